@@ -20,13 +20,13 @@ class Point(Struct, frozen=True):
     factor: float
     precision: float
     recall: float
-    false: float
+    false_per_run: float
     """false alarms per run"""
     delay: float | None
     """median s of the hangs that it found"""
 
 
-class Matched(Struct, frozen=True):
+class MatchedDelay(Struct, frozen=True):
     """Where ours is wrong as often as theirs with its published bounds, or as near below as our factors come."""
 
     ratio: float | None
@@ -43,12 +43,12 @@ def point(method: str, factor: float, plays: Sequence[Played]) -> Point:
     return Point(method, factor, counted.precision, counted.recall, counted.false / max(1, counted.runs), delay)
 
 
-def matched(ours: Mapping[float, Sequence[Played]], theirs: Sequence[Played]) -> Matched:
+def match_delay(own_points: Mapping[float, Sequence[Played]], baseline: Sequence[Played]) -> MatchedDelay:
     """Theirs stays as published: loosened, it hardly gets quieter, for much of what it takes for a failure looks alike
     for ever. Ours is multiplied until it raises false alarms as often: sharper where it is the quieter one, else
     looser. Between two factors the ratio is interpolated."""
-    aim = _false(theirs)
-    points = {factor: (_false(each), ratio(each, theirs)) for factor, each in ours.items()}
+    aim = _false(baseline)
+    points = {factor: (_false(each), ratio(each, baseline)) for factor, each in own_points.items()}
     quiet = points[1.0][0] <= aim
     way = sorted((factor for factor in points if (factor <= 1.0 if quiet else factor >= 1.0)), reverse=quiet)
     at, (false, delay) = 1.0, points[1.0]
@@ -56,9 +56,9 @@ def matched(ours: Mapping[float, Sequence[Played]], theirs: Sequence[Played]) ->
         next_false, next_delay = points[factor]
         if (false <= aim) != (next_false <= aim) and delay is not None and next_delay is not None:
             share = (aim - false) / (next_false - false)
-            return Matched(delay + share * (next_delay - delay), at + share * (factor - at), True)
+            return MatchedDelay(delay + share * (next_delay - delay), at + share * (factor - at), True)
         at, false, delay = factor, next_false, next_delay
-    return Matched(delay, at, false <= aim)
+    return MatchedDelay(delay, at, false <= aim)
 
 
 def _false(plays: Sequence[Played]) -> float:

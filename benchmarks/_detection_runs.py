@@ -15,7 +15,7 @@ from rrl.tests.support.scenarios.load import load_all
 from rrl.tests.support.scenarios.methods import judge_of
 from rrl.tests.support.scenarios.play import Played, play
 
-_TELL = 1000
+_PROGRESS_EVERY_RUNS = 1000
 """plays after which is said how far it is"""
 _loaded: dict[str, Scenario] = {}
 """of this worker process"""
@@ -28,15 +28,15 @@ class Run(Struct, frozen=True):
     factor: float = 1.0
 
 
-def played(folder: Path, runs: Iterable[Run]) -> dict[Run, Played]:
+def play_all(folder: Path, runs: Iterable[Run]) -> dict[Run, Played]:
     """Says on stderr how far it is. Raises whatever a judge raises, and ScenarioError."""
-    todo: Sequence[Run] = list(runs)
+    pending: Sequence[Run] = list(runs)
     done: dict[Run, Played] = {}
     with ProcessPoolExecutor(os.cpu_count(), initializer=_load, initargs=(folder,)) as pool:
-        for run, play in zip(todo, pool.map(_play, todo, chunksize=8), strict=True):
+        for run, play in zip(pending, pool.map(_play, pending, chunksize=8), strict=True):
             done[run] = play
-            if len(done) % _TELL == 0:
-                print(f"{len(done)} of {len(todo)} plays", file=sys.stderr, flush=True)
+            if len(done) % _PROGRESS_EVERY_RUNS == 0:
+                print(f"{len(done)} of {len(pending)} plays", file=sys.stderr, flush=True)
     return done
 
 

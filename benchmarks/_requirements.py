@@ -85,7 +85,7 @@ def unmet(benchmark: str, needs: Iterable[Need]) -> Iterator[str]:
             yield f"benchmarks/{benchmark}.py needs {need}: {why}" + (f"; without it: {instead}" if instead else "")
 
 
-def begin(benchmark: str, without: Collection[Need] = ()) -> None:
+def check_requirements(benchmark: str, without: Collection[Need] = ()) -> None:
     """Have SIGTERM unwind this benchmark, and check its needs.
 
     ``without``: needs that the given options do not have. Raises SystemExit(2) after a line for each unmet need.

@@ -24,13 +24,13 @@ from msgspec import Struct
 
 from rrl.core.types import Version
 from rrl.tests.support.weights.member import die_with_parent, right_bytes, seed_of
-from rrl.tests.support.weights.members import SOON
+from rrl.tests.support.weights.members import TIMEOUT_S
 from rrl.tests.support.weights.source import content
 from rrl.transport.weights.manifest import CHUNK_BYTES, digest, digest_threads
 from rrl.transport.weights.store import fresh_memory
 
 
-class Fill(Struct, frozen=True, tag=True):
+class FillBuffer(Struct, frozen=True, tag=True):
     """Rank 0 writes this version's content into a buffer, the others zeros into theirs."""
 
     version: Version
@@ -38,7 +38,7 @@ class Fill(Struct, frozen=True, tag=True):
     tensors: int
 
 
-class Go(Struct, frozen=True, tag=True):
+class StartBroadcast(Struct, frozen=True, tag=True):
     """Broadcast to the first ``receivers`` ranks after 0."""
 
     receivers: int
@@ -48,21 +48,21 @@ class Ready(Struct, frozen=True, tag=True):
     pass
 
 
-class Went(Struct, frozen=True, tag=True):
+class BroadcastDone(Struct, frozen=True, tag=True):
     """Times of the machine's monotonic clock (s): all of it is here; digests computed one after another; and the s that
     they take in as many threads as ours do."""
 
     received: float
     digested: float
-    threads: float
-    besides: float
+    threaded_s: float
+    other_cpu_s: float
     """s of CPU that went into anything but receiving and the first way"""
-    right: bool
+    is_correct: bool
 
 
-class Broke(Struct, frozen=True, tag=True):
-    at: float
-    why: str
+class BroadcastFailed(Struct, frozen=True, tag=True):
+    failed_at: float
+    reason: str
 
 
 class Gloo:
@@ -73,32 +73,32 @@ class Gloo:
 
     @classmethod
     async def start(
-        cls, insides: Sequence[tuple[str, ...]], master: str, interface: str, timeout: float = 600.0
+        cls, prefixes: Sequence[tuple[str, ...]], master: str, interface: str, timeout: float = 600.0
     ) -> Gloo:
         """``insides``: how the command line of each rank begins."""
         self = cls()
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
-        for rank, inside in enumerate(insides):
-            arguments = (str(rank), str(len(insides)), master, str(port), str(timeout))
-            process, control = _spawned(inside, arguments, interface)
+        for rank, inside in enumerate(prefixes):
+            arguments = (str(rank), str(len(prefixes)), master, str(port), str(timeout))
+            process, control = _spawn(inside, arguments, interface)
             self._ranks.append(_Rank(process, *await asyncio.open_connection(sock=control)))
-        await asyncio.gather(*(rank.hears(Ready) for rank in self._ranks))
+        await asyncio.gather(*(rank.receive(Ready) for rank in self._ranks))
         return self
 
     async def fill(self, version: Version, nbytes: int, tensors: int, receivers: int) -> None:
         ranks = self._ranks[: receivers + 1]
-        await asyncio.gather(*(rank.ask(Fill(version, nbytes, tensors), Ready) for rank in ranks))
+        await asyncio.gather(*(rank.request(FillBuffer(version, nbytes, tensors), Ready) for rank in ranks))
 
-    async def go(self, receivers: int, by: float = SOON) -> tuple[float, list[Went | Broke | BaseException]]:
+    async def broadcast(self, receivers: int, timeout_s: float = TIMEOUT_S) -> tuple[float, list[BroadcastDone | BroadcastFailed | BaseException]]:
         """When it began, and what each receiver says: TimeoutError is nothing for ``by`` s, ConnectionError its end."""
         ranks = self._ranks[: receivers + 1]
         began = time.monotonic()
         for rank in ranks:
-            rank.tell(Go(receivers))
-        said = await asyncio.gather(*(rank.hears(Went | Broke, by) for rank in ranks), return_exceptions=True)
-        return began, said[1:]
+            rank.send(StartBroadcast(receivers))
+        reports = await asyncio.gather(*(rank.receive(BroadcastDone | BroadcastFailed, timeout_s) for rank in ranks), return_exceptions=True)
+        return began, reports[1:]
 
     @property
     def pids(self) -> list[int]:
@@ -114,17 +114,17 @@ class Gloo:
             rank.writer.close()
 
 
-def _spawned(
+def _spawn(
     inside: tuple[str, ...], arguments: tuple[str, ...], interface: str
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """A rank, and the socket to command it by. What torch writes of a rank that is killed fills screens: it says what
     broke itself."""
     env = {**os.environ, "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
-    mine, theirs = socket.socketpair()
-    with theirs:
-        argv = (*inside, sys.executable, "-m", "rrl.benchmarks._weights_gloo", str(theirs.fileno()), *arguments)
-        return subprocess.Popen(argv, pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL,
-                                stderr=subprocess.DEVNULL), mine  # fmt: skip
+    parent_end, rank_end = socket.socketpair()
+    with rank_end:
+        argv = (*inside, sys.executable, "-m", "rrl.benchmarks._weights_gloo", str(rank_end.fileno()), *arguments)
+        return subprocess.Popen(argv, pass_fds=[rank_end.fileno()], env=env, stdin=subprocess.DEVNULL,
+                                stderr=subprocess.DEVNULL), parent_end  # fmt: skip
 
 
 class _Rank:
@@ -133,23 +133,23 @@ class _Rank:
     ) -> None:
         self.process, self.writer, self._reader = process, writer, reader
 
-    def tell(self, command: Fill | Go) -> None:
+    def send(self, command: FillBuffer | StartBroadcast) -> None:
         self.writer.write(msgspec.json.encode(command) + b"\n")
 
-    async def hears(self, kind: Any, by: float = SOON) -> Any:
+    async def receive(self, kind: Any, timeout_s: float = TIMEOUT_S) -> Any:
         """Raises TimeoutError, or ConnectionError when the rank is gone."""
-        async with asyncio.timeout(by):
+        async with asyncio.timeout(timeout_s):
             line = await self._reader.readline()
         if not line:
             raise ConnectionError("the rank is gone")
-        said = msgspec.json.decode(line, type=Ready | Went | Broke)
-        if not isinstance(said, kind):
-            raise RuntimeError(f"gloo: {said}")
-        return said
+        report = msgspec.json.decode(line, type=Ready | BroadcastDone | BroadcastFailed)
+        if not isinstance(report, kind):
+            raise RuntimeError(f"gloo: {report}")
+        return report
 
-    async def ask(self, command: Fill | Go, kind: Any) -> Any:
-        self.tell(command)
-        return await self.hears(kind)
+    async def request(self, command: FillBuffer | StartBroadcast, kind: Any) -> Any:
+        self.send(command)
+        return await self.receive(kind)
 
 
 def _main(control: socket.socket, rank: int, world: int, master: str, port: int, seconds: float) -> None:
@@ -162,31 +162,31 @@ def _main(control: socket.socket, rank: int, world: int, master: str, port: int,
     groups = {receivers: dist.new_group(range(receivers + 1), timeout=timeout) for receivers in range(1, world)}
     lines = control.makefile("rwb")
 
-    def say(report: Ready | Went | Broke) -> None:
+    def send(report: Ready | BroadcastDone | BroadcastFailed) -> None:
         lines.write(msgspec.json.encode(report) + b"\n")
         lines.flush()
 
-    say(Ready())
-    flat, filled = memoryview(b""), Fill(Version(0, 0), 0, 1)
+    send(Ready())
+    flat, filled = memoryview(b""), FillBuffer(Version(0, 0), 0, 1)
     for line in lines:
-        command = msgspec.json.decode(line, type=Fill | Go)
-        if isinstance(command, Fill):
+        command = msgspec.json.decode(line, type=FillBuffer | StartBroadcast)
+        if isinstance(command, FillBuffer):
             del flat
             filled, flat = command, fresh_memory(command.nbytes)
             flat[:] = content(command.nbytes, seed_of(command.version)) if rank == 0 else bytes(command.nbytes)
-            say(Ready())
+            send(Ready())
         else:
-            say(_go(dist, torch, flat, filled, groups[command.receivers], rank))
+            send(_broadcast(dist, torch, flat, filled, groups[command.receivers], rank))
 
 
-def _go(dist: Any, torch: Any, flat: memoryview, filled: Fill, group: Any, rank: int) -> Went | Broke:
+def _broadcast(dist: Any, torch: Any, flat: memoryview, filled: FillBuffer, group: Any, rank: int) -> BroadcastDone | BroadcastFailed:
     ends = [filled.nbytes * i // filled.tensors // 64 * 64 for i in range(filled.tensors)] + [filled.nbytes]
     tensors = [torch.frombuffer(flat[a:b], dtype=torch.uint8) for a, b in pairwise(ends)]
     try:
         for tensor in tensors:
             dist.broadcast(tensor, 0, group=group)
     except RuntimeError as error:
-        return Broke(time.monotonic(), str(error).splitlines()[0])
+        return BroadcastFailed(time.monotonic(), str(error).splitlines()[0])
     received = time.monotonic()
     chunks = [flat[start : start + CHUNK_BYTES] for start in range(0, flat.nbytes, CHUNK_BYTES)]
     if rank:
@@ -199,9 +199,9 @@ def _go(dist: Any, torch: Any, flat: memoryview, filled: Fill, group: Any, rank:
     if rank:
         with ThreadPoolExecutor(digest_threads()) as pool:
             list(pool.map(digest, chunks))
-    took = time.monotonic() - began
-    right = not rank or right_bytes(flat, filled.version, filled.nbytes)
-    return Went(received, digested, took, time.process_time() - before, right)
+    threaded_s = time.monotonic() - began
+    is_correct = not rank or right_bytes(flat, filled.version, filled.nbytes)
+    return BroadcastDone(received, digested, threaded_s, time.process_time() - before, is_correct)
 
 
 if __name__ == "__main__":

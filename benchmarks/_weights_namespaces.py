@@ -22,61 +22,61 @@ from collections import defaultdict
 
 from msgspec import Struct, field
 
-from rrl.benchmarks._load import PATIENCE, calm
+from rrl.benchmarks._load import QUIET_TIMEOUT_S, wait_until_quiet
 from rrl.benchmarks._table import print_table
-from rrl.benchmarks._weights_gloo import Broke, Gloo, Went
-from rrl.benchmarks._weights_nics import Watch
+from rrl.benchmarks._weights_gloo import BroadcastFailed, Gloo, BroadcastDone
+from rrl.benchmarks._weights_nics import NicMonitor
 from rrl.core.types import TRAINER, Version
 from rrl.tests.support.slurm import netns
 from rrl.tests.support.weights import orders as say
-from rrl.tests.support.weights.members import SOON, Member, Nursery
+from rrl.tests.support.weights.members import TIMEOUT_S, Member, Nursery
 
-BITS = 2e9
+BITS_PER_S = 2e9
 """a second, each way"""
-RATE = "2gbit"
+SHAPED_RATE = "2gbit"
 NODES = ("n1", "n2", "n3", "n4", "n5")
 RECEIVERS = len(NODES) - 1
-PAIRS = ((1, 2), (0, 1), (3, 1), (2, 0), (1, 0), (0, 3))
+FAULT_PAIRS = ((1, 2), (0, 1), (3, 1), (2, 0), (1, 0), (0, 3))
 """who is killed and who is stopped"""
-GLOO_TIMEOUT = 20.0
+GLOO_TIMEOUT_S = 20.0
 """s, the process group's own; what users have is 30 min by default"""
 
 
 class Nics(Struct):
     """s by arm, one entry a round."""
 
-    took: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    free: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    source_free_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """when the source was, and how many copies it sent"""
-    copies: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    each: list[list[float]] = field(default_factory=list)
+    source_copies: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    receiver_seconds: list[list[float]] = field(default_factory=list)
     """of the chain without a fault: when each receiver was done"""
-    slower: list[float] = field(default_factory=list)
+    slowdowns: list[float] = field(default_factory=list)
     """with a fault: how much later than without"""
     pairs: list[tuple[int, int, float]] = field(default_factory=list)
-    gloo: list[str] = field(default_factory=list)
+    gloo_reports: list[str] = field(default_factory=list)
     """what living ranks said in the same situation"""
-    others: list[float] = field(default_factory=list)
-    wrong: int = 0
-    ideal: float = 0.0
+    other_cores: list[float] = field(default_factory=list)
+    wrong_copies: int = 0
+    ideal_s: float = 0.0
 
 
 class _Run(Struct):
     began: float
-    done: dict[int, float]
+    receiver_seconds: dict[int, float]
     """by receiver, s"""
-    free: float
-    copies: float
+    source_free_s: float
+    source_copies: float
 
 
-def impossible() -> str | None:
+def unavailable_reason() -> str | None:
     """Why there are no shaped nodes here, or None."""
     if not netns.possible():
         return "no network namespaces (root and iproute2 are needed)"
     network = netns.free_network("rrlwp")
     try:
         netns.make(network, NODES[:1])
-        netns.shape(network, NODES[0], RATE)
+        netns.shape(network, NODES[0], SHAPED_RATE)
     except (RuntimeError, OSError) as error:
         return f"nodes cannot be shaped: {error}"
     finally:
@@ -89,7 +89,7 @@ async def measure(kind: str, nbytes: int, repeats: int) -> Nics:
     try:
         netns.make(network, NODES)
         for node in NODES:
-            netns.shape(network, node, RATE)
+            netns.shape(network, node, SHAPED_RATE)
         fleet = await _Fleet.made(network, kind, nbytes)
         try:
             return await fleet.measure(repeats)
@@ -110,7 +110,7 @@ class _Fleet:
         self._source: Member
         self._receivers: list[Member] = []
         self._step = 0
-        self._found = Nics(ideal=nbytes * 8 / BITS)
+        self._results = Nics(ideal_s=nbytes * 8 / BITS_PER_S)
 
     @classmethod
     async def made(cls, network: netns.Network, kind: str, nbytes: int) -> _Fleet:
@@ -130,84 +130,84 @@ class _Fleet:
         return await Member.start(self._nurseries[place], name, self._nbytes, host=host, incarnation=incarnation)
 
     async def measure(self, repeats: int) -> Nics:
-        found = self._found
+        results = self._results
         for _ in range(2):  # connections, paces and memory are there after them
             await self._run("warm", range(RECEIVERS))
         gloo = await self._gloo(600.0)
         for turn in range(repeats):
             await self._run("one", range(1))
             clean = await self._run("chain", range(RECEIVERS))
-            found.each.append([clean.done[place] for place in range(RECEIVERS)])
+            results.receiver_seconds.append([clean.receiver_seconds[place] for place in range(RECEIVERS)])
             await self._run("star", range(RECEIVERS), star=True)
-            await self._fault(*PAIRS[turn % len(PAIRS)])
+            await self._fault(*FAULT_PAIRS[turn % len(FAULT_PAIRS)])
             await self._broadcast(gloo, turn)
         await gloo.close()
-        usual = [statistics.median(times) for times in zip(*found.each, strict=True)]
-        for killed, stopped, took in found.pairs:
-            living = [place for place in range(RECEIVERS) if place not in (killed, stopped)]
-            found.slower.append(took / max(usual[place] for place in living))
-        found.gloo = await self._broken_gloo(*PAIRS[0])
-        return found
+        baseline = [statistics.median(times) for times in zip(*results.receiver_seconds, strict=True)]
+        for killed, stopped, seconds in results.pairs:
+            survivors = [place for place in range(RECEIVERS) if place not in (killed, stopped)]
+            results.slowdowns.append(seconds / max(baseline[place] for place in survivors))
+        results.gloo_reports = await self._gloo_with_fault(*FAULT_PAIRS[0])
+        return results
 
     # ── ours ───────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _publish(self) -> Version:
         for member in (self._source, *self._receivers):
-            await member.ask(say.Forget(), say.Forgot)
+            await member.request(say.Forget(), say.Forgot)
         self._step += 1
         version = Version(self._step, 1)
-        await self._source.ask(say.Publish(version), say.Published)
-        self._found.others.append(await calm(PATIENCE))
+        await self._source.request(say.Publish(version), say.Published)
+        self._results.other_cores.append(await wait_until_quiet(QUIET_TIMEOUT_S))
         return version
 
-    def _tell(self, version: Version, chosen: range, star: bool) -> None:
+    def _announce(self, version: Version, chosen: range, star: bool) -> None:
         receivers = [self._receivers[place] for place in chosen]
-        peers = say.Peers(version, (self._source.holder, *([] if star else [each.holder for each in receivers])))
+        peers = say.Peers(version, (self._source.source, *([] if star else [each.source for each in receivers])))
         for receiver in receivers:
-            receiver.tell(peers)
+            receiver.send(peers)
 
     async def _run(self, arm: str, chosen: range, star: bool = False) -> _Run:
         version = await self._publish()
-        watch = Watch(self._network, NODES, self._nbytes)
+        monitor = NicMonitor(self._network, NODES, self._nbytes)
         began = time.monotonic()
-        self._tell(version, chosen, star)
+        self._announce(version, chosen, star)
         done = {place: (await self._receivers[place].committed(version)).at - began for place in chosen}
-        run = _Run(began, done, *watch.end(began))
-        if run.copies < 1:
-            raise RuntimeError(f"the source sent {run.copies:.2f} copies through its NIC: they went some other way")
+        run = _Run(began, done, *monitor.finish(began))
+        if run.source_copies < 1:
+            raise RuntimeError(f"the source sent {run.source_copies:.2f} copies through its NIC: they went some other way")
         await self._check(version, chosen)
-        self._found.took[arm].append(max(done.values()))
-        self._found.free[arm].append(run.free)
-        self._found.copies[arm].append(run.copies)
+        self._results.seconds[arm].append(max(done.values()))
+        self._results.source_free_s[arm].append(run.source_free_s)
+        self._results.source_copies[arm].append(run.source_copies)
         return run
 
     async def _fault(self, killed: int, stopped: int) -> None:
         version = await self._publish()
-        watch = Watch(self._network, NODES, self._nbytes)
+        monitor = NicMonitor(self._network, NODES, self._nbytes)
         began = time.monotonic()
-        self._tell(version, range(RECEIVERS), star=False)
-        await watch.half((killed, stopped))
+        self._announce(version, range(RECEIVERS), star=False)
+        await monitor.wait_for_half_copies((killed, stopped))
         self._receivers[killed].kill()
         self._receivers[stopped].freeze()
-        living = [place for place in range(RECEIVERS) if place not in (killed, stopped)]
-        done = [(await self._receivers[place].committed(version)).at - began for place in living]
-        free, copies = watch.end(began)
-        self._found.took["fault"].append(max(done))
-        self._found.free["fault"].append(free)
-        self._found.copies["fault"].append(copies)
-        self._found.pairs.append((killed, stopped, max(done)))
+        survivors = [place for place in range(RECEIVERS) if place not in (killed, stopped)]
+        done = [(await self._receivers[place].committed(version)).at - began for place in survivors]
+        free, copies = monitor.finish(began)
+        self._results.seconds["fault"].append(max(done))
+        self._results.source_free_s["fault"].append(free)
+        self._results.source_copies["fault"].append(copies)
+        self._results.pairs.append((killed, stopped, max(done)))
         self._receivers[stopped].thaw()
         dead = self._receivers[killed]
         await dead.close()
-        self._receivers[killed] = await self._start(killed + 1, dead.life.incarnation + 1)
-        self._tell(version, range(RECEIVERS), star=False)
+        self._receivers[killed] = await self._start(killed + 1, dead.incarnation.number + 1)
+        self._announce(version, range(RECEIVERS), star=False)
         for place in (stopped, killed):
             await self._receivers[place].committed(version)
         await self._check(version, range(RECEIVERS))
 
     async def _check(self, version: Version, chosen: range) -> None:
         for place in chosen:
-            checked = await self._receivers[place].ask(say.Check(), say.Checked)
-            self._found.wrong += not checked.right or checked.version != version
+            checked = await self._receivers[place].request(say.Check(), say.Checked)
+            self._results.wrong_copies += not checked.is_correct or checked.version != version
 
     # ── gloo ───────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _gloo(self, timeout: float) -> Gloo:
@@ -216,65 +216,65 @@ class _Fleet:
 
     async def _broadcast(self, gloo: Gloo, turn: int) -> None:
         await gloo.fill(Version(turn, 1), self._nbytes, 1, RECEIVERS)
-        self._found.others.append(await calm(PATIENCE))
-        began, said = await gloo.go(RECEIVERS, SOON)
-        went = [each for each in said if isinstance(each, Went)]
-        if len(went) != RECEIVERS:
-            raise RuntimeError(f"gloo broke without a fault: {said}")
-        self._found.took["gloo + digest"].append(max(each.digested for each in went) - began)
+        self._results.other_cores.append(await wait_until_quiet(QUIET_TIMEOUT_S))
+        began, reports = await gloo.broadcast(RECEIVERS, TIMEOUT_S)
+        finished = [each for each in reports if isinstance(each, BroadcastDone)]
+        if len(finished) != RECEIVERS:
+            raise RuntimeError(f"gloo broke without a fault: {reports}")
+        self._results.seconds["gloo + digest"].append(max(each.digested for each in finished) - began)
 
-    async def _broken_gloo(self, killed: int, stopped: int) -> list[str]:
+    async def _gloo_with_fault(self, killed: int, stopped: int) -> list[str]:
         """The same two, in the same moment; what the living ranks say."""
-        gloo = await self._gloo(GLOO_TIMEOUT)
+        gloo = await self._gloo(GLOO_TIMEOUT_S)
         try:
             await gloo.fill(Version(0, 1), self._nbytes, 1, RECEIVERS)
-            watch = Watch(self._network, NODES, self._nbytes)
-            going = asyncio.create_task(gloo.go(RECEIVERS, 2 * GLOO_TIMEOUT))
-            await watch.half((killed, stopped), least=1)
+            monitor = NicMonitor(self._network, NODES, self._nbytes)
+            broadcast = asyncio.create_task(gloo.broadcast(RECEIVERS, 2 * GLOO_TIMEOUT_S))
+            await monitor.wait_for_half_copies((killed, stopped), least=1)
             gloo.process(killed + 1).kill()
             gloo.process(stopped + 1).send_signal(signal.SIGSTOP)
-            began, said = await going
-            watch.end(began)
+            began, reports = await broadcast
+            monitor.finish(began)
         finally:
             await gloo.close()
-        return [f"rank {place + 1}: {_told(one, began)}" for place, one in enumerate(said)
+        return [f"rank {place + 1}: {_report_text(one, began)}" for place, one in enumerate(reports)
                 if place not in (killed, stopped)]  # fmt: skip
 
 
-def _told(one: Went | Broke | BaseException, began: float) -> str:
-    if isinstance(one, TimeoutError):
-        return f"still hangs after {2 * GLOO_TIMEOUT:g} s"
-    if isinstance(one, BaseException):
-        return f"gone: {one!r}"
-    if isinstance(one, Broke):
-        return f"failed after {one.at - began:.1f} s: {one.why[:160]}"
-    return f"has it after {one.received - began:.1f} s, {'right' if one.right else 'WRONG'}"
+def _report_text(reply: BroadcastDone | BroadcastFailed | BaseException, began: float) -> str:
+    if isinstance(reply, TimeoutError):
+        return f"still hangs after {2 * GLOO_TIMEOUT_S:g} s"
+    if isinstance(reply, BaseException):
+        return f"gone: {reply!r}"
+    if isinstance(reply, BroadcastFailed):
+        return f"failed after {reply.failed_at - began:.1f} s: {reply.reason[:160]}"
+    return f"has it after {reply.received - began:.1f} s, {'right' if reply.is_correct else 'WRONG'}"
 
 
-def report(found: Nics) -> dict[str, object]:
+def report(results: Nics) -> dict[str, object]:
     """Prints a table; returns keys of the JSON object."""
-    arms = [arm for arm in found.took if arm != "warm"]
+    arms = [arm for arm in results.seconds if arm != "warm"]
     rows = []
     for arm in arms:
-        took = statistics.median(found.took[arm])
-        known = [values.get(arm) for values in (found.free, found.copies)]
-        ours = ["" if values is None else f"{statistics.median(values):.2f}" for values in known]
-        rows.append([arm, f"{took:.2f}", f"{took / found.ideal:.2f}", *ours])
-    rounds = len(found.took["chain"])
-    print(f"namespaces: NICs of {RATE}; one copy takes {found.ideal:.3f} s at best; medians of {rounds}")
+        seconds = statistics.median(results.seconds[arm])
+        known = [values.get(arm) for values in (results.source_free_s, results.source_copies)]
+        source_cells = ["" if values is None else f"{statistics.median(values):.2f}" for values in known]
+        rows.append([arm, f"{seconds:.2f}", f"{seconds / results.ideal_s:.2f}", *source_cells])
+    rounds = len(results.seconds["chain"])
+    print(f"namespaces: NICs of {SHAPED_RATE}; one copy takes {results.ideal_s:.3f} s at best; medians of {rounds}")
     print_table(["arm", "s", "of ideal", "source free, s", "copies it sent"], rows)
-    for (killed, stopped, took), slower in zip(found.pairs, found.slower, strict=True):
-        print(f"receiver {killed} killed, {stopped} stopped: others done in {took:.2f} s, {slower:.2f} times as late")
-    print(f"gloo with its timeout at {GLOO_TIMEOUT:g} s, one killed and one stopped: " + "; ".join(found.gloo))
-    chain = statistics.median(found.took["chain"])
+    for (killed, stopped, seconds), slower in zip(results.pairs, results.slowdowns, strict=True):
+        print(f"receiver {killed} killed, {stopped} stopped: others done in {seconds:.2f} s, {slower:.2f} times as late")
+    print(f"gloo with its timeout at {GLOO_TIMEOUT_S:g} s, one killed and one stopped: " + "; ".join(results.gloo_reports))
+    chain = statistics.median(results.seconds["chain"])
     return {
-        "chain_over_ideal": round(chain / found.ideal, 3),
-        "source_free_over_copy": round(statistics.median(found.free["chain"]) / found.ideal, 3),
-        "killed_over_clean": round(statistics.median(found.slower), 3),
-        "killed_over_clean_max": round(max(found.slower), 3),
-        "star_over_ideal": round(statistics.median(found.took["star"]) / found.ideal, 3),
-        "one_over_ideal": round(statistics.median(found.took["one"]) / found.ideal, 3),
-        "source_sent_copies": round(statistics.median(found.copies["chain"]), 3),
+        "chain_over_ideal": round(chain / results.ideal_s, 3),
+        "source_free_over_copy": round(statistics.median(results.source_free_s["chain"]) / results.ideal_s, 3),
+        "killed_over_clean": round(statistics.median(results.slowdowns), 3),
+        "killed_over_clean_max": round(max(results.slowdowns), 3),
+        "star_over_ideal": round(statistics.median(results.seconds["star"]) / results.ideal_s, 3),
+        "one_over_ideal": round(statistics.median(results.seconds["one"]) / results.ideal_s, 3),
+        "source_sent_copies": round(statistics.median(results.source_copies["chain"]), 3),
     }
 
 

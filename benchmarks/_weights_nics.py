@@ -7,47 +7,47 @@ import time
 from collections.abc import Sequence
 
 from rrl.tests.support.slurm import netns
-from rrl.tests.support.weights.members import SOON
+from rrl.tests.support.weights.members import TIMEOUT_S
 
-_HALF = 0.5
-_TRICKLE = 0.005
+_HALF_COPY = 0.5
+_TRICKLE_FRACTION = 0.005
 """of what a source sends: requests to others, acknowledgements, the end of its last chunk"""
-_LOOK = 0.005
+_SAMPLE_INTERVAL_S = 0.005
 """s between two looks at the counters"""
 
 
-class Watch:
+class NicMonitor:
     """Looks at the NICs' counters until it is ended."""
 
     def __init__(self, network: netns.Network, nodes: Sequence[str], nbytes: int) -> None:
         self._network, self._nodes, self._nbytes = network, nodes, nbytes
         self._source = nodes[0]
         self._start = {node: netns.passed(network, node) for node in nodes}
-        self._sent: list[tuple[float, int]] = []
-        self._task = asyncio.create_task(self._look())
+        self._samples: list[tuple[float, int]] = []
+        self._task = asyncio.create_task(self._sample())
 
-    async def _look(self) -> None:
+    async def _sample(self) -> None:
         while True:
-            self._sent.append((time.monotonic(), self._sent_so_far()))
-            await asyncio.sleep(_LOOK)
+            self._samples.append((time.monotonic(), self._sent_so_far()))
+            await asyncio.sleep(_SAMPLE_INTERVAL_S)
 
     def _sent_so_far(self) -> int:
         return netns.passed(self._network, self._source)[0] - self._start[self._source][0]
 
-    async def half(self, receivers: tuple[int, ...], least: int = 2) -> None:
+    async def wait_for_half_copies(self, receivers: tuple[int, ...], least: int = 2) -> None:
         """Until so many of these have received half of a copy. Raises TimeoutError."""
-        async with asyncio.timeout(SOON):
+        async with asyncio.timeout(TIMEOUT_S):
             while True:
                 nodes = [self._nodes[place + 1] for place in receivers]
-                came = [netns.passed(self._network, node)[1] - self._start[node][1] for node in nodes]
-                if sum(each >= _HALF * self._nbytes for each in came) >= least:
+                received = [netns.passed(self._network, node)[1] - self._start[node][1] for node in nodes]
+                if sum(each >= _HALF_COPY * self._nbytes for each in received) >= least:
                     return
-                await asyncio.sleep(_LOOK)
+                await asyncio.sleep(_SAMPLE_INTERVAL_S)
 
-    def end(self, began: float) -> tuple[float, float]:
+    def finish(self, began: float) -> tuple[float, float]:
         """When the source was free, and how many copies it sent."""
         self._task.cancel()
         sent = self._sent_so_far()
-        looks = [*self._sent, (time.monotonic(), sent)]
-        free = next(at for at, so_far in looks if so_far >= (1 - _TRICKLE) * sent)
+        samples = [*self._samples, (time.monotonic(), sent)]
+        free = next(at for at, sent_by_then in samples if sent_by_then >= (1 - _TRICKLE_FRACTION) * sent)
         return free - began, sent / self._nbytes

@@ -15,97 +15,97 @@ from collections import defaultdict
 
 from msgspec import Struct, field
 
-from rrl.benchmarks._load import PATIENCE, calm
+from rrl.benchmarks._load import QUIET_TIMEOUT_S, wait_until_quiet
 from rrl.benchmarks._table import print_table
 from rrl.core.types import TRAINER, Version
 from rrl.tests.support.weights import orders as say
 from rrl.tests.support.weights.members import Member, Nursery
 
 KINDS = ("ucx", "tcp")
-WHAT = ("connect", "rollout", "trainer")
+STAGES = ("connect", "rollout", "trainer")
 
 
 class Rejoin(Struct):
     """s, by pipe and what (:data:`WHAT`)."""
 
-    took: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
-    others: list[float] = field(default_factory=list)
-    wrong: int = 0
+    seconds: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    other_cores: list[float] = field(default_factory=list)
+    wrong_copies: int = 0
 
 
 async def measure(nbytes: int, repeats: int) -> Rejoin:
     """The pipes take turns."""
-    found = Rejoin()
+    results = Rejoin()
     nurseries = {kind: await asyncio.to_thread(Nursery, kind) for kind in KINDS}
     try:
-        places = {kind: await _Place.made(nursery, nbytes) for kind, nursery in nurseries.items()}
+        testbeds = {kind: await _Testbed.made(nursery, nbytes) for kind, nursery in nurseries.items()}
         for turn in range(1, repeats + 1):
-            for kind, place in places.items():
+            for kind, testbed in testbeds.items():
                 if turn % 10 == 1:
-                    found.others.append(await calm(PATIENCE))
-                found.took[kind, "connect"].append(await place.connect())
-                found.took[kind, "rollout"].append(await place.rollout(turn + 1))
-                found.took[kind, "trainer"].append(await place.trainer(turn + 1))
-        found.wrong = sum(place.wrong for place in places.values())
+                    results.other_cores.append(await wait_until_quiet(QUIET_TIMEOUT_S))
+                results.seconds[kind, "connect"].append(await testbed.connect())
+                results.seconds[kind, "rollout"].append(await testbed.rollout(turn + 1))
+                results.seconds[kind, "trainer"].append(await testbed.trainer(turn + 1))
+        results.wrong_copies = sum(testbed.wrong_copies for testbed in testbeds.values())
     finally:
         for nursery in nurseries.values():
             nursery.close()
-    return found
+    return results
 
 
-class _Place:
+class _Testbed:
     """A trainer, a rollout that stays, and one that comes and goes."""
 
-    def __init__(self, nursery: Nursery, nbytes: int, source: Member, stays: Member) -> None:
+    def __init__(self, nursery: Nursery, nbytes: int, source: Member, peer: Member) -> None:
         self._nursery, self._nbytes = nursery, nbytes
-        self._source, self._stays = source, stays
+        self._source, self._peer = source, peer
         self._version = Version(0, 1)
-        self.wrong = 0
+        self.wrong_copies = 0
 
     @classmethod
-    async def made(cls, nursery: Nursery, nbytes: int) -> _Place:
-        source, stays = [await Member.start(nursery, name, nbytes) for name in (TRAINER, "rollout/0")]
-        self = cls(nursery, nbytes, source, stays)
-        await source.ask(say.Publish(self._version), say.Published)
-        await self._follow(stays)
+    async def made(cls, nursery: Nursery, nbytes: int) -> _Testbed:
+        source, peer = [await Member.start(nursery, name, nbytes) for name in (TRAINER, "rollout/0")]
+        self = cls(nursery, nbytes, source, peer)
+        await source.request(say.Publish(self._version), say.Published)
+        await self._follow(peer)
         return self
 
     async def connect(self) -> float:
         """Median of a few: each a connection, the handshakes, and a first answer."""
-        dialled = await self._stays.ask(say.Dial(self._source.serving.at, self._version, 3), say.Dialled)
-        return statistics.median(dialled.took)
+        dialled = await self._peer.request(say.Dial(self._source.serving.address, self._version, 3), say.Dialled)
+        return statistics.median(dialled.seconds)
 
     async def rollout(self, incarnation: int) -> float:
-        comes = await Member.start(self._nursery, "rollout/1", self._nbytes, incarnation=incarnation)
-        committed = await self._follow(comes)
-        await comes.close()
-        return committed.at - comes.serving.born
+        joiner = await Member.start(self._nursery, "rollout/1", self._nbytes, incarnation=incarnation)
+        committed = await self._follow(joiner)
+        await joiner.close()
+        return committed.at - joiner.serving.born
 
     async def trainer(self, incarnation: int) -> float:
         await self._source.close()
         self._source = await Member.start(self._nursery, TRAINER, self._nbytes, incarnation=incarnation)
         self._version = Version(self._version.step + 1, incarnation)
-        published = await self._source.ask(say.Publish(self._version), say.Published)
-        committed = await self._follow(self._stays)
+        published = await self._source.request(say.Publish(self._version), say.Published)
+        committed = await self._follow(self._peer)
         return committed.first - published.loaded - self._source.serving.born
 
     async def _follow(self, member: Member) -> say.Committed:
         """Tell it what there is; wait until it has that, and check it."""
-        member.tell(say.Peers(self._version, (self._source.holder, self._stays.holder)))
+        member.send(say.Peers(self._version, (self._source.source, self._peer.source)))
         committed = await member.committed(self._version)
-        checked = await member.ask(say.Check(), say.Checked)
-        self.wrong += not checked.right or checked.version != self._version
+        checked = await member.request(say.Check(), say.Checked)
+        self.wrong_copies += not checked.is_correct or checked.version != self._version
         return committed
 
 
-def report(found: Rejoin) -> dict[str, object]:
+def report(results: Rejoin) -> dict[str, object]:
     """Prints a table; returns keys of the JSON object, each of the slower pipe."""
-    medians = {key: 1000 * statistics.median(values) for key, values in found.took.items()}
-    rows = [[what, *(f"{medians[kind, what]:.1f}" for kind in KINDS),
-             *(f"{1000 * max(found.took[kind, what]):.1f}" for kind in KINDS)] for what in WHAT]  # fmt: skip
-    print(f"rejoin: ms, of {len(found.took[KINDS[0], WHAT[0]])}")
+    medians = {key: 1000 * statistics.median(values) for key, values in results.seconds.items()}
+    rows = [[stage, *(f"{medians[kind, stage]:.1f}" for kind in KINDS),
+             *(f"{1000 * max(results.seconds[kind, stage]):.1f}" for kind in KINDS)] for stage in STAGES]  # fmt: skip
+    print(f"rejoin: ms, of {len(results.seconds[KINDS[0], STAGES[0]])}")
     print_table(["what", *(f"{kind} median" for kind in KINDS), *(f"{kind} max" for kind in KINDS)], rows)
     names = {"connect": "connect_p50_ms", "rollout": "rejoin_rollout_ms", "trainer": "rejoin_trainer_ms"}
-    slower = {name: round(max(medians[kind, what] for kind in KINDS), 2) for what, name in names.items()}
-    each = {f"{kind}_{name}": round(medians[kind, what], 2) for what, name in names.items() for kind in KINDS}
+    slower = {name: round(max(medians[kind, stage] for kind in KINDS), 2) for stage, name in names.items()}
+    each = {f"{kind}_{name}": round(medians[kind, stage], 2) for stage, name in names.items() for kind in KINDS}
     return {**slower, **each}

@@ -19,53 +19,53 @@ from pathlib import Path
 
 import msgspec
 
-from rrl.benchmarks._requirements import begin
+from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.health.readers.samples import READERS
 from rrl.tests.support.listening_manager import Lab, lab
 from rrl.tests.support.nvml.driver import FakeDriver
-from rrl.transport.messages import AgentBeat
+from rrl.transport.messages import AgentHeartbeat
 
 GPUS = 8
-CPU_BAR, PSS_BAR = 0.01, 80.0
-HZ = os.sysconf("SC_CLK_TCK")
-SAMPLES = 6
+MAX_CORES, MAX_PSS_MIB = 0.01, 80.0
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+MEMORY_SAMPLES = 6
 """of memory, over the time that is measured: the highest counts"""
 
 
 async def _measure(
-    at: Lab, seconds: float, settle: float, native: bool
+    lab_run: Lab, seconds: float, settle: float, native: bool
 ) -> tuple[float, float, list[tuple[str, str, str, str]]]:
     """Cores, PSS in MiB, and rows: what each process takes."""
     patch = ""
     if not native:
-        driver = FakeDriver(at.run.path).gpus(GPUS)
+        driver = FakeDriver(lab_run.run.path).gpus(GPUS)
         driver.set(None, "utilization", 90).set(None, "temperature", 60)
         patch = f"import os; os.environ.update({driver.env()!r})"
-    async with at.manager() as manager:
-        role = at.launch("sleep", "100000")
-        at.start(role)
-        launch = at.launch(replica="agent/local1")
+    async with lab_run.manager() as manager:
+        role = lab_run.launch("sleep", "100000")
+        lab_run.start(role)
+        launch = lab_run.launch(replica="agent/local1")
         launch = msgspec.structs.replace(launch, readers=READERS, admission=20.0)
-        at.run.launch_file(launch.tag).write_bytes(msgspec.json.encode(launch))
-        agent = at.start(launch, "agent", patch)
-        await manager.hears(AgentBeat)
+        lab_run.run.launch_file(launch.tag).write_bytes(msgspec.json.encode(launch))
+        agent = lab_run.start(launch, "agent", patch)
+        await manager.wait_for(AgentHeartbeat)
         await asyncio.sleep(settle)
         before, began = _ticks(agent.pid), asyncio.get_running_loop().time()
-        most: dict[int, float] = {}
-        for _ in range(SAMPLES):
-            await asyncio.sleep(seconds / SAMPLES)
-            now = {pid: _pss(pid) for pid in _family(agent.pid)}
-            most = now if sum(now.values()) > sum(most.values()) else most
+        highest: dict[int, float] = {}
+        for _ in range(MEMORY_SAMPLES):
+            await asyncio.sleep(seconds / MEMORY_SAMPLES)
+            now = {pid: _pss(pid) for pid in _process_tree(agent.pid)}
+            highest = now if sum(now.values()) > sum(highest.values()) else highest
         spent = _ticks(agent.pid) - before
         passed = asyncio.get_running_loop().time() - began
-        cores = spent.total() / HZ / passed
-        shares = ((pid, f"{ticks / HZ / passed:.2%}") for pid, ticks in spent.items())
-        rows = [(str(pid), share, f"{most.get(pid, 0.0):.1f}", _words(pid)) for pid, share in shares]
-        return cores, sum(most.values(), 0.0), rows
+        cores = spent.total() / TICKS_PER_S / passed
+        shares = ((pid, f"{ticks / TICKS_PER_S / passed:.2%}") for pid, ticks in spent.items())
+        rows = [(str(pid), share, f"{highest.get(pid, 0.0):.1f}", _command_text(pid)) for pid, share in shares]
+        return cores, sum(highest.values(), 0.0), rows
 
 
-def _family(root: int) -> list[int]:
+def _process_tree(root: int) -> list[int]:
     """A process and all below it."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
@@ -84,7 +84,7 @@ def _family(root: int) -> list[int]:
 def _ticks(root: int) -> Counter[int]:
     """CPU time of each, with that of children that it has buried."""
     used: Counter[int] = Counter()
-    for pid in _family(root):
+    for pid in _process_tree(root):
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
@@ -102,10 +102,10 @@ def _pss(pid: int) -> float:
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:")), 0.0)
 
 
-def _words(pid: int) -> str:
+def _command_text(pid: int) -> str:
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-        return " ".join((Path(f"/proc/{pid}/comm").read_text().strip(), *words[1:4]))[:60]
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        return " ".join((Path(f"/proc/{pid}/comm").read_text().strip(), *arguments[1:4]))[:60]
     except OSError:
         return "?"
 
@@ -116,11 +116,11 @@ def main() -> None:
     options.add_argument("--settle", type=float, default=20.0)
     options.add_argument("--native", action="store_true")
     given = options.parse_args()
-    begin("agent_cost")
-    with tempfile.TemporaryDirectory() as folder, lab(Path(folder)) as at:
-        cores, pss, rows = asyncio.run(_measure(at, given.seconds, given.settle, given.native))
+    check_requirements("agent_cost")
+    with tempfile.TemporaryDirectory() as folder, lab(Path(folder)) as lab_run:
+        cores, pss, rows = asyncio.run(_measure(lab_run, given.seconds, given.settle, given.native))
     print_table(("pid", "core", "PSS MiB", "process"), rows)
-    print(f"bars: {CPU_BAR:.0%} of a core, {PSS_BAR:g} MiB: {'under' if cores < CPU_BAR and pss < PSS_BAR else 'OVER'}")
+    print(f"bars: {MAX_CORES:.0%} of a core, {MAX_PSS_MIB:g} MiB: {'under' if cores < MAX_CORES and pss < MAX_PSS_MIB else 'OVER'}")
     print(json.dumps({"cpu_fraction": round(cores, 5), "pss_mib": round(pss, 1)}))
 
 

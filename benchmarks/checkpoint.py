@@ -24,15 +24,15 @@ from typing import Any
 
 import torch
 
-from rrl.benchmarks._requirements import begin
+from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.config.job.roles import TrainerRole
 from rrl.core.run_dir import RunDir
-from rrl.core.types import Life, NodeName, ReplicaId, Version
+from rrl.core.types import Incarnation, NodeName, ReplicaId, Version
 from rrl.roles.models.policy import ModelSpec, build_model
 from rrl.roles.snapshots.client import SnapshotClient
-from rrl.roles.snapshots.server import Keeper
-from rrl.roles.trainer.async_saver import Saver
+from rrl.roles.snapshots.server import SnapshotServer
+from rrl.roles.trainer.async_saver import AsyncSaver
 from rrl.roles.trainer.checkpoint import Checkpoints
 from rrl.roles.trainer.host_buffers import HostBuffers
 from rrl.roles.trainer.learner import Learner, LearnerSettings
@@ -46,15 +46,15 @@ MODEL = ModelSpec(
     initializer_range=0.02,
 )  # fmt: skip
 VOCABULARY = 16_000
-TRAJECTORIES, GROUP, PROMPT, ANSWER = 16, 4, 8, 16
+TRAJECTORIES, GROUP_SIZE, PROMPT_TOKENS, ANSWER_TOKENS = 16, 4, 8, 16
 """of the fixed batch; the lengths in tokens"""
 ROUNDS = 5
-STEPS = 2
+STEPS_PER_ROUND = 2
 """of each arm in each round of whole steps"""
-OWN, AGENT = "own memory", "agent's memory"
+OWN_MEMORY, AGENT_MEMORY = "own memory", "agent's memory"
 
 
-class Worker(SimpleNamespace):
+class StandInWorker(SimpleNamespace):
     """What a saver needs of :class:`rrl.Worker`; a commit only notes when it was."""
 
     def checkpoint_dir(self, number: int) -> Path:
@@ -64,20 +64,20 @@ class Worker(SimpleNamespace):
         self.bytes = sum(each["bytes"] for each in digests.values())
 
 
-class Arm:
+class BenchmarkArm:
     """A saver over one kind of memory, for a learner that the arms share."""
 
-    def __init__(self, me: Worker, learner: Learner, buffers: HostBuffers) -> None:
+    def __init__(self, me: StandInWorker, learner: Learner, buffers: HostBuffers) -> None:
         self._buffers = buffers
-        self.saver = Saver(me, Gang(), learner, Checkpoints(me.run_dir, 1, keep=2), buffers, 1)  # type: ignore[arg-type]
+        self.saver = AsyncSaver(me, Gang(), learner, Checkpoints(me.run_dir, 1, retained=2), buffers, 1)  # type: ignore[arg-type]
 
-    def save(self) -> float:
+    def timed_save(self) -> float:
         """s that a step waits."""
         begun = time.perf_counter()
         self.saver.save("", {})
         return time.perf_counter() - begun
 
-    def settle(self) -> float:
+    def timed_settle(self) -> float:
         """s until it is committed."""
         begun = time.perf_counter()
         self.saver._wait(0)
@@ -85,7 +85,7 @@ class Arm:
 
 
 def main() -> None:
-    begin("checkpoint")
+    check_requirements("checkpoint")
     print(json.dumps(measure()))
 
 
@@ -96,47 +96,47 @@ def measure() -> dict[str, Any]:
         run = RunDir(Path(folder) / "run")
         run.create()
         keys = RunKeys.make()
-        keeper = Keeper(run.id, NodeName("n"), keys, "")
-        keeper.start()
-        life = Life(ReplicaId("trainer/0"), 1)
-        client = SnapshotClient(run.id, NodeName("n"), keys, life.replica, 0, 1)
-        me = Worker(run_dir=run, launch=SimpleNamespace(life=life), rank=0, world=1, stopping=threading.Event())
+        server = SnapshotServer(run.id, NodeName("n"), keys, "")
+        server.start()
+        incarnation = Incarnation(ReplicaId("trainer/0"), 1)
+        client = SnapshotClient(run.id, NodeName("n"), keys, incarnation.replica, 0, 1)
+        me = StandInWorker(run_dir=run, launch=SimpleNamespace(incarnation=incarnation), rank=0, world=1, stopping=threading.Event())
         learner = _learner()
         try:
-            arms = {AGENT: Arm(me, learner, HostBuffers(client)), OWN: Arm(me, learner, HostBuffers())}
+            arms = {AGENT_MEMORY: BenchmarkArm(me, learner, HostBuffers(client)), OWN_MEMORY: BenchmarkArm(me, learner, HostBuffers())}
             return _measure(me, learner, arms)
         finally:
             client.close()
-            keeper.close()
+            server.close()
 
 
-def _measure(me: Worker, learner: Learner, arms: dict[str, Arm]) -> dict[str, Any]:
+def _measure(me: StandInWorker, learner: Learner, arms: dict[str, BenchmarkArm]) -> dict[str, Any]:
     batches = _batches()
     learner.step(next(batches))
     for arm in arms.values():  # the first use of each piece of memory is another matter
         for _ in range(2):
-            arm.save()
-            arm.settle()
-    nbytes = arms[OWN].saver.layout.nbytes
+            arm.timed_save()
+            arm.timed_settle()
+    nbytes = arms[OWN_MEMORY].saver.layout.nbytes
     source = torch.ones(nbytes, dtype=torch.uint8)
     memcpy, blocks, writes = [], {name: [] for name in arms}, {name: [] for name in arms}  # type: ignore[var-annotated]
     for _ in range(ROUNDS):
-        memcpy.append(_memcpy(arms[OWN], source))
+        memcpy.append(_memcpy(arms[OWN_MEMORY], source))
         for name, arm in arms.items():
-            blocks[name].append(arm.save())
-            writes[name].append(arm.settle())
+            blocks[name].append(arm.timed_save())
+            writes[name].append(arm.timed_settle())
     del source
-    without: list[float] = []
+    plain_steps: list[float] = []
     steps: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(ROUNDS):
-        without.append(_steps(learner, batches, None))
+        plain_steps.append(_steps(learner, batches, None))
         for name, arm in arms.items():
             steps[name].append(_steps(learner, batches, arm))
-            arm.settle()
-    return _report(me, nbytes, memcpy, blocks, writes, without, steps)
+            arm.timed_settle()
+    return _report(me, nbytes, memcpy, blocks, writes, plain_steps, steps)
 
 
-def _memcpy(own: Arm, source: torch.Tensor) -> float:
+def _memcpy(own: BenchmarkArm, source: torch.Tensor) -> float:
     """s, from private memory to private memory, both touched before."""
     target = torch.frombuffer(own._buffers._own[0], dtype=torch.uint8)[: source.numel()]
     begun = time.perf_counter()
@@ -144,22 +144,22 @@ def _memcpy(own: Arm, source: torch.Tensor) -> float:
     return time.perf_counter() - begun
 
 
-def _steps(learner: Learner, batches: Iterator[Batch], arm: Arm | None) -> float:
+def _steps(learner: Learner, batches: Iterator[Batch], arm: BenchmarkArm | None) -> float:
     """s for each of some steps; with an arm, each is saved, and waits for the commit of the one before."""
     begun = time.perf_counter()
-    for _ in range(STEPS):
+    for _ in range(STEPS_PER_ROUND):
         learner.step(next(batches))
         if arm is not None:
-            arm.save()
-    return (time.perf_counter() - begun) / STEPS
+            arm.timed_save()
+    return (time.perf_counter() - begun) / STEPS_PER_ROUND
 
 
 def _report(
-    me: Worker, nbytes: int, memcpy: list[float], blocks: dict[str, list[float]], writes: dict[str, list[float]],
-    without: list[float], steps: dict[str, list[float]],
+    me: StandInWorker, nbytes: int, memcpy: list[float], blocks: dict[str, list[float]], writes: dict[str, list[float]],
+    plain_steps: list[float], steps: dict[str, list[float]],
 ) -> dict[str, Any]:  # fmt: skip
     median = statistics.median
-    copied, plain = median(memcpy), median(without)
+    copied, plain = median(memcpy), median(plain_steps)
     rows = [["memcpy of the same bytes", f"{copied * 1e3:.0f}", "", "", "", ""]]
     for name in blocks:
         block = median(blocks[name])
@@ -172,14 +172,14 @@ def _report(
           f"{nbytes / 1e9:.2f} GB of state, {me.bytes / 1e9:.2f} GB on disk; "
           f"a step without checkpoints {plain:.2f} s; peak {peak:.1f} GiB")  # fmt: skip
     print_table(["", "blocks ms", "/ memcpy", "less 20 ms", "commit s later", "step / without"], rows)
-    block = median(blocks[AGENT])
+    block = median(blocks[AGENT_MEMORY])
     return {
         "checkpoint_block_over_memcpy": round(block / copied, 3),
-        "checkpoint_slowdown": round(median(steps[AGENT]) / plain, 3),
+        "checkpoint_slowdown": round(median(steps[AGENT_MEMORY]) / plain, 3),
         "block_s": round(block, 4), "memcpy_s": round(copied, 4), "step_s": round(plain, 3),
         "within_bar": block <= 1.3 * copied + 0.02,
-        "own_block_over_memcpy": round(median(blocks[OWN]) / copied, 3),
-        "own_slowdown": round(median(steps[OWN]) / plain, 3),
+        "own_block_over_memcpy": round(median(blocks[OWN_MEMORY]) / copied, 3),
+        "own_slowdown": round(median(steps[OWN_MEMORY]) / plain, 3),
         "ran_on": f"{os.cpu_count()} CPU cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}",
     }  # fmt: skip
 
@@ -194,9 +194,9 @@ def _batches() -> Iterator[Batch]:
     dice = random.Random(0)
     trajectories = tuple(
         Trajectory(
-            id=number, group=number // GROUP, prompt=tuple(dice.randrange(VOCABULARY) for _ in range(PROMPT)),
-            tokens=tuple(dice.randrange(VOCABULARY) for _ in range(ANSWER)), logprobs=(-9.7,) * ANSWER,
-            versions=(Version(0, 1),) * ANSWER, reward=dice.random(), training=dice.random(),
+            id=number, group=number // GROUP_SIZE, prompt=tuple(dice.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS)),
+            tokens=tuple(dice.randrange(VOCABULARY) for _ in range(ANSWER_TOKENS)), logprobs=(-9.7,) * ANSWER_TOKENS,
+            versions=(Version(0, 1),) * ANSWER_TOKENS, reward=dice.random(), training=dice.random(),
         )
         for number in range(TRAJECTORIES)
     )  # fmt: skip

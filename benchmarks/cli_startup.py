@@ -15,35 +15,35 @@ import tempfile
 import time
 from pathlib import Path
 
-from rrl.benchmarks._requirements import begin
+from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.tests.support.cli.story import completed
 
 ROUNDS = 10
-BAR = 0.4
+MAX_MEDIAN_S = 0.4
 COMMANDS = {"version_s": ["--version"], "status_s": ["status"], "help_s": ["--help"]}
 
 
 def main() -> None:
-    begin("cli_startup")
+    check_requirements("cli_startup")
     with tempfile.TemporaryDirectory() as root:
         completed().written(Path(root))
         environment = os.environ | {"RRL_RUNS_DIR": root}
         taken: dict[str, list[float]] = {name: [] for name in COMMANDS}
         for _ in range(ROUNDS):
             for name, arguments in COMMANDS.items():
-                taken[name].append(_once(arguments, environment))
+                taken[name].append(_time_command(arguments, environment))
     medians = {name: statistics.median(times) for name, times in taken.items()}
     rows = [
         (f"rrl {' '.join(COMMANDS[name])}", f"{medians[name]:.3f}", f"{min(times):.3f}", f"{max(times):.3f}",
-         "under" if medians[name] < BAR else "OVER")
+         "under" if medians[name] < MAX_MEDIAN_S else "OVER")
         for name, times in taken.items()
     ]  # fmt: skip
-    print_table(("command", "median s", "min", "max", f"bar {BAR} s"), rows)
+    print_table(("command", "median s", "min", "max", f"bar {MAX_MEDIAN_S} s"), rows)
     print(json.dumps({name: round(value, 4) for name, value in medians.items()}))
 
 
-def _once(arguments: list[str], environment: dict[str, str]) -> float:
+def _time_command(arguments: list[str], environment: dict[str, str]) -> float:
     entry = Path(sys.executable).with_name("rrl")
     began = time.perf_counter()
     subprocess.run([str(entry), *arguments], env=environment, stdout=subprocess.DEVNULL, check=True)

@@ -15,9 +15,9 @@ from typing import Annotated, Any
 
 import typer
 
-from rrl.benchmarks._detection_curve import FACTORS, Matched, Point, matched, point
-from rrl.benchmarks._detection_runs import Run, played
-from rrl.benchmarks._requirements import begin
+from rrl.benchmarks._detection_curve import FACTORS, MatchedDelay, Point, match_delay, point
+from rrl.benchmarks._detection_runs import Run, play_all
+from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.tests.support.scenarios.format import Scenario
 from rrl.tests.support.scenarios.load import ScenarioError, load_all
@@ -26,9 +26,9 @@ from rrl.tests.support.scenarios.play import Played
 from rrl.tests.support.scenarios.score import compared, confusion, delays, quantile, score
 
 SHIPPED = Path(__file__).parent.parent / "tests" / "data" / "scenarios"
-CURVE_SEEDS = 2
+MAX_CURVE_SEEDS = 2
 """of the curve: it plays everything some fifteen times"""
-_SHOWN = 400
+_MAX_LISTED_MISTAKES = 400
 """mistakes of rrl's own that are listed"""
 
 
@@ -40,7 +40,7 @@ def main(
     only: Annotated[str, typer.Option(help="names of scenarios, with * and ?")] = "*",
     json_only: Annotated[bool, typer.Option("--json", help="only the JSON line")] = False,
 ) -> None:
-    begin("detection")
+    check_requirements("detection")
     try:
         chosen = {name: each for name, each in load_all(scenarios).items() if fnmatchcase(name, only)}
     except ScenarioError as error:
@@ -51,43 +51,43 @@ def main(
         raise typer.Exit(2)
     numbers = range(first_seed, first_seed + seeds)
     plays = _plays(scenarios, chosen, numbers)
-    points, match = _curve(scenarios, chosen, numbers[:CURVE_SEEDS], plays) if curve else _no_curve(plays)
+    points, match = _curve(scenarios, chosen, numbers[:MAX_CURVE_SEEDS], plays) if curve else _no_curve(plays)
     if not json_only:
-        _tell(plays, points)
+        _print_results(plays, points)
     print(json.dumps(_result(chosen, plays, points, match, curve)))
 
 
 def _plays(folder: Path, chosen: Mapping[str, Scenario], seeds: range) -> dict[str, list[Played]]:
     runs = [Run(name, seed, method) for name in chosen for seed in seeds for method in METHODS]
-    done = played(folder, runs)
+    done = play_all(folder, runs)
     return {method: [done[run] for run in runs if run.method == method] for method in METHODS}
 
 
 def _curve(
     folder: Path, chosen: Mapping[str, Scenario], seeds: range, plays: Mapping[str, Sequence[Played]]
-) -> tuple[list[Point], Matched]:
+) -> tuple[list[Point], MatchedDelay]:
     runs = [Run(name, seed, method, factor) for method, factors in FACTORS.items() for factor in factors
             if factor != 1.0 for name in chosen for seed in seeds]  # fmt: skip
     by: dict[tuple[str, float], list[Played]] = {}
-    for run, play in played(folder, runs).items():
+    for run, play in play_all(folder, runs).items():
         by.setdefault((run.method, run.factor), []).append(play)
     for method in METHODS:
         by[method, 1.0] = [play for play in plays[method] if play.seed in seeds]
     points = [point(method, factor, by[method, factor]) for method, factor in sorted(by)]
-    return points, matched({factor: each for (name, factor), each in by.items() if name == OURS}, by[ROBUSTRL, 1.0])
+    return points, match_delay({factor: each for (name, factor), each in by.items() if name == OURS}, by[ROBUSTRL, 1.0])
 
 
-def _no_curve(plays: Mapping[str, Sequence[Played]]) -> tuple[list[Point], Matched]:
-    return [], matched({1.0: plays[OURS]}, plays[ROBUSTRL])
+def _no_curve(plays: Mapping[str, Sequence[Played]]) -> tuple[list[Point], MatchedDelay]:
+    return [], match_delay({1.0: plays[OURS]}, plays[ROBUSTRL])
 
 
 def _result(
-    chosen: Mapping[str, Scenario], plays: Mapping[str, Sequence[Played]], points: Sequence[Point], match: Matched,
+    chosen: Mapping[str, Scenario], plays: Mapping[str, Sequence[Played]], points: Sequence[Point], match: MatchedDelay,
     curve: bool,
 ) -> dict[str, Any]:  # fmt: skip
     counts = {method: score(each) for method, each in plays.items()}
     as_published = compared(plays[OURS], plays[ROBUSTRL])
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "scenarios": len(chosen), "runs": counts[OURS].runs,
         "precision": round(counts[OURS].precision, 4), "recall": round(counts[OURS].recall, 4),
         "hang_delay_over_robustrl": None if match.ratio is None else round(match.ratio, 4),
@@ -98,17 +98,17 @@ def _result(
         "broken": sorted({play.scenario for play in plays[OURS] if play.broken}),
     }  # fmt: skip
     if curve:
-        told["matched"] = {"factor": round(match.factor, 3), "reached": match.reached}
-        told["curve"] = [
+        result["matched"] = {"factor": round(match.factor, 3), "reached": match.reached}
+        result["curve"] = [
             {"method": one.method, "factor": one.factor, "precision": round(one.precision, 4),
-             "recall": round(one.recall, 4), "false_per_run": round(one.false, 4), "hang_delay": one.delay}
+             "recall": round(one.recall, 4), "false_per_run": round(one.false_per_run, 4), "hang_delay": one.delay}
             for one in points
         ]  # fmt: skip
-    return told
+    return result
 
 
 # ── for people ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def _tell(plays: Mapping[str, Sequence[Played]], points: Sequence[Point]) -> None:
+def _print_results(plays: Mapping[str, Sequence[Played]], points: Sequence[Point]) -> None:
     rows = []
     for method, each in plays.items():
         one = score(each)
@@ -117,7 +117,7 @@ def _tell(plays: Mapping[str, Sequence[Played]], points: Sequence[Point]) -> Non
     print_table(["method", "runs", "found", "late", "missed", "false", "precision", "recall"], rows)
     for method, each in plays.items():
         print(f"\n{method}: true cause (down) and what it was called")
-        _tell_confusion(each)
+        _print_confusion(each)
     print("\ndelay from the failure to the first alarm, s: median / p95 (found)")
     kinds = sorted({kind for each in plays.values() for kind in delays(each)})
     by = {method: delays(each) for method, each in plays.items()}
@@ -126,13 +126,13 @@ def _tell(plays: Mapping[str, Sequence[Played]], points: Sequence[Point]) -> Non
     if points:
         print("\nbounds multiplied by a factor")
         print_table(["method", "factor", "precision", "recall", "false/run", "hang delay, s"], [
-            [one.method, f"{one.factor:g}", f"{one.precision:.4f}", f"{one.recall:.4f}", f"{one.false:.3f}",
+            [one.method, f"{one.factor:g}", f"{one.precision:.4f}", f"{one.recall:.4f}", f"{one.false_per_run:.3f}",
              "" if one.delay is None else f"{one.delay:.0f}"] for one in points
         ])  # fmt: skip
-    _tell_mistakes(plays[OURS])
+    _print_mistakes(plays[OURS])
 
 
-def _tell_confusion(plays: Sequence[Played]) -> None:
+def _print_confusion(plays: Sequence[Played]) -> None:
     counts = confusion(plays)
     true, called = sorted({one for one, _ in counts}), sorted({one for _, one in counts})
     print_table(["", *called], [[one, *(str(counts[one, other] or "") for other in called)] for one in true])
@@ -142,7 +142,7 @@ def _spread(values: Sequence[float]) -> str:
     return f"{quantile(values, 0.5):.0f} / {quantile(values, 0.95):.0f} ({len(values)})" if values else ""
 
 
-def _tell_mistakes(plays: Sequence[Played]) -> None:
+def _print_mistakes(plays: Sequence[Played]) -> None:
     lines = []
     for play in plays:
         at = f"{play.scenario} seed {play.seed}"
@@ -154,7 +154,7 @@ def _tell_mistakes(plays: Sequence[Played]) -> None:
         for alarm in play.false:
             lines.append(f"{at}: false alarm at {alarm.at:.0f} s about {alarm.who}: {alarm.detector}: {alarm.text}")
     print(f"\nmistakes of ours: {len(lines)}")
-    for line in lines[:_SHOWN]:
+    for line in lines[:_MAX_LISTED_MISTAKES]:
         print(f"  {line}")
 
 

@@ -18,34 +18,34 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rrl.benchmarks._requirements import begin
+from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.core.types import Verdict
 from rrl.manager.model import events as ev
-from rrl.tests.support.runs import TestRun, light_job, lives, submit_here
+from rrl.tests.support.runs import TestRun, light_job, current_incarnations, submit_here
 from rrl.tests.support.security.assault import Cost, assault, targets
 from rrl.tests.support.security.attacks import Footprint
 
-FRAMES = 10_000
-HALF_OPEN = 200
-FIRST_FRAMES = 1_000
+FRAMES_PER_PORT = 10_000
+HALF_OPEN_PER_PORT = 200
+WARMUP_FRAMES = 1_000
 STEPS = 1_000_000
 """more than any attack lasts: the run is cancelled at the end"""
 
 
 def main() -> None:
-    begin("hostile_ports")
-    frames = int(sys.argv[1]) if len(sys.argv) > 1 else FRAMES
+    check_requirements("hostile_ports")
+    frames = int(sys.argv[1]) if len(sys.argv) > 1 else FRAMES_PER_PORT
     kinds = ["tcp"] + ["ucx"] * (importlib.util.find_spec("ucxx") is not None)
     rows: list[list[str]] = []
-    results = [_attacked(kind, frames, rows) for kind in kinds]
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {frames} frames and {HALF_OPEN} half-open a port")
+    results = [_attack(kind, frames, rows) for kind in kinds]
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {frames} frames and {HALF_OPEN_PER_PORT} half-open a port")
     header = ("pipe, process", "ports", "MiB before", "most", "after", "growth", "alone", "fds before", "most", "after")
     print_table(header, rows)
     for kind, result in zip(kinds, results, strict=True):
         print(f"{kind}: {result['steps_per_s_before']:.1f} steps/s before, {result['steps_per_s_during']:.1f} during")
     print(json.dumps({
-        "frames": min(result["said"] for result in results), "half_open": HALF_OPEN,
+        "frames": min(result["said"] for result in results), "half_open": HALF_OPEN_PER_PORT,
         "ports": sum(result["ports"] for result in results),
         "memory_growth_max": round(max(result["memory"] for result in results), 4),
         "fds_growth_max": max(result["descriptors"] for result in results),
@@ -53,46 +53,46 @@ def main() -> None:
     }))  # fmt: skip
 
 
-def _attacked(kind: str, frames: int, rows: list[list[str]]) -> dict[str, Any]:
+def _attack(kind: str, frames: int, rows: list[list[str]]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="rrl-bench-") as folder:
         toml = light_job("local", STEPS).replace('weights = "tcp"', f'weights = "{kind}"')
         run = submit_here(Path(folder), toml)
         try:
-            before = lives(run.wait_steps(20))
+            before = current_incarnations(run.wait_steps(20))
             victims = targets(run)
-            assault(run, victims, FIRST_FRAMES, HALF_OPEN)
+            assault(run, victims, WARMUP_FRAMES, HALF_OPEN_PER_PORT)
             first, began = [Footprint.of(victim.pid) for victim in victims], time.monotonic()
             step = run.state().step
             run.wait(lambda state: state.step >= step + 100)
-            quiet = (run.state().step - step) / (time.monotonic() - began)
+            quiet_steps_per_s = (run.state().step - step) / (time.monotonic() - began)
             since = zip(victims, first, strict=True)
-            alone = [Footprint.of(victim.pid).memory / then.memory - 1 for victim, then in since]
+            own_growth = [Footprint.of(victim.pid).memory / then.memory - 1 for victim, then in since]
             step, began = run.state().step, time.monotonic()
-            costs = assault(run, victims, frames, HALF_OPEN)
+            costs = assault(run, victims, frames, HALF_OPEN_PER_PORT)
             during = (run.state().step - step) / (time.monotonic() - began)
             step = run.state().step
             run.wait(lambda state: state.step >= step + 10)
-            affected = lives(run.state()) != before or bool(_suspicions(run))
-            for told in _suspicions(run):
-                print(f"{kind}: {told}", file=sys.stderr)
+            affected = current_incarnations(run.state()) != before or bool(_suspicions(run))
+            for suspicion in _suspicions(run):
+                print(f"{kind}: {suspicion}", file=sys.stderr)
         finally:
             with run.call("cancel", run.run.id) as process:
                 process.wait()
         run.wait_gone()
-    rows += [[f"{kind}, {cost.target.name}", *_row(cost, grown)] for cost, grown in zip(costs, alone, strict=True)]
+    rows += [[f"{kind}, {cost.target.name}", *_row(cost, grown)] for cost, grown in zip(costs, own_growth, strict=True)]
     return {
         "ports": sum(len(victim.ports) for victim in victims), "affected": affected,
-        "said": min(cost.said for cost in costs),
+        "said": min(cost.frames for cost in costs),
         "memory": max(cost.memory_growth for cost in costs),
         "descriptors": max(cost.descriptors_growth for cost in costs),
-        "steps_per_s_before": quiet, "steps_per_s_during": during,
+        "steps_per_s_before": quiet_steps_per_s, "steps_per_s_during": during,
     }  # fmt: skip
 
 
-def _row(cost: Cost, alone: float) -> list[str]:
+def _row(cost: Cost, own_growth: float) -> list[str]:
     sizes = [f"{each.memory / 2**20:.1f}" for each in (cost.before, cost.worst, cost.after)]
     counts = [str(each.descriptors) for each in (cost.before, cost.worst, cost.after)]
-    return [str(len(cost.target.ports)), *sizes, f"{cost.memory_growth:+.1%}", f"{alone:+.1%}", *counts]
+    return [str(len(cost.target.ports)), *sizes, f"{cost.memory_growth:+.1%}", f"{own_growth:+.1%}", *counts]
 
 
 def _suspicions(run: TestRun) -> list[str]:

@@ -33,18 +33,18 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from rrl.benchmarks._requirements import Need, begin
+from rrl.benchmarks._requirements import Need, check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.core.run_dir import RunDir
 from rrl.core.types import Outcome
 from rrl.manager.storage.lease import holder
 from rrl.roles.trajectories.log import read_frames
-from rrl.roles.trajectories.records import Binding, Grown, Made, Scored, decode
+from rrl.roles.trajectories.records import Binding, SegmentsAppended, GroupCreated, ScoresRecorded, decode
 from rrl.tests.support.runs import TestRun, submit_here, submit_on
 from rrl.tests.support.slurm.lab import SlurmLab
 
 STEPS = 300
-AWAY_FROM = 30
+AWAY_FROM_STEP = 30
 """step after which the manager is away: the reward is 0.29 to 0.45 then (twelve runs), so that most is learned without
 a manager"""
 STOPPED_S = 60.0
@@ -52,7 +52,7 @@ LAST_STEPS = 20
 """steps at the end, of whose rewards the mean is taken: a single one's standard deviation is 0.005 to 0.022"""
 STALENESS = 4
 NODES = 5
-WITHIN_S = 900.0
+RUN_TIMEOUT_S = 900.0
 """for a run from its submission to its last checkpoint"""
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
 UNDISTURBED = "undisturbed"
@@ -78,7 +78,7 @@ class Result(Struct, frozen=True):
     ages: list[int]
 
 
-class Site(Struct, frozen=True):
+class LaunchSite(Struct, frozen=True):
     """Where runs are submitted, and how a person takes their managers away there."""
 
     submit: Callable[[str, str], TestRun]
@@ -102,11 +102,11 @@ def job(cluster: str, seed: int) -> str:
 
 def signal_manager(run: TestRun, number: signal.Signals) -> None:
     """Send a signal to the manager of now, once it has begun."""
-    managing = _until(lambda: holder(run.run), "no manager holds the run")
+    managing = _wait_for(lambda: holder(run.run), "no manager holds the run")
     os.kill(managing.pid, number)
 
 
-def disturb(site: Site, run: TestRun, arm: str) -> None:
+def disturb(site: LaunchSite, run: TestRun, arm: str) -> None:
     """Do to the manager what ``arm`` says; returns when that is over, or at once where it never is."""
     if arm == "stopped":
         signal_manager(run, signal.SIGSTOP)
@@ -120,20 +120,20 @@ def disturb(site: Site, run: TestRun, arm: str) -> None:
         site.cancel(run)
 
 
-def measure(site: Site, cluster: str, arm: str, seed: int) -> Result:
+def measure(site: LaunchSite, cluster: str, arm: str, seed: int) -> Result:
     begun = time.monotonic()
     run = site.submit(f"{arm}-{seed}", job(cluster, seed))
-    run.wait(lambda state: state.step >= AWAY_FROM, WITHIN_S)
-    before = _trained(run)
+    run.wait(lambda state: state.step >= AWAY_FROM_STEP, RUN_TIMEOUT_S)
+    before = _newest_checkpoint(run)
     disturb(site, run, arm)
-    after = _trained(run) if arm in ("stopped", UNDISTURBED) else STEPS
-    _until(lambda: _trained(run) >= STEPS, f"{arm}, seed {seed}: step {STEPS} was never trained")
+    after = _newest_checkpoint(run) if arm in ("stopped", UNDISTURBED) else STEPS
+    _wait_for(lambda: _newest_checkpoint(run) >= STEPS, f"{arm}, seed {seed}: step {STEPS} was never trained")
     seconds = time.monotonic() - begun
     if arm in ("killed", "cancelled"):
         with run.call("manage", run.run.id, stdout=subprocess.DEVNULL):
-            state = run.wait_end(WITHIN_S)
+            state = run.wait_end(RUN_TIMEOUT_S)
     else:
-        state = run.wait_end(WITHIN_S)
+        state = run.wait_end(RUN_TIMEOUT_S)
     run.wait_gone(60.0)
     ages, rewards, dropped = trained_tokens(run.run)
     return Result(
@@ -142,16 +142,16 @@ def measure(site: Site, cluster: str, arm: str, seed: int) -> Result:
     )  # fmt: skip
 
 
-def _trained(run: TestRun) -> int:
+def _newest_checkpoint(run: TestRun) -> int:
     """The newest step with a checkpoint. The trainer of this job saves each step."""
     names = (path.name for path in run.run.checkpoints.glob("step-*"))
     return max((int(name.removeprefix("step-").partition(".")[0]) for name in names), default=0)
 
 
-def _until(what: Callable[[], Any], told: str) -> Any:
-    until = time.monotonic() + WITHIN_S
-    while not (found := what()):
-        assert time.monotonic() < until, told
+def _wait_for(read: Callable[[], Any], failure_text: str) -> Any:
+    deadline = time.monotonic() + RUN_TIMEOUT_S
+    while not (found := read()):
+        assert time.monotonic() < deadline, failure_text
         time.sleep(0.1)
     return found
 
@@ -166,12 +166,12 @@ def trained_tokens(run: RunDir) -> tuple[list[int], list[float], int]:
     bound: dict[int, tuple[int, ...]] = {}
     for record in map(decode, read_frames(path)):
         match record:
-            case Made(group, first, size):
+            case GroupCreated(group, first, size):
                 groups[group] = range(first, first + size)
-            case Grown(_, pieces):
+            case SegmentsAppended(_, pieces):
                 for piece in pieces:
                     oldest[piece.trajectory] = min(piece.step, oldest.get(piece.trajectory, piece.step))
-            case Scored(some):
+            case ScoresRecorded(some):
                 scores |= {score.trajectory: score.reward for score in some}
             case Binding(number, chosen):
                 bound[number] = chosen
@@ -186,7 +186,7 @@ def trained_tokens(run: RunDir) -> tuple[list[int], list[float], int]:
 
 # ── where runs are submitted ───────────────────────────────────────────────────────────────────────────────────────
 @contextmanager
-def local() -> Iterator[Site]:
+def local() -> Iterator[LaunchSite]:
     def submit(name: str, toml: str) -> TestRun:
         (Path(folder) / name).mkdir()
         return submit_here(Path(folder) / name, toml)
@@ -194,16 +194,16 @@ def local() -> Iterator[Site]:
     def cancel(run: TestRun) -> None:
         """The manager, and the one that a person starts then."""
         signal_manager(run, signal.SIGTERM)
-        _until(lambda: holder(run.run) is None, "the first manager does not leave")
+        _wait_for(lambda: holder(run.run) is None, "the first manager does not leave")
         with run.call("manage", run.run.id, stdout=subprocess.DEVNULL):
             signal_manager(run, signal.SIGTERM)
 
     with tempfile.TemporaryDirectory(prefix="rrl-bench-") as folder:
-        yield Site(submit, lambda run: signal_manager(run, signal.SIGKILL), cancel)
+        yield LaunchSite(submit, lambda run: signal_manager(run, signal.SIGKILL), cancel)
 
 
 @contextmanager
-def slurm() -> Iterator[Site]:
+def slurm() -> Iterator[LaunchSite]:
     with SlurmLab.start(nodes=NODES) as lab:
 
         def kill(run: TestRun) -> None:
@@ -213,11 +213,11 @@ def slurm() -> Iterator[Site]:
         def cancel(run: TestRun) -> None:
             lab.run_as_user(["scancel", f"--name={run.run.id}.manager"])
 
-        yield Site(lambda name, toml: submit_on(lab, name, toml), kill, cancel)
+        yield LaunchSite(lambda name, toml: submit_on(lab, name, toml), kill, cancel)
 
 
 ARMS = (UNDISTURBED, "stopped", "killed", "cancelled")
-SITES: Mapping[str, Callable[[], contextlib.AbstractContextManager[Site]]] = {"local": local, "slurm": slurm}
+SITES: Mapping[str, Callable[[], contextlib.AbstractContextManager[LaunchSite]]] = {"local": local, "slurm": slurm}
 
 
 def main() -> None:
@@ -226,19 +226,19 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     clusters = options.cluster or tuple(SITES)
-    begin("manager_away", without=() if "slurm" in clusters else (Need.SLURM,))
+    check_requirements("manager_away", without=() if "slurm" in clusters else (Need.SLURM,))
     results: list[Result] = []
     for cluster in clusters:
         with SITES[cluster]() as site:
             for seed in range(options.seeds):
                 for arm in ARMS:
                     results.append(measure(site, cluster, arm, seed))
-                    tell(results[-1])
+                    print_result(results[-1])
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {STEPS} steps, staleness {STALENESS}")
     print(json.dumps(headline(results) | {"runs": msgspec.to_builtins(results)}))
 
 
-def tell(result: Result) -> None:
+def print_result(result: Result) -> None:
     """Print one run's line as soon as it is over: the whole takes an hour on two cores."""
     head = ["run", "outcome", "s", "steps away", "reward at the end", "oldest token", "dropped"]
     name = f"{result.cluster} {result.arm} {result.seed}"
@@ -250,10 +250,10 @@ def tell(result: Result) -> None:
 
 
 def headline(results: list[Result]) -> dict[str, Any]:
-    peaceful = {(one.cluster, one.seed): one.reward_end for one in results if one.arm == UNDISTURBED}
+    undisturbed = {(one.cluster, one.seed): one.reward_end for one in results if one.arm == UNDISTURBED}
     disturbed = [one for one in results if one.arm != UNDISTURBED]
     return {
-        "reward_ratio_min": round(min(one.reward_end / peaceful[one.cluster, one.seed] for one in disturbed), 4),
+        "reward_ratio_min": round(min(one.reward_end / undisturbed[one.cluster, one.seed] for one in disturbed), 4),
         "age_max": max(one.age_max for one in results),
         "completed": sum(one.outcome == Outcome.COMPLETED for one in results),
         "of": len(results),

@@ -28,14 +28,14 @@ from typing import Any
 
 from msgspec import Struct
 
-from rrl.benchmarks._requirements import Need, begin
+from rrl.benchmarks._requirements import Need, check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.benchmarks.checkpoint import measure as measure_checkpoint
 from rrl.core.launch import tag_of
 from rrl.core.run_dir import RunDir
-from rrl.core.types import SHADOW, TRAINER, Life, Verdict, gang_of
+from rrl.core.types import STANDBY_ROLE, TRAINER, Incarnation, Verdict, gang_of
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Fence, Perform
+from rrl.manager.model.actions import Fence, InjectFault
 from rrl.manager.model.queries import gang
 from rrl.manager.model.state import State
 from rrl.manager.storage.journal import replay
@@ -43,9 +43,9 @@ from rrl.tests.support.runs import TestRun, all_work, submit_here, submit_on
 from rrl.tests.support.slurm.lab import SlurmLab
 
 ROUNDS = 3
-KILLS = 2
+KILLS_PER_RUN = 2
 """in each run; the arms are interleaved run by run: 6 kills an arm"""
-APART = 20
+STEPS_BETWEEN_KILLS = 20
 """steps at least before a kill; with shadows it also waits until one is ready beside the trainer"""
 STEPS = 1_000_000
 """never reached: a run is cancelled after its kills"""
@@ -59,7 +59,7 @@ UNCOMMITTED = 1
 """K, [roles.trainer] uncommitted: its default"""
 NODES = 6
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
-WITHIN = 600.0
+KILL_TIMEOUT_S = 600.0
 """s for a kill and what follows"""
 
 
@@ -69,68 +69,68 @@ class Restart(Struct):
     killed: float
     step: int
     """committed when it was killed"""
-    found: float | None = None
+    detected: float | None = None
     fenced: float | None = None
     joined: float | None = None
-    trains: float | None = None
+    training: float | None = None
     committed: float | None = None
-    life: Life | None = None
+    incarnation: Incarnation | None = None
     """that went on"""
-    lost: int = 0
+    lost_steps: int = 0
     """steps that may have been done and were done again"""
 
     def stages(self) -> list[float]:
-        times = [self.killed, self.found, self.fenced, self.joined, self.trains, self.committed]
-        whole = [time for time in times if time is not None]
-        assert len(whole) == len(times), f"not recovered from: {self}"
-        return [after - before for before, after in pairwise(whole)]
+        times = [self.killed, self.detected, self.fenced, self.joined, self.training, self.committed]
+        known = [time for time in times if time is not None]
+        assert len(known) == len(times), f"not recovered from: {self}"
+        return [after - before for before, after in pairwise(known)]
 
 
 def restarts(run: RunDir) -> list[Restart]:
     """Of the trainer, in order, read from the journal."""
-    found: list[Restart] = []
+    result: list[Restart] = []
     current: Restart | None = None
     step = 0
     for stamped in replay(run):
         event, at = stamped.event, stamped.at
         match event:
-            case ev.Intended(Perform()):
+            case ev.Intended(InjectFault()):
                 current = Restart(at, step)
-                found.append(current)
+                result.append(current)
             case ev.StepCommitted(_, number):
                 step = max(step, number)
-                if current is not None and current.trains is not None:
+                if current is not None and current.training is not None:
                     current.committed = at
-                    current.lost = max(0, current.step + UNCOMMITTED - went_on_from(run, current))
+                    current.lost_steps = max(0, current.step + UNCOMMITTED - restored_step(run, current))
                     current = None
             case _ if current is not None:
-                _enter(current, event, at)
+                _apply(current, event, at)
             case _:
                 pass
-    return found
+    return result
 
 
-def went_on_from(run: RunDir, one: Restart) -> int:
+def restored_step(run: RunDir, restart: Restart) -> int:
     """The step that the trainer says it goes on from."""
-    assert one.life is not None
-    log = run.log_file(tag_of(run.id, one.life)).read_text()
-    said = re.findall(rf"{re.escape(str(one.life))} goes on from the (?:snapshot|commit) of step (\d+)", log)
-    assert said, f"{one.life} does not say what it goes on from:\n{log[-2000:]}"
-    return int(said[-1])
+    assert restart.incarnation is not None
+    log = run.log_file(tag_of(run.id, restart.incarnation)).read_text()
+    matches = re.findall(rf"{re.escape(str(restart.incarnation))} goes on from the (?:snapshot|commit) of step (\d+)", log)
+    assert matches, f"{restart.incarnation} does not say what it goes on from:\n{log[-2000:]}"
+    return int(matches[-1])
 
 
-def _enter(one: Restart, event: Any, at: float) -> None:
+def _apply(restart: Restart, event: Any, at: float) -> None:
     match event:
-        case ev.FindingChanged(finding) if finding.verdict is Verdict.FAIL and one.found is None:
-            one.found = at
-        case ev.Decided(Fence(life)) if gang_of(life.replica) == TRAINER and one.fenced is None:
-            one.fenced = at
-        case ev.Decided() if one.fenced is None:  # of the whole run
-            one.fenced = at
-        case ev.Joined(life) if gang_of(life.replica) == TRAINER and one.fenced is not None:
-            one.joined, one.life = at, Life(gang_of(life.replica), life.incarnation)
-        case ev.PhaseEntered(life, "train") if life.replica == TRAINER and one.joined is not None:
-            one.trains = one.trains or at
+        case ev.FindingChanged(finding) if finding.verdict is Verdict.FAIL and restart.detected is None:
+            restart.detected = at
+        case ev.Decided(Fence(incarnation)) if gang_of(incarnation.replica) == TRAINER and restart.fenced is None:
+            restart.fenced = at
+        case ev.Decided() if restart.fenced is None:  # of the whole run
+            restart.fenced = at
+        case ev.Joined(incarnation) if gang_of(incarnation.replica) == TRAINER and restart.fenced is not None:
+            restart.joined, restart.incarnation = at, Incarnation(gang_of(incarnation.replica), incarnation.number)
+        case ev.PhaseEntered(incarnation, "train") if incarnation.replica == TRAINER and restart.joined is not None:
+            restart.training = restart.training or at
         case _:
             pass
 
@@ -152,51 +152,51 @@ def job(arm: str, cluster: str, ranks: int) -> str:
 
 def kill(run: TestRun, arm: str) -> None:
     """Once everybody works (and a shadow waits beside the trainer) the trainer dies; returns when it trains again."""
-    begun = run.wait(lambda state: state.step >= 1, WITHIN).step
-    before = run.wait(lambda state: state.step >= begun + APART and all_work(state) and _warm(state, arm), WITHIN)
-    told = run.call("inject", run.run.id, "kill", "--target", TRAINER, "--wait", stdout=subprocess.DEVNULL)
-    assert told.wait(WITHIN) == 0
-    lived = before.replica(TRAINER).incarnation
-    run.wait(lambda state: state.replica(TRAINER).incarnation > lived and state.replica(TRAINER).commits > 0, WITHIN)
+    begun = run.wait(lambda state: state.step >= 1, KILL_TIMEOUT_S).step
+    before = run.wait(lambda state: state.step >= begun + STEPS_BETWEEN_KILLS and all_work(state) and _standbys_ready(state, arm), KILL_TIMEOUT_S)
+    injection = run.call("inject", run.run.id, "kill", "--target", TRAINER, "--wait", stdout=subprocess.DEVNULL)
+    assert injection.wait(KILL_TIMEOUT_S) == 0
+    killed_number = before.replica(TRAINER).incarnation_number
+    run.wait(lambda state: state.replica(TRAINER).incarnation_number > killed_number and state.replica(TRAINER).commits > 0, KILL_TIMEOUT_S)
 
 
-def _warm(state: State, arm: str) -> bool:
+def _standbys_ready(state: State, arm: str) -> bool:
     """Enough ready shadows on the trainer's own nodes, where the arm has any."""
-    ready = [one.node for one in state.replicas.values() if one.role == SHADOW and one.phase == "standby"]
-    homes = [one.node for one in gang(state, TRAINER)]
-    return arm != "warm" or all(ready.count(home) >= homes.count(home) for home in homes)
+    ready = [one.node for one in state.replicas.values() if one.role == STANDBY_ROLE and one.phase == "standby"]
+    trainer_nodes = [one.node for one in gang(state, TRAINER)]
+    return arm != "warm" or all(ready.count(home) >= trainer_nodes.count(home) for home in trainer_nodes)
 
 
 @contextmanager
-def place(cluster: str) -> Iterator[Any]:
+def launcher(cluster: str) -> Iterator[Any]:
     """Where runs are submitted to: a function of a name and a job.toml."""
     with tempfile.TemporaryDirectory(prefix="rrl-bench-") as folder:
         if cluster == "local":
-            yield lambda name, toml: submit_here(_made(Path(folder) / name), toml)
+            yield lambda name, toml: submit_here(_make_folder(Path(folder) / name), toml)
         else:
             with SlurmLab.start(nodes=NODES) as lab:
                 yield lambda name, toml: submit_on(lab, name, toml)
 
 
-def _made(folder: Path) -> Path:
+def _make_folder(folder: Path) -> Path:
     folder.mkdir()
     return folder
 
 
 def measure(cluster: str, ranks: int, rounds: int) -> dict[str, list[Restart]]:
     """By arm."""
-    found: dict[str, list[Restart]] = {arm: [] for arm in ARMS}
-    with place(cluster) as submit:
+    results: dict[str, list[Restart]] = {arm: [] for arm in ARMS}
+    with launcher(cluster) as submit:
         for turn in range(rounds):
             for arm in ARMS:
                 run: TestRun = submit(f"{arm}-{turn}", job(arm, cluster, ranks))
-                for _ in range(KILLS):
+                for _ in range(KILLS_PER_RUN):
                     kill(run, arm)
-                assert run.call("cancel", run.run.id, stdout=subprocess.DEVNULL).wait(WITHIN) == 0
-                whole = [one for one in restarts(run.run) if one.committed is not None]
-                assert len(whole) == KILLS, f"{arm}: {len(whole)} of {KILLS} kills were recovered from"
-                found[arm] += whole
-    return found
+                assert run.call("cancel", run.run.id, stdout=subprocess.DEVNULL).wait(KILL_TIMEOUT_S) == 0
+                recovered = [one for one in restarts(run.run) if one.committed is not None]
+                assert len(recovered) == KILLS_PER_RUN, f"{arm}: {len(recovered)} of {KILLS_PER_RUN} kills were recovered from"
+                results[arm] += recovered
+    return results
 
 
 def main() -> None:
@@ -206,25 +206,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     options = parser.parse_args()
     clusters = options.cluster or ("local", "slurm")
-    begin("restart", without=() if "slurm" in clusters else (Need.SLURM,))
+    check_requirements("restart", without=() if "slurm" in clusters else (Need.SLURM,))
     last: dict[str, float] = {}
     for cluster in clusters:
-        found = measure(cluster, options.ranks, options.rounds)
+        results = measure(cluster, options.ranks, options.rounds)
         medians: dict[str, float] = {}
         rows = []
-        for arm, all_of_it in found.items():
-            stages = [statistics.median(values) for values in zip(*(r.stages() for r in all_of_it), strict=True)]
-            medians[arm] = statistics.median(sum(one.stages()) for one in all_of_it)
-            rows.append([arm, str(len(all_of_it)), *(f"{stage:.3f}" for stage in stages), f"{medians[arm]:.3f}"])
+        for arm, arm_restarts in results.items():
+            stages = [statistics.median(values) for values in zip(*(r.stages() for r in arm_restarts), strict=True)]
+            medians[arm] = statistics.median(sum(one.stages()) for one in arm_restarts)
+            rows.append([arm, str(len(arm_restarts)), *(f"{stage:.3f}" for stage in stages), f"{medians[arm]:.3f}"])
         print(f"{cluster}: {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {options.ranks} ranks; medians, s")
         print_table(["arm", "kills", *STAGES, "total"], rows)
-        lost = max(one.lost for all_of_it in found.values() for one in all_of_it)
+        lost_steps = max(one.lost_steps for arm_restarts in results.values() for one in arm_restarts)
         last = {
             "warm_s": round(medians["warm"], 3),
             "in_place_s": round(medians["in_place"], 3),
             "job_s": round(medians["job"], 3),
             "warm_over_job": round(medians["warm"] / medians["job"], 3),
-            "steps_lost_max": lost,
+            "steps_lost_max": lost_steps,
         }
     print(json.dumps(last | measure_checkpoint()))
 

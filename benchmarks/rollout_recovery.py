@@ -14,20 +14,20 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rrl.benchmarks._requirements import begin
+from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.core.run_dir import RUNS_ENV
 from rrl.tests.support.supervisor import end_runs_with_caller
 
 KILLS = 5
-APART = 100
+STEPS_BETWEEN_KILLS = 100
 """steps between two kills, and after the last: a replacement needs some 70 (quiet, 2 cores) to work again"""
 STAGES = ("detect_s", "decide_s", "start_s", "weights_s", "first_work_s", "total_s")
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
 
 
 def main() -> None:
-    begin("rollout_recovery")
+    check_requirements("rollout_recovery")
     with tempfile.TemporaryDirectory(prefix="rrl-bench-") as folder:
         job = Path(folder) / "job.toml"
         job.write_text(_job())
@@ -39,25 +39,25 @@ def main() -> None:
             raise SystemExit(f"the run failed:\n{out.stdout}{out.stderr}")
         summary = next(Path(folder).glob("runs/*/summary.json"))
         recoveries = [r for r in json.loads(summary.read_text())["recoveries"] if r["injected"]]
-    whole = [r for r in recoveries if r["total_s"] is not None]
-    if len(whole) < KILLS:
-        raise SystemExit(f"only {len(whole)} of {KILLS} kills were recovered from before the run ended")
-    medians = {stage: round(statistics.median(r[stage] for r in whole), 3) for stage in STAGES}
-    rows = [[r["replica"], *(f"{r[stage]:.3f}" for stage in STAGES)] for r in whole]
+    complete = [r for r in recoveries if r["total_s"] is not None]
+    if len(complete) < KILLS:
+        raise SystemExit(f"only {len(complete)} of {KILLS} kills were recovered from before the run ended")
+    medians = {stage: round(statistics.median(r[stage] for r in complete), 3) for stage in STAGES}
+    rows = [[r["replica"], *(f"{r[stage]:.3f}" for stage in STAGES)] for r in complete]
     rows.append(["median", *(f"{medians[stage]:.3f}" for stage in STAGES)])
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; local cluster, torch engine")
     print_table(["killed", *STAGES], rows)
-    print(json.dumps({"kills": len(whole), **medians}))
+    print(json.dumps({"kills": len(complete), **medians}))
 
 
 def _job() -> str:
     """The quickstart with a fault plan of its own: rollouts in turn."""
     toml = QUICKSTART.read_text().partition("[[faults.planned]]")[0]
-    steps = (KILLS + 2) * APART
+    steps = (KILLS + 2) * STEPS_BETWEEN_KILLS
     toml = toml.replace("steps = 300", f"steps = {steps}")
     assert f"steps = {steps}" in toml, "the quickstart's number of steps is not where this program expects it"
     faults = [
-        f'[[faults.planned]]\nkind = "kill"\ntarget = "rollout/{i % 2}"\nat = "step={APART * (i + 1)}"\n'
+        f'[[faults.planned]]\nkind = "kill"\ntarget = "rollout/{i % 2}"\nat = "step={STEPS_BETWEEN_KILLS * (i + 1)}"\n'
         for i in range(KILLS)
     ]
     return toml + "\n".join(faults)

@@ -22,46 +22,46 @@ from typing import Any
 
 import torch
 
-from rrl.benchmarks._requirements import begin
+from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.core.types import NodeName, ReplicaId
 from rrl.roles.snapshots.client import SnapshotClient
 from rrl.tests.support.listening_manager import Lab, Manager, lab
-from rrl.transport.messages import AgentBeat, AgentHello
+from rrl.transport.messages import AgentHeartbeat, AgentHello
 
-MB, ROUNDS = 600, 6
-BEAT = 0.1
+DEFAULT_MB, DEFAULT_ROUNDS = 600, 6
+HEARTBEAT_INTERVAL_S = 0.1
 """s between two beats of an agent: shorter than a run's, to see what delays one"""
 GANG = ReplicaId("trainer/0")
 
 
 def main() -> None:
-    begin("snapshots")
-    size = int(sys.argv[1] if len(sys.argv) > 1 else MB) * 10**6
-    rounds = int(sys.argv[2] if len(sys.argv) > 2 else ROUNDS)
+    check_requirements("snapshots")
+    size = int(sys.argv[1] if len(sys.argv) > 1 else DEFAULT_MB) * 10**6
+    rounds = int(sys.argv[2] if len(sys.argv) > 2 else DEFAULT_ROUNDS)
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="rrl-bench-") as folder, lab(Path(folder)) as at:
-        figures = asyncio.run(_measured(at, size, rounds))
+    with tempfile.TemporaryDirectory(prefix="rrl-bench-") as folder, lab(Path(folder)) as lab_run:
+        figures = asyncio.run(_measure(lab_run, size, rounds))
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {size / 1e6:.0f} MB, {rounds} rounds, medians")
     print_table(["what", "s"], [[name, f"{value:.3f}"] for name, value in figures.items()])
     print(json.dumps({"bytes": size, **{name: round(value, 4) for name, value in figures.items()}}))
 
 
-async def _measured(at: Lab, size: int, rounds: int) -> dict[str, float]:
-    async with at.manager() as manager:
+async def _measure(lab_run: Lab, size: int, rounds: int) -> dict[str, float]:
+    async with lab_run.manager() as manager:
         agents = {}
         for node in ("local1", "local2"):
-            launch = at.launch(replica=f"agent/{node}", node=node, env={"RRL_BEAT": str(BEAT)})
-            agents[node] = at.start(launch, "agent").pid
-        hello = await manager.hears(AgentHello, lambda said: said.node == "local2")
-        gaps = asyncio.create_task(_gaps(manager))
-        rest = {node: _pss(pid) for node, pid in agents.items()}
-        client = SnapshotClient(at.run.id, NodeName("local1"), at.keys, GANG, 0, 1)
-        figures = await asyncio.to_thread(_figures, client, hello.keeps, size, rounds)
+            launch = lab_run.launch(replica=f"agent/{node}", node=node, env={"RRL_BEAT": str(HEARTBEAT_INTERVAL_S)})
+            agents[node] = lab_run.start(launch, "agent").pid
+        hello = await manager.wait_for(AgentHello, lambda said: said.node == "local2")
+        gaps = asyncio.create_task(_collect_heartbeat_gaps(manager))
+        baseline_pss = {node: _pss(pid) for node, pid in agents.items()}
+        client = SnapshotClient(lab_run.run.id, NodeName("local1"), lab_run.keys, GANG, 0, 1)
+        figures = await asyncio.to_thread(_figures, client, hello.snapshot_address, size, rounds)
         gaps.cancel()
         await asyncio.gather(gaps, return_exceptions=True)
-        figures["longest_between_beats"] = max(_seen, default=0.0)
-        figures["agents_pss_growth_mb"] = max(_pss(pid) - rest[node] for node, pid in agents.items())
+        figures["longest_between_beats"] = max(_heartbeat_gaps, default=0.0)
+        figures["agents_pss_growth_mb"] = max(_pss(pid) - baseline_pss[node] for node, pid in agents.items())
         client.close()
         return figures
 
@@ -74,19 +74,19 @@ def _figures(client: SnapshotClient, buddy: str, size: int, rounds: int) -> dict
     memcpy, block, seal, push = [], [], [], []
     for step in range(1, rounds + 1):
         memcpy.append(_timed(partial(own.copy_, source)))
-        block.append(_timed(partial(_block, client, source, step)))
-        seal.append(_timed(client.settle))
+        block.append(_timed(partial(_copy_and_seal, client, source, step)))
+        seal.append(_timed(client.wait_until_sealed))
     del own
     for step in range(rounds + 1, rounds + 5):
-        _block(client, source, step)
-        client.settle()
+        _copy_and_seal(client, source, step)
+        client.wait_until_sealed()
         push.append(_timed(lambda: client.copy_to(buddy)))
-    here, there = client.available()[0], client.available(buddy)[0]
-    read = _timed(lambda: client.read(here))
-    data = torch.frombuffer(client.read(here)[1], dtype=torch.uint8)
+    own_snapshot, buddy_snapshot = client.list_snapshots()[0], client.list_snapshots(buddy)[0]
+    read = _timed(lambda: client.read(own_snapshot))
+    data = torch.frombuffer(client.read(own_snapshot)[1], dtype=torch.uint8)
     load = [_timed(partial(source.copy_, data)) for _ in range(3)]
     del source, data
-    fetch = [_timed(lambda: client.fetch(buddy, there)) for _ in range(3)]
+    fetch = [_timed(lambda: client.fetch(buddy, buddy_snapshot)) for _ in range(3)]
     median = statistics.median
     return {
         "memcpy": median(memcpy), "block": median(block), "block_over_memcpy": median(block) / median(memcpy),
@@ -96,32 +96,32 @@ def _figures(client: SnapshotClient, buddy: str, size: int, rounds: int) -> dict
     }  # fmt: skip
 
 
-def _block(client: SnapshotClient, source: torch.Tensor, step: int) -> None:
+def _copy_and_seal(client: SnapshotClient, source: torch.Tensor, step: int) -> None:
     """All that a step waits for."""
     torch.frombuffer(client.buffer(source.numel(), step), dtype=torch.uint8).copy_(source)
     client.seal(step)
 
 
-def _timed(what: Callable[[], Any]) -> float:
+def _timed(call: Callable[[], Any]) -> float:
     began = time.perf_counter()
-    what()
+    call()
     return time.perf_counter() - began
 
 
-_seen: list[float] = []
+_heartbeat_gaps: list[float] = []
 
 
-async def _gaps(manager: Manager) -> None:
+async def _collect_heartbeat_gaps(manager: Manager) -> None:
     """Between two beats of the same agent, as the manager hears them."""
     last: dict[str, float] = {}
     while True:
         now = time.perf_counter()
-        heard, manager.heard = manager.heard, []
-        for beat in heard:
-            if isinstance(beat, AgentBeat):
-                if beat.node in last:
-                    _seen.append(now - last[beat.node])
-                last[beat.node] = now
+        messages, manager.received = manager.received, []
+        for heartbeat in messages:
+            if isinstance(heartbeat, AgentHeartbeat):
+                if heartbeat.node in last:
+                    _heartbeat_gaps.append(now - last[heartbeat.node])
+                last[heartbeat.node] = now
         await asyncio.sleep(0.002)
 
 

@@ -20,7 +20,7 @@ import os
 import statistics
 
 from rrl.benchmarks import _weights_loopback, _weights_namespaces, _weights_rejoin
-from rrl.benchmarks._requirements import Need, begin
+from rrl.benchmarks._requirements import Need, check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.tests.support.weights.torture import Tally, torture
 
@@ -28,26 +28,26 @@ PARTS = ("loopback", "namespaces", "rejoin", "faults")
 KEYS = ("ours_over_gloo_1", "chain_over_ideal", "source_free_over_copy", "killed_over_clean", "connect_p50_ms",
         "rejoin_rollout_ms", "rejoin_trainer_ms", "wrong_commits")  # fmt: skip
 REPEATS = {"loopback": 3, "namespaces": 5, "rejoin": 50}
-FAULTS = 500
+DEFAULT_FAULTS = 500
 GIB, MIB = 2**30, 2**20
 
 
 async def _loopback(mib: int, repeats: int) -> tuple[dict[str, object], int, list[float]]:
-    found = await _weights_loopback.measure(mib * MIB, repeats)
-    return _weights_loopback.report(found), found.wrong, found.others
+    results = await _weights_loopback.measure(mib * MIB, repeats)
+    return _weights_loopback.report(results), results.wrong_copies, results.other_cores
 
 
 async def _namespaces(kind: str, mib: int, repeats: int) -> tuple[dict[str, object], int, list[float]]:
-    if (why := _weights_namespaces.impossible()) is not None:
-        print(f"namespaces: not here: {why}")
+    if (unavailable := _weights_namespaces.unavailable_reason()) is not None:
+        print(f"namespaces: not here: {unavailable}")
         return {}, 0, []
-    found = await _weights_namespaces.measure(kind, mib * MIB, repeats)
-    return _weights_namespaces.report(found), found.wrong, found.others
+    results = await _weights_namespaces.measure(kind, mib * MIB, repeats)
+    return _weights_namespaces.report(results), results.wrong_copies, results.other_cores
 
 
 async def _rejoin(mib: int, repeats: int) -> tuple[dict[str, object], int, list[float]]:
-    found = await _weights_rejoin.measure(mib * MIB, repeats)
-    return _weights_rejoin.report(found), found.wrong, found.others
+    results = await _weights_rejoin.measure(mib * MIB, repeats)
+    return _weights_rejoin.report(results), results.wrong_copies, results.other_cores
 
 
 async def _faults(faults: int, seed: int) -> tuple[dict[str, object], int, list[float]]:
@@ -66,7 +66,7 @@ async def _faults(faults: int, seed: int) -> tuple[dict[str, object], int, list[
     return {"faults": sum(t.faults.total() for t in tallies.values())}, sum(len(t.wrong) for t in tallies.values()), []
 
 
-async def _all(options: argparse.Namespace) -> dict[str, object]:
+async def _run_parts(options: argparse.Namespace) -> dict[str, object]:
     result: dict[str, object] = dict.fromkeys(KEYS)
     wrong, others, ran = 0, [], 0
     for part in options.part or PARTS:
@@ -98,12 +98,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, help="rounds; by default " + str(REPEATS))
     parser.add_argument("--mib", type=int, help="size of a version; by default 1024, over NICs and to rejoin 256")
     parser.add_argument("--kind", choices=("ucx", "tcp"), default="ucx", help="the pipe in the namespaces")
-    parser.add_argument("--faults", type=int, default=FAULTS)
+    parser.add_argument("--faults", type=int, default=DEFAULT_FAULTS)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     only_tcp = options.part == ["namespaces"] and options.kind == "tcp"
-    begin("weights", without=(Need.UCX,) if only_tcp else ())
-    print(json.dumps(asyncio.run(_all(options))))
+    check_requirements("weights", without=(Need.UCX,) if only_tcp else ())
+    print(json.dumps(asyncio.run(_run_parts(options))))
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def status(
 @app.command()
 def logs(
     run: NamedRun,
-    whose: Annotated[
+    selector: Annotated[
         str | None,
         typer.Argument(metavar="ROLE[/REPLICA[#LIFE]]", show_default=False,
                        help="Whose logs: rollout, rollout/0, rollout/0#2, agent, manager."),
@@ -143,7 +143,7 @@ def logs(
     from .logs import command
 
     raise typer.Exit(
-        command.logs(run, whose, follow=follow, lines=lines, since=since, grep=grep, failed=failed, json=json, raw=raw)
+        command.logs(run, selector, follow=follow, lines=lines, since=since, grep=grep, failed=failed, json=json, raw=raw)
     )
 
 
@@ -319,9 +319,9 @@ def doctor(
     rrl doctor -p gpu      with the partition that your jobs go to
     """
     from .doctor import command
-    from .doctor.facts import Wanted
+    from .doctor.facts import DoctorOptions
 
-    raise typer.Exit(command.doctor(Wanted(partition, account, qos), consent=yes, json=json))
+    raise typer.Exit(command.doctor(DoctorOptions(partition, account, qos), consent=yes, json=json))
 
 
 @app.command(short_help="Write a commented job.toml that fits this place.")
@@ -336,10 +336,10 @@ def init(
     rrl init                           job.toml in this folder
     rrl init -p gpu --out big.toml     for a partition of your choice
     """
-    from .doctor.facts import Wanted
+    from .doctor.facts import DoctorOptions
     from .job import init as command
 
-    raise typer.Exit(command.init(out, Wanted(partition, account, qos), force=force, consent=yes))
+    raise typer.Exit(command.init(out, DoctorOptions(partition, account, qos), force=force, consent=yes))
 
 
 @app.command(hidden=True)
@@ -416,7 +416,7 @@ def health_check(
     from .health import check as command
 
     raise typer.Exit(
-        command.check(json=json, prolog=prolog, within=within, config=config, only=checks, mounts=mount or (),
+        command.check(json=json, prolog=prolog, time_limit=within, config=config, only=checks, mounts=mount or (),
                       rates=rates)
     )  # fmt: skip
 

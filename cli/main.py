@@ -36,7 +36,7 @@ def run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        return _harmless(arguments, _told(error))
+        return _exit_code(arguments, _report_error(error))
 
 
 def _run(arguments: list[str]) -> int:
@@ -57,33 +57,33 @@ def _run(arguments: list[str]) -> int:
     return int(app(arguments, prog_name="rrl", standalone_mode=False) or 0)
 
 
-def _harmless(arguments: Sequence[str], code: int) -> int:
+def _exit_code(arguments: Sequence[str], code: int) -> int:
     """The exit code of a command that went wrong: a node is not drained because its check was called wrongly."""
     return code if list(arguments[:2]) != ["health", "check"] else 0 if "--prolog" in arguments else 3
 
 
-def _told(error: Exception) -> int:
-    from .common.runs import BadInput, Failed
+def _report_error(error: Exception) -> int:
+    from .common.runs import UsageError, OperationFailed
 
     spec = sys.modules.get("rrl.config.job.load")
     if spec is not None and isinstance(error, spec.SpecError):  # begins with file:line, as editors like it
         print(escaped_lines(str(error)), file=sys.stderr)
         return 2
-    if isinstance(error, BadInput | Failed):
-        return _line(str(error), 2 if isinstance(error, BadInput) else 1)
+    if isinstance(error, UsageError | OperationFailed):
+        return _print_error(str(error), 2 if isinstance(error, UsageError) else 1)
     typer = sys.modules.get("typer")
     if typer is not None and isinstance(error, typer.Abort):
         return 130
     if hasattr(error, "format_message"):  # typer's own: an unknown option, a missing argument
-        told = " ".join(error.format_message().split()).rstrip(".")
-        where = getattr(getattr(error, "ctx", None), "command_path", None) or "rrl"  # the command that was misread
-        return _line(f"{told}{'' if told.endswith('?') else ';'} see: {where} --help", 2)
+        message = " ".join(error.format_message().split()).rstrip(".")
+        command = getattr(getattr(error, "ctx", None), "command_path", None) or "rrl"  # the command that was misread
+        return _print_error(f"{message}{'' if message.endswith('?') else ';'} see: {command} --help", 2)
     if os.environ.get(DEBUG_ENV):
         raise error
-    what = " ".join(f"{type(error).__name__}: {error}".split())
-    return _line(f"internal error: {what} (a bug; set {DEBUG_ENV}=1 for its traceback)", 1)
+    summary = " ".join(f"{type(error).__name__}: {error}".split())
+    return _print_error(f"internal error: {summary} (a bug; set {DEBUG_ENV}=1 for its traceback)", 1)
 
 
-def _line(text: str, code: int) -> int:
+def _print_error(text: str, code: int) -> int:
     print(escaped_lines(f"rrl: {text}"), file=sys.stderr, flush=True)
     return code

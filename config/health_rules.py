@@ -225,11 +225,11 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     hooks: HookRules = HookRules()
 
     @property
-    def needed(self) -> frozenset[str]:
+    def required_readers(self) -> frozenset[str]:
         """Readers that must be able to read here."""
-        found = set(self.expect.readers)
+        readers = set(self.expect.readers)
         if self.expect.gpus:
-            found.add("nvml")
+            readers.add("nvml")
         if self.expect.hcas or self.expect.ports:
-            found.add("fabric")
-        return frozenset(found)
+            readers.add("fabric")
+        return frozenset(readers)

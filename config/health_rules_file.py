@@ -21,7 +21,7 @@ from .toml_positions import Path as KeyPath
 from .toml_positions import lines_of, nearest_line
 
 CONFIG_ENV = "RRL_HEALTH_CONFIG"
-CONFIG = Path("/etc/rrl/health.toml")
+DEFAULT_CONFIG_PATH = Path("/etc/rrl/health.toml")
 MAX_FILE_BYTES = 2**20
 """a config is a page long"""
 MAX_MESSAGE_CHARS = 400
@@ -39,9 +39,9 @@ def load_rules(path: Path | None = None) -> Rules:
     else, for a file that was named and does not exist, cannot be read or is wrong."""
     named = path or (Path(given) if (given := os.environ.get(CONFIG_ENV)) else None)
     if named is None:
-        if not CONFIG.exists():
+        if not DEFAULT_CONFIG_PATH.exists():
             return Rules()
-        named = CONFIG
+        named = DEFAULT_CONFIG_PATH
     try:
         with named.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -65,7 +65,7 @@ def parse_rules(text: str, name: str = "health.toml") -> Rules:
         raise RulesError(f"{name}: tables or arrays are nested too deeply") from None
     except ValueError as error:
         raise RulesError(f"{name}: {on_one_line(error)[:MAX_MESSAGE_CHARS]}") from None
-    if wrong := _unknown(Rules, data, ()) or _unfit(data):
+    if wrong := _unknown(Rules, data, ()) or _invalid_value(data):
         line = nearest_line(lines_of(text), wrong[0])
         place = f"{name}:{line}" if line else name
         raise RulesError(f"{place}: {'.'.join(map(str, wrong[0]))}: {on_one_line(wrong[1])[:MAX_MESSAGE_CHARS]}")
@@ -90,15 +90,15 @@ def _did_you_mean(key: str, known: list[str]) -> str:
     return f'unknown key; did you mean "{near[0]}"?' if near else f"unknown key; known here: {', '.join(known)}"
 
 
-def _unfit(data: dict[str, Any]) -> tuple[KeyPath, str] | None:
+def _invalid_value(data: dict[str, Any]) -> tuple[KeyPath, str] | None:
     try:
         rules = msgspec.convert(data, Rules)
     except msgspec.ValidationError as error:
-        said, _, where = str(error).partition(" - at `")
+        message, _, where = str(error).partition(" - at `")
         if where.startswith("key"):  # of a dict: msgspec says only that
             where = where.partition("$")[2]
         path = tuple(int(p) if p.isdigit() else p for p in re.findall(r"[A-Za-z_]\w*|\d+", where.lstrip("$")))
-        return path, said[:1].lower() + said[1:]
+        return path, message[:1].lower() + message[1:]
     for code in rules.xid.classes:
         if not code.isdigit():
             return ("xid", "classes", code), "is no Xid; write its number in quotes"

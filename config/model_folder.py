@@ -20,7 +20,7 @@ GENERATION_CONFIG = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 WEIGHTS = "*.safetensors"
 INDEX = "model.safetensors.index.json"
-SHAPE = (
+SHAPE_KEYS = (
     "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim", "initializer_range",
 )  # fmt: skip
 """keys of [model] for one that is built here; with ``path`` config.json says it"""
@@ -31,8 +31,8 @@ BUILT_MAX_LENGTH = 64
 def max_length(model: Mapping[str, Any]) -> int:
     """Tokens of prompt and answer together, of the resolved ``[model]``: what it says, else what config.json of its
     ``path`` does. Raises ValueError."""
-    if (said := model.get("max_length")) is not None:
-        return int(said)
+    if (length := model.get("max_length")) is not None:
+        return int(length)
     if model.get("path") is None:
         return BUILT_MAX_LENGTH
     path = Path(model["path"]) / CONFIG
@@ -46,7 +46,7 @@ def max_length(model: Mapping[str, Any]) -> int:
     raise ValueError(f"{path} does not say how long a text may be (max_position_embeddings); write max_length")
 
 
-def ends_of(folder: Path) -> Any:
+def eos_ids(folder: Path) -> Any:
     """The ids at which the folder's model was made to stop, one or a list; None where it says none."""
     given = read_json(folder / GENERATION_CONFIG).get("eos_token_id")
     return read_json(folder / CONFIG).get("eos_token_id") if given is None else given
@@ -55,24 +55,24 @@ def ends_of(folder: Path) -> Any:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in the file; empty where there is none. Raises ValueError, naming the file, for anything else."""
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if not isinstance(said, dict):
+    if not isinstance(document, dict):
         raise ValueError(f"{path} holds no JSON object")
-    return said
+    return document
 
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_OTHERWISE = {"gpt_neox": "its weights are put together otherwise than its file names them"}
+_EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_UNSUPPORTED_TYPES = {"gpt_neox": "its weights are put together otherwise than its file names them"}
 """model_type → why it is not trained"""
-_HEADER_MAX = 100 * 2**20
+_MAX_HEADER_BYTES = 100 * 2**20
 """bytes; safetensors' own limit of a file's header"""
 
 
-class Unfit(Struct, frozen=True):
+class ModelFolderProblem(Struct, frozen=True):
     """Why a folder cannot be used as ``[model] path``."""
 
     key: str
@@ -81,30 +81,30 @@ class Unfit(Struct, frozen=True):
     """what is wrong, and what would be right"""
 
 
-def unfit(folder: Path, chat: bool, longest: int | None = None) -> Unfit | None:
+def validate(folder: Path, chat: bool, max_tokens: int | None = None) -> ModelFolderProblem | None:
     """Return why the folder cannot be ``[model] path``; None: nothing speaks against it. ``longest`` is ``[model]
     max_length``."""
     if not folder.is_dir():
-        return Unfit("path", f"{str(folder)!r} is a file; name the folder that it is in")
+        return ModelFolderProblem("path", f"{str(folder)!r} is a file; name the folder that it is in")
     for pattern, made_by in ((CONFIG, "model"), (WEIGHTS, "model"), (TOKENIZER, "tokenizer")):
         if next(folder.glob(pattern), None) is None:
             fix = f"name a folder that save_pretrained of transformers made of a {made_by}"
-            return Unfit("path", f"{str(folder)!r} has no {pattern}; {fix}")
+            return ModelFolderProblem("path", f"{str(folder)!r} has no {pattern}; {fix}")
     try:
         settings = read_json(folder / TOKENIZER_CONFIG)
-        kinds, too_long = [*_kinds(folder)], [*_lengths(folder, longest)]
+        kinds, too_long = [*_unsupported_kinds(folder)], [*_lengths(folder, max_tokens)]
         others = [*_weights(folder), *_tokens(folder, settings)]
     except ValueError as error:
-        return Unfit("path", str(error))
+        return ModelFolderProblem("path", str(error))
     for key, texts in (("path", kinds), ("max_length", too_long), ("path", others)):
         if texts:
-            return Unfit(key, texts[0])
+            return ModelFolderProblem(key, texts[0])
     if chat and not (folder / CHAT_TEMPLATE).exists() and "chat_template" not in settings:
-        return Unfit("chat", f"{str(folder)!r} has no chat template; remove chat = true, or add {CHAT_TEMPLATE}")
+        return ModelFolderProblem("chat", f"{str(folder)!r} has no chat template; remove chat = true, or add {CHAT_TEMPLATE}")
     return None
 
 
-def _kinds(folder: Path) -> Iterator[str]:
+def _unsupported_kinds(folder: Path) -> Iterator[str]:
     """Of models that are not trained."""
     path = folder / CONFIG
     config = read_json(path)
@@ -114,10 +114,10 @@ def _kinds(folder: Path) -> Iterator[str]:
         if not str(name).endswith("ForCausalLM"):
             yield f"{path}: {name} is no causal language model; name a model whose architecture is one (...ForCausalLM)"
     for table in (config, config.get("text_config") or {}):
-        for key in _EXPERTS:
+        for key in _EXPERT_COUNT_KEYS:
             if isinstance(count := table.get(key), int) and count > 1:
                 yield f"{path}: {key} = {count}: mixtures of experts are not supported; name a dense model"
-    if (why := _OTHERWISE.get(str(config.get("model_type")))) is not None:
+    if (why := _UNSUPPORTED_TYPES.get(str(config.get("model_type")))) is not None:
         yield f"{path}: {config['model_type']} is not supported: {why}; name another model"
     if config.get("quantization_config"):
         yield f"{path}: its weights are quantized; name the folder of the model before that"
@@ -142,17 +142,17 @@ def _weights(folder: Path) -> Iterator[str]:
         if not (folder / str(name)).is_file():
             yield f"{str(folder)!r} lacks {name}, which {INDEX} names; copy it there"
     for path in sorted(folder.glob(WEIGHTS)):
-        if why := _broken(path):
+        if why := _damage(path):
             yield f"{path} {why}; copy it there again"
 
 
-def _broken(path: Path) -> str:
+def _damage(path: Path) -> str:
     """By a safetensors file's header: its length (8 bytes, little-endian), then where each tensor ends."""
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            said = json.loads(file.read(min(length, _HEADER_MAX)))
-        ends = [tensor["data_offsets"][1] for name, tensor in said.items() if name != "__metadata__"]
+            header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
+        ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
         whole = 8 + length + max(ends, default=0)
         size = path.stat().st_size
     except OSError as error:
@@ -162,7 +162,7 @@ def _broken(path: Path) -> str:
     return "" if size >= whole else f"has {size} bytes of the {whole} that its header speaks of"
 
 
-def _tokens(folder: Path, said: dict[str, Any]) -> Iterator[str]:
+def _tokens(folder: Path, settings: dict[str, Any]) -> Iterator[str]:
     """What the tokenizer knows, and the model does not; and whether anything ends a text."""
     path = folder / TOKENIZER
     tokenizer = read_json(path)
@@ -170,7 +170,7 @@ def _tokens(folder: Path, said: dict[str, Any]) -> Iterator[str]:
     if not isinstance(model, dict) or "vocab" not in model:
         yield f"{path} is no tokenizer; name a folder that save_pretrained of transformers made of one"
         return
-    if said.get("eos_token") is None and ends_of(folder) is None:
+    if settings.get("eos_token") is None and eos_ids(folder) is None:
         yield f"{str(folder)!r} names no end of sequence; {TOKENIZER_CONFIG} needs eos_token"
     embeds = read_json(folder / CONFIG).get("vocab_size")
     ids = [token["id"] for token in tokenizer.get("added_tokens") or () if isinstance(token, dict)]

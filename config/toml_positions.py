@@ -40,7 +40,7 @@ def nearest_line(lines: Mapping[Path, int], path: Path) -> int | None:
 class _Scanner:
     def __init__(self, text: str) -> None:
         self._text = text
-        self._at = 0
+        self._position = 0
         self._newlines = [match.start() for match in re.finditer("\n", text)]
         self._lines: dict[Path, int] = {}
         self._elements: dict[Path, int] = {}
@@ -48,21 +48,21 @@ class _Scanner:
 
     def document(self) -> Mapping[Path, int]:
         table: Path = ()
-        self._take(_BLANK)
-        while self._at < len(self._text):
-            if self._text.startswith("[", self._at):
+        self._consume(_BLANK)
+        while self._position < len(self._text):
+            if self._text.startswith("[", self._position):
                 table = self._header()
             else:
                 self._assignment(table)
-            self._take(_BLANK)
+            self._consume(_BLANK)
         return self._lines
 
     def _header(self) -> Path:
-        line = self._line()
-        array = self._text.startswith("[[", self._at)
-        self._at += 2 if array else 1
+        line = self._current_line()
+        array = self._text.startswith("[[", self._position)
+        self._position += 2 if array else 1
         *parents, name = self._key()
-        self._at += 2 if array else 1
+        self._position += 2 if array else 1
         table: Path = ()
         for part in parents:
             table = self._newest((*table, part), line)
@@ -83,71 +83,71 @@ class _Scanner:
         return path
 
     def _assignment(self, table: Path) -> None:
-        line = self._line()
+        line = self._current_line()
         path = table
         for part in self._key():
             path = (*path, part)
             self._lines.setdefault(path, line)
-        self._at += 1  # the equals sign
-        self._take(_SPACE)
+        self._position += 1  # the equals sign
+        self._consume(_SPACE)
         self._value(path)
 
     def _value(self, path: Path) -> None:
-        first = self._text[self._at]
+        first = self._text[self._position]
         if first == "[":
             self._array(path)
         elif first == "{":
             self._inline_table(path)
         elif first in "\"'":
-            self._take(_STRING)
+            self._consume(_STRING)
         else:
-            self._take(_SCALAR)
+            self._consume(_SCALAR)
 
     def _array(self, path: Path) -> None:
-        self._at += 1
-        self._take(_BLANK)
+        self._position += 1
+        self._consume(_BLANK)
         index = 0
-        while self._text[self._at] != "]":
-            self._lines[(*path, index)] = self._line()
+        while self._text[self._position] != "]":
+            self._lines[(*path, index)] = self._current_line()
             self._value((*path, index))
             index += 1
-            self._take(_BLANK)
-            if self._text[self._at] == ",":
-                self._at += 1
-                self._take(_BLANK)
-        self._at += 1
+            self._consume(_BLANK)
+            if self._text[self._position] == ",":
+                self._position += 1
+                self._consume(_BLANK)
+        self._position += 1
 
     def _inline_table(self, path: Path) -> None:
-        self._at += 1
-        self._take(_BLANK)
-        while self._text[self._at] != "}":
+        self._position += 1
+        self._consume(_BLANK)
+        while self._text[self._position] != "}":
             self._assignment(path)
-            self._take(_BLANK)
-            if self._text[self._at] == ",":
-                self._at += 1
-                self._take(_BLANK)
-        self._at += 1
+            self._consume(_BLANK)
+            if self._text[self._position] == ",":
+                self._position += 1
+                self._consume(_BLANK)
+        self._position += 1
 
     def _key(self) -> list[str]:
         """The parts of a dotted key, and the blanks around them."""
-        parts = []
+        keys = []
         while True:
-            self._take(_SPACE)
-            if bare := self._take(_BARE_KEY):
-                parts.append(bare)
+            self._consume(_SPACE)
+            if bare := self._consume(_BARE_KEY):
+                keys.append(bare)
             else:
-                parts.append(str(tomllib.loads(f"key = {self._take(_QUOTED_KEY)}")["key"]))
-            self._take(_SPACE)
-            if not self._text.startswith(".", self._at):
-                return parts
-            self._at += 1
+                keys.append(str(tomllib.loads(f"key = {self._consume(_QUOTED_KEY)}")["key"]))
+            self._consume(_SPACE)
+            if not self._text.startswith(".", self._position):
+                return keys
+            self._position += 1
 
-    def _take(self, pattern: re.Pattern[str]) -> str:
-        match = pattern.match(self._text, self._at)
+    def _consume(self, pattern: re.Pattern[str]) -> str:
+        match = pattern.match(self._text, self._position)
         if match is None:
             return ""
-        self._at = match.end()
+        self._position = match.end()
         return match.group()
 
-    def _line(self) -> int:
-        return bisect.bisect_left(self._newlines, self._at) + 1
+    def _current_line(self) -> int:
+        return bisect.bisect_left(self._newlines, self._position) + 1

@@ -20,7 +20,7 @@ _OLD_CACHE = "what was computed under older weights would be used again"
 _ONE_MODEL = "trainer and rollouts have one model: that of [model]"
 _DRAFT = "a draft model gets no new weights"
 
-OURS = {
+RESERVED_ARGUMENTS = {
     "model": "it is [model] path, or built from [model]",
     "model_weights": _TRAINER,
     "tokenizer": "prompts and answers are tokens",
@@ -69,10 +69,10 @@ OURS = {
     ),
 }  # fmt: skip
 """arguments that no user sets, and why, or what says it instead"""
-DEGREE = "tensor_parallel_size"
+TENSOR_PARALLEL_SIZE = "tensor_parallel_size"
 
 
-def known_here() -> frozenset[str]:
+def installed_arguments() -> frozenset[str]:
     """The arguments of the vLLM in this environment, read in its source: to import it takes 10 s. None at all where
     there is no vLLM, or one whose EngineArgs stand elsewhere."""
     try:
@@ -89,7 +89,7 @@ def known_here() -> frozenset[str]:
     )
 
 
-def unknown(name: str, known: Collection[str], whose: str) -> str:
+def unknown_argument_text(name: str, known: Collection[str], owner: str) -> str:
     """What is said of a name that is not among ``known``."""
-    close = difflib.get_close_matches(name, sorted(set(known) - OURS.keys()), 1)
-    return f"{whose} has no such argument (EngineArgs){f'; did you mean {close[0]}?' if close else ''}"
+    close = difflib.get_close_matches(name, sorted(set(known) - RESERVED_ARGUMENTS.keys()), 1)
+    return f"{owner} has no such argument (EngineArgs){f'; did you mean {close[0]}?' if close else ''}"

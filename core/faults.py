@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from .types import AGENT, SHADOW
+from .types import AGENT, STANDBY_ROLE
 
 if TYPE_CHECKING:
     import random
@@ -64,7 +64,7 @@ class FaultKind(StrEnum):
     """slurmctld answers nobody for ``seconds``; on a test cluster only"""
 
 
-class Hits(StrEnum):
+class TargetKind(StrEnum):
     """What a fault is aimed at."""
 
     REPLICA = "replica"
@@ -76,44 +76,44 @@ class Hits(StrEnum):
     """the run directory or the cluster: needs no target"""
 
 
-class Traits(Struct, frozen=True):
+class FaultTraits(Struct, frozen=True):
     effect: Effect
-    hits: Hits
-    processes: bool = False
+    target_kind: TargetKind
+    by_signals: bool = False
     """it is done from outside, by signals: agents and programs without the worker API can be hit too"""
-    ends: bool = False
+    takes_seconds: bool = False
     """it ends by itself after ``seconds``, where they are given"""
-    lasts: bool = False
+    needs_seconds: bool = False
     """it needs ``seconds``"""
     amount: str = ""
     """what ``amount`` means, which it then needs"""
 
 
-TRAITS: dict[FaultKind, Traits] = {
-    FaultKind.KILL: Traits(Effect.DIES, Hits.REPLICA, processes=True),
-    FaultKind.FREEZE: Traits(Effect.HANGS, Hits.REPLICA, processes=True, ends=True),
-    FaultKind.SLOW: Traits(Effect.SLOWS, Hits.REPLICA, processes=True, ends=True, amount="share of time left to it"),
-    FaultKind.EXIT: Traits(Effect.DIES, Hits.REPLICA, amount="exit code"),
-    FaultKind.EXCEPTION: Traits(Effect.DIES, Hits.REPLICA),
-    FaultKind.OUT_OF_MEMORY: Traits(Effect.DIES, Hits.REPLICA, processes=True),
-    FaultKind.ENGINE_DEAD: Traits(Effect.HANGS, Hits.REPLICA, ends=True),
-    FaultKind.KILL_STEP: Traits(Effect.DIES, Hits.REPLICA, processes=True),
-    FaultKind.CRASH: Traits(Effect.DIES, Hits.NODE, ends=True),
-    FaultKind.CUT: Traits(Effect.CUT, Hits.NODE, ends=True, lasts=True),
-    FaultKind.DELAY: Traits(Effect.SLOWS, Hits.NODE, ends=True, lasts=True, amount="ms"),
-    FaultKind.DISK_FULL: Traits(Effect.STORAGE, Hits.RUN, ends=True, lasts=True),
-    FaultKind.OUTAGE: Traits(Effect.CLUSTER, Hits.RUN, ends=True, lasts=True),
+FAULT_TRAITS: dict[FaultKind, FaultTraits] = {
+    FaultKind.KILL: FaultTraits(Effect.DIES, TargetKind.REPLICA, by_signals=True),
+    FaultKind.FREEZE: FaultTraits(Effect.HANGS, TargetKind.REPLICA, by_signals=True, takes_seconds=True),
+    FaultKind.SLOW: FaultTraits(Effect.SLOWS, TargetKind.REPLICA, by_signals=True, takes_seconds=True, amount="share of time left to it"),
+    FaultKind.EXIT: FaultTraits(Effect.DIES, TargetKind.REPLICA, amount="exit code"),
+    FaultKind.EXCEPTION: FaultTraits(Effect.DIES, TargetKind.REPLICA),
+    FaultKind.OUT_OF_MEMORY: FaultTraits(Effect.DIES, TargetKind.REPLICA, by_signals=True),
+    FaultKind.ENGINE_DEAD: FaultTraits(Effect.HANGS, TargetKind.REPLICA, takes_seconds=True),
+    FaultKind.KILL_STEP: FaultTraits(Effect.DIES, TargetKind.REPLICA, by_signals=True),
+    FaultKind.CRASH: FaultTraits(Effect.DIES, TargetKind.NODE, takes_seconds=True),
+    FaultKind.CUT: FaultTraits(Effect.CUT, TargetKind.NODE, takes_seconds=True, needs_seconds=True),
+    FaultKind.DELAY: FaultTraits(Effect.SLOWS, TargetKind.NODE, takes_seconds=True, needs_seconds=True, amount="ms"),
+    FaultKind.DISK_FULL: FaultTraits(Effect.STORAGE, TargetKind.RUN, takes_seconds=True, needs_seconds=True),
+    FaultKind.OUTAGE: FaultTraits(Effect.CLUSTER, TargetKind.RUN, takes_seconds=True, needs_seconds=True),
 }
 
 MANAGER = "manager"
 """The target that stands for the run's manager: it may be killed."""
-HELPER_KINDS = (FaultKind.KILL, FaultKind.FREEZE, FaultKind.SLOW)
+SUPPORT_ROLE_KINDS = (FaultKind.KILL, FaultKind.FREEZE, FaultKind.SLOW)
 """what an agent or a shadow can be hit by"""
-MOST_CODE = 255
+MAX_EXIT_CODE = 255
 """the largest exit code that a process can have"""
 
 
-class At(Struct, frozen=True, omit_defaults=True):
+class FaultTrigger(Struct, frozen=True, omit_defaults=True):
     """When a fault is due; nothing set: as soon as its target works."""
 
     step: int | None = None
@@ -124,25 +124,25 @@ class At(Struct, frozen=True, omit_defaults=True):
     """its target is in this phase"""
 
     def __str__(self) -> str:
-        said = {"step": self.step, "time": None if self.time is None else f"{self.time:g}s", "phase": self.phase}
-        return next((f"{key}={value}" for key, value in said.items() if value is not None), "now")
+        conditions = {"step": self.step, "time": None if self.time is None else f"{self.time:g}s", "phase": self.phase}
+        return next((f"{key}={value}" for key, value in conditions.items() if value is not None), "now")
 
 
-def read_at(text: str) -> At:
+def parse_trigger(text: str) -> FaultTrigger:
     """From ``step=5``, ``time=90s`` or ``phase=train``. Raises ValueError that says what would be right."""
     match = re.fullmatch(r"(step|time|phase)=(.+)", text)
     if match is None:
         raise ValueError(f'{text!r} is no moment; write "step=5", "time=90s" or "phase=train"')
     key, value = match.groups()
     if key == "phase":
-        return At(phase=value)
+        return FaultTrigger(phase=value)
     if key == "time":
         from .units import seconds  # here, because it brings pydantic, which rrl status does without
 
-        return At(time=seconds(value))
+        return FaultTrigger(time=seconds(value))
     if not re.fullmatch(r"[0-9]{1,9}", value):
         raise ValueError(f'{text!r}: a step is a whole number, as in "step=5"')
-    return At(step=int(value))
+    return FaultTrigger(step=int(value))
 
 
 class Fault(Struct, frozen=True, omit_defaults=True):
@@ -152,7 +152,7 @@ class Fault(Struct, frozen=True, omit_defaults=True):
     kind: FaultKind
     target: str = ""
     """``role/index``, ``role/index.rank``, ``agent/<node>``, ``shadow/<node>``, ``manager``, or the name of a node"""
-    at: At = At()
+    at: FaultTrigger = FaultTrigger()
     seconds: float = 0.0
     """how long it lasts; 0: for good"""
     amount: float = 0.0
@@ -161,15 +161,15 @@ class Fault(Struct, frozen=True, omit_defaults=True):
     """who ordered it; empty: the job spec"""
 
 
-def concrete(target: str, kind: FaultKind, replicas: Mapping[str, int], draw: random.Random) -> str:
+def resolve_target(target: str, kind: FaultKind, replicas: Mapping[str, int], draw: random.Random) -> str:
     """A target that names one thing: of a role one replica is drawn, of nothing any replica."""
-    if TRAITS[kind].hits is Hits.RUN:
+    if FAULT_TRAITS[kind].target_kind is TargetKind.RUN:
         return ""
     role = target or draw.choice(sorted(replicas))
     return f"{role}/{draw.randrange(replicas[role])}" if role in replicas else target
 
 
-class Misfit(StrEnum):
+class FaultProblem(StrEnum):
     """What is wrong with a fault that is asked for."""
 
     NO_SECONDS = "no_seconds"
@@ -181,71 +181,71 @@ class Misfit(StrEnum):
     OTHER = "other"
 
 
-class Unfit(Struct, frozen=True):
+class InvalidFault(Struct, frozen=True):
     """Why a fault cannot be injected."""
 
-    misfit: Misfit
+    problem: FaultProblem
     text: str
     """what is wrong and what would be right, for people"""
 
 
-def unfit(
-    kind: FaultKind, target: str, seconds: float, amount: float, replicas: Mapping[str, int], at: At = At(),
+def validate_fault(
+    kind: FaultKind, target: str, seconds: float, amount: float, replicas: Mapping[str, int], at: FaultTrigger = FaultTrigger(),
     ranks: Mapping[str, int] | None = None,
-) -> Unfit | None:  # fmt: skip
+) -> InvalidFault | None:  # fmt: skip
     """Return why this kind cannot hit that target so; None when it can. Names of nodes are not known before the run.
 
     ``replicas`` of each role, and ``ranks`` of each of these, where it is not one."""
-    if wrong := _unfit_figures(kind, seconds, amount):
+    if wrong := _invalid_numbers(kind, seconds, amount):
         return wrong
-    if wrong := _unfit_target(kind, target, replicas, ranks or {}):
+    if wrong := _invalid_target(kind, target, replicas, ranks or {}):
         return wrong
-    text = _unfit_at(kind, target, at)
-    return Unfit(Misfit.OTHER, text) if text else None
+    text = _invalid_trigger(kind, target, at)
+    return InvalidFault(FaultProblem.OTHER, text) if text else None
 
 
-def _unfit_figures(kind: FaultKind, seconds: float, amount: float) -> Unfit | None:
-    traits = TRAITS[kind]
-    if traits.lasts and not seconds:
-        return Unfit(Misfit.NO_SECONDS, f"{kind} needs seconds: how long it lasts")
-    if seconds and not traits.ends:
-        return Unfit(Misfit.OTHER, f"{kind} is for good: it takes no seconds")
+def _invalid_numbers(kind: FaultKind, seconds: float, amount: float) -> InvalidFault | None:
+    traits = FAULT_TRAITS[kind]
+    if traits.needs_seconds and not seconds:
+        return InvalidFault(FaultProblem.NO_SECONDS, f"{kind} needs seconds: how long it lasts")
+    if seconds and not traits.takes_seconds:
+        return InvalidFault(FaultProblem.OTHER, f"{kind} is for good: it takes no seconds")
     if amount and not traits.amount:
-        return Unfit(Misfit.OTHER, f"{kind} takes no amount")
+        return InvalidFault(FaultProblem.OTHER, f"{kind} takes no amount")
     if kind is FaultKind.SLOW and not 0 < amount < 1:
         share = "the share of time that is left to its target, between 0 and 1"
-        return Unfit(Misfit.NO_AMOUNT, f"slow needs amount, {share}")
-    if kind is FaultKind.EXIT and not (amount == int(amount) and 0 <= amount <= MOST_CODE):
-        return Unfit(Misfit.NO_AMOUNT, f"exit needs amount, the exit code, from 0 to {MOST_CODE}")
+        return InvalidFault(FaultProblem.NO_AMOUNT, f"slow needs amount, {share}")
+    if kind is FaultKind.EXIT and not (amount == int(amount) and 0 <= amount <= MAX_EXIT_CODE):
+        return InvalidFault(FaultProblem.NO_AMOUNT, f"exit needs amount, the exit code, from 0 to {MAX_EXIT_CODE}")
     if kind is FaultKind.DELAY and not amount:
-        return Unfit(Misfit.NO_AMOUNT, "delay needs amount: ms")
+        return InvalidFault(FaultProblem.NO_AMOUNT, "delay needs amount: ms")
     return None
 
 
-def _unfit_target(kind: FaultKind, target: str, replicas: Mapping[str, int], ranks: Mapping[str, int]) -> Unfit | None:
-    traits = TRAITS[kind]
+def _invalid_target(kind: FaultKind, target: str, replicas: Mapping[str, int], ranks: Mapping[str, int]) -> InvalidFault | None:
+    traits = FAULT_TRAITS[kind]
     role, slash, _ = target.partition("/")
-    if traits.hits is Hits.RUN:
-        return Unfit(Misfit.OTHER, f"{kind} needs no target: it is about the whole run") if target else None
+    if traits.target_kind is TargetKind.RUN:
+        return InvalidFault(FaultProblem.OTHER, f"{kind} needs no target: it is about the whole run") if target else None
     if target == MANAGER:
-        wrong = Unfit(Misfit.OTHER, f"the manager can only be killed, not {kind}")
+        wrong = InvalidFault(FaultProblem.OTHER, f"the manager can only be killed, not {kind}")
         return None if kind is FaultKind.KILL else wrong
-    if role in (AGENT, SHADOW) and slash:
+    if role in (AGENT, STANDBY_ROLE) and slash:
         who = "an agent" if role == AGENT else "a shadow"
-        wrong = Unfit(Misfit.OTHER, f"{who} can only have {', '.join(HELPER_KINDS)}, not {kind}")
-        return None if kind in HELPER_KINDS else wrong
+        wrong = InvalidFault(FaultProblem.OTHER, f"{who} can only have {', '.join(SUPPORT_ROLE_KINDS)}, not {kind}")
+        return None if kind in SUPPORT_ROLE_KINDS else wrong
     if slash and role not in replicas:
-        return Unfit(Misfit.NO_SUCH_TARGET, f'no role "{role}"; there are {", ".join(replicas)}')
+        return InvalidFault(FaultProblem.NO_SUCH_TARGET, f'no role "{role}"; there are {", ".join(replicas)}')
     if slash:
-        text = _unfit_replica(target, replicas[role], ranks.get(role, 1))
-        return Unfit(Misfit.NO_SUCH_TARGET, text) if text else None
-    if target and target not in replicas and traits.hits is not Hits.NODE:
-        there = f'there are {", ".join(replicas)}; a replica is written "rollout/0"'
-        return Unfit(Misfit.NO_SUCH_TARGET, f'no role "{target}"; {there}')
+        text = _invalid_replica(target, replicas[role], ranks.get(role, 1))
+        return InvalidFault(FaultProblem.NO_SUCH_TARGET, text) if text else None
+    if target and target not in replicas and traits.target_kind is not TargetKind.NODE:
+        known = f'there are {", ".join(replicas)}; a replica is written "rollout/0"'
+        return InvalidFault(FaultProblem.NO_SUCH_TARGET, f'no role "{target}"; {known}')
     return None
 
 
-def _unfit_replica(target: str, replicas: int, ranks: int) -> str:
+def _invalid_replica(target: str, replicas: int, ranks: int) -> str:
     """``target`` is ``role/index``, or ``role/index.rank`` of a gang, whose first rank bears the gang's own name."""
     role, _, index = target.partition("/")
     index, dot, rank = index.partition(".")
@@ -253,11 +253,11 @@ def _unfit_replica(target: str, replicas: int, ranks: int) -> str:
         return f'no replica "{target}"; of {role} there are {replicas}, so the last one is "{role}/{replicas - 1}"'
     if dot and not (rank.isdigit() and 0 < int(rank) < ranks):
         whole = f"{role}/{index}"
-        there = f'"{whole}" is its first, "{whole}.{ranks - 1}" its last' if ranks > 1 else f"{whole} is one process"
-        return f'no rank "{target}"; {there}'
+        known = f'"{whole}" is its first, "{whole}.{ranks - 1}" its last' if ranks > 1 else f"{whole} is one process"
+        return f'no rank "{target}"; {known}'
     return ""
 
 
-def _unfit_at(kind: FaultKind, target: str, at: At) -> str:
-    aimed = TRAITS[kind].hits is Hits.REPLICA and target != MANAGER and not target.startswith("agent/")
+def _invalid_trigger(kind: FaultKind, target: str, at: FaultTrigger) -> str:
+    aimed = FAULT_TRAITS[kind].target_kind is TargetKind.REPLICA and target != MANAGER and not target.startswith("agent/")
     return f"at {at} needs a replica as target: only replicas have phases" if at.phase and not aimed else ""

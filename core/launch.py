@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from .types import Life, NodeName, role_of, stands_for
+from .types import Incarnation, NodeName, role_of, standby_role_of
 
-BEAT_ENV = "RRL_BEAT"
+HEARTBEAT_INTERVAL_ENV = "RRL_BEAT"
 """s between two beats of a worker, a step or an agent, in the launch file's environment"""
 LAUNCH_ENV = "RRL_LAUNCH"
 """Environment variable of every process of a step: the path of its launch file. Sweeps find our processes by it."""
@@ -54,7 +54,7 @@ class Launch(Struct, frozen=True):
     tag: str
     """unique for ever: ``<run>.<role>-<index>.<incarnation>``; also the step's name in Slurm"""
     run_dir: str
-    life: Life
+    incarnation: Incarnation
     node: NodeName
     """where the manager wants it; the step says where it really runs"""
     argv: tuple[str, ...]
@@ -80,24 +80,24 @@ class Launch(Struct, frozen=True):
     """the first process itself runs in a container: what the image sets in the environment reaches the command"""
     probe: tuple[str, ...] = ()
     """an agent's: command behind ``setup`` by which the node shows that roles can run here; empty: it need not"""
-    probe_within: float = 60.0
+    probe_timeout: float = 60.0
     """s that it may take"""
     readers: tuple[str, ...] = ()
     """an agent's: readers of node health that run beside it"""
-    admission: float = 0.0
+    admission_timeout: float = 0.0
     """s that their first round may take before it says that its node is there; 0: it does not wait for them"""
 
     @property
     def role(self) -> str:
         """The role that it is one of, or can become one of where it is kept warm."""
-        return stands_for(self.life.replica) if self.standby else role_of(self.life.replica)
+        return standby_role_of(self.incarnation.replica) if self.standby else role_of(self.incarnation.replica)
 
 
 class ExitRecord(Struct, frozen=True):
     """How a step ended; written once, atomically, by its first process."""
 
     tag: str
-    life: Life
+    incarnation: Incarnation
     node: NodeName
     code: int | None
     """exit code, or None when a signal ended it"""
@@ -105,14 +105,14 @@ class ExitRecord(Struct, frozen=True):
     reason: ExitReason
     at: float
     """wall clock of the node, for display only"""
-    said: str = ""
+    last_line: str = ""
     """the last line that the command wrote, where it ended by itself and not well"""
     detail: str = ""
     """more about ``reason``, for people"""
 
 
-def tag_of(run: str, life: Life) -> str:
-    return f"{run}.{life.replica.replace('/', '-')}.{life.incarnation}"
+def tag_of(run: str, incarnation: Incarnation) -> str:
+    return f"{run}.{incarnation.replica.replace('/', '-')}.{incarnation.number}"
 
 
 def read_launch(path: Path) -> Launch:

@@ -26,7 +26,7 @@ from .text import escaped_lines
 LOG_LEVEL_ENV = "RRL_LOG_LEVEL"
 """The :data:`LogLevel` of a process and of those that it starts, as an environment variable. ``rrl --verbose`` sets it,
 and it takes precedence over ``[manager] log_level``; the manager hands it on in the launch files."""
-STAMP = 27
+STAMP_BYTES = 27
 """bytes of a time; a blank follows"""
 _MICROS = 1_000_000
 _NOTICE = b"[rrl: "
@@ -46,25 +46,25 @@ def stamp(micros: int) -> bytes:
 
 def stamp_of(line: bytes) -> bytes:
     """The time of a line (times compare as bytes), or b"" where it has none."""
-    return line[:STAMP] if _STAMPED.match(line) else b""
+    return line[:STAMP_BYTES] if _STAMPED.match(line) else b""
 
 
 def first_stamp(lines: bytes) -> bytes:
-    return stamp_of(lines[: STAMP + 1])
+    return stamp_of(lines[: STAMP_BYTES + 1])
 
 
 def last_stamp(lines: bytes) -> bytes:
     """Of the last of some whole lines."""
     start = lines.rfind(b"\n", 0, -1) + 1
-    return stamp_of(lines[start : start + STAMP + 1])
+    return stamp_of(lines[start : start + STAMP_BYTES + 1])
 
 
-def seconds_of(stamped: bytes) -> float:
+def seconds_of(stamp_text: bytes) -> float:
     """s since the epoch. Raises ValueError when a digit group is out of range."""
-    return datetime.strptime(stamped.decode(), "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=UTC).timestamp()
+    return datetime.strptime(stamp_text.decode(), "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=UTC).timestamp()
 
 
-def missing(count: int) -> bytes:
+def missing_notice(count: int) -> bytes:
     """What stands where lines are missing. Where it takes the place of lines, it bears the time of the last of them: a
     copy that has that line says so."""
     return b"%s%d bytes of this log are missing here]" % (_NOTICE, count)

@@ -23,9 +23,9 @@ STEP_ENV = "RRL_STEP"
 """Mark of what a step's first process started: ``<pid>.<start time>`` of that first process."""
 STEP_MODULE = "rrl.roles.launcher.step"
 AGENT_MODULE = "rrl.roles.agent.main"
-_EXEC_WITHIN = 0.05
+_EXEC_TIMEOUT_S = 0.05
 """s; within execve a process shows neither environment nor words (seen: Popen returns before they are there)"""
-_SCAN_WITHIN = 2.0
+_SCAN_TIMEOUT_S = 2.0
 """s; a look takes some ms, but never ends where processes are born faster than we read them"""
 _KTHREADD = 2
 """parent of kernel threads, which never have either"""
@@ -52,7 +52,7 @@ class Process(Struct, frozen=True):
         return f"{self.pid}.{self.started}"
 
 
-def look(pid: int) -> Process | None:
+def read_process(pid: int) -> Process | None:
     """The living process ``pid`` without its marks; None when it is gone or only a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -65,23 +65,23 @@ def look(pid: int) -> Process | None:
     return Process(pid, started=int(fields[19]), parent=int(fields[1]), group=int(fields[2]))
 
 
-def marks(process: Process) -> Process:
+def with_marks(process: Process) -> Process:
     """The same process with the marks that it carries; without any when it may not be read, or is gone."""
-    deadline = time.monotonic() + _EXEC_WITHIN
+    deadline = time.monotonic() + _EXEC_TIMEOUT_S
     try:
         while True:
             with open(f"/proc/{process.pid}/environ", "rb") as file:
                 environ = file.read()
             with open(f"/proc/{process.pid}/cmdline", "rb") as file:
-                words = file.read()
-            if environ or words or process.parent in (0, _KTHREADD):
+                arguments = file.read()
+            if environ or arguments or process.parent in (0, _KTHREADD):
                 break
-            if look(process.pid) is None or time.monotonic() > deadline:  # it was not beginning but ending
+            if read_process(process.pid) is None or time.monotonic() > deadline:  # it was not beginning but ending
                 return process
             os.sched_yield()
     except OSError:  # gone, or not dumpable (it changed its user)
         return process
-    module, given = _first_process([os.fsdecode(word) for word in words.split(b"\0")])
+    module, given = _first_process([os.fsdecode(argument) for argument in arguments.split(b"\0")])
     return Process(
         process.pid, process.started, process.parent, process.group,
         launch=_variable(environ, LAUNCH_ENV) or given, step=_variable(environ, STEP_ENV), module=module,
@@ -91,7 +91,7 @@ def marks(process: Process) -> Process:
 def pids() -> Iterator[int]:
     """Pids of our own user, this process excepted. In rising order, and with those born meanwhile."""
     me, user = os.getpid(), os.geteuid()
-    deadline = time.monotonic() + _SCAN_WITHIN
+    deadline = time.monotonic() + _SCAN_TIMEOUT_S
     with os.scandir("/proc") as entries:
         for entry in entries:
             if time.monotonic() > deadline:
@@ -106,11 +106,11 @@ def pids() -> Iterator[int]:
 
 def processes(steps: str) -> list[Process]:
     """All living processes whose launch file lies in the folder ``steps``, this one excepted. Reads all of /proc."""
-    found = (marks(process) for pid in pids() if (process := look(pid)) is not None)
-    return [process for process in found if belongs(process, steps)]
+    candidates = (with_marks(process) for pid in pids() if (process := read_process(pid)) is not None)
+    return [process for process in candidates if belongs_to_run(process, steps)]
 
 
-def belongs(process: Process, steps: str) -> bool:
+def belongs_to_run(process: Process, steps: str) -> bool:
     return process.launch.startswith(steps.rstrip("/") + "/")
 
 
@@ -118,7 +118,7 @@ def descendants(pid: int) -> list[Process]:
     """All living processes of our user below ``pid``, nearest first, with their marks."""
     children: dict[int, list[Process]] = {}
     for other in pids():
-        if (process := look(other)) is not None:
+        if (process := read_process(other)) is not None:
             children.setdefault(process.parent, []).append(process)
     below: list[Process] = []
     edge = [pid]
@@ -126,7 +126,7 @@ def descendants(pid: int) -> list[Process]:
         edge_processes = [child for parent in edge for child in children.pop(parent, ())]
         below += edge_processes
         edge = [process.pid for process in edge_processes]
-    return [marks(process) for process in below]
+    return [with_marks(process) for process in below]
 
 
 def open_pidfd(process: Process) -> int | None:
@@ -135,14 +135,14 @@ def open_pidfd(process: Process) -> int | None:
         fd = os.pidfd_open(process.pid)
     except ProcessLookupError:
         return None
-    now = look(process.pid)
+    now = read_process(process.pid)
     if now is not None and now.started == process.started:
         return fd
     os.close(fd)
     return None
 
 
-def send(process: Process, number: signal.Signals) -> bool:
+def send_signal(process: Process, number: signal.Signals) -> bool:
     """Signal exactly this process; False when it is gone. Raises PermissionError."""
     fd = open_pidfd(process)
     if fd is None:
@@ -156,7 +156,7 @@ def send(process: Process, number: signal.Signals) -> bool:
         os.close(fd)
 
 
-def end(victims: Iterable[Process], within: float) -> list[Process]:
+def kill_and_wait(victims: Iterable[Process], timeout: float) -> list[Process]:
     """SIGKILL, and wait until they have ended, ``within`` s at most. Returns those that are still there."""
     fds: dict[int, Process] = {}
     refused: list[Process] = []
@@ -176,7 +176,7 @@ def end(victims: Iterable[Process], within: float) -> list[Process]:
             except PermissionError:
                 refused.append(fds.pop(fd))
                 os.close(fd)
-        deadline = time.monotonic() + within
+        deadline = time.monotonic() + timeout
         while fds and (left := deadline - time.monotonic()) > 0:
             for fd, _ in poll.poll(left * 1000):
                 poll.unregister(fd)
@@ -188,12 +188,12 @@ def end(victims: Iterable[Process], within: float) -> list[Process]:
             os.close(fd)
 
 
-def sweep(find: Callable[[], Iterable[Process]], within: float) -> tuple[list[Process], list[Process]]:
+def sweep(find: Callable[[], Iterable[Process]], timeout: float) -> tuple[list[Process], list[Process]]:
     """End what ``find`` finds, again and again until it finds nothing (a victim may fork while we look).
 
     Returns those that were found, and those that are still there after ``within`` s.
     """
-    deadline = time.monotonic() + within
+    deadline = time.monotonic() + timeout
     swept: dict[str, Process] = {}
     while True:
         victims = list(find())
@@ -201,16 +201,16 @@ def sweep(find: Callable[[], Iterable[Process]], within: float) -> tuple[list[Pr
         left = deadline - time.monotonic()
         if not victims or left <= 0:
             return list(swept.values()), victims
-        end(victims, left)
+        kill_and_wait(victims, left)
 
 
 def _first_process(argv: list[str]) -> tuple[str, str]:
     """``python [-options] -m rrl.roles.launcher.step FILE`` → module and file. A srun with those words at its end is
     none."""
-    for place, word in enumerate(argv[1:], 1):
-        if word == "-m" and len(rest := argv[place + 1 : place + 3]) == 2 and rest[0] in (STEP_MODULE, AGENT_MODULE):
+    for place, argument in enumerate(argv[1:], 1):
+        if argument == "-m" and len(rest := argv[place + 1 : place + 3]) == 2 and rest[0] in (STEP_MODULE, AGENT_MODULE):
             return rest[0], rest[1]
-        if not word.startswith("-"):
+        if not argument.startswith("-"):
             break
     return "", ""
 
@@ -224,7 +224,7 @@ def _variable(environ: bytes, name: str) -> str:
     return os.fsdecode(environ[start + len(key) : end if end >= 0 else None])
 
 
-NOFILE = 1_048_576
+MAX_NOFILE = 1_048_576
 """Most open files that are asked for: Linux's fs.nr_open. Where containers allow 2**30, programs that go through all
 descriptors at their start take minutes, and children inherit the limit."""
 
@@ -232,5 +232,5 @@ descriptors at their start take minutes, and children inherit the limit."""
 def raise_nofile() -> None:
     """The soft limit, usually 1024, goes up to the hard one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    enough = NOFILE if hard == resource.RLIM_INFINITY else min(hard, NOFILE)
+    enough = MAX_NOFILE if hard == resource.RLIM_INFINITY else min(hard, MAX_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, enough), hard))

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from shlex import quote
 
-from .run_spec import EnvView
+from .run_spec import EnvSpec
 
-BEGUN = b"begun"
-NAME = "rrl-env"
+STARTED = b"begun"
+SHELL_NAME = "rrl-env"
 """what bash calls itself in its messages"""
 _MODULE_FILES = ("/etc/profile.d/z00_lmod.sh", "/etc/profile.d/lmod.sh", "/etc/profile.d/modules.sh")
 """where Lmod (lmod.readthedocs.io, installing) and Environment Modules define ``module`` for login shells"""
@@ -44,29 +44,29 @@ exec "${rrl_command[@]}"
 """
 
 
-def prelude(env: EnvView) -> str:
+def prelude(env: EnvSpec) -> str:
     """The text; empty when there is nothing to set up."""
-    parts = [_part(f"setup line {number}", f"eval {quote(line)}") for number, line in enumerate(env.setup, 1)]
+    sections = [_section(f"setup line {number}", f"eval {quote(line)}") for number, line in enumerate(env.setup, 1)]
     if env.modules:
-        parts.append(_modules(env.modules))
+        sections.append(_modules(env.modules))
     if env.venv:
-        parts.append(_venv(env.venv))
+        sections.append(_venv(env.venv))
     if env.conda:
-        parts.append(_conda(env.conda))
-    return "".join((_BEGIN, *parts, _END)) if parts else ""
+        sections.append(_conda(env.conda))
+    return "".join((_BEGIN, *sections, _END)) if sections else ""
 
 
-def behind(text: str, words: int, report: int, command: Sequence[str]) -> tuple[str, ...]:
+def wrap(text: str, messages_fd: int, report_fd: int, command: Sequence[str]) -> tuple[str, ...]:
     """The command line that sets up and then becomes ``command``."""
-    return ("bash", "-c", text, NAME, str(words), str(report), *command)
+    return ("bash", "-c", text, SHELL_NAME, str(messages_fd), str(report_fd), *command)
 
 
-def _part(name: str, *lines: str) -> str:
+def _section(name: str, *lines: str) -> str:
     return "".join(f"{line}\n" for line in (f"rrl_at={quote(name)}", *lines, "rrl_check"))
 
 
 def _modules(names: Sequence[str]) -> str:
-    there = _part(
+    definition = _section(
         "modules",
         "if ! type module >/dev/null 2>&1; then",
         f"    for rrl_file in {' '.join(_MODULE_FILES)}; do",
@@ -76,19 +76,19 @@ def _modules(names: Sequence[str]) -> str:
         'type module >/dev/null 2>&1 || rrl_fail \'there is no "module" on this node; define it by a line of [env]'
         ' setup, for example "source /opt/lmod/init/bash"\'',
     )
-    return there + "".join(_part(f"module load {name}", f"module load {quote(name)}") for name in names)
+    return definition + "".join(_section(f"module load {name}", f"module load {quote(name)}") for name in names)
 
 
 def _venv(folder: str) -> str:
     activate = f"{_path(folder)}/bin/activate"
-    return _part(
+    return _section(
         f"venv {folder}", f"[ -r {activate} ] || rrl_fail 'there is no bin/activate in it on this node'",
         f"source {activate}",
     )  # fmt: skip
 
 
 def _conda(name: str) -> str:
-    return _part(
+    return _section(
         f"conda {name}",
         'case "$(type -t conda)" in',
         "    function) ;;",
@@ -106,25 +106,25 @@ def _path(text: str) -> str:
     return f'"$HOME"/{quote(text[2:])}' if text.startswith("~/") else quote(text)
 
 
-ALLOWED = (
+INHERITED_VARIABLES = (
     "PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "TMPDIR", "SHELL", "LD_LIBRARY_PATH", "VIRTUAL_ENV",
     "CONDA_EXE",
 )  # fmt: skip
 """what roles inherit of the manager's environment; nothing passes that is not named"""
-OF_THE_HOST = ("PATH", "HOME", "TMPDIR", "SHELL", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_EXE")
+HOST_ONLY_VARIABLES = ("PATH", "HOME", "TMPDIR", "SHELL", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_EXE")
 """those of them that name folders of the host: in a container that starts with our own process they mean nothing"""
-_LAUNCHERS = frozenset((
+_LAUNCHER_PREFIXES = frozenset((
     "SLURM", "SLURMD", "SBATCH", "SRUN", "SALLOC", "SPANK", "PMI", "PMI2", "PMIX", "OMPI", "ORTE", "PRTE", "RRL",
 ))  # fmt: skip
 """What stands before the first ``_`` in variables of launchers. They are misread by torch, Hugging Face and mpi4py
 (docs/sources.md, sites), and never pass, whoever asks for them; ours are set anew for each role."""
 
 
-def of_a_launcher(name: str) -> bool:
-    return name.partition("_")[0] in _LAUNCHERS
+def is_launcher_variable(name: str) -> bool:
+    return name.partition("_")[0] in _LAUNCHER_PREFIXES
 
 
-def passing(patterns: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
+def select_variables(patterns: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
     """Variables whose name is one of ``patterns``, or begins with one that ends in ``*``; but none of a launcher."""
     names, starts = set(), []
     for pattern in patterns:
@@ -135,5 +135,5 @@ def passing(patterns: Iterable[str], environ: Mapping[str, str]) -> dict[str, st
     return {
         name: value
         for name, value in sorted(environ.items())
-        if (name in names or name.startswith(tuple(starts))) and not of_a_launcher(name)
+        if (name in names or name.startswith(tuple(starts))) and not is_launcher_variable(name)
     }

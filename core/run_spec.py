@@ -25,7 +25,7 @@ class Resources(Struct, frozen=True):
     """bytes; 0 = the cluster's default"""
 
 
-class RoleView(Struct, frozen=True):
+class RoleSpec(Struct, frozen=True):
     """One role. ``exclusive`` replicas take a node of their own; the others share what is left."""
 
     name: str
@@ -33,7 +33,7 @@ class RoleView(Struct, frozen=True):
     """``trainer``, ``rollout``, ``trajectories``, ``reward`` or ``command`` (a role of the user's own)"""
     replicas: int
     min_replicas: int
-    each: Resources
+    per_member: Resources
     exclusive: bool
     argv: tuple[str, ...]
     env: dict[str, str] = {}
@@ -51,11 +51,11 @@ class RoleView(Struct, frozen=True):
     """members that share a node"""
     warm: bool = False
     """nodes keep shadows of it: its command, started and waiting in :func:`rrl.join` until it is needed"""
-    standbys: int = 0
+    donor_rollouts: int = 0
     """nodes of rollouts that keep a shadow too, and can be taken over"""
 
     @property
-    def beside(self) -> bool:
+    def standby_shares_node(self) -> bool:
         """Its shadows wait beside whoever works on a node and take nothing of it before they are needed: the trainer's.
         Those of other roles hold all that one of the role takes, GPUs too, and wait on spare nodes only."""
         return self.kind == "trainer"
@@ -66,20 +66,20 @@ class RoleView(Struct, frozen=True):
         return -(-self.ranks // self.per_node)
 
     @property
-    def on_node(self) -> Resources:
+    def members_on_node(self) -> Resources:
         """What its members on one node take together."""
         n = min(self.ranks, self.per_node)
-        return Resources(self.each.cpus * n, self.each.gpus * n, self.each.mem * n)
+        return Resources(self.per_member.cpus * n, self.per_member.gpus * n, self.per_member.mem * n)
 
-    def fitting(self, node: Resources) -> int:
+    def replicas_fitting(self, node: Resources) -> int:
         """Replicas of one process that an empty node carries."""
         if self.exclusive:
             return 1
-        pairs = ((node.cpus, self.each.cpus), (node.gpus, self.each.gpus), (node.mem, self.each.mem))
+        pairs = ((node.cpus, self.per_member.cpus), (node.gpus, self.per_member.gpus), (node.mem, self.per_member.mem))
         return min((self.replicas, *(has // takes for has, takes in pairs if takes)))
 
 
-class EnvView(Struct, frozen=True):
+class EnvSpec(Struct, frozen=True):
     """What is set up on a node before anything of a role runs there."""
 
     setup: tuple[str, ...] = ()
@@ -93,11 +93,11 @@ class EnvView(Struct, frozen=True):
     """Python modules whose import each node must manage before a role is placed there"""
     python: str = ""
     """the interpreter on the nodes that has rrl"""
-    prober: str = "python"
+    probe_python: str = "python"
     """the one that the probe's modules are for: [env] python, or that of the venv or conda environment"""
 
 
-class ContainerView(Struct, frozen=True):
+class ContainerSpec(Struct, frozen=True):
     mounts: tuple[str, ...] = ()
     """``source:target[:ro]``, besides the run directory and the job's folder"""
     python: str = "python3"
@@ -108,7 +108,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 DEFAULT_LOG_LEVEL: LogLevel = "info"
 
 
-class ManagerView(Struct, frozen=True):
+class ManagerSpec(Struct, frozen=True):
     where: str = "job"
     """``job``: a small Slurm job of its own; ``pool``: on the pool's first node"""
     sbatch: dict[str, str] = {}
@@ -118,7 +118,7 @@ class ManagerView(Struct, frozen=True):
     """of the manager's own messages, and those of agents, launchers and workers"""
 
 
-class Part(Struct, frozen=True):
+class NodeGroup(Struct, frozen=True):
     """Nodes of one shape that carry some of the roles: the whole pool, or in the other forms one role's nodes."""
 
     name: str
@@ -130,13 +130,13 @@ class Part(Struct, frozen=True):
     """of its allocations (s)"""
     sbatch: dict[str, str] = {}
     """further sbatch options, name without dashes; an empty value is a flag"""
-    separate: bool = False
+    separate_jobs: bool = False
     """each node is a Slurm job of its own (form ``replica``)"""
-    needed: int = 0
+    min_nodes: int = 0
     """nodes without which the run does not start"""
 
 
-class PhaseView(Struct, frozen=True):
+class PhaseSpec(Struct, frozen=True):
     """What the job says of one phase; None: as it is declared in :mod:`rrl.core.phases`, or neutral."""
 
     shortest: float | None = None
@@ -148,7 +148,7 @@ class PhaseView(Struct, frozen=True):
 class Limits(Struct, frozen=True):
     """Deadlines and budgets, all in seconds unless said."""
 
-    beat: float = 1.0
+    heartbeat: float = 1.0
     """between two beats of a worker or agent"""
     silence: float = 10.0
     """a replica or agent not heard for so long is lost; two independent witnesses condemn a node"""
@@ -179,18 +179,18 @@ class Limits(Struct, frozen=True):
     """s without any work of CPU or GPU after which who must compute is suspected"""
     stragglers: str = "report"
     """what to do about who stays slow: ``HealthView.stragglers``"""
-    phases: dict[str, PhaseView] = {}
+    phases: dict[str, PhaseSpec] = {}
     """by name: bounds that the job moves, and phases of its own"""
 
     def phase(self, name: str) -> Phase:
         """The phase as this job has it."""
         declared = declared_phase(name)
-        if (said := self.phases.get(name)) is None:
+        if (overrides := self.phases.get(name)) is None:
             return declared
-        given = {trait: value for trait, value in msgspec.structs.asdict(said).items() if value is not None}
+        given = {trait: value for trait, value in msgspec.structs.asdict(overrides).items() if value is not None}
         return msgspec.structs.replace(declared, **given)
 
-    def knows(self, name: str) -> bool:
+    def is_known_phase(self, name: str) -> bool:
         """Somebody said how long this phase may last."""
         return name in PHASES or name in self.phases
 
@@ -214,9 +214,9 @@ class Recovery(Struct, frozen=True):
     policy: str = "role"
     """``role``: only what failed comes back; ``job``: everything restarts in place from the last checkpoint (as
     RobustRL configured ByteRobust); ``requeue``: all nodes are given back and asked for anew (plain Slurm)"""
-    adopt: float = 10.0
+    promote: float = 10.0
     """s within which a shadow that was told to take part must be heard as what it became; then the next candidate"""
-    whole: int = 2
+    full_restarts: int = 2
     """restarts of the whole run within the window, then it ends; 0: never, only budgets decide"""
     drain: bool = True
     """drain nodes on which we found a hardware fault, where Slurm lets us; else their drain is only asked for"""
@@ -226,7 +226,7 @@ class Recovery(Struct, frozen=True):
     """probability that a node fails on a day (Meta's RSC-1: 0.0065), for standbys = "auto"; 0: not known"""
 
 
-class HealthView(Struct, frozen=True):
+class HealthSpec(Struct, frozen=True):
     """How the nodes of a run are looked after (``[health]``)."""
 
     observe_only: bool = False
@@ -243,14 +243,14 @@ class HealthView(Struct, frozen=True):
     """``host:port`` where the manager serves Prometheus metrics; port 0: any free one; empty: it does not"""
 
 
-class JobView(Struct, frozen=True):
+class RunSpec(Struct, frozen=True):
     name: str
     steps: int
     """optimizer steps after which the run is complete; 0: it has no trainer, and is complete when its commands are"""
     cluster: str
     """``local`` or ``slurm``"""
-    roles: tuple[RoleView, ...]
-    parts: tuple[Part, ...]
+    roles: tuple[RoleSpec, ...]
+    node_groups: tuple[NodeGroup, ...]
     walltime: float = 86400.0
     """s from the first nodes to the end of the run; a part with a shorter one is asked for anew before its end"""
     spares: int = 0
@@ -258,43 +258,43 @@ class JobView(Struct, frozen=True):
     """``pool``, ``replica`` or ``hetjob`` (docs/architecture.md)"""
     start_within: float = 3600.0
     """s after which nodes that have come are given back, where others that the run cannot start without have not"""
-    env: EnvView = EnvView()
-    container: ContainerView = ContainerView()
+    env: EnvSpec = EnvSpec()
+    container: ContainerSpec = ContainerSpec()
     network: str = ""
     """name of an interface, or a CIDR, that everybody listens on; empty: chosen on each node"""
     weights: str = "auto"
     """how weights travel: ``auto``, ``ucx``, ``tcp`` or ``nixl``"""
     staleness: int | None = None
     """weight versions that a token may be old when it is trained on; None: no limit"""
-    manager: ManagerView = ManagerView()
+    manager: ManagerSpec = ManagerSpec()
     limits: Limits = Limits()
     recovery: Recovery = Recovery()
-    health: HealthView = HealthView()
+    health: HealthSpec = HealthSpec()
     faults: tuple[Fault, ...] = ()
     """planned by the job itself"""
     faults_allowed: bool = False
     """``rrl inject`` may add others"""
 
-    def role(self, name: str) -> RoleView:
+    def role(self, name: str) -> RoleSpec:
         return next(role for role in self.roles if role.name == name)
 
-    def kind(self, kind: str) -> tuple[RoleView, ...]:
+    def kind(self, kind: str) -> tuple[RoleSpec, ...]:
         return tuple(role for role in self.roles if role.kind == kind)
 
-    def part(self, name: str) -> Part:
-        return next(part for part in self.parts if part.name == name)
+    def node_group(self, name: str) -> NodeGroup:
+        return next(part for part in self.node_groups if part.name == name)
 
-    def part_of(self, role: str) -> Part:
+    def node_group_of(self, role: str) -> NodeGroup:
         """The nodes that carry this role."""
-        return next(part for part in self.parts if role in part.roles)
+        return next(part for part in self.node_groups if role in part.roles)
 
     @property
     def nodes(self) -> int:
         """Nodes of the whole run, spares included."""
-        return sum(part.nodes for part in self.parts)
+        return sum(part.nodes for part in self.node_groups)
 
 
-def pool_nodes(roles: tuple[RoleView, ...], node: Resources) -> int:
+def pool_nodes(roles: tuple[RoleSpec, ...], node: Resources) -> int:
     """Nodes that the roles need: one for each exclusive replica, and as many as hold the others (first fit)."""
     exclusive = sum(role.replicas * role.nodes for role in roles if role.exclusive)
     shared: list[list[int]] = []
@@ -304,15 +304,15 @@ def pool_nodes(roles: tuple[RoleView, ...], node: Resources) -> int:
         for _ in range(role.replicas):
             members = [0] * len(shared)  # of this gang, on each node
             for _ in range(role.ranks):
-                want = (role.each.cpus, role.each.gpus, role.each.mem)
+                want = (role.per_member.cpus, role.per_member.gpus, role.per_member.mem)
                 fitting = (
                     at for at, free in enumerate(shared)
                     if members[at] < role.per_node and all(f >= w for f, w in zip(free, want, strict=True))
                 )  # fmt: skip
-                home = next(fitting, len(shared))
-                if home == len(shared):
+                target = next(fitting, len(shared))
+                if target == len(shared):
                     shared.append([node.cpus, node.gpus, node.mem])
                     members.append(0)
-                shared[home] = [f - w for f, w in zip(shared[home], want, strict=True)]
-                members[home] += 1
+                shared[target] = [f - w for f, w in zip(shared[target], want, strict=True)]
+                members[target] += 1
     return exclusive + len(shared)

@@ -23,11 +23,11 @@ AGENT = "agent"
 TRAINER = ReplicaId("trainer/0")
 """The trainer, or its gang's first member."""
 
-SHADOW = "shadow"
+STANDBY_ROLE = "shadow"
 """The role name of the warm process on a node that becomes a member at once (:func:`shadow_id`)."""
 
 
-_NAMES = 65536
+_NAME_CACHE_SIZE = 65536
 """names taken apart once: a plan for a thousand nodes asks some ten thousand times"""
 
 
@@ -40,37 +40,37 @@ def member_id(replica: ReplicaId, rank: int) -> ReplicaId:
     return replica if rank == 0 else ReplicaId(f"{replica}.{rank}")
 
 
-@lru_cache(maxsize=_NAMES)
+@lru_cache(maxsize=_NAME_CACHE_SIZE)
 def gang_of(member: ReplicaId) -> ReplicaId:
     """The replica that this is a member of: ``trainer/0`` of ``trainer/0.3``. Whoever is no gang is its own."""
     role, _, index = member.partition("/")
-    return member if role in (AGENT, SHADOW) else ReplicaId(f"{role}/{index.partition('.')[0]}")
+    return member if role in (AGENT, STANDBY_ROLE) else ReplicaId(f"{role}/{index.partition('.')[0]}")
 
 
 def rank_of(member: ReplicaId) -> int:
     """Of a member within its gang; 0 of whoever is no gang."""
     role, _, index = member.partition("/")
-    return 0 if role in (AGENT, SHADOW) else int(index.partition(".")[2] or 0)
+    return 0 if role in (AGENT, STANDBY_ROLE) else int(index.partition(".")[2] or 0)
 
 
-@lru_cache(maxsize=_NAMES)
+@lru_cache(maxsize=_NAME_CACHE_SIZE)
 def role_of(replica: ReplicaId) -> str:
     return replica.partition("/")[0]
 
 
-def shadow_id(role: str, node: NodeName, slot: int | None = None) -> ReplicaId:
+def standby_id(role: str, node: NodeName, slot: int | None = None) -> ReplicaId:
     """Of the process that is kept warm on a node to become one of ``role``: ``shadow/<node>`` of the trainer,
     ``shadow/<node>:rollout`` of another role; ``slot`` where several share the node: ``shadow/<node>:<slot>``,
     ``shadow/<node>:rollout.<slot>``."""
     parts = ("" if role == role_of(TRAINER) else role, "" if slot is None else str(slot))
     mark = ".".join(part for part in parts if part)
-    return replica_id(SHADOW, f"{node}:{mark}" if mark else node)
+    return replica_id(STANDBY_ROLE, f"{node}:{mark}" if mark else node)
 
 
-@lru_cache(maxsize=_NAMES)
-def stands_for(shadow: ReplicaId) -> str:
+@lru_cache(maxsize=_NAME_CACHE_SIZE)
+def standby_role_of(standby: ReplicaId) -> str:
     """The role that a shadow can become one of."""
-    mark = index_of(shadow).partition(":")[2].partition(".")[0]
+    mark = index_of(standby).partition(":")[2].partition(".")[0]
     return role_of(TRAINER) if not mark or mark.isdigit() else mark
 
 
@@ -78,25 +78,25 @@ def index_of(replica: ReplicaId) -> str:
     return replica.partition("/")[2]
 
 
-@lru_cache(maxsize=_NAMES)
-def natural(name: str) -> tuple[tuple[int, str], ...]:
+@lru_cache(maxsize=_NAME_CACHE_SIZE)
+def natural_sort_key(name: str) -> tuple[tuple[int, str], ...]:
     """Sort key of names as people count: n2 before n10."""
     return tuple((int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name))
 
 
-class Life(Struct, frozen=True, order=True):
+class Incarnation(Struct, frozen=True, order=True):
     """One incarnation of one replica: the fencing token that every message carries."""
 
     replica: ReplicaId
-    incarnation: int
+    number: int
 
     def __str__(self) -> str:
-        return f"{self.replica}#{self.incarnation}"
+        return f"{self.replica}#{self.number}"
 
     @property
-    def gang(self) -> Life:
+    def gang(self) -> Incarnation:
         """The life that its gang shares: all members are launched with one incarnation, and fenced with it."""
-        return Life(gang_of(self.replica), self.incarnation)
+        return Incarnation(gang_of(self.replica), self.number)
 
 
 class Version(Struct, frozen=True, order=True):
@@ -193,10 +193,10 @@ class Finding(Struct, frozen=True):
     remedy: Remedy
     since: float
     evidence: tuple[Evidence, ...]
-    life: Life | None = None
+    incarnation: Incarnation | None = None
     node: NodeName | None = None
     proof: bool = False
-    part: str = ""
+    component: str = ""
     """of the node, what it is about: a GPU's UUID, a port (``mlx5_0/1``), a path; empty: the whole"""
     flags: tuple[Flag, ...] = ()
     """what decisions go by beside verdict, cause and remedy; never the text of the evidence"""
@@ -207,7 +207,7 @@ class Finding(Struct, frozen=True):
     @property
     def key(self) -> str:
         """Identity across time: the same detector about the same thing is the same finding."""
-        return f"{self.detector}:{self.life or self.node or 'run'}" + (f":{self.part}" if self.part else "")
+        return f"{self.detector}:{self.incarnation or self.node or 'run'}" + (f":{self.component}" if self.component else "")
 
 
 class Outcome(StrEnum):

@@ -32,7 +32,7 @@ def page() -> str:
     parts = [_INTRODUCTION]
     for group, title in GROUPS.items():
         rows = [
-            f"| `{name.partition('.')[2]}` | {meaning.asks} | {meaning.fix or 'nothing to do'} |"
+            f"| `{name.partition('.')[2]}` | {meaning.question} | {meaning.fix or 'nothing to do'} |"
             for name, meaning in MEANINGS.items()
             if name.startswith(f"{group}.")
         ]

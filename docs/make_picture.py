@@ -27,7 +27,7 @@ from rrl.manager.storage.journal import replay
 
 PICTURE = Path(__file__).parent / "status.svg"
 COLUMNS = 96
-PATIENCE = 1.0
+MAX_WAIT_S = 1.0
 """s after the moment: no reader should have to decipher spans of 0s"""
 _THEME = TerminalTheme(
     (30, 32, 38), (216, 218, 224),
@@ -63,14 +63,14 @@ _SVG = """\
 """rich's frame without its web font: a picture in a README loads nothing from elsewhere"""
 
 
-def moment(run: RunDir) -> State:
+def representative_state(run: RunDir) -> State:
     """The first state in which a replaced rollout has worked and all rollouts generate. Raises LookupError."""
     state: State | None = None
     back = False
     for stamped in replay(run):
         state, event = fold(state, stamped), stamped.event
-        if isinstance(event, ev.FirstWorkDone) and role_of(event.life.replica) == "rollout":
-            back = back or event.life.incarnation > 1
+        if isinstance(event, ev.FirstWorkDone) and role_of(event.incarnation.replica) == "rollout":
+            back = back or event.incarnation.number > 1
         if back and all(r.phase == "generate" and r.waits_for is None for r in workers(state) if r.role == "rollout"):
             return state
     raise LookupError(f"{run.path}: no rollout was replaced in this run and worked again")
@@ -80,14 +80,14 @@ def picture(state: State) -> str:
     """SVG, the same for the same state."""
     screen = Console(file=io.StringIO(), record=True, width=COLUMNS + 4, force_terminal=True, color_system="truecolor",
                      markup=False, highlight=False, emoji=False, legacy_windows=False, _environ={})  # fmt: skip
-    screen.print(Padding(status_view(state, state.at + PATIENCE, COLUMNS), (1, 2)))
+    screen.print(Padding(status_view(state, state.at + MAX_WAIT_S, COLUMNS), (1, 2)))
     return screen.export_svg(title="rrl status", theme=_THEME, code_format=_SVG, unique_id="rrl")
 
 
 def main() -> None:
     if len(sys.argv) != 2:
         sys.exit(f"usage: python -m {__spec__.name if __spec__ else 'rrl.docs.make_picture'} RUN_DIRECTORY")
-    PICTURE.write_text(picture(moment(RunDir(Path(sys.argv[1]).absolute()))), encoding="utf-8")
+    PICTURE.write_text(picture(representative_state(RunDir(Path(sys.argv[1]).absolute()))), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -27,10 +27,10 @@ from rrl.core.phases import PHASES, Phase
 from rrl.core.units import DURATION, SIZE, duration_text
 
 PAGE = Path(__file__).parent / "job.md"
-_EXPLAINED_BY: dict[str, type] = {
+_DOCUMENTED_BY: dict[str, type] = {
     "limits": run_spec.Limits,
     "recovery": run_spec.Recovery,
-    "health": run_spec.HealthView,
+    "health": run_spec.HealthSpec,
 }
 """tables whose keys are explained where the manager reads them"""
 _INTRODUCTION = """\
@@ -90,8 +90,8 @@ def _named_by_the_user(table: type[BaseModel], path: tuple[str, ...]) -> Iterato
 
 def _phase(one: Phase) -> str:
     longest = "for ever" if one.longest == math.inf else f'`"{duration_text(one.longest)}"`'
-    what = "progresses" if one.progresses else f"waits for {one.waits_for}" if one.waits_for else "does its work"
-    return f'| `{one.name}` | `"{duration_text(one.shortest)}"` | {longest} | {what} |'
+    meaning = "progresses" if one.progresses else f"waits for {one.waits_for}" if one.waits_for else "does its work"
+    return f'| `{one.name}` | `"{duration_text(one.shortest)}"` | {longest} | {meaning} |'
 
 
 def _section(title: str, model: type[BaseModel], rows: Sequence[str]) -> Iterator[str]:
@@ -103,8 +103,8 @@ def _section(title: str, model: type[BaseModel], rows: Sequence[str]) -> Iterato
 
 
 def _row(name: str, field: FieldInfo, path: tuple[str, ...]) -> str:
-    explained = _EXPLAINED_BY.get(".".join(path))
-    meaning = field.description if explained is None else _under(explained).get(name)
+    explained = _DOCUMENTED_BY.get(".".join(path))
+    meaning = field.description if explained is None else _field_docstrings(explained).get(name)
     return f"| `{name}` | {_value(field)} | {_default(field)} | {_meaning(meaning or '')} |"
 
 
@@ -182,7 +182,7 @@ def _shared(model: type[BaseModel]) -> set[str]:
     return inherited - set(model.__annotations__)
 
 
-def _under(struct: type) -> dict[str, str]:
+def _field_docstrings(struct: type) -> dict[str, str]:
     """The docstrings under the fields of a class."""
     body = ast.parse(inspect.getsource(struct)).body[0]
     assert isinstance(body, ast.ClassDef)

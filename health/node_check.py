@@ -13,36 +13,36 @@ from msgspec import structs
 
 from ..config.health_rules import Rules
 from ..core.types import WORST_FIRST, Finding, NodeName, Verdict
-from .checks.evaluate import CHECKS, judge, pending, tells_nothing
-from .checks.node_state import Seen
+from .checks.evaluate import CHECKS, evaluate, pending, is_uninformative
+from .checks.node_state import NodeState
 from .readers.base import ReaderOptions
 from .readers.isolation.client import read_all
 from .readers.samples import READERS, Reading
 
-PAUSE = 1.0
+RECHECK_INTERVAL_S = 1.0
 """s between two looks at what is no proof"""
-RATES = 2.0
+RATE_INTERVAL_S = 2.0
 """s between two readings where counters' rises are asked for"""
 _REST_OF_HOST_S = 5.0
 """The part of a look's time that starting a reader's process and reading the host's other values may take. The rest is
 for mounts that hang."""
-CODES = {Verdict.OK: 0, Verdict.WARN: 1, Verdict.FAIL: 2, Verdict.UNKNOWN: 3}
+EXIT_CODES = {Verdict.OK: 0, Verdict.WARN: 1, Verdict.FAIL: 2, Verdict.UNKNOWN: 3}
 """exit codes"""
 
-Read = Callable[[Sequence[str], float, ReaderOptions], list[Reading]]
+ReadFunction = Callable[[Sequence[str], float, ReaderOptions], list[Reading]]
 
 
 def check_node(
     rules: Rules,
-    within: float,
+    timeout_s: float,
     *,
     node: NodeName = NodeName("here"),
     mounts: Collection[str] = (),
-    vacant: Collection[str] = (),
+    expected_free: Collection[str] = (),
     only: Collection[str] = (),
     rates: bool = False,
     options: ReaderOptions = ReaderOptions(),
-    read: Read = read_all,
+    read: ReadFunction = read_all,
 ) -> list[Finding]:
     """All verdicts on this node, OK and UNKNOWN too. Blocks for about ``within`` s at most, and some for readers that
     hang to be ended.
@@ -53,40 +53,40 @@ def check_node(
     rules = _narrowed(rules, only)
     paths = tuple(dict.fromkeys((*options.mounts, *rules.expect.mounts, *mounts)))
     options = structs.replace(
-        options, mounts=paths, mounts_within=mounts_within(rules, within),
+        options, mounts=paths, mount_timeout_s=mount_timeout_s(rules, timeout_s),
         dcgm_user=rules.readers.dcgm_user or options.dcgm_user,
     )  # fmt: skip
-    wanted, deadline, seen = _readers(rules), time.monotonic() + within, Seen(rules.xid.burst)
-    seen.vacant(vacant)
-    findings = _look(seen, wanted, within, node, rules, options, read)
-    again, pause = (set(wanted), RATES) if rates else (pending(seen), PAUSE)
+    wanted, deadline, state = _readers(rules), time.monotonic() + timeout_s, NodeState(rules.xid.burst)
+    state.set_expected_free(expected_free)
+    findings = _read_and_evaluate(state, wanted, timeout_s, node, rules, options, read)
+    again, pause = (set(wanted), RATE_INTERVAL_S) if rates else (pending(state), RECHECK_INTERVAL_S)
     while again and (left := deadline - time.monotonic() - pause) > 0:
         time.sleep(pause)
-        findings = _look(seen, [name for name in wanted if name in again], left, node, rules, options, read)
-        again, pause = pending(seen), PAUSE
+        findings = _read_and_evaluate(state, [name for name in wanted if name in again], left, node, rules, options, read)
+        again, pause = pending(state), RECHECK_INTERVAL_S
     return findings
 
 
-def mounts_within(rules: Rules, within: float) -> float:
+def mount_timeout_s(rules: Rules, timeout_s: float) -> float:
     """Return the time (s) that a path has to answer in a look of ``within`` s. It is long enough to condemn a path that
     hangs, if the look is long enough."""
-    return max(1.0, min(rules.host.mount_hung, within - _REST_OF_HOST_S))
+    return max(1.0, min(rules.host.mount_hung, timeout_s - _REST_OF_HOST_S))
 
 
 def overall(findings: Collection[Finding]) -> Verdict:
     """Of the node: the worst. UNKNOWN only where nothing is worse and something that should be known is not: a reader
     hangs or breaks, or what the rules expect cannot be looked at. What is not here, or not this user's to read, says
     nothing of the node."""
-    found = {finding.verdict for finding in findings if not tells_nothing(finding)}
+    found = {finding.verdict for finding in findings if not is_uninformative(finding)}
     return next((verdict for verdict in WORST_FIRST if verdict in found), Verdict.OK)
 
 
-def _look(
-    seen: Seen, readers: Sequence[str], within: float, node: NodeName, rules: Rules, options: ReaderOptions, read: Read
+def _read_and_evaluate(
+    state: NodeState, readers: Sequence[str], timeout_s: float, node: NodeName, rules: Rules, options: ReaderOptions, read: ReadFunction
 ) -> list[Finding]:
-    for reading in read(readers, within, options):
-        seen.add(reading)
-    return judge(seen, node, rules, time.monotonic())
+    for reading in read(readers, timeout_s, options):
+        state.add(reading)
+    return evaluate(state, node, rules, time.monotonic())
 
 
 def _narrowed(rules: Rules, only: Collection[str]) -> Rules:

@@ -18,25 +18,25 @@ import msgspec
 
 from ..core.launch import ExitReason
 from ..core.run_dir import RunDir, write_atomically
-from ..core.run_spec import JobView
-from ..core.types import SHADOW, TRAINER, Life, NodeName, Outcome, rank_of, role_of
+from ..core.run_spec import RunSpec
+from ..core.types import STANDBY_ROLE, TRAINER, Incarnation, NodeName, Outcome, rank_of, role_of
 from ..health.detection.detect import detect
-from ..health.detection.detectors.liveness import unheard
-from ..health.detection.detectors.node_liveness import absent
-from ..health.detection.watch import Watch
+from ..health.detection.detectors.liveness import missing_heartbeats
+from ..health.detection.detectors.node_liveness import silent_nodes
+from ..health.detection.watch import HealthMonitor
 from ..transport import messages as msg
 from ..transport.control.endpoints import Listener
-from ..transport.control.sockets import TO_MANAGER
+from ..transport.control.sockets import MANAGER_BOUNDS
 from ..transport.keys import RunKeys
 from .cluster.base import Cluster, Refused, Unanswered
 from .execute import fault_injection
-from .execute.executor import Deeds, Executor
-from .execute.fault_injection import Performer, abandoned
-from .intake.cluster_poller import HUNGRY, Eye
-from .intake.finding_gate import Lessons, inherit, of_agent
-from .intake.hang_investigation import Suspicion
-from .intake.message_handler import Ear, explained
-from .intake.user_commands import events_of, letters, taken
+from .execute.executor import StepControl, Executor
+from .execute.fault_injection import FaultInjector, interrupted_event
+from .intake.cluster_poller import FAST_POLL_S, ClusterPoller
+from .intake.finding_gate import BaselineRecorder, restore_monitor, from_agent
+from .intake.hang_investigation import HangInvestigator
+from .intake.message_handler import MessageHandler, with_reason
+from .intake.user_commands import to_events, pending_commands, acknowledge
 from .model import events as ev
 from .model import token_ages
 from .model.actions import (  # fmt: skip
@@ -44,8 +44,8 @@ from .model.actions import (  # fmt: skip
     Exclude,
     Fence,
     Launch,
-    Outside,
-    Perform,
+    ExternalAction,
+    InjectFault,
     Readmit,
     Release,
     Request,
@@ -58,11 +58,11 @@ from .model.queries import workers
 from .model.reducer import fold
 from .model.state import State
 from .planner import plan
-from .planner.peer_directory import Wiring, wire
-from .planner.shutdown import said_at_the_end
+from .planner.peer_directory import PeerDirectory, build_directory
+from .planner.shutdown import final_reason
 from .reporting.log_collector import LogCollector
-from .reporting.metrics import Tokens
-from .reporting.observers import Onlookers
+from .reporting.metrics import TokenCounter
+from .reporting.observers import EventObservers
 from .reporting.summary import write_summary
 from .storage import resume_request
 from .storage.journal import Journal
@@ -70,49 +70,49 @@ from .storage.lease import Lease, LeaseLost
 
 _log = logging.getLogger("rrl.manager")
 
-REMOVED = 10
+MAX_RENEWALS_WITHOUT_RUN_DIR = 10
 """tries to renew the lease, two leases in all, that find no run directory: then it was removed for good"""
-ANNOUNCE = 0.05
+ANNOUNCE_INTERVAL_S = 0.05
 """s between two announcements of who lives and who holds which weights: each goes to everybody, whole"""
-HOLDS = 0.008
+VERSION_ANNOUNCE_S_PER_WORKER = 0.008
 """s for each worker, where nothing is new but which version a receiver holds: an announcement to 1,024 of them is
 172 MB in all, and each new version would be worth a thousand"""
-MAILBOX = 0.5
+COMMAND_POLL_S = 0.5
 """s between two looks into the mailbox"""
-FLUSH = 0.5
+FLUSH_INTERVAL_S = 0.5
 """s that an event which nothing waits for may stay unwritten"""
 
 
 class Manager:
     """One epoch of one run. :meth:`run` returns how the run ended, or None when this manager left before it did."""
 
-    def __init__(self, run: RunDir, cluster: Cluster, view: JobView, source: str, host: str) -> None:
-        self._run_dir, self._cluster, self._view, self._source, self._host = run, cluster, view, source, host
-        self._watch = Watch()
-        self._tokens = Tokens(self._watch)
+    def __init__(self, run: RunDir, cluster: Cluster, spec: RunSpec, source: str, host: str) -> None:
+        self._run_dir, self._cluster, self._spec, self._source, self._host = run, cluster, spec, source, host
+        self._monitor = HealthMonitor()
+        self._tokens = TokenCounter(self._monitor)
         self._wake = asyncio.Event()
-        self._eye = Eye(
-            cluster, self._watch, lambda: self.state, lambda event: self.record(explained(run, event)), self.now,
-            lambda: self._executor.busy, self._looked,
+        self._poller = ClusterPoller(
+            cluster, self._monitor, lambda: self.state, lambda event: self.record(with_reason(run, event)), self.now,
+            lambda: self._executor.busy, self._after_poll,
         )  # fmt: skip
-        self._wired: Wiring | None = None
-        self._sent = 0
-        self._announced = 0.0
-        self._again: asyncio.TimerHandle | None = None
+        self._sent_directory: PeerDirectory | None = None
+        self._directory_number = 0
+        self._announced_at = 0.0
+        self._announce_timer: asyncio.TimerHandle | None = None
         """for the next announcement, where it is too early for it"""
-        self.leaving: str | None = None
+        self.leave_reason: str | None = None
         """why this manager leaves before the run's end"""
         self._state: State | None = None
         self._epoch_began = time.monotonic()
         self._wall = time.time()
-        self._turned = self._wall
+        self._last_turn_at = self._wall
         """when the loop last turned"""
-        self._flushed = 0.0
+        self._flushed_at = 0.0
         self._cancelled_early = ""
-        self._senses: list[asyncio.Task[None]] = []
-        self._reading: asyncio.Task[None] | None = None
+        self._background_tasks: list[asyncio.Task[None]] = []
+        self._exit_record_task: asyncio.Task[None] | None = None
         """of exit records"""
-        self._todo: list[Outside] = []
+        self._intended_actions: list[ExternalAction] = []
         """intended, not yet known to be durable"""
 
     # ── one life of a manager ──────────────────────────────────────────────────────────────────────────────────────
@@ -120,8 +120,8 @@ class Manager:
         """Claim the run, adopt what lives, and manage it to its end. Raises LeaseHeld, JournalError, OSError."""
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self._cluster.close)
-            await asyncio.to_thread(fault_injection.give_back, self._run_dir)  # of a manager that died over a full disk
-            self._lease = await Lease.acquire(self._run_dir, self._view.limits.lease, job)
+            await asyncio.to_thread(fault_injection.remove_disk_filler, self._run_dir)  # of a manager that died over a full disk
+            self._lease = await Lease.acquire(self._run_dir, self._spec.limits.lease, job)
             stack.push_async_callback(self._release_lease)
             await self._open(stack, job)
             return await self._manage()
@@ -134,58 +134,58 @@ class Manager:
         self._state = self._journal.state
         last = self._state.at if self._state is not None else 0.0
         self._wall, self._epoch_began = max(time.time(), last), time.monotonic()  # a manager's time never goes back
-        self._turned = self.now()
-        self._onlookers = Onlookers(run, self._view, self._lease, self._journal, self.now, self._tokens.total)
-        stack.push_async_callback(self._onlookers.close)
+        self._last_turn_at = self.now()
+        self._observers = EventObservers(run, self._spec, self._lease, self._journal, self.now, self._tokens.total)
+        stack.push_async_callback(self._observers.close)
         self._listener = await Listener.open(
-            RunKeys.load(run.keys), msg.Up, epoch=self._lease.epoch, host=self._host, bounds=TO_MANAGER
+            RunKeys.load(run.keys), msg.ToManager, epoch=self._lease.epoch, host=self._host, bounds=MANAGER_BOUNDS
         )
         stack.push_async_callback(self._listener.close)
-        self._logs = await LogCollector.open(
+        self._log_collector = await LogCollector.open(
             run, RunKeys.load(run.keys), self._lease.epoch, self._host, lambda: self._state
         )
-        stack.push_async_callback(self._logs.close)
-        steps: dict[str, bytes] = {}
-        deeds = Deeds(run, self._cluster, self._source, lambda: self.state, self._listener.send, steps)
-        self._deeds = deeds
-        self._ear = Ear(
-            run, self._watch, lambda: self.state, self.record, self._listener.send, self.now, self._welcome,
-            deeds.step_spoke, steps,
+        stack.push_async_callback(self._log_collector.close)
+        step_peers: dict[str, bytes] = {}
+        step_control = StepControl(run, self._cluster, self._source, lambda: self.state, self._listener.send, step_peers)
+        self._step_control = step_control
+        self._message_handler = MessageHandler(
+            run, self._monitor, lambda: self.state, self.record, self._listener.send, self.now, self._welcome,
+            step_control.on_step_admitted, step_peers,
         )  # fmt: skip
-        self._suspicion = Suspicion(
-            run, self._watch, lambda: self.state, self.record, self._listener.send, self.now, self._ear.workers, steps
+        self._hang_investigator = HangInvestigator(
+            run, self._monitor, lambda: self.state, self.record, self._listener.send, self.now, self._message_handler.worker_peers, step_peers
         )
-        self._ear.answered = self._suspicion.heard
-        stack.push_async_callback(self._suspicion.close)
-        self._performer = Performer(
-            run, self._cluster, lambda: self.state, self.record, self._listener.send, steps, self._ear.workers.get
+        self._message_handler.on_reply = self._hang_investigator.on_reply
+        stack.push_async_callback(self._hang_investigator.close)
+        self._fault_injector = FaultInjector(
+            run, self._cluster, lambda: self.state, self.record, self._listener.send, step_peers, self._message_handler.worker_peers.get
         )
         self._executor = Executor(
             self._cluster,
             self.record,
-            deeds.prepare,
-            deeds.tell_step,
-            self._performer.perform,
-            self._lease.checked,
-            self._ear.adoptions.adopt,
+            step_control.prepare_launch,
+            step_control.request_stop,
+            self._fault_injector.inject,
+            self._lease.check_in_thread,
+            self._message_handler.standby_promoter.promote,
         )
         stack.push_async_callback(self._executor.close)
         if self._state is None:
-            self.record(ev.RunStarted(run.id, self._view))
+            self.record(ev.RunStarted(run.id, self._spec))
         self.record(ev.ManagerStarted(socket.gethostname(), os.getpid(), job))
         if self._cancelled_early:
             self.cancel(self._cancelled_early)
-        await self._resume()
-        await self._adopt()
+        await self._apply_resume_request()
+        await self._restore()
         write_atomically(run.manager, msgspec.json.encode(self._listener.address))
-        stack.push_async_callback(self._stop_reading)
-        senses = (self._hear(), _again(self._eye.watch), self._renew(), _again(self._mailbox))
-        self._senses = [asyncio.create_task(sense) for sense in senses]
-        stack.push_async_callback(_cancelled, self._senses)
+        stack.push_async_callback(self._cancel_exit_record_task)
+        loops = (self._receive_loop(), _retry_forever(self._poller.run), self._renew_lease_loop(), _retry_forever(self._commands_loop))
+        self._background_tasks = [asyncio.create_task(loop) for loop in loops]
+        stack.push_async_callback(_cancel_all, self._background_tasks)
 
     def leave(self, why: str) -> None:
         """Go without ending the run: its roles go on, the next manager adopts them."""
-        self.leaving = why
+        self.leave_reason = why
         self._wake.set()
 
     def cancel(self, by: str) -> None:
@@ -193,7 +193,7 @@ class Manager:
         if self._state is None:
             self._cancelled_early = by
         else:
-            self.record(ev.Commanded("cancel", by, f"signal-{self._lease.epoch}"))
+            self.record(ev.CommandReceived("cancel", by, f"signal-{self._lease.epoch}"))
 
     @property
     def state(self) -> State:
@@ -211,86 +211,86 @@ class Manager:
         _log.debug("event %d: %s", seq, type(event).__name__)
         self._journal.append(stamped)
         before, self._state = self._state, fold(self._state, stamped)
-        self._onlookers.notice(before, self._state, stamped)
-        self._deeds.notice(event)
-        self._performer.notice(event)
-        self._logs.notice(event)
-        if isinstance(event, ev.Done | ev.Admitted) or self._stopped_by_others(event):
-            self._eye.soon()
-        elif isinstance(event, ev.FirstWorkDone) and event.life.replica == TRAINER:
-            self.record(ev.TokensSeen(self._tokens.total(), away=False))
+        self._observers.on_event(before, self._state, stamped)
+        self._step_control.on_event(event)
+        self._fault_injector.on_event(event)
+        self._log_collector.on_event(event)
+        if isinstance(event, ev.IntentSettled | ev.Admitted) or self._stopped_by_others(event):
+            self._poller.poll_soon()
+        elif isinstance(event, ev.FirstWorkDone) and event.incarnation.replica == TRAINER:
+            self.record(ev.TokensCounted(self._tokens.total(), trainer_down=False))
         self._wake.set()
 
     def _stopped_by_others(self, event: ev.Event) -> bool:
         """Return whether a step that the manager wants was asked to end by somebody else, as before a preemption."""
         if not isinstance(event, ev.StepEnded) or event.reason is not ExitReason.STOPPED:
             return False
-        return self.state.believed(event.life)
+        return self.state.is_current(event.incarnation)
 
     # ── the turn ───────────────────────────────────────────────────────────────────────────────────────────────────
     async def _manage(self) -> Outcome | None:
-        while self.leaving is None:
-            for task in self._senses:
+        while self.leave_reason is None:
+            for task in self._background_tasks:
                 if task.done():
                     task.result()
             self._wake.clear()
-            await self._lease.heed()  # nothing is decided, and nobody told anything, by one that was succeeded
-            self._notice_own_pause()
-            self._eye.consider()
-            look_again = self._detect()
+            await self._lease.ensure_current()  # nothing is decided, and nobody told anything, by one that was succeeded
+            self._detect_own_stall()
+            self._poller.check_suspensions()
+            next_detection = self._detect()
             wake, over = await self._act()
             if over:
                 return await self._finish()
             await self._announce()
-            delay = max(0.0, min(look_again, wake) - self.now())
+            delay = max(0.0, min(next_detection, wake) - self.now())
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(delay, FLUSH)):
+                async with asyncio.timeout(min(delay, FLUSH_INTERVAL_S)):
                     await self._wake.wait()
-            if time.monotonic() - self._flushed >= FLUSH:
+            if time.monotonic() - self._flushed_at >= FLUSH_INTERVAL_S:
                 await self._flush()
-        self.record(ev.ManagerStopped(self.leaving))
+        self.record(ev.ManagerStopped(self.leave_reason))
         await self._flush()
         return None
 
-    def _notice_own_pause(self) -> None:
+    def _detect_own_stall(self) -> None:
         """A manager that was itself frozen cannot tell the world's silence from its own: everything counts anew."""
         now = self.now()
-        if now - self._turned > self.state.job.limits.silence / 2:
-            self._watch.restart(now)
-        self._turned = now
-        kept = {name for name, node in self.state.nodes.items() if node.allocation}
+        if now - self._last_turn_at > self.state.job.limits.silence / 2:
+            self._monitor.restart(now)
+        self._last_turn_at = now
+        monitored = {name for name, node in self.state.nodes.items() if node.allocation}
         # What was found on a node that has left stands until the lives that were there are fenced: from it they are
         # judged, and the time of their outage is counted.
-        kept |= {one.node for one in workers(self.state) if one.believed and one.node is not None}
-        for node in {*self._watch.nodes, *self._ear.findings.nodes} - kept:
-            self._is_over(node)
+        monitored |= {one.node for one in workers(self.state) if one.is_current and one.node is not None}
+        for node in {*self._monitor.nodes, *self._message_handler.finding_gate.nodes} - monitored:
+            self._clear_node(node)
 
-    def _forget_node(self, node: NodeName) -> None:
+    def _drop_node(self, node: NodeName) -> None:
         """What was heard and not heard of it counts no more."""
-        for life in self._watch.on(node):
-            self._tokens.ends(life)
-        self._watch.forget_node(node)
+        for incarnation in self._monitor.incarnations_on(node):
+            self._tokens.retire(incarnation)
+        self._monitor.remove_node(node)
 
-    def _is_over(self, node: NodeName) -> None:
+    def _clear_node(self, node: NodeName) -> None:
         """It has left, or begins anew: nor does what was found on it count."""
-        self._forget_node(node)
-        self._ear.findings.forget(node)
+        self._drop_node(node)
+        self._message_handler.finding_gate.forget(node)
 
-    def _heard(self, node: NodeName) -> bool:
+    def _was_responsive(self, node: NodeName) -> bool:
         """It was not found to be silent or down. One that is left for another reason, be it a broken GPU, falls silent
         because it is left."""
-        return all(finding.node != node or of_agent(finding) for finding in self.state.findings.values())
+        return all(finding.node != node or from_agent(finding) for finding in self.state.findings.values())
 
     def _detect(self) -> float:
         """Findings that changed become events. Returns when to look again."""
         limits, now = self.state.job.limits, self.now()
-        detected, again = detect(self._watch, limits, now)
-        self._lessons.consider(now)
-        findings, suspected = self._suspicion.consider(detected)
-        if (old := token_ages.finding(self.state.token_ages, self.state.job.staleness)) is not None:
-            findings = [*findings, old]
-        silent, gone = unheard(findings, self._watch, limits, now), absent(findings, self._watch, limits, now)
-        return min(again, suspected, self._ear.findings.detected(findings, silent, gone))
+        detected, next_check = detect(self._monitor, limits, now)
+        self._baseline_recorder.record_if_due(now)
+        findings, suspected = self._hang_investigator.investigate(detected)
+        if (token_age := token_ages.token_age_finding(self.state.token_ages, self.state.job.staleness)) is not None:
+            findings = [*findings, token_age]
+        silent, gone = missing_heartbeats(findings, self._monitor, limits, now), silent_nodes(findings, self._monitor, limits, now)
+        return min(next_check, suspected, self._message_handler.finding_gate.on_detected(findings, silent, gone))
 
     async def _act(self) -> tuple[float, bool]:
         """Plan to the fixpoint, journal, then do. Returns the plan's wake and whether the run is over."""
@@ -299,65 +299,65 @@ class Manager:
             if not planned.actions:
                 break
             for action in planned.actions:
-                if isinstance(action, Outside):
+                if isinstance(action, ExternalAction):
                     self.record(ev.Intended(action))
-                    self._todo.append(action)
-                    self._tell_watch(action)
+                    self._intended_actions.append(action)
+                    self._update_monitor(action)
                 else:
                     self.record(ev.Decided(action))
                     if isinstance(action, Readmit):
-                        self._is_over(action.node)
-                    elif isinstance(action, Exclude) and self._heard(action.node):
-                        self._forget_node(action.node)
+                        self._clear_node(action.node)
+                    elif isinstance(action, Exclude) and self._was_responsive(action.node):
+                        self._drop_node(action.node)
                     fences = action.fences if isinstance(action, RestartAll) else (action,)
                     for fence in (one for one in fences if isinstance(one, Fence)):
                         await self._fence(fence)
-        if self._todo and await self._flush():  # else they wait for the next turn: no deed without a durable intent
-            todo, self._todo = self._todo, []
+        if self._intended_actions and await self._flush():  # else they wait for the next turn: no deed without a durable intent
+            todo, self._intended_actions = self._intended_actions, []
             for action in todo:
                 self._executor.start(action)
-        return planned.wake, planned.over
+        return planned.wake_at, planned.over
 
-    def _tell_watch(self, action: Outside) -> None:
+    def _update_monitor(self, action: ExternalAction) -> None:
         if isinstance(action, Launch):
-            within = self.state.job.recovery.adopt
-            self._watch.launched(action.life, action.node, self.now(), action.shadow, within)
+            timeout_s = self.state.job.recovery.promote
+            self._monitor.on_launched(action.incarnation, action.node, self.now(), action.standby, timeout_s)
         elif isinstance(action, StopStep):
-            self._watch.leaving(action.life, self.now())
+            self._monitor.on_stop_requested(action.incarnation, self.now())
 
     async def _fence(self, action: Fence) -> None:
-        self._tokens.ends(action.life)
-        self._watch.forget(action.life)
-        if action.life.replica == TRAINER:
-            self.record(ev.TokensSeen(self._tokens.total(), away=True))
-        await self._ear.fence(action.life, "; ".join(action.why.evidence))
+        self._tokens.retire(action.incarnation)
+        self._monitor.remove(action.incarnation)
+        if action.incarnation.replica == TRAINER:
+            self.record(ev.TokensCounted(self._tokens.total(), trainer_down=True))
+        await self._message_handler.fence(action.incarnation, "; ".join(action.why.evidence))
 
     async def _announce(self) -> None:
         """Push the wiring to every worker when it changed, but not more often than it is worth: it is sent whole."""
-        wiring = wire(self.state)
-        if wiring == self._wired:
+        directory = build_directory(self.state)
+        if directory == self._sent_directory:
             return
-        urgent = self._wired is None or wiring.urgent != self._wired.urgent
-        pause = ANNOUNCE if urgent else max(ANNOUNCE, HOLDS * len(self._ear.workers))
-        if self._again is not None:
-            self._again.cancel()
-        if (early := self._announced + pause - time.monotonic()) > 0:
-            self._again = asyncio.get_running_loop().call_later(early, self._wake.set)
+        urgent = self._sent_directory is None or directory.without_versions != self._sent_directory.without_versions
+        pause = ANNOUNCE_INTERVAL_S if urgent else max(ANNOUNCE_INTERVAL_S, VERSION_ANNOUNCE_S_PER_WORKER * len(self._message_handler.worker_peers))
+        if self._announce_timer is not None:
+            self._announce_timer.cancel()
+        if (early := self._announced_at + pause - time.monotonic()) > 0:
+            self._announce_timer = asyncio.get_running_loop().call_later(early, self._wake.set)
             return
-        self._wired, self._announced = wiring, time.monotonic()
-        self._sent += 1
-        told = [peer for life, peer in self._ear.workers.items() if self.state.believed(life)]
-        await self._listener.send_all(told, wiring.message(self.state.epoch, self._sent))
+        self._sent_directory, self._announced_at = directory, time.monotonic()
+        self._directory_number += 1
+        peers = [peer for incarnation, peer in self._message_handler.worker_peers.items() if self.state.is_current(incarnation)]
+        await self._listener.send_all(peers, directory.message(self.state.epoch, self._directory_number))
 
-    def _welcome(self, life: Life) -> msg.Welcome:
-        role = role_of(life.replica)
-        rank, world = (0, 1) if role == SHADOW else (rank_of(life.replica), self.state.job.role(role).ranks)
-        peers = wire(self.state).message(self.state.epoch, self._sent)
-        return msg.Welcome(life, peers, rank, world, self.state.step)
+    def _welcome(self, incarnation: Incarnation) -> msg.Welcome:
+        role = role_of(incarnation.replica)
+        rank, world = (0, 1) if role == STANDBY_ROLE else (rank_of(incarnation.replica), self.state.job.role(role).ranks)
+        peers = build_directory(self.state).message(self.state.epoch, self._directory_number)
+        return msg.Welcome(incarnation, peers, rank, world, self.state.step)
 
     async def _flush(self) -> bool:
         """Make everything recorded durable. False when the run directory cannot be written: then nothing is done."""
-        self._flushed = time.monotonic()
+        self._flushed_at = time.monotonic()
         try:
             await asyncio.to_thread(self._journal.flush)
             if self._journal.full:
@@ -368,27 +368,27 @@ class Manager:
         return True
 
     # ── senses ─────────────────────────────────────────────────────────────────────────────────────────────────────
-    async def _hear(self) -> None:
+    async def _receive_loop(self) -> None:
         while True:
             incoming = await self._listener.receive()
-            await self._lease.heed()
+            await self._lease.ensure_current()
             try:
-                await self._ear.hear(incoming)
+                await self._message_handler.handle(incoming)
             except (OSError, ValueError, KeyError) as error:  # one message must not end the manager
                 _log.warning("cannot handle a %s message: %r", type(incoming.message).__name__, error)
 
-    def _looked(self) -> None:
+    def _after_poll(self) -> None:
         """Ends are read beside everything else: storage that hangs keeps nobody from being heard."""
-        read = self._reading
+        read = self._exit_record_task
         if read is None or read.done():
-            self._reading = asyncio.create_task(self._ear.exit_records())
+            self._exit_record_task = asyncio.create_task(self._message_handler.read_exit_records())
             if read is not None:
                 read.result()
         self._wake.set()
 
-    async def _renew(self) -> None:
-        period, removed = self._view.limits.lease / 5, 0
-        while removed < REMOVED:
+    async def _renew_lease_loop(self) -> None:
+        period, removed = self._spec.limits.lease / 5, 0
+        while removed < MAX_RENEWALS_WITHOUT_RUN_DIR:
             await asyncio.sleep(period)
             try:
                 await asyncio.to_thread(self._lease.renew)
@@ -407,69 +407,69 @@ class Manager:
                 _log.warning("cannot release allocation %s: %s", tag, error)
         self.leave("its run directory was removed")
 
-    async def _mailbox(self) -> None:
+    async def _commands_loop(self) -> None:
         while True:
-            for letter in await asyncio.to_thread(letters, self._run_dir):
-                if letter.id not in self.state.commands:
-                    for event in events_of(letter, self.state):
+            for command in await asyncio.to_thread(pending_commands, self._run_dir):
+                if command.id not in self.state.handled_commands:
+                    for event in to_events(command, self.state):
                         self.record(event)
                 if await self._flush():
-                    await asyncio.to_thread(taken, self._run_dir, letter)
-            await asyncio.sleep(MAILBOX)
+                    await asyncio.to_thread(acknowledge, self._run_dir, command)
+            await asyncio.sleep(COMMAND_POLL_S)
 
-    async def _resume(self) -> None:
+    async def _apply_resume_request(self) -> None:
         """The run may have ended, and a person have ordered that it goes on. Nothing of it lives that could see its
         files change."""
-        order = await asyncio.to_thread(resume_request.take, self._run_dir)
-        if order is None:
+        request = await asyncio.to_thread(resume_request.claim, self._run_dir)
+        if request is None:
             return
-        if order.id not in self.state.commands:  # else a predecessor recorded it, and came no further
-            if self.state.outcome is None or order.ended != self.state.ended:
+        if request.id not in self.state.handled_commands:  # else a predecessor recorded it, and came no further
+            if self.state.outcome is None or request.ended != self.state.ended:
                 why = "the run is already running, or has ended again since the request"
-                _log.warning("ignored resume request by %s: %s", order.by, why)
-                await asyncio.to_thread(resume_request.drop, self._run_dir)
+                _log.warning("ignored resume request by %s: %s", request.by, why)
+                await asyncio.to_thread(resume_request.discard, self._run_dir)
                 return
-            self.record(ev.Resumed(order.by, order.id, order.job))
+            self.record(ev.Resumed(request.by, request.id, request.job))
             await asyncio.to_thread(self._journal.flush)
         self._run_dir.summary.unlink(missing_ok=True)
-        await asyncio.to_thread(resume_request.place, self._run_dir)
+        await asyncio.to_thread(resume_request.install, self._run_dir)
 
     # ── the beginning ──────────────────────────────────────────────────────────────────────────────────────────────
-    async def _adopt(self) -> None:
+    async def _restore(self) -> None:
         """Everything believed is believed to live, with full grace from now; open intents go on being settled."""
-        inherit(self._watch, self.state, self.now())
-        self._lessons = Lessons(self._watch, self.state.lessons, self.record)
+        restore_monitor(self._monitor, self.state, self.now())
+        self._baseline_recorder = BaselineRecorder(self._monitor, self.state.baselines, self.record)
         for replica in self.state.replicas.values():
-            if replica.believed and replica.node is not None and replica.step is None:
-                self._ear.ended_before(replica.life)  # its end is recorded, and nothing was concluded from it yet
-        await self._ear.exit_records()
-        self._ear.findings.adopt()
+            if replica.is_current and replica.node is not None and replica.step is None:
+                self._message_handler.restore_step_end(replica.incarnation)  # its end is recorded, and nothing was concluded from it yet
+        await self._message_handler.read_exit_records()
+        self._message_handler.finding_gate.restore()
         for intent in list(self.state.intents.values()):
             if isinstance(intent.action, StopStep | Release | Drain | Undrain | Shrink):
                 self._executor.start(intent.action)
-            elif isinstance(intent.action, Perform):
-                self.record(abandoned(intent.action, self.state.epoch))
+            elif isinstance(intent.action, InjectFault):
+                self.record(interrupted_event(intent.action, self.state.epoch))
             elif isinstance(intent.action, Request):
-                self._eye.soon()
+                self._poller.poll_soon()
 
     # ── the end ────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _finish(self) -> Outcome:
         """Everything is given back: the last record, the summary, and no address to be found at any more."""
-        verdict = self.state.verdict
+        verdict = self.state.finish
         assert verdict is not None
         if self.state.outcome is None:
-            self.record(ev.RunEnded(verdict.outcome, said_at_the_end(self.state)))
+            self.record(ev.RunEnded(verdict.outcome, final_reason(self.state)))
         while not await self._flush():
-            await asyncio.sleep(FLUSH)
+            await asyncio.sleep(FLUSH_INTERVAL_S)
         await asyncio.to_thread(self._journal.rotate, self.state)
         await asyncio.to_thread(write_summary, self._run_dir)
-        for address in (self._run_dir.manager, self._run_dir.collector):
+        for address in (self._run_dir.manager, self._run_dir.log_collector):
             address.unlink(missing_ok=True)
         return verdict.outcome
 
-    async def _stop_reading(self) -> None:
-        if self._reading is not None:
-            await _cancelled([self._reading])
+    async def _cancel_exit_record_task(self) -> None:
+        if self._exit_record_task is not None:
+            await _cancel_all([self._exit_record_task])
 
     def _close_journal(self) -> None:
         try:
@@ -479,21 +479,21 @@ class Manager:
 
     async def _release_lease(self) -> None:
         with contextlib.suppress(LeaseLost, OSError):  # a successor took over, or storage is away: it is waited out
-            await self._lease.checked()
+            await self._lease.check_in_thread()
             await asyncio.to_thread(self._lease.release)
 
 
-async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
+async def _cancel_all(tasks: list[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _again(sense: Callable[[], Awaitable[None]]) -> None:
+async def _retry_forever(loop: Callable[[], Awaitable[None]]) -> None:
     """Storage or a cluster that misbehaves must not end the manager: log it, and go on after a moment."""
     while True:
         try:
-            await sense()
+            await loop()
         except (OSError, ValueError, KeyError, msgspec.MsgspecError):
-            _log.exception("a periodic task of the manager failed; trying again in %g s", HUNGRY)
-        await asyncio.sleep(HUNGRY)
+            _log.exception("a periodic task of the manager failed; trying again in %g s", FAST_POLL_S)
+        await asyncio.sleep(FAST_POLL_S)

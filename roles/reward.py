@@ -10,7 +10,7 @@ from pathlib import Path
 
 import rrl
 
-from ..core.text import refusing
+from ..core.text import exits_on_invalid_config
 from .models.tasks import Task, TaskError, load_task
 from .models.tokenizer import Tokenizer, open_tokenizer
 from .trajectories.types import Score, ToScore
@@ -24,10 +24,10 @@ class Scorer:
     def __init__(self, task: Task, tokenizer: Tokenizer) -> None:
         self._task = task
         self._tokenizer = tokenizer
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def score(
-        self, items: Sequence[ToScore], judged: Callable[[], None] = lambda: None
+        self, items: Sequence[ToScore], on_scored: Callable[[], None] = lambda: None
     ) -> tuple[list[Score], dict[int, str]]:
         """Scores, and what could not be scored with the reason: a scorer that raises, or gives no number, costs the
         group, not the run. ``judged`` is called after each item."""
@@ -37,18 +37,18 @@ class Scorer:
             try:
                 reward, training = self._task.score(item.item, self._tokenizer.decode(item.tokens))
             except Exception as error:  # whatever a user's scorer raises
-                failed[item.trajectory] = self._told_once(f"the scorer raised {type(error).__name__}", item)
+                failed[item.trajectory] = self._report_once(f"the scorer raised {type(error).__name__}", item)
             else:
                 if math.isfinite(reward) and math.isfinite(training):
                     scores.append(Score(item.trajectory, float(reward), float(training)))
                 else:
-                    failed[item.trajectory] = self._told_once("the score is not finite", item)
-            judged()
+                    failed[item.trajectory] = self._report_once("the score is not finite", item)
+            on_scored()
         return scores, failed
 
-    def _told_once(self, why: str, item: ToScore) -> str:
-        if why not in self._told:
-            self._told.add(why)
+    def _report_once(self, why: str, item: ToScore) -> str:
+        if why not in self._reported:
+            self._reported.add(why)
             raised = sys.exc_info()[0] is not None
             _log.warning("%s (item %s); its group is dropped; logged once", why, item.item, exc_info=raised)
         return why
@@ -56,9 +56,9 @@ class Scorer:
 
 def main() -> None:
     me = rrl.join()
-    with refusing():
+    with exits_on_invalid_config():
         tokenizer = open_tokenizer(me.job["model"])
-    with refusing(TaskError):
+    with exits_on_invalid_config(TaskError):
         task = load_task(me.job["task"], me.job["run"]["seed"], tokenizer, Path(me.launch.cwd))
     with me:
         scorer = Scorer(task, tokenizer)

@@ -19,22 +19,22 @@ from ClusterShell.NodeSet import NodeSet
 from ..core.run_spec import Resources
 from ..core.units import slurm_mem, slurm_time
 
-OURS = frozenset({
+RESERVED_OPTIONS = frozenset({
     "job-name", "comment", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "time", "no-kill", "requeue",
     "no-requeue", "export-file", "get-user-env", "array", "wrap", "wait", "parsable", "test-only", "no-shell",
     "overcommit", "job", "jobid",
 })  # fmt: skip
 """Options that cannot be passed on: rrl sets them, finds its jobs by them, or could not work with them."""
 
-_HOLDER = ("--no-requeue", "--chdir=/", "--output=/dev/null")
+_BATCH_SCRIPT_OPTIONS = ("--no-requeue", "--chdir=/", "--output=/dev/null")
 """For the batch script, which is that of the first component, only. No ``--export``: the default passes the
 environment on; NONE would run a login shell to make one (sbatch(1)), and the NIL of later versions is unknown to
 22.05."""
-_HOLDS = (
+_HOLD_COMMENT = (
     "This script only holds the nodes. The manager, outside of this job, starts every step in it.",
     "Where Slurm's InactiveLimit is 0, `salloc --no-shell` holds them instead, with the options above.",
 )
-_MANAGES = ("The manager runs on the first of these nodes, and starts every step in this job.",)
+_MANAGER_COMMENT = ("The manager runs on the first of these nodes, and starts every step in this job.",)
 
 
 def allocation_options(
@@ -48,7 +48,7 @@ def allocation_options(
     """
     extra = dict(extra or {})
     for name, value in extra.items():
-        if name in OURS or (name == "mem" and node.mem):
+        if name in RESERVED_OPTIONS or (name == "mem" and node.mem):
             raise ValueError(f"sbatch option {name!r} is set by rrl itself and cannot be passed on")
         if not re.fullmatch(r"[a-z][a-z0-9-]+", name):
             raise ValueError(f"{name!r} is not the long name of an sbatch option; write for example 'partition'")
@@ -70,10 +70,10 @@ def allocation_script(*components: Sequence[str], command: Sequence[str] = ()) -
     """The batch script that holds an allocation: the options of each component. ``command`` manages the run in it, and
     ends with it; without one the script only holds the nodes."""
     given = {option.partition("=")[0] for option in components[0]}
-    mine = [option for option in _HOLDER if option.partition("=")[0] not in given]
-    lines = [[*components[0], *mine], *([*component, "--no-requeue"] for component in components[1:])]
+    own_options = [option for option in _BATCH_SCRIPT_OPTIONS if option.partition("=")[0] not in given]
+    lines = [[*components[0], *own_options], *([*component, "--no-requeue"] for component in components[1:])]
     return _TEMPLATES.get_template("allocation.sbatch.j2").render(
-        components=lines, comment=_MANAGES if command else _HOLDS,
+        components=lines, comment=_MANAGER_COMMENT if command else _HOLD_COMMENT,
         command=shlex.join(command) if command else "sleep infinity",
     )  # fmt: skip
 

@@ -15,9 +15,9 @@ NETWORK_ENV = "RRL_NETWORK"
 """An interface (``ib0``) or a network in CIDR form (``10.1.0.0/16``) to listen on, where the job spec names none."""
 _SIOCGIFCONF = 0x8912
 """netdevice(7): the addresses of all interfaces, further ones of the same interface too"""
-_IFREQ = 40
+_IFREQ_BYTES = 40
 """bytes of a struct ifreq: 16 of the name, then a struct sockaddr_in (two of family, two of port, the address)"""
-_ROOM = 256
+_MAX_ADDRESSES = 256
 """addresses asked for; nodes with bridges and virtual functions have some dozens"""
 
 
@@ -39,8 +39,8 @@ def own_address(network: str = "") -> str:
 
     Raises NoAddress when none is left, or several without a default route: loopback is only taken by its name.
     """
-    if wanted := network or os.environ.get(NETWORK_ENV, ""):
-        return interface_on(wanted).address
+    if network_name := network or os.environ.get(NETWORK_ENV, ""):
+        return interface_on(network_name).address
     outside = [one.address for one in interfaces() if not ipaddress.ip_address(one.address).is_loopback]
     for address in (_of_host_name(), _of_default_route()):
         if address in outside:
@@ -49,7 +49,7 @@ def own_address(network: str = "") -> str:
         return outside[0]
     none = "none of several addresses is that of the host name or of the default route" if outside else \
         "no address that other nodes could reach"  # fmt: skip
-    raise NoAddress(f"{none}; there are {_told()}; set [transport] network")
+    raise NoAddress(f"{none}; there are {_interfaces_text()}; set [transport] network")
 
 
 def interface_on(network: str) -> Interface:
@@ -59,29 +59,29 @@ def interface_on(network: str) -> Interface:
         within = ipaddress.ip_network(network, strict=False)
     except ValueError:
         one = next((one for one in found if one.name == network), None)
-        told = f"no interface {network} with an IPv4 address; there are {_told()}"
+        problem = f"no interface {network} with an IPv4 address; there are {_interfaces_text()}"
     else:
         one = next((one for one in found if ipaddress.ip_address(one.address) in within), None)
-        told = f"no interface with an address in {network}; there are {_told()}"
+        problem = f"no interface with an address in {network}; there are {_interfaces_text()}"
     if one is None:
-        raise NoAddress(told)
+        raise NoAddress(problem)
     return one
 
 
 def interfaces() -> list[Interface]:
     """Every IPv4 address of this host, in the kernel's order. Without IPv4 there are none."""
-    room = array.array("B", bytes(_ROOM * _IFREQ))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        request = struct.pack("iL", len(room), room.buffer_info()[0])
-        used = struct.unpack("iL", fcntl.ioctl(asked, _SIOCGIFCONF, request))[0]
-    entries = (room[at : at + _IFREQ].tobytes() for at in range(0, used, _IFREQ))
+    buffer = array.array("B", bytes(_MAX_ADDRESSES * _IFREQ_BYTES))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("iL", len(buffer), buffer.buffer_info()[0])
+        used = struct.unpack("iL", fcntl.ioctl(probe, _SIOCGIFCONF, request))[0]
+    entries = (buffer[at : at + _IFREQ_BYTES].tobytes() for at in range(0, used, _IFREQ_BYTES))
     return [
         Interface(entry[:16].rstrip(b"\0").decode(errors="replace").partition(":")[0], socket.inet_ntoa(entry[20:24]))
         for entry in entries
     ]  # what follows a colon is the label of a further address
 
 
-def _told() -> str:
+def _interfaces_text() -> str:
     return ", ".join(f"{one.name} {one.address}" for one in interfaces()) or "none"
 
 

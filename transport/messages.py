@@ -11,17 +11,17 @@ from msgspec import Struct
 
 from ..core.faults import Fault
 from ..core.launch import ExitReason
-from ..core.types import Finding, Life, NodeName, ProbeResult, ReplicaId, Version
+from ..core.types import Finding, Incarnation, NodeName, ProbeResult, ReplicaId, Version
 
-PROTOCOL = 2
+PROTOCOL_VERSION = 2
 """Version of this conversation; what a peer of another version says is dropped and counted."""
 
 
 # ── upwards ────────────────────────────────────────────────────────────────────────────────────────────────────────
-class Wanted(Struct, frozen=True, tag=True):
+class AdmissionRequest(Struct, frozen=True, tag=True):
     """First word of every step, asked before it starts its command: am I (still) wanted? Answered ``Admitted``."""
 
-    life: Life
+    incarnation: Incarnation
     tag: str
     node: NodeName
     pid: int
@@ -30,24 +30,24 @@ class Wanted(Struct, frozen=True, tag=True):
 class Hello(Struct, frozen=True, tag=True):
     """A worker joins, or joins again after losing the manager. Answered ``Welcome`` or ``Fenced``."""
 
-    life: Life
+    incarnation: Incarnation
     tag: str
     node: NodeName
     host: str
     pid: int
     phase: str
-    listens: str | None = None
+    listen_address: str | None = None
     """``tcp://host:port`` of a service that this replica offers (the trajectory store)"""
-    serves: str | None = None
+    weight_address: str | None = None
     """``<pipe>://host:port`` where its weight versions can be pulled"""
-    holds: Version | None = None
+    weight_version: Version | None = None
     gpus: tuple[str, ...] = ()
 
 
-class Beat(Struct, frozen=True, tag=True):
+class Heartbeat(Struct, frozen=True, tag=True):
     """I live. ``done`` counts units of work in this life (tokens, samples, steps), for progress detectors."""
 
-    life: Life
+    incarnation: Incarnation
     phase: str
     done: int
     waits_for: ReplicaId | None = None
@@ -55,32 +55,32 @@ class Beat(Struct, frozen=True, tag=True):
     """what `rrl status` shows beside the replica, for people only; empty: nothing"""
 
 
-class Entered(Struct, frozen=True, tag=True):
+class PhaseEntered(Struct, frozen=True, tag=True):
     """The phase changed."""
 
-    life: Life
+    incarnation: Incarnation
     phase: str
     done: int
     waits_for: ReplicaId | None = None
 
 
-class FirstWork(Struct, frozen=True, tag=True):
+class FirstWorkDone(Struct, frozen=True, tag=True):
     """The first unit of work of this life is done (a rollout's first token after it joined)."""
 
-    life: Life
+    incarnation: Incarnation
 
 
-class Holds(Struct, frozen=True, tag=True):
+class VersionAvailable(Struct, frozen=True, tag=True):
     """A complete, verified weight version is here and is served."""
 
-    life: Life
+    incarnation: Incarnation
     version: Version
 
 
 class Committed(Struct, frozen=True, tag=True):
     """The trainer's step counts: the store has recorded it. ``metrics`` are for people (``reward``, ``loss``, ...)."""
 
-    life: Life
+    incarnation: Incarnation
     step: int
     metrics: dict[str, float]
 
@@ -88,19 +88,19 @@ class Committed(Struct, frozen=True, tag=True):
 class StepExit(Struct, frozen=True, tag=True):
     """From the step's first process: the exit record, told at once (the file is the durable copy)."""
 
-    life: Life
+    incarnation: Incarnation
     tag: str
     code: int | None
     signal: int | None
     reason: ExitReason
-    said: str = ""
+    last_line: str = ""
     """the last line that the command wrote, where it ended by itself and not well"""
     detail: str = ""
     """more about ``reason``, for people"""
 
 
 class AgentHello(Struct, frozen=True, tag=True):
-    life: Life
+    incarnation: Incarnation
     tag: str
     node: NodeName
     host: str
@@ -115,7 +115,7 @@ class AgentHello(Struct, frozen=True, tag=True):
     """files that it may have open; -1: no limit"""
     rdma: tuple[str, ...] = ()
     """names of the node's RDMA devices"""
-    keeps: str = ""
+    snapshot_address: str = ""
     """``tcp://host:port`` where its snapshots can be put and fetched"""
     findings: tuple[Finding, ...] = ()
     """what its checks find on the node just now, but what is OK; times as in ``Found``"""
@@ -135,8 +135,8 @@ class Load(Struct, frozen=True):
     """share in which tensor cores worked, of the GPU where they did most; None: nobody can say"""
 
 
-class AgentBeat(Struct, frozen=True, tag=True):
-    life: Life
+class AgentHeartbeat(Struct, frozen=True, tag=True):
+    incarnation: Incarnation
     node: NodeName
     alive: tuple[str, ...] = ()
     """tags of the steps whose first process lives on this node"""
@@ -144,29 +144,29 @@ class AgentBeat(Struct, frozen=True, tag=True):
     """of those steps, each few beats; empty: not looked at since the last beat that told any"""
 
 
-class Gone(Struct, frozen=True, tag=True):
+class StepVanished(Struct, frozen=True, tag=True):
     """From the agent, as a witness: the first process of this step is no more and left no exit record."""
 
-    life: Life
+    incarnation: Incarnation
     tag: str
     node: NodeName
 
 
-class Found(Struct, frozen=True, tag=True):
+class FindingReport(Struct, frozen=True, tag=True):
     """From an agent: a check of its node concludes something else than before; OK clears it. Times in the finding are
     of the node's clock, as is ``now``: the manager counts back from its own receipt."""
 
     finding: Finding
-    life: Life
+    incarnation: Incarnation
     """the agent's"""
     node: NodeName
     now: float
 
 
-class Probed(Struct, frozen=True, tag=True):
+class ProbeReply(Struct, frozen=True, tag=True):
     """From a worker: the answer to ``Probe``."""
 
-    life: Life
+    incarnation: Incarnation
     id: int
     result: ProbeResult
     detail: str = ""
@@ -176,9 +176,9 @@ class Probed(Struct, frozen=True, tag=True):
 class Stacks(Struct, frozen=True, tag=True):
     """From an agent: the answer to ``TakeStacks``. ``dumps``: process id → py-spy's dump of it."""
 
-    life: Life
+    incarnation: Incarnation
     """the agent's"""
-    of: Life
+    target: Incarnation
     id: int
     dumps: dict[int, str] = {}
     error: str = ""
@@ -191,7 +191,7 @@ class Injected(Struct, frozen=True, tag=True):
     fault: Fault
     ok: bool
     detail: str = ""
-    life: Life | None = None
+    incarnation: Incarnation | None = None
     """whose; None: no such life was found"""
     node: NodeName = NodeName("")
     ended: bool = False
@@ -201,28 +201,28 @@ class Injected(Struct, frozen=True, tag=True):
 class Goodbye(Struct, frozen=True, tag=True):
     """A worker leaves of its own accord, its work done."""
 
-    life: Life
+    incarnation: Incarnation
 
 
-Up = (
-    Wanted | Hello | Beat | Entered | FirstWork | Holds | Committed | StepExit
-    | AgentHello | AgentBeat | Gone | Found | Probed | Stacks | Injected | Goodbye
+ToManager = (
+    AdmissionRequest | Hello | Heartbeat | PhaseEntered | FirstWorkDone | VersionAvailable | Committed | StepExit
+    | AgentHello | AgentHeartbeat | StepVanished | FindingReport | ProbeReply | Stacks | Injected | Goodbye
 )  # fmt: skip
 
 
 # ── downwards ──────────────────────────────────────────────────────────────────────────────────────────────────────
-class Holder(Struct, frozen=True):
+class WeightSource(Struct, frozen=True):
     """Who serves weights, and where they can be pulled."""
 
-    life: Life
-    serves: str
-    holds: Version | None = None
+    incarnation: Incarnation
+    address: str
+    version: Version | None = None
     """its newest complete version; it may hold one more, and be receiving the newest"""
 
 
 class Peer(Struct, frozen=True):
-    life: Life
-    listens: str | None = None
+    incarnation: Incarnation
+    listen_address: str | None = None
     joined: bool = False
 
 
@@ -234,23 +234,23 @@ class Peers(Struct, frozen=True, tag=True):
     seq: int
     peers: dict[ReplicaId, Peer]
     newest: Version | None = None
-    holders: tuple[Holder, ...] = ()
-    keepers: dict[NodeName, str] = {}
+    weight_sources: tuple[WeightSource, ...] = ()
+    snapshot_servers: dict[NodeName, str] = {}
     """where snapshots can be kept, by node: those of the trainer and of its standbys"""
 
 
 class Admitted(Struct, frozen=True, tag=True):
     tag: str
     ok: bool
-    why: str = ""
-    another: bool = False
+    reason: str = ""
+    duplicate: bool = False
     """another process lives under this tag: leave no record, it would be taken for that one's"""
 
 
 class Welcome(Struct, frozen=True, tag=True):
     """The only place that ranks come from. The rendezvous of a gang is where its first member listens (``Peers``)."""
 
-    life: Life
+    incarnation: Incarnation
     peers: Peers
     rank: int = 0
     world: int = 1
@@ -258,11 +258,11 @@ class Welcome(Struct, frozen=True, tag=True):
     """newest committed step that this manager knows of: the trainer reports those that follow"""
 
 
-class Become(Struct, frozen=True, tag=True):
+class Promote(Struct, frozen=True, tag=True):
     """To a shadow: from now on you are this life. Say Hello as such, under the tag of the step that you are."""
 
-    shadow: Life
-    life: Life
+    standby: Incarnation
+    incarnation: Incarnation
     tag: str
     gpus: tuple[str, ...] = ()
     """those of the node's that are its own from now on, as its Hello named them; empty: all that it has"""
@@ -271,8 +271,8 @@ class Become(Struct, frozen=True, tag=True):
 class Fenced(Struct, frozen=True, tag=True):
     """You are not believed: stop working and leave."""
 
-    life: Life
-    why: str
+    incarnation: Incarnation
+    reason: str
     tag: str = ""
     """of its step, which may have begun as a shadow's: told to the step's first process, or to the node's agent"""
 
@@ -280,9 +280,9 @@ class Fenced(Struct, frozen=True, tag=True):
 class Stop(Struct, frozen=True, tag=True):
     """Finish what is in hand within ``grace`` s, then leave."""
 
-    life: Life
+    incarnation: Incarnation
     grace: float
-    why: str
+    reason: str
     tag: str = ""
     """as in ``Fenced``"""
 
@@ -297,16 +297,16 @@ class Inject(Struct, frozen=True, tag=True):
 class Probe(Struct, frozen=True, tag=True):
     """To a worker that is suspected: do a bit of your work, and say so (``Probed``)."""
 
-    life: Life
+    incarnation: Incarnation
     id: int
 
 
-class TakeStacks(Struct, frozen=True, tag=True):
+class DumpStacks(Struct, frozen=True, tag=True):
     """To the agent on its node: what are the processes of this step doing? Answered ``Stacks``."""
 
-    of: Life
+    target: Incarnation
     tag: str
     id: int
 
 
-Down = Peers | Admitted | Welcome | Become | Fenced | Stop | Inject | Probe | TakeStacks
+FromManager = Peers | Admitted | Welcome | Promote | Fenced | Stop | Inject | Probe | DumpStacks

@@ -14,7 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
 
 from ...core.text import escaped, escaped_json, escaped_lines
-from .runs import BadInput
+from .runs import UsageError
 
 PLAIN_WIDTH = 100
 """columns where stdout is no terminal: the same text wherever it is piped"""
@@ -63,7 +63,7 @@ _AGO = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(s|m|min|h|d)")
 _UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def moment(text: str, now: float | None = None) -> float:
+def parse_time(text: str, now: float | None = None) -> float:
     """``--since``, in s since the epoch. Raises BadInput."""
     if match := _AGO.fullmatch(text.strip()):
         return (time.time() if now is None else now) - float(match[1]) * _UNITS[match[2]]
@@ -72,8 +72,8 @@ def moment(text: str, now: float | None = None) -> float:
     except (ValueError, OverflowError, OSError):
         at = -1.0
     if at < 0:
-        right = '"90s", "10m", "2h", "1d" (ago) or a time like "2026-11-20T09:00" (yours; with Z: UTC)'
-        raise BadInput(f'--since "{text}" is no time; write for example {right}')
+        examples = '"90s", "10m", "2h", "1d" (ago) or a time like "2026-11-20T09:00" (yours; with Z: UTC)'
+        raise UsageError(f'--since "{text}" is no time; write for example {examples}')
     return at
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 from msgspec import Struct
 
 from ...core.types import Verdict
-from ...roles.node_probe.host import Unread
+from ...roles.node_probe.host import Unavailable
 from .facts import Check
 
 
 class Meaning(Struct, frozen=True):
     """``fix``: a command, a key of job.toml, or a person to ask. A check may know a better one for what it found."""
 
-    asks: str
+    question: str
     fix: str
 
 
@@ -234,9 +234,9 @@ def fail(name: str, found: str, fix: str | None = None) -> Check:
     return Check(name, Verdict.FAIL, found, MEANINGS[name].fix if fix is None else fix)
 
 
-def unknown(name: str, why: Unread | str, fix: str = "") -> Check:
+def unknown(name: str, why: Unavailable | str, fix: str = "") -> Check:
     """Nobody knows: neither good nor bad."""
-    return Check(name, Verdict.UNKNOWN, why.why if isinstance(why, Unread) else why, fix)
+    return Check(name, Verdict.UNKNOWN, why.why if isinstance(why, Unavailable) else why, fix)
 
 
 def size(nbytes: int) -> str:

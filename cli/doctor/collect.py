@@ -22,101 +22,101 @@ import msgspec
 from ...core.run_dir import runs_root
 from ...manager.bootstrap import manager_job
 from ...manager.cluster.slurm.commands import NO_CLUSTER, environment
-from ...manager.cluster.slurm.limits import look
-from ...roles.node_probe.host import Ended, ReadError, Unread, UnreadCause, ask, command, filesystem, read_host
+from ...manager.cluster.slurm.limits import read_limits
+from ...roles.node_probe.host import CommandResult, ReadError, Unavailable, UnavailableCause, run_readers, run_command, filesystem, read_host
 from . import slurm_output as text
-from .facts import Accounts, CgroupConf, Config, Facts, Nodes, Partitions, Slurm, Storage, Trials, Wanted  # fmt: skip
+from .facts import Accounts, CgroupConf, Config, Facts, Nodes, Partitions, Slurm, Storage, Trials, DoctorOptions  # fmt: skip
 
-WITHIN = 10.0
+SLURM_TIMEOUT_S = 10.0
 """s for a command of Slurm's: as long as its own MessageTimeout is by default"""
-_ALL = 3 * WITHIN + 2
+_SLURM_FACTS_TIMEOUT_S = 3 * SLURM_TIMEOUT_S + 2
 """s for Slurm's readers together: two rounds of commands"""
-_HOST = 5.0
+_HOST_FACTS_TIMEOUT_S = 5.0
 """s for this host's readers"""
-MOST_PARTITIONS = 8
+MAX_PARTITIONS = 8
 """that are tried for the manager's job"""
-TRUE = "#!/bin/sh\ntrue\n"
-_UNHEARD = re.compile(
+TRUE_SCRIPT = "#!/bin/sh\ntrue\n"
+_NO_ANSWER_PATTERN = re.compile(
     r"timed out|contact slurm|Zero Bytes|Connection (refused|reset)|connect failure|(send|receive) failure|munge|"
     r"Protocol authentication",
     re.IGNORECASE,
 )
 """It was not slurmctld that said no. ("Unspecified error" is what a site's submit filter gives, and is a no.)"""
-_SMALL = ("--cpus-per-task=1", "--mem=256M", "--time=10", "--no-requeue")
-_MANAGER = (
+_SMALL_JOB_OPTIONS = ("--cpus-per-task=1", "--mem=256M", "--time=10", "--no-requeue")
+_MANAGER_JOB_OPTIONS = (
     "--no-requeue", "--nodes=1", "--ntasks=1", f"--cpus-per-task={manager_job.CPUS}", f"--mem={manager_job.MEM_GB}G",
     "--time=10",
 )  # fmt: skip
 """as :mod:`rrl.manager.bootstrap.manager_job` asks for it"""
 
 
-def read_facts(wanted: Wanted) -> Facts:
+def read_facts(wanted: DoctorOptions) -> Facts:
     """Everything but for the visit of a node. Takes half a second where Slurm is quick or not there, 34 s at most."""
-    told = ask(
+    results = run_readers(
         {
-            "host": lambda: read_host(_HOST),
+            "host": lambda: read_host(_HOST_FACTS_TIMEOUT_S),
             "storage": lambda: read_storage(runs_root()),
             "slurm": lambda: read_slurm(wanted),
         },
-        _ALL + 2,
+        _SLURM_FACTS_TIMEOUT_S + 2,
     )
-    slurm: Slurm | Unread | str = told["slurm"]
-    if isinstance(slurm, Unread):
+    slurm: Slurm | Unavailable | str = results["slurm"]
+    if isinstance(slurm, Unavailable):
         slurm = Slurm(**dict.fromkeys(Slurm.__struct_fields__, slurm))
-    there, why = (None, slurm) if isinstance(slurm, str) else (slurm, "")
-    return Facts(getpass.getuser(), os.geteuid(), wanted, told["host"], told["storage"], there, None, why)
+    cluster, why = (None, slurm) if isinstance(slurm, str) else (slurm, "")
+    return Facts(getpass.getuser(), os.geteuid(), wanted, results["host"], results["storage"], cluster, None, why)
 
 
 # ── Slurm ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def slurm(*argv: str, given: str = "", within: float = WITHIN) -> Ended:
+def run_slurm(*argv: str, stdin: str = "", timeout_s: float = SLURM_TIMEOUT_S) -> CommandResult:
     """A command of Slurm's, told nothing by a job or by habits that we are in. Raises OSError, TimeoutError."""
-    return command(argv, within, environment(os.environ), given)
+    return run_command(argv, timeout_s, environment(os.environ), stdin)
 
 
-def read_slurm(wanted: Wanted) -> Slurm | str:
+def read_slurm(wanted: DoctorOptions) -> Slurm | str:
     """A text says why there is no cluster here."""
     if absent := [name for name in ("sbatch", "scontrol") if shutil.which(name) is None]:
         return f"no {' and no '.join(absent)} on PATH"
     user = getpass.getuser()
-    first = ask(
+    first = run_readers(
         {
             "config": _config,
-            "partitions": lambda: text.read_partitions(_said("scontrol", "show", "partition", "-o")),
-            "nodes": lambda: text.read_nodes(_said("scontrol", "show", "node", "-o")),
+            "partitions": lambda: text.read_partitions(_output_of("scontrol", "show", "partition", "-o")),
+            "nodes": lambda: text.read_nodes(_output_of("scontrol", "show", "node", "-o")),
             "accounts": lambda: _accounts(user),
-            "limits": lambda: asyncio.run(look(msgspec.structs.asdict(wanted))),
+            "limits": lambda: asyncio.run(read_limits(msgspec.structs.asdict(wanted))),
         },
-        2 * WITHIN,
+        2 * SLURM_TIMEOUT_S,
     )
-    if isinstance(first["config"], Unread) and first["config"].cause is UnreadCause.NO_CLUSTER:
+    if isinstance(first["config"], Unavailable) and first["config"].cause is UnavailableCause.NO_CLUSTER:
         return "Slurm's commands are installed here, and no cluster is configured"
-    second = ask(
+    second = run_readers(
         {
             "trials": lambda: _trials(wanted, first["partitions"], first["nodes"]),
             "cgroups": lambda: _cgroups(first["config"]),
         },
-        WITHIN + 1,
+        SLURM_TIMEOUT_S + 1,
     )
     return Slurm(**first, **second)
 
 
-def _said(*argv: str) -> str:
-    ended = slurm(*argv)
+def _output_of(*argv: str) -> str:
+    ended = run_slurm(*argv)
     if ended.code:
-        cause = UnreadCause.NO_CLUSTER if NO_CLUSTER in ended.said else UnreadCause.OTHER
-        raise ReadError(f"{argv[0]}: {ended.said or f'exit code {ended.code}'}", cause)
+        cause = UnavailableCause.NO_CLUSTER if NO_CLUSTER in ended.message else UnavailableCause.OTHER
+        raise ReadError(f"{argv[0]}: {ended.message or f'exit code {ended.code}'}", cause)
     return ended.out
 
 
 def _config() -> Config:
     began = time.monotonic()
-    values = text.read_config(_said("scontrol", "show", "config"))
+    values = text.read_config(_output_of("scontrol", "show", "config"))
     return Config(values, time.monotonic() - began)
 
 
 def _accounts(user: str) -> Accounts:
-    def show(*what: str) -> str:
-        return _said("sacctmgr", "-n", "-P", "show", *what)
+    def show(*arguments: str) -> str:
+        return _output_of("sacctmgr", "-n", "-P", "show", *arguments)
 
     return text.read_accounts(
         show("user", "where", f"name={user}", "format=AdminLevel,DefaultAccount"),
@@ -124,49 +124,49 @@ def _accounts(user: str) -> Accounts:
     )
 
 
-def _cgroups(config: Config | Unread) -> CgroupConf:
+def _cgroups(config: Config | Unavailable) -> CgroupConf:
     """Slurm itself shows it where its cgroup plugins are in use; else the file, where this host has one."""
-    values = {} if isinstance(config, Unread) else config.values
+    values = {} if isinstance(config, Unavailable) else config.values
     if "ConstrainDevices" in values:
         return CgroupConf(values, "scontrol show config")
     folder = Path(values.get("SLURM_CONF") or "/etc/slurm/slurm.conf").parent
     return CgroupConf(text.read_pairs((folder / "cgroup.conf").read_text()), str(folder / "cgroup.conf"))
 
 
-def would_take(options: Sequence[str], script: str) -> Ended | Unread:
+def would_take(options: Sequence[str], script: str) -> CommandResult | Unavailable:
     """``sbatch --test-only``: would Slurm take this job? Nothing is submitted."""
     try:
-        ended = slurm("sbatch", "--test-only", *options, given=script, within=WITHIN / 2)
+        ended = run_slurm("sbatch", "--test-only", *options, stdin=script, timeout_s=SLURM_TIMEOUT_S / 2)
     except OSError as error:  # TimeoutError is one
-        return Unread(str(error))
-    return Unread(f"sbatch: {ended.said}") if ended.code and _UNHEARD.search(ended.err) else ended
+        return Unavailable(str(error))
+    return Unavailable(f"sbatch: {ended.message}") if ended.code and _NO_ANSWER_PATTERN.search(ended.err) else ended
 
 
-def _trials(wanted: Wanted, partitions: Partitions | Unread, nodes: Nodes | Unread) -> Trials:
+def _trials(wanted: DoctorOptions, partitions: Partitions | Unavailable, nodes: Nodes | Unavailable) -> Trials:
     """The smallest job of each form, and the manager's in the first partition that takes it."""
-    known = [] if isinstance(partitions, Unread) else [one for one in partitions.partitions if one.up]
+    known = [] if isinstance(partitions, Unavailable) else [one for one in partitions.partitions if one.up]
     chosen = wanted.partition or next((one.name for one in known if one.default), "")
-    usable = 2 if isinstance(nodes, Unread) or not chosen else len(nodes.usable(chosen))
-    each = (*_SMALL, "--ntasks-per-node=1", *wanted.options())
-    component = f"#SBATCH {' '.join((*each, '--nodes=1'))}\n"
+    usable = 2 if isinstance(nodes, Unavailable) or not chosen else len(nodes.usable(chosen))
+    options = (*_SMALL_JOB_OPTIONS, "--ntasks-per-node=1", *wanted.sbatch_options())
+    component = f"#SBATCH {' '.join((*options, '--nodes=1'))}\n"
     forms: dict[str, Callable[[], object]] = {
-        "pool": partial(would_take, (*each, "--no-kill", f"--nodes={min(2, max(1, usable))}"), TRUE),
-        "replica": partial(would_take, (*each, "--nodes=1"), TRUE),
+        "pool": partial(would_take, (*options, "--no-kill", f"--nodes={min(2, max(1, usable))}"), TRUE_SCRIPT),
+        "replica": partial(would_take, (*options, "--nodes=1"), TRUE_SCRIPT),
         "hetjob": partial(would_take, (), f"#!/bin/sh\n{component}#SBATCH hetjob\n{component}true\n"),
         "manager": lambda: _manager(wanted, [chosen, *(one.name for one in known if one.name != chosen)]),
     }
-    told = ask(forms, WITHIN)
-    manager = told.pop("manager")
-    return Trials(told, {chosen: manager} if isinstance(manager, Unread) else manager)
+    results = run_readers(forms, SLURM_TIMEOUT_S)
+    manager = results.pop("manager")
+    return Trials(results, {chosen: manager} if isinstance(manager, Unavailable) else manager)
 
 
-def _manager(wanted: Wanted, candidates: Sequence[str]) -> dict[str, Ended | Unread]:
-    tried: dict[str, Ended | Unread] = {}
-    for partition in candidates[:MOST_PARTITIONS]:
-        options = wanted.options(partition=partition) if partition else wanted.options()
-        answer = would_take((*_MANAGER, *options), TRUE)
+def _manager(wanted: DoctorOptions, candidates: Sequence[str]) -> dict[str, CommandResult | Unavailable]:
+    tried: dict[str, CommandResult | Unavailable] = {}
+    for partition in candidates[:MAX_PARTITIONS]:
+        options = wanted.sbatch_options(partition=partition) if partition else wanted.sbatch_options()
+        answer = would_take((*_MANAGER_JOB_OPTIONS, *options), TRUE_SCRIPT)
         tried[partition] = answer
-        if isinstance(answer, Ended) and answer.code == 0:
+        if isinstance(answer, CommandResult) and answer.code == 0:
             break
     return tried
 
@@ -174,20 +174,20 @@ def _manager(wanted: Wanted, candidates: Sequence[str]) -> dict[str, Ended | Unr
 # ── the folder of all runs ─────────────────────────────────────────────────────────────────────────────────────────
 def read_storage(root: Path) -> Storage:
     """Raises OSError where not even its file system can be asked."""
-    at = root
-    while not at.is_dir() and at != at.parent:
-        at = at.parent
-    held = os.statvfs(at)
-    free, inodes = held.f_bavail * held.f_frsize, held.f_favail if held.f_files else -1
+    existing = root
+    while not existing.is_dir() and existing != existing.parent:
+        existing = existing.parent
+    stats = os.statvfs(existing)
+    free, inodes = stats.f_bavail * stats.f_frsize, stats.f_favail if stats.f_files else -1
     exclusive, fsync, trouble = False, 0.0, ""
     try:
-        exclusive, fsync = _try(at / f".rrl-doctor-{secrets.token_hex(4)}")
+        exclusive, fsync = _probe_write(existing / f".rrl-doctor-{secrets.token_hex(4)}")
     except OSError as error:
         trouble = error.strerror or str(error)
-    return Storage(str(root), str(at), filesystem(at), free, inodes, exclusive, fsync, trouble)
+    return Storage(str(root), str(existing), filesystem(existing), free, inodes, exclusive, fsync, trouble)
 
 
-def _try(path: Path) -> tuple[bool, float]:
+def _probe_write(path: Path) -> tuple[bool, float]:
     """Make a file as the journal does, and remove it: is a second maker refused, and how long (s) does fsync take?"""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

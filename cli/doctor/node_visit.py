@@ -24,31 +24,31 @@ from pathlib import Path
 import msgspec
 
 from ...core.run_dir import runs_root
-from ...roles.node_probe.host import Network, Unread
-from ...roles.node_probe.main import LETTER, NONCE_ENV, REPORT, WITHIN, NodeReport, proof
-from .collect import TRUE, slurm, would_take
+from ...roles.node_probe.host import Network, Unavailable
+from ...roles.node_probe.main import NONCE_FILE, NONCE_ENV, REPORT, PROBE_TIMEOUT_S, NodeReport, nonce_proof
+from .collect import TRUE_SCRIPT, run_slurm, would_take
 from .facts import Facts, Visit
-from .slurm_output import start_of
+from .slurm_output import estimated_start
 
-QUEUE = 60.0
+MAX_QUEUE_S = 60.0
 """s that the job may wait for a node; Slurm's estimate is asked first: no job is submitted that would wait longer"""
-SEEN_BY = 35.0
+FILE_TIMEOUT_S = 35.0
 """s in which the node's file should be seen here: NFS keeps a folder's listing for 30 s (nfs(5), acdirmin)"""
-_LOOK = 0.25
+_POLL_INTERVAL_S = 0.25
 """s between two looks into the folder"""
-_ASK = 2.0
+_SLURM_POLL_INTERVAL_S = 2.0
 """s between two questions to Slurm"""
-_SLACK = 10.0
+_JOB_SLACK_S = 10.0
 """s beyond the probe's own end, for Slurm to start it and to tell that it has ended"""
-_GOING_ON = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "?")
-_LINE = 2**20
+_ACTIVE_STATES = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "?")
+_MAX_LINE_BYTES = 2**20
 """bytes of one line on a connection: a report has a few thousand"""
-_ROUNDS = 5
+_CLOCK_SAMPLES = 5
 """times that the node's clock is asked for; the quickest answer counts"""
-_GUESTS = 16
+_MAX_CONNECTIONS = 16
 """connections at a time"""
-_ONE = ("--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=512M", "--time=1", "--no-requeue", "--output=/dev/null")
-_NO_PYTHON = 72
+_JOB_OPTIONS = ("--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=512M", "--time=1", "--no-requeue", "--output=/dev/null")
+_NO_PYTHON_EXIT_CODE = 72
 _SCRIPT = """\
 #!/bin/sh
 # rrl doctor: looks around on one node for {within:.0f} s and leaves its report.
@@ -59,10 +59,10 @@ exec {python} -P -m rrl.roles.node_probe.main {folder} {addresses}
 """
 
 
-def visit(facts: Facts) -> Visit | Unread:
+def visit_node(facts: Facts) -> Visit | Unavailable:
     """Submit the job, wait for what it tells, leave nothing. Takes about 10 s once a node is free."""
     options = _options(facts)
-    if isinstance(options, Unread):
+    if isinstance(options, Unavailable):
         return options
     root = runs_root()
     made = not root.exists()
@@ -71,12 +71,12 @@ def visit(facts: Facts) -> Visit | Unread:
         root.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700)
     except OSError as error:
-        return Unread(f"{error.filename}: {error.strerror}: there is no folder to meet in")
+        return Unavailable(f"{error.filename}: {error.strerror}: there is no folder to meet in")
     try:
-        with Listener() as listener:
-            return _Job(folder, listener, options).run(_addresses(facts, listener.port))
+        with ReportListener() as listener:
+            return _VisitJob(folder, listener, options).run(_addresses(facts, listener.port))
     except OSError as error:
-        return Unread(str(error))
+        return Unavailable(str(error))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         if made:
@@ -84,24 +84,24 @@ def visit(facts: Facts) -> Visit | Unread:
                 root.rmdir()
 
 
-def _options(facts: Facts) -> tuple[str, ...] | Unread:
+def _options(facts: Facts) -> tuple[str, ...] | Unavailable:
     """With a GPU where the partition has some and one is free soon: without it the driver may hide them all."""
-    base = (*_ONE, *facts.wanted.options())
-    told = ""
+    base = (*_JOB_OPTIONS, *facts.wanted.sbatch_options())
+    reason = ""
     for options in (("--gres=gpu:1", *base), base):
-        answer = would_take(options, TRUE)
-        if isinstance(answer, Unread):
+        answer = would_take(options, TRUE_SCRIPT)
+        if isinstance(answer, Unavailable):
             return answer
-        told = answer.said
-        start = start_of(answer.said)
-        if answer.code == 0 and (start is None or _in(start) <= QUEUE):
+        reason = answer.message
+        start = estimated_start(answer.message)
+        if answer.code == 0 and (start is None or _seconds_until(start) <= MAX_QUEUE_S):
             return options
         if start is not None:
-            told = f"no node is free soon: the job would start at {start}"
-    return Unread(f"no job for it: {told}")
+            reason = f"no node is free soon: the job would start at {start}"
+    return Unavailable(f"no job for it: {reason}")
 
 
-def _in(start: str) -> float:
+def _seconds_until(start: str) -> float:
     return (datetime.fromisoformat(start) - datetime.now()).total_seconds()
 
 
@@ -115,62 +115,62 @@ def _addresses(facts: Facts, port: int) -> tuple[str, ...]:
     return tuple(f"{one}:{port}" for one in dict.fromkeys([network.chosen, *outside]) if one)
 
 
-class _Job:
+class _VisitJob:
     """The job, from its submission to its end."""
 
-    def __init__(self, folder: Path, listener: Listener, options: Sequence[str]) -> None:
+    def __init__(self, folder: Path, listener: ReportListener, options: Sequence[str]) -> None:
         self._folder = folder
         self._listener = listener
         self._options = options
         self._id = ""
 
-    def run(self, addresses: Sequence[str]) -> Visit | Unread:
-        (self._folder / LETTER).write_text(self._listener.nonce)
+    def run(self, addresses: Sequence[str]) -> Visit | Unavailable:
+        (self._folder / NONCE_FILE).write_text(self._listener.nonce)
         script = _SCRIPT.format(
-            within=WITHIN, nonce_env=NONCE_ENV, nonce=self._listener.nonce, folder=shlex.quote(str(self._folder)),
-            python=shlex.quote(sys.executable), no_python=_NO_PYTHON, addresses=shlex.join(addresses),
+            within=PROBE_TIMEOUT_S, nonce_env=NONCE_ENV, nonce=self._listener.nonce, folder=shlex.quote(str(self._folder)),
+            python=shlex.quote(sys.executable), no_python=_NO_PYTHON_EXIT_CODE, addresses=shlex.join(addresses),
         )  # fmt: skip
         tag = f"rrl-doctor-{secrets.token_hex(4)}"
         try:
-            ended = slurm("sbatch", "--parsable", *self._options, f"--job-name={tag}", given=script)
+            ended = run_slurm("sbatch", "--parsable", *self._options, f"--job-name={tag}", stdin=script)
             if ended.code:
-                return Unread(f"sbatch: {ended.said}")
+                return Unavailable(f"sbatch: {ended.message}")
             self._id = ended.out.strip().partition(";")[0]
-            return self._wait()
+            return self._wait_for_visit()
         finally:  # by its name where sbatch gave no answer: it may have landed all the same
             with contextlib.suppress(OSError):
-                slurm("scancel", self._id or f"--name={tag}")
+                run_slurm("scancel", self._id or f"--name={tag}")
 
-    def _wait(self) -> Visit | Unread:
-        state = self._until_told()
-        if isinstance(state, Unread):
+    def _wait_for_visit(self) -> Visit | Unavailable:
+        state = self._wait_for_report()
+        if isinstance(state, Unavailable):
             return state
-        told = time.monotonic()
+        reported_at = time.monotonic()
         while True:
-            heard, waited = self._listener.report, time.monotonic() - told
-            if (report := self._file()) is not None:
+            received, waited = self._listener.report, time.monotonic() - reported_at
+            if (report := self._read_report()) is not None:
                 return self._visit(report, waited)
-            none_comes = heard.folder != "" if heard is not None else not state.endswith(" 0:0")
-            if none_comes or waited > SEEN_BY:
-                return Unread(self._mute(state)) if heard is None else self._visit(heard, None)
-            self._listener.wait(_LOOK)
+            no_file_expected = received.folder != "" if received is not None else not state.endswith(" 0:0")
+            if no_file_expected or waited > FILE_TIMEOUT_S:
+                return Unavailable(self._no_report_reason(state)) if received is None else self._visit(received, None)
+            self._listener.wait(_POLL_INTERVAL_S)
 
-    def _until_told(self) -> str | Unread:
+    def _wait_for_report(self) -> str | Unavailable:
         """Until a report is here, or the job is over: its state then, as :meth:`_state` has it."""
-        began, asked, state = time.monotonic(), -_ASK, ""
+        began, polled_at, state = time.monotonic(), -_SLURM_POLL_INTERVAL_S, ""
         while True:
             waited = time.monotonic() - began
-            if self._listener.report is not None or self._file() is not None:
+            if self._listener.report is not None or self._read_report() is not None:
                 return state
-            if waited - asked >= _ASK:
-                asked, state = waited, self._state()
-            if state.partition(" ")[0] not in _GOING_ON:
+            if waited - polled_at >= _SLURM_POLL_INTERVAL_S:
+                polled_at, state = waited, self._state()
+            if state.partition(" ")[0] not in _ACTIVE_STATES:
                 return state
-            if waited > QUEUE + (0 if state.startswith("PENDING") else WITHIN + _SLACK):
-                return Unread(f"nothing was heard of the job within {waited:.0f} s; Slurm says: {state}")
-            self._listener.wait(_LOOK)
+            if waited > MAX_QUEUE_S + (0 if state.startswith("PENDING") else PROBE_TIMEOUT_S + _JOB_SLACK_S):
+                return Unavailable(f"nothing was heard of the job within {waited:.0f} s; Slurm says: {state}")
+            self._listener.wait(_POLL_INTERVAL_S)
 
-    def _file(self) -> NodeReport | None:
+    def _read_report(self) -> NodeReport | None:
         """A listing first: it makes NFS ask its server again, where a lookup would believe an old "not there"."""
         try:
             if REPORT not in os.listdir(self._folder):
@@ -182,28 +182,28 @@ class _Job:
     def _state(self) -> str:
         """``STATE Reason exit:signal``."""
         try:
-            ended = slurm("scontrol", "show", "job", "-o", self._id)
+            ended = run_slurm("scontrol", "show", "job", "-o", self._id)
         except OSError:
             return "?"
         found = [re.search(rf" {key}=(\S+)", ended.out) for key in ("JobState", "Reason", "ExitCode")]
-        return " ".join(match[1] for match in found if match) if found[0] else f"? {ended.said[:200]}"
+        return " ".join(match[1] for match in found if match) if found[0] else f"? {ended.message[:200]}"
 
-    def _mute(self, state: str) -> str:
-        if state.endswith(f" {_NO_PYTHON}:0"):
-            return f"{sys.executable} is not there on the node: the job ended with exit code {_NO_PYTHON}"
+    def _no_report_reason(self, state: str) -> str:
+        if state.endswith(f" {_NO_PYTHON_EXIT_CODE}:0"):
+            return f"{sys.executable} is not there on the node: the job ended with exit code {_NO_PYTHON_EXIT_CODE}"
         try:
-            said = (self._folder / "job.log").read_text(errors="replace").strip().splitlines()
+            output = (self._folder / "job.log").read_text(errors="replace").strip().splitlines()
         except OSError:
-            said = []
-        return f"the job ended without a word ({state}){': ' + said[-1] if said else ''}"
+            output = []
+        return f"the job ended without a word ({state}){': ' + output[-1] if output else ''}"
 
-    def _visit(self, report: NodeReport, seen: float | None) -> Visit:
+    def _visit(self, report: NodeReport, visible_after_s: float | None) -> Visit:
         self._listener.finish()
         skew, bound = self._listener.skew or (None, 0.0)
-        return Visit(report, seen, skew, bound)
+        return Visit(report, visible_after_s, skew, bound)
 
 
-class Listener:
+class ReportListener:
     """Where the node dials in: any address, a free port, for as long as the job lives. Whoever does not know the nonce
     is hung up on; nothing that is heard is believed but for the report of one who does."""
 
@@ -211,13 +211,13 @@ class Listener:
         self.nonce = secrets.token_hex(16)
         self.report: NodeReport | None = None
         self.skew: tuple[float, float] | None = None
-        self._change = threading.Condition()
-        self._guests = threading.Semaphore(_GUESTS)
-        self._busy = 0
-        self._socket = socket.create_server(("", 0), backlog=_GUESTS)
+        self._changed = threading.Condition()
+        self._free_slots = threading.Semaphore(_MAX_CONNECTIONS)
+        self._open_connections = 0
+        self._socket = socket.create_server(("", 0), backlog=_MAX_CONNECTIONS)
         self.port = int(self._socket.getsockname()[1])
 
-    def __enter__(self) -> Listener:
+    def __enter__(self) -> ReportListener:
         threading.Thread(target=self._accept, daemon=True).start()
         return self
 
@@ -226,61 +226,61 @@ class Listener:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
         self._socket.close()
 
-    def wait(self, within: float) -> None:
+    def wait(self, timeout_s: float) -> None:
         """Until something was heard, or ``within`` s."""
-        with self._change:
-            self._change.wait(within)
+        with self._changed:
+            self._changed.wait(timeout_s)
 
     def finish(self) -> None:
         """Let a connection that is telling its report come to its end: the file may be here first."""
-        with self._change:
-            self._change.wait_for(lambda: self.report is not None or not self._busy, _ASK)
+        with self._changed:
+            self._changed.wait_for(lambda: self.report is not None or not self._open_connections, _SLURM_POLL_INTERVAL_S)
 
     def _accept(self) -> None:
         while True:
             try:
-                line, _ = self._socket.accept()
+                connection, _ = self._socket.accept()
             except OSError:
                 return
-            if self._guests.acquire(blocking=False):
-                threading.Thread(target=self._talk, args=(line,), daemon=True).start()
+            if self._free_slots.acquire(blocking=False):
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
             else:
-                line.close()
+                connection.close()
 
-    def _talk(self, line: socket.socket) -> None:
+    def _serve(self, connection: socket.socket) -> None:
         try:
-            with line, line.makefile("rb") as heard:
-                line.settimeout(WITHIN)
-                hello = msgspec.json.decode(heard.readline(200), type=dict[str, str])
+            with connection, connection.makefile("rb") as reader:
+                connection.settimeout(PROBE_TIMEOUT_S)
+                hello = msgspec.json.decode(reader.readline(200), type=dict[str, str])
                 if not secrets.compare_digest(hello["nonce"], self.nonce):
                     return
-                line.sendall(proof(self.nonce).encode() + b"\n")
-                self._count(1)
+                connection.sendall(nonce_proof(self.nonce).encode() + b"\n")
+                self._add_connections(1)
                 try:
-                    self._listen(line, heard.readline)
+                    self._receive_report(connection, reader.readline)
                 finally:
-                    self._count(-1)
+                    self._add_connections(-1)
         except (OSError, KeyError, TypeError, ValueError, msgspec.MsgspecError):
             pass  # a stranger, or a connection that the node did not keep
         finally:
-            self._guests.release()
+            self._free_slots.release()
 
-    def _listen(self, line: socket.socket, readline: Callable[[int], bytes]) -> None:
+    def _receive_report(self, connection: socket.socket, readline: Callable[[int], bytes]) -> None:
         best: tuple[float, float] | None = None
-        for _ in range(_ROUNDS):
+        for _ in range(_CLOCK_SAMPLES):
             sent, clock = time.monotonic(), time.time()
-            line.sendall(b"\n")
-            there = float(msgspec.json.decode(readline(_LINE))["clock"])
+            connection.sendall(b"\n")
+            node_clock = float(msgspec.json.decode(readline(_MAX_LINE_BYTES))["clock"])
             took = time.monotonic() - sent
             if best is None or took / 2 < best[1]:
-                best = there - (clock + took / 2), took / 2
-        line.sendall(b"report\n")
-        report = msgspec.json.decode(readline(_LINE), type=NodeReport)
-        with self._change:
+                best = node_clock - (clock + took / 2), took / 2
+        connection.sendall(b"report\n")
+        report = msgspec.json.decode(readline(_MAX_LINE_BYTES), type=NodeReport)
+        with self._changed:
             self.report, self.skew = report, best
-            self._change.notify_all()
+            self._changed.notify_all()
 
-    def _count(self, one: int) -> None:
-        with self._change:
-            self._busy += one
-            self._change.notify_all()
+    def _add_connections(self, change: int) -> None:
+        with self._changed:
+            self._open_connections += change
+            self._changed.notify_all()

@@ -7,25 +7,25 @@ from collections import Counter
 from collections.abc import Callable
 
 from ...core.units import duration_text
-from ...roles.node_probe.host import Ended, Network, Unread
+from ...roles.node_probe.host import CommandResult, Network, Unavailable
 from .catalogue import MEANINGS, fail, ok, size, unknown, warn
-from .facts import Check, Config, Facts, Node, Nodes, Partition, Slurm, Visit, Wanted
+from .facts import Check, Config, Facts, Node, Nodes, Partition, Slurm, Visit, DoctorOptions
 
-OLDEST, NEWEST = (22, 5), (26, 5)
+OLDEST_VERSION, NEWEST_VERSION = (22, 5), (26, 5)
 """versions between which rrl is tested"""
-SLOW = 2.0
+SLOW_ANSWER_S = 2.0
 """s of one answer; by default the manager asks every few seconds, within 60 reads a minute"""
-POOL_JOBS = 3
+MAX_POOL_JOBS = 3
 """of a run at a time: its pool, its manager, a replacement node"""
-KILLWAIT = 30
+DEFAULT_KILL_WAIT_S = 30
 """s; Slurm's default"""
-STEPS = 1000
+MIN_STEP_LIMIT = 1000
 """of one job: agents, and lives of replicas over days"""
 _NO_ACCOUNT = "ask the admin of the cluster for an account"
 _NO_HOLD = "nohold_on_prolog_fail"
-DAY = 86400.0
+DEFAULT_WALLTIME_S = 86400.0
 """s; the default walltime of a run"""
-_HETJOB = (
+_HETJOB_WARNING = (
     "taken, but when a node of one component fails, Slurm kills every other component that has one node"
     " (measured on 22.05, 24.11 and 26.05)"
 )
@@ -35,7 +35,7 @@ def slurm_checks(facts: Facts) -> list[Check]:
     slurm, wanted = facts.slurm, facts.wanted
     if slurm is None:
         return [warn("slurm.here", f'{facts.no_slurm}: kind = "local" works, kind = "slurm" does not')]
-    configured = [_of_config(name, judge, slurm.config) for name, judge in _CONFIGURED.items()]
+    configured = [_check_config(name, judge, slurm.config) for name, judge in _CONFIGURED.items()]
     return [
         ok("slurm.here", "sbatch and scontrol are on PATH"),
         *configured[:2],
@@ -54,82 +54,82 @@ def slurm_checks(facts: Facts) -> list[Check]:
     ]
 
 
-def chosen(slurm: Slurm, wanted: Wanted) -> Partition | Unread:
+def chosen_partition(slurm: Slurm, wanted: DoctorOptions) -> Partition | Unavailable:
     """The partition that jobs would go to: the one that was named, else Slurm's default."""
-    if isinstance(slurm.partitions, Unread):
+    if isinstance(slurm.partitions, Unavailable):
         return slurm.partitions
     for one in slurm.partitions.partitions:
         if one.name == wanted.partition if wanted.partition else one.default:
             return one
     if wanted.partition:
-        return Unread(f"there is no partition {wanted.partition}, or it is hidden")
-    return Unread("no partition is the default one: name yours with --partition")
+        return Unavailable(f"there is no partition {wanted.partition}, or it is hidden")
+    return Unavailable("no partition is the default one: name yours with --partition")
 
 
-def shapes(nodes: tuple[Node, ...]) -> str:
+def gpu_shapes(nodes: tuple[Node, ...]) -> str:
     """``16 nodes with 8 h100``: GPUs of nodes, those that are alike together."""
     kinds = Counter(" + ".join(f"{count} {kind or 'GPU'}" for kind, count in sorted(one.gpus.items())) for one in nodes)
     return ", ".join(f"{count} node{'s' * (count > 1)} with {kind}" for kind, count in sorted(kinds.items()) if kind)
 
 
-def account_of(slurm: Slurm, wanted: Wanted) -> str:
+def account_for(slurm: Slurm, wanted: DoctorOptions) -> str:
     """The one account of the user, where there is exactly one; else what he named; else nothing."""
-    if wanted.account or isinstance(slurm.accounts, Unread):
+    if wanted.account or isinstance(slurm.accounts, Unavailable):
         return wanted.account
     return slurm.accounts.names[0] if len(slurm.accounts.names) == 1 else ""
 
 
 # ── what sbatch --test-only said ───────────────────────────────────────────────────────────────────────────────────
-def _form(slurm: Slurm, wanted: Wanted, form: str) -> Check:
+def _form(slurm: Slurm, wanted: DoctorOptions, form: str) -> Check:
     name, tested = f"slurm.{form}", slurm.trials
-    answer = tested if isinstance(tested, Unread) else tested.forms[form]
-    if isinstance(answer, Unread):
+    answer = tested if isinstance(tested, Unavailable) else tested.forms[form]
+    if isinstance(answer, Unavailable):
         return unknown(name, answer)
     if answer.code == 0:
-        return warn(name, _HETJOB) if form == "hetjob" else ok(name, f"taken; {_plain(answer)}")
-    refused, partition = f"refused: {_plain(answer)}", chosen(slurm, wanted)
-    if isinstance(slurm.nodes, Nodes) and isinstance(partition, Partition) and not usable(slurm, wanted):
+        return warn(name, _HETJOB_WARNING) if form == "hetjob" else ok(name, f"taken; {_answer_text(answer)}")
+    refused, partition = f"refused: {_answer_text(answer)}", chosen_partition(slurm, wanted)
+    if isinstance(slurm.nodes, Nodes) and isinstance(partition, Partition) and not usable_nodes(slurm, wanted):
         return warn(name, f"{refused}; but no node of {partition.name} is up now", f"sinfo -R -p {partition.name}")
     return fail(name, refused) if form == "pool" else warn(name, refused, None if form == "replica" else "")
 
 
-def _plain(answer: Ended) -> str:
+def _answer_text(answer: CommandResult) -> str:
     """What sbatch said, without the number of a job that was never made."""
-    return re.sub(r"^sbatch: Job \d+ to start at .*? using", "would take", answer.said)[:200]
+    return re.sub(r"^sbatch: Job \d+ to start at .*? using", "would take", answer.message)[:200]
 
 
 def _manager(slurm: Slurm) -> Check:
     name, tested = "slurm.manager", slurm.trials
-    if isinstance(tested, Unread):
+    if isinstance(tested, Unavailable):
         return unknown(name, tested)
-    answers = {one: answer for one, answer in tested.manager.items() if isinstance(answer, Ended)}
+    answers = {one: answer for one, answer in tested.manager.items() if isinstance(answer, CommandResult)}
     taken = [partition for partition, answer in answers.items() if answer.code == 0]
-    refused = [f"{one or 'default'}: {_plain(answer)}" for one, answer in answers.items() if answer.code]
+    refused = [f"{one or 'default'}: {_answer_text(answer)}" for one, answer in answers.items() if answer.code]
     if taken:
         first = next(iter(tested.manager))
-        told = f"{taken[0] or 'the default partition'} takes it"
+        text = f"{taken[0] or 'the default partition'} takes it"
         if taken[0] == first:
-            return ok(name, told)
-        return warn(name, f"{told}; {refused[0]}", f'[manager] slurm = {{ partition = "{taken[0]}" }}')
-    unread = [told for told in tested.manager.values() if isinstance(told, Unread)]
+            return ok(name, text)
+        return warn(name, f"{text}; {refused[0]}", f'[manager] slurm = {{ partition = "{taken[0]}" }}')
+    unread = [text for text in tested.manager.values() if isinstance(text, Unavailable)]
     if unread or not refused:
         return unknown(name, unread[0] if unread else "no partition was there to ask for")
     return warn(name, "; ".join(refused)[:300])
 
 
 # ── partitions ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def _gpus(slurm: Slurm, wanted: Wanted) -> Check:
+def _gpus(slurm: Slurm, wanted: DoctorOptions) -> Check:
     name, nodes = "slurm.gpus", slurm.nodes
-    if isinstance(nodes, Unread) or isinstance(slurm.partitions, Unread):
-        return unknown(name, nodes if isinstance(nodes, Unread) else slurm.partitions)  # type: ignore[arg-type]
+    if isinstance(nodes, Unavailable) or isinstance(slurm.partitions, Unavailable):
+        return unknown(name, nodes if isinstance(nodes, Unavailable) else slurm.partitions)  # type: ignore[arg-type]
     found = []
     mixed = []
     for partition in slurm.partitions.partitions:
-        mine = tuple(one for one in nodes.nodes if partition.name in one.partitions and one.gpus)
-        if mine:
-            usable = sum(one in nodes.usable(partition.name) for one in mine)
-            found.append(f"{partition.name}: {shapes(mine)} ({usable} usable now)")
-        if len({kind for one in mine for kind in one.gpus}) > 1:
+        gpu_nodes = tuple(one for one in nodes.nodes if partition.name in one.partitions and one.gpus)
+        if gpu_nodes:
+            usable = sum(one in nodes.usable(partition.name) for one in gpu_nodes)
+            found.append(f"{partition.name}: {gpu_shapes(gpu_nodes)} ({usable} usable now)")
+        if len({kind for one in gpu_nodes for kind in one.gpus}) > 1:
             mixed.append(partition.name)
     if not found:
         return ok(name, "no partition has GPUs")
@@ -138,95 +138,95 @@ def _gpus(slurm: Slurm, wanted: Wanted) -> Check:
     return ok(name, "; ".join(found))
 
 
-def _walltime(slurm: Slurm, wanted: Wanted) -> Check:
-    partition = chosen(slurm, wanted)
-    if isinstance(partition, Unread):
+def _walltime(slurm: Slurm, wanted: DoctorOptions) -> Check:
+    partition = chosen_partition(slurm, wanted)
+    if isinstance(partition, Unavailable):
         return unknown("slurm.walltime", partition)
     if partition.max_time is None:
         return ok("slurm.walltime", f"{partition.name} has no limit of time")
-    told = f"{partition.name}: at most {duration_text(partition.max_time)}"
-    if partition.max_time < DAY:
+    text = f"{partition.name}: at most {duration_text(partition.max_time)}"
+    if partition.max_time < DEFAULT_WALLTIME_S:
         fix = f'[cluster] walltime = "{duration_text(partition.max_time)}"'
-        return warn("slurm.walltime", f"{told}, less than the default walltime of a day", fix)
-    return ok("slurm.walltime", told)
+        return warn("slurm.walltime", f"{text}, less than the default walltime of a day", fix)
+    return ok("slurm.walltime", text)
 
 
-def _preemption(slurm: Slurm, wanted: Wanted) -> Check:
-    name, partition, config = "slurm.preemption", chosen(slurm, wanted), slurm.config
-    if isinstance(config, Unread):
+def _preemption(slurm: Slurm, wanted: DoctorOptions) -> Check:
+    name, partition, config = "slurm.preemption", chosen_partition(slurm, wanted), slurm.config
+    if isinstance(config, Unavailable):
         return unknown(name, config)
     if config.values.get("PreemptType", "preempt/none") in ("preempt/none", ""):
         return ok(name, "none (PreemptType)")
-    if isinstance(partition, Unread):
+    if isinstance(partition, Unavailable):
         return unknown(name, partition)
-    told = f"{config.values['PreemptType']}; jobs in {partition.name}"
+    text = f"{config.values['PreemptType']}; jobs in {partition.name}"
     if partition.preempted:
-        return warn(name, f"{told} may be preempted")
-    return ok(name, f"{told} are not preempted for its PreemptMode is OFF")
+        return warn(name, f"{text} may be preempted")
+    return ok(name, f"{text} are not preempted for its PreemptMode is OFF")
 
 
 # ── accounting and rights ──────────────────────────────────────────────────────────────────────────────────────────
 def _accounting(slurm: Slurm) -> Check:
     name = "slurm.accounting"
-    if isinstance(slurm.config, Unread):
+    if isinstance(slurm.config, Unavailable):
         return unknown(name, slurm.config)
     kind = slurm.config.values.get("AccountingStorageType") or "accounting_storage/none"
     if not kind.endswith("slurmdbd"):
         return ok(name, f"{kind}: none is kept; rrl's steps leave exit records of their own")
-    if isinstance(slurm.accounts, Unread):
+    if isinstance(slurm.accounts, Unavailable):
         return unknown(name, f"{kind}, but sacctmgr does not answer: {slurm.accounts.why}")
     enforced = slurm.config.values.get("AccountingStorageEnforce") or "nothing"
     return ok(name, f"{kind}; enforced: {enforced}")
 
 
-def _none_kept(slurm: Slurm) -> bool:
+def _has_no_accounting(slurm: Slurm) -> bool:
     return isinstance(slurm.config, Config) and not slurm.config.values.get("AccountingStorageType", "").endswith("dbd")
 
 
-def _account(slurm: Slurm, wanted: Wanted) -> Check:
+def _account(slurm: Slurm, wanted: DoctorOptions) -> Check:
     name, accounts = "slurm.account", slurm.accounts
-    if _none_kept(slurm):
+    if _has_no_accounting(slurm):
         return ok(name, "none is needed: there is no accounting")
-    if isinstance(accounts, Unread):
+    if isinstance(accounts, Unavailable):
         return unknown(name, accounts)
     names = accounts.names
-    enforced = "" if isinstance(slurm.config, Unread) else slurm.config.values.get("AccountingStorageEnforce", "")
+    enforced = "" if isinstance(slurm.config, Unavailable) else slurm.config.values.get("AccountingStorageEnforce", "")
     if wanted.account and wanted.account not in names:
-        told = f"{wanted.account} is none of yours ({', '.join(names) or 'you have none'})"
-        return fail(name, told, f'[slurm] account = "{names[0]}"' if names else _NO_ACCOUNT)
+        text = f"{wanted.account} is none of yours ({', '.join(names) or 'you have none'})"
+        return fail(name, text, f'[slurm] account = "{names[0]}"' if names else _NO_ACCOUNT)
     if not names:
-        told = "Slurm's accounting does not know you"
+        text = "Slurm's accounting does not know you"
         if "associations" in enforced:
-            return fail(name, told, _NO_ACCOUNT)
-        return warn(name, f"{told}, and asks nobody", "")
+            return fail(name, text, _NO_ACCOUNT)
+        return warn(name, f"{text}, and asks nobody", "")
     if len(names) > 1 and not wanted.account:
         return ok(name, f"{', '.join(names)}; jobs that name none go to {accounts.default or 'none of them'}")
     return ok(name, ", ".join(names))
 
 
 def _limits(slurm: Slurm) -> Check:
-    name, seen = "slurm.limits", slurm.limits
-    if isinstance(seen, Unread) or seen.unknown:
-        return unknown(name, seen if isinstance(seen, Unread) else seen.unknown)
-    told = ", ".join(f"{one.where} = {one.most}{'' if one.alone else ' (with others)'}" for one in seen.limits)
-    if not told:
+    name, limits = "slurm.limits", slurm.limits
+    if isinstance(limits, Unavailable) or limits.unknown:
+        return unknown(name, limits if isinstance(limits, Unavailable) else limits.unknown)
+    text = ", ".join(f"{one.name} = {one.max_jobs}{'' if one.per_user else ' (with others)'}" for one in limits.limits)
+    if not text:
         return ok(name, "none that hold for this user and these options")
-    if min(one.most for one in seen.limits) < POOL_JOBS:
-        return warn(name, f"{told}; a run has up to {POOL_JOBS} jobs at a time")
-    return ok(name, f"{told}; rrl check counts what a job may need")
+    if min(one.max_jobs for one in limits.limits) < MAX_POOL_JOBS:
+        return warn(name, f"{text}; a run has up to {MAX_POOL_JOBS} jobs at a time")
+    return ok(name, f"{text}; rrl check counts what a job may need")
 
 
 def _drain(facts: Facts, slurm: Slurm) -> Check:
     name, accounts = "slurm.drain", slurm.accounts
-    config = {} if isinstance(slurm.config, Unread) else slurm.config.values
+    config = {} if isinstance(slurm.config, Unavailable) else slurm.config.values
     owner = config.get("SlurmUser", "").partition("(")[0]
     if facts.uid == 0 or facts.user == owner:
         return ok(name, f"{facts.user} may: {'root' if facts.uid == 0 else 'SlurmUser'}")
-    told = f"only root and SlurmUser ({owner or '?'}) may"
+    text = f"only root and SlurmUser ({owner or '?'}) may"
     fix = MEANINGS[name].fix.replace("NAME", facts.user)
-    if isinstance(accounts, Unread):
-        if config and _none_kept(slurm):
-            return warn(name, f"{told}: without accounting nobody has an admin level", fix.partition(". ")[0])
+    if isinstance(accounts, Unavailable):
+        if config and _has_no_accounting(slurm):
+            return warn(name, f"{text}: without accounting nobody has an admin level", fix.partition(". ")[0])
         return unknown(name, accounts)
     if accounts.admin == "Administrator":
         return ok(name, f"{facts.user} is {accounts.admin}")
@@ -235,39 +235,39 @@ def _drain(facts: Facts, slurm: Slurm) -> Check:
 
 def _confined(slurm: Slurm) -> Check:
     name, cgroups = "slurm.confined", slurm.cgroups
-    plugins = "" if isinstance(slurm.config, Unread) else slurm.config.values.get("TaskPlugin", "")
+    plugins = "" if isinstance(slurm.config, Unavailable) else slurm.config.values.get("TaskPlugin", "")
     if plugins and "cgroup" not in plugins:
         return warn(name, f"TaskPlugin={plugins}: nothing is confined")
-    if isinstance(cgroups, Unread):
+    if isinstance(cgroups, Unavailable):
         return unknown(name, f"cgroup.conf cannot be read here: {cgroups.why}")
-    words = {key: cgroups.values.get(key, "no") for key in ("ConstrainDevices", "ConstrainRAMSpace")}
-    told = f"{', '.join(f'{key}={value}' for key, value in words.items())} ({cgroups.where})"
-    return ok(name, told) if all(one.lower() == "yes" for one in words.values()) else warn(name, told)
+    settings = {key: cgroups.values.get(key, "no") for key in ("ConstrainDevices", "ConstrainRAMSpace")}
+    text = f"{', '.join(f'{key}={value}' for key, value in settings.items())} ({cgroups.where})"
+    return ok(name, text) if all(one.lower() == "yes" for one in settings.values()) else warn(name, text)
 
 
 def _propagate(facts: Facts, slurm: Slurm) -> Check:
     name, config, limits = "slurm.propagate", slurm.config, facts.host.limits
-    if isinstance(config, Unread):
+    if isinstance(config, Unavailable):
         return unknown(name, config)
     every, but = (config.values.get(f"PropagateResourceLimits{one}", "") for one in ("", "Except"))
     if not every and not but:
         return unknown(name, "scontrol show config tells neither PropagateResourceLimits nor ...Except")
-    told = f"PropagateResourceLimits={every}" if every else f"PropagateResourceLimitsExcept={but}"
-    ours = "MEMLOCK" not in but if but else every == "ALL" or "MEMLOCK" in every
-    if not ours:
-        return ok(name, f"{told}: jobs get the memlock of the node")
-    if isinstance(limits, Unread):
-        return unknown(name, f"{told}: jobs get the memlock of this shell, which cannot be read: {limits.why}")
-    told += f": jobs get the memlock of this shell, {'unlimited' if limits.memlock < 0 else size(limits.memlock)}"
-    there = facts.node.report.host.network if isinstance(facts.node, Visit) else None
-    if limits.memlock < 0 or (isinstance(there, Network) and not there.rdma):
-        return ok(name, told)
-    return warn(name, f"{told}; RDMA would need more")
+    text = f"PropagateResourceLimits={every}" if every else f"PropagateResourceLimitsExcept={but}"
+    propagates_memlock = "MEMLOCK" not in but if but else every == "ALL" or "MEMLOCK" in every
+    if not propagates_memlock:
+        return ok(name, f"{text}: jobs get the memlock of the node")
+    if isinstance(limits, Unavailable):
+        return unknown(name, f"{text}: jobs get the memlock of this shell, which cannot be read: {limits.why}")
+    text += f": jobs get the memlock of this shell, {'unlimited' if limits.memlock < 0 else size(limits.memlock)}"
+    node_network = facts.node.report.host.network if isinstance(facts.node, Visit) else None
+    if limits.memlock < 0 or (isinstance(node_network, Network) and not node_network.rdma):
+        return ok(name, text)
+    return warn(name, f"{text}; RDMA would need more")
 
 
 # ── scontrol show config ───────────────────────────────────────────────────────────────────────────────────────────
-def _of_config(name: str, judge: Callable[[Config], Check], config: Config | Unread) -> Check:
-    if isinstance(config, Unread):
+def _check_config(name: str, judge: Callable[[Config], Check], config: Config | Unavailable) -> Check:
+    if isinstance(config, Unavailable):
         return unknown(name, config, MEANINGS[name].fix if name == "slurm.answers" else "")
     return judge(config)
 
@@ -283,16 +283,16 @@ def _version(config: Config) -> Check:
     if match is None:
         return unknown("slurm.version", "scontrol show config names none")
     version = int(match[1]), int(match[2])
-    if not OLDEST <= version <= NEWEST:
-        tested = " to ".join(f"{year}.{month:02}" for year, month in (OLDEST, NEWEST))
+    if not OLDEST_VERSION <= version <= NEWEST_VERSION:
+        tested = " to ".join(f"{year}.{month:02}" for year, month in (OLDEST_VERSION, NEWEST_VERSION))
         return warn("slurm.version", f"{text}, and rrl is tested on {tested}")
     return ok("slurm.version", text)
 
 
 def _answers(config: Config) -> Check:
     limited = "rl_enable" in config.values.get("SlurmctldParameters", "")
-    told = f"in {1000 * config.seconds:.0f} ms{'; how often a user may ask is limited (rl_enable)' if limited else ''}"
-    return warn("slurm.answers", told, '[limits] poll = "10s"') if config.seconds > SLOW else ok("slurm.answers", told)
+    text = f"in {1000 * config.seconds:.0f} ms{'; how often a user may ask is limited (rl_enable)' if limited else ''}"
+    return warn("slurm.answers", text, '[limits] poll = "10s"') if config.seconds > SLOW_ANSWER_S else ok("slurm.answers", text)
 
 
 def _hold(config: Config) -> Check:
@@ -306,15 +306,15 @@ def _hold(config: Config) -> Check:
 
 def _select(config: Config) -> Check:
     kind, parameters = config.values.get("SelectType", ""), config.values.get("SelectTypeParameters", "")
-    told = f"{kind} {parameters}".strip()
-    if not told:
+    text = f"{kind} {parameters}".strip()
+    if not text:
         return unknown("slurm.select", "scontrol show config tells no SelectType")
     if "linear" in kind:
-        return warn("slurm.select", f"{told}: every job takes whole nodes, the manager's too",
+        return warn("slurm.select", f"{text}: every job takes whole nodes, the manager's too",
                     '[manager] where = "pool", or rrl submit --foreground')  # fmt: skip
     if "MEMORY" not in parameters.upper():
-        return warn("slurm.select", f"{told}: memory is not handed out, others may take yours")
-    return ok("slurm.select", told)
+        return warn("slurm.select", f"{text}: memory is not handed out, others may take yours")
+    return ok("slurm.select", text)
 
 
 def _requeue(config: Config) -> Check:
@@ -330,17 +330,17 @@ def _killwait(config: Config) -> Check:
     seconds = _number(config, "KillWait")
     if seconds is None:
         return unknown("slurm.killwait", "scontrol show config tells no KillWait")
-    told = f"{seconds} s"
-    if seconds < KILLWAIT:
-        return warn("slurm.killwait", f"{told}, less than Slurm's default")
-    return ok("slurm.killwait", told)
+    text = f"{seconds} s"
+    if seconds < DEFAULT_KILL_WAIT_S:
+        return warn("slurm.killwait", f"{text}, less than Slurm's default")
+    return ok("slurm.killwait", text)
 
 
 def _steps(config: Config) -> Check:
     count = _number(config, "MaxStepCount")
     if count is None:
         return unknown("slurm.steps", "scontrol show config tells no MaxStepCount")
-    return warn("slurm.steps", str(count)) if count < STEPS else ok("slurm.steps", str(count))
+    return warn("slurm.steps", str(count)) if count < MIN_STEP_LIMIT else ok("slurm.steps", str(count))
 
 
 def _deadnodes(config: Config) -> Check:
@@ -353,8 +353,8 @@ def _deadnodes(config: Config) -> Check:
 
 def _private(config: Config) -> Check:
     hidden = config.values.get("PrivateData", "") or "none"
-    told = f"PrivateData={hidden}"
-    return warn("slurm.private", told) if "nodes" in hidden else ok("slurm.private", told)
+    text = f"PrivateData={hidden}"
+    return warn("slurm.private", text) if "nodes" in hidden else ok("slurm.private", text)
 
 
 def _filters(config: Config) -> Check:
@@ -381,9 +381,9 @@ _CONFIGURED: dict[str, Callable[[Config], Check]] = {
 }  # fmt: skip
 
 
-def usable(slurm: Slurm, wanted: Wanted) -> tuple[Node, ...]:
+def usable_nodes(slurm: Slurm, wanted: DoctorOptions) -> tuple[Node, ...]:
     """Nodes of the partition that jobs would go to, which could take work now."""
-    partition = chosen(slurm, wanted)
-    if isinstance(partition, Unread) or not isinstance(slurm.nodes, Nodes):
+    partition = chosen_partition(slurm, wanted)
+    if isinstance(partition, Unavailable) or not isinstance(slurm.nodes, Nodes):
         return ()
     return slurm.nodes.usable(partition.name)

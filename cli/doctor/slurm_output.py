@@ -13,7 +13,7 @@ from ...manager.cluster.slurm.parsing import Unreadable, node_state
 from ...manager.cluster.slurm.requests import gpus_by_type
 from .facts import Accounts, Node, Nodes, Partition, Partitions
 
-_ENDLESS = ("UNLIMITED", "INFINITE", "NONE", "N/A", "")
+_NO_LIMIT_VALUES = ("UNLIMITED", "INFINITE", "NONE", "N/A", "")
 
 
 def read_config(text: str) -> dict[str, str]:
@@ -54,15 +54,15 @@ def read_nodes(text: str) -> Nodes:
 
 def read_accounts(user: str, associations: str) -> Accounts:
     """From ``sacctmgr -n -P``: ``show user format=AdminLevel,DefaultAccount`` and ``show assoc format=Account``."""
-    told = [line.split("|") for line in user.splitlines() if line.strip()]
-    if any(len(fields) != 2 for fields in told):
+    rows = [line.split("|") for line in user.splitlines() if line.strip()]
+    if any(len(fields) != 2 for fields in rows):
         raise Unreadable(f"sacctmgr says: {user.strip()[:80]!r}")
-    admin, default = told[0] if told else ("", "")
+    admin, default = rows[0] if rows else ("", "")
     names = dict.fromkeys(line.strip().rstrip("|") for line in associations.splitlines() if line.strip())
     return Accounts(admin, default, tuple(names))
 
 
-def start_of(text: str) -> str | None:
+def estimated_start(text: str) -> str | None:
     """From ``sbatch --test-only``: when the job would start (``2026-11-20T09:19:27``), by the client's local time."""
     match = re.search(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", text)
     return match[1] if match else None
@@ -87,7 +87,7 @@ def _count(line: dict[str, str], name: str) -> int:
 
 def _time(text: str) -> float | None:
     """Slurm's ``[days-]hours:minutes:seconds``; None for no limit."""
-    if text.upper() in _ENDLESS:
+    if text.upper() in _NO_LIMIT_VALUES:
         return None
     try:
         return seconds(text)

@@ -22,36 +22,36 @@ from ...config.health_rules_file import RulesError, load_rules
 from ...core.types import Finding, NodeName, Verdict
 from ...core.units import seconds
 from ...health.checks.evaluate import CHECKS, unknown_checks
-from ...health.node_check import CODES, check_node, overall
-from ..common.runs import BadInput
+from ...health.node_check import EXIT_CODES, check_node, overall
+from ..common.runs import UsageError
 
-_LONGEST = 3600.0
+_MAX_TIMEOUT_S = 3600.0
 """s; a prolog has minutes"""
-_LONGEST_REASON = 150
+_MAX_REASON_LENGTH = 150
 """characters of what a hook says in a drain's reason"""
 
 
 def check(
-    *, json: bool, prolog: bool, within: str, config: Path | None, only: str | None, mounts: Sequence[str],
+    *, json: bool, prolog: bool, time_limit: str, config: Path | None, only: str | None, mounts: Sequence[str],
     rates: bool,
 ) -> int:  # fmt: skip
     """Raises BadInput. Prints one line with the verdict, then what was found, the worst first."""
     rules, names = _rules(config), _names(only)
     try:
-        limit = seconds(within)
+        limit = seconds(time_limit)
     except ValueError as error:
-        raise BadInput(f"--within: {error}") from None
-    if not 0 < limit <= _LONGEST:
-        raise BadInput(f"--within: {within} is not between 0 and {_LONGEST:g}s")
+        raise UsageError(f"--within: {error}") from None
+    if not 0 < limit <= _MAX_TIMEOUT_S:
+        raise UsageError(f"--within: {time_limit} is not between 0 and {_MAX_TIMEOUT_S:g}s")
     node = _this_node()
-    vacant = _of_job(os.environ.get("SLURM_JOB_GPUS", "")) if prolog else ()
-    findings = check_node(rules, limit, node=node, mounts=mounts, vacant=vacant, only=names, rates=rates)
+    vacant = _job_gpus(os.environ.get("SLURM_JOB_GPUS", "")) if prolog else ()
+    findings = check_node(rules, limit, node=node, mounts=mounts, expected_free=vacant, only=names, rates=rates)
     verdict = overall(findings)
     try:
-        _tell(node, verdict, findings, json)
+        _print_result(node, verdict, findings, json)
     except OSError:  # nobody reads it, or there is no room: the code says it too, and no flush at exit may change that
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return 0 if prolog and verdict is not Verdict.FAIL else CODES[verdict]
+    return 0 if prolog and verdict is not Verdict.FAIL else EXIT_CODES[verdict]
 
 
 def drain_node(why: str, node: str | None, config: Path | None) -> int:
@@ -60,16 +60,16 @@ def drain_node(why: str, node: str | None, config: Path | None) -> int:
     Returns 0 if the node is drained, 1 if the site's limit for hooks held the drain back, 3 if Slurm did not answer or
     refused; the last two print why.
     """
-    from .node_drains import NotAsked, drain_by_hook
+    from .node_drains import SlurmUnavailable, drain_by_hook
 
     try:
-        held = drain_by_hook(node or _this_node(), " ".join(why.split())[:_LONGEST_REASON], _rules(config).hooks)
-    except NotAsked as error:
+        held_back_reason = drain_by_hook(node or _this_node(), " ".join(why.split())[:_MAX_REASON_LENGTH], _rules(config).hooks)
+    except SlurmUnavailable as error:
         print(f"not drained: {error}", flush=True)
-        return CODES[Verdict.UNKNOWN]
-    if held:
-        print(f"held back: {held}", flush=True)
-    return 1 if held else 0
+        return EXIT_CODES[Verdict.UNKNOWN]
+    if held_back_reason:
+        print(f"held back: {held_back_reason}", flush=True)
+    return 1 if held_back_reason else 0
 
 
 def _this_node() -> NodeName:
@@ -77,7 +77,7 @@ def _this_node() -> NodeName:
     return NodeName(os.environ.get("SLURMD_NODENAME") or platform.node().partition(".")[0])
 
 
-def _tell(node: NodeName, verdict: Verdict, findings: Sequence[Finding], json: bool) -> None:
+def _print_result(node: NodeName, verdict: Verdict, findings: Sequence[Finding], json: bool) -> None:
     from ..common.output import print_json, show
     from ..views.checks import headline, health_check_view
 
@@ -95,19 +95,19 @@ def _rules(config: Path | None) -> Any:
     try:
         rules = load_rules(config)
     except RulesError as error:
-        raise BadInput(str(error)) from None
+        raise UsageError(str(error)) from None
     if wrong := unknown_checks(rules):
-        raise BadInput(f"{config or 'health.toml'}: checks.{wrong[0]}: {_no_check(wrong[0])}")
+        raise UsageError(f"{config or 'health.toml'}: checks.{wrong[0]}: {_no_check(wrong[0])}")
     return rules
 
 
 def _names(only: str | None) -> tuple[str, ...]:
     names = tuple(name.strip() for name in only.split(",") if name.strip()) if only is not None else ()
     if only is not None and not names:
-        raise BadInput("--checks: name at least one check")
+        raise UsageError("--checks: name at least one check")
     known = {check.name for check in CHECKS}
     if wrong := [name for name in names if name not in known]:
-        raise BadInput(f"--checks: {wrong[0]}: {_no_check(wrong[0])}")
+        raise UsageError(f"--checks: {wrong[0]}: {_no_check(wrong[0])}")
     return names
 
 
@@ -119,12 +119,12 @@ def _no_check(name: str) -> str:
     return f'no such check; did you mean "{near[0]}"?' if near else f"no such check; there are {', '.join(known)}"
 
 
-def _of_job(text: str) -> tuple[str, ...]:
+def _job_gpus(text: str) -> tuple[str, ...]:
     """GPUs of a job as slurmd tells its prolog: ``0,2-3``. None: it has none, or they are told in a way that is new to
     us; nothing is then said of GPUs, for those of others may be in use."""
     found: list[str] = []
-    for part in filter(None, text.split(",")):
-        if match := re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part.strip()):
+    for item in filter(None, text.split(",")):
+        if match := re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", item.strip()):
             found += map(str, range(int(match[1]), int(match[2] or match[1]) + 1))
         else:
             return ()
@@ -134,8 +134,8 @@ def _of_job(text: str) -> tuple[str, ...]:
 def _as_json(node: NodeName, verdict: Verdict, findings: Sequence[Finding]) -> dict[str, Any]:
     """Times are s since 1970: a node's monotonic clock means nothing to others."""
     offset = time.time() - time.monotonic()
-    told = [_dated(finding, offset) for finding in findings]
-    return {"node": node, "verdict": verdict, "code": CODES[verdict], "checked_at": time.time(), "findings": told}
+    dated = [_dated(finding, offset) for finding in findings]
+    return {"node": node, "verdict": verdict, "code": EXIT_CODES[verdict], "checked_at": time.time(), "findings": dated}
 
 
 def _dated(finding: Finding, offset: float) -> Finding:

@@ -7,32 +7,32 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...health.report.drain_requests import Request, confirmation, confirmed_reason, open_requests
+from ...health.report.drain_requests import DrainRequest, confirmation, confirmed_reason, open_requests
 from ...health.report.model import DrainState
 from ...health.report.node import drain_line
-from ..common.output import moment, print_json, print_line, show
-from ..common.runs import Failed
+from ..common.output import parse_time, print_json, print_line, show
+from ..common.runs import OperationFailed
 from . import node_drains, remote_checks
-from .report import read, warn, without_impossible
+from .report import read_records, warn, without_implausible
 
 _now = time.time
 
 
 def drain_requests(since: str, history: Sequence[Path], *, apply: bool, json: bool) -> int:
     """Exit code 1 where one of them was to be drained and is not."""
-    told, sources = read(history, max(0.0, moment(since)))
-    wanted = {one.node for one in open_requests(told)}
+    records, sources = read_records(history, max(0.0, parse_time(since)))
+    wanted = {one.node for one in open_requests(records)}
     try:
-        drains, unknown = (node_drains.look(wanted) if wanted else {}), ""
-    except node_drains.NotAsked as error:
+        drains, unknown = (node_drains.drain_states(wanted) if wanted else {}), ""
+    except node_drains.SlurmUnavailable as error:
         drains, unknown = {}, str(error)
-    told, sources = without_impossible(told, sources, _now(), drains)
+    records, sources = without_implausible(records, sources, _now(), drains)
     warn(sources)
-    requests = open_requests(told)
+    requests = open_requests(records)
     if apply:
         return _apply(requests, drains, unknown, json)
     if json:
-        print_json([_told(one, drains.get(one.node, DrainState())) for one in requests])
+        print_json([_as_json(one, drains.get(one.node, DrainState())) for one in requests])
         return 0
     from ..views.checks import requests_view
 
@@ -43,11 +43,11 @@ def drain_requests(since: str, history: Sequence[Path], *, apply: bool, json: bo
     return 0
 
 
-def _apply(requests: list[Request], drains: dict[str, DrainState], unknown: str, json: bool) -> int:
+def _apply(requests: list[DrainRequest], drains: dict[str, DrainState], unknown: str, json: bool) -> int:
     if unknown:
-        raise Failed(f"nothing was drained: {unknown}")
+        raise OperationFailed(f"nothing was drained: {unknown}")
     outcomes: list[tuple[str, bool, str]] = []
-    wanted: list[Request] = []
+    wanted: list[DrainRequest] = []
     for one in requests:
         state = drains.get(one.node, DrainState())
         if state.booted > one.at:  # it was repaired, or the next run that has it will ask anew
@@ -68,31 +68,31 @@ def _apply(requests: list[Request], drains: dict[str, DrainState], unknown: str,
             confirmed.append((one.node, confirmed_reason(one, finding)))
     try:
         outcomes += node_drains.drain(confirmed) if confirmed else []
-    except node_drains.NotAsked as error:
-        raise Failed(f"nothing was drained: {error}") from None
+    except node_drains.SlurmUnavailable as error:
+        raise OperationFailed(f"nothing was drained: {error}") from None
     if json:
-        print_json([{"node": node, "drained": ok, "said": said} for node, ok, said in outcomes])
+        print_json([{"node": node, "drained": ok, "said": outcome} for node, ok, outcome in outcomes])
     else:
-        for node, ok, said in outcomes:
-            print_line(f"{node}: {said}" if ok else f"{node}: not drained: {said}")
+        for node, ok, outcome in outcomes:
+            print_line(f"{node}: {outcome}" if ok else f"{node}: not drained: {outcome}")
         if not outcomes:
             print("nothing is asked for", file=sys.stderr)
     return 0 if all(ok for _, ok, _ in outcomes) else 1
 
 
-def _users(one: Request) -> str:
+def _users(one: DrainRequest) -> str:
     return " and ".join(one.users)
 
 
-def _scontrol(one: Request, state: DrainState) -> str:
+def _scontrol(one: DrainRequest, state: DrainState) -> str:
     """A line to paste; empty where nothing is to be drained, or only one user says so."""
     wanted = one.accused and not state.drained and state.booted <= one.at
     return drain_line(one.node, one.reason) if wanted else ""
 
 
-def _told(one: Request, state: DrainState) -> dict[str, object]:
+def _as_json(one: DrainRequest, state: DrainState) -> dict[str, object]:
     return {
         "node": one.node, "reason": one.reason, "cause": one.cause, "evidence": list(one.evidence), "at": one.at,
-        "users": list(one.users), "runs": list(one.runs), "asked_by": one.by, "said": one.said, "state": state.state,
-        "drained": state.drained, "whose": state.whose, "accused": one.accused, "scontrol": _scontrol(one, state),
+        "users": list(one.users), "runs": list(one.runs), "asked_by": one.by, "said": one.rejection, "state": state.state,
+        "drained": state.drained, "whose": state.owner, "accused": one.accused, "scontrol": _scontrol(one, state),
     }  # fmt: skip

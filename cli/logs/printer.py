@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from ...core.log_lines import STAMP, seconds_of
+from ...core.log_lines import STAMP_BYTES, seconds_of
 from ...core.text import escaped, escaped_json
 from .files import Log
 from .merge import Line
@@ -32,33 +32,33 @@ class Printer:
         self._coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         self._colours: dict[str, int] = {}
         self._second = b""
-        self._local = ""
+        self._local_second = ""
 
     def print(self, lines: Iterator[tuple[Log, Line]]) -> None:
         for log, line in lines:
-            sys.stdout.write(self.text(log, line) + "\n")
+            sys.stdout.write(self.format_line(log, line) + "\n")
         sys.stdout.flush()
 
-    def text(self, log: Log, line: Line) -> str:
+    def format_line(self, log: Log, line: Line) -> str:
         text = line.text.decode("utf-8", "replace")
         if self.json:
             at = line.stamp.decode() or None
-            document = {"time": at, "life": log.life, "log": log.kind, "text": text}
+            document = {"time": at, "life": log.owner, "log": log.kind, "text": text}
             return escaped_json(msgspec.json.encode(document).decode())
         text = text if self.raw else escaped(text)
-        time_of_day = f"{self.local(line.stamp)} " if line.stamp else ""
+        time_of_day = f"{self.local_time(line.stamp)} " if line.stamp else ""
         return f"{time_of_day}{self._paint(log.label)} | {text}" if self.labelled else f"{time_of_day}{text}"
 
-    def local(self, stamped: bytes) -> str:
+    def local_time(self, stamped: bytes) -> str:
         """``11-20 09:00:00.123`` where we are."""
-        second = stamped[: STAMP - 8]
+        second = stamped[: STAMP_BYTES - 8]
         if second != self._second:
             try:
                 moment = time.localtime(seconds_of(stamped))
             except ValueError:  # nothing of ours wrote it
                 return second.decode()
-            self._second, self._local = second, time.strftime("%m-%d %H:%M:%S", moment)
-        return f"{self._local}.{stamped[STAMP - 7 : STAMP - 4].decode()}"
+            self._second, self._local_second = second, time.strftime("%m-%d %H:%M:%S", moment)
+        return f"{self._local_second}.{stamped[STAMP_BYTES - 7 : STAMP_BYTES - 4].decode()}"
 
     def _paint(self, label: str) -> str:
         if not self._coloured:

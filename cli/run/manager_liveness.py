@@ -17,12 +17,12 @@ from msgspec import Struct
 
 from ...core.run_dir import RunDir
 from ...manager.model.state import State
-from ..common.runs import Failed
+from ..common.runs import OperationFailed
 from ..views.formatting import span
 
 if TYPE_CHECKING:  # both take long to import, and most runs that are looked at are well
     from ...manager.cluster.slurm.parsing import Job
-    from ...manager.storage.lease import Holder
+    from ...manager.storage.lease import LeaseHolder
 
 STALE_LEASES = 3.0
 """A lease that was not renewed for so many times its length is stale: a manager renews it five times in each, so that
@@ -76,10 +76,10 @@ def stale_lease(run: RunDir, state: State) -> str:
     if state.outcome is not None:
         return ""
     try:
-        held, renewed = holder(run), renewed_at(run)
+        lease_holder, renewed = holder(run), renewed_at(run)
     except OSError as error:
-        raise Failed(f"{run.epochs}: {error.strerror}") from None
-    if surely_gone(held):
+        raise OperationFailed(f"{run.epochs}: {error.strerror}") from None
+    if surely_gone(lease_holder):
         return "none is running"
     age = time.time() - renewed  # by two clocks, so that a large difference either way only makes us ask
     if abs(age) <= STALE_LEASES * state.job.limits.lease:
@@ -87,10 +87,10 @@ def stale_lease(run: RunDir, state: State) -> str:
     return f"no sign of it for {span(max(0.0, age))}"
 
 
-def surely_gone(held: Holder | None) -> bool:
+def surely_gone(lease_holder: LeaseHolder | None) -> bool:
     """Return whether this machine can tell for certain that no manager lives: nobody holds the lease, or its holder's
     process ran here and has ended."""
-    return held is None or (held.host == socket.gethostname() and not os.path.exists(f"/proc/{held.pid}"))
+    return lease_holder is None or (lease_holder.host == socket.gethostname() and not os.path.exists(f"/proc/{lease_holder.pid}"))
 
 
 def owner_of(run: RunDir) -> int:
@@ -98,7 +98,7 @@ def owner_of(run: RunDir) -> int:
     try:
         return run.path.stat().st_uid
     except OSError as error:
-        raise Failed(f"{run.path}: {error.strerror}") from None
+        raise OperationFailed(f"{run.path}: {error.strerror}") from None
 
 
 def ask_slurm(uid: int) -> SlurmJobs:
@@ -127,27 +127,27 @@ def judge(state: State, stale: str, slurm: SlurmJobs | None) -> Liveness:
     if slurm.unknown:
         note = f"{stale}; whether the roles go on is unknown"
         return Liveness(note, f"Slurm cannot be asked: {slurm.unknown}", UNKNOWN)
-    ours = [job for job in slurm.jobs if _is_of(job, state.run)]
-    managers = [job for job in ours if _brings_a_manager(job, state)]
-    if not ours:
+    run_jobs = [job for job in slurm.jobs if _belongs_to_run(job, state.run)]
+    managers = [job for job in run_jobs if _brings_a_manager(job, state)]
+    if not run_jobs:
         goes_on = f"{manage} goes on from step {state.step}" if state.job.steps else f"{manage} goes on"
         return Liveness(f"{stale}, and Slurm knows no job of this run", goes_on, INTERRUPTED)
-    holds_nodes = len(ours) > len(managers) or state.job.manager.where == "pool"
+    holds_nodes = len(run_jobs) > len(managers) or state.job.manager.where == "pool"
     roles = "the roles go on" if holds_nodes else "no nodes are held"
     if not managers:
         return Liveness(f"{stale}; {roles}. Start one: {manage}")
-    return Liveness(f"{stale}; {roles}", _told_of(managers))
+    return Liveness(f"{stale}; {roles}", _managers_text(managers))
 
 
-def _is_of(job: Job, run_id: str) -> bool:
+def _belongs_to_run(job: Job, run_id: str) -> bool:
     """By its comment, or by its name where a site has changed the comment."""
     return job.comment.split()[:2] == ["rrl", run_id] or job.name.startswith(f"{run_id}.")
 
 
 def _brings_a_manager(job: Job, state: State) -> bool:
-    from ...manager.bootstrap.manager_job import starting
+    from ...manager.bootstrap.manager_job import job_name
 
-    return job.name == starting(state.run, state.job)
+    return job.name == job_name(state.run, state.job)
 
 
 def _manager_runs(state: State, slurm: SlurmJobs) -> bool:
@@ -156,7 +156,7 @@ def _manager_runs(state: State, slurm: SlurmJobs) -> bool:
     return any(job.state is AllocationState.RUNNING and _brings_a_manager(job, state) for job in slurm.jobs)
 
 
-def _told_of(managers: Sequence[Job]) -> str:
+def _managers_text(managers: Sequence[Job]) -> str:
     """What Slurm says of the jobs that bring a manager: the running one first."""
     from ...manager.cluster.base import AllocationState
 
@@ -171,7 +171,7 @@ def manager_gone(run: RunDir) -> str:
     from ...manager.storage.lease import holder
 
     try:
-        held = holder(run)
+        lease_holder = holder(run)
     except OSError as error:
-        raise Failed(f"{run.epochs}: {error.strerror}") from None
-    return f"none is running; the roles go on. Start one: rrl manage {run.id}" if surely_gone(held) else ""
+        raise OperationFailed(f"{run.epochs}: {error.strerror}") from None
+    return f"none is running; the roles go on. Start one: rrl manage {run.id}" if surely_gone(lease_holder) else ""

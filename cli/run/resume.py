@@ -18,53 +18,53 @@ from ...core.units import seconds
 from ...manager.bootstrap import start as starting
 from ...manager.model.state import State
 from ...manager.storage.journal import JournalError
-from ..common.runs import BadInput, Failed, check_whole, find_run, read
-from ..job.check import asked, planned, tell
+from ..common.runs import UsageError, OperationFailed, check_manageable, find_run, read_state
+from ..job.check import preflight, preview_or_fail, print_warnings
 from .manager_liveness import manager_gone
-from .submit import report, watched
+from .submit import print_started, watch_until_end
 
-FIXED = ("run.name", "run.seed", "cluster.kind", "model", "task")
+FIXED_KEYS = ("run.name", "run.seed", "cluster.kind", "model", "task")
 """Keys of job.toml that cannot change: what was trained and stored would be of something else."""
-FREE = ("model.max_length",)
+CHANGEABLE_KEYS = ("model.max_length",)
 """keys in these that can"""
 
 
 def resume(name: str, *, changed: Path | None, steps: int | None, walltime: str | None, wait: bool, json: bool) -> int:
     """Exit codes as of ``rrl submit``."""
     run = find_run(name)
-    check_whole(run)
-    state = read(run)
+    check_manageable(run)
+    state = read_state(run)
     _check_ended(run, state)
     assert state is not None
     assert state.ended is not None
     job, text, source = _job(run, changed, steps, walltime)
     _check_fits(run, state, job, changed)
-    planned(job, source)
-    warnings, _ = asked(job, source, False)
-    tell(warnings)
+    preview_or_fail(job, source)
+    warnings, _ = preflight(job, source, False)
+    print_warnings(warnings)
     try:
         warning = starting.resume(run, job, text, source, state.ended)
     except JournalError as error:
-        raise BadInput(str(error)) from None
+        raise UsageError(str(error)) from None
     except (OSError, RuntimeError) as error:
-        raise Failed(f"{run.id} could not be resumed: {error}") from None
-    tell([warning] if warning else [])
-    return watched(run, json, state.seq) if wait else report(run, json)
+        raise OperationFailed(f"{run.id} could not be resumed: {error}") from None
+    print_warnings([warning] if warning else [])
+    return watch_until_end(run, json, state.seq) if wait else print_started(run, json)
 
 
 def _check_ended(run: RunDir, state: State | None) -> None:
     if state is None:
-        raise BadInput(f"{run.id} has not begun yet; see: rrl status {run.id}")
+        raise UsageError(f"{run.id} has not begun yet; see: rrl status {run.id}")
     if state.outcome is None:
         alone = manager_gone(run)
-        raise BadInput(f"{run.id} has not ended{'; its manager: ' + alone if alone else ''}; see: rrl status {run.id}")
+        raise UsageError(f"{run.id} has not ended{'; its manager: ' + alone if alone else ''}; see: rrl status {run.id}")
 
 
 def _job(run: RunDir, changed: Path | None, steps: int | None, walltime: str | None) -> tuple[Job, bytes, Path]:
     """The job as it goes on, its text, and where it came from: the folder of that is the roles' working folder."""
     source = changed or Path(str(msgspec.json.decode(run.resolved.read_bytes())["source"]))
     if changed is None and not run.job_toml.exists():
-        raise BadInput(f"{run.job_toml}: no such file; name the job spec that it was a copy of with --job")
+        raise UsageError(f"{run.job_toml}: no such file; name the job spec that it was a copy of with --job")
     path = changed or run.job_toml
     job, text = load_job(path, source.parent), path.read_bytes()
     if steps is None and walltime is None:
@@ -73,18 +73,18 @@ def _job(run: RunDir, changed: Path | None, steps: int | None, walltime: str | N
         job = job.model_copy(update={"run": job.run.model_copy(update={"steps": steps})})
     if walltime is not None:
         job = job.model_copy(update={"cluster": job.cluster.model_copy(update={"walltime": _seconds(walltime)})})
-    return _fitting(job, walltime), as_toml(job).encode(), source
+    return _validated(job, walltime), as_toml(job).encode(), source
 
 
-def _fitting(job: Job, walltime: str | None) -> Job:
+def _validated(job: Job, walltime: str | None) -> Job:
     """``job`` again. Raises BadInput where what was changed does not fit the rest of it."""
     try:
         return Job.model_validate(tomllib.loads(as_toml(job)))
     except ValidationError as error:
-        what = error.errors()[0]
-        key = ".".join(map(str, what.get("ctx", {}).get("at", what["loc"])))
+        first_error = error.errors()[0]
+        key = ".".join(map(str, first_error.get("ctx", {}).get("at", first_error["loc"])))
         given = f"--walltime {walltime}" if walltime else "--steps"
-        raise BadInput(f"{given} does not fit: {key}: {what['msg']}") from None
+        raise UsageError(f"{given} does not fit: {key}: {first_error['msg']}") from None
 
 
 def _seconds(text: str) -> float:
@@ -92,8 +92,8 @@ def _seconds(text: str) -> float:
         if given := seconds(text):
             return given
     except ValueError as error:
-        raise BadInput(f"--walltime: {error}") from None
-    raise BadInput(f'--walltime: must be more than 0, not "{text}"')
+        raise UsageError(f"--walltime: {error}") from None
+    raise UsageError(f'--walltime: must be more than 0, not "{text}"')
 
 
 def _check_fits(run: RunDir, state: State, job: Job, changed: Path | None) -> None:
@@ -101,31 +101,31 @@ def _check_fits(run: RunDir, state: State, job: Job, changed: Path | None) -> No
     steps = job.run.steps or 0
     if state.outcome is Outcome.COMPLETED and state.step >= steps:
         left = f"its {steps} steps are committed; to go on: --steps with more" if steps else "nothing is left to do"
-        raise BadInput(f"{run.id} is complete: {left}")
+        raise UsageError(f"{run.id} is complete: {left}")
     if steps and state.step >= steps:
-        raise BadInput(f"{run.id} has committed {state.step} steps, and run.steps is {steps}; give --steps with more")
+        raise UsageError(f"{run.id} has committed {state.step} steps, and run.steps is {steps}; give --steps with more")
     if changed is None:
         return
     before, after = msgspec.json.decode(run.resolved.read_bytes())["job"], resolved(job)
-    for key in FIXED:
-        if not _same(_at(before, key), _at(after, key), key):
-            raise BadInput(f"{changed}: {key} is not that of {run.id}; to change it start a new run")
-    if not _at(before, "roles.trainer").get("kl") and _at(after, "roles.trainer.kl"):
-        raise BadInput(f"{changed}: roles.trainer.kl is 0 in {run.id}, which has kept no initial model to stay near; to"
+    for key in FIXED_KEYS:
+        if not _is_unchanged(_value_at(before, key), _value_at(after, key), key):
+            raise UsageError(f"{changed}: {key} is not that of {run.id}; to change it start a new run")
+    if not _value_at(before, "roles.trainer").get("kl") and _value_at(after, "roles.trainer.kl"):
+        raise UsageError(f"{changed}: roles.trainer.kl is 0 in {run.id}, which has kept no initial model to stay near; to"
                        " change it start a new run")  # fmt: skip
 
 
-def _at(job: dict[str, Any], key: str) -> Any:
+def _value_at(job: dict[str, Any], key: str) -> Any:
     value: Any = job
-    for part in key.split("."):
-        value = value.get(part)
+    for name in key.split("."):
+        value = value.get(name)
     return value
 
 
-def _same(before: Any, after: Any, at: str) -> bool:
+def _is_unchanged(before: Any, after: Any, key_path: str) -> bool:
     """A key that an earlier rrl did not have yet makes no difference. ``at``: where these stand in job.toml."""
-    if at in FREE:
+    if key_path in CHANGEABLE_KEYS:
         return True
     if isinstance(before, dict) and isinstance(after, dict):
-        return all(_same(value, after.get(key), f"{at}.{key}") for key, value in before.items())
+        return all(_is_unchanged(value, after.get(key), f"{key_path}.{key}") for key, value in before.items())
     return bool(before == after)

@@ -7,14 +7,14 @@ import time
 from ...core.run_dir import RunDir
 from ...manager.bootstrap.pool_supervisor import awaits_manager
 from ...manager.model.state import State
-from ..common.runs import BadInput, job_of, read
+from ..common.runs import UsageError, job_of, read_state
 
 SLURM_CHECK_EVERY_S = 10.0
 """s between two questions to Slurm, whose queue may hold the manager for days: six commands a minute, as many as a
 manager makes itself (three in each look, one look each ``limits.poll``)"""
 
 
-class NeverBegan(BadInput):
+class NeverBegan(UsageError):
     """All managers that were submitted have ended before the run began: it ends as ``rejected``, exit code 2."""
 
 
@@ -39,7 +39,7 @@ class StartCheck:
                 from ...manager.bootstrap.start_failure import start_failure
 
                 self._failure, self._checked_at = start_failure(self._run, job), now
-                if self._failure and not awaits_manager(self._run, read(self._run)):
+                if self._failure and not awaits_manager(self._run, read_state(self._run)):
                     self._failure = ""  # a manager began the run, and ended, since its journal was read
         except OSError:
             return ""

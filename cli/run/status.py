@@ -14,7 +14,7 @@ from ...core.run_dir import RunDir, runs_root
 from ...core.types import Outcome
 from ...manager.model.state import State
 from ..common.output import console, print_json, print_line, show
-from ..common.runs import BadInput, Failed, Reader, all_runs, find_run, job_of, read, summary_of
+from ..common.runs import UsageError, OperationFailed, StateReader, all_runs, find_run, job_of, read_state, summary_of
 from ..views.status import standing, status_view
 from ..views.summary import recoveries_view, runs_view
 from .manager_liveness import (
@@ -29,18 +29,18 @@ from .manager_liveness import (
 )
 from .start_check import StartCheck
 
-LEAST_FREE = 64 * 2**10
+MIN_FREE_BYTES = 64 * 2**10
 """bytes: with less free, what a manager writes for one decision may not fit"""
 
 
 def status(name: str | None, *, json: bool) -> int:
     """Print where a run stands; returns exit code 0. ``rrl status --live`` is :func:`rrl.cli.run.follow.show_live`."""
     run = find_run(name)
-    reader = Reader(run)
+    reader = StateReader(run)
     state = reader.state()
     if reader.torn and manager_gone(run):  # else it is only being written
-        told = f"the journal ends in {reader.torn} bytes of an unfinished record, which are ignored"
-        print(f"rrl: {told}: nobody was told of it", file=sys.stderr)
+        torn_text = f"the journal ends in {reader.torn} bytes of an unfinished record, which are ignored"
+        print(f"rrl: {torn_text}: nobody was told of it", file=sys.stderr)
     failure = StartCheck(run).failure(state)
     if state is not None and failure:
         print(f"rrl: {run.id} was to go on, but {failure}; to try again: rrl manage {run.id}", file=sys.stderr)
@@ -48,47 +48,47 @@ def status(name: str | None, *, json: bool) -> int:
         print_json(_as_json(run, state))
     elif json:
         outcome = Outcome.REJECTED if failure else None
-        print_json({"run": run.id, "outcome": outcome, "why": waiting(run, failure)})
+        print_json({"run": run.id, "outcome": outcome, "why": waiting_text(run, failure)})
     elif state is None:
-        print_line(f"{run.id}: {waiting(run, failure)}")
+        print_line(f"{run.id}: {waiting_text(run, failure)}")
     else:
-        show(picture(run, state, console().width, _looked_after(run, state)))
+        show(picture(run, state, console().width, _current_liveness(run, state)))
     return 0
 
 
-def _looked_after(run: RunDir, state: State) -> Liveness:
+def _current_liveness(run: RunDir, state: State) -> Liveness:
     if state.outcome is not None:
         return Liveness()
-    found = liveness(run, state)
-    return found if found.note else Liveness(storage_trouble(run))
+    judged = liveness(run, state)
+    return judged if judged.note else Liveness(storage_trouble(run))
 
 
 def _as_json(run: RunDir, state: State) -> dict[str, Any]:
     """The state, and where the run stands by its journal and by what is known of its manager and its jobs."""
-    found = _looked_after(run, state)
-    stands = {"standing": found.standing or standing(state)[0], "note": str(found)}
+    judged = _current_liveness(run, state)
+    standing_keys = {"standing": judged.standing or standing(state)[0], "note": str(judged)}
     decoded: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(state))
-    return decoded | stands
+    return decoded | standing_keys
 
 
-def picture(run: RunDir, state: State, width: int, found: Liveness = Liveness()) -> RenderableType:
+def picture(run: RunDir, state: State, width: int, manager_liveness: Liveness = Liveness()) -> RenderableType:
     """The status view, and what the summary adds once the run has ended."""
-    view = status_view(state, time.time(), width, (found.note, found.advice), found.standing)
+    view = status_view(state, time.time(), width, (manager_liveness.note, manager_liveness.advice), manager_liveness.standing)
     summary = summary_of(run) if state.outcome is not None else None
     if summary is None or not (recoveries := summary.get("recoveries")):
         return view
     return Group(view, "", recoveries_view(recoveries))
 
 
-def waiting(run: RunDir, start_failure: str) -> str:
+def waiting_text(run: RunDir, start_failure: str) -> str:
     """What a run without a journal waits for, or why that will never come."""
     if start_failure:
         return f"rejected: {start_failure}"
     job = job_of(run)
     if job is not None and job.cluster == "slurm":
-        from ...manager.bootstrap.manager_job import starting
+        from ...manager.bootstrap.manager_job import job_name
 
-        why = f"squeue --name={starting(run.id, job)} tells why; where it shows none: rrl manage {run.id}"
+        why = f"squeue --name={job_name(run.id, job)} tells why; where it shows none: rrl manage {run.id}"
         return f"its manager has not started yet ({why})"
     return f"its manager has not started yet (its output: {run.submit}; where there is none: rrl manage {run.id})"
 
@@ -97,12 +97,12 @@ def storage_trouble(run: RunDir) -> str:
     """Why nothing can be written to the run directory, as far as this machine can tell; empty: it can. What a manager
     cannot write down it does not do, and its journal cannot say so."""
     try:
-        there = os.statvfs(run.path)
+        file_system = os.statvfs(run.path)
     except OSError as error:
         return f"the run directory is away ({error.strerror}): nothing is decided until it is back; the roles go on"
-    if there.f_flag & os.ST_RDONLY:
+    if file_system.f_flag & os.ST_RDONLY:
         return "the run directory is read-only: nothing is decided until it can be written; the roles go on"
-    if there.f_bavail * there.f_frsize < LEAST_FREE:
+    if file_system.f_bavail * file_system.f_frsize < MIN_FREE_BYTES:
         return "the run directory is full: nothing is decided until there is room; the roles go on"
     return ""
 
@@ -129,26 +129,26 @@ def _row(run: RunDir, slurm: dict[int, SlurmJobs]) -> dict[str, Any]:
         "run_dir": str(run.path),
     }  # fmt: skip
     try:
-        state = read(run)
-    except (BadInput, Failed) as error:
+        state = read_state(run)
+    except (UsageError, OperationFailed) as error:
         return row | {"standing": f"unreadable: {str(error).removeprefix(f'{run.id} is ')}"}
     if state is None:
         return row
-    stands = _stands(run, state, slurm) or standing(state)[0]
+    current_standing = _known_standing(run, state, slurm) or standing(state)[0]
     return row | {
-        "outcome": state.outcome, "standing": stands, "step": state.step, "steps": state.job.steps,
+        "outcome": state.outcome, "standing": current_standing, "step": state.step, "steps": state.job.steps,
         "reward": state.rewards.latest, "recoveries": state.recoveries,
         "started": state.started, "ended": state.ended,
     }  # fmt: skip
 
 
-def _stands(run: RunDir, state: State, slurm: dict[int, SlurmJobs]) -> str:
+def _known_standing(run: RunDir, state: State, slurm: dict[int, SlurmJobs]) -> str:
     """Where the run stands, where more is known of it than its journal says."""
     try:
         if state.job.cluster != "slurm" or not (stale := stale_lease(run, state)):
             return ""
         owner = owner_of(run)
-    except Failed:
+    except OperationFailed:
         return ""
     if owner not in slurm:
         slurm[owner] = ask_slurm(owner)

@@ -18,11 +18,11 @@ from ...core.types import Outcome
 from ...manager.bootstrap import start as starting
 from ...manager.storage.journal import JournalError
 from ...manager.storage.lease import LeaseHeld
-from ...manager.storage.resume_request import pending
-from ..common.command_sender import PAUSE
+from ...manager.storage.resume_request import read_pending
+from ..common.command_sender import POLL_INTERVAL_S
 from ..common.output import print_json, show
-from ..common.runs import BadInput, Failed, Reader, check_whole, find_run, read, summary_of
-from ..job.check import asked, planned, tell
+from ..common.runs import UsageError, OperationFailed, StateReader, check_manageable, find_run, read_state, summary_of
+from ..job.check import preflight, preview_or_fail, print_warnings
 from ..views.summary import summary_view
 from .follow import follow
 from .start_check import NeverBegan, StartCheck
@@ -32,28 +32,28 @@ def submit(path: Path, *, foreground: bool, wait: bool, json: bool) -> int:
     """Exit code: 0 when started (or, if waited for, completed), 1 when it failed or was cancelled, 2 when the cluster
     refuses what the job spec asks for."""
     job = load_job(path)
-    planned(job, path)  # what could not be submitted is refused before there is a run
-    warnings, _ = asked(job, path, foreground)
-    tell(warnings)
-    run = _created(job, path)
+    preview_or_fail(job, path)  # what could not be submitted is refused before there is a run
+    warnings, _ = preflight(job, path, foreground)
+    print_warnings(warnings)
+    run = _create(job, path)
     if foreground:
         return _foreground(run, json)
     _start(run, job)
-    return watched(run, json) if wait else report(run, json)
+    return watch_until_end(run, json) if wait else print_started(run, json)
 
 
-def watched(run: RunDir, json: bool, after: int = 0) -> int:
+def watch_until_end(run: RunDir, json: bool, after: int = 0) -> int:
     """Watch it until it ends, with a record beyond ``after``; Ctrl-C only stops watching."""
     if not json:
         print(f"{run.id}  ({run.path})", flush=True)
     try:
-        reader, start = Reader(run), StartCheck(run)
+        reader, start = StateReader(run), StartCheck(run)
         while after and (state := reader.state()) is not None and state.seq <= after:
             if failure := start.failure(state):
                 raise NeverBegan(f"{run.id} does not go on: {failure}; to try again: rrl manage {run.id}")
-            time.sleep(PAUSE)
+            time.sleep(POLL_INTERVAL_S)
         with _progress_to_stderr(json):
-            follow(run, keys=False, insist=True)
+            follow(run, keys=False, require_manager=True)
     except NeverBegan as error:
         if json:
             print_json({"run": run.id, "outcome": Outcome.REJECTED, "why": str(error)})
@@ -61,15 +61,15 @@ def watched(run: RunDir, json: bool, after: int = 0) -> int:
     except KeyboardInterrupt:
         print(f"\nstopped watching; {run.id} goes on. To end it: rrl cancel {run.id}", file=sys.stderr)
         return 130
-    return _ended(run, json)
+    return _print_summary(run, json)
 
 
-def _created(job: Job, path: Path) -> RunDir:
+def _create(job: Job, path: Path) -> RunDir:
     try:
         return starting.create(job, path)
     except OSError as error:
         where = f"{error.filename}: " if error.filename and str(error.filename) != str(runs_root()) else ""
-        raise BadInput(f"no run can be made in {runs_root()}: {where}{error.strerror or error}; name another folder"
+        raise UsageError(f"no run can be made in {runs_root()}: {where}{error.strerror or error}; name another folder"
                        " with --runs-dir") from None  # fmt: skip
 
 
@@ -77,23 +77,23 @@ def _start(run: RunDir, job: Job) -> None:
     try:
         warning = starting.start(run, job)
     except (OSError, RuntimeError) as error:  # RuntimeError: what submitit makes of a refused sbatch
-        raise Failed(f"the run could not be started: {error}") from None
-    tell([warning] if warning else [])
+        raise OperationFailed(f"the run could not be started: {error}") from None
+    print_warnings([warning] if warning else [])
 
 
 def manage(name: str) -> int:
     """Be the manager of an existing run. Exit code 0 when it completed, or when this manager left before its end."""
     run = find_run(name)
-    state = read(run)
-    if state is not None and state.outcome is not None and pending(run) is None:  # a resume is taken up
-        raise BadInput(f"{run.id} has ended already: {state.outcome.value}")
-    check_whole(run)
+    state = read_state(run)
+    if state is not None and state.outcome is not None and read_pending(run) is None:  # a resume is taken up
+        raise UsageError(f"{run.id} has ended already: {state.outcome.value}")
+    check_manageable(run)
     # Ctrl-C leaves in order, as SIGTERM does: whoever looks after a run by hand must not end it by a slip
     signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     if _manager(run, foreground=False) is None:
         print(f"left; the roles of {run.id} go on. Start another manager: rrl manage {run.id}", file=sys.stderr)
         return 0
-    return _ended(run, False)
+    return _print_summary(run, False)
 
 
 def _foreground(run: RunDir, json: bool) -> int:
@@ -109,29 +109,29 @@ def _foreground(run: RunDir, json: bool) -> int:
             stop.set()
             watching.join(timeout=10)
     if outcome is None:
-        raise Failed(f"this manager left before the end; the roles of {run.id} go on: rrl manage {run.id}")
-    return _ended(run, json)
+        raise OperationFailed(f"this manager left before the end; the roles of {run.id} go on: rrl manage {run.id}")
+    return _print_summary(run, json)
 
 
 def _watch(run: RunDir, stop: threading.Event) -> None:
     try:
         follow(run, keys=False, stop=stop)
-    except (BadInput, Failed) as error:
+    except (UsageError, OperationFailed) as error:
         print(f"rrl: {error}", file=sys.stderr, flush=True)
 
 
 def _manager(run: RunDir, *, foreground: bool) -> str | None:
     try:
-        return starting.run_here(run, foreground=foreground, by_hand=True)
+        return starting.run_manager(run, foreground=foreground, by_hand=True)
     except JournalError as error:
-        raise BadInput(str(error)) from None
+        raise UsageError(str(error)) from None
     except OSError as error:
-        raise Failed(f"{error.filename or run.path}: {error.strerror}" if error.strerror else str(error)) from None
+        raise OperationFailed(f"{error.filename or run.path}: {error.strerror}" if error.strerror else str(error)) from None
     except LeaseHeld as error:
-        raise Failed(str(error)) from None
+        raise OperationFailed(str(error)) from None
 
 
-def report(run: RunDir, json: bool) -> int:
+def print_started(run: RunDir, json: bool) -> int:
     """It was started, and is left alone."""
     if json:
         print_json({"run": run.id, "run_dir": str(run.path)})
@@ -141,10 +141,10 @@ def report(run: RunDir, json: bool) -> int:
     return 0
 
 
-def _ended(run: RunDir, json: bool) -> int:
+def _print_summary(run: RunDir, json: bool) -> int:
     summary = summary_of(run)
     if summary is None:
-        raise Failed(f"{run.id} has ended, but left no summary; see: rrl status {run.id}")
+        raise OperationFailed(f"{run.id} has ended, but left no summary; see: rrl status {run.id}")
     if json:
         print_json(summary)
     else:

@@ -9,13 +9,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.types import WORST_FIRST, Finding, Remedy, Verdict
-from ...health.report.drain_requests import Request
+from ...health.report.drain_requests import DrainRequest
 from ...health.report.model import DrainState
 from .formatting import span
-from .health_report import whose
+from .health_report import drain_text
 
 VERDICT_COLOUR = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red", Verdict.UNKNOWN: "magenta"}
-_TOLD = {
+_REMEDY_TEXT = {
     Remedy.RESTART: "restart what runs there",
     Remedy.EXCLUDE: "use another node",
     Remedy.RESET_GPU: "reset the GPU",
@@ -40,18 +40,18 @@ def health_check_view(findings: Sequence[Finding]) -> RenderableType:
     table.add_column(width=19, no_wrap=True)
     table.add_column(ratio=1, overflow="fold")
     for verdict in WORST_FIRST:
-        for name, told in _finding_lines([one for one in findings if one.verdict is verdict], verdict):
-            table.add_row(Text(verdict.value, VERDICT_COLOUR[verdict]), name, told)
+        for name, text in _finding_lines([one for one in findings if one.verdict is verdict], verdict):
+            table.add_row(Text(verdict.value, VERDICT_COLOUR[verdict]), name, text)
     return Group(Text(), table)
 
 
 def _finding_lines(findings: Sequence[Finding], verdict: Verdict) -> Iterator[tuple[Text, Text]]:
     if verdict in (Verdict.FAIL, Verdict.WARN):
         for finding in findings:
-            told = Text("\n".join(evidence.text for evidence in finding.evidence))
-            if finding.remedy in _TOLD:
-                told.append(f"\n→ {_TOLD[finding.remedy]}", "cyan")
-            yield Text(finding.detector), told
+            text = Text("\n".join(evidence.text for evidence in finding.evidence))
+            if finding.remedy in _REMEDY_TEXT:
+                text.append(f"\n→ {_REMEDY_TEXT[finding.remedy]}", "cyan")
+            yield Text(finding.detector), text
         return
     reasons: dict[str, list[str]] = {}
     for finding in findings:
@@ -73,7 +73,7 @@ def _tally(findings: Sequence[Finding]) -> str:
 
 
 def requests_view(
-    requests: Sequence[Request], drains: Mapping[str, DrainState], unknown: str, now: float
+    requests: Sequence[DrainRequest], drains: Mapping[str, DrainState], unknown: str, now: float
 ) -> RenderableType:
     if not requests:
         return Text("no run asks for a drain", "green")
@@ -83,16 +83,16 @@ def requests_view(
     table.add_column(overflow="fold")
     for one in requests:
         state = drains.get(one.node, DrainState())
-        asked = f"asked for by {one.by}" if one.by else "; ".join(one.evidence) or one.reason
+        request_text = f"asked for by {one.by}" if one.by else "; ".join(one.evidence) or one.reason
         table.add_row(Text(one.node, "bold"), Text(one.cause or "person", "red"), f"{span(now - one.at)} ago",
-                      ",".join(one.users), Text(asked))  # fmt: skip
+                      ",".join(one.users), Text(request_text))  # fmt: skip
         if state.drained:
-            table.add_row("", Text("drained", "yellow"), "", "", Text(whose(state)))
+            table.add_row("", Text("drained", "yellow"), "", "", Text(drain_text(state)))
         elif state.booted > one.at:
-            said = f"booted {span(now - state.booted)} ago, after it was asked for: repaired?"
-            table.add_row("", Text("booted", "yellow"), "", "", Text(said))
+            remark = f"booted {span(now - state.booted)} ago, after it was asked for: repaired?"
+            table.add_row("", Text("booted", "yellow"), "", "", Text(remark))
         elif not one.accused:
-            said = f"only records of {' and '.join(one.users)} say so: --apply has rrl health check there confirm it"
-            table.add_row("", Text("alone", "yellow"), "", "", Text(said))
+            remark = f"only records of {' and '.join(one.users)} say so: --apply has rrl health check there confirm it"
+            table.add_row("", Text("alone", "yellow"), "", "", Text(remark))
     note = [Text(f"which of them are drained is not known: {unknown}", "yellow")] if unknown else []
     return Group(table, *note)

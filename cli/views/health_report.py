@@ -17,22 +17,22 @@ from ...health.report.model import DrainState, NodeReport, Report, SiteReport
 from .formatting import folded, span
 
 COLOUR = {"FAIL": "red", "WARN": "yellow", "OK": "green"}
-BAR = 24
+BAR_COLUMNS = 24
 """columns"""
 
 
 def report_view(report: Report, sources: Sources, drains_unknown: str) -> RenderableType:
     """Site, causes, nodes that something is to be said of, all others folded."""
-    shown = [one for one in report.nodes if notable(one)]
-    quiet = [one.node for one in report.nodes if not notable(one)]
+    shown = [one for one in report.nodes if is_notable(one)]
+    quiet = [one.node for one in report.nodes if not is_notable(one)]
     parts: list[RenderableType] = [_site(report.site, sources)]
     if report.site.causes:
         parts += [Text(), _causes(report.site)]
     if shown:
         parts += [Text(), _table(shown, report.site.until), Text(), _details(shown)]
     if quiet:
-        told = f"nothing stands against {_many(len(quiet), 'node')}: {folded(quiet)}"
-        parts += [Text(), Text.assemble(("OK  ", "green"), told)]
+        text = f"nothing stands against {_many(len(quiet), 'node')}: {folded(quiet)}"
+        parts += [Text(), Text.assemble(("OK  ", "green"), text)]
     if drains_unknown:
         parts += [Text(f"drains are not known: {drains_unknown}", "yellow")]
     return Group(*parts)
@@ -44,17 +44,17 @@ def to_paste(report: Report) -> str:
     return "".join(f"{line}\n" for line in ["", *lines]) if lines else ""
 
 
-def whose(drain: DrainState) -> str:
+def drain_text(drain: DrainState) -> str:
     """The drain that stands on a node, in one line."""
     if not drain.state:
         return "–"
     if not drain.drained:
         return drain.state.lower()
     by = f" ({drain.by})" if drain.by else ""
-    return f"{'by rrl' if drain.whose == 'rrl' else 'foreign'}: {drain.reason or 'no reason'}{by}"
+    return f"{'by rrl' if drain.owner == 'rrl' else 'foreign'}: {drain.reason or 'no reason'}{by}"
 
 
-def moment(at: float) -> str:
+def utc_time(at: float) -> str:
     """UTC, to the second."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at))
 
@@ -78,7 +78,7 @@ def interval(rate: Rate, unit: str = "") -> str:
     return f"{figure(rate.value)}{unit} ({sure}: {figure(rate.low)} to {high})"
 
 
-def notable(one: NodeReport) -> bool:
+def is_notable(one: NodeReport) -> bool:
     """There is anything to say of it."""
     return bool(
         one.verdict != "OK" or one.lemon.lemon or one.incidents or one.injected or one.drain.drained or one.actions
@@ -90,7 +90,7 @@ def _site(site: SiteReport, sources: Sources) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bright_black", no_wrap=True)
     facts.add_column(overflow="fold")
-    facts.add_row("window", f"{moment(site.since)} to {moment(site.until)} UTC ({span(site.until - site.since)})")
+    facts.add_row("window", f"{utc_time(site.since)} to {utc_time(site.until)} UTC ({span(site.until - site.since)})")
     exposed = f"{figure(site.node_days)} node-days ({figure(site.gpu_days)} GPU-days)"
     whom = f"{_many(site.runs, 'run')} of {_many(site.users, 'user')}"
     facts.add_row("seen", f"{_many(site.nodes, 'node')} of {', '.join(site.clusters) or '–'} for {exposed}, by {whom}")
@@ -103,8 +103,8 @@ def _site(site: SiteReport, sources: Sources) -> RenderableType:
                           " infrastructure")  # fmt: skip
     if site.lemons:
         facts.add_row("lemons", Text(folded(site.lemons), "red"))
-    for line in site.shared:
-        facts.add_row("shared", Text(f"{line.text}  {moment(line.at)} ({line.source})", "yellow"))
+    for line in site.correlated:
+        facts.add_row("shared", Text(f"{line.text}  {utc_time(line.at)} ({line.source})", "yellow"))
     read = f"{_many(sources.files, 'file')}, {_many(sources.records, 'record')}"
     doubts = [f"{_many(sources.skipped, 'line')} skipped"] * bool(sources.skipped)
     doubts += [f"{_many(len(sources.refused), 'file')} refused"] * bool(sources.refused)
@@ -115,7 +115,7 @@ def _site(site: SiteReport, sources: Sources) -> RenderableType:
 
 
 def _causes(site: SiteReport) -> RenderableType:
-    most = max(one.failures for one in site.causes)
+    max_failures = max(one.failures for one in site.causes)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bright_black")
     table.add_column()
@@ -123,9 +123,9 @@ def _causes(site: SiteReport) -> RenderableType:
     table.add_column()
     table.add_column(justify="right")
     for at, one in enumerate(site.causes):
-        bar = "█" * max(1, round(BAR * one.failures / most))
-        told = f"{one.owner}: {one.cause}"
-        table.add_row("causes" if not at else "", told, str(one.failures), Text(bar, _owner_colour(one.owner)),
+        bar = "█" * max(1, round(BAR_COLUMNS * one.failures / max_failures))
+        label = f"{one.owner}: {one.cause}"
+        table.add_row("causes" if not at else "", label, str(one.failures), Text(bar, _owner_colour(one.owner)),
                       f"{one.gpu_hours:.1f} GPU-h")  # fmt: skip
     return table
 
@@ -159,21 +159,21 @@ def _table(nodes: Sequence[NodeReport], now: float) -> RenderableType:
 
 def _details(nodes: Sequence[NodeReport]) -> RenderableType:
     """Below the table, of each node, what to do, and what that rests on."""
-    told = Table.grid(padding=(0, 2))
-    told.add_column(no_wrap=True)
-    told.add_column(style="bright_black", no_wrap=True)
-    told.add_column(overflow="fold")
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(style="bright_black", no_wrap=True)
+    table.add_column(overflow="fold")
     for one in nodes:
-        for at, (what, text) in enumerate([("to do", one.action), *rows_of(one)]):
-            told.add_row(Text(one.node if not at else "", COLOUR.get(one.verdict, "none")), what, Text(text))
-    return told
+        for at, (label, text) in enumerate([("to do", one.action), *rows_of(one)]):
+            table.add_row(Text(one.node if not at else "", COLOUR.get(one.verdict, "none")), label, Text(text))
+    return table
 
 
 def rows_of(one: NodeReport) -> list[tuple[str, str]]:
     """What its verdict rests on, what was done, and whose its drain is; each with a word for it."""
-    rows = [("seen", f"{line.source}: {line.text}  {moment(line.at)}") for line in one.evidence]
-    if one.parts:
-        rows.append(("about", ", ".join(one.parts)))
+    rows = [("seen", f"{line.source}: {line.text}  {utc_time(line.at)}") for line in one.evidence]
+    if one.components:
+        rows.append(("about", ", ".join(one.components)))
     if one.facts:
         rows.append(("facts", ", ".join(f"{name} {value}" for name, value in sorted(one.facts.items()))))
     if one.runs:
@@ -181,11 +181,11 @@ def rows_of(one: NodeReport) -> list[tuple[str, str]]:
     if one.witnesses:
         enough = "" if one.accused else ": not enough to accuse it"
         rows.append(("by", f"records of {', '.join(one.witnesses)}{enough}"))
-    if one.also:
-        rows.append(("also", f"{folded(one.also)} within 10 min: fabric or storage?"))
+    if one.related_nodes:
+        rows.append(("also", f"{folded(one.related_nodes)} within 10 min: fabric or storage?"))
     if one.injected:
         rows.append(("note", f"{_many(one.injected, 'failure')} injected on purpose, in no figure"))
-    rows += [("done", f"{line.text}  {moment(line.at)}") for line in one.actions]
+    rows += [("done", f"{line.text}  {utc_time(line.at)}") for line in one.actions]
     if one.drain.state:
-        rows.append(("drain" if one.drain.drained else "Slurm", whose(one.drain)))
+        rows.append(("drain" if one.drain.drained else "Slurm", drain_text(one.drain)))
     return rows

@@ -13,12 +13,12 @@ from ...health.history.cache import Sources
 from ...health.report.model import Day, NodeReport, Report, SiteReport
 from .formatting import folded, span
 from .health_report import figure as digits
-from .health_report import interval, moment, notable, rows_of, whose
+from .health_report import interval, utc_time, is_notable, rows_of, drain_text
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 900, 180, 34, 22
 """of the plot, in its own units"""
-TICKS = 4
-LABELS = 10
+MAX_TICKS = 4
+MAX_LABELS = 10
 _COLOURS = {
     "gpu": "#d6453d", "node": "#e88b2e", "fabric": "#8a5cc2", "storage": "#b0872b", "software": "#3f7fc1",
     "user": "#6b93b8", "process": "#3f7fc1", "hang": "#2fa39a",
@@ -32,12 +32,12 @@ _TEMPLATES = jinja2.Environment(
 
 def page(report: Report, sources: Sources, drains_unknown: str) -> str:
     site = report.site
-    quiet = [one.node for one in report.nodes if not notable(one)]
+    quiet = [one.node for one in report.nodes if not is_notable(one)]
     return _TEMPLATES.get_template("health.html.j2").render(
-        window=f"{moment(site.since)} to {moment(site.until)} UTC", made=moment(site.until), sources=sources,
-        figures=_figures(site), chart=chart(site.days), causes=_causes(site), shared=site.shared, moment=moment,
+        window=f"{utc_time(site.since)} to {utc_time(site.until)} UTC", made=utc_time(site.until), sources=sources,
+        figures=_figures(site), chart=chart(site.days), causes=_causes(site), shared=site.correlated, moment=utc_time,
         drains_unknown=drains_unknown,
-        nodes=[_row(one) for one in report.nodes if notable(one)], quiet_count=len(quiet),
+        nodes=[_row(one) for one in report.nodes if is_notable(one)], quiet_count=len(quiet),
         quiet_nodes=folded(quiet) if quiet else "",
     )  # fmt: skip
 
@@ -64,11 +64,11 @@ def _short(value: float | None) -> str:
 
 
 def _causes(site: SiteReport) -> list[dict[str, Any]]:
-    most = max((one.failures for one in site.causes), default=1)
+    max_failures = max((one.failures for one in site.causes), default=1)
     return [
         {
             "owner": one.owner, "cause": one.cause, "failures": one.failures, "gpu_hours": f"{one.gpu_hours:.1f}",
-            "share": round(100 * one.failures / most), "colour": _COLOURS.get(one.cause, _OTHER),
+            "share": round(100 * one.failures / max_failures), "colour": _COLOURS.get(one.cause, _OTHER),
         }
         for one in site.causes
     ]  # fmt: skip
@@ -76,12 +76,12 @@ def _causes(site: SiteReport) -> list[dict[str, Any]]:
 
 def chart(days: list[Day]) -> dict[str, Any]:
     """Stacked bars, one a day. Without failures there are none."""
-    most = max((sum(day.failures.values()) for day in days), default=0)
+    max_failures = max((sum(day.failures.values()) for day in days), default=0)
     causes = sorted({cause for day in days for cause in day.failures})
-    if not most:
+    if not max_failures:
         return {"bars": [], "width": WIDTH, "height": HEIGHT, "ticks": [], "labels": [], "key": []}
-    room, step = HEIGHT - BOTTOM - 6, (WIDTH - LEFT) / len(days)
-    every, apart = -(-most // TICKS), -(-len(days) // LABELS)
+    plot_height, step = HEIGHT - BOTTOM - 6, (WIDTH - LEFT) / len(days)
+    every, apart = -(-max_failures // MAX_TICKS), -(-len(days) // MAX_LABELS)
     bars, labels = [], []
     for at, day in enumerate(days):
         x, top = LEFT + at * step, float(HEIGHT - BOTTOM)
@@ -89,24 +89,24 @@ def chart(days: list[Day]) -> dict[str, Any]:
         if at % apart == 0:
             labels.append({"x": round(x + step / 2, 1), "text": name})
         for cause, number in day.failures.items():
-            height = room * number / most
+            height = plot_height * number / max_failures
             top -= height
             bars.append({
                 "x": round(x + step * 0.1, 1), "y": round(top, 1), "width": round(step * 0.8, 1),
                 "height": round(height, 1), "colour": _COLOURS.get(cause, _OTHER), "title": f"{name}: {number} {cause}",
             })  # fmt: skip
-    ticks = [{"y": round(HEIGHT - BOTTOM - room * n / most, 1), "label": n} for n in range(0, most + 1, every)]
+    ticks = [{"y": round(HEIGHT - BOTTOM - plot_height * n / max_failures, 1), "label": n} for n in range(0, max_failures + 1, every)]
     key = [{"name": cause, "colour": _COLOURS.get(cause, _OTHER)} for cause in causes]
     return {"bars": bars, "width": WIDTH, "height": HEIGHT, "ticks": ticks, "labels": labels, "key": key}
 
 
 def _row(one: NodeReport) -> dict[str, Any]:
-    first = f"first {moment(one.first_seen)}" if one.first_seen is not None else ""
-    held = f"held for {span(one.node_hours * 3600)}"
+    first = f"first {utc_time(one.first_seen)}" if one.first_seen is not None else ""
+    held_text = f"held for {span(one.node_hours * 3600)}"
     return {
         "node": one.node, "verdict": one.verdict, "cause": one.cause, "count": one.count, "incidents": one.incidents,
-        "last": "" if one.last_seen is None else moment(one.last_seen), "gpu_hours": f"{one.gpu_hours_lost:.1f}",
-        "score": f"{one.lemon.score:.2f}", "lemon": one.lemon.lemon, "drain": whose(one.drain), "action": one.action,
+        "last": "" if one.last_seen is None else utc_time(one.last_seen), "gpu_hours": f"{one.gpu_hours_lost:.1f}",
+        "score": f"{one.lemon.score:.2f}", "lemon": one.lemon.lemon, "drain": drain_text(one.drain), "action": one.action,
         "scontrol": one.scontrol,
-        "details": [*rows_of(one), ("known", ", ".join(filter(None, (first, held))))],
+        "details": [*rows_of(one), ("known", ", ".join(filter(None, (first, held_text))))],
     }  # fmt: skip

@@ -13,7 +13,7 @@ from rich.text import Text
 from .formatting import number, span, stage
 
 _OUTCOME_COLOUR = {"completed": "green", "cancelled": "yellow", "failed": "red", "rejected": "red"}
-MOST_STALE = 0.5
+MAX_STALE_SHARE = 0.5
 """share of what is made above which it is warned of that it is dropped for its age"""
 _STAGES = ("detect_s", "decide_s", "start_s", "weights_s", "first_work_s", "total_s")
 
@@ -25,8 +25,8 @@ def summary_view(summary: dict[str, Any]) -> RenderableType:
     title = Text(str(summary.get("run", "run")), "bold")
     title.append(f"  ● {outcome}", _OUTCOME_COLOUR.get(outcome, "white"))
     trained = summary.get("steps") != 0  # a run of commands alone trains nothing
-    took = span(summary.get("run_seconds") or 0)
-    title.append(f"   {summary.get('steps', 0)} steps in {took}" if trained else f"   in {took}", "none")
+    duration = span(summary.get("run_seconds") or 0)
+    title.append(f"   {summary.get('steps', 0)} steps in {duration}" if trained else f"   in {duration}", "none")
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bright_black", no_wrap=True)
     facts.add_column(overflow="fold")
@@ -40,12 +40,12 @@ def summary_view(summary: dict[str, Any]) -> RenderableType:
     if (age := summary.get("max_age")) is not None:
         facts.add_row("tokens", f"at most {age} weight versions old when they were trained on")
     facts.add_row("faults", _faults(summary.get("faults") or 0, recoveries, summary.get("unprovoked")))
-    if kept := summary.get("outage_tokens"):
-        facts.add_row("kept", f"{kept} tokens that rollouts generated while the trainer was away")
+    if tokens := summary.get("outage_tokens"):
+        facts.add_row("kept", f"{tokens} tokens that rollouts generated while the trainer was away")
     if stale := summary.get("stale_groups"):
         share = summary.get("stale_share") or 0.0
-        told = f"{stale} groups, {_share(share)} of what was made, were dropped: older than [sampling] staleness allows"
-        facts.add_row("stale", Text(told, "yellow" if share > MOST_STALE else "none"))
+        text = f"{stale} groups, {_share(share)} of what was made, were dropped: older than [sampling] staleness allows"
+        facts.add_row("stale", Text(text, "yellow" if share > MAX_STALE_SHARE else "none"))
     facts.add_row("in", Text(str(summary.get("run_dir", ""))))
     return Group(title, facts, *([Text(), recoveries_view(recoveries)] if recoveries else []))
 
@@ -65,21 +65,21 @@ def recoveries_view(recoveries: list[dict[str, Any]]) -> RenderableType:
     for one in recoveries:
         who = f"{one.get('replica')}#{one.get('incarnation')}"
         table.add_row(who, *(stage(one.get(name)) for name in _STAGES))
-        causes.add_row(Text(f"↻ {who}", "yellow"), Text(_told(one)))
+        causes.add_row(Text(f"↻ {who}", "yellow"), Text(_recovery_text(one)))
     return Group(table, Text(), causes)
 
 
-def _told(one: dict[str, Any]) -> str:
+def _recovery_text(one: dict[str, Any]) -> str:
     before, after = one.get("node_before") or "?", one.get("node_after") or "?"
     where = f"on {after}" if before == after else f"{before} → {after}"
     return f"{one.get('rung', '')} {where}; {'injected; ' if one.get('injected') else ''}{one.get('cause', '')}"
 
 
 def _faults(injected: int, recoveries: list[dict[str, Any]], unprovoked: int | None) -> str:
-    back = sum(one.get("total_s") is not None for one in recoveries)
+    recovered = sum(one.get("total_s") is not None for one in recoveries)
     real = f"; {unprovoked} of them not injected" if unprovoked and injected else ""
-    lost = f", {len(recoveries) - back} not" if back < len(recoveries) else ""  # what was put there never worked
-    return f"{injected} injected; {back} recovered from{lost}{real}"
+    lost = f", {len(recoveries) - recovered} not" if recovered < len(recoveries) else ""  # what was put there never worked
+    return f"{injected} injected; {recovered} recovered from{lost}{real}"
 
 
 def _share(value: float | None) -> str:

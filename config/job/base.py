@@ -19,9 +19,9 @@ class Table(BaseModel):
     )
 
 
-def mistake(at: tuple[str | int, ...], what: str) -> PydanticCustomError:
+def mistake(at: tuple[str | int, ...], message: str) -> PydanticCustomError:
     """An error of several fields, to be shown at the key ``at`` (from the root of job.toml)."""
-    return PydanticCustomError("mistake", "{what}", {"at": at, "what": what})
+    return PydanticCustomError("mistake", "{what}", {"at": at, "what": message})
 
 
 def environment(env: dict[str, str]) -> dict[str, str]:
@@ -43,7 +43,7 @@ def sbatch_options(options: dict[str, str | int | bool]) -> dict[str, str | int 
 Strings = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 """A list of strings; TOML has lists where Python has tuples, hence not strict itself."""
 Time = Annotated[Duration, Field(gt=0)]
-TimeIfAny = Annotated[float | None, DURATION, Field(gt=0)]
+OptionalTime = Annotated[float | None, DURATION, Field(gt=0)]
 Count = Annotated[int, Field(ge=1, le=4096)]
 SbatchOptions = Annotated[dict[str, str | int | bool], AfterValidator(sbatch_options)]
 """Long options of sbatch(1) without their dashes; true stands for a flag."""

@@ -8,16 +8,16 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from ...core.faults import TRAITS, At, Fault, FaultKind, concrete, read_at
+from ...core.faults import FAULT_TRAITS, FaultTrigger, Fault, FaultKind, resolve_target, parse_trigger
 from ...core.units import Duration
 from .base import Table, Time
 
-MOST_RANDOM = 1000
+MAX_RANDOM_FAULTS = 1000
 """faults that one entry of [[faults.random]] gives at most: they lie in view.json and in the journal, 80 bytes each"""
 
 
-def _moment(text: str) -> str:
-    read_at(text)
+def _check_trigger(text: str) -> str:
+    parse_trigger(text)
     return text
 
 
@@ -28,7 +28,7 @@ class PlannedFault(Table):
     """docs/faults.md says what each does"""
     target: str = ""
     """a replica ("rollout/0"), a role (one of its replicas, drawn by the seed), "manager", "agent/NODE" or a node"""
-    at: Annotated[str, AfterValidator(_moment)]
+    at: Annotated[str, AfterValidator(_check_trigger)]
     """"step=5": once the trainer has committed that step; "time=90s": after the first nodes came; "phase=train": once
     its target is in it"""
     seconds: Duration = 0.0
@@ -68,23 +68,23 @@ def plan_faults(table: FaultsTable, replicas: Mapping[str, int], horizon: float)
     draw = random.Random(table.seed)
     planned = [
         Fault(
-            f"f{i}", one.kind, concrete(one.target, one.kind, replicas, draw), read_at(one.at), one.seconds, one.amount
+            f"f{i}", one.kind, resolve_target(one.target, one.kind, replicas, draw), parse_trigger(one.at), one.seconds, one.amount
         )
         for i, one in enumerate(table.planned)
     ]
     for index, some in enumerate(table.random):
         at = 0.0
-        for count in range(MOST_RANDOM):
+        for count in range(MAX_RANDOM_FAULTS):
             at += draw.expovariate(1.0 / some.every)
             if at > horizon:
                 break
             kind = draw.choice(some.kinds)
-            target = concrete(some.target, kind, replicas, draw)
-            planned.append(Fault(f"r{index}.{count}", kind, target, At(time=round(at, 1)), *fitting(kind, some)))
+            target = resolve_target(some.target, kind, replicas, draw)
+            planned.append(Fault(f"r{index}.{count}", kind, target, FaultTrigger(time=round(at, 1)), *values_for_kind(kind, some)))
     return tuple(planned)
 
 
-def fitting(kind: FaultKind, some: RandomFaults) -> tuple[float, float]:
+def values_for_kind(kind: FaultKind, entry: RandomFaults) -> tuple[float, float]:
     """seconds and amount of a drawn fault: what its kind does not take is for the other kinds of the entry."""
-    traits = TRAITS[kind]
-    return some.seconds if traits.ends else 0.0, some.amount if traits.amount else 0.0
+    traits = FAULT_TRAITS[kind]
+    return entry.seconds if traits.takes_seconds else 0.0, entry.amount if traits.amount else 0.0

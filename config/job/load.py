@@ -23,17 +23,17 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from ...core.text import on_one_line
-from ..model_folder import SHAPE, max_length
+from ..model_folder import SHAPE_KEYS, max_length
 from ..toml_positions import Path as KeyPath
 from ..toml_positions import lines_of, nearest_line
 from .resolve import resolve
 from .schema import Job
 
-_LARGEST = 2**20
+_MAX_FILE_BYTES = 2**20
 """bytes; a job.toml is a page long, and /dev/zero has no end"""
-_DEEPEST = 50
+_MAX_DEPTH = 50
 """tables and arrays in each other"""
-_SHOWN = 60
+_MAX_SHOWN_CHARS = 60
 """characters of a wrong value that are repeated"""
 
 
@@ -48,19 +48,19 @@ def load_job(path: Path, folder: Path | None = None) -> Job:
     text = _read(path)
     try:
         data = tomllib.loads(text)
-        complaints = list(_unsuitable(data, ()))
+        complaints = list(_unsupported_values(data, ()))
         if not complaints:
             try:
-                return _placed(Job.model_validate(data), folder or path.parent)
+                return _with_absolute_model_path(Job.model_validate(data), folder or path.parent)
             except ValidationError as error:
-                complaints = list(_translated(error, data))
+                complaints = list(_translate_errors(error, data))
         lines = lines_of(text)
     except RecursionError:
         raise SpecError(f"{_one_line(path)}: tables or arrays are nested too deeply") from None
     except ValueError as error:  # TOMLDecodeError, and what int() says of numbers with thousands of digits
         raise SpecError(_syntax(path, text, error)) from None
     located = sorted((nearest_line(lines, key) or 0, _dotted(key), what) for key, what in complaints)
-    raise SpecError("\n".join(_complaint(path, line, key, what) for line, key, what in located))
+    raise SpecError("\n".join(_error_line(path, line, key, what) for line, key, what in located))
 
 
 def resolved(job: Job) -> dict[str, Any]:
@@ -72,11 +72,11 @@ def resolved(job: Job) -> dict[str, Any]:
     if job.model is not None and job.model.path is None:
         filled["model"]["max_length"] = max_length(filled["model"])
     elif job.model is not None:
-        filled["model"] = {key: value for key, value in filled["model"].items() if key not in SHAPE}
+        filled["model"] = {key: value for key, value in filled["model"].items() if key not in SHAPE_KEYS}
     return filled
 
 
-def _placed(job: Job, folder: Path) -> Job:
+def _with_absolute_model_path(job: Job, folder: Path) -> Job:
     """A model's path as whoever reads it in another folder, or on another node, finds it too."""
     if job.model is None or job.model.path is None:
         return job
@@ -89,14 +89,14 @@ def _read(path: Path) -> str:
     shown = _one_line(path)
     try:
         with path.open("rb") as file:
-            data = file.read(_LARGEST + 1)
+            data = file.read(_MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         raise SpecError(f"{shown}: no such file") from None
     except IsADirectoryError:
         raise SpecError(f'{shown}: is a folder; name the file in it, for example "{shown}/job.toml"') from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise SpecError(f"{shown}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if len(data) > _LARGEST:
+    if len(data) > _MAX_FILE_BYTES:
         raise SpecError(f"{shown}: is larger than 1 MiB; that is no job.toml")
     try:
         return data.decode("utf-8-sig").replace("\r\n", "\n")
@@ -111,14 +111,14 @@ def _syntax(path: Path, text: str, error: ValueError) -> str:
         return f"{_one_line(path)}: not valid TOML: {_one_line(error)}"
     what, line, column = match.groups()
     what = re.sub(r"Cannot declare \('(.*)',?\) twice", r"table [\1] is there twice", what).replace("', '", ".")
-    what = _PLAINER.get(what, what[0].lower() + what[1:])
+    what = _PLAIN_MESSAGES.get(what, what[0].lower() + what[1:])
     if line is None:
         line, what = text.count("\n") + 1, f"{what}, up to the end of the file"
         return f"{_one_line(path)}:{line}: not valid TOML: {_one_line(what)}"
     return f"{_one_line(path)}:{line}:{column}: not valid TOML: {_one_line(what)}"
 
 
-_PLAINER = {
+_PLAIN_MESSAGES = {
     "Cannot overwrite a value": "this key has a value already; write it once",
     "Invalid value": 'this is no value; text needs quotes ("..."), booleans are true and false',
     "Invalid statement": "expected key = value or a [table]",
@@ -129,18 +129,18 @@ _PLAINER = {
 """What tomllib says, where a newcomer would not understand it."""
 
 
-def _unsuitable(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+def _unsupported_values(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
     """What TOML allows and no job can hold: journal, JSON and command lines would each choke on it later."""
-    if len(path) > _DEEPEST:
-        yield path[:2], f"is nested more than {_DEEPEST} deep"
+    if len(path) > _MAX_DEPTH:
+        yield path[:2], f"is nested more than {_MAX_DEPTH} deep"
     elif isinstance(value, dict):
         for key, inner in value.items():
             if "\0" in key:
-                yield path, f"the key {_shown(key)} holds a NUL character"
-            yield from _unsuitable(inner, (*path, key))
+                yield path, f"the key {_format_value(key)} holds a NUL character"
+            yield from _unsupported_values(inner, (*path, key))
     elif isinstance(value, list):
         for index, inner in enumerate(value):
-            yield from _unsuitable(inner, (*path, index))
+            yield from _unsupported_values(inner, (*path, index))
     elif isinstance(value, str) and "\0" in value:
         yield path, "holds a NUL character (\\u0000)"
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
@@ -152,7 +152,7 @@ def _unsuitable(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
 
 
 # ── what pydantic found, in plain words ────────────────────────────────────────────────────────────────────────────
-def _translated(error: ValidationError, data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+def _translate_errors(error: ValidationError, data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
     """Each mistake once: the alternatives of a union speak of the same key and are joined."""
     unfit: dict[KeyPath, list[ErrorDetails]] = {}
     for found in error.errors(include_url=False):
@@ -170,16 +170,16 @@ def _translated(error: ValidationError, data: dict[str, Any]) -> Iterator[tuple[
         if several[0]["type"] == "value_error":
             yield path, several[0]["msg"].removeprefix("Value error, ")
         else:
-            wanted = " or ".join(dict.fromkeys(_wanted(found) for found in several))
-            yield path, f"must be {wanted}, not {_shown(_value_at(path, data))}{_meant(several[0], path)}"
+            expected = " or ".join(dict.fromkeys(_expected(found) for found in several))
+            yield path, f"must be {expected}, not {_format_value(_value_at(path, data))}{_suggestion(several[0], path)}"
 
 
 def _existing(loc: KeyPath, data: Any) -> KeyPath:
     """The part of ``loc`` that the document has; pydantic puts the names of a union's alternatives in between."""
     path: KeyPath = ()
     for part in loc:
-        there = part in data if isinstance(data, dict) else isinstance(data, list) and part in range(len(data))
-        if there:
+        exists = part in data if isinstance(data, dict) else isinstance(data, list) and part in range(len(data))
+        if exists:
             data, path = data[part], (*path, part)
     return path
 
@@ -190,18 +190,18 @@ def _value_at(path: KeyPath, data: Any) -> Any:
     return data
 
 
-def _wanted(found: ErrorDetails) -> str:
-    kind, context = found["type"], found.get("ctx", {})
+def _expected(error: ErrorDetails) -> str:
+    kind, context = error["type"], error.get("ctx", {})
     if kind in _COMPARED:
-        word, bound = _COMPARED[kind]
-        return f"{word} {context[bound]:g}"
+        relation, bound = _COMPARED[kind]
+        return f"{relation} {context[bound]:g}"
     if kind in ("literal_error", "enum"):
         return str(context["expected"]).replace("'", '"')
     if kind == "string_pattern_mismatch":
-        return _described(found["loc"]) or f"text that matches {context['pattern']}"
-    if kind == "tuple_type" and table_at(found["loc"]):
-        return f"a list of tables, each under [[{_dotted(found['loc'])}]]"
-    return _KINDS.get(kind) or str(found["msg"]).removeprefix("Input should be ")
+        return _described(error["loc"]) or f"text that matches {context['pattern']}"
+    if kind == "tuple_type" and table_at(error["loc"]):
+        return f"a list of tables, each under [[{_dotted(error['loc'])}]]"
+    return _KINDS.get(kind) or str(error["msg"]).removeprefix("Input should be ")
 
 
 _COMPARED = {
@@ -223,20 +223,20 @@ _KINDS = {
 }
 
 
-def _meant(found: ErrorDetails, path: KeyPath) -> str:
+def _suggestion(error: ErrorDetails, path: KeyPath) -> str:
     """A hint for a near miss of a fixed choice."""
-    value, expected = found["input"], str(found.get("ctx", {}).get("expected", ""))
+    value, expected = error["input"], str(error.get("ctx", {}).get("expected", ""))
     near = difflib.get_close_matches(value, re.findall(r"'([^']+)'", expected), 1) if isinstance(value, str) else []
-    return f"; did you mean {_shown(near[0])}?" if near else ""
+    return f"; did you mean {_format_value(near[0])}?" if near else ""
 
 
 def _unknown(loc: KeyPath) -> str:
     table, name = table_at(loc[:-1]), str(loc[-1])
     assert table is not None  # only a table of ours forbids keys
     if near := difflib.get_close_matches(name, table.model_fields, 1):
-        return f"unknown key; did you mean {_shown(near[0])}?"
-    if len(homes := [home for home in _tables(Job, ()) if name in home[1].model_fields]) == 1:
-        home = homes[0][0]
+        return f"unknown key; did you mean {_format_value(near[0])}?"
+    if len(tables := [home for home in _tables(Job, ()) if name in home[1].model_fields]) == 1:
+        home = tables[0][0]
         return f"unknown key; it belongs in {_header(home)}" if home else f"unknown key; write [{name}] as a table"
     return f"unknown key; known here: {', '.join(table.model_fields)}"
 
@@ -301,9 +301,9 @@ def _described(loc: KeyPath) -> str:
 
 
 # ── lines ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _complaint(path: Path, line: int, key: str, what: str) -> str:
+def _error_line(path: Path, line: int, key: str, message: str) -> str:
     place = f"{_one_line(path)}:{line}" if line else _one_line(path)
-    return f"{place}: {key}: {_one_line(what, 400)}" if key else f"{place}: {_one_line(what, 400)}"
+    return f"{place}: {key}: {_one_line(message, 400)}" if key else f"{place}: {_one_line(message, 400)}"
 
 
 def _dotted(path: KeyPath) -> str:
@@ -313,7 +313,7 @@ def _dotted(path: KeyPath) -> str:
             text += f"[{part}]"
         else:
             bare = re.fullmatch(r"[A-Za-z0-9_-]+", part)
-            text += ("." if text else "") + (part if bare else _shown(part))
+            text += ("." if text else "") + (part if bare else _format_value(part))
     return text
 
 
@@ -321,16 +321,16 @@ def _header(path: KeyPath) -> str:
     return f"[[{_dotted(path[:-1])}]]" if isinstance(path[-1], int) else f"[{_dotted(path)}]"
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """A value as it would stand in the file, on one line and not too long."""
     if isinstance(value, dict):
         return "a table"
     if isinstance(value, list) and value:
         return "a list"
     shown = json.dumps(value, ensure_ascii=False)
-    return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+    return shown if len(shown) <= _MAX_SHOWN_CHARS else f"{shown[:_MAX_SHOWN_CHARS]}..."
 
 
-def _one_line(what: object, longest: int = 1000) -> str:
-    text = on_one_line(what)
-    return text if len(text) <= longest else f"{text[:longest]}..."
+def _one_line(value: object, max_chars: int = 1000) -> str:
+    text = on_one_line(value)
+    return text if len(text) <= max_chars else f"{text[:max_chars]}..."

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from ...core.units import DURATION, SIZE, duration_text, size_text
-from ..model_folder import SHAPE
+from ..model_folder import SHAPE_KEYS
 from .resolve import resolve
 from .roles import POOL
 from .schema import Job
@@ -26,7 +26,7 @@ def as_toml(job: Job) -> str:
     cluster = job.cluster if job.cluster.form == POOL else job.cluster.model_copy(update={"spares": 0})
     model = job.model
     if model is not None and model.path is not None:  # its config.json has them; they would be refused beside path
-        model = model.model_copy(update=dict.fromkeys(SHAPE))
+        model = model.model_copy(update=dict.fromkeys(SHAPE_KEYS))
     sampling = job.sampling
     if sampling.staleness == "unlimited":  # late would be refused beside it
         sampling = sampling.model_copy(update={"late": None})
@@ -43,7 +43,7 @@ def as_toml(job: Job) -> str:
 def _table(model: BaseModel, path: tuple[str, ...]) -> Iterator[str]:
     """Plain keys first: after a [header] they would belong to another table."""
     fields = [(name, field, getattr(model, name)) for name, field in type(model).model_fields.items()]
-    plain = [(name, field, value) for name, field, value in fields if value is not None and not _tables(value)]
+    plain = [(name, field, value) for name, field, value in fields if value is not None and not _holds_tables(value)]
     if plain and path:
         yield f"\n[{'.'.join(map(_key, path))}]"
     for name, field, value in plain:
@@ -51,16 +51,16 @@ def _table(model: BaseModel, path: tuple[str, ...]) -> Iterator[str]:
     for name, _, value in fields:
         if isinstance(value, BaseModel):
             yield from _table(value, (*path, name))
-        elif isinstance(value, dict) and _tables(value):
+        elif isinstance(value, dict) and _holds_tables(value):
             for key, one in value.items():
                 yield from _table(one, (*path, name, key))
-        elif _tables(value):
+        elif _holds_tables(value):
             for one in value:
                 yield f"\n[[{'.'.join((*path, name))}]]"
                 yield from (line for line in _table(one, (*path, name)) if not line.startswith("\n["))
 
 
-def _tables(value: Any) -> bool:
+def _holds_tables(value: Any) -> bool:
     several = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
     return isinstance(value, BaseModel) or any(isinstance(one, BaseModel) for one in several)
 

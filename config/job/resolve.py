@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ...core import run_spec
-from ...core.run_spec import Part, Resources, RoleView
+from ...core.run_spec import NodeGroup, Resources, RoleSpec
 from .faults import plan_faults
 from .roles import POOL, SHARED, CommandRole, Role, RolloutRole, TrainerRole
 from .site import EnvTable
@@ -22,11 +22,11 @@ _BUILT_IN = {
     "trajectories": "rrl.roles.trajectories.server",
     "reward": "rrl.roles.reward",
 }
-_MANAGER_KEEPS = ("partition", "account", "qos", "reservation")
+_MANAGER_INHERITS = ("partition", "account", "qos", "reservation")
 """options of [slurm] that the manager's own job has too, unless [manager] slurm says otherwise"""
 
 
-def resolve(job: Job, python: str) -> run_spec.JobView:
+def resolve(job: Job, python: str) -> run_spec.RunSpec:
     """Return what the manager reads of a job.
 
     Args:
@@ -40,43 +40,43 @@ def resolve(job: Job, python: str) -> run_spec.JobView:
             role,
             python if role.launcher == "direct" else job.container.python,
             job.container.image,
-            _standbys(job, role),
+            _donor_rollouts(job, role),
         )
         for name, role in job.every_role().items()
     )
-    parts = _parts(job, roles)
+    groups = _node_groups(job, roles)
     container = job.container
     own = sbatch(job.manager.slurm)
-    kept = {key: value for key, value in sbatch(job.slurm).items() if key in _MANAGER_KEEPS}
-    return run_spec.JobView(
+    inherited = {key: value for key, value in sbatch(job.slurm).items() if key in _MANAGER_INHERITS}
+    return run_spec.RunSpec(
         name=job.run.name,
         steps=job.run.steps or 0,
         cluster=job.cluster.kind,
         roles=roles,
-        parts=parts,
+        node_groups=groups,
         walltime=job.cluster.walltime,
         spares=job.cluster.spares if job.cluster.form == POOL else 0,
         form=job.cluster.form,
         start_within=job.cluster.start_within,
         env=_env(job.env, python),
-        container=run_spec.ContainerView(container.mounts, container.python),
+        container=run_spec.ContainerSpec(container.mounts, container.python),
         network=job.transport.network,
         weights=job.transport.weights,
         staleness=job.sampling.staleness if isinstance(job.sampling.staleness, int) else None,
-        manager=run_spec.ManagerView(
-            job.manager.where, {**kept, **own}, job.cluster.job_walltime or 0.0, job.manager.log_level
+        manager=run_spec.ManagerSpec(
+            job.manager.where, {**inherited, **own}, job.cluster.job_walltime or 0.0, job.manager.log_level
         ),
         limits=msgspec.structs.replace(job.merged_limits(), stragglers=job.health.stragglers),
         recovery=msgspec.convert(job.recovery.model_dump(), run_spec.Recovery),
-        health=msgspec.convert(job.health.model_dump(), run_spec.HealthView),
+        health=msgspec.convert(job.health.model_dump(), run_spec.HealthSpec),
         faults=plan_faults(job.faults, {role.name: role.replicas for role in roles}, job.cluster.walltime),
         faults_allowed=job.faults.allow,
     )
 
 
-def _env(env: EnvTable, python: str) -> run_spec.EnvView:
+def _env(env: EnvTable, python: str) -> run_spec.EnvSpec:
     prober = env.python or ("python" if env.venv or env.conda else python)
-    return run_spec.EnvView(
+    return run_spec.EnvSpec(
         env.setup, env.modules, env.venv or "", env.conda or "", env.passed, env.probe, python, prober
     )
 
@@ -86,19 +86,19 @@ def sbatch(options: Mapping[str, str | int | bool]) -> dict[str, str]:
     return {key: "" if value is True else str(value) for key, value in options.items() if value is not False}
 
 
-def _parts(job: Job, roles: tuple[RoleView, ...]) -> tuple[Part, ...]:
+def _node_groups(job: Job, roles: tuple[RoleSpec, ...]) -> tuple[NodeGroup, ...]:
     """One for everything in a pool; else one for each role that takes whole nodes, and one for the others."""
     cluster, common = job.cluster, sbatch(job.slurm)
     term = min(cluster.walltime, cluster.job_walltime or cluster.walltime)
     node = Resources(cpus=cluster.node.cpus, gpus=cluster.node.gpus, mem=cluster.node.mem)
     if cluster.form == POOL:
         nodes = run_spec.pool_nodes(roles, node) + cluster.spares
-        return (Part(POOL, tuple(role.name for role in roles), nodes, node, term, common, needed=nodes),)
-    separate, parts = cluster.form == "replica", []
+        return (NodeGroup(POOL, tuple(role.name for role in roles), nodes, node, term, common, min_nodes=nodes),)
+    separate, groups = cluster.form == "replica", []
     shared = tuple(role for role in roles if not role.exclusive)
     if shared:
         nodes, names = run_spec.pool_nodes(shared, node), tuple(role.name for role in shared)
-        parts.append(Part(SHARED, names, nodes, node, term, common, needed=nodes))
+        groups.append(NodeGroup(SHARED, names, nodes, node, term, common, min_nodes=nodes))
     for role in roles:
         if role.exclusive:
             table = job.every_role()[role.name]
@@ -106,21 +106,21 @@ def _parts(job: Job, roles: tuple[RoleView, ...]) -> tuple[Part, ...]:
             walltime = table.walltime or term
             needed = role.min_replicas if separate else role.replicas
             nodes, needed = role.replicas * role.nodes, needed * role.nodes
-            parts.append(Part(role.name, (role.name,), nodes, role.on_node, walltime, options, separate, needed))
-    return tuple(sorted(parts, key=lambda part: -part.nodes))  # Slurm is kindest to the largest component as its first
+            groups.append(NodeGroup(role.name, (role.name,), nodes, role.members_on_node, walltime, options, separate, needed))
+    return tuple(sorted(groups, key=lambda part: -part.nodes))  # Slurm is kindest to the largest component as its first
 
 
-def _standbys(job: Job, role: Role) -> int:
+def _donor_rollouts(job: Job, role: Role) -> int:
     """Rollouts whose nodes keep a shadow of the trainer."""
     if not isinstance(role, TrainerRole) or not role.warm:
         return 0
-    if role.standbys != "auto":
-        return role.standbys
+    if role.donor_rollouts != "auto":
+        return role.donor_rollouts
     nodes = -(-role.ranks // role.ranks_per_node)
-    return failing_at_once(nodes, job.recovery.failure_rate) if job.recovery.failure_rate else nodes
+    return concurrent_failures(nodes, job.recovery.failure_rate) if job.recovery.failure_rate else nodes
 
 
-def failing_at_once(nodes: int, rate: float, quantile: float = 0.99) -> int:
+def concurrent_failures(nodes: int, rate: float, quantile: float = 0.99) -> int:
     """How many of the nodes fail on a day, but for one day of a hundred: binomial (ByteRobust; docs/sources.md)."""
     chance = cumulated = (1 - rate) ** nodes
     failing = 0
@@ -131,15 +131,15 @@ def failing_at_once(nodes: int, rate: float, quantile: float = 0.99) -> int:
     return max(1, failing)
 
 
-def _role(name: str, role: Role, python: str, image: str | None, standbys: int) -> RoleView:
+def _role(name: str, role: Role, python: str, image: str | None, standbys: int) -> RoleSpec:
     floor = 1 if name == "rollout" else role.replicas
     own = isinstance(role, CommandRole)
-    return RoleView(
+    return RoleSpec(
         name=name,
         kind="command" if own else name,
         replicas=role.replicas,
         min_replicas=floor if role.min_replicas is None else role.min_replicas,
-        each=Resources(cpus=role.cpus, gpus=role.gpus, mem=role.mem),
+        per_member=Resources(cpus=role.cpus, gpus=role.gpus, mem=role.mem),
         exclusive=role.exclusive,
         argv=role.command or (python, "-m", _BUILT_IN[name]),
         env=role.env,
@@ -150,5 +150,5 @@ def _role(name: str, role: Role, python: str, image: str | None, standbys: int) 
         ranks=role.ranks,
         per_node=role.ranks_per_node,
         warm=isinstance(role, TrainerRole | RolloutRole) and role.warm,
-        standbys=standbys,
+        donor_rollouts=standbys,
     )

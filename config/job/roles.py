@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from ...core.units import Size
-from .base import Count, SbatchOptions, Strings, Table, Time, TimeIfAny, environment
+from .base import Count, SbatchOptions, Strings, Table, Time, OptionalTime, environment
 
 POOL, SHARED = "pool", "shared"
-PARTS = (POOL, SHARED)
+RESERVED_GROUPS = (POOL, SHARED)
 """Names of parts that are no role's: a role of the user's own cannot have them."""
 
 
@@ -42,7 +42,7 @@ class Role(Table):
     """of its container, instead of [container] image"""
     slurm: SbatchOptions = {}
     """sbatch options of its own allocations, on top of [slurm]; not in form "pool", which has one for all roles"""
-    walltime: TimeIfAny = None
+    walltime: OptionalTime = None
     """of its own allocations, asked for anew before they end; default: the run's; not in form "pool\""""
     command: Strings | None = None
     """your own program, using rrl.join(); replaces the built-in one"""
@@ -84,7 +84,7 @@ class TrainerRole(Role):
     warm: bool = True
     """keep a process ready on its nodes and on spares, which becomes the trainer at once (about 400 MB each); with
     [recovery] policy = "role" only"""
-    standbys: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    donor_rollouts: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """rollouts whose nodes keep such a process too; auto: as many as the trainer has nodes (its largest parallel
     group), or by [recovery] failure_rate as many as fail at once on one day of a hundred (ByteRobust)"""
     snapshots: bool = True

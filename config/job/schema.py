@@ -16,17 +16,17 @@ from pydantic import AfterValidator, Field, model_validator
 
 from ...core import run_spec
 from ...core.faults import MANAGER
-from ...core.types import AGENT, SHADOW
+from ...core.types import AGENT, STANDBY_ROLE
 from ...core.units import Duration, Size
-from .base import SbatchOptions, Strings, Table, Time, TimeIfAny, mistake
+from .base import SbatchOptions, Strings, Table, Time, OptionalTime, mistake
 from .faults import FaultsTable
-from .roles import PARTS, CommandRole, Role, Roles
+from .roles import RESERVED_GROUPS, CommandRole, Role, Roles
 from .site import ClusterTable, ContainerTable, EnvTable, ManagerTable, Network
 from .validation import check
 
-_L = run_spec.Limits()
-_R = run_spec.Recovery()
-_H = run_spec.HealthView()
+_LIMITS = run_spec.Limits()
+_RECOVERY = run_spec.Recovery()
+_HEALTH = run_spec.HealthSpec()
 
 
 def _format_string(text: str) -> str:
@@ -45,9 +45,9 @@ def _phase_names(phases: dict[str, PhaseTable]) -> dict[str, PhaseTable]:
 
 
 def _role_names(commands: dict[str, CommandRole]) -> dict[str, CommandRole]:
-    taken = (*Roles.model_fields, AGENT, SHADOW, MANAGER, *PARTS)
+    reserved = (*Roles.model_fields, AGENT, STANDBY_ROLE, MANAGER, *RESERVED_GROUPS)
     for name in commands:
-        if name in taken:
+        if name in reserved:
             raise ValueError(f"{name!r} is a name of rrl's own; take another one for a role of yours")
         if not re.fullmatch(r"[a-z]{1,30}", name):
             raise ValueError(f"{name!r} is no name of a role; use up to 30 lower case letters")
@@ -159,28 +159,28 @@ class SamplingTable(Table):
 class LimitsTable(Table):
     """Deadlines."""  # what each means stands under the field of the same name in rrl.core.run_spec.Limits
 
-    beat: Time = _L.beat
-    silence: Time = _L.silence
-    join: Time = _L.join
-    step_grace: Duration = _L.step_grace
-    allocation: Time = _L.allocation
-    quiet: Duration = _L.quiet
-    poll: Time = _L.poll
-    rotate: Time = _L.rotate
-    lease: Time = _L.lease
-    adaptive: Annotated[float, Field(ge=1)] = _L.adaptive
-    first_pass: Duration = _L.first_pass
-    suspect: Time = _L.suspect
-    probe: Time = _L.probe
-    idle: Time = _L.idle
+    heartbeat: Time = _LIMITS.heartbeat
+    silence: Time = _LIMITS.silence
+    join: Time = _LIMITS.join
+    step_grace: Duration = _LIMITS.step_grace
+    allocation: Time = _LIMITS.allocation
+    quiet: Duration = _LIMITS.quiet
+    poll: Time = _LIMITS.poll
+    rotate: Time = _LIMITS.rotate
+    lease: Time = _LIMITS.lease
+    adaptive: Annotated[float, Field(ge=1)] = _LIMITS.adaptive
+    first_pass: Duration = _LIMITS.first_pass
+    suspect: Time = _LIMITS.suspect
+    probe: Time = _LIMITS.probe
+    idle: Time = _LIMITS.idle
 
     @model_validator(mode="after")
-    def _silence_holds_beats(self) -> LimitsTable:
+    def _silence_covers_heartbeats(self) -> LimitsTable:
         for name, value in (("silence", self.silence), ("lease", self.lease)):
-            if value < 3 * self.beat:
+            if value < 3 * self.heartbeat:
                 raise mistake(
                     ("limits", name),
-                    f'"{value:g}s" is less than three beats of "{self.beat:g}s"; raise it to "{3 * self.beat:g}s"',
+                    f'"{value:g}s" is less than three beats of "{self.heartbeat:g}s"; raise it to "{3 * self.heartbeat:g}s"',
                 )
         return self
 
@@ -191,9 +191,9 @@ class PhaseTable(Table):
     and at the latest after ``longest``, which also holds until three durations are known; the first time,
     ``first_pass`` is added. In a phase of your own that has no table, it is only warned of."""
 
-    shortest: TimeIfAny = None
+    shortest: OptionalTime = None
     """however short the phase usually is"""
-    longest: TimeIfAny = None
+    longest: OptionalTime = None
     """however long the phase usually is; a phase of your own needs it"""
     progresses: bool | None = None
     """true: each ``me.progress()`` starts the clock anew, and what is usual is the time between two of them; for a
@@ -205,30 +205,30 @@ class PhaseTable(Table):
 class RecoveryTable(Table):
     """Budgets of the repair ladder."""  # what each means stands under its field in rrl.core.run_spec.Recovery
 
-    window: Time = _R.window
-    per_node: Annotated[int, Field(ge=0)] = _R.per_node
-    per_replica: Annotated[int, Field(ge=0)] = _R.per_replica
-    backoff: Duration = _R.backoff
-    first_start: Annotated[int, Field(ge=1)] = _R.first_start
-    breaker: Annotated[float, Field(gt=0, le=1)] = _R.breaker
+    window: Time = _RECOVERY.window
+    per_node: Annotated[int, Field(ge=0)] = _RECOVERY.per_node
+    per_replica: Annotated[int, Field(ge=0)] = _RECOVERY.per_replica
+    backoff: Duration = _RECOVERY.backoff
+    first_start: Annotated[int, Field(ge=1)] = _RECOVERY.first_start
+    breaker: Annotated[float, Field(gt=0, le=1)] = _RECOVERY.breaker
     policy: Literal["role", "job", "requeue"] = "role"
-    adopt: Time = _R.adopt
-    whole: Annotated[int, Field(ge=0)] = _R.whole
-    drain: bool = _R.drain
-    exclusion: Time = _R.exclusion
-    failure_rate: Annotated[float, Field(ge=0, lt=1)] = _R.failure_rate
+    promote: Time = _RECOVERY.promote
+    full_restarts: Annotated[int, Field(ge=0)] = _RECOVERY.full_restarts
+    drain: bool = _RECOVERY.drain
+    exclusion: Time = _RECOVERY.exclusion
+    failure_rate: Annotated[float, Field(ge=0, lt=1)] = _RECOVERY.failure_rate
 
 
 class HealthTable(Table):
     """How the nodes are looked after: what is done for what detectors and checks find. Their thresholds are the site's
     (docs/health.md)."""
 
-    observe_only: bool = _H.observe_only
+    observe_only: bool = _HEALTH.observe_only
     checks: dict[str, Literal["act", "observe", "off"]] = {}
-    admission: bool = _H.admission
+    admission: bool = _HEALTH.admission
     stragglers: Literal["report", "exclude"] = "report"
-    history: str = _H.history
-    metrics: Annotated[str, Field(pattern=r"^$|^[^:\s]+:\d{1,5}$|^\[[0-9a-fA-F:]+\]:\d{1,5}$")] = _H.metrics
+    history: str = _HEALTH.history
+    metrics: Annotated[str, Field(pattern=r"^$|^[^:\s]+:\d{1,5}$|^\[[0-9a-fA-F:]+\]:\d{1,5}$")] = _HEALTH.metrics
 
 
 class TransportTable(Table):
@@ -275,7 +275,7 @@ class Job(Table):
     faults: FaultsTable = FaultsTable()
 
     @model_validator(mode="after")
-    def _fits(self) -> Job:
+    def _check_consistency(self) -> Job:
         check(self)
         return self
 

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 
 from ...core.run_spec import DEFAULT_LOG_LEVEL, LogLevel
 from ...core.units import Size
-from .base import SbatchOptions, Table, Time, TimeIfAny
+from .base import SbatchOptions, Table, Time, OptionalTime
 
 
 def _lines(lines: tuple[str, ...]) -> tuple[str, ...]:
@@ -79,7 +79,7 @@ class ClusterTable(Table):
     node: NodeTable = NodeTable()
     walltime: Time = 86400.0
     """of the run, and of its allocations"""
-    job_walltime: TimeIfAny = None
+    job_walltime: OptionalTime = None
     """of each allocation and of the manager's own job, where the site allows less than walltime: before an allocation
     ends (limits.rotate), another is asked for, and the roles move there"""
     start_within: Time = 3600.0

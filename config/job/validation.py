@@ -7,13 +7,13 @@ import json
 import math
 from typing import TYPE_CHECKING
 
-from ...core.faults import TRAITS, FaultKind, Hits, Misfit, Unfit, read_at, unfit
+from ...core.faults import FAULT_TRAITS, FaultKind, TargetKind, FaultProblem, InvalidFault, parse_trigger, validate_fault
 from ...core.phases import PHASES
 from ...core.units import duration_text
-from ..model_folder import BUILT_MAX_LENGTH, SHAPE
-from ..vllm_arguments import DEGREE, OURS
+from ..model_folder import BUILT_MAX_LENGTH, SHAPE_KEYS
+from ..vllm_arguments import TENSOR_PARALLEL_SIZE, RESERVED_ARGUMENTS
 from .base import mistake
-from .faults import fitting
+from .faults import values_for_kind
 from .resolve import resolve
 from .roles import CommandRole, Role, TrainerRole, TrajectoriesRole
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from .schema import Job, PhaseTable
 
 
-BATCH_FRAME = 256 * 2**20
+MAX_BATCH_BYTES = 256 * 2**20
 """bytes of the one message that a batch is (:data:`rrl.transport.control.sockets.CONTROL`)"""
-_PROMPTS = 32 * 2**20
+_PROMPTS_BYTES = 32 * 2**20
 """bytes of it that are kept for prompts, whose lengths nobody knows yet: one a group, 4 bytes a token"""
-_TOKEN = 8
+_TOKEN_BYTES = 8
 """bytes of a sampled token: itself and its log-probability"""
-_TRAJECTORY = 1024
+_TRAJECTORY_BYTES = 1024
 """bytes of a trajectory beside them: its score, and the versions that sampled it, 16 each"""
 
 
@@ -43,7 +43,7 @@ def check(job: Job) -> None:
     for name, role in job.every_role().items():
         _gang(job.table_of(name), role)
         _role(job, name, role)
-    _standbys(job)
+    _donor_rollouts(job)
     _warm_rollouts(job)
     _one_gpu(job)
     _vllm(job)
@@ -78,7 +78,7 @@ def _model(job: Job) -> None:
     if model is None:
         return
     if model.path is not None:
-        given = [key for key in (*SHAPE, "tokenizer") if key in model.model_fields_set]
+        given = [key for key in (*SHAPE_KEYS, "tokenizer") if key in model.model_fields_set]
         if given:
             source = "is that of the folder in path" if given[0] == "tokenizer" else "comes from config.json of path"
             raise mistake(("model", given[0]), f"{source}; remove it, or remove path")
@@ -110,14 +110,14 @@ def _batch(job: Job) -> None:
     """A batch is one message from the store to the trainer: a larger one would never arrive."""
     if job.task is None:
         return
-    what = job.sampling
-    count = what.prompts_per_step * what.group_size
-    most = count * (_TOKEN * what.max_new_tokens + _TRAJECTORY)
-    if most > BATCH_FRAME - _PROMPTS:
+    sampling = job.sampling
+    count = sampling.prompts_per_step * sampling.group_size
+    max_bytes = count * (_TOKEN_BYTES * sampling.max_new_tokens + _TRAJECTORY_BYTES)
+    if max_bytes > MAX_BATCH_BYTES - _PROMPTS_BYTES:
         raise mistake(
             ("sampling", "prompts_per_step"),
-            f"{what.prompts_per_step} groups of {what.group_size} answers of {what.max_new_tokens} tokens are a batch"
-            f" of up to {math.ceil(most / 2**20)} MiB; {(BATCH_FRAME - _PROMPTS) >> 20} MiB is the most; lower"
+            f"{sampling.prompts_per_step} groups of {sampling.group_size} answers of {sampling.max_new_tokens} tokens are a batch"
+            f" of up to {math.ceil(max_bytes / 2**20)} MiB; {(MAX_BATCH_BYTES - _PROMPTS_BYTES) >> 20} MiB is the most; lower"
             " prompts_per_step, group_size or max_new_tokens",
         )
 
@@ -141,9 +141,9 @@ def _form(job: Job) -> None:
     if job.manager.where == "pool":
         raise mistake(("manager", "where"), f'form = "{cluster.form}" has no pool; write where = "job"')
     if cluster.form == "hetjob" and not cluster.one_node_components:
-        parts = resolve(job, "python").parts
-        small = [part.name for part in parts if part.nodes == 1]
-        if small and len(parts) > 1:
+        groups = resolve(job, "python").node_groups
+        small = [part.name for part in groups if part.nodes == 1]
+        if small and len(groups) > 1:
             raise mistake(
                 ("cluster", "form"),
                 f"the components {', '.join(small)} would have one node each: Slurm kills them when a node of another"
@@ -171,15 +171,15 @@ def _gang(at: tuple[str, str], role: Role) -> None:
         raise mistake((*at, "ranks"), why)
 
 
-def _standbys(job: Job) -> None:
+def _donor_rollouts(job: Job) -> None:
     """Only what is asked for by number can be a mistake: ``auto`` takes what there is."""
     trainer, at = job.roles.trainer, ("roles", "trainer", "standbys")
-    if trainer.standbys == "auto" or not trainer.standbys:
+    if trainer.donor_rollouts == "auto" or not trainer.donor_rollouts:
         return
     if not trainer.warm:
         raise mistake(at, "nothing is kept ready where warm = false; remove it, or write warm = true")
-    if trainer.standbys > job.roles.rollout.replicas:
-        raise mistake(at, f"{trainer.standbys} is more than the rollouts ([roles.rollout] replicas ="
+    if trainer.donor_rollouts > job.roles.rollout.replicas:
+        raise mistake(at, f"{trainer.donor_rollouts} is more than the rollouts ([roles.rollout] replicas ="
                       f" {job.roles.rollout.replicas}), whose nodes would keep them; lower it")  # fmt: skip
 
 
@@ -222,15 +222,15 @@ def _vllm(job: Job) -> None:
                           ' "vllm"')  # fmt: skip
         return
     for name in rollout.vllm:
-        if name in OURS:
-            raise mistake((*at, name), f"is not yours to set: {OURS[name]}; remove it")
-    degree = rollout.vllm.get(DEGREE, 1)
+        if name in RESERVED_ARGUMENTS:
+            raise mistake((*at, name), f"is not yours to set: {RESERVED_ARGUMENTS[name]}; remove it")
+    degree = rollout.vllm.get(TENSOR_PARALLEL_SIZE, 1)
     if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
-        raise mistake((*at, DEGREE), "must be a whole number, 1 or more: how many GPUs share the model")
+        raise mistake((*at, TENSOR_PARALLEL_SIZE), "must be a whole number, 1 or more: how many GPUs share the model")
     if rollout.gpus and degree != rollout.gpus:
-        key = (*at, DEGREE) if DEGREE in rollout.vllm else ("roles", "rollout", "gpus")
+        key = (*at, TENSOR_PARALLEL_SIZE) if TENSOR_PARALLEL_SIZE in rollout.vllm else ("roles", "rollout", "gpus")
         raise mistake(key, f"vLLM would compute on {degree} of the GPUs of each replica, and [roles.rollout] gpus ="
-                      f" {rollout.gpus}; make {DEGREE} and gpus the same number")  # fmt: skip
+                      f" {rollout.gpus}; make {TENSOR_PARALLEL_SIZE} and gpus the same number")  # fmt: skip
 
 
 def _role(job: Job, name: str, role: Role) -> None:
@@ -263,15 +263,15 @@ def _role(job: Job, name: str, role: Role) -> None:
 def _fits_a_node(job: Job, name: str, role: Role) -> None:
     """Of a role that shares nodes each rank must fit; of one with nodes of its own all that are to be on one."""
     ranks = role.ranks_per_node if role.exclusive else 1
-    for what in ("cpus", "gpus", "mem"):
-        wanted, has = ranks * getattr(role, what), getattr(job.cluster.node, what)
+    for resource in ("cpus", "gpus", "mem"):
+        wanted, has = ranks * getattr(role, resource), getattr(job.cluster.node, resource)
         if wanted > has:
-            amount, lower = _amount(what, wanted), "lower it"
+            amount, lower = _amount(resource, wanted), "lower it"
             if ranks > 1:
                 amount, lower = f"{ranks} ranks on a node take {amount}, which", "lower it, lower ranks_per_node"
             raise mistake(
-                (*job.table_of(name), what),
-                f"{amount} is more than a node has ([cluster.node] {what} = {_amount(what, has)}); {lower} or raise"
+                (*job.table_of(name), resource),
+                f"{amount} is more than a node has ([cluster.node] {resource} = {_amount(resource, has)}); {lower} or raise"
                 " the node's",
             )
 
@@ -280,25 +280,25 @@ def _faults(job: Job) -> None:
     replicas = {name: role.replicas for name, role in job.every_role().items()}
     ranks = {name: role.ranks for name, role in job.every_role().items()}
     for index, one in enumerate(job.faults.planned):
-        if wrong := unfit(one.kind, one.target, one.seconds, one.amount, replicas, read_at(one.at), ranks):
+        if wrong := validate_fault(one.kind, one.target, one.seconds, one.amount, replicas, parse_trigger(one.at), ranks):
             raise mistake(("faults", "planned", index, _key(wrong, "kind")), wrong.text)
-        _helps(job, one.kind, one.target, ("faults", "planned", index, "kind"))
+        _check_needs_worker_api(job, one.kind, one.target, ("faults", "planned", index, "kind"))
     for index, some in enumerate(job.faults.random):
         for kind in some.kinds:
-            if wrong := unfit(kind, some.target, *fitting(kind, some), replicas, ranks=ranks):
+            if wrong := validate_fault(kind, some.target, *values_for_kind(kind, some), replicas, ranks=ranks):
                 raise mistake(("faults", "random", index, _key(wrong, "kinds")), wrong.text)
-            _helps(job, kind, some.target, ("faults", "random", index, "kinds"))
+            _check_needs_worker_api(job, kind, some.target, ("faults", "random", index, "kinds"))
 
 
-def _key(wrong: Unfit, else_: str) -> str:
-    return "target" if wrong.misfit is Misfit.NO_SUCH_TARGET else else_
+def _key(wrong: InvalidFault, else_: str) -> str:
+    return "target" if wrong.problem is FaultProblem.NO_SUCH_TARGET else else_
 
 
-def _helps(job: Job, kind: FaultKind, target: str, at: tuple[str | int, ...]) -> None:
+def _check_needs_worker_api(job: Job, kind: FaultKind, target: str, at: tuple[str | int, ...]) -> None:
     """What a role does to itself, it must be asked to through the worker API."""
     role = job.every_role().get(target.partition("/")[0])
-    traits = TRAITS[kind]
-    if traits.hits is Hits.REPLICA and not traits.processes and isinstance(role, CommandRole) and role.watch != "api":
+    traits = FAULT_TRAITS[kind]
+    if traits.target_kind is TargetKind.REPLICA and not traits.by_signals and isinstance(role, CommandRole) and role.watch != "api":
         raise mistake(at, f'{kind} needs the worker API, and {target} is only watched (watch = "{role.watch}")')
 
 
@@ -331,5 +331,5 @@ def _phase(job: Job, name: str, table: PhaseTable) -> None:
         )
 
 
-def _amount(what: str, value: int) -> str:
-    return f'"{value / 2**20:g}MiB"' if what == "mem" else str(value)
+def _amount(resource: str, value: int) -> str:
+    return f'"{value / 2**20:g}MiB"' if resource == "mem" else str(value)

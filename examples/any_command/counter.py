@@ -8,15 +8,15 @@ import rrl
 
 
 def main() -> None:
-    with rrl.join() as me:
-        kept = me.run_dir.path / f"{me.launch.life.replica.replace('/', '-')}.count"
-        count = int(kept.read_text()) if kept.exists() else 0
-        with me.phase("counting"):
-            while count < me.settings["options"]["until"] and not me.stopping.is_set():
+    with rrl.join() as worker:
+        checkpoint = worker.run_dir.path / f"{worker.launch.incarnation.replica.replace('/', '-')}.count"
+        count = int(checkpoint.read_text()) if checkpoint.exists() else 0
+        with worker.phase("counting"):
+            while count < worker.settings["options"]["until"] and not worker.stopping.is_set():
                 time.sleep(0.2)
                 count += 1
-                kept.write_text(str(count))
-                me.progress()
+                checkpoint.write_text(str(count))
+                worker.progress()
         print(f"counted to {count}", flush=True)
 
 

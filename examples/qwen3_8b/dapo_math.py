@@ -28,8 +28,8 @@ class DapoMath:
         return f"Answer: {self._rows[i % len(self._rows)][1]}"
 
     def score(self, i: int, answer: str) -> tuple[float, float]:
-        said = _ANSWER.findall(answer)
-        right = bool(said) and _plain(said[-1]) == _plain(self._rows[i % len(self._rows)][1])
+        match = _ANSWER.findall(answer)
+        right = bool(match) and _plain(match[-1]) == _plain(self._rows[i % len(self._rows)][1])
         return float(right), float(right)
 
 

@@ -88,9 +88,9 @@ def pip(command: str, *arguments: str) -> None:
     line = [sys.executable, "-m", "pip", command, "--no-deps", "--quiet", "--disable-pip-version-check", *arguments]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        errors = [each for each in said if each.startswith("ERROR")]
-        raise CannotBeMade(f"pip {command}: {(errors or said)[-1]}")
+        message = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        errors = [each for each in message if each.startswith("ERROR")]
+        raise CannotBeMade(f"pip {command}: {(errors or message)[-1]}")
 
 
 def convert(weights: Path, folder: Path) -> None:

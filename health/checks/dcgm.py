@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from ...config.health_rules import Rules
 from ...core.types import Cause, Remedy, Verdict
 from ..readers.samples import DcgmIncident, NvmlData
-from .base import Bad, Check, Said, Unknown, fail, warn
+from .base import Problem, Check, CheckResult, Unknown, fail, warn
 from .gpu_links import is_wired, lost_links
-from .node_state import HEALTH, Seen
+from .node_state import HEALTH_RUNS, NodeState
 
-_CODES: dict[Remedy, tuple[str, ...]] = {
+_REMEDY_CODES: dict[Remedy, tuple[str, ...]] = {
     Remedy.RESET_GPU: ("VOLATILE_DBE", "PENDING_ROW_REMAP", "CORRUPT_INFOROM", "NVSWITCH_DOWN"),
     Remedy.REBOOT: (
         "NVLINK_DOWN", "UNCONTAINED_ERROR", "POWER_UNREADABLE", "ECC_PENDING", "SXID_ERROR", "FIELD_",
@@ -23,12 +23,12 @@ _CODES: dict[Remedy, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 """beginnings of codes that condemn where DCGM calls them a failure, by what is then to be done"""
-_WARNED = (
+_WARNING_CODES = (
     "GPU_EXPECTED_NVLINKS_UP", "NVSWITCH_EXPECTED_NVLINKS_UP", "NVSWITCH_NVLINK_DOWN", "FABRIC_MANAGER_TRAINING_ERROR",
     "CLOCKS_EVENT_THERMAL", "TEMP_VIOLATION", "THERMAL_VIOLATIONS",
 )  # fmt: skip
 """the fabric manager's configuration, and heat: a check of our own condemns, if need be"""
-_IGNORED = (
+_IGNORED_CODES = (
     "VOLATILE_SBE", "CLOCK_THROTTLE_POWER", "CLOCK_THROTTLE_THERMAL", "CLOCKS_EVENT_POWER", "CLOCKS_POWER",
     "UNCORRECTABLE_ROW_REMAP", "NVSWITCH_NON_FATAL", "NVLINK_ERROR_THRESHOLD", "PENDING_PAGE_RETIREMENTS",
     "TEST_SKIPPED", "TEST_DISABLED", "ABORTED", "TARGET_POWER", "XID_ERROR", "ERROR_SENTINEL", "NO_GRAPHICS_CLOCKS",
@@ -36,80 +36,80 @@ _IGNORED = (
 """said elsewhere and better (Xids), or of no consequence"""
 _SKIPPED_TESTS = ("blacklist", "denylist", "inforom")
 """of ``dcgmi diag``: gcm skips them"""
-_LINK_DOWN = "NVLINK_DOWN"
-_PENDING = "PENDING_ROW_REMAP"
+_LINK_DOWN_CODE = "NVLINK_DOWN"
+_PENDING_REMAP_CODE = "PENDING_ROW_REMAP"
 """a reset at the next occasion, as our own check says of it: no reason to leave the GPU"""
 
 
-def _look(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
-    data = seen.data("dcgm")
+def _health(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
+    data = state.data("dcgm")
     for incident in data.incidents:
         if incident.source == "health":
-            yield from _judged(incident, _unbridged(seen))
+            yield from _problems(incident, _unbridged(state))
     if "health" in data.unread:
         yield Unknown(data.unread["health"])
 
 
-def _diag(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
-    data = seen.data("dcgm")
+def _diag(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
+    data = state.data("dcgm")
     if "diag" in data.unread:
         yield Unknown(data.unread["diag"])
         return
     for incident in data.incidents:
         if incident.source == "diag" and not incident.system.lower().startswith(_SKIPPED_TESTS):
-            for bad in _judged(incident, _unbridged(seen)):
+            for bad in _problems(incident, _unbridged(state)):
                 failed = incident.severity == "fail" and bad.verdict is Verdict.WARN and not _known(incident.code)
-                yield Bad(Verdict.FAIL, bad.cause, Remedy.EXCLUDE, bad.text, bad.part, needs=1) if failed else bad
+                yield Problem(Verdict.FAIL, bad.cause, Remedy.EXCLUDE, bad.text, bad.component, failures_to_raise=1) if failed else bad
 
 
-def _exporter(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
+def _exporter(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     """A second witness of what NVML says, where a user may not ask NVML."""
-    data = seen.data("dcgm")
+    data = state.data("dcgm")
     for gpu in data.gpus:
         name = f"GPU {gpu.index if gpu.index is not None else gpu.uuid}"
         if gpu.remap_failed:
             text = f"{name}: remapping a row of its memory failed, says DCGM"
-            yield fail(Cause.GPU, Remedy.SUPPORT, text, part=gpu.uuid, proof=True)
+            yield fail(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid, proof=True)
         elif gpu.ecc_volatile_uncorrected:
             text = f"{name} has uncorrectable ECC errors since its driver was loaded, says DCGM"
-            yield fail(Cause.GPU, Remedy.RESET_GPU, text, part=gpu.uuid, proof=True)
+            yield fail(Cause.GPU, Remedy.RESET_GPU, text, component=gpu.uuid, proof=True)
     if "exporter" in data.unread:
         yield Unknown(data.unread["exporter"])
 
 
 def _known(code: str) -> bool:
-    return code.startswith((*_WARNED, *_IGNORED))
+    return code.startswith((*_WARNING_CODES, *_IGNORED_CODES))
 
 
-def _unbridged(seen: Seen) -> set[str]:
+def _unbridged(state: NodeState) -> set[str]:
     """GPUs (UUIDs, indices) whose links may lead nowhere, and lost none since we look."""
-    data = seen.data("nvml")
+    data = state.data("nvml")
     gpus = data.gpus if isinstance(data, NvmlData) else ()
-    steady = (gpu for gpu in gpus if not is_wired(gpu) and not lost_links(gpu, seen))
+    steady = (gpu for gpu in gpus if not is_wired(gpu) and not lost_links(gpu, state))
     return {name for gpu in steady for name in (gpu.uuid, str(gpu.index))}
 
 
-def _judged(incident: DcgmIncident, unbridged: set[str]) -> Iterator[Bad]:
+def _problems(incident: DcgmIncident, unbridged: set[str]) -> Iterator[Problem]:
     code = incident.code.removeprefix("DCGM_FR_")
-    if code.startswith(_IGNORED):
+    if code.startswith(_IGNORED_CODES):
         return
     where = f"GPU {incident.gpu}" if incident.gpu else "the node"
     text = f"DCGM of {where}, {incident.system}: {code or incident.text}"
-    part = "/".join(filter(None, (incident.gpu, code or incident.system)))
-    remedy = next((remedy for remedy, codes in _CODES.items() if code.startswith(codes)), None)
-    nowhere = code.startswith(_LINK_DOWN) and incident.gpu in unbridged
-    if remedy is None or incident.severity == "warn" or code.startswith(_PENDING) or nowhere:
-        yield warn(Cause.GPU, remedy or Remedy.SUPPORT, text, part=part)
+    component = "/".join(filter(None, (incident.gpu, code or incident.system)))
+    remedy = next((remedy for remedy, codes in _REMEDY_CODES.items() if code.startswith(codes)), None)
+    nowhere = code.startswith(_LINK_DOWN_CODE) and incident.gpu in unbridged
+    if remedy is None or incident.severity == "warn" or code.startswith(_PENDING_REMAP_CODE) or nowhere:
+        yield warn(Cause.GPU, remedy or Remedy.SUPPORT, text, component=component)
     else:
-        yield Bad(Verdict.FAIL, Cause.GPU, remedy, (text,), part)
+        yield Problem(Verdict.FAIL, Cause.GPU, remedy, (text,), component)
 
 
 CHECKS = (
     Check("dcgm_memory", ("dcgm",), _exporter, "uncorrectable ECC errors and failed remaps, by dcgm-exporter",
           "any: FAIL, reset the GPU; support", "gcm, DCGM"),
-    Check("dcgm_health", ("dcgm",), _look, "incidents of dcgmi health, which is run once a minute",
+    Check("dcgm_health", ("dcgm",), _health, "incidents of dcgmi health, which is run once a minute",
           "a failure by its code, in three runs: FAIL, reset, reboot or support; other codes: WARN; power, single-bit"
-          " errors and the like: ignored", "NVSentinel", turns=(HEALTH,)),
+          " errors and the like: ignored", "NVSentinel", triggers=(HEALTH_RUNS,)),
     Check("dcgm_diag", ("dcgm",), _diag, "tests of dcgmi diag -r 1, where asked for",
           "a failed one: FAIL, exclude; Denylist and Inforom are skipped", "gcm"),
 )  # fmt: skip

@@ -7,99 +7,99 @@ from collections.abc import Iterator
 from ...config.health_rules import FabricRules, Rules
 from ...core.types import Cause, Remedy
 from ..readers.samples import FabricData
-from .base import Bad, Check, Said, Unknown, fail, warn
-from .node_state import Seen
+from .base import Problem, Check, CheckResult, Unknown, fail, warn
+from .node_state import NodeState
 
-_HOUR, _MINUTE, _SPELL = 3600.0, 60.0, 30.0
+_HOUR_S, _MINUTE_S, _RATE_WINDOW_S = 3600.0, 60.0, 30.0
 """s; rates "a second" are taken over a spell, so that one burst is no rate"""
-_DOWNED = "link_downed"
-_FATAL = ("excessive_buffer_overrun_errors", "local_link_integrity_errors")
+_LINK_DOWNED = "link_downed"
+_FATAL_COUNTERS = ("excessive_buffer_overrun_errors", "local_link_integrity_errors")
 """counters that must not rise at all (NVSentinel; of its others, link_downed may once, and rnr_nak_retry_err counts
 receivers that were not ready and answered when asked again: what programs do to each other)"""
 
 
-def _data(seen: Seen) -> FabricData:
-    data = seen.data("fabric")
+def _data(state: NodeState) -> FabricData:
+    data = state.data("fabric")
     return data if isinstance(data, FabricData) else FabricData()
 
 
-def _used(seen: Seen, rules: Rules) -> set[str]:
+def _used(state: NodeState, rules: Rules) -> set[str]:
     """Ports that matter; a cable may come and go at any other."""
-    return set(rules.expect.ports) | seen.ports_up
+    return set(rules.expect.ports) | state.ports_up
 
 
-def _count(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
-    there = {port.device for port in _data(seen).ports}
-    if gone := sorted(seen.hcas - there):
+def _count(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
+    devices = {port.device for port in _data(state).ports}
+    if gone := sorted(state.hcas - devices):
         for device in gone:
-            yield fail(Cause.FABRIC, Remedy.EXCLUDE, f"{device} is no longer there", part=device)
-    elif rules.expect.hcas is not None and len(there) != rules.expect.hcas:
-        text = f"there are {len(there)} InfiniBand or RoCE devices, {rules.expect.hcas} are expected"
+            yield fail(Cause.FABRIC, Remedy.EXCLUDE, f"{device} is no longer there", component=device)
+    elif rules.expect.hcas is not None and len(devices) != rules.expect.hcas:
+        text = f"there are {len(devices)} InfiniBand or RoCE devices, {rules.expect.hcas} are expected"
         yield fail(Cause.FABRIC, Remedy.EXCLUDE, text)
 
 
-def _state(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
+def _state(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     """Against what is expected, else against the ports that were up when we first looked."""
-    ports = {f"{port.device}/{port.port}": port for port in _data(seen).ports}
-    for name in sorted(_used(seen, rules)):
+    ports = {f"{port.device}/{port.port}": port for port in _data(state).ports}
+    for name in sorted(_used(state, rules)):
         port = ports.get(name)
         if port is None:
             if name in rules.expect.ports:
-                yield fail(Cause.FABRIC, Remedy.EXCLUDE, f"port {name} is not there", part=name)
+                yield fail(Cause.FABRIC, Remedy.EXCLUDE, f"port {name} is not there", component=name)
         elif port.state is None:
-            yield Unknown(f"{name}: {port.unread.get('state', 'not read')}", parts=(name,))
+            yield Unknown(f"{name}: {port.unread.get('state', 'not read')}", components=(name,))
         elif port.state != "ACTIVE":
             physical = f", physically {port.physical}" if port.physical else ""
-            yield fail(Cause.FABRIC, Remedy.EXCLUDE, f"port {name} is {port.state}{physical}", part=name)
-        elif port.rate and port.rate < (best := seen.rates.get(name, port.rate)):
+            yield fail(Cause.FABRIC, Remedy.EXCLUDE, f"port {name} is {port.state}{physical}", component=name)
+        elif port.rate and port.rate < (best := state.max_port_rates.get(name, port.rate)):
             text = f"port {name} runs at {port.rate:g} Gbit/s, and ran at {best:g}"
-            yield warn(Cause.FABRIC, Remedy.SUPPORT, text, part=name, needs=rules.hysteresis.bad)
+            yield warn(Cause.FABRIC, Remedy.SUPPORT, text, component=name, failures_to_raise=rules.hysteresis.bad)
 
 
-def _devices(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
-    for name in _data(seen).missing_char_devices:
+def _devices(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
+    for name in _data(state).missing_char_devices:
         if not name.startswith("issm"):  # its absence is usual on some machines (NVSentinel: GB300)
-            yield fail(Cause.FABRIC, Remedy.EXCLUDE, f"/dev/infiniband/{name} is missing", part=name)
+            yield fail(Cause.FABRIC, Remedy.EXCLUDE, f"/dev/infiniband/{name} is missing", component=name)
 
 
-def _fatal(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
-    for name in sorted(_used(seen, rules)):
-        risen = [counter for counter in _FATAL if _rise(seen, name, counter, _HOUR)]
-        downs = _rise(seen, name, _DOWNED, _HOUR)
+def _fatal(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
+    for name in sorted(_used(state, rules)):
+        risen = [counter for counter in _FATAL_COUNTERS if _increase(state, name, counter, _HOUR_S)]
+        downs = _increase(state, name, _LINK_DOWNED, _HOUR_S)
         if downs >= rules.fabric.link_downs:
-            risen.insert(0, _DOWNED)
-        if _rise(seen, name, "symbol_error", _HOUR) > rules.fabric.symbol_errors_hour:
+            risen.insert(0, _LINK_DOWNED)
+        if _increase(state, name, "symbol_error", _HOUR_S) > rules.fabric.symbol_errors_hour:
             risen.append(f"symbol_error (more than {rules.fabric.symbol_errors_hour} an hour)")
         if risen:
             text = f"port {name}: fatal errors within an hour: {', '.join(risen)}"
-            yield fail(Cause.FABRIC, Remedy.EXCLUDE, text, part=name, needs=1)
+            yield fail(Cause.FABRIC, Remedy.EXCLUDE, text, component=name, failures_to_raise=1)
         elif downs:
-            yield warn(Cause.FABRIC, Remedy.NONE, f"port {name}: {_DOWNED} rose within an hour", part=name)
+            yield warn(Cause.FABRIC, Remedy.NONE, f"port {name}: {_LINK_DOWNED} rose within an hour", component=name)
 
 
-def _degraded(seen: Seen, rules: Rules, now: float) -> Iterator[Bad]:
-    for name in sorted(_used(seen, rules)):
-        if risen := list(_rates(seen, name, rules.fabric)):
-            yield warn(Cause.FABRIC, Remedy.SUPPORT, f"port {name}: {', '.join(risen)}", part=name)
+def _degraded(state: NodeState, rules: Rules, now: float) -> Iterator[Problem]:
+    for name in sorted(_used(state, rules)):
+        if risen := list(_exceeded_rates(state, name, rules.fabric)):
+            yield warn(Cause.FABRIC, Remedy.SUPPORT, f"port {name}: {', '.join(risen)}", component=name)
 
 
-def _rates(seen: Seen, name: str, limits: FabricRules) -> Iterator[str]:
-    for counter, most in (
+def _exceeded_rates(state: NodeState, name: str, limits: FabricRules) -> Iterator[str]:
+    for counter, limit in (
         ("symbol_error", limits.symbol_errors), ("port_rcv_errors", limits.receive_errors),
         ("local_ack_timeout_err", limits.ack_timeouts), ("port_xmit_discards", limits.discards),
         ("roce_slow_restart", limits.slow_restarts),
     ):  # fmt: skip
-        if _rise(seen, name, counter, _SPELL) > most * _SPELL:
-            yield f"{counter} above {most:g} a second"
-    if _rise(seen, name, "link_error_recovery", _MINUTE) > limits.recoveries:
+        if _increase(state, name, counter, _RATE_WINDOW_S) > limit * _RATE_WINDOW_S:
+            yield f"{counter} above {limit:g} a second"
+    if _increase(state, name, "link_error_recovery", _MINUTE_S) > limits.recoveries:
         yield f"link_error_recovery above {limits.recoveries:g} a minute"
-    if _rise(seen, name, "carrier_changes", _HOUR) > limits.carrier_changes:
+    if _increase(state, name, "carrier_changes", _HOUR_S) > limits.carrier_changes:
         yield f"more than {limits.carrier_changes} carrier changes an hour"
 
 
-def _rise(seen: Seen, name: str, counter: str, window: float) -> int:
-    trail = seen.trail("port", name, counter)
-    return trail.within(window, seen.at("fabric")) if trail is not None and trail.rise else 0
+def _increase(state: NodeState, name: str, counter: str, window: float) -> int:
+    counter_history = state.counter("port", name, counter)
+    return counter_history.increase_within(window, state.reading_at("fabric")) if counter_history is not None and counter_history.increase else 0
 
 
 _FABRIC = ("fabric",)

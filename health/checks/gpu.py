@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from ...config.health_rules import Rules
 from ...core.types import Cause, Remedy
 from ..readers.samples import Gpu, NvmlData
-from .base import Bad, Check, Said, Unknown, fail, warn
-from .node_state import EVERY, Seen
+from .base import Problem, Check, CheckResult, Unknown, fail, warn
+from .node_state import ALL_GPUS, NodeState
 
-_RECOVERY = {
+_RECOVERY_REMEDIES = {
     "gpu_reset": Remedy.RESET_GPU,
     "node_reboot": Remedy.REBOOT,
     "drain_p2p": Remedy.EXCLUDE,
@@ -23,54 +23,54 @@ _UNKNOWN_ERROR = "Unknown Error"
 """NVML's word where a call fails and it cannot say why; ``GPU is lost`` and others say what has failed"""
 _MPS = "nvidia-cuda-mps"
 """beginning of the names of CUDA's multi-process service, which a site runs: what it runs for others is told too"""
-_MINUTE = 60.0
-_FEW = 3
+_MINUTE_S = 60.0
+_MAX_GPUS_NAMED = 3
 """GPUs that are named where one reason is unknown for several"""
 
 
-def each(fields: tuple[str, ...], look: Callable[[Gpu, Seen, Rules], Iterable[Bad]]) -> Callable[..., Iterator[Said]]:
+def for_each_gpu(fields: tuple[str, ...], check: Callable[[Gpu, NodeState, Rules], Iterable[Problem]]) -> Callable[..., Iterator[CheckResult]]:
     """A look at every GPU that can be talked to; UNKNOWN for those of which no field of these was read."""
 
-    def looks(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
+    def run(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
         blind: dict[str, list[Gpu]] = {}
-        for gpu in present(seen):
+        for gpu in present(state):
             if all(getattr(gpu, field) is None for field in fields):
                 why = next((gpu.unread[field] for field in fields if field in gpu.unread), "not read")
                 blind.setdefault(why, []).append(gpu)
             else:
-                yield from look(gpu, seen, rules)
+                yield from check(gpu, state, rules)
         for why, gpus in blind.items():
-            yield _unread(why, gpus)
+            yield _unreadable(why, gpus)
 
-    return looks
-
-
-def _unread(why: str, gpus: list[Gpu]) -> Unknown:
-    some = ", ".join(str(gpu.index) for gpu in gpus[:_FEW]) + (", ..." if len(gpus) > _FEW else "")
-    return Unknown(f"{why} (GPU {some})", parts=tuple(gpu.uuid for gpu in gpus))
+    return run
 
 
-def present(seen: Seen) -> Iterator[Gpu]:
-    data = seen.data("nvml")
+def _unreadable(why: str, gpus: list[Gpu]) -> Unknown:
+    some = ", ".join(str(gpu.index) for gpu in gpus[:_MAX_GPUS_NAMED]) + (", ..." if len(gpus) > _MAX_GPUS_NAMED else "")
+    return Unknown(f"{why} (GPU {some})", components=tuple(gpu.uuid for gpu in gpus))
+
+
+def present(state: NodeState) -> Iterator[Gpu]:
+    data = state.data("nvml")
     return (gpu for gpu in data.gpus if not gpu.lost) if isinstance(data, NvmlData) else iter(())
 
 
 # ── there at all ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def _count(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
+def _count(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     """Of a job's part of a node, NVML may count no more than the job was given."""
-    data, wanted = seen.data("nvml"), rules.expect.gpus
+    data, wanted = state.data("nvml"), rules.expect.gpus
     count, least = len(data.gpus), min(wanted or 0, data.granted) if data.withheld else wanted or 0
     if wanted is not None and not least <= count <= wanted:
-        here = f" of the {data.granted} that this process may use" if data.withheld and count < least else ""
-        what = f"NVML sees {count} GPUs{here}, {wanted} are expected"
-        yield fail(Cause.GPU, Remedy.EXCLUDE, what, proof=count < wanted)
-    elif count < seen.most_gpus:
-        what = f"NVML sees {count} GPUs; it saw {seen.most_gpus} before"
-        yield fail(Cause.GPU, Remedy.REBOOT, what, proof=True)
+        access_note = f" of the {data.granted} that this process may use" if data.withheld and count < least else ""
+        text = f"NVML sees {count} GPUs{access_note}, {wanted} are expected"
+        yield fail(Cause.GPU, Remedy.EXCLUDE, text, proof=count < wanted)
+    elif count < state.max_gpus:
+        text = f"NVML sees {count} GPUs; it saw {state.max_gpus} before"
+        yield fail(Cause.GPU, Remedy.REBOOT, text, proof=True)
 
 
-def _lost(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
-    gpus = seen.data("nvml").gpus
+def _lost(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
+    gpus = state.data("nvml").gpus
     if len(gpus) > 1 and all(gpu.lost == _UNKNOWN_ERROR for gpu in gpus):
         text = f"NVML says {_UNKNOWN_ERROR} of every GPU at once: their device files may have been taken from us"
         yield warn(Cause.SOFTWARE, Remedy.SUPPORT, f"{text} (a cgroup was changed, systemd was reloaded)")
@@ -79,161 +79,161 @@ def _lost(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
         if gpu.lost:
             text = f"GPU {gpu.index} does not answer the driver: {gpu.lost}"
             otherwise = Remedy.RESET_GPU if "reset" in gpu.lost else Remedy.REBOOT
-            remedy = _RECOVERY.get(gpu.recovery_action or "", otherwise)
+            remedy = _RECOVERY_REMEDIES.get(gpu.recovery_action or "", otherwise)
             vague = gpu.lost == _UNKNOWN_ERROR
             needs = rules.gpu.unknown_error if vague else None
-            yield fail(Cause.GPU, remedy, text, part=gpu.uuid or f"gpu{gpu.index}", proof=not vague, needs=needs)
+            yield fail(Cause.GPU, remedy, text, component=gpu.uuid or f"gpu{gpu.index}", proof=not vague, failures_to_raise=needs)
 
 
-def _recovery(gpu: Gpu, seen: Seen, rules: Rules) -> Iterator[Bad]:
+def _recovery(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
     action = gpu.recovery_action
     if not action or action == "none":
         return
     text = f"GPU {gpu.index}: the driver asks for {action.replace('_', ' ')}"
-    if remedy := _RECOVERY.get(action):
-        yield fail(Cause.GPU, remedy, text, part=gpu.uuid, proof=True)
+    if remedy := _RECOVERY_REMEDIES.get(action):
+        yield fail(Cause.GPU, remedy, text, component=gpu.uuid, proof=True)
     else:
-        yield warn(Cause.GPU, Remedy.SUPPORT, text, part=gpu.uuid)
+        yield warn(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid)
 
 
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _ecc_uncorrected(gpu: Gpu, seen: Seen, rules: Rules) -> Iterator[Bad]:
+def _ecc_uncorrected(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
     if gpu.ecc_volatile_uncorrected:
         text = f"GPU {gpu.index} has uncorrectable ECC errors since its driver was loaded"
-        yield fail(Cause.GPU, Remedy.RESET_GPU, text, part=gpu.uuid, proof=True)
-    elif (trail := seen.trail("gpu", gpu.uuid, "ecc_aggregate_uncorrected")) and trail.rise:
+        yield fail(Cause.GPU, Remedy.RESET_GPU, text, component=gpu.uuid, proof=True)
+    elif (counter := state.counter("gpu", gpu.uuid, "ecc_aggregate_uncorrected")) and counter.increase:
         text = f"GPU {gpu.index}: its uncorrectable ECC errors grew since we look"
-        yield fail(Cause.GPU, Remedy.RESET_GPU, text, part=gpu.uuid, proof=True)
+        yield fail(Cause.GPU, Remedy.RESET_GPU, text, component=gpu.uuid, proof=True)
 
 
-def _ecc_corrected(gpu: Gpu, seen: Seen, rules: Rules) -> Iterator[Bad]:
+def _ecc_corrected(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
     if (gpu.ecc_volatile_corrected or 0) > rules.gpu.ecc_corrected:
         text = f"GPU {gpu.index}: more than {rules.gpu.ecc_corrected} corrected ECC errors since its driver was loaded"
-        yield warn(Cause.GPU, Remedy.SUPPORT, text, part=gpu.uuid)
-    trail, most = seen.trail("gpu", gpu.uuid, "ecc_volatile_corrected"), rules.gpu.ecc_corrected_rate
-    if trail and trail.rise and trail.within(_MINUTE, seen.at("nvml")) > most * _MINUTE:
-        text = f"GPU {gpu.index}: more than {most:g} corrected ECC errors a second"
-        yield warn(Cause.GPU, Remedy.SUPPORT, text, part=gpu.uuid)
+        yield warn(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid)
+    counter, limit = state.counter("gpu", gpu.uuid, "ecc_volatile_corrected"), rules.gpu.ecc_corrected_rate
+    if counter and counter.increase and counter.increase_within(_MINUTE_S, state.reading_at("nvml")) > limit * _MINUTE_S:
+        text = f"GPU {gpu.index}: more than {limit:g} corrected ECC errors a second"
+        yield warn(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid)
 
 
-def _row_remap(gpu: Gpu, seen: Seen, rules: Rules) -> Iterator[Bad]:
+def _row_remap(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
     if gpu.remap_failed:
         text = f"GPU {gpu.index}: remapping a row of its memory failed"
-        yield fail(Cause.GPU, Remedy.SUPPORT, text, part=gpu.uuid, proof=True)
+        yield fail(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid, proof=True)
     elif gpu.remap_pending:
         text = f"GPU {gpu.index}: a row of its memory is remapped at the next reset"
-        yield warn(Cause.GPU, Remedy.RESET_GPU, text, part=gpu.uuid)
+        yield warn(Cause.GPU, Remedy.RESET_GPU, text, component=gpu.uuid)
 
 
-def _retired_pages(gpu: Gpu, seen: Seen, rules: Rules) -> Iterator[Bad]:
+def _retired_pages(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
     limits, total = rules.gpu, (gpu.retired_corrected or 0) + (gpu.retired_uncorrected or 0)
-    trail = seen.trail("gpu", gpu.uuid, "retired_uncorrected")
-    grew = trail.rise if trail else 0
+    counter = state.counter("gpu", gpu.uuid, "retired_uncorrected")
+    grew = counter.increase if counter else 0
     if total >= limits.retired_pages_most:
         text = f"GPU {gpu.index}: {limits.retired_pages_most} pages of its memory or more are retired"
-        yield fail(Cause.GPU, Remedy.SUPPORT, text, part=gpu.uuid, proof=True)
+        yield fail(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid, proof=True)
     elif total >= limits.retired_pages_soft and grew > 1:
         text = f"GPU {gpu.index}: several pages were retired for double-bit errors since we look, and many before"
-        yield fail(Cause.GPU, Remedy.SUPPORT, text, part=gpu.uuid, proof=True)
+        yield fail(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid, proof=True)
     elif total > limits.retired_pages:
         text = f"GPU {gpu.index}: more than {limits.retired_pages} pages of its memory are retired"
-        yield warn(Cause.GPU, Remedy.SUPPORT, text, part=gpu.uuid)
+        yield warn(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid)
     elif gpu.retired_pending:
         text = f"GPU {gpu.index}: a page of its memory is retired at the next reset"
-        yield warn(Cause.GPU, Remedy.RESET_GPU, text, part=gpu.uuid)
+        yield warn(Cause.GPU, Remedy.RESET_GPU, text, component=gpu.uuid)
 
 
 # ── heat and speed ───────────────────────────────────────────────────────────────────────────────────────────────────
-def _temperature(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
+def _temperature(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     """Against the device's own limits. How long it has been hot is remembered as the rise of a counter is."""
-    at = seen.at("nvml")
+    at = state.reading_at("nvml")
     blind: list[Gpu] = []
-    for gpu in present(seen):
-        core = _over(gpu.temperature, gpu.temperature_slowdown)
-        memory = _over(gpu.temperature_memory, gpu.temperature_memory_max)
+    for gpu in present(state):
+        core = _at_limit(gpu.temperature, gpu.temperature_slowdown)
+        memory = _at_limit(gpu.temperature_memory, gpu.temperature_memory_max)
         if core is None and memory is None:
             blind.append(gpu)
         elif core or memory:
-            what = "its slowdown temperature" if core else "its memory's highest temperature"
-            text = f"GPU {gpu.index} is at or above {what}"
-            long = at - seen.hot.get(gpu.uuid, at) >= rules.gpu.hot
+            limit_name = "its slowdown temperature" if core else "its memory's highest temperature"
+            text = f"GPU {gpu.index} is at or above {limit_name}"
+            long = at - state.hot_since.get(gpu.uuid, at) >= rules.gpu.hot
             if long:
-                yield fail(Cause.GPU, Remedy.EXCLUDE, f"{text}, for {rules.gpu.hot:g} s or more", part=gpu.uuid)
+                yield fail(Cause.GPU, Remedy.EXCLUDE, f"{text}, for {rules.gpu.hot:g} s or more", component=gpu.uuid)
             else:
-                yield warn(Cause.GPU, Remedy.NONE, text, part=gpu.uuid)
+                yield warn(Cause.GPU, Remedy.NONE, text, component=gpu.uuid)
     if blind:
-        why = next((w for field in _HEAT for gpu in blind if (w := gpu.unread.get(field))), "not read")
-        yield _unread(why, blind)
+        why = next((w for field in _TEMPERATURE_FIELDS for gpu in blind if (w := gpu.unread.get(field))), "not read")
+        yield _unreadable(why, blind)
 
 
-_HEAT = ("temperature", "temperature_slowdown", "temperature_memory", "temperature_memory_max")
+_TEMPERATURE_FIELDS = ("temperature", "temperature_slowdown", "temperature_memory", "temperature_memory_max")
 
 
-def _over(now: int | None, limit: int | None) -> bool | None:
+def _at_limit(now: int | None, limit: int | None) -> bool | None:
     return None if now is None or not limit else now >= limit
 
 
-_SLOWED = {"hw_thermal": "heat", "sw_thermal": "heat", "hw_power_brake": "power brake", "hw_slowdown": "hardware"}
+_SLOWDOWN_REASONS = {"hw_thermal": "heat", "sw_thermal": "heat", "hw_power_brake": "power brake", "hw_slowdown": "hardware"}
 """clocks event reasons that mean something, the most telling first: ``hw_slowdown`` comes with others, and they come in
 turns; a power cap is how GPUs are run (NVSentinel ignores it too)"""
 
 
-def _throttle(gpu: Gpu, seen: Seen, rules: Rules) -> Iterator[Bad]:
-    if why := next((told for name, told in _SLOWED.items() if name in (gpu.clock_reasons or ())), ""):
+def _throttle(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
+    if why := next((text_of_reason for name, text_of_reason in _SLOWDOWN_REASONS.items() if name in (gpu.clock_reasons or ())), ""):
         text = f"GPU {gpu.index} is slowed down: {why}"
         n = rules.gpu.throttled
-        yield warn(Cause.GPU, Remedy.NONE, text, part=gpu.uuid, needs=n, clears=n)
+        yield warn(Cause.GPU, Remedy.NONE, text, component=gpu.uuid, failures_to_raise=n, passes_to_clear=n)
 
 
-def _clock(gpu: Gpu, seen: Seen, rules: Rules) -> Iterator[Bad]:
+def _clock(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
     wanted, best = rules.expect.sm_clock, gpu.clock_sm_max
     if wanted and best and best < wanted:
         text = f"GPU {gpu.index}: its SM clock goes up to {best} MHz, {wanted} are expected"
-        yield warn(Cause.GPU, Remedy.NONE, text, part=gpu.uuid)
+        yield warn(Cause.GPU, Remedy.NONE, text, component=gpu.uuid)
         return
     capped = {"sw_power_cap", "gpu_idle", "applications_clocks"} & set(gpu.clock_reasons or ())
     busy = gpu.utilization is not None and gpu.utilization >= rules.gpu.busy
     if busy and best and gpu.clock_sm is not None and not capped and gpu.clock_sm < rules.gpu.slow_clock * best:
         text = f"GPU {gpu.index} is busy, and its SM clock is below {rules.gpu.slow_clock:.0%} of its highest"
         n = rules.gpu.throttled
-        yield warn(Cause.GPU, Remedy.NONE, text, part=gpu.uuid, needs=n, clears=n)
+        yield warn(Cause.GPU, Remedy.NONE, text, component=gpu.uuid, failures_to_raise=n, passes_to_clear=n)
 
 
 # ── before a role starts ─────────────────────────────────────────────────────────────────────────────────────────────
-def _is_to_be_free(gpu: Gpu, seen: Seen) -> bool:
+def _is_expected_free(gpu: Gpu, state: NodeState) -> bool:
     """One in MIG mode is shared, and on its node Slurm's numbers are those of instances."""
     if gpu.mig:
         return False
-    by_number = str(gpu.index) in seen.free and not any(other.mig for other in present(seen))
-    return by_number or bool(seen.free & {EVERY, gpu.uuid})
+    by_number = str(gpu.index) in state.expected_free and not any(other.mig for other in present(state))
+    return by_number or bool(state.expected_free & {ALL_GPUS, gpu.uuid})
 
 
-def _memory(gpu: Gpu, seen: Seen, rules: Rules) -> Iterator[Bad]:
-    if _is_to_be_free(gpu, seen) and (gpu.memory_used or 0) > rules.gpu.memory_before_start:
+def _memory(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
+    if _is_expected_free(gpu, state) and (gpu.memory_used or 0) > rules.gpu.memory_before_start:
         limit = rules.gpu.memory_before_start / 2**20
         text = f"GPU {gpu.index}: more than {limit:g} MiB of its memory are in use before a role starts"
-        yield fail(Cause.USER, Remedy.NONE, text, part=gpu.uuid, needs=rules.gpu.reclaim)
+        yield fail(Cause.USER, Remedy.NONE, text, component=gpu.uuid, failures_to_raise=rules.gpu.reclaim)
 
 
-def _processes(gpu: Gpu, seen: Seen, rules: Rules) -> Iterator[Bad]:
+def _processes(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
     foreign = [process for process in gpu.processes or () if not process.name.startswith(_MPS)]
-    if foreign and _is_to_be_free(gpu, seen):
-        who = "; ".join(f"pid {p.pid}{f' of uid {p.uid}' if p.uid is not None else ''}" for p in foreign[:_FEW])
-        text = f"GPU {gpu.index} is used by another process before a role starts: {who}"
-        yield fail(Cause.USER, Remedy.NONE, text, part=gpu.uuid, needs=rules.gpu.reclaim)
+    if foreign and _is_expected_free(gpu, state):
+        processes = "; ".join(f"pid {p.pid}{f' of uid {p.uid}' if p.uid is not None else ''}" for p in foreign[:_MAX_GPUS_NAMED])
+        text = f"GPU {gpu.index} is used by another process before a role starts: {processes}"
+        yield fail(Cause.USER, Remedy.NONE, text, component=gpu.uuid, failures_to_raise=rules.gpu.reclaim)
 
 
 # ── versions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _versions(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
-    data, wanted = seen.data("nvml"), rules.expect
+def _versions(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
+    data, wanted = state.data("nvml"), rules.expect
     if wanted.driver and data.driver != wanted.driver:
         yield warn(Cause.SOFTWARE, Remedy.SUPPORT, f"the GPU driver is {data.driver}, {wanted.driver} is expected")
     kinds: dict[str, set[str]] = {}
-    for gpu in present(seen):
+    for gpu in present(state):
         kinds.setdefault(gpu.name, set()).add(gpu.vbios)
         if wanted.vbios and gpu.vbios and gpu.vbios != wanted.vbios:
             text = f"GPU {gpu.index}: its VBIOS is {gpu.vbios}, {wanted.vbios} is expected"
-            yield warn(Cause.SOFTWARE, Remedy.SUPPORT, text, part=gpu.uuid)
+            yield warn(Cause.SOFTWARE, Remedy.SUPPORT, text, component=gpu.uuid)
     for name, several in kinds.items():
         if not wanted.vbios and len(several - {""}) > 1:
             text = f"GPUs of one kind ({name}) have different VBIOSes: {', '.join(sorted(several - {''}))}"
@@ -247,32 +247,32 @@ CHECKS = (
     Check("gpu_lost", _NVML, _lost, "whether each GPU answers the driver",
           "no: FAIL, reboot, or what the driver asks for; Unknown Error: gpu.unknown_error readings in a row, and of"
           " all GPUs at once: WARN, support (cause software)", "NVML"),
-    Check("gpu_recovery_action", _NVML, each(("recovery_action",), _recovery),
+    Check("gpu_recovery_action", _NVML, for_each_gpu(("recovery_action",), _recovery),
           "what the driver says that each GPU needs (r570 and newer)",
           "one that we know: FAIL, that; another, or an IMEX domain's: WARN, support", "NVRx"),
-    Check("gpu_ecc_uncorrected", _NVML, each(("ecc_volatile_uncorrected", "ecc_aggregate_uncorrected"),
+    Check("gpu_ecc_uncorrected", _NVML, for_each_gpu(("ecc_volatile_uncorrected", "ecc_aggregate_uncorrected"),
           _ecc_uncorrected), "uncorrectable ECC errors, volatile; and whether the aggregate grows",
           "any: FAIL, reset the GPU", "gcm, DCGM"),
-    Check("gpu_ecc_corrected", _NVML, each(("ecc_volatile_corrected",), _ecc_corrected),
+    Check("gpu_ecc_corrected", _NVML, for_each_gpu(("ecc_volatile_corrected",), _ecc_corrected),
           "volatile corrected ECC errors", "> gpu.ecc_corrected, or > gpu.ecc_corrected_rate a second: WARN, support",
           "gcm"),
-    Check("gpu_row_remap", _NVML, each(("remap_failed", "remap_pending"), _row_remap), "remapped rows of memory",
+    Check("gpu_row_remap", _NVML, for_each_gpu(("remap_failed", "remap_pending"), _row_remap), "remapped rows of memory",
           "a failure: FAIL, support; pending: WARN, reset at the next occasion", "gcm, DCGM, NVSentinel"),
-    Check("gpu_retired_pages", _NVML, each(("retired_corrected", "retired_uncorrected", "retired_pending"),
+    Check("gpu_retired_pages", _NVML, for_each_gpu(("retired_corrected", "retired_uncorrected", "retired_pending"),
           _retired_pages), "retired pages, of GPUs before Ampere",
           ">= gpu.retired_pages_most, or >= gpu.retired_pages_soft and growing: FAIL, support;"
           " > gpu.retired_pages, or pending: WARN", "gcm, DCGM"),
     Check("gpu_temperature", _NVML, _temperature, "temperatures of core and memory, against the device's own limits",
           "at a limit: WARN; for gpu.hot s: FAIL, exclude", "NVML"),
-    Check("gpu_throttle", _NVML, each(("clock_reasons",), _throttle),
+    Check("gpu_throttle", _NVML, for_each_gpu(("clock_reasons",), _throttle),
           "clocks event reasons: thermal, power brake (a power cap is ignored)",
           "gpu.throttled readings in a row: WARN, evidence of a straggler", "NVSentinel"),
-    Check("gpu_clock", _NVML, each(("clock_sm", "clock_sm_max"), _clock),
+    Check("gpu_clock", _NVML, for_each_gpu(("clock_sm", "clock_sm_max"), _clock),
           "SM clock of a busy GPU, and the highest that it can have, against expect.sm_clock",
           "below gpu.slow_clock of its highest, or of what is expected: WARN, evidence of a straggler", "gcm, NVRx"),
-    Check("gpu_memory", _NVML, each(("memory_used",), _memory), "memory in use before a role starts",
+    Check("gpu_memory", _NVML, for_each_gpu(("memory_used",), _memory), "memory in use before a role starts",
           "> gpu.memory_before_start, gpu.reclaim looks in a row: FAIL, whoever uses it (cause user)", "NVRx, gcm"),
-    Check("gpu_processes", _NVML, each(("processes",), _processes), "foreign processes before a role starts",
+    Check("gpu_processes", _NVML, for_each_gpu(("processes",), _processes), "foreign processes before a role starts",
           "any, gpu.reclaim looks in a row: FAIL (cause user); nobody is killed", "gcm"),
     Check("gpu_versions", _NVML, _versions, "driver and VBIOS, against what is expected and each other",
           "another: WARN", "gcm"),

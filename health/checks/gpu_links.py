@@ -8,12 +8,12 @@ from math import ceil, floor
 from ...config.health_rules import LinkRules, Rules
 from ...core.types import Cause, Remedy
 from ..readers.samples import Gpu
-from .base import Bad, Check, fail, warn
-from .gpu import each, present
-from .node_state import REGISTERS, Seen
+from .base import Problem, Check, fail, warn
+from .gpu import for_each_gpu, present
+from .node_state import REGISTERING_STATES, NodeState
 
-_MINUTE = 60.0
-_CRC_WINDOW = 60.0
+_MINUTE_S = 60.0
+_CRC_WINDOW_S = 60.0
 """s over which a rate "a second" is taken: several readings, of which NVML's reader makes one each 20 s"""
 _ON_BOARD = ("SXM", "HBM3")
 """in the names of GPUs whose links are wired on their board"""
@@ -24,22 +24,22 @@ def _numbers(links: list[int]) -> str:
 
 
 # ── NVLink ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _down(gpu: Gpu, seen: Seen, rules: Rules) -> Iterator[Bad]:
+def _down(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
     if gpu.mig:  # some boards switch its links off
         return
-    if down := lost_links(gpu, seen):
+    if down := lost_links(gpu, state):
         text = f"GPU {gpu.index}: NVLink {_numbers(down)} went down"
-        yield fail(Cause.GPU, Remedy.EXCLUDE, text, part=gpu.uuid)
+        yield fail(Cause.GPU, Remedy.EXCLUDE, text, component=gpu.uuid)
         return
     active = _active(gpu)
-    most = max((_active(other) for other in present(seen) if other.name == gpu.name), default=0)
-    if active < most and gpu.nvlinks and (active or is_wired(gpu)):
+    max_active = max((_active(other) for other in present(state) if other.name == gpu.name), default=0)
+    if active < max_active and gpu.nvlinks and (active or is_wired(gpu)):
         text = f"GPU {gpu.index} has fewer active NVLinks than another one of its kind"
-        yield warn(Cause.GPU, Remedy.SUPPORT, text, part=gpu.uuid)
+        yield warn(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid)
 
 
-def lost_links(gpu: Gpu, seen: Seen) -> list[int]:
-    were = seen.links_up.get(gpu.uuid, set())
+def lost_links(gpu: Gpu, state: NodeState) -> list[int]:
+    were = state.links_up.get(gpu.uuid, set())
     return [link.link for link in gpu.nvlinks or () if link.active is False and link.link in were]
 
 
@@ -52,82 +52,82 @@ def _active(gpu: Gpu) -> int:
     return sum(bool(link.active) for link in gpu.nvlinks or ())
 
 
-def _errors(gpu: Gpu, seen: Seen, rules: Rules) -> Iterator[Bad]:
-    limits, at = rules.links, seen.at("nvml")
+def _errors(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
+    limits, at = rules.links, state.reading_at("nvml")
     for link in gpu.nvlinks or ():
-        part, name = f"{gpu.uuid}/nvlink{link.link}", f"GPU {gpu.index}: NVLink {link.link}"
-        crc = seen.trail("nvlink", gpu.uuid, f"{link.link} crc")
-        if crc and crc.within(_CRC_WINDOW, at) >= limits.crc * _CRC_WINDOW:
+        component, name = f"{gpu.uuid}/nvlink{link.link}", f"GPU {gpu.index}: NVLink {link.link}"
+        crc = state.counter("nvlink", gpu.uuid, f"{link.link} crc")
+        if crc and crc.increase_within(_CRC_WINDOW_S, at) >= limits.crc * _CRC_WINDOW_S:
             text = f"{name} has more than {limits.crc:g} CRC errors a second"
-            yield fail(Cause.GPU, Remedy.EXCLUDE, text, part=part)
-        elif (flagged := _flagged(seen, gpu.uuid, link.link, limits, at)) > limits.flagged:
+            yield fail(Cause.GPU, Remedy.EXCLUDE, text, component=component)
+        elif (flagged := _flagged(state, gpu.uuid, link.link, limits, at)) > limits.flagged:
             text = f"{name} has errors in more than {limits.flagged} of {limits.windows} windows of {limits.window:g} s"
-            yield fail(Cause.GPU, Remedy.EXCLUDE, text, part=part, needs=1)
+            yield fail(Cause.GPU, Remedy.EXCLUDE, text, component=component, failures_to_raise=1)
         elif flagged:
-            yield warn(Cause.GPU, Remedy.NONE, f"{name} has errors (replay, recovery or CRC)", part=part)
+            yield warn(Cause.GPU, Remedy.NONE, f"{name} has errors (replay, recovery or CRC)", component=component)
 
 
-def _flagged(seen: Seen, uuid: str, link: int, limits: LinkRules, now: float) -> int:
+def _flagged(state: NodeState, uuid: str, link: int, limits: LinkRules, now: float) -> int:
     """Windows with errors, of the last ones; windows lie where the trail began."""
-    trail = seen.trail("nvlink", uuid, f"{link} errors")
-    if trail is None or not trail.rise:
+    counter = state.counter("nvlink", uuid, f"{link} errors")
+    if counter is None or not counter.increase:
         return 0
-    newest = floor((now - trail.start) / limits.window)
-    windows = {floor((at - trail.start) / limits.window) for at in trail.rises()}
+    newest = floor((now - counter.start) / limits.window)
+    windows = {floor((at - counter.start) / limits.window) for at in counter.increase_times()}
     return sum(newest - limits.windows < window <= newest for window in windows)
 
 
-def _fabric(gpu: Gpu, seen: Seen, rules: Rules) -> Iterator[Bad]:
+def _fabric(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
     if gpu.mig:  # its instances speak to no other GPU
         return
-    if gpu.fabric_state in REGISTERS:
+    if gpu.fabric_state in REGISTERING_STATES:
         text = f"GPU {gpu.index}: its registration with the NVLink fabric is {gpu.fabric_state.replace('_', ' ')}"
-        most, at = rules.links.fabric_registers, seen.at("nvml")
-        if at - seen.registers.get(gpu.uuid, at) >= most:
-            yield fail(Cause.GPU, Remedy.EXCLUDE, f"{text}, for {most:g} s or more", part=gpu.uuid)
+        limit, at = rules.links.fabric_registers, state.reading_at("nvml")
+        if at - state.fabric_registering_since.get(gpu.uuid, at) >= limit:
+            yield fail(Cause.GPU, Remedy.EXCLUDE, f"{text}, for {limit:g} s or more", component=gpu.uuid)
         else:
-            yield warn(Cause.GPU, Remedy.NONE, text, part=gpu.uuid)
+            yield warn(Cause.GPU, Remedy.NONE, text, component=gpu.uuid)
     elif gpu.fabric_state == "completed" and gpu.fabric_status not in (None, "success"):
         text = f"GPU {gpu.index}: its registration with the NVLink fabric failed: {gpu.fabric_status}"
-        yield fail(Cause.GPU, Remedy.EXCLUDE, text, part=gpu.uuid)
+        yield fail(Cause.GPU, Remedy.EXCLUDE, text, component=gpu.uuid)
 
 
 # ── PCI Express ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def _replays(gpu: Gpu, seen: Seen, rules: Rules) -> Iterator[Bad]:
-    trail = seen.trail("gpu", gpu.uuid, "pcie_replays")
+def _replays(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
+    counter = state.counter("gpu", gpu.uuid, "pcie_replays")
     rates, gen, lanes = rules.links.pcie_replays, gpu.pcie_gen_max or gpu.pcie_gen, gpu.pcie_width
-    if trail is None or not trail.rise or not gen or not lanes or not rates:
+    if counter is None or not counter.increase or not gen or not lanes or not rates:
         return
-    usual = ceil(lanes * rates[min(gen, len(rates)) - 1])
-    if trail.within(_MINUTE, seen.at("nvml")) > usual:
-        text = f"GPU {gpu.index}: more than {usual} PCIe replays a minute ({lanes} lanes of generation {gen})"
-        yield warn(Cause.GPU, Remedy.SUPPORT, text, part=gpu.uuid)
+    limit = ceil(lanes * rates[min(gen, len(rates)) - 1])
+    if counter.increase_within(_MINUTE_S, state.reading_at("nvml")) > limit:
+        text = f"GPU {gpu.index}: more than {limit} PCIe replays a minute ({lanes} lanes of generation {gen})"
+        yield warn(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid)
 
 
-def _width(gpu: Gpu, seen: Seen, rules: Rules) -> Iterator[Bad]:
+def _width(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
     if gpu.pcie_width and gpu.pcie_width_max and gpu.pcie_width < gpu.pcie_width_max:
         text = f"GPU {gpu.index}: its PCIe link has {gpu.pcie_width} of {gpu.pcie_width_max} lanes"
-        yield warn(Cause.GPU, Remedy.SUPPORT, text, part=gpu.uuid)
+        yield warn(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid)
         return
     busy = gpu.utilization is not None and gpu.utilization >= rules.gpu.busy  # an idle link saves power
     if busy and gpu.pcie_gen and gpu.pcie_gen_max and gpu.pcie_gen < gpu.pcie_gen_max:
         text = f"GPU {gpu.index} is busy, and its PCIe link runs at generation {gpu.pcie_gen} of {gpu.pcie_gen_max}"
         n = rules.gpu.throttled
-        yield warn(Cause.GPU, Remedy.SUPPORT, text, part=gpu.uuid, needs=n, clears=n)
+        yield warn(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid, failures_to_raise=n, passes_to_clear=n)
 
 
 _NVML = ("nvml",)
 CHECKS = (
-    Check("nvlink_state", _NVML, each(("nvlinks",), _down), "NVLinks that were active, and those of GPUs of one kind",
+    Check("nvlink_state", _NVML, for_each_gpu(("nvlinks",), _down), "NVLinks that were active, and those of GPUs of one kind",
           "one went down: FAIL, exclude; fewer than another GPU: WARN", "NVRx"),
-    Check("nvlink_errors", _NVML, each(("nvlinks",), _errors), "replay, recovery and CRC errors of each NVLink",
+    Check("nvlink_errors", _NVML, for_each_gpu(("nvlinks",), _errors), "replay, recovery and CRC errors of each NVLink",
           "in more than links.flagged of links.windows windows, or links.crc a second: FAIL, exclude; any: WARN",
           "NVRx, DCGM"),
-    Check("nvlink_fabric", _NVML, each(("fabric_state",), _fabric), "registration with the NVLink fabric (NVSwitch)",
+    Check("nvlink_fabric", _NVML, for_each_gpu(("fabric_state",), _fabric), "registration with the NVLink fabric (NVSwitch)",
           "not completed: WARN; not within links.fabric_registers s, or with an error: FAIL, exclude", "NVRx"),
-    Check("pcie_replays", _NVML, each(("pcie_replays",), _replays),
+    Check("pcie_replays", _NVML, for_each_gpu(("pcie_replays",), _replays),
           "PCIe replays a minute, by generation and lanes", "> ceil(lanes x links.pcie_replays): WARN, support",
           "DCGM"),
-    Check("pcie_link", _NVML, each(("pcie_width", "pcie_gen"), _width), "width of the PCIe link, and of a busy GPU its"
+    Check("pcie_link", _NVML, for_each_gpu(("pcie_width", "pcie_gen"), _width), "width of the PCIe link, and of a busy GPU its"
           " generation", "less than GPU and slot can do: WARN, support", "NVML; Meta"),
 )  # fmt: skip

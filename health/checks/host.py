@@ -6,30 +6,30 @@ from collections.abc import Iterator
 
 from ...config.health_rules import Rules
 from ...core.types import Cause, Remedy
-from ..readers.samples import MOUNT_ATTEMPTS, HostData, Stuck
-from .base import Check, Good, Said, Unknown, fail, warn
-from .node_state import Seen
+from ..readers.samples import MOUNT_ATTEMPTS, HostData, StuckProcess
+from .base import Check, Passed, CheckResult, Unknown, fail, warn
+from .node_state import NodeState
 
-_SHARED = (
+_SHARED_FILESYSTEMS = (
     "nfs", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "panfs", "smb", "cifs", "fuse", "9p", "virtiofs", "pvfs",
     "afs", "orangefs", "gfs2", "ocfs2",
 )  # fmt: skip
 """beginnings of the names of file systems that many nodes share: what is full there is no node's fault"""
-_IMAGES = ("squashfs", "iso9660", "erofs", "cramfs", "romfs")
+_IMAGE_FILESYSTEMS = ("squashfs", "iso9660", "erofs", "cramfs", "romfs")
 """always full: nodes without a disk boot from them"""
 
 
 _ROOT = 0
 
 
-def _host(seen: Seen) -> HostData:
-    data = seen.data("host")
+def _host(state: NodeState) -> HostData:
+    data = state.data("host")
     return data if isinstance(data, HostData) else HostData()
 
 
-def _mounts(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
+def _mounts(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     looked_at = set()
-    mounts = _host(seen).mounts
+    mounts = _host(state).mounts
     node_runs = any(mount.answers for mount in mounts)
     for mount in mounts:
         looked_at.add(mount.path)
@@ -38,31 +38,31 @@ def _mounts(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
             text = f"{mount.path}{kind}: {mount.why or 'does not answer'}"
             hangs = mount.attempts >= MOUNT_ATTEMPTS and mount.hung_for >= rules.host.mount_hung
             needs = 1 if hangs and node_runs else None
-            yield fail(Cause.STORAGE, Remedy.EXCLUDE, text, part=mount.path, needs=needs)
+            yield fail(Cause.STORAGE, Remedy.EXCLUDE, text, component=mount.path, failures_to_raise=needs)
     for path in rules.expect.mounts:
         if path not in looked_at:
-            yield Unknown(f"{path} was not looked at", decides=True)
+            yield Unknown(f"{path} was not looked at", makes_node_unknown=True)
 
 
-def _disk(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
+def _disk(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     limits = rules.host
-    for mount in _host(seen).mounts:
-        if mount.filesystem in _IMAGES:
+    for mount in _host(state).mounts:
+        if mount.filesystem in _IMAGE_FILESYSTEMS:
             continue
-        shared = mount.filesystem.lower().startswith(_SHARED)
-        for share, what in ((mount.used, "its bytes"), (mount.inodes_used, "its inodes")):
+        shared = mount.filesystem.lower().startswith(_SHARED_FILESYSTEMS)
+        for share, resource in ((mount.used, "its bytes"), (mount.inodes_used, "its inodes")):
             if share is None or share < limits.disk:
                 continue
             if share >= limits.disk_full and not shared:
-                text = f"{mount.path}: {limits.disk_full:.0%} of {what} or more are used"
-                yield fail(Cause.STORAGE, Remedy.EXCLUDE, text, part=mount.path)
+                text = f"{mount.path}: {limits.disk_full:.0%} of {resource} or more are used"
+                yield fail(Cause.STORAGE, Remedy.EXCLUDE, text, component=mount.path)
             else:
-                text = f"{mount.path}: {limits.disk:.0%} of {what} or more are used"
-                yield warn(Cause.STORAGE, Remedy.NONE, text, part=mount.path, clears=rules.hysteresis.bad)
+                text = f"{mount.path}: {limits.disk:.0%} of {resource} or more are used"
+                yield warn(Cause.STORAGE, Remedy.NONE, text, component=mount.path, passes_to_clear=rules.hysteresis.bad)
 
 
-def _memory(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
-    host, share = _host(seen), rules.host.memory
+def _memory(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
+    host, share = _host(state), rules.host.memory
     total, wanted = host.memory_total, rules.expect.memory
     if total is None:
         yield Unknown(host.unread.get("memory_total", "not read"))
@@ -72,11 +72,11 @@ def _memory(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
         yield warn(Cause.NODE, Remedy.SUPPORT, text)
     if host.memory_available is not None and host.memory_available < share * total:
         text = f"less than {share:.0%} of main memory is available"
-        yield warn(Cause.USER, Remedy.NONE, text, part="available")
+        yield warn(Cause.USER, Remedy.NONE, text, component="available")
 
 
-def _cpu(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
-    host, wanted = _host(seen), rules.expect
+def _cpu(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
+    host, wanted = _host(state), rules.expect
     if wanted.governor and host.governor is None:
         yield Unknown(host.unread.get("governor", "this machine tells no frequency governor"))
     elif wanted.governor and host.governor != wanted.governor:
@@ -84,10 +84,10 @@ def _cpu(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
         yield warn(Cause.NODE, Remedy.SUPPORT, text)
 
 
-def _clock(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
-    source, wanted = _host(seen).clock_source, rules.expect.clock_source
+def _clock(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
+    source, wanted = _host(state).clock_source, rules.expect.clock_source
     if source is None:
-        yield Unknown(_host(seen).unread.get("clock_source", "not read"))
+        yield Unknown(_host(state).unread.get("clock_source", "not read"))
     elif wanted and source != wanted:
         yield warn(Cause.NODE, Remedy.SUPPORT, f"the clock source is {source}, {wanted} is expected")
     elif not wanted and source in rules.host.clock_sources:
@@ -95,28 +95,28 @@ def _clock(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
                    " better one")  # fmt: skip
 
 
-def _stuck(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
+def _stuck(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     """A process that survives our own kill holds what it has: the node cannot be used."""
-    at, host = seen.at("host"), _host(seen)
+    at, host = state.reading_at("host"), _host(state)
     for one in host.stuck:
         since = at - one.seconds
-        ours = one.uid == seen.uid if seen.uid is not None else one.uid != _ROOT  # kernel threads are often in state D
-        if ours and any(at - kill >= rules.host.stuck_after_kill and since <= kill for kill in seen.kills):
-            yield fail(Cause.NODE, Remedy.REBOOT, f"{_named(one)} outlived our kill in state D", part=f"pid {one.pid}")
+        owned_by_us = one.uid == state.own_uid if state.own_uid is not None else one.uid != _ROOT  # kernel threads are often in state D
+        if owned_by_us and any(at - kill >= rules.host.stuck_after_kill and since <= kill for kill in state.our_kills):
+            yield fail(Cause.NODE, Remedy.REBOOT, f"{_process_text(one)} outlived our kill in state D", component=f"pid {one.pid}")
         elif one.seconds >= rules.host.stuck:
-            text = f"{_named(one)} is in state D for {rules.host.stuck:g} s or more"
-            yield warn(Cause.NODE, Remedy.NONE, text, part=f"pid {one.pid}")
+            text = f"{_process_text(one)} is in state D for {rules.host.stuck:g} s or more"
+            yield warn(Cause.NODE, Remedy.NONE, text, component=f"pid {one.pid}")
 
 
-def _named(one: Stuck) -> str:
-    return f"process {one.pid} ({one.name}, uid {one.uid}{f', in {one.where}' if one.where else ''})"
+def _process_text(process: StuckProcess) -> str:
+    return f"process {process.pid} ({process.name}, uid {process.uid}{f', in {process.kernel_function}' if process.kernel_function else ''})"
 
 
-def _zombies(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
-    if _host(seen).zombies > rules.host.zombies:
+def _zombies(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
+    if _host(state).zombies > rules.host.zombies:
         yield warn(Cause.NODE, Remedy.NONE, f"more than {rules.host.zombies} zombies are older than 300 s")
     else:
-        yield Good("few zombies" if _host(seen).zombies else "no zombies")
+        yield Passed("few zombies" if _host(state).zombies else "no zombies")
 
 
 _HOST = ("host",)

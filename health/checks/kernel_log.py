@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from ...config.health_rules import Rules
 from ...core.types import Cause, Remedy
-from .base import Bad, Check, Said, fail, warn
-from .node_state import Logged, Seen
+from .base import Problem, Check, CheckResult, fail, warn
+from .node_state import LogLine, NodeState
 from .xid_events import is_fatal
 
 _LOST_WRITES = re.compile(
@@ -29,60 +29,60 @@ _UE = re.compile(r"\bUE\b")
 _STATUS = re.compile(r"Machine Check(?: Exception)?: [0-9a-f]+ Bank \d+: (?P<status>[0-9a-f]{16})\b", re.I)
 _UC = 1 << 61
 """bit of the status register: the error was not corrected (Intel SDM vol. 3B, 16.3.2.2; AMD the same)"""
-_BEFORE_THE_BOOT = 60.0
+_BEFORE_BOOT_S = 60.0
 """s of the kernel's clock in which it tells what its predecessor died of (firmware's BERT, banks that were full)"""
-_STORAGE = re.compile(r"in I/O wait|nfs|lustre|ll_|ptlrpc|jbd2|xfs|ext4|btrfs|gpfs|mmfs|beegfs|ceph|flush-", re.I)
+_STORAGE_TASK = re.compile(r"in I/O wait|nfs|lustre|ll_|ptlrpc|jbd2|xfs|ext4|btrfs|gpfs|mmfs|beegfs|ceph|flush-", re.I)
 """in the name of a hung task: it waits for a disk or a file system"""
-_BOOT = 600.0
+_BOOT_PERIOD_S = 600.0
 """s of the kernel's clock, which begins with the boot, in which links come and go"""
 _INFINIBAND = re.compile(r"^(ib|mlx|hsi|hfi)", re.I)
 
 
-def _lines(seen: Seen, kind: str, window: float, now: float) -> dict[str, list[Logged]]:
+def _lines(state: NodeState, kind: str, window: float, now: float) -> dict[str, list[LogLine]]:
     """By device, of the last ``window`` s; oldest first."""
-    found: dict[str, list[Logged]] = {}
-    for logged in seen.log:
+    found: dict[str, list[LogLine]] = {}
+    for logged in state.log:
         if logged.event.kind == kind and logged.at > now - window:
             found.setdefault(logged.event.device, []).append(logged)
     return found
 
 
-def _first(lines: list[Logged]) -> str:
+def _first(lines: list[LogLine]) -> str:
     return lines[0].event.text
 
 
-def _disks(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
-    for device, told in _lines(seen, "io", rules.kernel.window, now).items():
-        lines = [line for line in told if not _NOTHING_LOST.search(line.event.text)]
+def _disks(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
+    for device, device_lines in _lines(state, "io", rules.kernel.window, now).items():
+        lines = [line for line in device_lines if not _NOTHING_LOST.search(line.event.text)]
         if not lines or device.startswith(rules.kernel.quiet_devices):
             continue
         lost = [line for line in lines if not _POLLED.search(line.event.text)]
         name = device or "a disk"
         if lost:
             text = f"I/O errors of {name}: {_first(lost)}"
-            yield fail(Cause.STORAGE, Remedy.EXCLUDE, text, part=device, needs=1, at=lost[0].at)
+            yield fail(Cause.STORAGE, Remedy.EXCLUDE, text, component=device, failures_to_raise=1, at=lost[0].at)
         else:
-            yield warn(Cause.STORAGE, Remedy.NONE, f"{name}: {_first(lines)}", part=device, at=lines[0].at)
+            yield warn(Cause.STORAGE, Remedy.NONE, f"{name}: {_first(lines)}", component=device, at=lines[0].at)
 
 
-def _filesystems(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
-    for device, lines in _lines(seen, "filesystem", rules.kernel.window, now).items():
+def _filesystems(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
+    for device, lines in _lines(state, "filesystem", rules.kernel.window, now).items():
         if device.startswith(rules.kernel.quiet_devices):  # on loop devices lie images that users bring along
             continue
         grave = next((one for one in lines if _LOST_WRITES.search(one.event.text)), None)
-        told = grave or lines[0]
+        shown = grave or lines[0]
         make = fail if grave else warn
         remedy = Remedy.EXCLUDE if grave else Remedy.NONE
-        text = f"file system{f' on {device}' if device else ''}: {told.event.text}"
-        yield make(Cause.STORAGE, remedy, text, part=device, needs=1, at=told.at)
+        text = f"file system{f' on {device}' if device else ''}: {shown.event.text}"
+        yield make(Cause.STORAGE, remedy, text, part=device, failures_to_raise=1, at=shown.at)
 
 
-def _machine_checks(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
-    for lines in _lines(seen, "mce", rules.kernel.window, now).values():
-        grave = next((one for one in lines if one.at > _BEFORE_THE_BOOT and _is_grave(one.event.text)), None)
+def _machine_checks(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
+    for lines in _lines(state, "mce", rules.kernel.window, now).values():
+        grave = next((one for one in lines if one.at > _BEFORE_BOOT_S and _is_grave(one.event.text)), None)
         if grave is not None:
             text = f"uncorrected machine check: {grave.event.text}"
-            yield fail(Cause.NODE, Remedy.REBOOT, text, needs=1, at=grave.at)
+            yield fail(Cause.NODE, Remedy.REBOOT, text, failures_to_raise=1, at=grave.at)
         else:
             yield warn(Cause.NODE, Remedy.SUPPORT, f"machine check: {_first(lines)}", at=lines[0].at)
 
@@ -93,34 +93,34 @@ def _is_grave(text: str) -> bool:
     return uncorrected or bool(_UNCORRECTED.search(text) or _UE.search(text)) or is_fatal(text)
 
 
-def _flaps(seen: Seen, rules: Rules, now: float) -> Iterator[Bad]:
-    for device, told in _lines(seen, "nic", rules.kernel.flap_window, now).items():
-        if not (lines := [line for line in told if line.at > _BOOT]):
+def _flaps(state: NodeState, rules: Rules, now: float) -> Iterator[Problem]:
+    for device, device_lines in _lines(state, "nic", rules.kernel.flap_window, now).items():
+        if not (lines := [line for line in device_lines if line.at > _BOOT_PERIOD_S]):
             continue
         often = len(lines) >= rules.kernel.flaps and _INFINIBAND.match(device)
         text = f"link of {device or 'a network device'} went down: {_first(lines)}"
         if often:
             again = f"at least {rules.kernel.flaps} times within {rules.kernel.flap_window:g} s"
-            yield fail(Cause.FABRIC, Remedy.SUPPORT, f"{text}, {again}", part=device, needs=1, at=lines[0].at)
+            yield fail(Cause.FABRIC, Remedy.SUPPORT, f"{text}, {again}", component=device, failures_to_raise=1, at=lines[0].at)
         else:
-            yield warn(Cause.FABRIC, Remedy.NONE, text, part=device, at=lines[0].at)
+            yield warn(Cause.FABRIC, Remedy.NONE, text, component=device, at=lines[0].at)
 
 
-def _hung(seen: Seen, rules: Rules, now: float) -> Iterator[Bad]:
-    for several in _lines(seen, "hung_task", rules.kernel.hung_window, now).values():
-        stored = [one for one in several if _STORAGE.search(one.event.text)]
+def _hung(state: NodeState, rules: Rules, now: float) -> Iterator[Problem]:
+    for several in _lines(state, "hung_task", rules.kernel.hung_window, now).values():
+        stored = [one for one in several if _STORAGE_TASK.search(one.event.text)]
         others = [one for one in several if one not in stored]
-        for cause, part, lines in ((Cause.STORAGE, "storage", stored), (Cause.NODE, "", others)):
+        for cause, component, lines in ((Cause.STORAGE, "storage", stored), (Cause.NODE, "", others)):
             if lines:
-                yield warn(cause, Remedy.NONE, f"hung: {_first(lines)}", part=part, at=lines[0].at)
+                yield warn(cause, Remedy.NONE, f"hung: {_first(lines)}", component=component, at=lines[0].at)
 
 
-def _memory(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
-    lines = [one for several in _lines(seen, "oom", rules.kernel.window, now).values() for one in several]
-    trail = seen.trail("host", "", "oom_kills")
-    if fresh := [one for one in lines if not one.past]:
+def _memory(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
+    lines = [one for several in _lines(state, "oom", rules.kernel.window, now).values() for one in several]
+    counter = state.counter("host", "", "oom_kills")
+    if fresh := [one for one in lines if not one.before_start]:
         yield warn(Cause.USER, Remedy.NONE, f"killed for want of memory: {_first(fresh)}", at=fresh[0].at)
-    elif trail and trail.within(rules.kernel.window, now):
+    elif counter and counter.increase_within(rules.kernel.window, now):
         yield warn(Cause.USER, Remedy.NONE, "a process of this node was killed for want of memory", source="host")
 
 

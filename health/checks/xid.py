@@ -19,23 +19,23 @@ from collections.abc import Callable, Iterator, Sequence
 from ...config.health_rules import Rules
 from ...core.types import Cause, Remedy, Verdict
 from ..readers.samples import Gpu, NvmlData
-from .base import Bad, Check, Said, Unknown, fail, warn
-from .node_state import Seen
-from .xid_events import AUTHORITY, GRAVEST, Xid, XidEvent, authority, is_fatal, xid
+from .base import Problem, Check, CheckResult, Unknown, fail, warn
+from .node_state import NodeState
+from .xid_events import RECOVERY_ACTION_XID, FATAL_CLASSES, Xid, XidEvent, parse_recovery_action, is_fatal, xid
 
-_LINES = 5
+_MAX_EVIDENCE_LINES = 5
 """of evidence"""
-_LEAVES = {
+_LASTING_FIELDS = {
     48: "ecc_volatile_uncorrected", 95: "ecc_volatile_uncorrected", 140: "ecc_volatile_uncorrected", 64: "remap_failed",
 }  # fmt: skip
 """by code, what a GPU tells until it is reset"""
 _OFF_THE_BUS = 79
-_NVML_CAN_CONTRADICT = (_OFF_THE_BUS, AUTHORITY)
-_NVML_SETTLES_S = 2.0
+_NVML_CAN_CONTRADICT = (_OFF_THE_BUS, RECOVERY_ACTION_XID)
+_NVML_SETTLE_S = 2.0
 """An NVML reading that ends this long after an Xid also began after it: NVML is read once a second."""
-_NVML_AWAITED_S = 15.0
+_NVML_WAIT_S = 15.0
 """An Xid waits for such a reading for this long: longer than a read may take before it counts as hung (10 s)."""
-_IF_THE_DRIVER_SAYS_SO = (160, 162)
+_DRIVER_DECIDES = (160, 162)
 """NVIDIA's own catalogue asks for nothing, NVSentinel takes the node or the GPU: a driver that says that nothing is
 needed decides"""
 
@@ -43,23 +43,23 @@ needed decides"""
 class _Gpu:
     """What is judged together: the events of one GPU, oldest first, and what else is known of it."""
 
-    def __init__(self, name: str, events: list[XidEvent], seen: Seen, rules: Rules, now: float) -> None:
-        self.name, self.seen, self.rules, self.now = name, seen, rules, now
-        self.stated = _stated(events)
-        self.cleared = self.stated[0] if self.stated and self.stated[1] is None else None
+    def __init__(self, name: str, events: list[XidEvent], state: NodeState, rules: Rules, now: float) -> None:
+        self.name, self.state, self.rules, self.now = name, state, rules, now
+        self.stated_action = _stated_action(events)
+        self.cleared_at = self.stated_action[0] if self.stated_action and self.stated_action[1] is None else None
         """when (s) the driver said that nothing is needed any more"""
         self.events = [(event, xid(event.code, rules.xid)) for event in events]
-        self.gpu: Gpu | None = next((g for g in _gpus(seen) if name in (g.uuid, g.pci)), None)
+        self.gpu: Gpu | None = next((g for g in _gpus(state) if name in (g.uuid, g.pci)), None)
 
-    def of(self, *kinds: str) -> list[tuple[XidEvent, Xid]]:
+    def acting_events(self, *kinds: str) -> list[tuple[XidEvent, Xid]]:
         """Return the events of these classes that may act: not those of our own kill, those that were dealt with, or
         those that are in doubt."""
         return [
             (e, x) for e, x in self.events
-            if x.kind in kinds and not self._ours(e, x) and not self.over(e, x) and not self.doubt(e)
+            if x.kind in kinds and not self._is_our_kill(e, x) and not self.is_resolved(e, x) and not self.doubt_reason(e)
         ]  # fmt: skip
 
-    def doubt(self, event: XidEvent) -> str:
+    def doubt_reason(self, event: XidEvent) -> str:
         """Return why this event, of which only the kernel log tells, does not count (yet); empty: it counts."""
         if event.sources != {"kernel"}:
             return ""
@@ -73,212 +73,212 @@ class _Gpu:
 
     def _nvml_contradicts(self, event: XidEvent) -> bool:
         """Return whether NVML was read after this event, and what it says disproves it."""
-        newest = self.seen.newest.get("nvml")
-        read = newest is not None and newest.state == "read" and newest.at >= event.last + _NVML_SETTLES_S
-        return read and event.code in _NVML_CAN_CONTRADICT and self._well(event.code)
+        newest = self.state.newest.get("nvml")
+        read = newest is not None and newest.state == "read" and newest.at >= event.last_reported_at + _NVML_SETTLE_S
+        return read and event.code in _NVML_CAN_CONTRADICT and self._looks_healthy(event.code)
 
     def _awaits_nvml(self, event: XidEvent) -> bool:
         """Return whether NVML, which saw nothing wrong before this event, is to be read again before it counts."""
-        newest = self.seen.newest.get("nvml")
-        due = newest is not None and newest.state == "read" and newest.at < event.last + _NVML_SETTLES_S
-        fresh = self.now < event.last + _NVML_AWAITED_S
-        return due and fresh and event.code in _NVML_CAN_CONTRADICT and self._well(event.code)
+        newest = self.state.newest.get("nvml")
+        due = newest is not None and newest.state == "read" and newest.at < event.last_reported_at + _NVML_SETTLE_S
+        fresh = self.now < event.last_reported_at + _NVML_WAIT_S
+        return due and fresh and event.code in _NVML_CAN_CONTRADICT and self._looks_healthy(event.code)
 
-    def _ours(self, event: XidEvent, what: Xid) -> bool:
+    def _is_our_kill(self, event: XidEvent, entry: Xid) -> bool:
         before, after = self.rules.xid.kill_lead, self.rules.xid.kill
-        ours = any(-before <= event.at - kill <= after for kill in self.seen.kills)
-        return ours and what.kind not in GRAVEST and not self.died(event)
+        near_our_kill = any(-before <= event.at - kill <= after for kill in self.state.our_kills)
+        return near_our_kill and entry.kind not in FATAL_CLASSES and not self.role_died_near(event)
 
-    def over(self, event: XidEvent, what: Xid) -> bool:
+    def is_resolved(self, event: XidEvent, entry: Xid) -> bool:
         """The driver has dealt with it. What a program did is nothing that a driver deals with."""
-        if what.kind == "app":
+        if entry.kind == "app":
             return False
-        may_be = event.past or event.code in _IF_THE_DRIVER_SAYS_SO
-        return (self.cleared is not None and event.last <= self.cleared) or (may_be and self._well(event.code))
+        may_be = event.before_start or event.code in _DRIVER_DECIDES
+        return (self.cleared_at is not None and event.last_reported_at <= self.cleared_at) or (may_be and self._looks_healthy(event.code))
 
-    def _well(self, code: int) -> bool:
+    def _looks_healthy(self, code: int) -> bool:
         gpu = self.gpu
         if gpu is None or gpu.lost or gpu.recovery_action is not None:
             return gpu is not None and not gpu.lost and gpu.recovery_action == "none"
         if code == _OFF_THE_BUS:
             return gpu.temperature is not None
-        return code in _LEAVES and getattr(gpu, _LEAVES[code]) in (0, False)
+        return code in _LASTING_FIELDS and getattr(gpu, _LASTING_FIELDS[code]) in (0, False)
 
-    def died(self, event: XidEvent) -> bool:
+    def role_died_near(self, event: XidEvent) -> bool:
         around = self.rules.xid.died
-        return any(abs(event.at - at) <= around and event.gpu in gpus for at, gpus in self.seen.deaths)
+        return any(abs(event.at - at) <= around and event.gpu in gpus for at, gpus in self.state.role_deaths)
 
 
-def _look(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
+def _check_xids(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     by_gpu: dict[str, list[XidEvent]] = {}
-    for event in seen.xids.within(rules.xid.day, now):
+    for event in state.xids.recent(rules.xid.day, now):
         by_gpu.setdefault(event.gpu, []).append(event)
-    gpus = [_Gpu(name, events, seen, rules, now) for name, events in by_gpu.items()]
+    gpus = [_Gpu(name, events, state, rules, now) for name, events in by_gpu.items()]
     for gpu in gpus:
-        said = next((bad for rule in _RULES if (bad := rule(gpu, gpus)) is not None), None)
-        if said is not None:
-            yield said
-    if not _heard(seen):
-        yield Unknown("Xids are not heard here: " + "; ".join(_deaf(seen)))
+        problem = next((bad for rule in _RULES if (bad := rule(gpu, gpus)) is not None), None)
+        if problem is not None:
+            yield problem
+    if not _xids_readable(state):
+        yield Unknown("Xids are not heard here: " + "; ".join(_unreadable_reasons(state)))
 
 
-def _heard(seen: Seen) -> bool:
-    data = seen.data("nvml")
-    return seen.data("kernel") is not None or seen.data("dcgm") is not None or (data and not data.xid_events)
+def _xids_readable(state: NodeState) -> bool:
+    data = state.data("nvml")
+    return state.data("kernel") is not None or state.data("dcgm") is not None or (data and not data.xid_events)
 
 
-def _deaf(seen: Seen) -> Iterator[str]:
-    data = seen.data("nvml")
+def _unreadable_reasons(state: NodeState) -> Iterator[str]:
+    data = state.data("nvml")
     if data:
         yield f"NVML: {data.xid_events}"
     for name in ("kernel", "dcgm"):
-        if (newest := seen.newest.get(name)) is not None and newest.why:
+        if (newest := state.newest.get(name)) is not None and newest.why:
             yield f"{name}: {newest.why}"
 
 
-def _gpus(seen: Seen) -> Sequence[Gpu]:
+def _gpus(state: NodeState) -> Sequence[Gpu]:
     """As they were when NVML answered last."""
-    data = seen.kept.get("nvml")
+    data = state.last_data.get("nvml")
     return data.gpus if isinstance(data, NvmlData) else ()
 
 
-def _stated(events: list[XidEvent]) -> tuple[float, Remedy | None] | None:
+def _stated_action(events: list[XidEvent]) -> tuple[float, Remedy | None] | None:
     """What the newest Xid 154 with words says, and when."""
     for event in reversed(events):
-        if event.code == AUTHORITY and (told := authority(event.text))[0]:
-            return event.text_at, told[1]
+        if event.code == RECOVERY_ACTION_XID and (parsed := parse_recovery_action(event.text))[0]:
+            return event.text_at, parsed[1]
     return None
 
 
 # ── rules, the gravest first ─────────────────────────────────────────────────────────────────────────────────────────
-def _authority(gpu: _Gpu, gpus: list[_Gpu]) -> Bad | None:
-    if gpu.stated is None or (remedy := gpu.stated[1]) is None:
+def _driver_action(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
+    if gpu.stated_action is None or (remedy := gpu.stated_action[1]) is None:
         return None
-    event, what = next((e, x) for e, x in reversed(gpu.events) if e.code == AUTHORITY)
-    if gpu.over(event, what) or gpu.doubt(event):
+    event, entry = next((e, x) for e, x in reversed(gpu.events) if e.code == RECOVERY_ACTION_XID)
+    if gpu.is_resolved(event, entry) or gpu.doubt_reason(event):
         return None
-    others = [(e, x) for e, x in gpu.events if x.kind in (*GRAVEST, "nvlink") and x.code != AUTHORITY]
-    said = f"Xid 154: the driver asks for {remedy.value.replace('_', ' ')}"
-    return fail(Cause.GPU, remedy, *_on(gpu, said, others), part=gpu.name, proof=True, at=gpu.stated[0])
+    others = [(e, x) for e, x in gpu.events if x.kind in (*FATAL_CLASSES, "nvlink") and x.code != RECOVERY_ACTION_XID]
+    text = f"Xid 154: the driver asks for {remedy.value.replace('_', ' ')}"
+    return fail(Cause.GPU, remedy, *_evidence(gpu, text, others), component=gpu.name, proof=True, at=gpu.stated_action[0])
 
 
-def _gravest(gpu: _Gpu, gpus: list[_Gpu]) -> Bad | None:
-    if not (found := gpu.of(*GRAVEST)):
+def _fatal(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
+    if not (found := gpu.acting_events(*FATAL_CLASSES)):
         return None
     worst = next(((e, x) for e, x in found if x.kind == "node_out"), found[0])
     often = len(found) >= gpu.rules.xid.support
     remedy = Remedy.SUPPORT if often else worst[1].action
     why = f"at least {gpu.rules.xid.support} fatal Xids within a day" if often else ""
-    return fail(Cause.GPU, remedy, *_on(gpu, why, found), part=gpu.name, proof=True, at=found[0][0].at)
+    return fail(Cause.GPU, remedy, *_evidence(gpu, why, found), component=gpu.name, proof=True, at=found[0][0].at)
 
 
-def _nvlink(gpu: _Gpu, gpus: list[_Gpu]) -> Bad | None:
-    if not (found := gpu.of("nvlink")):
+def _nvlink(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
+    if not (found := gpu.acting_events("nvlink")):
         return None
-    again = next((x.code for _, x in found if _times(found, x.code) >= gpu.rules.xid.repeats), None)
+    again = next((x.code for _, x in found if _occurrences(found, x.code) >= gpu.rules.xid.repeats), None)
     if any(e.fatal for e, _ in found):
-        return fail(Cause.GPU, Remedy.EXCLUDE, *_on(gpu, "an NVLink error that the driver calls fatal", found),
-                    part=gpu.name, needs=1, at=found[0][0].at)  # fmt: skip
+        return fail(Cause.GPU, Remedy.EXCLUDE, *_evidence(gpu, "an NVLink error that the driver calls fatal", found),
+                    component=gpu.name, failures_to_raise=1, at=found[0][0].at)  # fmt: skip
     if again is not None:
         why = f"NVLink errors again within a day (Xid {again})"
-        return fail(Cause.GPU, Remedy.SUPPORT, *_on(gpu, why, found), part=gpu.name, needs=1, at=found[0][0].at)
-    return warn(Cause.GPU, Remedy.NONE, *_on(gpu, "", found), part=gpu.name, at=found[0][0].at)
+        return fail(Cause.GPU, Remedy.SUPPORT, *_evidence(gpu, why, found), component=gpu.name, failures_to_raise=1, at=found[0][0].at)
+    return warn(Cause.GPU, Remedy.NONE, *_evidence(gpu, "", found), component=gpu.name, at=found[0][0].at)
 
 
-def _rare(gpu: _Gpu, gpus: list[_Gpu]) -> Bad | None:
+def _rare(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
     """A role died around it: then it is taken for the cause."""
-    if not (found := [(e, x) for e, x in gpu.of("rest") if gpu.died(e)]):
+    if not (found := [(e, x) for e, x in gpu.acting_events("rest") if gpu.role_died_near(e)]):
         return None
     why = "a role on this GPU died around it"
-    return fail(Cause.GPU, Remedy.EXCLUDE, *_on(gpu, why, found), part=gpu.name, needs=1, at=found[0][0].at)
+    return fail(Cause.GPU, Remedy.EXCLUDE, *_evidence(gpu, why, found), component=gpu.name, failures_to_raise=1, at=found[0][0].at)
 
 
-def _application(gpu: _Gpu, gpus: list[_Gpu]) -> Bad | None:
+def _application(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
     """Told with whatever else is only worth a warning. The same on several GPUs is the application's doing."""
-    found = gpu.of("app")
+    found = gpu.acting_events("app")
     for code in dict.fromkeys(x.code for _, x in found):
         times = [e for e, x in found if x.code == code]
         if len(times) < gpu.rules.xid.repeats:
             continue
-        elsewhere = any(other is not gpu and any(x.code == code for _, x in other.of("app")) for other in gpus)
+        elsewhere = any(other is not gpu and any(x.code == code for _, x in other.acting_events("app")) for other in gpus)
         if elsewhere:
             continue
-        roles = {e.who[0] for e in times if e.who}
+        roles = {e.tenant[0] for e in times if e.tenant}
         if len(roles) > 1:
             why = f"Xid {code} again within a day, under different roles, and on no other GPU: suspect the hardware"
-            return fail(Cause.GPU, Remedy.EXCLUDE, *_on(gpu, why, found), part=gpu.name, needs=1, at=times[0].at)
+            return fail(Cause.GPU, Remedy.EXCLUDE, *_evidence(gpu, why, found), component=gpu.name, failures_to_raise=1, at=times[0].at)
         why = f"Xid {code} again within a day, and on no other GPU: suspect the hardware, or what runs there"
-        return warn(Cause.GPU, Remedy.NONE, *_on(gpu, why, found), part=gpu.name, at=times[0].at)
+        return warn(Cause.GPU, Remedy.NONE, *_evidence(gpu, why, found), component=gpu.name, at=times[0].at)
     return None
 
 
-def _rest(gpu: _Gpu, gpus: list[_Gpu]) -> Bad | None:
+def _remaining(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
     """One line for what is left: administrators are told, the application restarts by itself."""
-    if service := gpu.of("service"):
-        return warn(Cause.GPU, Remedy.SUPPORT, *_on(gpu, "", service), part=gpu.name, at=service[0][0].at)
-    if rare := gpu.of("rest"):
-        return warn(Cause.GPU, Remedy.SUPPORT, *_on(gpu, "", rare), part=gpu.name, at=rare[0][0].at)
-    if found := [(e, x) for e, x in gpu.of("app") if not e.past]:  # somebody's program crashed here before us
+    if service := gpu.acting_events("service"):
+        return warn(Cause.GPU, Remedy.SUPPORT, *_evidence(gpu, "", service), component=gpu.name, at=service[0][0].at)
+    if rare := gpu.acting_events("rest"):
+        return warn(Cause.GPU, Remedy.SUPPORT, *_evidence(gpu, "", rare), component=gpu.name, at=rare[0][0].at)
+    if found := [(e, x) for e, x in gpu.acting_events("app") if not e.before_start]:  # somebody's program crashed here before us
         hardware = any(x.fault in ("gpu", "link") for _, x in found)
         cause = Cause.GPU if hardware else Cause.USER
-        return warn(cause, Remedy.NONE, *_on(gpu, "", found), part=gpu.name, at=found[0][0].at)
-    past = [(e, x) for e, x in gpu.events if x.kind in GRAVEST]
-    if past and gpu.cleared is None:
+        return warn(cause, Remedy.NONE, *_evidence(gpu, "", found), component=gpu.name, at=found[0][0].at)
+    past = [(e, x) for e, x in gpu.events if x.kind in FATAL_CLASSES]
+    if past and gpu.cleared_at is None:
         why = "it is well now, by the driver's word"
-        return warn(Cause.GPU, Remedy.NONE, *_on(gpu, why, past), part=gpu.name, at=past[0][0].at)
+        return warn(Cause.GPU, Remedy.NONE, *_evidence(gpu, why, past), component=gpu.name, at=past[0][0].at)
     return None
 
 
-def _doubtful(gpu: _Gpu, gpus: list[_Gpu]) -> Bad | None:
+def _doubtful(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
     """What would condemn if it were not in doubt."""
-    asks = gpu.stated is not None and gpu.stated[1] is not None
+    wants_action = gpu.stated_action is not None and gpu.stated_action[1] is not None
     found = [
         (e, x) for e, x in gpu.events
-        if (x.kind in (*GRAVEST, "nvlink") or (asks and e.code == AUTHORITY)) and not gpu.over(e, x) and gpu.doubt(e)
+        if (x.kind in (*FATAL_CLASSES, "nvlink") or (wants_action and e.code == RECOVERY_ACTION_XID)) and not gpu.is_resolved(e, x) and gpu.doubt_reason(e)
     ]  # fmt: skip
     if not found:
         return None
     event = found[0][0]
-    return warn(Cause.GPU, Remedy.NONE, *_on(gpu, gpu.doubt(event), found), part=gpu.name, at=event.at)
+    return warn(Cause.GPU, Remedy.NONE, *_evidence(gpu, gpu.doubt_reason(event), found), component=gpu.name, at=event.at)
 
 
-_RULES: tuple[Callable[[_Gpu, list[_Gpu]], Bad | None], ...] = (
-    _authority, _gravest, _nvlink, _rare, _application, _doubtful, _rest,
+_RULES: tuple[Callable[[_Gpu, list[_Gpu]], Problem | None], ...] = (
+    _driver_action, _fatal, _nvlink, _rare, _application, _doubtful, _remaining,
 )  # fmt: skip
 
 
-def _times(found: list[tuple[XidEvent, Xid]], code: int) -> int:
-    return sum(x.code == code for _, x in found)
+def _occurrences(events: list[tuple[XidEvent, Xid]], code: int) -> int:
+    return sum(x.code == code for _, x in events)
 
 
-def _on(gpu: _Gpu, why: str, found: list[tuple[XidEvent, Xid]]) -> list[str]:
+def _evidence(gpu: _Gpu, reason: str, events: list[tuple[XidEvent, Xid]]) -> list[str]:
     """Evidence: why, and each code once; no counts, so that what goes on is the same finding."""
     name = f"GPU {gpu.gpu.index}" if gpu.gpu is not None else f"GPU {gpu.name}" if gpu.name else "a GPU"
-    lines = [f"{name}: {why}"] if why else []
-    for code in dict.fromkeys(x.code for _, x in found):
-        what = next(x for _, x in found if x.code == code)
-        lines.append(f"{name}: Xid {code} ({what.meaning}){', repeatedly' if _times(found, code) > 1 else ''}")
-    return lines[:_LINES]
+    lines = [f"{name}: {reason}"] if reason else []
+    for code in dict.fromkeys(x.code for _, x in events):
+        entry = next(x for _, x in events if x.code == code)
+        lines.append(f"{name}: Xid {code} ({entry.meaning}){', repeatedly' if _occurrences(events, code) > 1 else ''}")
+    return lines[:_MAX_EVIDENCE_LINES]
 
 
-def _switch(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
+def _check_nvswitch(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     """NVSwitch has Xids of its own, with the severity in the text."""
-    for logged in seen.log:
+    for logged in state.log:
         if logged.event.kind != "sxid" or logged.at <= now - rules.xid.day:
             continue
-        part, text = logged.event.pci or "nvswitch", f"NVSwitch: {logged.event.text}"
+        component, text = logged.event.pci or "nvswitch", f"NVSwitch: {logged.event.text}"
         if is_fatal(logged.event.text) and logged.event.pci_exists:
-            yield Bad(Verdict.FAIL, Cause.GPU, Remedy.REBOOT, (text,), part, proof=not logged.past, needs=1,
+            yield Problem(Verdict.FAIL, Cause.GPU, Remedy.REBOOT, (text,), component, proof=not logged.before_start, failures_to_raise=1,
                       at=logged.at)  # fmt: skip
         else:
-            yield warn(Cause.GPU, Remedy.NONE, text, part=part, at=logged.at)
+            yield warn(Cause.GPU, Remedy.NONE, text, component=component, at=logged.at)
 
 
 CHECKS = (
-    Check("xid", ("nvml", "kernel", "dcgm"), _look, "Xids of a day, by kernel log, NVML's events and DCGM's counts:"
+    Check("xid", ("nvml", "kernel", "dcgm"), _check_xids, "Xids of a day, by kernel log, NVML's events and DCGM's counts:"
           " what each means is data (health/checks/xids.csv)",
           "by class: node_out, gpu_reset: FAIL, as named (154 is the authority); nvlink: FAIL if fatal or again;"
           " app: WARN, and FAIL under different roles on one GPU alone; rest: WARN, and FAIL where a role died of it",
           "NVSentinel, DCGM, gcm", any_reader=True),
-    Check("nvswitch", ("kernel",), _switch, "SXids in the kernel log", "fatal: FAIL, reboot; else WARN", "NVSentinel"),
+    Check("nvswitch", ("kernel",), _check_nvswitch, "SXids in the kernel log", "fatal: FAIL, reboot; else WARN", "NVSentinel"),
 )  # fmt: skip

@@ -24,9 +24,9 @@ from msgspec import Struct, convert
 from ...config.health_rules import XidClass, XidRules
 from ...core.types import Remedy
 
-AUTHORITY = 154
+RECOVERY_ACTION_XID = 154
 """the driver's own word on what a GPU needs"""
-GRAVEST: frozenset[XidClass] = frozenset(("node_out", "gpu_reset"))
+FATAL_CLASSES: frozenset[XidClass] = frozenset(("node_out", "gpu_reset"))
 """act also around our own kill of a step"""
 
 _ACTIONS = {
@@ -70,13 +70,13 @@ def xid(code: int, rules: XidRules) -> Xid:
     return Xid(code, known.meaning, kind, action, known.fault, "site")
 
 
-def authority(text: str) -> tuple[bool, Remedy | None]:
+def parse_recovery_action(text: str) -> tuple[bool, Remedy | None]:
     """What the text of Xid 154 says: (it says something, what is needed; None: nothing).
 
     ``GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)``; DCGM and NVML give no text."""
-    told = re.findall(r"\(([A-Za-z][A-Za-z0-9 ]*)\)", text.partition("changed")[2])
-    said = told[-1].strip().lower() if told else ""
-    return said in _ACTIONS, _ACTIONS.get(said)
+    phrases = re.findall(r"\(([A-Za-z][A-Za-z0-9 ]*)\)", text.partition("changed")[2])
+    action = phrases[-1].strip().lower() if phrases else ""
+    return action in _ACTIONS, _ACTIONS.get(action)
 
 
 _PROCESS_NAME = re.compile(r"\bname=(?:\\x[0-9a-f]{2}|[^\\]){0,15}(?:, |$)")
@@ -90,9 +90,9 @@ def is_fatal(text: str) -> bool:
     return bool(re.search(r"(?<!non)(?<!non[- ])\bfatal\b", driver_text))
 
 
-_MOST = 500
+_MAX_EVENTS = 500
 """events that are remembered"""
-_KEPT = 2 * 86400.0
+_RETENTION_S = 2 * 86400.0
 """s"""
 
 
@@ -106,13 +106,13 @@ class XidEvent:
     text: str = ""
     """the newest telling that had words"""
     text_at: float = 0.0
-    last: float = 0.0
+    last_reported_at: float = 0.0
     """s, of the last telling that was no echo: by somebody who had told of it before"""
     fatal: bool = False
     """one telling said so"""
-    past: bool = False
+    before_start: bool = False
     """from before we looked"""
-    who: tuple[str, str] | None = None
+    tenant: tuple[str, str] | None = None
     """role and life that had the GPU"""
     sources: set[str] = field(default_factory=set)
     pci_exists: bool | None = None
@@ -120,7 +120,7 @@ class XidEvent:
     devices cannot be listed"""
 
 
-class XidLog:
+class XidEvents:
     def __init__(self, burst: float) -> None:
         self._burst = burst
         self._uuids: dict[str, str] = {}
@@ -128,9 +128,9 @@ class XidLog:
         """oldest first"""
 
     def add(self, event: XidEvent) -> None:
-        event.gpu = self.named(event.gpu)
+        event.gpu = self.uuid_of(event.gpu)
         event.fatal = event.fatal or is_fatal(event.text)
-        event.text_at, event.last = event.text_at or event.at, event.last or event.at
+        event.text_at, event.last_reported_at = event.text_at or event.at, event.last_reported_at or event.at
         for known in reversed(self.events):
             if known.code == event.code and self._same_gpu(known, event) and abs(event.at - known.at) <= self._burst:
                 _merge(known, event)
@@ -138,13 +138,13 @@ class XidLog:
         self.events.append(event)
         self.events.sort(key=lambda one: one.at)
         newest = self.events[-1].at
-        self.events = [one for one in self.events[-_MOST:] if one.at > newest - _KEPT]
+        self.events = [one for one in self.events[-_MAX_EVENTS:] if one.at > newest - _RETENTION_S]
 
-    def named(self, gpu: str) -> str:
+    def uuid_of(self, gpu: str) -> str:
         """A GPU's UUID by its bus, where that is known."""
         return self._uuids.get(gpu, gpu)
 
-    def name(self, uuids: Mapping[str, str]) -> None:
+    def set_uuids(self, uuids: Mapping[str, str]) -> None:
         """UUIDs by bus, as NVML says: what was told by bus is told again by UUID."""
         if not uuids.items() - self._uuids.items():
             return
@@ -153,20 +153,20 @@ class XidLog:
         for event in events:
             self.add(event)
 
-    def within(self, window: float, now: float) -> Iterator[XidEvent]:
+    def recent(self, window: float, now: float) -> Iterator[XidEvent]:
         return (event for event in self.events if event.at > now - window)
 
-    def _same_gpu(self, one: XidEvent, other: XidEvent) -> bool:
-        return one.gpu == other.gpu or not one.gpu or not other.gpu
+    def _same_gpu(self, first: XidEvent, second: XidEvent) -> bool:
+        return first.gpu == second.gpu or not first.gpu or not second.gpu
 
 
 def _merge(known: XidEvent, event: XidEvent) -> None:
     known.gpu = known.gpu or event.gpu
     known.fatal |= event.fatal
-    known.past &= event.past
+    known.before_start &= event.before_start
     if known.sources & event.sources:
-        known.last = max(known.last, event.last)
-    known.who = known.who or event.who
+        known.last_reported_at = max(known.last_reported_at, event.last_reported_at)
+    known.tenant = known.tenant or event.tenant
     known.pci_exists = event.pci_exists if known.pci_exists is None else known.pci_exists or bool(event.pci_exists)
     known.sources |= event.sources
     if event.text and (not known.text or event.text_at >= known.text_at):

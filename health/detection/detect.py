@@ -15,10 +15,10 @@ from typing import TypeVar
 from ...core.run_spec import Limits
 from ...core.types import Finding, NodeName, Verdict
 from .attribution import gangs
-from .attribution.wait_chains import charge
-from .detectors.probing import next_ask
+from .attribution.wait_chains import attribute
+from .detectors.probing import next_probe_on_node
 from .detectors.registry import NODE_DETECTORS, PRESENCE_DETECTORS, PROGRESS_DETECTORS
-from .watch import NodeSighting, Watch
+from .watch import NodeView, HealthMonitor
 
 S = TypeVar("S")
 
@@ -29,7 +29,7 @@ class _Memo:
     now: float
     raw: dict[NodeName, list[Finding]] = field(default_factory=dict)
     """of the nodes that have any"""
-    look: dict[NodeName, float] = field(default_factory=dict)
+    next_evaluation: dict[NodeName, float] = field(default_factory=dict)
     queue: list[tuple[float, NodeName]] = field(default_factory=list)
     """an entry lies at or before its node's ``look``: a beat moves only ``look``, the entry is put right when first"""
     queued: dict[NodeName, float] = field(default_factory=dict)
@@ -37,88 +37,88 @@ class _Memo:
     findings: list[Finding] = field(default_factory=list)
 
 
-def detect(watch: Watch, limits: Limits, now: float) -> tuple[list[Finding], float]:
+def detect(monitor: HealthMonitor, limits: Limits, now: float) -> tuple[list[Finding], float]:
     """All findings that hold now, in the order of their keys, and the next time (s, later than ``now``; inf = none) at
     which one could change though nothing new is seen.
 
     ``now`` must not run backwards (it costs a full look). A manager that was itself paused calls ``Watch.restart``
     first: it cannot tell the world's silence from its own.
     """
-    memo = watch.memo
+    memo = monitor.memo
     if not isinstance(memo, _Memo) or memo.limits != limits or now < memo.now:
-        watch.memo = memo = _Memo(limits, now)
-        watch.heed(limits)
-        watch.touched.update(watch.nodes)
+        monitor.memo = memo = _Memo(limits, now)
+        monitor.set_limits(limits)
+        monitor.dirty.update(monitor.nodes)
     memo.now = now
-    again = watch.touched | set(_come_due(memo, now))
-    watch.touched.clear()
+    again = monitor.dirty | set(_due_nodes(memo, now))
+    monitor.dirty.clear()
     before = bool(memo.raw)
     for node in again:
-        _look_at(watch, memo, node)
+        _evaluate_node(monitor, memo, node)
     if again and (before or memo.raw):
         raw = sorted((finding for found in memo.raw.values() for finding in found), key=lambda finding: finding.key)
-        memo.findings = sorted(_fold(charge(gangs.judge(raw, watch), watch), watch), key=lambda finding: finding.key)
-    return list(memo.findings), _next_look(memo)
+        memo.findings = sorted(_suppress_on_failed_nodes(attribute(gangs.judge(raw, monitor), monitor), monitor), key=lambda finding: finding.key)
+    return list(memo.findings), _next_evaluation(memo)
 
 
-def _look_at(watch: Watch, memo: _Memo, node: NodeName) -> None:
+def _evaluate_node(monitor: HealthMonitor, memo: _Memo, node: NodeName) -> None:
     """One node with everything on it: they witness for each other, so that they are judged together."""
-    home = watch.nodes.get(node)
-    if home is None:  # forgotten
+    node_view = monitor.nodes.get(node)
+    if node_view is None:  # forgotten
         memo.raw.pop(node, None)
-        memo.look.pop(node, None)
-        watch.asks.pop(node, None)
+        memo.next_evaluation.pop(node, None)
+        monitor.probes_due.pop(node, None)
         return
-    found, look = _judge(home, memo.limits, memo.now)
+    found, next_evaluation = _run_detectors(node_view, memo.limits, memo.now)
     if found:
         memo.raw[node] = found
     else:
         memo.raw.pop(node, None)
-    memo.look[node] = look
-    watch.asks[node] = next_ask(home, memo.limits)
+    memo.next_evaluation[node] = next_evaluation
+    monitor.probes_due[node] = next_probe_on_node(node_view, memo.limits)
     _enqueue(memo, node)
 
 
-def _judge(home: NodeSighting, limits: Limits, now: float) -> tuple[list[Finding], float]:
-    judged = [_climb(PROGRESS_DETECTORS, seen, limits, now) for seen in home.residents.values()]
-    if home.agent:
-        judged.append(_climb(PRESENCE_DETECTORS, home.agent, limits, now))
-    judged.append(_climb(NODE_DETECTORS, home, limits, now))
-    return [finding for finding, _ in judged if finding], min(look for _, look in judged)
+def _run_detectors(node_view: NodeView, limits: Limits, now: float) -> tuple[list[Finding], float]:
+    results = [_first_match(PROGRESS_DETECTORS, view, limits, now) for view in node_view.residents.values()]
+    if node_view.agent:
+        results.append(_first_match(PRESENCE_DETECTORS, node_view.agent, limits, now))
+    results.append(_first_match(NODE_DETECTORS, node_view, limits, now))
+    return [finding for finding, _ in results if finding], min(look for _, look in results)
 
 
-def _climb(
-    ladder: Iterable[Callable[[S, Limits, float], tuple[Finding | None, float]]], seen: S, limits: Limits, now: float
+def _first_match(
+    ladder: Iterable[Callable[[S, Limits, float], tuple[Finding | None, float]]], view: S, limits: Limits, now: float
 ) -> tuple[Finding | None, float]:
     """The first detector that speaks. What weaker evidence would add is not heard while better evidence stands."""
-    look = inf
+    next_evaluation = inf
     for detector in ladder:
-        finding, then = detector(seen, limits, now)
-        look = min(look, then)
+        finding, then = detector(view, limits, now)
+        next_evaluation = min(next_evaluation, then)
         if finding is not None:
-            return finding, look
-    return None, look
+            return finding, next_evaluation
+    return None, next_evaluation
 
 
-def _fold(findings: list[Finding], watch: Watch) -> list[Finding]:
+def _suppress_on_failed_nodes(findings: list[Finding], monitor: HealthMonitor) -> list[Finding]:
     """Where a node has failed, what is on it is replaced anyway: only proof about its replicas is worth saying."""
     failed = {finding.node for finding in findings if finding.node and finding.verdict is Verdict.FAIL}
-    return [f for f in findings if f.life is None or f.proof or watch.replicas[f.life.replica].node not in failed]
+    return [f for f in findings if f.incarnation is None or f.proof or monitor.replicas[f.incarnation.replica].node not in failed]
 
 
 # ── when to look again ───────────────────────────────────────────────────────────────────────────────────────────────
 def _enqueue(memo: _Memo, node: NodeName) -> None:
-    look = memo.look.get(node, inf)
-    if look < memo.queued.get(node, inf):
-        memo.queued[node] = look
-        heappush(memo.queue, (look, node))
+    due = memo.next_evaluation.get(node, inf)
+    if due < memo.queued.get(node, inf):
+        memo.queued[node] = due
+        heappush(memo.queue, (due, node))
 
 
-def _next_look(memo: _Memo) -> float:
+def _next_evaluation(memo: _Memo) -> float:
     """The earliest ``look``; puts entries right that turn out to be first and early."""
     while memo.queue:
         at, node = memo.queue[0]
-        if memo.queued.get(node) == at == memo.look.get(node):
+        if memo.queued.get(node) == at == memo.next_evaluation.get(node):
             return at
         heappop(memo.queue)
         if memo.queued.get(node) == at:
@@ -127,8 +127,8 @@ def _next_look(memo: _Memo) -> float:
     return inf
 
 
-def _come_due(memo: _Memo, now: float) -> Iterator[NodeName]:
-    while _next_look(memo) <= now:
+def _due_nodes(memo: _Memo, now: float) -> Iterator[NodeName]:
+    while _next_evaluation(memo) <= now:
         _, node = heappop(memo.queue)
         del memo.queued[node]
         yield node

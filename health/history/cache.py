@@ -18,7 +18,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from .records import Record, Told, believed, line, read_line
+from .records import Record, SourcedRecord, is_attributable, encode_line, read_line
 from .user_files import (
     MAX_USER_RECORDS,
     Allowance,
@@ -35,11 +35,11 @@ VERSION = 2
 """of the tables"""
 TRUSTED_UIDS = frozenset({0})
 """whose own findings need no second witness: root drains nodes anyhow"""
-_HEAD = 512
+_HEAD_BYTES = 512
 """bytes at a file's beginning by which it is known again"""
-_BUSY = 30.0
+_BUSY_TIMEOUT_S = 30.0
 """s that another report is waited for"""
-_ALWAYS = ("began", "held", "left", "over", "lost")
+_EXPOSURE_KINDS = ("began", "held", "left", "over", "lost")
 """kinds that say how long nodes were held, however long ago that began"""
 _TABLES = """
 CREATE TABLE files (id INTEGER PRIMARY KEY, path TEXT UNIQUE, user TEXT, uid INTEGER, run TEXT, inode INTEGER,
@@ -76,44 +76,44 @@ class HistoryCache:
         try:
             return self._refresh()
         except sqlite3.Error:  # damaged, full, or another report does not come to an end
-            return self._anew()
+            return self._rebuild()
 
-    def told(self, since: float) -> list[Told]:
+    def records(self, since: float) -> list[SourcedRecord]:
         """Records of all runs from ``since`` (s since the epoch) on, by run and time; how long nodes were held whenever
         it began."""
         try:
-            return list(self._told(since))
+            return list(self._select_records(since))
         except sqlite3.Error:  # damaged where nobody had looked
-            self._anew()
-            return list(self._told(since))
+            self._rebuild()
+            return list(self._select_records(since))
 
-    def _told(self, since: float) -> Iterator[Told]:
-        marks = ",".join("?" * len(_ALWAYS))
-        asked = f"""SELECT user, uid, run, line FROM records JOIN files ON file = files.id
+    def _select_records(self, since: float) -> Iterator[SourcedRecord]:
+        marks = ",".join("?" * len(_EXPOSURE_KINDS))
+        query = f"""SELECT user, uid, run, line FROM records JOIN files ON file = files.id
             WHERE at >= ? OR kind IN ({marks}) AND newest >= ? ORDER BY user, run, at, records.rowid"""
-        for user, uid, run, text in self._db.execute(asked, (since, *_ALWAYS, since)):
+        for user, uid, run, text in self._db.execute(query, (since, *_EXPOSURE_KINDS, since)):
             if (record := read_line(text)) is not None:
-                yield Told(user, run, record, uid in TRUSTED_UIDS)
+                yield SourcedRecord(user, run, record, uid in TRUSTED_UIDS)
 
     def close(self) -> None:
         self._db.close()
 
-    def _anew(self) -> Sources:
+    def _rebuild(self) -> Sources:
         """In memory; the next report makes a file of it again."""
         self._db.close()
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
-        self._db = _fresh(":memory:")
+        self._db = _create(":memory:")
         return self._refresh()
 
     def _refresh(self) -> Sources:
         rejections = Rejections()
         with self._db:  # one transaction: of two reports at once, the second finds it done
             self._db.execute("BEGIN IMMEDIATE")
-            seen = set(self._read_all(rejections))
+            read_paths = set(self._read_all(rejections))
             for (path,) in self._db.execute("SELECT path FROM files").fetchall():
-                if path not in seen:  # removed, or not believed any more
-                    self._forget(path)
+                if path not in read_paths:  # removed, or not believed any more
+                    self._delete_file(path)
             files, skipped = self._db.execute("SELECT count(*), coalesce(sum(skipped), 0) FROM files").fetchone()
             (records,) = self._db.execute("SELECT count(*) FROM records").fetchone()
         return Sources(files, records, skipped, rejections.lines())
@@ -137,9 +137,9 @@ class HistoryCache:
     def _read(self, path: Path, folder: UserFolder, run: str, allowance: Allowance) -> None:
         file, about = open_checked(path, folder, allowance)
         with file:
-            head = zlib.crc32(file.read(_HEAD).partition(b"\n")[0])
-            id, offset, kept, skipped = self._known(path, folder, run, about, head)
-            allowance.records -= kept
+            head = zlib.crc32(file.read(_HEAD_BYTES).partition(b"\n")[0])
+            id, offset, record_count, skipped = self._known_file(path, folder, run, about, head)
+            allowance.records -= record_count
             file.seek(offset)
             rows: list[tuple[int, float, str, bytes]] = []
             newest = 0.0
@@ -150,36 +150,36 @@ class HistoryCache:
                 record = read_line(text)
                 if text == b"\n":  # a manager's, after a write that failed
                     continue
-                if record is None or not believed(record, folder.user, run):
+                if record is None or not is_attributable(record, folder.user, run):
                     skipped += 1
                 else:
-                    rows.append((id, record.at, _kind(record), line(record)))
+                    rows.append((id, record.at, _kind(record), encode_line(record)))
                     newest = max(newest, record.at)
         allowance.records -= len(rows)
         self._db.executemany("INSERT INTO records VALUES (?, ?, ?, ?)", rows)
         changed = "UPDATE files SET read = ?, kept = ?, skipped = ?, newest = max(newest, ?) WHERE id = ?"
-        self._db.execute(changed, (offset, kept + len(rows), skipped, newest, id))
+        self._db.execute(changed, (offset, record_count + len(rows), skipped, newest, id))
 
-    def _known(
+    def _known_file(
         self, path: Path, folder: UserFolder, run: str, about: os.stat_result, head: int
     ) -> tuple[int, int, int, int]:
         """Its id here, how many bytes of it were read, records kept and lines skipped. A file that shrank or is another
         one begins anew."""
-        asked = "SELECT id, uid, inode, head, read, kept, skipped FROM files WHERE path = ?"
-        if held := self._db.execute(asked, (str(path),)).fetchone():
-            id, uid, inode, before, read, kept, skipped = held
+        query = "SELECT id, uid, inode, head, read, kept, skipped FROM files WHERE path = ?"
+        if row := self._db.execute(query, (str(path),)).fetchone():
+            id, uid, inode, before, read, record_count, skipped = row
             same = uid == folder.uid and inode == about.st_ino and (before == head or not read)
             if same and about.st_size >= read:
                 self._db.execute("UPDATE files SET head = ? WHERE id = ?", (head, id))
-                return id, read, kept, skipped
-            self._forget(str(path))
+                return id, read, record_count, skipped
+            self._delete_file(str(path))
         made = "INSERT INTO files VALUES (NULL, ?, ?, ?, ?, ?, ?, 0, 0, 0, 0)"
         values = (str(path), folder.user, folder.uid, run, about.st_ino, head)
         id = self._db.execute(made, values).lastrowid
         assert id is not None
         return id, 0, 0, 0
 
-    def _forget(self, path: str) -> None:
+    def _delete_file(self, path: str) -> None:
         self._db.execute("DELETE FROM records WHERE file IN (SELECT id FROM files WHERE path = ?)", (path,))
         self._db.execute("DELETE FROM files WHERE path = ?", (path,))
 
@@ -196,18 +196,18 @@ def _open(path: Path) -> sqlite3.Connection:
     with contextlib.suppress(OSError, sqlite3.Error):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(sqlite3.Error):
-            db = sqlite3.connect(path, timeout=_BUSY, isolation_level=None)
+            db = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
             if db.execute("PRAGMA user_version").fetchone() == (VERSION,):
                 db.execute("SELECT count(*) FROM files").fetchone()
                 return db
             db.close()
         path.unlink(missing_ok=True)
-        return _fresh(str(path))
-    return _fresh(":memory:")
+        return _create(str(path))
+    return _create(":memory:")
 
 
-def _fresh(path: str) -> sqlite3.Connection:
-    db = sqlite3.connect(path, timeout=_BUSY, isolation_level=None)
+def _create(path: str) -> sqlite3.Connection:
+    db = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
     db.executescript(f"PRAGMA journal_mode=DELETE; PRAGMA synchronous=OFF; BEGIN; {_TABLES} COMMIT;")
     db.execute(f"PRAGMA user_version={VERSION}")
     return db

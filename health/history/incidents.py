@@ -16,14 +16,14 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ...core.types import Cause, Flag, Verdict
-from .rates import Span, union
-from .records import Acted, Began, Failed, Found, Held, Left, Mended, Over, Record, Told
+from .rates import Span, merge_intervals
+from .records import ActionTaken, RunStarted, Failed, FindingRecord, NodeAcquired, NodeReleased, RecoveryDone, RunEnded, Record, SourcedRecord
 
-BEFORE, AFTER = 600.0, 300.0
+EVIDENCE_BEFORE_S, EVIDENCE_AFTER_S = 600.0, 300.0
 """s before and after a failure in which evidence counts (Meta: the last 10 min of a job, or 5 min after)"""
-TOGETHER = 600.0
+SAME_INCIDENT_S = 600.0
 """s within which failures of one node are one incident, and those of several are related (gcm, NVSentinel)"""
-HARDWARE = (Cause.NODE, Cause.GPU, Cause.FABRIC, Cause.STORAGE)
+HARDWARE_CAUSES = (Cause.NODE, Cause.GPU, Cause.FABRIC, Cause.STORAGE)
 
 INFRA, SOFTWARE, USER = "infra", "software", "user"
 
@@ -39,13 +39,13 @@ class Incident(Struct, frozen=True):
     remedy: str
     runs: tuple[str, ...]
     users: tuple[str, ...]
-    who: tuple[str, ...]
+    incarnations: tuple[str, ...]
     """lives that were given up"""
     gpu_hours: float
     injected: bool = False
-    lost: bool = False
+    node_lost: bool = False
     """the whole node"""
-    also: tuple[str, ...] = ()
+    related_nodes: tuple[str, ...] = ()
     """other nodes with the same cause within 10 min: a hint at fabric or storage"""
     evidence: tuple[str, ...] = ()
     witnesses: tuple[str, ...] = ()
@@ -55,16 +55,16 @@ class Incident(Struct, frozen=True):
     """one of them is root"""
 
 
-class Raised(Struct, frozen=True):
+class RaisedFinding(Struct, frozen=True):
     """A finding against a node from when it was raised until it was over (inf: it never was)."""
 
     at: float
     until: float
     user: str
     run: str
-    found: Found
+    finding: FindingRecord
     """as it was said last while it stood"""
-    seen: float
+    observed_until: float
     """until when its run could have taken it back: it had the node, and spoke"""
     trusted: bool = False
     """the record is root's"""
@@ -73,12 +73,12 @@ class Raised(Struct, frozen=True):
     def critical(self) -> bool:
         """It is evidence against the node. What is proved and held back nevertheless is not: most nodes have it, and
         the driver or a rule is wrong."""
-        observed = Flag.OBSERVED in self.found.flags
-        held_back = Flag.HELD_BACK in self.found.flags and not self.found.proof
-        return self.found.verdict is Verdict.FAIL or (self.found.verdict is Verdict.WARN and (observed or held_back))
+        observed = Flag.OBSERVED in self.finding.flags
+        held_back = Flag.HELD_BACK in self.finding.flags and not self.finding.proof
+        return self.finding.verdict is Verdict.FAIL or (self.finding.verdict is Verdict.WARN and (observed or held_back))
 
 
-class Chapter(Struct, frozen=True):
+class RunHistory(Struct, frozen=True):
     """One run's records in order."""
 
     user: str
@@ -93,18 +93,18 @@ class Chapter(Struct, frozen=True):
         return self.records[-1].at if self.records else 0.0
 
 
-def chapters(told: Iterable[Told]) -> list[Chapter]:
-    by_run: dict[tuple[str, str, bool], list[Record]] = defaultdict(list)
-    for one in told:
-        by_run[one.user, one.run, one.trusted].append(one.record)
+def by_run(sourced_records: Iterable[SourcedRecord]) -> list[RunHistory]:
+    records_by_run: dict[tuple[str, str, bool], list[Record]] = defaultdict(list)
+    for one in sourced_records:
+        records_by_run[one.user, one.run, one.trusted].append(one.record)
     return [
-        Chapter(user, run, tuple(sorted(records, key=lambda record: record.at)), trusted)
-        for (user, run, trusted), records in sorted(by_run.items())
+        RunHistory(user, run, tuple(sorted(records, key=lambda record: record.at)), trusted)
+        for (user, run, trusted), records in sorted(records_by_run.items())
     ]
 
 
 # ── nodes held ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def held(chapter: Chapter) -> dict[str, tuple[list[Span], int]]:
+def node_intervals(history: RunHistory) -> dict[str, tuple[list[Span], int]]:
     """Spans in which a run had each node, and GPUs there. A manager that takes over tells anew what is held; what it
     does not tell was given back unseen."""
     spans: dict[str, list[Span]] = defaultdict(list)
@@ -113,118 +113,118 @@ def held(chapter: Chapter) -> dict[str, tuple[list[Span], int]]:
     carried: dict[str, float] = {}
     """held under the manager before, and not told again yet"""
     last = 0.0
-    for record in chapter.records:
-        if isinstance(record, Began):
+    for record in history.records:
+        if isinstance(record, RunStarted):
             carried, now = {**carried, **now}, {}
-        elif isinstance(record, Held):
+        elif isinstance(record, NodeAcquired):
             now.setdefault(record.node, carried.pop(record.node, record.at))
             gpus[record.node] = max(gpus[record.node], record.gpus)
         else:
             for node, since in carried.items():
                 spans[node].append((since, last))
             carried.clear()
-            if isinstance(record, Left) and (since_then := now.pop(record.node, None)) is not None:
+            if isinstance(record, NodeReleased) and (since_then := now.pop(record.node, None)) is not None:
                 spans[record.node].append((since_then, record.at))
-            elif isinstance(record, Over):
+            elif isinstance(record, RunEnded):
                 for node, since in now.items():
                     spans[node].append((since, record.at))
                 now.clear()
         last = record.at
     for node, since in {**carried, **now}.items():
-        spans[node].append((since, chapter.end))
-    return {node: (union(those), gpus[node]) for node, those in spans.items()}
+        spans[node].append((since, history.end))
+    return {node: (merge_intervals(intervals), gpus[node]) for node, intervals in spans.items()}
 
 
 # ── findings that stood ──────────────────────────────────────────────────────────────────────────────────────────────
-def raised(chapter: Chapter) -> list[Raised]:
+def raised_findings(history: RunHistory) -> list[RaisedFinding]:
     """What was found against nodes themselves, each from when to when; not what was injected."""
-    standing: dict[tuple[str, str, str], Raised] = {}
+    standing: dict[tuple[str, str, str], RaisedFinding] = {}
     counted: dict[tuple[str, str, str], int] = {}
     """as the manager of the moment counts"""
     left: dict[str, float] = {}
-    over: list[Raised] = []
-    for record in chapter.records:
-        if isinstance(record, Held):
+    over: list[RaisedFinding] = []
+    for record in history.records:
+        if isinstance(record, NodeAcquired):
             left.pop(record.node, None)
-        elif isinstance(record, Left):
+        elif isinstance(record, NodeReleased):
             left[record.node] = record.at
-        if not isinstance(record, Found) or record.life or not record.node or record.injected:
+        if not isinstance(record, FindingRecord) or record.incarnation or not record.node or record.injected:
             continue
-        key = record.detector, record.node, record.part
+        key = record.detector, record.node, record.component
         if record.verdict in (Verdict.WARN, Verdict.FAIL):
-            one = standing.get(key) or Raised(
-                record.at, inf, chapter.user, chapter.run, replace(record, count=0), inf, chapter.trusted
+            one = standing.get(key) or RaisedFinding(
+                record.at, inf, history.user, history.run, replace(record, count=0), inf, history.trusted
             )
-            before = one.found
+            before = one.finding
             worse = record if before.verdict is not Verdict.FAIL or record.verdict is Verdict.FAIL else before
             more = record.count - counted.get(key, 0) if record.count > counted.get(key, 0) else record.count
             counted[key] = record.count
-            standing[key] = replace(one, found=replace(worse, count=before.count + more))
+            standing[key] = replace(one, finding=replace(worse, count=before.count + more))
         elif key in standing and record.node not in left:  # of a node that was left nobody knows
-            over.append(replace(standing.pop(key), until=record.at, seen=record.at))
+            over.append(replace(standing.pop(key), until=record.at, observed_until=record.at))
             counted.pop(key)
-    stands = [replace(one, seen=left.get(one.found.node, chapter.end)) for one in standing.values()]
+    stands = [replace(one, observed_until=left.get(one.finding.node, history.end)) for one in standing.values()]
     return sorted(over + stands, key=lambda one: one.at)
 
 
 # ── incidents ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def incidents(told: list[Chapter]) -> list[Incident]:
+def incidents(histories: list[RunHistory]) -> list[Incident]:
     """All failures, by time: those of infrastructure once for each node and 10 min, whoever met them."""
-    against: dict[str, list[Raised]] = defaultdict(list)
-    for chapter in told:
-        for one in raised(chapter):
-            if one.critical and one.found.cause in HARDWARE:
-                against[one.found.node].append(one)
+    against: dict[str, list[RaisedFinding]] = defaultdict(list)
+    for history in histories:
+        for one in raised_findings(history):
+            if one.critical and one.finding.cause in HARDWARE_CAUSES:
+                against[one.finding.node].append(one)
     single = [
-        incident for chapter in told for failed, cost in costs(chapter)
-        if (incident := _attributed(chapter, failed, cost, against.get(failed.node, []))) is not None
+        incident for history in histories for failed, cost in costs(history)
+        if (incident := _attributed(history, failed, cost, against.get(failed.node, []))) is not None
     ]  # fmt: skip
     return _related(_merged(sorted(single, key=lambda one: one.at)))
 
 
-def costs(chapter: Chapter) -> list[tuple[Failed, float]]:
+def costs(history: RunHistory) -> list[tuple[Failed, float]]:
     """Each failure and the GPU-hours that it cost. Where a replica failed again before it worked, each failure bears
     the time until the next."""
-    failures = [record for record in chapter.records if isinstance(record, Failed)]
-    took: dict[str, list[int]] = defaultdict(list)
+    failures = [record for record in history.records if isinstance(record, Failed)]
+    failures_of: dict[str, list[int]] = defaultdict(list)
     for i, one in enumerate(failures):
-        for replica in set(one.took):
-            took[replica].append(i)
+        for replica in set(one.stalled_replicas):
+            failures_of[replica].append(i)
     cost = [0.0] * len(failures)
-    for record in chapter.records:
-        if not isinstance(record, Mended):
+    for record in history.records:
+        if not isinstance(record, RecoveryDone):
             continue
-        mine = [i for i in took.get(record.replica, ()) if record.since <= failures[i].at <= record.at]
+        indices = [i for i in failures_of.get(record.replica, ()) if record.since <= failures[i].at <= record.at]
         span = record.at - record.since
-        starts = [record.since, *(failures[i].at for i in mine[1:]), record.at]
-        for i, start, end in zip(mine, starts, starts[1:], strict=False):
-            cost[i] += record.gpu_hours * ((end - start) / span if span > 0 else 1 / len(mine))
+        starts = [record.since, *(failures[i].at for i in indices[1:]), record.at]
+        for i, start, end in zip(indices, starts, starts[1:], strict=False):
+            cost[i] += record.gpu_hours * ((end - start) / span if span > 0 else 1 / len(indices))
     return list(zip(failures, cost, strict=True))
 
 
-def _attributed(chapter: Chapter, failed: Failed, cost: float, against: list[Raised]) -> Incident | None:
+def _attributed(history: RunHistory, failed: Failed, cost: float, against: list[RaisedFinding]) -> Incident | None:
     """None: a node that was left without any evidence against itself; who failed there is told by itself."""
-    near = [one for one in against if one.at <= failed.at + AFTER and one.seen >= failed.at - BEFORE]
+    near = [one for one in against if one.at <= failed.at + EVIDENCE_AFTER_S and one.observed_until >= failed.at - EVIDENCE_BEFORE_S]
     witnesses: tuple[str, ...] = ()
     trusted = False
     if near:
-        proof = max(near, key=lambda one: (one.found.proof, -abs(one.at - failed.at)))
-        owner, cause, detector = INFRA, proof.found.cause.value, proof.found.detector
-        remedy = proof.found.remedy.value
-        if any((one.user, one.trusted) == (chapter.user, chapter.trusted) for one in near):
-            witnesses, trusted = (chapter.user,), chapter.trusted
-    elif failed.lost:
-        witnesses, trusted = (chapter.user,), chapter.trusted
+        proof = max(near, key=lambda one: (one.finding.proof, -abs(one.at - failed.at)))
+        owner, cause, detector = INFRA, proof.finding.cause.value, proof.finding.detector
+        remedy = proof.finding.remedy.value
+        if any((one.user, one.trusted) == (history.user, history.trusted) for one in near):
+            witnesses, trusted = (history.user,), history.trusted
+    elif failed.node_lost:
+        witnesses, trusted = (history.user,), history.trusted
         owner, cause, detector, remedy = INFRA, Cause.NODE.value, failed.detector or "cluster", failed.remedy
-    elif not failed.who:
+    elif not failed.incarnation:
         return None
     else:
         owner = USER if failed.cause == Cause.USER.value else SOFTWARE
-        cause = failed.cause if failed.cause not in HARDWARE else Cause.PROCESS.value
+        cause = failed.cause if failed.cause not in HARDWARE_CAUSES else Cause.PROCESS.value
         detector, remedy = failed.detector, failed.remedy
     return Incident(
-        failed.at, failed.node, owner, cause, detector, remedy, (chapter.run,), (chapter.user,),
-        (failed.who,) if failed.who else (), cost, failed.injected, failed.lost or not failed.who,
+        failed.at, failed.node, owner, cause, detector, remedy, (history.run,), (history.user,),
+        (failed.incarnation,) if failed.incarnation else (), cost, failed.injected, failed.node_lost or not failed.incarnation,
         evidence=failed.evidence, witnesses=witnesses, trusted=trusted,
     )  # fmt: skip
 
@@ -235,7 +235,7 @@ def _merged(single: list[Incident]) -> list[Incident]:
     """index of each node's newest incident of infrastructure"""
     for one in single:
         at = newest.get((one.node, one.injected)) if one.owner == INFRA else None
-        if at is not None and one.at - merged[at].at <= TOGETHER:
+        if at is not None and one.at - merged[at].at <= SAME_INCIDENT_S:
             merged[at] = _both(merged[at], one)
             continue
         if one.owner == INFRA:
@@ -249,27 +249,27 @@ def _both(first: Incident, then: Incident) -> Incident:
         return tuple(dict.fromkeys((*getattr(first, name), *getattr(then, name))))
 
     return replace(
-        first, runs=all_of("runs"), users=all_of("users"), who=all_of("who"), lost=first.lost or then.lost,
+        first, runs=all_of("runs"), users=all_of("users"), incarnations=all_of("who"), node_lost=first.node_lost or then.node_lost,
         gpu_hours=first.gpu_hours + then.gpu_hours, evidence=all_of("evidence")[:5], witnesses=all_of("witnesses"),
         trusted=first.trusted or then.trusted,
     )  # fmt: skip
 
 
-def _related(told: list[Incident]) -> list[Incident]:
-    infra = [one for one in told if one.owner == INFRA]
+def _related(incidents_by_time: list[Incident]) -> list[Incident]:
+    infra = [one for one in incidents_by_time if one.owner == INFRA]
     times = [one.at for one in infra]
     related = []
-    for one in told:
+    for one in incidents_by_time:
         if one.owner == INFRA:
-            first = bisect_left(times, one.at - TOGETHER)
-            last = bisect_left(times, one.at + TOGETHER + 1e-6)
+            first = bisect_left(times, one.at - SAME_INCIDENT_S)
+            last = bisect_left(times, one.at + SAME_INCIDENT_S + 1e-6)
             near = {o.node for o in infra[first:last] if o.cause == one.cause and o.node != one.node}
-            one = replace(one, also=tuple(sorted(near)))
+            one = replace(one, related_nodes=tuple(sorted(near)))
         related.append(one)
     return related
 
 
-def acted(told: list[Chapter]) -> list[tuple[Chapter, Acted]]:
+def actions_taken(histories: list[RunHistory]) -> list[tuple[RunHistory, ActionTaken]]:
     """What runs did about nodes, by time."""
-    found = [(chapter, one) for chapter in told for one in chapter.records if isinstance(one, Acted)]
+    found = [(chapter, one) for chapter in histories for one in chapter.records if isinstance(one, ActionTaken)]
     return sorted(found, key=lambda pair: pair[1].at)

@@ -23,8 +23,8 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 CONFIDENCE = 0.95
-DAY = 86400.0
-_STEPS = 200
+DAY_S = 86400.0
+_MAX_BISECTIONS = 200
 """halvings; each gives a binary digit"""
 
 
@@ -39,7 +39,7 @@ class Rate(Struct, frozen=True):
     confidence: float = CONFIDENCE
 
 
-def per(failures: int, exposure: float, unit: float = 1.0, confidence: float = CONFIDENCE) -> Rate:
+def rate_per(failures: int, exposure: float, unit: float = 1.0, confidence: float = CONFIDENCE) -> Rate:
     """Failures per ``unit`` of exposure."""
     if exposure <= 0:
         return Rate(failures, 0.0, None, None, None, confidence)
@@ -48,7 +48,7 @@ def per(failures: int, exposure: float, unit: float = 1.0, confidence: float = C
     return Rate(failures, exposure, failures * scale, low * scale, high * scale, confidence)
 
 
-def between(failures: int, exposure: float, confidence: float = CONFIDENCE) -> Rate:
+def mtbf(failures: int, exposure: float, confidence: float = CONFIDENCE) -> Rate:
     """Mean exposure between two failures; without any, only a lower bound is known."""
     if exposure <= 0:
         return Rate(failures, 0.0, None, None, None, confidence)
@@ -73,7 +73,7 @@ def gamma_quantile(share: float, shape: int) -> float:
     low, high = 0.0, float(shape)
     while gamma_share(high, shape) < share:
         high *= 2
-    for _ in range(_STEPS):
+    for _ in range(_MAX_BISECTIONS):
         middle = (low + high) / 2
         if middle in (low, high):
             break
@@ -102,7 +102,7 @@ def gamma_share(x: float, shape: int) -> float:
 Span = tuple[float, float]
 
 
-def union(spans: Iterable[Span]) -> list[Span]:
+def merge_intervals(spans: Iterable[Span]) -> list[Span]:
     """What any of them covers: a node that two runs share is there once."""
     merged: list[Span] = []
     for start, end in sorted(spans):
@@ -113,18 +113,18 @@ def union(spans: Iterable[Span]) -> list[Span]:
     return merged
 
 
-def within(spans: Iterable[Span], since: float, until: float) -> list[Span]:
+def clip(spans: Iterable[Span], since: float, until: float) -> list[Span]:
     return [(max(start, since), min(end, until)) for start, end in spans if end > since and start < until]
 
 
-def length(spans: Iterable[Span]) -> float:
+def total_length(spans: Iterable[Span]) -> float:
     return math.fsum(end - start for start, end in spans)
 
 
-WINDOW = 28 * DAY
+LEMON_WINDOW_S = 28 * DAY_S
 """s (Meta: 28 days)"""
-LEMON = 0.7
-UNLIKELY = 0.01
+LEMON_SCORE = 0.7
+UNLIKELY_PROBABILITY = 0.01
 """probability of so many failures on a node like all others, below which it counts as a signal"""
 
 WEIGHTS = {
@@ -162,19 +162,19 @@ class Lemon(Struct, frozen=True):
     signals: Signals
 
 
-def judged(signals: Signals, most: float = 1.0) -> Lemon:
+def score_lemon(signals: Signals, max_score: float = 1.0) -> Lemon:
     """``most``: what the score can be at most, by who says so."""
     trust = 1.0
     for name, weight in WEIGHTS.items():
         trust *= (1 - weight) ** getattr(signals, name)
-    score = round(min(1 - trust, most), 3)
-    return Lemon(score, score >= LEMON and signals.days >= 2, signals)
+    score = round(min(1 - trust, max_score), 3)
+    return Lemon(score, score >= LEMON_SCORE and signals.days >= 2, signals)
 
 
-def fails_more(failures: int, held: float, site_failures: int, site_held: float) -> bool:
+def fails_more_often(failures: int, held_s: float, site_failures: int, site_held_s: float) -> bool:
     """Whether so many failures of one node are too many for the rate of the others; ``held``: s."""
-    others, rest = site_failures - failures, site_held - held
+    others, rest = site_failures - failures, site_held_s - held_s
     if failures < 2 or rest <= 0:
         return False
-    expected = max(others, 1) / rest * held  # with none elsewhere, as if there were one: never infinitely unlikely
-    return poisson_at_least(failures, expected) < UNLIKELY
+    expected = max(others, 1) / rest * held_s  # with none elsewhere, as if there were one: never infinitely unlikely
+    return poisson_at_least(failures, expected) < UNLIKELY_PROBABILITY

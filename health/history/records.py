@@ -16,11 +16,11 @@ from msgspec import Struct
 from ...core.types import Cause, Flag, Remedy, Verdict
 
 SCHEMA = 1
-MOST_EVIDENCE = 5
+MAX_EVIDENCE_LINES = 5
 """lines that a record keeps: what a report should carry (docs/sources.md, NVSentinel and gcm)"""
-MOST_TEXT = 300
+MAX_TEXT_CHARS = 300
 """characters of one of them"""
-MOST_LINE = 65536
+MAX_LINE_BYTES = 65536
 """bytes; a longer line is none of ours"""
 MAX_FILE_RECORDS = 200_000
 """records of one file: a run that finds something new each second for two days is broken itself"""
@@ -28,7 +28,7 @@ MAX_FILE_BYTES = 64 * 2**20
 """bytes of one file: MAX_FILE_RECORDS records of the 300 bytes that most of them have; the writer stops there too"""
 
 
-class Said(Struct, frozen=True):
+class EvidenceLine(Struct, frozen=True):
     """One line of evidence. ``at``: wall clock of the manager (s)."""
 
     at: float
@@ -36,7 +36,7 @@ class Said(Struct, frozen=True):
     text: str
 
 
-class Began(Struct, frozen=True, tag_field="kind", tag="began"):
+class RunStarted(Struct, frozen=True, tag_field="kind", tag="began"):
     """First line of every file: whose it is."""
 
     at: float
@@ -50,7 +50,7 @@ class Began(Struct, frozen=True, tag_field="kind", tag="began"):
     schema: int = SCHEMA
 
 
-class Held(Struct, frozen=True, tag_field="kind", tag="held"):
+class NodeAcquired(Struct, frozen=True, tag_field="kind", tag="held"):
     """The run has this node from now on, with so many GPUs of it."""
 
     at: float
@@ -58,18 +58,18 @@ class Held(Struct, frozen=True, tag_field="kind", tag="held"):
     gpus: int = 0
 
 
-class Left(Struct, frozen=True, tag_field="kind", tag="left"):
+class NodeReleased(Struct, frozen=True, tag_field="kind", tag="left"):
     at: float
     node: str
 
 
-class Alive(Struct, frozen=True, tag_field="kind", tag="alive"):
+class Checkpoint(Struct, frozen=True, tag_field="kind", tag="alive"):
     """The run still has what it had: a run that is cut off counts to its last line."""
 
     at: float
 
 
-class Found(Struct, frozen=True, tag_field="kind", tag="found"):
+class FindingRecord(Struct, frozen=True, tag_field="kind", tag="found"):
     """A detector concludes something else than before, or the same again (``count``). OK: it no longer does."""
 
     at: float
@@ -80,33 +80,33 @@ class Found(Struct, frozen=True, tag_field="kind", tag="found"):
     cause: Cause
     remedy: Remedy
     since: float
-    life: str = ""
+    incarnation: str = ""
     """``rollout/1#2``; empty: it is about the node itself"""
-    part: str = ""
+    component: str = ""
     """of the node: a GPU's UUID, a port, a path"""
     proof: bool = False
     count: int = 1
     """how often this manager found it since it began to stand; 0: it stands since an earlier one"""
-    evidence: tuple[Said, ...] = ()
+    evidence: tuple[EvidenceLine, ...] = ()
     injected: bool = False
     """a fault was injected there: it says nothing about the node"""
     flags: tuple[Flag, ...] = ()
     """of the finding, so that a report need not read its evidence"""
 
 
-class Acted(Struct, frozen=True, tag_field="kind", tag="acted"):
+class ActionTaken(Struct, frozen=True, tag_field="kind", tag="acted"):
     """What the run did about a node: ``excluded``, ``readmitted``, ``drained``, ``undrained``, or ``asked``: it may not
     drain the node, and asks the administrators to."""
 
     at: float
     node: str
-    what: str
+    action: str
     reason: str = ""
     """of the drain, as Slurm shows it"""
     cause: str = ""
     by: str = ""
     """the person who wanted it; empty: the run itself"""
-    said: str = ""
+    rejection: str = ""
     """``asked``: why the cluster did not drain it"""
     evidence: tuple[str, ...] = ()
 
@@ -116,8 +116,8 @@ class Failed(Struct, frozen=True, tag_field="kind", tag="failed"):
 
     at: float
     node: str
-    who: str = ""
-    took: tuple[str, ...] = ()
+    incarnation: str = ""
+    stalled_replicas: tuple[str, ...] = ()
     """the replicas that stood still for it, itself included: :class:`Mended` says until when"""
     cause: str = ""
     detector: str = ""
@@ -127,13 +127,13 @@ class Failed(Struct, frozen=True, tag_field="kind", tag="failed"):
     proof: bool = False
     injected: bool = False
     """a fault was injected there: it says nothing about the site"""
-    lost: bool = False
+    node_lost: bool = False
     """the cluster itself gave the node up, or it fell silent"""
     rung: str = ""
     evidence: tuple[str, ...] = ()
 
 
-class Mended(Struct, frozen=True, tag_field="kind", tag="mended"):
+class RecoveryDone(Struct, frozen=True, tag_field="kind", tag="mended"):
     """A replica works again, or never will (``ok`` is false: the run ends). ``gpu_hours``: of its GPUs, idle since."""
 
     at: float
@@ -144,7 +144,7 @@ class Mended(Struct, frozen=True, tag_field="kind", tag="mended"):
     ok: bool = True
 
 
-class Over(Struct, frozen=True, tag_field="kind", tag="over"):
+class RunEnded(Struct, frozen=True, tag_field="kind", tag="over"):
     """The run has ended; it holds nothing any more."""
 
     at: float
@@ -152,17 +152,17 @@ class Over(Struct, frozen=True, tag_field="kind", tag="over"):
     why: str = ""
 
 
-class Lost(Struct, frozen=True, tag_field="kind", tag="lost"):
+class RecordsLost(Struct, frozen=True, tag_field="kind", tag="lost"):
     """So many lines could not be written here: storage was full, or hung."""
 
     at: float
     lines: int
 
 
-Record = Began | Held | Left | Alive | Found | Acted | Failed | Mended | Over | Lost
+Record = RunStarted | NodeAcquired | NodeReleased | Checkpoint | FindingRecord | ActionTaken | Failed | RecoveryDone | RunEnded | RecordsLost
 
 
-class Told(Struct, frozen=True):
+class SourcedRecord(Struct, frozen=True):
     """A record, and whose it is: the owner of its file, and the run that the file is named after."""
 
     user: str
@@ -180,7 +180,7 @@ _FILE = re.compile(r"(?P<run>[A-Za-z0-9][A-Za-z0-9._-]{0,200})\.(?P<epoch>[0-9]{
 """runs are called so; anybody may call a file anything, a terminal's commands included"""
 
 
-def line(record: Record) -> bytes:
+def encode_line(record: Record) -> bytes:
     return _encode(record) + b"\n"
 
 
@@ -189,7 +189,7 @@ def read_line(text: bytes) -> Record | None:
     finite, negative, beyond 9999), names that are none, and signs that would move a terminal's cursor count as damaged:
     the file is anybody's."""
     text = text.strip()
-    if not text or len(text) > MOST_LINE or any(sign not in b'"\\/' for sign in _ESCAPED.findall(text)):
+    if not text or len(text) > MAX_LINE_BYTES or any(sign not in b'"\\/' for sign in _ESCAPED.findall(text)):
         return None
     try:
         if not text.decode().isprintable():
@@ -197,31 +197,31 @@ def read_line(text: bytes) -> Record | None:
         record = _decode(text)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    return record if _sane(record) else None
+    return record if _is_sane(record) else None
 
 
 def file_name(run: str, epoch: int) -> str:
     return f"{run}.{epoch:06}.jsonl"
 
 
-def of_file(name: str) -> tuple[str, int] | None:
+def parse_file_name(name: str) -> tuple[str, int] | None:
     """Run and epoch that a file's name says; None: it is no history."""
     match = _FILE.fullmatch(name)
     return (match["run"], int(match["epoch"])) if match else None
 
 
-def believed(record: Record, user: str, run: str) -> bool:
+def is_attributable(record: Record, user: str, run: str) -> bool:
     """What is said in somebody else's name is not."""
-    return not isinstance(record, Began) or (record.user == user and record.run == run)
+    return not isinstance(record, RunStarted) or (record.user == user and record.run == run)
 
 
 def clipped(text: str) -> str:
     """One line of evidence, without what would move a terminal's cursor."""
     plain = "".join(sign if sign.isprintable() else " " for sign in text)
-    return plain if len(plain) <= MOST_TEXT else plain[: MOST_TEXT - 1] + "…"
+    return plain if len(plain) <= MAX_TEXT_CHARS else plain[: MAX_TEXT_CHARS - 1] + "…"
 
 
-_LATEST = 253_402_300_800.0
+_LATEST_S = 253_402_300_800.0
 """s: the year 10000"""
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 
@@ -231,14 +231,14 @@ def is_node(name: str) -> bool:
     return bool(_NODE.fullmatch(name)) and name.upper() != "ALL"
 
 
-def _sane(record: Any) -> bool:
+def _is_sane(record: Any) -> bool:
     times = (record.at, getattr(record, "since", 0.0), *(said.at for said in getattr(record, "evidence", ())
-                                                         if isinstance(said, Said)))  # fmt: skip
+                                                         if isinstance(said, EvidenceLine)))  # fmt: skip
     numbers = (getattr(record, "gpu_hours", 0.0), getattr(record, "gpus", 0), getattr(record, "lines", 0))
     node = getattr(record, "node", "")
     return (
-        all(0.0 <= at < _LATEST for at in times)
+        all(0.0 <= at < _LATEST_S for at in times)
         and all(0 <= number < 1e9 for number in numbers)
         and (not node or is_node(node))
-        and len(getattr(record, "evidence", ())) <= MOST_EVIDENCE
+        and len(getattr(record, "evidence", ())) <= MAX_EVIDENCE_LINES
     )

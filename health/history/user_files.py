@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from msgspec import Struct
 
-from .records import MAX_FILE_BYTES, MAX_FILE_RECORDS, MOST_LINE, of_file
+from .records import MAX_FILE_BYTES, MAX_FILE_RECORDS, MAX_LINE_BYTES, parse_file_name
 
 MAX_USER_ENTRIES = 50_000
 """names of a user's folder that are looked at: each costs a stat, 1 ms over NFS"""
@@ -108,7 +108,7 @@ def newest_files(folder: UserFolder, rejections: Rejections) -> Iterator[tuple[P
         rejections.add(folder.user, folder.path, f"only {MAX_USER_ENTRIES} of its names are looked at")
     dated = []
     for entry in found[:MAX_USER_ENTRIES]:
-        if (named := of_file(entry.name)) is None:
+        if (named := parse_file_name(entry.name)) is None:
             continue
         try:
             written = entry.stat(follow_symlinks=False).st_mtime
@@ -144,15 +144,15 @@ def whole_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Length and text of each whole line; the text of one that is too long is empty. One that is torn, or still being
     written, is left for the next time."""
     for _ in range(MAX_FILE_RECORDS):
-        text = file.readline(MOST_LINE + 1)
+        text = file.readline(MAX_LINE_BYTES + 1)
         length = len(text)
-        while not text.endswith(b"\n") and len(text) > MOST_LINE:
-            rest = file.readline(MOST_LINE + 1)
+        while not text.endswith(b"\n") and len(text) > MAX_LINE_BYTES:
+            rest = file.readline(MAX_LINE_BYTES + 1)
             length += len(rest)
-            text = rest if rest.endswith(b"\n") or len(rest) > MOST_LINE else b""
+            text = rest if rest.endswith(b"\n") or len(rest) > MAX_LINE_BYTES else b""
         if not text.endswith(b"\n"):
             return
-        yield length, text if length <= MOST_LINE else b""
+        yield length, text if length <= MAX_LINE_BYTES else b""
 
 
 def _check_regular(about: os.stat_result) -> None:

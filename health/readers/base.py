@@ -13,15 +13,15 @@ from msgspec import Struct
 if TYPE_CHECKING:
     from .samples import Data
 
-STARTS_WITHIN = 20.0
+START_TIMEOUT_S = 20.0
 """s for a reader to be imported and made: the code may lie on slow shared storage"""
 
 
-class Absent(Exception):
+class NotInstalled(Exception):
     """There is nothing to read here: no driver, no such device, no such service. Its text says what is missing."""
 
 
-class Denied(Exception):
+class PermissionDenied(Exception):
     """It is there, but this user may not read it. Its text says which permission is missing."""
 
 
@@ -30,7 +30,7 @@ class ReaderOptions(Struct, frozen=True, kw_only=True):
 
     mounts: tuple[str, ...] = ("/", "/tmp")
     """paths that the node needs; the caller adds the run's folder and the home"""
-    mounts_within: float = 10.0
+    mount_timeout_s: float = 10.0
     """s that such a path has to answer (NVRx' storage check: the same)"""
     exporter: str = "http://127.0.0.1:9400/metrics"
     """dcgm-exporter's metrics (its default port)"""
@@ -51,9 +51,9 @@ class Reader(Protocol):
 
     name: str
     """of :data:`rrl.health.readers.samples.READERS`"""
-    every: float
+    interval_s: float
     """s between the beginnings of two reads"""
-    within: float
+    timeout_s: float
     """s that a read may take before it counts as hung; making a reader has :data:`STARTS_WITHIN`"""
 
     def __init__(self, options: ReaderOptions) -> None: ...

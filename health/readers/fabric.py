@@ -9,20 +9,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from .base import Absent, Denied, ReaderOptions
+from .base import NotInstalled, PermissionDenied, ReaderOptions
 from .samples import FabricData, FabricPort
 
 _NOT_SUPPORTED = "not supported"
 _CHAR_CLASSES = ("infiniband_verbs", "infiniband_mad")
 """uverbs*; umad* and issm*"""
-_NO_MATTER = ("issm", "abi_version")
+_IGNORED_DEVICES = ("issm", "abi_version")
 """``issm`` is for subnet managers: many sites leave it out (NVSentinel turns its check off by default)"""
 
 
 class FabricReader:
     name = "fabric"
-    every = 5.0
-    within = 10.0
+    interval_s = 5.0
+    timeout_s = 10.0
 
     def __init__(self, options: ReaderOptions) -> None:
         self._class = f"{options.sysfs}/class"
@@ -36,9 +36,9 @@ class FabricReader:
         except FileNotFoundError:
             devices = []
         except PermissionError:
-            raise Denied(f"{root}: not permitted") from None
+            raise PermissionDenied(f"{root}: not permitted") from None
         if not devices:
-            raise Absent("there is no InfiniBand or RoCE device")
+            raise NotInstalled("there is no InfiniBand or RoCE device")
         ports = [_port(root, device, port) for device in devices for port in _ports(root, device)]
         return FabricData(tuple(ports), tuple(self._missing()))
 
@@ -48,7 +48,7 @@ class FabricReader:
     def _missing(self) -> Iterator[str]:
         for name in _CHAR_CLASSES:
             for entry in sorted(_listed(f"{self._class}/{name}")):
-                if not entry.startswith(_NO_MATTER) and not os.path.exists(f"{self._dev}/{entry}"):
+                if not entry.startswith(_IGNORED_DEVICES) and not os.path.exists(f"{self._dev}/{entry}"):
                     yield entry
 
 
@@ -75,8 +75,8 @@ def _port(root: str, device: str, port: int) -> FabricPort:
         counters["carrier_changes"] = changes
     rate = _text(f"{folder}/rate", "rate", unread)
     return FabricPort(
-        device=device, port=port, state=_named(_text(f"{folder}/state", "state", unread)),
-        physical=_named(_text(f"{folder}/phys_state", "physical", unread)), rate=_rate(rate, unread),
+        device=device, port=port, state=_state_name(_text(f"{folder}/state", "state", unread)),
+        physical=_state_name(_text(f"{folder}/phys_state", "physical", unread)), rate=_rate(rate, unread),
         link_layer=_text(f"{folder}/link_layer", "link_layer", unread) or "", counters=counters, unread=unread,
     )  # fmt: skip
 
@@ -85,8 +85,8 @@ def _carrier_changes(device: str, port: str, unread: dict[str, str]) -> int | No
     """Of the network interface of this port: RoCE names it in ``gid_attrs/ndevs``, IPoIB's is the device's."""
     named = _text(f"{port}/gid_attrs/ndevs/0", "", {})
     number = os.path.basename(port)
-    ours = (name for name in _listed(f"{device}/device/net") if _dev_port(device, name) == number)
-    names = {named} if named else set(ours)
+    port_names = (name for name in _listed(f"{device}/device/net") if _dev_port(device, name) == number)
+    names = {named} if named else set(port_names)
     texts = [_text(f"{device}/device/net/{name}/carrier_changes", "carrier_changes", unread) for name in sorted(names)]
     found = [int(text) for text in texts if text is not None and text.isdigit()]
     return sum(found) if found else None
@@ -98,7 +98,7 @@ def _dev_port(device: str, interface: str) -> str:
     return str(int(text) + 1) if text is not None and text.isdigit() else "1"
 
 
-def _named(text: str | None) -> str | None:
+def _state_name(text: str | None) -> str | None:
     """``4: ACTIVE`` → ``ACTIVE``"""
     return None if text is None else text.partition(":")[2].strip() or text
 

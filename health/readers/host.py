@@ -12,42 +12,42 @@ from collections.abc import Iterator
 
 from .base import ReaderOptions
 from .mounts import Mounts
-from .samples import HostData, Stuck
+from .samples import HostData, StuckProcess
 
-ZOMBIE_AFTER = 300.0
+ZOMBIE_AGE_S = 300.0
 """s; Meta's gcm, zombie check"""
-STUCK_MOST = 50
+MAX_STUCK_PROCESSES = 50
 """processes told, the oldest first: a dead file system holds hundreds"""
-SCAN_WITHIN = 5.0
+SCAN_TIMEOUT_S = 5.0
 """s for all of /proc"""
 _KERNEL_THREAD = 0x00200000
 """PF_KTHREAD (linux include/linux/sched.h): kernel threads sleep in state D as they please"""
-_KERNEL_AGAIN = 30
+_KERNEL_REFRESH_READS = 30
 """looks after which the kernel's threads are looked at anew: a pid may have been given to another"""
-_STAT = 1024
+_STAT_BYTES = 1024
 """bytes; a stat file has some 300"""
-_Seen = dict[tuple[int, int], float]
+_ObservedSince = dict[tuple[int, int], float]
 """pid and start time → since when (monotonic)"""
 
 
 class HostReader:
     name = "host"
-    every = 10.0
-    within = 30.0
+    interval_s = 10.0
+    timeout_s = 30.0
     """more than mounts have (:attr:`rrl.health.readers.base.ReaderOptions.mounts_within`)"""
 
     def __init__(self, options: ReaderOptions) -> None:
         self._proc, self._sysfs = options.proc, options.sysfs
-        self._mounts = Mounts(options.mounts, options.mounts_within)
-        self._stuck: _Seen = {}
-        self._zombies: _Seen = {}
+        self._mounts = Mounts(options.mounts, options.mount_timeout_s)
+        self._stuck: _ObservedSince = {}
+        self._zombies: _ObservedSince = {}
         self._kernel: set[int] = set()
         """pids of the kernel's threads"""
-        self._looks = 0
+        self._reads = 0
 
     def read(self) -> HostData:
         unread: dict[str, str] = {}
-        mounts = self._mounts.look()
+        mounts = self._mounts.read()
         stuck, zombies = self._processes(time.monotonic(), unread)
         memory = self._table("meminfo", {"MemTotal": "memory_total", "MemAvailable": "memory_available"}, unread)
         vmstat = self._table("vmstat", {"oom_kill": "oom_kills"}, unread)
@@ -66,17 +66,17 @@ class HostReader:
         self._mounts.close()
 
     # ── processes ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def _processes(self, now: float, unread: dict[str, str]) -> tuple[tuple[Stuck, ...], int]:
-        stuck: _Seen = {}
-        zombies: _Seen = {}
+    def _processes(self, now: float, unread: dict[str, str]) -> tuple[tuple[StuckProcess, ...], int]:
+        stuck: _ObservedSince = {}
+        zombies: _ObservedSince = {}
         names: dict[tuple[int, int], str] = {}
-        deadline = now + SCAN_WITHIN
-        self._looks += 1
-        if self._looks % _KERNEL_AGAIN == 0:
+        deadline = now + SCAN_TIMEOUT_S
+        self._reads += 1
+        if self._reads % _KERNEL_REFRESH_READS == 0:
             self._kernel.clear()
         for pid in self._pids():
             if time.monotonic() > deadline:
-                unread["stuck"] = f"reading {self._proc} took longer than {SCAN_WITHIN:g} s"
+                unread["stuck"] = f"reading {self._proc} took longer than {SCAN_TIMEOUT_S:g} s"
                 break
             state, name, started = self._state(pid)
             if not state:
@@ -88,9 +88,9 @@ class HostReader:
             else:
                 zombies[key] = self._zombies.get(key, now)
         self._stuck, self._zombies = stuck, zombies
-        oldest = sorted(stuck, key=lambda key: (stuck[key], key))[:STUCK_MOST]
-        told = [self._tell(key[0], names[key], now - stuck[key]) for key in oldest]
-        return tuple(filter(None, told)), sum(now - since > ZOMBIE_AFTER for since in zombies.values())
+        oldest = sorted(stuck, key=lambda key: (stuck[key], key))[:MAX_STUCK_PROCESSES]
+        described = [self._describe(key[0], names[key], now - stuck[key]) for key in oldest]
+        return tuple(filter(None, described)), sum(now - since > ZOMBIE_AGE_S for since in zombies.values())
 
     def _state(self, pid: int) -> tuple[str, str, int]:
         """``D`` or ``Z``, the command's name and the start time (ticks); empty for any other state, and for threads of
@@ -102,7 +102,7 @@ class HostReader:
         except OSError:
             return "", "", 0
         try:
-            text = os.read(fd, _STAT)
+            text = os.read(fd, _STAT_BYTES)
         except OSError:  # it has ended
             return "", "", 0
         finally:
@@ -118,13 +118,13 @@ class HostReader:
         name = text[text.find(b"(") + 1 : end].decode(errors="replace")
         return (state, name, int(fields[19])) if state in ("D", "Z") else ("", "", 0)
 
-    def _tell(self, pid: int, name: str, seconds: float) -> Stuck | None:
+    def _describe(self, pid: int, name: str, seconds: float) -> StuckProcess | None:
         try:
             uid = os.stat(f"{self._proc}/{pid}").st_uid
         except OSError:  # it has gone on, and ended
             return None
-        where = self._text(f"{self._proc}/{pid}/wchan", "", {}) or ""
-        return Stuck(pid, uid, name, seconds, "" if where == "0" else where)
+        kernel_function = self._text(f"{self._proc}/{pid}/wchan", "", {}) or ""
+        return StuckProcess(pid, uid, name, seconds, "" if kernel_function == "0" else kernel_function)
 
     def _pids(self) -> Iterator[int]:
         with os.scandir(self._proc) as entries:

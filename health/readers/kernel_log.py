@@ -31,12 +31,12 @@ from typing import Literal
 
 from msgspec import structs
 
-from .base import Absent, Denied, ReaderOptions
+from .base import NotInstalled, PermissionDenied, ReaderOptions
 from .samples import KernelData, KernelEvent
 
 Kind = Literal["xid", "sxid", "mce", "oom", "nic", "io", "filesystem", "hung_task"]
 
-TEXT_MOST = 300
+MAX_TEXT_CHARS = 300
 """characters of a line that are kept"""
 
 OFF_THE_BUS = 79
@@ -132,7 +132,7 @@ _PATTERNS: tuple[tuple[Kind, bytes], ...] = (
     ("hung_task", rb"(?:NMI )?(?:watchdog: )?BUG: soft lockup - CPU#\d+ stuck for .*\[.*:(?P<pid>\d+)\]"),
 )  # fmt: skip
 _COMPILED = tuple((kind, re.compile(pattern)) for kind, pattern in _PATTERNS)
-_PERHAPS = re.compile(
+_PREFILTER = re.compile(
     rb"Xid|off the bus|Hardware Error|Machine check|EDAC MC|Memory failure|ut of memory|mlx|[Ll]ink |arrier|WATCHDOG"
     rb"|error|nvme|-fs |XFS|BTRFS|nfs: |Lustre|blocked |soft lockup"
 )
@@ -144,13 +144,13 @@ def recognise(line: bytes, age: float) -> KernelEvent | None:
 
     ``line``: the message without the record's head, as /dev/kmsg escapes it. ``age``: s since the kernel wrote it.
     """
-    if _PERHAPS.search(line) is None or _BEGINS_WITH_A_NAME.match(line) or _PACKET_FILTER.search(line):
+    if _PREFILTER.search(line) is None or _BEGINS_WITH_A_NAME.match(line) or _PACKET_FILTER.search(line):
         return None
     for kind, pattern in _COMPILED:
         if (match := pattern.match(line)) is not None:
             found = match.groupdict()
             return KernelEvent(
-                kind=kind, text=line.decode(errors="replace")[:TEXT_MOST], age=age,
+                kind=kind, text=line.decode(errors="replace")[:MAX_TEXT_CHARS], age=age,
                 xid=int(found["xid"]) if found.get("xid") else OFF_THE_BUS if kind == "xid" else None,
                 pid=int(found["pid"]) if found.get("pid") else None,
                 pci=_pci(found.get("pci")), device=(found.get("device") or b"").decode(errors="replace"),
@@ -166,23 +166,23 @@ def _pci(text: bytes | None) -> str:
     return f"{int(domain, 16):04x}:{rest}"
 
 
-EVENTS_MOST = 200
+MAX_EVENTS = 200
 """events that one reading carries; what is cut counts as dropped"""
-_READ_FOR = 0.5
+_MAX_READ_S = 0.5
 """s that one reading takes lines; a flood's rest is left to the next one, or overwritten and then counted"""
 _FACILITY_SHIFT = 3
 _KERNEL_FACILITY = 0
 _CONTINUATIONS = (b"c", b"+")
 _NVIDIA = "0x10de"
 """PCI vendor id"""
-_RECORD = 8192
+_MAX_RECORD_BYTES = 8192
 """bytes; the kernel's CONSOLE_EXT_LOG_MAX: a smaller buffer makes it refuse a long record"""
 
 
 class KernelReader:
     name = "kernel"
-    every = 1.0
-    within = 10.0
+    interval_s = 1.0
+    timeout_s = 10.0
 
     def __init__(self, options: ReaderOptions) -> None:
         """Raises Absent or Denied."""
@@ -190,7 +190,7 @@ class KernelReader:
         try:
             self._fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise Absent(f"there is no {self._path}") from None
+            raise NotInstalled(f"there is no {self._path}") from None
         except OSError as error:
             raise self._denied(error, options) from None
         self._options = options
@@ -199,18 +199,18 @@ class KernelReader:
         """all that were seen here: a GPU that falls off its bus may be gone from the lists"""
         self._listed = True
         """in this reading: a storm of Xids lists them once"""
-        self._held = b""
-        self._next: int | None = None
+        self._partial_line = b""
+        self._next_sequence: int | None = None
         """sequence number that is to come"""
 
     def read(self) -> KernelData:
         events: list[KernelEvent] = []
         dropped = 0
         self._listed = False
-        until = time.monotonic() + _READ_FOR
+        until = time.monotonic() + _MAX_READ_S
         while time.monotonic() < until:
             try:
-                data = os.read(self._fd, _RECORD)
+                data = os.read(self._fd, _MAX_RECORD_BYTES)
             except BlockingIOError:
                 break
             except OSError as error:
@@ -221,25 +221,25 @@ class KernelReader:
                 raise
             if not data:
                 break
-            *lines, self._held = (self._held + data).split(b"\n")
+            *lines, self._partial_line = (self._partial_line + data).split(b"\n")
             now = time.monotonic()
             for line in lines:
-                dropped += self._take(line, now, events)
-        kept = _most_telling(events, EVENTS_MOST)
-        return KernelData(tuple(kept), dropped + len(events) - len(kept))
+                dropped += self._handle_line(line, now, events)
+        kept_events = _most_relevant(events, MAX_EVENTS)
+        return KernelData(tuple(kept_events), dropped + len(events) - len(kept_events))
 
     def close(self) -> None:
         os.close(self._fd)
 
-    def _take(self, line: bytes, now: float, events: list[KernelEvent]) -> int:
+    def _handle_line(self, line: bytes, now: float, events: list[KernelEvent]) -> int:
         """One line; returns how many records were lost before it."""
         head, found, text = line.partition(b";")
         fields = head.split(b",")
         if not found or line.startswith(b" ") or len(fields) < 4 or not b"".join(fields[:3]).isdigit():
             return 0  # a property of the record before, or nothing that the kernel wrote
         number = int(fields[1])
-        lost = 0 if self._next is None else max(0, number - self._next)
-        self._next = number + 1
+        lost = 0 if self._next_sequence is None else max(0, number - self._next_sequence)
+        self._next_sequence = number + 1
         if int(fields[0]) >> _FACILITY_SHIFT != _KERNEL_FACILITY or fields[3] in _CONTINUATIONS:
             return lost
         event = recognise(text, max(0.0, now - int(fields[2]) / 1e6))
@@ -281,19 +281,19 @@ class KernelReader:
                 why = f" (dmesg_restrict={file.read().strip()})"
         except OSError:
             why = ""
-        return Denied(f"{self._path}: not permitted{why}")
+        return PermissionDenied(f"{self._path}: not permitted{why}")
 
 
-def _most_telling(events: list[KernelEvent], most: int) -> list[KernelEvent]:
+def _most_relevant(events: list[KernelEvent], max_events: int) -> list[KernelEvent]:
     """At most so many, in their order. What says something new goes before what was said already, Xids before others:
     a flood of one thing hides no other, and none hides an Xid that was not there yet."""
-    if len(events) <= most:
+    if len(events) <= max_events:
         return events
-    seen: set[tuple[object, ...]] = set()
+    reported: set[tuple[object, ...]] = set()
     ranks: list[tuple[int, int]] = []
     for place, event in enumerate(events):
-        what = (event.kind, event.xid, event.pci, event.device, event.pid if event.kind == "oom" else None)
+        subject = (event.kind, event.xid, event.pci, event.device, event.pid if event.kind == "oom" else None)
         gpu = event.kind in ("xid", "sxid")
-        ranks.append(((0 if gpu else 2) if what in seen else (-2 if gpu else -1), place))
-        seen.add(what)
-    return [events[place] for place in sorted(place for _, place in sorted(ranks)[:most])]
+        ranks.append(((0 if gpu else 2) if subject in reported else (-2 if gpu else -1), place))
+        reported.add(subject)
+    return [events[place] for place in sorted(place for _, place in sorted(ranks)[:max_events])]

@@ -21,12 +21,12 @@ import msgspec
 from .isolation import process
 from .samples import MOUNT_ATTEMPTS, Mount
 
-_LEFT_WITHIN = 0.5
+_KILL_TIMEOUT_S = 0.5
 """s for left processes to end on SIGKILL when this ends"""
-_MOST = 1 << 16
+_MAX_ANSWER_BYTES = 1 << 16
 
 
-class _Seen(msgspec.Struct, frozen=True, array_like=True):
+class _MountAnswer(msgspec.Struct, frozen=True, array_like=True):
     """The answer of the process that looked at a mount: why it failed, in the system's words, or its figures."""
 
     why: str = ""
@@ -35,11 +35,11 @@ class _Seen(msgspec.Struct, frozen=True, array_like=True):
     inodes_used: float | None = None
 
 
-class _Look(msgspec.Struct):
+class _MountProbe(msgspec.Struct):
     """One process at work."""
 
     pid: int
-    answer: int
+    answer_fd: int
     """descriptor"""
     path: str
     began: float
@@ -49,120 +49,120 @@ class _Look(msgspec.Struct):
 
 
 class Mounts:
-    def __init__(self, paths: Sequence[str], within: float) -> None:
+    def __init__(self, paths: Sequence[str], timeout_s: float) -> None:
         self._paths = tuple(dict.fromkeys(paths))
-        self._within = within
-        self._looks: dict[int, _Look] = {}
+        self._timeout_s = timeout_s
+        self._probes: dict[int, _MountProbe] = {}
         """by descriptor, those that have not come back"""
         self._types: dict[int, str] = {}
 
-    def look(self) -> tuple[Mount, ...]:
+    def read(self) -> tuple[Mount, ...]:
         """Blocks for ``within`` s at most, and not for those that did not answer before."""
         self._gather((), 0.0)  # those that came back meanwhile: their answer is old, they are asked again
-        hanging = {look.path for look in self._looks.values() if look.needed}
+        hanging = {look.path for look in self._probes.values() if look.needed}
         waiting = [path for path in self._paths if path not in hanging]
-        found: dict[str, _Seen] = {}
+        found: dict[str, _MountAnswer] = {}
         for _ in range(MOUNT_ATTEMPTS):
             for path in waiting:
                 self._start(path)
-            found |= self._gather(waiting, self._within / MOUNT_ATTEMPTS)
+            found |= self._gather(waiting, self._timeout_s / MOUNT_ATTEMPTS)
             waiting = [path for path in waiting if path not in found]
         now = time.monotonic()
         return tuple(self._mount(path, found.get(path), now) for path in self._paths)
 
     def close(self) -> None:
-        for look in self._looks.values():
+        for look in self._probes.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(look.pid, signal.SIGKILL)  # ours until it is waited for, so it is still the same process
             look.needed = True
-        deadline = time.monotonic() + _LEFT_WITHIN
-        while self._looks and (left := deadline - time.monotonic()) > 0:
+        deadline = time.monotonic() + _KILL_TIMEOUT_S
+        while self._probes and (left := deadline - time.monotonic()) > 0:
             self._gather(self._paths, left)
 
     def _start(self, path: str) -> None:
-        look = _start(path)
-        self._looks[look.answer] = look
+        look = _start_probe(path)
+        self._probes[look.answer_fd] = look
 
-    def _gather(self, waited: Collection[str], within: float) -> dict[str, _Seen]:
+    def _gather(self, waited: Collection[str], timeout_s: float) -> dict[str, _MountAnswer]:
         """Return answers by path: those that are there, and those of ``waited`` that come in time."""
-        found: dict[str, _Seen] = {}
-        deadline = time.monotonic() + within
+        found: dict[str, _MountAnswer] = {}
+        deadline = time.monotonic() + timeout_s
         poll = select.poll()
-        for fd in self._looks:
+        for fd in self._probes:
             poll.register(fd, select.POLLIN)
         while True:
-            asked = {look.path for look in self._looks.values() if look.needed}
-            waiting = any(path in asked and path not in found for path in waited)
+            probed = {look.path for look in self._probes.values() if look.needed}
+            waiting = any(path in probed and path not in found for path in waited)
             for fd, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000 if waiting else 0):
                 poll.unregister(fd)
-                look = self._looks.pop(fd)
-                seen = _end(look)
+                look = self._probes.pop(fd)
+                answer = _finish_probe(look)
                 if look.needed:
-                    found[look.path] = seen
+                    found[look.path] = answer
             if not waiting or time.monotonic() >= deadline:
                 break
-        for look in self._looks.values():
+        for look in self._probes.values():
             if look.needed and look.path in found:
                 look.needed = False
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(look.pid, signal.SIGKILL)
         return found
 
-    def _mount(self, path: str, seen: _Seen | None, now: float) -> Mount:
-        if seen is None:
-            begins = [look.began for look in self._looks.values() if look.needed and look.path == path]
-            return Mount(path=path, answers=False, why=f"did not answer within {self._within:g} s",
+    def _mount(self, path: str, answer: _MountAnswer | None, now: float) -> Mount:
+        if answer is None:
+            begins = [look.began for look in self._probes.values() if look.needed and look.path == path]
+            return Mount(path=path, answers=False, why=f"did not answer within {self._timeout_s:g} s",
                          attempts=len(begins), hung_for=now - min(begins, default=now))  # fmt: skip
-        if seen.why:
-            return Mount(path=path, answers=False, why=seen.why)
-        if seen.device not in self._types:
+        if answer.why:
+            return Mount(path=path, answers=False, why=answer.why)
+        if answer.device not in self._types:
             self._types = _types()
-        kind = self._types.setdefault(seen.device, "")
-        return Mount(path=path, answers=True, filesystem=kind, used=seen.used, inodes_used=seen.inodes_used)
+        kind = self._types.setdefault(answer.device, "")
+        return Mount(path=path, answers=True, filesystem=kind, used=answer.used, inodes_used=answer.inodes_used)
 
 
-def _start(path: str) -> _Look:
-    answer, say = os.pipe()
+def _start_probe(path: str) -> _MountProbe:
+    read_fd, write_fd = os.pipe()
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
-        _see(path, say, parent)
-    os.close(say)
-    return _Look(pid, answer, path, time.monotonic())
+        _run_probe(path, write_fd, parent)
+    os.close(write_fd)
+    return _MountProbe(pid, read_fd, path, time.monotonic())
 
 
-def _end(look: _Look) -> _Seen:
+def _finish_probe(look: _MountProbe) -> _MountAnswer:
     """Its answer is there, or it ended without one; so it is about to end."""
-    data = os.read(look.answer, _MOST)
-    os.close(look.answer)
+    data = os.read(look.answer_fd, _MAX_ANSWER_BYTES)
+    os.close(look.answer_fd)
     os.waitpid(look.pid, 0)
-    return msgspec.msgpack.decode(data, type=_Seen) if data else _Seen("its process was ended")
+    return msgspec.msgpack.decode(data, type=_MountAnswer) if data else _MountAnswer("its process was ended")
 
 
-def _see(path: str, say: int, parent: int) -> NoReturn:
+def _run_probe(path: str, write_fd: int, parent: int) -> NoReturn:
     """In the process of its own."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
-        process.dies_with(parent, signal.SIGKILL)  # it holds nothing that would need closing
-        process.let_go([say])
-        os.write(say, msgspec.msgpack.encode(_figures(path)))
+        process.set_parent_death_signal(parent, signal.SIGKILL)  # it holds nothing that would need closing
+        process.close_inherited_fds([write_fd])
+        os.write(write_fd, msgspec.msgpack.encode(_figures(path)))
     finally:
         os._exit(0)
 
 
-def _figures(path: str) -> _Seen:
+def _figures(path: str) -> _MountAnswer:
     try:
         device = os.stat(path).st_dev
         figures = os.statvfs(path)
         with contextlib.suppress(PermissionError, NotADirectoryError), os.scandir(path) as entries:
             next(entries, None)  # from the file system's servers, not from what the kernel remembers of its root
     except OSError as error:
-        return _Seen(os.strerror(error.errno or 0))
+        return _MountAnswer(os.strerror(error.errno or 0))
     used = figures.f_blocks - figures.f_bfree
-    room = used + figures.f_bavail
+    capacity = used + figures.f_bavail
     inodes = (figures.f_files - figures.f_ffree) / figures.f_files if figures.f_files else None
-    return _Seen("", device, used / room if room else None, inodes)
+    return _MountAnswer("", device, used / capacity if capacity else None, inodes)
 
 
 def _types() -> dict[int, str]:

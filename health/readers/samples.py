@@ -19,7 +19,7 @@ READERS = ("nvml", "dcgm", "kernel", "fabric", "host")
 MOUNT_ATTEMPTS = 3
 """processes that look at a path which does not answer, within one look, one after another"""
 
-Why = dict[str, str]
+UnreadReasons = dict[str, str]
 """field → why it could not be read: ``not supported``, ``not permitted``, ``no such function in this driver`` ..."""
 
 
@@ -111,7 +111,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
     """``success`` or NVML's error of the registration"""
     mig: bool | None = None
     """it is split into instances (MIG)"""
-    unread: Why = {}
+    unread: UnreadReasons = {}
 
 
 class GpuXid(Struct, frozen=True):
@@ -167,7 +167,7 @@ class DcgmIncident(Struct, frozen=True):
 class DcgmData(Struct, frozen=True, tag="dcgm"):
     gpus: tuple[DcgmGpu, ...] = ()
     incidents: tuple[DcgmIncident, ...] = ()
-    unread: Why = {}
+    unread: UnreadReasons = {}
     """``exporter``, ``health``, ``diag`` → why not"""
     health_at: float | None = None
     """when ``dcgmi health`` was run that these incidents are of (s): one run is told with several readings. None: it
@@ -221,7 +221,7 @@ class FabricPort(Struct, frozen=True, kw_only=True):
     """``InfiniBand`` or ``Ethernet``"""
     counters: dict[str, int] = {}
     """of ``counters`` and ``hw_counters``, by the file's name; and ``carrier_changes`` of its network interface"""
-    unread: Why = {}
+    unread: UnreadReasons = {}
 
 
 class FabricData(Struct, frozen=True, tag="fabric"):
@@ -249,20 +249,20 @@ class Mount(Struct, frozen=True, kw_only=True):
     inodes_used: float | None = None
 
 
-class Stuck(Struct, frozen=True):
+class StuckProcess(Struct, frozen=True):
     """A process in uninterruptible sleep (state D), seen so at every look for ``seconds``."""
 
     pid: int
     uid: int
     name: str
     seconds: float
-    where: str = ""
+    kernel_function: str = ""
     """the kernel function (wchan), where it may be read"""
 
 
 class HostData(Struct, frozen=True, tag="host", kw_only=True):
     mounts: tuple[Mount, ...] = ()
-    stuck: tuple[Stuck, ...] = ()
+    stuck: tuple[StuckProcess, ...] = ()
     zombies: int = 0
     """older than 300 s"""
     memory_total: int | None = None
@@ -276,7 +276,7 @@ class HostData(Struct, frozen=True, tag="host", kw_only=True):
     clock_source: str | None = None
     oom_kills: int | None = None
     """total of /proc/vmstat"""
-    unread: Why = {}
+    unread: UnreadReasons = {}
 
 
 # ── a reading ────────────────────────────────────────────────────────────────────────────────────────────────────────

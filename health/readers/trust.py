@@ -12,7 +12,7 @@ import stat
 from collections.abc import Collection
 
 _ROOT = 0
-_LISTEN = "0A"
+_LISTEN_STATE = "0A"
 """state of a listening socket (linux include/net/tcp_states.h: TCP_LISTEN), in hexadecimal"""
 _LOOPBACK = (
     "00000000", "0100007F",  # 0.0.0.0, 127.0.0.1
@@ -80,6 +80,6 @@ def _listeners(proc: str, port: int) -> set[int]:
             continue
         for row in rows:
             address, _, number = row[1].partition(":")
-            if row[3] == _LISTEN and int(number, 16) == port and address in _LOOPBACK:
+            if row[3] == _LISTEN_STATE and int(number, 16) == port and address in _LOOPBACK:
                 found.add(int(row[7]))
     return found

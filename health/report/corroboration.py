@@ -13,7 +13,7 @@ from math import inf, prod
 from msgspec import Struct
 
 from ...core.types import Cause
-from ..history.incidents import HARDWARE, Raised
+from ..history.incidents import HARDWARE_CAUSES, RaisedFinding
 
 MIN_WITNESSES = 2
 """users whose evidence accuses a node"""
@@ -40,31 +40,31 @@ class Signal(Struct, frozen=True):
     """with a hardware proof that the node's own record repeats"""
 
 
-def witnesses_of(findings: Iterable[Raised]) -> dict[Cause, Witnesses]:
+def witnesses_of(findings: Iterable[RaisedFinding]) -> dict[Cause, Witnesses]:
     """For each cause, whose hardware evidence against one node stands, as far as their runs have not taken it back.
 
     ``findings``: all against the node."""
     found: dict[Cause, Witnesses] = {}
     for one in findings:
-        if one.critical and one.found.cause in HARDWARE and one.until == inf:
-            before = found.get(one.found.cause, Witnesses())
-            found[one.found.cause] = Witnesses(before.users | {one.user}, before.trusted or one.trusted)
+        if one.critical and one.finding.cause in HARDWARE_CAUSES and one.until == inf:
+            before = found.get(one.finding.cause, Witnesses())
+            found[one.finding.cause] = Witnesses(before.users | {one.user}, before.trusted or one.trusted)
     return found
 
 
-def accused_by(one: Raised, witnesses: Mapping[Cause, Witnesses], by_check: bool) -> frozenset[str]:
+def accused_by(raised: RaisedFinding, witnesses: Mapping[Cause, Witnesses], by_check: bool) -> frozenset[str]:
     """Users whose evidence accuses the node of what ``one`` says; empty: not enough of them. ``by_check``: the site's
     own check of the node has drained it."""
-    alike = witnesses.get(one.found.cause, Witnesses())
-    users = alike.users | {one.user}
-    trusted = one.trusted or alike.trusted or (by_check and one.found.proof)
+    alike = witnesses.get(raised.finding.cause, Witnesses())
+    users = alike.users | {raised.user}
+    trusted = raised.trusted or alike.trusted or (by_check and raised.finding.proof)
     return users if trusted or len(users) >= MIN_WITNESSES else frozenset()
 
 
-def confirmed(one: Raised, witnesses: Mapping[Cause, Witnesses], by_check: bool) -> bool:
+def confirmed(raised: RaisedFinding, witnesses: Mapping[Cause, Witnesses], by_check: bool) -> bool:
     """It has a hardware proof that the node's own record repeats."""
-    repeated = by_check or witnesses.get(one.found.cause, Witnesses()).trusted
-    return one.found.proof and one.found.cause in HARDWARE and repeated
+    repeated = by_check or witnesses.get(raised.finding.cause, Witnesses()).trusted
+    return raised.finding.proof and raised.finding.cause in HARDWARE_CAUSES and repeated
 
 
 def score_by_users(signals: Iterable[Signal]) -> float:

@@ -9,19 +9,19 @@ from math import inf
 from msgspec import Struct
 
 from ...core.drains import RUN_PREFIX, DrainOwner, drain_owner
-from ...core.types import Finding, Verdict, natural
-from ..history.incidents import HARDWARE, Chapter, chapters, held, raised
-from ..history.rates import Span, length, within
-from ..history.records import Acted, Told, clipped, is_node
+from ...core.types import Finding, Verdict, natural_sort_key
+from ..history.incidents import HARDWARE_CAUSES, RunHistory, by_run, node_intervals, raised_findings
+from ..history.rates import Span, total_length, clip
+from ..history.records import ActionTaken, SourcedRecord, clipped, is_node
 from .corroboration import MIN_WITNESSES
-from .node import WELL_AGAIN
+from .node import RECOVERED_AFTER_S
 
-MAX_REASON = 200
+MAX_REASON_CHARS = 200
 """characters of a drain's reason"""
-_ENDS = ("readmitted", "undrained", "drained")
+_CLOSING_ACTIONS = ("readmitted", "undrained", "drained")
 
 
-class Request(Struct, frozen=True):
+class DrainRequest(Struct, frozen=True):
     """A node that at least one run wants to be drained. Told as the newest of them tells it."""
 
     node: str
@@ -35,7 +35,7 @@ class Request(Struct, frozen=True):
     runs: tuple[str, ...]
     by: str
     """the person who wants it; empty: a run found it"""
-    said: str
+    rejection: str
     """why the run could not drain it"""
     run: str
     """the newest that asks"""
@@ -43,74 +43,74 @@ class Request(Struct, frozen=True):
     """at least two users ask, or root does: the word of one user alone drains nothing"""
 
 
-def confirmation(request: Request, findings: Iterable[Finding]) -> Finding | None:
+def confirmation(request: DrainRequest, findings: Iterable[Finding]) -> Finding | None:
     """What a check of the node finds now that confirms the request: hardware failed, for the cause that is asked for.
     For a person's request, which names no cause, any hardware that failed."""
-    failed = [one for one in findings if one.verdict is Verdict.FAIL and one.cause in HARDWARE]
+    failed = [one for one in findings if one.verdict is Verdict.FAIL and one.cause in HARDWARE_CAUSES]
     alike = [one for one in failed if one.cause.value == request.cause or (request.by and not request.cause)]
     return max(alike, key=lambda one: one.proof, default=None)
 
 
-def confirmed_reason(request: Request, finding: Finding) -> str:
+def confirmed_reason(request: DrainRequest, finding: Finding) -> str:
     """For Slurm: what the check found, not what a user wrote."""
     text = finding.evidence[0].text if finding.evidence else finding.detector
-    return clipped(f"{RUN_PREFIX}{request.run}: {finding.cause.value}: {text}")[:MAX_REASON]
+    return clipped(f"{RUN_PREFIX}{request.run}: {finding.cause.value}: {text}")[:MAX_REASON_CHARS]
 
 
-def open_requests(told: Iterable[Told]) -> list[Request]:
+def open_requests(records: Iterable[SourcedRecord]) -> list[DrainRequest]:
     """Those that no run took back, by node; not of a node that another run has had since, and found well."""
-    standing: dict[tuple[str, str, str, bool], Acted] = {}
-    told = sorted(told, key=lambda one: one.record.at)
-    for one in told:
-        if not isinstance(act := one.record, Acted) or not is_node(act.node):
+    standing: dict[tuple[str, str, str, bool], ActionTaken] = {}
+    records = sorted(records, key=lambda one: one.record.at)
+    for one in records:
+        if not isinstance(act := one.record, ActionTaken) or not is_node(act.node):
             continue
         key = one.user, one.run, act.node, one.trusted
-        if act.what == "asked":
+        if act.action == "asked":
             standing[key] = act
-        elif act.what in _ENDS:
+        elif act.action in _CLOSING_ACTIONS:
             standing.pop(key, None)
-    by_node: dict[str, list[_Asked]] = defaultdict(list)
-    since = _Since(chapters(told)) if standing else None
+    by_node: dict[str, list[_OpenRequest]] = defaultdict(list)
+    since = _NodeOutcomes(by_run(records)) if standing else None
     for (user, run, node, trusted), act in standing.items():
-        if act.by or (since is not None and not since.well((user, run), node, act.at)):  # a person saw what no run sees
-            by_node[node].append(_Asked(user, run, trusted, act))
-    return [_one(node, those) for node, those in sorted(by_node.items(), key=lambda pair: natural(pair[0]))]
+        if act.by or (since is not None and not since.is_healthy_since((user, run), node, act.at)):  # a person saw what no run sees
+            by_node[node].append(_OpenRequest(user, run, trusted, act))
+    return [_combine(node, requests) for node, requests in sorted(by_node.items(), key=lambda pair: natural_sort_key(pair[0]))]
 
 
-class _Since:
+class _NodeOutcomes:
     """What became of nodes."""
 
-    def __init__(self, told: list[Chapter]) -> None:
+    def __init__(self, histories: list[RunHistory]) -> None:
         self._spans: dict[str, list[tuple[Span, tuple[str, str]]]] = defaultdict(list)
         self._bad: dict[str, float] = {}
-        for chapter in told:
-            for node, (spans, _) in held(chapter).items():
-                self._spans[node] += [(span, (chapter.user, chapter.run)) for span in spans]
-            for one in raised(chapter):
+        for history in histories:
+            for node, (spans, _) in node_intervals(history).items():
+                self._spans[node] += [(span, (history.user, history.run)) for span in spans]
+            for one in raised_findings(history):
                 if one.critical:
-                    self._bad[one.found.node] = max(one.at, self._bad.get(one.found.node, 0.0))
+                    self._bad[one.finding.node] = max(one.at, self._bad.get(one.finding.node, 0.0))
 
-    def well(self, run: tuple[str, str], node: str, at: float) -> bool:
+    def is_healthy_since(self, run: tuple[str, str], node: str, at: float) -> bool:
         """Other runs have had it for an hour since then, and nobody found anything anew."""
         others = (span for span, whose in self._spans[node] if whose != run)
-        return self._bad.get(node, 0.0) <= at and length(within(others, at, inf)) >= WELL_AGAIN
+        return self._bad.get(node, 0.0) <= at and total_length(clip(others, at, inf)) >= RECOVERED_AFTER_S
 
 
-class _Asked(Struct, frozen=True):
+class _OpenRequest(Struct, frozen=True):
     user: str
     run: str
     trusted: bool
-    act: Acted
+    act: ActionTaken
 
 
-def _one(node: str, those: list[_Asked]) -> Request:
-    newest = max(those, key=lambda one: one.act.at)
-    act, users = newest.act, {one.user for one in those}
+def _combine(node: str, requests: list[_OpenRequest]) -> DrainRequest:
+    newest = max(requests, key=lambda one: one.act.at)
+    act, users = newest.act, {one.user for one in requests}
     marked = drain_owner(act.reason) is not DrainOwner.OTHER
     reason = act.reason if marked else f"{RUN_PREFIX}{newest.run}: {act.reason or act.cause}"
-    alike = {one.user for one in those if one.act.cause == act.cause}
-    return Request(
-        node, reason[:MAX_REASON], act.cause, act.evidence, act.at, tuple(sorted(users)),
-        tuple(sorted({one.run for one in those})), act.by, act.said, newest.run,
-        len(alike) >= MIN_WITNESSES or any(one.trusted for one in those),
+    alike = {one.user for one in requests if one.act.cause == act.cause}
+    return DrainRequest(
+        node, reason[:MAX_REASON_CHARS], act.cause, act.evidence, act.at, tuple(sorted(users)),
+        tuple(sorted({one.run for one in requests})), act.by, act.rejection, newest.run,
+        len(alike) >= MIN_WITNESSES or any(one.trusted for one in requests),
     )  # fmt: skip

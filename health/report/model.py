@@ -10,7 +10,7 @@ VERSION = 1
 """of the names"""
 
 
-class Line(Struct, frozen=True):
+class ReportLine(Struct, frozen=True):
     at: float
     source: str
     text: str
@@ -21,7 +21,7 @@ class DrainState(Struct, frozen=True):
 
     state: str = ""
     drained: bool = False
-    whose: str = ""
+    owner: str = ""
     reason: str = ""
     by: str = ""
     booted: float = 0.0
@@ -42,12 +42,12 @@ class NodeReport(Struct, frozen=True):
     """the last sign of a run that had it"""
     cause: str
     detectors: list[str]
-    evidence: list[Line]
+    evidence: list[ReportLine]
     """of what stands, else of what stood last; at most five"""
     first_seen: float | None
     last_seen: float | None
     count: int
-    parts: list[str]
+    components: list[str]
     """GPUs, ports, paths that it is about"""
     facts: dict[str, str]
     """serial, boot id, driver, vbios where evidence names them"""
@@ -65,9 +65,9 @@ class NodeReport(Struct, frozen=True):
     """users whose runs say that hardware failed here; root's count alone, of others at least two are needed"""
     accused: bool
     """enough of them say so: the verdict FAIL, a remedy, a drain and the name of a lemon need it"""
-    also: list[str]
+    related_nodes: list[str]
     """nodes that showed the same within 10 min"""
-    actions: list[Line]
+    actions: list[ReportLine]
     """what runs did about it, the newest last"""
     action: str
     """recommended"""
@@ -115,7 +115,7 @@ class SiteReport(Struct, frozen=True):
     gpu_hours_lost_to_infra: float
     lemons: list[str]
     days: list[Day]
-    shared: list[Line]
+    correlated: list[ReportLine]
     """what runs found on many nodes at once: of no node; the five newest"""
     lines_lost: int
     """of the history itself"""

@@ -10,15 +10,15 @@ from ...core.drains import RUN_PREFIX, DrainOwner, drain_owner
 from ...core.types import Cause, Flag, Remedy, Verdict
 from ..history import rates
 from ..history import rates as lemons
-from ..history.incidents import HARDWARE, INFRA, Chapter, Incident, Raised
-from ..history.rates import DAY
-from ..history.records import Acted, clipped
+from ..history.incidents import HARDWARE_CAUSES, INFRA, RunHistory, Incident, RaisedFinding
+from ..history.rates import DAY_S
+from ..history.records import ActionTaken, clipped
 from .corroboration import Signal, Witnesses, accused_by, confirmed, score_by_users, witnesses_of
-from .index import Book
-from .model import DrainState, Line, NodeReport
+from .index import RecordIndex
+from .model import DrainState, ReportLine, NodeReport
 
-MOST_EVIDENCE = 5
-WELL_AGAIN = 3600.0
+MAX_EVIDENCE_LINES = 5
+RECOVERED_AFTER_S = 3600.0
 """s that a later run has had a node, without finding the same, after which what was never taken back counts as past"""
 """what the reason of every drain of ours begins with"""
 ADVICE = {
@@ -30,123 +30,123 @@ ADVICE = {
     Remedy.DRAIN: "drain it",
     Remedy.SUPPORT: "drain it and run the vendor's field diagnostics",
 }
-_GRAVITY = [Remedy.NONE, Remedy.RESTART, Remedy.EXCLUDE, Remedy.RESET_GPU, Remedy.REBOOT, Remedy.DRAIN, Remedy.SUPPORT]
+_SEVERITY = [Remedy.NONE, Remedy.RESTART, Remedy.EXCLUDE, Remedy.RESET_GPU, Remedy.REBOOT, Remedy.DRAIN, Remedy.SUPPORT]
 _FACT = re.compile(
     r"\b(serial|boot[ _]id|driver|vbios|uuid)(?:\s+(?:is\s+)?|\s*[=:]\s*)([A-Za-z0-9][\w.\-]*\d[\w.\-]*)", re.IGNORECASE
 )
 _GPU = re.compile(r"\bGPU-[0-9a-fA-F-]{8,}")
 
 
-def node_report(book: Book, name: str, drain: DrainState) -> NodeReport:
-    mine = [one for one in book.incidents_of.get(name, []) if one.at >= book.since]
-    infra = [one for one in mine if one.owner == INFRA and not one.injected]
-    seen = [one for one in book.findings.get(name, []) if one.found.at >= book.since or one.until >= book.since]
-    standing = [one for one in seen if _stands(book, name, one)]
-    shown = standing or seen[-1:]
-    acts = [(chapter, act) for chapter, act in book.acted.get(name, []) if act.at >= book.since]
-    held_for = book.held(name, book.since)
-    by_cause = witnesses_of(seen)
+def node_report(index: RecordIndex, name: str, drain: DrainState) -> NodeReport:
+    incidents = [one for one in index.incidents_of.get(name, []) if one.at >= index.since]
+    infra = [one for one in incidents if one.owner == INFRA and not one.injected]
+    findings = [one for one in index.findings.get(name, []) if one.finding.at >= index.since or one.until >= index.since]
+    standing = [one for one in findings if _is_open(index, name, one)]
+    shown = standing or findings[-1:]
+    acts = [(chapter, act) for chapter, act in index.actions.get(name, []) if act.at >= index.since]
+    held_for = index.held_s(name, index.since)
+    by_cause = witnesses_of(findings)
     accusing = [one for one in standing if accused_by(one, by_cause, drain.by_check)]
     accusers = {user for one in accusing for user in accused_by(one, by_cause, drain.by_check)}
     remedy = _remedy(accusing, infra)
-    lemon = _lemon(book, name, drain.by_check)
+    lemon = _lemon(index, name, drain.by_check)
     verdict = _verdict(standing, accusing)
-    witnesses = accusers | {one.user for one in seen if one.critical} | {who for one in infra for who in one.witnesses}
+    witnesses = accusers | {one.user for one in findings if one.critical} | {who for one in infra for who in one.witnesses}
     return NodeReport(
-        name, verdict, _as_of(book, name), _cause(shown, infra), sorted({one.found.detector for one in shown}),
-        _evidence(shown, seen, infra), min([*(one.at for one in seen), *(one.at for one in infra)], default=None),
-        max([*(_last(one) for one in seen), *(one.at for one in infra)], default=None),
-        sum(one.found.count for one in seen), sorted({one.found.part for one in seen if one.found.part}),
-        _facts(seen), len(infra), sum(one.owner != INFRA and not one.injected for one in mine),
-        sum(one.injected for one in mine), round(sum(one.gpu_hours for one in mine if not one.injected), 3),
-        round(held_for / 3600, 3), rates.per(len(infra), held_for / DAY, 1000.0),
-        sorted({run for one in mine for run in one.runs} | {one.run for one in seen}),
-        sorted({user for one in mine for user in one.users} | {one.user for one in seen}),
+        name, verdict, _as_of(index, name), _cause(shown, infra), sorted({one.finding.detector for one in shown}),
+        _evidence(shown, findings, infra), min([*(one.at for one in findings), *(one.at for one in infra)], default=None),
+        max([*(_last_reported_at(one) for one in findings), *(one.at for one in infra)], default=None),
+        sum(one.finding.count for one in findings), sorted({one.finding.component for one in findings if one.finding.component}),
+        _facts(findings), len(infra), sum(one.owner != INFRA and not one.injected for one in incidents),
+        sum(one.injected for one in incidents), round(sum(one.gpu_hours for one in incidents if not one.injected), 3),
+        round(held_for / 3600, 3), rates.rate_per(len(infra), held_for / DAY_S, 1000.0),
+        sorted({run for one in incidents for run in one.runs} | {one.run for one in findings}),
+        sorted({user for one in incidents for user in one.users} | {one.user for one in findings}),
         sorted(witnesses), bool(accusing) or lemon.lemon,
-        sorted({node for one in infra for node in one.also} | _also(book, name, seen)),
-        [_action(chapter, act) for chapter, act in acts][-MOST_EVIDENCE:],
+        sorted({node for one in infra for node in one.related_nodes} | _related_nodes(index, name, findings)),
+        [_action(chapter, act) for chapter, act in acts][-MAX_EVIDENCE_LINES:],
         _advice(verdict, remedy, lemon, drain, sorted({one.user for one in standing}) if not accusing else []),
         remedy.value, drain, _scontrol(name, verdict, lemon, drain, accusing or shown, acts), lemon,
     )  # fmt: skip
 
 
-def _stands(book: Book, node: str, one: Raised) -> bool:
+def _is_open(index: RecordIndex, node: str, raised: RaisedFinding) -> bool:
     """It was never taken back, and no later run has had the node for a while and found it well."""
-    if one.until < inf:
+    if raised.until < inf:
         return False
-    after = book.held_by_others(node, (one.user, one.run), one.seen)
-    same = any(other.found.detector == one.found.detector and other.at > one.at for other in book.findings[node])
-    return after < WELL_AGAIN and not same
+    after = index.held_by_others_s(node, (raised.user, raised.run), raised.observed_until)
+    same = any(other.finding.detector == raised.finding.detector and other.at > raised.at for other in index.findings[node])
+    return after < RECOVERED_AFTER_S and not same
 
 
-def _verdict(standing: list[Raised], accusing: list[Raised]) -> str:
+def _verdict(standing: list[RaisedFinding], accusing: list[RaisedFinding]) -> str:
     """FAIL needs evidence that accuses the node; anything that stands is at least a WARN."""
-    if any(one.found.verdict is Verdict.FAIL for one in accusing):
+    if any(one.finding.verdict is Verdict.FAIL for one in accusing):
         return Verdict.FAIL.value
     return Verdict.WARN.value if standing else Verdict.OK.value
 
 
-def _as_of(book: Book, node: str) -> float:
-    ends = [min(end, book.now) for (_, end), _ in book.spans.get(node, ())]
-    return max([*ends, *(one.found.at for one in book.findings.get(node, ()))], default=0.0)
+def _as_of(index: RecordIndex, node: str) -> float:
+    ends = [min(end, index.now) for (_, end), _ in index.spans.get(node, ())]
+    return max([*ends, *(one.finding.at for one in index.findings.get(node, ()))], default=0.0)
 
 
-def _last(one: Raised) -> float:
+def _last_reported_at(raised: RaisedFinding) -> float:
     """When it was last said, or was over."""
-    return one.found.at if one.until == inf else one.until
+    return raised.finding.at if raised.until == inf else raised.until
 
 
-def _cause(shown: list[Raised], infra: list[Incident]) -> str:
-    worst = sorted(shown, key=lambda one: (one.found.verdict is not Verdict.FAIL, not one.found.proof))
-    return worst[0].found.cause.value if worst else infra[-1].cause if infra else ""
+def _cause(shown: list[RaisedFinding], infra: list[Incident]) -> str:
+    worst = sorted(shown, key=lambda one: (one.finding.verdict is not Verdict.FAIL, not one.finding.proof))
+    return worst[0].finding.cause.value if worst else infra[-1].cause if infra else ""
 
 
-def _evidence(shown: list[Raised], seen: list[Raised], infra: list[Incident]) -> list[Line]:
+def _evidence(shown: list[RaisedFinding], findings: list[RaisedFinding], infra: list[Incident]) -> list[ReportLine]:
     """At most five lines, in order: of each finding that stands one, then more of these, then what was seen before; of
     a node that was only lost, how."""
-    told = [*(one for one in shown), *(one for one in reversed(seen) if one not in shown)]
-    first = [_line(one, 0) for one in shown if one.found.evidence]
-    rest = [_line(one, i) for one in told for i in range(len(one.found.evidence))]
-    lost = [Line(one.at, "run", text) for one in infra for text in one.evidence] if not rest else []
-    return sorted(list(dict.fromkeys((*first, *rest, *lost)))[:MOST_EVIDENCE], key=lambda one: one.at)
+    ordered = [*(one for one in shown), *(one for one in reversed(findings) if one not in shown)]
+    first = [_report_line(one, 0) for one in shown if one.finding.evidence]
+    rest = [_report_line(one, i) for one in ordered for i in range(len(one.finding.evidence))]
+    lost = [ReportLine(one.at, "run", text) for one in infra for text in one.evidence] if not rest else []
+    return sorted(list(dict.fromkeys((*first, *rest, *lost)))[:MAX_EVIDENCE_LINES], key=lambda one: one.at)
 
 
-def _line(one: Raised, i: int) -> Line:
-    said = one.found.evidence[i]
-    return Line(said.at, one.found.detector, said.text)
+def _report_line(raised: RaisedFinding, i: int) -> ReportLine:
+    evidence_line = raised.finding.evidence[i]
+    return ReportLine(evidence_line.at, raised.finding.detector, evidence_line.text)
 
 
-def _facts(seen: list[Raised]) -> dict[str, str]:
+def _facts(findings: list[RaisedFinding]) -> dict[str, str]:
     """What evidence says of serial numbers and versions: the newest word counts."""
     facts: dict[str, str] = {}
-    for one in seen:
-        if one.found.part.startswith("GPU-"):
-            facts["uuid"] = one.found.part
-        for said in one.found.evidence:
-            for name, value in _FACT.findall(said.text):
+    for one in findings:
+        if one.finding.component.startswith("GPU-"):
+            facts["uuid"] = one.finding.component
+        for evidence_line in one.finding.evidence:
+            for name, value in _FACT.findall(evidence_line.text):
                 facts[name.lower().replace(" ", "_")] = value.rstrip(".")
-            if gpus := _GPU.findall(said.text):
+            if gpus := _GPU.findall(evidence_line.text):
                 facts["uuid"] = gpus[-1]
     return facts
 
 
-def _also(book: Book, node: str, seen: list[Raised]) -> set[str]:
+def _related_nodes(index: RecordIndex, node: str, findings: list[RaisedFinding]) -> set[str]:
     """Where else a check of hardware failed for the same cause within 10 min."""
-    mine = [one for one in seen if one.critical and one.found.cause in HARDWARE]
-    return {other for one in mine for other in book.near(one.found.cause, one.at)} - {node}
+    critical = [one for one in findings if one.critical and one.finding.cause in HARDWARE_CAUSES]
+    return {other for one in critical for other in index.nodes_with_same_cause(one.finding.cause, one.at)} - {node}
 
 
-def _remedy(accusing: list[Raised], infra: list[Incident]) -> Remedy:
-    failing = [one.found.remedy for one in accusing if one.found.verdict is Verdict.FAIL]
-    known = failing or [one.found.remedy for one in accusing]
-    if not known and infra and infra[-1].lost:
+def _remedy(accusing: list[RaisedFinding], infra: list[Incident]) -> Remedy:
+    failing = [one.finding.remedy for one in accusing if one.finding.verdict is Verdict.FAIL]
+    known = failing or [one.finding.remedy for one in accusing]
+    if not known and infra and infra[-1].node_lost:
         return Remedy.NONE
-    return max(known, key=_GRAVITY.index, default=Remedy.NONE)
+    return max(known, key=_SEVERITY.index, default=Remedy.NONE)
 
 
 def _advice(verdict: str, remedy: Remedy, lemon: lemons.Lemon, drain: DrainState, alone: list[str]) -> str:
     """``alone``: users whose records stand against the node, and are not enough to accuse it."""
-    if drain.whose == "foreign":
+    if drain.owner == "foreign":
         return "none: it is drained already"
     if verdict == Verdict.FAIL.value:
         again = f"; it fails again and again (lemon score {lemon.score:g}): test it at length" if lemon.lemon else ""
@@ -159,7 +159,7 @@ def _advice(verdict: str, remedy: Remedy, lemon: lemons.Lemon, drain: DrainState
         return f"watch; only records of {' and '.join(alone)} say so: rrl health check on the node tells what is true"
     if verdict == Verdict.WARN.value:
         return f"watch; {ADVICE[remedy]}" if remedy is not Remedy.NONE else ADVICE[Remedy.NONE]
-    return "undrain it if it was repaired" if drain.whose == "rrl" else "none"
+    return "undrain it if it was repaired" if drain.owner == "rrl" else "none"
 
 
 def _drained_already(advice: str) -> str:
@@ -167,8 +167,8 @@ def _drained_already(advice: str) -> str:
 
 
 def _scontrol(
-    name: str, verdict: str, lemon: lemons.Lemon, drain: DrainState, shown: list[Raised],
-    acts: list[tuple[Chapter, Acted]],
+    name: str, verdict: str, lemon: lemons.Lemon, drain: DrainState, shown: list[RaisedFinding],
+    acts: list[tuple[RunHistory, ActionTaken]],
 ) -> str:  # fmt: skip
     """Where nobody has drained it and somebody should. ``shown``: the evidence for that."""
     if drain.drained or not (verdict == Verdict.FAIL.value or lemon.lemon):
@@ -176,8 +176,8 @@ def _scontrol(
     ours = next((act.reason for _, act in reversed(acts) if drain_owner(act.reason) is not DrainOwner.OTHER), "")
     if not ours:
         run = shown[-1].run if shown else "report"
-        text = shown[-1].found.evidence[0].text if shown and shown[-1].found.evidence else "lemon node"
-        cause = shown[-1].found.cause.value if shown else "node"
+        text = shown[-1].finding.evidence[0].text if shown and shown[-1].finding.evidence else "lemon node"
+        cause = shown[-1].finding.cause.value if shown else "node"
         ours = f"{RUN_PREFIX}{run}: {cause}: {text}"
     return drain_line(name, ours)
 
@@ -187,57 +187,57 @@ def drain_line(node: str, reason: str) -> str:
     return f"scontrol update nodename={node} state=drain reason={shlex.quote(clipped(reason)[:200])}"
 
 
-def _action(chapter: Chapter, act: Acted) -> Line:
+def _action(history: RunHistory, act: ActionTaken) -> ReportLine:
     by = f" for {act.by}" if act.by else ""
     why = act.reason or (act.evidence[0] if act.evidence else "")
-    said = f" (not drained: {act.said})" if act.said else ""
-    return Line(act.at, f"{chapter.user}/{chapter.run}", f"{act.what}{by}: {why}{said}" if why else f"{act.what}{by}")
+    rejection_text = f" (not drained: {act.rejection})" if act.rejection else ""
+    return ReportLine(act.at, f"{history.user}/{history.run}", f"{act.action}{by}: {why}{rejection_text}" if why else f"{act.action}{by}")
 
 
-def _shared(book: Book, one: Raised) -> bool:
+def _is_shared(index: RecordIndex, raised: RaisedFinding) -> bool:
     """Others had the same at the same time, and nothing proves that it was this node's own."""
-    doubtful = Flag.HELD_BACK in one.found.flags or not one.found.proof
-    return doubtful and bool(book.near(one.found.cause, one.at) - {one.found.node})
+    doubtful = Flag.HELD_BACK in raised.finding.flags or not raised.finding.proof
+    return doubtful and bool(index.nodes_with_same_cause(raised.finding.cause, raised.at) - {raised.finding.node})
 
 
-def _lemon(book: Book, name: str, by_check: bool) -> lemons.Lemon:
+def _lemon(index: RecordIndex, name: str, by_check: bool) -> lemons.Lemon:
     """``by_check``: the site's own check of the node has drained it."""
-    since = book.lemon_since
-    mine = [one for one in book.incidents_of.get(name, []) if book.counts_for_lemons(one)]
-    found = [one for one in book.findings.get(name, []) if one.at >= since and one.critical]
-    hardware = [one for one in found if one.found.cause in HARDWARE and not _shared(book, one)]
-    xids = [one for one in found if "xid" in one.found.detector.lower()]
-    acts = [(chapter, act) for chapter, act in book.acted.get(name, []) if act.at >= since]
-    away = [(chapter, act) for chapter, act in acts if act.what in ("drained", "asked") and not act.by]
-    out = [(chapter, act) for chapter, act in acts if act.what == "excluded" and act.cause and not act.by]
-    held_for = book.held(name, since)
-    told = [*(one.at for one in mine), *(one.at for one in hardware), *(act.at for _, act in away)]
+    since = index.lemon_since
+    incidents = [one for one in index.incidents_of.get(name, []) if index.counts_for_lemons(one)]
+    found = [one for one in index.findings.get(name, []) if one.at >= since and one.critical]
+    hardware = [one for one in found if one.finding.cause in HARDWARE_CAUSES and not _is_shared(index, one)]
+    xids = [one for one in found if "xid" in one.finding.detector.lower()]
+    acts = [(chapter, act) for chapter, act in index.actions.get(name, []) if act.at >= since]
+    away = [(chapter, act) for chapter, act in acts if act.action in ("drained", "asked") and not act.by]
+    out = [(chapter, act) for chapter, act in acts if act.action == "excluded" and act.cause and not act.by]
+    held_for = index.held_s(name, since)
+    times = [*(one.at for one in incidents), *(one.at for one in hardware), *(act.at for _, act in away)]
     signals = lemons.Signals(
-        node_failures_alone=sum(not one.also for one in mine),
-        node_failures_together=sum(bool(one.also) for one in mine),
-        failure_rate=int(lemons.fails_more(len(mine), held_for, book.lemon_failures, book.lemon_held)),
-        out_of_service=len({act.at // DAY for _, act in away}),
-        hardware_findings=len({one.at // DAY for one in hardware}),
-        xids=len({(one.found.part, one.at // DAY) for one in xids}),
+        node_failures_alone=sum(not one.related_nodes for one in incidents),
+        node_failures_together=sum(bool(one.related_nodes) for one in incidents),
+        failure_rate=int(lemons.fails_more_often(len(incidents), held_for, index.lemon_failures, index.lemon_held_s)),
+        out_of_service=len({act.at // DAY_S for _, act in away}),
+        hardware_findings=len({one.at // DAY_S for one in hardware}),
+        xids=len({(one.finding.component, one.at // DAY_S) for one in xids}),
         excluded_by_users=len({chapter.user for chapter, _ in out}),
-        days=len({at // DAY for at in told}),
+        days=len({at // DAY_S for at in times}),
     )
     weight = lemons.WEIGHTS
-    said = [
-        Signal(weight["node_failures_together" if one.also else "node_failures_alone"], one.witnesses, one.trusted)
-        for one in mine
+    scored = [
+        Signal(weight["node_failures_together" if one.related_nodes else "node_failures_alone"], one.witnesses, one.trusted)
+        for one in incidents
     ]  # fmt: skip
     by_cause = witnesses_of(found)
-    once = {(one.user, one.at // DAY): one for one in hardware}
-    said += [_signal(weight["hardware_findings"], one, by_cause, by_check) for one in once.values()]
-    of_xids = {(one.user, one.found.part, one.at // DAY): one for one in xids}
-    said += [_signal(weight["xids"], one, by_cause, by_check) for one in of_xids.values()]
-    days_away = {(chapter.user, act.at // DAY, chapter.trusted) for chapter, act in away}
-    said += [Signal(weight["out_of_service"], (user,), trusted) for user, _, trusted in days_away]
+    once = {(one.user, one.at // DAY_S): one for one in hardware}
+    scored += [_signal(weight["hardware_findings"], one, by_cause, by_check) for one in once.values()]
+    of_xids = {(one.user, one.finding.component, one.at // DAY_S): one for one in xids}
+    scored += [_signal(weight["xids"], one, by_cause, by_check) for one in of_xids.values()]
+    days_away = {(chapter.user, act.at // DAY_S, chapter.trusted) for chapter, act in away}
+    scored += [Signal(weight["out_of_service"], (user,), trusted) for user, _, trusted in days_away]
     users_out = {(chapter.user, chapter.trusted) for chapter, _ in out}
-    said += [Signal(weight["excluded_by_users"], (user,), trusted) for user, trusted in users_out]
-    return lemons.judged(signals, score_by_users(said))
+    scored += [Signal(weight["excluded_by_users"], (user,), trusted) for user, trusted in users_out]
+    return lemons.score_lemon(signals, score_by_users(scored))
 
 
-def _signal(weight: float, one: Raised, by_cause: dict[Cause, Witnesses], by_check: bool) -> Signal:
-    return Signal(weight, (one.user,), one.trusted, confirmed(one, by_cause, by_check))
+def _signal(weight: float, raised: RaisedFinding, by_cause: dict[Cause, Witnesses], by_check: bool) -> Signal:
+    return Signal(weight, (raised.user,), raised.trusted, confirmed(raised, by_cause, by_check))

@@ -19,12 +19,12 @@ from ...core.log_lines import start_logging
 from ...core.run_dir import RunDir
 from ..model.state import State
 from ..storage.journal import Follower, JournalError
-from ..storage.resume_request import pending
+from ..storage.resume_request import read_pending
 
-PAUSE = 1.0
+RESTART_DELAY_S = 1.0
 """s before a manager that died is followed by another one; doubles with each that lived shorter than ``SETTLED``"""
-LONGEST = 60.0
-SETTLED = 60.0
+MAX_RESTART_DELAY_S = 60.0
+STABLE_AFTER_S = 60.0
 """s"""
 MAX_FUTILE_STARTS = 5
 """managers in a row that ended with nothing to hold the nodes for: somebody removed the run directory, or none of them
@@ -32,7 +32,7 @@ could begin the run. With the pauses between them they take 15 s, so that no sin
 LOGGER = "rrl.pool_supervisor"
 """names the lines of this process, which share a file with the output of its managers"""
 _log = logging.getLogger(LOGGER)
-MANAGE = "import sys; from pathlib import Path; from rrl.core.run_dir import RunDir; " \
+MANAGER_PROGRAM = "import sys; from pathlib import Path; from rrl.core.run_dir import RunDir; " \
           "from rrl.manager.bootstrap.start import run_here; run_here(RunDir(Path(sys.argv[1])))"  # fmt: skip
 """a program whose argument is the run directory: one manager"""
 
@@ -40,27 +40,27 @@ MANAGE = "import sys; from pathlib import Path; from rrl.core.run_dir import Run
 def main() -> int:
     start_logging()
     run = RunDir(Path(sys.argv[1]))
-    pause, futile = PAUSE, 0
+    pause, futile = RESTART_DELAY_S, 0
     while not _surely_ended(run):
         began = time.monotonic()
-        code = subprocess.call([sys.executable, "-P", "-c", MANAGE, str(run.path)])
+        code = subprocess.call([sys.executable, "-P", "-c", MANAGER_PROGRAM, str(run.path)])
         if _surely_ended(run):
             break
         futile = futile + 1 if _nothing_runs(run) else 0
         if futile >= MAX_FUTILE_STARTS:
             _log.error("%d managers in a row ended before the run began; its nodes are given back", futile)
             return 1
-        pause = PAUSE if time.monotonic() - began > SETTLED else pause
+        pause = RESTART_DELAY_S if time.monotonic() - began > STABLE_AFTER_S else pause
         _log.warning("the manager ended with %d before the run did; another one follows in %g s", code, pause)
         time.sleep(pause)
-        pause = min(2 * pause, LONGEST)
+        pause = min(2 * pause, MAX_RESTART_DELAY_S)
     return 0
 
 
 def _surely_ended(run: RunDir) -> bool:
     """Storage that is away, or a journal that cannot be read, is no reason to give the nodes back: the roles live."""
     try:
-        return ended(run)
+        return run_ended(run)
     except (JournalError, OSError) as error:
         _log.warning("%s", error)
         return False
@@ -78,14 +78,14 @@ def _nothing_runs(run: RunDir) -> bool:
 def awaits_manager(run: RunDir, state: State | None) -> bool:
     """Whether no manager has begun the run yet, or has taken the order that it goes on (``state``: of its journal).
     Raises OSError."""
-    return state is None or (state.outcome is not None and pending(run) is not None)
+    return state is None or (state.outcome is not None and read_pending(run) is not None)
 
 
-def ended(run: RunDir) -> bool:
+def run_ended(run: RunDir) -> bool:
     """The journal has the run's end, and nobody has ordered that it goes on. Raises JournalError or OSError where that
     cannot be read."""
     state = Follower(run).state()
-    return state is not None and state.outcome is not None and pending(run) is None
+    return state is not None and state.outcome is not None and read_pending(run) is None
 
 
 if __name__ == "__main__":

@@ -11,13 +11,13 @@ from msgspec import Struct
 from ...config.job.resolve import resolve
 from ...config.job.schema import Job
 from ...core.run_dir import runs_root
-from ...core.run_spec import JobView, Part, RoleView
-from ..cluster.slurm.requests import script
-from ..planner.capacity.initial_request import first_asks
+from ...core.run_spec import RunSpec, NodeGroup, RoleSpec
+from ..cluster.slurm.requests import batch_script
+from ..planner.capacity.initial_request import initial_requests
 from ..planner.recovery.node_exclusion import exclusions_allowed
 from . import manager_job
 
-HOUR = 3600.0
+HOUR_S = 3600.0
 
 
 class WorstCase(Struct, frozen=True):
@@ -34,114 +34,114 @@ class WorstCase(Struct, frozen=True):
     steps_per_hour: int
 
 
-def worst_case(view: JobView, foreground: bool = False) -> WorstCase:
+def worst_case(spec: RunSpec, foreground: bool = False) -> WorstCase:
     """``foreground``: the manager is no Slurm job."""
-    managers = 0 if foreground or view.manager.where == "pool" else 2
-    allocations = sum(_jobs(part) for part in view.parts)
-    start = sum(part.needed if part.separate else 1 for part in view.parts) + min(managers, 1)
-    windows = HOUR / view.recovery.window
-    lost = math.ceil(windows * exclusions_allowed(view.recovery.breaker, view.nodes))
-    at_once = sum(role.replicas * role.ranks for role in view.roles) + view.nodes + shadows(view)
-    restarts = math.ceil(windows * view.recovery.per_replica)
-    again = sum(_rotations(part, view) for part in view.parts)
-    if view.recovery.policy == "requeue":  # each failure gives everything back
-        again += restarts * allocations
+    managers = 0 if foreground or spec.manager.where == "pool" else 2
+    allocations = sum(_jobs(node_group) for node_group in spec.node_groups)
+    start = sum(node_group.min_nodes if node_group.separate_jobs else 1 for node_group in spec.node_groups) + min(managers, 1)
+    windows = HOUR_S / spec.recovery.window
+    lost = math.ceil(windows * exclusions_allowed(spec.recovery.breaker, spec.nodes))
+    at_once = sum(role.replicas * role.ranks for role in spec.roles) + spec.nodes + max_standbys(spec)
+    restarts = math.ceil(windows * spec.recovery.per_replica)
+    renewals = sum(_rotations(node_group, spec) for node_group in spec.node_groups)
+    if spec.recovery.policy == "requeue":  # each failure gives everything back
+        renewals += restarts * allocations
     return WorstCase(
         jobs_to_start=start,
-        jobs=managers + allocations + view.nodes,
-        jobs_per_hour=managers + allocations + lost + again,
+        jobs=managers + allocations + spec.nodes,
+        jobs_per_hour=managers + allocations + lost + renewals,
         steps=at_once,
         steps_per_hour=at_once * (1 + restarts),
     )
 
 
-def shadows(view: JobView) -> int:
+def max_standbys(spec: RunSpec) -> int:
     """As many as there are at most."""
-    return sum(shadows_for(view, role) for role in view.roles)
+    return sum(max_standbys_of(spec, role) for role in spec.roles)
 
 
-def shadows_for(view: JobView, role: RoleView) -> int:
+def max_standbys_of(spec: RunSpec, role: RoleSpec) -> int:
     """Of the trainer one beside each rank, and on spares and rollouts' nodes as many as share a node; of rollouts as
     many on each spare as it carries."""
-    if not role.warm or view.recovery.policy != "role":
+    if not role.warm or spec.recovery.policy != "role":
         return 0
-    if not role.beside:
-        return sum(shadow_nodes(view, role)) * role.fitting(view.part_of(role.name).node)
-    return role.replicas * role.ranks + sum(shadow_nodes(view, role)) * min(role.ranks, role.per_node)
+    if not role.standby_shares_node:
+        return sum(standby_nodes(spec, role)) * role.replicas_fitting(spec.node_group_of(role.name).node)
+    return role.replicas * role.ranks + sum(standby_nodes(spec, role)) * min(role.ranks, role.per_node)
 
 
-def shadow_nodes(view: JobView, role: RoleView) -> tuple[int, int]:
+def standby_nodes(spec: RunSpec, role: RoleSpec) -> tuple[int, int]:
     """On so many spares, and on so many rollouts' nodes, there are shadows of this role, which is kept warm."""
-    if not role.beside:
-        return min(view.spares, role.replicas), 0
-    rollouts = sum(one.replicas for one in view.kind("rollout"))
-    return min(view.spares, role.nodes), min(role.standbys, rollouts)
+    if not role.standby_shares_node:
+        return min(spec.spares, role.replicas), 0
+    rollouts = sum(one.replicas for one in spec.kind("rollout"))
+    return min(spec.spares, role.nodes), min(role.donor_rollouts, rollouts)
 
 
-def _jobs(part: Part) -> int:
-    return part.nodes if part.separate else 1
+def _jobs(node_group: NodeGroup) -> int:
+    return node_group.nodes if node_group.separate_jobs else 1
 
 
-def _rotations(part: Part, view: JobView) -> int:
+def _rotations(node_group: NodeGroup, spec: RunSpec) -> int:
     """Requests within an hour because allocations end before the run does."""
-    return math.ceil(HOUR / part.walltime) * _jobs(part) if part.walltime < view.walltime else 0
+    return math.ceil(HOUR_S / node_group.walltime) * _jobs(node_group) if node_group.walltime < spec.walltime else 0
 
 
 def preview(job: Job) -> list[tuple[str, str]]:
     """(title, text) of each thing. Raises ValueError for an sbatch option that cannot be passed on."""
-    view = resolve(job, sys.executable)
-    steps = "\n".join([*(_steps(role) for role in view.roles), *_warm(view)])
-    if view.cluster == "slurm":
-        return [*_manager(view), *allocations(view), ("steps", steps)]
-    nodes = f"{view.nodes} virtual nodes on this machine, {view.spares} of them spare; the manager as a process here"
+    spec = resolve(job, sys.executable)
+    steps = "\n".join([*(_steps(role) for role in spec.roles), *_standby_lines(spec)])
+    if spec.cluster == "slurm":
+        return [*_manager(spec), *allocations(spec), ("steps", steps)]
+    nodes = f"{spec.nodes} virtual nodes on this machine, {spec.spares} of them spare; the manager as a process here"
     return [("local cluster", nodes), ("steps", steps)]
 
 
-def _steps(role: RoleView) -> str:
+def _steps(role: RoleSpec) -> str:
     """A role's steps in one line."""
     own = ", a node of its own" if role.exclusive else ""
     times = f"{role.replicas} x"
     if role.ranks > 1:
         times += f" {role.ranks} ranks, {role.per_node} on a node, each"
         own = f", {role.nodes} {'node' if role.nodes == 1 else 'nodes'} of their own" if role.exclusive else ""
-    each = f"{role.each.cpus} cpus, {role.each.gpus} gpus, {role.each.mem // 2**20} MiB{own}"
-    return f"{role.name:13} {times} ({each})  {' '.join(role.argv)}"
+    resources = f"{role.per_member.cpus} cpus, {role.per_member.gpus} gpus, {role.per_member.mem // 2**20} MiB{own}"
+    return f"{role.name:13} {times} ({resources})  {' '.join(role.argv)}"
 
 
-def _warm(view: JobView) -> Iterator[str]:
+def _standby_lines(spec: RunSpec) -> Iterator[str]:
     """Shadows: how many, and where."""
-    for role in view.roles:
-        if not (most := shadows_for(view, role)):
+    for role in spec.roles:
+        if not (limit := max_standbys_of(spec, role)):
             continue
-        spares, rollouts = shadow_nodes(view, role)
+        spares, rollouts = standby_nodes(spec, role)
         name, where = f"warm {role.name}", [f"on {spares} of the spares, its engine running"]
-        if role.beside:
+        if role.standby_shares_node:
             places = {"spares": spares, "rollouts' nodes": rollouts}
             name, where = "warm standby", [f"beside the {role.name}"]
             where += [f"on {count} of the {place}" for place, count in places.items() if count]
-        yield f"{name:13} at most {most}: {', '.join(where)}; once a step is committed"
+        yield f"{name:13} at most {limit}: {', '.join(where)}; once a step is committed"
 
 
-def _manager(view: JobView) -> list[tuple[str, str]]:
-    if view.manager.where == "pool":
+def _manager(spec: RunSpec) -> list[tuple[str, str]]:
+    if spec.manager.where == "pool":
         return []
-    job = manager_job.parameters(_run(view), view)
+    job = manager_job.parameters(_example_run_id(spec), spec)
     text = "\n".join(f"{key} = {value}" for key, value in job.items())
     return [("manager (submitit; this small Slurm job, and another one that waits until it ends)", text)]
 
 
-def allocations(view: JobView) -> list[tuple[str, str]]:
+def allocations(spec: RunSpec) -> list[tuple[str, str]]:
     """The batch script of each allocation that differs by more than its number."""
-    if view.manager.where == "pool":
-        return [("allocation (sbatch)", manager_job.pool_script(_run(view), view, str(runs_root() / _run(view))))]
-    asks = {ask.part: ask for ask in reversed(first_asks(_run(view), view))}  # of equal ones, the first
-    counts = {part.name: part.nodes for part in view.parts if part.separate}
+    if spec.manager.where == "pool":
+        return [("allocation (sbatch)", manager_job.pool_script(_example_run_id(spec), spec, str(runs_root() / _example_run_id(spec))))]
+    requests = {request.node_group: request for request in reversed(initial_requests(_example_run_id(spec), spec))}  # of equal ones, the first
+    counts = {node_group.name: node_group.nodes for node_group in spec.node_groups if node_group.separate_jobs}
     texts = []
-    for ask in reversed(asks.values()):
-        times = f"; {counts[ask.part]} of these" if counts.get(ask.part, 1) > 1 else ""
-        texts.append((f"allocation (sbatch{times})", script(ask)))
+    for request in reversed(requests.values()):
+        times = f"; {counts[request.node_group]} of these" if counts.get(request.node_group, 1) > 1 else ""
+        texts.append((f"allocation (sbatch{times})", batch_script(request)))
     return texts
 
 
-def _run(view: JobView) -> str:
-    return f"{view.name}-<time>"
+def _example_run_id(spec: RunSpec) -> str:
+    return f"{spec.name}-<time>"

@@ -28,30 +28,30 @@ from ...config.job.schema import Job
 from ...core.log_lines import start_logging
 from ...core.processes import raise_nofile
 from ...core.run_dir import HISTORY_ENV, RunDir, runs_root, write_atomically
-from ...core.run_spec import JobView
+from ...core.run_spec import RunSpec
 from ...core.types import Outcome
 from ...transport.address import NoAddress, own_address
 from ...transport.keys import RunKeys
 from ..cluster.base import Cluster
-from ..execute.launch import keep_passed
+from ..execute.launch import save_passed_env
 from ..runtime import Manager
 from ..storage.journal import Follower, JournalError
 from ..storage.lease import LeaseHeld, LeaseLost
-from ..storage.resume_request import Order, order, pending, withdraw
+from ..storage.resume_request import ResumeRequest, write_request, read_pending, withdraw
 from . import manager_job
-from .pool_supervisor import ended
+from .pool_supervisor import run_ended
 from .start_failure import CONTROLLER_LOG, HOST_FILE
 
 _log = logging.getLogger("rrl.manager")
 
-RETRIES = 3
+MAX_RETRIES = 3
 """times that a manager which ended by an error of its own is followed by another one in the same process"""
-RETRY_PAUSE = 5.0
+RETRY_DELAY_S = 5.0
 """s before that"""
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+STORAGE_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """errors of storage that cannot be written to now"""
-WALLTIME = "its walltime ends"
-LOCAL_FOREVER = 60 * 24 * 365
+WALLTIME_REASON = "its walltime ends"
+LOCAL_TIMEOUT_MIN = 60 * 24 * 365
 """min; nothing ends a manager of the local cluster but the end of its run"""
 
 
@@ -60,48 +60,48 @@ def create(job: Job, source: Path) -> RunDir:
     no space, over quota): then nothing of it is left."""
     # Chance in it, because Slurm's jobs are found by it: two folders of runs must not share an id.
     run = RunDir(runs_root() / f"{job.run.name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}")
-    making = RunDir(run.path.with_name(f".{run.id}"))
+    staging = RunDir(run.path.with_name(f".{run.id}"))
     try:
-        _fill(making, job, source)
-        os.rename(making.path, run.path)  # whoever dies before leaves no run, and after it one that can be managed
+        _write_run_dir(staging, job, source)
+        os.rename(staging.path, run.path)  # whoever dies before leaves no run, and after it one that can be managed
     except BaseException:
-        shutil.rmtree(making.path, ignore_errors=True)
+        shutil.rmtree(staging.path, ignore_errors=True)
         raise
     return run
 
 
-def _fill(run: RunDir, job: Job, source: Path) -> None:
+def _write_run_dir(run: RunDir, job: Job, source: Path) -> None:
     run.create()
     RunKeys.make().save(run.keys)
-    _describe(run, job, source.read_bytes(), source)
+    _write_spec(run, job, source.read_bytes(), source)
 
 
-def _describe(run: RunDir, job: Job, text: bytes, source: Path) -> None:
+def _write_spec(run: RunDir, job: Job, text: bytes, source: Path) -> None:
     """What was asked for, and what manager and roles read of it."""
     write_atomically(run.job_toml, text)
     record = {"source": str(source.resolve()), "job": resolved(job), "user": getpass.getuser()}
     write_atomically(run.resolved, msgspec.json.format(msgspec.json.encode(record), indent=2))
-    view = _view(job)
-    write_atomically(run.view, msgspec.json.encode(view))
-    keep_passed(run, view)
+    spec = _resolve_spec(job)
+    write_atomically(run.run_spec, msgspec.json.encode(spec))
+    save_passed_env(run, spec)
 
 
-def _view(job: Job) -> JobView:
+def _resolve_spec(job: Job) -> RunSpec:
     """The job, with what the site says of every job: its module file may name a folder for the history."""
-    view = resolve(job, sys.executable)
-    folder = view.health.history or os.environ.get(HISTORY_ENV, "")
+    spec = resolve(job, sys.executable)
+    folder = spec.health.history or os.environ.get(HISTORY_ENV, "")
     history = str(Path(folder).expanduser().absolute()) if folder else ""
-    return msgspec.structs.replace(view, health=msgspec.structs.replace(view.health, history=history))
+    return msgspec.structs.replace(spec, health=msgspec.structs.replace(spec.health, history=history))
 
 
 def start(run: RunDir, job: Job) -> str:
     """Start the manager of a fresh run in the background; returns at once, with what there is to be warned of. Raises
     OSError or RuntimeError when it could not be started: then nothing of the run is left."""
-    view = _view(job)
+    spec = _resolve_spec(job)
     try:
-        if view.cluster == "local" and view.network:
-            own_address(view.network)  # the manager will be here: it need not be started to find out
-        return start_manager(run, view)
+        if spec.cluster == "local" and spec.network:
+            own_address(spec.network)  # the manager will be here: it need not be started to find out
+        return start_manager(run, spec)
     except (OSError, RuntimeError):
         shutil.rmtree(run.path, ignore_errors=True)
         raise
@@ -111,29 +111,29 @@ def resume(run: RunDir, job: Job, text: bytes, source: Path, end: float) -> str:
     """Have a run that ended at ``end`` (manager's time) go on, with this job. Returns what there is to be warned of.
     Raises OSError or RuntimeError when no manager could be started, or somebody else was first: then nothing of the run
     was changed."""
-    view = _view(job)
-    one = Order(getpass.getuser(), f"{time.time_ns()}-{os.getpid()}", view, str(source.resolve()), end)
-    order(run, one, lambda making: _describe(making, job, text, source))
+    spec = _resolve_spec(job)
+    request = ResumeRequest(getpass.getuser(), f"{time.time_ns()}-{os.getpid()}", spec, str(source.resolve()), end)
+    write_request(run, request, lambda making: _write_spec(making, job, text, source))
     try:
         state = Follower(run).state()
         if state is None or state.ended != end:  # another order was taken since we looked
             raise RuntimeError(f"it goes on already; see: rrl status {run.id}")
-        return start_manager(run, view)
+        return start_manager(run, spec)
     except (OSError, RuntimeError, JournalError) as error:
         if withdraw(run):
             raise
         return f"a manager has begun, though its start was reported as failed: {error}"
 
 
-def start_manager(run: RunDir, view: JobView) -> str:
+def start_manager(run: RunDir, spec: RunSpec) -> str:
     """Start a manager for ``run``: as a Slurm job of its own with a successor in the queue, in the pool, or as a
     process of this machine. Returns what could not be done and is not needed now. Raises OSError or RuntimeError."""
-    if view.cluster == "slurm" and view.manager.where == "pool":
-        asyncio.run(manager_job.queue_pool(run, view))
-    elif view.cluster == "slurm":
-        manager_job.queue(run, view, run_here)
+    if spec.cluster == "slurm" and spec.manager.where == "pool":
+        asyncio.run(manager_job.submit_pool(run, spec))
+    elif spec.cluster == "slurm":
+        manager_job.submit(run, spec, run_manager)
         try:
-            manager_job.queue(run, view, run_here)
+            manager_job.submit(run, spec, run_manager)
         except (OSError, RuntimeError) as error:
             return f"no second manager could be queued, which would go on should the first one's node die: {error}"
     else:
@@ -147,8 +147,8 @@ def _start_locally(run: RunDir) -> None:
     if (child := os.fork()) == 0:
         _submit_locally(run)
     if os.waitpid(child, 0)[1] != 0:
-        told = (run.submit / CONTROLLER_LOG).read_text(errors="replace").split("\n")
-        raise OSError(next((line for line in reversed(told) if line), "its submission died without a word"))
+        lines = (run.submit / CONTROLLER_LOG).read_text(errors="replace").split("\n")
+        raise OSError(next((line for line in reversed(lines) if line), "its submission died without a word"))
 
 
 def _submit_locally(run: RunDir) -> NoReturn:
@@ -164,8 +164,8 @@ def _submit_locally(run: RunDir) -> NoReturn:
         import submitit
 
         executor = submitit.LocalExecutor(folder=run.submit)
-        executor.update_parameters(timeout_min=LOCAL_FOREVER)
-        executor.submit(run_here, run)
+        executor.update_parameters(timeout_min=LOCAL_TIMEOUT_MIN)
+        executor.submit(run_manager, run)
         code = 0
     except BaseException:
         os.write(2, traceback.format_exc().encode())
@@ -173,7 +173,7 @@ def _submit_locally(run: RunDir) -> NoReturn:
         os._exit(code)
 
 
-def run_here(run: RunDir, foreground: bool = False, by_hand: bool = False) -> str | None:
+def run_manager(run: RunDir, foreground: bool = False, by_hand: bool = False) -> str | None:
     """Run a manager for ``run`` in this process until the run has ended. Returns the outcome, or None if it left.
 
     A manager that ends by an error of its own is followed by another. ``by_hand``: somebody waits for it, who is told
@@ -181,41 +181,41 @@ def run_here(run: RunDir, foreground: bool = False, by_hand: bool = False) -> st
     SIGTERM makes it leave in order (roles go on, the next manager adopts them); SIGINT in the foreground cancels."""
     start_logging()
     raise_nofile()  # a descriptor for each step, agent and worker
-    for attempt in range(RETRIES + 1):
+    for attempt in range(MAX_RETRIES + 1):
         try:
             outcome = asyncio.run(_run(run, foreground))
             return None if outcome is None else outcome.value
         except (LeaseHeld, JournalError, NoAddress):  # trying again would not help
             raise
         except Exception as error:
-            without_room = isinstance(error, OSError) and error.errno in NO_ROOM
-            if attempt == RETRIES or (without_room and by_hand):
+            storage_full = isinstance(error, OSError) and error.errno in STORAGE_FULL_ERRNOS
+            if attempt == MAX_RETRIES or (storage_full and by_hand):
                 raise
-            if without_room:
-                _log.error("%s; the manager tries again in %.0f s", error, RETRY_PAUSE)
+            if storage_full:
+                _log.error("%s; the manager tries again in %.0f s", error, RETRY_DELAY_S)
             else:
-                _log.exception("the manager failed; another one starts in %.0f s", RETRY_PAUSE)
-            time.sleep(RETRY_PAUSE)  # the next epoch adopts what lives, as it would after any death of a manager
+                _log.exception("the manager failed; another one starts in %.0f s", RETRY_DELAY_S)
+            time.sleep(RETRY_DELAY_S)  # the next epoch adopts what lives, as it would after any death of a manager
     raise AssertionError
 
 
 async def _run(run: RunDir, foreground: bool) -> Outcome | None:
-    if ended(run):  # a successor whose turn came too late
+    if run_ended(run):  # a successor whose turn came too late
         return None
-    if (resumed := pending(run)) is not None:
-        view, source = resumed.job, resumed.source
+    if (request := read_pending(run)) is not None:
+        spec, source = request.job, request.source
     else:
-        view = msgspec.json.decode(run.view.read_bytes(), type=JobView)
+        spec = msgspec.json.decode(run.run_spec.read_bytes(), type=RunSpec)
         source = str(msgspec.json.decode(run.resolved.read_bytes())["source"])
-    start_logging(view.manager.log_level)
-    cluster, host = _cluster(run, view)
-    manager = Manager(run, cluster, view, source, host)
+    start_logging(spec.manager.log_level)
+    cluster, host = _cluster(run, spec)
+    manager = Manager(run, cluster, spec, source, host)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, manager.leave, "SIGTERM")
-    loop.add_signal_handler(signal.SIGUSR2, manager.leave, WALLTIME)  # submitit's warning
+    loop.add_signal_handler(signal.SIGUSR2, manager.leave, WALLTIME_REASON)  # submitit's warning
     if foreground:
         loop.add_signal_handler(signal.SIGINT, manager.cancel, f"{getpass.getuser()} (Ctrl-C)")
-    succession = asyncio.create_task(manager_job.keep_successor(run, view, run_here))
+    succession = asyncio.create_task(manager_job.ensure_successor(run, spec, run_manager))
     try:
         outcome = await manager.run(os.environ.get("SLURM_JOB_ID", ""))
     except LeaseLost as error:
@@ -224,20 +224,20 @@ async def _run(run: RunDir, foreground: bool) -> Outcome | None:
     finally:
         succession.cancel()
         await asyncio.gather(succession, return_exceptions=True)
-    queued = outcome is not None and view.cluster == "slurm" and view.manager.where == "job"
-    if queued and (left := await manager_job.withdraw(run.id, view)):
+    queued = outcome is not None and spec.cluster == "slurm" and spec.manager.where == "job"
+    if queued and (left := await manager_job.cancel_pending(run.id, spec)):
         _log.warning("cannot cancel the pending manager job; it will leave as soon as it starts: %s", left)
     return outcome
 
 
-def _cluster(run: RunDir, view: JobView) -> tuple[Cluster, str]:
+def _cluster(run: RunDir, spec: RunSpec) -> tuple[Cluster, str]:
     """The backend, and the address to listen on."""
-    if view.cluster == "slurm":
+    if spec.cluster == "slurm":
         from ..cluster.slurm.cluster import SlurmCluster
 
-        python, within = view.env.python or sys.executable, manager_job.within(run.id, view)
-        return SlurmCluster(run.id, python, within=within), own_address(view.network)
+        python, own_tag = spec.env.python or sys.executable, manager_job.own_allocation_tag(run.id, spec)
+        return SlurmCluster(run.id, python, own_tag=own_tag), own_address(spec.network)
     from ..cluster.local import LocalCluster
 
-    host = own_address(view.network) if view.network else "127.0.0.1"
-    return LocalCluster(run, python=view.env.python or sys.executable), host
+    host = own_address(spec.network) if spec.network else "127.0.0.1"
+    return LocalCluster(run, python=spec.env.python or sys.executable), host

@@ -13,10 +13,10 @@ import socket
 from pathlib import Path
 
 from ...core.run_dir import RunDir
-from ...core.run_spec import JobView
+from ...core.run_spec import RunSpec
 from ...core.text import escaped
 from ..cluster.base import Refused, Unanswered
-from ..storage.resume_request import ordered_at
+from ..storage.resume_request import requested_at
 from . import manager_job
 from .pool_supervisor import LOGGER
 
@@ -24,7 +24,7 @@ HOST_FILE = "host"
 """in the folder of submitit: name of the machine that the manager of a local run was started on"""
 CONTROLLER_LOG = "controller.log"
 """there too: what the submission of a local manager wrote, and submitit's process that watches it"""
-_OF_OTHERS = (
+_FOREIGN_LINES = (
     re.compile(rf"(srun|slurmstepd|slurmd|submitit|\S+ [A-Z]+ {re.escape(LOGGER)}:)"),
     re.compile("srun|submitit"),
 )
@@ -34,14 +34,14 @@ _TAIL_BYTES = 64 * 1024
 """of a log that are searched for its last line: a traceback is a few KiB"""
 
 
-def start_failure(run: RunDir, view: JobView) -> str:
+def start_failure(run: RunDir, spec: RunSpec) -> str:
     """Why no manager will begin a run that awaits one (:func:`rrl.manager.bootstrap.pool_supervisor.awaits_manager`):
     all that were submitted have ended. One line, with the last line that a manager wrote; empty while one may still
     begin the run, and where that cannot be told.
 
     Asks Slurm once, and blocks for the deadline of a read (10 s) where Slurm does not answer. Raises OSError."""
     marks = _submitted(run)
-    if not marks or _one_lives(run, view, marks):
+    if not marks or _any_alive(run, spec, marks):
         return ""
     line = _last_line(run, marks)
     wrote = f"the last line logged: {line}" if line else "nothing was logged"
@@ -52,16 +52,16 @@ def start_failure(run: RunDir, view: JobView) -> str:
 def _submitted(run: RunDir) -> list[str]:
     """Ids of the submitted managers that were to begin the run, the oldest first: the Slurm job's, or the pid of the
     process that submitit started."""
-    since = ordered_at(run)
+    since = requested_at(run)
     marks = [path for path in run.submit.glob("*_submitted*") if path.stat().st_mtime >= since]
     return [path.name.partition("_")[0] for path in sorted(marks, key=lambda path: path.stat().st_mtime)]
 
 
-def _one_lives(run: RunDir, view: JobView, ids: list[str]) -> bool:
+def _any_alive(run: RunDir, spec: RunSpec, ids: list[str]) -> bool:
     """Whether one of them waits or runs, as far as can be told: what is unknown may live."""
-    if view.cluster == "slurm":
+    if spec.cluster == "slurm":
         try:
-            return asyncio.run(manager_job.listed(manager_job.starting(run.id, view)))
+            return asyncio.run(manager_job.is_queued(manager_job.job_name(run.id, spec)))
         except (Refused, Unanswered):
             return True
     try:
@@ -69,10 +69,10 @@ def _one_lives(run: RunDir, view: JobView, ids: list[str]) -> bool:
             return True
     except OSError:
         return True
-    return any(_is_of(Path("/proc", pid), run) for pid in ids)
+    return any(_is_submitit_of(Path("/proc", pid), run) for pid in ids)
 
 
-def _is_of(process: Path, run: RunDir) -> bool:
+def _is_submitit_of(process: Path, run: RunDir) -> bool:
     """Whether a process may be submitit's for this run; its pid may be that of another one by now.
 
     Within execve(2) a process has no command line for a moment, as a zombie has none: seen on a busy machine, right
@@ -96,7 +96,7 @@ def _last_line(run: RunDir, ids: list[str]) -> str:
     logs = [*(run.submit / f"{id}_0_log.{kind}" for id in reversed(ids) for kind in ("err", "out")),
             run.submit / manager_job.POOL_LOG, run.submit / CONTROLLER_LOG]  # fmt: skip
     lines = [line for log in logs for line in reversed(_tail(log))]
-    chosen = (line for others in _OF_OTHERS for line in lines if not others.match(line))
+    chosen = (line for others in _FOREIGN_LINES for line in lines if not others.match(line))
     return next(chosen, lines[0] if lines else "")
 
 

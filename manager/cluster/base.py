@@ -22,7 +22,7 @@ class RejectReason(StrEnum):
 
     REFUSED = "refused"
     """the cluster said no"""
-    NOT_HELD = "not_held"
+    ALLOCATION_NOT_RUNNING = "not_held"
     """the cluster does not list the allocation as running"""
     NEVER_APPEARED = "never_appeared"
     """the cluster never listed it"""
@@ -38,11 +38,11 @@ class Refused(Exception):
     reason = RejectReason.REFUSED
 
 
-class NotHeld(Refused):
+class AllocationNotRunning(Refused):
     """Certainly not done, because the cluster does not list the allocation as running now. That is not a failure of
     what was to be started, nor of its node: the next looks at the cluster tell what has become of the allocation."""
 
-    reason = RejectReason.NOT_HELD
+    reason = RejectReason.ALLOCATION_NOT_RUNNING
 
 
 class NotStarted(Refused):
@@ -67,7 +67,7 @@ class Unanswered(Exception):
     """Nobody knows whether it was done: a timeout, a lost connection, an answer that cannot be read."""
 
 
-class Ask(Struct, frozen=True):
+class AllocationRequest(Struct, frozen=True):
     """Nodes wanted: ``count`` of one shape under one tag."""
 
     tag: str
@@ -78,11 +78,11 @@ class Ask(Struct, frozen=True):
     sbatch: dict[str, str] = {}
     """further sbatch options, name without dashes"""
     comment: str = ""
-    part: str = "pool"
+    node_group: str = "pool"
     """of the job's parts (:class:`rrl.core.run_spec.Part`), the one that these nodes are for"""
-    again: bool = False
+    may_reuse_own_nodes: bool = False
     """nodes that we hold now may serve it, too, once they are free: an allocation of ours comes to its end"""
-    more: tuple[Ask, ...] = ()
+    further_components: tuple[AllocationRequest, ...] = ()
     """further components of the same heterogeneous job, each under a tag of its own; its first one is this ask"""
 
 
@@ -93,7 +93,7 @@ class Step(Struct, frozen=True):
     allocation: str
     """tag of the allocation"""
     node: NodeName
-    each: Resources
+    resources: Resources
     launch_file: Path
     log_file: Path
     overlap: bool = False
@@ -124,7 +124,7 @@ class AllocationState(StrEnum):
     ENDED = "ended"
 
 
-class NodeSeen(Struct, frozen=True):
+class NodeStatus(Struct, frozen=True):
     state: NodeState
     detail: str = ""
     """the cluster's own words: state with flags, reason"""
@@ -132,31 +132,31 @@ class NodeSeen(Struct, frozen=True):
     """the reason that whoever drained it gave: equal to that of a drain of ours where the drain is ours"""
 
 
-class AllocationSeen(Struct, frozen=True):
+class AllocationStatus(Struct, frozen=True):
     state: AllocationState
     job: str
     """the cluster's id: a Slurm job id"""
     nodes: tuple[NodeName, ...] = ()
     detail: str = ""
     """pending reason, end state"""
-    hopeless: str = ""
+    unsatisfiable_reason: str = ""
     """while it pends: the reason why it never starts by itself, in the cluster's word; empty while it may"""
-    left: float | None = None
+    time_left_s: float | None = None
     """s until the cluster takes it back, as of this look; None: it does not say"""
-    taken: bool = False
+    reclaimed: bool = False
     """it takes it back before the time that was agreed, or has: it is preempted; or its time was over"""
     cancelled: bool = False
     """it ended because somebody cancelled it"""
 
 
-class Observed(Struct, frozen=True):
+class ClusterSnapshot(Struct, frozen=True):
     """One look at the cluster. A part that could not be read is None: unknown, which is neither healthy nor gone.
 
     An allocation or step that is absent from a part that *was* read is not (or no longer) listed by the cluster.
     """
 
-    nodes: dict[NodeName, NodeSeen] | None
-    allocations: dict[str, AllocationSeen] | None
+    nodes: dict[NodeName, NodeStatus] | None
+    allocations: dict[str, AllocationStatus] | None
     """by tag"""
     steps: dict[str, NodeName] | None
     """tag of each listed step of this run, and its node"""
@@ -171,7 +171,7 @@ class Observed(Struct, frozen=True):
 class Cluster(Protocol):
     """All methods raise only Refused or Unanswered, and return within a deadline of their own."""
 
-    async def request(self, ask: Ask) -> None:
+    async def request(self, request: AllocationRequest) -> None:
         """Ask for nodes; they appear in :meth:`observe` under ``ask.tag``."""
 
     async def release(self, tag: str) -> None:
@@ -181,7 +181,7 @@ class Cluster(Protocol):
         """Start a step. Returns once it was handed over; that it runs is known from its own ``Wanted``. NotHeld where
         its allocation does not run (any more)."""
 
-    async def joined(self, tag: str) -> None:
+    async def release_launcher(self, tag: str) -> None:
         """The step's first process has spoken to us: whatever only carried the launch can go (srun is killed -9)."""
 
     async def stop(self, tag: str, grace: float) -> None:
@@ -198,11 +198,11 @@ class Cluster(Protocol):
     async def shrink(self, tag: str, nodes: tuple[NodeName, ...]) -> None:
         """Give single nodes of a running allocation back. Refused where that would hurt the others."""
 
-    async def harm(self, fault: Fault) -> str:
+    async def inject_fault(self, fault: Fault) -> str:
         """Perform a fault that is about a node or the cluster itself, and end it after ``fault.seconds``; says what was
         done. Refused where it is not ours to do: on Slurm anywhere but on a test cluster."""
 
-    async def observe(self) -> Observed:
+    async def observe(self) -> ClusterSnapshot:
         """Nodes, allocations and steps of this run as the cluster tells them now. Raises nothing."""
 
     async def close(self) -> None:

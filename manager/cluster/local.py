@@ -22,31 +22,31 @@ from msgspec import Struct
 
 from ...core.faults import Fault, FaultKind
 from ...core.launch import LAUNCH_ENV, read_launch
-from ...core.processes import AGENT_MODULE, STEP_MODULE, Process, look, open_pidfd, processes, send, sweep
+from ...core.processes import AGENT_MODULE, STEP_MODULE, Process, read_process, open_pidfd, processes, send_signal, sweep
 from ...core.run_dir import RunDir, write_atomically
 from ...core.types import NodeName
 from .base import (  # fmt: skip
-    AllocationSeen,
+    AllocationStatus,
     AllocationState,
-    Ask,
-    NodeSeen,
+    AllocationRequest,
+    NodeStatus,
     NodeState,
-    NotHeld,
+    AllocationNotRunning,
     NotStarted,
-    Observed,
+    ClusterSnapshot,
     Refused,
     Step,
     Unanswered,
 )
 
-STOP_MARGIN = 2.0
+STOP_MARGIN_S = 2.0
 """s beyond the grace: the step, told to stop, kills its own group at the end of the grace and writes the exit record;
 killing it in that moment would lose the record"""
-RELEASE_GRACE = 5.0
+RELEASE_GRACE_S = 5.0
 """s for steps to end when their allocation is given back under them; the manager normally stops them before"""
-SWEEP_WITHIN = 10.0
+SWEEP_TIMEOUT_S = 10.0
 """s for SIGKILLed processes to end; after that they hang in the kernel and nobody knows"""
-_INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
+_INHERITED_ENV = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 """what the first process of a step gets from us; the role's own environment is in the launch file"""
 
 
@@ -57,7 +57,7 @@ class _Allocation(Struct, frozen=True):
     nodes: tuple[NodeName, ...]
 
 
-class _Launched(Struct, frozen=True):
+class _StepRecord(Struct, frozen=True):
     allocation: str
     node: NodeName
     launch_file: str
@@ -85,35 +85,35 @@ class LocalCluster:
         for folder in (self._steps, run_dir.cluster / "down"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    async def request(self, ask: Ask) -> None:
-        if self._allocation_file(ask.tag).exists():
+    async def request(self, request: AllocationRequest) -> None:
+        if self._allocation_file(request.tag).exists():
             return
-        taken = {node for allocation in self._allocations().values() for node in allocation.nodes}
-        bad = taken | set(ask.exclude) | self._down()
-        last = self._limit if self._limit is not None else len(bad) + ask.count
+        used = {node for allocation in self._allocations().values() for node in allocation.nodes}
+        bad = used | set(request.exclude) | self._down()
+        last = self._limit if self._limit is not None else len(bad) + request.count
         free = [node for n in range(1, last + 1) if (node := NodeName(f"local{n}")) not in bad]
-        if len(free) < ask.count:
-            raise Refused(f"{ask.count} nodes wanted, {len(free)} of {last} are free and up")
-        self._write(self._allocation_file(ask.tag), _Allocation(tuple(free[: ask.count])))
+        if len(free) < request.count:
+            raise Refused(f"{request.count} nodes wanted, {len(free)} of {last} are free and up")
+        self._write(self._allocation_file(request.tag), _Allocation(tuple(free[: request.count])))
 
     async def release(self, tag: str) -> None:
-        held = [step for step, launched in self._launched().items() if launched.allocation == tag]
-        ends = await asyncio.gather(*(self.stop(step, RELEASE_GRACE) for step in held), return_exceptions=True)
+        steps = [step for step, launched in self._step_records().items() if launched.allocation == tag]
+        ends = await asyncio.gather(*(self.stop(step, RELEASE_GRACE_S) for step in steps), return_exceptions=True)
         if failed := [end for end in ends if isinstance(end, BaseException)]:
             raise failed[0]
-        self._forget(self._allocation_file(tag))
+        self._remove_record(self._allocation_file(tag))
 
     async def launch(self, step: Step) -> None:
         allocation = self._allocations().get(step.allocation)
         if allocation is None or step.node not in allocation.nodes:
-            raise NotHeld(f"{step.node} is not in an allocation {step.allocation}")
+            raise AllocationNotRunning(f"{step.node} is not in an allocation {step.allocation}")
         if step.node in self._down():
             raise Refused(f"{step.node} is down")
         record = self._step_file(step.tag)
-        before = self._launched().get(step.tag)
-        if before is not None and (before.pid or self._find(before)):
+        before = self._step_records().get(step.tag)
+        if before is not None and (before.pid or self._first_process(before)):
             raise Refused(f"{step.tag} was launched before")
-        launched = _Launched(step.allocation, step.node, str(step.launch_file))
+        launched = _StepRecord(step.allocation, step.node, str(step.launch_file))
         self._write(record, launched)
         try:
             first = self._start(step)
@@ -123,23 +123,23 @@ class LocalCluster:
         if first is not None:
             self._write(record, msgspec.structs.replace(launched, pid=first.pid, started=first.started))
 
-    async def joined(self, tag: str) -> None:
+    async def release_launcher(self, tag: str) -> None:
         """Nothing carries a local launch."""
 
     async def stop(self, tag: str, grace: float) -> None:
-        launched = self._launched().get(tag)
+        launched = self._step_records().get(tag)
         if launched is None:
             return
-        if (first := self._find(launched)) and grace > 0 and send(first, signal.SIGTERM):
-            await _ended(first, grace + STOP_MARGIN)
+        if (first := self._first_process(launched)) and grace > 0 and send_signal(first, signal.SIGTERM):
+            await _wait_for_end(first, grace + STOP_MARGIN_S)
 
         def leftovers() -> list[Process]:
             return [process for process in processes(str(self._run.steps)) if process.launch == launched.launch_file]
 
-        _, alive = await asyncio.to_thread(sweep, leftovers, SWEEP_WITHIN)
+        _, alive = await asyncio.to_thread(sweep, leftovers, SWEEP_TIMEOUT_S)
         if alive:
             raise Unanswered(f"{tag}: pid {alive[0].pid} does not end on SIGKILL")
-        self._forget(self._step_file(tag))
+        self._remove_record(self._step_file(tag))
 
     async def drain(self, node: NodeName, reason: str) -> None:
         raise Refused("there is nobody to give a virtual node to")
@@ -150,7 +150,7 @@ class LocalCluster:
     async def shrink(self, tag: str, nodes: tuple[NodeName, ...]) -> None:
         raise Refused("there is nobody to give a virtual node to")
 
-    async def harm(self, fault: Fault) -> str:
+    async def inject_fault(self, fault: Fault) -> str:
         """A crash only: virtual nodes share one network and one disk, and there is no slurmctld."""
         if fault.kind is not FaultKind.CRASH:
             raise Refused(f"the local cluster has no network, disk or slurmctld of a node's own for {fault.kind}")
@@ -162,24 +162,24 @@ class LocalCluster:
             down_mark(self._run, node).write_text(until)  # first: nothing is launched there any more
         except OSError as error:
             raise Refused(str(error)) from error
-        ended, left = await asyncio.to_thread(sweep, lambda: self._on(node), SWEEP_WITHIN)
+        ended, left = await asyncio.to_thread(sweep, lambda: self._processes_on(node), SWEEP_TIMEOUT_S)
         if left:
             raise Unanswered(f"{node}: pid {left[0].pid} does not end on SIGKILL")
         return f"{node} is down, {len(ended)} processes of it were killed"
 
-    async def observe(self) -> Observed:
+    async def observe(self) -> ClusterSnapshot:
         try:
             allocations = self._allocations()
-            steps = {tag: launched.node for tag, launched in self._launched().items() if self._find(launched)}
+            steps = {tag: launched.node for tag, launched in self._step_records().items() if self._first_process(launched)}
             down = self._down()
         except Refused as error:
-            return Observed(None, None, None, unknown=str(error))
+            return ClusterSnapshot(None, None, None, unknown=str(error))
         names = {node for allocation in allocations.values() for node in allocation.nodes} | down
         names |= {NodeName(f"local{n}") for n in range(1, (self._limit or 0) + 1)}
-        return Observed(
-            nodes={node: NodeSeen(NodeState.DOWN, "marked down") if node in down else NodeSeen(NodeState.UP)
+        return ClusterSnapshot(
+            nodes={node: NodeStatus(NodeState.DOWN, "marked down") if node in down else NodeStatus(NodeState.UP)
                    for node in sorted(names)},
-            allocations={tag: AllocationSeen(AllocationState.RUNNING, tag, allocation.nodes)
+            allocations={tag: AllocationStatus(AllocationState.RUNNING, tag, allocation.nodes)
                          for tag, allocation in allocations.items()},
             steps=steps,
         )  # fmt: skip
@@ -205,7 +205,7 @@ class LocalCluster:
         except OSError as error:
             raise Refused(f"{path}: {error}") from error
 
-    def _forget(self, path: Path) -> None:
+    def _remove_record(self, path: Path) -> None:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
@@ -214,12 +214,12 @@ class LocalCluster:
     def _allocations(self) -> dict[str, _Allocation]:
         return _records(self._run.cluster, _Allocation)
 
-    def _launched(self) -> dict[str, _Launched]:
-        return _records(self._steps, _Launched)
+    def _step_records(self) -> dict[str, _StepRecord]:
+        return _records(self._steps, _StepRecord)
 
     def _down(self) -> set[NodeName]:
         try:
-            return {NodeName(mark.name) for mark in (self._run.cluster / "down").iterdir() if _holds(mark)}
+            return {NodeName(mark.name) for mark in (self._run.cluster / "down").iterdir() if _is_in_force(mark)}
         except (OSError, ValueError) as error:
             raise Refused(str(error)) from error
 
@@ -228,7 +228,7 @@ class LocalCluster:
         """The first process; None when it has ended already."""
         module = AGENT_MODULE if step.agent else STEP_MODULE
         env = {LAUNCH_ENV: str(step.launch_file)}
-        env |= {name: os.environ[name] for name in _INHERITED if name in os.environ}
+        env |= {name: os.environ[name] for name in _INHERITED_ENV if name in os.environ}
         with open(os.open(step.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
             # -P: the folder that we happen to be in is not searched for modules
             child = subprocess.Popen(
@@ -238,7 +238,7 @@ class LocalCluster:
         fd, loop = os.pidfd_open(child.pid), asyncio.get_running_loop()
         self._children[fd] = child, loop
         loop.add_reader(fd, self._reap, fd)
-        return look(child.pid)
+        return read_process(child.pid)
 
     def _reap(self, fd: int) -> None:
         child, loop = self._children.pop(fd)
@@ -246,20 +246,20 @@ class LocalCluster:
         os.close(fd)
         child.wait()
 
-    def _on(self, node: NodeName) -> list[Process]:
+    def _processes_on(self, node: NodeName) -> list[Process]:
         """Everything of the run that lives on a virtual node."""
         return [process for process in processes(str(self._run.steps)) if _node_of(process.launch) == node]
 
-    def _find(self, launched: _Launched) -> Process | None:
+    def _first_process(self, launched: _StepRecord) -> Process | None:
         """The living first process of a step."""
         if launched.pid:
-            process = look(launched.pid)
+            process = read_process(launched.pid)
             return process if process is not None and process.started == launched.started else None
         return next((process for process in processes(str(self._run.steps))
                      if process.launch == launched.launch_file and process.module), None)  # fmt: skip
 
 
-def _holds(mark: Path) -> bool:
+def _is_in_force(mark: Path) -> bool:
     """A mark holds for good, or until the time in it; then it is removed."""
     until = mark.read_text()
     if until and time.time() >= float(until):
@@ -284,7 +284,7 @@ def _records(folder: Path, kind: type[_Record]) -> dict[str, _Record]:
         raise Refused(f"{folder}: {error}") from error
 
 
-async def _ended(process: Process, within: float) -> None:
+async def _wait_for_end(process: Process, timeout_s: float) -> None:
     """Returns when the process has ended, or after ``within`` s."""
     fd = open_pidfd(process)
     if fd is None:
@@ -293,7 +293,7 @@ async def _ended(process: Process, within: float) -> None:
     over = asyncio.Event()
     loop.add_reader(fd, over.set)
     try:
-        async with asyncio.timeout(within):
+        async with asyncio.timeout(timeout_s):
             await over.wait()
     except TimeoutError:
         pass

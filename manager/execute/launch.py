@@ -14,54 +14,54 @@ from pathlib import Path
 
 import msgspec
 
-from ...core.launch import BEAT_ENV, Launch
+from ...core.launch import HEARTBEAT_INTERVAL_ENV, Launch
 from ...core.log_lines import LOG_LEVEL_ENV
-from ...core.role_environment import ALLOWED, OF_THE_HOST, passing, prelude
+from ...core.role_environment import INHERITED_VARIABLES, HOST_ONLY_VARIABLES, select_variables, prelude
 from ...core.run_dir import RunDir, write_atomically
-from ...core.run_spec import ContainerView, JobView, Resources, RoleView
-from ...core.types import AGENT, SHADOW, role_of, stands_for
+from ...core.run_spec import ContainerSpec, RunSpec, Resources, RoleSpec
+from ...core.types import AGENT, STANDBY_ROLE, role_of, standby_role_of
 from ...transport.address import NETWORK_ENV
 from ..cluster.base import NotStarted, Step
 from ..model.actions import Launch as LaunchAction
-from ..model.queries import admits, readers_on
+from ..model.queries import requires_admission, readers_for
 from ..model.state import State
 
 APPTAINER, PYXIS = "apptainer", "pyxis"
 _SHARED_MEMORY = "/dev/shm"
 """torch's data loaders and UCX meet there; pyxis's images have one of their own otherwise"""
-_FILES = (".sif", ".sqsh", ".squashfs", ".img")
+_IMAGE_SUFFIXES = (".sif", ".sqsh", ".squashfs", ".img")
 """An image with such a name is a file, and like every path in job.toml it starts at the folder of job.toml. apptainer
 would find it there by itself, pyxis takes a name without a slash for one in a registry."""
 NO_USER_SITE = {"PYTHONNOUSERSITE": "1"}
 """For every container: ~/.local of the host holds packages for the host's Python."""
 
 
-def mounts(container: ContainerView, run_dir: str, job_dir: str) -> tuple[tuple[str, str, str], ...]:
+def mounts(container: ContainerSpec, run_dir: str, job_dir: str) -> tuple[tuple[str, str, str], ...]:
     """(source, target, flag) of each mount, the flag empty, ``ro`` or ``rw``: run directory, job folder, shared memory,
     and the job's own, which win where they have the same target. Raises NotStarted for a folder that cannot be one."""
     for folder in (run_dir, job_dir):
         if set(folder) & set(":,+"):
             raise NotStarted(f"{folder} cannot be mounted into a container: its name has one of : , +")
-    wanted = {folder: (folder, folder, "") for folder in (run_dir, job_dir, _SHARED_MEMORY)}
+    by_target = {folder: (folder, folder, "") for folder in (run_dir, job_dir, _SHARED_MEMORY)}
     for text in container.mounts:
         source, _, rest = text.partition(":")
         target, _, flag = rest.partition(":")
-        wanted[target or source] = (source, target or source, flag)
-    return tuple(wanted.values())
+        by_target[target or source] = (source, target or source, flag)
+    return tuple(by_target.values())
 
 
 def apptainer(
-    role: RoleView, container: ContainerView, run_dir: str, job_dir: str, argv: Sequence[str]
+    role: RoleSpec, container: ContainerSpec, run_dir: str, job_dir: str, argv: Sequence[str]
 ) -> tuple[str, ...]:
     """``argv`` in the role's image. The environment that apptainer is started with reaches it, but for PATH and
     LD_LIBRARY_PATH, which are the image's (apptainer.org, environment and metadata); values are not evaluated
     (``--no-eval``): a password may hold a dollar sign. The site's default decides whether the home is mounted."""
     binds = (f"--bind={':'.join(filter(None, mount))}" for mount in mounts(container, run_dir, job_dir))
-    gpus = ("--nv",) if role.each.gpus else ()
+    gpus = ("--nv",) if role.per_member.gpus else ()
     return ("apptainer", "exec", "--no-eval", *binds, f"--pwd={job_dir}", *gpus, _image(role, job_dir), *argv)
 
 
-def pyxis(role: RoleView, container: ContainerView, run_dir: str, job_dir: str) -> tuple[str, ...]:
+def pyxis(role: RoleSpec, container: ContainerSpec, run_dir: str, job_dir: str) -> tuple[str, ...]:
     """Options of srun. No entry point and no home: a site's enroot.conf may have both, and the first is not ours."""
     listed = ",".join(":".join(filter(None, mount)) for mount in mounts(container, run_dir, job_dir))
     return (
@@ -70,20 +70,20 @@ def pyxis(role: RoleView, container: ContainerView, run_dir: str, job_dir: str) 
     )  # fmt: skip
 
 
-def _image(role: RoleView, job_dir: str) -> str:
-    if "://" in role.image or not role.image.endswith(_FILES):
+def _image(role: RoleSpec, job_dir: str) -> str:
+    if "://" in role.image or not role.image.endswith(_IMAGE_SUFFIXES):
         return role.image
     return str(Path(job_dir) / Path(role.image).expanduser())
 
 
 AGENT_CPUS = 1
 """of a step that overlaps: an agent takes nothing of its own, but sees all of its node's GPUs"""
-PROBE_WITHIN = 180.0
+PROBE_TIMEOUT_S = 180.0
 """s for [env] probe; importing torch from a file server that a hundred nodes ask at once takes a minute or two"""
 PROBE_SHARE = 0.5
 """of ``limits.join``: the agent says only after the probe that it is there"""
 
-ADMISSION = 30.0
+ADMISSION_TIMEOUT_S = 30.0
 """s for a first round of the readers (docs/health.md); each has a deadline of its own"""
 ADMISSION_SHARE = 0.25
 """of ``limits.join``, as above"""
@@ -93,26 +93,26 @@ def write_launch(run: RunDir, state: State, action: LaunchAction, job_dir: str) 
     """Write the launch file of ``action`` (0600, durable) and return the step for the cluster.
 
     Raises OSError when the run directory cannot be read or written, Refused when there can be no such step."""
-    name = role_of(action.life.replica)
+    name = role_of(action.incarnation.replica)
     if name == AGENT:
         launch, step = _agent(run, state, action, job_dir)
-    elif name == SHADOW:
-        launch, step = _shadow(run, state, action, job_dir)
+    elif name == STANDBY_ROLE:
+        launch, step = _standby(run, state, action, job_dir)
     else:
         launch, step = _role(run, state, action, job_dir, state.job.role(name))
     write_atomically(step.launch_file, msgspec.json.encode(launch))
     return step
 
 
-def _role(run: RunDir, state: State, action: LaunchAction, job_dir: str, role: RoleView) -> tuple[Launch, Step]:
+def _role(run: RunDir, state: State, action: LaunchAction, job_dir: str, role: RoleSpec) -> tuple[Launch, Step]:
     launch = msgspec.structs.replace(
         _launch(run, state.job, action, job_dir),
         argv=_argv(role, state.job, str(run.path), job_dir),
-        env=_role_environment(role, state.job, job_dir, _passed(run, state.job)),
+        env=_role_environment(role, state.job, job_dir, _load_passed_env(run, state.job)),
         watch=role.watch,
-        gpus=role.each.gpus,
+        gpus=role.per_member.gpus,
     )
-    step = _step(run, action, role.each)
+    step = _step(run, action, role.per_member)
     if role.launcher == PYXIS:  # what [env] sets up is the host's, and the step is not on it
         options = pyxis(role, state.job.container, str(run.path), job_dir)
         launch = msgspec.structs.replace(launch, setup="", in_image=True)
@@ -120,26 +120,26 @@ def _role(run: RunDir, state: State, action: LaunchAction, job_dir: str, role: R
     return launch, step
 
 
-def _shadow(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tuple[Launch, Step]:
+def _standby(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tuple[Launch, Step]:
     """The command of the role that is kept warm. A rollout's has its engine running, and what it takes of the node to
     itself, as the rollout that it becomes. The trainer's waits beside whatever works there. Steps that overlap are all
     given the node's first CPUs and GPUs (measured): so it gets all of them, to have its share of whatever is free once
     it has become something; of the GPUs it is then told which."""
-    role = state.job.role(stands_for(action.life.replica))
+    role = state.job.role(standby_role_of(action.incarnation.replica))
     launch, step = _role(run, state, action, job_dir, role)
     launch = msgspec.structs.replace(launch, standby=True)
-    if not role.beside:
+    if not role.standby_shares_node:
         return launch, step
     node = _node(state, action)
-    gpus = node.gpus if role.each.gpus else 0
-    each = Resources(max(node.cpus, role.each.cpus), gpus, role.each.mem)
-    return msgspec.structs.replace(launch, gpus=gpus), msgspec.structs.replace(step, each=each, overlap=True)
+    gpus = node.gpus if role.per_member.gpus else 0
+    resources = Resources(max(node.cpus, role.per_member.cpus), gpus, role.per_member.mem)
+    return msgspec.structs.replace(launch, gpus=gpus), msgspec.structs.replace(step, each=resources, overlap=True)
 
 
 def _node(state: State, action: LaunchAction) -> Resources:
     """What we asked for of each node of the allocation."""
-    held = state.allocations.get(action.allocation)
-    return held.ask.node if held is not None else Resources()
+    allocation = state.allocations.get(action.allocation)
+    return allocation.request.node if allocation is not None else Resources()
 
 
 def _agent(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tuple[Launch, Step]:
@@ -147,23 +147,23 @@ def _agent(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tup
     launch, probe = _launch(run, state.job, action, job_dir), _probe(state.job, str(run.path), job_dir)
     launch = msgspec.structs.replace(
         launch,
-        env=environment(state.job, Resources(), job_dir) | (_passed(run, state.job) if probe else {}),
+        env=environment(state.job, Resources(), job_dir) | (_load_passed_env(run, state.job) if probe else {}),
         probe=probe,
-        probe_within=min(PROBE_WITHIN, PROBE_SHARE * state.job.limits.join),
+        probe_within=min(PROBE_TIMEOUT_S, PROBE_SHARE * state.job.limits.join),
         gpus=gpus if state.job.cluster != "local" else 0,
-        readers=readers_on(state.job, gpus),
-        admission=min(ADMISSION, ADMISSION_SHARE * state.job.limits.join) if admits(state.job, gpus) else 0.0,
+        readers=readers_for(state.job, gpus),
+        admission=min(ADMISSION_TIMEOUT_S, ADMISSION_SHARE * state.job.limits.join) if requires_admission(state.job, gpus) else 0.0,
     )
     step = _step(run, action, Resources(cpus=AGENT_CPUS, gpus=gpus))
     return launch, msgspec.structs.replace(step, overlap=True, agent=True)
 
 
-def _launch(run: RunDir, job: JobView, action: LaunchAction, job_dir: str) -> Launch:
+def _launch(run: RunDir, job: RunSpec, action: LaunchAction, job_dir: str) -> Launch:
     slurm = job.cluster == "slurm"
     return Launch(
         tag=action.step,
         run_dir=str(run.path),
-        life=action.life,
+        incarnation=action.incarnation,
         node=action.node,
         argv=(),
         env={},
@@ -175,60 +175,60 @@ def _launch(run: RunDir, job: JobView, action: LaunchAction, job_dir: str) -> La
     )
 
 
-def _step(run: RunDir, action: LaunchAction, each: Resources) -> Step:
+def _step(run: RunDir, action: LaunchAction, resources: Resources) -> Step:
     log = run.log_file(f"{action.step}.step")
-    return Step(action.step, action.allocation, action.node, each, run.launch_file(action.step), log)
+    return Step(action.step, action.allocation, action.node, resources, run.launch_file(action.step), log)
 
 
-def _argv(role: RoleView, job: JobView, run_dir: str, job_dir: str) -> tuple[str, ...]:
+def _argv(role: RoleSpec, job: RunSpec, run_dir: str, job_dir: str) -> tuple[str, ...]:
     if role.launcher == APPTAINER:
         return apptainer(role, job.container, run_dir, job_dir, role.argv)
     return role.argv
 
 
-def _probe(job: JobView, run_dir: str, job_dir: str) -> tuple[str, ...]:
+def _probe(job: RunSpec, run_dir: str, job_dir: str) -> tuple[str, ...]:
     """The command by which a node shows that [env] probe can be imported: on the host, or where no role runs on it in
     apptainer's container. In pyxis's there is no looking from outside."""
     modules = f"import {', '.join(job.env.probe)}"
     if not job.env.probe or all(role.launcher == PYXIS for role in job.roles):
         return ()
     if any(role.launcher == "direct" for role in job.roles):
-        return (job.env.prober, "-c", modules)
+        return (job.env.probe_python, "-c", modules)
     contained = next(role for role in job.roles if role.launcher == APPTAINER)
     return apptainer(contained, job.container, run_dir, job_dir, (job.container.python, "-c", modules))
 
 
-def _role_environment(role: RoleView, job: JobView, job_dir: str, passed: dict[str, str]) -> dict[str, str]:
-    given = environment(job, role.each, job_dir) | passed
+def _role_environment(role: RoleSpec, job: RunSpec, job_dir: str, passed: dict[str, str]) -> dict[str, str]:
+    given = environment(job, role.per_member, job_dir) | passed
     if role.launcher == PYXIS:
-        given = {name: value for name, value in given.items() if name not in OF_THE_HOST}
+        given = {name: value for name, value in given.items() if name not in HOST_ONLY_VARIABLES}
     return given | ({} if role.launcher == "direct" else NO_USER_SITE) | role.env
 
 
-def environment(job: JobView, each: Resources, job_dir: str) -> dict[str, str]:
+def environment(job: RunSpec, resources: Resources, job_dir: str) -> dict[str, str]:
     """The environment of a role but for what the submitting shell, its spec and its node add."""
-    inherited = {name: os.environ[name] for name in ALLOWED if name in os.environ}
+    inherited = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
     if folder := os.path.dirname(job.env.python):  # "python" in a command is the one that has rrl
         inherited["PATH"] = os.pathsep.join((folder, inherited.get("PATH", os.defpath)))
     return inherited | {
-        BEAT_ENV: str(job.limits.beat),
+        HEARTBEAT_INTERVAL_ENV: str(job.limits.heartbeat),
         LOG_LEVEL_ENV: os.environ.get(LOG_LEVEL_ENV) or job.manager.log_level,
         "RRL_JOB_DIR": job_dir,
-        "OMP_NUM_THREADS": str(each.cpus),
+        "OMP_NUM_THREADS": str(resources.cpus),
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",  # nothing that a run needs may depend on a download in the middle of it
     }
 
 
-def _passed(run: RunDir, job: JobView) -> dict[str, str]:
+def _load_passed_env(run: RunDir, job: RunSpec) -> dict[str, str]:
     """What ``rrl submit`` kept of its shell. It is read for each launch: the journal and our memory stay free of it."""
-    return msgspec.json.decode(run.passed.read_bytes(), type=dict[str, str]) if job.env.passed else {}
+    return msgspec.json.decode(run.passed_env.read_bytes(), type=dict[str, str]) if job.env.passed else {}
 
 
-def keep_passed(run: RunDir, job: JobView) -> None:
+def save_passed_env(run: RunDir, job: RunSpec) -> None:
     """Keep the variables of this shell that roles get, 0600: the manager may run elsewhere. Raises OSError."""
-    write_atomically(run.passed, msgspec.json.encode(passing(job.env.passed, os.environ)))
+    write_atomically(run.passed_env, msgspec.json.encode(select_variables(job.env.passed, os.environ)))
 
 
 def job_dir_of(source: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...core.types import Cause, Evidence, Finding, Life, NodeName, Remedy, Verdict
+from ...core.types import Cause, Evidence, Finding, Incarnation, NodeName, Remedy, Verdict
 from ...transport.messages import AgentHello, Hello
 from ..model.state import State
 
@@ -11,7 +11,7 @@ MEMLOCK_DEFAULT = 8 * 2**20
 Whatever RDMA registers is locked, which for weights is gigabytes; Open MPI's FAQ asks for "unlimited"."""
 
 
-def memory_locks(hello: AgentHello, weights: str, now: float) -> Finding | None:
+def check_memlock(hello: AgentHello, weights: str, now: float) -> Finding | None:
     """WARN where a node has RDMA devices, but roles may lock no more memory than by default."""
     if weights == "tcp" or not hello.rdma or hello.memlock < 0 or hello.memlock > MEMLOCK_DEFAULT:
         return None
@@ -23,35 +23,35 @@ def memory_locks(hello: AgentHello, weights: str, now: float) -> Finding | None:
     return Finding("memlock", Verdict.WARN, Cause.FABRIC, Remedy.SUPPORT, now, evidence, node=hello.node)
 
 
-class GpusTaken:
+class GpuRegistry:
     """Which life has which GPU of which node, as roles say when they join. A new manager hears it from all again."""
 
     def __init__(self) -> None:
-        self._by: dict[tuple[NodeName, str], Life] = {}
+        self._owners: dict[tuple[NodeName, str], Incarnation] = {}
 
     def claim(self, hello: Hello, state: State, now: float) -> Finding | None:
         """FAIL, about who joins, where another believed life has one of its GPUs: a step that overlaps shares the first
         ones with all others (measured, docs/architecture.md), and both would run out of memory."""
-        life, node = hello.life, hello.node
+        incarnation, node = hello.incarnation, hello.node
         for gpu in hello.gpus:
-            other = self._by.get((node, gpu))
-            if other is not None and other != life and state.believed(other):
-                text = f"{life} and {other} were both given GPU {gpu} of {node}"
+            other = self._owners.get((node, gpu))
+            if other is not None and other != incarnation and state.is_current(other):
+                text = f"{incarnation} and {other} were both given GPU {gpu} of {node}"
                 evidence = (Evidence("worker", text, now),)
                 return Finding(
-                    "gpu_taken", Verdict.FAIL, Cause.GPU, Remedy.RESTART, now, evidence, life=life, proof=True
+                    "gpu_taken", Verdict.FAIL, Cause.GPU, Remedy.RESTART, now, evidence, incarnation=incarnation, proof=True
                 )
-        self._by.update({(node, gpu): life for gpu in hello.gpus})
+        self._owners.update({(node, gpu): incarnation for gpu in hello.gpus})
         return None
 
-    def give(self, life: Life, node: NodeName, seen: tuple[str, ...], count: int, state: State) -> tuple[str, ...]:
+    def assign(self, incarnation: Incarnation, node: NodeName, visible: tuple[str, ...], count: int, state: State) -> tuple[str, ...]:
         """``count`` of the GPUs that are ``seen`` on a node, for a life that will join there: none that another
         believed life has said to have. The same ones when it is asked again; none at all where there are too few."""
-        holders = {gpu: self._by.get((node, gpu)) for gpu in seen}
-        mine = [gpu for gpu, holder in holders.items() if holder == life]
-        free = [gpu for gpu, holder in holders.items() if holder is None or not state.believed(holder)]
-        chosen = (*mine, *free)[:count]
+        holders = {gpu: self._owners.get((node, gpu)) for gpu in visible}
+        own = [gpu for gpu, holder in holders.items() if holder == incarnation]
+        free = [gpu for gpu, holder in holders.items() if holder is None or not state.is_current(holder)]
+        chosen = (*own, *free)[:count]
         if len(chosen) < count:
             return ()
-        self._by.update({(node, gpu): life for gpu in chosen})
+        self._owners.update({(node, gpu): incarnation for gpu in chosen})
         return chosen

@@ -26,247 +26,247 @@ from msgspec.structs import replace
 
 from ...core.launch import tag_of
 from ...core.run_dir import RunDir, write_atomically
-from ...core.types import AGENT, STACKS, Cause, Evidence, Finding, Life, Remedy, ReplicaId, Verdict, gang_of, replica_id
-from ...health.detection.attribution.stack_groups import Grouped, group, main_threads_only, told
+from ...core.types import AGENT, STACKS, Cause, Evidence, Finding, Incarnation, Remedy, ReplicaId, Verdict, gang_of, replica_id
+from ...health.detection.attribution.stack_groups import GroupedStacks, group, main_threads_only, summary_lines
 from ...health.detection.detectors.liveness import worker_silence
-from ...health.detection.detectors.probing import to_probe
-from ...health.detection.watch import Watch
+from ...health.detection.detectors.probing import due_probes
+from ...health.detection.watch import HealthMonitor
 from ...transport import messages as msg
 from ...transport.control.endpoints import Send
 from ..model import events as ev
 from ..model.state import State
-from .finding_gate import heeded
+from .finding_gate import apply_settings
 
 _log = logging.getLogger("rrl.manager")
 
-WITHIN = 7.0
+STACKS_TIMEOUT_S = 7.0
 """s that stacks may take, and a FAIL without an earlier warning is held back for them: an agent answers within 2 + 4 s
 (rrl.roles.agent.stack_dumps), mostly within one"""
-AGAIN = 60.0
+RECOLLECT_AFTER_S = 60.0
 """s before stacks of one life are taken anew, where the suspicion came and went meanwhile"""
-AT_ONCE = 64
+MAX_CONCURRENT = 64
 """hangs whose stacks are on their way; of more at once, which have a cause in common, none are taken"""
-MOST_BYTES = 16 * 2**20
+MAX_DUMP_BYTES = 16 * 2**20
 """of whole dumps of one gang; of further members the main threads only are kept"""
-_LINE = 300
+_MAX_LINE_CHARS = 300
 """characters of one line of evidence"""
-_SHOWN = 3
+_MAX_SHOWN_LINES = 3
 """lines of evidence in a finding beside its own and the file's name: five are the most (docs/sources.md)"""
-_EPOCH = 2**20
+_ID_SPACE_PER_EPOCH = 2**20
 """ids count from this times the epoch: an answer to an earlier manager's question is none to this one's"""
 
 
 @dataclass(slots=True, eq=False)
-class _Episode:
+class _Incident:
     """One hang of one replica."""
 
     began: float
-    until: float
+    defer_until: float
     """a FAIL is held back so long, unless it is ``over`` before"""
-    over: bool = False
+    done: bool = False
     evidence: tuple[Evidence, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
-class _Taking:
+class _StackCollection:
     """Stacks on their way."""
 
-    life: Life
+    incarnation: Incarnation
     id: int
-    asked: dict[Life, ReplicaId]
+    agents: dict[Incarnation, ReplicaId]
     """whose, and of which agent"""
-    dumps: dict[Life, dict[int, str]] = field(default_factory=dict)
-    errors: dict[Life, str] = field(default_factory=dict)
+    dumps: dict[Incarnation, dict[int, str]] = field(default_factory=dict)
+    errors: dict[Incarnation, str] = field(default_factory=dict)
     size: int = 0
     complete: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, answer: msg.Stacks) -> None:
-        if self.asked.get(answer.of) != answer.life.replica or answer.of in {*self.dumps, *self.errors}:
+        if self.agents.get(answer.target) != answer.incarnation.replica or answer.target in {*self.dumps, *self.errors}:
             return
         if answer.dumps:
             self.size += sum(map(len, answer.dumps.values()))
-            whole = self.size <= MOST_BYTES
-            self.dumps[answer.of] = answer.dumps if whole else main_threads_only(answer.dumps)
+            whole = self.size <= MAX_DUMP_BYTES
+            self.dumps[answer.target] = answer.dumps if whole else main_threads_only(answer.dumps)
         else:
-            self.errors[answer.of] = answer.error or "no dump"
-        if len(self.dumps) + len(self.errors) == len(self.asked):
+            self.errors[answer.target] = answer.error or "no dump"
+        if len(self.dumps) + len(self.errors) == len(self.agents):
             self.complete.set()
 
 
-class Suspicion:
+class HangInvestigator:
     """Of one manager. ``workers`` and ``steps`` say where workers and agents can be told something."""
 
     def __init__(
         self,
         run: RunDir,
-        watch: Watch,
+        monitor: HealthMonitor,
         state: Callable[[], State],
         record: Callable[[ev.Event], None],
         send: Send,
         now: Callable[[], float],
-        workers: Mapping[Life, bytes],
-        steps: Mapping[str, bytes],
+        worker_peers: Mapping[Incarnation, bytes],
+        step_peers: Mapping[str, bytes],
     ) -> None:
-        self._run, self._watch, self._state, self._record = run, watch, state, record
-        self._send, self._now, self._workers, self._steps = send, now, workers, steps
-        self._count = 0
-        self._episodes: dict[Life, _Episode] = {}
+        self._run, self._monitor, self._state, self._record = run, monitor, state, record
+        self._send, self._now, self._worker_peers, self._step_peers = send, now, worker_peers, step_peers
+        self._last_id = 0
+        self._incidents: dict[Incarnation, _Incident] = {}
         """by gang: where one member hangs, soon all do"""
-        self._takings: dict[int, _Taking] = {}
-        self._running: set[asyncio.Task[None]] = set()
+        self._collections: dict[int, _StackCollection] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    def consider(self, findings: Sequence[Finding]) -> tuple[list[Finding], float]:
+    def investigate(self, findings: Sequence[Finding]) -> tuple[list[Finding], float]:
         """Between detecting and telling: have suspects asked. The findings as they are to be told, and when to look
         again (inf: at the next news)."""
-        now, view = self._now(), self._state().job.health
-        again = now if self._probe(now) else inf
-        wanted = {finding.key for finding in findings if _hangs(finding) and heeded(finding, view) is not None}
-        hanging = {life.gang for finding in findings if finding.key in wanted and (life := _hangs(finding))}
-        for gang in [one for one, held in self._episodes.items() if one not in hanging and now >= held.began + AGAIN]:
-            del self._episodes[gang]
-        heard = []
+        now, settings = self._now(), self._state().job.health
+        next_check = now if self._send_probes(now) else inf
+        hang_keys = {finding.key for finding in findings if _hang_of(finding) and apply_settings(finding, settings) is not None}
+        hanging = {incarnation.gang for finding in findings if finding.key in hang_keys and (incarnation := _hang_of(finding))}
+        for gang in [one for one, incident_of_gang in self._incidents.items() if one not in hanging and now >= incident_of_gang.began + RECOLLECT_AFTER_S]:
+            del self._incidents[gang]
+        findings_out = []
         for finding in findings:
-            life = _hangs(finding)
-            if life is None or finding.key not in wanted:
-                heard.append(finding)
+            incarnation = _hang_of(finding)
+            if incarnation is None or finding.key not in hang_keys:
+                findings_out.append(finding)
                 continue
-            episode = self._episodes.get(life.gang)
+            incident = self._incidents.get(incarnation.gang)
             failed = finding.verdict is Verdict.FAIL
-            if episode is None or (failed and finding.since > episode.began):  # else they show an earlier standstill
-                episode = self._begin(life, now)
-            holds = failed and not finding.proof and not episode.over and now < episode.until
-            again = min(again, episode.until) if holds else again
-            shown = episode.evidence if finding.since <= episode.began else ()
-            heard.append(_held(finding) if holds else _with(finding, shown))
-        return heard, again
+            if incident is None or (failed and finding.since > incident.began):  # else they show an earlier standstill
+                incident = self._open_incident(incarnation, now)
+            deferred = failed and not finding.proof and not incident.done and now < incident.defer_until
+            next_check = min(next_check, incident.defer_until) if deferred else next_check
+            shown = incident.evidence if finding.since <= incident.began else ()
+            findings_out.append(_defer(finding) if deferred else _with_evidence(finding, shown))
+        return findings_out, next_check
 
-    def heard(self, answer: msg.Probed | msg.Stacks) -> None:
+    def on_reply(self, answer: msg.ProbeReply | msg.Stacks) -> None:
         """Of who is believed. Stacks that nobody waits for any more are passed over; an answer to a probe says how it
         is now, whichever question it answers, but not to one that an earlier manager put."""
         if isinstance(answer, msg.Stacks):
-            if (taking := self._takings.get(answer.id)) is not None:
-                taking.add(answer)
-        elif answer.id // _EPOCH == self._state().epoch:
-            self._watch.answered(answer.life, answer.result, _clean(answer.detail), self._now())
+            if (collection := self._collections.get(answer.id)) is not None:
+                collection.add(answer)
+        elif answer.id // _ID_SPACE_PER_EPOCH == self._state().epoch:
+            self._monitor.on_probe_answered(answer.incarnation, answer.result, _one_line(answer.detail), self._now())
 
     async def close(self) -> None:
-        for task in self._running:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # ── probes ─────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _probe(self, now: float) -> bool:
-        suspects = to_probe(self._watch, self._state().job.limits, now)
-        for life in suspects:
-            self._watch.asked(life, now)
-            if (peer := self._workers.get(life)) is not None:
-                self._keep(self._send(peer, msg.Probe(life, self._next()), None))
+    def _send_probes(self, now: float) -> bool:
+        suspects = due_probes(self._monitor, self._state().job.limits, now)
+        for incarnation in suspects:
+            self._monitor.on_probe_sent(incarnation, now)
+            if (peer := self._worker_peers.get(incarnation)) is not None:
+                self._spawn(self._send(peer, msg.Probe(incarnation, self._next_id()), None))
         return bool(suspects)
 
     # ── stacks ─────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _begin(self, life: Life, now: float) -> _Episode:
-        orders = list(self._orders(life)) if len(self._takings) < AT_ONCE else []
-        episode = self._episodes[life.gang] = _Episode(now, now + WITHIN, over=not orders)
-        if orders:
-            number = self._next()
-            self._takings[number] = taking = _Taking(life, number, {of: agent for _, agent, of, _ in orders})
-            self._keep(self._take(taking, orders, episode))
-        return episode
+    def _open_incident(self, incarnation: Incarnation, now: float) -> _Incident:
+        requests = list(self._stack_requests(incarnation)) if len(self._collections) < MAX_CONCURRENT else []
+        incident = self._incidents[incarnation.gang] = _Incident(now, now + STACKS_TIMEOUT_S, done=not requests)
+        if requests:
+            number = self._next_id()
+            self._collections[number] = collection = _StackCollection(incarnation, number, {of: agent for _, agent, of, _ in requests})
+            self._spawn(self._collect(collection, requests, incident))
+        return incident
 
-    def _orders(self, life: Life) -> Iterable[tuple[bytes, ReplicaId, Life, str]]:
+    def _stack_requests(self, incarnation: Incarnation) -> Iterable[tuple[bytes, ReplicaId, Incarnation, str]]:
         """Whom to ask (its connection and name) for whose stacks, and which step that is."""
         state = self._state()
-        gang = gang_of(life.replica)
+        gang = gang_of(incarnation.replica)
         for replica in state.replicas.values():
-            if gang_of(replica.id) != gang or not replica.believed or not replica.step or not replica.node:
+            if gang_of(replica.id) != gang or not replica.is_current or not replica.step or not replica.node:
                 continue
             agent = state.replica(replica_id(AGENT, replica.node))
-            if (peer := self._steps.get(agent.step or "")) is not None:
-                yield peer, agent.id, replica.life, replica.step
+            if (peer := self._step_peers.get(agent.step or "")) is not None:
+                yield peer, agent.id, replica.incarnation, replica.step
 
-    async def _take(
-        self, taking: _Taking, orders: Sequence[tuple[bytes, ReplicaId, Life, str]], episode: _Episode
+    async def _collect(
+        self, collection: _StackCollection, requests: Sequence[tuple[bytes, ReplicaId, Incarnation, str]], incident: _Incident
     ) -> None:
         try:
-            for peer, _, of, tag in orders:
-                await self._send(peer, msg.TakeStacks(of, tag, taking.id), None)
+            for peer, _, of, tag in requests:
+                await self._send(peer, msg.DumpStacks(of, tag, collection.id), None)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(episode.until - self._now()):
-                    await taking.complete.wait()
+                async with asyncio.timeout(incident.defer_until - self._now()):
+                    await collection.complete.wait()
         finally:
-            del self._takings[taking.id]
-        grouped, file = await asyncio.to_thread(self._written, taking)
+            del self._collections[collection.id]
+        grouped, file = await asyncio.to_thread(self._save, collection)
         at = self._now()
-        lines = tuple(map(_clean, told(grouped))) or (_clean(_why_none(taking)),)
-        shown = [Evidence(STACKS, line, at) for line in lines[:_SHOWN]]
+        lines = tuple(map(_one_line, summary_lines(grouped))) or (_one_line(_failure_text(collection)),)
+        shown = [Evidence(STACKS, line, at) for line in lines[:_MAX_SHOWN_LINES]]
         whole = [Evidence(STACKS, f"whole: {file}", at)] if file else []
-        episode.evidence, episode.over = (*shown, *whole), True
+        incident.evidence, incident.done = (*shown, *whole), True
         if self._state().outcome is None:  # RunEnded is the last record
-            self._record(ev.StacksTaken(taking.life, lines, grouped.outliers, file))
+            self._record(ev.StacksCollected(collection.incarnation, lines, grouped.outliers, file))
 
-    def _written(self, taking: _Taking) -> tuple[Grouped, str]:
+    def _save(self, collection: _StackCollection) -> tuple[GroupedStacks, str]:
         """The groups, and the file with everything, relative to the run directory: empty where there is none."""
-        grouped = group(taking.dumps)
-        if not taking.dumps:
+        grouped = group(collection.dumps)
+        if not collection.dumps:
             return grouped, ""
-        whole = tag_of("", taking.life).strip(".")
-        path = self._run.stacks / f"{whole}-{taking.id // _EPOCH}.{taking.id % _EPOCH}.txt"
+        whole = tag_of("", collection.incarnation).strip(".")
+        path = self._run.stacks / f"{whole}-{collection.id // _ID_SPACE_PER_EPOCH}.{collection.id % _ID_SPACE_PER_EPOCH}.txt"
         try:
             self._run.stacks.mkdir(mode=0o700, exist_ok=True)
-            write_atomically(path, "".join(_document(taking, told(grouped))).encode("utf-8", "replace"))
+            write_atomically(path, "".join(_dump_text(collection, summary_lines(grouped))).encode("utf-8", "replace"))
         except OSError as error:
-            _log.warning("cannot save the stacks of %s: %s", taking.life, error)
+            _log.warning("cannot save the stacks of %s: %s", collection.incarnation, error)
             return grouped, ""
         return grouped, str(path.relative_to(self._run.path))
 
     # ── inside ─────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _next(self) -> int:
-        self._count += 1
-        return self._state().epoch * _EPOCH + self._count
+    def _next_id(self) -> int:
+        self._last_id += 1
+        return self._state().epoch * _ID_SPACE_PER_EPOCH + self._last_id
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._running.add(task)
-        task.add_done_callback(self._ended)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("the investigation of a suspected hang failed: %r", error)
 
 
-def _hangs(finding: Finding) -> Life | None:
+def _hang_of(finding: Finding) -> Incarnation | None:
     """Whose hang this suspects or finds; None: it is about something else. Who is silent while its node is heard may
     be stopped, or stuck where it holds the interpreter's lock."""
     about = finding.cause is Cause.HANG or finding.detector == worker_silence.__name__
-    return finding.life if about and finding.verdict in (Verdict.WARN, Verdict.FAIL) else None
+    return finding.incarnation if about and finding.verdict in (Verdict.WARN, Verdict.FAIL) else None
 
 
-def _held(finding: Finding) -> Finding:
+def _defer(finding: Finding) -> Finding:
     waits = Evidence("manager", "its stacks are taken before it is restarted", finding.since)
     return replace(finding, verdict=Verdict.WARN, remedy=Remedy.NONE, evidence=(*finding.evidence, waits))
 
 
-def _with(finding: Finding, more: tuple[Evidence, ...]) -> Finding:
+def _with_evidence(finding: Finding, more: tuple[Evidence, ...]) -> Finding:
     return replace(finding, evidence=(*finding.evidence, *more)) if more else finding
 
 
-def _why_none(taking: _Taking) -> str:
-    silent = len(taking.asked) - len(taking.errors)
-    said = next(iter(taking.errors.values()), f"no answer within {WITHIN:g} s")
-    return f"no stacks: {said}" + (f"; {silent} did not answer" if taking.errors and silent else "")
+def _failure_text(collection: _StackCollection) -> str:
+    silent = len(collection.agents) - len(collection.errors)
+    error = next(iter(collection.errors.values()), f"no answer within {STACKS_TIMEOUT_S:g} s")
+    return f"no stacks: {error}" + (f"; {silent} did not answer" if collection.errors and silent else "")
 
 
-def _document(taking: _Taking, summary: Iterable[str]) -> Iterable[str]:
+def _dump_text(collection: _StackCollection, summary: Iterable[str]) -> Iterable[str]:
     yield from (f"{line}\n" for line in summary)
-    for life in sorted(taking.asked):
-        agent = taking.asked[life]
-        if life not in taking.dumps:
-            yield f"\n==== {life} ({agent}): {taking.errors.get(life, 'no answer')}\n"
-        for pid, dump in sorted(taking.dumps.get(life, {}).items()):
-            yield f"\n==== {life} ({agent}), process {pid}\n{dump.rstrip()}\n"
+    for incarnation in sorted(collection.agents):
+        agent = collection.agents[incarnation]
+        if incarnation not in collection.dumps:
+            yield f"\n==== {incarnation} ({agent}): {collection.errors.get(incarnation, 'no answer')}\n"
+        for pid, dump in sorted(collection.dumps.get(incarnation, {}).items()):
+            yield f"\n==== {incarnation} ({agent}), process {pid}\n{dump.rstrip()}\n"
 
 
-def _clean(text: str) -> str:
+def _one_line(text: str) -> str:
     """One line for people: names of functions are whatever a program calls them."""
-    return "".join(one if one.isprintable() else " " for one in text)[:_LINE]
+    return "".join(one if one.isprintable() else " " for one in text)[:_MAX_LINE_CHARS]

@@ -14,20 +14,20 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from ...core.faults import MANAGER, TRAITS, Fault, Hits, Misfit, Unfit, unfit
+from ...core.faults import MANAGER, FAULT_TRAITS, Fault, TargetKind, FaultProblem, InvalidFault, validate_fault
 from ...core.run_dir import RunDir
-from ...core.run_spec import JobView
-from ...core.types import AGENT, SHADOW
+from ...core.run_spec import RunSpec
+from ...core.types import AGENT, STANDBY_ROLE
 from ..model import events as ev
 from ..model.state import State
 
 _log = logging.getLogger("rrl.manager")
 
-_LARGEST = 4 * 2**20
+_MAX_COMMAND_BYTES = 4 * 2**20
 """bytes of a letter that are read; a command has some hundred"""
 
 
-class Letter(Struct, frozen=True):
+class Command(Struct, frozen=True):
     """One command: ``cancel``, ``restart``, ``drain``, ``undrain``, or ``inject`` with its fault. ``id`` is its file's
     name: a command is taken once."""
 
@@ -39,23 +39,23 @@ class Letter(Struct, frozen=True):
     """``restart``: a replica; ``drain``, ``undrain``: a node"""
     reason: str = ""
     """``drain``: in the person's own words"""
-    keep: bool = False
+    keep_allocations: bool = False
     """``cancel``: leave the allocations"""
 
 
-def letters(run: RunDir) -> list[Letter]:
+def pending_commands(run: RunDir) -> list[Command]:
     """What waits, in order. What cannot be read is put aside (``.bad``) and told: it must not be read for ever."""
-    waiting = []
+    commands = []
     owner = run.path.stat().st_uid
     for path in sorted(run.mailbox.glob("[!.]*.json")):
         try:
-            letter = msgspec.json.decode(_read(path, owner), type=Letter)
+            command = msgspec.json.decode(_read(path, owner), type=Command)
         except (OSError, msgspec.MsgspecError) as error:
             _log.warning("%s in the mailbox is not a valid command, it is set aside: %s", path.name, error)
             path.rename(path.with_suffix(".bad"))
             continue
-        waiting.append(msgspec.structs.replace(letter, id=path.stem))
-    return waiting
+        commands.append(msgspec.structs.replace(command, id=path.stem))
+    return commands
 
 
 def _read(path: Path, owner: int) -> bytes:
@@ -64,75 +64,75 @@ def _read(path: Path, owner: int) -> bytes:
         writer = os.fstat(file.fileno())
         if not stat.S_ISREG(writer.st_mode) or writer.st_uid not in (owner, 0):
             raise PermissionError(f"it is of user {writer.st_uid}, and the run of user {owner}")
-        return file.read(_LARGEST)
+        return file.read(_MAX_COMMAND_BYTES)
 
 
-def taken(run: RunDir, letter: Letter) -> None:
+def acknowledge(run: RunDir, command: Command) -> None:
     """It is durable in the journal: its file can go."""
-    (run.mailbox / f"{letter.id}.json").unlink(missing_ok=True)
+    (run.mailbox / f"{command.id}.json").unlink(missing_ok=True)
 
 
-def events_of(letter: Letter, state: State) -> list[ev.Event]:
+def to_events(command: Command, state: State) -> list[ev.Event]:
     """What is journaled of a letter. A refused fault is, too, with the reason."""
-    if letter.fault is None:
-        by = letter.by or "somebody"
-        return [ev.Commanded(letter.command, by, letter.id, letter.target, letter.keep, letter.reason)]
-    fault = msgspec.structs.replace(letter.fault, by=letter.by or "somebody")
-    if fault.id in known_ids(state):
-        return [ev.Commanded(letter.command, letter.by, letter.id)]  # the same order again
-    events: list[ev.Event] = [ev.Ordered(fault, fault.by, letter.id)]
-    if wrong := refusal(fault, state.job, state):
+    if command.fault is None:
+        by = command.by or "somebody"
+        return [ev.CommandReceived(command.command, by, command.id, command.target, command.keep_allocations, command.reason)]
+    fault = msgspec.structs.replace(command.fault, by=command.by or "somebody")
+    if fault.id in known_fault_ids(state):
+        return [ev.CommandReceived(command.command, command.by, command.id)]  # the same order again
+    events: list[ev.Event] = [ev.FaultRequested(fault, fault.by, command.id)]
+    if wrong := rejection(fault, state.job, state):
         events.append(ev.FaultInjected(fault.id, None, False, f"refused: {wrong.text}", fault.kind, fault.target))
     return events
 
 
-def known_ids(state: State) -> set[str]:
+def known_fault_ids(state: State) -> set[str]:
     """Faults of this run, set off or yet to come."""
-    return {*state.faults, *(one.id for one in (*state.ordered, *state.job.faults))}
+    return {*state.triggered_faults, *(one.id for one in (*state.requested_faults, *state.job.faults))}
 
 
-def refusal(fault: Fault, job: JobView, state: State | None) -> Unfit | None:
+def rejection(fault: Fault, job: RunSpec, state: State | None) -> InvalidFault | None:
     """Return why this run does not take that order; None when it does. ``state``: None before its first record."""
     if not job.faults_allowed:
-        return Unfit(Misfit.OTHER, "its job spec allows no faults on demand ([faults] allow = true)")
+        return InvalidFault(FaultProblem.OTHER, "its job spec allows no faults on demand ([faults] allow = true)")
     if state is not None and state.outcome is not None:
-        return Unfit(Misfit.OTHER, f"it has ended already: {state.outcome.value}")
-    if state is not None and state.verdict is not None:
-        return Unfit(Misfit.OTHER, f"it is ending ({state.verdict.outcome.value})")
+        return InvalidFault(FaultProblem.OTHER, f"it has ended already: {state.outcome.value}")
+    if state is not None and state.finish is not None:
+        return InvalidFault(FaultProblem.OTHER, f"it is ending ({state.finish.outcome.value})")
     replicas = {role.name: role.replicas for role in job.roles}
     ranks = {role.name: role.ranks for role in job.roles}
-    if wrong := unfit(fault.kind, fault.target, fault.seconds, fault.amount, replicas, fault.at, ranks):
+    if wrong := validate_fault(fault.kind, fault.target, fault.seconds, fault.amount, replicas, fault.at, ranks):
         return wrong
     role, slash, rest = fault.target.partition("/")
     if role == AGENT and slash:
         return _missing(_no_node(rest, state))
-    if role == SHADOW and slash:
-        return _missing(_no_shadow(fault.target, state))
-    if TRAITS[fault.kind].hits is Hits.NODE and not slash:
+    if role == STANDBY_ROLE and slash:
+        return _missing(_no_standby(fault.target, state))
+    if FAULT_TRAITS[fault.kind].target_kind is TargetKind.NODE and not slash:
         return _missing(_no_node(fault.target, state))
-    if TRAITS[fault.kind].hits is Hits.REPLICA and fault.target != MANAGER:
+    if FAULT_TRAITS[fault.kind].target_kind is TargetKind.REPLICA and fault.target != MANAGER:
         if not slash:
-            return Unfit(Misfit.OTHER, f'"{fault.target}" is no replica; a replica is written "rollout/0"')
-        if job.role(role).watch != "api" and not TRAITS[fault.kind].processes:
-            return Unfit(Misfit.OTHER, f"{fault.target} does not use the worker API: {fault.kind} needs its help")
+            return InvalidFault(FaultProblem.OTHER, f'"{fault.target}" is no replica; a replica is written "rollout/0"')
+        if job.role(role).watch != "api" and not FAULT_TRAITS[fault.kind].by_signals:
+            return InvalidFault(FaultProblem.OTHER, f"{fault.target} does not use the worker API: {fault.kind} needs its help")
     return None
 
 
-def _missing(text: str) -> Unfit | None:
-    return Unfit(Misfit.NO_SUCH_TARGET, text) if text else None
+def _missing(text: str) -> InvalidFault | None:
+    return InvalidFault(FaultProblem.NO_SUCH_TARGET, text) if text else None
 
 
 def _no_node(node: str, state: State | None) -> str:
     """Only nodes that the run holds are its own."""
-    held = [name for name, one in state.nodes.items() if one.allocation] if state is not None else []
-    there = f"it has {', '.join(sorted(held))}" if held else "it has none yet"
-    return "" if node in held else f'no node "{node}" in this run; {there}'
+    own_nodes = [name for name, one in state.nodes.items() if one.allocation] if state is not None else []
+    nodes_text = f"it has {', '.join(sorted(own_nodes))}" if own_nodes else "it has none yet"
+    return "" if node in own_nodes else f'no node "{node}" in this run; {nodes_text}'
 
 
-def _no_shadow(target: str, state: State | None) -> str:
+def _no_standby(target: str, state: State | None) -> str:
     """Return why a fault cannot hit the standby process ``target`` (``shadow/<node>``), or '' if it runs now.
 
     Standbys come and go: a fault can only hit one that is there."""
-    there = [one.id for one in state.replicas.values() if one.role == SHADOW and one.believed] if state else []
-    now = f"there are {', '.join(sorted(there))}" if there else "there is none now"
-    return "" if target in there else f'no shadow "{target}" in this run; {now}'
+    standbys = [one.id for one in state.replicas.values() if one.role == STANDBY_ROLE and one.is_current] if state else []
+    standbys_text = f"there are {', '.join(sorted(standbys))}" if standbys else "there is none now"
+    return "" if target in standbys else f'no shadow "{target}" in this run; {standbys_text}'

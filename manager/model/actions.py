@@ -7,8 +7,8 @@ from enum import StrEnum
 from msgspec import Struct
 
 from ...core.faults import Fault
-from ...core.types import Cause, Life, NodeName, Outcome
-from ..cluster.base import Ask
+from ...core.types import Cause, Incarnation, NodeName, Outcome
+from ..cluster.base import AllocationRequest
 
 
 class Rung(StrEnum):
@@ -16,11 +16,11 @@ class Rung(StrEnum):
 
     IN_PLACE = "restart in place"
     SPARE = "spare node"
-    STANDBY = "warm standby"
+    DONOR = "warm standby"
     """a rollout's node, whose shadow becomes the member; the rollout is made up for in the background"""
     REPLACEMENT = "replacement allocation"
     DEGRADED = "go on degraded"
-    WHOLE = "restart the whole run from its checkpoint"
+    FULL_RESTART = "restart the whole run from its checkpoint"
     GIVE_UP = "release everything"
 
 
@@ -30,18 +30,18 @@ class Why(Struct, frozen=True):
     evidence: tuple[str, ...]
     rung: Rung | None = None
     expects: str = ""
-    by: float | None = None
+    deadline: float | None = None
 
 
 class Request(Struct, frozen=True, tag=True):
     """Ask the cluster for nodes."""
 
-    ask: Ask
+    request: AllocationRequest
     why: Why
 
     @property
     def tag(self) -> str:
-        return self.ask.tag
+        return self.request.tag
 
 
 class Release(Struct, frozen=True, tag=True):
@@ -58,13 +58,13 @@ class Release(Struct, frozen=True, tag=True):
 class Launch(Struct, frozen=True, tag=True):
     """Start one life of a replica (or of an agent) on a node."""
 
-    life: Life
+    incarnation: Incarnation
     step: str
     """tag of the step"""
     allocation: str
     node: NodeName
     why: Why
-    shadow: Life | None = None
+    standby: Incarnation | None = None
     """nothing is started: this shadow, whose step it is, becomes the life"""
 
     @property
@@ -76,7 +76,7 @@ class StopStep(Struct, frozen=True, tag=True):
     """End a step, whoever lives in it."""
 
     step: str
-    life: Life
+    incarnation: Incarnation
     grace: float
     why: Why
 
@@ -85,7 +85,7 @@ class StopStep(Struct, frozen=True, tag=True):
         return f"{self.step}!stop"
 
 
-class Perform(Struct, frozen=True, tag=True):
+class InjectFault(Struct, frozen=True, tag=True):
     """Have a planned or ordered fault performed. ``step``, ``node`` and ``life`` are what its target is at this moment;
     empty where the fault is not about such a thing."""
 
@@ -93,7 +93,7 @@ class Perform(Struct, frozen=True, tag=True):
     step: str
     node: NodeName
     why: Why
-    life: Life | None = None
+    incarnation: Incarnation | None = None
 
     @property
     def tag(self) -> str:
@@ -142,15 +142,15 @@ class Fence(Struct, frozen=True, tag=True):
     ``to``: where its replica is wanted next. ``charged``: it counts as a failure of the replica, on its budget; not
     where it moves for another reason, restarts because a member of its gang failed, or was asked to by a person."""
 
-    life: Life
+    incarnation: Incarnation
     rung: Rung
     why: Why
-    to: NodeName | None = None
+    target_node: NodeName | None = None
     charged: bool = True
 
     @property
     def tag(self) -> str:
-        return f"{self.life}!fence"
+        return f"{self.incarnation}!fence"
 
 
 class Exclude(Struct, frozen=True, tag=True):
@@ -200,19 +200,19 @@ class RestartAll(Struct, frozen=True, tag=True):
     """every life that is given up, and where it is wanted next"""
 
     @property
-    def failed(self) -> Life | None:
+    def failed(self) -> Incarnation | None:
         """Whose failure led to it, and on whose budget it counts."""
-        return next((fence.life for fence in self.fences if fence.charged), None)
+        return next((fence.incarnation for fence in self.fences if fence.charged), None)
 
     @property
     def tag(self) -> str:
         return "restart-all"
 
 
-Outside = Request | Release | Launch | StopStep | Perform | Drain | Undrain | Shrink
+ExternalAction = Request | Release | Launch | StopStep | InjectFault | Drain | Undrain | Shrink
 """Actions with a side effect outside: intent first, then the deed, then its result."""
 
 Decision = Fence | Exclude | Readmit | RestartAll | Finish
 """Actions that only change what is believed: the journal record is the deed."""
 
-Action = Outside | Decision
+Action = ExternalAction | Decision

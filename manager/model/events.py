@@ -10,18 +10,18 @@ from msgspec import Struct
 
 from ...core.faults import Fault, FaultKind
 from ...core.launch import ExitReason
-from ...core.run_spec import JobView
-from ...core.types import Finding, Life, NodeName, Outcome, ReplicaId, Version
-from ...health.detection.baselines import Lesson
-from ..cluster.base import AllocationSeen, NodeSeen, RejectReason
-from .actions import Decision, Outside
+from ...core.run_spec import RunSpec
+from ...core.types import Finding, Incarnation, NodeName, Outcome, ReplicaId, Version
+from ...health.detection.baselines import RoleBaseline
+from ..cluster.base import AllocationStatus, NodeStatus, RejectReason
+from .actions import Decision, ExternalAction
 
 
 class RunStarted(Struct, frozen=True, tag=True):
     """First record of a run."""
 
     run: str
-    job: JobView
+    job: RunSpec
 
 
 class ManagerStarted(Struct, frozen=True, tag=True):
@@ -42,16 +42,16 @@ class ManagerStopped(Struct, frozen=True, tag=True):
 class Intended(Struct, frozen=True, tag=True):
     """An action with an effect outside is about to be tried."""
 
-    action: Outside
+    action: ExternalAction
 
 
-class Done(Struct, frozen=True, tag=True):
+class IntentSettled(Struct, frozen=True, tag=True):
     """An intent is settled: ``ok``, or certainly not done (``detail`` says what the cluster said)."""
 
     tag: str
     ok: bool
     detail: str = ""
-    unheard: bool = False
+    undelivered: bool = False
     """not done because it never reached the cluster, as far as anybody can tell: its manager died, or the network"""
     reason: RejectReason | None = None
     """why it was not done; None where it was"""
@@ -67,29 +67,29 @@ class AllocationChanged(Struct, frozen=True, tag=True):
     """The cluster tells an allocation of ours differently than before; None = no longer listed."""
 
     tag: str
-    seen: AllocationSeen | None
+    status: AllocationStatus | None
 
 
 class NodeChanged(Struct, frozen=True, tag=True):
     node: NodeName
-    seen: NodeSeen
+    status: NodeStatus
 
 
 class AgentJoined(Struct, frozen=True, tag=True):
-    life: Life
+    incarnation: Incarnation
     node: NodeName
     host: str
     pid: int
-    probe: str = ""
+    probe_error: str = ""
     """what its node cannot do that the job's roles need (``[env] probe``), in its own words; empty: it can"""
-    keeps: str = ""
+    snapshot_address: str = ""
     """where the snapshots that it keeps can be put and fetched, ``tcp://host:port``"""
 
 
 class Admitted(Struct, frozen=True, tag=True):
     """The step's first process really runs: its launch is settled. ``node`` is where it says that it is."""
 
-    life: Life
+    incarnation: Incarnation
     step: str
     node: NodeName
     pid: int
@@ -98,57 +98,57 @@ class Admitted(Struct, frozen=True, tag=True):
 class Joined(Struct, frozen=True, tag=True):
     """A worker said Hello in this life."""
 
-    life: Life
+    incarnation: Incarnation
     node: NodeName
     host: str
     pid: int
-    listens: str | None = None
-    serves: str | None = None
+    listen_address: str | None = None
+    weight_address: str | None = None
 
 
 class StepEnded(Struct, frozen=True, tag=True):
     """The first process of a step is gone, by its own exit record or by a witness."""
 
-    life: Life
+    incarnation: Incarnation
     step: str
     code: int | None
     signal: int | None
     reason: ExitReason
-    said: str = ""
+    last_line: str = ""
     detail: str = ""
     """more about ``reason``, for people"""
 
 
 class PhaseEntered(Struct, frozen=True, tag=True):
-    life: Life
+    incarnation: Incarnation
     phase: str
     waits_for: ReplicaId | None = None
 
 
-class Noted(Struct, frozen=True, tag=True):
+class NoteChanged(Struct, frozen=True, tag=True):
     """What a replica wants people to know of it has changed; empty: nothing any more."""
 
-    life: Life
+    incarnation: Incarnation
     note: str
 
 
 class FirstWorkDone(Struct, frozen=True, tag=True):
     """The first unit of work in this life: a replacement generates again."""
 
-    life: Life
+    incarnation: Incarnation
 
 
-class VersionHeld(Struct, frozen=True, tag=True):
+class VersionAvailable(Struct, frozen=True, tag=True):
     """A life holds a complete, verified weight version."""
 
-    life: Life
+    incarnation: Incarnation
     version: Version
 
 
 class StepCommitted(Struct, frozen=True, tag=True):
     """The store recorded the commit of a trainer step."""
 
-    life: Life
+    incarnation: Incarnation
     step: int
     metrics: dict[str, float] = {}
 
@@ -165,7 +165,7 @@ class FaultInjected(Struct, frozen=True, tag=True):
     What lasts has two: when it began, and when it was over (``ended``)."""
 
     fault: str
-    life: Life | None
+    incarnation: Incarnation | None
     """that was hit; None: none was, or not one"""
     ok: bool
     """it was performed"""
@@ -179,7 +179,7 @@ class FaultInjected(Struct, frozen=True, tag=True):
     """nobody knows whether it was performed; it is not tried again"""
 
 
-class Commanded(Struct, frozen=True, tag=True):
+class CommandReceived(Struct, frozen=True, tag=True):
     """A person asked for something: ``cancel``, ``restart``, ``drain`` or ``undrain``."""
 
     command: str
@@ -188,13 +188,13 @@ class Commanded(Struct, frozen=True, tag=True):
     """of the mailbox file: a command is taken once"""
     target: str = ""
     """the replica that is to restart, or the node"""
-    keep: bool = False
+    keep_allocations: bool = False
     """``cancel``: the allocations are not given back"""
     reason: str = ""
     """``drain``: in the person's own words"""
 
 
-class Ordered(Struct, frozen=True, tag=True):
+class FaultRequested(Struct, frozen=True, tag=True):
     """A person ordered a fault. A :class:`FaultInjected` tells what came of it, also of one that is refused."""
 
     fault: Fault
@@ -209,35 +209,35 @@ class Resumed(Struct, frozen=True, tag=True):
     by: str
     id: str
     """of the mailbox file"""
-    job: JobView
+    job: RunSpec
 
 
-class TokensSeen(Struct, frozen=True, tag=True):
+class TokensCounted(Struct, frozen=True, tag=True):
     """What rollouts have generated so far, all lives together, as told by their beats. Recorded when the trainer is
     fenced and when it works again: so many tokens were made while it was away. Totals of one epoch can be compared."""
 
     total: int
-    away: bool
+    trainer_down: bool
     """the trainer goes; else it is back"""
 
 
-class StacksTaken(Struct, frozen=True, tag=True):
+class StacksCollected(Struct, frozen=True, tag=True):
     """What the processes of a suspect and of its gang were doing, while it was suspected."""
 
-    life: Life
+    incarnation: Incarnation
     """the suspect"""
     groups: tuple[str, ...] = ()
     """a line for each group of equal stacks, outliers first; or why there are none"""
-    outliers: tuple[Life, ...] = ()
+    outliers: tuple[Incarnation, ...] = ()
     file: str = ""
     """with all of them, relative to the run directory; empty: none could be kept"""
 
 
-class Learned(Struct, frozen=True, tag=True):
+class BaselinesLearned(Struct, frozen=True, tag=True):
     """What is usual of each role, all of it, where it is noticeably another than recorded before: the next manager
     would have to learn it anew, and take a hang for a slow step meanwhile."""
 
-    lessons: dict[str, Lesson]
+    baselines: dict[str, RoleBaseline]
     """by role"""
 
 
@@ -249,9 +249,9 @@ class RunEnded(Struct, frozen=True, tag=True):
 
 
 Event = (
-    RunStarted | ManagerStarted | ManagerStopped | Intended | Done | Decided | AllocationChanged | NodeChanged
-    | AgentJoined | Admitted | Joined | StepEnded | PhaseEntered | Noted | FirstWorkDone | VersionHeld | StepCommitted
-    | FindingChanged | FaultInjected | Commanded | Ordered | Resumed | TokensSeen | StacksTaken | Learned | RunEnded
+    RunStarted | ManagerStarted | ManagerStopped | Intended | IntentSettled | Decided | AllocationChanged | NodeChanged
+    | AgentJoined | Admitted | Joined | StepEnded | PhaseEntered | NoteChanged | FirstWorkDone | VersionAvailable | StepCommitted
+    | FindingChanged | FaultInjected | CommandReceived | FaultRequested | Resumed | TokensCounted | StacksCollected | BaselinesLearned | RunEnded
 )  # fmt: skip
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ...core.run_spec import JobView
+from ...core.run_spec import RunSpec
 from ...core.types import (
     AGENT,
-    SHADOW,
+    STANDBY_ROLE,
     Finding,
-    Life,
+    Incarnation,
     NodeName,
     ReplicaId,
     Verdict,
@@ -27,7 +27,7 @@ from .state import Replica, State, Status
 
 def workers(state: State) -> list[Replica]:
     """Members of the job's roles; agents and shadows left out."""
-    return [replica for replica in state.replicas.values() if replica.role not in (AGENT, SHADOW)]
+    return [replica for replica in state.replicas.values() if replica.role not in (AGENT, STANDBY_ROLE)]
 
 
 def gang(state: State, member: ReplicaId) -> list[Replica]:
@@ -45,18 +45,18 @@ def gangs(state: State) -> list[list[Replica]]:
     return list(found.values())
 
 
-def missing(members: list[Replica]) -> list[Replica]:
+def to_launch(members: list[Replica]) -> list[Replica]:
     """Of a gang those that are to be launched so that it is whole: all of them, or the others of a launch that was
     broken off. None where it works, was gone on without, or is done."""
     if any(one.status is Status.RETIRED for one in members) or all(one.status is not Status.WANTED for one in members):
         return []
-    if any(one.believed for one in members):
-        newest = max(one.incarnation for one in members)
-        return [one for one in members if one.status is Status.WANTED and one.incarnation < newest]
+    if any(one.is_current for one in members):
+        newest = max(one.incarnation_number for one in members)
+        return [one for one in members if one.status is Status.WANTED and one.incarnation_number < newest]
     return members
 
 
-def at_work(members: list[Replica]) -> bool:
+def all_joined(members: list[Replica]) -> bool:
     """All of them have joined."""
     return all(one.status is Status.JOINED for one in members)
 
@@ -66,7 +66,7 @@ def owner_of(state: State, step: str) -> Replica | None:
     return next((replica for replica in state.replicas.values() if replica.step == step), None)
 
 
-def completes(job: JobView, role: str) -> bool:
+def is_batch_role(job: RunSpec, role: str) -> bool:
     """This role's replicas are done when they exit with code 0: it is the user's own, and no service."""
     return any(view.name == role and view.kind == "command" and not view.service for view in job.roles)
 
@@ -75,11 +75,11 @@ def progress(state: State) -> tuple[int, int]:
     """How much of the run is done, and of how much: trainer steps, or commands where there is no trainer."""
     if state.job.steps:
         return state.step, state.job.steps
-    working = [members for members in gangs(state) if completes(state.job, members[0].role)]
-    return sum(done(members) for members in working), len(working)
+    working = [members for members in gangs(state) if is_batch_role(state.job, members[0].role)]
+    return sum(all_completed(members) for members in working), len(working)
 
 
-def done(members: list[Replica]) -> bool:
+def all_completed(members: list[Replica]) -> bool:
     """A gang's work is: that of all its members."""
     return all(one.status is Status.COMPLETED for one in members)
 
@@ -88,53 +88,53 @@ def open_requests(state: State) -> dict[str, str]:
     """Tag of each allocation whose request nobody has answered yet, and of that request: of a heterogeneous job its
     first component's."""
     return {
-        ask.tag: tag
+        request.tag: tag
         for tag, intent in state.intents.items()
         if isinstance(intent.action, Request)
-        for ask in (intent.action.ask, *intent.action.ask.more)
+        for request in (intent.action.request, *intent.action.request.further_components)
     }
 
 
-def finding_about(state: State, life: Life) -> Finding | None:
+def finding_about(state: State, incarnation: Incarnation) -> Finding | None:
     """The FAIL finding about a life, if there is one; proofs first."""
-    return gravest(finding for finding in state.findings.values() if finding.life == life)
+    return most_severe(finding for finding in state.findings.values() if finding.incarnation == incarnation)
 
 
 def node_finding(state: State, node: NodeName) -> Finding | None:
     """The same about a node."""
-    return gravest(finding for finding in state.findings.values() if finding.node == node)
+    return most_severe(finding for finding in state.findings.values() if finding.node == node)
 
 
-def gravest(findings: Iterable[Finding]) -> Finding | None:
+def most_severe(findings: Iterable[Finding]) -> Finding | None:
     """The one FAIL to go by: proofs first, then the oldest."""
     failing = (finding for finding in findings if finding.verdict is Verdict.FAIL)
     return min(failing, key=lambda finding: (not finding.proof, finding.since), default=None)
 
 
-def became(state: State, shadow: Life) -> Replica | None:
+def promoted_to(state: State, standby: Incarnation) -> Replica | None:
     """The believed member that this shadow became, or is about to become."""
-    if role_of(shadow.replica) != SHADOW:
+    if role_of(standby.replica) != STANDBY_ROLE:
         return None
-    return next((one for one in state.replicas.values() if one.shadow == shadow and one.believed), None)
+    return next((one for one in state.replicas.values() if one.promoted_from == standby and one.is_current), None)
 
 
-def whose(state: State, life: Life, tag: str) -> Life:
+def current_owner(state: State, incarnation: Incarnation, tag: str) -> Incarnation:
     """A step that began as a shadow's goes on to speak of itself as that: it is the member's that it became."""
-    if role_of(life.replica) != SHADOW or state.believed(life):
-        return life
+    if role_of(incarnation.replica) != STANDBY_ROLE or state.is_current(incarnation):
+        return incarnation
     if (owner := owner_of(state, tag)) is not None:
-        return owner.life
-    held = state.lingering.get(tag)
-    return life if held is None else held.life
+        return owner.incarnation
+    orphan = state.orphan_steps.get(tag)
+    return incarnation if orphan is None else orphan.incarnation
 
 
-def named_by(state: State, life: Life) -> Life:
+def step_alias(state: State, incarnation: Incarnation) -> Incarnation:
     """Under which name the step of a life speaks of itself, and its files are called: the shadow's that it was."""
-    held = state.replica(life.replica)
-    return held.shadow if held.life == life and held.shadow is not None else life
+    replica = state.replica(incarnation.replica)
+    return replica.promoted_from if replica.incarnation == incarnation and replica.promoted_from is not None else incarnation
 
 
-def readers_on(job: JobView, gpus: int) -> tuple[str, ...]:
+def readers_for(job: RunSpec, gpus: int) -> tuple[str, ...]:
     """Names of the readers beside the agent of a node with so many GPUs.
 
     Virtual nodes of the local cluster are one machine, and there is no other to go to: what would condemn all of them
@@ -144,6 +144,6 @@ def readers_on(job: JobView, gpus: int) -> tuple[str, ...]:
     return ("nvml",) if gpus else ()
 
 
-def admits(job: JobView, gpus: int) -> bool:
+def requires_admission(job: RunSpec, gpus: int) -> bool:
     """No role is placed on such a node before its agent has said what it finds there."""
-    return job.health.admission and bool(readers_on(job, gpus))
+    return job.health.admission and bool(readers_for(job, gpus))

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...core.faults import TRAITS, Hits
+from ...core.faults import FAULT_TRAITS, TargetKind
 from ...core.types import Verdict
 from . import events as ev
 from .actions import (
@@ -15,7 +15,7 @@ from .actions import (
     Exclude,
     Finish,
     Launch,
-    Perform,
+    InjectFault,
     Readmit,
     Release,
     Request,
@@ -24,210 +24,210 @@ from .actions import (
     StopStep,
     Undrain,
 )
-from .reduce_commands import commanded, members_of, ordered, restarted_all, resumed
+from .reduce_commands import on_command, members_of, on_fault_requested, on_restart_all, on_resumed
 from .reduce_nodes import (
-    allocation_changed,
-    excluded,
-    given_back,
-    kept,
-    marked,
-    node_changed,
-    not_requested,
-    readmitted,
-    requested,
+    on_allocation_changed,
+    on_exclude,
+    on_release_intended,
+    on_release_rejected,
+    on_node_action_settled,
+    on_node_changed,
+    on_request_rejected,
+    on_readmit,
+    on_request_intended,
 )
 from .reduce_replicas import (
-    RETURN_PAUSE,
-    admitted,
-    agent_joined,
-    fenced,
-    joined,
-    launched,
-    not_launched,
-    not_stopped,
-    noted,
-    phase_entered,
-    step_committed,
-    step_ended,
-    stopped,
-    stopping,
-    version_held,
+    RETRY_PAUSE_S,
+    on_admitted,
+    on_agent_joined,
+    on_fence,
+    on_joined,
+    on_launch_intended,
+    on_launch_rejected,
+    on_stop_rejected,
+    on_note_changed,
+    on_phase_entered,
+    on_step_committed,
+    on_step_ended,
+    on_stop_done,
+    on_stop_intended,
+    on_version_available,
     with_replica,
     without,
 )
-from .state import Open, Replica, State
+from .state import PendingIntent, Replica, State
 
-_Fold = Callable[[State, float, Any], State]
+_Reducer = Callable[[State, float, Any], State]
 
 
 def fold(state: State | None, stamped: ev.Stamped) -> State:
     """The state after one more event. Total: an event about something unknown changes nothing but the sequence."""
     event, at = stamped.event, stamped.at
     if isinstance(event, ev.RunStarted):
-        state = _run_started(event, at)
+        state = _on_run_started(event, at)
     elif state is None:
         raise ValueError(f"the journal starts with {type(event).__name__}, not with RunStarted")
     else:
-        state = _FOLD[type(event)](state, at, event)
+        state = _REDUCERS[type(event)](state, at, event)
     return replace(state, seq=stamped.seq, at=at, epoch=stamped.epoch)
 
 
-def _run_started(event: ev.RunStarted, at: float) -> State:
+def _on_run_started(event: ev.RunStarted, at: float) -> State:
     replicas = {id: Replica(id, since=at, down_since=at) for id in members_of(event.job)}
     return State(run=event.run, job=event.job, started=at, replicas=replicas)
 
 
-def _about(fold_one: _Fold) -> _Fold:
+def _if_current(reduce_one: _Reducer) -> _Reducer:
     """For events about a life: one that is not believed changes nothing."""
 
     def guarded(state: State, at: float, event: Any) -> State:
-        return fold_one(state, at, event) if state.believed(event.life) else state
+        return reduce_one(state, at, event) if state.is_current(event.life) else state
 
     return guarded
 
 
-def _manager_started(state: State, at: float, event: ev.ManagerStarted) -> State:
+def _on_manager_started(state: State, at: float, event: ev.ManagerStarted) -> State:
     return replace(state, host=event.host, managed_since=at)
 
 
-def _manager_stopped(state: State, at: float, event: ev.ManagerStopped) -> State:
+def _on_manager_stopped(state: State, at: float, event: ev.ManagerStopped) -> State:
     return state
 
 
-def _intended(state: State, at: float, event: ev.Intended) -> State:
+def _on_intended(state: State, at: float, event: ev.Intended) -> State:
     action = event.action
-    state = replace(state, intents={**state.intents, action.tag: Open(action, at)})
+    state = replace(state, intents={**state.intents, action.tag: PendingIntent(action, at)})
     if isinstance(action, Request):
-        return requested(state, at, action.ask)
+        return on_request_intended(state, at, action.request)
     if isinstance(action, Release):
-        return given_back(state, at, action.allocation)
+        return on_release_intended(state, at, action.allocation)
     if isinstance(action, Launch):
-        return launched(state, at, action)
-    if isinstance(action, Perform):
-        return _performing(state, action)
+        return on_launch_intended(state, at, action)
+    if isinstance(action, InjectFault):
+        return _on_fault_intended(state, action)
     if isinstance(action, Drain | Undrain | Shrink):
         return state
-    return stopping(state, at, action)
+    return on_stop_intended(state, at, action)
 
 
-def _done(state: State, at: float, event: ev.Done) -> State:
+def _on_intent_settled(state: State, at: float, event: ev.IntentSettled) -> State:
     intended = state.intents.get(event.tag)
     if intended is None:
         return state
     state = replace(state, intents=without(state.intents, event.tag))
     action = intended.action
     if isinstance(action, Drain | Undrain | Shrink):
-        return marked(state, at, action, event.ok, event.detail)
+        return on_node_action_settled(state, at, action, event.ok, event.detail)
     if event.ok:
-        return stopped(state, action) if isinstance(action, StopStep) else state
+        return on_stop_done(state, action) if isinstance(action, StopStep) else state
     if isinstance(action, Request):  # certainly not done: nothing of it exists
-        return not_requested(state, at, action.ask, event.detail, event.unheard)
+        return on_request_rejected(state, at, action.request, event.detail, event.undelivered)
     if isinstance(action, Launch):
-        return not_launched(state, at, action, event)
+        return on_launch_rejected(state, at, action, event)
     if isinstance(action, Release):
-        return kept(state, action.allocation, at + RETURN_PAUSE)
-    return not_stopped(state, at, action) if isinstance(action, StopStep) else state
+        return on_release_rejected(state, action.allocation, at + RETRY_PAUSE_S)
+    return on_stop_rejected(state, at, action) if isinstance(action, StopStep) else state
 
 
-def _decided(state: State, at: float, event: ev.Decided) -> State:
+def _on_decided(state: State, at: float, event: ev.Decided) -> State:
     action = event.action
     if isinstance(action, Finish):
-        return replace(state, verdict=action)
+        return replace(state, finish=action)
     if isinstance(action, Exclude):
-        return excluded(state, at, action)
+        return on_exclude(state, at, action)
     if isinstance(action, Readmit):
-        return readmitted(state, at, action)
+        return on_readmit(state, at, action)
     if isinstance(action, RestartAll):
-        return restarted_all(state, at, action)
-    return fenced(state, at, action)
+        return on_restart_all(state, at, action)
+    return on_fence(state, at, action)
 
 
-def _step_committed(state: State, at: float, event: ev.StepCommitted) -> State:
+def _on_step_committed(state: State, at: float, event: ev.StepCommitted) -> State:
     """Of a believed life; while the run ends also of the newest one, which was asked to finish what is in hand."""
-    newest = event.life.replica in state.replicas and state.replica(event.life.replica).life == event.life
-    finishing = state.verdict is not None and newest
-    return step_committed(state, at, event) if state.believed(event.life) or finishing else state
+    newest = event.incarnation.replica in state.replicas and state.replica(event.incarnation.replica).incarnation == event.incarnation
+    finishing = state.finish is not None and newest
+    return on_step_committed(state, at, event) if state.is_current(event.incarnation) or finishing else state
 
 
-def _first_work_done(state: State, at: float, event: ev.FirstWorkDone) -> State:
+def _on_first_work_done(state: State, at: float, event: ev.FirstWorkDone) -> State:
     return state
 
 
-def _finding_changed(state: State, at: float, event: ev.FindingChanged) -> State:
+def _on_finding_changed(state: State, at: float, event: ev.FindingChanged) -> State:
     finding = event.finding
     if finding.verdict in (Verdict.OK, Verdict.UNKNOWN):
         return replace(state, findings=without(state.findings, finding.key))
-    if finding.life is not None and not state.believed(finding.life):
+    if finding.incarnation is not None and not state.is_current(finding.incarnation):
         return state
     return replace(state, findings={**state.findings, finding.key: finding})
 
 
-def _performing(state: State, action: Perform) -> State:
+def _on_fault_intended(state: State, action: InjectFault) -> State:
     """It is set off, and never again; whoever it hits is marked until it is known not to have been hit."""
-    state = _set_off(state, action.fault.id)
-    for held in state.replicas.values():
-        on_node = TRAITS[action.fault.kind].hits is Hits.NODE and held.believed and held.node == action.node
-        if on_node or (held.life == action.life and held.believed):
-            state = with_replica(state, held.id, fault=action.fault.id)
+    state = _mark_triggered(state, action.fault.id)
+    for replica in state.replicas.values():
+        on_node = FAULT_TRAITS[action.fault.kind].target_kind is TargetKind.NODE and replica.is_current and replica.node == action.node
+        if on_node or (replica.incarnation == action.incarnation and replica.is_current):
+            state = with_replica(state, replica.id, fault=action.fault.id)
     return state
 
 
-def _set_off(state: State, fault: str) -> State:
-    kept = tuple(one for one in state.ordered if one.id != fault)
-    faults = state.faults if fault in state.faults else (*state.faults, fault)
-    return replace(state, faults=faults, ordered=kept)
+def _mark_triggered(state: State, fault: str) -> State:
+    remaining = tuple(one for one in state.requested_faults if one.id != fault)
+    faults = state.triggered_faults if fault in state.triggered_faults else (*state.triggered_faults, fault)
+    return replace(state, triggered_faults=faults, requested_faults=remaining)
 
 
-def _fault_injected(state: State, at: float, event: ev.FaultInjected) -> State:
+def _on_fault_injected(state: State, at: float, event: ev.FaultInjected) -> State:
     tag = f"fault:{event.fault}"
-    state = replace(_set_off(state, event.fault), intents=without(state.intents, tag))
+    state = replace(_mark_triggered(state, event.fault), intents=without(state.intents, tag))
     if event.ended or not (event.ok or event.unknown):
-        for held in state.replicas.values():
-            if held.fault == event.fault:
-                state = with_replica(state, held.id, fault="")
+        for replica in state.replicas.values():
+            if replica.fault == event.fault:
+                state = with_replica(state, replica.id, fault="")
     return state
 
 
-def _tokens_seen(state: State, at: float, event: ev.TokensSeen) -> State:
+def _on_tokens_counted(state: State, at: float, event: ev.TokensCounted) -> State:
     return state
 
 
-def _stacks_taken(state: State, at: float, event: ev.StacksTaken) -> State:
+def _on_stacks_collected(state: State, at: float, event: ev.StacksCollected) -> State:
     return state
 
 
-def _learned(state: State, at: float, event: ev.Learned) -> State:
-    return replace(state, lessons=event.lessons)
+def _on_baselines_learned(state: State, at: float, event: ev.BaselinesLearned) -> State:
+    return replace(state, baselines=event.baselines)
 
 
-def _run_ended(state: State, at: float, event: ev.RunEnded) -> State:
+def _on_run_ended(state: State, at: float, event: ev.RunEnded) -> State:
     return replace(state, outcome=event.outcome, why=event.why, ended=at)
 
 
-_FOLD: dict[type, _Fold] = {
-    ev.ManagerStarted: _manager_started,
-    ev.ManagerStopped: _manager_stopped,
-    ev.Intended: _intended,
-    ev.Done: _done,
-    ev.Decided: _decided,
-    ev.AllocationChanged: allocation_changed,
-    ev.NodeChanged: node_changed,
-    ev.AgentJoined: _about(agent_joined),
-    ev.Admitted: _about(admitted),
-    ev.Joined: _about(joined),
-    ev.StepEnded: step_ended,
-    ev.PhaseEntered: _about(phase_entered),
-    ev.Noted: _about(noted),
-    ev.FirstWorkDone: _first_work_done,
-    ev.VersionHeld: _about(version_held),
-    ev.StepCommitted: _step_committed,
-    ev.FindingChanged: _finding_changed,
-    ev.FaultInjected: _fault_injected,
-    ev.Commanded: commanded,
-    ev.Ordered: ordered,
-    ev.Resumed: resumed,
-    ev.TokensSeen: _tokens_seen,
-    ev.StacksTaken: _stacks_taken,
-    ev.Learned: _learned,
-    ev.RunEnded: _run_ended,
+_REDUCERS: dict[type, _Reducer] = {
+    ev.ManagerStarted: _on_manager_started,
+    ev.ManagerStopped: _on_manager_stopped,
+    ev.Intended: _on_intended,
+    ev.IntentSettled: _on_intent_settled,
+    ev.Decided: _on_decided,
+    ev.AllocationChanged: on_allocation_changed,
+    ev.NodeChanged: on_node_changed,
+    ev.AgentJoined: _if_current(on_agent_joined),
+    ev.Admitted: _if_current(on_admitted),
+    ev.Joined: _if_current(on_joined),
+    ev.StepEnded: on_step_ended,
+    ev.PhaseEntered: _if_current(on_phase_entered),
+    ev.NoteChanged: _if_current(on_note_changed),
+    ev.FirstWorkDone: _on_first_work_done,
+    ev.VersionAvailable: _if_current(on_version_available),
+    ev.StepCommitted: _on_step_committed,
+    ev.FindingChanged: _on_finding_changed,
+    ev.FaultInjected: _on_fault_injected,
+    ev.CommandReceived: on_command,
+    ev.FaultRequested: on_fault_requested,
+    ev.Resumed: on_resumed,
+    ev.TokensCounted: _on_tokens_counted,
+    ev.StacksCollected: _on_stacks_collected,
+    ev.BaselinesLearned: _on_baselines_learned,
+    ev.RunEnded: _on_run_ended,
 }

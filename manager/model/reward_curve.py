@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-ENDS = 10
+MAX_STEPS_PER_END = 10
 """Steps kept one by one at either end of the run."""
-CURVE_POINTS = 64
+MAX_CURVE_POINTS = 64
 """Points of the curve at most: as many as a terminal shows."""
-GAPS = 64
+MAX_GAPS = 64
 """Runs of steps whose reward has not been told yet that are remembered at most, the newest ones; what is told of older
 ones is not counted any more."""
 
@@ -28,7 +28,7 @@ class Rewards(Struct, frozen=True):
     """told steps in each point"""
     newest: int = 0
     """highest step that is known to be committed"""
-    untold: tuple[tuple[int, int], ...] = ()
+    unreported: tuple[tuple[int, int], ...] = ()
     """(first, last) of runs of committed steps whose reward nobody has told, in order"""
 
     @property
@@ -50,42 +50,42 @@ class Rewards(Struct, frozen=True):
         return next(reversed(self.last.values()), None)
 
 
-def committed(rewards: Rewards, step: int, reward: float | None) -> Rewards:
+def add_step(rewards: Rewards, step: int, reward: float | None) -> Rewards:
     """One more word of a committed step (1, 2, ...); a repeated one counts once. ``reward`` None: not told (yet)."""
-    newest, untold = rewards.newest, rewards.untold
+    newest, unreported = rewards.newest, rewards.unreported
     if step > newest:
-        untold, newest = (*untold, (newest + 1, step)), step
-    known = not any(first <= step <= last for first, last in untold)
+        unreported, newest = (*unreported, (newest + 1, step)), step
+    known = not any(first <= step <= last for first, last in unreported)
     if known or reward is None:
-        return _with(rewards, newest, untold)
-    return _with(_counted(rewards, step, reward), newest, _less(untold, step))
+        return _with_gaps(rewards, newest, unreported)
+    return _with_gaps(_with_reward(rewards, step, reward), newest, _without_step(unreported, step))
 
 
-def _with(rewards: Rewards, newest: int, untold: tuple[tuple[int, int], ...]) -> Rewards:
+def _with_gaps(rewards: Rewards, newest: int, unreported: tuple[tuple[int, int], ...]) -> Rewards:
     joined: list[tuple[int, int]] = []
-    for first, last in untold:
+    for first, last in unreported:
         if joined and joined[-1][1] + 1 == first:
             joined[-1] = (joined[-1][0], last)
         else:
             joined.append((first, last))
     return Rewards(
-        rewards.first, rewards.last, rewards.stride, rewards.sums, rewards.counts, newest, tuple(joined[-GAPS:])
+        rewards.first, rewards.last, rewards.stride, rewards.sums, rewards.counts, newest, tuple(joined[-MAX_GAPS:])
     )
 
 
-def _less(untold: tuple[tuple[int, int], ...], step: int) -> tuple[tuple[int, int], ...]:
-    kept: list[tuple[int, int]] = []
-    for first, last in untold:
-        parts = ((first, step - 1), (step + 1, last)) if first <= step <= last else ((first, last),)
-        kept += [part for part in parts if part[0] <= part[1]]
-    return tuple(kept)
+def _without_step(unreported: tuple[tuple[int, int], ...], step: int) -> tuple[tuple[int, int], ...]:
+    remaining: list[tuple[int, int]] = []
+    for first, last in unreported:
+        pieces = ((first, step - 1), (step + 1, last)) if first <= step <= last else ((first, last),)
+        remaining += [node_group for node_group in pieces if node_group[0] <= node_group[1]]
+    return tuple(remaining)
 
 
-def _counted(rewards: Rewards, step: int, reward: float) -> Rewards:
-    first = dict(sorted({**rewards.first, step: reward}.items())[:ENDS])
-    last = dict(sorted({**rewards.last, step: reward}.items())[-ENDS:])
+def _with_reward(rewards: Rewards, step: int, reward: float) -> Rewards:
+    first = dict(sorted({**rewards.first, step: reward}.items())[:MAX_STEPS_PER_END])
+    last = dict(sorted({**rewards.last, step: reward}.items())[-MAX_STEPS_PER_END:])
     stride, sums, counts = rewards.stride, list(rewards.sums), list(rewards.counts)
-    while (point := (step - 1) // stride) >= CURVE_POINTS:  # two neighbours become one
+    while (point := (step - 1) // stride) >= MAX_CURVE_POINTS:  # two neighbours become one
         stride *= 2
         sums = [sum(sums[i : i + 2]) for i in range(0, len(sums), 2)]
         counts = [sum(counts[i : i + 2]) for i in range(0, len(counts), 2)]
@@ -93,4 +93,4 @@ def _counted(rewards: Rewards, step: int, reward: float) -> Rewards:
     counts += [0] * (point + 1 - len(counts))
     sums[point] += reward
     counts[point] += 1
-    return Rewards(first, last, stride, tuple(sums), tuple(counts), rewards.newest, rewards.untold)
+    return Rewards(first, last, stride, tuple(sums), tuple(counts), rewards.newest, rewards.unreported)

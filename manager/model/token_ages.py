@@ -12,13 +12,13 @@ from msgspec import Struct
 
 from ...core.types import Cause, Evidence, Finding, Remedy, Verdict
 
-KEPT_STEPS = 10
+WINDOW_STEPS = 10
 """newest steps of which the ages are kept, and over which a warning is judged: the median of one step jumps by one
 whenever weights come a little late"""
 WARN_MEDIAN_AGE = 2.0
 """weight versions. With the default ``ahead = 1`` tokens are up to about three versions old, and half of them younger
 than two; a median beyond that says that new weights reach the rollouts late, or no more"""
-P50, MAX, RUN_MAX = "token_age_p50", "token_age_max", "token_age_run_max"
+P50_METRIC, MAX_METRIC, RUN_MAX_METRIC = "token_age_p50", "token_age_max", "token_age_run_max"
 """metrics of a committed step: of its own tokens the median and the oldest, and the oldest of all steps up to it"""
 
 
@@ -48,18 +48,18 @@ class TokenAges(Struct, frozen=True):
 
 def with_step(ages: TokenAges, step: int, metrics: Mapping[str, float], at: float) -> TokenAges:
     """Add a committed step, in whatever order steps are told; one without ages, or told before, changes nothing."""
-    if P50 not in metrics or any(one.step == step for one in ages.steps):
+    if P50_METRIC not in metrics or any(one.step == step for one in ages.steps):
         return ages
-    new = StepAge(step, metrics[P50], metrics.get(MAX, metrics[P50]))
-    steps = tuple(sorted((*ages.steps, new), key=lambda one: one.step))[-KEPT_STEPS:]
+    new = StepAge(step, metrics[P50_METRIC], metrics.get(MAX_METRIC, metrics[P50_METRIC]))
+    steps = tuple(sorted((*ages.steps, new), key=lambda one: one.step))[-WINDOW_STEPS:]
     older, newer = steps[: len(steps) // 2], steps[len(steps) // 2 :]
     young = _mean(newer) <= WARN_MEDIAN_AGE
-    grows = len(steps) == KEPT_STEPS and _mean(newer) > max(WARN_MEDIAN_AGE, _mean(older))
+    grows = len(steps) == WINDOW_STEPS and _mean(newer) > max(WARN_MEDIAN_AGE, _mean(older))
     warned = None if young else ages.warned or ((steps[-1], at) if grows else None)
     return TokenAges(steps, warned)
 
 
-def finding(ages: TokenAges, limit: int | None) -> Finding | None:
+def token_age_finding(ages: TokenAges, limit: int | None) -> Finding | None:
     """The warning, if there is one; it stays the same while it holds. ``limit``: ``[sampling] staleness``."""
     if ages.warned is None:
         return None

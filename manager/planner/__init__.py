@@ -11,21 +11,21 @@ from msgspec import Struct
 from ..model.actions import Action, Decision
 from ..model.state import State
 from .capacity.allocations import supply
-from .capacity.node_lifecycle import mark, renew
-from .capacity.nodes import Rooms
+from .capacity.node_lifecycle import drain_actions, lifecycle_decisions
+from .capacity.nodes import NodeInventory
 from .capacity.placement import assign, place
-from .capacity.rotation import evict, rotate
-from .capacity.standbys import stand_by
+from .capacity.rotation import preemptions, rotate
+from .capacity.standbys import plan_standbys
 from .deadlines import NEVER
-from .planned_faults import drill
-from .recovery.node_exclusion import brake
+from .planned_faults import due_faults
+from .recovery.node_exclusion import limit_exclusions
 from .recovery.recover import recover
-from .shutdown import finish
+from .shutdown import plan_shutdown
 
 
 class Plan(Struct, frozen=True):
     actions: tuple[Action, ...] = ()
-    wake: float = NEVER
+    wake_at: float = NEVER
     """manager's time (s) at which to plan again though nothing happened"""
     over: bool = False
     """the run's end is decided and everything is given back"""
@@ -35,28 +35,28 @@ def plan(state: State, now: float) -> Plan:
     """Decisions first: they change what the other concerns see, so the caller folds them in and plans again."""
     if state.outcome is not None:  # its manager died over the last record
         return Plan(over=True)
-    ended, ending_wake, over = finish(state, now)
-    if state.verdict is not None or ended:
+    ended, ending_wake, over = plan_shutdown(state, now)
+    if state.finish is not None or ended:
         return Plan(tuple(ended), ending_wake, over)
-    rooms = Rooms(state, now)
-    if evicted := evict(state, rooms, now):
-        return Plan(tuple(evicted), now)
-    decisions, held = brake(state, recover(state, rooms, now), now)
-    brake_wake = min((one.until for one in held), default=NEVER)
+    inventory = NodeInventory(state, now)
+    if preempted := preemptions(state, inventory, now):
+        return Plan(tuple(preempted), now)
+    decisions, deferred = limit_exclusions(state, recover(state, inventory, now), now)
+    brake_wake = min((one.until for one in deferred), default=NEVER)
     if decisions:
         return Plan(tuple(decisions), now)
-    renewed, renew_wake = renew(state, now)
-    if renewed:
-        return Plan(tuple(renewed), now)
-    assigned = assign(state, rooms, now)
+    lifecycle, lifecycle_wake = lifecycle_decisions(state, now)
+    if lifecycle:
+        return Plan(tuple(lifecycle), now)
+    assigned = assign(state, inventory, now)
     moves, move_wake = rotate(state, assigned, now)
     if moves:
         return Plan(tuple(moves), now)
-    wanted, supply_wake = supply(state, rooms, assigned, now)
-    if any(isinstance(action, Decision) for action in wanted):
-        return Plan(tuple(wanted), now)
-    placed, place_wake = place(state, rooms, assigned, now)
-    shadows, shadow_wake = stand_by(state, rooms, assigned, placed, now)
-    drills, drill_wake = drill(state, now)
-    wake = min(ending_wake, brake_wake, renew_wake, move_wake, supply_wake, place_wake, shadow_wake, drill_wake)
-    return Plan((*wanted, *placed, *shadows, *mark(state), *drills), wake)
+    supplied, supply_wake = supply(state, inventory, assigned, now)
+    if any(isinstance(action, Decision) for action in supplied):
+        return Plan(tuple(supplied), now)
+    placed, place_wake = place(state, inventory, assigned, now)
+    standbys, standby_wake = plan_standbys(state, inventory, assigned, placed, now)
+    faults, fault_wake = due_faults(state, now)
+    wake = min(ending_wake, brake_wake, lifecycle_wake, move_wake, supply_wake, place_wake, standby_wake, fault_wake)
+    return Plan((*supplied, *placed, *standbys, *drain_actions(state), *faults), wake)

@@ -8,40 +8,40 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from ...core.faults import MANAGER, TRAITS, At, Fault, Hits
+from ...core.faults import MANAGER, FAULT_TRAITS, FaultTrigger, Fault, TargetKind
 from ...core.phases import PHASES
-from ...core.types import AGENT, SHADOW, Life, NodeName, ReplicaId, replica_id
-from ..model.actions import Outside, Perform, Why
+from ...core.types import AGENT, STANDBY_ROLE, Incarnation, NodeName, ReplicaId, replica_id
+from ..model.actions import ExternalAction, InjectFault, Why
 from ..model.state import Replica, State, Status
 from .deadlines import NEVER
 
 
-class _Hit(Struct, frozen=True):
+class _Target(Struct, frozen=True):
     """What the fault's target is now."""
 
     step: str = ""
     node: NodeName = NodeName("")
-    life: Life | None = None
+    incarnation: Incarnation | None = None
 
 
-def drill(state: State, now: float) -> tuple[list[Outside], float]:
+def due_faults(state: State, now: float) -> tuple[list[ExternalAction], float]:
     """Faults that are due, and when the next one may be though nothing happens."""
-    due: list[Outside] = []
-    wake, set_off = NEVER, set(state.faults)
-    for fault in (*state.job.faults, *state.ordered):
-        if fault.id in set_off:
+    due: list[ExternalAction] = []
+    wake, triggered = NEVER, set(state.triggered_faults)
+    for fault in (*state.job.faults, *state.requested_faults):
+        if fault.id in triggered:
             continue
-        since = _since(state, fault.at)
+        since = _due_at(state, fault.at)
         if since > now:
             wake = min(wake, since)
-        elif (hit := _target(state, fault)) is not None:
-            whose = f"ordered by {fault.by}" if fault.by else "planned"
-            why = Why((f"fault {fault.id} at {fault.at}, {whose}",), expects="detection and recovery")
-            due.append(Perform(fault, hit.step, hit.node, why, hit.life))
+        elif (target := _find_target(state, fault)) is not None:
+            origin = f"ordered by {fault.by}" if fault.by else "planned"
+            why = Why((f"fault {fault.id} at {fault.at}, {origin}",), expects="detection and recovery")
+            due.append(InjectFault(fault, target.step, target.node, why, target.incarnation))
     return due, wake
 
 
-def _since(state: State, at: At) -> float:
+def _due_at(state: State, at: FaultTrigger) -> float:
     """Manager's time (s) from which on it is due; NEVER while that is not known."""
     if at.step is not None:
         return 0.0 if state.step >= at.step else NEVER
@@ -50,31 +50,31 @@ def _since(state: State, at: At) -> float:
     return 0.0
 
 
-def _target(state: State, fault: Fault) -> _Hit | None:
+def _find_target(state: State, fault: Fault) -> _Target | None:
     """None: not there, or not in the state to be hit."""
-    hits = TRAITS[fault.kind].hits
-    if hits is Hits.RUN or fault.target == MANAGER:
-        return _Hit()
+    hits = FAULT_TRAITS[fault.kind].target_kind
+    if hits is TargetKind.RUN or fault.target == MANAGER:
+        return _Target()
     replica = state.replicas.get(ReplicaId(fault.target))
-    if hits is Hits.NODE and replica is None:
+    if hits is TargetKind.NODE and replica is None:
         node = state.nodes.get(NodeName(fault.target))
-        return _Hit(node=node.name) if node is not None and node.allocation else None
+        return _Target(node=node.name) if node is not None and node.allocation else None
     if replica is None or replica.node is None or not replica.step or not _ready(state, replica, fault.at):
         return None
-    if hits is Hits.NODE:
-        return _Hit(node=replica.node)
+    if hits is TargetKind.NODE:
+        return _Target(node=replica.node)
     agent = state.replica(replica_id(AGENT, replica.node))
-    if TRAITS[fault.kind].processes and agent.status is not Status.JOINED:
+    if FAULT_TRAITS[fault.kind].by_signals and agent.status is not Status.JOINED:
         return None
-    return _Hit(replica.step, replica.node, replica.life)
+    return _Target(replica.step, replica.node, replica.incarnation)
 
 
-def _ready(state: State, replica: Replica, at: At) -> bool:
+def _ready(state: State, replica: Replica, at: FaultTrigger) -> bool:
     if replica.status is not Status.JOINED:
         return False
     if at.phase is not None:
         return replica.phase == at.phase
-    if at == At() or replica.role in (AGENT, SHADOW) or state.job.role(replica.role).kind == "command":
+    if at == FaultTrigger() or replica.role in (AGENT, STANDBY_ROLE) or state.job.role(replica.role).kind == "command":
         return True
     declared = PHASES.get(replica.phase)  # of a phase of its own nobody knows what it is worth
     return declared.useful if declared is not None else bool(replica.phase)

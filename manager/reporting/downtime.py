@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from ...core.types import AGENT, SHADOW, Finding, Life, NodeName, ReplicaId, Verdict, gang_of, role_of
+from ...core.types import AGENT, STANDBY_ROLE, Finding, Incarnation, NodeName, ReplicaId, Verdict, gang_of, role_of
 from ..model import events as ev
 from ..model.actions import Fence, Finish, RestartAll
 from ..model.state import State, Status
 
-AT_WORK_BY_TOKEN = ("trainer", "rollout")
+RECOVERED_BY_FIRST_WORK = ("trainer", "rollout")
 """kinds of roles that work again with their first unit of work; the others when they have joined"""
 
 
@@ -37,41 +37,41 @@ class Downtime:
         self.down: dict[ReplicaId, Down] = {}
         self.gpu_seconds = 0.0
         """of all who stood still and work again"""
-        if state is None or state.verdict is not None:
+        if state is None or state.finish is not None:
             return
         for replica in state.replicas.values():  # of a predecessor: whoever had worked, and does not now
-            idle = replica.status in (Status.WANTED, Status.LAUNCHING, Status.STARTING) and replica.incarnation > 0
-            if idle and replica.ever_joined and replica.role not in (AGENT, SHADOW):
-                self._goes(state, replica.life, replica.down_since)
+            idle = replica.status in (Status.WANTED, Status.LAUNCHING, Status.STARTING) and replica.incarnation_number > 0
+            if idle and replica.ever_joined and replica.role not in (AGENT, STANDBY_ROLE):
+                self._mark_down(state, replica.incarnation, replica.down_since)
 
-    def enter(self, before: State | None, after: State, stamped: ev.Stamped) -> list[tuple[Down, bool]]:
+    def apply(self, before: State | None, after: State, stamped: ev.Stamped) -> list[tuple[Down, bool]]:
         """Whoever's standstill is over with this event: it works again, or (False) the run ends without it."""
         event, at = stamped.event, stamped.at
         if before is None:
             return []
         if isinstance(event, ev.Decided):
             if isinstance(event.action, Finish):
-                return [(self._comes(id, at), False) for id in list(self.down)]
+                return [(self._mark_up(id, at), False) for id in list(self.down)]
             for fence in fences(event):
-                if after.verdict is None and role_of(fence.life.replica) not in (AGENT, SHADOW):
-                    self._goes(before, fence.life, first_trace(before, fence.life, at))
+                if after.finish is None and role_of(fence.incarnation.replica) not in (AGENT, STANDBY_ROLE):
+                    self._mark_down(before, fence.incarnation, first_symptom(before, fence.incarnation, at))
         elif isinstance(event, ev.FirstWorkDone | ev.StepCommitted | ev.Joined):
-            gang = gang_of(event.life.replica)
-            joined_only = isinstance(event, ev.Joined) and _kind(after, gang) in AT_WORK_BY_TOKEN
-            if gang in self.down and after.believed(event.life) and not joined_only:
-                return [(self._comes(gang, at), True)]
+            gang = gang_of(event.incarnation.replica)
+            joined_only = isinstance(event, ev.Joined) and _kind(after, gang) in RECOVERED_BY_FIRST_WORK
+            if gang in self.down and after.is_current(event.incarnation) and not joined_only:
+                return [(self._mark_up(gang, at), True)]
         return []
 
-    def gpu_seconds_by(self, now: float) -> float:
+    def gpu_seconds_until(self, now: float) -> float:
         """All that was lost up to ``now``, whoever still stands still included."""
         return self.gpu_seconds + sum(one.gpu_seconds(now) for one in list(self.down.values()))
 
-    def _goes(self, state: State, life: Life, since: float) -> None:
-        gang, held = gang_of(life.replica), state.replica(life.replica)
+    def _mark_down(self, state: State, incarnation: Incarnation, since: float) -> None:
+        gang, replica = gang_of(incarnation.replica), state.replica(incarnation.replica)
         if gang not in self.down:
-            self.down[gang] = Down(gang, held.node or "", since, gpus_of(state, gang))
+            self.down[gang] = Down(gang, replica.node or "", since, gpus_of(state, gang))
 
-    def _comes(self, gang: ReplicaId, at: float) -> Down:
+    def _mark_up(self, gang: ReplicaId, at: float) -> Down:
         down = self.down.pop(gang)
         self.gpu_seconds += down.gpu_seconds(at)
         return down
@@ -84,39 +84,39 @@ def fences(event: ev.Decided) -> tuple[Fence, ...]:
     return (event.action,) if isinstance(event.action, Fence) else ()
 
 
-def against(state: State, life: Life) -> Iterator[Finding]:
+def failures_of(state: State, incarnation: Incarnation) -> Iterator[Finding]:
     """What stands against a life or its node, what is about its node first."""
-    node = state.replica(life.replica).node
+    node = state.replica(incarnation.replica).node
     found = [one for one in state.findings.values() if one.verdict is Verdict.FAIL]
     yield from (one for one in found if node is not None and one.node == node)
-    yield from (one for one in found if one.life == life)
+    yield from (one for one in found if one.incarnation == incarnation)
 
 
-def first_trace(state: State, life: Life, at: float) -> float:
+def first_symptom(state: State, incarnation: Incarnation, at: float) -> float:
     """Of itself: it may have worked long on a node that something stood against. Of its node, where that is all."""
-    found = [finding for finding in against(state, life) if finding.since > 0]
-    own = [finding.since for finding in found if finding.life == life]
+    found = [finding for finding in failures_of(state, incarnation) if finding.since > 0]
+    own = [finding.since for finding in found if finding.incarnation == incarnation]
     return min(own or [finding.since for finding in found], default=at)
 
 
 def gpus_of(state: State, gang: ReplicaId) -> int:
     """That a whole replica has."""
-    view = next((role for role in state.job.roles if role.name == role_of(gang)), None)
-    return view.each.gpus * view.ranks if view is not None else 0
+    role_spec = next((role for role in state.job.roles if role.name == role_of(gang)), None)
+    return role_spec.per_member.gpus * role_spec.ranks if role_spec is not None else 0
 
 
 def gpus_on(state: State, node: NodeName) -> int:
     """That the run has there."""
-    held = state.nodes.get(node)
-    allocation = state.allocations.get(held.allocation) if held is not None else None
-    return allocation.ask.node.gpus if allocation is not None else 0
+    node_record = state.nodes.get(node)
+    allocation = state.allocations.get(node_record.allocation) if node_record is not None else None
+    return allocation.request.node.gpus if allocation is not None else 0
 
 
 def _kind(state: State, gang: ReplicaId) -> str:
     return next((role.kind for role in state.job.roles if role.name == role_of(gang)), "")
 
 
-class Worktime:
+class WorkIntervals:
     """Intervals of work by replica, in order. Times in s."""
 
     def __init__(self) -> None:

@@ -13,19 +13,19 @@ import threading
 import time
 from pathlib import Path
 
-from ...core.run_spec import JobView
-from ...health.history.records import MAX_FILE_BYTES, MAX_FILE_RECORDS, Alive, Lost, Record, file_name, line
+from ...core.run_spec import RunSpec
+from ...health.history.records import MAX_FILE_BYTES, MAX_FILE_RECORDS, Checkpoint, RecordsLost, Record, file_name, encode_line
 from ..model import events as ev
 from ..model.state import State
-from .history_events import Chronicle
+from .history_events import HistoryEvents
 
 _log = logging.getLogger("rrl.manager")
 
-MOST_WAITING = 4096
+MAX_QUEUED_RECORDS = 4096
 """records that wait for storage; at some 400 bytes each, 2 MiB"""
-ALIVE = 1800.0
+CHECKPOINT_INTERVAL_S = 1800.0
 """s between two lines of a run that nothing happens to"""
-LEAVE = 3.0
+CLOSE_TIMEOUT_S = 3.0
 """s that the manager's end waits for the newest lines"""
 FOLDER_MODE, FILE_MODE = 0o755, 0o644
 """everybody may read what was found of the site's nodes; only its user adds to it"""
@@ -33,85 +33,85 @@ _HUNG = "the storage does not answer"
 _write = os.write
 
 
-class HistoryKeeper:
+class HistoryWriter:
     """``folder`` empty: nothing is kept. Make it before the manager's first record; ``state``: as the journal left
     it."""
 
-    def __init__(self, folder: str, run: str, epoch: int, view: JobView, at: float, state: State | None) -> None:
+    def __init__(self, folder: str, run: str, epoch: int, spec: RunSpec, at: float, state: State | None) -> None:
         self.lost = 0
         """lines that were not written"""
-        self._said = False
+        self._loss_logged = False
         self._counting = threading.Lock()
-        self._waiting: queue.Queue[Record | None] = queue.Queue(MOST_WAITING)
+        self._queue: queue.Queue[Record | None] = queue.Queue(MAX_QUEUED_RECORDS)
         self._thread: threading.Thread | None = None
         if not folder:
             return
-        user = own_name()
-        cluster = os.environ.get("SLURM_CLUSTER_NAME") or view.cluster
-        self._chronicle = Chronicle(run, user, cluster, view.name, epoch, at, state)
+        user = user_name()
+        cluster = os.environ.get("SLURM_CLUSTER_NAME") or spec.cluster
+        self._history_events = HistoryEvents(run, user, cluster, spec.name, epoch, at, state)
         self._path = Path(folder) / user / file_name(run, epoch)
-        for record in self._chronicle.first:
-            self._put(record)
+        for record in self._history_events.initial_records:
+            self._enqueue(record)
         # a daemon: a thread that storage holds up must not keep the manager from leaving
-        self._thread = threading.Thread(target=self._keep, name="history", daemon=True)
+        self._thread = threading.Thread(target=self._write_loop, name="history", daemon=True)
         self._thread.start()
 
-    def notice(self, before: State | None, after: State, stamped: ev.Stamped) -> None:
+    def on_event(self, before: State | None, after: State, stamped: ev.Stamped) -> None:
         """An event was recorded, which made ``after`` of ``before``. Never blocks, never raises."""
         if self._thread is None:
             return
-        for record in self._chronicle.enter(before, after, stamped):
-            self._put(record)
+        for record in self._history_events.apply(before, after, stamped):
+            self._enqueue(record)
 
     def close(self) -> None:
         """Wait a little for what is still to be written (blocking)."""
         if self._thread is not None:
             with contextlib.suppress(queue.Full):
-                self._waiting.put(None, timeout=LEAVE)
-            self._thread.join(LEAVE)
+                self._queue.put(None, timeout=CLOSE_TIMEOUT_S)
+            self._thread.join(CLOSE_TIMEOUT_S)
             if self._thread.is_alive():
-                self._lose(self._waiting.qsize(), _HUNG)
+                self._count_lost(self._queue.qsize(), _HUNG)
 
-    def _put(self, record: Record) -> None:
+    def _enqueue(self, record: Record) -> None:
         try:
-            self._waiting.put_nowait(record)
+            self._queue.put_nowait(record)
         except queue.Full:
-            self._lose(1, _HUNG)
+            self._count_lost(1, _HUNG)
 
-    def _lose(self, lines: int, why: str) -> None:
+    def _count_lost(self, lines: int, why: str) -> None:
         with self._counting:
             self.lost += lines
-            first, self._said = not self._said, True
+            first, self._loss_logged = not self._loss_logged, True
         if first:
             _log.warning("health history: lines are lost, the run continues without them: %s: %s", self._path, why)
 
     # ── in the thread ──────────────────────────────────────────────────────────────────────────────────────────────
-    def _keep(self) -> None:
+    def _write_loop(self) -> None:
         file, noted = _File(self._path), 0
         while True:
-            batch, last = self._batch()
+            batch, last = self._next_batch()
             if self.lost > noted:
-                batch.append(Lost(time.time(), self.lost - noted))
+                batch.append(RecordsLost(time.time(), self.lost - noted))
             before = self.lost
             if batch:
                 try:
                     file.write(batch)
                     noted = before
                 except OSError as error:
-                    self._lose(sum(not isinstance(one, Lost) for one in batch), error.strerror or str(error))
+                    self._count_lost(sum(not isinstance(one, RecordsLost) for one in batch), error.strerror or str(error))
             if last:
                 file.close()
                 return
 
-    def _batch(self) -> tuple[list[Record], bool]:
+    def _next_batch(self) -> tuple[list[Record], bool]:
         """What waits, at least one; a sign of life where nothing comes. True: nothing follows."""
         try:
-            records = [self._waiting.get(timeout=ALIVE)]
+            records = [self._queue.get(timeout=CHECKPOINT_INTERVAL_S)]
         except queue.Empty:
-            return [Alive(time.time())], False
+            return [Checkpoint(time.time())], False
         with contextlib.suppress(queue.Empty):
             while records[-1] is not None:
-                records.append(self._waiting.get_nowait())
+                records.append(self._queue.get_nowait())
         return [one for one in records if one is not None], records[-1] is None
 
 
@@ -124,7 +124,7 @@ class _File:
     def write(self, records: list[Record]) -> None:
         if self._fd < 0:
             self._fd = _create(self._path)
-        data = (b"\n" if self._torn else b"") + b"".join(map(line, records))
+        data = (b"\n" if self._torn else b"") + b"".join(map(encode_line, records))
         if self._records + len(records) > MAX_FILE_RECORDS or self._bytes + len(data) > MAX_FILE_BYTES:
             raise OSError(0, f"it has {self._records} records and {self._bytes} bytes already: no report reads more")
         self._torn = True  # unless all of it gets there
@@ -153,7 +153,7 @@ def _create(path: Path) -> int:
     return fd
 
 
-def own_name() -> str:
+def user_name() -> str:
     """As the folder of this user is called: the name, or the number where there is none."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_name

@@ -21,11 +21,11 @@ _log = logging.getLogger("rrl.manager")
 Collect = Callable[[], Iterable[Any]]
 """families of prometheus_client, as of now"""
 
-AT_ONCE = 8
+MAX_CONNECTIONS = 8
 """connections; who comes beyond is hung up on"""
-WITHIN = 10.0
+CONNECTION_TIMEOUT_S = 10.0
 """s for a connection, from its first byte to its last (Prometheus' scrape_timeout: 10 s by default)"""
-FRESH = 0.5
+PAGE_CACHE_S = 0.5
 """s for which a page is told again: who asks without a pause makes no work"""
 
 
@@ -54,16 +54,16 @@ class MetricsServer:
         host, _, port = self._address.rpartition(":")
         host = host.strip("[]")
         try:
-            family, *_, place = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
-            place = (place[0], int(port), *place[2:])
+            family, *_, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+            address = (address[0], int(port), *address[2:])
             with self._lock:
                 if self._closed:
                     return
-                self._server = server = _Server(family, place, self._page)
+                self._server = server = _Server(family, address, self._page)
             threading.Thread(target=server.serve_forever, name="metrics-server", daemon=True).start()
-            here = socket.gethostname() if host in ("0.0.0.0", "::") else host
-            told = f"[{here}]" if ":" in here else here
-            write_atomically(self._run.metrics, f"{told}:{server.server_address[1]}\n".encode())
+            own_host = socket.gethostname() if host in ("0.0.0.0", "::") else host
+            shown_host = f"[{own_host}]" if ":" in own_host else own_host
+            write_atomically(self._run.metrics, f"{shown_host}:{server.server_address[1]}\n".encode())
         except (OSError, OverflowError, ValueError) as error:
             _log.warning("metrics are not served at %s: %s", self._address, error)
 
@@ -75,20 +75,20 @@ class _Page:
         from prometheus_client import CollectorRegistry
 
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Now(collect))
+        self._registry.register(_Collector(collect))
         self._lock = threading.Lock()
-        self._text, self._until = b"", 0.0
+        self._text, self._expires_at = b"", 0.0
 
     def text(self) -> bytes:
         from prometheus_client import generate_latest
 
         with self._lock:
-            if time.monotonic() >= self._until:
-                self._text, self._until = generate_latest(self._registry), time.monotonic() + FRESH
+            if time.monotonic() >= self._expires_at:
+                self._text, self._expires_at = generate_latest(self._registry), time.monotonic() + PAGE_CACHE_S
             return self._text
 
 
-class _Now:
+class _Collector:
     """prometheus_client's idea of a collector."""
 
     def __init__(self, collect: Collect) -> None:
@@ -103,32 +103,32 @@ class _Server(ThreadingTCPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, family: int, place: Any, page: _Page) -> None:
+    def __init__(self, family: int, address: Any, page: _Page) -> None:
         self.address_family = family
         self.page = page
-        self._room = threading.Semaphore(AT_ONCE)
-        super().__init__(place, _Handler)
+        self._free_slots = threading.Semaphore(MAX_CONNECTIONS)
+        super().__init__(address, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._room.acquire(blocking=False):
+        if not self._free_slots.acquire(blocking=False):
             self.shutdown_request(request)
             return
         try:
             super().process_request(request, client_address)
         except BaseException:  # no thread is to be had
-            self._room.release()
+            self._free_slots.release()
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         # a timeout of the socket would begin anew with each byte
-        late = threading.Timer(WITHIN, _hang_up, (request,))
-        late.daemon = True
-        late.start()
+        timeout = threading.Timer(CONNECTION_TIMEOUT_S, _disconnect, (request,))
+        timeout.daemon = True
+        timeout.start()
         try:
             super().process_request_thread(request, client_address)
         finally:
-            late.cancel()
-            self._room.release()
+            timeout.cancel()
+            self._free_slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that is gone, or was too slow, is nobody's concern."""
@@ -149,6 +149,6 @@ class _Handler(BaseHTTPRequestHandler):
         """The manager's output is not for that."""
 
 
-def _hang_up(line: socket.socket) -> None:
+def _disconnect(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        line.shutdown(socket.SHUT_RDWR)
+        connection.shutdown(socket.SHUT_RDWR)

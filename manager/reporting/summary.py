@@ -16,17 +16,17 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from ...core.faults import TRAITS, Fault, Hits
+from ...core.faults import FAULT_TRAITS, Fault, TargetKind
 from ...core.phases import phase
 from ...core.run_dir import RunDir, write_atomically
-from ...core.run_spec import JobView
+from ...core.run_spec import RunSpec
 from ...core.text import escaped_lines
-from ...core.types import AGENT, SHADOW, Finding, Life, NodeName, Outcome, ReplicaId, Verdict, role_of
+from ...core.types import AGENT, STANDBY_ROLE, Finding, Incarnation, NodeName, Outcome, ReplicaId, Verdict, role_of
 from ..model import events as ev
 from ..model import token_ages
-from ..model.actions import Drain, Exclude, Fence, Finish, Launch, Perform, Readmit, RestartAll
+from ..model.actions import Drain, Exclude, Fence, Finish, Launch, InjectFault, Readmit, RestartAll
 from ..storage.journal import replay
-from .downtime import Worktime
+from .downtime import WorkIntervals
 
 
 class DrainRequest(Struct, frozen=True):
@@ -36,37 +36,37 @@ class DrainRequest(Struct, frozen=True):
     evidence: list[str]
     at: float
     """wall clock (s) of the node's exclusion"""
-    asked: str
+    requested_by: str
     """by whom; empty: by the run itself"""
-    said: str
+    drain_error: str
     """why the cluster did not drain it"""
 
 
 class DrainRequests:
     def __init__(self) -> None:
         self._excluded: dict[NodeName, tuple[Exclude, float]] = {}
-        self._tried: dict[str, Drain] = {}
+        self._pending_drains: dict[str, Drain] = {}
         """by tag"""
         self._open: dict[NodeName, DrainRequest] = {}
 
-    def enter(self, stamped: ev.Stamped) -> None:
+    def apply(self, stamped: ev.Stamped) -> None:
         event = stamped.event
         if isinstance(event, ev.Decided) and isinstance(event.action, Exclude):
             self._excluded[event.action.node] = event.action, stamped.at
         elif isinstance(event, ev.Decided) and isinstance(event.action, Readmit):
             self._open.pop(event.action.node, None)
         elif isinstance(event, ev.Intended) and isinstance(event.action, Drain):
-            self._tried[event.action.tag] = event.action
-        elif isinstance(event, ev.Done) and (drain := self._tried.pop(event.tag, None)) is not None:
+            self._pending_drains[event.action.tag] = event.action
+        elif isinstance(event, ev.IntentSettled) and (drain := self._pending_drains.pop(event.tag, None)) is not None:
             self._open.pop(drain.node, None)
             if not event.ok:
                 self._open[drain.node] = self._request(drain, event.detail, stamped.at)
 
-    def _request(self, drain: Drain, said: str, at: float) -> DrainRequest:
+    def _request(self, drain: Drain, drain_error: str, at: float) -> DrainRequest:
         exclude, at = self._excluded.get(drain.node, (None, at))
         cause = exclude.cause.value if exclude is not None and exclude.cause is not None else ""
         by = exclude.by if exclude is not None else ""
-        return DrainRequest(drain.node, cause, list(drain.why.evidence), at, by, said)
+        return DrainRequest(drain.node, cause, list(drain.why.evidence), at, by, drain_error)
 
     @property
     def requests(self) -> list[DrainRequest]:
@@ -141,160 +141,160 @@ def _escaped(value: Any) -> Any:
 
 def write_summary(run: RunDir) -> Summary:
     """Replay the run's journal and leave ``summary.json``."""
-    summary = account(replay(run), str(run.path))
+    summary = summarize(replay(run), str(run.path))
     document = _escaped(msgspec.to_builtins(summary))
     write_atomically(run.summary, msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
     return summary
 
 
-def account(events: Iterable[ev.Stamped], run_dir: str = "") -> Summary:
+def summarize(events: Iterable[ev.Stamped], run_dir: str = "") -> Summary:
     """The whole account. Raises ValueError when there are no events."""
-    ledger: _Ledger | None = None
+    builder: _SummaryBuilder | None = None
     for stamped in events:
         if isinstance(stamped.event, ev.RunStarted):
-            ledger = _Ledger(stamped.event.run, stamped.event.job, stamped.at)
-        if ledger is not None:
-            ledger.enter(stamped)
-    if ledger is None:
+            builder = _SummaryBuilder(stamped.event.run, stamped.event.job, stamped.at)
+        if builder is not None:
+            builder.apply(stamped)
+    if builder is None:
         raise ValueError("the journal has no events")
-    return ledger.summary(run_dir)
+    return builder.summary(run_dir)
 
 
-class _Injected(Struct):
+class _InjectedFault(Struct):
     """One fault from its intent on, and whom it can have hit until when."""
 
     fault: Fault
     at: float
-    life: Life | None
+    incarnation: Incarnation | None
     node: str
-    over: float = inf
+    ended_at: float = inf
     """when it was over: whoever is launched on its node later was not hit"""
-    until: float = inf
+    effects_until: float = inf
     """what it can have done is found by then"""
     performed: bool = False
 
-    def lasts_from(self, at: float, silence: float) -> None:
+    def set_performed_at(self, at: float, silence: float) -> None:
         """It was performed at ``at``, and lasts for its ``seconds``. Its end may never be journaled, as on a disk that
         stays full, or after a manager's death; ``silence`` is what finding its effect may take."""
         if self.fault.seconds:
-            self.over = at + self.fault.seconds
-            self.until = self.over + silence
+            self.ended_at = at + self.fault.seconds
+            self.effects_until = self.ended_at + silence
         else:
-            self.over = at
+            self.ended_at = at
 
-    def hit(self, life: Life, node: str, launched_at: float, failed_at: float) -> bool:
+    def may_have_hit(self, incarnation: Incarnation, node: str, launched_at: float, failed_at: float) -> bool:
         """Whether a failure of this life on this node can be its doing: what it was about, at that time."""
-        if not self.at <= failed_at <= self.until:
+        if not self.at <= failed_at <= self.effects_until:
             return False
-        hits = TRAITS[self.fault.kind].hits
-        there = hits is Hits.NODE and node == self.node and launched_at <= self.over
-        return hits is Hits.RUN or life == self.life or there
+        hits = FAULT_TRAITS[self.fault.kind].target_kind
+        on_node = hits is TargetKind.NODE and node == self.node and launched_at <= self.ended_at
+        return hits is TargetKind.RUN or incarnation == self.incarnation or on_node
 
 
-class _Trace:
+class _RecoveryTrace:
     """One failure of one replica, as it unfolds."""
 
     def __init__(self, fence: Fence, at: float) -> None:
         self.fence, self.fenced_at = fence, at
         self.rung = fence.rung
-        self.incarnation = fence.life.incarnation + 1
+        self.incarnation = fence.incarnation.number + 1
         self.failed_at: float | None = None
         self.found_at: float | None = None
         self.injected = False
         self.node_before = self.node_after = ""
         self.joined_at: float | None = None
-        self.held_at: float | None = None
+        self.weights_at: float | None = None
         self.worked_at: float | None = None
 
     def recovery(self) -> Recovery:
-        needs_weights = role_of(self.fence.life.replica) == "rollout"
-        ready = self.held_at if needs_weights else self.joined_at
+        needs_weights = role_of(self.fence.incarnation.replica) == "rollout"
+        ready = self.weights_at if needs_weights else self.joined_at
         return Recovery(
-            replica=self.fence.life.replica,
+            replica=self.fence.incarnation.replica,
             incarnation=self.incarnation,
             cause="; ".join(self.fence.why.evidence),
             rung=self.rung.value,
             injected=self.injected,
             node_before=self.node_before,
             node_after=self.node_after,
-            detect_s=_between(self.failed_at, self.found_at),
-            decide_s=_between(self.found_at, self.fenced_at),
-            start_s=_between(self.fenced_at, self.joined_at),
-            weights_s=_between(self.joined_at, self.held_at) if needs_weights else None,
-            first_work_s=_between(ready, self.worked_at),
-            total_s=_between(self.failed_at, self.worked_at),
+            detect_s=_duration(self.failed_at, self.found_at),
+            decide_s=_duration(self.found_at, self.fenced_at),
+            start_s=_duration(self.fenced_at, self.joined_at),
+            weights_s=_duration(self.joined_at, self.weights_at) if needs_weights else None,
+            first_work_s=_duration(ready, self.worked_at),
+            total_s=_duration(self.failed_at, self.worked_at),
         )
 
 
-class _Ledger:
-    def __init__(self, run: str, job: JobView, at: float) -> None:
+class _SummaryBuilder:
+    def __init__(self, run: str, job: RunSpec, at: float) -> None:
         self.run, self.job, self.began, self.now = run, job, at, at
         self.rewards: dict[int, float] = {}
         """by step"""
         self.step, self.faults, self.epochs = 0, 0, 0
-        self.fatal = 0
+        self.fatal_failures = 0
         """failures that nobody injected, and that ended the run"""
-        self.outcome, self.why = "running", ""
-        self.failures: dict[Life, float] = {}
+        self.outcome, self.outcome_reason = "running", ""
+        self.failures: dict[Incarnation, float] = {}
         """when something about a life first went wrong"""
         self.findings: dict[str, tuple[Finding, float]] = {}
         """what stands against somebody now, and when it was found; by Finding.key"""
-        self.injected: dict[str, _Injected] = {}
+        self.injected: dict[str, _InjectedFault] = {}
         """by fault; those that were certainly not performed are left out"""
-        self.nodes: dict[Life, str] = {}
-        self.launched: dict[Life, float] = {}
+        self.nodes: dict[Incarnation, str] = {}
+        self.launched: dict[Incarnation, float] = {}
         """when their launch was decided"""
-        self.lives: dict[ReplicaId, Life] = {}
-        self.launches: dict[str, Life] = {}
-        self.traces: list[_Trace] = []
-        self.earlier = 0
+        self.incarnations: dict[ReplicaId, Incarnation] = {}
+        self.launches_by_tag: dict[str, Incarnation] = {}
+        self.traces: list[_RecoveryTrace] = []
+        self.traces_before_resume = 0
         """of these, before the run was resumed: who was not back by its end is not brought back by the next start"""
-        self.fenced: dict[Life, _Trace] = {}
+        self.fenced: dict[Incarnation, _RecoveryTrace] = {}
         """by the life that failed"""
-        self.open: dict[Life, _Trace] = {}
+        self.open_traces: dict[Incarnation, _RecoveryTrace] = {}
         """by the life that replaces"""
-        self.worked = Worktime()
+        self.work_intervals = WorkIntervals()
         self.committed_at: float | None = None
         """the first step"""
-        self.over: float | None = None
+        self.end_decided_at: float | None = None
         """since when the run's end is decided"""
         self.ended: float | None = None
-        self.drains = DrainRequests()
+        self.drain_requests = DrainRequests()
         self.outage_tokens = 0
         self.max_age: float | None = None
         self.stale = 0, 0.0
         """groups dropped as stale, and their share, as of the newest step that told"""
         self.tokens_before: dict[int, int] = {}
         """when the trainer went; by epoch"""
-        self.between = 0.0
+        self.ended_s = 0.0
         """s from ends of the run until it was resumed"""
 
-    def enter(self, stamped: ev.Stamped) -> None:
+    def apply(self, stamped: ev.Stamped) -> None:
         self.now = at = stamped.at
         event = stamped.event
-        self.drains.enter(stamped)
+        self.drain_requests.apply(stamped)
         if isinstance(event, ev.Intended):
             self._intended(event, at)
         elif isinstance(event, ev.Decided) and isinstance(event.action, Fence | RestartAll):
             for fence in event.action.fences if isinstance(event.action, RestartAll) else (event.action,):
                 self._fenced(fence, at)
         elif isinstance(event, ev.StepEnded):
-            self.failures.setdefault(event.life, at)
-            self._down(event.life, at)
+            self.failures.setdefault(event.incarnation, at)
+            self._mark_idle(event.incarnation, at)
         elif isinstance(event, ev.FindingChanged):
-            self._found(event.finding, at)
-        elif isinstance(event, ev.Joined | ev.VersionHeld | ev.FirstWorkDone):
-            self._came_back(event, at)
+            self._finding_changed(event.finding, at)
+        elif isinstance(event, ev.Joined | ev.VersionAvailable | ev.FirstWorkDone):
+            self._on_recovery_stage(event, at)
         elif isinstance(event, ev.PhaseEntered):
             self._phase(event, at)
         else:
-            self._rest(event, at)
+            self._apply_other(event, at)
 
-    def _rest(self, event: Any, at: float) -> None:
+    def _apply_other(self, event: Any, at: float) -> None:
         if isinstance(event, ev.StepCommitted):
             if "stale_groups" in event.metrics and event.step >= self.step:
                 self.stale = int(event.metrics["stale_groups"]), round(event.metrics.get("stale_share", 0.0), 4)
-            ages = [event.metrics[name] for name in (token_ages.MAX, token_ages.RUN_MAX) if name in event.metrics]
+            ages = [event.metrics[name] for name in (token_ages.MAX_METRIC, token_ages.RUN_MAX_METRIC) if name in event.metrics]
             self.max_age = max(ages if self.max_age is None else [self.max_age, *ages], default=None)
             self.step = max(self.step, event.step)
             self.committed_at = at if self.committed_at is None else self.committed_at
@@ -302,21 +302,21 @@ class _Ledger:
                 self.rewards.setdefault(event.step, event.metrics["reward"])
         elif isinstance(event, ev.FaultInjected):
             self._injection(event, at)
-        elif isinstance(event, ev.Done) and not event.ok:
-            self._not_done(event.tag)
+        elif isinstance(event, ev.IntentSettled) and not event.ok:
+            self._on_rejected(event.tag)
         elif isinstance(event, ev.ManagerStarted):
             self.epochs += 1
         elif isinstance(event, ev.RunEnded):
-            self.outcome, self.why, self.ended = event.outcome.value, event.why, at
+            self.outcome, self.outcome_reason, self.ended = event.outcome.value, event.why, at
         elif isinstance(event, ev.Resumed):
             self._resumed(event, at)
-        elif isinstance(event, ev.TokensSeen):
-            self._tokens_seen(event)
-        elif isinstance(event, ev.Decided) and isinstance(event.action, Finish) and self.over is None:
+        elif isinstance(event, ev.TokensCounted):
+            self._tokens_counted(event)
+        elif isinstance(event, ev.Decided) and isinstance(event.action, Finish) and self.end_decided_at is None:
             self._end_decided(event.action, at)
 
-    def _tokens_seen(self, event: ev.TokensSeen) -> None:
-        if event.away:  # perhaps several times before it works again
+    def _tokens_counted(self, event: ev.TokensCounted) -> None:
+        if event.trainer_down:  # perhaps several times before it works again
             self.tokens_before.setdefault(self.epochs, event.total)
         else:
             before = self.tokens_before.get(self.epochs, event.total)
@@ -325,118 +325,118 @@ class _Ledger:
 
     def _resumed(self, event: ev.Resumed, at: float) -> None:
         """The time since the run's end is not the run's."""
-        for replica in self.lives:
-            self.worked.end(replica, at if self.over is None else self.over)
-        self.between += at - (at if self.ended is None else self.ended)
-        self.job, self.outcome, self.why, self.over = event.job, "running", "", None
+        for replica in self.incarnations:
+            self.work_intervals.end(replica, at if self.end_decided_at is None else self.end_decided_at)
+        self.ended_s += at - (at if self.ended is None else self.ended)
+        self.job, self.outcome, self.outcome_reason, self.end_decided_at = event.job, "running", "", None
         self.findings.clear()
-        self.earlier = len(self.traces)
+        self.traces_before_resume = len(self.traces)
 
     def _intended(self, event: ev.Intended, at: float) -> None:
         action = event.action
-        if isinstance(action, Perform):  # just before the deed: detection is counted from here
-            life = action.life or self.lives.get(ReplicaId(action.fault.target))
-            self.injected[action.fault.id] = injected = _Injected(action.fault, at, life, action.node)
-            injected.lasts_from(at, self.job.limits.silence)
+        if isinstance(action, InjectFault):  # just before the deed: detection is counted from here
+            incarnation = action.incarnation or self.incarnations.get(ReplicaId(action.fault.target))
+            self.injected[action.fault.id] = injected = _InjectedFault(action.fault, at, incarnation, action.node)
+            injected.set_performed_at(at, self.job.limits.silence)
         elif isinstance(action, Launch):
-            self.lives[action.life.replica] = action.life
-            self.nodes[action.life], self.launched[action.life] = action.node, at
-            self.launches[action.step] = action.life
-            recent = reversed(self.traces[self.earlier :])
-            trace = next((one for one in recent if one.fence.life.replica == action.life.replica), None)
+            self.incarnations[action.incarnation.replica] = action.incarnation
+            self.nodes[action.incarnation], self.launched[action.incarnation] = action.node, at
+            self.launches_by_tag[action.step] = action.incarnation
+            recent = reversed(self.traces[self.traces_before_resume :])
+            trace = next((one for one in recent if one.fence.incarnation.replica == action.incarnation.replica), None)
             if trace is not None and trace.joined_at is None:
-                trace.node_after, trace.incarnation = action.node, action.life.incarnation
-                self.open[action.life] = trace
+                trace.node_after, trace.incarnation = action.node, action.incarnation.number
+                self.open_traces[action.incarnation] = trace
 
-    def _not_done(self, tag: str) -> None:
-        life = self.launches.get(tag)
-        if life is not None and life in self.open:  # it never lived: the failure before it goes on
-            self.fenced[life] = self.open[life]
+    def _on_rejected(self, tag: str) -> None:
+        incarnation = self.launches_by_tag.get(tag)
+        if incarnation is not None and incarnation in self.open_traces:  # it never lived: the failure before it goes on
+            self.fenced[incarnation] = self.open_traces[incarnation]
         if tag.startswith("fault:"):
             self.injected.pop(tag.removeprefix("fault:"), None)
 
     def _injection(self, event: ev.FaultInjected, at: float) -> None:
-        held = self.injected.get(event.fault)
-        if held is None:
+        injected = self.injected.get(event.fault)
+        if injected is None:
             return
         if not (event.ok or event.unknown):  # what fails later is not its doing
             del self.injected[event.fault]
         elif event.ended:
-            held.over = min(held.over, at)
-            held.until = min(held.until, at + self.job.limits.silence)
-        elif event.ok and not held.performed:
-            held.performed = True
-            held.lasts_from(at, self.job.limits.silence)
+            injected.ended_at = min(injected.ended_at, at)
+            injected.effects_until = min(injected.effects_until, at + self.job.limits.silence)
+        elif event.ok and not injected.performed:
+            injected.performed = True
+            injected.set_performed_at(at, self.job.limits.silence)
             self.faults += 1
-            if not TRAITS[held.fault.kind].processes and TRAITS[held.fault.kind].hits is Hits.REPLICA:
-                held.at = at  # it struck when the role called its API, perhaps long after the order
+            if not FAULT_TRAITS[injected.fault.kind].by_signals and FAULT_TRAITS[injected.fault.kind].target_kind is TargetKind.REPLICA:
+                injected.at = at  # it struck when the role called its API, perhaps long after the order
 
     def _fenced(self, fence: Fence, at: float) -> None:
-        life = fence.life
-        if role_of(life.replica) in (AGENT, SHADOW) or self.over is not None:
+        incarnation = fence.incarnation
+        if role_of(incarnation.replica) in (AGENT, STANDBY_ROLE) or self.end_decided_at is not None:
             return
         if not fence.charged:  # it has not failed: it moves, or another member of its gang did
-            self._down(life, at)
+            self._mark_idle(incarnation, at)
             return
-        if life in self.fenced:  # given up before it came back
-            self.fenced[life].rung = fence.rung
+        if incarnation in self.fenced:  # given up before it came back
+            self.fenced[incarnation].rung = fence.rung
             return
-        trace = self.fenced[life] = _Trace(fence, at)
+        trace = self.fenced[incarnation] = _RecoveryTrace(fence, at)
         self.traces.append(trace)
-        node = trace.node_before = self.nodes.get(life, "")
-        against = [(f, seen) for f, seen in self.findings.values() if f.life == life or (f.node and f.node == node)]
-        traced = [finding.since for finding, _ in against]
-        trace.found_at = min((seen for _, seen in against), default=at)
-        failed = [self.failures[life]] if life in self.failures else []
+        node = trace.node_before = self.nodes.get(incarnation, "")
+        failures = [(f, found_at) for f, found_at in self.findings.values() if f.incarnation == incarnation or (f.node and f.node == node)]
+        traced = [finding.since for finding, _ in failures]
+        trace.found_at = min((found_at for _, found_at in failures), default=at)
+        failed = [self.failures[incarnation]] if incarnation in self.failures else []
         trace.failed_at = min([*failed, *traced, trace.found_at])
-        if by := self._injected_by(life, node, trace.found_at):
+        if by := self._injected_by(incarnation, node, trace.found_at):
             trace.injected, trace.failed_at = True, max(by)
-        self._down(life, min([*traced, at]))
-        self.findings = {key: held for key, held in self.findings.items() if held[0].life != life}
+        self._mark_idle(incarnation, min([*traced, at]))
+        self.findings = {key: finding_at for key, finding_at in self.findings.items() if finding_at[0].incarnation != incarnation}
 
-    def _injected_by(self, life: Life, node: str, found_at: float) -> list[float]:
+    def _injected_by(self, incarnation: Incarnation, node: str, found_at: float) -> list[float]:
         """When the faults struck that can have made this life fail."""
-        launched_at = self.launched.get(life, self.began)
-        return [one.at for one in self.injected.values() if one.hit(life, node, launched_at, found_at)]
+        launched_at = self.launched.get(incarnation, self.began)
+        return [one.at for one in self.injected.values() if one.may_have_hit(incarnation, node, launched_at, found_at)]
 
     def _end_decided(self, action: Finish, at: float) -> None:
         """The run's end is decided: nobody is fenced any more, so what failed last has no recovery."""
-        self.over = at
+        self.end_decided_at = at
         if action.outcome not in (Outcome.FAILED, Outcome.REJECTED):
             return
-        failed = {finding.life: seen for finding, seen in self.findings.values() if finding.life is not None}
-        for life, found_at in failed.items():
-            if self.lives.get(life.replica) == life and role_of(life.replica) not in (AGENT, SHADOW):
-                self.fatal += not self._injected_by(life, self.nodes.get(life, ""), found_at)
+        failed = {finding.incarnation: found_since for finding, found_since in self.findings.values() if finding.incarnation is not None}
+        for incarnation, found_at in failed.items():
+            if self.incarnations.get(incarnation.replica) == incarnation and role_of(incarnation.replica) not in (AGENT, STANDBY_ROLE):
+                self.fatal_failures += not self._injected_by(incarnation, self.nodes.get(incarnation, ""), found_at)
 
-    def _found(self, finding: Finding, at: float) -> None:
+    def _finding_changed(self, finding: Finding, at: float) -> None:
         if finding.verdict is not Verdict.FAIL:
             self.findings.pop(finding.key, None)
         elif finding.key not in self.findings:
             self.findings[finding.key] = finding, at
 
-    def _came_back(self, event: ev.Joined | ev.VersionHeld | ev.FirstWorkDone, at: float) -> None:
-        trace = self.open.get(event.life)
+    def _on_recovery_stage(self, event: ev.Joined | ev.VersionAvailable | ev.FirstWorkDone, at: float) -> None:
+        trace = self.open_traces.get(event.incarnation)
         if trace is None:
             return
         if isinstance(event, ev.Joined):
             trace.joined_at = trace.joined_at or at
-        elif isinstance(event, ev.VersionHeld):
-            trace.held_at = trace.held_at or at
+        elif isinstance(event, ev.VersionAvailable):
+            trace.weights_at = trace.weights_at or at
         else:
             trace.worked_at = trace.worked_at or at
 
     def _phase(self, event: ev.PhaseEntered, at: float) -> None:
-        if self.lives.get(event.life.replica) != event.life or event.life in self.fenced:
+        if self.incarnations.get(event.incarnation.replica) != event.incarnation or event.incarnation in self.fenced:
             return
         if phase(event.phase).useful:
-            self.worked.begin(event.life.replica, at)
+            self.work_intervals.begin(event.incarnation.replica, at)
         else:
-            self.worked.end(event.life.replica, at)
+            self.work_intervals.end(event.incarnation.replica, at)
 
-    def _down(self, life: Life, at: float) -> None:
-        if self.lives.get(life.replica) == life:
-            self.worked.end(life.replica, at)
+    def _mark_idle(self, incarnation: Incarnation, at: float) -> None:
+        if self.incarnations.get(incarnation.replica) == incarnation:
+            self.work_intervals.end(incarnation.replica, at)
 
     def _effective(self) -> tuple[float, float]:
         """Seconds of effective training, and of everybody at work. A trainer of several ranks works while all do."""
@@ -444,7 +444,7 @@ class _Ledger:
         ranks = sum(role.replicas * role.ranks for role in self.job.kind("trainer"))
         everybody = sum(role.replicas * role.ranks for role in self.job.roles)
         effective = strict = 0.0
-        for start, end, at_work in self.worked.intervals(self.now if self.over is None else self.over):
+        for start, end, at_work in self.work_intervals.intervals(self.now if self.end_decided_at is None else self.end_decided_at):
             span, rollouts = end - start, at_work["rollout"]
             if ranks and at_work["trainer"] >= ranks:
                 effective += span
@@ -455,20 +455,20 @@ class _Ledger:
         return effective, strict
 
     def summary(self, run_dir: str) -> Summary:
-        wall = max(self.now - self.began - self.between, 1e-9)
+        wall = max(self.now - self.began - self.ended_s, 1e-9)
         effective, strict = self._effective()
         rewards = [reward for _, reward in sorted(self.rewards.items())]
         return Summary(
             run=self.run,
             run_dir=run_dir,
             outcome=self.outcome,
-            why=self.why,
+            why=self.outcome_reason,
             steps=self.step,
             reward_first10=_mean(rewards[:10]),
             reward_last10=_mean(rewards[-10:]),
             faults=self.faults,
             recoveries=[trace.recovery() for trace in self.traces],
-            unprovoked=sum(not trace.injected for trace in self.traces) + self.fatal,
+            unprovoked=sum(not trace.injected for trace in self.traces) + self.fatal_failures,
             ettr=round(effective / wall, 4),
             ettr_strict=round(strict / wall, 4),
             run_seconds=round(wall, 2),
@@ -477,11 +477,11 @@ class _Ledger:
             max_age=None if self.max_age is None else int(self.max_age),
             stale_groups=self.stale[0],
             stale_share=self.stale[1],
-            drain_requests=self.drains.requests,
+            drain_requests=self.drain_requests.requests,
         )
 
 
-def _between(start: float | None, end: float | None) -> float | None:
+def _duration(start: float | None, end: float | None) -> float | None:
     return None if start is None or end is None else round(max(0.0, end - start), 3)
 
 

@@ -43,7 +43,7 @@ class JournalError(Exception):
     """The journal cannot be read; the text says in one line which segment, where in it, and why."""
 
 
-WHAT_TO_DO = "restore the file from a backup, or submit the run anew"
+RECOVERY_ADVICE = "restore the file from a backup, or submit the run anew"
 """for a journal with a damaged record: what follows the record cannot be known"""
 
 
@@ -54,9 +54,9 @@ class Head(Struct, frozen=True):
     epoch: int
     state: State | None
     """as of the segment's start; None only at the very beginning"""
-    before: str = ""
+    previous: str = ""
     """name of the segment before"""
-    accepted: int = 0
+    previous_bytes: int = 0
     """bytes of it that count"""
 
 
@@ -82,7 +82,7 @@ class Journal:
     def __init__(self, run: RunDir, epoch: int) -> None:
         self._run = run
         self._epoch = epoch
-        self._part = 0
+        self._segment_number = 0
         self._writing = threading.Lock()
         self._buffer: list[tuple[int, bytes]] = []
         """(seq, frame); only ever appended to and cut at its front, so that a flush beside it loses nothing"""
@@ -90,10 +90,10 @@ class Journal:
         follower = Follower(run)
         self.state = follower.state()
         """what the journal said when this epoch took it over; None for a new run"""
-        if torn := follower.torn:
-            where = follower.where[0]
-            _log.warning("%s: %d bytes of an unfinished record are ignored; no action was taken on it", where, torn)
-        before, accepted = follower.where
+        if torn := follower.torn_bytes:
+            position = follower.position[0]
+            _log.warning("%s: %d bytes of an unfinished record are ignored; no action was taken on it", position, torn)
+        before, accepted = follower.position
         if before:
             _sync(run.journal / before)  # its writer may have died between a write and its sync, and we count on both
         self._path, self._fd = self._open(self.state, before, accepted)
@@ -149,8 +149,8 @@ class Journal:
         del self._buffer[:count]
 
     def _open(self, state: State | None, before: str, accepted: int) -> tuple[Path, int]:
-        self._part += 1
-        path = self._run.journal / f"{self._epoch:06}-{self._part:06}.seg"
+        self._segment_number += 1
+        path = self._run.journal / f"{self._epoch:06}-{self._segment_number:06}.seg"
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             head = Head(SCHEMA, self._epoch, state, before, accepted)
@@ -194,12 +194,12 @@ class Follower:
         self._state: State | None = None
 
     @property
-    def where(self) -> tuple[str, int]:
+    def position(self) -> tuple[str, int]:
         """Name of the segment that was read last, and how much of it."""
         return (self._segment.name, self._offset) if self._segment else ("", 0)
 
     @property
-    def torn(self) -> int:
+    def torn_bytes(self) -> int:
         """Bytes behind the last whole record: of one that is being written, or whose writer died over it."""
         if self._segment is None:
             return 0
@@ -259,7 +259,7 @@ def _chain(run: RunDir) -> list[tuple[Path, int | None]]:
         head = _head(run.journal / name)[0]
         if head is None:
             raise JournalError(f"{run.journal / name}: its head is torn, though a later segment counts on it")
-        name, end = head.before, head.accepted
+        name, end = head.previous, head.previous_bytes
     return chain[::-1]
 
 
@@ -324,10 +324,10 @@ def _framed_events(path: Path, offset: int, end: int | None) -> Iterator[tuple[S
         yield stamped, offset + at
 
 
-def _damaged(path: Path, what: str, error: Exception) -> JournalError:
+def _damaged(path: Path, record: str, error: Exception) -> JournalError:
     """``what``: the record. One line, whatever the damaged bytes put into the error's text."""
     why = " ".join(str(error).split()) or type(error).__name__
-    return JournalError(f"{path}: {what} cannot be read: {escaped(why)}; {WHAT_TO_DO}")
+    return JournalError(f"{path}: {record} cannot be read: {escaped(why)}; {RECOVERY_ADVICE}")
 
 
 def _sync(path: Path) -> None:

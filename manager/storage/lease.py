@@ -26,13 +26,13 @@ RELEASED = -1
 """Counter of a manager that left in order: its successor need not wait."""
 
 
-LOOKS = 20
+CHECKS_PER_TIMEOUT = 20
 """within the patience, so that no single moment decides"""
-LOOK_BY = 1.0
+CHECK_TIMEOUT_S = 1.0
 """s that whoever wants to decide or say something waits for a look; shared storage answers within 10 ms, or hangs"""
 
 
-class Holder(Struct, frozen=True):
+class LeaseHolder(Struct, frozen=True):
     host: str
     pid: int
     counter: int
@@ -51,64 +51,64 @@ class LeaseLost(Exception):
 class Lease:
     """The claim on one epoch. Make it with :meth:`acquire`."""
 
-    def __init__(self, run: RunDir, epoch: int, holder: Holder, patience: float) -> None:
+    def __init__(self, run: RunDir, epoch: int, holder: LeaseHolder, timeout_s: float) -> None:
         self.epoch = epoch
         self._run = run
         self._holder = holder
-        self._patience = patience
-        self._checked = time.monotonic()
+        self._timeout_s = timeout_s
+        self._checked_at = time.monotonic()
         """when it was last seen that there is no successor"""
-        self._look: asyncio.Task[None] | None = None
-        self._look_began = 0.0
+        self._check_task: asyncio.Task[None] | None = None
+        self._check_began = 0.0
         self._checking = asyncio.Lock()
 
     @classmethod
-    async def acquire(cls, run: RunDir, patience: float, job: str = "") -> Lease:
+    async def acquire(cls, run: RunDir, timeout_s: float, job: str = "") -> Lease:
         """Claim the next epoch once the holder of the last one has been seen still for ``patience`` s. Time in which
         its file cannot be read, or in which we were frozen ourselves, is not seen.
 
         Raises LeaseHeld when its counter moves, or when somebody else claims first."""
         epoch = _newest(run)
         if epoch:
-            await _wait_until_still(run, epoch, patience)
-        mine = Holder(socket.gethostname(), os.getpid(), 0, job)
+            await _wait_until_still(run, epoch, timeout_s)
+        holder = LeaseHolder(socket.gethostname(), os.getpid(), 0, job)
         try:
-            _create(_file(run, epoch + 1), msgspec.json.encode(mine))
+            _create(_file(run, epoch + 1), msgspec.json.encode(holder))
         except FileExistsError:
             raise LeaseHeld(f"another manager of {run.id} has just started") from None
-        return cls(run, epoch + 1, mine, patience)
+        return cls(run, epoch + 1, holder, timeout_s)
 
     def check(self) -> None:
         """Raises LeaseLost when a successor exists. Raises OSError where that cannot be seen. Blocks for as long as the
         storage does."""
         if _file(self._run, self.epoch + 1).exists():
             raise LeaseLost(f"epoch {self.epoch + 1} has begun: another manager of {self._run.id} took over")
-        self._checked = time.monotonic()
+        self._checked_at = time.monotonic()
 
-    async def checked(self) -> None:
+    async def check_in_thread(self) -> None:
         """:meth:`check` in a thread, one at a time: called before every mutation, which waits while storage hangs."""
         async with self._checking:
             await asyncio.to_thread(self.check)
 
-    async def heed(self) -> None:
+    async def ensure_current(self) -> None:
         """Raises LeaseLost when a successor exists, and looks only where nobody has for half a lease: who is renewed
         has, who was frozen has not. Called before anything is decided or said. Storage that is away says nothing, nor
         does storage that hangs: the look is waited for by whoever comes within ``LOOK_BY`` of its beginning, and what
         it sees in the end is heeded then."""
-        if self._look is None and time.monotonic() - self._checked >= self._patience / 2:
-            self._look, self._look_began = asyncio.create_task(asyncio.to_thread(self.check)), time.monotonic()
-        if (look := self._look) is None:
+        if self._check_task is None and time.monotonic() - self._checked_at >= self._timeout_s / 2:
+            self._check_task, self._check_began = asyncio.create_task(asyncio.to_thread(self.check)), time.monotonic()
+        if (task := self._check_task) is None:
             return
-        await asyncio.wait((look,), timeout=max(0.0, self._look_began + LOOK_BY - time.monotonic()))
-        if look.done():
-            self._look = None if self._look is look else self._look
+        await asyncio.wait((task,), timeout=max(0.0, self._check_began + CHECK_TIMEOUT_S - time.monotonic()))
+        if task.done():
+            self._check_task = None if self._check_task is task else self._check_task
             with contextlib.suppress(OSError):
-                look.result()
+                task.result()
 
     @property
     def age(self) -> float:
         """s since it was last seen that there is no successor."""
-        return time.monotonic() - self._checked
+        return time.monotonic() - self._checked_at
 
     def renew(self) -> None:
         """Move the counter (blocking, about a write). Raises LeaseLost, or OSError when it cannot be written."""
@@ -122,10 +122,10 @@ class Lease:
         write_atomically(_file(self._run, self.epoch), msgspec.json.encode(released))
 
 
-def holder(run: RunDir) -> Holder | None:
+def holder(run: RunDir) -> LeaseHolder | None:
     """Who holds, or last held, the newest epoch; None before the first manager or after one that left in order."""
-    held = _read(run, _newest(run))
-    return None if held is None or held.counter == RELEASED else held
+    newest = _read(run, _newest(run))
+    return None if newest is None or newest.counter == RELEASED else newest
 
 
 def renewed_at(run: RunDir) -> float:
@@ -151,42 +151,42 @@ def _newest(run: RunDir) -> int:
     return max((int(name) for name in os.listdir(run.epochs) if name.isdigit()), default=0)
 
 
-def _read(run: RunDir, epoch: int) -> Holder | None:
+def _read(run: RunDir, epoch: int) -> LeaseHolder | None:
     try:
-        return msgspec.json.decode(_file(run, epoch).read_bytes(), type=Holder)
+        return msgspec.json.decode(_file(run, epoch).read_bytes(), type=LeaseHolder)
     except (FileNotFoundError, msgspec.DecodeError):  # being created at this moment
         return None
 
 
-async def _wait_until_still(run: RunDir, epoch: int, patience: float) -> None:
+async def _wait_until_still(run: RunDir, epoch: int, timeout_s: float) -> None:
     """Returns once the counter was seen to stand for ``patience`` s, between the first and the last of many looks."""
-    seen: Holder | None = None
+    last_holder: LeaseHolder | None = None
     since = last = time.monotonic()
-    told = ""
+    logged_error = ""
     while True:
         now = time.monotonic()
-        if now - last > patience / 2:  # we were frozen, and perhaps the holder with us
+        if now - last > timeout_s / 2:  # we were frozen, and perhaps the holder with us
             since = now
         last = now
         try:
             if _newest(run) != epoch:
                 raise LeaseHeld(f"another manager of {run.id} has just started")
-            held = _read(run, epoch)
+            holder = _read(run, epoch)
         except OSError as error:
             since = math.inf
-            if str(error) != told:
-                told = str(error)
+            if str(error) != logged_error:
+                logged_error = str(error)
                 _log.warning(
-                    "cannot see whether a manager of %s is running, waiting until it can be seen: %s", run.id, told
+                    "cannot see whether a manager of %s is running, waiting until it can be seen: %s", run.id, logged_error
                 )
         else:
-            if held is not None and held.counter == RELEASED:
+            if holder is not None and holder.counter == RELEASED:
                 return
-            if held is not None and seen is not None and held != seen:
-                raise LeaseHeld(f"a manager of {run.id} lives on {held.host} (pid {held.pid})")
-            if held != seen:  # its first word
+            if holder is not None and last_holder is not None and holder != last_holder:
+                raise LeaseHeld(f"a manager of {run.id} lives on {holder.host} (pid {holder.pid})")
+            if holder != last_holder:  # its first word
                 since = now
-            seen, since = held or seen, min(since, now)
-            if now - since >= patience:
+            last_holder, since = holder or last_holder, min(since, now)
+            if now - since >= timeout_s:
                 return
-        await asyncio.sleep(patience / LOOKS)
+        await asyncio.sleep(timeout_s / CHECKS_PER_TIMEOUT)

@@ -21,17 +21,17 @@ import msgspec
 from msgspec import Struct
 
 from ...core.run_dir import RunDir, write_atomically
-from ...core.run_spec import JobView
+from ...core.run_spec import RunSpec
 
 _log = logging.getLogger("rrl.manager")
 
-_LETTER = "order.json"
+_REQUEST_FILE = "order.json"
 
 
-class Order(Struct, frozen=True):
+class ResumeRequest(Struct, frozen=True):
     by: str
     id: str
-    job: JobView
+    job: RunSpec
     """as it goes on"""
     source: str
     """path of the job spec: the roles work in its folder"""
@@ -39,89 +39,89 @@ class Order(Struct, frozen=True):
     """when the run ended (manager's time) that goes on: an order that comes late is none for the next end"""
 
 
-class AlreadyOrdered(RuntimeError):
+class AlreadyRequested(RuntimeError):
     """Somebody was first."""
 
 
-def order(run: RunDir, one: Order, fill: Callable[[RunDir], None]) -> None:
+def write_request(run: RunDir, request: ResumeRequest, write_files: Callable[[RunDir], None]) -> None:
     """Leave the order, with the files that ``fill`` makes. Raises AlreadyOrdered, or OSError; then there is nothing."""
-    if (before := pending(run)) is not None:
+    if (before := read_pending(run)) is not None:
         raise _already(run, before)
-    making = _aside(run)
-    making.mkdir(mode=0o700)
+    staging = _temporary_path(run)
+    staging.mkdir(mode=0o700)
     try:
-        fill(RunDir(making))
-        write_atomically(making / _LETTER, msgspec.json.encode(one))
-        os.rename(making, run.resume)
+        write_files(RunDir(staging))
+        write_atomically(staging / _REQUEST_FILE, msgspec.json.encode(request))
+        os.rename(staging, run.resume)
     except BaseException as error:
-        shutil.rmtree(making, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
-            raise _already(run, pending(run)) from None
+            raise _already(run, read_pending(run)) from None
         raise
 
 
-def _already(run: RunDir, before: Order | None) -> AlreadyOrdered:
+def _already(run: RunDir, before: ResumeRequest | None) -> AlreadyRequested:
     by = before.by if before is not None else "somebody"
-    return AlreadyOrdered(f"{by} has ordered that already; should no manager take it up: rrl manage {run.id}")
+    return AlreadyRequested(f"{by} has ordered that already; should no manager take it up: rrl manage {run.id}")
 
 
-def pending(run: RunDir) -> Order | None:
+def read_pending(run: RunDir) -> ResumeRequest | None:
     """What has been ordered and is not in its place yet. Raises OSError where that cannot be seen."""
-    for folder in (run.resuming, run.resume):
+    for folder in (run.resume_claimed, run.resume):
         try:
-            return msgspec.json.decode((folder / _LETTER).read_bytes(), type=Order)
+            return msgspec.json.decode((folder / _REQUEST_FILE).read_bytes(), type=ResumeRequest)
         except FileNotFoundError:
             continue
         except msgspec.MsgspecError as error:
             _log.warning("%s does not hold a valid resume request, it is set aside: %s", folder, error)
-            _put_aside(run, folder)
+            _move_aside(run, folder)
     return None
 
 
-def ordered_at(run: RunDir) -> float:
+def requested_at(run: RunDir) -> float:
     """When the pending order was left, by the file server's clock; 0 where there is none. Raises OSError."""
-    for folder in (run.resuming, run.resume):
+    for folder in (run.resume_claimed, run.resume):
         with contextlib.suppress(FileNotFoundError):
-            return (folder / _LETTER).stat().st_mtime
+            return (folder / _REQUEST_FILE).stat().st_mtime
     return 0.0
 
 
 def withdraw(run: RunDir) -> bool:
     """False when a manager has taken it already."""
-    return _put_aside(run, run.resume)
+    return _move_aside(run, run.resume)
 
 
-def take(run: RunDir) -> Order | None:
+def claim(run: RunDir) -> ResumeRequest | None:
     """For the run's manager: from here on the order cannot be withdrawn."""
-    if not (run.resuming / _LETTER).exists():
+    if not (run.resume_claimed / _REQUEST_FILE).exists():
         with contextlib.suppress(FileNotFoundError):
-            os.rename(run.resume, run.resuming)
-    return pending(run)
+            os.rename(run.resume, run.resume_claimed)
+    return read_pending(run)
 
 
-def place(run: RunDir) -> None:
+def install(run: RunDir) -> None:
     """It is in the journal: its files are the run's from now on. The same again is right."""
-    for path in run.resuming.iterdir() if run.resuming.exists() else ():
-        if path.name != _LETTER:
+    for path in run.resume_claimed.iterdir() if run.resume_claimed.exists() else ():
+        if path.name != _REQUEST_FILE:
             os.replace(path, run.path / path.name)
-    drop(run)
+    discard(run)
 
 
-def drop(run: RunDir) -> None:
+def discard(run: RunDir) -> None:
     """What was taken is done with."""
-    (run.resuming / _LETTER).unlink(missing_ok=True)  # first: without it the rest means nothing
-    shutil.rmtree(run.resuming, ignore_errors=True)
+    (run.resume_claimed / _REQUEST_FILE).unlink(missing_ok=True)  # first: without it the rest means nothing
+    shutil.rmtree(run.resume_claimed, ignore_errors=True)
 
 
-def _aside(run: RunDir) -> Path:
+def _temporary_path(run: RunDir) -> Path:
     return run.path / f".resume.{secrets.token_hex(4)}"
 
 
-def _put_aside(run: RunDir, folder: Path) -> bool:
-    aside = _aside(run)
+def _move_aside(run: RunDir, folder: Path) -> bool:
+    temporary = _temporary_path(run)
     try:
-        os.rename(folder, aside)
+        os.rename(folder, temporary)
     except FileNotFoundError:
         return False
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(temporary, ignore_errors=True)
     return True

@@ -18,80 +18,80 @@ from ...core.launch import read_launch
 from ...core.processes import STEP_MODULE, processes
 from ...core.text import last_lines
 from ...transport.address import NoAddress
-from ..launcher.environment import on_this_node, rdma_devices, readers_of
-from ..launcher.first_process import FirstProcess
+from ..launcher.environment import node_environment, rdma_devices, configured_readers
+from ..launcher.first_process import StepSupervisor
 from ..launcher.process_group import command_env, end_descendants
-from ..launcher.setup_command import SetUp
+from ..launcher.setup_command import SetupCommand
 
 if TYPE_CHECKING:
-    from .node_monitor import NodeHealth
+    from .node_monitor import NodeMonitor
 
-_LEAVES_WITHIN = 5.0
+_KILL_TIMEOUT_S = 5.0
 """s for what a probe started to end on SIGKILL"""
-_READ = 4096
+_OUTPUT_TAIL_BYTES = 4096
 """bytes of its output that are looked at"""
 
 
-async def probe(first: FirstProcess) -> str:
+async def probe(supervisor: StepSupervisor) -> str:
     """What keeps roles from running here, on one line; empty: nothing does, or it was not asked for.
 
     Asked twice before it is believed, where time allows: shared storage stutters when every node imports at once, and a
     node that fails its probe is not used by this run."""
     loop = asyncio.get_running_loop()
     began = loop.time()
-    said = await _probed(first)
-    if said and first.reason is None and loop.time() - began < first.launch.probe_within / 2:
-        said = await _probed(first)
-    return said
+    failure = await _run_probe(supervisor)
+    if failure and supervisor.stop_reason is None and loop.time() - began < supervisor.launch.probe_timeout / 2:
+        failure = await _run_probe(supervisor)
+    return failure
 
 
-async def _probed(first: FirstProcess) -> str:
+async def _run_probe(supervisor: StepSupervisor) -> str:
     """The probe runs behind the same prelude and in the same environment as roles do, in a process of its own: an agent
     that imports torch itself would keep gigabytes mapped. It leaves no process behind."""
-    launch = first.launch
+    launch = supervisor.launch
     try:
-        env = on_this_node(launch)
+        env = node_environment(launch)
     except NoAddress as error:
         return str(error)
     if not launch.probe:
         return ""
-    said = os.memfd_create("rrl-probe", os.MFD_CLOEXEC)
+    output_fd = os.memfd_create("rrl-probe", os.MFD_CLOEXEC)
     try:
-        setup = SetUp(launch.setup, launch.probe, command_env(env, first.launch_file, first.me), launch.cwd, said)
+        setup = SetupCommand(launch.setup, launch.probe, command_env(env, supervisor.launch_file, supervisor.process), launch.cwd, output_fd)
         command = shlex.join(launch.probe)
-        in_time = await _ended(first, setup, launch.probe_within)
+        in_time = await _wait_until_ended(supervisor, setup, launch.probe_timeout)
         setup.group.kill()
-        if not (await asyncio.wait([setup.group.ended], timeout=_LEAVES_WITHIN))[0]:
+        if not (await asyncio.wait([setup.group.ended], timeout=_KILL_TIMEOUT_S))[0]:
             return f"{command} hangs in the kernel: is there a file server that does not answer?"
         code, number = setup.group.reap()
-        await asyncio.to_thread(end_descendants, first.me, _LEAVES_WITHIN)
+        await asyncio.to_thread(end_descendants, supervisor.process, _KILL_TIMEOUT_S)
         if not in_time:
-            return f"{command} did not end within {launch.probe_within:g} s; a longer [limits] join gives it longer"
+            return f"{command} did not end within {launch.probe_timeout:g} s; a longer [limits] join gives it longer"
         if code == 0:
             return ""
         how = f"exit {code}" if number is None else f"signal {number}"
-        size = os.fstat(said).st_size
-        words = last_lines(os.pread(said, _READ, max(0, size - _READ)).decode(errors="replace").strip().split("\n")[-1])
-        return setup.trouble() or f"{command} failed ({how}){': ' if words else ''}{words}"
+        size = os.fstat(output_fd).st_size
+        last_line = last_lines(os.pread(output_fd, _OUTPUT_TAIL_BYTES, max(0, size - _OUTPUT_TAIL_BYTES)).decode(errors="replace").strip().split("\n")[-1])
+        return setup.failure_reason() or f"{command} failed ({how}){': ' if last_line else ''}{last_line}"
     except OSError as error:
         return f"the probe cannot be started: {error}"
     finally:
-        os.close(said)
+        os.close(output_fd)
 
 
-async def _ended(first: FirstProcess, setup: SetUp, within: float) -> bool:
+async def _wait_until_ended(supervisor: StepSupervisor, setup: SetupCommand, within: float) -> bool:
     """False when it is not over in time, or there is a reason to leave."""
     ended = setup.group.ended
-    ended.add_done_callback(lambda _: first.news.set())
+    ended.add_done_callback(lambda _: supervisor.wakeup.set())
     try:
         async with asyncio.timeout(within):
-            await first.until(ended.done)
+            await supervisor.wait_for(ended.done)
     except TimeoutError:
         pass
     return ended.done()
 
 
-def limits() -> tuple[int, int, tuple[str, ...]]:
+def resource_limits() -> tuple[int, int, tuple[str, ...]]:
     """(memlock, nofile, RDMA devices) that a role has here; -1 = no limit."""
     return (
         resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], resource.getrlimit(resource.RLIMIT_NOFILE)[0], rdma_devices()
@@ -99,36 +99,36 @@ def limits() -> tuple[int, int, tuple[str, ...]]:
 
 
 @contextlib.asynccontextmanager
-async def looked_after(first: FirstProcess) -> AsyncIterator[NodeHealth | None]:
+async def node_monitor(supervisor: StepSupervisor) -> AsyncIterator[NodeMonitor | None]:
     """Inside, the node's health can be watched; None where nothing is to be read, as on a virtual node."""
-    if not readers_of(first.launch):
+    if not configured_readers(supervisor.launch):
         yield None
         return
-    from .node_monitor import NodeHealth
+    from .node_monitor import NodeMonitor
 
-    health = NodeHealth(first.launch, first.launch_file, first.dialer.send)
+    monitor = NodeMonitor(supervisor.launch, supervisor.launch_file, supervisor.dialer.send)
     try:
-        yield health
+        yield monitor
     finally:
-        await health.close()
+        await monitor.close()
 
 
-async def admit(first: FirstProcess, health: NodeHealth | None) -> None:
+async def run_admission_checks(supervisor: StepSupervisor, monitor: NodeMonitor | None) -> None:
     """A first look at the node, before its agent says that it is there and roles are placed on it. Broken off when
     there is a reason to leave."""
-    if health is None:
+    if monitor is None:
         return
-    vacant = not await asyncio.to_thread(_occupied, first)
-    looking = asyncio.create_task(health.start(first.launch.admission, vacant))
-    looking.add_done_callback(lambda _: first.news.set())
-    await first.until(looking.done)
-    looking.cancel()
+    node_is_free = not await asyncio.to_thread(_has_running_step, supervisor)
+    first_round = asyncio.create_task(monitor.start(supervisor.launch.admission_timeout, node_is_free))
+    first_round.add_done_callback(lambda _: supervisor.wakeup.set())
+    await supervisor.wait_for(first_round.done)
+    first_round.cancel()
 
 
-def _occupied(first: FirstProcess) -> bool:
+def _has_running_step(supervisor: StepSupervisor) -> bool:
     """A step of the run lives here: the agent is not the first one of its node."""
-    for process in processes(first.steps):
+    for process in processes(supervisor.steps):
         with contextlib.suppress(OSError, ValueError):
-            if process.module == STEP_MODULE and read_launch(Path(process.launch)).node == first.launch.node:
+            if process.module == STEP_MODULE and read_launch(Path(process.launch)).node == supervisor.launch.node:
                 return True
     return False

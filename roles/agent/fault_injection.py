@@ -19,12 +19,12 @@ from msgspec import Struct
 
 from ...core.faults import ANSWER_SENDING_S, Fault, FaultKind
 from ...core.launch import LAUNCH_ENV, Launch
-from ...core.processes import STEP_MODULE, Process, look, processes, send
+from ...core.processes import STEP_MODULE, Process, read_process, processes, send_signal
 from ...transport.messages import Inject, Injected
-from ..launcher.first_process import FirstProcess
+from ..launcher.first_process import StepSupervisor
 from ..launcher.process_group import kill_group
 
-HELD = ".held"
+PAUSED_SUFFIX = ".held"
 """Suffix of the launch file's name while a holder stops and continues its step: whoever comes after a holder that was
 killed lets the step go (:func:`let_go`)."""
 
@@ -54,19 +54,19 @@ def find_target(launch_file: str) -> Target:
     return Target(step, command)
 
 
-def lasts(fault: Fault) -> bool:
+def is_lasting(fault: Fault) -> bool:
     """It takes a holder: not done once and for all."""
     return fault.kind is FaultKind.SLOW or (fault.kind is FaultKind.FREEZE and fault.seconds > 0)
 
 
-def let_go(launch_file: str) -> bool:
+def resume_process(launch_file: str) -> bool:
     """Continue what a holder has left stopped by its death. True when there was such a one."""
-    mark = Path(launch_file + HELD)
+    mark = Path(launch_file + PAUSED_SUFFIX)
     try:
         pid, _, started = mark.read_text().partition(".")
     except OSError:
         return False
-    holder = look(int(pid)) if pid.isdigit() else None
+    holder = read_process(int(pid)) if pid.isdigit() else None
     if holder is not None and str(holder.started) == started:
         return False
     with contextlib.suppress(NotPerformed):  # it has ended meanwhile
@@ -85,10 +85,10 @@ def _freeze(target: Target) -> str:
 
 def _kill_step(target: Target) -> str:
     """Under Slurm slurmstepd, which holds the step; elsewhere the step's own first process."""
-    parent = look(target.step.parent)
+    parent = read_process(target.step.parent)
     holder = parent if parent is not None and _command_name(parent) == "slurmstepd" else target.step
     try:
-        if not send(holder, SIGKILL):
+        if not send_signal(holder, SIGKILL):
             raise NotPerformed(f"pid {holder.pid} was gone")
     except PermissionError:
         raise NotPerformed(f"slurmstepd (pid {holder.pid}) belongs to another user") from None
@@ -114,7 +114,7 @@ def _out_of_memory(target: Target) -> str:
     return f"address space limited: {', '.join(limited)}"
 
 
-PERFORM: dict[FaultKind, Callable[[Target], str]] = {
+PERFORMERS: dict[FaultKind, Callable[[Target], str]] = {
     FaultKind.KILL: _kill,
     FaultKind.FREEZE: _freeze,
     FaultKind.KILL_STEP: _kill_step,
@@ -138,37 +138,37 @@ def _command_name(process: Process) -> str:
 class Injector:
     """``launch_of``: the launch in a file if it is of this run and node, else None (blocking)."""
 
-    def __init__(self, first: FirstProcess, launch_of: Callable[[str], Launch | None]) -> None:
-        self._first, self._launch_of = first, launch_of
+    def __init__(self, supervisor: StepSupervisor, launch_of: Callable[[str], Launch | None]) -> None:
+        self._supervisor, self._launch_of = supervisor, launch_of
 
-    async def inject(self, order: Inject) -> None:
+    async def inject(self, request: Inject) -> None:
         """On a step of this node, or on this agent itself. Returns once it is over, of what lasts."""
-        fault, first = order.fault, self._first
-        path = f"{first.steps}/{first.run.launch_file(order.tag).name}"
+        fault, supervisor = request.fault, self._supervisor
+        path = f"{supervisor.steps}/{supervisor.run.launch_file(request.tag).name}"
         launch: Launch | None = None
         try:
             launch = await asyncio.to_thread(self._launch_of, path)
             if launch is None:
-                raise NotPerformed(f"{order.tag} is not a step of this run on {first.launch.node}")
-            if launch.tag == first.launch.tag:
-                await self._here(fault, launch)
+                raise NotPerformed(f"{request.tag} is not a step of this run on {supervisor.launch.node}")
+            if launch.tag == supervisor.launch.tag:
+                await self._inject_into_agent(fault, launch)
                 return
             target = await asyncio.to_thread(find_target, path)
-            if lasts(fault):
-                await self._hold(fault, launch, target.command, path)
+            if is_lasting(fault):
+                await self._pause(fault, launch, target.command, path)
                 return
-            if fault.kind not in PERFORM:
+            if fault.kind not in PERFORMERS:
                 raise NotPerformed(f"an agent cannot perform {fault.kind}")
-            detail = await asyncio.to_thread(PERFORM[fault.kind], target)
+            detail = await asyncio.to_thread(PERFORMERS[fault.kind], target)
             await self._answer(fault, launch, True, detail)
         except (NotPerformed, OSError) as error:
             await self._answer(fault, launch, False, str(error))
 
-    async def _here(self, fault: Fault, launch: Launch) -> None:
+    async def _inject_into_agent(self, fault: Fault, launch: Launch) -> None:
         """The answer goes first: afterwards nobody could give it."""
         fatal: dict[FaultKind, Signals] = {FaultKind.KILL: SIGKILL, FaultKind.FREEZE: SIGSTOP}
-        if lasts(fault):
-            await self._hold(fault, launch, self._first.me, None)
+        if is_lasting(fault):
+            await self._pause(fault, launch, self._supervisor.process, None)
         elif fault.kind in fatal:
             await self._answer(fault, launch, True, f"{fatal[fault.kind].name} to pid {os.getpid()}")
             await asyncio.sleep(ANSWER_SENDING_S)
@@ -176,25 +176,25 @@ class Injector:
         else:
             raise NotPerformed(f"an agent cannot have {fault.kind}")
 
-    async def _hold(self, fault: Fault, launch: Launch, process: Process, path: str | None) -> None:
+    async def _pause(self, fault: Fault, launch: Launch, process: Process, path: str | None) -> None:
         """By a process of its own: it lets go whatever happens to us. Waits until it has."""
-        mark = [] if path is None else [path + HELD]
+        mark = [] if path is None else [path + PAUSED_SUFFIX]
         holder = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "rrl.roles.agent.pause_helper", process.name, str(fault.amount),
-            str(fault.seconds), *mark, env=os.environ | {LAUNCH_ENV: self._first.launch_file},
+            str(fault.seconds), *mark, env=os.environ | {LAUNCH_ENV: self._supervisor.launch_file},
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         assert holder.stdout is not None
         began = (await holder.stdout.readline()).decode().strip()
         if began:
             await self._answer(fault, launch, True, began)
-        ended, said = await holder.communicate()
+        ended, stderr = await holder.communicate()
         if path is not None:
-            await asyncio.to_thread(let_go, path)
+            await asyncio.to_thread(resume_process, path)
         if not began:
-            raise NotPerformed(said.decode(errors="replace").strip() or "its holder ended without a word")
+            raise NotPerformed(stderr.decode(errors="replace").strip() or "its holder ended without a word")
         await self._answer(fault, launch, True, ended.decode().strip() or "its holder was killed", ended=True)
 
     async def _answer(self, fault: Fault, launch: Launch | None, ok: bool, detail: str, ended: bool = False) -> None:
-        life = None if launch is None else launch.life
-        await self._first.dialer.send(Injected(fault, ok, detail, life, self._first.launch.node, ended))
+        incarnation = None if launch is None else launch.incarnation
+        await self._supervisor.dialer.send(Injected(fault, ok, detail, incarnation, self._supervisor.launch.node, ended))

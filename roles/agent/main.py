@@ -23,202 +23,202 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ...core.launch import BEAT_ENV, ExitReason, Launch, read_exit, read_launch
+from ...core.launch import HEARTBEAT_INTERVAL_ENV, ExitReason, Launch, read_exit, read_launch
 from ...core.log_lines import LOG_LEVEL_ENV, start_logging
-from ...core.processes import AGENT_MODULE, STEP_MODULE, Process, look, open_pidfd, processes, send, sweep
+from ...core.processes import AGENT_MODULE, STEP_MODULE, Process, read_process, open_pidfd, processes, send_signal, sweep
 from ...core.run_spec import DEFAULT_LOG_LEVEL
-from ...core.text import refuse
-from ...core.types import AGENT, Life, role_of
+from ...core.text import exit_invalid_config
+from ...core.types import AGENT, Incarnation, role_of
 from ...transport.address import NoAddress
-from ...transport.messages import AgentBeat, AgentHello, Fenced, Gone, Inject, Load, TakeStacks
-from ..launcher.environment import ADDRESS_ENV, boot_id, on_this_node, raise_limits, see_all_gpus
-from ..launcher.first_process import FirstProcess, log_failure
+from ...transport.messages import AgentHeartbeat, AgentHello, Fenced, StepVanished, Inject, Load, DumpStacks
+from ..launcher.environment import ADDRESS_ENV, boot_id, node_environment, raise_limits, see_all_gpus
+from ..launcher.first_process import StepSupervisor, log_failure
 from ..launcher.process_group import Census
-from ..snapshots.server import Keeper
-from .admission import admit, limits, looked_after, probe
-from .fault_injection import Injector, let_go
-from .load_sampler import StepLoads
-from .stack_dumps import take
+from ..snapshots.server import SnapshotServer
+from .admission import run_admission_checks, resource_limits, node_monitor, probe
+from .fault_injection import Injector, resume_process
+from .load_sampler import StepLoadSampler
+from .stack_dumps import dump_stacks
 
 if TYPE_CHECKING:
-    from .node_monitor import NodeHealth
+    from .node_monitor import NodeMonitor
 
 _log = logging.getLogger("rrl.agent")
 
-BEAT = 1.0
-RECHECK = 0.2
+HEARTBEAT_INTERVAL_S = 1.0
+RECHECK_DELAY_S = 0.2
 """s after which the exit record of a vanished step is looked for again: shared storage may show it late"""
-SWEEP_WITHIN = 10.0
+SWEEP_TIMEOUT_S = 10.0
 """s for processes to end on SIGKILL; the next beat tries again"""
-RUN_OVER_FOR = 30.0
+RUN_OVER_GRACE_S = 30.0
 """s that the run must have been over, without a manager, before the agent ends what is left here and leaves"""
-ALONE = 2
+MAX_HEARTBEATS_WITHOUT_MANAGER = 2
 """beats without a manager; then one that had filled the disk no longer gives the room back"""
 
 
 def main() -> int:
     if len(sys.argv) != 2:
-        refuse("usage: python -m rrl.roles.agent.main FILE.launch")
+        exit_invalid_config("usage: python -m rrl.roles.agent.main FILE.launch")
     raise_limits()
     see_all_gpus()
     launch_file = os.path.abspath(sys.argv[1])
     launch = read_launch(Path(launch_file))
     os.environ.setdefault(LOG_LEVEL_ENV, launch.env.get(LOG_LEVEL_ENV, DEFAULT_LOG_LEVEL))  # the readers inherit it
     start_logging()
-    asyncio.run(_live(launch, launch_file))
+    asyncio.run(_run(launch, launch_file))
     return 0
 
 
-async def _live(launch: Launch, launch_file: str) -> None:
-    first = FirstProcess(launch, launch_file)
-    async with first.running():
-        if await first.admission():
-            keeper = Keeper(first.run.id, first.node, first.keys, _host(launch))
-            await asyncio.to_thread(keeper.start)
-            async with looked_after(first) as health:
+async def _run(launch: Launch, launch_file: str) -> None:
+    supervisor = StepSupervisor(launch, launch_file)
+    async with supervisor.running():
+        if await supervisor.request_admission():
+            snapshot_server = SnapshotServer(supervisor.run.id, supervisor.node, supervisor.keys, _listen_host(launch))
+            await asyncio.to_thread(snapshot_server.start)
+            async with node_monitor(supervisor) as monitor:
                 try:
-                    probed = await probe(first)  # it ends whatever it finds below us: no reader may be there yet
-                    await admit(first, health)
-                    await _work(first, _Agent(first, keeper, health, probed))
+                    probed = await probe(supervisor)  # it ends whatever it finds below us: no reader may be there yet
+                    await run_admission_checks(supervisor, monitor)
+                    await _run_agent(supervisor, _Agent(supervisor, snapshot_server, monitor, probed))
                 finally:
-                    keeper.close()
-        await first.finish(0, None, first.reason or ExitReason.STOPPED, first.detail)
+                    snapshot_server.close()
+        await supervisor.finish(0, None, supervisor.stop_reason or ExitReason.STOPPED, supervisor.stop_detail)
 
 
-async def _work(first: FirstProcess, agent: _Agent) -> None:
-    tasks = [asyncio.create_task(agent.beats()), asyncio.create_task(agent.watch())]
+async def _run_agent(supervisor: StepSupervisor, agent: _Agent) -> None:
+    tasks = [asyncio.create_task(agent.heartbeat_loop()), asyncio.create_task(agent.poll_loop())]
     for task in tasks:
-        task.add_done_callback(lambda _: first.news.set())
-    await first.until(lambda: any(task.done() for task in tasks))
+        task.add_done_callback(lambda _: supervisor.wakeup.set())
+    await supervisor.wait_for(lambda: any(task.done() for task in tasks))
     for task in tasks:
         task.cancel()
     for result in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(result, Exception):
-            await first.finish(1, None, ExitReason.EXITED, repr(result))
+            await supervisor.finish(1, None, ExitReason.EXITED, repr(result))
             raise result
 
 
 class _Agent:
-    def __init__(self, first: FirstProcess, keeper: Keeper, health: NodeHealth | None, probed: str) -> None:
-        self._first, self._keeper, self._health, self._probed = first, keeper, health, probed
-        self._beat = float(first.launch.env.get(BEAT_ENV) or os.environ.get(BEAT_ENV) or BEAT)
-        self._census = Census(first.steps)
+    def __init__(self, supervisor: StepSupervisor, snapshot_server: SnapshotServer, monitor: NodeMonitor | None, probe_failure: str) -> None:
+        self._supervisor, self._snapshot_server, self._monitor, self._probe_failure = supervisor, snapshot_server, monitor, probe_failure
+        self._heartbeat_interval = float(supervisor.launch.env.get(HEARTBEAT_INTERVAL_ENV) or os.environ.get(HEARTBEAT_INTERVAL_ENV) or HEARTBEAT_INTERVAL_S)
+        self._census = Census(supervisor.steps)
         self._launches: dict[str, Launch | None] = {}
         """by path; None: of another node, or not a launch file"""
-        self._alive: dict[str, Process] = {}
+        self._running_steps: dict[str, Process] = {}
         """first processes of steps here, by launch file"""
-        self._gone: dict[str, Gone] = {}
-        self._losing: set[str] = set()
-        self._running: set[asyncio.Future[Any]] = set()
-        self._device = os.stat(first.run.path).st_dev
-        self._injector = Injector(first, self._read_launch)
-        self._steps = StepLoads(self._tag_of_a_role)
-        self._loads: tuple[Load, ...] = ()
+        self._vanished: dict[str, StepVanished] = {}
+        self._ending: set[str] = set()
+        self._tasks: set[asyncio.Future[Any]] = set()
+        self._device = os.stat(supervisor.run.path).st_dev
+        self._injector = Injector(supervisor, self._read_launch)
+        self._load_sampler = StepLoadSampler(self._role_tag)
+        self._unsent_loads: tuple[Load, ...] = ()
         """not told yet"""
-        first.greet, first.hear = self._hello, self._hear
+        supervisor.on_connect, supervisor.on_message = self._hello, self._on_message
 
-    async def beats(self) -> None:
-        dialer, launch = self._first.dialer, self._first.launch
+    async def heartbeat_loop(self) -> None:
+        dialer, launch = self._supervisor.dialer, self._supervisor.launch
         for message in self._hello():
             await dialer.send(message)
-        if self._health is not None:
-            self._health.watch()
+        if self._monitor is not None:
+            self._monitor.start_reporting()
         while True:
             if dialer.connected:
-                alive = sorted(filter(None, map(self._tag, self._alive)))
-                loads, self._loads = self._loads, ()
-                await dialer.send(AgentBeat(launch.life, launch.node, tuple(alive), loads))
-            await asyncio.sleep(self._beat)
+                alive = sorted(filter(None, map(self._tag, self._running_steps)))
+                loads, self._unsent_loads = self._unsent_loads, ()
+                await dialer.send(AgentHeartbeat(launch.incarnation, launch.node, tuple(alive), loads))
+            await asyncio.sleep(self._heartbeat_interval)
 
-    async def watch(self) -> None:
+    async def poll_loop(self) -> None:
         """One look at /proc a beat, for what is new; an end is told by its pidfd at once."""
         loop = asyncio.get_running_loop()
         over_since: float | None = None
-        alone = 0
+        heartbeats_without_manager = 0
         while True:
-            await self._look()
-            alone = 0 if self._first.dialer.connected else alone + 1
-            if alone > ALONE:  # whoever filled the disk is gone, and its successor could not even begin
-                await asyncio.to_thread(_remove, self._first.run.ballast)
-            if self._first.dialer.connected or not await asyncio.to_thread(self._run_is_over):
+            await self._poll()
+            heartbeats_without_manager = 0 if self._supervisor.dialer.connected else heartbeats_without_manager + 1
+            if heartbeats_without_manager > MAX_HEARTBEATS_WITHOUT_MANAGER:  # whoever filled the disk is gone, and its successor could not even begin
+                await asyncio.to_thread(_remove, self._supervisor.run.disk_filler)
+            if self._supervisor.dialer.connected or not await asyncio.to_thread(self._run_is_over):
                 over_since = None
             elif over_since is None:
                 over_since = loop.time()
-            elif loop.time() - over_since > RUN_OVER_FOR:
-                await self._end_the_rest()
-                self._first.leave(ExitReason.STOPPED, 0.0)
+            elif loop.time() - over_since > RUN_OVER_GRACE_S:
+                await self._terminate_remaining()
+                self._supervisor.request_stop(ExitReason.STOPPED, 0.0)
                 return
-            await asyncio.sleep(self._beat)
+            await asyncio.sleep(self._heartbeat_interval)
 
     # ── seeing ─────────────────────────────────────────────────────────────────────────────────────────────────────
-    async def _look(self) -> None:
-        found = self._census.take()
+    async def _poll(self) -> None:
+        found = self._census.scan()
         for path in {process.launch for process in found} - self._launches.keys():
             await asyncio.to_thread(self._read_launch, path)
         for process in found:
             if self._launches.get(process.launch) is None:
                 continue
-            if process.module == STEP_MODULE and process.launch not in self._alive:
-                self._follow(process)
+            if process.module == STEP_MODULE and process.launch not in self._running_steps:
+                self._track(process)
             elif _is_orphan(process):
-                self._lose(process.launch)
+                self._on_step_gone(process.launch)
         now = asyncio.get_running_loop().time()
-        if self._steps.due(now):
-            health = self._health
+        if self._load_sampler.is_due(now):
+            health = self._monitor
             gpus, tensor = (health.gpus(), health.tensor_active()) if health is not None else (None, {})
-            self._loads = self._steps.take(found, gpus, now, tensor)
+            self._unsent_loads = self._load_sampler.sample(found, gpus, now, tensor)
             if health is not None:
                 for path, launch in self._launches.items():
-                    if launch is not None and (held := self._steps.had(path)):
-                        health.occupied(held, launch.role, str(launch.life))
+                    if launch is not None and (held := self._load_sampler.last_gpus(path)):
+                        health.set_tenant(held, launch.role, str(launch.incarnation))
 
-    def _follow(self, process: Process) -> None:
+    def _track(self, process: Process) -> None:
         fd = open_pidfd(process)
         if fd is None:
-            self._lose(process.launch)
+            self._on_step_gone(process.launch)
             return
         loop = asyncio.get_running_loop()
 
         def ended() -> None:
             loop.remove_reader(fd)
             os.close(fd)
-            del self._alive[process.launch]
-            self._lose(process.launch)
+            del self._running_steps[process.launch]
+            self._on_step_gone(process.launch)
 
-        self._alive[process.launch] = process
+        self._running_steps[process.launch] = process
         loop.add_reader(fd, ended)
-        self._keep(asyncio.ensure_future(asyncio.to_thread(let_go, process.launch)))  # of a holder before our time
+        self._add_task(asyncio.ensure_future(asyncio.to_thread(resume_process, process.launch)))  # of a holder before our time
 
-    def _lose(self, path: str) -> None:
+    def _on_step_gone(self, path: str) -> None:
         """The first process is no more: end what it left, and be the witness if it could not say so itself."""
         launch = self._launches.get(path)
-        if launch is not None and path not in self._losing:
-            self._losing.add(path)
-            lost = asyncio.gather(self._sweep({path}, _is_orphan), self._witness(launch), self._explain(path, launch))
-            lost.add_done_callback(lambda _: self._losing.discard(path))
-            self._keep(lost)
+        if launch is not None and path not in self._ending:
+            self._ending.add(path)
+            lost = asyncio.gather(self._sweep({path}, _is_orphan), self._witness(launch), self._classify_exit(path, launch))
+            lost.add_done_callback(lambda _: self._ending.discard(path))
+            self._add_task(lost)
 
     async def _witness(self, launch: Launch) -> None:
-        exit_file = self._first.run.exit_file(launch.tag)
-        if launch.tag in self._gone or await asyncio.to_thread(read_exit, exit_file) is not None:
+        exit_file = self._supervisor.run.exit_file(launch.tag)
+        if launch.tag in self._vanished or await asyncio.to_thread(read_exit, exit_file) is not None:
             return
-        await asyncio.sleep(RECHECK)
+        await asyncio.sleep(RECHECK_DELAY_S)
         if await asyncio.to_thread(read_exit, exit_file) is None:
-            self._gone[launch.tag] = Gone(launch.life, launch.tag, launch.node)
-            await self._first.dialer.send(self._gone[launch.tag])
+            self._vanished[launch.tag] = StepVanished(launch.incarnation, launch.tag, launch.node)
+            await self._supervisor.dialer.send(self._vanished[launch.tag])
 
-    async def _explain(self, path: str, launch: Launch) -> None:
+    async def _classify_exit(self, path: str, launch: Launch) -> None:
         """To those who judge the GPUs: what they say around an end that we or a person wanted is that end's doing; what
         they say around another one may be its cause."""
-        if self._health is None or launch.life == self._first.launch.life:
+        if self._monitor is None or launch.incarnation == self._supervisor.launch.incarnation:
             return
-        await asyncio.sleep(RECHECK)
-        record = await asyncio.to_thread(read_exit, self._first.run.exit_file(launch.tag))
+        await asyncio.sleep(RECHECK_DELAY_S)
+        record = await asyncio.to_thread(read_exit, self._supervisor.run.exit_file(launch.tag))
         if record is not None and (record.code == 0 or record.reason not in (ExitReason.EXITED, ExitReason.SIGNALED)):
-            self._health.killed()
+            self._monitor.on_our_kill()
         else:
-            self._health.role_died(self._steps.had(path))
-        self._steps.forget(path)
+            self._monitor.on_role_death(self._load_sampler.last_gpus(path))
+        self._load_sampler.forget(path)
 
     def _read_launch(self, path: str) -> Launch | None:
         """The launch of a step on this node. Remembered, also that it is not one; but not that it cannot be read."""
@@ -228,7 +228,7 @@ class _Agent:
             return None
         except msgspec.DecodeError:
             launch = None
-        here = launch is not None and launch.node == self._first.launch.node
+        here = launch is not None and launch.node == self._supervisor.launch.node
         self._launches[path] = launch if here else None
         return self._launches[path]
 
@@ -236,76 +236,76 @@ class _Agent:
         launch = self._launches[path]
         return launch.tag if launch else None
 
-    def _tag_of_a_role(self, path: str) -> str | None:
+    def _role_tag(self, path: str) -> str | None:
         launch = self._launches.get(path)
-        return launch.tag if launch and role_of(launch.life.replica) != AGENT else None
+        return launch.tag if launch and role_of(launch.incarnation.replica) != AGENT else None
 
     # ── speaking ───────────────────────────────────────────────────────────────────────────────────────────────────
     def _hello(self) -> Sequence[Any]:
-        launch = self._first.launch
-        findings = self._health.findings if self._health is not None else ()
+        launch = self._supervisor.launch
+        findings = self._monitor.findings if self._monitor is not None else ()
         me = AgentHello(
-            launch.life, launch.tag, launch.node, socket.gethostname(), os.getpid(), boot_id(), self._probed, *limits(),
-            keeps=self._keeper.address, findings=findings, now=time.monotonic(),
+            launch.incarnation, launch.tag, launch.node, socket.gethostname(), os.getpid(), boot_id(), self._probe_failure, *resource_limits(),
+            snapshot_address=self._snapshot_server.address, findings=findings, now=time.monotonic(),
         )  # fmt: skip
-        return [me, *self._gone.values()]
+        return [me, *self._vanished.values()]
 
-    def _hear(self, message: Any) -> None:
+    def _on_message(self, message: Any) -> None:
         match message:
             case Inject():
-                self._keep(asyncio.create_task(self._injector.inject(message)))
-            case TakeStacks():
-                self._keep(asyncio.create_task(self._stacks(message)))
+                self._add_task(asyncio.create_task(self._injector.inject(message)))
+            case DumpStacks():
+                self._add_task(asyncio.create_task(self._dump_stacks(message)))
             case Fenced():
-                self._keeper.fence(message.life)
-                self._keep(asyncio.create_task(self._end_life(message.life, message.tag)))
+                self._snapshot_server.fence(message.incarnation)
+                self._add_task(asyncio.create_task(self._end_incarnation(message.incarnation, message.tag)))
 
-    async def _stacks(self, order: TakeStacks) -> None:
-        path = os.path.join(self._first.steps, f"{order.tag}.launch")
-        await self._first.dialer.send(await take(path, self._first.launch.life, order))
+    async def _dump_stacks(self, request: DumpStacks) -> None:
+        path = os.path.join(self._supervisor.steps, f"{request.tag}.launch")
+        await self._supervisor.dialer.send(await dump_stacks(path, self._supervisor.launch.incarnation, request))
 
     # ── sweeping ───────────────────────────────────────────────────────────────────────────────────────────────────
-    async def _sweep(self, paths: Collection[str], which: Callable[[Process], bool]) -> None:
+    async def _sweep(self, paths: Collection[str], matches: Callable[[Process], bool]) -> None:
         """End those processes of the steps at ``paths`` that are ``which``."""
 
         def find() -> list[Process]:
-            return [process for process in processes(self._first.steps) if process.launch in paths and which(process)]
+            return [process for process in processes(self._supervisor.steps) if process.launch in paths and matches(process)]
 
-        swept, left = await asyncio.to_thread(sweep, find, SWEEP_WITHIN)
-        if swept and self._health is not None:
-            self._health.killed()
+        swept, left = await asyncio.to_thread(sweep, find, SWEEP_TIMEOUT_S)
+        if swept and self._monitor is not None:
+            self._monitor.on_our_kill()
         if left:
             _log.error("processes do not end on SIGKILL: %s", [process.pid for process in left])
 
-    async def _end_life(self, life: Life, tag: str) -> None:
+    async def _end_incarnation(self, incarnation: Incarnation, tag: str) -> None:
         """Another life on this node is no longer believed, and perhaps does not hear it. One that a shadow became is
         found by its step's tag."""
-        theirs = [path for path, one in self._launches.items() if one and (one.life == life or one.tag == tag)]
-        await self._sweep(theirs, _any)
+        theirs = [path for path, one in self._launches.items() if one and (one.incarnation == incarnation or one.tag == tag)]
+        await self._sweep(theirs, _is_not_agent)
 
     def _run_is_over(self) -> bool:
-        run = self._first.run
+        run = self._supervisor.run
         try:
             return run.summary.exists() or _removed(run.path, self._device)
         except OSError:  # storage that is away says nothing
             return False
 
-    async def _end_the_rest(self) -> None:
+    async def _terminate_remaining(self) -> None:
         """The run is over and nobody came to stop these steps: ask them, then make sure."""
-        for process in self._alive.values():
-            send(process, SIGTERM)
-        grace = max((launch.grace for path in self._alive if (launch := self._launches[path])), default=0.0)
+        for process in self._running_steps.values():
+            send_signal(process, SIGTERM)
+        grace = max((launch.grace for path in self._running_steps if (launch := self._launches[path])), default=0.0)
         deadline = asyncio.get_running_loop().time() + grace + 1.0
-        while self._alive and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(RECHECK)
+        while self._running_steps and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(RECHECK_DELAY_S)
 
-        mine = self._first.launch_file  # the readers', which are asked to end: none is killed that holds a driver
-        await self._sweep([path for path, launch in self._launches.items() if launch and path != mine], _any)
+        mine = self._supervisor.launch_file  # the readers', which are asked to end: none is killed that holds a driver
+        await self._sweep([path for path, launch in self._launches.items() if launch and path != mine], _is_not_agent)
 
-    def _keep(self, task: asyncio.Future[Any]) -> None:
+    def _add_task(self, task: asyncio.Future[Any]) -> None:
         """Tasks that nobody waits for are held until they end; what went wrong in them is logged."""
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         task.add_done_callback(log_failure)
 
 
@@ -317,20 +317,20 @@ def _removed(folder: Path, device: int) -> bool:
     return os.stat(left).st_dev == device
 
 
-def _host(launch: Launch) -> str:
+def _listen_host(launch: Launch) -> str:
     """Where other nodes reach this one; empty where they do not (then roles cannot listen here either, and say so)."""
     try:
-        return on_this_node(launch)[ADDRESS_ENV]
+        return node_environment(launch)[ADDRESS_ENV]
     except NoAddress:
         return ""
 
 
-def _remove(ballast: Path) -> None:
+def _remove(disk_filler: Path) -> None:
     with contextlib.suppress(OSError):
-        ballast.unlink(missing_ok=True)
+        disk_filler.unlink(missing_ok=True)
 
 
-def _any(process: Process) -> bool:
+def _is_not_agent(process: Process) -> bool:
     return process.module != AGENT_MODULE
 
 
@@ -339,7 +339,7 @@ def _is_orphan(process: Process) -> bool:
     if not process.step:
         return False
     pid, _, started = process.step.partition(".")
-    first = look(int(pid))
+    first = read_process(int(pid))
     return first is None or str(first.started) != started
 
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from signal import SIGCONT, SIGSTOP, Signals
 
 from ...core.faults import ANSWER_SENDING_S
-from ...core.processes import Process, look, open_pidfd
+from ...core.processes import Process, read_process, open_pidfd
 from ..launcher.process_group import kill_group
 
-PERIOD = 0.1
+PERIOD_S = 0.1
 """s from one stop to the next of what is slowed: far below every beat, so that it looks slow and not dead"""
 
 
@@ -32,7 +32,7 @@ def main() -> int:
     name, share, seconds = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
     mark = Path(sys.argv[4]) if len(sys.argv) > 4 else None
     parent = os.getppid()
-    target = look(int(name.partition(".")[0]))
+    target = read_process(int(name.partition(".")[0]))
     fd = open_pidfd(target) if target is not None and target.name == name else None
     if target is None or fd is None:
         sys.stderr.write(f"pid {name.partition('.')[0]} was gone\n")  # the agent reports it as the reason
@@ -41,20 +41,20 @@ def main() -> int:
     if target.pid != parent:  # who is held itself cannot be watched over it
         watched.append(os.pidfd_open(parent))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with _marked(mark):
-        _say(f"SIGSTOP to {_named(target, mark)}" + (f", {share:g} of the time left to it" if share else ""))
+    with _mark_file(mark):
+        _print_line(f"SIGSTOP to {_describe(target, mark)}" + (f", {share:g} of the time left to it" if share else ""))
         if mark is None:
             time.sleep(ANSWER_SENDING_S)  # the agent passes this on before it is stopped
         try:
-            _hold(target, mark is not None, share, time.monotonic() + seconds if seconds else float("inf"), watched)
+            _pause_until(target, mark is not None, share, time.monotonic() + seconds if seconds else float("inf"), watched)
         finally:
-            lives = _signal(target, mark is not None, SIGCONT)
+            alive = _signal(target, mark is not None, SIGCONT)
     with contextlib.suppress(OSError):  # the agent may be gone
-        _say("SIGCONT: it runs again" if lives else "it has ended")
+        _print_line("SIGCONT: it runs again" if alive else "it has ended")
     return 0
 
 
-def _hold(target: Process, group: bool, share: float, until: float, watched: list[int]) -> None:
+def _pause_until(target: Process, group: bool, share: float, until: float, watched: list[int]) -> None:
     """Until it is time, or the target or whoever ordered this is gone."""
     poll = select.poll()
     for fd in watched:
@@ -62,17 +62,17 @@ def _hold(target: Process, group: bool, share: float, until: float, watched: lis
     while (left := until - time.monotonic()) > 0:
         if not _signal(target, group, SIGSTOP):
             return
-        stopped = min(left, (1 - share) * PERIOD) if share else left
+        stopped = min(left, (1 - share) * PERIOD_S) if share else left
         if poll.poll(None if stopped == float("inf") else stopped * 1000):
             return
         if share:
             _signal(target, group, SIGCONT)
-            if poll.poll(share * PERIOD * 1000):
+            if poll.poll(share * PERIOD_S * 1000):
                 return
 
 
 def _signal(target: Process, group: bool, number: Signals) -> bool:
-    now = look(target.pid)
+    now = read_process(target.pid)
     if now is None or now.started != target.started:
         return False
     if group:
@@ -85,11 +85,11 @@ def _signal(target: Process, group: bool, number: Signals) -> bool:
 
 
 @contextlib.contextmanager
-def _marked(mark: Path | None) -> Iterator[None]:
+def _mark_file(mark: Path | None) -> Iterator[None]:
     if mark is None:
         yield
         return
-    me = look(os.getpid())
+    me = read_process(os.getpid())
     assert me is not None
     mark.write_text(me.name)
     try:
@@ -98,11 +98,11 @@ def _marked(mark: Path | None) -> Iterator[None]:
         mark.unlink(missing_ok=True)
 
 
-def _named(target: Process, mark: Path | None) -> str:
+def _describe(target: Process, mark: Path | None) -> str:
     return f"pid {target.pid}" if mark is None else f"process group {target.pid}"
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")  # the agent reads these lines and reports them
     sys.stdout.flush()
 

@@ -16,64 +16,64 @@ import sysconfig
 from pathlib import Path
 
 from ...core.processes import AGENT_MODULE, STEP_MODULE, Process, processes
-from ...core.types import Life
-from ...transport.messages import Stacks, TakeStacks
+from ...core.types import Incarnation
+from ...transport.messages import Stacks, DumpStacks
 
-MOST_PROCESSES = 8
+MAX_PROCESSES = 8
 """of a step, the biggest: ranks and engine workers are, pools of small helpers are not"""
-MOST_BYTES = 64 * 2**10
+MAX_DUMP_BYTES = 64 * 2**10
 """of one dump: a thousand frames; eight of them fit into one message to the manager (1 MiB)"""
-LOOKED_FOR = 2.0
+PROC_SCAN_TIMEOUT_S = 2.0
 """s for the look at /proc; it takes some ms, but hangs with a process that is born or dies badly"""
-EACH = 3.0
+DUMP_TIMEOUT_S = 3.0
 """s for one py-spy; of a role with torch it takes 0.01 s on an idle machine, and 5 MiB (measured)"""
-ALL = 4.0
+TOTAL_TIMEOUT_S = 4.0
 """s for all of them: the manager waits a little longer before it has the step ended"""
-_AT_ONCE = 2
+_MAX_CONCURRENT = 2
 """py-spies: what hangs leaves its cores idle, its neighbours do not"""
-_ENDED_BY = 0.5
+_KILL_TIMEOUT_S = 0.5
 """s for a py-spy to end on SIGKILL; one in uninterruptible sleep is left to the kernel"""
-_REASON = 200
+_MAX_REASON_CHARS = 200
 """characters of py-spy's own words"""
 _PYTHON = ("python", "pypy")
 _STATES = {"R": "running", "S": "sleeping", "D": "disk sleep", "T": "stopped", "t": "traced", "Z": "zombie"}
 
 
-async def take(launch_file: str, agent: Life, order: TakeStacks, py_spy: str = "") -> Stacks:
+async def dump_stacks(launch_file: str, agent: Incarnation, request: DumpStacks, py_spy: str = "") -> Stacks:
     """Dumps of the Python processes of the step that ``launch_file`` began, or why there are none. Raises nothing, and
     returns within :data:`LOOKED_FOR` + :data:`ALL` s and a moment."""
     py_spy = py_spy or str(Path(sysconfig.get_path("scripts")) / "py-spy")
     try:
-        async with asyncio.timeout(LOOKED_FOR):
-            found = await asyncio.to_thread(_chosen, launch_file)
+        async with asyncio.timeout(PROC_SCAN_TIMEOUT_S):
+            found = await asyncio.to_thread(_largest_processes, launch_file)
     except TimeoutError:
-        return Stacks(agent, order.of, order.id, error=f"/proc was not read within {LOOKED_FOR:g} s")
+        return Stacks(agent, request.target, request.id, error=f"/proc was not read within {PROC_SCAN_TIMEOUT_S:g} s")
     if not found:
-        return Stacks(agent, order.of, order.id, error="no process of it is left")
-    gate = asyncio.Semaphore(_AT_ONCE)
-    until = asyncio.get_running_loop().time() + ALL
+        return Stacks(agent, request.target, request.id, error="no process of it is left")
+    semaphore = asyncio.Semaphore(_MAX_CONCURRENT)
+    until = asyncio.get_running_loop().time() + TOTAL_TIMEOUT_S
 
-    async def one(process: Process) -> str:
-        async with gate:
-            return await _look_into(process, py_spy, min(EACH, until - asyncio.get_running_loop().time()))
+    async def dump(process: Process) -> str:
+        async with semaphore:
+            return await _dump_process(process, py_spy, min(DUMP_TIMEOUT_S, until - asyncio.get_running_loop().time()))
 
-    dumps = await asyncio.gather(*map(one, found))
-    return Stacks(agent, order.of, order.id, dict(zip((process.pid for process in found), dumps, strict=True)))
+    dumps = await asyncio.gather(*map(dump, found))
+    return Stacks(agent, request.target, request.id, dict(zip((process.pid for process in found), dumps, strict=True)))
 
 
-async def _look_into(process: Process, py_spy: str, within: float) -> str:
+async def _dump_process(process: Process, py_spy: str, within: float) -> str:
     """py-spy's dump of it, or the kernel's word and why there is no more."""
     if not _is_python(process.pid):
         why = "it is not Python"
     else:
-        code, out, err = await _spy([py_spy, "dump", "--nonblocking", "--pid", str(process.pid)], within)
+        code, out, err = await _run_py_spy([py_spy, "dump", "--nonblocking", "--pid", str(process.pid)], within)
         if code == 0 and "Thread" in out:
             return out
-        why = _why(code, err, within)
-    return f"Process {process.pid}: {_name(process.pid)}\nno Python stack: {why}\n{_kernel_of(process.pid)}\n"
+        why = _failure_reason(code, err, within)
+    return f"Process {process.pid}: {_name(process.pid)}\nno Python stack: {why}\n{_kernel_state(process.pid)}\n"
 
 
-async def _spy(argv: list[str], within: float) -> tuple[int | None, str, str]:
+async def _run_py_spy(argv: list[str], within: float) -> tuple[int | None, str, str]:
     """Exit code (None: it was too late), the first :data:`MOST_BYTES` of what it wrote, and of what it complained."""
     if within <= 0:
         return None, "", ""
@@ -87,7 +87,7 @@ async def _spy(argv: list[str], within: float) -> tuple[int | None, str, str]:
     assert child.stdout is not None and child.stderr is not None  # noqa: PT018
     try:
         async with asyncio.timeout(within):
-            out, err = await asyncio.gather(_up_to(child.stdout, MOST_BYTES), _up_to(child.stderr, MOST_BYTES))
+            out, err = await asyncio.gather(_read_up_to(child.stdout, MAX_DUMP_BYTES), _read_up_to(child.stderr, MAX_DUMP_BYTES))
             return await child.wait(), out, err
     except TimeoutError:
         return None, "", ""
@@ -95,29 +95,29 @@ async def _spy(argv: list[str], within: float) -> tuple[int | None, str, str]:
         if child.returncode is None:
             child.kill()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_ENDED_BY):
+                async with asyncio.timeout(_KILL_TIMEOUT_S):
                     await child.wait()
 
 
-async def _up_to(stream: asyncio.StreamReader, most: int) -> str:
+async def _read_up_to(stream: asyncio.StreamReader, limit: int) -> str:
     """Its text to the end; what is beyond ``most`` bytes is read and dropped."""
-    kept = b""
+    content = b""
     while data := await stream.read(2**16):
-        kept += data[: most - len(kept)]
-    return kept.decode("utf-8", "ignore")  # a cut may go through a character
+        content += data[: limit - len(content)]
+    return content.decode("utf-8", "ignore")  # a cut may go through a character
 
 
-def _why(code: int | None, err: str, within: float) -> str:
+def _failure_reason(code: int | None, err: str, within: float) -> str:
     if code is None:
         return f"py-spy did not finish within {max(within, 0.0):.3g} s"
     if "denied" in err.lower() or "not permitted" in err.lower():
         return "py-spy may not look into it (ptrace: kernel.yama.ptrace_scope, or another user's process)"
-    said = [line.strip() for line in err.splitlines() if line.strip() and "backtrace" not in line.lower()]
-    return f"py-spy: {' '.join(said)[:_REASON] or f'exit code {code}'}"
+    lines = [line.strip() for line in err.splitlines() if line.strip() and "backtrace" not in line.lower()]
+    return f"py-spy: {' '.join(lines)[:_MAX_REASON_CHARS] or f'exit code {code}'}"
 
 
 # ── which processes, and what the kernel says of them ──────────────────────────────────────────────────────────────
-def _chosen(launch_file: str) -> list[Process]:
+def _largest_processes(launch_file: str) -> list[Process]:
     """The biggest of the step, Python before others; without its first process, which only waits."""
     steps = os.path.dirname(launch_file)
     theirs = [
@@ -125,7 +125,7 @@ def _chosen(launch_file: str) -> list[Process]:
         if process.launch == launch_file and process.module not in (STEP_MODULE, AGENT_MODULE)
     ]  # fmt: skip
     python = [process for process in theirs if _is_python(process.pid)]
-    biggest = sorted(python or theirs, key=lambda process: -_resident(process.pid))[:MOST_PROCESSES]
+    biggest = sorted(python or theirs, key=lambda process: -_resident(process.pid))[:MAX_PROCESSES]
     return sorted(biggest, key=lambda process: (process.started, process.pid))
 
 
@@ -152,7 +152,7 @@ def _name(pid: int) -> str:
     return _read(pid, "comm").strip() or "gone"
 
 
-def _kernel_of(pid: int) -> str:
+def _kernel_state(pid: int) -> str:
     """State of the main thread, the system call that it is in and where in the kernel it waits, as far as that may be
     read; :func:`rrl.health.detection.attribution.stack_groups.parse` reads it."""
     stat = _read(pid, "stat")

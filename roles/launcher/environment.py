@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...core.launch import Launch
 from ...core.processes import raise_nofile
-from ...core.role_environment import of_a_launcher
+from ...core.role_environment import is_launcher_variable
 from ...transport.address import interface_on, own_address
 
 ADDRESS_ENV = "RRL_ADDRESS"
@@ -18,19 +18,19 @@ GPUS_ENV = "RRL_GPUS"
 READERS_ENV = "RRL_READERS"
 """names of the readers that run beside an agent, separated by commas, instead of those in its launch file; ``none``:
 no reader"""
-_OF_SLURM = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+_SLURM_GPU_VARIABLES = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
+VISIBLE_DEVICES_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """what Slurm gave this step, as libraries read it; the manager could not know"""
 _SYS = Path("/sys/class")
 
 
-def on_this_node(launch: Launch) -> dict[str, str]:
+def node_environment(launch: Launch) -> dict[str, str]:
     """The whole environment of the command of ``launch``, but for its marks; what the launch file says wins.
 
     Raises NoAddress where the node has no interface in the network that is asked for."""
-    image = {name: value for name, value in os.environ.items() if launch.in_image and not of_a_launcher(name)}
-    given = {name: os.environ[name] for name in VISIBLE if name in os.environ}
-    if launch.gpus and (gpus := slurms_gpus()):
+    image = {name: value for name, value in os.environ.items() if launch.in_image and not is_launcher_variable(name)}
+    given = {name: os.environ[name] for name in VISIBLE_DEVICES_VARIABLES if name in os.environ}
+    if launch.gpus and (gpus := slurm_gpus()):
         given[GPUS_ENV] = gpus
     return image | given | _addresses(launch) | launch.env
 
@@ -40,15 +40,15 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def readers_of(launch: Launch) -> tuple[str, ...]:
+def configured_readers(launch: Launch) -> tuple[str, ...]:
     """Return the names of the readers that run beside the agent of ``launch``, in the order in which they are named."""
     given = os.environ.get(READERS_ENV)
     return tuple(name for name in given.split(",") if name != "none") if given else launch.readers
 
 
-def slurms_gpus() -> str:
+def slurm_gpus() -> str:
     """Slurm's numbers of the GPUs on this node that this step was given, with commas; empty where it gave none."""
-    return next((os.environ[name] for name in _OF_SLURM if os.environ.get(name)), "")
+    return next((os.environ[name] for name in _SLURM_GPU_VARIABLES if os.environ.get(name)), "")
 
 
 def _addresses(launch: Launch) -> dict[str, str]:
@@ -94,7 +94,7 @@ def raise_limits() -> None:
 
 def see_all_gpus() -> None:
     """For an agent, which shares all GPUs of its node: Slurm shows a step what it is to use."""
-    for name in VISIBLE:
+    for name in VISIBLE_DEVICES_VARIABLES:
         os.environ.pop(name, None)
 
 

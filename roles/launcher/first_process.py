@@ -16,66 +16,66 @@ from typing import Any
 import msgspec
 
 from ...core.launch import ExitReason, ExitRecord, Launch, exit_text
-from ...core.processes import look
+from ...core.processes import read_process
 from ...core.run_dir import RunDir, write_atomically
 from ...core.types import NodeName
 from ...transport.control.endpoints import Address, Dialer
 from ...transport.keys import RunKeys
-from ...transport.messages import Admitted, Down, Fenced, StepExit, Stop, Wanted
+from ...transport.messages import Admitted, FromManager, Fenced, StepExit, Stop, AdmissionRequest
 from .process_group import adopt_orphans
 
 _log = logging.getLogger("rrl.launcher")
 
-ADMISSION = 60.0
+ADMISSION_TIMEOUT_S = 60.0
 """s to wait for the answer to Wanted: a manager that dies at the launch is replaced within its lease (10 s) and its own
 start; after that the next manager launches anew, under another tag"""
-LAST_WORDS = 2.0
+EXIT_REPORT_TIMEOUT_S = 2.0
 """s for a manager to be there to hear StepExit; the record on disk is the truth"""
 
 
-class FirstProcess:
+class StepSupervisor:
     """The first process of one step. ``reason`` is None until there is a reason to leave; the first reason stands, and
     each later one can only shorten the time that is left (``by``, of the loop's clock). ``news`` is set at every
     change."""
 
     def __init__(self, launch: Launch, launch_file: str) -> None:
-        me = look(os.getpid())
+        me = read_process(os.getpid())
         assert me is not None  # we are alive
-        self.launch, self.launch_file, self.me = launch, launch_file, me
+        self.launch, self.launch_file, self.process = launch, launch_file, me
         self.run = RunDir(Path(launch.run_dir))
         self.node = NodeName(os.environ.get("SLURMD_NODENAME", launch.node))
         self.steps = os.path.dirname(launch_file)
         """the folder of launch files as the manager spells it: marks are compared as text"""
-        self.reason: ExitReason | None = None
-        self.detail = ""
+        self.stop_reason: ExitReason | None = None
+        self.stop_detail = ""
         """more about ``reason``, for people"""
-        self.by = float("inf")
-        self.news = asyncio.Event()
-        self.greet: Callable[[], Sequence[Any]] = tuple
+        self.deadline = float("inf")
+        self.wakeup = asyncio.Event()
+        self.on_connect: Callable[[], Sequence[Any]] = tuple
         """what a (new) manager must know, beyond Wanted"""
-        self.hear: Callable[[Any], None] = lambda message: None
+        self.on_message: Callable[[Any], None] = lambda message: None
         """takes what the manager says beyond Admitted, and beyond Stop and Fenced of this life"""
-        self._told: StepExit | None = None
+        self._exit_report: StepExit | None = None
         self._admitted = False
-        self._double = False
+        self._is_duplicate = False
         """another process lives under our tag"""
-        self._greeted = asyncio.Event()
+        self._hello_sent = asyncio.Event()
         try:
             self.keys = RunKeys.load(self.run.keys)
         except OSError as error:
             reason, detail = ExitReason.NOT_STARTED, str(error)
-            _leave_record(launch, ExitRecord(
-                launch.tag, launch.life, self.node, None, None, reason, time.time(), detail=detail
+            _write_record(launch, ExitRecord(
+                launch.tag, launch.incarnation, self.node, None, None, reason, time.time(), detail=detail
             ))  # fmt: skip
             raise
-        self.dialer = Dialer(self.keys, Down, self._find_manager, self._hello)
+        self.dialer = Dialer(self.keys, FromManager, self._find_manager, self._hello)
 
-    def leave(self, reason: ExitReason, grace: float, detail: str = "") -> None:
+    def request_stop(self, reason: ExitReason, grace: float, detail: str = "") -> None:
         """End within ``grace`` s. ``detail`` says more about the reason, for people."""
-        if self.reason is None:
-            self.reason, self.detail = reason, detail
-        self.by = min(self.by, asyncio.get_running_loop().time() + grace)
-        self.news.set()
+        if self.stop_reason is None:
+            self.stop_reason, self.stop_detail = reason, detail
+        self.deadline = min(self.deadline, asyncio.get_running_loop().time() + grace)
+        self.wakeup.set()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -83,10 +83,10 @@ class FirstProcess:
         adopt_orphans()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.leave, ExitReason.STOPPED, self.launch.grace)
+            loop.add_signal_handler(number, self.request_stop, ExitReason.STOPPED, self.launch.grace)
         if self.launch.dies_with_launcher:
             self._watch_launcher()
-        tasks = [asyncio.create_task(self.dialer.run()), asyncio.create_task(self._obey())]
+        tasks = [asyncio.create_task(self.dialer.run()), asyncio.create_task(self._receive_loop())]
         for task in tasks:
             task.add_done_callback(log_failure)
         try:
@@ -97,80 +97,80 @@ class FirstProcess:
             await asyncio.wait(tasks)
             await self.dialer.close()
 
-    async def admission(self) -> bool:
+    async def request_admission(self) -> bool:
         """Ask whether we are wanted. False when there is a reason to leave (``reason``)."""
-        wanted = asyncio.create_task(self.dialer.ask(self._wanted(), ADMISSION))
-        wanted.add_done_callback(lambda task: self.news.set())
-        await self.until(wanted.done)
-        if wanted.done():
+        pending = asyncio.create_task(self.dialer.request(self._admission_request(), ADMISSION_TIMEOUT_S))
+        pending.add_done_callback(lambda task: self.wakeup.set())
+        await self.wait_for(pending.done)
+        if pending.done():
             try:
-                answer = wanted.result()
+                answer = pending.result()
             except TimeoutError:
-                self.leave(ExitReason.NOT_ADMITTED, 0.0, "no manager answered")
+                self.request_stop(ExitReason.NOT_ADMITTED, 0.0, "no manager answered")
             else:
                 self._admitted = True
-                self._take(answer)
+                self._on_message(answer)
         else:
-            wanted.cancel()
-        return self.reason is None
+            pending.cancel()
+        return self.stop_reason is None
 
-    async def until(self, over: Callable[[], bool]) -> None:
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
         """Returns once ``over()`` (look again at every ``news``) or once there is a reason to leave."""
-        while not over() and self.reason is None:
-            self.news.clear()
-            await self.news.wait()
+        while not condition() and self.stop_reason is None:
+            self.wakeup.clear()
+            await self.wakeup.wait()
 
     async def finish(
-        self, code: int | None, number: int | None, reason: ExitReason, detail: str = "", said: str = ""
+        self, code: int | None, number: int | None, reason: ExitReason, detail: str = "", last_line: str = ""
     ) -> None:
         """Write the exit record, then send it to the manager if one connects within ``LAST_WORDS`` s.
 
         ``number`` is the signal that ended the command, ``said`` its last line."""
         launch = self.launch
-        if self._double:
+        if self._is_duplicate:
             _log.error("%s; the other process continues", exit_text(reason, detail))
             return
-        _leave_record(launch, ExitRecord(
-            launch.tag, launch.life, self.node, code, number, reason, time.time(), said, detail
+        _write_record(launch, ExitRecord(
+            launch.tag, launch.incarnation, self.node, code, number, reason, time.time(), last_line, detail
         ))  # fmt: skip
-        self._told = StepExit(launch.life, launch.tag, code, number, reason, said, detail)
+        self._exit_report = StepExit(launch.incarnation, launch.tag, code, number, reason, last_line, detail)
         if self.dialer.connected:
-            await self.dialer.send(self._told)
+            await self.dialer.send(self._exit_report)
         else:
-            self._greeted.clear()
+            self._hello_sent.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LAST_WORDS):
-                    await self._greeted.wait()
+                async with asyncio.timeout(EXIT_REPORT_TIMEOUT_S):
+                    await self._hello_sent.wait()
 
-    def _wanted(self) -> Wanted:
-        return Wanted(self.launch.life, self.launch.tag, self.node, self.me.pid)
+    def _admission_request(self) -> AdmissionRequest:
+        return AdmissionRequest(self.launch.incarnation, self.launch.tag, self.node, self.process.pid)
 
     def _hello(self) -> Sequence[Any]:
         """To every manager: the old one's Admitted does not bind the next."""
-        self._greeted.set()
-        if self._told is not None:
-            return [self._told]
-        return [self._wanted(), *self.greet()] if self._admitted else []
+        self._hello_sent.set()
+        if self._exit_report is not None:
+            return [self._exit_report]
+        return [self._admission_request(), *self.on_connect()] if self._admitted else []
 
     def _find_manager(self) -> Address | None:
         return Address.read(self.run.manager)
 
-    async def _obey(self) -> None:
+    async def _receive_loop(self) -> None:
         while True:
-            self._take(await self.dialer.pushed())
+            self._on_message(await self.dialer.next_push())
 
-    def _take(self, message: Any) -> None:
+    def _on_message(self, message: Any) -> None:
         match message:
             case Admitted(tag=self.launch.tag):
                 if not message.ok:
-                    self._double = message.another
-                    self.leave(ExitReason.NOT_ADMITTED, 0.0, message.why)
-            case Fenced(life=self.launch.life) | Fenced(tag=self.launch.tag):  # a shadow's step goes by its tag alone
-                self.leave(ExitReason.FENCED, 0.0, message.why)
-            case Stop(life=self.launch.life) | Stop(tag=self.launch.tag):
-                self.leave(ExitReason.STOPPED, message.grace)
+                    self._is_duplicate = message.duplicate
+                    self.request_stop(ExitReason.NOT_ADMITTED, 0.0, message.reason)
+            case Fenced(incarnation=self.launch.incarnation) | Fenced(tag=self.launch.tag):  # a shadow's step goes by its tag alone
+                self.request_stop(ExitReason.FENCED, 0.0, message.reason)
+            case Stop(incarnation=self.launch.incarnation) | Stop(tag=self.launch.tag):
+                self.request_stop(ExitReason.STOPPED, message.grace)
             case _:
-                self.hear(message)
+                self.on_message(message)
 
     def _watch_launcher(self) -> None:
         """By pidfd: a parent-death signal would follow the thread that forked us, not its process."""
@@ -179,25 +179,25 @@ class FirstProcess:
         if parent == 0:  # outside of our pid namespace: it cannot be watched from here
             return
         if parent == 1:  # it died before we could look
-            self.leave(ExitReason.LAUNCHER_DIED, 0.0)
+            self.request_stop(ExitReason.LAUNCHER_DIED, 0.0)
             return
         try:
             fd = os.pidfd_open(parent)
         except ProcessLookupError:
-            self.leave(ExitReason.LAUNCHER_DIED, 0.0)
+            self.request_stop(ExitReason.LAUNCHER_DIED, 0.0)
             return
 
         def died() -> None:
             loop.remove_reader(fd)
             os.close(fd)
-            self.leave(ExitReason.LAUNCHER_DIED, 0.0)
+            self.request_stop(ExitReason.LAUNCHER_DIED, 0.0)
 
         loop.add_reader(fd, died)
         if os.getppid() != parent:  # it died meanwhile, and its pid may be somebody else's
-            self.leave(ExitReason.LAUNCHER_DIED, 0.0)
+            self.request_stop(ExitReason.LAUNCHER_DIED, 0.0)
 
 
-def _leave_record(launch: Launch, record: ExitRecord) -> None:
+def _write_record(launch: Launch, record: ExitRecord) -> None:
     try:
         write_atomically(RunDir(Path(launch.run_dir)).exit_file(launch.tag), msgspec.json.encode(record))
     except OSError as error:  # the run directory is full, or gone with the run

@@ -9,20 +9,20 @@ from typing import Any
 
 from .environment import GPUS_ENV
 
-DRIVER_WITHIN = 5.0
+DRIVER_TIMEOUT_S = 5.0
 """s for the driver to say which GPUs these are; one that hangs keeps nobody from joining"""
 
 
-async def held_gpus_within(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+async def assigned_gpus_with_timeout(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """As :func:`held_gpus`; nothing where the driver does not answer."""
     try:
-        async with asyncio.timeout(DRIVER_WITHIN):  # Python 3.11's wait_for may forget a cancellation
-            return await asyncio.to_thread(held_gpus, environ)
+        async with asyncio.timeout(DRIVER_TIMEOUT_S):  # Python 3.11's wait_for may forget a cancellation
+            return await asyncio.to_thread(assigned_gpus, environ)
     except TimeoutError:
         return ()
 
 
-def held_gpus(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+def assigned_gpus(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """UUIDs, where nvidia-ml-py and a driver say them; else Slurm's numbers of them on this node; nothing where Slurm
     gave none, as on the local cluster, where nothing keeps roles apart. May hang as long as the driver does."""
     given = tuple(name for name in environ.get(GPUS_ENV, "").split(",") if name)
@@ -66,7 +66,7 @@ class Gpus:
     def __init__(self) -> None:
         self._handles: list[Any] | None = None
 
-    def at_work(self) -> bool:
+    def any_busy(self) -> bool:
         """NVML's nvmlDeviceGetUtilizationRates, gpu: percent of the past second or so in which a kernel ran."""
         try:
             import pynvml

@@ -24,8 +24,8 @@ from pathlib import Path
 import msgspec
 
 from ...core.launch import LAUNCH_ENV
-from ...core.processes import STEP_ENV, Process, belongs, descendants, look, marks, pids, sweep
-from .environment import GPUS_ENV, VISIBLE
+from ...core.processes import STEP_ENV, Process, belongs_to_run, descendants, read_process, with_marks, pids, sweep
+from .environment import GPUS_ENV, VISIBLE_DEVICES_VARIABLES
 
 _log = logging.getLogger("rrl.launcher")
 
@@ -34,9 +34,9 @@ _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_YOUNG = 30.0
+_YOUNG_PROCESS_S = 30.0
 """s; a process of this age or less is read again at each census: a wrapper may yet exec into a first process"""
-_FULL_EVERY = 10
+_CENSUSES_PER_FULL_SCAN = 10
 """censuses; then the old strangers are read again too, for a pid that was reused between two censuses"""
 
 
@@ -65,14 +65,14 @@ class ProcessGroup:
 
     @classmethod
     def start(
-        cls, argv: Sequence[str], env: Mapping[str, str], cwd: str, out: int, keep: Sequence[int] = ()
+        cls, argv: Sequence[str], env: Mapping[str, str], cwd: str, out: int, pass_fds: Sequence[int] = ()
     ) -> ProcessGroup:
         """Stdout and stderr go to the descriptor ``out``, stdin is empty, the descriptors ``keep`` are inherited under
         their numbers. Raises OSError when it cannot be started."""
         return cls(subprocess.Popen(
             argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
-            pass_fds=keep,
-            preexec_fn=_dies_with(os.getpid()),  # safe: one prctl, and the only other threads are libzmq's
+            pass_fds=pass_fds,
+            preexec_fn=_set_parent_death_signal(os.getpid()),  # safe: one prctl, and the only other threads are libzmq's
         ))  # fmt: skip
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
@@ -111,7 +111,7 @@ def end_descendants(me: Process, within: float) -> list[Process]:
         _reap_orphans(keep=0)
         below = {process.pid: process for process in descendants(me.pid)}
         for pid in pids():
-            if pid not in below and (process := look(pid)) is not None and marks(process).step == me.name:
+            if pid not in below and (process := read_process(pid)) is not None and with_marks(process).step == me.name:
                 below[pid] = process
         return list(below.values())
 
@@ -128,25 +128,25 @@ class Census:
     def __init__(self, steps: str) -> None:
         self._steps, self._me, self._user = steps, os.getpid(), os.geteuid()
         self._strangers: set[int] = set()
-        self._ours: dict[int, Process] = {}
+        self._old_own: dict[int, Process] = {}
         """old ones"""
         self._count = 0
 
-    def take(self) -> list[Process]:
-        old = (time.clock_gettime(time.CLOCK_BOOTTIME) - _YOUNG) * os.sysconf("SC_CLK_TCK")
-        full = not self._count % _FULL_EVERY
+    def scan(self) -> list[Process]:
+        old = (time.clock_gettime(time.CLOCK_BOOTTIME) - _YOUNG_PROCESS_S) * os.sysconf("SC_CLK_TCK")
+        full = not self._count % _CENSUSES_PER_FULL_SCAN
         self._count += 1
-        known, before = (set[int](), dict[int, Process]()) if full else (self._strangers, self._ours)
-        strangers, self._ours = set[int](), {}
+        known, before = (set[int](), dict[int, Process]()) if full else (self._strangers, self._old_own)
+        strangers, self._old_own = set[int](), {}
         found: list[Process] = []
         for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
             if pid in known:
                 strangers.add(pid)
             elif pid != self._me and (process := self._process(pid, before.get(pid))) is not None:
-                if belongs(process, self._steps):
+                if belongs_to_run(process, self._steps):
                     found.append(process)
                     if process.started < old:
-                        self._ours[pid] = process
+                        self._old_own[pid] = process
                 elif process.started < old:
                     strangers.add(pid)
         self._strangers = strangers
@@ -154,13 +154,13 @@ class Census:
 
     def _process(self, pid: int, before: Process | None) -> Process | None:
         """With its marks, if it is ours to read; None when it is gone. ``before``: as it was read last."""
-        process = look(pid)
+        process = read_process(pid)
         if process is None:
             return None
         if before is not None and before.started == process.started:
             return msgspec.structs.replace(process, launch=before.launch, step=before.step, module=before.module)
         try:
-            return marks(process) if os.stat(f"/proc/{pid}").st_uid == self._user else process
+            return with_marks(process) if os.stat(f"/proc/{pid}").st_uid == self._user else process
         except OSError:
             return None
 
@@ -172,7 +172,7 @@ def command_env(env: Mapping[str, str], launch_file: str, me: Process) -> dict[s
     return ours | dict(env) | ours
 
 
-def _dies_with(parent: int) -> Callable[[], None]:
+def _set_parent_death_signal(parent: int) -> Callable[[], None]:
     def in_child() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0)
         if os.getppid() != parent:  # it died before the line above
@@ -195,18 +195,18 @@ def _reap_orphans(keep: int) -> None:
 
 NICE = 10
 """what nice(1) adds; a tenth of a core beside a busy loop, 1.6 % with 19 (measured)"""
-_ORDINARY = 0
-_AGAIN = 0.03
+_DEFAULT_NICE = 0
+_RETRY_INTERVAL_S = 0.03
 """s after which the kernel, which takes ten such changes a second from all of a machine's users, is asked again"""
-_WITHIN = 1.0
+_RETRY_TIMEOUT_S = 1.0
 
 
-def make_way(leader: int) -> None:
+def lower_priority(leader: int) -> None:
     """The session that this process leads runs when others leave it room, until it steps up."""
     _autogroup(leader, NICE)
 
 
-def let_others_look() -> None:
+def allow_inspection() -> None:
     """Let processes of our own user read the memory of this one (prctl(2), PR_SET_PTRACER), as py-spy does.
 
     Where Yama's ptrace_scope is 1, as on Ubuntu, only ancestors could, and the agent is none. Where there is no Yama
@@ -215,13 +215,13 @@ def let_others_look() -> None:
     _LIBC.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
 
-def step_up() -> None:
+def restore_priority() -> None:
     """This process's session is as any other again."""
-    _autogroup(os.getpid(), _ORDINARY)
+    _autogroup(os.getpid(), _DEFAULT_NICE)
 
 
 def _autogroup(pid: int, nice: int) -> None:
-    until = time.monotonic() + _WITHIN
+    until = time.monotonic() + _RETRY_TIMEOUT_S
     while True:
         try:
             Path(f"/proc/{pid}/autogroup").write_text(str(nice))
@@ -232,23 +232,23 @@ def _autogroup(pid: int, nice: int) -> None:
             if time.monotonic() > until:
                 _log.warning("cannot set the session of process %d to nice %d", pid, nice)
                 return
-            time.sleep(_AGAIN)
+            time.sleep(_RETRY_INTERVAL_S)
 
 
-def keep_gpus(
-    chosen: tuple[str, ...], held: tuple[str, ...], environ: MutableMapping[str, str] = os.environ
+def select_gpus(
+    chosen: tuple[str, ...], current: tuple[str, ...], environ: MutableMapping[str, str] = os.environ
 ) -> tuple[str, ...]:
     """A trainer's shadow sees all GPUs of its node; ``chosen`` of them, as :func:`rrl.roles.launcher.gpus.held_gpus`
     names them, are what it works with from now on. Nothing of this process may have touched a GPU before. A rollout's
     has its own from its start, works with them already, and keeps them. Returns what it holds now."""
-    if not chosen or chosen == held:
-        return held
+    if not chosen or chosen == current:
+        return current
     given = environ.get(GPUS_ENV, "").split(",")
     if not set(chosen) <= set(given):  # UUIDs, which CUDA takes as they are
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
         return chosen
     places = [given.index(name) for name in chosen]
-    for name in (GPUS_ENV, *VISIBLE):
+    for name in (GPUS_ENV, *VISIBLE_DEVICES_VARIABLES):
         listed = environ.get(name, "").split(",")
         if len(listed) == len(given):
             environ[name] = ",".join(listed[place] for place in places)

@@ -11,79 +11,79 @@ import re
 import threading
 from collections.abc import Sequence
 
-from ...core.role_environment import BEGUN, NAME, behind
+from ...core.role_environment import STARTED, SHELL_NAME, wrap
 from ...core.text import last_lines
 from .process_group import ProcessGroup
 
-_KEPT = 2000
+_STDERR_TAIL_BYTES = 2000
 """bytes of what was said last that are remembered"""
-_WHERE = rf"^{NAME}: (eval: )?(line \d+: )?"
+_BASH_PREFIX = rf"^{SHELL_NAME}: (eval: )?(line \d+: )?"
 """in front of bash's own words: a line of our text, which nobody knows"""
-_REST = 1.0
+_DRAIN_TIMEOUT_S = 1.0
 """s for the rest of it to be read once the command has ended"""
 
 
-class SetUp:
+class SetupCommand:
     """One command. :meth:`trouble` tells why it was not started, once it has ended."""
 
     def __init__(self, text: str, command: Sequence[str], env: dict[str, str], cwd: str, out: int) -> None:
         """Starts it; stdout and stderr go to the descriptor ``out``. Raises OSError."""
-        self.begun = asyncio.Event()
+        self.started = asyncio.Event()
         """set once everything is set up and the command itself begins"""
-        self._said = self._told = b""
+        self._stderr_tail = self._reported = b""
         self._report: int | None = None
-        self._listening: threading.Thread | None = None
+        self._stderr_thread: threading.Thread | None = None
         if not text:
             self.group = ProcessGroup.start(command, env, cwd, out)
-            self.begun.set()
+            self.started.set()
             return
-        words, words_in = os.pipe()
+        stderr, stderr_in = os.pipe()
         report, report_in = os.pipe()
         try:
-            argv = behind(text, words_in, report_in, command)
-            self.group = ProcessGroup.start(argv, env, cwd, out, keep=(words_in, report_in))
+            argv = wrap(text, stderr_in, report_in, command)
+            self.group = ProcessGroup.start(argv, env, cwd, out, pass_fds=(stderr_in, report_in))
         except OSError:
-            os.close(words)
+            os.close(stderr)
             os.close(report)
             raise
         finally:
-            os.close(words_in)
+            os.close(stderr_in)
             os.close(report_in)
         os.set_blocking(report, False)
         self._report = report
-        asyncio.get_running_loop().add_reader(report, self._hear)
-        self._listening = threading.Thread(target=self._listen, args=(words, os.dup(out)), name="setup", daemon=True)
-        self._listening.start()
+        asyncio.get_running_loop().add_reader(report, self._read_report)
+        self._stderr_thread = threading.Thread(target=self._copy_stderr, args=(stderr, os.dup(out)), name="setup", daemon=True)
+        self._stderr_thread.start()
 
-    def trouble(self) -> str:
+    def failure_reason(self) -> str:
         """Why the command was not started; empty if it was. After ``group.ended``."""
-        self._hear()
-        told = self._told.decode(errors="replace")
-        if not told or self.begun.is_set():
+        self._read_report()
+        reported = self._reported.decode(errors="replace")
+        if not reported or self.started.is_set():
             return ""
-        if self._listening is not None:
-            self._listening.join(_REST)
-        said = last_lines(re.sub(_WHERE, "", self._said.decode(errors="replace"), flags=re.MULTILINE))
-        return f"{told}: {said}" if said else told
+        if self._stderr_thread is not None:
+            self._stderr_thread.join(_DRAIN_TIMEOUT_S)
+        stderr = last_lines(re.sub(_BASH_PREFIX, "", self._stderr_tail.decode(errors="replace"), flags=re.MULTILINE))
+        return f"{reported}: {stderr}" if stderr else reported
 
-    def _hear(self) -> None:
+    def _read_report(self) -> None:
         """What was reported: that the command begins, or what failed."""
         if self._report is None:
             return
         try:
-            told = os.read(self._report, 4096)
+            data = os.read(self._report, 4096)
         except BlockingIOError:  # nothing more, and something that was set up lives on and holds the other end
             return
-        self._told += told
-        if self._told == BEGUN:
-            self.begun.set()
-        if not told or self.begun.is_set():
+        self._reported += data
+        if self._reported == STARTED:
+            self.started.set()
+        if not data or self.started.is_set():
             asyncio.get_running_loop().remove_reader(self._report)
             os.close(self._report)
             self._report = None
 
-    def _listen(self, words: int, log: int) -> None:
-        with open(words, "rb", 0) as heard, open(log, "wb", 0) as kept:
-            while some := heard.read(_KEPT):
-                self._said = (self._said + some)[-_KEPT:]
-                kept.write(some)
+    def _copy_stderr(self, stderr: int, log: int) -> None:
+        with open(stderr, "rb", 0) as stderr_file, open(log, "wb", 0) as log_file:
+            while some := stderr_file.read(_STDERR_TAIL_BYTES):
+                self._stderr_tail = (self._stderr_tail + some)[-_STDERR_TAIL_BYTES:]
+                log_file.write(some)

@@ -17,100 +17,100 @@ from signal import SIGKILL, SIGTERM
 from ...core.launch import ExitReason, Launch, read_launch
 from ...core.log_lines import LOG_LEVEL_ENV, start_logging
 from ...core.run_spec import DEFAULT_LOG_LEVEL
-from ...core.text import refuse
-from .activity import spoken_for
-from .environment import on_this_node, raise_limits
-from .first_process import FirstProcess
-from .gpu_memory import no_room
+from ...core.text import exit_invalid_config
+from .activity import report_activity
+from .environment import node_environment, raise_limits
+from .first_process import StepSupervisor
+from .gpu_memory import wait_until_free
 from .logs.pump import RoleLog
-from .process_group import ProcessGroup, command_env, end_descendants, make_way
-from .setup_command import SetUp
+from .process_group import ProcessGroup, command_env, end_descendants, lower_priority
+from .setup_command import SetupCommand
 
 _log = logging.getLogger("rrl.launcher")
 
-BEFORE_TELLING = 0.5
+KILL_TIMEOUT_BEFORE_REPORT_S = 0.5
 """s for killed descendants to end before the exit is told: normally some ms; one that hangs in the kernel must not
 delay the repair"""
-BEFORE_LEAVING = 10.0
+KILL_TIMEOUT_BEFORE_EXIT_S = 10.0
 """s for killed descendants to end before we leave them to the agent"""
 
 
 def main() -> int:
     if len(sys.argv) != 2:
-        refuse("usage: python -m rrl.roles.launcher.step FILE.launch")
+        exit_invalid_config("usage: python -m rrl.roles.launcher.step FILE.launch")
     raise_limits()
     launch_file = os.path.abspath(sys.argv[1])
     launch = read_launch(Path(launch_file))
     start_logging(launch.env.get(LOG_LEVEL_ENV, DEFAULT_LOG_LEVEL))
-    return asyncio.run(_live(launch, launch_file))
+    return asyncio.run(_run(launch, launch_file))
 
 
-async def _live(launch: Launch, launch_file: str) -> int:
-    first = FirstProcess(launch, launch_file)
-    async with first.running():
-        if not await first.admission():
-            await first.finish(None, None, first.reason or ExitReason.STOPPED, first.detail)
+async def _run(launch: Launch, launch_file: str) -> int:
+    supervisor = StepSupervisor(launch, launch_file)
+    async with supervisor.running():
+        if not await supervisor.request_admission():
+            await supervisor.finish(None, None, supervisor.stop_reason or ExitReason.STOPPED, supervisor.stop_detail)
             return 0
-        held = await no_room(first)
-        if first.reason is not None:  # meanwhile
-            await first.finish(None, None, first.reason, first.detail)
+        occupied = await wait_until_free(supervisor)
+        if supervisor.stop_reason is not None:  # meanwhile
+            await supervisor.finish(None, None, supervisor.stop_reason, supervisor.stop_detail)
             return 0
-        if held:
-            await first.finish(None, None, ExitReason.GPUS_OCCUPIED, held)
+        if occupied:
+            await supervisor.finish(None, None, ExitReason.GPUS_OCCUPIED, occupied)
             return 127
         try:
-            setup, log = _start(first)
+            setup, log = _start(supervisor)
         except OSError as error:
-            await first.finish(None, None, ExitReason.NOT_STARTED, str(error))
+            await supervisor.finish(None, None, ExitReason.NOT_STARTED, str(error))
             return 127
         command = setup.group
-        async with spoken_for(first, command.pid, setup.begun):
-            await _until_ended(first, command)
+        async with report_activity(supervisor, command.pid, setup.started):
+            await _wait_until_ended(supervisor, command)
         command.kill(SIGKILL)  # the rest of its group, before the leader's pid is free for others
         code, number = command.reap()
-        left = end_descendants(first.me, BEFORE_TELLING)
-        if (trouble := setup.trouble()) and first.reason is None:
-            await first.finish(None, None, ExitReason.NOT_STARTED, trouble)
+        left = end_descendants(supervisor.process, KILL_TIMEOUT_BEFORE_REPORT_S)
+        if (failure := setup.failure_reason()) and supervisor.stop_reason is None:
+            await supervisor.finish(None, None, ExitReason.NOT_STARTED, failure)
         else:
-            said = await asyncio.to_thread(log.last_line) if code else ""
-            reason = first.reason or (ExitReason.EXITED if number is None else ExitReason.SIGNALED)
-            await first.finish(code, number, reason, first.detail, said)
-        if left and (left := end_descendants(first.me, BEFORE_LEAVING)):
+            last_line = await asyncio.to_thread(log.last_line) if code else ""
+            reason = supervisor.stop_reason or (ExitReason.EXITED if number is None else ExitReason.SIGNALED)
+            await supervisor.finish(code, number, reason, supervisor.stop_detail, last_line)
+        if left and (left := end_descendants(supervisor.process, KILL_TIMEOUT_BEFORE_EXIT_S)):
             _log.error("processes do not end on SIGKILL: %s", [process.pid for process in left])
         await asyncio.to_thread(log.finish)
     return code if code is not None else 128 + (number or 0)
 
 
-def _start(first: FirstProcess) -> tuple[SetUp, RoleLog]:
+def _start(supervisor: StepSupervisor) -> tuple[SetupCommand, RoleLog]:
     """The command, and its log. Raises OSError."""
-    launch = first.launch
+    launch = supervisor.launch
     reader, writer = os.pipe()
     try:
-        env = command_env(on_this_node(launch), first.launch_file, first.me)
-        setup = SetUp(launch.setup, launch.argv, env, launch.cwd, writer)
+        env = command_env(node_environment(launch), supervisor.launch_file, supervisor.process)
+        setup = SetupCommand(launch.setup, launch.argv, env, launch.cwd, writer)
         if launch.standby:
-            make_way(setup.group.pid)
+            lower_priority(setup.group.pid)
     except OSError:
         os.close(reader)
         raise
     finally:
         os.close(writer)
-    log = RoleLog(first.run, first.keys, launch, reader)
+    log = RoleLog(supervisor.run, supervisor.keys, launch, reader)
     log.start()
     return setup, log
 
 
-async def _until_ended(first: FirstProcess, command: ProcessGroup) -> None:
+async def _wait_until_ended(supervisor: StepSupervisor, command: ProcessGroup) -> None:
     """Returns when the command has ended; once there is a reason to leave: SIGTERM, the grace, SIGKILL."""
-    command.ended.add_done_callback(lambda _: first.news.set())
-    await first.until(command.ended.done)
-    if not command.ended.done() and first.by > asyncio.get_running_loop().time():
+    command.ended.add_done_callback(lambda _: supervisor.wakeup.set())
+    await supervisor.wait_for(command.ended.done)
+    if not command.ended.done() and supervisor.deadline > asyncio.get_running_loop().time():
         command.kill(SIGTERM)
     while not command.ended.done():
-        first.news.clear()
+        supervisor.wakeup.clear()
         try:
-            async with asyncio.timeout_at(first.by):
-                await first.news.wait()
+            async with asyncio.timeout_at(supervisor.deadline):
+                await supervisor.wakeup.wait()
         except TimeoutError:
             command.kill(SIGKILL)
             await command.ended

@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from ...config.model_folder import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, ends_of, read_json
+from ...config.model_folder import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, eos_ids, read_json
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 """names under which a chat template may ask for them"""
@@ -36,18 +36,18 @@ class FolderTokenizer:
             raise ValueError(f"[model] path: {path} cannot be read: {error}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        said = read_json(folder / TOKENIZER_CONFIG)
-        self._special = {name: token for name in _SPECIAL_TOKENS if (token := _text(said.get(name)))}
+        config = read_json(folder / TOKENIZER_CONFIG)
+        self._special = {name: token for name in _SPECIAL_TOKENS if (token := _token_text(config.get(name)))}
         own = self._id("eos_token")
-        self._ends = _ends(folder, own)
-        if not self._ends:
+        self._stop_tokens = _stop_tokens(folder, own)
+        if not self._stop_tokens:
             raise ValueError(f"[model] path: {folder} names no end of sequence: {TOKENIZER_CONFIG} has no eos_token,"
                              " generation_config.json and config.json have no eos_token_id")  # fmt: skip
-        self._eos = min(self._ends) if own is None else own
+        self._eos = min(self._stop_tokens) if own is None else own
         pad = self._id("pad_token")
         self._pad = self._eos if pad is None else pad
         self._size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        self._chat = _chat_template(folder, said) if chat else None
+        self._chat = _chat_template(folder, config) if chat else None
 
     def _id(self, name: str) -> int | None:
         token = self._special.get(name)
@@ -63,8 +63,8 @@ class FolderTokenizer:
         return self._eos
 
     @property
-    def ends(self) -> frozenset[int]:
-        return self._ends
+    def stop_tokens(self) -> frozenset[int]:
+        return self._stop_tokens
 
     @property
     def pad(self) -> int:
@@ -86,33 +86,33 @@ class FolderTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text up to the end of the sequence, without special tokens. An id that is no token is no text."""
-        end = next((place for place, token in enumerate(tokens) if token in self._ends), len(tokens))
+        end = next((place for place, token in enumerate(tokens) if token in self._stop_tokens), len(tokens))
         text: str = self._tokenizer.decode(list(tokens[:end]), skip_special_tokens=True)
         return text
 
 
-def _ends(folder: Path, eos: int | None) -> frozenset[int]:
+def _stop_tokens(folder: Path, eos: int | None) -> frozenset[int]:
     """The tokenizer's own end, and those that the model was made to stop at."""
-    given = ends_of(folder)
+    given = eos_ids(folder)
     listed = given if isinstance(given, list) else [given]
     return frozenset(each for each in (eos, *listed) if isinstance(each, int))
 
 
-def _text(token: Any) -> str | None:
+def _token_text(token: Any) -> str | None:
     """A token as tokenizer_config.json writes it: its text, or a table of it."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
 # ── the chat template ──────────────────────────────────────────────────────────────────────────────────────────────
-def _chat_template(folder: Path, said: dict[str, Any]) -> Callable[..., str]:
+def _chat_template(folder: Path, config: dict[str, Any]) -> Callable[..., str]:
     """Messages to text, ended so that the model answers. The file beside the configuration counts first, as it does for
     transformers.
 
     ``strftime_now`` is not offered: templates that would write today's date (Llama 3's) then write a fixed one, and the
     prompt of an item is the same in every process on every day."""
     file = folder / CHAT_TEMPLATE
-    source = file.read_text(encoding="utf-8") if file.exists() else said.get("chat_template")
+    source = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
     if isinstance(source, list):  # several, by name
         source = next((each.get("template") for each in source if each.get("name") == "default"), None)
     if not isinstance(source, str):

@@ -39,7 +39,7 @@ class ModelSpec(Struct, frozen=True):
     dtype: str = "float32"
 
     @property
-    def computes_in(self) -> torch.dtype:
+    def compute_dtype(self) -> torch.dtype:
         """Also the dtype in which weights are published and rollouts hold them."""
         return cast(torch.dtype, getattr(torch, self.dtype))
 
@@ -126,7 +126,7 @@ def _smallest(buffer: Tensor) -> int:
 
 def _model(spec: ModelSpec, vocabulary: int, dtype: torch.dtype) -> nn.Module:
     if spec.path is not None:
-        return _of_folder(Path(spec.path), vocabulary, dtype)
+        return _from_folder(Path(spec.path), vocabulary, dtype)
     config = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=spec.hidden_size,
@@ -145,7 +145,7 @@ def _model(spec: ModelSpec, vocabulary: int, dtype: torch.dtype) -> nn.Module:
     return cast(nn.Module, Qwen3ForCausalLM._from_config(config, dtype=dtype).eval())
 
 
-def _of_folder(folder: Path, vocabulary: int, dtype: torch.dtype) -> nn.Module:
+def _from_folder(folder: Path, vocabulary: int, dtype: torch.dtype) -> nn.Module:
     """By config.json; no code of the folder is run."""
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
@@ -193,7 +193,7 @@ def load_initial(model: nn.Module, spec: ModelSpec) -> None:
     """The weights of ``path`` into the model, of which each process reads its own shards alone. Raises ValueError."""
     assert spec.path is not None
     ignored = (*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$")
-    copy_into(weights(model), Path(spec.path), also=_tied(model), ignored=ignored)
+    copy_into(weights(model), Path(spec.path), tied=_tied(model), ignored=ignored)
 
 
 def _tied(model: nn.Module) -> set[str]:

@@ -19,12 +19,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from ...config.model_folder import INDEX, WEIGHTS, read_json
 
 _SINGLE = "model.safetensors"
-_TOLD = 4
+_MAX_NAMES_SHOWN = 4
 """names in a message"""
 
 
 def copy_into(
-    tensors: Mapping[str, Tensor], folder: Path, *, also: Collection[str] = (), ignored: Sequence[str] = ()
+    tensors: Mapping[str, Tensor], folder: Path, *, tied: Collection[str] = (), ignored: Sequence[str] = ()
 ) -> None:  # fmt: skip
     """Fill ``tensors`` (by name; converted to their dtype) from the folder. ``also``: names that may be there too, of
     tensors that are tied to one of them; where the files have only such a one, it is taken. ``ignored``: patterns of
@@ -34,15 +34,15 @@ def copy_into(
     another shape."""
     where = _files(folder)
     missing = sorted(tensors.keys() - where.keys())
-    instead = sorted(where.keys() & set(also)) if missing else []
+    instead = sorted(where.keys() & set(tied)) if missing else []
     source = {name: name for name in tensors if name in where}
     if len(missing) == len(instead) == 1:  # a tied one, under its other name
         source[missing[0]], missing = instead[0], []
     extra = sorted(
-        name for name in where.keys() - tensors.keys() - set(also) if not any(re.search(each, name) for each in ignored)
+        name for name in where.keys() - tensors.keys() - set(tied) if not any(re.search(each, name) for each in ignored)
     )
     if missing or extra:
-        what = f"lacks {missing[:_TOLD]}" if missing else f"has {extra[:_TOLD]}, and the model of config.json not"
+        what = f"lacks {missing[:_MAX_NAMES_SHOWN]}" if missing else f"has {extra[:_MAX_NAMES_SHOWN]}, and the model of config.json not"
         raise ValueError(f"[model] path: {folder} {what}: its tensors are named otherwise than the model's, and such"
                          " architectures are not supported")  # fmt: skip
     by_file: dict[Path, list[str]] = {}
@@ -54,10 +54,10 @@ def copy_into(
                 _fill(tensors[name], file.get_slice(source[name]), f"{path}: {source[name]}")
 
 
-def _fill(tensor: Tensor, stored: Any, what: str) -> None:
+def _fill(tensor: Tensor, stored: Any, location: str) -> None:
     """``stored`` gives parts of a tensor as they are asked for."""
     if (there := tuple(stored.get_shape())) != tuple(tensor.shape):
-        raise ValueError(f"[model] path: {what} is {there}, and by config.json {tuple(tensor.shape)}")
+        raise ValueError(f"[model] path: {location} is {there}, and by config.json {tuple(tensor.shape)}")
     if not isinstance(tensor, DTensor):
         tensor.copy_(stored[...])
         return

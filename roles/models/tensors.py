@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...core.launch import Launch
-from ...core.text import refuse
+from ...core.text import exit_invalid_config
 from ...transport.weights.manifest import TensorSpec
 
 PackedTensor = tuple[str, str, tuple[int, ...], memoryview]
@@ -64,7 +64,7 @@ def _tensor(spec: TensorSpec, dtype: torch.dtype, flat: memoryview) -> Tensor:
         return torch.frombuffer(place if aligned else bytearray(place), dtype=dtype).view(spec.shape)
 
 
-def given_device(launch: Launch) -> torch.device:
+def assigned_device(launch: Launch) -> torch.device:
     """Ends the process where torch finds no GPU though one was asked for: on the CPU it would go on, many times slower,
     and nothing would say so. This wakes the driver up: a process that is kept warm and does not know its GPU yet asks
     when it does."""
@@ -72,6 +72,6 @@ def given_device(launch: Launch) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-        refuse(f"[roles.{launch.role}] gpus = {launch.gpus}, and torch {torch.__version__}, {built}, finds no GPU on"
+        exit_invalid_config(f"[roles.{launch.role}] gpus = {launch.gpus}, and torch {torch.__version__}, {built}, finds no GPU on"
                f" {launch.node}: install a torch for its driver, or write gpus = 0")  # fmt: skip
     return torch.device("cuda", 0)

@@ -29,7 +29,7 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def ends(self) -> frozenset[int]:
+    def stop_tokens(self) -> frozenset[int]:
         """What ends an answer of the model's; ``eos`` is one of them, and a chat model may have several."""
         ...
 
@@ -54,13 +54,13 @@ def open_tokenizer(model: Mapping[str, Any]) -> Tokenizer:
     """That of the resolved ``[model]``: of the folder in ``path``, else ``[model.tokenizer]``. Raises ValueError for
     one that cannot work."""
     if model.get("path") is None:
-        return PieceTokenizer(model["tokenizer"])
+        return VocabularyTokenizer(model["tokenizer"])
     from .hf_tokenizer import FolderTokenizer  # here: a model that is built locally needs no tokenizers
 
     return FolderTokenizer(Path(model["path"]), chat=bool(model.get("chat")))
 
 
-class PieceTokenizer:
+class VocabularyTokenizer:
     """``[model.tokenizer]``: ``pieces`` (the characters of a string, or strings), ``join`` (put between pieces when
     tokens become text), ``ignore`` (characters of a text that are dropped). Ids: 0 pad, 1 end of sequence, then the
     pieces in order. Raises ValueError for a vocabulary that cannot work."""
@@ -89,7 +89,7 @@ class PieceTokenizer:
         return EOS
 
     @property
-    def ends(self) -> frozenset[int]:
+    def stop_tokens(self) -> frozenset[int]:
         return frozenset({EOS})
 
     @property

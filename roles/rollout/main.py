@@ -12,18 +12,18 @@ from torch import nn
 import rrl
 
 from ...config.model_folder import max_length
-from ...core.text import refusing
+from ...core.text import exits_on_invalid_config
 from ..models.policy import ModelSpec, materialise, model_spec, skeleton
-from ..models.tensors import given_device, unpack
+from ..models.tensors import assigned_device, unpack
 from ..models.tokenizer import Tokenizer, open_tokenizer
 from .engine import Engine, Sampling
 from .torch_engine import TorchEngine, seed_of
 
 _log = logging.getLogger("rrl.rollout")
 
-LOG_EVERY = 10
+LOG_EVERY_VERSIONS = 10
 """Versions between two lines in the log."""
-_VLLM_SEEDS = 2**31
+_VLLM_SEED_LIMIT = 2**31
 """vLLM hands its seed on to numpy, which takes 32 bits"""
 
 
@@ -33,48 +33,48 @@ def main() -> None:
     engine = build() if me.launch.standby else None
     with me:
         engine = engine or build()  # beside the first weights, which come in meanwhile
-        roll(me, engine)
+        run(me, engine)
         engine.close()
 
 
-def roll(me: rrl.Worker, engine: Engine) -> None:
+def run(me: rrl.Worker, engine: Engine) -> None:
     """Until asked to stop. What was made is durable then, and the next rollout goes on from there."""
-    shown = _Shown(engine)
-    me.on_probe(shown.work)
+    probe = _EngineProbe(engine)
+    me.on_probe(probe.answer)
     while not me.stopping.is_set():
-        engine.add(me.lease(engine.room))
-        _renew(me, engine, shown)
-        if engine.busy:
+        engine.add(me.lease(engine.free_slots))
+        _update_weights(me, engine, probe)
+        if engine.has_work:
             with me.phase("generate"):
-                _grow(me, engine, shown)
-    segments, finished = engine.rest()
+                _generate(me, engine, probe)
+    segments, finished = engine.flush()
     if segments or finished:
         me.append(segments, finished)
 
 
-def _grow(me: rrl.Worker, engine: Engine, shown: _Shown) -> None:
+def _generate(me: rrl.Worker, engine: Engine, probe: _EngineProbe) -> None:
     """Until nothing is left, or asked to stop: more work is taken as soon as there is room for it."""
-    while engine.busy and not me.stopping.is_set():
+    while engine.has_work and not me.stopping.is_set():
         segments, finished = engine.step()
         if segments or finished:
-            engine.drop(me.append(segments, finished))
-            if engine.busy and engine.room:
-                engine.add(me.lease(engine.room, wait=False))
-        _renew(me, engine, shown)  # after the lease: work is given for the newest weights that are here
+            engine.abort(me.append(segments, finished))
+            if engine.has_work and engine.free_slots:
+                engine.add(me.lease(engine.free_slots, wait=False))
+        _update_weights(me, engine, probe)  # after the lease: work is given for the newest weights that are here
 
 
-def _renew(me: rrl.Worker, engine: Engine, shown: _Shown) -> None:
+def _update_weights(me: rrl.Worker, engine: Engine, probe: _EngineProbe) -> None:
     """Between two steps: what is under way goes on with the new weights."""
     if new := me.new_weights():
         with me.phase("loading_weights"):
             engine.load(new.version, unpack(new.tensors, new.flat))
             engine.probe()
-        shown.loaded = True
-        if new.version.step % LOG_EVERY == 0:
+        probe.loaded = True
+        if new.version.step % LOG_EVERY_VERSIONS == 0:
             _log.info("loaded weights %s", new.version)
 
 
-class _Shown:
+class _EngineProbe:
     """What a rollout under suspicion shows. It is asked between two steps and while it waits for work, always in the
     thread that the engine works in: one that is stuck in a step, or anywhere else, does not come to it."""
 
@@ -82,7 +82,7 @@ class _Shown:
         self._engine = engine
         self.loaded = False
 
-    def work(self) -> str:
+    def answer(self) -> str:
         if not self.loaded:
             return "it has no weights yet"
         self._engine.probe()
@@ -92,9 +92,9 @@ class _Shown:
 def _builder(me: rrl.Worker) -> Callable[[], Engine]:
     """What makes the engine. Ends the process with exit code 2 and one line where it can never be made."""
     torch.set_num_threads(me.settings["threads"])
-    with refusing():
+    with exits_on_invalid_config():
         spec, tokenizer = model_spec(me.job["model"]), open_tokenizer(me.job["model"])
-        model = skeleton(spec, tokenizer.size, spec.computes_in)
+        model = skeleton(spec, tokenizer.size, spec.compute_dtype)
     return (_vllm if me.settings["engine"] == "vllm" else _torch)(me, spec, model, tokenizer)
 
 
@@ -103,12 +103,12 @@ def _sampling(me: rrl.Worker) -> Sampling:
 
 
 def _torch(me: rrl.Worker, _: ModelSpec, model: nn.Module, tokenizer: Tokenizer) -> Callable[[], Engine]:
-    device = given_device(me.launch)
+    device = assigned_device(me.launch)
 
     def build() -> Engine:
         materialise(model, device)
-        seed = seed_of(me.job["run"]["seed"], me.launch.life)
-        return TorchEngine(model, ends=tokenizer.ends, seed=seed, sampling=_sampling(me), lease=me.settings["lease"])
+        seed = seed_of(me.job["run"]["seed"], me.launch.incarnation)
+        return TorchEngine(model, stop_tokens=tokenizer.stop_tokens, seed=seed, sampling=_sampling(me), lease=me.settings["lease"])
 
     return build
 
@@ -116,19 +116,19 @@ def _torch(me: rrl.Worker, _: ModelSpec, model: nn.Module, tokenizer: Tokenizer)
 def _vllm(me: rrl.Worker, spec: ModelSpec, model: nn.Module, tokenizer: Tokenizer) -> Callable[[], Engine]:
     from .vllm import config as vllm_setup  # here: whoever has no vLLM does without
 
-    vllm_setup.environment(me.settings["threads"])
-    with refusing(vllm_setup.CannotWork):
+    vllm_setup.set_environment(me.settings["threads"])
+    with exits_on_invalid_config(vllm_setup.InvalidEngineConfig):
         config = vllm_setup.configure(
-            vllm_setup.folder_of(model, me.run_dir.hf_model) if spec.path is None else Path(spec.path),
+            vllm_setup.write_config_folder(model, me.run_dir.hf_model) if spec.path is None else Path(spec.path),
             dtype=spec.dtype, max_length=max_length(me.job["model"]),
-            seed=seed_of(me.job["run"]["seed"], me.launch.life) % _VLLM_SEEDS,
+            seed=seed_of(me.job["run"]["seed"], me.launch.incarnation) % _VLLM_SEED_LIMIT,
             lease=me.settings["lease"], memory=me.settings["mem"], gpus=me.launch.gpus, given=me.settings["vllm"],
         )  # fmt: skip
 
     def build() -> Engine:
         from .vllm.engine import VllmEngine
 
-        return VllmEngine(config, model, ends=tokenizer.ends, sampling=_sampling(me), lease=me.settings["lease"])
+        return VllmEngine(config, model, stop_tokens=tokenizer.stop_tokens, sampling=_sampling(me), lease=me.settings["lease"])
 
     return build
 

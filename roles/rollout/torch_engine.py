@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from ...core.types import Life, Version
+from ...core.types import Incarnation, Version
 from ..models.policy import load_weights, log_probs
 from ..trajectories.types import Item, Segment
-from .engine import Grown, Sampling
+from .engine import StepOutput, Sampling
 
 
-def seed_of(run_seed: int, life: Life) -> int:
+def seed_of(run_seed: int, incarnation: Incarnation) -> int:
     """A seed for this life alone: a replacement that sampled what the dead one did would add nothing."""
-    digest = hashlib.sha256(f"{run_seed} {life}".encode()).digest()
+    digest = hashlib.sha256(f"{run_seed} {incarnation}".encode()).digest()
     return int.from_bytes(digest[:7], "big")
 
 
@@ -32,94 +32,94 @@ class TorchEngine:
     complete. A step is a segment of each."""
 
     def __init__(
-        self, model: nn.Module, *, ends: frozenset[int], seed: int, sampling: Sampling | None = None, lease: int = 64
+        self, model: nn.Module, *, stop_tokens: frozenset[int], seed: int, sampling: Sampling | None = None, lease: int = 64
     ) -> None:
         self._model = model.eval().requires_grad_(False)
-        self._ends = ends
+        self._stop_tokens = stop_tokens
         self._device = next(model.parameters()).device
-        self._end_tokens = torch.tensor(sorted(ends), device=self._device)
+        self._stop_token_tensor = torch.tensor(sorted(stop_tokens), device=self._device)
         self._sampling = sampling or Sampling()
         self._lease = lease
-        self._chance = torch.Generator(self._device).manual_seed(seed)
+        self._generator = torch.Generator(self._device).manual_seed(seed)
         self._version: Version | None = None
         self._rows: list[_Row] = []
-        self._flight: _Flight | None = None
-        self._nowhere_to_grow: list[int] = []
+        self._batch: _RowBatch | None = None
+        self._already_complete: list[int] = []
 
     @property
-    def room(self) -> int:
+    def free_slots(self) -> int:
         """See :class:`rrl.roles.rollout.engine.Engine`."""
-        return 0 if self.busy else self._lease
+        return 0 if self.has_work else self._lease
 
     @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
         """See :class:`rrl.roles.rollout.engine.Engine`."""
-        return bool(self._rows or self._nowhere_to_grow)
+        return bool(self._rows or self._already_complete)
 
     def add(self, items: Sequence[Item]) -> None:
         """See :class:`rrl.roles.rollout.engine.Engine`. Those that run already are read again with the new ones."""
         for row in map(_Row, items):
-            if row.ended(self._ends):
-                self._nowhere_to_grow.append(row.trajectory)
+            if row.is_complete(self._stop_tokens):
+                self._already_complete.append(row.trajectory)
             else:
                 self._rows.append(row)
-                self._flight = None
+                self._batch = None
 
-    def step(self) -> Grown:
+    def step(self) -> StepOutput:
         """See :class:`rrl.roles.rollout.engine.Engine`."""
         if self._version is None:
             raise RuntimeError("no weights were loaded yet")
-        finished, self._nowhere_to_grow = self._nowhere_to_grow, []
+        finished, self._already_complete = self._already_complete, []
         if finished or not self._rows:
             return [], finished
-        if self._flight is None:
-            self._flight = _Flight(self._rows, self._version, self._device)
-        segments = self._grow(self._flight, self._rows)
-        finished = [row.trajectory for row in self._rows if row.ended(self._ends)]
-        self._keep([place for place, row in enumerate(self._rows) if not row.ended(self._ends)])
+        if self._batch is None:
+            self._batch = _RowBatch(self._rows, self._version, self._device)
+        segments = self._generate(self._batch, self._rows)
+        finished = [row.trajectory for row in self._rows if row.is_complete(self._stop_tokens)]
+        self._keep_rows([place for place, row in enumerate(self._rows) if not row.is_complete(self._stop_tokens)])
         return segments, finished
 
-    def rest(self) -> Grown:
+    def flush(self) -> StepOutput:
         """See :class:`rrl.roles.rollout.engine.Engine`: every step hands over all that it made."""
         return [], []
 
-    def drop(self, trajectories: Iterable[int]) -> None:
+    def abort(self, trajectories: Iterable[int]) -> None:
         """See :class:`rrl.roles.rollout.engine.Engine`."""
         gone = set(trajectories)
-        self._nowhere_to_grow = [trajectory for trajectory in self._nowhere_to_grow if trajectory not in gone]
-        self._keep([place for place, row in enumerate(self._rows) if row.trajectory not in gone])
+        self._already_complete = [trajectory for trajectory in self._already_complete if trajectory not in gone]
+        self._keep_rows([place for place, row in enumerate(self._rows) if row.trajectory not in gone])
 
-    def _keep(self, places: Sequence[int]) -> None:
+    def _keep_rows(self, places: Sequence[int]) -> None:
         if len(places) == len(self._rows):
             return
         self._rows = [self._rows[place] for place in places]
-        if self._flight is not None:
-            self._flight.keep(places)
+        if self._batch is not None:
+            self._batch.keep(places)
         if not self._rows:
-            self._flight = None
+            self._batch = None
 
-    def _grow(self, flight: _Flight, rows: Sequence[_Row]) -> list[Segment]:
-        tokens, logprobs = self._decode(flight, torch.tensor([row.left for row in rows], device=self._device))
+    def _generate(self, batch: _RowBatch, rows: Sequence[_Row]) -> list[Segment]:
+        tokens, logprobs = self._decode(batch, torch.tensor([row.left for row in rows], device=self._device))
         return [
-            row.grow(these, theirs, flight.version, self._ends)
+            row.append(these, theirs, batch.version, self._stop_tokens)
             for row, these, theirs in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)
         ]
 
     @torch.inference_mode()
-    def _decode(self, flight: _Flight, left: Tensor) -> tuple[Tensor, Tensor]:
+    def _decode(self, batch: _RowBatch, left: Tensor) -> tuple[Tensor, Tensor]:
         """The next tokens of every row and their log-probabilities, both [B, n]; a row that ends early is filled up."""
         sampling, tokens, logprobs = self._sampling, [], []
         done = torch.zeros(len(left), dtype=torch.bool, device=self._device)
         for count in range(1, sampling.segment_tokens + 1):
-            every = log_probs(flight.read(self._model), sampling.temperature)
+            every = log_probs(batch.read(self._model), sampling.temperature)
             if sampling.greedy:
                 chosen = every.argmax(-1)
             else:
-                chosen = torch.multinomial(every.exp(), 1, generator=self._chance)[:, 0]
+                chosen = torch.multinomial(every.exp(), 1, generator=self._generator)[:, 0]
             tokens.append(chosen)
             logprobs.append(every.gather(1, chosen[:, None])[:, 0])
-            flight.unread = chosen[:, None]
-            done |= torch.isin(chosen, self._end_tokens) | (left <= count)
+            batch.unread = chosen[:, None]
+            done |= torch.isin(chosen, self._stop_token_tensor) | (left <= count)
             if done.all():
                 break
         return torch.stack(tokens, 1), torch.stack(logprobs, 1)
@@ -131,7 +131,7 @@ class TorchEngine:
         except ValueError as error:
             raise ValueError(f"{version}: {error}") from None
         self._version = version
-        self._flight = None  # what was read under the old weights is read again
+        self._batch = None  # what was read under the old weights is read again
 
     @torch.inference_mode()
     def probe(self) -> None:
@@ -143,7 +143,7 @@ class TorchEngine:
     def close(self) -> None:
         """See :class:`rrl.roles.rollout.engine.Engine`."""
         self._version = None
-        self._flight = None
+        self._batch = None
 
 
 class _Row:
@@ -156,12 +156,12 @@ class _Row:
         self.offset = len(grown)
         self.left = item.max_new
 
-    def ended(self, ends: frozenset[int]) -> bool:
-        return self.left <= 0 or (self.offset > 0 and self.tokens[-1] in ends)
+    def is_complete(self, stop_tokens: frozenset[int]) -> bool:
+        return self.left <= 0 or (self.offset > 0 and self.tokens[-1] in stop_tokens)
 
-    def grow(self, tokens: list[int], logprobs: list[float], version: Version, ends: frozenset[int]) -> Segment:
+    def append(self, tokens: list[int], logprobs: list[float], version: Version, stop_tokens: frozenset[int]) -> Segment:
         """Take what belongs to this row: up to its end of sequence, or to what it may still grow."""
-        end = next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))
+        end = next((place + 1 for place, token in enumerate(tokens) if token in stop_tokens), len(tokens))
         end = min(end, self.left)
         segment = Segment(self.trajectory, self.offset, tuple(tokens[:end]), tuple(logprobs[:end]), version)
         self.tokens += tokens[:end]
@@ -170,7 +170,7 @@ class _Row:
         return segment
 
 
-class _Flight:
+class _RowBatch:
     """A batch on its way: what the model has read of it (the cache) and what it is to read next.
 
     Rows of different length are padded on the left. Equal prefixes, as in a GRPO group, are read once.
@@ -184,29 +184,29 @@ class _Flight:
         padded = [[0] * (longest - len(prefix)) + list(prefix) for prefix in unique]
         self.unread = torch.tensor(padded, device=device)
         """[B, n], of unique prefixes at first"""
-        self._spread: Tensor | None = torch.tensor(places, device=device)
+        self._prefix_of_row: Tensor | None = torch.tensor(places, device=device)
         """which prefix each row has; None once the cache has a row for each row"""
-        self._seen: Tensor | None = None
+        self._attention_mask: Tensor | None = None
         """[B, tokens read and unread], 0 for padding; None when nothing is padded"""
         if any(len(prefix) < longest for prefix in unique):
             padding = torch.tensor([[longest - len(prefix)] for prefix in unique], device=device)
-            self._seen = (torch.arange(longest, device=device)[None, :] >= padding).long()
+            self._attention_mask = (torch.arange(longest, device=device)[None, :] >= padding).long()
         self._cache = DynamicCache()
 
     def read(self, model: nn.Module) -> Tensor:
         """Logits of the token after what is unread: [B, vocabulary]."""
         more: dict[str, Any] = {}
-        if self._seen is not None:
-            grown = self._cache.get_seq_length() + self.unread.shape[1] - self._seen.shape[1]
-            self._seen = torch.nn.functional.pad(self._seen, (0, grown), value=1)
-            position = (self._seen.cumsum(1) - 1).clamp(min=0)
-            more = {"attention_mask": self._seen, "position_ids": position[:, -self.unread.shape[1] :]}
+        if self._attention_mask is not None:
+            grown = self._cache.get_seq_length() + self.unread.shape[1] - self._attention_mask.shape[1]
+            self._attention_mask = torch.nn.functional.pad(self._attention_mask, (0, grown), value=1)
+            position = (self._attention_mask.cumsum(1) - 1).clamp(min=0)
+            more = {"attention_mask": self._attention_mask, "position_ids": position[:, -self.unread.shape[1] :]}
         output = model(input_ids=self.unread, past_key_values=self._cache, use_cache=True, logits_to_keep=1, **more)
         logits: Tensor = output.logits[:, -1]
-        if self._spread is not None:
-            logits = logits[self._spread]
-            self._select(self._spread)
-            self._spread = None
+        if self._prefix_of_row is not None:
+            logits = logits[self._prefix_of_row]
+            self._select(self._prefix_of_row)
+            self._prefix_of_row = None
         return logits
 
     def keep(self, places: Sequence[int]) -> None:
@@ -218,5 +218,5 @@ class _Flight:
 
     def _select(self, index: Tensor) -> None:
         self._cache.batch_select_indices(index)
-        if self._seen is not None:
-            self._seen = self._seen[index]
+        if self._attention_mask is not None:
+            self._attention_mask = self._attention_mask[index]

@@ -15,19 +15,19 @@ from hashlib import blake2b
 from msgspec import Struct
 
 from ...core.types import ReplicaId
-from ...transport.streams.framing import CHUNK
+from ...transport.streams.framing import CHUNK_BYTES
 
-HEAD_ROOM = 4096
+HEAD_AREA_BYTES = 4096
 """bytes, so that what follows begins on a page"""
-META_ROOM = 2**20
+MAX_META_BYTES = 2**20
 """bytes of ``meta`` at most: names, shapes and offsets of some thousands of tensors. What is not used costs nothing"""
-PAYLOAD = HEAD_ROOM + META_ROOM
+PAYLOAD_OFFSET = HEAD_AREA_BYTES + MAX_META_BYTES
 _MAGIC = b"rrlsnap1"
 _FIELDS = struct.Struct("<8s5Q16s")  # magic, sequence, step, incarnation, bytes, bytes of meta, digest
 _CHECK = 8
 """bytes of the head's own digest: a kill in the middle of writing it leaves one that does not count"""
-HEAD = _FIELDS.size + _CHECK
-CLEARED = bytes(HEAD)
+HEAD_BYTES = _FIELDS.size + _CHECK
+EMPTY_HEAD = bytes(HEAD_BYTES)
 
 
 class SnapshotError(Exception):
@@ -60,13 +60,13 @@ class Head(Struct, frozen=True):
     @classmethod
     def decode(cls, data: bytes) -> Head | None:
         """None: cleared, torn, or never written."""
-        fields, check = data[: _FIELDS.size], data[_FIELDS.size : HEAD]
-        if len(data) < HEAD or check != _check(fields) or not fields.startswith(_MAGIC):
+        fields, check = data[: _FIELDS.size], data[_FIELDS.size : HEAD_BYTES]
+        if len(data) < HEAD_BYTES or check != _check(fields) or not fields.startswith(_MAGIC):
             return None
         return cls(*_FIELDS.unpack(fields)[1:])
 
 
-def turn(heads: Sequence[Head | None], step: int) -> int:
+def next_slot(heads: Sequence[Head | None], step: int) -> int:
     """Which of two buffers the snapshot of ``step`` replaces: one without any, one that a later life has gone back
     behind, else the older one."""
 
@@ -103,12 +103,12 @@ class Digest:
 
 def digest_of(meta: bytes | memoryview, payload: memoryview) -> bytes:
     digest = Digest(meta)
-    for start in range(0, payload.nbytes, CHUNK):
-        digest.add(payload[start : start + CHUNK])
+    for start in range(0, payload.nbytes, CHUNK_BYTES):
+        digest.add(payload[start : start + CHUNK_BYTES])
     return digest.value()
 
 
-class Kept(Struct, frozen=True):
+class SnapshotInfo(Struct, frozen=True):
     """A whole snapshot that an agent has, by its head. Two of the same (step, incarnation) of all ranks fit together;
     a step alone does not say that."""
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from msgspec import Struct
 
 from ...core.types import ReplicaId
-from .format import Kept
+from .format import SnapshotInfo
 
 
-class Who(Struct, frozen=True, array_like=True):
+class Member(Struct, frozen=True, array_like=True):
     """On whose behalf. Whoever speaks for a life fences the earlier ones of its gang."""
 
     gang: ReplicaId
@@ -19,69 +19,69 @@ class Who(Struct, frozen=True, array_like=True):
 class Attach(Struct, frozen=True, tag=True):
     """I write the snapshots of this rank here from now on. Answered ``Granted`` for the buffers that are there."""
 
-    who: Who
+    member: Member
 
 
-class Grow(Struct, frozen=True, tag=True):
+class Resize(Struct, frozen=True, tag=True):
     """Have this buffer made anew, with room for so many bytes. Answered ``Granted``."""
 
-    who: Who
+    member: Member
     slot: int
     nbytes: int
 
 
-class Lend(Struct, frozen=True, tag=True):
+class MapSnapshot(Struct, frozen=True, tag=True):
     """Let me read it. Answered ``Granted``."""
 
-    who: Who
-    kept: Kept
+    member: Member
+    snapshot: SnapshotInfo
 
 
-class Ask(Struct, frozen=True, tag=True):
+class ListSnapshots(Struct, frozen=True, tag=True):
     """What is kept of this gang? Answered ``Listed``."""
 
-    who: Who
+    member: Member
 
 
 class Forget(Struct, frozen=True, tag=True):
     """Drop what earlier lives left of this rank: mine are complete. Answered ``Listed`` with what is left."""
 
-    who: Who
+    member: Member
 
 
-class Put(Struct, frozen=True, tag=True):
+class Upload(Struct, frozen=True, tag=True):
     """Answered ``Ready``; then ``meta`` and the bytes follow, and ``Listed`` with it once it counts."""
 
-    who: Who
-    kept: Kept
+    member: Member
+    snapshot: SnapshotInfo
     meta: int
 
 
-class Get(Struct, frozen=True, tag=True):
+class Download(Struct, frozen=True, tag=True):
     """Answered ``Here``, then ``meta`` and the bytes."""
 
-    who: Who
-    kept: Kept
+    member: Member
+    snapshot: SnapshotInfo
 
 
-Request = Attach | Grow | Lend | Ask | Forget | Put | Get
+Request = Attach | Resize | MapSnapshot | ListSnapshots | Forget | Upload | Download
 
 
-class Granted(Struct, frozen=True, tag=True):
+class BuffersGranted(Struct, frozen=True, tag=True):
     """``slots``: which of the buffers the descriptors that follow are, and the room of each in bytes."""
 
     slots: tuple[tuple[int, int], ...]
 
 
-class Listed(Struct, frozen=True, tag=True):
-    kept: tuple[Kept, ...]
+class SnapshotList(Struct, frozen=True, tag=True):
+    snapshots: tuple[SnapshotInfo, ...]
 
 
-class Ready(Struct, frozen=True, tag=True):
+class ReadyForUpload(Struct, frozen=True, tag=True):
     pass
 
 
-class Here(Struct, frozen=True, tag=True):
+class SnapshotFound(Struct, frozen=True, tag=True):
     meta: int
 
 
@@ -90,4 +90,4 @@ class Refused(Struct, frozen=True, tag=True):
     fenced: bool = False
 
 
-Answer = Granted | Listed | Ready | Here | Refused
+Answer = BuffersGranted | SnapshotList | ReadyForUpload | SnapshotFound | Refused

@@ -18,60 +18,60 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from ...core.types import Life, NodeName
+from ...core.types import Incarnation, NodeName
 from ...transport.keys import RunKeys
-from ...transport.streams.framing import CHUNK, hear, receive_bulk, say, send_bulk
-from ...transport.streams.unix import LocalListener, UnixLine
-from ...transport.weights.base import Line, PipeError
-from ...transport.weights.protocol import Reception
+from ...transport.streams.framing import CHUNK_BYTES, receive_message, receive_bulk, send_message, send_bulk
+from ...transport.streams.unix import UnixListener, UnixConnection
+from ...transport.weights.base import Connection, TransportError
+from ...transport.weights.protocol import Acceptor
 from ...transport.weights.tcp import listen
 from . import messages as msg
-from .buffers import Pair, Shelf
-from .connection import RUN_SHOWN, local_key, remote_key, socket_name
-from .format import HEAD, HEAD_ROOM, META_ROOM, PAYLOAD, Digest, Fenced, Head, Kept, SnapshotError
+from .buffers import DoubleBuffer, SnapshotBuffers
+from .connection import MAX_RUN_NAME_CHARS, local_key, remote_key, socket_name
+from .format import HEAD_BYTES, HEAD_AREA_BYTES, MAX_META_BYTES, PAYLOAD_OFFSET, Digest, Fenced, Head, SnapshotInfo, SnapshotError
 
 _log = logging.getLogger("rrl.agent")
 
-WRITER_ENDS_WITHIN = 2.0
+WRITER_END_TIMEOUT_S = 2.0
 """s that a member waits here for its killed predecessor to be gone; then it is given other memory"""
-_LOOK = 0.02
+_WRITER_POLL_S = 0.02
 """s between two looks whether it is"""
-_NAME_AGAIN = 1.0
+_NAME_RETRY_S = 1.0
 """s between two tries to take the socket's name: a frozen agent before this one may hold it until it is ended"""
-_STARTS_WITHIN = 10.0
-_ENDS_WITHIN = 2.0
+_START_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 2.0
 """s; what is on its way then is dropped"""
 
 
-class Keeper:
+class SnapshotServer:
     """Made and closed in any thread. ``host``: where to listen for other nodes; empty: not at all."""
 
     def __init__(self, run: str, node: NodeName, keys: RunKeys, host: str) -> None:
         self._secret, self._node, self._host = keys.secret, node, host
         self._name = socket_name(run, node, keys.secret)
-        self._shelf = Shelf(f"rrl/{run[:RUN_SHOWN]}/snapshot")
+        self._buffers = SnapshotBuffers(f"rrl/{run[:MAX_RUN_NAME_CHARS]}/snapshot")
         self.address = ""
         """``tcp://host:port``, once started"""
         self._loop = asyncio.new_event_loop()
-        self._over = asyncio.Event()
+        self._stop_requested = asyncio.Event()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._main, name="rrl-snapshots", daemon=True)
 
     def start(self) -> None:
         """What keeps one of its doors shut is said in the log; the other one opens."""
         self._thread.start()
-        self._started.wait(_STARTS_WITHIN)
+        self._started.wait(_START_TIMEOUT_S)
 
-    def fence(self, life: Life) -> None:
+    def fence(self, incarnation: Incarnation) -> None:
         """This life and those before it no longer count."""
         with contextlib.suppress(RuntimeError):  # it has ended
-            self._loop.call_soon_threadsafe(self._shelf.fence, life.gang.replica, life.incarnation + 1)
+            self._loop.call_soon_threadsafe(self._buffers.fence, incarnation.gang.replica, incarnation.number + 1)
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._over.set)
+            self._loop.call_soon_threadsafe(self._stop_requested.set)
         if self._thread.is_alive():
-            self._thread.join(_ENDS_WITHIN)
+            self._thread.join(_STOP_TIMEOUT_S)
 
     # ── its thread ─────────────────────────────────────────────────────────────────────────────────────────────────
     def _main(self) -> None:
@@ -85,22 +85,22 @@ class Keeper:
             self._started.set()
 
     async def _serve(self) -> None:
-        desk = _Desk(self._shelf)
-        local = Reception(local_key(self._node, self._secret), desk.local)
-        remote = Reception(remote_key(self._secret), desk.remote)
+        handler = _RequestHandler(self._buffers)
+        local = Acceptor(local_key(self._node, self._secret), handler.serve_local)
+        remote = Acceptor(remote_key(self._secret), handler.serve_remote)
         server = None
         try:
             if self._host:
                 try:
-                    server, port = await listen(remote.meet, self._host)
+                    server, port = await listen(remote.accept, self._host)
                     self.address = f"tcp://{self._host}:{port}"
                 except OSError as error:
-                    told = "this node keeps no snapshots of other nodes: cannot listen at %s: %s"
-                    _log.warning(told, self._host, error)
-            opening = asyncio.create_task(self._open(local.meet))
+                    failure = "this node keeps no snapshots of other nodes: cannot listen at %s: %s"
+                    _log.warning(failure, self._host, error)
+            opening = asyncio.create_task(self._listen_local(local.accept))
             await asyncio.sleep(0)
             self._started.set()
-            await self._over.wait()
+            await self._stop_requested.wait()
             opening.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 (await opening).close()
@@ -108,140 +108,140 @@ class Keeper:
             if server is not None:
                 server.close()
             await asyncio.gather(local.close(), remote.close())
-            self._shelf.close()
+            self._buffers.close()
 
-    async def _open(self, meet: Callable[[Line], object]) -> LocalListener:
-        told = False
+    async def _listen_local(self, on_connection: Callable[[Connection], object]) -> UnixListener:
+        reported = False
         while True:
             try:
-                return LocalListener(self._name, meet)
+                return UnixListener(self._name, on_connection)
             except OSError as error:
-                if not told:
+                if not reported:
                     _log.warning("cannot listen on the socket @%s: %s; trying again", self._name, error.strerror)
-                told = True
-                await asyncio.sleep(_NAME_AGAIN)
+                reported = True
+                await asyncio.sleep(_NAME_RETRY_S)
 
 
-class _Desk:
+class _RequestHandler:
     """The answering end of all connections."""
 
-    def __init__(self, shelf: Shelf) -> None:
-        self._shelf = shelf
+    def __init__(self, buffers: SnapshotBuffers) -> None:
+        self._buffers = buffers
 
-    async def local(self, line: Line) -> None:
-        assert isinstance(line, UnixLine)
+    async def serve_local(self, connection: Connection) -> None:
+        assert isinstance(connection, UnixConnection)
         try:
             while True:
-                request = await hear(line, msg.Attach | msg.Grow | msg.Lend | msg.Ask | msg.Forget, None)
-                await _answered(line, self._answer_local(line, request))
+                request = await receive_message(connection, msg.Attach | msg.Resize | msg.MapSnapshot | msg.ListSnapshots | msg.Forget, None)
+                await _send_answer(connection, self._answer_local(connection, request))
         finally:
-            line.abort()
+            connection.abort()
 
-    async def remote(self, line: Line) -> None:
+    async def serve_remote(self, connection: Connection) -> None:
         while True:
-            request = await hear(line, msg.Ask | msg.Forget | msg.Put | msg.Get, None)
-            await _answered(line, self._answer_remote(line, request))
+            request = await receive_message(connection, msg.ListSnapshots | msg.Forget | msg.Upload | msg.Download, None)
+            await _send_answer(connection, self._answer_remote(connection, request))
 
-    async def _answer_local(self, line: UnixLine, request: msg.Request) -> msg.Answer | None:
-        self._shelf.admit(request.who)
+    async def _answer_local(self, connection: UnixConnection, request: msg.Request) -> msg.Answer | None:
+        self._buffers.admit(request.member)
         match request:
             case msg.Attach():
-                pair = await self._attach(line, request)
+                pair = await self._attach(connection, request)
                 held = [(slot, buffer) for slot, buffer in enumerate(pair.buffers) if buffer is not None]
-                await _grant(line, [(slot, buffer.room) for slot, buffer in held], [b.fd for _, b in held])
-            case msg.Grow():
-                buffer = self._shelf.grow(request.who, request.slot, request.nbytes)
-                await _grant(line, [(request.slot, buffer.room)], [buffer.fd])
-            case msg.Lend():
-                lent = self._shelf.find(request.kept)
+                await _send_buffers(connection, [(slot, buffer.capacity) for slot, buffer in held], [b.fd for _, b in held])
+            case msg.Resize():
+                buffer = self._buffers.resize(request.member, request.slot, request.nbytes)
+                await _send_buffers(connection, [(request.slot, buffer.capacity)], [buffer.fd])
+            case msg.MapSnapshot():
+                lent = self._buffers.find(request.snapshot)
                 fd = lent.read_only()
                 try:
-                    await _grant(line, [(0, lent.room)], [fd])
+                    await _send_buffers(connection, [(0, lent.capacity)], [fd])
                 finally:
                     os.close(fd)
             case _:
                 return self._answer(request)
         return None
 
-    async def _answer_remote(self, line: Line, request: msg.Request) -> msg.Answer | None:
-        self._shelf.admit(request.who)
+    async def _answer_remote(self, connection: Connection, request: msg.Request) -> msg.Answer | None:
+        self._buffers.admit(request.member)
         match request:
-            case msg.Put():
-                return await self._take(line, request)
-            case msg.Get():
-                await self._give(line, request.kept)
+            case msg.Upload():
+                return await self._receive_upload(connection, request)
+            case msg.Download():
+                await self._send_snapshot(connection, request.snapshot)
                 return None
             case _:
                 return self._answer(request)
 
     def _answer(self, request: msg.Request) -> msg.Answer:
         if isinstance(request, msg.Forget):
-            self._shelf.forget(request.who)
-        return msg.Listed(tuple(self._shelf.kept(request.who.gang)))
+            self._buffers.forget(request.member)
+        return msg.SnapshotList(tuple(self._buffers.snapshots(request.member.gang)))
 
     # ── members on this node ───────────────────────────────────────────────────────────────────────────────────────
-    async def _attach(self, line: UnixLine, request: msg.Attach) -> Pair:
+    async def _attach(self, connection: UnixConnection, request: msg.Attach) -> DoubleBuffer:
         """Waits for the end of the member before it, whose memory may then be used again."""
-        before = self._shelf.attached(request.who)
-        ended = before is None or before.who == request.who
+        before = self._buffers.attached(request.member)
+        ended = before is None or before.member == request.member
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + WRITER_ENDS_WITHIN
+        deadline = loop.time() + WRITER_END_TIMEOUT_S
         while before is not None and not ended and before.writer is not None:
             ended = _has_ended(before.writer)
             if loop.time() > deadline:
                 break
             if not ended:
-                await asyncio.sleep(_LOOK)
-        self._shelf.admit(request.who)  # another one may have come meanwhile
-        ended = ended and self._shelf.attached(request.who) is before
-        return self._shelf.attach(request.who, _pidfd(line.pid), ended=ended)
+                await asyncio.sleep(_WRITER_POLL_S)
+        self._buffers.admit(request.member)  # another one may have come meanwhile
+        ended = ended and self._buffers.attached(request.member) is before
+        return self._buffers.attach(request.member, _pidfd(connection.pid), ended=ended)
 
     # ── other nodes ────────────────────────────────────────────────────────────────────────────────────────────────
-    async def _take(self, line: Line, put: msg.Put) -> msg.Answer | None:
+    async def _receive_upload(self, connection: Connection, upload: msg.Upload) -> msg.Answer | None:
         """Two at most of a rank, and only complete ones count."""
-        kept = msgspec.structs.replace(put.kept, own=False)
-        if kept in self._shelf.kept(kept.gang):
-            return msg.Listed((kept,))
-        if (kept.gang, kept.rank, kept.incarnation) != (put.who.gang, put.who.rank, put.who.incarnation):
-            raise SnapshotError(f"{kept} is not its sender's")
-        if put.meta > META_ROOM:
-            raise SnapshotError(f"{put.meta} bytes of meta; {META_ROOM} are the most")
-        buffer, sequence = self._shelf.place(put.who, kept)
-        with buffer.used(writing=True) as fd:
-            await say(line, msg.Ready())
+        snapshot = msgspec.structs.replace(upload.snapshot, own=False)
+        if snapshot in self._buffers.snapshots(snapshot.gang):
+            return msg.SnapshotList((snapshot,))
+        if (snapshot.gang, snapshot.rank, snapshot.incarnation) != (upload.member.gang, upload.member.rank, upload.member.incarnation):
+            raise SnapshotError(f"{snapshot} is not its sender's")
+        if upload.meta > MAX_META_BYTES:
+            raise SnapshotError(f"{upload.meta} bytes of meta; {MAX_META_BYTES} are the most")
+        buffer, sequence = self._buffers.allocate_copy(upload.member, snapshot)
+        with buffer.in_use(writing=True) as fd:
+            await send_message(connection, msg.ReadyForUpload())
             try:
-                digest = await _write(line, fd, put.meta, kept.nbytes)
+                digest = await _write(connection, fd, upload.meta, snapshot.nbytes)
             except OSError as error:  # the rest of the bytes would be taken for a request
-                raise PipeError(f"a snapshot could not be taken in: {error}") from error
-            if digest != kept.digest:
-                raise SnapshotError(f"{kept} arrived with other bytes than were sent")
-            self._shelf.admit(put.who)  # it may have been fenced meanwhile
-            head = Head(sequence, kept.step, kept.incarnation, kept.nbytes, put.meta, kept.digest)
+                raise TransportError(f"a snapshot could not be taken in: {error}") from error
+            if digest != snapshot.digest:
+                raise SnapshotError(f"{snapshot} arrived with other bytes than were sent")
+            self._buffers.admit(upload.member)  # it may have been fenced meanwhile
+            head = Head(sequence, snapshot.step, snapshot.incarnation, snapshot.nbytes, upload.meta, snapshot.digest)
             os.pwrite(fd, head.encode(), 0)
-        return msg.Listed((kept,))
+        return msg.SnapshotList((snapshot,))
 
-    async def _give(self, line: Line, kept: Kept) -> None:
-        buffer = self._shelf.find(kept)
-        with buffer.used() as fd:
-            head = Head.decode(os.pread(fd, HEAD, 0))
+    async def _send_snapshot(self, connection: Connection, snapshot: SnapshotInfo) -> None:
+        buffer = self._buffers.find(snapshot)
+        with buffer.in_use() as fd:
+            head = Head.decode(os.pread(fd, HEAD_BYTES, 0))
             assert head is not None
-            await say(line, msg.Here(head.meta))
-            space = memoryview(bytearray(max(head.meta, min(CHUNK, kept.nbytes))))
-            for start, stop in _spans(head.meta, kept.nbytes):
+            await send_message(connection, msg.SnapshotFound(head.meta))
+            space = memoryview(bytearray(max(head.meta, min(CHUNK_BYTES, snapshot.nbytes))))
+            for start, stop in _spans(head.meta, snapshot.nbytes):
                 part = space[: stop - start]
                 os.preadv(fd, [part], start)
-                await send_bulk(line, part)
+                await send_bulk(connection, part)
 
 
-async def _write(line: Line, fd: int, meta: int, nbytes: int) -> bytes:
+async def _write(connection: Connection, fd: int, meta: int, nbytes: int) -> bytes:
     """Take a snapshot in; its digest. Through a small buffer: mapped, the memory would count as the agent's own."""
-    space = memoryview(bytearray(max(meta, min(CHUNK, nbytes))))
+    space = memoryview(bytearray(max(meta, min(CHUNK_BYTES, nbytes))))
     digest = None
     for start, stop in _spans(meta, nbytes):
         part = space[: stop - start]
-        await receive_bulk(line, part, lambda chunk: None)
+        await receive_bulk(connection, part, lambda chunk: None)
         if os.pwrite(fd, part, start) < len(part):
-            raise PipeError("the memory of this node is full")
+            raise TransportError("the memory of this node is full")
         if digest is None:
             digest = Digest(part)
         else:
@@ -252,11 +252,11 @@ async def _write(line: Line, fd: int, meta: int, nbytes: int) -> bytes:
 
 def _spans(meta: int, nbytes: int) -> list[tuple[int, int]]:
     """Where ``meta`` lies in a buffer, and then each chunk of the bytes."""
-    chunks = [(PAYLOAD + at, PAYLOAD + min(at + CHUNK, nbytes)) for at in range(0, nbytes, CHUNK)]
-    return [(HEAD_ROOM, HEAD_ROOM + meta), *chunks]
+    chunks = [(PAYLOAD_OFFSET + at, PAYLOAD_OFFSET + min(at + CHUNK_BYTES, nbytes)) for at in range(0, nbytes, CHUNK_BYTES)]
+    return [(HEAD_AREA_BYTES, HEAD_AREA_BYTES + meta), *chunks]
 
 
-async def _answered(line: Line, answering: Awaitable[msg.Answer | None]) -> None:
+async def _send_answer(connection: Connection, answering: Awaitable[msg.Answer | None]) -> None:
     """Say the answer, or why there is none."""
     try:
         answer = await answering
@@ -267,13 +267,13 @@ async def _answered(line: Line, answering: Awaitable[msg.Answer | None]) -> None
     except OSError as error:  # no memory, no descriptor
         answer = msg.Refused(f"the agent cannot: {error.strerror or error}")
     if answer is not None:
-        await say(line, answer)
+        await send_message(connection, answer)
 
 
-async def _grant(line: UnixLine, slots: list[tuple[int, int]], fds: list[int]) -> None:
-    await say(line, msg.Granted(tuple(slots)))
+async def _send_buffers(connection: UnixConnection, slots: list[tuple[int, int]], fds: list[int]) -> None:
+    await send_message(connection, msg.BuffersGranted(tuple(slots)))
     if fds:
-        await line.send_descriptors(fds)
+        await connection.send_descriptors(fds)
 
 
 def _has_ended(pidfd: int) -> bool:

@@ -27,35 +27,35 @@ from . import exchange
 from .checkpoint import Checkpoints, Written, not_written
 from .host_buffers import HostBuffers, Layout
 from .learner import Learner
-from .process_group import STANDSTILL, Gang, waits_for_first, waits_to_be_told
+from .process_group import COLLECTIVE_TIMEOUT_S, Gang, blocked_on_rank0, wait_to_be_fenced
 
 _log = logging.getLogger("rrl.trainer")
 
-COMMITTED_BY = STANDSTILL
+COMMIT_TIMEOUT_S = COLLECTIVE_TIMEOUT_S
 """s that the training thread waits for an older step's commit. The manager judges it before, as a checkpoint; and not
 at all while it is the store that is away, which may wait in Slurm's queue for a node"""
-MOST_UNCOMMITTED = 2
+MAX_UNCOMMITTED = 2
 """steps done and not committed: so many host buffers there are"""
-_ROOM_AGAIN = 5.0
+_DISK_FULL_RETRY_S = 5.0
 """s before a full disk is tried again"""
 
 T = TypeVar("T")
 
 
-class Note(Struct, frozen=True):
+class SnapshotMeta(Struct, frozen=True):
     """What a snapshot says of itself beside its bytes."""
 
     number: int
     world: int
     layout: str
-    rest: bytes
+    extra_state: bytes
     digest: str
     """of the batch that its last step learnt from"""
     metrics: dict[str, float]
 
 
 class _Staged(Struct, frozen=True):
-    note: Note
+    note: SnapshotMeta
     buffer: memoryview
 
 
@@ -65,17 +65,17 @@ def end_process(error: BaseException) -> None:
     os._exit(1)
 
 
-class Saver:
+class AsyncSaver:
     """Made with the learner as it is to be saved: its tensors never change their places. ``most``: steps that may be
     done and not committed."""
 
     def __init__(
-        self, me: rrl.Worker, gang: Gang, learner: Learner, checkpoints: Checkpoints, buffers: HostBuffers, most: int,
+        self, me: rrl.Worker, gang: Gang, learner: Learner, checkpoints: Checkpoints, buffers: HostBuffers, max_uncommitted: int,
         *, fail: Callable[[BaseException], None] = end_process,
     ) -> None:  # fmt: skip
         self._me, self._gang, self._learner = me, gang, learner
         self._checkpoints, self._buffers = checkpoints, buffers
-        self._most = min(most, MOST_UNCOMMITTED)
+        self._max_uncommitted = min(max_uncommitted, MAX_UNCOMMITTED)
         self._tensors = learner.tensors()
         self.layout = Layout(self._tensors)
         buffers.prepare(self.layout.nbytes)
@@ -92,11 +92,11 @@ class Saver:
         """The learner's state as it is now: returns once it is copied, and as soon as so many steps are uncommitted
         as may be. ``digest``: of the batch of its last step. Raises TimeoutError, or what kept an older one from
         being saved."""
-        self._wait(self._most - 1)
+        self._wait(self._max_uncommitted - 1)
         learner = self._learner
         buffer = self._buffers.buffer(self.layout.nbytes, learner.number)
         self.layout.fill(buffer, self._tensors)
-        note = Note(learner.number, self._gang.world, self.layout.digest, learner.rest(), digest, metrics)
+        note = SnapshotMeta(learner.number, self._gang.world, self.layout.digest, learner.extra_state(), digest, metrics)
         self._buffers.seal(learner.number, msgspec.msgpack.encode(note))
         with self._changed:
             self._uncommitted += 1
@@ -110,18 +110,18 @@ class Saver:
 
     def _wait(self, at_most: int) -> None:
         with self._changed:
-            settled = self._changed.wait_for(lambda: self._error or self._uncommitted <= at_most, COMMITTED_BY)
+            settled = self._changed.wait_for(lambda: self._error or self._uncommitted <= at_most, COMMIT_TIMEOUT_S)
         if self._error is not None:
             raise self._error
         if not settled:
-            raise TimeoutError(f"{self._uncommitted} checkpoints have not been committed in {COMMITTED_BY:g} s")
+            raise TimeoutError(f"{self._uncommitted} checkpoints have not been committed in {COMMIT_TIMEOUT_S:g} s")
 
     # ── the saving thread ──────────────────────────────────────────────────────────────────────────────────────────
     def _main(self) -> None:
         while (staged := self._todo.get()) is not None:
             try:
-                with waits_to_be_told(self._me):
-                    self._keep(staged)
+                with wait_to_be_fenced(self._me):
+                    self._write_and_commit(staged)
             except BaseException as error:
                 with self._changed:
                     self._error = error
@@ -133,26 +133,26 @@ class Saver:
                 self._uncommitted -= 1
                 self._changed.notify_all()
 
-    def _keep(self, staged: _Staged) -> None:
+    def _write_and_commit(self, staged: _Staged) -> None:
         note = staged.note
         tensors = self.layout.views(staged.buffer)
         while True:
-            path, trouble = self._from_first(lambda: self._fresh_folder(note.number), tuple[str, Written])
+            path, trouble = self._broadcast_from_rank0(lambda: self._fresh_folder(note.number), tuple[str, Written])
             folder, written = Path(path), [trouble]
             if path:
-                written = self._gather(self._checkpoints.write(folder, tensors, self._tensors, note.rest))
+                written = self._gather(self._checkpoints.write(folder, tensors, self._tensors, note.extra_state))
             troubles = [each for each in written if each.trouble]
             if not troubles:
                 break
-            if not all(each.full for each in troubles) or self._me.stopping.is_set():
+            if not all(each.disk_full for each in troubles) or self._me.stopping.is_set():
                 raise OSError(troubles[0].trouble)
             if self._gang.rank == 0:
                 _log.warning("%s; trying again", troubles[0].trouble)
                 if path:
                     shutil.rmtree(folder, ignore_errors=True)
-            time.sleep(_ROOM_AGAIN)
-        with waits_for_first(self._me, self._gang):
-            self._from_first(lambda: self._commit(note, folder, written), None)
+            time.sleep(_DISK_FULL_RETRY_S)
+        with blocked_on_rank0(self._me, self._gang):
+            self._broadcast_from_rank0(lambda: self._commit(note, folder, written), None)
 
     def _fresh_folder(self, number: int) -> tuple[str, Written]:
         """Its path; empty, with the reason, where there is none: a folder takes room too."""
@@ -161,14 +161,14 @@ class Saver:
         except OSError as error:
             return "", not_written(error)
 
-    def _commit(self, note: Note, folder: Path, written: list[Written]) -> None:
+    def _commit(self, note: SnapshotMeta, folder: Path, written: list[Written]) -> None:
         digests = {name: digest for each in written for name, digest in each.files.items()}
         self._me.commit(note.number, [folder / name for name in digests], note.metrics, digests)
-        self._checkpoints.committed(folder)
+        self._checkpoints.on_committed(folder)
 
-    def _from_first(self, do: Callable[[], T], kind: Any) -> T:
+    def _broadcast_from_rank0(self, do: Callable[[], T], kind: Any) -> T:
         """As :meth:`Gang.from_first`, on the group of this thread."""
-        return exchange.from_first(self._gang.files, self._gang.rank, do, kind)
+        return exchange.broadcast_from_rank0(self._gang.file_group, self._gang.rank, do, kind)
 
     def _gather(self, mine: Written) -> list[Written]:
-        return exchange.gather(self._gang.files, mine, Written)
+        return exchange.gather(self._gang.file_group, mine, Written)

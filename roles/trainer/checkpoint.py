@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from ...core.run_dir import RunDir
 from ..models.policy import weights
-from ..worker.checkpoint_files import DamagedCheckpoint, Digest, Kept, digest_of, incarnation_of, make_durable, verified
+from ..worker.checkpoint_files import DamagedCheckpoint, Digest, StoredFiles, digest_of, incarnation_of, make_durable, verified
 from . import exchange
 from .host_buffers import shard_of
 from .learner import Learner
@@ -50,24 +50,24 @@ class Written(Struct, frozen=True):
     files: dict[str, Digest]
     trouble: str = ""
     """why it could not; then none of it counts"""
-    full: bool = False
+    disk_full: bool = False
     """there was no room: tried again it may work"""
 
 
 class Checkpoints:
     """``incarnation`` is the trainer's; ``keep`` commits are kept, at least the newest."""
 
-    def __init__(self, run_dir: RunDir, incarnation: int, keep: int, gang: Gang | None = None) -> None:
+    def __init__(self, run_dir: RunDir, incarnation: int, retained: int, gang: Gang | None = None) -> None:
         self._run_dir = run_dir
         self._incarnation = incarnation
-        self._keep = keep
+        self._retained = retained
         self._gang = gang or Gang()
         self._committed: tuple[str, ...] = ()
         """names of the folders of the last commits, the newest last"""
         self._reference = ""
         """name of the folder of the reference's weights, if there is one"""
 
-    def write(self, folder: Path, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor], rest: bytes) -> Written:
+    def write(self, folder: Path, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor], extra_state: bytes) -> Written:
         """All members together: their ``tensors`` (host copies of their shards of ``like``) and their ``rest``, into
         ``folder``, which is fresh. Durable when it returns. A full disk is told as trouble, not raised; another
         member's death is."""
@@ -75,9 +75,9 @@ class Checkpoints:
         state = {name: self._as_whole(tensor, like[name]) for name, tensor in tensors.items()}
         trouble: BaseException | None = None
         try:
-            made.append(_new_file(folder / _rest_file(gang.rank), rest))
+            made.append(_new_file(folder / _rank_file(gang.rank), extra_state))
             if gang.rank == 0:
-                about = _About(gang.world, self._committed[-self._keep + 1 :])
+                about = _About(gang.world, self._committed[-self._retained + 1 :])
                 made.append(_new_file(folder / _ABOUT, msgspec.json.encode(about)))
         except OSError as error:
             trouble = error
@@ -100,7 +100,7 @@ class Checkpoints:
             pieces = write_shards(state, folder, rank)
         except (OSError, CheckpointException) as error:
             failed = error
-        everybody = exchange.gather(self._gang.files, None if failed else pieces, list[Piece] | None)
+        everybody = exchange.gather(self._gang.file_group, None if failed else pieces, list[Piece] | None)
         if failed:
             raise failed
         made = list(folder.glob(f"__{rank}_*.distcp"))
@@ -117,7 +117,7 @@ class Checkpoints:
         try:
             read_shards(tensors, folder)
         except (OSError, CheckpointException) as error:
-            trouble = f"rank {gang.rank} could not read {folder}: {_told(error)}"
+            trouble = f"rank {gang.rank} could not read {folder}: {_error_text(error)}"
         if troubles := list(filter(None, gang.gather(trouble, str))):
             raise RuntimeError("; ".join(troubles))
 
@@ -136,10 +136,10 @@ class Checkpoints:
         Raises DamagedCheckpoint, in all members, when it is not what is there: nothing is loaded then."""
         gang, damage, about = self._gang, "", _About(0, ())
         names = sorted(manifest["files"])
-        mine = {*names[gang.rank :: gang.world], _ABOUT, METADATA, _rest_file(gang.rank)}
+        mine = {*names[gang.rank :: gang.world], _ABOUT, METADATA, _rank_file(gang.rank)}
         folder = self._run_dir.path / manifest["folder"]
         try:
-            if missing := {_ABOUT, METADATA, _rest_file(0)}.difference(names):
+            if missing := {_ABOUT, METADATA, _rank_file(0)}.difference(names):
                 raise DamagedCheckpoint(f"{manifest['folder']}: no {min(missing)} was committed, but {names}")
             verified(self._run_dir.path, manifest, only=mine)
             about = msgspec.json.decode((folder / _ABOUT).read_bytes(), type=_About)
@@ -147,10 +147,10 @@ class Checkpoints:
             damage = str(error)
         self._load(learner.tensors(), folder, damage)
         same = about.world == gang.world
-        learner.resume((folder / _rest_file(gang.rank if same else 0)).read_bytes(), chance=same or gang.rank == 0)
+        learner.resume((folder / _rank_file(gang.rank if same else 0)).read_bytes(), random_states=same or gang.rank == 0)
         self._committed = (*about.before, folder.name)
 
-    def keep_reference(self, folder: Path, model: nn.Module, dtype: torch.dtype) -> Kept:
+    def save_reference(self, folder: Path, model: nn.Module, dtype: torch.dtype) -> StoredFiles:
         """All members together: write the weights of ``model``, as they are now but in ``dtype``, into ``folder``,
         which is fresh, for every later life. Durable when it returns. Raises OSError."""
         gang = self._gang
@@ -162,22 +162,22 @@ class Checkpoints:
         mine = {path.name: digest_of(path) for path in made}
         self._reference = folder.name
         files = {name: digest for each in gang.gather(mine, dict[str, Digest]) for name, digest in each.items()}
-        return Kept(folder.relative_to(self._run_dir.path).as_posix(), files)
+        return StoredFiles(folder.relative_to(self._run_dir.path).as_posix(), files)
 
-    def read_reference(self, kept: Kept, model: nn.Module) -> None:
+    def read_reference(self, files: StoredFiles, model: nn.Module) -> None:
         """Into ``model``, by however many members it was written. Raises DamagedCheckpoint, in all members."""
         gang, damage = self._gang, ""
         try:
-            names = sorted(kept.files)
+            names = sorted(files.files)
             mine = {*names[gang.rank :: gang.world], METADATA}
-            verified(self._run_dir.path, {"folder": kept.folder, "files": kept.files}, only=mine)
+            verified(self._run_dir.path, {"folder": files.folder, "files": files.files}, only=mine)
         except DamagedCheckpoint as error:
             damage = f"the reference of kl: {error}"
-        folder = self._run_dir.path / kept.folder
+        folder = self._run_dir.path / files.folder
         self._load(weights(model), folder, damage)
         self._reference = folder.name
 
-    def known(self, manifest: dict[str, Any]) -> None:
+    def set_committed(self, manifest: dict[str, Any]) -> None:
         """This is the newest commit, though the state came from elsewhere: a snapshot helps over a damaged one."""
         folder = self._run_dir.path / manifest["folder"]
         before: tuple[str, ...] = ()
@@ -188,9 +188,9 @@ class Checkpoints:
             _log.warning("cannot read the checkpoint that was committed before the snapshot: %s", error)
         self._committed = (*before, folder.name)
 
-    def committed(self, folder: Path) -> None:
+    def on_committed(self, folder: Path) -> None:
         """What :meth:`write` wrote there is committed now: remove what that makes garbage."""
-        self._committed = (*self._committed, folder.name)[-self._keep :]
+        self._committed = (*self._committed, folder.name)[-self._retained :]
         self.remove_garbage()
 
     def remove_garbage(self) -> None:
@@ -199,14 +199,14 @@ class Checkpoints:
         Call it only with nothing written and not yet committed. Folders of *later* lives are left alone, so that a
         fenced trainer that wakes up late cannot harm its successor.
         """
-        kept = (*self._committed, self._reference)
+        retained = (*self._committed, self._reference)
         for folder in self._run_dir.checkpoints.iterdir():
             made_by = incarnation_of(folder.name)
-            if made_by is not None and made_by <= self._incarnation and folder.name not in kept:
+            if made_by is not None and made_by <= self._incarnation and folder.name not in retained:
                 shutil.rmtree(folder, ignore_errors=True)  # garbage that resists must not end the training
 
 
-def _rest_file(rank: int) -> str:
+def _rank_file(rank: int) -> str:
     return f"rank-{rank}.msgpack"
 
 
@@ -217,10 +217,10 @@ def _new_file(path: Path, content: bytes) -> Path:
 
 
 def not_written(error: BaseException, where: str = "") -> Written:
-    return Written({}, f"{where}{_told(error)}", _is_full(error))
+    return Written({}, f"{where}{_error_text(error)}", _is_full(error))
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {type(why[0]).__name__}: {why[0]}" for rank, why in error.failures.items())
     return str(error)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 MAX_VALUE_BYTES = 64 * 2**20
 """of one member's value. The largest are the places of the tensors in a checkpoint: about 150 bytes for each tensor of
 a member, of which a model of 100 layers has some thousands"""
-_FIRST = 0
+_RANK0 = 0
 
 T = TypeVar("T")
 
@@ -41,15 +41,15 @@ def gather(group: dist.ProcessGroup | None, mine: T, kind: Any) -> list[T]:
     return [_decoded(data[: int(size)], kind) for data, size in zip(received, sizes, strict=True)]
 
 
-def from_first(group: dist.ProcessGroup | None, rank: int, do: Callable[[], T], kind: Any) -> T:
+def broadcast_from_rank0(group: dist.ProcessGroup | None, rank: int, do: Callable[[], T], kind: Any) -> T:
     """What ``do`` gives in the first member, which alone calls it, in all members. Otherwise as :func:`gather`."""
     if group is None:
         return do()
-    encoded = _encoded(do()) if rank == _FIRST else torch.empty(0, dtype=torch.uint8)
+    encoded = _encoded(do()) if rank == _RANK0 else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([encoded.numel()])
-    dist.broadcast(size, group=group, group_src=_FIRST)
-    data = encoded if rank == _FIRST else torch.empty(_checked(int(size)), dtype=torch.uint8)
-    dist.broadcast(data, group=group, group_src=_FIRST)
+    dist.broadcast(size, group=group, group_src=_RANK0)
+    data = encoded if rank == _RANK0 else torch.empty(_checked(int(size)), dtype=torch.uint8)
+    dist.broadcast(data, group=group, group_src=_RANK0)
     given: T = _decoded(data, kind)
     return given
 

@@ -40,12 +40,12 @@ class HostBuffers:
         self._client, self._buddy, self._others = client, buddy, others
         self._own: list[mmap.mmap | None] = [None] * own
         self._turn = 0
-        self._kept_by_agent = False
+        self._in_agent_memory = False
         """the memory given last is the agent's"""
         self._sending = threading.Lock()
         self._times_sealed = 0
         self._forgotten = False
-        self._told: dict[str, str] = {}
+        self._reported: dict[str, str] = {}
 
     def prepare(self, nbytes: int) -> None:
         """Have the agent's memory ready, beside the first step."""
@@ -56,18 +56,18 @@ class HostBuffers:
         try:
             client.prepare(nbytes)
         except SnapshotError as error:
-            self._say("keep", error)
+            self._report_once("keep", error)
 
     def buffer(self, nbytes: int, step: int) -> memoryview:
         """Writable; not what was given for the step before."""
-        self._kept_by_agent = False
+        self._in_agent_memory = False
         if self._client is not None:
             try:
                 given = self._client.buffer(nbytes, step)
             except SnapshotError as error:
-                self._say("keep", error)
+                self._report_once("keep", error)
             else:
-                self._kept_by_agent = True
+                self._in_agent_memory = True
                 return given
         self._turn = (self._turn + 1) % len(self._own)
         mine = self._own[self._turn]
@@ -77,7 +77,7 @@ class HostBuffers:
 
     def seal(self, step: int, meta: bytes) -> None:
         """The buffer given last holds the whole of ``step``: it counts soon, and a copy of it goes to the buddy."""
-        if self._client is not None and self._kept_by_agent:
+        if self._client is not None and self._in_agent_memory:
             self._client.seal(step, meta)
             self._times_sealed += 1
             threading.Thread(target=self._send, args=(self._client,), name="rrl-buddy", daemon=True).start()
@@ -86,12 +86,12 @@ class HostBuffers:
         if not self._sending.acquire(blocking=False):
             return  # the network is slower than the steps: this one is left out
         try:
-            client.settle()
+            client.wait_until_sealed()
             if address := self._buddy():
                 client.copy_to(address)
-                self._told.pop("copy", None)
+                self._reported.pop("copy", None)
         except SnapshotError as error:
-            self._say("copy", error)
+            self._report_once("copy", error)
         finally:
             self._forget_others(client)
             self._sending.release()
@@ -106,22 +106,22 @@ class HostBuffers:
             with contextlib.suppress(SnapshotError):  # it keeps them until it ends
                 client.forget(address)
 
-    def _say(self, what: str, error: SnapshotError) -> None:
+    def _report_once(self, operation: str, error: SnapshotError) -> None:
         """Once for each trouble, not in each step: a run goes on without snapshots, from its checkpoints."""
-        if self._told.get(what) != str(error):
-            self._told[what] = str(error)
-            told = {"keep": "no snapshot is kept of this step", "copy": "no other node has a copy of the snapshot"}
-            _log.warning("%s: %s", told[what], error)
+        if self._reported.get(operation) != str(error):
+            self._reported[operation] = str(error)
+            messages = {"keep": "no snapshot is kept of this step", "copy": "no other node has a copy of the snapshot"}
+            _log.warning("%s: %s", messages[operation], error)
 
 
-def buddy_of(node: NodeName, nodes: Sequence[NodeName], keepers: Mapping[NodeName, str]) -> str | None:
+def buddy_of(node: NodeName, nodes: Sequence[NodeName], snapshot_servers: Mapping[NodeName, str]) -> str | None:
     """Where the members on ``node`` send their copies: to the next of the gang's ``nodes`` (by rank), or, where it has
     no other one, to the first keeper beside it: a standby's, which may become the trainer."""
     ring = list(dict.fromkeys(nodes))
     at = ring.index(node)
-    others = [each for each in (*ring[at + 1 :], *ring[:at]) if each in keepers]
-    beside = sorted(each for each in keepers if each not in ring)
-    return next((keepers[each] for each in (*others, *beside)), None)
+    others = [each for each in (*ring[at + 1 :], *ring[:at]) if each in snapshot_servers]
+    beside = sorted(each for each in snapshot_servers if each not in ring)
+    return next((snapshot_servers[each] for each in (*others, *beside)), None)
 
 
 warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nobody writes to what is read
@@ -129,13 +129,13 @@ _ALIGNED = 64
 """bytes: a cache line, and more than any dtype needs"""
 
 
-class _Place(Struct, frozen=True):
+class _TensorSlot(Struct, frozen=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
 
-    def of(self, buffer: memoryview) -> Tensor:
+    def view(self, buffer: memoryview) -> Tensor:
         """A view of its part of the buffer; its storage is that part alone, as torch.save writes whole storages."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         count = torch.Size(self.shape).numel()
@@ -151,7 +151,7 @@ class Layout:
         places, offset = [], 0
         for name, tensor in tensors.items():
             local = shard_of(tensor)
-            places.append(_Place(name, str(local.dtype).removeprefix("torch."), tuple(local.shape), offset))
+            places.append(_TensorSlot(name, str(local.dtype).removeprefix("torch."), tuple(local.shape), offset))
             offset += -(-local.numel() * local.element_size() // _ALIGNED) * _ALIGNED
         self._places = tuple(places)
         self.nbytes = offset
@@ -161,7 +161,7 @@ class Layout:
     def fill(self, buffer: memoryview, tensors: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
             for place in self._places:
-                place.of(buffer).copy_(shard_of(tensors[place.name]))
+                place.view(buffer).copy_(shard_of(tensors[place.name]))
 
     def load(self, buffer: memoryview, tensors: Mapping[str, Tensor]) -> None:
         """The other way round."""
@@ -171,7 +171,7 @@ class Layout:
 
     def views(self, buffer: memoryview) -> dict[str, Tensor]:
         """What lies there, by name, without copying."""
-        return {place.name: place.of(buffer) for place in self._places}
+        return {place.name: place.view(buffer) for place in self._places}
 
 
 def shard_of(tensor: Tensor) -> Tensor:

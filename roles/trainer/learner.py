@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..models.policy import weights
 from ..trajectories.types import Batch, Trajectory
-from ..worker.checkpoint_files import Kept
+from ..worker.checkpoint_files import StoredFiles
 from .losses import group_advantages, grpo_loss, likelihood
 from .process_group import Gang
 
@@ -46,7 +46,7 @@ class LearnerSettings(Struct, frozen=True):
     micro_batch: int | None = None
 
 
-class _Rest(Struct, frozen=True):
+class _ExtraState(Struct, frozen=True):
     """What is no tensor of the model's shape. Random states are a member's own."""
 
     number: int
@@ -57,10 +57,10 @@ class _Rest(Struct, frozen=True):
     """empty on a CPU"""
     python_rng: tuple[int, tuple[int, ...], float | None]
     numpy_rng: tuple[bytes, int, int, float]
-    reference: Kept | None = None
+    reference: StoredFiles | None = None
 
 
-class _Part(Struct, frozen=True):
+class _MicroBatch(Struct, frozen=True):
     """Some examples as one rectangle: tokens [B, L], the mask of answer tokens [B, T] with T = L - ``first``, where
     each of them stands among the member's own, and whether they count."""
 
@@ -78,7 +78,7 @@ class Learner:
 
     reference: nn.Module | None = None
     """The initial policy, frozen, sharded as the model is: needed where ``kl`` is above 0"""
-    reference_kept: Kept | None = None
+    reference_files: StoredFiles | None = None
     """where its weights are, for whoever goes on from this learner's state"""
 
     def __init__(
@@ -105,7 +105,7 @@ class Learner:
             }
         return optimizer
 
-    def begin(self, seed: int) -> None:
+    def seed_rng(self, seed: int) -> None:
         """A fresh one: every source of chance begins from the run's seed, for each member at another place, so that who
         dies before its first commit begins as it did."""
         seed = (seed + self._gang.rank) % 2**32  # numpy takes no other
@@ -121,18 +121,18 @@ class Learner:
         optimizer = self._fresh_optimizer(self._settings.warm_start_learning_rate)
         loss = 0.0
         for batch in batches:
-            told: list[float] = []
-            self._update(optimizer, self._supervised_losses(batch, told))
-            loss = self._gang.sum([sum(told)])[0]
+            losses: list[float] = []
+            self._update(optimizer, self._supervised_losses(batch, losses))
+            loss = self._gang.sum([sum(losses)])[0]
         return loss
 
-    def _supervised_losses(self, batch: Sequence[Example], told: list[float]) -> Iterator[Tensor]:
+    def _supervised_losses(self, batch: Sequence[Example], losses: list[float]) -> Iterator[Tensor]:
         """As :meth:`_policy_losses`: cross entropy, mean over the batch's answer tokens."""
         answers = sum(len(answer) for _, answer in batch)
-        for part in self._parts(batch):
+        for part in self._micro_batches(batch):
             chosen, _ = self._likelihood(self.model, part, 1.0)
             loss = -torch.where(part.mask, chosen, 0.0).sum() / answers
-            told.append(loss.item())
+            losses.append(loss.item())
             yield loss
 
     def step(self, batch: Batch) -> dict[str, float]:
@@ -145,15 +145,15 @@ class Learner:
             raise ValueError(f"batch {batch.number} is not the one after step {self.number}")
         if self._settings.kl and self.reference is None:
             raise RuntimeError("kl is above 0, and there is no reference: a run that began without one has none")
-        told: list[dict[str, float]] = []
+        statistics: list[dict[str, float]] = []
         for group in self._optimizer.param_groups:
             group["lr"] = self._settings.learning_rate * self._share_of_learning_rate(batch.number)
-        self._update(self._optimizer, self._policy_losses(batch, told))
+        self._update(self._optimizer, self._policy_losses(batch, statistics))
         self.number = batch.number
-        parts = {name: sum(each[name] for each in told) for name in told[0]}
+        parts = {name: sum(each[name] for each in statistics) for name in statistics[0]}
         return {**dict(zip(parts, self._gang.sum(list(parts.values())), strict=True)), **_describe(batch)}
 
-    def _policy_losses(self, batch: Batch, told: list[dict[str, float]]) -> Iterator[Tensor]:
+    def _policy_losses(self, batch: Batch, statistics: list[dict[str, float]]) -> Iterator[Tensor]:
         """One for each part of this member's share; what there is to be told of each goes into ``told``. Their sum over
         parts and members is the loss of the batch."""
         settings, trajectories = self._settings, batch.trajectories
@@ -162,7 +162,7 @@ class Learner:
         advantages = group_advantages(rewards, groups, settings.advantage_floor)  # of whole groups
         mine = range(len(trajectories))[self._gang.rank :: self._gang.world] or range(1)
         answers = float(sum(len(each.tokens) for each in trajectories))
-        for part in self._parts([(each.prompt, each.tokens) for each in trajectories]):
+        for part in self._micro_batches([(each.prompt, each.tokens) for each in trajectories]):
             these = [mine[place] for place in part.places]
             old = _place([trajectories[i].logprobs for i in these] if part.counts else [], part.mask)
             gain = advantages[these].to(self._gang.device)
@@ -174,10 +174,10 @@ class Learner:
             loss, stats = grpo_loss(
                 chosen, old, gain, part.mask, settings.clip, entropy, settings.entropy, answers, reference, settings.kl
             )
-            told.append({"loss": loss.item(), **stats})
+            statistics.append({"loss": loss.item(), **stats})
             yield loss
 
-    def _parts(self, pairs: Sequence[Example]) -> Iterator[_Part]:
+    def _micro_batches(self, pairs: Sequence[Example]) -> Iterator[_MicroBatch]:
         """This member's examples, so many at a time as ``micro_batch`` says. All members have as many parts: who has no
         more examples takes part with one that does not count."""
         rank, world = self._gang.rank, self._gang.world
@@ -188,9 +188,9 @@ class Learner:
             tokens, mask, first = _pad([mine[place] for place in places] or pairs[:1])
             mask = mask & bool(places)
             tokens, mask = tokens.to(self._gang.device), mask.to(self._gang.device)
-            yield _Part(tokens, mask, first, places or range(1), bool(places))
+            yield _MicroBatch(tokens, mask, first, places or range(1), bool(places))
 
-    def _likelihood(self, model: nn.Module, part: _Part, temperature: float) -> tuple[Tensor, Tensor]:
+    def _likelihood(self, model: nn.Module, part: _MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         logits = _logits(model, part.tokens, part.first)
         return likelihood(logits, part.tokens[:, part.first :], temperature)
 
@@ -223,38 +223,38 @@ class Learner:
         }
         return {f"model.{name}": tensor for name, tensor in self.weights().items()} | moments
 
-    def rest(self) -> bytes:
+    def extra_state(self) -> bytes:
         """What else the next step depends on, of this member."""
         state = numpy.random.get_state(legacy=False)
         numpy_rng = (state["state"]["key"].tobytes(), int(state["state"]["pos"]), state["has_gauss"], state["gauss"])
         on_gpu = self._gang.device.type == "cuda"
         version, words, gauss = random.getstate()
-        rest = _Rest(
+        rest = _ExtraState(
             number=self.number,
             steps=torch.stack([self._optimizer.state[each]["step"] for each in self.model.parameters()]).tolist(),
             torch_rng=torch.get_rng_state().numpy().tobytes(),
             cuda_rng=torch.cuda.get_rng_state(self._gang.device).numpy().tobytes() if on_gpu else b"",
             python_rng=(version, words, gauss),
             numpy_rng=numpy_rng,
-            reference=self.reference_kept,
+            reference=self.reference_files,
         )
         return msgspec.msgpack.encode(rest)
 
-    def resume(self, rest: bytes, *, chance: bool = True) -> None:
+    def resume(self, extra_state: bytes, *, random_states: bool = True) -> None:
         """Take over what :meth:`rest` told; without ``chance`` all but the random states, which were another member's.
         Raises ValueError when it is of another model."""
-        said = msgspec.msgpack.decode(rest, type=_Rest)
-        for parameter, step in zip(self.model.parameters(), said.steps, strict=True):
+        state = msgspec.msgpack.decode(extra_state, type=_ExtraState)
+        for parameter, step in zip(self.model.parameters(), state.steps, strict=True):
             self._optimizer.state[parameter]["step"].fill_(step)
-        self.number = said.number
-        self.reference_kept = said.reference
-        if not chance:
+        self.number = state.number
+        self.reference_files = state.reference
+        if not random_states:
             return
-        torch.set_rng_state(_as_tensor(said.torch_rng))
-        if said.cuda_rng and self._gang.device.type == "cuda":
-            torch.cuda.set_rng_state(_as_tensor(said.cuda_rng), self._gang.device)
-        random.setstate(said.python_rng)
-        key, pos, has_gauss, gauss = said.numpy_rng
+        torch.set_rng_state(_as_tensor(state.torch_rng))
+        if state.cuda_rng and self._gang.device.type == "cuda":
+            torch.cuda.set_rng_state(_as_tensor(state.cuda_rng), self._gang.device)
+        random.setstate(state.python_rng)
+        key, pos, has_gauss, gauss = state.numpy_rng
         numpy.random.set_state(("MT19937", numpy.frombuffer(key, dtype=numpy.uint32), pos, has_gauss, gauss))
 
 

@@ -88,7 +88,7 @@ def grpo_loss(
     return loss, stats
 
 
-_PIECE = 2**21
+_LOGITS_PER_PIECE = 2**21
 """logits at a time: 8 MiB in float32, of which a handful are alive at once; a small model's batch is one piece"""
 
 
@@ -135,5 +135,5 @@ class _Likelihood(torch.autograd.Function):
 def _pieces(logits: Tensor) -> list[tuple[slice, Tensor]]:
     """Views of some rows at a time, [n, vocabulary] each, and where they stand among all."""
     rows = logits.detach().view(-1, logits.shape[-1])
-    size = max(1, _PIECE // logits.shape[-1])
+    size = max(1, _LOGITS_PER_PIECE // logits.shape[-1])
     return [(slice(start, start + size), rows[start : start + size]) for start in range(0, len(rows), size)]

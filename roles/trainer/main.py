@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 
 import rrl
 
-from ...core.text import refusing
+from ...core.text import exits_on_invalid_config
 from ...core.types import NodeName
 from ..models.policy import ModelSpec, build_model, load_initial, materialise, model_spec, skeleton
 from ..models.tasks import TaskError, load_task
@@ -36,11 +36,11 @@ from ..models.tensors import pack
 from ..models.tokenizer import Tokenizer, open_tokenizer
 from ..snapshots.client import SnapshotClient
 from . import restore
-from .async_saver import MOST_UNCOMMITTED, Saver
+from .async_saver import MAX_UNCOMMITTED, AsyncSaver
 from .checkpoint import Checkpoints
 from .host_buffers import HostBuffers, buddy_of
 from .learner import Example, Learner, LearnerSettings
-from .process_group import Gang, batches, form, full, waits_to_be_told
+from .process_group import Gang, batches, init_process_group, full_tensor, wait_to_be_fenced
 
 _log = logging.getLogger("rrl.trainer")
 
@@ -50,7 +50,7 @@ _TINY = ModelSpec(
 _VOCABULARY = 16
 
 
-def practise() -> None:
+def warmup() -> None:
     """One step; the process is as before but for what is loaded. Random states too."""
     with torch.random.fork_rng(devices=[]):
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -66,57 +66,57 @@ def practise() -> None:
             dist.destroy_process_group()
 
 
-_APART = 10_000
+_SEED_OFFSET = 10_000
 """between the task's seeds of warm start and run: no two runs of a study are so far apart, and datasets' seeds, which
 are a multiple of it, stay below the 2**32 that some generators take"""
 
-LOG_EVERY = 10
+LOG_EVERY_STEPS = 10
 """Steps between two lines in the log."""
 
 
 def main() -> None:
     me = rrl.join()
     torch.set_num_threads(me.settings["threads"])
-    with refusing():
+    with exits_on_invalid_config():
         tokenizer = open_tokenizer(me.job["model"])
         spec = model_spec(me.job["model"])
         empty = skeleton(spec, tokenizer.size)
     if me.launch.standby and not me.launch.gpus:
-        practise()
-    with me, waits_to_be_told(me):
-        gang = form(me, spec.computes_in)
+        warmup()
+    with me, wait_to_be_fenced(me):
+        gang = init_process_group(me, spec.compute_dtype)
         client = _snapshots(me)
-        checkpoints = Checkpoints(me.run_dir, me.launch.life.incarnation, me.settings["keep_checkpoints"], gang)
-        found = restore.find(me, gang, client)
+        checkpoints = Checkpoints(me.run_dir, me.launch.incarnation.number, me.settings["keep_checkpoints"], gang)
+        restore_point = restore.agree_on_restore_point(me, gang, client)
         if gang.rank == 0:
-            _log.info("%s goes on from %s", me.launch.life, found)
-        learner = _learner(me, _model(spec, empty, tokenizer.size, me.job["run"]["seed"], found.fresh, gang), gang)
-        saver = Saver(me, gang, learner, checkpoints, _buffers(me, gang, client), me.settings["uncommitted"])
-        if found.fresh:
+            _log.info("%s goes on from %s", me.launch.incarnation, restore_point)
+        learner = _learner(me, _model(spec, empty, tokenizer.size, me.job["run"]["seed"], restore_point.fresh, gang), gang)
+        saver = AsyncSaver(me, gang, learner, checkpoints, _buffers(me, gang, client), me.settings["uncommitted"])
+        if restore_point.fresh:
             with me.phase("train"):
-                learner.begin(me.job["run"]["seed"])
+                learner.seed_rng(me.job["run"]["seed"])
                 learner.warm_start(_examples(me, tokenizer))
             if me.settings["kl"]:
                 with me.phase("checkpoint"):
-                    folder = Path(gang.from_first(lambda: str(me.checkpoint_dir(0)), str))
-                    learner.reference_kept = checkpoints.keep_reference(folder, learner.model, spec.computes_in)
+                    folder = Path(gang.broadcast_from_rank0(lambda: str(me.checkpoint_dir(0)), str))
+                    learner.reference_files = checkpoints.save_reference(folder, learner.model, spec.compute_dtype)
         else:
             with me.phase("checkpoint"):
-                restore.load(found, learner, checkpoints, gang)
-            found = msgspec.structs.replace(found, data=memoryview(b""))  # else as much memory as the state, to the end
-        if me.settings["kl"] and learner.reference_kept is not None:
+                restore.load(restore_point, learner, checkpoints, gang)
+            restore_point = msgspec.structs.replace(restore_point, data=memoryview(b""))  # else as much memory as the state, to the end
+        if me.settings["kl"] and learner.reference_files is not None:
             with me.phase("checkpoint"):
-                learner.reference = gang.shard(skeleton(spec, tokenizer.size, spec.computes_in), spec.computes_in)
+                learner.reference = gang.shard(skeleton(spec, tokenizer.size, spec.compute_dtype), spec.compute_dtype)
                 materialise(learner.reference, gang.device)
-                checkpoints.read_reference(learner.reference_kept, learner.reference.requires_grad_(False))
-        _train(me, gang, learner, checkpoints, saver, spec, found)
+                checkpoints.read_reference(learner.reference_files, learner.reference.requires_grad_(False))
+        _train(me, gang, learner, checkpoints, saver, spec, restore_point)
 
 
 def _model(spec: ModelSpec, empty: nn.Module, vocabulary: int, seed: int, fresh: bool, gang: Gang) -> nn.Module:
     """Where the gang wants it. A ``fresh`` one has its initial weights: of a folder's each member reads its part."""
     if fresh and spec.path is None:
-        return gang.shard(build_model(spec, vocabulary, seed).to(gang.device), spec.computes_in)
-    model = gang.shard(empty, spec.computes_in)
+        return gang.shard(build_model(spec, vocabulary, seed).to(gang.device), spec.compute_dtype)
+    model = gang.shard(empty, spec.compute_dtype)
     materialise(model, gang.device)
     if fresh:
         load_initial(model, spec)
@@ -124,15 +124,15 @@ def _model(spec: ModelSpec, empty: nn.Module, vocabulary: int, seed: int, fresh:
 
 
 def _train(
-    me: rrl.Worker, gang: Gang, learner: Learner, checkpoints: Checkpoints, saver: Saver, spec: ModelSpec,
-    found: restore.Found,
+    me: rrl.Worker, gang: Gang, learner: Learner, checkpoints: Checkpoints, saver: AsyncSaver, spec: ModelSpec,
+    restore_point: restore.RestorePoint,
 ) -> None:  # fmt: skip
     """From the learner's state to the end of the run."""
     if gang.rank == 0:
         checkpoints.remove_garbage()
     with me.phase("publish"):
-        _publish(me, gang, learner, spec.computes_in)
-    if (note := found.uncommitted) is not None:
+        _publish(me, gang, learner, spec.compute_dtype)
+    if (note := restore_point.uncommitted) is not None:
         for batch in batches(me, gang, after=note.number - 1):  # the one that it has learnt from
             if batch.digest != note.digest:
                 raise RuntimeError(f"the snapshot of step {note.number} learnt from another batch than is bound to it")
@@ -145,10 +145,10 @@ def _train(
         with me.phase("checkpoint"):
             saver.save(batch.digest, metrics)
         with me.phase("publish"):
-            _publish(me, gang, learner, spec.computes_in)
-        if batch.number % LOG_EVERY == 0 and gang.rank == 0:
-            told = "  ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items()))
-            _log.info("step %d: %s", batch.number, told)
+            _publish(me, gang, learner, spec.compute_dtype)
+        if batch.number % LOG_EVERY_STEPS == 0 and gang.rank == 0:
+            text = "  ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items()))
+            _log.info("step %d: %s", batch.number, text)
     with me.phase("checkpoint"):
         saver.finish()
 
@@ -166,21 +166,21 @@ def _learner(me: rrl.Worker, model: nn.Module, gang: Gang) -> Learner:
 def _snapshots(me: rrl.Worker) -> SnapshotClient | None:
     if not me.settings["snapshots"]:
         return None
-    life = me.launch.life
-    return SnapshotClient(me.run_dir.id, me.node, me.keys, life.gang.replica, me.rank, life.incarnation)
+    incarnation = me.launch.incarnation
+    return SnapshotClient(me.run_dir.id, me.node, me.keys, incarnation.gang.replica, me.rank, incarnation.number)
 
 
 def _buffers(me: rrl.Worker, gang: Gang, client: SnapshotClient | None) -> HostBuffers:
     nodes = gang.gather(me.node, NodeName)
 
     def buddy() -> str | None:
-        return buddy_of(me.node, nodes, me.peers.keepers) if me.peers is not None else None
+        return buddy_of(me.node, nodes, me.peers.snapshot_servers) if me.peers is not None else None
 
     def others() -> list[str]:
-        keepers = me.peers.keepers if me.peers is not None else {}
-        return [address for node, address in keepers.items() if node != me.node and address != buddy()]
+        snapshot_servers = me.peers.snapshot_servers if me.peers is not None else {}
+        return [address for node, address in snapshot_servers.items() if node != me.node and address != buddy()]
 
-    return HostBuffers(client, min(me.settings["uncommitted"], MOST_UNCOMMITTED), buddy, others)
+    return HostBuffers(client, min(me.settings["uncommitted"], MAX_UNCOMMITTED), buddy, others)
 
 
 def _publish(me: rrl.Worker, gang: Gang, learner: Learner, dtype: torch.dtype) -> None:
@@ -189,9 +189,9 @@ def _publish(me: rrl.Worker, gang: Gang, learner: Learner, dtype: torch.dtype) -
     weights = learner.weights()
     if gang.rank > 0:  # it gives its shards, and has no use for the whole: nothing is copied off its device
         for tensor in weights.values():
-            full(_cast(tensor, dtype))
+            full_tensor(_cast(tensor, dtype))
         return
-    whole = (content for name, tensor in weights.items() for *_, content in pack({name: full(_cast(tensor, dtype))}))
+    whole = (content for name, tensor in weights.items() for *_, content in pack({name: full_tensor(_cast(tensor, dtype))}))
     described = [(name, *_described(tensor, dtype)) for name, tensor in weights.items()]
     me.publish_each(learner.number, described, whole)
 
@@ -211,8 +211,8 @@ def _examples(me: rrl.Worker, tokenizer: Tokenizer) -> Iterator[list[Example]]:
     steps, size = me.settings["warm_start_steps"], me.settings["warm_start_batch"]
     if not steps:
         return
-    with refusing(TaskError):
-        task = load_task(me.job["task"], me.job["run"]["seed"] + _APART, tokenizer)
+    with exits_on_invalid_config(TaskError):
+        task = load_task(me.job["task"], me.job["run"]["seed"] + _SEED_OFFSET, tokenizer)
     for step in range(steps):
         items = range(step * size, (step + 1) * size)
         yield [(tokenizer.prompt(task.prompt(i)), (*tokenizer.encode(task.answer(i)), tokenizer.eos)) for i in items]

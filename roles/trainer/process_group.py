@@ -38,31 +38,31 @@ from torch.distributed.tensor import DTensor
 
 import rrl
 
-from ...core.types import Life, member_id
+from ...core.types import Incarnation, member_id
 from ...transport.address import NoAddress, interfaces
 from ...transport.messages import Peers
 from ..models.policy import blocks
-from ..models.tensors import given_device
-from ..trajectories.batches import share, unpacked
+from ..models.tensors import assigned_device
+from ..trajectories.batches import shard_for, decode
 from ..trajectories.types import Batch, PackedBatch
 from ..worker.connection import Stopping
 from . import exchange
 
 _log = logging.getLogger("rrl.trainer")
 
-FORMED_BY = 60.0
+RENDEZVOUS_TIMEOUT_S = 60.0
 """s within which all members must have met once all have joined (until then the manager's deadlines hold). torch's own
 are not kept: a rendezvous under used keys failed after 25 s with a timeout of 5 (docs/sources.md)"""
-STANDSTILL = 24 * 3600.0
+COLLECTIVE_TIMEOUT_S = 24 * 3600.0
 """s after which a collective operation that a member is missing from fails. Members wait in one for whoever is still at
 work (a step may take 6 h, a write 1 h: :mod:`rrl.core.phases`) or waits for a store that is away; the manager finds who
 hangs long before, also where a network swallows what is sent"""
-TOLD_BY = 10.0
+FENCE_WAIT_S = 10.0
 """s that a member which lost another one waits to be told so. Survivors fail 30 ms after a death: who leaves first by
 itself would be taken for its cause"""
-_LOOK = 0.2
+_STOP_POLL_S = 0.2
 """s between two looks whether the manager asked us to stop"""
-_LOST = ("gloo", "Gloo", "NCCL", "Connection closed by peer", "Connection reset", "Timed out waiting", "Broken pipe")
+_LOST_MEMBER_TEXTS = ("gloo", "Gloo", "NCCL", "Connection closed by peer", "Connection reset", "Timed out waiting", "Broken pipe")
 """parts of messages of torch's when another member is gone: it raises plain RuntimeErrors"""
 
 T = TypeVar("T")
@@ -75,26 +75,26 @@ class Gang:
 
     def __init__(
         self, rank: int = 0, world: int = 1, device: torch.device | None = None, *, mesh: DeviceMesh | None = None,
-        talk: dist.ProcessGroup | None = None, files: dist.ProcessGroup | None = None,
+        control_group: dist.ProcessGroup | None = None, file_group: dist.ProcessGroup | None = None,
     ) -> None:  # fmt: skip
         self.rank, self.world = rank, world
         self.device = device or torch.device("cpu")
-        self.talk, self.files = talk, files
+        self.control_group, self.file_group = control_group, file_group
         self._mesh = mesh
-        self.file_mesh = DeviceMesh.from_group(files, "cpu") if files is not None else None
+        self.file_mesh = DeviceMesh.from_group(file_group, "cpu") if file_group is not None else None
         """for host copies of shards"""
 
-    def shard(self, model: nn.Module, computes_in: torch.dtype = torch.float32) -> nn.Module:
+    def shard(self, model: nn.Module, compute_dtype: torch.dtype = torch.float32) -> nn.Module:
         """Spread the parameters over the members (FSDP2), a layer at a time. Parameters of another dtype than
         ``computes_in`` stay what they are, and are cast for each use; gradients are summed up in float32."""
         if self._mesh is None:
-            if any(parameter.dtype != computes_in for parameter in model.parameters()):
+            if any(parameter.dtype != compute_dtype for parameter in model.parameters()):
                 raise ValueError(f"without a group of processes a model computes in what its parameters are, not in"
-                                 f" {computes_in}")  # fmt: skip
+                                 f" {compute_dtype}")  # fmt: skip
             return model
         policy = MixedPrecisionPolicy()
-        if computes_in != torch.float32:
-            policy = MixedPrecisionPolicy(param_dtype=computes_in, reduce_dtype=torch.float32)
+        if compute_dtype != torch.float32:
+            policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         for layer in blocks(model):
             fully_shard(layer, mesh=self._mesh, mp_policy=policy)
         fully_shard(model, mesh=self._mesh, mp_policy=policy)
@@ -102,10 +102,10 @@ class Gang:
 
     def sum(self, values: list[float]) -> list[float]:
         """Of all members, place by place."""
-        if self.talk is None:
+        if self.control_group is None:
             return values
         total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total, group=self.talk)
+        dist.all_reduce(total, group=self.control_group)
         return [float(value) for value in total]
 
     def all(self, mine: bool) -> bool:
@@ -114,71 +114,71 @@ class Gang:
 
     def gather(self, mine: T, kind: Any) -> list[T]:
         """The value of each member, by rank; ``kind`` is their type (:func:`rrl.roles.trainer.exchange.gather`)."""
-        return exchange.gather(self.talk, mine, kind)
+        return exchange.gather(self.control_group, mine, kind)
 
-    def from_first(self, do: Callable[[], T], kind: Any) -> T:
+    def broadcast_from_rank0(self, do: Callable[[], T], kind: Any) -> T:
         """What ``do``, called by the first member alone, gives, in all members; ``kind`` is its type."""
-        return exchange.from_first(self.talk, self.rank, do, kind)
+        return exchange.broadcast_from_rank0(self.control_group, self.rank, do, kind)
 
 
-def full(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The whole of a sharded tensor; all members must call it."""
     whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole
 
 
-def form(me: rrl.Worker, computes_in: torch.dtype = torch.float32) -> Gang:
+def init_process_group(me: rrl.Worker, compute_dtype: torch.dtype = torch.float32) -> Gang:
     """Meet the other members. Ends the process when that takes longer than FORMED_BY, and when it has not got the GPU
     that it was given. Raises Stopping.
 
     One that is alone needs a group too where it computes in another dtype than its float32 parameters are of: it is
     FSDP that casts them."""
-    device = given_device(me.launch)
-    if me.world == 1 and computes_in == torch.float32:
+    device = assigned_device(me.launch)
+    if me.world == 1 and compute_dtype == torch.float32:
         return Gang(device=device)
-    _stay_on(me.host)
-    first = me.launch.life.gang
-    timeout = timedelta(seconds=STANDSTILL)
+    _bind_to_address(me.host)
+    first = me.launch.incarnation.gang
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     store: TCPStore | HashStore | None = None
     if me.world == 1:
         store = HashStore()
     elif me.rank == 0:
         store = _open_store(me)
-    place = _once_all_have_joined(me, first) if me.world > 1 else ""
-    with _or_end(FORMED_BY, f"{me.launch.life}: the {me.world} members of {first} have not met in {FORMED_BY:g} s"):
-        store = store or _connected(place)
-        keys = PrefixStore(_unguessable(me.keys.secret, first), store)
+    place = _await_members(me, first) if me.world > 1 else ""
+    with _exit_after(RENDEZVOUS_TIMEOUT_S, f"{me.launch.incarnation}: the {me.world} members of {first} have not met in {RENDEZVOUS_TIMEOUT_S:g} s"):
+        store = store or _connect_store(place)
+        keys = PrefixStore(_store_prefix(me.keys.secret, first), store)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=keys, rank=me.rank, world_size=me.world, timeout=timeout)
-        talk, files = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+        control_group, file_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
         mesh = init_device_mesh(device.type, (me.world,))
-        dist.barrier(group=talk)
-    return Gang(me.rank, me.world, device, mesh=mesh, talk=talk, files=files)
+        dist.barrier(group=control_group)
+    return Gang(me.rank, me.world, device, mesh=mesh, control_group=control_group, file_group=file_group)
 
 
-def lost_another(error: BaseException) -> bool:
+def is_lost_member(error: BaseException) -> bool:
     """Whether this says that another member is gone."""
-    return isinstance(error, RuntimeError) and any(part in str(error) for part in _LOST)
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in _LOST_MEMBER_TEXTS)
 
 
 @contextmanager
-def waits_to_be_told(me: rrl.Worker) -> Iterator[None]:
+def wait_to_be_fenced(me: rrl.Worker) -> Iterator[None]:
     """Let whoever really failed be found first: a survivor is fenced within TOLD_BY, which ends it, or ends itself."""
     try:
         yield
     except RuntimeError as error:
-        if me.world > 1 and lost_another(error):
-            _log.error("%s lost another member of its gang: %s", me.launch.life, error)
-            me.stopping.wait(TOLD_BY)
+        if me.world > 1 and is_lost_member(error):
+            _log.error("%s lost another member of its gang: %s", me.launch.incarnation, error)
+            me.stopping.wait(FENCE_WAIT_S)
         raise
 
 
-def waits_for_first(me: rrl.Worker, gang: Gang) -> AbstractContextManager[None]:
+def blocked_on_rank0(me: rrl.Worker, gang: Gang) -> AbstractContextManager[None]:
     """Inside, the first member asks the store for all: the others wait for it, however long the store is away."""
-    return me.held_up_by(me.launch.life.gang.replica) if gang.rank > 0 else nullcontext()
+    return me.blocked_on(me.launch.incarnation.gang.replica) if gang.rank > 0 else nullcontext()
 
 
-def _stay_on(address: str) -> None:
+def _bind_to_address(address: str) -> None:
     """Have gloo and NCCL listen at the run's own address: they take an interface by its name. What the job's own
     environment names stays. Raises NoAddress where no interface has the address: gloo would choose one by itself."""
     name = next((one.name for one in interfaces() if one.address == address), None)
@@ -189,7 +189,7 @@ def _stay_on(address: str) -> None:
         raise NoAddress(f"no interface has the address {address} that the ranks are to meet at")
 
 
-def _unguessable(secret: bytes, gang: Life) -> str:
+def _store_prefix(secret: bytes, gang: Incarnation) -> str:
     return hmac.digest(secret, f"gang {gang}".encode(), hashlib.sha256).hex()
 
 
@@ -198,38 +198,38 @@ def _open_store(me: rrl.Worker) -> TCPStore:
     with socket.create_server((me.host, 0), backlog=max(128, me.world)) as listening:
         port = int(listening.getsockname()[1])
         fd = os.dup(listening.fileno())
-        timeout = timedelta(seconds=FORMED_BY)
+        timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
         store = TCPStore(me.host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=fd)
     me.announce(f"tcp://{me.host}:{port}")
     return store
 
 
-def _once_all_have_joined(me: rrl.Worker, first: Life) -> str:
+def _await_members(me: rrl.Worker, first: Incarnation) -> str:
     """Where the first one's store is."""
-    members = [Life(member_id(first.replica, rank), first.incarnation) for rank in range(me.world)]
+    members = [Incarnation(member_id(first.replica, rank), first.number) for rank in range(me.world)]
     place: list[str] = []
     complete = threading.Event()
 
-    def look(peers: Peers) -> None:
-        joined = {peer.life: peer.listens for peer in peers.peers.values() if peer.joined}
+    def on_peers(peers: Peers) -> None:
+        joined = {peer.incarnation: peer.listen_address for peer in peers.peers.values() if peer.joined}
         if joined.keys() >= set(members) and (listens := joined[first]):
             place.append(listens)
             complete.set()
 
-    me.on_peers(look)
-    while not complete.wait(_LOOK):
+    me.on_peers(on_peers)
+    while not complete.wait(_STOP_POLL_S):
         if me.stopping.is_set():
             raise Stopping
     return place[0]
 
 
-def _connected(place: str) -> TCPStore:
+def _connect_store(place: str) -> TCPStore:
     host, _, port = place.removeprefix("tcp://").rpartition(":")
-    return TCPStore(host, int(port), None, False, timedelta(seconds=FORMED_BY), wait_for_workers=False)
+    return TCPStore(host, int(port), None, False, timedelta(seconds=RENDEZVOUS_TIMEOUT_S), wait_for_workers=False)
 
 
 @contextmanager
-def _or_end(within: float, why: str) -> Iterator[None]:
+def _exit_after(within: float, why: str) -> Iterator[None]:
     """torch waits where no exception reaches it: when it is too late the process ends."""
 
     def end() -> None:
@@ -245,7 +245,7 @@ def _or_end(within: float, why: str) -> Iterator[None]:
         timer.cancel()
 
 
-_FIRST = 0
+_RANK0 = 0
 _decoder = msgspec.msgpack.Decoder(PackedBatch)
 
 
@@ -257,37 +257,37 @@ def batches(me: rrl.Worker, gang: Gang, after: int) -> Iterator[Batch]:
         yield from me.batches(after=after)
         return
     for number in range(after + 1, me.job["run"]["steps"] + 1):
-        batch = _next(me, gang, number)
+        batch = _next_batch(me, gang, number)
         if batch is None:
             return
         yield batch
         me.progress(1)
 
 
-def _next(me: rrl.Worker, gang: Gang, number: int) -> Batch | None:
+def _next_batch(me: rrl.Worker, gang: Gang, number: int) -> Batch | None:
     """The others wait for the first member, however long the store is away."""
-    first = gang.rank == _FIRST
+    first = gang.rank == _RANK0
     whole = me.packed_batch(number) if first else None
-    with nullcontext() if first else me.phase("wait_data", waits_for=me.launch.life.gang.replica):
+    with nullcontext() if first else me.phase("wait_data", waits_for=me.launch.incarnation.gang.replica):
         if not gang.all(whole is not None if first else not me.stopping.is_set()):
             return None
-        return unpacked(_receive(gang) if whole is None else _send(gang, whole))
+        return decode(_receive_shard(gang) if whole is None else _send_shards(gang, whole))
 
 
-def _send(gang: Gang, whole: PackedBatch) -> PackedBatch:
+def _send_shards(gang: Gang, whole: PackedBatch) -> PackedBatch:
     """Returns the sender's own share."""
     for rank in range(gang.world):
-        if rank != _FIRST:
+        if rank != _RANK0:
             data = bytearray()
-            msgspec.msgpack.Encoder().encode_into(share(whole, rank, gang.world), data)
-            dist.send(torch.tensor([len(data)]), dst=rank, group=gang.talk)
-            dist.send(torch.frombuffer(data, dtype=torch.uint8), dst=rank, group=gang.talk)
-    return share(whole, _FIRST, gang.world)
+            msgspec.msgpack.Encoder().encode_into(shard_for(whole, rank, gang.world), data)
+            dist.send(torch.tensor([len(data)]), dst=rank, group=gang.control_group)
+            dist.send(torch.frombuffer(data, dtype=torch.uint8), dst=rank, group=gang.control_group)
+    return shard_for(whole, _RANK0, gang.world)
 
 
-def _receive(gang: Gang) -> PackedBatch:
+def _receive_shard(gang: Gang) -> PackedBatch:
     length = torch.zeros(1, dtype=torch.int64)
-    dist.recv(length, src=_FIRST, group=gang.talk)
+    dist.recv(length, src=_RANK0, group=gang.control_group)
     data = torch.empty(int(length), dtype=torch.uint8)
-    dist.recv(data, src=_FIRST, group=gang.talk)
+    dist.recv(data, src=_RANK0, group=gang.control_group)
     return _decoder.decode(data.numpy().data)

@@ -17,17 +17,17 @@ import rrl
 
 from ...core.types import NodeName
 from ..snapshots.client import SnapshotClient
-from ..snapshots.format import Kept, SnapshotError
+from ..snapshots.format import SnapshotInfo, SnapshotError
 from ..worker.checkpoint_files import incarnation_of
-from .async_saver import Note
+from .async_saver import SnapshotMeta
 from .checkpoint import Checkpoints
 from .host_buffers import Layout
 from .learner import Learner
-from .process_group import Gang, waits_for_first
+from .process_group import Gang, blocked_on_rank0
 
 _log = logging.getLogger("rrl.trainer")
 
-Name = tuple[int, int]
+SnapshotKey = tuple[int, int]
 """Of a snapshot: the step, and the incarnation that made it. Two of one name fit together."""
 
 
@@ -44,11 +44,11 @@ class Commit(Struct, frozen=True):
         return -1 if (made_by := incarnation_of(name)) is None else made_by
 
 
-class Found(Struct, frozen=True):
+class RestorePoint(Struct, frozen=True):
     """What all members agreed on: a snapshot (its note, its bytes here), else the commit."""
 
     commit: Commit
-    note: Note | None = None
+    note: SnapshotMeta | None = None
     data: memoryview = memoryview(b"")
 
     @property
@@ -61,12 +61,12 @@ class Found(Struct, frozen=True):
         return f"the commit of step {self.commit.number}" if self.commit.manifest else "a fresh model"
 
     @property
-    def uncommitted(self) -> Note | None:
+    def uncommitted(self) -> SnapshotMeta | None:
         """The commit of this one is still to be finished."""
         return self.note if self.note is not None and self.note.number > self.commit.number else None
 
 
-def usable(names: Iterable[Name], commit: Commit) -> list[Name]:
+def candidates(names: Iterable[SnapshotKey], commit: Commit) -> list[SnapshotKey]:
     """Newest first. A step beyond the next cannot be committed yet. What an earlier life made of the committed step, or
     of a later one, does not descend from what was committed, unless the same life did that too."""
     fit = [
@@ -78,86 +78,86 @@ def usable(names: Iterable[Name], commit: Commit) -> list[Name]:
     return sorted(fit, reverse=True)
 
 
-def find(me: rrl.Worker, gang: Gang, client: SnapshotClient | None) -> Found:
+def agree_on_restore_point(me: rrl.Worker, gang: Gang, client: SnapshotClient | None) -> RestorePoint:
     """Ask who has what, agree, get it and verify it."""
-    with waits_for_first(me, gang):
-        commit = gang.from_first(lambda: Commit(me.committed or 0, me.committed_manifest), Commit)
-    places = _places(me, gang, client)
-    everybody = gang.gather(set(places), set[Name])
-    for name in usable(set.intersection(*everybody), commit):
-        got = _get(client, places[name], gang.world)
+    with blocked_on_rank0(me, gang):
+        commit = gang.broadcast_from_rank0(lambda: Commit(me.committed or 0, me.committed_manifest), Commit)
+    places = _locations(me, gang, client)
+    everybody = gang.gather(set(places), set[SnapshotKey])
+    for name in candidates(set.intersection(*everybody), commit):
+        got = _fetch(client, places[name], gang.world)
         if gang.all(got is not None) and got is not None:
-            return Found(commit, *got)
-    return Found(commit)
+            return RestorePoint(commit, *got)
+    return RestorePoint(commit)
 
 
-def load(found: Found, learner: Learner, checkpoints: Checkpoints, gang: Gang) -> None:
+def load(restore_point: RestorePoint, learner: Learner, checkpoints: Checkpoints, gang: Gang) -> None:
     """Make the learner what was found. Raises DamagedCheckpoint, and RuntimeError where members differ."""
-    if found.note is None:
-        assert found.commit.manifest is not None
-        checkpoints.read(found.commit.manifest, learner)
-        state = f"checkpoint {found.commit.manifest['folder']}"
+    if restore_point.note is None:
+        assert restore_point.commit.manifest is not None
+        checkpoints.read(restore_point.commit.manifest, learner)
+        state = f"checkpoint {restore_point.commit.manifest['folder']}"
     else:
         tensors = learner.tensors()
         layout = Layout(tensors)
-        if layout.digest != found.note.layout:
-            raise RuntimeError(f"the snapshot of step {found.note.number} is of another model than job.toml's")
-        layout.load(found.data, tensors)
-        learner.resume(found.note.rest)
-        if found.commit.manifest is not None:
-            checkpoints.known(found.commit.manifest)
-        state = f"snapshot of batch {found.note.digest}"
+        if layout.digest != restore_point.note.layout:
+            raise RuntimeError(f"the snapshot of step {restore_point.note.number} is of another model than job.toml's")
+        layout.load(restore_point.data, tensors)
+        learner.resume(restore_point.note.extra_state)
+        if restore_point.commit.manifest is not None:
+            checkpoints.set_committed(restore_point.commit.manifest)
+        state = f"snapshot of batch {restore_point.note.digest}"
     check_same(gang.gather((learner.number, state), tuple[int, str]))
 
 
-def check_same(said: Sequence[tuple[int, str]]) -> None:
+def check_same(states: Sequence[tuple[int, str]]) -> None:
     """By rank: the step that each member stands at, and what it loaded. Raises RuntimeError when they differ."""
-    if len(set(said)) > 1:
-        told = "; ".join(f"rank {rank}: step {step}, {state}" for rank, (step, state) in enumerate(said))
-        raise RuntimeError(f"the members of the trainer do not stand at the same state: {told}")
+    if len(set(states)) > 1:
+        text = "; ".join(f"rank {rank}: step {step}, {state}" for rank, (step, state) in enumerate(states))
+        raise RuntimeError(f"the members of the trainer do not stand at the same state: {text}")
 
 
-_Place = tuple[str | None, Kept]
+_Location = tuple[str | None, SnapshotInfo]
 """An agent's address, None for that of this node; and what it keeps."""
 
 
-def _places(me: rrl.Worker, gang: Gang, client: SnapshotClient | None) -> dict[Name, list[_Place]]:
+def _locations(me: rrl.Worker, gang: Gang, client: SnapshotClient | None) -> dict[SnapshotKey, list[_Location]]:
     """Where this member's snapshots are, at its own node first. Each member asks the agent beside it; the first one
     asks those of standbys too."""
-    keepers = dict(me.peers.keepers) if me.peers is not None else {}
-    here = [(me.node, kept) for kept in _listed(client, None)]
+    snapshot_servers = dict(me.peers.snapshot_servers) if me.peers is not None else {}
+    here = [(me.node, kept) for kept in _list_snapshots(client, None)]
     ours = set(gang.gather(me.node, NodeName))
     if gang.rank == 0:
-        beside = {node: address for node, address in sorted(keepers.items()) if node not in ours}
-        here += [(node, kept) for node, address in beside.items() for kept in _listed(client, address)]
-    places: dict[Name, list[_Place]] = {}
-    everywhere = set().union(*gang.gather(here, list[tuple[NodeName, Kept]]))
+        beside = {node: address for node, address in sorted(snapshot_servers.items()) if node not in ours}
+        here += [(node, kept) for node, address in beside.items() for kept in _list_snapshots(client, address)]
+    places: dict[SnapshotKey, list[_Location]] = {}
+    everywhere = set().union(*gang.gather(here, list[tuple[NodeName, SnapshotInfo]]))
     for node, kept in sorted(everywhere, key=lambda each: each[0] != me.node):
-        if kept.rank == gang.rank and (node == me.node or node in keepers):
-            address = None if node == me.node else keepers[node]
+        if kept.rank == gang.rank and (node == me.node or node in snapshot_servers):
+            address = None if node == me.node else snapshot_servers[node]
             places.setdefault((kept.step, kept.incarnation), []).append((address, kept))
     return places
 
 
-def _listed(client: SnapshotClient | None, address: str | None) -> Collection[Kept]:
+def _list_snapshots(client: SnapshotClient | None, address: str | None) -> Collection[SnapshotInfo]:
     if client is None:
         return ()
     try:
-        return client.available(address)
+        return client.list_snapshots(address)
     except SnapshotError as error:
         _log.warning("cannot list the snapshots on %s: %s", address or "this node", error)
         return ()
 
 
-def _get(client: SnapshotClient | None, places: Sequence[_Place], world: int) -> tuple[Note, memoryview] | None:
+def _fetch(client: SnapshotClient | None, places: Sequence[_Location], world: int) -> tuple[SnapshotMeta, memoryview] | None:
     """From the first place that gives all of it, unchanged."""
     assert client is not None
-    for address, kept in places:
+    for address, snapshot in places:
         try:
-            meta, data = client.read(kept) if address is None else client.fetch(address, kept)
-            note = msgspec.msgpack.decode(meta, type=Note)
+            meta, data = client.read(snapshot) if address is None else client.fetch(address, snapshot)
+            note = msgspec.msgpack.decode(meta, type=SnapshotMeta)
         except (SnapshotError, msgspec.MsgspecError) as error:
-            _log.warning("cannot read %s from %s: %s", kept, address or "this node", error)
+            _log.warning("cannot read %s from %s: %s", snapshot, address or "this node", error)
             continue
         if note.world == world:
             return note, memoryview(data)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from .records import Audit, Binding, Dropped, Record, Settled, audit, decode, encode
+from .records import Audit, Binding, GroupDropped, Record, BindingRetired, audit, decode, encode
 from .state import State
 
 _HEADER = struct.Struct("<4sIII")
@@ -84,8 +84,8 @@ def _frames(flush: int, payloads: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _frame(mark: int, payload: bytes) -> bytes:
-    words = struct.pack("<II", mark, len(payload))
-    return _MAGIC + words + struct.pack("<I", zlib.crc32(payload, zlib.crc32(words))) + payload
+    header = struct.pack("<II", mark, len(payload))
+    return _MAGIC + header + struct.pack("<I", zlib.crc32(payload, zlib.crc32(header))) + payload
 
 
 def _later_flush(rest: bytes, torn: int) -> int | None:
@@ -111,7 +111,7 @@ class Log:
         self._number = _claim(folder)
         self._path = folder / f"log.{self._number}"
         self._fd: int | None = None
-        self._waiting: list[bytes] = []
+        self._pending: list[bytes] = []
         self._flush = 0
         self.size = 0
         """bytes in the file"""
@@ -148,18 +148,18 @@ class Log:
 
     def append(self, payload: bytes) -> None:
         """To be written by the next ``flush``."""
-        self._waiting.append(payload)
+        self._pending.append(payload)
 
     def flush(self) -> None:
         """Make all that was appended durable: one write, one sync. Raises Superseded when this folder is not ours.
 
         After any error here the object is useless: what the file holds is known only by reading it again.
         """
-        if self._waiting:
+        if self._pending:
             assert self._fd is not None
             self._flush += 1
-            left = memoryview(b"".join(_frames(self._flush, self._waiting)))
-            self._waiting = []
+            left = memoryview(b"".join(_frames(self._flush, self._pending)))
+            self._pending = []
             self.size += len(left)
             while left:
                 left = left[os.write(self._fd, left) :]
@@ -203,17 +203,17 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-_KEEP = 2
+_RETAINED_STEPS = 2
 """committed steps whose token data stays (rule 9)"""
 _COMPACT_GROWTH = 4
 """the log is compacted once it has grown so many times since the last time: rewriting stays a fixed share of writing"""
 
 
-class Durable:
+class DurableState:
     """``compact_from``: bytes of log below which it is not compacted."""
 
     def __init__(self, folder: Path, compact_from: int) -> None:
-        self.state = State(_KEEP)
+        self.state = State(_RETAINED_STEPS)
         self._compact_from = compact_from
         self._log = Log(folder)
         for payload in self._log.inherited():
@@ -244,10 +244,10 @@ class Durable:
     def _history(self, past: Iterable[Record]) -> Iterator[Record]:
         for record in past:
             match record:
-                case Settled() | Dropped():
+                case BindingRetired() | GroupDropped():
                     yield record
-                case Binding(number, groups, trajectories) if number <= self.state.committed - _KEEP:
-                    yield Settled(number, groups, trajectories)
+                case Binding(number, groups, trajectories) if number <= self.state.committed - _RETAINED_STEPS:
+                    yield BindingRetired(number, groups, trajectories)
 
     def audit(self) -> Audit:
         self.flush()

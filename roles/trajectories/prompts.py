@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from .types import Prompt
 
-UNASKABLE = "no prompt could be made of the item"
+NO_PROMPT = "no prompt could be made of the item"
 """The reason of each group that was dropped before it was begun."""
-ALL_UNASKABLE = 32
+MAX_ITEMS_WITHOUT_PROMPT = 32
 """Items in a row without a prompt, after which the items are not at fault: the task is, or the service that it asks."""
 
 
@@ -51,8 +51,8 @@ class ItemPrompts:
     def _count_failure(self, item: int, error: Exception) -> None:
         reason = str(error) if isinstance(error, ValueError) else repr(error)
         self._failures_in_a_row += 1
-        if self._failures_in_a_row == ALL_UNASKABLE:
-            raise ValueError(f"{ALL_UNASKABLE} items of [task] in a row, up to item {item}, have no prompt; the last"
+        if self._failures_in_a_row == MAX_ITEMS_WITHOUT_PROMPT:
+            raise ValueError(f"{MAX_ITEMS_WITHOUT_PROMPT} items of [task] in a row, up to item {item}, have no prompt; the last"
                              f" one: {reason}") from error  # fmt: skip
         if not self._reported:
             self._reported = True

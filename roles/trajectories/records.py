@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from ...core.types import Life, ReplicaId, Version
+from ...core.types import Incarnation, ReplicaId, Version
 from .types import Score, Segment
 
 FORMAT = 1
 
 
-class Piece(Struct, frozen=True, array_like=True, gc=False):
+class PackedSegment(Struct, frozen=True, array_like=True, gc=False):
     """A segment, packed: ``tokens`` as int32, ``logprobs`` as float32, in this machine's byte order."""
 
     trajectory: int
@@ -45,7 +45,7 @@ class Head(Struct, frozen=True, tag="head", array_like=True):
     trajectories: int
 
 
-class Made(Struct, frozen=True, tag="made", array_like=True):
+class GroupCreated(Struct, frozen=True, tag="made", array_like=True):
     """A group: ``size`` trajectories from ``first`` on, all of one prompt."""
 
     group: int
@@ -55,13 +55,13 @@ class Made(Struct, frozen=True, tag="made", array_like=True):
     prompt: bytes
 
 
-class Grown(Struct, frozen=True, tag="grown", array_like=True):
-    life: Life
-    pieces: tuple[Piece, ...]
+class SegmentsAppended(Struct, frozen=True, tag="grown", array_like=True):
+    incarnation: Incarnation
+    segments: tuple[PackedSegment, ...]
     finished: tuple[int, ...]
 
 
-class Scored(Struct, frozen=True, tag="scored", array_like=True):
+class ScoresRecorded(Struct, frozen=True, tag="scored", array_like=True):
     scores: tuple[Score, ...]
 
 
@@ -73,7 +73,7 @@ class DropCause(StrEnum):
     OTHER = "other"
 
 
-class Dropped(Struct, frozen=True, tag="dropped", array_like=True):
+class GroupDropped(Struct, frozen=True, tag="dropped", array_like=True):
     group: int
     trajectories: int
     reason: str
@@ -94,7 +94,7 @@ class Binding(Struct, frozen=True, tag="binding", array_like=True):
     """age of the oldest token of this and all earlier bindings, in weight versions"""
 
 
-class Settled(Struct, frozen=True, tag="settled", array_like=True):
+class BindingRetired(Struct, frozen=True, tag="settled", array_like=True):
     """A binding so far below the committed step that its token data is gone. Kept for the audit."""
 
     number: int
@@ -102,9 +102,9 @@ class Settled(Struct, frozen=True, tag="settled", array_like=True):
     trajectories: int
 
 
-class Commitment(Struct, frozen=True, tag="commitment", array_like=True):
+class StepCommitted(Struct, frozen=True, tag="commitment", array_like=True):
     number: int
-    life: Life
+    incarnation: Incarnation
     manifest: dict[str, Any]
     digest: str
 
@@ -123,7 +123,7 @@ class Fence(Struct, frozen=True, tag="fence", array_like=True):
     incarnation: int
 
 
-Record = Head | Made | Grown | Scored | Dropped | Binding | Settled | Metrics | Commitment | Fence
+Record = Head | GroupCreated | SegmentsAppended | ScoresRecorded | GroupDropped | Binding | BindingRetired | Metrics | StepCommitted | Fence
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Record)
 encode = _encoder.encode
@@ -136,7 +136,7 @@ def decode(payload: bytes) -> Record:
 
 
 # ── packing ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def pack(segment: Segment) -> Piece:
+def pack(segment: Segment) -> PackedSegment:
     """Raises OverflowError for a token that is no int32, ValueError for lists that are not parallel or not finite."""
     if len(segment.tokens) != len(segment.logprobs):
         raise ValueError(f"{len(segment.tokens)} tokens with {len(segment.logprobs)} log-probabilities")
@@ -144,7 +144,7 @@ def pack(segment: Segment) -> Piece:
         raise ValueError("a log-probability is not finite")
     tokens, logprobs = pack_tokens(segment.tokens), array("f", segment.logprobs).tobytes()
     version = segment.version
-    return Piece(segment.trajectory, segment.offset, tokens, logprobs, version.step, version.incarnation)
+    return PackedSegment(segment.trajectory, segment.offset, tokens, logprobs, version.step, version.incarnation)
 
 
 def pack_tokens(tokens: tuple[int, ...]) -> bytes:
@@ -155,7 +155,7 @@ def unpack_tokens(packed: bytes) -> tuple[int, ...]:
     return tuple(array("i", packed))
 
 
-def unpack(piece: Piece) -> Segment:
+def unpack(piece: PackedSegment) -> Segment:
     tokens, logprobs = unpack_tokens(piece.tokens), tuple(array("f", piece.logprobs))
     return Segment(piece.trajectory, piece.offset, tokens, logprobs, Version(piece.step, piece.incarnation))
 
@@ -190,18 +190,18 @@ def audit(records: Iterable[Record]) -> Audit:
         match record:
             case Head(trajectories=numbered):
                 made = numbered
-            case Made(group, first, size):
+            case GroupCreated(group, first, size):
                 sizes[group] = size
                 made = max(made, first + size)
-            case Binding(number, groups, trajectories) | Settled(number, groups, trajectories):
+            case Binding(number, groups, trajectories) | BindingRetired(number, groups, trajectories):
                 steps[number], in_step[number] = groups, trajectories
-                if isinstance(record, Settled):
+                if isinstance(record, BindingRetired):
                     committed = max(committed, number)
                 else:
                     ages[number] = record.max_age
-            case Commitment(number):
+            case StepCommitted(number):
                 committed = max(committed, number)
-            case Dropped(group, trajectories, reason, cause):
+            case GroupDropped(group, trajectories, reason, cause):
                 sizes.pop(group, None)
                 dropped[reason] += trajectories
                 stale += trajectories if cause is DropCause.STALE else 0

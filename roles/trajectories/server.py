@@ -16,11 +16,11 @@ import rrl
 
 from ...config.model_folder import max_length
 from ...core.run_dir import write_atomically
-from ...core.text import refusing
-from ...core.types import Life
+from ...core.text import exits_on_invalid_config
+from ...core.types import Incarnation
 from ...transport.control.endpoints import Incoming, Listener
-from ...transport.control.sockets import CONTROL, TO_STORE
-from ...transport.messages import Holder, Peers
+from ...transport.control.sockets import CONTROL_BOUNDS, STORE_BOUNDS
+from ...transport.messages import WeightSource, Peers
 from ..models.tasks import TaskError, load_task
 from ..models.tokenizer import open_tokenizer
 from .store import Store
@@ -37,7 +37,7 @@ from .types import (
     LeaseScoring,
     LeaseWork,
     NewestVersion,
-    NotYet,
+    NotReady,
     PostScores,
     Prompt,
     Request,
@@ -49,43 +49,43 @@ _log = logging.getLogger("rrl.trajectories")
 
 def answer(store: Store, request: Request) -> Answer:
     match request:
-        case LeaseWork(life, at_most, _, holding, weights):
-            return store.lease_work(life, at_most, holding, weights)
-        case Append(life, segments, finished):
-            return store.append(life, segments, finished)
-        case LeaseScoring(life, at_most, _, holding):
-            return store.lease_scoring(life, at_most, holding)
-        case PostScores(life, scores, failed):
-            return store.post_scores(life, scores, failed)
-        case GetBatch(life, number):
-            return store.batch(life, number)
-        case Commit(life, number, manifest, digest, metrics):
-            return store.commit(life, number, manifest, digest, metrics)
-        case GetMetrics(life, after):
-            return store.metrics(life, after)
-        case GetCommitted(life):
-            return store.committed(life)
+        case LeaseWork(incarnation, at_most, _, holding, weights):
+            return store.lease(incarnation, at_most, holding, weights)
+        case Append(incarnation, segments, finished):
+            return store.append(incarnation, segments, finished)
+        case LeaseScoring(incarnation, at_most, _, holding):
+            return store.lease_scoring(incarnation, at_most, holding)
+        case PostScores(incarnation, scores, failed):
+            return store.post_scores(incarnation, scores, failed)
+        case GetBatch(incarnation, number):
+            return store.batch(incarnation, number)
+        case Commit(incarnation, number, manifest, digest, metrics):
+            return store.commit(incarnation, number, manifest, digest, metrics)
+        case GetMetrics(incarnation, after):
+            return store.metrics(incarnation, after)
+        case GetCommitted(incarnation):
+            return store.committed(incarnation)
         case FollowVersions():
-            return report_and_look(store, request)
+            return report_and_read(store, request)
 
 
-def report_and_look(store: Store, request: FollowVersions) -> NewestVersion | NotYet | Denied:
+def report_and_read(store: Store, request: FollowVersions) -> NewestVersion | NotReady | Denied:
     """Report what the asker serves, and return the newest version that is known then."""
-    holder = Holder(request.life, request.serves or "", request.holds if request.serves else None)
-    return store.report_version(holder) or store.newest_version or NotYet()
+    source = WeightSource(request.incarnation, request.weight_address or "", request.weight_version if request.weight_address else None)
+    return store.report_version(source) or store.newest_version or NotReady()
 
 
-_LOOK = 0.2
+_STOP_POLL_S = 0.2
 """s between two looks whether the manager asked us to stop"""
 
 
-_EMPTY = (NotYet(), Leased(()), Scoring(()))
+_EMPTY = (NotReady(), Leased(()), Scoring(()))
 """Answers that give nothing: a request waits before it gets one"""
 _OUTDATED = Leased((), outdated=True)
 """Told at once: whoever must get newer weights first asks again with those"""
 _NO_WORK = (*_EMPTY, _OUTDATED)
 """Answers that are no work done"""
-WEIGHTS_BY = 300.0
+WEIGHTS_WARNING_AFTER_S = 300.0
 """s that newer weights may be on their way while nothing else happens before it is said that they are waited for:
 longer than the largest models take"""
 
@@ -94,7 +94,7 @@ NOTE_AFTER_S = 5.0
 """s that the trainer waits for a batch before `rrl status` says for what: shorter waits are part of every step"""
 NOTE_INTERVAL_S = 30.0
 """s between two notes on the same step: each is a record in the manager's journal"""
-_HEAD = 1024
+_FRAME_OVERHEAD_BYTES = 1024
 """bytes of a frame that are not the answer, and more"""
 
 
@@ -122,17 +122,17 @@ class Followers:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._waiting: dict[Life, _Following] = {}
-        self._arrived: set[Life] = set()
-        self._told: NewestVersion | None = None
+        self._waiting: dict[Incarnation, _Following] = {}
+        self._arrived: set[Incarnation] = set()
+        self._answered_version: NewestVersion | None = None
         """the newest version when all requests were judged last"""
         self._judge_all = False
 
     def add(self, incoming: Incoming, now: float) -> None:
         """Take in a request. An earlier one of the same life is dropped: its asker waits for this one."""
-        life = incoming.message.life
-        self._waiting[life] = _Following(incoming, now + incoming.message.wait)
-        self._arrived.add(life)
+        incarnation = incoming.message.life
+        self._waiting[incarnation] = _Following(incoming, now + incoming.message.wait)
+        self._arrived.add(incarnation)
 
     def membership_changed(self) -> None:
         """Judge every request anew: a life that was unknown may be current by now, another one fenced."""
@@ -145,22 +145,22 @@ class Followers:
 
     def answers(self, now: float) -> list[tuple[Incoming, Answer]]:
         """Return the answers that can be given now; their requests do not wait any more."""
-        for life in self._arrived:
-            report_and_look(self._store, self._waiting[life].incoming.message)
-        changed = self._store.newest_version is not self._told
-        self._told = self._store.newest_version
-        lives = list(self._waiting) if changed or self._judge_all or self.due <= now else list(self._arrived)
+        for incarnation in self._arrived:
+            report_and_read(self._store, self._waiting[incarnation].incoming.message)
+        changed = self._store.newest_version is not self._answered_version
+        self._answered_version = self._store.newest_version
+        incarnations = list(self._waiting) if changed or self._judge_all or self.due <= now else list(self._arrived)
         self._judge_all = False
         self._arrived.clear()
         answers: list[tuple[Incoming, Answer]] = []
-        for life in lives:
-            waiting = self._waiting[life]
-            answer = report_and_look(self._store, waiting.incoming.message)
+        for incarnation in incarnations:
+            waiting = self._waiting[incarnation]
+            answer = report_and_read(self._store, waiting.incoming.message)
             known = waiting.incoming.message.known
             is_news = isinstance(answer, Denied) or (isinstance(answer, NewestVersion) and answer.version != known)
             if is_news or waiting.until <= now:
                 answers.append((waiting.incoming, answer))
-                del self._waiting[life]
+                del self._waiting[incarnation]
         return answers
 
 
@@ -173,12 +173,12 @@ class Server:
     """
 
     def __init__(
-        self, store: Store, listener: Listener, done: Callable[[int], None] = lambda _: None,
+        self, store: Store, listener: Listener, on_served: Callable[[int], None] = lambda _: None,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self._store = store
         self._listener = listener
-        self._done = done
+        self._on_served = on_served
         self._note = note
         self._unbound: int | None = None
         """step of the batch that the trainer asks for and that is not bound yet"""
@@ -190,12 +190,12 @@ class Server:
         self._followers = Followers(store)
         self._woken = asyncio.Event()
         self._stopping = False
-        self._wanting_since: float | None = None
+        self._weights_missing_since: float | None = None
         """since when nothing but newer weights has been waited for, also by the trainer; inf: that was said"""
 
-    def peers(self, living: frozenset[Life]) -> None:
+    def update_membership(self, current: frozenset[Incarnation]) -> None:
         """Who lives, from the manager; durable with the next round, before any later answer."""
-        self._store.peers(living)
+        self._store.update_membership(current)
         self._followers.membership_changed()
         self._woken.set()
 
@@ -236,28 +236,28 @@ class Server:
     async def _round(self) -> None:
         """Answer all that is here, make it durable by one flush, and only then tell."""
         now = asyncio.get_running_loop().time()
-        here = self._parked
+        waiting = self._parked
         for incoming in self._arrived:
             if isinstance(incoming.message, FollowVersions):
                 self._followers.add(incoming, now)
             else:
-                here.append(_Parked(incoming, now + getattr(incoming.message, "wait", 0.0)))
+                waiting.append(_Parked(incoming, now + getattr(incoming.message, "wait", 0.0)))
         self._arrived, self._parked = [], []
         answers: list[tuple[Incoming, Answer | msgspec.Raw]] = []
         batches: dict[int, msgspec.Raw | Denied] = {}
-        for each in _once(here):
-            said = self._answer(each.incoming.message, batches, now)
-            if now < each.until and said in _EMPTY:
+        for each in _once(waiting):
+            reply = self._answer(each.incoming.message, batches, now)
+            if now < each.until and reply in _EMPTY:
                 self._parked.append(each)
             else:
-                answers.append((each.incoming, said))
-        news = self._followers.answers(now)  # no work done: a store that tells of versions only stands still
+                answers.append((each.incoming, reply))
+        version_answers = self._followers.answers(now)  # no work done: a store that tells of versions only stands still
         self._store.flush()
-        for incoming, said in (*answers, *news):
-            await self._listener.send(incoming.peer, said, incoming.ask)
-        served = sum(said not in _NO_WORK and not isinstance(said, Denied) for _, said in answers)
-        self._done(served)
-        self._want_weights(now, served, [said for _, said in answers])
+        for incoming, reply in (*answers, *version_answers):
+            await self._listener.send(incoming.peer, reply, incoming.request_id)
+        served = sum(reply not in _NO_WORK and not isinstance(reply, Denied) for _, reply in answers)
+        self._on_served(served)
+        self._warn_missing_weights(now, served, [reply for _, reply in answers])
         self._note_wait(now)
         if warning := self._store.warning():
             _log.warning("%s", warning)
@@ -268,14 +268,14 @@ class Server:
         """A batch, of which every member of a trainer may want its own copy, is made and encoded once a round."""
         if not isinstance(request, GetBatch):
             return answer(self._store, request)
-        if no := self._store.bind(request.life, request.number):
-            if isinstance(no, NotYet) and self._unbound != request.number:
+        if no := self._store.bind(request.incarnation, request.number):
+            if isinstance(no, NotReady) and self._unbound != request.number:
                 self._unbound, self._note_at = request.number, now + NOTE_AFTER_S
             return no
         if request.number == self._unbound:
             self._unbound = None
         if request.number not in batches:
-            batches[request.number] = _encoded(self._store.batch(request.life, request.number))
+            batches[request.number] = _encoded(self._store.batch(request.incarnation, request.number))
         return batches[request.number]
 
     def _note_wait(self, now: float) -> None:
@@ -285,53 +285,53 @@ class Server:
             self._note("")
         elif self._unbound is not None and now >= self._note_at:
             self._noted, self._note_at = True, now + NOTE_INTERVAL_S
-            self._note(self._store.waiting(self._unbound) or "")
+            self._note(self._store.wait_reason(self._unbound) or "")
 
-    def _want_weights(self, now: float, served: int, answers: Sequence[Answer | msgspec.Raw]) -> None:
+    def _warn_missing_weights(self, now: float, served: int, answers: Sequence[Answer | msgspec.Raw]) -> None:
         """A trainer that waits for a batch has published, or should have, what the rollouts wait for."""
         if served:
-            self._wanting_since = None
+            self._weights_missing_since = None
         elif _OUTDATED in answers and any(isinstance(one.incoming.message, GetBatch) for one in self._parked):
-            if self._wanting_since is None:
-                self._wanting_since = now
-            elif now - self._wanting_since >= WEIGHTS_BY:
-                self._wanting_since = math.inf
+            if self._weights_missing_since is None:
+                self._weights_missing_since = now
+            elif now - self._weights_missing_since >= WEIGHTS_WARNING_AFTER_S:
+                self._weights_missing_since = math.inf
                 _log.warning(
                     "the trainer waits for a batch, and the rollouts for newer weights than they have: with [sampling]"
                     " staleness = N a trainer must publish at least once in N + 1 steps"
                 )
 
 
-def _once(here: Iterable[_Parked]) -> Iterator[_Parked]:
+def _once(waiting: Iterable[_Parked]) -> Iterator[_Parked]:
     """Whoever says the same again while he waits is answered once."""
-    seen: set[tuple[bytes, int]] = set()
-    for each in here:
-        peer, ask = each.incoming.peer, each.incoming.ask
-        if ask is not None and (peer, ask) in seen:
+    answered: set[tuple[bytes, int]] = set()
+    for each in waiting:
+        peer, ask = each.incoming.peer, each.incoming.request_id
+        if ask is not None and (peer, ask) in answered:
             continue
         if ask is not None:
-            seen.add((peer, ask))
+            answered.add((peer, ask))
         yield each
 
 
 def _encoded(batch: Answer) -> msgspec.Raw | Denied:
     data = msgspec.msgpack.encode(batch)
-    if len(data) + _HEAD <= CONTROL.frame:
+    if len(data) + _FRAME_OVERHEAD_BYTES <= CONTROL_BOUNDS.max_frame_bytes:
         return msgspec.Raw(data)
-    return Denied(f"the batch is {len(data) >> 20} MiB, more than the {CONTROL.frame >> 20} MiB of one message; lower"
+    return Denied(f"the batch is {len(data) >> 20} MiB, more than the {CONTROL_BOUNDS.max_frame_bytes >> 20} MiB of one message; lower"
                   " prompts_per_step, group_size or max_new_tokens in [sampling]")  # fmt: skip
 
 
-def _living(peers: Peers) -> frozenset[Life]:
-    return frozenset(peer.life for peer in peers.peers.values())
+def _current_incarnations(peers: Peers) -> frozenset[Incarnation]:
+    return frozenset(peer.incarnation for peer in peers.peers.values())
 
 
 def _prompts(me: rrl.Worker) -> Callable[[int], Prompt]:
     """Ends the process where model or task can never work. Called, it raises ValueError for a prompt that cannot be
     written in tokens, or leaves no room for an answer, and whatever the task does."""
-    with refusing():
+    with exits_on_invalid_config():
         tokenizer = open_tokenizer(me.job["model"])
-    with refusing(TaskError):
+    with exits_on_invalid_config(TaskError):
         task = load_task(me.job["task"], me.job["run"]["seed"], tokenizer, Path(me.launch.cwd))
     answer = me.job["sampling"]["max_new_tokens"]
     longest = _longest(me.job)
@@ -367,23 +367,23 @@ def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt]) -> Store:
         next_prompt=prompts,
         keep_uncommitted=me.job["roles"]["trainer"]["uncommitted"],
         staleness=staleness if isinstance(staleness, int) else None,
-        waits=sampling.get("late", "wait") == "wait",
+        wait_for_late=sampling.get("late", "wait") == "wait",
     )
 
 
 async def _serve(me: rrl.Worker, store: Store) -> None:
     loop = asyncio.get_running_loop()
-    epoch = me.launch.life.incarnation
-    listener = await Listener.open(me.keys, Request, epoch=epoch, host=me.host, bounds=TO_STORE)
+    epoch = me.launch.incarnation.number
+    listener = await Listener.open(me.keys, Request, epoch=epoch, host=me.host, bounds=STORE_BOUNDS)
     server = Server(store, listener, me.progress, me.note)
 
-    def heard(peers: Peers) -> None:
+    def on_peers(peers: Peers) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended: nobody is served any more
-            loop.call_soon_threadsafe(server.peers, _living(peers))
+            loop.call_soon_threadsafe(server.update_membership, _current_incarnations(peers))
 
     async def watch() -> None:
         while not me.stopping.is_set():
-            await asyncio.sleep(_LOOK)
+            await asyncio.sleep(_STOP_POLL_S)
             me.answer_probe()
         server.stop()
 
@@ -391,8 +391,8 @@ async def _serve(me: rrl.Worker, store: Store) -> None:
     watching = asyncio.create_task(watch())
     try:
         if me.peers is not None:
-            server.peers(_living(me.peers))
-        me.on_peers(heard)
+            server.update_membership(_current_incarnations(me.peers))
+        me.on_peers(on_peers)
         me.announce(listens=listener.endpoint)
         await server.run()
     finally:
@@ -408,7 +408,7 @@ def main() -> None:
         with me.phase("serve"):
             asyncio.run(_serve(me, store))
         if store.audit().committed >= me.job["run"]["steps"]:
-            store.end("the run is complete")
+            store.drop_uncommitted("the run is complete")
         write_atomically(me.run_dir.store / "audit.json", msgspec.json.encode(store.audit()))
         store.close()
 

@@ -36,77 +36,77 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from math import inf
 
-from ...core.types import Life
+from ...core.types import Incarnation
 from .state import Group, State
 
-_LOOKED_AT = 10
+_WARNING_WINDOW_BATCHES = 10
 """batches' worth of groups, trained and dropped, after which it is judged whether most were dropped"""
 
 
-class Freshness:
+class StalenessLimit:
     """The unbound groups by the weights that they were begun with.
 
     ``most``: weight versions that a token may be behind the newest; None: no limit, and nothing is counted.
     ``waits``: ``late = "wait"``."""
 
-    def __init__(self, state: State, most: int | None, groups_per_batch: int, waits: bool) -> None:
+    def __init__(self, state: State, limit: int | None, groups_per_batch: int, wait_for_late: bool) -> None:
         self._state = state
-        self._most = most
+        self._limit = limit
         self._per_batch = groups_per_batch
-        self.waits = waits
+        self.wait_for_late = wait_for_late
         self.reason = (
-            f"stale: no step can train it before a token is more than {most} weight versions old" if waits
-            else f"stale: a token is more than {most} weight versions old"
+            f"stale: no step can train it before a token is more than {limit} weight versions old" if wait_for_late
+            else f"stale: a token is more than {limit} weight versions old"
         )  # fmt: skip
         self._begun: dict[int, int] = {}
         """step of the weights that a group was begun with, by number of the group"""
         self._counts: Counter[int] = Counter()
         """groups by that step"""
-        self._complete: Counter[int] = Counter()
+        self._complete_counts: Counter[int] = Counter()
         """of these, groups that can be bound"""
         self._judged = state.latest, state.stale
         for group in state.groups.values():
             if group.bound is None and group.oldest is not None:
-                self.begin(group, group.oldest)
+                self.mark_begun(group, group.oldest)
                 if not group.unscored:
-                    self.complete(group)
+                    self.mark_complete(group)
 
     # ── what is begun ──────────────────────────────────────────────────────────────────────────────────────────────
-    def begun(self, group: Group) -> float:
+    def begun_with(self, group: Group) -> float:
         """Step of the oldest weights that a token of the group has or may get; inf: not begun, or no limit."""
-        return self._begun.get(group.made.group, inf)
+        return self._begun.get(group.created.group, inf)
 
-    def begin(self, group: Group, weights: int | None) -> bool:
+    def mark_begun(self, group: Group, weights: int | None) -> bool:
         """Count the group as begun with the weights of this step. Returns whether they are older than it had before."""
-        if self._most is None or weights is None or group.bound is not None or self.begun(group) <= weights:
+        if self._limit is None or weights is None or group.bound is not None or self.begun_with(group) <= weights:
             return False
         self._uncount(group)
-        self._begun[group.made.group] = weights
+        self._begun[group.created.group] = weights
         self._counts[weights] += 1
         return True
 
-    def complete(self, group: Group) -> None:
+    def mark_complete(self, group: Group) -> None:
         """Count the group among those that can be bound."""
-        if (weights := self._begun.get(group.made.group)) is not None:
-            self._complete[weights] += 1
+        if (weights := self._begun.get(group.created.group)) is not None:
+            self._complete_counts[weights] += 1
 
     def forget(self, group: Group, *, complete: bool) -> None:
         """The group was bound or dropped; ``complete``: it could be bound."""
-        if complete and (weights := self._begun.get(group.made.group)) is not None:
-            _decrease(self._complete, weights)
+        if complete and (weights := self._begun.get(group.created.group)) is not None:
+            _decrease(self._complete_counts, weights)
         self._uncount(group)
 
     def _uncount(self, group: Group) -> None:
-        if (weights := self._begun.pop(group.made.group, None)) is not None:
+        if (weights := self._begun.pop(group.created.group, None)) is not None:
             _decrease(self._counts, weights)
 
     # ── what may happen ────────────────────────────────────────────────────────────────────────────────────────────
-    def admits(self, group: Group | None, weights: int | None) -> bool:
+    def allows(self, group: Group | None, weights: int | None) -> bool:
         """Whether a rollout with the weights of this step may work on ``group`` (None: on a new one).
 
         ``weights`` None: the rollout does not say, and is not held back."""
-        before = inf if group is None else self.begun(group)
-        if self._most is None or weights is None or before <= weights:
+        before = inf if group is None else self.begun_with(group)
+        if self._limit is None or weights is None or before <= weights:
             return True
         total = 0
         for step in sorted({weights, *self._counts}):
@@ -117,39 +117,39 @@ class Freshness:
 
     def too_old(self, weights: int) -> bool:
         """A token of these weights is too old for the next step, and for every later one."""
-        return self._most is not None and self._places(weights) <= 0
+        return self._limit is not None and self._places(weights) <= 0
 
-    def blocked(self) -> int | None:
+    def blocking_weights(self) -> int | None:
         """With ``late = "wait"``, the step of the weights whose groups must be complete before the next step can be
         bound: more groups begun with these or older weights are incomplete than the steps after it have places for.
         None: it need not wait."""
-        if self._most is None or not self.waits:
+        if self._limit is None or not self.wait_for_late:
             return None
         begun = complete = 0
         for step in sorted(self._counts):
             begun += self._counts[step]
-            complete += self._complete[step]
+            complete += self._complete_counts[step]
             if begun - min(self._per_batch, complete) > self._places(step) - self._per_batch:
                 return step
         return None
 
-    def misfits(self) -> Iterator[Group]:
+    def untrainable(self) -> Iterator[Group]:
         """The groups that no step can train in time, judged by the tokens they have. With ``late = "wait"`` there are
         none unless the store was opened with a smaller limit or with smaller steps."""
-        kept = 0
-        for group in sorted(self._unbound(), key=lambda group: (self.begun(group), group.made.group)):
-            places = self._places(self._begun[group.made.group])
-            if places <= 0 or (self.waits and kept >= places):
+        fitted = 0
+        for group in sorted(self._unbound(), key=lambda group: (self.begun_with(group), group.created.group)):
+            places = self._places(self._begun[group.created.group])
+            if places <= 0 or (self.wait_for_late and fitted >= places):
                 yield group
             else:
-                kept += 1
+                fitted += 1
 
     def incomplete(self, weights: int) -> list[Group]:
         """The groups begun with these or older weights that cannot be bound yet, earliest last step first."""
-        late = [group for group in self._unbound() if group.unscored and self.begun(group) <= weights]
-        return sorted(late, key=lambda group: (self.begun(group), group.made.group))
+        late = [group for group in self._unbound() if group.unscored and self.begun_with(group) <= weights]
+        return sorted(late, key=lambda group: (self.begun_with(group), group.created.group))
 
-    def described(self, weights: int, holder: Callable[[int], Life | None]) -> str:
+    def describe(self, weights: int, holder: Callable[[int], Incarnation | None]) -> str:
         """Describe the groups of :meth:`incomplete`, of which there must be one, for a person.
 
         Names them, who works on the first of them (``holder`` gives the life that a trajectory is leased to), and the
@@ -157,33 +157,33 @@ class Freshness:
         """
         groups = self.incomplete(weights)
         first, last = groups[0], groups[-1]
-        holders = sorted({str(life) for track in first.tracks if (life := holder(track.id)) is not None})
+        holders = sorted({str(incarnation) for track in first.trajectories if (incarnation := holder(track.id)) is not None})
         working = f" ({', '.join(holders)})" if holders else ""
         steps = f"{self.last_step(first):g}"
         if len(groups) == 1:
-            return f"group {first.made.group}{working}: its last step is {steps}"
-        if self.begun(first) != self.begun(last):
+            return f"group {first.created.group}{working}: its last step is {steps}"
+        if self.begun_with(first) != self.begun_with(last):
             steps += f" to {self.last_step(last):g}"
-        return f"group {first.made.group}{working} and {len(groups) - 1} more: their last step is {steps}"
+        return f"group {first.created.group}{working} and {len(groups) - 1} more: their last step is {steps}"
 
     def last_step(self, group: Group) -> float:
         """The last step that may train the group; inf: any."""
-        return inf if self._most is None else self.begun(group) + 1 + self._most
+        return inf if self._limit is None else self.begun_with(group) + 1 + self._limit
 
     @property
     def oldest_allowed(self) -> int | None:
         """Step of the oldest weights whose tokens the next step takes; None: no limit."""
-        return None if self._most is None else self._state.latest - self._most
+        return None if self._limit is None else self._state.latest - self._limit
 
     @property
     def publish_every(self) -> float:
         """Steps in which the trainer must publish at least once; inf: no limit."""
-        return inf if self._most is None else self._most + 1
+        return inf if self._limit is None else self._limit + 1
 
     def _places(self, weights: int) -> int:
         """Return how many groups fit into the steps from the next one up to the last that may train these weights."""
-        assert self._most is not None
-        return self._per_batch * (weights + 1 + self._most - self._state.latest)
+        assert self._limit is not None
+        return self._per_batch * (weights + 1 + self._limit - self._state.latest)
 
     def _unbound(self) -> Iterator[Group]:
         return (self._state.groups[number] for number in self._begun)
@@ -193,13 +193,13 @@ class Freshness:
         """Once in a while, where more than half of what was made was dropped: what could be done about it."""
         steps, stale = self._state.latest - self._judged[0], self._state.stale - self._judged[1]
         made = steps * self._per_batch + stale
-        if made < _LOOKED_AT * self._per_batch:
+        if made < _WARNING_WINDOW_BATCHES * self._per_batch:
             return None
         self._judged = self._state.latest, self._state.stale
         if 2 * stale <= made:
             return None
         return (
-            f"warning: {stale} of the last {made} groups were dropped: a token was more than {self._most} weight"
+            f"warning: {stale} of the last {made} groups were dropped: a token was more than {self._limit} weight"
             " versions old; answers take longer than the trainer's steps: raise [sampling] staleness, lower"
             " max_new_tokens, or add rollouts"
         )

@@ -15,36 +15,36 @@ from typing import Any
 
 import msgspec
 
-from ...core.types import Life
-from ...transport.messages import Holder
-from .leases import Believed, Leases
-from .log import Durable
-from .prompts import UNASKABLE, ItemPrompts
+from ...core.types import Incarnation
+from ...transport.messages import WeightSource
+from .leases import Membership, Leases
+from .log import DurableState
+from .prompts import NO_PROMPT, ItemPrompts
 from .records import (
     Audit,
-    Commitment,
+    StepCommitted,
     DropCause,
-    Dropped,
+    GroupDropped,
     Fence,
-    Grown,
-    Made,
+    SegmentsAppended,
+    GroupCreated,
     Metrics,
-    Piece,
-    Scored,
+    PackedSegment,
+    ScoresRecorded,
     pack,
     pack_tokens,
 )
-from .staleness import Freshness
-from .state import Group, Track, as_item, as_to_score
+from .staleness import StalenessLimit
+from .state import Group, TrajectoryState, as_item, as_to_score
 from .types import (
     Bound,
     CommittedState,
     Denied,
     Done,
-    KeptMetrics,
+    StoredMetrics,
     Leased,
     NewestVersion,
-    NotYet,
+    NotReady,
     Prompt,
     Score,
     Scoring,
@@ -81,34 +81,34 @@ class Store:
         next_prompt: Callable[[int], Prompt],
         keep_uncommitted: int = 1,
         staleness: int | None = None,
-        waits: bool = True,
+        wait_for_late: bool = True,
         compact_from: int = 32 * 2**20,
     ) -> None:
         self._group_size = group_size
         self._per_batch = groups_per_batch
-        self._most_unbound = (max_ahead_batches + 1) * groups_per_batch
+        self._max_unbound = (max_ahead_batches + 1) * groups_per_batch
         self._max_new = max_new_tokens
         self._prompts = ItemPrompts(next_prompt)
         self._keep_uncommitted = keep_uncommitted
         self._newest_weights: int | None = None
         """step of the newest weights that a rollout had when it asked for work, in this life"""
-        self._believed = Believed()
-        self._writing = Leases()
-        self._scoring = Leases()
+        self._membership = Membership()
+        self._work_leases = Leases()
+        self._scoring_leases = Leases()
         self._versions = VersionDirectory()
-        self._durable = Durable(folder, compact_from)
+        self._durable = DurableState(folder, compact_from)
         self._state = self._durable.state
-        self._freshness = Freshness(self._state, staleness, groups_per_batch, waits)
+        self._staleness = StalenessLimit(self._state, staleness, groups_per_batch, wait_for_late)
         self._index()
-        self._drop_misfits()  # the run goes on with another limit, or a crash came between a binding and the drop
+        self._drop_untrainable()  # the run goes on with another limit, or a crash came between a binding and the drop
 
     def _index(self) -> None:
         """Heaps for finding quickly what comes first; entries that no longer fit are skipped when they come up.
 
         Unfinished trajectories and complete groups come in the order of their group's last step, then of their number:
         without a limit by number alone."""
-        tracks, groups = self._state.tracks.values(), self._state.groups
-        begun = self._freshness.begun
+        tracks, groups = self._state.trajectories.values(), self._state.groups
+        begun = self._staleness.begun_with
         self._unfinished = [(begun(track.group), track.id) for track in tracks if not track.finished]
         self._unscored = [track.id for track in tracks if track.finished and track.score is None]
         self._ready = [
@@ -132,36 +132,36 @@ class Store:
         self._durable.close()
 
     # ── who is believed ────────────────────────────────────────────────────────────────────────────────────────────
-    def peers(self, living: Iterable[Life]) -> None:
+    def update_membership(self, current: Iterable[Incarnation]) -> None:
         """The manager's word on who lives. What others have leased is free again; older trainers are fenced."""
-        self._believed.told(living)
-        for gang in {life.gang for life in self._believed.living}:
-            if self._state.fences.get(gang.replica, gang.incarnation) < gang.incarnation:
-                self._durable.write(Fence(gang.replica, gang.incarnation))
-        for trajectory in self._writing.keep(self._believed.living):
-            self._offer(self._state.tracks[trajectory])
-        for trajectory in self._scoring.keep(self._believed.living):
+        self._membership.update(current)
+        for gang in {incarnation.gang for incarnation in self._membership.current}:
+            if self._state.fences.get(gang.replica, gang.number) < gang.number:
+                self._durable.write(Fence(gang.replica, gang.number))
+        for trajectory in self._work_leases.release_departed(self._membership.current):
+            self._offer(self._state.trajectories[trajectory])
+        for trajectory in self._scoring_leases.release_departed(self._membership.current):
             heappush(self._unscored, trajectory)
-        self._versions.remove(lambda life: self._believed.refused(life) is not None)
+        self._versions.remove(lambda incarnation: self._membership.fenced_reason(incarnation) is not None)
 
-    def _not_a_worker(self, life: Life) -> Denied | NotYet | None:
-        if why := self._believed.refused(life):
+    def _check_worker(self, incarnation: Incarnation) -> Denied | NotReady | None:
+        if why := self._membership.fenced_reason(incarnation):
             return Denied(why, fenced=True)
-        return None if life in self._believed.living else NotYet()
+        return None if incarnation in self._membership.current else NotReady()
 
-    def _not_the_trainer(self, life: Life) -> Denied | None:
+    def _check_trainer(self, incarnation: Incarnation) -> Denied | None:
         """Rule 7: the first word of a newer trainer fences the older ones, durably, before it is answered. The members
         of a gang share an incarnation, and are fenced as one."""
-        gang = life.gang
-        why = self._believed.refused(gang)
+        gang = incarnation.gang
+        why = self._membership.fenced_reason(gang)
         fence = self._state.fences.get(gang.replica, -1)
-        if gang.incarnation < fence:
-            why = f"{life} was succeeded by incarnation {fence}"
+        if gang.number < fence:
+            why = f"{incarnation} was succeeded by incarnation {fence}"
         if why:
             return Denied(why, fenced=True)
-        if gang.incarnation > fence:
-            self._believed.saw(gang)
-            self._durable.write(Fence(gang.replica, gang.incarnation))
+        if gang.number > fence:
+            self._membership.observe(gang)
+            self._durable.write(Fence(gang.replica, gang.number))
         return None
 
     # ── weight versions ────────────────────────────────────────────────────────────────────────────────────────────
@@ -170,207 +170,207 @@ class Store:
         """The newest weight version and who serves it; another object after each change."""
         return self._versions.newest
 
-    def report_version(self, holder: Holder) -> Denied | NotYet | None:
+    def report_version(self, source: WeightSource) -> Denied | NotReady | None:
         """Take note of the version that ``holder`` serves, if it serves one. None: the report counts. A trainer that
         was succeeded is denied, and so is a version that its trainer says another incarnation published."""
-        life, version = holder.life, holder.holds
-        if not is_publisher(life):
-            no: Denied | NotYet | None = self._not_a_worker(life)
-        elif life != life.gang or (version is not None and version.incarnation != life.incarnation):
-            no = Denied(f"{life} does not publish {version}")
+        incarnation, version = source.incarnation, source.version
+        if not is_publisher(incarnation):
+            no: Denied | NotReady | None = self._check_worker(incarnation)
+        elif incarnation != incarnation.gang or (version is not None and version.incarnation != incarnation.number):
+            no = Denied(f"{incarnation} does not publish {version}")
         else:
-            no = self._not_the_trainer(life)
+            no = self._check_trainer(incarnation)
         if no is None:
-            self._versions.report(holder)
+            self._versions.report(source)
         return no
 
     # ── rollouts ───────────────────────────────────────────────────────────────────────────────────────────────────
-    def lease_work(
-        self, life: Life, at_most: int, holding: Sequence[int] = (), weights: int | None = None
-    ) -> Leased | Denied | NotYet:
+    def lease(
+        self, incarnation: Incarnation, at_most: int, holding: Sequence[int] = (), weights: int | None = None
+    ) -> Leased | Denied | NotReady:
         """Unfinished trajectories, those of the group with the earliest last step first, with what was made of them;
         new groups as far as there is room. None that a rollout with these ``weights`` (a step's) may not work on."""
-        if no := self._not_a_worker(life):
+        if no := self._check_worker(incarnation):
             return no
         for trajectory in holding:
-            track = self._state.tracks.get(trajectory)
-            if track is not None and not track.finished and self._is_of(track, life):
-                self._writing.take(trajectory, life)  # again, after we restarted
-                if self._freshness.admits(track.group, weights):
-                    self._begin(track.group, weights)
+            track = self._state.trajectories.get(trajectory)
+            if track is not None and not track.finished and self._is_leased_to(track, incarnation):
+                self._work_leases.assign(trajectory, incarnation)  # again, after we restarted
+                if self._staleness.allows(track.group, weights):
+                    self._mark_begun(track.group, weights)
         if weights is not None:
             self._newest_weights = max(weights, self._newest_weights or 0)
-        again = sorted(self._writing.held(life).difference(holding))[:at_most]
-        tracks = [self._state.tracks[trajectory] for trajectory in again]
+        again = sorted(self._work_leases.leased_to(incarnation).difference(holding))[:at_most]
+        tracks = [self._state.trajectories[trajectory] for trajectory in again]
         while len(tracks) < at_most and (track := self._next_unfinished(weights)) is not None:
-            self._writing.take(track.id, life)
-            self._begin(track.group, weights)
+            self._work_leases.assign(track.id, incarnation)
+            self._mark_begun(track.group, weights)
             tracks.append(track)
-        outdated = not tracks and at_most > 0 and (self._first_unfinished() is not None or self._has_room)
+        outdated = not tracks and at_most > 0 and (self._first_unfinished() is not None or self._may_create_group)
         return Leased(tuple(as_item(track, self._max_new) for track in tracks), outdated)
 
-    def _next_unfinished(self, weights: int | None) -> Track | None:
+    def _next_unfinished(self, weights: int | None) -> TrajectoryState | None:
         """The next trajectory that nobody holds; one of a new group if there is none and there is room for a group.
         None also where a rollout with these weights may not work on it: then it may not work on any later one."""
-        if (first := self._first_unfinished()) is None and self._has_room and self._freshness.admits(None, weights):
-            self._make_group()
+        if (first := self._first_unfinished()) is None and self._may_create_group and self._staleness.allows(None, weights):
+            self._create_group()
             first = self._first_unfinished()
-        if first is None or not self._freshness.admits(first.group, weights):
+        if first is None or not self._staleness.allows(first.group, weights):
             return None
         heappop(self._unfinished)
         return first
 
-    def _first_unfinished(self) -> Track | None:
+    def _first_unfinished(self) -> TrajectoryState | None:
         """The unfinished trajectory that nobody holds and that comes first; it stays in the heap."""
         while self._unfinished:
             begun, trajectory = self._unfinished[0]
-            track = self._state.tracks.get(trajectory)
-            free = track is not None and not track.finished and self._writing.holder(trajectory) is None
-            if track is not None and free and begun == self._freshness.begun(track.group):
+            track = self._state.trajectories.get(trajectory)
+            free = track is not None and not track.finished and self._work_leases.holder(trajectory) is None
+            if track is not None and free and begun == self._staleness.begun_with(track.group):
                 return track
             heappop(self._unfinished)
         return None
 
     @property
-    def _has_room(self) -> bool:
+    def _may_create_group(self) -> bool:
         """Whether another group may be made."""
-        return self._unbound < self._most_unbound
+        return self._unbound < self._max_unbound
 
-    def _offer(self, track: Track) -> None:
+    def _offer(self, track: TrajectoryState) -> None:
         """Put an unfinished trajectory that nobody holds into the heap."""
-        heappush(self._unfinished, (self._freshness.begun(track.group), track.id))
+        heappush(self._unfinished, (self._staleness.begun_with(track.group), track.id))
 
-    def _begin(self, group: Group, weights: int | None) -> None:
+    def _mark_begun(self, group: Group, weights: int | None) -> None:
         """Count the group as begun with these weights; its other trajectories move up in the heap."""
-        if self._freshness.begin(group, weights):
-            for track in group.tracks:
-                if not track.finished and self._writing.holder(track.id) is None:
+        if self._staleness.mark_begun(group, weights):
+            for track in group.trajectories:
+                if not track.finished and self._work_leases.holder(track.id) is None:
                     self._offer(track)
 
-    def _make_group(self) -> None:
+    def _create_group(self) -> None:
         """Of the next item that has a prompt; those before it are dropped, and take nobody's turn."""
-        while (prompt := self._prompt(self._state.next_group)) is None:
+        while (prompt := self._next_prompt(self._state.next_group)) is None:
             pass
         number, first = self._state.next_group, self._state.next_trajectory
-        self._durable.write(Made(number, first, self._group_size, prompt.item, pack_tokens(prompt.tokens)))
+        self._durable.write(GroupCreated(number, first, self._group_size, prompt.item, pack_tokens(prompt.tokens)))
         self._unbound += 1
-        for track in self._state.groups[number].tracks:
+        for track in self._state.groups[number].trajectories:
             self._offer(track)
 
-    def _prompt(self, number: int) -> Prompt | None:
+    def _next_prompt(self, number: int) -> Prompt | None:
         """None: there is none, and the item is dropped. Raises ValueError when that is so of ALL_UNASKABLE in a row."""
         prompt = self._prompts.prompt(number)
         if prompt is None:
-            self._durable.write(Made(number, self._state.next_trajectory, self._group_size, number, b""))
-            self._durable.write(Dropped(number, self._group_size, UNASKABLE))
+            self._durable.write(GroupCreated(number, self._state.next_trajectory, self._group_size, number, b""))
+            self._durable.write(GroupDropped(number, self._group_size, NO_PROMPT))
         return prompt
 
-    def _is_of(self, track: Track, life: Life) -> bool:
+    def _is_leased_to(self, track: TrajectoryState, incarnation: Incarnation) -> bool:
         """Leased to it; or to nobody, and nobody else has written since: its lease was lost when we restarted."""
-        holder = self._writing.holder(track.id)
-        return holder == life or (holder is None and track.writer in (None, life))
+        holder = self._work_leases.holder(track.id)
+        return holder == incarnation or (holder is None and track.writer in (None, incarnation))
 
-    def append(self, life: Life, segments: Sequence[Segment], finished: Sequence[int] = ()) -> Done | Denied | NotYet:
+    def append(self, incarnation: Incarnation, segments: Sequence[Segment], finished: Sequence[int] = ()) -> Done | Denied | NotReady:
         """All of it or nothing. The same words again change nothing. A trajectory whose new tokens are too old for its
         group to be trained in time is lost to whoever works on it (:meth:`_keep_fresh`)."""
-        if no := self._not_a_worker(life):
+        if no := self._check_worker(incarnation):
             return no
         try:
             pieces = [pack(segment) for segment in segments]
         except (OverflowError, ValueError) as error:
             return Denied(f"malformed segment: {error}")
-        lost = {piece.trajectory for piece in pieces if not self._keep_fresh(life, piece)}
-        lost.update(piece.trajectory for piece in pieces if not self._may_write(life, piece.trajectory))
-        lost.update(trajectory for trajectory in finished if not self._may_write(life, trajectory))
-        fresh, ends = self._news(pieces, finished, lost)
+        lost = {piece.trajectory for piece in pieces if not self._check_staleness(incarnation, piece)}
+        lost.update(piece.trajectory for piece in pieces if not self._may_write(incarnation, piece.trajectory))
+        lost.update(trajectory for trajectory in finished if not self._may_write(incarnation, trajectory))
+        fresh, ends = self._new_segments(pieces, finished, lost)
         if lost:
-            return Denied(f"not leased to {life}, or grown otherwise", lost=tuple(sorted(lost)))
+            return Denied(f"not leased to {incarnation}, or grown otherwise", lost=tuple(sorted(lost)))
         if fresh or ends:
-            self._durable.write(Grown(life, tuple(fresh), tuple(sorted(ends))))
+            self._durable.write(SegmentsAppended(incarnation, tuple(fresh), tuple(sorted(ends))))
         for piece in fresh:
-            self._writing.take(piece.trajectory, life)
+            self._work_leases.assign(piece.trajectory, incarnation)
         for trajectory in ends:
-            self._writing.release(trajectory)
+            self._work_leases.release(trajectory)
             heappush(self._unscored, trajectory)
         return Done()
 
-    def _keep_fresh(self, life: Life, piece: Piece) -> bool:
+    def _check_staleness(self, incarnation: Incarnation, piece: PackedSegment) -> bool:
         """Whether the trajectory's group can still be trained in time with this piece in it. If not, the trajectory is
         offered to another rollout (``waits``), or the group is dropped."""
-        if not self._may_write(life, piece.trajectory):
+        if not self._may_write(incarnation, piece.trajectory):
             return False
-        track = self._state.tracks[piece.trajectory]
+        track = self._state.trajectories[piece.trajectory]
         group = track.group
-        if group.bound is not None or self._freshness.admits(group, piece.step):
-            self._begin(group, piece.step)
+        if group.bound is not None or self._staleness.allows(group, piece.step):
+            self._mark_begun(group, piece.step)
             return True
-        if self._freshness.waits:
-            self._writing.release(track.id)
+        if self._staleness.wait_for_late:
+            self._work_leases.release(track.id)
             self._offer(track)
             return False
-        if self._freshness.too_old(piece.step):
-            self._drop(group, self._freshness.reason, DropCause.STALE)
+        if self._staleness.too_old(piece.step):
+            self._drop(group, self._staleness.reason, DropCause.STALE)
             return False
-        self._begin(group, piece.step)
+        self._mark_begun(group, piece.step)
         return True
 
-    def _may_write(self, life: Life, trajectory: int) -> bool:
-        track = self._state.tracks.get(trajectory)
-        return track is not None and self._is_of(track, life)
+    def _may_write(self, incarnation: Incarnation, trajectory: int) -> bool:
+        track = self._state.trajectories.get(trajectory)
+        return track is not None and self._is_leased_to(track, incarnation)
 
-    def _news(self, pieces: Iterable[Piece], finished: Iterable[int], lost: set[int]) -> tuple[list[Piece], set[int]]:
+    def _new_segments(self, pieces: Iterable[PackedSegment], finished: Iterable[int], lost: set[int]) -> tuple[list[PackedSegment], set[int]]:
         """What is new in an append: pieces and ends. Adds to ``lost`` what neither continues nor repeats."""
-        fresh: list[Piece] = []
+        fresh: list[PackedSegment] = []
         lengths: dict[int, int] = {}
         for piece in pieces:
             if piece.trajectory in lost:
                 continue
-            track = self._state.tracks[piece.trajectory]
+            track = self._state.trajectories[piece.trajectory]
             length = lengths.get(track.id, track.length)
             if piece.offset == length and length < piece.end <= self._max_new and not track.finished:
                 fresh.append(piece)
                 lengths[track.id] = piece.end
-            elif piece not in track.pieces:
+            elif piece not in track.segments:
                 lost.add(track.id)
         ends = {trajectory for trajectory, length in lengths.items() if length == self._max_new}
-        ends |= {t for t in finished if t not in lost and not self._state.tracks[t].finished}
+        ends |= {t for t in finished if t not in lost and not self._state.trajectories[t].finished}
         return fresh, ends
 
     # ── reward ─────────────────────────────────────────────────────────────────────────────────────────────────────
-    def lease_scoring(self, life: Life, at_most: int, holding: Sequence[int] = ()) -> Scoring | Denied | NotYet:
+    def lease_scoring(self, incarnation: Incarnation, at_most: int, holding: Sequence[int] = ()) -> Scoring | Denied | NotReady:
         """The oldest finished trajectories without a score."""
-        if no := self._not_a_worker(life):
+        if no := self._check_worker(incarnation):
             return no
-        again = sorted(self._scoring.held(life).difference(holding))[:at_most]
-        tracks = [self._state.tracks[trajectory] for trajectory in again]
+        again = sorted(self._scoring_leases.leased_to(incarnation).difference(holding))[:at_most]
+        tracks = [self._state.trajectories[trajectory] for trajectory in again]
         while len(tracks) < at_most and self._unscored:
-            track = self._state.tracks.get(heappop(self._unscored))
-            if track is not None and track.score is None and self._scoring.holder(track.id) is None:
-                self._scoring.take(track.id, life)
+            track = self._state.trajectories.get(heappop(self._unscored))
+            if track is not None and track.score is None and self._scoring_leases.holder(track.id) is None:
+                self._scoring_leases.assign(track.id, incarnation)
                 tracks.append(track)
         return Scoring(tuple(as_to_score(track) for track in tracks))
 
     def post_scores(
-        self, life: Life, scores: Sequence[Score], failed: Mapping[int, str] | None = None
-    ) -> Done | Denied | NotYet:
+        self, incarnation: Incarnation, scores: Sequence[Score], failed: Mapping[int, str] | None = None
+    ) -> Done | Denied | NotReady:
         """The first score of a trajectory stands; one of a trajectory that is no more is ignored."""
-        if no := self._not_a_worker(life):
+        if no := self._check_worker(incarnation):
             return no
-        tracks = self._state.tracks
-        said = {score.trajectory: score for score in reversed(scores) if score.trajectory in tracks}
-        if not all(tracks[trajectory].finished for trajectory in said):
+        tracks = self._state.trajectories
+        by_trajectory = {score.trajectory: score for score in reversed(scores) if score.trajectory in tracks}
+        if not all(tracks[trajectory].finished for trajectory in by_trajectory):
             return Denied("a score of an unfinished trajectory")
-        if not all(math.isfinite(score.reward) and math.isfinite(score.training) for score in said.values()):
+        if not all(math.isfinite(score.reward) and math.isfinite(score.training) for score in by_trajectory.values()):
             return Denied("a score that is not finite; say why it failed instead")
-        fresh = tuple(score for score in said.values() if tracks[score.trajectory].score is None)
+        fresh = tuple(score for score in by_trajectory.values() if tracks[score.trajectory].score is None)
         if fresh:
-            self._durable.write(Scored(fresh))
+            self._durable.write(ScoresRecorded(fresh))
         for score in fresh:
-            self._scoring.release(score.trajectory)
+            self._scoring_leases.release(score.trajectory)
         for group in {tracks[score.trajectory].group for score in fresh}:
             if not group.unscored:
-                self._freshness.complete(group)
-                heappush(self._ready, (self._freshness.begun(group), group.made.group))
+                self._staleness.mark_complete(group)
+                heappush(self._ready, (self._staleness.begun_with(group), group.created.group))
         for trajectory, why in (failed or {}).items():
             if trajectory in tracks and tracks[trajectory].finished and tracks[trajectory].score is None:
                 self._drop(tracks[trajectory].group, why)
@@ -381,23 +381,23 @@ class Store:
         if group.bound is None:
             self._unbound -= 1
             if not group.unscored:
-                self._ready.remove((self._freshness.begun(group), group.made.group))
+                self._ready.remove((self._staleness.begun_with(group), group.created.group))
                 heapify(self._ready)
-            self._freshness.forget(group, complete=not group.unscored)
-        for track in group.tracks:
-            self._writing.release(track.id)
-            self._scoring.release(track.id)
-        self._durable.write(Dropped(group.made.group, len(group.tracks), reason, cause))
+            self._staleness.forget(group, complete=not group.unscored)
+        for track in group.trajectories:
+            self._work_leases.release(track.id)
+            self._scoring_leases.release(track.id)
+        self._durable.write(GroupDropped(group.created.group, len(group.trajectories), reason, cause))
 
-    def _drop_misfits(self) -> None:
-        for group in list(self._freshness.misfits()):
-            self._drop(group, self._freshness.reason, DropCause.STALE)
+    def _drop_untrainable(self) -> None:
+        for group in list(self._staleness.untrainable()):
+            self._drop(group, self._staleness.reason, DropCause.STALE)
 
     def warning(self) -> str | None:
         """Something that a person should know of, once."""
-        return self._prompts.warning() or self._freshness.warning()
+        return self._prompts.warning() or self._staleness.warning()
 
-    def end(self, reason: str) -> None:
+    def drop_uncommitted(self, reason: str) -> None:
         """The run is complete: drop all that no committed step holds."""
         for group in list(self._state.groups.values()):
             if group.bound is None or group.bound > self._state.committed:
@@ -405,31 +405,31 @@ class Store:
         self._index()
 
     # ── trainer ────────────────────────────────────────────────────────────────────────────────────────────────────
-    def committed(self, life: Life) -> CommittedState | Denied:
+    def committed(self, incarnation: Incarnation) -> CommittedState | Denied:
         """What counts. Asking makes the asker the current incarnation: nothing can be committed behind its back."""
-        if no := self._not_the_trainer(life):
+        if no := self._check_trainer(incarnation):
             return no
         newest = self._state.commitments.get(self._state.committed)
         return CommittedState(newest.number, newest.manifest) if newest else CommittedState(None, None)
 
-    def metrics(self, life: Life, after: int) -> KeptMetrics | Denied:
+    def metrics(self, incarnation: Incarnation, after: int) -> StoredMetrics | Denied:
         """Metrics of committed steps after ``after``, as many as one answer holds."""
-        if no := self._not_the_trainer(life):
+        if no := self._check_trainer(incarnation):
             return no
         kept = self._state.metrics
         steps = range(max(after, min(kept, default=0) - 1) + 1, self._state.committed + 1)
-        return KeptMetrics(tuple(StepMetrics(step, kept.get(step, {})) for step in steps[:METRICS_PER_ANSWER]))
+        return StoredMetrics(tuple(StepMetrics(step, kept.get(step, {})) for step in steps[:METRICS_PER_ANSWER]))
 
-    def batch(self, life: Life, number: int) -> Bound | NotYet | Denied:
+    def batch(self, incarnation: Incarnation, number: int) -> Bound | NotReady | Denied:
         """The batch of step ``number``, the same one for ever; each member of a gang may ask."""
-        return self.bind(life, number) or Bound(self._state.batch(number))
+        return self.bind(incarnation, number) or Bound(self._state.batch(number))
 
-    def bind(self, life: Life, number: int) -> NotYet | Denied | None:
+    def bind(self, incarnation: Incarnation, number: int) -> NotReady | Denied | None:
         """Rule 2: choose the groups of step ``number``, those with the earliest last step first; they stay its groups
         for ever. Returns None once they are chosen, and :meth:`batch` has them. NotYet while too few are complete, or
         while a group is not that no later step can train in time. Where steps do not wait for such groups
         (``waits``), those that are too old for the step after ``number`` are dropped."""
-        if no := self._not_the_trainer(life):
+        if no := self._check_trainer(incarnation):
             return no
         if number in self._state.bindings:
             return None
@@ -437,48 +437,48 @@ class Store:
         if number != latest + 1:
             return Denied(f"batch {number} is out of order: {committed} is committed, {latest} the latest bound")
         if latest - committed > self._keep_uncommitted or len(self._ready) < self._per_batch:
-            return NotYet()
-        if self._freshness.blocked() is not None:
-            return NotYet()
+            return NotReady()
+        if self._staleness.blocking_weights() is not None:
+            return NotReady()
         chosen = tuple(heappop(self._ready)[1] for _ in range(self._per_batch))
         for group in chosen:
-            self._freshness.forget(self._state.groups[group], complete=True)
+            self._staleness.forget(self._state.groups[group], complete=True)
         self._durable.write(self._state.bind(number, chosen))
         self._unbound -= len(chosen)
-        if not self._freshness.waits:
-            self._drop_misfits()
+        if not self._staleness.wait_for_late:
+            self._drop_untrainable()
         return None
 
-    def waiting(self, number: int) -> str | None:
+    def wait_reason(self, number: int) -> str | None:
         """What a trainer that asks for batch ``number`` waits for, in words for a person; None: the batch is there."""
         if number in self._state.bindings:
             return None
         if self._state.latest - self._state.committed > self._keep_uncommitted:
             return f"the trainer waits for the commit of step {self._state.committed + 1}"
-        if (weights := self._freshness.blocked()) is not None:
-            return f"the trainer waits for {self._freshness.described(weights, self._writing.holder)}"
+        if (weights := self._staleness.blocking_weights()) is not None:
+            return f"the trainer waits for {self._staleness.describe(weights, self._work_leases.holder)}"
         if (missing := self._per_batch - len(self._ready)) <= 0:
             return None
-        oldest, newest = self._freshness.oldest_allowed, self._newest_weights
+        oldest, newest = self._staleness.oldest_allowed, self._newest_weights
         if oldest is not None and newest is not None and newest < oldest:
             return (
                 f"the trainer waits for step {number}, the rollouts for weights newer than step {newest}'s: publish at"
-                f" least once in {self._freshness.publish_every} steps"
+                f" least once in {self._staleness.publish_every} steps"
             )
         return f"the trainer waits for {missing} more of the {self._per_batch} groups of step {number}"
 
     def commit(
-        self, life: Life, number: int, manifest: dict[str, Any], digest: str, metrics: dict[str, float] | None = None
+        self, incarnation: Incarnation, number: int, manifest: dict[str, Any], digest: str, metrics: dict[str, float] | None = None
     ) -> Done | Denied:
         """Rule 4: checkpoint and consumption of step ``number`` in one record. The same words again are right. The
         ``metrics`` come before: of a step that is not committed nobody asks."""
-        if no := self._not_the_trainer(life):
+        if no := self._check_trainer(incarnation):
             return no
-        if life != life.gang:
-            return Denied(f"{life} cannot commit: {life.gang} does for its gang")
+        if incarnation != incarnation.gang:
+            return Denied(f"{incarnation} cannot commit: {incarnation.gang} does for its gang")
         before, binding = self._state.commitments.get(number), self._state.bindings.get(number)
         if number <= self._state.committed:
-            if before and before.digest == digest and _words(before.manifest) == _words(manifest):
+            if before and before.digest == digest and _canonical(before.manifest) == _canonical(manifest):
                 return Done()
             return Denied(f"step {number} was committed with other words")
         if number != self._state.committed + 1 or binding is None:
@@ -486,9 +486,9 @@ class Store:
         if digest != binding.digest:
             return Denied(f"step {number} is bound to {binding.digest}, not to {digest}")
         self._durable.write(Metrics(number, metrics or {}))
-        self._durable.write(Commitment(number, life, manifest, digest))
+        self._durable.write(StepCommitted(number, incarnation, manifest, digest))
         return Done()
 
 
-def _words(manifest: dict[str, Any]) -> bytes:
+def _canonical(manifest: dict[str, Any]) -> bytes:
     return msgspec.msgpack.encode(manifest, order="deterministic")

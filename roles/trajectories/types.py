@@ -11,8 +11,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from ...core.types import Life, Version
-from ...transport.messages import Holder
+from ...core.types import Incarnation, Version
+from ...transport.messages import WeightSource
 
 
 class Segment(Struct, frozen=True, array_like=True):
@@ -124,7 +124,7 @@ class LeaseWork(Struct, frozen=True, tag=True):
     ``weights``: step of the newest weights that it holds; nothing is begun with weights that will be too old when it is
     trained on. None: not told, and nothing is held back."""
 
-    life: Life
+    incarnation: Incarnation
     at_most: int
     wait: float = 1.0
     holding: tuple[int, ...] = ()
@@ -134,7 +134,7 @@ class LeaseWork(Struct, frozen=True, tag=True):
 class Append(Struct, frozen=True, tag=True):
     """Segments, durable once answered ``Done``; idempotent by (trajectory, offset). ``finished`` are complete now."""
 
-    life: Life
+    incarnation: Incarnation
     segments: tuple[Segment, ...]
     finished: tuple[int, ...] = ()
 
@@ -142,7 +142,7 @@ class Append(Struct, frozen=True, tag=True):
 class LeaseScoring(Struct, frozen=True, tag=True):
     """A reward replica asks for complete trajectories. Answered ``Scoring``. ``holding`` as in ``LeaseWork``."""
 
-    life: Life
+    incarnation: Incarnation
     at_most: int
     wait: float = 1.0
     holding: tuple[int, ...] = ()
@@ -153,7 +153,7 @@ class PostScores(Struct, frozen=True, tag=True):
 
     ``failed``: trajectories that cannot be scored, and why. Their groups are dropped: nothing is scored zero for it."""
 
-    life: Life
+    incarnation: Incarnation
     scores: tuple[Score, ...]
     failed: dict[int, str] = {}
 
@@ -162,7 +162,7 @@ class GetBatch(Struct, frozen=True, tag=True):
     """The trainer asks for the batch of step ``number``: the existing binding unchanged, else a new one once there are
     enough complete groups. Answered ``Bound``, or ``NotYet`` after ``wait`` s, or ``Denied``."""
 
-    life: Life
+    incarnation: Incarnation
     number: int
     wait: float = 5.0
 
@@ -174,7 +174,7 @@ class Commit(Struct, frozen=True, tag=True):
     (folder relative to the run directory, files with digests). ``metrics`` are for people; the store keeps them for a
     manager that does not live now."""
 
-    life: Life
+    incarnation: Incarnation
     number: int
     manifest: dict[str, Any]
     digest: str
@@ -184,13 +184,13 @@ class Commit(Struct, frozen=True, tag=True):
 class GetCommitted(Struct, frozen=True, tag=True):
     """What counts? Answered ``CommittedState``."""
 
-    life: Life
+    incarnation: Incarnation
 
 
 class GetMetrics(Struct, frozen=True, tag=True):
     """Metrics of the commits after step ``after``, as far as they are kept. Answered ``KeptMetrics``."""
 
-    life: Life
+    incarnation: Incarnation
     after: int
 
 
@@ -201,10 +201,10 @@ class FollowVersions(Struct, frozen=True, tag=True):
 
     Of one life the latest request counts; an earlier one that still waits is not answered any more."""
 
-    life: Life
-    serves: str | None = None
+    incarnation: Incarnation
+    weight_address: str | None = None
     """``<pipe>://host:port`` where ``holds`` can be pulled"""
-    holds: Version | None = None
+    weight_version: Version | None = None
     known: Version | None = None
     """the newest version that the asker has heard of from the store"""
     wait: float = 10.0
@@ -234,7 +234,7 @@ class Bound(Struct, frozen=True, tag=True):
     batch: PackedBatch
 
 
-class NotYet(Struct, frozen=True, tag=True):
+class NotReady(Struct, frozen=True, tag=True):
     """Ask again: not enough complete groups, or nobody has told the store of this life yet."""
 
 
@@ -260,7 +260,7 @@ class StepMetrics(Struct, frozen=True):
     metrics: dict[str, float]
 
 
-class KeptMetrics(Struct, frozen=True, tag=True):
+class StoredMetrics(Struct, frozen=True, tag=True):
     """In the order of the steps, without gaps; those that follow are asked for with the last one's step."""
 
     commits: tuple[StepMetrics, ...]
@@ -271,7 +271,7 @@ class NewestVersion(Struct, frozen=True, tag=True):
     are few, never none."""
 
     version: Version
-    holders: tuple[Holder, ...]
+    sources: tuple[WeightSource, ...]
 
 
-Answer = Leased | Scoring | Done | Bound | NotYet | Denied | CommittedState | KeptMetrics | NewestVersion
+Answer = Leased | Scoring | Done | Bound | NotReady | Denied | CommittedState | StoredMetrics | NewestVersion

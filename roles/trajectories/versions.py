@@ -12,18 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...core.types import TRAINER, Life, Version, role_of
-from ...transport.messages import Holder
+from ...core.types import TRAINER, Incarnation, Version, role_of
+from ...transport.messages import WeightSource
 from .types import NewestVersion
 
-MAX_HOLDERS = 8
+MAX_SOURCES = 8
 """holders that are named to a rollout, some 100 bytes each in every answer. They are asked one after another, after the
 relays that the manager named: more would only matter if all of these had died at once"""
 
 
-def is_publisher(life: Life) -> bool:
+def is_publisher(incarnation: Incarnation) -> bool:
     """Return whether ``life`` is a trainer's: the other replicas that serve weights received them first."""
-    return role_of(life.replica) == role_of(TRAINER)
+    return role_of(incarnation.replica) == role_of(TRAINER)
 
 
 class VersionDirectory:
@@ -33,34 +33,34 @@ class VersionDirectory:
 
     def __init__(self) -> None:
         self._version: Version | None = None
-        self._holders: dict[Life, Holder] = {}
+        self._sources: dict[Incarnation, WeightSource] = {}
         """who serves exactly ``_version``; the publisher first, as it reports first"""
         self.newest: NewestVersion | None = None
         """the answer to rollouts; None: no version is known. Another object after each change"""
 
-    def report(self, holder: Holder) -> None:
+    def report(self, source: WeightSource) -> None:
         """Take note that ``holder`` serves the version ``holder.holds``. Repeating a report changes nothing."""
-        version = holder.holds
+        version = source.version
         if version is None:
             return
-        if is_publisher(holder.life) and (self._version is None or _succeeds(version, self._version)):
-            self._version, self._holders = version, {}
-        full = len(self._holders) >= MAX_HOLDERS and holder.life not in self._holders
-        if version == self._version and not full and self._holders.get(holder.life) != holder:
-            self._holders[holder.life] = holder
-            self._renew()
+        if is_publisher(source.incarnation) and (self._version is None or _succeeds(version, self._version)):
+            self._version, self._sources = version, {}
+        full = len(self._sources) >= MAX_SOURCES and source.incarnation not in self._sources
+        if version == self._version and not full and self._sources.get(source.incarnation) != source:
+            self._sources[source.incarnation] = source
+            self._update_newest()
 
-    def remove(self, is_gone: Callable[[Life], bool]) -> None:
+    def remove(self, is_fenced: Callable[[Incarnation], bool]) -> None:
         """Forget holders that are fenced. A version that nobody serves any more is forgotten with its last holder."""
-        kept = {life: holder for life, holder in self._holders.items() if not is_gone(life)}
-        if kept != self._holders:
-            self._holders = kept
-            self._renew()
+        remaining = {incarnation: holder for incarnation, holder in self._sources.items() if not is_fenced(incarnation)}
+        if remaining != self._sources:
+            self._sources = remaining
+            self._update_newest()
 
-    def _renew(self) -> None:
-        if not self._holders:
+    def _update_newest(self) -> None:
+        if not self._sources:
             self._version = None
-        self.newest = None if self._version is None else NewestVersion(self._version, tuple(self._holders.values()))
+        self.newest = None if self._version is None else NewestVersion(self._version, tuple(self._sources.values()))
 
 
 def _succeeds(version: Version, other: Version) -> bool:

@@ -19,78 +19,78 @@ from typing import Any
 
 import msgspec
 
-from ...core.launch import BEAT_ENV, LAUNCH_ENV, Launch, read_launch
+from ...core.launch import HEARTBEAT_INTERVAL_ENV, LAUNCH_ENV, Launch, read_launch
 from ...core.log_lines import start_logging
 from ...core.phases import phase as phase_named
 from ...core.run_dir import RunDir
-from ...core.text import refuse
+from ...core.text import exit_invalid_config
 from ...core.types import NodeName, ReplicaId, Version, replica_id
 from ...transport.keys import RunKeys
 from ...transport.messages import Goodbye, Peers
-from ...transport.weights.manifest import Describing, TensorSpec, layout
-from ...transport.weights.store import Held
-from ..launcher.process_group import let_others_look, step_up
-from ..trajectories.batches import unpacked
+from ...transport.weights.manifest import ManifestBuilder, TensorSpec, layout
+from ...transport.weights.store import StoredVersion
+from ..launcher.process_group import allow_inspection, restore_priority
+from ..trajectories.batches import decode
 from ..trajectories.types import Batch, Item, PackedBatch, Score, Segment, ToScore
 from .checkpoint_files import Digest, fresh_folder, make_durable, verified
 from .checkpoint_files import describe as describe_files
-from .connection import Link, Stopping
+from .connection import ManagerConnection, Stopping
 
-PATIENCE = 1.0
+STORE_WAIT_S = 1.0
 """s that one question waits at the store before it is asked again, so that a stop is noticed"""
-GOODBYE_BY = 60.0
+GOODBYE_TIMEOUT_S = 60.0
 """s that a worker which has done its work waits to be told to leave"""
-_COPIED_AT_ONCE = 8 * 2**20
+_COPY_SLICE_BYTES = 8 * 2**20
 """bytes; a copy keeps every other thread from running, the one that beats too. 1 GiB, measured: 0.36 s in such slices,
 and no thread waited for more than 9 ms; in one go up to 1.4 s, all of it a wait"""
 
 
-class NewWeights:
+class WeightUpdate:
     """A complete version. Keep this object while you read ``flat`` (read-only; tensors lie where the specs say)."""
 
-    def __init__(self, held: Held) -> None:
-        self._held = held
-        self.version: Version = held.manifest.version
-        self.manifest = held.manifest
-        self.tensors: tuple[TensorSpec, ...] = held.manifest.tensors
-        self.flat: memoryview = held.flat
+    def __init__(self, stored: StoredVersion) -> None:
+        self._stored = stored
+        self.version: Version = stored.manifest.version
+        self.manifest = stored.manifest
+        self.tensors: tuple[TensorSpec, ...] = stored.manifest.tensors
+        self.flat: memoryview = stored.flat
 
 
-class Work:
+class WorkLease:
     """Leased trajectories: each a prompt and what was already made of it. Give them back grown."""
 
-    def __init__(self, link: Link, items: tuple[Item, ...]) -> None:
-        self._link = link
+    def __init__(self, connection: ManagerConnection, items: tuple[Item, ...]) -> None:
+        self._connection = connection
         self.items = items
 
     def append(self, segments: Sequence[Segment], finished: Sequence[int] = ()) -> tuple[int, ...]:
         """Add tokens to trajectories; ``finished`` are complete now. Durable when it returns; that is the progress.
 
         Returns the trajectories that are no longer this life's: stop working on them."""
-        lost = self._link.ask_store(self._link.store.append(segments, finished))
-        self._link.progress(sum(len(segment.tokens) for segment in segments))
+        lost = self._connection.call_store(self._connection.store.append(segments, finished))
+        self._connection.progress(sum(len(segment.tokens) for segment in segments))
         return lost
 
 
-class Scoring:
+class ScoringLease:
     """Complete trajectories leased for scoring. Where that takes long, call :meth:`Worker.progress` after each."""
 
-    def __init__(self, link: Link, items: tuple[ToScore, ...]) -> None:
-        self._link = link
+    def __init__(self, connection: ManagerConnection, items: tuple[ToScore, ...]) -> None:
+        self._connection = connection
         self.items = items
-        self._done_before = link.done
+        self._done_before = connection.done
         self._posted = 0
 
     def post(self, scores: Sequence[Score], failed: dict[int, str] | None = None) -> None:
         """Durable when it returns. ``failed``: trajectories that cannot be scored, and why; they are dropped, never
         scored zero. What has not been told as progress since the lease counts as progress now."""
-        self._link.ask_store(self._link.store.post_scores(scores, failed))
+        self._connection.call_store(self._connection.store.post_scores(scores, failed))
         self._posted += len(scores) + len(failed or {})
-        told = self._link.done - self._done_before
-        self._link.progress(max(0, self._posted - told))
+        reported = self._connection.done - self._done_before
+        self._connection.progress(max(0, self._posted - reported))
 
 
-class _Bound(msgspec.Struct, frozen=True):
+class _UncommittedBatch(msgspec.Struct, frozen=True):
     """What a commit needs of a batch."""
 
     digest: str
@@ -108,13 +108,13 @@ class Worker:
         """the resolved job spec"""
         self.settings: dict[str, Any] = self._table(launch.role)
         """this role's part of it: ``[commands.NAME]`` or ``[roles.NAME]``"""
-        self._link = Link(launch, run, keys, float(os.environ.get(BEAT_ENV, "1")), self.job["transport"])
-        self._bound: dict[int, _Bound] = {}
+        self._connection = ManagerConnection(launch, run, keys, float(os.environ.get(HEARTBEAT_INTERVAL_ENV, "1")), self.job["transport"])
+        self._uncommitted: dict[int, _UncommittedBatch] = {}
         """the steps given by :meth:`batches` and not committed"""
         self._loaded: Version | None = None
-        self._growing: set[int] = set()
+        self._leased: set[int] = set()
         """trajectories given by :meth:`lease` that are not complete and not lost: the store gives others again"""
-        self._asked_committed = False
+        self._committed_fetched = False
         self._committed: int | None = None
         self._manifest: dict[str, Any] | None = None
 
@@ -123,64 +123,64 @@ class Worker:
         days, until it is needed; one that is asked to leave before ends here, by SystemExit."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: self.stopping.set())
-        let_others_look()
+        allow_inspection()
         warm = self.launch.standby
         try:
-            self._link.start()
+            self._connection.start()
         except Stopping:
-            self._link.close()
+            self._connection.close()
             raise SystemExit(0) from None
         if warm:
-            step_up()
+            restore_priority()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
-        if kind is None and not self._link.stopping.is_set():
-            self._link.enter("stopping")
-            self._link.say(Goodbye(self.launch.life))
-            self._link.stopping.wait(GOODBYE_BY)  # its last words are heard before its end is
-        self._link.close()
+        if kind is None and not self._connection.stopping.is_set():
+            self._connection.set_phase("stopping")
+            self._connection.send(Goodbye(self.launch.incarnation))
+            self._connection.stopping.wait(GOODBYE_TIMEOUT_S)  # its last words are heard before its end is
+        self._connection.close()
         return kind is not None and issubclass(kind, Stopping)
 
     # ── every role ─────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def launch(self) -> Launch:
         """Which life this is, and under which tag; of a process that is kept warm, inside ``with`` what it became."""
-        return self._link.launch
+        return self._connection.launch
 
     @property
     def rank(self) -> int:
         """Of this process among the ``world`` that its replica consists of (``ranks`` in job.toml): only the manager
         knows, whatever Slurm's variables say. Inside ``with``."""
-        return self._link.rank
+        return self._connection.rank
 
     @property
     def world(self) -> int:
-        return self._link.world
+        return self._connection.world
 
     @contextmanager
     def phase(self, name: str, waits_for: str | None = None) -> Iterator[None]:
         """Say what this role is doing: it decides what silence means (:mod:`rrl.core.phases`)."""
-        self._link.faults.strike()
-        self._link.probes.answer()
-        before = self._link.phase
+        self._connection.faults.trigger()
+        self._connection.probes.answer()
+        before = self._connection.phase
         if before[0] == "starting":
             before = ("between", None)  # whoever has been in a phase has started
-        self._link.enter(name, self._target(waits_for or phase_named(name).waits_for))
+        self._connection.set_phase(name, self._target(waits_for or phase_named(name).waits_for))
         try:
             yield
         finally:
-            self._link.enter(*before)
+            self._connection.set_phase(*before)
 
     @contextmanager
-    def held_up_by(self, whom: ReplicaId) -> Iterator[None]:
+    def blocked_on(self, replica: ReplicaId) -> Iterator[None]:
         """Say that inside it is ``whom`` that this process waits for, whatever its phase: in a gang the first member
         asks the store for all, and while the store is away none of the others is to be suspected."""
-        self._link.held_up_by = whom
+        self._connection.blocked_on = replica
         try:
             yield
         finally:
-            self._link.held_up_by = None
+            self._connection.blocked_on = None
 
     def _target(self, waits_for: str | None) -> ReplicaId | None:
         """The replica meant by ``role`` or ``role/index``; None where a role has several and none is named."""
@@ -195,61 +195,61 @@ class Worker:
 
     def progress(self, units: int = 1) -> None:
         """So much more work is done (tokens, samples, steps: any unit, always the same)."""
-        self._link.progress(units)
+        self._connection.progress(units)
 
     def note(self, text: str) -> None:
         """Show ``text`` beside this replica in ``rrl status`` until the next note; empty: nothing. Only for people."""
-        self._link.note = text
+        self._connection.note = text
 
     def on_probe(self, handler: Callable[[], object]) -> None:
         """Have ``handler`` do a bit of real work whenever the run suspects this role, and return in a few words what it
         did; what it raises is the reason for a restart, and so is no answer in time. It runs in the thread that calls
         this, at that thread's next call of the API (:meth:`phase`, :meth:`progress`, :meth:`new_weights`,
         :meth:`answer_probe`, or while it waits for the store): a role that is stuck elsewhere does not answer."""
-        self._link.probes.on_probe(handler)
+        self._connection.probes.on_probe(handler)
 
     def answer_probe(self) -> None:
         """For a long stretch of work without any other call of the API."""
-        self._link.probes.answer()
+        self._connection.probes.answer()
 
     @property
     def stopping(self) -> threading.Event:
         """Set once this role is asked (by the manager, or by SIGTERM) to finish what is in hand and leave."""
-        return self._link.stopping
+        return self._connection.stopping
 
     @property
     def node(self) -> NodeName:
         """Where this process runs."""
-        return self._link.node
+        return self._connection.node
 
     @property
     def host(self) -> str:
         """The address to listen at."""
-        return self._link.host
+        return self._connection.host
 
     @property
     def peers(self) -> Peers | None:
-        return self._link.peers
+        return self._connection.peers
 
     def on_peers(self, callback: Callable[[Peers], None]) -> None:
         """Call back (in the link's thread) whenever it changes who is believed."""
-        self._link.on_peers(callback)
+        self._connection.on_peers(callback)
 
     def announce(self, listens: str) -> None:
         """Tell everybody that this replica offers a service at ``tcp://host:port``."""
-        self._link.announce(listens)
+        self._connection.announce(listens)
 
     # ── trainer ────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def committed(self) -> int | None:
         """The newest committed step, or None: a fresh model."""
-        self._ask_committed()
+        self._fetch_committed()
         return self._committed
 
     @property
     def committed_manifest(self) -> dict[str, Any] | None:
         """What was committed with it: ``folder`` relative to the run directory, ``files`` with their digests."""
-        self._ask_committed()
+        self._fetch_committed()
         return self._manifest
 
     def committed_files(self) -> dict[str, Path] | None:
@@ -266,7 +266,7 @@ class Worker:
             packed = self.packed_batch(number)
             if packed is None:
                 return
-            batch = unpacked(packed)
+            batch = decode(packed)
             del packed
             yield batch
             self.progress(1)
@@ -280,15 +280,15 @@ class Worker:
                 if self.stopping.is_set():
                     return None
                 try:
-                    batch = self._link.ask_store(self._link.store.batch(number, PATIENCE))
+                    batch = self._connection.call_store(self._connection.store.batch(number, STORE_WAIT_S))
                 except Stopping:  # what is done and not committed is still in its hands
                     return None
-        self._bound[number] = _Bound(batch.digest, _told_by(batch, self.job["sampling"].get("staleness")))
+        self._uncommitted[number] = _UncommittedBatch(batch.digest, _batch_metrics(batch, self.job["sampling"].get("staleness")))
         return batch
 
     def checkpoint_dir(self, number: int) -> Path:
         """A fresh folder for this attempt at step ``number``: no attempt ever writes into another's."""
-        return fresh_folder(self.run_dir.checkpoints, number, self.launch.life.incarnation)
+        return fresh_folder(self.run_dir.checkpoints, number, self.launch.incarnation.number)
 
     def commit(
         self, number: int, files: Sequence[Path], metrics: dict[str, float] | None = None,
@@ -300,19 +300,19 @@ class Worker:
         each member writes its own, and only the first one commits. May be called in another thread while
         :meth:`batches` goes on, in the order of the steps: so many may be done and not committed as ``uncommitted`` in
         job.toml says, then there is no next batch. Raises Fenced when a newer life has taken over."""
-        self._link.faults.strike(working=True)
-        bound = self._bound.get(number)
+        self._connection.faults.trigger(working=True)
+        bound = self._uncommitted.get(number)
         if bound is None:
-            raise ValueError(f"step {number} is committed without its batch; batches() gave {sorted(self._bound)}")
+            raise ValueError(f"step {number} is committed without its batch; batches() gave {sorted(self._uncommitted)}")
         known = digests or {}
         make_durable([path for path in files if path.name not in known])
         manifest = describe_files(self.run_dir.path, files, known)
-        told = {**bound.metrics, **(metrics or {})}
-        self._link.ask_store(self._link.store.commit(number, manifest, bound.digest, told))
+        reported_metrics = {**bound.metrics, **(metrics or {})}
+        self._connection.call_store(self._connection.store.commit(number, manifest, bound.digest, reported_metrics))
         self._committed, self._manifest = number, manifest
-        for old in [each for each in list(self._bound) if each <= number]:
-            self._bound.pop(old)
-        self._link.committed(number, told)
+        for old in [each for each in list(self._uncommitted) if each <= number]:
+            self._uncommitted.pop(old)
+        self._connection.on_commit(number, reported_metrics)
 
     def publish(self, number: int, tensors: Sequence[tuple[str, str, tuple[int, ...], memoryview]]) -> None:
         """Serve these weights as the version of step ``number`` until replaced. ``tensors``: name, dtype, shape, bytes
@@ -326,37 +326,37 @@ class Worker:
         """As :meth:`publish`, for weights that are not all here at once: ``described`` says name, dtype, shape and
         bytes of each; ``contents`` gives them in this order, and each is copied before the next one is asked for."""
         specs, nbytes = layout(described)
-        flat = self._link.weights.memory(nbytes)
-        version = Version(number, self.launch.life.incarnation)
+        flat = self._connection.weights.allocate(nbytes)
+        version = Version(number, self.launch.incarnation.number)
         chunk = int(self.job["transport"]["chunk"])
-        with Describing(version, described, flat, self.keys.secret, chunk) as describing:
+        with ManifestBuilder(version, described, flat, self.keys.secret, chunk) as describing:
             for spec, data in zip(specs, contents, strict=True):
                 _copy(flat[spec.offset : spec.offset + spec.nbytes], data.cast("B") if data.format != "B" else data)
-                describing.filled(spec.offset + spec.nbytes)
+                describing.mark_filled(spec.offset + spec.nbytes)
             manifest = describing.sign()
-        self._link.weights.offer(manifest, flat)
-        self._link.holds(version)
+        self._connection.weights.offer(manifest, flat)
+        self._connection.announce_version(version)
 
     # ── rollout ────────────────────────────────────────────────────────────────────────────────────────────────────
-    def new_weights(self) -> NewWeights | None:
+    def new_weights(self) -> WeightUpdate | None:
         """The newest complete version if it is not the one you got last; never blocks."""
-        self._link.probes.answer()
-        held = self._link.weights.current()
+        self._connection.probes.answer()
+        held = self._connection.weights.current()
         if held is None or held.manifest.version == self._loaded:
             return None
         self._loaded = held.manifest.version
-        return NewWeights(held)
+        return WeightUpdate(held)
 
-    def work(self, at_most: int = 64) -> Iterator[Work]:
+    def work(self, at_most: int = 64) -> Iterator[WorkLease]:
         """Leased trajectories, again and again; ends when asked to stop. Weights come first: nothing is leased before
         a complete version is here."""
         if not self._have_weights():
             return
         while not self.stopping.is_set():
             with self.phase("wait_work"):
-                items = self._link.ask_store(self._link.store.lease(at_most, PATIENCE))
+                items = self._connection.call_store(self._connection.store.lease(at_most, STORE_WAIT_S))
             if items:
-                yield Work(self._link, items)
+                yield WorkLease(self._connection, items)
 
     def lease(self, at_most: int, *, wait: bool = True) -> tuple[Item, ...]:
         """For a rollout that takes work while it has some: up to ``at_most`` further trajectories, to be given to
@@ -366,58 +366,58 @@ class Worker:
         if not self._have_weights():
             return ()
         with self.phase("wait_work") if wait else nullcontext():
-            asked = self._link.store.lease(at_most, PATIENCE if wait else 0.0, sorted(self._growing))
-            items = self._link.ask_store(asked)
-        self._growing.update(item.trajectory for item in items)
+            asked = self._connection.store.lease(at_most, STORE_WAIT_S if wait else 0.0, sorted(self._leased))
+            items = self._connection.call_store(asked)
+        self._leased.update(item.trajectory for item in items)
         return items
 
     def append(self, segments: Sequence[Segment], finished: Sequence[int] = ()) -> tuple[int, ...]:
         """As :meth:`Work.append`, for what :meth:`lease` gave."""
-        lost = Work(self._link, ()).append(segments, finished)
-        self._growing.difference_update(finished, lost)
+        lost = WorkLease(self._connection, ()).append(segments, finished)
+        self._leased.difference_update(finished, lost)
         return lost
 
     def _have_weights(self) -> bool:
         """Waits for the first complete version; False when asked to stop before."""
-        if self._link.weights.current() is None:
+        if self._connection.weights.current() is None:
             with self.phase("wait_weights"):
-                while self._link.wait_version(PATIENCE) is None:
+                while self._connection.wait_version(STORE_WAIT_S) is None:
                     if self.stopping.is_set():
                         return False
         return True
 
     # ── reward ─────────────────────────────────────────────────────────────────────────────────────────────────────
-    def scoring(self, at_most: int = 256) -> Iterator[Scoring]:
+    def scoring(self, at_most: int = 256) -> Iterator[ScoringLease]:
         """Complete trajectories to score, again and again; ends when asked to stop."""
         while not self.stopping.is_set():
             with self.phase("wait_work"):
-                items = self._link.ask_store(self._link.store.lease_scoring(at_most, PATIENCE))
+                items = self._connection.call_store(self._connection.store.lease_scoring(at_most, STORE_WAIT_S))
             if items:
-                yield Scoring(self._link, items)
+                yield ScoringLease(self._connection, items)
 
-    def _ask_committed(self) -> None:
-        if not self._asked_committed:
-            state = self._link.ask_store(self._link.store.committed())
+    def _fetch_committed(self) -> None:
+        if not self._committed_fetched:
+            state = self._connection.call_store(self._connection.store.committed())
             self._committed, self._manifest = state.number, state.manifest
-            self._asked_committed = True
+            self._committed_fetched = True
             if state.number is not None:  # whoever committed it may have died before the manager heard of it
-                self._link.found_committed(state.number)
+                self._connection.on_commit_found(state.number)
 
 
-def _told_by(batch: PackedBatch, staleness: int | str | None) -> dict[str, float]:
+def _batch_metrics(batch: PackedBatch, staleness: int | str | None) -> dict[str, float]:
     """The metrics of a batch. Ages are in weight versions: 0 for a token of the newest weights when it was bound."""
     rewards = [trajectory.reward for trajectory in batch.trajectories]
     tokens = Counter[int]()
     for trajectory in batch.trajectories:
         for count, step, _ in trajectory.runs:
             tokens[max(0, batch.number - 1 - step)] += count
-    told = {"reward": sum(rewards) / max(1, len(rewards)), "token_age_run_max": float(batch.max_age)}
+    metrics = {"reward": sum(rewards) / max(1, len(rewards)), "token_age_run_max": float(batch.max_age)}
     if tokens:
-        told["token_age_p50"], told["token_age_max"] = float(_median(tokens)), float(max(tokens))
+        metrics["token_age_p50"], metrics["token_age_max"] = float(_median(tokens)), float(max(tokens))
     if isinstance(staleness, int):
-        told["stale_groups"] = float(batch.stale)
-        told["stale_share"] = batch.stale / (batch.stale + batch.number * len(batch.groups))
-    return told
+        metrics["stale_groups"] = float(batch.stale)
+        metrics["stale_share"] = batch.stale / (batch.stale + batch.number * len(batch.groups))
+    return metrics
 
 
 def _median(counts: Counter[int]) -> int:
@@ -432,8 +432,8 @@ def _median(counts: Counter[int]) -> int:
 
 def _copy(into: memoryview, data: memoryview) -> None:
     """In slices, between which other threads run."""
-    for start in range(0, len(into), _COPIED_AT_ONCE):
-        part = slice(start, start + _COPIED_AT_ONCE)
+    for start in range(0, len(into), _COPY_SLICE_BYTES):
+        part = slice(start, start + _COPY_SLICE_BYTES)
         into[part] = data[part]
 
 
@@ -450,7 +450,7 @@ def join() -> Worker:
     process with exit code 2 and says so."""
     path = os.environ.get(LAUNCH_ENV)
     if path is None:
-        refuse(f"{LAUNCH_ENV} is not set: this program is a role's command; rrl submit starts it")
+        exit_invalid_config(f"{LAUNCH_ENV} is not set: this program is a role's command; rrl submit starts it")
     start_logging(stamped=False)
     launch = read_launch(Path(path))
     run = RunDir(Path(launch.run_dir))

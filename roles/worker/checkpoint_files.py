@@ -19,7 +19,7 @@ Digest = dict[str, Any]
 """Of one file, as a manifest names it: ``{"sha256": hex, "bytes": n}``."""
 
 
-class Kept(Struct, frozen=True):
+class StoredFiles(Struct, frozen=True):
     """What :func:`describe` gives, of files that no commit names."""
 
     folder: str

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from ..trajectories.types import StepMetrics
 
-MAX_KEPT = 1024
+MAX_BUFFERED_COMMITS = 1024
 """commits that are kept in memory while no manager can be told; older ones are fetched from the store"""
 WELCOME_TIMEOUT_S = 2.0
 """s without a Welcome after a Hello, after which commits are reported all the same: a manager that ends the run
@@ -27,9 +27,9 @@ class CommitReports:
         self,
         send: Callable[[int, dict[str, float]], None],
         connected: Callable[[], bool],
-        ask_store: Callable[[int], Awaitable[Sequence[StepMetrics]]],
+        fetch_commits: Callable[[int], Awaitable[Sequence[StepMetrics]]],
     ) -> None:
-        self._send, self._connected, self._ask_store = send, connected, ask_store
+        self._send, self._connected, self._fetch_commits = send, connected, fetch_commits
         self._known: int | None = None
         """newest step that the manager knows of; None between our Hello and its Welcome"""
         self._newest = 0
@@ -53,7 +53,7 @@ class CommitReports:
     def on_commit(self, step: int, metrics: dict[str, float]) -> None:
         """This process has committed a step."""
         self._commits[step] = metrics
-        if len(self._commits) > MAX_KEPT:
+        if len(self._commits) > MAX_BUFFERED_COMMITS:
             del self._commits[min(self._commits)]
         self.on_found(step)
 
@@ -84,7 +84,7 @@ class CommitReports:
     async def _catch_up(self) -> None:
         self._report()
         while (known := self._known) is not None and known < self._newest and self._connected():
-            found = await self._ask_store(known)
+            found = await self._fetch_commits(known)
             if self._known != known:  # another manager, or somebody committed meanwhile
                 return self._changed.set()
             for commit in found:

@@ -41,8 +41,8 @@ def engine(shared: Engine) -> Iterator[Engine]:
     """With the weights of step 0, and idle."""
     engines.load(shared, 0, _A)
     yield shared
-    shared.drop(range(1000))
-    assert not shared.busy
+    shared.abort(range(1000))
+    assert not shared.has_work
 
 
 def test_recorded_logprobs_are_those_of_the_distribution_sampled_from_before_and_after_an_update(
@@ -113,9 +113,9 @@ def test_a_trajectory_with_nowhere_to_grow_is_finished_without_a_segment(engine:
     full = Item(2, 0, (2, 3), (), max_new=0)
     too_long = Item(3, 0, (2,) * 256, (), max_new=5)
     engine.add([ended, full, too_long])
-    assert engine.busy
+    assert engine.has_work
     assert engine.step() == ([], [1, 2, 3])
-    assert not engine.busy
+    assert not engine.has_work
 
 
 def test_a_trajectory_ends_where_the_models_length_does(engine: Engine) -> None:
@@ -127,18 +127,18 @@ def test_a_trajectory_ends_where_the_models_length_does(engine: Engine) -> None:
 
 
 def test_it_has_room_for_a_lease_and_takes_more_as_trajectories_end(engine: Engine) -> None:
-    assert engine.room == LEASE
+    assert engine.free_slots == LEASE
     given, made = engines.items(LEASE, max_new=200), Made()
     engine.add(given[:3])
-    assert engine.room == LEASE - 3
+    assert engine.free_slots == LEASE - 3
     made.steps(engine, 3)
     engine.add(given[3:])
-    assert engine.room == 0
+    assert engine.free_slots == 0
     while not made.finished:
         made.steps(engine, 1)
-    assert engine.room > 0
-    assert engine.busy
-    late = engines.items(engine.room, first=100)
+    assert engine.free_slots > 0
+    assert engine.has_work
+    late = engines.items(engine.free_slots, first=100)
     engine.add(late)
     made.to_the_end(engine)
     assert sorted(made.finished) == [item.trajectory for item in (*given, *late)]
@@ -149,8 +149,8 @@ def test_a_dropped_trajectory_grows_no_more_and_the_others_go_on(engine: Engine)
     given, made = engines.items(4, max_new=200), Made()
     engine.add(given)
     made.steps(engine, 5)
-    engine.drop([1, 2, 77])
-    assert engine.room == LEASE - 2
+    engine.abort([1, 2, 77])
+    assert engine.free_slots == LEASE - 2
     made.to_the_end(engine)
     assert sorted(made.finished) == [0, 3]
     assert made.segments.keys() == {0, 3}
@@ -164,7 +164,7 @@ def test_whoever_leaves_hands_over_what_was_made_so_far(engine: Engine) -> None:
     engine.add(given)
     made.steps(engine, 5)
     assert not made.segments
-    made.take(*engine.rest())
+    made.take(*engine.flush())
     assert {len(made.tokens(n)) for n in range(4)} == {5}
     assert made.worst(given, {0: _A}, TEMPERATURE)[0] < ATOL
 

@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rrl.config.job.load import load_job
-from rrl.core.types import SHADOW, ReplicaId, role_of
+from rrl.core.types import STANDBY_ROLE, ReplicaId, role_of
 from rrl.examples.smollm2 import make_model
 from rrl.manager.model import events as ev
 from rrl.tests.support.engine.engines import ATOL
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(2400)]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMOLLM2 = EXAMPLES / "smollm2.toml"
 QUICKSTART = EXAMPLES / "vllm_quickstart.toml"
-WITHIN = 1500.0
+TIMEOUT_S = 1500.0
 """s; SmolLM2 took 13 minutes on two cores that fifteen others wanted, too"""
 ROLLOUT, TRAINER = ReplicaId("rollout/0"), ReplicaId("trainer/0")
 
@@ -59,7 +59,7 @@ def test_the_quickstart_learns_from_vllm_though_a_rollout_is_killed(folder: Path
     for step in sorted(recorded.grew.keys() - {0}):  # the first one, of the warm start, is in no checkpoint
         recorded.load(step, model)
         worst[step] = recorded.worst(step, model, 1.0)
-    _tell(run, recorded, worst)
+    _print_result(run, recorded, worst)
     assert len(worst) > 50
     assert max(worst.values()) < ATOL
     recorded.load(min(worst), model)
@@ -87,7 +87,7 @@ def test_a_pretrained_model_is_trained_though_its_rollout_and_its_trainer_are_ki
         if step:  # version 0 is the folder itself
             recorded.load(step, model)
         worst[step] = recorded.worst(step, model, temperature)
-    _tell(run, recorded, worst)
+    _print_result(run, recorded, worst)
     assert max(worst.values()) < ATOL
 
 
@@ -100,7 +100,7 @@ def _ran(folder: Path, example: Path) -> TestRun:
     toml = toml.replace("[roles.trainer]\n", f"[roles.trainer]\nkeep_checkpoints = {steps + 1}\n")
     run = submit_here(folder, toml)
     try:
-        state = run.wait_end(WITHIN)
+        state = run.wait_end(TIMEOUT_S)
     finally:
         if run.state().outcome is None:
             with run.call("cancel", run.run.id) as process:
@@ -109,7 +109,7 @@ def _ran(folder: Path, example: Path) -> TestRun:
     run.wait_gone(120)
     check_sound(run.run)
     ends = [s.event for s in run.events() if isinstance(s.event, ev.StepEnded)]
-    failed = [end.life for end in ends if end.code and role_of(end.life.replica) != SHADOW]
+    failed = [end.incarnation for end in ends if end.code and role_of(end.incarnation.replica) != STANDBY_ROLE]
     assert not failed, "somebody failed by itself"
     return run
 
@@ -118,7 +118,7 @@ def _recovered(run: TestRun) -> dict[str, dict[str, Any]]:
     return {one["replica"]: one for one in run.summary()["recoveries"]}
 
 
-def _tell(run: TestRun, recorded: Recorded, worst: dict[int, float]) -> None:
+def _print_result(run: TestRun, recorded: Recorded, worst: dict[int, float]) -> None:
     """For people (pytest -s)."""
     summary = run.summary()
     tokens = sum(recorded.tokens(step) for step in worst)

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from rrl.core.launch import LAUNCH_ENV
-from rrl.core.processes import look
+from rrl.core.processes import read_process
 from rrl.core.types import ReplicaId
 from rrl.manager.model import events as ev
 from rrl.tests.support.runs import TestRun, all_work, check_sound, submit_here
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-WITHIN = 400.0
+TIMEOUT_S = 400.0
 """s; vLLM takes 10 s to start on two free cores, and minutes on busy ones"""
 ROLLOUT, VICTIM = ReplicaId("rollout/0"), ReplicaId("rollout/1")
 
@@ -64,31 +64,31 @@ step_grace = "60s"
 
 def test_a_run_learns_from_vllm_rollouts_and_goes_on_while_a_killed_one_comes_back(tmp_path: Path) -> None:
     with _running(tmp_path, _job(100_000, 2)) as run:
-        victim = run.wait(lambda s: s.step >= 3 and all_work(s), within=WITHIN).replica(VICTIM)
+        victim = run.wait(lambda s: s.step >= 3 and all_work(s), timeout_s=TIMEOUT_S).replica(VICTIM)
         os.kill(victim.pid or 0, signal.SIGKILL)
-        back = victim.incarnation + 1
-        run.wait(lambda s: s.replica(VICTIM).incarnation == back and s.replica(VICTIM).holds is not None, WITHIN)
+        back = victim.incarnation_number + 1
+        run.wait(lambda s: s.replica(VICTIM).incarnation_number == back and s.replica(VICTIM).weight_version is not None, TIMEOUT_S)
         held = run.state().step
-        run.wait(lambda s: s.step >= held + 3, within=WITHIN)
+        run.wait(lambda s: s.step >= held + 3, timeout_s=TIMEOUT_S)
     check_sound(run.run)
     drifts = [s.event.metrics["drift"] for s in run.events() if isinstance(s.event, ev.StepCommitted)]
     print(f"{len(drifts)} steps; drift of the last: {drifts[-1]:.1e}")
     ends = [s.event for s in run.events() if isinstance(s.event, ev.StepEnded)]
-    assert [end.life.replica for end in ends if end.signal == signal.SIGKILL] == [VICTIM], "others had to be killed"
-    assert not [end.life.replica for end in ends if end.code], "somebody failed by itself"
+    assert [end.incarnation.replica for end in ends if end.signal == signal.SIGKILL] == [VICTIM], "others had to be killed"
+    assert not [end.incarnation.replica for end in ends if end.code], "somebody failed by itself"
 
 
 def test_a_rollout_dies_with_a_worker_process_of_vllm_and_every_one_of_them_with_it(tmp_path: Path) -> None:
     with _running(tmp_path, _job(100_000, 1, vllm="tensor_parallel_size = 2")) as run:
-        first = run.wait(lambda s: s.step >= 1, within=WITHIN).replica(ROLLOUT)
+        first = run.wait(lambda s: s.step >= 1, timeout_s=TIMEOUT_S).replica(ROLLOUT)
         workers = _workers(run, first.step or "")
         assert len(workers) == 2
         os.kill(workers[1], signal.SIGKILL)
         _wait_gone(workers)
-        second = run.wait(lambda s: s.replica(ROLLOUT).incarnation == first.incarnation + 1, WITHIN)
+        second = run.wait(lambda s: s.replica(ROLLOUT).incarnation_number == first.incarnation_number + 1, TIMEOUT_S)
         ended = next(s.event for s in run.events() if isinstance(s.event, ev.StepEnded) and s.event.step == first.step)
         assert ended.code not in (0, None)
-        second = run.wait(lambda s: s.replica(ROLLOUT).holds is not None and s.step > second.step, WITHIN)
+        second = run.wait(lambda s: s.replica(ROLLOUT).weight_version is not None and s.step > second.step, TIMEOUT_S)
         workers = _workers(run, second.replica(ROLLOUT).step or "")
         assert len(workers) == 2
         os.kill(second.replica(ROLLOUT).pid or 0, signal.SIGKILL)
@@ -124,6 +124,6 @@ def _workers(run: TestRun, step: str) -> list[int]:
 
 def _wait_gone(pids: list[int]) -> None:
     until = time.monotonic() + 60
-    while left := [pid for pid in pids if look(pid) is not None]:
+    while left := [pid for pid in pids if read_process(pid) is not None]:
         assert time.monotonic() < until, f"left behind: {left}"
         time.sleep(0.1)

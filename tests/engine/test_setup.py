@@ -12,20 +12,20 @@ import msgspec
 import pytest
 
 import rrl
-from rrl.config.vllm_arguments import OURS, known_here
-from rrl.core.types import Life, ReplicaId
+from rrl.config.vllm_arguments import RESERVED_ARGUMENTS, installed_arguments
+from rrl.core.types import Incarnation, ReplicaId
 from rrl.roles.models.policy import skeleton
 from rrl.roles.rollout import main as rollout_main
 from rrl.roles.rollout.vllm import config
-from rrl.roles.rollout.vllm.config import CannotWork
+from rrl.roles.rollout.vllm.config import InvalidEngineConfig
 from rrl.tests.support.engine.engines import MEMORY, SPEC, VOCABULARY
 
 pytestmark = pytest.mark.vllm
 
 
 def _configure(folder: Path, lease: int = 16, gpus: int = 0, **given: Any) -> Any:
-    config.environment(1)
-    made = config.folder_of(skeleton(SPEC, VOCABULARY), folder)
+    config.set_environment(1)
+    made = config.write_config_folder(skeleton(SPEC, VOCABULARY), folder)
     return config.configure(
         made, dtype="float32", max_length=SPEC.max_length, seed=3, lease=lease, memory=MEMORY, gpus=gpus, given=given
     )
@@ -43,21 +43,21 @@ def _configure(folder: Path, lease: int = 16, gpus: int = 0, **given: Any) -> An
     ],
 )
 def test_an_argument_that_cannot_work_is_told_in_one_line(tmp_path: Path, given: dict[str, Any], told: str) -> None:
-    with pytest.raises(CannotWork, match=told) as caught:
+    with pytest.raises(InvalidEngineConfig, match=told) as caught:
         _configure(tmp_path, **given)
     assert "\n" not in str(caught.value)
 
 
 def test_a_gpu_that_vllm_would_not_use_is_told_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(CannotWork, match=r"^\[roles.rollout\] gpus = 2, and vLLM \S+ computes on the CPU here"):
+    with pytest.raises(InvalidEngineConfig, match=r"^\[roles.rollout\] gpus = 2, and vLLM \S+ computes on the CPU here"):
         _configure(tmp_path, gpus=2)
 
 
 def test_the_arguments_that_vllm_has_are_known_without_importing_it() -> None:
     from vllm import EngineArgs
 
-    assert known_here() == {each.name for each in fields(EngineArgs)}
-    assert OURS.keys() <= known_here()
+    assert installed_arguments() == {each.name for each in fields(EngineArgs)}
+    assert RESERVED_ARGUMENTS.keys() <= installed_arguments()
 
 
 def test_workers_are_spawned_and_meet_on_the_loopback_whatever_the_nodes_environment_says(
@@ -66,7 +66,7 @@ def test_workers_are_spawned_and_meet_on_the_loopback_whatever_the_nodes_environ
     right = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     for name in right:
         monkeypatch.setenv(name, "fork" if name.startswith("VLLM") else "ib0")
-    config.environment(1)
+    config.set_environment(1)
     assert {name: os.environ[name] for name in right} == right
 
 
@@ -90,7 +90,7 @@ def test_a_rollout_whose_engine_cannot_work_ends_before_it_joins_with_code_2_and
     me = SimpleNamespace(  # without __enter__: it cannot be joined
         job={"model": model, "run": {"seed": 0}},
         settings={"engine": "vllm", "threads": 1, "lease": 16, "mem": MEMORY, "vllm": {}},
-        launch=SimpleNamespace(life=Life(ReplicaId("rollout/0"), 1), standby=False, gpus=0),
+        launch=SimpleNamespace(incarnation=Incarnation(ReplicaId("rollout/0"), 1), standby=False, gpus=0),
         run_dir=SimpleNamespace(hf_model=tmp_path / "hf-model"),
     )
     monkeypatch.setattr(rrl, "join", lambda: me, raising=False)

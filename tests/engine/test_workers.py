@@ -14,10 +14,10 @@ from typing import Any, cast
 import pytest
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-from rrl.core.processes import descendants, look
+from rrl.core.processes import descendants, read_process
 from rrl.roles.rollout.engine import Engine, Sampling
 from rrl.roles.rollout.vllm import engine as vllm_engine
-from rrl.roles.rollout.vllm.weight_transfer import NAME, PlaneEngine
+from rrl.roles.rollout.vllm.weight_transfer import MEMFD_NAME, RrlWeightTransferEngine
 from rrl.tests.support.engine import engines
 from rrl.tests.support.engine.engines import ATOL, SPEC, Made
 from rrl.transport.address import interfaces
@@ -45,7 +45,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     yield engine
     workers = _workers()
     engine.close()
-    assert [pid for pid in workers if look(pid) is not None] == [], "they outlive their engine"
+    assert [pid for pid in workers if read_process(pid) is not None] == [], "they outlive their engine"
 
 
 @pytest.fixture
@@ -86,8 +86,8 @@ def test_no_worker_is_sent_a_copy_of_the_weights_and_nothing_of_them_is_left_in_
     assert sum(map(len, told)) < _MESSAGE
     for pid in (os.getpid(), *_workers()):
         open_files = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
-        assert not [name for name in open_files if NAME in name]
-        assert NAME not in Path(f"/proc/{pid}/maps").read_text()
+        assert not [name for name in open_files if MEMFD_NAME in name]
+        assert MEMFD_NAME not in Path(f"/proc/{pid}/maps").read_text()
 
 
 @pytest.mark.usefixtures("engine")
@@ -113,7 +113,7 @@ def test_a_forked_worker_would_outlive_it_too_and_the_role_itself_still_hears_it
 ) -> None:
     monkeypatch.setattr(WeightTransferEngine, "__init__", lambda self: None)
     before = signal.getsignal(signal.SIGTERM)
-    PlaneEngine()
+    RrlWeightTransferEngine()
     assert signal.getsignal(signal.SIGTERM) == before
     child = multiprocessing.get_context("fork").Process(target=_as_a_worker)
     child.start()
@@ -123,7 +123,7 @@ def test_a_forked_worker_would_outlive_it_too_and_the_role_itself_still_hears_it
 
 def _as_a_worker() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # vLLM's own, in each worker
-    PlaneEngine()
+    RrlWeightTransferEngine()
     os._exit(0 if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN else 1)
 
 

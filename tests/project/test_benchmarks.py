@@ -48,7 +48,7 @@ def test_a_benchmark_without_slurm_ends_with_one_line_and_2(
 
 def test_options_that_do_without_a_need_do_not_check_it(monkeypatch: pytest.MonkeyPatch) -> None:
     _without_slurm(monkeypatch)
-    _requirements.begin("restart", without=(Need.SLURM,))
+    _requirements.check_requirements("restart", without=(Need.SLURM,))
 
 
 def test_all_needs_are_checked_before_the_first_benchmark(

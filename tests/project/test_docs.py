@@ -19,7 +19,7 @@ from rrl.cli.commands import app
 from rrl.config.job.schema import Job
 from rrl.docs import make_picture, make_reference
 from rrl.roles.trajectories.types import Batch
-from rrl.roles.worker.api import NewWeights, Work
+from rrl.roles.worker.api import WeightUpdate, WorkLease
 from rrl.tests.support.cli.story import BEGAN, Story
 from rrl.tests.support.runs import LIGHT, TestRun, check_sound, light_job, submit_here
 
@@ -145,8 +145,8 @@ def test_the_reference_has_every_table_of_job_toml() -> None:
 
 def test_the_picture_shows_a_rollout_that_was_replaced(tmp_path: Path) -> None:
     story = Story().works().recovers("rollout/0")
-    state = make_picture.moment(story.written(tmp_path))
-    assert (state.replica(story.life("rollout/0").replica).incarnation, state.at) == (2, BEGAN + story.at)
+    state = make_picture.representative_state(story.written(tmp_path))
+    assert (state.replica(story.incarnation("rollout/0").replica).incarnation_number, state.at) == (2, BEGAN + story.at)
     drawn = make_picture.picture(state)
     assert "works" in drawn
     assert "http" not in drawn.replace("http://www.w3.org/", ""), "the picture loads something from elsewhere"
@@ -154,11 +154,11 @@ def test_the_picture_shows_a_rollout_that_was_replaced(tmp_path: Path) -> None:
 
 def test_there_is_no_picture_of_a_run_in_which_nothing_failed(tmp_path: Path) -> None:
     with pytest.raises(LookupError):
-        make_picture.moment(Story().works().written(tmp_path))
+        make_picture.representative_state(Story().works().written(tmp_path))
 
 
 # ── the README's programs ──────────────────────────────────────────────────────────────────────────────────────────
-_HELD = {"me": Worker, "work": Work, "new": NewWeights, "batch": Batch}
+_HELD = {"me": Worker, "work": WorkLease, "new": WeightUpdate, "batch": Batch}
 """what the variables of the README's programs are"""
 
 

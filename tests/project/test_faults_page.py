@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rrl.config.job.faults import MOST_RANDOM, FaultsTable
-from rrl.core.faults import HELPER_KINDS, MANAGER, TRAITS, FaultKind, Traits
+from rrl.config.job.faults import MAX_RANDOM_FAULTS, FaultsTable
+from rrl.core.faults import SUPPORT_ROLE_KINDS, MANAGER, FAULT_TRAITS, FaultKind, FaultTraits
 from rrl.health.detection.detectors.registry import NODE_DETECTORS, PROGRESS_DETECTORS
-from rrl.manager.execute.fault_injection import MOST_FREE
+from rrl.manager.execute.fault_injection import MAX_FILL_BYTES
 from rrl.tests.project.test_docs import ROOT
 
 PAGE = ROOT / "docs" / "faults.md"
@@ -23,8 +23,8 @@ def rows() -> dict[str, list[str]]:
     return {kind: [cell.strip() for cell in rest.split("|")] for kind, rest in found}
 
 
-def needs(traits: Traits) -> str:
-    seconds = "seconds" if traits.lasts else "seconds, if it is to end" if traits.ends else ""
+def needs(traits: FaultTraits) -> str:
+    seconds = "seconds" if traits.needs_seconds else "seconds, if it is to end" if traits.takes_seconds else ""
     return "; ".join(filter(None, ("amount" if traits.amount else "", seconds))) or "–"
 
 
@@ -35,13 +35,13 @@ def test_every_kind_has_a_row_in_their_order() -> None:
 @pytest.mark.parametrize("kind", FaultKind)
 def test_a_row_says_what_the_traits_say(kind: FaultKind) -> None:
     _, target, needed, effect, _ = rows()[kind.value]
-    traits = TRAITS[kind]
-    assert (target, needed, effect) == (traits.hits.value, needs(traits), traits.effect.value)
+    traits = FAULT_TRAITS[kind]
+    assert (target, needed, effect) == (traits.target_kind.value, needs(traits), traits.effect.value)
 
 
 def test_agents_and_the_manager_are_named_where_they_can_be_hit() -> None:
     done = {kind: cells[0] for kind, cells in rows().items()}
-    assert {kind for kind, text in done.items() if "`agent/NODE`" in text} == {kind.value for kind in HELPER_KINDS}
+    assert {kind for kind, text in done.items() if "`agent/NODE`" in text} == {kind.value for kind in SUPPORT_ROLE_KINDS}
     assert [kind for kind, text in done.items() if f"`{MANAGER}`" in text] == ["kill"]
 
 
@@ -54,8 +54,8 @@ def test_the_detectors_that_it_names_exist() -> None:
 
 def test_its_numbers_and_its_example_are_true() -> None:
     text = PAGE.read_text()
-    assert f"more than {MOST_FREE // 2**30} GiB is free" in text
-    assert f"at most {MOST_RANDOM}" in text
+    assert f"more than {MAX_FILL_BYTES // 2**30} GiB is free" in text
+    assert f"at most {MAX_RANDOM_FAULTS}" in text
     (example,) = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     table = FaultsTable.model_validate(tomllib.loads(example)["faults"])
     assert (len(table.planned), len(table.random)) == (1, 1)

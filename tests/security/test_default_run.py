@@ -19,14 +19,14 @@ import pytest
 from rrl.core.run_dir import RUNS_ENV
 from rrl.core.types import ReplicaId
 from rrl.tests.support.plain_user import PlainUser
-from rrl.tests.support.runs import RRL, TestRun, all_work, light_job, lives, submitted, write_job
-from rrl.tests.support.security.assault import BACK_WITHIN
+from rrl.tests.support.runs import RRL, TestRun, all_work, light_job, current_incarnations, submitted, write_job
+from rrl.tests.support.security.assault import RECOVERY_TIMEOUT_S
 from rrl.tests.support.security.attacks import Footprint, barrage, ports_of
 from rrl.transport.keys import RunKeys
 
 GARBAGE = 1500
 """connections at each port, each with something that no member would send"""
-WITHIN_S = 300.0
+TIMEOUT_S = 300.0
 LOOPBACK = "127.0.0.1"
 UCX_LIBRARIES = ("libucp", "libuct", "libucxx")
 
@@ -55,7 +55,7 @@ def workers(run: TestRun) -> dict[str, int]:
     return {
         str(replica.id): replica.pid
         for replica in state.replicas.values()
-        if replica.role in ("trainer", "rollout") and replica.believed and replica.pid is not None
+        if replica.role in ("trainer", "rollout") and replica.is_current and replica.pid is not None
     }
 
 
@@ -76,7 +76,7 @@ def test_a_default_run_listens_on_loopback_and_loads_no_ucx(run: TestRun, owner:
     assert {address for address, _ in listening_ports(owner)} == {LOOPBACK}
     state = run.state()
     for name, pid in workers(run).items():
-        serves = state.replica(ReplicaId(name)).serves
+        serves = state.replica(ReplicaId(name)).weight_address
         assert serves is not None
         assert [f"tcp://{address}:{port}" for address, port in ports_of(pid)] == [serves], name
     for pid in run.processes():
@@ -89,7 +89,7 @@ def reached_by_ucx(attacker: PlainUser, ports: list[int]) -> dict[int, list[str]
     if importlib.util.find_spec("ucxx") is None:
         pytest.skip("ucxx is not installed")
     attack = attacker.popen(sys.executable, "-m", "rrl.tests.support.security.ucx_attack", LOOPBACK, *map(str, ports))
-    out, err = attack.communicate(timeout=WITHIN_S)
+    out, err = attack.communicate(timeout=TIMEOUT_S)
     assert attack.returncode == 0, err
     return {int(port): ways for port, ways in json.loads(out).items()}
 
@@ -97,7 +97,7 @@ def reached_by_ucx(attacker: PlainUser, ports: list[int]) -> dict[int, list[str]
 def test_the_attack_reaches_ucx_where_a_job_trusts_its_network(owner: PlainUser, attacker: PlainUser) -> None:
     """Without this, the next test could pass because the attack does nothing."""
     keys = owner.home / "victims_keys.json"
-    owner.call(lambda: RunKeys.make().save(keys), WITHIN_S)
+    owner.call(lambda: RunKeys.make().save(keys), TIMEOUT_S)
     victim = owner.popen(sys.executable, "-m", "rrl.tests.support.security.victim", "ucx", str(keys))
     assert victim.stdout is not None
     try:
@@ -106,7 +106,7 @@ def test_the_attack_reaches_ucx_where_a_job_trusts_its_network(owner: PlainUser,
         assert len(ports) == len(ports_of(victim.pid)) == 2
         reached = reached_by_ucx(attacker, ports)
     finally:
-        victim.communicate("", timeout=WITHIN_S)
+        victim.communicate("", timeout=TIMEOUT_S)
     door = int(serves.rpartition(":")[2])
     assert reached.pop(door) == []
     assert list(reached.values()) == [["interface port"]]
@@ -115,16 +115,16 @@ def test_the_attack_reaches_ucx_where_a_job_trusts_its_network(owner: PlainUser,
 def test_ucx_of_another_user_reaches_nothing_at_any_port_of_a_run(
     run: TestRun, owner: PlainUser, attacker: PlainUser
 ) -> None:
-    before, began = lives(run.wait(all_work)), run.state().step
+    before, began = current_incarnations(run.wait(all_work)), run.state().step
     ports = sorted(port for _, port in listening_ports(owner))
     assert reached_by_ucx(attacker, ports) == {port: [] for port in ports}
-    assert lives(run.wait(lambda state: state.step > began + 2)) == before
+    assert current_incarnations(run.wait(lambda state: state.step > began + 2)) == before
 
 
 def test_garbage_of_another_user_leaves_no_descriptor_open_in_a_run(
     run: TestRun, owner: PlainUser, attacker: PlainUser
 ) -> None:
-    before, began = lives(run.wait(all_work)), run.state().step
+    before, began = current_incarnations(run.wait(all_work)), run.state().step
     ports = sorted(listening_ports(owner))
     listeners = {pid: Footprint.of(pid).descriptors for pid in run.processes() if ports_of(pid)}
     assert len(listeners) >= len(workers(run)) + 2  # the manager and the store, too
@@ -133,9 +133,9 @@ def test_garbage_of_another_user_leaves_no_descriptor_open_in_a_run(
         for port in ports:
             assert barrage(port, GARBAGE, port[1]) > 0.9 * GARBAGE, port
 
-    attacker.call(attack, WITHIN_S)
-    deadline = time.monotonic() + BACK_WITHIN
+    attacker.call(attack, TIMEOUT_S)
+    deadline = time.monotonic() + RECOVERY_TIMEOUT_S
     while kept := {pid: most for pid, most in listeners.items() if Footprint.of(pid).descriptors > most}:
         assert time.monotonic() < deadline, f"descriptors are kept by pid (which had so many before): {kept}"
         time.sleep(0.2)
-    assert lives(run.wait(lambda state: state.step > began + 2)) == before
+    assert current_incarnations(run.wait(lambda state: state.step > began + 2)) == before

@@ -20,7 +20,7 @@ from rrl.tests.support.dcgm.exporter import labels, page
 from rrl.tests.support.plain_user import PlainUser
 
 UUID = "GPU-0a0a0a0a-0000-4000-8000-000000000000"
-WITHIN_S = 60.0
+TIMEOUT_S = 60.0
 EXPORTER = """
 import socket, sys
 server = socket.create_server(("127.0.0.1", 0))
@@ -64,14 +64,14 @@ def dcgm_findings(port: int, folder: Path, rules: Rules) -> list[Finding]:
     if not (folder / "net").is_symlink():
         (folder / "net").symlink_to("/proc/net")
     options = ReaderOptions(exporter=f"http://127.0.0.1:{port}/metrics", dcgmi="/nowhere/dcgmi", proc=str(folder))
-    return check_node(rules, WITHIN_S, only=["dcgm_memory"], options=options)
+    return check_node(rules, TIMEOUT_S, only=["dcgm_memory"], options=options)
 
 
 def test_an_exporter_of_another_user_is_not_believed(owner: PlainUser, attacker: PlainUser, tmp_path: Path) -> None:
     theirs = Rules(readers=ReaderRules(dcgm_user=owner.name))
     with exporter_of(owner) as port:
         (found,) = dcgm_findings(port, tmp_path, theirs)
-        assert (found.verdict, found.part) == (Verdict.FAIL, UUID), "the site's own exporter is believed"
+        assert (found.verdict, found.component) == (Verdict.FAIL, UUID), "the site's own exporter is believed"
     with exporter_of(attacker) as port:
         for rules in (Rules(), theirs):
             (found,) = dcgm_findings(port, tmp_path, rules)
@@ -86,7 +86,7 @@ def test_an_exporter_cannot_invent_a_gpu(tmp_path: Path, owner: PlainUser) -> No
         options = ReaderOptions(
             exporter=f"http://127.0.0.1:{port}/metrics", dcgmi="/nowhere/dcgmi", proc=str(tmp_path)
         )  # fmt: skip
-        found = check_node(rules, WITHIN_S, only=["dcgm_memory"], options=options)
+        found = check_node(rules, TIMEOUT_S, only=["dcgm_memory"], options=options)
     assert [one.verdict for one in found] == [Verdict.OK]
 
 
@@ -99,9 +99,9 @@ def test_a_dcgmi_of_another_user_is_not_run(attacker: PlainUser, tmp_path: Path)
         program.write_text(f"#!/bin/sh\ntouch {ran}\n")
         program.chmod(0o755)
 
-    attacker.call(plant, within=30)
+    attacker.call(plant, timeout_s=30)
     options = ReaderOptions(exporter="http://127.0.0.1:1/metrics", dcgmi=str(program))
-    (found,) = check_node(Rules(), WITHIN_S, only=["dcgm_health"], options=options)
+    (found,) = check_node(Rules(), TIMEOUT_S, only=["dcgm_health"], options=options)
     assert found.verdict is Verdict.UNKNOWN
     assert "not run" in found.evidence[0].text
     assert not ran.exists()
@@ -139,14 +139,14 @@ def test_crashes_of_programs_with_hostile_names_say_nothing_of_the_node(attacker
                     os.execv(sys.executable, [sys.executable, "-c", textwrap.dedent(CRASHES), comm, name])
                 os.wait()
 
-    attacker.call(crash, within=120)
+    attacker.call(crash, timeout_s=120)
     crashes = [line for line in kernel_messages(before) if "segfault" in line and any(name in line for name in NAMES)]
     if not crashes:
         pytest.skip("this kernel prints no crashes, or there is no compiler")
     assert all(line.startswith("6,") for line in crashes), "the kernel's own facility: that alone protects nobody"
     for line in crashes:
         assert recognise(line.partition(";")[2].encode(), 0.0) is None, line
-    found = check_node(Rules(), WITHIN_S, only=["xid", "kernel_mce", "kernel_filesystem", "kernel_nic"])
+    found = check_node(Rules(), TIMEOUT_S, only=["xid", "kernel_mce", "kernel_filesystem", "kernel_nic"])
     told = " ".join(evidence.text for one in found for evidence in one.evidence)
     assert not any(name in told for name in NAMES)
     assert {one.verdict for one in found} <= {Verdict.OK, Verdict.UNKNOWN}

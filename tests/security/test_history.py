@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from rrl.health.history.rates import DAY
-from rrl.health.history.records import Told
+from rrl.health.history.rates import DAY_S
+from rrl.health.history.records import SourcedRecord
 from rrl.tests.support.health.site_history import (
     BEGAN,
     HOUR,
@@ -27,7 +27,7 @@ from rrl.tests.support.health.site_history import (
     left,
     mended,
     over,
-    told,
+    sourced,
     write,
 )
 from rrl.tests.support.plain_user import PlainUser
@@ -57,31 +57,31 @@ def report(reader: PlainUser, history: Path) -> tuple[dict[str, Any], str]:
     return json.loads(out), err
 
 
-def write_runs(history: Path, folder: str, records: list[Told]) -> None:
+def write_runs(history: Path, folder: str, records: list[SourcedRecord]) -> None:
     """Each run's records as a file of the caller in ``history/folder``."""
     for run in dict.fromkeys(one.run for one in records):
         write(history, folder, run, [one.record for one in records if one.run == run])
 
 
-def honest(user: str) -> list[Told]:
+def honest(user: str) -> list[SourcedRecord]:
     """A run of a day that had all nodes, on which one of its own programs crashed."""
-    at = time.time() - BEGAN - 2 * DAY
-    return told(
+    at = time.time() - BEGAN - 2 * DAY_S
+    return sourced(
         user, "math-1", began(at, "math-1", user), held(at, *NODES), failed(at + HOUR, "n1"),
-        mended(at + HOUR + 60, "rollout/0", "n1", at + HOUR, 0.1), over(at + DAY),
+        mended(at + HOUR + 60, "rollout/0", "n1", at + HOUR, 0.1), over(at + DAY_S),
     )  # fmt: skip
 
 
-def invented(user: str) -> list[Told]:
+def invented(user: str) -> list[SourcedRecord]:
     """Fifteen runs in which all nodes fail with a proof, each in a day of its own."""
-    records: list[Told] = []
+    records: list[SourcedRecord] = []
     for day in range(15):
-        at, run = time.time() - BEGAN - (day + 1) * DAY, f"fake-{day}"
+        at, run = time.time() - BEGAN - (day + 1) * DAY_S, f"fake-{day}"
         events: list[Any] = []
         for node in NODES:
             events += [*held(at, node), found(at + 5, node), failed(at + 6, node, f"rollout/{node}#1", cause="gpu"),
                        acted(at + 7, node, "excluded"), acted(at + 8, node, "asked"), left(at + 60, node)]  # fmt: skip
-        records += told(user, run, began(at, run, user), events, over(at + 90))
+        records += sourced(user, run, began(at, run, user), events, over(at + 90))
     return records
 
 
@@ -105,11 +105,11 @@ def test_invented_runs_of_one_user_accuse_no_node(
     def attack() -> None:
         write_runs(history, attacker.name, records[::2] if by_number else records)
         if by_number:
-            second = [Told(one.user, f"{one.run}b", one.record) for one in records[1::2]]
+            second = [SourcedRecord(one.user, f"{one.run}b", one.record) for one in records[1::2]]
             write_runs(history, str(attacker.uid), second)
 
-    owner.call(lambda: write_runs(history, owner.name, honest(owner.name)), within=60)
-    attacker.call(attack, within=60)
+    owner.call(lambda: write_runs(history, owner.name, honest(owner.name)), timeout_s=60)
+    attacker.call(attack, timeout_s=60)
     document, _ = report(owner, history)
     assert_no_node_is_accused(document, attacker.name)
     assert {owner.name, attacker.name} >= set(document["report"]["nodes"][0]["users"])
@@ -121,7 +121,7 @@ def test_files_that_no_run_writes_are_named_with_their_reason_and_not_read(
     mine = history / attacker.name
 
     def attack() -> None:
-        write_runs(history, attacker.name, told(attacker.name, "own", began(0, "own", attacker.name)))
+        write_runs(history, attacker.name, sourced(attacker.name, "own", began(0, "own", attacker.name)))
         for name, size in (("huge", 2 * TERABYTE), ("hole", 2**20)):
             with (mine / f"{name}.000001.jsonl").open("wb") as sparse:
                 sparse.truncate(size)
@@ -130,8 +130,8 @@ def test_files_that_no_run_writes_are_named_with_their_reason_and_not_read(
         os.symlink(history / owner.name / "math-1.000001.jsonl", mine / "link.000001.jsonl")
         (history / "somebody").mkdir()
 
-    owner.call(lambda: write_runs(history, owner.name, honest(owner.name)), within=60)
-    attacker.call(attack, within=60)
+    owner.call(lambda: write_runs(history, owner.name, honest(owner.name)), timeout_s=60)
+    attacker.call(attack, timeout_s=60)
     document, err = report(owner, history)
     sources = document["sources"]
     reasons = {Path(line.partition(": ")[0]).name.partition(".")[0]: line for line in sources["refused"]}
@@ -149,11 +149,11 @@ def test_records_of_the_future_and_impossible_gpu_hours_are_left_out(
     owner: PlainUser, attacker: PlainUser, history: Path
 ) -> None:
     at = time.time() - BEGAN
-    lies = told(
-        attacker.name, "lies", began(at - DAY, "lies", attacker.name), held(at - DAY, "n1"),
-        found(at + DAY, "n1"), mended(at, "rollout/0", "n1", at - HOUR, 1e6),
+    lies = sourced(
+        attacker.name, "lies", began(at - DAY_S, "lies", attacker.name), held(at - DAY_S, "n1"),
+        found(at + DAY_S, "n1"), mended(at, "rollout/0", "n1", at - HOUR, 1e6),
     )  # fmt: skip
-    attacker.call(lambda: write_runs(history, attacker.name, lies), within=60)
+    attacker.call(lambda: write_runs(history, attacker.name, lies), timeout_s=60)
     document, err = report(owner, history)
     assert document["sources"]["left_out"] == [
         f"{attacker.name}: 1 record in the future",
@@ -173,8 +173,8 @@ def test_what_is_written_in_the_owners_name_is_not_believed(
         with pytest.raises(PermissionError):
             write_runs(history, owner.name, records)
 
-    owner.call(lambda: write_runs(history, owner.name, honest(owner.name)), within=60)
-    attacker.call(attack, within=60)
+    owner.call(lambda: write_runs(history, owner.name, honest(owner.name)), timeout_s=60)
+    attacker.call(attack, timeout_s=60)
     document, _ = report(owner, history)
     assert document["sources"]["skipped"] == 15  # the lines that name the owner
     assert_no_node_is_accused(document, attacker.name)

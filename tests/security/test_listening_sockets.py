@@ -21,7 +21,7 @@ from rrl.tests.support.runs import RRL, TestRun, write_job
 from rrl.tests.support.security.sockets import Bound, bound_by
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
-_STARTS_WITHIN_S = 300.0
+_START_TIMEOUT_S = 300.0
 """for two ranks, two rollouts and their spares to load torch on a busy machine of two cores"""
 
 
@@ -32,7 +32,7 @@ def gang_run(owner: PlainUser) -> Iterator[TestRun]:
     toml = toml.replace("steps = 300", "steps = 100000").partition("[[faults.planned]]")[0]
     toml += '\n[transport]\nweights = "tcp"\n'
     folder = owner.home / "gang"
-    owner.call(folder.mkdir, within=30)
+    owner.call(folder.mkdir, timeout_s=30)
     job = write_job(folder, toml)
 
     def call(*argv: str, **popen: Any) -> subprocess.Popen[str]:
@@ -60,7 +60,7 @@ def _outside() -> str:
 
 @pytest.mark.torch
 def test_every_socket_of_a_local_run_is_bound_to_loopback(gang_run: TestRun) -> None:
-    state = gang_run.wait(lambda s: s.step >= 2, within=_STARTS_WITHIN_S)
+    state = gang_run.wait(lambda s: s.step >= 2, timeout_s=_START_TIMEOUT_S)
     found = bound_by(gang_run.processes())
     outside = [one for one in found if not one.stays_on_this_machine]
     assert outside == [], f"reached from outside: {outside}"

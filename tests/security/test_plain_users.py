@@ -21,6 +21,6 @@ def test_the_attacker_cannot_read_what_the_owner_wrote(owner: PlainUser, attacke
             return
         raise AssertionError(f"{os.getuid()} read {secret}")
 
-    owner.call(write, within=30)
+    owner.call(write, timeout_s=30)
     assert secret.stat().st_uid == owner.uid != attacker.uid != 0
-    attacker.call(read, within=30)
+    attacker.call(read, timeout_s=30)

@@ -18,9 +18,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.core.types import Life, NodeName, ReplicaId
+from rrl.core.types import Incarnation, NodeName, ReplicaId
 from rrl.roles.snapshots.format import SnapshotError
-from rrl.roles.trajectories.types import Answer, GetCommitted, NotYet
+from rrl.roles.trajectories.types import Answer, GetCommitted, NotReady
 from rrl.tests.support.proxy import Proxy
 from rrl.tests.support.roles.snapshots.keeping import member
 from rrl.tests.support.security import attacks
@@ -30,9 +30,9 @@ from rrl.tests.support.weights.piping import KINDS as PIPES
 from rrl.tests.support.weights.source import VERSION, content
 from rrl.transport.control.endpoints import Address, Dialer
 from rrl.transport.keys import RunKeys
-from rrl.transport.messages import Admitted, Down, Wanted
-from rrl.transport.weights.base import PipeError
-from rrl.transport.weights.select import open_pipe
+from rrl.transport.messages import Admitted, FromManager, AdmissionRequest
+from rrl.transport.weights.base import TransportError
+from rrl.transport.weights.select import open_transport
 
 SOON = 30.0
 """s; only a broken build waits for so long"""
@@ -45,7 +45,7 @@ ROUNDS = 3
 GROWTH = 3 * 2**20
 """bytes that an attack may leave behind: 5 % of what a manager has"""
 KINDS = ["manager", "store", *PIPES, "snapshots"]
-WANTED = Wanted(Life(ReplicaId("rollout/0"), 1), "tag", NodeName("n1"), 1)
+WANTED = AdmissionRequest(Incarnation(ReplicaId("rollout/0"), 1), "tag", NodeName("n1"), 1)
 
 
 class Victim:
@@ -78,36 +78,36 @@ class Victim:
     async def serve_a_member(self) -> None:
         """A member of the run asks, and is answered."""
         if self.kind == "snapshots":
-            await asyncio.to_thread(self._ask_what_is_kept)
+            await asyncio.to_thread(self._request_stored_keys)
             return
         if self.weights:
             await self._pull()
             return
         async with dialling(self, self.endpoint) as dialer:
             if self.kind == "manager":
-                assert await dialer.ask(WANTED, SOON) == Admitted("answered", True)
+                assert await dialer.request(WANTED, SOON) == Admitted("answered", True)
             else:
-                assert await dialer.ask(GetCommitted(WANTED.life), SOON) == NotYet()
+                assert await dialer.request(GetCommitted(WANTED.incarnation), SOON) == NotReady()
 
     async def _pull(self) -> None:
         """A puller whose attempt is lost in a storm asks again, as ``rrl.transport.weights.pull.pull`` does."""
-        pipe, into = open_pipe(self.kind, self.keys.secret, trusted_network=True), memoryview(bytearray(SIZE))
+        pipe, into = open_transport(self.kind, self.keys.secret, trusted_network=True), memoryview(bytearray(SIZE))
         try:
             async with asyncio.timeout(SOON):
                 while True:
-                    with contextlib.suppress(PipeError):
+                    with contextlib.suppress(TransportError):
                         await pipe.fetch(self.endpoint, VERSION, range(SIZE), into, SOON)
                         break
         finally:
             await pipe.close()
         assert into == content(SIZE)
 
-    def _ask_what_is_kept(self) -> None:
+    def _request_stored_keys(self) -> None:
         deadline = time.monotonic() + SOON
         with member(self.keys) as client:
             while True:
                 try:
-                    assert client.available(self.endpoint) == []
+                    assert client.list_snapshots(self.endpoint) == []
                     return
                 except SnapshotError:
                     assert time.monotonic() < deadline
@@ -119,22 +119,22 @@ class Victim:
             async with Proxy(self.port[1]) as proxy:
                 if self.kind == "snapshots":
                     with member(self.keys) as client:
-                        await asyncio.to_thread(client.available, f"tcp://127.0.0.1:{proxy.port}")
+                        await asyncio.to_thread(client.list_snapshots, f"tcp://127.0.0.1:{proxy.port}")
                 elif self.weights:  # its first words are all that is the same for tcp and for ucx's door
                     kind = "tcp" if self.kind == "ucx" else self.kind
-                    pipe = open_pipe(kind, self.keys.secret, trusted_network=True)
+                    pipe = open_transport(kind, self.keys.secret, trusted_network=True)
                     try:
                         if kind == self.kind:
                             await pipe.manifest(f"{kind}://127.0.0.1:{proxy.port}", VERSION, SOON)
                         else:
-                            with pytest.raises(PipeError):
+                            with pytest.raises(TransportError):
                                 await pipe.manifest(f"{kind}://127.0.0.1:{proxy.port}", VERSION, 0.5)
                     finally:
                         await pipe.close()
                 else:
                     async with dialling(self, f"tcp://127.0.0.1:{proxy.port}") as dialer:
-                        message = WANTED if self.kind == "manager" else GetCommitted(WANTED.life)
-                        await dialer.ask(message, SOON)
+                        message = WANTED if self.kind == "manager" else GetCommitted(WANTED.incarnation)
+                        await dialer.request(message, SOON)
                 return bytes(proxy.from_client)
 
         return asyncio.run(record())
@@ -145,7 +145,7 @@ class Victim:
 
 @asynccontextmanager
 async def dialling(victim: Victim, endpoint: str) -> AsyncIterator[Dialer]:
-    dialer = Dialer(victim.keys, Down if victim.kind == "manager" else Answer, lambda: Address(0, endpoint))
+    dialer = Dialer(victim.keys, FromManager if victim.kind == "manager" else Answer, lambda: Address(0, endpoint))
     task = asyncio.create_task(dialer.run())
     try:
         yield dialer
@@ -167,10 +167,10 @@ def victim(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         made.close()
 
 
-def until(what: Callable[[], bool], told: str = "") -> None:
+def until(what: Callable[[], bool], failure_text: str = "") -> None:
     deadline = time.monotonic() + SOON
     while not what():
-        assert time.monotonic() < deadline, told
+        assert time.monotonic() < deadline, failure_text
         time.sleep(0.05)
 
 
@@ -280,22 +280,22 @@ def test_a_member_of_another_run_is_not_answered(victim: Victim) -> None:
     async def ask() -> None:
         if victim.kind == "snapshots":
             with member(other) as client, pytest.raises(SnapshotError):
-                await asyncio.to_thread(client.available, victim.endpoint)
+                await asyncio.to_thread(client.list_snapshots, victim.endpoint)
             return
         if victim.weights:
-            pipe = open_pipe(victim.kind, other.secret, trusted_network=True)
+            pipe = open_transport(victim.kind, other.secret, trusted_network=True)
             try:
-                with pytest.raises(PipeError):
+                with pytest.raises(TransportError):
                     await pipe.manifest(victim.endpoint, VERSION, SOON)
             finally:
                 await pipe.close()
             return
         victims_server = msgspec.structs.replace(other, server_public=victim.keys.server_public)
         for keys in (other, victims_server):  # a stranger, and one who at least knows whom it speaks to
-            dialer = Dialer(keys, Down, lambda: Address(0, victim.endpoint))
+            dialer = Dialer(keys, FromManager, lambda: Address(0, victim.endpoint))
             task = asyncio.create_task(dialer.run())
             with pytest.raises(TimeoutError):
-                await dialer.ask(WANTED, 0.5)
+                await dialer.request(WANTED, 0.5)
             assert not dialer.connected
             await dialer.close()
             await task

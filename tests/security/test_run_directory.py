@@ -17,18 +17,18 @@ import pytest
 
 from rrl.cli import main
 from rrl.core.run_dir import RUNS_ENV, RunDir
-from rrl.core.types import Life, ReplicaId
-from rrl.manager.intake.user_commands import letters
+from rrl.core.types import Incarnation, ReplicaId
+from rrl.manager.intake.user_commands import pending_commands
 from rrl.manager.storage.journal import MAGIC, SCHEMA, Journal, _framed
-from rrl.manager.storage.lease import Holder
+from rrl.manager.storage.lease import LeaseHolder
 from rrl.tests.support.cli.story import Story, completed
-from rrl.tests.support.listening_manager import PATIENCE, eventually
+from rrl.tests.support.listening_manager import TIMEOUT_S, eventually
 from rrl.tests.support.manager.jobs import job
 from rrl.tests.support.plain_user import others_can_run_us
 from rrl.tests.support.runs import light_job
 from rrl.transport.control.endpoints import Address, Dialer, Listener
 from rrl.transport.keys import RunKeys
-from rrl.transport.messages import Down, Goodbye, Up
+from rrl.transport.messages import FromManager, Goodbye, ToManager
 
 OWNER = pwd.getpwuid(os.geteuid()).pw_name
 COMMANDS = ("status", "logs", "cancel", "manage")
@@ -45,12 +45,12 @@ def run(root: Path) -> RunDir:
     """A run that nobody manages, whole as a submission leaves it."""
     made = Story("mine-1").works().written(root)
     RunKeys.make().save(made.keys)
-    made.view.write_bytes(msgspec.json.encode(job()))
+    made.run_spec.write_bytes(msgspec.json.encode(job()))
     made.resolved.write_text(json.dumps({"source": "/nowhere/job.toml", "job": {}}))
     return made
 
 
-def told(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:
+def error_line(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:
     """The one line that a command line that goes wrong says."""
     assert main.run(arguments) == code
     line = capsys.readouterr().err
@@ -89,7 +89,7 @@ def test_a_journal_of_another_run_is_not_taken_for_this_ones(
     other = Story("other-1").works().written(root)
     newest(run).write_bytes(newest(other).read_bytes())
     for command in ("status", "manage", "cancel"):
-        assert told(capsys, 2, command, "mine-1") == (
+        assert error_line(capsys, 2, command, "mine-1") == (
             f"rrl: {newest(run)}: it is the journal of other-1, not of mine-1\n"
         )
     assert not list(run.mailbox.iterdir())
@@ -113,7 +113,7 @@ def test_a_journal_that_this_rrl_cannot_read_is_left_alone(
     path = run.journal / "000007-000001.seg"
     path.write_bytes(segment)
     for command in ("status", "manage", "cancel"):
-        assert f"{path}: {says}" in told(capsys, 2, command, "mine-1")
+        assert f"{path}: {says}" in error_line(capsys, 2, command, "mine-1")
     assert path.read_bytes() == segment
     assert not list(run.mailbox.iterdir())
 
@@ -145,7 +145,7 @@ def test_a_run_without_what_a_manager_needs_gets_none(
     run: RunDir, capsys: pytest.CaptureFixture[str], name: str, harm: Callable[[Path], None], says: str
 ) -> None:
     harm(run.path / name)
-    assert f"{run.path}/{says}" in told(capsys, 1, "manage", "mine-1")
+    assert f"{run.path}/{says}" in error_line(capsys, 1, "manage", "mine-1")
     assert not list(run.epochs.iterdir()), "a manager began"
     assert main.run(["status"]) == 0, "it can be looked at all the same"
 
@@ -154,14 +154,14 @@ def test_a_second_manager_says_where_the_first_one_is_and_leaves_it_alone(
     run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counter = iter(range(1, 10_000))
-    (run.epochs / "000001").write_bytes(msgspec.json.encode(Holder("node7", 4711, 0)))
+    (run.epochs / "000001").write_bytes(msgspec.json.encode(LeaseHolder("node7", 4711, 0)))
 
     def read(path: Path) -> bytes:
-        return msgspec.json.encode(Holder("node7", 4711, next(counter))) if path.parent == run.epochs else real(path)
+        return msgspec.json.encode(LeaseHolder("node7", 4711, next(counter))) if path.parent == run.epochs else real(path)
 
     real = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", read)
-    assert told(capsys, 1, "manage", "mine-1") == "rrl: a manager of mine-1 lives on node7 (pid 4711)\n"
+    assert error_line(capsys, 1, "manage", "mine-1") == "rrl: a manager of mine-1 lives on node7 (pid 4711)\n"
     assert [path.name for path in run.epochs.iterdir()] == ["000001"]
 
 
@@ -217,11 +217,11 @@ def test_a_letter_that_somebody_else_wrote_is_put_aside(
         os.chown(run.mailbox / "1.json", NOBODY, -1)
     else:  # as if: nobody but root can give a file away
         (run.mailbox / "1.json").unlink()
-    assert [letter.id for letter in letters(run)] == ["3"]
+    assert [letter.id for letter in pending_commands(run)] == ["3"]
     said = caplog.text
     caplog.clear()
     assert os.geteuid() != 0 or f": it is of user {NOBODY}, and the run of user 0" in said
-    assert [letter.id for letter in letters(run)] == ["3"]
+    assert [letter.id for letter in pending_commands(run)] == ["3"]
     assert not caplog.records, "it was read again"
 
 
@@ -247,12 +247,12 @@ def test_a_submission_that_finds_no_room_leaves_nothing(tmp_path: Path) -> None:
 # ── where the manager is said to be ────────────────────────────────────────────────────────────────────────────────
 def test_who_is_shown_a_wrong_address_tells_it_nothing_and_finds_its_manager_in_the_end(run: RunDir) -> None:
     """manager.json names a port where nobody listens, then the manager of another run, is torn, and is right again."""
-    keys, life = RunKeys.load(run.keys), Life(ReplicaId("rollout/0"), 1)
+    keys, incarnation = RunKeys.load(run.keys), Incarnation(ReplicaId("rollout/0"), 1)
 
     async def story() -> None:
-        foreign = await Listener.open(RunKeys.make(), Up, epoch=1)
-        mine = await Listener.open(keys, Up, epoch=1)
-        dialer = Dialer(keys, Down, lambda: Address.read(run.manager), lambda: [Goodbye(life)])
+        foreign = await Listener.open(RunKeys.make(), ToManager, epoch=1)
+        mine = await Listener.open(keys, ToManager, epoch=1)
+        dialer = Dialer(keys, FromManager, lambda: Address.read(run.manager), lambda: [Goodbye(incarnation)])
         run.manager.write_text('{"epoch": 1, "endpoint": "tcp://127.0.0.1:1"}')
         dialling = asyncio.create_task(dialer.run())
         await asyncio.sleep(0)
@@ -262,7 +262,7 @@ def test_who_is_shown_a_wrong_address_tells_it_nothing_and_finds_its_manager_in_
         run.manager.write_bytes(msgspec.json.encode(mine.address)[:20])
         await eventually(lambda: foreign.refused > 1)
         run.manager.write_bytes(msgspec.json.encode(mine.address))
-        assert (await asyncio.wait_for(mine.receive(), PATIENCE)).message == Goodbye(life)
+        assert (await asyncio.wait_for(mine.receive(), TIMEOUT_S)).message == Goodbye(incarnation)
         for each in (dialer, mine, foreign):
             await each.close()
         await dialling
@@ -272,4 +272,4 @@ def test_who_is_shown_a_wrong_address_tells_it_nothing_and_finds_its_manager_in_
 
 def test_a_run_that_has_ended_is_whole_without_any_of_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     completed("done-1").written(root)
-    assert told(capsys, 2, "manage", "done-1") == "rrl: done-1 has ended already: completed\n"
+    assert error_line(capsys, 2, "manage", "done-1") == "rrl: done-1 has ended already: completed\n"

@@ -24,17 +24,17 @@ def main() -> int:
     assert toml.count(local) == 1, "the quickstart's cluster kind is not where this program expects it"
     with SlurmLab.start(nodes=NODES) as lab:
         print(f"Slurm with {NODES} nodes runs in {lab.dir}; submitting as {lab.user}", flush=True)
-        job = lab.home / "quickstart.toml"
+        job = lab.user_home / "quickstart.toml"
         job.write_text(toml.replace(local, 'kind = "slurm"'))
         job.chmod(0o644)
-        env = {RUNS_ENV: str(lab.home / "runs")}
+        env = {RUNS_ENV: str(lab.user_home / "runs")}
         follow = lab.popen_as_user([RRL, "submit", "--wait", str(job)], env=env, stdout=sys.stdout.fileno())
         try:
             code = follow.wait()
         except KeyboardInterrupt:
             print("stopping the cluster and everything on it", file=sys.stderr)
             code = 130
-        for summary in lab.home.glob("runs/*/summary.json"):  # the run directory goes with the cluster
+        for summary in lab.user_home.glob("runs/*/summary.json"):  # the run directory goes with the cluster
             print(summary.read_text(), flush=True)
     return code
 

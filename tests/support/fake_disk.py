@@ -75,16 +75,16 @@ class FakeDisk:
         self.error = errno.ENOSPC
         self.full = False
         self.die_before = ""
-        self.watch = True
+        self.recording = True
         """keep moments"""
         self._synced: dict[int, bytes] = {}
         """by inode"""
         self._named: dict[str, int] = {}
         """inodes by name, as of the folder's last sync"""
         for name, needs_room in _CALLS.items():
-            patch.setattr(os, name, self._standing_in(name, getattr(os, name), needs_room))
+            patch.setattr(os, name, self._replacement(name, getattr(os, name), needs_room))
 
-    def _standing_in(self, name: str, real: Callable[..., Any], needs_room: bool) -> Callable[..., Any]:
+    def _replacement(self, name: str, real: Callable[..., Any], needs_space: bool) -> Callable[..., Any]:
         def call(what: Any, *args: Any, **more: Any) -> Any:
             where = self._path_of(what)
             creates = name != "open" or bool(args and args[0] & (os.O_CREAT | os.O_TRUNC))
@@ -93,21 +93,21 @@ class FakeDisk:
             number = len(self.calls)
             told = f"{name} {where.name if where != self.folder else 'the folder'}"
             self.calls.append(told)
-            self._look(told, number)
+            self._record_moment(told, number)
             if told == self.die_before:
                 self.die_before = ""
                 raise Died
-            if number == self.fail_at or (self.full and needs_room):
+            if number == self.fail_at or (self.full and needs_space):
                 if name == "write":
                     real(what, args[0][: len(args[0]) // 2])
-                self._look(told, number)
+                self._record_moment(told, number)
                 raise OSError(self.error, os.strerror(self.error), str(where))
             done = real(what, *args, **more)
             if name in ("fsync", "fdatasync"):
                 self._sync(what, where)
             elif name == "open":
                 self._synced.pop(os.fstat(done).st_ino, None)  # a new file may have the number of one that is gone
-            self._look(told, number)
+            self._record_moment(told, number)
             return done
 
         return call
@@ -123,11 +123,11 @@ class FakeDisk:
         else:
             self._synced[os.fstat(fd).st_ino] = where.read_bytes()
 
-    def _look(self, told: str, number: int) -> None:
-        if not self.watch:
+    def _record_moment(self, call_text: str, number: int) -> None:
+        if not self.recording:
             return
         held = {entry.name: (entry.inode(), Path(entry.path).read_bytes()) for entry in os.scandir(self.folder)}
         now = {name: data for name, (_, data) in held.items()}
         written = {name: self._synced.get(inode, b"") for name, (inode, _) in held.items()}
         synced = {name: self._synced.get(inode, b"") for name, inode in self._named.items()}
-        self.moments.append(Moment(told, number, now, written, synced, self.note))
+        self.moments.append(Moment(call_text, number, now, written, synced, self.note))

@@ -14,32 +14,32 @@ from typing import Any, TypeVar
 import msgspec
 
 from rrl.core.launch import LAUNCH_ENV, ExitRecord, Launch, read_exit, tag_of
-from rrl.core.log_lines import STAMP
+from rrl.core.log_lines import STAMP_BYTES
 from rrl.core.processes import Process, processes, sweep
 from rrl.core.run_dir import RunDir, write_atomically
-from rrl.core.types import Life, NodeName, ReplicaId
+from rrl.core.types import Incarnation, NodeName, ReplicaId
 from rrl.transport.control.endpoints import Listener
 from rrl.transport.keys import RunKeys
-from rrl.transport.messages import Admitted, Up, Wanted
+from rrl.transport.messages import Admitted, ToManager, AdmissionRequest
 
-PATIENCE = 30.0
+TIMEOUT_S = 30.0
 """s; no test depends on how fast something is, only that it comes"""
 _T = TypeVar("_T")
 
 
-async def eventually(look: Callable[[], _T | None], what: str = "it") -> _T:
+async def eventually(condition: Callable[[], _T | None], description: str = "it") -> _T:
     """The first true answer of ``look``. Fails after ``PATIENCE`` s."""
-    deadline = asyncio.get_running_loop().time() + PATIENCE
-    while not (seen := look()):
-        assert asyncio.get_running_loop().time() < deadline, f"{what} did not come"
+    deadline = asyncio.get_running_loop().time() + TIMEOUT_S
+    while not (result := condition()):
+        assert asyncio.get_running_loop().time() < deadline, f"{description} did not come"
         await asyncio.sleep(0.01)
-    return seen
+    return result
 
 
-def until(look: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     """:func:`eventually` for tests without a loop."""
-    deadline = time.monotonic() + PATIENCE
-    while not look():
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -51,27 +51,27 @@ class Manager:
         self.listener = listener
         self.refuse = ""
         """why, if steps are refused"""
-        self.heard: list[Any] = []
-        self.peers: dict[Life, bytes] = {}
+        self.received: list[Any] = []
+        self.peers: dict[Incarnation, bytes] = {}
 
     async def serve(self) -> None:
         while True:
             incoming = await self.listener.receive()
             message = incoming.message
-            self.heard.append(message)
-            self.peers[getattr(message, "life", Life(ReplicaId("none/0"), 0))] = incoming.peer
-            if isinstance(message, Wanted):
+            self.received.append(message)
+            self.peers[getattr(message, "life", Incarnation(ReplicaId("none/0"), 0))] = incoming.peer
+            if isinstance(message, AdmissionRequest):
                 answer = Admitted(message.tag, not self.refuse, self.refuse)
-                await self.listener.send(incoming.peer, answer, incoming.ask)
+                await self.listener.send(incoming.peer, answer, incoming.request_id)
 
-    async def hears(self, kind: type[_T], where: Callable[[_T], bool] = lambda message: True) -> _T:
+    async def wait_for(self, kind: type[_T], where: Callable[[_T], bool] = lambda message: True) -> _T:
         """The first message of this kind, waiting for it if need be."""
         return await eventually(
-            lambda: next((m for m in self.heard if isinstance(m, kind) and where(m)), None), kind.__name__
+            lambda: next((m for m in self.received if isinstance(m, kind) and where(m)), None), kind.__name__
         )
 
-    async def tell(self, life: Life, message: Any) -> None:
-        await self.listener.send(self.peers[life], message)
+    async def send(self, incarnation: Incarnation, message: Any) -> None:
+        await self.listener.send(self.peers[incarnation], message)
 
 
 class Lab:
@@ -86,7 +86,7 @@ class Lab:
 
     @contextlib.asynccontextmanager
     async def manager(self, epoch: int = 1, refuse: str = "") -> AsyncIterator[Manager]:
-        listener = await Listener.open(self.keys, Up, epoch=epoch)
+        listener = await Listener.open(self.keys, ToManager, epoch=epoch)
         manager = Manager(listener)
         manager.refuse = refuse
         write_atomically(self.run.manager, msgspec.json.encode(listener.address))
@@ -98,13 +98,13 @@ class Lab:
             await listener.close()
 
     def launch(
-        self, *argv: str, replica: str = "rollout/0", incarnation: int = 1, node: str = "local1", grace: float = 5.0,
+        self, *argv: str, replica: str = "rollout/0", number: int = 1, node: str = "local1", grace: float = 5.0,
         env: dict[str, str] | None = None, dies_with_launcher: bool = False,
     ) -> Launch:  # fmt: skip
         """Write a launch file."""
-        life = Life(ReplicaId(replica), incarnation)
+        incarnation = Incarnation(ReplicaId(replica), number)
         launch = Launch(
-            tag=tag_of(self.run.id, life), run_dir=str(self.run.path), life=life, node=NodeName(node), argv=argv,
+            tag=tag_of(self.run.id, incarnation), run_dir=str(self.run.path), incarnation=incarnation, node=NodeName(node), argv=argv,
             env={"PATH": "/usr/bin:/bin"} | (env or {}), cwd=str(self.run.path), grace=grace,
             dies_with_launcher=dies_with_launcher,
         )  # fmt: skip
@@ -127,7 +127,7 @@ class Lab:
 
     async def end_of(self, child: subprocess.Popen[bytes]) -> int:
         """The exit status of a process that was started."""
-        return await asyncio.wait_for(asyncio.to_thread(child.wait), PATIENCE)
+        return await asyncio.wait_for(asyncio.to_thread(child.wait), TIMEOUT_S)
 
     def processes(self, launch: Launch | None = None) -> list[Process]:
         """What lives of the run, or of one step of it."""
@@ -141,10 +141,10 @@ class Lab:
         """What the role wrote, without the times of its lines."""
         path = self.run.log_file(launch.tag)
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return "".join(line[STAMP + 1 :] for line in lines)
+        return "".join(line[STAMP_BYTES + 1 :] for line in lines)
 
     def close(self) -> None:
-        _, left = sweep(self.processes, PATIENCE)
+        _, left = sweep(self.processes, TIMEOUT_S)
         for child in self._started:
             child.kill()
             child.wait()

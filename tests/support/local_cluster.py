@@ -19,5 +19,5 @@ def processes_on(run_dir: RunDir, node: str) -> list[Process]:
 def crash(run_dir: RunDir, node: str) -> None:
     """The node dies at once with everything on it, its agent too, and stays down."""
     down_mark(run_dir, NodeName(node)).touch()
-    _, left = sweep(lambda: processes_on(run_dir, node), within=20.0)
+    _, left = sweep(lambda: processes_on(run_dir, node), timeout=20.0)
     assert not left

@@ -39,9 +39,9 @@ class PlainUser(Struct, frozen=True):
         """A login environment with the ``PATH`` of this process and nothing else of it."""
         return {"PATH": os.environ["PATH"], "HOME": str(self.home), "USER": self.name, "LC_ALL": "C.UTF-8", **more}
 
-    def call(self, function: Callable[[], None], within: float, **more: str) -> None:
+    def call(self, function: Callable[[], None], timeout_s: float, **more: str) -> None:
         """Run ``function`` as this user in a forked child, for ``within`` s at most. Raises AssertionError."""
-        call_as(self.name, function, self.environment(**more), self.home, within)
+        call_as(self.name, function, self.environment(**more), self.home, timeout_s)
 
     def popen(self, *argv: str, **more: str) -> subprocess.Popen[str]:
         """Start a command as this user in a session of its own; input, output and errors are pipes."""
@@ -152,7 +152,7 @@ def popen_as(
                             start_new_session=True, **other)  # fmt: skip
 
 
-def call_as(user: str, function: Callable[[], None], env: Mapping[str, str], cwd: Path, within: float) -> None:
+def call_as(user: str, function: Callable[[], None], env: Mapping[str, str], cwd: Path, timeout_s: float) -> None:
     """Run ``function`` as ``user`` in a forked child. Raises AssertionError with the child's traceback."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -161,10 +161,10 @@ def call_as(user: str, function: Callable[[], None], env: Mapping[str, str], cwd
         _child(user, function, env, cwd, writing)
     os.close(writing)
     try:
-        report = _read_until_closed(reading, within)
+        report = _read_until_closed(reading, timeout_s)
     except TimeoutError:
         os.kill(child, signal.SIGKILL)
-        report = f"not done within {within:.0f} s"
+        report = f"not done within {timeout_s:.0f} s"
     finally:
         os.close(reading)
     _, status = os.waitpid(child, 0)
@@ -195,8 +195,8 @@ def _child(user: str, function: Callable[[], None], env: Mapping[str, str], cwd:
         os._exit(code)
 
 
-def _read_until_closed(fd: int, within: float) -> str:
-    deadline, text = time.monotonic() + within, b""
+def _read_until_closed(fd: int, timeout_s: float) -> str:
+    deadline, text = time.monotonic() + timeout_s, b""
     while select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
         if not (piece := os.read(fd, 65536)):
             return text.decode(errors="replace")

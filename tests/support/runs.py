@@ -19,7 +19,7 @@ import msgspec
 
 from rrl.core.launch import LAUNCH_ENV
 from rrl.core.run_dir import RUNS_ENV, RunDir
-from rrl.core.types import SHADOW, Life, Outcome, ReplicaId
+from rrl.core.types import STANDBY_ROLE, Incarnation, Outcome, ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.model.queries import workers
 from rrl.manager.model.state import State, Status
@@ -27,7 +27,7 @@ from rrl.manager.storage.journal import Follower, replay
 from rrl.tests.support.slurm.lab import SlurmLab
 from rrl.tests.support.supervisor import end_runs_with_caller
 
-DEADLINE = 120.0
+TIMEOUT_S = 120.0
 """s; generous: two shared cores start a dozen interpreters"""
 RRL = str(Path(sys.executable).parent / "rrl")
 LIGHT = Path(__file__).with_name("light_roles")
@@ -76,7 +76,7 @@ step_grace = "3s"
 """
 
 
-Lives = dict[ReplicaId, tuple[Life, int | None, str | None]]
+Incarnations = dict[ReplicaId, tuple[Incarnation, int | None, str | None]]
 """Life, pid and node of every replica."""
 
 
@@ -98,24 +98,24 @@ class TestRun:
     def events(self) -> list[ev.Stamped]:
         return list(replay(self.run))
 
-    def wait(self, what: Callable[[State], Any], within: float = DEADLINE) -> State:
+    def wait(self, condition: Callable[[State], Any], timeout_s: float = TIMEOUT_S) -> State:
         """Until ``what`` holds of the state. Fails with the state and the newest records when it never does."""
-        until = time.monotonic() + within
+        until = time.monotonic() + timeout_s
         while time.monotonic() < until:
             state = self._follower.state()
-            if state is not None and what(state):
+            if state is not None and condition(state):
                 return state
             if state is not None and state.outcome is not None:
                 break
             time.sleep(0.05)
         raise AssertionError(f"never: {self._account()}")
 
-    def wait_end(self, within: float = DEADLINE) -> State:
-        return self.wait(lambda state: state.outcome is not None, within)
+    def wait_end(self, timeout_s: float = TIMEOUT_S) -> State:
+        return self.wait(lambda state: state.outcome is not None, timeout_s)
 
     def wait_resumed(self) -> None:
         """Until the journal goes on after the run's end."""
-        until = time.monotonic() + DEADLINE
+        until = time.monotonic() + TIMEOUT_S
         while self.state().outcome is not None:
             assert time.monotonic() < until, self._account()
             time.sleep(0.05)
@@ -123,12 +123,12 @@ class TestRun:
     def wait_steps(self, steps: int) -> State:
         return self.wait(lambda state: state.step >= steps and all_work(state))
 
-    def wait_back_alone(self, before: Lives, replica: ReplicaId, *also: ReplicaId) -> Lives:
+    def wait_back_alone(self, before: Incarnations, replica: ReplicaId, *also: ReplicaId) -> Incarnations:
         """Until ``replica`` works in its next life; nobody but it and ``also`` was touched since ``before``."""
-        following = before[replica][0].incarnation + 1  # a first launch may have failed: slurmctld is busy at times
-        after = lives(self.wait(lambda s: s.replica(replica).incarnation == following and all_work(s)))
-        kept, now = others(before, after, [replica, *also])
-        assert now == kept, "somebody else was touched"
+        following = before[replica][0].number + 1  # a first launch may have failed: slurmctld is busy at times
+        after = current_incarnations(self.wait(lambda s: s.replica(replica).incarnation_number == following and all_work(s)))
+        unchanged, now = without_replicas(before, after, [replica, *also])
+        assert now == unchanged, "somebody else was touched"
         return after
 
     def hold_in_the_middle(self, index: int) -> None:
@@ -149,9 +149,9 @@ class TestRun:
                     continued.append(one["id"])
         return continued
 
-    def wait_gone(self, within: float = 30.0) -> None:
+    def wait_gone(self, timeout_s: float = 30.0) -> None:
         """No process of this run is left, and no file of it outside of its run directory (invariant 7)."""
-        until = time.monotonic() + within
+        until = time.monotonic() + timeout_s
         while left := dict(processes_of(self.run)):
             assert time.monotonic() < until, f"left behind: {left}"
             time.sleep(0.1)
@@ -171,10 +171,10 @@ class TestRun:
 
     def _account(self) -> str:
         tail = "\n".join(f"{s.seq} {s.at:.2f} {s.event!r:.300}" for s in self.events()[-40:])
-        kept = [*self.run.logs.glob("*"), *self.run.submit.glob("*.err"), *self.run.submit.glob("*.log")]
+        log_files = [*self.run.logs.glob("*"), *self.run.submit.glob("*.err"), *self.run.submit.glob("*.log")]
         logs = "\n".join(
             f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}"
-            for path in sorted(kept)
+            for path in sorted(log_files)
             if path.stat().st_size
         )
         return f"{tail}\n{logs}"
@@ -183,14 +183,14 @@ class TestRun:
 def all_work(state: State) -> bool:
     """Every replica has joined, and every rollout holds weights."""
     return all(r.status is Status.JOINED for r in workers(state)) and all(
-        r.holds is not None for r in workers(state) if r.role == "rollout"
+        r.weight_version is not None for r in workers(state) if r.role == "rollout"
     )
 
 
-def lives(state: State) -> Lives:
+def current_incarnations(state: State) -> Incarnations:
     """Life, pid and node of every worker and agent: what isolation is asserted on. Shadows come and go."""
-    there = [r for r in state.replicas.values() if r.status is not Status.RETIRED and r.role != SHADOW]
-    return {r.id: (r.life, r.pid, r.node) for r in there}
+    present = [r for r in state.replicas.values() if r.status is not Status.RETIRED and r.role != STANDBY_ROLE]
+    return {r.id: (r.incarnation, r.pid, r.node) for r in present}
 
 
 def processes_of(run: RunDir) -> Iterator[tuple[int, str]]:
@@ -223,15 +223,15 @@ def check_sound(run: RunDir) -> None:
 
 def check_records(run: RunDir) -> Outcome | None:
     """Invariants that the journal can show; how the run ended."""
-    believed: dict[ReplicaId, int] = {}
+    current: dict[ReplicaId, int] = {}
     outcome = None
     for stamped in replay(run):
         event = stamped.event
         if isinstance(event, ev.Intended | ev.Decided):
             assert event.action.why.evidence, f"no evidence for {event.action}"  # invariant 6
         if isinstance(event, ev.Joined):  # invariant 2: joined lives only ever go up
-            assert event.life.incarnation >= believed.get(event.life.replica, 0)
-            believed[event.life.replica] = event.life.incarnation
+            assert event.incarnation.number >= current.get(event.incarnation.replica, 0)
+            current[event.incarnation.replica] = event.incarnation.number
         if isinstance(event, ev.RunEnded):
             outcome = event.outcome
     return outcome
@@ -250,7 +250,7 @@ def submit_here(tmp_path: Path, toml: str) -> TestRun:
 
 def submit_on(lab: SlurmLab, name: str, toml: str, shell: Mapping[str, str] | None = None) -> TestRun:
     """On the lab's Slurm, as its plain user, from a folder that is the user's own; ``shell``: variables of his."""
-    folder = lab.home / name
+    folder = lab.user_home / name
     lab.call_as_user(folder.mkdir)
     runs = folder / "runs"
 
@@ -263,7 +263,7 @@ def submit_on(lab: SlurmLab, name: str, toml: str, shell: Mapping[str, str] | No
 
 def wait_for_run(runs: Path) -> RunDir:
     """The only run in ``runs``, once its manager has begun."""
-    until = time.monotonic() + DEADLINE
+    until = time.monotonic() + TIMEOUT_S
     while time.monotonic() < until:
         if found := list(runs.glob("*/journal/*.seg")):
             return RunDir(found[0].parent.parent)
@@ -287,7 +287,7 @@ def submitted(job: Path, runs: Path, call: Callable[..., subprocess.Popen[str]])
     return TestRun(RunDir(runs / json.loads(out)["run"]), call)
 
 
-def others(before: Lives, after: Lives, but: Sequence[ReplicaId]) -> tuple[Lives, Lives]:
+def without_replicas(before: Incarnations, after: Incarnations, but: Sequence[ReplicaId]) -> tuple[Incarnations, Incarnations]:
     """Both without ``but``: what must be equal when only those were hurt."""
-    kept, now = ({id: seen for id, seen in some.items() if id not in but} for some in (before, after))
-    return kept, now
+    unchanged, now = ({id: seen for id, seen in some.items() if id not in but} for some in (before, after))
+    return unchanged, now

@@ -22,16 +22,16 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from rrl.core.processes import look
+from rrl.core.processes import read_process
 from rrl.core.run_dir import RunDir
-from rrl.core.types import AGENT, SHADOW, Life, NodeName, Outcome, ReplicaId, Verdict, gang_of, role_of
+from rrl.core.types import AGENT, STANDBY_ROLE, Incarnation, NodeName, Outcome, ReplicaId, Verdict, gang_of, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Launch
 from rrl.manager.model.state import State
 from rrl.manager.storage.journal import replay
 from rrl.manager.storage.lease import holder
 from rrl.roles.trajectories.records import Audit
-from rrl.tests.support.runs import DEADLINE, TestRun, light_job, processes_of, submit_here, submit_on
+from rrl.tests.support.runs import TIMEOUT_S, TestRun, light_job, processes_of, submit_here, submit_on
 from rrl.tests.support.slurm.lab import SlurmLab
 from rrl.tests.support.supervisor import exit_on_sigterm
 
@@ -111,9 +111,9 @@ class Tally(Struct):
     """that were really performed"""
     violations: int = 0
     """of any invariant but the three that follow"""
-    lost: int = 0
+    lost_steps: int = 0
     """trajectories of which nobody knows what became"""
-    twice: int = 0
+    trained_twice: int = 0
     """groups in two committed steps"""
     orphans: int = 0
     """processes, files and Slurm jobs left behind"""
@@ -123,19 +123,19 @@ class Tally(Struct):
         print(f"VIOLATION {what}", flush=True)
 
 
-class Keeper:
+class ManagerRestarter:
     """Follows a killed manager by another one, as Slurm's queue does with the successor that waits there."""
 
     def __init__(self, run: TestRun) -> None:
         self._run, self._over = run, threading.Event()
-        self._thread = threading.Thread(target=self._keep, daemon=True)
+        self._thread = threading.Thread(target=self._restart_managers, daemon=True)
         self._thread.start()
 
-    def _keep(self) -> None:
+    def _restart_managers(self) -> None:
         manager: subprocess.Popen[str] | None = None
         while not self._over.wait(0.5):
             held = holder(self._run.run)
-            dead = held is None or look(held.pid) is None
+            dead = held is None or read_process(held.pid) is None
             if dead and self._run.state().outcome is None and (manager is None or manager.poll() is not None):
                 quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
                 manager = self._run.call("manage", self._run.run.id, **quiet)
@@ -149,11 +149,11 @@ class Keeper:
 
 def performed(run: RunDir) -> list[ev.FaultInjected]:
     """Once for each fault that was really done."""
-    told = [stamped.event for stamped in replay(run)]
-    return [event for event in told if isinstance(event, ev.FaultInjected) and event.ok and not event.ended]
+    event_text = [stamped.event for stamped in replay(run)]
+    return [event for event in event_text if isinstance(event, ev.FaultInjected) and event.ok and not event.ended]
 
 
-def suffer(run: TestRun, faults: int, tally: Tally, keeper: Keeper | None) -> None:
+def run_faults(run: TestRun, faults: int, tally: Tally, restarter: ManagerRestarter | None) -> None:
     """Let the run have its faults, then end it, and judge what it leaves."""
     done, since = 0, time.monotonic()
     while done < faults and time.monotonic() < since + SPELL:
@@ -164,14 +164,14 @@ def suffer(run: TestRun, faults: int, tally: Tally, keeper: Keeper | None) -> No
         if run.state().outcome is not None:
             break
     state = run.state()
-    told = f"{done} faults, {state.recoveries} recoveries, step {state.step}, epoch {state.epoch}"
-    print(f"{run.run.id}: {told}", flush=True)
+    message = f"{done} faults, {state.recoveries} recoveries, step {state.step}, epoch {state.epoch}"
+    print(f"{run.run.id}: {message}", flush=True)
     tally.faults += done
     if done < faults:
         tally.violate(f"{run.run.id} came to a standstill or ended: {state.outcome} {state.why}")
     _end(run, tally)
-    if keeper is not None:
-        keeper.close()
+    if restarter is not None:
+        restarter.close()
     judge(run, tally)
 
 
@@ -179,14 +179,14 @@ def _end(run: TestRun, tally: Tally) -> None:
     if run.state().outcome is None:
         before = run.state()
         try:
-            run.wait(lambda state: state.step > before.step, 4 * DEADLINE)  # its faults go on until it ends
+            run.wait(lambda state: state.step > before.step, 4 * TIMEOUT_S)  # its faults go on until it ends
         except AssertionError as error:
             tally.violate(f"{run.run.id} does not come back to work: {str(error)[:2000]}")
         # A fault may kill the manager at this very moment. The command then says that nobody is there and leaves its
         # request behind, for the next manager.
-        run.call("cancel", run.run.id, stdout=subprocess.DEVNULL).wait(timeout=4 * DEADLINE)
+        run.call("cancel", run.run.id, stdout=subprocess.DEVNULL).wait(timeout=4 * TIMEOUT_S)
         try:
-            run.wait(lambda state: state.outcome is not None, 4 * DEADLINE)
+            run.wait(lambda state: state.outcome is not None, 4 * TIMEOUT_S)
         except AssertionError as error:
             tally.violate(f"{run.run.id} could not be cancelled: {str(error)[:2000]}")
     if (outcome := run.state().outcome) is not Outcome.CANCELLED:
@@ -216,8 +216,8 @@ def _trajectories(run: RunDir, tally: Tally) -> None:
     missing = audit.made - audit.trained - sum(audit.dropped.values()) - audit.open
     groups = Counter(group for number, step in audit.steps.items() if number <= audit.committed for group in step)
     twice = sum(count - 1 for count in groups.values())
-    tally.lost += abs(missing)
-    tally.twice += twice
+    tally.lost_steps += abs(missing)
+    tally.trained_twice += twice
     if missing or twice:
         print(f"TRAJECTORIES of {run.id}: {missing} missing, {twice} groups twice", flush=True)
 
@@ -230,7 +230,7 @@ class _Reading:
         self.joined: dict[ReplicaId, int] = {}
         self.intended: set[str] = set()
         self.admitted: dict[str, tuple[NodeName, int]] = {}
-        self.failing: set[Life] = set()
+        self.failing: set[Incarnation] = set()
         self.bad_nodes: set[NodeName] = set()
         self.committed = 0
         self.epoch = 0
@@ -244,24 +244,24 @@ class _Reading:
             case ev.Intended(action) | ev.Decided(action):
                 if not action.why.evidence:
                     say(f"{self.run.id}: no evidence for {action}")  # invariant 6
-                if isinstance(action, Launch) and action.shadow is None:
+                if isinstance(action, Launch) and action.standby is None:
                     if action.tag in self.intended:
                         say(f"{self.run.id}: {action.tag} is launched twice")  # invariant 3
                     self.intended.add(action.tag)
                 if isinstance(action, Fence):
                     self._fence(action)
-            case ev.Joined(life):  # invariant 2
-                if life.incarnation < self.joined.get(life.replica, 0):
-                    say(f"{self.run.id}: {life} joins after incarnation {self.joined[life.replica]}")
-                self.joined[life.replica] = life.incarnation
+            case ev.Joined(incarnation):  # invariant 2
+                if incarnation.number < self.joined.get(incarnation.replica, 0):
+                    say(f"{self.run.id}: {incarnation} joins after incarnation {self.joined[incarnation.replica]}")
+                self.joined[incarnation.replica] = incarnation.number
             case ev.Admitted(_, step, node, pid):
                 if self.admitted.setdefault(step, (node, pid)) != (node, pid):
                     say(f"{self.run.id}: two processes are admitted as {step}")
-            case ev.StepEnded(life):
-                self.failing.add(life)
+            case ev.StepEnded(incarnation):
+                self.failing.add(incarnation)
             case ev.FindingChanged(finding):
-                if finding.verdict is Verdict.FAIL and finding.life is not None:
-                    self.failing.add(finding.life)
+                if finding.verdict is Verdict.FAIL and finding.incarnation is not None:
+                    self.failing.add(finding.incarnation)
                 elif finding.verdict is Verdict.FAIL and finding.node is not None:
                     self.bad_nodes.add(finding.node)
             case ev.StepCommitted(_, step):
@@ -276,12 +276,12 @@ class _Reading:
     def _fence(self, fence: Fence) -> None:
         """Invariant 4: a failure is charged to who failed, or whose node did. What moves without one names its gang,
         its node, or the person that asked."""
-        life = fence.life
-        if fence.charged and life not in self.failing and role_of(life.replica) not in (AGENT, SHADOW):
-            told = " ".join(fence.why.evidence)
-            if not any(node in told for node in self.bad_nodes) and "no longer part" not in told:
-                self.tally.violate(f"{self.run.id}: {life} is fenced though it had not failed: {told}")
-        if not fence.charged and gang_of(life.replica) == life.replica and role_of(life.replica) == "trajectories":
+        incarnation = fence.incarnation
+        if fence.charged and incarnation not in self.failing and role_of(incarnation.replica) not in (AGENT, STANDBY_ROLE):
+            message = " ".join(fence.why.evidence)
+            if not any(node in message for node in self.bad_nodes) and "no longer part" not in message:
+                self.tally.violate(f"{self.run.id}: {incarnation} is fenced though it had not failed: {message}")
+        if not fence.charged and gang_of(incarnation.replica) == incarnation.replica and role_of(incarnation.replica) == "trajectories":
             self.tally.violate(f"{self.run.id}: the store was moved: {fence.why.evidence}")
 
 
@@ -300,7 +300,7 @@ def light(faults: int, runs: int, tally: Tally) -> None:
                 toml = toml.replace("[roles.trainer]\n", "[roles.trainer]\nranks = 2\n")
             run = submit_here(Path(folder), toml)
             _begin(run)
-            suffer(run, -(-faults // runs), tally, Keeper(run))
+            run_faults(run, -(-faults // runs), tally, ManagerRestarter(run))
 
 
 def _begin(run: TestRun) -> None:
@@ -323,7 +323,7 @@ def torch(faults: int, tally: Tally) -> None:
             toml = toml.replace(old, new)
         run = submit_on(lab, "soak", toml + TORCH)
         _begin(run)
-        suffer(run, faults, tally, None)
+        run_faults(run, faults, tally, None)
         deadline = time.monotonic() + COMPLETING_TIMEOUT_S
         while (jobs := lab.jobs()) and all(job.endswith("COMPLETING") for job in jobs) and time.monotonic() < deadline:
             time.sleep(0.5)
@@ -344,9 +344,9 @@ def main() -> int:
         light(options.light, LIGHT_RUNS, tally)
     if options.torch:
         torch(options.torch, tally)
-    told = msgspec.structs.asdict(tally)
-    print(json.dumps(told))
-    return 1 if any(value for name, value in told.items() if name != "faults") else 0
+    result = msgspec.structs.asdict(tally)
+    print(json.dumps(result))
+    return 1 if any(value for name, value in result.items() if name != "faults") else 0
 
 
 if __name__ == "__main__":

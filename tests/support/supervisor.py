@@ -25,7 +25,7 @@ from typing import NoReturn
 import msgspec
 
 from rrl.core.launch import LAUNCH_ENV
-from rrl.tests.support.slurm.processes import Process, kill_all, living
+from rrl.tests.support.slurm.processes import Process, kill_all, running_processes
 
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 """what a shell reports of a process that ended by SIGTERM"""
@@ -107,11 +107,11 @@ def _lines_until_end(pid: int) -> bytes:
     return read
 
 
-def _stop_lab(path: Path, keeper: int) -> None:
+def _stop_lab(path: Path, owner: int) -> None:
     from rrl.tests.support.slurm.lab import SlurmLab  # it imports this module
 
     lab = SlurmLab.load(path)
-    if lab.settings.keeper is not None and lab.settings.keeper[0] == keeper:  # not a later lab in the same folder
+    if lab.settings.owner is not None and lab.settings.owner[0] == owner:  # not a later lab in the same folder
         lab.stop()
 
 
@@ -122,7 +122,7 @@ def _processes_in(runs: str) -> dict[int, Process]:
         words = (process.environ.get(LAUNCH_ENV, ""), *process.command.split())
         return any(word.startswith(f"{runs}/") for word in words)
 
-    return {pid: process for pid, process in living().items() if pid != os.getpid() and belongs(process)}
+    return {pid: process for pid, process in running_processes().items() if pid != os.getpid() and belongs(process)}
 
 
 if __name__ == "__main__":

@@ -13,21 +13,21 @@ import time
 
 import zmq
 
-from ..tcp_inspection import received, shut
-from .sockets import HANDSHAKE_MS, Wire
+from ..tcp_inspection import bytes_received, shut_down
+from .sockets import HANDSHAKE_TIMEOUT_MS, AsyncSocket
 
-STRANGERS = 64
+MAX_UNAUTHENTICATED = 64
 """connections at once that have not proved themselves; measured 14 KiB each in libzmq, so 1 MiB. Not fewer: of 900
 members that dial at once the last was in after 0.4 s without a limit, 0.6 s with one of 128, 1.0 s with 64, 2.7 s with
 16"""
-HANDSHAKE_BYTES = 500
+MIN_HANDSHAKE_BYTES = 500
 """a member says 567 to be let in (CURVE, ZMTP 3.1; measured): who said less than this certainly was not"""
 _EVENT = struct.Struct("=Hi")
 """a monitor's first frame: event, value (zmq_socket_monitor(3))"""
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
-class Gate:
+class HandshakeLimiter:
     """Made before ``socket`` is bound; belongs to the running asyncio loop.
 
     ``refused`` counts connections that failed to prove that they belong to the run, ``cut`` those that were one too
@@ -36,51 +36,51 @@ class Gate:
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self.refused = 0
-        self.cut = 0
+        self.cut_off = 0
         self._port = 0
-        self._watched = socket
-        self._young: dict[int, float] = {}
+        self._monitored = socket
+        self._unauthenticated: dict[int, float] = {}
         """descriptor of each connection that may still be in its handshake → when it was first seen"""
-        self._proved: list[float] = []
+        self._authenticated_at: list[float] = []
         """when connections proved themselves; which ones zmq does not say"""
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _REFUSED
-        self._wire = Wire(_monitor(socket, events), self._look)
+        self._monitor_socket = AsyncSocket(_monitor(socket, events), self._on_events)
 
-    def opened(self, port: int) -> None:
+    def set_port(self, port: int) -> None:
         """``socket`` listens at this port."""
         self._port = port
 
     def close(self) -> None:
         """To be called before the watched socket is closed."""
-        self._watched.disable_monitor()
-        self._wire.close()
+        self._monitored.disable_monitor()
+        self._monitor_socket.close()
 
-    def _look(self) -> None:
+    def _on_events(self) -> None:
         """Everything that has happened first, then a verdict: a descriptor may have changed hands in between."""
         now = time.monotonic()
-        while (frames := self._wire.receive()) is not None:
+        while (frames := self._monitor_socket.receive()) is not None:
             event, value = _EVENT.unpack_from(frames[0])
             if event == zmq.EVENT_ACCEPTED:
-                self._young[value] = now
+                self._unauthenticated[value] = now
             elif event == zmq.EVENT_DISCONNECTED:
-                self._young.pop(value, None)
+                self._unauthenticated.pop(value, None)
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._proved.append(now)
+                self._authenticated_at.append(now)
             else:
                 self.refused += 1
-        if len(self._young) > STRANGERS:
-            self._cut_off(now)
+        if len(self._unauthenticated) > MAX_UNAUTHENTICATED:
+            self._cut_off_excess(now)
 
-    def _cut_off(self, now: float) -> None:
-        oldest = now - HANDSHAKE_MS / 1000  # whoever is older and still here has proved itself
-        self._young = {fd: seen for fd, seen in self._young.items() if seen > oldest}
-        self._proved = [seen for seen in self._proved if seen > oldest]
-        if (surplus := len(self._young) - len(self._proved) - STRANGERS) <= 0:
+    def _cut_off_excess(self, now: float) -> None:
+        oldest = now - HANDSHAKE_TIMEOUT_MS / 1000  # whoever is older and still here has proved itself
+        self._unauthenticated = {fd: since for fd, since in self._unauthenticated.items() if since > oldest}
+        self._authenticated_at = [since for since in self._authenticated_at if since > oldest]
+        if (surplus := len(self._unauthenticated) - len(self._authenticated_at) - MAX_UNAUTHENTICATED) <= 0:
             return
-        suspects = sorted(self._young, key=lambda fd: ((received(fd) or 0) >= HANDSHAKE_BYTES, self._young[fd]))
+        suspects = sorted(self._unauthenticated, key=lambda fd: ((bytes_received(fd) or 0) >= MIN_HANDSHAKE_BYTES, self._unauthenticated[fd]))
         for fd in suspects[:surplus]:
-            del self._young[fd]
-            self.cut += shut(fd, self._port)
+            del self._unauthenticated[fd]
+            self.cut_off += shut_down(fd, self._port)
 
 
 def _monitor(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
@@ -88,7 +88,7 @@ def _monitor(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
     hold a lock meanwhile that closing the socket needs."""
     address = "inproc://gate"
     socket.monitor(address, events)
-    told: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
-    told.set(zmq.RCVHWM, 0)
-    told.connect(address)
-    return told
+    monitor: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
+    monitor.set(zmq.RCVHWM, 0)
+    monitor.connect(address)
+    return monitor

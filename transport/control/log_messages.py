@@ -11,30 +11,30 @@ from collections import deque
 
 from msgspec import Struct
 
-from ...core.log_lines import STAMP, last_stamp, missing
-from ...core.types import Life
+from ...core.log_lines import STAMP_BYTES, last_stamp, missing_notice
+from ...core.types import Incarnation
 from .sockets import Bounds
 
-TEXT_BYTES = 64 * 2**10
+MAX_TEXT_BYTES = 64 * 2**10
 """of one message"""
 TAIL_BYTES = 64 * 2**10
 """newest lines of a life that its step and the manager each keep: some 700 lines, and 128 MiB for 2,000 lives"""
-LOGS = Bounds(256 * 2**10, 16)
+LOG_BOUNDS = Bounds(256 * 2**10, 16)
 """a message carries a tail and a message's worth of new lines at most; 16 of them are 4 MiB a peer"""
 
 
-class Lines(Struct, frozen=True, tag=True):
+class LogLines(Struct, frozen=True, tag=True):
     """Whole lines of a life's log, each with its time, oldest first; some may have been said before."""
 
-    life: Life
+    incarnation: Incarnation
     text: bytes
     unsaved: bool = False
     """the step cannot write them to the run directory now: whoever takes them shall"""
-    over: bool = False
+    is_last: bool = False
     """the log ends here"""
 
 
-class Taken(Struct, frozen=True, tag=True):
+class LogLinesAck(Struct, frozen=True, tag=True):
     """Answer to every Lines."""
 
 
@@ -65,28 +65,28 @@ class Backlog:
                 oldest, excess = self._chunks.popleft(), self.size - self._bound
                 cut = oldest.find(b"\n", excess - 1) + 1 or len(oldest)
                 self._drop(oldest[:cut])
-                if kept := oldest[cut:]:
-                    self._chunks.appendleft(kept)
+                if rest := oldest[cut:]:
+                    self._chunks.appendleft(rest)
 
-    def take(self, most: int) -> bytes:
+    def pop_oldest(self, max_bytes: int) -> bytes:
         """The oldest lines, about ``most`` bytes of them (one line at least); b"" when there are none."""
         with self._lock:
-            taken: list[bytes] = []
+            chunks: list[bytes] = []
             if self._missing:
-                taken.append(b"%s %s\n" % (self._missing_at, missing(self._missing)))
+                chunks.append(b"%s %s\n" % (self._missing_at, missing_notice(self._missing)))
                 self._missing = 0
-            room = most
-            while self._chunks and room > 0:
+            remaining = max_bytes
+            while self._chunks and remaining > 0:
                 chunk = self._chunks.popleft()
-                if len(chunk) > room:
-                    cut = (chunk.rfind(b"\n", 0, room) + 1) or (0 if taken else chunk.find(b"\n") + 1)
+                if len(chunk) > remaining:
+                    cut = (chunk.rfind(b"\n", 0, remaining) + 1) or (0 if chunks else chunk.find(b"\n") + 1)
                     if chunk[cut:]:
                         self._chunks.appendleft(chunk[cut:])
-                    chunk, room = chunk[:cut], 0
-                taken.append(chunk)
+                    chunk, remaining = chunk[:cut], 0
+                chunks.append(chunk)
                 self.size -= len(chunk)
-                room -= len(chunk)
-            return b"".join(taken)
+                remaining -= len(chunk)
+            return b"".join(chunks)
 
     def all(self) -> bytes:
         """Everything that is held; it stays."""
@@ -101,4 +101,4 @@ class Backlog:
         self.size -= len(lines)
         self.lost += len(lines)
         self._missing += len(lines)
-        self._missing_at = last_stamp(lines) or self._missing_at or b"0" * STAMP
+        self._missing_at = last_stamp(lines) or self._missing_at or b"0" * STAMP_BYTES

@@ -14,56 +14,56 @@ import struct
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from ..weights.base import CONNECT_BY, Line, PipeError
+from ..weights.base import CONNECT_TIMEOUT_S, Connection, TransportError
 
 _CREDENTIALS = struct.Struct("=iII")
 """``struct ucred``: pid, uid, gid (unix(7))"""
 _BACKLOG = 1024
 """connections that the kernel holds until they are accepted: strangers' too"""
-_FULL = 0.01
+_BACKLOG_RETRY_S = 0.01
 """s until the next try where it is full"""
-_AT_ONCE = 16
-_AGAIN = 1.0
+_MAX_ACCEPTS_PER_TURN = 16
+_ACCEPT_RETRY_S = 1.0
 """s until the next try, when there is no descriptor to accept with"""
-_NAME_MAX = 107
+_MAX_NAME_BYTES = 107
 """bytes of an abstract name (unix(7), ``sun_path`` less the leading zero)"""
 T = TypeVar("T")
 
 
-class UnixLine:
+class UnixConnection:
     """See :class:`rrl.transport.weights.base.Line`. It may be used in one loop after another, never in two at once."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
         self._socket = connected
-        self._busy = 0
+        self._operations = 0
         self._broken = False
-        self.pid = peer(connected)[0]
+        self.pid = peer_credentials(connected)[0]
         """of the process that connected or listens; 0 where it cannot be seen from our pid namespace"""
 
     async def open(self) -> None:
         """Nothing to agree on."""
 
     async def send(self, data: bytes | memoryview) -> None:
-        await self._doing(asyncio.get_running_loop().sock_sendall(self._socket, data))
+        await self._run(asyncio.get_running_loop().sock_sendall(self._socket, data))
 
     async def receive(self, into: memoryview) -> None:
-        await self._doing(self._fill(into))
+        await self._run(self._fill(into))
 
     async def send_descriptors(self, descriptors: Sequence[int]) -> None:
         """They stay open here."""
-        await self._doing(self._pass(descriptors))
+        await self._run(self._send_fds(descriptors))
 
     async def receive_descriptors(self, count: int) -> list[int]:
         """Exactly as many as one ``send_descriptors``; the caller closes them."""
-        return await self._doing(self._take(count))
+        return await self._run(self._receive_fds(count))
 
     def abort(self) -> None:
         if not self._broken:
             self._broken = True
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)  # wakes whoever waits on it
-        if not self._busy:
+        if not self._operations:
             self._socket.close()
 
     @property
@@ -78,15 +78,15 @@ class UnixLine:
                 return True
         return True
 
-    async def _doing(self, what: Awaitable[T]) -> T:
-        self._busy += 1
+    async def _run(self, operation: Awaitable[T]) -> T:
+        self._operations += 1
         try:
-            return await what
+            return await operation
         except OSError as error:
-            raise PipeError(f"the connection was lost: {error}") from error
+            raise TransportError(f"the connection was lost: {error}") from error
         finally:
-            self._busy -= 1
-            if self._broken and not self._busy:
+            self._operations -= 1
+            if self._broken and not self._operations:
                 self._socket.close()
 
     async def _fill(self, into: memoryview) -> None:
@@ -94,35 +94,35 @@ class UnixLine:
         while into:
             count = await loop.sock_recv_into(self._socket, into)
             if not count:
-                raise PipeError("the connection was closed by the other end")
+                raise TransportError("the connection was closed by the other end")
             into = into[count:]
 
-    async def _pass(self, descriptors: Sequence[int]) -> None:
-        await self._ready(asyncio.get_running_loop().add_writer, asyncio.get_running_loop().remove_writer)
+    async def _send_fds(self, descriptors: Sequence[int]) -> None:
+        await self._wait_ready(asyncio.get_running_loop().add_writer, asyncio.get_running_loop().remove_writer)
         socket.send_fds(self._socket, [b"\0"], descriptors)
 
-    async def _take(self, count: int) -> list[int]:
-        await self._ready(asyncio.get_running_loop().add_reader, asyncio.get_running_loop().remove_reader)
-        byte, taken, _, _ = socket.recv_fds(self._socket, 1, count, socket.MSG_CMSG_CLOEXEC)
-        if not byte or len(taken) != count:
-            for fd in taken:
+    async def _receive_fds(self, count: int) -> list[int]:
+        await self._wait_ready(asyncio.get_running_loop().add_reader, asyncio.get_running_loop().remove_reader)
+        byte, fds, _, _ = socket.recv_fds(self._socket, 1, count, socket.MSG_CMSG_CLOEXEC)
+        if not byte or len(fds) != count:
+            for fd in fds:
                 os.close(fd)
-            raise PipeError(f"{len(taken)} descriptors came, not {count}")
-        return list(taken)
+            raise TransportError(f"{len(fds)} descriptors came, not {count}")
+        return list(fds)
 
-    async def _ready(self, add: Callable[..., None], remove: Callable[[int], bool]) -> None:
+    async def _wait_ready(self, add: Callable[..., None], remove: Callable[[int], bool]) -> None:
         woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         fd = self._socket.fileno()
         if fd < 0:
-            raise PipeError("the connection was aborted")
-        add(fd, _once(woken))
+            raise TransportError("the connection was aborted")
+        add(fd, _waker(woken))
         try:
             await woken
         finally:
             remove(fd)
 
 
-def _once(woken: asyncio.Future[None]) -> Callable[[], None]:
+def _waker(woken: asyncio.Future[None]) -> Callable[[], None]:
     def wake() -> None:
         if not woken.done():
             woken.set_result(None)
@@ -130,38 +130,38 @@ def _once(woken: asyncio.Future[None]) -> Callable[[], None]:
     return wake
 
 
-def abstract(name: str) -> str:
+def abstract_address(name: str) -> str:
     """The address of ``name``. Raises ValueError when it is too long."""
-    if len(name.encode()) > _NAME_MAX:
-        raise ValueError(f"{name!r} is longer than {_NAME_MAX} bytes")
+    if len(name.encode()) > _MAX_NAME_BYTES:
+        raise ValueError(f"{name!r} is longer than {_MAX_NAME_BYTES} bytes")
     return "\0" + name
 
 
-def peer(connected: socket.socket) -> tuple[int, int]:
+def peer_credentials(connected: socket.socket) -> tuple[int, int]:
     """Pid and user of who connected, or listened when we connected."""
-    told = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, user, _ = _CREDENTIALS.unpack(told)
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(credentials)
     return pid, user
 
 
-async def dial_local(name: str) -> UnixLine:
+async def dial_unix(name: str) -> UnixConnection:
     """Raises PipeError, also when another user took the name."""
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
-        async with asyncio.timeout(CONNECT_BY):
-            await _connect(connected, abstract(name))
-        if (user := peer(connected)[1]) != os.geteuid():
-            raise PipeError(f"{name} is held by user {user}")
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await _connect(connected, abstract_address(name))
+        if (user := peer_credentials(connected)[1]) != os.geteuid():
+            raise TransportError(f"{name} is held by user {user}")
     except TimeoutError:
         connected.close()
-        raise PipeError(f"the Unix socket @{name} is not answered within {CONNECT_BY:g} s") from None
+        raise TransportError(f"the Unix socket @{name} is not answered within {CONNECT_TIMEOUT_S:g} s") from None
     except OSError as error:
         connected.close()
-        raise PipeError(f"nobody listens at the Unix socket @{name}: {error.strerror or error}") from error
-    except PipeError:
+        raise TransportError(f"nobody listens at the Unix socket @{name}: {error.strerror or error}") from error
+    except TransportError:
         connected.close()
         raise
-    return UnixLine(connected)
+    return UnixConnection(connected)
 
 
 async def _connect(connecting: socket.socket, address: str) -> None:
@@ -170,22 +170,22 @@ async def _connect(connecting: socket.socket, address: str) -> None:
             connecting.connect(address)
             return
         except BlockingIOError:  # its backlog is full; the kernel tells nobody when it no longer is
-            await asyncio.sleep(_FULL)
+            await asyncio.sleep(_BACKLOG_RETRY_S)
 
 
-class LocalListener:
+class UnixListener:
     """Listens at an abstract name in the running loop; whoever is of another user is let go unheard.
 
     Raises OSError (EADDRINUSE) when the name is taken.
     """
 
-    def __init__(self, name: str, meet: Callable[[Line], object]) -> None:
-        self._meet = meet
+    def __init__(self, name: str, on_connection: Callable[[Connection], object]) -> None:
+        self._on_connection = on_connection
         self._loop = asyncio.get_running_loop()
-        self._again: asyncio.TimerHandle | None = None
+        self._retry_timer: asyncio.TimerHandle | None = None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
-            self._socket.bind(abstract(name))
+            self._socket.bind(abstract_address(name))
             self._socket.listen(_BACKLOG)
         except OSError:
             self._socket.close()
@@ -193,8 +193,8 @@ class LocalListener:
         self._listen()
 
     def close(self) -> None:
-        if self._again is not None:
-            self._again.cancel()
+        if self._retry_timer is not None:
+            self._retry_timer.cancel()
         self._loop.remove_reader(self._socket)
         self._socket.close()
 
@@ -202,7 +202,7 @@ class LocalListener:
         self._loop.add_reader(self._socket, self._accept)
 
     def _accept(self) -> None:
-        for _ in range(_AT_ONCE):
+        for _ in range(_MAX_ACCEPTS_PER_TURN):
             try:
                 connected, _ = self._socket.accept()
             except BlockingIOError:
@@ -211,13 +211,13 @@ class LocalListener:
                 continue
             except OSError:  # out of descriptors: it would be told again at once, for ever
                 self._loop.remove_reader(self._socket)
-                self._again = self._loop.call_later(_AGAIN, self._listen)
+                self._retry_timer = self._loop.call_later(_ACCEPT_RETRY_S, self._listen)
                 return
             try:
-                ours = peer(connected)[1] == os.geteuid()
+                same_user = peer_credentials(connected)[1] == os.geteuid()
             except OSError:
-                ours = False
-            if ours:
-                self._meet(UnixLine(connected))
+                same_user = False
+            if same_user:
+                self._on_connection(UnixConnection(connected))
             else:
                 connected.close()

@@ -20,10 +20,10 @@ from ...core.types import Version
 
 CHUNK_BYTES = 8 * 2**20
 """what a dead source costs at most per request in flight; as in the fan-out lab (docs/sources.md, UCX)"""
-ALIGN = 64
+ALIGN_BYTES = 64
 """bytes; a cache line, and enough for any dtype and vector load"""
 _DIGEST_BYTES = 16
-_DIGEST_THREADS = 8
+_MAX_DIGEST_THREADS = 8
 """12 GB/s, were memory fast enough; the others of a node's cores are the role's"""
 
 
@@ -60,13 +60,13 @@ def layout(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> tuple[tu
     specs and the size (bytes) of the whole buffer."""
     specs, end = [], 0
     for name, dtype, shape, nbytes in tensors:
-        offset = -(-end // ALIGN) * ALIGN
+        offset = -(-end // ALIGN_BYTES) * ALIGN_BYTES
         specs.append(TensorSpec(name, dtype, tuple(shape), offset, nbytes))
         end = offset + nbytes
     return tuple(specs), end
 
 
-class Describing:
+class ManifestBuilder:
     """A manifest in the making: digests are computed in threads, side by side, while the buffer is still being filled.
     1 GiB, measured on two cores: 0.98 s in one thread, 0.53 s in two. (Who receives verifies in threads, too, while the
     next chunks come: 1 GiB over tcp takes 0.23 s of CPU in the loop, and 1.0 s in those threads, however many.)
@@ -87,30 +87,30 @@ class Describing:
         if flat.nbytes != nbytes:
             raise ValueError(f"{version}: the buffer has {flat.nbytes} bytes, its tensors need {nbytes}")
         self._version, self._specs, self._flat, self._secret = version, specs, flat, secret
-        self._parts = [(start, flat[start : start + chunk_bytes]) for start in range(0, nbytes, chunk_bytes)]
+        self._chunks = [(start, flat[start : start + chunk_bytes]) for start in range(0, nbytes, chunk_bytes)]
         self._digests: list[Future[bytes]] = []
         self._pool = ThreadPoolExecutor(threads or digest_threads(), thread_name_prefix="rrl-digest")
 
-    def __enter__(self) -> Describing:
+    def __enter__(self) -> ManifestBuilder:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def filled(self, end: int) -> None:
+    def mark_filled(self, end: int) -> None:
         """What lies before ``end`` does not change any more."""
-        while len(self._digests) < len(self._parts):
-            start, part = self._parts[len(self._digests)]
-            if start + part.nbytes > end:
+        while len(self._digests) < len(self._chunks):
+            start, chunk = self._chunks[len(self._digests)]
+            if start + chunk.nbytes > end:
                 break
-            self._digests.append(self._pool.submit(digest, part))
+            self._digests.append(self._pool.submit(digest, chunk))
 
     def sign(self) -> Manifest:
         """The signed manifest: all of the buffer is filled."""
-        self.filled(self._flat.nbytes)
+        self.mark_filled(self._flat.nbytes)
         chunks = [
             Chunk(start, part.nbytes, made.result())
-            for (start, part), made in zip(self._parts, self._digests, strict=True)
+            for (start, part), made in zip(self._chunks, self._digests, strict=True)
         ]
         bare = Manifest(self._version, self._specs, self._flat.nbytes, tuple(chunks))
         return msgspec.structs.replace(bare, mac=_mac(bare, self._secret))
@@ -127,13 +127,13 @@ def describe(
 
     Raises ValueError when the buffer is not of that size.
     """
-    with Describing(version, tensors, flat, secret, chunk_bytes) as describing:
+    with ManifestBuilder(version, tensors, flat, secret, chunk_bytes) as describing:
         return describing.sign()
 
 
 def digest_threads() -> int:
     """How many digests are computed at a time: hashlib lets other threads run meanwhile."""
-    return min(_DIGEST_THREADS, len(os.sched_getaffinity(0)))
+    return min(_MAX_DIGEST_THREADS, len(os.sched_getaffinity(0)))
 
 
 def digest(data: memoryview) -> bytes:

@@ -26,11 +26,11 @@ from typing import Any
 import numpy
 
 from ..address import interfaces
-from ..tcp_inspection import deaf, listening
-from .base import PipeError, package
+from ..tcp_inspection import set_port_blocked, listening_addresses
+from .base import TransportError, installed_package
 from .store import fresh_memory
 from .ucx_settings import SETTINGS as UCX_SETTINGS
-from .ucx_settings import limits
+from .ucx_settings import ucx_limits
 
 SLOT_BYTES = 4 * 2**20
 """what is read at once"""
@@ -48,10 +48,10 @@ of them meets a connection whose other end was killed, the next one ends the who
 Endpoint timeout"; docs/rdma.md). So an answer is to be one segment, and one read of a line under way"""
 _PROGRESS_US = 10_000
 """us; NIXL's thread sleeps until UCX wakes it, or for so long: idle it takes 0.7 % of a core (of 0, its default: 66)"""
-_POLL, _POLL_MOST = 50e-6, 1e-3
+_MIN_POLL_S, _MAX_POLL_S = 50e-6, 1e-3
 """s between two looks at a read: from a tenth of what a slot takes at 10 GB/s to a sixteenth of it at 2 Gbit/s"""
 
-_LIMITS = ("UCX_TLS", "UCX_NET_DEVICES")
+_LIMIT_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES")
 
 _log = logging.getLogger("rrl.weights")
 
@@ -65,21 +65,21 @@ class Slot:
         self.address = int(numpy.frombuffer(self.view, numpy.uint8).ctypes.data)
 
 
-class Claim:
+class BufferClaim:
     """What a line has on the buffers that it was told to fill. Once it is given up, none of them is written to."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.gone = False
+        self.revoked = False
 
-    def give_up(self) -> None:
+    def revoke(self) -> None:
         """Waits for a copy that is under way, which is of one slot: less than 1 ms."""
         with self._lock:
-            self.gone = True
+            self.revoked = True
 
     def copy(self, data: memoryview, into: memoryview) -> None:
         with self._lock:
-            if not self.gone:
+            if not self.revoked:
                 _copy(data, into)
 
 
@@ -92,7 +92,7 @@ class Remote:
         self.users = 0
 
 
-class Reads:
+class NixlRuntime:
     """NIXL's runtime of one pipe. To make one blocks for 0.5 s, longer where there are cards to be opened.
 
     ``trusted_host``: the address at which its UCX may listen for TCP; None: it may not use TCP.
@@ -101,22 +101,22 @@ class Reads:
     """
 
     def __init__(self, trusted_host: str | None, rdma_ports: tuple[str, ...] = ()) -> None:
-        name = package("nixl")
+        name = installed_package("nixl")
         if name is None:
             raise ImportError("the nixl pipe needs NIXL: pip install '.[nixl]' in rrl's clone")
         for key, value in SETTINGS.items():
             os.environ.setdefault(key, value)
         try:
-            os.environ.update(limits(os.environ, rdma_ports, interfaces(), trusted_host))
+            os.environ.update(ucx_limits(os.environ, rdma_ports, interfaces(), trusted_host))
         except ValueError as error:
-            raise PipeError(f"NIXL's UCX may use nothing here: {error}") from error
+            raise TransportError(f"NIXL's UCX may use nothing here: {error}") from error
         self._trusted_host = trusted_host
         self._nixl: Any = importlib.import_module(f"{name}._bindings")
         self.name = os.urandom(8).hex().encode()
         """random: a process that was started again is somebody else, and nobody has to forget its former life first"""
         self._lock = threading.Lock()
         """over slots, counts of users and stalled reads; NIXL is never called with it held"""
-        self._slow = threading.Lock()
+        self._remotes_lock = threading.Lock()
         """over remotes, and over calls of NIXL that may block: never taken by who must not wait. Taken before _lock"""
         self._slots: list[Slot] = []
         self._free: list[Slot] = []
@@ -129,33 +129,33 @@ class Reads:
         config = self._nixl.nixlAgentConfig()
         config.useProgThread, config.pthrDelay = True, _PROGRESS_US
         config.syncMode = self._nixl.NIXL_THREAD_SYNC_STRICT
-        before = listening()
+        before = listening_addresses()
         self._agent = self._call(self._nixl.nixlAgent, self.name.decode(), config)
         try:
             self._call(self._agent.createBackend, "UCX", {})
-        except PipeError as error:
-            limits = ", ".join(f"{key}={os.environ[key]}" for key in _LIMITS if key in os.environ)
+        except TransportError as error:
+            limits = ", ".join(f"{key}={os.environ[key]}" for key in _LIMIT_VARIABLES if key in os.environ)
             why = limits or "UCX_LOG_LEVEL=info says why"
-            raise PipeError(f"NIXL's UCX finds nothing to work with ({why})") from error
-        mine = self._agent.getLocalMD()  # names its ports: others may have opened some meanwhile
-        opened = sorted(at for at in listening() - before if at[1].to_bytes(2, "big") in mine)
+            raise TransportError(f"NIXL's UCX finds nothing to work with ({why})") from error
+        own_metadata = self._agent.getLocalMD()  # names its ports: others may have opened some meanwhile
+        opened = sorted(at for at in listening_addresses() - before if at[1].to_bytes(2, "big") in own_metadata)
         self.ports = frozenset(port for _, port in opened)
         try:
             if astray := [f"{address}:{port}" for address, port in opened if address != self._trusted_host]:
                 may = self._trusted_host or "no port"
-                raise PipeError(f"NIXL's UCX listens at {', '.join(astray)}; it may only at {may}")
-            self.hear(False)
-        except PipeError:
+                raise TransportError(f"NIXL's UCX listens at {', '.join(astray)}; it may only at {may}")
+            self.set_ports_open(False)
+        except TransportError:
             self.close()
             raise
 
-    def hear(self, hears: bool) -> None:
+    def set_ports_open(self, accepting: bool) -> None:
         """Whether anybody can connect to the ports of NIXL's UCX. Does not block. Raises PipeError."""
         for port in self.ports:
             try:
-                deaf(port, not hears)
+                set_port_blocked(port, not accepting)
             except OSError as error:
-                raise PipeError(
+                raise TransportError(
                     f"the kernel does not let this user close NIXL's port {port} (SO_ATTACH_FILTER: {error.strerror});"
                     ' write weights = "tcp"'
                 ) from error
@@ -167,7 +167,7 @@ class Reads:
         self._stalled.clear()
 
     # ── what others read ───────────────────────────────────────────────────────────────────────────────────────────
-    def told(self) -> tuple[int, bytes]:
+    def local_metadata(self) -> tuple[int, bytes]:
         """How many slots there are, and what others must know to read them."""
         with self._lock:
             slots = len(self._slots)
@@ -175,7 +175,7 @@ class Reads:
 
     def fill(self, data: memoryview) -> Slot:
         """A slot that holds ``data``, to be given back. Raises PipeError."""
-        slot = self._take()
+        slot = self._acquire_slot()
         _copy(data, slot.view[: data.nbytes])
         return slot
 
@@ -185,48 +185,48 @@ class Reads:
             self._free.append(slot)
 
     # ── what we read ───────────────────────────────────────────────────────────────────────────────────────────────
-    def meet(self, name: bytes, told: bytes) -> Remote:
+    def add_remote(self, name: bytes, metadata: bytes) -> Remote:
         """Who it is that :meth:`told` us so, to be left once for each time. Raises PipeError."""
         self._sweep()
-        with self._slow:
-            if self._call(self._agent.loadRemoteMD, told) != name:
-                raise PipeError("what NIXL was told is of somebody else")
+        with self._remotes_lock:
+            if self._call(self._agent.loadRemoteMD, metadata) != name:
+                raise TransportError("what NIXL was told is of somebody else")
             remote = self._remotes.setdefault(name, Remote(name))
             with self._lock:
                 remote.users += 1
             return remote
 
-    def leave(self, remote: Remote) -> None:
+    def release_remote(self, remote: Remote) -> None:
         """Once for each time that it was met. May block."""
         with self._lock:
             remote.users -= 1
             if remote.users:
                 return
-        with self._slow:  # it may have been met again meanwhile, or forgotten: by who met and left it in between
+        with self._remotes_lock:  # it may have been met again meanwhile, or forgotten: by who met and left it in between
             if not remote.users and self._remotes.get(remote.name) is remote:
                 del self._remotes[remote.name]
                 try:
                     self._call(self._agent.invalidateRemoteMD, remote.name.decode())
-                except PipeError as error:
+                except TransportError as error:
                     _log.debug("NIXL does not forget %s: %s", remote.name, error)
 
-    def land(self, remote: Remote, address: int, into: memoryview, claim: Claim) -> None:
+    def read_into(self, remote: Remote, address: int, into: memoryview, claim: BufferClaim) -> None:
         """Read what lies at ``address`` of ``remote``, and copy it ``into`` where it belongs unless the ``claim`` on
         that was given up. Raises PipeError, also when everybody has left it."""
-        slot = self._take()
+        slot = self._acquire_slot()
         try:
-            self._use(remote)
-        except PipeError:
+            self._add_user(remote)
+        except TransportError:
             self.give_back(slot)
             raise
         outcome: str | None = ""
         for at in range(0, into.nbytes, _FRAGMENT_BYTES):
-            if claim.gone:
+            if claim.revoked:
                 break
             nbytes = min(_FRAGMENT_BYTES, into.nbytes - at)
             try:
                 read = self._begin(remote, address + at, slot.address + at, nbytes)
-            except PipeError as error:
+            except TransportError as error:
                 outcome = str(error)
                 break
             outcome = self._wait(read, claim)
@@ -240,36 +240,36 @@ class Reads:
         if not outcome:
             claim.copy(slot.view[: into.nbytes], into)
         self.give_back(slot)
-        self.leave(remote)
+        self.release_remote(remote)
         if outcome:
-            raise PipeError(outcome)
+            raise TransportError(outcome)
 
-    def _use(self, remote: Remote) -> None:
+    def _add_user(self, remote: Remote) -> None:
         """From here on the read is a user of its remote: whose line is aborted leaves it while the read goes on."""
         with self._lock:
             if not remote.users:
-                raise PipeError("the connection was aborted")
+                raise TransportError("the connection was aborted")
             remote.users += 1
 
     def _begin(self, remote: Remote, address: int, into: int, nbytes: int) -> int:
-        here, there = self._piece(into, nbytes), self._piece(address, nbytes)
-        read: int = self._call(self._agent.createXferReq, self._nixl.NIXL_READ, here, there, remote.name.decode())
+        local, remote_piece = self._descriptor(into, nbytes), self._descriptor(address, nbytes)
+        read: int = self._call(self._agent.createXferReq, self._nixl.NIXL_READ, local, remote_piece, remote.name.decode())
         return read
 
-    def _wait(self, read: int, claim: Claim) -> str | None:
+    def _wait(self, read: int, claim: BufferClaim) -> str | None:
         """Empty when the bytes are in, else why they are not; None when it was given up and goes on."""
-        outcome = self._look(self._agent.postXferReq, read)  # within a machine it may copy all of it here and now
-        wait = _POLL
-        while outcome is None and not claim.gone:
+        outcome = self._poll(self._agent.postXferReq, read)  # within a machine it may copy all of it here and now
+        wait = _MIN_POLL_S
+        while outcome is None and not claim.revoked:
             time.sleep(wait)
-            wait = min(2 * wait, _POLL_MOST)
-            outcome = self._look(self._agent.getXferStatus, read)
+            wait = min(2 * wait, _MAX_POLL_S)
+            outcome = self._poll(self._agent.getXferStatus, read)
         return outcome
 
-    def _look(self, ask: Callable[[int], Any], read: int) -> str | None:
+    def _poll(self, call: Callable[[int], Any], read: int) -> str | None:
         try:
-            return None if self._call(ask, read) == self._nixl.NIXL_IN_PROG else ""
-        except PipeError as error:
+            return None if self._call(call, read) == self._nixl.NIXL_IN_PROG else ""
+        except TransportError as error:
             return str(error)
 
     def _sweep(self) -> None:
@@ -277,29 +277,29 @@ class Reads:
         with self._lock:
             stalled, self._stalled = self._stalled, []
         for read, slot, remote in stalled:
-            if self._look(self._agent.getXferStatus, read) is None:
+            if self._poll(self._agent.getXferStatus, read) is None:
                 with self._lock:
                     self._stalled.append((read, slot, remote))
             else:
                 self._release(read)
                 self.give_back(slot)
-                self.leave(remote)
+                self.release_remote(remote)
 
     def _release(self, read: int) -> None:
         try:
             self._call(self._agent.releaseXferReq, read)
-        except PipeError as error:
+        except TransportError as error:
             _log.debug("NIXL does not release a read that has ended: %s", error)
 
     # ── memory ─────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _take(self) -> Slot:
+    def _acquire_slot(self) -> Slot:
         """A free slot, or one more. Raises PipeError: RDMA locks it, and there may be a limit to that."""
         if not self._free:
             self._sweep()
         with self._lock:
             if self._free:
                 return self._free.pop()
-        with self._slow:
+        with self._remotes_lock:
             slot = Slot(len(self._slots))
             area = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(slot.address, SLOT_BYTES, 0, b"")])
             self._call(self._agent.registerMem, area, [])
@@ -307,14 +307,14 @@ class Reads:
                 self._slots.append(slot)
             return slot
 
-    def _piece(self, address: int, nbytes: int) -> Any:
+    def _descriptor(self, address: int, nbytes: int) -> Any:
         return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, [(address, nbytes, 0)])
 
-    def _call(self, ask: Callable[..., Any], *args: Any) -> Any:
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         try:
-            return ask(*args)
+            return function(*args)
         except Exception as error:  # NIXL has a family of its own, without a common parent
-            raise PipeError(f"nixl: {type(error).__name__}: {error}") from error
+            raise TransportError(f"nixl: {type(error).__name__}: {error}") from error
 
 
 def _copy(data: memoryview, into: memoryview) -> None:

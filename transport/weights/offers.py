@@ -11,7 +11,7 @@ import struct
 
 from msgspec import Struct
 
-from .base import Line, PipeError
+from .base import Connection, TransportError
 
 _OFFER = struct.Struct("<QH")
 """tag, bytes of the address that follows"""
@@ -26,35 +26,35 @@ class Offer(Struct, frozen=True):
     """52 bytes over one TCP interface, 188 with shared memory (UCX 1.21); at most 65535"""
 
 
-PLAIN = Offer(0, b"")
+TCP_ONLY = Offer(0, b"")
 """go on over TCP"""
 
 
-async def send_offer(line: Line, offer: Offer) -> None:
+async def send_offer(connection: Connection, offer: Offer) -> None:
     """Raises PipeError."""
-    await line.send(_OFFER.pack(offer.tag, len(offer.address)) + offer.address)
+    await connection.send(_OFFER.pack(offer.tag, len(offer.address)) + offer.address)
 
 
-async def receive_offer(line: Line) -> Offer:
+async def receive_offer(connection: Connection) -> Offer:
     """Raises PipeError."""
-    tag, length = _OFFER.unpack(await _receive(line, _OFFER.size))
-    return Offer(tag, await _receive(line, length)) if length else PLAIN
+    tag, length = _OFFER.unpack(await _receive(connection, _OFFER.size))
+    return Offer(tag, await _receive(connection, length)) if length else TCP_ONLY
 
 
-async def send_choice(line: Line, reached: bool) -> None:
+async def send_choice(connection: Connection, reached: bool) -> None:
     """Raises PipeError."""
-    await line.send(_REACHED if reached else _NOT_REACHED)
+    await connection.send(_REACHED if reached else _NOT_REACHED)
 
 
-async def receive_choice(line: Line) -> bool:
+async def receive_choice(connection: Connection) -> bool:
     """Whether the other end's UCX reaches this one. Raises PipeError."""
-    choice = await _receive(line, 1)
+    choice = await _receive(connection, 1)
     if choice not in (_REACHED, _NOT_REACHED):
-        raise PipeError(f"a choice that is none: {choice!r}")
+        raise TransportError(f"a choice that is none: {choice!r}")
     return choice == _REACHED
 
 
-async def _receive(line: Line, nbytes: int) -> bytes:
+async def _receive(connection: Connection, nbytes: int) -> bytes:
     buffer = bytearray(nbytes)
-    await line.receive(memoryview(buffer))
+    await connection.receive(memoryview(buffer))
     return bytes(buffer)

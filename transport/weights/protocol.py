@@ -18,24 +18,24 @@ from typing import TypeVar
 
 from ...core.types import Version
 from . import manifest as manifests
-from .base import AGAIN, CONNECT_BY, LATE, STARVED_BY, Line, NotHeld, PipeError, deadline, shake_hands
+from .base import MAX_DEADLINE_EXTENSIONS, CONNECT_TIMEOUT_S, TIMER_SLACK_S, STARVATION_TIMEOUT_S, Connection, VersionUnavailable, TransportError, deadline, authenticate
 from .manifest import Manifest
-from .store import Gone, NotYet, Unheard, WeightStore
+from .store import VersionEvicted, NotReady, VersionUnknown, WeightStore
 
 _REQUEST = struct.Struct("<BqqQQ")  # kind, version's step and incarnation, offset, bytes
 _ANSWER = struct.Struct("<BQ")  # status, bytes
-_MANIFEST, _RANGE, _BYE = 1, 2, 3
-_HERE, _NOT_HELD, _NOT_YET = 0, 1, 2
-_MANIFEST_MAX = 64 * 2**20
+_KIND_MANIFEST, _KIND_RANGE, _KIND_BYE = 1, 2, 3
+_STATUS_OK, _STATUS_UNAVAILABLE, _STATUS_NOT_READY = 0, 1, 2
+_MAX_MANIFEST_BYTES = 64 * 2**20
 """bytes; bounds what a peer can make us allocate"""
-_SEND_BY = 30.0
+_SEND_TIMEOUT_S = 30.0
 """s for one answer: who does not take it by then is cut off, so that it cannot hold an evicted version in memory"""
-NOT_YET_EVERY = 0.05
+NOT_READY_INTERVAL_S = 0.05
 """s between two "not yet": several within the shortest patience of who asks (pull.LEAST)"""
-UNHEARD_BY = 1.0
+UNKNOWN_VERSION_TIMEOUT_S = 1.0
 """s that a request for the manifest of a version waits which the holder has not heard of yet: the manager tells one
 after the other. Chunks are asked of those who have given the manifest"""
-_STRANGERS = 128
+_MAX_UNAUTHENTICATED = 128
 """connections that have not proved themselves yet, at most; at a further one the oldest is dropped"""
 
 T = TypeVar("T")
@@ -43,25 +43,25 @@ T = TypeVar("T")
 _log = logging.getLogger("rrl.weights")
 
 
-class Reception:
+class Acceptor:
     """Where connections come in: a task for each, few strangers at once; who proves itself is handed to ``serve``,
     whose return (or PipeError) ends the connection."""
 
-    def __init__(self, secret: bytes, serve: Callable[[Line], Awaitable[None]]) -> None:
+    def __init__(self, secret: bytes, serve: Callable[[Connection], Awaitable[None]]) -> None:
         self._secret = secret
         self._serve = serve
-        self._strangers: dict[Line, None] = {}
+        self._unauthenticated: dict[Connection, None] = {}
         """oldest first"""
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def meet(self, line: Line) -> asyncio.Task[None]:
+    def accept(self, connection: Connection) -> asyncio.Task[None]:
         """A connection came in: serve it until either end leaves, in the task that is returned. The oldest stranger
         makes room for it, if need be: a member has proved itself within milliseconds, who has not by now is none."""
-        if len(self._strangers) >= _STRANGERS:
-            next(iter(self._strangers)).abort()
-            del self._strangers[next(iter(self._strangers))]
-        self._strangers[line] = None
-        task = asyncio.get_running_loop().create_task(self._receive(line))
+        if len(self._unauthenticated) >= _MAX_UNAUTHENTICATED:
+            next(iter(self._unauthenticated)).abort()
+            del self._unauthenticated[next(iter(self._unauthenticated))]
+        self._unauthenticated[connection] = None
+        task = asyncio.get_running_loop().create_task(self._receive(connection))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -70,171 +70,171 @@ class Reception:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for line in self._strangers:  # of a task that was cancelled before its first step
-            line.abort()
-        self._strangers.clear()
+        for connection in self._unauthenticated:  # of a task that was cancelled before its first step
+            connection.abort()
+        self._unauthenticated.clear()
 
-    async def _receive(self, line: Line) -> None:
+    async def _receive(self, connection: Connection) -> None:
         try:
             try:
-                await shake_hands(line, self._secret, dialled=False)
+                await authenticate(connection, self._secret, dialled=False)
             finally:
-                self._strangers.pop(line, None)
-            await self._serve(line)
-        except PipeError as error:
+                self._unauthenticated.pop(connection, None)
+            await self._serve(connection)
+        except TransportError as error:
             _log.debug("a weights connection ended: %s", error)
         finally:
-            line.abort()
+            connection.abort()
 
 
-class Desk:
+class WeightServer:
     """The answering end: all connections of one store."""
 
     def __init__(self, store: WeightStore, secret: bytes) -> None:
         self._store = store
-        reception = Reception(secret, self._serve)
-        self.meet = reception.meet
-        self.close = reception.close
+        acceptor = Acceptor(secret, self._serve)
+        self.accept = acceptor.accept
+        self.close = acceptor.close
 
-    async def _serve(self, line: Line) -> None:
+    async def _serve(self, connection: Connection) -> None:
         try:
-            while await self._answer(line):
+            while await self._answer(connection):
                 pass
         finally:
-            self._store.left(line)
+            self._store.on_reader_left(connection)
 
-    async def _answer(self, line: Line) -> bool:
+    async def _answer(self, connection: Connection) -> bool:
         request = bytearray(_REQUEST.size)
-        await line.receive(memoryview(request))  # no deadline: a holder's clients may have nothing to ask for hours
+        await connection.receive(memoryview(request))  # no deadline: a holder's clients may have nothing to ask for hours
         kind, step, incarnation, offset, nbytes = _REQUEST.unpack(request)
         version = Version(step, incarnation)
         body: bytes | memoryview | None = None
-        if kind == _MANIFEST:
-            described = await self._once_here(line, partial(self._store.manifest, version), UNHEARD_BY)
+        if kind == _KIND_MANIFEST:
+            described = await self._when_ready(connection, partial(self._store.manifest, version), UNKNOWN_VERSION_TIMEOUT_S)
             body = None if described is None else manifests.encode(described)
-        elif kind == _RANGE:
+        elif kind == _KIND_RANGE:
             span = range(offset, offset + nbytes)
-            body = await self._once_here(line, partial(self._store.read, version, span, line), 0.0)
+            body = await self._when_ready(connection, partial(self._store.read, version, span, connection), 0.0)
         else:
             return False
-        with deadline(line, _SEND_BY):
+        with deadline(connection, _SEND_TIMEOUT_S):
             if body is None:
-                await line.send(_ANSWER.pack(_NOT_HELD, 0))
+                await connection.send(_ANSWER.pack(_STATUS_UNAVAILABLE, 0))
             else:
-                await line.send(_ANSWER.pack(_HERE, len(body)))
-                await line.send(body)
-        self._store.sent(line)
+                await connection.send(_ANSWER.pack(_STATUS_OK, len(body)))
+                await connection.send(body)
+        self._store.on_sent(connection)
         return True
 
-    async def _once_here(self, line: Line, look: Callable[[], T], unheard_by: float) -> T | None:
+    async def _when_ready(self, connection: Connection, read: Callable[[], T], unknown_timeout: float) -> T | None:
         """What is asked for, once it is here; None when it does not come, or is not heard of within so many s."""
         now = asyncio.get_running_loop().time
         since = now()
         while True:
             try:
-                return await self._store.within(NOT_YET_EVERY, look)
-            except NotYet as error:
-                if isinstance(error, Unheard) and now() >= since + unheard_by:
+                return await self._store.wait_until_ready(NOT_READY_INTERVAL_S, read)
+            except NotReady as error:
+                if isinstance(error, VersionUnknown) and now() >= since + unknown_timeout:
                     return None
-            except Gone:
+            except VersionEvicted:
                 return None
-            with deadline(line, _SEND_BY):
-                await line.send(_ANSWER.pack(_NOT_YET, 0))
+            with deadline(connection, _SEND_TIMEOUT_S):
+                await connection.send(_ANSWER.pack(_STATUS_NOT_READY, 0))
 
 
-class _NotHeld:
+class _Unavailable:
     """An answer."""
 
 
-class _Call:
+class _ClientConnection:
     """The asking end of one connection."""
 
-    def __init__(self, line: Line) -> None:
-        self.line = line
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
         self._sending = asyncio.Lock()
         self._turn: asyncio.Future[None] | None = None
 
-    async def ask(
-        self, kind: int, version: Version, span: range, into: memoryview | None, by: float, starved_by: float
+    async def request(
+        self, kind: int, version: Version, span: range, into: memoryview | None, timeout: float, starvation_timeout: float
     ) -> bytearray:
         """Returns the answer's bytes, or an empty one where they went ``into`` a buffer.
 
         When this raises anything but NotHeld, the line has been aborted, and with it all that were waiting on it.
         """
-        request = _REQUEST.pack(kind, version.step, version.incarnation, span.start, len(span))
+        header = _REQUEST.pack(kind, version.step, version.incarnation, span.start, len(span))
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         async with self._sending:
             before, self._turn = self._turn, done
             try:
-                with deadline(self.line, by):
-                    await self.line.send(request)
+                with deadline(self.connection, timeout):
+                    await self.connection.send(header)
             except BaseException:
                 done.set_result(None)
                 raise
         try:
             if before is not None:
                 await asyncio.shield(before)
-            body = await self._answer(into, by, starved_by)
+            body = await self._answer(into, timeout, starvation_timeout)
         except BaseException:
-            self.line.abort()  # also when cancelled while waiting: the answer to come would be taken for the next one
+            self.connection.abort()  # also when cancelled while waiting: the answer to come would be taken for the next one
             raise
         finally:
             done.set_result(None)
-        if isinstance(body, _NotHeld):
-            raise NotHeld(f"{version} is not held there")
+        if isinstance(body, _Unavailable):
+            raise VersionUnavailable(f"{version} is not held there")
         return body
 
-    async def _answer(self, into: memoryview | None, by: float, starved_by: float) -> bytearray | _NotHeld:
+    async def _answer(self, into: memoryview | None, timeout: float, starvation_timeout: float) -> bytearray | _Unavailable:
         now = asyncio.get_running_loop().time
         since: float | None = None
         while True:
-            with deadline(self.line, by):
+            with deadline(self.connection, timeout):
                 if (body := await self._body(into)) is not None:
                     return body
             since = now() if since is None else since
-            if now() > since + starved_by:
-                raise PipeError(f"for {starved_by:.3g} s it only said that it is waiting itself")
+            if now() > since + starvation_timeout:
+                raise TransportError(f"for {starvation_timeout:.3g} s it only said that it is waiting itself")
 
-    async def _body(self, into: memoryview | None) -> bytearray | _NotHeld | None:
+    async def _body(self, into: memoryview | None) -> bytearray | _Unavailable | None:
         """One answer; None: not yet."""
         head = bytearray(_ANSWER.size)
-        await self.line.receive(memoryview(head))
+        await self.connection.receive(memoryview(head))
         status, nbytes = _ANSWER.unpack(head)
-        if status in (_NOT_HELD, _NOT_YET):
-            return _NotHeld() if status == _NOT_HELD else None
-        if status != _HERE or (nbytes > _MANIFEST_MAX if into is None else nbytes != into.nbytes):
-            raise PipeError(f"an answer that was not asked for: status {status}, {nbytes} bytes")
+        if status in (_STATUS_UNAVAILABLE, _STATUS_NOT_READY):
+            return _Unavailable() if status == _STATUS_UNAVAILABLE else None
+        if status != _STATUS_OK or (nbytes > _MAX_MANIFEST_BYTES if into is None else nbytes != into.nbytes):
+            raise TransportError(f"an answer that was not asked for: status {status}, {nbytes} bytes")
         body = bytearray(0 if into is not None else nbytes)
-        await self.line.receive(memoryview(body) if into is None else into)
+        await self.connection.receive(memoryview(body) if into is None else into)
         return body
 
 
-class Calls:
+class WeightClient:
     """The asking end: one kept connection per address, made when needed, dropped on error."""
 
-    def __init__(self, dial: Callable[[str], Awaitable[Line]], secret: bytes) -> None:
+    def __init__(self, dial: Callable[[str], Awaitable[Connection]], secret: bytes) -> None:
         self._dial = dial
         self._secret = secret
-        self._kept: dict[str, _Call] = {}
-        self._dialling: dict[str, asyncio.Task[_Call | str]] = {}
+        self._connections: dict[str, _ClientConnection] = {}
+        self._dialling: dict[str, asyncio.Task[_ClientConnection | str]] = {}
         """why it came to nothing is a text: whoever waits raises an exception of its own"""
 
-    async def manifest(self, at: str, version: Version, by: float, starved_by: float = STARVED_BY) -> Manifest:
-        data = await (await self._call(at, by)).ask(_MANIFEST, version, range(0), None, by, starved_by)
+    async def manifest(self, address: str, version: Version, timeout: float, starvation_timeout: float = STARVATION_TIMEOUT_S) -> Manifest:
+        data = await (await self._connection_to(address, timeout)).request(_KIND_MANIFEST, version, range(0), None, timeout, starvation_timeout)
         try:
             return manifests.decode(data, version, self._secret)
         except ValueError as error:
-            self.hang_up(at)
-            raise PipeError(str(error)) from error
+            self.disconnect(address)
+            raise TransportError(str(error)) from error
 
     async def fetch(
-        self, at: str, version: Version, span: range, into: memoryview, by: float, starved_by: float = STARVED_BY
+        self, address: str, version: Version, span: range, into: memoryview, timeout: float, starvation_timeout: float = STARVATION_TIMEOUT_S
     ) -> None:
-        await (await self._call(at, by)).ask(_RANGE, version, span, into, by, starved_by)
+        await (await self._connection_to(address, timeout)).request(_KIND_RANGE, version, span, into, timeout, starvation_timeout)
 
-    def hang_up(self, at: str) -> None:
-        if (call := self._kept.pop(at, None)) is not None:
-            call.line.abort()
+    def disconnect(self, address: str) -> None:
+        if (call := self._connections.pop(address, None)) is not None:
+            call.connection.abort()
 
     async def close(self) -> None:
         """Say bye to those who still listen, then drop every connection."""
@@ -242,46 +242,46 @@ class Calls:
         for attempt in dialling:
             attempt.cancel()
         await asyncio.gather(*dialling, return_exceptions=True)
-        for call in list(self._kept.values()):  # a pull that is still running may dial meanwhile
+        for call in list(self._connections.values()):  # a pull that is still running may dial meanwhile
             try:
-                if not call.line.broken:
-                    with deadline(call.line, CONNECT_BY):
-                        await call.line.send(_REQUEST.pack(_BYE, 0, 0, 0, 0))
-            except PipeError:
+                if not call.connection.broken:
+                    with deadline(call.connection, CONNECT_TIMEOUT_S):
+                        await call.connection.send(_REQUEST.pack(_KIND_BYE, 0, 0, 0, 0))
+            except TransportError:
                 pass
-            call.line.abort()
-        self._kept.clear()
+            call.connection.abort()
+        self._connections.clear()
 
-    async def _call(self, at: str, by: float) -> _Call:
+    async def _connection_to(self, address: str, timeout: float) -> _ClientConnection:
         """All who ask for one meanwhile wait for the same attempt: a source that hangs costs its patience once. Who
         has waited for ``by`` s goes elsewhere; the attempt has its own deadlines, and may serve the next one."""
-        call = self._kept.get(at)
-        if call is not None and not call.line.broken:
+        call = self._connections.get(address)
+        if call is not None and not call.connection.broken:
             return call
         loop = asyncio.get_running_loop()
-        dialling = self._dialling.get(at)
+        dialling = self._dialling.get(address)
         if dialling is None:
-            dialling = self._dialling[at] = loop.create_task(self._connect(at))
-            dialling.add_done_callback(lambda _: self._dialling.pop(at))
-        for _ in range(1 + AGAIN):
-            due = loop.time() + by
-            await asyncio.wait([dialling], timeout=by)
-            if dialling.done() or loop.time() <= due + LATE:
+            dialling = self._dialling[address] = loop.create_task(self._connect(address))
+            dialling.add_done_callback(lambda _: self._dialling.pop(address))
+        for _ in range(1 + MAX_DEADLINE_EXTENSIONS):
+            due = loop.time() + timeout
+            await asyncio.wait([dialling], timeout=timeout)
+            if dialling.done() or loop.time() <= due + TIMER_SLACK_S:
                 break
         if dialling.cancelled():
-            raise PipeError("the pipe is closed")
-        found = dialling.result() if dialling.done() else f"{at} is not connected within {by:.3g} s"
-        if isinstance(found, str):
-            raise PipeError(found)
-        return found
+            raise TransportError("the pipe is closed")
+        connected = dialling.result() if dialling.done() else f"{address} is not connected within {timeout:.3g} s"
+        if isinstance(connected, str):
+            raise TransportError(connected)
+        return connected
 
-    async def _connect(self, at: str) -> _Call | str:
-        for gone in [key for key, kept in self._kept.items() if kept.line.broken]:
-            del self._kept[gone]
+    async def _connect(self, address: str) -> _ClientConnection | str:
+        for broken in [key for key, kept in self._connections.items() if kept.connection.broken]:
+            del self._connections[broken]
         try:
-            line = await self._dial(at)
-            await shake_hands(line, self._secret, dialled=True)
-        except PipeError as error:
+            connection = await self._dial(address)
+            await authenticate(connection, self._secret, dialled=True)
+        except TransportError as error:
             return str(error)
-        call = self._kept[at] = _Call(line)
+        call = self._connections[address] = _ClientConnection(connection)
         return call

@@ -22,19 +22,19 @@ from msgspec import Struct
 from ...core.types import Version
 from .manifest import Manifest, digest
 
-KEEP = 2
+MAX_VERSIONS = 2
 """versions in memory, the arriving one included: each costs the size of the model"""
-IDLE = 1.0
+READER_IDLE_TIMEOUT_S = 1.0
 """s without a request after which a reader is taken to have left; between two chunks it verifies one: milliseconds"""
-READ_BY = 30.0
+READ_TIMEOUT_S = 30.0
 """s for which a reader can keep its version from being evicted before a newer one, beside what it takes at SLOW"""
-SLOW = 100e6
+MIN_READER_BYTES_PER_S = 100e6
 """bytes a second: a NIC of 1 Gbit/s; who is slower than that may lose its version"""
 
 T = TypeVar("T")
 
 
-class Held(Struct, frozen=True):
+class StoredVersion(Struct, frozen=True):
     """A complete version. ``flat`` is read-only; hold on to this object for as long as you read it."""
 
     manifest: Manifest
@@ -45,15 +45,15 @@ class Superseded(Exception):
     """The version that was being received has been given up for another one."""
 
 
-class NotYet(Exception):
+class NotReady(Exception):
     """This part is being received."""
 
 
-class Unheard(NotYet):
+class VersionUnknown(NotReady):
     """Nothing is known of this version, which is newer than all that is: it may be on its way."""
 
 
-class Gone(Exception):
+class VersionEvicted(Exception):
     """This version, or such a part of it, is not here and is not being received."""
 
 
@@ -99,7 +99,7 @@ class WeightStore:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._complete: dict[Version, Held] = {}  # in order of arrival: after a restart the newest may count lower
+        self._complete: dict[Version, StoredVersion] = {}  # in order of arrival: after a restart the newest may count lower
         self._arriving: _Arriving | None = None
         self._awaited: Version | None = None
         self._readers: dict[object, _Reader] = {}
@@ -116,14 +116,14 @@ class WeightStore:
         if flat.nbytes != manifest.nbytes:
             raise ValueError(f"{manifest.version}: {flat.nbytes} bytes offered, {manifest.nbytes} described")
         with self._changing():
-            self._add(Held(manifest, flat.toreadonly()))
+            self._add(StoredVersion(manifest, flat.toreadonly()))
 
-    def memory(self, nbytes: int) -> memoryview:
+    def allocate(self, nbytes: int) -> memoryview:
         """Where to write a version that is to be offered. The oldest one makes room for it, unless it is being read."""
         with self._changing():
-            if len(self._complete) >= KEEP and not self._read(next(iter(self._complete))):
-                self._evict(KEEP - 1)
-            return self._memory(nbytes)
+            if len(self._complete) >= MAX_VERSIONS and not self._is_being_read(next(iter(self._complete))):
+                self._evict(MAX_VERSIONS - 1)
+            return self._allocate(nbytes)
 
     @contextmanager
     def awaiting(self, version: Version) -> Generator[None]:
@@ -142,15 +142,15 @@ class WeightStore:
         Another half-received version is dropped, the same one is gone on with.
         """
         with self._changing():
-            held = self._complete.get(manifest.version)
-            if held is not None and held.manifest == manifest:
+            stored = self._complete.get(manifest.version)
+            if stored is not None and stored.manifest == manifest:
                 return []
             if self._arriving is None or self._arriving.manifest != manifest:
                 if self._arriving is not None:  # its buffer goes before the next one comes
-                    self._give_up(self._arriving.flat)
+                    self._recycle(self._arriving.flat)
                     self._arriving = None
-                self._evict(KEEP - 1)
-                self._arriving = _Arriving(manifest, self._memory(manifest.nbytes))
+                self._evict(MAX_VERSIONS - 1)
+                self._arriving = _Arriving(manifest, self._allocate(manifest.nbytes))
             return sorted(self._arriving.missing)
 
     def span(self, version: Version, index: int) -> memoryview:
@@ -168,42 +168,42 @@ class WeightStore:
             arriving.missing.discard(index)
         return True
 
-    def commit(self, version: Version) -> Held:
+    def commit(self, version: Version) -> StoredVersion:
         """The arriving version is complete: from now on it is the current one.
 
         Raises Superseded, or ValueError while chunks are missing.
         """
         with self._changing():
-            held = self._complete.get(version)
-            if held is not None and (self._arriving is None or self._arriving.manifest.version != version):
-                return held
+            stored = self._complete.get(version)
+            if stored is not None and (self._arriving is None or self._arriving.manifest.version != version):
+                return stored
             arriving = self._arriving
             if arriving is None or arriving.manifest.version != version:
                 raise Superseded(f"{version} is not being received")
             if arriving.missing:
                 raise ValueError(f"{version} lacks {len(arriving.missing)} of {len(arriving.manifest.chunks)} chunks")
             self._arriving = None
-            held = Held(arriving.manifest, arriving.flat.toreadonly())
-            self._add(held)
-            return held
+            stored = StoredVersion(arriving.manifest, arriving.flat.toreadonly())
+            self._add(stored)
+            return stored
 
     def discard(self, version: Version) -> None:
         """Forget a version, complete or not."""
         with self._changing():
-            if (held := self._complete.pop(version, None)) is not None:
-                self._give_up(held.flat)
+            if (stored := self._complete.pop(version, None)) is not None:
+                self._recycle(stored.flat)
             if self._arriving is not None and self._arriving.manifest.version == version:
                 self._arriving = None
             if self._awaited == version:
                 self._awaited = None
 
     # ── what is here ───────────────────────────────────────────────────────────────────────────────────────────────
-    def current(self) -> Held | None:
+    def current(self) -> StoredVersion | None:
         """The version that was completed last."""
         with self._lock:
             return next(reversed(self._complete.values()), None)
 
-    def get(self, version: Version) -> Held | None:
+    def get(self, version: Version) -> StoredVersion | None:
         """A complete version, or None."""
         with self._lock:
             return self._complete.get(version)
@@ -217,53 +217,53 @@ class WeightStore:
     def manifest(self, version: Version) -> Manifest:
         """Also of an arriving version. Raises NotYet, Gone."""
         with self._lock:
-            if (held := self._complete.get(version)) is not None:
-                return held.manifest
+            if (stored := self._complete.get(version)) is not None:
+                return stored.manifest
             if self._arriving is not None and self._arriving.manifest.version == version:
                 return self._arriving.manifest
-            raise self._missing(version)
+            raise self._unavailable(version)
 
     def read(self, version: Version, span: range, reader: object) -> memoryview:
         """These bytes, complete or arriving: read-only, verified, and good for as long as you hold on to them.
 
         ``reader`` is whose request it is, until :meth:`sent` and :meth:`left`. Raises NotYet, Gone."""
         with self._lock:
-            if (held := self._complete.get(version)) is not None:
-                manifest, flat = held.manifest, held.flat
+            if (stored := self._complete.get(version)) is not None:
+                manifest, flat = stored.manifest, stored.flat
             elif self._arriving is not None and self._arriving.manifest.version == version:
                 manifest, flat = self._arriving.manifest, self._arriving.flat.toreadonly()
             else:
-                raise self._missing(version)
+                raise self._unavailable(version)
             if span.stop > manifest.nbytes:
-                raise Gone(f"{version} has {manifest.nbytes} bytes")
-            if held is None and self._arriving is not None and not self._arriving.verified(span):
-                raise NotYet if self._awaited == version else Gone(f"{version} was given up")
-            self._note(reader, manifest, len(span))
+                raise VersionEvicted(f"{version} has {manifest.nbytes} bytes")
+            if stored is None and self._arriving is not None and not self._arriving.verified(span):
+                raise NotReady if self._awaited == version else VersionEvicted(f"{version} was given up")
+            self._note_request(reader, manifest, len(span))
             return flat[span.start : span.stop]
 
-    def sent(self, reader: object) -> None:
+    def on_sent(self, reader: object) -> None:
         """It has got what it asked for."""
         with self._lock:
             if (reading := self._readers.get(reader)) is not None:
                 reading.sending, reading.last = False, time.monotonic()
 
-    def left(self, reader: object) -> None:
+    def on_reader_left(self, reader: object) -> None:
         """It reads nothing any more."""
         with self._lock:
             self._readers.pop(reader, None)
 
-    async def within(self, by: float, look: Callable[[], T]) -> T:
+    async def wait_until_ready(self, timeout: float, read: Callable[[], T]) -> T:
         """What ``look`` (:meth:`manifest` or :meth:`read`) gives as soon as it does not raise NotYet, tried again at
         every change; that NotYet after ``by`` s."""
         loop = asyncio.get_running_loop()
-        end = loop.time() + by
+        end = loop.time() + timeout
         while True:
             changed: asyncio.Future[None] = loop.create_future()
             with self._lock:
                 self._waiting[changed] = loop
             try:
-                return look()
-            except NotYet:
+                return read()
+            except NotReady:
                 await asyncio.wait([changed], timeout=max(0.0, end - loop.time()))
                 if not changed.done():
                     raise
@@ -282,15 +282,15 @@ class WeightStore:
             with suppress(RuntimeError):  # that loop has ended, and nobody waits in it
                 loop.call_soon_threadsafe(_wake, changed)
 
-    def _missing(self, version: Version) -> Exception:
+    def _unavailable(self, version: Version) -> Exception:
         if version == self._awaited:
-            return NotYet(f"{version} is being received")
+            return NotReady(f"{version} is being received")
         known = [*self._complete] if self._arriving is None else [*self._complete, self._arriving.manifest.version]
         if all(version > each for each in known):
-            return Unheard(f"nothing is known of {version}")
-        return Gone(f"{version} is not held")
+            return VersionUnknown(f"nothing is known of {version}")
+        return VersionEvicted(f"{version} is not held")
 
-    def _note(self, reader: object, manifest: Manifest, nbytes: int) -> None:
+    def _note_request(self, reader: object, manifest: Manifest, nbytes: int) -> None:
         now = time.monotonic()
         reading = self._readers.get(reader)
         if reading is None or reading.version != manifest.version:
@@ -300,13 +300,13 @@ class WeightStore:
         if reading.nbytes >= manifest.nbytes:
             del self._readers[reader]
 
-    def _read(self, version: Version) -> bool:
+    def _is_being_read(self, version: Version) -> bool:
         """Somebody is in the middle of it."""
         now = time.monotonic()
         return any(
             reading.version == version
-            and (reading.sending or now - reading.last < IDLE)
-            and now - reading.since < READ_BY + self._complete[version].flat.nbytes / SLOW
+            and (reading.sending or now - reading.last < READER_IDLE_TIMEOUT_S)
+            and now - reading.since < READ_TIMEOUT_S + self._complete[version].flat.nbytes / MIN_READER_BYTES_PER_S
             for reading in self._readers.values()
         )
 
@@ -316,23 +316,23 @@ class WeightStore:
                 raise Superseded(f"{version} is not being received")
             return self._arriving
 
-    def _add(self, held: Held) -> None:
-        self._complete.pop(held.manifest.version, None)  # offered again: it counts as the newest
-        self._complete[held.manifest.version] = held
-        self._evict(KEEP - (self._arriving is not None))
+    def _add(self, stored: StoredVersion) -> None:
+        self._complete.pop(stored.manifest.version, None)  # offered again: it counts as the newest
+        self._complete[stored.manifest.version] = stored
+        self._evict(MAX_VERSIONS - (self._arriving is not None))
 
-    def _evict(self, keep: int) -> None:
+    def _evict(self, max_versions: int) -> None:
         """The oldest goes that nobody reads. Where all are being read, the oldest stays: one reader after the other
         comes to an end, however fast new versions follow. The current one always stays."""
-        while len(self._complete) > keep:
+        while len(self._complete) > max_versions:
             older = list(self._complete)[:-1]
-            idle = [version for version in older if not self._read(version)]
-            self._give_up(self._complete.pop(idle[0] if idle else older[-1]).flat)
+            idle = [version for version in older if not self._is_being_read(version)]
+            self._recycle(self._complete.pop(idle[0] if idle else older[-1]).flat)
 
-    def _give_up(self, flat: memoryview) -> None:
+    def _recycle(self, flat: memoryview) -> None:
         self._spare = flat.obj if isinstance(flat.obj, mmap.mmap) else None
 
-    def _memory(self, nbytes: int) -> memoryview:
+    def _allocate(self, nbytes: int) -> memoryview:
         """What was given up last, when it is of that size and nobody reads it or writes to it any more; else fresh."""
         pages, self._spare = self._spare, None
         if pages is not None and len(pages) == max(1, nbytes) and _unused(pages):

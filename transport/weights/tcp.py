@@ -6,16 +6,16 @@ import asyncio
 import socket
 from collections.abc import Callable, Sequence
 
-from .base import CONNECT_BY, Line, PipeError, deadline, shake_hands, split_address
-from .offers import PLAIN, send_offer
-from .protocol import Calls, Desk
+from .base import CONNECT_TIMEOUT_S, Connection, TransportError, deadline, authenticate, parse_address
+from .offers import TCP_ONLY, send_offer
+from .protocol import WeightClient, WeightServer
 from .store import WeightStore
 
-_SLICE = 256 * 2**10
+_SLICE_BYTES = 256 * 2**10
 """bytes handed to the transport at once: it copies what the kernel does not take (Python 3.11)"""
-_SPARE = 4 * 2**10
+_SPARE_BYTES = 4 * 2**10
 """bytes of what comes while nothing is being received: requests are 33; a stranger must not cost more"""
-_AT_ONCE = 16
+_MAX_ACCEPTS_PER_TURN = 16
 """connections that asyncio accepts in one go: it takes as many as the backlog that it is given before anybody looks"""
 _BACKLOG = 1024
 """connections that the kernel holds until they are accepted: a new version is pulled by many at once"""
@@ -26,14 +26,14 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 1), (socket.TCP_K
 _NOTHING = memoryview(b"")
 
 
-class TcpLine(asyncio.BufferedProtocol):
+class TcpConnection(asyncio.BufferedProtocol):
     """One connection; the kernel writes straight into the buffer that is being received.
 
     What comes when nothing is being received goes to a small spare buffer, and then reading pauses.
     """
 
-    def __init__(self, meet: Callable[[Line], object] | None = None) -> None:
-        self._meet = meet
+    def __init__(self, on_connection: Callable[[Connection], object] | None = None) -> None:
+        self._on_connection = on_connection
         self._transport: asyncio.Transport | None = None
         self._failure: str | None = None
         """text, not an exception: one that is kept holds on to every frame that it passed, and so to us"""
@@ -49,9 +49,9 @@ class TcpLine(asyncio.BufferedProtocol):
 
     async def send(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
-        for start in range(0, view.nbytes, _SLICE):
-            transport = self._alive()
-            transport.write(view[start : start + _SLICE])
+        for start in range(0, view.nbytes, _SLICE_BYTES):
+            transport = self._open_transport()
+            transport.write(view[start : start + _SLICE_BYTES])
             if self._full:
                 self._drained = asyncio.get_running_loop().create_future()
                 await self._drained
@@ -62,7 +62,7 @@ class TcpLine(asyncio.BufferedProtocol):
         self._stash = self._stash[have:]
         if have == into.nbytes:
             return
-        transport = self._alive()
+        transport = self._open_transport()
         self._target = into[have:]
         self._received = asyncio.get_running_loop().create_future()
         transport.resume_reading()
@@ -90,8 +90,8 @@ class TcpLine(asyncio.BufferedProtocol):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
-        if self._meet is not None:
-            self._meet(self)
+        if self._on_connection is not None:
+            self._on_connection(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._fail(f"the connection was lost: {exc or 'closed by the other end'}")
@@ -99,7 +99,7 @@ class TcpLine(asyncio.BufferedProtocol):
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._target is not None:
             return self._target
-        self._spare = memoryview(bytearray(_SPARE))
+        self._spare = memoryview(bytearray(_SPARE_BYTES))
         return self._spare
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -122,9 +122,9 @@ class TcpLine(asyncio.BufferedProtocol):
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
 
-    def _alive(self) -> asyncio.Transport:
+    def _open_transport(self) -> asyncio.Transport:
         if self._failure is not None or self._transport is None or self._transport.is_closing():
-            raise PipeError(self._failure or "not connected any more")  # asyncio tells of a failed write a turn later
+            raise TransportError(self._failure or "not connected any more")  # asyncio tells of a failed write a turn later
         return self._transport
 
     def _fail(self, why: str) -> None:
@@ -132,29 +132,29 @@ class TcpLine(asyncio.BufferedProtocol):
             self._failure = why
             for waiting in (self._received, self._drained):
                 if waiting is not None and not waiting.done():
-                    waiting.set_exception(PipeError(why))
+                    waiting.set_exception(TransportError(why))
 
 
-async def listen(meet: Callable[[Line], object], host: str) -> tuple[asyncio.Server, int]:
+async def listen(on_connection: Callable[[Connection], object], host: str) -> tuple[asyncio.Server, int]:
     """A server on a free port of ``host``, and the port. ``meet`` is given each connection."""
     listening = socket.create_server((host, 0))
-    server = await asyncio.get_running_loop().create_server(lambda: TcpLine(meet), sock=listening, backlog=_AT_ONCE)
+    server = await asyncio.get_running_loop().create_server(lambda: TcpConnection(on_connection), sock=listening, backlog=_MAX_ACCEPTS_PER_TURN)
     listening.listen(_BACKLOG)
     return server, int(listening.getsockname()[1])
 
 
-async def dial(at: str, kinds: Sequence[str]) -> TcpLine:
+async def dial(address: str, kinds: Sequence[str]) -> TcpConnection:
     """Raises PipeError, also for an address of a pipe that is none of ``kinds``."""
-    host, port = split_address(at, kinds)
+    host, port = parse_address(address, kinds)
     try:
-        async with asyncio.timeout(CONNECT_BY):
-            _, line = await asyncio.get_running_loop().create_connection(TcpLine, host, port)
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            _, connection = await asyncio.get_running_loop().create_connection(TcpConnection, host, port)
     except (OSError, TimeoutError) as error:
-        raise PipeError(f"{at} cannot be reached: {error or type(error).__name__}") from error
-    return line
+        raise TransportError(f"{address} cannot be reached: {error or type(error).__name__}") from error
+    return connection
 
 
-class TcpPipe:
+class TcpTransport:
     """See :class:`rrl.transport.weights.base.Pipe`. Addresses are ``tcp://host:port``. It also pulls from a UCX pipe,
     which serves over TCP whoever has no UCX."""
 
@@ -162,27 +162,27 @@ class TcpPipe:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
-        self._calls = calls = Calls(self._dial, secret)
-        self.manifest, self.fetch, self.hang_up = calls.manifest, calls.fetch, calls.hang_up
-        self._served: list[tuple[asyncio.Server, Desk]] = []
+        self._client = client = WeightClient(self._dial, secret)
+        self.manifest, self.fetch, self.disconnect = client.manifest, client.fetch, client.disconnect
+        self._served: list[tuple[asyncio.Server, WeightServer]] = []
 
     async def serve(self, store: WeightStore, host: str) -> str:
-        desk = Desk(store, self._secret)
-        server, port = await listen(desk.meet, host)
-        self._served.append((server, desk))
+        weight_server = WeightServer(store, self._secret)
+        server, port = await listen(weight_server.accept, host)
+        self._served.append((server, weight_server))
         return f"tcp://{host}:{port}"
 
     async def close(self) -> None:
-        await self._calls.close()
-        for server, desk in self._served:
+        await self._client.close()
+        for server, weight_server in self._served:
             server.close()
-            await desk.close()
+            await weight_server.close()
         self._served.clear()
 
-    async def _dial(self, at: str) -> TcpLine:
-        line = await dial(at, ("tcp", "ucx"))
-        if at.startswith("ucx:"):  # its other end waits for the address of a UCX worker
-            await shake_hands(line, self._secret, dialled=True)
-            with deadline(line, CONNECT_BY):
-                await send_offer(line, PLAIN)
-        return line
+    async def _dial(self, address: str) -> TcpConnection:
+        connection = await dial(address, ("tcp", "ucx"))
+        if address.startswith("ucx:"):  # its other end waits for the address of a UCX worker
+            await authenticate(connection, self._secret, dialled=True)
+            with deadline(connection, CONNECT_TIMEOUT_S):
+                await send_offer(connection, TCP_ONLY)
+        return connection

@@ -34,42 +34,42 @@ from queue import Queue
 from typing import Any
 
 from ..address import interfaces
-from ..tcp_inspection import accepted, listening, received, shut
-from .base import CONNECT_BY, Line, PipeError, deadline, shake_hands
-from .offers import PLAIN, Offer, receive_choice, receive_offer, send_choice, send_offer
-from .protocol import Calls, Desk, Reception
+from ..tcp_inspection import accepted_connections, listening_addresses, bytes_received, shut_down
+from .base import CONNECT_TIMEOUT_S, Connection, TransportError, deadline, authenticate
+from .offers import TCP_ONLY, Offer, receive_choice, receive_offer, send_choice, send_offer
+from .protocol import WeightClient, WeightServer, Acceptor
 from .store import WeightStore
-from .tcp import TcpLine, dial, listen
-from .ucx_settings import limits, rdma_resources, resources, set_defaults
+from .tcp import TcpConnection, dial, listen
+from .ucx_settings import ucx_limits, rdma_resources, resources, set_defaults
 
-HELLO_BYTES = 42
+MIN_HELLO_BYTES = 42
 """what a peer says first (magic number and connection request, UCX 1.21 over IPv4; measured), within milliseconds"""
-SILENT_FOR = 5.0
+SILENT_TIMEOUT_S = 5.0
 """s that a connection may have said less than that"""
-SILENT = 64
+MAX_SILENT_CONNECTIONS = 64
 """such connections at once, at most; the oldest go first"""
-_LOOK = 1.0
+_SILENT_POLL_S = 1.0
 """s between two looks; one costs 10 us for each descriptor of the process"""
 
 
-async def cut_off_the_silent(ports: Callable[[], frozenset[int]]) -> None:
+async def close_silent_connections(ports: Callable[[], frozenset[int]]) -> None:
     """Until cancelled. ``ports``: those at which UCX listens now."""
-    seen: dict[tuple[int, int], float] = {}
+    silent_since: dict[tuple[int, int], float] = {}
     while True:
         now = asyncio.get_running_loop().time()
-        silent = [each for each in accepted(ports()).items() if _silent(each[0])]
-        seen = {each: seen.get(each, now) for each in silent}  # (a descriptor, whose port it is at) → since when
-        oldest_first = sorted(seen, key=lambda each: seen[each])
-        surplus = max(0, len(seen) - SILENT)
+        silent = [each for each in accepted_connections(ports()).items() if _is_silent(each[0])]
+        silent_since = {each: silent_since.get(each, now) for each in silent}  # (a descriptor, whose port it is at) → since when
+        oldest_first = sorted(silent_since, key=lambda each: silent_since[each])
+        surplus = max(0, len(silent_since) - MAX_SILENT_CONNECTIONS)
         for number, each in enumerate(oldest_first):
-            if number < surplus or now - seen[each] >= SILENT_FOR:
-                shut(*each)
-        await asyncio.sleep(_LOOK)
+            if number < surplus or now - silent_since[each] >= SILENT_TIMEOUT_S:
+                shut_down(*each)
+        await asyncio.sleep(_SILENT_POLL_S)
 
 
-def _silent(fd: int) -> bool:
-    said = received(fd)
-    return said is not None and said < HELLO_BYTES  # of whom nobody can tell: it may be a member, and is left alone
+def _is_silent(fd: int) -> bool:
+    said = bytes_received(fd)
+    return said is not None and said < MIN_HELLO_BYTES  # of whom nobody can tell: it may be a member, and is left alone
 
 
 _TAG_BYTES = 8
@@ -92,30 +92,30 @@ class _Worker:
         from ucxx._lib_async.continuous_ucx_progress import _create_context
         from ucxx._lib_async.notifier_thread import _notifierThread
 
-        before = listening()
+        before = listening_addresses()
         self.core: Any = UCXWorker(context, enable_delayed_submission=True, enable_python_future=True)
         self.address: bytes = UCXAddress.create_from_worker(self.core).tobytes()
-        self.ports = frozenset(at for at in listening() - before if at[1].to_bytes(2, "big") in self.address)
+        self.ports = frozenset(at for at in listening_addresses() - before if at[1].to_bytes(2, "big") in self.address)
         """(address, port) that this worker listens at. Others may have opened some meanwhile: its own it names"""
-        self._orders: Queue[str] = Queue()
-        orders = (asyncio.get_running_loop(), self.core, self._orders)
+        self._notifier_queue: Queue[str] = Queue()
+        orders = (asyncio.get_running_loop(), self.core, self._notifier_queue)
         self._notifier = threading.Thread(target=_notifierThread, args=orders, name="UCX notifier")
         self._notifier.start()
         self.core.set_progress_thread_start_callback(_create_context)
         self.core.start_progress_thread(polling_mode=False, epoll_timeout=_EPOLL_TIMEOUT_MS)
 
-    def join(self, address: bytes) -> Any:
+    def connect(self, address: bytes) -> Any:
         """An endpoint to the worker of that address. Raises PipeError where UCX does not reach it."""
         from ucxx._lib.libucxx import UCXAddress, UCXEndpoint
 
         try:
             return UCXEndpoint.create_from_worker_address(self.core, UCXAddress.create_from_buffer(address), True)
         except Exception as error:  # ucxx raises a family of its own, RuntimeError and MemoryError
-            raise PipeError(f"ucx: {type(error).__name__}: {error}") from error
+            raise TransportError(f"ucx: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
         """Blocks until both threads have ended, which the notifier does only while the loop runs; measured 0.5 ms."""
-        self._orders.put("shutdown")
+        self._notifier_queue.put("shutdown")
         self.core.stop_request_notifier_thread()
         self._notifier.join()
         self.core.stop_progress_thread()
@@ -123,7 +123,7 @@ class _Worker:
         self.ports = frozenset()
 
 
-class _UcxLine:
+class _UcxConnection:
     """An endpoint, and the TCP connection that it began with. Tag messages keep their boundaries: each receive matches
     one send of the same length.
 
@@ -131,15 +131,15 @@ class _UcxLine:
     completes their futures."""
 
     def __init__(
-        self, endpoint: Any, tcp: TcpLine, mine: int, theirs: int, dispose: Callable[[], None] = lambda: None
+        self, endpoint: Any, tcp: TcpConnection, own_tag: int, peer_tag: int, dispose: Callable[[], None] = lambda: None
     ) -> None:
         self._endpoint = endpoint
         self._tcp = tcp
-        self._mine, self._theirs = mine, theirs
+        self._own_tag, self._peer_tag = own_tag, peer_tag
         self._dispose = dispose
-        self._gone = False
+        self._aborted = False
         self._under_way = 0
-        self._watch = asyncio.get_running_loop().create_task(self._until_tcp_ends())
+        self._tcp_watch = asyncio.get_running_loop().create_task(self._until_tcp_ends())
 
     async def open(self) -> None:
         """Nothing is left to agree on."""
@@ -149,19 +149,19 @@ class _UcxLine:
         from ucxx.types import Tag
 
         if len(data):
-            await self._done(lambda: self._endpoint.tag_send(Array(data), Tag(self._theirs)))
+            await self._run(lambda: self._endpoint.tag_send(Array(data), Tag(self._peer_tag)))
 
     async def receive(self, into: memoryview) -> None:
         from ucxx._lib.arr import Array
         from ucxx.types import Tag
 
         if into.nbytes:
-            await self._done(lambda: self._endpoint.tag_recv(Array(into), Tag(self._mine)))
+            await self._run(lambda: self._endpoint.tag_recv(Array(into), Tag(self._own_tag)))
 
-    async def _done(self, start: Callable[[], Any]) -> None:
+    async def _run(self, start: Callable[[], Any]) -> None:
         """One operation. However it fails, the endpoint is closed before anybody can let go of the buffer."""
-        if self._gone:
-            raise PipeError("the connection was aborted")
+        if self._aborted:
+            raise TransportError("the connection was aborted")
         self._under_way += 1
         try:
             self._endpoint.raise_on_error()
@@ -171,31 +171,31 @@ class _UcxLine:
             self.abort()
             # ucxx never lets go of a failed request's future: through it, every frame passed would keep its buffers
             error.__traceback__ = None
-            raise PipeError(f"ucx: {type(error).__name__}: {error}") from error
+            raise TransportError(f"ucx: {type(error).__name__}: {error}") from error
         except BaseException:  # cancelled
             self.abort()
             raise
         finally:
             self._under_way -= 1
             self._dispose_once_idle()
-        if self._gone:
-            raise PipeError("the connection was aborted")
+        if self._aborted:
+            raise TransportError("the connection was aborted")
 
     def _dispose_once_idle(self) -> None:
-        if self._gone and not self._under_way:
+        if self._aborted and not self._under_way:
             self._dispose()
 
     async def _until_tcp_ends(self) -> None:
         try:
             await self._tcp.receive(memoryview(bytearray(1)))
-        except PipeError:
+        except TransportError:
             pass
         finally:
             self.abort()
 
     def abort(self) -> None:
-        if not self._gone:
-            self._gone = True
+        if not self._aborted:
+            self._aborted = True
             self._endpoint.close_blocking(period=_ABORT_NS, max_attempts=1)
             self._endpoint.remove_close_callback()
             self._endpoint = None
@@ -204,10 +204,10 @@ class _UcxLine:
 
     @property
     def broken(self) -> bool:
-        return self._gone or not self._endpoint.alive
+        return self._aborted or not self._endpoint.alive
 
 
-class UcxPipe:
+class UcxTransport:
     """See :class:`rrl.transport.weights.base.Pipe`. Addresses are ``ucx://host:port``.
 
     ``trusted_host``: the address at which UCX's TCP transport may listen; None: UCX may not use TCP, and must have a
@@ -222,41 +222,41 @@ class UcxPipe:
     def __init__(self, secret: bytes, trusted_host: str | None, rdma_ports: tuple[str, ...] = ()) -> None:
         self._secret = secret
         self._trusted_host = trusted_host
-        self._context = _context(trusted_host, rdma_ports)
-        self._calls = calls = Calls(self._dial, secret)
-        self.manifest, self.fetch, self.hang_up = calls.manifest, calls.fetch, calls.hang_up
+        self._context = _open_context(trusted_host, rdma_ports)
+        self._client = client = WeightClient(self._dial, secret)
+        self.manifest, self.fetch, self.disconnect = client.manifest, client.fetch, client.disconnect
         self._workers: set[_Worker] = set()
         self._closing: set[asyncio.Task[None]] = set()
-        self._own: _Worker | None = self._new_worker()
+        self._listening_worker: _Worker | None = self._new_worker()
         """the worker of all connections that others dialled"""
-        self._served: list[tuple[_Door, Desk]] = []
+        self._served: list[tuple[_UcxListener, WeightServer]] = []
         self._closed = False
-        self._guard = asyncio.get_running_loop().create_task(cut_off_the_silent(self.ports))
+        self._guard = asyncio.get_running_loop().create_task(close_silent_connections(self.ports))
 
     def ports(self) -> frozenset[int]:
         """TCP ports that UCX listens at. Nobody has to prove anything there."""
         return frozenset(port for worker in self._workers for _, port in worker.ports)
 
     async def serve(self, store: WeightStore, host: str) -> str:
-        assert self._own is not None
-        desk = Desk(store, self._secret)
-        door = _Door(self._secret, self._own, desk)
-        self._served.append((door, desk))
-        return f"ucx://{host}:{await door.open(host)}"
+        assert self._listening_worker is not None
+        weight_server = WeightServer(store, self._secret)
+        listener = _UcxListener(self._secret, self._listening_worker, weight_server)
+        self._served.append((listener, weight_server))
+        return f"ucx://{host}:{await listener.open(host)}"
 
     async def close(self) -> None:
         if self._closed:
             return
         self._closed = True
         self._guard.cancel()
-        await self._calls.close()
-        for door, desk in self._served:
-            await door.close()
-            await desk.close()
+        await self._client.close()
+        for listener, weight_server in self._served:
+            await listener.close()
+            await weight_server.close()
         self._served.clear()
-        self._own = None
+        self._listening_worker = None
         for worker in list(self._workers):
-            self._end(worker)
+            self._close_worker(worker)
         await asyncio.gather(*self._closing)
         self._context = None
         gc.collect()  # ucxx's objects hang in reference cycles
@@ -266,15 +266,15 @@ class UcxPipe:
         try:
             worker = _Worker(self._context)
         except Exception as error:  # no descriptor, no memory that may be locked ...
-            raise PipeError(f"ucx: {type(error).__name__}: {error}") from error
+            raise TransportError(f"ucx: {type(error).__name__}: {error}") from error
         self._workers.add(worker)
         if astray := sorted(at for at in worker.ports if at[0] != self._trusted_host):
-            self._end(worker)
+            self._close_worker(worker)
             where = ", ".join(f"{address}:{port}" for address, port in astray)
-            raise PipeError(f"UCX listens at {where}; it may only at {self._trusted_host or 'no port'}")
+            raise TransportError(f"UCX listens at {where}; it may only at {self._trusted_host or 'no port'}")
         return worker
 
-    def _end(self, worker: _Worker) -> None:
+    def _close_worker(self, worker: _Worker) -> None:
         """Once; without waiting for its threads."""
         if worker in self._workers:
             self._workers.remove(worker)
@@ -282,90 +282,90 @@ class UcxPipe:
             self._closing.add(ending)
             ending.add_done_callback(self._closing.discard)
 
-    async def _dial(self, at: str) -> Line:
-        tcp = await dial(at, ("ucx", "tcp"))
-        if at.startswith("tcp:"):
+    async def _dial(self, address: str) -> Connection:
+        tcp = await dial(address, ("ucx", "tcp"))
+        if address.startswith("tcp:"):
             return tcp
-        await shake_hands(tcp, self._secret, dialled=True)
+        await authenticate(tcp, self._secret, dialled=True)
         if self._closed:
             tcp.abort()
-            raise PipeError("the pipe is closed")
+            raise TransportError("the pipe is closed")
         worker = self._new_worker()
         try:
-            line = await self._joined(at, tcp, worker)
+            connection = await self._connect_ucx(address, tcp, worker)
         except BaseException:
             tcp.abort()
-            self._end(worker)
+            self._close_worker(worker)
             raise
-        if line is None:
-            self._end(worker)
-        return line or tcp
+        if connection is None:
+            self._close_worker(worker)
+        return connection or tcp
 
-    async def _joined(self, at: str, tcp: TcpLine, worker: _Worker) -> _UcxLine | None:
+    async def _connect_ucx(self, address: str, tcp: TcpConnection, worker: _Worker) -> _UcxConnection | None:
         """None where one end does not reach the other by UCX."""
-        mine = _new_tag()
-        with deadline(tcp, CONNECT_BY):
-            await send_offer(tcp, Offer(mine, worker.address))
-            theirs = await receive_offer(tcp)
+        own_tag = _new_tag()
+        with deadline(tcp, CONNECT_TIMEOUT_S):
+            await send_offer(tcp, Offer(own_tag, worker.address))
+            peer_offer = await receive_offer(tcp)
             endpoint = None
-            if theirs != PLAIN:
+            if peer_offer != TCP_ONLY:
                 try:
-                    endpoint = worker.join(theirs.address)
-                except PipeError as error:
-                    _log.warning("UCX does not reach %s, weights from there come over TCP: %s", at, error)
+                    endpoint = worker.connect(peer_offer.address)
+                except TransportError as error:
+                    _log.warning("UCX does not reach %s, weights from there come over TCP: %s", address, error)
                 await send_choice(tcp, endpoint is not None)
             if endpoint is None:
                 return None
-            return _UcxLine(endpoint, tcp, mine, theirs.tag, lambda: self._end(worker))
+            return _UcxConnection(endpoint, tcp, own_tag, peer_offer.tag, lambda: self._close_worker(worker))
 
 
-class _Door:
+class _UcxListener:
     """The TCP port where connections begin: who proves itself there is served, over UCX where both ends can."""
 
-    def __init__(self, secret: bytes, worker: _Worker, desk: Desk) -> None:
+    def __init__(self, secret: bytes, worker: _Worker, weight_server: WeightServer) -> None:
         self._worker = worker
-        self._desk = desk
-        self._reception = Reception(secret, self._let_in)
+        self._weight_server = weight_server
+        self._acceptor = Acceptor(secret, self._serve)
         self._server: asyncio.Server | None = None
 
     async def open(self, host: str) -> int:
         """Returns the port."""
-        self._server, port = await listen(self._reception.meet, host)
+        self._server, port = await listen(self._acceptor.accept, host)
         return port
 
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        await self._reception.close()
+        await self._acceptor.close()
 
-    async def _let_in(self, tcp: Line) -> None:
-        assert isinstance(tcp, TcpLine)
-        with deadline(tcp, CONNECT_BY):
-            line = await self._joined(tcp)
-        await self._desk.meet(line or tcp)
+    async def _serve(self, tcp: Connection) -> None:
+        assert isinstance(tcp, TcpConnection)
+        with deadline(tcp, CONNECT_TIMEOUT_S):
+            connection = await self._connect_ucx(tcp)
+        await self._weight_server.accept(connection or tcp)
 
-    async def _joined(self, tcp: TcpLine) -> _UcxLine | None:
+    async def _connect_ucx(self, tcp: TcpConnection) -> _UcxConnection | None:
         """None where one end does not reach the other by UCX, or has none."""
-        theirs = await receive_offer(tcp)
-        if theirs == PLAIN:
+        peer_offer = await receive_offer(tcp)
+        if peer_offer == TCP_ONLY:
             return None
         try:
-            endpoint = self._worker.join(theirs.address)
-        except PipeError as error:
+            endpoint = self._worker.connect(peer_offer.address)
+        except TransportError as error:
             _log.warning("UCX does not reach a peer, weights go there over TCP: %s", error)
-            await send_offer(tcp, PLAIN)
+            await send_offer(tcp, TCP_ONLY)
             return None
-        mine, joined = _new_tag(), False
+        own_tag, joined = _new_tag(), False
         try:
-            await send_offer(tcp, Offer(mine, self._worker.address))
+            await send_offer(tcp, Offer(own_tag, self._worker.address))
             joined = await receive_choice(tcp)
         finally:
             if not joined:
                 endpoint.close_blocking(period=_ABORT_NS, max_attempts=1)
-        return _UcxLine(endpoint, tcp, mine, theirs.tag) if joined else None
+        return _UcxConnection(endpoint, tcp, own_tag, peer_offer.tag) if joined else None
 
 
-def _context(trusted_host: str | None, rdma_ports: tuple[str, ...]) -> Any:
+def _open_context(trusted_host: str | None, rdma_ports: tuple[str, ...]) -> Any:
     """ucxx's context, kept to what it may use. Raises ImportError and PipeError."""
     set_defaults()
     try:
@@ -373,15 +373,15 @@ def _context(trusted_host: str | None, rdma_ports: tuple[str, ...]) -> Any:
     except ImportError as error:
         raise ImportError("the ucx pipe needs ucxx: pip install '.[ucx]' in rrl's clone") from error
     try:
-        told = limits(os.environ, rdma_ports, interfaces(), trusted_host)
-        context = UCXContext({name.removeprefix("UCX_"): value for name, value in told.items()})
+        settings = ucx_limits(os.environ, rdma_ports, interfaces(), trusted_host)
+        context = UCXContext({name.removeprefix("UCX_"): value for name, value in settings.items()})
     except Exception as error:  # ValueError, and UCX finds no device, no memory that it may lock ...
-        raise PipeError(f"UCX does not start: {type(error).__name__}: {error}") from error
-    found = resources(context.info)
-    if trusted_host is None and any(one.transport == "tcp" for one in found):
-        raise PipeError("UCX keeps its TCP transport although it was told not to")
-    if trusted_host is None and rdma_ports and not rdma_resources(found, rdma_ports):
-        raise PipeError(f"this UCX has no transport for {', '.join(rdma_ports)} (docs/rdma.md, routes 1 and 2)")
+        raise TransportError(f"UCX does not start: {type(error).__name__}: {error}") from error
+    available = resources(context.info)
+    if trusted_host is None and any(one.transport == "tcp" for one in available):
+        raise TransportError("UCX keeps its TCP transport although it was told not to")
+    if trusted_host is None and rdma_ports and not rdma_resources(available, rdma_ports):
+        raise TransportError(f"this UCX has no transport for {', '.join(rdma_ports)} (docs/rdma.md, routes 1 and 2)")
     return context
 
 

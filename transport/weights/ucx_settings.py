@@ -67,13 +67,13 @@ def without_tcp(transports: str) -> str:
         return ",".join([*entries, "tcp"])
     if not entries or any(entry in _EVERYTHING for entry in entries):
         return "^tcp"
-    kept = [entry for entry in entries if "tcp" not in entry.lower()]
-    if not kept:
+    remaining = [entry for entry in entries if "tcp" not in entry.lower()]
+    if not remaining:
         raise ValueError(f"{TLS}={transports} names nothing but TCP")
-    return ",".join(kept)
+    return ",".join(remaining)
 
 
-def limits(
+def ucx_limits(
     environment: Mapping[str, str], rdma_ports: Sequence[str], interfaces: Iterable[Interface], trusted_host: str | None
 ) -> dict[str, str]:
     """``UCX_TLS`` and ``UCX_NET_DEVICES`` that keep UCX to what it may use, whatever ``environment`` says.
@@ -87,9 +87,9 @@ def limits(
     own = next((one.name for one in interfaces if one.address == trusted_host), None)
     if own is None:
         raise ValueError(f"no interface has the address {trusted_host}")
-    asked = [name.strip() for name in environment.get(NET_DEVICES, "all").split(",")]
+    requested = [name.strip() for name in environment.get(NET_DEVICES, "all").split(",")]
     names = {one.name for one in interfaces}
-    rdma = list(rdma_ports) if "all" in asked else [name for name in asked if name and name not in names]
+    rdma = list(rdma_ports) if "all" in requested else [name for name in requested if name and name not in names]
     return {NET_DEVICES: ",".join([*rdma, own])}
 
 
@@ -98,9 +98,9 @@ def resources(context_info: str) -> tuple[Resource, ...]:
     return tuple(Resource(*found) for found in _RESOURCE.findall(context_info))
 
 
-def rdma_resources(found: Iterable[Resource], rdma_ports: Sequence[str]) -> tuple[Resource, ...]:
+def rdma_resources(available: Iterable[Resource], rdma_ports: Sequence[str]) -> tuple[Resource, ...]:
     """Return the resources that use one of these ports."""
-    return tuple(one for one in found if one.device in rdma_ports)
+    return tuple(one for one in available if one.device in rdma_ports)
 
 
 def set_defaults() -> None:

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
-from ....core.types import Life
+from ....core.types import Incarnation
 
-Dumps = Mapping[Life, Mapping[int, str]]
+Dumps = Mapping[Incarnation, Mapping[int, str]]
 """By life: process id → what py-spy said of it, or in its place :mod:`rrl.roles.agent.stack_dumps`."""
 Stack = tuple[str, ...]
 """``function (file:line)`` or ``function (file)``, innermost first"""
@@ -25,11 +25,11 @@ KERNEL = "kernel"
 """the function of the one frame that stands for a process that could not be looked into"""
 _DOMINANT = 0.5
 """a group of at least this share of the largest is dominant too: the stages of a pipeline wait in different places"""
-_SHOWN_FRAMES = 6
+_MAX_FRAMES_NAMED = 6
 """innermost frames that evidence names; the whole stack is in the file"""
-_SHOWN_LIVES = 3
+_MAX_INCARNATIONS_NAMED = 3
 """outliers that one line names; the others are counted"""
-_MOST_LINES = 5
+_MAX_LINES = 5
 """docs/sources.md: at most five lines of evidence"""
 _THREAD = re.compile(r'Thread (?P<id>\S+) \((?P<state>[^)]*)\)(?:: "(?P<name>.*)")?$')
 _FRAME = re.compile(r"    (?P<function>.+) \((?P<file>.*?)(?::(?P<line>\d+))?\)$")
@@ -57,18 +57,18 @@ class Thread(Struct, frozen=True):
     name: str = ""
 
 
-class Group(Struct, frozen=True):
+class StackGroup(Struct, frozen=True):
     """Lives whose stacks are equal."""
 
-    lives: tuple[Life, ...]
+    incarnations: tuple[Incarnation, ...]
     stack: Stack
     """of the process that says most: the one in which these differ from the largest group, else the command's own"""
 
 
-class Grouped(Struct, frozen=True):
-    groups: tuple[Group, ...] = ()
+class GroupedStacks(Struct, frozen=True):
+    groups: tuple[StackGroup, ...] = ()
     """the largest first"""
-    outliers: tuple[Life, ...] = ()
+    outliers: tuple[Incarnation, ...] = ()
     """in none of the dominant groups; nobody where no group dominates"""
 
 
@@ -95,32 +95,32 @@ def main_thread(dump: str) -> Thread | None:
     return next(iter(named), threads[-1] if threads else None)
 
 
-def group(dumps: Dumps) -> Grouped:
+def group(dumps: Dumps) -> GroupedStacks:
     """Who is where. Line numbers count only where nothing else tells ranks apart, and most of them still agree then:
     ranks that compute pass through the lines of one loop, those that wait for one another stand still."""
     coarse = _grouped(dumps, lines=False)
     if len(coarse.groups) > 1:
         return coarse
     fine = _grouped(dumps, lines=True)
-    largest = max((len(one.lives) for one in fine.groups), default=0)
+    largest = max((len(one.incarnations) for one in fine.groups), default=0)
     return fine if largest > len(dumps) / 2 else coarse
 
 
-def told(grouped: Grouped, most: int = _MOST_LINES) -> tuple[str, ...]:
+def summary_lines(grouped: GroupedStacks, max_lines: int = _MAX_LINES) -> tuple[str, ...]:
     """At most ``most`` lines for people: the outliers first, then where the others are."""
     outliers = set(grouped.outliers)
-    total = sum(len(one.lives) for one in grouped.groups)
-    ordered = sorted(grouped.groups, key=lambda one: not outliers.issuperset(one.lives))
+    total = sum(len(one.incarnations) for one in grouped.groups)
+    ordered = sorted(grouped.groups, key=lambda one: not outliers.issuperset(one.incarnations))
     lines = []
     for one in ordered:
-        who = _names(one.lives)
-        if outliers and outliers.isdisjoint(one.lives):
-            who = f"{len(one.lives)} of {total} alike" if len(one.lives) > 1 else who
+        names = _names(one.incarnations)
+        if outliers and outliers.isdisjoint(one.incarnations):
+            names = f"{len(one.incarnations)} of {total} alike" if len(one.incarnations) > 1 else names
         elif outliers:
-            who = f"outlier {who}"
-        lines.append(f"{who}: {_place(one.stack)}")
-    if len(lines) > most:
-        lines = [*lines[: most - 1], f"and {len(lines) - most + 1} more groups"]
+            names = f"outlier {names}"
+        lines.append(f"{names}: {_stack_text(one.stack)}")
+    if len(lines) > max_lines:
+        lines = [*lines[: max_lines - 1], f"and {len(lines) - max_lines + 1} more groups"]
     return tuple(lines)
 
 
@@ -137,21 +137,21 @@ def main_threads_only(dumps: Mapping[int, str]) -> dict[int, str]:
     return short
 
 
-def _grouped(dumps: Dumps, lines: bool) -> Grouped:
-    stacks = {life: _stacks(theirs.values(), lines) for life, theirs in dumps.items()}
-    members: dict[frozenset[Stack], list[Life]] = {}
-    for life in sorted(stacks):
-        members.setdefault(stacks[life], []).append(life)
+def _grouped(dumps: Dumps, lines: bool) -> GroupedStacks:
+    stacks = {incarnation: _stacks(texts.values(), lines) for incarnation, texts in dumps.items()}
+    members: dict[frozenset[Stack], list[Incarnation]] = {}
+    for incarnation in sorted(stacks):
+        members.setdefault(stacks[incarnation], []).append(incarnation)
     ordered = sorted(members.items(), key=lambda one: (-len(one[1]), one[1]))
     largest = len(ordered[0][1]) if ordered else 0
     enough = max(2.0, _DOMINANT * largest)
     groups = tuple(
-        Group(tuple(lives), _telling(dumps[lives[0]], signature, ordered[0][0])) for signature, lives in ordered
+        StackGroup(tuple(incarnations), _distinguishing(dumps[incarnations[0]], signature, ordered[0][0])) for signature, incarnations in ordered
     )
     if largest < 2:
-        return Grouped(groups)
-    outliers = [life for _, lives in ordered if len(lives) < enough for life in lives]
-    return Grouped(groups, tuple(sorted(outliers)))
+        return GroupedStacks(groups)
+    outliers = [incarnation for _, incarnations in ordered if len(incarnations) < enough for incarnation in incarnations]
+    return GroupedStacks(groups, tuple(sorted(outliers)))
 
 
 def _stacks(texts: Iterable[str], lines: bool) -> frozenset[Stack]:
@@ -170,26 +170,26 @@ def _normal(frame: Frame, lines: bool) -> str:
     return str(plain)
 
 
-def _telling(dumps: Mapping[int, str], signature: frozenset[Stack], usual: frozenset[Stack]) -> Stack:
+def _distinguishing(dumps: Mapping[int, str], signature: frozenset[Stack], largest: frozenset[Stack]) -> Stack:
     """With line numbers: the stack that the largest group does not have; else that of the oldest process."""
     threads = [thread for pid in sorted(dumps) if (thread := main_thread(dumps[pid])) is not None]
-    odd = signature - usual
+    odd = signature - largest
     for thread in threads:
         if {tuple(_normal(frame, lines) for frame in thread.frames) for lines in (False, True)} & odd:
             return tuple(map(str, thread.frames))
     return tuple(map(str, threads[0].frames)) if threads else ()
 
 
-def _place(stack: Sequence[str]) -> str:
+def _stack_text(stack: Sequence[str]) -> str:
     if not stack:
         return "no stack"
-    shown = " < ".join(stack[:_SHOWN_FRAMES])
-    return shown if len(stack) <= _SHOWN_FRAMES else f"{shown} < ..."
+    shown = " < ".join(stack[:_MAX_FRAMES_NAMED])
+    return shown if len(stack) <= _MAX_FRAMES_NAMED else f"{shown} < ..."
 
 
-def _names(lives: Sequence[Life]) -> str:
-    shown = ", ".join(map(str, lives[:_SHOWN_LIVES]))
-    return shown if len(lives) <= _SHOWN_LIVES else f"{shown} and {len(lives) - _SHOWN_LIVES} more"
+def _names(incarnations: Sequence[Incarnation]) -> str:
+    shown = ", ".join(map(str, incarnations[:_MAX_INCARNATIONS_NAMED]))
+    return shown if len(incarnations) <= _MAX_INCARNATIONS_NAMED else f"{shown} and {len(incarnations) - _MAX_INCARNATIONS_NAMED} more"
 
 
 def _base(file: str) -> str:

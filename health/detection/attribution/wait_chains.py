@@ -17,61 +17,61 @@ from collections.abc import Mapping, Sequence
 from math import inf
 
 from ....core.types import Cause, Evidence, Finding, Remedy, ReplicaId, Verdict, role_of
-from ..detectors.registry import waits
-from ..watch import ReplicaSighting, Watch
+from ..detectors.registry import is_waiting
+from ..watch import ReplicaView, HealthMonitor
 
-_ENDLESS = "wait_endless"
-_STANDING = (_ENDLESS, "wait_overdue", "wait_long", "idle")
-_WAITING = (_ENDLESS, "wait_overdue", "wait_long")
-_SHOWN = 4
+_ENDLESS_WAIT = "wait_endless"
+_STALL_DETECTORS = (_ENDLESS_WAIT, "wait_overdue", "wait_long", "idle")
+_WAIT_DETECTORS = (_ENDLESS_WAIT, "wait_overdue", "wait_long")
+_MAX_WAITERS_NAMED = 4
 """waiters named as evidence; the others are counted (docs/sources.md: at most five lines)"""
 
 
-def charge(findings: Sequence[Finding], watch: Watch) -> list[Finding]:
+def attribute(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
     """The findings; those of ``_STANDING`` are replaced by a ``standstill`` of whom they lead to, or by nothing.
 
     Chains end at one who does not wait. In a cycle everybody waits: the member that has waited longest is charged, then
     the smallest id. A chain that leads to a replica nobody has seen charges nobody.
     """
-    standing = {f.life.replica: f for f in findings if f.life is not None and f.detector in _STANDING}
-    others = [f for f in findings if f.detector not in _STANDING]
+    standing = {f.incarnation.replica: f for f in findings if f.incarnation is not None and f.detector in _STALL_DETECTORS}
+    others = [f for f in findings if f.detector not in _STALL_DETECTORS]
     if not standing:
         return others
     charged: dict[ReplicaId, list[ReplicaId]] = {}
-    if _everybody_stands(watch, standing):
-        ends = _ends(watch, standing)
+    if _all_stalled(monitor, standing):
+        ends = _chain_ends(monitor, standing)
         for replica in sorted(standing):
             end = ends[replica]
-            if end is not None and standing[replica].detector in _WAITING:
+            if end is not None and standing[replica].detector in _WAIT_DETECTORS:
                 charged.setdefault(end, []).append(replica)
         alone = len(charged) == 1 and all(standing[end].detector == "idle" for end in charged)
         if not alone and any(finding.detector == "wait_long" for finding in standing.values()):
             charged = {}
-    charged = charged or _called(watch, standing, others) or _starved(watch, standing, others)
-    return others + [_standstill(watch, end, waiters, standing) for end, waiters in charged.items()]
+    charged = charged or _blocked_services(monitor, standing, others) or _starvation(monitor, standing, others)
+    return others + [_standstill_finding(monitor, end, waiters, standing) for end, waiters in charged.items()]
 
 
-def _called(
-    watch: Watch, standing: Mapping[ReplicaId, Finding], others: Sequence[Finding]
+def _blocked_services(
+    monitor: HealthMonitor, standing: Mapping[ReplicaId, Finding], others: Sequence[Finding]
 ) -> dict[ReplicaId, list[ReplicaId]]:
     """Services that do nothing while somebody is blocked in a call to them, by who is: in a phase that by itself waits
     for nobody, for no less time than the service may stand. Where the service's own gang or node has a finding, that
     says more (``detect`` drops it)."""
-    failed = {f.life.replica for f in others if f.life is not None and f.verdict is Verdict.FAIL}
+    failed = {f.incarnation.replica for f in others if f.incarnation is not None and f.verdict is Verdict.FAIL}
     called: dict[ReplicaId, list[ReplicaId]] = {}
     for replica in sorted(standing):
-        seen = watch.replicas[replica]
-        service = seen.waits_for
-        if standing[replica].detector not in _WAITING or service is None or service in failed:
+        view = monitor.replicas[replica]
+        service = view.waits_for
+        if standing[replica].detector not in _WAIT_DETECTORS or service is None or service in failed:
             continue
-        if seen.declared.waits_for is not None or standing.get(service, standing[replica]).detector != "idle":
+        if view.declared.waits_for is not None or standing.get(service, standing[replica]).detector != "idle":
             continue
         called.setdefault(service, []).append(replica)
     return called
 
 
-def _starved(
-    watch: Watch, standing: Mapping[ReplicaId, Finding], others: Sequence[Finding]
+def _starvation(
+    monitor: HealthMonitor, standing: Mapping[ReplicaId, Finding], others: Sequence[Finding]
 ) -> dict[ReplicaId, list[ReplicaId]]:
     """Who has waited endlessly for others all of which wait as well, be it in the end for a service that is at work and
     serves somebody else. The first of them, by all who wait there; nobody where anybody has failed."""
@@ -79,18 +79,18 @@ def _starved(
         return {}
     found: dict[ReplicaId, list[ReplicaId]] = {}
     by_role: dict[str, list[ReplicaId]] = {}
-    for seen in watch.workers():
-        if seen.left_at is None:
-            by_role.setdefault(role_of(seen.life.replica), []).append(seen.life.replica)
-    for replica in sorted(standing, key=lambda one: (watch.replicas[one].clock, one)):
-        if standing[replica].detector == _ENDLESS and len(waiting := _behind_it(watch, replica, standing, by_role)) > 1:
+    for view in monitor.workers():
+        if view.left_at is None:
+            by_role.setdefault(role_of(view.incarnation.replica), []).append(view.incarnation.replica)
+    for replica in sorted(standing, key=lambda one: (monitor.replicas[one].last_change_at, one)):
+        if standing[replica].detector == _ENDLESS_WAIT and len(waiting := _waiting_with(monitor, replica, standing, by_role)) > 1:
             found[replica] = sorted(waiting)
             break
     return found
 
 
-def _behind_it(
-    watch: Watch, start: ReplicaId, standing: Mapping[ReplicaId, Finding], by_role: Mapping[str, list[ReplicaId]]
+def _waiting_with(
+    monitor: HealthMonitor, start: ReplicaId, standing: Mapping[ReplicaId, Finding], by_role: Mapping[str, list[ReplicaId]]
 ) -> set[ReplicaId]:
     """All who wait where this wait leads to, itself too; nobody where it leads to one that may yet end it."""
     waiting: set[ReplicaId] = set()
@@ -99,79 +99,79 @@ def _behind_it(
         one = ahead.pop()
         if one in waiting:
             continue
-        seen = watch.replicas.get(one)
-        if seen is None:
+        view = monitor.replicas.get(one)
+        if view is None:
             return set()
-        if one in standing and standing[one].detector in _WAITING:
+        if one in standing and standing[one].detector in _WAIT_DETECTORS:
             waiting.add(one)
-            if not (behind := _behind(seen, by_role)):
+            if not (behind := _awaited(view, by_role)):
                 return set()
             ahead.extend(behind)
-        elif seen.declared.longest != inf or seen.declared.progresses:
+        elif view.declared.longest != inf or view.declared.progresses:
             return set()
     return waiting
 
 
-def _behind(seen: ReplicaSighting, by_role: Mapping[str, list[ReplicaId]]) -> list[ReplicaId]:
+def _awaited(view: ReplicaView, by_role: Mapping[str, list[ReplicaId]]) -> list[ReplicaId]:
     """Whom it waits for by its phase, though it asks the store; whom it names where the phase waits for nobody."""
-    role = seen.declared.waits_for
-    if role is None and seen.waits_for is not None:
-        return [seen.waits_for]
+    role = view.declared.waits_for
+    if role is None and view.waits_for is not None:
+        return [view.waits_for]
     return by_role.get(role or "", [])
 
 
-def _everybody_stands(watch: Watch, standing: Mapping[ReplicaId, Finding]) -> bool:
-    return all(seen.left_at is not None or seen.life.replica in standing for seen in watch.workers())
+def _all_stalled(monitor: HealthMonitor, standing: Mapping[ReplicaId, Finding]) -> bool:
+    return all(view.left_at is not None or view.incarnation.replica in standing for view in monitor.workers())
 
 
-def _ends(watch: Watch, standing: Mapping[ReplicaId, Finding]) -> dict[ReplicaId, ReplicaId | None]:
+def _chain_ends(monitor: HealthMonitor, standing: Mapping[ReplicaId, Finding]) -> dict[ReplicaId, ReplicaId | None]:
     """Where the chain of each standing replica leads; each replica is walked through once."""
-    of_role = _foremost(watch, standing)
+    of_role = _first_awaited_by_role(monitor, standing)
     ends: dict[ReplicaId, ReplicaId | None] = {}
     for start in standing:
         path: dict[ReplicaId, None] = {}  # ordered
         at: ReplicaId | None = start
         while at is not None and at not in ends and at not in path:
             path[at] = None
-            seen = watch.replicas[at]
-            if not waits(seen):
+            view = monitor.replicas[at]
+            if not is_waiting(view):
                 ends[at] = at
             else:
-                at = _waits_for(seen, standing, of_role)
+                at = _next_in_chain(view, standing, of_role)
         if at is None:
             end = None
         elif at in ends:
             end = ends[at]
         else:  # back where the path has been: a cycle
             members = list(path)[list(path).index(at) :]
-            end = min(members, key=lambda one: (watch.replicas[one].clock, one))
+            end = min(members, key=lambda one: (monitor.replicas[one].last_change_at, one))
         ends.update(dict.fromkeys(path, end))
     return ends
 
 
-def _waits_for(
-    seen: ReplicaSighting, standing: Mapping[ReplicaId, Finding], of_role: Mapping[str, ReplicaId]
+def _next_in_chain(
+    view: ReplicaView, standing: Mapping[ReplicaId, Finding], of_role: Mapping[str, ReplicaId]
 ) -> ReplicaId | None:
     """Whom it named, else the foremost of the role that its phase waits for; None when there is no such replica."""
-    if seen.waits_for is not None:
-        return seen.waits_for if seen.waits_for in standing else None
-    return of_role.get(seen.declared.waits_for or "")
+    if view.waits_for is not None:
+        return view.waits_for if view.waits_for in standing else None
+    return of_role.get(view.declared.waits_for or "")
 
 
-def _foremost(watch: Watch, standing: Mapping[ReplicaId, Finding]) -> dict[str, ReplicaId]:
+def _first_awaited_by_role(monitor: HealthMonitor, standing: Mapping[ReplicaId, Finding]) -> dict[str, ReplicaId]:
     """Of each role the replica that others most likely wait for: one that does not wait, else the longest waiting."""
-    ordered = sorted(standing, key=lambda one: (waits(watch.replicas[one]), watch.replicas[one].clock, one))
+    ordered = sorted(standing, key=lambda one: (is_waiting(monitor.replicas[one]), monitor.replicas[one].last_change_at, one))
     return {role_of(one): one for one in reversed(ordered)}
 
 
-def _standstill(
-    watch: Watch, end: ReplicaId, waiters: list[ReplicaId], standing: Mapping[ReplicaId, Finding]
+def _standstill_finding(
+    monitor: HealthMonitor, end: ReplicaId, waiters: list[ReplicaId], standing: Mapping[ReplicaId, Finding]
 ) -> Finding:
     since = max(finding.since for finding in standing.values())  # when the last one stopped
     waiting = [one for one in waiters if one != end]
     evidence = [Evidence("blame", f"{one}: {line.text}", line.at)
-                for one in [end, *waiting[:_SHOWN]] for line in standing[one].evidence]  # fmt: skip
-    if len(waiting) > _SHOWN:
-        evidence.append(Evidence("blame", f"and {len(waiting) - _SHOWN} more wait", since))
+                for one in [end, *waiting[:_MAX_WAITERS_NAMED]] for line in standing[one].evidence]  # fmt: skip
+    if len(waiting) > _MAX_WAITERS_NAMED:
+        evidence.append(Evidence("blame", f"and {len(waiting) - _MAX_WAITERS_NAMED} more wait", since))
     return Finding("standstill", Verdict.FAIL, Cause.HANG, Remedy.RESTART, since, tuple(evidence),
-                   life=watch.replicas[end].life)  # fmt: skip
+                   incarnation=monitor.replicas[end].incarnation)  # fmt: skip

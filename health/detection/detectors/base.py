@@ -15,60 +15,60 @@ from math import inf
 
 from ....core.run_spec import Limits
 from ....core.types import Cause, Evidence, Finding, Remedy, Verdict
-from ..records import NodeSighting, ReplicaSighting
+from ..records import NodeView, ReplicaView
 
-Judged = tuple[Finding | None, float]
-Detector = Callable[[ReplicaSighting, Limits, float], Judged]
-NodeDetector = Callable[[NodeSighting, Limits, float], Judged]
+Result = tuple[Finding | None, float]
+Detector = Callable[[ReplicaView, Limits, float], Result]
+NodeDetector = Callable[[NodeView, Limits, float], Result]
 
-MISSES = 3
-SLOW_START = 5
+MIN_HEARTBEATS = 3
+SLOW_START_FACTOR = 5
 """times ``limits.join``: so long may a step take to join of which the agent says that it lives"""
-SLOWEST = 1.5
+SLOWEST_FACTOR = 1.5
 """times the longest that was ever seen: no less is a deadline"""
-NOTHING: Judged = (None, inf)
+NO_FINDING: Result = (None, inf)
 
 
-def patience(limits: Limits) -> float:
+def heartbeat_slack(limits: Limits) -> float:
     """``MISSES`` beats, and one more for the last of them to arrive."""
-    return (MISSES + 1) * limits.beat
+    return (MIN_HEARTBEATS + 1) * limits.heartbeat
 
 
-def silence(limits: Limits) -> float:
-    return max(limits.silence, patience(limits))
+def silence_limit(limits: Limits) -> float:
+    return max(limits.silence, heartbeat_slack(limits))
 
 
-def speaks_by(seen: ReplicaSighting, limits: Limits) -> float:
+def silence_deadline(view: ReplicaView, limits: Limits) -> float:
     """When its silence becomes a fact."""
-    return joins_by(seen, limits) if seen.status == "launched" else seen.last_heard + silence(limits)
+    return join_deadline(view, limits) if view.status == "launched" else view.last_message_at + silence_limit(limits)
 
 
-def joins_by(seen: ReplicaSighting, limits: Limits) -> float:
+def join_deadline(view: ReplicaView, limits: Limits) -> float:
     """``limits.join`` after its launch or its step's last sign of life, but not for ever; of a shadow that was told to
     become it, when that is overdue."""
-    if seen.shadow is not None:
-        return seen.launched_at + seen.within
-    alive_at = seen.launched_at if seen.alive_at is None else seen.alive_at
-    return min(max(seen.launched_at, alive_at) + limits.join, seen.launched_at + SLOW_START * limits.join)
+    if view.standby is not None:
+        return view.launched_at + view.join_timeout_s
+    alive_at = view.launched_at if view.step_alive_at is None else view.step_alive_at
+    return min(max(view.launched_at, alive_at) + limits.join, view.launched_at + SLOW_START_FACTOR * limits.join)
 
 
-def expected_to_speak(seen: ReplicaSighting) -> bool:
-    return not seen.ended and seen.left_at is None and seen.home.suspended_at is None
+def expects_heartbeats(view: ReplicaView) -> bool:
+    return not view.ended and view.left_at is None and view.node_view.suspended_at is None
 
 
-def works(seen: ReplicaSighting) -> bool:
-    speaks = expected_to_speak(seen) and seen.status == "joined" and not seen.is_agent
-    return speaks and seen.phase is not None and not seen.held_up
+def is_working(view: ReplicaView) -> bool:
+    expected = expects_heartbeats(view) and view.status == "joined" and not view.is_agent
+    return expected and view.phase is not None and not view.gang_suspended
 
 
-def waits(seen: ReplicaSighting) -> bool:
+def is_waiting(view: ReplicaView) -> bool:
     """Whatever stops it is somebody else's: it says so, or its phase does."""
-    return seen.waits_for is not None or seen.declared.waits_for is not None
+    return view.waits_for is not None or view.declared.waits_for is not None
 
 
-def about(
-    seen: ReplicaSighting, detector: str, verdict: Verdict, cause: Cause, remedy: Remedy, since: float, source: str,
+def finding_about(
+    view: ReplicaView, detector: str, verdict: Verdict, cause: Cause, remedy: Remedy, since: float, source: str,
     text: str, proof: bool = False,
 ) -> Finding:  # fmt: skip
     evidence = (Evidence(source, text, since),)
-    return Finding(detector, verdict, cause, remedy, since, evidence, life=seen.life, proof=proof)
+    return Finding(detector, verdict, cause, remedy, since, evidence, incarnation=view.incarnation, proof=proof)

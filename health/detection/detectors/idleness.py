@@ -13,84 +13,84 @@ from math import inf
 
 from ....core.run_spec import Limits
 from ....core.types import Cause, Remedy, Verdict
-from ..records import ReplicaSighting
-from .base import MISSES, NOTHING, SLOWEST, Judged, about, waits, works
+from ..records import ReplicaView
+from .base import MIN_HEARTBEATS, NO_FINDING, SLOWEST_FACTOR, Result, finding_about, is_waiting, is_working
 
-STILL = 1.5
+IDLE_FACTOR = 1.5
 """times ``limits.idle`` may who must compute be idle: less than RobustRL's 300 s by a third, and more than most stalls
 of a file system that a step writes its log to"""
-FIRST = 2.0
+FIRST_PASS_FACTOR = 2.0
 """times ``limits.idle`` in a first pass: reading what it needs takes neither CPU nor GPU, compiling does"""
-LOADS = 2.0
+LOADING_IDLE_FACTOR = 2.0
 """times ``limits.idle`` where weights are loaded: reading them may wait for storage, for others of the role alike"""
-SPINS = 1.5
+SPINNING_FACTOR = 1.5
 """times ``limits.idle``: kernels without tensor cores do run now and then"""
-LIES = 5.0
+FALSE_PROGRESS_FACTOR = 5.0
 """times ``limits.idle`` in one pass may who tells of progress all the while be idle, where its GPU has worked before:
 RobustRL's 300 s; where it never has, the work is done elsewhere"""
-DOUBT = 3.0
+EVEN_SPLIT_FACTOR = 3.0
 """times as long where the gang is divided evenly: one of two may work alone while the other waits for it"""
-_LOADS = 5
+_MIN_IDLE_LOADS = 5
 """loads in a row"""
 
 
-def must_compute(seen: ReplicaSighting) -> bool:
-    return works(seen) and not waits(seen) and seen.declared.computes and not seen.declared.progresses
+def must_compute(view: ReplicaView) -> bool:
+    return is_working(view) and not is_waiting(view) and view.declared.computes and not view.declared.progresses
 
 
-def at_rest(seen: ReplicaSighting) -> bool:
+def is_inactive(view: ReplicaView) -> bool:
     """By the newest load, it does nothing that would bring it forward."""
-    return seen.activity.idle_since is not None or seen.activity.spins_since is not None
+    return view.loads.idle_since is not None or view.loads.spinning_since is not None
 
 
-def stands_idle(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
+def computes_nothing(view: ReplicaView, limits: Limits, now: float) -> Result:
     """It has done nothing for ``limits.idle``. Raw; ``stands_idle_long``: for ``DOUBT`` times as long."""
-    if not must_compute(seen):
-        return NOTHING
-    if seen.beats < MISSES or seen.done_changed_at > seen.phase_since:
-        found, look = _lies(seen, limits)
-        if found is not None or seen.beats < MISSES:
+    if not must_compute(view):
+        return NO_FINDING
+    if view.heartbeats < MIN_HEARTBEATS or view.done_changed_at > view.phase_since:
+        found, look = _false_progress(view, limits)
+        if found is not None or view.heartbeats < MIN_HEARTBEATS:
             return found, look
-    activity, since = seen.activity, seen.clock
-    first = FIRST if seen.first_pass else 1.0
-    need, need_spins = limits.idle * max(STILL, first), limits.idle * SPINS * first
-    idle, spins = activity.idle_for(since), activity.spins_for(since)
-    if activity.idle_since is not None and idle >= need and activity.idle_loads >= _LOADS:
-        began, long = max(activity.idle_since, since), idle >= DOUBT * need
-        text = _idle_text(seen, need)
-    elif activity.spins_since is not None and spins >= need_spins and activity.spin_loads >= _LOADS:
-        began, long = max(activity.spins_since, since), spins >= DOUBT * need_spins
-        text = f"phase {seen.phase}: its GPU is kept, its tensor cores have not worked for {need_spins:g} s and more"
+    activity, since = view.loads, view.last_change_at
+    first = FIRST_PASS_FACTOR if view.first_pass else 1.0
+    need, need_spinning = limits.idle * max(IDLE_FACTOR, first), limits.idle * SPINNING_FACTOR * first
+    idle, spinning_s = activity.idle_for(since), activity.spinning_for(since)
+    if activity.idle_since is not None and idle >= need and activity.idle_loads >= _MIN_IDLE_LOADS:
+        began, long = max(activity.idle_since, since), idle >= EVEN_SPLIT_FACTOR * need
+        text = _idle_text(view, need)
+    elif activity.spinning_since is not None and spinning_s >= need_spinning and activity.spinning_loads >= _MIN_IDLE_LOADS:
+        began, long = max(activity.spinning_since, since), spinning_s >= EVEN_SPLIT_FACTOR * need_spinning
+        text = f"phase {view.phase}: its GPU is kept, its tensor cores have not worked for {need_spinning:g} s and more"
     else:
-        return NOTHING
+        return NO_FINDING
     detector = "stands_idle_long" if long else "stands_idle"
-    return about(seen, detector, Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, began, "agent", text), inf
+    return finding_about(view, detector, Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, began, "agent", text), inf
 
 
-def _lies(seen: ReplicaSighting, limits: Limits) -> Judged:
+def _false_progress(view: ReplicaView, limits: Limits) -> Result:
     """It tells of progress in this pass, and has done nothing for far longer than that could explain."""
-    activity = seen.activity
-    need = limits.idle * LIES * (FIRST if seen.first_pass else 1.0)
-    if not activity.kernels_seen or activity.idle_loads < _LOADS or activity.idle_for(seen.phase_since) < need:
-        return NOTHING
-    began = max(activity.idle_since or 0.0, seen.phase_since)
-    text = f"{_idle_text(seen, need)}, though it tells of progress"
-    return about(seen, "stands_idle", Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, began, "agent", text), inf
+    activity = view.loads
+    need = limits.idle * FALSE_PROGRESS_FACTOR * (FIRST_PASS_FACTOR if view.first_pass else 1.0)
+    if not activity.ran_kernel or activity.idle_loads < _MIN_IDLE_LOADS or activity.idle_for(view.phase_since) < need:
+        return NO_FINDING
+    began = max(activity.idle_since or 0.0, view.phase_since)
+    text = f"{_idle_text(view, need)}, though it tells of progress"
+    return finding_about(view, "stands_idle", Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, began, "agent", text), inf
 
 
-def loads_idle(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
+def load_stalled(view: ReplicaView, limits: Limits, now: float) -> Result:
     """It loads, which usually takes its role seconds, and has done nothing for long. Raw. What is usual is as of when
     it began; where nobody knew then, as others have shown since."""
-    usual = seen.usual or seen.role.slowest_load * (FIRST if seen.first_pass else 1.0)
-    if not works(seen) or not seen.declared.own_work or not usual or seen.beats < MISSES:
-        return NOTHING
-    activity = seen.activity
-    need = max(LOADS * limits.idle, limits.adaptive * usual, SLOWEST * seen.role.slowest_load)
-    if activity.idle_since is None or activity.idle_loads < _LOADS or activity.idle_for(seen.clock) < need:
-        return NOTHING
-    began, text = max(activity.idle_since, seen.clock), _idle_text(seen, need)
-    return about(seen, "loads_idle", Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, began, "agent", text), inf
+    usual = view.usual_duration or view.role.slowest_load * (FIRST_PASS_FACTOR if view.first_pass else 1.0)
+    if not is_working(view) or not view.declared.own_work or not usual or view.heartbeats < MIN_HEARTBEATS:
+        return NO_FINDING
+    activity = view.loads
+    need = max(LOADING_IDLE_FACTOR * limits.idle, limits.adaptive * usual, SLOWEST_FACTOR * view.role.slowest_load)
+    if activity.idle_since is None or activity.idle_loads < _MIN_IDLE_LOADS or activity.idle_for(view.last_change_at) < need:
+        return NO_FINDING
+    began, text = max(activity.idle_since, view.last_change_at), _idle_text(view, need)
+    return finding_about(view, "loads_idle", Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, began, "agent", text), inf
 
 
-def _idle_text(seen: ReplicaSighting, need: float) -> str:
-    return f"phase {seen.phase}: neither its CPU nor its GPU works for {need:.4g} s and more"
+def _idle_text(view: ReplicaView, need: float) -> str:
+    return f"phase {view.phase}: neither its CPU nor its GPU works for {need:.4g} s and more"

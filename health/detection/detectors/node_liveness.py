@@ -7,80 +7,80 @@ from math import inf
 
 from ....core.run_spec import Limits
 from ....core.types import Cause, Evidence, Finding, NodeName, Remedy, Verdict
-from ..records import FLAP_WINDOW, FLAPS, NodeSighting, ReplicaSighting
-from ..watch import Watch
-from .base import NOTHING, Judged, expected_to_speak, patience, speaks_by
+from ..records import FLAP_WINDOW_S, FLAP_COUNT, NodeView, ReplicaView
+from ..watch import HealthMonitor
+from .base import NO_FINDING, Result, expects_heartbeats, heartbeat_slack, silence_deadline
 
-_ASKING = 30.0
+_SUSPEND_CHECK_TIMEOUT_S = 30.0
 """s that a cluster has to say whether a silent node is suspended; one that is away longer hinders no repair"""
 
 
-def node_down(seen: NodeSighting, limits: Limits, now: float) -> Judged:
+def node_down(view: NodeView, limits: Limits, now: float) -> Result:
     """The cluster says that it is down: proof."""
-    if seen.down_said is None:
-        return NOTHING
-    since, words = seen.down_said
-    evidence = (Evidence("cluster", f"down: {words}" if words else "down", since),)
-    return _node_finding(seen, "node_down", Verdict.FAIL, Remedy.EXCLUDE, since, evidence, proof=True), inf
+    if view.reported_down is None:
+        return NO_FINDING
+    since, detail = view.reported_down
+    evidence = (Evidence("cluster", f"down: {detail}" if detail else "down", since),)
+    return _node_finding(view, "node_down", Verdict.FAIL, Remedy.EXCLUDE, since, evidence, proof=True), inf
 
 
-def node_lost(seen: NodeSighting, limits: Limits, now: float) -> Judged:
+def node_lost(view: NodeView, limits: Limits, now: float) -> Result:
     """Its agent is silent. That alone is a warning; a second witness, the silence of every replica there, condemns it.
 
     Replicas that never joined have not been heard and so cannot fall silent: they witness only where none joined, and
     once their join deadline has passed. Whoever ended, or left before it fell silent, is no witness.
     """
-    agent = seen.agent or seen.former_agent
-    if agent is None or not _witness(agent, limits) or seen.suspended_at is not None:
-        return NOTHING
-    agent_due = speaks_by(agent, limits)
-    witnesses = [one for one in (*seen.residents.values(), *seen.departed.values()) if _witness(one, limits)]
+    agent = view.agent or view.former_agent
+    if agent is None or not _is_witness(agent, limits) or view.suspended_at is not None:
+        return NO_FINDING
+    agent_due = silence_deadline(agent, limits)
+    witnesses = [one for one in (*view.residents.values(), *view.departed.values()) if _is_witness(one, limits)]
     joined = [one for one in witnesses if one.status == "joined"]
-    dues = [speaks_by(one, limits) for one in witnesses]
-    lost = max(speaks_by(one, limits) for one in joined) if joined else min(dues, default=inf)
+    dues = [silence_deadline(one, limits) for one in witnesses]
+    lost = max(silence_deadline(one, limits) for one in joined) if joined else min(dues, default=inf)
     lost = max(lost, agent_due)
-    text = f"agent {agent.life} is silent" if agent.status == "joined" else f"agent {agent.life} never joined"
-    evidence = [Evidence("manager", text, agent.last_heard)]
+    text = f"agent {agent.incarnation} is silent" if agent.status == "joined" else f"agent {agent.incarnation} never joined"
+    evidence = [Evidence("manager", text, agent.last_message_at)]
     if now >= lost:
-        silent = sorted(str(one.life) for one in (joined or witnesses) if now >= speaks_by(one, limits))
-        since = agent.last_heard if seen.last_heard is None else seen.last_heard
+        silent = sorted(str(one.incarnation) for one in (joined or witnesses) if now >= silence_deadline(one, limits))
+        since = agent.last_message_at if view.last_message_at is None else view.last_message_at
         evidence.append(Evidence("manager", f"silent too: {_few(silent)}", since))
-        if seen.looked_at is not None and not seen.asked(limits) and now < lost + _ASKING:
+        if view.suspension_checked_at is not None and not view.suspension_checked(limits) and now < lost + _SUSPEND_CHECK_TIMEOUT_S:
             evidence.append(Evidence("manager", "the cluster is asked first whether it is suspended", lost))
-            return _node_finding(seen, "node_lost", Verdict.WARN, Remedy.NONE, since, tuple(evidence)), lost + _ASKING
-        return _node_finding(seen, "node_lost", Verdict.FAIL, Remedy.EXCLUDE, since, tuple(evidence)), inf
+            return _node_finding(view, "node_lost", Verdict.WARN, Remedy.NONE, since, tuple(evidence)), lost + _SUSPEND_CHECK_TIMEOUT_S
+        return _node_finding(view, "node_lost", Verdict.FAIL, Remedy.EXCLUDE, since, tuple(evidence)), inf
     if now >= agent_due and agent.status == "joined":
-        since = agent.last_heard
-        return _node_finding(seen, "node_lost", Verdict.WARN, Remedy.NONE, since, tuple(evidence)), lost
+        since = agent.last_message_at
+        return _node_finding(view, "node_lost", Verdict.WARN, Remedy.NONE, since, tuple(evidence)), lost
     return None, agent_due if now < agent_due else lost
 
 
-def absent(found: Collection[Finding], watch: Watch, limits: Limits, now: float) -> dict[NodeName, float]:
+def silent_nodes(findings: Collection[Finding], monitor: HealthMonitor, limits: Limits, now: float) -> dict[NodeName, float]:
     """Nodes of which nothing has been heard for some beats, and since when (s). Looked for only where one is lost."""
-    if all(finding.detector != node_lost.__name__ for finding in found):
+    if all(finding.detector != node_lost.__name__ for finding in findings):
         return {}
-    return {home.node: home.last_heard for home in watch.nodes.values()
-            if home.agent is not None and home.agent.status == "joined" and expected_to_speak(home.agent)
-            and home.last_heard is not None and now >= home.last_heard + patience(limits)}  # fmt: skip
+    return {node_view.node: node_view.last_message_at for node_view in monitor.nodes.values()
+            if node_view.agent is not None and node_view.agent.status == "joined" and expects_heartbeats(node_view.agent)
+            and node_view.last_message_at is not None and now >= node_view.last_message_at + heartbeat_slack(limits)}  # fmt: skip
 
 
-def node_flaps(seen: NodeSighting, limits: Limits, now: float) -> Judged:
+def node_flaps(view: NodeView, limits: Limits, now: float) -> Result:
     """The cluster ceases to call it up again and again, however well it looks in between."""
-    if len(seen.flaps) < FLAPS or seen.flaps[-1] - seen.flaps[0] > FLAP_WINDOW:
-        return NOTHING
-    over = seen.flaps[-1] + FLAP_WINDOW
+    if len(view.flaps) < FLAP_COUNT or view.flaps[-1] - view.flaps[0] > FLAP_WINDOW_S:
+        return NO_FINDING
+    over = view.flaps[-1] + FLAP_WINDOW_S
     if now >= over:
-        return NOTHING
-    since = seen.flaps[0]
-    text = f"it ceased to be up {len(seen.flaps)} times within {seen.flaps[-1] - since:.0f} s"
-    evidence = (Evidence("cluster", text, seen.flaps[-1]),)
-    return _node_finding(seen, "node_flaps", Verdict.FAIL, Remedy.EXCLUDE, since, evidence), over
+        return NO_FINDING
+    since = view.flaps[0]
+    text = f"it ceased to be up {len(view.flaps)} times within {view.flaps[-1] - since:.0f} s"
+    evidence = (Evidence("cluster", text, view.flaps[-1]),)
+    return _node_finding(view, "node_flaps", Verdict.FAIL, Remedy.EXCLUDE, since, evidence), over
 
 
-def _witness(seen: ReplicaSighting, limits: Limits) -> bool:
+def _is_witness(view: ReplicaView, limits: Limits) -> bool:
     """Its silence says something: it did not end, and if it was to leave, it was overdue before that."""
-    left = seen.left_at is not None and seen.left_at < speaks_by(seen, limits)
-    return not seen.ended and not left
+    left = view.left_at is not None and view.left_at < silence_deadline(view, limits)
+    return not view.ended and not left
 
 
 def _few(names: list[str]) -> str:
@@ -88,7 +88,7 @@ def _few(names: list[str]) -> str:
 
 
 def _node_finding(
-    seen: NodeSighting, detector: str, verdict: Verdict, remedy: Remedy, since: float, evidence: tuple[Evidence, ...],
+    view: NodeView, detector: str, verdict: Verdict, remedy: Remedy, since: float, evidence: tuple[Evidence, ...],
     proof: bool = False,
 ) -> Finding:  # fmt: skip
-    return Finding(detector, verdict, Cause.NODE, remedy, since, evidence, node=seen.node, proof=proof)
+    return Finding(detector, verdict, Cause.NODE, remedy, since, evidence, node=view.node, proof=proof)

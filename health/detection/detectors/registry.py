@@ -3,14 +3,14 @@ one replica or node, the first that speaks is heard. ``rrl.health.detection.dete
 
 from __future__ import annotations
 
-from .base import Detector, Judged, NodeDetector, waits
-from .idleness import loads_idle, stands_idle
+from .base import Detector, Result, NodeDetector, is_waiting
+from .idleness import load_stalled, computes_nothing
 from .liveness import (  # fmt: skip
-    adopt_overdue,
+    promotion_overdue,
     agent_silence,
     exit_record,
     never_joined,
-    never_left,
+    stop_overdue,
     step_gone,
     worker_silence,
 )
@@ -18,15 +18,15 @@ from .node_liveness import node_down, node_flaps, node_lost
 from .probing import engine_dead, no_answer, suspected
 from .progress import idle, no_progress, phase_overdue, straggler, wait_long, wait_overdue
 
-__all__ = ["NODE_DETECTORS", "PRESENCE_DETECTORS", "PROGRESS_DETECTORS", "Detector", "Judged", "NodeDetector", "waits"]
+__all__ = ["NODE_DETECTORS", "PRESENCE_DETECTORS", "PROGRESS_DETECTORS", "Detector", "Result", "NodeDetector", "is_waiting"]
 
 PRESENCE_DETECTORS: tuple[Detector, ...] = (
-    exit_record, step_gone, never_left, adopt_overdue, never_joined, worker_silence, agent_silence,
+    exit_record, step_gone, stop_overdue, promotion_overdue, never_joined, worker_silence, agent_silence,
 )  # fmt: skip
 """all that there is to say of an agent"""
 PROGRESS_DETECTORS: tuple[Detector, ...] = (
     *PRESENCE_DETECTORS,
-    engine_dead, no_answer, no_progress, phase_overdue, stands_idle, loads_idle, wait_overdue, wait_long,
+    engine_dead, no_answer, no_progress, phase_overdue, computes_nothing, load_stalled, wait_overdue, wait_long,
     idle, suspected, straggler,
 )  # fmt: skip
 

@@ -79,12 +79,12 @@ _MESSAGES = tuple(
 )
 
 
-def by_number(number: object) -> str:
+def code_by_number(number: object) -> str:
     """Empty for a number of a later DCGM, or none."""
     return _NUMBERED[number] if isinstance(number, int) and 0 < number < len(_NUMBERED) else ""
 
 
-def by_text(text: str) -> tuple[str, ...]:
+def codes_in_text(text: str) -> tuple[str, ...]:
     """The codes of all messages that ``text`` holds: dcgmi strings those of one system together."""
     return tuple(code for code, message in _MESSAGES if message.search(text))
 
@@ -97,7 +97,7 @@ XID_TOTAL = "DCGM_EXP_XID_ERRORS_TOTAL"
 TENSOR = "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"
 DOUBLE_BIT = "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"
 REMAP_FAILED = "DCGM_FI_DEV_ROW_REMAP_FAILURE"
-_WANTED = (XID_COUNT, XID_TOTAL, TENSOR, DOUBLE_BIT, REMAP_FAILED)
+_METRICS = (XID_COUNT, XID_TOTAL, TENSOR, DOUBLE_BIT, REMAP_FAILED)
 _BLANK = 2.0**47
 """DCGM's blank values (dcgm_structs.h: DCGM_FP64_BLANK, and DCGM_INT64_BLANK far above) and what is beyond sense"""
 _SAMPLE = re.compile(r'(\w+)\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\}\s+(\S+)')
@@ -119,17 +119,17 @@ class Sample(msgspec.Struct, frozen=True):
 def samples(text: str) -> Iterator[Sample]:
     """The metrics that we want; lines that are none, and blank values, are passed over."""
     for line in text.splitlines():
-        if not line.startswith(_WANTED):
+        if not line.startswith(_METRICS):
             continue
         match = _SAMPLE.match(line)
-        if match is None or match[1] not in _WANTED:
+        if match is None or match[1] not in _METRICS:
             continue
         try:
             value = float(match[3])
         except ValueError:
             continue
         if isfinite(value) and 0 <= value < _BLANK:
-            yield Sample(match[1], {key: _plain(held) for key, held in _LABEL.findall(match[2])}, value)
+            yield Sample(match[1], {key: _plain(value_text) for key, value_text in _LABEL.findall(match[2])}, value)
 
 
 def health(text: str, uuids: Mapping[str, str]) -> tuple[DcgmIncident, ...]:
@@ -142,21 +142,21 @@ def health(text: str, uuids: Mapping[str, str]) -> tuple[DcgmIncident, ...]:
         for number, entity in _children(entities):
             for system, error in _children(dict(_children(entity)).get("Errors", {})):
                 severity: Literal["warn", "fail"] = "warn" if error.get("value") == "Warning" else "fail"
-                said = " ".join(str(part) for part in error.get("overflow") or ())
+                message = " ".join(str(piece) for piece in error.get("overflow") or ())
                 gpu = uuids.get(number, number) if group == "GPU" else ""
                 name = system.removesuffix(" system") if gpu else f"{group} {number} {system.removesuffix(' system')}"
-                for code in by_text(said) or ("",):
-                    found.append(DcgmIncident(gpu, name, code, severity, said))
+                for code in codes_in_text(message) or ("",):
+                    found.append(DcgmIncident(gpu, name, code, severity, message))
     return tuple(found)
 
 
 def diag(text: str, uuids: Mapping[str, str]) -> tuple[DcgmIncident, ...]:
     """The failed tests of ``dcgmi diag -j``. Raises NotUnderstood."""
     root = _object(text)
-    said = root.get("DCGM Diagnostic") or root.get("DCGM GPU Diagnostic") or root
-    categories = said.get("test_categories") if isinstance(said, dict) else None
+    result_root = root.get("DCGM Diagnostic") or root.get("DCGM GPU Diagnostic") or root
+    categories = result_root.get("test_categories") if isinstance(result_root, dict) else None
     if not isinstance(categories, list):
-        error = said.get("runtime_error") if isinstance(said, dict) else None
+        error = result_root.get("runtime_error") if isinstance(result_root, dict) else None
         raise NotUnderstood(str(error) if error else _first_line(text))
     found: list[DcgmIncident] = []
     for category in filter(_is_object, categories):
@@ -172,7 +172,7 @@ def _failed(test: str, result: dict[str, Any], uuids: Mapping[str, str]) -> Iter
     for gpu in _gpus(result):
         for warning in warnings:
             text = " ".join(str(warning.get("warning", "failed")).split())
-            code = by_number(warning.get("error_id")) or next(iter(by_text(text)), "")
+            code = code_by_number(warning.get("error_id")) or next(iter(codes_in_text(text)), "")
             severity: Literal["warn", "fail"] = "warn" if warning.get("error_severity") in _HARMLESS else "fail"
             yield DcgmIncident(uuids.get(gpu, gpu), test, code, severity, text, "diag")
 
@@ -181,8 +181,8 @@ def _gpus(result: dict[str, Any]) -> list[str]:
     """Numbers of the GPUs that a result is about: DCGM 4 tells an entity, DCGM 2 and 3 ``gpu_id`` or ``gpu_ids``."""
     if "entity_id" in result:
         return [str(result["entity_id"])] if result.get("entity_group", "GPU") == "GPU" else [""]
-    told = str(result.get("gpu_ids", result.get("gpu_id", "")))
-    return [gpu.strip() for gpu in told.split(",")]
+    numbers = str(result.get("gpu_ids", result.get("gpu_id", "")))
+    return [gpu.strip() for gpu in numbers.split(",")]
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -196,8 +196,8 @@ def _object(text: str) -> dict[str, Any]:
     return found
 
 
-def _children(of: object) -> list[tuple[str, dict[str, Any]]]:
-    below = of.get("children") if isinstance(of, dict) else None
+def _children(node: object) -> list[tuple[str, dict[str, Any]]]:
+    below = node.get("children") if isinstance(node, dict) else None
     return [(name, one) for name, one in below.items() if isinstance(one, dict)] if isinstance(below, dict) else []
 
 

@@ -16,30 +16,30 @@ import socket
 import time
 from collections.abc import Callable
 
-from ..base import Absent, ReaderOptions
+from ..base import NotInstalled, ReaderOptions
 from ..samples import DcgmData, DcgmGpu, DcgmIncident
 from ..trust import NotTrusted, check_listener, check_program, trusted_uids
 from . import parsing
 
-HEALTH_EVERY = 60.0
+HEALTH_INTERVAL_S = 60.0
 """s between two runs of ``dcgmi health``: each starts a program, which would be our greatest cost of all"""
-_EXPORTER_WITHIN = 4.0
-_HEALTH_WITHIN = 8.0
-_DIAG_WITHIN = 150.0
+_EXPORTER_TIMEOUT_S = 4.0
+_HEALTH_TIMEOUT_S = 8.0
+_DIAG_TIMEOUT_S = 150.0
 """s; ``-r 1`` takes some 30 s with eight GPUs (docs/sources.md, DCGM), and diagnostics wait for one another"""
 HOSTENGINE_PORT = 5555
 """of DCGM's host engine on 127.0.0.1, to which ``dcgmi`` connects by default"""
-_PAGE_MOST = 1 << 24
+_MAX_PAGE_BYTES = 1 << 24
 _CHUNK = 1 << 16
 
 
-class _Unread(Exception):
+class _Unreadable(Exception):
     """Why a part could not be read."""
 
 
 class DcgmReader:
     name = "dcgm"
-    every = 15.0
+    interval_s = 15.0
 
     def __init__(self, options: ReaderOptions) -> None:
         self._options = options
@@ -53,7 +53,7 @@ class DcgmReader:
         self._health_due = 0.0
         self._health_at: float | None = None
         self._diagnosed: tuple[DcgmIncident, ...] | str | None = None
-        self.within = 20.0 + (_DIAG_WITHIN if options.diag else 0.0)
+        self.timeout_s = 20.0 + (_DIAG_TIMEOUT_S if options.diag else 0.0)
 
     def read(self) -> DcgmData:
         """Raises Absent when there is neither an exporter nor a dcgmi."""
@@ -61,21 +61,21 @@ class DcgmReader:
         gpus: tuple[DcgmGpu, ...] = ()
         try:
             gpus = self._metrics(self._page())
-        except _Unread as error:
+        except _Unreadable as error:
             unread["exporter"] = str(error)
         program = _program(self._options.dcgmi)
         if program is None:
             if "exporter" in unread:
-                raise Absent(f"no dcgm-exporter ({unread['exporter']}), and {self._options.dcgmi} is not installed")
+                raise NotInstalled(f"no dcgm-exporter ({unread['exporter']}), and {self._options.dcgmi} is not installed")
             unread["health"] = f"{self._options.dcgmi} is not installed"
         elif time.monotonic() >= self._health_due:
             self._health_at = time.monotonic()
-            self._health_due = self._health_at + HEALTH_EVERY
+            self._health_due = self._health_at + HEALTH_INTERVAL_S
             self._check(program)
         if program is not None and self._health_unread:
             unread["health"] = self._health_unread
         incidents = self._incidents + self._diag(program, unread)
-        return DcgmData(gpus, incidents, unread, self._health_at, self._gpus_of_the_driver())
+        return DcgmData(gpus, incidents, unread, self._health_at, self._driver_gpus())
 
     def close(self) -> None:
         pass
@@ -85,18 +85,18 @@ class DcgmReader:
 
         Asked before and after: whoever takes the port for a moment while the exporter restarts is seen at one of them.
         """
-        host, port, path = _place(self._options.exporter)
+        host, port, path = _parse_url(self._options.exporter)
         try:
             trusted = trusted_uids(self._options.dcgm_user)
             check_listener(self._options.proc, port, trusted)
             page = _get(host, port, path)
             check_listener(self._options.proc, port, trusted)
         except NotTrusted as error:
-            raise _Unread(f"{self._options.exporter}: {error}") from None
+            raise _Unreadable(f"{self._options.exporter}: {error}") from None
         return page
 
     def _run(
-        self, argv: list[str], within: float, understand: Callable[[str], tuple[DcgmIncident, ...]]
+        self, argv: list[str], timeout_s: float, parse: Callable[[str], tuple[DcgmIncident, ...]]
     ) -> tuple[DcgmIncident, ...]:
         """Run a ``dcgmi`` command and return the incidents that ``understand`` finds in its output. Raises _Unread,
         also where the program or the host engine that it asks belongs neither to root nor to the site's user."""
@@ -105,10 +105,10 @@ class DcgmReader:
             check_program(argv[0], trusted)
             check_listener(self._options.proc, HOSTENGINE_PORT, trusted)
         except (NotTrusted, OSError) as error:
-            raise _Unread(f"{self._options.dcgmi}: {error}") from None
-        return _run(argv, within, understand)
+            raise _Unreadable(f"{self._options.dcgmi}: {error}") from None
+        return _run(argv, timeout_s, parse)
 
-    def _gpus_of_the_driver(self) -> tuple[str, ...]:
+    def _driver_gpus(self) -> tuple[str, ...]:
         """UUIDs of the GPUs that the driver lists; of one that is not in use it may not know it (``GPU-????...``)."""
         found: list[str] = []
         folder = f"{self._options.proc}/driver/nvidia/gpus"
@@ -130,16 +130,16 @@ class DcgmReader:
                 continue
             if number.isdigit():
                 self._uuids[number], numbers[uuid] = uuid, int(number)
-            most = gpus.setdefault(uuid, {})
+            maxima = gpus.setdefault(uuid, {})
             code = sample.labels.get("xid", "")
             if sample.metric in (parsing.XID_COUNT, parsing.XID_TOTAL):
                 if code.isdigit():
                     counts = window if sample.metric == parsing.XID_COUNT else counter
                     counts[uuid, int(code)] = int(sample.value)
             else:  # a GPU in instances (MIG) has a line for each
-                most[sample.metric] = max(sample.value, most.get(sample.metric, 0.0))
+                maxima[sample.metric] = max(sample.value, maxima.get(sample.metric, 0.0))
         self._count(counter or window)
-        return tuple(self._gpu(uuid, numbers.get(uuid), most) for uuid, most in gpus.items())
+        return tuple(self._gpu(uuid, numbers.get(uuid), maxima) for uuid, maxima in gpus.items())
 
     def _count(self, window: dict[tuple[str, int], int]) -> None:
         """The exporter counts since its begin, or within a window that moves on; totals are what was added. One that
@@ -148,10 +148,10 @@ class DcgmReader:
             self._totals[key] = self._totals.get(key, 0) + max(0, count - self._window.get(key, 0))
         self._window = window
 
-    def _gpu(self, uuid: str, number: int | None, most: dict[str, float]) -> DcgmGpu:
-        double, failed = most.get(parsing.DOUBLE_BIT), most.get(parsing.REMAP_FAILED)
+    def _gpu(self, uuid: str, number: int | None, maxima: dict[str, float]) -> DcgmGpu:
+        double, failed = maxima.get(parsing.DOUBLE_BIT), maxima.get(parsing.REMAP_FAILED)
         return DcgmGpu(
-            uuid=uuid, index=number, tensor_active=most.get(parsing.TENSOR),
+            uuid=uuid, index=number, tensor_active=maxima.get(parsing.TENSOR),
             xid_counts={code: total for (of, code), total in self._totals.items() if of == uuid},
             ecc_volatile_uncorrected=None if double is None else int(double),
             remap_failed=None if failed is None else failed > 0,
@@ -160,8 +160,8 @@ class DcgmReader:
     def _check(self, program: str) -> None:
         self._incidents, self._health_unread = (), ""
         try:
-            self._incidents = self._run([program, "health", "-c", "-j"], _HEALTH_WITHIN, self._health)
-        except _Unread as error:
+            self._incidents = self._run([program, "health", "-c", "-j"], _HEALTH_TIMEOUT_S, self._health)
+        except _Unreadable as error:
             self._health_unread = str(error)
 
     def _health(self, text: str) -> tuple[DcgmIncident, ...]:
@@ -177,8 +177,8 @@ class DcgmReader:
         if self._diagnosed is None:
             argv = [program, "diag", "-r", "1", "-j"]
             try:
-                self._diagnosed = self._run(argv, _DIAG_WITHIN, lambda text: parsing.diag(text, self._uuids))
-            except _Unread as error:
+                self._diagnosed = self._run(argv, _DIAG_TIMEOUT_S, lambda text: parsing.diag(text, self._uuids))
+            except _Unreadable as error:
                 self._diagnosed = str(error)
         if isinstance(self._diagnosed, str):
             unread["diag"] = self._diagnosed
@@ -193,26 +193,26 @@ def _program(name: str) -> str | None:
 
 
 def _run(
-    argv: list[str], within: float, understand: Callable[[str], tuple[DcgmIncident, ...]]
+    argv: list[str], timeout_s: float, parse: Callable[[str], tuple[DcgmIncident, ...]]
 ) -> tuple[DcgmIncident, ...]:
     """Raises _Unread."""
     from ..isolation import process  # here: most nodes have no dcgmi, and subprocess costs memory
 
     try:
-        return understand(process.output(argv, within))
+        return parse(process.output(argv, timeout_s))
     except (OSError, process.TimedOut) as error:
-        raise _Unread(str(error)) from None
+        raise _Unreadable(str(error)) from None
     except parsing.NotUnderstood as error:
-        raise _Unread(f"{' '.join(argv[1:3])}: {error}") from None
+        raise _Unreadable(f"{' '.join(argv[1:3])}: {error}") from None
 
 
-def _place(url: str) -> tuple[str, int, str]:
+def _parse_url(url: str) -> tuple[str, int, str]:
     """Host, port and path. Raises _Unread."""
     scheme, _, rest = url.partition("://")
     place, _, path = rest.partition("/")
     host, _, port = place.partition(":")
     if scheme != "http" or host != "127.0.0.1" or not port.isdigit():
-        raise _Unread(f"{url}: only http://127.0.0.1:PORT/PATH is read")
+        raise _Unreadable(f"{url}: only http://127.0.0.1:PORT/PATH is read")
     return host, int(port), path
 
 
@@ -220,25 +220,25 @@ def _get(host: str, port: int, path: str) -> str:
     """The page. HTTP/1.0 by hand: urllib.request alone would take 6 MiB. Raises _Unread."""
     place = f"{host}:{port}"
     url = f"http://{place}/{path}"
-    deadline = time.monotonic() + _EXPORTER_WITHIN
+    deadline = time.monotonic() + _EXPORTER_TIMEOUT_S
     page = bytearray()
     try:
-        with socket.create_connection((host, port), _EXPORTER_WITHIN) as line:
-            line.sendall(f"GET /{path} HTTP/1.0\r\nHost: {place}\r\nAccept: text/plain\r\n\r\n".encode())
-            while len(page) < _PAGE_MOST:
+        with socket.create_connection((host, port), _EXPORTER_TIMEOUT_S) as connection:
+            connection.sendall(f"GET /{path} HTTP/1.0\r\nHost: {place}\r\nAccept: text/plain\r\n\r\n".encode())
+            while len(page) < _MAX_PAGE_BYTES:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError
-                line.settimeout(left)
-                if not (data := line.recv(_CHUNK)):
+                connection.settimeout(left)
+                if not (data := connection.recv(_CHUNK)):
                     break
                 page += data
     except TimeoutError:
-        raise _Unread(f"{url} did not answer within {_EXPORTER_WITHIN:g} s") from None
+        raise _Unreadable(f"{url} did not answer within {_EXPORTER_TIMEOUT_S:g} s") from None
     except OSError as error:
-        raise _Unread(f"{url}: {os.strerror(error.errno) if error.errno else error}") from None
+        raise _Unreadable(f"{url}: {os.strerror(error.errno) if error.errno else error}") from None
     head, found, body = bytes(page).partition(b"\r\n\r\n")
     status = head.split(b"\r\n", 1)[0].decode(errors="replace")
     if not found or status.split()[1:2] != ["200"]:
-        raise _Unread(f"{url}: {status[:100] or 'no answer'}")
+        raise _Unreadable(f"{url}: {status[:100] or 'no answer'}")
     return body.decode(errors="replace")

@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def dies_with(parent: int, number: signal.Signals) -> None:
+def set_parent_death_signal(parent: int, number: signal.Signals) -> None:
     """The kernel sends us ``number`` when the thread that started us ends. Our parent may have ended before this call:
     then we end here."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
@@ -24,7 +24,7 @@ def dies_with(parent: int, number: signal.Signals) -> None:
         os._exit(1)
 
 
-def let_go(keep: Collection[int]) -> None:
+def close_inherited_fds(keep: Collection[int]) -> None:
     """Close what a fork has left open, stdout and stderr and ``keep`` excepted; stdin becomes empty. Whoever waits for
     the end of one of those lines would wait for us too."""
     null = os.open(os.devnull, os.O_RDONLY)
@@ -36,7 +36,7 @@ def let_go(keep: Collection[int]) -> None:
     os.closerange(start, os.sysconf("SC_OPEN_MAX"))
 
 
-def where(pid: int) -> str:
+def describe_blocked_call(pid: int) -> str:
     """For a process in uninterruptible sleep: that it is, and in which call, where that may be read."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -50,13 +50,13 @@ def where(pid: int) -> str:
     return f", in the kernel (state D{', ' + call if call not in ('', '0') else ''})"
 
 
-def how(status: int) -> str:
+def describe_exit(status: int) -> str:
     """``status`` as waitpid gives it."""
     code = os.waitstatus_to_exitcode(status)
     return f"with code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
 
 
-TERM_WITHIN = 3.0
+TERM_TIMEOUT_S = 3.0
 """s from SIGTERM to SIGKILL: a client of DCGM that is killed at once may leave its server waiting for it"""
 
 
@@ -64,28 +64,28 @@ class TimedOut(Exception):
     """It did not end within its time; it was ended, or it hangs in the kernel and was left."""
 
 
-def output(argv: Sequence[str], within: float) -> str:
+def output(argv: Sequence[str], timeout_s: float) -> str:
     """What it wrote to stdout and stderr, whatever its exit code. Raises OSError and TimedOut."""
     me = os.getpid()
     process = subprocess.Popen(
         argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        preexec_fn=lambda: dies_with(me, signal.SIGTERM),  # safe: a reader's process has one thread
+        preexec_fn=lambda: set_parent_death_signal(me, signal.SIGTERM),  # safe: a reader's process has one thread
     )  # fmt: skip
     try:
-        written, _ = process.communicate(timeout=within)
+        written, _ = process.communicate(timeout=timeout_s)
         return written.decode(errors="replace")
     except subprocess.TimeoutExpired:
-        raise TimedOut(f"{os.path.basename(argv[0])} did not answer within {within:g} s") from None
+        raise TimedOut(f"{os.path.basename(argv[0])} did not answer within {timeout_s:g} s") from None
     finally:
         if process.poll() is None:
-            _end(process)
+            _terminate(process)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    for number, within in ((signal.SIGTERM, TERM_WITHIN), (signal.SIGKILL, 1.0)):
+def _terminate(process: subprocess.Popen[bytes]) -> None:
+    for number, timeout_s in ((signal.SIGTERM, TERM_TIMEOUT_S), (signal.SIGKILL, 1.0)):
         process.send_signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=within)
+            process.communicate(timeout=timeout_s)
             return
     if process.stdout is not None:
         process.stdout.close()

@@ -12,26 +12,26 @@ from typing import Any
 
 from ..samples import Gpu, GpuProcess
 from . import queries as table
-from .names import NO_HANDLE, SUCCESS, in_words
+from .names import NO_HANDLE_CODES, SUCCESS, error_text
 from .nvlink import read_links
-from .session import Answers, Ask
+from .session import QueryResults, Query
 
 _INITIAL_NAMESPACE = "pid:[4026531836]"
 """PROC_PID_INIT_INO of the kernel's include/linux/proc_ns.h: in any other, NVML's process ids are not ours"""
 
 
-class Owners:
+class ProcessOwners:
     """Looks processes up below ``proc``."""
 
     def __init__(self, proc: str) -> None:
         self._proc = Path(proc)
-        self._ours = _namespace(self._proc) in ("", _INITIAL_NAMESPACE)
+        self._same_namespace = _namespace(self._proc) in ("", _INITIAL_NAMESPACE)
 
-    def told(self, process: Any) -> GpuProcess:
+    def describe(self, process: Any) -> GpuProcess:
         """Of one of nvmlDeviceGetComputeRunningProcesses."""
         pid = int(process.pid)
         memory = None if process.usedGpuMemory is None else int(process.usedGpuMemory)
-        uid, name = self._look_up(pid) if self._ours else (None, "")
+        uid, name = self._look_up(pid) if self._same_namespace else (None, "")
         return GpuProcess(pid, uid, memory, name)
 
     def _look_up(self, pid: int) -> tuple[int | None, str]:
@@ -52,18 +52,18 @@ def _namespace(proc: Path) -> str:
         return ""
 
 
-_IDENTITY = tuple(field for ask in table.IDENTITY for field in ask.fields)
-_READ = tuple(field for field in Gpu.__struct_fields__ if field not in ("index", "lost", "unread", *_IDENTITY))
-_CONFIRMED = 3
+_IDENTITY_FIELDS = tuple(field for ask in table.IDENTITY for field in ask.fields)
+_READ_FIELDS = tuple(field for field in Gpu.__struct_fields__ if field not in ("index", "lost", "unread", *_IDENTITY_FIELDS))
+_CONFIRMATION_READS = 3
 """reads that look anew at links and fabric once they changed: a check wants to see several times what condemns"""
-_HANDLE_EVERY = 20
+_HANDLE_RETRY_READS = 20
 """reads between two attempts to get a handle that the driver refused"""
 
 
 class Device:
     """The GPU that NVML counts as ``index``."""
 
-    def __init__(self, nvml: Any, index: int, owners: Owners, identity: dict[str, str]) -> None:
+    def __init__(self, nvml: Any, index: int, owners: ProcessOwners, identity: dict[str, str]) -> None:
         """``identity``: what an earlier session knew of it; a GPU that is lost tells nothing any more."""
         self.handle: Any = None
         self.identity = dict(identity)
@@ -71,10 +71,10 @@ class Device:
         self._nvml = nvml
         self._index = index
         self._refused = ""
-        self._confirm = 0
+        self._confirmations_left = 0
         """reads that still do so"""
-        self._answers: Answers | None = None
-        self._processes = (Ask(("processes",), _process_ways(owners)),)
+        self._results: QueryResults | None = None
+        self._processes = (Query(("processes",), _process_queries(owners)),)
 
     def open(self) -> None:
         """Gets a handle. The driver refuses it for a GPU that is lost, and for one that is not of our allocation."""
@@ -82,99 +82,99 @@ class Device:
             self.handle = self._nvml.nvmlDeviceGetHandleByIndex(self._index)
         except self._nvml.NVMLError as error:
             code = int(error.value)
-            self._refused = in_words(code, str(error))
-            self.lost = self._refused if code in NO_HANDLE else ""
+            self._refused = error_text(code, str(error))
+            self.lost = self._refused if code in NO_HANDLE_CODES else ""
             return
         self._refused = self.lost = ""
-        self._answers = Answers(self._nvml, self.handle)
-        code, uuid = self._answers.call(lambda nvml, handle: nvml.nvmlDeviceGetUUID(handle))
+        self._results = QueryResults(self._nvml, self.handle)
+        code, uuid = self._results.call(lambda nvml, handle: nvml.nvmlDeviceGetUUID(handle))
         if code == SUCCESS:
             self.identity["uuid"] = uuid
 
-    def read(self, turn: int, whole: bool, may_end: bool) -> Gpu:
+    def read(self, read_number: int, full: bool, session_may_end: bool) -> Gpu:
         """``turn``: number of this read. ``whole``: everything, due or not. ``may_end``: an error that the session is
         over is raised as :class:`~rrl.health.readers.nvml.session.SessionOver`, else noted like any other."""
-        if self._answers is None and (whole or turn % _HANDLE_EVERY == 0):
+        if self._results is None and (full or read_number % _HANDLE_RETRY_READS == 0):
             self.open()
-        if self._answers is None:
-            return self._silent(self._refused)
-        answers = self._answers
-        answers.may_end = may_end
-        answers.gone = ""
-        before = answers.values.get("recovery_action", "none")
-        self._ask_fast(answers)
-        if not answers.gone:
-            whole = whole or answers.values["recovery_action"] != before or "name" not in answers.values
-            self._ask_rest(answers, turn + self._index, whole)
-        self.identity.update({field: answers.values[field] for field in _IDENTITY if answers.values.get(field)})
-        self.lost = answers.gone
-        return self._silent(answers.gone, answers) if answers.gone else self._told(answers)
+        if self._results is None:
+            return self._unreadable_gpu(self._refused)
+        results = self._results
+        results.session_may_end = session_may_end
+        results.lost_reason = ""
+        before = results.values.get("recovery_action", "none")
+        self._query_fast(results)
+        if not results.lost_reason:
+            full = full or results.values["recovery_action"] != before or "name" not in results.values
+            self._query_rest(results, read_number + self._index, full)
+        self.identity.update({field: results.values[field] for field in _IDENTITY_FIELDS if results.values.get(field)})
+        self.lost = results.lost_reason
+        return self._unreadable_gpu(results.lost_reason, results) if results.lost_reason else self._gpu_values(results)
 
-    def _ask_fast(self, answers: Answers) -> None:
-        answers.begin()
-        answers.ask_fields(table.FAST_FIELDS)
-        if not answers.gone:
-            answers.ask(table.FAST)
-        answers.judge_silence()
+    def _query_fast(self, results: QueryResults) -> None:
+        results.begin_read()
+        results.query_fields(table.FAST_FIELDS)
+        if not results.lost_reason:
+            results.query(table.FAST)
+        results.detect_unresponsive()
 
-    def _ask_rest(self, answers: Answers, turn: int, whole: bool) -> None:
+    def _query_rest(self, results: QueryResults, read_number: int, full: bool) -> None:
         """GPUs take turns (``turn`` has the index in it): no read of eight of them is much longer than another."""
-        if whole or turn % table.FIXED_EVERY == 0:
-            answers.ask((*table.IDENTITY, *table.FIXED))
-        if not answers.gone and (whole or turn % table.MEDIUM_EVERY == 0):
-            answers.ask_fields(table.MEDIUM_FIELDS)
-            if not answers.gone:
-                answers.ask((*table.MEDIUM, *self._processes))
-        if not answers.gone and (whole or self._confirm or turn % table.SLOW_EVERY == 0):
-            self._ask_slow(answers)
+        if full or read_number % table.FIXED_EVERY == 0:
+            results.query((*table.IDENTITY, *table.FIXED))
+        if not results.lost_reason and (full or read_number % table.MEDIUM_EVERY == 0):
+            results.query_fields(table.MEDIUM_FIELDS)
+            if not results.lost_reason:
+                results.query((*table.MEDIUM, *self._processes))
+        if not results.lost_reason and (full or self._confirmations_left or read_number % table.SLOW_EVERY == 0):
+            self._query_slow(results)
 
-    def _ask_slow(self, answers: Answers) -> None:
-        before, known = _connections(answers), "nvlinks" in answers.values
-        answers.ask_fields(table.SLOW_FIELDS)
-        if not answers.gone:
-            answers.ask(table.SLOW)
-            read_links(answers)
-        after = _connections(answers)
-        news = after != before if known else after[0] in _UNFINISHED
-        self._confirm = _CONFIRMED if news else max(0, self._confirm - 1)
+    def _query_slow(self, results: QueryResults) -> None:
+        before, known = _connections(results), "nvlinks" in results.values
+        results.query_fields(table.SLOW_FIELDS)
+        if not results.lost_reason:
+            results.query(table.SLOW)
+            read_links(results)
+        after = _connections(results)
+        changed = after != before if known else after[0] in _UNFINISHED
+        self._confirmations_left = _CONFIRMATION_READS if changed else max(0, self._confirmations_left - 1)
 
-    def _told(self, answers: Answers) -> Gpu:
-        values = {**answers.values, **{field: self.identity.get(field, "") for field in _IDENTITY}}
-        return Gpu(index=self._index, unread=dict(answers.unread), **values)
+    def _gpu_values(self, results: QueryResults) -> Gpu:
+        values = {**results.values, **{field: self.identity.get(field, "") for field in _IDENTITY_FIELDS}}
+        return Gpu(index=self._index, unread=dict(results.unread), **values)
 
     @property
     def uuid(self) -> str:
         return self.identity.get("uuid", "")
 
-    def _silent(self, why: str, answers: Answers | None = None) -> Gpu:
+    def _unreadable_gpu(self, reason: str, results: QueryResults | None = None) -> Gpu:
         """Nothing of before is carried on. The recovery action may still be told, and says what would help."""
-        action = answers.values.get("recovery_action") if answers and "recovery_action" not in answers.unread else None
-        unread = {field: why for field in _READ if field != "recovery_action" or action is None}
-        unread |= {field: why for field in _IDENTITY if field not in self.identity}
-        if self.lost and answers is not None:
-            answers.values.clear()
-            answers.unread.clear()
-        return Gpu(index=self._index, lost=self.lost, recovery_action=action, unread=unread, **_known(self.identity))
+        action = results.values.get("recovery_action") if results and "recovery_action" not in results.unread else None
+        unread = {field: reason for field in _READ_FIELDS if field != "recovery_action" or action is None}
+        unread |= {field: reason for field in _IDENTITY_FIELDS if field not in self.identity}
+        if self.lost and results is not None:
+            results.values.clear()
+            results.unread.clear()
+        return Gpu(index=self._index, lost=self.lost, recovery_action=action, unread=unread, **_known_identity(self.identity))
 
 
 _UNFINISHED = ("not_started", "in_progress")
 
 
-def _connections(answers: Answers) -> tuple[Any, ...]:
+def _connections(results: QueryResults) -> tuple[Any, ...]:
     """State of the fabric, and of each link."""
-    links = answers.values.get("nvlinks") or ()
-    return (answers.values.get("fabric_state"), answers.values.get("fabric_status"), *(link.active for link in links))
+    links = results.values.get("nvlinks") or ()
+    return (results.values.get("fabric_state"), results.values.get("fabric_status"), *(link.active for link in links))
 
 
-def _known(identity: dict[str, str]) -> dict[str, Any]:
-    return {field: identity.get(field, "") for field in _IDENTITY}
+def _known_identity(identity: dict[str, str]) -> dict[str, Any]:
+    return {field: identity.get(field, "") for field in _IDENTITY_FIELDS}
 
 
-def _process_ways(owners: Owners) -> tuple[Any, ...]:
-    def told(found: Any) -> tuple[Any, ...]:
-        return tuple(sorted((owners.told(process) for process in found), key=lambda process: process.pid))
+def _process_queries(owners: ProcessOwners) -> tuple[Any, ...]:
+    def describe_all(processes: Any) -> tuple[Any, ...]:
+        return tuple(sorted((owners.describe(process) for process in processes), key=lambda process: process.pid))
 
     return (
-        lambda nvml, handle: told(nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle)),
-        lambda nvml, handle: told(nvml.nvmlDeviceGetComputeRunningProcesses_v2(handle)),
+        lambda nvml, handle: describe_all(nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle)),
+        lambda nvml, handle: describe_all(nvml.nvmlDeviceGetComputeRunningProcesses_v2(handle)),
     )

@@ -24,16 +24,16 @@ ARGUMENT_VERSION_MISMATCH = 25
 DEPRECATED = 26
 UNKNOWN = 999
 
-SESSION_OVER = frozenset((UNINITIALIZED, DRIVER_NOT_LOADED, LIB_RM_VERSION_MISMATCH))
+SESSION_OVER_CODES = frozenset((UNINITIALIZED, DRIVER_NOT_LOADED, LIB_RM_VERSION_MISMATCH))
 """the driver was unloaded or replaced under us: nothing that we hold is valid any more"""
-GONE = frozenset((GPU_IS_LOST, RESET_REQUIRED))
+LOST_CODES = frozenset((GPU_IS_LOST, RESET_REQUIRED))
 """said by any call: this GPU answers to nobody before it is reset"""
-NO_HANDLE = GONE | {UNKNOWN, INSUFFICIENT_POWER, IRQ_ISSUE}
+NO_HANDLE_CODES = LOST_CODES | {UNKNOWN, INSUFFICIENT_POWER, IRQ_ISSUE}
 """why a GPU that is counted gives no handle, where the GPU is at fault (nvmlDeviceGetHandleByIndex)"""
-CANNOT = frozenset((NOT_SUPPORTED, INVALID_ARGUMENT, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED))
+UNSUPPORTED_CODES = frozenset((NOT_SUPPORTED, INVALID_ARGUMENT, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED))
 """this way to ask does not exist here; another one may"""
 
-_WORDS = {
+_ERROR_TEXTS = {
     UNINITIALIZED: "NVML is not initialised",
     INVALID_ARGUMENT: "not known to this driver",
     NOT_SUPPORTED: "not supported",
@@ -56,9 +56,9 @@ _WORDS = {
 }
 
 
-def in_words(code: int, drivers: str = "") -> str:
+def error_text(code: int, driver_text: str = "") -> str:
     """``drivers``: what NVML itself calls it, for a code that is new to us."""
-    return _WORDS.get(code) or f"NVML error {code}" + (f" ({drivers})" if drivers else "")
+    return _ERROR_TEXTS.get(code) or f"NVML error {code}" + (f" ({driver_text})" if driver_text else "")
 
 
 _ACTIONS = (
@@ -78,7 +78,7 @@ def fabric_state(number: int) -> str:
 
 
 def fabric_status(code: int) -> str:
-    return "success" if code == SUCCESS else in_words(code)
+    return "success" if code == SUCCESS else error_text(code)
 
 
 _REASONS = (

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..samples import NvLink
-from .names import CANNOT, SUCCESS
-from .session import Answers
+from .names import UNSUPPORTED_CODES, SUCCESS
+from .session import QueryResults
 
 _LINK_COUNT = 91
 """NVML_FI_DEV_NVLINK_LINK_COUNT"""
@@ -16,71 +16,71 @@ NVML_NVLINK_ERROR_DL_* of nvmlDeviceGetNvLinkErrorCounter (before)"""
 _ACTIVE = 1
 
 
-def read_links(answers: Answers) -> None:
+def read_links(results: QueryResults) -> None:
     """Puts ``nvlinks`` into the answers. A counter that no link has is ``None`` in all, with ``nvlinks.<counter>``
     among the unread; so is the state of one link that does not tell, with ``nvlinks.active``."""
-    for field in [field for field in answers.unread if field.startswith("nvlinks")]:
-        del answers.unread[field]
-    states = _states(answers)
+    for field in [field for field in results.unread if field.startswith("nvlinks")]:
+        del results.unread[field]
+    states = _states(results)
     if not states:
-        answers.values["nvlinks"] = None
-        answers.unread.setdefault("nvlinks", "this GPU has no NVLink")
+        results.values["nvlinks"] = None
+        results.unread.setdefault("nvlinks", "this GPU has no NVLink")
         return
     # counters of a link that is down may not be told, so an active one says which way there is to ask
     sample = next((link for link, state in enumerate(states) if state), 0)
     counters = {
-        name: _counter(answers, name, field, counter, len(states), sample) for name, field, counter in _COUNTERS
+        name: _counter(results, name, field, counter, len(states), sample) for name, field, counter in _COUNTERS
     }
-    answers.values["nvlinks"] = tuple(
+    results.values["nvlinks"] = tuple(
         NvLink(link=link, active=state, **{name: values[link] for name, values in counters.items()})
         for link, state in enumerate(states)
     )
 
 
-def _states(answers: Answers) -> list[bool | None]:
+def _states(results: QueryResults) -> list[bool | None]:
     """Empty: there are no links, and ``unread`` says why that is known."""
-    ((code, count),) = answers.field_values([(_LINK_COUNT, 0)])
-    told = code == SUCCESS
-    if not told and code not in CANNOT:
-        answers.note("nvlinks", code)
+    ((code, count),) = results.field_values([(_LINK_COUNT, 0)])
+    count_known = code == SUCCESS
+    if not count_known and code not in UNSUPPORTED_CODES:
+        results.note("nvlinks", code)
         return []
     states: list[bool | None] = []
-    for link in range(min(count, _MAX_LINKS) if told else _MAX_LINKS):
-        code, state = _state(answers, link)
-        if code in CANNOT and not told:  # beyond the last link
+    for link in range(min(count, _MAX_LINKS) if count_known else _MAX_LINKS):
+        code, state = _state(results, link)
+        if code in UNSUPPORTED_CODES and not count_known:  # beyond the last link
             if not states:
-                answers.note("nvlinks", code)
+                results.note("nvlinks", code)
             break
         if code != SUCCESS:
-            answers.note("nvlinks.active", code)
+            results.note("nvlinks.active", code)
         states.append(state == _ACTIVE if code == SUCCESS else None)
     return states
 
 
-def _state(answers: Answers, link: int) -> tuple[int, int]:
-    return answers.call(lambda nvml, handle: nvml.nvmlDeviceGetNvLinkState(handle, link))
+def _state(results: QueryResults, link: int) -> tuple[int, int]:
+    return results.call(lambda nvml, handle: nvml.nvmlDeviceGetNvLinkState(handle, link))
 
 
-def _counter(answers: Answers, name: str, field: int, counter: int, links: int, sample: int) -> list[int | None]:
+def _counter(results: QueryResults, name: str, field: int, counter: int, links: int, sample: int) -> list[int | None]:
     """Of each link. One that cannot be told of ``sample`` is asked of no other."""
     if field:
-        found = answers.field_values([(field, link) for link in range(links)])
-        if found[sample][0] not in CANNOT:
-            return [_kept(answers, name, code, number) for code, number in found]
-    found = [_by_function(answers, counter, sample)]
-    if found[0][0] in CANNOT:
-        answers.note(f"nvlinks.{name}", found[0][0])
+        found = results.field_values([(field, link) for link in range(links)])
+        if found[sample][0] not in UNSUPPORTED_CODES:
+            return [_counter_value(results, name, code, number) for code, number in found]
+    found = [_by_function(results, counter, sample)]
+    if found[0][0] in UNSUPPORTED_CODES:
+        results.note(f"nvlinks.{name}", found[0][0])
         return [None] * links
-    found = [found[0] if link == sample else _by_function(answers, counter, link) for link in range(links)]
-    return [_kept(answers, name, code, number) for code, number in found]
+    found = [found[0] if link == sample else _by_function(results, counter, link) for link in range(links)]
+    return [_counter_value(results, name, code, number) for code, number in found]
 
 
-def _by_function(answers: Answers, counter: int, link: int) -> tuple[int, int]:
-    return answers.call(lambda nvml, handle: nvml.nvmlDeviceGetNvLinkErrorCounter(handle, link, counter))
+def _by_function(results: QueryResults, counter: int, link: int) -> tuple[int, int]:
+    return results.call(lambda nvml, handle: nvml.nvmlDeviceGetNvLinkErrorCounter(handle, link, counter))
 
 
-def _kept(answers: Answers, name: str, code: int, number: int) -> int | None:
+def _counter_value(results: QueryResults, name: str, code: int, number: int) -> int | None:
     if code == SUCCESS:
         return number
-    answers.note(f"nvlinks.{name}", code)
+    results.note(f"nvlinks.{name}", code)
     return None

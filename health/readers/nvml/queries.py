@@ -12,7 +12,7 @@ from ctypes import Structure, byref, c_ubyte, c_uint, sizeof
 from typing import Any
 
 from .names import clock_reasons, fabric_state, fabric_status, kernel_bus_id, recovery_action
-from .session import Ask, FieldAsk, Way
+from .session import Query, FieldQuery, QueryFunction
 
 MEDIUM_EVERY = 5
 """reads: 5 s at the reader's own pace. Memory, processes, clocks: evidence of now, that no check acts on by itself"""
@@ -32,15 +32,15 @@ _SHUTDOWN_TLIMIT, _SLOWDOWN_TLIMIT = 193, 194
 
 
 # ── functions behind field values ────────────────────────────────────────────────────────────────────────────────────
-def _ecc(kind: int, counter: int) -> tuple[Way]:
+def _ecc(kind: int, counter: int) -> tuple[QueryFunction]:
     return (lambda nvml, handle: nvml.nvmlDeviceGetTotalEccErrors(handle, kind, counter),)
 
 
-def _remapped(place: int, kind: type[int] = int) -> tuple[Way]:
+def _remapped(place: int, kind: type[int] = int) -> tuple[QueryFunction]:
     return (lambda nvml, handle: kind(nvml.nvmlDeviceGetRemappedRows(handle)[place]),)
 
 
-def _retired(cause: int) -> tuple[Way]:
+def _retired(cause: int) -> tuple[QueryFunction]:
     return (lambda nvml, handle: len(nvml.nvmlDeviceGetRetiredPages(handle, cause)),)
 
 
@@ -86,22 +86,22 @@ def _fabric(nvml: Any, handle: Any) -> tuple[str, str]:
     return fabric_state(info.state), fabric_status(info.status)
 
 
-def _threshold(which: int) -> Way:
+def _threshold(which: int) -> QueryFunction:
     return lambda nvml, handle: int(nvml.nvmlDeviceGetTemperatureThreshold(handle, which))
 
 
-def _limit(field: int) -> Way:
+def _limit(field: int) -> QueryFunction:
     """Ada and later tell limits as distances from the temperature at which the margin is used up, negative beyond it
     (nvmlDeviceGetTemperatureThreshold's note; NVML_FI_DEV_TEMPERATURE_*_TLIMIT)."""
 
-    def ask(nvml: Any, handle: Any) -> int:
+    def query(nvml: Any, handle: Any) -> int:
         (value,) = nvml.nvmlDeviceGetFieldValues(handle, [(field, 0)])
         if value.nvmlReturn:
             raise nvml.NVMLError(value.nvmlReturn)
         margin = nvml.nvmlDeviceGetMarginTemperature(handle)
         return int(_temperature(nvml, handle) + margin - value.value.siVal)
 
-    return ask
+    return query
 
 
 def _temperature(nvml: Any, handle: Any) -> int:
@@ -110,64 +110,64 @@ def _temperature(nvml: Any, handle: Any) -> int:
 
 # ── the groups ───────────────────────────────────────────────────────────────────────────────────────────────────────
 FAST_FIELDS = (
-    FieldAsk("recovery_action", 230, recovery_action),
-    FieldAsk("ecc_volatile_uncorrected", 4, ways=_ecc(_UNCORRECTED, _VOLATILE)),
+    FieldQuery("recovery_action", 230, recovery_action),
+    FieldQuery("ecc_volatile_uncorrected", 4, alternatives=_ecc(_UNCORRECTED, _VOLATILE)),
 )
 FAST = (
-    Ask(("temperature",), (_temperature, lambda nvml, handle: nvml.nvmlDeviceGetTemperatureV(handle, _CORE))),
-    Ask(
+    Query(("temperature",), (_temperature, lambda nvml, handle: nvml.nvmlDeviceGetTemperatureV(handle, _CORE))),
+    Query(
         ("clock_reasons",),
         (
             lambda nvml, handle: clock_reasons(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)),
             lambda nvml, handle: clock_reasons(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
         ),
     ),
-    Ask(("utilization",), (lambda nvml, handle: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),)),
+    Query(("utilization",), (lambda nvml, handle: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),)),
 )
 MEDIUM_FIELDS = (
-    FieldAsk("ecc_volatile_corrected", 3, ways=_ecc(_CORRECTED, _VOLATILE)),
-    FieldAsk("temperature_memory", 82),
-    FieldAsk("pcie_replays", 94, ways=(lambda nvml, handle: int(nvml.nvmlDeviceGetPcieReplayCounter(handle)),)),
+    FieldQuery("ecc_volatile_corrected", 3, alternatives=_ecc(_CORRECTED, _VOLATILE)),
+    FieldQuery("temperature_memory", 82),
+    FieldQuery("pcie_replays", 94, alternatives=(lambda nvml, handle: int(nvml.nvmlDeviceGetPcieReplayCounter(handle)),)),
 )
 MEDIUM = (
-    Ask(("memory_used", "memory_total"), (_memory_v2, _memory)),
-    Ask(("power",), (lambda nvml, handle: int(nvml.nvmlDeviceGetPowerUsage(handle)),)),
-    Ask(("clock_sm",), (lambda nvml, handle: int(nvml.nvmlDeviceGetClockInfo(handle, _SM)),)),
-    Ask(("pcie_gen",), (lambda nvml, handle: int(nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle)),)),
-    Ask(("pcie_width",), (lambda nvml, handle: int(nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)),)),
+    Query(("memory_used", "memory_total"), (_memory_v2, _memory)),
+    Query(("power",), (lambda nvml, handle: int(nvml.nvmlDeviceGetPowerUsage(handle)),)),
+    Query(("clock_sm",), (lambda nvml, handle: int(nvml.nvmlDeviceGetClockInfo(handle, _SM)),)),
+    Query(("pcie_gen",), (lambda nvml, handle: int(nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle)),)),
+    Query(("pcie_width",), (lambda nvml, handle: int(nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)),)),
 )
 SLOW_FIELDS = (
-    FieldAsk("ecc_aggregate_corrected", 5, ways=_ecc(_CORRECTED, _AGGREGATE)),
-    FieldAsk("ecc_aggregate_uncorrected", 6, ways=_ecc(_UNCORRECTED, _AGGREGATE)),
-    FieldAsk("remapped_corrected", 142, ways=_remapped(0)),
-    FieldAsk("remapped_uncorrected", 143, ways=_remapped(1)),
-    FieldAsk("remap_pending", 144, bool, ways=_remapped(2, bool)),
-    FieldAsk("remap_failed", 145, bool, ways=_remapped(3, bool)),
-    FieldAsk("retired_corrected", 29, ways=_retired(_MULTIPLE_SINGLE_BIT)),
-    FieldAsk("retired_uncorrected", 30, ways=_retired(_DOUBLE_BIT)),
-    FieldAsk(
+    FieldQuery("ecc_aggregate_corrected", 5, alternatives=_ecc(_CORRECTED, _AGGREGATE)),
+    FieldQuery("ecc_aggregate_uncorrected", 6, alternatives=_ecc(_UNCORRECTED, _AGGREGATE)),
+    FieldQuery("remapped_corrected", 142, alternatives=_remapped(0)),
+    FieldQuery("remapped_uncorrected", 143, alternatives=_remapped(1)),
+    FieldQuery("remap_pending", 144, bool, alternatives=_remapped(2, bool)),
+    FieldQuery("remap_failed", 145, bool, alternatives=_remapped(3, bool)),
+    FieldQuery("retired_corrected", 29, alternatives=_retired(_MULTIPLE_SINGLE_BIT)),
+    FieldQuery("retired_uncorrected", 30, alternatives=_retired(_DOUBLE_BIT)),
+    FieldQuery(
         "retired_pending", 31, bool, (lambda nvml, handle: bool(nvml.nvmlDeviceGetRetiredPagesPendingStatus(handle)),)
     ),
 )
 SLOW = (
-    Ask(("fabric_state", "fabric_status"), (_fabric_v2, _fabric)),
-    Ask(("mig",), (lambda nvml, handle: nvml.nvmlDeviceGetMigMode(handle)[0] == 1,)),
-    Ask(("power_limit",), (lambda nvml, handle: int(nvml.nvmlDeviceGetEnforcedPowerLimit(handle)),)),
+    Query(("fabric_state", "fabric_status"), (_fabric_v2, _fabric)),
+    Query(("mig",), (lambda nvml, handle: nvml.nvmlDeviceGetMigMode(handle)[0] == 1,)),
+    Query(("power_limit",), (lambda nvml, handle: int(nvml.nvmlDeviceGetEnforcedPowerLimit(handle)),)),
 )
 FIXED = (
-    Ask(("temperature_slowdown",), (_threshold(_SLOWDOWN), _limit(_SLOWDOWN_TLIMIT))),
-    Ask(("temperature_shutdown",), (_threshold(_SHUTDOWN), _limit(_SHUTDOWN_TLIMIT))),
-    Ask(("temperature_memory_max",), (_threshold(_MEMORY_MAX),)),
-    Ask(("clock_sm_max",), (lambda nvml, handle: int(nvml.nvmlDeviceGetMaxClockInfo(handle, _SM)),)),
-    Ask(("pcie_gen_max",), (lambda nvml, handle: int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)),)),
-    Ask(("pcie_width_max",), (lambda nvml, handle: int(nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)),)),
+    Query(("temperature_slowdown",), (_threshold(_SLOWDOWN), _limit(_SLOWDOWN_TLIMIT))),
+    Query(("temperature_shutdown",), (_threshold(_SHUTDOWN), _limit(_SHUTDOWN_TLIMIT))),
+    Query(("temperature_memory_max",), (_threshold(_MEMORY_MAX),)),
+    Query(("clock_sm_max",), (lambda nvml, handle: int(nvml.nvmlDeviceGetMaxClockInfo(handle, _SM)),)),
+    Query(("pcie_gen_max",), (lambda nvml, handle: int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)),)),
+    Query(("pcie_width_max",), (lambda nvml, handle: int(nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)),)),
 )
 IDENTITY = (
-    Ask(("uuid",), (lambda nvml, handle: nvml.nvmlDeviceGetUUID(handle),)),
-    Ask(("pci",), (lambda nvml, handle: kernel_bus_id(_text(nvml.nvmlDeviceGetPciInfo(handle).busId)),)),
-    Ask(("name",), (lambda nvml, handle: nvml.nvmlDeviceGetName(handle),)),
-    Ask(("serial",), (lambda nvml, handle: nvml.nvmlDeviceGetSerial(handle),)),
-    Ask(("vbios",), (lambda nvml, handle: nvml.nvmlDeviceGetVbiosVersion(handle),)),
+    Query(("uuid",), (lambda nvml, handle: nvml.nvmlDeviceGetUUID(handle),)),
+    Query(("pci",), (lambda nvml, handle: kernel_bus_id(_text(nvml.nvmlDeviceGetPciInfo(handle).busId)),)),
+    Query(("name",), (lambda nvml, handle: nvml.nvmlDeviceGetName(handle),)),
+    Query(("serial",), (lambda nvml, handle: nvml.nvmlDeviceGetSerial(handle),)),
+    Query(("vbios",), (lambda nvml, handle: nvml.nvmlDeviceGetVbiosVersion(handle),)),
 )
 
 

@@ -11,48 +11,48 @@ import os
 import re
 from typing import Any, ClassVar
 
-from ..base import Absent, Denied, ReaderOptions
+from ..base import NotInstalled, PermissionDenied, ReaderOptions
 from ..samples import NvmlData
-from .gpu import Device, Owners
-from .names import DRIVER_NOT_LOADED, GPU_NOT_FOUND, LIBRARY_NOT_FOUND, NO_PERMISSION, SESSION_OVER, in_words
+from .gpu import Device, ProcessOwners
+from .names import DRIVER_NOT_LOADED, GPU_NOT_FOUND, LIBRARY_NOT_FOUND, NO_PERMISSION, SESSION_OVER_CODES, error_text
 from .session import SessionOver
-from .xid_events import XidEvents
+from .xid_events import XidListener
 
-_SEARCH_LOST_EVERY = 60
+_LOST_SEARCH_READS = 60
 """reads between two new sessions while a GPU is lost"""
-_OPEN_AGAIN_AFTER = 10
+_REOPEN_AFTER_READS = 10
 """reads before an error that calls the session void is believed once more: one that stays is of its function alone"""
 
 
 class NvmlReader:
     name: ClassVar[str] = "nvml"
-    every: ClassVar[float] = 1.0
-    within: ClassVar[float] = 10.0
+    interval_s: ClassVar[float] = 1.0
+    timeout_s: ClassVar[float] = 10.0
 
     def __init__(self, options: ReaderOptions) -> None:
-        self._owners, self._dev = Owners(options.proc), options.dev
+        self._owners, self._dev = ProcessOwners(options.proc), options.dev
         self._nvml: Any = None
         """nvidia-ml-py while a session is open"""
         self._driver = ""
-        self._may_open = (0, 0)
+        self._device_access = (0, 0)
         self._devices: list[Device] = []
-        self._events: XidEvents | None = None
+        self._events: XidListener | None = None
         self._identities: dict[int, dict[str, str]] = {}
-        self._turn = 0
-        self._opened_at = 0
-        self._believe = 0
+        self._read_count = 0
+        self._opened_at_read = 0
+        self._trust_errors_from_read = 0
         """number of the read from which on an error that calls the session void is believed"""
 
     def read(self) -> NvmlData:
-        self._turn += 1
-        if any(device.lost for device in self._devices) and self._turn - self._opened_at >= _SEARCH_LOST_EVERY:
+        self._read_count += 1
+        if any(device.lost for device in self._devices) and self._read_count - self._opened_at_read >= _LOST_SEARCH_READS:
             self.close()
         try:
-            return self._read(may_end=self._turn >= self._believe)
+            return self._read(session_may_end=self._read_count >= self._trust_errors_from_read)
         except SessionOver:
-            self._believe = self._turn + _OPEN_AGAIN_AFTER
+            self._trust_errors_from_read = self._read_count + _REOPEN_AFTER_READS
             self.close()
-            return self._read(may_end=False)
+            return self._read(session_may_end=False)
 
     def close(self) -> None:
         """Ends the session, if the driver lets us."""
@@ -68,23 +68,23 @@ class NvmlReader:
             pass  # it is over already, or will be with this process
         self._events, self._devices = None, []
 
-    def _read(self, may_end: bool) -> NvmlData:
+    def _read(self, session_may_end: bool) -> NvmlData:
         opened = self._nvml is None
         if opened:
             self._open()
-        if self._count(may_end) != len(self._devices):
+        if self._count(session_may_end) != len(self._devices):
             self.close()
             self._open()
             opened = True
         assert self._events is not None
-        xids = self._events.drain() if may_end else self._drain_quietly()
+        xids = self._events.drain() if session_may_end else self._drain_quietly()
         struck = {xid.uuid for xid in xids}
         gpus = tuple(
-            device.read(self._turn, opened or device.uuid in struck or "" in struck, may_end)
+            device.read(self._read_count, opened or device.uuid in struck or "" in struck, session_may_end)
             for device in self._devices
         )
-        granted, withheld = self._may_open
-        return NvmlData(self._driver, gpus, xids, self._events.why, granted, withheld)
+        granted, withheld = self._device_access
+        return NvmlData(self._driver, gpus, xids, self._events.unavailable_reason, granted, withheld)
 
     def _drain_quietly(self) -> tuple[Any, ...]:
         assert self._events is not None
@@ -95,28 +95,28 @@ class NvmlReader:
             return ()
 
     def _open(self) -> None:
-        self._nvml = _started()
-        self._opened_at = self._turn
-        self._may_open = _device_files(self._dev)
+        self._nvml = _start_nvml()
+        self._opened_at_read = self._read_count
+        self._device_access = _device_files(self._dev)
         try:
             self._driver = str(self._nvml.nvmlSystemGetDriverVersion())
         except self._nvml.NVMLError:
             self._driver = ""
-        known = self._identities if len(self._identities) == (count := self._count(may_end=False)) else {}
+        known = self._identities if len(self._identities) == (count := self._count(session_may_end=False)) else {}
         self._devices = [Device(self._nvml, index, self._owners, known.get(index, {})) for index in range(count)]
         for device in self._devices:
             device.open()
-        self._events = XidEvents(self._nvml, [(d.handle, d.uuid) for d in self._devices if d.handle is not None])
+        self._events = XidListener(self._nvml, [(d.handle, d.uuid) for d in self._devices if d.handle is not None])
 
-    def _count(self, may_end: bool) -> int:
+    def _count(self, session_may_end: bool) -> int:
         try:
             return int(self._nvml.nvmlDeviceGetCount())
         except self._nvml.NVMLError as error:
-            words = in_words(int(error.value), str(error))
-            if error.value in SESSION_OVER and may_end:
-                raise SessionOver(words) from None
+            text = error_text(int(error.value), str(error))
+            if error.value in SESSION_OVER_CODES and session_may_end:
+                raise SessionOver(text) from None
             self.close()
-            raise RuntimeError(f"GPUs cannot be counted: {words}") from None
+            raise RuntimeError(f"GPUs cannot be counted: {text}") from None
 
 
 def _device_files(dev: str) -> tuple[int, int]:
@@ -130,19 +130,19 @@ def _device_files(dev: str) -> tuple[int, int]:
     return granted, len(files) - granted
 
 
-def _started() -> Any:
+def _start_nvml() -> Any:
     """nvidia-ml-py, with a session of NVML open."""
     try:
         import pynvml
     except ImportError:
-        raise Absent("nvidia-ml-py is not installed") from None
+        raise NotInstalled("nvidia-ml-py is not installed") from None
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        words = in_words(int(error.value), str(error))
+        text = error_text(int(error.value), str(error))
         if error.value in (LIBRARY_NOT_FOUND, DRIVER_NOT_LOADED, GPU_NOT_FOUND):
-            raise Absent(words) from None
+            raise NotInstalled(text) from None
         if error.value == NO_PERMISSION:
-            raise Denied("the NVIDIA driver does not admit this user") from None
-        raise RuntimeError(f"NVML does not start: {words}") from None
+            raise PermissionDenied("the NVIDIA driver does not admit this user") from None
+        raise RuntimeError(f"NVML does not start: {text}") from None
     return pynvml

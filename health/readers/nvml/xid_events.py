@@ -7,48 +7,48 @@ from ctypes import c_void_p, cast
 from typing import Any
 
 from ..samples import GpuXid
-from .names import SESSION_OVER, SUCCESS, TIMEOUT, in_words
+from .names import SESSION_OVER_CODES, SUCCESS, TIMEOUT, error_text
 from .session import SessionOver
 
 _XID_CRITICAL = 0x8
 """nvmlEventTypeXidCriticalError"""
-_WAIT = 1
+_WAIT_MS = 1
 """ms that a look for the next event may take"""
-_MOST = 256
+_MAX_EVENTS = 256
 """events taken with one read; the rest stays for the next: a storm must not keep a reading from being told"""
-_AGAIN_AFTER = 20
+_RETRY_AFTER_READS = 20
 """reads between two attempts to listen where it failed"""
 
 
-class XidEvents:
+class XidListener:
     """One event set of one session of NVML. Handles stay the pointers that nvidia-ml-py made: as numbers they would be
     cut to 32 bits on their way into the library."""
 
     def __init__(self, nvml: Any, devices: Sequence[tuple[Any, str]]) -> None:
         """``devices``: handle and UUID"""
-        self.why = ""
+        self.unavailable_reason = ""
         """events are not heard, or not of all GPUs"""
         self._nvml = nvml
         self._devices = devices
         self._uuids = {_address(handle): uuid for handle, uuid in devices}
-        self._set: Any = None
-        self._again = 0
+        self._event_set: Any = None
+        self._retry_in_reads = 0
         self._listen()
 
     def drain(self) -> tuple[GpuXid, ...]:
         """What happened since the last call."""
         xids: list[GpuXid] = []
-        while self._set is not None and len(xids) < _MOST:
-            code, event = self._call("nvmlEventSetWait", self._set, _WAIT)
+        while self._event_set is not None and len(xids) < _MAX_EVENTS:
+            code, event = self._call("nvmlEventSetWait", self._event_set, _WAIT_MS)
             if code == TIMEOUT:
                 break
             if code != SUCCESS:  # of a GPU that is lost, for example: the set may not be of use any more
-                self.fail(f"waiting for events: {self._words(code)}")
+                self.fail(f"waiting for events: {self._error_text(code)}")
             elif event.eventType & _XID_CRITICAL:
-                xids.append(self._told(event))
-        if self.why:
-            self._again -= 1
-            if self._again < 0:
+                xids.append(self._gpu_xid(event))
+        if self.unavailable_reason:
+            self._retry_in_reads -= 1
+            if self._retry_in_reads < 0:
                 self.close()
                 self._listen()
         return tuple(xids)
@@ -56,32 +56,32 @@ class XidEvents:
     def fail(self, why: str) -> None:
         """Nothing is heard for a while."""
         self.close()
-        self.why = why
-        self._again = _AGAIN_AFTER
+        self.unavailable_reason = why
+        self._retry_in_reads = _RETRY_AFTER_READS
 
     def close(self) -> None:
-        if self._set is not None:
-            self._call("nvmlEventSetFree", self._set)
-            self._set = None
+        if self._event_set is not None:
+            self._call("nvmlEventSetFree", self._event_set)
+            self._event_set = None
 
     def _listen(self) -> None:
-        self.why = ""
-        code, self._set = self._call("nvmlEventSetCreate")
+        self.unavailable_reason = ""
+        code, self._event_set = self._call("nvmlEventSetCreate")
         if code != SUCCESS:
-            self.fail(self._words(code))
+            self.fail(self._error_text(code))
             return
         refused = {}
         for handle, uuid in self._devices:
-            code, _ = self._call("nvmlDeviceRegisterEvents", handle, _XID_CRITICAL, self._set)
+            code, _ = self._call("nvmlDeviceRegisterEvents", handle, _XID_CRITICAL, self._event_set)
             if code != SUCCESS:
-                refused[uuid] = self._words(code)
+                refused[uuid] = self._error_text(code)
         if len(refused) == len(self._devices):
             self.fail("; ".join(dict.fromkeys(refused.values())) or "no GPU to hear them of")
         elif refused:
-            self.why = "; ".join(f"{uuid}: {why}" for uuid, why in refused.items())
-            self._again = _AGAIN_AFTER
+            self.unavailable_reason = "; ".join(f"{uuid}: {why}" for uuid, why in refused.items())
+            self._retry_in_reads = _RETRY_AFTER_READS
 
-    def _told(self, event: Any) -> GpuXid:
+    def _gpu_xid(self, event: Any) -> GpuXid:
         address = _address(event.device)
         uuid = self._uuids.get(address, "")
         if not uuid and address:
@@ -94,12 +94,12 @@ class XidEvents:
             return SUCCESS, getattr(self._nvml, function)(*arguments)
         except self._nvml.NVMLError as error:
             code = int(error.value)
-        if code in SESSION_OVER and function == "nvmlEventSetWait":
-            raise SessionOver(in_words(code))
+        if code in SESSION_OVER_CODES and function == "nvmlEventSetWait":
+            raise SessionOver(error_text(code))
         return code, None
 
-    def _words(self, code: int) -> str:
-        return in_words(code, str(self._nvml.NVMLError(code)))
+    def _error_text(self, code: int) -> str:
+        return error_text(code, str(self._nvml.NVMLError(code)))
 
 
 def _address(handle: Any) -> int:

@@ -24,7 +24,7 @@ MANAGER = "manager"
 _SCRUBBED = ("SLURM", "SBATCH", "SRUN", "SALLOC", "SQUEUE", "SCANCEL", "SINFO", "SCONTROL", "PMI", "PMIX", "OMPI")
 """Prefixes of what Slurm sets inside a job, and of what changes its commands' defaults and formats."""
 
-_SECONDS = {"SLURM_TIME_FORMAT": "%s"}
+_EPOCH_TIMES_ENV = {"SLURM_TIME_FORMAT": "%s"}
 """Times as seconds since 1970, where programs read them; what other commands say of times, people read."""
 
 NO_CLUSTER = "Could not establish a configuration source"
@@ -50,7 +50,7 @@ _UNANSWERED = re.compile(
 """Wins over a refusal: the same sentences carry lost answers ("Batch job submission failed: Socket timed out ...")."""
 
 
-class Ended(Struct, frozen=True):
+class CommandResult(Struct, frozen=True):
     """How a command ended, and what it wrote."""
 
     code: int
@@ -61,23 +61,23 @@ class Ended(Struct, frozen=True):
 class SlurmLimits(Struct, frozen=True):
     """Deadlines (s) and budgets of the Slurm backend."""
 
-    read: float = 10.0
+    read_timeout_s: float = 10.0
     """for squeue and scontrol show; Slurm's own MessageTimeout is 10 s by default"""
-    write: float = 30.0
+    write_timeout_s: float = 30.0
     """for sbatch, salloc and scancel: killing one early leaves an open question"""
-    at_once: int = 10
+    immediate_timeout_s: int = 10
     """salloc waits so long for nodes that are free; by default Slurm's scheduler runs 2 s after a submission"""
-    at_once_het: int = 45
+    immediate_timeout_het_s: int = 45
     """for several components: only the backfill scheduler starts those, every 30 s by default (slurm.conf(5))"""
-    launch: float = 2.0
+    launch_watch_s: float = 2.0
     """so long a fresh srun is watched for a refusal; a step that starts is seen before (median 0.04 s in the lab)"""
-    begin: float = 0.25
+    interpreter_watch_s: float = 0.25
     """once slurmstepd has opened a step's output, so long it is watched for an interpreter that is not there"""
-    carry: float = 1.0
+    srun_release_delay_s: float = 1.0
     """an srun lives on for so long after its step has joined, until slurmstepd surely needs it no more"""
-    queue: float = 60.0
+    step_queue_timeout_s: float = 60.0
     """after so long srun gives up waiting for resources of the allocation: for ever is its default (measured)"""
-    interval: float = 1.0
+    min_poll_interval_s: float = 1.0
     """a look asked for sooner than this gets the answer of the one before, unless we changed something since"""
     reads_per_minute: int = 60
     """commands of all managers of a user, of which a look takes three; above its share of them, a manager's answer is:
@@ -92,42 +92,42 @@ class Budget:
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._whole = self._size = float(per_minute)
-        self._left = self._size
+        self._user_total = self._share = float(per_minute)
+        self._available = self._share
         self._clock = clock
-        self._at = clock()
+        self._refilled_at = clock()
 
     @property
     def per_minute(self) -> float:
         """This manager's share."""
-        return self._size
+        return self._share
 
     def share(self, managers: int) -> None:
         """So many managers of this user live, this one included."""
-        self._size = self._whole / max(1, managers)
-        self._left = min(self._left, self._size)
+        self._share = self._user_total / max(1, managers)
+        self._available = min(self._available, self._share)
 
-    def take(self, count: int, credit: bool = False) -> bool:
+    def spend(self, count: int, credit: bool = False) -> bool:
         """Whether ``count`` reads may be made now; they are counted if so."""
         now = self._clock()
-        self._left = min(self._size, self._left + (now - self._at) * self._size / 60.0)
-        self._at = now
-        if self._left < count and not credit:
+        self._available = min(self._share, self._available + (now - self._refilled_at) * self._share / 60.0)
+        self._refilled_at = now
+        if self._available < count and not credit:
             return False
-        self._left -= count
+        self._available -= count
         return True
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
     """``given`` without what a surrounding Slurm job or a user's habits would tell Slurm's commands."""
-    kept = {k: v for k, v in given.items() if k == "SLURM_CONF" or k.partition("_")[0] not in _SCRUBBED}
-    return kept | {"LC_ALL": "C"}
+    result = {k: v for k, v in given.items() if k == "SLURM_CONF" or k.partition("_")[0] not in _SCRUBBED}
+    return result | {"LC_ALL": "C"}
 
 
-def failure(command: str, ended: Ended) -> Refused | Unanswered:
+def failure(command: str, result: CommandResult) -> Refused | Unanswered:
     """What a command that ended with an error means."""
-    text = " / ".join(line for line in ended.err.splitlines() if line.strip()) or f"exit code {ended.code}"
-    if _REFUSED.search(ended.err) and not unanswered(ended.err):
+    text = " / ".join(line for line in result.err.splitlines() if line.strip()) or f"exit code {result.code}"
+    if _REFUSED.search(result.err) and not unanswered(result.err):
         return Refused(f"{command}: {text}")
     return Unanswered(f"{command}: {text}")
 
@@ -137,28 +137,28 @@ def unanswered(text: str) -> bool:
     return _UNANSWERED.search(text) is not None
 
 
-async def execute(argv: tuple[str, ...], within: float, given: str = "") -> Ended:
+async def execute(argv: tuple[str, ...], timeout_s: float, stdin_text: str = "") -> CommandResult:
     """Run a command to its end. Raises Unanswered when it does not end in time, Refused when it cannot be started."""
     try:
         process = await asyncio.create_subprocess_exec(
             *argv, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            env=environment(os.environ) | (_SECONDS if argv[0] == "squeue" else {}), start_new_session=True,
+            env=environment(os.environ) | (_EPOCH_TIMES_ENV if argv[0] == "squeue" else {}), start_new_session=True,
         )  # fmt: skip
     except OSError as error:
         raise Refused(f"{argv[0]} cannot be started: {error}") from error
     try:
-        async with asyncio.timeout(within):  # Python 3.11's wait_for may forget a cancellation
-            out, err = await process.communicate(given.encode())
+        async with asyncio.timeout(timeout_s):  # Python 3.11's wait_for may forget a cancellation
+            out, err = await process.communicate(stdin_text.encode())
     except TimeoutError:
-        raise Unanswered(f"{argv[0]}: no answer within {within:g} s") from None
+        raise Unanswered(f"{argv[0]}: no answer within {timeout_s:g} s") from None
     finally:
         if process.returncode is None:
-            end(process)
+            kill_session(process)
             await process.wait()
-    return Ended(process.returncode or 0, out.decode(errors="replace"), err.decode(errors="replace"))
+    return CommandResult(process.returncode or 0, out.decode(errors="replace"), err.decode(errors="replace"))
 
 
-def end(process: asyncio.subprocess.Process) -> None:
+def kill_session(process: asyncio.subprocess.Process) -> None:
     """SIGKILL a command and its children at once (it leads a session of its own).
 
     For srun this is a matter of life: it has a child that ends the step when srun alone is killed (measured: the step

@@ -16,9 +16,9 @@ from msgspec import Struct
 from ....core.faults import Fault, FaultKind
 from ..base import Refused, Unanswered
 
-HARM_ENV = "RRL_LAB_HARM"
+LAB_FAULTS_ENV = "RRL_LAB_HARM"
 """Names the socket of a test cluster that may be harmed."""
-WITHIN = 30.0
+START_TIMEOUT_S = 30.0
 """s for the test cluster to begin it"""
 _DONE_BY_LAB = (FaultKind.CRASH, FaultKind.CUT, FaultKind.DELAY, FaultKind.OUTAGE)
 
@@ -28,25 +28,25 @@ class _Answer(Struct):
     detail: str = ""
 
 
-async def harm(fault: Fault) -> str:
+async def inject_fault(fault: Fault) -> str:
     """Have the test cluster do it, which also ends it after ``fault.seconds``; says what was done."""
-    path = os.environ.get(HARM_ENV)
+    path = os.environ.get(LAB_FAULTS_ENV)
     if not path or fault.kind not in _DONE_BY_LAB:
         raise Refused(f"{fault.kind} can be performed on a test cluster only" if not path else
                       f"{fault.kind} is nothing that a cluster does")  # fmt: skip
-    wanted: dict[str, Any] = {"do": fault.kind.value}
+    request: dict[str, Any] = {"do": fault.kind.value}
     if fault.seconds:
-        wanted["seconds"] = fault.seconds
+        request["seconds"] = fault.seconds
     if fault.kind is not FaultKind.OUTAGE:
-        wanted["node"] = fault.target
+        request["node"] = fault.target
     if fault.kind is FaultKind.DELAY:
-        wanted["ms"] = fault.amount
-    within = WITHIN + (fault.seconds if fault.kind is FaultKind.OUTAGE else 0)  # that is answered when it is over
+        request["ms"] = fault.amount
+    timeout_s = START_TIMEOUT_S + (fault.seconds if fault.kind is FaultKind.OUTAGE else 0)  # that is answered when it is over
     try:
-        async with asyncio.timeout(within):
-            answer = await _asked(path, msgspec.json.encode(wanted) + b"\n")
+        async with asyncio.timeout(timeout_s):
+            answer = await _send_request(path, msgspec.json.encode(request) + b"\n")
     except TimeoutError:
-        raise Unanswered(f"the test cluster did not answer within {within:g} s") from None
+        raise Unanswered(f"the test cluster did not answer within {timeout_s:g} s") from None
     except OSError as error:
         raise Refused(f"the test cluster cannot be reached at {path}: {error.strerror}") from error
     if not answer.ok:
@@ -54,15 +54,15 @@ async def harm(fault: Fault) -> str:
     return answer.detail
 
 
-async def _asked(path: str, line: bytes) -> _Answer:
+async def _send_request(path: str, line: bytes) -> _Answer:
     reader, writer = await asyncio.open_unix_connection(path)
     try:
         writer.write(line)
         await writer.drain()
-        said = await reader.readline()
+        reply = await reader.readline()
     finally:
         writer.close()
     try:
-        return msgspec.json.decode(said, type=_Answer)
+        return msgspec.json.decode(reply, type=_Answer)
     except msgspec.MsgspecError:
-        raise Unanswered(f"the test cluster said {said[:80]!r}") from None
+        raise Unanswered(f"the test cluster said {reply[:80]!r}") from None

@@ -13,24 +13,24 @@ from collections.abc import Mapping
 from msgspec import Struct
 
 from ..base import Refused, Unanswered
-from .commands import Ended, SlurmLimits, execute, failure
+from .commands import CommandResult, SlurmLimits, execute, failure
 
-_WITHIN = SlurmLimits().read
+_TIMEOUT_S = SlurmLimits().read_timeout_s
 _ASSOC = ("account", "partition", "maxjobs", "maxsubmitjobs", "grpjobs", "grpsubmitjobs", "defaultqos")
 _QOS = ("name", "maxjobspu", "maxsubmitpu", "grpjobs", "grpsubmitjobs")
 
 
 class Limit(Struct, frozen=True):
-    most: int
-    running: bool
+    max_jobs: int
+    running_only: bool
     """of jobs that run; else of those in the queue, running or not"""
-    alone: bool
+    per_user: bool
     """counted for this user alone; else together with others, who may use it up"""
-    where: str
+    name: str
     """as an administrator would say it: ``MaxSubmitJobs of account astro``"""
 
 
-class SeenLimits(Struct, frozen=True):
+class JobLimits(Struct, frozen=True):
     limits: tuple[Limit, ...] = ()
     unknown: str = ""
     """why they could not be seen"""
@@ -38,23 +38,23 @@ class SeenLimits(Struct, frozen=True):
     """MaxStepCount; 0: not seen"""
 
 
-async def look(options: Mapping[str, str]) -> SeenLimits:
+async def read_limits(options: Mapping[str, str]) -> JobLimits:
     """Of jobs with these sbatch options (account, partition, qos). Raises nothing."""
     try:
         config = (await _read("scontrol", "show", "config")).out
         steps = re.search(r"^MaxStepCount\s*=\s*(\d+)", config, re.MULTILINE)
         per_job = int(steps[1]) if steps else 0
         if not enforced(config):
-            return SeenLimits(steps_per_job=per_job)
+            return JobLimits(steps_per_job=per_job)
         user = getpass.getuser()
         assoc = await _read("sacctmgr", "-nP", "show", "assoc", "where", f"user={user}", f"format={','.join(_ASSOC)}")
         default = await _read("sacctmgr", "-nP", "show", "user", "where", f"name={user}", "format=defaultaccount")
         qos = await _read("sacctmgr", "-nP", "show", "qos", f"format={','.join(_QOS)}")
     except (Refused, Unanswered, OSError) as error:
-        return SeenLimits(unknown=str(error))
+        return JobLimits(unknown=str(error))
     account = options.get("account") or default.out.strip()
     limits, default_qos = association_limits(assoc.out, account, options.get("partition", ""))
-    return SeenLimits((*limits, *qos_limits(qos.out, options.get("qos") or default_qos)), "", per_job)
+    return JobLimits((*limits, *qos_limits(qos.out, options.get("qos") or default_qos)), "", per_job)
 
 
 def enforced(config: str) -> bool:
@@ -97,12 +97,12 @@ def qos_limits(text: str, name: str) -> list[Limit]:
     ]
 
 
-def _limit(text: str | None, running: bool, alone: bool, where: str) -> list[Limit]:
-    return [Limit(int(text), running, alone, where)] if text and text.isdigit() else []
+def _limit(text: str | None, running_only: bool, per_user: bool, name: str) -> list[Limit]:
+    return [Limit(int(text), running_only, per_user, name)] if text and text.isdigit() else []
 
 
-async def _read(*argv: str) -> Ended:
-    ended = await execute(argv, _WITHIN)
+async def _read(*argv: str) -> CommandResult:
+    ended = await execute(argv, _TIMEOUT_S)
     if ended.code:
         raise failure(argv[0], ended)
     return ended

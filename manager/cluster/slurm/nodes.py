@@ -24,9 +24,9 @@ from ....core.drains import RUN_PREFIX, DrainOwner, drain_owner
 from ....core.types import NodeName
 from ..base import Refused, Unanswered
 from . import parsing as text
-from .commands import Ended, unanswered
+from .commands import CommandResult, unanswered
 
-LATER = " : Not responding"
+NOT_RESPONDING_SUFFIX = " : Not responding"
 """what slurmctld appends to the reason of a node that it loses"""
 _NO_RIGHTS = re.compile(r"Invalid user id|Access/permission denied", re.IGNORECASE)
 _NO_RESIZE = re.compile(
@@ -36,13 +36,13 @@ _NO_RESIZE = re.compile(
 )
 """slurmctld answered that it does not shrink this job, or not by this node"""
 
-Run = Callable[[tuple[str, ...]], Awaitable[Ended]]
+RunCommand = Callable[[tuple[str, ...]], Awaitable[CommandResult]]
 
 
 class SlurmNodes:
     """``read`` and ``write`` run a command and return how it ended; both raise Unanswered when it does not."""
 
-    def __init__(self, read: Run, write: Run) -> None:
+    def __init__(self, read: RunCommand, write: RunCommand) -> None:
         self._read, self._write = read, write
         self._no_rights = ""
         """slurmctld's words, once it has said no"""
@@ -52,30 +52,30 @@ class SlurmNodes:
     async def drain(self, node: NodeName, reason: str) -> None:
         if drain_owner(reason) is DrainOwner.OTHER:
             raise ValueError(f"the reason of a drain by rrl begins with {RUN_PREFIX}: {reason!r}")
-        before = await self._look(node)
-        if before.draining and _base(before.reason) == reason:
+        before = await self._read_node(node)
+        if before.draining and _without_suffix(before.reason) == reason:
             self.drained.add(node)
             return
-        if before.taken:
-            raise Refused(f"{node} is {before.told}: somebody else's matter")
+        if before.set_aside:
+            raise Refused(f"{node} is {before.description}: somebody else's matter")
         if self._no_rights:
             raise Refused(self._no_rights)
         await self._update(node, "State=DRAIN", f"Reason={reason}")
-        after = await self._look(node)
-        if after.draining and _base(after.reason) != reason:
-            raise Refused(f"{node} is {after.told}: somebody else's by now")
+        after = await self._read_node(node)
+        if after.draining and _without_suffix(after.reason) != reason:
+            raise Refused(f"{node} is {after.description}: somebody else's by now")
         if not after.draining:
-            raise Unanswered(f"{node} is {after.told} after it was drained")
+            raise Unanswered(f"{node} is {after.description} after it was drained")
         self.drained.add(node)
 
     async def undrain(self, node: NodeName, reason: str) -> None:
-        before = await self._look(node)
+        before = await self._read_node(node)
         if before.draining:
-            if _base(before.reason) != reason:
-                raise Refused(f"{node} is {before.told}: not our drain")
+            if _without_suffix(before.reason) != reason:
+                raise Refused(f"{node} is {before.description}: not our drain")
             await self._update(node, "State=UNDRAIN")
-            if (after := await self._look(node)).draining and _base(after.reason) == reason:
-                raise Unanswered(f"{node} is {after.told} after its drain was taken back")
+            if (after := await self._read_node(node)).draining and _without_suffix(after.reason) == reason:
+                raise Unanswered(f"{node} is {after.description} after its drain was taken back")
         self.drained.discard(node)
 
     async def shrink(self, job: text.Job, nodes: Sequence[NodeName]) -> None:
@@ -89,17 +89,17 @@ class SlurmNodes:
             raise Refused("a component with one node ends with the next node that its heterogeneous job loses")
         ended = await self._write(("scontrol", "update", f"JobId={job.id}", f"NodeList={NodeSet(','.join(rest))}"))
         if ended.code:
-            said = _one_line(ended)
+            reply = _one_line(ended)
             if _NO_RESIZE.search(ended.err) or _NO_RIGHTS.search(ended.err):
-                raise Refused(f"Slurm does not shrink job {job.id}: {said}")
-            raise Unanswered(f"scontrol: {said}")
+                raise Refused(f"Slurm does not shrink job {job.id}: {reply}")
+            raise Unanswered(f"scontrol: {reply}")
 
-    async def _look(self, node: NodeName) -> text.NodeMark:
+    async def _read_node(self, node: NodeName) -> text.NodeInfo:
         ended = await self._read(("scontrol", "show", "node", "-o", node))
         if "not found" in ended.out:
             raise Refused(f"{node} is not known to Slurm")
         try:
-            return text.read_mark(ended.out)
+            return text.read_node_info(ended.out)
         except text.Unreadable as error:
             raise Unanswered(f"scontrol: {error}") from error
 
@@ -107,18 +107,18 @@ class SlurmNodes:
         ended = await self._write(("scontrol", "update", f"NodeName={node}", *changes))
         if not ended.code:
             return
-        said = _one_line(ended)
+        reply = _one_line(ended)
         if _NO_RIGHTS.search(ended.err):
-            self._no_rights = f"we may not drain nodes here: {said}"
+            self._no_rights = f"we may not drain nodes here: {reply}"
             raise Refused(self._no_rights)
         if "slurm_update error" in ended.err and not unanswered(ended.err):
-            raise Refused(f"scontrol: {said}")
-        raise Unanswered(f"scontrol: {said}")
+            raise Refused(f"scontrol: {reply}")
+        raise Unanswered(f"scontrol: {reply}")
 
 
-def _base(reason: str) -> str:
-    return reason.removesuffix(LATER)
+def _without_suffix(reason: str) -> str:
+    return reason.removesuffix(NOT_RESPONDING_SUFFIX)
 
 
-def _one_line(ended: Ended) -> str:
+def _one_line(ended: CommandResult) -> str:
     return " / ".join(line for line in ended.err.splitlines() if line.strip()) or f"exit code {ended.code}"

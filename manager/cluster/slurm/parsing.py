@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from ....core.types import NodeName
 from ....core.units import seconds
-from ..base import AllocationState, NodeSeen, NodeState
+from ..base import AllocationState, NodeStatus, NodeState
 from .commands import MANAGER
 
 _RS, _US = "\x1e", "\x1f"
@@ -57,17 +57,17 @@ the names are those in libslurm 22.05.8). All others may clear: Resources and Pr
 (AssocGrpJobsLimit, QOSMaxJobsPerUserLimit, AssocGrpCpuLimit ...), since somebody's job may end, nodes that are down or
 drained (ReqNodeNotAvail; measured: PartitionNodeLimit is not said of those), partitions that are down or inactive. A
 job that is held has somebody who means to let it go."""
-_HELD = {
+_HOLD_REASONS = {
     "JobHeldAdmin": "held by an administrator (scontrol release)",
     "JobHeldUser": "held by its user (scontrol release)",
 }
-TAKEN_EARLY = 5.0
+PREEMPTED_EARLY_S = 5.0
 """s before the end of its time limit that a job's expected end tells of preemption; without it they differ by none
 (measured on 22.05)"""
 
 
 _REASON = re.compile(r" Reason=(.+?)(?: \[(\S+@\S+)\]| [A-Z]\w+=|$)")
-_KEPT_BACK = {"MAINT", "PLANNED_MAINT", "RESERVED"}
+_RESERVED = {"MAINT", "PLANNED_MAINT", "RESERVED"}
 """flags by which somebody has other plans with a node that is up"""
 
 
@@ -80,15 +80,15 @@ class JobEnd(StrEnum):
 
     COMPLETING = "completing"
     """it ends; Slurm says why once all of it has ended"""
-    TAKEN_BACK = "taken_back"
+    RECLAIMED = "taken_back"
     """by no fault of what ran in it: preempted, or its time was over"""
     CANCELLED = "cancelled"
     OTHER = "other"
 
 
 _ENDS = {
-    "COMPLETING": JobEnd.COMPLETING, "PREEMPTED": JobEnd.TAKEN_BACK, "TIMEOUT": JobEnd.TAKEN_BACK,
-    "DEADLINE": JobEnd.TAKEN_BACK, "CANCELLED": JobEnd.CANCELLED,
+    "COMPLETING": JobEnd.COMPLETING, "PREEMPTED": JobEnd.RECLAIMED, "TIMEOUT": JobEnd.RECLAIMED,
+    "DEADLINE": JobEnd.RECLAIMED, "CANCELLED": JobEnd.CANCELLED,
 }  # fmt: skip
 """by squeue's word for the state"""
 
@@ -101,11 +101,11 @@ class Job(Struct, frozen=True):
     name: str
     detail: str
     comment: str
-    hopeless: str = ""
+    unsatisfiable_reason: str = ""
     """the reason why it pends and never starts by itself"""
-    left: float | None = None
+    time_left_s: float | None = None
     """s until Slurm takes it back: by its time limit, or sooner if it is preempted"""
-    taken: bool = False
+    reclaimed: bool = False
     """it is preempted, and has GraceTime left"""
     leader: str = ""
     """of a component: the id of the heterogeneous job, which is that of its first component"""
@@ -131,48 +131,48 @@ class StepLine(Struct, frozen=True):
         return self.id.partition(".")[0]
 
 
-class NodeMark(Struct, frozen=True):
+class NodeInfo(Struct, frozen=True):
     """What people and slurmctld have laid down about a node."""
 
     state: str
     """with its flags, as Slurm writes it"""
     reason: str
-    by: str
+    reason_by: str
     """who gave the reason, and when"""
 
     @property
     def flags(self) -> set[str]:
-        return _words(self.state)
+        return _flags(self.state)
 
     @property
     def draining(self) -> bool:
         return bool(self.flags & {"DRAIN", "DRAINED", "DRAINING"})
 
     @property
-    def taken(self) -> bool:
+    def set_aside(self) -> bool:
         """It is drained, down, reserved or about to be rebooted, by somebody. (That it does not respond is nobody's
         doing.)"""
-        return bool(self.flags & (_DOWN | _DRAINING | _KEPT_BACK))
+        return bool(self.flags & (_DOWN | _DRAINING | _RESERVED))
 
     @property
-    def told(self) -> str:
-        given = f" ({self.by})" if self.by else ""
+    def description(self) -> str:
+        given = f" ({self.reason_by})" if self.reason_by else ""
         return f"{self.state}: {self.reason}{given}" if self.reason else self.state
 
 
 def read_jobs(text: str) -> list[Job]:
     """From ``squeue -h -t all -o`` :data:`JOBS_FORMAT`. ``detail``: Slurm's state, and the reason if it gives one."""
     jobs = []
-    for number, shown, word, nodes, name, reason, time_left, limit, start, end, comment in records(text, 11):
-        state = _allocation_state(word)
-        detail = word if reason in ("None", "") else f"{word}: {_HELD.get(reason, reason)}"
+    for number, shown, state_name, nodes, name, reason, time_left, limit, start, end, comment in records(text, 11):
+        state = _allocation_state(state_name)
+        detail = state_name if reason in ("None", "") else f"{state_name}: {_HOLD_REASONS.get(reason, reason)}"
         comment = "" if comment == "(null)" else comment
         never = reason if state is AllocationState.PENDING and never_clears(reason) else ""
         leader, plus, offset = shown.partition("+")
         component = (leader, int(offset)) if plus and offset.isdigit() else ("", 0)
-        left, taken = _time_left(time_left, limit, start, end) if state is AllocationState.RUNNING else (None, False)
-        how_it_ended = _ENDS.get(word, JobEnd.OTHER) if state is AllocationState.ENDED else None
-        jobs.append(Job(number, state, _expand(nodes), name, detail, comment, never, left, taken, *component,
+        time_left_s, reclaimed = _time_left(time_left, limit, start, end) if state is AllocationState.RUNNING else (None, False)
+        how_it_ended = _ENDS.get(state_name, JobEnd.OTHER) if state is AllocationState.ENDED else None
+        jobs.append(Job(number, state, _expand(nodes), name, detail, comment, never, time_left_s, reclaimed, *component,
                         how_it_ended))  # fmt: skip
     return jobs
 
@@ -186,7 +186,7 @@ def _time_left(left: str, limit: str, start: str, end: str) -> tuple[float | Non
         early = float(start) + float(seconds(limit)) - float(end)
     except ValueError:  # UNLIMITED, NOT_SET, INVALID, or times that are not told in seconds
         return None, False
-    return max(0.0, by_limit - max(0.0, early)), early > TAKEN_EARLY
+    return max(0.0, by_limit - max(0.0, early)), early > PREEMPTED_EARLY_S
 
 
 def never_clears(reason: str) -> bool:
@@ -199,10 +199,10 @@ def managed_runs(jobs: Iterable[Job]) -> set[str]:
     itself is, but for those whose first manager still waits there. Their names are in the comments."""
     runs = set()
     for job in jobs:
-        words = job.comment.split()
-        waiting = words[-1:] == [MANAGER] and job.state is AllocationState.PENDING
-        if len(words) > 1 and words[0] == "rrl" and job.state is not AllocationState.ENDED and not waiting:
-            runs.add(words[1])
+        tokens = job.comment.split()
+        waiting = tokens[-1:] == [MANAGER] and job.state is AllocationState.PENDING
+        if len(tokens) > 1 and tokens[0] == "rrl" and job.state is not AllocationState.ENDED and not waiting:
+            runs.add(tokens[1])
     return runs
 
 
@@ -212,12 +212,12 @@ def read_steps(text: str) -> list[StepLine]:
     return [line for line in lines if re.fullmatch(r"\d+\.\d+", line.id)]
 
 
-def read_nodes(text: str) -> dict[NodeName, NodeSeen]:
+def read_nodes(text: str) -> dict[NodeName, NodeStatus]:
     """From ``scontrol show node -o``. A line for a name that Slurm does not know makes it UNKNOWN."""
     nodes = {}
     for line in text.splitlines():
         if missing := re.fullmatch(r"Node (\S+) not found", line):
-            nodes[NodeName(missing[1])] = NodeSeen(NodeState.UNKNOWN, "not known to Slurm")
+            nodes[NodeName(missing[1])] = NodeStatus(NodeState.UNKNOWN, "not known to Slurm")
             continue
         if not line.strip():
             continue
@@ -226,17 +226,17 @@ def read_nodes(text: str) -> dict[NodeName, NodeSeen]:
             raise Unreadable(f"no node in {line[:80]!r}")
         reason = _REASON.search(line)
         detail = f"{state[1]}: {reason[1]}" if reason else state[1]
-        nodes[NodeName(name[1])] = NodeSeen(node_state(state[1]), detail, reason[1] if reason else "")
+        nodes[NodeName(name[1])] = NodeStatus(node_state(state[1]), detail, reason[1] if reason else "")
     return nodes
 
 
-def read_mark(text: str) -> NodeMark:
+def read_node_info(text: str) -> NodeInfo:
     """From ``scontrol show node -o`` of one node."""
     state = re.search(r" State=(\S+)", text)
     if state is None:
         raise Unreadable(f"no node in {text.strip()[:80]!r}")
     reason = _REASON.search(text.strip())
-    return NodeMark(state[1], reason[1] if reason else "", reason[2] or "" if reason else "")
+    return NodeInfo(state[1], reason[1] if reason else "", reason[2] or "" if reason else "")
 
 
 def node_state(text: str) -> NodeState:
@@ -244,20 +244,20 @@ def node_state(text: str) -> NodeState:
 
     A node that only does not respond (yet) is UNKNOWN: Slurm itself waits for SlurmdTimeout before it says DOWN.
     """
-    words = _words(text)
-    for state, those in ((NodeState.DOWN, _DOWN), (NodeState.DRAINING, _DRAINING), (NodeState.UNKNOWN, _UNKNOWN)):
-        if words & those:
+    flags = _flags(text)
+    for state, names in ((NodeState.DOWN, _DOWN), (NodeState.DRAINING, _DRAINING), (NodeState.UNKNOWN, _UNKNOWN)):
+        if flags & names:
             return state
-    return NodeState.UP if words & _UP else NodeState.UNKNOWN
+    return NodeState.UP if flags & _UP else NodeState.UNKNOWN
 
 
-def _words(text: str) -> set[str]:
-    words = {word.rstrip("*~#!%$@^-+").upper() for word in text.split("+")}
+def _flags(text: str) -> set[str]:
+    flags = {flag.rstrip("*~#!%$@^-+").upper() for flag in text.split("+")}
     if "*" in text:
-        words.add("NOT_RESPONDING")
+        flags.add("NOT_RESPONDING")
     if "~" in text:
-        words.add("POWERED_DOWN")
-    return words
+        flags.add("POWERED_DOWN")
+    return flags
 
 
 def inactive_limit(text: str) -> int:
@@ -267,14 +267,14 @@ def inactive_limit(text: str) -> int:
     raise Unreadable("scontrol show config tells no InactiveLimit")
 
 
-def _allocation_state(word: str) -> AllocationState:
-    for state, words in (
+def _allocation_state(state_name: str) -> AllocationState:
+    for state, state_names in (
         (AllocationState.PENDING, _PENDING), (AllocationState.RUNNING, _RUNNING),
         (AllocationState.SUSPENDED, _SUSPENDED), (AllocationState.ENDED, _ENDED),
     ):  # fmt: skip
-        if word in words:
+        if state_name in state_names:
             return state
-    raise Unreadable(f"{word!r} is no state of a job")
+    raise Unreadable(f"{state_name!r} is no state of a job")
 
 
 def fields(*names: str) -> str:

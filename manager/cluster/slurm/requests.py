@@ -12,7 +12,7 @@ from msgspec import Struct
 from ....core.run_spec import Resources
 from ....core.units import seconds
 from ....slurm_templates.render import allocation_options, allocation_script
-from ..base import Ask, NodeState
+from ..base import AllocationRequest, NodeState
 from .parsing import Unreadable, node_state, records
 
 SHAPES_FORMAT = ("%P", "%D", "%c", "%m", "%G", "%T", "%l", "%s")
@@ -32,27 +32,27 @@ class Partition(Struct, frozen=True):
     name: str
     default: bool
     shapes: tuple[Shape, ...]
-    longest: float
+    max_walltime_s: float
     """s that a job may ask for; inf"""
-    most: float
+    max_nodes: float
     """nodes that a job may have; inf"""
 
     def fitting(self, node: Resources, usable: bool = False) -> int:
         """How many nodes could carry ``node``; ``usable``: of those that are up."""
-        return sum(shape.count for shape in self.shapes if _holds(shape.node, node) and (shape.usable or not usable))
+        return sum(shape.count for shape in self.shapes if _fits(shape.node, node) and (shape.usable or not usable))
 
-    def lacks(self, node: Resources) -> str:
+    def missing_resource(self, node: Resources) -> str:
         """The key of job.toml that no node here is large enough for: ``cpus``, ``gpus`` or ``mem``."""
         for key in ("gpus", "mem", "cpus"):
             if all(getattr(shape.node, key) < getattr(node, key) for shape in self.shapes):
                 return key
         return "cpus"
 
-    def told(self) -> str:
+    def description(self) -> str:
         kinds = {(shape.node.cpus, shape.node.gpus, shape.node.mem): 0 for shape in self.shapes}
         for shape in self.shapes:
             kinds[shape.node.cpus, shape.node.gpus, shape.node.mem] += shape.count
-        return ", ".join(f"{count} of {shown(Resources(*kind))}" for kind, count in kinds.items()) or "no nodes"
+        return ", ".join(f"{count} of {resources_text(Resources(*kind))}" for kind, count in kinds.items()) or "no nodes"
 
 
 def read_partitions(text: str) -> list[Partition]:
@@ -64,8 +64,8 @@ def read_partitions(text: str) -> list[Partition]:
     for name, lines in rows.items():
         try:
             shapes = tuple(_shape(*line[:5]) for line in lines)
-            most = lines[0][6].rpartition("-")[2]
-            limit = float("inf") if most in ("infinite", "UNLIMITED") else float(most)
+            max_nodes = lines[0][6].rpartition("-")[2]
+            limit = float("inf") if max_nodes in ("infinite", "UNLIMITED") else float(max_nodes)
             partitions.append(Partition(name.rstrip("*"), name.endswith("*"), shapes, seconds_of(lines[0][5]), limit))
         except ValueError as error:
             raise Unreadable(f"partition {name}: {error}") from error
@@ -87,19 +87,19 @@ def seconds_of(text: str) -> float:
     return float("inf") if text in ("infinite", "UNLIMITED", "n/a") else float(seconds(text))
 
 
-def chosen(partitions: list[Partition], options: Mapping[str, str]) -> list[Partition]:
+def eligible(partitions: list[Partition], options: Mapping[str, str]) -> list[Partition]:
     """Those that a job with these sbatch options may run in."""
     names = [name for name in options.get("partition", "").split(",") if name]
     return [one for one in partitions if (one.name in names if names else one.default)]
 
 
-def wanted(ask: Ask) -> Resources:
+def required_resources(request: AllocationRequest) -> Resources:
     """What each node must carry; GPUs that the job spec asks for by an sbatch option are left to Slurm."""
-    gpus = 0 if "gres" in ask.sbatch else ask.node.gpus
-    return Resources(ask.node.cpus, gpus, ask.node.mem)
+    gpus = 0 if "gres" in request.sbatch else request.node.gpus
+    return Resources(request.node.cpus, gpus, request.node.mem)
 
 
-def shown(node: Resources) -> str:
+def resources_text(node: Resources) -> str:
     gpus = f", {node.gpus} GPUs" if node.gpus else ""
     return f"{node.cpus} CPUs, {node.mem / 2**20:g} MiB{gpus}"
 
@@ -109,22 +109,22 @@ def _shape(count: str, cpus: str, mem: str, gres: str, state: str) -> Shape:
     return Shape(int(count), node, node_state(state) is NodeState.UP)
 
 
-def _holds(has: Resources, node: Resources) -> bool:
+def _fits(has: Resources, node: Resources) -> bool:
     return has.cpus >= node.cpus and has.gpus >= node.gpus and has.mem >= node.mem
 
 
-def request_options(ask: Ask) -> tuple[str, ...]:
+def request_options(request: AllocationRequest) -> tuple[str, ...]:
     """Of one component, its ``more`` left aside. Raises ValueError for an option that cannot be passed on."""
     return allocation_options(
-        tag=ask.tag, comment=f"{ask.comment} {ask.tag}".strip(), nodes=ask.count, node=ask.node,
-        walltime=ask.walltime, exclude=ask.exclude, extra=ask.sbatch,
+        tag=request.tag, comment=f"{request.comment} {request.tag}".strip(), nodes=request.count, node=request.node,
+        walltime=request.walltime, exclude=request.exclude, extra=request.sbatch,
     )  # fmt: skip
 
 
-def script(ask: Ask, command: Sequence[str] = (), output: str = "") -> str:
+def batch_script(request: AllocationRequest, command: Sequence[str] = (), output: str = "") -> str:
     """The batch script of an ask with all its components; ``command`` runs in it, and writes to ``output``, unless the
     job spec says where. Raises ValueError."""
-    first, *more = (request_options(one) for one in (ask, *ask.more))
-    if output and "output" not in ask.sbatch:
+    first, *more = (request_options(one) for one in (request, *request.further_components))
+    if output and "output" not in request.sbatch:
         first = (*first, f"--output={output}")
     return allocation_script(first, *more, command=command)

@@ -17,15 +17,15 @@ from pathlib import Path
 from msgspec import Struct
 
 from ....core.processes import AGENT_MODULE, STEP_MODULE
-from ....core.text import absent, last_lines, last_lines_of
+from ....core.text import shows_missing_command, last_lines, last_lines_of
 from ....core.units import slurm_mem
 from ..base import ExitedAtOnce, NotStarted, Refused, Step, Unanswered
-from .commands import Ended, SlurmLimits, end, environment, failure
+from .commands import CommandResult, SlurmLimits, kill_session, environment, failure
 
 
 class _Srun(Struct):
     process: asyncio.subprocess.Process
-    said: Path
+    stderr_file: Path
     """its standard error: in the run directory, so that it needs nobody to read a pipe"""
     joined: asyncio.Event
 
@@ -37,13 +37,13 @@ class Sruns:
         self._python = python
         self._limits = limits
         self._prefix = prefix
-        self._carrying: dict[str, _Srun] = {}
+        self._running: dict[str, _Srun] = {}
         self._failed: set[str] = set()
         self._watchers: set[asyncio.Task[None]] = set()
 
     def __contains__(self, tag: str) -> bool:
         """An srun still carries this tag's launch."""
-        return tag in self._carrying
+        return tag in self._running
 
     @property
     def failed(self) -> frozenset[str]:
@@ -61,19 +61,19 @@ class Sruns:
         output = str(step.log_file).replace("%", "%%")
         return (
             "srun", *job, f"--job-name={step.tag}", "--nodes=1", "--ntasks=1", f"--nodelist={step.node}",
-            "--exact", *(("--overlap",) if step.overlap else ()), f"--cpus-per-task={step.each.cpus}",
-            f"--mem={slurm_mem(step.each.mem) if step.each.mem else 0}",  # 0: of the job's, without counting
-            f"--gres={f'gpu:{step.each.gpus}' if step.each.gpus else 'none'}",
-            "--mpi=none", "--kill-on-bad-exit=0", "--no-kill", "--wait=0", f"--immediate={int(self._limits.queue)}",
+            "--exact", *(("--overlap",) if step.overlap else ()), f"--cpus-per-task={step.resources.cpus}",
+            f"--mem={slurm_mem(step.resources.mem) if step.resources.mem else 0}",  # 0: of the job's, without counting
+            f"--gres={f'gpu:{step.resources.gpus}' if step.resources.gpus else 'none'}",
+            "--mpi=none", "--kill-on-bad-exit=0", "--no-kill", "--wait=0", f"--immediate={int(self._limits.step_queue_timeout_s)}",
             "--export=NONE", "--propagate=NONE", "--input=none", f"--output={output}.%t",
             f"--chdir={step.launch_file.parent}", "--quiet", *step.container, *prefix, str(step.launch_file),
         )  # fmt: skip
 
     async def start(self, job: Sequence[str], step: Step) -> None:
         """Start srun and watch it until the step runs, it refuses, or ``limits.launch`` s are over."""
-        said = step.log_file.with_name(f"{step.log_file.name}.srun")
+        stderr_file = step.log_file.with_name(f"{step.log_file.name}.srun")
         try:
-            fd = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            fd = os.open(stderr_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError as error:
             raise Refused(f"nothing was started: {error}") from error
         try:
@@ -85,22 +85,22 @@ class Sruns:
             raise Refused(f"srun cannot be started: {error}") from error
         finally:
             os.close(fd)
-        srun = self._carrying[step.tag] = _Srun(process, said, asyncio.Event())
+        srun = self._running[step.tag] = _Srun(process, stderr_file, asyncio.Event())
         watcher = asyncio.create_task(self._watch(step.tag, srun))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
-        await self._handed_over(step, srun)
+        await self._await_start(step, srun)
 
-    async def _handed_over(self, step: Step, srun: _Srun) -> None:
+    async def _await_start(self, step: Step, srun: _Srun) -> None:
         """Wait for the first sign: the step's own word (:meth:`arrived`), the end of srun, or its output file, and then
         a moment longer: an interpreter that is absent on the node is told there at once."""
         output = step.log_file.with_name(f"{step.log_file.name}.0")
-        deadline, opened = time.monotonic() + self._limits.launch, False
+        deadline, opened = time.monotonic() + self._limits.launch_watch_s, False
         while time.monotonic() < deadline and not srun.joined.is_set():
             if not opened and await asyncio.to_thread(output.exists):  # the run directory may hang, and we must not
-                deadline, opened = time.monotonic() + self._limits.begin, True
+                deadline, opened = time.monotonic() + self._limits.interpreter_watch_s, True
             if code := srun.process.returncode:
-                raise _refusal(code, srun, output)
+                raise _early_failure(code, srun, output)
             if code == 0:
                 return
             await asyncio.sleep(0.01)
@@ -108,48 +108,48 @@ class Sruns:
     async def _watch(self, tag: str, srun: _Srun) -> None:
         """Reap an srun, whenever it ends."""
         code = await srun.process.wait()
-        if self._carrying.get(tag) is srun:
-            del self._carrying[tag]
+        if self._running.get(tag) is srun:
+            del self._running[tag]
         if code and not srun.joined.is_set():
             self._failed.add(tag)
         with contextlib.suppress(OSError):
-            if srun.said.stat().st_size == 0:
-                srun.said.unlink()
+            if srun.stderr_file.stat().st_size == 0:
+                srun.stderr_file.unlink()
 
-    async def arrived(self, tag: str) -> None:
+    async def on_step_joined(self, tag: str) -> None:
         """The step has joined: its srun goes, and is gone when this returns.
 
         Not at once: slurmstepd still has to tell it that the task started, and keeps trying for 2.3 s, deaf to signals,
         if it cannot (measured with an srun killed some ms after its task began).
         """
-        if srun := self._carrying.get(tag):
+        if srun := self._running.get(tag):
             srun.joined.set()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._limits.carry):
+                async with asyncio.timeout(self._limits.srun_release_delay_s):
                     await srun.process.wait()
             await self.kill(tag)
 
     async def kill(self, tag: str) -> None:
         """What was carried shall be left alone, or never arrive: the srun is ended, a step that it started stays."""
-        if srun := self._carrying.get(tag):
+        if srun := self._running.get(tag):
             srun.joined.set()
-            end(srun.process)
+            kill_session(srun.process)
             await srun.process.wait()
 
     async def close(self) -> None:
         """Kill all; their steps go on."""
-        await asyncio.gather(*(self.kill(tag) for tag in list(self._carrying)))
+        await asyncio.gather(*(self.kill(tag) for tag in list(self._running)))
         await asyncio.gather(*self._watchers, return_exceptions=True)
 
 
-def _refusal(code: int, srun: _Srun, output: Path) -> Refused | Unanswered:
+def _early_failure(code: int, srun: _Srun, output: Path) -> Refused | Unanswered:
     """What an srun that ended so early means: its own word, or that of the step's first process."""
-    said, words = _tail(srun.said), last_lines_of(output)
-    if absent(words):
-        return NotStarted(words)
-    if output.exists() and "Exited with exit code" in said:
-        return ExitedAtOnce(words or last_lines(said))
-    return failure("srun", Ended(code, "", said))
+    srun_output, step_output = _tail(srun.stderr_file), last_lines_of(output)
+    if shows_missing_command(step_output):
+        return NotStarted(step_output)
+    if output.exists() and "Exited with exit code" in srun_output:
+        return ExitedAtOnce(step_output or last_lines(srun_output))
+    return failure("srun", CommandResult(code, "", srun_output))
 
 
 def _tail(path: Path) -> str:

@@ -11,10 +11,10 @@ from functools import cached_property
 
 from msgspec import Struct
 
-from ....core.run_spec import RoleView
+from ....core.run_spec import RoleSpec
 from ....core.types import (
     AGENT,
-    SHADOW,
+    STANDBY_ROLE,
     Cause,
     Finding,
     NodeName,
@@ -22,378 +22,378 @@ from ....core.types import (
     ReplicaId,
     Verdict,
     gang_of,
-    natural,
+    natural_sort_key,
     replica_id,
     role_of,
-    stands_for,
+    standby_role_of,
 )
 from ...cluster.base import NodeState
 from ...model.actions import Shrink
-from ...model.queries import admits, gang, gangs, workers
+from ...model.queries import requires_admission, gang, gangs, workers
 from ...model.reduce_nodes import DRAIN, GIVEN_BACK
 from ...model.state import Node, Replica, State, Status
-from ..deadlines import NEVER, succeeded_from
-from .warm_pool import Taken, holds_room, patient, ready_shadows, shadows_of, spareable, take  # fmt: skip
+from ..deadlines import NEVER, rotate_at
+from .warm_pool import Occupancy, is_exclusive, waits_for_release, ready_standbys_by_node, standby_processes, donors, occupy  # fmt: skip
 
-HARDWARE = frozenset({Cause.NODE, Cause.GPU, Cause.FABRIC, Cause.STORAGE})
+HARDWARE_CAUSES = frozenset({Cause.NODE, Cause.GPU, Cause.FABRIC, Cause.STORAGE})
 """causes for which a node is nobody's to use; what a process did says nothing of its node"""
-_LEAVES_THE_NODE = frozenset({Remedy.NONE, Remedy.RESTART})
+_NODE_STAYS_USABLE = frozenset({Remedy.NONE, Remedy.RESTART})
 """remedies with which a node goes on"""
 MAX_NAMED_NODES = 4
 """nodes named in a reason; the others are counted"""
 
 
-def condemns(finding: Finding) -> bool:
+def excludes_node(finding: Finding) -> bool:
     """It is against the node, and calls for leaving it."""
     of_node = finding.node is not None and finding.verdict is Verdict.FAIL
-    return of_node and finding.cause in HARDWARE and finding.remedy not in _LEAVES_THE_NODE
+    return of_node and finding.cause in HARDWARE_CAUSES and finding.remedy not in _NODE_STAYS_USABLE
 
 
-class Spot(Struct, frozen=True):
+class CandidateNode(Struct, frozen=True):
     """A node that may get new work."""
 
     node: NodeName
     allocation: str
-    ageing: bool
+    expiring: bool
     """its allocation is to be succeeded, or a person wants it drained: who is here is moved"""
 
 
-class Rooms:
+class NodeInventory:
     """``usable``: nodes that may get new work at all, in natural order. ``failing``: nodes on which somebody's process
     has failed too often. ``begun``: the run has what it cannot start without."""
 
     def __init__(self, state: State, now: float) -> None:
         self._state, self._now = state, now
-        terms = {allocation.tag: succeeded_from(state, allocation) for allocation in state.allocations.values()}
-        ends = (allocation.ends for allocation in state.allocations.values())
+        rotation_times = {allocation.tag: rotate_at(state, allocation) for allocation in state.allocations.values()}
+        ends = (allocation.ends_at for allocation in state.allocations.values())
         window = state.job.recovery.window
-        past = (start.at + window for one in workers(state) if one.failures for start in one.failures)
-        self.ages = min((at for at in (*terms.values(), *ends, *past) if at > now), default=NEVER)
+        failure_expiries = (start.at + window for one in workers(state) if one.failures for start in one.failures)
+        self.next_change = min((at for at in (*rotation_times.values(), *ends, *failure_expiries) if at > now), default=NEVER)
         """when (s, manager's time) the next allocation is to be succeeded, or ends, or a failure leaves the window: who
         pauses may have to go elsewhere then"""
-        going = {name for intent in state.intents.values() if isinstance(intent.action, Shrink)
+        shrinking = {name for intent in state.intents.values() if isinstance(intent.action, Shrink)
                  for name in intent.action.nodes}  # fmt: skip
         pairs = [(node, node.allocation) for node in state.nodes.values()
-                 if node.name not in going and _usable(state, node, now)]  # fmt: skip
-        pairs.sort(key=lambda pair: natural(pair[0].name))
-        self.leaving = {name for name, (command, _) in state.marks.items() if command == DRAIN and name in state.nodes}
+                 if node.name not in shrinking and _is_usable(state, node, now)]  # fmt: skip
+        pairs.sort(key=lambda pair: natural_sort_key(pair[0].name))
+        self.draining = {name for name, (command, _) in state.node_commands.items() if command == DRAIN and name in state.nodes}
         """nodes that a person wants drained: nobody new goes there"""
-        self.usable = [Spot(node.name, tag, terms[tag] <= now or node.name in self.leaving) for node, tag in pairs]
-        self._spots: dict[str, list[Spot]] = {part.name: [] for part in state.job.parts}
-        self._unproven: Counter[str] = Counter()
-        proved = {one.node for one in state.findings.values() if one.proof and condemns(one)}
+        self.usable = [CandidateNode(node.name, tag, rotation_times[tag] <= now or node.name in self.draining) for node, tag in pairs]
+        self._candidates: dict[str, list[CandidateNode]] = {node_group.name: [] for node_group in state.job.node_groups}
+        self._unprobed: Counter[str] = Counter()
+        proven_bad = {one.node for one in state.findings.values() if one.proof and excludes_node(one)}
         suspects = {one.node for one in state.findings.values() if one.node is not None}
-        for spot in sorted(self.usable, key=lambda spot: (spot.ageing, spot.node in suspects)):  # stable: natural order
-            part, node = state.allocations[spot.allocation].ask.part, state.nodes[spot.node]
-            probe, asked = node.probe, bool(node.exclusions) or asked_first(state, node)
-            if spot.node in self.leaving or spot.node in proved:  # the brake may keep it from being excluded
+        for candidate in sorted(self.usable, key=lambda candidate: (candidate.expiring, candidate.node in suspects)):  # stable: natural order
+            node_group, node = state.allocations[candidate.allocation].request.node_group, state.nodes[candidate.node]
+            probe_error, must_report = node.probe_error, bool(node.exclusions) or needs_probe(state, node)
+            if candidate.node in self.draining or candidate.node in proven_bad:  # the brake may keep it from being excluded
                 continue
-            if probe == "" or (probe is None and not asked):
-                self._spots[part].append(spot)
-            elif probe is None and _may_yet_say(state, spot.node, now):
-                self._unproven[part] += 1
+            if probe_error == "" or (probe_error is None and not must_report):
+                self._candidates[node_group].append(candidate)
+            elif probe_error is None and _probe_pending(state, candidate.node, now):
+                self._unprobed[node_group] += 1
         self.gangs = gangs(state)
-        self._good = {spot.node for spot in self.usable}
-        self._where = {spot.node: (part, spot) for part, spots in self._spots.items() for spot in spots}
-        self._part = {role: part for part in state.job.parts for role in part.roles}
-        self.shadows = shadows_of(state)
-        self.engines = [one for one in self.shadows if one.step is not None and holds_room(state, one.id)]
+        self._usable_names = {candidate.node for candidate in self.usable}
+        self._by_node = {candidate.node: (node_group, candidate) for node_group, candidates in self._candidates.items() for candidate in candidates}
+        self._group_of_role = {role: node_group for node_group in state.job.node_groups for role in node_group.roles}
+        self.standby_processes = standby_processes(state)
+        self.exclusive_standbys = [one for one in self.standby_processes if one.step is not None and is_exclusive(state, one.id)]
         """of the shadows, those that keep others from their node's room"""
-        self._ready = ready_shadows(state, self.shadows, self._good)
-        self.failing = {node for one in workers(state) if one.failures for node in self._spent(one, refused=False)}
-        self._ending: dict[NodeName, set[ReplicaId]] = {}
-        for lingering in state.lingering.values():
-            if role_of(lingering.life.replica) not in (AGENT, SHADOW):
-                self._ending.setdefault(lingering.node, set()).add(lingering.life.replica)
-        self.begun = _begun(state, {part: len(spots) for part, spots in self._spots.items()})
+        self._ready_standbys = ready_standbys_by_node(state, self.standby_processes, self._usable_names)
+        self.failing_nodes = {node for one in workers(state) if one.failures for node in self._nodes_that_failed(one, refused=False)}
+        self._ending_replicas: dict[NodeName, set[ReplicaId]] = {}
+        for orphan_steps in state.orphan_steps.values():
+            if role_of(orphan_steps.incarnation.replica) not in (AGENT, STANDBY_ROLE):
+                self._ending_replicas.setdefault(orphan_steps.node, set()).add(orphan_steps.incarnation.replica)
+        self.may_start = _may_start(state, {node_group: len(candidates) for node_group, candidates in self._candidates.items()})
 
-    def spots(self, part: str) -> list[Spot]:
+    def candidates(self, node_group: str) -> list[CandidateNode]:
         """Nodes of a part that may get roles."""
-        return self._spots[part]
+        return self._candidates[node_group]
 
-    def spot(self, node: NodeName) -> Spot | None:
+    def candidate(self, node: NodeName) -> CandidateNode | None:
         """The node, if it may get roles."""
-        return self._where[node][1] if node in self._where else None
+        return self._by_node[node][1] if node in self._by_node else None
 
-    def coming(self, part: str) -> int:
+    def expected(self, node_group: str) -> int:
         """Nodes of a part that are still expected of the queue, or have yet to show that they are fit."""
         allocations = self._state.allocations.values()
-        return sum(a.ask.count for a in allocations if a.pending and a.ask.part == part) + self._unproven[part]
+        return sum(a.request.count for a in allocations if a.pending and a.request.node_group == node_group) + self._unprobed[node_group]
 
-    def good(self, node: NodeName | None) -> bool:
-        return node in self._good
+    def is_usable(self, node: NodeName | None) -> bool:
+        return node in self._usable_names
 
-    def clear(self, node: NodeName) -> bool:
+    def is_clear(self, node: NodeName) -> bool:
         """Nothing of a role is still ending there, or nobody waits for it any more."""
         known = self._state.nodes.get(node)
-        return node not in self._ending or known is None or known.excluded is not None
+        return node not in self._ending_replicas or known is None or known.excluded is not None
 
-    def occupants(self) -> Taken:
+    def occupancy(self) -> Occupancy:
         """Who takes room on each node; a replica that is to restart in place, or to move, keeps its room. Where more of
         a gang are to go to one node than may share it, the first have it."""
-        taken: Taken = {}
-        ended = {gang_of(one.id) for one in workers(self._state) if one.status is Status.RETIRED}
+        occupancy: Occupancy = {}
+        retired_gangs = {gang_of(one.id) for one in workers(self._state) if one.status is Status.RETIRED}
         for replica in workers(self._state):
-            if replica.believed:
+            if replica.is_current:
                 if replica.node is not None:
-                    taken.setdefault(replica.node, []).append(replica)
-            elif replica.status is Status.WANTED and replica.prefer is not None and gang_of(replica.id) not in ended:
-                there = taken.setdefault(replica.prefer, [])
-                whole = gang_of(replica.id)
-                if sum(gang_of(one.id) == whole for one in there) < self._state.job.role(replica.role).per_node:
-                    there.append(replica)
-        return taken
+                    occupancy.setdefault(replica.node, []).append(replica)
+            elif replica.status is Status.WANTED and replica.preferred_node is not None and gang_of(replica.id) not in retired_gangs:
+                occupants = occupancy.setdefault(replica.preferred_node, [])
+                gang_id = gang_of(replica.id)
+                if sum(gang_of(one.id) == gang_id for one in occupants) < self._state.job.role(replica.role).per_node:
+                    occupants.append(replica)
+        return occupancy
 
     @cached_property
-    def _taken(self) -> Taken:
+    def _occupancy(self) -> Occupancy:
         """:meth:`occupants`, for those who only look."""
-        return self.occupants()
+        return self.occupancy()
 
     # ── where somebody can go ────────────────────────────────────────────────────────────────────────────────────────
     # ``taken``: who takes room where, :meth:`occupants` if nothing else is said; whoever decides about several members
     # at once adds each to it where it sends it, and takes out whom it drives away.
-    def vacant_for(self, replica: Replica, taken: Taken | None = None) -> bool:
+    def has_room_for(self, replica: Replica, occupancy: Occupancy | None = None) -> bool:
         """A node other than its own could take this replica now."""
-        taken, spent = self._taken if taken is None else taken, self._spent(replica)
+        occupancy, failed_nodes = self._occupancy if occupancy is None else occupancy, self._nodes_that_failed(replica)
         return any(
-            spot.node != replica.node and spot.node not in spent and self._fits(replica, spot.node, taken)
-            for spot in self._spots[self._part[replica.role].name]
+            candidate.node != replica.node and candidate.node not in failed_nodes and self._fits(replica, candidate.node, occupancy)
+            for candidate in self._candidates[self._group_of_role[replica.role].name]
         )
 
-    def home(self, replica: Replica, taken: Taken) -> Spot | None:
+    def choose_node(self, replica: Replica, occupancy: Occupancy) -> CandidateNode | None:
         """Where it goes: its preferred node, else where it is warm, else beside others of its gang, else the first that
         fits and has not failed it too often; any that fits where it is not the node. Where it is preferred or warm a
         gang waits for what is still ending: that is sooner over than it would start elsewhere."""
-        role, prefer = self._state.job.role(replica.role), replica.prefer
-        preferred = prefer is not None and self.carries(role, prefer)
-        if prefer is not None and preferred and self._fits(replica, prefer, taken, waits=patient(role)):
-            return self._where[prefer][1]
-        if role.warm and (warm := self.warm_spare_for(replica, taken)) is not None:
-            return warm
-        spent = self._spent(replica)
-        whole, alone = gang_of(replica.id), role.exclusive
-        fallback: Spot | None = None
-        for spot in self._beside(replica, role, taken):
-            if alone and spot.node in taken and (role.ranks == 1 or gang_of(taken[spot.node][0].id) != whole):
+        role, preferred = self._state.job.role(replica.role), replica.preferred_node
+        can_use_preferred = preferred is not None and self.can_host(role, preferred)
+        if preferred is not None and can_use_preferred and self._fits(replica, preferred, occupancy, wait_for_release=waits_for_release(role)):
+            return self._by_node[preferred][1]
+        if role.warm and (with_standby := self.spare_with_standby(replica, occupancy)) is not None:
+            return with_standby
+        failed_nodes = self._nodes_that_failed(replica)
+        gang_id, alone = gang_of(replica.id), role.exclusive
+        fallback: CandidateNode | None = None
+        for candidate in self._preferred_nodes(replica, role, occupancy):
+            if alone and candidate.node in occupancy and (role.ranks == 1 or gang_of(occupancy[candidate.node][0].id) != gang_id):
                 continue  # the quick half of _fits: thousands of replicas look at thousands of nodes
-            if self._fits(replica, spot.node, taken):
-                if spot.node not in spent:
-                    return spot
-                fallback = fallback or spot
-        return None if fallback is None or self.would_help(replica) else fallback
+            if self._fits(replica, candidate.node, occupancy):
+                if candidate.node not in failed_nodes:
+                    return candidate
+                fallback = fallback or candidate
+        return None if fallback is None or self.new_node_helps(replica) else fallback
 
-    def successor(self, replica: Replica, taken: Taken) -> Spot | None:
+    def choose_successor(self, replica: Replica, occupancy: Occupancy) -> CandidateNode | None:
         """Where it moves from an allocation that ends."""
-        role, spent = self._state.job.role(replica.role), self._spent(replica)
-        fresh = (spot for spot in self._beside(replica, role, taken) if not spot.ageing)
-        return next((s for s in fresh if s.node not in spent and self._fits(replica, s.node, taken)), None)
+        role, failed_nodes = self._state.job.role(replica.role), self._nodes_that_failed(replica)
+        fresh = (candidate for candidate in self._preferred_nodes(replica, role, occupancy) if not candidate.expiring)
+        return next((s for s in fresh if s.node not in failed_nodes and self._fits(replica, s.node, occupancy)), None)
 
-    def _beside(self, replica: Replica, role: RoleView, taken: Taken) -> Sequence[Spot]:
+    def _preferred_nodes(self, replica: Replica, role: RoleSpec, occupancy: Occupancy) -> Sequence[CandidateNode]:
         """Spots where others of its gang are, then those of its part."""
-        spots = self._spots[self._part[role.name].name]
+        candidates = self._candidates[self._group_of_role[role.name].name]
         if role.ranks == 1 or role.per_node == 1:
-            return spots
-        whole = gang_of(replica.id)
-        theirs = [self._where[node][1] for node, there in taken.items()
-                  if self.carries(role, node) and any(gang_of(one.id) == whole for one in there)]  # fmt: skip
-        theirs.sort(key=lambda spot: natural(spot.node))
-        return [*theirs, *(spot for spot in spots if spot not in theirs)]
+            return candidates
+        gang_id = gang_of(replica.id)
+        gang_nodes = [self._by_node[node][1] for node, there in occupancy.items()
+                  if self.can_host(role, node) and any(gang_of(one.id) == gang_id for one in there)]  # fmt: skip
+        gang_nodes.sort(key=lambda candidate: natural_sort_key(candidate.node))
+        return [*gang_nodes, *(candidate for candidate in candidates if candidate not in gang_nodes)]
 
     # ── who is warm ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def ready(self, node: NodeName | None, role: str) -> Sequence[Replica]:
+    def ready_standbys(self, node: NodeName | None, role: str) -> Sequence[Replica]:
         """Shadows on this node that can become a member of the role at once."""
-        return [one for one in self._ready.get(node, ()) if stands_for(one.id) == role] if node is not None else ()
+        return [one for one in self._ready_standbys.get(node, ()) if standby_role_of(one.id) == role] if node is not None else ()
 
-    def warm_spare_for(self, member: Replica, taken: Taken | None = None) -> Spot | None:
+    def spare_with_standby(self, member: Replica, occupancy: Occupancy | None = None) -> CandidateNode | None:
         """A node other than its own that could take this member now, and has a shadow that is ready for it."""
-        if not self._ready:
+        if not self._ready_standbys:
             return None
-        role, spent = self._state.job.role(member.role), self._spent(member)
-        taken = self._taken if taken is None else taken
-        for spot in self._beside(member, role, taken):
-            if spot.node not in self._ready:  # the quick half of what follows
+        role, failed_nodes = self._state.job.role(member.role), self._nodes_that_failed(member)
+        occupancy = self._occupancy if occupancy is None else occupancy
+        for candidate in self._preferred_nodes(member, role, occupancy):
+            if candidate.node not in self._ready_standbys:  # the quick half of what follows
                 continue
-            if spot.node == member.node or spot.node in spent or not self._free_shadow(member, spot.node, taken):
+            if candidate.node == member.node or candidate.node in failed_nodes or not self._has_free_standby(member, candidate.node, occupancy):
                 continue
-            if self._fits(member, spot.node, taken, waits=True):
-                return spot
+            if self._fits(member, candidate.node, occupancy, wait_for_release=True):
+                return candidate
         return None
 
-    def standby_for(self, member: Replica, taken: Taken | None = None) -> Replica | None:
+    def donor_for(self, member: Replica, occupancy: Occupancy | None = None) -> Replica | None:
         """The rollout whose node this member could take, with a shadow there that is ready for it: of those that the
         run can do without for a while, the last. Where one was driven away already for others of its gang and there is
         room left, :meth:`warm_spare_for` says so."""
-        role, spent = self._state.job.role(member.role), self._spent(member)
-        if not role.standbys or not self._ready:
+        role, failed_nodes = self._state.job.role(member.role), self._nodes_that_failed(member)
+        if not role.donor_rollouts or not self._ready_standbys:
             return None
-        taken = self._taken if taken is None else taken
-        for rollout in self.standbys(member, taken):
+        occupancy = self._occupancy if occupancy is None else occupancy
+        for rollout in self.donors(member, occupancy):
             node = rollout.node
-            if node is not None and node not in spent and self._free_shadow(member, node, taken):
+            if node is not None and node not in failed_nodes and self._has_free_standby(member, node, occupancy):
                 return rollout
         return None
 
-    def standbys(self, member: Replica, taken: Taken) -> Iterator[Replica]:
+    def donors(self, member: Replica, occupancy: Occupancy) -> Iterator[Replica]:
         """Rollouts on whose nodes this member would fit in their stead, the last first."""
         role = self._state.job.role(member.role)
-        for rollout in reversed(spareable(self._state, taken)):
+        for rollout in reversed(donors(self._state, occupancy)):
             node = rollout.node
-            if node is None or node == member.node or not self.carries(role, node):
+            if node is None or node == member.node or not self.can_host(role, node):
                 continue
-            without = {node: [one for one in taken[node] if one.id != rollout.id]}
-            if self._fits(member, node, without, waits=True):
+            without = {node: [one for one in occupancy[node] if one.id != rollout.id]}
+            if self._fits(member, node, without, wait_for_release=True):
                 yield rollout
 
-    def in_the_way(self, member: Replica) -> Sequence[Replica]:
+    def blocking_rollouts(self, member: Replica) -> Sequence[Replica]:
         """Rollouts that still work where this member is wanted, and leave it no room: they were to be driven away. Or
         one on whose node it would be warm, while it has no node, or only a cold one that was not meant for it: of two
         nodes that are lost at once, the second one's."""
         role = self._state.job.role(member.role)
-        if not role.standbys or not self._ready:
+        if not role.donor_rollouts or not self._ready_standbys:
             return ()
-        taken = {node: list(there) for node, there in self._taken.items()}
+        occupancy = {node: list(there) for node, there in self._occupancy.items()}
         for one in gang(self._state, member.id):
             if one.status is not Status.WANTED:
                 continue
             if one.id == member.id:
-                return self._driven_away(one, role, taken)
-            if (home := self.home(one, taken)) is not None:
-                take(taken, home.node, one)
+                return self._preempted_by(one, role, occupancy)
+            if (target := self.choose_node(one, occupancy)) is not None:
+                occupy(occupancy, target.node, one)
         return ()
 
-    def _driven_away(self, member: Replica, role: RoleView, taken: Taken) -> Sequence[Replica]:
-        node = member.prefer
-        if node is not None and self.ready(node, role.name) and self.carries(role, node):
-            if self._fits(member, node, taken, waits=True):
+    def _preempted_by(self, member: Replica, role: RoleSpec, occupancy: Occupancy) -> Sequence[Replica]:
+        node = member.preferred_node
+        if node is not None and self.ready_standbys(node, role.name) and self.can_host(role, node):
+            if self._fits(member, node, occupancy, wait_for_release=True):
                 return ()
             rollouts = {one.name for one in self._state.job.kind("rollout")}
-            return [one for one in taken[node] if one.believed and one.role in rollouts]
-        home = self.home(member, taken)
-        if home is not None and (home.node == node or self._free_shadow(member, home.node, taken)):
+            return [one for one in occupancy[node] if one.is_current and one.role in rollouts]
+        target = self.choose_node(member, occupancy)
+        if target is not None and (target.node == node or self._has_free_standby(member, target.node, occupancy)):
             return ()
-        standby = self.standby_for(member, taken)
-        return () if standby is None else (standby,)
+        donor = self.donor_for(member, occupancy)
+        return () if donor is None else (donor,)
 
-    def _free_shadow(self, member: Replica, node: NodeName, taken: Taken) -> bool:
+    def _has_free_standby(self, member: Replica, node: NodeName, occupancy: Occupancy) -> bool:
         """One more than those that others need which go there: of a role with shadows beside it all of its gang that
         are there, of another role those that have not begun."""
-        ready, there = self.ready(node, member.role), [one for one in taken.get(node, ()) if one.id != member.id]
-        if not ready or self._state.job.role(member.role).beside:
-            return len(ready) > sum(gang_of(one.id) == gang_of(member.id) for one in there)
-        theirs = [one for one in there if one.role == member.role]
-        return len(ready) > sum(not (one.believed and one.node == node) for one in theirs)
+        ready, others = self.ready_standbys(node, member.role), [one for one in occupancy.get(node, ()) if one.id != member.id]
+        if not ready or self._state.job.role(member.role).standby_shares_node:
+            return len(ready) > sum(gang_of(one.id) == gang_of(member.id) for one in others)
+        of_role = [one for one in others if one.role == member.role]
+        return len(ready) > sum(not (one.is_current and one.node == node) for one in of_role)
 
-    def promise(self, member: Replica, node: NodeName) -> None:
+    def reserve(self, member: Replica, node: NodeName) -> None:
         """It is sent there: for whoever else is decided about in the same plan it has its room already."""
-        take(self._taken, node, member)
+        occupy(self._occupancy, node, member)
 
-    def carries(self, role: RoleView, node: NodeName) -> bool:
+    def can_host(self, role: RoleSpec, node: NodeName) -> bool:
         """The node is for this role, or of a shape that could carry its members too, where shadows may stand by."""
-        if node not in self._where:
+        if node not in self._by_node:
             return False
-        part = self._state.job.part(self._where[node][0])
-        if role.name in part.roles:
+        node_group = self._state.job.node_group(self._by_node[node][0])
+        if role.name in node_group.roles:
             return True
-        each = role.on_node
-        large = part.node.cpus >= each.cpus and part.node.gpus >= each.gpus and part.node.mem >= each.mem
-        return role.warm and role.beside and large
+        needed = role.members_on_node
+        large_enough = node_group.node.cpus >= needed.cpus and node_group.node.gpus >= needed.gpus and node_group.node.mem >= needed.mem
+        return role.warm and role.standby_shares_node and large_enough
 
-    def would_help(self, replica: Replica) -> bool:
+    def new_node_helps(self, replica: Replica) -> bool:
         """A node more for this replica: not where it fails as often on two, nor where so many nodes fail somebody at
         once that it is the storage, the fabric or the software."""
-        if len(self._spent(replica, refused=False)) > 1:
+        if len(self._nodes_that_failed(replica, refused=False)) > 1:
             return False
         allowed = max(1, int(self._state.job.recovery.breaker * len(self._state.nodes)))
-        return len(self.failing - {replica.node}) < allowed
+        return len(self.failing_nodes - {replica.node}) < allowed
 
-    def _spent(self, replica: Replica, refused: bool = True) -> set[NodeName]:
+    def _nodes_that_failed(self, replica: Replica, refused: bool = True) -> set[NodeName]:
         """Nodes that have failed it too often within the window; ``refused``: launches that the cluster refused
         count."""
         recovery = self._state.job.recovery
-        recent = replica.recent(recovery.window, self._now)
+        recent = replica.recent_failures(recovery.window, self._now)
         nodes = [start.node for start in recent if refused or not start.refused]
-        last = not replica.ever_joined and replica.unstarted + 1 >= recovery.first_start  # before it is given up
-        often = min(recovery.per_node, recovery.first_start - 1) if last else recovery.per_node
-        return {node for node in nodes if nodes.count(node) >= max(1, often)}
+        last_start = not replica.ever_joined and replica.failed_starts + 1 >= recovery.first_start  # before it is given up
+        limit = min(recovery.per_node, recovery.first_start - 1) if last_start else recovery.per_node
+        return {node for node in nodes if nodes.count(node) >= max(1, limit)}
 
-    def _fits(self, replica: Replica, node: NodeName, taken: Taken, waits: bool = False) -> bool:
+    def _fits(self, replica: Replica, node: NodeName, occupancy: Occupancy, wait_for_release: bool = False) -> bool:
         """``waits``: for what is still ending there; else its room is not free before."""
         job = self._state.job
-        others = [other for other in taken.get(node, ()) if other.id != replica.id]
-        role, whole = job.role(replica.role), gang_of(replica.id)
-        strangers = [other for other in others if gang_of(other.id) != whole]
-        if len(others) - len(strangers) >= role.per_node or (role.exclusive and strangers):
+        others = [other for other in occupancy.get(node, ()) if other.id != replica.id]
+        role, gang_id = job.role(replica.role), gang_of(replica.id)
+        others_of_other_gangs = [other for other in others if gang_of(other.id) != gang_id]
+        if len(others) - len(others_of_other_gangs) >= role.per_node or (role.exclusive and others_of_other_gangs):
             return False
-        back = {other.id for other in others}  # whose own room it is that they still leave
-        if not waits and any(gang_of(one) != whole and one not in back for one in self._ending.get(node, ())):
+        returning = {other.id for other in others}  # whose own room it is that they still leave
+        if not wait_for_release and any(gang_of(one) != gang_id and one not in returning for one in self._ending_replicas.get(node, ())):
             return False
         if role.exclusive:
             return True
-        if any(job.role(other.role).exclusive for other in strangers):
+        if any(job.role(other.role).exclusive for other in others_of_other_gangs):
             return False
-        each = [job.role(other.role).each for other in others] + [role.each]
-        room = job.part(self._where[node][0]).node if node in self._where else self._part[replica.role].node
+        requested = [job.role(other.role).per_member for other in others] + [role.per_member]
+        resources = job.node_group(self._by_node[node][0]).node if node in self._by_node else self._group_of_role[replica.role].node
         return (
-            sum(e.cpus for e in each) <= room.cpus
-            and sum(e.gpus for e in each) <= room.gpus
-            and sum(e.mem for e in each) <= room.mem
+            sum(e.cpus for e in requested) <= resources.cpus
+            and sum(e.gpus for e in requested) <= resources.gpus
+            and sum(e.mem for e in requested) <= resources.mem
         )
 
 
-def asked_first(state: State, node: Node) -> bool:
+def needs_probe(state: State, node: Node) -> bool:
     """Roles wait for what its agent says of it: whether they can run there, or how the node does."""
     allocation = state.allocations.get(node.allocation)
-    return bool(state.job.env.probe) or (allocation is not None and admits(state.job, allocation.ask.node.gpus))
+    return bool(state.job.env.probe) or (allocation is not None and requires_admission(state.job, allocation.request.node.gpus))
 
 
-def never_started(state: State, node: NodeName) -> bool:
+def agent_never_started(state: State, node: NodeName) -> bool:
     """Its agent fails to start again and again, and never has: it will not say any more what the node can do."""
-    return state.replica(replica_id(AGENT, node)).unstarted >= state.job.recovery.first_start
+    return state.replica(replica_id(AGENT, node)).failed_starts >= state.job.recovery.first_start
 
 
 def unfit_nodes(state: State) -> dict[NodeName, str]:
     """Nodes on which no role can run, and why: in the probe's words, or those of an agent that never started."""
     found: dict[NodeName, str] = {}
     for name, node in state.nodes.items():
-        if node.probe:
-            found[name] = node.probe
-        elif asked_first(state, node) and never_started(state, name):
+        if node.probe_error:
+            found[name] = node.probe_error
+        elif needs_probe(state, node) and agent_never_started(state, name):
             failures = state.replica(replica_id(AGENT, name)).failures
             found[name] = failures[-1].why if failures else "its agent never started"
     return found
 
 
-def rests(state: State, helper: Replica, now: float) -> bool:
+def restarts_exhausted(state: State, helper: Replica, now: float) -> bool:
     """Whether an agent or a shadow has failed so often that it is not started again before a failure leaves the
     window. One that was retired because its node left the run does not rest: it is started as soon as the node is
     back."""
     recovery = state.job.recovery
-    failures = helper.recent(recovery.window, now)
+    failures = helper.recent_failures(recovery.window, now)
     return helper.status is Status.RETIRED and len(failures) >= max(1, recovery.per_replica)
 
 
-def _may_yet_say(state: State, node: NodeName, now: float) -> bool:
+def _probe_pending(state: State, node: NodeName, now: float) -> bool:
     """Whether the agent of this node may still report what the node can do: the agent runs or is about to be started,
     and has not failed again and again (as often as it can fail to join within the window). Without that bound, a
     replica that lacks a node would wait for ever for the agent of a node that is cut off."""
     agent, recovery = state.replica(replica_id(AGENT, node)), state.job.recovery
-    often = max(1, min(recovery.first_start, int(recovery.window / state.job.limits.join) - 1))
-    tried = not rests(state, agent, now) and len(agent.recent(recovery.window, now)) < often
-    return tried and not never_started(state, node)
+    limit = max(1, min(recovery.first_start, int(recovery.window / state.job.limits.join) - 1))
+    may_report = not restarts_exhausted(state, agent, now) and len(agent.recent_failures(recovery.window, now)) < limit
+    return may_report and not agent_never_started(state, node)
 
 
-def _usable(state: State, node: Node, now: float) -> bool:
+def _is_usable(state: State, node: Node, now: float) -> bool:
     allocation = state.allocations.get(node.allocation)
-    fit = node.seen is None or node.seen.state in (NodeState.UP, NodeState.UNKNOWN)
-    if allocation is None or not allocation.running or allocation.suspended or allocation.taken:
+    fit = node.status is None or node.status.state in (NodeState.UP, NodeState.UNKNOWN)
+    if allocation is None or not allocation.running or allocation.suspended or allocation.reclaimed:
         return False
-    if now >= allocation.ends:  # it may be some time before the cluster takes it back
+    if now >= allocation.ends_at:  # it may be some time before the cluster takes it back
         return False
-    return node.excluded is None and fit and node.stays != GIVEN_BACK  # it is gone with the next look
+    return node.excluded is None and fit and node.kept_because != GIVEN_BACK  # it is gone with the next look
 
 
-def _begun(state: State, ready: dict[str, int]) -> bool:
+def _may_start(state: State, ready: dict[str, int]) -> bool:
     """Where each node is a request of its own nothing is launched before there is all that the run needs."""
     if state.job.form != "replica" or state.launched:
         return True
-    return all(ready[part.name] >= part.needed for part in state.job.parts)
+    return all(ready[node_group.name] >= node_group.min_nodes for node_group in state.job.node_groups)

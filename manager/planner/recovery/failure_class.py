@@ -17,45 +17,45 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ....core.types import AGENT, SHADOW, Flag, NodeName, Outcome, ReplicaId, gang_of
+from ....core.types import AGENT, STANDBY_ROLE, Flag, NodeName, Outcome, ReplicaId, gang_of
 from ...model.actions import Finish, Rung, Why
 from ...model.queries import finding_about, node_finding, workers
-from ...model.state import Replica, Start, State, Status
-from ..capacity.nodes import MAX_NAMED_NODES, Rooms, unfit_nodes
+from ...model.state import Replica, FailedIncarnation, State, Status
+from ..capacity.nodes import MAX_NAMED_NODES, NodeInventory, unfit_nodes
 
-PROVED = 2
+TRIES_TO_PROVE = 2
 """Tries after which a command that cannot be started is proved not to be there: on so many nodes, or on the only one
 that there is to try it on."""
 
 
-def not_there(state: State, rooms: Rooms) -> Finish | None:
+def command_missing(state: State, inventory: NodeInventory) -> Finish | None:
     """A role's command could not be started, twice, no replica of the role has ever joined, and it is not the node."""
     for role in state.job.roles:
         replicas = [replica for replica in workers(state) if replica.role == role.name]
         if any(replica.ever_joined for replica in replicas):
             continue
-        tries = [attempt for replica in replicas for attempt in _tries(state, replica)]
+        tries = [attempt for replica in replicas for attempt in _not_started_tries(state, replica)]
         nodes = {node for _, node in tries}
-        if len(nodes) >= PROVED or (len(tries) >= PROVED and not _untried(state, rooms, replicas, nodes)):
-            said, _ = tries[-1]
-            return rejected((f"{role.name}: {said} on {_few(node for _, node in tries)}",))
+        if len(nodes) >= TRIES_TO_PROVE or (len(tries) >= TRIES_TO_PROVE and not _other_node_may_work(state, inventory, replicas, nodes)):
+            text, _ = tries[-1]
+            return rejected((f"{role.name}: {text} on {_node_list(node for _, node in tries)}",))
     return None
 
 
-def _untried(state: State, rooms: Rooms, replicas: list[Replica], tried: set[NodeName]) -> bool:
+def _other_node_may_work(state: State, inventory: NodeInventory, replicas: list[Replica], tried: set[NodeName]) -> bool:
     """Another node may yet find the command: one on which a replica of the role is starting, or that has room."""
-    starting = [one for one in replicas if one.believed and finding_about(state, one.life) is None]
+    starting = [one for one in replicas if one.is_current and finding_about(state, one.incarnation) is None]
     if any(one.node not in tried for one in starting):
         return True
-    return any(rooms.vacant_for(one) for one in replicas if _tries(state, one))
+    return any(inventory.has_room_for(one) for one in replicas if _not_started_tries(state, one))
 
 
 def never_joined(state: State, replica: Replica, evidence: tuple[str, ...], detector: str) -> tuple[str, ...]:
     """Return why no incarnation of this replica ever joined, after too many failed starts; empty where there is another
     reason, or it may yet join. ``evidence`` and ``detector`` are those of its newest failure."""
-    failing = replica.believed and finding_about(state, replica.life) is not None
-    failed = replica.unstarted + failing
-    if replica.role in (AGENT, SHADOW) or replica.ever_joined or failed < state.job.recovery.first_start:
+    failing = replica.is_current and finding_about(state, replica.incarnation) is not None
+    failed = replica.failed_starts + failing
+    if replica.role in (AGENT, STANDBY_ROLE) or replica.ever_joined or failed < state.job.recovery.first_start:
         return ()
     if detector == "never_joined":
         within = f"within {state.job.limits.join:g} s"
@@ -63,7 +63,7 @@ def never_joined(state: State, replica: Replica, evidence: tuple[str, ...], dete
     return (*evidence, f"{failed} starts of {replica.id} failed, and none has ever joined")
 
 
-def nowhere(state: State) -> Finish | None:
+def no_fit_node(state: State) -> Finish | None:
     """No node can do what the roles need: of the whole run, or of a part of which two were tried; and nobody has ever
     worked there."""
     unfit = unfit_nodes(state)
@@ -71,14 +71,14 @@ def nowhere(state: State) -> Finish | None:
         return None
     expected = any(allocation.pending for allocation in state.allocations.values())
     used = {name: node for name, node in state.nodes.items() if node.allocation and node.excluded is None}
-    every = [role for part in state.job.parts for role in part.roles]
-    for roles, part in [(every, None), *((part.roles, part.name) for part in state.job.parts)]:
-        nodes = [name for name, node in state.nodes.items() if part is None or node.part == part]
+    all_roles = [role for node_group in state.job.node_groups for role in node_group.roles]
+    for roles, node_group in [(all_roles, None), *((node_group.roles, node_group.name) for node_group in state.job.node_groups)]:
+        nodes = [name for name, node in state.nodes.items() if node_group is None or node.node_group == node_group]
         bad = [name for name in nodes if name in unfit]
-        enough = len(bad) >= PROVED or (bool(bad) and part is None and not expected)
-        open_ = any(name in used and name not in unfit for name in nodes)
-        if enough and not open_ and not any(one.ever_joined for one in workers(state) if one.role in roles):
-            return rejected((f"{unfit[bad[-1]]} on {_few(bad)}",))
+        enough = len(bad) >= TRIES_TO_PROVE or (bool(bad) and node_group is None and not expected)
+        any_fit = any(name in used and name not in unfit for name in nodes)
+        if enough and not any_fit and not any(one.ever_joined for one in workers(state) if one.role in roles):
+            return rejected((f"{unfit[bad[-1]]} on {_node_list(bad)}",))
     return None
 
 
@@ -86,73 +86,73 @@ def rejected(why: tuple[str, ...]) -> Finish:
     return Finish(Outcome.REJECTED, Why(why, Rung.GIVE_UP, "correct the job spec or the site's set-up, submit again"))
 
 
-def all_given_up(state: State, replica: Replica, spared: set[ReplicaId]) -> bool:
+def role_exhausted(state: State, replica: Replica, dropped: set[ReplicaId]) -> bool:
     """No replica of its role has ever joined, and none but this one is still tried. ``spared``: given up just now."""
-    without = {gang_of(replica.id), *spared}
+    without = {gang_of(replica.id), *dropped}
     others = [other for other in workers(state) if other.role == replica.role and gang_of(other.id) not in without]
-    given_up = [other for other in workers(state) if other.role == replica.role and gang_of(other.id) in spared]
+    given_up = [other for other in workers(state) if other.role == replica.role and gang_of(other.id) in dropped]
     tried = [other for other in others if other.status is not Status.RETIRED]
     return not tried and not any(other.ever_joined for other in (*others, *given_up))
 
 
-def _tries(state: State, replica: Replica) -> list[tuple[str, NodeName]]:
+def _not_started_tries(state: State, replica: Replica) -> list[tuple[str, NodeName]]:
     """Starts of this replica that found no command: what was said, and where."""
     tries = [(start.not_started, start.node) for start in replica.failures if start.not_started is not None]
-    finding = finding_about(state, replica.life) if replica.believed else None
+    finding = finding_about(state, replica.incarnation) if replica.is_current else None
     if finding is not None and replica.node is not None and Flag.NOT_STARTED in finding.flags:
         tries.append((finding.evidence[0].text, replica.node))
     return tries
 
 
-def _few(nodes: Iterable[NodeName]) -> str:
+def _node_list(nodes: Iterable[NodeName]) -> str:
     names = list(dict.fromkeys(nodes))
     return ", ".join(names[:MAX_NAMED_NODES]) + (
         f" and {len(names) - MAX_NAMED_NODES} more" if len(names) > MAX_NAMED_NODES else ""
     )
 
 
-def against_software(state: State, members: Sequence[Replica], failed: Replica, now: float) -> tuple[str, ...]:
+def suggests_software_fault(state: State, members: Sequence[Replica], failed: Replica, now: float) -> tuple[str, ...]:
     """Why the whole run is to restart rather than its trainer; empty: nothing speaks for it. ``members``: of the gang,
     its first one first; ``failed``: the one whose failure is looked at."""
     recovery = state.job.recovery
-    if failed.role not in {role.name for role in state.job.kind("trainer")} or not recovery.whole:
+    if failed.role not in {role.name for role in state.job.kind("trainer")} or not recovery.full_restarts:
         return ()
-    joined, began = failed.status is Status.JOINED, members[0].commits == 0
-    newest = Start(now, failed.node or NodeName(""), step=state.step, injected=bool(failed.fault), joined=joined)
-    if finding_about(state, failed.life) is None or not _counts(state, failed, newest):
+    joined, no_commit_yet = failed.status is Status.JOINED, members[0].commits == 0
+    newest = FailedIncarnation(now, failed.node or NodeName(""), step=state.step, injected=bool(failed.fault), joined=joined)
+    if finding_about(state, failed.incarnation) is None or not _is_unexplained(state, failed, newest):
         return ()
-    wholes = [at for at in state.wholes if now < at + recovery.window]
-    since = max(wholes, default=0.0)
-    every = [start for one in members for start in one.recent(recovery.window, now)
+    full_restarts = [at for at in state.full_restarts if now < at + recovery.window]
+    since = max(full_restarts, default=0.0)
+    failures = [start for one in members for start in one.recent_failures(recovery.window, now)
              if start.at > since and start.step == state.step]  # fmt: skip
-    every.sort(key=lambda start: start.at)
-    if any(_in_company(state, failed.role, start.at) for start in every[-1:]):
+    failures.sort(key=lambda start: start.at)
+    if any(_correlated_failure(state, failed.role, start.at) for start in failures[-1:]):
         return ()  # that the others fail again may yet have to show
-    past = [start for start in every if _counts(state, failed, start)]
+    past = [start for start in failures if _is_unexplained(state, failed, start)]
     after = f"step {state.step}" if state.step else "the start"
     if not joined:
         twice = failed.ever_joined and bool(past) and not past[-1].joined
         return (f"two restarts after {after} have failed, one after the other",) if twice else ()
-    if began and (state.step or wholes):  # else it is the first life of all: that has a second try
+    if no_commit_yet and (state.step or full_restarts):  # else it is the first life of all: that has a second try
         return (f"its first step failed, the one after {after}: an earlier life has worked up to there",)
     if any(start.joined for start in past):
         return (f"a second failure in the same step, the one after {after}",)
     return ()
 
 
-def _counts(state: State, member: Replica, start: Start) -> bool:
+def _is_unexplained(state: State, member: Replica, start: FailedIncarnation) -> bool:
     node = state.nodes.get(start.node)
     of_node = node is None or node.excluded is not None or node_finding(state, start.node) is not None
-    return not (start.injected or start.refused or of_node or _in_company(state, member.role, start.at))
+    return not (start.injected or start.refused or of_node or _correlated_failure(state, member.role, start.at))
 
 
-def _in_company(state: State, role: str, at: float) -> bool:
+def _correlated_failure(state: State, role: str, at: float) -> bool:
     """Others failed about then: at least max(1, the breaker's share) of the members of other roles."""
-    near = state.job.limits.silence
+    window = state.job.limits.silence
     others = [one for one in workers(state) if one.role != role]
     failing = sum(
-        any(abs(start.at - at) <= near for start in one.failures)
-        or (one.believed and state.at - at <= near and finding_about(state, one.life) is not None)
+        any(abs(start.at - at) <= window for start in one.failures)
+        or (one.is_current and state.at - at <= window and finding_about(state, one.incarnation) is not None)
         for one in others
     )
     return failing >= max(1, int(state.job.recovery.breaker * len(others)))

@@ -9,126 +9,126 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from ....core.types import AGENT, SHADOW, NodeName, ReplicaId, gang_of
+from ....core.types import AGENT, STANDBY_ROLE, NodeName, ReplicaId, gang_of
 from ...model.actions import Rung
 from ...model.queries import workers
-from ...model.reduce_replicas import LONGEST_PAUSE
+from ...model.reduce_replicas import MAX_RESTART_BACKOFF_S
 from ...model.state import Replica, State, Status
-from ..capacity.nodes import Rooms
-from ..deadlines import GRACES
+from ..capacity.nodes import NodeInventory
+from ..deadlines import SHUTDOWN_GRACES
 
-HELPERS = (AGENT, SHADOW)
+SUPPORT_ROLES = (AGENT, STANDBY_ROLE)
 """They belong to their node and go with it; nothing of the run depends on one of them."""
 
 
-class Case(Struct, frozen=True):
+class FailureCase(Struct, frozen=True):
     """A member that failed, or that nobody can launch, and how far down the ladder the evidence has come."""
 
     state: State
-    rooms: Rooms
+    inventory: NodeInventory
     now: float
     failed: Replica
-    spared: set[ReplicaId]
+    dropped: set[ReplicaId]
     """gangs that the decisions made so far go on without"""
-    least: Rung = Rung.IN_PLACE
+    first_rung: Rung = Rung.IN_PLACE
 
     @property
-    def recent(self) -> int:
+    def recent_failures(self) -> int:
         """Its failures within the window."""
-        return len(self.failed.recent(self.state.job.recovery.window, self.now))
+        return len(self.failed.recent_failures(self.state.job.recovery.window, self.now))
 
 
-class Step(Struct, frozen=True):
+class RungSpec(Struct, frozen=True):
     rung: Rung
-    fits: Callable[[Case], bool]
+    fits: Callable[[FailureCase], bool]
     expects: str
     """``{member}``, ``{role}``, ``{node}``: the failed one's; ``{to}``: where it goes"""
-    within: Callable[[State], float]
+    time_limit: Callable[[State], float]
     """s; what has not come about by then is a failure of its own, and the ladder is entered again"""
-    to: Callable[[Case], NodeName | None] = lambda case: None
+    target_node: Callable[[FailureCase], NodeName | None] = lambda case: None
     """the node that it is sent to; in place its own, and elsewhere whichever has room, need no saying"""
 
 
-def depth(rung: Rung) -> int:
+def severity(rung: Rung) -> int:
     """How far down: all repairs of one replica are on one level, and what fits best comes first in its policy."""
-    return {Rung.DEGRADED: 1, Rung.WHOLE: 2, Rung.GIVE_UP: 3}.get(rung, 0)
+    return {Rung.DEGRADED: 1, Rung.FULL_RESTART: 2, Rung.GIVE_UP: 3}.get(rung, 0)
 
 
 # ── when a rung fits ─────────────────────────────────────────────────────────────────────────────────────────────────
-def _always(case: Case) -> bool:
+def _always(case: FailureCase) -> bool:
     return True
 
 
-def _clean(case: Case) -> bool:
+def _is_transient(case: FailureCase) -> bool:
     """A software fault on a good node that has not failed it too often."""
-    return case.rooms.good(case.failed.node) and not often(case) and not _last_start_is_elsewhere(case)
+    return case.inventory.is_usable(case.failed.node) and not fails_often_here(case) and not _last_try_on_other_node(case)
 
 
-def _clean_and_warm(case: Case) -> bool:
-    return _clean(case) and bool(case.rooms.ready(case.failed.node, case.failed.role))
+def _transient_with_standby(case: FailureCase) -> bool:
+    return _is_transient(case) and bool(case.inventory.ready_standbys(case.failed.node, case.failed.role))
 
 
-def _warm_spare(case: Case) -> bool:
-    return case.rooms.warm_spare_for(case.failed) is not None
+def _spare_has_standby(case: FailureCase) -> bool:
+    return case.inventory.spare_with_standby(case.failed) is not None
 
 
-def _standby(case: Case) -> bool:
-    return case.rooms.standby_for(case.failed) is not None
+def _donor_exists(case: FailureCase) -> bool:
+    return case.inventory.donor_for(case.failed) is not None
 
 
-def _spare(case: Case) -> bool:
-    return case.rooms.vacant_for(case.failed)
+def _spare_exists(case: FailureCase) -> bool:
+    return case.inventory.has_room_for(case.failed)
 
 
-def _not_the_node(case: Case) -> bool:
-    return case.rooms.good(case.failed.node) and not case.rooms.would_help(case.failed)
+def _node_not_at_fault(case: FailureCase) -> bool:
+    return case.inventory.is_usable(case.failed.node) and not case.inventory.new_node_helps(case.failed)
 
 
-def _good_node(case: Case) -> bool:
-    return case.rooms.good(case.failed.node)
+def _node_usable(case: FailureCase) -> bool:
+    return case.inventory.is_usable(case.failed.node)
 
 
-def _can_be_spared(case: Case) -> bool:
-    return can_spare(case.state, case.failed, case.spared)
+def _role_can_degrade(case: FailureCase) -> bool:
+    return can_degrade(case.state, case.failed, case.dropped)
 
 
-def _whole_helps(case: Case) -> bool:
+def _full_restart_helps(case: FailureCase) -> bool:
     """There is a checkpoint to go on from, and it is not known already that it does not help."""
-    return bool(case.state.job.steps) and case.failed.believed and not whole_spent(case.state, case.failed, case.now)
+    return bool(case.state.job.steps) and case.failed.is_current and not full_restarts_exhausted(case.state, case.failed, case.now)
 
 
-def _budget_left(case: Case) -> bool:
-    return case.least is Rung.IN_PLACE
+def _budget_left(case: FailureCase) -> bool:
+    return case.first_rung is Rung.IN_PLACE
 
 
-def _last_start_is_elsewhere(case: Case) -> bool:
+def _last_try_on_other_node(case: FailureCase) -> bool:
     """One more start, and what never joined is given up: not without a try on another node, where there is one."""
-    unstarted = case.failed.unstarted + 2 >= case.state.job.recovery.first_start
-    return not case.failed.ever_joined and unstarted and case.rooms.vacant_for(case.failed)
+    unstarted = case.failed.failed_starts + 2 >= case.state.job.recovery.first_start
+    return not case.failed.ever_joined and unstarted and case.inventory.has_room_for(case.failed)
 
 
-def often(case: Case) -> bool:
+def fails_often_here(case: FailureCase) -> bool:
     """Its node has failed it too often."""
-    here = sum(start.node == case.failed.node for start in case.failed.recent(_window(case.state), case.now))
-    return here >= case.state.job.recovery.per_node
+    failures_here = sum(start.node == case.failed.node for start in case.failed.recent_failures(_window(case.state), case.now))
+    return failures_here >= case.state.job.recovery.per_node
 
 
-def can_spare(state: State, failed: Replica, spared: set[ReplicaId]) -> bool:
+def can_degrade(state: State, failed: Replica, dropped: set[ReplicaId]) -> bool:
     """The role stays at or above its ``min_replicas`` without this replica: whole gangs are counted, never members."""
-    without = {gang_of(failed.id), *spared}
+    without = {gang_of(failed.id), *dropped}
     members = [one for one in workers(state) if one.role == failed.role and gang_of(one.id) not in without]
     retired = {gang_of(one.id) for one in members if one.status is Status.RETIRED}
     return len({gang_of(one.id) for one in members} - retired) >= state.job.role(failed.role).min_replicas
 
 
-def whole_spent(state: State, failed: Replica, now: float) -> str:
+def full_restarts_exhausted(state: State, failed: Replica, now: float) -> str:
     """Why the run as a whole is not restarted (again); empty where it may be."""
-    recovery, whole = state.job.recovery, gang_of(failed.id)
-    recent = [at for at in state.wholes if now < at + recovery.window]
-    if len(recent) >= recovery.whole:
+    recovery, gang_id = state.job.recovery, gang_of(failed.id)
+    recent = [at for at in state.full_restarts if now < at + recovery.window]
+    if len(recent) >= recovery.full_restarts:
         return f"{len(recent)} restarts of the whole run within {recovery.window:g} s" if recent else "whole = 0"
-    theirs = [start for one in workers(state) if gang_of(one.id) == whole for start in one.failures]
-    if any(start.at in recent[-1:] and start.step == state.step for start in theirs):
+    failures = [start for one in workers(state) if gang_of(one.id) == gang_id for start in one.failures]
+    if any(start.at in recent[-1:] and start.step == state.step for start in failures):
         return f"it failed again after a restart of the whole run, and no step was committed since step {state.step}"
     return ""
 
@@ -142,14 +142,14 @@ def _join(state: State) -> float:
     return state.job.limits.join
 
 
-def _adopt(state: State) -> float:
+def _promotion_time(state: State) -> float:
     """What it takes over from must have ended before: its memory is needed."""
-    return state.job.limits.step_grace + state.job.recovery.adopt
+    return state.job.limits.step_grace + state.job.recovery.promote
 
 
 def _requeue(state: State) -> float:
     """The queue takes as long as it takes; the run's walltime is the only bound."""
-    return max(0.0, state.ends - state.at)
+    return max(0.0, state.ends_at - state.at)
 
 
 def _allocation_and_join(state: State) -> float:
@@ -157,52 +157,52 @@ def _allocation_and_join(state: State) -> float:
 
 
 def _pause_and_join(state: State) -> float:
-    return LONGEST_PAUSE + state.job.limits.join
+    return MAX_RESTART_BACKOFF_S + state.job.limits.join
 
 
-def _the_end(state: State) -> float:
-    return GRACES * state.job.limits.step_grace
+def _shutdown_time(state: State) -> float:
+    return SHUTDOWN_GRACES * state.job.limits.step_grace
 
 
 # ── where ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _to_warm_spare(case: Case) -> NodeName | None:
-    spot = case.rooms.warm_spare_for(case.failed)
-    return None if spot is None else spot.node
+def _spare_with_standby(case: FailureCase) -> NodeName | None:
+    candidate = case.inventory.spare_with_standby(case.failed)
+    return None if candidate is None else candidate.node
 
 
-def _to_standby(case: Case) -> NodeName | None:
-    rollout = case.rooms.standby_for(case.failed)
+def _donor_node(case: FailureCase) -> NodeName | None:
+    rollout = case.inventory.donor_for(case.failed)
     return None if rollout is None else rollout.node
 
 
 # ── the policies ─────────────────────────────────────────────────────────────────────────────────────────────────────
-_GIVE_UP = Step(Rung.GIVE_UP, _always, "the trainer commits what is in hand, everything is given back", _the_end)
+_GIVE_UP = RungSpec(Rung.GIVE_UP, _always, "the trainer commits what is in hand, everything is given back", _shutdown_time)
 
-HELPER: tuple[Step, ...] = (
-    Step(Rung.IN_PLACE, lambda case: _good_node(case) and _budget_left(case), "joins again on {node}", _join),
-    Step(Rung.DEGRADED, _always, "{node} does without it", _window),
+SUPPORT_LADDER: tuple[RungSpec, ...] = (
+    RungSpec(Rung.IN_PLACE, lambda case: _node_usable(case) and _budget_left(case), "joins again on {node}", _join),
+    RungSpec(Rung.DEGRADED, _always, "{node} does without it", _window),
 )
 """Of agents and shadows, whatever the policy."""
 
-POLICIES: dict[str, tuple[Step, ...]] = {
+POLICIES: dict[str, tuple[RungSpec, ...]] = {
     "role": (
-        Step(Rung.IN_PLACE, _clean_and_warm, "its shadow on {node} goes on as {member}", _adopt),
-        Step(Rung.IN_PLACE, _clean, "joins again on {node}", _join),
-        Step(Rung.SPARE, _warm_spare, "the shadow on the spare {to} goes on as {member}", _adopt, _to_warm_spare),
-        Step(Rung.STANDBY, _standby, "the shadow on {to} goes on as {member}; its rollout moves", _adopt, _to_standby),
-        Step(Rung.SPARE, _spare, "joins again on a spare node", _join),
-        Step(Rung.IN_PLACE, _not_the_node, "joins again on {node}: it is not the node", _join),
-        Step(Rung.REPLACEMENT, _always, "joins again once a replacement node is there", _allocation_and_join),
-        Step(Rung.DEGRADED, _can_be_spared, "{role} goes on with one replica less", _window),
-        Step(Rung.WHOLE, _whole_helps, "every role joins again, and a step is committed", _pause_and_join),
+        RungSpec(Rung.IN_PLACE, _transient_with_standby, "its shadow on {node} goes on as {member}", _promotion_time),
+        RungSpec(Rung.IN_PLACE, _is_transient, "joins again on {node}", _join),
+        RungSpec(Rung.SPARE, _spare_has_standby, "the shadow on the spare {to} goes on as {member}", _promotion_time, _spare_with_standby),
+        RungSpec(Rung.DONOR, _donor_exists, "the shadow on {to} goes on as {member}; its rollout moves", _promotion_time, _donor_node),
+        RungSpec(Rung.SPARE, _spare_exists, "joins again on a spare node", _join),
+        RungSpec(Rung.IN_PLACE, _node_not_at_fault, "joins again on {node}: it is not the node", _join),
+        RungSpec(Rung.REPLACEMENT, _always, "joins again once a replacement node is there", _allocation_and_join),
+        RungSpec(Rung.DEGRADED, _role_can_degrade, "{role} goes on with one replica less", _window),
+        RungSpec(Rung.FULL_RESTART, _full_restart_helps, "every role joins again, and a step is committed", _pause_and_join),
         _GIVE_UP,
     ),
     "job": (
-        Step(Rung.WHOLE, _budget_left, "every role joins again, on its own node where that is good", _join),
+        RungSpec(Rung.FULL_RESTART, _budget_left, "every role joins again, on its own node where that is good", _join),
         _GIVE_UP,
     ),
     "requeue": (
-        Step(Rung.WHOLE, _budget_left, "nodes, when the queue comes to it, and every role on them", _requeue),
+        RungSpec(Rung.FULL_RESTART, _budget_left, "nodes, when the queue comes to it, and every role on them", _requeue),
         _GIVE_UP,
     ),
 }  # fmt: skip

@@ -18,56 +18,56 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from ....core.types import AGENT, SHADOW, Cause, Finding, NodeName, Remedy, role_of
+from ....core.types import AGENT, STANDBY_ROLE, Cause, Finding, NodeName, Remedy, role_of
 from ...cluster.base import NodeState
 from ...model.actions import Decision, Exclude, Why
-from ...model.queries import gravest, workers
+from ...model.queries import most_severe, workers
 from ...model.state import Replica, State, Status
-from ..capacity.nodes import Rooms, condemns, unfit_nodes
+from ..capacity.nodes import NodeInventory, excludes_node, unfit_nodes
 from ..deadlines import NEVER
 
 
-def condemn(state: State, rooms: Rooms) -> list[Exclude]:
+def exclusions(state: State, inventory: NodeInventory) -> list[Exclude]:
     excludes: list[Exclude] = []
-    unfit, slow = unfit_nodes(state), dict(_left_to_spares(state, rooms))
+    unfit, slow = unfit_nodes(state), dict(_straggler_to_exclude(state, inventory))
     for name, node in state.nodes.items():
         if node.excluded is not None:
             continue
-        if (finding := _against(state, name)) is not None:
-            excludes.append(_exclude(name, in_words(finding), finding.cause, finding.proof))
+        if (finding := _node_failure(state, name)) is not None:
+            excludes.append(_exclude(name, evidence_lines(finding), finding.cause, finding.proof))
         elif name in unfit:
             excludes.append(_exclude(name, (f"probe: {unfit[name]}",), Cause.SOFTWARE))
         elif name in slow:  # it works, if slowly: nobody's to drain
-            excludes.append(_exclude(name, in_words(slow[name]), None))
+            excludes.append(_exclude(name, evidence_lines(slow[name]), None))
     return excludes
 
 
-def in_words(finding: Finding) -> tuple[str, ...]:
+def evidence_lines(finding: Finding) -> tuple[str, ...]:
     """Its evidence, for who reads why something was done."""
     return tuple(f"{finding.detector}: {one.source}: {one.text}" for one in finding.evidence)
 
 
-def _against(state: State, node: NodeName) -> Finding | None:
+def _node_failure(state: State, node: NodeName) -> Finding | None:
     """What condemns it; proof first."""
-    return gravest(one for one in state.findings.values() if one.node == node and condemns(one))
+    return most_severe(one for one in state.findings.values() if one.node == node and excludes_node(one))
 
 
-def _left_to_spares(state: State, rooms: Rooms) -> Iterator[tuple[NodeName, Finding]]:
+def _straggler_to_exclude(state: State, inventory: NodeInventory) -> Iterator[tuple[NodeName, Finding]]:
     """The node of a replica that stays slower than its peers, where the job wants to leave such and a spare is there:
     one, and only while everybody else works, so that nobody else is in need of the spare."""
-    if state.job.health.stragglers != "exclude" or not all(_works(state, one) for one in workers(state)):
+    if state.job.health.stragglers != "exclude" or not all(_is_working(state, one) for one in workers(state)):
         return
     for finding in state.findings.values():
-        life = finding.life
-        if life is None or finding.remedy is not Remedy.EXCLUDE or role_of(life.replica) in (AGENT, SHADOW):
+        incarnation = finding.incarnation
+        if incarnation is None or finding.remedy is not Remedy.EXCLUDE or role_of(incarnation.replica) in (AGENT, STANDBY_ROLE):
             continue
-        replica = state.replica(life.replica)
-        if state.believed(life) and replica.node is not None and rooms.vacant_for(replica):
+        replica = state.replica(incarnation.replica)
+        if state.is_current(incarnation) and replica.node is not None and inventory.has_room_for(replica):
             yield replica.node, finding
             return
 
 
-def _works(state: State, replica: Replica) -> bool:
+def _is_working(state: State, replica: Replica) -> bool:
     """Or is not missed."""
     if replica.status in (Status.RETIRED, Status.COMPLETED):
         return True
@@ -79,14 +79,14 @@ def _exclude(node: NodeName, evidence: tuple[str, ...], cause: Cause | None, pro
     return Exclude(node, Why(evidence, expects="no further placement on this node"), cause, proof)
 
 
-MINORITY = 2
+MINORITY_NODES = 2
 """Nodes that a pool of more than twice as many may always lose within the recovery window, see above."""
-OUTAGE = 0.25
+OUTAGE_SHARE = 0.25
 """share of the run's nodes, more than one, that are down: then only what is down is left (docs/sources.md, guard rails:
 none while more than 25 % of the cluster is). Slurm tells us of our own nodes only."""
 
 
-class HeldBack(Struct, frozen=True):
+class DeferredExclusion(Struct, frozen=True):
     """An exclusion that the breaker does not let go ahead."""
 
     exclude: Exclude
@@ -97,44 +97,44 @@ class HeldBack(Struct, frozen=True):
 
 def exclusions_allowed(share: float, nodes: int) -> int:
     """Number of a run's ``nodes`` that may be excluded within the recovery window; ``share``: ``recovery.breaker``."""
-    return max(1, int(share * nodes), MINORITY if nodes > 2 * MINORITY else 0)
+    return max(1, int(share * nodes), MINORITY_NODES if nodes > 2 * MINORITY_NODES else 0)
 
 
-def brake(state: State, decisions: list[Decision], now: float) -> tuple[list[Decision], list[HeldBack]]:
+def limit_exclusions(state: State, decisions: list[Decision], now: float) -> tuple[list[Decision], list[DeferredExclusion]]:
     """Return the decisions that may be carried out now, and the exclusions that the circuit breaker holds back.
 
     ``now``: s of the manager's clock. An exclusion is held back while too many nodes were excluded within the recovery
     window, or while the cluster itself has lost too many of the run's nodes."""
     recovery = state.job.recovery
     allowed = exclusions_allowed(recovery.breaker, len(state.nodes))
-    found = (node for node in state.nodes.values() if node.excluded is not None and not node.asked_by)
+    found = (node for node in state.nodes.values() if node.excluded is not None and not node.drain_requested_by)
     ends = sorted(node.excluded_at + recovery.window for node in found)
     recent = [end for end in ends if end > now]
     excluded = len(recent)
     passed: list[Decision] = []
-    held: list[HeldBack] = []
-    down = _down(state)
-    outage = len(down) > max(1, OUTAGE * len(state.nodes))
+    deferred: list[DeferredExclusion] = []
+    down = _down_nodes(state)
+    outage = len(down) > max(1, OUTAGE_SHARE * len(state.nodes))
     for decision in decisions:
         if isinstance(decision, Exclude):
             if outage and decision.node not in down:
                 why = f"{len(down)} of {len(state.nodes)} nodes are down: only those are left"
-                held.append(HeldBack(decision, why, NEVER))
+                deferred.append(DeferredExclusion(decision, why, NEVER))
                 continue
             if excluded >= allowed:
                 share = f"{excluded} of {len(state.nodes)} nodes"
                 why = f"{share} excluded within {recovery.window:g} s, and no more may be"
-                held.append(HeldBack(decision, why, recent[0] if recent else now + recovery.window))
+                deferred.append(DeferredExclusion(decision, why, recent[0] if recent else now + recovery.window))
                 continue
             excluded += 1
         passed.append(decision)
-    return passed, held
+    return passed, deferred
 
 
-def held_back(state: State, now: float) -> list[HeldBack]:
+def deferred_exclusions(state: State, now: float) -> list[DeferredExclusion]:
     """The exclusions that a manager would decide at ``now`` (manager's time, s) if the breaker let it: for people."""
-    return brake(state, list(condemn(state, Rooms(state, now))), now)[1]
+    return limit_exclusions(state, list(exclusions(state, NodeInventory(state, now))), now)[1]
 
 
-def _down(state: State) -> set[NodeName]:
-    return {name for name, one in state.nodes.items() if one.seen is not None and one.seen.state is NodeState.DOWN}
+def _down_nodes(state: State) -> set[NodeName]:
+    return {name for name, one in state.nodes.items() if one.status is not None and one.status.state is NodeState.DOWN}

@@ -14,125 +14,125 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from ....core.types import AGENT, Life, NodeName, Outcome, ReplicaId, gang_of
+from ....core.types import AGENT, Incarnation, NodeName, Outcome, ReplicaId, gang_of
 from ...model.actions import Decision, Fence, Finish, RestartAll, Rung, Why
 from ...model.queries import finding_about
 from ...model.reduce_commands import REQUEUE
 from ...model.state import Replica, State, Status
-from ..capacity.nodes import Rooms
-from .failure_class import against_software, all_given_up, never_joined, not_there, nowhere, rejected
-from .ladder import HELPER, HELPERS, POLICIES, Case, can_spare, depth, often, whole_spent
-from .node_exclusion import condemn, in_words
+from ..capacity.nodes import NodeInventory
+from .failure_class import suggests_software_fault, role_exhausted, never_joined, command_missing, no_fit_node, rejected
+from .ladder import SUPPORT_LADDER, SUPPORT_ROLES, POLICIES, FailureCase, can_degrade, severity, fails_often_here, full_restarts_exhausted
+from .node_exclusion import exclusions, evidence_lines
 
 _Members = Sequence[Replica]
 
 
-def recover(state: State, rooms: Rooms, now: float) -> list[Decision]:
+def recover(state: State, inventory: NodeInventory, now: float) -> list[Decision]:
     """Decisions for everything that failed. ``now``: manager's time (s), for the restart budgets' window."""
-    if (mistake := not_there(state, rooms) or nowhere(state)) is not None:
+    if (mistake := command_missing(state, inventory) or no_fit_node(state)) is not None:
         return [mistake]
-    excludes = condemn(state, rooms)
-    condemned = {exclude.node for exclude in excludes}
-    decisions: list[Decision] = [*excludes, *_in_the_way(state, rooms, now)]
-    spared: set[ReplicaId] = set()
-    for members in (*rooms.gangs, *([one] for one in state.replicas.values() if one.role in HELPERS)):
-        decided = _asked(state, members, now) or _others(state, members, now)
-        if not decided and (decision := _failed(state, rooms, members, condemned, spared, now)) is not None:
+    exclude_decisions = exclusions(state, inventory)
+    excluded_nodes = {exclude.node for exclude in exclude_decisions}
+    decisions: list[Decision] = [*exclude_decisions, *_vacate_for_promotion(state, inventory, now)]
+    dropped: set[ReplicaId] = set()
+    for members in (*inventory.gangs, *([one] for one in state.replicas.values() if one.role in SUPPORT_ROLES)):
+        decided = _user_restart(state, members, now) or _fence_rest_of_gang(state, members, now)
+        if not decided and (decision := _repair_gang(state, inventory, members, excluded_nodes, dropped, now)) is not None:
             decided = [decision]
         decisions += decided
         for one in decided:
-            if isinstance(one, Fence) and one.rung is Rung.SPARE and one.to is not None and one.charged:
-                rooms.promise(state.replica(one.life.replica), one.to)
+            if isinstance(one, Fence) and one.rung is Rung.SPARE and one.target_node is not None and one.charged:
+                inventory.reserve(state.replica(one.incarnation.replica), one.target_node)
         if any(isinstance(one, Finish | RestartAll) for one in decided):
             break
         if any(isinstance(one, Fence) and one.rung is Rung.DEGRADED for one in decided):
-            spared.add(gang_of(members[0].id))
+            dropped.add(gang_of(members[0].id))
     return decisions
 
 
 # ── not for a failure of its own ─────────────────────────────────────────────────────────────────────────────────────
-def _asked(state: State, members: _Members, now: float) -> list[Decision]:
+def _user_restart(state: State, members: _Members, now: float) -> list[Decision]:
     """A person wants it to restart, all of it; also one that was gone on without, and one that pauses."""
-    if (by := state.restarts.get(gang_of(members[0].id))) is None:
+    if (by := state.requested_restarts.get(gang_of(members[0].id))) is None:
         return []
     why = Why((f"asked by {by}",), Rung.IN_PLACE, "joins again", now + state.job.limits.join)
-    return [Fence(one.life, Rung.IN_PLACE, why, charged=False) for one in members]
+    return [Fence(one.incarnation, Rung.IN_PLACE, why, charged=False) for one in members]
 
 
-def _others(state: State, members: _Members, now: float) -> list[Decision]:
+def _fence_rest_of_gang(state: State, members: _Members, now: float) -> list[Decision]:
     """The members of a gang whose newest life one of them has left: none of them goes on alone. Each keeps its node;
     who shared that of the failed one goes with it."""
     if len(members) == 1:
         return []
-    newest = max(one.incarnation for one in members)
-    left = [one for one in members
-            if one.incarnation == newest and one.status in (Status.WANTED, Status.RETIRED)]  # fmt: skip
-    if not left:
+    newest = max(one.incarnation_number for one in members)
+    departed = [one for one in members
+            if one.incarnation_number == newest and one.status in (Status.WANTED, Status.RETIRED)]  # fmt: skip
+    if not departed:
         return []
-    retired = next((one for one in left if one.status is Status.RETIRED), None)
-    first = retired or min(left, key=lambda one: one.since)
-    said = first.failures[-1].why if first.failures and first.failures[-1].at == first.since else "it is fenced"
-    evidence = (f"its gang restarts: {first.life}: {said}",)
+    retired = next((one for one in departed if one.status is Status.RETIRED), None)
+    first = retired or min(departed, key=lambda one: one.since)
+    reason = first.failures[-1].why if first.failures and first.failures[-1].at == first.since else "it is fenced"
+    evidence = (f"its gang restarts: {first.incarnation}: {reason}",)
     if retired is not None:
-        why = Why((f"its gang is gone on without: {first.life}",), Rung.DEGRADED, f"{first.role} goes on without it")
-        rest = [one for one in members if one.believed or one.status is Status.WANTED]
-        return [Fence(one.life, Rung.DEGRADED, why, charged=False) for one in rest]
+        why = Why((f"its gang is gone on without: {first.incarnation}",), Rung.DEGRADED, f"{first.role} goes on without it")
+        rest = [one for one in members if one.is_current or one.status is Status.WANTED]
+        return [Fence(one.incarnation, Rung.DEGRADED, why, charged=False) for one in rest]
     fences: list[Decision] = []
-    for one in (one for one in members if one.believed):
-        moves = one.node == first.node and first.prefer != first.node
+    for one in (one for one in members if one.is_current):
+        moves = one.node == first.node and first.preferred_node != first.node
         rung = Rung.SPARE if moves else Rung.IN_PLACE
         why = Why(evidence, rung, "joins again with its gang", now + state.job.limits.join)
-        fences.append(Fence(one.life, rung, why, first.prefer if moves else None, charged=False))
+        fences.append(Fence(one.incarnation, rung, why, first.preferred_node if moves else None, charged=False))
     return fences
 
 
-def _in_the_way(state: State, rooms: Rooms, now: float) -> list[Decision]:
+def _vacate_for_promotion(state: State, inventory: NodeInventory, now: float) -> list[Decision]:
     """Rollouts on whose nodes a shadow is to become a member: they move, and are made up for."""
-    found: dict[Life, Decision] = {}
+    fences: dict[Incarnation, Decision] = {}
     for role in state.job.roles:
-        members = (one for gang in rooms.gangs for one in gang if one.role == role.name) if role.standbys else ()
+        members = (one for gang in inventory.gangs for one in gang if one.role == role.name) if role.donor_rollouts else ()
         for member in members:
-            for rollout in rooms.in_the_way(member) if member.status is Status.WANTED else ():
+            for rollout in inventory.blocking_rollouts(member) if member.status is Status.WANTED else ():
                 evidence = (f"{member.id} is wanted on {rollout.node}, where a shadow waits to become it",)
-                within = state.job.limits.allocation + state.job.limits.join
-                why = Why(evidence, Rung.STANDBY, f"{rollout.id} joins again on another node", now + within)
-                found[rollout.life] = Fence(rollout.life, Rung.STANDBY, why, charged=False)
-    return list(found.values())
+                time_limit = state.job.limits.allocation + state.job.limits.join
+                why = Why(evidence, Rung.DONOR, f"{rollout.id} joins again on another node", now + time_limit)
+                fences[rollout.incarnation] = Fence(rollout.incarnation, Rung.DONOR, why, charged=False)
+    return list(fences.values())
 
 
 # ── for its own ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def _failed(
-    state: State, rooms: Rooms, members: _Members, condemned: set[NodeName], spared: set[ReplicaId], now: float
+def _repair_gang(
+    state: State, inventory: NodeInventory, members: _Members, excluded_nodes: set[NodeName], dropped: set[ReplicaId], now: float
 ) -> Decision | None:
     """What is decided about the gang for the sake of the member that failed. While a node's exclusion is undecided,
     nothing is: that comes first."""
-    failing = [(one, evidence) for one in members if one.believed and (evidence := _lost(state, one))]
-    if condemned and any(one.node in condemned for one in members if one.believed):
+    failing = [(one, evidence) for one in members if one.is_current and (evidence := _failure_evidence(state, one))]
+    if excluded_nodes and any(one.node in excluded_nodes for one in members if one.is_current):
         return None
     if failing:
-        member, evidence = min(failing, key=lambda pair: _blame(state, pair[0]))
-        return _choose(Case(state, rooms, now, member, spared), members, evidence)
+        member, evidence = min(failing, key=lambda pair: _failure_order(state, pair[0]))
+        return _choose_rung(FailureCase(state, inventory, now, member, dropped), members, evidence)
     for member in members:
         if member.status is Status.WANTED and member.failures:
-            decision = _unlaunched(Case(state, rooms, now, member, spared))
+            decision = _launches_exhausted(FailureCase(state, inventory, now, member, dropped))
             if decision is not None:
                 return decision
     return None
 
 
-def _blame(state: State, member: Replica) -> tuple[bool, float]:
+def _failure_order(state: State, member: Replica) -> tuple[bool, float]:
     """Of several that fail, the first is to blame: the others go down with it. A node that is gone comes before all."""
-    finding = finding_about(state, member.life)
+    finding = finding_about(state, member.incarnation)
     node = state.nodes.get(member.node) if member.node is not None else None
-    gone = node is None or node.excluded is not None
-    return not gone, finding.since if finding is not None else 0.0
+    node_lost = node is None or node.excluded is not None
+    return not node_lost, finding.since if finding is not None else 0.0
 
 
-def _lost(state: State, replica: Replica) -> tuple[str, ...]:
+def _failure_evidence(state: State, replica: Replica) -> tuple[str, ...]:
     """Why this life cannot go on, in the words of the evidence; empty when it can."""
-    finding = finding_about(state, replica.life)
+    finding = finding_about(state, replica.incarnation)
     if finding is not None:
-        return in_words(finding)
+        return evidence_lines(finding)
     if replica.node is None:
         return ()
     node = state.nodes.get(replica.node)
@@ -143,70 +143,70 @@ def _lost(state: State, replica: Replica) -> tuple[str, ...]:
     return ()
 
 
-def _unlaunched(case: Case) -> Decision | None:
+def _launches_exhausted(case: FailureCase) -> Decision | None:
     """It waits for its next launch; the cluster has refused too many, or too many came to nothing."""
     newest = case.failed.failures[-1]
     if mistake := never_joined(case.state, case.failed, (newest.why,), newest.detector):
-        return _never(case, mistake)
-    if case.recent > case.state.job.recovery.per_replica:
-        return _down(case, ("its launches were refused", _spent(case)), Rung.DEGRADED)
+        return _reject_or_degrade(case, mistake)
+    if case.recent_failures > case.state.job.recovery.per_replica:
+        return _first_rung_from(case, ("its launches were refused", _budget_text(case)), Rung.DEGRADED)
     return None
 
 
-def _choose(case: Case, members: _Members, evidence: tuple[str, ...]) -> Decision:
+def _choose_rung(case: FailureCase, members: _Members, evidence: tuple[str, ...]) -> Decision:
     """The first rung of the ladder that fits: from the top, unless the evidence speaks for more."""
     state, failed = case.state, case.failed
-    finding = finding_about(state, failed.life)
+    finding = finding_about(state, failed.incarnation)
     if mistake := never_joined(state, failed, evidence, finding.detector if finding is not None else ""):
-        return _never(case, mistake)
-    if case.recent >= state.job.recovery.per_replica:
-        return _down(case, (*evidence, _spent(case)), Rung.DEGRADED)
-    if state.job.recovery.policy == "role" and (found := against_software(state, members, failed, case.now)):
-        return _down(case, (*evidence, *found), Rung.WHOLE)
-    return _down(case, evidence, Rung.IN_PLACE)
+        return _reject_or_degrade(case, mistake)
+    if case.recent_failures >= state.job.recovery.per_replica:
+        return _first_rung_from(case, (*evidence, _budget_text(case)), Rung.DEGRADED)
+    if state.job.recovery.policy == "role" and (found := suggests_software_fault(state, members, failed, case.now)):
+        return _first_rung_from(case, (*evidence, *found), Rung.FULL_RESTART)
+    return _first_rung_from(case, evidence, Rung.IN_PLACE)
 
 
-def _down(case: Case, evidence: tuple[str, ...], least: Rung) -> Decision:
+def _first_rung_from(case: FailureCase, evidence: tuple[str, ...], first_rung: Rung) -> Decision:
     """The first rung of its policy that fits, from ``least`` on."""
     state, failed = case.state, case.failed
-    case = msgspec.structs.replace(case, least=least)
-    steps = HELPER if failed.role in HELPERS else POLICIES[state.job.recovery.policy]
-    step = next(step for step in steps if depth(step.rung) >= depth(least) and step.fits(case))
-    to = step.to(case)
-    expects = step.expects.format(member=failed.id, role=failed.role, node=failed.node, to=to)
-    why = Why(evidence, step.rung, expects, case.now + step.within(state))
-    if step.rung is Rung.WHOLE:
-        return RestartAll(why, tuple(_everybody(case, why)))
+    case = msgspec.structs.replace(case, first_rung=first_rung)
+    steps = SUPPORT_LADDER if failed.role in SUPPORT_ROLES else POLICIES[state.job.recovery.policy]
+    step = next(step for step in steps if severity(step.rung) >= severity(first_rung) and step.fits(case))
+    target = step.target_node(case)
+    expects = step.expects.format(member=failed.id, role=failed.role, node=failed.node, to=target)
+    why = Why(evidence, step.rung, expects, case.now + step.time_limit(state))
+    if step.rung is Rung.FULL_RESTART:
+        return RestartAll(why, tuple(_fence_all(case, why)))
     if step.rung is Rung.GIVE_UP:
-        tried = whole_spent(state, failed, case.now) if state.wholes else ""
-        evidence = (*evidence, *((tried,) if tried else ()), f"rrl logs {state.run} --failed shows its last lines")
+        exhausted = full_restarts_exhausted(state, failed, case.now) if state.full_restarts else ""
+        evidence = (*evidence, *((exhausted,) if exhausted else ()), f"rrl logs {state.run} --failed shows its last lines")
         return Finish(Outcome.FAILED, msgspec.structs.replace(why, evidence=evidence))
-    return Fence(failed.life, step.rung, why, to)
+    return Fence(failed.incarnation, step.rung, why, target)
 
 
-def _everybody(case: Case, why: Why) -> Iterator[Fence]:
+def _fence_all(case: FailureCase, why: Why) -> Iterator[Fence]:
     """Nobody but the failed one is charged, and all keep their places, but for one that fails too often on its node.
     Agents stay where the nodes do: they are not the run's software. Who has done its work, or was gone on without,
     stays so. No shadow is taken over: what it has built may be what is wrong, and there is a new one after the next
     commit."""
     requeue = case.state.job.recovery.policy == REQUEUE
     for one in case.state.replicas.values():
-        if not one.believed or (one.role == AGENT and not requeue):
+        if not one.is_current or (one.role == AGENT and not requeue):
             continue
         failed = one.id == case.failed.id
-        moves = requeue or one.role in HELPERS or (failed and often(case))
-        yield Fence(one.life, Rung.WHOLE, why, None if moves else one.node, charged=failed)
+        moves = requeue or one.role in SUPPORT_ROLES or (failed and fails_often_here(case))
+        yield Fence(one.incarnation, Rung.FULL_RESTART, why, None if moves else one.node, charged=failed)
 
 
-def _spent(case: Case) -> str:
-    return f"{case.recent} restarts of {case.failed.id} within {case.state.job.recovery.window:g} s"
+def _budget_text(case: FailureCase) -> str:
+    return f"{case.recent_failures} restarts of {case.failed.id} within {case.state.job.recovery.window:g} s"
 
 
-def _never(case: Case, mistake: tuple[str, ...]) -> Decision:
+def _reject_or_degrade(case: FailureCase, mistake: tuple[str, ...]) -> Decision:
     """It fails wherever it starts: the run goes on without it if it can, and if others of its role do better."""
     state, failed = case.state, case.failed
-    if can_spare(state, failed, case.spared) and not all_given_up(state, failed, case.spared):
-        within = case.now + state.job.recovery.window
-        why = Why(mistake, Rung.DEGRADED, f"{failed.role} goes on with one replica less", within)
-        return Fence(failed.life, Rung.DEGRADED, why)
+    if can_degrade(state, failed, case.dropped) and not role_exhausted(state, failed, case.dropped):
+        deadline = case.now + state.job.recovery.window
+        why = Why(mistake, Rung.DEGRADED, f"{failed.role} goes on with one replica less", deadline)
+        return Fence(failed.incarnation, Rung.DEGRADED, why)
     return rejected(mistake)

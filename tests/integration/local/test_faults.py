@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 
 from rrl.core.faults import Fault, FaultKind
-from rrl.core.processes import look
+from rrl.core.processes import read_process
 from rrl.core.run_dir import write_atomically
 from rrl.core.types import ReplicaId
-from rrl.manager.intake.user_commands import Letter
+from rrl.manager.intake.user_commands import Command
 from rrl.manager.model import events as ev
 from rrl.manager.model.state import State, Status
 from rrl.tests.support.mounts import own_mounts
@@ -66,15 +66,15 @@ def _inject(run: TestRun, *words: str) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def _told(run: TestRun) -> list[ev.FaultInjected]:
+def _recorded(run: TestRun) -> list[ev.FaultInjected]:
     return [stamped.event for stamped in run.events() if isinstance(stamped.event, ev.FaultInjected)]
 
 
-def _joined_again(id: ReplicaId) -> Callable[[State], bool]:
-    return lambda state: (state.replica(id).incarnation, state.replica(id).status) == (2, Status.JOINED)
+def _rejoined(id: ReplicaId) -> Callable[[State], bool]:
+    return lambda state: (state.replica(id).incarnation_number, state.replica(id).status) == (2, Status.JOINED)
 
 
-def _orders(run: TestRun) -> None:
+def _commands(run: TestRun) -> None:
     """What people order meanwhile: done, refused by the command, refused by the manager."""
     code, out, err = _inject(run, "freeze", "--target", "agent/local7", "--for", "300ms", "--wait")
     assert (code, "SIGSTOP to pid" in out) == (0, True), err
@@ -84,21 +84,21 @@ def _orders(run: TestRun) -> None:
     assert code == 1
     assert "was not performed: refused: the local cluster has no network" in err
     stranger = Fault("stranger", FaultKind.KILL, "judge/0")
-    write_atomically(run.run.mailbox / "9.json", msgspec.json.encode(Letter("inject", "eve", fault=stranger)))
-    run.wait(lambda state: "stranger" in state.faults)
+    write_atomically(run.run.mailbox / "9.json", msgspec.json.encode(Command("inject", "eve", fault=stranger)))
+    run.wait(lambda state: "stranger" in state.triggered_faults)
 
 
 def test_a_run_goes_on_through_every_fault_and_tells_each_from_what_was_real(tmp_path: Path) -> None:
     toml = light_job("local", STEPS, rollouts=3, spares=2, extra=HANGS_ARE_FOUND + _faults())
     run = submit_here(tmp_path, toml.replace('quiet = "10s"', 'quiet = "10s"\nfirst_pass = "1s"'))
     run.wait(lambda state: state.replica(ReplicaId("reward/0")).status is Status.JOINED)
-    _orders(run)
-    run.wait(lambda state: {f"f{i}" for i in range(len(PLANNED))} <= set(state.faults))
-    run.wait(_joined_again(AGENT))
-    run.wait(_joined_again(ReplicaId("rollout/2")))  # the next manager would begin anew to wait for the dead engine
+    _commands(run)
+    run.wait(lambda state: {f"f{i}" for i in range(len(PLANNED))} <= set(state.triggered_faults))
+    run.wait(_rejoined(AGENT))
+    run.wait(_rejoined(ReplicaId("rollout/2")))  # the next manager would begin anew to wait for the dead engine
     manager = json.loads((run.run.epochs / "000001").read_text())["pid"]
     assert _inject(run, "kill", "--target", "manager")[0] == 0
-    run.wait(lambda state: look(manager) is None)
+    run.wait(lambda state: read_process(manager) is None)
     with run.call("manage", run.run.id):
         run.wait(lambda state: state.epoch == 2 and all_work(state))
         state = run.wait_end()
@@ -106,15 +106,15 @@ def test_a_run_goes_on_through_every_fault_and_tells_each_from_what_was_real(tmp
     run.wait_gone()
     check_sound(run.run)
 
-    performed = {told.fault: told for told in _told(run) if told.ok and not told.ended}
+    performed = {told.fault: told for told in _recorded(run) if told.ok and not told.ended}
     for index, (kind, target, _, _) in enumerate(PLANNED):
         told = performed[f"f{index}"]
         assert (told.kind, told.target, told.detail != "") == (kind, target, True)
-        hit = str(told.life) if told.life is not None else told.node
+        hit = str(told.incarnation) if told.incarnation is not None else told.node
         assert hit.startswith("local" if kind == "crash" else f"{target}#")
-    over = [told.detail for told in _told(run) if told.ended]
+    over = [told.detail for told in _recorded(run) if told.ended]
     assert over == ["SIGCONT: it runs again"] * 2  # the freeze for 300 ms, the slow one
-    refused = [told.detail for told in _told(run) if not told.ok]
+    refused = [told.detail for told in _recorded(run) if not told.ok]
     assert [detail.partition(":")[0] for detail in refused] == ["refused"] * 2, refused
     assert 'no role "judge"' in refused[1]
     assert [told.detail for told in performed.values() if told.target == "manager"] == [
@@ -141,15 +141,15 @@ test_faults.lives_through_a_full_disk(disk)
 """
 
 
-def lives_through_a_full_disk(disk: Path) -> None:
+def survives_a_full_disk(disk: Path) -> None:
     full = '[[faults.planned]]\nkind = "disk_full"\nat = "step=3"\nseconds = "2s"\n'
     run = submit_here(disk, light_job("local", 20, extra=f'[recovery]\nbackoff = "100ms"\n{full}'))
     state = run.wait_end()
     assert (state.outcome, state.step, state.epoch) == ("completed", 20, 1), state.why
     run.wait_gone()
     check_sound(run.run)
-    assert not run.run.ballast.exists()
-    assert [(told.ok, told.ended) for told in _told(run)] == [(True, False), (True, True)]
+    assert not run.run.disk_filler.exists()
+    assert [(told.ok, told.ended) for told in _recorded(run)] == [(True, False), (True, True)]
     assert run.summary()["unprovoked"] == 0
 
 

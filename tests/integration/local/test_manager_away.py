@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rrl.manager.model import events as ev
-from rrl.tests.support.runs import DEADLINE, TestRun, check_sound, light_job, lives, others, submit_here, submit_on
+from rrl.tests.support.runs import TIMEOUT_S, TestRun, check_sound, light_job, current_incarnations, without_replicas, submit_here, submit_on
 from rrl.tests.support.slurm.lab import SlurmLab
 
 STEPS_AWAY = 40
@@ -36,7 +36,7 @@ def _trained(run: TestRun, step: int) -> Path | None:
 
 def _wait_trained(run: TestRun, step: int) -> None:
     """Without a word of the manager, whose journal stands still."""
-    until = time.monotonic() + DEADLINE
+    until = time.monotonic() + TIMEOUT_S
     while _trained(run, step) is None:
         assert time.monotonic() < until, f"step {step} was never trained; {_newest(run)} was"
         time.sleep(0.05)
@@ -65,7 +65,7 @@ def _frozen(pid: int) -> Iterator[None]:
 
 def test_rollouts_receive_new_versions_while_the_manager_is_frozen(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 100_000))
-    before = lives(run.wait_steps(3))
+    before = current_incarnations(run.wait_steps(3))
     with _frozen(_manager_pid(run)):
         begun = _newest(run)
         _wait_trained(run, begun + STEPS_AWAY)
@@ -73,7 +73,7 @@ def test_rollouts_receive_new_versions_while_the_manager_is_frozen(tmp_path: Pat
     assert max(ages) <= MAX_AGE, ages
     step = run.state().step
     run.wait(lambda s: s.step > step + STEPS_AWAY)
-    kept, now = others(before, lives(run.state()), [])
+    kept, now = without_replicas(before, current_incarnations(run.state()), [])
     assert now == kept, "the roles noticed"
     with run.call("cancel", run.run.id) as process:
         assert process.wait(60) == 0

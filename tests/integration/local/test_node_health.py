@@ -7,11 +7,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rrl.core.types import AGENT, SHADOW, Cause, NodeName, ReplicaId, Verdict, role_of
+from rrl.core.types import AGENT, STANDBY_ROLE, Cause, NodeName, ReplicaId, Verdict, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Launch
 from rrl.tests.support.nvml.driver import FakeDriver
-from rrl.tests.support.runs import TestRun, check_sound, light_job, lives, submit_here
+from rrl.tests.support.runs import TestRun, check_sound, light_job, current_incarnations, submit_here
 
 VICTIM = ReplicaId("rollout/1")
 AS_PYTHON = """#!/bin/sh
@@ -56,7 +56,7 @@ def _placed(run: TestRun) -> set[NodeName]:
     nobody waits where the job asks for no GPUs."""
     launches = [s.event.action for s in run.events() if isinstance(s.event, ev.Intended)]
     return {one.node for one in launches
-            if isinstance(one, Launch) and role_of(one.life.replica) not in (AGENT, SHADOW)}  # fmt: skip
+            if isinstance(one, Launch) and role_of(one.incarnation.replica) not in (AGENT, STANDBY_ROLE)}  # fmt: skip
 
 
 def _ends_well(run: TestRun) -> None:
@@ -69,7 +69,7 @@ def _ends_well(run: TestRun) -> None:
 def test_a_gpu_that_falls_off_its_bus_costs_its_node_and_its_role_alone_moves(tmp_path: Path) -> None:
     gpus = Gpus(tmp_path, nodes=6)
     run = submit_here(tmp_path, gpus.job(60))
-    before = lives(run.wait_steps(3))
+    before = current_incarnations(run.wait_steps(3))
     node = before[VICTIM][2]
     assert node is not None
     gpus.of[NodeName(node)].xid(1, 79)
@@ -90,7 +90,7 @@ def test_a_spare_that_is_broken_from_the_start_is_never_used(tmp_path: Path) -> 
     run = submit_here(tmp_path, gpus.job(60, extra="[recovery]\nbreaker = 1.0\n"))
     state = run.wait(lambda state: broken in state.nodes and state.nodes[broken].excluded is not None)
     assert any(one.node == broken and one.verdict is Verdict.FAIL for one in state.findings.values())
-    before = lives(run.wait_steps(3))
+    before = current_incarnations(run.wait_steps(3))
     node = before[VICTIM][2]
     assert node is not None
     gpus.of[NodeName(node)].lose(0)

@@ -16,4 +16,4 @@ def test_a_run_whose_directory_is_removed_ends_with_everything_of_it(tmp_path: P
     run.wait_steps(1)
     while run.run.path.exists():  # somebody may be writing into it at this moment
         shutil.rmtree(run.run.path, ignore_errors=True)
-    run.wait_gone(within=180)
+    run.wait_gone(timeout_s=180)

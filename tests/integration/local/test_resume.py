@@ -9,12 +9,12 @@ import msgspec
 
 from rrl.core.types import NodeName, Outcome, ReplicaId
 from rrl.manager.model import events as ev
-from rrl.tests.support.runs import TestRun, check_sound, light_job, lives, submit_here
+from rrl.tests.support.runs import TestRun, check_sound, light_job, current_incarnations, submit_here
 
 ROLLOUT = ReplicaId("rollout/1")
 
 
-def _told(run: TestRun, *argv: str) -> tuple[int, str, str]:
+def _recorded(run: TestRun, *argv: str) -> tuple[int, str, str]:
     process = run.call(*argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, err = process.communicate(timeout=180)
     return process.returncode, out, err
@@ -23,18 +23,18 @@ def _told(run: TestRun, *argv: str) -> tuple[int, str, str]:
 def test_a_cancelled_run_goes_on_from_its_last_step_and_trains_nothing_twice(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 40))
     run.wait_steps(4)
-    assert _told(run, "cancel", run.run.id)[0] == 0
+    assert _recorded(run, "cancel", run.run.id)[0] == 0
     ended = run.wait_end()
     run.wait_gone()
     assert (ended.outcome, ended.step < 40) == (Outcome.CANCELLED, True)
-    before = {id: one.incarnation for id, one in ended.replicas.items()}
+    before = {id: one.incarnation_number for id, one in ended.replicas.items()}
 
     told = f"watch it with: rrl status {run.run.id} --live\n"
-    assert _told(run, "resume", run.run.id) == (0, f"{run.run.id}\n", told)
+    assert _recorded(run, "resume", run.run.id) == (0, f"{run.run.id}\n", told)
     run.wait_resumed()
     state = run.wait_end()
     assert (state.outcome, state.step, state.run) == (Outcome.COMPLETED, 40, ended.run), state.why
-    assert all(state.replica(id).incarnation > before[id] for id in before if not id.startswith(("agent", "shadow")))
+    assert all(state.replica(id).incarnation_number > before[id] for id in before if not id.startswith(("agent", "shadow")))
     run.wait_gone()
     check_sound(run.run)
     committed = [stamped.event.step for stamped in run.events() if isinstance(stamped.event, ev.StepCommitted)]
@@ -42,11 +42,11 @@ def test_a_cancelled_run_goes_on_from_its_last_step_and_trains_nothing_twice(tmp
     summary = run.summary()
     assert (summary["outcome"], summary["steps"]) == ("completed", 40)
 
-    code, _, error = _told(run, "resume", run.run.id)
+    code, _, error = _recorded(run, "resume", run.run.id)
     assert (code, error) == (
         2, f"rrl: {run.run.id} is complete: its 40 steps are committed; to go on: --steps with more\n"
     )  # fmt: skip
-    assert _told(run, "resume", run.run.id, "--steps", "42", "--wait")[0] == 0
+    assert _recorded(run, "resume", run.run.id, "--steps", "42", "--wait")[0] == 0
     state = run.wait_end()
     assert (state.outcome, state.step, state.job.steps) == (Outcome.COMPLETED, 42, 42)
     run.wait_gone()
@@ -56,30 +56,30 @@ def test_a_cancelled_run_goes_on_from_its_last_step_and_trains_nothing_twice(tmp
 def test_a_run_that_has_not_ended_is_not_resumed_and_another_job_is_refused(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 1000))
     run.wait_steps(1)
-    code, _, error = _told(run, "resume", run.run.id)
+    code, _, error = _recorded(run, "resume", run.run.id)
     assert (code, error) == (2, f"rrl: {run.run.id} has not ended; see: rrl status {run.run.id}\n")
 
-    before = lives(run.state())
-    code, out, error = _told(run, "restart", run.run.id, "rollout/1")
+    before = current_incarnations(run.state())
+    code, out, error = _recorded(run, "restart", run.run.id, "rollout/1")
     assert (code, out) == (0, f"rollout/1#2 works on {before[ROLLOUT][2]}\n"), error
     run.wait_back_alone(before, ROLLOUT)
     state = run.state()
-    assert (state.replica(ROLLOUT).failures, state.restarts) == ((), {})
-    assert _told(run, "restart", run.run.id, "rollout/7")[0] == 2
+    assert (state.replica(ROLLOUT).failures, state.requested_restarts) == ((), {})
+    assert _recorded(run, "restart", run.run.id, "rollout/7")[0] == 2
 
     left = before[ROLLOUT][2]
     assert left is not None
-    code, out, error = _told(run, "drain", run.run.id, left)
+    code, out, error = _recorded(run, "drain", run.run.id, left)
     assert (code, out) == (0, f"{left} is used no more by this run\n"), error
     step = run.wait(lambda state: state.nodes[NodeName(left)].excluded is not None).step
     run.wait(lambda state: state.step >= step + 60)  # longer than limits.silence: nothing speaks there any more
     against = [one.event.finding for one in run.events() if isinstance(one.event, ev.FindingChanged)]
     assert [finding for finding in against if finding.node == left] == []
 
-    assert _told(run, "cancel", run.run.id)[0] == 0
+    assert _recorded(run, "cancel", run.run.id)[0] == 0
     other = tmp_path / "other.toml"
     other.write_text(light_job("local", 1000).replace("0123456789", "01234567"))
-    code, _, error = _told(run, "resume", run.run.id, "--job", str(other))
+    code, _, error = _recorded(run, "resume", run.run.id, "--job", str(other))
     assert (code, error) == (2, f"rrl: {other}: model is not that of {run.run.id}; to change it start a new run\n")
     assert msgspec.json.decode(run.run.summary.read_bytes())["outcome"] == "cancelled"
     run.wait_gone()

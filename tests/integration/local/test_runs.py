@@ -22,8 +22,8 @@ from rrl.tests.support.runs import (
     TestRun,
     check_sound,
     light_job,
-    lives,
-    others,
+    current_incarnations,
+    without_replicas,
     submit_here,
     wait_for_run,
     write_job,
@@ -41,7 +41,7 @@ def _end_well(run: TestRun) -> None:
 
 def test_a_killed_rollout_alone_comes_back_and_its_unfinished_prompts_go_on_from_their_prefix(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 25))
-    before = lives(run.wait_steps(3))
+    before = current_incarnations(run.wait_steps(3))
     pid = before[VICTIM][1]
     assert pid is not None
     run.hold_in_the_middle(1)
@@ -57,7 +57,7 @@ def test_a_killed_rollout_alone_comes_back_and_its_unfinished_prompts_go_on_from
 
 def test_a_killed_launcher_takes_its_role_along_and_only_that_replica_comes_back(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 20))
-    before = lives(run.wait_steps(3))
+    before = current_incarnations(run.wait_steps(3))
     step = run.state().replica(VICTIM).step
     mark = f"rrl.roles.launcher.step {run.run.launch_file(step or '')}"
     launchers = [pid for pid, command in run.processes().items() if mark in command]
@@ -67,7 +67,7 @@ def test_a_killed_launcher_takes_its_role_along_and_only_that_replica_comes_back
     _end_well(run)
 
 
-def _last_words_kept(run: TestRun) -> list[str]:
+def _last_lines_stored(run: TestRun) -> list[str]:
     """What ``rrl logs --failed`` shows of the crashed node's rollout when the node took its log along."""
     for path in run.run.logs.glob("*.rollout-1.1.log"):
         path.unlink()
@@ -78,7 +78,7 @@ def _last_words_kept(run: TestRun) -> list[str]:
 
 def test_a_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 40))
-    before = lives(run.wait_steps(15))  # by now the manager has long been told the line that it printed first
+    before = current_incarnations(run.wait_steps(15))  # by now the manager has long been told the line that it printed first
     node = before[VICTIM][2]
     assert node is not None
     crash(run.run, node)
@@ -86,12 +86,12 @@ def test_a_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(tmp_path:
     assert after[VICTIM][2] != node
     assert run.state().nodes[NodeName(node)].excluded
     _end_well(run)
-    assert _last_words_kept(run) == [f"{before[VICTIM][0]} is here"]
+    assert _last_lines_stored(run) == [f"{before[VICTIM][0]} is here"]
 
 
 def test_a_killed_trainer_goes_on_from_its_commit_while_rollouts_stay(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 20))
-    before = lives(run.wait_steps(5))
+    before = current_incarnations(run.wait_steps(5))
     trainer = ReplicaId("trainer/0")
     pid = before[trainer][1]
     assert pid is not None
@@ -104,7 +104,7 @@ def test_a_killed_trainer_goes_on_from_its_commit_while_rollouts_stay(tmp_path: 
 
 def test_a_killed_store_comes_back_from_its_log_and_nothing_is_lost_or_doubled(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 20))
-    before = lives(run.wait_steps(3))
+    before = current_incarnations(run.wait_steps(3))
     store = ReplicaId("trajectories/0")
     pid = before[store][1]
     assert pid is not None
@@ -120,13 +120,13 @@ def test_a_killed_store_comes_back_from_its_log_and_nothing_is_lost_or_doubled(t
 )
 def test_the_manager_is_gone_and_the_next_one_adopts_what_lives(tmp_path: Path, end: signal.Signals) -> None:
     run = submit_here(tmp_path, light_job("local", 60))
-    before = lives(run.wait_steps(3))
+    before = current_incarnations(run.wait_steps(3))
     holder = json.loads((run.run.epochs / "000001").read_text())
     os.kill(holder["pid"], end)
     step = run.state().step
     with run.call("manage", run.run.id):
         run.wait(lambda s: s.epoch == 2 and s.step > step + 3)
-        kept, now = others(before, lives(run.state()), [])
+        kept, now = without_replicas(before, current_incarnations(run.state()), [])
         assert now == kept, "the roles noticed"
         _end_well(run)
     assert run.summary()["recoveries"] == []
@@ -169,12 +169,12 @@ def test_a_role_that_has_never_worked_rejects_the_job_with_its_reason_and_leaves
 def test_no_replica_is_believed_in_two_lives_at_once(tmp_path: Path) -> None:
     """A frozen rollout is replaced; thawed, it is told that it is fenced, and leaves."""
     run = submit_here(tmp_path, light_job("local", 40))
-    before = lives(run.wait_steps(3))
+    before = current_incarnations(run.wait_steps(3))
     pid = before[VICTIM][1]
     assert pid is not None
     os.killpg(os.getpgid(pid), signal.SIGSTOP)
-    run.wait(lambda s: s.replica(VICTIM).incarnation == 2)
+    run.wait(lambda s: s.replica(VICTIM).incarnation_number == 2)
     fenced: list[Any] = [s.event.action for s in run.events() if isinstance(s.event, ev.Decided)]
-    assert [a.life.incarnation for a in fenced if isinstance(a, Fence)] == [1]
+    assert [a.incarnation.number for a in fenced if isinstance(a, Fence)] == [1]
     run.wait(lambda s: s.replica(VICTIM).status is Status.JOINED)
     _end_well(run)

@@ -17,7 +17,7 @@ def test_with_a_staleness_of_zero_each_step_is_on_policy_even_after_the_trainer_
     run = submit_here(tmp_path, toml)
     state = run.wait_end()
     assert (state.outcome, state.step) == ("completed", 6), state.why
-    assert state.replica(TRAINER).incarnation == 2
+    assert state.replica(TRAINER).incarnation_number == 2
     run.wait_gone()
     check_sound(run.run)
     seen = set()

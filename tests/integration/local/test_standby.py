@@ -12,33 +12,33 @@ from pathlib import Path
 import pytest
 
 from rrl.core.phases import STANDBY
-from rrl.core.types import SHADOW, Life, ReplicaId, stands_for
+from rrl.core.types import STANDBY_ROLE, Incarnation, ReplicaId, standby_role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Launch
 from rrl.manager.model.queries import workers
 from rrl.manager.model.state import Replica, State, Status
 from rrl.tests.support.local_cluster import crash
-from rrl.tests.support.runs import TestRun, all_work, check_sound, light_job, lives, submit_here, submit_on
+from rrl.tests.support.runs import TestRun, all_work, check_sound, light_job, current_incarnations, submit_here, submit_on
 from rrl.tests.support.slurm.lab import SlurmLab
 
 TRAINER, ROLLOUT = ReplicaId("trainer/0"), ReplicaId("rollout/1")
 
 
-def shadows(state: State) -> list[Replica]:
+def standbys(state: State) -> list[Replica]:
     """Those that stand by."""
     return [one for one in state.replicas.values()
-            if one.role == SHADOW and one.status is Status.JOINED and one.phase == STANDBY]  # fmt: skip
+            if one.role == STANDBY_ROLE and one.status is Status.JOINED and one.phase == STANDBY]  # fmt: skip
 
 
-def wait_for_shadow(run: TestRun) -> Replica:
+def wait_for_standby(run: TestRun) -> Replica:
     """Of the trainer's own node; everybody works. Meanwhile the run stands, however slow the shadow is to start."""
     run.wait_steps(3)
     for index in (0, 1):
         run.hold_in_the_middle(index)
-    state = run.wait(lambda s: any(one.node == s.replica(TRAINER).node for one in shadows(s)) and all_work(s))
+    state = run.wait(lambda s: any(one.node == s.replica(TRAINER).node for one in standbys(s)) and all_work(s))
     for index in (0, 1):
         run.let_go(index)
-    return next(one for one in shadows(state) if one.node == state.replica(TRAINER).node)
+    return next(one for one in standbys(state) if one.node == state.replica(TRAINER).node)
 
 
 def pid_of(replica: Replica) -> int:
@@ -49,7 +49,7 @@ def pid_of(replica: Replica) -> int:
 def adoptions(run: TestRun) -> list[Launch]:
     events = (stamped.event for stamped in run.events())
     actions = (event.action for event in events if isinstance(event, ev.Intended))
-    return [action for action in actions if isinstance(action, Launch) and action.shadow is not None]
+    return [action for action in actions if isinstance(action, Launch) and action.standby is not None]
 
 
 def end_well(run: TestRun) -> None:
@@ -59,26 +59,26 @@ def end_well(run: TestRun) -> None:
     check_sound(run.run)
 
 
-def becomes_the_trainer(run: TestRun, shadow: Replica) -> None:
+def is_promoted_to_trainer(run: TestRun, standby: Replica) -> None:
     """The trainer is killed; its next life is this process, and nobody else is touched."""
-    before = lives(run.state())
+    before = current_incarnations(run.state())
     os.kill(pid_of(run.state().replica(TRAINER)), signal.SIGKILL)
     after = run.wait_back_alone(before, TRAINER)
-    assert after[TRAINER] == (Life(TRAINER, 2), shadow.pid, shadow.node)
+    assert after[TRAINER] == (Incarnation(TRAINER, 2), standby.pid, standby.node)
     run.wait(lambda state: state.replica(TRAINER).commits > 0)
     (adoption,) = adoptions(run)
-    assert adoption.shadow == shadow.life
+    assert adoption.standby == standby.incarnation
 
 
 def test_a_killed_trainer_goes_on_at_once_as_the_shadow_of_its_node(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 50))
-    shadow = wait_for_shadow(run)
-    becomes_the_trainer(run, shadow)
+    shadow = wait_for_standby(run)
+    is_promoted_to_trainer(run, shadow)
     end_well(run)
     told = run.call("logs", str(run.run.path), f"{TRAINER}#2", "--json", stdout=subprocess.PIPE)
     lines = [json.loads(line) for line in told.communicate(timeout=60)[0].splitlines()]
-    own = [line["text"] for line in lines if line["life"] == "trainer/0#2"]
-    assert f"INFO rrl.worker: {shadow.life} becomes trainer/0#2" in own
+    own = [line["text"] for line in lines if line["incarnation"] == "trainer/0#2"]
+    assert f"INFO rrl.worker: {shadow.incarnation} becomes trainer/0#2" in own
     [recovery] = run.summary()["recoveries"]
     assert (recovery["replica"], recovery["incarnation"]) == (TRAINER, 2)
 
@@ -92,14 +92,14 @@ def wait_for_engine(run: TestRun) -> Replica:
     run.wait_steps(2)
     for index in (0, 1):
         run.hold_in_the_middle(index)
-    state = run.wait(lambda s: any(stands_for(one.id) == "rollout" for one in shadows(s)) and all_work(s))
-    return next(one for one in shadows(state) if stands_for(one.id) == "rollout")
+    state = run.wait(lambda s: any(standby_role_of(one.id) == "rollout" for one in standbys(s)) and all_work(s))
+    return next(one for one in standbys(state) if standby_role_of(one.id) == "rollout")
 
 
-def becomes_the_rollout(run: TestRun, engine: Replica, lose: Callable[[str], None]) -> None:
+def is_promoted_to_rollout(run: TestRun, engine: Replica, lose: Callable[[str], None]) -> None:
     """The node of rollout/1 is lost in the middle of its work; its next life is this process, and nobody else is
     touched. Its predecessor's unfinished trajectories are gone on with."""
-    before = lives(run.state())
+    before = current_incarnations(run.state())
     node = run.state().replica(ROLLOUT).node
     assert node is not None
     assert engine.node != node
@@ -107,9 +107,9 @@ def becomes_the_rollout(run: TestRun, engine: Replica, lose: Callable[[str], Non
     run.let_go(1)
     after = run.wait_back_alone(before, ROLLOUT, ReplicaId(f"agent/{node}"))
     run.let_go(0)
-    assert after[ROLLOUT] == (Life(ROLLOUT, 2), engine.pid, engine.node)
-    (adoption,) = [one for one in adoptions(run) if one.life.replica == ROLLOUT]
-    assert adoption.shadow == engine.life
+    assert after[ROLLOUT] == (Incarnation(ROLLOUT, 2), engine.pid, engine.node)
+    (adoption,) = [one for one in adoptions(run) if one.incarnation.replica == ROLLOUT]
+    assert adoption.standby == engine.incarnation
 
 
 def test_a_rollout_whose_node_crashes_goes_on_at_once_as_the_one_that_is_kept_ready(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_rollout_whose_node_crashes_goes_on_at_once_as_the_one_that_is_kept_re
     engine = wait_for_engine(run)
     shown = run.call("status", str(run.run.path), stdout=subprocess.PIPE).communicate(timeout=60)[0]
     assert f"warm rollout on {engine.node}" in shown
-    becomes_the_rollout(run, engine, lambda node: crash(run.run, node))
+    is_promoted_to_rollout(run, engine, lambda node: crash(run.run, node))
     end_well(run)
     assert run.continued(dead=-101.0)
     [recovery] = run.summary()["recoveries"]
@@ -128,16 +128,16 @@ def test_a_rollout_whose_node_crashes_goes_on_at_once_as_the_one_that_is_kept_re
 def test_a_manager_killed_over_the_adoption_is_followed_by_one_that_goes_through_with_it(tmp_path: Path) -> None:
     """The shadow hears nothing before the next manager is there: it is frozen when the first one tells it."""
     run = submit_here(tmp_path, light_job("local", 100))
-    shadow = wait_for_shadow(run)
-    before = lives(run.state())
+    shadow = wait_for_standby(run)
+    before = current_incarnations(run.state())
     os.kill(pid_of(shadow), signal.SIGSTOP)
     os.kill(pid_of(run.state().replica(TRAINER)), signal.SIGKILL)
-    run.wait(lambda state: state.replica(TRAINER).shadow == shadow.life)
+    run.wait(lambda state: state.replica(TRAINER).promoted_from == shadow.incarnation)
     os.kill(json.loads((run.run.epochs / "000001").read_text())["pid"], signal.SIGKILL)
     os.kill(pid_of(shadow), signal.SIGCONT)
     with run.call("manage", run.run.id):
         after = run.wait_back_alone(before, TRAINER)
-        assert after[TRAINER] == (Life(TRAINER, 2), shadow.pid, shadow.node)
+        assert after[TRAINER] == (Incarnation(TRAINER, 2), shadow.pid, shadow.node)
         end_well(run)
     assert len(adoptions(run)) == 1
 
@@ -145,25 +145,25 @@ def test_a_manager_killed_over_the_adoption_is_followed_by_one_that_goes_through
 @pytest.mark.long
 def test_a_shadow_that_does_not_answer_in_time_is_given_up_and_the_trainer_comes_back(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 60, extra='[recovery]\nadopt = "3s"\n'))
-    shadow = wait_for_shadow(run)
+    shadow = wait_for_standby(run)
     os.kill(pid_of(shadow), signal.SIGSTOP)
     os.kill(pid_of(run.state().replica(TRAINER)), signal.SIGKILL)
-    run.wait(lambda state: state.replica(TRAINER).incarnation >= 3 and all_work(state))
+    run.wait(lambda state: state.replica(TRAINER).incarnation_number >= 3 and all_work(state))
     fenced = [s.event.action.why.evidence for s in run.events()
               if isinstance(s.event, ev.Decided) and s.event.action.tag == "trainer/0#2!fence"]  # fmt: skip
-    assert f"{shadow.life} on {shadow.node} was told to become it" in str(fenced)
+    assert f"{shadow.incarnation} on {shadow.node} was told to become it" in str(fenced)
     end_well(run)
 
 
 @pytest.mark.long
 def test_a_shadow_that_dies_with_its_trainer_leaves_the_next_best_start(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 60))
-    shadow = wait_for_shadow(run)
-    before = lives(run.state())
+    shadow = wait_for_standby(run)
+    before = current_incarnations(run.state())
     for pid in (pid_of(shadow), pid_of(run.state().replica(TRAINER))):
         os.kill(pid, signal.SIGKILL)
-    run.wait(lambda state: state.replica(TRAINER).incarnation >= 2 and all_work(state))
-    after = lives(run.state())
+    run.wait(lambda state: state.replica(TRAINER).incarnation_number >= 2 and all_work(state))
+    after = current_incarnations(run.state())
     assert {id: one for id, one in after.items() if id != TRAINER} == {
         id: one for id, one in before.items() if id != TRAINER
     }
@@ -177,8 +177,8 @@ def test_on_slurm_a_shadow_waits_beside_steps_that_have_its_whole_node_and_takes
     whole = 'cpus = 2\nmem = "1GiB"\nexclusive = true'
     job = job.replace('light_trainer.py"]\nmem = "256MiB"', f'light_trainer.py"]\n{whole}')
     run = submit_on(slurm_lab, "standby", job)
-    shadow = wait_for_shadow(run)
-    becomes_the_trainer(run, shadow)
+    shadow = wait_for_standby(run)
+    is_promoted_to_trainer(run, shadow)
     assert run.state().replica(TRAINER).step is not None
     end_well(run)
 
@@ -195,14 +195,14 @@ def test_on_slurm_a_rollout_that_is_kept_ready_holds_its_node_beside_the_trainer
     run = submit_on(slurm_lab, f"warm-{victim.partition('/')[0]}", job)
     try:
         ready = run.wait(lambda s: all_work(s) and {"trainer", "rollout"} <= _stand_on_spares(s))
-        before = lives(ready)
+        before = current_incarnations(ready)
         node = ready.replica(victim).node or ""
         slurm_lab.crash(node)
         after = run.wait_back_alone(before, victim, ReplicaId(f"agent/{node}"))
         [adoption] = adoptions(run)
-        assert (adoption.life, adoption.node) == (Life(victim, 2), after[victim][2])
-        assert adoption.shadow is not None
-        assert stands_for(adoption.shadow.replica) == victim.partition("/")[0]
+        assert (adoption.incarnation, adoption.node) == (Incarnation(victim, 2), after[victim][2])
+        assert adoption.standby is not None
+        assert standby_role_of(adoption.standby.replica) == victim.partition("/")[0]
         if victim == TRAINER:
             state = run.wait(lambda s: s.replica(TRAINER).commits > 0)
             assert "rollout" not in _stand_on_spares(state)
@@ -218,4 +218,4 @@ def test_on_slurm_a_rollout_that_is_kept_ready_holds_its_node_beside_the_trainer
 def _stand_on_spares(state: State) -> set[str]:
     """Roles of which one is ready where no role works."""
     used = {one.node for one in workers(state)}
-    return {stands_for(one.id) for one in shadows(state) if one.node not in used}
+    return {standby_role_of(one.id) for one in standbys(state) if one.node not in used}

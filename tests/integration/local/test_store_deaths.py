@@ -15,7 +15,7 @@ from rrl.core.types import ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence
 from rrl.manager.model.state import State
-from rrl.tests.support.runs import TestRun, all_work, check_sound, light_job, lives, submit_here
+from rrl.tests.support.runs import TestRun, all_work, check_sound, light_job, current_incarnations, submit_here
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 STORE, REWARD = ReplicaId("trajectories/0"), ReplicaId("reward/0")
@@ -36,7 +36,7 @@ def _ends_well(run: TestRun) -> None:
 
 def _fenced(run: TestRun) -> set[ReplicaId]:
     actions = [s.event.action for s in run.events() if isinstance(s.event, ev.Decided)]
-    return {action.life.replica for action in actions if isinstance(action, Fence)}
+    return {action.incarnation.replica for action in actions if isinstance(action, Fence)}
 
 
 def _has(records: int, state: State) -> bool:
@@ -49,7 +49,7 @@ def test_killed_at_random_records_it_alone_comes_back_and_nothing_is_lost(tmp_pa
     run = submit_here(tmp_path, light_job("local", 200, extra=OFTEN))
     run.wait_steps(2)
     for _ in range(KILLS):
-        before = lives(run.wait(partial(_has, run.state().seq + chance.randrange(40))))
+        before = current_incarnations(run.wait(partial(_has, run.state().seq + chance.randrange(40))))
         pid = before[victim][1]
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
@@ -65,7 +65,7 @@ def test_one_that_stands_still_for_longer_than_the_trainers_deadlines_is_not_the
 ) -> None:
     toml = light_job("local", 60, extra=HASTY + OFTEN).replace('silence = "4s"', 'silence = "12s"')
     run = submit_here(tmp_path, toml)
-    before = lives(run.wait_steps(3))
+    before = current_incarnations(run.wait_steps(3))
     pid = before[victim][1]
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)

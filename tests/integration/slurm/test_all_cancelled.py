@@ -46,7 +46,7 @@ def test_managing_a_cancelled_run_again_asks_for_one_pool_only(slurm_lab: SlurmL
     assert (told["standing"], told["note"].endswith(f"rrl manage {run.run.id} goes on from step {told['step']}")) == (
         "interrupted", True
     ), told["note"]  # fmt: skip
-    with slurm_lab.deaf_controller():
+    with slurm_lab.controller_stopped():
         assert _status(run)["standing"] == "unknown"
     with run.call("manage", run.run.id, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as manager:
         try:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from rrl.core.launch import ExitReason, read_exit
-from rrl.core.types import Life, ReplicaId
+from rrl.core.types import Incarnation, ReplicaId
 from rrl.manager.cluster.base import NodeState
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import StopStep
 from rrl.manager.storage.lease import holder
 from rrl.roles.worker.connection import FENCED_EXIT
-from rrl.tests.support.runs import TestRun, check_sound, light_job, lives, others, submit_on
+from rrl.tests.support.runs import TestRun, check_sound, light_job, current_incarnations, without_replicas, submit_on
 from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.long  # and part of make test-slurm-versions
@@ -26,17 +26,17 @@ def test_a_late_rollout_is_kept_a_cut_off_one_replaced_and_its_old_life_is_sent_
     isolated_lab: SlurmLab,
 ) -> None:
     run = submit_on(isolated_lab, "cut", light_job("slurm", 100_000, spares=1))
-    before = lives(run.wait_steps(3))
+    before = current_incarnations(run.wait_steps(3))
     manager = holder(run.run)
     assert manager is not None
     victim = next(rollout for rollout in ROLLOUTS if before[rollout][2] != manager.host)
-    life, pid, node = before[victim]
+    incarnation, pid, node = before[victim]
     step = run.state().replica(victim).step
     assert node is not None
     assert step is not None
     isolated_lab.delay(node, 100)
     begun = run.state().step
-    late = lives(run.wait(lambda state: state.step > begun + 5))
+    late = current_incarnations(run.wait(lambda state: state.step > begun + 5))
     assert late == before, "a node that is late is waited for"
     isolated_lab.cut(node)
     try:
@@ -45,11 +45,11 @@ def test_a_late_rollout_is_kept_a_cut_off_one_replaced_and_its_old_life_is_sent_
         assert Path(f"/proc/{pid}").exists(), "nobody can have told it: it lives on behind the cut"
     finally:
         isolated_lab.heal(node)
-    isolated_lab.wait_for(lambda: not Path(f"/proc/{pid}").exists(), f"{life} is not sent away")
-    assert _who_sent_it_away(run, life, node, step), (read_exit(run.run.exit_file(step)), run.events()[-100:])
+    isolated_lab.wait_for(lambda: not Path(f"/proc/{pid}").exists(), f"{incarnation} is not sent away")
+    assert _who_sent_it_away(run, incarnation, node, step), (read_exit(run.run.exit_file(step)), run.events()[-100:])
     goes_on = run.state().step
     run.wait(lambda state: state.step > goes_on + 3)
-    kept, now = others(after, lives(run.state()), [ReplicaId(f"agent/{node}")])
+    kept, now = without_replicas(after, current_incarnations(run.state()), [ReplicaId(f"agent/{node}")])
     assert now == kept, "somebody was touched by the one that came back"
     with run.call("cancel", run.run.id) as process:
         assert process.wait(90) == 0
@@ -58,14 +58,14 @@ def test_a_late_rollout_is_kept_a_cut_off_one_replaced_and_its_old_life_is_sent_
     check_sound(run.run)
 
 
-def _who_sent_it_away(run: TestRun, life: Life, node: str, step: str) -> str:
+def _who_sent_it_away(run: TestRun, incarnation: Incarnation, node: str, step: str) -> str:
     """Return who ended the incarnation that came back; '' where nobody did. Its first process records how it ended,
     unless Slurm kills the whole step: on the manager's order, or because it had set the node down."""
     until = time.monotonic() + 120
     while (record := read_exit(run.run.exit_file(step))) is None and time.monotonic() < until:
         for stamped in run.events():
             match stamped.event:
-                case ev.NodeChanged(node=changed, seen=seen) if (changed, seen.state) == (node, NodeState.DOWN):
+                case ev.NodeChanged(node=changed, status=seen) if (changed, seen.state) == (node, NodeState.DOWN):
                     return "Slurm"
                 case ev.Intended(action=StopStep(step=stopped)) if stopped == step:
                     return "Slurm"
@@ -75,4 +75,4 @@ def _who_sent_it_away(run: TestRun, life: Life, node: str, step: str) -> str:
     if record.code == FENCED_EXIT or record.reason in (ExitReason.NOT_ADMITTED, ExitReason.FENCED, ExitReason.STOPPED):
         return "the manager"  # itself, or through Slurm
     said = "".join(path.read_text() for path in run.run.logs.glob(f"{step}*"))
-    return "the store" if f"{life} was succeeded" in said else ""
+    return "the store" if f"{incarnation} was succeeded" in said else ""

@@ -13,15 +13,15 @@ import pytest
 
 from rrl.cli.doctor import node_visit as visiting
 from rrl.cli.doctor.collect import read_facts
-from rrl.cli.doctor.facts import Facts, Visit, Wanted
+from rrl.cli.doctor.facts import Facts, Visit, DoctorOptions
 from rrl.core.run_dir import RUNS_ENV
-from rrl.roles.node_probe.host import Unread
+from rrl.roles.node_probe.host import Unavailable
 from rrl.tests.support.runs import RRL
 from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.slurm
 
-WITHIN = 30.0
+TIMEOUT_S = 30.0
 TORCH = "__version__ = '9.9'\nclass cuda:\n    is_available = staticmethod(lambda: False)\n"
 """in torch's place: importing that takes two seconds of two cores"""
 
@@ -38,7 +38,7 @@ def env(lab: SlurmLab) -> dict[str, str]:
     light = lab.dir / "light"
     light.mkdir(exist_ok=True)
     (light / "torch.py").write_text(TORCH)
-    return {RUNS_ENV: str(lab.home / f"doctor-{time.monotonic_ns()}/runs"), "PYTHONPATH": str(light)}
+    return {RUNS_ENV: str(lab.user_home / f"doctor-{time.monotonic_ns()}/runs"), "PYTHONPATH": str(light)}
 
 
 MAY_FAIL = {"host.filter", "node.filter"}
@@ -56,7 +56,7 @@ def verdicts(checks: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def no_jobs(lab: SlurmLab) -> None:
-    deadline = time.monotonic() + WITHIN
+    deadline = time.monotonic() + TIMEOUT_S
     while jobs := lab.jobs():
         assert time.monotonic() < deadline, jobs
         time.sleep(0.05)
@@ -104,7 +104,7 @@ def test_a_partition_that_is_not_there_is_a_failure_with_what_sbatch_said(lab: S
 
 
 def test_a_controller_that_does_not_answer_makes_nothing_good(lab: SlurmLab, env: dict[str, str]) -> None:
-    with lab.deaf_controller():
+    with lab.controller_stopped():
         _, checks = doctor(lab, env)
     lab.wait_states(dict.fromkeys(lab.nodes, "idle"))
     cluster = {name: check for name, check in checks.items() if name.startswith(("slurm.", "node."))}
@@ -121,10 +121,10 @@ def _visit(lab: SlurmLab, env: dict[str, str], expected: str, **changes: object)
         os.environ.update(env)
         for name, value in changes.items():
             setattr(sys if name == "executable" else visiting, name, value)
-        facts: Facts = read_facts(Wanted())
-        told = visiting.visit(facts)
-        assert isinstance(told, Unread | Visit)
-        why = told.why if isinstance(told, Unread) else f"visited {told.report.node}: {told.report.folder}"
+        facts: Facts = read_facts(DoctorOptions())
+        told = visiting.visit_node(facts)
+        assert isinstance(told, Unavailable | Visit)
+        why = told.why if isinstance(told, Unavailable) else f"visited {told.report.node}: {told.report.folder}"
         assert expected in why, why
 
     lab.call_as_user(go)
@@ -143,7 +143,7 @@ def test_a_job_that_ends_without_a_word_is_told_with_its_last_line(lab: SlurmLab
 
 
 def test_a_job_that_does_not_begin_is_cancelled(lab: SlurmLab, env: dict[str, str]) -> None:
-    _visit(lab, env, "PENDING", _ONE=(*visiting._ONE, "--hold"), QUEUE=1.0)
+    _visit(lab, env, "PENDING", _ONE=(*visiting._JOB_OPTIONS, "--hold"), QUEUE=1.0)
     no_jobs(lab)
 
 
@@ -164,7 +164,7 @@ def test_a_folder_that_nodes_do_not_see_is_found_out_over_the_network(lab: Slurm
 
 
 def test_init_writes_a_job_for_this_cluster_that_check_takes(lab: SlurmLab, env: dict[str, str]) -> None:
-    job = lab.home / f"init-{time.monotonic_ns()}.toml"
+    job = lab.user_home / f"init-{time.monotonic_ns()}.toml"
     lab.run_as_user([RRL, "init", "--no", "--out", str(job)], env=env)
     text = job.read_text()
     assert 'kind = "slurm"' in text

@@ -31,12 +31,12 @@ def test_what_is_ordered_is_done_on_slurm_too_and_the_run_goes_on(slurm_lab: Slu
     assert "SIGSTOP to process group" in inject(run, "freeze", "--target", "reward/0", "--for", "500ms")
     assert "exit code 3" in inject(run, "exit", "--target", "reward/0", "--amount", "3")
     assert "SIGKILL to" in inject(run, "kill", "--target", "rollout/0")
-    run.wait(lambda s: s.replica(ReplicaId("rollout/0")).incarnation == 2 and all_work(s))
+    run.wait(lambda s: s.replica(ReplicaId("rollout/0")).incarnation_number == 2 and all_work(s))
     assert inject(run, "outage", "--for", "2s")
     node = run.state().replica(ReplicaId("rollout/1")).node
     try:
         assert f"crash {node}" in inject(run, "crash", "--target", "rollout/1")
-        state = run.wait(lambda s: s.replica(ReplicaId("rollout/1")).incarnation == 2 and all_work(s))
+        state = run.wait(lambda s: s.replica(ReplicaId("rollout/1")).incarnation_number == 2 and all_work(s))
         assert state.replica(ReplicaId("rollout/1")).node != node
         step = state.step
         run.wait(lambda s: s.step > step + 3)

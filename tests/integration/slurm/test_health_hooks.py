@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slurm
 EXAMPLES = Path(__file__).parents[3] / "examples/health"
 EVERY = 3
 """s between two runs of the HealthCheckProgram"""
-WITHIN = 120.0
+TIMEOUT_S = 120.0
 """s for some of them, on a machine that does much else"""
 
 
@@ -56,16 +56,16 @@ class Hooked:
         shown = self.lab.slurm("scontrol", "show", "node", node)
         return next((line.strip()[len("Reason=") :] for line in shown.splitlines() if "Reason=" in line), "")
 
-    def looks(self, node: str) -> int:
+    def check_count(self, node: str) -> int:
         """How often the check was made there."""
         log = self.dir / f"{node}.looks"
         return log.read_text().count("\n") if log.exists() else 0
 
-    def looked(self, node: str, times: int = 2) -> None:
+    def wait_for_checks(self, node: str, times: int = 2) -> None:
         """Wait until it was made so often again, the last time to its end."""
-        before = self.looks(node)
-        deadline = time.monotonic() + WITHIN
-        while self.looks(node) <= before + times:
+        before = self.check_count(node)
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.check_count(node) <= before + times:
             assert time.monotonic() < deadline, f"no health check on {node}; see {self.lab.dir}/log"
             time.sleep(0.1)
 
@@ -114,29 +114,29 @@ def test_the_health_check_program_drains_what_fails_and_undrains_only_its_own(ho
     hooked.configure(
         f"HealthCheckProgram={hooked.dir}/healthcheck.sh", f"HealthCheckInterval={EVERY}", "HealthCheckNodeState=ANY"
     )
-    hooked.looked("n1")
+    hooked.wait_for_checks("n1")
     assert lab.states() == {"n1": "idle", "n2": "idle"}, "a healthy node stays"
 
     hooked.mount("n1").rmdir()
-    lab.wait_states({"n1": "drain", "n2": "idle"}, WITHIN)
+    lab.wait_states({"n1": "drain", "n2": "idle"}, TIMEOUT_S)
     assert hooked.reason("n1").startswith(f"rrl:health: mounts: {hooked.mount('n1')}: No such file or directory")
     hooked.mount("n1").mkdir()
-    lab.wait_states({"n1": "idle"}, WITHIN)
+    lab.wait_states({"n1": "idle"}, TIMEOUT_S)
 
     hooked.rules("n1", 'clock_source = "sundial"\ngpus = 8')  # WARN, UNKNOWN
-    hooked.looked("n1")
+    hooked.wait_for_checks("n1")
     assert lab.states()["n1"] == "idle"
     (hooked.dir / "n1.toml").write_text("[checks\n")  # a check that cannot be made
-    hooked.looked("n1")
+    hooked.wait_for_checks("n1")
     assert lab.states()["n1"] == "idle"
     hooked.rules("n1")
 
     lab.slurm("scontrol", "update", "nodename=n2", "state=drain", "reason=the fan is loud")
     hooked.mount("n2").rmdir()
-    hooked.looked("n2")
+    hooked.wait_for_checks("n2")
     assert hooked.reason("n2").startswith("the fan is loud")
     hooked.mount("n2").mkdir()
-    hooked.looked("n2")
+    hooked.wait_for_checks("n2")
     assert lab.states()["n2"] == "drain"
     assert hooked.reason("n2").startswith("the fan is loud")
 
@@ -150,14 +150,14 @@ def test_a_prolog_keeps_jobs_from_a_node_that_fails_and_from_no_other(hooked: Ho
         lab.run_as_user(run)
     (hooked.dir / "n1.toml").write_text("[checks\n")
     lab.run_as_user(run)
-    lab.wait_states({"n1": "idle"}, WITHIN)
-    assert hooked.looks("n1") >= 4, "the prolog ran"
+    lab.wait_states({"n1": "idle"}, TIMEOUT_S)
+    assert hooked.check_count("n1") >= 4, "the prolog ran"
 
     hooked.rules("n1")
     hooked.mount("n1").rmdir()
     failing = lab.popen_as_user(run)
     try:
-        lab.wait_states({"n1": "drain"}, WITHIN)
+        lab.wait_states({"n1": "drain"}, TIMEOUT_S)
         assert lab.states()["n2"] == "idle"
         assert failing.poll() is None or failing.returncode, "its job did not start there"
         assert hooked.reason("n1").startswith(f"rrl:health: mounts: {hooked.mount('n1')}: No such file or directory")

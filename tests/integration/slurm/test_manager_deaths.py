@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rrl.core.launch import ExitReason, read_exit
-from rrl.core.processes import look
+from rrl.core.processes import read_process
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import ReplicaId
 from rrl.manager.model import events as ev
@@ -24,15 +24,15 @@ from rrl.manager.model.actions import Launch, Request
 from rrl.manager.model.state import State
 from rrl.manager.storage.lease import holder
 from rrl.tests.support.runs import (
-    DEADLINE,
+    TIMEOUT_S,
     RRL,
-    Lives,
+    Incarnations,
     TestRun,
     all_work,
     check_sound,
     light_job,
-    lives,
-    others,
+    current_incarnations,
+    without_replicas,
     processes_of,
     submit_on,
     write_job,
@@ -53,16 +53,16 @@ def _idle(slurm_lab: SlurmLab) -> Iterator[None]:
     slurm_lab.clear(60.0)
 
 
-def _until(what: Callable[[], bool], told: str, within: float = DEADLINE) -> None:
-    until = time.monotonic() + within
+def _until(what: Callable[[], bool], failure_text: str, timeout_s: float = TIMEOUT_S) -> None:
+    until = time.monotonic() + timeout_s
     while not what():
-        assert time.monotonic() < until, told
+        assert time.monotonic() < until, failure_text
         time.sleep(0.02)
 
 
 def _cancelled_well(run: TestRun, lab: SlurmLab) -> None:
     with run.call("cancel", run.run.id) as process:
-        assert process.wait(DEADLINE) == 0
+        assert process.wait(TIMEOUT_S) == 0
     assert run.wait_end().outcome == "cancelled"
     _left_nothing(run, lab)
 
@@ -82,8 +82,8 @@ def _launched_once(run: TestRun, requests: int = 1) -> None:
     assert sum(isinstance(action, Request) for action in intended) == requests
 
 
-def _nobody_noticed(before: Lives, run: TestRun) -> None:
-    kept, now = others(before, lives(run.state()), [])
+def _nobody_noticed(before: Incarnations, run: TestRun) -> None:
+    kept, now = without_replicas(before, current_incarnations(run.state()), [])
     assert now == kept, "the roles noticed"
 
 
@@ -127,7 +127,7 @@ def test_managers_that_are_killed_over_random_records_of_one_run_are_never_notic
     middle of their work. Every third one is killed by the cancellation of its own job, as long as it has one."""
     chance = random.Random(4)
     run = submit_on(slurm_lab, "deaths", light_job("slurm", LONG, spares=0))
-    before = lives(run.wait_steps(2))
+    before = current_incarnations(run.wait_steps(2))
     managers: list[subprocess.Popen[str]] = []
     with _ended(managers):
         for kill in range(KILLS):
@@ -156,7 +156,7 @@ def test_managers_that_are_killed_over_random_records_of_one_run_are_never_notic
 def test_the_node_of_the_manager_is_lost_and_the_waiting_one_goes_on_elsewhere(slurm_lab: SlurmLab) -> None:
     apart = '[slurm]\nexclude = "n4,n5"\n[manager]\nslurm = { exclude = "n1,n2,n3" }\n'
     run = submit_on(slurm_lab, "node", light_job("slurm", LONG, rollouts=1, spares=0, extra=apart))
-    before = lives(run.wait_steps(2))
+    before = current_incarnations(run.wait_steps(2))
     jobs = slurm_lab.slurm("squeue", "-h", "-t", "R", "-n", f"{run.run.id}.manager", "-o", "%N").split()
     assert jobs in (["n4"], ["n5"])
     slurm_lab.crash(jobs[0])
@@ -176,31 +176,31 @@ def test_a_manager_that_thaws_after_it_was_succeeded_does_nothing_and_leaves(slu
     """With it thaws an srun that it had started. If that comes first, what it launches is not wanted any more, and
     leaves; if the manager does, it ends its srun as it leaves."""
     run = submit_on(slurm_lab, f"thaw-{first}", light_job("slurm", LONG, spares=0))
-    before = lives(run.wait_steps(2))
+    before = current_incarnations(run.wait_steps(2))
     frozen, pid = _manager(run), before[VICTIM][1]
     assert pid is not None
     run.hold_in_the_middle(1)
     tag = f"{run.run.id}.rollout-1.2"
-    with slurm_lab.deaf_controller():  # so that the srun has certainly not launched anything when it is stopped
+    with slurm_lab.controller_stopped():  # so that the srun has certainly not launched anything when it is stopped
         os.killpg(os.getpgid(pid), signal.SIGKILL)
         sruns = _stopped_at_birth(run.run, tag)
         os.kill(frozen, signal.SIGSTOP)
     managers = [run.call("manage", run.run.id, stdout=subprocess.DEVNULL)]
     with _ended(managers):
         run.let_go(1)
-        state = run.wait(lambda s: s.epoch == 2 and s.replica(VICTIM).incarnation == 3 and all_work(s))
+        state = run.wait(lambda s: s.epoch == 2 and s.replica(VICTIM).incarnation_number == 3 and all_work(s))
         seq = state.seq
         if first == "srun":
             for srun in sruns:
                 os.kill(srun, signal.SIGCONT)
             _until(lambda: _ended_unwanted(run.run, tag), "what the thawed srun launched stays, or never came")
         os.kill(frozen, signal.SIGCONT)
-        _until(lambda: look(frozen) is None, "the thawed manager stays")
-        _until(lambda: all(look(srun) is None for srun in sruns), "its srun stays")
+        _until(lambda: read_process(frozen) is None, "the thawed manager stays")
+        _until(lambda: all(read_process(srun) is None for srun in sruns), "its srun stays")
         assert first == "srun" or not run.run.exit_file(tag).exists()
         run.wait(lambda s: s.step > state.step + 5 and all_work(s))
         assert run.state().epoch == 2
-        kept, now = others(lives(state), lives(run.state()), [])
+        kept, now = without_replicas(current_incarnations(state), current_incarnations(run.state()), [])
         assert now == kept, "the roles noticed"
         assert [s.epoch for s in run.events() if s.seq > seq] == [2] * (run.state().seq - seq)
         _launched_once(run)
@@ -209,7 +209,7 @@ def test_a_manager_that_thaws_after_it_was_succeeded_does_nothing_and_leaves(slu
 
 def _stopped_at_birth(run: RunDir, tag: str) -> list[int]:
     """The sruns of this tag, stopped as soon as they are seen."""
-    until = time.monotonic() + DEADLINE
+    until = time.monotonic() + TIMEOUT_S
     while time.monotonic() < until:
         mark = f"--job-name={tag} "
         found = [pid for pid, command in processes_of(run) if command.startswith("srun ") and mark in command]
@@ -228,7 +228,7 @@ def _ended_unwanted(run: RunDir, tag: str) -> bool:
 
 def test_of_two_managers_that_are_started_at_once_one_leaves_with_one_line(slurm_lab: SlurmLab) -> None:
     run = submit_on(slurm_lab, "two", light_job("slurm", LONG, spares=0))
-    before = lives(run.wait_steps(2))
+    before = current_incarnations(run.wait_steps(2))
     pid = _manager(run)
     _free_of_successors(slurm_lab, run)
     os.kill(pid, signal.SIGKILL)
@@ -268,7 +268,7 @@ MOMENTS: dict[str, Callable[[Path], bool]] = {
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_login_node_that_dies_over_rrl_submit_leaves_a_sound_run_or_none(slurm_lab: SlurmLab, moment: str) -> None:
-    folder = slurm_lab.home / f"login-{moment.replace(' ', '-')}"
+    folder = slurm_lab.user_home / f"login-{moment.replace(' ', '-')}"
     slurm_lab.call_as_user(folder.mkdir)
     runs = folder / "runs"
     job = write_job(folder, light_job("slurm", 5, spares=0))

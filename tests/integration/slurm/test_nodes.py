@@ -9,7 +9,7 @@ import pytest
 from rrl.core.types import NodeName, ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Exclude, Readmit, Shrink, Undrain
-from rrl.tests.support.runs import TestRun, all_work, check_sound, light_job, lives, others, submit_on
+from rrl.tests.support.runs import TestRun, all_work, check_sound, light_job, current_incarnations, without_replicas, submit_on
 from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = [pytest.mark.long, pytest.mark.slurm]
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.long, pytest.mark.slurm]
 R0, R1 = ReplicaId("rollout/0"), ReplicaId("rollout/1")
 
 
-def said(run: TestRun, *words: str) -> str:
+def output_of(run: TestRun, *words: str) -> str:
     process = run.call(words[0], run.run.id, *words[1:], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, err = process.communicate(timeout=180)
     assert process.returncode == 0, f"{err}\n{run._account()}"
@@ -29,14 +29,14 @@ def shown(lab: SlurmLab, node: str) -> str:
     return text.partition(" State=")[2].split()[0] + ": " + text.partition(" Reason=")[2].partition(" [")[0].strip()
 
 
-def deeds(run: TestRun) -> list[str]:
+def node_actions(run: TestRun) -> list[str]:
     """About single nodes."""
     kinds = (Exclude, Readmit, Drain, Undrain, Shrink)
     told = [s.event.action for s in run.events() if isinstance(s.event, ev.Intended | ev.Decided)]
     return [action.tag for action in told if isinstance(action, kinds)]
 
 
-def home(run: TestRun, replica: ReplicaId) -> NodeName:
+def node_of(run: TestRun, replica: ReplicaId) -> NodeName:
     node = run.state().replica(replica).node
     assert node is not None
     return node
@@ -52,19 +52,19 @@ def end(run: TestRun) -> None:
 
 def test_a_plain_user_has_a_run_leave_a_node_which_goes_back_while_the_others_work_on(slurm_lab: SlurmLab) -> None:
     run = submit_on(slurm_lab, "leave", light_job("slurm", 100_000, spares=1))
-    before = lives(run.wait_steps(3))
-    node = home(run, R0)
-    out = said(run, "drain", node, "--reason", "fan is loud")
+    before = current_incarnations(run.wait_steps(3))
+    node = node_of(run, R0)
+    out = output_of(run, "drain", node, "--reason", "fan is loud")
     try:
         if slurm_lab.user == "root":
             return
         assert out.startswith(f"{node} is used no more by this run; its drain is asked for in summary.json"), out
         state = run.wait(lambda s: all_work(s) and s.nodes[node].allocation == "")
-        assert home(run, R0) != node
+        assert node_of(run, R0) != node
         assert state.replica(R0).failures == ()
-        kept, now = others(before, lives(state), [R0, ReplicaId(f"agent/{node}")])
+        kept, now = without_replicas(before, current_incarnations(state), [R0, ReplicaId(f"agent/{node}")])
         assert now == kept, "somebody else was touched"
-        assert deeds(run) == [f"{node}!exclude", f"{node}!drain", f"{run.run.id}.pool!shrink:{node}"]
+        assert node_actions(run) == [f"{node}!exclude", f"{node}!drain", f"{run.run.id}.pool!shrink:{node}"]
         slurm_lab.wait_states({node: "idle"})
         run.wait_steps(state.step + 3)
     finally:
@@ -81,22 +81,22 @@ def test_an_administrators_run_drains_a_lost_node_takes_that_back_and_leaves_oth
         lab.slurm("sacctmgr", "-i", "modify", "user", lab.user, "set", "adminlevel=Administrator")
         run = submit_on(lab, "admin", light_job("slurm", 100_000, spares=1, extra=recovery))
         run.wait_steps(2)
-        node = home(run, R0)
+        node = node_of(run, R0)
         ours = f"rrl:{run.run.id}:node: node_lost: manager: agent agent/{node} 1 is silent"[:60]
         lab.crash(node)
-        run.wait(lambda s: s.nodes[node].drained)
+        run.wait(lambda s: s.nodes[node].drain_reason)
         assert shown(lab, node).partition(": ")[2].startswith(ours.partition(" agent/")[0])
         run.wait(lambda s: all_work(s) and s.nodes[node].allocation == "")
         lab.up(node)
-        run.wait(lambda s: s.nodes[node].excluded is None and not s.nodes[node].drained)
+        run.wait(lambda s: s.nodes[node].excluded is None and not s.nodes[node].drain_reason)
         lab.wait_states({node: "idle"})
-        other = home(run, R1)
+        other = node_of(run, R1)
         lab.slurm("scontrol", "update", f"NodeName={other}", "State=DRAIN", "Reason=bad fan")
-        out = said(run, "drain", other)
+        out = output_of(run, "drain", other)
         assert "bad fan" in out, out
         run.wait(all_work)
-        assert home(run, R1) != other
-        assert deeds(run)[:5] == [
+        assert node_of(run, R1) != other
+        assert node_actions(run)[:5] == [
             f"{node}!exclude", f"{node}!drain", f"{run.run.id}.pool!shrink:{node}", f"{node}!readmit", f"{node}!undrain"
         ]  # fmt: skip
         end(run)

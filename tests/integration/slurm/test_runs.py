@@ -16,8 +16,8 @@ from rrl.tests.support.runs import (
     all_work,
     check_sound,
     light_job,
-    lives,
-    others,
+    current_incarnations,
+    without_replicas,
     submit_on,
     write_job,
 )  # fmt: skip
@@ -58,7 +58,7 @@ def test_a_killed_rollout_alone_comes_back_and_its_unfinished_prompts_go_on_from
     slurm_lab: SlurmLab,
 ) -> None:
     run = submit_on(slurm_lab, "kill-role", light_job("slurm", 30, spares=0))
-    before = lives(run.wait_steps(3))
+    before = current_incarnations(run.wait_steps(3))
     pid = before[VICTIM][1]
     assert pid is not None
     run.hold_in_the_middle(1)
@@ -72,7 +72,7 @@ def test_a_killed_rollout_alone_comes_back_and_its_unfinished_prompts_go_on_from
 @pytest.mark.long
 def test_a_killed_slurmstepd_takes_its_role_along_and_only_that_replica_comes_back(slurm_lab: SlurmLab) -> None:
     run = submit_on(slurm_lab, "kill-stepd", light_job("slurm", 40, spares=0))
-    before = lives(run.wait_steps(3))
+    before = current_incarnations(run.wait_steps(3))
     step = run.state().replica(VICTIM).step
     assert step is not None
     ids = slurm_lab.slurm("squeue", "-h", "-s", "-o", "%j %i").splitlines()
@@ -83,7 +83,7 @@ def test_a_killed_slurmstepd_takes_its_role_along_and_only_that_replica_comes_ba
 
 def test_a_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(slurm_lab: SlurmLab) -> None:
     run = submit_on(slurm_lab, "crash", light_job("slurm", 100, spares=1))
-    before = lives(run.wait_steps(3))
+    before = current_incarnations(run.wait_steps(3))
     node = before[VICTIM][2]
     assert node is not None
     slurm_lab.crash(node)
@@ -116,12 +116,12 @@ def _running_manager(lab: SlurmLab, run: TestRun) -> str:
 def test_in_a_heterogeneous_job_the_waiting_manager_takes_over_from_one_that_is_cancelled(slurm_lab: SlurmLab) -> None:
     toml = _form("hetjob", 60, rollouts=2).replace("[task]", "one_node_components = true\n[task]", 1)
     run = submit_on(slurm_lab, "hetjob", toml)
-    before = lives(run.wait_steps(3))
+    before = current_incarnations(run.wait_steps(3))
     assert {line.split()[0].partition("+")[2] for line in slurm_lab.jobs()} == {"", "0", "1", "2"}
     slurm_lab.run_as_user(["scancel", _running_manager(slurm_lab, run)])
     step = run.state().step
     run.wait(lambda s: s.epoch == 2 and s.step > step + 3)
-    kept, now = others(before, lives(run.state()), [])
+    kept, now = without_replicas(before, current_incarnations(run.state()), [])
     assert now == kept, "the roles noticed"
     _end_well(run, slurm_lab)
 
@@ -132,7 +132,7 @@ def test_a_crashed_nodes_replica_gets_a_job_of_its_own_from_the_manager_after_th
 ) -> None:
     victim = ReplicaId("rollout/0")
     run = submit_on(slurm_lab, "replica", _form("replica", 80, rollouts=1))
-    before = lives(run.wait_steps(3))
+    before = current_incarnations(run.wait_steps(3))
     node = before[victim][2]
     assert node is not None
     slurm_lab.run_as_user(["scancel", "--signal=USR2", _running_manager(slurm_lab, run)])  # as Slurm does before it
@@ -140,11 +140,11 @@ def test_a_crashed_nodes_replica_gets_a_job_of_its_own_from_the_manager_after_th
     assert set(_managers(slurm_lab, run).values()) <= {"RUNNING", "COMPLETING"}
     slurm_lab.crash(node)
     try:
-        state = run.wait(lambda s: s.replica(victim).incarnation == 2 and all_work(s))
-        after = lives(state)
+        state = run.wait(lambda s: s.replica(victim).incarnation_number == 2 and all_work(s))
+        after = current_incarnations(state)
         fresh = after[victim][2]
         gone = [victim, ReplicaId(f"agent/{node}"), ReplicaId(f"agent/{fresh}")]
-        assert others(before, after, gone)[1] == others(before, after, gone)[0], "somebody else was touched"
+        assert without_replicas(before, after, gone)[1] == without_replicas(before, after, gone)[0], "somebody else was touched"
         assert state.replica(victim).allocation == f"{run.run.id}.rollout-1"
         _end_well(run, slurm_lab)
     finally:
@@ -157,12 +157,12 @@ def test_a_manager_in_the_pool_that_is_killed_is_followed_there_and_the_pool_end
     slurm_lab: SlurmLab,
 ) -> None:
     run = submit_on(slurm_lab, "within", light_job("slurm", 60, spares=0, extra='[manager]\nwhere = "pool"\n'))
-    before = lives(run.wait_steps(3))
+    before = current_incarnations(run.wait_steps(3))
     assert [line.split()[1:] for line in slurm_lab.jobs()] == [[f"{run.run.id}.pool", "RUNNING"]]
     managing = [pid for pid, command in run.processes().items() if "run_here" in command]
     os.kill(managing[0], signal.SIGKILL)
     run.wait(lambda s: s.epoch == 2 and s.step > 3)
-    kept, now = others(before, lives(run.state()), [])
+    kept, now = without_replicas(before, current_incarnations(run.state()), [])
     assert now == kept, "the roles noticed"
     _end_well(run, slurm_lab)
 
@@ -184,7 +184,7 @@ def test_an_unknown_partition_is_refused_with_slurms_own_words_before_there_is_a
     slurm_lab: SlurmLab, how: str
 ) -> None:
     toml = light_job("slurm", 10, extra='[slurm]\npartition = "nowhere"\n')
-    folder = slurm_lab.home / f"nowhere{how}"
+    folder = slurm_lab.user_home / f"nowhere{how}"
     slurm_lab.call_as_user(folder.mkdir)
     env = {RUNS_ENV: str(folder / "runs")}
     job = str(write_job(folder, toml))

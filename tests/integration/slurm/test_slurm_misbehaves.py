@@ -13,7 +13,7 @@ import pytest
 from rrl.core.types import ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Release
-from rrl.tests.support.runs import TestRun, all_work, check_sound, light_job, lives, others, submit_on
+from rrl.tests.support.runs import TestRun, all_work, check_sound, light_job, current_incarnations, without_replicas, submit_on
 from rrl.tests.support.slurm.fake_slurm import FakeSlurm
 from rrl.tests.support.slurm.lab import SlurmLab
 
@@ -44,7 +44,7 @@ def kill(run: TestRun, replica: ReplicaId) -> None:
     os.killpg(os.getpgid(pid), signal.SIGKILL)
 
 
-def nobody_was_condemned(run: TestRun) -> None:
+def no_node_was_excluded(run: TestRun) -> None:
     assert not [s for s in run.events() if isinstance(s.event, ev.Decided) and isinstance(s.event.action, Exclude)]
 
 
@@ -59,13 +59,13 @@ def test_a_launch_whose_srun_gave_up_on_a_frozen_slurmctld_is_made_again_without
     toml = light_job("slurm", 100_000, spares=0).replace('quiet = "10s"', 'quiet = "1h"')
     run = submit_on(lab, "srun-ended", toml)
     before = run.wait_steps(3)
-    with lab.deaf_controller():
+    with lab.controller_stopped():
         kill(run, VICTIM)
-        run.wait(lambda s: s.replica(VICTIM).incarnation > before.replica(VICTIM).incarnation)
+        run.wait(lambda s: s.replica(VICTIM).incarnation_number > before.replica(VICTIM).incarnation_number)
         tag = run.state().replica(VICTIM).step
         run.wait(lambda _: any(f"--job-name={tag}" in command for command in run.processes().values()))
         run.wait(lambda _: not any(f"--job-name={tag}" in command for command in run.processes().values()))
-    run.wait(lambda s: s.replica(VICTIM).incarnation > 2 and all_work(s))
+    run.wait(lambda s: s.replica(VICTIM).incarnation_number > 2 and all_work(s))
     cancel(run)
 
 
@@ -74,12 +74,12 @@ def test_a_slurmctld_that_is_away_for_a_minute_is_waited_for_while_the_roles_go_
     fake = FakeSlurm(lab, f"away-{how}")
     toml = light_job("slurm", 100_000, spares=1, extra="").replace('poll = "1s"', 'poll = "5s"')
     run = submit_on(lab, f"away-{how}", toml, fake.shell)
-    before = lives(run.wait_steps(3))
+    before = current_incarnations(run.wait_steps(3))
     calm = time.time()
     time.sleep(AWAY / 2)
     asked = len([at for at in fake.calls("squeue") if at > calm])
     assert asked, "the manager does not use the commands that are counted"
-    with lab.deaf_controller() if how == "deaf" else lab.controller_down():
+    with lab.controller_stopped() if how == "deaf" else lab.controller_down():
         began = time.time()
         kill(run, VICTIM)
         step = run.state().step
@@ -87,10 +87,10 @@ def test_a_slurmctld_that_is_away_for_a_minute_is_waited_for_while_the_roles_go_
         time.sleep(max(0.0, began + AWAY - time.time()))
         away = len([at for at in fake.calls("squeue") if at > began])
     assert away <= 2 * asked + 2, "it is asked more often than when all is well"
-    state = run.wait(lambda s: s.replica(VICTIM).incarnation > 1 and all_work(s))
-    kept, now = others(before, lives(state), [VICTIM])
+    state = run.wait(lambda s: s.replica(VICTIM).incarnation_number > 1 and all_work(s))
+    kept, now = without_replicas(before, current_incarnations(state), [VICTIM])
     assert now == kept, "somebody was touched because Slurm was away"
-    nobody_was_condemned(run)
+    no_node_was_excluded(run)
     no_job_is_doubled(lab, run)
     cancel(run)
 
@@ -98,16 +98,16 @@ def test_a_slurmctld_that_is_away_for_a_minute_is_waited_for_while_the_roles_go_
 def test_commands_that_take_half_a_minute_start_nothing_twice(lab: SlurmLab) -> None:
     fake = FakeSlurm(lab, "slow")
     run = submit_on(lab, "slow", light_job("slurm", 100_000, spares=1), fake.shell)
-    before = lives(run.wait_steps(3))
+    before = current_incarnations(run.wait_steps(3))
     with fake.doing("delay 30", "sbatch", "salloc", "srun", "scancel", "scontrol", "squeue"):
         kill(run, VICTIM)
         step = run.state().step
         run.wait(lambda s: s.step > step + 10)
         time.sleep(AWAY)
-    state = run.wait(lambda s: s.replica(VICTIM).incarnation > 1 and all_work(s))
-    kept, now = others(before, lives(state), [VICTIM])
+    state = run.wait(lambda s: s.replica(VICTIM).incarnation_number > 1 and all_work(s))
+    kept, now = without_replicas(before, current_incarnations(state), [VICTIM])
     assert now == kept
-    nobody_was_condemned(run)
+    no_node_was_excluded(run)
     no_job_is_doubled(lab, run)
     alive = [command for command in run.processes().values() if "light_rollout" in command]
     assert len(alive) == 2, alive
@@ -121,16 +121,16 @@ def test_commands_that_fail_for_a_while_are_not_believed_to_have_done_or_refused
     name = f"fails-{len(order)}"
     fake = FakeSlurm(lab, name)
     run = submit_on(lab, name, light_job("slurm", 100_000, spares=1), fake.shell)
-    before = lives(run.wait_steps(3))
+    before = current_incarnations(run.wait_steps(3))
     with fake.doing(order, "sbatch", "salloc", "srun", "scancel", "scontrol", "squeue"):
         kill(run, VICTIM)
         step = run.state().step
         run.wait(lambda s: s.step > step + 10)
         time.sleep(AWAY / 2)
-    state = run.wait(lambda s: s.replica(VICTIM).incarnation > 1 and all_work(s))
-    kept, now = others(before, lives(state), [VICTIM])
+    state = run.wait(lambda s: s.replica(VICTIM).incarnation_number > 1 and all_work(s))
+    kept, now = without_replicas(before, current_incarnations(state), [VICTIM])
     assert now == kept
-    nobody_was_condemned(run)
+    no_node_was_excluded(run)
     no_job_is_doubled(lab, run)
     cancel(run)
 
@@ -151,9 +151,9 @@ def test_a_request_whose_answer_timed_out_and_that_lands_later_is_used_or_given_
             lab.crash(node)
             run.wait(lambda s: any(tag.partition(".")[2].startswith("more") for tag in s.allocations))
             time.sleep(2.0)
-        run.wait(lambda s: s.replica(ReplicaId("rollout/0")).incarnation > 1 and all_work(s))
+        run.wait(lambda s: s.replica(ReplicaId("rollout/0")).incarnation_number > 1 and all_work(s))
         time.sleep(max(0.0, late + 5.0))
-    run.wait(lambda s: not any(allocation.stray for allocation in s.allocations.values()))
+    run.wait(lambda s: not any(allocation.orphan for allocation in s.allocations.values()))
     strays = [
         s.event.action.allocation
         for s in run.events()
@@ -175,16 +175,16 @@ def test_a_squeue_that_leaves_something_out_or_answers_from_an_old_cache_changes
     name = f"lies-{order.split()[0]}-{order.split()[1].strip('.')}"
     fake = FakeSlurm(lab, name)
     run = submit_on(lab, name, light_job("slurm", 100_000, spares=1), fake.shell)
-    before = lives(run.wait_steps(3))
+    before = current_incarnations(run.wait_steps(3))
     for _ in range(3):
         with fake.doing(order, "squeue"):
             time.sleep(6.0)  # several looks, less than limits.quiet
         time.sleep(2.0)
-    assert lives(run.state()) == before
+    assert current_incarnations(run.state()) == before
     with fake.doing(order if order.startswith("old") else "omit rollout", "squeue"):
         kill(run, VICTIM)
-        state = run.wait(lambda s: s.replica(VICTIM).incarnation == 2 and all_work(s))
-    kept, now = others(before, lives(state), [VICTIM])
+        state = run.wait(lambda s: s.replica(VICTIM).incarnation_number == 2 and all_work(s))
+    kept, now = without_replicas(before, current_incarnations(state), [VICTIM])
     assert now == kept
-    nobody_was_condemned(run)
+    no_node_was_excluded(run)
     cancel(run)

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from rrl.core.run_dir import RUNS_ENV
-from rrl.tests.support.runs import DEADLINE, RRL, light_job, write_job
+from rrl.tests.support.runs import TIMEOUT_S, RRL, light_job, write_job
 from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.slurm
@@ -24,14 +24,14 @@ pytestmark = pytest.mark.slurm
 def test_managers_that_die_at_their_start_end_the_wait_as_rejected(
     slurm_lab: SlurmLab, where: str, old: str, new: str, last_line: str
 ) -> None:
-    folder = slurm_lab.home / f"no-manager-{where}"
+    folder = slurm_lab.user_home / f"no-manager-{where}"
     slurm_lab.call_as_user(folder.mkdir)
     toml = light_job("slurm", 3, extra=f'[manager]\nwhere = "{where}"\n').replace(old, new, 1)
     job = write_job(folder, toml)
 
     def rrl(*arguments: str) -> subprocess.CompletedProcess[str]:
         env = {RUNS_ENV: str(folder / "runs")}
-        return slurm_lab.run_as_user([RRL, *arguments], env=env, cwd=folder, timeout=DEADLINE, check=False)
+        return slurm_lab.run_as_user([RRL, *arguments], env=env, cwd=folder, timeout=TIMEOUT_S, check=False)
 
     done = rrl("submit", str(job), "--wait", "--json")
     assert done.returncode == 2, done.stderr

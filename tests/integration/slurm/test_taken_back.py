@@ -15,7 +15,7 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Request
 from rrl.manager.model.queries import workers
 from rrl.manager.model.state import State, Status
-from rrl.tests.support.runs import TestRun, all_work, check_sound, light_job, lives, others, submit_on
+from rrl.tests.support.runs import TestRun, all_work, check_sound, light_job, current_incarnations, without_replicas, submit_on
 from rrl.tests.support.slurm.lab import SlurmLab
 
 VICTIM = ReplicaId("rollout/1")
@@ -42,7 +42,7 @@ def cancel(run: TestRun) -> None:
 
 
 def job_of(state: State, replica: ReplicaId) -> str:
-    seen = state.allocations[state.replica(replica).allocation or ""].seen
+    seen = state.allocations[state.replica(replica).allocation or ""].status
     assert seen is not None
     return seen.job
 
@@ -67,8 +67,8 @@ def test_a_preempted_rollout_leaves_within_its_grace_hands_over_and_comes_back_w
     """However often: one restart that counted would end the run (per_replica = 0)."""
     toml = replicas(100_000, partition, "[recovery]\nper_replica = 0\n", rollouts=3)  # no node of the lab stays free
     run = submit_on(lab, f"preempted-{partition}", toml)
-    before = lives(run.wait_steps(3))
-    for life in range(2, 2 + times):
+    before = current_incarnations(run.wait_steps(3))
+    for incarnation in range(2, 2 + times):
         node = run.state().replica(VICTIM).node
         assert node is not None
         run.hold_in_the_middle(1)
@@ -83,13 +83,13 @@ def test_a_preempted_rollout_leaves_within_its_grace_hands_over_and_comes_back_w
         run.wait(lambda s, step=step: s.step > step + 3)  # type: ignore[misc]
         assert waits(run.state())
         lab.slurm("scancel", wanted)
-        run.wait(lambda s, life=life: s.replica(VICTIM).incarnation == life and all_work(s))  # type: ignore[misc]
-    after = lives(run.state())
-    kept, now = others(before, after, [VICTIM, ReplicaId(f"agent/{before[VICTIM][2]}")])
+        run.wait(lambda s, incarnation=incarnation: s.replica(VICTIM).incarnation_number == incarnation and all_work(s))  # type: ignore[misc]
+    after = current_incarnations(run.state())
+    kept, now = without_replicas(before, after, [VICTIM, ReplicaId(f"agent/{before[VICTIM][2]}")])
     assert now == kept, "somebody else was touched"
     assert run.state().replica(VICTIM).failures == ()
     decided = [s.event.action for s in run.events() if isinstance(s.event, ev.Decided)]
-    fences = [one for one in decided if isinstance(one, Fence) and one.life.replica == VICTIM]
+    fences = [one for one in decided if isinstance(one, Fence) and one.incarnation.replica == VICTIM]
     assert [fence.charged for fence in fences] == [False] * times
     cancel(run)
     assert run.continued(dead=-101.0), "nothing that the preempted rollout began was gone on with"
@@ -98,7 +98,7 @@ def test_a_preempted_rollout_leaves_within_its_grace_hands_over_and_comes_back_w
 @pytest.mark.long
 def test_a_suspended_rollout_and_then_a_suspended_trainer_are_waited_for_and_nobody_is_fenced(lab: SlurmLab) -> None:
     run = submit_on(lab, "suspended", replicas(100_000, "main"))
-    before = lives(run.wait_steps(3))
+    before = current_incarnations(run.wait_steps(3))
     for replica in (VICTIM, TRAINER):
         job = job_of(run.state(), replica)
         tag = run.state().replica(replica).allocation or ""
@@ -110,7 +110,7 @@ def test_a_suspended_rollout_and_then_a_suspended_trainer_are_waited_for_and_nob
         lab.slurm("scontrol", "resume", job)
         step = run.state().step
         run.wait(lambda s, step=step: s.step > step + 3 and all_work(s))  # type: ignore[misc]
-    assert lives(run.state()) == before, "a suspended job was taken for a failure"
+    assert current_incarnations(run.state()) == before, "a suspended job was taken for a failure"
     assert not [s for s in run.events() if isinstance(s.event, ev.Decided)]
     cancel(run)
 
@@ -119,19 +119,19 @@ def test_a_suspended_rollout_and_then_a_suspended_trainer_are_waited_for_and_nob
 def test_jobs_that_take_turns_on_a_node_are_no_failures(lab: SlurmLab) -> None:
     """Gang scheduling: every five seconds, whether the manager looks at that moment or not."""
     run = submit_on(lab, "turns", replicas(100_000, "timeslice"))
-    before = lives(run.wait_steps(3))
+    before = current_incarnations(run.wait_steps(3))
     node = run.state().replica(VICTIM).node
     other = ["sbatch", "-p", "timeslice", "-w", str(node), "-c8", "--mem=100", "-o/dev/null", "--wrap=sleep 600"]
     lab.run_as_user(other)
     time.sleep(45)
     seen = {
-        s.event.seen.state
+        s.event.status.state
         for s in run.events()
-        if isinstance(s.event, ev.AllocationChanged) and s.event.seen is not None
+        if isinstance(s.event, ev.AllocationChanged) and s.event.status is not None
     }
     step = run.state().step
     run.wait(lambda s: s.step > step + 3)
-    assert lives(run.state()) == before
+    assert current_incarnations(run.state()) == before
     assert AllocationState.SUSPENDED in seen
     cancel(run)
 
@@ -143,13 +143,13 @@ def test_a_pool_that_reaches_its_walltime_is_followed_by_another_and_the_run_goe
     run = submit_on(lab, "rotates", toml)
     before = run.wait_steps(3)
     first = {replica.allocation for replica in before.replicas.values()}
-    run.wait(lambda s: not first & {r.allocation for r in s.replicas.values() if r.believed} and all_work(s), 240.0)
+    run.wait(lambda s: not first & {r.allocation for r in s.replicas.values() if r.is_current} and all_work(s), 240.0)
     step = run.state().step
     state = run.wait(lambda s: s.step > step + 3)
     assert {replica.id: replica.failures for replica in workers(state) if replica.failures} == {}
     run.wait(lambda s: not first & s.allocations.keys(), 120.0)
     asked = [
-        s.event.action.ask
+        s.event.action.request
         for s in run.events()
         if isinstance(s.event, ev.Intended) and isinstance(s.event.action, Request)
     ]
@@ -162,10 +162,10 @@ def test_a_pool_that_an_administrator_cancels_is_asked_for_once_more_and_then_th
     run = submit_on(lab, "cancelled", light_job("slurm", 100_000, rollouts=1, spares=0))
     run.wait_steps(3)
     for _ in range(2):
-        life = run.wait(all_work).replica(TRAINER).incarnation  # slurmctld may be too busy for a first launch
+        incarnation = run.wait(all_work).replica(TRAINER).incarnation_number  # slurmctld may be too busy for a first launch
         pools = [line.split()[0] for line in lab.jobs() if ".manager" not in line and "COMPLETING" not in line]
         lab.slurm("scancel", *pools)
-        run.wait(lambda s, life=life: s.replica(TRAINER).incarnation > life or s.verdict is not None)  # type: ignore[misc]
+        run.wait(lambda s, incarnation=incarnation: s.replica(TRAINER).incarnation_number > incarnation or s.finish is not None)  # type: ignore[misc]
         assert not [r for r in workers(run.state()) if r.failures], "nobody of them has failed"
     state = run.wait_end()
     assert (state.outcome, "not by rrl cancel" in state.why) == ("cancelled", True), state.why
@@ -176,19 +176,19 @@ def test_a_pool_that_an_administrator_cancels_is_asked_for_once_more_and_then_th
 @pytest.mark.long
 def test_a_replacement_that_an_administrator_holds_waits_and_comes_when_it_is_let_go(lab: SlurmLab) -> None:
     run = submit_on(lab, "held", replicas(100_000, "low", rollouts=3))
-    before = lives(run.wait_steps(3))
+    before = current_incarnations(run.wait_steps(3))
     wanted = preempt(lab, str(before[VICTIM][2]))
     run.wait(waits)
-    asked = run.wait(lambda s: any(a.pending and a.seen is not None for a in s.allocations.values()))
-    (job,) = [a.seen.job for a in asked.allocations.values() if a.pending and a.seen is not None]
+    asked = run.wait(lambda s: any(a.pending and a.status is not None for a in s.allocations.values()))
+    (job,) = [a.status.job for a in asked.allocations.values() if a.pending and a.status is not None]
     lab.slurm("scontrol", "hold", job)
-    run.wait(lambda s: any("held by an administrator" in a.seen.detail for a in s.allocations.values() if a.seen))
+    run.wait(lambda s: any("held by an administrator" in a.status.detail for a in s.allocations.values() if a.status))
     lab.slurm("scancel", wanted)
     step = run.state().step
     run.wait(lambda s: s.step > step + 10)
     assert waits(run.state())
     lab.slurm("scontrol", "release", job)
-    after = lives(run.wait(lambda s: s.replica(VICTIM).incarnation == 2 and all_work(s)))
-    kept, now = others(before, after, [VICTIM, ReplicaId(f"agent/{before[VICTIM][2]}")])
+    after = current_incarnations(run.wait(lambda s: s.replica(VICTIM).incarnation_number == 2 and all_work(s)))
+    kept, now = without_replicas(before, after, [VICTIM, ReplicaId(f"agent/{before[VICTIM][2]}")])
     assert now == kept
     cancel(run)

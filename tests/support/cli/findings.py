@@ -20,14 +20,14 @@ from rrl.cli.doctor.facts import (  # fmt: skip
     Storage,
     Trials,
     Visit,
-    Wanted,
+    DoctorOptions,
 )
 from rrl.cli.doctor.slurm_output import read_config
 from rrl.manager.cluster.base import NodeState
-from rrl.manager.cluster.slurm.limits import SeenLimits
+from rrl.manager.cluster.slurm.limits import JobLimits
 from rrl.roles.node_probe.host import (  # fmt: skip
     Dcgm,
-    Ended,
+    CommandResult,
     Host,
     Interface,
     Limits,
@@ -43,8 +43,8 @@ from rrl.roles.node_probe.main import NodeReport, Reached
 
 GIB = 2**30
 RECORDED = Path(__file__).parents[2] / "data" / "recorded" / "doctor"
-TAKEN = Ended(0, "", "sbatch: Job 7 to start at 2026-11-20T09:19:27 using 2 processors on n[1-2] in partition gpu")
-REFUSED = Ended(1, "", "sbatch: error: invalid partition specified: nope\nallocation failure: Invalid partition name\n")
+TAKEN = CommandResult(0, "", "sbatch: Job 7 to start at 2026-11-20T09:19:27 using 2 processors on n[1-2] in partition gpu")
+REFUSED = CommandResult(1, "", "sbatch: error: invalid partition specified: nope\nallocation failure: Invalid partition name\n")
 ETH0 = Interface("eth0", "10.1.0.5", "10.1.0.0/16")
 IB0 = Interface("ib0", "10.2.0.5", "10.2.0.0/16")
 LO = Interface("lo", "127.0.0.1", "127.0.0.0/8")
@@ -88,7 +88,7 @@ def slurm(**other: Any) -> Slurm:
         )),
         nodes=Nodes((*(node(f"n{i}") for i in range(1, 7)), node("c1", partitions=("cpu",), gpus={}))),
         accounts=Accounts("Administrator", "astro", ("astro",)),
-        limits=SeenLimits((), "", 40000),
+        limits=JobLimits((), "", 40000),
         trials=Trials({"pool": TAKEN, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": TAKEN}),
         cgroups=CgroupConf({"ConstrainDevices": "yes", "ConstrainRAMSpace": "yes"}, "/etc/slurm/cgroup.conf"),
     )  # fmt: skip
@@ -112,5 +112,5 @@ def storage(**other: Any) -> Storage:
 
 
 def facts(**other: Any) -> Facts:
-    good = Facts("u", 1000, Wanted(), host(), storage(), slurm(), visit())
+    good = Facts("u", 1000, DoctorOptions(), host(), storage(), slurm(), visit())
     return msgspec.structs.replace(good, **other)

@@ -11,12 +11,12 @@ from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.launch import ExitReason
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import JobView
+from rrl.core.run_spec import RunSpec
 from rrl.core.types import (  # fmt: skip
     Cause,
     Evidence,
     Finding,
-    Life,
+    Incarnation,
     NodeName,
     Outcome,
     Remedy,
@@ -24,7 +24,7 @@ from rrl.core.types import (  # fmt: skip
     Verdict,
     Version,
 )
-from rrl.manager.cluster.base import AllocationSeen, AllocationState, Ask, NodeSeen, NodeState
+from rrl.manager.cluster.base import AllocationStatus, AllocationState, AllocationRequest, NodeStatus, NodeState
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Request, Rung, Why
 from rrl.manager.model.reducer import fold
@@ -38,7 +38,7 @@ REPLICAS = ("trajectories/0", "reward/0", "trainer/0", "rollout/0", "rollout/1")
 NODES = dict(zip(REPLICAS, ("n1", "n1", "n2", "n3", "n4"), strict=True))
 
 
-def job_view(steps: int = 40, cluster: str = "local") -> JobView:
+def job_view(steps: int = 40, cluster: str = "local") -> RunSpec:
     view = resolve(Job.model_validate(tomllib.loads(JOB)), "/venv/bin/python")
     return msgspec.structs.replace(view, steps=steps, cluster=cluster)
 
@@ -46,14 +46,14 @@ def job_view(steps: int = 40, cluster: str = "local") -> JobView:
 class Story:
     """Events one after another; ``at`` (s since the beginning) goes on by ``wait``."""
 
-    def __init__(self, run: str = "small-1120-064114", job: JobView | None = None) -> None:
+    def __init__(self, run: str = "small-1120-064114", job: RunSpec | None = None) -> None:
         self.run, self.job, self.at, self.epoch = run, job or job_view(), 0.0, 1
         self.stamped: list[ev.Stamped] = []
         self.state: State | None = None
-        self.lives: dict[str, int] = {}
-        self.tell(ev.RunStarted(run, self.job), ev.ManagerStarted("login1", 4711))
+        self.incarnations: dict[str, int] = {}
+        self.record(ev.RunStarted(run, self.job), ev.ManagerStarted("login1", 4711))
 
-    def tell(self, *events: ev.Event) -> Story:
+    def record(self, *events: ev.Event) -> Story:
         for event in events:
             stamped = ev.Stamped(len(self.stamped) + 1, BEGAN + self.at, self.epoch, event)
             self.stamped.append(stamped)
@@ -68,55 +68,55 @@ class Story:
     def now(self) -> float:
         return BEGAN + self.at
 
-    def told(self) -> State:
+    def recorded(self) -> State:
         assert self.state is not None
         return self.state
 
-    def life(self, replica: str) -> Life:
-        return Life(ReplicaId(replica), self.lives[replica])
+    def incarnation(self, replica: str) -> Incarnation:
+        return Incarnation(ReplicaId(replica), self.incarnations[replica])
 
     # ── chapters ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def asks_for_nodes(self, detail: str = "") -> Story:
-        ask = Ask(f"{self.run}.pool", 5, self.job.parts[0].node, 3600.0)
-        self.tell(ev.Intended(Request(ask, Why(()))))
-        return self.tell(ev.AllocationChanged(ask.tag, AllocationSeen(AllocationState.PENDING, "77", (), detail)))
+    def requests_nodes(self, detail: str = "") -> Story:
+        ask = AllocationRequest(f"{self.run}.pool", 5, self.job.node_groups[0].node, 3600.0)
+        self.record(ev.Intended(Request(ask, Why(()))))
+        return self.record(ev.AllocationChanged(ask.tag, AllocationStatus(AllocationState.PENDING, "77", (), detail)))
 
     def gets_nodes(self) -> Story:
         names = tuple(NodeName(f"n{i}") for i in range(1, 6))
         tag = f"{self.run}.pool"
-        self.tell(ev.AllocationChanged(tag, AllocationSeen(AllocationState.RUNNING, "77", names)))
+        self.record(ev.AllocationChanged(tag, AllocationStatus(AllocationState.RUNNING, "77", names)))
         for name in names:
-            self.tell(ev.NodeChanged(name, NodeSeen(NodeState.UP)))
+            self.record(ev.NodeChanged(name, NodeStatus(NodeState.UP)))
             self.launches(f"agent/{name}", name)
-            self.tell(ev.AgentJoined(self.life(f"agent/{name}"), name, name, 99))
+            self.record(ev.AgentJoined(self.incarnation(f"agent/{name}"), name, name, 99))
         return self
 
     def launches(self, replica: str, node: str | None = None) -> Story:
-        self.lives[replica] = self.lives.get(replica, 0) + 1
-        life, where = self.life(replica), NodeName(node or NODES[replica])
-        step = f"{self.run}.{replica.replace('/', '-')}.{life.incarnation}"
-        return self.tell(ev.Intended(Launch(life, step, f"{self.run}.pool", where, Why(()))))
+        self.incarnations[replica] = self.incarnations.get(replica, 0) + 1
+        incarnation, where = self.incarnation(replica), NodeName(node or NODES[replica])
+        step = f"{self.run}.{replica.replace('/', '-')}.{incarnation.number}"
+        return self.record(ev.Intended(Launch(incarnation, step, f"{self.run}.pool", where, Why(()))))
 
     def joins(self, replica: str, phase: str, waits_for: str | None = None) -> Story:
-        held = self.told().replica(ReplicaId(replica))
-        life, node = self.life(replica), held.node or NodeName("")
-        self.tell(ev.Admitted(life, held.step or "", node, 123), ev.Joined(life, node, node, 124))
+        held = self.recorded().replica(ReplicaId(replica))
+        incarnation, node = self.incarnation(replica), held.node or NodeName("")
+        self.record(ev.Admitted(incarnation, held.step or "", node, 123), ev.Joined(incarnation, node, node, 124))
         return self.enters(replica, phase, waits_for)
 
     def enters(self, replica: str, phase: str, waits_for: str | None = None) -> Story:
         whom = None if waits_for is None else ReplicaId(waits_for)
-        return self.tell(ev.PhaseEntered(self.life(replica), phase, whom))
+        return self.record(ev.PhaseEntered(self.incarnation(replica), phase, whom))
 
     def works(self) -> Story:
         """Nodes, all replicas, twelve steps."""
-        self.asks_for_nodes().gets_nodes().wait(2)
+        self.requests_nodes().gets_nodes().wait(2)
         for replica in REPLICAS:
             self.launches(replica)
         self.wait(5).joins("trajectories/0", "serve").joins("reward/0", "wait_work", "trajectories/0")
         self.joins("trainer/0", "wait_data", "rollout/0")
         for rollout in ("rollout/0", "rollout/1"):
-            self.joins(rollout, "generate").tell(ev.VersionHeld(self.life(rollout), Version(0, 1)))
-            self.tell(ev.FirstWorkDone(self.life(rollout)))
+            self.joins(rollout, "generate").record(ev.VersionAvailable(self.incarnation(rollout), Version(0, 1)))
+            self.record(ev.FirstWorkDone(self.incarnation(rollout)))
         for step in range(1, 13):
             self.commits(step)
         return self
@@ -124,56 +124,56 @@ class Story:
     def commits(self, step: int) -> Story:
         self.wait(3)
         metrics = {"reward": min(0.95, 0.1 + 0.07 * step), "loss": 0.5 / step, "entropy": 1.25}
-        self.tell(ev.StepCommitted(self.life("trainer/0"), step, metrics))
+        self.record(ev.StepCommitted(self.incarnation("trainer/0"), step, metrics))
         for replica in ("trainer/0", "rollout/0", "rollout/1"):
-            if self.told().believed(self.life(replica)):
-                self.tell(ev.VersionHeld(self.life(replica), Version(step, 1)))
+            if self.recorded().is_current(self.incarnation(replica)):
+                self.record(ev.VersionAvailable(self.incarnation(replica), Version(step, 1)))
         return self
 
     def loses(self, replica: str, evidence: str = "its step ended by signal 9 (SIGKILL)") -> Finding:
         """The finding; the planner has not decided yet."""
         finding = Finding(
             "exit_record", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, self.now,
-            (Evidence("step", evidence, self.now),), life=self.life(replica), proof=True,
+            (Evidence("step", evidence, self.now),), incarnation=self.incarnation(replica), proof=True,
         )  # fmt: skip
-        self.tell(ev.StepEnded(self.life(replica), f"{self.run}.x", None, 9, ExitReason.SIGNALED))
-        self.tell(ev.FindingChanged(finding))
+        self.record(ev.StepEnded(self.incarnation(replica), f"{self.run}.x", None, 9, ExitReason.SIGNALED))
+        self.record(ev.FindingChanged(finding))
         return finding
 
     def fences(self, replica: str, evidence: str = "exit_record: step: killed by signal 9") -> Story:
-        return self.tell(ev.Decided(Fence(self.life(replica), Rung.IN_PLACE, Why((evidence,), Rung.IN_PLACE))))
+        return self.record(ev.Decided(Fence(self.incarnation(replica), Rung.IN_PLACE, Why((evidence,), Rung.IN_PLACE))))
 
     def recovers(self, replica: str) -> Story:
         self.loses(replica)
         self.wait(0.1).fences(replica).wait(0.2).launches(replica).wait(3).joins(replica, "loading_weights")
-        self.wait(1).tell(ev.VersionHeld(self.life(replica), Version(12, 1))).enters(replica, "generate")
-        return self.wait(0.5).tell(ev.FirstWorkDone(self.life(replica)))
+        self.wait(1).record(ev.VersionAvailable(self.incarnation(replica), Version(12, 1))).enters(replica, "generate")
+        return self.wait(0.5).record(ev.FirstWorkDone(self.incarnation(replica)))
 
     def loses_node(self, node: str) -> Story:
         finding = Finding(
             "node_lost", Verdict.FAIL, Cause.NODE, Remedy.EXCLUDE, self.now,
             (Evidence("manager", "agent and all replicas silent for 10 s", self.now),), node=NodeName(node),
         )  # fmt: skip
-        self.tell(ev.FindingChanged(finding), ev.NodeChanged(NodeName(node), NodeSeen(NodeState.DOWN, "DOWN*")))
-        return self.tell(ev.Decided(Exclude(NodeName(node), Why(("node_lost: silent",)))))
+        self.record(ev.FindingChanged(finding), ev.NodeChanged(NodeName(node), NodeStatus(NodeState.DOWN, "DOWN*")))
+        return self.record(ev.Decided(Exclude(NodeName(node), Why(("node_lost: silent",)))))
 
     def ends(self, outcome: Outcome, why: str) -> Story:
-        self.tell(ev.Decided(Finish(outcome, Why((why,)))))
-        return self.wait(1).tell(ev.RunEnded(outcome, why))
+        self.record(ev.Decided(Finish(outcome, Why((why,)))))
+        return self.wait(1).record(ev.RunEnded(outcome, why))
 
     # ── on the disk ───────────────────────────────────────────────────────────────────────────────────────────────
     def written(self, root: Path) -> RunDir:
         """The run directory of this story under ``root``, as its manager would have left it."""
         run = RunDir(root / self.run)
         run.create()
-        run.view.write_bytes(msgspec.json.encode(self.job))
+        run.run_spec.write_bytes(msgspec.json.encode(self.job))
         run.resolved.write_bytes(b"{}")
         journal = Journal(run, self.epoch)
         for stamped in self.stamped:
             journal.append(stamped)
         journal.flush()
-        if self.told().outcome is not None:
-            journal.rotate(self.told())
+        if self.recorded().outcome is not None:
+            journal.rotate(self.recorded())
             write_summary(run)
         journal.close()
         return run

@@ -18,7 +18,7 @@ def drawn(view: RenderableType, width: int) -> str:
     return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
 
 
-def same_as_kept(name: str, text: str) -> None:
+def matches_stored(name: str, text: str) -> None:
     path = FOLDER / f"{name}.txt"
     if os.environ.get("RRL_SNAPSHOTS") == "write":
         path.write_text(text, encoding="utf-8")

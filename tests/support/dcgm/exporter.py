@@ -37,8 +37,8 @@ class Exporter:
         self.url = f"http://127.0.0.1:{port}/metrics"
         self.text = ""
         self.status = "200 OK"
-        self.silent = threading.Event()
-        self.asked: list[str] = []
+        self.hangs = threading.Event()
+        self.requests: list[str] = []
 
 
 @contextlib.contextmanager
@@ -52,7 +52,7 @@ def exporter() -> Iterator[Exporter]:
             yield made
         finally:
             over.set()
-            made.silent.clear()
+            made.hangs.clear()
             with contextlib.suppress(OSError), socket.create_connection(server.getsockname()[:2]):
                 pass  # so that it looks up
             thread.join()
@@ -64,11 +64,11 @@ def _serve(server: socket.socket, made: Exporter, over: threading.Event) -> None
         line, _ = server.accept()
         if over.is_set():
             break
-        if made.silent.is_set():
+        if made.hangs.is_set():
             held.append(line)
             continue
         with line:
-            made.asked.append(line.recv(4096).decode().split("\r\n")[0])
+            made.requests.append(line.recv(4096).decode().split("\r\n")[0])
             head = f"HTTP/1.0 {made.status}\r\nContent-Type: text/plain; version=0.0.4\r\n\r\n"
             line.sendall((head + made.text).encode())
     for one in (line, *held):

@@ -52,15 +52,15 @@ def random_weights(spec: ModelSpec, seed: int) -> nn.Module:
 
 def vllm_engine(spec: ModelSpec, folder: Path, sampling: Sampling, lease: int = 16, **given: Any) -> Engine:
     """As :mod:`rrl.roles.rollout.main` makes it, without weights. ``folder``: for the config.json of a built model."""
-    vllm_setup.environment(1)
+    vllm_setup.set_environment(1)
     model = skeleton(spec, VOCABULARY)
     config = vllm_setup.configure(
-        vllm_setup.folder_of(model, folder) if spec.path is None else Path(spec.path), dtype="float32",
+        vllm_setup.write_config_folder(model, folder) if spec.path is None else Path(spec.path), dtype="float32",
         max_length=spec.max_length, seed=3, lease=lease, memory=MEMORY, gpus=0, given=given,
     )  # fmt: skip
     from rrl.roles.rollout.vllm.engine import VllmEngine
 
-    return VllmEngine(config, model, ends=frozenset({EOS}), sampling=sampling, lease=lease)
+    return VllmEngine(config, model, stop_tokens=frozenset({EOS}), sampling=sampling, lease=lease)
 
 
 def load(engine: Engine, step: int, model: nn.Module) -> None:
@@ -89,11 +89,11 @@ class Made:
 
     def steps(self, engine: Engine, count: int) -> None:
         for _ in range(count):
-            assert engine.busy
+            assert engine.has_work
             self.take(*engine.step())
 
     def to_the_end(self, engine: Engine) -> None:
-        while engine.busy:
+        while engine.has_work:
             self.take(*engine.step())
 
     def tokens(self, trajectory: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rrl.core.run_dir import RunDir
 from rrl.core.types import Version
 from rrl.roles.trajectories.log import read_frames
-from rrl.roles.trajectories.records import Commitment, Grown, Made, decode, unpack, unpack_tokens
+from rrl.roles.trajectories.records import StepCommitted, SegmentsAppended, GroupCreated, decode, unpack, unpack_tokens
 from rrl.roles.trajectories.types import Segment
 
 _AT_ONCE = 16
@@ -49,9 +49,9 @@ class Recorded:
         grew: dict[int, dict[Version, Grew]] = defaultdict(dict)
         for payload in read_frames(max(run.store.glob("log.*"), key=lambda path: int(path.suffix[1:]))):
             match decode(payload):
-                case Made(first=first, size=size, prompt=prompt):
+                case GroupCreated(first=first, size=size, prompt=prompt):
                     prompts |= dict.fromkeys(range(first, first + size), unpack_tokens(prompt))
-                case Grown(pieces=pieces):
+                case SegmentsAppended(segments=pieces):
                     for segment in map(unpack, pieces):
                         so_far, version = grew[segment.trajectory], segment.version
                         newest = next(reversed(so_far.values()), Grew(prompts[segment.trajectory], (), (), 0))
@@ -61,7 +61,7 @@ class Recorded:
                             so_far[version] = Grew(before, (), (), version.incarnation)
                         assert version == next(reversed(so_far)), "an older version came back"
                         so_far[version] = so_far[version].on(segment)
-                case Commitment(number=number, manifest=manifest):
+                case StepCommitted(number=number, manifest=manifest):
                     self._checkpoints[number] = run.path / manifest["folder"]
         for so_far in grew.values():
             for version, each in so_far.items():

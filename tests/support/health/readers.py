@@ -13,10 +13,10 @@ import signal
 import time
 from pathlib import Path
 
-from rrl.health.readers.base import Absent, Denied, ReaderOptions
+from rrl.health.readers.base import NotInstalled, PermissionDenied, ReaderOptions
 from rrl.health.readers.samples import HostData
 
-_LOOK = 0.01
+_POLL_INTERVAL_S = 0.01
 """s between two looks for a note"""
 
 
@@ -25,7 +25,7 @@ def place(kind: type[Good]) -> str:
 
 
 class Good:
-    name, every, within = "good", 0.02, 20.0
+    name, interval_s, timeout_s = "good", 0.02, 20.0
 
     def __init__(self, options: ReaderOptions) -> None:
         self._notes = Path(options.proc)
@@ -47,18 +47,18 @@ class Good:
 class Hangs(Good):
     """For as long as there is a note ``hang``."""
 
-    name, within = "hangs", 0.3
+    name, timeout_s = "hangs", 0.3
 
     def read(self) -> HostData:
         while (self._notes / "hang").exists():
-            time.sleep(_LOOK)
+            time.sleep(_POLL_INTERVAL_S)
         return super().read()
 
 
 class HangsInC(Good):
     """In a call that holds the interpreter and that no handler of ours interrupts, as a driver's library may."""
 
-    name, within = "stuck", 0.3
+    name, timeout_s = "stuck", 0.3
 
     def read(self) -> HostData:
         self._note("stuck")
@@ -102,7 +102,7 @@ class IsAbsent(Good):
     name = "absent"
 
     def read(self) -> HostData:
-        raise Absent("no such device here")
+        raise NotInstalled("no such device here")
 
 
 class IsDenied(Good):
@@ -111,7 +111,7 @@ class IsDenied(Good):
     name = "denied"
 
     def __init__(self, options: ReaderOptions) -> None:
-        raise Denied("not for you")
+        raise PermissionDenied("not for you")
 
 
 class Raises(Good):
@@ -124,7 +124,7 @@ class Raises(Good):
 class Floods(Good):
     """Each reading is more than a socket holds."""
 
-    name, every = "floods", 0.0
+    name, interval_s = "floods", 0.0
 
     def read(self) -> HostData:
         self._count += 1

@@ -6,8 +6,8 @@ from typing import Any
 
 from rrl.config.health_rules import Rules
 from rrl.core.types import Finding, NodeName, Verdict
-from rrl.health.checks.evaluate import judge
-from rrl.health.checks.node_state import Seen
+from rrl.health.checks.evaluate import evaluate
+from rrl.health.checks.node_state import NodeState
 from rrl.health.readers.samples import (
     DcgmData,
     FabricData,
@@ -57,46 +57,46 @@ def host(**fields: Any) -> HostData:
     return HostData(**{**given, **fields})
 
 
-class LookedAt:
+class ObservedNode:
     """``reads`` takes a reading, looks, and lets a second pass; what is found is kept in ``found``."""
 
     def __init__(self, rules: Rules = Rules()) -> None:
-        self.rules, self.seen, self.now = rules, Seen(rules.xid.burst), 1000.0
+        self.rules, self.node_state, self.now = rules, NodeState(rules.xid.burst), 1000.0
         self.found: list[Finding] = []
 
-    def reads(self, *data: Any, times: int = 1, every: float = 1.0) -> LookedAt:
+    def reads(self, *data: Any, times: int = 1, every: float = 1.0) -> ObservedNode:
         for _ in range(times):
             for one in data:
-                self.seen.add(Reading(_reader(one), self.now, one))
-            self.looks()
+                self.node_state.add(Reading(_reader(one), self.now, one))
+            self.check_again()
             self.now += every
         return self
 
-    def cannot(self, reader: str, state: Any = "hung", why: str = "did not answer within 10 s") -> LookedAt:
-        self.seen.add(Reading(reader, self.now, None, state, why))
-        self.looks()
+    def cannot(self, reader: str, state: Any = "hung", why: str = "did not answer within 10 s") -> ObservedNode:
+        self.node_state.add(Reading(reader, self.now, None, state, why))
+        self.check_again()
         self.now += 1
         return self
 
-    def gpus(self, *gpus: Gpu, times: int = 1, every: float = 1.0, xids: tuple[GpuXid, ...] = ()) -> LookedAt:
+    def gpus(self, *gpus: Gpu, times: int = 1, every: float = 1.0, xids: tuple[GpuXid, ...] = ()) -> ObservedNode:
         """GPUs 0 and 1, with these in their places."""
         there = {**{i: gpu(i) for i in range(2)}, **{one.index: one for one in gpus}}
         return self.reads(NvmlData(driver="570.1", gpus=tuple(there.values()), xids=xids), times=times, every=every)
 
-    def log(self, *events: KernelEvent) -> LookedAt:
+    def log(self, *events: KernelEvent) -> ObservedNode:
         return self.reads(KernelData(events=events))
 
-    def xid(self, code: int, index: int = 0, text: str = "", age: float = 0.0) -> LookedAt:
+    def xid(self, code: int, index: int = 0, text: str = "", age: float = 0.0) -> ObservedNode:
         line = f"NVRM: Xid (PCI:0000:{index:02x}:00): {code}, {text}"
         return self.log(KernelEvent(kind="xid", text=line, xid=code, pci=f"0000:{index:02x}:00", pci_exists=True,
                                     age=age))  # fmt: skip
 
-    def passes(self, seconds: float) -> LookedAt:
+    def passes(self, seconds: float) -> ObservedNode:
         self.now += seconds
         return self
 
-    def looks(self) -> LookedAt:
-        self.found = judge(self.seen, NODE, self.rules, self.now)
+    def check_again(self) -> ObservedNode:
+        self.found = evaluate(self.node_state, NODE, self.rules, self.now)
         return self
 
     def of(self, detector: str) -> list[Finding]:

@@ -21,8 +21,8 @@ HOLD = "hold.{}"
 
 def main() -> None:
     with rrl.join() as me:
-        print(f"{me.launch.life} is here", flush=True)
-        mark = -(int(me.launch.life.replica.split("/")[1]) * 100.0 + me.launch.life.incarnation)
+        print(f"{me.launch.incarnation} is here", flush=True)
+        mark = -(int(me.launch.incarnation.replica.split("/")[1]) * 100.0 + me.launch.incarnation.number)
         version = Version(0, 0)
         for work in me.work(at_most=8):
             if new := me.new_weights():
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _hold(me: rrl.Worker) -> None:
-    index = me.launch.life.replica.split("/")[1]
+    index = me.launch.incarnation.replica.split("/")[1]
     hold = me.run_dir.path / HOLD.format(index)
     while hold.exists():
         (me.run_dir.path / f"held.{index}").touch()

@@ -30,7 +30,7 @@ def main() -> None:
                 time.sleep(STEP_SECONDS)
                 taken = [{"id": t.id, "tokens": t.tokens, "marks": t.logprobs, "weights": [v.step for v in t.versions]}
                          for t in batch.trajectories]  # fmt: skip
-                path = seen / f"{batch.number}.{me.launch.life.incarnation}.json"
+                path = seen / f"{batch.number}.{me.launch.incarnation.number}.json"
                 path.write_text(json.dumps(taken))
                 _meet(me, str(batch.number))
             with me.phase("checkpoint"):
@@ -53,7 +53,7 @@ def _meet(me: rrl.Worker, where: str) -> None:
     """Returns once all ranks of this incarnation are there."""
     folder = me.run_dir.path / "gang"
     folder.mkdir(exist_ok=True)
-    marks = [folder / f"{where}.{me.launch.life.incarnation}.{rank}" for rank in range(me.world)]
+    marks = [folder / f"{where}.{me.launch.incarnation.number}.{rank}" for rank in range(me.world)]
     marks[me.rank].touch()
     while not all(mark.exists() for mark in marks) and not me.stopping.is_set():
         time.sleep(0.01)

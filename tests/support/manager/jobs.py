@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from rrl.core.faults import Fault
-from rrl.core.run_spec import JobView, Limits, Part, Recovery, Resources, RoleView, pool_nodes
+from rrl.core.run_spec import RunSpec, Limits, NodeGroup, Recovery, Resources, RoleSpec, pool_nodes
 from rrl.core.types import ReplicaId
 
 RUN = "small-1"
@@ -18,22 +18,22 @@ WIDE = Resources(cpus=8, gpus=1, mem=8 * 2**30)
 _EACH = Resources(cpus=1, mem=2**30)
 
 
-def role(name: str, replicas: int = 1, min_replicas: int = 1, exclusive: bool = False) -> RoleView:
-    return RoleView(name, name, replicas, min_replicas, _EACH, exclusive, ("run", name))
+def role(name: str, replicas: int = 1, min_replicas: int = 1, exclusive: bool = False) -> RoleSpec:
+    return RoleSpec(name, name, replicas, min_replicas, _EACH, exclusive, ("run", name))
 
 
 def job(
     *, rollouts: int = 2, min_rollouts: int = 1, spares: int = 1, steps: int = 3, limits: Limits | None = None,
     recovery: Recovery | None = None, faults: Sequence[Fault] = (), walltime: float = 86400.0,
-) -> JobView:  # fmt: skip
+) -> RunSpec:  # fmt: skip
     roles = (
         role("trajectories"), role("reward"), role("trainer", exclusive=True),
         role("rollout", rollouts, min_rollouts, exclusive=True),
     )  # fmt: skip
     nodes = pool_nodes(roles, NODE) + spares
-    pool = Part("pool", tuple(one.name for one in roles), nodes, NODE, walltime, needed=nodes)
-    return JobView(
-        name="small", steps=steps, cluster="local", roles=roles, parts=(pool,), spares=spares, walltime=walltime,
+    pool = NodeGroup("pool", tuple(one.name for one in roles), nodes, NODE, walltime, min_nodes=nodes)
+    return RunSpec(
+        name="small", steps=steps, cluster="local", roles=roles, node_groups=(pool,), spares=spares, walltime=walltime,
         limits=limits or Limits(), recovery=recovery or Recovery(), faults=tuple(faults),
     )  # fmt: skip
 
@@ -42,7 +42,7 @@ def gang_job(
     ranks: int = 4, per_node: int = 2, *, standbys: int = 0, warm: bool = True, rollouts: int = 3,
     min_rollouts: int = 1, spares: int = 1, steps: int = 9, limits: Limits | None = None,
     recovery: Recovery | None = None, faults: Sequence[Fault] = (), engines: bool = False,
-) -> JobView:  # fmt: skip
+) -> RunSpec:  # fmt: skip
     """The small job with a trainer of so many ranks, kept warm; ``engines``: so are rollouts."""
     small = job(
         rollouts=rollouts, min_rollouts=min_rollouts, spares=spares, steps=steps, limits=limits, recovery=recovery,
@@ -55,46 +55,46 @@ def gang_job(
     )  # fmt: skip
     nodes = pool_nodes(roles, NODE) + spares
     return msgspec.structs.replace(
-        small, roles=roles, parts=(msgspec.structs.replace(small.parts[0], nodes=nodes, needed=nodes),)
+        small, roles=roles, parts=(msgspec.structs.replace(small.node_groups[0], nodes=nodes, needed=nodes),)
     )
 
 
-def in_parts(
+def in_node_groups(
     form: str = "replica", *, rollouts: int = 2, min_rollouts: int = 1, steps: int = 3, walltime: float = 86400.0,
     limits: Limits | None = None, recovery: Recovery | None = None, terms: dict[str, float] | None = None,
-    start_within: float = 3600.0, faults: Sequence[Fault] = (),
-) -> JobView:  # fmt: skip
+    start_timeout_s: float = 3600.0, faults: Sequence[Fault] = (),
+) -> RunSpec:  # fmt: skip
     """The same roles in form ``replica`` or ``hetjob``. ``terms``: walltimes of single parts (s)."""
     small = job(
         rollouts=rollouts, min_rollouts=min_rollouts, spares=0, steps=steps, limits=limits, recovery=recovery,
         faults=faults,
     )  # fmt: skip
     separate, terms = form == "replica", terms or {}
-    parts = [Part("shared", ("trajectories", "reward"), 1, NODE, walltime, {"partition": "cpu"}, needed=1)]
+    parts = [NodeGroup("shared", ("trajectories", "reward"), 1, NODE, walltime, {"partition": "cpu"}, min_nodes=1)]
     for name, nodes, needed in (("trainer", 1, 1), ("rollout", rollouts, min_rollouts if separate else rollouts)):
         term = terms.get(name, walltime)
-        parts.append(Part(name, (name,), nodes, WIDE, term, {"partition": name}, separate, needed))
+        parts.append(NodeGroup(name, (name,), nodes, WIDE, term, {"partition": name}, separate, needed))
     parts.sort(key=lambda part: -part.nodes)
     return msgspec.structs.replace(
-        small, cluster="slurm", parts=tuple(parts), walltime=walltime, form=form, start_within=start_within
+        small, cluster="slurm", parts=tuple(parts), walltime=walltime, form=form, start_within=start_timeout_s
     )
 
 
 def commands(
-    *roles: RoleView, spares: int = 0, limits: Limits | None = None, recovery: Recovery | None = None,
+    *roles: RoleSpec, spares: int = 0, limits: Limits | None = None, recovery: Recovery | None = None,
     form: str = "pool",
-) -> JobView:  # fmt: skip
+) -> RunSpec:  # fmt: skip
     """A job without a trainer: roles of the user's own, each on nodes of its own."""
     nodes = sum(role.replicas for role in roles)
-    parts = [Part("pool", tuple(role.name for role in roles), nodes + spares, NODE, needed=nodes + spares)]
+    parts = [NodeGroup("pool", tuple(role.name for role in roles), nodes + spares, NODE, min_nodes=nodes + spares)]
     if form == "replica":
-        parts = [Part(one.name, (one.name,), one.replicas, NODE, separate=True, needed=one.replicas) for one in roles]
-    return JobView(
-        name="small", steps=0, cluster="local", roles=roles, parts=tuple(parts), spares=spares, form=form,
+        parts = [NodeGroup(one.name, (one.name,), one.replicas, NODE, separate_jobs=True, min_nodes=one.replicas) for one in roles]
+    return RunSpec(
+        name="small", steps=0, cluster="local", roles=roles, node_groups=tuple(parts), spares=spares, form=form,
         limits=limits or Limits(), recovery=recovery or Recovery(),
     )  # fmt: skip
 
 
-def command(name: str, replicas: int = 1, least: int | None = None, service: bool = False) -> RoleView:
+def command(name: str, replicas: int = 1, least: int | None = None, service: bool = False) -> RoleSpec:
     minimum = replicas if least is None else least
-    return RoleView(name, "command", replicas, minimum, Resources(cpus=1), True, (name,), service=service)
+    return RoleSpec(name, "command", replicas, minimum, Resources(cpus=1), True, (name,), service=service)

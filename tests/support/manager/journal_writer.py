@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from rrl.core.run_dir import RunDir
-from rrl.core.types import Life, NodeName
+from rrl.core.types import Incarnation, NodeName
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Launch, Why
 from rrl.manager.model.reducer import fold
 from rrl.manager.storage.journal import Journal
 from rrl.tests.support.manager.jobs import RUN, TRAINER, job
 
-TRAINER_1 = Life(TRAINER, 1)
+TRAINER_1 = Incarnation(TRAINER, 1)
 BEGUN: tuple[ev.Event, ...] = (
     ev.RunStarted(RUN, job()), ev.Intended(Launch(TRAINER_1, "step", "pool", NodeName("n1"), Why(("wanted",))))
 )  # fmt: skip

@@ -17,12 +17,12 @@ from rrl.core.faults import Fault, FaultKind
 from rrl.core.launch import ExitReason, ExitRecord, read_launch
 from rrl.core.phases import STANDBY
 from rrl.core.run_dir import RunDir, write_atomically
-from rrl.core.run_spec import JobView
+from rrl.core.run_spec import RunSpec
 from rrl.core.types import (  # fmt: skip
     AGENT,
-    SHADOW,
+    STANDBY_ROLE,
     Finding,
-    Life,
+    Incarnation,
     NodeName,
     Outcome,
     ReplicaId,
@@ -33,13 +33,13 @@ from rrl.core.types import (  # fmt: skip
 )
 from rrl.manager import runtime
 from rrl.manager.cluster.base import (  # fmt: skip
-    AllocationSeen,
+    AllocationStatus,
     AllocationState,
-    Ask,
-    NodeSeen,
+    AllocationRequest,
+    NodeStatus,
     NodeState,
-    NotHeld,
-    Observed,
+    AllocationNotRunning,
+    ClusterSnapshot,
     Refused,
     Step,
     Unanswered,
@@ -50,7 +50,7 @@ from rrl.manager.model.state import State
 from rrl.manager.storage import lease, resume_request
 from rrl.manager.storage.journal import Follower, Journal
 from rrl.manager.storage.lease import Lease
-from rrl.manager.storage.resume_request import Order
+from rrl.manager.storage.resume_request import ResumeRequest
 from rrl.tests.support.manager import virtual
 from rrl.transport import messages as msg
 from rrl.transport.control.endpoints import Address, Incoming
@@ -58,7 +58,7 @@ from rrl.transport.keys import RunKeys
 
 WIRE = 0.01
 """s that a message takes"""
-_PHASE = {"trainer": "train", "rollout": "generate", "reward": "score", SHADOW: STANDBY}
+_PHASE = {"trainer": "train", "rollout": "generate", "reward": "score", STANDBY_ROLE: STANDBY}
 
 
 class Killed(BaseException):
@@ -70,23 +70,23 @@ class Site:
     the run. ``kill_at``: the manager dies
     over the run's so-manieth record, ``before`` it is written or just after it was made durable."""
 
-    def __init__(self, run: RunDir, job: JobView, nodes: int, crash_at: int = -1, cancel_at: int = -1) -> None:
+    def __init__(self, run: RunDir, job: RunSpec, nodes: int, crash_at: int = -1, cancel_at: int = -1) -> None:
         self.run, self.job, self.crash_at, self.cancel_at = run, job, crash_at, cancel_at
         self.free = [NodeName(f"n{i}") for i in range(1, nodes + 1)]
         self.allocations: dict[str, tuple[NodeName, ...]] = {}
         self.granted: list[str] = []
-        self.most_held = 0
+        self.max_nodes_held = 0
         """nodes that were held at once, at most"""
         self.cancelled: dict[str, tuple[NodeName, ...]] = {}
         """allocations that somebody else has cancelled, and that the cluster still lists"""
         self.launched: list[str] = []
         self.started: list[str] = []
         """of the launched, those that ran: on a dead node nothing does"""
-        self.became: list[str] = []
+        self.promotions: list[str] = []
         """shadow and life, of those that became one"""
         self.doubled: list[str] = []
         """what was requested or launched a second time (the executor would survive an error here)"""
-        self.worked: set[Life] = set()
+        self.worked: set[Incarnation] = set()
         """of roles, whether a manager heard of it or not"""
         self.dead_nodes: set[NodeName] = set()
         self.actors: dict[str, Actor] = {}
@@ -108,7 +108,7 @@ class Site:
         """s that a command works before it is done; each further replica of its role so much longer again"""
         self.blink = False
         """every second look misses allocations and steps, or cannot be read"""
-        self.looks = 0
+        self.polls = 0
         self.at_step: dict[int, Callable[[Site], None]] = {}
         """what happens once so many steps are committed"""
         self.drained: dict[NodeName, str] = {}
@@ -173,17 +173,17 @@ class Site:
             self.now.die()
 
     # ── the cluster ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def request(self, ask: Ask) -> None:
-        if ask.tag in self.granted:
-            self.doubled.append(ask.tag)
-        kept_back = {*ask.exclude, *self.dead_nodes, *self.drained}
-        nodes = [node for node in self.free if node not in kept_back][: ask.count]
-        if len(nodes) < ask.count:
+    def request(self, request: AllocationRequest) -> None:
+        if request.tag in self.granted:
+            self.doubled.append(request.tag)
+        kept_back = {*request.exclude, *self.dead_nodes, *self.drained}
+        nodes = [node for node in self.free if node not in kept_back][: request.count]
+        if len(nodes) < request.count:
             raise Refused("not enough nodes")
         self.free = [node for node in self.free if node not in nodes]
-        self.allocations[ask.tag] = tuple(nodes)
-        self.granted.append(ask.tag)
-        self.most_held = max(self.most_held, sum(len(held) for held in self.allocations.values()))
+        self.allocations[request.tag] = tuple(nodes)
+        self.granted.append(request.tag)
+        self.max_nodes_held = max(self.max_nodes_held, sum(len(held) for held in self.allocations.values()))
 
     def cancel_everything(self, listed: bool) -> None:
         """Somebody cancels every job of the run: what runs is asked to leave, and does. The nodes are the first to be
@@ -214,24 +214,24 @@ class Site:
             self.doubled.append(step.tag)
         self.launched.append(step.tag)
         if step.node not in self.allocations.get(step.allocation, ()):
-            raise NotHeld(f"{step.node} is not in {step.allocation}")
+            raise AllocationNotRunning(f"{step.node} is not in {step.allocation}")
         if step.node not in self.dead_nodes:
             self.started.append(step.tag)
-            self.actors[step.tag] = Actor(self, step.tag, read_launch(step.launch_file).life, step.node)
+            self.actors[step.tag] = Actor(self, step.tag, read_launch(step.launch_file).incarnation, step.node)
 
-    def observe(self) -> Observed:
-        self.looks += 1
-        if self.blink and self.looks % 2:
-            return Observed({}, {}, {}) if self.looks % 4 == 1 else Observed(None, None, None, "timed out")
-        seen = {tag: AllocationSeen(AllocationState.RUNNING, "7", nodes) for tag, nodes in self.allocations.items()}
+    def observe(self) -> ClusterSnapshot:
+        self.polls += 1
+        if self.blink and self.polls % 2:
+            return ClusterSnapshot({}, {}, {}) if self.polls % 4 == 1 else ClusterSnapshot(None, None, None, "timed out")
+        seen = {tag: AllocationStatus(AllocationState.RUNNING, "7", nodes) for tag, nodes in self.allocations.items()}
         for tag, ended in self.cancelled.items():
-            seen[tag] = AllocationSeen(AllocationState.ENDED, "7", ended, "CANCELLED", cancelled=True)
+            seen[tag] = AllocationStatus(AllocationState.ENDED, "7", ended, "CANCELLED", cancelled=True)
         nodes = {node: self._node(node) for held in self.allocations.values() for node in held}
-        return Observed(nodes, seen, {tag: actor.node for tag, actor in self.actors.items()})
+        return ClusterSnapshot(nodes, seen, {tag: actor.node for tag, actor in self.actors.items()})
 
-    def _node(self, node: NodeName) -> NodeSeen:
+    def _node(self, node: NodeName) -> NodeStatus:
         reason = self.drained.get(node)
-        return NodeSeen(NodeState.UP) if reason is None else NodeSeen(NodeState.DRAINING, f"drained: {reason}", reason)
+        return NodeStatus(NodeState.UP) if reason is None else NodeStatus(NodeState.DRAINING, f"drained: {reason}", reason)
 
     # ── what happens by itself ───────────────────────────────────────────────────────────────────────────────────────
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -244,8 +244,8 @@ class Site:
         """Living workers by replica, agents and shadows left out."""
         found: dict[ReplicaId, list[Actor]] = {}
         for actor in self.actors.values():
-            if actor.working and actor.role not in (AGENT, SHADOW):
-                found.setdefault(actor.life.replica, []).append(actor)
+            if actor.working and actor.role not in (AGENT, STANDBY_ROLE):
+                found.setdefault(actor.incarnation.replica, []).append(actor)
         return found
 
     def all_work(self) -> bool:
@@ -256,28 +256,28 @@ class Site:
         if self.committed == self.crash_at:
             self.crash(self.working()[ReplicaId("rollout/1")][-1].node)
         if self.committed == self.cancel_at:
-            self.order("cancel")
+            self.send_command("cancel")
         if (happens := self.at_step.get(self.committed)) is not None:
             happens(self)
 
-    def order(self, command: str, **more: Any) -> None:
+    def send_command(self, command: str, **more: Any) -> None:
         """Somebody writes a letter to whoever manages."""
-        letter = {"command": command, "by": "ada", **more}
-        write_atomically(self.run.mailbox / f"{command}.json", msgspec.json.encode(letter))
+        file_name = {"command": command, "by": "ada", **more}
+        write_atomically(self.run.mailbox / f"{command}.json", msgspec.json.encode(file_name))
 
-    def resume(self, job: JobView) -> None:
+    def resume(self, job: RunSpec) -> None:
         """Somebody has the run that has ended go on, with this job."""
         self.job = job
         state = Follower(self.run).state()
         assert state is not None
         assert state.ended is not None
-        resume_request.order(self.run, Order("ada", "resume", job, "job.toml", state.ended), lambda _: None)
+        resume_request.write_request(self.run, ResumeRequest("ada", "resume", job, "job.toml", state.ended), lambda _: None)
 
-    def when(self, holds: Callable[[], bool], then: Callable[[], None]) -> None:
+    def when(self, condition: Callable[[], bool], then: Callable[[], None]) -> None:
         """``then``, as soon as it holds."""
 
         async def wait() -> None:
-            while not holds():
+            while not condition():
                 await asyncio.sleep(0.5)
             then()
 
@@ -285,7 +285,7 @@ class Site:
 
     def idle_node(self) -> NodeName:
         """A node of ours on which no role works."""
-        busy = {actor.node for actor in self.actors.values() if actor.role not in (AGENT, SHADOW)}
+        busy = {actor.node for actor in self.actors.values() if actor.role not in (AGENT, STANDBY_ROLE)}
         return next(node for held in self.allocations.values() for node in held if node not in busy)
 
     def finds(self, *findings: Finding) -> None:
@@ -326,9 +326,9 @@ class Actor:
     """A step: its first process and its worker in one, or an agent. ``life`` is what its worker is; a first process
     goes on to speak as what it was ``launched`` as."""
 
-    def __init__(self, site: Site, tag: str, life: Life, node: NodeName) -> None:
-        self.site, self.tag, self.life, self.node = site, tag, life, node
-        self.launched = life
+    def __init__(self, site: Site, tag: str, incarnation: Incarnation, node: NodeName) -> None:
+        self.site, self.tag, self.incarnation, self.node = site, tag, incarnation, node
+        self.launched = incarnation
         self.peer = tag.encode()
         self.working = False
         self.done = 0
@@ -340,7 +340,7 @@ class Actor:
 
     @property
     def role(self) -> str:
-        return role_of(self.life.replica)
+        return role_of(self.incarnation.replica)
 
     async def _live(self) -> None:
         await asyncio.sleep(0.3)
@@ -348,14 +348,14 @@ class Actor:
             listener = self.site.listener
             if listener is not None and listener is not self._known:  # a new manager: nothing said before counts
                 self._known = listener
-                self._say(self._ended or msg.Wanted(self.launched, self.tag, self.node, 1))
+                self._send(self._ended or msg.AdmissionRequest(self.launched, self.tag, self.node, 1))
                 if self.working:
                     self._greet()
             elif self.working:
-                self._beat()
-            await asyncio.sleep(self.site.job.limits.beat)
+                self._heartbeat()
+            await asyncio.sleep(self.site.job.limits.heartbeat)
 
-    def hear(self, message: Any) -> None:
+    def receive(self, message: Any) -> None:
         if self._ended is not None:
             return
         if isinstance(message, msg.Admitted):
@@ -364,21 +364,21 @@ class Actor:
             elif not self._admitted:
                 self._admitted = True
                 self.site.spawn(self._work())
-        elif isinstance(message, msg.Become):
-            if self.role == SHADOW and (message.shadow, message.tag) == (self.life, self.tag):
-                self.life = message.life
+        elif isinstance(message, msg.Promote):
+            if self.role == STANDBY_ROLE and (message.standby, message.tag) == (self.incarnation, self.tag):
+                self.incarnation = message.incarnation
                 self._works()
-                self.site.became.append(f"{message.shadow} {message.life}")
+                self.site.promotions.append(f"{message.standby} {message.incarnation}")
                 self._greet()
-                if self.role == "trainer" and rank_of(self.life.replica) == 0:
+                if self.role == "trainer" and rank_of(self.incarnation.replica) == 0:
                     self.site.spawn(self._train())
         elif isinstance(message, msg.Welcome):
-            if self.role == "trainer" and rank_of(self.life.replica) == 0:
+            if self.role == "trainer" and rank_of(self.incarnation.replica) == 0:
                 loop = asyncio.get_running_loop()
                 for step in range(message.step + 1, self.site.committed + 1):  # the loop keeps no order of equal times
-                    loop.call_later(step * 1e-6, self._say, msg.Committed(self.life, step, {"reward": 0.5}))
+                    loop.call_later(step * 1e-6, self._send, msg.Committed(self.incarnation, step, {"reward": 0.5}))
         elif isinstance(message, msg.Fenced):
-            if message.life == self.life:  # an agent is told of others, too
+            if message.incarnation == self.incarnation:  # an agent is told of others, too
                 self._end(ExitReason.NOT_ADMITTED)
         elif isinstance(message, msg.Stop):
             self._end(ExitReason.STOPPED)
@@ -387,7 +387,7 @@ class Actor:
             target = self.site.actors.get(message.tag)
             if target is not None:
                 target.die()
-            self._say(msg.Injected(message.fault, target is not None))
+            self._send(msg.Injected(message.fault, target is not None))
 
     async def _work(self) -> None:
         await asyncio.sleep(0.7)
@@ -397,16 +397,16 @@ class Actor:
         self._works()
         self._greet()
         if self.role == "trainer":
-            if rank_of(self.life.replica) == 0:
+            if rank_of(self.incarnation.replica) == 0:
                 await self._train()
         elif any(role.name == self.role and role.kind == "command" for role in self.site.job.roles):
-            await asyncio.sleep(self.site.done_after * (1 + int(index_of(self.life.replica))))
-            self._say(msg.Goodbye(self.life))
+            await asyncio.sleep(self.site.done_after * (1 + int(index_of(self.incarnation.replica))))
+            self._send(msg.Goodbye(self.incarnation))
             self._end(ExitReason.EXITED)
 
     def _works(self) -> None:
-        if self.role not in (AGENT, SHADOW):
-            self.site.worked.add(self.life)
+        if self.role not in (AGENT, STANDBY_ROLE):
+            self.site.worked.add(self.incarnation)
 
     async def _train(self) -> None:
         """A step every two seconds, while there is everybody that it takes."""
@@ -414,29 +414,29 @@ class Actor:
             await asyncio.sleep(2.0)
             if self.tag in self.site.actors and self.site.all_work():
                 self.site.commit()
-                self._say(msg.Committed(self.life, self.site.committed, {"reward": 0.5}))
+                self._send(msg.Committed(self.incarnation, self.site.committed, {"reward": 0.5}))
 
     def _greet(self) -> None:
         if self.role == AGENT:
             ill, now = self.site.ill.get(self.node, ()), virtual.Clock.monotonic()
-            self._say(msg.AgentHello(self.life, self.tag, self.node, self.node, 2, "boot", findings=ill, now=now))
+            self._send(msg.AgentHello(self.incarnation, self.tag, self.node, self.node, 2, "boot", findings=ill, now=now))
             return
         holds = Version(0, 1) if self.role in ("trainer", "rollout") else None
         phase = _PHASE.get(self.role, "serve")
-        self._say(msg.Hello(self.life, self.tag, self.node, self.node, 2, phase, None, None, holds))
+        self._send(msg.Hello(self.incarnation, self.tag, self.node, self.node, 2, phase, None, None, holds))
 
     def finds(self, finding: Finding) -> None:
         if self.working:
-            self._say(msg.Found(finding, self.life, self.node, virtual.Clock.monotonic()))
+            self._send(msg.FindingReport(finding, self.incarnation, self.node, virtual.Clock.monotonic()))
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         self.done += 1
         if self.role == AGENT:
-            self._say(msg.AgentBeat(self.life, self.node))
+            self._send(msg.AgentHeartbeat(self.incarnation, self.node))
         else:
-            self._say(msg.Beat(self.life, _PHASE.get(self.role, "serve"), self.done))
-            if self.done == 1 and self.role != SHADOW:
-                self._say(msg.FirstWork(self.life))
+            self._send(msg.Heartbeat(self.incarnation, _PHASE.get(self.role, "serve"), self.done))
+            if self.done == 1 and self.role != STANDBY_ROLE:
+                self._send(msg.FirstWorkDone(self.incarnation))
 
     def die(self) -> None:
         """SIGKILL of the worker: the first process leaves the record."""
@@ -454,7 +454,7 @@ class Actor:
         record = ExitRecord(self.tag, self.launched, self.node, code, signal, reason, 0.0)
         write_atomically(self.site.run.exit_file(self.tag), msgspec.json.encode(record))
         self._ended = msg.StepExit(self.launched, self.tag, code, signal, reason)
-        self._say(self._ended)
+        self._send(self._ended)
         self.vanish()
 
     def vanish(self) -> None:
@@ -462,7 +462,7 @@ class Actor:
         self.site.actors.pop(self.tag, None)
         self._task.cancel()
 
-    def _say(self, message: Any) -> None:
+    def _send(self, message: Any) -> None:
         listener = self.site.listener
         if listener is not None and listener is self._known:
             asyncio.get_running_loop().call_later(WIRE, listener.take, Incoming(self.peer, None, message))
@@ -481,7 +481,7 @@ class FakeListener:
     async def receive(self) -> Incoming:
         return await self._queue.get()
 
-    async def send(self, peer: bytes, message: Any, ask: int | None = None) -> None:
+    async def send(self, peer: bytes, message: Any, request: int | None = None) -> None:
         if not self._mortal.dead:
             asyncio.get_running_loop().call_later(WIRE, self._deliver, peer.decode(), message)
 
@@ -492,7 +492,7 @@ class FakeListener:
     def _deliver(self, tag: str, message: Any) -> None:
         actor = self._site.actors.get(tag)
         if actor is not None:
-            actor.hear(message)
+            actor.receive(message)
 
     async def close(self) -> None:
         if self._site.listener is self:
@@ -521,9 +521,9 @@ class FakeCluster:
             self._site.deaf -= 1
             raise Unanswered("timed out")
 
-    async def request(self, ask: Ask) -> None:
+    async def request(self, request: AllocationRequest) -> None:
         await self._there()
-        self._site.request(ask)
+        self._site.request(request)
         await self._back()
 
     async def release(self, tag: str) -> None:
@@ -536,14 +536,14 @@ class FakeCluster:
         self._site.launch(step)
         await self._back()
 
-    async def joined(self, tag: str) -> None:
+    async def release_launcher(self, tag: str) -> None:
         pass
 
     async def stop(self, tag: str, grace: float) -> None:
         await self._on_the_way()
         actor = self._site.actors.get(tag)
         if actor is not None:
-            actor.hear(msg.Stop(actor.life, grace, "stopped"))
+            actor.receive(msg.Stop(actor.incarnation, grace, "stopped"))
         await self._on_the_way()
 
     async def drain(self, node: NodeName, reason: str) -> None:
@@ -562,10 +562,10 @@ class FakeCluster:
         self._site.shrink(tag, nodes)
         await self._back()
 
-    async def harm(self, fault: Fault) -> str:
+    async def inject_fault(self, fault: Fault) -> str:
         raise Refused("not here")
 
-    async def observe(self) -> Observed:
+    async def observe(self) -> ClusterSnapshot:
         await self._on_the_way()
         return self._site.observe()
 

@@ -14,15 +14,15 @@ from typing import TypeVar
 
 from rrl.core.launch import ExitReason
 from rrl.core.phases import STANDBY
-from rrl.core.run_spec import JobView
+from rrl.core.run_spec import RunSpec
 from rrl.core.types import (  # fmt: skip
     AGENT,
-    SHADOW,
+    STANDBY_ROLE,
     Cause,
     Evidence,
     Finding,
     Flag,
-    Life,
+    Incarnation,
     NodeName,
     Outcome,
     Remedy,
@@ -31,11 +31,11 @@ from rrl.core.types import (  # fmt: skip
     Version,
     rank_of,
     role_of,
-    stands_for,
+    standby_role_of,
 )
-from rrl.manager.cluster.base import AllocationSeen, AllocationState, Ask, RejectReason
+from rrl.manager.cluster.base import AllocationStatus, AllocationState, AllocationRequest, RejectReason
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Action, Fence, Finish, Launch, Outside, Perform, Release, Request, Rung, StopStep
+from rrl.manager.model.actions import Action, Fence, Finish, Launch, ExternalAction, InjectFault, Release, Request, Rung, StopStep
 from rrl.manager.model.queries import workers
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import NEVER_APPEARED, State, Status
@@ -46,7 +46,7 @@ A = TypeVar("A", bound=Action)
 
 _ROUNDS = 12
 """plans in a row before it counts as a planner that never comes to rest"""
-_FIRST_PHASE = {"rollout": "generate", "trainer": "train", SHADOW: STANDBY}
+_FIRST_PHASE = {"rollout": "generate", "trainer": "train", STANDBY_ROLE: STANDBY}
 
 
 class _Died(BaseException):
@@ -56,7 +56,7 @@ class _Died(BaseException):
 class World:
     """``nodes``: how many there are in the cluster, ``n1``, ``n2``, ...; the pool is taken from them."""
 
-    def __init__(self, job: JobView, nodes: int | None = None) -> None:
+    def __init__(self, job: RunSpec, nodes: int | None = None) -> None:
         self.now = 1000.0
         self.events: list[ev.Stamped] = []
         self.actions: list[Action] = []
@@ -69,7 +69,7 @@ class World:
         """parts whose requests wait for ever, and Slurm's reason"""
         self.broken: dict[str, str] = {}
         """roles whose process ends before it joins, and why"""
-        self.broken_lives: dict[ReplicaId, str] = {}
+        self.broken_incarnations: dict[ReplicaId, str] = {}
         """the same for single replicas, and for agents"""
         self.broken_nodes: dict[NodeName, str] = {}
         """the same for every role on a node"""
@@ -88,19 +88,19 @@ class World:
         self.slow_to_stop = 0.2
         """s that a step takes to end when it is asked to; inf: it never does"""
         self.dead: set[NodeName] = set()
-        self.asks: dict[str, Ask] = {}
-        self.steps: dict[str, tuple[Life, NodeName]] = {}
+        self.requests: dict[str, AllocationRequest] = {}
+        self.steps: dict[str, tuple[Incarnation, NodeName]] = {}
         """what runs"""
         self._free = [NodeName(f"n{i}") for i in range(1, (job.nodes if nodes is None else nodes) + 1)]
         self.held: dict[str, tuple[NodeName, ...]] = {}
-        self.mute: set[NodeName] = set()
+        self.unresponsive: set[NodeName] = set()
         """nodes whose shadows are told what they become, and are never heard of again"""
         self.die_before = 0
         """number of the decision or intent, from 1, before whose record the manager dies; the next one takes over"""
         self.planned = 0
         """decisions and intents recorded"""
         self._tags: set[str] = set()
-        self._lives: set[Life] = set()
+        self._incarnations: set[Incarnation] = set()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._wake = float("inf")
@@ -114,9 +114,9 @@ class World:
         assert self._state is not None
         return self._state
 
-    def play(self, until: Callable[[], bool] = lambda: False, at_most: float = 3600.0) -> World:
+    def play(self, until: Callable[[], bool] = lambda: False, timeout_s: float = 3600.0) -> World:
         """Let things happen until ``until()``, or until nothing more is going to, or ``at_most`` s have passed."""
-        end = self.now + at_most
+        end = self.now + timeout_s
         self._turn()
         while not until() and not self.over:
             at = min(self._due[0][0] if self._due else float("inf"), self._wake)
@@ -133,7 +133,7 @@ class World:
     def wait(self, seconds: float) -> World:
         """Let exactly so much time pass."""
         end = self.now + seconds
-        self.play(at_most=seconds)
+        self.play(timeout_s=seconds)
         self.now = end
         self._turn()
         return self
@@ -142,14 +142,14 @@ class World:
         """Until every replica works."""
         self.play(self.works)
         assert self.works(), {r.id: r.status for r in workers(self.state)}
-        return self.play(at_most=1.0)
+        return self.play(timeout_s=1.0)
 
     def works(self) -> bool:
         at_work = (r for r in workers(self.state) if r.status is not Status.COMPLETED)
         return all(r.status is Status.JOINED and r.step in self.steps for r in at_work)
 
     def incarnations(self) -> dict[ReplicaId, int]:
-        return {replica.id: replica.incarnation for replica in workers(self.state)}
+        return {replica.id: replica.incarnation_number for replica in workers(self.state)}
 
     def node_of(self, replica: ReplicaId) -> NodeName:
         node = self.state.replica(replica).node
@@ -157,10 +157,10 @@ class World:
         return node
 
     def commit(self, step: int) -> None:
-        self.happen(ev.StepCommitted(self.state.replica(ReplicaId("trainer/0")).life, step, {"reward": step / 10}))
+        self.happen(ev.StepCommitted(self.state.replica(ReplicaId("trainer/0")).incarnation, step, {"reward": step / 10}))
 
     def cancel(self) -> None:
-        self.happen(ev.Commanded("cancel", "me", "c1"))
+        self.happen(ev.CommandReceived("cancel", "me", "c1"))
 
     def kill(self, replica: ReplicaId) -> None:
         """SIGKILL of its process; the step's exit record follows."""
@@ -174,7 +174,7 @@ class World:
         """It hangs: the detector says so, its step goes on."""
         held = self.state.replica(replica)
         if held.status is Status.JOINED:
-            self.happen(found(held.life, "no_progress", self.now))
+            self.happen(found(held.incarnation, "no_progress", self.now))
 
     def lose_node(self, node: NodeName) -> None:
         """Everything on it is silent from now on, and the detectors say so."""
@@ -185,13 +185,13 @@ class World:
     def drop(self, tag: str, state: AllocationState | None = None) -> None:
         """The cluster ends an allocation of its own accord."""
         nodes = self._give_back(tag)
-        seen = None if state is None else AllocationSeen(state, "7", nodes, "CANCELLED by 1000")
+        seen = None if state is None else AllocationStatus(state, "7", nodes, "CANCELLED by 1000")
         self.happen(ev.AllocationChanged(tag, seen))
 
     def land(self) -> None:
         """The requests that nobody answered turn out to have been heard."""
         self.unanswered = False
-        for tag, ask in self.asks.items():
+        for tag, ask in self.requests.items():
             if tag in self.state.intents:
                 self._grant(ask)
 
@@ -199,13 +199,13 @@ class World:
         """So many nodes become free, and whoever waits in the queue gets them."""
         begin = 1000 + len(self._free)
         self._free += [NodeName(f"n{i}") for i in range(begin, begin + count)]
-        for tag, ask in self.asks.items():
+        for tag, ask in self.requests.items():
             if tag in self.state.allocations and not self.held.get(tag):
                 self._grant(ask)
 
-    def open(self, part: str) -> None:
+    def open(self, group: str) -> None:
         """The queue comes to the requests of this part."""
-        self.closed.pop(part)
+        self.closed.pop(group)
         self.arrive(0)
 
     def finish(self, replica: ReplicaId) -> None:
@@ -221,16 +221,16 @@ class World:
         assert held.step is not None
         del self.steps[held.step]
 
-    def shadows(self) -> dict[NodeName, int]:
+    def ready_standbys(self) -> dict[NodeName, int]:
         """Nodes on which shadows are ready, and how many."""
         return Counter(
             one.node for one in self.state.replicas.values()
-            if one.role == SHADOW and one.status is Status.JOINED and one.step in self.steps and one.node
+            if one.role == STANDBY_ROLE and one.status is Status.JOINED and one.step in self.steps and one.node
         )  # fmt: skip
 
     def engines(self) -> list[NodeName]:
         """Nodes on which a rollout is kept ready, once for each."""
-        ready = (one for one in self.state.replicas.values() if _holds(one.life) and one.status is Status.JOINED)
+        ready = (one for one in self.state.replicas.values() if _memory_claim(one.incarnation) and one.status is Status.JOINED)
         return sorted(one.node for one in ready if one.step in self.steps and one.node)
 
     def warmed(self) -> World:
@@ -252,7 +252,7 @@ class World:
         self._turn()
 
     def _turn(self) -> None:
-        todo: list[Outside] = []
+        todo: list[ExternalAction] = []
         try:
             self._plan(todo)
         except _Died:
@@ -261,12 +261,12 @@ class World:
         for action in todo:
             self._carry_out(action)
 
-    def _plan(self, todo: list[Outside]) -> None:
+    def _plan(self, todo: list[ExternalAction]) -> None:
         planned_before: set[tuple[str, Rung | None]] = set()
         for _ in range(_ROUNDS):
             planned = plan(self.state, self.now)
             assert planned == plan(self.state, self.now), "two plans from one state"
-            self._wake = planned.wake
+            self._wake = planned.wake_at
             if not planned.actions:
                 break
             for action in planned.actions:
@@ -279,17 +279,17 @@ class World:
                 if self.planned == self.die_before:
                     raise _Died
                 self.actions.append(action)
-                if isinstance(action, Outside):
+                if isinstance(action, ExternalAction):
                     self.record(ev.Intended(action))
                     todo.append(action)
                 else:
                     self.record(ev.Decided(action))
         else:
             raise AssertionError(f"the plan does not come to rest: {planned.actions}")
-        assert planned.wake > self.now, "it asks to be woken in the past"
+        assert planned.wake_at > self.now, "it asks to be woken in the past"
         self.over = planned.over
 
-    def _succeeded(self, undone: list[Outside]) -> None:
+    def _succeeded(self, undone: list[ExternalAction]) -> None:
         """The next manager folds what is written; of what was meant to be done it does what can be done twice, tells
         shadows again what they become, and finds no trace of the rest."""
         self._state = None
@@ -297,19 +297,19 @@ class World:
             self._state = fold(self._state, stamped)
         self.record(ev.ManagerStarted("login", 2))
         for action in undone:
-            if isinstance(action, StopStep | Release) or (isinstance(action, Launch) and action.shadow is not None):
+            if isinstance(action, StopStep | Release) or (isinstance(action, Launch) and action.standby is not None):
                 self._carry_out(action)
-            elif isinstance(action, Perform):
+            elif isinstance(action, InjectFault):
                 self.record(ev.FaultInjected(action.fault.id, None, False, unknown=True))
             else:
-                missed = ev.Done(action.tag, False, NEVER_APPEARED, True, RejectReason.NEVER_APPEARED)
+                missed = ev.IntentSettled(action.tag, False, NEVER_APPEARED, True, RejectReason.NEVER_APPEARED)
                 self._later(self.state.job.limits.quiet, lambda missed=missed: self.record(missed))  # type: ignore[misc]
         self._turn()
 
     # ── the world's answers ──────────────────────────────────────────────────────────────────────────────────────────
-    def _carry_out(self, action: Outside) -> None:
+    def _carry_out(self, action: ExternalAction) -> None:
         if isinstance(action, Request):
-            self._request(action.ask)
+            self._request(action.request)
         elif isinstance(action, Launch):
             self._launch(action)
         elif isinstance(action, StopStep):
@@ -317,110 +317,110 @@ class World:
                 self._later(self.slow_to_stop, lambda: self._stop(action))
         elif isinstance(action, Release):
             self._release(action)
-        elif isinstance(action, Perform):
+        elif isinstance(action, InjectFault):
             self._later(0.1, lambda: self._perform(action))
         else:
-            self._later(0.1, lambda: self.record(ev.Done(action.tag, True)))
+            self._later(0.1, lambda: self.record(ev.IntentSettled(action.tag, True)))
 
-    def _request(self, ask: Ask) -> None:
-        assert ask.tag not in self.asks, "one tag, two requests"
-        self.asks[ask.tag] = ask
+    def _request(self, request: AllocationRequest) -> None:
+        assert request.tag not in self.requests, "one tag, two requests"
+        self.requests[request.tag] = request
         if self.refuse:
-            self._later(0.1, lambda: self.record(ev.Done(ask.tag, False, self.refuse)))
+            self._later(0.1, lambda: self.record(ev.IntentSettled(request.tag, False, self.refuse)))
         elif not self.unanswered:
-            components = (ask, *ask.more)
+            components = (request, *request.further_components)
             whole = sum(one.count for one in components) <= len(self._free)
             gang = "" if whole and not any(self._awaits(one) for one in components) else "Resources"
             for one in components:
-                assert one is ask or one.tag not in self.asks, "one tag, two requests"
-                self.asks[one.tag] = one
-                self._grant(one, gang if ask.more else "")
+                assert one is request or one.tag not in self.requests, "one tag, two requests"
+                self.requests[one.tag] = one
+                self._grant(one, gang if request.further_components else "")
 
-    def _awaits(self, ask: Ask) -> str:
-        return self.hopeless.get(ask.part) or self.closed.get(ask.part) or ""
+    def _awaits(self, request: AllocationRequest) -> str:
+        return self.hopeless.get(request.node_group) or self.closed.get(request.node_group) or ""
 
-    def _grant(self, ask: Ask, said: str = "") -> None:
-        said = self._awaits(ask) or said
-        free = [node for node in self._free if node not in ask.exclude and node not in self.dead and not said]
-        nodes = tuple(free[: ask.count]) if len(free) >= ask.count else ()
+    def _grant(self, request: AllocationRequest, detail: str = "") -> None:
+        detail = self._awaits(request) or detail
+        free = [node for node in self._free if node not in request.exclude and node not in self.dead and not detail]
+        nodes = tuple(free[: request.count]) if len(free) >= request.count else ()
         self._free = [node for node in self._free if node not in nodes]
-        self.held[ask.tag] = nodes
+        self.held[request.tag] = nodes
         state = AllocationState.RUNNING if nodes else AllocationState.PENDING
-        reason = "" if nodes else said or "Resources"
-        seen = AllocationSeen(state, "7", nodes, reason, hopeless=self.hopeless.get(ask.part, ""))
-        self._later(0.1, lambda: self.record(ev.Done(ask.tag, True)))  # of one that is known already: changes nothing
-        self._later(1.0, lambda: self.record(ev.AllocationChanged(ask.tag, seen)))
+        reason = "" if nodes else detail or "Resources"
+        seen = AllocationStatus(state, "7", nodes, reason, unsatisfiable_reason=self.hopeless.get(request.node_group, ""))
+        self._later(0.1, lambda: self.record(ev.IntentSettled(request.tag, True)))  # of one that is known already: changes nothing
+        self._later(1.0, lambda: self.record(ev.AllocationChanged(request.tag, seen)))
         if nodes:
-            self._later(1.0 + ask.walltime, lambda: self._expire(ask.tag))
+            self._later(1.0 + request.walltime, lambda: self._expire(request.tag))
 
     def _expire(self, tag: str) -> None:
         """Its walltime is over."""
         if self.held.get(tag):
             nodes = self._give_back(tag)
-            self.record(ev.AllocationChanged(tag, AllocationSeen(AllocationState.ENDED, "7", nodes, "TIMEOUT")))
+            self.record(ev.AllocationChanged(tag, AllocationStatus(AllocationState.ENDED, "7", nodes, "TIMEOUT")))
 
     def _release(self, action: Release) -> None:
         if self.refuse_release:
             self.refuse_release -= 1
-            self._later(0.1, lambda: self.record(ev.Done(action.tag, False, "denied")))
+            self._later(0.1, lambda: self.record(ev.IntentSettled(action.tag, False, "denied")))
             return
-        self._later(0.1, lambda: self.record(ev.Done(action.tag, True)))
+        self._later(0.1, lambda: self.record(ev.IntentSettled(action.tag, True)))
         self._later(0.5, lambda: self._gone(action.allocation))
 
     def _launch(self, action: Launch) -> None:
         assert action.node in self.held[action.allocation], f"{action.node} is not in {action.allocation}"
-        assert action.life not in self._lives, f"{action.life} is launched twice"
-        self._lives.add(action.life)
-        self._finds_room(action)
-        if action.shadow is not None:
-            self._become(action)
+        assert action.incarnation not in self._incarnations, f"{action.incarnation} is launched twice"
+        self._incarnations.add(action.incarnation)
+        self._finds_memory(action)
+        if action.standby is not None:
+            self._promote(action)
             return
         assert action.step not in self._tags, "one step, two launches"
         self._tags.add(action.step)
         if action.node in self.refuse_launch:
-            self._later(0.1, lambda: self.record(ev.Done(action.step, False, "no such node")))
+            self._later(0.1, lambda: self.record(ev.IntentSettled(action.step, False, "no such node")))
         elif action.node not in self.dead:
-            self.steps[action.step] = (action.life, action.node)
-            self._later(0.3, lambda: self._speak(action))
+            self.steps[action.step] = (action.incarnation, action.node)
+            self._later(0.3, lambda: self._hello(action))
 
-    def _finds_room(self, action: Launch) -> None:
+    def _finds_memory(self, action: Launch) -> None:
         """A rollout that is kept warm holds room: it finds it free, and nobody else is started in it."""
-        there = [life for life, node in self.steps.values() if node == action.node]
-        held = [life for life in there if _holds(life)]
-        if _holds(action.life):
-            assert all(role_of(life.replica) in (AGENT, SHADOW) for life in there), f"{action.life} has no room"
-        elif role_of(action.life.replica) not in (AGENT, SHADOW) and self.slow_to_stop < 10.0:
-            over = action.shadow is not None and _holds(action.shadow)
-            assert over or not held, f"{held} hold the room of {action.life}"
+        there = [incarnation for incarnation, node in self.steps.values() if node == action.node]
+        held = [incarnation for incarnation in there if _memory_claim(incarnation)]
+        if _memory_claim(action.incarnation):
+            assert all(role_of(incarnation.replica) in (AGENT, STANDBY_ROLE) for incarnation in there), f"{action.incarnation} has no room"
+        elif role_of(action.incarnation.replica) not in (AGENT, STANDBY_ROLE) and self.slow_to_stop < 10.0:
+            over = action.standby is not None and _memory_claim(action.standby)
+            assert over or not held, f"{held} hold the room of {action.incarnation}"
 
-    def _become(self, action: Launch) -> None:
+    def _promote(self, action: Launch) -> None:
         """The shadow goes on as the life, in its own step."""
-        if action.node in self.dead or action.node in self.mute:
-            self._later(self.state.job.recovery.adopt, lambda: self._unheard(action))
+        if action.node in self.dead or action.node in self.unresponsive:
+            self._later(self.state.job.recovery.promote, lambda: self._lose_request(action))
         elif action.step not in self.steps:
-            self._later(0.1, lambda: self.record(ev.Done(action.step, False, "there is nobody to tell")))
+            self._later(0.1, lambda: self.record(ev.IntentSettled(action.step, False, "there is nobody to tell")))
         else:
-            assert self.steps[action.step] == (action.shadow, action.node), "another life's step"
-            self.steps[action.step] = (action.life, action.node)
+            assert self.steps[action.step] == (action.standby, action.node), "another life's step"
+            self.steps[action.step] = (action.incarnation, action.node)
             self._later(0.2, lambda: self._join(action))
 
-    def _unheard(self, action: Launch) -> None:
-        if self.state.believed(action.life) and self.state.replica(action.life.replica).status is Status.LAUNCHING:
-            self.record(found(action.life, "not_adopted", self.now))
+    def _lose_request(self, action: Launch) -> None:
+        if self.state.is_current(action.incarnation) and self.state.replica(action.incarnation.replica).status is Status.LAUNCHING:
+            self.record(found(action.incarnation, "not_adopted", self.now))
 
-    def _speak(self, action: Launch) -> None:
-        life, node = action.life, action.node
+    def _hello(self, action: Launch) -> None:
+        incarnation, node = action.incarnation, action.node
         if action.step not in self.steps:
             return
-        if not self.state.believed(life) or self.state.verdict is not None:  # not wanted any more: it leaves
+        if not self.state.is_current(incarnation) or self.state.finish is not None:  # not wanted any more: it leaves
             self._end(action.step, 0)
             return
-        self.record(ev.Admitted(life, action.step, node, 100))
-        why = self.broken_lives.get(life.replica) or self.broken.get(role_of(life.replica))
-        if role_of(life.replica) == AGENT and why is None:
-            self.record(ev.AgentJoined(life, node, node, 100, self.unfit.get(node, "")))
+        self.record(ev.Admitted(incarnation, action.step, node, 100))
+        why = self.broken_incarnations.get(incarnation.replica) or self.broken.get(role_of(incarnation.replica))
+        if role_of(incarnation.replica) == AGENT and why is None:
+            self.record(ev.AgentJoined(incarnation, node, node, 100, self.unfit.get(node, "")))
             return
-        if role_of(life.replica) != AGENT:
+        if role_of(incarnation.replica) != AGENT:
             why = why or self.broken_nodes.get(node)
         if why is None:
             self._later(self.slow_to_join, lambda: self._join(action))
@@ -432,42 +432,42 @@ class World:
             del self.steps[action.step]
             reason, detail = _exit(why)
             code = None if reason is ExitReason.NOT_STARTED else 1
-            believed = self.state.believed(action.life)
-            self.record(ev.StepEnded(action.life, action.step, code, None, reason, detail=detail))
-            if believed:
-                self.record(found(action.life, "exit_record", self.now, proof=True, text=why, reason=reason))
+            current = self.state.is_current(action.incarnation)
+            self.record(ev.StepEnded(action.incarnation, action.step, code, None, reason, detail=detail))
+            if current:
+                self.record(found(action.incarnation, "exit_record", self.now, proof=True, text=why, reason=reason))
 
     def _join(self, action: Launch) -> None:
-        life, node = action.life, action.node
-        if action.step not in self.steps or not self.state.believed(life):
+        incarnation, node = action.incarnation, action.node
+        if action.step not in self.steps or not self.state.is_current(incarnation):
             return
-        self.record(ev.Joined(life, node, node, 101))
-        if role_of(life.replica) in ("rollout", "trainer") and rank_of(life.replica) == 0:
-            self.record(ev.VersionHeld(life, Version(self.state.step, 1)))
-        self.record(ev.PhaseEntered(life, _FIRST_PHASE.get(role_of(life.replica), "serve")))
+        self.record(ev.Joined(incarnation, node, node, 101))
+        if role_of(incarnation.replica) in ("rollout", "trainer") and rank_of(incarnation.replica) == 0:
+            self.record(ev.VersionAvailable(incarnation, Version(self.state.step, 1)))
+        self.record(ev.PhaseEntered(incarnation, _FIRST_PHASE.get(role_of(incarnation.replica), "serve")))
 
     def _stop(self, action: StopStep) -> None:
         if self.refuse_stop:
             self.refuse_stop -= 1
-            self.record(ev.Done(action.tag, False, "denied"))
+            self.record(ev.IntentSettled(action.tag, False, "denied"))
             return
-        lingering = self.state.lingering.get(action.step)
-        if lingering is not None and lingering.node in self.dead:
+        orphans = self.state.orphan_steps.get(action.step)
+        if orphans is not None and orphans.node in self.dead:
             return  # nobody answers from there
         if action.step in self.steps:
             self._end(action.step, 0)
-        self.record(ev.Done(action.tag, True))
+        self.record(ev.IntentSettled(action.tag, True))
 
     def _end(self, step: str, code: int) -> None:
-        life, _ = self.steps.pop(step)
-        believed = self.state.believed(life)
-        self.record(ev.StepEnded(life, step, code, None, ExitReason.EXITED))
-        if believed and code:
-            self.record(found(life, "exit_record", self.now, proof=True))
+        incarnation, _ = self.steps.pop(step)
+        current = self.state.is_current(incarnation)
+        self.record(ev.StepEnded(incarnation, step, code, None, ExitReason.EXITED))
+        if current and code:
+            self.record(found(incarnation, "exit_record", self.now, proof=True))
 
-    def _perform(self, action: Perform) -> None:
+    def _perform(self, action: InjectFault) -> None:
         target = self.state.replica(ReplicaId(action.fault.target))
-        self.record(ev.FaultInjected(action.fault.id, target.life, True))
+        self.record(ev.FaultInjected(action.fault.id, target.incarnation, True))
         if target.step in self.steps:
             assert target.step is not None
             self._end(target.step, 9)
@@ -487,8 +487,8 @@ class World:
         heappush(self._due, (self.now + after, self._count, do))
 
 
-def _holds(life: Life) -> bool:
-    return role_of(life.replica) == SHADOW and stands_for(life.replica) == "rollout"
+def _memory_claim(incarnation: Incarnation) -> bool:
+    return role_of(incarnation.replica) == STANDBY_ROLE and standby_role_of(incarnation.replica) == "rollout"
 
 
 def _exit(text: str) -> tuple[ExitReason, str]:
@@ -498,12 +498,12 @@ def _exit(text: str) -> tuple[ExitReason, str]:
 
 
 def found(
-    life: Life, detector: str, at: float, proof: bool = False, text: str = "", reason: ExitReason | None = None
+    incarnation: Incarnation, detector: str, at: float, proof: bool = False, text: str = "", reason: ExitReason | None = None
 ) -> ev.FindingChanged:
-    evidence = (Evidence("step", text or f"{life} failed", at),)
+    evidence = (Evidence("step", text or f"{incarnation} failed", at),)
     flags = (Flag.NOT_STARTED,) if reason is ExitReason.NOT_STARTED else ()
     return ev.FindingChanged(
-        Finding(detector, Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, at, evidence, life, proof=proof, flags=flags)
+        Finding(detector, Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, at, evidence, incarnation, proof=proof, flags=flags)
     )
 
 
@@ -517,7 +517,7 @@ def requests(world: World) -> list[str]:
 
 
 def rungs(world: World) -> list[Rung]:
-    return [action.rung for action in world.decided(Fence) if role_of(action.life.replica) != AGENT]
+    return [action.rung for action in world.decided(Fence) if role_of(action.incarnation.replica) != AGENT]
 
 
 def assert_nothing_is_left(world: World, outcome: Outcome) -> None:

@@ -42,7 +42,7 @@ def start(environ: Mapping[str, str]) -> subprocess.Popen[str]:
     )
 
 
-def said_in_child(environ: Mapping[str, str]) -> str:
+def result_of_child(environ: Mapping[str, str]) -> str:
     """What one read in a process of its own gives."""
     process = start(environ)
     said, _ = process.communicate("read\n", timeout=SECONDS)
@@ -51,10 +51,10 @@ def said_in_child(environ: Mapping[str, str]) -> str:
 
 
 def read_in_child(environ: Mapping[str, str]) -> NvmlData:
-    return msgspec.json.decode(said_in_child(environ), type=NvmlData)
+    return msgspec.json.decode(result_of_child(environ), type=NvmlData)
 
 
-def unread_or_told(gpu: Gpu, healthy: Gpu) -> list[str]:
+def reading_error(gpu: Gpu, healthy: Gpu) -> list[str]:
     """What is wrong with a reading of which a part could not be read: a value that is neither as it was nor missing
     with a reason. Empty: nothing."""
     wrong = []

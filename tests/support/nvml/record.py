@@ -17,17 +17,17 @@ from typing import Any
 
 import msgspec
 
-from rrl.health.readers.base import Absent, Denied, ReaderOptions
+from rrl.health.readers.base import NotInstalled, PermissionDenied, ReaderOptions
 from rrl.health.readers.nvml import queries
 from rrl.health.readers.nvml.names import SUCCESS
 from rrl.health.readers.nvml.reader import NvmlReader
-from rrl.health.readers.nvml.session import Answers, Ask, FieldAsk
+from rrl.health.readers.nvml.session import QueryResults, Query, FieldQuery
 from rrl.health.readers.samples import NvmlData
 from rrl.tests.support.nvml.driver import FakeDriver
 
 READS = 30
 """timed, one each 0.1 s"""
-_SMI_WITHIN = 60.0
+_SMI_TIMEOUT_S = 60.0
 """s"""
 
 
@@ -87,7 +87,7 @@ _NUMBERS = tuple(
         queries.SLOW, queries.FIXED,
     )
     for ask in group
-    for field in (ask.fields if isinstance(ask, Ask) else (ask.field,))
+    for field in (ask.fields if isinstance(ask, Query) else (ask.field,))
     if field not in ("recovery_action", "fabric_state", "fabric_status", "clock_reasons")
 )  # fmt: skip
 
@@ -97,21 +97,21 @@ def _calls(nvml: Any, index: int) -> dict[str, str]:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
     except nvml.NVMLError as error:
         return {"handle": str(error)}
-    answers, told = Answers(nvml, handle, may_end=False), dict[str, str]()
+    answers, told = QueryResults(nvml, handle, session_may_end=False), dict[str, str]()
     for field in (*queries.FAST_FIELDS, *queries.MEDIUM_FIELDS, *queries.SLOW_FIELDS):
         ((code, number),) = answers.field_values([(field.number, 0)])
-        told[f"{field.field} by field {field.number}"] = str(number) if code == SUCCESS else answers.words(code)
+        told[f"{field.field} by field {field.number}"] = str(number) if code == SUCCESS else answers.describe(code)
         told.update(_ways(answers, field.field, field))
     for ask in (*queries.IDENTITY, *queries.FAST, *queries.MEDIUM, *queries.SLOW, *queries.FIXED):
         told.update(_ways(answers, ", ".join(ask.fields), ask))
     return told
 
 
-def _ways(answers: Answers, name: str, ask: Ask | FieldAsk) -> dict[str, str]:
+def _ways(answers: QueryResults, name: str, query: Query | FieldQuery) -> dict[str, str]:
     told = {}
-    for place, way in enumerate(ask.ways):
+    for place, way in enumerate(query.alternatives):
         code, value = answers.call(way)
-        told[f"{name} by way {place}"] = repr(value) if code == SUCCESS else answers.words(code)
+        told[f"{name} by way {place}"] = repr(value) if code == SUCCESS else answers.describe(code)
     return told
 
 
@@ -123,7 +123,7 @@ def _version() -> str:
 
 def _smi() -> str:
     try:
-        done = subprocess.run(["nvidia-smi", "-q", "-x"], capture_output=True, text=True, timeout=_SMI_WITHIN)
+        done = subprocess.run(["nvidia-smi", "-q", "-x"], capture_output=True, text=True, timeout=_SMI_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout
@@ -132,7 +132,7 @@ def _smi() -> str:
 def main() -> int:
     try:
         recording = record()
-    except (Absent, Denied, RuntimeError) as error:
+    except (NotInstalled, PermissionDenied, RuntimeError) as error:
         print(f"nothing to record: {error}", file=sys.stderr)
         return 2
     print(msgspec.json.format(msgspec.json.encode(recording), indent=1).decode(), flush=True)

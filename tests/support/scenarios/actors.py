@@ -8,24 +8,24 @@ from dataclasses import dataclass, field
 from math import inf
 from random import Random
 
-from rrl.core.types import AGENT, Life, NodeName, ReplicaId, member_id, rank_of, replica_id
-from rrl.tests.support.scenarios.format import Beat, RoleTable
+from rrl.core.types import AGENT, Incarnation, NodeName, ReplicaId, member_id, rank_of, replica_id
+from rrl.tests.support.scenarios.format import RhythmPhase, RoleTable
 from rrl.tests.support.scenarios.rhythms import COMPILING, IDLE, IN_COLLECTIVE, WAITING, Loads, loads_of
 from rrl.tests.support.scenarios.values import fixed
 
 STORE = ReplicaId("trajectories/0")
-STARTING = Beat(phase="starting", lasts=fixed(1.0))
-ASKS_STORE = frozenset({"generate", "wait_work", "wait_data", "score"})
+STARTING = RhythmPhase(phase="starting", lasts=fixed(1.0))
+STORE_PHASES = frozenset({"generate", "wait_work", "wait_data", "score"})
 """phases that stand still when the store does; while they do, beats say that it is waited for"""
 COLLECTIVE = frozenset({"train", "checkpoint", "publish"})
-_PROMPT = 2.0
+_MAX_PROBE_ANSWER_S = 2.0
 """s that a healthy worker takes at most to answer a probe"""
 
 
 @dataclass(slots=True, eq=False)
 class Node:
     name: NodeName
-    agent: Life
+    agent: Incarnation
     boot: str
     dead_at: float | None = None
     agent_until: float = inf
@@ -43,33 +43,33 @@ class Node:
     introduced: bool = False
     """its agent said Hello to this manager"""
 
-    def speaks(self, now: float) -> bool:
+    def is_running(self, now: float) -> bool:
         return self.dead_at is None and now >= self.suspended
 
-    def agent_speaks(self, now: float) -> bool:
-        return self.speaks(now) and now < self.agent_until and now >= self.agent_frozen
+    def agent_is_running(self, now: float) -> bool:
+        return self.is_running(now) and now < self.agent_until and now >= self.agent_frozen
 
     def agent_returns(self) -> None:
         """A new one, launched by the manager."""
-        self.agent = Life(self.agent.replica, self.agent.incarnation + 1)
+        self.agent = Incarnation(self.agent.replica, self.agent.number + 1)
         self.agent_until, self.agent_frozen, self.introduced = inf, 0.0, False
 
 
 def node_named(name: str, seed: int) -> Node:
-    return Node(NodeName(name), Life(replica_id(AGENT, name), 1), f"boot-{seed}-{name}")
+    return Node(NodeName(name), Incarnation(replica_id(AGENT, name), 1), f"boot-{seed}-{name}")
 
 
 @dataclass(slots=True, eq=False)
 class Member:
     """One process."""
 
-    life: Life
+    incarnation: Incarnation
     node: Node
     gpus: int
     """how many it has"""
     probed: bool = True
     """it can be asked for a bit of work"""
-    held: tuple[int, ...] = ()
+    gpu_indices: tuple[int, ...] = ()
     """which, since its launch"""
     ended: bool = False
     welcomed: bool = False
@@ -78,19 +78,19 @@ class Member:
     """until then its work stands still"""
     stuck_how: str = ""
     """``hang``, ``wedge``, ``quiet`` or ``freeze``"""
-    lies: float = 0.0
+    false_progress_until: float = 0.0
     """until then its progress counter rises though it does nothing"""
     loads: Loads | None = None
     """in place of the phase's, while ``stuck`` or ``lies``"""
     slow: float = 1.0
     slow_until: float = 0.0
-    mute: float = 0.0
+    muted_until: float = 0.0
     late_by: Callable[[], float] | None = None
     late_until: float = 0.0
     answers_after: Callable[[], float] | None = None
     answers_until: float = 0.0
     answer: str = "no"
-    left: bool = False
+    said_goodbye: bool = False
     """it said Goodbye"""
     end: tuple[str, int | None, int | None, str] | None = None
     """how it ended: ``exit`` or ``vanish``, code, signal, its last line"""
@@ -100,10 +100,10 @@ class Member:
     def runs(self, now: float) -> bool:
         """It is scheduled: neither ended, nor stopped, nor on a node that is."""
         frozen = self.stuck_how == "freeze" and now < self.stuck
-        return not self.ended and not frozen and self.node.speaks(now)
+        return not self.ended and not frozen and self.node.is_running(now)
 
     def works(self, now: float) -> bool:
-        return self.runs(now) and now >= self.stuck and now >= self.lies and not self.left
+        return self.runs(now) and now >= self.stuck and now >= self.false_progress_until and not self.said_goodbye
 
     def speed(self, now: float) -> float:
         return self.slow if now < self.slow_until else 1.0
@@ -113,8 +113,8 @@ class Member:
         bit of work, which a dead engine cannot do; else only whether it hears, which a stuck main thread does not."""
         if not self.runs(now):
             return None
-        soon = now + random.uniform(0.0, _PROMPT)
-        stuck = self.stuck_how if now < self.stuck else "wedge" if now < self.lies else ""
+        soon = now + random.uniform(0.0, _MAX_PROBE_ANSWER_S)
+        stuck = self.stuck_how if now < self.stuck else "wedge" if now < self.false_progress_until else ""
         if (work and not self.probed) or (not work and stuck == "wedge"):
             return soon, True
         if stuck in ("hang", "wedge"):
@@ -137,14 +137,14 @@ class Gang:
     joined: bool = False
     launch_at: float = inf
     """when its next life is to be launched"""
-    round: list[Beat] = field(default_factory=list)
+    round: list[RhythmPhase] = field(default_factory=list)
     """phases to come"""
-    beat: Beat = STARTING
+    rhythm_phase: RhythmPhase = STARTING
     entered_at: float = 0.0
     remaining: float = 0.0
     compiles_until: float = 0.0
     work: float = 0.0
-    told: int = 0
+    reported_progress: int = 0
     """of ``work``, what the progress counter shows"""
     lump_at: float = 0.0
     passed: set[str] = field(default_factory=set)
@@ -169,19 +169,19 @@ class Gang:
     def next_phase(self, now: float) -> None:
         if not self.round:
             self.round = list(self.table.rhythm)
-        self.beat = self.round.pop(0)
+        self.rhythm_phase = self.round.pop(0)
         self.entered_at, self.stretch_loads = now, None
-        self.remaining, self.compiles_until = self.beat.lasts.draw(self.random), 0.0
-        if self.beat.phase not in self.passed:
-            self.passed.add(self.beat.phase)
-            extra = self.beat.first.draw(self.random)
+        self.remaining, self.compiles_until = self.rhythm_phase.lasts.draw(self.random), 0.0
+        if self.rhythm_phase.phase not in self.passed:
+            self.passed.add(self.rhythm_phase.phase)
+            extra = self.rhythm_phase.first.draw(self.random)
             self.remaining, self.compiles_until = self.remaining + extra, now + extra
-        if self.beat.phase in self.stretched:
-            self.remaining, self.stretch_loads = self.stretched.pop(self.beat.phase)
-        self.lump_at = now + self.beat.every.draw(self.random)
+        if self.rhythm_phase.phase in self.stretched:
+            self.remaining, self.stretch_loads = self.stretched.pop(self.rhythm_phase.phase)
+        self.lump_at = now + self.rhythm_phase.every.draw(self.random)
 
     def stretch(self, phase: str, lasts: float, loads: Loads | None) -> None:
-        if self.joined and self.beat.phase == phase:
+        if self.joined and self.rhythm_phase.phase == phase:
             self.remaining, self.stretch_loads = lasts, loads
         else:
             self.stretched[phase] = (lasts, loads)
@@ -190,34 +190,34 @@ class Gang:
         """``share``: of what it waits for, how much works; it is its own speed too."""
         speed = share * min(member.speed(now) for member in self.members)
         self.waits = share < 1.0
-        if self.beat.rate is not None and now >= self.compiles_until:
-            self.work += self.beat.rate * speed * dt
+        if self.rhythm_phase.rate is not None and now >= self.compiles_until:
+            self.work += self.rhythm_phase.rate * speed * dt
             if now >= self.lump_at:
-                self.told = int(self.work)
-                self.lump_at = now + self.beat.every.draw(self.random)
+                self.reported_progress = int(self.work)
+                self.lump_at = now + self.rhythm_phase.every.draw(self.random)
         self.remaining -= dt * speed
 
     def loads(self, member: Member, now: float) -> Loads:
         if not member.runs(now):
             return IDLE
-        if now < member.stuck or now < member.lies:
+        if now < member.stuck or now < member.false_progress_until:
             return member.loads or IDLE
         if not self.joined:
             return COMPILING
-        if any(now < other.stuck or not other.runs(now) for other in self.members) and self.beat.phase in COLLECTIVE:
+        if any(now < other.stuck or not other.runs(now) for other in self.members) and self.rhythm_phase.phase in COLLECTIVE:
             return IN_COLLECTIVE
         if self.stretch_loads is not None:
             return self.stretch_loads
         if now < self.compiles_until:
             return COMPILING
-        return WAITING if self.waits and self.beat.rate is None and self.role != "trajectories" else loads_of(self.beat)
+        return WAITING if self.waits and self.rhythm_phase.rate is None and self.role != "trajectories" else loads_of(self.rhythm_phase)
 
-    def says_waits_for(self, member: Member, store_stands: bool) -> ReplicaId | None:
-        if rank_of(member.life.replica) and self.beat.phase.startswith("wait"):
+    def reported_waits_for(self, member: Member, store_stands: bool) -> ReplicaId | None:
+        if rank_of(member.incarnation.replica) and self.rhythm_phase.phase.startswith("wait"):
             return self.id
-        asks = self.beat.phase in ASKS_STORE and self.role != "trajectories"
-        return STORE if asks and (store_stands or self.beat.says) else None
+        asks = self.rhythm_phase.phase in STORE_PHASES and self.role != "trajectories"
+        return STORE if asks and (store_stands or self.rhythm_phase.reports_waits_for) else None
 
 
 def members_of(gang: ReplicaId, incarnation: int, nodes: list[Node], gpus: int, probed: bool) -> list[Member]:
-    return [Member(Life(member_id(gang, rank), incarnation), node, gpus, probed) for rank, node in enumerate(nodes)]
+    return [Member(Incarnation(member_id(gang, rank), incarnation), node, gpus, probed) for rank, node in enumerate(nodes)]

@@ -20,10 +20,10 @@ def shifted(at: float, shift: float) -> float:
     return at + shift if at > 0 else 0.0
 
 
-_NO_LIFE = -1
+_NO_INCARNATION = -1
 
 
-class Happening:
+class ScenarioEvent:
     """One event of a scenario in one run."""
 
     def __init__(self, event: Event, index: int, shift: float, world: World, machines: Machines) -> None:
@@ -45,28 +45,28 @@ class Happening:
         """of every replica when it struck first; of nodes 0"""
         self.places: dict[str, str] = {}
         """replica → its node then"""
-        self._over: set[str] = set()
+        self._struck: set[str] = set()
         self._meant: dict[str, int] = {}
         """replica → the incarnation that was there when it was due: no later life is struck. Where that one was then
         being replaced: the next, if the event is awaited, else none"""
 
-    def follows(self, other: Happening) -> None:
+    def follows(self, other: ScenarioEvent) -> None:
         """It comes after that one, if that is what its ``after`` says."""
         if self.event.after == other.name and self.due == inf and other.struck_at is not None:
             self.due = other.struck_at + self._wait
 
     @property
-    def missed(self) -> bool:
+    def never_struck(self) -> bool:
         """It struck nobody, and not because a repair had replaced whom it was for."""
-        return self.struck_at is None and not self._over
+        return self.struck_at is None and not self._struck
 
     @property
     def done(self) -> bool:
         if target_of(self.event.do) != "process":
             return self.struck_at is not None
-        return all(str(one.life.replica) in self._over for one in self._world.members(self.event.who))
+        return all(str(one.incarnation.replica) in self._struck for one in self._world.members(self.event.who))
 
-    def happen(self) -> None:
+    def strike_due(self) -> None:
         """Strike whoever is due and not yet struck."""
         world, event = self._world, self.event
         if world.now < self.due or self.done:
@@ -90,7 +90,7 @@ class Happening:
         """Somebody on the node is in the phase that the event waits for."""
         wanted = self.event.phase
         return wanted is None or any(
-            member.node is node and gang.joined and gang.beat.phase == wanted
+            member.node is node and gang.joined and gang.rhythm_phase.phase == wanted
             for gang in self._world.gangs.values() for member in gang.members
         )  # fmt: skip
 
@@ -99,7 +99,7 @@ class Happening:
         return self.event.do in HARDWARE and any(one.name == node for one in self._world.nodes_of(self.event.who))
 
     def _strikes(self, whom: str, incarnation: int) -> None:
-        self._over.add(whom)
+        self._struck.add(whom)
         self.incarnations[whom] = incarnation
         self._begins()
 
@@ -109,8 +109,8 @@ class Happening:
         self.struck_at = self._world.now
         for gang in self._world.gangs.values():
             for member in gang.members:
-                self.incarnations.setdefault(str(member.life.replica), member.life.incarnation)
-                self.places[str(member.life.replica)] = str(member.node.name)
+                self.incarnations.setdefault(str(member.incarnation.replica), member.incarnation.number)
+                self.places[str(member.incarnation.replica)] = str(member.node.name)
 
     # ── manager and cluster ──────────────────────────────────────────────────────────────────────────────────────────
     def _manager(self) -> None:
@@ -127,10 +127,10 @@ class Happening:
         now, lasts = world.now, self._draw()
         if event.do == "node_dies":
             node.dead_at = now
-            world.later(now + event.down_after, lambda: _said_down(node, "Not responding"))
+            world.later(now + event.down_after, lambda: _mark_down(node, "Not responding"))
         elif event.do == "node_down":
             node.dead_at = now
-            _said_down(node, event.text or "Not responding")
+            _mark_down(node, event.text or "Not responding")
         elif event.do == "agent_dies":
             node.agent_until = now
             repairs.agent_ends(world, node, event.back_after)
@@ -146,47 +146,47 @@ class Happening:
         elif event.do == "flap":
             for index in range(event.times):
                 at = now + index * event.every.draw(self._random)
-                world.later(at, lambda: _says(node, "unknown"))
-                world.later(at + world.scenario.limits.poll + 5.0, lambda: _says(node, "up"))
+                world.later(at, lambda: _set_state(node, "unknown"))
+                world.later(at + world.scenario.limits.poll + 5.0, lambda: _set_state(node, "up"))
 
     # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────────
     def _to_member(self, member: Member) -> None:
         world, event = self._world, self.event
-        gang, now = world.gang(member.life), world.now
-        name = str(member.life.replica)
-        if name in self._over:
+        gang, now = world.gang(member.incarnation), world.now
+        name = str(member.incarnation.replica)
+        if name in self._struck:
             return
         starts = member.ended or (not gang.joined and gang.incarnation > 1)
         if starts and event.do != "start_takes" and name not in self._meant:
             if self._awaited and member.ended:
                 return  # it waits for the next life
-            self._meant[name] = gang.incarnation if self._awaited else _NO_LIFE
+            self._meant[name] = gang.incarnation if self._awaited else _NO_INCARNATION
         if self._meant.setdefault(name, gang.incarnation) != gang.incarnation:
-            self._over.add(name)
+            self._struck.add(name)
             return
         if event.do == "start_takes":
             if gang.launch_at == inf and not gang.joined:  # it is starting
                 gang.joins_at = max(now, gang.launched_at + self._draw())
                 self._strikes(name, gang.incarnation)
             else:
-                gang.start_takes.append((self._draw(), lambda life: self._strikes(name, life)))
-                self._over.add(name)
+                gang.start_takes.append((self._draw(), lambda incarnation: self._strikes(name, incarnation)))
+                self._struck.add(name)
             return
         if event.do == "stretch":
-            phase = event.phase or gang.beat.phase
-            loads = self._loads(loads_of(next((b for b in gang.table.rhythm if b.phase == phase), gang.beat)))
+            phase = event.phase or gang.rhythm_phase.phase
+            loads = self._loads(loads_of(next((b for b in gang.table.rhythm if b.phase == phase), gang.rhythm_phase)))
             gang.stretch(phase, self._draw(), loads)
             self._strikes(name, gang.incarnation)
             return
-        if not gang.joined or member.ended or (event.phase is not None and gang.beat.phase != event.phase):
+        if not gang.joined or member.ended or (event.phase is not None and gang.rhythm_phase.phase != event.phase):
             return
         self._strikes(name, gang.incarnation)
         lasts = self._draw()
         if event.do in ("crash", "exit", "vanish"):
             code, signal = (event.code, None) if event.do == "exit" else (None, event.signal)
-            world.ends(member, code, signal, event.said, vanishes=event.do == "vanish")
+            world.ends(member, code, signal, event.last_line, vanishes=event.do == "vanish")
         elif event.do == "goodbye":
-            world.says_goodbye(member)
+            world.send_goodbye(member)
         elif event.do == "restart":
             repairs.restart(world, gang)
         elif event.do in ("hang", "wedge", "freeze", "quiet"):
@@ -196,11 +196,11 @@ class Happening:
                 after = event.answers_after
                 member.answers_after, member.answers_until = lambda: after.draw(self._random), now + lasts
         elif event.do == "lie":
-            member.lies, member.loads = now + lasts, self._loads(IDLE)
+            member.false_progress_until, member.loads = now + lasts, self._loads(IDLE)
         elif event.do == "slow":
             member.slow, member.slow_until = event.factor, now + lasts
         elif event.do == "mute":
-            member.mute = now + lasts
+            member.muted_until = now + lasts
         elif event.do == "late_beats" and event.by is not None:
             by = event.by
             member.late_by, member.late_until = lambda: by.draw(self._random), now + lasts
@@ -208,15 +208,15 @@ class Happening:
             after = event.answers_after
             member.answers_after, member.answers_until = lambda: after.draw(self._random), now + lasts
 
-    def _loads(self, usual: Loads) -> Loads:
+    def _loads(self, defaults: Loads) -> Loads:
         given = (self.event.cpu, self.event.gpu_use, self.event.tensor)
-        return Loads(*(one if one is not None else of for one, of in zip(given, usual, strict=True)))
+        return Loads(*(one if one is not None else of for one, of in zip(given, defaults, strict=True)))
 
 
-def _said_down(node: Node, words: str) -> None:
-    node.state, node.detail = "down", words
+def _mark_down(node: Node, detail: str) -> None:
+    node.state, node.detail = "down", detail
 
 
-def _says(node: Node, state: str) -> None:
+def _set_state(node: Node, state: str) -> None:
     if node.dead_at is None:
         node.state = state

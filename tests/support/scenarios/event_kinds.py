@@ -6,15 +6,15 @@ from typing import Literal, get_args
 
 Target = Literal["process", "node", "manager"]
 
-PROCESS_DEEDS = Literal[
+PROCESS_EVENTS = Literal[
     "crash", "exit", "vanish", "goodbye", "hang", "wedge", "freeze", "lie", "quiet", "stretch", "slow", "late_beats",
     "mute", "busy", "restart", "start_takes",
 ]  # fmt: skip
-NODE_DEEDS = Literal[
+NODE_EVENTS = Literal[
     "node_dies", "node_down", "agent_dies", "agent_freezes", "cut", "suspend", "drain", "unknown", "flap",
     "xid", "gpu", "gpu_lost", "gpu_gone", "port", "hca_gone", "mount", "host", "kernel", "dcgm", "reader",
 ]  # fmt: skip
-MANAGER_DEEDS = Literal["manager_restart", "manager_pause", "cluster_away"]
+MANAGER_EVENTS = Literal["manager_restart", "manager_pause", "cluster_away"]
 
 _LOADS = ("cpu", "gpu_use", "tensor")
 KEYS: dict[str, tuple[str, ...]] = {
@@ -72,7 +72,7 @@ HARDWARE = frozenset({
 """seen by the node's readers"""
 
 
-def target_of(deed: str) -> Target:
-    if deed in get_args(PROCESS_DEEDS):
+def target_of(kind: str) -> Target:
+    if kind in get_args(PROCESS_EVENTS):
         return "process"
-    return "node" if deed in get_args(NODE_DEEDS) else "manager"
+    return "node" if kind in get_args(NODE_EVENTS) else "manager"

@@ -12,10 +12,10 @@ from rrl.config.job.schema import HealthTable, LimitsTable, PhaseTable
 from rrl.tests.support.scenarios.event_kinds import (
     CHANGES,
     KEYS,
-    MANAGER_DEEDS,
+    MANAGER_EVENTS,
     NEEDED,
-    NODE_DEEDS,
-    PROCESS_DEEDS,
+    NODE_EVENTS,
+    PROCESS_EVENTS,
     target_of,
 )
 from rrl.tests.support.scenarios.values import Lasting, Length, fixed
@@ -64,7 +64,7 @@ class _Table(BaseModel):
     )
 
 
-class Beat(_Table):
+class RhythmPhase(_Table):
     """One phase of a role's rhythm."""
 
     phase: str
@@ -77,7 +77,7 @@ class Beat(_Table):
     """between two rises of the progress counter; 0: at each beat"""
     waits: str = ""
     """the role whose work this phase waits for: it passes only as fast as the share of that role which works"""
-    says: bool = False
+    reports_waits_for: bool = False
     """its beats name whom it waits for (``waits_for``)"""
     cpu: Cpu | None = None
     """cores that the process uses meanwhile"""
@@ -107,9 +107,9 @@ class RoleTable(_Table):
     """nodes, one for each process; none: of their own, in order; roles without GPUs share one"""
     starts: Length | None = None
     """from launch to Hello"""
-    rhythm: tuple[Beat, ...] = ()
+    rhythm: tuple[RhythmPhase, ...] = ()
     """phases, again and again; none: that of the role of this name"""
-    once: tuple[Beat, ...] | None = None
+    once: tuple[RhythmPhase, ...] | None = None
     """phases before the first round of a life; none: those of the role of this name"""
 
 
@@ -133,7 +133,7 @@ class ClusterTable(_Table):
 class Event(_Table):
     """Something happens to somebody."""
 
-    do: Literal[PROCESS_DEEDS, NODE_DEEDS, MANAGER_DEEDS]
+    do: Literal[PROCESS_EVENTS, NODE_EVENTS, MANAGER_EVENTS]
     at: Length
     """from the beginning, or from when the event ``after`` struck"""
     after: str = ""
@@ -153,7 +153,7 @@ class Event(_Table):
     answer: Literal["no", "fails"] = "no"
     signal: int = Field(default=9, ge=1, le=64)
     code: int = Field(default=1, ge=0, le=255)
-    said: str = ""
+    last_line: str = ""
     text: str = ""
     factor: float = Field(default=1.0, gt=0)
     by: Length | None = None

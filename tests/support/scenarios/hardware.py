@@ -21,15 +21,15 @@ from rrl.tests.support.scenarios.rhythms import roles_of
 
 PACE = {"nvml": 1.0, "kernel": 1.0, "fabric": 5.0, "host": 10.0, "dcgm": 15.0}
 """s between two reads of each reader"""
-_SELDOM = 600.0
+_QUIET_INTERVAL_S = 600.0
 """s between two reads of a node where nothing happens"""
-_CALM = 15.0
+_CALM_S = 15.0
 """s between two reads of readers that see nothing of what happens on their node"""
 _BEFORE = 90.0
 """s before the first event from which on a node is read at full pace"""
 _AFTER = 300.0
 """s after the last one's end"""
-_SEEN_BY = {
+_REPORTED_BY = {
     "xid": ("kernel", "nvml", "dcgm"), "gpu": ("nvml", "dcgm"), "gpu_lost": ("nvml", "dcgm"),
     "gpu_gone": ("nvml", "dcgm"), "port": ("fabric",), "hca_gone": ("fabric",), "mount": ("host",), "host": ("host",),
     "kernel": ("kernel", "nvml"), "dcgm": ("dcgm", "nvml"),
@@ -97,9 +97,9 @@ class _Machine:
     gone: dict[int, tuple[float, float]] = field(default_factory=dict)
     """GPU → from when until when NVML does not count it"""
     hcas_gone: dict[str, tuple[float, float]] = field(default_factory=dict)
-    told: float = -inf
+    read_at: float = -inf
     """kernel lines up to here have been read"""
-    heard: float = inf
+    first_read_at: float = inf
     """Xids up to here have been heard by NVML, or are lost; inf: it does not listen yet"""
     due: dict[str, float] = field(default_factory=dict)
 
@@ -118,7 +118,7 @@ class Machines:
         machine = self._machine(node)
         machine.busy_from = min(machine.busy_from, at - _BEFORE)
         machine.busy_until = max(machine.busy_until, at + _AFTER)
-        machine.watched |= {event.reader} if event.do == "reader" else set(_SEEN_BY[event.do])
+        machine.watched |= {event.reader} if event.do == "reader" else set(_REPORTED_BY[event.do])
 
     def _machine(self, node: NodeName) -> _Machine:
         if node not in self._machines:
@@ -142,7 +142,7 @@ class Machines:
                     _xid(machine, event, machine.gpus[gpu], now - (event.age or 0.0))
             case "kernel":
                 old = event.age if event.age is not None else UPTIME - _BOOTING if not now else 0.0
-                machine.kernel += [(now - old + n * event.every.a, _line(event)) for n in range(event.times)]
+                machine.kernel += [(now - old + n * event.every.a, _kernel_event(event)) for n in range(event.times)]
             case "gpu":
                 for gpu in event.gpus(len(machine.gpus)):
                     machine.gpu_changes.setdefault(gpu, []).append(change)
@@ -177,7 +177,7 @@ class Machines:
             if now < machine.due.get(reader, machine.offset):
                 continue
             busy = machine.busy_from <= now < machine.busy_until
-            pace = _SELDOM if not busy else PACE[reader] if reader in machine.watched else max(PACE[reader], _CALM)
+            pace = _QUIET_INTERVAL_S if not busy else PACE[reader] if reader in machine.watched else max(PACE[reader], _CALM_S)
             soon = max(machine.busy_from, now + 1.0) if now < machine.busy_from else inf
             machine.due[reader] = now + pace if busy else min(now + pace, soon)
             found.append(self._reading(machine, node, reader, now))
@@ -187,9 +187,9 @@ class Machines:
 
     def _reading(self, machine: _Machine, node: NodeName, reader: str, now: float) -> r.Reading:
         at = UPTIME + now
-        heard = machine.heard
+        first_read = machine.first_read_at
         if reader == "nvml":
-            machine.heard = now
+            machine.first_read_at = now
         if reader not in self._present or (reader == "nvml" and not machine.gpus):
             return r.Reading(reader, at, None, "absent", f"no {reader} here")
         for since, until, state, why in machine.readers.get(reader, ()):
@@ -200,11 +200,11 @@ class Machines:
             used = set(self.used(node))
             gpus = tuple(_gpu(machine, _idle(gpu) if gpu.index not in used else gpu, now)
                          for gpu in machine.gpus if not _is_gone(machine.gone.get(gpu.index), now))  # fmt: skip
-            xids = tuple(xid for when, xid, by in machine.xids if "nvml" in by and heard <= when < now)
+            xids = tuple(xid for when, xid, by in machine.xids if "nvml" in by and first_read <= when < now)
             data = r.NvmlData("570.124.06", gpus, xids, xid_events="")
         elif reader == "kernel":
-            new = [each for each in machine.kernel if machine.told <= each[0] < now]
-            machine.told = now
+            new = [each for each in machine.kernel if machine.read_at <= each[0] < now]
+            machine.read_at = now
             data = r.KernelData(tuple(msgspec.structs.replace(line, age=now - at) for at, line in new))
         elif reader == "fabric":
             there = [name for name in PORTS if not _is_gone(machine.hcas_gone.get(name.partition("/")[0]), now)]
@@ -235,7 +235,7 @@ def _xid(machine: _Machine, event: Event, gpu: r.Gpu, first: float) -> None:
             machine.xids.append((at, r.GpuXid(gpu.uuid, event.xid), frozenset(event.by_readers)))
 
 
-def _line(event: Event) -> r.KernelEvent:
+def _kernel_event(event: Event) -> r.KernelEvent:
     """As the reader would tell it: what the text says of itself counts where the file does not say otherwise."""
     known = recognise(event.text.encode(), 0.0)
     kind = event.kind or (known.kind if known is not None and known.kind != "xid" else "io")
@@ -312,30 +312,30 @@ def _port(machine: _Machine, name: str, now: float) -> r.FabricPort:
     return usual
 
 
-def _changed(usual: Any, changes: Any, now: float) -> Any:
+def _changed(healthy: Any, changes: Any, now: float) -> Any:
     for change in changes:
         if change.links is not None:
             of_link = _Change(change.since, change.until, change.set, change.grow)
-            links = tuple(_changed(one, [of_link], now) if one.link in change.links else one for one in usual.nvlinks)
-            usual = msgspec.structs.replace(usual, nvlinks=links)
+            links = tuple(_changed(one, [of_link], now) if one.link in change.links else one for one in healthy.nvlinks)
+            healthy = msgspec.structs.replace(healthy, nvlinks=links)
             continue
         for name, rate in change.grow.items():
             rises = rate * max(0.0, min(now, change.until) - change.since)
-            had = getattr(usual, name) or 0
-            usual = msgspec.structs.replace(
-                usual, **{name: had + rises if isinstance(had, float) else had + int(rises)}
+            had = getattr(healthy, name) or 0
+            healthy = msgspec.structs.replace(
+                healthy, **{name: had + rises if isinstance(had, float) else had + int(rises)}
             )
         if change.since <= now < change.until:
             given = dict(change.set)
             if "nvlink" in given:  # {link = 3, active = false}: one of the links
                 link = given.pop("nvlink")
                 links = tuple(msgspec.structs.replace(one, **link) if one.link == link["link"] else one
-                              for one in usual.nvlinks)  # fmt: skip
-                usual = msgspec.structs.replace(usual, nvlinks=links)
+                              for one in healthy.nvlinks)  # fmt: skip
+                healthy = msgspec.structs.replace(healthy, nvlinks=links)
             if "unread" in given:
-                given["unread"] = {**usual.unread, **given["unread"]}
-            usual = msgspec.structs.replace(usual, **given)
-    return usual
+                given["unread"] = {**healthy.unread, **given["unread"]}
+            healthy = msgspec.structs.replace(healthy, **given)
+    return healthy
 
 
 STRUCTS: dict[str, type[msgspec.Struct]] = {"gpu": r.Gpu, "port": r.FabricPort, "mount": r.Mount, "host": r.HostData}

@@ -51,7 +51,7 @@ def load(path: Path) -> Scenario:
     try:
         scenario = Scenario.model_validate(data)
     except ValidationError as error:
-        told = dict.fromkeys(_line(path, lines, one, data) for one in error.errors(include_url=False))
+        told = dict.fromkeys(_line_number(path, lines, one, data) for one in error.errors(include_url=False))
         raise ScenarioError("\n".join(told)) from None
     wrong = []
     for loc, words in mistakes(scenario):
@@ -62,10 +62,10 @@ def load(path: Path) -> Scenario:
     return scenario
 
 
-def _line(path: Path, lines: Any, error: Any, data: Any) -> str:
+def _line_number(path: Path, numbers: Any, error: Any, data: Any) -> str:
     loc = tuple(part for part in error["loc"] if part != "function-after")
     keys = _existing(loc, data)
-    line = nearest_line(lines, keys)
+    line = nearest_line(numbers, keys)
     place = f"{path}:{line}" if line else str(path)
     name = ".".join(str(part) for part in (loc if error["type"] in ("extra_forbidden", "missing") else keys))
     return f"{place}: {name}: {_what(error, loc)}" if name else f"{place}: {_what(error, loc)}"
@@ -83,10 +83,10 @@ def _what(error: Any, loc: tuple[Any, ...]) -> str:
         hint = f'; did you mean "{near[0]}"?' if near else ""
         return f'must be {error["ctx"]["expected"]}, not "{error["input"]}"{hint}'.replace("'", '"')
     if error["type"] in _WANTED:
-        given = _word(error["input"])
+        given = _value_text(error["input"])
         return f"must be {_WANTED[error['type']]}, not {given}"
     if (bound := next((key for key in _BOUNDS if key in error.get("ctx", {})), None)) is not None:
-        return f"must be {_BOUNDS[bound]} {error['ctx'][bound]:g}, not {_word(error['input'])}"
+        return f"must be {_BOUNDS[bound]} {error['ctx'][bound]:g}, not {_value_text(error['input'])}"
     if error["type"] in ("value_error", "mistake"):
         return " ".join(str(error["msg"]).removeprefix("Value error, ").split())
     return f"{' '.join(str(error['msg']).replace('Input should', 'must').split())}, not {error['input']!r}"[:300]
@@ -103,7 +103,7 @@ _WANTED = {
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 
 
-def _word(value: Any) -> str:
+def _value_text(value: Any) -> str:
     """As the file has it."""
     if isinstance(value, str):
         return f'"{value}"'

@@ -29,16 +29,16 @@ def placed(
     for role, table in roles_of(scenario).items():
         named = iter(table.on)
         for index in range(table.replicas):
-            homes: list[Node] = []
+            gang_nodes: list[Node] = []
             for _ in range(table.ranks):
                 if (name := next(named, "")) or not (role in SMALL or not table.gpus):
-                    homes.append(node(name))
+                    gang_nodes.append(node(name))
                 else:
                     shared = shared or node()
-                    homes.append(shared)
+                    gang_nodes.append(shared)
             gang = replica_id(role, index)
             probed = table.probed if table.probed is not None else role == "rollout"
             random = chance(f"{gang}:1")
-            gangs[gang] = Gang(gang, role, table, members_of(gang, 1, homes, table.gpus or 0, probed), random)
+            gangs[gang] = Gang(gang, role, table, members_of(gang, 1, gang_nodes, table.gpus or 0, probed), random)
             gangs[gang].launch_at = random.uniform(0.0, _SOON)
     return nodes, gangs, [node() for _ in range(scenario.cluster.spares)]

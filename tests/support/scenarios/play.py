@@ -8,9 +8,9 @@ from math import inf
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rrl.core.types import AGENT, Finding, Life, NodeName, ReplicaId, Verdict, gang_of, role_of
+from rrl.core.types import AGENT, Finding, Incarnation, NodeName, ReplicaId, Verdict, gang_of, role_of
 from rrl.tests.support.scenarios import repairs
-from rrl.tests.support.scenarios.event_effects import Happening, shifted
+from rrl.tests.support.scenarios.event_effects import ScenarioEvent, shifted
 from rrl.tests.support.scenarios.format import Scenario, Truth
 from rrl.tests.support.scenarios.hardware import Machines, uuid_of
 from rrl.tests.support.scenarios.judge import Judge
@@ -65,66 +65,66 @@ def play(name: str, scenario: Scenario, seed: int, judge: Judge) -> Played:
     machines = Machines(scenario, seed)
     world = World(name, scenario, seed, judge)
     world.died = lambda member: judge.role_died(
-        member.node.name, [uuid_of(member.node.name, index) for index in member.held], world.now
+        member.node.name, [uuid_of(member.node.name, index) for index in member.gpu_indices], world.now
     )
     machines.used = world.used
     shift = world.chance("jitter").uniform(0.0, scenario.jitter.draw(world.chance("jitter of")))
-    happenings = [Happening(event, index, shift, world, machines) for index, event in enumerate(scenario.event)]
+    events = [ScenarioEvent(event, index, shift, world, machines) for index, event in enumerate(scenario.event)]
     for node in world.nodes.values():
-        for one in happenings:
+        for one in events:
             if one.concerns(node.name):
-                first = one.due if one.due < inf else min(each.due for each in happenings)
+                first = one.due if one.due < inf else min(each.due for each in events)
                 machines.expect(node.name, one.event, first)
-    following = [one for one in happenings if one.event.after]
+    following = [one for one in events if one.event.after]
     alarms: list[Alarm] = []
     told: set[str] = set()
     standing: dict[str, int] = {}
     """what is said now: which of the alarms"""
     while world.now < scenario.lasts:
-        for one in happenings:
+        for one in events:
             if world.now >= one.due:
-                one.happen()
+                one.strike_due()
                 if one.struck_at == world.now:
                     for other in following:
                         other.follows(one)
         world.tick()
-        if world.deaf:
+        if world.is_deaf:
             continue
         for node in world.nodes.values():
-            if not node.excluded and node.agent_speaks(world.now):
+            if not node.excluded and node.agent_is_running(world.now):
                 for reading in machines.read(node.name, world.now):
                     judge.reading(node.name, reading, world.now)
         findings = judge.findings(world.now)
-        current = {_words(one) for one in findings} if findings else set()
-        new = [one for one in findings if _words(one) not in told] if current else []
+        current = {_alarm_text(one) for one in findings} if findings else set()
+        new = [one for one in findings if _alarm_text(one) not in told] if current else []
         for words in told - current:
             if (index := standing.pop(words, None)) is not None:
                 alarms[index] = replace(alarms[index], until=world.now)
         told = current
         for finding in new:
             if finding.verdict in (Verdict.FAIL, Verdict.WARN):
-                standing[_words(finding)] = len(alarms)
+                standing[_alarm_text(finding)] = len(alarms)
                 alarms.append(_alarm(finding, world.now))
         for finding in findings:
             if finding.verdict is Verdict.FAIL:
                 _repair(world, finding)
-    return _scored(name, scenario, seed, happenings, alarms, world, shift)
+    return _scored(name, scenario, seed, events, alarms, world, shift)
 
 
-def _words(finding: Finding) -> str:
+def _alarm_text(finding: Finding) -> str:
     """What makes it another thing to be told: of a warning also what it says first, which becomes graver by and by."""
     first = finding.evidence[0].text if finding.verdict is Verdict.WARN and finding.evidence else ""
     return f"{finding.verdict}:{finding.key}:{first}"
 
 
 def _alarm(finding: Finding, now: float) -> Alarm:
-    who, incarnation = (str(finding.node), 0) if finding.life is None else _whom(finding.life)
+    who, incarnation = (str(finding.node), 0) if finding.incarnation is None else _whom(finding.incarnation)
     text = finding.evidence[0].text if finding.evidence else ""
     return Alarm(now, finding.verdict.value, finding.detector, finding.cause.value, who, incarnation, text)
 
 
-def _whom(life: Life) -> tuple[str, int]:
-    return str(life.replica), life.incarnation
+def _whom(incarnation: Incarnation) -> tuple[str, int]:
+    return str(incarnation.replica), incarnation.number
 
 
 def _repair(world: World, finding: Finding) -> None:
@@ -133,12 +133,12 @@ def _repair(world: World, finding: Finding) -> None:
         node = world.nodes.get(finding.node)
         if node is not None and not node.excluded:
             repairs.exclude(world, node)
-    elif finding.life is not None and role_of(finding.life.replica) == AGENT:
-        node = world.nodes.get(NodeName(finding.life.replica.partition("/")[2]))
-        if node is not None and node.agent == finding.life:
+    elif finding.incarnation is not None and role_of(finding.incarnation.replica) == AGENT:
+        node = world.nodes.get(NodeName(finding.incarnation.replica.partition("/")[2]))
+        if node is not None and node.agent == finding.incarnation:
             repairs.restart_agent(world, node)
-    elif finding.life is not None and finding.life in world.living:
-        repairs.restart(world, world.gang(finding.life))
+    elif finding.incarnation is not None and finding.incarnation in world.members_by_incarnation:
+        repairs.restart(world, world.gang(finding.incarnation))
 
 
 # ── against the truth ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -146,17 +146,17 @@ def _scored(
     name: str,
     scenario: Scenario,
     seed: int,
-    happenings: list[Happening],
+    events: list[ScenarioEvent],
     alarms: list[Alarm],
     world: World,
     shift: float,
 ) -> Played:
     outcomes: list[Outcome] = []
     explained: set[int] = set()
-    idle = [one.name for one in happenings if one.missed]
+    idle = [one.name for one in events if one.never_struck]
     broken = f"{', '.join(idle)} struck nobody before the end" if idle else ""
     for truth in scenario.truth:
-        happening = next((one for one in happenings if one.name == truth.of), happenings[0] if happenings else None)
+        happening = next((one for one in events if one.name == truth.of), events[0] if events else None)
         if truth.at is not None:
             since = shifted(truth.at.draw(world.chance("truth")), shift)
         else:
@@ -197,7 +197,7 @@ def _once(alarms: Iterable[Alarm]) -> list[Alarm]:
     return list(seen.values())
 
 
-def _accepted(truth: Truth, happening: Happening | None) -> tuple[dict[str, int], dict[str, int]]:
+def _accepted(truth: Truth, happening: ScenarioEvent | None) -> tuple[dict[str, int], dict[str, int]]:
     """Whom an alarm may name, with the incarnation up to which; and who else suffers from the same: neither finds it,
     nor is it false to say so. Names that a repair has given to a newer life are not among them."""
     named = (truth.who, *truth.or_)

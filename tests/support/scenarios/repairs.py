@@ -21,9 +21,9 @@ def restart(world: World, gang: Gang) -> None:
     now = world.now
     for member in gang.members:
         member.ended = True
-        world.living.pop(member.life, None)
-        world.judge.forget(member.life, now)
-        world.judge.killed(member.life, member.node.name, now)
+        world.members_by_incarnation.pop(member.incarnation, None)
+        world.judge.forget(member.incarnation, now)
+        world.judge.killed(member.incarnation, member.node.name, now)
         gang.restarts.append((now, member.node.name))
     gang.incarnation += 1
     gang.random = world.chance(f"{gang.id}:{gang.incarnation}")

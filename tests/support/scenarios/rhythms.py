@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from rrl.tests.support.scenarios.format import Beat, RoleTable, Scenario
+from rrl.tests.support.scenarios.format import RhythmPhase, RoleTable, Scenario
 from rrl.tests.support.scenarios.values import Drawn, fixed
 
 
@@ -34,10 +34,10 @@ _LOADS = {
 }
 
 
-def loads_of(beat: Beat) -> Loads:
-    usual = _LOADS.get(beat.phase, WAITING if beat.phase.startswith("wait") else COMPILING)
-    said = (beat.cpu, beat.gpu, beat.tensor)
-    return Loads(*(given if given is not None else of for given, of in zip(said, usual, strict=True)))
+def loads_of(heartbeat: RhythmPhase) -> Loads:
+    defaults = _LOADS.get(heartbeat.phase, WAITING if heartbeat.phase.startswith("wait") else COMPILING)
+    given_loads = (heartbeat.cpu, heartbeat.gpu, heartbeat.tensor)
+    return Loads(*(given if given is not None else of for given, of in zip(given_loads, defaults, strict=True)))
 
 
 def _lognormal(median: float, sigma: float) -> Drawn:
@@ -49,36 +49,36 @@ def _uniform(low: float, high: float) -> Drawn:
 
 
 _STARTS = _uniform(15.0, 60.0)
-_RHYTHMS: dict[str, tuple[Beat, ...]] = {
+_RHYTHMS: dict[str, tuple[RhythmPhase, ...]] = {
     "trainer": (
-        Beat(phase="wait_data", lasts=_lognormal(20.0, 0.3), waits="rollout", says=True),
-        Beat(phase="train", lasts=_lognormal(60.0, 0.15), first=_uniform(20.0, 60.0)),
-        Beat(phase="checkpoint", lasts=_uniform(3.0, 8.0)),
-        Beat(phase="publish", lasts=_uniform(2.0, 5.0)),
+        RhythmPhase(phase="wait_data", lasts=_lognormal(20.0, 0.3), waits="rollout", reports_waits_for=True),
+        RhythmPhase(phase="train", lasts=_lognormal(60.0, 0.15), first=_uniform(20.0, 60.0)),
+        RhythmPhase(phase="checkpoint", lasts=_uniform(3.0, 8.0)),
+        RhythmPhase(phase="publish", lasts=_uniform(2.0, 5.0)),
     ),
     "rollout": (
-        Beat(phase="wait_work", lasts=_uniform(0.0, 3.0), waits="trajectories", says=True),
-        Beat(phase="generate", lasts=_lognormal(90.0, 0.3), rate=900.0),
-        Beat(phase="loading_weights", lasts=_uniform(1.0, 4.0)),
+        RhythmPhase(phase="wait_work", lasts=_uniform(0.0, 3.0), waits="trajectories", reports_waits_for=True),
+        RhythmPhase(phase="generate", lasts=_lognormal(90.0, 0.3), rate=900.0),
+        RhythmPhase(phase="loading_weights", lasts=_uniform(1.0, 4.0)),
     ),
     "reward": (
-        Beat(phase="wait_work", lasts=_lognormal(10.0, 0.5), waits="trajectories", says=True),
-        Beat(phase="score", lasts=_lognormal(6.0, 0.4), rate=5.0),
+        RhythmPhase(phase="wait_work", lasts=_lognormal(10.0, 0.5), waits="trajectories", reports_waits_for=True),
+        RhythmPhase(phase="score", lasts=_lognormal(6.0, 0.4), rate=5.0),
     ),
-    "trajectories": (Beat(phase="serve", lasts=fixed(float("inf")), rate=20.0, waits="rollout"),),
+    "trajectories": (RhythmPhase(phase="serve", lasts=fixed(float("inf")), rate=20.0, waits="rollout"),),
 }
-_ONCE: dict[str, tuple[Beat, ...]] = {
+_ONCE: dict[str, tuple[RhythmPhase, ...]] = {
     "trainer": (
-        Beat(phase="checkpoint", lasts=_uniform(5.0, 20.0)),
-        Beat(phase="publish", lasts=_uniform(2.0, 5.0)),
+        RhythmPhase(phase="checkpoint", lasts=_uniform(5.0, 20.0)),
+        RhythmPhase(phase="publish", lasts=_uniform(2.0, 5.0)),
     ),
     "rollout": (
-        Beat(phase="wait_weights", lasts=_uniform(1.0, 5.0), waits="trainer"),
-        Beat(phase="loading_weights", lasts=_uniform(2.0, 6.0)),
+        RhythmPhase(phase="wait_weights", lasts=_uniform(1.0, 5.0), waits="trainer"),
+        RhythmPhase(phase="loading_weights", lasts=_uniform(2.0, 6.0)),
     ),
 }
-_OTHER = (Beat(phase="between", lasts=_uniform(5.0, 20.0)),)
-_USUAL = {
+_OTHER = (RhythmPhase(phase="between", lasts=_uniform(5.0, 20.0)),)
+_DEFAULT_ROLES = {
     "trajectories": RoleTable(),
     "reward": RoleTable(),
     "trainer": RoleTable(),
@@ -90,7 +90,7 @@ SMALL = ("trajectories", "reward")
 
 def roles_of(scenario: Scenario) -> dict[str, RoleTable]:
     """All roles with rhythms, in the order in which nodes are given to them."""
-    roles = {**_USUAL, **scenario.roles}
+    roles = {**_DEFAULT_ROLES, **scenario.roles}
     filled = {name: _filled(name, table) for name, table in roles.items()}
     return {name: table for name, table in filled.items() if table.replicas}
 
@@ -98,7 +98,7 @@ def roles_of(scenario: Scenario) -> dict[str, RoleTable]:
 def _filled(name: str, table: RoleTable) -> RoleTable:
     gpus = table.gpus if table.gpus is not None else 8 if name in ("trainer", "rollout") else 0
     once = table.once if table.once is not None else () if table.rhythm else _ONCE.get(name, ())
-    said = table if "replicas" in table.model_fields_set else _USUAL.get(name, table)
+    said = table if "replicas" in table.model_fields_set else _DEFAULT_ROLES.get(name, table)
     update = {
         "replicas": said.replicas, "gpus": gpus, "once": once, "rhythm": table.rhythm or _RHYTHMS.get(name, _OTHER),
         "starts": table.starts or _STARTS,

@@ -92,16 +92,16 @@ def compared(ours: Sequence[Played], theirs: Sequence[Played]) -> dict[str, floa
     both, either = mine.keys() & other.keys(), mine.keys() | other.keys()
     left = {**_left(ours), **_left(theirs)}
     each = ratio(ours, theirs)
-    told: dict[str, float | int | None] = {
+    result: dict[str, float | int | None] = {
         "each": None if each is None else round(each, 4),
         "median": _over(median, [mine[key] for key in both], [other[key] for key in both]),
         "mean": _over(fmean, [mine[key] for key in both], [other[key] for key in both]),
     }
     every = [(mine.get(key, left[key]), other.get(key, left[key])) for key in either]
-    told["median_of_all"] = _over(median, [one for one, _ in every], [one for _, one in every])
-    told["mean_of_all"] = _over(fmean, [one for one, _ in every], [one for _, one in every])
-    told |= {"both": len(both), "ours_alone": len(mine.keys() - both), "robustrl_alone": len(other.keys() - both)}
-    return told
+    result["median_of_all"] = _over(median, [one for one, _ in every], [one for _, one in every])
+    result["mean_of_all"] = _over(fmean, [one for one, _ in every], [one for _, one in every])
+    result |= {"both": len(both), "ours_alone": len(mine.keys() - both), "robustrl_alone": len(other.keys() - both)}
+    return result
 
 
 def _left(plays: Iterable[Played]) -> dict[tuple[str, int, int], float]:

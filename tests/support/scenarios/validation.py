@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from rrl.core.types import ReplicaId, gang_of, rank_of
-from rrl.health.readers.dcgm.parsing import by_number
+from rrl.health.readers.dcgm.parsing import code_by_number
 from rrl.health.readers.nvml.names import clock_reasons, fabric_state, recovery_action
 from rrl.health.readers.samples import Gpu, Mount, NvLink
 from rrl.tests.support.scenarios.event_kinds import target_of
@@ -33,8 +33,8 @@ _OTHER_CODES = (
     "BINARY_PERMISSIONS", "NVLINK_ERROR", "POWER_BRAKE", "ERROR_SENTINEL",
 )  # fmt: skip
 """of DCGM's older and newer versions, or short for several"""
-CODES = (*(code for number in range(200) if (code := by_number(number))), *_OTHER_CODES)
-_WORDS: dict[tuple[type[msgspec.Struct], str], tuple[str, ...]] = {
+CODES = (*(code for number in range(200) if (code := code_by_number(number))), *_OTHER_CODES)
+_ALLOWED_VALUES: dict[tuple[type[msgspec.Struct], str], tuple[str, ...]] = {
     (Gpu, name): tuple(word for word in words if not word.startswith(_NUMBERED))
     for name, words in (
         ("clock_reasons", [word for bit in _FEW for word in clock_reasons(1 << bit)]),
@@ -52,17 +52,17 @@ def mistakes(scenario: Scenario) -> Iterator[Mistake]:
     roles = roles_of(scenario)
     for name, table in roles.items():
         place = ("roles", name)
-        for index, beat in enumerate(table.rhythm):
-            if beat.waits and beat.waits not in roles:
-                yield (*place, "rhythm", index, "waits"), f"there is no role {beat.waits}{_near(beat.waits, roles)}"
-        if not any(beat.lasts.a or beat.lasts.b for beat in table.rhythm):
+        for index, heartbeat in enumerate(table.rhythm):
+            if heartbeat.waits and heartbeat.waits not in roles:
+                yield (*place, "rhythm", index, "waits"), f"there is no role {heartbeat.waits}{_near(heartbeat.waits, roles)}"
+        if not any(heartbeat.lasts.a or heartbeat.lasts.b for heartbeat in table.rhythm):
             yield (*place, "rhythm"), "all of its phases last 0 s"
         if len(table.on) > table.replicas * table.ranks:
             yield (*place, "on"), f"names {len(table.on)} nodes for {table.replicas * table.ranks} processes"
     if max(scenario.jitter.a, scenario.jitter.b if scenario.jitter.kind == "uniform" else 0.0) >= scenario.lasts:
         yield ("jitter",), f"is as long as the scenario, which lasts {scenario.lasts:g} s: its events may never come"
     nodes, gangs, _ = placed(scenario, 0, lambda what: Random(what))
-    members = [str(one.life.replica) for gang in gangs.values() for one in gang.members]
+    members = [str(one.incarnation.replica) for gang in gangs.values() for one in gang.members]
     phases = {str(gang.id): _phases(gang.table) for gang in gangs.values()}
     names = [event.name or event.do for event in scenario.event]
     for index, event in enumerate(scenario.event):
@@ -170,10 +170,10 @@ def _of_value(struct: type[msgspec.Struct], name: str, of: Any, value: Any) -> s
         values_of(struct, {name: value})
     except msgspec.ValidationError as error:
         return f"must be {_kind(of) or error}, not {json.dumps(value, default=str)}"[:300]
-    words = {name: known for (table, name), known in _WORDS.items() if table is struct}.get(name, ())
+    allowed = {name: known for (table, name), known in _ALLOWED_VALUES.items() if table is struct}.get(name, ())
     for one in value if isinstance(value, list) else [value]:
-        if words and one and one not in words and not str(one).startswith(_NUMBERED):
-            return f"knows no {one}{_near(str(one), words)}; it has {', '.join(words)}"
+        if allowed and one and one not in allowed and not str(one).startswith(_NUMBERED):
+            return f"knows no {one}{_near(str(one), allowed)}; it has {', '.join(allowed)}"
     if struct is Mount and name in ("used", "inodes_used") and not 0 <= value <= 1:
         return f"is a share, from 0 to 1, not {value:g}"
     return ""
@@ -194,11 +194,11 @@ def _kind(of: Any) -> str:
 
 
 def _phases(table: Any) -> set[str]:
-    return {"starting", *(beat.phase for beat in (*table.rhythm, *(table.once or ())))}
+    return {"starting", *(heartbeat.phase for heartbeat in (*table.rhythm, *(table.once or ())))}
 
 
-def _near(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(known), 1)
+def _near(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), 1)
     return f'; did you mean "{near[0]}"?' if near else ""
 
 

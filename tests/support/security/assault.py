@@ -11,17 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 from msgspec import Struct
 
-from rrl.core.types import Life, ReplicaId
+from rrl.core.types import Incarnation, ReplicaId
 from rrl.tests.support.proxy import Proxy
 from rrl.tests.support.runs import TestRun
 from rrl.tests.support.security.attacks import Footprint, barrage, half_open, member_gone_mad, ports_of
 from rrl.transport.control.endpoints import Address, Dialer
 from rrl.transport.keys import RunKeys
-from rrl.transport.messages import Beat, Down
+from rrl.transport.messages import Heartbeat, FromManager
 
-BACK_WITHIN = 40.0
+RECOVERY_TIMEOUT_S = 40.0
 """s for descriptors to be where they were: four deadlines of a handshake"""
-_NOBODY = Life(ReplicaId("rollout/999"), 1)
+_NOBODY = Incarnation(ReplicaId("rollout/999"), 1)
 
 
 class Target(Struct, frozen=True):
@@ -46,7 +46,7 @@ class Cost(Struct, frozen=True):
     worst: Footprint
     """the most of each that was seen while it went on"""
     after: Footprint
-    said: int
+    frames: int
     """malformed things that could be said at each of its ports, at least; those that are deaf left out"""
 
     @property
@@ -79,7 +79,7 @@ def assault(
     before = before or [Footprint.of(victim.pid) for victim in victims]
     worst = list(before)
     over = threading.Event()
-    watching = threading.Thread(target=_watch, args=(victims, worst, over))
+    watching = threading.Thread(target=_sample, args=(victims, worst, over))
     watching.start()
     try:
         with contextlib.ExitStack() as open_now:
@@ -87,7 +87,7 @@ def assault(
                 for port in victim.ports:
                     open_now.enter_context(half_open(port, halves, victim.weights))
             said = _storm(victims, keys, frames)
-        until = time.monotonic() + BACK_WITHIN
+        until = time.monotonic() + RECOVERY_TIMEOUT_S
         while time.monotonic() < until:
             after = [Footprint.of(victim.pid) for victim in victims]
             if all(now.descriptors <= then.descriptors for now, then in zip(after, before, strict=True)):
@@ -119,10 +119,10 @@ def _storm(victims: Sequence[Target], keys: RunKeys, frames: int) -> list[int]:
 async def _recorded(port: tuple[str, int], keys: RunKeys) -> bytes:
     """Every byte of a session that was let in."""
     async with Proxy(port[1]) as proxy:
-        dialer = Dialer(keys, Down, lambda: Address(0, f"tcp://127.0.0.1:{proxy.port}"))
+        dialer = Dialer(keys, FromManager, lambda: Address(0, f"tcp://127.0.0.1:{proxy.port}"))
         task = asyncio.create_task(dialer.run())
         await _until(lambda: dialer.connected)
-        await dialer.send(Beat(_NOBODY, "generate", 1))
+        await dialer.send(Heartbeat(_NOBODY, "generate", 1))
         said = len(proxy.from_client)
         await _until(lambda: len(proxy.from_client) > said)
         await dialer.close()
@@ -131,12 +131,12 @@ async def _recorded(port: tuple[str, int], keys: RunKeys) -> bytes:
 
 
 async def _until(what: Callable[[], bool]) -> None:
-    async with asyncio.timeout(BACK_WITHIN):
+    async with asyncio.timeout(RECOVERY_TIMEOUT_S):
         while not what():
             await asyncio.sleep(0.01)
 
 
-def _watch(victims: Sequence[Target], worst: list[Footprint], over: threading.Event) -> None:
+def _sample(victims: Sequence[Target], worst: list[Footprint], over: threading.Event) -> None:
     while not over.wait(0.2):
         for number, victim in enumerate(victims):
             with contextlib.suppress(OSError):

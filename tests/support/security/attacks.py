@@ -17,7 +17,7 @@ import zmq
 from msgspec import Struct
 
 from rrl.transport.keys import RunKeys
-from rrl.transport.messages import PROTOCOL
+from rrl.transport.messages import PROTOCOL_VERSION
 
 CONNECT_BY = 4.0
 """s; a full backlog makes the kernel try again after 1 s, and after 2 more"""
@@ -73,12 +73,12 @@ def malformed(chance: random.Random, recorded: bytes = b"") -> bytes:
 
 def mad_frame(chance: random.Random) -> bytes:
     """One frame that a member might send if it were broken, or of another version of rrl."""
-    good = msgspec.msgpack.encode((PROTOCOL, 0, None, {"type": "Beat", "life": ["x/0", 1], "phase": "x", "done": 1}))
+    good = msgspec.msgpack.encode((PROTOCOL_VERSION, 0, None, {"type": "Beat", "life": ["x/0", 1], "phase": "x", "done": 1}))
     kinds: tuple[bytes, ...] = (
         b"", b"\xc1", b"\x91" * 500, good[: chance.randrange(1, len(good))], chance.randbytes(100), b"\xff" * 500,
-        msgspec.msgpack.encode((PROTOCOL + 1, 0, None, {"type": "Beat"})),
-        msgspec.msgpack.encode((PROTOCOL, 0, None, {"type": "NoSuchWord"})),
-        msgspec.msgpack.encode((PROTOCOL, "epoch", None, None)),
+        msgspec.msgpack.encode((PROTOCOL_VERSION + 1, 0, None, {"type": "Beat"})),
+        msgspec.msgpack.encode((PROTOCOL_VERSION, 0, None, {"type": "NoSuchWord"})),
+        msgspec.msgpack.encode((PROTOCOL_VERSION, "epoch", None, None)),
     )  # fmt: skip
     return chance.choice(kinds)
 

@@ -15,8 +15,8 @@ import socket
 import sys
 from typing import Any
 
-from rrl.transport.tcp_inspection import listening
-from rrl.transport.weights.ucx import HELLO_BYTES
+from rrl.transport.tcp_inspection import listening_addresses
+from rrl.transport.weights.ucx import MIN_HELLO_BYTES
 
 TRY_S = 2.0
 """for one attempt; a UCX that is there has answered within 0.2 s on a busy machine"""
@@ -31,7 +31,7 @@ async def attack(host: str, ports: list[int]) -> dict[int, list[str]]:
 
     mine = ApplicationContext(progress_mode="thread", enable_python_future=True)
     address = UCXAddress.create_from_worker(mine.worker).tobytes()
-    own_port = next(port for _, port in listening() if port.to_bytes(2, "big") in address)
+    own_port = next(port for _, port in listening_addresses() if port.to_bytes(2, "big") in address)
     with socket.create_server((HOST, 0)) as recorder:
         at = recorder.getsockname()[1]
         forged = address.replace(own_port.to_bytes(2, "big"), at.to_bytes(2, "big"))
@@ -58,7 +58,7 @@ def _recorded(recorder: socket.socket) -> bytes:
     connected, _ = recorder.accept()
     with connected:
         connected.settimeout(TRY_S)
-        return connected.recv(HELLO_BYTES, socket.MSG_WAITALL)
+        return connected.recv(MIN_HELLO_BYTES, socket.MSG_WAITALL)
 
 
 def _answer(host: str, port: int, hello: bytes) -> bytes:

@@ -10,15 +10,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rrl.roles.trajectories.types import NotYet, Request
-from rrl.tests.support.roles.snapshots.keeping import keeper
+from rrl.roles.trajectories.types import NotReady, Request
+from rrl.tests.support.roles.snapshots.keeping import snapshot_server
 from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.transport.control import sockets
 from rrl.transport.control.endpoints import Listener
 from rrl.transport.keys import RunKeys
-from rrl.transport.messages import Admitted, Up
+from rrl.transport.messages import Admitted, ToManager
 from rrl.transport.weights import ucx
-from rrl.transport.weights.select import open_pipe
+from rrl.transport.weights.select import open_transport
 from rrl.transport.weights.store import WeightStore
 
 HANDSHAKE_MS = 2000
@@ -28,19 +28,19 @@ SIZE = 2**20
 
 
 async def _control(keys: RunKeys, up: Any, answer: Any, bounds: sockets.Bounds) -> None:
-    sockets.HANDSHAKE_MS = HANDSHAKE_MS
+    sockets.HANDSHAKE_TIMEOUT_MS = HANDSHAKE_MS
     listener = await Listener.open(keys, up, bounds=bounds)
     print(listener.endpoint, flush=True)
     while True:
         incoming = await listener.receive()
-        await listener.send(incoming.peer, answer, incoming.ask)
+        await listener.send(incoming.peer, answer, incoming.request_id)
 
 
 async def _weights(keys: RunKeys, kind: str) -> None:
-    ucx.SILENT_FOR = HANDSHAKE_MS / 1000
+    ucx.SILENT_TIMEOUT_S = HANDSHAKE_MS / 1000
     store, flat = WeightStore(), content(SIZE)
     store.offer(described(VERSION, flat, keys.secret, SIZE), flat)
-    pipe = open_pipe(kind, keys.secret, trusted_network=True)
+    pipe = open_transport(kind, keys.secret, trusted_network=True)
     try:
         print(await pipe.serve(store, "127.0.0.1"), flush=True)
         await asyncio.Event().wait()
@@ -49,7 +49,7 @@ async def _weights(keys: RunKeys, kind: str) -> None:
 
 
 async def _snapshots(keys: RunKeys) -> None:
-    with keeper(keys) as kept:
+    with snapshot_server(keys) as kept:
         print(kept.address, flush=True)
         await asyncio.Event().wait()
 
@@ -57,9 +57,9 @@ async def _snapshots(keys: RunKeys) -> None:
 async def main() -> None:
     kind, keys = sys.argv[1], RunKeys.load(Path(sys.argv[2]))
     if kind == "manager":
-        serving = _control(keys, Up, Admitted("answered", True), sockets.TO_MANAGER)
+        serving = _control(keys, ToManager, Admitted("answered", True), sockets.MANAGER_BOUNDS)
     elif kind == "store":
-        serving = _control(keys, Request, NotYet(), sockets.TO_STORE)
+        serving = _control(keys, Request, NotReady(), sockets.STORE_BOUNDS)
     elif kind == "snapshots":
         serving = _snapshots(keys)
     else:

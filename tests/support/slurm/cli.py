@@ -18,15 +18,15 @@ from rrl.tests.support.slurm.lab import SlurmLab, missing
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2")
 """iproute2: for nodes with a network of their own"""
-_HARMS = ("crash", "up", "cut", "heal", "delay", "outage")
+_FAULTS = ("crash", "up", "cut", "heal", "delay", "outage")
 
 
 def install(accounting: bool = False) -> str:
     """Install Debian's packages where something is missing (root only), and make the labs' plain user: two labs that
     start at once would both make it. Raises RuntimeError with what to do instead."""
-    told = _install_packages(accounting)
+    message = _install_packages(accounting)
     plain_user()
-    return told
+    return message
 
 
 def _install_packages(accounting: bool) -> str:
@@ -62,11 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                        ("delay", "delay a node's packets"), ("outage", "stop slurmctld for a while")):  # fmt: skip
         command = commands.add_parser(name, help=text)
         command.add_argument("--dir", type=Path, required=True, help="its folder; short, since sockets lie in it")
-        if name in _HARMS and name != "outage":
+        if name in _FAULTS and name != "outage":
             command.add_argument("node")
         if name == "delay":
             command.add_argument("ms", type=float)
-        if name in _HARMS:
+        if name in _FAULTS:
             command.add_argument("--seconds", type=float, required=name == "outage", help="undone after so long")
         if name == "start":
             command.add_argument("--nodes", type=int, default=5)
@@ -84,32 +84,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _perform(asked: argparse.Namespace) -> str:
-    if asked.command == "install":
-        return install(asked.accounting)
-    if asked.command == "root":
-        return str(slurm_root.ensure(asked.version))
-    if asked.command == "start":
+def _perform(options: argparse.Namespace) -> str:
+    if options.command == "install":
+        return install(options.accounting)
+    if options.command == "root":
+        return str(slurm_root.ensure(options.version))
+    if options.command == "start":
         lab = SlurmLab.start(
-            asked.dir, nodes=asked.nodes, cpus=asked.cpus, memory=asked.memory, gpus=asked.gpus, stays=True,
-            isolated=asked.isolated, accounting=asked.accounting,
-            root=slurm_root.ensure(asked.slurm) if asked.slurm else None,
+            options.dir, nodes=options.nodes, cpus=options.cpus, memory=options.memory, gpus=options.gpus, stays=True,
+            isolated=options.isolated, accounting=options.accounting,
+            root=slurm_root.ensure(options.slurm) if options.slurm else None,
         )  # fmt: skip
         return f"{len(lab.nodes)} nodes idle; jobs are submitted as {lab.user}"
-    lab = SlurmLab.load(asked.dir)
-    if asked.command == "stop":
+    lab = SlurmLab.load(options.dir)
+    if options.command == "stop":
         lab.stop()
         return "stopped"
-    if asked.command == "env":
+    if options.command == "env":
         of_user = {name: lab.user_env()[name] for name in ("SLURM_CONF", "RRL_NETWORK", harm.ENV)}
         if lab.root:
             of_user["PATH"] = f"{slurm_root.programs_of(lab.root)}:$PATH"
         return "\n".join(f"export {name}={value}" for name, value in of_user.items())
-    if asked.command in _HARMS:
-        told = harm.ask(
-            harm.socket_of(lab.dir), do=asked.command, node=getattr(asked, "node", None),
-            ms=getattr(asked, "ms", None), seconds=asked.seconds,
+    if options.command in _FAULTS:
+        answer = harm.request_fault(
+            harm.socket_of(lab.dir), do=options.command, node=getattr(options, "node", None),
+            ms=getattr(options, "ms", None), seconds=options.seconds,
         )  # fmt: skip
-        if not told.ok:
-            raise RuntimeError(told.detail)
+        if not answer.ok:
+            raise RuntimeError(answer.detail)
     return "\n".join([*(f"{node} {state}" for node, state in lab.states().items()), *lab.jobs()])

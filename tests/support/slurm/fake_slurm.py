@@ -23,24 +23,24 @@ class FakeSlurm:
 
     def __init__(self, lab: SlurmLab, name: str) -> None:
         account = pwd.getpwnam(lab.user)
-        self._orders = lab.dir / f"fake-{name}"
+        self._instructions = lab.dir / f"fake-{name}"
         commands = lab.dir / f"fake-{name}-commands"
-        for folder in (self._orders, commands):
+        for folder in (self._instructions, commands):
             folder.mkdir(mode=0o755)
-        os.chown(self._orders, account.pw_uid, account.pw_gid)
+        os.chown(self._instructions, account.pw_uid, account.pw_gid)
         for command in COMMANDS:
             (commands / command).write_bytes(_WRAPPER.read_bytes())
             (commands / command).chmod(0o755)
-        self.shell = {"PATH": f"{commands}:{lab.environment()['PATH']}", "RRL_FAKE_SLURM": str(self._orders)}
+        self.shell = {"PATH": f"{commands}:{lab.environment()['PATH']}", "RRL_FAKE_SLURM": str(self._instructions)}
         """variables of whoever submits"""
 
     @contextlib.contextmanager
-    def doing(self, order: str, *commands: str) -> Iterator[None]:
+    def doing(self, instruction: str, *commands: str) -> Iterator[None]:
         """Inside, these commands do as the wrapper is told: ``delay 30``, ``fail TEXT``, ``omit WORD`` ..."""
-        files = [self._orders / command for command in commands]
+        files = [self._instructions / command for command in commands]
         for file in files:
             fresh = file.with_name(f".{file.name}")
-            fresh.write_text(f"{order}\n")
+            fresh.write_text(f"{instruction}\n")
             fresh.chmod(0o644)
             fresh.rename(file)
         try:
@@ -52,7 +52,7 @@ class FakeSlurm:
     def calls(self, command: str) -> list[float]:
         """When it was called (s since 1970)."""
         try:
-            lines = (self._orders / "calls").read_text().splitlines()
+            lines = (self._instructions / "calls").read_text().splitlines()
         except FileNotFoundError:
             return []
         return [float(line.split()[0]) for line in lines if line.split()[1] == command]

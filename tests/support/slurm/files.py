@@ -42,7 +42,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     preempting: int = 0
     """s of grace that jobs of the partitions ``low`` and ``lowest`` have when ``main`` takes their nodes; 0: there is
     only ``main``"""
-    keeper: tuple[int, str] | None = None
+    owner: tuple[int, str] | None = None
     """pid and start time of the process whose end makes this lab abandoned; None: it stays until it is stopped"""
 
     @property
@@ -82,15 +82,15 @@ def write(path: Path, settings: Settings) -> None:
 
 
 def _write_configuration(path: Path, settings: Settings) -> None:
-    here = socket.gethostname().partition(".")[0]
+    on_this_machine = socket.gethostname().partition(".")[0]
     root = Path(settings.root) if settings.root else None
     text = jinja2.Template(
         Path(__file__).with_name("slurm.conf.j2").read_text(), undefined=jinja2.StrictUndefined
     ).render(
-        settings=settings, dir=path, host=here, timeouts=_SHORT if version(settings) < _LONG_SINCE else _LONG,
+        settings=settings, dir=path, host=on_this_machine, timeouts=_SHORT if version(settings) < _LONG_SINCE else _LONG,
         daemons=pwd.getpwuid(os.geteuid()).pw_name,
         controller=settings.network.controller if settings.network else "127.0.0.1",
-        plugins=next(root.glob("usr/lib/*/slurm-wlm")) if root else None, nodes=_node_lines(settings, here),
+        plugins=next(root.glob("usr/lib/*/slurm-wlm")) if root else None, nodes=_node_lines(settings, on_this_machine),
     )  # fmt: skip
     (path / "slurm.conf").write_text(text)
     if version(settings) >= _CGROUP_CONF_SINCE:
@@ -100,12 +100,12 @@ def _write_configuration(path: Path, settings: Settings) -> None:
         (path / "gres.conf").write_text("\n".join(["AutoDetect=off", *lines, ""]))
 
 
-def _node_lines(settings: Settings, here: str) -> list[str]:
+def _node_lines(settings: Settings, on_this_machine: str) -> list[str]:
     """A port each on this machine, or an address each on the lab's network."""
     network, first, count = settings.network, settings.port + 1, settings.nodes
     if network is None:
         names, ports = (f"n[1-{count}]", f"[{first}-{first + count - 1}]") if count > 1 else ("n1", str(first))
-        return [f"NodeName={names} NodeHostname={here} NodeAddr=127.0.0.1 Port={ports}"]
+        return [f"NodeName={names} NodeHostname={on_this_machine} NodeAddr=127.0.0.1 Port={ports}"]
     return [f"NodeName={n} NodeHostname={n} NodeAddr={network.address(n)} Port={first}" for n in settings.names]
 
 

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from rrl.tests.support.slurm.lab import SlurmLab
 
 ENV = "RRL_LAB_HARM"
-_LONGEST = 3600.0
+_MAX_DURATION_S = 3600.0
 """s; no harm lasts longer"""
-_LATEST = 60_000.0
+_MAX_DELAY_MS = 60_000.0
 """ms"""
-_LINE = 4096
-_PATIENCE = 10.0
+_MAX_LINE_BYTES = 4096
+_CLIENT_TIMEOUT_S = 10.0
 """s that a client may take to say a line"""
 _UNDONE_BY = {"crash": "up", "cut": "heal", "delay": "heal"}
 
@@ -72,7 +72,7 @@ def serve(lab: SlurmLab) -> None:
         lab.background(*service, log="harm.log", stdin=listening.fileno())
 
 
-def ask(path: str | Path, **request: object) -> Answer:
+def request_fault(path: str | Path, **request: object) -> Answer:
     """Ask for harm and wait until it is done. Raises OSError when nobody serves."""
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(path))
@@ -81,10 +81,10 @@ def ask(path: str | Path, **request: object) -> Answer:
             return msgspec.json.decode(answers.readline(), type=Answer)
 
 
-def perform(lab: SlurmLab, request: Request) -> str:
+def inject(lab: SlurmLab, request: Request) -> str:
     """Do it, and have it undone later if ``seconds`` are given. Raises RuntimeError with why not."""
-    if request.seconds is not None and not 0 < request.seconds <= _LONGEST:
-        raise RuntimeError(f"seconds must be above 0 and at most {_LONGEST:.0f}")
+    if request.seconds is not None and not 0 < request.seconds <= _MAX_DURATION_S:
+        raise RuntimeError(f"seconds must be above 0 and at most {_MAX_DURATION_S:.0f}")
     if request.do == "outage":
         if request.node is not None or request.ms is not None:
             raise RuntimeError("an outage is slurmctld's: it has no node and no ms")
@@ -99,8 +99,8 @@ def perform(lab: SlurmLab, request: Request) -> str:
         raise RuntimeError("ms is what a delay has, and nothing else")
     if request.do == "delay":
         assert request.ms is not None
-        if not 0 <= request.ms <= _LATEST:
-            raise RuntimeError(f"ms must be from 0 to {_LATEST:.0f}")
+        if not 0 <= request.ms <= _MAX_DELAY_MS:
+            raise RuntimeError(f"ms must be from 0 to {_MAX_DELAY_MS:.0f}")
         lab.delay(request.node, request.ms)
     else:
         {"crash": lab.crash, "up": lab.up, "cut": lab.cut, "heal": lab.heal}[request.do](request.node)
@@ -119,19 +119,19 @@ def main(path: Path) -> None:
 
 
 def _converse(lab: SlurmLab, alone: threading.Lock, client: socket.socket) -> None:
-    client.settimeout(_PATIENCE)
+    client.settimeout(_CLIENT_TIMEOUT_S)
     with client, client.makefile("rwb") as lines, contextlib.suppress(OSError):  # it may leave at any time
-        while line := lines.readline(_LINE):
+        while line := lines.readline(_MAX_LINE_BYTES):
             answer = _answer(lab, alone, line)
             lines.write(msgspec.json.encode(answer) + b"\n")
             lines.flush()
 
 
-def _answer(lab: SlurmLab, alone: threading.Lock, line: bytes) -> Answer:
+def _answer(lab: SlurmLab, alone: threading.Lock, request_line: bytes) -> Answer:
     try:
-        request = msgspec.json.decode(line, type=Request)
+        request = msgspec.json.decode(request_line, type=Request)
         with alone:
-            detail = perform(lab, request)
+            detail = inject(lab, request)
     except (msgspec.DecodeError, RuntimeError, OSError, subprocess.SubprocessError) as error:
         return Answer(False, str(error))
     if request.seconds is not None and request.do in _UNDONE_BY:

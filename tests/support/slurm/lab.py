@@ -70,7 +70,7 @@ class SlurmLab:
         self.network = settings.network
         self.root = Path(settings.root) if settings.root else None
         self.conf = path / "slurm.conf"
-        self.home = path / "home"
+        self.user_home = path / "home"
         """the plain user's home; everything that a run writes belongs under it"""
         self.nodes = settings.names
 
@@ -103,7 +103,7 @@ class SlurmLab:
         port = _free_ports(nodes + 2)  # slurmctld, a slurmd each, slurmdbd
         network = netns.free_network(f"rl{port}") if isolated else None
         settings = Settings(
-            nodes=nodes, cpus=cpus, memory=memory, gpus=gpus, port=port, user=plain_user(), keeper=keeper, root=version,
+            nodes=nodes, cpus=cpus, memory=memory, gpus=gpus, port=port, user=plain_user(), owner=keeper, root=version,
             inactive_limit=inactive_limit, network=network, accounting=accounting, preempting=preempting,
         )  # fmt: skip
         lab = cls(path, settings)
@@ -156,9 +156,9 @@ class SlurmLab:
 
     def background(self, *argv: str, log: str, stdin: int = subprocess.DEVNULL) -> None:
         """Run a program that does not detach itself, beside the daemons; ``log``: file name in the lab's log folder."""
-        with (self.dir / "log" / log).open("ab") as said:
+        with (self.dir / "log" / log).open("ab") as output:
             subprocess.run(["setsid", "--fork", *argv], env=self.environment(), cwd=self.dir, check=True, stdin=stdin,
-                           stdout=said, stderr=said)  # fmt: skip
+                           stdout=output, stderr=output)  # fmt: skip
 
     def environment(self) -> dict[str, str]:
         """Of everything that belongs to this lab."""
@@ -183,32 +183,32 @@ class SlurmLab:
         lines = self.slurm("sinfo", "-h", "-N", "-p", "main", "-o", "%N %t").splitlines()
         return dict(line.split() for line in lines)
 
-    def wait_states(self, wanted: Mapping[str, str], within: float = _DEADLINE_S) -> None:
+    def wait_states(self, wanted: Mapping[str, str], timeout_s: float = _DEADLINE_S) -> None:
         """Wait until Slurm shows each node in its wanted state. Raises RuntimeError with what it shows instead."""
-        deadline = time.monotonic() + within
-        seen: dict[str, str] | str = {}
+        deadline = time.monotonic() + timeout_s
+        observed: dict[str, str] | str = {}
         while time.monotonic() < deadline:
             try:
-                seen = states = self.states()
+                observed = states = self.states()
             except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-                seen = str(error)
+                observed = str(error)
             else:
                 if all(states.get(node) == state for node, state in wanted.items()):
                     return
             time.sleep(0.05)
-        raise RuntimeError(f"nodes did not become {dict(wanted)} within {within:.0f} s: {seen}; see {self.dir}/log")
+        raise RuntimeError(f"nodes did not become {dict(wanted)} within {timeout_s:.0f} s: {observed}; see {self.dir}/log")
 
     def wait_job(self, job: str, wanted: str) -> None:
         """Wait until Slurm shows a job's state and reason so (``PENDING Resources``). Raises RuntimeError."""
         argv = ("squeue", "-h", "-j", job, "-o", "%T %r")
         self.wait_for(lambda: self.slurm(*argv).strip() == wanted, f"job {job} is not {wanted}")
 
-    def wait_for(self, what: Callable[[], bool], told: str) -> None:
+    def wait_for(self, condition: Callable[[], bool], failure_text: str) -> None:
         """Wait until it holds. Raises RuntimeError with ``told``."""
         deadline = time.monotonic() + _DEADLINE_S
-        while not what():
+        while not condition():
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{told} within {_DEADLINE_S:.0f} s; see {self.dir}/log")
+                raise RuntimeError(f"{failure_text} within {_DEADLINE_S:.0f} s; see {self.dir}/log")
             time.sleep(0.05)
 
     def processes(self) -> dict[int, Process]:
@@ -219,14 +219,14 @@ class SlurmLab:
         """``<id> <name> <state>`` of every job that is pending, running or completing."""
         return self.slurm("squeue", "-h", "-o", "%i %j %T").splitlines()
 
-    def clear(self, within: float = _DEADLINE_S) -> None:
+    def clear(self, timeout_s: float = _DEADLINE_S) -> None:
         """Cancel every job, start what crashed, wait until every node is idle: a test leaves nothing to the next."""
         if ids := [job.split()[0] for job in self.jobs()]:
             self.slurm("scancel", *ids)
         for node in self.nodes:
             if not processes.of_node(self.dir, node):
                 self.up(node)
-        self.wait_states(dict.fromkeys(self.nodes, "idle"), within)
+        self.wait_states(dict.fromkeys(self.nodes, "idle"), timeout_s)
 
     # ── harm ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def crash(self, node: str) -> None:
@@ -274,7 +274,7 @@ class SlurmLab:
         return int((self.dir / "run/slurmctld.pid").read_text())
 
     @contextlib.contextmanager
-    def deaf_controller(self) -> Iterator[None]:
+    def controller_stopped(self) -> Iterator[None]:
         """slurmctld takes connections and answers none (SIGSTOP)."""
         pid = self.controller()
         os.kill(pid, signal.SIGSTOP)
@@ -288,7 +288,7 @@ class SlurmLab:
         """slurmctld has ended, and starts again with what it had saved: jobs and steps go on meanwhile."""
         pid = self.controller()
         os.kill(pid, signal.SIGTERM)
-        self.wait_for(lambda: pid not in processes.living(), f"slurmctld ({pid}) did not end")
+        self.wait_for(lambda: pid not in processes.running_processes(), f"slurmctld ({pid}) did not end")
         try:
             yield
         finally:
@@ -311,7 +311,7 @@ class SlurmLab:
     # ── the plain user ──────────────────────────────────────────────────────────────────────────────────────────────
     def user_env(self) -> dict[str, str]:
         """The environment of the plain user's login shell, so to say."""
-        account = {"HOME": str(self.home), "USER": self.user, "LOGNAME": self.user}
+        account = {"HOME": str(self.user_home), "USER": self.user, "LOGNAME": self.user}
         network = self.network.cidr if self.network else "127.0.0.0/8"  # every node is this machine
         return self.environment() | account | {NETWORK_ENV: network, harm.ENV: str(harm.socket_of(self.dir))}
 
@@ -339,12 +339,12 @@ class SlurmLab:
     ) -> subprocess.Popen[str]:  # fmt: skip
         """As :meth:`run_as_user`, without waiting; in a session of its own."""
         return popen_as(
-            self.user, argv, self.user_env() | dict(env or {}), cwd or self.home, stdin, stdout, stderr
+            self.user, argv, self.user_env() | dict(env or {}), cwd or self.user_home, stdin, stdout, stderr
         )  # fmt: skip
 
-    def call_as_user(self, function: Callable[[], None], within: float = 120.0) -> None:
+    def call_as_user(self, function: Callable[[], None], timeout_s: float = 120.0) -> None:
         """Run ``function`` as the plain user in a forked child. Raises AssertionError with the child's traceback."""
-        call_as(self.user, function, self.user_env(), self.home, within)
+        call_as(self.user, function, self.user_env(), self.user_home, timeout_s)
 
 
 def _free_ports(count: int) -> int:
@@ -377,7 +377,7 @@ def _sweep_abandoned() -> None:
         with contextlib.suppress(OSError, msgspec.DecodeError):
             if path.stat().st_uid == os.geteuid() and not path.is_symlink():
                 lab = SlurmLab.load(path)
-                if (keeper := lab.settings.keeper) and _start_time(keeper[0]) != keeper[1]:
+                if (owner := lab.settings.owner) and _start_time(owner[0]) != owner[1]:
                     lab.stop()
 
 

@@ -21,7 +21,7 @@ MARK = "RRL_LAB"
 
 DELAYER = "rrl.tests.support.slurm.delayed_link"
 _COMMANDS = {"srun", "sbatch", "salloc", "scancel", "squeue", "sinfo", "scontrol", "sattach"}
-_GONE_BY = 10.0
+_EXIT_TIMEOUT_S = 10.0
 
 
 class Process(Struct, frozen=True):
@@ -32,7 +32,7 @@ class Process(Struct, frozen=True):
     environ: dict[str, str]
 
 
-def living() -> dict[int, Process]:
+def running_processes() -> dict[int, Process]:
     """Every process that lives (zombies do not) and may be looked into."""
     found = {}
     for entry in os.listdir("/proc"):
@@ -57,7 +57,7 @@ def _read(pid: int) -> Process | None:
 
 def of_lab(lab: Path) -> dict[int, Process]:
     """All processes of the lab, without the caller and the caller's ancestors."""
-    everybody = living()
+    everybody = running_processes()
     conf = str(lab / "slurm.conf")
     spool = {pid for pids in _step_sockets(lab, everybody).values() for pid in pids}
 
@@ -101,7 +101,7 @@ def delaying(lab: Path, link: str) -> dict[int, Process]:
 
 def stepd(lab: Path, step: str) -> list[int]:
     """Pids of the slurmstepds of ``<job>.<step>``, on whichever nodes."""
-    return sorted(pid for (_, name), pids in _step_sockets(lab, living()).items() if name == step for pid in pids)
+    return sorted(pid for (_, name), pids in _step_sockets(lab, running_processes()).items() if name == step for pid in pids)
 
 
 def _step_sockets(lab: Path, everybody: dict[int, Process]) -> dict[tuple[str, str], set[int]]:
@@ -186,7 +186,7 @@ def kill_all(find: Callable[[], dict[int, Process]]) -> None:
 
     Raises TimeoutError with those who are left.
     """
-    deadline = time.monotonic() + _GONE_BY
+    deadline = time.monotonic() + _EXIT_TIMEOUT_S
     while left := find():
         if time.monotonic() > deadline:
             raise TimeoutError(f"cannot be killed: {[process.command for process in left.values()]}")

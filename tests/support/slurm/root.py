@@ -71,15 +71,15 @@ def ensure(version: str) -> Path:
                 raise RuntimeError(f"Slurm {version} is unpacked from Debian's packages: no {', '.join(absent)} here")
             shutil.rmtree(root, ignore_errors=True)
             _make(SUITES[version], root)
-    if (told := version_of(root)) != version:
-        raise RuntimeError(f"Debian's {SUITES[version]} has Slurm {told} now, not {version}")
+    if (message := version_of(root)) != version:
+        raise RuntimeError(f"Debian's {SUITES[version]} has Slurm {message} now, not {version}")
     return root
 
 
 def version_of(root: Path | None) -> str:
     """Major version (``24.11``) of the programs in ``root``, of the installed ones without."""
-    told = _said([str(programs_of(root) / "slurmctld") if root else "/usr/sbin/slurmctld", "-V"])
-    return ".".join(told.split()[-1].split(".")[:2])
+    output = _output_of([str(programs_of(root) / "slurmctld") if root else "/usr/sbin/slurmctld", "-V"])
+    return ".".join(output.split()[-1].split(".")[:2])
 
 
 @contextmanager
@@ -100,14 +100,14 @@ def _make(suite: str, root: Path) -> None:
     (work / "sources.list").write_text(f"deb [signed-by={_KEYRING}] {_MIRROR} {suite} main\n")
     (work / "apt.conf").write_text(_APT_CONF.format(work=work))
     apt = {"APT_CONFIG": str(work / "apt.conf"), "PATH": os.environ["PATH"]}
-    _said(["apt-get", "update"], apt)
-    _said(["apt-get", "install", "--yes", "--download-only", *_PACKAGES], apt)
+    _output_of(["apt-get", "update"], apt)
+    _output_of(["apt-get", "install", "--yes", "--download-only", *_PACKAGES], apt)
     for package in sorted((work / "archives").glob("*.deb")):
         _unpack(package, root)
     _use_own_libraries(root)
     for needless in (work, root / "usr/share"):
         shutil.rmtree(needless)
-    (root / "ready").write_text(_said([str(programs_of(root) / "slurmctld"), "-V"]))
+    (root / "ready").write_text(_output_of([str(programs_of(root) / "slurmctld"), "-V"]))
 
 
 def _unpack(package: Path, root: Path) -> None:
@@ -126,18 +126,18 @@ def _use_own_libraries(root: Path) -> None:
     plugins = libraries / "slurm-wlm"
     patchelf = [str(loader), "--library-path", str(libraries), str(root / "usr/bin/patchelf"),
                 "--force-rpath", "--set-rpath", f"{plugins}:{libraries}"]  # fmt: skip
-    _said([*patchelf, *map(str, plugins.glob("*.so"))])
+    _output_of([*patchelf, *map(str, plugins.glob("*.so"))])
     for name in PROGRAMS:
         found = [root / "usr" / folder / f"{name}{wlm}" for folder in ("bin", "sbin") for wlm in ("-wlm", "")]
         program = next(path for path in found if path.exists())
-        _said([*patchelf, "--set-interpreter", str(loader), str(program)])
+        _output_of([*patchelf, "--set-interpreter", str(loader), str(program)])
         (programs_of(root) / name).symlink_to(program)
-    told = _said([str(loader), "--list", str(programs_of(root) / "slurmctld")])
+    told = _output_of([str(loader), "--list", str(programs_of(root) / "slurmctld")])
     if strange := [line.strip() for line in told.splitlines() if "=>" in line and str(root) not in line]:
         raise RuntimeError(f"slurmctld of {root} takes libraries from elsewhere: {'; '.join(strange)}")
 
 
-def _said(argv: Sequence[str], env: dict[str, str] | None = None) -> str:
+def _output_of(argv: Sequence[str], env: dict[str, str] | None = None) -> str:
     done = subprocess.run(argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         tail = "; ".join((done.stderr or done.stdout).strip().splitlines()[-3:])

@@ -9,25 +9,25 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 from rrl.core.types import ReplicaId, Version
-from rrl.tests.support.weights.piping import CHUNK, SECRET, SIZE, Spy, child, holder, piped
+from rrl.tests.support.weights.piping import CHUNK, SECRET, SIZE, SpyTransport, child, weight_source, transport_for
 from rrl.tests.support.weights.source import VERSION, content, described
-from rrl.transport.messages import Holder
-from rrl.transport.weights.base import STARVED_BY
+from rrl.transport.messages import WeightSource
+from rrl.transport.weights.base import STARVATION_TIMEOUT_S
 from rrl.transport.weights.manifest import Manifest
-from rrl.transport.weights.pull import Pace, pull, sources
+from rrl.transport.weights.pull import AdaptiveTimeout, pull, select_sources
 from rrl.transport.weights.store import WeightStore
 
 LENGTH = 8
-LOOK = 0.002
+POLL_INTERVAL_S = 0.002
 """s between two looks at what is waited for"""
 
 T = TypeVar("T")
 
 
-async def until(look: Callable[[], bool]) -> None:
+async def until(condition: Callable[[], bool]) -> None:
     """The test's own deadline bounds it."""
-    while not look():
-        await asyncio.sleep(LOOK)
+    while not condition():
+        await asyncio.sleep(POLL_INTERVAL_S)
 
 
 class Publisher:
@@ -60,13 +60,13 @@ class Publisher:
 class Receiver:
     """One of a chain: pulls from those before it, and serves."""
 
-    def __init__(self, name: str, spy: Spy, store: WeightStore) -> None:
+    def __init__(self, name: str, spy: SpyTransport, store: WeightStore) -> None:
         self.name, self.spy, self.store = name, spy, store
-        self.holder = holder("", name, None)
+        self.source = weight_source("", name, None)
 
-    def came(self, source: Holder) -> int:
+    def chunks_from(self, source: WeightSource) -> int:
         """Chunks that this source gave it."""
-        return self.spy.came.get(source.serves, 0)
+        return self.spy.came.get(source.address, 0)
 
     def verified(self, version: Version = VERSION) -> int:
         arriving = self.store._arriving
@@ -77,31 +77,31 @@ class Receiver:
 
     async def pull(
         self,
-        holders: Callable[[], list[Holder]],
+        holders: Callable[[], list[WeightSource]],
         *,
         version: Version = VERSION,
-        pace: Pace | None = None,
-        starved_by: float = STARVED_BY,
+        adaptive_timeout: AdaptiveTimeout | None = None,
+        starvation_timeout: float = STARVATION_TIMEOUT_S,
     ) -> Manifest:
-        def named() -> tuple[Holder, ...]:
-            return sources(ReplicaId(self.name), holders(), version, LENGTH)
+        def named() -> tuple[WeightSource, ...]:
+            return select_sources(ReplicaId(self.name), holders(), version, LENGTH)
 
-        return await pull(self.store, version, named, self.spy, pace=pace, starved_by=starved_by)
+        return await pull(self.store, version, named, self.spy, adaptive_timeout=adaptive_timeout, starvation_timeout=starvation_timeout)
 
 
 @asynccontextmanager
 async def receiver(kind: str, index: int, store: WeightStore | None = None) -> AsyncGenerator[Receiver]:
-    async with piped(kind) as pipe:
-        one = Receiver(f"rollout/{index}", Spy(pipe), WeightStore() if store is None else store)
-        one.holder = holder(await pipe.serve(one.store, "127.0.0.1"), one.name, None)
+    async with transport_for(kind) as pipe:
+        one = Receiver(f"rollout/{index}", SpyTransport(pipe), WeightStore() if store is None else store)
+        one.source = weight_source(await pipe.serve(one.store, "127.0.0.1"), one.name, None)
         yield one
 
 
 @asynccontextmanager
-async def receiver_apart(kind: str, index: int, source: Holder) -> AsyncGenerator[tuple[Holder, int]]:
+async def receiver_apart(kind: str, index: int, source: WeightSource) -> AsyncGenerator[tuple[WeightSource, int]]:
     """One in a process of its own, that pulls from ``source``; and its pid."""
-    async with child(kind, upstream=source.serves) as (at, pid):
-        yield holder(at, f"rollout/{index}", None), pid
+    async with child(kind, upstream=source.address) as (at, pid):
+        yield weight_source(at, f"rollout/{index}", None), pid
 
 
 class Liar(WeightStore):
@@ -116,20 +116,20 @@ class Liar(WeightStore):
         return true if span.start < self._after else memoryview(bytes(255 - byte for byte in true))
 
 
-class Silent(WeightStore):
+class Unresponsive(WeightStore):
     """From the byte ``after`` on it answers nothing, not even "not yet"."""
 
     def __init__(self, after: int) -> None:
         super().__init__()
         self._after = after
-        self._asked = 0
+        self._requested = 0
 
     def read(self, version: Version, span: range, reader: object) -> memoryview:
-        self._asked = span.start
+        self._requested = span.start
         return super().read(version, span, reader)
 
-    async def within(self, by: float, look: Callable[[], T]) -> T:
-        found = await super().within(by, look)
-        if self._asked >= self._after:
+    async def wait_for_request(self, by: float, interval_s: Callable[[], T]) -> T:
+        found = await super().wait_until_ready(by, interval_s)
+        if self._requested >= self._after:
             await asyncio.Event().wait()
         return found

@@ -29,9 +29,9 @@ import msgspec
 from rrl.core.launch import Launch
 from rrl.core.run_dir import RunDir
 from rrl.core.types import NodeName, Version
-from rrl.roles.worker.connection import Link
+from rrl.roles.worker.connection import ManagerConnection
 from rrl.tests.support.weights.orders import (
-    LINE,
+    MAX_LINE_BYTES,
     Check,
     Checked,
     Command,
@@ -54,11 +54,11 @@ from rrl.tests.support.weights.orders import (
 from rrl.tests.support.weights.source import content
 from rrl.transport import messages as msg
 from rrl.transport.keys import RunKeys
-from rrl.transport.weights.base import Pipe
-from rrl.transport.weights.manifest import Describing
+from rrl.transport.weights.base import WeightTransport
+from rrl.transport.weights.manifest import ManifestBuilder
 from rrl.transport.weights.pull import PullFailed
-from rrl.transport.weights.select import open_pipe
-from rrl.transport.weights.store import Held, WeightStore
+from rrl.transport.weights.select import open_transport
+from rrl.transport.weights.store import StoredVersion, WeightStore
 from rrl.transport.weights.ucx_settings import SETTINGS
 
 SEEDS = 199
@@ -75,7 +75,7 @@ def seed_of(version: Version) -> int:
     return (version.step * 7 + version.incarnation * 83) % SEEDS
 
 
-def right(held: Held, nbytes: int) -> bool:
+def right(held: StoredVersion, nbytes: int) -> bool:
     """Every byte is what its version says."""
     return right_bytes(held.flat, held.manifest.version, nbytes)
 
@@ -103,30 +103,30 @@ class _Store(WeightStore):
         return good
 
 
-class _Link(Link):
+class _Connection(ManagerConnection):
     """A role's, of which nothing runs but what follows the newest version. What the manager says is put in its ear, and
     what it would tell the manager is told to others here."""
 
     def __init__(
-        self, start: Start, store: WeightStore, holds: Callable[[Version], None], dropped: Callable[[Failed], None]
+        self, start: Start, store: WeightStore, report_version: Callable[[Version], None], dropped: Callable[[Failed], None]
     ) -> None:
-        launch = Launch("", "", start.life, NodeName(""), (), {}, "", 0, dies_with_launcher=False)
+        launch = Launch("", "", start.incarnation, NodeName(""), (), {}, "", 0, dies_with_launcher=False)
         keys = RunKeys("", "", "", "", bytes.fromhex(start.secret))
         transport = {"chunk_deadline": start.chunk_by, "chain": start.chain}
         super().__init__(launch, RunDir(Path()), keys, 1.0, transport)
         self._loop.close()  # a role's runs in a thread of its own
         self.weights = store
-        self._holds, self._dropped = holds, dropped
-        self._heard = 0
+        self._report_version, self._dropped = report_version, dropped
+        self._received = 0
 
-    def hear(self, told: Peers) -> None:
-        self._heard += 1
-        self._hear_peers(msg.Peers(1, self._heard, {}, told.newest, told.holders))
+    def receive(self, message: Peers) -> None:
+        self._received += 1
+        self._update_peers(msg.Peers(1, self._received, {}, message.newest, message.sources))
 
-    def holds(self, version: Version) -> None:
-        self._holds(version)
+    def announce_version(self, version: Version) -> None:
+        self._report_version(version)
 
-    def _sources(self, version: Version, direct: bool) -> tuple[msg.Holder, ...]:
+    def _sources(self, version: Version, direct: bool) -> tuple[msg.WeightSource, ...]:
         try:
             return super()._sources(version, direct)
         except PullFailed as error:
@@ -135,50 +135,50 @@ class _Link(Link):
 
 
 class _Member:
-    def __init__(self, start: Start, pipe: Pipe, writer: asyncio.StreamWriter) -> None:
-        self._start, self._pipe, self._writer = start, pipe, writer
+    def __init__(self, start: Start, transport: WeightTransport, writer: asyncio.StreamWriter) -> None:
+        self._start, self._transport, self._writer = start, transport, writer
         self._secret = bytes.fromhex(start.secret)
         self.store = _Store()
-        self._told: dict[Version, float] = {}
+        self._announced_at: dict[Version, float] = {}
         """when it heard of those that are newer than what it has"""
         self._checking = asyncio.Lock()
-        self._telling: set[asyncio.Task[None]] = set()
-        self._link = _Link(start, self.store, self._holds, self.say)
-        self.following = asyncio.create_task(self._link._follow(pipe))
+        self._report_task: set[asyncio.Task[None]] = set()
+        self._link = _Connection(start, self.store, self._on_version, self.report_to_driver)
+        self.following = asyncio.create_task(self._link._follow_weights(transport))
         self.following.add_done_callback(_loud)
 
-    def say(self, report: Report) -> None:
+    def report_to_driver(self, report: Report) -> None:
         self._writer.write(msgspec.json.encode(report) + b"\n")
 
     async def do(self, command: Command) -> None:
         match command:
             case Peers():
                 if command.newest is not None:
-                    self._told.setdefault(command.newest, time.monotonic())
-                self._link.hear(command)
+                    self._announced_at.setdefault(command.newest, time.monotonic())
+                self._link.receive(command)
             case Publish():
-                self.say(await asyncio.to_thread(self._publish, command))
+                self.report_to_driver(await asyncio.to_thread(self._publish, command))
             case Check():
                 held = self.store.current()
                 good = held is not None and await asyncio.to_thread(right, held, self._start.nbytes)
-                self.say(Checked(held.manifest.version if held else None, good))
+                self.report_to_driver(Checked(held.manifest.version if held else None, good))
             case Forget():
-                self._link.hear(Peers(None, ()))
-                self._told.clear()
+                self._link.receive(Peers(None, ()))
+                self._announced_at.clear()
                 for version in self.store.versions():
                     self.store.discard(version)
                 if command.memory:
-                    self.store.memory(1)  # what was kept does not fit
-                self.say(Forgot())
+                    self.store.allocate(1)  # what was kept does not fit
+                self.report_to_driver(Forgot())
             case Dial():
-                self.say(Dialled(tuple([await self._dial(command) for _ in range(command.times)])))
+                self.report_to_driver(Dialled(tuple([await self._dial(command) for _ in range(command.times)])))
             case Measure():
                 gc.collect()
-                self.say(usage(self.store))
+                self.report_to_driver(usage(self.store))
             case Leave():
                 self.following.cancel()
                 await asyncio.wait([self.following])
-                await self._pipe.close()
+                await self._transport.close()
                 os._exit(0)
             case Start():
                 raise ValueError("started already")
@@ -190,39 +190,39 @@ class _Member:
         ends = [whole.nbytes * i // command.tensors // 64 * 64 for i in range(command.tensors)] + [whole.nbytes]
         tensors = [(f"w{i}", "uint8", (b - a,), b - a) for i, (a, b) in enumerate(pairwise(ends))]
         began = time.monotonic()
-        flat = self.store.memory(whole.nbytes)
-        with Describing(command.version, tensors, flat, self._secret, command.chunk_bytes) as describing:
+        flat = self.store.allocate(whole.nbytes)
+        with ManifestBuilder(command.version, tensors, flat, self._secret, command.chunk_bytes) as describing:
             for a, b in pairwise(ends):
                 for start in range(a, b, _PIECE):
                     flat[start : min(start + _PIECE, b)] = whole[start : min(start + _PIECE, b)]
-                describing.filled(b)
+                describing.mark_filled(b)
             manifest = describing.sign()
         self.store.offer(manifest, flat)
         return Published(command.version, began - asked, time.monotonic() - began)
 
     async def _dial(self, command: Dial) -> float:
-        self._pipe.hang_up(command.at)
+        self._transport.disconnect(command.at)
         began = time.monotonic()
-        await self._pipe.manifest(command.at, command.version, 10.0)
+        await self._transport.manifest(command.at, command.version, 10.0)
         return time.monotonic() - began
 
-    def _holds(self, version: Version) -> None:
+    def _on_version(self, version: Version) -> None:
         held, at = self.store.current(), time.monotonic()
         assert held is not None
-        committed = Committed(version, self._told.get(version, at), self.store.first.get(version, at), at, None)
-        self._told = {newer: told for newer, told in self._told.items() if newer > version}
-        telling = asyncio.create_task(self._tell(committed, held))
-        self._telling.add(telling)
-        telling.add_done_callback(self._telling.discard)
+        committed = Committed(version, self._announced_at.get(version, at), self.store.first.get(version, at), at, None)
+        self._announced_at = {newer: told for newer, told in self._announced_at.items() if newer > version}
+        telling = asyncio.create_task(self._report_committed(committed, held))
+        self._report_task.add(telling)
+        telling.add_done_callback(self._report_task.discard)
         telling.add_done_callback(_loud)
 
-    async def _tell(self, committed: Committed, held: Held) -> None:
+    async def _report_committed(self, committed: Committed, held: StoredVersion) -> None:
         async with self._checking:  # one after the other, in their order
             if self._start.check:
                 good = held.manifest.version == committed.version
                 good = good and await asyncio.to_thread(right, held, self._start.nbytes)
                 committed = msgspec.structs.replace(committed, right=good)
-            self.say(committed)
+            self.report_to_driver(committed)
 
 
 def usage(store: WeightStore) -> Usage:
@@ -235,17 +235,17 @@ def usage(store: WeightStore) -> Usage:
     )
 
 
-def _pipe(start: Start) -> Pipe:
-    return open_pipe(start.kind, bytes.fromhex(start.secret), host=start.host, trusted_network=True)
+def _open_transport(start: Start) -> WeightTransport:
+    return open_transport(start.kind, bytes.fromhex(start.secret), host=start.host, trusted_network=True)
 
 
 async def _live(control: socket.socket, born: float) -> None:
-    reader, writer = await asyncio.open_connection(sock=control, limit=LINE)
+    reader, writer = await asyncio.open_connection(sock=control, limit=MAX_LINE_BYTES)
     decoder = msgspec.json.Decoder(Command)
     start = decoder.decode(await reader.readline())
     assert isinstance(start, Start)
-    member = _Member(start, _pipe(start), writer)
-    member.say(Serving(born, await member._pipe.serve(member.store, start.host)))
+    member = _Member(start, _open_transport(start), writer)
+    member.report_to_driver(Serving(born, await member._transport.serve(member.store, start.host)))
     while line := await reader.readline():
         await member.do(decoder.decode(line))
     os._exit(0)

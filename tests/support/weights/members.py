@@ -14,11 +14,11 @@ from typing import TypeVar
 
 import msgspec
 
-from rrl.core.types import Life, ReplicaId, Version
+from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.tests.support.weights import orders as say
-from rrl.transport.messages import Holder
+from rrl.transport.messages import WeightSource
 
-SOON = 120.0
+TIMEOUT_S = 120.0
 """s that a member may take for anything; only a bug lets it pass"""
 SECRET = b"w" * 32
 _PID_BYTES = 4
@@ -47,7 +47,7 @@ class Nursery:
             tls = {"UCX_TLS": "tcp,self"} if kind == "nixl" else {"UCX_TLS": "tcp"} if inside else {}
             env = os.environ | tls
             self._process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL)
-        self._control.settimeout(SOON)
+        self._control.settimeout(TIMEOUT_S)
         if self._control.recv(1) != b"\n":
             raise RuntimeError(f"no nursery: {' '.join(argv)}")
 
@@ -61,19 +61,19 @@ class Nursery:
     def close(self) -> None:
         """Every member dies with it."""
         self._control.close()
-        self._process.wait(SOON)
+        self._process.wait(TIMEOUT_S)
 
 
 class Member:
     """One process. What it says arrives in :attr:`heard` and wakes whoever waits; ``on`` is called with it at once."""
 
-    def __init__(self, life: Life, pid: int, on: Callable[[Member, say.Report], None] | None) -> None:
-        self.life, self.pid = life, pid
+    def __init__(self, incarnation: Incarnation, pid: int, on: Callable[[Member, say.Report], None] | None) -> None:
+        self.incarnation, self.pid = incarnation, pid
         self._process = os.pidfd_open(pid)
         """to harm it by: the number may be another's once this one is dead"""
-        self.heard: list[say.Report] = []
+        self.reports: list[say.Report] = []
         self.gone = False
-        self.holds: Version | None = None
+        self.version: Version | None = None
         """the newest version that it said it has, complete"""
         self.serving: say.Serving
         self._on = on
@@ -89,51 +89,51 @@ class Member:
         nbytes: int,
         *,
         host: str = "127.0.0.1",
-        incarnation: int = 1,
+        number: int = 1,
         check: bool = False,
         chunk_by: float = 10.0,
         chain: int = 8,
         on: Callable[[Member, say.Report], None] | None = None,
     ) -> Member:
         """Returns once it serves."""
-        life = Life(ReplicaId(name), incarnation)
+        incarnation = Incarnation(ReplicaId(name), number)
         control, pid = nursery.fork()
-        self = cls(life, pid, on)
-        reader, self._writer = await asyncio.open_connection(sock=control, limit=say.LINE)
+        self = cls(incarnation, pid, on)
+        reader, self._writer = await asyncio.open_connection(sock=control, limit=say.MAX_LINE_BYTES)
         self._reading = asyncio.create_task(self._read(reader))
-        self.tell(say.Start(life, nursery.kind, host, SECRET.hex(), nbytes, check, chunk_by, chain))
-        self.serving = await self.hears(say.Serving)
+        self.send(say.Start(incarnation, nursery.kind, host, SECRET.hex(), nbytes, check, chunk_by, chain))
+        self.serving = await self.wait_for_report(say.Serving)
         return self
 
     @property
-    def holder(self) -> Holder:
-        return Holder(self.life, self.serving.at, self.holds)
+    def source(self) -> WeightSource:
+        return WeightSource(self.incarnation, self.serving.address, self.version)
 
-    def tell(self, command: say.Command) -> None:
+    def send(self, command: say.Command) -> None:
         if not self.gone:
             self._writer.write(msgspec.json.encode(command) + b"\n")
 
-    async def ask(self, command: say.Command, kind: type[T]) -> T:
+    async def request(self, command: say.Command, kind: type[T]) -> T:
         """Tell it, and wait for the next report of this kind."""
-        self.heard = [report for report in self.heard if not isinstance(report, kind)]
-        self.tell(command)
-        return await self.hears(kind)
+        self.reports = [report for report in self.reports if not isinstance(report, kind)]
+        self.send(command)
+        return await self.wait_for_report(kind)
 
-    async def hears(self, kind: type[T], which: Callable[[T], bool] = lambda report: True, by: float = SOON) -> T:
+    async def wait_for_report(self, kind: type[T], which: Callable[[T], bool] = lambda report: True, timeout_s: float = TIMEOUT_S) -> T:
         """The first report of this kind, as soon as it is there. Raises TimeoutError, or ConnectionError when the
         member is gone."""
-        async with asyncio.timeout(by):
+        async with asyncio.timeout(timeout_s):
             while True:
                 self._news.clear()
-                for report in self.heard:
+                for report in self.reports:
                     if isinstance(report, kind) and which(report):
                         return report
                 if self.gone:
-                    raise ConnectionError(f"{self.life} is gone")
+                    raise ConnectionError(f"{self.incarnation} is gone")
                 await self._news.wait()
 
-    async def committed(self, version: Version, by: float = SOON) -> say.Committed:
-        return await self.hears(say.Committed, lambda report: report.version == version, by)
+    async def committed(self, version: Version, by: float = TIMEOUT_S) -> say.Committed:
+        return await self.wait_for_report(say.Committed, lambda report: report.version == version, by)
 
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
@@ -146,13 +146,13 @@ class Member:
 
     async def leave(self) -> None:
         """As a role that is asked to: it hangs up first."""
-        self.tell(say.Leave())
-        await asyncio.wait([self._reading], timeout=SOON)
+        self.send(say.Leave())
+        await asyncio.wait([self._reading], timeout=TIMEOUT_S)
 
     async def close(self) -> None:
         """Kill it, and wait until it is gone."""
         self.kill()
-        await asyncio.wait([self._reading], timeout=SOON)
+        await asyncio.wait([self._reading], timeout=TIMEOUT_S)
         self._writer.close()
         os.close(self._process)
 
@@ -165,11 +165,11 @@ class Member:
         try:
             while line := await reader.readline():
                 report = decoder.decode(line)
-                self.heard.append(report)
+                self.reports.append(report)
                 if isinstance(report, say.Committed | say.Published):
-                    self.holds = report.version
+                    self.version = report.version
                 elif isinstance(report, say.Forgot):
-                    self.holds = None
+                    self.version = None
                 self._news.set()
                 if self._on is not None:
                     self._on(self, report)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from rrl.core.types import Life, Version
-from rrl.transport.messages import Holder
+from rrl.core.types import Incarnation, Version
+from rrl.transport.messages import WeightSource
 from rrl.transport.weights.manifest import CHUNK_BYTES
 
-LINE = 2**20
+MAX_LINE_BYTES = 2**20
 """bytes of one, at most"""
 
 
@@ -16,7 +16,7 @@ LINE = 2**20
 class Start(Struct, frozen=True, tag=True):
     """The first command. ``nbytes``: of every version; with ``check`` each one is compared as soon as it is there."""
 
-    life: Life
+    incarnation: Incarnation
     kind: str
     host: str
     secret: str
@@ -39,7 +39,7 @@ class Peers(Struct, frozen=True, tag=True):
     """As the manager would say it: the newest version, and who serves weights."""
 
     newest: Version | None
-    holders: tuple[Holder, ...]
+    sources: tuple[WeightSource, ...]
 
 
 class Check(Struct, frozen=True, tag=True):
@@ -76,25 +76,25 @@ class Serving(Struct, frozen=True, tag=True):
     """``born``: when it had its imports done; all times are of the machine's monotonic clock, in s."""
 
     born: float
-    at: str
+    address: str
 
 
 class Published(Struct, frozen=True, tag=True):
     version: Version
     loaded: float
     """s to have the tensors; a trainer has them anyway"""
-    took: float
+    seconds: float
     """s to lay them out in one buffer, with digests"""
 
 
 class Committed(Struct, frozen=True, tag=True):
     version: Version
-    told: float
+    announced_at: float
     """when it heard of the version"""
     first: float
     """when its first chunk was verified"""
     at: float
-    right: bool | None
+    is_correct: bool | None
     """every byte; None when not compared (:class:`Check`)"""
 
 
@@ -105,7 +105,7 @@ class Failed(Struct, frozen=True, tag=True):
 
 class Checked(Struct, frozen=True, tag=True):
     version: Version | None
-    right: bool
+    is_correct: bool
 
 
 class Forgot(Struct, frozen=True, tag=True):
@@ -115,7 +115,7 @@ class Forgot(Struct, frozen=True, tag=True):
 class Dialled(Struct, frozen=True, tag=True):
     """s for each connection, handshake and a first answer included."""
 
-    took: tuple[float, ...]
+    seconds: tuple[float, ...]
 
 
 class Usage(Struct, frozen=True, tag=True):

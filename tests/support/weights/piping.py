@@ -10,21 +10,21 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from rrl.core.types import Life, ReplicaId, Version
+from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.tests.support.weights.source import VERSION, content, described
-from rrl.transport.messages import Holder
-from rrl.transport.weights.base import STARVED_BY, Pipe, PipeError
+from rrl.transport.messages import WeightSource
+from rrl.transport.weights.base import STARVATION_TIMEOUT_S, WeightTransport, TransportError
 from rrl.transport.weights.manifest import Manifest
-from rrl.transport.weights.pull import Pace
-from rrl.transport.weights.select import open_pipe
+from rrl.transport.weights.pull import AdaptiveTimeout
+from rrl.transport.weights.select import open_transport
 from rrl.transport.weights.store import WeightStore
 
-PIPES_ENV = "RRL_TEST_PIPES"
-KINDS = tuple(os.environ.get(PIPES_ENV, "tcp").split(","))
+TRANSPORTS_ENV = "RRL_TEST_PIPES"
+KINDS = tuple(os.environ.get(TRANSPORTS_ENV, "tcp").split(","))
 """ucx runs in a network namespace of its own (test_ucx_apart.py), since its ports authenticate nobody. nixl runs in a
 process of its own (test_nixl_apart.py): its UCX and ucxx's do not get on with each other. With ucx, nixl, ucx in turn
 UCX's thread crashed as a peer died (SIGSEGV in ucp_memh_invalidate, 4 of 4 runs); never without"""
-SOON = 30.0
+TIMEOUT_S = 30.0
 SECRET = b"s" * 32
 CHUNK = 2**20
 SIZE = 12 * CHUNK + 1234
@@ -32,27 +32,27 @@ CHUNKS = 13
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
 
-def calm() -> Pace:
+def calm() -> AdaptiveTimeout:
     """Patience with sources that are slow only because the machine is busy."""
-    return Pace(SOON, SOON)
+    return AdaptiveTimeout(TIMEOUT_S, TIMEOUT_S)
 
 
 @asynccontextmanager
-async def piped(kind: str, secret: bytes = SECRET) -> AsyncGenerator[Pipe]:
-    pipe = open_pipe(kind, secret, trusted_network=True)
+async def transport_for(kind: str, secret: bytes = SECRET) -> AsyncGenerator[WeightTransport]:
+    pipe = open_transport(kind, secret, trusted_network=True)
     try:
         yield pipe
     finally:
         await pipe.close()
 
 
-def holder(at: str, name: str = "trainer/0", holds: Version | None = VERSION) -> Holder:
-    return Holder(Life(ReplicaId(name), 1), at, holds)
+def weight_source(at: str, name: str = "trainer/0", version: Version | None = VERSION) -> WeightSource:
+    return WeightSource(Incarnation(ReplicaId(name), 1), at, version)
 
 
 @asynccontextmanager
 async def served(kind: str, store: WeightStore, secret: bytes = SECRET) -> AsyncGenerator[str]:
-    async with piped(kind, secret) as pipe:
+    async with transport_for(kind, secret) as pipe:
         yield await pipe.serve(store, "127.0.0.1")
 
 
@@ -84,38 +84,38 @@ async def child(kind: str, size: int = SIZE, chunk: int = CHUNK, upstream: str =
         process.communicate()
 
 
-class Spy:
+class SpyTransport:
     """A pipe that counts chunks by source, and calls ``after`` at each one that came."""
 
-    def __init__(self, pipe: Pipe, after: Callable[[str, int], None] = lambda at, count: None) -> None:
-        self.kind = pipe.kind
-        self.pipe = pipe
+    def __init__(self, transport: WeightTransport, after: Callable[[str, int], None] = lambda at, count: None) -> None:
+        self.kind = transport.kind
+        self.transport = transport
         self.after = after
         self.came: dict[str, int] = {}
         self.failed: dict[str, list[str]] = {}
 
     async def fetch(
-        self, at: str, version: Version, span: range, into: memoryview, by: float, starved_by: float = STARVED_BY
+        self, address: str, version: Version, span: range, into: memoryview, timeout: float, starvation_timeout: float = STARVATION_TIMEOUT_S
     ) -> None:
         try:
-            await self.pipe.fetch(at, version, span, into, by, starved_by)
-        except PipeError as error:
-            self.failed.setdefault(at, []).append(str(error))
+            await self.transport.fetch(address, version, span, into, timeout, starvation_timeout)
+        except TransportError as error:
+            self.failed.setdefault(address, []).append(str(error))
             raise
-        self.came[at] = self.came.get(at, 0) + 1
-        self.after(at, self.came[at])
+        self.came[address] = self.came.get(address, 0) + 1
+        self.after(address, self.came[address])
 
     async def serve(self, store: WeightStore, host: str) -> str:
-        return await self.pipe.serve(store, host)
+        return await self.transport.serve(store, host)
 
-    async def manifest(self, at: str, version: Version, by: float, starved_by: float = STARVED_BY) -> Manifest:
-        return await self.pipe.manifest(at, version, by, starved_by)
+    async def manifest(self, address: str, version: Version, timeout: float, starvation_timeout: float = STARVATION_TIMEOUT_S) -> Manifest:
+        return await self.transport.manifest(address, version, timeout, starvation_timeout)
 
-    def hang_up(self, at: str) -> None:
-        self.pipe.hang_up(at)
+    def disconnect(self, address: str) -> None:
+        self.transport.disconnect(address)
 
     async def close(self) -> None:
-        await self.pipe.close()
+        await self.transport.close()
 
 
 def complete(store: WeightStore, version: Version = VERSION, size: int = SIZE) -> bool:

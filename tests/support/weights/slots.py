@@ -10,12 +10,12 @@ import os
 import sys
 
 from rrl.tests.support.weights.source import content
-from rrl.transport.weights.nixl_memory import SLOT_BYTES, Reads
+from rrl.transport.weights.nixl_memory import SLOT_BYTES, NixlRuntime
 
 if __name__ == "__main__":
-    reads = Reads("127.0.0.1")
-    reads.hear(True)
+    reads = NixlRuntime("127.0.0.1")
+    reads.set_ports_open(True)
     slot = reads.fill(content(SLOT_BYTES))
-    print(reads.name.decode(), reads.told()[1].hex(), slot.address, flush=True)
+    print(reads.name.decode(), reads.local_metadata()[1].hex(), slot.address, flush=True)
     sys.stdin.read()
     os._exit(0)

@@ -10,16 +10,16 @@ import asyncio
 import os
 import sys
 
-from rrl.core.types import Life, ReplicaId, Version
-from rrl.transport.messages import Holder
-from rrl.transport.weights.base import Pipe
+from rrl.core.types import Incarnation, ReplicaId, Version
+from rrl.transport.messages import WeightSource
+from rrl.transport.weights.base import WeightTransport
 from rrl.transport.weights.manifest import Manifest, describe
-from rrl.transport.weights.pull import Pace, pull
-from rrl.transport.weights.select import open_pipe
+from rrl.transport.weights.pull import AdaptiveTimeout, pull
+from rrl.transport.weights.select import open_transport
 from rrl.transport.weights.store import WeightStore
 
 VERSION = Version(3, 1)
-PATIENT = 30.0
+PULL_TIMEOUT_S = 30.0
 """s"""
 
 
@@ -37,7 +37,7 @@ async def _main(kind: str, secret: bytes, nbytes: int, chunk_bytes: int, upstrea
     store, flat = WeightStore(), content(nbytes)
     if not upstream:
         store.offer(described(VERSION, flat, secret, chunk_bytes), flat)
-    pipe = open_pipe(kind, secret, trusted_network=True)
+    pipe = open_transport(kind, secret, trusted_network=True)
     print(await pipe.serve(store, "127.0.0.1"), flush=True)
     pulling = asyncio.create_task(_pull(store, pipe, upstream)) if upstream else None
     await asyncio.to_thread(sys.stdin.read)
@@ -45,9 +45,9 @@ async def _main(kind: str, secret: bytes, nbytes: int, chunk_bytes: int, upstrea
     os._exit(0)
 
 
-async def _pull(store: WeightStore, pipe: Pipe, upstream: str) -> None:
-    source = Holder(Life(ReplicaId("rollout/0"), 1), upstream)
-    await pull(store, VERSION, lambda: [source], pipe, pace=Pace(PATIENT, PATIENT), starved_by=PATIENT)
+async def _pull(store: WeightStore, transport: WeightTransport, upstream: str) -> None:
+    source = WeightSource(Incarnation(ReplicaId("rollout/0"), 1), upstream)
+    await pull(store, VERSION, lambda: [source], transport, adaptive_timeout=AdaptiveTimeout(PULL_TIMEOUT_S, PULL_TIMEOUT_S), starvation_timeout=PULL_TIMEOUT_S)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from msgspec import Struct, field, structs
 
 from rrl.core.types import TRAINER, Version
 from rrl.tests.support.weights import orders as say
-from rrl.tests.support.weights.members import SOON, Member, Nursery
-from rrl.transport.weights.base import STARVED_BY
+from rrl.tests.support.weights.members import TIMEOUT_S, Member, Nursery
+from rrl.transport.weights.base import STARVATION_TIMEOUT_S
 from rrl.transport.weights.nixl import INLINE_BYTES
 
 RECEIVERS = 4
@@ -36,14 +36,14 @@ _APART = (0.0, 0.15)
 """s between two faults; a version takes longer"""
 _FROZEN = (0.02, 0.7)
 """s"""
-_LONG_FROZEN = STARVED_BY + 1
+_LONG_FREEZE_S = STARVATION_TIMEOUT_S + 1
 """s; longer than anybody waits for a source that is waiting itself"""
 _LONG_EVERY = 6
 """freezes, of which one is that long"""
 _NOTICED = (0.0, 0.2)
 """s until a dead one is named no more; until then others go on asking it"""
-_HARMS = ("kill", "kill", "freeze", "freeze", "restart")
-_LOOK_EVERY = 40
+_FAULT_KINDS = ("kill", "kill", "freeze", "freeze", "restart")
+_CHECK_EVERY_FAULTS = 40
 """faults between two looks at what processes use, with all of them at rest"""
 _ROUNDS = 2
 """versions that everybody commits before a look: what is kept of the ones before has come by then"""
@@ -91,12 +91,12 @@ class _Torture:
             await self._start(name)
         flow = asyncio.create_task(self._flow())
         flow.add_done_callback(self._flowed)
-        parts = max(4, self._faults // _LOOK_EVERY // 2 * 2)
+        parts = max(4, self._faults // _CHECK_EVERY_FAULTS // 2 * 2)
         for part in range(parts):
             faults = self._faults * (part + 1) // parts - self._faults * part // parts
             spared = part < parts // 2
-            await self._harm(faults, [name for name in self._names if name != TRAINER or not spared])
-            await self._look([WITNESS, TRAINER] if spared else [WITNESS])
+            await self._inject_faults(faults, [name for name in self._names if name != TRAINER or not spared])
+            await self._check_idle([WITNESS, TRAINER] if spared else [WITNESS])
         flow.cancel()
         await asyncio.wait([flow])
         for member in self._members.values():
@@ -107,27 +107,27 @@ class _Torture:
     async def _start(self, name: str) -> None:
         old = self._members.get(name)
         self._members[name] = await Member.start(
-            self._nursery, name, NBYTES, incarnation=old.life.incarnation + 1 if old else 1, check=True,
-            chunk_by=CHUNK_BY, on=self._hear,
+            self._nursery, name, NBYTES, incarnation=old.incarnation.number + 1 if old else 1, check=True,
+            chunk_by=CHUNK_BY, on=self._on_report,
         )  # fmt: skip
-        self._tell()
+        self._announce()
 
-    def _tell(self) -> None:
-        named = tuple(self._members[name].holder for name in self._names if name in self._members)
+    def _announce(self) -> None:
+        named = tuple(self._members[name].source for name in self._names if name in self._members)
         for member in self._members.values():
-            if member.life.replica != TRAINER:
-                member.tell(say.Peers(self._newest, named))
+            if member.incarnation.replica != TRAINER:
+                member.send(say.Peers(self._newest, named))
 
-    def _hear(self, member: Member, report: say.Report) -> None:
+    def _on_report(self, member: Member, report: say.Report) -> None:
         match report:
             case say.Committed():
                 self.tally.commits += 1
-                if not report.right or report.version not in self._published:
-                    self.tally.wrong.append(f"{member.life} committed {report}")
-                if member is self._members.get(member.life.replica):
-                    self._tell()
+                if not report.is_correct or report.version not in self._published:
+                    self.tally.wrong.append(f"{member.incarnation} committed {report}")
+                if member is self._members.get(member.incarnation.replica):
+                    self._announce()
             case say.Failed():
-                self.tally.failed.append(f"{member.life}: {report.why}")
+                self.tally.failed.append(f"{member.incarnation}: {report.why}")
             case _:
                 pass
 
@@ -145,22 +145,22 @@ class _Torture:
     async def _publish(self) -> None:
         trainer = self._members[TRAINER]
         step = self._newest.step + 1 if self._newest else 0
-        version = Version(step, trainer.life.incarnation)
+        version = Version(step, trainer.incarnation.number)
         self._published.add(version)  # it may be killed with the version out and its report not
         try:
-            await trainer.ask(say.Publish(version, 7, self._chunk_bytes), say.Published)
+            await trainer.request(say.Publish(version, 7, self._chunk_bytes), say.Published)
         except ConnectionError:
             await asyncio.sleep(0.01)
             return
         self.tally.versions += 1
         self._newest = version
-        self._tell()
+        self._announce()
 
     # ── harm ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    async def _harm(self, faults: int, names: list[str]) -> None:
+    async def _inject_faults(self, faults: int, names: list[str]) -> None:
         while faults:
             await asyncio.sleep(self._chance.uniform(*_APART))
-            name, harm = self._chance.choice(names), self._chance.choice(_HARMS)
+            name, harm = self._chance.choice(names), self._chance.choice(_FAULT_KINDS)
             before = self._harming.get(name)
             if (before is not None and not before.done()) or (harm != "freeze" and name == WITNESS):
                 continue
@@ -183,7 +183,7 @@ class _Torture:
         self._freezes += 1
         long = self._freezes % _LONG_EVERY == 1  # the first one is: there is one in a short run
         member.freeze()
-        await asyncio.sleep(_LONG_FROZEN if long else self._chance.uniform(*_FROZEN))
+        await asyncio.sleep(_LONG_FREEZE_S if long else self._chance.uniform(*_FROZEN))
         member.thaw()
 
     async def _replace(self, name: str) -> None:
@@ -191,7 +191,7 @@ class _Torture:
         await self._start(name)
 
     # ── what those use that live ───────────────────────────────────────────────────────────────────────────────────
-    async def _look(self, names: list[str]) -> None:
+    async def _check_idle(self, names: list[str]) -> None:
         """With every process well, everybody at the same version, and nothing under way."""
         await asyncio.gather(*self._harming.values())
         async with self._rest:
@@ -201,16 +201,16 @@ class _Torture:
                     if name != TRAINER:
                         await self._brought(member)
             for name in names:
-                self.tally.usage[name].append(await self._members[name].ask(say.Measure(), say.Usage))
+                self.tally.usage[name].append(await self._members[name].request(say.Measure(), say.Usage))
 
     async def _brought(self, member: Member) -> None:
         newest = self._newest
         assert newest is not None
         try:
-            await member.committed(newest, SOON)
+            await member.committed(newest, TIMEOUT_S)
         except TimeoutError as error:
-            said = [f"{one.life}: {one.heard[-1:]}" for one in self._members.values()]
-            text = "\n".join([f"{member.life} never got {newest} after {self.tally}", *said])
+            said = [f"{one.incarnation}: {one.reports[-1:]}" for one in self._members.values()]
+            text = "\n".join([f"{member.incarnation} never got {newest} after {self.tally}", *said])
             raise TimeoutError(text) from error
 
     def _flowed(self, flow: asyncio.Task[None]) -> None:
@@ -228,7 +228,7 @@ async def torture(kind: str, faults: int, seed: int) -> Tally:
 
 
 if __name__ == "__main__":
-    seen = asyncio.run(torture(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0))
-    for name, value in structs.asdict(seen).items():
+    tally = asyncio.run(torture(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0))
+    for name, value in structs.asdict(tally).items():
         print(name, value)
-    print(seen.growth())
+    print(tally.growth())

@@ -36,7 +36,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setattr(submit_command, "_manager", lambda run, foreground: None)
     made = Story("mine-1").works().recovers("rollout/0").written(root)
     RunKeys.make().save(made.keys)
-    made.view.write_bytes(msgspec.json.encode(job()))
+    made.run_spec.write_bytes(msgspec.json.encode(job()))
     made.resolved.write_text(json.dumps({"source": "/nowhere/job.toml", "job": {}}))
     return made
 

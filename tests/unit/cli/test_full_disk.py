@@ -46,7 +46,7 @@ def write_runs(root: Path) -> None:
     cancelled = Story("over-1").works().ends(Outcome.CANCELLED, "somebody asked")
     for made in (Story("mine-1", allowing).works().written(root), cancelled.written(root)):
         RunKeys.make().save(made.keys)
-        made.view.write_bytes(msgspec.json.encode(job()))
+        made.run_spec.write_bytes(msgspec.json.encode(job()))
         made.job_toml.write_text(light_job("local", 40))
         made.resolved.write_text(json.dumps({"source": "/nowhere/job.toml", "job": {}}))
 

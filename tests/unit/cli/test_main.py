@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from rrl.cli import commands, main
 from rrl.config.job.schema import Job
 from rrl.core.run_dir import RUNS_ENV, RunDir
-from rrl.core.run_spec import JobView, ManagerView
+from rrl.core.run_spec import RunSpec, ManagerSpec
 from rrl.core.types import Outcome
 from rrl.manager.bootstrap import start as starting
 from rrl.manager.model.state import State
@@ -38,7 +38,7 @@ def job_toml(tmp_path: Path) -> str:
     return str(tmp_path / "job.toml")
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+def output_of(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
     return capsys.readouterr()
 
 
@@ -81,7 +81,7 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(
     root: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
 ) -> None:
     assert main.run(arguments) == 2
-    assert said(capsys) == ("", told + "\n")
+    assert output_of(capsys) == ("", told + "\n")
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "cancel", "manage"])
@@ -158,7 +158,7 @@ def test_status_as_json_is_the_state_itself(root: Path, capsys: pytest.CaptureFi
     story = Story().works()
     story.written(root)
     assert main.run(["status", "--json"]) == 0
-    assert msgspec.json.decode(capsys.readouterr().out, type=State) == story.told()
+    assert msgspec.json.decode(capsys.readouterr().out, type=State) == story.recorded()
 
 
 @pytest.mark.parametrize(("where", "queued"), [("job", "manager"), ("pool", "pool")])
@@ -167,8 +167,8 @@ def test_on_slurm_a_run_that_has_not_begun_names_the_job_that_brings_its_manager
 ) -> None:
     run = RunDir(root / "fresh-1")
     run.create()
-    job = msgspec.structs.replace(job_view(), cluster="slurm", manager=ManagerView(where))
-    run.view.write_bytes(msgspec.json.encode(job))
+    job = msgspec.structs.replace(job_view(), cluster="slurm", manager=ManagerSpec(where))
+    run.run_spec.write_bytes(msgspec.json.encode(job))
     assert main.run(["status"]) == 0
     assert f"(squeue --name=fresh-1.{queued} tells why; " in capsys.readouterr().out
 
@@ -251,7 +251,7 @@ def test_an_option_that_rrl_sets_itself_is_refused_before_anything_starts(
 def test_a_wrong_spec_is_told_line_by_line(root: Path, job_toml: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path(job_toml).write_text(JOB.replace("replicas", "replica").replace("steps = 10", "steps = 0"))
     assert main.run(["submit", job_toml]) == 2
-    assert said(capsys) == (
+    assert output_of(capsys) == (
         "",
         f"{job_toml}:3: run.steps: must be at least 1, not 0\n"
         f'{job_toml}:17: roles.rollout.replica: unknown key; did you mean "replicas"?\n',
@@ -269,7 +269,7 @@ def _pretends(monkeypatch: pytest.MonkeyPatch, root: Path, story: Story) -> None
 
     def run_here(run: RunDir, foreground: bool = False, by_hand: bool = False) -> str | None:
         write_summary(run)
-        return None if story.told().outcome is None else story.told().outcome
+        return None if story.recorded().outcome is None else story.recorded().outcome
 
     monkeypatch.setattr(starting, "create", create)
     monkeypatch.setattr(starting, "start", start)
@@ -281,7 +281,7 @@ def test_submit_prints_the_id_alone_on_stdout(
 ) -> None:
     _pretends(monkeypatch, root, Story("small-7"))
     assert main.run(["submit", job_toml]) == 0
-    assert said(capsys) == ("small-7\n", "watch it with: rrl status small-7 --live\n")
+    assert output_of(capsys) == ("small-7\n", "watch it with: rrl status small-7 --live\n")
 
 
 def test_submit_as_json_names_run_and_folder(
@@ -318,7 +318,7 @@ def test_waiting_with_json_leaves_only_the_summary_on_stdout(
 def test_a_start_that_fails_is_one_line_and_exit_code_1_and_leaves_nothing(
     root: Path, job_toml: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(run: RunDir, view: JobView) -> str:
+    def refused(run: RunDir, view: RunSpec) -> str:
         raise RuntimeError("sbatch: error: Socket timed out")
 
     monkeypatch.setattr(starting, "start_manager", refused)

@@ -27,10 +27,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv(RUNS_ENV, str(tmp_path))
     monkeypatch.setenv("COLUMNS", "400")
     story = Story(RUN).works()
-    life = story.life("rollout/0")
+    incarnation = story.incarnation("rollout/0")
     evidence = (Evidence("stderr", HOSTILE, story.now),)
-    failed = Finding("exit_record", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, story.now, evidence, life=life)
-    story.tell(ev.FindingChanged(failed))
+    failed = Finding("exit_record", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, story.now, evidence, incarnation=incarnation)
+    story.record(ev.FindingChanged(failed))
     made = story.written(tmp_path)
     line = stamp(int(story.now * 1e6)).decode()
     made.log_file(f"{RUN}.rollout-0.1").write_text(f"{line} {HOSTILE}\n")
@@ -71,7 +71,7 @@ def test_raw_json_is_refused_in_one_line(run: RunDir, capsys: pytest.CaptureFixt
 
 def test_the_summary_file_can_be_shown_by_any_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     story = Story(RUN).works()
-    story.tell(ev.RunEnded(Outcome.FAILED, HOSTILE))
+    story.record(ev.RunEnded(Outcome.FAILED, HOSTILE))
     run = story.written(tmp_path)
     write_summary(run)
     text = run.summary.read_text()

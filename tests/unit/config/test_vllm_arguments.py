@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rrl.config.vllm_arguments import known_here, unknown
+from rrl.config.vllm_arguments import installed_arguments, unknown_argument_text
 
 SOURCE = """
 raise ImportError("nobody may import this")
@@ -33,15 +33,15 @@ def fake_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str = SOURC
 
 def test_arguments_are_read_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_vllm(tmp_path, monkeypatch)
-    assert known_here() == {"max_num_seqs", "tensor_parallel_size", "gpu_memory_utilization"}
+    assert installed_arguments() == {"max_num_seqs", "tensor_parallel_size", "gpu_memory_utilization"}
 
 
 def test_of_a_vllm_that_is_written_otherwise_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_vllm(tmp_path, monkeypatch, "def (:")
-    assert known_here() == frozenset()
+    assert installed_arguments() == frozenset()
 
 
 def test_a_mistyped_argument_is_told_with_the_one_that_is_meant_if_the_user_may_set_it() -> None:
     known = {"max_num_seqs", "stream_interval"}
-    assert unknown("max_num_seq", known, "X") == "X has no such argument (EngineArgs); did you mean max_num_seqs?"
-    assert unknown("stream_intervall", known, "X") == "X has no such argument (EngineArgs)"
+    assert unknown_argument_text("max_num_seq", known, "X") == "X has no such argument (EngineArgs); did you mean max_num_seqs?"
+    assert unknown_argument_text("stream_intervall", known, "X") == "X has no such argument (EngineArgs)"

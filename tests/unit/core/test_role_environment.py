@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rrl.core.role_environment import behind, passing, prelude
-from rrl.core.run_spec import EnvView
+from rrl.core.role_environment import wrap, select_variables, prelude
+from rrl.core.run_spec import EnvSpec
 
 GOLDEN = """\
 rrl_words=$1 rrl_report=$2 rrl_folder=$PWD
@@ -67,38 +67,38 @@ exec "${rrl_command[@]}"
 
 
 def test_env_becomes_this_text() -> None:
-    env = EnvView(
+    env = EnvSpec(
         setup=("source /opt/site/profile.sh", "export WHO='me'"), modules=("cuda/12.4",), venv="~/venvs/rl", conda="rl"
     )
     assert prelude(env) == GOLDEN
 
 
 def test_an_env_that_sets_nothing_up_is_no_text() -> None:
-    assert prelude(EnvView(passed=("WANDB_API_KEY",), probe=("torch",), python="/x/python")) == ""
+    assert prelude(EnvSpec(passed=("WANDB_API_KEY",), probe=("torch",), python="/x/python")) == ""
 
 
-class Said:
+class PreludeResult:
     """How a command behind a prelude ended: ``report`` is what was told of the setting up, ``words`` its stderr."""
 
-    def __init__(self, env: EnvView, *command: str, home: Path = Path("/"), **variables: str) -> None:
+    def __init__(self, env: EnvSpec, *command: str, home: Path = Path("/"), **variables: str) -> None:
         words, words_in = os.pipe()
         report, report_in = os.pipe()
         given = {"PATH": "/usr/bin:/bin", "HOME": str(home)} | variables
-        argv: Sequence[str] = behind(prelude(env), words_in, report_in, command or ("true",))
+        argv: Sequence[str] = wrap(prelude(env), words_in, report_in, command or ("true",))
         kept = (words_in, report_in)
         done = subprocess.run(argv, env=given, cwd="/tmp", capture_output=True, text=True, pass_fds=kept)
         for fd in kept:
             os.close(fd)
         self.code, self.out, self.err = done.returncode, done.stdout, done.stderr
         with open(words) as file:
-            self.words = file.read()
+            self.stderr = file.read()
         with open(report) as file:
             self.report = file.read()
 
 
 def test_lines_are_run_in_order_in_one_shell_and_the_command_sees_what_they_set() -> None:
-    said = Said(EnvView(setup=("A=1", "export B=$((A + 1))", "cd /usr")), "sh", "-c", "echo $B $A $PWD; echo own >&2")
-    assert (said.report, said.out, said.err, said.words) == ("begun", "2 /tmp\n", "own\n", "")
+    said = PreludeResult(EnvSpec(setup=("A=1", "export B=$((A + 1))", "cd /usr")), "sh", "-c", "echo $B $A $PWD; echo own >&2")
+    assert (said.report, said.out, said.err, said.stderr) == ("begun", "2 /tmp\n", "own\n", "")
 
 
 @pytest.mark.parametrize(
@@ -113,43 +113,43 @@ def test_lines_are_run_in_order_in_one_shell_and_the_command_sees_what_they_set(
     ],
 )
 def test_a_line_that_fails_keeps_the_command_from_starting_and_is_named(line: str, code: str, word: str) -> None:
-    said = Said(EnvView(setup=("true", line, "echo on >&2")), "echo", "started")
+    said = PreludeResult(EnvSpec(setup=("true", line, "echo on >&2")), "echo", "started")
     assert said.report.startswith(f"[env] setup line 2 failed (exit {code})") or code == "1"
     assert said.report.startswith("[env] setup line 2 failed (exit ")
-    assert word in said.words
-    assert "on" not in said.words.split()
+    assert word in said.stderr
+    assert "on" not in said.stderr.split()
     assert said.out == ""
 
 
 def test_a_sourced_script_does_not_see_the_arguments_of_the_command(tmp_path: Path) -> None:
     (tmp_path / "setvars.sh").write_text('export SEEN="$#"\n')
-    said = Said(EnvView(setup=(f"source {tmp_path}/setvars.sh",)), "sh", "-c", "echo $SEEN")
+    said = PreludeResult(EnvSpec(setup=(f"source {tmp_path}/setvars.sh",)), "sh", "-c", "echo $SEEN")
     assert said.out == "0\n"
 
 
 def test_modules_are_loaded_by_the_sites_own_function_and_one_that_is_missing_is_named() -> None:
     module = 'module() { [ "$2" != bad ] || { echo "Unable to locate \'$2\'" >&2; return 1; }; export HAS=$HAS.$2; }'
-    said = Said(EnvView(setup=(module,), modules=("gcc", "cuda/12")), "sh", "-c", "echo $HAS")
+    said = PreludeResult(EnvSpec(setup=(module,), modules=("gcc", "cuda/12")), "sh", "-c", "echo $HAS")
     assert (said.report, said.out) == ("begun", ".gcc.cuda/12\n")
-    said = Said(EnvView(setup=(module,), modules=("gcc", "bad")))
+    said = PreludeResult(EnvSpec(setup=(module,), modules=("gcc", "bad")))
     assert said.report == "[env] module load bad failed (exit 1)"
-    assert "Unable to locate" in said.words
+    assert "Unable to locate" in said.stderr
 
 
 def test_a_node_without_modules_says_so() -> None:
-    said = Said(EnvView(modules=("cuda",)))
+    said = PreludeResult(EnvSpec(modules=("cuda",)))
     assert said.report == "[env] modules failed (exit 1)"
-    assert 'there is no "module" on this node' in said.words
+    assert 'there is no "module" on this node' in said.stderr
 
 
 def test_a_venv_is_activated_and_one_that_is_absent_is_named(tmp_path: Path) -> None:
     (tmp_path / "v/bin").mkdir(parents=True)
     (tmp_path / "v/bin/activate").write_text("export VIRTUAL_ENV=here PATH=/v:$PATH\n")
-    said = Said(EnvView(venv="~/v"), "sh", "-c", "echo $VIRTUAL_ENV $PATH", home=tmp_path)
+    said = PreludeResult(EnvSpec(venv="~/v"), "sh", "-c", "echo $VIRTUAL_ENV $PATH", home=tmp_path)
     assert said.out == "here /v:/usr/bin:/bin\n"
-    said = Said(EnvView(venv=str(tmp_path / "w")))
+    said = PreludeResult(EnvSpec(venv=str(tmp_path / "w")))
     assert said.report == f"[env] venv {tmp_path}/w failed (exit 1)"
-    assert "no bin/activate" in said.words
+    assert "no bin/activate" in said.stderr
 
 
 def test_conda_is_found_by_its_variable_and_its_environment_is_activated(tmp_path: Path) -> None:
@@ -157,14 +157,14 @@ def test_conda_is_found_by_its_variable_and_its_environment_is_activated(tmp_pat
     conda = tmp_path / "fake_conda"
     conda.write_text("#!/bin/sh\necho 'conda() { [ \"$2\" = rl ] || return 1; export CONDA_DEFAULT_ENV=$2; }'\n")
     conda.chmod(0o755)
-    said = Said(EnvView(conda="rl"), "sh", "-c", "echo $CONDA_DEFAULT_ENV", CONDA_EXE=str(conda))
+    said = PreludeResult(EnvSpec(conda="rl"), "sh", "-c", "echo $CONDA_DEFAULT_ENV", CONDA_EXE=str(conda))
     assert (said.report, said.out) == ("begun", "rl\n")
-    assert Said(EnvView(conda="no"), CONDA_EXE=str(conda)).report == "[env] conda no failed (exit 1)"
-    assert 'there is no "conda" on this node' in Said(EnvView(conda="rl")).words
+    assert PreludeResult(EnvSpec(conda="no"), CONDA_EXE=str(conda)).report == "[env] conda no failed (exit 1)"
+    assert 'there is no "conda" on this node' in PreludeResult(EnvSpec(conda="rl")).stderr
 
 
 def test_a_command_that_is_not_there_is_told_with_where_it_was_looked_for() -> None:
-    said = Said(EnvView(setup=("PATH=/nowhere",)), "no-such-command")
+    said = PreludeResult(EnvSpec(setup=("PATH=/nowhere",)), "no-such-command")
     assert said.report == "there is no command no-such-command on this node, after [env] with PATH=/nowhere"
     assert said.code == 127
 
@@ -174,7 +174,7 @@ def test_variables_pass_by_name_or_beginning_but_never_those_of_a_launcher() -> 
         "WANDB_API_KEY": "secret", "NCCL_DEBUG": "INFO", "NCCL_P2P_LEVEL": "SYS", "OTHER": "x", "SLURM_JOB_ID": "7",
         "PMIX_RANK": "0", "PMI_RANK": "0", "OMPI_COMM_WORLD_RANK": "0", "RRL_LAUNCH": "/x",
     }  # fmt: skip
-    assert passing(("WANDB_API_KEY", "NCCL_*", "MISSING"), shell) == {
+    assert select_variables(("WANDB_API_KEY", "NCCL_*", "MISSING"), shell) == {
         "NCCL_DEBUG": "INFO", "NCCL_P2P_LEVEL": "SYS", "WANDB_API_KEY": "secret",
     }  # fmt: skip
-    assert passing(("S*", "PMI*", "OMPI_*", "RRL_*", "SLURM_JOB_ID"), shell) == {}
+    assert select_variables(("S*", "PMI*", "OMPI_*", "RRL_*", "SLURM_JOB_ID"), shell) == {}

@@ -11,7 +11,7 @@ import pytest
 
 from rrl.core.launch import ExitReason, ExitRecord, read_exit
 from rrl.core.run_dir import write_atomically
-from rrl.core.types import Life, NodeName, ReplicaId
+from rrl.core.types import Incarnation, NodeName, ReplicaId
 
 OLD, NEW = b"the old bytes", b"the new bytes, which are more than those"
 
@@ -54,7 +54,7 @@ def test_a_file_that_cannot_take_its_place_is_taken_away(tmp_path: Path) -> None
 
 # ── exit records ───────────────────────────────────────────────────────────────────────────────────────────────────
 def test_an_exit_record_is_read_as_it_was_written(tmp_path: Path) -> None:
-    record = ExitRecord("run.a-0.1", Life(ReplicaId("a/0"), 1), NodeName("n1"), 3, None, ExitReason.EXITED, 5.0)
+    record = ExitRecord("run.a-0.1", Incarnation(ReplicaId("a/0"), 1), NodeName("n1"), 3, None, ExitReason.EXITED, 5.0)
     write_atomically(tmp_path / "exit", msgspec.json.encode(record))
     assert read_exit(tmp_path / "exit") == record
 

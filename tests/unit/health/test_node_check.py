@@ -7,7 +7,7 @@ import pytest
 from rrl.core.types import Cause, Remedy, Verdict
 from rrl.health.node_check import overall
 from rrl.health.readers.samples import DcgmData, DcgmGpu, FabricData
-from rrl.tests.support.health.simulated_node import LookedAt, gpu, port
+from rrl.tests.support.health.simulated_node import ObservedNode, gpu, port
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from rrl.tests.support.health.simulated_node import LookedAt, gpu, port
 def test_of_a_gpu_that_is_lost_the_driver_may_still_say_what_would_help(
     fields: dict[str, str | None], remedy: Remedy
 ) -> None:
-    found = LookedAt().gpus(gpu(0, **fields)).one("gpu_lost")
+    found = ObservedNode().gpus(gpu(0, **fields)).one("gpu_lost")
     assert (found.verdict, found.remedy) == (Verdict.FAIL, remedy)
 
 
@@ -30,30 +30,30 @@ def test_of_a_gpu_that_is_lost_the_driver_may_still_say_what_would_help(
     [("bus_reset", Remedy.RESET_GPU), ("system_reboot", Remedy.REBOOT)],
 )
 def test_the_newest_recovery_actions_are_known(action: str, remedy: Remedy) -> None:
-    found = LookedAt().gpus(gpu(0, recovery_action=action), times=3).one("gpu_recovery_action")
+    found = ObservedNode().gpus(gpu(0, recovery_action=action), times=3).one("gpu_recovery_action")
     assert (found.verdict, found.remedy) == (Verdict.FAIL, remedy)
 
 
 @pytest.mark.parametrize("action", ["recover_imex_domain", "unknown (9)"])
 def test_an_action_of_many_nodes_and_one_that_a_newer_driver_has_are_told_and_condemn_nobody(action: str) -> None:
-    found = LookedAt().gpus(gpu(0, recovery_action=action), times=9).one("gpu_recovery_action")
+    found = ObservedNode().gpus(gpu(0, recovery_action=action), times=9).one("gpu_recovery_action")
     assert (found.verdict, found.remedy) == (Verdict.WARN, Remedy.SUPPORT)
 
 
 def test_all_devices_of_infiniband_gone_at_once_are_missed() -> None:
-    node = LookedAt().reads(FabricData(ports=(port(), port("mlx5_1"))))
+    node = ObservedNode().reads(FabricData(ports=(port(), port("mlx5_1"))))
     for _ in range(3):
         node.cannot("fabric", "absent", "there is no InfiniBand or RoCE device")
-    assert {one.part for one in node.of("hca_count") if one.verdict is Verdict.FAIL} == {"mlx5_0", "mlx5_1"}
+    assert {one.component for one in node.of("hca_count") if one.verdict is Verdict.FAIL} == {"mlx5_0", "mlx5_1"}
 
 
 def test_a_driver_that_was_there_and_is_gone_leaves_doubt() -> None:
-    node = LookedAt().gpus().cannot("nvml", "absent", "the NVIDIA driver is not loaded")
+    node = ObservedNode().gpus().cannot("nvml", "absent", "the NVIDIA driver is not loaded")
     assert overall(node.found) is Verdict.UNKNOWN
 
 
 def test_a_port_that_is_down_stays_so_while_it_cannot_be_read() -> None:
-    node = LookedAt().reads(FabricData(ports=(port(),)))
+    node = ObservedNode().reads(FabricData(ports=(port(),)))
     node.reads(FabricData(ports=(port(state="DOWN"),)), times=3)
     node.reads(FabricData(ports=(port(state=None, unread={"state": "not permitted"}),)), times=4)
     assert node.verdict("fabric_port") is Verdict.FAIL
@@ -61,18 +61,18 @@ def test_a_port_that_is_down_stays_so_while_it_cannot_be_read() -> None:
 
 def test_a_code_that_dcgm_counts_for_the_first_time_has_happened_now() -> None:
     """Its metric is not there before: it counts the Xids of the exporter's last minutes."""
-    node = LookedAt().gpus().reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0"),)))
+    node = ObservedNode().gpus().reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0"),)))
     assert node.reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0", xid_counts={79: 1}),))).verdict("xid") is Verdict.FAIL
 
 
 def test_where_the_exporter_was_away_its_counts_are_a_beginning_again() -> None:
     away = DcgmData(unread={"exporter": "connection refused"})
-    node = LookedAt().gpus().reads(away).reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0", xid_counts={79: 1}),)))
+    node = ObservedNode().gpus().reads(away).reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0", xid_counts={79: 1}),)))
     assert node.verdict("xid") is Verdict.OK
 
 
 def test_what_happens_again_after_the_driver_was_content_is_not_over() -> None:
-    node = LookedAt().gpus().xid(119)
+    node = ObservedNode().gpus().xid(119)
     node.xid(154, text="GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)")
     node.log().log()
     assert node.verdict("xid") is Verdict.OK
@@ -82,16 +82,16 @@ def test_what_happens_again_after_the_driver_was_content_is_not_over() -> None:
 # ── around a kill ────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("code", [13, 31, 74, 61])
 def test_an_xid_that_preceded_our_kill_counts(code: int) -> None:
-    node = LookedAt().gpus().xid(code)
-    node.seen.killed(node.now + 20)
+    node = ObservedNode().gpus().xid(code)
+    node.node_state.on_our_kill(node.now + 20)
     assert node.passes(20).gpus(times=3).verdict("xid") is Verdict.WARN
 
 
 def test_the_xid_of_a_crash_counts_though_what_it_left_was_swept_at_once() -> None:
-    node = LookedAt().gpus()
-    node.seen.killed(node.now)  # orphans of the role that crashed
+    node = ObservedNode().gpus()
+    node.node_state.on_our_kill(node.now)  # orphans of the role that crashed
     node.gpus().xid(31)
     assert node.verdict("xid") is Verdict.OK
-    node.seen.role_died(["GPU-0"], node.now)
-    found = node.looks().one("xid")
+    node.node_state.on_role_death(["GPU-0"], node.now)
+    found = node.check_again().one("xid")
     assert (found.verdict, found.cause) == (Verdict.WARN, Cause.USER)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rrl.core.run_dir import RunDir
-from rrl.manager.cluster.base import Ask, Cluster, Refused
+from rrl.manager.cluster.base import AllocationRequest, Cluster, Refused
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Request, Why
 from rrl.manager.model.reducer import fold
@@ -31,8 +31,8 @@ class HetJob:
 
 
 def test_the_first_component_of_a_heterogeneous_job_is_given_back_after_the_others(tmp_path: Path) -> None:
-    asked = Request(Ask(FIRST, 1, NODE, 60.0, more=(Ask(OTHER, 1, NODE, 60.0),)), Why(("because",)))
-    events: tuple[ev.Event, ...] = (ev.RunStarted(RUN, job()), ev.Intended(asked), ev.Done(FIRST, True))
+    asked = Request(AllocationRequest(FIRST, 1, NODE, 60.0, further_components=(AllocationRequest(OTHER, 1, NODE, 60.0),)), Why(("because",)))
+    events: tuple[ev.Event, ...] = (ev.RunStarted(RUN, job()), ev.Intended(asked), ev.IntentSettled(FIRST, True))
     state: State | None = None
     for seq, event in enumerate(events, 1):
         state = fold(state, ev.Stamped(seq, 0.0, 1, event))
@@ -42,7 +42,7 @@ def test_the_first_component_of_a_heterogeneous_job_is_given_back_after_the_othe
         manager = Manager(RunDir(tmp_path / RUN), cast(Cluster, cluster), job(), "job.toml", "127.0.0.1")
         cast(Any, manager)._state = state
         await manager._abandon()
-        return manager.leaving
+        return manager.leave_reason
 
     assert asyncio.run(abandoned()) == "its run directory was removed"
     assert cluster.given_back == [OTHER, FIRST]

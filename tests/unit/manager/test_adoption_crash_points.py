@@ -10,10 +10,10 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from rrl.core.faults import At, Fault, FaultKind
+from rrl.core.faults import FaultTrigger, Fault, FaultKind
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import JobView, Limits
-from rrl.core.types import SHADOW, Life, Outcome, ReplicaId
+from rrl.core.run_spec import RunSpec, Limits
+from rrl.core.types import STANDBY_ROLE, Incarnation, Outcome, ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Launch
 from rrl.manager.model.reducer import fold
@@ -24,8 +24,8 @@ from rrl.tests.support.manager.jobs import RUN, TRAINER, gang_job
 from rrl.tests.support.manager.site import Site, prepare
 from rrl.transport.keys import RunKeys
 
-LIMITS = Limits(beat=0.5, silence=4.0, join=40.0, quiet=20.0, poll=10.0, lease=3.0)
-KILL = Fault("f0", FaultKind.KILL, TRAINER, At(step=2))
+LIMITS = Limits(heartbeat=0.5, silence=4.0, join=40.0, quiet=20.0, poll=10.0, lease=3.0)
+KILL = Fault("f0", FaultKind.KILL, TRAINER, FaultTrigger(step=2))
 JOB = gang_job(1, 1, rollouts=2, spares=1, steps=4, limits=LIMITS, faults=[KILL])
 WARM = gang_job(1, 1, rollouts=2, spares=1, steps=5, limits=LIMITS, engines=True)
 ROLLOUT = ReplicaId("rollout/1")
@@ -38,7 +38,7 @@ def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
-def lived(prepared: Callable[[Site], None] = lambda site: None, job: JobView = JOB) -> tuple[Site, State]:
+def run_to_end(prepared: Callable[[Site], None] = lambda site: None, job: RunSpec = JOB) -> tuple[Site, State]:
     """One run to its end, which is a good one."""
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         run = RunDir(Path(folder) / RUN)
@@ -66,24 +66,24 @@ def lived(prepared: Callable[[Site], None] = lambda site: None, job: JobView = J
         return site, state
 
 
-def lives_of(site: Site) -> dict[ReplicaId, set[Life]]:
+def incarnations_of(site: Site) -> dict[ReplicaId, set[Incarnation]]:
     """Every life that joined, by replica; shadows and agents left out."""
-    found: dict[ReplicaId, set[Life]] = {}
+    found: dict[ReplicaId, set[Incarnation]] = {}
     for stamped in site.records:
-        if isinstance(stamped.event, ev.Joined) and not stamped.event.life.replica.startswith(SHADOW):
-            found.setdefault(stamped.event.life.replica, set()).add(stamped.event.life)
+        if isinstance(stamped.event, ev.Joined) and not stamped.event.incarnation.replica.startswith(STANDBY_ROLE):
+            found.setdefault(stamped.event.incarnation.replica, set()).add(stamped.event.incarnation)
     return found
 
 
 def assert_nobody_else_came_back(site: Site, but: ReplicaId = TRAINER) -> None:
-    again = [id for id, lives in lives_of(site).items() if id != but and len(lives) > 1]
+    again = [id for id, incarnations in incarnations_of(site).items() if id != but and len(incarnations) > 1]
     assert again == [], site.kill_at
 
 
-def around_the_adoption(records: list[ev.Stamped]) -> range:
+def around_the_promotion(records: list[ev.Stamped]) -> range:
     """Numbers of the records from the trainer's fence to the first commit of what its shadow became."""
     fence = next(s.seq for s in records if isinstance(s.event, ev.Decided) and isinstance(s.event.action, Fence))
-    commit = next(s.seq for s in records if isinstance(s.event, ev.StepCommitted) and s.event.life == Life(TRAINER, 2))
+    commit = next(s.seq for s in records if isinstance(s.event, ev.StepCommitted) and s.event.incarnation == Incarnation(TRAINER, 2))
     return range(fence - 3, commit + 2)
 
 
@@ -91,36 +91,36 @@ def around_the_adoption(records: list[ev.Stamped]) -> range:
 def unharmed() -> Site:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: None)
-        site, _ = lived()
+        site, _ = run_to_end()
     return site
 
 
 def test_a_killed_trainer_goes_on_as_the_shadow_of_its_node(unharmed: Site) -> None:
-    assert unharmed.became == [f"shadow/{_home(unharmed)}#1 trainer/0#2"]
+    assert unharmed.promotions == [f"shadow/{_node_of(unharmed)}#1 trainer/0#2"]
     assert_nobody_else_came_back(unharmed)
-    assert len(lives_of(unharmed)[TRAINER]) == 2
+    assert len(incarnations_of(unharmed)[TRAINER]) == 2
     adoption = next(s.event.action for s in unharmed.records if isinstance(s.event, ev.Intended)
-                    and isinstance(s.event.action, Launch) and s.event.action.shadow is not None)  # fmt: skip
+                    and isinstance(s.event.action, Launch) and s.event.action.standby is not None)  # fmt: skip
     assert adoption.why.evidence
 
 
-def _home(site: Site) -> str:
+def _node_of(site: Site) -> str:
     joined = (stamped.event for stamped in site.records if isinstance(stamped.event, ev.Joined))
-    return next(event.node for event in joined if event.life.replica == TRAINER)
+    return next(event.node for event in joined if event.incarnation.replica == TRAINER)
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_a_manager_that_dies_over_any_record_of_it_changes_nothing_about_the_end(unharmed: Site, before: bool) -> None:
     """Whoever was told before the record was durable is not believed as what it became, and the next one is told."""
-    for kill_at in around_the_adoption(unharmed.records):
+    for kill_at in around_the_promotion(unharmed.records):
 
         def doomed(site: Site, at: int = kill_at) -> None:
             site.kill_at, site.before = at, before
 
-        site, _ = lived(doomed)
+        site, _ = run_to_end(doomed)
         assert site.managers == 2, kill_at
         assert_nobody_else_came_back(site)
-        assert (len(site.became), len(lives_of(site)[TRAINER])) == (1, 2), kill_at
+        assert (len(site.promotions), len(incarnations_of(site)[TRAINER])) == (1, 2), kill_at
 
 
 def test_a_shadow_that_dies_with_its_trainer_leaves_a_cold_start(unharmed: Site) -> None:
@@ -133,14 +133,14 @@ def test_a_shadow_that_dies_with_its_trainer_leaves_a_cold_start(unharmed: Site)
         def then_kill() -> None:
             commit()
             if site.committed == 2:
-                for actor in [one for one in site.actors.values() if one.role in ("trainer", SHADOW)]:
+                for actor in [one for one in site.actors.values() if one.role in ("trainer", STANDBY_ROLE)]:
                     actor.die()
 
         site.commit = then_kill  # type: ignore[method-assign]
 
-    site, _ = lived(doomed)
+    site, _ = run_to_end(doomed)
     assert_nobody_else_came_back(site)
-    assert len(lives_of(site)[TRAINER]) >= 2
+    assert len(incarnations_of(site)[TRAINER]) >= 2
 
 
 # ── a rollout's ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -151,7 +151,7 @@ def lost(prepared: Callable[[Site], None] = lambda site: None) -> Site:
         site.crash_at = 3
         prepared(site)
 
-    site, _ = lived(crashing, WARM)
+    site, _ = run_to_end(crashing, WARM)
     assert_nobody_else_came_back(site, ROLLOUT)
     return site
 
@@ -164,25 +164,25 @@ def crashed() -> Site:
 
 
 def test_a_rollout_whose_node_crashes_goes_on_as_the_one_that_is_kept_ready(crashed: Site) -> None:
-    assert crashed.became == ["shadow/n5:rollout#1 rollout/1#2"]
-    assert len(lives_of(crashed)[ROLLOUT]) == 2
+    assert crashed.promotions == ["shadow/n5:rollout#1 rollout/1#2"]
+    assert len(incarnations_of(crashed)[ROLLOUT]) == 2
 
 
-def around_its_adoption(records: list[ev.Stamped]) -> range:
+def around_its_promotion(records: list[ev.Stamped]) -> range:
     """Numbers of the records from the exclusion of the node until the rollout has joined."""
     excluded = next(s.seq for s in records if isinstance(s.event, ev.Decided) and isinstance(s.event.action, Exclude))
-    joined = next(s.seq for s in records if isinstance(s.event, ev.Joined) and s.event.life == Life(ROLLOUT, 2))
+    joined = next(s.seq for s in records if isinstance(s.event, ev.Joined) and s.event.incarnation == Incarnation(ROLLOUT, 2))
     return range(excluded, joined + 2)
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_over_any_record_of_a_rollouts_adoption_the_manager_may_die(crashed: Site, before: bool) -> None:
-    for kill_at in around_its_adoption(crashed.records):
+    for kill_at in around_its_promotion(crashed.records):
 
         def doomed(site: Site, at: int = kill_at) -> None:
             site.kill_at, site.before = at, before
 
         site = lost(doomed)
         assert site.managers == 2, kill_at
-        assert site.became == crashed.became, kill_at
-        assert len(lives_of(site)[ROLLOUT]) == 2, kill_at
+        assert site.promotions == crashed.promotions, kill_at
+        assert len(incarnations_of(site)[ROLLOUT]) == 2, kill_at

@@ -18,9 +18,9 @@ from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State
 from rrl.tests.support.manager.jobs import job
 from rrl.tests.support.manager.site import Site
-from rrl.tests.unit.manager.test_crash_points import Script, lived
+from rrl.tests.unit.manager.test_crash_points import Script, run_to_end
 
-LIMITS = Limits(beat=2.0, silence=8.0, join=40.0, quiet=20.0, poll=10.0, lease=10.0)
+LIMITS = Limits(heartbeat=2.0, silence=8.0, join=40.0, quiet=20.0, poll=10.0, lease=10.0)
 JOB = msgspec.structs.replace(job(spares=1, steps=4, limits=LIMITS), cluster="slurm")
 """on Slurm no role is placed on a node before the node's agent has reported"""
 SCRIPT = Script(Outcome.COMPLETED, granted=2, job=JOB)
@@ -37,13 +37,13 @@ def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _assert_one_pool_at_a_time(site: Site, outcome: Outcome, state: State) -> None:
     assert (outcome, state.step) == (Outcome.COMPLETED, JOB.steps)
-    assert site.most_held == POOL, f"{site.most_held} nodes were held at once: {site.granted}"
+    assert site.max_nodes_held == POOL, f"{site.max_nodes_held} nodes were held at once: {site.granted}"
     assert (site.allocations, state.allocations) == ({}, {})
     believed = None
     for stamped in site.records:
         believed = fold(believed, stamped)
         wanted = [one for one in believed.allocations.values() if one.pending or one.running]
-        asked = sum(one.ask.count for one in wanted)
+        asked = sum(one.request.count for one in wanted)
         assert asked <= POOL, f"{asked} nodes are asked for or held after record {stamped}"
 
 
@@ -58,7 +58,7 @@ def _cancelled_after(kill_at: int, listed: bool, then_kill_at: int = -1) -> tupl
 
         site.kill_at, site.meanwhile = kill_at, cancel_once
 
-    return lived(SCRIPT, doomed)
+    return run_to_end(SCRIPT, doomed)
 
 
 def _check(listed: bool, numbers: Iterable[int]) -> None:
@@ -71,10 +71,10 @@ def _check(listed: bool, numbers: Iterable[int]) -> None:
             raise
 
 
-def _check_adopting(listed: bool, every: int) -> None:
+def _check_takeover(listed: bool, every: int) -> None:
     """Of a run that was cancelled in the middle of its work, the second manager dies as well, over any of its
     records."""
-    commits = (one for one in lived(SCRIPT)[0].records if isinstance(one.event, ev.StepCommitted))
+    commits = (one for one in run_to_end(SCRIPT)[0].records if isinstance(one.event, ev.StepCommitted))
     middle = next(commit.seq for commit in commits)
     records = len(_cancelled_after(middle, listed)[0].records)
     for then_kill_at in range(middle + 1, records + 1, every):
@@ -89,16 +89,16 @@ def _check_adopting(listed: bool, every: int) -> None:
 
 @pytest.mark.parametrize("listed", [True, False], ids=["listed as cancelled", "forgotten by the cluster"])
 def test_a_run_cancelled_at_a_record_never_holds_two_pools(listed: bool) -> None:
-    _check(listed, range(2, len(lived(SCRIPT)[0].records), SPARSE))
+    _check(listed, range(2, len(run_to_end(SCRIPT)[0].records), SPARSE))
 
 
 @pytest.mark.parametrize("listed", [True, False], ids=["listed as cancelled", "forgotten by the cluster"])
 def test_a_manager_that_dies_while_it_adopts_a_cancelled_run_never_holds_two_pools(listed: bool) -> None:
-    _check_adopting(listed, SPARSE)
+    _check_takeover(listed, SPARSE)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("listed", [True, False], ids=["listed as cancelled", "forgotten by the cluster"])
 def test_a_run_cancelled_at_any_record_never_holds_two_pools(listed: bool) -> None:
-    _check(listed, range(2, len(lived(SCRIPT)[0].records)))
-    _check_adopting(listed, 1)
+    _check(listed, range(2, len(run_to_end(SCRIPT)[0].records)))
+    _check_takeover(listed, 1)

@@ -12,14 +12,14 @@ import msgspec
 import pytest
 
 from rrl.core.types import Outcome
-from rrl.manager.cluster.base import Observed, Unanswered
+from rrl.manager.cluster.base import ClusterSnapshot, Unanswered
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Launch, Request
 from rrl.manager.storage.journal import Journal
 from rrl.tests.support.manager import virtual
 from rrl.tests.support.manager.jobs import REWARD, ROLLOUTS, STORE, TRAINER
 from rrl.tests.support.manager.site import Site
-from rrl.tests.unit.manager.test_crash_points import COMPLETES, LIMITS, assert_ended_well, lived, starts
+from rrl.tests.unit.manager.test_crash_points import COMPLETES, LIMITS, assert_ended_well, run_to_end, starts
 
 AWAY = 60.0
 """s"""
@@ -36,7 +36,7 @@ class Outage:
     def __init__(self, site: Site, at: int, lasts: float = AWAY) -> None:
         self.site, self.at, self.lasts = site, at, lasts
         self.began: float | None = None
-        self.looks: list[float] = []
+        self.polls: list[float] = []
         self._commit, self._observe = site.commit, site.observe
         for name in ("commit", "observe"):
             setattr(site, name, getattr(self, name))
@@ -50,14 +50,14 @@ class Outage:
             self.began = virtual.Clock.monotonic()
         self._commit()
 
-    def observe(self) -> Observed:
-        self.looks.append(virtual.Clock.monotonic())
-        return Observed(None, None, None, "squeue: timed out") if self.away else self._observe()
+    def observe(self) -> ClusterSnapshot:
+        self.polls.append(virtual.Clock.monotonic())
+        return ClusterSnapshot(None, None, None, "squeue: timed out") if self.away else self._observe()
 
 
 def during(outage: Outage) -> list[float]:
     assert outage.began is not None
-    return [at for at in outage.looks if outage.began <= at < outage.began + outage.lasts]
+    return [at for at in outage.polls if outage.began <= at < outage.began + outage.lasts]
 
 
 def out_at(step: int, crash: bool, held: list[Outage], commands: bool = True) -> Callable[[Site], None]:
@@ -87,11 +87,11 @@ def patch_commands(site: Site, outage: Outage) -> None:
 
 def test_a_cluster_that_is_away_for_a_minute_hurts_nobody() -> None:
     held: list[Outage] = []
-    site, outcome, state = lived(COMPLETES, out_at(1, crash=False, held=held))
+    site, outcome, state = run_to_end(COMPLETES, out_at(1, crash=False, held=held))
     assert (outcome, site.managers, state.step) == (Outcome.COMPLETED, 1, 3)
     started = starts(site)
     assert started[f"{STORE}".replace("/", "-")] == started[f"{TRAINER}".replace("/", "-")] == 1
-    fenced = {s.event.action.life.replica for s in site.records
+    fenced = {s.event.action.incarnation.replica for s in site.records
               if isinstance(s.event, ev.Decided) and isinstance(s.event.action, Fence)}  # fmt: skip
     assert fenced <= {ROLLOUTS[0]}, "the planned fault, and nobody else"
     assert site.granted == ["small-1.pool"]
@@ -101,13 +101,13 @@ def test_a_cluster_that_is_away_for_a_minute_hurts_nobody() -> None:
 
 def test_a_node_that_dies_while_the_cluster_is_away_is_made_up_for_once_it_is_back_and_only_once() -> None:
     held: list[Outage] = []
-    site, outcome, state = lived(COMPLETES, out_at(2, crash=True, held=held))
+    site, outcome, state = run_to_end(COMPLETES, out_at(2, crash=True, held=held))
     assert_ended_well(COMPLETES, site, outcome, state)
 
 
 def test_a_cluster_that_is_away_is_asked_less_often_and_not_more() -> None:
     held: list[Outage] = []
-    lived(COMPLETES, out_at(2, crash=True, held=held))
+    run_to_end(COMPLETES, out_at(2, crash=True, held=held))
     (outage,) = held
     looks = during(outage)
     pauses = [later - earlier for earlier, later in pairwise(looks)]
@@ -122,8 +122,8 @@ DEEDS: dict[str, Callable[[ev.Event], bool]] = {
     "exclusion": lambda e: isinstance(e, ev.Decided) and isinstance(e.action, Exclude),
     "replacement": lambda e: isinstance(e, ev.Intended) and isinstance(e.action, Request) and ".more" in e.action.tag,
     "relaunch": lambda e: isinstance(e, ev.Intended) and isinstance(e.action, Launch)
-    and e.action.life.incarnation == 2,
-    "rejoined": lambda e: isinstance(e, ev.Joined) and e.life.incarnation == 2,
+    and e.action.incarnation.number == 2,
+    "rejoined": lambda e: isinstance(e, ev.Joined) and e.incarnation.number == 2,
 }  # fmt: skip
 
 
@@ -150,7 +150,7 @@ def test_in_any_moment_of_a_recovery_nothing_is_done_that_is_not_written_down(
 
     held: list[Site] = []
     monkeypatch.setattr(Journal, "flush", failing)
-    site, outcome, state = lived(COMPLETES, held.append)
+    site, outcome, state = run_to_end(COMPLETES, held.append)
     assert bad["began"], "the moment never came"
     assert_ended_well(COMPLETES, site, outcome, state)
 
@@ -172,7 +172,7 @@ def test_roles_go_on_while_the_run_directory_is_full(monkeypatch: pytest.MonkeyP
         flush(self)
 
     monkeypatch.setattr(Journal, "flush", failing)
-    site, outcome, state = lived(script, held.append)
+    site, outcome, state = run_to_end(script, held.append)
     assert (outcome, state.step, site.managers) == (Outcome.COMPLETED, steps, 1)
     assert seen["committed"] > 10, "nobody worked meanwhile"
     assert {r: n for r, n in starts(site).items() if not r.startswith(("agent", "rollout-0"))} == {

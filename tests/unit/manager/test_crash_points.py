@@ -20,12 +20,12 @@ import msgspec
 import pytest
 from msgspec import Struct
 
-from rrl.core.faults import At, Fault, FaultKind
+from rrl.core.faults import FaultTrigger, Fault, FaultKind
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import HealthView, JobView, Limits, Recovery
-from rrl.core.types import AGENT, SHADOW, Outcome, ReplicaId, role_of
+from rrl.core.run_spec import HealthSpec, RunSpec, Limits, Recovery
+from rrl.core.types import AGENT, STANDBY_ROLE, Outcome, ReplicaId, role_of
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Decision, Fence, Launch, Outside, Release, Request, StopStep
+from rrl.manager.model.actions import Decision, Fence, Launch, ExternalAction, Release, Request, StopStep
 from rrl.manager.model.queries import workers
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State, Status
@@ -40,16 +40,16 @@ from rrl.tests.support.manager.jobs import (
     command,
     commands,
     gang_job,
-    in_parts,
+    in_node_groups,
     job,
 )
 from rrl.tests.support.manager.site import Site, prepare
 from rrl.transport.keys import RunKeys
 
-LIMITS = Limits(beat=2.0, silence=8.0, join=40.0, quiet=20.0, poll=10.0, lease=10.0)
-FAULT = Fault("f0", FaultKind.KILL, ROLLOUTS[0], At(step=1))
+LIMITS = Limits(heartbeat=2.0, silence=8.0, join=40.0, quiet=20.0, poll=10.0, lease=10.0)
+FAULT = Fault("f0", FaultKind.KILL, ROLLOUTS[0], FaultTrigger(step=1))
 JOB = job(spares=0, limits=LIMITS, faults=[FAULT])
-PARTS = in_parts(limits=LIMITS, faults=[FAULT])
+NODE_GROUPS = in_node_groups(limits=LIMITS, faults=[FAULT])
 KEYS = RunKeys.make()
 R0, R1 = ROLLOUTS
 MEMBER = ReplicaId("trainer/0.1")
@@ -63,7 +63,7 @@ def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
-ELSEWHERE: set[type] = {ev.ManagerStopped, ev.Ordered, ev.StacksTaken, ev.Learned, ev.Noted}
+ELSEWHERE: set[type] = {ev.ManagerStopped, ev.FaultRequested, ev.StacksCollected, ev.BaselinesLearned, ev.NoteChanged}
 """records of which nothing is done that others do not lead to as well"""
 
 
@@ -76,17 +76,17 @@ class Script(Struct, frozen=True):
     """allocations"""
     crash_at: int = -1
     cancel_at: int = -1
-    job: JobView = JOB
+    job: RunSpec = JOB
     at_step: dict[int, Callable[[Site], None]] = {}
-    resumed: JobView | None = None
+    resumed: RunSpec | None = None
 
 
 def _dies(id: ReplicaId) -> Callable[[Site], None]:
     return lambda site: site.working()[id][0].die()
 
 
-def _orders(command: str, **more: Any) -> Callable[[Site], None]:
-    return lambda site: site.order(command, **more)
+def _commands(command: str, **more: Any) -> Callable[[Site], None]:
+    return lambda site: site.send_command(command, **more)
 
 
 def _loses_a_node(site: Site) -> None:
@@ -96,20 +96,20 @@ def _loses_a_node(site: Site) -> None:
 def _drained_and_used_again(site: Site) -> None:
     """An idle node is drained, and as soon as it is, a person wants it back."""
     node = site.idle_node()
-    site.order("drain", target=node, reason="its fan is loud")
-    site.when(lambda: node in site.drained and node in site.shrunk, lambda: site.order("undrain", target=node))
+    site.send_command("drain", target=node, reason="its fan is loud")
+    site.when(lambda: node in site.drained and node in site.shrunk, lambda: site.send_command("undrain", target=node))
 
 
 COMPLETES = Script(Outcome.COMPLETED, granted=2, crash_at=2)
-IN_PARTS = Script(Outcome.COMPLETED, granted=5, crash_at=2, job=PARTS)
+IN_NODE_GROUPS = Script(Outcome.COMPLETED, granted=5, crash_at=2, job=NODE_GROUPS)
 IS_CANCELLED = Script(Outcome.CANCELLED, granted=1, cancel_at=2)
 _GANG = msgspec.structs.replace(
     gang_job(2, 1, rollouts=2, spares=2, steps=8, limits=LIMITS), cluster="slurm",
-    health=HealthView(admission=False),  # else who goes where hangs on whose agent is heard first
+    health=HealthSpec(admission=False),  # else who goes where hangs on whose agent is heard first
 )  # fmt: skip
 IS_REPAIRED = Script(
     Outcome.COMPLETED, granted=1, job=_GANG,
-    at_step={2: _orders("restart", target=R0), 3: _dies(MEMBER), 5: _drained_and_used_again, 7: _loses_a_node},
+    at_step={2: _commands("restart", target=R0), 3: _dies(MEMBER), 5: _drained_and_used_again, 7: _loses_a_node},
 )  # fmt: skip
 RESTARTS_WHOLE = Script(
     Outcome.COMPLETED, granted=1, job=job(spares=0, limits=LIMITS, recovery=Recovery(policy="job")),
@@ -124,12 +124,12 @@ IS_RESUMED = Script(
     resumed=job(spares=0, limits=LIMITS, steps=4),
 )  # fmt: skip
 SCRIPTS = {
-    "completes": COMPLETES, "is cancelled": IS_CANCELLED, "in parts": IN_PARTS, "is repaired": IS_REPAIRED,
+    "completes": COMPLETES, "is cancelled": IS_CANCELLED, "in parts": IN_NODE_GROUPS, "is repaired": IS_REPAIRED,
     "restarts whole": RESTARTS_WHOLE, "is requeued": IS_REQUEUED, "is resumed": IS_RESUMED,
 }  # fmt: skip
 
 
-def lived(
+def run_to_end(
     script: Script = COMPLETES, prepared: Callable[[Site], None] = lambda site: None
 ) -> tuple[Site, Outcome, State]:
     """One run to its end; its site, outcome, and what its journal says."""
@@ -191,7 +191,7 @@ def _assert_over(script: Script, site: Site, outcome: Outcome, state: State) -> 
 
 def _worked(site: Site) -> dict[ReplicaId, int]:
     """How many lives of each role's replica worked."""
-    return dict(Counter(life.replica for life in sorted(site.worked)))
+    return dict(Counter(incarnation.replica for incarnation in sorted(site.worked)))
 
 
 def _facts(site: Site, state: State) -> dict[str, object]:
@@ -199,12 +199,12 @@ def _facts(site: Site, state: State) -> dict[str, object]:
     its allocation: the run can be over before a manager is there to give it back alone.)"""
     excluded = sorted(name for name, node in state.nodes.items() if node.excluded is not None)
     return {
-        "orders taken": sorted(state.commands),
-        "orders left": (state.restarts, state.marks, state.ordered),
+        "orders taken": sorted(state.handled_commands),
+        "orders left": (state.requested_restarts, state.node_commands, state.requested_faults),
         "drained": sorted(site.drained),
         "given back": sorted(set(site.shrunk).difference(excluded)),
         "excluded": excluded,
-        "restarts of the whole": len(state.wholes),
+        "restarts of the whole": len(state.full_restarts),
         "statuses": {one.id: one.status for one in workers(state)},
     }
 
@@ -218,9 +218,9 @@ def _assert_same_end(script: Script, site: Site, outcome: Outcome, state: State,
     assert _facts(site, state) == unharmed.facts
     worked = _worked(site)
     assert worked.keys() == unharmed.worked.keys()
-    for replica, lives in unharmed.worked.items():
-        together = script is not IS_REPAIRED or lives > 1  # whoever fails with others may fail once more with them
-        assert lives <= worked[replica] <= lives + together, (replica, worked)
+    for replica, incarnations in unharmed.worked.items():
+        together = script is not IS_REPAIRED or incarnations > 1  # whoever fails with others may fail once more with them
+        assert incarnations <= worked[replica] <= incarnations + together, (replica, worked)
 
 
 class Unharmed(Struct):
@@ -235,7 +235,7 @@ class Unharmed(Struct):
 @functools.cache
 def unharmed(name: str) -> Unharmed:
     script = SCRIPTS[name]
-    site, outcome, state = lived(script)
+    site, outcome, state = run_to_end(script)
     assert site.managers == 1 + (script.resumed is not None)
     _assert_over(script, site, outcome, state)
     return Unharmed(script, site.records, _facts(site, state), _worked(site))
@@ -244,17 +244,17 @@ def unharmed(name: str) -> Unharmed:
 def test_the_scripts_hold_everything_that_a_crash_could_hit() -> None:
     events = [stamped.event for name in SCRIPTS for stamped in unharmed(name).records]
     assert {type(event) for event in events} >= set(get_args(ev.Event)) - ELSEWHERE
-    assert {type(event.action) for event in events if isinstance(event, ev.Intended)} == set(get_args(Outside))
+    assert {type(event.action) for event in events if isinstance(event, ev.Intended)} == set(get_args(ExternalAction))
     assert {type(event.action) for event in events if isinstance(event, ev.Decided)} == set(get_args(Decision))
     launches = [e.action for e in events if isinstance(e, ev.Intended) and isinstance(e.action, Launch)]
-    assert {(role_of(one.life.replica), one.shadow is not None) for one in launches} >= {
-        (AGENT, False), (SHADOW, False), ("trainer", False), ("trainer", True)
+    assert {(role_of(one.incarnation.replica), one.standby is not None) for one in launches} >= {
+        (AGENT, False), (STANDBY_ROLE, False), ("trainer", False), ("trainer", True)
     }  # fmt: skip
 
 
 def test_a_script_in_which_nobody_dies_hurts_only_whom_it_means() -> None:
     for name in ("completes", "is cancelled", "in parts"):
-        site, outcome, state = lived(SCRIPTS[name])
+        site, outcome, state = run_to_end(SCRIPTS[name])
         assert_ended_well(SCRIPTS[name], site, outcome, state)
         assert starts(site)["rollout-0"] == 2
     repaired = unharmed("is repaired").worked
@@ -271,7 +271,7 @@ def _die_over(name: str, before: bool, numbers: Iterable[int]) -> None:
             site.kill_at, site.before = at, before
 
         try:
-            site, outcome, state = lived(whole.script, doomed)
+            site, outcome, state = run_to_end(whole.script, doomed)
             assert site.managers == 2 + (whole.script.resumed is not None)
             _assert_same_end(whole.script, site, outcome, state, whole)
         except BaseException as error:
@@ -296,21 +296,21 @@ def test_a_manager_that_dies_over_any_record_changes_nothing_about_the_end(name:
 
 @pytest.mark.parametrize("kill_every", [14, 19, 31])
 def test_managers_that_die_again_and_again_bring_the_run_to_its_end_together(kill_every: int) -> None:
-    site, outcome, state = lived(prepared=lambda site: setattr(site, "kill_every", kill_every))
+    site, outcome, state = run_to_end(prepared=lambda site: setattr(site, "kill_every", kill_every))
     assert site.managers > 3
     assert_ended_well(COMPLETES, site, outcome, state)
 
 
 def test_tokens_are_counted_from_the_trainers_end_to_its_next_work() -> None:
     events = [stamped.event for stamped in unharmed("restarts whole").records]
-    assert [event.away for event in events if isinstance(event, ev.TokensSeen)] == [False, True, False]
+    assert [event.trainer_down for event in events if isinstance(event, ev.TokensCounted)] == [False, True, False]
 
 
 def test_a_manager_that_is_away_for_long_misses_nothing() -> None:
     def away(site: Site) -> None:
         site.kill_at, site.gap = 60, 900.0
 
-    site, outcome, state = lived(prepared=away)
+    site, outcome, state = run_to_end(prepared=away)
     assert_ended_well(COMPLETES, site, outcome, state)
 
 
@@ -320,7 +320,7 @@ def test_steps_committed_while_no_manager_lives_are_recorded_in_order_with_metri
         site.gap = 30.0  # a step takes two seconds
 
     script = msgspec.structs.replace(COMPLETES, crash_at=-1, job=job(spares=0, steps=40, limits=LIMITS))
-    site, outcome, _ = lived(script, away)
+    site, outcome, _ = run_to_end(script, away)
     assert (outcome, site.managers) == (Outcome.COMPLETED, 2)
     commits = [event for event in (one.event for one in site.records) if isinstance(event, ev.StepCommitted)]
     assert [event.step for event in commits] == list(range(1, 41))
@@ -335,7 +335,7 @@ def test_the_hosts_clock_may_jump_by_an_hour_between_two_managers_and_nothing_is
         def jumping(site: Site, at: int = kill_at) -> None:
             site.kill_at, site.meanwhile = at, lambda: setattr(site, "clock_jump", 3600.0 * hours)
 
-        site, outcome, state = lived(prepared=jumping)
+        site, outcome, state = run_to_end(prepared=jumping)
         assert_ended_well(COMPLETES, site, outcome, state)
         times = [stamped.at for stamped in site.records]
         assert times == sorted(times), "a manager's time went back"
@@ -346,23 +346,23 @@ def test_the_hosts_clock_may_jump_by_an_hour_under_a_manager_and_no_record_is_an
     def jumping(site: Site) -> None:
         site.at_step[1] = lambda site: setattr(site, "clock_jump", 3600.0 * hours)
 
-    assert lived(prepared=jumping)[0].records == lived()[0].records
+    assert run_to_end(prepared=jumping)[0].records == run_to_end()[0].records
 
 
 def test_a_cluster_whose_answers_are_lost_does_everything_once() -> None:
-    site, outcome, state = lived(prepared=lambda site: setattr(site, "lose_answers", True))
+    site, outcome, state = run_to_end(prepared=lambda site: setattr(site, "lose_answers", True))
     assert_ended_well(COMPLETES, site, outcome, state)
 
 
 def test_a_cluster_that_did_not_hear_is_asked_again_after_the_quiet_period() -> None:
-    site, outcome, state = lived(prepared=lambda site: setattr(site, "deaf", 2))
+    site, outcome, state = run_to_end(prepared=lambda site: setattr(site, "deaf", 2))
     assert_ended_well(COMPLETES, site, outcome, state)
     asked = [s for s in site.records if isinstance(s.event, ev.Intended) and isinstance(s.event.action, Request)]
     assert [round(later.at - earlier.at) >= LIMITS.quiet for earlier, later in pairwise(asked[:3])] == [True, True]
 
 
 def test_a_cluster_that_is_seen_only_every_other_time_changes_nothing() -> None:
-    site, outcome, state = lived(prepared=lambda site: setattr(site, "blink", True))
+    site, outcome, state = run_to_end(prepared=lambda site: setattr(site, "blink", True))
     assert_ended_well(COMPLETES, site, outcome, state)
 
 
@@ -373,8 +373,8 @@ def test_a_cluster_that_is_seen_only_every_other_time_changes_nothing() -> None:
     lambda site: setattr(site, "kill_every", 17),
 ], ids=["answers lost", "deaf", "seen every other time", "managers that die again and again"])  # fmt: skip
 def test_requests_of_many_parts_are_each_made_once_too(prepared: Callable[[Site], None]) -> None:
-    site, outcome, state = lived(IN_PARTS, prepared)
-    assert_ended_well(IN_PARTS, site, outcome, state)
+    site, outcome, state = run_to_end(IN_NODE_GROUPS, prepared)
+    assert_ended_well(IN_NODE_GROUPS, site, outcome, state)
 
 
 SOON = msgspec.structs.replace(LIMITS, quiet=6.0, rotate=30.0)
@@ -383,7 +383,7 @@ SHARDS = Script(Outcome.COMPLETED, granted=1, job=commands(command("shard", 3), 
 
 @pytest.mark.parametrize("kill_every", [0, 9, 13])
 def test_commands_that_are_done_are_done_once_whoever_manages_and_nothing_is_found_wrong(kill_every: int) -> None:
-    site, outcome, state = lived(SHARDS, lambda site: setattr(site, "kill_every", kill_every))
+    site, outcome, state = run_to_end(SHARDS, lambda site: setattr(site, "kill_every", kill_every))
     assert (outcome, site.allocations) == (Outcome.COMPLETED, {})
     assert {name: n for name, n in starts(site).items() if not name.startswith("agent")} == {
         "shard-0": 1, "shard-1": 1, "shard-2": 1,
@@ -392,21 +392,21 @@ def test_commands_that_are_done_are_done_once_whoever_manages_and_nothing_is_fou
     assert {one.status for one in workers(state)} == {Status.COMPLETED}
 
 
-ROTATES = Script(Outcome.COMPLETED, granted=5, job=in_parts(steps=62, limits=SOON, terms={"trainer": 120.0}))
+ROTATES = Script(Outcome.COMPLETED, granted=5, job=in_node_groups(steps=62, limits=SOON, terms={"trainer": 120.0}))
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_a_manager_that_dies_while_a_trainer_moves_to_another_allocation_moves_it_once(before: bool) -> None:
-    records = lived(ROTATES)[0].records
+    records = run_to_end(ROTATES)[0].records
     asked = first(records, lambda event: isinstance(event, ev.Intended) and event.action.tag == f"{RUN}.trainer-1")
-    left = first(records, lambda event: isinstance(event, ev.AllocationChanged) and event.seen is None)
+    left = first(records, lambda event: isinstance(event, ev.AllocationChanged) and event.status is None)
     assert any(isinstance(s.event, ev.Decided) and isinstance(s.event.action, Fence) for s in records[asked:left])
     for kill_at in range(asked, left + 1):
 
         def doomed(site: Site, at: int = kill_at) -> None:
             site.kill_at, site.before = at, before
 
-        site, outcome, state = lived(ROTATES, doomed)
+        site, outcome, state = run_to_end(ROTATES, doomed)
         assert (outcome, state.step, site.managers) == (Outcome.COMPLETED, ROTATES.job.steps, 2)
         assert (site.allocations, len(site.granted)) == ({}, 5), (kill_at, site.granted)
         started = {name: count for name, count in starts(site).items() if not name.startswith("agent")}
@@ -418,18 +418,18 @@ def test_what_dies_while_there_is_no_manager_is_found_dead_by_the_next() -> None
         site.kill_at = 44  # everybody has joined
         site.meanwhile = lambda: site.working()[R1][0].die() if site.managers == 1 else None
 
-    site, outcome, _ = lived(prepared=doomed)
+    site, outcome, _ = run_to_end(prepared=doomed)
     assert (outcome, len(site.granted)) == (Outcome.COMPLETED, 2)
     assert starts(site)["rollout-1"] == 3  # killed, and later its node died
     assert [starts(site)[name] for name in ("trajectories-0", "reward-0", "trainer-0")] == [1, 1, 1]
-    first = next(s for s in site.records if isinstance(s.event, ev.StepEnded) and s.event.life.replica == R1)
+    first = next(s for s in site.records if isinstance(s.event, ev.StepEnded) and s.event.incarnation.replica == R1)
     assert first.epoch == 2
 
 
 def test_nobody_else_is_touched_by_the_death_of_a_rollout_and_of_a_node() -> None:
-    site, _, _ = lived()
-    lives = {s.event.life.replica: s.event.life.incarnation for s in site.records if isinstance(s.event, ev.Joined)}
-    assert lives == {STORE: 1, REWARD: 1, TRAINER: 1, R0: 2, R1: 2}
+    site, _, _ = run_to_end()
+    incarnations = {s.event.incarnation.replica: s.event.incarnation.number for s in site.records if isinstance(s.event, ev.Joined)}
+    assert incarnations == {STORE: 1, REWARD: 1, TRAINER: 1, R0: 2, R1: 2}
 
 
 def epochs_of(site: Site, kind: type[ev.Event]) -> list[ev.Stamped]:
@@ -442,9 +442,9 @@ def first(records: list[ev.Stamped], matches: Callable[[ev.Event], bool]) -> int
 
 
 def test_an_end_that_was_written_but_not_yet_judged_is_judged_by_the_next_manager_at_once() -> None:
-    records = lived()[0].records
+    records = run_to_end()[0].records
     ended = first(records, lambda event: isinstance(event, ev.StepEnded))
-    site, outcome, state = lived(prepared=lambda site: setattr(site, "kill_at", ended))
+    site, outcome, state = run_to_end(prepared=lambda site: setattr(site, "kill_at", ended))
     assert_ended_well(COMPLETES, site, outcome, state)
     started = epochs_of(site, ev.ManagerStarted)[1]
     fenced = next(s for s in epochs_of(site, ev.Decided) if s.epoch == 2)
@@ -452,20 +452,20 @@ def test_an_end_that_was_written_but_not_yet_judged_is_judged_by_the_next_manage
 
 
 @pytest.mark.parametrize("kind", [Release, StopStep])
-def test_what_was_intended_while_the_disk_was_full_is_done_when_it_is_not(kind: type[Outside]) -> None:
-    records = lived()[0].records
+def test_what_was_intended_while_the_disk_was_full_is_done_when_it_is_not(kind: type[ExternalAction]) -> None:
+    records = run_to_end()[0].records
     intended = first(records, lambda event: isinstance(event, ev.Intended) and isinstance(event.action, kind))
-    site, outcome, state = lived(prepared=lambda site: setattr(site, "full_after", intended))
+    site, outcome, state = run_to_end(prepared=lambda site: setattr(site, "full_after", intended))
     assert_ended_well(COMPLETES, site, outcome, state)
 
 
 def test_the_last_record_is_written_once_whoever_dies_over_it() -> None:
-    records = lived()[0].records
-    site, _, _ = lived(prepared=lambda site: setattr(site, "kill_at", len(records)))
+    records = run_to_end()[0].records
+    site, _, _ = run_to_end(prepared=lambda site: setattr(site, "kill_at", len(records)))
     assert len(epochs_of(site, ev.RunEnded)) == 1
 
 
 def test_the_time_without_a_manager_is_in_the_journal() -> None:
-    site, _, _ = lived(prepared=lambda site: setattr(site, "kill_at", 60))
+    site, _, _ = run_to_end(prepared=lambda site: setattr(site, "kill_at", 60))
     (second,) = (s for s in epochs_of(site, ev.ManagerStarted) if s.epoch == 2)
     assert second.at - site.records[59].at >= LIMITS.lease

@@ -18,9 +18,9 @@ from rrl.manager.model.actions import Launch
 from rrl.manager.model.state import State
 from rrl.tests.support.manager.jobs import ROLLOUTS, TRAINER, command, commands, job
 from rrl.tests.support.manager.site import Site
-from rrl.tests.unit.manager.test_crash_points import Script, lived
+from rrl.tests.unit.manager.test_crash_points import Script, run_to_end
 
-LIMITS = Limits(beat=2.0, silence=8.0, join=40.0, quiet=20.0, poll=10.0, lease=10.0)
+LIMITS = Limits(heartbeat=2.0, silence=8.0, join=40.0, quiet=20.0, poll=10.0, lease=10.0)
 R0, R1 = ROLLOUTS
 N2 = NodeName("n2")
 SPARSE = 7
@@ -33,12 +33,12 @@ def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
-def ill(node: NodeName, detector: str, part: str = "GPU-1", *, cause: Cause = Cause.GPU, proof: bool = False,
+def ill(node: NodeName, detector: str, component: str = "GPU-1", *, cause: Cause = Cause.GPU, proof: bool = False,
         verdict: Verdict = Verdict.FAIL) -> Finding:  # fmt: skip
     remedy = Remedy.REBOOT if verdict is Verdict.FAIL else Remedy.NONE
     return Finding(
         detector, verdict, cause, remedy, 0.0, (Evidence("nvml", "it is broken", 0.0),), node=node, proof=proof,
-        part=part,
+        component=component,
     )  # fmt: skip
 
 
@@ -80,7 +80,7 @@ TOGETHER = Script(
 
 @functools.cache
 def unharmed() -> list[ev.Stamped]:
-    site, outcome, state = lived(STORY, prepared)
+    site, outcome, state = run_to_end(STORY, prepared)
     assert site.managers == 1
     assert_ended_well(site, outcome, state)
     return site.records
@@ -92,9 +92,9 @@ def assert_ended_well(site: Site, outcome: Outcome, state: State) -> None:
     broken = {name for name, found in site.ill.items() if any(one.verdict is Verdict.FAIL for one in found)}
     assert (left, set(site.drained), len(left)) == (broken, broken, 2)
     assert not [tag for tag in site.started if AGENT not in tag and _node(site, tag) == N2], "a role on a broken node"
-    lives = Counter(life.replica for life in site.worked)
-    assert lives[R1] in (2, 3)
-    assert all(lives[one] in (1, 2) for one in (R0, TRAINER)), lives
+    incarnations = Counter(incarnation.replica for incarnation in site.worked)
+    assert incarnations[R1] in (2, 3)
+    assert all(incarnations[one] in (1, 2) for one in (R0, TRAINER)), incarnations
     often = {key: times for key, times in changes(site).items() if times > 1}
     assert not often, "said more than once"
 
@@ -113,7 +113,7 @@ def _die_over(before: bool, numbers: Iterable[int]) -> None:
             site.kill_at, site.before = at, before
 
         try:
-            site, outcome, state = lived(STORY, doomed)
+            site, outcome, state = run_to_end(STORY, doomed)
             assert site.managers == 2
             assert_ended_well(site, outcome, state)
         except BaseException as error:
@@ -121,7 +121,7 @@ def _die_over(before: bool, numbers: Iterable[int]) -> None:
             raise
 
 
-def _told() -> list[int]:
+def _finding_records() -> list[int]:
     """Numbers of the records of what was found, and those next to them."""
     numbers = [number for number, one in enumerate(unharmed(), 1) if isinstance(one.event, ev.FindingChanged)]
     return sorted({near for number in numbers for near in (number, number + 1) if near <= len(unharmed())})
@@ -129,7 +129,7 @@ def _told() -> list[int]:
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_a_manager_that_dies_over_what_agents_find_changes_nothing_about_the_end(before: bool) -> None:
-    _die_over(before, sorted({*_told(), *range(1 + before, len(unharmed()) + 1, SPARSE)}))
+    _die_over(before, sorted({*_finding_records(), *range(1 + before, len(unharmed()) + 1, SPARSE)}))
 
 
 @pytest.mark.long
@@ -144,7 +144,7 @@ def test_a_run_whose_only_node_is_broken_ends_and_says_so() -> None:
         prepared(site)
 
     alone = msgspec.structs.replace(commands(command("x"), limits=LIMITS), cluster="slurm")
-    _, outcome, state = lived(Script(Outcome.FAILED, granted=1, job=alone), poor)
+    _, outcome, state = run_to_end(Script(Outcome.FAILED, granted=1, job=alone), poor)
     assert outcome is Outcome.FAILED
     assert state.why == "not enough nodes; x/0 has no node; n2 is excluded: gpu_lost: nvml: it is broken"
 
@@ -155,7 +155,7 @@ def test_a_rule_by_which_every_node_is_bad_does_not_end_the_run_and_is_named_onc
         site.finds(*(ill(node, "gpu_count", proof=proof) for node in site.free))
 
     plain = msgspec.structs.replace(job(spares=0, limits=LIMITS), cluster="slurm")
-    site, outcome, state = lived(Script(Outcome.COMPLETED, granted=1, job=plain), wrong)
+    site, outcome, state = run_to_end(Script(Outcome.COMPLETED, granted=1, job=plain), wrong)
     assert (outcome, len(site.granted)) == (Outcome.COMPLETED, 1)
     assert not [name for name, node in state.nodes.items() if node.excluded is not None]
     shared = state.findings["correlated:run:gpu:gpu_count"]
@@ -163,12 +163,12 @@ def test_a_rule_by_which_every_node_is_bad_does_not_end_the_run_and_is_named_onc
 
 
 def test_what_many_find_at_once_condemns_none_of_them_whoever_manages() -> None:
-    site, _, state = lived(TOGETHER)
+    site, _, state = run_to_end(TOGETHER)
     assert not [name for name, node in state.nodes.items() if node.excluded is not None]
     told = [number for number, one in enumerate(site.records, 1) if isinstance(one.event, ev.FindingChanged)]
     assert changes(site)["correlated:run:gpu:gpu_ecc", "WARN"] == 1
     for kill_at in range(told[0] + 1, len(site.records), SPARSE):
-        again, outcome, state = lived(TOGETHER, lambda site, at=kill_at: setattr(site, "kill_at", at))  # type: ignore[misc]
+        again, outcome, state = run_to_end(TOGETHER, lambda site, at=kill_at: setattr(site, "kill_at", at))  # type: ignore[misc]
         left = [name for name, node in state.nodes.items() if node.excluded is not None]
         first = kill_at < told[-1]  # it died between the first one's word and the others'
         assert (outcome, again.managers, len(left) <= first) == (Outcome.COMPLETED, 2, True), (kill_at, left)

@@ -16,13 +16,13 @@ from rrl.core.run_spec import Limits
 from rrl.core.types import NodeName, Outcome, ReplicaId
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State
-from rrl.manager.planner.recovery.node_exclusion import exclusions_allowed, held_back
-from rrl.manager.reporting.summary import account
+from rrl.manager.planner.recovery.node_exclusion import exclusions_allowed, deferred_exclusions
+from rrl.manager.reporting.summary import summarize
 from rrl.tests.support.manager.jobs import ROLLOUTS, job
 from rrl.tests.support.manager.site import Site
-from rrl.tests.unit.manager.test_crash_points import Script, lived
+from rrl.tests.unit.manager.test_crash_points import Script, run_to_end
 
-LIMITS = Limits(beat=2.0, silence=8.0, join=40.0, quiet=20.0, poll=10.0, lease=10.0)
+LIMITS = Limits(heartbeat=2.0, silence=8.0, join=40.0, quiet=20.0, poll=10.0, lease=10.0)
 R0, R1 = ROLLOUTS
 SLURM_NOTICES_S = 60.0
 """s after which Slurm takes the lost node from the job (SlurmdTimeout is 300 s by default)"""
@@ -68,9 +68,9 @@ LOSES_THREE = msgspec.structs.replace(
 
 
 def test_a_second_node_lost_within_ten_minutes_is_replaced_as_soon_as_it_is_found() -> None:
-    site, outcome, _ = lived(LOSES_TWO)
+    site, outcome, _ = run_to_end(LOSES_TWO)
     assert outcome is Outcome.COMPLETED
-    second = account(site.records).recoveries[1]
+    second = summarize(site.records).recoveries[1]
     assert second.detect_s is not None
     assert second.decide_s is not None
     assert second.replica == R1
@@ -78,24 +78,24 @@ def test_a_second_node_lost_within_ten_minutes_is_replaced_as_soon_as_it_is_foun
 
 
 def test_an_outage_held_back_until_slurm_notices_counts_from_the_loss_of_the_node() -> None:
-    site, outcome, _ = lived(LOSES_THREE)
+    site, outcome, _ = run_to_end(LOSES_THREE)
     assert outcome is Outcome.COMPLETED
-    third = account(site.records).recoveries[2]
+    third = summarize(site.records).recoveries[2]
     stages = (third.detect_s, third.decide_s, third.start_s, third.first_work_s, third.total_s)
     detect, decide, start, first_work, total = (stage or 0.0 for stage in stages)
-    assert LIMITS.silence - LIMITS.beat <= detect <= 2 * LIMITS.silence, stages
-    assert detect + decide >= SLURM_NOTICES_S - LIMITS.beat, stages
-    assert total >= SLURM_NOTICES_S - LIMITS.beat + start + first_work, stages
+    assert LIMITS.silence - LIMITS.heartbeat <= detect <= 2 * LIMITS.silence, stages
+    assert detect + decide >= SLURM_NOTICES_S - LIMITS.heartbeat, stages
+    assert total >= SLURM_NOTICES_S - LIMITS.heartbeat + start + first_work, stages
 
 
 def test_the_breaker_that_holds_names_the_node_its_finding_and_until_when() -> None:
-    site, _, _ = lived(LOSES_THREE)
+    site, _, _ = run_to_end(LOSES_THREE)
     state: State | None = None
     seen = []
     for stamped in site.records:
         state = fold(state, stamped)
-        if state.verdict is None and state.findings:
-            seen += [(held, stamped.at, state) for held in held_back(state, stamped.at)]
+        if state.finish is None and state.findings:
+            seen += [(held, stamped.at, state) for held in deferred_exclusions(state, stamped.at)]
     assert seen
     held, at, state = seen[0]
     lost = next(finding for finding in state.findings.values() if finding.node == held.exclude.node)

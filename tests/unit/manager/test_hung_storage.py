@@ -21,7 +21,7 @@ from rrl.manager.runtime import Manager
 from rrl.manager.storage import lease as lease_module
 from rrl.manager.storage.lease import Lease, LeaseLost
 from rrl.tests.support.manager.jobs import RUN, job
-from rrl.tests.unit.manager.intake.test_message_handler import HELLO, LAUNCHED, N1, R1, STEP, WANTED, Hearing
+from rrl.tests.unit.manager.intake.test_message_handler import HELLO, LAUNCHED, N1, R1, STEP, WANTED, Handling
 from rrl.transport import messages as msg
 from rrl.transport.control.endpoints import Incoming
 
@@ -60,17 +60,17 @@ async def until(true: Callable[[], object]) -> None:
             await asyncio.sleep(0.005)
 
 
-class Line:
+class FakeListener:
     """A listener without a socket."""
 
     def __init__(self) -> None:
         self.arrived: asyncio.Queue[Incoming] = asyncio.Queue()
-        self.told: list[Any] = []
+        self.sent: list[Any] = []
 
     async def receive(self) -> Incoming:
         return await self.arrived.get()
 
-    def say(self, message: Any) -> None:
+    def deliver(self, message: Any) -> None:
         self.arrived.put_nowait(Incoming(b"peer", 1, message))
 
 
@@ -79,26 +79,26 @@ def _overdue(lease: Lease) -> None:
     cast(Any, lease)._checked -= PATIENCE
 
 
-async def _manager(standing: Hearing, lease: Lease, line: Line) -> Any:
+async def _manager(standing: Handling, lease: Lease, listener: FakeListener) -> Any:
     """As far as it hears; its ear is ``standing``'s."""
 
-    async def told(peer: bytes, message: Any, ask: int | None = None) -> None:
-        line.told.append(message)
+    async def told(peer: bytes, message: Any, request: int | None = None) -> None:
+        listener.sent.append(message)
 
     manager: Any = Manager(standing.run, cast(Cluster, None), job(), "job.toml", "127.0.0.1")
-    cast(Any, standing.ear)._send = told
-    manager._lease, manager._listener, manager._ear = lease, line, standing.ear
+    cast(Any, standing.handler)._send = told
+    manager._lease, manager._listener, manager._ear = lease, listener, standing.handler
     return manager
 
 
 def test_while_the_run_directory_hangs_those_who_come_are_heard_and_afterwards_what_it_holds_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: Storage
 ) -> None:
-    standing = Hearing(tmp_path, *LAUNCHED)
+    standing = Handling(tmp_path, *LAUNCHED)
     monkeypatch.setattr(lease_module, "LOOK_BY", 0.05)
 
     async def live() -> None:
-        lease, line = await Lease.acquire(standing.run, PATIENCE), Line()
+        lease, line = await Lease.acquire(standing.run, PATIENCE), FakeListener()
         manager = await _manager(standing, lease, line)
         record = ExitRecord(STEP, R1, N1, 3, None, ExitReason.EXITED, 0.0)
         standing.run.exit_file(STEP).write_bytes(msgspec.json.encode(record))
@@ -107,12 +107,12 @@ def test_while_the_run_directory_hangs_those_who_come_are_heard_and_afterwards_w
         _overdue(lease)
         manager._looked()
         hears = asyncio.create_task(manager._hear())
-        line.say(WANTED)
-        line.say(HELLO)
-        await until(lambda: any(isinstance(one, msg.Welcome) for one in line.told))
+        line.deliver(WANTED)
+        line.deliver(HELLO)
+        await until(lambda: any(isinstance(one, msg.Welcome) for one in line.sent))
         for step in range(50):
-            line.say(msg.Holds(R1, Version(step, 1)))
-        await until(lambda: ev.VersionHeld(R1, Version(49, 1)) in standing.events)
+            line.deliver(msg.VersionAvailable(R1, Version(step, 1)))
+        await until(lambda: ev.VersionAvailable(R1, Version(49, 1)) in standing.events)
         manager._looked()
         assert storage.hung == 2, "one look for a successor, one for ends: who waits anyway is not asked again"
         assert not storage.back.is_set()
@@ -127,14 +127,14 @@ def test_while_the_run_directory_hangs_those_who_come_are_heard_and_afterwards_w
 def test_a_witness_is_heard_too_and_what_it_saw_counts_as_soon_as_it_can_be_read_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: Storage
 ) -> None:
-    standing = Hearing(tmp_path, *LAUNCHED)
-    standing.hear(WANTED)
+    standing = Handling(tmp_path, *LAUNCHED)
+    standing.handle(WANTED)
     monkeypatch.setattr(hearing_module, "READ_BY", 0.05)
     storage.hangs(hearing_module, "read_exit", monkeypatch)
 
     async def live() -> None:
-        await standing.hear_now(msg.Gone(R1, STEP, N1), b"agent")
-        await standing.hear_now(HELLO, b"peer")
+        await standing.handle_now(msg.StepVanished(R1, STEP, N1), b"agent")
+        await standing.handle_now(HELLO, b"peer")
         assert any(isinstance(one, msg.Welcome) for one in standing.sent)
         assert not any(isinstance(event, ev.StepEnded) for event in standing.events)
         storage.back.set()
@@ -153,17 +153,17 @@ def test_a_successor_that_a_look_saw_in_the_end_is_heeded_then(
     async def live() -> None:
         lease = await Lease.acquire(run, PATIENCE)
         (run.epochs / "000002").touch()
-        await lease.heed()  # it was looked a moment ago
+        await lease.ensure_current()  # it was looked a moment ago
         storage.hangs(lease_module, "_file", monkeypatch)
         _overdue(lease)
         for _ in range(3):
-            await lease.heed()
+            await lease.ensure_current()
         assert storage.hung == 1
         storage.back.set()
-        assert lease._look is not None
-        await asyncio.wait((lease._look,), timeout=DEADLINE)
+        assert lease._check_task is not None
+        await asyncio.wait((lease._check_task,), timeout=DEADLINE)
         with pytest.raises(LeaseLost, match="epoch 2"):
-            await lease.heed()
+            await lease.ensure_current()
 
     asyncio.run(live())
 
@@ -180,7 +180,7 @@ def test_nobody_decides_while_the_first_look_after_a_freeze_is_on_its_way(
         (run.epochs / "000002").touch()
         storage.hangs(lease_module, "_file", monkeypatch)
         _overdue(lease)
-        both = [asyncio.create_task(lease.heed()) for _ in range(2)]
+        both = [asyncio.create_task(lease.ensure_current()) for _ in range(2)]
         await until(lambda: storage.hung)
         assert not any(task.done() for task in both)
         storage.back.set()

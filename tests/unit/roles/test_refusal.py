@@ -11,8 +11,8 @@ import pytest
 import rrl
 from rrl.config.job.schema import Job
 from rrl.core.launch import Launch
-from rrl.core.text import refusing
-from rrl.core.types import Life, NodeName, ReplicaId
+from rrl.core.text import exits_on_invalid_config
+from rrl.core.types import Incarnation, NodeName, ReplicaId
 from rrl.roles import reward
 from rrl.roles.models.tasks import TaskError
 from rrl.roles.rollout import main as rollout_main
@@ -29,7 +29,7 @@ _NOWHERE = {"path": "/nowhere/model"}
 def _end(role: str, main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, **tables: Any) -> Any:
     said = {"run": {"name": "x", "steps": 1}, "model": _RIGHT, "task": {"dataset": "no_such_dataset"}} | tables
     job = Job.model_validate(said).model_dump(mode="json")
-    launch = Launch("t", "/r", Life(ReplicaId(f"{role}/0"), 1), NodeName("n"), (), {}, "/", 1.0, False)
+    launch = Launch("t", "/r", Incarnation(ReplicaId(f"{role}/0"), 1), NodeName("n"), (), {}, "/", 1.0, False)
     me = SimpleNamespace(job=job, settings=job["roles"][role], launch=launch)  # without __enter__: it cannot be joined
     monkeypatch.setattr(rrl, "join", lambda: me, raising=False)
     with pytest.raises(SystemExit) as ended:
@@ -69,11 +69,11 @@ def test_a_task_that_cannot_be_is_too(
 
 
 def test_of_what_a_users_own_code_raises_the_traceback_is_kept() -> None:
-    with pytest.raises(ValueError, match="mine"), refusing(TaskError):
+    with pytest.raises(ValueError, match="mine"), exits_on_invalid_config(TaskError):
         raise ValueError("mine")
 
 
 def test_a_message_of_several_lines_becomes_one(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit), refusing():
+    with pytest.raises(SystemExit), exits_on_invalid_config():
         raise ValueError("several\n  lines")
     assert capsys.readouterr().err == "rrl: several lines\n"

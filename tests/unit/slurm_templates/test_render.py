@@ -129,7 +129,7 @@ def test_real_sbatch_would_take_each_form_from_a_plain_user(slurm_lab: SlurmLab)
         "hetjob": allocation_script(component("rollout", 2, small), component("trainer", 2, Resources(cpus=2))),
     }
     for form, text in forms.items():
-        script = slurm_lab.home / f"{form}.sh"
+        script = slurm_lab.user_home / f"{form}.sh"
         script.write_text(text)
         script.chmod(0o644)
         assert "to start at" in slurm_lab.run_as_user(["sbatch", "--test-only", str(script)]).stderr
@@ -142,7 +142,7 @@ def test_real_sbatch_reads_every_line_as_it_was_meant(slurm_lab: SlurmLab) -> No
         tag="run.pool", comment=comment, nodes=2, node=Resources(3, 1, 2**30), walltime=120, exclude=("n1",),
         extra={"partition": "main", "nice": "100"},
     )  # fmt: skip
-    script = slurm_lab.home / "pool.sh"
+    script = slurm_lab.user_home / "pool.sh"
     script.write_text(allocation_script(made))
     script.chmod(0o644)
     tested = slurm_lab.run_as_user(["sbatch", "--test-only", str(script)])

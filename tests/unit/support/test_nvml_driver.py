@@ -13,7 +13,7 @@ import pynvml
 import pytest
 
 from rrl.roles.launcher.environment import GPUS_ENV
-from rrl.roles.launcher.gpus import Gpus, held_gpus
+from rrl.roles.launcher.gpus import Gpus, assigned_gpus
 from rrl.tests.support.nvml.driver import SONAME, STATE_ENV, FakeDriver, library
 
 
@@ -27,18 +27,18 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 def test_a_role_names_the_gpus_that_it_was_given(driver: FakeDriver) -> None:
     environ = {GPUS_ENV: "0,2", "CUDA_VISIBLE_DEVICES": "0,2"}
-    assert held_gpus(environ) == (driver.uuid(0), driver.uuid(2))
+    assert assigned_gpus(environ) == (driver.uuid(0), driver.uuid(2))
 
 
 def test_a_role_sees_its_gpus_work(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
     driver.set(0, "utilization", 90)
     gpus = Gpus()
-    assert gpus.at_work() is False, "that one is somebody else's"
+    assert gpus.any_busy() is False, "that one is somebody else's"
     driver.set(2, "utilization", 3)
-    assert gpus.at_work() is True
+    assert gpus.any_busy() is True
     driver.lose(2)
-    assert gpus.at_work() is False
+    assert gpus.any_busy() is False
 
 
 def test_a_process_of_its_own_finds_it_by_the_loaders_path(driver: FakeDriver) -> None:

@@ -12,7 +12,7 @@ from rrl.tests.support.scenarios.format import Scenario
 from rrl.tests.support.scenarios.hardware import UPTIME
 from rrl.tests.support.scenarios.load import ScenarioError, load, load_all
 from rrl.tests.support.scenarios.methods import OURS, judge_of
-from rrl.tests.support.scenarios.ours import Ours
+from rrl.tests.support.scenarios.ours import RrlDetectors
 from rrl.tests.support.scenarios.play import Played, play
 from rrl.tests.support.scenarios.rhythms import roles_of
 
@@ -30,7 +30,7 @@ def event(do: str, more: str = "", at: str = "5min", who: str = "n4") -> str:
     return f'[[event]]\nat = "{at}"\ndo = "{do}"\nwho = "{who}"\n{more}\n'
 
 
-class Listening(Ours):
+class Listening(RrlDetectors):
     """Keeps every reading."""
 
     def __init__(self, scenario: Scenario) -> None:
@@ -42,12 +42,12 @@ class Listening(Ours):
         self.readings.append((node, reading))
         super().reading(node, reading, now)
 
-    def gpus(self, life: object, node: NodeName, uuids: list[str]) -> None:
-        self.had.append((life.replica, uuids))  # type: ignore[attr-defined]
-        super().gpus(life, node, uuids)  # type: ignore[arg-type]
+    def gpus(self, incarnation: object, node: NodeName, uuids: list[str]) -> None:
+        self.had.append((incarnation.replica, uuids))  # type: ignore[attr-defined]
+        super().gpus(incarnation, node, uuids)  # type: ignore[arg-type]
 
 
-def heard(tmp_path: Path, text: str) -> Listening:
+def readings(tmp_path: Path, text: str) -> Listening:
     told = scenario(tmp_path, text)
     judge = Listening(told)
     play("one", told, 0, judge)
@@ -65,7 +65,7 @@ def data(judge: Listening, kind: type, node: str = "n4") -> list[object]:
 
 # ── what is read ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_the_node_has_disks_of_its_own_and_shared_ones(tmp_path: Path) -> None:
-    *_, host = data(heard(tmp_path, event("mount", 'path = "/local/x"\nset = {used = 0.5}')), HostData)
+    *_, host = data(readings(tmp_path, event("mount", 'path = "/local/x"\nset = {used = 0.5}')), HostData)
     assert isinstance(host, HostData)
     assert {one.path: one.filesystem for one in host.mounts} == {
         "/": "xfs", "/tmp": "xfs", "/dev/shm": "tmpfs", "/home": "nfs4", "/scratch": "lustre", "/local/x": "xfs",
@@ -74,7 +74,7 @@ def test_the_node_has_disks_of_its_own_and_shared_ones(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("by", "kernel", "nvml"), [("", 1, 1), ('by = ["kernel"]', 1, 0), ('by = ["nvml"]', 0, 1)])
 def test_an_xid_is_told_by_the_log_and_by_nvml(tmp_path: Path, by: str, kernel: int, nvml: int) -> None:
-    judge = heard(tmp_path, event("xid", f"gpu = 2\nxid = 31\n{by}"))
+    judge = readings(tmp_path, event("xid", f"gpu = 2\nxid = 31\n{by}"))
     logged = [one for each in data(judge, KernelData) for one in each.events]  # type: ignore[attr-defined]
     events = [one for each in data(judge, NvmlData) for one in each.xids]  # type: ignore[attr-defined]
     assert ([one.xid for one in logged], [one.xid for one in events]) == ([31] * kernel, [31] * nvml)
@@ -89,7 +89,7 @@ def test_an_xid_is_found_where_the_kernel_log_may_not_be_read(tmp_path: Path) ->
 
 def test_nodes_have_been_up_for_long_and_old_lines_are_of_their_boot(tmp_path: Path) -> None:
     line = 'text = "mlx5_core 0000:9a:00.0 ib4: Link down"'
-    judge = heard(tmp_path, event("kernel", line, "0s") + event("kernel", line))
+    judge = readings(tmp_path, event("kernel", line, "0s") + event("kernel", line))
     told = [(reading.at - one.age, one) for _, reading in judge.readings if isinstance(reading.data, KernelData)
             for one in reading.data.events]  # fmt: skip
     assert [at for at, _ in told] == pytest.approx([60.0, UPTIME + 300.0], abs=2.0)
@@ -97,14 +97,14 @@ def test_nodes_have_been_up_for_long_and_old_lines_are_of_their_boot(tmp_path: P
 
 
 def test_a_line_may_be_of_any_age(tmp_path: Path) -> None:
-    judge = heard(tmp_path, event("xid", 'xid = 31\nage = "2h"', "0s"))
+    judge = readings(tmp_path, event("xid", 'xid = 31\nage = "2h"', "0s"))
     (line,) = [one for each in data(judge, KernelData) for one in each.events]  # type: ignore[attr-defined]
     assert line.age == pytest.approx(7200.0, abs=10.0)
     assert not any(each.xids for each in data(judge, NvmlData))  # type: ignore[attr-defined]
 
 
 def test_gpus_and_hcas_go_and_what_an_old_driver_does_not_know_is_unread(tmp_path: Path) -> None:
-    judge = heard(
+    judge = readings(
         tmp_path,
         event("gpu_gone", 'gpu = [0, 3]\nfor = "1min"')
         + event("hca_gone", 'port = "mlx5_2/1"', who="n5")
@@ -130,7 +130,7 @@ def test_what_the_site_expects_of_nodes_is_judged(tmp_path: Path) -> None:
 
 # ── who has what ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_two_on_one_node_have_gpus_of_their_own(tmp_path: Path) -> None:
-    judge = heard(tmp_path, '[roles.rollout]\nreplicas = 2\ngpus = 4\non = ["n3", "n3"]\n')
+    judge = readings(tmp_path, '[roles.rollout]\nreplicas = 2\ngpus = 4\non = ["n3", "n3"]\n')
     had = dict(judge.had)
     assert had["rollout/0"] == [f"GPU-n3-{n}" for n in range(4)]
     assert had["rollout/1"] == [f"GPU-n3-{n}" for n in range(4, 8)]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from rrl.transport import tcp_inspection
-from rrl.transport.tcp_inspection import accepted, deaf, received
+from rrl.transport.tcp_inspection import accepted_connections, set_port_blocked, bytes_received
 from rrl.transport.weights import ucx
 
 SOON = 30.0
@@ -29,7 +29,7 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 def test_a_listener_that_is_closed_meanwhile_makes_nobody_else_deaf(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its descriptor is somebody else's as soon as it has been looked at."""
-    borrowed = tcp_inspection._borrowed
+    borrowed = tcp_inspection._borrow
     with socket.create_server(("127.0.0.1", 0)) as listener, connected() as (here, dialled):
         port = listener.getsockname()[1]
 
@@ -40,7 +40,7 @@ def test_a_listener_that_is_closed_meanwhile_makes_nobody_else_deaf(monkeypatch:
             return one
 
         monkeypatch.setattr(tcp_inspection, "_borrowed", lent)
-        deaf(port, True)
+        set_port_blocked(port, True)
         monkeypatch.undo()
         dialled.sendall(b"heard")
         assert here.recv(5) == b"heard"
@@ -52,10 +52,10 @@ def test_what_has_come_is_counted_where_the_kernel_tells_and_not_known_where_it_
     with connected() as (here, dialled):
         dialled.sendall(b"heard")
         here.recv(5, socket.MSG_WAITALL)
-        assert received(here.fileno()) == 5
+        assert bytes_received(here.fileno()) == 5
         monkeypatch.setattr(socket, "TCP_INFO", 0x7FFF)  # an option that no kernel has
-        assert received(here.fileno()) is None
-    assert received(here.fileno()) is None
+        assert bytes_received(here.fileno()) is None
+    assert bytes_received(here.fileno()) is None
 
 
 @pytest.mark.parametrize("tells", [True, False])
@@ -67,13 +67,13 @@ def test_only_who_is_known_to_be_silent_is_cut_off(monkeypatch: pytest.MonkeyPat
 
     def look(fd: int) -> int | None:
         looks.append(fd)
-        return received(fd) if tells else None
+        return bytes_received(fd) if tells else None
 
     monkeypatch.setattr(ucx, "received", look)
     monkeypatch.setattr(ucx, "shut", lambda fd, port: shut.append(fd))
 
     async def test(port: int) -> None:
-        cutting = asyncio.create_task(ucx.cut_off_the_silent(lambda: frozenset([port])))
+        cutting = asyncio.create_task(ucx.close_silent_connections(lambda: frozenset([port])))
         async with asyncio.timeout(SOON):
             while len(looks) < 3:
                 await asyncio.sleep(0.01)
@@ -81,6 +81,6 @@ def test_only_who_is_known_to_be_silent_is_cut_off(monkeypatch: pytest.MonkeyPat
 
     with connected() as (here, _):
         port = here.getsockname()[1]
-        assert here.fileno() in accepted(frozenset([port]))
+        assert here.fileno() in accepted_connections(frozenset([port]))
         asyncio.run(test(port))
         assert set(shut) == ({here.fileno()} if tells else set())

@@ -16,7 +16,7 @@ import pytest
 
 from rrl.core.run_spec import Resources
 from rrl.core.types import NodeName
-from rrl.manager.cluster.base import AllocationState, Ask, NodeState, Observed, Refused, Step, Unanswered
+from rrl.manager.cluster.base import AllocationState, AllocationRequest, NodeState, ClusterSnapshot, Refused, Step, Unanswered
 from rrl.manager.cluster.slurm.cluster import SlurmCluster
 from rrl.manager.cluster.slurm.commands import SlurmLimits
 from rrl.tests.support.slurm import processes as slurm_processes
@@ -24,8 +24,8 @@ from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.slurm
 
-FAST = SlurmLimits(read=20.0, write=20.0, at_once=2, at_once_het=20, interval=0.05, reads_per_minute=100_000)
-WITHIN = 30.0
+FAST = SlurmLimits(read_timeout_s=20.0, write_timeout_s=20.0, immediate_timeout_s=2, immediate_timeout_het_s=20, min_poll_interval_s=0.05, reads_per_minute=100_000)
+TIMEOUT_S = 30.0
 SCRIPT = """trap "echo TERM >> $1.said; exit 0" TERM
 echo $$ > $1.pid.new; mv $1.pid.new $1.pid
 while :; do sleep 0.1; done"""
@@ -45,11 +45,11 @@ class Run:
         return f"{self.id}.{name}"
 
     def cluster(self, limits: SlurmLimits = FAST, script: str = SCRIPT, hold: str | None = None) -> SlurmCluster:
-        return SlurmCluster(self.id, sys.executable, limits, prefix=("/bin/sh", "-c", script, "sh"), hold=hold)
+        return SlurmCluster(self.id, sys.executable, limits, prefix=("/bin/sh", "-c", script, "sh"), allocate_with=hold)
 
-    def ask(self, count: int = 2, name: str = "pool", **sbatch: str) -> Ask:
+    def allocation_request(self, count: int = 2, name: str = "pool", **sbatch: str) -> AllocationRequest:
         node = Resources(cpus=4, gpus=2, mem=4000 * 2**20)
-        return Ask(self.tag(name), count, node, walltime=600.0, comment=f"rrl {self.id}", sbatch=sbatch)
+        return AllocationRequest(self.tag(name), count, node, walltime=600.0, comment=f"rrl {self.id}", sbatch=sbatch)
 
     def step(self, name: str, node: str, cpus: int = 1, gpus: int = 0, mem: int = 100, agent: bool = False) -> Step:
         files = self.folder / f"{name}.launch", self.folder / f"{name}.log"
@@ -57,7 +57,7 @@ class Run:
 
     async def hold(self, slurm: SlurmCluster, count: int) -> tuple[NodeName, ...]:
         """A pool of ``count`` nodes, once it runs."""
-        await slurm.request(self.ask(count))
+        await slurm.request(self.allocation_request(count))
         observed = await until(slurm, lambda seen: state(seen, self.pool) is AllocationState.RUNNING)
         assert observed.allocations is not None
         return observed.allocations[self.pool].nodes
@@ -79,36 +79,36 @@ def lab(slurm_lab: SlurmLab) -> Iterator[SlurmLab]:
 
 @pytest.fixture
 def run(lab: SlurmLab) -> Run:
-    path = lab.home / f"run{len(list(lab.home.glob('run*')))}"
+    path = lab.user_home / f"run{len(list(lab.user_home.glob('run*')))}"
     lab.call_as_user(path.mkdir)
     return Run(path)
 
 
 def as_user(lab: SlurmLab, scenario: Callable[[], Coroutine[None, None, None]]) -> None:
-    lab.call_as_user(lambda: asyncio.run(scenario()), within=60.0)
+    lab.call_as_user(lambda: asyncio.run(scenario()), timeout_s=60.0)
 
 
-async def until(slurm: SlurmCluster, seen: Callable[[Observed], object]) -> Observed:
-    deadline = time.monotonic() + WITHIN
-    while not seen(observed := await slurm.observe()):
-        assert time.monotonic() < deadline, f"not seen within {WITHIN:.0f} s: {observed}"
+async def until(slurm: SlurmCluster, condition: Callable[[ClusterSnapshot], object]) -> ClusterSnapshot:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition(observed := await slurm.observe()):
+        assert time.monotonic() < deadline, f"not seen within {TIMEOUT_S:.0f} s: {observed}"
         await asyncio.sleep(0.05)
     return observed
 
 
 async def until_file(path: Path) -> None:
-    deadline = time.monotonic() + WITHIN
+    deadline = time.monotonic() + TIMEOUT_S
     while path.name not in os.listdir(path.parent):
         assert time.monotonic() < deadline, f"{path} did not appear; {os.listdir(path.parent)}"
         await asyncio.sleep(0.02)
 
 
-def state(seen: Observed, tag: str) -> AllocationState | None:
-    return seen.allocations[tag].state if seen.allocations and tag in seen.allocations else None
+def state(snapshot: ClusterSnapshot, tag: str) -> AllocationState | None:
+    return snapshot.allocations[tag].state if snapshot.allocations and tag in snapshot.allocations else None
 
 
-def lives(pid: int) -> bool:
-    return pid in slurm_processes.living()
+def is_alive(pid: int) -> bool:
+    return pid in slurm_processes.running_processes()
 
 
 def test_a_pool_is_asked_for_seen_used_and_given_back(lab: SlurmLab, run: Run) -> None:
@@ -128,7 +128,7 @@ def test_a_pool_is_asked_for_seen_used_and_given_back(lab: SlurmLab, run: Run) -
         assert observed.nodes is not None
         assert {name: seen.state for name, seen in observed.nodes.items()} == dict.fromkeys(nodes, NodeState.UP)
         pids = [await run.pid(name) for name in ("agent-a.1", "rollout-0.1", "rollout-1.1", "rollout-2.1")]
-        gpus = [slurm_processes.living()[pid].environ.get("CUDA_VISIBLE_DEVICES") for pid in pids]
+        gpus = [slurm_processes.running_processes()[pid].environ.get("CUDA_VISIBLE_DEVICES") for pid in pids]
         assert gpus == ["0,1", "0", "1", None]
         await slurm.release(run.pool)
         await until(slurm, lambda seen: state(seen, run.pool) is AllocationState.ENDED and seen.steps == {})
@@ -144,16 +144,16 @@ def test_a_step_lives_on_when_its_srun_is_killed_after_joining_and_still_stops(l
         node = (await run.hold(slurm, 1))[0]
         await slurm.launch(run.step("rollout-0.1", node))
         pid = await run.pid("rollout-0.1")
-        sruns = [p.pid for p in slurm_processes.living().values() if p.comm == "srun" and f"{run.id}." in p.command]
+        sruns = [p.pid for p in slurm_processes.running_processes().values() if p.comm == "srun" and f"{run.id}." in p.command]
         assert len(sruns) == 2, "srun and the child that would end the step for it"
-        await slurm.joined(run.tag("rollout-0.1"))
-        while any(lives(srun) for srun in sruns):  # the test's own deadline bounds it
+        await slurm.release_launcher(run.tag("rollout-0.1"))
+        while any(is_alive(srun) for srun in sruns):  # the test's own deadline bounds it
             await asyncio.sleep(0.05)
         await asyncio.sleep(4.0)  # one whose srun died the wrong way ends 2.5 s later (measured): no event to wait for
-        assert lives(pid)
+        assert is_alive(pid)
         assert (await slurm.observe()).steps == {run.tag("rollout-0.1"): node}
         await slurm.stop(run.tag("rollout-0.1"), grace=10.0)
-        assert not lives(pid)
+        assert not is_alive(pid)
         assert (run.folder / "rollout-0.1.launch.said").read_text() == "TERM\n"
         assert (await slurm.observe()).steps == {}
         await slurm.stop(run.tag("rollout-0.1"), grace=10.0)
@@ -170,7 +170,7 @@ def test_a_step_that_ignores_sigterm_is_killed_after_its_grace(lab: SlurmLab, ru
         pid = await run.pid("rollout-0.1")
         await slurm.stop(run.tag("rollout-0.1"), grace=0.2)
         await until(slurm, lambda seen: seen.steps == {})
-        assert not lives(pid)
+        assert not is_alive(pid)
         assert (run.folder / "rollout-0.1.launch.said").exists()
         await slurm.close()
 
@@ -182,11 +182,11 @@ def test_what_slurm_says_no_to_is_refused(lab: SlurmLab, run: Run) -> None:
         for hold in ("salloc", "sbatch"):
             slurm = run.cluster(hold=hold)
             with pytest.raises(Refused, match="Invalid partition"):
-                await slurm.request(run.ask(partition="nowhere"))
+                await slurm.request(run.allocation_request(partition="nowhere"))
             with pytest.raises(Refused, match="Memory specification can not be satisfied"):
-                await slurm.request(Ask(run.pool, 1, Resources(mem=2**40), 60.0))
+                await slurm.request(AllocationRequest(run.pool, 1, Resources(mem=2**40), 60.0))
             with pytest.raises(Refused, match="set by rrl itself"):
-                await slurm.request(run.ask(array="1-3"))
+                await slurm.request(run.allocation_request(array="1-3"))
         with pytest.raises(Refused, match="is not running"):
             await slurm.launch(run.step("rollout-0.1", "n1"))
         nodes = await run.hold(slurm, 1)
@@ -203,7 +203,7 @@ def test_what_slurm_says_no_to_is_refused(lab: SlurmLab, run: Run) -> None:
 
 def test_a_launch_that_waits_for_resources_is_withdrawn_by_stop(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
-        slurm = run.cluster(SlurmLimits(interval=0.05, launch=1.0, reads_per_minute=100_000))
+        slurm = run.cluster(SlurmLimits(min_poll_interval_s=0.05, launch_watch_s=1.0, reads_per_minute=100_000))
         node = (await run.hold(slurm, 1))[0]
         await slurm.launch(run.step("rollout-0.1", node, mem=3000))
         await slurm.launch(run.step("rollout-1.1", node, mem=3000))
@@ -222,13 +222,13 @@ def test_a_launch_that_waits_for_resources_is_withdrawn_by_stop(lab: SlurmLab, r
 def test_a_request_that_cannot_be_met_yet_waits_in_the_queue_and_can_be_withdrawn(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
         slurm = run.cluster()
-        await slurm.request(run.ask(5))
-        await slurm.request(run.ask(5, "more-1"))
+        await slurm.request(run.allocation_request(5))
+        await slurm.request(run.allocation_request(5, "more-1"))
         observed = await until(slurm, lambda seen: state(seen, run.pool) is AllocationState.RUNNING)
         assert observed.allocations is not None
         waiting = observed.allocations[run.tag("more-1")]
         assert (waiting.state, waiting.nodes) == (AllocationState.PENDING, ())
-        assert not [p for p in slurm_processes.living().values() if p.comm == "salloc" and run.id in p.command]
+        assert not [p for p in slurm_processes.running_processes().values() if p.comm == "salloc" and run.id in p.command]
         await slurm.release(run.tag("more-1"))
         observed = await until(slurm, lambda seen: state(seen, run.tag("more-1")) is AllocationState.ENDED)
         assert state(observed, run.pool) is AllocationState.RUNNING
@@ -239,8 +239,8 @@ def test_a_request_that_cannot_be_met_yet_waits_in_the_queue_and_can_be_withdraw
 def test_what_waits_in_the_queue_outlives_its_manager_and_starts_when_there_is_room(lab: SlurmLab, run: Run) -> None:
     async def first() -> None:
         slurm = run.cluster()
-        await slurm.request(run.ask(5))
-        await slurm.request(run.ask(5, "more-1"))
+        await slurm.request(run.allocation_request(5))
+        await slurm.request(run.allocation_request(5, "more-1"))
         os._exit(0)
 
     async def second() -> None:
@@ -259,7 +259,7 @@ def test_each_component_of_a_heterogeneous_job_is_an_allocation_of_its_own(lab: 
 
     async def scenario() -> None:
         slurm = run.cluster()
-        parts = [run.ask(2, "rollout"), run.ask(1, "trainer"), run.ask(1, "shared")]
+        parts = [run.allocation_request(2, "rollout"), run.allocation_request(1, "trainer"), run.allocation_request(1, "shared")]
         await slurm.request(msgspec.structs.replace(parts[0], more=tuple(parts[1:])))
         observed = await until(slurm, lambda seen: state(seen, third) is AllocationState.RUNNING)
         assert observed.allocations is not None
@@ -292,7 +292,7 @@ def test_what_has_not_begun_is_given_back_as_a_whole_and_says_who_holds_it(lab: 
     async def scenario() -> None:
         slurm = run.cluster(hold="sbatch")
         await run.hold(slurm, 3)
-        await slurm.request(msgspec.structs.replace(run.ask(1, "rollout"), more=(run.ask(1, "trainer", hold=""),)))
+        await slurm.request(msgspec.structs.replace(run.allocation_request(1, "rollout"), more=(run.allocation_request(1, "trainer", hold=""),)))
         observed = await until(slurm, lambda seen: state(seen, run.tag("trainer")) is AllocationState.PENDING)
         assert observed.allocations is not None
         assert observed.allocations[run.tag("trainer")].detail == "PENDING: held by its user (scontrol release)"
@@ -307,13 +307,13 @@ def test_no_second_allocation_comes_onto_a_node_of_ours(lab: SlurmLab, run: Run)
     async def scenario() -> None:
         slurm = run.cluster()
         await run.hold(slurm, 2)  # which take half of each node
-        await slurm.request(run.ask(3, "more-1"))
+        await slurm.request(run.allocation_request(3, "more-1"))
         observed = await until(slurm, lambda seen: state(seen, run.tag("more-1")) is AllocationState.RUNNING)
         assert observed.allocations is not None
         nodes = [node for seen in observed.allocations.values() for node in seen.nodes]
         assert len(set(nodes)) == 5
         with pytest.raises(Refused, match="Requested node configuration is not available"):
-            await slurm.request(run.ask(1, "more-2"))
+            await slurm.request(run.allocation_request(1, "more-2"))
 
     as_user(lab, scenario)
 
@@ -321,8 +321,8 @@ def test_no_second_allocation_comes_onto_a_node_of_ours(lab: SlurmLab, run: Run)
 def test_the_pool_that_a_manager_lives_in_is_not_asked_for_and_ends_with_it(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
         await run.hold(run.cluster(), 1)
-        slurm = SlurmCluster(run.id, sys.executable, FAST, within=run.pool)
-        await slurm.request(run.ask(1))
+        slurm = SlurmCluster(run.id, sys.executable, FAST, own_tag=run.pool)
+        await slurm.request(run.allocation_request(1))
         observed = await slurm.observe()
         assert observed.allocations is not None
         assert observed.allocations[run.pool].detail == "RUNNING", "a second job was asked for"
@@ -340,12 +340,12 @@ def test_nobody_knows_while_the_controller_is_deaf_and_the_tag_settles_it_later(
     async def deaf() -> None:
         slurm = run.cluster(hold="sbatch")
         observed, *others = await asyncio.gather(
-            slurm.observe(), slurm.request(run.ask(1)), slurm.release(run.pool),
+            slurm.observe(), slurm.request(run.allocation_request(1)), slurm.release(run.pool),
             slurm.stop(run.tag("rollout-0.1"), grace=1.0),
-            run.cluster(SlurmLimits(write=0.5), hold="salloc").request(run.ask(1, "more-1")),
+            run.cluster(SlurmLimits(write_timeout_s=0.5), hold="salloc").request(run.allocation_request(1, "more-1")),
             return_exceptions=True,
         )  # fmt: skip
-        assert isinstance(observed, Observed)
+        assert isinstance(observed, ClusterSnapshot)
         assert (observed.allocations, observed.steps, observed.nodes) == (None, None, None)
         assert [type(other) for other in others] == [Unanswered] * 4, others
         assert "timed out" in observed.unknown
@@ -355,7 +355,7 @@ def test_nobody_knows_while_the_controller_is_deaf_and_the_tag_settles_it_later(
     async def later() -> None:  # it landed, and is found by its tag
         await until(run.cluster(), lambda seen: state(seen, run.pool) is AllocationState.RUNNING)
 
-    with lab.deaf_controller():
+    with lab.controller_stopped():
         as_user(lab, deaf)
     as_user(lab, later)
 
@@ -390,7 +390,7 @@ def test_steps_outlive_a_manager_that_was_killed_and_the_next_one_finds_them(lab
         for name in ("rollout-0.1", "rollout-1.1"):
             await slurm.launch(run.step(name, node))
             await run.pid(name)
-        await slurm.joined(run.tag("rollout-0.1"))
+        await slurm.release_launcher(run.tag("rollout-0.1"))
         os._exit(0)  # as kill -9: nothing of ours runs any more, the srun of rollout-1 goes on by itself
 
     async def second() -> None:
@@ -438,8 +438,8 @@ def test_steps_that_joined_outlive_a_scancel_of_the_managers_own_job(lab: SlurmL
         joined, carried = await run.pid("rollout-0.1"), await run.pid("rollout-1.1")
         await asyncio.to_thread(subprocess.run, ["scancel", "--name", run.tag("manager")], check=True)
         await until(slurm, lambda seen: list(seen.steps or {}) == [run.tag("rollout-0.1")])
-        assert lives(joined)
-        assert not lives(carried)
+        assert is_alive(joined)
+        assert not is_alive(carried)
 
     as_user(lab, scenario)
 
@@ -453,7 +453,7 @@ def test_a_crashed_node_is_seen_down_its_step_is_gone_and_the_rest_of_the_pool_g
         for index, name in enumerate(nodes):
             await slurm.launch(run.step(f"rollout-{index}.1", name))
             await run.pid(f"rollout-{index}.1")
-        await asyncio.gather(*(slurm.joined(run.tag(f"rollout-{index}.1")) for index in range(3)))
+        await asyncio.gather(*(slurm.release_launcher(run.tag(f"rollout-{index}.1")) for index in range(3)))
         (run.folder / "lost").write_text(nodes[0])
 
     async def second() -> None:
@@ -480,11 +480,11 @@ def test_a_crashed_node_is_seen_down_its_step_is_gone_and_the_rest_of_the_pool_g
 
 def test_looks_are_rationed_and_never_stale_after_a_change(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
-        seldom = run.cluster(SlurmLimits(interval=3600.0, reads_per_minute=6))
+        seldom = run.cluster(SlurmLimits(min_poll_interval_s=3600.0, reads_per_minute=6))
         before = await seldom.observe()
         assert before.allocations == {}
         assert await seldom.observe() is before
-        await seldom.request(run.ask(1))
+        await seldom.request(run.allocation_request(1))
         assert (await seldom.observe()).allocations != {}
         await seldom.release(run.pool)
         spent = await seldom.observe()

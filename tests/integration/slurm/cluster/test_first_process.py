@@ -16,17 +16,17 @@ from rrl.core.launch import Launch
 from rrl.core.run_dir import write_atomically
 from rrl.core.run_spec import Resources
 from rrl.core.types import NodeName
-from rrl.manager.cluster.base import AllocationState, Ask, Refused, Step
+from rrl.manager.cluster.base import AllocationState, AllocationRequest, Refused, Step
 from rrl.manager.cluster.slurm.cluster import SlurmCluster
 from rrl.manager.cluster.slurm.commands import SlurmLimits
-from rrl.tests.support.listening_manager import PATIENCE, Lab, eventually, lab
+from rrl.tests.support.listening_manager import TIMEOUT_S, Lab, eventually, lab
 from rrl.tests.support.slurm.lab import SlurmLab
 from rrl.transport.messages import AgentHello, StepExit
 
 pytestmark = pytest.mark.slurm
 
 NODE = Resources(cpus=4, gpus=2, mem=2000 * 2**20)
-FAST = SlurmLimits(interval=0.05, reads_per_minute=100_000)
+FAST = SlurmLimits(min_poll_interval_s=0.05, reads_per_minute=100_000)
 HOSTILE = {"SLURM_NTASKS": "64", "SLURM_STEP_GPUS": "9", "PMI_RANK": "5", "PMIX_RANK": "5", "OMPI_COMM_WORLD_RANK": "5",
            "SRUN_EXPORT_ENV": "ALL", "SLURM_EXPORT_ENV": "ALL"}  # fmt: skip
 
@@ -38,21 +38,21 @@ def site(slurm_lab: SlurmLab) -> Iterator[SlurmLab]:
 
 
 def as_user(site: SlurmLab, name: str, story: Callable[[Lab], Coroutine[None, None, None]]) -> None:
-    folder = site.home / name
+    folder = site.user_home / name
 
     def play() -> None:
         folder.mkdir()
         with lab(folder) as at:
             asyncio.run(story(at))
 
-    site.call_as_user(play, within=3 * PATIENCE)
+    site.call_as_user(play, timeout_s=3 * TIMEOUT_S)
 
 
 async def hold(slurm: SlurmCluster, at: Lab) -> NodeName:
     """A pool of one node, once it runs."""
     pool = f"{at.run.id}.pool"
-    await slurm.request(Ask(pool, 1, NODE, walltime=600.0, comment=f"rrl {at.run.id}"))
-    deadline = time.monotonic() + PATIENCE
+    await slurm.request(AllocationRequest(pool, 1, NODE, walltime=600.0, comment=f"rrl {at.run.id}"))
+    deadline = time.monotonic() + TIMEOUT_S
     while True:
         seen = (await slurm.observe()).allocations or {}
         if pool in seen and seen[pool].state is AllocationState.RUNNING:
@@ -75,7 +75,7 @@ def test_roles_have_gpus_of_their_own_beside_an_agent_that_sees_all_and_nothing_
             async with at.manager() as manager:
                 agent = at.launch(replica=f"agent/{node}", node=node, env={"RRL_BEAT": "0.2"}, dies_with_launcher=True)
                 await slurm.launch(step(at, agent, Resources(cpus=1, gpus=2), agent=True))
-                await manager.hears(AgentHello)
+                await manager.wait_for(AgentHello)
                 roles = []
                 for index in range(2):
                     role = at.launch("env", replica=f"rollout/{index}", node=node, dies_with_launcher=True)
@@ -85,7 +85,7 @@ def test_roles_have_gpus_of_their_own_beside_an_agent_that_sees_all_and_nothing_
                 roles[0] = hold_gpu(at, roles[0])
                 for role in roles:
                     await slurm.launch(step(at, role, Resources(cpus=1, gpus=1, mem=100 * 2**20)))
-                await manager.hears(StepExit, lambda end: end.life == roles[1].life)
+                await manager.wait_for(StepExit, lambda end: end.incarnation == roles[1].incarnation)
                 seen = [await environment(at, role) for role in roles]
             assert not [name for one in seen for name in one if re.match(r"SLURM|SRUN|PMI|OMPI", name)]
             assert sorted(one["RRL_GPUS"] for one in seen) == ["0", "1"]
@@ -100,7 +100,7 @@ def test_roles_have_gpus_of_their_own_beside_an_agent_that_sees_all_and_nothing_
 
 def test_an_interpreter_that_is_absent_on_the_node_is_refused_in_slurms_own_words(site: SlurmLab) -> None:
     async def story(at: Lab) -> None:
-        patient = msgspec.structs.replace(FAST, launch=PATIENCE, begin=PATIENCE)
+        patient = msgspec.structs.replace(FAST, launch=TIMEOUT_S, begin=TIMEOUT_S)
         slurm = SlurmCluster(at.run.id, "/no/such/venv/bin/python", patient)
         try:
             node = await hold(slurm, at)

@@ -11,7 +11,7 @@ import pytest
 
 from rrl.core.faults import Fault, FaultKind
 from rrl.manager.cluster.base import Refused, Unanswered
-from rrl.manager.cluster.slurm.lab_faults import HARM_ENV, harm
+from rrl.manager.cluster.slurm.lab_faults import LAB_FAULTS_ENV, inject_fault
 from rrl.tests.support.slurm import processes as slurm_processes
 from rrl.tests.support.slurm.lab import SlurmLab
 
@@ -19,17 +19,17 @@ CRASH = Fault("f1", FaultKind.CRASH, "n2", seconds=1.0)
 
 
 def test_on_any_other_cluster_nodes_and_slurm_are_not_ours_to_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(HARM_ENV, raising=False)
+    monkeypatch.delenv(LAB_FAULTS_ENV, raising=False)
     with pytest.raises(Refused, match="crash can be performed on a test cluster only"):
-        asyncio.run(harm(CRASH))
+        asyncio.run(inject_fault(CRASH))
 
 
 def test_a_test_cluster_that_is_gone_does_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(HARM_ENV, str(tmp_path / "harm"))
+    monkeypatch.setenv(LAB_FAULTS_ENV, str(tmp_path / "harm"))
     with pytest.raises(Refused, match=r"cannot be reached at .*harm: No such file"):
-        asyncio.run(harm(CRASH))
+        asyncio.run(inject_fault(CRASH))
     with pytest.raises(Refused, match="kill is nothing that a cluster does"):
-        asyncio.run(harm(Fault("f1", FaultKind.KILL, "rollout/0")))
+        asyncio.run(inject_fault(Fault("f1", FaultKind.KILL, "rollout/0")))
 
 
 @pytest.mark.parametrize(
@@ -49,9 +49,9 @@ def test_whatever_it_answers_is_one_of_three(
         server = await asyncio.start_unix_server(serve, tmp_path / "harm")
         async with server:
             with pytest.raises(kind):
-                await harm(Fault("f1", FaultKind.DELAY, "n2", seconds=5.0, amount=50.0))
+                await inject_fault(Fault("f1", FaultKind.DELAY, "n2", seconds=5.0, amount=50.0))
 
-    monkeypatch.setenv(HARM_ENV, str(tmp_path / "harm"))
+    monkeypatch.setenv(LAB_FAULTS_ENV, str(tmp_path / "harm"))
     asyncio.run(scenario())
     assert heard == [b'{"do":"delay","seconds":5.0,"node":"n2","ms":50.0}\n']
 
@@ -59,10 +59,10 @@ def test_whatever_it_answers_is_one_of_three(
 @pytest.mark.slurm
 def test_a_node_of_the_lab_crashes_and_comes_up_again_for_its_user(slurm_lab: SlurmLab) -> None:
     def hurt() -> None:
-        assert os.environ[HARM_ENV]
-        assert asyncio.run(harm(CRASH)) == "crash n2 for 1 s"
+        assert os.environ[LAB_FAULTS_ENV]
+        assert asyncio.run(inject_fault(CRASH)) == "crash n2 for 1 s"
         with pytest.raises(Refused, match="no node n77 in this lab"):
-            asyncio.run(harm(Fault("f2", FaultKind.CRASH, "n77")))
+            asyncio.run(inject_fault(Fault("f2", FaultKind.CRASH, "n77")))
 
     before = slurm_processes.of_node(slurm_lab.dir, "n2")
     slurm_lab.call_as_user(hurt)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rrl.manager.cluster.slurm.limits import Limit, association_limits, enforced, look, qos_limits
+from rrl.manager.cluster.slurm.limits import Limit, association_limits, enforced, read_limits, qos_limits
 from rrl.tests.support.slurm import accounting
 from rrl.tests.support.slurm.lab import SlurmLab
 
@@ -40,7 +40,7 @@ def test_limits_hold_only_where_they_are_enforced(words: str, holds: bool) -> No
 
 def test_where_slurm_does_not_answer_limits_are_unknown_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert "scontrol cannot be started" in asyncio.run(look({})).unknown
+    assert "scontrol cannot be started" in asyncio.run(read_limits({})).unknown
 
 
 @pytest.mark.slurm
@@ -48,11 +48,11 @@ def test_a_plain_user_sees_its_own_limits(accounting_lab: SlurmLab) -> None:
     accounting.limit(accounting_lab, MaxJobs=3, MaxSubmitJobs=7)
 
     def seen() -> None:
-        found = asyncio.run(look({}))
+        found = asyncio.run(read_limits({}))
         assert found.unknown == ""
         assert found.steps_per_job == 40000
-        mine = {limit.where.partition(" ")[0]: limit for limit in found.limits}
-        assert (mine["MaxJobs"].most, mine["MaxSubmitJobs"].most) == (3, 7)
+        mine = {limit.name.partition(" ")[0]: limit for limit in found.limits}
+        assert (mine["MaxJobs"].max_jobs, mine["MaxSubmitJobs"].max_jobs) == (3, 7)
 
     try:
         accounting_lab.call_as_user(seen)

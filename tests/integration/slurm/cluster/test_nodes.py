@@ -11,10 +11,10 @@ import pytest
 from rrl.core.types import NodeName
 from rrl.manager.cluster.base import AllocationState, Refused, Unanswered
 from rrl.manager.cluster.slurm.cluster import SlurmCluster
-from rrl.manager.cluster.slurm.commands import Ended
+from rrl.manager.cluster.slurm.commands import CommandResult
 from rrl.manager.cluster.slurm.nodes import SlurmNodes
 from rrl.manager.cluster.slurm.parsing import Job
-from rrl.tests.integration.slurm.cluster.test_cluster import FAST, Run, as_user, lives, state, until
+from rrl.tests.integration.slurm.cluster.test_cluster import FAST, Run, as_user, is_alive, state, until
 from rrl.tests.support.plain_user import call_as
 from rrl.tests.support.slurm.lab import SlurmLab
 
@@ -33,7 +33,7 @@ def lab(slurm_lab: SlurmLab) -> Iterator[SlurmLab]:
 
 @pytest.fixture
 def run(lab: SlurmLab) -> Run:
-    path = lab.home / f"nodes{len(list(lab.home.glob('nodes*')))}"
+    path = lab.user_home / f"nodes{len(list(lab.user_home.glob('nodes*')))}"
     lab.call_as_user(path.mkdir)
     return Run(path)
 
@@ -120,11 +120,11 @@ def test_without_rights_slurmctld_is_asked_once_and_says_no(lab: SlurmLab, run: 
 
 def test_a_silent_slurmctld_leaves_a_drain_open() -> None:
     async def scenario() -> None:
-        async def silent(argv: tuple[str, ...]) -> Ended:
+        async def silent(argv: tuple[str, ...]) -> CommandResult:
             raise Unanswered("scontrol: no answer within 10 s")
 
-        async def idle(argv: tuple[str, ...]) -> Ended:
-            return Ended(0, "NodeName=n1 State=IDLE ThreadsPerCore=1\n", "")
+        async def idle(argv: tuple[str, ...]) -> CommandResult:
+            return CommandResult(0, "NodeName=n1 State=IDLE ThreadsPerCore=1\n", "")
 
         for nodes in (SlurmNodes(silent, silent), SlurmNodes(idle, silent), SlurmNodes(idle, idle)):
             with pytest.raises(Unanswered):
@@ -148,9 +148,9 @@ def test_a_node_goes_back_to_others_and_the_rest_of_the_pool_works_on(lab: Slurm
         await until(slurm, lambda seen: seen.allocations and seen.allocations[run.pool].nodes == (second, third))
         await until(slurm, lambda seen: set(seen.steps or ()) == {run.tag("s1"), run.tag("s2")})
         lab.wait_states({first: "idle"})  # whose processes have ended then
-        assert [lives(pid) for pid in pids] == [False, True, True]
+        assert [is_alive(pid) for pid in pids] == [False, True, True]
         await slurm.launch(run.step("s3", third))
-        assert lives(await run.pid("s3"))
+        assert is_alive(await run.pid("s3"))
         with pytest.raises(Refused, match="nothing of job"):
             await slurm.shrink(run.pool, (second, third))
         if again:
@@ -158,7 +158,7 @@ def test_a_node_goes_back_to_others_and_the_rest_of_the_pool_works_on(lab: Slurm
         else:
             with pytest.raises(Refused, match="Slurm does not shrink"):
                 await slurm.shrink(run.pool, (second,))
-        assert [lives(pid) for pid in pids] == [False, not again, True]
+        assert [is_alive(pid) for pid in pids] == [False, not again, True]
         await slurm.release(run.pool)
         await until(slurm, lambda seen: state(seen, run.pool) is AllocationState.ENDED)
         await slurm.close()
@@ -177,7 +177,7 @@ def test_the_node_of_a_batch_script_stays(lab: SlurmLab, run: Run) -> None:
         seen = await slurm.observe()
         assert seen.allocations is not None
         assert seen.allocations[run.pool].nodes == (first, second)
-        assert lives(pid)
+        assert is_alive(pid)
         await slurm.release(run.pool)
         await slurm.close()
 
@@ -185,7 +185,7 @@ def test_the_node_of_a_batch_script_stays(lab: SlurmLab, run: Run) -> None:
 
 
 def test_of_a_heterogeneous_job_nothing_is_given_back_that_would_cost_the_others() -> None:
-    async def never(argv: tuple[str, ...]) -> Ended:
+    async def never(argv: tuple[str, ...]) -> CommandResult:
         raise AssertionError(argv)
 
     first = Job("5", AllocationState.RUNNING, (N1, N2), "", "", "", leader="5")
@@ -207,9 +207,9 @@ def test_of_a_heterogeneous_job_nothing_is_given_back_that_would_cost_the_others
     ("Unable to contact slurm controller (connect failure)", Unanswered), ("Socket timed out", Unanswered),
 ])  # fmt: skip
 def test_what_slurm_says_to_a_shrinking_job(said: str, kind: type[Exception]) -> None:
-    async def saying(argv: tuple[str, ...]) -> Ended:
+    async def saying(argv: tuple[str, ...]) -> CommandResult:
         assert argv == ("scontrol", "update", "JobId=7", "NodeList=n[2-3]")
-        return Ended(1, "", said)
+        return CommandResult(1, "", said)
 
     job = Job("7", AllocationState.RUNNING, (N1, N2, N3), "", "", "")
     with pytest.raises(kind):

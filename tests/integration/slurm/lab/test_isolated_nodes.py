@@ -20,14 +20,14 @@ pytestmark = pytest.mark.long  # and part of make test-slurm-versions
 @pytest.fixture
 def lab(isolated_lab: SlurmLab) -> Iterator[SlurmLab]:
     yield isolated_lab
-    isolated_lab.clear(within=90)  # what Slurm missed while a link was down it asks for seldom
+    isolated_lab.clear(timeout_s=90)  # what Slurm missed while a link was down it asks for seldom
 
 
-def answers(lab: SlurmLab, node: str, within: float = 1.0) -> bool:
+def answers(lab: SlurmLab, node: str, timeout_s: float = 1.0) -> bool:
     """The node's slurmd takes a connection."""
     assert lab.network is not None
     try:
-        socket.create_connection((lab.network.address(node), lab.settings.port + 1), within).close()
+        socket.create_connection((lab.network.address(node), lab.settings.port + 1), timeout_s).close()
     except OSError:
         return False
     return True
@@ -61,7 +61,7 @@ def test_a_cut_node_lives_on_unheard_is_seen_down_and_is_itself_again_when_heale
         assert lab.states()["n3"] == "idle"
     finally:
         lab.heal("n2")
-    assert answers(lab, "n2", within=10.0)
+    assert answers(lab, "n2", timeout_s=10.0)
     lab.crash("n2")  # Slurm asks a node that it has set down every half minute; one that starts tells it at once
     lab.clear()
     step.wait(timeout=60)
@@ -70,7 +70,7 @@ def test_a_cut_node_lives_on_unheard_is_seen_down_and_is_itself_again_when_heale
 def test_a_delayed_node_answers_late_and_healing_ends_that(lab: SlurmLab) -> None:
     def seconds() -> float:
         began = time.monotonic()
-        assert answers(lab, "n4", within=30.0)
+        assert answers(lab, "n4", timeout_s=30.0)
         return time.monotonic() - began
 
     lab.delay("n4", 50)

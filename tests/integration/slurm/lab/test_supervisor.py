@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rrl.core.run_dir import RunDir
-from rrl.tests.support.listening_manager import until
-from rrl.tests.support.runs import DEADLINE, processes_of
+from rrl.tests.support.listening_manager import wait_until
+from rrl.tests.support.runs import TIMEOUT_S, processes_of
 from rrl.tests.support.slurm import processes as slurm_processes
 from rrl.tests.support.slurm.lab import SlurmLab
 
@@ -62,7 +62,7 @@ def _started(code: str, *argv: str | Path) -> tuple[subprocess.Popen[str], Path]
 
 def _ended(child: subprocess.Popen[str], number: signal.Signals) -> int:
     child.send_signal(number)
-    child.communicate(timeout=DEADLINE)
+    child.communicate(timeout=TIMEOUT_S)
     return child.returncode
 
 
@@ -71,9 +71,9 @@ def _ended(child: subprocess.Popen[str], number: signal.Signals) -> int:
 def test_lab_of_a_killed_process_ends_with_its_jobs(slurm_lab: SlurmLab, number: signal.Signals) -> None:
     child, lab = _started(LAB)
     try:
-        until(lambda: {"slurmctld", "slurmd", "sleep"} <= {one.comm for one in slurm_processes.of_lab(lab).values()})
+        wait_until(lambda: {"slurmctld", "slurmd", "sleep"} <= {one.comm for one in slurm_processes.of_lab(lab).values()})
         _ended(child, number)
-        until(lambda: not slurm_processes.of_lab(lab) and not lab.exists())
+        wait_until(lambda: not slurm_processes.of_lab(lab) and not lab.exists())
     finally:  # leave nothing behind where this fails
         child.kill()
         if lab.exists():
@@ -87,7 +87,7 @@ def test_local_run_of_a_killed_process_ends(tmp_path: Path) -> None:
     try:
         assert len(dict(processes_of(run))) > 5
         _ended(child, signal.SIGKILL)
-        until(lambda: not dict(processes_of(run)))
+        wait_until(lambda: not dict(processes_of(run)))
     finally:
         child.kill()
         while left := dict(processes_of(run)):

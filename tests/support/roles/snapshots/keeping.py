@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rrl.core.types import NodeName, ReplicaId
 from rrl.roles.snapshots.client import SnapshotClient
-from rrl.roles.snapshots.server import Keeper
+from rrl.roles.snapshots.server import SnapshotServer
 from rrl.tests.support.roles.snapshots.writer import GANG, NODE, RUN
 from rrl.transport.keys import RunKeys
 
@@ -21,8 +21,8 @@ FAR = NodeName("n2")
 
 
 @contextlib.contextmanager
-def keeper(keys: RunKeys, node: NodeName = NODE) -> Iterator[Keeper]:
-    made = Keeper(RUN, node, keys, "127.0.0.1")
+def snapshot_server(keys: RunKeys, node: NodeName = NODE) -> Iterator[SnapshotServer]:
+    made = SnapshotServer(RUN, node, keys, "127.0.0.1")
     made.start()
     try:
         yield made
@@ -65,6 +65,6 @@ def keep(client: SnapshotClient, step: int, size: int = 1000) -> bytes:
 
 
 if __name__ == "__main__":
-    with keeper(RunKeys.load(Path(sys.argv[1])), NodeName(sys.argv[2])) as here:
+    with snapshot_server(RunKeys.load(Path(sys.argv[1])), NodeName(sys.argv[2])) as here:
         print(here.address, flush=True)
         sys.stdin.read()

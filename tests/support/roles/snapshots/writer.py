@@ -19,7 +19,7 @@ from unittest import mock
 from rrl.core.types import NodeName, ReplicaId
 from rrl.roles.snapshots.client import SnapshotClient
 from rrl.roles.snapshots.format import Head
-from rrl.roles.snapshots.mapping import Mapped
+from rrl.roles.snapshots.mapping import MappedBuffer
 from rrl.transport.keys import RunKeys
 
 RUN, NODE, GANG = "run-1", NodeName("n1"), ReplicaId("trainer/0")
@@ -27,7 +27,7 @@ SIZE = 5 * 2**20 + 17
 """bytes: two chunks, the last one odd"""
 _LAST = 3
 """the step of a life in which it is killed"""
-_PART = 64 * 2**10
+_CHUNK_BYTES = 64 * 2**10
 
 
 def main() -> None:
@@ -48,29 +48,29 @@ def main() -> None:
 
 def _member(keys: RunKeys, progress: mmap.mmap, incarnation: int, where: str) -> None:
     client = SnapshotClient(RUN, NODE, keys, GANG, 0, incarnation)
-    kept = client.available()
+    kept = client.list_snapshots()
     done = kept[0].step if kept else 0
     last = 2**63 if where == "never" else done + _LAST
     for step in range(done + 1, last + 1):
-        client.settle()
+        client.wait_until_sealed()
         if step == last and where == "digest":
             mock.patch("rrl.roles.snapshots.client.digest_of", _die).start()
         if step == last and where == "head":
-            mock.patch.object(Mapped, "seal", _half_a_head).start()
+            mock.patch.object(MappedBuffer, "seal", _half_a_head).start()
         view = client.buffer(SIZE, step)  # the step before is sealed now
         struct.pack_into("<Q", progress, 0, step)
-        whole = bytes([step % 251]) * _PART
-        for start in range(0, SIZE, _PART):
+        whole = bytes([step % 251]) * _CHUNK_BYTES
+        for start in range(0, SIZE, _CHUNK_BYTES):
             if step == last and where == "copy" and start > SIZE // 2:
                 _die()
-            view[start : start + _PART] = whole[: min(_PART, SIZE - start)]
+            view[start : start + _CHUNK_BYTES] = whole[: min(_CHUNK_BYTES, SIZE - start)]
         client.seal(step, struct.pack("<Q", step))
         if step == last:
-            client.settle()
+            client.wait_until_sealed()
             _die()
 
 
-def _half_a_head(mapped: Mapped, head: Head) -> None:
+def _half_a_head(mapped: MappedBuffer, head: Head) -> None:
     written = head.encode()
     mapped.view[: len(written) // 2] = written[: len(written) // 2]
     _die()

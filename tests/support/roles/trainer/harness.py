@@ -41,7 +41,7 @@ def learner(vocabulary: int = 13, seed: int = 0, steps: int = 100, **changes: fl
 
 def saved(student: Learner) -> tuple[dict[str, torch.Tensor], bytes]:
     """All of its state, as it is now."""
-    return {name: tensor.detach().clone() for name, tensor in student.tensors().items()}, student.rest()
+    return {name: tensor.detach().clone() for name, tensor in student.tensors().items()}, student.extra_state()
 
 
 def restore(student: Learner, state: tuple[dict[str, torch.Tensor], bytes]) -> None:
@@ -55,7 +55,7 @@ def engine(
     weights: Learner, vocabulary: int = 13, seed: int = 0, version: int = 0, sampling: Sampling | None = None
 ) -> TorchEngine:
     """An engine with the learner's weights of this moment, built from another seed than they were."""
-    made = TorchEngine(build_model(SMALL, vocabulary, seed + 1000), ends=frozenset({EOS}), seed=seed, sampling=sampling)
+    made = TorchEngine(build_model(SMALL, vocabulary, seed + 1000), stop_tokens=frozenset({EOS}), seed=seed, sampling=sampling)
     made.load(Version(version, 1), weights.weights().items())
     return made
 
@@ -65,8 +65,8 @@ def roll_out(with_engine: Engine, items: Sequence[Item]) -> dict[int, list[Segme
     segments = {item.trajectory: list(item.so_far) for item in items}
     finished: list[int] = []
     waiting = list(items)
-    while waiting or with_engine.busy:
-        taken, waiting = waiting[: with_engine.room], waiting[with_engine.room :]
+    while waiting or with_engine.has_work:
+        taken, waiting = waiting[: with_engine.free_slots], waiting[with_engine.free_slots :]
         with_engine.add(taken)
         grown, complete = with_engine.step()
         for segment in grown:

@@ -16,7 +16,7 @@ import torch
 from rrl.core.launch import LAUNCH_ENV
 from rrl.roles.snapshots.format import SnapshotError
 from rrl.roles.trainer import checkpoint, main, process_group
-from rrl.roles.trainer.async_saver import Saver
+from rrl.roles.trainer.async_saver import AsyncSaver
 from rrl.roles.trainer.checkpoint import Checkpoints, Written
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.process_group import Gang
@@ -76,13 +76,13 @@ def _before(owner: Any, name: str, when: Callable[..., bool]) -> None:
 
 def _while_the_batch_is_shared(step: int) -> None:
     """The first member has it and has sent none of it, or another has received none of it."""
-    next_, now = process_group._next, [0]
+    next_, now = process_group._next_batch, [0]
 
     def noted(me: Worker, gang: Gang, number: int) -> Batch | None:
         now[0] = number
         return next_(me, gang, number)
 
-    process_group._next = noted
+    process_group._next_batch = noted
     for name in ("_send", "_receive"):
         _before(process_group, name, lambda *_: now[0] == step)
 
@@ -92,18 +92,18 @@ def _in_the_step(step: int) -> None:
 
 
 def _before_it_is_copied(step: int) -> None:
-    _before(Saver, "save", lambda saver, *_: saver._learner.number == step)
+    _before(AsyncSaver, "save", lambda saver, *_: saver._learner.number == step)
 
 
 def _once_it_is_sealed(step: int, dies: bool) -> None:
     """And copied, by all members; nothing of it is on the disk."""
-    keep = Saver._keep
+    keep = AsyncSaver._write_and_commit
 
-    def wrapped(saver: Saver, staged: Any) -> None:
+    def wrapped(saver: AsyncSaver, staged: Any) -> None:
         if staged.note.number == step:
             client, buddy = saver._buffers._client, saver._buffers._buddy()
             if client is not None and buddy is not None:
-                client.settle()
+                client.wait_until_sealed()
                 with contextlib.suppress(SnapshotError):  # an agent that the test has ended
                     client.copy_to(buddy)
             saver._gather(Written({}))
@@ -111,7 +111,7 @@ def _once_it_is_sealed(step: int, dies: bool) -> None:
                 _die()
         keep(saver, staged)
 
-    Saver._keep = wrapped  # type: ignore
+    AsyncSaver._write_and_commit = wrapped  # type: ignore
 
 
 def _in_the_files(step: int) -> None:

@@ -34,7 +34,7 @@ def play(rank: int, world: int, folder: str, dtype: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=_MEETS_BY)
-    gang = Gang(rank, world, mesh=init_device_mesh("cpu", (world,)), talk=dist.new_group(backend="gloo"))
+    gang = Gang(rank, world, mesh=init_device_mesh("cpu", (world,)), control_group=dist.new_group(backend="gloo"))
     model = gang.shard(skeleton(SPEC, VOCABULARY))
     materialise(model, gang.device)
     live = weights(model)
@@ -50,7 +50,7 @@ def play(rank: int, world: int, folder: str, dtype: str) -> None:
         materialise(taker, gang.device)
         for tensor in weights(taker).values():
             tensor.zero_()
-        engine = TorchEngine(taker, ends=frozenset({1}), seed=0)
+        engine = TorchEngine(taker, stop_tokens=frozenset({1}), seed=0)
         said["loading"] = _growth(lambda: engine.load(Version(1, 1), unpack(me.specs, memoryview(me.flat))))
         said["right"] = all(bool((tensor == place + 1).all()) for place, tensor in enumerate(weights(taker).values()))
     Path(folder, f"rank-{rank}.json").write_text(json.dumps(said))

@@ -20,8 +20,8 @@ import msgspec
 
 from rrl.config.job.schema import Job
 from rrl.core.run_dir import write_atomically
-from rrl.core.types import Life, NodeName, ReplicaId, Version, member_id, rank_of
-from rrl.roles.snapshots.server import Keeper
+from rrl.core.types import Incarnation, NodeName, ReplicaId, Version, member_id, rank_of
+from rrl.roles.snapshots.server import SnapshotServer
 from rrl.roles.trajectories.server import Server
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import CommittedState, Prompt, Request, Score, Segment
@@ -30,15 +30,15 @@ from rrl.tests.support.roles import folders
 from rrl.tests.support.roles.trainer import mortal
 from rrl.tests.support.roles.trajectories import crew
 from rrl.transport.control.endpoints import Listener
-from rrl.transport.messages import Fenced, Goodbye, Hello, Peer, Peers, Stop, Up, Welcome
+from rrl.transport.messages import Fenced, Goodbye, Hello, Peer, Peers, Stop, ToManager, Welcome
 
-ENDS_BY = 120.0
+END_TIMEOUT_S = 120.0
 """s; no test depends on how fast a life is, only that it ends"""
 GANG = ReplicaId("trainer/0")
 VOCABULARY = 13
 _GROUP, _PER_BATCH, _MAX_NEW = 3, 3, 3
-_STORE = crew.life("trajectories/0")
-_ROLLOUT, _REWARD = crew.life("rollout/0"), crew.life("reward/0")
+_STORE = crew.incarnation_of("trajectories/0")
+_ROLLOUT, _REWARD = crew.incarnation_of("rollout/0"), crew.incarnation_of("reward/0")
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def recorded(folder: Path, steps: int, uncommitted: int) -> Store:
         next_prompt=lambda i: Prompt(i, tuple(2 + (i + place) % 10 for place in range(1 + i % 2))),
         keep_uncommitted=uncommitted,
     )  # fmt: skip
-    store.peers({_ROLLOUT, _REWARD})
+    store.update_membership({_ROLLOUT, _REWARD})
     ids = [item.trajectory for item in crew.lease(store, _ROLLOUT, steps * _PER_BATCH * _GROUP)]
     segments = []
     for one in ids:
@@ -89,11 +89,11 @@ class Stage:
         write_atomically(self.lab.run.resolved, msgspec.json.encode({"job": self.job}))
         self._uncommitted = uncommitted
         self._nodes = [NodeName(f"n{index}") for index in range(world + 1)] if snapshots else []
-        self._keepers: dict[NodeName, Keeper] = {}
+        self._snapshot_servers: dict[NodeName, SnapshotServer] = {}
         self._peers: dict[ReplicaId, Peer] = {}
         self._seq = 0
         self.incarnation = 0
-        self._lines: dict[Life, bytes] = {}
+        self._lines: dict[Incarnation, bytes] = {}
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Stage]:
@@ -101,9 +101,9 @@ class Stage:
         for node in self._nodes:
             self.agent_starts(node)
         self.store = recorded(run.store, self.steps, self._uncommitted)
-        self._listener = await Listener.open(keys, Up, epoch=1)
+        self._listener = await Listener.open(keys, ToManager, epoch=1)
         write_atomically(run.manager, msgspec.json.encode(self._listener.address))
-        served = await Listener.open(keys, Request, epoch=_STORE.incarnation)
+        served = await Listener.open(keys, Request, epoch=_STORE.number)
         self._peers[_STORE.replica] = Peer(_STORE, served.endpoint, joined=True)
         server = Server(self.store, served)
         tasks = [asyncio.create_task(server.run()), asyncio.create_task(self._manage())]
@@ -115,21 +115,21 @@ class Stage:
             tasks[1].cancel()
             for listener in (served, self._listener):
                 await listener.close()
-            for node in list(self._keepers):
+            for node in list(self._snapshot_servers):
                 self.agent_dies(node)
             self.store.close()
 
     def agent_starts(self, node: NodeName) -> None:
-        keeper = self._keepers[node] = Keeper(self.lab.run.id, node, self.lab.keys, "127.0.0.1")
+        keeper = self._snapshot_servers[node] = SnapshotServer(self.lab.run.id, node, self.lab.keys, "127.0.0.1")
         keeper.start()
 
     def agent_dies(self, node: NodeName) -> None:
         """And all that it kept."""
-        self._keepers.pop(node).close()
+        self._snapshot_servers.pop(node).close()
 
     @property
     def committed(self) -> int | None:
-        state = self.store.committed(Life(GANG, self.incarnation))
+        state = self.store.committed(Incarnation(GANG, self.incarnation))
         assert isinstance(state, CommittedState)
         return state.number
 
@@ -140,33 +140,33 @@ class Stage:
         Returns the members' exit codes, negative for a signal."""
         self.incarnation += 1
         self.world = world or self.world
-        members = [Life(member_id(GANG, each), self.incarnation) for each in range(self.world)]
+        members = [Incarnation(member_id(GANG, each), self.incarnation) for each in range(self.world)]
         for replica in [each for each in self._peers if each.startswith(GANG)]:
             del self._peers[replica]
-        started = [self._start(life, moment, step, bool(moment) and each == rank) for each, life in enumerate(members)]
+        started = [self._start(incarnation, moment, step, bool(moment) and each == rank) for each, incarnation in enumerate(members)]
         try:
             await self._until_one_ends(started)
             if any(process.exitcode not in (None, 0) for process in started):
-                for life in members:
-                    await self._tell(life, Fenced(life, "its gang restarts"))
-            await asyncio.wait_for(asyncio.gather(*(asyncio.to_thread(each.join) for each in started)), ENDS_BY)
+                for incarnation in members:
+                    await self._send(incarnation, Fenced(incarnation, "its gang restarts"))
+            await asyncio.wait_for(asyncio.gather(*(asyncio.to_thread(each.join) for each in started)), END_TIMEOUT_S)
         finally:
             for process in started:
                 process.kill()
         return [process.exitcode for process in started]
 
-    def _start(self, life: Life, moment: str, step: int, dies: bool) -> ForkServerProcess:
-        node = f"n{rank_of(life.replica)}"
-        launch = self.lab.launch(replica=life.replica, incarnation=life.incarnation, node=node)
-        file, log = str(self.lab.run.launch_file(launch.tag)), str(self._log(life))
-        words = file, log, moment, step, dies, life.incarnation
+    def _start(self, incarnation: Incarnation, moment: str, step: int, dies: bool) -> ForkServerProcess:
+        node = f"n{rank_of(incarnation.replica)}"
+        launch = self.lab.launch(replica=incarnation.replica, number=incarnation.number, node=node)
+        file, log = str(self.lab.run.launch_file(launch.tag)), str(self._log(incarnation))
+        words = file, log, moment, step, dies, incarnation.number
         process = self._processes.Process(target=mortal.play, args=words, daemon=True)
         process.start()
         return process
 
     async def _until_one_ends(self, started: list[ForkServerProcess]) -> None:
         """Or all have ended in order."""
-        async with asyncio.timeout(ENDS_BY):
+        async with asyncio.timeout(END_TIMEOUT_S):
             while any(each.is_alive() for each in started) and all(each.exitcode in (None, 0) for each in started):
                 await asyncio.sleep(0.02)
 
@@ -174,31 +174,31 @@ class Stage:
         while True:
             incoming = await self._listener.receive()
             match incoming.message:
-                case Hello(life=life, listens=listens):
-                    self._lines[life] = incoming.peer
-                    self._peers[life.replica] = Peer(life, listens, joined=True)
-                    self.store.peers(peer.life for peer in self._peers.values())
-                    welcome = Welcome(life, self._told(), rank_of(life.replica), self.world)
+                case Hello(incarnation=incarnation, listen_address=listens):
+                    self._lines[incarnation] = incoming.peer
+                    self._peers[incarnation.replica] = Peer(incarnation, listens, joined=True)
+                    self.store.update_membership(peer.incarnation for peer in self._peers.values())
+                    welcome = Welcome(incarnation, self._snapshot_servers_message(), rank_of(incarnation.replica), self.world)
                     await self._listener.send(incoming.peer, welcome)
-                    for each in [each for each in self._lines if each.incarnation == self.incarnation]:
-                        await self._tell(each, self._told())
-                case Goodbye(life):
-                    await self._tell(life, Stop(life, 5.0, "it is done"))
+                    for each in [each for each in self._lines if each.number == self.incarnation]:
+                        await self._send(each, self._snapshot_servers_message())
+                case Goodbye(incarnation):
+                    await self._send(incarnation, Stop(incarnation, 5.0, "it is done"))
 
-    def _told(self) -> Peers:
+    def _snapshot_servers_message(self) -> Peers:
         self._seq += 1
-        keepers = {node: keeper.address for node, keeper in self._keepers.items()}
-        return Peers(1, self._seq, dict(self._peers), keepers=keepers)
+        keepers = {node: keeper.address for node, keeper in self._snapshot_servers.items()}
+        return Peers(1, self._seq, dict(self._peers), snapshot_servers=keepers)
 
-    async def _tell(self, life: Life, message: Any) -> None:
-        if life in self._lines:
-            await self._listener.send(self._lines[life], message)
+    async def _send(self, incarnation: Incarnation, message: Any) -> None:
+        if incarnation in self._lines:
+            await self._listener.send(self._lines[incarnation], message)
 
-    def _log(self, life: Life) -> Path:
-        return self.lab.run.logs / f"{life.replica.replace('/', '-')}.{life.incarnation}.log"
+    def _log(self, incarnation: Incarnation) -> Path:
+        return self.lab.run.logs / f"{incarnation.replica.replace('/', '-')}.{incarnation.number}.log"
 
     def log(self, incarnation: int, rank: int = 0) -> str:
-        return self._log(Life(member_id(GANG, rank), incarnation)).read_text()
+        return self._log(Incarnation(member_id(GANG, rank), incarnation)).read_text()
 
     def logs(self) -> str:
         return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(self.lab.run.logs.iterdir()))

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rrl.core.types import Life, ReplicaId, Version
-from rrl.roles.trajectories.batches import unpacked
+from rrl.core.types import Incarnation, ReplicaId, Version
+from rrl.roles.trajectories.batches import decode
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import Batch, Bound, Done, Item, Leased, PackedBatch, Prompt, Score, Scoring, Segment
 
@@ -16,12 +16,12 @@ BATCH = 2
 MAX_NEW = 4
 
 
-def life(name: str, incarnation: int = 1) -> Life:
-    return Life(ReplicaId(name), incarnation)
+def incarnation_of(name: str, incarnation: int = 1) -> Incarnation:
+    return Incarnation(ReplicaId(name), incarnation)
 
 
-ROLLOUT, OTHER = life("rollout/0"), life("rollout/1")
-REWARD, TRAINER = life("reward/0"), life("trainer/0")
+ROLLOUT, OTHER = incarnation_of("rollout/0"), incarnation_of("rollout/1")
+REWARD, TRAINER = incarnation_of("reward/0"), incarnation_of("trainer/0")
 ALL = (ROLLOUT, OTHER, REWARD, TRAINER)
 
 
@@ -29,7 +29,7 @@ def prompt(index: int) -> Prompt:
     return Prompt(item=index * 10, tokens=(2, 3, index % 7))
 
 
-def open_store(folder: Path, living: Sequence[Life] = ALL, **changed: Any) -> Store:
+def open_store(folder: Path, members: Sequence[Incarnation] = ALL, **changed: Any) -> Store:
     settings: dict[str, Any] = {
         "group_size": GROUP,
         "groups_per_batch": BATCH,
@@ -39,7 +39,7 @@ def open_store(folder: Path, living: Sequence[Life] = ALL, **changed: Any) -> St
         **changed,
     }
     store = Store(folder, **settings)
-    store.peers(living)
+    store.update_membership(members)
     return store
 
 
@@ -48,15 +48,15 @@ def segment(trajectory: int, offset: int = 0, tokens: Sequence[int] = (5, 1), st
 
 
 def lease(
-    store: Store, who: Life = ROLLOUT, at_most: int = 1000, holding: Sequence[int] = (), weights: int | None = None
+    store: Store, who: Incarnation = ROLLOUT, at_most: int = 1000, holding: Sequence[int] = (), weights: int | None = None
 ) -> tuple[Item, ...]:
-    answer = store.lease_work(who, at_most, holding, weights)
+    answer = store.lease(who, at_most, holding, weights)
     assert isinstance(answer, Leased), answer
     return answer.items
 
 
 def generate(
-    store: Store, who: Life = ROLLOUT, at_most: int = 1000, tokens: Sequence[int] = (5, 1), weights: int | None = None
+    store: Store, who: Incarnation = ROLLOUT, at_most: int = 1000, tokens: Sequence[int] = (5, 1), weights: int | None = None
 ) -> list[int]:
     """Lease, and grow all of it to its end by ``tokens``, as far as there is room. ``weights``: None are step 0's."""
     items = lease(store, who, at_most, (), weights)
@@ -71,7 +71,7 @@ def generate(
     return done
 
 
-def score(store: Store, who: Life = REWARD, at_most: int = 1000, reward: float = 1.0) -> list[int]:
+def score(store: Store, who: Incarnation = REWARD, at_most: int = 1000, reward: float = 1.0) -> list[int]:
     answer = store.lease_scoring(who, at_most)
     assert isinstance(answer, Scoring), answer
     scores = [Score(item.trajectory, reward, reward / 2) for item in answer.items]
@@ -80,11 +80,11 @@ def score(store: Store, who: Life = REWARD, at_most: int = 1000, reward: float =
     return [item.trajectory for item in answer.items]
 
 
-def bind(store: Store, number: int, who: Life = TRAINER) -> Batch:
+def bind(store: Store, number: int, who: Incarnation = TRAINER) -> Batch:
     answer = store.batch(who, number)
     assert isinstance(answer, Bound), answer
     store.flush()
-    return unpacked(answer.batch)
+    return decode(answer.batch)
 
 
 def manifest(number: int) -> dict[str, Any]:
@@ -92,14 +92,14 @@ def manifest(number: int) -> dict[str, Any]:
 
 
 def commit(
-    store: Store, batch: Batch | PackedBatch, who: Life = TRAINER, metrics: dict[str, float] | None = None
+    store: Store, batch: Batch | PackedBatch, who: Incarnation = TRAINER, metrics: dict[str, float] | None = None
 ) -> None:
     assert store.commit(who, batch.number, manifest(batch.number), batch.digest, metrics) == Done()
     store.flush()
 
 
 def train(
-    store: Store, number: int, who: Life = TRAINER, tokens: Sequence[int] = (5, 1), at_most: int = 1000,
+    store: Store, number: int, who: Incarnation = TRAINER, tokens: Sequence[int] = (5, 1), at_most: int = 1000,
     weights: int | None = None, metrics: dict[str, float] | None = None,
 ) -> Batch:  # fmt: skip
     """Everything that step ``number`` needs, and the step. ``at_most`` trajectories are generated."""

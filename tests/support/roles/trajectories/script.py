@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from rrl.core.types import Life
+from rrl.core.types import Incarnation
 from rrl.roles.trajectories.server import answer
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import (
@@ -41,7 +41,7 @@ from rrl.tests.support.roles.trajectories.crew import (
     bind,
     commit,
     generate,
-    life,
+    incarnation_of,
     manifest,
     open_store,
     score,
@@ -50,7 +50,7 @@ from rrl.tests.support.roles.trajectories.crew import (
 
 AFTER = (9, 9, 9, 9)
 """what is generated after the crash; what was acknowledged before it has other tokens"""
-NEXT = life("trainer/0", 2)
+NEXT = incarnation_of("trainer/0", 2)
 _LATE = 3
 """the step whose binding makes a group too old, where there is a limit"""
 
@@ -81,16 +81,16 @@ class Script:
     def __init__(self, folder: Path, noted: Callable[[int], None] = lambda _: None, **changed: Any) -> None:
         self.folder = folder
         self.noted = noted
-        self.said: list[tuple[Request, Answer]] = []
+        self.calls: list[tuple[Request, Answer]] = []
         self.promised: list[Acknowledged] = [Acknowledged(0)]
         self.store = open_store(folder, **changed)
         self._staleness = changed.get("staleness")
         self.store.flush()
         self.promised = [Acknowledged(log_in(folder).stat().st_size)]
 
-    def _say(self, request: Request, change: Callable[[Acknowledged, Answer], None]) -> Answer:
+    def _call(self, request: Request, change: Callable[[Acknowledged, Answer], None]) -> Answer:
         given = answer(self.store, request)
-        self.said.append((request, given))
+        self.calls.append((request, given))
         self.store.flush()
         last = self.promised[-1]
         now = Acknowledged(
@@ -102,23 +102,23 @@ class Script:
         self.noted(len(self.promised) - 1)
         return given
 
-    def lease(self, who: Life, at_most: int = 1000) -> tuple[Item, ...]:
+    def lease(self, who: Incarnation, at_most: int = 1000) -> tuple[Item, ...]:
         def made(now: Acknowledged, given: Answer) -> None:
             assert isinstance(given, Leased)
             now.made = max([now.made, *(item.trajectory + 1 for item in given.items)])
 
-        given = self._say(LeaseWork(who, at_most), made)
+        given = self._call(LeaseWork(who, at_most), made)
         assert isinstance(given, Leased)
         return given.items
 
-    def append(self, who: Life, segments: list[Segment], finished: tuple[int, ...] = ()) -> None:
+    def append(self, who: Incarnation, segments: list[Segment], finished: tuple[int, ...] = ()) -> None:
         def grown(now: Acknowledged, given: Answer) -> None:
             assert given == Done()
             now.segments.update({(s.trajectory, s.offset): s for s in segments})
 
-        self._say(Append(who, tuple(segments), finished), grown)
+        self._call(Append(who, tuple(segments), finished), grown)
 
-    def generate(self, who: Life, tokens: tuple[int, ...], step: int) -> None:
+    def generate(self, who: Incarnation, tokens: tuple[int, ...], step: int) -> None:
         items = [item for item in self.lease(who) if not item.so_far]
         self.append(who, [segment(item.trajectory, 0, tokens, step) for item in items],
                     tuple(item.trajectory for item in items))  # fmt: skip
@@ -128,23 +128,23 @@ class Script:
         assert isinstance(leased, Scoring)
         scores = tuple(Score(item.trajectory, reward, reward / 2) for item in leased.items)
         done = [one.trajectory for one in scores]
-        self._say(PostScores(REWARD, scores), lambda now, _: now.scored.update(dict.fromkeys(done, reward)))
+        self._call(PostScores(REWARD, scores), lambda now, _: now.scored.update(dict.fromkeys(done, reward)))
 
     def drop(self, trajectory: int) -> None:
         failed = {trajectory: "no scorer"}
-        self._say(PostScores(REWARD, (), failed), lambda now, _: now.dropped.update({"no scorer": GROUP}))
+        self._call(PostScores(REWARD, (), failed), lambda now, _: now.dropped.update({"no scorer": GROUP}))
 
-    def step(self, number: int, who: Life) -> None:
+    def step(self, number: int, who: Incarnation) -> None:
         def bound(now: Acknowledged, given: Answer) -> None:
             assert isinstance(given, Bound)
-            now.bound[number], now.fence = given.batch, who.incarnation
+            now.bound[number], now.fence = given.batch, who.number
             if number == _LATE and self._staleness is not None:
                 now.dropped[f"stale: a token is more than {self._staleness} weight versions old"] = GROUP
 
-        given = self._say(GetBatch(who, number), bound)
+        given = self._call(GetBatch(who, number), bound)
         assert isinstance(given, Bound)
         words = Commit(who, number, manifest(number), given.batch.digest)
-        self._say(words, lambda now, _: setattr(now, "committed", number))
+        self._call(words, lambda now, _: setattr(now, "committed", number))
 
     def run(self, steps: int = 4) -> None:
         for number in range(1, steps + 1):
@@ -170,7 +170,7 @@ class Script:
         return isinstance(leased, Scoring) and bool(leased.items)
 
 
-def _go_on(store: Store, who: Life, to: int) -> Iterator[Batch]:
+def _go_on(store: Store, who: Incarnation, to: int) -> Iterator[Batch]:
     """Finish the run from where it is: replay what is bound and not committed, then new steps. All its batches."""
     start = store.committed(who)
     assert isinstance(start, CommittedState)
@@ -184,19 +184,19 @@ def _go_on(store: Store, who: Life, to: int) -> Iterator[Batch]:
 
 
 def check(
-    folder: Path, promised: Acknowledged, to: int, again: Sequence[tuple[Request, Answer]] = (), **changed: Any
+    folder: Path, promised: Acknowledged, to: int, repeated: Sequence[tuple[Request, Answer]] = (), **changed: Any
 ) -> None:  # fmt: skip
     """A store that opens ``folder`` keeps all of ``promised``, gives ``again`` the same answers to the same words, and
     goes on to step ``to`` with nothing lost and nothing trained twice."""
     who = NEXT
     store = open_store(folder, **changed)
-    for request, given in again:
-        fenced = request.life == TRAINER and promised.fence > TRAINER.incarnation
+    for request, given in repeated:
+        fenced = request.incarnation == TRAINER and promised.fence > TRAINER.number
         if not isinstance(given, Leased):  # what was leased is forgotten, and given to whoever asks first
             said = answer(store, request)
             assert isinstance(said, Denied) if fenced else said == given, (request, said)
     store.flush()
-    if promised.fence > TRAINER.incarnation:
+    if promised.fence > TRAINER.number:
         assert isinstance(store.committed(TRAINER), Denied)
     start = store.committed(who)
     assert isinstance(start, CommittedState)

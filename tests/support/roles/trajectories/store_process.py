@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from rrl.core.run_dir import write_atomically
-from rrl.core.types import Life
+from rrl.core.types import Incarnation
 from rrl.roles.trajectories.server import Server
 from rrl.roles.trajectories.types import Request
 from rrl.tests.support.roles.trajectories.crew import open_store
@@ -34,17 +34,17 @@ class StoreProcess:
         self._epoch = 0
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, living: Iterable[Life]) -> None:
+    def start(self, members: Iterable[Incarnation]) -> None:
         self._epoch += 1
         files = [str(self.folder), str(self._keys_file), str(self._address), str(self._epoch)]
         command = [sys.executable, "-m", "rrl.tests.support.roles.trajectories.store_process", *files]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
-        self.tell(living)
+        self.set_membership(members)
 
-    def tell(self, living: Iterable[Life]) -> None:
+    def set_membership(self, members: Iterable[Incarnation]) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(list(living)) + b"\n")
+        self._process.stdin.write(msgspec.json.encode(list(members)) + b"\n")
         self._process.stdin.flush()
 
     def kill(self) -> None:
@@ -67,11 +67,11 @@ async def _main(folder: Path, keys: Path, address: Path, epoch: int) -> None:
     lines = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     listener = await Listener.open(RunKeys.load(keys), Request, epoch=epoch)
-    server = Server(open_store(folder, living=()), listener)
+    server = Server(open_store(folder, members=()), listener)
 
     async def listen() -> None:
         while line := await lines.readline():
-            server.peers(frozenset(msgspec.json.decode(line, type=list[Life])))
+            server.update_membership(frozenset(msgspec.json.decode(line, type=list[Incarnation])))
             write_atomically(address, msgspec.json.encode(listener.address))
         server.stop()
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from rrl.core.types import Life, Version
+from rrl.core.types import Incarnation, Version
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import (
     Bound,
@@ -27,7 +27,7 @@ from rrl.roles.trajectories.types import (
     Scoring,
     Segment,
 )
-from rrl.tests.support.roles.trajectories.crew import life
+from rrl.tests.support.roles.trajectories.crew import incarnation_of
 
 SCORER = "reward/0"
 TRAINER = "trainer/0"
@@ -79,12 +79,12 @@ class VirtualRun:
         self.folder, self.setting, self.random = folder, setting, random.Random(seed)
         self._length = length or (lambda _: int(self.random.lognormvariate(2.0, 1.0)))
         self._lengths: dict[int, int] = {}
-        self.lives = {TRAINER: 1, SCORER: 1, **{f"rollout/{i}": 1 for i in range(setting.rollouts)}}
+        self.incarnations = {TRAINER: 1, SCORER: 1, **{f"rollout/{i}": 1 for i in range(setting.rollouts)}}
         self.rollouts = {f"rollout/{i}": _Rollout() for i in range(setting.rollouts)}
         self.batches: dict[int, PackedBatch] = {}
         self.ages: dict[int, int] = {}
         """age of the oldest token of each batch when it was bound first, by step"""
-        self.learnt = 0
+        self.learned = 0
         """newest step that the trainer has trained"""
         self.published = 0
         self.busy = 0
@@ -109,24 +109,24 @@ class VirtualRun:
         self.store = self._open()
 
     def kill_rollout(self, name: str) -> None:
-        self.lives[name] += 1
+        self.incarnations[name] += 1
         self.rollouts[name] = _Rollout(self.published)
-        self.store.peers(self._living())
+        self.store.update_membership(self._members())
 
     def kill_trainer(self) -> None:
         """Its successor goes on from the committed step, and publishes that first."""
-        self.lives[TRAINER] += 1
-        self.store.peers(self._living())
-        state = self.store.committed(self._life(TRAINER))
+        self.incarnations[TRAINER] += 1
+        self.store.update_membership(self._members())
+        state = self.store.committed(self._incarnation(TRAINER))
         assert isinstance(state, CommittedState)
-        self.learnt = self.published = state.number or 0
+        self.learned = self.published = state.number or 0
         self.busy = 0
 
     def resume(self, staleness: int | None) -> None:
         """The run ends in the middle of everything, and goes on with another limit."""
         self.setting = _with(self.setting, staleness=staleness)
-        for name in self.lives:
-            self.lives[name] += 1
+        for name in self.incarnations:
+            self.incarnations[name] += 1
         self.restart_store()
         self.kill_trainer()
         for name in self.rollouts:
@@ -136,20 +136,20 @@ class VirtualRun:
         return max(self.batches, default=0)
 
     # ── who does it ────────────────────────────────────────────────────────────────────────────────────────────────
-    def _life(self, name: str) -> Life:
-        return life(name, self.lives[name])
+    def _incarnation(self, name: str) -> Incarnation:
+        return incarnation_of(name, self.incarnations[name])
 
-    def _living(self) -> list[Life]:
-        return [self._life(name) for name in self.lives]
+    def _members(self) -> list[Incarnation]:
+        return [self._incarnation(name) for name in self.incarnations]
 
     def _open(self) -> Store:
         setting = self.setting
         store = Store(
             self.folder, group_size=setting.size, groups_per_batch=setting.groups, max_ahead_batches=setting.ahead,
             max_new_tokens=setting.longest, next_prompt=self._prompt, keep_uncommitted=setting.uncommitted,
-            staleness=setting.staleness, waits=setting.waits, compact_from=20_000,
+            staleness=setting.staleness, wait_for_late=setting.waits, compact_from=20_000,
         )  # fmt: skip
-        store.peers(self._living())
+        store.update_membership(self._members())
         return store
 
     def _prompt(self, item: int) -> Prompt:
@@ -158,7 +158,7 @@ class VirtualRun:
         return Prompt(item, (2,))
 
     def _generate(self, name: str) -> None:
-        rollout, who = self.rollouts[name], self._life(name)
+        rollout, who = self.rollouts[name], self._incarnation(name)
         if rollout.weights < self.published and self.random.random() < self.setting.fetch_chance:
             rollout.weights = self.published
         segments: list[Segment] = []
@@ -175,7 +175,7 @@ class VirtualRun:
                 if complete:
                     finished.append(trajectory)
         self._append(name, segments, finished)
-        answer = self.store.lease_work(who, 1000, sorted(rollout.held), rollout.weights)
+        answer = self.store.lease(who, 1000, sorted(rollout.held), rollout.weights)
         assert isinstance(answer, Leased)
         for item in answer.items:
             if item.trajectory not in self._lengths:
@@ -187,7 +187,7 @@ class VirtualRun:
     def _append(self, name: str, segments: list[Segment], finished: list[int]) -> None:
         rollout, lost = self.rollouts[name], set[int]()
         while segments or finished:
-            answer = self.store.append(self._life(name), segments, finished)
+            answer = self.store.append(self._incarnation(name), segments, finished)
             if not isinstance(answer, Denied):
                 assert answer == Done()
                 break
@@ -198,7 +198,7 @@ class VirtualRun:
             rollout.held.pop(trajectory, None)
 
     def _score(self) -> None:
-        who = self._life(SCORER)
+        who = self._incarnation(SCORER)
         answer = self.store.lease_scoring(who, 1000)
         assert isinstance(answer, Scoring)
         broken = {item.trajectory: BROKEN for item in answer.items if self.random.random() < self.setting.unscorable}
@@ -206,16 +206,16 @@ class VirtualRun:
         assert self.store.post_scores(who, scores, broken) == Done()
 
     def _train(self) -> None:
-        who = self._life(TRAINER)
+        who = self._incarnation(TRAINER)
         if self.busy:
             self.busy -= 1
             if not self.busy:
-                self.learnt += 1
-                if self.learnt % self.setting.publish_every == 0:
-                    self.published = self.learnt
+                self.learned += 1
+                if self.learned % self.setting.publish_every == 0:
+                    self.published = self.learned
         if not self.busy:
             self._commit(who)
-            answer = self.store.batch(who, self.learnt + 1)
+            answer = self.store.batch(who, self.learned + 1)
             if isinstance(answer, Bound):
                 self._check(answer.batch)
                 self.busy = self.setting.step_ticks
@@ -226,12 +226,12 @@ class VirtualRun:
         self.ages.setdefault(batch.number, max(ages))
         assert batch.max_age >= max(ages)
 
-    def _commit(self, who: Life) -> None:
+    def _commit(self, who: Incarnation) -> None:
         """All that is trained, or as little as there may be without the trainer having to wait."""
         state = self.store.committed(who)
         assert isinstance(state, CommittedState)
         done = state.number or 0
-        to = self.learnt - self.random.randint(0, self.setting.uncommitted)
+        to = self.learned - self.random.randint(0, self.setting.uncommitted)
         for number in range(done + 1, to + 1):
             answer: Any = self.store.commit(who, number, {"folder": str(number)}, self.batches[number].digest)
             assert answer == Done()

@@ -12,15 +12,15 @@ import typer.main
 from rrl.cli.commands import app
 from rrl.cli.doctor.catalogue import GROUPS, MEANINGS
 from rrl.cli.doctor.command import doctor_view, judge, tally
-from rrl.cli.doctor.facts import Accounts, Check, Facts, Partition, Partitions, Slurm, Trials, Wanted
+from rrl.cli.doctor.facts import Accounts, Check, Facts, Partition, Partitions, Slurm, Trials, DoctorOptions
 from rrl.config.job.load import table_at
 from rrl.core.types import Verdict
 from rrl.docs import make_doctor
 from rrl.manager.cluster.base import NodeState
-from rrl.manager.cluster.slurm.limits import Limit, SeenLimits
+from rrl.manager.cluster.slurm.limits import Limit, JobLimits
 from rrl.roles.node_probe.host import (
     Dcgm,
-    Ended,
+    CommandResult,
     Host,
     Limits,
     Machine,
@@ -29,20 +29,20 @@ from rrl.roles.node_probe.host import (
     Scratch,
     Torch,
     Ucx,
-    Unread,
-    UnreadCause,
+    Unavailable,
+    UnavailableCause,
 )
 from rrl.roles.node_probe.main import Reached
 from rrl.tests.support.cli import findings
 from rrl.tests.support.cli.findings import ETH0, GIB, IB0, LO, REFUSED, TAKEN
-from rrl.tests.support.cli.text_snapshots import drawn, same_as_kept
+from rrl.tests.support.cli.text_snapshots import drawn, matches_stored
 
 OK, WARN, FAIL, UNKNOWN = Verdict
-WHY = Unread("it did not answer")
-NVML_ERROR = Unread("NVML: Driver/library version mismatch", UnreadCause.NVML)
-SLOW = Unread("python: no answer within 6 s", UnreadCause.TIMEOUT)
+WHY = Unavailable("it did not answer")
+NVML_ERROR = Unavailable("NVML: Driver/library version mismatch", UnavailableCause.NVML)
+SLOW = Unavailable("python: no answer within 6 s", UnavailableCause.TIMEOUT)
 ALONE = findings.facts(slurm=None, node=None, no_slurm="no sbatch on PATH")
-NO_ANSWER = Unread("slurm_load_partitions: Unable to contact slurm controller")
+NO_ANSWER = Unavailable("slurm_load_partitions: Unable to contact slurm controller")
 
 
 def of(facts: Facts, name: str) -> Check:
@@ -74,7 +74,7 @@ def visited(**other: Any) -> Facts:
     return findings.facts(node=msgspec.structs.replace(findings.visit(), **other))
 
 
-def unread(struct: Any, why: Unread = WHY) -> Any:
+def unread(struct: Any, why: Unavailable = WHY) -> Any:
     """All its parts."""
     return type(struct)(**dict.fromkeys(struct.__struct_fields__, why))
 
@@ -91,7 +91,7 @@ def test_where_all_is_well_only_what_hetjobs_do_is_warned_of() -> None:
 
 
 def test_a_check_whose_reader_failed_is_unknown_with_the_reason() -> None:
-    nothing = Facts("u", 1000, Wanted(), unread(findings.host()), WHY, unread(findings.slurm()), WHY)
+    nothing = Facts("u", 1000, DoctorOptions(), unread(findings.host()), WHY, unread(findings.slurm()), WHY)
     checks = judge(nothing)
     assert {check.name for check in checks if check.verdict is not UNKNOWN} == {"slurm.here"}
     assert all(WHY.why in check.found for check in checks if check.verdict is UNKNOWN)
@@ -191,7 +191,7 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
     ("slurm.pool", FAIL, "Invalid partition", slurm(trials=Trials(
         {"pool": REFUSED, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": TAKEN}))),
     ("slurm.pool", OK, "would take 2 processors", slurm(trials=Trials(  # as 26.05 says it
-        {"pool": Ended(0, "", "sbatch: Job 3 to start at 2026-11-20T10:09:03 a using 2 processors on nodes n[1-2]"),
+        {"pool": CommandResult(0, "", "sbatch: Job 3 to start at 2026-11-20T10:09:03 a using 2 processors on nodes n[1-2]"),
          "replica": TAKEN, "hetjob": TAKEN}, {"gpu": TAKEN}))),
     ("slurm.pool", WARN, "no node of gpu is up", slurm(
         nodes=msgspec.structs.replace(findings.slurm().nodes, nodes=()),
@@ -220,9 +220,9 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
     ("slurm.walltime", UNKNOWN, "--partition", slurm(partitions=Partitions(
         (Partition("gpu", False, True, 7200.0, False),)))),
     ("slurm.walltime", UNKNOWN, "no partition nope", msgspec.structs.replace(
-        findings.facts(), wanted=Wanted(partition="nope"))),
+        findings.facts(), wanted=DoctorOptions(partition="nope"))),
     ("slurm.walltime", OK, "cpu has no limit", msgspec.structs.replace(
-        findings.facts(), wanted=Wanted(partition="cpu"))),
+        findings.facts(), wanted=DoctorOptions(partition="cpu"))),
     ("slurm.preemption", WARN, "may be preempted", slurm(
         config=findings.config(PreemptType="preempt/partition_prio"),
         partitions=Partitions((Partition("gpu", True, True, None, True),)))),
@@ -234,11 +234,11 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
     ("slurm.account", WARN, "asks nobody", slurm(
         accounts=Accounts("", "", ()), config=findings.config(AccountingStorageEnforce=""))),
     ("slurm.account", FAIL, "chem is none of yours", msgspec.structs.replace(
-        findings.facts(), wanted=Wanted(account="chem"))),
-    ("slurm.limits", UNKNOWN, "munge", slurm(limits=SeenLimits((), "sacctmgr: munge is away"))),
+        findings.facts(), wanted=DoctorOptions(account="chem"))),
+    ("slurm.limits", UNKNOWN, "munge", slurm(limits=JobLimits((), "sacctmgr: munge is away"))),
     ("slurm.limits", WARN, "MaxJobs of account astro = 1", slurm(
-        limits=SeenLimits((Limit(1, True, True, "MaxJobs of account astro"),)))),
-    ("slurm.limits", OK, "(with others)", slurm(limits=SeenLimits((Limit(50, True, False, "GrpJobs of QOS q"),)))),
+        limits=JobLimits((Limit(1, True, True, "MaxJobs of account astro"),)))),
+    ("slurm.limits", OK, "(with others)", slurm(limits=JobLimits((Limit(50, True, False, "GrpJobs of QOS q"),)))),
     ("slurm.drain", WARN, "admin level None", slurm(accounts=Accounts("None", "astro", ("astro",)))),
     ("slurm.drain", WARN, "without accounting", slurm(
         accounts=WHY, config=findings.config(AccountingStorageType="accounting_storage/none"))),
@@ -277,7 +277,7 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
     ("node.torch", WARN, "gave the job GPU 3", node(
         torch=Torch("2.13.0+cpu", 0, 1.0), slurm_gpus="3", host=findings.host("n1", nvml=Nvml("550.1", ("H100",))))),
     ("node.torch", WARN, "no answer within 6 s", node(torch=SLOW)),
-    ("node.torch", UNKNOWN, "libcuda", node(torch=Unread("OSError: libcuda.so.1 is broken"))),
+    ("node.torch", UNKNOWN, "libcuda", node(torch=Unavailable("OSError: libcuda.so.1 is broken"))),
     ("node.torch", WARN, "not installed", node(torch=WHY, host=findings.host(
         "n1", python=msgspec.structs.replace(findings.host().python, packages={})))),
     ("node.address", FAIL, "no address", there(network=network(LO, chosen="", trouble="no address that others reach"))),
@@ -290,8 +290,8 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
     ("node.clock", WARN, "5.000 s behind", visited(skew=-5.0)),
     ("node.clock", UNKNOWN, "no connection", visited(skew=None)),
     ("node.clock", UNKNOWN, "too slow", visited(skew=5.0, bound=4.0)),
-    ("node.sbatch", WARN, "Access denied", node(sbatch=Ended(1, "", "sbatch: error: Access denied"))),
-    ("node.sbatch", WARN, "no sbatch", node(sbatch=Unread("sbatch: No such file or directory", UnreadCause.NOT_FOUND))),
+    ("node.sbatch", WARN, "Access denied", node(sbatch=CommandResult(1, "", "sbatch: error: Access denied"))),
+    ("node.sbatch", WARN, "no sbatch", node(sbatch=Unavailable("sbatch: No such file or directory", UnavailableCause.NOT_FOUND))),
     ("node.sbatch", UNKNOWN, WHY.why, node(sbatch=WHY)),
     ("node.nofile", WARN, "1024", there(limits=Limits(-1, 1024, 4096, 0, "core"))),
     ("node.memlock", WARN, "8 MiB", there(limits=Limits(2**23, 65536, 65536, 0, "core"),
@@ -357,7 +357,7 @@ def test_the_page_about_the_doctor_is_that_of_the_code() -> None:
 SCENES: dict[str, Facts] = {
     "well": findings.facts(),
     "local": ALONE,
-    "deaf": findings.facts(slurm=unread(findings.slurm(), NO_ANSWER), node=Unread("no job looked: nobody consented")),
+    "deaf": findings.facts(slurm=unread(findings.slurm(), NO_ANSWER), node=Unavailable("no job looked: nobody consented")),
     "ill": findings.facts(
         storage=findings.storage(kind="ext4"), node=findings.visit(folder="No such file or directory"),
         host=findings.host(network=network(LO, ETH0, IB0)),
@@ -370,7 +370,7 @@ SCENES: dict[str, Facts] = {
 def test_the_answer_looks_as_kept(scene: str, width: int) -> None:
     text = drawn(doctor_view(judge(SCENES[scene])), width)
     assert max(map(len, text.splitlines())) <= width
-    same_as_kept(f"doctor_{scene}_{width}", text)
+    matches_stored(f"doctor_{scene}_{width}", text)
 
 
 def test_what_slurm_says_is_never_taken_for_markup() -> None:

@@ -13,10 +13,10 @@ import pytest
 from rrl.cli import main
 from rrl.cli.doctor import collect
 from rrl.cli.doctor import command as doctor
-from rrl.cli.doctor.facts import Facts, Wanted
+from rrl.cli.doctor.facts import Facts, DoctorOptions
 from rrl.config.job.load import load_job
 from rrl.core.run_dir import RUNS_ENV
-from rrl.roles.node_probe.host import Unread
+from rrl.roles.node_probe.host import Unavailable
 from rrl.tests.support.cli import findings
 
 
@@ -84,16 +84,16 @@ def test_a_reader_that_never_answers_leaves_the_others_their_say(
 def test_nobody_is_asked_and_no_job_is_run_without_consent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "read_facts", lambda wanted: findings.facts(node=None))
     for consent in (None, False):
-        assert doctor.found(Wanted(), consent=consent, ask=True).node == Unread(doctor.NOT_ALLOWED)
+        assert doctor.gather_facts(DoctorOptions(), consent=consent, interactive=True).node == Unavailable(doctor.NOT_ALLOWED)
 
 
 def test_with_consent_a_job_looks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def visit(facts: Facts) -> Unread:
-        return Unread("no node is free")
+    def visit(facts: Facts) -> Unavailable:
+        return Unavailable("no node is free")
 
     monkeypatch.setattr(doctor, "read_facts", lambda wanted: findings.facts(node=None))
     monkeypatch.setattr("rrl.cli.doctor.node_visit.visit", visit)
-    assert doctor.found(Wanted(), consent=True, ask=False).node == Unread("no node is free")
+    assert doctor.gather_facts(DoctorOptions(), consent=True, interactive=False).node == Unavailable("no node is free")
     assert "a job looks at a node" in capsys.readouterr().err
 
 
@@ -115,12 +115,12 @@ def test_somebody_at_a_terminal_is_asked(monkeypatch: pytest.MonkeyPatch, answer
         return answer
 
     monkeypatch.setattr(doctor, "read_facts", lambda wanted: findings.facts(node=None))
-    monkeypatch.setattr("rrl.cli.doctor.node_visit.visit", lambda facts: Unread("looked"))
+    monkeypatch.setattr("rrl.cli.doctor.node_visit.visit", lambda facts: Unavailable("looked"))
     monkeypatch.setattr("builtins.input", said)
     monkeypatch.setattr(sys, "stdin", Terminal())
     monkeypatch.setattr(sys, "stdout", Terminal())
-    assert (doctor.found(Wanted(), consent=None, ask=True).node == Unread("looked")) is looked
-    assert doctor.found(Wanted(), consent=None, ask=False).node == Unread(doctor.NOT_ALLOWED)  # --json asks nobody
+    assert (doctor.gather_facts(DoctorOptions(), consent=None, interactive=True).node == Unavailable("looked")) is looked
+    assert doctor.gather_facts(DoctorOptions(), consent=None, interactive=False).node == Unavailable(doctor.NOT_ALLOWED)  # --json asks nobody
 
 
 # ── init ───────────────────────────────────────────────────────────────────────────────────────────────────────────

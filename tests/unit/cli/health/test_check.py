@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 
 from rrl.cli import main
-from rrl.cli.health.check import _of_job
+from rrl.cli.health.check import _job_gpus
 from rrl.cli.views.checks import headline, health_check_view
 from rrl.config.health_rules import Expect, Rules
 from rrl.config.health_rules_file import CONFIG_ENV
 from rrl.core.types import Verdict
-from rrl.health.checks.node_state import EVERY
-from rrl.health.node_check import check_node, mounts_within, overall
+from rrl.health.checks.node_state import ALL_GPUS
+from rrl.health.node_check import check_node, mount_timeout_s, overall
 from rrl.health.readers.base import ReaderOptions
 from rrl.health.readers.samples import GpuProcess, HostData, NvmlData, Reading
-from rrl.tests.support.cli.text_snapshots import drawn, same_as_kept
-from rrl.tests.support.health.simulated_node import LookedAt, gpu, host
+from rrl.tests.support.cli.text_snapshots import drawn, matches_stored
+from rrl.tests.support.health.simulated_node import ObservedNode, gpu, host
 from rrl.tests.support.mounts import can_hang, own_mounts
 from rrl.tests.support.nvml.driver import FakeDriver
 
@@ -121,7 +121,7 @@ if can_hang():  # collected only where it can run: nothing is skipped
 def test_the_hooks_give_a_check_the_time_to_be_sure_of_a_mount_that_hangs() -> None:
     for name in ("prolog.sh", "healthcheck.sh"):
         (within,) = re.findall(r"health check .*--within (\d+)s", (EXAMPLES / name).read_text())
-        assert mounts_within(Rules(), float(within)) == Rules().host.mount_hung
+        assert mount_timeout_s(Rules(), float(within)) == Rules().host.mount_hung
 
 
 # ── what it says ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -136,8 +136,8 @@ def test_json_has_the_verdict_and_every_finding_with_times_that_others_understan
     assert 0 <= told["checked_at"] - failed["since"] < 600
 
 
-def ill() -> LookedAt:
-    node = LookedAt(Rules(expect=Expect(gpus=2)))
+def ill() -> ObservedNode:
+    node = ObservedNode(Rules(expect=Expect(gpus=2)))
     node.reads(host(mounts=()), times=3)
     node.gpus(gpu(1, recovery_action="gpu_reset", temperature=90), times=3).xid(79, index=1)
     return node.cannot("dcgm", "absent", "dcgmi is not installed").cannot("fabric", "broken", "OSError: x")
@@ -145,7 +145,7 @@ def ill() -> LookedAt:
 
 @pytest.mark.parametrize("width", [80, 100])
 def test_the_worst_is_read_first(width: int) -> None:
-    same_as_kept(f"health_check_{width}", drawn(health_check_view(ill().found), width))
+    matches_stored(f"health_check_{width}", drawn(health_check_view(ill().found), width))
 
 
 def test_the_first_line_is_fit_to_be_a_drains_reason() -> None:
@@ -158,12 +158,12 @@ class Scripted:
     """Answers of the host's reader, one after the other; the last one again and again."""
 
     def __init__(self, *answers: HostData | NvmlData) -> None:
-        self.answers, self.asked = list(answers), 0
+        self.answers, self.requests = list(answers), 0
 
-    def __call__(self, readers: object, within: float, options: ReaderOptions) -> list[Reading]:
-        data = self.answers[min(self.asked, len(self.answers) - 1)]
-        self.asked += 1
-        return [Reading("nvml" if isinstance(data, NvmlData) else "host", float(self.asked), data)]
+    def __call__(self, readers: object, timeout_s: float, options: ReaderOptions) -> list[Reading]:
+        data = self.answers[min(self.requests, len(self.answers) - 1)]
+        self.requests += 1
+        return [Reading("nvml" if isinstance(data, NvmlData) else "host", float(self.requests), data)]
 
 
 @pytest.fixture
@@ -180,37 +180,37 @@ def dead() -> HostData:
 def test_what_is_no_proof_is_looked_at_again_before_it_condemns() -> None:
     read = Scripted(dead())
     assert overall(check_node(Rules(), 5, only=["mounts"], read=read)) is Verdict.FAIL
-    assert read.asked == 3
+    assert read.requests == 3
 
 
 @pytest.mark.usefixtures("_no_pause")
 def test_what_is_not_seen_again_condemns_nobody_and_a_healthy_node_is_looked_at_once() -> None:
     read = Scripted(dead(), host())
     assert overall(check_node(Rules(), 5, only=["mounts"], read=read)) is Verdict.WARN
-    assert read.asked == 2
+    assert read.requests == 2
     healthy = Scripted(host())
     assert overall(check_node(Rules(), 5, only=["mounts"], read=healthy)) is Verdict.OK
-    assert healthy.asked == 1
+    assert healthy.requests == 1
 
 
 def test_without_time_to_look_again_it_stays_a_warning() -> None:
     read = Scripted(dead())
     assert overall(check_node(Rules(), 0.5, only=["mounts"], read=read)) is Verdict.WARN
-    assert read.asked == 1
+    assert read.requests == 1
 
 
 @pytest.mark.usefixtures("_no_pause")
 def test_gpus_of_the_job_must_be_free_before_it_starts() -> None:
     used = NvmlData(driver="570", gpus=(gpu(0), gpu(1, processes=(GpuProcess(7, 0, None),), memory_used=2**32)))
-    for vacant, verdict in (((), Verdict.OK), (["0"], Verdict.OK), (["1"], Verdict.FAIL), ([EVERY], Verdict.FAIL)):
-        found = check_node(Rules(), 5, vacant=vacant, only=["gpu_memory", "gpu_processes"], read=Scripted(used))
+    for vacant, verdict in (((), Verdict.OK), (["0"], Verdict.OK), (["1"], Verdict.FAIL), ([ALL_GPUS], Verdict.FAIL)):
+        found = check_node(Rules(), 5, expected_free=vacant, only=["gpu_memory", "gpu_processes"], read=Scripted(used))
         assert overall(found) is verdict
 
 
 def test_slurmd_tells_a_prolog_which_gpus_the_job_has() -> None:
-    assert _of_job("") == ()
-    assert _of_job("0,2-4") == ("0", "2", "3", "4")
-    assert _of_job("GPU-abc") == ()
+    assert _job_gpus("") == ()
+    assert _job_gpus("0,2-4") == ("0", "2", "3", "4")
+    assert _job_gpus("GPU-abc") == ()
 
 
 # ── nvidia-ml-py against the stand-in driver ─────────────────────────────────────────────────────────────────────────

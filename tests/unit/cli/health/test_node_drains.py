@@ -9,7 +9,7 @@ import pytest
 
 from rrl.cli import main
 from rrl.cli.health import node_drains
-from rrl.manager.cluster.slurm.commands import Ended
+from rrl.manager.cluster.slurm.commands import CommandResult
 
 
 class Cluster:
@@ -27,17 +27,17 @@ class Cluster:
     def drained(self) -> list[str]:
         return [node for node, (state, _, _) in self.nodes.items() if state == "drained"]
 
-    async def command(self, argv: tuple[str, ...], within: float) -> Ended:
+    async def command(self, argv: tuple[str, ...], timeout_s: float) -> CommandResult:
         if not self.answers:
-            return Ended(1, "", "slurm_load_partitions: Unable to contact slurm controller (connect failure)")
+            return CommandResult(1, "", "slurm_load_partitions: Unable to contact slurm controller (connect failure)")
         if argv[0] == "sinfo":
             lines = (f"{node}|{state}|{datetime.fromtimestamp(at).isoformat(timespec='seconds')}|{reason}"
                      for node, (state, at, reason) in self.nodes.items())  # fmt: skip
-            return Ended(0, "\n".join(lines), "")
+            return CommandResult(0, "\n".join(lines), "")
         if argv[1] == "show":
             state, _, reason = self.nodes[argv[-1]]
             shown = f"NodeName={argv[-1]} State={'IDLE+DRAIN' if state == 'drained' else 'IDLE'}"
-            return Ended(0, f"{shown} Reason={reason} [root@2026-11-22T01:00:00]" if state == "drained" else shown, "")
+            return CommandResult(0, f"{shown} Reason={reason} [root@2026-11-22T01:00:00]" if state == "drained" else shown, "")
         changes = dict(word.split("=", 1) for word in argv[2:])
         node = changes["NodeName"]
         for other in self.at_same_time:
@@ -45,7 +45,7 @@ class Cluster:
         self.nodes[node] = ("idle", 0.0, "none")
         if changes["State"] == "DRAIN":
             self.drain(node, changes["Reason"])
-        return Ended(0, "", "")
+        return CommandResult(0, "", "")
 
 
 @pytest.fixture

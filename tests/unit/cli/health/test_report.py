@@ -24,22 +24,22 @@ from rrl.core.run_dir import HISTORY_ENV
 from rrl.health.checks.evaluate import CHECKS
 from rrl.health.history import cache as history_cache
 from rrl.health.history.cache import Sources
-from rrl.health.history.rates import DAY, between
+from rrl.health.history.rates import DAY_S, mtbf
 from rrl.health.report.drain_requests import open_requests
 from rrl.health.report.model import Day, DrainState, Report
 from rrl.health.report.site import report
-from rrl.manager.cluster.slurm.commands import Ended
-from rrl.manager.reporting.history_writer import own_name
-from rrl.tests.support.cli.text_snapshots import drawn, same_as_kept
+from rrl.manager.cluster.slurm.commands import CommandResult
+from rrl.manager.reporting.history_writer import user_name
+from rrl.tests.support.cli.text_snapshots import drawn, matches_stored
 from rrl.tests.support.cli.waiting import eventually
-from rrl.tests.support.health.site_history import ANNA, BEGAN, acted, began, found, held, told, week, write
+from rrl.tests.support.health.site_history import ANNA, BEGAN, acted, began, found, held, sourced, week, write
 from rrl.tests.support.slurm.lab import SlurmLab
 
-NOW = BEGAN + 7 * DAY
+NOW = BEGAN + 7 * DAY_S
 SOURCES = Sources(3, 46, 2, ("/history/eve/x.000001.jsonl: it belongs to mallory, not to eve",))
 FOREIGN = DrainState("IDLE+DRAIN", True, "foreign", "fan is loud", "root@2027-01-15T08:00:00")
 OURS = DrainState("MIXED+DRAIN", True, "rrl", "rrl:math-1: gpu: Xid 48", "slurm@2027-01-15T08:00:00")
-ME = own_name()
+ME = user_name()
 
 
 def made(**drains: DrainState) -> Report:
@@ -50,20 +50,20 @@ def made(**drains: DrainState) -> Report:
 def test_the_table_is_as_it_was_looked_at() -> None:
     drains = {"n3": DrainState("IDLE"), "n7": FOREIGN, "n5": OURS}
     whole = made(**drains)
-    same_as_kept("health_report", drawn(report_view(whole, SOURCES, ""), 100) + to_paste(whole))
+    matches_stored("health_report", drawn(report_view(whole, SOURCES, ""), 100) + to_paste(whole))
 
 
 def test_a_site_without_any_failure_is_told_in_a_few_lines() -> None:
-    quiet = report(told(ANNA, "r", began(0, "r", ANNA), held(0, *(f"n{i}" for i in range(1, 65))),
-                        began(DAY, "r", ANNA, 2)), BEGAN, NOW)  # fmt: skip
+    quiet = report(sourced(ANNA, "r", began(0, "r", ANNA), held(0, *(f"n{i}" for i in range(1, 65))),
+                        began(DAY_S, "r", ANNA, 2)), BEGAN, NOW)  # fmt: skip
     shown = drawn(report_view(quiet, Sources(1, 65, 0, ()), "scontrol cannot be started"), 100)
-    same_as_kept("health_report_quiet", shown)
+    matches_stored("health_report_quiet", shown)
 
 
 def test_drains_that_are_asked_for_are_shown_with_who_wants_them() -> None:
-    requests = open_requests([*week(), *told(ANNA, "s", acted(DAY, "n9", "asked", by="anna: fan", cause=""))])
+    requests = open_requests([*week(), *sourced(ANNA, "s", acted(DAY_S, "n9", "asked", by="anna: fan", cause=""))])
     shown = drawn(requests_view(requests, {"n9": FOREIGN}, "", NOW), 100)
-    same_as_kept("health_drains", shown)
+    matches_stored("health_drains", shown)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_drains_that_are_asked_for_are_shown_with_who_wants_them() -> None:
     [(4, "200 h (95 %: 78.1 to 734)"), (0, "more than 217 h (95 % sure; no failure was seen)")],
 )
 def test_a_mean_is_told_with_its_interval(failures: int, said: str) -> None:
-    assert interval(between(failures, 800.0), " h") == said
+    assert interval(mtbf(failures, 800.0), " h") == said
 
 
 # ── HTML ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -83,14 +83,14 @@ class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.seen: list[str] = []
+        self.visible: list[str] = []
         self.references: list[str] = []
-        self.words: list[str] = []
+        self.text: list[str] = []
         self.feed(text)
         self.close()
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
+        self.visible.append(tag)
         fetching = ("src", "href", "action", "data", "xlink:href")
         fetched = [(name, value) for name, value in attributes if name in fetching or name.startswith("on")]
         self.references += [f"{name}={value}" for name, value in fetched]
@@ -109,7 +109,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.words.append(data)
+        self.text.append(data)
 
 
 @pytest.mark.parametrize(
@@ -126,28 +126,28 @@ def test_the_page_is_whole_has_plots_and_refers_to_nothing() -> None:
     read = Page(text)
     assert read.open == []
     assert read.references == []
-    assert not {"script", "link", "img", "iframe", "object"} & set(read.seen)
+    assert not {"script", "link", "img", "iframe", "object"} & set(read.visible)
     assert "url(" not in text
     assert "@import" not in text
     assert "http" not in text.replace("http-equiv", "")
-    assert read.seen.count("svg") == 1 + 5  # a plot, and a bar for each cause
-    assert read.seen.count("rect") > 10
+    assert read.visible.count("svg") == 1 + 5  # a plot, and a bar for each cause
+    assert read.visible.count("rect") > 10
     for word in ("n3", "106 (95 %: 34.5 to 248)", "fan is loud", "1650924012345", "state=drain"):
-        assert word in " ".join(read.words)
+        assert word in " ".join(read.text)
 
 
 def test_what_users_write_stays_text() -> None:
     evil = '</code><script>alert("x")</script><img src=http://evil onerror=alert(1)>'
-    records = [began(0, "r", ANNA), *held(0, "n1"), found(5, "n1", text=evil, part=evil),
-               acted(6, "n1", "asked", reason=f"rrl:{evil}", said=evil, by=evil)]  # fmt: skip
-    read = Page(page(report(told(ANNA, evil, records), BEGAN, NOW), Sources(1, 1, 0, (evil,)), evil))
-    assert not {"script", "img"} & set(read.seen)
+    records = [began(0, "r", ANNA), *held(0, "n1"), found(5, "n1", text=evil, component=evil),
+               acted(6, "n1", "asked", reason=f"rrl:{evil}", outcome=evil, by=evil)]  # fmt: skip
+    read = Page(page(report(sourced(ANNA, evil, records), BEGAN, NOW), Sources(1, 1, 0, (evil,)), evil))
+    assert not {"script", "img"} & set(read.visible)
     assert read.references == []
-    assert evil in "".join(read.words)
+    assert evil in "".join(read.text)
 
 
 def test_bars_are_as_high_as_their_numbers_and_stay_inside() -> None:
-    days = [Day(BEGAN + i * DAY, 1.0, {"gpu": i, "node": 2 * i} if i else {}) for i in range(40)]
+    days = [Day(BEGAN + i * DAY_S, 1.0, {"gpu": i, "node": 2 * i} if i else {}) for i in range(40)]
     drawn_chart = chart(days)
     heights = [bar["height"] for bar in drawn_chart["bars"]]
     assert heights[3] == pytest.approx(2 * heights[2], abs=0.2)
@@ -190,7 +190,7 @@ def test_the_json_has_stable_names(history: Path, capsys: pytest.CaptureFixture[
     told = json.loads(capsys.readouterr().out)
     assert set(told) == {"report", "sources", "drains_unknown"}
     assert set(told["report"]) == {"version", "site", "nodes"}
-    same_as_kept("health_report_names", "".join(f"{name}\n" for name in sorted(names(told))))
+    matches_stored("health_report_names", "".join(f"{name}\n" for name in sorted(names(told))))
 
 
 def names(value: Any, before: str = "") -> set[str]:
@@ -231,7 +231,7 @@ def test_where_no_cluster_answers_the_report_says_so(
     history: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def silent(nodes: list[str]) -> dict[str, DrainState]:
-        raise node_drains.NotAsked("scontrol: no answer within 10 s")
+        raise node_drains.SlurmUnavailable("scontrol: no answer within 10 s")
 
     monkeypatch.setattr(node_drains, "look", silent)
     assert main.run(["health", "report", "--history", str(history), *SINCE]) == 0
@@ -280,7 +280,7 @@ def test_seven_days_are_seven_days(history: Path, capsys: pytest.CaptureFixture[
 
 def test_why_slurm_was_not_asked_is_one_line() -> None:
     tried = "scontrol: error: resolve_ctls_from_dns_srv: Unknown host\nscontrol: fatal: Could not establish a source\n"
-    assert node_drains._said(Ended(1, "", tried)) == "Could not establish a source"
+    assert node_drains._error_line(CommandResult(1, "", tried)) == "Could not establish a source"
 
 
 def test_what_is_not_believed_is_said(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -332,7 +332,7 @@ def command(lab: SlurmLab, cache: Path, *arguments: str) -> subprocess.Completed
     return subprocess.run([rrl, "health", *arguments], env=env, capture_output=True, text=True, timeout=120)
 
 
-def asked(folder: Path, *nodes: str, cause: str = "storage") -> None:
+def request_drains(folder: Path, *nodes: str, cause: str = "storage") -> None:
     """Runs of this user ask for drains of these nodes, now: a request that is older than a node's boot is over."""
     reason, at = "rrl:math-1: storage: it's gone", time.time() - BEGAN
     records = [acted(at + i, node, "asked", reason=reason, cause=cause) for i, node in enumerate(nodes)]
@@ -357,7 +357,7 @@ def test_an_administrator_has_the_drains_made(slurm_lab: SlurmLab, tmp_path: Pat
     lab, folder = slurm_lab, tmp_path / "history"
     folder.mkdir()
     lab.clear()
-    asked(folder, "n2", "n3", "n99")
+    request_drains(folder, "n2", "n3", "n99")
     common = ("--history", str(folder), *SINCE)
     lab.slurm("scontrol", "update", "nodename=n3", "state=drain", "reason=fan is loud")
     try:
@@ -374,7 +374,7 @@ def test_an_administrator_has_the_drains_made(slurm_lab: SlurmLab, tmp_path: Pat
         assert reason_of(lab, "n3") == "drained fan is loud"
         told = json.loads(command(lab, tmp_path, "report", "--format", "json", *common).stdout)["report"]["nodes"]
         assert {one["node"]: one["drain"]["whose"] for one in told} == {"n2": "rrl", "n3": "foreign", "n99": ""}
-        asked(folder, "n4")
+        request_drains(folder, "n4")
         again = command(lab, tmp_path, "drain-requests", "--apply", *common)  # two of five are away already
         assert again.returncode == 1
         assert "n4: not drained: 2 of 5 nodes are down or drained already" in again.stdout
@@ -391,7 +391,7 @@ def test_a_request_that_the_check_on_the_node_denies_drains_nothing(
     lab, folder = slurm_lab, tmp_path / "history"
     folder.mkdir()
     lab.clear()
-    asked(folder, "n2", cause="fabric")  # the check finds another failure: a mount, which many nodes may lack at once
+    request_drains(folder, "n2", cause="fabric")  # the check finds another failure: a mount, which many nodes may lack at once
     done = command(lab, tmp_path, "drain-requests", "--apply", "--history", str(folder), *SINCE)
     assert done.returncode == 1
     assert done.stdout == f"n2: not drained: rrl health check there does not confirm the records of {ME}\n"
@@ -407,7 +407,7 @@ def test_a_request_for_a_node_without_room_for_a_check_drains_nothing(
     lab.clear()
     lab.slurm("sbatch", "--exclusive", "--nodelist=n2", "--output=/dev/null", "--wrap=sleep 600")
     eventually(lambda: reason_of(lab, "n2").startswith("alloc"))
-    asked(folder, "n2")
+    request_drains(folder, "n2")
     try:
         done = command(lab, tmp_path, "drain-requests", "--apply", "--history", str(folder), *SINCE)
         assert done.returncode == 1
@@ -423,7 +423,7 @@ def test_one_command_drains_few_nodes_and_a_pasted_line_does_as_it_says(
     lab, folder = slurm_lab, tmp_path / "history"
     folder.mkdir()
     lab.clear()
-    asked(folder, "n1", "n2")
+    request_drains(folder, "n1", "n2")
     common = ("--history", str(folder), *SINCE)
     try:
         lines = [line for line in command(lab, tmp_path, "drain-requests", *common).stdout.splitlines()
@@ -444,8 +444,8 @@ def test_one_command_drains_few_nodes_and_a_pasted_line_does_as_it_says(
 
 def test_who_may_not_drain_is_told_so(slurm_lab: SlurmLab, tmp_path: Path, broken_mount: str) -> None:
     lab = slurm_lab
-    folder = lab.home / "history"
-    rules = lab.home / "health.toml"
+    folder = lab.user_home / "history"
+    rules = lab.user_home / "health.toml"
     rules.write_text(Path(os.environ[CONFIG_ENV]).read_text())
     rrl = str(Path(sys.executable).parent / "rrl")
     code = (

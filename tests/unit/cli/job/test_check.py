@@ -15,7 +15,7 @@ from rrl.tests.support.job_toml import JOB
 from rrl.tests.support.roles import model_folders
 from rrl.tests.unit.config.test_vllm_arguments import fake_vllm
 from rrl.transport.weights.base import PACKAGES
-from rrl.transport.weights.select import Here
+from rrl.transport.weights.select import Capabilities
 
 SINFO = r"printf '\036main*\0379\03764\037512000\037gpu:8\037idle\037infinite\0371-infinite\n'"
 CONFIG = "echo 'AccountingStorageEnforce = associations,limits,qos'; echo 'MaxStepCount = 40000'"
@@ -122,7 +122,7 @@ def test_a_pipe_that_is_asked_for_and_not_installed_is_said_before_anything_star
 def test_ucx_over_tcp_on_a_network_that_is_not_trusted_is_refused_in_one_line(
     site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    here = Here(frozenset({"ucx", "nixl"}), ())
+    here = Capabilities(frozenset({"ucx", "nixl"}), ())
     monkeypatch.setattr(check, "look_here", lambda: here)
     asked = f'[transport]\nweights = "{kind}"\n'
     site.job.write_text(JOB + asked)
@@ -133,7 +133,7 @@ def test_ucx_over_tcp_on_a_network_that_is_not_trusted_is_refused_in_one_line(
         assert f"transport.weights: {kind} over TCP lets everybody who reaches its ports read and write" in lines[0]
         assert "trusted_network = true" in lines[0]
     assert not site.runs.exists()
-    monkeypatch.setattr(check, "look_here", lambda: Here(here.packages, ("mlx5_0:1",)))
+    monkeypatch.setattr(check, "look_here", lambda: Capabilities(here.packages, ("mlx5_0:1",)))
     assert main.run(["check", str(site.job)]) == 0
     monkeypatch.setattr(check, "look_here", lambda: here)
     site.job.write_text(JOB + asked + "trusted_network = true\n")

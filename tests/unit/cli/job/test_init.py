@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.cli.doctor.facts import Accounts, Facts, Nodes, Partition, Partitions, Trials, Wanted
-from rrl.cli.job.init import job_toml, shape
+from rrl.cli.doctor.facts import Accounts, Facts, Nodes, Partition, Partitions, Trials, DoctorOptions
+from rrl.cli.job.init import job_toml, choose_shape
 from rrl.config.job.load import load_job
 from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.manager.cluster.base import NodeState
-from rrl.roles.node_probe.host import Network, Unread
+from rrl.roles.node_probe.host import Network, Unavailable
 from rrl.tests.support.cli import findings
 from rrl.tests.support.cli.findings import ETH0, GIB, IB0, LO, REFUSED, TAKEN
 
@@ -38,11 +38,11 @@ def nodes(*, count: int, cpus: int = 64, memory: int = 500 * GIB) -> Nodes:
 PLACES: dict[str, Facts] = {
     "local": findings.facts(slurm=None, node=None, no_slurm="no sbatch on PATH"),
     "slurm": findings.facts(),
-    "nobody_consented": findings.facts(node=Unread("nobody consented")),
-    "two_networks": findings.facts(host=findings.host(network=TWO_NETWORKS), node=Unread("nobody consented")),
+    "nobody_consented": findings.facts(node=Unavailable("nobody consented")),
+    "two_networks": findings.facts(host=findings.host(network=TWO_NETWORKS), node=Unavailable("nobody consented")),
     "one_shared": findings.facts(host=findings.host(network=TWO_NETWORKS)),
     "many_accounts": slurm(accounts=Accounts("None", "astro", ("astro", "bio"))),
-    "no_accounts": slurm(accounts=Unread("no slurmdbd")),
+    "no_accounts": slurm(accounts=Unavailable("no slurmdbd")),
     "no_manager": slurm(trials=Trials({"pool": TAKEN, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": REFUSED})),
     "other_manager": slurm(
         trials=Trials({"pool": TAKEN, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": REFUSED, "cpu": TAKEN})),
@@ -51,10 +51,10 @@ PLACES: dict[str, Facts] = {
     "odd_names": msgspec.structs.replace(
         slurm(partitions=Partitions((Partition(ODD, False, True, None, False),)),
               nodes=Nodes((findings.node("n1", partitions=(ODD,)),))),
-        wanted=Wanted(ODD, ODD, ODD)),
-    "deaf": slurm(trials=Unread("Unable to contact\nslurm controller"), nodes=Unread("x"), config=Unread("x")),
+        wanted=DoctorOptions(ODD, ODD, ODD)),
+    "deaf": slurm(trials=Unavailable("Unable to contact\nslurm controller"), nodes=Unavailable("x"), config=Unavailable("x")),
     "refused": slurm(trials=Trials({"pool": REFUSED, "replica": REFUSED, "hetjob": REFUSED}, {"gpu": REFUSED})),
-    "no_nodes": slurm(nodes=Unread("no answer")),
+    "no_nodes": slurm(nodes=Unavailable("no answer")),
 }  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def test_what_it_has_in_comments_can_be_used(tmp_path: Path, place: str) -> None
         text = text.replace(line, line[2:])
     (tmp_path / "used.toml").write_text(text)
     job = load_job(tmp_path / "used.toml")
-    assert (job.roles.trainer.ranks, job.roles.trainer.standbys, job.recovery.policy) == (2, 0, "role")
+    assert (job.roles.trainer.ranks, job.roles.trainer.donor_rollouts, job.recovery.policy) == (2, 0, "role")
 
 
 def test_slurm_that_takes_nothing_is_named_as_the_reason_for_a_local_job(tmp_path: Path) -> None:
@@ -151,4 +151,4 @@ def test_the_roles_lie_on_the_nodes_that_are_there(
 
 def test_nodes_that_are_down_carry_nothing() -> None:
     down = Nodes(tuple(findings.node(f"n{i}", state=NodeState.DOWN if i > 1 else NodeState.UP) for i in range(8)))
-    assert shape(findings.slurm(nodes=down), Wanted()).exclusive is False
+    assert choose_shape(findings.slurm(nodes=down), DoctorOptions()).exclusive is False

@@ -11,11 +11,11 @@ import pytest
 
 from rrl.cli import main
 from rrl.cli.logs.files import all_logs
-from rrl.cli.logs.merge import LifeTail, Wanted
-from rrl.core.log_lines import missing, stamp
+from rrl.cli.logs.merge import LogTail, LineFilter
+from rrl.core.log_lines import missing_notice, stamp
 from rrl.core.run_dir import RUNS_ENV, RunDir
-from rrl.core.types import Life, Outcome, ReplicaId
-from rrl.manager.intake.standby_promotion import mark_log
+from rrl.core.types import Incarnation, Outcome, ReplicaId
+from rrl.manager.intake.standby_promotion import link_log
 from rrl.manager.storage.journal import Journal
 from rrl.tests.support.cli.story import Story, completed
 from rrl.tests.support.cli.waiting import Output, eventually
@@ -108,8 +108,8 @@ def test_a_log_of_a_shadow_is_that_of_the_life_which_it_became_all_of_it_and_onc
     (run.logs / f"{own.name}.1").write_text(f"{at(1, 'older')}\n")
     write(run, "shadow-n2.4", at(9, "another"))
     write(run, "trainer-0.1", at(1, "first life"))
-    assert [log.life for log in all_logs(run) if log.kind == "role"] == ["shadow/n2#3", "shadow/n2#4", "trainer/0#1"]
-    mark_log(run, Life(ReplicaId("trainer/0"), 2), Life(ReplicaId("shadow/n2"), 3))
+    assert [log.owner for log in all_logs(run) if log.kind == "role"] == ["shadow/n2#3", "shadow/n2#4", "trainer/0#1"]
+    link_log(run, Incarnation(ReplicaId("trainer/0"), 2), Incarnation(ReplicaId("shadow/n2"), 3))
     lines = ["older", "imports", "becomes", "last words"]
     for whose in ("trainer/0#2", "shadow/n2#3"):
         told = shown(capsys, whose)
@@ -158,7 +158,7 @@ def test_rotated_files_belong_to_their_log(run: RunDir, capsys: pytest.CaptureFi
 def test_a_line_that_a_manager_kept_too_is_shown_once(
     run: RunDir, capsys: pytest.CaptureFixture[str], utc: None
 ) -> None:
-    gap = missing(99).decode()
+    gap = missing_notice(99).decode()
     write(run, "rollout-0.1", at(1, "a"), at(2, "b"), at(3, "c"), at(5, gap), at(6, "torn"), at(7, "h"))
     write(run, "rollout-0.1.shipped-1", at(2, gap), at(3, "c"), at(4, "d"), at(5, "e"))
     write(run, "rollout-0.1.shipped-2", at(5, "e"), at(6, "torn no more"), at(8, "i"))
@@ -169,7 +169,7 @@ def test_a_line_that_a_manager_kept_too_is_shown_once(
 
 
 def test_what_is_nowhere_is_said_to_be_missing(run: RunDir, capsys: pytest.CaptureFixture[str], utc: None) -> None:
-    write(run, "rollout-0.1.shipped-1", at(2, missing(99).decode()), at(3, "c"))
+    write(run, "rollout-0.1.shipped-1", at(2, missing_notice(99).decode()), at(3, "c"))
     assert shown(capsys, "rollout/0") == ["12:00:02.000 [rrl: 99 bytes of this log are missing here]", "12:00:03.000 c"]
 
 
@@ -224,10 +224,10 @@ def test_a_log_of_any_size_is_read_from_where_it_is_wanted(run: RunDir) -> None:
         file.seek(0, os.SEEK_END)
         file.write(b"\n" + b"".join(at(n, "x" * 100).encode() + b"\n" for n in range(3000)))
     [log] = all_logs(run)
-    tail = LifeTail(log, Wanted(2500))
-    assert sum(1 for _ in tail.begin()) == 2500
-    since = LifeTail(log, Wanted(None, stamp(NOON + 1_000_000)))
-    assert sum(1 for _ in since.begin()) == 2999
+    tail = LogTail(log, LineFilter(2500))
+    assert sum(1 for _ in tail.first_lines()) == 2500
+    since = LogTail(log, LineFilter(None, stamp(NOON + 1_000_000)))
+    assert sum(1 for _ in since.first_lines()) == 2999
     for one in (tail, since):
         assert list(one.close()) == []
 

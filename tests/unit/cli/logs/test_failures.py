@@ -82,9 +82,9 @@ def test_each_failure_is_shown_with_what_was_found_and_the_last_lines_before_it(
 def test_of_a_life_that_never_spoke_its_launcher_is_heard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    story = Story(RUN).asks_for_nodes().gets_nodes().launches("rollout/0")
-    step = story.told().replica(story.life("rollout/0").replica).step or ""
-    run = written(story.tell(ev.Done(step, False, "srun: refused")), tmp_path, monkeypatch)
+    story = Story(RUN).requests_nodes().gets_nodes().launches("rollout/0")
+    step = story.recorded().replica(story.incarnation("rollout/0").replica).step or ""
+    run = written(story.record(ev.IntentSettled(step, False, "srun: refused")), tmp_path, monkeypatch)
     (run.logs / f"{RUN}.rollout-0.1.step.log.srun").write_text("srun: error: Unable to create step: Invalid gres\n")
     assert main.run(["logs", RUN, "--failed"]) == 0
     assert (
@@ -105,9 +105,9 @@ def test_of_a_life_that_went_on_the_lines_before_its_finding_are_shown(
     story = Story(RUN).works()
     finding = Finding(
         "stalled", Verdict.FAIL, Cause.HANG, Remedy.RESTART, story.now,
-        (Evidence("manager", "no token for 300 s", story.now),), life=story.life("rollout/0"),
+        (Evidence("manager", "no token for 300 s", story.now),), incarnation=story.incarnation("rollout/0"),
     )  # fmt: skip
-    story.tell(ev.FindingChanged(finding))
+    story.record(ev.FindingChanged(finding))
     run = written(story, tmp_path, monkeypatch)
     write(run, "rollout-0.1.log", (1, "long ago"), (story.at, "stuck"), (story.at + 100, "moves again"))
     assert main.run(["logs", RUN, "--failed", "-n", "1"]) == 0
@@ -134,47 +134,47 @@ def found(story: Story) -> list[Failure]:
 
 def test_what_was_asked_to_end_has_not_failed() -> None:
     story = Story(RUN).works()
-    life, step = story.life("rollout/0"), "x"
-    story.tell(ev.Intended(StopStep(step, life, 1.0, Why(("one too many",)))))
-    story.tell(ev.StepEnded(life, step, None, 15, ExitReason.SIGNALED))
-    story.tell(ev.StepEnded(story.life("rollout/1"), step, 0, None, ExitReason.EXITED))
+    incarnation, step = story.incarnation("rollout/0"), "x"
+    story.record(ev.Intended(StopStep(step, incarnation, 1.0, Why(("one too many",)))))
+    story.record(ev.StepEnded(incarnation, step, None, 15, ExitReason.SIGNALED))
+    story.record(ev.StepEnded(story.incarnation("rollout/1"), step, 0, None, ExitReason.EXITED))
     assert found(story) == []
     story.ends(Outcome.COMPLETED, "all steps are done")
-    story.tell(ev.StepEnded(story.life("trainer/0"), step, 1, None, ExitReason.EXITED))
+    story.record(ev.StepEnded(story.incarnation("trainer/0"), step, 1, None, ExitReason.EXITED))
     assert found(story) == []
 
 
 def test_a_lost_node_and_the_lives_on_it_have_failed() -> None:
     story = Story(RUN).works().wait(7).loses_node("n3")
     why = Why(("n3 is excluded: node_lost: silent",), Rung.SPARE)
-    story.wait(1).tell(ev.Decided(Fence(story.life("rollout/0"), Rung.SPARE, why)))
-    node, life = found(story)
-    assert (node.node, node.life) == ("n3", None)
-    assert node.told == ("node_lost: manager: agent and all replicas silent for 10 s",)
-    assert (life.life, life.node, life.told, life.rung) == (
-        story.life("rollout/0"), "n3", ("n3 is excluded: node_lost: silent",), "spare node",
+    story.wait(1).record(ev.Decided(Fence(story.incarnation("rollout/0"), Rung.SPARE, why)))
+    node, incarnation = found(story)
+    assert (node.node, node.incarnation) == ("n3", None)
+    assert node.evidence == ("node_lost: manager: agent and all replicas silent for 10 s",)
+    assert (incarnation.incarnation, incarnation.node, incarnation.evidence, incarnation.rung) == (
+        story.incarnation("rollout/0"), "n3", ("n3 is excluded: node_lost: silent",), "spare node",
     )  # fmt: skip
-    assert (life.over, life.back) == (True, None)
+    assert (incarnation.ended, incarnation.successor) == (True, None)
 
 
 def test_an_injected_failure_is_told_from_a_real_one() -> None:
     story = Story(RUN).works()
-    story.tell(ev.FaultInjected("f1", story.life("rollout/0"), True))
-    story.tell(ev.FaultInjected("f2", story.life("rollout/1"), False, "no such step"))
+    story.record(ev.FaultInjected("f1", story.incarnation("rollout/0"), True))
+    story.record(ev.FaultInjected("f2", story.incarnation("rollout/1"), False, "no such step"))
     for replica in ("rollout/0", "rollout/1"):
-        story.tell(ev.StepEnded(story.life(replica), "x", 1, None, ExitReason.EXITED))
+        story.record(ev.StepEnded(story.incarnation(replica), "x", 1, None, ExitReason.EXITED))
     assert [failure.injected for failure in found(story)] == [True, False]
 
 
 def test_what_fails_with_a_node_that_was_crashed_on_purpose_is_injected_too_and_nothing_on_other_nodes() -> None:
     story = Story(RUN).works()
-    story.tell(ev.FaultInjected("f1", None, True, kind=FaultKind.CRASH, target="rollout/0", node=NodeName("n3")))
-    story.tell(ev.FaultInjected("f1", None, True, kind=FaultKind.CRASH, node=NodeName("n3"), ended=True))
+    story.record(ev.FaultInjected("f1", None, True, kind=FaultKind.CRASH, target="rollout/0", node=NodeName("n3")))
+    story.record(ev.FaultInjected("f1", None, True, kind=FaultKind.CRASH, node=NodeName("n3"), ended=True))
     for node in ("n3", "n4"):
         story.loses_node(node)
     for replica in ("rollout/0", "rollout/1"):  # on n3 and n4
         story.fences(replica)
-    told = {failure.life.replica if failure.life else failure.node: failure.injected for failure in found(story)}
+    told = {failure.incarnation.replica if failure.incarnation else failure.node: failure.injected for failure in found(story)}
     assert told == {"n3": True, "rollout/0": True, "n4": False, "rollout/1": False}
 
 
@@ -183,54 +183,54 @@ def test_a_life_that_never_came_back_has_nobody_in_its_place() -> None:
     story.loses("rollout/0")
     story.fences("rollout/0").wait(1).launches("rollout/0")
     [failure] = found(story)
-    assert failure.back is None
+    assert failure.successor is None
     story.wait(2).joins("rollout/0", "loading_weights")
     [failure] = found(story)
-    assert (failure.back, failure.back_at) == (story.life("rollout/0"), story.now)
-    story.wait(2).tell(ev.FirstWorkDone(story.life("rollout/0")))
+    assert (failure.successor, failure.recovered_at) == (story.incarnation("rollout/0"), story.now)
+    story.wait(2).record(ev.FirstWorkDone(story.incarnation("rollout/0")))
     [failure] = found(story)
-    assert failure.back_at == story.now, "at work is more than joined"
+    assert failure.recovered_at == story.now, "at work is more than joined"
 
 
 def test_what_helps_on_a_node_that_a_person_has_the_run_leave_has_not_failed() -> None:
     story = Story(RUN).works()
-    story.tell(ev.Commanded(DRAIN, "ada", "c1", "n2"))
-    story.tell(ev.Decided(Fence(story.life("agent/n2"), Rung.DEGRADED, Why(("n2 is excluded: asked by ada",)))))
+    story.record(ev.CommandReceived(DRAIN, "ada", "c1", "n2"))
+    story.record(ev.Decided(Fence(story.incarnation("agent/n2"), Rung.DEGRADED, Why(("n2 is excluded: asked by ada",)))))
     assert failures(story.stamped) == []
-    story.tell(ev.Decided(Fence(story.life("agent/n3"), Rung.DEGRADED, Why(("n3 is excluded: node_lost",)))))
-    assert [one.life for one in failures(story.stamped)] == [story.life("agent/n3")]
+    story.record(ev.Decided(Fence(story.incarnation("agent/n3"), Rung.DEGRADED, Why(("n3 is excluded: node_lost",)))))
+    assert [one.incarnation for one in failures(story.stamped)] == [story.incarnation("agent/n3")]
 
 
 def test_what_fails_after_a_run_was_resumed_is_told_too() -> None:
     story = Story(RUN).works().ends(Outcome.CANCELLED, "asked by ada")
-    story.tell(ev.Resumed("ada", "c1", story.job)).launches("rollout/0", "n3").joins("rollout/0", "generate")
+    story.record(ev.Resumed("ada", "c1", story.job)).launches("rollout/0", "n3").joins("rollout/0", "generate")
     story.loses("rollout/0")
-    assert [one.life for one in failures(story.stamped)] == [story.life("rollout/0")]
+    assert [one.incarnation for one in failures(story.stamped)] == [story.incarnation("rollout/0")]
 
 
-def _stacks(story: Story) -> ev.StacksTaken:
-    return ev.StacksTaken(story.life("rollout/0"), ("rollout/0#1: step (engine.py:95)",), file="stacks/x.txt")
+def _stacks(story: Story) -> ev.StacksCollected:
+    return ev.StacksCollected(story.incarnation("rollout/0"), ("rollout/0#1: step (engine.py:95)",), file="stacks/x.txt")
 
 
 def test_stacks_that_were_taken_of_a_failed_life_are_told_with_their_file() -> None:
     story = Story(RUN).works()
-    story.tell(_stacks(story)).wait(2)
+    story.record(_stacks(story)).wait(2)
     (failure,) = failures(story.recovers("rollout/0").stamped)
-    assert failure.told[-2:] == ("stacks: rollout/0#1: step (engine.py:95)", "stacks: whole: stacks/x.txt")
+    assert failure.evidence[-2:] == ("stacks: rollout/0#1: step (engine.py:95)", "stacks: whole: stacks/x.txt")
 
 
 def test_stacks_of_a_suspicion_that_passed_long_before_say_nothing_of_a_failure() -> None:
     story = Story(RUN).works()
-    story.tell(_stacks(story)).wait(600)
+    story.record(_stacks(story)).wait(600)
     (failure,) = failures(story.recovers("rollout/0").stamped)
-    assert not [line for line in failure.told if "stacks" in line]
+    assert not [line for line in failure.evidence if "stacks" in line]
 
 
 def test_stacks_that_the_finding_names_itself_are_not_told_twice() -> None:
     story = Story(RUN).works()
     said = ("rollout/0#1: step (engine.py:95)", "whole: stacks/x.txt")
     evidence = tuple(Evidence("stacks", text, 1.0) for text in said)
-    life = story.life("rollout/0")
-    found = Finding("no_answer", Verdict.FAIL, Cause.HANG, Remedy.RESTART, 1.0, evidence, life)
-    (failure,) = failures(story.tell(_stacks(story), ev.FindingChanged(found)).stamped)
-    assert sum("stacks/x.txt" in line for line in failure.told) == 1
+    incarnation = story.incarnation("rollout/0")
+    found = Finding("no_answer", Verdict.FAIL, Cause.HANG, Remedy.RESTART, 1.0, evidence, incarnation)
+    (failure,) = failures(story.record(_stacks(story), ev.FindingChanged(found)).stamped)
+    assert sum("stacks/x.txt" in line for line in failure.evidence) == 1

@@ -11,7 +11,7 @@ from rrl.cli import main
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import Outcome
 from rrl.manager.storage.journal import Journal
-from rrl.manager.storage.lease import Holder
+from rrl.manager.storage.lease import LeaseHolder
 from rrl.tests.support.cli.story import Story, completed, job_view
 from rrl.tests.support.cli.waiting import eventually
 
@@ -24,7 +24,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def letters(run: RunDir) -> list[Path]:
+def pending_commands(run: RunDir) -> list[Path]:
     return list(run.mailbox.glob("[!.]*.json"))  # as the manager looks
 
 
@@ -32,12 +32,12 @@ def test_cancel_leaves_one_letter_for_the_manager(root: Path, capsys: pytest.Cap
     run = Story(RUN).works().written(root)
     assert main.run(["cancel", RUN, "--no-wait"]) == 0
     assert capsys.readouterr().out == f"{RUN}: its manager is asked to end it\n"
-    (letter,) = letters(run)
+    (letter,) = pending_commands(run)
     told = json.loads(letter.read_text())
     assert told["command"] == "cancel"
     assert told["by"]
     assert main.run(["cancel", RUN, "--no-wait"]) == 0
-    assert len(letters(run)) == 2  # never in each other's place
+    assert len(pending_commands(run)) == 2  # never in each other's place
 
 
 def test_cancel_waits_until_the_manager_has_ended_the_run(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,8 +46,8 @@ def test_cancel_waits_until_the_manager_has_ended_the_run(root: Path, capsys: py
     codes: list[int] = []
     waiting = threading.Thread(target=lambda: codes.append(main.run(["cancel", RUN])), daemon=True)
     waiting.start()
-    eventually(lambda: bool(letters(run)))
-    letters(run)[0].unlink()
+    eventually(lambda: bool(pending_commands(run)))
+    pending_commands(run)[0].unlink()
     told = len(story.stamped)
     story.ends(Outcome.CANCELLED, "cancel by somebody")
     journal = Journal(run, 2)
@@ -63,7 +63,7 @@ def test_a_run_that_has_ended_is_left_alone(root: Path, capsys: pytest.CaptureFi
     run = completed(RUN).written(root)
     assert main.run(["cancel", RUN]) == 0
     assert capsys.readouterr().out == f"{RUN} has ended already: completed\n"
-    assert not letters(run)
+    assert not pending_commands(run)
 
 
 @pytest.mark.parametrize(("cluster", "hint"), [("local", ""), ("slurm", "scancel --name=small-7.manager")])
@@ -73,9 +73,9 @@ def test_without_a_living_manager_cancel_says_how_to_start_one(
     job = job_view(cluster=cluster)
     job = msgspec.structs.replace(job, limits=msgspec.structs.replace(job.limits, lease=0.3))
     run = Story(RUN, job).works().written(root)
-    (run.epochs / "000001").write_bytes(msgspec.json.encode(Holder("elsewhere", 1, 17)))  # its counter stands still
+    (run.epochs / "000001").write_bytes(msgspec.json.encode(LeaseHolder("elsewhere", 1, 17)))  # its counter stands still
     assert main.run(["cancel", RUN]) == 1
     told = capsys.readouterr().err
     assert f"no manager of {RUN} is alive to end it; start one, which will do so: rrl manage {RUN}" in told
     assert hint in told
-    assert len(letters(run)) == 1
+    assert len(pending_commands(run)) == 1

@@ -11,7 +11,7 @@ import pytest
 from rrl.cli import main
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import NodeName, Outcome
-from rrl.manager.cluster.base import NodeSeen, NodeState
+from rrl.manager.cluster.base import NodeStatus, NodeState
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Exclude, Readmit, Undrain, Why
 from rrl.manager.storage.journal import Journal
@@ -35,12 +35,12 @@ def works() -> Story:
     return Story(RUN, job_view(cluster="slurm")).works()
 
 
-def letters(run: RunDir) -> list[Path]:
+def pending_commands(run: RunDir) -> list[Path]:
     return list(run.mailbox.glob("[!.]*.json"))
 
 
-def ordered(command: str) -> ev.Commanded:
-    return ev.Commanded(command, "anna", "c1", N5, reason="fan" if command == "drain" else "")
+def sent_command(command: str) -> ev.CommandReceived:
+    return ev.CommandReceived(command, "anna", "c1", N5, reason="fan" if command == "drain" else "")
 
 
 def answered(story: Story, root: Path, arguments: list[str], *events: ev.Event) -> int:
@@ -49,14 +49,14 @@ def answered(story: Story, root: Path, arguments: list[str], *events: ev.Event) 
     codes: list[int] = []
     waiting = threading.Thread(target=lambda: codes.append(main.run(arguments)), daemon=True)
     waiting.start()
-    eventually(lambda: bool(letters(run)))
+    eventually(lambda: bool(pending_commands(run)))
     told = len(story.stamped)
-    story.tell(*events)
+    story.record(*events)
     journal = Journal(run, 2)
     for stamped in story.stamped[told:]:
         journal.append(stamped)
     journal.close()
-    letters(run)[0].unlink()
+    pending_commands(run)[0].unlink()
     waiting.join(timeout=30)
     assert not waiting.is_alive()
     return codes[0]
@@ -68,7 +68,7 @@ def test_one_letter_is_left_for_the_manager(root: Path, capsys: pytest.CaptureFi
     flags = ["--reason", "fan is loud"] if command == "drain" else []
     assert main.run([command, RUN, "n3", *flags, "--no-wait"]) == 0
     assert capsys.readouterr().out == f"{RUN}: its manager is asked to {command} n3\n"
-    (letter,) = letters(run)
+    (letter,) = pending_commands(run)
     told = json.loads(letter.read_text())
     assert (told["command"], told["target"]) == (command, "n3")
     assert told.get("reason", "") == ("fan is loud" if flags else "")
@@ -82,7 +82,7 @@ def test_what_is_no_node_of_the_run_is_said_in_one_line(
     run = works().written(root)
     assert main.run([command, RUN, "n99"]) == 2
     assert capsys.readouterr().err == 'rrl: no node "n99" in this run; it has n1, n2, n3, n4, n5\n'
-    assert not letters(run)
+    assert not pending_commands(run)
 
 
 def test_a_run_that_has_ended_or_not_begun_has_no_nodes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,14 +96,14 @@ def test_a_run_that_has_ended_or_not_begun_has_no_nodes(root: Path, capsys: pyte
 
 
 def test_it_says_that_the_node_is_drained_and_how(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = (ordered("drain"), EXCLUDED, DRAIN, ev.Done("n5!drain", True))
+    done = (sent_command("drain"), EXCLUDED, DRAIN, ev.IntentSettled("n5!drain", True))
     assert answered(works(), root, ["drain", RUN, "n5", "--reason", "fan"], *done) == 0
     assert capsys.readouterr().out == f"n5 is drained: {REASON}\n"
 
 
 def test_it_says_that_we_may_not_and_who_is_asked(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    refused = ev.Done("n5!drain", False, "we may not drain nodes here: slurm_update error: Invalid user id")
-    assert answered(works(), root, ["drain", RUN, "n5"], ordered("drain"), EXCLUDED, DRAIN, refused) == 0
+    refused = ev.IntentSettled("n5!drain", False, "we may not drain nodes here: slurm_update error: Invalid user id")
+    assert answered(works(), root, ["drain", RUN, "n5"], sent_command("drain"), EXCLUDED, DRAIN, refused) == 0
     assert capsys.readouterr().out == (
         "n5 is used no more by this run; its drain is asked for in summary.json: we may not drain nodes here:"
         " slurm_update error: Invalid user id\n"
@@ -111,18 +111,18 @@ def test_it_says_that_we_may_not_and_who_is_asked(root: Path, capsys: pytest.Cap
 
 
 def test_it_says_what_somebody_else_has_laid_down(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = ev.NodeChanged(N5, NodeSeen(NodeState.DRAINING, "IDLE+DRAIN: bad fan"))
-    assert answered(works(), root, ["drain", RUN, "n5"], ordered("drain"), other, EXCLUDED) == 0
+    other = ev.NodeChanged(N5, NodeStatus(NodeState.DRAINING, "IDLE+DRAIN: bad fan"))
+    assert answered(works(), root, ["drain", RUN, "n5"], sent_command("drain"), other, EXCLUDED) == 0
     assert capsys.readouterr().out == "n5 is used no more by this run; IDLE+DRAIN: bad fan\n"
 
 
 def test_it_says_that_the_node_may_be_used_again(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    story = works().tell(ordered("drain"), EXCLUDED, DRAIN, ev.Done("n5!drain", True))
-    story.tell(ev.NodeChanged(N5, NodeSeen(NodeState.DRAINING, f"IDLE+DRAIN: {REASON}", REASON)))
+    story = works().record(sent_command("drain"), EXCLUDED, DRAIN, ev.IntentSettled("n5!drain", True))
+    story.record(ev.NodeChanged(N5, NodeStatus(NodeState.DRAINING, f"IDLE+DRAIN: {REASON}", REASON)))
     back = (
-        ordered("undrain"), ev.Decided(Readmit(N5, Why(("asked by anna",)))),
-        ev.Intended(Undrain(N5, REASON, Why(("asked by anna",)))), ev.Done("n5!undrain", True),
-        ev.NodeChanged(N5, NodeSeen(NodeState.UP, "IDLE")),
+        sent_command("undrain"), ev.Decided(Readmit(N5, Why(("asked by anna",)))),
+        ev.Intended(Undrain(N5, REASON, Why(("asked by anna",)))), ev.IntentSettled("n5!undrain", True),
+        ev.NodeChanged(N5, NodeStatus(NodeState.UP, "IDLE")),
     )  # fmt: skip
     assert answered(story, root, ["undrain", RUN, "n5"], *back) == 0
     assert capsys.readouterr().out == "n5 may be used again; Slurm says IDLE\n"
@@ -134,14 +134,14 @@ def test_who_moves_first_is_told_while_it_waits(root: Path, capsys: pytest.Captu
     codes: list[int] = []
     waiting = threading.Thread(target=lambda: codes.append(main.run(["drain", RUN, "n3"])), daemon=True)
     waiting.start()
-    eventually(lambda: bool(letters(run)))
+    eventually(lambda: bool(pending_commands(run)))
     told = len(story.stamped)
-    story.tell(ev.Commanded("drain", "anna", "c1", N3))
+    story.record(ev.CommandReceived("drain", "anna", "c1", N3))
     journal = Journal(run, 2)
     for stamped in story.stamped[told:]:
         journal.append(stamped)
     journal.flush()
-    letters(run)[0].unlink()
+    pending_commands(run)[0].unlink()
     said: list[str] = []
 
     def moving() -> bool:

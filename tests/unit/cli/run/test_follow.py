@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rrl.cli.common.runs import Failed
+from rrl.cli.common.runs import OperationFailed
 from rrl.cli.run.follow import follow
 from rrl.core.run_dir import RunDir
 from rrl.core.types import Outcome
@@ -66,7 +66,7 @@ class Terminal:
             pass
 
 
-def tell(run: RunDir, story: Story, since: int) -> None:
+def print_progress(run: RunDir, story: Story, since: int) -> None:
     journal = Journal(run, 2)
     for stamped in story.stamped[since:]:
         journal.append(stamped)
@@ -81,7 +81,7 @@ def test_a_live_picture_follows_the_journal_and_ends_with_the_run(tmp_path: Path
         told = len(story.stamped)
         story.commits(13)
         story.ends(Outcome.COMPLETED, "all steps are done")
-        tell(run, story, told)
+        print_progress(run, story, told)
         write_summary(run)
         assert terminal.process.wait(30) == 0
     assert "step 13/40" in terminal.drawn
@@ -116,7 +116,7 @@ def test_without_a_terminal_each_change_of_a_replica_is_one_line(
     told = len(story.stamped)
     story.loses("rollout/0")
     story.fences("rollout/0")
-    tell(run, story, told)
+    print_progress(run, story, told)
     eventually(lambda: len(output.lines) == 2)
     journal = Journal(run, 3)
     for stamped in completed(RUN).stamped[-1:]:
@@ -137,5 +137,5 @@ def test_waiting_gives_up_when_nothing_here_could_ever_end_the_run(
     monkeypatch.setattr("rrl.cli.run.follow.SILENT", 0.01)
     run = Story(RUN).works().written(tmp_path)  # it has no manager and no lease
     Output(monkeypatch)
-    with pytest.raises(Failed, match=rf"the manager of {RUN} is gone .* rrl manage {RUN}"):
-        follow(run, keys=False, insist=True)
+    with pytest.raises(OperationFailed, match=rf"the manager of {RUN} is gone .* rrl manage {RUN}"):
+        follow(run, keys=False, require_manager=True)

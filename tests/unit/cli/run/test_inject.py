@@ -8,14 +8,14 @@ import msgspec
 import pytest
 
 from rrl.cli import main
-from rrl.core.faults import At, Fault, FaultKind
+from rrl.core.faults import FaultTrigger, Fault, FaultKind
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import NodeName, Outcome
-from rrl.manager.intake.user_commands import Letter, letters
+from rrl.manager.intake.user_commands import Command, pending_commands
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Perform, Why
+from rrl.manager.model.actions import InjectFault, Why
 from rrl.manager.storage.journal import Journal
-from rrl.manager.storage.lease import Holder
+from rrl.manager.storage.lease import LeaseHolder
 from rrl.tests.support.cli.story import Story, completed, job_view
 from rrl.tests.support.cli.waiting import eventually
 
@@ -37,7 +37,7 @@ def allowing(lease: float = 10.0) -> Story:
 def goes_on(story: Story, run: RunDir, *events: ev.Event, epoch: int = 2) -> None:
     """The next manager writes these, and takes the letter."""
     told = len(story.stamped)
-    story.tell(*events)
+    story.record(*events)
     journal = Journal(run, epoch)
     for stamped in story.stamped[told:]:
         journal.append(stamped)
@@ -48,11 +48,11 @@ def test_an_order_is_a_letter_that_holds_the_whole_fault(root: Path, capsys: pyt
     run = allowing().written(root)
     words = ["inject", RUN, "freeze", "--target", "rollout/1", "--for", "5s", "--at", "step=20"]
     assert main.run(words) == 0
-    (letter,) = letters(run)
+    (letter,) = pending_commands(run)
     assert letter.fault is not None
-    assert letter == Letter("inject", letter.by, letter.id, letter.fault)
+    assert letter == Command("inject", letter.by, letter.id, letter.fault)
     assert letter.by
-    assert letter.fault == Fault(letter.fault.id, FaultKind.FREEZE, "rollout/1", At(step=20), 5.0)
+    assert letter.fault == Fault(letter.fault.id, FaultKind.FREEZE, "rollout/1", FaultTrigger(step=20), 5.0)
     assert capsys.readouterr().out == f"{RUN}: freeze rollout/1 at step=20 is ordered ({letter.fault.id})\n"
 
 
@@ -62,7 +62,7 @@ def test_orders_never_share_an_id_and_are_told_as_json_too(root: Path, capsys: p
         assert main.run(["inject", RUN, "exit", "--target", "reward/0", "--amount", "3", "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
         assert (told["run"], told["kind"], told["target"], told["amount"]) == (RUN, "exit", "reward/0", 3.0)
-    assert len({letter.fault.id for letter in letters(run) if letter.fault is not None}) == 2
+    assert len({letter.fault.id for letter in pending_commands(run) if letter.fault is not None}) == 2
 
 
 @pytest.mark.parametrize("target", [["--target", "rollout"], []])
@@ -70,7 +70,7 @@ def test_a_role_or_nothing_is_one_replica_and_a_seed_draws_the_same_again(root: 
     run = allowing().written(root)
     for seed in "1111111123456789":
         assert main.run(["inject", RUN, "kill", *target, "--seed", seed]) == 0
-    drawn = [letter.fault.target for letter in letters(run) if letter.fault is not None]
+    drawn = [letter.fault.target for letter in pending_commands(run) if letter.fault is not None]
     assert len(set(drawn[:8])) == 1
     assert len(set(drawn)) > 1
     assert all("/" in one for one in drawn)
@@ -104,7 +104,7 @@ def test_a_fault_that_cannot_be_is_refused_in_one_line_and_nothing_is_ordered(
     assert told.err.startswith("rrl: ")
     assert why in told.err
     assert told.err.count("\n") == 1
-    assert letters(run) == []
+    assert pending_commands(run) == []
 
 
 def test_a_run_whose_job_spec_does_not_allow_it_is_left_alone(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +112,7 @@ def test_a_run_whose_job_spec_does_not_allow_it_is_left_alone(root: Path, capsys
     assert main.run(["inject", RUN, "kill", "--target", "rollout/0"]) == 2
     told = capsys.readouterr().err
     assert told == f"rrl: {RUN}: its job spec allows no faults on demand ([faults] allow = true)\n"
-    assert letters(run) == []
+    assert pending_commands(run) == []
 
 
 def test_a_run_that_has_ended_is_left_alone(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,7 +120,7 @@ def test_a_run_that_has_ended_is_left_alone(root: Path, capsys: pytest.CaptureFi
     run = story.written(root)
     assert main.run(["inject", RUN, "kill", "--target", "rollout/0"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-    assert letters(run) == []
+    assert pending_commands(run) == []
 
 
 @pytest.mark.parametrize("json_wanted", [True, False])
@@ -134,13 +134,13 @@ def test_whoever_waits_is_told_what_was_done_or_why_not(
     codes: list[int] = []
     waiting = threading.Thread(target=lambda: codes.append(main.run(words)), daemon=True)
     waiting.start()
-    eventually(lambda: bool(letters(run)))
-    (letter,) = letters(run)
-    fault, life = letter.fault, story.life("rollout/0")
+    eventually(lambda: bool(pending_commands(run)))
+    (letter,) = pending_commands(run)
+    fault, incarnation = letter.fault, story.incarnation("rollout/0")
     assert fault is not None
-    action = Perform(fault, "step", NodeName("n3"), Why(("it is due",)), life)
-    told = ev.FaultInjected(fault.id, life, ok, "SIGKILL to process group 7" if ok else "it was gone", fault.kind)
-    goes_on(story, run, ev.Ordered(fault, letter.by, letter.id), ev.Intended(action), told)
+    action = InjectFault(fault, "step", NodeName("n3"), Why(("it is due",)), incarnation)
+    told = ev.FaultInjected(fault.id, incarnation, ok, "SIGKILL to process group 7" if ok else "it was gone", fault.kind)
+    goes_on(story, run, ev.FaultRequested(fault, letter.by, letter.id), ev.Intended(action), told)
     (run.mailbox / f"{letter.id}.json").unlink()
     waiting.join(timeout=30)
     assert codes == [0 if ok else 1]
@@ -161,11 +161,11 @@ def begun(root: Path, target: str, lease: float = 0.3) -> tuple[RunDir, list[int
     words = ["inject", RUN, "kill", "--target", target, "--wait"]
     waiting = threading.Thread(target=lambda: codes.append(main.run(words)), daemon=True)
     waiting.start()
-    eventually(lambda: bool(letters(run)))
-    (letter,) = letters(run)
+    eventually(lambda: bool(pending_commands(run)))
+    (letter,) = pending_commands(run)
     assert letter.fault is not None
-    action = Perform(letter.fault, "", NodeName(""), Why(("it is due",)), None)
-    goes_on(story, run, ev.Ordered(letter.fault, letter.by, letter.id), ev.Intended(action))
+    action = InjectFault(letter.fault, "", NodeName(""), Why(("it is due",)), None)
+    goes_on(story, run, ev.FaultRequested(letter.fault, letter.by, letter.id), ev.Intended(action))
     (run.mailbox / f"{letter.id}.json").unlink()
     return run, codes, waiting, story, letter.fault
 
@@ -213,10 +213,10 @@ def test_whoever_waits_is_told_when_the_run_ends_before(root: Path, capsys: pyte
     words = ["inject", RUN, "kill", "--target", "rollout/0", "--at", "step=99", "--wait"]
     waiting = threading.Thread(target=lambda: codes.append(main.run(words)), daemon=True)
     waiting.start()
-    eventually(lambda: bool(letters(run)))
-    (letter,) = letters(run)
+    eventually(lambda: bool(pending_commands(run)))
+    (letter,) = pending_commands(run)
     assert letter.fault is not None
-    goes_on(story, run, ev.Ordered(letter.fault, "me", letter.id), ev.RunEnded(Outcome.COMPLETED, "all steps are done"))
+    goes_on(story, run, ev.FaultRequested(letter.fault, "me", letter.id), ev.RunEnded(Outcome.COMPLETED, "all steps are done"))
     (run.mailbox / f"{letter.id}.json").unlink()
     waiting.join(timeout=30)
     assert codes == [1]
@@ -227,7 +227,7 @@ def test_without_a_living_manager_whoever_waits_is_told_how_to_start_one(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = allowing(lease=0.3).written(root)
-    (run.epochs / "000001").write_bytes(msgspec.json.encode(Holder("elsewhere", 1, 17)))  # its counter stands still
+    (run.epochs / "000001").write_bytes(msgspec.json.encode(LeaseHolder("elsewhere", 1, 17)))  # its counter stands still
     assert main.run(["inject", RUN, "kill", "--target", "rollout/0", "--wait"]) == 1
     told = capsys.readouterr().err
     assert f"no manager of {RUN} is alive to take the order; start one, which will do so: rrl manage {RUN}" in told

@@ -15,7 +15,7 @@ from rrl.cli.run.manager_liveness import INTERRUPTED, UNKNOWN, SlurmJobs, judge
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.manager.cluster.base import AllocationState
 from rrl.manager.cluster.slurm.parsing import Job
-from rrl.manager.storage.lease import Holder
+from rrl.manager.storage.lease import LeaseHolder
 from rrl.tests.support.cli.story import Story, completed, job_view
 
 RUN = "small-1"
@@ -64,7 +64,7 @@ def on_slurm(root: Path, run: str = RUN) -> RunDir:
 def held(run: RunDir, age_s: float) -> None:
     """A manager on another host holds the lease, and renewed it so long ago."""
     lease = run.epochs / "000001"
-    lease.write_bytes(msgspec.json.encode(Holder("elsewhere", 7, 3)))
+    lease.write_bytes(msgspec.json.encode(LeaseHolder("elsewhere", 7, 3)))
     os.utime(lease, (time.time() - age_s,) * 2)
 
 
@@ -73,31 +73,31 @@ def job(name: str, state: AllocationState = AllocationState.RUNNING, detail: str
 
 
 def test_a_run_of_which_slurm_knows_no_job_is_interrupted_and_says_how_it_goes_on() -> None:
-    found = judge(Story(RUN, job=job_view(cluster="slurm")).works().told(), GONE, SlurmJobs())
+    found = judge(Story(RUN, job=job_view(cluster="slurm")).works().recorded(), GONE, SlurmJobs())
     assert (found.standing, found.advice) == (INTERRUPTED, f"rrl manage {RUN} goes on from step 12")
 
 
 def test_a_run_with_nodes_and_no_manager_job_goes_on() -> None:
-    found = judge(Story(RUN).works().told(), GONE, SlurmJobs((job("pool"),)))
+    found = judge(Story(RUN).works().recorded(), GONE, SlurmJobs((job("pool"),)))
     assert (found.standing, str(found)) == ("", f"{GONE}; the roles go on. Start one: rrl manage {RUN}")
 
 
 def test_a_job_of_another_run_whose_name_begins_alike_does_not_count() -> None:
     other = Job("12", AllocationState.RUNNING, (), f"{RUN}0.pool", "RUNNING", f"rrl {RUN}0 {RUN}0.pool")
-    assert judge(Story(RUN).works().told(), GONE, SlurmJobs((other,))).standing == INTERRUPTED
+    assert judge(Story(RUN).works().recorded(), GONE, SlurmJobs((other,))).standing == INTERRUPTED
 
 
 def test_a_manager_that_waits_in_the_queue_is_named_with_slurms_reason() -> None:
     waiting = job("manager", AllocationState.PENDING, "PENDING: Priority")
-    found = judge(Story(RUN).works().told(), GONE, SlurmJobs((job("pool"), waiting)))
+    found = judge(Story(RUN).works().recorded(), GONE, SlurmJobs((job("pool"), waiting)))
     assert found.advice == "the next manager waits in Slurm's queue: job 12 (PENDING: Priority)"
     assert found.standing == ""
-    alone = judge(Story(RUN).works().told(), GONE, SlurmJobs((waiting,)))
+    alone = judge(Story(RUN).works().recorded(), GONE, SlurmJobs((waiting,)))
     assert (alone.note, alone.standing) == (f"{GONE}; no nodes are held", ""), "it is about to take over"
 
 
 def test_where_slurm_cannot_be_asked_the_standing_is_unknown() -> None:
-    found = judge(Story(RUN).works().told(), GONE, SlurmJobs(unknown="squeue: no answer within 5 s"))
+    found = judge(Story(RUN).works().recorded(), GONE, SlurmJobs(unknown="squeue: no answer within 5 s"))
     assert found.standing == UNKNOWN
     assert "squeue: no answer within 5 s" in found.advice
 

@@ -34,7 +34,7 @@ class Ended:
         self.job.write_text(JOB.replace("steps = 10", "steps = 40"))
         told = Story(RUN, job_view()).works().ends(Outcome.FAILED, "the walltime ends").written(root / "runs")
         made = create(load_job(self.job), self.job)
-        for path in (made.job_toml, made.resolved, made.view, made.keys):
+        for path in (made.job_toml, made.resolved, made.run_spec, made.keys):
             path.rename(told.path / path.name)
         self.run, self.started = told, 0
         self.starts: Callable[[], None] = self.begin
@@ -46,8 +46,8 @@ class Ended:
 
     def begin(self) -> None:
         self.started += 1
-        assert resume_request.take(self.run) is not None
-        resume_request.place(self.run)
+        assert resume_request.claim(self.run) is not None
+        resume_request.install(self.run)
 
     def everything(self) -> dict[Path, bytes | None]:
         return {path: path.read_bytes() if path.is_file() else None for path in self.run.path.rglob("*")}
@@ -71,7 +71,7 @@ def test_a_run_goes_on_with_more_steps_and_time_and_its_new_spec_is_a_valid_one(
     job = load_job(ended.run.job_toml)
     assert (job.run.steps, job.cluster.walltime, ended.started) == (50, 7200.0, 1)
     assert not ended.run.resume.exists()
-    assert not ended.run.resuming.exists()
+    assert not ended.run.resume_claimed.exists()
 
 
 def test_where_no_manager_can_be_started_nothing_is_changed(ended: Ended, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,14 +113,14 @@ def test_of_two_at_once_one_goes_on_and_the_other_is_told_so_in_one_line(
         told["second"] = main.run(["resume", RUN, "--job", str(other)]), capsys.readouterr().err
 
     def takes() -> None:
-        assert resume_request.take(ended.run) is not None
+        assert resume_request.claim(ended.run) is not None
         second()
 
     def prepares(run: RunDir, *what: Any) -> None:
         monkeypatch.undo()
         monkeypatch.setenv(RUNS_ENV, str(ended.run.path.parent))
         monkeypatch.setattr(starting, "start_manager", ended._start)
-        starting._describe(run, *what)
+        starting._write_spec(run, *what)
         second()
 
     ended.starts = takes if when == "and after" else second

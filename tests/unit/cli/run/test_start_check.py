@@ -11,13 +11,13 @@ import pytest
 
 from rrl.cli import main
 from rrl.cli.run import start_check
-from rrl.cli.run.submit import watched
+from rrl.cli.run.submit import watch_until_end
 from rrl.config.job.load import load_job
 from rrl.config.job.resolve import resolve
 from rrl.core.run_dir import RUNS_ENV, RunDir, write_atomically
 from rrl.manager.bootstrap import start as starting
 from rrl.manager.bootstrap import start_failure as failures
-from rrl.manager.storage.resume_request import Order, order
+from rrl.manager.storage.resume_request import ResumeRequest, write_request
 from rrl.tests.support.cli.story import Story, completed, job_view
 from rrl.tests.support.job_toml import JOB
 
@@ -47,7 +47,7 @@ def submitted_to_slurm(root: Path, where: str = "job", jobs: tuple[str, ...] = (
     run.create()
     view = msgspec.structs.replace(job_view(), cluster="slurm")
     view = msgspec.structs.replace(view, manager=msgspec.structs.replace(view.manager, where=where))
-    run.view.write_bytes(msgspec.json.encode(view))
+    run.run_spec.write_bytes(msgspec.json.encode(view))
     for job in jobs:
         (run.submit / f"{job}_submitted.pkl").touch()
     return run
@@ -61,10 +61,10 @@ def test_a_local_manager_that_dies_at_its_start_ends_the_wait_as_rejected(
     job = load_job(path)
     run = starting.create(job, path)
     view = msgspec.structs.replace(resolve(job, "python"), network=NOWHERE)
-    write_atomically(run.view, msgspec.json.encode(view))
+    write_atomically(run.run_spec, msgspec.json.encode(view))
     starting.start_manager(run, view)
     with pytest.raises(start_check.NeverBegan, match=rf"{run.id} is rejected: .*NoAddress: no interface with an addr"):
-        watched(run, json=True)
+        watch_until_end(run, json=True)
     ended = json.loads(capsys.readouterr().out)
     assert (ended["run"], ended["outcome"]) == (run.id, "rejected")
     assert main.run(["status"]) == 0
@@ -122,9 +122,9 @@ def test_a_process_in_the_middle_of_execve_may_be_the_managers_and_a_zombie_is_n
     run = submitted_to_slurm(root)
     (tmp_path / "cmdline").write_bytes(line)
     (tmp_path / "stat").write_text(f"77 (python (x)) {state} 1 77 77")
-    assert failures._is_of(tmp_path, run) is may_be
+    assert failures._is_submitit_of(tmp_path, run) is may_be
     (tmp_path / "cmdline").write_bytes(b"\0".join((b"python", b"-m", b"submitit.local._local", bytes(run.submit), b"")))
-    assert failures._is_of(tmp_path, run)
+    assert failures._is_submitit_of(tmp_path, run)
 
 
 def test_slurm_is_asked_for_the_managers_of_a_waiting_run_at_most_once_in_ten_seconds(
@@ -156,14 +156,14 @@ def test_a_resumed_run_whose_new_managers_died_says_so_until_one_takes_the_order
     story = completed("small-7")
     run = story.written(root)
     view = msgspec.structs.replace(job_view(), cluster="slurm")
-    run.view.write_bytes(msgspec.json.encode(view))
+    run.run_spec.write_bytes(msgspec.json.encode(view))
     (run.submit / "60_submitted.pkl").touch()  # of its earlier life
     os.utime(run.submit / "60_submitted.pkl", (1, 1))
-    state = story.told()
+    state = story.recorded()
     assert start_check.StartCheck(run).failure(state) == ""
-    order(run, Order("me", "1", view, "job.toml", state.ended or 0.0), lambda making: None)
+    write_request(run, ResumeRequest("me", "1", view, "job.toml", state.ended or 0.0), lambda making: None)
     assert start_check.StartCheck(run).failure(state) == "", "no manager was submitted for this order yet"
     (run.submit / "73_submitted.pkl").touch()
     with pytest.raises(start_check.NeverBegan, match="small-7 does not go on: its manager ended before"):
-        watched(run, json=False, after=state.seq)
-    assert start_check.StartCheck(run).failure(Story("small-7").works().told()) == ""
+        watch_until_end(run, json=False, after=state.seq)
+    assert start_check.StartCheck(run).failure(Story("small-7").works().recorded()) == ""

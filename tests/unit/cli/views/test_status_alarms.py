@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.cli.run.status import LEAST_FREE, storage_trouble
+from rrl.cli.run.status import MIN_FREE_BYTES, storage_trouble
 from rrl.cli.views.status import status_view
 from rrl.core.run_dir import RunDir
 from rrl.manager.cluster.base import AllocationState
@@ -25,7 +25,7 @@ class _There:
 @pytest.mark.parametrize(
     ("there", "told"),
     [
-        (_There(LEAST_FREE), ""),
+        (_There(MIN_FREE_BYTES), ""),
         (_There(0), "the run directory is full"),
         (_There(2**40, os.ST_RDONLY), "the run directory is read-only"),
     ],
@@ -57,9 +57,9 @@ def test_a_run_directory_that_is_away_is_said_too(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_the_cluster_does_with_an_allocation_is_shown(changes: dict[str, object], told: str) -> None:
     story = Story().works()
-    (held,) = story.told().allocations.values()
-    assert held.seen is not None
-    story.tell(AllocationChanged(held.tag, msgspec.structs.replace(held.seen, **changes)))
-    picture = drawn(status_view(story.told(), story.now, 160), 160)
+    (held,) = story.recorded().allocations.values()
+    assert held.status is not None
+    story.record(AllocationChanged(held.tag, msgspec.structs.replace(held.status, **changes)))
+    picture = drawn(status_view(story.recorded(), story.now, 160), 160)
     assert told in picture, picture
-    assert told not in drawn(status_view(Story().works().told(), story.now, 160), 160)
+    assert told not in drawn(status_view(Story().works().recorded(), story.now, 160), 160)

@@ -13,13 +13,13 @@ from rrl.cli.views.status import one_line, standing, status_view
 from rrl.cli.views.summary import runs_view, summary_view
 from rrl.core.types import NodeName, Outcome, Version
 from rrl.manager.model.actions import Exclude, Why
-from rrl.manager.model.events import Commanded, Decided, FindingChanged, Joined, Noted, StepCommitted, VersionHeld
+from rrl.manager.model.events import CommandReceived, Decided, FindingChanged, Joined, NoteChanged, StepCommitted, VersionAvailable
 from rrl.tests.support.cli.story import BEGAN, NODES, REPLICAS, Story, completed, job_view
-from rrl.tests.support.cli.text_snapshots import drawn, same_as_kept
+from rrl.tests.support.cli.text_snapshots import drawn, matches_stored
 
 
 def starting() -> Story:
-    story = Story().asks_for_nodes().gets_nodes()
+    story = Story().requests_nodes().gets_nodes()
     for replica in REPLICAS:
         story.launches(replica)
     return story.wait(2).joins("trajectories/0", "serve")
@@ -43,7 +43,7 @@ def crowded() -> Story:
     story = Story(job=msgspec.structs.replace(job, roles=roles)).works()
     for index in range(2, 40):
         story.launches(f"rollout/{index}", "n3").joins(f"rollout/{index}", "generate")
-        story.tell(VersionHeld(story.life(f"rollout/{index}"), Version(12, 1)))
+        story.record(VersionAvailable(story.incarnation(f"rollout/{index}"), Version(12, 1)))
     story.loses("rollout/17")
     return story
 
@@ -60,11 +60,11 @@ def gang() -> Story:
         story.launches(f"shadow/{node}", node).joins(f"shadow/{node}", "standby")
     story.launches("shadow/n4", "n4")
     story.launches("shadow/n4:rollout", "n4").joins("shadow/n4:rollout", "standby")
-    return story.tell(Decided(Exclude(NodeName("n1"), Why(("asked by ada",)))))
+    return story.record(Decided(Exclude(NodeName("n1"), Why(("asked by ada",)))))
 
 
 SCENES: dict[str, Callable[[], Story]] = {
-    "pending": lambda: Story().asks_for_nodes("Priority").wait(3),
+    "pending": lambda: Story().requests_nodes("Priority").wait(3),
     "starting": starting,
     "running": lambda: Story().works().wait(1),
     "lost": just_lost,
@@ -81,14 +81,14 @@ SCENES: dict[str, Callable[[], Story]] = {
 @pytest.mark.parametrize("scene", SCENES)
 def test_the_status_of_a_run_looks_as_kept(scene: str, width: int) -> None:
     story = SCENES[scene]()
-    text = drawn(status_view(story.told(), story.now + 4, width), width)
+    text = drawn(status_view(story.recorded(), story.now + 4, width), width)
     assert max(map(len, text.splitlines())) <= width
-    same_as_kept(f"status_{scene}_{width}", text)
+    matches_stored(f"status_{scene}_{width}", text)
 
 
 def test_a_note_about_the_manager_takes_the_place_of_its_line() -> None:
     story = Story().works()
-    text = drawn(status_view(story.told(), story.now, 100, ["silent for 40 s", "job 7 waits"]), 100)
+    text = drawn(status_view(story.recorded(), story.now, 100, ["silent for 40 s", "job 7 waits"]), 100)
     assert "manager  silent for 40 s" in text
     assert "         job 7 waits" in text
     assert "epoch" not in text
@@ -96,19 +96,19 @@ def test_a_note_about_the_manager_takes_the_place_of_its_line() -> None:
 
 def test_the_same_state_gives_the_same_picture() -> None:
     story = node_lost()
-    state = msgspec.msgpack.decode(msgspec.msgpack.encode(story.told()), type=type(story.told()))
-    assert drawn(status_view(state, story.now, 100), 100) == drawn(status_view(story.told(), story.now, 100), 100)
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(story.recorded()), type=type(story.recorded()))
+    assert drawn(status_view(state, story.now, 100), 100) == drawn(status_view(story.recorded(), story.now, 100), 100)
 
 
 def test_what_a_run_says_is_never_taken_for_markup() -> None:
     story = Story().works().ends(Outcome.FAILED, "[red]boom[/red] [/nonsense] :smile:")
-    assert "[red]boom[/red] [/nonsense] :smile:" in drawn(status_view(story.told(), story.now, 100), 100)
+    assert "[red]boom[/red] [/nonsense] :smile:" in drawn(status_view(story.recorded(), story.now, 100), 100)
 
 
 def test_nodes_that_were_kept_beyond_the_runs_end_are_not_forgotten() -> None:
     def picture(keep: bool) -> str:
-        story = Story().works().tell(Commanded("cancel", "ada", "c1", keep=keep)).ends(Outcome.CANCELLED, "asked")
-        return drawn(status_view(story.told(), story.now, 80), 80)
+        story = Story().works().record(CommandReceived("cancel", "ada", "c1", keep_allocations=keep)).ends(Outcome.CANCELLED, "asked")
+        return drawn(status_view(story.recorded(), story.now, 80), 80)
 
     assert "kept     job 77, while it lasts (rrl resume uses it, scancel 77 gives it back)" in picture(keep=True)
     assert "kept" not in picture(keep=False)
@@ -116,7 +116,7 @@ def test_nodes_that_were_kept_beyond_the_runs_end_are_not_forgotten() -> None:
 
 def test_one_line_tells_who_is_not_at_work() -> None:
     story = just_lost().fences("rollout/0")
-    assert one_line(story.told(), silent=True) == (
+    assert one_line(story.recorded(), silent=True) == (
         "small-1120-064114: recovering, step 12/40, reward 0.94, rollout/0#1 wanted, its manager is silent"
     )
 
@@ -124,7 +124,7 @@ def test_one_line_tells_who_is_not_at_work() -> None:
 def test_the_summary_of_a_run_looks_as_kept(tmp_path: Path) -> None:
     summary = summary_of(completed().written(tmp_path))
     assert summary is not None
-    same_as_kept("summary", drawn(summary_view(summary | {"run_dir": "/runs/small"}), 100))
+    matches_stored("summary", drawn(summary_view(summary | {"run_dir": "/runs/small"}), 100))
 
 
 def test_a_summary_with_holes_is_shown_with_dashes() -> None:
@@ -133,7 +133,7 @@ def test_a_summary_with_holes_is_shown_with_dashes() -> None:
         "faults": 0, "ettr": None, "run_seconds": None, "run_dir": "/runs/x",
         "recoveries": [{"replica": "rollout/0", "incarnation": 2, "detect_s": None}],
     }  # fmt: skip
-    same_as_kept("summary_with_holes", drawn(summary_view(summary), 80))
+    matches_stored("summary_with_holes", drawn(summary_view(summary), 80))
     drawn(summary_view({}), 80)
 
 
@@ -141,18 +141,18 @@ def test_a_summary_with_holes_is_shown_with_dashes() -> None:
 def test_status_warns_where_most_of_what_is_made_is_too_old(share: float, shown: bool) -> None:
     story = Story().works()
     metrics = {"reward": 0.5, "stale_groups": 40.0, "stale_share": share}
-    story.tell(StepCommitted(story.life("trainer/0"), 30, metrics))
-    picture = drawn(status_view(story.told(), story.now, 80), 80)
+    story.record(StepCommitted(story.incarnation("trainer/0"), 30, metrics))
+    picture = drawn(status_view(story.recorded(), story.now, 80), 80)
     assert ("stale    62% of what is made is dropped: older than [sampling] staleness" in picture) is shown
 
 
 def test_status_always_shows_the_age_of_trained_tokens_and_what_the_trainer_waits_for() -> None:
     story = Story().works()
-    assert "age p50" not in drawn(status_view(story.told(), story.now, 100), 100)
+    assert "age p50" not in drawn(status_view(story.recorded(), story.now, 100), 100)
     ages = {"reward": 0.5, "token_age_p50": 1.0, "token_age_max": 3.0, "token_age_run_max": 3.0}
-    story.tell(StepCommitted(story.life("trainer/0"), 30, ages))
-    story.tell(Noted(story.life("trainer/0"), "the trainer waits for group 412: its last step is 96"))
-    picture = drawn(status_view(story.told(), story.now, 100), 100)
+    story.record(StepCommitted(story.incarnation("trainer/0"), 30, ages))
+    story.record(NoteChanged(story.incarnation("trainer/0"), "the trainer waits for group 412: its last step is 96"))
+    picture = drawn(status_view(story.recorded(), story.now, 100), 100)
     assert "tokens   age p50 1, max 3 weight versions" in picture
     assert "note     trainer/0: the trainer waits for group 412: its last step is 96" in picture
     assert "token_age" not in picture, "it has a row of its own"
@@ -162,8 +162,8 @@ def test_status_says_which_pipe_weights_move_over_and_when_they_cannot() -> None
     story = Story().works()
 
     def serves(replica: str, at: str) -> str:
-        joined = Joined(story.life(replica), NodeName(NODES[replica]), NODES[replica], 124, serves=at)
-        return drawn(status_view(story.tell(joined).told(), story.now, 80), 80)
+        joined = Joined(story.incarnation(replica), NodeName(NODES[replica]), NODES[replica], 124, weight_address=at)
+        return drawn(status_view(story.record(joined).recorded(), story.now, 80), 80)
 
     assert "weights  over ucx" in serves("trainer/0", "ucx://10.0.0.2:7001")
     assert "over tcp and ucx" in (mixed := serves("rollout/0", "tcp://10.0.0.3:7001"))
@@ -187,7 +187,7 @@ def test_the_list_of_runs_looks_as_kept() -> None:
         blank | {"run": "tools-1119-000000", "standing": "completed", "steps": 0,
                  "started": BEGAN - 90000, "ended": BEGAN - 82000},
     ]  # fmt: skip
-    same_as_kept("runs", drawn(runs_view(rows, BEGAN + 60), 80))
+    matches_stored("runs", drawn(runs_view(rows, BEGAN + 60), 80))
 
 
 def test_spans_have_two_units_at_most() -> None:
@@ -218,17 +218,17 @@ def test_node_names_are_folded_or_at_least_listed() -> None:
 
 def test_a_run_that_works_without_a_lost_node_runs_though_that_node_is_still_lost() -> None:
     story = node_lost()
-    assert standing(story.told())[0] == "recovering"
+    assert standing(story.recorded())[0] == "recovering"
     story.wait(0.2).launches("rollout/1", "n2").joins("rollout/1", "generate")
-    assert standing(story.told()) == ("running", "green")
+    assert standing(story.recorded()) == ("running", "green")
 
 
 def test_an_exclusion_that_the_breaker_holds_back_names_node_time_reason_and_finding() -> None:
     story = Story().works().loses_node("n3").wait(100)
-    (lost,) = story.told().findings.values()
-    story.tell(Decided(Exclude(NodeName("n4"), Why(("node_lost: silent",)))))
-    story.tell(FindingChanged(msgspec.structs.replace(lost, node=NodeName("n5"), since=story.now)))
-    shown = drawn(status_view(story.told(), story.now, 180), 180)
+    (lost,) = story.recorded().findings.values()
+    story.record(Decided(Exclude(NodeName("n4"), Why(("node_lost: silent",)))))
+    story.record(FindingChanged(msgspec.structs.replace(lost, node=NodeName("n5"), since=story.now)))
+    shown = drawn(status_view(story.recorded(), story.now, 180), 180)
     assert "breaker  n5 stays in use for 8m20s: 2 of 5 nodes excluded within 600 s, and no more may be " in shown
     assert "(node_lost: manager: agent and all replicas silent for 10 s)" in shown
-    assert "breaker" not in drawn(status_view(node_lost().told(), story.now, 180), 180)
+    assert "breaker" not in drawn(status_view(node_lost().recorded(), story.now, 180), 180)

@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.config.job.faults import MOST_RANDOM, FaultsTable, plan_faults
+from rrl.config.job.faults import MAX_RANDOM_FAULTS, FaultsTable, plan_faults
 from rrl.config.job.load import SpecError, load_job
 from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
-from rrl.core.faults import TRAITS, At, Fault, FaultKind, Hits, Misfit, Unfit, concrete, read_at, unfit
+from rrl.core.faults import FAULT_TRAITS, FaultTrigger, Fault, FaultKind, TargetKind, FaultProblem, InvalidFault, resolve_target, parse_trigger, validate_fault
 from rrl.tests.support.job_toml import JOB
 
 REPLICAS = {"trainer": 1, "rollout": 4}
@@ -44,44 +44,44 @@ def test_what_a_kind_does_not_take_is_left_out_of_a_drawn_one() -> None:
 
 def test_however_many_could_be_the_journal_holds_no_more_than_it_can_bear() -> None:
     faults = drawn(horizon=86400.0, random=[{**RANDOM, "every": "1s"}])
-    assert len(faults) == MOST_RANDOM
-    assert len(msgspec.msgpack.encode(faults)) < 100 * MOST_RANDOM
+    assert len(faults) == MAX_RANDOM_FAULTS
+    assert len(msgspec.msgpack.encode(faults)) < 100 * MAX_RANDOM_FAULTS
 
 
 def test_a_planned_fault_of_a_role_hits_one_of_its_replicas() -> None:
     (fault,) = drawn(planned=[{"kind": "kill", "target": "rollout", "at": "step=5"}])
     assert fault.target in {f"rollout/{i}" for i in range(4)}
-    assert fault.at == At(step=5)
+    assert fault.at == FaultTrigger(step=5)
 
 
 @pytest.mark.parametrize(
-    ("text", "at"), [("step=5", At(step=5)), ("time=90s", At(time=90.0)), ("phase=train", At(phase="train"))]
+    ("text", "at"), [("step=5", FaultTrigger(step=5)), ("time=90s", FaultTrigger(time=90.0)), ("phase=train", FaultTrigger(phase="train"))]
 )
-def test_a_moment_is_read_and_shown_as_it_is_written(text: str, at: At) -> None:
-    assert read_at(text) == at
+def test_a_moment_is_read_and_shown_as_it_is_written(text: str, at: FaultTrigger) -> None:
+    assert parse_trigger(text) == at
     assert str(at) == text
 
 
 @pytest.mark.parametrize("text", ["", "step", "step=", "step=-1", "step=1.5", "time=soon", "when=1", "step=9999999999"])
 def test_what_is_no_moment_is_refused_with_what_would_be_right(text: str) -> None:
     with pytest.raises(ValueError, match=r"step=5|whole number|write for example"):
-        read_at(text)
+        parse_trigger(text)
 
 
 def test_every_kind_has_traits_that_agree_with_each_other() -> None:
-    assert TRAITS.keys() == set(FaultKind)
-    for traits in TRAITS.values():
-        assert traits.ends or not traits.lasts
-        assert traits.hits is Hits.REPLICA or not traits.processes
+    assert FAULT_TRAITS.keys() == set(FaultKind)
+    for traits in FAULT_TRAITS.values():
+        assert traits.takes_seconds or not traits.needs_seconds
+        assert traits.target_kind is TargetKind.REPLICA or not traits.by_signals
 
 
 @pytest.mark.parametrize("kind", FaultKind)
 def test_every_kind_fits_some_target(kind: FaultKind) -> None:
-    traits = TRAITS[kind]
-    seconds, amount = (5.0 if traits.lasts else 0.0), (0.5 if kind is FaultKind.SLOW else 3.0 if traits.amount else 0.0)
-    target = "" if traits.hits is Hits.RUN else "rollout/0"
-    assert unfit(kind, target, seconds, amount, REPLICAS) is None
-    assert unfit(kind, "rollout/4", seconds, amount, REPLICAS)
+    traits = FAULT_TRAITS[kind]
+    seconds, amount = (5.0 if traits.needs_seconds else 0.0), (0.5 if kind is FaultKind.SLOW else 3.0 if traits.amount else 0.0)
+    target = "" if traits.target_kind is TargetKind.RUN else "rollout/0"
+    assert validate_fault(kind, target, seconds, amount, REPLICAS) is None
+    assert validate_fault(kind, "rollout/4", seconds, amount, REPLICAS)
 
 
 @pytest.mark.parametrize(
@@ -96,18 +96,18 @@ def test_every_kind_fits_some_target(kind: FaultKind) -> None:
     ],
 )  # fmt: skip
 def test_each_rank_of_a_gang_and_each_shadow_can_be_hit(target: str, why: str) -> None:
-    wrong = unfit(FaultKind.KILL, target, 0.0, 0.0, REPLICAS, ranks={"trainer": 4})
-    assert wrong == (Unfit(Misfit.NO_SUCH_TARGET, why) if why else None)
+    wrong = validate_fault(FaultKind.KILL, target, 0.0, 0.0, REPLICAS, ranks={"trainer": 4})
+    assert wrong == (InvalidFault(FaultProblem.NO_SUCH_TARGET, why) if why else None)
 
 
 def test_a_shadow_is_hit_by_signals_only() -> None:
-    wrong = unfit(FaultKind.EXIT, "shadow/n1", 0.0, 3.0, REPLICAS)
+    wrong = validate_fault(FaultKind.EXIT, "shadow/n1", 0.0, 3.0, REPLICAS)
     assert wrong is not None
     assert wrong.text == "a shadow can only have kill, freeze, slow, not exit"
 
 
 def test_the_run_itself_is_no_target_that_could_be_drawn() -> None:
-    assert concrete("", FaultKind.OUTAGE, REPLICAS, random.Random(0)) == ""
+    assert resolve_target("", FaultKind.OUTAGE, REPLICAS, random.Random(0)) == ""
 
 
 def test_a_program_that_is_only_watched_is_not_planned_to_do_anything_to_itself(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_the_manager_s_view_has_the_phases_as_the_job_moves_them(tmp_path: Path)
     assert (train.shortest, train.longest, train.computes) == (PHASES["train"].shortest, 28800.0, True)
     assert (mine.longest, mine.progresses, mine.waits_for) == (7200.0, False, None)
     assert limits.phase("score") == PHASES["score"]
-    assert [limits.knows(name) for name in ("score", "my eval", "of nobody")] == [True, True, False]
+    assert [limits.is_known_phase(name) for name in ("score", "my eval", "of nobody")] == [True, True, False]
     assert msgspec.json.decode(msgspec.json.encode(limits), type=Limits) == limits, "the journal carries it"
 
 
@@ -499,7 +499,7 @@ def test_a_file_without_permission_is_one_line() -> None:
             read()
         else:  # root reads everything: somebody else tries
             Path(folder).chmod(0o755)
-            call_as("nobody", read, os.environ, Path("/"), within=60)
+            call_as("nobody", read, os.environ, Path("/"), timeout_s=60)
 
 
 @pytest.mark.parametrize(

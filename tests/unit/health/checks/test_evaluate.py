@@ -10,61 +10,61 @@ from rrl.config import health_rules_file
 from rrl.config.health_rules import Rules
 from rrl.config.health_rules_file import CONFIG_ENV, RulesError, load_rules, parse_rules
 from rrl.health.checks.evaluate import CHECKS, unknown_checks
-from rrl.health.checks.node_state import Trail
+from rrl.health.checks.node_state import CounterHistory
 from rrl.health.checks.xid_events import XidEvent
 from rrl.health.readers.samples import DcgmData, DcgmGpu
-from rrl.tests.support.health.simulated_node import LookedAt, gpu
+from rrl.tests.support.health.simulated_node import ObservedNode, gpu
 
 DOCS = Path(__file__).parents[4] / "docs"
 
 
 # ── counters ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_the_first_total_is_where_a_counter_starts() -> None:
-    trail = Trail(100, 40)
-    assert (trail.rise, trail.within(1000, 200)) == (0, 0)
+    trail = CounterHistory(100, 40)
+    assert (trail.increase, trail.increase_within(1000, 200)) == (0, 0)
     trail.add(150, 43)
-    assert (trail.rise, trail.within(60, 200), trail.within(40, 200)) == (3, 3, 0)
+    assert (trail.increase, trail.increase_within(60, 200), trail.increase_within(40, 200)) == (3, 3, 0)
 
 
 def test_a_counter_that_starts_over_has_not_risen() -> None:
-    trail = Trail(100, 40)
+    trail = CounterHistory(100, 40)
     trail.add(110, 50)
     trail.add(120, 2)
-    assert trail.rise == 0
+    assert trail.increase == 0
     trail.add(130, 4)
-    assert trail.within(60, 130) == 2
+    assert trail.increase_within(60, 130) == 2
 
 
 def test_a_counter_that_is_back_where_it_was_has_not_risen_and_one_that_counts_anew_has() -> None:
-    trail = Trail(100, 40)
+    trail = CounterHistory(100, 40)
     trail.add(110, 50)
     for at, total in ((200, 3), (210, 0), (240, 52)):
         trail.add(at, total)
-    assert (trail.rise, trail.within(60, 240), trail.start) == (12, 2, 100)
-    anew = Trail(100, 15)  # perfquery -R
+    assert (trail.increase, trail.increase_within(60, 240), trail.start) == (12, 2, 100)
+    anew = CounterHistory(100, 15)  # perfquery -R
     for at, total in ((200, 0), (210, 1), (220, 15)):
         anew.add(at, total)
-    assert anew.rise == 15
-    late = Trail(100, 1)
+    assert anew.increase == 15
+    late = CounterHistory(100, 1)
     late.add(200, 0)
     late.add(900, 1)
-    assert late.rise == 1, "after minutes at zero it was a reset"
+    assert late.increase == 1, "after minutes at zero it was a reset"
 
 
 def test_a_counter_that_rises_every_second_for_a_day_costs_little() -> None:
-    trail = Trail(0, 0)
+    trail = CounterHistory(0, 0)
     for second in range(1, 86_400):
         trail.add(second, second)
-    assert len(list(trail.rises())) < 2000
-    assert trail.within(60, 86_399) == pytest.approx(60, abs=6)
-    assert trail.rise == 86_399
+    assert len(list(trail.increase_times())) < 2000
+    assert trail.increase_within(60, 86_399) == pytest.approx(60, abs=6)
+    assert trail.increase == 86_399
 
 
 def test_a_flood_of_xids_is_remembered_within_bounds() -> None:
-    node = LookedAt().gpus()
+    node = ObservedNode().gpus()
     for _ in range(700):
-        node.passes(200).seen.xids.add(_event(node.now))
-    assert len(node.seen.xids.events) <= 500
+        node.passes(200).node_state.xids.add(_event(node.now))
+    assert len(node.node_state.xids.events) <= 500
 
 
 def _event(at: float) -> XidEvent:
@@ -75,7 +75,7 @@ def test_what_a_node_tells_of_itself_costs_the_agent_little() -> None:
     """Eight GPUs at 1 Hz, with all their links: a second's work is a few milliseconds."""
     from time import process_time
 
-    node = LookedAt().gpus(*(gpu(i) for i in range(8)), times=5)
+    node = ObservedNode().gpus(*(gpu(i) for i in range(8)), times=5)
     start = process_time()
     node.gpus(*(gpu(i) for i in range(8)), times=100)
     assert (process_time() - start) / 100 < 0.01
@@ -89,7 +89,7 @@ def test_a_site_says_what_it_expects_and_where_it_disagrees() -> None:
     )
     assert (rules.expect.gpus, rules.expect.mounts, rules.gpu.hot) == (8, ("/scratch",), 60)
     assert (rules.checks, rules.xid.classes) == ({"gpu_throttle": "off"}, {"109": "app"})
-    assert rules.needed == {"nvml"}
+    assert rules.required_readers == {"nvml"}
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_check_that_nobody_knows_is_seen() -> None:
 def test_every_check_is_in_the_documentation_as_it_is_here() -> None:
     text = (DOCS / "health.md").read_text()
     for check in CHECKS:
-        row = f"| `{check.name}` | {', '.join(check.readers)} | {check.what} | {check.bad} | {check.source} |"
+        row = f"| `{check.name}` | {', '.join(check.readers)} | {check.description} | {check.failure_description} | {check.threshold_source} |"
         assert row in text, row
     assert len({check.name for check in CHECKS}) == len(CHECKS)
 
@@ -155,6 +155,6 @@ def test_rules_that_everybody_may_write_are_refused(tmp_path: Path) -> None:
 def test_what_dcgm_says_of_gpus_that_nobody_else_knows_is_dropped() -> None:
     gpus = tuple(DcgmGpu(uuid=uuid, remap_failed=True) for uuid in ("GPU-0", "GPU-driver", "GPU-made-up"))
     said = DcgmData(gpus=gpus, driver_gpus=("GPU-driver",))
-    node = LookedAt().reads(said)
-    assert [one.part for one in node.of("dcgm_memory")] == ["GPU-driver"]
-    assert {one.part for one in LookedAt().gpus().reads(said).of("dcgm_memory")} == {"GPU-0", "GPU-driver"}
+    node = ObservedNode().reads(said)
+    assert [one.component for one in node.of("dcgm_memory")] == ["GPU-driver"]
+    assert {one.component for one in ObservedNode().gpus().reads(said).of("dcgm_memory")} == {"GPU-0", "GPU-driver"}

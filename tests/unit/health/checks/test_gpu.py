@@ -9,15 +9,15 @@ import pytest
 
 from rrl.config.health_rules import Expect, GpuRules, Rules
 from rrl.core.types import Cause, Remedy, Verdict
-from rrl.health.checks.node_state import EVERY
-from rrl.health.readers.samples import GpuProcess, HostData, KernelEvent, NvLink, NvmlData, Stuck
-from rrl.tests.support.health.simulated_node import LINKS, LookedAt, gpu, host
+from rrl.health.checks.node_state import ALL_GPUS
+from rrl.health.readers.samples import GpuProcess, HostData, KernelEvent, NvLink, NvmlData, StuckProcess
+from rrl.tests.support.health.simulated_node import LINKS, ObservedNode, gpu, host
 
 EIGHT = Rules(expect=Expect(gpus=8))
 
 
 def test_a_healthy_node_is_well_in_every_check_of_nvml() -> None:
-    node = LookedAt().gpus(times=5)
+    node = ObservedNode().gpus(times=5)
     assert {one.verdict for one in node.found if one.detector.startswith(("gpu", "nvlink", "pcie"))} == {Verdict.OK}
 
 
@@ -35,14 +35,14 @@ def test_a_healthy_node_is_well_in_every_check_of_nvml() -> None:
     ],
 )
 def test_one_reading_that_is_proof_condemns_at_once(check: str, fields: dict[str, Any], remedy: Remedy) -> None:
-    found = LookedAt().gpus(gpu(1, **fields)).one(check)
+    found = ObservedNode().gpus(gpu(1, **fields)).one(check)
     assert (found.verdict, found.cause, found.remedy, found.proof) == (Verdict.FAIL, Cause.GPU, remedy, True)
-    assert (found.part, found.node) == ("GPU-1", "n1")
+    assert (found.component, found.node) == ("GPU-1", "n1")
 
 
 def test_a_failure_names_the_gpu_as_a_request_for_another_one_must_also_once_it_is_gone() -> None:
     named = gpu(1, serial="1650924012345", vbios="96.00.74", ecc_volatile_uncorrected=1)
-    node = LookedAt().gpus(named)
+    node = ObservedNode().gpus(named)
     said = node.one("gpu_ecc_uncorrected").evidence[-1].text
     assert "serial 1650924012345" in said
     assert "vbios 96.00.74" in said
@@ -66,7 +66,7 @@ def test_a_failure_names_the_gpu_as_a_request_for_another_one_must_also_once_it_
     ],
 )
 def test_what_only_warns(check: str, fields: dict[str, Any]) -> None:
-    node = LookedAt().gpus(gpu(1, **fields), times=20)
+    node = ObservedNode().gpus(gpu(1, **fields), times=20)
     assert node.verdict(check) is Verdict.WARN
     assert node.gpus(times=2).verdict(check) is Verdict.OK
 
@@ -82,13 +82,13 @@ def test_what_only_warns(check: str, fields: dict[str, Any]) -> None:
 def test_what_a_gpu_does_not_tell_is_unknown_with_the_reason(check: str, field: str) -> None:
     blank = {"temperature_memory": None} if field == "temperature" else {}
     silent = [gpu(i, **{field: None}, **blank, unread={field: "not supported"}) for i in range(2)]
-    node = LookedAt().gpus(*silent, times=5)
+    node = ObservedNode().gpus(*silent, times=5)
     assert node.verdict(check) is Verdict.UNKNOWN
     assert node.text(check) == "not to be known here: not supported (GPU 0, 1)"
 
 
 def test_a_condemned_gpu_stays_so_while_its_reading_is_missing_and_is_trusted_after_two_good_ones() -> None:
-    node = LookedAt().gpus(gpu(0, recovery_action="gpu_reset"))
+    node = ObservedNode().gpus(gpu(0, recovery_action="gpu_reset"))
     node.gpus(gpu(0, recovery_action=None, unread={"recovery_action": "timeout"}), times=3)
     assert node.verdict("gpu_recovery_action") is Verdict.FAIL
     node.cannot("nvml")
@@ -100,35 +100,35 @@ def test_a_condemned_gpu_stays_so_while_its_reading_is_missing_and_is_trusted_af
 # ── there at all ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_unknown_error_of_every_gpu_at_once_is_what_a_changed_cgroup_does() -> None:
     gone = [gpu(i, lost="Unknown Error") for i in range(2)]
-    found = LookedAt().gpus(times=2).gpus(*gone, times=60).one("gpu_lost")
+    found = ObservedNode().gpus(times=2).gpus(*gone, times=60).one("gpu_lost")
     assert (found.verdict, found.cause, found.remedy) == (Verdict.WARN, Cause.SOFTWARE, Remedy.SUPPORT)
 
 
 def test_unknown_error_of_one_gpu_condemns_if_it_stays_and_what_is_lost_at_once() -> None:
-    node = LookedAt().gpus(times=2).gpus(gpu(0, lost="Unknown Error"), times=9)
+    node = ObservedNode().gpus(times=2).gpus(gpu(0, lost="Unknown Error"), times=9)
     assert node.verdict("gpu_lost") is Verdict.WARN
     found = node.gpus(gpu(0, lost="Unknown Error")).one("gpu_lost")
     assert (found.verdict, found.remedy, found.proof) == (Verdict.FAIL, Remedy.REBOOT, False)
     lost = [gpu(i, lost="GPU is lost") for i in range(2)]
-    assert {one.proof for one in LookedAt().gpus(*lost).of("gpu_lost")} == {True}
+    assert {one.proof for one in ObservedNode().gpus(*lost).of("gpu_lost")} == {True}
 
 
 def test_fewer_gpus_than_expected_condemn_and_none_expected_says_nothing() -> None:
-    found = LookedAt(EIGHT).gpus().one("gpu_count")
+    found = ObservedNode(EIGHT).gpus().one("gpu_count")
     assert (found.verdict, found.remedy, found.proof) == (Verdict.FAIL, Remedy.EXCLUDE, True)
-    assert LookedAt().gpus().verdict("gpu_count") is Verdict.OK
+    assert ObservedNode().gpus().verdict("gpu_count") is Verdict.OK
 
 
 def test_a_gpu_that_vanishes_is_missed_also_where_no_number_is_expected() -> None:
-    node = LookedAt().gpus().reads(NvmlData(driver="570.1", gpus=(gpu(0),)))
+    node = ObservedNode().gpus().reads(NvmlData(driver="570.1", gpus=(gpu(0),)))
     assert (node.one("gpu_count").verdict, node.one("gpu_count").remedy) == (Verdict.FAIL, Remedy.REBOOT)
 
 
 def test_a_node_without_a_driver_is_unknown_and_that_decides_only_where_gpus_are_expected() -> None:
-    nothing = LookedAt().cannot("nvml", "absent", "no NVIDIA driver")
+    nothing = ObservedNode().cannot("nvml", "absent", "no NVIDIA driver")
     assert nothing.text("gpu_count") == "not to be known here: nvml: no NVIDIA driver"
     assert nothing.verdict("readers") is Verdict.OK
-    expected = LookedAt(EIGHT).cannot("nvml", "absent", "no NVIDIA driver")
+    expected = ObservedNode(EIGHT).cannot("nvml", "absent", "no NVIDIA driver")
     assert expected.verdict("readers") is Verdict.UNKNOWN
     assert not any(one.verdict in (Verdict.FAIL, Verdict.WARN) for one in expected.found)
 
@@ -136,7 +136,7 @@ def test_a_node_without_a_driver_is_unknown_and_that_decides_only_where_gpus_are
 # ── growing, heat ────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_aggregate_ecc_errors_of_the_past_are_no_failure_and_new_ones_are() -> None:
     old = {"ecc_volatile_uncorrected": 0, "ecc_aggregate_uncorrected": 12}
-    node = LookedAt().gpus(gpu(0, **old), times=3)
+    node = ObservedNode().gpus(gpu(0, **old), times=3)
     assert node.verdict("gpu_ecc_uncorrected") is Verdict.OK
     node.gpus(gpu(0, **{**old, "ecc_aggregate_uncorrected": 13}))
     assert node.verdict("gpu_ecc_uncorrected") is Verdict.FAIL
@@ -146,14 +146,14 @@ def test_an_aggregate_that_blinks_has_not_grown_and_one_beyond_what_it_was_has()
     def told(total: int) -> Any:
         return gpu(0, ecc_aggregate_uncorrected=total)
 
-    node = LookedAt().gpus(told(7), times=3).gpus(told(0), times=40).gpus(told(7), times=3)
+    node = ObservedNode().gpus(told(7), times=3).gpus(told(0), times=40).gpus(told(7), times=3)
     assert node.verdict("gpu_ecc_uncorrected") is Verdict.OK
     assert node.gpus(told(8)).verdict("gpu_ecc_uncorrected") is Verdict.FAIL
 
 
 def test_corrected_errors_that_come_fast_are_told_and_a_trickle_is_not() -> None:
     for rate, verdict in ((10, Verdict.OK), (200, Verdict.WARN)):
-        node = LookedAt()
+        node = ObservedNode()
         for second in range(120):
             node.gpus(gpu(0, ecc_volatile_corrected=rate * second))
         assert node.verdict("gpu_ecc_corrected") is verdict
@@ -163,13 +163,13 @@ def test_corrected_errors_that_come_fast_are_told_and_a_trickle_is_not() -> None
 
 
 def test_pages_retired_for_double_bit_errors_while_we_look_condemn_from_fifteen_on() -> None:
-    node = LookedAt().gpus(gpu(0, retired_corrected=8, retired_uncorrected=5))
+    node = ObservedNode().gpus(gpu(0, retired_corrected=8, retired_uncorrected=5))
     node.gpus(gpu(0, retired_corrected=8, retired_uncorrected=8))
     assert node.verdict("gpu_retired_pages") is Verdict.FAIL
 
 
 def test_heat_condemns_only_when_it_lasts() -> None:
-    node = LookedAt().gpus(gpu(0, temperature=90), times=29, every=10)
+    node = ObservedNode().gpus(gpu(0, temperature=90), times=29, every=10)
     assert node.verdict("gpu_temperature") is Verdict.WARN
     node.gpus(gpu(0, temperature=90), times=5, every=10)
     found = node.one("gpu_temperature")
@@ -177,15 +177,15 @@ def test_heat_condemns_only_when_it_lasts() -> None:
 
 
 def test_heat_that_comes_and_goes_does_not_add_up() -> None:
-    node = LookedAt()
+    node = ObservedNode()
     for _ in range(20):
         node.gpus(gpu(0, temperature=90), times=5, every=10).gpus(times=1, every=10)
     assert node.verdict("gpu_temperature") is Verdict.WARN
 
 
 def test_a_power_cap_is_how_gpus_are_run_and_heat_that_slows_is_told_when_it_lasts() -> None:
-    assert LookedAt().gpus(gpu(0, clock_reasons=("sw_power_cap",)), times=30).verdict("gpu_throttle") is Verdict.OK
-    node = LookedAt().gpus(gpu(0, clock_reasons=("hw_thermal",)), times=9)
+    assert ObservedNode().gpus(gpu(0, clock_reasons=("sw_power_cap",)), times=30).verdict("gpu_throttle") is Verdict.OK
+    node = ObservedNode().gpus(gpu(0, clock_reasons=("hw_thermal",)), times=9)
     assert node.verdict("gpu_throttle") is Verdict.OK
     assert node.gpus(gpu(0, clock_reasons=("hw_thermal",))).verdict("gpu_throttle") is Verdict.WARN
     assert node.gpus(times=9).verdict("gpu_throttle") is Verdict.WARN
@@ -193,20 +193,20 @@ def test_a_power_cap_is_how_gpus_are_run_and_heat_that_slows_is_told_when_it_las
 
 
 def test_a_busy_gpu_with_a_low_clock_is_evidence_of_a_straggler_and_an_idle_one_is_not() -> None:
-    assert LookedAt().gpus(gpu(0, clock_sm=900), times=10).verdict("gpu_clock") is Verdict.WARN
+    assert ObservedNode().gpus(gpu(0, clock_sm=900), times=10).verdict("gpu_clock") is Verdict.WARN
     idle = gpu(0, clock_sm=345, utilization=0, clock_reasons=("gpu_idle",), pcie_gen=1)
-    node = LookedAt().gpus(idle, times=10)
+    node = ObservedNode().gpus(idle, times=10)
     assert (node.verdict("gpu_clock"), node.verdict("pcie_link")) == (Verdict.OK, Verdict.OK)
-    capped = LookedAt().gpus(gpu(0, clock_sm=900, clock_reasons=("sw_power_cap",)), times=10)
+    capped = ObservedNode().gpus(gpu(0, clock_sm=900, clock_reasons=("sw_power_cap",)), times=10)
     assert capped.verdict("gpu_clock") is Verdict.OK
 
 
 # ── before a role starts ─────────────────────────────────────────────────────────────────────────────────────────────
 def test_used_memory_and_foreign_processes_matter_only_before_a_role_starts() -> None:
     used = gpu(0, memory_used=2**30, processes=(GpuProcess(77, 1001, 2**30),))
-    node = LookedAt().gpus(used, times=5)
+    node = ObservedNode().gpus(used, times=5)
     assert (node.verdict("gpu_memory"), node.verdict("gpu_processes")) == (Verdict.OK, Verdict.OK)
-    node.seen.vacant([EVERY])
+    node.node_state.set_expected_free([ALL_GPUS])
     node.gpus(used)
     assert (node.verdict("gpu_memory"), node.verdict("gpu_processes")) == (Verdict.WARN, Verdict.WARN)
     node.gpus(used, times=9)
@@ -216,22 +216,22 @@ def test_used_memory_and_foreign_processes_matter_only_before_a_role_starts() ->
 
 
 def test_other_jobs_gpus_are_theirs() -> None:
-    node = LookedAt()
-    node.seen.vacant(["1"])
+    node = ObservedNode()
+    node.node_state.set_expected_free(["1"])
     node.gpus(gpu(0, memory_used=2**34, processes=(GpuProcess(77, 1001, 2**34),)), times=5)
     assert (node.verdict("gpu_memory"), node.verdict("gpu_processes")) == (Verdict.OK, Verdict.OK)
 
 
 def test_what_the_driver_reserves_is_no_use() -> None:
-    node = LookedAt()
-    node.seen.vacant([EVERY])
+    node = ObservedNode()
+    node.node_state.set_expected_free([ALL_GPUS])
     assert node.gpus(gpu(0, memory_used=500 * 2**20), times=5).verdict("gpu_memory") is Verdict.OK
 
 
 def test_another_driver_or_vbios_than_the_fleets_warns() -> None:
-    node = LookedAt(Rules(expect=Expect(driver="570.1", vbios="96.00"))).gpus()
+    node = ObservedNode(Rules(expect=Expect(driver="570.1", vbios="96.00"))).gpus()
     assert node.verdict("gpu_versions") is Verdict.OK
-    assert LookedAt(Rules(expect=Expect(driver="575.2"))).gpus().verdict("gpu_versions") is Verdict.WARN
+    assert ObservedNode(Rules(expect=Expect(driver="575.2"))).gpus().verdict("gpu_versions") is Verdict.WARN
 
 
 # ── links ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -240,7 +240,7 @@ def _links(**fields: Any) -> tuple[NvLink, ...]:
 
 
 def test_a_link_that_was_active_and_goes_down_condemns_after_three_looks() -> None:
-    node = LookedAt().gpus().gpus(gpu(0, nvlinks=_links(active=False)), times=2)
+    node = ObservedNode().gpus().gpus(gpu(0, nvlinks=_links(active=False)), times=2)
     assert node.verdict("nvlink_state") is Verdict.WARN
     assert "not seen 3 times in a row yet" in node.text("nvlink_state")
     found = node.gpus(gpu(0, nvlinks=_links(active=False))).one("nvlink_state")
@@ -249,21 +249,21 @@ def test_a_link_that_was_active_and_goes_down_condemns_after_three_looks() -> No
 
 def test_links_that_never_were_active_are_how_the_machine_is_built() -> None:
     never = tuple(NvLink(link=i, active=False) for i in range(4))
-    node = LookedAt().gpus(gpu(0, nvlinks=never), gpu(1, nvlinks=never), times=5)
+    node = ObservedNode().gpus(gpu(0, nvlinks=never), gpu(1, nvlinks=never), times=5)
     assert node.verdict("nvlink_state") is Verdict.OK
 
 
 def test_one_burst_of_link_errors_warns_and_errors_in_most_windows_condemn() -> None:
-    node = LookedAt().gpus(times=2).gpus(gpu(0, nvlinks=_links(replay=3)), times=10)
+    node = ObservedNode().gpus(times=2).gpus(gpu(0, nvlinks=_links(replay=3)), times=10)
     assert node.verdict("nvlink_errors") is Verdict.WARN
     for count in range(4, 22):
         node.gpus(gpu(0, nvlinks=_links(replay=count)), every=60)
     found = node.one("nvlink_errors")
-    assert (found.verdict, found.part) == (Verdict.FAIL, "GPU-0/nvlink0")
+    assert (found.verdict, found.component) == (Verdict.FAIL, "GPU-0/nvlink0")
 
 
 def test_link_errors_of_the_past_count_for_nothing_and_new_ones_are_forgotten_after_their_windows() -> None:
-    node = LookedAt().gpus(gpu(0, nvlinks=_links(replay=9999)), times=3)
+    node = ObservedNode().gpus(gpu(0, nvlinks=_links(replay=9999)), times=3)
     assert node.verdict("nvlink_errors") is Verdict.OK
     node.gpus(gpu(0, nvlinks=_links(replay=10_000)))
     assert node.verdict("nvlink_errors") is Verdict.WARN
@@ -272,7 +272,7 @@ def test_link_errors_of_the_past_count_for_nothing_and_new_ones_are_forgotten_af
 
 
 def test_a_flood_of_crc_errors_condemns() -> None:
-    node = LookedAt().gpus()
+    node = ObservedNode().gpus()
     for second in range(1, 40):
         node.gpus(gpu(0, nvlinks=_links(crc_flit=200 * second)))
     assert node.verdict("nvlink_errors") is Verdict.FAIL
@@ -280,7 +280,7 @@ def test_a_flood_of_crc_errors_condemns() -> None:
 
 @pytest.mark.parametrize("state", ["in_progress", "not_started"])
 def test_a_gpu_has_two_minutes_to_register_with_its_fabric(state: str) -> None:
-    node = LookedAt().gpus(gpu(0, fabric_state=state, fabric_status=None), times=120)
+    node = ObservedNode().gpus(gpu(0, fabric_state=state, fabric_status=None), times=120)
     assert node.verdict("nvlink_fabric") is Verdict.WARN
     node.gpus(gpu(0, fabric_state=state, fabric_status=None), times=3)
     found = node.one("nvlink_fabric")
@@ -288,20 +288,20 @@ def test_a_gpu_has_two_minutes_to_register_with_its_fabric(state: str) -> None:
 
 
 def test_a_gpu_that_registers_again_has_its_time_again() -> None:
-    node = LookedAt().gpus(gpu(0, fabric_state="in_progress"), times=100).gpus(times=2)
+    node = ObservedNode().gpus(gpu(0, fabric_state="in_progress"), times=100).gpus(times=2)
     assert node.verdict("nvlink_fabric") is Verdict.OK
     assert node.gpus(gpu(0, fabric_state="in_progress"), times=100).verdict("nvlink_fabric") is Verdict.WARN
 
 
 def test_a_registration_that_failed_condemns_after_three_looks() -> None:
-    node = LookedAt().gpus(gpu(0, fabric_status="failure"), times=2)
+    node = ObservedNode().gpus(gpu(0, fabric_status="failure"), times=2)
     assert node.verdict("nvlink_fabric") is Verdict.WARN
     assert node.gpus(gpu(0, fabric_status="failure")).verdict("nvlink_fabric") is Verdict.FAIL
 
 
 def test_a_machine_without_a_fabric_is_well() -> None:
     no_fabric = gpu(0, fabric_state="not_supported", fabric_status=None)
-    assert LookedAt().gpus(no_fabric, times=5).verdict("nvlink_fabric") is Verdict.OK
+    assert ObservedNode().gpus(no_fabric, times=5).verdict("nvlink_fabric") is Verdict.OK
 
 
 @pytest.mark.parametrize(("gen", "lanes", "usual"), [(4, 16, 16), (5, 16, 31), (3, 8, 4)])
@@ -309,7 +309,7 @@ def test_pcie_replays_are_judged_by_generation_and_lanes(gen: int, lanes: int, u
     def with_replays(n: int) -> Any:
         return gpu(0, pcie_replays=n, pcie_gen=gen, pcie_gen_max=gen, pcie_width=lanes, pcie_width_max=lanes)
 
-    node = LookedAt().gpus(with_replays(1000)).gpus(with_replays(1000 + usual))
+    node = ObservedNode().gpus(with_replays(1000)).gpus(with_replays(1000 + usual))
     assert node.verdict("pcie_replays") is Verdict.OK
     node.gpus(with_replays(1000 + usual + 1))
     assert (node.verdict("pcie_replays"), node.one("pcie_replays").remedy) == (Verdict.WARN, Remedy.SUPPORT)
@@ -319,7 +319,7 @@ def test_pcie_replays_are_judged_by_generation_and_lanes(gen: int, lanes: int, u
 
 # ── readers that hang ────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_hung_nvml_is_unknown_until_another_witness_of_the_driver_hangs_as_long() -> None:
-    node = LookedAt().reads(host()).gpus()
+    node = ObservedNode().reads(host()).gpus()
     for _ in range(9):
         node.cannot("nvml").passes(10)
     assert node.verdict("readers") is Verdict.UNKNOWN
@@ -327,13 +327,13 @@ def test_a_hung_nvml_is_unknown_until_another_witness_of_the_driver_hangs_as_lon
     node.cannot("dcgm").passes(58).reads(host())
     assert node.verdict("readers") is Verdict.UNKNOWN
     node.reads(host())
-    found = next(one for one in node.of("readers") if one.part == "nvml")
+    found = next(one for one in node.of("readers") if one.component == "nvml")
     assert (found.verdict, found.remedy, found.proof) == (Verdict.FAIL, Remedy.REBOOT, True)
     assert node.gpus(times=2).verdict("readers") is Verdict.UNKNOWN, "DCGM still hangs"
 
 
 def test_a_driver_that_stands_still_while_somebody_resets_a_gpu_condemns_nobody() -> None:
-    node = LookedAt().reads(host()).gpus()
+    node = ObservedNode().reads(host()).gpus()
     for _ in range(4):
         node.cannot("nvml").cannot("dcgm").passes(8)
     assert node.verdict("readers") is Verdict.UNKNOWN
@@ -341,8 +341,8 @@ def test_a_driver_that_stands_still_while_somebody_resets_a_gpu_condemns_nobody(
 
 
 def test_a_hung_nvml_and_a_process_stuck_in_its_driver_condemn_after_a_minute() -> None:
-    stuck = host(stuck=(Stuck(pid=9, uid=1001, name="python", seconds=40, where="nvidia_unlocked_ioctl"),))
-    node = LookedAt().reads(stuck).cannot("nvml").passes(58).reads(stuck)
+    stuck = host(stuck=(StuckProcess(pid=9, uid=1001, name="python", seconds=40, kernel_function="nvidia_unlocked_ioctl"),))
+    node = ObservedNode().reads(stuck).cannot("nvml").passes(58).reads(stuck)
     assert node.verdict("readers") is Verdict.UNKNOWN
     assert node.reads(stuck).verdict("readers") is Verdict.FAIL, "no second deadline is needed"
 
@@ -361,14 +361,14 @@ def test_a_task_of_the_driver_that_the_kernel_calls_hung_is_a_witness(
 ) -> None:
     text = f"INFO: task {name}:771 blocked for more than 120 seconds."
     line = KernelEvent(kind="hung_task", text=text, pid=771, uid=uid)
-    node = LookedAt().log(line).passes(5).cannot("nvml").passes(130).log()
+    node = ObservedNode().log(line).passes(5).cannot("nvml").passes(130).log()
     assert node.verdict("readers") is Verdict.UNKNOWN, "it hung before"
     assert node.log(line).verdict("readers") is verdict
 
 
 def test_a_process_stuck_elsewhere_is_no_witness_of_the_driver() -> None:
-    stuck: HostData = host(stuck=(Stuck(pid=9, uid=1001, name="cp", seconds=40, where="nfs_wait_bit_killable"),))
-    node = LookedAt().reads(stuck)
+    stuck: HostData = host(stuck=(StuckProcess(pid=9, uid=1001, name="cp", seconds=40, kernel_function="nfs_wait_bit_killable"),))
+    node = ObservedNode().reads(stuck)
     for _ in range(6):
         node.cannot("nvml")
     assert node.verdict("readers") is Verdict.UNKNOWN
@@ -377,17 +377,17 @@ def test_a_process_stuck_elsewhere_is_no_witness_of_the_driver() -> None:
 # ── guards ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_check_can_be_observed_only_or_off() -> None:
     bad = gpu(0, ecc_volatile_uncorrected=1)
-    observed = LookedAt(Rules(checks={"gpu_ecc_uncorrected": "observe"})).gpus(bad).one("gpu_ecc_uncorrected")
+    observed = ObservedNode(Rules(checks={"gpu_ecc_uncorrected": "observe"})).gpus(bad).one("gpu_ecc_uncorrected")
     assert (observed.verdict, observed.remedy, observed.proof) == (Verdict.WARN, Remedy.NONE, False)
     assert observed.evidence[-1].text == "observe only: nothing is done for it"
-    assert LookedAt(Rules(checks={"gpu_ecc_uncorrected": "off"})).gpus(bad).of("gpu_ecc_uncorrected") == []
+    assert ObservedNode(Rules(checks={"gpu_ecc_uncorrected": "off"})).gpus(bad).of("gpu_ecc_uncorrected") == []
 
 
 def test_findings_of_an_unchanged_situation_are_equal_and_keep_their_times() -> None:
     def bad(count: int) -> Any:
         return gpu(0, ecc_volatile_uncorrected=count, temperature=80 + count, ecc_volatile_corrected=count)
 
-    node = LookedAt().gpus(bad(7))
+    node = ObservedNode().gpus(bad(7))
     first = node.found
     for count in range(8, 30):
         node.gpus(bad(count))
@@ -395,20 +395,20 @@ def test_findings_of_an_unchanged_situation_are_equal_and_keep_their_times() -> 
 
 
 def test_new_rules_do_not_forgive() -> None:
-    node = LookedAt().gpus(gpu(0, recovery_action="gpu_reset"))
+    node = ObservedNode().gpus(gpu(0, recovery_action="gpu_reset"))
     node.rules = Rules(gpu=GpuRules(hot=100))
-    assert node.looks().verdict("gpu_recovery_action") is Verdict.FAIL
+    assert node.check_again().verdict("gpu_recovery_action") is Verdict.FAIL
 
 
 def test_looking_again_without_a_reading_changes_nothing() -> None:
-    node = LookedAt().gpus().gpus(gpu(0, fabric_state="in_progress"))
+    node = ObservedNode().gpus().gpus(gpu(0, fabric_state="in_progress"))
     before = node.found
     for _ in range(5):
-        assert node.looks().found == before
+        assert node.check_again().found == before
 
 
 def test_every_finding_has_a_key_of_its_own() -> None:
     ill = [gpu(i, temperature=99, recovery_action="node_reboot", pcie_width=8) for i in range(2)]
-    node = LookedAt(EIGHT).gpus(*ill, times=5).xid(79).cannot("kernel", "broken", "x").cannot("nvml")
+    node = ObservedNode(EIGHT).gpus(*ill, times=5).xid(79).cannot("kernel", "broken", "x").cannot("nvml")
     keys = [one.key for one in node.found]
     assert len(set(keys)) == len(keys)

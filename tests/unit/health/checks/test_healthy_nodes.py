@@ -9,7 +9,7 @@ import pytest
 
 from rrl.config.health_rules import Expect, Rules
 from rrl.core.types import Finding, Verdict
-from rrl.health.checks.node_state import EVERY, Trail
+from rrl.health.checks.node_state import ALL_GPUS, CounterHistory
 from rrl.health.readers.samples import (
     DcgmData,
     DcgmIncident,
@@ -20,16 +20,16 @@ from rrl.health.readers.samples import (
     Mount,
     NvLink,
     NvmlData,
-    Stuck,
+    StuckProcess,
 )
-from rrl.tests.support.health.simulated_node import LINKS, LookedAt, gpu, host, port
+from rrl.tests.support.health.simulated_node import LINKS, ObservedNode, gpu, host, port
 
 HOUR = 3600.0
 DOWN = tuple(NvLink(link=i, active=False) for i in range(4))
 PCIE: dict[str, Any] = {"name": "NVIDIA H100 PCIe", "fabric_state": "not_supported", "fabric_status": None}
 
 
-def ill(node: LookedAt) -> list[Finding]:
+def ill(node: ObservedNode) -> list[Finding]:
     return [one for one in node.found if one.verdict in (Verdict.FAIL, Verdict.WARN)]
 
 
@@ -40,58 +40,58 @@ def old_driver(index: int = 0, **fields: Any) -> Gpu:
 
 # ── boards ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_boards_of_which_some_are_bridged_and_others_not() -> None:
-    node = LookedAt().gpus(gpu(0, **PCIE), gpu(1, **PCIE), gpu(2, **PCIE, nvlinks=DOWN), times=5)
+    node = ObservedNode().gpus(gpu(0, **PCIE), gpu(1, **PCIE), gpu(2, **PCIE, nvlinks=DOWN), times=5)
     assert ill(node) == []
 
 
 def test_a_gpu_of_a_switched_board_without_any_link_is_still_told() -> None:
-    assert LookedAt().gpus(gpu(0, nvlinks=DOWN), times=5).verdict("nvlink_state") is Verdict.WARN
+    assert ObservedNode().gpus(gpu(0, nvlinks=DOWN), times=5).verdict("nvlink_state") is Verdict.WARN
     plain = {"name": "NVIDIA A100-SXM4-80GB", "fabric_state": None}
-    node = LookedAt().gpus(gpu(0, **plain), gpu(1, **plain, nvlinks=DOWN), times=5)
+    node = ObservedNode().gpus(gpu(0, **plain), gpu(1, **plain, nvlinks=DOWN), times=5)
     assert node.verdict("nvlink_state") is Verdict.WARN
 
 
 def test_a_gpu_in_mig_mode_has_its_links_down_and_needs_no_fabric() -> None:
     split = {"mig": True, "nvlinks": DOWN, "fabric_state": "not_started", "utilization": None}
-    node = LookedAt().gpus(times=2).gpus(gpu(0, **split), times=5)
+    node = ObservedNode().gpus(times=2).gpus(gpu(0, **split), times=5)
     assert ill(node) == []
 
 
 def test_dcgm_calls_links_down_that_no_bridge_connects() -> None:
     said = DcgmData(incidents=(DcgmIncident("GPU-0", "NVLink", "NVLINK_DOWN", "fail", "words"),))
-    node = LookedAt().gpus(gpu(0, **PCIE, nvlinks=DOWN), gpu(1, **PCIE, nvlinks=DOWN)).reads(said, times=5)
+    node = ObservedNode().gpus(gpu(0, **PCIE, nvlinks=DOWN), gpu(1, **PCIE, nvlinks=DOWN)).reads(said, times=5)
     assert node.verdict("dcgm_health") is Verdict.WARN
-    assert LookedAt().gpus().reads(said, times=5).verdict("dcgm_health") is Verdict.FAIL, "a switched board"
+    assert ObservedNode().gpus().reads(said, times=5).verdict("dcgm_health") is Verdict.FAIL, "a switched board"
 
 
 # ── whose GPUs ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_gpus_that_a_device_cgroup_keeps_from_us_are_not_missing() -> None:
-    node = LookedAt(Rules(expect=Expect(gpus=8)))
+    node = ObservedNode(Rules(expect=Expect(gpus=8)))
     half = NvmlData(driver="570.1", gpus=tuple(gpu(i) for i in range(4)), granted=4, withheld=4)
     assert node.reads(half, times=5).verdict("gpu_count") is Verdict.OK
     lacking = msgspec.structs.replace(half, gpus=half.gpus[:3])
-    assert LookedAt(Rules(expect=Expect(gpus=8))).reads(lacking).verdict("gpu_count") is Verdict.FAIL
-    assert LookedAt(Rules(expect=Expect(gpus=4))).reads(lacking).verdict("gpu_count") is Verdict.FAIL
+    assert ObservedNode(Rules(expect=Expect(gpus=8))).reads(lacking).verdict("gpu_count") is Verdict.FAIL
+    assert ObservedNode(Rules(expect=Expect(gpus=4))).reads(lacking).verdict("gpu_count") is Verdict.FAIL
 
 
 def test_indices_of_slurm_name_no_gpu_where_mig_splits_one() -> None:
     busy = {"processes": (GpuProcess(7, 1001, None),), "memory_used": 2**34}
-    node = LookedAt()
-    node.seen.vacant(["1"])
+    node = ObservedNode()
+    node.node_state.set_expected_free(["1"])
     node.gpus(gpu(0, mig=True), gpu(1, **busy, mig=True), times=15)
     assert ill(node) == []
 
 
 def test_the_server_of_mps_is_the_sites() -> None:
-    node = LookedAt()
-    node.seen.vacant([EVERY])
+    node = ObservedNode()
+    node.node_state.set_expected_free([ALL_GPUS])
     node.gpus(gpu(0, processes=(GpuProcess(7, 0, 30 * 2**20, "nvidia-cuda-mps"),)), times=15)
     assert node.verdict("gpu_processes") is Verdict.OK
 
 
 def test_a_job_that_ends_slowly_has_ten_looks_to_give_its_memory_back() -> None:
-    node = LookedAt()
-    node.seen.vacant([EVERY])
+    node = ObservedNode()
+    node.node_state.set_expected_free([ALL_GPUS])
     used = gpu(0, memory_used=2**34, processes=(GpuProcess(7, 1001, 2**34),))
     assert node.gpus(used, times=9).verdict("gpu_memory") is Verdict.WARN
     assert node.gpus(times=2).verdict("gpu_memory") is Verdict.OK
@@ -99,19 +99,19 @@ def test_a_job_that_ends_slowly_has_ten_looks_to_give_its_memory_back() -> None:
 
 # ── clocks and links that rest ───────────────────────────────────────────────────────────────────────────────────────
 def test_clocks_that_an_administrator_set_are_wanted() -> None:
-    node = LookedAt().gpus(gpu(0, clock_sm=1100, clock_reasons=("applications_clocks",)), times=20)
+    node = ObservedNode().gpus(gpu(0, clock_sm=1100, clock_reasons=("applications_clocks",)), times=20)
     assert ill(node) == []
 
 
 def test_a_slowed_gpu_is_the_same_finding_whoever_slows_it() -> None:
-    node = LookedAt().gpus(gpu(0, clock_reasons=("sw_thermal",)), times=10)
+    node = ObservedNode().gpus(gpu(0, clock_reasons=("sw_thermal",)), times=10)
     first = node.one("gpu_throttle")
     for reasons in (("hw_slowdown", "hw_thermal"), ("hw_thermal", "sw_thermal"), ("sw_thermal",)):
         assert node.gpus(gpu(0, clock_reasons=reasons)).one("gpu_throttle") == first
 
 
 def test_a_link_of_an_idle_gpu_that_rests_at_generation_1_is_judged_as_what_it_can_do() -> None:
-    node = LookedAt().gpus(gpu(0, pcie_replays=0, pcie_gen=1))
+    node = ObservedNode().gpus(gpu(0, pcie_replays=0, pcie_gen=1))
     node.gpus(gpu(0, pcie_replays=20, pcie_gen=1, utilization=0))
     assert node.verdict("pcie_replays") is Verdict.OK
     first = node.gpus(gpu(0, pcie_replays=60, pcie_gen=1)).one("pcie_replays")
@@ -120,7 +120,7 @@ def test_a_link_of_an_idle_gpu_that_rests_at_generation_1_is_judged_as_what_it_c
 
 
 def test_crc_errors_that_are_read_every_20_s_are_no_rate_of_one_second() -> None:
-    node = LookedAt().gpus(every=20)
+    node = ObservedNode().gpus(every=20)
     for look in range(1, 9):  # 60 a second
         link = msgspec.structs.replace(LINKS[0], crc_flit=1200 * look)
         node.gpus(gpu(0, nvlinks=(link, *LINKS[1:])), times=5).passes(15)
@@ -128,16 +128,16 @@ def test_crc_errors_that_are_read_every_20_s_are_no_rate_of_one_second() -> None
 
 
 def test_a_rise_of_hours_ago_is_none_of_the_last_minute() -> None:
-    trail = Trail(0, 0)
+    trail = CounterHistory(0, 0)
     trail.add(10, 1000)
     trail.add(4 * HOUR, 1001)
-    assert (trail.within(60, 4 * HOUR), trail.rise) == (1, 1001)
+    assert (trail.increase_within(60, 4 * HOUR), trail.increase) == (1, 1001)
 
 
 # ── Xids ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("code", [48, 64, 79, 95, 140])
 def test_what_a_reset_has_cured_counts_no_more_also_with_old_drivers(code: int) -> None:
-    assert LookedAt().gpus(old_driver()).xid(code, age=HOUR).verdict("xid") is Verdict.WARN
+    assert ObservedNode().gpus(old_driver()).xid(code, age=HOUR).verdict("xid") is Verdict.WARN
 
 
 @pytest.mark.parametrize(
@@ -146,39 +146,39 @@ def test_what_a_reset_has_cured_counts_no_more_also_with_old_drivers(code: int) 
      (95, {"ecc_volatile_uncorrected": None})],
 )  # fmt: skip
 def test_what_is_still_there_or_cannot_be_known_counts_on(code: int, fields: dict[str, Any]) -> None:
-    assert LookedAt().gpus(old_driver(**fields)).xid(code, age=HOUR).verdict("xid") is Verdict.FAIL
+    assert ObservedNode().gpus(old_driver(**fields)).xid(code, age=HOUR).verdict("xid") is Verdict.FAIL
 
 
 @pytest.mark.parametrize("code", [160, 162])
 def test_where_nvidias_catalogue_asks_for_nothing_the_driver_decides(code: int) -> None:
-    assert LookedAt().gpus().xid(code).verdict("xid") is Verdict.WARN
-    assert LookedAt().gpus(old_driver()).xid(code).verdict("xid") is Verdict.FAIL
-    bad = LookedAt().gpus(gpu(0, recovery_action="gpu_reset")).xid(code)
+    assert ObservedNode().gpus().xid(code).verdict("xid") is Verdict.WARN
+    assert ObservedNode().gpus(old_driver()).xid(code).verdict("xid") is Verdict.FAIL
+    bad = ObservedNode().gpus(gpu(0, recovery_action="gpu_reset")).xid(code)
     assert bad.verdict("xid") is Verdict.FAIL
 
 
 def test_a_driver_that_hangs_does_not_bring_back_what_it_had_dealt_with() -> None:
-    node = LookedAt().gpus().xid(119, age=HOUR).cannot("nvml").log()
+    node = ObservedNode().gpus().xid(119, age=HOUR).cannot("nvml").log()
     assert node.verdict("xid") is Verdict.WARN
 
 
 # ── ports, logs ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_counters_of_a_port_that_nobody_uses_are_no_failure() -> None:
-    node = LookedAt()
+    node = ObservedNode()
     for downed in (1, 5):
         node.reads(FabricData(ports=(port(), port("mlx5_9", state="DOWN", counters={"link_downed": downed}))))
     assert ill(node) == []
 
 
 def test_receivers_that_are_not_ready_are_the_programs_matter() -> None:
-    node = LookedAt()
+    node = ObservedNode()
     for naks in (1, 5000):
         node.reads(FabricData(ports=(port(counters={"rnr_nak_retry_err": naks}),)))
     assert node.verdict("fabric_errors") is Verdict.OK
 
 
 def test_links_come_and_go_while_the_machine_boots() -> None:
-    node = LookedAt()  # a log of 1000 s of uptime
+    node = ObservedNode()  # a log of 1000 s of uptime
     lost = [KernelEvent(kind="nic", text="ib0: Lost carrier", device="ib0", age=age) for age in (980.0, 970.0, 960.0)]
     assert node.log(*lost).verdict("kernel_nic") is Verdict.OK
 
@@ -186,21 +186,21 @@ def test_links_come_and_go_while_the_machine_boots() -> None:
 @pytest.mark.parametrize("filesystem", ["squashfs", "iso9660", "erofs"])
 def test_an_image_is_always_full(filesystem: str) -> None:
     mount = Mount(path="/", answers=True, filesystem=filesystem, used=1.0, inodes_used=1.0)
-    assert LookedAt().reads(host(mounts=(mount,)), times=5).verdict("disk") is Verdict.OK
+    assert ObservedNode().reads(host(mounts=(mount,)), times=5).verdict("disk") is Verdict.OK
 
 
 @pytest.mark.parametrize(("uid", "verdict"), [(0, Verdict.WARN), (1002, Verdict.WARN), (1001, Verdict.FAIL)])
 def test_a_process_in_state_d_that_is_not_ours_did_not_outlive_our_kill(uid: int, verdict: Verdict) -> None:
-    node = LookedAt()
-    node.seen.uid = 1001
-    node.seen.killed(node.now - 70)
+    node = ObservedNode()
+    node.node_state.own_uid = 1001
+    node.node_state.on_our_kill(node.now - 70)
     for seconds in (500, 501, 502):
-        node.reads(host(stuck=(Stuck(pid=9, uid=uid, name="kworker", seconds=seconds),)))
+        node.reads(host(stuck=(StuckProcess(pid=9, uid=uid, name="kworker", seconds=seconds),)))
     assert node.verdict("stuck") is verdict
 
 
 def test_a_machine_on_which_nothing_answers_is_no_broken_driver() -> None:
-    node = LookedAt()
+    node = ObservedNode()
     for name in ("nvml", "dcgm", "kernel", "fabric", "host"):
         node.cannot(name)
     assert node.verdict("readers") is Verdict.UNKNOWN

@@ -9,8 +9,8 @@ import pytest
 
 from rrl.config.health_rules import Expect, Rules
 from rrl.core.types import Cause, Remedy, Verdict
-from rrl.health.readers.samples import DcgmData, DcgmGpu, DcgmIncident, FabricData, HostData, KernelEvent, Mount, Stuck
-from rrl.tests.support.health.simulated_node import LookedAt, host, port
+from rrl.health.readers.samples import DcgmData, DcgmGpu, DcgmIncident, FabricData, HostData, KernelEvent, Mount, StuckProcess
+from rrl.tests.support.health.simulated_node import ObservedNode, host, port
 
 HOUR = 3600.0
 
@@ -41,20 +41,20 @@ def dcgm(code: str, severity: Any = "fail", source: Any = "health", system: str 
     ],
 )
 def test_dcgms_incidents_are_judged_by_their_code(code: str, verdict: Verdict, remedy: Remedy) -> None:
-    node = LookedAt().reads(dcgm(code), times=3)
+    node = ObservedNode().reads(dcgm(code), times=3)
     assert (node.verdict("dcgm_health"), node.one("dcgm_health").remedy) == (verdict, remedy)
 
 
 def test_one_incident_is_no_proof_and_what_dcgm_only_warns_of_never_condemns() -> None:
-    assert LookedAt().reads(dcgm("NVLINK_DOWN"), times=2).verdict("dcgm_health") is Verdict.WARN
-    assert LookedAt().reads(dcgm("NVLINK_DOWN", "warn"), times=9).verdict("dcgm_health") is Verdict.WARN
+    assert ObservedNode().reads(dcgm("NVLINK_DOWN"), times=2).verdict("dcgm_health") is Verdict.WARN
+    assert ObservedNode().reads(dcgm("NVLINK_DOWN", "warn"), times=9).verdict("dcgm_health") is Verdict.WARN
 
 
 def test_one_run_of_dcgmi_health_is_one_look_however_often_it_is_told() -> None:
     def told(run: float) -> DcgmData:
         return msgspec.structs.replace(dcgm("POWER_UNREADABLE", system="Power"), health_at=run)
 
-    node = LookedAt().reads(told(60), times=4, every=15).reads(told(120), times=4, every=15)
+    node = ObservedNode().reads(told(60), times=4, every=15).reads(told(120), times=4, every=15)
     assert node.verdict("dcgm_health") is Verdict.WARN
     assert node.reads(told(180)).verdict("dcgm_health") is Verdict.FAIL
     well = msgspec.structs.replace(DcgmData(), health_at=240)
@@ -64,23 +64,23 @@ def test_one_run_of_dcgmi_health_is_one_look_however_often_it_is_told() -> None:
 
 
 def test_a_failed_test_of_diag_condemns_and_those_that_gcm_skips_do_not() -> None:
-    node = LookedAt().reads(dcgm("", source="diag", system="Memory"))
+    node = ObservedNode().reads(dcgm("", source="diag", system="Memory"))
     assert (node.verdict("dcgm_diag"), node.one("dcgm_diag").remedy) == (Verdict.FAIL, Remedy.EXCLUDE)
     for skipped in ("Denylist", "Blacklist", "Inforom"):
-        assert LookedAt().reads(dcgm("", source="diag", system=skipped)).verdict("dcgm_diag") is Verdict.OK
+        assert ObservedNode().reads(dcgm("", source="diag", system=skipped)).verdict("dcgm_diag") is Verdict.OK
 
 
 def test_dcgms_exporter_is_a_second_witness_of_bad_memory() -> None:
     cases: tuple[dict[str, Any], ...] = ({"ecc_volatile_uncorrected": 2}, {"remap_failed": True})
     for told in cases:
         told_by_dcgm = DcgmData(gpus=(DcgmGpu(uuid="GPU-1", **told),), driver_gpus=("GPU-1",))
-        found = LookedAt().reads(told_by_dcgm).one("dcgm_memory")
-        assert (found.verdict, found.part, found.proof) == (Verdict.FAIL, "GPU-1", True)
-    assert LookedAt().reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-1"),))).verdict("dcgm_memory") is Verdict.OK
+        found = ObservedNode().reads(told_by_dcgm).one("dcgm_memory")
+        assert (found.verdict, found.component, found.proof) == (Verdict.FAIL, "GPU-1", True)
+    assert ObservedNode().reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-1"),))).verdict("dcgm_memory") is Verdict.OK
 
 
 def test_dcgmi_that_is_not_installed_is_unknown() -> None:
-    node = LookedAt().reads(DcgmData(unread={"health": "dcgmi is not installed", "diag": "not asked for"}))
+    node = ObservedNode().reads(DcgmData(unread={"health": "dcgmi is not installed", "diag": "not asked for"}))
     assert (node.verdict("dcgm_health"), node.verdict("dcgm_diag")) == (Verdict.UNKNOWN, Verdict.UNKNOWN)
     assert "dcgmi is not installed" in node.text("dcgm_health")
 
@@ -139,18 +139,18 @@ def line(kind: Any, text: str, device: str = "", age: float = 0.0) -> KernelEven
     ],
 )  # fmt: skip
 def test_lines_of_the_kernel_log(event: KernelEvent, check: str, verdict: Verdict, cause: Cause | None) -> None:
-    node = LookedAt().log(event)
+    node = ObservedNode().log(event)
     assert node.verdict(check) is verdict
     assert cause is None or node.one(check).cause is cause
 
 
 def test_what_firmware_tells_of_the_time_before_the_boot_condemns_nobody_again() -> None:
     told = line("mce", "[Hardware Error]: event severity: fatal", age=980)  # 20 s after the boot
-    assert LookedAt().log(told).verdict("kernel_mce") is Verdict.WARN
+    assert ObservedNode().log(told).verdict("kernel_mce") is Verdict.WARN
 
 
 def test_a_hung_task_is_told_for_an_hour_with_the_same_words() -> None:
-    node = LookedAt().log(line("hung_task", "INFO: task python:7 blocked for more than 120 seconds."))
+    node = ObservedNode().log(line("hung_task", "INFO: task python:7 blocked for more than 120 seconds."))
     first = node.one("kernel_hung")
     node.passes(120).log(line("hung_task", "INFO: task python:7 blocked for more than 241 seconds."))
     assert node.one("kernel_hung") == first
@@ -158,27 +158,27 @@ def test_a_hung_task_is_told_for_an_hour_with_the_same_words() -> None:
 
 
 def test_a_line_counts_for_a_day() -> None:
-    node = LookedAt().log(line("io", "nvme0n1: I/O error", "nvme0n1", age=23 * HOUR))
+    node = ObservedNode().log(line("io", "nvme0n1: I/O error", "nvme0n1", age=23 * HOUR))
     assert node.verdict("kernel_io") is Verdict.FAIL
     assert node.passes(2 * HOUR).log().log().verdict("kernel_io") is Verdict.OK
 
 
 def test_a_third_flap_of_an_infiniband_link_within_an_hour_condemns_and_of_ethernet_never() -> None:
     for device, verdict in (("ib0", Verdict.FAIL), ("eth0", Verdict.WARN)):
-        node = LookedAt()
+        node = ObservedNode()
         for _ in range(3):
             node.log(line("nic", f"{device}: Lost carrier", device)).passes(600)
         assert node.verdict("kernel_nic") is verdict
 
 
 def test_a_kill_for_memory_is_the_users_and_those_before_us_are_nobodys() -> None:
-    assert LookedAt().log(line("oom", "Out of memory", age=HOUR)).verdict("oom") is Verdict.OK
-    node = LookedAt().reads(host(oom_kills=3)).reads(host(oom_kills=4))
+    assert ObservedNode().log(line("oom", "Out of memory", age=HOUR)).verdict("oom") is Verdict.OK
+    node = ObservedNode().reads(host(oom_kills=3)).reads(host(oom_kills=4))
     assert (node.verdict("oom"), node.one("oom").cause) == (Verdict.WARN, Cause.USER)
 
 
 def test_a_log_that_may_not_be_read_is_unknown() -> None:
-    node = LookedAt().cannot("kernel", "denied", "kernel.dmesg_restrict is 1")
+    node = ObservedNode().cannot("kernel", "denied", "kernel.dmesg_restrict is 1")
     assert {node.verdict(check) for check in ("kernel_io", "kernel_mce", "kernel_nic")} == {Verdict.UNKNOWN}
 
 
@@ -189,46 +189,46 @@ def ports(*told: Any, missing: tuple[str, ...] = ()) -> FabricData:
 
 def test_a_port_that_was_active_condemns_after_three_looks_and_one_that_never_was_does_not() -> None:
     unused = port("mlx5_9", state="DOWN", physical="Disabled")
-    node = LookedAt().reads(ports(port(), unused), times=5, every=5)
+    node = ObservedNode().reads(ports(port(), unused), times=5, every=5)
     assert node.verdict("fabric_port") is Verdict.OK
     node.reads(ports(port(state="DOWN", physical="Polling"), unused), times=2, every=5)
     assert node.verdict("fabric_port") is Verdict.WARN
     found = node.reads(ports(port(state="DOWN", physical="Polling"), unused), every=5).one("fabric_port")
-    assert (found.verdict, found.cause, found.part) == (Verdict.FAIL, Cause.FABRIC, "mlx5_0/1")
+    assert (found.verdict, found.cause, found.component) == (Verdict.FAIL, Cause.FABRIC, "mlx5_0/1")
 
 
 def test_a_link_that_comes_back_within_a_second_condemns_nobody() -> None:
-    node = LookedAt().reads(ports(port())).reads(ports(port(state="INIT"))).reads(ports(port()), times=2)
+    node = ObservedNode().reads(ports(port())).reads(ports(port(state="INIT"))).reads(ports(port()), times=2)
     assert node.verdict("fabric_port") is Verdict.OK
 
 
 def test_an_expected_port_must_be_up_from_the_beginning() -> None:
     rules = Rules(expect=Expect(ports=("mlx5_0/1", "mlx5_7/1")))
-    node = LookedAt(rules).reads(ports(port(state="DOWN")), times=3)
-    assert {one.part for one in node.of("fabric_port") if one.verdict is Verdict.FAIL} == {"mlx5_0/1", "mlx5_7/1"}
+    node = ObservedNode(rules).reads(ports(port(state="DOWN")), times=3)
+    assert {one.component for one in node.of("fabric_port") if one.verdict is Verdict.FAIL} == {"mlx5_0/1", "mlx5_7/1"}
 
 
 def test_devices_are_counted() -> None:
     rules = Rules(expect=Expect(hcas=2))
-    assert LookedAt(rules).reads(ports(port()), times=3).verdict("hca_count") is Verdict.FAIL
-    assert LookedAt(rules).reads(ports(port(), port("mlx5_1")), times=3).verdict("hca_count") is Verdict.OK
-    node = LookedAt().reads(ports(port(), port("mlx5_1"))).reads(ports(port()), times=2)
+    assert ObservedNode(rules).reads(ports(port()), times=3).verdict("hca_count") is Verdict.FAIL
+    assert ObservedNode(rules).reads(ports(port(), port("mlx5_1")), times=3).verdict("hca_count") is Verdict.OK
+    node = ObservedNode().reads(ports(port(), port("mlx5_1"))).reads(ports(port()), times=2)
     assert node.verdict("hca_count") is Verdict.WARN
     assert node.reads(ports(port())).verdict("hca_count") is Verdict.FAIL
 
 
 def test_missing_devices_of_verbs_condemn_after_three_looks() -> None:
-    node = LookedAt().reads(ports(port(), missing=("uverbs0",)), times=3)
+    node = ObservedNode().reads(ports(port(), missing=("uverbs0",)), times=3)
     assert node.verdict("fabric_devices") is Verdict.FAIL
-    assert LookedAt().reads(ports(port(), missing=("issm0",)), times=5).verdict("fabric_devices") is Verdict.OK
+    assert ObservedNode().reads(ports(port(), missing=("issm0",)), times=5).verdict("fabric_devices") is Verdict.OK
 
 
 def test_an_active_port_that_is_slower_than_it_was_is_told_and_one_that_always_was_so_is_not() -> None:
     steady = port("mlx5_1", rate=200.0)
-    node = LookedAt().reads(ports(port(rate=400.0), steady), times=3, every=5)
+    node = ObservedNode().reads(ports(port(rate=400.0), steady), times=3, every=5)
     assert node.reads(ports(port(rate=100.0), steady), every=5).verdict("fabric_port") is Verdict.OK, "it retrains"
     found = node.reads(ports(port(rate=100.0), steady), times=2, every=5).one("fabric_port")
-    assert (found.verdict, found.part, found.cause) == (Verdict.WARN, "mlx5_0/1", Cause.FABRIC)
+    assert (found.verdict, found.component, found.cause) == (Verdict.WARN, "mlx5_0/1", Cause.FABRIC)
     assert node.reads(ports(port(rate=400.0), steady), times=2, every=5).verdict("fabric_port") is Verdict.OK
 
 
@@ -236,7 +236,7 @@ def test_a_link_that_went_down_once_within_an_hour_is_told_and_twice_condemns() 
     def downed(total: int) -> FabricData:
         return ports(port(counters={"link_downed": total}))
 
-    node = LookedAt().reads(downed(40), times=5).reads(downed(41), times=5)
+    node = ObservedNode().reads(downed(40), times=5).reads(downed(41), times=5)
     assert (node.verdict("fabric_errors"), node.one("fabric_errors").remedy) == (Verdict.WARN, Remedy.NONE)
     node.passes(HOUR).reads(downed(41), times=2)
     assert node.verdict("fabric_errors") is Verdict.OK
@@ -247,16 +247,16 @@ def test_a_link_that_went_down_once_within_an_hour_is_told_and_twice_condemns() 
 
 @pytest.mark.parametrize("counter", ["local_link_integrity_errors", "excessive_buffer_overrun_errors"])
 def test_a_fatal_counter_that_rises_condemns_and_its_past_does_not(counter: str) -> None:
-    node = LookedAt().reads(ports(port(counters={counter: 40})), times=5)
+    node = ObservedNode().reads(ports(port(counters={counter: 40})), times=5)
     assert node.verdict("fabric_errors") is Verdict.OK
     node.reads(ports(port(counters={counter: 41})))
     assert (node.verdict("fabric_errors"), node.one("fabric_errors").remedy) == (Verdict.FAIL, Remedy.EXCLUDE)
 
 
 def test_symbol_errors_condemn_above_120_an_hour_and_ten_a_second_warn() -> None:
-    few = LookedAt().reads(ports(port(counters={"symbol_error": 0}))).reads(ports(port(counters={"symbol_error": 119})))
+    few = ObservedNode().reads(ports(port(counters={"symbol_error": 0}))).reads(ports(port(counters={"symbol_error": 119})))
     assert (few.verdict("fabric_errors"), few.verdict("fabric_degraded")) == (Verdict.OK, Verdict.OK)
-    many = LookedAt().reads(ports(port(counters={"symbol_error": 0})), every=5)
+    many = ObservedNode().reads(ports(port(counters={"symbol_error": 0})), every=5)
     for look in range(1, 9):
         many.reads(ports(port(counters={"symbol_error": 60 * look})), every=5)
     assert (many.verdict("fabric_errors"), many.verdict("fabric_degraded")) == (Verdict.FAIL, Verdict.WARN)
@@ -268,27 +268,27 @@ def test_symbol_errors_condemn_above_120_an_hour_and_ten_a_second_warn() -> None
      ("link_error_recovery", 6), ("carrier_changes", 3)],
 )  # fmt: skip
 def test_rates_above_their_limits_warn(counter: str, rise: int) -> None:
-    node = LookedAt().reads(ports(port(counters={counter: 10}))).reads(ports(port(counters={counter: 10 + rise})))
+    node = ObservedNode().reads(ports(port(counters={counter: 10}))).reads(ports(port(counters={counter: 10 + rise})))
     assert (node.verdict("fabric_degraded"), node.one("fabric_degraded").remedy) == (Verdict.WARN, Remedy.SUPPORT)
     assert counter in node.text("fabric_degraded") or "carrier" in node.text("fabric_degraded")
-    half = LookedAt().reads(ports(port(counters={counter: 10}))).reads(ports(port(counters={counter: 10 + rise // 2})))
+    half = ObservedNode().reads(ports(port(counters={counter: 10}))).reads(ports(port(counters={counter: 10 + rise // 2})))
     assert half.verdict("fabric_degraded") is Verdict.OK
 
 
 # ── host ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_mount_that_does_not_answer_condemns_after_three_looks() -> None:
     dead = host(mounts=(Mount(path="/scratch", answers=False, why="did not answer within 10 s", filesystem="nfs4"),))
-    node = LookedAt().reads(dead, times=2, every=10)
+    node = ObservedNode().reads(dead, times=2, every=10)
     assert node.verdict("mounts") is Verdict.WARN
     found = node.reads(dead, every=10).one("mounts")
-    assert (found.verdict, found.cause, found.part) == (Verdict.FAIL, Cause.STORAGE, "/scratch")
+    assert (found.verdict, found.cause, found.component) == (Verdict.FAIL, Cause.STORAGE, "/scratch")
     assert node.reads(host(), times=2).verdict("mounts") is Verdict.OK
 
 
 @pytest.mark.parametrize(("device", "verdict"), [("sda1", Verdict.FAIL), ("loop0", Verdict.OK)])
 def test_a_damaged_image_that_a_user_brought_along_says_nothing_of_the_node(device: str, verdict: Verdict) -> None:
     error = KernelEvent(kind="filesystem", text=f"EXT4-fs error (device {device}): ext4_lookup:1602", device=device)
-    assert LookedAt().log(error).verdict("kernel_filesystem") is verdict
+    assert ObservedNode().log(error).verdict("kernel_filesystem") is verdict
 
 
 def scratch(attempts: int, hung_for: float, *, others: bool = True) -> HostData:
@@ -305,7 +305,7 @@ def scratch(attempts: int, hung_for: float, *, others: bool = True) -> HostData:
     (scratch(0, 0.0), Verdict.WARN),
 ])  # fmt: skip
 def test_one_look_at_a_mount_condemns_after_a_time_and_several_attempts(reading: HostData, verdict: Verdict) -> None:
-    found = next(one for one in LookedAt().reads(reading).of("mounts") if one.part == "/scratch")
+    found = next(one for one in ObservedNode().reads(reading).of("mounts") if one.component == "/scratch")
     assert found.verdict is verdict
 
 
@@ -317,34 +317,34 @@ def test_one_look_at_a_mount_condemns_after_a_time_and_several_attempts(reading:
 )  # fmt: skip
 def test_room_on_disks(filesystem: str, used: float | None, inodes: float | None, verdict: Verdict) -> None:
     mount = Mount(path="/x", answers=True, filesystem=filesystem, used=used, inodes_used=inodes)
-    assert LookedAt().reads(host(mounts=(mount,)), times=3).verdict("disk") is verdict
+    assert ObservedNode().reads(host(mounts=(mount,)), times=3).verdict("disk") is verdict
 
 
 def test_memory_against_what_is_there_and_what_is_expected() -> None:
-    assert LookedAt().reads(host(memory_available=10 * 2**30)).verdict("memory") is Verdict.WARN
+    assert ObservedNode().reads(host(memory_available=10 * 2**30)).verdict("memory") is Verdict.WARN
     rules = Rules(expect=Expect(memory=1024 * 2**30))
-    assert LookedAt(rules).reads(host()).verdict("memory") is Verdict.WARN
-    assert LookedAt(Rules(expect=Expect(memory=500 * 2**30))).reads(host()).verdict("memory") is Verdict.OK
+    assert ObservedNode(rules).reads(host()).verdict("memory") is Verdict.WARN
+    assert ObservedNode(Rules(expect=Expect(memory=500 * 2**30))).reads(host()).verdict("memory") is Verdict.OK
 
 
 def test_governor_and_clock_source() -> None:
     rules = Rules(expect=Expect(governor="performance", clock_source="tsc"))
-    assert LookedAt(rules).reads(host()).verdict("cpu_governor") is Verdict.OK
-    assert LookedAt(rules).reads(host(governor="powersave")).verdict("cpu_governor") is Verdict.WARN
-    assert LookedAt().reads(host(governor="powersave")).verdict("cpu_governor") is Verdict.OK
-    assert LookedAt(rules).reads(host(clock_source="kvm-clock")).verdict("clock_source") is Verdict.WARN
-    assert LookedAt().reads(host(clock_source="hpet")).verdict("clock_source") is Verdict.WARN
-    assert LookedAt().reads(host(clock_source="kvm-clock")).verdict("clock_source") is Verdict.OK
+    assert ObservedNode(rules).reads(host()).verdict("cpu_governor") is Verdict.OK
+    assert ObservedNode(rules).reads(host(governor="powersave")).verdict("cpu_governor") is Verdict.WARN
+    assert ObservedNode().reads(host(governor="powersave")).verdict("cpu_governor") is Verdict.OK
+    assert ObservedNode(rules).reads(host(clock_source="kvm-clock")).verdict("clock_source") is Verdict.WARN
+    assert ObservedNode().reads(host(clock_source="hpet")).verdict("clock_source") is Verdict.WARN
+    assert ObservedNode().reads(host(clock_source="kvm-clock")).verdict("clock_source") is Verdict.OK
 
 
 def test_a_process_in_state_d_warns_after_five_minutes_and_condemns_if_it_outlives_our_kill() -> None:
     def stuck(seconds: float) -> Any:
-        return host(stuck=(Stuck(pid=9, uid=1001, name="python", seconds=seconds, where="rpc_wait"),))
+        return host(stuck=(StuckProcess(pid=9, uid=1001, name="python", seconds=seconds, kernel_function="rpc_wait"),))
 
-    assert LookedAt().reads(stuck(200)).verdict("stuck") is Verdict.OK
-    assert LookedAt().reads(stuck(301)).verdict("stuck") is Verdict.WARN
-    node = LookedAt()
-    node.seen.killed(node.now)
+    assert ObservedNode().reads(stuck(200)).verdict("stuck") is Verdict.OK
+    assert ObservedNode().reads(stuck(301)).verdict("stuck") is Verdict.WARN
+    node = ObservedNode()
+    node.node_state.on_our_kill(node.now)
     node.passes(50).reads(stuck(55), times=3)
     assert node.verdict("stuck") is Verdict.OK
     node.passes(20)
@@ -354,5 +354,5 @@ def test_a_process_in_state_d_warns_after_five_minutes_and_condemns_if_it_outliv
 
 
 def test_zombies() -> None:
-    assert LookedAt().reads(host(zombies=3)).verdict("zombies") is Verdict.OK
-    assert LookedAt().reads(host(zombies=51)).verdict("zombies") is Verdict.WARN
+    assert ObservedNode().reads(host(zombies=3)).verdict("zombies") is Verdict.OK
+    assert ObservedNode().reads(host(zombies=51)).verdict("zombies") is Verdict.WARN

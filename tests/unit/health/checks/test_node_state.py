@@ -3,51 +3,51 @@
 from __future__ import annotations
 
 from rrl.core.types import Verdict
-from rrl.health.checks.node_state import HardwarePast, Seen, hardware_of, recall
+from rrl.health.checks.node_state import HardwareInventory, NodeState, hardware_inventory, restore_inventory
 from rrl.health.readers.samples import FabricData, NvLink
-from rrl.tests.support.health.simulated_node import LookedAt, gpu, port
+from rrl.tests.support.health.simulated_node import ObservedNode, gpu, port
 
 UP = port("mlx5_2")
 DOWN = port("mlx5_2", state="DOWN", physical="Polling")
 
 
-def agent(past: HardwarePast | None = None, boot: str = "b1") -> LookedAt:
-    node = LookedAt()
-    node.seen.boot = boot
+def agent(past: HardwareInventory | None = None, boot: str = "b1") -> ObservedNode:
+    node = ObservedNode()
+    node.node_state.boot_id = boot
     if past is not None:
-        recall(node.seen, past)
+        restore_inventory(node.node_state, past)
     return node
 
 
-def seen_before() -> HardwarePast:
+def restored_state() -> HardwareInventory:
     links = (NvLink(link=0, active=True), NvLink(link=1, active=True))
-    return hardware_of(agent().reads(FabricData(ports=(UP,))).gpus(gpu(0, nvlinks=links)).seen)
+    return hardware_inventory(agent().reads(FabricData(ports=(UP,))).gpus(gpu(0, nvlinks=links)).node_state)
 
 
 def test_what_was_seen_is_known_to_the_next_agent() -> None:
-    past = seen_before()
+    past = restored_state()
     assert (past.gpus, past.hcas, past.ports_up) == (2, ("mlx5_2",), ("mlx5_2/1",))
     assert past.links_up["GPU-0"] == (0, 1)
-    assert hardware_of(agent(past).seen) == past
+    assert hardware_inventory(agent(past).node_state) == past
 
 
 def test_a_port_that_went_down_while_no_agent_looked_is_found() -> None:
-    for past, found in ((seen_before(), True), (None, False)):
+    for past, found in ((restored_state(), True), (None, False)):
         node = agent(past).reads(FabricData(ports=(DOWN,)), times=60, every=5.0)
         assert any(one.verdict in (Verdict.WARN, Verdict.FAIL) and "mlx5_2" in str(one) for one in node.found) is found
 
 
 def test_another_boot_begins_anew_and_so_does_one_of_which_nobody_knows_which_it_is() -> None:
     for boot in ("b2", ""):
-        assert hardware_of(agent(seen_before(), boot).seen) == HardwarePast(boot)
-    unknown = Seen()
-    recall(unknown, HardwarePast("", gpus=8))
-    assert unknown.most_gpus == 0
+        assert hardware_inventory(agent(restored_state(), boot).node_state) == HardwareInventory(boot)
+    unknown = NodeState()
+    restore_inventory(unknown, HardwareInventory("", gpus=8))
+    assert unknown.max_gpus == 0
 
 
 def test_another_job_may_be_given_other_gpus_of_the_node() -> None:
-    past = hardware_of(agent().gpus().seen, "4711")
+    past = hardware_inventory(agent().gpus().node_state, "4711")
     for job, gpus in (("4711", 2), ("4712", 0)):
         node = agent()
-        recall(node.seen, past, job)
-        assert node.seen.most_gpus == gpus
+        restore_inventory(node.node_state, past, job)
+        assert node.node_state.max_gpus == gpus

@@ -6,9 +6,9 @@ import pytest
 
 from rrl.config.health_rules import Rules, XidRules
 from rrl.core.types import Cause, Remedy, Verdict
-from rrl.health.checks.xid_events import authority, catalogue, is_fatal, xid
+from rrl.health.checks.xid_events import parse_recovery_action, catalogue, is_fatal, xid
 from rrl.health.readers.samples import DcgmData, DcgmGpu, GpuXid, KernelEvent
-from rrl.tests.support.health.simulated_node import LookedAt, gpu
+from rrl.tests.support.health.simulated_node import ObservedNode, gpu
 
 HOUR = 3600.0
 TABLE_5B = {
@@ -52,7 +52,7 @@ def test_an_unknown_number_is_of_the_rest_and_a_site_may_say_otherwise() -> None
     ],
 )
 def test_the_text_of_154_says_what_the_driver_wants(words: str, said: tuple[bool, Remedy | None]) -> None:
-    assert authority(f"NVRM: Xid (PCI:0000:1b:00): 154, GPU recovery action changed from {words}") == said
+    assert parse_recovery_action(f"NVRM: Xid (PCI:0000:1b:00): 154, GPU recovery action changed from {words}") == said
 
 
 def test_fatal_is_not_non_fatal() -> None:
@@ -65,39 +65,39 @@ LOST = gpu(0, lost="GPU is lost", temperature=None, recovery_action=None)
 
 
 def test_a_gpu_off_the_bus_condemns_as_soon_as_nvml_loses_it() -> None:
-    node = LookedAt().gpus().xid(79).gpus(LOST)
+    node = ObservedNode().gpus().xid(79).gpus(LOST)
     found = node.one("xid")
     assert (found.verdict, found.remedy, found.cause, found.proof) == (Verdict.FAIL, Remedy.REBOOT, Cause.GPU, True)
-    assert found.part == "GPU-0"
+    assert found.component == "GPU-0"
     assert "fallen off the bus" in found.evidence[0].text
 
 
 @pytest.mark.parametrize("code", [48, 62, 64, 95, 119, 120, 140, 158])
 def test_those_that_need_a_reset_say_so(code: int) -> None:
-    found = LookedAt().gpus().xid(code).one("xid")
+    found = ObservedNode().gpus().xid(code).one("xid")
     assert (found.verdict, found.remedy, found.proof) == (Verdict.FAIL, Remedy.RESET_GPU, True)
 
 
 @pytest.mark.parametrize("code", sorted(_codes(TABLE_5B["app"])))
 def test_what_is_the_applications_doing_condemns_no_node_alone(code: int) -> None:
-    node = LookedAt().gpus().xid(code)
+    node = ObservedNode().gpus().xid(code)
     assert (node.verdict("xid"), node.one("xid").remedy) == (Verdict.WARN, Remedy.NONE)
 
 
 @pytest.mark.parametrize("code", sorted(_codes(TABLE_5B["ignore"])))
 def test_45_and_what_is_only_recorded_is_never_a_cause(code: int) -> None:
-    node = LookedAt().gpus().xid(code).passes(400).xid(code).passes(400).xid(code)
+    node = ObservedNode().gpus().xid(code).passes(400).xid(code).passes(400).xid(code)
     assert node.verdict("xid") is Verdict.OK
 
 
 def test_45_beside_another_xid_adds_nothing() -> None:
-    node = LookedAt().gpus().xid(45).xid(95).xid(45, index=1)
-    assert [one.part for one in node.of("xid")] == ["GPU-0"]
+    node = ObservedNode().gpus().xid(45).xid(95).xid(45, index=1)
+    assert [one.component for one in node.of("xid")] == ["GPU-0"]
     assert "45" not in node.text("xid")
 
 
 def test_the_authority_decides_what_is_done() -> None:
-    node = LookedAt().gpus().xid(95).xid(154, text="GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot"
+    node = ObservedNode().gpus().xid(95).xid(154, text="GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot"
                                          " Required)")  # fmt: skip
     found = node.gpus(gpu(0, recovery_action="node_reboot")).one("xid")
     assert (found.verdict, found.remedy, found.proof) == (Verdict.FAIL, Remedy.REBOOT, True)
@@ -105,24 +105,24 @@ def test_the_authority_decides_what_is_done() -> None:
 
 
 def test_once_the_driver_wants_nothing_any_more_the_gpu_is_trusted_again() -> None:
-    node = LookedAt().gpus().xid(119).passes(200)
+    node = ObservedNode().gpus().xid(119).passes(200)
     assert node.verdict("xid") is Verdict.FAIL
     node.xid(154, text="GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)").gpus(times=3)
     assert node.verdict("xid") is Verdict.OK
 
 
 def test_a_154_without_words_says_nothing() -> None:
-    assert LookedAt().gpus().gpus(xids=(GpuXid("GPU-0", 154),)).verdict("xid") is Verdict.OK
+    assert ObservedNode().gpus().gpus(xids=(GpuXid("GPU-0", 154),)).verdict("xid") is Verdict.OK
 
 
 # ── again and again ──────────────────────────────────────────────────────────────────────────────────────────────────
 def test_an_applications_xid_twice_on_one_gpu_is_suspicious_and_under_two_roles_it_condemns() -> None:
-    node = LookedAt().gpus()
-    node.seen.occupied(["GPU-0"], "rollout", "rollout/0#1")
+    node = ObservedNode().gpus()
+    node.node_state.set_tenant(["GPU-0"], "rollout", "rollout/0#1")
     node.xid(31).passes(HOUR).xid(31)
     assert node.verdict("xid") is Verdict.WARN
     assert "suspect the hardware" in node.text("xid")
-    node.seen.occupied(["GPU-0"], "trainer", "trainer/0#2")
+    node.node_state.set_tenant(["GPU-0"], "trainer", "trainer/0#2")
     node.passes(HOUR).xid(31)
     found = node.one("xid")
     assert (found.verdict, found.remedy, found.cause) == (Verdict.FAIL, Remedy.EXCLUDE, Cause.GPU)
@@ -130,109 +130,109 @@ def test_an_applications_xid_twice_on_one_gpu_is_suspicious_and_under_two_roles_
 
 
 def test_the_same_on_different_gpus_is_the_applications_bug() -> None:
-    node = LookedAt().gpus()
-    for role, life in (("rollout", "rollout/0#1"), ("trainer", "trainer/0#1")):
-        node.seen.occupied(["GPU-0", "GPU-1"], role, life)
+    node = ObservedNode().gpus()
+    for role, incarnation in (("rollout", "rollout/0#1"), ("trainer", "trainer/0#1")):
+        node.node_state.set_tenant(["GPU-0", "GPU-1"], role, incarnation)
         node.passes(HOUR).xid(13).xid(13, index=1)
     assert {one.verdict for one in node.of("xid")} == {Verdict.WARN}
     assert "suspect" not in node.text("xid")
 
 
 def test_after_a_day_it_is_forgotten() -> None:
-    node = LookedAt().gpus().xid(13).passes(25 * HOUR).xid(13)
+    node = ObservedNode().gpus().xid(13).passes(25 * HOUR).xid(13)
     assert "suspect" not in node.text("xid")
     assert node.passes(25 * HOUR).gpus(times=3).verdict("xid") is Verdict.OK
 
 
 def test_one_nvlink_error_warns_a_fatal_one_or_a_second_condemns() -> None:
-    assert LookedAt().gpus().xid(74).verdict("xid") is Verdict.WARN
-    assert LookedAt().gpus().xid(149, text="NETIR_LINK_EVT Fatal XC0").verdict("xid") is Verdict.FAIL
-    again = LookedAt().gpus().xid(145, text="RLW Nonfatal").passes(HOUR).xid(145, text="RLW Nonfatal")
+    assert ObservedNode().gpus().xid(74).verdict("xid") is Verdict.WARN
+    assert ObservedNode().gpus().xid(149, text="NETIR_LINK_EVT Fatal XC0").verdict("xid") is Verdict.FAIL
+    again = ObservedNode().gpus().xid(145, text="RLW Nonfatal").passes(HOUR).xid(145, text="RLW Nonfatal")
     assert (again.verdict("xid"), again.one("xid").remedy) == (Verdict.FAIL, Remedy.SUPPORT)
 
 
 def test_five_fatal_ones_within_a_day_are_the_makers_matter() -> None:
-    node = LookedAt().gpus()
+    node = ObservedNode().gpus()
     for _ in range(5):
         node.xid(119).passes(HOUR)
-    assert node.looks().one("xid").remedy is Remedy.SUPPORT
+    assert node.check_again().one("xid").remedy is Remedy.SUPPORT
 
 
 @pytest.mark.parametrize("code", [1, 61, 142, 170, 999])
 def test_a_rare_number_warns_and_condemns_only_where_a_role_died_of_it(code: int) -> None:
-    node = LookedAt().gpus().xid(code)
+    node = ObservedNode().gpus().xid(code)
     assert node.verdict("xid") is Verdict.WARN
-    node.seen.role_died(["GPU-1"], node.now)
-    assert node.looks().verdict("xid") is Verdict.WARN, "another GPU's role"
-    node.seen.role_died(["GPU-0"], node.now + 30)
-    found = node.looks().one("xid")
+    node.node_state.on_role_death(["GPU-1"], node.now)
+    assert node.check_again().verdict("xid") is Verdict.WARN, "another GPU's role"
+    node.node_state.on_role_death(["GPU-0"], node.now + 30)
+    found = node.check_again().one("xid")
     assert (found.verdict, found.remedy) == (Verdict.FAIL, Remedy.EXCLUDE)
 
 
 def test_a_role_that_died_long_after_is_no_witness() -> None:
-    node = LookedAt().gpus().xid(61)
-    node.seen.role_died(["GPU-0"], node.now + 120)
-    assert node.looks().verdict("xid") is Verdict.WARN
+    node = ObservedNode().gpus().xid(61)
+    node.node_state.on_role_death(["GPU-0"], node.now + 120)
+    assert node.check_again().verdict("xid") is Verdict.WARN
 
 
 def test_a_cable_is_the_administrators_matter() -> None:
-    found = LookedAt().gpus().xid(54).one("xid")
+    found = ObservedNode().gpus().xid(54).one("xid")
     assert (found.verdict, found.remedy) == (Verdict.WARN, Remedy.SUPPORT)
 
 
 # ── whose end it is, and who tells it ────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("code", [13, 31, 74, 54, 61])
 def test_around_our_own_kill_xids_are_only_recorded(code: int) -> None:
-    node = LookedAt().gpus()
-    node.seen.killed(node.now - 20)
+    node = ObservedNode().gpus()
+    node.node_state.on_our_kill(node.now - 20)
     assert node.xid(code).verdict("xid") is Verdict.OK
-    late = LookedAt().gpus().xid(code)
-    late.seen.killed(late.now + 5)
+    late = ObservedNode().gpus().xid(code)
+    late.node_state.on_our_kill(late.now + 5)
     assert late.passes(5).gpus(times=3).verdict("xid") is Verdict.OK, "we hear of a kill when it is done"
-    later = LookedAt().gpus()
-    later.seen.killed(later.now)
+    later = ObservedNode().gpus()
+    later.node_state.on_our_kill(later.now)
     assert later.passes(90).xid(code).verdict("xid") is Verdict.WARN
 
 
 @pytest.mark.parametrize("code", [79, 95])
 def test_the_gravest_act_also_around_our_own_kill(code: int) -> None:
-    node = LookedAt().gpus()
-    node.seen.killed(node.now)
+    node = ObservedNode().gpus()
+    node.node_state.on_our_kill(node.now)
     assert node.xid(code).gpus(LOST).verdict("xid") is Verdict.FAIL
 
 
 def test_kernel_log_nvml_and_dcgm_tell_of_one_event() -> None:
-    node = LookedAt().gpus().reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0", xid_counts={74: 7}),)))
+    node = ObservedNode().gpus().reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0", xid_counts={74: 7}),)))
     node.xid(74).gpus(xids=(GpuXid("GPU-0", 74), GpuXid("", 74)))
     node.passes(60).reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0", xid_counts={74: 9}),)))
     assert node.verdict("xid") is Verdict.WARN, "one event, not a repeated one"
-    assert node.seen.xids.events[0].sources == {"kernel", "nvml", "dcgm"}
-    assert len(node.seen.xids.events) == 1
+    assert node.node_state.xids.events[0].sources == {"kernel", "nvml", "dcgm"}
+    assert len(node.node_state.xids.events) == 1
     node.passes(200).gpus(xids=(GpuXid("GPU-0", 74),))
     assert node.verdict("xid") is Verdict.FAIL
 
 
 def test_what_was_told_by_bus_before_nvml_was_read_belongs_to_the_same_gpu() -> None:
-    node = LookedAt().xid(79)
-    assert node.one("xid").part == "0000:00:00"
+    node = ObservedNode().xid(79)
+    assert node.one("xid").component == "0000:00:00"
     node.gpus(xids=(GpuXid("GPU-0", 79),)).gpus(times=2)
-    assert [one.part for one in node.of("xid") if one.verdict is Verdict.FAIL] == ["GPU-0"]
-    assert len(node.seen.xids.events) == 1
+    assert [one.component for one in node.of("xid") if one.verdict is Verdict.FAIL] == ["GPU-0"]
+    assert len(node.node_state.xids.events) == 1
 
 
 def test_counts_of_dcgm_before_us_are_no_events() -> None:
-    node = LookedAt().reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0", xid_counts={79: 3}),)), times=3)
+    node = ObservedNode().reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0", xid_counts={79: 3}),)), times=3)
     assert node.verdict("xid") is Verdict.OK
 
 
 def test_an_old_line_of_the_log_counts_unless_the_driver_says_that_all_is_well() -> None:
-    assert LookedAt().gpus().xid(119, age=HOUR).verdict("xid") is Verdict.WARN
-    assert LookedAt().gpus(gpu(0, recovery_action=None)).xid(119, age=HOUR).verdict("xid") is Verdict.FAIL
-    assert LookedAt().gpus(gpu(0, recovery_action=None)).xid(119, age=30 * HOUR).verdict("xid") is Verdict.OK
+    assert ObservedNode().gpus().xid(119, age=HOUR).verdict("xid") is Verdict.WARN
+    assert ObservedNode().gpus(gpu(0, recovery_action=None)).xid(119, age=HOUR).verdict("xid") is Verdict.FAIL
+    assert ObservedNode().gpus(gpu(0, recovery_action=None)).xid(119, age=30 * HOUR).verdict("xid") is Verdict.OK
 
 
 def test_a_crash_before_us_says_nothing_of_the_gpu_and_several_do() -> None:
-    once = LookedAt().gpus().xid(31, age=HOUR)
+    once = ObservedNode().gpus().xid(31, age=HOUR)
     assert once.verdict("xid") is Verdict.OK
     once.xid(31, age=5 * HOUR)
     assert (once.verdict("xid"), once.one("xid").cause) == (Verdict.WARN, Cause.GPU)
@@ -240,26 +240,26 @@ def test_a_crash_before_us_says_nothing_of_the_gpu_and_several_do() -> None:
 
 
 def test_what_goes_on_is_an_equal_finding() -> None:
-    node = LookedAt().gpus().xid(95)
+    node = ObservedNode().gpus().xid(95)
     first = node.one("xid")
     for _ in range(5):
         node.passes(200).xid(95)
         last = node.one("xid")
     node.xid(95)
     assert node.one("xid") is last
-    assert (last.since, last.part) == (first.since, first.part)
+    assert (last.since, last.component) == (first.since, first.component)
 
 
 def test_a_high_rate_of_single_bit_errors_is_told_and_condemns_nobody() -> None:
-    node = LookedAt().gpus().xid(92).passes(400).xid(92).passes(400).xid(92)
+    node = ObservedNode().gpus().xid(92).passes(400).xid(92).passes(400).xid(92)
     found = node.one("xid")
     assert (found.verdict, found.cause, found.remedy) == (Verdict.WARN, Cause.GPU, Remedy.SUPPORT)
 
 
 def test_a_contained_error_condemns_by_its_count_and_not_by_its_xid() -> None:
-    node = LookedAt().gpus(gpu(0, ecc_volatile_uncorrected=1)).xid(94)
+    node = ObservedNode().gpus(gpu(0, ecc_volatile_uncorrected=1)).xid(94)
     assert (node.verdict("xid"), node.verdict("gpu_ecc_uncorrected")) == (Verdict.WARN, Verdict.FAIL)
-    alone = LookedAt().gpus().xid(94)
+    alone = ObservedNode().gpus().xid(94)
     assert (alone.verdict("xid"), alone.verdict("gpu_ecc_uncorrected")) == (Verdict.WARN, Verdict.OK)
 
 
@@ -267,12 +267,12 @@ def test_switches_have_their_own() -> None:
     fatal = KernelEvent(kind="sxid", text="nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 12028, Fatal", pci="0000:c1:00",
                         pci_exists=True)  # fmt: skip
     mild = KernelEvent(kind="sxid", text="nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 20034, Non-fatal, Link 30")
-    assert LookedAt().log(fatal).verdict("nvswitch") is Verdict.FAIL
-    assert LookedAt().log(mild).verdict("nvswitch") is Verdict.WARN
+    assert ObservedNode().log(fatal).verdict("nvswitch") is Verdict.FAIL
+    assert ObservedNode().log(mild).verdict("nvswitch") is Verdict.WARN
 
 
 def test_where_nobody_hears_xids_they_are_unknown() -> None:
-    node = LookedAt(Rules()).cannot("kernel", "denied", "dmesg_restrict is set").cannot("nvml", "absent", "no driver")
+    node = ObservedNode(Rules()).cannot("kernel", "denied", "dmesg_restrict is set").cannot("nvml", "absent", "no driver")
     assert node.verdict("xid") is Verdict.UNKNOWN
     assert "dmesg_restrict is set" in node.text("xid")
 
@@ -286,36 +286,36 @@ FATAL_SXID = "nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 12028, Fatal, Link 3"
 def test_an_xid_of_a_gpu_that_the_node_does_not_have_is_a_warning(code: int, exists: bool | None) -> None:
     line = KernelEvent(kind="xid", text=f"NVRM: Xid (PCI:0000:cb:00): {code}, x", xid=code, pci="0000:cb:00",
                        pci_exists=exists)  # fmt: skip
-    for node in (LookedAt(), LookedAt().gpus()):
+    for node in (ObservedNode(), ObservedNode().gpus()):
         found = node.log(line).one("xid")
         assert (found.verdict, found.remedy) == (Verdict.WARN, Remedy.NONE)
         assert "no GPU is known" in found.evidence[0].text
 
 
 def test_an_xid_of_a_gpu_without_nvml_condemns_where_the_node_has_that_gpu() -> None:
-    assert LookedAt().xid(79).verdict("xid") is Verdict.FAIL
+    assert ObservedNode().xid(79).verdict("xid") is Verdict.FAIL
 
 
 def test_an_xid_79_of_a_gpu_that_still_answers_nvml_is_a_warning() -> None:
-    node = LookedAt().gpus().xid(79)
+    node = ObservedNode().gpus().xid(79)
     assert node.verdict("xid") is Verdict.WARN, "until NVML is read again"
     assert node.gpus(times=5).verdict("xid") is Verdict.WARN
     assert "NVML says that the GPU works" in node.text("xid")
 
 
 def test_an_xid_79_condemns_where_nvml_does_not_answer_any_more() -> None:
-    node = LookedAt().gpus().xid(79).passes(10).cannot("nvml")
+    node = ObservedNode().gpus().xid(79).passes(10).cannot("nvml")
     assert node.verdict("xid") is Verdict.FAIL
-    stale = LookedAt().gpus().xid(79).passes(20).log()
+    stale = ObservedNode().gpus().xid(79).passes(20).log()
     assert stale.verdict("xid") is Verdict.FAIL, "no reading came in its time"
 
 
 def test_an_xid_79_that_nvml_tells_too_condemns_at_once() -> None:
-    assert LookedAt().gpus().xid(79).gpus(xids=(GpuXid("GPU-0", 79),)).verdict("xid") is Verdict.FAIL
+    assert ObservedNode().gpus().xid(79).gpus(xids=(GpuXid("GPU-0", 79),)).verdict("xid") is Verdict.FAIL
 
 
 def test_a_demand_for_a_reset_that_nvml_does_not_repeat_is_a_warning() -> None:
-    node = LookedAt().gpus().xid(154, text="GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)")
+    node = ObservedNode().gpus().xid(154, text="GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)")
     assert node.gpus(times=5).verdict("xid") is Verdict.WARN
     assert node.gpus(gpu(0, recovery_action="gpu_reset")).verdict("xid") is Verdict.FAIL
 
@@ -323,9 +323,9 @@ def test_a_demand_for_a_reset_that_nvml_does_not_repeat_is_a_warning() -> None:
 @pytest.mark.parametrize("exists", [False, None])
 def test_a_fatal_sxid_of_a_switch_that_the_node_does_not_have_is_a_warning(exists: bool | None) -> None:
     line = KernelEvent(kind="sxid", text=FATAL_SXID, pci="0000:c1:00", pci_exists=exists)
-    assert LookedAt().log(line).verdict("nvswitch") is Verdict.WARN
+    assert ObservedNode().log(line).verdict("nvswitch") is Verdict.WARN
 
 
 def test_the_name_of_a_process_does_not_make_an_nvlink_error_fatal() -> None:
-    node = LookedAt().gpus().xid(74, text="pid=4711, name=a, fatal, b, NVLink: recoverable error on link 3")
+    node = ObservedNode().gpus().xid(74, text="pid=4711, name=a, fatal, b, NVLink: recoverable error on link 3")
     assert node.verdict("xid") is Verdict.WARN

@@ -4,48 +4,48 @@ from __future__ import annotations
 
 import pytest
 
-from rrl.core.types import Life, NodeName, ReplicaId
-from rrl.health.detection.baselines import Lesson, Took, Usual, noticeable
-from rrl.health.detection.watch import Watch
+from rrl.core.types import Incarnation, NodeName, ReplicaId
+from rrl.health.detection.baselines import RoleBaseline, DurationStats, PhaseDurations, changed_noticeably
+from rrl.health.detection.watch import HealthMonitor
 
 N1 = NodeName("n1")
-TRAINER = Life(ReplicaId("trainer/0"), 1)
-LESSON = Lesson({"train": Took(8, 60.0, 90.0), "checkpoint": Took(8, 5.0, 8.0)}, tensor_seen=True)
+TRAINER = Incarnation(ReplicaId("trainer/0"), 1)
+BASELINE = RoleBaseline({"train": DurationStats(8, 60.0, 90.0), "checkpoint": DurationStats(8, 5.0, 8.0)}, uses_tensor_cores=True)
 
 
-def learned(passes: int = 6, tensor: float | None = 0.5) -> Watch:
+def learned(passes: int = 6, tensor: float | None = 0.5) -> HealthMonitor:
     """A trainer that has trained so often, for 60 s each."""
-    watch = Watch()
-    watch.launched(TRAINER, N1, 0.0)
-    watch.joined(TRAINER, N1, "starting", 1.0)
+    watch = HealthMonitor()
+    watch.on_launched(TRAINER, N1, 0.0)
+    watch.on_hello(TRAINER, N1, "starting", 1.0)
     for index in range(passes):
-        watch.entered(TRAINER, "train", index, None, 100.0 * index)
-        watch.load(TRAINER, 1.0, 0.9, 100.0 * index + 2.0, tensor)
-        watch.entered(TRAINER, "wait_data", index + 1, None, 100.0 * index + 60.0)
+        watch.on_phase(TRAINER, "train", index, None, 100.0 * index)
+        watch.on_load(TRAINER, 1.0, 0.9, 100.0 * index + 2.0, tensor)
+        watch.on_phase(TRAINER, "wait_data", index + 1, None, 100.0 * index + 60.0)
     return watch
 
 
-def inherited(lessons: dict[str, Lesson], passed: tuple[str, ...]) -> Watch:
+def inherited(baselines: dict[str, RoleBaseline], passed: tuple[str, ...]) -> HealthMonitor:
     """A watch that finds the trainer in a step."""
-    watch = Watch()
-    watch.remember(lessons)
-    watch.launched(TRAINER, N1, 1000.0)
-    watch.adopted(TRAINER, passed)
-    watch.joined(TRAINER, N1, "train", 1001.0)
+    watch = HealthMonitor()
+    watch.restore_baselines(baselines)
+    watch.on_launched(TRAINER, N1, 1000.0)
+    watch.restore_passed_phases(TRAINER, passed)
+    watch.on_hello(TRAINER, N1, "train", 1001.0)
     return watch
 
 
 def test_another_watch_knows_what_was_usual_from_the_first_word_that_it_hears() -> None:
     first = learned()
-    watch = inherited(first.lessons(), ("starting", "train"))
+    watch = inherited(first.baselines(), ("starting", "train"))
     seen = watch.replicas[TRAINER.replica]
-    assert (seen.usual, seen.slowest) == (60.0, 60.0)
-    assert seen.activity.tensor_seen
-    assert watch.lessons() == first.lessons(), "and hands on as much"
+    assert (seen.usual_duration, seen.slowest_duration) == (60.0, 60.0)
+    assert seen.loads.uses_tensor_cores
+    assert watch.baselines() == first.baselines(), "and hands on as much"
 
 
 def test_nothing_is_learned_of_who_was_not_seen_long_enough() -> None:
-    assert learned(passes=2, tensor=None).lessons() == {}
+    assert learned(passes=2, tensor=None).baselines() == {}
 
 
 def test_who_went_through_a_phase_under_an_earlier_watch_is_not_in_its_first_pass() -> None:
@@ -53,51 +53,51 @@ def test_who_went_through_a_phase_under_an_earlier_watch_is_not_in_its_first_pas
 
 
 def test_who_has_not_left_its_first_step_yet_goes_on_compiling() -> None:
-    seen = inherited({"trainer": LESSON}, ("starting", "wait_data")).replicas[TRAINER.replica]
+    seen = inherited({"trainer": BASELINE}, ("starting", "wait_data")).replicas[TRAINER.replica]
     assert seen.first_pass
-    assert not seen.activity.tensor_seen
+    assert not seen.loads.uses_tensor_cores
 
 
 def test_a_phase_that_progresses_is_no_first_one_only_where_its_count_says_so() -> None:
-    rollout = Life(ReplicaId("rollout/0"), 1)
+    rollout = Incarnation(ReplicaId("rollout/0"), 1)
     for done, first in ((0, True), (7, False)):
-        watch = Watch()
-        watch.launched(rollout, N1, 0.0)
-        watch.adopted(rollout, ("generate",))
-        watch.joined(rollout, N1, "generate", 1.0)
-        watch.heard(rollout, "generate", done, None, 2.0)
+        watch = HealthMonitor()
+        watch.on_launched(rollout, N1, 0.0)
+        watch.restore_passed_phases(rollout, ("generate",))
+        watch.on_hello(rollout, N1, "generate", 1.0)
+        watch.on_heartbeat(rollout, "generate", done, None, 2.0)
         assert watch.replicas[rollout.replica].first_pass is first
 
 
 def test_what_was_remembered_gives_way_to_what_is_seen_and_its_longest_last() -> None:
-    usual = Usual()
-    usual.remember("trainer", "train", Took(32, 60.0, 300.0))
+    usual = PhaseDurations()
+    usual.restore("trainer", "train", DurationStats(32, 60.0, 300.0))
     for _ in range(31):
         usual.add("trainer", "train", 20.0)
-    assert usual.of("trainer", "train").median == 20.0
-    assert usual.of("trainer", "train").longest == 300.0
+    assert usual.typical("trainer", "train").median == 20.0
+    assert usual.typical("trainer", "train").longest == 300.0
     usual.add("trainer", "train", 20.0)
-    assert usual.of("trainer", "train").longest == 20.0
+    assert usual.typical("trainer", "train").longest == 20.0
 
 
 @pytest.mark.parametrize(
     ("after", "worth"),
     [
         ({}, True),
-        ({"trainer": LESSON}, False),
-        ({"trainer": LESSON, "reward": Lesson(answers=True)}, True),
-        ({"trainer": Lesson(LESSON.phases)}, True),
-        ({"trainer": Lesson({"train": Took(8, 60.0, 90.0)}, tensor_seen=True)}, True),
-        ({"trainer": Lesson({**LESSON.phases, "train": Took(9, 62.0, 95.0)}, tensor_seen=True)}, False),
-        ({"trainer": Lesson({**LESSON.phases, "train": Took(9, 62.0, 190.0)}, tensor_seen=True)}, True),
-        ({"trainer": Lesson({**LESSON.phases, "train": Took(16, 60.0, 90.0)}, tensor_seen=True)}, True),
-        ({"trainer": Lesson({**LESSON.phases, "checkpoint": Took(8, 5.9, 8.0)}, tensor_seen=True)}, False),
-        ({"trainer": Lesson(LESSON.phases, tensor_seen=True, slowest_load=9.0)}, True),
+        ({"trainer": BASELINE}, False),
+        ({"trainer": BASELINE, "reward": RoleBaseline(answers_probes=True)}, True),
+        ({"trainer": RoleBaseline(BASELINE.phases)}, True),
+        ({"trainer": RoleBaseline({"train": DurationStats(8, 60.0, 90.0)}, uses_tensor_cores=True)}, True),
+        ({"trainer": RoleBaseline({**BASELINE.phases, "train": DurationStats(9, 62.0, 95.0)}, uses_tensor_cores=True)}, False),
+        ({"trainer": RoleBaseline({**BASELINE.phases, "train": DurationStats(9, 62.0, 190.0)}, uses_tensor_cores=True)}, True),
+        ({"trainer": RoleBaseline({**BASELINE.phases, "train": DurationStats(16, 60.0, 90.0)}, uses_tensor_cores=True)}, True),
+        ({"trainer": RoleBaseline({**BASELINE.phases, "checkpoint": DurationStats(8, 5.9, 8.0)}, uses_tensor_cores=True)}, False),
+        ({"trainer": RoleBaseline(BASELINE.phases, uses_tensor_cores=True, slowest_load=9.0)}, True),
     ],
     ids=[
         "forgotten", "the same", "another role", "no tensor cores", "a phase less", "a little slower", "far longer",
         "twice as many", "less than a second", "loads",
     ],
 )  # fmt: skip
-def test_a_change_is_worth_a_record_when_a_deadline_moves(after: dict[str, Lesson], worth: bool) -> None:
-    assert noticeable({"trainer": LESSON}, after) is worth
+def test_a_change_is_worth_a_record_when_a_deadline_moves(after: dict[str, RoleBaseline], worth: bool) -> None:
+    assert changed_noticeably({"trainer": BASELINE}, after) is worth

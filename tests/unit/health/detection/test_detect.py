@@ -11,44 +11,44 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rrl.core.launch import ExitReason
-from rrl.core.run_spec import Limits, PhaseView
-from rrl.core.types import AGENT, Finding, Life, NodeName, ProbeResult, ReplicaId, Verdict, role_of
+from rrl.core.run_spec import Limits, PhaseSpec
+from rrl.core.types import AGENT, Finding, Incarnation, NodeName, ProbeResult, ReplicaId, Verdict, role_of
 from rrl.health.detection import detect as guards
 from rrl.health.detection.detect import detect
-from rrl.health.detection.detectors.probing import to_probe
-from rrl.health.detection.detectors.progress import ENDLESS
-from rrl.health.detection.detectors.registry import waits
-from rrl.health.detection.watch import Watch
-from rrl.tests.support.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, Trace, agent_of, fail, look
+from rrl.health.detection.detectors.probing import due_probes
+from rrl.health.detection.detectors.progress import ENDLESS_WAIT_FACTOR
+from rrl.health.detection.detectors.registry import is_waiting
+from rrl.health.detection.watch import HealthMonitor
+from rrl.tests.support.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, Trace, agent_of, fail, detect_fresh
 
 SHORT = Limits(
-    beat=1.0, silence=5.0, join=12.0, first_pass=20.0, suspect=8.0, probe=6.0, idle=7.0,
+    heartbeat=1.0, silence=5.0, join=12.0, first_pass=20.0, suspect=8.0, probe=6.0, idle=7.0,
     phases={
-        "tools": PhaseView(shortest=20.0, longest=60.0, progresses=True), "train": PhaseView(300.0, 1800.0),
-        "stopping": PhaseView(longest=60.0),
+        "tools": PhaseSpec(shortest=20.0, longest=60.0, progresses=True), "train": PhaseSpec(300.0, 1800.0),
+        "stopping": PhaseSpec(longest=60.0),
     },
 )  # fmt: skip
 
 
 # ── by example ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_nothing_seen_finds_nothing_and_need_not_be_looked_at() -> None:
-    assert detect(Watch(), LIMITS, 5.0) == ([], inf)
+    assert detect(HealthMonitor(), LIMITS, 5.0) == ([], inf)
 
 
 def test_a_healthy_run_has_to_be_looked_at_when_the_first_silence_could_be_too_long() -> None:
     trace = Trace().node("n1", ROLLOUT)
     trace.play(10)
-    assert detect(trace.watch, LIMITS, trace.now) == ([], trace.now + LIMITS.silence)
+    assert detect(trace.monitor, LIMITS, trace.now) == ([], trace.now + LIMITS.silence)
 
 
 def test_looking_again_at_the_time_that_was_named_finds_what_came_due() -> None:
     trace = Trace().node("n1", ROLLOUT)
     trace.play(10)
-    trace.silent.add(ROLLOUT)
-    _, due = detect(trace.watch, LIMITS, trace.now)
+    trace.heartbeat_missing.add(ROLLOUT)
+    _, due = detect(trace.monitor, LIMITS, trace.now)
     trace.play(9)
-    assert detect(trace.watch, LIMITS, nextafter(due, 0.0))[0] == []
-    found, _ = detect(trace.watch, LIMITS, due)
+    assert detect(trace.monitor, LIMITS, nextafter(due, 0.0))[0] == []
+    found, _ = detect(trace.monitor, LIMITS, due)
     assert [f.detector for f in found] == ["worker_silence"]
 
 
@@ -57,60 +57,60 @@ def test_a_replica_that_hangs_is_looked_at_again_when_it_could_fall_silent() -> 
     trace.play(10)
     trace.still.add(ROLLOUT)
     trace.play(310)
-    trace.watch.agent_heard(NodeName("n1"), agent_of("n1"), trace.now + 5)
-    found, again = detect(trace.watch, LIMITS, trace.now + 5)
+    trace.monitor.on_agent_message(NodeName("n1"), agent_of("n1"), trace.now + 5)
+    found, again = detect(trace.monitor, LIMITS, trace.now + 5)
     assert ([f.detector for f in found], again) == (["no_progress"], trace.now + LIMITS.silence)
-    assert [f.detector for f in detect(trace.watch, LIMITS, again)[0]] == ["worker_silence"]
+    assert [f.detector for f in detect(trace.monitor, LIMITS, again)[0]] == ["worker_silence"]
 
 
 def test_a_clock_that_ran_backwards_costs_a_full_look_and_no_wrong_answer() -> None:
     trace = Trace().node("n1", ROLLOUT)
-    assert detect(trace.watch, LIMITS, trace.now + 60)[0]
-    assert detect(trace.watch, LIMITS, trace.now)[0] == []
+    assert detect(trace.monitor, LIMITS, trace.now + 60)[0]
+    assert detect(trace.monitor, LIMITS, trace.now)[0] == []
 
 
 def test_limits_that_change_are_heeded_at_once() -> None:
     trace = Trace().node("n1", ROLLOUT)
-    trace.silent.add(ROLLOUT)
+    trace.heartbeat_missing.add(ROLLOUT)
     trace.play(7)
-    assert detect(trace.watch, LIMITS, trace.now)[0] == []
-    assert [f.detector for f in detect(trace.watch, SHORT, trace.now)[0]] == ["worker_silence"]
+    assert detect(trace.monitor, LIMITS, trace.now)[0] == []
+    assert [f.detector for f in detect(trace.monitor, SHORT, trace.now)[0]] == ["worker_silence"]
 
 
 def test_a_replica_that_is_forgotten_takes_its_finding_with_it() -> None:
     trace = Trace().node("n1", *ROLLOUTS)
-    trace.watch.step_ended(ROLLOUT, 1, None, ExitReason.EXITED, trace.now)
-    assert len(detect(trace.watch, LIMITS, trace.now)[0]) == 1
-    trace.watch.forget(ROLLOUT)
-    assert detect(trace.watch, LIMITS, trace.now)[0] == []
+    trace.monitor.on_step_ended(ROLLOUT, 1, None, ExitReason.EXITED, trace.now)
+    assert len(detect(trace.monitor, LIMITS, trace.now)[0]) == 1
+    trace.monitor.remove(ROLLOUT)
+    assert detect(trace.monitor, LIMITS, trace.now)[0] == []
 
 
 def test_a_node_that_is_given_back_takes_its_findings_with_it() -> None:
     trace = Trace().node("n1", *ROLLOUTS)
-    trace.watch.cluster_node(NodeName("n1"), "down", "", trace.now)
-    assert len(detect(trace.watch, LIMITS, trace.now)[0]) == 1
-    trace.watch.forget_node(NodeName("n1"))
-    assert detect(trace.watch, LIMITS, trace.now) == ([], inf)
+    trace.monitor.on_node_status(NodeName("n1"), "down", "", trace.now)
+    assert len(detect(trace.monitor, LIMITS, trace.now)[0]) == 1
+    trace.monitor.remove_node(NodeName("n1"))
+    assert detect(trace.monitor, LIMITS, trace.now) == ([], inf)
 
 
 def test_a_node_on_which_nobody_is_believed_any_more_takes_its_findings_with_it_too() -> None:
     trace = Trace().node("n1")
-    trace.watch.forget(agent_of("n1"))
-    assert len(detect(trace.watch, LIMITS, trace.now + 60)[0]) == 1
-    trace.watch.forget_node(NodeName("n1"))
-    assert detect(trace.watch, LIMITS, trace.now + 60) == ([], inf)
+    trace.monitor.remove(agent_of("n1"))
+    assert len(detect(trace.monitor, LIMITS, trace.now + 60)[0]) == 1
+    trace.monitor.remove_node(NodeName("n1"))
+    assert detect(trace.monitor, LIMITS, trace.now + 60) == ([], inf)
 
 
 def test_the_returned_list_belongs_to_the_caller() -> None:
     trace = Trace().node("n1", ROLLOUT)
-    trace.watch.step_ended(ROLLOUT, 1, None, ExitReason.EXITED, trace.now)
-    detect(trace.watch, LIMITS, trace.now)[0].clear()
-    assert len(detect(trace.watch, LIMITS, trace.now)[0]) == 1
+    trace.monitor.on_step_ended(ROLLOUT, 1, None, ExitReason.EXITED, trace.now)
+    detect(trace.monitor, LIMITS, trace.now)[0].clear()
+    assert len(detect(trace.monitor, LIMITS, trace.now)[0]) == 1
 
 
 def test_a_beat_has_only_its_own_node_judged_again(monkeypatch: Any) -> None:
     judged: list[str] = []
-    judge = guards._judge
+    judge = guards._run_detectors
 
     def counting(home: Any, limits: Limits, now: float) -> Any:
         judged.append(home.node)
@@ -119,11 +119,11 @@ def test_a_beat_has_only_its_own_node_judged_again(monkeypatch: Any) -> None:
     monkeypatch.setattr(guards, "_judge", counting)
     trace = Trace()
     for index in range(200):
-        trace.node(f"n{index}", Life(ReplicaId(f"rollout/{index}"), 1))
-    detect(trace.watch, LIMITS, trace.now)
+        trace.node(f"n{index}", Incarnation(ReplicaId(f"rollout/{index}"), 1))
+    detect(trace.monitor, LIMITS, trace.now)
     judged.clear()
-    trace.watch.heard(Life(ReplicaId("rollout/7"), 1), "generate", 1, None, trace.now + 1)
-    detect(trace.watch, LIMITS, trace.now + 1)
+    trace.monitor.on_heartbeat(Incarnation(ReplicaId("rollout/7"), 1), "generate", 1, None, trace.now + 1)
+    detect(trace.monitor, LIMITS, trace.now + 1)
     assert judged == ["n7"]
 
 
@@ -131,8 +131,8 @@ def test_beats_do_not_pile_up_in_the_queue() -> None:
     trace = Trace().node("n1", ROLLOUT).node("n2", TRAINER, phase="train")
     for _ in range(300):
         trace.play(1)
-        detect(trace.watch, LIMITS, trace.now)
-    memo = trace.watch.memo
+        detect(trace.monitor, LIMITS, trace.now)
+    memo = trace.monitor.memo
     assert isinstance(memo, guards._Memo)
     assert len(memo.queue) <= 4
 
@@ -141,24 +141,24 @@ def test_a_day_of_a_healthy_run_finds_nothing() -> None:
     trace = Trace().node("n1", TRAINER, phase="wait_data").node("n2", *ROLLOUTS)
     for _ in range(12):
         trace.enter(TRAINER, "train")
-        for life in ROLLOUTS:
-            trace.enter(life, "wait_weights")
+        for incarnation in ROLLOUTS:
+            trace.enter(incarnation, "wait_weights")
         for _ in range(40):
             trace.play(5)
-            assert detect(trace.watch, LIMITS, trace.now)[0] == []
+            assert detect(trace.monitor, LIMITS, trace.now)[0] == []
         trace.enter(TRAINER, "checkpoint")
         trace.play(20)
         trace.enter(TRAINER, "wait_data")
-        for life in ROLLOUTS:
-            trace.enter(life, "generate")
+        for incarnation in ROLLOUTS:
+            trace.enter(incarnation, "generate")
         trace.play(200)
-        assert detect(trace.watch, LIMITS, trace.now)[0] == []
+        assert detect(trace.monitor, LIMITS, trace.now)[0] == []
 
 
 # ── by property ──────────────────────────────────────────────────────────────────────────────────────────────────────
 NODES = [NodeName(f"n{index}") for index in range(3)]
 REPLICAS = [ReplicaId(name) for name in ("trainer/0", "trainer/0.1", "rollout/0", "trajectories/0")]
-HOMES = dict(zip(REPLICAS, (NODES[0], NODES[1], NODES[1], NODES[0]), strict=True))
+NODE_OF = dict(zip(REPLICAS, (NODES[0], NODES[1], NODES[1], NODES[0]), strict=True))
 PHASES = [
     "starting", "generate", "train", "wait_weights", "wait_data", "wait_work", "serve", "of_its_own", "tools", "score",
     "loading_weights",
@@ -167,41 +167,41 @@ RAW = ("wait_endless", "wait_overdue", "wait_long", "idle", "stands_idle", "stan
 WAITS = ["wait_weights", "wait_data", "wait_work", "serve"]
 
 replicas = st.sampled_from(REPLICAS)
-lives = st.builds(Life, replicas, st.sampled_from([1, 1, 1, 2]))
+incarnations = st.builds(Incarnation, replicas, st.sampled_from([1, 1, 1, 2]))
 nodes = st.sampled_from(NODES)
 targets = st.none() | replicas
 phases = st.sampled_from(PHASES) | st.sampled_from(WAITS)
-agents = nodes.map(lambda node: Life(ReplicaId(f"{AGENT}/{node}"), 1))
+agents = nodes.map(lambda node: Incarnation(ReplicaId(f"{AGENT}/{node}"), 1))
 loads = st.tuples(
     st.sampled_from([0.0, 1.0]), st.sampled_from([None, 0.0, 0.5, 1.0]), st.sampled_from([None, 0.0, 0.0, 0.5])
 )
 beating = st.tuples(
     st.just("beating"), st.integers(3, 12), st.sampled_from([1.0, 30.0, 150.0]),
-    st.just(set()) | st.sets(lives | agents, max_size=3), st.just(set()) | st.sets(replicas, max_size=2),
+    st.just(set()) | st.sets(incarnations | agents, max_size=3), st.just(set()) | st.sets(replicas, max_size=2),
     st.just({}) | st.dictionaries(replicas, loads), st.booleans(),
 )  # fmt: skip
 unlikely = st.one_of(
     st.tuples(st.just("nothing")),
-    st.tuples(st.just("launched"), lives, nodes),
-    st.tuples(st.just("joined"), lives, nodes, phases),
-    st.tuples(st.just("heard"), lives, phases, st.integers(0, 5), targets),
-    st.tuples(st.just("entered"), lives, phases, st.integers(0, 5), targets),
+    st.tuples(st.just("launched"), incarnations, nodes),
+    st.tuples(st.just("joined"), incarnations, nodes, phases),
+    st.tuples(st.just("heard"), incarnations, phases, st.integers(0, 5), targets),
+    st.tuples(st.just("entered"), incarnations, phases, st.integers(0, 5), targets),
     st.tuples(st.just("all_enter"), st.sampled_from(WAITS), targets),
     st.tuples(
         st.just("step_ended"),
-        lives,
+        incarnations,
         st.sampled_from([0, 1, None]),
         st.sampled_from([ExitReason.EXITED, ExitReason.STOPPED]),
     ),
-    st.tuples(st.just("gone"), lives),
-    st.tuples(st.just("load"), lives, loads),
-    st.tuples(st.just("asked"), lives),
-    st.tuples(st.just("answered"), lives, st.sampled_from(ProbeResult), st.just("")),
-    st.tuples(st.just("leaving"), lives),
-    st.tuples(st.just("postponed"), lives),
-    st.tuples(st.just("goodbye"), lives),
-    st.tuples(st.just("step_alive"), lives),
-    st.tuples(st.just("forget"), lives | agents),
+    st.tuples(st.just("gone"), incarnations),
+    st.tuples(st.just("load"), incarnations, loads),
+    st.tuples(st.just("asked"), incarnations),
+    st.tuples(st.just("answered"), incarnations, st.sampled_from(ProbeResult), st.just("")),
+    st.tuples(st.just("leaving"), incarnations),
+    st.tuples(st.just("postponed"), incarnations),
+    st.tuples(st.just("goodbye"), incarnations),
+    st.tuples(st.just("step_alive"), incarnations),
+    st.tuples(st.just("forget"), incarnations | agents),
     st.tuples(st.just("agent"), nodes, st.integers(1, 2)),
     st.tuples(st.just("agent_launched"), nodes, st.integers(1, 2)),
     st.tuples(st.just("cluster"), nodes, st.sampled_from(["up", "down", "draining", "unknown"])),
@@ -209,72 +209,72 @@ unlikely = st.one_of(
     st.tuples(st.just("forget_node"), nodes),
     st.tuples(st.just("restart")),
 )
-deeds = st.integers(0, 2).flatmap(lambda dice: unlikely if dice == 0 else beating)
+random_steps = st.integers(0, 2).flatmap(lambda dice: unlikely if dice == 0 else beating)
 pauses = st.sampled_from([0.0, 0.0, 0.0, 0.0, 0.0, 0.5, 4.0, 12.0, 61.0])
-steps = st.lists(st.tuples(pauses, deeds), min_size=1, max_size=10)
+steps = st.lists(st.tuples(pauses, random_steps), min_size=1, max_size=10)
 beginnings = st.lists(phases, min_size=4, max_size=4) | st.lists(st.sampled_from(WAITS), min_size=4, max_size=4)
 traces = st.tuples(beginnings, steps)
 
 
-def agent(node: str, incarnation: int) -> Life:
-    return Life(ReplicaId(f"{AGENT}/{node}"), incarnation)
+def agent(node: str, incarnation: int) -> Incarnation:
+    return Incarnation(ReplicaId(f"{AGENT}/{node}"), incarnation)
 
 
-def played(trace: Any) -> Iterator[tuple[Watch, float]]:
+def played(trace: Any) -> Iterator[tuple[HealthMonitor, float]]:
     """A small run that is up, and then what the trace says happens to it; yields after each step."""
     beginning, rest = trace
-    watch, now = Watch(), 0.0
+    watch, now = HealthMonitor(), 0.0
     for node in NODES:
-        watch.agent_heard(node, agent(node, 1), now)
+        watch.on_agent_message(node, agent(node, 1), now)
     for replica, phase_name in zip(REPLICAS, beginning, strict=True):
-        watch.joined(Life(replica, 1), HOMES[replica], "starting", now)
-        watch.entered(Life(replica, 1), phase_name, 0, None, now)
+        watch.on_hello(Incarnation(replica, 1), NODE_OF[replica], "starting", now)
+        watch.on_phase(Incarnation(replica, 1), phase_name, 0, None, now)
     for pause, deed in rest:
         now += pause
         now = perform(watch, deed, now)
         yield watch, now
 
 
-def perform(watch: Watch, deed: Any, now: float) -> float:
-    kind, *rest = deed
+def perform(monitor: HealthMonitor, step: Any, now: float) -> float:
+    kind, *rest = step
     match kind:
         case "nothing":
             pass
         case "beating":
             for _ in range(rest[0]):
                 now += rest[1]
-                for seen in list(watch.replicas.values()):
-                    if seen.life in rest[2]:
+                for seen in list(monitor.replicas.values()):
+                    if seen.incarnation in rest[2]:
                         continue
                     if seen.is_agent:
-                        watch.agent_heard(seen.node, seen.life, now)
+                        monitor.on_agent_message(seen.node, seen.incarnation, now)
                     elif seen.phase is not None:
-                        done = (seen.done or 0) + (seen.life.replica in rest[3])
-                        watch.heard(seen.life, seen.phase, done, seen.waits_for, now)
-                        if (load := rest[4].get(seen.life.replica)) is not None:
-                            watch.load(seen.life, load[0], load[1], now, load[2])
+                        done = (seen.done or 0) + (seen.incarnation.replica in rest[3])
+                        monitor.on_heartbeat(seen.incarnation, seen.phase, done, seen.waits_for, now)
+                        if (load := rest[4].get(seen.incarnation.replica)) is not None:
+                            monitor.on_load(seen.incarnation, load[0], load[1], now, load[2])
                 if rest[5]:
-                    for life in to_probe(watch, SHORT, now):
-                        watch.asked(life, now)
+                    for incarnation in due_probes(monitor, SHORT, now):
+                        monitor.on_probe_sent(incarnation, now)
         case "all_enter":
-            for seen in watch.workers():
-                watch.entered(seen.life, rest[0], 0, rest[1], now)
+            for seen in monitor.workers():
+                monitor.on_phase(seen.incarnation, rest[0], 0, rest[1], now)
         case "step_ended":
-            watch.step_ended(rest[0], rest[1], 9 if rest[1] is None else None, rest[2], now)
+            monitor.on_step_ended(rest[0], rest[1], 9 if rest[1] is None else None, rest[2], now)
         case "load":
-            watch.load(rest[0], rest[1][0], rest[1][1], now, rest[1][2])
+            monitor.on_load(rest[0], rest[1][0], rest[1][1], now, rest[1][2])
         case "agent":
-            watch.agent_heard(rest[0], agent(*rest), now)
+            monitor.on_agent_message(rest[0], agent(*rest), now)
         case "agent_launched":
-            watch.launched(agent(*rest), rest[0], now)
+            monitor.on_launched(agent(*rest), rest[0], now)
         case "cluster":
-            watch.cluster_node(rest[0], rest[1], "said so", now)
+            monitor.on_node_status(rest[0], rest[1], "said so", now)
         case "job":
-            watch.cluster_job(rest[0], rest[1], now, now)
+            monitor.on_job_status(rest[0], rest[1], now, now)
         case "forget" | "forget_node":
-            getattr(watch, kind)(*rest)
+            getattr(monitor, kind)(*rest)
         case _:
-            getattr(watch, kind)(*rest, now)
+            getattr(monitor, kind)(*rest, now)
     return now
 
 
@@ -285,7 +285,7 @@ _few = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCh
 @given(traces)
 def test_the_memory_changes_no_answer(trace: Any) -> None:
     for watch, now in played(trace):
-        full = look(watch, now, SHORT)
+        full = detect_fresh(watch, now, SHORT)
         assert detect(watch, SHORT, now) == full
         assert detect(watch, SHORT, now) == full, "the same again when nothing is new"
 
@@ -294,26 +294,26 @@ def test_the_memory_changes_no_answer(trace: Any) -> None:
 @given(traces, st.floats(0.0, 1.0, exclude_max=True))
 def test_no_finding_changes_before_the_time_to_look_again(trace: Any, share: float) -> None:
     *_, (watch, now) = played(trace)
-    found, again = look(watch, now, SHORT)
+    found, again = detect_fresh(watch, now, SHORT)
     assert again > now
     for _ in range(6):  # and the same from each such time to the next
         end = min(again, now + 1e5)
         for moment in (now + share * (end - now), nextafter(end, 0.0)):
             if now <= moment < again:
-                assert look(watch, moment, SHORT) == (found, again)
+                assert detect_fresh(watch, moment, SHORT) == (found, again)
                 assert _to_probe(watch, moment, found) == _to_probe(watch, now, found)
         if again == inf:
             break
         now = again
-        found, again = look(watch, now, SHORT)
+        found, again = detect_fresh(watch, now, SHORT)
         assert again > now
 
 
-def _to_probe(watch: Watch, now: float, found: list[Finding]) -> set[Life]:
+def _to_probe(monitor: HealthMonitor, now: float, found: list[Finding]) -> set[Incarnation]:
     """Of those against whom nothing else is found."""
-    lives, lost = {finding.life for finding in found}, {finding.node for finding in found}
-    asked = set(to_probe(watch, SHORT, now)) - lives
-    return {life for life in asked if watch.replicas[life.replica].node not in lost}
+    incarnations, lost = {finding.incarnation for finding in found}, {finding.node for finding in found}
+    asked = set(due_probes(monitor, SHORT, now)) - incarnations
+    return {incarnation for incarnation in asked if monitor.replicas[incarnation.replica].node not in lost}
 
 
 @_few
@@ -321,10 +321,10 @@ def _to_probe(watch: Watch, now: float, found: list[Finding]) -> set[Life]:
 def test_who_is_to_be_asked_is_remembered_right(trace: Any) -> None:
     for watch, now in played(trace):
         detect(watch, SHORT, now)
-        remembered = to_probe(watch, SHORT, now)
+        remembered = due_probes(watch, SHORT, now)
         everything = deepcopy(watch)
-        everything.touched.update(watch.nodes)
-        assert remembered == to_probe(everything, SHORT, now)
+        everything.dirty.update(watch.nodes)
+        assert remembered == due_probes(everything, SHORT, now)
 
 
 @_few
@@ -332,16 +332,16 @@ def test_who_is_to_be_asked_is_remembered_right(trace: Any) -> None:
 def test_findings_are_about_who_is_believed_and_each_subject_has_one(trace: Any) -> None:
     for watch, now in played(trace):
         found, _ = detect(watch, SHORT, now)
-        subjects = [f.life or f.node for f in found]
+        subjects = [f.incarnation or f.node for f in found]
         assert len(subjects) == len(set(subjects))
         failed = {f.node for f in found if f.node is not None and f.verdict is Verdict.FAIL}
         for finding in found:
-            assert (finding.life is None) != (finding.node is None)
+            assert (finding.incarnation is None) != (finding.node is None)
             assert finding.since <= now
             assert finding.evidence
-            if finding.life is not None:
-                seen = watch.replicas[finding.life.replica]
-                assert seen.life == finding.life
+            if finding.incarnation is not None:
+                seen = watch.replicas[finding.incarnation.replica]
+                assert seen.incarnation == finding.incarnation
                 assert finding.proof or finding.node not in failed
                 assert finding.proof or seen.node not in failed
             else:
@@ -357,30 +357,30 @@ def test_a_waiter_is_never_charged_but_in_a_circle_and_only_where_the_whole_run_
         found = detect(watch, SHORT, now)[0]
         for finding in found:
             assert finding.detector not in RAW
-            if finding.life is None or finding.verdict is not Verdict.FAIL or finding.cause != "hang":
+            if finding.incarnation is None or finding.verdict is not Verdict.FAIL or finding.cause != "hang":
                 continue
-            seen = watch.replicas[finding.life.replica]
+            seen = watch.replicas[finding.incarnation.replica]
             if finding.detector == "standstill":
-                called = [one for one in watch.workers() if one.waits_for == seen.life.replica and one.beats >= 3]
-                endless = waits(seen) and now >= seen.clock + ENDLESS * seen.declared.longest
-                assert called or endless or all(one.left_at is not None or one.beats >= 3 for one in watch.workers())
-                assert not waits(seen) or endless or _in_a_circle(watch, seen.life.replica)
-            elif finding.detector == "no_answer" and waits(seen):
-                assert seen.role.answers, "its role has answered while it waited"
+                called = [one for one in watch.workers() if one.waits_for == seen.incarnation.replica and one.heartbeats >= 3]
+                endless = is_waiting(seen) and now >= seen.last_change_at + ENDLESS_WAIT_FACTOR * seen.declared.longest
+                assert called or endless or all(one.left_at is not None or one.heartbeats >= 3 for one in watch.workers())
+                assert not is_waiting(seen) or endless or _in_a_circle(watch, seen.incarnation.replica)
+            elif finding.detector == "no_answer" and is_waiting(seen):
+                assert seen.role.answers_probes, "its role has answered while it waited"
             elif finding.detector not in ("never_left", "engine_dead"):
-                assert not waits(seen) or seen.declared.own_work
+                assert not is_waiting(seen) or seen.declared.own_work
 
 
-def _in_a_circle(watch: Watch, start: ReplicaId) -> bool:
+def _in_a_circle(monitor: HealthMonitor, start: ReplicaId) -> bool:
     """Follow every edge that there could be: can it come back to where it started?"""
     ahead, been = [start], set()
     while ahead:
-        seen = watch.replicas.get(ahead.pop())
-        if seen is None or seen.life.replica in been:
+        seen = monitor.replicas.get(ahead.pop())
+        if seen is None or seen.incarnation.replica in been:
             continue
-        been.add(seen.life.replica)
+        been.add(seen.incarnation.replica)
         role = seen.declared.waits_for
-        named = [seen.waits_for] if seen.waits_for else [r for r in watch.replicas if role_of(r) == role]
+        named = [seen.waits_for] if seen.waits_for else [r for r in monitor.replicas if role_of(r) == role]
         if start in named:
             return True
         ahead.extend(named)
@@ -389,13 +389,13 @@ def _in_a_circle(watch: Watch, start: ReplicaId) -> bool:
 
 @_few
 @given(st.lists(st.integers(1, 4), max_size=60), st.sets(st.sampled_from(ROLLOUTS)))
-def test_who_beats_and_makes_progress_is_never_found(seconds: list[int], trouble: set[Life]) -> None:
+def test_who_beats_and_makes_progress_is_never_found(seconds: list[int], trouble: set[Incarnation]) -> None:
     trace = Trace().node("n1", *ROLLOUTS).node("n2", TRAINER, phase="train")
     trace.play(5)
-    trace.silent |= trouble
+    trace.heartbeat_missing |= trouble
     for some in seconds:
         trace.play(some)
-        found = {f.life for f in detect(trace.watch, LIMITS, trace.now)[0]}
+        found = {f.incarnation for f in detect(trace.monitor, LIMITS, trace.now)[0]}
         assert found <= trouble
 
 
@@ -405,14 +405,14 @@ def test_after_a_restart_only_proof_is_found_before_full_grace_is_over(trace: An
     *_, (watch, now) = played(trace)
     watch.restart(now)
     for moment in (now, nextafter(now + SHORT.join, 0.0)):
-        found, _ = look(watch, moment, SHORT)
+        found, _ = detect_fresh(watch, moment, SHORT)
         assert all(f.detector in ("exit_record", "step_gone") for f in found)
 
 
 def test_detect_is_pure_but_for_its_memory() -> None:
     trace = Trace().node("n1", *ROLLOUTS)
-    trace.silent |= {ROLLOUT, agent_of("n1")}
+    trace.heartbeat_missing |= {ROLLOUT, agent_of("n1")}
     trace.play(30)
-    copy = deepcopy(trace.watch)
-    assert detect(trace.watch, LIMITS, trace.now) == detect(copy, LIMITS, trace.now)
+    copy = deepcopy(trace.monitor)
+    assert detect(trace.monitor, LIMITS, trace.now) == detect(copy, LIMITS, trace.now)
     assert trace.found() >= {fail("worker_silence", ROLLOUT)}

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from rrl.benchmarks._detection_curve import matched
-from rrl.core.types import Finding, Life
+from rrl.benchmarks._detection_curve import match_delay
+from rrl.core.types import Finding, Incarnation
 from rrl.tests.support.scenarios.format import Scenario
 from rrl.tests.support.scenarios.load import ScenarioError, load, load_all
 from rrl.tests.support.scenarios.methods import FIXED, METHODS, OURS, ROBUSTRL, judge_of
-from rrl.tests.support.scenarios.ours import Ours
+from rrl.tests.support.scenarios.ours import RrlDetectors
 from rrl.tests.support.scenarios.play import Alarm, Outcome, Played, play
 from rrl.tests.support.scenarios.rhythms import roles_of
 from rrl.tests.support.scenarios.score import confusion, ratio, score
@@ -143,20 +143,20 @@ def test_robustrl_does_not_see_a_dead_engine_in_a_process_that_answers(tmp_path:
 
 
 # ── the scoring ──────────────────────────────────────────────────────────────────────────────────────────────────────
-class Deaf(Ours):
+class Deaf(RrlDetectors):
     """Finds nothing at all."""
 
     def findings(self, now: float) -> list[Finding]:
         return []
 
 
-class Nervous(Ours):
+class Nervous(RrlDetectors):
     """Accuses whom it hears of, however well that one is."""
 
-    def hello(self, life: Life, node: object, phase: str, now: float) -> None:
-        super().hello(life, node, phase, now)  # type: ignore[arg-type]
-        if life.replica == "rollout/1":
-            self.exited(life, 1, None, "a planted mistake", "", now)
+    def hello(self, incarnation: Incarnation, node: object, phase: str, now: float) -> None:
+        super().hello(incarnation, node, phase, now)  # type: ignore[arg-type]
+        if incarnation.replica == "rollout/1":
+            self.exited(incarnation, 1, None, "a planted mistake", "", now)
 
 
 def test_a_planted_miss_is_a_miss(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def _plays(delay: float, false: int) -> list[Played]:
 
 def test_delays_are_compared_where_ours_is_wrong_as_often_as_theirs() -> None:
     ours = {0.5: _plays(10.0, 3), 1.0: _plays(30.0, 0), 2.0: _plays(60.0, 0)}
-    found = matched(ours, _plays(90.0, 1))
+    found = match_delay(ours, _plays(90.0, 1))
     assert found.factor == pytest.approx(5 / 6)
     assert found.reached
     assert found.ratio == pytest.approx((30.0 - 20.0 / 3.0) / 90.0)
@@ -200,12 +200,12 @@ def test_delays_are_compared_where_ours_is_wrong_as_often_as_theirs() -> None:
 
 def test_who_is_wrong_more_often_is_loosened_or_said_not_to_get_there() -> None:
     ours = {0.5: _plays(10.0, 9), 1.0: _plays(30.0, 4), 2.0: _plays(60.0, 2)}
-    assert matched(ours, _plays(90.0, 2)).ratio == pytest.approx(60.0 / 90.0)
-    assert not matched(ours, _plays(90.0, 1)).reached
+    assert match_delay(ours, _plays(90.0, 2)).ratio == pytest.approx(60.0 / 90.0)
+    assert not match_delay(ours, _plays(90.0, 1)).reached
 
 
 def test_without_a_curve_delays_are_compared_as_published() -> None:
-    assert matched({1.0: _plays(30.0, 0)}, _plays(90.0, 2)).ratio == pytest.approx(1.0 / 3.0)
+    assert match_delay({1.0: _plays(30.0, 0)}, _plays(90.0, 2)).ratio == pytest.approx(1.0 / 3.0)
 
 
 def test_confusion_counts_misses_wrong_alarms_and_silence_that_was_right() -> None:

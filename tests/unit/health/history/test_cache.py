@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from rrl.health.history.cache import HistoryCache, Sources, cache_path
-from rrl.health.history.records import MOST_LINE, Record, file_name, line
-from rrl.manager.reporting.history_writer import own_name
+from rrl.health.history.records import MAX_LINE_BYTES, Record, file_name, encode_line
+from rrl.manager.reporting.history_writer import user_name
 from rrl.tests.support.health.site_history import BEGAN, HOUR, began, failed, found, held, left, over, write
 
-ME = own_name()
+ME = user_name()
 NOBODY = 65534
 
 
@@ -34,7 +34,7 @@ def read(folder: Path, file: Path, since: float = 0.0) -> tuple[list[Record], So
     cache = HistoryCache([folder], file)
     try:
         sources = cache.refresh()
-        return [one.record for one in cache.told(since)], sources
+        return [one.record for one in cache.records(since)], sources
     finally:
         cache.close()
 
@@ -58,14 +58,14 @@ def test_what_is_new_is_added_and_the_old_is_not_read_again(folder: Path, file: 
     db.commit()
     db.close()  # what was read before is recognized by this
     with path.open("ab") as more:
-        more.write(line(left(9, "n1")))
+        more.write(encode_line(left(9, "n1")))
     told, _ = read(folder, file)
     assert [getattr(one, "node", "") for one in told] == ["", "n9", "n9", "n9", "n1"]
 
 
 def test_a_torn_line_is_read_once_it_is_whole(folder: Path, file: Path) -> None:
     path = write(folder, ME, "r", records())
-    whole = line(left(9, "n1"))
+    whole = encode_line(left(9, "n1"))
     with path.open("ab") as more:
         more.write(whole[:10])
     told, sources = read(folder, file)
@@ -85,7 +85,7 @@ def test_a_file_that_shrank_or_is_another_one_is_read_anew(folder: Path, file: P
         new += [found(5, f"n{i}") for i in range(9)]
     elif how == "rewritten":
         new += [found(5, f"n{i}") for i in range(9)]
-    path.write_bytes(b"".join(map(line, new)))
+    path.write_bytes(b"".join(map(encode_line, new)))
     assert read(folder, file)[0] == new
 
 
@@ -99,7 +99,7 @@ def test_a_file_that_was_removed_is_forgotten(folder: Path, file: Path) -> None:
 def test_damaged_lines_are_skipped_and_counted(folder: Path, file: Path) -> None:
     path = write(folder, ME, "r", records())
     with path.open("ab") as more:
-        more.write(b'{"kind":"prayed","at":1}\nnot json\n' + b"x" * (3 * MOST_LINE) + b"\n" + line(left(9, "n1")))
+        more.write(b'{"kind":"prayed","at":1}\nnot json\n' + b"x" * (3 * MAX_LINE_BYTES) + b"\n" + encode_line(left(9, "n1")))
     told, sources = read(folder, file)
     assert told == [*records(), left(9, "n1")]
     assert sources.skipped == 3
@@ -156,7 +156,7 @@ def test_two_epochs_of_a_run_are_one_run(folder: Path, file: Path) -> None:
     write(folder, ME, "r", [began(HOUR, "r", ME, 2), over(2 * HOUR)], epoch=2)
     cache = HistoryCache([folder], file)
     cache.refresh()
-    assert {(one.user, one.run) for one in cache.told(0.0)} == {(ME, "r")}
+    assert {(one.user, one.run) for one in cache.records(0.0)} == {(ME, "r")}
     cache.close()
 
 

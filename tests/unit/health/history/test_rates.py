@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from rrl.health.history.rates import (
-    DAY,
-    between,
+    DAY_S,
+    mtbf,
     gamma_quantile,
     gamma_share,
-    length,
-    per,
+    total_length,
+    rate_per,
     poisson_at_least,
     poisson_interval,
-    union,
-    within,
+    merge_intervals,
+    clip,
 )
 
 
@@ -40,7 +40,7 @@ def test_a_quantile_is_where_the_share_is_reached(shape: int, share: float) -> N
 
 def test_a_published_rate_is_found_again() -> None:
     """RSC-1 (docs/sources.md): 6.50 failures per 1000 node-days."""
-    rate = per(65, 10_000, 1000.0)
+    rate = rate_per(65, 10_000, 1000.0)
     assert rate.value == 6.5
     assert rate.low is not None
     assert rate.high is not None
@@ -49,20 +49,20 @@ def test_a_published_rate_is_found_again() -> None:
 
 
 def test_the_mean_time_between_failures_is_the_rates_inverse() -> None:
-    time, rate = between(4, 800.0), per(4, 800.0)
+    time, rate = mtbf(4, 800.0), rate_per(4, 800.0)
     assert time.value == 200.0
     assert (time.low, time.high) == pytest.approx((1 / (rate.high or 0), 1 / (rate.low or 0)))
 
 
 def test_without_a_failure_only_a_lower_bound_is_known() -> None:
-    time = between(0, 1000.0)
+    time = mtbf(0, 1000.0)
     assert (time.value, time.high) == (None, None)
     assert time.low == pytest.approx(1000.0 / 3.6889, abs=0.1)
 
 
 def test_without_exposure_nothing_is_known() -> None:
-    assert per(3, 0.0).value is None
-    assert between(0, 0.0).low is None
+    assert rate_per(3, 0.0).value is None
+    assert mtbf(0, 0.0).low is None
 
 
 def test_so_many_failures_are_unlikely_where_few_are_expected() -> None:
@@ -72,6 +72,6 @@ def test_so_many_failures_are_unlikely_where_few_are_expected() -> None:
 
 
 def test_what_two_runs_hold_at_once_is_counted_once() -> None:
-    spans = union([(0.0, DAY), (DAY / 2, 2 * DAY), (3 * DAY, 4 * DAY), (5 * DAY, 5 * DAY)])
-    assert spans == [(0.0, 2 * DAY), (3 * DAY, 4 * DAY)]
-    assert length(within(spans, DAY, 3.5 * DAY)) == 1.5 * DAY
+    spans = merge_intervals([(0.0, DAY_S), (DAY_S / 2, 2 * DAY_S), (3 * DAY_S, 4 * DAY_S), (5 * DAY_S, 5 * DAY_S)])
+    assert spans == [(0.0, 2 * DAY_S), (3 * DAY_S, 4 * DAY_S)]
+    assert total_length(clip(spans, DAY_S, 3.5 * DAY_S)) == 1.5 * DAY_S

@@ -5,47 +5,47 @@ from __future__ import annotations
 import pytest
 
 from rrl.health.history.records import (
-    Acted,
-    Alive,
-    Began,
+    ActionTaken,
+    Checkpoint,
+    RunStarted,
     Failed,
-    Found,
-    Held,
-    Left,
-    Lost,
-    Mended,
-    Over,
+    FindingRecord,
+    NodeAcquired,
+    NodeReleased,
+    RecordsLost,
+    RecoveryDone,
+    RunEnded,
     Record,
-    believed,
+    is_attributable,
     clipped,
     file_name,
     is_node,
-    line,
-    of_file,
+    encode_line,
+    parse_file_name,
     read_line,
 )
 from rrl.tests.support.health.site_history import acted, began, failed, found, held, left, mended, over
 
 EVERY: list[Record] = [
-    began(0, "r", "anna"), *held(1, "n1"), left(2, "n1"), Alive(3.0), found(4, "n1"), acted(5, "n1", "excluded"),
-    failed(6, "n1"), mended(7, "rollout/0", "n1", 6, 0.5), over(8), Lost(9.0, 3),
+    began(0, "r", "anna"), *held(1, "n1"), left(2, "n1"), Checkpoint(3.0), found(4, "n1"), acted(5, "n1", "excluded"),
+    failed(6, "n1"), mended(7, "rollout/0", "n1", 6, 0.5), over(8), RecordsLost(9.0, 3),
 ]  # fmt: skip
 
 
 def test_every_kind_of_record_has_one_of_it_here() -> None:
-    kinds = {Began, Held, Left, Alive, Found, Acted, Failed, Mended, Over, Lost}
+    kinds = {RunStarted, NodeAcquired, NodeReleased, Checkpoint, FindingRecord, ActionTaken, Failed, RecoveryDone, RunEnded, RecordsLost}
     assert {type(one) for one in EVERY} == kinds == set(Record.__args__)
 
 
 @pytest.mark.parametrize("record", EVERY, ids=lambda one: type(one).__name__)
 def test_a_record_is_one_line_and_is_read_as_it_was_written(record: Record) -> None:
-    text = line(record)
+    text = encode_line(record)
     assert text.count(b"\n") == 1
     assert read_line(text.strip()) == record
 
 
 def test_a_field_that_is_not_known_yet_is_no_obstacle() -> None:
-    assert read_line(b'{"kind":"left","at":2.0,"node":"n1","new":{"a":1}}') == Left(2.0, "n1")
+    assert read_line(b'{"kind":"left","at":2.0,"node":"n1","new":{"a":1}}') == NodeReleased(2.0, "n1")
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_what_is_damaged_or_of_an_unknown_kind_is_nothing(text: bytes) -> None:
 @pytest.mark.parametrize("name", ["n[1-1000]", "ALL", "all", "n1,n2", "n1 state=idle", "-n1", "n1;reboot", "n" * 300])
 def test_who_names_anything_but_one_node_is_not_heard(name: str) -> None:
     assert not is_node(name)
-    assert read_line(line(Acted(1.0, name, "asked", "rrl:x"))) is None
+    assert read_line(encode_line(ActionTaken(1.0, name, "asked", "rrl:x"))) is None
 
 
 @pytest.mark.parametrize("name", ["n1", "gpu-0042.cluster.example", "NODE_7"])
@@ -75,15 +75,15 @@ def test_names_of_nodes_are(name: str) -> None:
 
 @pytest.mark.parametrize("text", ["\x1b[2Jgone", "two\nlines", "bell\a", "\u202eback", "nul\0"])
 def test_what_would_move_a_terminals_cursor_is_neither_written_nor_read(text: str) -> None:
-    forged = line(Over(1.0, "completed", text))
+    forged = encode_line(RunEnded(1.0, "completed", text))
     assert read_line(forged.strip()) is None
-    written = line(Over(1.0, "completed", clipped(text)))
-    assert read_line(written.strip()) == Over(1.0, "completed", clipped(text))
+    written = encode_line(RunEnded(1.0, "completed", clipped(text)))
+    assert read_line(written.strip()) == RunEnded(1.0, "completed", clipped(text))
 
 
 def test_quotes_and_backslashes_are_nothing_to_fear() -> None:
-    record = Over(1.0, "failed", 'C:\\new "quoted" \\x1b is only letters')
-    assert read_line(line(record).strip()) == record
+    record = RunEnded(1.0, "failed", 'C:\\new "quoted" \\x1b is only letters')
+    assert read_line(encode_line(record).strip()) == record
 
 
 def test_a_long_line_of_evidence_is_cut() -> None:
@@ -91,12 +91,12 @@ def test_a_long_line_of_evidence_is_cut() -> None:
 
 
 def test_a_file_tells_by_its_name_whose_it_is() -> None:
-    assert of_file(file_name("math-0101-1.2", 7)) == ("math-0101-1.2", 7)
-    assert [of_file(name) for name in ("x.jsonl", "x.7.jsonl", ".jsonl", "notes.txt", "a/b.000001.jsonl")] == [None] * 5
+    assert parse_file_name(file_name("math-0101-1.2", 7)) == ("math-0101-1.2", 7)
+    assert [parse_file_name(name) for name in ("x.jsonl", "x.7.jsonl", ".jsonl", "notes.txt", "a/b.000001.jsonl")] == [None] * 5
 
 
 def test_who_speaks_in_another_name_is_not_believed() -> None:
     said = began(0, "r", "anna")
-    assert believed(said, "anna", "r")
-    assert not believed(said, "ben", "r")
-    assert not believed(said, "anna", "other")
+    assert is_attributable(said, "anna", "r")
+    assert not is_attributable(said, "ben", "r")
+    assert not is_attributable(said, "anna", "other")

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from rrl.health.readers.base import Absent, ReaderOptions
+from rrl.health.readers.base import NotInstalled, ReaderOptions
 from rrl.health.readers.dcgm import reader as dcgm
 from rrl.health.readers.dcgm.parsing import NotUnderstood, diag, health
 from rrl.health.readers.dcgm.reader import DcgmReader
@@ -83,7 +83,7 @@ def test_metrics_are_told_by_gpu(metrics: Exporter) -> None:
         DcgmGpu(uuid=OTHER, index=1, ecc_volatile_uncorrected=2, remap_failed=True),
     )
     assert data.unread == {"health": "/nowhere/dcgmi is not installed"}
-    assert metrics.asked == ["GET /metrics HTTP/1.0"]
+    assert metrics.requests == ["GET /metrics HTTP/1.0"]
 
 
 def test_the_gauge_of_the_last_xid_is_not_counted(metrics: Exporter) -> None:
@@ -143,7 +143,7 @@ def test_an_exporter_that_hangs_is_unread_in_time(
     metrics: Exporter, said: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dcgm, "_EXPORTER_WITHIN", 0.3)
-    metrics.silent.set()
+    metrics.hangs.set()
     data = read(metrics, FAKE)
     assert data.unread["exporter"] == f"{metrics.url} did not answer within 0.3 s"
 
@@ -155,12 +155,12 @@ def test_an_exporter_in_trouble_is_unread_with_what_it_says(metrics: Exporter, s
 
 def test_with_neither_exporter_nor_dcgmi_there_is_nothing_to_read() -> None:
     reader = DcgmReader(ReaderOptions(dcgm_user=ME, exporter="http://127.0.0.1:1/metrics", dcgmi=NOT_INSTALLED))
-    with pytest.raises(Absent, match=r"no dcgm-exporter \(http://127.0.0.1:1/metrics: nobody listens on port 1"):
+    with pytest.raises(NotInstalled, match=r"no dcgm-exporter \(http://127.0.0.1:1/metrics: nobody listens on port 1"):
         reader.read()
 
 
 def test_only_plain_http_is_read() -> None:
-    with pytest.raises(Absent, match="only http://"):
+    with pytest.raises(NotInstalled, match="only http://"):
         DcgmReader(ReaderOptions(dcgm_user=ME, exporter="https://127.0.0.1/metrics", dcgmi=NOT_INSTALLED)).read()
 
 
@@ -333,7 +333,7 @@ def test_the_diagnostic_runs_once_and_only_where_asked_for(metrics: Exporter, sa
     assert read(metrics, FAKE).incidents == ()
     assert (said / "calls").read_text() == "health -c -j\n"
     reader = DcgmReader(ReaderOptions(dcgm_user=ME, exporter=metrics.url, dcgmi=FAKE, diag=True))
-    assert reader.within > dcgm._DIAG_WITHIN
+    assert reader.timeout_s > dcgm._DIAG_TIMEOUT_S
     for _ in range(2):
         assert [(found.source, found.system) for found in reader.read().incidents] == [("diag", "software")]
     assert (said / "calls").read_text().splitlines()[1:] == ["health -c -j", "diag -r 1 -j"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rrl.health.readers.base import Absent, Denied, ReaderOptions
+from rrl.health.readers.base import NotInstalled, PermissionDenied, ReaderOptions
 from rrl.health.readers.fabric import FabricReader
 
 _COUNTERS = {"symbol_error": "7", "link_downed": "1", "port_rcv_errors": "0", "port_xmit_wait": "N/A (no PMA)"}
@@ -111,7 +111,7 @@ def test_a_character_device_that_is_missing_is_named_but_not_the_subnet_managers
 def test_a_node_without_a_device_is_absent(tmp_path: Path, there: bool) -> None:
     if there:
         (tmp_path / "sys/class/infiniband").mkdir(parents=True)
-    with pytest.raises(Absent, match="no InfiniBand or RoCE device"):
+    with pytest.raises(NotInstalled, match="no InfiniBand or RoCE device"):
         reader(tmp_path).read()
 
 
@@ -120,5 +120,5 @@ def test_a_sysfs_that_is_kept_from_us_is_denied(tmp_path: Path, monkeypatch: pyt
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "listdir", refused)  # root may list everything
-    with pytest.raises(Denied, match="not permitted"):
+    with pytest.raises(PermissionDenied, match="not permitted"):
         reader(tmp_path).read()

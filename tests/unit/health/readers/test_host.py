@@ -20,8 +20,8 @@ from rrl.health.readers.host import HostReader
 from rrl.health.readers.mounts import Mounts
 from rrl.health.readers.samples import MOUNT_ATTEMPTS
 
-WITHIN = 60.0
-_LOOK = 0.02
+TIMEOUT_S = 60.0
+_POLL_INTERVAL_S = 0.02
 _FIGURES = mounts._figures
 
 
@@ -33,8 +33,8 @@ def nobody_is_left() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def looking(*paths: Path | str, within: float = WITHIN) -> Iterator[Mounts]:
-    made = Mounts([str(path) for path in paths], within)
+def mounts_reader(*paths: Path | str, timeout_s: float = TIMEOUT_S) -> Iterator[Mounts]:
+    made = Mounts([str(path) for path in paths], timeout_s)
     try:
         yield made
     finally:
@@ -49,9 +49,9 @@ def dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.mkdir()
     away.touch()
 
-    def figures(of: str) -> mounts._Seen:
+    def figures(of: str) -> mounts._MountAnswer:
         while of == str(path) and away.exists():
-            time.sleep(_LOOK)
+            time.sleep(_POLL_INTERVAL_S)
         return _FIGURES(of)
 
     monkeypatch.setattr(mounts, "_figures", figures)
@@ -59,7 +59,7 @@ def dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def wait_until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WITHIN
+    deadline = time.monotonic() + TIMEOUT_S
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -67,8 +67,8 @@ def wait_until(done: Callable[[], bool]) -> None:
 
 # ── mounts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_mount_that_answers_tells_its_file_system_and_its_fill(tmp_path: Path) -> None:
-    with looking(tmp_path, "/proc") as mounts_:
-        here, proc = mounts_.look()
+    with mounts_reader(tmp_path, "/proc") as mounts_:
+        here, proc = mounts_.read()
     assert here.answers
     assert here.used is not None
     assert 0 <= here.used <= 1
@@ -76,8 +76,8 @@ def test_a_mount_that_answers_tells_its_file_system_and_its_fill(tmp_path: Path)
 
 
 def test_a_path_that_is_not_there_does_not_answer_and_says_why(tmp_path: Path) -> None:
-    with looking(tmp_path / "nowhere") as mounts_:
-        (mount,) = mounts_.look()
+    with mounts_reader(tmp_path / "nowhere") as mounts_:
+        (mount,) = mounts_.read()
     assert (mount.answers, mount.why) == (False, "No such file or directory")
 
 
@@ -87,9 +87,9 @@ def _children() -> set[int]:
 
 def test_a_dead_mount_holds_up_one_look_and_no_other_mount(dead: Path, tmp_path: Path) -> None:
     before = _children()  # earlier tests of this process may have left some
-    with looking(dead, tmp_path, within=0.5) as mounts_:
+    with mounts_reader(dead, tmp_path, timeout_s=0.5) as mounts_:
         for _ in range(3):
-            gone, there = mounts_.look()
+            gone, there = mounts_.read()
             assert (gone.answers, gone.why) == (False, "did not answer within 0.5 s")
             assert there.answers
         # Not more with each look. The process that the other mount answered may still be ending.
@@ -101,28 +101,28 @@ def test_a_dead_mount_holds_up_one_look_and_no_other_mount(dead: Path, tmp_path:
 def test_a_mount_that_answers_only_a_later_process_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lost = tmp_path / "lost"
 
-    def figures(path: str) -> mounts._Seen:
+    def figures(path: str) -> mounts._MountAnswer:
         with contextlib.suppress(FileExistsError):
             lost.touch(exist_ok=False)
             signal.pause()  # the first request is never answered
         return _FIGURES(path)
 
     monkeypatch.setattr(mounts, "_figures", figures)
-    with looking(tmp_path, within=3.0) as mounts_:
-        (first,) = mounts_.look()
+    with mounts_reader(tmp_path, timeout_s=3.0) as mounts_:
+        (first,) = mounts_.read()
         assert (first.answers, first.attempts) == (True, 0)
-        (second,) = mounts_.look()
+        (second,) = mounts_.read()
         assert second.answers
 
 
 def test_a_mount_that_comes_back_answers_again(dead: Path) -> None:
-    with looking(dead, within=0.3) as mounts_:
-        assert not mounts_.look()[0].answers
+    with mounts_reader(dead, timeout_s=0.3) as mounts_:
+        assert not mounts_.read()[0].answers
         (dead.parent / "dead.away").unlink()
-        deadline = time.monotonic() + WITHIN
-        while not mounts_.look()[0].answers:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not mounts_.read()[0].answers:
             assert time.monotonic() < deadline
-            time.sleep(_LOOK)
+            time.sleep(_POLL_INTERVAL_S)
 
 
 def test_the_process_that_looks_at_a_dead_mount_ends_with_the_reader(dead: Path) -> None:
@@ -131,19 +131,19 @@ def test_the_process_that_looks_at_a_dead_mount_ends_with_the_reader(dead: Path)
     if reader == 0:  # a reader's process, killed while it waits
         os.close(read)
         try:
-            Mounts([str(dead)], WITHIN).look()
+            Mounts([str(dead)], TIMEOUT_S).read()
         finally:
             os._exit(1)
     os.close(write)
-    deadline = time.monotonic() + WITHIN
+    deadline = time.monotonic() + TIMEOUT_S
     while not (below := [one.pid for one in descendants(reader)]):
         assert time.monotonic() < deadline
-        time.sleep(_LOOK)
+        time.sleep(_POLL_INTERVAL_S)
     os.kill(reader, signal.SIGKILL)
     os.waitpid(reader, 0)
     while os.path.exists(f"/proc/{below[0]}"):
         assert time.monotonic() < deadline
-        time.sleep(_LOOK)
+        time.sleep(_POLL_INTERVAL_S)
     assert os.read(read, 1) == b""  # nobody holds the other end
     os.close(read)
 
@@ -185,7 +185,7 @@ def test_a_stuck_process_ages_from_look_to_look(tmp_path: Path, clock: Clock) ->
     reading = reader(tmp_path)
     (stuck,) = reading.read().stuck
     assert (stuck.pid, stuck.name, stuck.seconds, stuck.uid) == (7, "a) b", 0.0, os.getuid())
-    assert stuck.where == "rpc_wait_bit_killable"
+    assert stuck.kernel_function == "rpc_wait_bit_killable"
     clock.now += 25.0
     assert reading.read().stuck[0].seconds == 25.0
 
@@ -233,7 +233,7 @@ def test_of_a_crowd_of_stuck_processes_the_oldest_are_told(tmp_path: Path, clock
     for pid in range(1, 200):
         plant(tmp_path / "proc", pid, "D")
     stuck = reading.read().stuck
-    assert len(stuck) == host.STUCK_MOST
+    assert len(stuck) == host.MAX_STUCK_PROCESSES
     assert stuck[0].pid == 999
 
 
@@ -252,10 +252,10 @@ def test_a_process_that_is_really_stuck_is_seen() -> None:
     reading = HostReader(ReaderOptions(mounts=()))
     with subprocess.Popen(argv, stdout=subprocess.PIPE, start_new_session=True) as process:
         try:
-            deadline = time.monotonic() + WITHIN
+            deadline = time.monotonic() + TIMEOUT_S
             while process.pid not in {one.pid for one in reading.read().stuck}:
                 assert time.monotonic() < deadline
-                time.sleep(_LOOK)
+                time.sleep(_POLL_INTERVAL_S)
         finally:
             os.killpg(process.pid, signal.SIGKILL)
 

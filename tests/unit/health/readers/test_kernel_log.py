@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrl.health.readers.base import Absent, Denied, ReaderOptions
-from rrl.health.readers.kernel_log import EVENTS_MOST, TEXT_MOST, KernelReader, recognise
+from rrl.health.readers.base import NotInstalled, PermissionDenied, ReaderOptions
+from rrl.health.readers.kernel_log import MAX_EVENTS, MAX_TEXT_CHARS, KernelReader, recognise
 from rrl.health.readers.samples import KernelEvent
 
 XID_79 = "NVRM: Xid (PCI:0000:1b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
@@ -241,7 +241,7 @@ def test_an_xid_says_nothing_of_its_device_where_devices_cannot_be_listed(tmp_pa
 def test_a_long_line_is_cut() -> None:
     event = recognise((XID_79 + "x" * 5000).encode(), 0.0)
     assert event is not None
-    assert len(event.text) == TEXT_MOST
+    assert len(event.text) == MAX_TEXT_CHARS
 
 
 def test_lines_from_before_come_first_with_their_age_and_new_ones_once(log: Log, reader: KernelReader) -> None:
@@ -275,8 +275,8 @@ def test_a_flood_is_cut_and_counted_and_hides_no_xid(tmp_path: Path) -> None:
     reader = KernelReader(ReaderOptions(kmsg=str(tmp_path / "kmsg")))
     data = reader.read()
     reader.close()
-    assert len(data.events) == EVENTS_MOST
-    assert data.dropped == 5000 - EVENTS_MOST
+    assert len(data.events) == MAX_EVENTS
+    assert data.dropped == 5000 - MAX_EVENTS
     assert [event.kind for event in data.events if event.kind != "io"] == ["xid", "oom"]
     assert data.events[0].kind == "io"  # in the order in which they were written
 
@@ -301,7 +301,7 @@ def test_lines_that_are_no_records_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_missing_log_is_absent(tmp_path: Path) -> None:
-    with pytest.raises(Absent, match="there is no"):
+    with pytest.raises(NotInstalled, match="there is no"):
         KernelReader(ReaderOptions(kmsg=str(tmp_path / "kmsg")))
 
 
@@ -312,14 +312,14 @@ def test_a_log_that_may_not_be_read_says_which_switch_it_is(tmp_path: Path, monk
     (tmp_path / "sys/kernel").mkdir(parents=True)
     (tmp_path / "sys/kernel/dmesg_restrict").write_text("1\n")
     monkeypatch.setattr(os, "open", refused)  # root may read everything, so no real file does it
-    with pytest.raises(Denied, match=r"^/dev/kmsg: not permitted \(dmesg_restrict=1\)$"):
+    with pytest.raises(PermissionDenied, match=r"^/dev/kmsg: not permitted \(dmesg_restrict=1\)$"):
         KernelReader(ReaderOptions(proc=str(tmp_path)))
 
 
 def test_the_real_log_is_read_from_its_beginning_without_waiting() -> None:
     try:
         reader = KernelReader(ReaderOptions())
-    except (Absent, Denied) as error:
+    except (NotInstalled, PermissionDenied) as error:
         pytest.skip(str(error))
     try:
         reader.read()

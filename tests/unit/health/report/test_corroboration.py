@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rrl.core.types import Cause, Remedy
-from rrl.health.history.rates import DAY
-from rrl.health.history.records import Record, Told
+from rrl.health.history.rates import DAY_S
+from rrl.health.history.records import Record, SourcedRecord
 from rrl.health.report.drain_requests import open_requests
 from rrl.health.report.model import DrainState, NodeReport
 from rrl.health.report.site import report
@@ -24,25 +24,25 @@ from rrl.tests.support.health.site_history import (
     left,
     mended,
     over,
-    told,
+    sourced,
 )
 
-NOW = BEGAN + 20 * DAY
+NOW = BEGAN + 20 * DAY_S
 NODES = [f"n{i}" for i in range(1, 9)]
 CHECKED = DrainState("IDLE+DRAIN", True, "rrl", "rrl:health: Xid 79", "root", by_check=True)
 
 
-def reports(records: list[Told], **drains: DrainState) -> dict[str, NodeReport]:
+def reports(records: list[SourcedRecord], **drains: DrainState) -> dict[str, NodeReport]:
     return {one.node: one for one in report(records, BEGAN, NOW, drains).nodes}
 
 
-def invented(user: str, runs: int) -> list[Told]:
+def invented(user: str, runs: int) -> list[SourcedRecord]:
     """Runs in which every node fails with a proof, is excluded, and its drain asked for, on a day of its own each."""
-    records: list[Told] = []
+    records: list[SourcedRecord] = []
     for day in range(runs):
         for i, node in enumerate(NODES):
-            at, run = day * DAY + i * HOUR, f"r{day}-{i}"
-            records += told(
+            at, run = day * DAY_S + i * HOUR, f"r{day}-{i}"
+            records += sourced(
                 user, run, began(at, run, user), held(at, node), found(at + 5, node, remedy=Remedy.REBOOT),
                 failed(at + 6, node, cause="gpu"), acted(at + 7, node, "excluded"), acted(at + 8, node, "asked"),
                 mended(at + 60, "rollout/0", node, at + 6, 0.1), left(at + 120, node), over(at + 130),
@@ -72,14 +72,14 @@ def test_the_same_evidence_of_two_users_accuses() -> None:
 
 @pytest.mark.parametrize("honest", ["crash", "other cause", "taken back", "exclusion"])
 def test_what_an_honest_user_met_for_another_reason_confirms_no_invention(honest: str) -> None:
-    at = 2 * DAY
+    at = 2 * DAY_S
     those: dict[str, list[Record]] = {
         "crash": [failed(at, "n1")],  # which eve's findings make infrastructure's: it is her word all the same
         "other cause": [found(at, "n1", cause=Cause.FABRIC, detector="port_state")],
         "taken back": [found(at, "n1"), found(at + 5, "n1", verdict=found(0, "n1").verdict.OK)],
         "exclusion": [acted(at, "n1", "excluded")],
     }
-    records = told(CARL, "c", began(0, "c", CARL), held(0, "n1"), those[honest], over(at + 60)) + invented("eve", 15)
+    records = sourced(CARL, "c", began(0, "c", CARL), held(0, "n1"), those[honest], over(at + 60)) + invented("eve", 15)
     node = reports(records)["n1"]
     assert node.verdict == "WARN"
     assert not node.lemon.lemon
@@ -88,16 +88,16 @@ def test_what_an_honest_user_met_for_another_reason_confirms_no_invention(honest
 
 @pytest.mark.parametrize("proof", [True, False])
 def test_one_user_with_a_proof_that_the_sites_own_check_repeats_accuses(proof: bool) -> None:
-    records = told(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), found(19 * DAY, "n1", proof=proof))
+    records = sourced(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), found(19 * DAY_S, "n1", proof=proof))
     assert reports(records)["n1"].verdict == "WARN"
     assert reports(records, n1=CHECKED)["n1"].verdict == ("FAIL" if proof else "WARN")
 
 
 def test_roots_record_accuses_by_itself_and_confirms_that_of_one_user() -> None:
-    records = told("root", "r", began(0, "r", "root"), held(0, "n1"), found(19 * DAY, "n1"), trusted=True)
+    records = sourced("root", "r", began(0, "r", "root"), held(0, "n1"), found(19 * DAY_S, "n1"), trusted=True)
     assert reports(records)["n1"].verdict == "FAIL"
-    weeks = [found(day * DAY, "n1", count=day) for day in range(1, 19)]
-    fails = [failed(day * DAY + 5, "n1") for day in range(1, 19)]
-    alone = told(ANNA, "s", began(0, "s", ANNA), held(0, "n1"), weeks, fails)
+    weeks = [found(day * DAY_S, "n1", count=day) for day in range(1, 19)]
+    fails = [failed(day * DAY_S + 5, "n1") for day in range(1, 19)]
+    alone = sourced(ANNA, "s", began(0, "s", ANNA), held(0, "n1"), weeks, fails)
     assert not reports(alone)["n1"].lemon.lemon
     assert reports(alone + records)["n1"].lemon.lemon

@@ -10,10 +10,10 @@ import pytest
 
 from rrl.core.types import Cause, Flag, Remedy, Verdict
 from rrl.health.history import rates
-from rrl.health.history.incidents import chapters, costs, incidents
-from rrl.health.history.incidents import held as held_by
-from rrl.health.history.rates import DAY, Signals, fails_more, judged
-from rrl.health.history.records import Found, Record, Said, Told
+from rrl.health.history.incidents import by_run, costs, incidents
+from rrl.health.history.incidents import node_intervals as held_by
+from rrl.health.history.rates import DAY_S, Signals, fails_more_often, score_lemon
+from rrl.health.history.records import FindingRecord, Record, EvidenceLine, SourcedRecord
 from rrl.health.report.drain_requests import open_requests
 from rrl.health.report.model import DrainState, NodeReport, Report
 from rrl.health.report.site import report
@@ -31,24 +31,24 @@ from rrl.tests.support.health.site_history import (
     left,
     mended,
     over,
-    told,
+    sourced,
     week,
 )
 
-NOW = BEGAN + 7 * DAY
+NOW = BEGAN + 7 * DAY_S
 
 
-def made(records: list[Told], **drains: DrainState) -> Report:
+def made(records: list[SourcedRecord], **drains: DrainState) -> Report:
     return report(records, BEGAN, NOW, drains)
 
 
-def node(records: list[Told], name: str, **drains: DrainState) -> NodeReport:
+def node(records: list[SourcedRecord], name: str, **drains: DrainState) -> NodeReport:
     return next(one for one in made(records, **drains).nodes if one.node == name)
 
 
 # ── whose fault ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def owners(records: list[Told]) -> list[tuple[str, str, str]]:
-    return [(one.node, one.owner, one.cause) for one in incidents(chapters(records))]
+def owners(records: list[SourcedRecord]) -> list[tuple[str, str, str]]:
+    return [(one.node, one.owner, one.cause) for one in incidents(by_run(records))]
 
 
 def test_each_failure_of_the_week_is_attributed_as_it_was() -> None:
@@ -66,11 +66,11 @@ def test_each_failure_of_the_week_is_attributed_as_it_was() -> None:
 def test_hardware_evidence_counts_from_ten_minutes_before_to_five_after(
     raised: float, cleared: float | None, owner: str
 ) -> None:
-    at = DAY
+    at = DAY_S
     records = [began(0, "r", ANNA), *held(0, "n1"), found(at + raised, "n1"), failed(at, "n1")]
     if cleared is not None:
         records.append(found(at + cleared, "n1", Verdict.OK))
-    assert [one[1] for one in owners(told(ANNA, "r", records))] == [owner]
+    assert [one[1] for one in owners(sourced(ANNA, "r", records))] == [owner]
 
 
 @pytest.mark.parametrize(
@@ -81,19 +81,19 @@ def test_a_warning_condemns_nobody_unless_it_is_a_failure_that_is_toned_down(
     flags: tuple[Flag, ...], owner: str
 ) -> None:
     records = [began(0, "r", ANNA), found(5, "n1", Verdict.WARN, proof=False, flags=flags), failed(10, "n1")]
-    assert owners(told(ANNA, "r", records))[0][1] == owner
+    assert owners(sourced(ANNA, "r", records))[0][1] == owner
 
 
 def test_evidence_of_another_run_counts_and_that_of_another_node_does_not() -> None:
-    here = told(ANNA, "r", began(0, "r", ANNA), failed(10, "n1"), failed(10, "n2", "rollout/1#1"))
-    there = told(BEN, "s", began(0, "s", BEN), found(5, "n1"))
+    here = sourced(ANNA, "r", began(0, "r", ANNA), failed(10, "n1"), failed(10, "n2", "rollout/1#1"))
+    there = sourced(BEN, "s", began(0, "s", BEN), found(5, "n1"))
     assert {one[0]: one[1] for one in owners(here + there)} == {"n1": "infra", "n2": "software"}
 
 
 def test_a_finding_about_a_replica_says_nothing_of_its_node() -> None:
-    hangs = found(5, "n1", life="rollout/0#1", cause=Cause.HANG)
+    hangs = found(5, "n1", incarnation="rollout/0#1", cause=Cause.HANG)
     records = [began(0, "r", ANNA), hangs, failed(10, "n1", cause="hang")]
-    assert owners(told(ANNA, "r", records)) == [("n1", "software", "hang")]
+    assert owners(sourced(ANNA, "r", records)) == [("n1", "software", "hang")]
 
 
 def test_a_node_that_takes_several_replicas_along_is_one_incident_and_costs_what_all_cost() -> None:
@@ -102,33 +102,33 @@ def test_a_node_that_takes_several_replicas_along_is_one_incident_and_costs_what
         failed(12, "n1", "", lost=True), mended(100, "rollout/0", "n1", 10, 2.0),
         mended(100, "rollout/1", "n1", 11, 3.0),
     ]  # fmt: skip
-    (one,) = incidents(chapters(told(ANNA, "r", records)))
+    (one,) = incidents(by_run(sourced(ANNA, "r", records)))
     assert one.gpu_hours == pytest.approx(5.0)
-    assert one.who == ("rollout/0#1", "rollout/1#1")
+    assert one.incarnations == ("rollout/0#1", "rollout/1#1")
 
 
 def test_a_node_that_is_left_without_evidence_is_no_failure_of_its_own() -> None:
-    assert owners(told(ANNA, "r", began(0, "r", ANNA), failed(12, "n1", ""))) == []
+    assert owners(sourced(ANNA, "r", began(0, "r", ANNA), failed(12, "n1", ""))) == []
 
 
 def test_two_nodes_with_the_same_cause_within_ten_minutes_point_at_each_other() -> None:
-    by_node = {one.node: one.also for one in incidents(chapters(week())) if one.cause == "fabric"}
+    by_node = {one.node: one.related_nodes for one in incidents(by_run(week())) if one.cause == "fabric"}
     assert by_node == {"n5": ("n6",), "n6": ("n5",)}
-    assert node(week(), "n5").also == ["n6"]
+    assert node(week(), "n5").related_nodes == ["n6"]
 
 
 def test_what_an_earlier_run_found_says_nothing_of_a_failure_long_after_it() -> None:
-    first = told(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), found(HOUR, "n1"), over(2 * HOUR))
-    soon = told(BEN, "s", began(DAY, "s", BEN), held(2 * HOUR, "n1"), failed(2 * HOUR + 300, "n1"))
-    late = told(BEN, "s", began(DAY, "s", BEN), held(DAY, "n1"), failed(DAY + HOUR, "n1"))
+    first = sourced(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), found(HOUR, "n1"), over(2 * HOUR))
+    soon = sourced(BEN, "s", began(DAY_S, "s", BEN), held(2 * HOUR, "n1"), failed(2 * HOUR + 300, "n1"))
+    late = sourced(BEN, "s", began(DAY_S, "s", BEN), held(DAY_S, "n1"), failed(DAY_S + HOUR, "n1"))
     assert owners(first + soon)[0][1] == "infra"
     assert owners(first + late)[0][1] == "software"  # repaired or not: nobody knows
 
 
 def test_evidence_counts_until_the_run_that_has_it_gives_the_node_back() -> None:
-    back = [left(2 * HOUR, "n1"), over(DAY)]
-    first = told(ANNA, "r", began(0, "r", ANNA), held(0, "n1", "n2"), found(HOUR, "n1"), back)
-    late = told(BEN, "s", began(4 * HOUR, "s", BEN), held(4 * HOUR, "n1"), failed(5 * HOUR, "n1"))
+    back = [left(2 * HOUR, "n1"), over(DAY_S)]
+    first = sourced(ANNA, "r", began(0, "r", ANNA), held(0, "n1", "n2"), found(HOUR, "n1"), back)
+    late = sourced(BEN, "s", began(4 * HOUR, "s", BEN), held(4 * HOUR, "n1"), failed(5 * HOUR, "n1"))
     assert owners(first + late)[0][1] == "software"
 
 
@@ -136,22 +136,22 @@ def test_evidence_counts_until_the_run_that_has_it_gives_the_node_back() -> None
 def test_who_fails_again_before_it_works_bears_the_time_until_then() -> None:
     records = [began(0, "r", ANNA), failed(0, "n1", "rollout/0#1"), failed(300, "n2", "rollout/0#2"),
                mended(1200, "rollout/0", "n1", 0, 4.0)]  # fmt: skip
-    (chapter,) = chapters(told(ANNA, "r", records))
+    (chapter,) = by_run(sourced(ANNA, "r", records))
     assert [round(cost, 6) for _, cost in costs(chapter)] == [1.0, 3.0]
 
 
 def test_a_restart_of_everything_is_charged_to_the_one_that_failed() -> None:
     all_of_them = ("rollout/0", "trainer/0")
-    records = [began(0, "r", ANNA), failed(0, "n1", "trainer/0#1", took=all_of_them),
+    records = [began(0, "r", ANNA), failed(0, "n1", "trainer/0#1", duration=all_of_them),
                mended(60, "rollout/0", "n2", 0, 1.0), mended(90, "trainer/0", "n1", 0, 2.0)]  # fmt: skip
-    (chapter,) = chapters(told(ANNA, "r", records))
+    (chapter,) = by_run(sourced(ANNA, "r", records))
     assert [cost for _, cost in costs(chapter)] == [3.0]
 
 
 def test_a_standstill_without_a_failure_costs_nobody_anything() -> None:
     records = [began(0, "r", ANNA), failed(0, "n1", "rollout/0#1"), mended(60, "rollout/0", "n1", 0, 1.0),
                mended(900, "rollout/0", "n1", 600, 9.0)]  # fmt: skip
-    (chapter,) = chapters(told(ANNA, "r", records))
+    (chapter,) = by_run(sourced(ANNA, "r", records))
     assert [cost for _, cost in costs(chapter)] == [1.0]
 
 
@@ -184,21 +184,21 @@ def test_failures_are_told_by_the_day_on_which_they_were() -> None:
 
 
 def test_what_lies_before_the_window_is_in_no_figure() -> None:
-    site = report(week(), BEGAN + 4 * DAY, NOW).site
+    site = report(week(), BEGAN + 4 * DAY_S, NOW).site
     assert (site.failures, round(site.node_days)) == (2, 7)
 
 
 def test_a_manager_that_takes_over_goes_on_holding_what_it_tells_anew() -> None:
     records = [began(0, "r", ANNA), *held(0, "n1", "n2"), failed(HOUR, "n1"), began(2 * HOUR, "r", ANNA, 2),
                *held(2 * HOUR, "n1"), over(4 * HOUR)]  # fmt: skip
-    (chapter,) = chapters(told(ANNA, "r", records))
+    (chapter,) = by_run(sourced(ANNA, "r", records))
     spans = {name: [(a - BEGAN, b - BEGAN) for a, b in those] for name, (those, _) in held_by(chapter).items()}
     assert spans["n1"] == [(0.0, 4 * HOUR)]
     assert spans["n2"] == [(0.0, 2 * HOUR)]  # given back while nobody looked
 
 
 def test_a_run_that_is_cut_off_held_its_nodes_until_its_last_word() -> None:
-    (chapter,) = chapters(told(ANNA, "r", began(0, "r", ANNA), *[held(0, "n1")], failed(HOUR, "n1")))
+    (chapter,) = by_run(sourced(ANNA, "r", began(0, "r", ANNA), *[held(0, "n1")], failed(HOUR, "n1")))
     assert [(a - BEGAN, b - BEGAN) for a, b in held_by(chapter)["n1"][0]] == [(0.0, HOUR)]
 
 
@@ -207,9 +207,9 @@ def test_a_broken_node_is_told_with_all_that_an_administrator_needs() -> None:
     one = node(week(), "n3")
     assert (one.verdict, one.cause, one.remedy) == ("FAIL", "gpu", "reset_gpu")
     assert (one.incidents, one.count) == (2, 3)
-    assert (one.first_seen, one.last_seen) == (BEGAN + DAY, BEGAN + 4.5 * DAY + 5)
+    assert (one.first_seen, one.last_seen) == (BEGAN + DAY_S, BEGAN + 4.5 * DAY_S + 5)
     assert one.facts == {"uuid": GPU, "serial": "1650924012345", "boot_id": "77ab-1"}
-    assert one.parts == [GPU]
+    assert one.components == [GPU]
     assert (one.runs, one.users) == (["code-2", "math-1"], ["anna", "ben"])
     assert one.gpu_hours_lost == 8.0
     assert "reset its GPU" in one.action
@@ -226,9 +226,9 @@ def test_the_worst_nodes_come_first() -> None:
 
 def test_a_drain_is_told_with_whose_it_is_and_needs_no_line_any_more() -> None:
     ours = node(week(), "n3", n3=DrainState("IDLE+DRAIN", True, "rrl", "rrl:math-1: gpu", "root"))
-    assert (ours.drain.whose, ours.scontrol) == ("rrl", "")
+    assert (ours.drain.owner, ours.scontrol) == ("rrl", "")
     foreign = node(week(), "n3", n3=DrainState("IDLE+DRAIN", True, "foreign", "fan", "root"))
-    assert (foreign.drain.whose, foreign.scontrol, foreign.action) == ("foreign", "", "none: it is drained already")
+    assert (foreign.drain.owner, foreign.scontrol, foreign.action) == ("foreign", "", "none: it is drained already")
 
 
 def test_what_was_taken_back_no_longer_stands() -> None:
@@ -239,14 +239,14 @@ def test_what_was_taken_back_no_longer_stands() -> None:
 
 @pytest.mark.parametrize(("hours", "verdict"), [(0.5, "WARN"), (1.5, "OK")])
 def test_a_finding_that_nobody_took_back_is_past_once_a_later_run_was_well_there(hours: float, verdict: str) -> None:
-    first = told(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), found(HOUR, "n1"), over(2 * HOUR))
-    later = told(BEN, "s", began(3 * HOUR, "s", BEN), held(3 * HOUR, "n1"), over((3 + hours) * HOUR))
+    first = sourced(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), found(HOUR, "n1"), over(2 * HOUR))
+    later = sourced(BEN, "s", began(3 * HOUR, "s", BEN), held(3 * HOUR, "n1"), over((3 + hours) * HOUR))
     assert node(first + later, "n1").verdict == verdict
 
 
 def test_a_node_that_was_given_back_is_not_well_for_that() -> None:
     away = [left(HOUR, "n1"), found(HOUR + 1, "n1", Verdict.OK), over(HOUR + 2)]
-    records = told(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), found(60, "n1"), away)
+    records = sourced(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), found(60, "n1"), away)
     assert node(records, "n1").verdict == "WARN"
 
 
@@ -254,18 +254,18 @@ def test_a_finding_that_comes_and_goes_is_counted_each_time_once() -> None:
     on_and_off: list[Record] = []
     for i in range(5):
         on_and_off += [found(i * HOUR, "n1"), found(i * HOUR + 60, "n1", Verdict.OK)]
-    assert node(told(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), on_and_off, over(DAY)), "n1").count == 5
+    assert node(sourced(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), on_and_off, over(DAY_S)), "n1").count == 5
 
 
 def test_managers_that_follow_each_other_go_on_counting() -> None:
     first = [began(0, "r", ANNA), *held(0, "n1"), found(60, "n1"), found(700, "n1", count=2)]
     then = [began(HOUR, "r", ANNA, 2), *held(HOUR, "n1"), found(HOUR, "n1", count=0), found(2 * HOUR, "n1", count=1)]
-    assert node(told(ANNA, "r", first, then), "n1").count == 3
+    assert node(sourced(ANNA, "r", first, then), "n1").count == 3
 
 
 def test_what_was_injected_stands_against_nobody() -> None:
     hit = msgspec.structs.replace(found(60, "n1", cause=Cause.NODE, detector="node_down"), injected=True)
-    one = node(told(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), hit,
+    one = node(sourced(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), hit,
                     failed(60, "n1", cause="node", lost=True, injected=True), over(HOUR)), "n1")  # fmt: skip
     assert (one.verdict, one.scontrol, one.lemon.score, one.injected) == ("OK", "", 0.0, 1)
 
@@ -276,7 +276,7 @@ def test_a_node_that_rrl_drained_needs_the_rest_of_the_advice_only() -> None:
 
 
 def test_of_two_runs_on_a_node_each_has_gpus_of_its_own() -> None:
-    both = [told(user, "r", began(0, "r", user), held(0, "n1", gpus=4), over(DAY)) for user in (ANNA, BEN)]
+    both = [sourced(user, "r", began(0, "r", user), held(0, "n1", gpus=4), over(DAY_S)) for user in (ANNA, BEN)]
     site = made([*both[0], *both[1]]).site
     assert (site.node_days, site.gpu_days) == (1.0, 8.0)
 
@@ -288,28 +288,28 @@ def test_of_named_nodes_only_their_runs_are_counted() -> None:
 
 def test_of_many_lines_five_are_told() -> None:
     records = [found(i, "n1", detector=f"check{i}", text=f"reading {i}") for i in range(9)]
-    assert len(node(told(ANNA, "r", began(0, "r", ANNA), records), "n1").evidence) == 5
+    assert len(node(sourced(ANNA, "r", began(0, "r", ANNA), records), "n1").evidence) == 5
 
 
 def test_a_reason_that_breaks_out_of_the_shell_stays_one_word() -> None:
     evil = "rrl:x'; rm -rf / #"
     records = [began(0, "r", ANNA), found(5, "n1"), acted(6, "n1", "asked", reason=evil)]
-    assert shlex.split(node(told(ANNA, "r", records, trusted=True), "n1").scontrol)[-1] == f"reason={evil}"
+    assert shlex.split(node(sourced(ANNA, "r", records, trusted=True), "n1").scontrol)[-1] == f"reason={evil}"
 
 
 # ── lemons ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_the_score_is_the_documented_formula() -> None:
     signals = Signals(node_failures_alone=2, xids=1, days=2)
-    assert judged(signals).score == pytest.approx(1 - 0.7**2 * 0.9, abs=1e-3)
-    assert judged(Signals()).score == 0.0
+    assert score_lemon(signals).score == pytest.approx(1 - 0.7**2 * 0.9, abs=1e-3)
+    assert score_lemon(Signals()).score == 0.0
 
 
-def weak_node(user: str, days: tuple[int, ...], trusted: bool = False) -> list[Told]:
+def weak_node(user: str, days: tuple[int, ...], trusted: bool = False) -> list[SourcedRecord]:
     """A run of ``user`` in which n1 fails for a short time on each of these days."""
     records = [began(0, "r", user), *held(0, "n1", "n2", "n3", "n4")]
     for day in days:
-        records += [found(day * DAY, "n1"), failed(day * DAY + 5, "n1"), found(day * DAY + 9, "n1", Verdict.OK)]
-    return told(user, "r", records, over(6 * DAY), trusted=trusted)
+        records += [found(day * DAY_S, "n1"), failed(day * DAY_S + 5, "n1"), found(day * DAY_S + 9, "n1", Verdict.OK)]
+    return sourced(user, "r", records, over(6 * DAY_S), trusted=trusted)
 
 
 def test_a_node_that_fails_again_and_again_is_a_lemon() -> None:
@@ -324,68 +324,68 @@ def test_a_node_that_fails_again_and_again_is_a_lemon() -> None:
 
 def test_one_bad_day_makes_no_lemon() -> None:
     many = Signals(node_failures_alone=9, hardware_findings=1, days=1)
-    assert judged(many).score > rates.LEMON
-    assert not judged(many).lemon
+    assert score_lemon(many).score > rates.LEMON_SCORE
+    assert not score_lemon(many).lemon
 
 
 def test_what_a_run_found_on_many_nodes_at_once_is_told_of_the_site() -> None:
-    at, said = BEGAN + 9, Said(BEGAN + 9, "correlation", "mounts of /scratch on many nodes at once: n1, n2")
-    many = Found(at, "", "correlated", Verdict.WARN, Cause.STORAGE, Remedy.SUPPORT, at, evidence=(said,))
-    site = made(told(ANNA, "r", began(0, "r", ANNA), held(0, "n1", "n2"), many, over(HOUR))).site
-    assert [(one.source, one.text) for one in site.shared] == [
+    at, said = BEGAN + 9, EvidenceLine(BEGAN + 9, "correlation", "mounts of /scratch on many nodes at once: n1, n2")
+    many = FindingRecord(at, "", "correlated", Verdict.WARN, Cause.STORAGE, Remedy.SUPPORT, at, evidence=(said,))
+    site = made(sourced(ANNA, "r", began(0, "r", ANNA), held(0, "n1", "n2"), many, over(HOUR))).site
+    assert [(one.source, one.text) for one in site.correlated] == [
         ("anna/r", "mounts of /scratch on many nodes at once: n1, n2")
     ]
 
 
 def test_what_most_nodes_have_though_it_is_proved_blames_none_of_them() -> None:
     wrong = found(5, "n1", Verdict.WARN, detector="gpu_count", flags=(Flag.HELD_BACK,))
-    assert owners(told(ANNA, "r", began(0, "r", ANNA), wrong, failed(10, "n1")))[0][1] == "software"
+    assert owners(sourced(ANNA, "r", began(0, "r", ANNA), wrong, failed(10, "n1")))[0][1] == "software"
 
 
 def test_storage_that_fails_everybody_again_and_again_makes_no_node_a_lemon() -> None:
     outages: list[Record] = []
-    for at, i in product((DAY / 4 * k for k in range(20)), range(4)):
+    for at, i in product((DAY_S / 4 * k for k in range(20)), range(4)):
         where = {"cause": Cause.STORAGE, "detector": "mounts", "part": "/scratch", "proof": False}
         outages.append(found(at + i, f"n{i}", Verdict.WARN, flags=(Flag.HELD_BACK,), **where))  # type: ignore[arg-type]
         outages.append(found(at + i + 600, f"n{i}", Verdict.OK, **where))  # type: ignore[arg-type]
-    records = told(ANNA, "r", began(0, "r", ANNA), held(0, "n0", "n1", "n2", "n3"), *outages)
+    records = sourced(ANNA, "r", began(0, "r", ANNA), held(0, "n0", "n1", "n2", "n3"), *outages)
     assert made(records).site.lemons == []
     assert node(records, "n1").lemon.signals.hardware_findings == 0
 
 
 def test_a_crash_loop_of_a_users_own_program_makes_no_lemon() -> None:
     records = [failed(hour * HOUR, "n1", f"rollout/0#{hour}") for hour in range(1, 100)]
-    one = node(told(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), records), "n1")
+    one = node(sourced(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), records), "n1")
     assert (one.lemon.score, one.other_failures, one.incidents) == (0.0, 99, 0)
 
 
 def test_two_failures_are_many_only_where_others_have_few() -> None:
-    assert fails_more(4, DAY, 5, 1000 * DAY)
-    assert not fails_more(4, DAY, 4000, 1000 * DAY)
-    assert not fails_more(1, DAY, 1, 1000 * DAY)
+    assert fails_more_often(4, DAY_S, 5, 1000 * DAY_S)
+    assert not fails_more_often(4, DAY_S, 4000, 1000 * DAY_S)
+    assert not fails_more_often(1, DAY_S, 1, 1000 * DAY_S)
 
 
 # ── drains that are asked for ────────────────────────────────────────────────────────────────────────────────────────
 def test_a_drain_is_asked_for_until_its_run_takes_it_back() -> None:
     (one,) = open_requests(week())
-    assert (one.node, one.cause, one.users, one.said) == ("n3", "gpu", ("anna",), "we may not drain nodes here")
-    assert open_requests([*week(), *told(ANNA, "math-1", acted(3 * DAY, "n3", "readmitted"))]) == []
-    assert len(open_requests([*week(), *told(BEN, "other", acted(3 * DAY, "n3", "readmitted"))])) == 1
+    assert (one.node, one.cause, one.users, one.rejection) == ("n3", "gpu", ("anna",), "we may not drain nodes here")
+    assert open_requests([*week(), *sourced(ANNA, "math-1", acted(3 * DAY_S, "n3", "readmitted"))]) == []
+    assert len(open_requests([*week(), *sourced(BEN, "other", acted(3 * DAY_S, "n3", "readmitted"))])) == 1
 
 
 def test_a_drain_is_no_longer_asked_for_once_another_run_was_well_there() -> None:
-    asks = told(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), found(60, "n1"), acted(61, "n1", "asked"), over(90))
-    short = told(BEN, "s", began(DAY, "s", BEN), held(DAY, "n1"), over(DAY + 1800))
-    longer = told(BEN, "s", began(DAY, "s", BEN), held(DAY, "n1"), over(DAY + 2 * HOUR))
-    again = told(BEN, "s", began(DAY, "s", BEN), held(DAY, "n1"), found(DAY + HOUR, "n1"), over(DAY + 2 * HOUR))
+    asks = sourced(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), found(60, "n1"), acted(61, "n1", "asked"), over(90))
+    short = sourced(BEN, "s", began(DAY_S, "s", BEN), held(DAY_S, "n1"), over(DAY_S + 1800))
+    longer = sourced(BEN, "s", began(DAY_S, "s", BEN), held(DAY_S, "n1"), over(DAY_S + 2 * HOUR))
+    again = sourced(BEN, "s", began(DAY_S, "s", BEN), held(DAY_S, "n1"), found(DAY_S + HOUR, "n1"), over(DAY_S + 2 * HOUR))
     assert [len(open_requests([*asks, *then])) for then in (short, longer, again)] == [1, 0, 1]
 
 
 def test_a_reason_that_is_not_ours_is_made_so() -> None:
-    (one,) = open_requests(told(ANNA, "r", acted(0, "n1", "asked", reason="because")))
+    (one,) = open_requests(sourced(ANNA, "r", acted(0, "n1", "asked", reason="because")))
     assert one.reason == "rrl:r: because"
 
 
 def test_a_node_that_left_and_a_remedy_of_support_are_told() -> None:
     records = [began(0, "r", ANNA), *held(0, "n1"), found(5, "n1", remedy=Remedy.SUPPORT), left(9, "n1")]
-    assert "field diagnostics" in node(told(ANNA, "r", records, trusted=True), "n1").action
+    assert "field diagnostics" in node(sourced(ANNA, "r", records, trusted=True), "n1").action

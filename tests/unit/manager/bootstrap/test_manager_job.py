@@ -15,7 +15,7 @@ from rrl.config.job.load import load_job
 from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.run_dir import RUNS_ENV, RunDir
-from rrl.core.run_spec import JobView
+from rrl.core.run_spec import RunSpec
 from rrl.manager.bootstrap import manager_job, pool_supervisor
 from rrl.manager.bootstrap import start as starting
 from rrl.manager.storage.journal import JournalError
@@ -25,7 +25,7 @@ from rrl.tests.support.job_toml import JOB
 RUN = "small-7"
 
 
-def view(tmp_path: Path, extra: str = "", cluster: str = "") -> JobView:
+def view(tmp_path: Path, extra: str = "", cluster: str = "") -> RunSpec:
     path = tmp_path / "job.toml"
     path.write_text(JOB.replace('"local"', f'"slurm"\n{cluster}') + extra)
     return resolve(load_job(path), "python")
@@ -50,15 +50,15 @@ def test_all_managers_of_a_run_have_one_name_wait_for_each_other_and_are_not_req
     assert (job["job_name"], job["dependency"]) == (f"{RUN}.manager", "singleton")
     passed = {"no-requeue": True, "partition": "cpu", "account": "a", "exclusive": True}
     assert job["additional_parameters"] == passed
-    assert job["time"] == (86400 + manager_job.MARGIN) // 60
+    assert job["time"] == (86400 + manager_job.WALLTIME_MARGIN_S) // 60
 
 
 def test_where_jobs_may_not_last_as_long_as_the_run_managers_and_pools_follow_each_other(tmp_path: Path) -> None:
     small = view(tmp_path, cluster='walltime = "3d"\njob_walltime = "1d"')
-    assert (small.walltime, {part.walltime for part in small.parts}) == (3 * 86400.0, {86400.0})
+    assert (small.walltime, {part.walltime for part in small.node_groups}) == (3 * 86400.0, {86400.0})
     assert manager_job.parameters(RUN, small)["time"] == 1440
     short = view(tmp_path, cluster='walltime = "3d"\njob_walltime = "5min"')
-    assert manager_job.parameters(RUN, short)["time"] == manager_job.SHORTEST // 60
+    assert manager_job.parameters(RUN, short)["time"] == manager_job.MIN_WALLTIME_S // 60
 
 
 def test_a_pool_with_its_manager_is_the_pool_and_one_exec_line(tmp_path: Path) -> None:
@@ -73,16 +73,16 @@ def test_a_manager_knows_the_pool_that_it_lives_in_by_its_own_jobs_name(
 ) -> None:
     pool, job = view(tmp_path, '[manager]\nwhere = "pool"\n'), view(tmp_path)
     monkeypatch.setenv("SLURM_JOB_NAME", f"{RUN}.pool")
-    assert manager_job.within(RUN, pool) == f"{RUN}.pool"
-    assert manager_job.within(RUN, job) == ""
+    assert manager_job.own_allocation_tag(RUN, pool) == f"{RUN}.pool"
+    assert manager_job.own_allocation_tag(RUN, job) == ""
     monkeypatch.setenv("SLURM_JOB_NAME", "bash")  # started by hand, in somebody's interactive job
-    assert manager_job.within(RUN, pool) == ""
+    assert manager_job.own_allocation_tag(RUN, pool) == ""
 
 
-def follow(run: RunDir, job: JobView, queued: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def follow(run: RunDir, job: RunSpec, queued: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager_job, "SETTLED", 0.0)
     monkeypatch.setattr(manager_job, "queue", lambda run, view, manage: queued())
-    asyncio.run(manager_job.keep_successor(run, job, lambda run: None))
+    asyncio.run(manager_job.ensure_successor(run, job, lambda run: None))
 
 
 @pytest.mark.parametrize(("waiting", "queued"), [("", 1), ("echo 77", 0)])
@@ -141,13 +141,13 @@ def test_what_waits_is_taken_from_the_queue_and_what_runs_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = commands(tmp_path, monkeypatch, scancel="", squeue="echo 77")
-    assert asyncio.run(manager_job.withdraw(RUN, view(tmp_path))) == ""
+    assert asyncio.run(manager_job.cancel_pending(RUN, view(tmp_path))) == ""
     assert told.read_text() == f"scancel --state=PENDING --name={RUN}.manager\n"
-    assert not asyncio.run(manager_job.withdrawn(RUN, view(tmp_path))), "one runs"
+    assert not asyncio.run(manager_job.none_pending(RUN, view(tmp_path))), "one runs"
     commands(tmp_path, monkeypatch, scancel="", squeue="")
-    assert asyncio.run(manager_job.withdrawn(RUN, view(tmp_path)))
+    assert asyncio.run(manager_job.none_pending(RUN, view(tmp_path)))
     commands(tmp_path, monkeypatch, scancel="echo no >&2; exit 1")
-    assert asyncio.run(manager_job.withdraw(RUN, view(tmp_path))) == "scancel: no"
+    assert asyncio.run(manager_job.cancel_pending(RUN, view(tmp_path))) == "scancel: no"
 
 
 def test_a_submission_from_within_a_job_is_not_shaped_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def test_a_submission_from_within_a_job_is_not_shaped_by_it(monkeypatch: pytest.
 def test_a_second_manager_that_cannot_be_queued_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [None, RuntimeError("AssocMaxSubmitJobLimit")]
 
-    def queue(run: RunDir, view: JobView, manage: Callable[[RunDir], object]) -> None:
+    def queue(run: RunDir, view: RunSpec, manage: Callable[[RunDir], object]) -> None:
         if isinstance(answer := answers.pop(0), Exception):
             raise answer
 
@@ -184,7 +184,7 @@ def test_a_manager_whose_turn_comes_after_the_end_leaves_at_once(
     for segment in completed(run.id).written(tmp_path / "told").journal.iterdir():
         (run.journal / segment.name).write_bytes(segment.read_bytes())
     before = sorted(os.listdir(run.path / "journal"))
-    assert starting.run_here(run) is None
+    assert starting.run_manager(run) is None
     assert sorted(os.listdir(run.path / "journal")) == before
     assert os.listdir(run.epochs) == []
 
@@ -194,11 +194,11 @@ def test_a_pools_script_keeps_a_manager_until_the_run_has_ended(
 ) -> None:
     story = Story(RUN).works()
     run = story.written(tmp_path)
-    lives: list[list[str]] = []
+    incarnations: list[list[str]] = []
 
     def call(argv: list[str]) -> int:
-        lives.append(argv)
-        if len(lives) == 3:
+        incarnations.append(argv)
+        if len(incarnations) == 3:
             completed(RUN).written(tmp_path / "told")
             for segment in (tmp_path / "told" / RUN / "journal").iterdir():
                 (run.journal / segment.name).write_bytes(segment.read_bytes())
@@ -209,11 +209,11 @@ def test_a_pools_script_keeps_a_manager_until_the_run_has_ended(
     monkeypatch.setattr(pool_supervisor, "PAUSE", 0.0)
     monkeypatch.setattr("sys.argv", ["hold", str(run.path)])
     assert pool_supervisor.main() == 0
-    assert len(lives) == 3
-    assert lives[0][-1] == str(run.path)
+    assert len(incarnations) == 3
+    assert incarnations[0][-1] == str(run.path)
     assert caplog.text.count("the manager ended with -9 before the run did") == 2
     assert pool_supervisor.main() == 0
-    assert len(lives) == 3, "a manager was started for a run that has ended"
+    assert len(incarnations) == 3, "a manager was started for a run that has ended"
 
 
 def test_a_journal_that_cannot_be_read_gives_no_nodes_back(
@@ -236,15 +236,15 @@ def test_a_journal_that_cannot_be_read_gives_no_nodes_back(
 
 
 def test_a_pool_whose_run_was_removed_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lives: list[list[str]] = []
+    incarnations: list[list[str]] = []
 
     def call(argv: list[str]) -> int:
-        lives.append(argv)
-        assert len(lives) <= pool_supervisor.MAX_FUTILE_STARTS, "the pool is held for a run that nobody can manage"
+        incarnations.append(argv)
+        assert len(incarnations) <= pool_supervisor.MAX_FUTILE_STARTS, "the pool is held for a run that nobody can manage"
         return 1
 
     monkeypatch.setattr("subprocess.call", call)
     monkeypatch.setattr(pool_supervisor, "PAUSE", 0.0)
     monkeypatch.setattr("sys.argv", ["hold", str(tmp_path / "removed")])
     assert pool_supervisor.main() == 1
-    assert len(lives) == pool_supervisor.MAX_FUTILE_STARTS
+    assert len(incarnations) == pool_supervisor.MAX_FUTILE_STARTS

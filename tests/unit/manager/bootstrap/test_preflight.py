@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from rrl.config.job.load import load_job
-from rrl.manager.bootstrap.preflight import Trouble, troubles
+from rrl.manager.bootstrap.preflight import Problem, check_with_slurm
 from rrl.tests.support.job_toml import JOB
 from rrl.tests.support.slurm.lab import SlurmLab
 
@@ -26,10 +26,10 @@ def lab(slurm_lab: SlurmLab) -> Iterator[SlurmLab]:
     assert slurm_lab.jobs() == [], "something was started"
 
 
-def tried(lab: SlurmLab, tomls: dict[str, str]) -> dict[str, list[Trouble]]:
+def tried(lab: SlurmLab, tomls: dict[str, str]) -> dict[str, list[Problem]]:
     """The troubles with each job.toml, as the plain user is told."""
-    folder = lab.home / "trial"
-    found: dict[str, list[Trouble]] = {}
+    folder = lab.user_home / "trial"
+    found: dict[str, list[Problem]] = {}
     path = Path(folder, "found")
 
     def ask() -> None:
@@ -37,11 +37,11 @@ def tried(lab: SlurmLab, tomls: dict[str, str]) -> dict[str, list[Trouble]]:
         answers = {}
         for name, toml in tomls.items():
             (folder / f"{name}.toml").write_text(toml)
-            answers[name] = asyncio.run(troubles(load_job(folder / f"{name}.toml")))
+            answers[name] = asyncio.run(check_with_slurm(load_job(folder / f"{name}.toml")))
         path.write_bytes(msgspec.json.encode(answers))
 
     lab.call_as_user(ask)
-    found = msgspec.json.decode(path.read_bytes(), type=dict[str, list[Trouble]])
+    found = msgspec.json.decode(path.read_bytes(), type=dict[str, list[Problem]])
     return found
 
 
@@ -118,7 +118,7 @@ def test_nodes_that_are_only_down_now_are_no_mistake(lab: SlurmLab) -> None:
 
 
 def test_a_slurm_that_does_not_answer_has_said_nothing(lab: SlurmLab) -> None:
-    with lab.deaf_controller():
+    with lab.controller_stopped():
         (found,) = tried(lab, {"pool": SLURM}).values()
     assert [one.certain for one in found] == [False]
     assert found[0].text.startswith("Slurm cannot be asked: sinfo: ")

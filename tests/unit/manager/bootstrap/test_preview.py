@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import msgspec
 
-from rrl.core.run_spec import JobView, ManagerView, Part, Recovery, Resources, RoleView
-from rrl.manager.bootstrap.preview import shadows, worst_case
+from rrl.core.run_spec import RunSpec, ManagerSpec, NodeGroup, Recovery, Resources, RoleSpec
+from rrl.manager.bootstrap.preview import max_standbys, worst_case
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Request
 from rrl.manager.model.reducer import fold
 from rrl.manager.planner import plan
-from rrl.manager.planner.capacity.initial_request import first_asks
+from rrl.manager.planner.capacity.initial_request import initial_requests
 
 NODE = Resources(cpus=2, mem=2**30)
 
 
-def role(name: str, kind: str, replicas: int, floor: int, exclusive: bool) -> RoleView:
-    return RoleView(name, kind, replicas, floor, Resources(), exclusive, ("true",))
+def role(name: str, kind: str, replicas: int, floor: int, exclusive: bool) -> RoleSpec:
+    return RoleSpec(name, kind, replicas, floor, Resources(), exclusive, ("true",))
 
 
 ROLES = (
@@ -25,18 +25,18 @@ ROLES = (
 )  # fmt: skip
 
 
-def parts(separate: bool) -> tuple[Part, ...]:
+def node_groups(separate: bool) -> tuple[NodeGroup, ...]:
     return (
-        Part("rollout", ("rollout",), 3, NODE, 7200.0, {"exclusive": ""}, separate, 1 if separate else 3),
-        Part("shared", ("trajectories",), 1, NODE, needed=1),
-        Part("trainer", ("trainer",), 1, NODE, sbatch={"exclusive": ""}, separate=separate, needed=1),
+        NodeGroup("rollout", ("rollout",), 3, NODE, 7200.0, {"exclusive": ""}, separate, 1 if separate else 3),
+        NodeGroup("shared", ("trajectories",), 1, NODE, min_nodes=1),
+        NodeGroup("trainer", ("trainer",), 1, NODE, sbatch={"exclusive": ""}, separate_jobs=separate, min_nodes=1),
     )
 
 
-def view(form: str) -> JobView:
-    pool = (Part("pool", ("trajectories", "trainer", "rollout"), 6, NODE, needed=6),)
-    return JobView(
-        "small", 10, "slurm", ROLES, pool if form == "pool" else parts(form == "replica"), form=form,
+def view(form: str) -> RunSpec:
+    pool = (NodeGroup("pool", ("trajectories", "trainer", "rollout"), 6, NODE, min_nodes=6),)
+    return RunSpec(
+        "small", 10, "slurm", ROLES, pool if form == "pool" else node_groups(form == "replica"), form=form,
         spares=1 if form == "pool" else 0,
     )  # fmt: skip
 
@@ -50,20 +50,20 @@ def test_a_pool_is_one_job_beside_the_manager_its_successor_and_a_replacement_of
 def test_each_rank_is_a_step_and_so_is_each_shadow() -> None:
     trainer = msgspec.structs.replace(ROLES[1], ranks=4, per_node=2, warm=True, standbys=9)
     gang = msgspec.structs.replace(view("pool"), roles=(ROLES[0], trainer, ROLES[2]))
-    assert shadows(gang) == 4 + (1 + 3) * 2  # beside each rank, on the spare, on the nodes of three rollouts
-    assert worst_case(gang).steps == (1 + 4 + 3) + 6 + shadows(gang)
-    assert shadows(msgspec.structs.replace(gang, recovery=Recovery(policy="job"))) == 0
+    assert max_standbys(gang) == 4 + (1 + 3) * 2  # beside each rank, on the spare, on the nodes of three rollouts
+    assert worst_case(gang).steps == (1 + 4 + 3) + 6 + max_standbys(gang)
+    assert max_standbys(msgspec.structs.replace(gang, recovery=Recovery(policy="job"))) == 0
 
 
 def test_each_spare_has_as_many_rollouts_kept_ready_as_it_carries() -> None:
     warm = msgspec.structs.replace(ROLES[2], warm=True)
     pool = msgspec.structs.replace(view("pool"), roles=(*ROLES[:2], warm), spares=2)
-    assert shadows(pool) == 2
+    assert max_standbys(pool) == 2
     assert worst_case(pool).steps == 5 + 6 + 2
     together = msgspec.structs.replace(warm, exclusive=False, each=Resources(1, 0, 2**28))  # two CPUs on a node
-    assert shadows(msgspec.structs.replace(pool, roles=(*ROLES[:2], together))) == 2 * 2
-    assert shadows(msgspec.structs.replace(pool, spares=9)) == 3  # no more than there are rollouts
-    assert shadows(msgspec.structs.replace(pool, recovery=Recovery(policy="job"))) == 0
+    assert max_standbys(msgspec.structs.replace(pool, roles=(*ROLES[:2], together))) == 2 * 2
+    assert max_standbys(msgspec.structs.replace(pool, spares=9)) == 3  # no more than there are rollouts
+    assert max_standbys(msgspec.structs.replace(pool, recovery=Recovery(policy="job"))) == 0
 
 
 def test_who_gives_everything_back_at_each_failure_asks_for_everything_anew() -> None:
@@ -82,7 +82,7 @@ def test_components_count_as_jobs() -> None:
 
 
 def test_a_manager_in_the_foreground_or_in_the_pool_is_no_job() -> None:
-    within = JobView("small", 10, "slurm", ROLES, view("pool").parts, manager=ManagerView("pool"))
+    within = RunSpec("small", 10, "slurm", ROLES, view("pool").node_groups, manager=ManagerSpec("pool"))
     assert worst_case(view("pool"), foreground=True).jobs_to_start == worst_case(within).jobs_to_start == 1
 
 
@@ -96,5 +96,5 @@ def test_what_is_shown_and_tried_beforehand_is_what_the_planner_asks_for() -> No
     for form in ("pool", "replica", "hetjob"):
         state = fold(None, ev.Stamped(1, 0.0, 1, ev.RunStarted("small-7", view(form))))
         state = fold(state, ev.Stamped(2, 0.0, 1, ev.ManagerStarted("host", 1, "")))
-        asked = [action.ask for action in plan(state, 0.0).actions if isinstance(action, Request)]
-        assert tuple(asked) == first_asks("small-7", view(form)), form
+        asked = [action.request for action in plan(state, 0.0).actions if isinstance(action, Request)]
+        assert tuple(asked) == initial_requests("small-7", view(form)), form

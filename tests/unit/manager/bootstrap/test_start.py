@@ -12,7 +12,7 @@ from rrl.config.job.load import load_job
 from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.run_dir import RUNS_ENV, RunDir
-from rrl.core.run_spec import JobView
+from rrl.core.run_spec import RunSpec
 from rrl.core.types import Outcome
 from rrl.manager.bootstrap import start
 from rrl.manager.storage.lease import LeaseHeld
@@ -40,7 +40,7 @@ def test_two_runs_of_one_second_have_two_ids(job: Job, source: Path) -> None:
 def test_a_manager_that_cannot_be_started_leaves_no_run_and_says_why(
     job: Job, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(run: RunDir, view: JobView) -> str:
+    def fail(run: RunDir, view: RunSpec) -> str:
         raise OSError("no such partition")
 
     monkeypatch.setattr(start, "start_manager", fail)
@@ -82,13 +82,13 @@ def test_a_manager_that_ended_by_an_error_of_its_own_is_followed_by_another(
 
     monkeypatch.setattr(start, "_run", one)
     monkeypatch.setattr(start, "RETRY_PAUSE", 0.0)
-    assert start.run_here(start.create(job, source)) == "completed"
+    assert start.run_manager(start.create(job, source)) == "completed"
     assert "ZeroDivisionError: a bug" in caplog.text
 
 
 @pytest.mark.parametrize(("error", "lives"), [(LeaseHeld("another lives"), 1), (ZeroDivisionError(), 4)])
 def test_it_is_not_followed_for_ever_nor_where_another_lives(
-    job: Job, source: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, lives: int
+    job: Job, source: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, incarnations: int
 ) -> None:
     begun = 0
 
@@ -100,5 +100,5 @@ def test_it_is_not_followed_for_ever_nor_where_another_lives(
     monkeypatch.setattr(start, "_run", one)
     monkeypatch.setattr(start, "RETRY_PAUSE", 0.0)
     with pytest.raises(type(error)):
-        start.run_here(start.create(job, source))
-    assert begun == lives
+        start.run_manager(start.create(job, source))
+    assert begun == incarnations

@@ -11,30 +11,30 @@ import pytest
 
 from rrl.core.faults import Fault, FaultKind
 from rrl.core.launch import ExitReason, Launch
-from rrl.core.processes import look
+from rrl.core.processes import read_process
 from rrl.core.run_spec import Resources
 from rrl.core.types import NodeName
 from rrl.manager.cluster.base import (  # fmt: skip
-    AllocationSeen,
+    AllocationStatus,
     AllocationState,
-    Ask,
-    NodeSeen,
+    AllocationRequest,
+    NodeStatus,
     NodeState,
     Refused,
     Step,
     Unanswered,
 )
 from rrl.manager.cluster.local import LocalCluster
-from rrl.tests.support.listening_manager import PATIENCE, Lab, Manager, eventually, lab
+from rrl.tests.support.listening_manager import TIMEOUT_S, Lab, Manager, eventually, lab
 from rrl.tests.support.local_cluster import crash, processes_on
-from rrl.transport.messages import AgentBeat, AgentHello, StepExit, Wanted
+from rrl.transport.messages import AgentHeartbeat, AgentHello, StepExit, AdmissionRequest
 
 SLEEP = ("sleep", "1000")
 DAEMON = ("sh", "-c", "(setsid sleep 1001 &) ; exec sleep 1000")
 
 
-def ask(tag: str, count: int, *exclude: str) -> Ask:
-    return Ask(tag, count, Resources(), walltime=3600.0, exclude=tuple(map(NodeName, exclude)))
+def allocation_request(tag: str, count: int, *exclude: str) -> AllocationRequest:
+    return AllocationRequest(tag, count, Resources(), walltime=3600.0, exclude=tuple(map(NodeName, exclude)))
 
 
 def step_of(at: Lab, launch: Launch, allocation: str = "pool", agent: bool = False) -> Step:
@@ -68,13 +68,13 @@ async def nodes_of(cluster: LocalCluster, tag: str) -> tuple[NodeName, ...]:
 
 async def until_unlisted(cluster: LocalCluster) -> None:
     """No step is listed any more."""
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT_S):
         while await steps(cluster):
             await asyncio.sleep(0.01)
 
 
 async def wanted(manager: Manager, launch: Launch) -> None:
-    await manager.hears(Wanted, lambda message: message.tag == launch.tag)
+    await manager.wait_for(AdmissionRequest, lambda message: message.tag == launch.tag)
 
 
 async def running(at: Lab, launch: Launch, count: int) -> None:
@@ -84,17 +84,17 @@ async def running(at: Lab, launch: Launch, count: int) -> None:
 
 def test_nodes_are_handed_out_lowest_first_without_the_excluded_the_taken_and_those_down(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
-        await cluster.request(ask("pool", 2, "local2"))
+        await cluster.request(allocation_request("pool", 2, "local2"))
         crash(at.run, NodeName("local4"))
-        await cluster.request(ask("more", 2))
+        await cluster.request(allocation_request("more", 2))
         seen = await cluster.observe()
         assert seen.allocations == {
-            "pool": AllocationSeen(AllocationState.RUNNING, "pool", (NodeName("local1"), NodeName("local3"))),
-            "more": AllocationSeen(AllocationState.RUNNING, "more", (NodeName("local2"), NodeName("local5"))),
+            "pool": AllocationStatus(AllocationState.RUNNING, "pool", (NodeName("local1"), NodeName("local3"))),
+            "more": AllocationStatus(AllocationState.RUNNING, "more", (NodeName("local2"), NodeName("local5"))),
         }
         assert seen.nodes is not None
         assert seen.nodes[NodeName("local1")].state is NodeState.UP
-        assert seen.nodes[NodeName("local4")] == NodeSeen(NodeState.DOWN, "marked down")
+        assert seen.nodes[NodeName("local4")] == NodeStatus(NodeState.DOWN, "marked down")
 
     play(tmp_path, story)
 
@@ -102,12 +102,12 @@ def test_nodes_are_handed_out_lowest_first_without_the_excluded_the_taken_and_th
 def test_a_request_that_cannot_be_met_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         with pytest.raises(Refused, match="4 nodes wanted, 3 of 3"):
-            await cluster.request(ask("pool", 4))
-        await cluster.request(ask("pool", 3))
+            await cluster.request(allocation_request("pool", 4))
+        await cluster.request(allocation_request("pool", 3))
         with pytest.raises(Refused, match="1 nodes wanted, 0 of 3"):
-            await cluster.request(ask("spare", 1))
+            await cluster.request(allocation_request("spare", 1))
         await cluster.release("pool")
-        await cluster.request(ask("spare", 1))
+        await cluster.request(allocation_request("spare", 1))
         seen = await cluster.observe()
         assert seen.allocations is not None
         assert seen.allocations.keys() == {"spare"}
@@ -117,8 +117,8 @@ def test_a_request_that_cannot_be_met_is_refused_and_leaves_nothing(tmp_path: Pa
 
 def test_asking_again_with_the_same_tag_gives_the_same_nodes(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
-        await cluster.request(ask("pool", 2))
-        await cluster.request(ask("pool", 2))
+        await cluster.request(allocation_request("pool", 2))
+        await cluster.request(allocation_request("pool", 2))
         assert await nodes_of(cluster, "pool") == ("local1", "local2")
 
     play(tmp_path, story)
@@ -127,15 +127,15 @@ def test_asking_again_with_the_same_tag_gives_the_same_nodes(tmp_path: Path) -> 
 def test_a_launched_step_runs_and_is_listed_until_it_ends(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager() as manager:
-            await cluster.request(ask("pool", 2))
+            await cluster.request(allocation_request("pool", 2))
             launch = at.launch("sh", "-c", "read line < go", node="local2")
             os.mkfifo(at.run.path / "go")
             await cluster.launch(step_of(at, launch))
             await wanted(manager, launch)
-            await cluster.joined(launch.tag)
+            await cluster.release_launcher(launch.tag)
             assert await steps(cluster) == {launch.tag: "local2"}
             await asyncio.to_thread((at.run.path / "go").write_text, "\n")
-            assert (await manager.hears(StepExit)).code == 0
+            assert (await manager.wait_for(StepExit)).code == 0
             await until_unlisted(cluster)
             with pytest.raises(Refused, match="launched before"):
                 await cluster.launch(step_of(at, launch))
@@ -146,13 +146,13 @@ def test_a_launched_step_runs_and_is_listed_until_it_ends(tmp_path: Path) -> Non
 def test_an_agent_is_launched_like_a_step(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager() as manager:
-            await cluster.request(ask("pool", 1))
+            await cluster.request(allocation_request("pool", 1))
             agent = at.launch(replica="agent/local1", env={"RRL_BEAT": "0.1"})
             await cluster.launch(step_of(at, agent, agent=True))
-            assert (await manager.hears(AgentHello)).node == "local1"
+            assert (await manager.wait_for(AgentHello)).node == "local1"
             launch = at.launch(*SLEEP)
             await cluster.launch(step_of(at, launch))
-            await manager.hears(AgentBeat, lambda beat: beat.alive == (launch.tag,))
+            await manager.wait_for(AgentHeartbeat, lambda heartbeat: heartbeat.alive == (launch.tag,))
             assert (await steps(cluster)).keys() == {agent.tag, launch.tag}
 
     play(tmp_path, story)
@@ -160,7 +160,7 @@ def test_an_agent_is_launched_like_a_step(tmp_path: Path) -> None:
 
 def test_a_launch_that_cannot_be_is_refused(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
-        await cluster.request(ask("pool", 2))
+        await cluster.request(allocation_request("pool", 2))
         crash(at.run, NodeName("local2"))
         with pytest.raises(Refused, match="not in an allocation"):
             await cluster.launch(step_of(at, at.launch(*SLEEP), allocation="none"))
@@ -182,7 +182,7 @@ def test_a_launch_that_cannot_be_is_refused(tmp_path: Path) -> None:
 def test_a_stopped_step_leaves_its_record_and_nothing_else(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager():
-            await cluster.request(ask("pool", 1))
+            await cluster.request(allocation_request("pool", 1))
             launch = at.launch(*DAEMON)
             await cluster.launch(step_of(at, launch))
             await running(at, launch, 3)
@@ -204,7 +204,7 @@ def test_a_step_that_cannot_obey_is_swept(tmp_path: Path, victim: str, monkeypat
 
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager():
-            await cluster.request(ask("pool", 1))
+            await cluster.request(allocation_request("pool", 1))
             launch = at.launch(*DAEMON)
             await cluster.launch(step_of(at, launch))
             await running(at, launch, 3)
@@ -218,7 +218,7 @@ def test_a_step_that_cannot_obey_is_swept(tmp_path: Path, victim: str, monkeypat
 
 def test_an_unkillable_step_is_unanswered_and_stays_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
-        await cluster.request(ask("pool", 1))
+        await cluster.request(allocation_request("pool", 1))
         launch = at.launch(*SLEEP)
         await cluster.launch(step_of(at, launch))
         with monkeypatch.context() as patch:
@@ -235,8 +235,8 @@ def test_an_unkillable_step_is_unanswered_and_stays_on_record(tmp_path: Path, mo
 def test_a_release_leaves_nothing_of_its_allocation_and_touches_no_other(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager():
-            await cluster.request(ask("pool", 2))
-            await cluster.request(ask("other", 1))
+            await cluster.request(allocation_request("pool", 2))
+            await cluster.request(allocation_request("other", 1))
             held = [at.launch(*DAEMON, replica=f"rollout/{n}", node=f"local{n + 1}") for n in range(2)]
             other = at.launch(*DAEMON, replica="trainer/0", node="local3")
             for launch in held:
@@ -275,7 +275,7 @@ asyncio.run(main())
 
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager() as manager:
-            await cluster.request(ask("pool", 1))
+            await cluster.request(allocation_request("pool", 1))
             recorded, unrecorded = at.launch(*DAEMON, replica="rollout/0"), at.launch(*DAEMON, replica="rollout/1")
             argv = [sys.executable, "-c", code, str(at.run.path), recorded.tag, unrecorded.tag]
             killed = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
@@ -301,14 +301,14 @@ asyncio.run(main())
 def test_a_launch_that_never_came_to_be_may_be_made_again(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager() as manager:
-            await cluster.request(ask("pool", 1))
+            await cluster.request(allocation_request("pool", 1))
             launch = at.launch(*SLEEP)
             record = at.run.cluster / "steps" / f"{launch.tag}.json"
             file = at.run.launch_file(launch.tag)
             record.write_text(f'{{"allocation":"pool","node":"local1","launch_file":"{file}"}}')
             assert await steps(cluster) == {}
             await cluster.launch(step_of(at, launch))
-            await manager.hears(Wanted)
+            await manager.wait_for(AdmissionRequest)
             assert await steps(cluster) == {launch.tag: "local1"}
 
     play(tmp_path, story)
@@ -317,7 +317,7 @@ def test_a_launch_that_never_came_to_be_may_be_made_again(tmp_path: Path) -> Non
 def test_a_crashed_node_takes_everything_on_it_and_nothing_else(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager():
-            await cluster.request(ask("pool", 2))
+            await cluster.request(allocation_request("pool", 2))
             one, two = (at.launch(*DAEMON, replica=f"rollout/{n}", node=f"local{n}") for n in (1, 2))
             for launch in (one, two):
                 await cluster.launch(step_of(at, launch))
@@ -336,7 +336,7 @@ def test_a_crashed_node_takes_everything_on_it_and_nothing_else(tmp_path: Path) 
 def test_steps_outlive_the_cluster_object(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager():
-            await cluster.request(ask("pool", 1))
+            await cluster.request(allocation_request("pool", 1))
             launch = at.launch(*SLEEP)
             await cluster.launch(step_of(at, launch))
             await running(at, launch, 2)
@@ -349,19 +349,19 @@ def test_steps_outlive_the_cluster_object(tmp_path: Path) -> None:
 def test_an_ended_step_leaves_no_zombie(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager() as manager:
-            await cluster.request(ask("pool", 1))
+            await cluster.request(allocation_request("pool", 1))
             launch = at.launch("true")
             await cluster.launch(step_of(at, launch))
-            pid = (await manager.hears(Wanted)).pid
+            pid = (await manager.wait_for(AdmissionRequest)).pid
             await eventually(lambda: not Path(f"/proc/{pid}").exists())
-            assert look(pid) is None
+            assert read_process(pid) is None
 
     play(tmp_path, story)
 
 
 def test_records_that_cannot_be_read_are_unknown_and_not_gone(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
-        await cluster.request(ask("pool", 1))
+        await cluster.request(allocation_request("pool", 1))
         (at.run.cluster / "pool.json").write_text("garbage")
         seen = await cluster.observe()
         assert (seen.nodes, seen.allocations, seen.steps) == (None, None, None)
@@ -375,18 +375,18 @@ def test_records_that_cannot_be_read_are_unknown_and_not_gone(tmp_path: Path) ->
 def test_a_harmed_node_dies_with_everything_on_it_and_is_back_after_its_time(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager():
-            await cluster.request(ask("pool", 2))
+            await cluster.request(allocation_request("pool", 2))
             launches = [at.launch(*DAEMON, replica=f"rollout/{i}", node=f"local{i + 1}") for i in range(2)]
             for launch in launches:
                 await cluster.launch(step_of(at, launch))
                 await eventually(lambda launch=launch: len(at.processes(launch)) == 3)  # type: ignore[misc]
             crash = Fault("f0", FaultKind.CRASH, "local1", seconds=2.0)
-            assert await cluster.harm(crash) == "local1 is down, 3 processes of it were killed"
+            assert await cluster.inject_fault(crash) == "local1 is down, 3 processes of it were killed"
             assert (at.processes(launches[0]), len(at.processes(launches[1]))) == ([], 3)
             seen = (await cluster.observe()).nodes
             assert seen is not None
             assert (seen[NodeName("local1")].state, seen[NodeName("local2")].state) == (NodeState.DOWN, NodeState.UP)
-            deadline = asyncio.get_running_loop().time() + PATIENCE
+            deadline = asyncio.get_running_loop().time() + TIMEOUT_S
             while ((await cluster.observe()).nodes or {})[NodeName("local1")].state is NodeState.DOWN:
                 assert asyncio.get_running_loop().time() < deadline
                 await asyncio.sleep(0.05)
@@ -400,8 +400,8 @@ def test_a_harmed_node_dies_with_everything_on_it_and_is_back_after_its_time(tmp
 )
 def test_what_cannot_be_harmed_here_is_refused(tmp_path: Path, kind: FaultKind, node: str, why: str) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
-        await cluster.request(ask("pool", 1))
+        await cluster.request(allocation_request("pool", 1))
         with pytest.raises(Refused, match=why):
-            await cluster.harm(Fault("f0", kind, node, seconds=1.0))
+            await cluster.inject_fault(Fault("f0", kind, node, seconds=1.0))
 
     play(tmp_path, story)

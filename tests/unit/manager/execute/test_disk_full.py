@@ -24,13 +24,13 @@ def run(tmp_path: Path) -> RunDir:
 def test_where_others_have_much_room_none_is_taken(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fault_injection, "MOST_FREE", 0)
     with pytest.raises(Refused, match=r"GiB are free on the file system of .*run-1, and no more than 0 GiB"):
-        fault_injection.fill(run)
-    assert not run.ballast.exists()
+        fault_injection.fill_disk(run)
+    assert not run.disk_filler.exists()
 
 
 def test_a_run_directory_that_is_away_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="No such file"):
-        fault_injection.fill(RunDir(tmp_path / "nothing"))
+        fault_injection.fill_disk(RunDir(tmp_path / "nothing"))
 
 
 def test_the_file_is_written_to_the_last_byte_and_given_back(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,11 +44,11 @@ def test_the_file_is_written_to_the_last_byte_and_given_back(run: RunDir, monkey
 
     monkeypatch.setattr(fault_injection, "MOST_FREE", 2**60)
     monkeypatch.setattr(os, "write", bounded)
-    assert fault_injection.fill(run) == f"{run.ballast} takes 3.0 MiB: nothing is left"
-    assert run.ballast.stat().st_size == room
-    assert fault_injection.give_back(run)
-    assert not run.ballast.exists()
-    assert not fault_injection.give_back(run)
+    assert fault_injection.fill_disk(run) == f"{run.disk_filler} takes 3.0 MiB: nothing is left"
+    assert run.disk_filler.stat().st_size == room
+    assert fault_injection.remove_disk_filler(run)
+    assert not run.disk_filler.exists()
+    assert not fault_injection.remove_disk_filler(run)
 
 
 FILLS_A_REAL_ONE = """

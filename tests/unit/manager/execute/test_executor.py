@@ -9,23 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from rrl.core.faults import At, Fault, FaultKind
-from rrl.core.types import Life, NodeName
-from rrl.manager.cluster.base import Ask, Observed, Refused, RejectReason, Step, Unanswered
-from rrl.manager.execute.executor import AGAIN, STEP_MARGIN, Executor
+from rrl.core.faults import FaultTrigger, Fault, FaultKind
+from rrl.core.types import Incarnation, NodeName
+from rrl.manager.cluster.base import AllocationRequest, ClusterSnapshot, Refused, RejectReason, Step, Unanswered
+from rrl.manager.execute.executor import RETRY_INTERVAL_S, STEP_MARGIN_S, Executor
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Launch, Outside, Perform, Release, Request, StopStep, Why
+from rrl.manager.model.actions import Launch, ExternalAction, InjectFault, Release, Request, StopStep, Why
 from rrl.manager.storage.lease import LeaseLost
 from rrl.tests.support.manager import virtual
 from rrl.tests.support.manager.jobs import NODE, ROLLOUTS
 
 WHY = Why(("because",))
-R1 = Life(ROLLOUTS[0], 1)
-REQUEST = Request(Ask("pool", 1, NODE, 60.0), WHY)
+R1 = Incarnation(ROLLOUTS[0], 1)
+REQUEST = Request(AllocationRequest("pool", 1, NODE, 60.0), WHY)
 RELEASE = Release("pool", WHY)
 LAUNCH = Launch(R1, "step", "pool", NodeName("n1"), WHY)
 STOP = StopStep("step", R1, 5.0, WHY)
-PERFORM = Perform(Fault("f0", FaultKind.KILL, R1.replica, At(step=0)), "step", NodeName("n1"), WHY)
+PERFORM = InjectFault(Fault("f0", FaultKind.KILL, R1.replica, FaultTrigger(step=0)), "step", NodeName("n1"), WHY)
 ALL = (REQUEST, RELEASE, LAUNCH, STOP, PERFORM)
 
 
@@ -33,19 +33,19 @@ class Scripted:
     """A cluster that answers as the script says (an error to raise, or None), and does what it is asked otherwise."""
 
     def __init__(self, *answers: Exception | None) -> None:
-        self.asked: list[tuple[str, str]] = []
-        self.gate: asyncio.Event | None = None
+        self.requests: list[tuple[str, str]] = []
+        self.blocked: asyncio.Event | None = None
         self._answers = list(answers)
 
     async def _answer(self, verb: str, tag: str) -> None:
-        self.asked.append((verb, tag))
-        if self.gate is not None:
-            await self.gate.wait()
+        self.requests.append((verb, tag))
+        if self.blocked is not None:
+            await self.blocked.wait()
         if self._answers and (answer := self._answers.pop(0)) is not None:
             raise answer
 
-    async def request(self, ask: Ask) -> None:
-        await self._answer("request", ask.tag)
+    async def request(self, request: AllocationRequest) -> None:
+        await self._answer("request", request.tag)
 
     async def release(self, tag: str) -> None:
         await self._answer("release", tag)
@@ -53,7 +53,7 @@ class Scripted:
     async def launch(self, step: Step) -> None:
         await self._answer("launch", step.tag)
 
-    async def joined(self, tag: str) -> None:
+    async def release_launcher(self, tag: str) -> None:
         await self._answer("joined", tag)
 
     async def stop(self, tag: str, grace: float) -> None:
@@ -68,11 +68,11 @@ class Scripted:
     async def shrink(self, tag: str, nodes: tuple[NodeName, ...]) -> None:
         await self._answer("shrink", tag)
 
-    async def harm(self, fault: Fault) -> str:
+    async def inject_fault(self, fault: Fault) -> str:
         raise Refused("not here")
 
-    async def observe(self) -> Observed:
-        return Observed(None, None, None)
+    async def observe(self) -> ClusterSnapshot:
+        return ClusterSnapshot(None, None, None)
 
     async def close(self) -> None:
         pass
@@ -85,15 +85,15 @@ class Bench:
         self.cluster = Scripted(*answers)
         self.recorded: list[ev.Event] = []
         self.stops_itself = False
-        self.performed: list[Perform] = []
-        self.adopted: list[Launch] = []
+        self.performed: list[InjectFault] = []
+        self.promoted: list[Launch] = []
         self.lost = False
         self.away = 0
         """so many times the run directory cannot be read"""
         self.cannot_prepare: OSError | None = None
-        self.told: list[float] = []
+        self.sent: list[float] = []
         self.executor = Executor(
-            self.cluster, self.recorded.append, self._prepare, self._tell, self._inject, self._check, self._adopt
+            self.cluster, self.recorded.append, self._prepare, self._send, self._inject, self._check, self._promote
         )
 
     def _prepare(self, action: Launch) -> Step:
@@ -101,14 +101,14 @@ class Bench:
             raise self.cannot_prepare
         return Step(action.step, action.allocation, action.node, NODE, Path("launch"), Path("log"))
 
-    async def _tell(self, action: StopStep, patience: float) -> bool:
-        self.told.append(patience)
+    async def _send(self, action: StopStep, patience: float) -> bool:
+        self.sent.append(patience)
         return self.stops_itself
 
-    async def _adopt(self, action: Launch) -> None:
-        self.adopted.append(action)
+    async def _promote(self, action: Launch) -> None:
+        self.promoted.append(action)
 
-    async def _inject(self, action: Perform) -> None:
+    async def _inject(self, action: InjectFault) -> None:
         self.performed.append(action)
 
     async def _check(self) -> None:
@@ -118,7 +118,7 @@ class Bench:
         if self.lost:
             raise LeaseLost("epoch 2 has begun")
 
-    def carry_out(self, *actions: Outside, during: Callable[[], Awaitable[None]] | None = None) -> list[ev.Event]:
+    def carry_out(self, *actions: ExternalAction, during: Callable[[], Awaitable[None]] | None = None) -> list[ev.Event]:
         """Start them, let an hour pass, and return what was recorded."""
 
         async def go() -> None:
@@ -135,59 +135,59 @@ class Bench:
 
 
 def test_done_is_told_of_what_the_cluster_has_answered() -> None:
-    assert Bench().carry_out(REQUEST) == [ev.Done("pool", True)]
-    assert Bench().carry_out(RELEASE) == [ev.Done("pool!release", True)]
-    assert Bench().carry_out(STOP) == [ev.Done("step!stop", True)]
+    assert Bench().carry_out(REQUEST) == [ev.IntentSettled("pool", True)]
+    assert Bench().carry_out(RELEASE) == [ev.IntentSettled("pool!release", True)]
+    assert Bench().carry_out(STOP) == [ev.IntentSettled("step!stop", True)]
 
 
 def test_a_launch_that_was_handed_over_is_not_done_before_its_step_speaks() -> None:
     bench = Bench()
     assert bench.carry_out(LAUNCH) == []
-    assert bench.cluster.asked == [("launch", "step")]
+    assert bench.cluster.requests == [("launch", "step")]
 
 
 @pytest.mark.parametrize("action", [REQUEST, RELEASE, LAUNCH, STOP], ids=lambda action: type(action).__name__)
-def test_refused_is_certainly_not_done_and_says_what_the_cluster_said(action: Outside) -> None:
+def test_refused_is_certainly_not_done_and_says_what_the_cluster_said(action: ExternalAction) -> None:
     bench = Bench(Refused("Invalid partition"))
-    assert bench.carry_out(action) == [ev.Done(action.tag, False, "Invalid partition", reason=RejectReason.REFUSED)]
-    assert len(bench.cluster.asked) == 1
+    assert bench.carry_out(action) == [ev.IntentSettled(action.tag, False, "Invalid partition", reason=RejectReason.REFUSED)]
+    assert len(bench.cluster.requests) == 1
 
 
 @pytest.mark.parametrize("action", [REQUEST, LAUNCH], ids=lambda action: type(action).__name__)
-def test_what_could_happen_twice_is_asked_once_and_left_open_when_nobody_answers(action: Outside) -> None:
+def test_what_could_happen_twice_is_asked_once_and_left_open_when_nobody_answers(action: ExternalAction) -> None:
     bench = Bench(Unanswered("timed out"))
     assert bench.carry_out(action) == []
-    assert len(bench.cluster.asked) == 1
+    assert len(bench.cluster.requests) == 1
 
 
 @pytest.mark.parametrize("action", [STOP, RELEASE], ids=lambda action: type(action).__name__)
-def test_what_is_repeatable_is_asked_again_until_somebody_answers(action: Outside) -> None:
+def test_what_is_repeatable_is_asked_again_until_somebody_answers(action: ExternalAction) -> None:
     bench = Bench(Unanswered("timed out"), Unanswered("timed out"), None)
-    assert bench.carry_out(action) == [ev.Done(action.tag, True)]
-    assert len(bench.cluster.asked) == 3
+    assert bench.carry_out(action) == [ev.IntentSettled(action.tag, True)]
+    assert len(bench.cluster.requests) == 3
 
 
 @pytest.mark.parametrize("action", [RELEASE, STOP], ids=lambda action: type(action).__name__)
-def test_an_error_that_nobody_foresaw_leaves_no_end_undone(action: Outside, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_that_nobody_foresaw_leaves_no_end_undone(action: ExternalAction, caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench(ValueError("unforeseen"), PermissionError("neither"))
-    assert bench.carry_out(action) == [ev.Done(action.tag, True)]
-    assert len(bench.cluster.asked) == 3
+    assert bench.carry_out(action) == [ev.IntentSettled(action.tag, True)]
+    assert len(bench.cluster.requests) == 3
     assert "ValueError: unforeseen" in caplog.text
 
 
 @pytest.mark.parametrize("action", [REQUEST, LAUNCH], ids=lambda action: type(action).__name__)
-def test_an_error_that_nobody_foresaw_is_no_reason_to_ask_twice_for_what_could_happen_twice(action: Outside) -> None:
+def test_an_error_that_nobody_foresaw_is_no_reason_to_ask_twice_for_what_could_happen_twice(action: ExternalAction) -> None:
     bench = Bench(ValueError("unforeseen"))
     assert bench.carry_out(action) == []
-    assert len(bench.cluster.asked) == 1
+    assert len(bench.cluster.requests) == 1
 
 
 def test_between_two_tries_there_is_a_pause() -> None:
     bench = Bench(Unanswered("timed out"), Unanswered("timed out"), None)
 
     async def before_the_third() -> None:
-        await asyncio.sleep(1.9 * AGAIN)
-        assert len(bench.cluster.asked) == 2
+        await asyncio.sleep(1.9 * RETRY_INTERVAL_S)
+        assert len(bench.cluster.requests) == 2
 
     bench.carry_out(RELEASE, during=before_the_third)
 
@@ -195,14 +195,14 @@ def test_between_two_tries_there_is_a_pause() -> None:
 def test_a_step_that_ends_when_it_is_told_to_is_not_ended_by_the_cluster() -> None:
     bench = Bench()
     bench.stops_itself = True
-    assert bench.carry_out(STOP) == [ev.Done("step!stop", True)]
-    assert (bench.cluster.asked, bench.told) == ([], [STOP.grace + STEP_MARGIN])
+    assert bench.carry_out(STOP) == [ev.IntentSettled("step!stop", True)]
+    assert (bench.cluster.requests, bench.sent) == ([], [STOP.grace + STEP_MARGIN_S])
 
 
 def test_a_step_that_does_not_is() -> None:
     bench = Bench()
     bench.carry_out(STOP)
-    assert bench.cluster.asked == [("stop", "step")]
+    assert bench.cluster.requests == [("stop", "step")]
 
 
 def test_a_fault_is_settled_by_the_word_of_whoever_performs_it() -> None:
@@ -215,72 +215,72 @@ def test_a_launch_file_that_cannot_be_written_is_a_launch_that_was_not_done() ->
     bench = Bench()
     bench.cannot_prepare = OSError(28, "No space left on device")
     (done,) = bench.carry_out(LAUNCH)
-    assert isinstance(done, ev.Done)
-    assert (done.tag, done.ok, bench.cluster.asked) == ("step", False, [])
+    assert isinstance(done, ev.IntentSettled)
+    assert (done.tag, done.ok, bench.cluster.requests) == ("step", False, [])
     assert "No space left on device" in done.detail
 
 
 @pytest.mark.parametrize("action", ALL, ids=lambda action: type(action).__name__)
-def test_who_has_lost_the_lease_does_nothing_and_says_nothing(action: Outside) -> None:
+def test_who_has_lost_the_lease_does_nothing_and_says_nothing(action: ExternalAction) -> None:
     bench = Bench()
     bench.lost = True
     assert bench.carry_out(action) == []
-    assert (bench.cluster.asked, bench.told) == ([], [])
+    assert (bench.cluster.requests, bench.sent) == ([], [])
 
 
 def test_who_loses_the_lease_between_two_tries_does_not_try_again() -> None:
     bench = Bench(Unanswered("timed out"))
 
     async def lose() -> None:
-        await asyncio.sleep(AGAIN / 2)
+        await asyncio.sleep(RETRY_INTERVAL_S / 2)
         bench.lost = True
 
     assert bench.carry_out(RELEASE, during=lose) == []
-    assert len(bench.cluster.asked) == 1
+    assert len(bench.cluster.requests) == 1
 
 
 @pytest.mark.parametrize("action", [REQUEST, RELEASE, LAUNCH, STOP], ids=lambda action: type(action).__name__)
-def test_while_the_run_directory_is_away_nothing_is_done_and_when_it_is_back_it_is_done_once(action: Outside) -> None:
+def test_while_the_run_directory_is_away_nothing_is_done_and_when_it_is_back_it_is_done_once(action: ExternalAction) -> None:
     bench = Bench()
     bench.away = 3
 
     async def look() -> None:
-        await asyncio.sleep(2.5 * AGAIN)
-        assert bench.cluster.asked == []
+        await asyncio.sleep(2.5 * RETRY_INTERVAL_S)
+        assert bench.cluster.requests == []
         assert bench.executor.busy == {action.tag}, "nobody must take it for settled"
 
     bench.carry_out(action, during=look)
-    assert len(bench.cluster.asked) == 1
+    assert len(bench.cluster.requests) == 1
 
 
 def test_an_action_that_is_being_carried_out_is_not_started_a_second_time() -> None:
     bench = Bench()
 
     async def go() -> None:
-        bench.cluster.gate = asyncio.Event()
+        bench.cluster.blocked = asyncio.Event()
         bench.executor.start(REQUEST)
         await asyncio.sleep(1.0)
         assert bench.executor.busy == {"pool"}
         bench.executor.start(REQUEST)
         await asyncio.sleep(1.0)
-        bench.cluster.gate.set()
+        bench.cluster.blocked.set()
         await asyncio.sleep(1.0)
         assert bench.executor.busy == frozenset()
 
     virtual.run(go())
-    assert bench.cluster.asked == [("request", "pool")]
-    assert bench.recorded == [ev.Done("pool", True)]
+    assert bench.cluster.requests == [("request", "pool")]
+    assert bench.recorded == [ev.IntentSettled("pool", True)]
 
 
 def test_different_actions_run_beside_each_other() -> None:
     bench = Bench()
 
     async def go() -> None:
-        bench.cluster.gate = asyncio.Event()
+        bench.cluster.blocked = asyncio.Event()
         for action in (REQUEST, LAUNCH, STOP):
             bench.executor.start(action)
         await asyncio.sleep(1.0)
-        assert len(bench.cluster.asked) == 3
+        assert len(bench.cluster.requests) == 3
         await bench.executor.close()
 
     virtual.run(go())
@@ -290,7 +290,7 @@ def test_closing_abandons_what_was_begun_without_a_word() -> None:
     bench = Bench()
 
     async def go() -> None:
-        bench.cluster.gate = asyncio.Event()
+        bench.cluster.blocked = asyncio.Event()
         bench.executor.start(REQUEST)
         await asyncio.sleep(1.0)
         await bench.executor.close()

@@ -15,12 +15,12 @@ import pytest
 from rrl.core.faults import Fault, FaultKind
 from rrl.core.launch import ExitReason
 from rrl.core.run_dir import RunDir
-from rrl.core.types import Life, NodeName, ReplicaId
+from rrl.core.types import Incarnation, NodeName, ReplicaId
 from rrl.manager.cluster.base import Refused, Unanswered
 from rrl.manager.execute import fault_injection
-from rrl.manager.execute.fault_injection import Performer, abandoned
+from rrl.manager.execute.fault_injection import FaultInjector, interrupted_event
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Fence, Perform, Rung, Why
+from rrl.manager.model.actions import Fence, InjectFault, Rung, Why
 from rrl.tests.support.listening_manager import eventually
 from rrl.tests.support.manager import virtual
 from rrl.tests.support.manager.jobs import ROLLOUTS, job
@@ -37,7 +37,7 @@ class Nodes:
         self.answer = answer
         self.harmed: list[Fault] = []
 
-    async def harm(self, fault: Fault) -> str:
+    async def inject_fault(self, fault: Fault) -> str:
         self.harmed.append(fault)
         if isinstance(self.answer, Exception):
             raise self.answer
@@ -51,56 +51,56 @@ class Bench:
         self.run.path.mkdir()
         self.sent: list[tuple[bytes, Any]] = []
         self.nodes = Nodes(answer)
-        self.life = self.world.state.replica(R0).life
+        self.incarnation = self.world.state.replica(R0).incarnation
         self.node = self.world.node_of(R0)
         agent = self.world.state.replica(ReplicaId(f"agent/{self.node}"))
-        self.workers = {self.life: b"worker"}
+        self.workers = {self.incarnation: b"worker"}
         cluster: Any = self.nodes
-        self.performer = Performer(
+        self.performer = FaultInjector(
             self.run, cluster, lambda: self.world.state, self.record, self._send, {agent.step or "": b"agent"},
             self.workers.get,
         )  # fmt: skip
 
     def record(self, event: ev.Event) -> None:
         self.world.record(event)
-        self.performer.notice(event)
+        self.performer.on_event(event)
 
-    async def _send(self, peer: bytes, message: Any, ask: int | None) -> None:
+    async def _send(self, peer: bytes, message: Any, request: int | None) -> None:
         self.sent.append((peer, message))
 
-    def intend(self, kind: FaultKind, target: str = R0, seconds: float = 0.0, life: Life | None = None) -> Perform:
+    def intend(self, kind: FaultKind, target: str = R0, seconds: float = 0.0, incarnation: Incarnation | None = None) -> InjectFault:
         fault = Fault("f0", kind, target, seconds=seconds)
         node = self.node if target == R0 else NodeName("")
         step = self.world.state.replica(R0).step or ""
-        action = Perform(fault, step, node, Why(("because",)), life)
+        action = InjectFault(fault, step, node, Why(("because",)), incarnation)
         self.record(ev.Intended(action))
         return action
 
-    def told(self) -> list[ev.FaultInjected]:
+    def events(self) -> list[ev.FaultInjected]:
         return [stamped.event for stamped in self.world.events if isinstance(stamped.event, ev.FaultInjected)]
 
-    def play(self, action: Perform, during: Callable[[], Awaitable[None]] | None = None) -> list[ev.FaultInjected]:
+    def play(self, action: InjectFault, during: Callable[[], Awaitable[None]] | None = None) -> list[ev.FaultInjected]:
         async def story() -> None:
-            performing = asyncio.create_task(self.performer.perform(action))
+            performing = asyncio.create_task(self.performer.inject(action))
             if during is not None:
                 await during()
             async with asyncio.timeout(1000.0):
                 await performing
             assert action.tag not in self.world.state.intents
-            assert action.fault.id in self.world.state.faults
+            assert action.fault.id in self.world.state.triggered_faults
 
         virtual.run(story())
-        return self.told()
+        return self.events()
 
 
 @pytest.mark.parametrize(("kind", "peer"), [(FaultKind.KILL, b"agent"), (FaultKind.EXCEPTION, b"worker")])
 def test_signals_are_the_agents_and_the_rest_is_the_roles_own(tmp_path: Path, kind: FaultKind, peer: bytes) -> None:
     bench = Bench(tmp_path)
-    action = bench.intend(kind, life=bench.life)
+    action = bench.intend(kind, incarnation=bench.incarnation)
 
     async def answers() -> None:
         await eventually(lambda: bench.sent)
-        bench.record(ev.FaultInjected("f0", bench.life, True, "SIGKILL to process group 7"))
+        bench.record(ev.FaultInjected("f0", bench.incarnation, True, "SIGKILL to process group 7"))
 
     (told,) = bench.play(action, answers)
     assert bench.sent == [(peer, msg.Inject(action.fault, action.step))]
@@ -109,8 +109,8 @@ def test_signals_are_the_agents_and_the_rest_is_the_roles_own(tmp_path: Path, ki
 
 def test_an_agent_that_does_not_answer_leaves_it_unknown(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
-    (told,) = bench.play(bench.intend(FaultKind.KILL, life=bench.life))
-    assert (told.ok, told.unknown, told.life) == (False, True, bench.life)
+    (told,) = bench.play(bench.intend(FaultKind.KILL, incarnation=bench.incarnation))
+    assert (told.ok, told.unknown, told.incarnation) == (False, True, bench.incarnation)
     assert told.detail == "nobody said within 20 s that it was performed"
 
 
@@ -118,24 +118,24 @@ def test_a_role_that_is_replaced_before_it_called_leaves_it_unknown(tmp_path: Pa
     bench = Bench(tmp_path)
 
     async def replaced() -> None:
-        await asyncio.sleep(10 * fault_injection.ANSWER_WITHIN)  # it may take as long as it likes to call
-        assert bench.told() == []
-        bench.record(ev.Decided(Fence(bench.life, Rung.IN_PLACE, Why(("it hangs",)))))
+        await asyncio.sleep(10 * fault_injection.ANSWER_TIMEOUT_S)  # it may take as long as it likes to call
+        assert bench.events() == []
+        bench.record(ev.Decided(Fence(bench.incarnation, Rung.IN_PLACE, Why(("it hangs",)))))
 
-    (told,) = bench.play(bench.intend(FaultKind.EXCEPTION, life=bench.life), replaced)
+    (told,) = bench.play(bench.intend(FaultKind.EXCEPTION, incarnation=bench.incarnation), replaced)
     assert (told.ok, told.unknown) == (False, True)
 
 
 @pytest.mark.parametrize("code", [3, 1])
 def test_an_exit_whose_answer_was_lost_is_known_by_its_code(tmp_path: Path, code: int) -> None:
     bench = Bench(tmp_path)
-    action = bench.intend(FaultKind.EXIT, life=bench.life)
+    action = bench.intend(FaultKind.EXIT, incarnation=bench.incarnation)
     action = msgspec.structs.replace(action, fault=msgspec.structs.replace(action.fault, amount=3.0))
 
     async def ends() -> None:
         await eventually(lambda: bench.sent)
-        bench.record(ev.StepEnded(bench.life, action.step, code, None, ExitReason.EXITED))
-        bench.record(ev.Decided(Fence(bench.life, Rung.IN_PLACE, Why(("it ended",)))))
+        bench.record(ev.StepEnded(bench.incarnation, action.step, code, None, ExitReason.EXITED))
+        bench.record(ev.Decided(Fence(bench.incarnation, Rung.IN_PLACE, Why(("it ended",)))))
 
     (told,) = bench.play(action, ends)
     assert (told.ok, told.unknown) == (code == 3, code != 3)
@@ -144,11 +144,11 @@ def test_an_exit_whose_answer_was_lost_is_known_by_its_code(tmp_path: Path, code
 @pytest.mark.parametrize("kind", [FaultKind.KILL, FaultKind.EXCEPTION])
 def test_who_cannot_be_told_is_not_hit(tmp_path: Path, kind: FaultKind) -> None:
     bench = Bench(tmp_path)
-    bench.performer = Performer(
+    bench.performer = FaultInjector(
         bench.run, bench.performer._cluster, lambda: bench.world.state, bench.record, bench._send, {},
-        lambda life: None,
+        lambda incarnation: None,
     )  # fmt: skip
-    (told,) = bench.play(bench.intend(kind, life=bench.life))
+    (told,) = bench.play(bench.intend(kind, incarnation=bench.incarnation))
     assert (told.ok, told.unknown, bench.sent) == (False, False, [])
 
 
@@ -173,16 +173,16 @@ def test_the_manager_kills_itself_and_its_successor_tells(tmp_path: Path, monkey
     killed: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda *args: killed.append(args))
     action = bench.intend(FaultKind.KILL, "manager")
-    asyncio.run(bench.performer.perform(action))
+    asyncio.run(bench.performer.inject(action))
     assert killed == [(os.getpid(), signal.SIGKILL)]
-    told = abandoned(action, 2)
-    assert (told.ok, told.unknown, told.target, told.life) == (True, False, "manager", None)
+    told = interrupted_event(action, 2)
+    assert (told.ok, told.unknown, told.target, told.incarnation) == (True, False, "manager", None)
 
 
 def test_a_fault_whose_manager_died_over_it_is_told_as_unknown(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
-    told = abandoned(bench.intend(FaultKind.KILL, life=bench.life), 2)
-    assert (told.ok, told.unknown, told.life, told.node) == (False, True, bench.life, bench.node)
+    told = interrupted_event(bench.intend(FaultKind.KILL, incarnation=bench.incarnation), 2)
+    assert (told.ok, told.unknown, told.incarnation, told.node) == (False, True, bench.incarnation, bench.node)
     bench.record(told)
     assert bench.world.state.intents == {}
 
@@ -191,15 +191,15 @@ def test_a_full_disk_is_given_back_after_its_time(tmp_path: Path, monkeypatch: p
     bench = Bench(tmp_path)
 
     def filled(run: RunDir) -> str:
-        run.ballast.write_bytes(b"1")
+        run.disk_filler.write_bytes(b"1")
         return "filled"
 
     async def full() -> None:
-        await eventually(bench.run.ballast.exists)
+        await eventually(bench.run.disk_filler.exists)
 
     monkeypatch.setattr(fault_injection, "fill", filled)
     began, over = bench.play(bench.intend(FaultKind.DISK_FULL, "", seconds=30.0), full)
-    assert not bench.run.ballast.exists()
+    assert not bench.run.disk_filler.exists()
     assert (began.detail, over.detail, over.ended) == ("filled", "the room is given back", True)
 
 
@@ -210,10 +210,10 @@ def test_a_full_disk_is_given_back_when_the_manager_leaves_before(
     monkeypatch.setattr(fault_injection, "fill", lambda run: str(run.ballast.write_bytes(b"1")))
 
     async def story() -> None:
-        task = asyncio.create_task(bench.performer.perform(bench.intend(FaultKind.DISK_FULL, "", seconds=1000.0)))
-        await eventually(lambda: bool(bench.told()))
+        task = asyncio.create_task(bench.performer.inject(bench.intend(FaultKind.DISK_FULL, "", seconds=1000.0)))
+        await eventually(lambda: bool(bench.events()))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(story())
-    assert not bench.run.ballast.exists()
+    assert not bench.run.disk_filler.exists()

@@ -11,10 +11,10 @@ import pytest
 
 from rrl.core.launch import Launch, read_launch
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import ContainerView, EnvView, JobView, Resources, RoleView
-from rrl.core.types import Life, NodeName, ReplicaId
-from rrl.manager.cluster.base import Ask, Refused
-from rrl.manager.execute.launch import apptainer, environment, keep_passed, mounts, pyxis, write_launch
+from rrl.core.run_spec import ContainerSpec, EnvSpec, RunSpec, Resources, RoleSpec
+from rrl.core.types import Incarnation, NodeName, ReplicaId
+from rrl.manager.cluster.base import AllocationRequest, Refused
+from rrl.manager.execute.launch import apptainer, environment, save_passed_env, mounts, pyxis, write_launch
 from rrl.manager.model.actions import Launch as LaunchAction
 from rrl.manager.model.actions import Why
 from rrl.manager.model.state import Allocation, State
@@ -23,12 +23,12 @@ from rrl.tests.support.manager.jobs import job
 NODE = Resources(cpus=8, gpus=4)
 
 
-def role(launcher: str, image: str = "rl.sif", gpus: int = 1) -> RoleView:
+def role(launcher: str, image: str = "rl.sif", gpus: int = 1) -> RoleSpec:
     each = Resources(cpus=2, gpus=gpus)
-    return RoleView("rollout", "rollout", 1, 1, each, True, ("python", "go.py"), {"A": "1"}, launcher, image)
+    return RoleSpec("rollout", "rollout", 1, 1, each, True, ("python", "go.py"), {"A": "1"}, launcher, image)
 
 
-BOX = ContainerView(("/data:/mnt/data:ro", "/scratch"), "python3.12")
+BOX = ContainerSpec(("/data:/mnt/data:ro", "/scratch"), "python3.12")
 
 
 def test_apptainer_gets_this_command_line() -> None:
@@ -56,7 +56,7 @@ def test_a_file_is_looked_for_from_the_folder_of_the_job_and_only_who_has_gpus_g
 
 
 def test_a_mount_of_the_jobs_own_wins_over_ours_and_a_folder_that_cannot_be_mounted_is_refused() -> None:
-    own = mounts(ContainerView(("/big/shm:/dev/shm:rw",)), "/r", "/job")
+    own = mounts(ContainerSpec(("/big/shm:/dev/shm:rw",)), "/r", "/job")
     assert own == (("/r", "/r", ""), ("/job", "/job", ""), ("/big/shm", "/dev/shm", "rw"))
     with pytest.raises(Refused, match="/a:b cannot be mounted"):
         mounts(BOX, "/a:b", "/job")
@@ -65,10 +65,10 @@ def test_a_mount_of_the_jobs_own_wins_over_ours_and_a_folder_that_cannot_be_moun
 class Prepared:
     """A role or agent of a job, made ready to be launched."""
 
-    def __init__(self, run: RunDir, view: JobView, replica: str = "rollout/0") -> None:
-        life = Life(ReplicaId(replica), 1)
-        action = LaunchAction(life, f"{run.id}.x.1", "pool", NodeName("n1"), Why(("wanted",)))
-        held = Allocation("pool", Ask("pool", 1, NODE, 60.0), 0.0)
+    def __init__(self, run: RunDir, view: RunSpec, replica: str = "rollout/0") -> None:
+        incarnation = Incarnation(ReplicaId(replica), 1)
+        action = LaunchAction(incarnation, f"{run.id}.x.1", "pool", NodeName("n1"), Why(("wanted",)))
+        held = Allocation("pool", AllocationRequest("pool", 1, NODE, 60.0), 0.0)
         self.step = write_launch(run, State(run.id, view, allocations={"pool": held}), action, "/job")
         self.launch: Launch = read_launch(self.step.launch_file)
 
@@ -83,8 +83,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return made
 
 
-def view(launcher: str, **changes: object) -> JobView:
-    env = EnvView(("true",), passed=("WANDB_*", "SLURM_*"), probe=("torch",), python="/opt/py", prober="/opt/py")
+def view(launcher: str, **changes: object) -> RunSpec:
+    env = EnvSpec(("true",), passed=("WANDB_*", "SLURM_*"), probe=("torch",), python="/opt/py", probe_python="/opt/py")
     roles = (role(launcher),)
     given = {"roles": roles, "env": env, "container": BOX, "cluster": "slurm"} | changes
     return msgspec.structs.replace(job(), **given)
@@ -92,7 +92,7 @@ def view(launcher: str, **changes: object) -> JobView:
 
 def test_apptainer_runs_the_command_and_the_first_process_stays_on_the_node(run: RunDir) -> None:
     made = view("apptainer")
-    keep_passed(run, made)
+    save_passed_env(run, made)
     one = Prepared(run, made)
     assert one.launch.argv[:2] == ("apptainer", "exec")
     assert one.launch.argv[-2:] == ("python", "go.py")
@@ -103,7 +103,7 @@ def test_apptainer_runs_the_command_and_the_first_process_stays_on_the_node(run:
 
 def test_pyxis_takes_the_whole_step_and_nothing_of_the_host(run: RunDir) -> None:
     made = view("pyxis")
-    keep_passed(run, made)
+    save_passed_env(run, made)
     one = Prepared(run, made)
     assert one.launch.argv == ("python", "go.py")
     assert one.step.container[0] == "--container-image=/job/rl.sif"
@@ -115,31 +115,31 @@ def test_secrets_of_the_submitting_shell_reach_roles_and_lie_in_files_of_their_o
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = view("direct")
-    keep_passed(run, made)
+    save_passed_env(run, made)
     monkeypatch.delenv("WANDB_API_KEY")  # the manager runs elsewhere
     one = Prepared(run, made)
     assert one.launch.env["WANDB_API_KEY"] == "secret"
     assert not one.launch.env.keys() & {"SLURM_NTASKS", "OMPI_COMM_WORLD_RANK"}
     assert b"secret" not in msgspec.json.encode(made)
     kept = [path for path in run.path.rglob("*") if path.is_file() and b"secret" in path.read_bytes()]
-    assert sorted(kept) == [run.passed, one.step.launch_file]
+    assert sorted(kept) == [run.passed_env, one.step.launch_file]
     assert {stat.S_IMODE(os.stat(path).st_mode) for path in kept} == {0o600}
 
 
 def test_an_agent_sees_all_gpus_of_its_node_and_probes_in_the_environment_of_roles(run: RunDir) -> None:
     made = view("direct")
-    keep_passed(run, made)
+    save_passed_env(run, made)
     one = Prepared(run, made, "agent/n1")
-    assert (one.step.overlap, one.step.agent, one.step.each) == (True, True, Resources(cpus=1, gpus=4))
+    assert (one.step.overlap, one.step.agent, one.step.resources) == (True, True, Resources(cpus=1, gpus=4))
     assert one.launch.probe == ("/opt/py", "-c", "import torch")
     assert one.launch.env["WANDB_API_KEY"] == "secret"
-    assert one.launch.probe_within == made.limits.join / 2
+    assert one.launch.probe_timeout == made.limits.join / 2
 
 
 def test_what_is_probed_is_where_roles_run(run: RunDir) -> None:
     for launcher, expected in (("apptainer", ("apptainer", "exec")), ("pyxis", ())):
         made = view(launcher)
-        keep_passed(run, made)
+        save_passed_env(run, made)
         probe = Prepared(run, made, "agent/n1").launch.probe
         assert probe[:2] == expected
         assert probe[-3:] == (("python3.12", "-c", "import torch") if probe else ())
@@ -148,7 +148,7 @@ def test_what_is_probed_is_where_roles_run(run: RunDir) -> None:
 def test_the_network_of_the_job_wins_over_the_shells_which_counts_on_slurm_only(run: RunDir) -> None:
     for network, cluster, expected in (("eth1", "slurm", "eth1"), ("", "slurm", "ib0"), ("", "local", "")):
         made = view("direct", network=network, cluster=cluster)
-        keep_passed(run, made)
+        save_passed_env(run, made)
         assert Prepared(run, made).launch.network == expected
 
 

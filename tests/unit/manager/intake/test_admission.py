@@ -8,42 +8,42 @@ import msgspec
 
 from rrl.core.launch import ExitReason, tag_of
 from rrl.core.run_dir import RunDir
-from rrl.core.types import Cause, Life, NodeName, ReplicaId, Verdict
+from rrl.core.types import Cause, Incarnation, NodeName, ReplicaId, Verdict
 from rrl.manager.cluster.base import RejectReason
-from rrl.manager.intake.admission import MEMLOCK_DEFAULT, GpusTaken, memory_locks
-from rrl.manager.intake.message_handler import explained, words_of
+from rrl.manager.intake.admission import MEMLOCK_DEFAULT, GpuRegistry, check_memlock
+from rrl.manager.intake.message_handler import with_reason, last_output
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Launch, Why
 from rrl.manager.model.queries import finding_about
 from rrl.manager.model.state import NEVER_APPEARED, Replica, State, Status
 from rrl.tests.support.manager.jobs import ROLLOUTS, RUN, job
-from rrl.tests.unit.manager.intake.test_message_handler import HELLO, LAUNCHED, R1, STEP, Hearing
-from rrl.transport.messages import AgentHello, Gone, Hello, Welcome
+from rrl.tests.unit.manager.intake.test_message_handler import HELLO, LAUNCHED, R1, STEP, Handling
+from rrl.transport.messages import AgentHello, StepVanished, Hello, Welcome
 
 N1, N2 = NodeName("n1"), NodeName("n2")
-ONE, TWO = (Life(ReplicaId(f"rollout/{i}"), 1) for i in range(2))
+ONE, TWO = (Incarnation(ReplicaId(f"rollout/{i}"), 1) for i in range(2))
 
 
-def believing(*lives: Life) -> State:
-    replicas = {life.replica: Replica(life.replica, Status.JOINED, life.incarnation) for life in lives}
+def believing(*incarnations: Incarnation) -> State:
+    replicas = {incarnation.replica: Replica(incarnation.replica, Status.JOINED, incarnation.number) for incarnation in incarnations}
     return State(RUN, job(), replicas=replicas)
 
 
-def hello(life: Life, *gpus: str, node: NodeName = N1) -> Hello:
-    return Hello(life, "tag", node, "host", 5, "starting", gpus=gpus)
+def hello(incarnation: Incarnation, *gpus: str, node: NodeName = N1) -> Hello:
+    return Hello(incarnation, "tag", node, "host", 5, "starting", gpus=gpus)
 
 
 def test_a_gpu_that_another_believed_life_on_the_node_has_is_refused_and_both_are_named() -> None:
-    taken, state = GpusTaken(), believing(ONE, TWO)
+    taken, state = GpuRegistry(), believing(ONE, TWO)
     assert taken.claim(hello(ONE, "GPU-a", "GPU-b"), state, 1.0) is None
     finding = taken.claim(hello(TWO, "GPU-b"), state, 2.0)
     assert finding is not None
-    assert (finding.verdict, finding.cause, finding.life) == (Verdict.FAIL, Cause.GPU, TWO)
+    assert (finding.verdict, finding.cause, finding.incarnation) == (Verdict.FAIL, Cause.GPU, TWO)
     assert finding.evidence[0].text == "rollout/1#1 and rollout/0#1 were both given GPU GPU-b of n1"
 
 
 def test_a_gpu_counts_on_its_node_and_for_as_long_as_who_has_it_is_believed() -> None:
-    taken = GpusTaken()
+    taken = GpuRegistry()
     assert taken.claim(hello(ONE, "0"), believing(ONE, TWO), 1.0) is None
     assert taken.claim(hello(ONE, "0"), believing(ONE, TWO), 2.0) is None  # it says so again to a new manager
     assert taken.claim(hello(TWO, "0", node=N2), believing(ONE, TWO), 3.0) is None
@@ -52,13 +52,13 @@ def test_a_gpu_counts_on_its_node_and_for_as_long_as_who_has_it_is_believed() ->
 
 
 def test_who_joins_with_a_gpu_that_is_anothers_is_not_welcomed_and_is_failed_for_it(tmp_path: Path) -> None:
-    other = Life(ROLLOUTS[1], 1)
+    other = Incarnation(ROLLOUTS[1], 1)
     launched = ev.Intended(Launch(other, tag_of(RUN, other), "pool", N1, Why(("because",))))
-    hearing = Hearing(tmp_path, *LAUNCHED, launched)
+    hearing = Handling(tmp_path, *LAUNCHED, launched)
     first = msgspec.structs.replace(HELLO, gpus=("GPU-a",))
-    assert isinstance(hearing.hear(first)[-1], Welcome)
-    second = msgspec.structs.replace(first, life=other, tag=tag_of(RUN, other), pid=43)
-    assert hearing.hear(second) == []
+    assert isinstance(hearing.handle(first)[-1], Welcome)
+    second = msgspec.structs.replace(first, incarnation=other, tag=tag_of(RUN, other), pid=43)
+    assert hearing.handle(second) == []
     assert isinstance(hearing.events[-1], ev.FindingChanged)
     assert hearing.events[-1].finding.cause is Cause.GPU
     state = hearing.state
@@ -68,11 +68,11 @@ def test_who_joins_with_a_gpu_that_is_anothers_is_not_welcomed_and_is_failed_for
 
 
 def test_what_an_agent_says_of_its_node_is_recorded(tmp_path: Path) -> None:
-    agent = Life(ReplicaId("agent/n1"), 1)
+    agent = Incarnation(ReplicaId("agent/n1"), 1)
     launched = ev.Intended(Launch(agent, tag_of(RUN, agent), "pool", N1, Why(("because",))))
-    hearing = Hearing(tmp_path, *LAUNCHED, launched)
+    hearing = Handling(tmp_path, *LAUNCHED, launched)
     rdma, keeps = ("mlx5_0",), "tcp://10.0.0.1:5"
-    hearing.hear(AgentHello(agent, tag_of(RUN, agent), N1, "host", 9, "boot", "no torch", 65536, 1024, rdma, keeps))
+    hearing.handle(AgentHello(agent, tag_of(RUN, agent), N1, "host", 9, "boot", "no torch", 65536, 1024, rdma, keeps))
     warned, joined = hearing.events
     assert joined == ev.AgentJoined(agent, N1, "host", 9, "no torch", keeps)
     assert isinstance(warned, ev.FindingChanged)
@@ -80,43 +80,43 @@ def test_what_an_agent_says_of_its_node_is_recorded(tmp_path: Path) -> None:
 
 
 def test_a_step_that_vanished_takes_its_last_words_into_the_record(tmp_path: Path) -> None:
-    hearing = Hearing(tmp_path, *LAUNCHED)
+    hearing = Handling(tmp_path, *LAUNCHED)
     (hearing.run.logs / f"{STEP}.step.log.0").write_text("slurmstepd: error: Detected 1 oom-kill event(s)\n")
-    hearing.hear(Gone(R1, STEP, N1))
+    hearing.handle(StepVanished(R1, STEP, N1))
     detail = "reported by the agent of n1: slurmstepd: error: Detected 1 oom-kill event(s)"
     assert hearing.events == [ev.StepEnded(R1, STEP, None, None, ExitReason.LOST, detail=detail)]
 
 
 def agent(memlock: int, *rdma: str) -> AgentHello:
-    return AgentHello(Life(ReplicaId("agent/n1"), 1), "tag", N1, "host", 5, "boot", "", memlock, 1024, rdma)
+    return AgentHello(Incarnation(ReplicaId("agent/n1"), 1), "tag", N1, "host", 5, "boot", "", memlock, 1024, rdma)
 
 
 def test_too_little_memory_to_lock_is_warned_of_where_rdma_would_need_it() -> None:
-    finding = memory_locks(agent(65536, "mlx5_0"), "auto", 1.0)
+    finding = check_memlock(agent(65536, "mlx5_0"), "auto", 1.0)
     assert finding is not None
     assert (finding.verdict, finding.node) == (Verdict.WARN, N1)
     assert "64 KiB" in finding.evidence[0].text
-    assert memory_locks(agent(-1, "mlx5_0"), "ucx", 1.0) is None
-    assert memory_locks(agent(MEMLOCK_DEFAULT + 1, "mlx5_0"), "ucx", 1.0) is None
-    assert memory_locks(agent(65536), "ucx", 1.0) is None
-    assert memory_locks(agent(65536, "mlx5_0"), "tcp", 1.0) is None
+    assert check_memlock(agent(-1, "mlx5_0"), "ucx", 1.0) is None
+    assert check_memlock(agent(MEMLOCK_DEFAULT + 1, "mlx5_0"), "ucx", 1.0) is None
+    assert check_memlock(agent(65536), "ucx", 1.0) is None
+    assert check_memlock(agent(65536, "mlx5_0"), "tcp", 1.0) is None
 
 
 def test_a_step_that_never_appeared_is_explained_by_what_its_launcher_said(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.create()
-    never = ev.Done("t.1", False, NEVER_APPEARED, reason=RejectReason.NEVER_APPEARED)
-    assert explained(run, never) == never
+    never = ev.IntentSettled("t.1", False, NEVER_APPEARED, reason=RejectReason.NEVER_APPEARED)
+    assert with_reason(run, never) == never
     (run.logs / "t.1.step.log.srun").write_text("srun: error: n1: task 0: Exited with exit code 2\n")
-    assert words_of(run, "t.1") == "srun: error: n1: task 0: Exited with exit code 2"
+    assert last_output(run, "t.1") == "srun: error: n1: task 0: Exited with exit code 2"
     (run.logs / "t.1.step.log.0").write_text("slurmstepd: error: execve(): /v/bin/python: No such file or directory\n")
     said = "slurmstepd: error: execve(): /v/bin/python: No such file or directory"
-    assert explained(run, never) == ev.Done("t.1", False, f"not started: {said}", reason=RejectReason.NOT_STARTED)
+    assert with_reason(run, never) == ev.IntentSettled("t.1", False, f"not started: {said}", reason=RejectReason.NOT_STARTED)
     (run.logs / "t.1.step.log.0").write_text("slurmstepd: error: Detected 1 oom-kill event(s)\n\n")
-    assert explained(run, never) == ev.Done(
+    assert with_reason(run, never) == ev.IntentSettled(
         "t.1",
         False,
         f"{NEVER_APPEARED}: slurmstepd: error: Detected 1 oom-kill event(s)",
         reason=RejectReason.NEVER_APPEARED,
     )
-    assert explained(run, ev.Done("t.1", True)) == ev.Done("t.1", True)
+    assert with_reason(run, ev.IntentSettled("t.1", True)) == ev.IntentSettled("t.1", True)

@@ -8,27 +8,27 @@ import msgspec
 import pytest
 
 from rrl.core.launch import tag_of
-from rrl.core.run_spec import HealthView
-from rrl.core.types import Cause, Evidence, Finding, Life, NodeName, Remedy, ReplicaId, Verdict
-from rrl.health.detection.attribution.correlation import SILENT_TOGETHER
+from rrl.core.run_spec import HealthSpec
+from rrl.core.types import Cause, Evidence, Finding, Incarnation, NodeName, Remedy, ReplicaId, Verdict
+from rrl.health.detection.attribution.correlation import SILENCE_GRACE_S
 from rrl.health.detection.detectors.registry import NODE_DETECTORS
-from rrl.manager.cluster.base import AllocationSeen, AllocationState, Ask
-from rrl.manager.intake.finding_gate import GONE, MOST, OWN, heeded, rebased
+from rrl.manager.cluster.base import AllocationStatus, AllocationState, AllocationRequest
+from rrl.manager.intake.finding_gate import TERMINAL_DETECTORS, MAX_FINDINGS_PER_NODE, MANAGER_DETECTORS, apply_settings, to_manager_time
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Launch, Readmit, Request, Why
 from rrl.manager.planner import plan
 from rrl.tests.support.manager.jobs import NODE, ROLLOUTS, RUN
-from rrl.tests.unit.manager.intake.test_message_handler import Hearing
+from rrl.tests.unit.manager.intake.test_message_handler import Handling
 from rrl.transport import messages as msg
 
 N1, N2 = NodeName("n1"), NodeName("n2")
-AGENT, OTHER = Life(ReplicaId("agent/n1"), 1), Life(ReplicaId("agent/n2"), 1)
+AGENT, OTHER = Incarnation(ReplicaId("agent/n1"), 1), Incarnation(ReplicaId("agent/n2"), 1)
 TAG = tag_of(RUN, AGENT)
-ROLE = Life(ROLLOUTS[0], 1)
+ROLE = Incarnation(ROLLOUTS[0], 1)
 WHY = Why(("because",))
 LAUNCHED: tuple[ev.Event, ...] = (
-    ev.Intended(Request(Ask("pool", 2, NODE, 60.0), WHY)),
-    ev.AllocationChanged("pool", AllocationSeen(AllocationState.RUNNING, "7", (N1, N2))),
+    ev.Intended(Request(AllocationRequest("pool", 2, NODE, 60.0), WHY)),
+    ev.AllocationChanged("pool", AllocationStatus(AllocationState.RUNNING, "7", (N1, N2))),
     ev.Intended(Launch(AGENT, TAG, "pool", N1, WHY)),
     ev.Intended(Launch(OTHER, tag_of(RUN, OTHER), "pool", N2, WHY)),
 )
@@ -38,28 +38,28 @@ UPTIME = 5000.0
 
 def found(
     text: str = "Xid 79", verdict: Verdict = Verdict.FAIL, *, node: NodeName | None = N1, detector: str = "xid",
-    at: float = UPTIME - 3.0, part: str = "GPU-1", life: Life | None = None, proof: bool = False,
+    at: float = UPTIME - 3.0, component: str = "GPU-1", incarnation: Incarnation | None = None, proof: bool = False,
 ) -> Finding:  # fmt: skip
     evidence = (Evidence("nvml", text, at),) if verdict is not Verdict.OK else ()
-    return Finding(detector, verdict, Cause.GPU, Remedy.REBOOT, at, evidence, life, node, proof, part)
+    return Finding(detector, verdict, Cause.GPU, Remedy.REBOOT, at, evidence, incarnation, node, proof, component)
 
 
 def hello(*findings: Finding, now: float = UPTIME, **more: object) -> msg.AgentHello:
     return msg.AgentHello(AGENT, TAG, N1, "host", 7, "boot", findings=findings, now=now, **more)  # type: ignore[arg-type]
 
 
-def says(finding: Finding, life: Life = AGENT, node: NodeName = N1, now: float = UPTIME) -> msg.Found:
-    return msg.Found(finding, life, node, now)
+def send_finding(finding: Finding, incarnation: Incarnation = AGENT, node: NodeName = N1, now: float = UPTIME) -> msg.FindingReport:
+    return msg.FindingReport(finding, incarnation, node, now)
 
 
-def changes(hearing: Hearing) -> list[tuple[str, Verdict]]:
-    return [(one.finding.key, one.finding.verdict) for one in hearing.events if isinstance(one, ev.FindingChanged)]
+def changes(handling: Handling) -> list[tuple[str, Verdict]]:
+    return [(one.finding.key, one.finding.verdict) for one in handling.events if isinstance(one, ev.FindingChanged)]
 
 
 @pytest.fixture
-def hearing(tmp_path: Path) -> Hearing:
-    made = Hearing(tmp_path, *LAUNCHED)
-    made.hear(msg.Wanted(AGENT, TAG, N1, 7))
+def hearing(tmp_path: Path) -> Handling:
+    made = Handling(tmp_path, *LAUNCHED)
+    made.handle(msg.AdmissionRequest(AGENT, TAG, N1, 7))
     made.events.clear()
     return made
 
@@ -68,9 +68,9 @@ KEY = "xid:n1:GPU-1"
 
 
 def test_what_an_agent_finds_at_its_start_is_recorded_before_it_is_there_and_its_node_is_never_used(
-    hearing: Hearing,
+    hearing: Handling,
 ) -> None:
-    hearing.hear(hello(found()))
+    hearing.handle(hello(found()))
     assert [type(event) for event in hearing.events] == [ev.FindingChanged, ev.AgentJoined]
     assert hearing.state is not None
     actions = plan(hearing.state, 100.0).actions
@@ -78,125 +78,125 @@ def test_what_an_agent_finds_at_its_start_is_recorded_before_it_is_there_and_its
     assert not [action for action in actions if isinstance(action, Launch)]
 
 
-def test_times_are_told_in_the_managers_clock_and_never_in_its_future(hearing: Hearing) -> None:
-    hearing.hear(hello(found(at=UPTIME - 3.0)), says(found(part="GPU-2", at=UPTIME + 60.0)))
-    times = {one.finding.part: one.finding for one in hearing.events if isinstance(one, ev.FindingChanged)}
+def test_times_are_told_in_the_managers_clock_and_never_in_its_future(hearing: Handling) -> None:
+    hearing.handle(hello(found(at=UPTIME - 3.0)), send_finding(found(component="GPU-2", at=UPTIME + 60.0)))
+    times = {one.finding.component: one.finding for one in hearing.events if isinstance(one, ev.FindingChanged)}
     assert (times["GPU-1"].since, times["GPU-1"].evidence[0].at) == (97.0, 97.0)
     assert times["GPU-2"].since == 100.0
-    assert rebased(found(at=float("nan")), UPTIME, 100.0).since == 100.0
+    assert to_manager_time(found(at=float("nan")), UPTIME, 100.0).since == 100.0
 
 
-def test_what_an_agent_says_again_is_no_news_and_what_it_no_longer_says_is_over(hearing: Hearing) -> None:
-    hearing.hear(hello(found(), found(part="GPU-2")))
+def test_what_an_agent_says_again_is_no_news_and_what_it_no_longer_says_is_over(hearing: Handling) -> None:
+    hearing.handle(hello(found(), found(component="GPU-2")))
     before = len(hearing.events)
     again = found(at=UPTIME + 6.99)  # the same moment, 10 s later, but for the way of the message
-    hearing.hear(says(again, now=UPTIME + 10.0), hello(again, now=UPTIME + 10.0))
+    hearing.handle(send_finding(again, now=UPTIME + 10.0), hello(again, now=UPTIME + 10.0))
     assert changes(hearing)[2:] == [("xid:n1:GPU-2", Verdict.OK)]
     assert len(hearing.events) == before + 2, "and the Hello itself"
 
 
-def test_a_finding_changes_with_what_it_says_and_ends_with_ok(hearing: Hearing) -> None:
-    hearing.hear(hello())
-    hearing.hear(says(found("hot", Verdict.WARN)), says(found("hotter", Verdict.WARN)), says(found()))
-    hearing.hear(says(found(verdict=Verdict.OK)), says(found(verdict=Verdict.OK)))
+def test_a_finding_changes_with_what_it_says_and_ends_with_ok(hearing: Handling) -> None:
+    hearing.handle(hello())
+    hearing.handle(send_finding(found("hot", Verdict.WARN)), send_finding(found("hotter", Verdict.WARN)), send_finding(found()))
+    hearing.handle(send_finding(found(verdict=Verdict.OK)), send_finding(found(verdict=Verdict.OK)))
     verdicts = [Verdict.WARN, Verdict.WARN, Verdict.FAIL, Verdict.OK]
     assert changes(hearing) == [(KEY, verdict) for verdict in verdicts]
     assert hearing.state is not None
     assert hearing.state.findings == {}
 
 
-def test_that_something_cannot_be_read_any_more_takes_back_nothing_that_was_read(hearing: Hearing) -> None:
-    hearing.hear(hello(found()), says(found("no answer", Verdict.UNKNOWN)))
+def test_that_something_cannot_be_read_any_more_takes_back_nothing_that_was_read(hearing: Handling) -> None:
+    hearing.handle(hello(found()), send_finding(found("no answer", Verdict.UNKNOWN)))
     assert changes(hearing) == [(KEY, Verdict.FAIL)]
 
 
-def test_what_is_not_known_is_told_once_and_so_is_that_it_is_known_again(hearing: Hearing) -> None:
+def test_what_is_not_known_is_told_once_and_so_is_that_it_is_known_again(hearing: Handling) -> None:
     unknown = found("no answer", Verdict.UNKNOWN)
-    hearing.hear(hello(unknown), says(unknown), says(found(verdict=Verdict.OK)))
+    hearing.handle(hello(unknown), send_finding(unknown), send_finding(found(verdict=Verdict.OK)))
     assert changes(hearing) == [(KEY, Verdict.UNKNOWN), (KEY, Verdict.OK)]
 
 
 NOT_ITS_OWN = {
     "about another node": found(node=N2),
-    "about a role": found(node=None, life=ROLE, part=""),
-    "about both": found(life=ROLE),
+    "about a role": found(node=None, incarnation=ROLE, component=""),
+    "about both": found(incarnation=ROLE),
     "about nothing": found(node=None),
-    "that its node is lost": found(detector="node_lost", part=""),
-    "that its node is down": found(detector="node_down", part="", proof=True),
+    "that its node is lost": found(detector="node_lost", component=""),
+    "that its node is down": found(detector="node_down", component="", proof=True),
 }
 
 
 @pytest.mark.parametrize("finding", NOT_ITS_OWN.values(), ids=NOT_ITS_OWN)
 def test_an_agent_is_heard_about_its_own_node_and_nothing_else(
-    hearing: Hearing, finding: Finding, caplog: pytest.LogCaptureFixture
+    hearing: Handling, finding: Finding, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hearing.hear(hello(finding), says(finding))
+    hearing.handle(hello(finding), send_finding(finding))
     assert changes(hearing) == []
     assert "ignored finding" in caplog.text
 
 
-def test_only_the_agent_of_a_node_is_heard_about_it(hearing: Hearing) -> None:
+def test_only_the_agent_of_a_node_is_heard_about_it(hearing: Handling) -> None:
     tag = tag_of(RUN, OTHER)
-    hearing.hear(msg.Wanted(OTHER, tag, N2, 8), msg.AgentHello(OTHER, tag, N2, "host", 8, "boot"), peer=b"other")
-    hearing.hear(says(found(), OTHER), says(found(), OTHER, N2), peer=b"other")
-    hearing.hear(says(found(), Life(AGENT.replica, 2)), says(found(), ROLE))
+    hearing.handle(msg.AdmissionRequest(OTHER, tag, N2, 8), msg.AgentHello(OTHER, tag, N2, "host", 8, "boot"), peer=b"other")
+    hearing.handle(send_finding(found(), OTHER), send_finding(found(), OTHER, N2), peer=b"other")
+    hearing.handle(send_finding(found(), Incarnation(AGENT.replica, 2)), send_finding(found(), ROLE))
     assert changes(hearing) == []
 
 
-def test_only_the_connection_on_which_the_agent_greeted_is_heard(hearing: Hearing) -> None:
-    hearing.hear(hello())
-    hearing.hear(says(found()), peer=b"stranger")
+def test_only_the_connection_on_which_the_agent_greeted_is_heard(hearing: Handling) -> None:
+    hearing.handle(hello())
+    hearing.handle(send_finding(found()), peer=b"stranger")
     assert changes(hearing) == []
-    hearing.hear(says(found()))
+    hearing.handle(send_finding(found()))
     assert changes(hearing) == [(KEY, Verdict.FAIL)]
 
 
-def test_a_new_manager_keeps_what_an_agent_found_until_the_agent_says_otherwise(hearing: Hearing) -> None:
-    hearing.hear(hello(found(), found(part="GPU-2", proof=True)))
+def test_a_new_manager_keeps_what_an_agent_found_until_the_agent_says_otherwise(hearing: Handling) -> None:
+    hearing.handle(hello(found(), found(component="GPU-2", proof=True)))
     hearing.next_manager()
     hearing.events.clear()
-    hearing.ear.findings.adopt()
-    hearing.ear.findings.detected([], {})
+    hearing.handler.finding_gate.restore()
+    hearing.handler.finding_gate.on_detected([], {})
     assert changes(hearing) == [], "the agent has yet to speak"
-    hearing.hear(hello(found(at=UPTIME + 57.0), now=UPTIME + 60.0))
+    hearing.handle(hello(found(at=UPTIME + 57.0), now=UPTIME + 60.0))
     assert changes(hearing) == [("xid:n1:GPU-2", Verdict.OK)]
 
 
 def test_what_the_managers_own_detectors_found_without_proof_is_over_when_the_next_one_does_not_find_it(
-    hearing: Hearing,
+    hearing: Handling,
 ) -> None:
-    silent = found("silent", node=N2, detector="node_lost", part="", at=90.0)
-    down = found("down", node=N2, detector="node_down", part="", at=90.0, proof=True)
-    hearing.ear.findings.detected([silent, down], {})
+    silent = found("silent", node=N2, detector="node_lost", component="", at=90.0)
+    down = found("down", node=N2, detector="node_down", component="", at=90.0, proof=True)
+    hearing.handler.finding_gate.on_detected([silent, down], {})
     hearing.next_manager()
     hearing.events.clear()
-    hearing.ear.findings.adopt()
-    hearing.ear.findings.detected([], {})
+    hearing.handler.finding_gate.restore()
+    hearing.handler.finding_gate.on_detected([], {})
     assert changes(hearing) == [("node_lost:n2", Verdict.OK)], "what was proved stays"
 
 
-def test_a_worker_that_is_silent_together_with_those_of_other_nodes_waits(hearing: Hearing) -> None:
-    lives = [Life(ReplicaId(name), 1) for name in ("rollout/0", "rollout/1", "trainer/0")]
-    first = found("silent", node=None, detector="worker_silence", part="", at=90.0, life=lives[0])
-    silent = {life: (NodeName(f"n{index}"), 90.0) for index, life in enumerate(lives)}
-    assert hearing.ear.findings.detected([first], silent) == 100.0 + SILENT_TOGETHER, "by the manager's clock"
+def test_a_worker_that_is_silent_together_with_those_of_other_nodes_waits(hearing: Handling) -> None:
+    incarnations = [Incarnation(ReplicaId(name), 1) for name in ("rollout/0", "rollout/1", "trainer/0")]
+    first = found("silent", node=None, detector="worker_silence", component="", at=90.0, incarnation=incarnations[0])
+    silent = {incarnation: (NodeName(f"n{index}"), 90.0) for index, incarnation in enumerate(incarnations)}
+    assert hearing.handler.finding_gate.on_detected([first], silent) == 100.0 + SILENCE_GRACE_S, "by the manager's clock"
     assert changes(hearing) == [(first.key, Verdict.WARN), ("correlated:run:process:worker_silence", Verdict.WARN)]
 
 
-def test_a_node_that_falls_silent_together_with_others_waits(hearing: Hearing) -> None:
-    first = found("silent", node=N2, detector="node_lost", part="", at=90.0)
+def test_a_node_that_falls_silent_together_with_others_waits(hearing: Handling) -> None:
+    first = found("silent", node=N2, detector="node_lost", component="", at=90.0)
     first = msgspec.structs.replace(first, proof=False)
     absent = {NodeName(f"n{index}"): 90.0 for index in (2, 3, 4)}
-    assert hearing.ear.findings.detected([first], {}, absent) == 100.0 + SILENT_TOGETHER, "by the manager's clock"
+    assert hearing.handler.finding_gate.on_detected([first], {}, absent) == 100.0 + SILENCE_GRACE_S, "by the manager's clock"
     assert changes(hearing) == [(first.key, Verdict.WARN), ("correlated:run:node:node_lost", Verdict.WARN)]
 
 
-def test_what_was_found_on_a_node_that_left_or_begins_anew_is_forgotten(hearing: Hearing) -> None:
-    hearing.hear(hello(found()))
+def test_what_was_found_on_a_node_that_left_or_begins_anew_is_forgotten(hearing: Handling) -> None:
+    hearing.handle(hello(found()))
     hearing.fold(ev.Decided(Exclude(N1, WHY, Cause.GPU)))
     hearing.fold(ev.Decided(Readmit(N1, WHY)))
-    hearing.ear.findings.forget(N1)
-    hearing.ear.findings.detected([], {})
+    hearing.handler.finding_gate.forget(N1)
+    hearing.handler.finding_gate.on_detected([], {})
     assert changes(hearing) == [(KEY, Verdict.FAIL)], "nor is it recorded again"
     assert hearing.state is not None
     assert hearing.state.findings == {}
@@ -205,146 +205,146 @@ def test_what_was_found_on_a_node_that_left_or_begins_anew_is_forgotten(hearing:
 # ── what the job wants to hear ───────────────────────────────────────────────────────────────────────────────────────
 def test_a_check_acts_is_observed_or_is_off_as_the_job_says() -> None:
     fail = found()
-    assert heeded(fail, HealthView()) == fail
-    assert heeded(fail, HealthView(checks={"xid": "off"})) is None
-    assert heeded(fail, HealthView(checks={"ecc": "off"})) == fail
-    for view in (HealthView(checks={"xid": "observe"}), HealthView(observe_only=True)):
-        seen = heeded(fail, view)
+    assert apply_settings(fail, HealthSpec()) == fail
+    assert apply_settings(fail, HealthSpec(checks={"xid": "off"})) is None
+    assert apply_settings(fail, HealthSpec(checks={"ecc": "off"})) == fail
+    for view in (HealthSpec(checks={"xid": "observe"}), HealthSpec(observe_only=True)):
+        seen = apply_settings(fail, view)
         assert seen is not None
         assert (seen.verdict, seen.remedy) == (Verdict.WARN, Remedy.NONE)
         assert "observe only" in seen.evidence[-1].text
         warn = msgspec.structs.replace(fail, verdict=Verdict.WARN)
-        assert heeded(warn, view) == warn
+        assert apply_settings(warn, view) == warn
 
 
 @pytest.mark.parametrize("cause", [Cause.USER, Cause.SOFTWARE])
 def test_what_is_no_fault_of_the_node_is_told_of_it_and_never_condemns_it(cause: Cause) -> None:
-    seen = heeded(msgspec.structs.replace(found(), cause=cause), HealthView())
+    seen = apply_settings(msgspec.structs.replace(found(), cause=cause), HealthSpec())
     assert seen is not None
     assert seen.verdict is Verdict.WARN
 
 
-@pytest.mark.parametrize("detector", sorted(GONE))
+@pytest.mark.parametrize("detector", sorted(TERMINAL_DETECTORS))
 def test_no_setting_brings_back_a_process_or_a_node_that_is_gone(detector: str) -> None:
     gone = found(detector=detector, proof=True)
-    assert heeded(gone, HealthView(observe_only=True, checks={detector: "off"})) == gone
+    assert apply_settings(gone, HealthSpec(observe_only=True, checks={detector: "off"})) == gone
     hung = found(detector="no_progress")
-    assert heeded(hung, HealthView(observe_only=True)) != hung
+    assert apply_settings(hung, HealthSpec(observe_only=True)) != hung
 
 
 def test_the_managers_own_detectors_are_known_by_the_names_that_they_give() -> None:
-    assert {detector.__name__ for detector in NODE_DETECTORS} == OWN >= {"node_down", "node_lost"}
+    assert {detector.__name__ for detector in NODE_DETECTORS} == MANAGER_DETECTORS >= {"node_down", "node_lost"}
 
 
 def test_what_is_off_or_observed_is_so_for_agents_too(tmp_path: Path) -> None:
-    hearing = Hearing(tmp_path, *LAUNCHED)
+    hearing = Handling(tmp_path, *LAUNCHED)
     assert hearing.state is not None
-    view = msgspec.structs.replace(hearing.state.job, health=HealthView(checks={"xid": "observe", "ecc": "off"}))
+    view = msgspec.structs.replace(hearing.state.job, health=HealthSpec(checks={"xid": "observe", "ecc": "off"}))
     hearing.state = msgspec.structs.replace(hearing.state, job=view)
-    hearing.hear(msg.Wanted(AGENT, TAG, N1, 7), hello(found(), found(detector="ecc")))
+    hearing.handle(msg.AdmissionRequest(AGENT, TAG, N1, 7), hello(found(), found(detector="ecc")))
     assert changes(hearing) == [(KEY, Verdict.WARN)]
 
 
 # ── loads ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_the_load_of_a_step_is_told_of_the_life_that_it_carries(tmp_path: Path) -> None:
     tag = tag_of(RUN, ROLE)
-    hearing = Hearing(tmp_path, *LAUNCHED, ev.Intended(Launch(ROLE, tag, "pool", N1, WHY)))
-    told: list[tuple[Life, float, float | None]] = []
+    hearing = Handling(tmp_path, *LAUNCHED, ev.Intended(Launch(ROLE, tag, "pool", N1, WHY)))
+    told: list[tuple[Incarnation, float, float | None]] = []
 
-    def load(life: Life, cpu: float, gpu: float | None, now: float, tensor: float | None = None) -> None:
-        told.append((life, cpu, gpu))
+    def load(incarnation: Incarnation, cpu: float, gpu: float | None, now: float, tensor: float | None = None) -> None:
+        told.append((incarnation, cpu, gpu))
 
-    hearing.watch.load = load  # type: ignore[method-assign]
+    hearing.monitor.on_load = load  # type: ignore[method-assign]
     loads = (msg.Load(tag, 1.5, 0.25), msg.Load("another.step", 9.0), msg.Load(TAG, 0.1))
-    hearing.hear(msg.Wanted(AGENT, TAG, N1, 7), hello(), msg.AgentBeat(AGENT, N1, (tag,), loads))
+    hearing.handle(msg.AdmissionRequest(AGENT, TAG, N1, 7), hello(), msg.AgentHeartbeat(AGENT, N1, (tag,), loads))
     assert told == [(ROLE, 1.5, 0.25)]
 
 
 # ── more than one at once, and one manager after the other ───────────────────────────────────────────────────────────
-def both_speak(hearing: Hearing, *mine: Finding, theirs: tuple[Finding, ...] = ()) -> None:
+def both_agents_greet(handling: Handling, *mine: Finding, theirs: tuple[Finding, ...] = ()) -> None:
     """Both agents greet."""
     tag = tag_of(RUN, OTHER)
-    hearing.hear(hello(*mine))
-    wanted = msg.Wanted(OTHER, tag, N2, 8)
-    hearing.hear(wanted, msg.AgentHello(OTHER, tag, N2, "host", 8, "boot", findings=theirs, now=UPTIME), peer=b"other")
+    handling.handle(hello(*mine))
+    wanted = msg.AdmissionRequest(OTHER, tag, N2, 8)
+    handling.handle(wanted, msg.AgentHello(OTHER, tag, N2, "host", 8, "boot", findings=theirs, now=UPTIME), peer=b"other")
 
 
-def verdicts(hearing: Hearing) -> dict[str, Verdict]:
-    assert hearing.state is not None
-    return {key: one.verdict for key, one in hearing.state.findings.items()}
+def verdicts(handling: Handling) -> dict[str, Verdict]:
+    assert handling.state is not None
+    return {key: one.verdict for key, one in handling.state.findings.items()}
 
 
 SHARED = {KEY: Verdict.WARN, "xid:n2:GPU-1": Verdict.WARN, "correlated:run:gpu:xid": Verdict.WARN}
 
 
 def test_what_two_nodes_have_in_common_is_still_held_back_when_the_next_manager_has_heard_one_of_them(
-    hearing: Hearing,
+    hearing: Handling,
 ) -> None:
-    both_speak(hearing, found(), theirs=(found(node=N2),))
+    both_agents_greet(hearing, found(), theirs=(found(node=N2),))
     assert verdicts(hearing) == SHARED
     hearing.next_manager()
     hearing.events.clear()
-    hearing.ear.findings.adopt()
-    hearing.ear.findings.detected([], {})
-    hearing.hear(hello(found(at=UPTIME + 57.0), now=UPTIME + 60.0))
+    hearing.handler.finding_gate.restore()
+    hearing.handler.finding_gate.on_detected([], {})
+    hearing.handle(hello(found(at=UPTIME + 57.0), now=UPTIME + 60.0))
     assert verdicts(hearing) == SHARED
     assert changes(hearing) == [], "nor is anything said again"
 
 
-def test_an_old_failure_has_nothing_in_common_with_a_new_one_because_the_manager_is_new(hearing: Hearing) -> None:
-    hearing.hear(hello(found(at=UPTIME - 3600.0)))
+def test_an_old_failure_has_nothing_in_common_with_a_new_one_because_the_manager_is_new(hearing: Handling) -> None:
+    hearing.handle(hello(found(at=UPTIME - 3600.0)))
     hearing.next_manager()
-    hearing.ear.findings.adopt()
-    hearing.ear.findings.detected([], {})
-    both_speak(hearing, found(at=UPTIME - 3600.0), theirs=(found(node=N2),))
+    hearing.handler.finding_gate.restore()
+    hearing.handler.finding_gate.on_detected([], {})
+    both_agents_greet(hearing, found(at=UPTIME - 3600.0), theirs=(found(node=N2),))
     assert verdicts(hearing) == {KEY: Verdict.FAIL, "xid:n2:GPU-1": Verdict.FAIL}
 
 
 @pytest.mark.parametrize("part", ["GPU-1", ""])
 def test_an_agent_that_begins_anew_and_cannot_read_takes_back_nothing_that_was_read(
-    hearing: Hearing, part: str
+    hearing: Handling, part: str
 ) -> None:
-    hearing.hear(hello(found(), found("hot", Verdict.WARN, detector="heat")))
-    hearing.hear(hello(found("NVML does not answer", Verdict.UNKNOWN, part=part)))
+    hearing.handle(hello(found(), found("hot", Verdict.WARN, detector="heat")))
+    hearing.handle(hello(found("NVML does not answer", Verdict.UNKNOWN, component=part)))
     assert verdicts(hearing) == {KEY: Verdict.FAIL}, "what it can read is over"
 
 
-def test_an_agent_that_speaks_for_another_node_is_not_heard(hearing: Hearing, caplog: pytest.LogCaptureFixture) -> None:
-    both_speak(hearing, theirs=(found(node=N2),))
-    heard = hearing.watch.nodes[N2].last_heard
+def test_an_agent_that_speaks_for_another_node_is_not_heard(hearing: Handling, caplog: pytest.LogCaptureFixture) -> None:
+    both_agents_greet(hearing, theirs=(found(node=N2),))
+    heard = hearing.monitor.nodes[N2].last_message_at
     hearing.events.clear()
-    for lie in (msg.AgentHello(AGENT, TAG, N2, "host", 7, "boot"), msg.AgentBeat(AGENT, N2, (tag_of(RUN, OTHER),))):
+    for lie in (msg.AgentHello(AGENT, TAG, N2, "host", 7, "boot"), msg.AgentHeartbeat(AGENT, N2, (tag_of(RUN, OTHER),))):
         caplog.clear()
-        hearing.hear(lie)
+        hearing.handle(lie)
         assert f"it is not the agent of {N2}" in caplog.text
-    assert (hearing.events, hearing.watch.nodes[N2].last_heard) == ([], heard)
+    assert (hearing.events, hearing.monitor.nodes[N2].last_message_at) == ([], heard)
     assert verdicts(hearing) == {"xid:n2:GPU-1": Verdict.FAIL}
 
 
-def test_of_too_many_findings_the_worst_are_kept_and_none_is_longer_than_its_like(hearing: Hearing) -> None:
-    many = [found("hot " * 10_000, Verdict.WARN, part=f"GPU-{i}") for i in range(MOST)]
-    hearing.hear(hello(*many, found(part="last")))
-    hearing.hear(says(found(part="later")), says(found("hot", Verdict.WARN, part="less")))
+def test_of_too_many_findings_the_worst_are_kept_and_none_is_longer_than_its_like(hearing: Handling) -> None:
+    many = [found("hot " * 10_000, Verdict.WARN, component=f"GPU-{i}") for i in range(MAX_FINDINGS_PER_NODE)]
+    hearing.handle(hello(*many, found(component="last")))
+    hearing.handle(send_finding(found(component="later")), send_finding(found("hot", Verdict.WARN, component="less")))
     assert verdicts(hearing)["xid:n1:last"] is verdicts(hearing)["xid:n1:later"] is Verdict.FAIL
     assert "xid:n1:less" not in verdicts(hearing)
-    assert len(verdicts(hearing)) == MOST
+    assert len(verdicts(hearing)) == MAX_FINDINGS_PER_NODE
     assert hearing.state is not None
     assert max(len(one.evidence[0].text) for one in hearing.state.findings.values()) <= 1000
 
 
 def test_nothing_that_is_only_observed_is_proof() -> None:
-    for view in (HealthView(checks={"xid": "observe"}), HealthView(observe_only=True)):
-        seen = heeded(found(proof=True), view)
+    for view in (HealthSpec(checks={"xid": "observe"}), HealthSpec(observe_only=True)):
+        seen = apply_settings(found(proof=True), view)
         assert seen is not None
         assert not seen.proof
 
 
 def test_what_a_thousand_nodes_say_is_not_looked_through_at_every_turn(
-    hearing: Hearing, monkeypatch: pytest.MonkeyPatch
+    hearing: Handling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hearing.ear.findings.detected([], {})
-    hearing.hear(hello(found("hot", Verdict.WARN)))
+    hearing.handler.finding_gate.on_detected([], {})
+    hearing.handle(hello(found("hot", Verdict.WARN)))
     monkeypatch.setattr("rrl.manager.intake.finding_gate.correlate", None)
-    assert hearing.ear.findings.detected([], {}) == float("inf")
+    assert hearing.handler.finding_gate.on_detected([], {}) == float("inf")
     with pytest.raises(TypeError):
-        hearing.hear(says(found()))
+        hearing.handle(send_finding(found()))

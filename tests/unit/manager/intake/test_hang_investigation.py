@@ -11,13 +11,13 @@ import msgspec
 import pytest
 
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import HealthView, JobView, Limits
+from rrl.core.run_spec import HealthSpec, RunSpec, Limits
 from rrl.core.types import (
     AGENT,
     Cause,
     Evidence,
     Finding,
-    Life,
+    Incarnation,
     NodeName,
     ProbeResult,
     Remedy,
@@ -26,9 +26,9 @@ from rrl.core.types import (
     replica_id,
 )
 from rrl.health.detection.detect import detect
-from rrl.health.detection.watch import Watch
+from rrl.health.detection.watch import HealthMonitor
 from rrl.manager.intake import hang_investigation
-from rrl.manager.intake.hang_investigation import AGAIN, WITHIN, Suspicion
+from rrl.manager.intake.hang_investigation import RECOLLECT_AFTER_S, STACKS_TIMEOUT_S, HangInvestigator
 from rrl.manager.model import events as ev
 from rrl.tests.support.manager import virtual
 from rrl.tests.support.manager.jobs import ROLLOUTS, TRAINER, gang_job, job
@@ -40,57 +40,57 @@ STUCK = 'Thread 7 (idle): "MainThread"\n    step (engine.py:95)\n    roll (main.
 WAITS = 'Thread 7 (idle): "MainThread"\n    all_reduce (c10d.py:11)\n    train (main.py:9)\n'
 
 
-class Desk:
+class Investigation:
     """A :class:`Suspicion` over a run in which everybody works; what it sends and records. Time is the loop's."""
 
-    def __init__(self, folder: Path, job: JobView, suspect: ReplicaId) -> None:
+    def __init__(self, folder: Path, job: RunSpec, suspect: ReplicaId) -> None:
         self.world = World(job).steady()
         self.run = RunDir(folder / "run-1")
         self.run.path.mkdir()
-        self.life = self.world.state.replica(suspect).life
-        self.watch = Watch()
+        self.incarnation = self.world.state.replica(suspect).incarnation
+        self.monitor = HealthMonitor()
         self.sent: list[tuple[bytes, Any]] = []
         self.recorded: list[ev.Event] = []
         self.steps = {
             one.step: str(one.id).encode() for one in self.world.state.replicas.values()
             if one.id.startswith(AGENT) and one.step
         }  # fmt: skip
-        self.workers = {self.life: b"worker"}
-        self.suspicion = Suspicion(
-            self.run, self.watch, lambda: self.world.state, self.recorded.append, self._send, self.now, self.workers,
+        self.workers = {self.incarnation: b"worker"}
+        self.suspicion = HangInvestigator(
+            self.run, self.monitor, lambda: self.world.state, self.recorded.append, self._send, self.now, self.workers,
             self.steps,
         )  # fmt: skip
 
-    async def _send(self, peer: bytes, message: Any, ask: int | None) -> None:
+    async def _send(self, peer: bytes, message: Any, request: int | None) -> None:
         self.sent.append((peer, message))
 
     def now(self) -> float:
         return 1000.0 + asyncio.get_running_loop().time()
 
-    def finding(self, verdict: Verdict = Verdict.WARN, cause: Cause = Cause.HANG, life: Life | None = None) -> Finding:
+    def finding(self, verdict: Verdict = Verdict.WARN, cause: Cause = Cause.HANG, incarnation: Incarnation | None = None) -> Finding:
         remedy = Remedy.RESTART if verdict is Verdict.FAIL else Remedy.NONE
-        return Finding("test", verdict, cause, remedy, 5.0, (Evidence("worker", "it hangs", 5.0),), life or self.life)
+        return Finding("test", verdict, cause, remedy, 5.0, (Evidence("worker", "it hangs", 5.0),), incarnation or self.incarnation)
 
     async def consider(self, *findings: Finding) -> tuple[list[Finding], float]:
         """As the manager's turn does; what it set off has happened when this returns."""
-        told = self.suspicion.consider(findings)
+        told = self.suspicion.investigate(findings)
         await _settled()
         return told
 
-    def orders(self) -> list[tuple[bytes, msg.TakeStacks]]:
-        return [(peer, message) for peer, message in self.sent if isinstance(message, msg.TakeStacks)]
+    def stack_requests(self) -> list[tuple[bytes, msg.DumpStacks]]:
+        return [(peer, message) for peer, message in self.sent if isinstance(message, msg.DumpStacks)]
 
-    async def answer(self, dump: str = STUCK, error: str = "", but: dict[Life, str] | None = None) -> None:
+    async def answer(self, dump: str = STUCK, error: str = "", but: dict[Incarnation, str] | None = None) -> None:
         """Every agent that was asked answers."""
-        for peer, order in self.orders():
-            agent = self.world.state.replica(ReplicaId(peer.decode())).life
-            dumps = {} if error else {41: (but or {}).get(order.of, dump)}
-            self.suspicion.heard(msg.Stacks(agent, order.of, order.id, dumps, error))
+        for peer, order in self.stack_requests():
+            agent = self.world.state.replica(ReplicaId(peer.decode())).incarnation
+            dumps = {} if error else {41: (but or {}).get(order.target, dump)}
+            self.suspicion.on_reply(msg.Stacks(agent, order.target, order.id, dumps, error))
         self.sent.clear()
         await _settled()
 
-    def taken(self) -> list[ev.StacksTaken]:
-        return [event for event in self.recorded if isinstance(event, ev.StacksTaken)]
+    def taken(self) -> list[ev.StacksCollected]:
+        return [event for event in self.recorded if isinstance(event, ev.StacksCollected)]
 
 
 async def _settled() -> None:
@@ -99,11 +99,11 @@ async def _settled() -> None:
 
 
 def play(
-    folder: Path, story: Callable[[Desk], Awaitable[None]], job: JobView | None = None,
+    folder: Path, story: Callable[[Investigation], Awaitable[None]], job: RunSpec | None = None,
     suspect: ReplicaId = ROLLOUTS[0],
-) -> Desk:  # fmt: skip
-    async def main() -> Desk:
-        desk = Desk(folder, job or rollouts(), suspect)
+) -> Investigation:  # fmt: skip
+    async def main() -> Investigation:
+        desk = Investigation(folder, job or rollouts(), suspect)
         await story(desk)
         await desk.suspicion.close()
         return desk
@@ -111,7 +111,7 @@ def play(
     return virtual.run(main())
 
 
-def rollouts() -> JobView:
+def rollouts() -> RunSpec:
     return job(limits=LIMITS)
 
 
@@ -121,18 +121,18 @@ def texts(finding: Finding) -> list[str]:
 
 # ── stacks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_warning_of_a_hang_has_its_nodes_agent_take_stacks_and_names_the_place(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
+    async def story(desk: Investigation) -> None:
         told, _ = await desk.consider(desk.finding())
         assert told == [desk.finding()], "nobody waits for them"
-        node = desk.world.state.replica(desk.life.replica).node
-        ((peer, order),) = desk.orders()
-        assert (peer, order.of) == (f"agent/{node}".encode(), desk.life)
-        assert order.tag == desk.world.state.replica(desk.life.replica).step
+        node = desk.world.state.replica(desk.incarnation.replica).node
+        ((peer, order),) = desk.stack_requests()
+        assert (peer, order.target) == (f"agent/{node}".encode(), desk.incarnation)
+        assert order.tag == desk.world.state.replica(desk.incarnation.replica).step
         await desk.answer()
         ((finding,), again) = await desk.consider(desk.finding())
         assert again == float("inf")
         (event,) = desk.taken()
-        assert event.groups == (f"{desk.life}: step (engine.py:95) < roll (main.py:9)",)
+        assert event.groups == (f"{desk.incarnation}: step (engine.py:95) < roll (main.py:9)",)
         assert texts(finding) == ["it hangs", *event.groups, f"whole: {event.file}"]
         path = desk.run.path / event.file
         assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
@@ -143,10 +143,10 @@ def test_a_warning_of_a_hang_has_its_nodes_agent_take_stacks_and_names_the_place
 
 
 def test_a_failure_without_a_warning_is_told_as_one_until_its_stacks_are_here(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
+    async def story(desk: Investigation) -> None:
         ((held,), again) = await desk.consider(desk.finding(Verdict.FAIL))
         assert (held.verdict, held.remedy, held.key) == (Verdict.WARN, Remedy.NONE, desk.finding().key)
-        assert again == desk.now() + WITHIN
+        assert again == desk.now() + STACKS_TIMEOUT_S
         await desk.answer()
         ((told,), _) = await desk.consider(desk.finding(Verdict.FAIL))
         assert (told.verdict, told.remedy) == (Verdict.FAIL, Remedy.RESTART)
@@ -156,24 +156,24 @@ def test_a_failure_without_a_warning_is_told_as_one_until_its_stacks_are_here(tm
 
 
 def test_a_failure_waits_for_an_agent_that_does_not_answer_no_longer_than_said(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
+    async def story(desk: Investigation) -> None:
         await desk.consider(desk.finding(Verdict.FAIL))
-        await asyncio.sleep(WITHIN - 0.1)
+        await asyncio.sleep(STACKS_TIMEOUT_S - 0.1)
         ((held,), _) = await desk.consider(desk.finding(Verdict.FAIL))
         assert held.verdict is Verdict.WARN
         await asyncio.sleep(0.2)
         ((told,), _) = await desk.consider(desk.finding(Verdict.FAIL))
         assert told.verdict is Verdict.FAIL
-        assert texts(told)[1:] == [f"no stacks: no answer within {WITHIN:g} s"]
+        assert texts(told)[1:] == [f"no stacks: no answer within {STACKS_TIMEOUT_S:g} s"]
         assert [event.file for event in desk.taken()] == [""]
 
     play(tmp_path, story)
 
 
 def test_a_failure_after_a_warning_is_told_at_once_whether_stacks_came_or_not(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
+    async def story(desk: Investigation) -> None:
         await desk.consider(desk.finding())
-        await asyncio.sleep(WITHIN + 1)
+        await asyncio.sleep(STACKS_TIMEOUT_S + 1)
         ((told,), _) = await desk.consider(desk.finding(Verdict.FAIL))
         assert told.verdict is Verdict.FAIL
 
@@ -181,7 +181,7 @@ def test_a_failure_after_a_warning_is_told_at_once_whether_stacks_came_or_not(tm
 
 
 def test_where_no_agent_can_be_asked_nothing_waits(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
+    async def story(desk: Investigation) -> None:
         desk.steps.clear()
         told, again = await desk.consider(desk.finding(Verdict.FAIL))
         assert (told, again) == ([desk.finding(Verdict.FAIL)], float("inf"))
@@ -192,7 +192,7 @@ def test_where_no_agent_can_be_asked_nothing_waits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cause", [Cause.PROCESS, Cause.GPU])
 def test_what_is_no_hang_is_passed_on_untouched(tmp_path: Path, cause: Cause) -> None:
-    async def story(desk: Desk) -> None:
+    async def story(desk: Investigation) -> None:
         proved = msgspec.structs.replace(desk.finding(Verdict.FAIL), cause=cause)
         told, _ = await desk.consider(proved)
         assert (told, desk.sent) == ([proved], [])
@@ -202,15 +202,15 @@ def test_what_is_no_hang_is_passed_on_untouched(tmp_path: Path, cause: Cause) ->
 
 @pytest.mark.parametrize("verdict", [Verdict.WARN, Verdict.FAIL])
 def test_what_the_job_does_not_want_to_hear_of_is_not_looked_into(tmp_path: Path, verdict: Verdict) -> None:
-    async def story(desk: Desk) -> None:
+    async def story(desk: Investigation) -> None:
         told, again = await desk.consider(desk.finding(verdict))
         assert (told, again, desk.sent) == ([desk.finding(verdict)], float("inf"), [])
 
-    play(tmp_path, story, msgspec.structs.replace(rollouts(), health=HealthView(checks={"test": "off"})))
+    play(tmp_path, story, msgspec.structs.replace(rollouts(), health=HealthSpec(checks={"test": "off"})))
 
 
 def test_who_is_silent_while_its_node_is_heard_is_looked_into_before_it_is_restarted(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
+    async def story(desk: Investigation) -> None:
         silent = msgspec.structs.replace(
             desk.finding(Verdict.FAIL, Cause.PROCESS), detector="worker_silence"
         )  # fmt: skip
@@ -225,23 +225,23 @@ def test_who_is_silent_while_its_node_is_heard_is_looked_into_before_it_is_resta
 
 
 def test_stacks_of_one_hang_are_taken_once_and_anew_when_it_comes_back_later(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
+    async def story(desk: Investigation) -> None:
         for _ in range(3):
             await desk.consider(desk.finding())
             await desk.answer()
         await desk.consider()
         await desk.consider(desk.finding())
-        assert (desk.orders(), len(desk.taken())) == ([], 1)
-        await asyncio.sleep(AGAIN + 1)
+        assert (desk.stack_requests(), len(desk.taken())) == ([], 1)
+        await asyncio.sleep(RECOLLECT_AFTER_S + 1)
         await desk.consider()
         await desk.consider(desk.finding())
-        assert len(desk.orders()) == 1
+        assert len(desk.stack_requests()) == 1
 
     play(tmp_path, story)
 
 
 def test_a_failure_that_began_after_the_stacks_were_taken_is_looked_into_anew(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
+    async def story(desk: Investigation) -> None:
         await desk.consider(desk.finding())
         await desk.answer(WAITS)
         await desk.consider()  # it went on, and now it really hangs
@@ -259,10 +259,10 @@ def test_a_failure_that_began_after_the_stacks_were_taken_is_looked_into_anew(tm
 
 
 def test_all_members_of_a_gang_are_looked_into_and_the_one_that_stands_apart_is_named(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
+    async def story(desk: Investigation) -> None:
         await desk.consider(desk.finding())
-        members = sorted(order.of for _, order in desk.orders())
-        assert [life.replica for life in members] == ["trainer/0", "trainer/0.1", "trainer/0.2", "trainer/0.3"]
+        members = sorted(order.target for _, order in desk.stack_requests())
+        assert [incarnation.replica for incarnation in members] == ["trainer/0", "trainer/0.1", "trainer/0.2", "trainer/0.3"]
         await desk.answer(WAITS, but={members[2]: STUCK})
         (event,) = desk.taken()
         assert event.outliers == (members[2],)
@@ -273,12 +273,12 @@ def test_all_members_of_a_gang_are_looked_into_and_the_one_that_stands_apart_is_
 
 
 def test_a_gang_whose_members_all_hang_is_looked_into_once_and_each_is_told_of_it(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
-        members = [one.life for one in desk.world.state.replicas.values() if one.id.startswith("trainer/")]
-        await desk.consider(*[desk.finding(life=life) for life in members])
-        assert len(desk.orders()) == len(members) == 4
+    async def story(desk: Investigation) -> None:
+        members = [one.incarnation for one in desk.world.state.replicas.values() if one.id.startswith("trainer/")]
+        await desk.consider(*[desk.finding(incarnation=incarnation) for incarnation in members])
+        assert len(desk.stack_requests()) == len(members) == 4
         await desk.answer(WAITS)
-        told, _ = await desk.consider(*[desk.finding(Verdict.FAIL, life=life) for life in members])
+        told, _ = await desk.consider(*[desk.finding(Verdict.FAIL, incarnation=incarnation) for incarnation in members])
         assert len(desk.taken()) == 1
         assert all(any("all_reduce" in text for text in texts(finding)) for finding in told)
 
@@ -290,33 +290,33 @@ def test_of_very_many_hangs_at_once_some_are_looked_into_and_none_of_the_others_
 ) -> None:
     monkeypatch.setattr(hang_investigation, "AT_ONCE", 1)
 
-    async def story(desk: Desk) -> None:
-        other = desk.world.state.replica(ROLLOUTS[1]).life
-        first, second = (await desk.consider(*[desk.finding(Verdict.FAIL, life=one) for one in (desk.life, other)]))[0]
+    async def story(desk: Investigation) -> None:
+        other = desk.world.state.replica(ROLLOUTS[1]).incarnation
+        first, second = (await desk.consider(*[desk.finding(Verdict.FAIL, incarnation=one) for one in (desk.incarnation, other)]))[0]
         assert (first.verdict, second.verdict) == (Verdict.WARN, Verdict.FAIL)
-        assert [order.of for _, order in desk.orders()] == [desk.life]
+        assert [order.target for _, order in desk.stack_requests()] == [desk.incarnation]
 
     play(tmp_path, story)
 
 
 def test_members_that_cannot_be_looked_into_do_not_keep_the_others_from_being_told(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
+    async def story(desk: Investigation) -> None:
         await desk.consider(desk.finding())
-        (_, first), *rest = desk.orders()
+        (_, first), *rest = desk.stack_requests()
         for peer, order in rest:
-            agent = desk.world.state.replica(ReplicaId(peer.decode())).life
-            desk.suspicion.heard(msg.Stacks(agent, order.of, order.id, {1: WAITS}))
-        await asyncio.sleep(WITHIN + 0.1)
+            agent = desk.world.state.replica(ReplicaId(peer.decode())).incarnation
+            desk.suspicion.on_reply(msg.Stacks(agent, order.target, order.id, {1: WAITS}))
+        await asyncio.sleep(STACKS_TIMEOUT_S + 0.1)
         await _settled()
         (event,) = desk.taken()
         assert "no answer" in (desk.run.path / event.file).read_text()
-        assert str(first.of) not in event.groups[0]
+        assert str(first.target) not in event.groups[0]
 
     play(tmp_path, story, gang_job(4, 2, limits=LIMITS), TRAINER)
 
 
 def test_why_there_are_no_stacks_is_told(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
+    async def story(desk: Investigation) -> None:
         await desk.consider(desk.finding())
         await desk.answer(error="no process of it is left")
         ((told,), _) = await desk.consider(desk.finding())
@@ -326,13 +326,13 @@ def test_why_there_are_no_stacks_is_told(tmp_path: Path) -> None:
 
 
 def test_what_another_agent_says_of_the_suspect_or_says_twice_does_not_count(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
+    async def story(desk: Investigation) -> None:
         await desk.consider(desk.finding())
-        ((peer, order),) = desk.orders()
-        strangers = [one.life for one in desk.world.state.replicas.values()
+        ((peer, order),) = desk.stack_requests()
+        strangers = [one.incarnation for one in desk.world.state.replicas.values()
                      if one.id.startswith(AGENT) and one.id != peer.decode()]  # fmt: skip
-        desk.suspicion.heard(msg.Stacks(strangers[0], order.of, order.id, {1: WAITS}))
-        desk.suspicion.heard(msg.Stacks(strangers[0], order.of, order.id + 1, {1: WAITS}))
+        desk.suspicion.on_reply(msg.Stacks(strangers[0], order.target, order.id, {1: WAITS}))
+        desk.suspicion.on_reply(msg.Stacks(strangers[0], order.target, order.id + 1, {1: WAITS}))
         await _settled()
         assert desk.taken() == []
         await desk.answer()
@@ -342,7 +342,7 @@ def test_what_another_agent_says_of_the_suspect_or_says_twice_does_not_count(tmp
 
 
 def test_a_run_directory_that_takes_no_file_costs_the_file_and_not_the_lines(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
+    async def story(desk: Investigation) -> None:
         desk.run.stacks.write_text("in the way")
         await desk.consider(desk.finding())
         await desk.answer()
@@ -353,7 +353,7 @@ def test_a_run_directory_that_takes_no_file_costs_the_file_and_not_the_lines(tmp
 
 
 def test_names_of_functions_do_not_reach_a_terminal_as_control_characters(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
+    async def story(desk: Investigation) -> None:
         await desk.consider(desk.finding())
         await desk.answer('Thread 7 (idle): "MainThread"\n    a\x1b[31mb (x.py:1)\n')
         assert "\x1b" not in desk.taken()[0].groups[0]
@@ -362,65 +362,65 @@ def test_names_of_functions_do_not_reach_a_terminal_as_control_characters(tmp_pa
 
 
 # ── probes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-async def _generates_and_falls_silent(desk: Desk, until: Callable[[], bool]) -> list[Finding]:
+async def _generates_then_stalls(investigation: Investigation, until: Callable[[], bool]) -> list[Finding]:
     """It makes tokens for a while, then beats only; the findings once ``until`` holds."""
-    node, done = NodeName(desk.world.state.replica(desk.life.replica).node or ""), 0
-    agent = desk.world.state.replica(replica_id(AGENT, node)).life
-    desk.watch.launched(desk.life, node, desk.now())
-    desk.watch.joined(desk.life, node, "generate", desk.now())
+    node, done = NodeName(investigation.world.state.replica(investigation.incarnation.replica).node or ""), 0
+    agent = investigation.world.state.replica(replica_id(AGENT, node)).incarnation
+    investigation.monitor.on_launched(investigation.incarnation, node, investigation.now())
+    investigation.monitor.on_hello(investigation.incarnation, node, "generate", investigation.now())
     for second in range(120):
         done += second < 10
-        desk.watch.agent_heard(node, agent, desk.now())
-        desk.watch.heard(desk.life, "generate", done, None, desk.now())
-        detected, _ = detect(desk.watch, LIMITS, desk.now())
-        findings, _ = await desk.consider(*detected)
+        investigation.monitor.on_agent_message(node, agent, investigation.now())
+        investigation.monitor.on_heartbeat(investigation.incarnation, "generate", done, None, investigation.now())
+        detected, _ = detect(investigation.monitor, LIMITS, investigation.now())
+        findings, _ = await investigation.consider(*detected)
         if until():
             return findings
         await asyncio.sleep(1.0)
     raise AssertionError("it did not come to that")
 
 
-def _probes(desk: Desk) -> list[msg.Probe]:
-    return [message for peer, message in desk.sent if isinstance(message, msg.Probe) and peer == b"worker"]
+def _probes(investigation: Investigation) -> list[msg.Probe]:
+    return [message for peer, message in investigation.sent if isinstance(message, msg.Probe) and peer == b"worker"]
 
 
 def test_a_suspect_is_asked_for_work_and_believed_when_it_answers(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
-        await _generates_and_falls_silent(desk, lambda: bool(_probes(desk)))
+    async def story(desk: Investigation) -> None:
+        await _generates_then_stalls(desk, lambda: bool(_probes(desk)))
         probe = _probes(desk)[0]
-        assert probe.life == desk.life
-        desk.suspicion.heard(msg.Probed(desk.life, probe.id, ProbeResult.WORKS, "a token"))
+        assert probe.incarnation == desk.incarnation
+        desk.suspicion.on_reply(msg.ProbeReply(desk.incarnation, probe.id, ProbeResult.WORKS, "a token"))
         await asyncio.sleep(LIMITS.probe / 3)
-        detected, _ = detect(desk.watch, LIMITS, desk.now())
+        detected, _ = detect(desk.monitor, LIMITS, desk.now())
         assert [one for one in detected if one.verdict is Verdict.FAIL] == []
-        assert desk.watch.replicas[desk.life.replica].probes.answers == 1
+        assert desk.monitor.replicas[desk.incarnation.replica].probe.answer_count == 1
 
     play(tmp_path, story)
 
 
 def test_an_answer_that_it_cannot_work_fails_it(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
-        await _generates_and_falls_silent(desk, lambda: bool(_probes(desk)))
-        failed = msg.Probed(desk.life, _probes(desk)[0].id, ProbeResult.FAILED, "RuntimeError: \x1b not finite")
-        desk.suspicion.heard(failed)
-        (found,) = [one for one in detect(desk.watch, LIMITS, desk.now())[0] if one.verdict is Verdict.FAIL]
+    async def story(desk: Investigation) -> None:
+        await _generates_then_stalls(desk, lambda: bool(_probes(desk)))
+        failed = msg.ProbeReply(desk.incarnation, _probes(desk)[0].id, ProbeResult.FAILED, "RuntimeError: \x1b not finite")
+        desk.suspicion.on_reply(failed)
+        (found,) = [one for one in detect(desk.monitor, LIMITS, desk.now())[0] if one.verdict is Verdict.FAIL]
         assert "RuntimeError:   not finite" in found.evidence[0].text
 
     play(tmp_path, story)
 
 
 def test_who_beats_and_does_not_answer_fails_with_the_stacks_taken_meanwhile(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
+    async def story(desk: Investigation) -> None:
         failed: list[Finding] = []
 
         def fails() -> bool:
-            found = detect(desk.watch, LIMITS, desk.now())[0]
+            found = detect(desk.monitor, LIMITS, desk.now())[0]
             failed[:] = [one for one in found if one.verdict is Verdict.FAIL]
             return bool(failed)
 
-        await _generates_and_falls_silent(desk, lambda: bool(desk.orders()))
+        await _generates_then_stalls(desk, lambda: bool(desk.stack_requests()))
         await desk.answer()
-        findings = await _generates_and_falls_silent(desk, fails)
+        findings = await _generates_then_stalls(desk, fails)
         told = [one for one in findings if one.verdict is Verdict.FAIL]
         assert [one.detector for one in told] == ["no_answer"]
         assert any("engine.py:95" in text for text in texts(told[0]))
@@ -429,19 +429,19 @@ def test_who_beats_and_does_not_answer_fails_with_the_stacks_taken_meanwhile(tmp
 
 
 def test_who_cannot_be_reached_counts_as_asked(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
+    async def story(desk: Investigation) -> None:
         desk.workers.clear()
-        probes = desk.watch.replicas
-        await _generates_and_falls_silent(desk, lambda: probes[desk.life.replica].probes.asked_at is not None)
+        probes = desk.monitor.replicas
+        await _generates_then_stalls(desk, lambda: probes[desk.incarnation.replica].probe.pending_since is not None)
         assert not [message for _, message in desk.sent if isinstance(message, msg.Probe)]
 
     play(tmp_path, story)
 
 
 def test_an_answer_to_an_earlier_managers_question_is_none(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
-        await _generates_and_falls_silent(desk, lambda: bool(_probes(desk)))
-        desk.suspicion.heard(msg.Probed(desk.life, 1, ProbeResult.WORKS, "a token"))
-        assert desk.watch.replicas[desk.life.replica].probes.answers == 0
+    async def story(desk: Investigation) -> None:
+        await _generates_then_stalls(desk, lambda: bool(_probes(desk)))
+        desk.suspicion.on_reply(msg.ProbeReply(desk.incarnation, 1, ProbeResult.WORKS, "a token"))
+        assert desk.monitor.replicas[desk.incarnation.replica].probe.answer_count == 0
 
     play(tmp_path, story)

@@ -6,109 +6,109 @@ import msgspec
 import pytest
 
 from rrl.core.launch import tag_of
-from rrl.core.types import Life, NodeName, Outcome, Verdict
-from rrl.health.detection.baselines import Lesson, Took
+from rrl.core.types import Incarnation, NodeName, Outcome, Verdict
+from rrl.health.detection.baselines import RoleBaseline, DurationStats
 from rrl.health.detection.detect import detect
-from rrl.health.detection.watch import Watch
+from rrl.health.detection.watch import HealthMonitor
 from rrl.manager.intake import finding_gate as of_managers
-from rrl.manager.intake.finding_gate import PAUSE, Lessons, inherit
+from rrl.manager.intake.finding_gate import BASELINE_CHECK_INTERVAL_S, BaselineRecorder, restore_monitor
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Launch, Why
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State
 from rrl.tests.support.manager.jobs import RUN, TRAINER, job
-from rrl.tests.unit.manager.test_crash_points import LIMITS, Script, lived
+from rrl.tests.unit.manager.test_crash_points import LIMITS, Script, run_to_end
 
 N1 = NodeName("n1")
-LIFE = Life(TRAINER, 1)
-USUAL = {"trainer": Lesson({"checkpoint": Took(8, 5.0, 8.0), "train": Took(8, 60.0, 80.0)}, tensor_seen=True)}
+INCARNATION = Incarnation(TRAINER, 1)
+BASELINE = {"trainer": RoleBaseline({"checkpoint": DurationStats(8, 5.0, 8.0), "train": DurationStats(8, 60.0, 80.0)}, uses_tensor_cores=True)}
 
 
-def told(*events: ev.Event) -> State:
+def learned(*events: ev.Event) -> State:
     state = fold(None, ev.Stamped(1, 0.0, 1, ev.RunStarted(RUN, job())))
-    launch = Launch(LIFE, tag_of(RUN, LIFE), "pool", N1, Why(("it is wanted",)))
-    for event in (ev.Intended(launch), ev.Joined(LIFE, N1, "n1", 7), *events):
+    launch = Launch(INCARNATION, tag_of(RUN, INCARNATION), "pool", N1, Why(("it is wanted",)))
+    for event in (ev.Intended(launch), ev.Joined(INCARNATION, N1, "n1", 7), *events):
         state = fold(state, ev.Stamped(state.seq + 1, 10.0, 1, event))
     return state
 
 
 def phases(*names: str) -> list[ev.Event]:
-    return [ev.PhaseEntered(LIFE, name) for name in names]
+    return [ev.PhaseEntered(INCARNATION, name) for name in names]
 
 
 def stuck(state: State, phase: str) -> float:
     """s after which a new manager, to which the trainer only beats, finds that it hangs."""
-    watch, began = Watch(), 1000.0
-    inherit(watch, state, began)
-    watch.joined(LIFE, N1, phase, began)
-    limits, beat = state.job.limits, 10.0
-    limits = msgspec.structs.replace(limits, beat=beat, silence=60.0)
+    watch, began = HealthMonitor(), 1000.0
+    restore_monitor(watch, state, began)
+    watch.on_hello(INCARNATION, N1, phase, began)
+    limits, heartbeat = state.job.limits, 10.0
+    limits = msgspec.structs.replace(limits, heartbeat=heartbeat, silence=60.0)
     for tick in range(1, 1500):
-        now = began + tick * beat
-        watch.heard(LIFE, phase, 3, None, now)
+        now = began + tick * heartbeat
+        watch.on_heartbeat(INCARNATION, phase, 3, None, now)
         found, _ = detect(watch, limits, now)
-        if any(one.verdict is Verdict.FAIL and one.life == LIFE for one in found):
+        if any(one.verdict is Verdict.FAIL and one.incarnation == INCARNATION for one in found):
             return now - began
     return float("inf")
 
 
 def test_a_hang_is_found_by_what_was_usual_under_the_manager_before() -> None:
     went = phases("starting", "train", "checkpoint", "publish", "wait_data", "train", "checkpoint")
-    assert stuck(told(*went, ev.Learned(USUAL)), "checkpoint") < 400.0
-    assert stuck(told(*went), "checkpoint") > 3000.0, "of an old journal nobody knows what is usual"
+    assert stuck(learned(*went, ev.BaselinesLearned(BASELINE)), "checkpoint") < 400.0
+    assert stuck(learned(*went), "checkpoint") > 3000.0, "of an old journal nobody knows what is usual"
 
 
 def test_a_first_pass_goes_on_being_one() -> None:
     went = phases("starting", "train", "checkpoint")
-    assert stuck(told(*went, ev.Learned(USUAL)), "checkpoint") > 1800.0
+    assert stuck(learned(*went, ev.BaselinesLearned(BASELINE)), "checkpoint") > 1800.0
 
 
 def test_the_state_has_which_phases_a_life_has_left_and_its_successor_begins_anew() -> None:
-    state = told(*phases("starting", "train", "publish", "train"))
-    assert state.replicas[TRAINER].passed == ("starting", "train", "publish")
-    again = Launch(Life(TRAINER, 2), tag_of(RUN, Life(TRAINER, 2)), "pool", N1, Why(("it is wanted",)))
-    assert fold(state, ev.Stamped(state.seq + 1, 11.0, 1, ev.Intended(again))).replicas[TRAINER].passed == ()
+    state = learned(*phases("starting", "train", "publish", "train"))
+    assert state.replicas[TRAINER].past_phases == ("starting", "train", "publish")
+    again = Launch(Incarnation(TRAINER, 2), tag_of(RUN, Incarnation(TRAINER, 2)), "pool", N1, Why(("it is wanted",)))
+    assert fold(state, ev.Stamped(state.seq + 1, 11.0, 1, ev.Intended(again))).replicas[TRAINER].past_phases == ()
 
 
 def test_what_is_usual_is_looked_at_once_a_minute_and_recorded_when_it_has_changed() -> None:
-    watch, recorded = Watch(), list[ev.Learned]()
-    lessons = Lessons(watch, {}, recorded.append)
-    lessons.consider(0.0)
-    watch.remember(USUAL)
-    lessons.consider(PAUSE - 1.0)
+    watch, recorded = HealthMonitor(), list[ev.BaselinesLearned]()
+    lessons = BaselineRecorder(watch, {}, recorded.append)
+    lessons.record_if_due(0.0)
+    watch.restore_baselines(BASELINE)
+    lessons.record_if_due(BASELINE_CHECK_INTERVAL_S - 1.0)
     assert recorded == [], "not before its time"
-    lessons.consider(PAUSE)
-    assert recorded == [ev.Learned(USUAL)]
+    lessons.record_if_due(BASELINE_CHECK_INTERVAL_S)
+    assert recorded == [ev.BaselinesLearned(BASELINE)]
     for minute in range(2, 10):
-        lessons.consider(minute * PAUSE)
+        lessons.record_if_due(minute * BASELINE_CHECK_INTERVAL_S)
     assert len(recorded) == 1
 
 
 def test_a_manager_does_not_record_anew_what_it_was_handed() -> None:
-    state, recorded = told(ev.Learned(USUAL)), list[ev.Learned]()
-    watch = Watch()
-    inherit(watch, state, 1000.0)
-    Lessons(watch, state.lessons, recorded.append).consider(1000.0)
+    state, recorded = learned(ev.BaselinesLearned(BASELINE)), list[ev.BaselinesLearned]()
+    watch = HealthMonitor()
+    restore_monitor(watch, state, 1000.0)
+    BaselineRecorder(watch, state.baselines, recorded.append).record_if_due(1000.0)
     assert recorded == []
 
 
 def test_a_run_that_is_resumed_with_another_job_learns_anew() -> None:
-    state = told(ev.Learned(USUAL), ev.RunEnded(Outcome.CANCELLED, "ada wanted it"))
+    state = learned(ev.BaselinesLearned(BASELINE), ev.RunEnded(Outcome.CANCELLED, "ada wanted it"))
     resumed = fold(state, ev.Stamped(state.seq + 1, 20.0, 2, ev.Resumed("ada", "c1", job())))
-    assert resumed.lessons == {}
+    assert resumed.baselines == {}
 
 
 def test_managers_of_a_run_hand_on_what_they_learned(monkeypatch: pytest.MonkeyPatch) -> None:
-    handed: list[dict[str, Lesson]] = []
-    remember = Watch.remember
+    handed: list[dict[str, RoleBaseline]] = []
+    remember = HealthMonitor.restore_baselines
 
-    def noted(watch: Watch, known: dict[str, Lesson]) -> None:
+    def noted(watch: HealthMonitor, known: dict[str, RoleBaseline]) -> None:
         handed.append(dict(known))
         remember(watch, known)
 
     monkeypatch.setattr(of_managers, "PAUSE", 0.5)  # the run takes less than a minute
-    monkeypatch.setattr(Watch, "remember", noted)
+    monkeypatch.setattr(HealthMonitor, "remember", noted)
     script = Script(Outcome.COMPLETED, granted=1, job=job(spares=0, limits=LIMITS, steps=12))
-    _, _, state = lived(script, lambda site: setattr(site, "kill_every", 60))
+    _, _, state = run_to_end(script, lambda site: setattr(site, "kill_every", 60))
     assert handed[0] == {}
-    assert handed[-1].keys() == state.lessons.keys() == {"reward", "rollout"}
+    assert handed[-1].keys() == state.baselines.keys() == {"reward", "rollout"}

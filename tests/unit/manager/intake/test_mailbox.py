@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rrl.core.run_dir import RunDir
-from rrl.manager.intake.user_commands import Letter, letters, taken
+from rrl.manager.intake.user_commands import Command, pending_commands, acknowledge
 
 
 @pytest.fixture
@@ -20,10 +20,10 @@ def run(tmp_path: Path) -> RunDir:
 def test_commands_are_taken_in_order_and_once(run: RunDir) -> None:
     for name in ("2-b", "1-a"):
         (run.mailbox / f"{name}.json").write_text('{"command": "cancel", "by": "me"}')
-    first, second = letters(run)
-    assert (first, second.id) == (Letter("cancel", "me", "1-a"), "2-b")
-    taken(run, first)
-    assert [letter.id for letter in letters(run)] == ["2-b"]
+    first, second = pending_commands(run)
+    assert (first, second.id) == (Command("cancel", "me", "1-a"), "2-b")
+    acknowledge(run, first)
+    assert [letter.id for letter in pending_commands(run)] == ["2-b"]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"by": "me"}', '{"command": 7}', "\udcff"])
@@ -32,14 +32,14 @@ def test_what_is_no_command_is_put_aside_and_keeps_nobody_waiting(
 ) -> None:
     (run.mailbox / "1.json").write_text(text, errors="surrogateescape")
     (run.mailbox / "2.json").write_text('{"command": "cancel"}')
-    assert [letter.id for letter in letters(run)] == ["2"]
+    assert [letter.id for letter in pending_commands(run)] == ["2"]
     assert "1.json in the mailbox is not a valid command" in caplog.text
     caplog.clear()
-    assert [letter.id for letter in letters(run)] == ["2"]
+    assert [letter.id for letter in pending_commands(run)] == ["2"]
     assert not caplog.records, "it was read again"
 
 
 def test_a_letter_that_is_being_written_is_not_read(run: RunDir) -> None:
     (run.mailbox / ".1.json.1234").write_text("{")
     (run.mailbox / ".1.json").write_text("{")
-    assert letters(run) == []
+    assert pending_commands(run) == []

@@ -11,10 +11,10 @@ import pytest
 
 from rrl.core.launch import ExitReason, ExitRecord, tag_of
 from rrl.core.run_dir import RunDir
-from rrl.core.types import Life, NodeName, Outcome, ProbeResult, ReplicaId, Version
-from rrl.health.detection.watch import Watch
-from rrl.manager.cluster.base import AllocationSeen, AllocationState, Ask, RejectReason
-from rrl.manager.intake.message_handler import Ear
+from rrl.core.types import Incarnation, NodeName, Outcome, ProbeResult, ReplicaId, Version
+from rrl.health.detection.watch import HealthMonitor
+from rrl.manager.cluster.base import AllocationStatus, AllocationState, AllocationRequest, RejectReason
+from rrl.manager.intake.message_handler import MessageHandler
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Finish, Launch, Request, Why
 from rrl.manager.model.reducer import fold
@@ -24,19 +24,19 @@ from rrl.transport import messages as msg
 from rrl.transport.control.endpoints import Incoming
 
 N1 = NodeName("n1")
-R1, R2 = Life(ROLLOUTS[0], 1), Life(ROLLOUTS[0], 2)
+R1, R2 = Incarnation(ROLLOUTS[0], 1), Incarnation(ROLLOUTS[0], 2)
 STEP = tag_of(RUN, R1)
 WHY = Why(("because",))
 LAUNCHED: tuple[ev.Event, ...] = (
-    ev.Intended(Request(Ask("pool", 1, NODE, 60.0), WHY)),
-    ev.AllocationChanged("pool", AllocationSeen(AllocationState.RUNNING, "7", (N1,))),
+    ev.Intended(Request(AllocationRequest("pool", 1, NODE, 60.0), WHY)),
+    ev.AllocationChanged("pool", AllocationStatus(AllocationState.RUNNING, "7", (N1,))),
     ev.Intended(Launch(R1, STEP, "pool", N1, WHY)),
 )
-WANTED = msg.Wanted(R1, STEP, N1, 41)
-HELLO = msg.Hello(R1, STEP, N1, "host", 42, "starting", serves="tcp://127.0.0.1:1")
+WANTED = msg.AdmissionRequest(R1, STEP, N1, 41)
+HELLO = msg.Hello(R1, STEP, N1, "host", 42, "starting", weight_address="tcp://127.0.0.1:1")
 
 
-class Hearing:
+class Handling:
     """An ear, the events that it recorded, and what it answered."""
 
     def __init__(self, folder: Path, *events: ev.Event) -> None:
@@ -47,33 +47,33 @@ class Hearing:
         self.sent_to: list[tuple[bytes, Any]] = []
         self.state: State | None = None
         self.steps: dict[str, bytes] = {}
-        self.watch = Watch()
+        self.monitor = HealthMonitor()
         for event in (ev.RunStarted(RUN, job()), *events):
             self.fold(event)
         self._listen()
 
     def _listen(self) -> None:
-        self.ear = Ear(
-            self.run, self.watch, self._now_state, self._record, self._send, lambda: 100.0,
-            lambda life: msg.Welcome(life, msg.Peers(1, 1, {})), lambda tag: None, self.steps,
+        self.handler = MessageHandler(
+            self.run, self.monitor, self._now_state, self._record, self._send, lambda: 100.0,
+            lambda incarnation: msg.Welcome(incarnation, msg.Peers(1, 1, {})), lambda tag: None, self.steps,
         )  # fmt: skip
 
-    def hear(self, *messages: Any, peer: bytes = b"peer") -> list[Any]:
+    def handle(self, *messages: Any, peer: bytes = b"peer") -> list[Any]:
         """The answers to these messages, all said on one connection."""
         self.sent.clear()
         for message in messages:
-            asyncio.run(self.hear_now(message, peer))
+            asyncio.run(self.handle_now(message, peer))
         return list(self.sent)
 
-    async def hear_now(self, message: Any, peer: bytes) -> None:
-        await self.ear.hear(Incoming(peer, 1, message))
+    async def handle_now(self, message: Any, peer: bytes) -> None:
+        await self.handler.handle(Incoming(peer, 1, message))
 
     def next_manager(self) -> None:
         """Another one takes over, with what the journal says and nothing else."""
-        self.steps, self.watch = {}, Watch()
+        self.steps, self.monitor = {}, HealthMonitor()
         for replica in self._now_state().replicas.values():
-            if replica.believed and replica.node is not None:
-                self.watch.launched(replica.life, replica.node, 100.0)
+            if replica.is_current and replica.node is not None:
+                self.monitor.on_launched(replica.incarnation, replica.node, 100.0)
         self._listen()
 
     def fold(self, event: ev.Event) -> None:
@@ -81,7 +81,7 @@ class Hearing:
         seq = self.state.seq + 1 if self.state else 1
         self.state = fold(self.state, ev.Stamped(seq, 100.0, 1, event))
         if isinstance(event, ev.Intended) and isinstance(event.action, Launch):
-            self.watch.launched(event.action.life, event.action.node, 100.0, event.action.shadow, 10.0)
+            self.monitor.on_launched(event.action.incarnation, event.action.node, 100.0, event.action.standby, 10.0)
 
     def _now_state(self) -> State:
         assert self.state is not None
@@ -91,130 +91,130 @@ class Hearing:
         self.events.append(event)
         self.fold(event)
 
-    async def _send(self, peer: bytes, message: Any, ask: int | None) -> None:
+    async def _send(self, peer: bytes, message: Any, request: int | None) -> None:
         self.sent.append(message)
         self.sent_to.append((peer, message))
 
 
 @pytest.fixture
-def hearing(tmp_path: Path) -> Hearing:
-    return Hearing(tmp_path, *LAUNCHED)
+def hearing(tmp_path: Path) -> Handling:
+    return Handling(tmp_path, *LAUNCHED)
 
 
 def test_note_of_a_replica_is_recorded_when_it_changes_and_cannot_move_the_cursor(tmp_path: Path) -> None:
-    hearing = Hearing(tmp_path, *LAUNCHED)
-    hearing.hear(WANTED, HELLO)
+    hearing = Handling(tmp_path, *LAUNCHED)
+    hearing.handle(WANTED, HELLO)
     for note in ("waits for \x1b[2Jgroup 3\n", "waits for \x1b[2Jgroup 3\n", ""):
-        hearing.hear(msg.Beat(R1, "generate", 1, note=note))
-    noted = [event for event in hearing.events if isinstance(event, ev.Noted)]
-    assert noted == [ev.Noted(R1, r"waits for \x1b[2Jgroup 3\n"), ev.Noted(R1, "")]
+        hearing.handle(msg.Heartbeat(R1, "generate", 1, note=note))
+    noted = [event for event in hearing.events if isinstance(event, ev.NoteChanged)]
+    assert noted == [ev.NoteChanged(R1, r"waits for \x1b[2Jgroup 3\n"), ev.NoteChanged(R1, "")]
 
 
-def test_a_launched_process_is_admitted_once_and_its_launch_is_settled(hearing: Hearing) -> None:
-    assert hearing.hear(WANTED) == [msg.Admitted(STEP, True)]
+def test_a_launched_process_is_admitted_once_and_its_launch_is_settled(hearing: Handling) -> None:
+    assert hearing.handle(WANTED) == [msg.Admitted(STEP, True)]
     assert hearing.events == [ev.Admitted(R1, STEP, N1, 41)]
-    assert hearing.hear(WANTED) == [msg.Admitted(STEP, True)], "to a new manager it says so again"
+    assert hearing.handle(WANTED) == [msg.Admitted(STEP, True)], "to a new manager it says so again"
     assert len(hearing.events) == 1
 
 
 @pytest.mark.parametrize(
-    "wanted", [msg.Wanted(R2, tag_of(RUN, R2), N1, 41), msg.Wanted(R1, "another.tag", N1, 41)], ids=["life", "tag"]
+    "wanted", [msg.AdmissionRequest(R2, tag_of(RUN, R2), N1, 41), msg.AdmissionRequest(R1, "another.tag", N1, 41)], ids=["life", "tag"]
 )
-def test_a_process_that_nobody_wants_is_sent_away(hearing: Hearing, wanted: msg.Wanted) -> None:
-    (answer,) = hearing.hear(wanted)
+def test_a_process_that_nobody_wants_is_sent_away(hearing: Handling, wanted: msg.AdmissionRequest) -> None:
+    (answer,) = hearing.handle(wanted)
     assert (answer.ok, bool(answer.why)) == (False, True)
     assert hearing.events == []
 
 
 def test_a_process_that_runs_elsewhere_than_it_was_launched_is_sent_away_and_its_launch_counts_as_refused(
-    hearing: Hearing,
+    hearing: Handling,
 ) -> None:
     why = f"{STEP} runs on n9, and was launched on n1"
-    assert hearing.hear(msgspec.structs.replace(WANTED, node=NodeName("n9"))) == [msg.Admitted(STEP, False, why)]
-    assert hearing.events == [ev.Done(STEP, False, why, reason=RejectReason.REFUSED)]
+    assert hearing.handle(msgspec.structs.replace(WANTED, node=NodeName("n9"))) == [msg.Admitted(STEP, False, why)]
+    assert hearing.events == [ev.IntentSettled(STEP, False, why, reason=RejectReason.REFUSED)]
     held = hearing.state.replica(R1.replica) if hearing.state else None
     assert held is not None
-    assert (held.status, held.failures[-1].refused, held.first) == (Status.WANTED, True, None)
+    assert (held.status, held.failures[-1].refused, held.admitted_process) == (Status.WANTED, True, None)
     assert STEP not in hearing.steps
 
 
 def test_who_was_admitted_is_asked_to_leave_in_order_when_it_comes_back_to_a_run_that_is_ending(tmp_path: Path) -> None:
     over = ev.Decided(Finish(Outcome.COMPLETED, WHY))
-    hearing = Hearing(tmp_path, *LAUNCHED, ev.Admitted(R1, STEP, N1, 41), over)
-    admitted, stop = hearing.hear(WANTED)
+    hearing = Handling(tmp_path, *LAUNCHED, ev.Admitted(R1, STEP, N1, 41), over)
+    admitted, stop = hearing.handle(WANTED)
     assert admitted.ok
     assert (stop.life, stop.grace) == (R1, job().limits.step_grace)
     assert hearing.steps == {STEP: b"peer"}
 
 
 def test_who_was_not_admitted_before_the_end_is_sent_away(tmp_path: Path) -> None:
-    hearing = Hearing(tmp_path, *LAUNCHED, ev.Decided(Finish(Outcome.COMPLETED, WHY)))
-    (answer,) = hearing.hear(WANTED)
+    hearing = Handling(tmp_path, *LAUNCHED, ev.Decided(Finish(Outcome.COMPLETED, WHY)))
+    (answer,) = hearing.handle(WANTED)
     assert not answer.ok
 
 
-def test_a_beat_is_no_event_but_a_new_phase_is(hearing: Hearing) -> None:
-    hearing.hear(WANTED, HELLO)
+def test_a_beat_is_no_event_but_a_new_phase_is(hearing: Handling) -> None:
+    hearing.handle(WANTED, HELLO)
     before = len(hearing.events)
-    assert hearing.hear(msg.Beat(R1, "starting", 0), msg.Beat(R1, "starting", 5)) == []
+    assert hearing.handle(msg.Heartbeat(R1, "starting", 0), msg.Heartbeat(R1, "starting", 5)) == []
     assert len(hearing.events) == before
-    hearing.hear(msg.Beat(R1, "generate", 6), msg.Beat(R1, "generate", 7))
+    hearing.handle(msg.Heartbeat(R1, "generate", 6), msg.Heartbeat(R1, "generate", 7))
     assert hearing.events[before:] == [ev.PhaseEntered(R1, "generate")]
 
 
-def test_a_hello_carries_what_a_new_manager_must_know(hearing: Hearing) -> None:
+def test_a_hello_carries_what_a_new_manager_must_know(hearing: Handling) -> None:
     hello = msgspec.structs.replace(HELLO, phase="generate", holds=Version(3, 1))
-    (welcome,) = hearing.hear(WANTED, hello)[1:]
+    (welcome,) = hearing.handle(WANTED, hello)[1:]
     assert isinstance(welcome, msg.Welcome)
     assert hearing.events[1:] == [
         ev.Joined(R1, N1, "host", 42, None, "tcp://127.0.0.1:1"),
         ev.PhaseEntered(R1, "generate"),
-        ev.VersionHeld(R1, Version(3, 1)),
+        ev.VersionAvailable(R1, Version(3, 1)),
     ]
-    hearing.hear(hello)
+    hearing.handle(hello)
     assert len(hearing.events) == 4, "said again, it is no news"
 
 
 STRANGERS = (
-    msgspec.structs.replace(HELLO, life=R2),
-    msg.Beat(R2, "generate", 1),
-    msg.Holds(R2, Version(9, 9)),
+    msgspec.structs.replace(HELLO, incarnation=R2),
+    msg.Heartbeat(R2, "generate", 1),
+    msg.VersionAvailable(R2, Version(9, 9)),
     msg.Committed(R2, 9, {}),
 )
 
 
 @pytest.mark.parametrize("said", STRANGERS, ids=lambda message: type(message).__name__)
-def test_what_a_life_says_that_is_not_believed_is_no_event_and_it_is_told(hearing: Hearing, said: Any) -> None:
-    (answer,) = hearing.hear(said)
+def test_what_a_life_says_that_is_not_believed_is_no_event_and_it_is_told(hearing: Handling, said: Any) -> None:
+    (answer,) = hearing.handle(said)
     assert isinstance(answer, msg.Fenced)
     assert hearing.events == []
 
 
-def test_an_end_counts_once_and_only_of_the_step_that_the_life_is_known_by(hearing: Hearing) -> None:
-    hearing.hear(msg.StepExit(R1, "another.tag", 0, None, ExitReason.EXITED))
-    hearing.hear(msg.StepExit(R2, STEP, 0, None, ExitReason.EXITED))
+def test_an_end_counts_once_and_only_of_the_step_that_the_life_is_known_by(hearing: Handling) -> None:
+    hearing.handle(msg.StepExit(R1, "another.tag", 0, None, ExitReason.EXITED))
+    hearing.handle(msg.StepExit(R2, STEP, 0, None, ExitReason.EXITED))
     assert hearing.events == []
     ended = msg.StepExit(R1, STEP, None, 9, ExitReason.SIGNALED)
-    hearing.hear(ended, ended)
+    hearing.handle(ended, ended)
     assert hearing.events == [ev.StepEnded(R1, STEP, None, 9, ExitReason.SIGNALED)]
 
 
-def test_a_witnessed_end_is_told_in_the_words_of_its_exit_record_where_there_is_one(hearing: Hearing) -> None:
+def test_a_witnessed_end_is_told_in_the_words_of_its_exit_record_where_there_is_one(hearing: Handling) -> None:
     record = ExitRecord(STEP, R1, N1, 3, None, ExitReason.EXITED, 0.0)
     hearing.run.exit_file(STEP).write_bytes(msgspec.json.encode(record))
-    hearing.hear(msg.Gone(R1, STEP, N1))
+    hearing.handle(msg.StepVanished(R1, STEP, N1))
     assert hearing.events == [ev.StepEnded(R1, STEP, 3, None, ExitReason.EXITED)]
 
 
-def test_an_end_that_nobody_told_is_read_from_its_exit_record(hearing: Hearing) -> None:
-    asyncio.run(hearing.ear.exit_records())
+def test_an_end_that_nobody_told_is_read_from_its_exit_record(hearing: Handling) -> None:
+    asyncio.run(hearing.handler.read_exit_records())
     assert hearing.events == []
     hearing.run.exit_file(STEP).write_bytes(b"")  # being written, or torn
-    asyncio.run(hearing.ear.exit_records())
+    asyncio.run(hearing.handler.read_exit_records())
     assert hearing.events == []
     record = ExitRecord(STEP, R1, N1, None, 9, ExitReason.SIGNALED, 0.0)
     hearing.run.exit_file(STEP).write_bytes(msgspec.json.encode(record))
-    asyncio.run(hearing.ear.exit_records())
+    asyncio.run(hearing.handler.read_exit_records())
     assert hearing.events == [ev.StepEnded(R1, STEP, None, 9, ExitReason.SIGNALED)]
 
 
@@ -222,105 +222,105 @@ def test_an_end_that_nobody_told_is_read_from_its_exit_record(hearing: Hearing) 
 @pytest.mark.parametrize("managers", [1, 2])
 @pytest.mark.parametrize(("node", "pid"), [(N1, 77), (NodeName("n2"), 41)], ids=["same node", "same pid"])
 def test_a_second_process_under_an_admitted_tag_is_sent_away_and_told_to_leave_no_record(
-    hearing: Hearing, node: NodeName, pid: int, managers: int
+    hearing: Handling, node: NodeName, pid: int, managers: int
 ) -> None:
-    hearing.hear(WANTED, HELLO)
+    hearing.handle(WANTED, HELLO)
     if managers == 2:
         hearing.next_manager()
     before = len(hearing.events)
-    (answer,) = hearing.hear(msg.Wanted(R1, STEP, node, pid), peer=b"second")
+    (answer,) = hearing.handle(msg.AdmissionRequest(R1, STEP, node, pid), peer=b"second")
     assert (answer.ok, answer.another) == (False, True)
     assert answer.why == f"{STEP} is process 41 on n1, not {pid} on {node}"
     assert hearing.steps.get(STEP) != b"second", "the second one would be told to stop instead of the first"
-    assert hearing.hear(WANTED, peer=b"again") == [msg.Admitted(STEP, True)], "the first one may come back"
+    assert hearing.handle(WANTED, peer=b"again") == [msg.Admitted(STEP, True)], "the first one may come back"
     assert len(hearing.events) == before
 
 
 @pytest.mark.parametrize("managers", [1, 2])
 @pytest.mark.parametrize(("host", "pid"), [("host", 43), ("elsewhere", 42)], ids=["same host", "same pid"])
 def test_a_second_worker_of_a_life_is_fenced_and_nothing_that_it_says_counts(
-    hearing: Hearing, host: str, pid: int, managers: int
+    hearing: Handling, host: str, pid: int, managers: int
 ) -> None:
-    hearing.hear(WANTED, HELLO)
+    hearing.handle(WANTED, HELLO)
     if managers == 2:
         hearing.next_manager()
     before = len(hearing.events)
     second = msgspec.structs.replace(HELLO, host=host, pid=pid, serves="tcp://127.0.0.1:2", phase="generate")
-    answers = hearing.hear(second, msg.Beat(R1, "generate", 9), msg.Holds(R1, Version(9, 1)), peer=b"second")
+    answers = hearing.handle(second, msg.Heartbeat(R1, "generate", 9), msg.VersionAvailable(R1, Version(9, 1)), peer=b"second")
     assert answers == [msg.Fenced(R1, f"{R1} is process 42 on host, not {pid} on {host}")]
     assert len(hearing.events) == before
-    assert hearing.ear.workers.get(R1) != b"second"
-    (welcome,) = hearing.hear(HELLO, peer=b"again")
+    assert hearing.handler.worker_peers.get(R1) != b"second"
+    (welcome,) = hearing.handle(HELLO, peer=b"again")
     assert isinstance(welcome, msg.Welcome), "the first one may come back"
 
 
-def test_what_the_same_process_said_on_its_last_connection_still_counts(hearing: Hearing) -> None:
-    hearing.hear(WANTED, HELLO, peer=b"first")
-    hearing.hear(HELLO, peer=b"second")
-    hearing.hear(msg.Committed(R1, 1, {"reward": 0.5}), peer=b"first")
+def test_what_the_same_process_said_on_its_last_connection_still_counts(hearing: Handling) -> None:
+    hearing.handle(WANTED, HELLO, peer=b"first")
+    hearing.handle(HELLO, peer=b"second")
+    hearing.handle(msg.Committed(R1, 1, {"reward": 0.5}), peer=b"first")
     assert hearing.events[-1] == ev.StepCommitted(R1, 1, {"reward": 0.5})
-    hearing.hear(HELLO, peer=b"third")
+    hearing.handle(HELLO, peer=b"third")
     before = len(hearing.events)
-    hearing.hear(msg.Committed(R1, 2, {}), peer=b"never greeted")
+    hearing.handle(msg.Committed(R1, 2, {}), peer=b"never greeted")
     assert len(hearing.events) == before
 
 
-def test_what_a_suspect_answers_is_passed_on_only_when_it_says_so_itself(hearing: Hearing) -> None:
+def test_what_a_suspect_answers_is_passed_on_only_when_it_says_so_itself(hearing: Handling) -> None:
     heard: list[Any] = []
-    hearing.ear.answered = heard.append
-    hearing.hear(WANTED, HELLO)
+    hearing.handler.on_reply = heard.append
+    hearing.handle(WANTED, HELLO)
     hearing.events.clear()
-    mine = msg.Probed(R1, 7, ProbeResult.WORKS, "a token")
-    hearing.hear(msg.Probed(R1, 7, ProbeResult.WORKS, "said by a stranger"), peer=b"stranger")
-    hearing.hear(msg.Probed(R2, 7, ProbeResult.WORKS, "of nobody who is believed"))
-    hearing.hear(mine)
+    mine = msg.ProbeReply(R1, 7, ProbeResult.WORKS, "a token")
+    hearing.handle(msg.ProbeReply(R1, 7, ProbeResult.WORKS, "said by a stranger"), peer=b"stranger")
+    hearing.handle(msg.ProbeReply(R2, 7, ProbeResult.WORKS, "of nobody who is believed"))
+    hearing.handle(mine)
     assert (heard, hearing.events) == ([mine], [])
 
 
-def test_a_command_may_go_on_with_another_worker_after_the_first_one_said_goodbye(hearing: Hearing) -> None:
-    hearing.hear(WANTED, HELLO, msg.Goodbye(R1))
-    (welcome,) = hearing.hear(msgspec.structs.replace(HELLO, pid=43), peer=b"second")
+def test_a_command_may_go_on_with_another_worker_after_the_first_one_said_goodbye(hearing: Handling) -> None:
+    hearing.handle(WANTED, HELLO, msg.Goodbye(R1))
+    (welcome,) = hearing.handle(msgspec.structs.replace(HELLO, pid=43), peer=b"second")
     assert isinstance(welcome, msg.Welcome)
-    (refused,) = hearing.hear(msgspec.structs.replace(HELLO, pid=44), peer=b"third")
+    (refused,) = hearing.handle(msgspec.structs.replace(HELLO, pid=44), peer=b"third")
     assert isinstance(refused, msg.Fenced)
 
 
 def test_an_agent_bears_witness_to_steps_that_start_on_its_node(tmp_path: Path) -> None:
-    agent = Life(ReplicaId("agent/n1"), 1)
+    agent = Incarnation(ReplicaId("agent/n1"), 1)
     tag = tag_of(RUN, agent)
-    hearing = Hearing(tmp_path, *LAUNCHED, ev.Intended(Launch(agent, tag, "pool", N1, WHY)))
-    hearing.hear(msg.Wanted(agent, tag, N1, 7), msg.AgentHello(agent, tag, N1, "host", 7, "boot"))
-    beat = msg.AgentBeat(agent, N1, alive=(STEP,))
-    hearing.hear(beat)
-    assert hearing.watch.replicas[R1.replica].alive_at is None, "nobody was admitted there"
-    hearing.hear(WANTED, beat)
-    assert hearing.watch.replicas[R1.replica].alive_at == 100.0
+    hearing = Handling(tmp_path, *LAUNCHED, ev.Intended(Launch(agent, tag, "pool", N1, WHY)))
+    hearing.handle(msg.AdmissionRequest(agent, tag, N1, 7), msg.AgentHello(agent, tag, N1, "host", 7, "boot"))
+    heartbeat = msg.AgentHeartbeat(agent, N1, alive=(STEP,))
+    hearing.handle(heartbeat)
+    assert hearing.monitor.replicas[R1.replica].step_alive_at is None, "nobody was admitted there"
+    hearing.handle(WANTED, heartbeat)
+    assert hearing.monitor.replicas[R1.replica].step_alive_at == 100.0
 
 
 def test_a_second_agent_of_a_life_is_fenced(tmp_path: Path) -> None:
-    agent = Life(ReplicaId("agent/n1"), 1)
+    agent = Incarnation(ReplicaId("agent/n1"), 1)
     tag = tag_of(RUN, agent)
-    hearing = Hearing(tmp_path, *LAUNCHED, ev.Intended(Launch(agent, tag, "pool", N1, WHY)))
+    hearing = Handling(tmp_path, *LAUNCHED, ev.Intended(Launch(agent, tag, "pool", N1, WHY)))
     hello = msg.AgentHello(agent, tag, N1, "host", 7, "boot")
-    assert hearing.hear(msg.Wanted(agent, tag, N1, 7), hello, msg.AgentBeat(agent, N1)) == [msg.Admitted(tag, True)]
-    (fenced,) = hearing.hear(msgspec.structs.replace(hello, pid=8), peer=b"second")
+    assert hearing.handle(msg.AdmissionRequest(agent, tag, N1, 7), hello, msg.AgentHeartbeat(agent, N1)) == [msg.Admitted(tag, True)]
+    (fenced,) = hearing.handle(msgspec.structs.replace(hello, pid=8), peer=b"second")
     assert isinstance(fenced, msg.Fenced)
 
 
-SAID = (
-    WANTED, HELLO, msg.Beat(R1, "generate", 1), msg.Entered(R1, "generate", 2), msg.FirstWork(R1),
-    msg.Holds(R1, Version(1, 1)), msg.Committed(R1, 1, {"reward": 0.5}), msg.Committed(R1, 2, {"reward": 0.7}),
-    msg.Goodbye(R1), msg.StepExit(R1, STEP, None, 9, ExitReason.SIGNALED), msg.Gone(R1, STEP, N1),
+HELLO_MESSAGES = (
+    WANTED, HELLO, msg.Heartbeat(R1, "generate", 1), msg.PhaseEntered(R1, "generate", 2), msg.FirstWorkDone(R1),
+    msg.VersionAvailable(R1, Version(1, 1)), msg.Committed(R1, 1, {"reward": 0.5}), msg.Committed(R1, 2, {"reward": 0.7}),
+    msg.Goodbye(R1), msg.StepExit(R1, STEP, None, 9, ExitReason.SIGNALED), msg.StepVanished(R1, STEP, N1),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("again", range(len(SAID)), ids=lambda n: type(SAID[n]).__name__)
+@pytest.mark.parametrize("again", range(len(HELLO_MESSAGES)), ids=lambda n: type(HELLO_MESSAGES[n]).__name__)
 def test_a_message_that_arrives_twice_in_a_session_changes_nothing_the_second_time(tmp_path: Path, again: int) -> None:
     def heard(folder: str, *messages: Any) -> State:
-        hearing = Hearing(tmp_path / folder, *LAUNCHED)
-        hearing.hear(*messages)
+        hearing = Handling(tmp_path / folder, *LAUNCHED)
+        hearing.handle(*messages)
         assert hearing.state is not None
         return msgspec.structs.replace(hearing.state, seq=0)
 
-    once, twice = SAID[: again + 1], (*SAID[: again + 1], SAID[again])
+    once, twice = HELLO_MESSAGES[: again + 1], (*HELLO_MESSAGES[: again + 1], HELLO_MESSAGES[again])
     assert heard("twice", *twice) == heard("once", *once)

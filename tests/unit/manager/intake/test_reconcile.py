@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from rrl.core.launch import tag_of
-from rrl.core.types import Life, NodeName
-from rrl.manager.cluster.base import AllocationSeen, AllocationState, Ask, NodeSeen, NodeState, Observed, RejectReason
-from rrl.manager.intake.reconcile import EAGER, Misses, hungry, settle, undecided
+from rrl.core.types import Incarnation, NodeName
+from rrl.manager.cluster.base import AllocationStatus, AllocationState, AllocationRequest, NodeStatus, NodeState, ClusterSnapshot, RejectReason
+from rrl.manager.intake.reconcile import FAST_POLL_AFTER_REQUEST_S, AbsenceCounter, expects_change, reconcile, has_undecided_launch
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Launch, Release, Request, Shrink, Undrain, Why
 from rrl.manager.model.reducer import fold
@@ -18,227 +18,227 @@ from rrl.tests.support.manager.jobs import NODE, ROLLOUTS, RUN, job
 
 POOL = f"{RUN}.pool"
 N1, N2 = NodeName("n1"), NodeName("n2")
-R1 = Life(ROLLOUTS[0], 1)
+R1 = Incarnation(ROLLOUTS[0], 1)
 STEP = tag_of(RUN, R1)
 WHY = Why(("because",))
 QUIET = job().limits.quiet
-RUNNING = AllocationSeen(AllocationState.RUNNING, "7", (N1, N2))
-PENDING = AllocationSeen(AllocationState.PENDING, "7", (), "Resources")
-REQUEST = ev.Intended(Request(Ask(POOL, 2, NODE, 60.0), WHY))
+RUNNING = AllocationStatus(AllocationState.RUNNING, "7", (N1, N2))
+PENDING = AllocationStatus(AllocationState.PENDING, "7", (), "Resources")
+REQUEST = ev.Intended(Request(AllocationRequest(POOL, 2, NODE, 60.0), WHY))
 LAUNCH = ev.Intended(Launch(R1, STEP, POOL, N1, WHY))
-NOTHING = Observed(nodes={}, allocations={}, steps={})
-BLIND = Observed(nodes=None, allocations=None, steps=None, unknown="squeue: timed out")
+NOTHING = ClusterSnapshot(nodes={}, allocations={}, steps={})
+BLIND = ClusterSnapshot(nodes=None, allocations=None, steps=None, unknown="squeue: timed out")
 
 
-class Looks:
+class Polls:
     """A state in which all that happened happened at 0, and looks at the cluster by one manager."""
 
     def __init__(self, *events: ev.Event) -> None:
         self.state: State | None = None
-        self.misses = Misses()
+        self.misses = AbsenceCounter()
         for seq, event in enumerate((ev.RunStarted(RUN, job()), *events), 1):
             self.state = fold(self.state, ev.Stamped(seq, 0.0, 1, event))
 
-    def look(self, observed: Observed, at: float = 1.0, busy: frozenset[str] = frozenset()) -> list[ev.Event]:
+    def poll(self, observed: ClusterSnapshot, at: float = 1.0, busy: frozenset[str] = frozenset()) -> list[ev.Event]:
         assert self.state is not None
-        events = settle(self.state, observed, self.misses, at, busy)
+        events = reconcile(self.state, observed, self.misses, at, busy)
         for event in events:
             self.state = fold(self.state, ev.Stamped(self.state.seq + 1, at, 1, event))
         return events
 
 
-def _never_came(tag: str, detail: str) -> ev.Done:
-    return ev.Done(tag, False, detail, True, RejectReason.NEVER_APPEARED)
+def _never_came(tag: str, detail: str) -> ev.IntentSettled:
+    return ev.IntentSettled(tag, False, detail, True, RejectReason.NEVER_APPEARED)
 
 
-def listed(seen: AllocationSeen, **others: AllocationSeen) -> Observed:
-    return Observed(nodes={}, allocations={POOL: seen, **others}, steps={})
+def listed(status: AllocationStatus, **others: AllocationStatus) -> ClusterSnapshot:
+    return ClusterSnapshot(nodes={}, allocations={POOL: status, **others}, steps={})
 
 
-def steps(*tags: str) -> Observed:
-    return Observed(nodes={}, allocations={POOL: RUNNING}, steps=dict.fromkeys(tags, N1))
+def steps(*tags: str) -> ClusterSnapshot:
+    return ClusterSnapshot(nodes={}, allocations={POOL: RUNNING}, steps=dict.fromkeys(tags, N1))
 
 
-HELD = (REQUEST, ev.Done(POOL, True), ev.AllocationChanged(POOL, RUNNING))
+HELD = (REQUEST, ev.IntentSettled(POOL, True), ev.AllocationChanged(POOL, RUNNING))
 
 
 def test_an_unanswered_request_is_found_later_by_its_tag() -> None:
-    looks = Looks(REQUEST)
-    assert looks.look(NOTHING, at=QUIET - 1) == []
-    assert looks.look(listed(PENDING), at=QUIET) == [
-        ev.Done(POOL, True, "found by its tag"), ev.AllocationChanged(POOL, PENDING),
+    looks = Polls(REQUEST)
+    assert looks.poll(NOTHING, at=QUIET - 1) == []
+    assert looks.poll(listed(PENDING), at=QUIET) == [
+        ev.IntentSettled(POOL, True, "found by its tag"), ev.AllocationChanged(POOL, PENDING),
     ]  # fmt: skip
-    assert looks.look(listed(PENDING)) == []
-    assert looks.look(listed(RUNNING)) == [ev.AllocationChanged(POOL, RUNNING)]
+    assert looks.poll(listed(PENDING)) == []
+    assert looks.poll(listed(RUNNING)) == [ev.AllocationChanged(POOL, RUNNING)]
 
 
 def test_a_request_that_is_never_found_counts_as_refused_after_the_quiet_period_and_two_looks() -> None:
-    looks = Looks(REQUEST)
+    looks = Polls(REQUEST)
     for at in (1.0, QUIET / 2, QUIET):
-        assert looks.look(NOTHING, at=at) == []
-    assert looks.look(NOTHING, at=QUIET + 1) == []
-    assert looks.look(NOTHING, at=QUIET + 2) == [_never_came(POOL, "never appeared in the queue")]
+        assert looks.poll(NOTHING, at=at) == []
+    assert looks.poll(NOTHING, at=QUIET + 1) == []
+    assert looks.poll(NOTHING, at=QUIET + 2) == [_never_came(POOL, "never appeared in the queue")]
     assert looks.state is not None
-    assert [refusal.tag for refusal in looks.state.refusals] == [POOL]
+    assert [refusal.tag for refusal in looks.state.rejected_requests] == [POOL]
 
 
-HET = ev.Intended(Request(Ask(POOL, 2, NODE, 60.0, more=(Ask(f"{RUN}.b", 1, NODE, 60.0, part="b"),)), WHY))
+HET = ev.Intended(Request(AllocationRequest(POOL, 2, NODE, 60.0, further_components=(AllocationRequest(f"{RUN}.b", 1, NODE, 60.0, node_group="b"),)), WHY))
 
 
 def test_a_heterogeneous_request_is_found_by_any_of_its_components_and_each_is_then_known_for_itself() -> None:
-    looks = Looks(HET)
-    assert looks.look(NOTHING, at=QUIET - 1) == []
-    component = Observed(nodes={}, allocations={f"{RUN}.b": PENDING}, steps={})
-    assert looks.look(component, at=QUIET) == [
-        ev.Done(POOL, True, "found by its tag"), ev.AllocationChanged(f"{RUN}.b", PENDING),
+    looks = Polls(HET)
+    assert looks.poll(NOTHING, at=QUIET - 1) == []
+    component = ClusterSnapshot(nodes={}, allocations={f"{RUN}.b": PENDING}, steps={})
+    assert looks.poll(component, at=QUIET) == [
+        ev.IntentSettled(POOL, True, "found by its tag"), ev.AllocationChanged(f"{RUN}.b", PENDING),
     ]  # fmt: skip
-    assert looks.look(component, at=QUIET) == []
-    assert looks.look(component, at=2 * QUIET) == [ev.AllocationChanged(POOL, None)]
-    assert looks.look(NOTHING, at=2 * QUIET) == []
-    assert looks.look(NOTHING, at=3 * QUIET) == [ev.AllocationChanged(f"{RUN}.b", None)]
+    assert looks.poll(component, at=QUIET) == []
+    assert looks.poll(component, at=2 * QUIET) == [ev.AllocationChanged(POOL, None)]
+    assert looks.poll(NOTHING, at=2 * QUIET) == []
+    assert looks.poll(NOTHING, at=3 * QUIET) == [ev.AllocationChanged(f"{RUN}.b", None)]
 
 
 def test_a_heterogeneous_request_of_which_no_component_is_found_was_never_made() -> None:
-    looks = Looks(HET)
-    looks.look(NOTHING, at=QUIET + 1)
-    assert looks.look(NOTHING, at=QUIET + 2) == [_never_came(POOL, "never appeared in the queue")]
+    looks = Polls(HET)
+    looks.poll(NOTHING, at=QUIET + 1)
+    assert looks.poll(NOTHING, at=QUIET + 2) == [_never_came(POOL, "never appeared in the queue")]
     assert looks.state is not None
     assert looks.state.allocations == {}
 
 
 def test_a_request_whose_command_still_runs_settles_itself() -> None:
-    looks = Looks(REQUEST)
+    looks = Polls(REQUEST)
     busy = frozenset({POOL})
     for at in (QUIET + 1, QUIET + 2, QUIET + 3):
-        assert looks.look(NOTHING, at=at, busy=busy) == []
-    assert looks.look(listed(PENDING), busy=busy) == [ev.AllocationChanged(POOL, PENDING)]
+        assert looks.poll(NOTHING, at=at, busy=busy) == []
+    assert looks.poll(listed(PENDING), busy=busy) == [ev.AllocationChanged(POOL, PENDING)]
 
 
 def test_a_first_try_that_ended_under_the_tag_is_not_the_end_of_a_request_that_is_still_being_made() -> None:
-    cancelled = AllocationSeen(AllocationState.ENDED, "7", (), "CANCELLED")
-    looks = Looks(REQUEST)
+    cancelled = AllocationStatus(AllocationState.ENDED, "7", (), "CANCELLED")
+    looks = Polls(REQUEST)
     busy = frozenset({POOL})
-    assert looks.look(listed(PENDING), busy=busy) == [ev.AllocationChanged(POOL, PENDING)]
-    assert looks.look(listed(cancelled), busy=busy) == []
-    assert looks.look(listed(cancelled)) == [
-        ev.Done(POOL, True, "found by its tag"), ev.AllocationChanged(POOL, cancelled),
+    assert looks.poll(listed(PENDING), busy=busy) == [ev.AllocationChanged(POOL, PENDING)]
+    assert looks.poll(listed(cancelled), busy=busy) == []
+    assert looks.poll(listed(cancelled)) == [
+        ev.IntentSettled(POOL, True, "found by its tag"), ev.AllocationChanged(POOL, cancelled),
     ]  # fmt: skip
 
 
 def test_a_look_that_omits_an_allocation_once_changes_nothing() -> None:
-    looks = Looks(*HELD)
+    looks = Polls(*HELD)
     for _ in range(5):
-        assert looks.look(NOTHING) == []
-        assert looks.look(listed(RUNNING)) == []
+        assert looks.poll(NOTHING) == []
+        assert looks.poll(listed(RUNNING)) == []
 
 
 def test_an_allocation_that_looks_omit_for_longer_than_an_answer_can_be_old_is_gone() -> None:
-    looks = Looks(*HELD)
+    looks = Polls(*HELD)
     for at in (1.0, 2.0, QUIET):
-        assert looks.look(NOTHING, at=at) == []
-    assert looks.look(NOTHING, at=QUIET + 1.0) == [ev.AllocationChanged(POOL, None)]
-    assert looks.look(NOTHING, at=QUIET + 1.0) == []
+        assert looks.poll(NOTHING, at=at) == []
+    assert looks.poll(NOTHING, at=QUIET + 1.0) == [ev.AllocationChanged(POOL, None)]
+    assert looks.poll(NOTHING, at=QUIET + 1.0) == []
 
 
 def test_one_that_we_gave_back_is_gone_when_two_looks_in_a_row_omit_it() -> None:
-    looks = Looks(*HELD, ev.Intended(Release(POOL, WHY)), ev.Done(f"{POOL}!release", True))
-    assert looks.look(NOTHING) == []
-    assert looks.look(NOTHING) == [ev.AllocationChanged(POOL, None)]
+    looks = Polls(*HELD, ev.Intended(Release(POOL, WHY)), ev.IntentSettled(f"{POOL}!release", True))
+    assert looks.poll(NOTHING) == []
+    assert looks.poll(NOTHING) == [ev.AllocationChanged(POOL, None)]
 
 
 def test_an_old_answer_in_which_a_running_allocation_still_waits_changes_nothing() -> None:
-    looks = Looks(*HELD)
+    looks = Polls(*HELD)
     for at in (1.0, 2.0, QUIET):
-        assert looks.look(listed(PENDING), at=at) == []
-    assert looks.look(listed(RUNNING), at=QUIET + 1.0) == []
-    assert looks.look(listed(PENDING), at=QUIET + 2.0) == []
-    assert looks.look(listed(PENDING), at=2 * QUIET + 2.0) == [ev.AllocationChanged(POOL, PENDING)], "requeued indeed"
+        assert looks.poll(listed(PENDING), at=at) == []
+    assert looks.poll(listed(RUNNING), at=QUIET + 1.0) == []
+    assert looks.poll(listed(PENDING), at=QUIET + 2.0) == []
+    assert looks.poll(listed(PENDING), at=2 * QUIET + 2.0) == [ev.AllocationChanged(POOL, PENDING)], "requeued indeed"
 
 
 def test_a_node_that_an_answer_leaves_out_once_is_still_ours_and_one_that_is_called_down_is_not() -> None:
-    one = AllocationSeen(AllocationState.RUNNING, "7", (N1,))
-    looks = Looks(*HELD)
-    assert looks.look(listed(one)) == []
-    assert looks.look(listed(RUNNING)) == []
-    assert looks.look(listed(one)) == []
-    assert looks.look(listed(one)) == [ev.AllocationChanged(POOL, one)]
-    looks = Looks(*HELD)
-    down = Observed(nodes={N2: NodeSeen(NodeState.DOWN, "DOWN")}, allocations={POOL: one}, steps={})
-    assert looks.look(down)[0] == ev.AllocationChanged(POOL, one), "Slurm takes it from the job, and says so"
+    one = AllocationStatus(AllocationState.RUNNING, "7", (N1,))
+    looks = Polls(*HELD)
+    assert looks.poll(listed(one)) == []
+    assert looks.poll(listed(RUNNING)) == []
+    assert looks.poll(listed(one)) == []
+    assert looks.poll(listed(one)) == [ev.AllocationChanged(POOL, one)]
+    looks = Polls(*HELD)
+    down = ClusterSnapshot(nodes={N2: NodeStatus(NodeState.DOWN, "DOWN")}, allocations={POOL: one}, steps={})
+    assert looks.poll(down)[0] == ev.AllocationChanged(POOL, one), "Slurm takes it from the job, and says so"
 
 
 def test_one_that_comes_to_its_end_is_told_so_before_it_is_known_why_and_one_that_we_gave_back_is_then_gone() -> None:
-    ending = AllocationSeen(AllocationState.ENDING, "7", (N1, N2), "COMPLETING")
-    looks = Looks(*HELD)
-    assert looks.look(listed(ending)) == [ev.AllocationChanged(POOL, ending)]
+    ending = AllocationStatus(AllocationState.ENDING, "7", (N1, N2), "COMPLETING")
+    looks = Polls(*HELD)
+    assert looks.poll(listed(ending)) == [ev.AllocationChanged(POOL, ending)]
     assert looks.state is not None
     assert list(looks.state.allocations) == [POOL]
-    assert hungry(looks.state, EAGER / 2), "why is soon known"
-    looks = Looks(*HELD, ev.Intended(Release(POOL, WHY)), ev.Done(f"{POOL}!release", True))
-    looks.look(listed(ending))
+    assert expects_change(looks.state, FAST_POLL_AFTER_REQUEST_S / 2), "why is soon known"
+    looks = Polls(*HELD, ev.Intended(Release(POOL, WHY)), ev.IntentSettled(f"{POOL}!release", True))
+    looks.poll(listed(ending))
     assert looks.state is not None
     assert looks.state.allocations == {}, "a dead node may keep it so for minutes"
-    assert looks.look(listed(ending)) == [], "and it has not landed again"
+    assert looks.poll(listed(ending)) == [], "and it has not landed again"
 
 
 def test_time_that_runs_down_is_no_news_and_an_end_that_moves_is() -> None:
-    looks = Looks(*HELD)
+    looks = Polls(*HELD)
 
     def left(seconds: float, at: float, taken: bool = False) -> list[ev.Event]:
-        return looks.look(listed(msgspec.structs.replace(RUNNING, left=seconds, taken=taken)), at)
+        return looks.poll(listed(msgspec.structs.replace(RUNNING, left=seconds, taken=taken)), at)
 
     assert len(left(3600.0, 1.0)) == 1
     assert left(3500.0, 101.0) == left(3489.0, 110.0) == []
     assert len(left(240.0, 111.0)) == 1, "an administrator has shortened it"
     assert len(left(25.0, 112.0, taken=True)) == 1, "it is preempted"
     assert looks.state is not None
-    assert looks.state.allocations[POOL].ends == 137.0
-    assert hungry(looks.state, 170.0), "it may end any moment"
-    assert not hungry(looks.state, 1000.0)
+    assert looks.state.allocations[POOL].ends_at == 137.0
+    assert expects_change(looks.state, 170.0), "it may end any moment"
+    assert not expects_change(looks.state, 1000.0)
 
 
 def test_a_suspended_allocation_is_ours_its_time_stands_still_and_it_ends_later_when_it_goes_on() -> None:
-    looks = Looks(*HELD)
-    suspended = AllocationSeen(AllocationState.SUSPENDED, "7", (N1, N2), "SUSPENDED")
-    looks.look(listed(msgspec.structs.replace(RUNNING, left=100.0)), at=1.0)
-    assert looks.look(listed(suspended), at=50.0) == [ev.AllocationChanged(POOL, suspended)]
-    assert looks.look(listed(suspended), at=5000.0) == []
-    looks.look(listed(msgspec.structs.replace(RUNNING, left=51.0)), at=9000.0)
+    looks = Polls(*HELD)
+    suspended = AllocationStatus(AllocationState.SUSPENDED, "7", (N1, N2), "SUSPENDED")
+    looks.poll(listed(msgspec.structs.replace(RUNNING, left=100.0)), at=1.0)
+    assert looks.poll(listed(suspended), at=50.0) == [ev.AllocationChanged(POOL, suspended)]
+    assert looks.poll(listed(suspended), at=5000.0) == []
+    looks.poll(listed(msgspec.structs.replace(RUNNING, left=51.0)), at=9000.0)
     assert looks.state is not None
-    assert looks.state.allocations[POOL].ends == 9051.0
+    assert looks.state.allocations[POOL].ends_at == 9051.0
 
 
 def test_a_new_manager_counts_anew() -> None:
-    looks = Looks(*HELD)
-    looks.look(NOTHING)
-    looks.misses = Misses()
-    assert looks.look(NOTHING) == []
+    looks = Polls(*HELD)
+    looks.poll(NOTHING)
+    looks.misses = AbsenceCounter()
+    assert looks.poll(NOTHING) == []
 
 
 def test_an_allocation_that_the_cluster_says_has_ended_is_gone_at_once() -> None:
-    ended = AllocationSeen(AllocationState.ENDED, "7", (N1, N2), "TIMEOUT")
-    looks = Looks(*HELD)
-    assert looks.look(listed(ended)) == [ev.AllocationChanged(POOL, ended)]
+    ended = AllocationStatus(AllocationState.ENDED, "7", (N1, N2), "TIMEOUT")
+    looks = Polls(*HELD)
+    assert looks.poll(listed(ended)) == [ev.AllocationChanged(POOL, ended)]
     assert looks.state is not None
     assert looks.state.allocations == {}
-    assert looks.look(listed(ended)) == []
+    assert looks.poll(listed(ended)) == []
 
 
 def test_what_could_not_be_read_changes_nothing_and_is_no_miss() -> None:
-    looks = Looks(*HELD, LAUNCH)
-    looks.look(NOTHING)
+    looks = Polls(*HELD, LAUNCH)
+    looks.poll(NOTHING)
     for at in (1.0, QUIET + 1, 10 * QUIET):
-        assert looks.look(BLIND, at=at) == []
-    request = Looks(REQUEST)
+        assert looks.poll(BLIND, at=at) == []
+    request = Polls(REQUEST)
     for at in (QUIET + 1, 10 * QUIET):
-        assert request.look(BLIND, at=at) == []
+        assert request.poll(BLIND, at=at) == []
 
 
 def test_a_request_that_lands_after_it_was_given_up_is_given_back_and_never_used() -> None:
     late = f"{RUN}.more-7"
-    looks = Looks(*HELD)
-    (found,) = looks.look(listed(RUNNING, **{late: AllocationSeen(AllocationState.RUNNING, "9", (NodeName("n9"),))}))
-    assert found == ev.AllocationChanged(late, AllocationSeen(AllocationState.RUNNING, "9", (NodeName("n9"),)))
+    looks = Polls(*HELD)
+    (found,) = looks.poll(listed(RUNNING, **{late: AllocationStatus(AllocationState.RUNNING, "9", (NodeName("n9"),))}))
+    assert found == ev.AllocationChanged(late, AllocationStatus(AllocationState.RUNNING, "9", (NodeName("n9"),)))
     assert looks.state is not None
     assert NodeName("n9") not in looks.state.nodes
     actions = [action for action in plan(looks.state, 1.0).actions if isinstance(action, Release)]
@@ -246,63 +246,63 @@ def test_a_request_that_lands_after_it_was_given_up_is_given_back_and_never_used
 
 
 def test_a_launch_whose_step_is_listed_stays_open_until_the_step_speaks() -> None:
-    looks = Looks(*HELD, LAUNCH)
+    looks = Polls(*HELD, LAUNCH)
     for at in (1.0, QUIET + 1, 10 * QUIET):
-        assert looks.look(steps(STEP), at=at) == []
+        assert looks.poll(steps(STEP), at=at) == []
 
 
 def test_a_launch_whose_step_never_appears_counts_as_refused_after_the_quiet_period_and_two_looks() -> None:
-    looks = Looks(*HELD, LAUNCH)
-    assert looks.look(steps(), at=QUIET) == []
-    assert looks.look(steps(), at=QUIET + 1) == []
-    assert looks.look(steps(STEP), at=QUIET + 2) == []
-    assert looks.look(steps(), at=QUIET + 3) == []
-    assert looks.look(steps(), at=QUIET + 4) == [
-        ev.Done(STEP, False, "its step never appeared", reason=RejectReason.NEVER_APPEARED)
+    looks = Polls(*HELD, LAUNCH)
+    assert looks.poll(steps(), at=QUIET) == []
+    assert looks.poll(steps(), at=QUIET + 1) == []
+    assert looks.poll(steps(STEP), at=QUIET + 2) == []
+    assert looks.poll(steps(), at=QUIET + 3) == []
+    assert looks.poll(steps(), at=QUIET + 4) == [
+        ev.IntentSettled(STEP, False, "its step never appeared", reason=RejectReason.NEVER_APPEARED)
     ]
 
 
 def test_a_launch_of_a_manager_that_has_died_since_is_told_from_one_that_the_cluster_did_not_start() -> None:
-    looks = Looks(*HELD, LAUNCH)
+    looks = Polls(*HELD, LAUNCH)
     assert looks.state is not None
     looks.state = fold(looks.state, ev.Stamped(99, 5.0, 2, ev.ManagerStarted("h", 2)))
-    looks.look(steps(), at=QUIET + 1)
-    assert looks.look(steps(), at=QUIET + 2) == [_never_came(STEP, "its step never appeared")]
+    looks.poll(steps(), at=QUIET + 1)
+    assert looks.poll(steps(), at=QUIET + 2) == [_never_came(STEP, "its step never appeared")]
 
 
 def test_a_launch_whose_command_has_ended_is_settled_by_two_looks_without_the_quiet_period() -> None:
-    looks = Looks(*HELD, LAUNCH)
+    looks = Polls(*HELD, LAUNCH)
     ended = msgspec.structs.replace(steps(), launchers_ended=frozenset({STEP}))
-    assert looks.look(ended, 1.0) == []
-    (done,) = looks.look(ended, 2.0)
-    assert isinstance(done, ev.Done)
+    assert looks.poll(ended, 1.0) == []
+    (done,) = looks.poll(ended, 2.0)
+    assert isinstance(done, ev.IntentSettled)
     assert (done.tag, done.ok) == (STEP, False)
-    assert undecided(Looks(*HELD, LAUNCH).state, ended)  # type: ignore[arg-type]
-    assert not undecided(looks.state, ended), "settled"  # type: ignore[arg-type]
+    assert has_undecided_launch(Polls(*HELD, LAUNCH).state, ended)  # type: ignore[arg-type]
+    assert not has_undecided_launch(looks.state, ended), "settled"  # type: ignore[arg-type]
 
 
 def test_a_step_that_is_listed_though_its_command_has_ended_stays_open() -> None:
-    looks = Looks(*HELD, LAUNCH)
+    looks = Polls(*HELD, LAUNCH)
     ended = msgspec.structs.replace(steps(STEP), launchers_ended=frozenset({STEP}))
-    assert [looks.look(ended, at) for at in (1.0, 2.0, 3.0)] == [[], [], []]
+    assert [looks.poll(ended, at) for at in (1.0, 2.0, 3.0)] == [[], [], []]
 
 
 def test_a_launch_whose_command_still_runs_settles_itself() -> None:
-    looks = Looks(*HELD, LAUNCH)
+    looks = Polls(*HELD, LAUNCH)
     for at in (QUIET + 1, QUIET + 2, QUIET + 3):
-        assert looks.look(steps(), at=at, busy=frozenset({STEP})) == []
+        assert looks.poll(steps(), at=at, busy=frozenset({STEP})) == []
 
 
 def test_a_node_of_ours_that_is_told_differently_is_an_event_and_a_strangers_is_not() -> None:
-    looks = Looks(*HELD)
-    down = NodeSeen(NodeState.DOWN, "DOWN*")
-    observed = Observed(nodes={N1: down, NodeName("n9"): down}, allocations={POOL: RUNNING}, steps={})
-    assert looks.look(observed) == [ev.NodeChanged(N1, down)]
-    assert looks.look(observed) == []
+    looks = Polls(*HELD)
+    down = NodeStatus(NodeState.DOWN, "DOWN*")
+    observed = ClusterSnapshot(nodes={N1: down, NodeName("n9"): down}, allocations={POOL: RUNNING}, steps={})
+    assert looks.poll(observed) == [ev.NodeChanged(N1, down)]
+    assert looks.poll(observed) == []
 
 
 def test_other_allocations_are_none_of_our_business() -> None:
-    assert Looks(*HELD).look(listed(RUNNING, other=PENDING)) == []
+    assert Polls(*HELD).poll(listed(RUNNING, other=PENDING)) == []
 
 
 @pytest.mark.parametrize(
@@ -310,8 +310,8 @@ def test_other_allocations_are_none_of_our_business() -> None:
     [
         ((), False, False),
         ((REQUEST,), True, True),
-        ((REQUEST, ev.Done(POOL, True)), True, False),
-        ((REQUEST, ev.Done(POOL, True), ev.AllocationChanged(POOL, PENDING)), True, False),
+        ((REQUEST, ev.IntentSettled(POOL, True)), True, False),
+        ((REQUEST, ev.IntentSettled(POOL, True), ev.AllocationChanged(POOL, PENDING)), True, False),
         (HELD, False, False),
         ((*HELD, ev.Intended(Release(POOL, WHY))), True, True),
     ],
@@ -321,35 +321,35 @@ def test_the_manager_looks_often_while_something_is_expected_of_the_cluster(
     events: tuple[ev.Event, ...], soon: bool, later: bool
 ) -> None:
     """But not at a queue for longer than a minute."""
-    state = Looks(*events).state
+    state = Polls(*events).state
     assert state is not None
-    assert (hungry(state, EAGER - 1.0), hungry(state, EAGER)) == (soon, later)
+    assert (expects_change(state, FAST_POLL_AFTER_REQUEST_S - 1.0), expects_change(state, FAST_POLL_AFTER_REQUEST_S)) == (soon, later)
 
 
 OURS = "rrl:small-1:gpu: xid"
-DRAINED = NodeSeen(NodeState.DRAINING, f"IDLE+DRAIN: {OURS}", OURS)
+DRAINED = NodeStatus(NodeState.DRAINING, f"IDLE+DRAIN: {OURS}", OURS)
 
 
 @pytest.mark.parametrize(("action", "seen", "so"), [
     (Drain(N1, OURS, WHY), DRAINED, True),
-    (Drain(N1, OURS, WHY), NodeSeen(NodeState.DRAINING, "IDLE+DRAIN: bad fan", "bad fan"), False),
-    (Drain(N1, OURS, WHY), NodeSeen(NodeState.UP, f"IDLE: {OURS}", OURS), False),  # 24.11 keeps old reasons
+    (Drain(N1, OURS, WHY), NodeStatus(NodeState.DRAINING, "IDLE+DRAIN: bad fan", "bad fan"), False),
+    (Drain(N1, OURS, WHY), NodeStatus(NodeState.UP, f"IDLE: {OURS}", OURS), False),  # 24.11 keeps old reasons
     (Undrain(N1, OURS, WHY), DRAINED, False),
-    (Undrain(N1, OURS, WHY), NodeSeen(NodeState.UP, f"IDLE: {OURS}", OURS), True),
-    (Undrain(N1, OURS, WHY), NodeSeen(NodeState.UNKNOWN, "not known to Slurm"), False),
+    (Undrain(N1, OURS, WHY), NodeStatus(NodeState.UP, f"IDLE: {OURS}", OURS), True),
+    (Undrain(N1, OURS, WHY), NodeStatus(NodeState.UNKNOWN, "not known to Slurm"), False),
 ])  # fmt: skip
 def test_a_drain_whose_answer_was_lost_is_settled_by_what_the_node_says(
-    action: Drain | Undrain, seen: NodeSeen, so: bool
+    action: Drain | Undrain, seen: NodeStatus, so: bool
 ) -> None:
-    looks = Looks(*HELD, ev.Intended(action))
-    events = looks.look(Observed(nodes={N1: seen}, allocations=None, steps=None), busy=frozenset({action.tag}))
-    assert [event for event in events if isinstance(event, ev.Done)] == [ev.Done(action.tag, True, "seen so")] * so
-    assert looks.look(BLIND) == []
+    looks = Polls(*HELD, ev.Intended(action))
+    events = looks.poll(ClusterSnapshot(nodes={N1: seen}, allocations=None, steps=None), busy=frozenset({action.tag}))
+    assert [event for event in events if isinstance(event, ev.IntentSettled)] == [ev.IntentSettled(action.tag, True, "seen so")] * so
+    assert looks.poll(BLIND) == []
 
 
 def test_a_node_that_was_given_back_is_settled_by_the_allocation_without_it() -> None:
     shrink = Shrink(POOL, (N2,), WHY)
-    looks = Looks(*HELD, ev.Intended(shrink))
-    assert looks.look(listed(RUNNING)) == []
+    looks = Polls(*HELD, ev.Intended(shrink))
+    assert looks.poll(listed(RUNNING)) == []
     less = msgspec.structs.replace(RUNNING, nodes=(N1,))
-    assert ev.Done(shrink.tag, True, "seen so") in looks.look(listed(less))
+    assert ev.IntentSettled(shrink.tag, True, "seen so") in looks.poll(listed(less))

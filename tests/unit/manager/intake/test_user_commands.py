@@ -3,10 +3,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rrl.core.faults import At, Fault, FaultKind, Unfit
-from rrl.core.run_spec import JobView
-from rrl.core.types import SHADOW, Outcome
-from rrl.manager.intake.user_commands import Letter, events_of, refusal
+from rrl.core.faults import FaultTrigger, Fault, FaultKind, InvalidFault
+from rrl.core.run_spec import RunSpec
+from rrl.core.types import STANDBY_ROLE, Outcome
+from rrl.manager.intake.user_commands import Command, to_events, rejection
 from rrl.manager.model import events as ev
 from rrl.manager.model.state import State
 from rrl.tests.support.manager.jobs import ROLLOUTS, gang_job, job
@@ -16,11 +16,11 @@ R0, R1 = ROLLOUTS
 KILL = Fault("i1", FaultKind.KILL, R0)
 
 
-def text_of(wrong: Unfit | None) -> str:
+def text_of(wrong: InvalidFault | None) -> str:
     return wrong.text if wrong is not None else ""
 
 
-def allowing(**changes: object) -> JobView:
+def allowing(**changes: object) -> RunSpec:
     return msgspec.structs.replace(job(), faults_allowed=True, **changes)
 
 
@@ -29,32 +29,32 @@ def running() -> State:
 
 
 def test_an_order_is_journaled_with_who_gave_it() -> None:
-    told = events_of(Letter("inject", "ada", "c1", KILL), running())
-    assert told == [ev.Ordered(msgspec.structs.replace(KILL, by="ada"), "ada", "c1")]
+    told = to_events(Command("inject", "ada", "c1", KILL), running())
+    assert told == [ev.FaultRequested(msgspec.structs.replace(KILL, by="ada"), "ada", "c1")]
 
 
 def test_a_refused_order_is_journaled_with_the_reason_and_never_set_off() -> None:
     world = World(job()).steady()
-    ordered, injected = events_of(Letter("inject", "ada", "c1", KILL), world.state)
+    ordered, injected = to_events(Command("inject", "ada", "c1", KILL), world.state)
     assert isinstance(injected, ev.FaultInjected)
     assert not injected.ok
     assert injected.detail == "refused: its job spec allows no faults on demand ([faults] allow = true)"
     world.record(ordered)
     world.record(injected)
-    assert (world.state.ordered, world.state.commands) == ((), ("c1",))
-    world.play(at_most=60.0)
+    assert (world.state.requested_faults, world.state.handled_commands) == ((), ("c1",))
+    world.play(timeout_s=60.0)
     assert world.incarnations()[R0] == 1
 
 
 def test_the_same_order_twice_is_one() -> None:
     state = World(allowing()).steady()
-    for event in events_of(Letter("inject", "ada", "c1", KILL), state.state):
+    for event in to_events(Command("inject", "ada", "c1", KILL), state.state):
         state.record(event)
-    assert events_of(Letter("inject", "ada", "c2", KILL), state.state) == [ev.Commanded("inject", "ada", "c2")]
+    assert to_events(Command("inject", "ada", "c2", KILL), state.state) == [ev.CommandReceived("inject", "ada", "c2")]
 
 
 def test_other_commands_are_no_orders() -> None:
-    assert events_of(Letter("cancel", "ada", "c1"), running()) == [ev.Commanded("cancel", "ada", "c1")]
+    assert to_events(Command("cancel", "ada", "c1"), running()) == [ev.CommandReceived("cancel", "ada", "c1")]
 
 
 @pytest.mark.parametrize(
@@ -74,12 +74,12 @@ def test_other_commands_are_no_orders() -> None:
         (Fault("i", FaultKind.KILL, R0, amount=3.0), "kill takes no amount"),
         (Fault("i", FaultKind.SLOW, R0), "slow needs amount"),
         (Fault("i", FaultKind.DISK_FULL, R0, seconds=3.0), "disk_full needs no target"),
-        (Fault("i", FaultKind.CRASH, R0, At(phase="train")), "at phase=train needs a replica as target"),
+        (Fault("i", FaultKind.CRASH, R0, FaultTrigger(phase="train")), "at phase=train needs a replica as target"),
     ],
 )  # fmt: skip
 def test_what_is_not_the_runs_own_or_makes_no_sense_is_refused_with_what_there_is(fault: Fault, why: str) -> None:
     state = running()
-    wrong = refusal(fault, state.job, state)
+    wrong = rejection(fault, state.job, state)
     assert wrong is not None
     assert wrong.text.startswith(why)
 
@@ -90,36 +90,36 @@ def test_what_is_not_the_runs_own_or_makes_no_sense_is_refused_with_what_there_i
         KILL, Fault("i", FaultKind.CRASH, "n1"), Fault("i", FaultKind.CRASH, R0),
         Fault("i", FaultKind.KILL, "agent/n1"), Fault("i", FaultKind.KILL, "manager"),
         Fault("i", FaultKind.DISK_FULL, seconds=1.0),
-        Fault("i", FaultKind.EXIT, R1, At(phase="generate"), amount=3.0), Fault("i", FaultKind.EXIT, R1),
+        Fault("i", FaultKind.EXIT, R1, FaultTrigger(phase="generate"), amount=3.0), Fault("i", FaultKind.EXIT, R1),
     ],
 )  # fmt: skip
 def test_what_is_right_is_not_refused(fault: Fault) -> None:
     state = running()
-    assert refusal(fault, state.job, state) is None
+    assert rejection(fault, state.job, state) is None
 
 
 def test_ranks_and_shadows_that_are_there_can_be_hit() -> None:
     state = World(msgspec.structs.replace(gang_job(), faults_allowed=True)).steady().warmed().state
-    shadows = sorted(one.id for one in state.replicas.values() if one.role == SHADOW and one.believed)
+    shadows = sorted(one.id for one in state.replicas.values() if one.role == STANDBY_ROLE and one.is_current)
     for target in ("trainer/0.3", shadows[0]):
-        assert refusal(Fault("i", FaultKind.KILL, target), state.job, state) is None
-    why = text_of(refusal(Fault("i", FaultKind.KILL, "shadow/n77"), state.job, state))
+        assert rejection(Fault("i", FaultKind.KILL, target), state.job, state) is None
+    why = text_of(rejection(Fault("i", FaultKind.KILL, "shadow/n77"), state.job, state))
     assert why == f'no shadow "shadow/n77" in this run; there are {", ".join(shadows)}'
     cold = World(allowing()).state
-    assert text_of(refusal(Fault("i", FaultKind.KILL, shadows[0]), cold.job, cold)).endswith("there is none now")
+    assert text_of(rejection(Fault("i", FaultKind.KILL, shadows[0]), cold.job, cold)).endswith("there is none now")
 
 
 def test_a_program_without_the_worker_api_is_not_asked_to_do_anything_to_itself() -> None:
     roles = tuple(msgspec.structs.replace(role, watch="activity") for role in job().roles)
     state = World(allowing(roles=roles)).steady().state
-    assert refusal(KILL, state.job, state) is None
-    why = text_of(refusal(Fault("i", FaultKind.EXIT, R0, amount=1.0), state.job, state))
+    assert rejection(KILL, state.job, state) is None
+    why = text_of(rejection(Fault("i", FaultKind.EXIT, R0, amount=1.0), state.job, state))
     assert why == "rollout/0 does not use the worker API: exit needs its help"
 
 
 def test_a_run_that_ends_or_has_ended_takes_no_order() -> None:
     world = World(allowing()).steady()
     world.cancel()
-    assert text_of(refusal(KILL, world.state.job, world.state)) == "it is ending (cancelled)"
+    assert text_of(rejection(KILL, world.state.job, world.state)) == "it is ending (cancelled)"
     world.record(ev.RunEnded(Outcome.CANCELLED, "asked"))
-    assert text_of(refusal(KILL, world.state.job, world.state)) == "it has ended already: cancelled"
+    assert text_of(rejection(KILL, world.state.job, world.state)) == "it has ended already: cancelled"

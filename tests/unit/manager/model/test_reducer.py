@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrl.core.faults import At, Fault, FaultKind
+from rrl.core.faults import FaultTrigger, Fault, FaultKind
 from rrl.core.launch import ExitReason, tag_of
 from rrl.core.run_spec import Recovery
 from rrl.core.types import (  # fmt: skip
     Cause,
     Evidence,
     Finding,
-    Life,
+    Incarnation,
     NodeName,
     Outcome,
     Remedy,
@@ -25,8 +25,8 @@ from rrl.core.types import (  # fmt: skip
     Verdict,
     Version,
 )
-from rrl.health.detection.baselines import Lesson, Took
-from rrl.manager.cluster.base import AllocationSeen, AllocationState, Ask, NodeSeen, NodeState, RejectReason
+from rrl.health.detection.baselines import RoleBaseline, DurationStats
+from rrl.manager.cluster.base import AllocationStatus, AllocationState, AllocationRequest, NodeStatus, NodeState, RejectReason
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import (
     Drain,
@@ -34,7 +34,7 @@ from rrl.manager.model.actions import (
     Fence,
     Finish,
     Launch,
-    Perform,
+    InjectFault,
     Readmit,
     Release,
     Request,
@@ -46,20 +46,20 @@ from rrl.manager.model.actions import (
     Why,
 )
 from rrl.manager.model.queries import open_requests, workers
-from rrl.manager.model.reduce_replicas import RETURN_PAUSE
+from rrl.manager.model.reduce_replicas import RETRY_PAUSE_S
 from rrl.manager.model.reducer import fold
-from rrl.manager.model.state import Lingering, State, Status
+from rrl.manager.model.state import OrphanStep, State, Status
 from rrl.tests.support.manager.jobs import NODE, REWARD, ROLLOUTS, RUN, STORE, TRAINER, command, commands, job
 from rrl.tests.support.manager.world import found, lost
 
 POOL = f"{RUN}.pool"
 N1, N2, N3 = (NodeName(f"n{i}") for i in (1, 2, 3))
-R1 = Life(ROLLOUTS[0], 1)
+R1 = Incarnation(ROLLOUTS[0], 1)
 WHY = Why(("because",))
 JOB = job(recovery=Recovery(window=100.0, backoff=1.0))
 
 
-def told(*events: ev.Event, state: State | None = None, at: float = 10.0) -> State:
+def state_after(*events: ev.Event, state: State | None = None, at: float = 10.0) -> State:
     """The state after these, one a second, from ``at`` on."""
     if state is None:
         state = fold(None, ev.Stamped(1, 0.0, 1, ev.RunStarted(RUN, JOB)))
@@ -68,32 +68,32 @@ def told(*events: ev.Event, state: State | None = None, at: float = 10.0) -> Sta
     return state
 
 
-def launch(life: Life = R1, node: NodeName = N1) -> ev.Intended:
-    return ev.Intended(Launch(life, tag_of(RUN, life), POOL, node, WHY))
+def launch(incarnation: Incarnation = R1, node: NodeName = N1) -> ev.Intended:
+    return ev.Intended(Launch(incarnation, tag_of(RUN, incarnation), POOL, node, WHY))
 
 
-def fence(life: Life = R1, rung: Rung = Rung.IN_PLACE) -> ev.Decided:
-    return ev.Decided(Fence(life, rung, WHY))
+def fence(incarnation: Incarnation = R1, rung: Rung = Rung.IN_PLACE) -> ev.Decided:
+    return ev.Decided(Fence(incarnation, rung, WHY))
 
 
 def pool(*nodes: NodeName, state: AllocationState = AllocationState.RUNNING) -> Sequence[ev.Event]:
-    ask = Ask(POOL, len(nodes), NODE, 3600.0)
-    seen = ev.AllocationChanged(POOL, AllocationSeen(state, "7", nodes))
-    return ev.Intended(Request(ask, WHY)), ev.Done(POOL, True), seen
+    ask = AllocationRequest(POOL, len(nodes), NODE, 3600.0)
+    seen = ev.AllocationChanged(POOL, AllocationStatus(state, "7", nodes))
+    return ev.Intended(Request(ask, WHY)), ev.IntentSettled(POOL, True), seen
 
 
 RUNNING = (
     *pool(N1, N2), launch(), ev.Admitted(R1, tag_of(RUN, R1), N1, 5), ev.Joined(R1, N1, "host", 6, "tcp://l", "tcp://s"),
-    ev.PhaseEntered(R1, "generate"), ev.VersionHeld(R1, Version(3, 1)),
+    ev.PhaseEntered(R1, "generate"), ev.VersionAvailable(R1, Version(3, 1)),
 )  # fmt: skip
 
 
 def test_a_run_begins_with_every_replica_wanted_and_none_believed() -> None:
-    state = told()
-    assert {r.id: (r.status, r.incarnation) for r in workers(state)} == dict.fromkeys(
+    state = state_after()
+    assert {r.id: (r.status, r.incarnation_number) for r in workers(state)} == dict.fromkeys(
         (STORE, REWARD, TRAINER, *ROLLOUTS), (Status.WANTED, 0)
     )
-    assert not state.believed(Life(TRAINER, 0))
+    assert not state.is_current(Incarnation(TRAINER, 0))
 
 
 def test_a_journal_that_does_not_begin_with_the_run_is_refused() -> None:
@@ -102,69 +102,69 @@ def test_a_journal_that_does_not_begin_with_the_run_is_refused() -> None:
 
 
 def test_a_life_is_launching_then_starting_then_joined_and_its_launch_is_settled_by_its_own_word() -> None:
-    state = told(*RUNNING[:4])
+    state = state_after(*RUNNING[:4])
     assert (state.replicas[R1.replica].status, list(state.intents)) == (Status.LAUNCHING, [tag_of(RUN, R1)])
-    state = told(RUNNING[4], state=state)
+    state = state_after(RUNNING[4], state=state)
     assert (state.replicas[R1.replica].status, state.intents) == (Status.STARTING, {})
-    state = told(*RUNNING[5:], state=state)
+    state = state_after(*RUNNING[5:], state=state)
     held = state.replicas[R1.replica]
-    assert (held.status, held.phase, held.holds) == (Status.JOINED, "generate", Version(3, 1))
-    assert (held.listens, held.serves, held.pid, held.node) == ("tcp://l", "tcp://s", 6, N1)
+    assert (held.status, held.phase, held.weight_version) == (Status.JOINED, "generate", Version(3, 1))
+    assert (held.listen_address, held.weight_address, held.pid, held.node) == ("tcp://l", "tcp://s", 6, N1)
 
 
 def test_a_worker_or_an_agent_that_has_joined_settles_its_launch_though_its_first_process_was_not_heard() -> None:
-    agent = Life(ReplicaId("agent/n1"), 1)
-    state = told(*pool(N1), launch(), launch(agent))
+    agent = Incarnation(ReplicaId("agent/n1"), 1)
+    state = state_after(*pool(N1), launch(), launch(agent))
     assert len(state.intents) == 2
-    state = told(ev.Joined(R1, N1, "host", 6), ev.AgentJoined(agent, N1, "host", 5), state=state)
+    state = state_after(ev.Joined(R1, N1, "host", 6), ev.AgentJoined(agent, N1, "host", 5), state=state)
     assert state.intents == {}
-    state = told(ev.Done(tag_of(RUN, R1), False, "its step never appeared"), state=state)
+    state = state_after(ev.IntentSettled(tag_of(RUN, R1), False, "its step never appeared"), state=state)
     assert (state.replicas[R1.replica].status, state.replicas[R1.replica].failures) == (Status.JOINED, ())
 
 
 def test_who_has_spoken_is_not_put_back_by_a_look_that_missed_its_step() -> None:
-    intents = told(*pool(N1), launch()).intents
-    state = msgspec.structs.replace(told(*RUNNING), intents=intents)  # as an older manager may have left it
+    intents = state_after(*pool(N1), launch()).intents
+    state = msgspec.structs.replace(state_after(*RUNNING), intents=intents)  # as an older manager may have left it
     for unheard in (True, False):
-        missed = told(ev.Done(tag_of(RUN, R1), False, "its step never appeared", unheard), state=state)
+        missed = state_after(ev.IntentSettled(tag_of(RUN, R1), False, "its step never appeared", unheard), state=state)
         assert (missed.replicas, missed.intents) == (state.replicas, {})
 
 
 def test_the_walltime_counts_from_when_the_first_pool_runs_and_not_from_a_later_one() -> None:
-    state = told(*pool(state=AllocationState.PENDING))
-    assert (state.running_since, state.ends) == (None, float("inf"))
-    state = told(ev.AllocationChanged(POOL, AllocationSeen(AllocationState.RUNNING, "7", (N1,))), state=state, at=50.0)
-    assert (state.running_since, state.ends) == (50.0, 50.0 + JOB.walltime)
-    state = told(ev.AllocationChanged(POOL, None), *pool(N2), state=state, at=90.0)
+    state = state_after(*pool(state=AllocationState.PENDING))
+    assert (state.running_since, state.ends_at) == (None, float("inf"))
+    state = state_after(ev.AllocationChanged(POOL, AllocationStatus(AllocationState.RUNNING, "7", (N1,))), state=state, at=50.0)
+    assert (state.running_since, state.ends_at) == (50.0, 50.0 + JOB.walltime)
+    state = state_after(ev.AllocationChanged(POOL, None), *pool(N2), state=state, at=90.0)
     assert state.running_since == 50.0
 
 
 def test_what_lands_after_it_was_given_up_starts_no_walltime() -> None:
-    state = told(ev.AllocationChanged(POOL, AllocationSeen(AllocationState.RUNNING, "7", (N1,))))
+    state = state_after(ev.AllocationChanged(POOL, AllocationStatus(AllocationState.RUNNING, "7", (N1,))))
     assert (list(state.allocations), state.running_since) == ([POOL], None)
 
 
-@pytest.mark.parametrize("seen", [None, AllocationSeen(AllocationState.ENDED, "7", (), "CANCELLED")])
-def test_an_allocation_that_is_gone_before_it_ran_counts_as_refused_by_nobody(seen: AllocationSeen | None) -> None:
-    gone = told(*pool(state=AllocationState.PENDING), ev.AllocationChanged(POOL, seen))
-    assert [(r.tag, r.unheard) for r in gone.refusals] == [(POOL, True)]
-    assert told(*RUNNING, ev.AllocationChanged(POOL, seen)).refusals == ()
+@pytest.mark.parametrize("seen", [None, AllocationStatus(AllocationState.ENDED, "7", (), "CANCELLED")])
+def test_an_allocation_that_is_gone_before_it_ran_counts_as_refused_by_nobody(seen: AllocationStatus | None) -> None:
+    gone = state_after(*pool(state=AllocationState.PENDING), ev.AllocationChanged(POOL, seen))
+    assert [(r.tag, r.undelivered) for r in gone.rejected_requests] == [(POOL, True)]
+    assert state_after(*RUNNING, ev.AllocationChanged(POOL, seen)).rejected_requests == ()
     given_back = (*pool(state=AllocationState.PENDING), ev.Intended(Release(POOL, WHY)))
-    assert told(*given_back, ev.AllocationChanged(POOL, seen)).refusals == ()
+    assert state_after(*given_back, ev.AllocationChanged(POOL, seen)).rejected_requests == ()
 
 
 def test_a_new_life_inherits_nothing_that_the_old_one_said() -> None:
-    state = told(*RUNNING, fence(), launch(Life(R1.replica, 2), N2))
+    state = state_after(*RUNNING, fence(), launch(Incarnation(R1.replica, 2), N2))
     held = state.replicas[R1.replica]
-    assert (held.incarnation, held.node, held.status) == (2, N2, Status.LAUNCHING)
-    assert (held.holds, held.phase, held.listens, held.serves, held.pid) == (None, "", None, None, None)
+    assert (held.incarnation_number, held.node, held.status) == (2, N2, Status.LAUNCHING)
+    assert (held.weight_version, held.phase, held.listen_address, held.weight_address, held.pid) == (None, "", None, None, None)
 
 
 LATE: tuple[ev.Event, ...] = (
     ev.Admitted(R1, tag_of(RUN, R1), N3, 9),
     ev.Joined(R1, N3, "other", 9, "tcp://x", "tcp://x"),
     ev.PhaseEntered(R1, "generate"),
-    ev.VersionHeld(R1, Version(9, 9)),
+    ev.VersionAvailable(R1, Version(9, 9)),
     found(R1, "exit_record", 20.0),
     fence(R1, Rung.IN_PLACE),
     ev.Intended(StopStep(tag_of(RUN, R1), R1, 1.0, WHY)),
@@ -174,279 +174,279 @@ LATE: tuple[ev.Event, ...] = (
 @pytest.mark.parametrize("late", LATE, ids=lambda event: type(event).__name__)
 @pytest.mark.parametrize("launched", [False, True], ids=["wanted again", "launched again"])
 def test_a_late_event_of_a_fenced_life_changes_nothing_about_its_replica(late: ev.Event, launched: bool) -> None:
-    before = told(*RUNNING, fence(), *([launch(Life(R1.replica, 2), N2)] if launched else []))
-    after = told(late, state=before, at=50.0)
+    before = state_after(*RUNNING, fence(), *([launch(Incarnation(R1.replica, 2), N2)] if launched else []))
+    after = state_after(late, state=before, at=50.0)
     assert after.replicas == before.replicas
     assert after.findings == before.findings
 
 
 def test_a_life_that_ends_late_stops_lingering_and_nothing_else() -> None:
-    before = told(*RUNNING, fence(), launch(Life(R1.replica, 2), N2))
-    assert before.lingering == {tag_of(RUN, R1): Lingering(R1, N1, POOL, 18.0)}
-    after = told(ev.StepEnded(R1, tag_of(RUN, R1), 0, None, ExitReason.STOPPED), state=before)
-    assert after.lingering == {}
+    before = state_after(*RUNNING, fence(), launch(Incarnation(R1.replica, 2), N2))
+    assert before.orphan_steps == {tag_of(RUN, R1): OrphanStep(R1, N1, POOL, 18.0)}
+    after = state_after(ev.StepEnded(R1, tag_of(RUN, R1), 0, None, ExitReason.STOPPED), state=before)
+    assert after.orphan_steps == {}
     assert after.replicas == before.replicas
 
 
 def test_a_fenced_life_that_ended_before_does_not_linger() -> None:
-    state = told(*RUNNING, ev.StepEnded(R1, tag_of(RUN, R1), 1, None, ExitReason.EXITED), fence())
-    assert state.lingering == {}
+    state = state_after(*RUNNING, ev.StepEnded(R1, tag_of(RUN, R1), 1, None, ExitReason.EXITED), fence())
+    assert state.orphan_steps == {}
     assert state.replicas[R1.replica].status is Status.WANTED
 
 
 def test_a_step_that_was_asked_to_end_lingers_until_it_is_seen_to_end_or_certainly_stopped() -> None:
     stop = ev.Intended(StopStep(tag_of(RUN, R1), R1, 1.0, WHY))
-    state = told(*RUNNING, fence(), stop)
-    assert state.lingering[tag_of(RUN, R1)].asked
-    done = told(ev.Done(f"{tag_of(RUN, R1)}!stop", True), state=state)
-    assert (done.lingering, done.intents) == ({}, {})
-    refused = told(ev.Done(f"{tag_of(RUN, R1)}!stop", False, "no"), state=state, at=50.0)
-    held = refused.lingering[tag_of(RUN, R1)]
-    assert (held.asked, held.not_before, refused.intents) == (False, 50.0 + RETURN_PAUSE, {})
+    state = state_after(*RUNNING, fence(), stop)
+    assert state.orphan_steps[tag_of(RUN, R1)].stop_requested
+    done = state_after(ev.IntentSettled(f"{tag_of(RUN, R1)}!stop", True), state=state)
+    assert (done.orphan_steps, done.intents) == ({}, {})
+    refused = state_after(ev.IntentSettled(f"{tag_of(RUN, R1)}!stop", False, "no"), state=state, at=50.0)
+    held = refused.orphan_steps[tag_of(RUN, R1)]
+    assert (held.stop_requested, held.not_before, refused.intents) == (False, 50.0 + RETRY_PAUSE_S, {})
 
 
 def test_a_replica_that_is_stopped_while_it_is_believed_is_retired() -> None:
-    state = told(*RUNNING, ev.Intended(StopStep(tag_of(RUN, R1), R1, 1.0, WHY)))
+    state = state_after(*RUNNING, ev.Intended(StopStep(tag_of(RUN, R1), R1, 1.0, WHY)))
     assert state.replicas[R1.replica].status is Status.RETIRED
-    assert state.lingering[tag_of(RUN, R1)].asked
+    assert state.orphan_steps[tag_of(RUN, R1)].stop_requested
 
 
 def test_a_refused_launch_leaves_the_replica_wanted_and_the_pause_before_the_next_doubles() -> None:
-    state, pauses = told(*pool(N1)), []
-    for incarnation in (1, 2, 3, 4):
-        life = Life(R1.replica, incarnation)
-        state = told(launch(life), ev.Done(tag_of(RUN, life), False, "no"), state=state, at=20.0)
+    state, pauses = state_after(*pool(N1)), []
+    for number in (1, 2, 3, 4):
+        incarnation = Incarnation(R1.replica, number)
+        state = state_after(launch(incarnation), ev.IntentSettled(tag_of(RUN, incarnation), False, "no"), state=state, at=20.0)
         held = state.replicas[R1.replica]
-        assert (held.status, held.incarnation, state.intents) == (Status.WANTED, incarnation, {})
+        assert (held.status, held.incarnation_number, state.intents) == (Status.WANTED, number, {})
         pauses.append(held.not_before - held.since)
     assert pauses == [0.0, 1.0, 2.0, 4.0]
 
 
 def test_failures_older_than_the_window_are_forgotten_with_the_next_one() -> None:
-    state = told(launch(), fence(), state=told(*pool(N1)), at=20.0)
-    state = told(launch(Life(R1.replica, 2)), fence(Life(R1.replica, 2)), state=state, at=125.0)
+    state = state_after(launch(), fence(), state=state_after(*pool(N1)), at=20.0)
+    state = state_after(launch(Incarnation(R1.replica, 2)), fence(Incarnation(R1.replica, 2)), state=state, at=125.0)
     assert [start.at for start in state.replicas[R1.replica].failures] == [126.0]
     assert state.replicas[R1.replica].not_before == 126.0
 
 
 def test_a_refused_launch_of_a_life_that_is_fenced_by_now_is_no_second_failure() -> None:
-    state = told(*pool(N1), launch(), fence(), ev.Done(tag_of(RUN, R1), False, "its step never appeared"))
+    state = state_after(*pool(N1), launch(), fence(), ev.IntentSettled(tag_of(RUN, R1), False, "its step never appeared"))
     assert len(state.replicas[R1.replica].failures) == 1
     assert state.intents == {}
 
 
 def test_a_launch_that_died_with_its_manager_is_no_failure_and_is_made_up_for_on_the_same_node() -> None:
-    state = told(*pool(N1), launch(), ev.Done(tag_of(RUN, R1), False, "its step never appeared", unheard=True))
+    state = state_after(*pool(N1), launch(), ev.IntentSettled(tag_of(RUN, R1), False, "its step never appeared", undelivered=True))
     held = state.replicas[R1.replica]
-    assert (held.status, held.incarnation, held.failures, held.prefer) == (Status.WANTED, 1, (), N1)
+    assert (held.status, held.incarnation_number, held.failures, held.preferred_node) == (Status.WANTED, 1, (), N1)
 
 
 def test_a_launch_is_settled_when_its_step_is_certainly_stopped_or_its_allocation_is_gone() -> None:
     stop = StopStep(tag_of(RUN, R1), R1, 1.0, WHY)
-    launched = told(*pool(N1), launch())
-    assert told(ev.Intended(stop), ev.Done(stop.tag, True), state=launched).intents == {}
-    assert told(ev.AllocationChanged(POOL, None), state=launched).intents == {}
+    launched = state_after(*pool(N1), launch())
+    assert state_after(ev.Intended(stop), ev.IntentSettled(stop.tag, True), state=launched).intents == {}
+    assert state_after(ev.AllocationChanged(POOL, None), state=launched).intents == {}
 
 
 def test_a_life_whose_allocation_has_gone_before_it_is_fenced_does_not_linger() -> None:
-    assert told(*RUNNING, ev.AllocationChanged(POOL, None), fence()).lingering == {}
+    assert state_after(*RUNNING, ev.AllocationChanged(POOL, None), fence()).orphan_steps == {}
 
 
 def test_restarting_in_place_prefers_the_node_and_any_other_rung_does_not() -> None:
-    assert told(*RUNNING, fence(rung=Rung.IN_PLACE)).replicas[R1.replica].prefer == N1
-    assert told(*RUNNING, fence(rung=Rung.SPARE)).replicas[R1.replica].prefer is None
+    assert state_after(*RUNNING, fence(rung=Rung.IN_PLACE)).replicas[R1.replica].preferred_node == N1
+    assert state_after(*RUNNING, fence(rung=Rung.SPARE)).replicas[R1.replica].preferred_node is None
 
 
 def test_going_on_degraded_retires_the_replica_whether_it_was_believed_or_wanted() -> None:
-    assert told(*RUNNING, fence(rung=Rung.DEGRADED)).replicas[R1.replica].status is Status.RETIRED
-    wanted = told(*RUNNING, fence(), fence(rung=Rung.DEGRADED))
+    assert state_after(*RUNNING, fence(rung=Rung.DEGRADED)).replicas[R1.replica].status is Status.RETIRED
+    wanted = state_after(*RUNNING, fence(), fence(rung=Rung.DEGRADED))
     assert wanted.replicas[R1.replica].status is Status.RETIRED
 
 
 def test_only_restarts_count_as_recoveries() -> None:
-    assert told(*RUNNING, fence()).recoveries == 1
-    assert told(*RUNNING, fence(rung=Rung.DEGRADED)).recoveries == 0
+    assert state_after(*RUNNING, fence()).recoveries == 1
+    assert state_after(*RUNNING, fence(rung=Rung.DEGRADED)).recoveries == 0
 
 
 def test_a_refused_request_leaves_no_allocation_and_is_remembered_for_the_window() -> None:
-    state = told(pool(N1)[0], ev.Done(POOL, False, "no such partition"))
+    state = state_after(pool(N1)[0], ev.IntentSettled(POOL, False, "no such partition"))
     assert (state.allocations, state.intents) == ({}, {})
-    assert [(r.tag, r.detail) for r in state.refusals] == [(POOL, "no such partition")]
-    again = told(pool(N1)[0], ev.Done(POOL, False, "still none"), state=state, at=200.0)
-    assert [r.detail for r in again.refusals] == ["still none"]
+    assert [(r.tag, r.detail) for r in state.rejected_requests] == [(POOL, "no such partition")]
+    again = state_after(pool(N1)[0], ev.IntentSettled(POOL, False, "still none"), state=state, at=200.0)
+    assert [r.detail for r in again.rejected_requests] == ["still none"]
 
 
 def test_nodes_come_and_go_with_their_allocation() -> None:
-    state = told(*pool(N1, N2))
+    state = state_after(*pool(N1, N2))
     assert {name: node.allocation for name, node in state.nodes.items()} == {N1: POOL, N2: POOL}
-    shrunk = told(ev.AllocationChanged(POOL, AllocationSeen(AllocationState.RUNNING, "7", (N1,))), state=state)
+    shrunk = state_after(ev.AllocationChanged(POOL, AllocationStatus(AllocationState.RUNNING, "7", (N1,))), state=state)
     assert list(shrunk.nodes) == [N1]
 
 
-@pytest.mark.parametrize("seen", [None, AllocationSeen(AllocationState.ENDED, "7", (N1, N2), "TIMEOUT")])
-def test_a_lost_allocation_takes_its_nodes_and_what_lingered_there_with_it(seen: AllocationSeen | None) -> None:
-    state = told(*RUNNING, fence(), ev.AllocationChanged(POOL, seen))
-    assert (state.allocations, state.nodes, state.lingering) == ({}, {}, {})
+@pytest.mark.parametrize("seen", [None, AllocationStatus(AllocationState.ENDED, "7", (N1, N2), "TIMEOUT")])
+def test_a_lost_allocation_takes_its_nodes_and_what_lingered_there_with_it(seen: AllocationStatus | None) -> None:
+    state = state_after(*RUNNING, fence(), ev.AllocationChanged(POOL, seen))
+    assert (state.allocations, state.nodes, state.orphan_steps) == ({}, {}, {})
 
 
 def test_an_excluded_node_is_still_known_when_it_has_left_and_excluded_when_it_comes_back() -> None:
-    state = told(*pool(N1, N2), ev.Decided(Exclude(N1, WHY)), ev.AllocationChanged(POOL, None))
+    state = state_after(*pool(N1, N2), ev.Decided(Exclude(N1, WHY)), ev.AllocationChanged(POOL, None))
     assert (list(state.nodes), state.nodes[N1].allocation, state.nodes[N1].excluded) == ([N1], "", "because")
-    again = told(*pool(N1), state=state)
+    again = state_after(*pool(N1), state=state)
     assert (again.nodes[N1].allocation, again.nodes[N1].excluded) == (POOL, "because")
 
 
 def test_what_the_cluster_says_of_a_node_is_kept_and_of_a_stranger_is_not() -> None:
-    down = NodeSeen(NodeState.DOWN, "DOWN*")
-    state = told(*pool(N1), ev.NodeChanged(N1, down), ev.NodeChanged(N3, down))
-    assert {name: node.seen for name, node in state.nodes.items()} == {N1: down}
+    down = NodeStatus(NodeState.DOWN, "DOWN*")
+    state = state_after(*pool(N1), ev.NodeChanged(N1, down), ev.NodeChanged(N3, down))
+    assert {name: node.status for name, node in state.nodes.items()} == {N1: down}
 
 
 def test_findings_stand_until_they_are_ok_or_their_life_is_fenced() -> None:
-    state = told(*RUNNING, found(R1, "worker_silence", 20.0), lost(N2, 20.0))
+    state = state_after(*RUNNING, found(R1, "worker_silence", 20.0), lost(N2, 20.0))
     assert list(state.findings) == [f"worker_silence:{R1}", "node_lost:n2"]
-    assert list(told(fence(), state=state).findings) == ["node_lost:n2"]
+    assert list(state_after(fence(), state=state).findings) == ["node_lost:n2"]
     ok = msgspec.structs.replace(lost(N2, 20.0).finding, verdict=Verdict.OK)
-    assert list(told(ev.FindingChanged(ok), state=state).findings) == [f"worker_silence:{R1}"]
+    assert list(state_after(ev.FindingChanged(ok), state=state).findings) == [f"worker_silence:{R1}"]
 
 
 @pytest.mark.parametrize("verdict", [Verdict.OK, Verdict.UNKNOWN])
 def test_unknown_and_ok_are_no_findings(verdict: Verdict) -> None:
     finding = msgspec.structs.replace(found(R1, "worker_silence", 20.0).finding, verdict=verdict)
-    assert told(*RUNNING, ev.FindingChanged(finding)).findings == {}
+    assert state_after(*RUNNING, ev.FindingChanged(finding)).findings == {}
 
 
 def test_a_give_back_that_was_refused_is_open_again_after_a_pause() -> None:
-    state = told(*pool(N1), ev.Intended(Release(POOL, WHY)))
+    state = state_after(*pool(N1), ev.Intended(Release(POOL, WHY)))
     assert state.allocations[POOL].releasing
-    state = told(ev.Done(f"{POOL}!release", False, "denied"), state=state, at=30.0)
+    state = state_after(ev.IntentSettled(f"{POOL}!release", False, "denied"), state=state, at=30.0)
     assert not state.allocations[POOL].releasing
-    assert state.allocations[POOL].not_before == 30.0 + RETURN_PAUSE
+    assert state.allocations[POOL].not_before == 30.0 + RETRY_PAUSE_S
 
 
 def test_a_result_that_comes_after_its_allocation_has_gone_harms_nothing() -> None:
-    state = told(*pool(N1), ev.Intended(Release(POOL, WHY)), ev.AllocationChanged(POOL, None))
+    state = state_after(*pool(N1), ev.Intended(Release(POOL, WHY)), ev.AllocationChanged(POOL, None))
     for ok in (True, False):
-        assert told(ev.Done(f"{POOL}!release", ok), state=state).intents == {}
+        assert state_after(ev.IntentSettled(f"{POOL}!release", ok), state=state).intents == {}
 
 
 def test_steps_are_committed_in_order_and_a_repeated_word_of_one_counts_once() -> None:
     committed = [ev.StepCommitted(R1, step, {"reward": step / 100}) for step in (1, 2, 2, 1, 3)]
-    state = told(*RUNNING, *committed)
+    state = state_after(*RUNNING, *committed)
     assert (state.step, state.metrics) == (3, {"reward": 0.03})
     assert state.rewards.first == state.rewards.last == {1: 0.01, 2: 0.02, 3: 0.03}
 
 
 def test_a_newest_step_that_is_told_before_those_that_led_to_it_hides_none_of_them() -> None:
     words = [ev.StepCommitted(R1, 5), *(ev.StepCommitted(R1, step, {"reward": step / 10}) for step in (2, 3, 4, 5))]
-    state = told(*RUNNING, ev.StepCommitted(R1, 1, {"reward": 0.1}), *words)
+    state = state_after(*RUNNING, ev.StepCommitted(R1, 1, {"reward": 0.1}), *words)
     assert (state.step, state.metrics) == (5, {"reward": 0.5})
     assert state.rewards.last == {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4, 5: 0.5}
-    assert told(*words[1:], state=state).rewards == state.rewards
+    assert state_after(*words[1:], state=state).rewards == state.rewards
 
 
 def test_a_planned_fault_is_set_off_once_it_is_intended_and_settled_by_the_agents_word() -> None:
-    perform = Perform(Fault("f0", FaultKind.KILL, "rollout/0", At(step=1)), tag_of(RUN, R1), N1, WHY)
-    state = told(*RUNNING, ev.Intended(perform))
-    assert (state.faults, list(state.intents)) == (("f0",), ["fault:f0"])
-    assert told(ev.FaultInjected("f0", R1, True), state=state).intents == {}
+    perform = InjectFault(Fault("f0", FaultKind.KILL, "rollout/0", FaultTrigger(step=1)), tag_of(RUN, R1), N1, WHY)
+    state = state_after(*RUNNING, ev.Intended(perform))
+    assert (state.triggered_faults, list(state.intents)) == (("f0",), ["fault:f0"])
+    assert state_after(ev.FaultInjected("f0", R1, True), state=state).intents == {}
 
 
 def test_an_ordered_fault_waits_until_it_is_set_off_or_refused_and_is_forgotten_then() -> None:
-    fault = Fault("i1", FaultKind.KILL, "rollout/0", At(step=9), by="ada")
-    state = told(*RUNNING, ev.Ordered(fault, "ada", "c1"))
-    assert (state.ordered, state.commands, state.faults) == ((fault,), ("c1",), ())
-    for then in (ev.Intended(Perform(fault, tag_of(RUN, R1), N1, WHY, R1)), ev.FaultInjected("i1", None, False, "no")):
-        after = told(then, state=state)
-        assert (after.ordered, after.faults) == ((), ("i1",))
+    fault = Fault("i1", FaultKind.KILL, "rollout/0", FaultTrigger(step=9), by="ada")
+    state = state_after(*RUNNING, ev.FaultRequested(fault, "ada", "c1"))
+    assert (state.requested_faults, state.handled_commands, state.triggered_faults) == ((fault,), ("c1",), ())
+    for then in (ev.Intended(InjectFault(fault, tag_of(RUN, R1), N1, WHY, R1)), ev.FaultInjected("i1", None, False, "no")):
+        after = state_after(then, state=state)
+        assert (after.requested_faults, after.triggered_faults) == ((), ("i1",))
 
 
 @pytest.mark.parametrize(
     ("kind", "hit"), [(FaultKind.KILL, {"rollout/0"}), (FaultKind.CRASH, {"rollout/0", "agent/n1"})]
 )
 def test_a_failure_of_who_was_hit_is_told_from_a_real_one(kind: FaultKind, hit: set[str]) -> None:
-    agent = Life(ReplicaId("agent/n1"), 1)
-    fault = Perform(Fault("f0", kind, "rollout/0"), tag_of(RUN, R1), N1, WHY, None if kind is FaultKind.CRASH else R1)
-    before = told(*RUNNING, ev.Intended(Launch(agent, tag_of(RUN, agent), POOL, N1, WHY)), ev.Intended(fault))
+    agent = Incarnation(ReplicaId("agent/n1"), 1)
+    fault = InjectFault(Fault("f0", kind, "rollout/0"), tag_of(RUN, R1), N1, WHY, None if kind is FaultKind.CRASH else R1)
+    before = state_after(*RUNNING, ev.Intended(Launch(agent, tag_of(RUN, agent), POOL, N1, WHY)), ev.Intended(fault))
     assert {replica.id for replica in before.replicas.values() if replica.fault} == hit
     fence = ev.Decided(Fence(R1, Rung.IN_PLACE, WHY))
-    assert [start.injected for start in told(fence, state=before).replica(R1.replica).failures] == [True]
+    assert [start.injected for start in state_after(fence, state=before).replica(R1.replica).failures] == [True]
     for cleared in (ev.FaultInjected("f0", R1, False), ev.FaultInjected("f0", R1, True, ended=True)):
-        assert not any(r.fault for r in told(cleared, state=before).replicas.values())
-    again = Launch(Life(R1.replica, 2), tag_of(RUN, Life(R1.replica, 2)), POOL, N1, WHY)
-    assert not told(fence, ev.Intended(again), state=before).replica(R1.replica).fault
+        assert not any(r.fault for r in state_after(cleared, state=before).replicas.values())
+    again = Launch(Incarnation(R1.replica, 2), tag_of(RUN, Incarnation(R1.replica, 2)), POOL, N1, WHY)
+    assert not state_after(fence, ev.Intended(again), state=before).replica(R1.replica).fault
 
 
 def test_a_command_is_taken_once_and_cancel_remembers_who_asked() -> None:
-    state = told(ev.Commanded("cancel", "ada", "c1"), ev.Commanded("unheard of", "bob", "c2"))
-    assert (state.commands, state.cancelled_by) == (("c1", "c2"), "ada")
+    state = state_after(ev.CommandReceived("cancel", "ada", "c1"), ev.CommandReceived("unheard of", "bob", "c2"))
+    assert (state.handled_commands, state.cancelled_by) == (("c1", "c2"), "ada")
 
 
 def test_the_last_record_says_how_and_when_the_run_ended() -> None:
-    state = told(ev.Decided(Finish(Outcome.COMPLETED, WHY)), ev.RunEnded(Outcome.COMPLETED, "done"))
-    assert (state.verdict, state.outcome, state.why, state.ended) == (
+    state = state_after(ev.Decided(Finish(Outcome.COMPLETED, WHY)), ev.RunEnded(Outcome.COMPLETED, "done"))
+    assert (state.finish, state.outcome, state.why, state.ended) == (
         Finish(Outcome.COMPLETED, WHY), Outcome.COMPLETED, "done", 11.0,
     )  # fmt: skip
 
 
 # ── parts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-WHOLE = Ask(POOL, 2, NODE, 60.0, part="a", more=(Ask(f"{RUN}.b", 1, NODE, 60.0, part="b"),))
+WHOLE = AllocationRequest(POOL, 2, NODE, 60.0, node_group="a", further_components=(AllocationRequest(f"{RUN}.b", 1, NODE, 60.0, node_group="b"),))
 BOTH = (POOL, f"{RUN}.b")
 
 
 def test_a_heterogeneous_request_is_an_allocation_for_each_component_and_leaves_none_when_it_was_not_done() -> None:
-    state = told(ev.Intended(Request(WHOLE, WHY)))
+    state = state_after(ev.Intended(Request(WHOLE, WHY)))
     assert tuple(state.allocations) == BOTH
-    assert (state.asked, state.asked_since) == ({"a": 1, "b": 1}, 10.0)
+    assert (state.requests_made, state.requested_since) == ({"a": 1, "b": 1}, 10.0)
     assert open_requests(state) == dict.fromkeys(BOTH, POOL)
-    assert open_requests(told(ev.Done(POOL, True), state=state)) == {}
-    refused = told(ev.Done(POOL, False, "no"), state=state)
+    assert open_requests(state_after(ev.IntentSettled(POOL, True), state=state)) == {}
+    refused = state_after(ev.IntentSettled(POOL, False, "no"), state=state)
     assert (refused.allocations, refused.intents) == ({}, {})
-    assert [(one.part, one.detail) for one in refused.refusals] == [("a", "no")]
+    assert [(one.node_group, one.detail) for one in refused.rejected_requests] == [("a", "no")]
 
 
 def test_a_node_knows_the_part_that_it_serves_also_when_it_has_left() -> None:
-    seen = AllocationSeen(AllocationState.RUNNING, "7+1", (N1,))
-    state = told(ev.Intended(Request(WHOLE, WHY)), ev.AllocationChanged(f"{RUN}.b", seen), ev.Decided(Exclude(N1, WHY)))
-    assert state.nodes[N1].part == "b"
-    assert told(ev.AllocationChanged(f"{RUN}.b", None), state=state).nodes[N1].part == "b"
+    seen = AllocationStatus(AllocationState.RUNNING, "7+1", (N1,))
+    state = state_after(ev.Intended(Request(WHOLE, WHY)), ev.AllocationChanged(f"{RUN}.b", seen), ev.Decided(Exclude(N1, WHY)))
+    assert state.nodes[N1].node_group == "b"
+    assert state_after(ev.AllocationChanged(f"{RUN}.b", None), state=state).nodes[N1].node_group == "b"
 
 
 def test_an_allocation_counts_its_walltime_from_when_it_was_seen_to_run_and_anew_when_it_is_queued_again() -> None:
-    running, queued = (AllocationSeen(one, "7", ()) for one in (AllocationState.RUNNING, AllocationState.PENDING))
-    state = told(*pool(state=AllocationState.PENDING))
-    assert state.allocations[POOL].ends == float("inf")
-    state = told(ev.AllocationChanged(POOL, running), state=state, at=50.0)
-    state = told(ev.AllocationChanged(POOL, AllocationSeen(AllocationState.RUNNING, "7", (N1,))), state=state, at=60.0)
-    assert state.allocations[POOL].ends == 50.0 + 3600.0
-    state = told(ev.AllocationChanged(POOL, queued), ev.AllocationChanged(POOL, running), state=state, at=90.0)
-    assert state.allocations[POOL].ends == 91.0 + 3600.0
+    running, queued = (AllocationStatus(one, "7", ()) for one in (AllocationState.RUNNING, AllocationState.PENDING))
+    state = state_after(*pool(state=AllocationState.PENDING))
+    assert state.allocations[POOL].ends_at == float("inf")
+    state = state_after(ev.AllocationChanged(POOL, running), state=state, at=50.0)
+    state = state_after(ev.AllocationChanged(POOL, AllocationStatus(AllocationState.RUNNING, "7", (N1,))), state=state, at=60.0)
+    assert state.allocations[POOL].ends_at == 50.0 + 3600.0
+    state = state_after(ev.AllocationChanged(POOL, queued), ev.AllocationChanged(POOL, running), state=state, at=90.0)
+    assert state.allocations[POOL].ends_at == 91.0 + 3600.0
 
 
 def test_a_request_that_could_never_be_met_counts_as_refused_when_it_is_given_back() -> None:
     for hopeless in ("", "BadConstraints"):
-        seen = AllocationSeen(AllocationState.PENDING, "7", (), "BadConstraints", hopeless)
-        asked = (ev.Intended(Request(WHOLE, WHY)), ev.Done(POOL, True), ev.AllocationChanged(POOL, seen))
-        state = told(*asked, ev.Intended(Release(POOL, WHY)))
-        assert [one.detail for one in state.refusals] == ([f"{POOL}: BadConstraints"] if hopeless else [])
-        assert told(ev.AllocationChanged(POOL, None), state=state).refusals == state.refusals
+        seen = AllocationStatus(AllocationState.PENDING, "7", (), "BadConstraints", hopeless)
+        asked = (ev.Intended(Request(WHOLE, WHY)), ev.IntentSettled(POOL, True), ev.AllocationChanged(POOL, seen))
+        state = state_after(*asked, ev.Intended(Release(POOL, WHY)))
+        assert [one.detail for one in state.rejected_requests] == ([f"{POOL}: BadConstraints"] if hopeless else [])
+        assert state_after(ev.AllocationChanged(POOL, None), state=state).rejected_requests == state.rejected_requests
 
 
 def test_who_moves_has_not_failed_and_is_wanted_where_it_moves_to() -> None:
-    state = told(*RUNNING, ev.Decided(Fence(R1, Rung.REPLACEMENT, WHY, to=N2, charged=False)))
+    state = state_after(*RUNNING, ev.Decided(Fence(R1, Rung.REPLACEMENT, WHY, target_node=N2, charged=False)))
     held = state.replicas[R1.replica]
-    assert (held.status, held.prefer, held.failures, state.recoveries) == (Status.WANTED, N2, (), 0)
-    assert list(state.lingering) == [tag_of(RUN, R1)]
+    assert (held.status, held.preferred_node, held.failures, state.recoveries) == (Status.WANTED, N2, (), 0)
+    assert list(state.orphan_steps) == [tag_of(RUN, R1)]
 
 
 # ── starts that fail, and commands that are done ─────────────────────────────────────────────────────────────────────
 def test_only_what_failed_by_itself_before_any_life_joined_counts_as_a_failed_start() -> None:
-    alone = told(*pool(N1, N2), launch(), found(R1, "exit_record", 20.0), fence())
-    assert alone.replicas[R1.replica].unstarted == 1
-    with_its_node = told(*pool(N1, N2), launch(), lost(N1, 20.0), fence())
-    assert with_its_node.replicas[R1.replica].unstarted == 0
-    later = told(*RUNNING, found(R1, "exit_record", 20.0), fence())
-    assert (later.replicas[R1.replica].ever_joined, later.replicas[R1.replica].unstarted) == (True, 0)
+    alone = state_after(*pool(N1, N2), launch(), found(R1, "exit_record", 20.0), fence())
+    assert alone.replicas[R1.replica].failed_starts == 1
+    with_its_node = state_after(*pool(N1, N2), launch(), lost(N1, 20.0), fence())
+    assert with_its_node.replicas[R1.replica].failed_starts == 0
+    later = state_after(*RUNNING, found(R1, "exit_record", 20.0), fence())
+    assert (later.replicas[R1.replica].ever_joined, later.replicas[R1.replica].failed_starts) == (True, 0)
 
 
 @pytest.mark.parametrize(
@@ -461,13 +461,13 @@ def test_only_what_failed_by_itself_before_any_life_joined_counts_as_a_failed_st
 def test_of_refused_launches_those_count_of_which_something_ran_or_should_have(
     reason: RejectReason, counts: int
 ) -> None:
-    state = told(*pool(N1), launch(), ev.Done(tag_of(RUN, R1), False, "said", reason=reason))
-    assert state.replicas[R1.replica].unstarted == counts
-    unheard = told(*pool(N1), launch(), ev.Done(tag_of(RUN, R1), False, "said", True, reason))
-    assert unheard.replicas[R1.replica].unstarted == 0
+    state = state_after(*pool(N1), launch(), ev.IntentSettled(tag_of(RUN, R1), False, "said", reason=reason))
+    assert state.replicas[R1.replica].failed_starts == counts
+    unheard = state_after(*pool(N1), launch(), ev.IntentSettled(tag_of(RUN, R1), False, "said", True, reason))
+    assert unheard.replicas[R1.replica].failed_starts == 0
 
 
-SHARD = Life(ReplicaId("shard/0"), 1)
+SHARD = Incarnation(ReplicaId("shard/0"), 1)
 
 
 @pytest.mark.parametrize(
@@ -485,47 +485,47 @@ def test_a_command_that_exits_with_code_0_of_its_own_accord_is_done(
 ) -> None:
     state = fold(None, ev.Stamped(1, 0.0, 1, ev.RunStarted(RUN, commands(command("shard", service=service)))))
     tag = tag_of(RUN, SHARD)
-    state = told(*pool(N1), launch(SHARD), ev.Joined(SHARD, N1, "host", 6), state=state)
-    state = told(ev.StepEnded(SHARD, tag, code, None, reason), state=state)
+    state = state_after(*pool(N1), launch(SHARD), ev.Joined(SHARD, N1, "host", 6), state=state)
+    state = state_after(ev.StepEnded(SHARD, tag, code, None, reason), state=state)
     assert (state.replicas[SHARD.replica].status, state.replicas[SHARD.replica].step) == (status, None)
-    assert state.believed(SHARD) is (status is Status.JOINED)
+    assert state.is_current(SHARD) is (status is Status.JOINED)
 
 
 def test_what_an_agent_says_of_its_node_is_kept_with_the_node() -> None:
-    agent = Life(ReplicaId("agent/n1"), 1)
-    state = told(*pool(N1), launch(agent))
-    assert state.nodes[N1].probe is None
-    assert told(ev.AgentJoined(agent, N1, "host", 5), state=state).nodes[N1].probe == ""
-    assert told(ev.AgentJoined(agent, N1, "host", 5, "no torch"), state=state).nodes[N1].probe == "no torch"
+    agent = Incarnation(ReplicaId("agent/n1"), 1)
+    state = state_after(*pool(N1), launch(agent))
+    assert state.nodes[N1].probe_error is None
+    assert state_after(ev.AgentJoined(agent, N1, "host", 5), state=state).nodes[N1].probe_error == ""
+    assert state_after(ev.AgentJoined(agent, N1, "host", 5, "no torch"), state=state).nodes[N1].probe_error == "no torch"
 
 
 # ── any order ────────────────────────────────────────────────────────────────────────────────────────────────────────
 _replicas = st.sampled_from([*ROLLOUTS, TRAINER, *map(ReplicaId, ("agent/n1", "shadow/n1", "ghost/7"))])
-_lives = st.builds(Life, _replicas, st.integers(0, 3))
+_incarnations = st.builds(Incarnation, _replicas, st.integers(0, 3))
 _nodes = st.sampled_from([N1, N2, N3])
 _allocations = st.sampled_from([POOL, f"{RUN}.more-1"])
-_asks = st.builds(
-    Ask, _allocations, st.integers(1, 2), st.just(NODE), st.just(60.0),
-    more=st.sampled_from([(), (Ask(f"{RUN}.other", 1, NODE, 60.0, part="other"),)]),
+_requests = st.builds(
+    AllocationRequest, _allocations, st.integers(1, 2), st.just(NODE), st.just(60.0),
+    more=st.sampled_from([(), (AllocationRequest(f"{RUN}.other", 1, NODE, 60.0, node_group="other"),)]),
 )  # fmt: skip
 _whys = st.builds(Why, st.sampled_from([(), ("because",)]), st.sampled_from([None, *Rung]))
-_moments = st.builds(At, st.integers(0, 2))
+_moments = st.builds(FaultTrigger, st.integers(0, 2))
 _faults = st.builds(Fault, st.sampled_from(["f0", "f1"]), st.sampled_from(FaultKind), _replicas, _moments)
-_steps = _lives.map(lambda life: tag_of(RUN, life))
+_steps = _incarnations.map(lambda incarnation: tag_of(RUN, incarnation))
 _outside = st.one_of(
-    st.builds(Request, _asks, _whys),
+    st.builds(Request, _requests, _whys),
     st.builds(Release, _allocations, _whys),
-    _lives.flatmap(lambda life: st.builds(Launch, st.just(life), st.just(tag_of(RUN, life)), _allocations, _nodes,
+    _incarnations.flatmap(lambda incarnation: st.builds(Launch, st.just(incarnation), st.just(tag_of(RUN, incarnation)), _allocations, _nodes,
                                           _whys)),
-    _lives.flatmap(lambda shadow: st.builds(Launch, _lives, st.just(tag_of(RUN, shadow)), _allocations, _nodes, _whys,
+    _incarnations.flatmap(lambda shadow: st.builds(Launch, _incarnations, st.just(tag_of(RUN, shadow)), _allocations, _nodes, _whys,
                                             st.just(shadow))),
     st.builds(Drain, _nodes, st.just("rrl:small-1:gpu"), _whys),
     st.builds(Undrain, _nodes, st.just("rrl:small-1:gpu"), _whys),
     st.builds(Shrink, _allocations, st.lists(_nodes, max_size=2).map(tuple), _whys),
-    _lives.flatmap(lambda life: st.builds(StopStep, st.just(tag_of(RUN, life)), st.just(life), st.just(1.0), _whys)),
-    st.builds(Perform, _faults, _steps, _nodes, _whys, st.none() | _lives),
+    _incarnations.flatmap(lambda incarnation: st.builds(StopStep, st.just(tag_of(RUN, incarnation)), st.just(incarnation), st.just(1.0), _whys)),
+    st.builds(InjectFault, _faults, _steps, _nodes, _whys, st.none() | _incarnations),
 )  # fmt: skip
-_fences = st.builds(Fence, _lives, st.sampled_from(Rung), _whys, st.none() | _nodes, st.booleans())
+_fences = st.builds(Fence, _incarnations, st.sampled_from(Rung), _whys, st.none() | _nodes, st.booleans())
 _decisions = st.one_of(
     _fences,
     st.builds(Exclude, _nodes, _whys),
@@ -533,12 +533,12 @@ _decisions = st.one_of(
     st.builds(RestartAll, _whys, st.lists(_fences, max_size=2).map(tuple)),
     st.builds(Finish, st.sampled_from(Outcome), _whys),
 )
-_seen = st.builds(AllocationSeen, st.sampled_from(AllocationState), st.just("7"),
+_statuses = st.builds(AllocationStatus, st.sampled_from(AllocationState), st.just("7"),
                   st.lists(_nodes, unique=True).map(tuple), hopeless=st.sampled_from(["", "never"]))  # fmt: skip
 _evidence = st.just((Evidence("step", "it ended", 1.0),))
 _findings = st.one_of(
     st.builds(Finding, st.just("exit_record"), st.sampled_from(Verdict), st.just(Cause.PROCESS),
-              st.just(Remedy.RESTART), st.just(1.0), _evidence, life=_lives),
+              st.just(Remedy.RESTART), st.just(1.0), _evidence, incarnation=_incarnations),
     st.builds(Finding, st.just("node_lost"), st.sampled_from(Verdict), st.just(Cause.NODE),
               st.just(Remedy.EXCLUDE), st.just(1.0), _evidence, node=_nodes),
 )  # fmt: skip
@@ -549,35 +549,35 @@ _BY_TYPE: dict[type, st.SearchStrategy[ev.Event]] = {
     ev.ManagerStarted: st.builds(ev.ManagerStarted, st.just("host"), st.just(1)),
     ev.ManagerStopped: st.builds(ev.ManagerStopped, st.just("SIGTERM")),
     ev.Intended: st.builds(ev.Intended, _outside),
-    ev.Done: st.builds(ev.Done, _tags, st.booleans(), st.just("said"), st.booleans(),
+    ev.IntentSettled: st.builds(ev.IntentSettled, _tags, st.booleans(), st.just("said"), st.booleans(),
                       st.none() | st.sampled_from(RejectReason)),
     ev.Decided: st.builds(ev.Decided, _decisions),
-    ev.AllocationChanged: st.builds(ev.AllocationChanged, _allocations, st.none() | _seen),
-    ev.NodeChanged: st.builds(ev.NodeChanged, _nodes, st.builds(NodeSeen, st.sampled_from(NodeState))),
-    ev.AgentJoined: st.builds(ev.AgentJoined, _lives, _nodes, st.just("host"), st.just(1),
+    ev.AllocationChanged: st.builds(ev.AllocationChanged, _allocations, st.none() | _statuses),
+    ev.NodeChanged: st.builds(ev.NodeChanged, _nodes, st.builds(NodeStatus, st.sampled_from(NodeState))),
+    ev.AgentJoined: st.builds(ev.AgentJoined, _incarnations, _nodes, st.just("host"), st.just(1),
                               st.sampled_from(["", "no torch"])),
-    ev.Admitted: _lives.flatmap(lambda life: st.builds(ev.Admitted, st.just(life), st.just(tag_of(RUN, life)), _nodes,
+    ev.Admitted: _incarnations.flatmap(lambda incarnation: st.builds(ev.Admitted, st.just(incarnation), st.just(tag_of(RUN, incarnation)), _nodes,
                                                        st.just(1))),
-    ev.Joined: st.builds(ev.Joined, _lives, _nodes, st.just("host"), st.just(1), st.none() | st.just("tcp://x")),
-    ev.StepEnded: _lives.flatmap(lambda life: st.builds(ev.StepEnded, st.just(life), st.just(tag_of(RUN, life)),
+    ev.Joined: st.builds(ev.Joined, _incarnations, _nodes, st.just("host"), st.just(1), st.none() | st.just("tcp://x")),
+    ev.StepEnded: _incarnations.flatmap(lambda incarnation: st.builds(ev.StepEnded, st.just(incarnation), st.just(tag_of(RUN, incarnation)),
                                                          st.none() | st.just(1), st.none() | st.just(9),
                                                          st.sampled_from(ExitReason))),
-    ev.PhaseEntered: st.builds(ev.PhaseEntered, _lives, st.sampled_from(["generate", "other"]), st.none() | _replicas),
-    ev.Noted: st.builds(ev.Noted, _lives, st.sampled_from(["", "the trainer waits for group 3"])),
-    ev.FirstWorkDone: st.builds(ev.FirstWorkDone, _lives),
-    ev.VersionHeld: st.builds(ev.VersionHeld, _lives, _versions),
-    ev.StepCommitted: st.builds(ev.StepCommitted, _lives, st.integers(0, 3),
+    ev.PhaseEntered: st.builds(ev.PhaseEntered, _incarnations, st.sampled_from(["generate", "other"]), st.none() | _replicas),
+    ev.NoteChanged: st.builds(ev.NoteChanged, _incarnations, st.sampled_from(["", "the trainer waits for group 3"])),
+    ev.FirstWorkDone: st.builds(ev.FirstWorkDone, _incarnations),
+    ev.VersionAvailable: st.builds(ev.VersionAvailable, _incarnations, _versions),
+    ev.StepCommitted: st.builds(ev.StepCommitted, _incarnations, st.integers(0, 3),
                                 st.just({"reward": 0.5, "token_age_p50": 3.0}) | st.just({})),
     ev.FindingChanged: st.builds(ev.FindingChanged, _findings),
-    ev.FaultInjected: st.builds(ev.FaultInjected, st.sampled_from(["f0", "f1"]), st.none() | _lives, st.booleans(),
+    ev.FaultInjected: st.builds(ev.FaultInjected, st.sampled_from(["f0", "f1"]), st.none() | _incarnations, st.booleans(),
                                 st.just("said"), ended=st.booleans(), unknown=st.booleans()),
-    ev.Commanded: st.builds(ev.Commanded, st.sampled_from(["cancel", "restart", "drain", "undrain", "other"]),
+    ev.CommandReceived: st.builds(ev.CommandReceived, st.sampled_from(["cancel", "restart", "drain", "undrain", "other"]),
                             st.just("me"), st.just("c1"), st.sampled_from(["rollout/0", "trainer/0", "n1", ""])),
-    ev.Ordered: st.builds(ev.Ordered, _faults, st.just("me"), st.sampled_from(["c1", "c2"])),
+    ev.FaultRequested: st.builds(ev.FaultRequested, _faults, st.just("me"), st.sampled_from(["c1", "c2"])),
     ev.Resumed: st.builds(ev.Resumed, st.just("me"), st.sampled_from(["c1", "c2"]), st.just(JOB)),
-    ev.TokensSeen: st.builds(ev.TokensSeen, st.integers(0, 9), st.booleans()),
-    ev.Learned: st.builds(ev.Learned, st.just({"trainer": Lesson({"train": Took(5, 60.0, 80.0)}, tensor_seen=True)})),
-    ev.StacksTaken: st.builds(ev.StacksTaken, _lives, st.just(("a line",)), st.tuples(_lives), st.just("stacks/x.txt")),
+    ev.TokensCounted: st.builds(ev.TokensCounted, st.integers(0, 9), st.booleans()),
+    ev.BaselinesLearned: st.builds(ev.BaselinesLearned, st.just({"trainer": RoleBaseline({"train": DurationStats(5, 60.0, 80.0)}, uses_tensor_cores=True)})),
+    ev.StacksCollected: st.builds(ev.StacksCollected, _incarnations, st.just(("a line",)), st.tuples(_incarnations), st.just("stacks/x.txt")),
     ev.RunEnded: st.builds(ev.RunEnded, st.sampled_from(Outcome), st.just("over")),
 }  # fmt: skip
 EVENTS = st.one_of(*_BY_TYPE.values())
@@ -590,10 +590,10 @@ def test_every_kind_of_event_is_tried_below() -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.lists(EVENTS, max_size=30))
 def test_fold_takes_any_event_in_any_order_and_what_comes_out_survives_both_encodings(events: list[ev.Event]) -> None:
-    state = told(*events)
+    state = state_after(*events)
     assert state.seq == len(events) + 1
     for replica in state.replicas.values():
-        assert not replica.believed or state.believed(replica.life)
+        assert not replica.is_current or state.is_current(replica.incarnation)
     packed, text = msgspec.msgpack.encode(state), msgspec.json.encode(state)
     assert msgspec.msgpack.decode(packed, type=State) == state
     assert msgspec.json.decode(text, type=State) == state

@@ -7,27 +7,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrl.manager.model.reward_curve import CURVE_POINTS, ENDS, GAPS, Rewards, committed
+from rrl.manager.model.reward_curve import MAX_CURVE_POINTS, MAX_STEPS_PER_END, MAX_GAPS, Rewards, add_step
 
 
-def told(*words: tuple[int, float | None], rewards: Rewards | None = None) -> Rewards:
+def reported(*words: tuple[int, float | None], rewards: Rewards | None = None) -> Rewards:
     rewards = rewards or Rewards()
     for step, reward in words:
-        rewards = committed(rewards, step, reward)
+        rewards = add_step(rewards, step, reward)
     return rewards
 
 
 def test_the_first_and_the_newest_ten_are_kept_and_a_curve_of_all() -> None:
-    rewards = told(*((step, float(step)) for step in range(1, 131)))
+    rewards = reported(*((step, float(step)) for step in range(1, 131)))
     assert list(rewards.first) == list(range(1, 11))
     assert list(rewards.last) == list(range(121, 131))
     assert (rewards.mean_first, rewards.mean_last, rewards.latest) == (5.5, 125.5, 130.0)
-    assert len(rewards.points) <= CURVE_POINTS
+    assert len(rewards.points) <= MAX_CURVE_POINTS
     assert [*rewards.points[:2], *rewards.points[-2:]] == [2.5, 6.5, 126.5, 129.5], "each the mean of four steps"
 
 
 def test_nothing_told_is_no_reward() -> None:
-    rewards = told((1, None), (3, None))
+    rewards = reported((1, None), (3, None))
     assert (rewards.mean_first, rewards.mean_last, rewards.latest, rewards.points) == (None, None, None, ())
 
 
@@ -38,20 +38,20 @@ def test_the_order_and_repetitions_do_not_matter(data: st.DataObject, newest: in
     words = [(step, float(step % 7)) for step in steps]
     hellos: list[tuple[int, float | None]] = [(step, None) for step in data.draw(st.lists(st.sampled_from(steps)))]
     shuffled = data.draw(st.permutations([*words, *hellos, *words[:5]]))
-    assert told(*shuffled) == told(*sorted(words))
+    assert reported(*shuffled) == reported(*sorted(words))
 
 
 def test_a_repeated_word_counts_once_and_the_first_counts() -> None:
-    assert told((1, 0.1), (2, 0.2), (1, 9.0), (2, 9.0)) == told((1, 0.1), (2, 0.2))
+    assert reported((1, 0.1), (2, 0.2), (1, 9.0), (2, 9.0)) == reported((1, 0.1), (2, 0.2))
 
 
 @pytest.mark.parametrize("steps", [range(2, 20_000, 3), range(19_999, 1, -3)], ids=["upwards", "downwards"])
 def test_it_stays_small_however_many_steps_are_never_told(steps: range) -> None:
-    rewards = told(*((step, 0.5) for step in steps))
-    assert len(rewards.untold) <= GAPS
-    assert (len(rewards.first), len(rewards.last)) == (ENDS, ENDS)
+    rewards = reported(*((step, 0.5) for step in steps))
+    assert len(rewards.unreported) <= MAX_GAPS
+    assert (len(rewards.first), len(rewards.last)) == (MAX_STEPS_PER_END, MAX_STEPS_PER_END)
     assert len(msgspec.msgpack.encode(rewards)) < 3000
 
 
 def test_a_trainer_that_never_tells_a_reward_leaves_one_gap() -> None:
-    assert told(*((step, None) for step in range(1, 1000))).untold == ((1, 999),)
+    assert reported(*((step, None) for step in range(1, 1000))).unreported == ((1, 999),)

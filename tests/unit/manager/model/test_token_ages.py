@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from rrl.core.types import Verdict
-from rrl.manager.model.token_ages import KEPT_STEPS, TokenAges, finding, with_step
+from rrl.manager.model.token_ages import WINDOW_STEPS, TokenAges, token_age_finding, with_step
 
 
-def told(medians: Sequence[float], ages: TokenAges = TokenAges(), first: int = 1) -> TokenAges:
+def reported(medians: Sequence[float], ages: TokenAges = TokenAges(), first: int = 1) -> TokenAges:
     for step, median in enumerate(medians, first):
         ages = with_step(ages, step, {"token_age_p50": median, "token_age_max": median + 1}, at=100.0 + step)
     return ages
@@ -26,24 +26,24 @@ def told(medians: Sequence[float], ages: TokenAges = TokenAges(), first: int = 1
     ([4.0, 4.0, 4.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0], False),  # falling
 ])  # fmt: skip
 def test_median_age_is_warned_of_once_it_passes_two_and_grows(medians: list[float], warned: bool) -> None:
-    assert (finding(told(medians), 4) is not None) is warned
+    assert (token_age_finding(reported(medians), 4) is not None) is warned
 
 
 def test_warning_stays_the_same_until_the_median_is_young_again() -> None:
-    ages = told([*[1.0] * 5, *[4.0] * 5])
-    first = finding(ages, None)
+    ages = reported([*[1.0] * 5, *[4.0] * 5])
+    first = token_age_finding(ages, None)
     assert first is not None
     assert (first.verdict, first.key) == (Verdict.WARN, "token_age:run")
-    ages = told([5.0] * 20, ages, 11)
-    assert finding(ages, None) == first, "one record in the journal, however long it lasts"
-    ages = told([1.0] * 10, ages, 31)
-    assert finding(ages, None) is None
+    ages = reported([5.0] * 20, ages, 11)
+    assert token_age_finding(ages, None) == first, "one record in the journal, however long it lasts"
+    ages = reported([1.0] * 10, ages, 31)
+    assert token_age_finding(ages, None) is None
 
 
 def test_ages_of_the_newest_steps_are_kept_in_whatever_order_they_are_told() -> None:
     ages = TokenAges()
     for step in (3, 1, 2, 2, *range(20, 3, -1)):
         ages = with_step(ages, step, {"token_age_p50": float(step), "token_age_max": step + 0.5}, at=0.0)
-    assert [one.step for one in ages.steps] == list(range(21 - KEPT_STEPS, 21))
+    assert [one.step for one in ages.steps] == list(range(21 - WINDOW_STEPS, 21))
     assert (ages.p50, ages.max) == (15.5, 20.5)
     assert with_step(ages, 21, {"reward": 1.0}, at=0.0) == ages

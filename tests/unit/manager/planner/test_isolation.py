@@ -28,7 +28,7 @@ _blows = st.tuples(
 def strike(world: World, kind: str, replica: ReplicaId) -> set[ReplicaId]:
     """Returns whose incarnation this may change."""
     node = world.state.replica(replica).node
-    there = {r.id for r in workers(world.state) if r.node == node or r.prefer == node}
+    there = {r.id for r in workers(world.state) if r.node == node or r.preferred_node == node}
     if node is None or kind == "kill":
         world.kill(replica)
     elif kind == "freeze":
@@ -57,15 +57,15 @@ def restless(world: World) -> list[Replica]:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(_blows, min_size=1, max_size=8), st.integers(0, 2))
 def test_failures_of_single_replicas_change_no_other_replicas_incarnation(blows: list[Blow], spares: int) -> None:
-    recovery = Recovery(per_node=2, per_replica=50, breaker=1.0, whole=0)  # else the ladder may restart them all
+    recovery = Recovery(per_node=2, per_replica=50, breaker=1.0, full_restarts=0)  # else the ladder may restart them all
     world = World(job(rollouts=3, spares=spares, recovery=recovery), nodes=20).steady()
     hit: set[ReplicaId] = set()
     for kind, replica, pause in blows:
         hit |= strike(world, kind, replica)
-        world.play(at_most=pause)
+        world.play(timeout_s=pause)
         changed = {id for id, incarnation in world.incarnations().items() if incarnation != 1}
         assert changed <= hit, f"{kind} {replica}"
-    world.play(at_most=3000.0)
+    world.play(timeout_s=3000.0)
     assert {id for id, incarnation in world.incarnations().items() if incarnation != 1} <= hit
     assert world.works(), {r.id: r.status for r in workers(world.state) if r.status is not Status.JOINED}
 
@@ -87,12 +87,12 @@ def test_no_sequence_of_failures_ends_otherwise_than_working_degraded_or_over(
     world.refuse = "no" if refuse else ""
     for kind, replica, pause in blows:
         strike(world, kind, replica)
-        world.play(at_most=pause)
-    world.play(at_most=20_000.0)
-    world.play(lambda: not restless(world), at_most=2000.0)  # one that was gone on without is just tried once more
+        world.play(timeout_s=pause)
+    world.play(timeout_s=20_000.0)
+    world.play(lambda: not restless(world), timeout_s=2000.0)  # one that was gone on without is just tried once more
     if world.over:
         assert (world.steps, world.held) == ({}, {})
         return
     assert not restless(world)
     for fence in world.decided(Fence):
-        assert not world.state.believed(fence.life)
+        assert not world.state.is_current(fence.incarnation)

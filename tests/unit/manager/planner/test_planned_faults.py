@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from rrl.core.faults import At, Fault, FaultKind
+from rrl.core.faults import FaultTrigger, Fault, FaultKind
 from rrl.core.launch import ExitReason
 from rrl.core.types import ReplicaId
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Perform
+from rrl.manager.model.actions import InjectFault
 from rrl.manager.model.state import Status
 from rrl.tests.support.manager.jobs import ROLLOUTS, TRAINER, gang_job, job
 from rrl.tests.support.manager.world import World
@@ -16,22 +16,22 @@ from rrl.tests.support.manager.world import World
 R0, R1 = ROLLOUTS
 
 
-def order(world: World, fault: Fault) -> None:
-    world.happen(ev.Ordered(fault, "ada", f"letter of {fault.id}"))
+def planned_order(world: World, fault: Fault) -> None:
+    world.happen(ev.FaultRequested(fault, "ada", f"letter of {fault.id}"))
 
 
 def performed(world: World) -> list[str]:
-    return [action.fault.id for action in world.decided(Perform)]
+    return [action.fault.id for action in world.decided(InjectFault)]
 
 
 def test_a_fault_ordered_without_a_moment_is_set_off_as_soon_as_its_target_is_there() -> None:
     world = World(job())
-    order(world, Fault("i1", FaultKind.KILL, R0, by="ada"))
+    planned_order(world, Fault("i1", FaultKind.KILL, R0, by="ada"))
     world.play(lambda: world.state.replica(R0).status is Status.STARTING)
     assert performed(world) == []
-    world.play(lambda: bool(performed(world)), at_most=60.0)
-    (action,) = world.decided(Perform)
-    assert (action.fault.id, action.life) == ("i1", world.state.replica(R0).life)
+    world.play(lambda: bool(performed(world)), timeout_s=60.0)
+    (action,) = world.decided(InjectFault)
+    assert (action.fault.id, action.incarnation) == ("i1", world.state.replica(R0).incarnation)
     assert action.why.evidence == ("fault i1 at now, ordered by ada",)
     assert action.step == world.state.replica(R0).step
     world.steady()
@@ -40,19 +40,19 @@ def test_a_fault_ordered_without_a_moment_is_set_off_as_soon_as_its_target_is_th
 
 
 def test_a_fault_due_at_a_time_is_set_off_then_though_nothing_happens_meanwhile() -> None:
-    world = World(job(faults=[Fault("f0", FaultKind.KILL, R0, At(time=300.0))])).steady()
+    world = World(job(faults=[Fault("f0", FaultKind.KILL, R0, FaultTrigger(time=300.0))])).steady()
     since = world.state.running_since
     assert since is not None
-    world.play(lambda: bool(performed(world)), at_most=1000.0)
+    world.play(lambda: bool(performed(world)), timeout_s=1000.0)
     assert world.now == since + 300.0
 
 
 def test_a_fault_due_in_a_phase_waits_for_its_target_to_be_in_it() -> None:
-    world = World(job(faults=[Fault("f0", FaultKind.KILL, TRAINER, At(phase="checkpoint"))])).steady()
+    world = World(job(faults=[Fault("f0", FaultKind.KILL, TRAINER, FaultTrigger(phase="checkpoint"))])).steady()
     assert performed(world) == []
-    world.happen(ev.PhaseEntered(world.state.replica(R0).life, "checkpoint"))
+    world.happen(ev.PhaseEntered(world.state.replica(R0).incarnation, "checkpoint"))
     assert performed(world) == []
-    world.happen(ev.PhaseEntered(world.state.replica(TRAINER).life, "checkpoint"))
+    world.happen(ev.PhaseEntered(world.state.replica(TRAINER).incarnation, "checkpoint"))
     assert performed(world) == ["f0"]
 
 
@@ -60,9 +60,9 @@ def test_a_fault_due_in_a_phase_waits_for_its_target_to_be_in_it() -> None:
 def test_a_nodes_fault_hits_the_node_that_is_named_or_that_its_replica_is_on(target: str) -> None:
     world = World(job()).steady()
     node = world.node_of(R0) if target == R0 else target
-    order(world, Fault("i1", FaultKind.CRASH, target))
-    (action,) = world.decided(Perform)
-    assert (action.node, action.step, action.life) == (node, "", None)
+    planned_order(world, Fault("i1", FaultKind.CRASH, target))
+    (action,) = world.decided(InjectFault)
+    assert (action.node, action.step, action.incarnation) == (node, "", None)
 
 
 @pytest.mark.parametrize(
@@ -70,41 +70,41 @@ def test_a_nodes_fault_hits_the_node_that_is_named_or_that_its_replica_is_on(tar
 )
 def test_the_manager_and_the_whole_run_are_always_there(kind: FaultKind, target: str) -> None:
     world = World(job())
-    order(world, Fault("i1", kind, target, seconds=5.0))
-    (action,) = world.decided(Perform)
-    assert (action.node, action.step, action.life) == ("", "", None)
+    planned_order(world, Fault("i1", kind, target, seconds=5.0))
+    (action,) = world.decided(InjectFault)
+    assert (action.node, action.step, action.incarnation) == ("", "", None)
 
 
 def test_what_an_agent_must_do_waits_for_the_agent_and_what_a_role_does_itself_does_not() -> None:
     world = World(job()).steady()
     agent = ReplicaId(f"agent/{world.node_of(R0)}")
-    life = world.state.replica(agent).life
-    world.happen(ev.StepEnded(life, world.state.replica(agent).step or "", None, 9, ExitReason.SIGNALED))
-    order(world, Fault("i0", FaultKind.KILL, R1))
+    incarnation = world.state.replica(agent).incarnation
+    world.happen(ev.StepEnded(incarnation, world.state.replica(agent).step or "", None, 9, ExitReason.SIGNALED))
+    planned_order(world, Fault("i0", FaultKind.KILL, R1))
     assert performed(world) == ["i0"]
     world = World(job()).steady()
     world.slow_to_stop = float("inf")
     world.kill(agent)
     assert world.state.replica(agent).status is not Status.JOINED
-    order(world, Fault("i1", FaultKind.KILL, R0))
-    order(world, Fault("i2", FaultKind.EXIT, R0, amount=3))
+    planned_order(world, Fault("i1", FaultKind.KILL, R0))
+    planned_order(world, Fault("i2", FaultKind.EXIT, R0, amount=3))
     assert performed(world) == ["i2"]
-    world.play(at_most=60.0)
+    world.play(timeout_s=60.0)
     assert performed(world) == ["i2", "i1"]
 
 
 def test_a_shadow_can_be_hit_too() -> None:
     world = World(gang_job(1, 1)).steady().warmed()
     shadow = ReplicaId(f"shadow/{world.node_of(TRAINER)}")
-    order(world, Fault("i1", FaultKind.KILL, shadow, At(step=1), by="ada"))
+    planned_order(world, Fault("i1", FaultKind.KILL, shadow, FaultTrigger(step=1), by="ada"))
     world.wait(30.0)
     assert performed(world) == ["i1"]
-    assert (world.state.replica(shadow).incarnation, world.incarnations()[TRAINER]) == (2, 1)
+    assert (world.state.replica(shadow).incarnation_number, world.incarnations()[TRAINER]) == (2, 1)
 
 
 def test_a_thousand_faults_to_come_are_not_looked_at_one_by_one_against_all_that_were() -> None:
     """State holds the ids of those that were set off, and is not asked for each."""
-    faults = [Fault(f"r0.{i}", FaultKind.KILL, "manager", At(time=float(i))) for i in range(1000)]
+    faults = [Fault(f"r0.{i}", FaultKind.KILL, "manager", FaultTrigger(time=float(i))) for i in range(1000)]
     world = World(job(faults=faults)).steady()
-    world.play(lambda: len(performed(world)) > 5, at_most=20.0)
+    world.play(lambda: len(performed(world)) > 5, timeout_s=20.0)
     assert performed(world) == sorted(performed(world), key=lambda id: int(id.partition(".")[2]))

@@ -8,20 +8,20 @@ from itertools import pairwise
 
 import pytest
 
-from rrl.core.faults import At, Fault, FaultKind
+from rrl.core.faults import FaultTrigger, Fault, FaultKind
 from rrl.core.run_spec import Limits, Recovery
 from rrl.core.types import AGENT, NodeName, Outcome, ReplicaId, role_of
-from rrl.manager.cluster.base import AllocationState, NodeSeen, NodeState
+from rrl.manager.cluster.base import AllocationState, NodeStatus, NodeState
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Perform, Release, Request, Rung, StopStep
+from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, InjectFault, Release, Request, Rung, StopStep
 from rrl.manager.model.queries import workers
-from rrl.manager.model.reduce_replicas import RETURN_PAUSE
+from rrl.manager.model.reduce_replicas import RETRY_PAUSE_S
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import Status
 from rrl.manager.planner import Plan, plan
-from rrl.manager.planner.capacity.initial_request import REFUSALS
-from rrl.manager.planner.deadlines import HOPELESS, WALLTIME_MARGIN
-from rrl.manager.planner.shutdown import said_at_the_end
+from rrl.manager.planner.capacity.initial_request import MAX_REJECTIONS
+from rrl.manager.planner.deadlines import UNSATISFIABLE_AFTER_S, MIN_WALLTIME_MARGIN_S
+from rrl.manager.planner.shutdown import final_reason
 from rrl.tests.support.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, job
 from rrl.tests.support.manager.world import World, assert_nothing_is_left, found, lost, requests, rungs
 
@@ -34,7 +34,7 @@ N1, N2, N3, N4, N5, N6, N7 = (NodeName(f"n{i}") for i in range(1, 8))
 
 
 def launches(world: World) -> list[str]:
-    return [str(action.life) for action in world.decided(Launch)]
+    return [str(action.incarnation) for action in world.decided(Launch)]
 
 
 def stopped_at(world: World) -> list[float]:
@@ -45,7 +45,7 @@ def stopped_at(world: World) -> list[float]:
 def test_from_nothing_one_request_one_agent_a_node_and_every_replica_once() -> None:
     world = World(job()).steady()
     assert requests(world) == [POOL]
-    assert world.asks[POOL].count == 5
+    assert world.requests[POOL].count == 5
     assert sorted(launches(world)) == sorted([f"{r}#1" for r in ALL] + [f"agent/n{i}#1" for i in range(1, 6)])
     assert {r: world.node_of(r) for r in ALL} == {STORE: N1, REWARD: N1, TRAINER: N2, R0: N3, R1: N4}
     assert world.decided(Fence) == []
@@ -64,28 +64,28 @@ def test_a_pool_that_the_cluster_refuses_ends_the_run_with_the_clusters_words() 
 def test_a_request_that_never_reached_the_cluster_is_made_again_under_another_name_and_not_for_ever() -> None:
     world = World(job())
     world.unanswered = True
-    world.play(at_most=1.0)
-    world.happen(ev.Done(POOL, False, "never appeared in the queue", unheard=True))
+    world.play(timeout_s=1.0)
+    world.happen(ev.IntentSettled(POOL, False, "never appeared in the queue", undelivered=True))
     assert len(set(requests(world))) == 2
-    world.happen(ev.Done(requests(world)[1], False, "never appeared in the queue", unheard=True))
+    world.happen(ev.IntentSettled(requests(world)[1], False, "never appeared in the queue", undelivered=True))
     assert len(set(requests(world))) == 3
-    world.happen(ev.Done(requests(world)[2], False, "never appeared in the queue", unheard=True))
+    world.happen(ev.IntentSettled(requests(world)[2], False, "never appeared in the queue", undelivered=True))
     assert_nothing_is_left(world, Outcome.FAILED)
 
 
 def test_a_request_that_is_made_again_is_as_good_as_the_first() -> None:
     world = World(job())
     world.unanswered = True
-    world.play(at_most=1.0)
+    world.play(timeout_s=1.0)
     world.unanswered = False
-    world.happen(ev.Done(POOL, False, "never appeared in the queue", unheard=True))
+    world.happen(ev.IntentSettled(POOL, False, "never appeared in the queue", undelivered=True))
     world.steady()
     assert world.incarnations() == ONCE
 
 
 def test_the_first_pool_is_waited_for_as_long_as_the_queue_takes() -> None:
     world = World(job(limits=Limits(allocation=500.0)), nodes=3).wait(10 * DAY)
-    assert (requests(world), world.decided(Release), world.state.verdict) == ([POOL], [], None)
+    assert (requests(world), world.decided(Release), world.state.finish) == ([POOL], [], None)
     world.arrive(5)
     world.steady()
     assert world.incarnations() == ONCE
@@ -93,8 +93,8 @@ def test_the_first_pool_is_waited_for_as_long_as_the_queue_takes() -> None:
 
 def test_a_pool_that_is_taken_from_the_queue_is_asked_for_under_another_name_and_not_for_ever() -> None:
     world = World(job(), nodes=3)
-    for asked in range(1, REFUSALS + 1):
-        world.play(at_most=5.0)
+    for asked in range(1, MAX_REJECTIONS + 1):
+        world.play(timeout_s=5.0)
         assert len(set(requests(world))) == asked
         world.drop(requests(world)[-1], AllocationState.ENDED)
     assert world.decided(Finish)[0].why.evidence == (f"{requests(world)[-1]}: CANCELLED by 1000",)
@@ -102,9 +102,9 @@ def test_a_pool_that_is_taken_from_the_queue_is_asked_for_under_another_name_and
 
 
 def test_one_whose_pool_is_taken_from_the_queue_once_runs_in_the_next() -> None:
-    world = World(job(), nodes=3).play(at_most=5.0)
+    world = World(job(), nodes=3).play(timeout_s=5.0)
     world.drop(POOL)
-    world.play(at_most=5.0)
+    world.play(timeout_s=5.0)
     world.arrive(5)
     world.steady()
     assert world.incarnations() == ONCE
@@ -130,7 +130,7 @@ def test_a_hung_process_is_fenced_stopped_and_restarted(replica: ReplicaId) -> N
     world.freeze(replica)
     world.steady()
     assert [action.step for action in world.decided(StopStep)] == [step]
-    assert world.state.lingering == {}
+    assert world.state.orphan_steps == {}
     assert world.incarnations() == ONCE | {replica: 2}
 
 
@@ -178,7 +178,7 @@ def test_a_minute_in_which_everything_dies_at_once_costs_restarts_and_nothing_el
     assert world.now < began + 180.0
     assert requests(world) == [POOL]
     assert Rung.DEGRADED not in rungs(world)
-    assert world.state.verdict is None
+    assert world.state.finish is None
 
 
 def test_a_replica_that_fails_on_two_nodes_is_not_given_a_third() -> None:
@@ -208,11 +208,11 @@ def test_two_replicas_that_cannot_be_spared_end_the_run_once() -> None:
 
 
 def test_a_trainer_that_always_fails_at_once_is_tried_for_minutes_and_then_ends_the_run() -> None:
-    world = World(job(recovery=Recovery(whole=0)), nodes=20).steady()
+    world = World(job(recovery=Recovery(full_restarts=0)), nodes=20).steady()
     began = world.now
     while not world.over and world.now < began + 3600.0:
         world.kill(TRAINER)
-        world.play(lambda: world.works() or world.over, at_most=100.0)
+        world.play(lambda: world.works() or world.over, timeout_s=100.0)
     assert 180.0 < world.now - began < 600.0
     assert_nothing_is_left(world, Outcome.FAILED)
     assert requests(world) == [POOL]
@@ -222,7 +222,7 @@ def test_a_rollout_that_was_gone_on_without_comes_back_when_its_failures_have_le
     world = World(job(recovery=Recovery(per_node=9, per_replica=3))).steady()
     for _ in range(4):
         world.kill(R0)
-        world.play(at_most=60.0)
+        world.play(timeout_s=60.0)
     last = world.state.replica(R0).failures[-1].at
     world.play(lambda: world.state.replica(R0).status is not Status.RETIRED)
     assert world.now == last + world.state.job.recovery.window
@@ -235,7 +235,7 @@ def test_a_rollout_that_was_gone_on_without_takes_no_room_from_one_that_is_wante
     world = World(job(spares=0, recovery=Recovery(per_node=9, per_replica=1))).steady()
     for _ in range(2):
         world.kill(R0)
-        world.play(at_most=30.0)
+        world.play(timeout_s=30.0)
     assert world.state.replica(R0).status is Status.RETIRED
     world.wait(560.0)
     world.lose_node(N4)
@@ -243,7 +243,7 @@ def test_a_rollout_that_was_gone_on_without_takes_no_room_from_one_that_is_wante
     world.play(lambda: world.state.replica(R1).status is Status.JOINED)
     assert world.node_of(R1) == N3
     assert (world.state.replica(R0).status, requests(world)) == (Status.RETIRED, [POOL])
-    world.play(lambda: world.state.replica(R0).status is Status.JOINED, at_most=600.0)
+    world.play(lambda: world.state.replica(R0).status is Status.JOINED, timeout_s=600.0)
     assert len(requests(world)) == 2, "one is asked for on its behalf, once its failures have left the window"
     assert world.node_of(R1) == N3
 
@@ -252,27 +252,27 @@ def test_a_rollout_that_spent_its_budget_is_gone_on_without() -> None:
     world = World(job(recovery=Recovery(per_node=9, per_replica=3))).steady()
     for _ in range(4):
         world.kill(R0)
-        world.play(at_most=60.0)
+        world.play(timeout_s=60.0)
     assert world.state.replica(R0).status is Status.RETIRED
     assert rungs(world) == [Rung.IN_PLACE] * 3 + [Rung.DEGRADED]
     assert "3 restarts of rollout/0 within 600 s" in world.decided(Fence)[-1].why.evidence
-    assert world.state.verdict is None
+    assert world.state.finish is None
     assert world.incarnations() == ONCE | {R0: 4}
 
 
 @pytest.mark.parametrize("replica", [STORE, TRAINER])
 def test_a_replica_that_cannot_be_spared_ends_the_run_when_its_budget_is_spent(replica: ReplicaId) -> None:
-    world = World(job(recovery=Recovery(per_node=9, per_replica=3, whole=0))).steady()
+    world = World(job(recovery=Recovery(per_node=9, per_replica=3, full_restarts=0))).steady()
     for _ in range(4):
         world.kill(replica)
-        world.play(at_most=60.0)
+        world.play(timeout_s=60.0)
     world.play()
     assert_nothing_is_left(world, Outcome.FAILED)
     assert f"3 restarts of {replica} within 600 s" in world.decided(Finish)[0].why.evidence
 
 
 def test_the_last_rollout_that_the_run_needs_cannot_be_spared_either() -> None:
-    world = World(job(min_rollouts=2, recovery=Recovery(per_node=9, per_replica=1, whole=0))).steady()
+    world = World(job(min_rollouts=2, recovery=Recovery(per_node=9, per_replica=1, full_restarts=0))).steady()
     world.kill(R0)
     world.steady()
     world.kill(R0)
@@ -281,12 +281,12 @@ def test_the_last_rollout_that_the_run_needs_cannot_be_spared_either() -> None:
 
 
 def test_of_two_rollouts_that_spend_their_budgets_at_once_not_both_can_be_spared() -> None:
-    world = World(job(recovery=Recovery(per_node=9, per_replica=1, whole=0))).steady()
+    world = World(job(recovery=Recovery(per_node=9, per_replica=1, full_restarts=0))).steady()
     for replica in ROLLOUTS:
         world.kill(replica)
     world.steady()
     for replica in ROLLOUTS:
-        world.record(found(world.state.replica(replica).life, "exit_record", world.now))
+        world.record(found(world.state.replica(replica).incarnation, "exit_record", world.now))
     world.play()
     assert_nothing_is_left(world, Outcome.FAILED)
     assert "1 restarts of rollout/1 within 600 s" in world.decided(Finish)[0].why.evidence
@@ -302,8 +302,8 @@ def test_a_rollout_may_be_gone_on_without_while_another_is_just_being_restarted(
     world.kill(R1)  # pauses for 30 s before its second restart
     assert world.state.replica(R1).status is Status.WANTED
     world.kill(R0)
-    world.play(at_most=60.0)
-    assert world.state.verdict is None
+    world.play(timeout_s=60.0)
+    assert world.state.finish is None
     assert world.state.replica(R0).status is Status.RETIRED
     assert world.state.replica(R1).status is Status.JOINED
 
@@ -320,8 +320,8 @@ def test_restarts_that_lie_further_back_than_the_window_do_not_count() -> None:
 def test_a_launch_that_is_refused_is_tried_again_until_the_budget_is_spent() -> None:
     world = World(job(min_rollouts=1, recovery=Recovery(per_node=9, per_replica=2)))
     world.refuse_launch = {N3}
-    world.play(at_most=120.0)
-    tried = [action for action in world.decided(Launch) if action.life.replica == R0]
+    world.play(timeout_s=120.0)
+    tried = [action for action in world.decided(Launch) if action.incarnation.replica == R0]
     assert [action.node for action in tried] == [N3] * 3
     assert world.state.replica(R0).status is Status.RETIRED
     assert "its launches were refused" in world.decided(Fence)[0].why.evidence
@@ -339,9 +339,9 @@ def test_a_stop_that_was_refused_is_asked_for_again_after_a_pause() -> None:
     world.refuse_stop = 2
     world.freeze(R0)
     world.wait(60.0)
-    assert world.state.lingering == {}
+    assert world.state.orphan_steps == {}
     assert [round(later - earlier, 1) for earlier, later in pairwise(stopped_at(world))] == [
-        RETURN_PAUSE + 0.2, RETURN_PAUSE + 0.2,
+        RETRY_PAUSE_S + 0.2, RETRY_PAUSE_S + 0.2,
     ]  # fmt: skip
 
 
@@ -353,7 +353,7 @@ def test_a_stop_that_was_refused_is_asked_for_again_while_the_run_ends_too() -> 
     steps = [action.step for action in world.decided(StopStep)]
     again = 5
     assert (len(steps), len(set(steps)), steps.index(steps[again])) == (11, 10, 0)
-    assert round(stopped_at(world)[again] - stopped_at(world)[0], 1) == RETURN_PAUSE + 0.2
+    assert round(stopped_at(world)[again] - stopped_at(world)[0], 1) == RETRY_PAUSE_S + 0.2
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
 
@@ -362,9 +362,9 @@ def test_a_late_word_of_a_fenced_step_does_not_bring_it_back() -> None:
     old = world.state.replica(R0)
     world.freeze(R0)
     assert old.step is not None
-    world.record(ev.Joined(old.life, N3, "n3", 9))
+    world.record(ev.Joined(old.incarnation, N3, "n3", 9))
     world.steady()
-    assert world.state.replica(R0).incarnation == 2
+    assert world.state.replica(R0).incarnation_number == 2
 
 
 def test_what_lingers_on_a_node_keeps_its_room_until_it_has_ended() -> None:
@@ -374,13 +374,13 @@ def test_what_lingers_on_a_node_keeps_its_room_until_it_has_ended() -> None:
     world.slow_to_stop = 30.0
     world.freeze(R1)
     world.steady()
-    assert (world.node_of(R1), [one.node for one in world.state.lingering.values()]) == (N5, [N4])
+    assert (world.node_of(R1), [one.node for one in world.state.orphan_steps.values()]) == (N5, [N4])
     world.kill(R0)
     world.steady()  # in place
     world.kill(R0)  # to n4, but not before what hangs there has ended
-    assert world.state.lingering
-    world.play(lambda: world.state.replica(R0).incarnation == 3)
-    assert (world.state.lingering, world.node_of(R0)) == ({}, N4)
+    assert world.state.orphan_steps
+    world.play(lambda: world.state.replica(R0).incarnation_number == 3)
+    assert (world.state.orphan_steps, world.node_of(R0)) == ({}, N4)
 
 
 # ── nodes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -398,7 +398,7 @@ def test_a_lost_node_is_excluded_and_what_ran_there_moves_to_the_spare() -> None
 
 def test_a_node_that_is_lost_is_not_where_what_died_on_it_is_restarted() -> None:
     world = World(job()).steady()
-    world.record(found(world.state.replica(R0).life, "worker_silence", world.now))
+    world.record(found(world.state.replica(R0).incarnation, "worker_silence", world.now))
     world.happen(lost(N3, world.now))
     world.steady()
     assert (rungs(world), world.node_of(R0)) == ([Rung.SPARE], N5)
@@ -440,7 +440,7 @@ def test_without_a_spare_a_replacement_is_requested_that_excludes_the_bad_node()
     world.lose_node(N3)
     world.play(lambda: world.incarnations()[R0] == 2).steady()
     (more,) = requests(world)[1:]
-    assert (world.asks[more].count, world.asks[more].exclude) == (1, (N3,))
+    assert (world.requests[more].count, world.requests[more].exclude) == (1, (N3,))
     assert world.node_of(R0) == N5
     assert rungs(world) == [Rung.REPLACEMENT]
     assert world.incarnations() == ONCE | {R0: 2}
@@ -456,7 +456,7 @@ def test_a_node_that_left_with_its_allocation_stays_excluded_in_later_requests()
     world.steady()
     world.drop(POOL, AllocationState.ENDED)
     world.steady()
-    assert [world.asks[tag].exclude for tag in requests(world)] == [(), (N3,), (N3,), (N3,), (N3, N5)]
+    assert [world.requests[tag].exclude for tag in requests(world)] == [(), (N3,), (N3,), (N3,), (N3, N5)]
 
 
 def test_one_replacement_is_waited_for_and_not_asked_for_again() -> None:
@@ -472,12 +472,12 @@ def test_replacements_refused_thrice_leave_the_run_degraded_where_the_role_can_s
     world = World(job(spares=0)).steady()
     world.refuse = "Requested node configuration is not available"
     world.lose_node(N3)
-    world.play(at_most=600.0)
-    assert len(requests(world)) == 1 + REFUSALS
+    world.play(timeout_s=600.0)
+    assert len(requests(world)) == 1 + MAX_REJECTIONS
     assert world.state.replica(R0).status is Status.RETIRED
     assert rungs(world) == [Rung.REPLACEMENT, Rung.DEGRADED]
     assert world.decided(Fence)[-1].why.evidence == (world.refuse,) * 3
-    assert world.state.verdict is None
+    assert world.state.finish is None
     assert world.incarnations() == ONCE
 
 
@@ -487,7 +487,7 @@ def test_replacements_refused_thrice_end_the_run_where_the_role_cannot() -> None
     world.lose_node(N2)
     world.play()
     (end,) = world.decided(Finish)
-    assert len(requests(world)) == 1 + REFUSALS
+    assert len(requests(world)) == 1 + MAX_REJECTIONS
     left = f"{N2} is excluded: {world.state.nodes[N2].excluded}"
     assert end.why.evidence == (world.refuse, "trainer/0 has no node", left)
     assert_nothing_is_left(world, Outcome.FAILED)
@@ -497,9 +497,9 @@ def test_nothing_is_launched_with_the_decision_that_there_are_no_nodes_for_the_t
     world = World(job(spares=0)).steady()
     world.refuse = "no"
     world.lose_node(N2)
-    world.play(lambda: len(requests(world)) == 1 + REFUSALS)
-    world.record(found(world.state.replica(R1).life, "exit_record", world.now))
-    world.happen(ev.Done(requests(world)[-1], False, "no"))
+    world.play(lambda: len(requests(world)) == 1 + MAX_REJECTIONS)
+    world.record(found(world.state.replica(R1).incarnation, "exit_record", world.now))
+    world.happen(ev.IntentSettled(requests(world)[-1], False, "no"))
     assert world.decided(Finish)
     assert "rollout/1#2" not in launches(world)
     world.play()
@@ -510,7 +510,7 @@ def test_requests_that_are_refused_are_further_and_further_apart() -> None:
     world = World(job(spares=0)).steady()
     world.refuse = "no"
     world.lose_node(N3)
-    world.play(at_most=600.0)
+    world.play(timeout_s=600.0)
     times = [s.at for s in world.events if isinstance(s.event, ev.Intended) and isinstance(s.event.action, Request)]
     gaps = [round(later - earlier) for earlier, later in pairwise(times[1:])]
     assert gaps == [10, 20]
@@ -520,35 +520,35 @@ def test_refusals_of_long_ago_do_not_keep_a_replacement_from_being_asked_for() -
     world = World(job(rollouts=3, spares=0), nodes=7).steady()
     world.refuse = "no"
     world.lose_node(N3)
-    world.play(at_most=300.0)
-    assert len(requests(world)) == 1 + REFUSALS
+    world.play(timeout_s=300.0)
+    assert len(requests(world)) == 1 + MAX_REJECTIONS
     world.wait(1000.0)
-    assert len(requests(world)) == 2 + REFUSALS, "for the one that was gone on without, once in a window"
+    assert len(requests(world)) == 2 + MAX_REJECTIONS, "for the one that was gone on without, once in a window"
     world.refuse = ""
     world.wait(600.0)
-    assert (len(requests(world)), world.node_of(R0)) == (3 + REFUSALS, N6)
+    assert (len(requests(world)), world.node_of(R0)) == (3 + MAX_REJECTIONS, N6)
     world.lose_node(N4)
     world.play(lambda: world.incarnations()[R1] == 2)
-    assert (len(requests(world)), world.node_of(R1)) == (4 + REFUSALS, N7)
+    assert (len(requests(world)), world.node_of(R1)) == (4 + MAX_REJECTIONS, N7)
 
 
 def test_a_pool_whose_replacement_can_never_be_met_is_asked_for_another_once_a_window() -> None:
     world = World(job(rollouts=3, spares=0), nodes=7).steady()
     world.hopeless["pool"] = "BadConstraints"
     world.lose_node(N3)
-    world.wait(1500.0 + 2 * HOPELESS)
+    world.wait(1500.0 + 2 * UNSATISFIABLE_AFTER_S)
     assert world.state.replica(R0).status is Status.RETIRED
     assert len(requests(world)) == 1 + 3
     assert not [one for one in world.state.allocations.values() if one.pending]
     world.hopeless = {}
-    world.play(world.works, at_most=700.0)
+    world.play(world.works, timeout_s=700.0)
     assert world.incarnations()[R0] == 2
 
 
 def test_a_replacement_that_comes_late_is_used_by_the_replica_that_was_gone_on_without() -> None:
     world = World(job(spares=0, limits=Limits(allocation=300.0))).steady()
     world.lose_node(N3)
-    world.play(at_most=2000.0)
+    world.play(timeout_s=2000.0)
     assert world.state.replica(R0).status is Status.RETIRED
     assert len(requests(world)) == 2
     assert not world.decided(Release), "it stays in the queue: nothing is lost by waiting"
@@ -563,10 +563,10 @@ def test_the_breaker_stops_the_exclusion_of_many_nodes_at_once() -> None:
     world.lose_node(N3)
     world.lose_node(N4)
     world.lose_node(N5)
-    world.play(at_most=300.0)
+    world.play(timeout_s=300.0)
     assert [action.node for action in world.decided(Exclude)] == [N3, N4], "two of six are a minority, three are not"
     assert world.incarnations() == ONCE | {R0: 2, R1: 2}
-    world.play(lambda: len(world.decided(Exclude)) == 3, at_most=600.0)
+    world.play(lambda: len(world.decided(Exclude)) == 3, timeout_s=600.0)
     first, _, third = (s.at for s in world.events if isinstance(s.event, ev.Decided)
                      and isinstance(s.event.action, Exclude))  # fmt: skip
     assert third - first == world.state.job.recovery.window
@@ -576,7 +576,7 @@ def test_the_breaker_stops_the_exclusion_of_a_second_of_four_nodes() -> None:
     world = World(job(spares=0)).steady()
     world.lose_node(N3)
     world.lose_node(N4)
-    world.play(at_most=300.0)
+    world.play(timeout_s=300.0)
     assert [action.node for action in world.decided(Exclude)] == [N3]
 
 
@@ -584,18 +584,18 @@ def test_the_breaker_lets_a_fifth_of_the_nodes_go() -> None:
     world = World(job(rollouts=6, spares=2)).steady()
     for node in (N3, N4, N5):
         world.lose_node(node)
-    world.play(at_most=300.0)
+    world.play(timeout_s=300.0)
     assert [action.node for action in world.decided(Exclude)] == [N3, N4]
 
 
 def test_a_draining_node_gets_nothing_new_and_loses_nothing() -> None:
     world = World(job()).steady()
     for node in (N5, N4):
-        world.record(ev.NodeChanged(node, NodeSeen(NodeState.DRAINING, "MIXED+DRAIN")))
-    world.play(at_most=100.0)
+        world.record(ev.NodeChanged(node, NodeStatus(NodeState.DRAINING, "MIXED+DRAIN")))
+    world.play(timeout_s=100.0)
     assert world.incarnations() == ONCE
     world.kill(R1)
-    world.play(at_most=5.0)
+    world.play(timeout_s=5.0)
     assert len(requests(world)) == 2
     assert all(action.node not in (N4, N5) for action in world.decided(Launch)[10:])
 
@@ -606,7 +606,7 @@ def test_a_pool_that_the_cluster_ends_is_asked_for_again_and_the_run_goes_on_the
     world.drop(POOL)
     world.steady()
     assert len(requests(world)) == 2
-    assert world.asks[requests(world)[1]].count == 4
+    assert world.requests[requests(world)[1]].count == 4
     assert world.incarnations() == dict.fromkeys(ALL, 2)
     assert set(rungs(world)) == {Rung.REPLACEMENT}
 
@@ -614,9 +614,9 @@ def test_a_pool_that_the_cluster_ends_is_asked_for_again_and_the_run_goes_on_the
 def test_an_agent_that_dies_is_started_again_and_harms_nobody() -> None:
     world = World(job()).steady()
     world.kill(ReplicaId("agent/n3"))
-    world.play(at_most=30.0)
+    world.play(timeout_s=30.0)
     agent = world.state.replica(ReplicaId("agent/n3"))
-    assert (agent.status, agent.incarnation) == (Status.JOINED, 2)
+    assert (agent.status, agent.incarnation_number) == (Status.JOINED, 2)
     assert world.incarnations() == ONCE
 
 
@@ -625,35 +625,35 @@ def test_an_agent_whose_budget_is_spent_is_retired_and_tried_again_after_the_win
     agent = ReplicaId("agent/n3")
     for _ in range(3):
         world.kill(agent)
-        world.play(at_most=30.0)
+        world.play(timeout_s=30.0)
     assert world.state.replica(agent).status is Status.RETIRED
-    world.play(at_most=700.0)
+    world.play(timeout_s=700.0)
     assert world.state.replica(agent).status is Status.JOINED
     assert world.incarnations() == ONCE
 
 
 # ── planned faults ───────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_planned_fault_is_set_off_once_when_its_step_is_committed() -> None:
-    faults = [Fault(f"f{i}", FaultKind.KILL, one, At(step=2)) for i, one in enumerate((R0, TRAINER))]
+    faults = [Fault(f"f{i}", FaultKind.KILL, one, FaultTrigger(step=2)) for i, one in enumerate((R0, TRAINER))]
     world = World(job(faults=faults)).steady()
     world.commit(1)
-    world.play(at_most=10.0)
-    assert world.decided(Perform) == []
+    world.play(timeout_s=10.0)
+    assert world.decided(InjectFault) == []
     world.commit(2)
-    world.play(at_most=60.0)
+    world.play(timeout_s=60.0)
     world.steady()
     world.kill(R1)
     world.steady()
-    assert [action.fault.id for action in world.decided(Perform)] == ["f0", "f1"]
+    assert [action.fault.id for action in world.decided(InjectFault)] == ["f0", "f1"]
     assert world.incarnations() == ONCE | {R0: 2, TRAINER: 2, R1: 2}
 
 
 def test_a_planned_fault_waits_for_its_target_to_work() -> None:
-    world = World(job(faults=[Fault("f0", FaultKind.KILL, R0, At(step=0))]))
+    world = World(job(faults=[Fault("f0", FaultKind.KILL, R0, FaultTrigger(step=0))]))
     world.play(lambda: world.state.replica(R0).status is Status.STARTING)
-    assert world.decided(Perform) == []
-    world.play(at_most=10.0)
-    assert len(world.decided(Perform)) == 1
+    assert world.decided(InjectFault) == []
+    world.play(timeout_s=10.0)
+    assert len(world.decided(InjectFault)) == 1
 
 
 # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -667,7 +667,7 @@ def end_of(world: World) -> None:
         if isinstance(event, ev.StepEnded):
             running.discard(event.step)
         elif isinstance(event, ev.Intended) and isinstance(event.action, StopStep):
-            agent = role_of(event.action.life.replica) == AGENT
+            agent = role_of(event.action.incarnation.replica) == AGENT
             order.append("agent" if agent else "role")
             assert not (agent and any(".agent-" not in step for step in running))
         elif isinstance(event, ev.Intended) and isinstance(event.action, Release):
@@ -688,7 +688,7 @@ def test_a_cancelled_run_gives_everything_back_in_order_and_is_over_only_then() 
 def test_a_completed_run_gives_everything_back_in_order_and_is_over_only_then() -> None:
     world = World(job(steps=3)).steady()
     world.commit(2)
-    assert world.state.verdict is None
+    assert world.state.finish is None
     world.commit(3)
     end_of(world)
     assert_nothing_is_left(world, Outcome.COMPLETED)
@@ -706,7 +706,7 @@ def test_a_run_is_over_while_its_allocation_is_still_listed_never() -> None:
 
 def test_a_run_cancelled_before_it_has_nodes_gives_the_request_back() -> None:
     world = World(job(), nodes=2)
-    world.play(at_most=10.0)
+    world.play(timeout_s=10.0)
     world.cancel()
     world.play()
     assert launches(world) == []
@@ -716,9 +716,9 @@ def test_a_run_cancelled_before_it_has_nodes_gives_the_request_back() -> None:
 def test_a_request_that_nobody_has_answered_is_not_given_back_before_it_is_settled() -> None:
     world = World(job())
     world.unanswered = True
-    world.play(at_most=1.0)
+    world.play(timeout_s=1.0)
     world.cancel()
-    world.play(at_most=30.0)
+    world.play(timeout_s=30.0)
     assert (world.decided(Release), world.over) == ([], False)
     world.land()  # the timed-out sbatch
     world.play()
@@ -729,7 +729,7 @@ def test_a_request_that_nobody_has_answered_by_its_deadline_is_not_given_back_be
     world = World(job(spares=0, limits=Limits(allocation=100.0))).steady()
     world.unanswered = True
     world.lose_node(N2)
-    world.play(at_most=300.0)
+    world.play(timeout_s=300.0)
     assert (len(requests(world)), world.decided(Release)) == (2, [])
     world.land()
     world.play()
@@ -745,19 +745,19 @@ def test_a_run_ends_in_order_before_its_walltime_does_counted_from_when_its_pool
     assert ran is not None
     assert ran > 2 * DAY
     world.commit(2)
-    world.play(lambda: world.state.verdict is not None)
-    assert world.now == ran + 3600.0 - (WALLTIME_MARGIN + world.state.job.limits.poll)
+    world.play(lambda: world.state.finish is not None)
+    assert world.now == ran + 3600.0 - (MIN_WALLTIME_MARGIN_S + world.state.job.limits.poll)
     world.play()
     assert world.now < ran + 3600.0
     assert_nothing_is_left(world, Outcome.FAILED)
     assert world.decided(Finish)[0].why.evidence == ("the walltime of 3600 s ends; 2 of 3 steps are committed",)
-    assert said_at_the_end(world.state).endswith(f"; rrl resume {RUN} goes on from step 2")
+    assert final_reason(world.state).endswith(f"; rrl resume {RUN} goes on from step 2")
 
 
 def test_a_run_that_is_done_in_its_last_minute_is_done() -> None:
     world = World(job(walltime=3600.0)).steady()
-    world.wait(world.state.ends - WALLTIME_MARGIN - world.state.job.limits.poll - world.now - 1.0)
-    world.record(ev.StepCommitted(world.state.replica(TRAINER).life, 3))
+    world.wait(world.state.ends_at - MIN_WALLTIME_MARGIN_S - world.state.job.limits.poll - world.now - 1.0)
+    world.record(ev.StepCommitted(world.state.replica(TRAINER).incarnation, 3))
     world.now += 10.0
     world.play()
     assert_nothing_is_left(world, Outcome.COMPLETED)
@@ -767,10 +767,10 @@ def test_a_long_grace_is_left_for_the_end_and_of_a_short_walltime_half_is_had() 
     world = World(job(walltime=3600.0, limits=Limits(step_grace=100.0, poll=10.0))).play()
     assert world.decided(Finish)[0].outcome is Outcome.FAILED
     (decided,) = (s.at for s in world.events if isinstance(s.event, ev.Decided))
-    assert decided == world.state.ends - 810.0
+    assert decided == world.state.ends_at - 810.0
     world = World(job(walltime=60.0)).play()
     (decided,) = (s.at for s in world.events if isinstance(s.event, ev.Decided))
-    assert decided == world.state.ends - 30.0
+    assert decided == world.state.ends_at - 30.0
 
 
 def test_replacements_are_asked_for_the_rest_of_the_walltime_and_none_after_it() -> None:
@@ -780,23 +780,23 @@ def test_replacements_are_asked_for_the_rest_of_the_walltime_and_none_after_it()
     world.wait(1000.0)
     world.drop(POOL, AllocationState.ENDED)
     (more,) = requests(world)[1:]
-    assert world.asks[more].walltime == world.state.ends - world.now
-    assert 6000.0 < world.asks[more].walltime < 6200.0
+    assert world.requests[more].walltime == world.state.ends_at - world.now
+    assert 6000.0 < world.requests[more].walltime < 6200.0
     world.steady()
     for _ in range(20):
         for tag in list(world.state.allocations):
             world.drop(tag, AllocationState.ENDED)
         world.wait(400.0)
     assert_nothing_is_left(world, Outcome.FAILED)
-    assert min(ask.walltime for ask in world.asks.values()) >= WALLTIME_MARGIN
+    assert min(ask.walltime for ask in world.requests.values()) >= MIN_WALLTIME_MARGIN_S
 
 
 def test_a_request_that_certainly_was_not_done_leaves_nothing_to_give_back() -> None:
     world = World(job())
     world.unanswered = True
-    world.play(at_most=1.0)
+    world.play(timeout_s=1.0)
     world.cancel()
-    world.happen(ev.Done(POOL, False, "never appeared in the queue"))
+    world.happen(ev.IntentSettled(POOL, False, "never appeared in the queue"))
     assert world.decided(Release) == []
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
@@ -808,7 +808,7 @@ def test_a_refused_give_back_is_asked_for_again_after_a_pause() -> None:
     world.play()
     times = [s.at for s in world.events if isinstance(s.event, ev.Intended) and isinstance(s.event.action, Release)]
     assert [round(later - earlier, 1) for earlier, later in pairwise(times)] == [
-        RETURN_PAUSE + 0.1, RETURN_PAUSE + 0.1,
+        RETRY_PAUSE_S + 0.1, RETRY_PAUSE_S + 0.1,
     ]  # fmt: skip
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
@@ -835,14 +835,14 @@ def test_a_lost_node_does_not_hold_up_the_end() -> None:
 
 
 def test_nothing_is_launched_or_set_off_once_the_end_is_decided() -> None:
-    world = World(job(faults=[Fault("f0", FaultKind.KILL, R0, At(step=3))], steps=3)).steady()
+    world = World(job(faults=[Fault("f0", FaultKind.KILL, R0, FaultTrigger(step=3))], steps=3)).steady()
     before = len(world.decided(Launch))
     world.kill(R1)
     world.cancel()
     world.commit(3)
     world.play()
     assert len(world.decided(Launch)) == before + 1  # the restart of what was killed before that
-    assert world.decided(Perform) == []
+    assert world.decided(InjectFault) == []
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rrl.core.run_spec import EnvView, JobView, ManagerView
+from rrl.core.run_spec import EnvSpec, RunSpec, ManagerSpec
 from rrl.core.types import NodeName, Outcome, ReplicaId
-from rrl.manager.cluster.base import AllocationSeen, AllocationState
+from rrl.manager.cluster.base import AllocationStatus, AllocationState
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Release, Request
 from rrl.manager.model.queries import workers
-from rrl.tests.support.manager.jobs import ROLLOUTS, RUN, in_parts, job
+from rrl.tests.support.manager.jobs import ROLLOUTS, RUN, in_node_groups, job
 from rrl.tests.support.manager.world import World, requests
 
 R0 = ROLLOUTS[0]
@@ -20,21 +20,21 @@ POOL = f"{RUN}.pool"
 
 def ended(world: World, outcome: Outcome) -> World:
     """Everything is given back, and the last record written."""
-    world.play(at_most=600.0)
+    world.play(timeout_s=600.0)
     assert world.over
-    assert world.state.verdict is not None
-    assert world.state.verdict.outcome is outcome
+    assert world.state.finish is not None
+    assert world.state.finish.outcome is outcome
     world.record(ev.RunEnded(outcome, "because"))
     return world
 
 
-def cancelled(job: JobView, nodes: int | None = None, keep: bool = False) -> World:
+def cancelled(job: RunSpec, nodes: int | None = None, keep: bool = False) -> World:
     world = World(job, nodes).steady()
-    world.happen(ev.Commanded("cancel", "ada", "c1", keep=keep))
+    world.happen(ev.CommandReceived("cancel", "ada", "c1", keep_allocations=keep))
     return ended(world, Outcome.CANCELLED)
 
 
-def resume(world: World, job: JobView) -> World:
+def resume(world: World, job: RunSpec) -> World:
     """An hour later."""
     world.now += 3600.0
     world.over = False
@@ -58,19 +58,19 @@ def test_a_run_whose_nodes_somebody_cancelled_twice_is_not_cancelled_again_by_th
     for _ in range(2):
         for tag in list(world.state.allocations):
             nodes = world._give_back(tag)
-            seen = AllocationSeen(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
+            seen = AllocationStatus(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
             world.record(ev.AllocationChanged(tag, seen))
-        world.play(world.works, at_most=60.0)
+        world.play(world.works, timeout_s=60.0)
     resume(ended(world, Outcome.CANCELLED), job()).steady()
-    assert world.state.verdict is None
+    assert world.state.finish is None
 
 
 def test_what_nodes_could_not_do_for_the_job_as_it_was_says_nothing_of_the_corrected_one() -> None:
-    probing = msgspec.structs.replace(job(spares=6), env=EnvView(probe=("torch",)))
+    probing = msgspec.structs.replace(job(spares=6), env=EnvSpec(probe=("torch",)))
     world = World(probing)
     world.slow_to_join = float("inf")
     world.unfit = dict.fromkeys((NodeName("n1"), NodeName("n2")), "No module named 'torch'")
-    world.play(at_most=10.0)
+    world.play(timeout_s=10.0)
     assert [name for name, node in world.state.nodes.items() if node.excluded is not None] == ["n1", "n2"]
     world.cancel()
     ended(world, Outcome.CANCELLED)
@@ -82,12 +82,12 @@ def test_what_nodes_could_not_do_for_the_job_as_it_was_says_nothing_of_the_corre
 def test_a_node_that_a_person_keeps_away_stays_away() -> None:
     world = World(job(), nodes=8).steady()
     spare = next(name for name in world.state.nodes if name not in {one.node for one in workers(world.state)})
-    world.happen(ev.Commanded("drain", "ada", "d1", target=spare))
+    world.happen(ev.CommandReceived("drain", "ada", "d1", target=spare))
     assert world.state.nodes[spare].excluded is not None
     world.cancel()
     resume(ended(world, Outcome.CANCELLED), job()).steady()
     assert world.state.nodes[spare].excluded is not None
-    assert spare in world.decided(Request)[-1].ask.exclude
+    assert spare in world.decided(Request)[-1].request.exclude
 
 
 def test_allocations_that_were_kept_are_used() -> None:
@@ -99,12 +99,12 @@ def test_allocations_that_were_kept_are_used() -> None:
 @pytest.mark.parametrize("change", ["shape", "partition", "form"])
 def test_allocations_that_were_kept_and_do_not_fit_the_job_as_it_goes_on_are_given_back(change: str) -> None:
     world = cancelled(job(), nodes=20, keep=True)
-    (pool,) = job().parts
+    (pool,) = job().node_groups
     wide = msgspec.structs.replace(pool.node, cpus=2 * pool.node.cpus)
     changed = {
         "shape": msgspec.structs.replace(job(), parts=(msgspec.structs.replace(pool, node=wide),)),
         "partition": msgspec.structs.replace(job(), parts=(msgspec.structs.replace(pool, sbatch={"partition": "b"}),)),
-        "form": in_parts(),
+        "form": in_node_groups(),
     }[change]
     resume(world, changed).steady()
     assert [action.allocation for action in world.decided(Release)] == [POOL]
@@ -113,8 +113,8 @@ def test_allocations_that_were_kept_and_do_not_fit_the_job_as_it_goes_on_are_giv
 
 
 def test_a_manager_that_is_started_in_the_pool_again_asks_for_that_pool_and_not_for_a_second_one() -> None:
-    inside = msgspec.structs.replace(job(), manager=ManagerView("pool"))
+    inside = msgspec.structs.replace(job(), manager=ManagerSpec("pool"))
     world = cancelled(inside)
-    del world.asks[POOL]  # the job of that name has ended, and another one waits
+    del world.requests[POOL]  # the job of that name has ended, and another one waits
     resume(world, inside).steady()
     assert requests(world) == [POOL, POOL]

@@ -11,14 +11,14 @@ import random
 import msgspec
 import pytest
 
-from rrl.core.run_spec import JobView, Recovery
+from rrl.core.run_spec import RunSpec, Recovery
 from rrl.core.types import Cause, NodeName
-from rrl.manager.cluster.base import AllocationState, NodeSeen, NodeState
+from rrl.manager.cluster.base import AllocationState, NodeStatus, NodeState
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Launch
 from rrl.manager.model.queries import gangs, workers
 from rrl.manager.model.state import Status
-from rrl.tests.support.manager.jobs import gang_job, in_parts
+from rrl.tests.support.manager.jobs import gang_job, in_node_groups
 from rrl.tests.support.manager.world import found
 from rrl.tests.unit.manager.planner.capacity.test_nodes import Nodes
 
@@ -34,18 +34,18 @@ class Story(Nodes):
         job = _job(self.dice)
         super().__init__(job, job.nodes + self.dice.choice([0, 1, 3, 5]), may=self.dice.random() < 0.7)
         self.slow_to_stop = self.dice.choice([0.2, 3.0, 30.0])
-        self.play(at_most=20.0)
+        self.play(timeout_s=20.0)
         self.all_up()
 
     def _launch(self, action: Launch) -> None:
         super()._launch(action)
-        if action.node in self.dead and action.shadow is None:
+        if action.node in self.dead and action.standby is None:
             self._later(self.state.job.limits.join, lambda: self._never_joined(action))
 
     def _never_joined(self, action: Launch) -> None:
-        held = self.state.replica(action.life.replica)
-        if held.life == action.life and held.believed and held.status is not Status.JOINED:
-            self.record(found(action.life, "never_joined", self.now))
+        held = self.state.replica(action.incarnation.replica)
+        if held.incarnation == action.incarnation and held.is_current and held.status is not Status.JOINED:
+            self.record(found(action.incarnation, "never_joined", self.now))
 
     def fresh(self, count: int) -> None:
         """So many nodes become free that nobody has seen."""
@@ -57,18 +57,18 @@ class Story(Nodes):
     def trouble(self) -> None:
         dice = self.dice
         names = [name for name in self.state.nodes if name not in self.dead]
-        believed = [one.id for one in self.state.replicas.values() if one.believed]
+        believed = [one.id for one in self.state.replicas.values() if one.is_current]
         what = dice.choice(_WHAT)
         if what in ("kill", "freeze") and believed:
             (self.kill if what == "kill" else self.freeze)(dice.choice(believed))
         elif what == "lose" and names:
             self.lose_node(dice.choice(names))
         elif what == "condemn" and names:
-            self.condemn(dice.choice(names), dice.choice([Cause.GPU, Cause.PROCESS]), proof=dice.random() < 0.5)
+            self.exclude(dice.choice(names), dice.choice([Cause.GPU, Cause.PROCESS]), proof=dice.random() < 0.5)
         elif what in ("drain", "undrain") and self.state.nodes:
-            self.order(what, dice.choice(list(self.state.nodes)))
+            self.send_command(what, dice.choice(list(self.state.nodes)))
         elif what == "restart":
-            self.order(what, dice.choice(list(self.state.replicas)))  # type: ignore[arg-type]
+            self.send_command(what, dice.choice(list(self.state.replicas)))  # type: ignore[arg-type]
         elif what == "commit":
             if all(one.status is Status.JOINED for one in workers(self.state) if one.role == "trainer"):
                 self.commit(self.state.step + 1)
@@ -79,13 +79,13 @@ class Story(Nodes):
         elif what in ("preempt", "drop", "suspend", "go on"):
             self._allocation(what)
         elif what == "mute" and names:
-            (self.mute.add if dice.random() < 0.5 else self.mute.discard)(dice.choice(names))
+            (self.unresponsive.add if dice.random() < 0.5 else self.unresponsive.discard)(dice.choice(names))
         elif what == "refuse":
             self.refuse_launch = {dice.choice(names)} if names and dice.random() < 0.3 else set()
         elif what == "resume":
-            self.happen(ev.Commanded("cancel", "ada", f"c{len(self.events)}", keep=dice.random() < 0.5))
+            self.happen(ev.CommandReceived("cancel", "ada", f"c{len(self.events)}", keep_allocations=dice.random() < 0.5))
             self.slow_to_stop = 0.2
-            self.play(at_most=3000.0)
+            self.play(timeout_s=3000.0)
             assert self.over, "it does not end"
 
     def _allocation(self, what: str) -> None:
@@ -93,21 +93,21 @@ class Story(Nodes):
         if not held:
             return
         one = self.dice.choice(held)
-        assert one.seen is not None
+        assert one.status is not None
         if what == "drop":
             self.drop(one.tag)
         elif what == "preempt":
-            self.happen(ev.AllocationChanged(one.tag, msgspec.structs.replace(one.seen, taken=True, left=30.0)))
-            self.play(at_most=20.0)
+            self.happen(ev.AllocationChanged(one.tag, msgspec.structs.replace(one.status, taken=True, left=30.0)))
+            self.play(timeout_s=20.0)
             if one.tag in self.held:
                 self.drop(one.tag, AllocationState.ENDED)
         else:
             state = AllocationState.SUSPENDED if what == "suspend" else AllocationState.RUNNING
-            self.happen(ev.AllocationChanged(one.tag, msgspec.structs.replace(one.seen, state=state)))
+            self.happen(ev.AllocationChanged(one.tag, msgspec.structs.replace(one.status, state=state)))
 
     def resume(self) -> None:
-        assert self.state.verdict is not None
-        self.record(ev.RunEnded(self.state.verdict.outcome, "because"))
+        assert self.state.finish is not None
+        self.record(ev.RunEnded(self.state.finish.outcome, "because"))
         self.now += self.dice.choice([1.0, 3600.0])
         self.over = False
         self.record(ev.Resumed("ada", f"r{len(self.events)}", self.state.job))
@@ -116,23 +116,23 @@ class Story(Nodes):
 
     def heal(self) -> None:
         """All troubles are over."""
-        self.mute.clear()
+        self.unresponsive.clear()
         self.refuse_launch, self.slow_to_stop = set(), 0.2
         for one in list(self.state.allocations.values()):
-            if one.suspended and one.seen is not None:
-                seen = msgspec.structs.replace(one.seen, state=AllocationState.RUNNING)
+            if one.suspended and one.status is not None:
+                seen = msgspec.structs.replace(one.status, state=AllocationState.RUNNING)
                 self.happen(ev.AllocationChanged(one.tag, seen))
         self.fresh(12)
         for name in list(self.state.nodes):
             if name not in self.dead:
-                self.happen(ev.NodeChanged(name, NodeSeen(NodeState.UP, "MIXED")))
+                self.happen(ev.NodeChanged(name, NodeStatus(NodeState.UP, "MIXED")))
 
     # ── what must hold ───────────────────────────────────────────────────────────────────────────────────────────────
     def check(self) -> None:
         for members in gangs(self.state):
-            believed = {one.incarnation for one in members if one.believed}
-            assert believed <= {max(one.incarnation for one in members)}
-        steps = [one.step for one in self.state.replicas.values() if one.believed and one.step]
+            believed = {one.incarnation_number for one in members if one.is_current}
+            assert believed <= {max(one.incarnation_number for one in members)}
+        steps = [one.step for one in self.state.replicas.values() if one.is_current and one.step]
         assert len(steps) == len(set(steps)), "one step, two that are believed to be it"
 
 
@@ -142,14 +142,14 @@ _WHAT = (
 )  # fmt: skip
 
 
-def _job(dice: random.Random) -> JobView:
+def _job(dice: random.Random) -> RunSpec:
     recovery = Recovery(
         policy=dice.choice(["role", "role", "role", "job", "requeue"]), per_replica=dice.choice([3, 10]),
-        per_node=dice.choice([1, 2]), whole=dice.choice([0, 2]), exclusion=dice.choice([50.0, 3600.0]),
+        per_node=dice.choice([1, 2]), full_restarts=dice.choice([0, 2]), exclusion=dice.choice([50.0, 3600.0]),
         window=dice.choice([60.0, 600.0]),
     )  # fmt: skip
     if dice.random() < 0.3:
-        return in_parts(dice.choice(["replica", "hetjob"]), rollouts=3, steps=99, recovery=recovery)
+        return in_node_groups(dice.choice(["replica", "hetjob"]), rollouts=3, steps=99, recovery=recovery)
     ranks, per_node = dice.choice([(4, 2), (3, 1), (1, 1), (5, 2)])
     warm = dice.random() < 0.8
     return gang_job(
@@ -158,25 +158,25 @@ def _job(dice: random.Random) -> JobView:
     )  # fmt: skip
 
 
-def _told(seed: int) -> None:
+def _recorded(seed: int) -> None:
     story = Story(seed)
     for _ in range(TROUBLES):
         story.trouble()
-        story.play(at_most=story.dice.choice(PAUSES))
+        story.play(timeout_s=story.dice.choice(PAUSES))
         if story.over:
             story.resume()
         story.check()
     story.heal()
-    story.play(lambda: story.over or story.works(), at_most=8000.0)
+    story.play(lambda: story.over or story.works(), timeout_s=8000.0)
     assert story.over or story.works(), {one.id: one.status for one in workers(story.state)}
 
 
 @pytest.mark.parametrize("seed", FEW)
 def test_whatever_happens_everybody_works_again_in_the_end_or_the_run_has_ended(seed: int) -> None:
-    _told(seed)
+    _recorded(seed)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", MANY)
 def test_whatever_happens_in_many_stories_everybody_works_again_in_the_end_or_the_run_has_ended(seed: int) -> None:
-    _told(seed)
+    _recorded(seed)

@@ -14,30 +14,30 @@ import pytest
 
 from rrl.config.job.load import load_job
 from rrl.core.run_dir import HISTORY_ENV, RUNS_ENV
-from rrl.core.run_spec import JobView, Resources
+from rrl.core.run_spec import RunSpec, Resources
 from rrl.core.types import Cause, Evidence, Finding, NodeName, Outcome, Remedy, Verdict
 from rrl.health.history.records import (
-    Acted,
-    Alive,
-    Began,
+    ActionTaken,
+    Checkpoint,
+    RunStarted,
     Failed,
-    Found,
-    Held,
-    Left,
-    Lost,
-    Mended,
-    Over,
+    FindingRecord,
+    NodeAcquired,
+    NodeReleased,
+    RecordsLost,
+    RecoveryDone,
+    RunEnded,
     Record,
     read_line,
 )
 from rrl.manager.bootstrap.start import create
-from rrl.manager.cluster.base import AllocationSeen, AllocationState
+from rrl.manager.cluster.base import AllocationStatus, AllocationState
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Exclude, Fence, Finish, Readmit, RestartAll, Rung, Undrain, Why
 from rrl.manager.model.state import State
 from rrl.manager.reporting import history_writer
-from rrl.manager.reporting.history_events import Chronicle
-from rrl.manager.reporting.history_writer import HistoryKeeper, own_name
+from rrl.manager.reporting.history_events import HistoryEvents
+from rrl.manager.reporting.history_writer import HistoryWriter, user_name
 from rrl.tests.support.cli.story import BEGAN, Story, job_view
 from rrl.tests.support.job_toml import JOB
 
@@ -46,31 +46,31 @@ N1, N3, N4 = NodeName("n1"), NodeName("n3"), NodeName("n4")
 REASON = "rrl:small:gpu: Xid 48"
 
 
-def wide() -> JobView:
+def wide() -> RunSpec:
     """The small job whose rollouts have four GPUs each, on nodes of eight."""
     view = job_view(cluster="slurm")
     gpus = {"rollout": Resources(1, 4, 0), "trainer": Resources(1, 8, 0)}
-    roles = tuple(msgspec.structs.replace(one, each=gpus.get(one.name, one.each)) for one in view.roles)
-    parts = tuple(msgspec.structs.replace(one, node=Resources(8, 8, 2**34)) for one in view.parts)
+    roles = tuple(msgspec.structs.replace(one, each=gpus.get(one.name, one.per_member)) for one in view.roles)
+    parts = tuple(msgspec.structs.replace(one, node=Resources(8, 8, 2**34)) for one in view.node_groups)
     return msgspec.structs.replace(view, roles=roles, parts=parts)
 
 
-class Told:
+class RecordedHistory:
     """A story as its manager's chronicle tells it, from the beginning or from where it takes over."""
 
     def __init__(self, story: Story | None = None, state: State | None = None) -> None:
         self.story = story or Story("small", wide())
         self._read = len(self.story.stamped) if story is not None else 0
         self._state = state
-        self.chronicle = Chronicle("small", "anna", "lab", "small", 1, BEGAN, state)
-        self.records: list[Record] = list(self.chronicle.first)
+        self.chronicle = HistoryEvents("small", "anna", "lab", "small", 1, BEGAN, state)
+        self.records: list[Record] = list(self.chronicle.initial_records)
 
     def up_to_now(self) -> list[Record]:
         from rrl.manager.model.reducer import fold
 
         for stamped in self.story.stamped[self._read :]:
             before, self._state = self._state, fold(self._state, stamped)
-            self.records += self.chronicle.enter(before, self._state, stamped)
+            self.records += self.chronicle.apply(before, self._state, stamped)
         self._read = len(self.story.stamped)
         return self.records
 
@@ -82,11 +82,11 @@ class Told:
 
 def gpu_finding(at: float, verdict: Verdict = Verdict.FAIL, text: str = "Xid 48: double-bit ECC error") -> Finding:
     said = (Evidence("kernel", text, at),)
-    return Finding("xid", verdict, Cause.GPU, Remedy.RESET_GPU, at, said, node=N3, proof=True, part="GPU-1")
+    return Finding("xid", verdict, Cause.GPU, Remedy.RESET_GPU, at, said, node=N3, proof=True, component="GPU-1")
 
 
-def works() -> Told:
-    told = Told()
+def works() -> RecordedHistory:
+    told = RecordedHistory()
     told.story.works()
     told.up_to_now()
     return told
@@ -95,26 +95,26 @@ def works() -> Told:
 # ── what is told ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_run_tells_who_it_is_and_which_nodes_it_has() -> None:
     records = works().records
-    assert records[0] == Began(BEGAN, "small", "anna", "lab", "small", 1)
-    assert [(one.node, one.gpus) for one in records if isinstance(one, Held)] == [(f"n{i}", 8) for i in range(1, 6)]
-    assert all(isinstance(one, Began | Held) for one in records)  # a run without trouble says nothing else
+    assert records[0] == RunStarted(BEGAN, "small", "anna", "lab", "small", 1)
+    assert [(one.node, one.gpus) for one in records if isinstance(one, NodeAcquired)] == [(f"n{i}", 8) for i in range(1, 6)]
+    assert all(isinstance(one, RunStarted | NodeAcquired) for one in records)  # a run without trouble says nothing else
 
 
 def test_nodes_that_leave_are_told() -> None:
     told = works()
-    seen = AllocationSeen(AllocationState.RUNNING, "77", (N1, N3))
-    told.story.tell(ev.AllocationChanged("small.pool", seen))
-    assert [one.node for one in told.new() if isinstance(one, Left)] == ["n2", "n4", "n5"]
+    seen = AllocationStatus(AllocationState.RUNNING, "77", (N1, N3))
+    told.story.record(ev.AllocationChanged("small.pool", seen))
+    assert [one.node for one in told.new() if isinstance(one, NodeReleased)] == ["n2", "n4", "n5"]
 
 
 def test_a_lost_replica_is_a_failure_and_costs_its_gpus_until_it_works_again() -> None:
     told = works()
     told.story.wait(10).recovers("rollout/0")
-    failure, back = (one for one in told.new() if isinstance(one, Failed | Mended))
+    failure, back = (one for one in told.new() if isinstance(one, Failed | RecoveryDone))
     assert isinstance(failure, Failed)
-    assert (failure.node, failure.who, failure.took) == ("n3", "rollout/0#1", ("rollout/0",))
+    assert (failure.node, failure.incarnation, failure.stalled_replicas) == ("n3", "rollout/0#1", ("rollout/0",))
     assert (failure.cause, failure.detector, failure.injected) == ("process", "exit_record", False)
-    assert isinstance(back, Mended)
+    assert isinstance(back, RecoveryDone)
     assert (back.replica, back.ok) == ("rollout/0", True)
     assert back.at - back.since == pytest.approx(0.1 + 0.2 + 3 + 1 + 0.5)
     assert back.gpu_hours == pytest.approx(4 * 4.8 / 3600, abs=1e-6)
@@ -122,7 +122,7 @@ def test_a_lost_replica_is_a_failure_and_costs_its_gpus_until_it_works_again() -
 
 def test_hardware_evidence_against_its_node_is_named_first() -> None:
     told = works()
-    told.story.tell(ev.FindingChanged(gpu_finding(told.story.now))).wait(1)
+    told.story.record(ev.FindingChanged(gpu_finding(told.story.now))).wait(1)
     told.story.loses("rollout/0")
     told.story.fences("rollout/0")
     (failure,) = (one for one in told.new() if isinstance(one, Failed))
@@ -131,28 +131,28 @@ def test_hardware_evidence_against_its_node_is_named_first() -> None:
 
 def test_a_restart_of_everything_is_one_failure_that_took_all_along() -> None:
     told, why = works(), Why(("trainer",))
-    lives = [told.story.life(replica) for replica in ("trainer/0", "rollout/0", "rollout/1")]
-    fences = tuple(Fence(life, Rung.WHOLE, why, charged=life.replica == "trainer/0") for life in lives)
-    told.story.tell(ev.Decided(RestartAll(why, fences)))
+    incarnations = [told.story.incarnation(replica) for replica in ("trainer/0", "rollout/0", "rollout/1")]
+    fences = tuple(Fence(incarnation, Rung.FULL_RESTART, why, charged=incarnation.replica == "trainer/0") for incarnation in incarnations)
+    told.story.record(ev.Decided(RestartAll(why, fences)))
     (failure,) = (one for one in told.new() if isinstance(one, Failed))
-    assert (failure.who, failure.took) == ("trainer/0#1", ("rollout/0", "rollout/1", "trainer/0"))
+    assert (failure.incarnation, failure.stalled_replicas) == ("trainer/0#1", ("rollout/0", "rollout/1", "trainer/0"))
 
 
 def test_a_move_is_no_failure() -> None:
     told = works()
-    told.story.tell(ev.Decided(Fence(told.story.life("rollout/0"), Rung.REPLACEMENT, Why(()), charged=False)))
+    told.story.record(ev.Decided(Fence(told.story.incarnation("rollout/0"), Rung.REPLACEMENT, Why(()), charged=False)))
     assert not any(isinstance(one, Failed) for one in told.new())
 
 
 def test_an_injected_failure_is_told_as_one() -> None:
     from rrl.core import faults
     from rrl.core.faults import Fault, FaultKind
-    from rrl.manager.model.actions import Perform
+    from rrl.manager.model.actions import InjectFault
 
     told = works()
-    fault, life = Fault("f0", FaultKind.KILL, "rollout/0", faults.At(step=1)), told.story.life("rollout/0")
-    told.story.tell(ev.Intended(Perform(fault, "small.rollout-0.1", N3, Why(()), life)))
-    told.story.tell(ev.FaultInjected("f0", life, True, kind=FaultKind.KILL, node=N3))
+    fault, incarnation = Fault("f0", FaultKind.KILL, "rollout/0", faults.FaultTrigger(step=1)), told.story.incarnation("rollout/0")
+    told.story.record(ev.Intended(InjectFault(fault, "small.rollout-0.1", N3, Why(()), incarnation)))
+    told.story.record(ev.FaultInjected("f0", incarnation, True, kind=FaultKind.KILL, node=N3))
     told.story.loses("rollout/0")
     told.story.fences("rollout/0")
     (failure,) = (one for one in told.new() if isinstance(one, Failed))
@@ -163,105 +163,105 @@ def test_a_node_that_falls_silent_is_excluded_and_has_failed() -> None:
     told = works()
     told.story.loses_node("n4")
     found, acted, failed = told.new()
-    assert isinstance(found, Found)
-    assert isinstance(acted, Acted)
+    assert isinstance(found, FindingRecord)
+    assert isinstance(acted, ActionTaken)
     assert isinstance(failed, Failed)
-    assert (found.node, found.verdict, acted.what) == ("n4", Verdict.FAIL, "excluded")
-    assert (failed.node, failed.who, failed.lost) == ("n4", "", True)
+    assert (found.node, found.verdict, acted.action) == ("n4", Verdict.FAIL, "excluded")
+    assert (failed.node, failed.incarnation, failed.node_lost) == ("n4", "", True)
 
 
 def test_a_node_that_a_person_wanted_to_be_left_has_not_failed() -> None:
     told = works()
-    told.story.tell(ev.Decided(Exclude(N3, Why(("asked by anna: fan",)), by="anna: fan")))
+    told.story.record(ev.Decided(Exclude(N3, Why(("asked by anna: fan",)), by="anna: fan")))
     (one,) = told.new()
-    assert isinstance(one, Acted)
-    assert (one.what, one.by) == ("excluded", "anna: fan")
+    assert isinstance(one, ActionTaken)
+    assert (one.action, one.by) == ("excluded", "anna: fan")
 
 
 @pytest.mark.parametrize(("ok", "what", "said"), [(True, "drained", ""), (False, "asked", "Invalid user id")])
 def test_a_drain_is_told_with_what_came_of_it(ok: bool, what: str, said: str) -> None:
     told = works()
     why = Why(("xid: Xid 48",))
-    told.story.tell(
+    told.story.record(
         ev.Decided(Exclude(N3, why, Cause.GPU, proof=True)), ev.Intended(Drain(N3, REASON, why)),
-        ev.Done(Drain(N3, REASON, why).tag, ok, "" if ok else "Invalid user id"),
+        ev.IntentSettled(Drain(N3, REASON, why).tag, ok, "" if ok else "Invalid user id"),
     )  # fmt: skip
     one = told.new()[-1]
-    assert one == Acted(told.story.now, "n3", what, REASON, "gpu", "", said, ("xid: Xid 48",))
+    assert one == ActionTaken(told.story.now, "n3", what, REASON, "gpu", "", said, ("xid: Xid 48",))
 
 
 def test_what_was_taken_back_is_told_too() -> None:
     told = works()
     undrain = Undrain(N3, REASON, Why(()))
-    told.story.tell(ev.Intended(undrain), ev.Done(undrain.tag, True), ev.Decided(Readmit(N3, Why(("well",)))))
-    assert [one.what for one in told.new() if isinstance(one, Acted)] == ["undrained", "readmitted"]
+    told.story.record(ev.Intended(undrain), ev.IntentSettled(undrain.tag, True), ev.Decided(Readmit(N3, Why(("well",)))))
+    assert [one.action for one in told.new() if isinstance(one, ActionTaken)] == ["undrained", "readmitted"]
 
 
 def test_a_finding_is_told_when_it_is_raised_changes_or_is_over_and_not_each_time_it_is_said() -> None:
     told, at = works(), BEGAN
-    told.story.tell(ev.FindingChanged(gpu_finding(at, Verdict.WARN)))
+    told.story.record(ev.FindingChanged(gpu_finding(at, Verdict.WARN)))
     for i in range(50):
-        told.story.wait(1).tell(ev.FindingChanged(gpu_finding(at, Verdict.WARN, f"reading {i}")))
-    told.story.tell(ev.FindingChanged(gpu_finding(at)))
-    told.story.wait(700).tell(ev.FindingChanged(gpu_finding(at, text="still there")))
-    told.story.tell(ev.FindingChanged(gpu_finding(at, Verdict.OK)))
-    told.story.tell(ev.FindingChanged(gpu_finding(at, Verdict.OK)))
-    found = [one for one in told.new() if isinstance(one, Found)]
+        told.story.wait(1).record(ev.FindingChanged(gpu_finding(at, Verdict.WARN, f"reading {i}")))
+    told.story.record(ev.FindingChanged(gpu_finding(at)))
+    told.story.wait(700).record(ev.FindingChanged(gpu_finding(at, text="still there")))
+    told.story.record(ev.FindingChanged(gpu_finding(at, Verdict.OK)))
+    told.story.record(ev.FindingChanged(gpu_finding(at, Verdict.OK)))
+    found = [one for one in told.new() if isinstance(one, FindingRecord)]
     assert [(one.verdict.value, one.count) for one in found] == [("WARN", 1), ("FAIL", 2), ("FAIL", 3), ("OK", 3)]
-    assert (found[0].node, found[0].part, found[0].evidence[0].text) == ("n3", "GPU-1", "Xid 48: double-bit ECC error")
+    assert (found[0].node, found[0].component, found[0].evidence[0].text) == ("n3", "GPU-1", "Xid 48: double-bit ECC error")
 
 
 def test_a_finding_that_comes_again_is_counted_anew() -> None:
     told = works()
     for verdict in (Verdict.FAIL, Verdict.OK, Verdict.FAIL):
-        told.story.wait(60).tell(ev.FindingChanged(gpu_finding(BEGAN, verdict)))
-    assert [(one.verdict.value, one.count) for one in told.new() if isinstance(one, Found)] == [
+        told.story.wait(60).record(ev.FindingChanged(gpu_finding(BEGAN, verdict)))
+    assert [(one.verdict.value, one.count) for one in told.new() if isinstance(one, FindingRecord)] == [
         ("FAIL", 1), ("OK", 1), ("FAIL", 1)
     ]  # fmt: skip
 
 
 def test_a_node_that_is_given_back_with_the_run_has_not_become_well_by_that() -> None:
     told = works()
-    told.story.tell(ev.FindingChanged(gpu_finding(BEGAN)))
-    told.story.tell(ev.Decided(Finish(Outcome.COMPLETED, Why(("done",)))))
-    told.story.tell(ev.FindingChanged(gpu_finding(BEGAN, Verdict.OK)))
-    assert [one.verdict for one in told.new() if isinstance(one, Found)] == [Verdict.FAIL]
+    told.story.record(ev.FindingChanged(gpu_finding(BEGAN)))
+    told.story.record(ev.Decided(Finish(Outcome.COMPLETED, Why(("done",)))))
+    told.story.record(ev.FindingChanged(gpu_finding(BEGAN, Verdict.OK)))
+    assert [one.verdict for one in told.new() if isinstance(one, FindingRecord)] == [Verdict.FAIL]
 
 
 def test_the_next_manager_tells_that_what_the_first_one_found_is_over() -> None:
     first = works()
-    first.story.tell(ev.FindingChanged(gpu_finding(BEGAN)))
+    first.story.record(ev.FindingChanged(gpu_finding(BEGAN)))
     first.up_to_now()
-    second = Told(first.story, first.story.told())
-    (stands,) = (one for one in second.records if isinstance(one, Found))
+    second = RecordedHistory(first.story, first.story.recorded())
+    (stands,) = (one for one in second.records if isinstance(one, FindingRecord))
     assert (stands.node, stands.verdict, stands.count) == ("n3", Verdict.FAIL, 0)
-    first.story.wait(60).tell(ev.FindingChanged(gpu_finding(BEGAN, Verdict.OK)))
-    assert [one.verdict for one in second.new() if isinstance(one, Found)] == [Verdict.OK]
+    first.story.wait(60).record(ev.FindingChanged(gpu_finding(BEGAN, Verdict.OK)))
+    assert [one.verdict for one in second.new() if isinstance(one, FindingRecord)] == [Verdict.OK]
 
 
 def test_a_replica_lost_nothing_while_it_worked_on_a_node_that_something_stood_against() -> None:
     told = works()
-    told.story.tell(ev.FindingChanged(gpu_finding(told.story.now)))
+    told.story.record(ev.FindingChanged(gpu_finding(told.story.now)))
     told.story.wait(7200).loses("rollout/0")
     since = told.story.now
     told.story.fences("rollout/0").wait(36)
     told.story.ends(Outcome.FAILED, "no more nodes")
-    (never,) = (one for one in told.new() if isinstance(one, Mended))
+    (never,) = (one for one in told.new() if isinstance(one, RecoveryDone))
     assert since - never.since < 60
 
 
 def test_what_was_never_more_than_unknown_is_not_told() -> None:
     told = works()
-    told.story.tell(ev.FindingChanged(gpu_finding(BEGAN, Verdict.UNKNOWN)))
+    told.story.record(ev.FindingChanged(gpu_finding(BEGAN, Verdict.UNKNOWN)))
     assert told.new() == []
 
 
 def test_of_evidence_five_lines_are_kept_and_none_moves_a_cursor() -> None:
     told = works()
     many = tuple(Evidence("kernel", f"line {i} \x1b[2J", BEGAN) for i in range(9))
-    told.story.tell(ev.FindingChanged(msgspec.structs.replace(gpu_finding(BEGAN), evidence=many)))
+    told.story.record(ev.FindingChanged(msgspec.structs.replace(gpu_finding(BEGAN), evidence=many)))
     (one,) = told.new()
-    assert isinstance(one, Found)
+    assert isinstance(one, FindingRecord)
     assert [said.text[:6] for said in one.evidence] == ["line 0", "line 1", "line 2", "line 3", "line 8"]
     assert all(said.text.isprintable() for said in one.evidence)
 
@@ -272,10 +272,10 @@ def test_at_the_runs_end_whoever_still_stands_still_will_never_work() -> None:
     told.story.fences("rollout/0").wait(36)
     told.story.ends(Outcome.FAILED, "no more nodes")
     records = told.new()
-    (never,) = (one for one in records if isinstance(one, Mended))
+    (never,) = (one for one in records if isinstance(one, RecoveryDone))
     assert not never.ok
     assert never.gpu_hours == pytest.approx(0.04)
-    assert isinstance(records[-1], Over)
+    assert isinstance(records[-1], RunEnded)
     assert records[-1].outcome == "failed"
 
 
@@ -284,26 +284,26 @@ def test_the_next_manager_tells_anew_what_is_held_and_goes_on_counting_what_stan
     first.story.loses("rollout/0")
     first.story.fences("rollout/0").wait(30)
     first.up_to_now()
-    second = Told(first.story, first.story.told())
-    assert [one.node for one in second.records if isinstance(one, Held)] == [f"n{i}" for i in range(1, 6)]
+    second = RecordedHistory(first.story, first.story.recorded())
+    assert [one.node for one in second.records if isinstance(one, NodeAcquired)] == [f"n{i}" for i in range(1, 6)]
     first.story.launches("rollout/0").joins("rollout/0", "generate").wait(6)
-    first.story.tell(ev.FirstWorkDone(first.story.life("rollout/0")))
-    (back,) = (one for one in second.new() if isinstance(one, Mended))
+    first.story.record(ev.FirstWorkDone(first.story.incarnation("rollout/0")))
+    (back,) = (one for one in second.new() if isinstance(one, RecoveryDone))
     assert back.gpu_hours == pytest.approx(4 * 36 / 3600, abs=1e-4)
 
 
 # ── where it goes ────────────────────────────────────────────────────────────────────────────────────────────────────
-def keeper(folder: Path | str, story: Story, epoch: int = 1) -> HistoryKeeper:
-    return HistoryKeeper(str(folder), "small", epoch, story.job, BEGAN, None)
+def writer(folder: Path | str, story: Story, epoch: int = 1) -> HistoryWriter:
+    return HistoryWriter(str(folder), "small", epoch, story.job, BEGAN, None)
 
 
-def tell(kept: HistoryKeeper, story: Story) -> None:
+def write_story(records: HistoryWriter, story: Story) -> None:
     from rrl.manager.model.reducer import fold
 
     state: State | None = None
     for stamped in story.stamped:
         before, state = state, fold(state, stamped)
-        kept.notice(before, state, stamped)
+        records.on_event(before, state, stamped)
 
 
 def read(path: Path) -> list[Record | None]:
@@ -318,21 +318,21 @@ def eventually(true: Callable[[], object]) -> None:
 
 
 def file_of(folder: Path, epoch: int = 1) -> Path:
-    return folder / own_name() / f"small.{epoch:06}.jsonl"
+    return folder / user_name() / f"small.{epoch:06}.jsonl"
 
 
 def test_a_runs_lines_lie_in_a_file_of_its_user_that_all_may_read(tmp_path: Path) -> None:
     story = Story("small", wide()).works().recovers("rollout/0").ends(Outcome.COMPLETED, "done")
     before = os.umask(0o077)
     try:
-        kept = keeper(tmp_path, story)
-        tell(kept, story)
+        kept = writer(tmp_path, story)
+        write_story(kept, story)
         kept.close()
     finally:
         os.umask(before)
     records = read(file_of(tmp_path))
     assert None not in records
-    assert {type(one) for one in records} >= {Began, Held, Found, Failed, Mended, Over}
+    assert {type(one) for one in records} >= {RunStarted, NodeAcquired, FindingRecord, Failed, RecoveryDone, RunEnded}
     assert stat.S_IMODE(file_of(tmp_path).stat().st_mode) == 0o644
     assert stat.S_IMODE(file_of(tmp_path).parent.stat().st_mode) == 0o755
     assert kept.lost == 0
@@ -340,15 +340,15 @@ def test_a_runs_lines_lie_in_a_file_of_its_user_that_all_may_read(tmp_path: Path
 
 def test_each_manager_writes_a_file_of_its_own(tmp_path: Path) -> None:
     for epoch in (1, 2):
-        kept = keeper(tmp_path, Story("small", wide()), epoch)
+        kept = writer(tmp_path, Story("small", wide()), epoch)
         kept.close()
-    names = sorted(path.name for path in (tmp_path / own_name()).iterdir())
+    names = sorted(path.name for path in (tmp_path / user_name()).iterdir())
     assert names == ["small.000001.jsonl", "small.000002.jsonl"]
 
 
 def test_without_a_folder_nothing_is_kept() -> None:
-    kept = keeper("", Story("small", wide()))
-    tell(kept, Story("small", wide()).works())
+    kept = writer("", Story("small", wide()))
+    write_story(kept, Story("small", wide()).works())
     kept.close()
     assert kept.lost == 0
 
@@ -359,18 +359,18 @@ def test_a_folder_that_cannot_be_written_costs_lines_and_is_said_once(
 ) -> None:
     folder = tmp_path / "history"
     if case != "missing":
-        (folder / own_name()).mkdir(parents=True)
+        (folder / user_name()).mkdir(parents=True)
     if case == "foreign":
         if os.geteuid() != 0:
             pytest.skip("only root gives folders away")
-        os.chown(folder / own_name(), 65534, -1)
+        os.chown(folder / user_name(), 65534, -1)
     elif case == "taken":
         file_of(folder).write_text("")
     elif case == "a link":
         os.symlink(tmp_path / "victim", file_of(folder))
     story = Story("small", wide()).works()
-    kept = keeper(folder, story)
-    tell(kept, story)
+    kept = writer(folder, story)
+    write_story(kept, story)
     kept.close()
     assert kept.lost == 6
     assert caplog.text.count("lines are lost") == 1
@@ -392,9 +392,9 @@ def test_storage_that_hangs_holds_nobody_up(
     monkeypatch.setattr(history_writer, "LEAVE", 0.1)
     story = Story("small", wide()).works()
     for i in range(100):
-        story.tell(ev.Decided(Exclude(NodeName(f"x{i}"), Why(()), by="anna")))
-    kept = keeper(tmp_path, story)
-    tell(kept, story)
+        story.record(ev.Decided(Exclude(NodeName(f"x{i}"), Why(()), by="anna")))
+    kept = writer(tmp_path, story)
+    write_story(kept, story)
     kept.close()
     assert kept._thread is not None
     assert kept._thread.is_alive()  # it hangs there still
@@ -417,26 +417,26 @@ def test_a_full_disk_loses_lines_and_the_file_says_how_many(tmp_path: Path, monk
 
     monkeypatch.setattr(history_writer, "_write", short)
     story = Story("small", wide())
-    kept = keeper(tmp_path, story)
+    kept = writer(tmp_path, story)
     path = file_of(tmp_path)
     eventually(lambda: path.exists() and path.stat().st_size)
     full.set()
-    tell(kept, story.works())
+    write_story(kept, story.works())
     eventually(lambda: kept.lost == 5)
     full.clear()
-    kept.notice(story.told(), story.told(), ev.Stamped(99, story.now, 1, ev.RunEnded(Outcome.COMPLETED, "done")))
+    kept.on_event(story.recorded(), story.recorded(), ev.Stamped(99, story.now, 1, ev.RunEnded(Outcome.COMPLETED, "done")))
     kept.close()
     records = read(path)
-    assert [type(one) for one in records if one is not None] == [Began, Over, Lost]
-    assert isinstance(records[-1], Lost)
+    assert [type(one) for one in records if one is not None] == [RunStarted, RunEnded, RecordsLost]
+    assert isinstance(records[-1], RecordsLost)
     assert records[-1].lines == 5
 
 
 def test_a_run_that_nothing_happens_to_says_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history_writer, "ALIVE", 0.02)
-    kept = keeper(tmp_path, Story("small", wide()))
+    kept = writer(tmp_path, Story("small", wide()))
     path = file_of(tmp_path)
-    eventually(lambda: path.exists() and any(isinstance(one, Alive) for one in read(path)))
+    eventually(lambda: path.exists() and any(isinstance(one, Checkpoint) for one in read(path)))
     kept.close()
 
 
@@ -453,4 +453,4 @@ def test_a_job_names_its_folder_or_takes_the_sites(
     source = tmp_path / "job.toml"
     source.write_text(JOB + (f'\n[health]\nhistory = "{said}"\n' if said else ""))
     run = create(load_job(source), source)
-    assert msgspec.json.decode(run.view.read_bytes(), type=JobView).health.history == folder
+    assert msgspec.json.decode(run.run_spec.read_bytes(), type=RunSpec).health.history == folder

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from rrl.core.log_lines import is_notice, stamp
 from rrl.core.run_dir import RunDir
-from rrl.core.types import Life, ReplicaId
-from rrl.manager.reporting.log_buffers import LAST_WORD, Copies
-from rrl.transport.control.log_messages import LOGS, TAIL_BYTES, Lines
+from rrl.core.types import Incarnation, ReplicaId
+from rrl.manager.reporting.log_buffers import COMPLETION_GRACE_S, LogBuffers
+from rrl.transport.control.log_messages import LOG_BOUNDS, TAIL_BYTES, LogLines
 
-A, B, OLD = (Life(ReplicaId("rollout/0"), 2), Life(ReplicaId("rollout/1"), 1), Life(ReplicaId("rollout/0"), 1))
+A, B, OLD = (Incarnation(ReplicaId("rollout/0"), 2), Incarnation(ReplicaId("rollout/1"), 1), Incarnation(ReplicaId("rollout/0"), 1))
 LATER = 1000.0
 
 
@@ -18,29 +18,29 @@ def line(n: int, text: bytes = b"x") -> bytes:
     return stamp(n) + b" " + text + b"\n"
 
 
-def believed(life: Life) -> bool | None:
-    return None if life.replica == "judge/7" else life != OLD
+def current_state(incarnation: Incarnation) -> bool | None:
+    return None if incarnation.replica == "judge/7" else incarnation != OLD
 
 
-def copies(tmp_path: Path, all_bytes: int = 2**20, file_bytes: int = 2**20, epoch: int = 1) -> Copies:
+def copies(tmp_path: Path, all_bytes: int = 2**20, file_bytes: int = 2**20, epoch: int = 1) -> LogBuffers:
     run = RunDir(tmp_path / "run-1")
     if not run.path.exists():
         run.create()
-    return Copies(run, epoch, believed, all_bytes=all_bytes, file_bytes=file_bytes)
+    return LogBuffers(run, epoch, current_state, max_total_bytes=all_bytes, max_file_bytes=file_bytes)
 
 
-def written(tmp_path: Path, life: Life = A, epoch: int = 1) -> bytes:
-    tag = f"run-1.{life.replica.replace('/', '-')}.{life.incarnation}"
+def written(tmp_path: Path, incarnation: Incarnation = A, epoch: int = 1) -> bytes:
+    tag = f"run-1.{incarnation.replica.replace('/', '-')}.{incarnation.number}"
     path = tmp_path / "run-1" / "logs" / f"{tag}.shipped-{epoch}.log"
     return path.read_bytes() if path.exists() else b""
 
 
 def test_nothing_is_written_of_lives_that_are_well_or_say_that_their_file_is_complete(tmp_path: Path) -> None:
     at = copies(tmp_path)
-    at.take(Lines(A, line(1)), 0.0)
-    at.take(Lines(B, line(1)), 0.0)
-    at.keep(B, 0.0)
-    at.take(Lines(B, line(2), over=True), 1.0)
+    at.add(LogLines(A, line(1)), 0.0)
+    at.add(LogLines(B, line(1)), 0.0)
+    at.write_later(B, 0.0)
+    at.add(LogLines(B, line(2), is_last=True), 1.0)
     at.write_due(LATER)
     assert written(tmp_path, A) == written(tmp_path, B) == b""
     assert at.size == len(line(1)), "a log that is over and saved is not kept"
@@ -48,42 +48,42 @@ def test_nothing_is_written_of_lives_that_are_well_or_say_that_their_file_is_com
 
 def test_the_copy_of_a_life_that_failed_is_written_once_it_had_time_for_its_last_word(tmp_path: Path) -> None:
     at = copies(tmp_path)
-    at.take(Lines(A, line(1)), 0.0)
-    at.keep(A, 0.0)
-    at.take(Lines(A, line(2)), 0.1)
-    at.write_due(LAST_WORD / 2)
+    at.add(LogLines(A, line(1)), 0.0)
+    at.write_later(A, 0.0)
+    at.add(LogLines(A, line(2)), 0.1)
+    at.write_due(COMPLETION_GRACE_S / 2)
     assert written(tmp_path) == b""
-    at.write_due(LAST_WORD)
+    at.write_due(COMPLETION_GRACE_S)
     assert written(tmp_path) == line(1) + line(2)
 
 
 def test_what_a_step_cannot_save_is_written_as_it_comes(tmp_path: Path) -> None:
     at = copies(tmp_path)
-    at.take(Lines(A, line(1)), 0.0)
-    at.take(Lines(A, line(2), unsaved=True), 0.0)
+    at.add(LogLines(A, line(1)), 0.0)
+    at.add(LogLines(A, line(2), unsaved=True), 0.0)
     assert written(tmp_path) == line(1) + line(2)
-    at.take(Lines(A, line(3)), 0.0)
-    at.take(Lines(A, line(4), unsaved=True, over=True), 0.0)
+    at.add(LogLines(A, line(3)), 0.0)
+    at.add(LogLines(A, line(4), unsaved=True, is_last=True), 0.0)
     assert written(tmp_path) == b"".join(map(line, (1, 2, 3, 4)))
     assert at.size == 0
 
 
 def test_a_line_that_is_told_twice_is_kept_once(tmp_path: Path) -> None:
     at = copies(tmp_path)
-    at.take(Lines(A, line(1) + line(2)), 0.0)
-    at.take(Lines(A, line(1) + line(2) + line(3), unsaved=True), 0.0)
+    at.add(LogLines(A, line(1) + line(2)), 0.0)
+    at.add(LogLines(A, line(1) + line(2) + line(3), unsaved=True), 0.0)
     assert written(tmp_path) == line(1) + line(2) + line(3)
 
 
 def test_each_manager_writes_a_file_of_its_own(tmp_path: Path) -> None:
     for epoch in (1, 2):
-        copies(tmp_path, epoch=epoch).take(Lines(A, line(1), unsaved=True), 0.0)
+        copies(tmp_path, epoch=epoch).add(LogLines(A, line(1), unsaved=True), 0.0)
     assert written(tmp_path, A, 1) == written(tmp_path, A, 2) == line(1)
 
 
 def test_a_life_that_is_no_longer_believed_when_it_speaks_is_kept(tmp_path: Path) -> None:
     at = copies(tmp_path)
-    at.take(Lines(OLD, line(1)), 0.0)
+    at.add(LogLines(OLD, line(1)), 0.0)
     at.write_due(LATER)
     assert written(tmp_path, OLD) == line(1)
     assert at.size == 0
@@ -91,9 +91,9 @@ def test_a_life_that_is_no_longer_believed_when_it_speaks_is_kept(tmp_path: Path
 
 def test_an_end_that_is_heard_of_before_any_line_counts_too(tmp_path: Path) -> None:
     at = copies(tmp_path)
-    at.keep(A, 0.0)
-    at.keep(B, 0.0)
-    at.take(Lines(A, line(1)), 0.5)
+    at.write_later(A, 0.0)
+    at.write_later(B, 0.0)
+    at.add(LogLines(A, line(1)), 0.5)
     at.write_due(LATER)
     assert written(tmp_path, A) == line(1)
     assert written(tmp_path, B) == b""
@@ -102,9 +102,9 @@ def test_an_end_that_is_heard_of_before_any_line_counts_too(tmp_path: Path) -> N
 def test_a_life_has_a_bounded_copy_that_says_what_it_lacks(tmp_path: Path) -> None:
     at = copies(tmp_path)
     for n in range(100):
-        at.take(Lines(A, line(n + 1, b"y" * 10_000)), 0.0)
+        at.add(LogLines(A, line(n + 1, b"y" * 10_000)), 0.0)
         assert at.size <= TAIL_BYTES
-    at.keep(A, 0.0)
+    at.write_later(A, 0.0)
     at.write_due(LATER)
     first, *rest = written(tmp_path).splitlines()
     assert is_notice(first[28:])
@@ -114,14 +114,14 @@ def test_a_life_has_a_bounded_copy_that_says_what_it_lacks(tmp_path: Path) -> No
 
 def test_beyond_the_bound_of_all_the_longest_silent_goes(tmp_path: Path) -> None:
     at = copies(tmp_path, all_bytes=3 * len(line(1)))
-    at.take(Lines(A, line(1)), 0.0)
-    at.take(Lines(B, line(1)), 0.0)
-    at.take(Lines(A, line(2)), 0.0)
-    at.take(Lines(A, line(3)), 0.0)
+    at.add(LogLines(A, line(1)), 0.0)
+    at.add(LogLines(B, line(1)), 0.0)
+    at.add(LogLines(A, line(2)), 0.0)
+    at.add(LogLines(A, line(3)), 0.0)
     assert at.size <= 3 * len(line(1))
     assert at.evicted == len(line(1))
-    for life in (A, B):
-        at.keep(life, 0.0)
+    for incarnation in (A, B):
+        at.write_later(incarnation, 0.0)
     at.write_due(LATER)
     assert written(tmp_path, A) == line(1) + line(2) + line(3)
     assert written(tmp_path, B) == b""
@@ -130,7 +130,7 @@ def test_beyond_the_bound_of_all_the_longest_silent_goes(tmp_path: Path) -> None
 def test_a_file_of_copies_is_bounded(tmp_path: Path) -> None:
     at = copies(tmp_path, file_bytes=4 * len(line(1)))
     for n in range(1, 12):
-        at.take(Lines(A, line(n), unsaved=True), 0.0)
+        at.add(LogLines(A, line(n), unsaved=True), 0.0)
     files = sorted((tmp_path / "run-1" / "logs").iterdir())
     assert [path.read_bytes() for path in files] == [
         b"".join(map(line, (9, 10, 11))), b"".join(map(line, (5, 6, 7, 8))),
@@ -141,8 +141,8 @@ def test_a_disk_that_refuses_the_copy_gets_it_later(tmp_path: Path) -> None:
     at = copies(tmp_path)
     logs = tmp_path / "run-1" / "logs"
     logs.rename(tmp_path / "away")
-    at.take(Lines(A, line(1), unsaved=True), 0.0)
-    at.take(Lines(A, line(2), unsaved=True), 0.0)
+    at.add(LogLines(A, line(1), unsaved=True), 0.0)
+    at.add(LogLines(A, line(2), unsaved=True), 0.0)
     assert at.size == 2 * len(line(1))
     (tmp_path / "away").rename(logs)
     at.write_due(LATER)
@@ -151,9 +151,9 @@ def test_a_disk_that_refuses_the_copy_gets_it_later(tmp_path: Path) -> None:
 
 def test_what_cannot_be_a_log_of_this_run_is_refused_and_counted(tmp_path: Path) -> None:
     at = copies(tmp_path)
-    far = line(1, b"x" * LOGS.frame)
-    bad = [Lines(Life(ReplicaId("judge/7"), 1), line(1)), Lines(A, b"no time\n"), Lines(A, line(1)[:-1]), Lines(A, far)]
+    far = line(1, b"x" * LOG_BOUNDS.max_frame_bytes)
+    bad = [LogLines(Incarnation(ReplicaId("judge/7"), 1), line(1)), LogLines(A, b"no time\n"), LogLines(A, line(1)[:-1]), LogLines(A, far)]
     for told in bad:
-        at.take(told, 0.0)
+        at.add(told, 0.0)
     assert at.refused == len(bad)
     assert at.size == 0

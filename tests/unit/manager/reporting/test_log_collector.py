@@ -14,22 +14,22 @@ import zmq
 from zmq.utils import z85
 
 from rrl.core.launch import ExitReason, Launch
-from rrl.core.log_lines import STAMP
-from rrl.core.types import Life, ReplicaId
+from rrl.core.log_lines import STAMP_BYTES
+from rrl.core.types import Incarnation, ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Rung, Why
 from rrl.manager.model.state import Replica, State, Status
 from rrl.manager.reporting import log_buffers
-from rrl.manager.reporting.log_collector import LogCollector, _believed
+from rrl.manager.reporting.log_collector import LogCollector, _is_current
 from rrl.tests.support.cli.story import Story
 from rrl.tests.support.listening_manager import Lab, eventually, lab
 from rrl.transport.control.endpoints import Address
-from rrl.transport.control.log_messages import LOGS, Lines, Taken
-from rrl.transport.control.sockets import frame
+from rrl.transport.control.log_messages import LOG_BOUNDS, LogLines, LogLinesAck
+from rrl.transport.control.sockets import encode_frame
 
 TALKER = ("sh", "-c", "echo its last words; sleep 1000")
-STATE = Story("run-1").works().told()
-LIFE = Life(ReplicaId("rollout/0"), 1)
+STATE = Story("run-1").works().recorded()
+INCARNATION = Incarnation(ReplicaId("rollout/0"), 1)
 
 
 @asynccontextmanager
@@ -43,7 +43,7 @@ async def collecting(at: Lab, epoch: int = 1, state: State = STATE) -> AsyncIter
 
 def shipped(at: Lab, launch: Launch, epoch: int = 1) -> list[str]:
     path = at.run.logs / f"{launch.tag}.shipped-{epoch}.log"
-    return [line[STAMP + 1 :] for line in path.read_text().splitlines()] if path.exists() else []
+    return [line[STAMP_BYTES + 1 :] for line in path.read_text().splitlines()] if path.exists() else []
 
 
 @pytest.fixture(autouse=True)
@@ -57,10 +57,10 @@ def test_the_last_lines_of_a_killed_step_are_kept_though_its_file_never_opened(t
             launch = at.launch(*TALKER)
             os.mkfifo(at.run.log_file(launch.tag))  # opening it hangs, as on storage that is away
             step = at.start(launch, patch="import rrl.roles.launcher.logs.pump as p; p.STUCK = 1000.0")
-            await eventually(lambda: collector.copies.size)
+            await eventually(lambda: collector.buffers.size)
             assert shipped(at, launch) == [], "written only when it is needed"
             step.kill()  # its node is gone
-            collector.notice(ev.StepEnded(launch.life, launch.tag, None, None, ExitReason.LOST))
+            collector.on_event(ev.StepEnded(launch.incarnation, launch.tag, None, None, ExitReason.LOST))
             assert await eventually(lambda: shipped(at, launch)) == ["its last words"]
 
     with lab(tmp_path) as at:
@@ -68,26 +68,26 @@ def test_the_last_lines_of_a_killed_step_are_kept_though_its_file_never_opened(t
 
 
 def test_lines_of_a_step_that_was_adopted_are_kept_under_its_own_name_when_its_member_ends(tmp_path: Path) -> None:
-    shadow, member = Life(ReplicaId("shadow/n2"), 1), Life(ReplicaId("trainer/0"), 2)
+    shadow, member = Incarnation(ReplicaId("shadow/n2"), 1), Incarnation(ReplicaId("trainer/0"), 2)
     replicas = {
         **STATE.replicas,
         shadow.replica: Replica(shadow.replica, Status.WANTED, 1),
         member.replica: msgspec.structs.replace(
-            STATE.replica(member.replica), incarnation=2, shadow=shadow, step=f"{STATE.run}.shadow-n2.1"
+            STATE.replica(member.replica), incarnation_number=2, promoted_from=shadow, step=f"{STATE.run}.shadow-n2.1"
         ),
     }
     state = msgspec.structs.replace(STATE, replicas=replicas)
-    assert _believed(state, shadow), "its member is"
+    assert _is_current(state, shadow), "its member is"
 
     async def story(at: Lab) -> None:
         async with at.manager(), collecting(at, state=state) as collector:
             launch = at.launch(*TALKER, replica=shadow.replica)
             os.mkfifo(at.run.log_file(launch.tag))
             step = at.start(launch, patch="import rrl.roles.launcher.logs.pump as p; p.STUCK = 1000.0")
-            await eventually(lambda: collector.copies.size)
+            await eventually(lambda: collector.buffers.size)
             assert shipped(at, launch) == []
             step.kill()
-            collector.notice(ev.StepEnded(member, launch.tag, None, None, ExitReason.LOST))
+            collector.on_event(ev.StepEnded(member, launch.tag, None, None, ExitReason.LOST))
             assert await eventually(lambda: shipped(at, launch)) == ["its last words"]
 
     with lab(tmp_path) as at:
@@ -114,7 +114,7 @@ def test_the_end_of_a_log_that_could_not_be_written_is_told_before_the_step_leav
             at.run.log_file(launch.tag).symlink_to("/dev/full")
             assert await at.end_of(at.start(launch)) == 3
             assert shipped(at, launch) == ["traceback"]
-            assert collector.copies.size == 0
+            assert collector.buffers.size == 0
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -125,10 +125,10 @@ def test_a_step_whose_file_is_complete_leaves_nothing_to_keep(tmp_path: Path) ->
         async with at.manager(), collecting(at) as collector:
             launch = at.launch("sh", "-c", "echo hello; sleep 0.2; exit 3")
             step = at.start(launch)
-            await eventually(lambda: collector.copies.size)
+            await eventually(lambda: collector.buffers.size)
             assert await at.end_of(step) == 3
-            await eventually(lambda: collector.copies.size == 0)
-            collector.notice(ev.StepEnded(launch.life, launch.tag, 3, None, ExitReason.EXITED))
+            await eventually(lambda: collector.buffers.size == 0)
+            collector.on_event(ev.StepEnded(launch.incarnation, launch.tag, 3, None, ExitReason.EXITED))
         assert at.log(launch) == "hello\n"
         assert shipped(at, launch) == []
 
@@ -142,11 +142,11 @@ def test_the_next_manager_is_told_what_the_last_one_had(tmp_path: Path) -> None:
             launch = at.launch(*TALKER)
             async with collecting(at, epoch=1) as first:
                 step = at.start(launch)
-                await eventually(lambda: first.copies.size)
+                await eventually(lambda: first.buffers.size)
             async with collecting(at, epoch=2) as second:
-                await eventually(lambda: second.copies.size)
+                await eventually(lambda: second.buffers.size)
                 step.kill()
-                second.notice(ev.Decided(Fence(launch.life, Rung.SPARE, Why(("node_lost: silent",)))))
+                second.on_event(ev.Decided(Fence(launch.incarnation, Rung.SPARE, Why(("node_lost: silent",)))))
                 assert await eventually(lambda: shipped(at, launch, 2)) == ["its last words"]
 
     with lab(tmp_path) as at:
@@ -156,7 +156,7 @@ def test_the_next_manager_is_told_what_the_last_one_had(tmp_path: Path) -> None:
 def test_a_member_that_sends_rubbish_or_too_much_is_cut_off_and_harms_nobody(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with collecting(at) as collector:
-            address = await eventually(lambda: Address.read(at.run.collector))
+            address = await eventually(lambda: Address.read(at.run.log_collector))
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
             def member() -> zmq.Socket[bytes]:
@@ -172,18 +172,18 @@ def test_a_member_that_sends_rubbish_or_too_much_is_cut_off_and_harms_nobody(tmp
             def rubbish() -> bytes:
                 bad = member()
                 bad.send(b"\xff" * 1000)
-                bad.send(frame(1, 1, Lines(LIFE, b"not a line")))
-                bad.send(frame(1, 2, Lines(LIFE, bytes(LOGS.frame + 1))))
+                bad.send(encode_frame(1, 1, LogLines(INCARNATION, b"not a line")))
+                bad.send(encode_frame(1, 2, LogLines(INCARNATION, bytes(LOG_BOUNDS.max_frame_bytes + 1))))
                 good = member()
-                good.send(frame(1, 7, Lines(LIFE, b"2026-11-20T09:00:00.000000Z x\n")))
+                good.send(encode_frame(1, 7, LogLines(INCARNATION, b"2026-11-20T09:00:00.000000Z x\n")))
                 answer = good.recv()
                 bad.close()
                 good.close()
                 return answer
 
-            assert await asyncio.to_thread(rubbish) == frame(1, 7, Taken())
-            await eventually(lambda: collector.copies.refused == 1)
-            assert collector.copies.size == 30
+            assert await asyncio.to_thread(rubbish) == encode_frame(1, 7, LogLinesAck())
+            await eventually(lambda: collector.buffers.refused == 1)
+            assert collector.buffers.size == 30
             context.term()
 
     with lab(tmp_path) as at:
@@ -191,12 +191,12 @@ def test_a_member_that_sends_rubbish_or_too_much_is_cut_off_and_harms_nobody(tmp
 
 
 def test_only_lives_that_the_run_has_had_are_heard() -> None:
-    fenced = Story("run-1").works().recovers("rollout/0").told()
-    assert _believed(STATE, LIFE) is True
-    assert _believed(fenced, LIFE) is False
-    for life in (Life(LIFE.replica, 0), Life(LIFE.replica, 2), Life(ReplicaId("judge/0"), 1)):
-        assert _believed(STATE, life) is None
-    assert _believed(None, LIFE) is None
+    fenced = Story("run-1").works().recovers("rollout/0").recorded()
+    assert _is_current(STATE, INCARNATION) is True
+    assert _is_current(fenced, INCARNATION) is False
+    for incarnation in (Incarnation(INCARNATION.replica, 0), Incarnation(INCARNATION.replica, 2), Incarnation(ReplicaId("judge/0"), 1)):
+        assert _is_current(STATE, incarnation) is None
+    assert _is_current(None, INCARNATION) is None
 
 
 def test_a_run_directory_without_room_is_no_hindrance_to_start(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_run_directory_without_room_is_no_hindrance_to_start(tmp_path: Path) -
         at.run.path.rename(away)
         async with collecting(at):
             away.rename(at.run.path)
-            await eventually(lambda: Address.read(at.run.collector))
+            await eventually(lambda: Address.read(at.run.log_collector))
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -214,7 +214,7 @@ def test_a_run_directory_without_room_is_no_hindrance_to_start(tmp_path: Path) -
 def test_who_does_not_belong_to_the_run_is_not_heard(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with collecting(at) as collector:
-            address = await eventually(lambda: Address.read(at.run.collector))
+            address = await eventually(lambda: Address.read(at.run.log_collector))
             public, secret = zmq.curve_keypair()
             assert len(z85.decode(public)) == 32
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -227,13 +227,13 @@ def test_who_does_not_belong_to_the_run_is_not_heard(tmp_path: Path) -> None:
             ):  # fmt: skip
                 stranger.set(option, value)
             stranger.connect(address.endpoint)
-            stranger.send(frame(1, 1, Lines(LIFE, b"2026-11-20T09:00:00.000000Z x\n")))
+            stranger.send(encode_frame(1, 1, LogLines(INCARNATION, b"2026-11-20T09:00:00.000000Z x\n")))
             await asyncio.to_thread(monitor.recv_multipart)
             stranger.disable_monitor()
             monitor.close(0)
             stranger.close(0)
             context.term()
-            assert (collector.copies.size, collector.copies.refused) == (0, 0)
+            assert (collector.buffers.size, collector.buffers.refused) == (0, 0)
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))

@@ -29,10 +29,10 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Exclude, Fence, Rung, Why
 from rrl.manager.model.reducer import fold
 from rrl.manager.reporting import metrics_server
-from rrl.manager.reporting.metrics import MOST_FINDINGS, Facts, Tally, samples
-from rrl.manager.reporting.metrics_server import AT_ONCE, MetricsServer
+from rrl.manager.reporting.metrics import MAX_FINDING_SERIES, Facts, RunCounters, samples
+from rrl.manager.reporting.metrics_server import MAX_CONNECTIONS, MetricsServer
 from rrl.tests.support.cli.story import BEGAN, Story
-from rrl.tests.support.runs import light_job, lives, submit_here
+from rrl.tests.support.runs import light_job, current_incarnations, submit_here
 from rrl.tests.unit.manager.reporting.test_history_writer import eventually, wide
 
 DOCS = Path(__file__).parents[4] / "docs"
@@ -40,16 +40,16 @@ N3 = NodeName("n3")
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-def tallied(story: Story) -> Tally:
-    tally, state = Tally(None, BEGAN), None
+def tallied(story: Story) -> RunCounters:
+    tally, state = RunCounters(None, BEGAN), None
     for stamped in story.stamped:
         before, state = state, fold(state, stamped)
-        tally.enter(before, state, stamped)
+        tally.apply(before, state, stamped)
     return tally
 
 
-def series(story: Story, facts: Facts | None = None, tally: Tally | None = None) -> Series:
-    told = samples(story.told(), tally or tallied(story), facts or Facts(story.now))
+def series(story: Story, facts: Facts | None = None, tally: RunCounters | None = None) -> Series:
+    told = samples(story.recorded(), tally or tallied(story), facts or Facts(story.now))
     return {(one.name, frozenset(one.labels.items())): one.value for family in told for one in family.samples}
 
 
@@ -94,11 +94,11 @@ def test_a_restart_is_counted_by_role_and_rung() -> None:
 
 
 def test_what_stands_against_a_node_is_told_until_it_is_over() -> None:
-    story = works().tell(ev.FindingChanged(finding("n3")))
+    story = works().record(ev.FindingChanged(finding("n3")))
     found = series(story)
     assert value(found, "rrl_findings", verdict="FAIL", detector="xid", node="n3") == 1
     assert value(found, "rrl_failures_found_total", detector="xid", cause="gpu") == 1
-    story.tell(ev.FindingChanged(finding("n3")), ev.FindingChanged(finding("n3", verdict=Verdict.OK)))
+    story.record(ev.FindingChanged(finding("n3")), ev.FindingChanged(finding("n3", verdict=Verdict.OK)))
     found = series(story)
     assert not any(name == "rrl_findings" for name, _ in found)
     assert value(found, "rrl_failures_found_total", detector="xid", cause="gpu") == 1
@@ -123,7 +123,7 @@ def test_gpu_time_is_lost_while_a_replica_stands_still() -> None:
 def test_excluded_nodes_and_drains_that_are_asked_for_are_told() -> None:
     why = Why(("xid",))
     drain = Drain(N3, "rrl:small:gpu", why)
-    story = works().tell(ev.Decided(Exclude(N3, why, Cause.GPU)), ev.Intended(drain), ev.Done(drain.tag, False, "no"))
+    story = works().record(ev.Decided(Exclude(N3, why, Cause.GPU)), ev.Intended(drain), ev.IntentSettled(drain.tag, False, "no"))
     found = series(story)
     assert value(found, "rrl_nodes", state="excluded") == 1
     assert value(found, "rrl_drain_requests") == 1
@@ -135,28 +135,28 @@ def test_the_effective_share_is_that_of_who_works() -> None:
     at_work = series(story, Facts(story.now + 57))
     assert value(at_work, "rrl_managed_seconds_total") == pytest.approx(100)
     assert value(at_work, "rrl_effective_seconds_total") == pytest.approx(93)
-    story.tell(ev.Decided(Fence(story.life("trainer/0"), Rung.IN_PLACE, Why(()))))
+    story.record(ev.Decided(Fence(story.incarnation("trainer/0"), Rung.IN_PLACE, Why(()))))
     without = series(story, Facts(story.now + 30))
     assert value(without, "rrl_effective_seconds_total") == pytest.approx(36 + 30 * 2 / 3)
 
 
 def test_a_manager_that_takes_over_counts_who_works_already() -> None:
     story = works()
-    tally = Tally(story.told(), story.now)
+    tally = RunCounters(story.recorded(), story.now)
     assert tally.effective(story.now + 10) == 10
 
 
 def test_a_thousand_findings_make_not_a_thousand_series() -> None:
     story = works()
-    for i in range(MOST_FINDINGS + 300):
-        story.tell(ev.FindingChanged(finding(f"n{i}")))
+    for i in range(MAX_FINDING_SERIES + 300):
+        story.record(ev.FindingChanged(finding(f"n{i}")))
     told = {labels: value for (name, labels), value in series(story).items() if name == "rrl_findings"}
-    assert len(told) == MOST_FINDINGS + 1
-    assert sum(told.values()) == MOST_FINDINGS + 300
+    assert len(told) == MAX_FINDING_SERIES + 1
+    assert sum(told.values()) == MAX_FINDING_SERIES + 300
 
 
 def test_names_are_as_prometheus_wants_them() -> None:
-    for family in samples(works().told(), tallied(works()), Facts(BEGAN)):
+    for family in samples(works().recorded(), tallied(works()), Facts(BEGAN)):
         assert re.fullmatch(r"rrl_[a-z_]+[a-z]", family.name)
         assert family.documentation.endswith(".")
         assert not family.name.endswith("_total")  # the library adds it to counters
@@ -166,12 +166,12 @@ def test_names_are_as_prometheus_wants_them() -> None:
 
 # ── alerts and dashboard ─────────────────────────────────────────────────────────────────────────────────────────────
 def known() -> set[str]:
-    story = works().tell(ev.FindingChanged(finding("n3")), ev.Decided(Exclude(N3, Why(()), Cause.GPU)))
+    story = works().record(ev.FindingChanged(finding("n3")), ev.Decided(Exclude(N3, Why(()), Cause.GPU)))
     story.wait(1).recovers("rollout/0")
     return {name for name, _ in series(story)}
 
 
-def asked(expr: str) -> set[str]:
+def scraped(expr: str) -> set[str]:
     return set(re.findall(r"\brrl_[a-z_]+", expr))
 
 
@@ -186,8 +186,8 @@ def test_every_alert_is_whole_and_asks_for_metrics_that_exist() -> None:
     assert len({rule["alert"] for rule in rules}) == len(rules) >= 8
     for rule in rules:
         assert set(rule) - {"for"} == {"alert", "expr", "labels", "annotations"}
-        assert asked(rule["expr"])
-        assert asked(rule["expr"]) <= known(), rule["alert"]
+        assert scraped(rule["expr"])
+        assert scraped(rule["expr"]) <= known(), rule["alert"]
         assert balanced(rule["expr"])
         assert rule["annotations"]["summary"]
         assert rule["labels"]["severity"] in ("info", "warning", "critical")
@@ -203,7 +203,7 @@ def expressions(board: Any) -> Iterator[str]:
 
 def test_the_dashboard_shows_every_metric_and_no_other() -> None:
     board = json.loads((DOCS / "grafana.json").read_text())
-    shown = {name for expr in expressions(board) for name in asked(expr)}
+    shown = {name for expr in expressions(board) for name in scraped(expr)}
     assert shown <= known()
     assert known() - shown == {"rrl_run_start_time_seconds", "rrl_replicas_wanted"}
     assert all(balanced(expr) for expr in expressions(board))
@@ -227,7 +227,7 @@ def scrape(address: str) -> dict[str, float]:
 
 def test_metrics_are_served_at_a_free_port_whose_address_is_written_down(run: RunDir) -> None:
     story = works()
-    server = MetricsServer(run, "127.0.0.1:0", lambda: samples(story.told(), tallied(story), Facts(story.now)))
+    server = MetricsServer(run, "127.0.0.1:0", lambda: samples(story.recorded(), tallied(story), Facts(story.now)))
     eventually(run.metrics.exists)
     address = run.metrics.read_text().strip()
     assert scrape(address)["rrl_steps_completed"] == 12
@@ -240,19 +240,19 @@ def test_metrics_are_served_at_a_free_port_whose_address_is_written_down(run: Ru
 def test_clients_that_say_nothing_take_a_few_threads_for_a_while(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_server, "WITHIN", 2.0)
     story = works()
-    server = MetricsServer(run, "127.0.0.1:0", lambda: samples(story.told(), tallied(story), Facts(story.now)))
+    server = MetricsServer(run, "127.0.0.1:0", lambda: samples(story.recorded(), tallied(story), Facts(story.now)))
     eventually(run.metrics.exists)
     host, _, port = run.metrics.read_text().strip().rpartition(":")
     before = threading.active_count()
-    slow = [socket.create_connection((host, int(port)), 60) for _ in range(5 * AT_ONCE)]
+    slow = [socket.create_connection((host, int(port)), 60) for _ in range(5 * MAX_CONNECTIONS)]
     for line in slow:
         with contextlib.suppress(OSError):  # hung up on already
             line.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
-    for line in slow[AT_ONCE:]:
+    for line in slow[MAX_CONNECTIONS:]:
         with contextlib.suppress(ConnectionError):
             assert line.recv(1) == b""  # hung up on at once
-    assert threading.active_count() - before <= 2 * AT_ONCE  # each has a clock
-    for line in slow[:AT_ONCE]:
+    assert threading.active_count() - before <= 2 * MAX_CONNECTIONS  # each has a clock
+    for line in slow[:MAX_CONNECTIONS]:
         while True:  # a byte now and then keeps nobody
             try:
                 line.sendall(b"x")
@@ -275,14 +275,14 @@ def test_who_asks_without_a_pause_makes_no_more_work(run: RunDir) -> None:
 
     def collect() -> Iterator[Any]:
         made.append(1)
-        yield from samples(story.told(), tallied(story), Facts(story.now))
+        yield from samples(story.recorded(), tallied(story), Facts(story.now))
 
     server = MetricsServer(run, "127.0.0.1:0", collect)
     eventually(run.metrics.exists)
     since = time.monotonic()
     for _ in range(50):
         scrape(run.metrics.read_text().strip())
-    assert len(made) <= 1 + (time.monotonic() - since) / metrics_server.FRESH
+    assert len(made) <= 1 + (time.monotonic() - since) / metrics_server.PAGE_CACHE_S
     server.close()
 
 
@@ -291,9 +291,9 @@ def test_what_others_call_their_things_stays_within_its_label() -> None:
     name = 'x"} 1\nrrl_steps_completed 99\n#'
     said = (Evidence("kernel", "x", BEGAN),)
     odd = Finding(name, Verdict.FAIL, Cause.GPU, Remedy.REBOOT, BEGAN, said, node=NodeName("n3"))
-    story.tell(ev.FindingChanged(odd))
+    story.record(ev.FindingChanged(odd))
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(metrics_server._Now(lambda: samples(story.told(), tallied(story), Facts(story.now))))
+    registry.register(metrics_server._Collector(lambda: samples(story.recorded(), tallied(story), Facts(story.now))))
     families = list(text_string_to_metric_families(generate_latest(registry).decode()))
     (one,) = (found for family in families if family.name == "rrl_findings" for found in family.samples)
     assert one.labels["detector"] == name
@@ -319,7 +319,7 @@ def test_a_run_on_the_local_cluster_is_scraped_and_leaves_its_history(tmp_path: 
     history.mkdir()
     extra = f'[health]\nmetrics = "127.0.0.1:0"\nhistory = "{history}"'
     under_test = submit_here(tmp_path, light_job("local", 20, extra=extra))
-    before = lives(under_test.wait_steps(3))
+    before = current_incarnations(under_test.wait_steps(3))
     address = under_test.run.metrics.read_text().strip()
     found = scrape(address)
     assert found["rrl_steps_completed"] >= 3
@@ -341,7 +341,7 @@ def test_a_run_on_the_local_cluster_is_scraped_and_leaves_its_history(tmp_path: 
     assert {"held", "found", "failed", "mended"} <= set(kinds)
     cache = HistoryCache([history], tmp_path / "cache.sqlite")
     assert cache.refresh().skipped == 0
-    site = report(cache.told(0.0), 0.0, state.at).site
+    site = report(cache.records(0.0), 0.0, state.at).site
     cache.close()
     assert (site.failures, site.other_failures) == (0, 1)  # a process that was killed says nothing of its node
     assert [(one.owner, one.cause) for one in site.causes] == [("software", "process")]

@@ -13,10 +13,10 @@ from rrl.core import faults
 from rrl.core.faults import Fault, FaultKind
 from rrl.core.launch import ExitReason, tag_of
 from rrl.core.run_dir import RunDir
-from rrl.core.types import Life, NodeName, Outcome, ReplicaId, Verdict, Version, member_id, role_of
+from rrl.core.types import Incarnation, NodeName, Outcome, ReplicaId, Verdict, Version, member_id, role_of
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Perform, Rung, Why
-from rrl.manager.reporting.summary import Recovery, Summary, account, write_summary
+from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, InjectFault, Rung, Why
+from rrl.manager.reporting.summary import Recovery, Summary, summarize, write_summary
 from rrl.manager.storage.journal import Journal
 from rrl.tests.support.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, gang_job, job
 from rrl.tests.support.manager.world import found, lost
@@ -24,41 +24,41 @@ from rrl.tests.support.manager.world import found, lost
 At = tuple[float, ev.Event]
 R0, R1 = ROLLOUTS
 N1, N2, N3, N4, N5 = (NodeName(f"n{i}") for i in range(1, 6))
-HOMES = {STORE: N1, REWARD: N1, TRAINER: N2, R0: N3, R1: N4}
+NODES = {STORE: N1, REWARD: N1, TRAINER: N2, R0: N3, R1: N4}
 WHY = Why(("exit_record: step: it ended",))
-FAULT = Fault("f0", FaultKind.KILL, R0, faults.At(step=1))
+FAULT = Fault("f0", FaultKind.KILL, R0, faults.FaultTrigger(step=1))
 
 
-def launch(life: Life, node: NodeName) -> ev.Intended:
-    return ev.Intended(Launch(life, tag_of(RUN, life), "pool", node, WHY))
+def launch(incarnation: Incarnation, node: NodeName) -> ev.Intended:
+    return ev.Intended(Launch(incarnation, tag_of(RUN, incarnation), "pool", node, WHY))
 
 
-def fence(life: Life, rung: Rung) -> ev.Decided:
-    return ev.Decided(Fence(life, rung, WHY))
+def fence(incarnation: Incarnation, rung: Rung) -> ev.Decided:
+    return ev.Decided(Fence(incarnation, rung, WHY))
 
 
-def ended(life: Life) -> ev.StepEnded:
-    return ev.StepEnded(life, tag_of(RUN, life), None, 9, ExitReason.SIGNALED)
+def ended(incarnation: Incarnation) -> ev.StepEnded:
+    return ev.StepEnded(incarnation, tag_of(RUN, incarnation), None, 9, ExitReason.SIGNALED)
 
 
-def up(at: float, life: Life, node: NodeName) -> list[At]:
+def up(at: float, incarnation: Incarnation, node: NodeName) -> list[At]:
     """It joins and works from ``at`` on."""
-    phase = {"rollout": "generate", "trainer": "train", "reward": "score"}.get(role_of(life.replica), "serve")
-    return [(at, ev.Joined(life, node, node, 1)), (at, ev.PhaseEntered(life, phase))]
+    phase = {"rollout": "generate", "trainer": "train", "reward": "score"}.get(role_of(incarnation.replica), "serve")
+    return [(at, ev.Joined(incarnation, node, node, 1)), (at, ev.PhaseEntered(incarnation, phase))]
 
 
-def perform(life: Life, fault: Fault = FAULT) -> ev.Intended:
-    return ev.Intended(Perform(fault, tag_of(RUN, life), HOMES[life.replica], WHY))
+def perform(incarnation: Incarnation, fault: Fault = FAULT) -> ev.Intended:
+    return ev.Intended(InjectFault(fault, tag_of(RUN, incarnation), NODES[incarnation.replica], WHY))
 
 
 def summary(*parts: At | Sequence[At]) -> Summary:
     told = [(0.0, ev.RunStarted(RUN, job())), *_flat(parts)]
-    return account(ev.Stamped(seq, at, 1, event) for seq, (at, event) in enumerate(told, 1))
+    return summarize(ev.Stamped(seq, at, 1, event) for seq, (at, event) in enumerate(told, 1))
 
 
-def _flat(parts: Sequence[At | Sequence[At]]) -> list[At]:
+def _flat(values: Sequence[At | Sequence[At]]) -> list[At]:
     flat: list[At] = []
-    for part in parts:
+    for part in values:
         if isinstance(part, tuple) and isinstance(part[0], float):
             flat.append(part)
         else:
@@ -69,9 +69,9 @@ def _flat(parts: Sequence[At | Sequence[At]]) -> list[At]:
 def started(at: float = 20.0) -> list[At]:
     """All five replicas are launched at 10 and work from ``at`` on."""
     begun: list[At] = [(0.0, ev.ManagerStarted("login", 1))]
-    begun += [(10.0, launch(Life(id, 1), node)) for id, node in HOMES.items()]
-    for id, node in HOMES.items():
-        begun += up(at, Life(id, 1), node)
+    begun += [(10.0, launch(Incarnation(id, 1), node)) for id, node in NODES.items()]
+    for id, node in NODES.items():
+        begun += up(at, Incarnation(id, 1), node)
     return begun
 
 
@@ -82,7 +82,7 @@ def finished(at: float, given_back: float) -> list[At]:
 
 def committed(at: float, step: int, reward: float | None = None) -> At:
     metrics = {} if reward is None else {"reward": reward}
-    return at, ev.StepCommitted(Life(TRAINER, 1), step, metrics)
+    return at, ev.StepCommitted(Incarnation(TRAINER, 1), step, metrics)
 
 
 def test_a_run_without_faults_works_from_the_first_phase_to_the_decision_to_end() -> None:
@@ -102,16 +102,16 @@ def test_a_trainer_of_several_ranks_works_while_all_of_them_do() -> None:
     ranks = [member_id(TRAINER, rank) for rank in range(4)]
     told: list[At] = [(0.0, ev.RunStarted(RUN, gang_job(rollouts=2)))]
     for id in (STORE, REWARD, *ranks, R0, R1):
-        told += [(10.0, launch(Life(id, 1), N1)), *up(20.0, Life(id, 1), N1)]
-    told += [committed(30.0, 1), (60.0, ended(Life(ranks[2], 1))), (100.0, ev.ManagerStopped("x"))]
-    got = account(ev.Stamped(seq, at, 1, event) for seq, (at, event) in enumerate(sorted(told, key=itemgetter(0)), 1))
+        told += [(10.0, launch(Incarnation(id, 1), N1)), *up(20.0, Incarnation(id, 1), N1)]
+    told += [committed(30.0, 1), (60.0, ended(Incarnation(ranks[2], 1))), (100.0, ev.ManagerStopped("x"))]
+    got = summarize(ev.Stamped(seq, at, 1, event) for seq, (at, event) in enumerate(sorted(told, key=itemgetter(0)), 1))
     assert got.ettr == round((40 + 40 * 2 / 3) / 100, 4)
     assert got.ettr_strict == 0.4
 
 
 def test_no_events_are_no_account() -> None:
     with pytest.raises(ValueError, match="no events"):
-        account([])
+        summarize([])
 
 
 def test_rewards_are_means_over_the_first_and_last_ten_steps_each_counted_once() -> None:
@@ -126,17 +126,17 @@ def test_rewards_are_means_over_the_first_and_last_ten_steps_each_counted_once()
 def test_summary_has_the_age_of_the_oldest_token_even_of_steps_that_nobody_reported() -> None:
     def told(step: int, oldest: float, of_run: float) -> At:
         metrics = {"token_age_max": oldest, "token_age_run_max": of_run}
-        return 20.0 + step, ev.StepCommitted(Life(TRAINER, 1), step, metrics)
+        return 20.0 + step, ev.StepCommitted(Incarnation(TRAINER, 1), step, metrics)
 
     assert summary(started(), told(1, 2.0, 2.0), told(2, 0.0, 2.0)).max_age == 2
-    unreported = (25.0, ev.StepCommitted(Life(TRAINER, 1), 5))
+    unreported = (25.0, ev.StepCommitted(Incarnation(TRAINER, 1), 5))
     assert summary(started(), told(1, 2.0, 2.0), unreported, told(6, 1.0, 4.0)).max_age == 4
     assert summary(started(), unreported).max_age is None
 
 
 def test_what_was_dropped_for_its_age_is_told_as_of_the_newest_step() -> None:
     def told(step: int, groups: float, share: float) -> At:
-        return 20.0 + step, ev.StepCommitted(Life(TRAINER, 1), step, {"stale_groups": groups, "stale_share": share})
+        return 20.0 + step, ev.StepCommitted(Incarnation(TRAINER, 1), step, {"stale_groups": groups, "stale_share": share})
 
     got = summary(started(), told(3, 9.0, 0.3), told(4, 12.0, 1 / 3), told(2, 5.0, 0.2))
     assert (got.stale_groups, got.stale_share) == (12, 0.3333)
@@ -144,16 +144,16 @@ def test_what_was_dropped_for_its_age_is_told_as_of_the_newest_step() -> None:
 
 
 KILLED: list[At] = [
-    (40.0, perform(Life(R0, 1))),
-    (40.1, ev.FaultInjected("f0", Life(R0, 1), True)),
-    (40.3, ended(Life(R0, 1))),
-    (40.5, found(Life(R0, 1), "exit_record", 40.3)),
-    (40.6, fence(Life(R0, 1), Rung.IN_PLACE)),
-    (40.7, launch(Life(R0, 2), N3)),
-    (42.6, ev.Joined(Life(R0, 2), N3, N3, 2)),
-    (44.1, ev.VersionHeld(Life(R0, 2), Version(1, 1))),
-    (44.1, ev.PhaseEntered(Life(R0, 2), "generate")),
-    (44.6, ev.FirstWorkDone(Life(R0, 2))),
+    (40.0, perform(Incarnation(R0, 1))),
+    (40.1, ev.FaultInjected("f0", Incarnation(R0, 1), True)),
+    (40.3, ended(Incarnation(R0, 1))),
+    (40.5, found(Incarnation(R0, 1), "exit_record", 40.3)),
+    (40.6, fence(Incarnation(R0, 1), Rung.IN_PLACE)),
+    (40.7, launch(Incarnation(R0, 2), N3)),
+    (42.6, ev.Joined(Incarnation(R0, 2), N3, N3, 2)),
+    (44.1, ev.VersionAvailable(Incarnation(R0, 2), Version(1, 1))),
+    (44.1, ev.PhaseEntered(Incarnation(R0, 2), "generate")),
+    (44.6, ev.FirstWorkDone(Incarnation(R0, 2))),
 ]
 
 
@@ -176,11 +176,11 @@ def test_a_rollouts_death_costs_nothing_but_strictness() -> None:
 
 
 def test_while_the_trainer_is_restored_time_counts_by_the_share_of_rollouts() -> None:
-    trainer = Life(TRAINER, 1)
+    trainer = Incarnation(TRAINER, 1)
     killed: list[At] = [
         (50.5, ended(trainer)), (51.0, found(trainer, "exit_record", 50.5)), (51.2, fence(trainer, Rung.SPARE)),
-        (51.2, launch(Life(TRAINER, 2), N5)), *up(70.0, Life(TRAINER, 2), N5),
-        (70.0, ev.FirstWorkDone(Life(TRAINER, 2))),
+        (51.2, launch(Incarnation(TRAINER, 2), N5)), *up(70.0, Incarnation(TRAINER, 2), N5),
+        (70.0, ev.FirstWorkDone(Incarnation(TRAINER, 2))),
     ]  # fmt: skip
     got = summary(started(20.0), committed(30.0, 1), killed, finished(100.0, 110.0))
     assert got.ettr == round((30.5 + 19.5 * 2 / 3 + 30.0) / 110, 4)
@@ -194,49 +194,49 @@ def test_while_the_trainer_is_restored_time_counts_by_the_share_of_rollouts() ->
 
 
 def test_with_one_of_two_rollouts_down_too_the_share_is_smaller_and_with_everything_down_it_is_nothing() -> None:
-    down: list[At] = [(50.0, ended(Life(TRAINER, 1))), (60.0, ended(Life(R0, 1))), (70.0, ended(Life(R1, 1)))]
+    down: list[At] = [(50.0, ended(Incarnation(TRAINER, 1))), (60.0, ended(Incarnation(R0, 1))), (70.0, ended(Incarnation(R1, 1)))]
     got = summary(started(20.0), committed(30.0, 1), down, (100.0, ev.ManagerStopped("SIGTERM")))
     assert got.ettr == round((30 + 10 * 2 / 3 + 10 * 1 / 2) / 100, 4)
     assert got.ettr_strict == 0.3
 
 
 def test_rollouts_before_the_first_commit_are_no_training() -> None:
-    ups = [at for id in (R0, R1) for at in up(20.0, Life(id, 1), HOMES[id])]
-    begun = [(10.0, launch(Life(id, 1), node)) for id, node in HOMES.items()]
+    ups = [at for id in (R0, R1) for at in up(20.0, Incarnation(id, 1), NODES[id])]
+    begun = [(10.0, launch(Incarnation(id, 1), node)) for id, node in NODES.items()]
     assert summary(begun, ups, (100.0, ev.ManagerStopped("x"))).ettr == 0.0
     assert summary(begun, ups, committed(70.0, 1), (100.0, ev.ManagerStopped("x"))).ettr == round(30 * 2 / 3 / 100, 4)
 
 
 def test_a_fault_that_was_not_performed_is_no_fault_and_a_later_failure_is_not_its_doing() -> None:
     later: list[At] = [
-        (90.0, ended(Life(R0, 1))), (90.5, found(Life(R0, 1), "exit_record", 90.0)),
-        (90.6, fence(Life(R0, 1), Rung.IN_PLACE)),
+        (90.0, ended(Incarnation(R0, 1))), (90.5, found(Incarnation(R0, 1), "exit_record", 90.0)),
+        (90.6, fence(Incarnation(R0, 1), Rung.IN_PLACE)),
     ]  # fmt: skip
-    for answer in (ev.FaultInjected("f0", Life(R0, 1), False, "gone"), ev.Done("fault:f0", False, "its manager died")):
-        got = summary(started(), (40.0, perform(Life(R0, 1))), (41.0, answer), later)
+    for answer in (ev.FaultInjected("f0", Incarnation(R0, 1), False, "gone"), ev.IntentSettled("fault:f0", False, "its manager died")):
+        got = summary(started(), (40.0, perform(Incarnation(R0, 1))), (41.0, answer), later)
         assert got.faults == 0
         assert (got.recoveries[0].injected, got.recoveries[0].detect_s) == (False, 0.5)
 
 
 def test_a_failure_long_after_a_fault_that_was_over_is_not_its_doing() -> None:
-    frozen = Fault("f0", FaultKind.FREEZE, R0, faults.At(step=1), seconds=5.0)
-    life = Life(R0, 1)
-    begins: list[At] = [(40.0, perform(life, frozen)), (40.1, ev.FaultInjected("f0", life, True))]
-    over = (45.0, ev.FaultInjected("f0", life, True, ended=True))
+    frozen = Fault("f0", FaultKind.FREEZE, R0, faults.FaultTrigger(step=1), seconds=5.0)
+    incarnation = Incarnation(R0, 1)
+    begins: list[At] = [(40.0, perform(incarnation, frozen)), (40.1, ev.FaultInjected("f0", incarnation, True))]
+    over = (45.0, ev.FaultInjected("f0", incarnation, True, ended=True))
     for at, injected in ((46.0, True), (90.0, False)):
         fails: list[At] = [
-            (at, found(life, "worker_silence", at - 1.0)), (at + 0.1, fence(life, Rung.IN_PLACE)),
+            (at, found(incarnation, "worker_silence", at - 1.0)), (at + 0.1, fence(incarnation, Rung.IN_PLACE)),
         ]  # fmt: skip
         got = summary(started(), begins, over, fails)
         assert (got.faults, got.recoveries[0].injected, got.unprovoked) == (1, injected, int(not injected))
 
 
 def test_everybody_on_a_crashed_node_is_lost_by_the_fault_and_who_fails_elsewhere_is_not() -> None:
-    crash = Perform(Fault("f0", FaultKind.CRASH, STORE), "", N1, WHY)
+    crash = InjectFault(Fault("f0", FaultKind.CRASH, STORE), "", N1, WHY)
     fails: list[At] = [
         (60.0, lost(N1, 50.0)), (60.1, ev.Decided(Exclude(N1, WHY))),
-        (60.1, fence(Life(STORE, 1), Rung.SPARE)), (60.1, fence(Life(REWARD, 1), Rung.SPARE)),
-        (61.0, found(Life(R0, 1), "exit_record", 61.0)), (61.1, fence(Life(R0, 1), Rung.IN_PLACE)),
+        (60.1, fence(Incarnation(STORE, 1), Rung.SPARE)), (60.1, fence(Incarnation(REWARD, 1), Rung.SPARE)),
+        (61.0, found(Incarnation(R0, 1), "exit_record", 61.0)), (61.1, fence(Incarnation(R0, 1), Rung.IN_PLACE)),
     ]  # fmt: skip
     told = ev.FaultInjected("f0", None, True, "n1 is gone", node=N1)
     got = summary(started(), (50.0, ev.Intended(crash)), (50.1, told), fails)
@@ -247,32 +247,32 @@ def test_everybody_on_a_crashed_node_is_lost_by_the_fault_and_who_fails_elsewher
 
 
 def test_who_fails_while_the_disk_is_full_fails_of_it() -> None:
-    full = Perform(Fault("f0", FaultKind.DISK_FULL, seconds=20.0), "", NodeName(""), WHY)
-    fails: list[At] = [(55.0, found(Life(R0, 1), "exit_record", 55.0)), (55.1, fence(Life(R0, 1), Rung.IN_PLACE))]
+    full = InjectFault(Fault("f0", FaultKind.DISK_FULL, seconds=20.0), "", NodeName(""), WHY)
+    fails: list[At] = [(55.0, found(Incarnation(R0, 1), "exit_record", 55.0)), (55.1, fence(Incarnation(R0, 1), Rung.IN_PLACE))]
     got = summary(started(), (50.0, ev.Intended(full)), (50.1, ev.FaultInjected("f0", None, True)), fails)
     assert [r.injected for r in got.recoveries] == [True]
 
 
 @pytest.mark.parametrize("performed", [True, False])
 def test_a_really_full_disk_is_unprovoked_though_an_injected_one_never_told_its_end(performed: bool) -> None:
-    full = Perform(Fault("f0", FaultKind.DISK_FULL, seconds=20.0), "", NodeName(""), WHY)
+    full = InjectFault(Fault("f0", FaultKind.DISK_FULL, seconds=20.0), "", NodeName(""), WHY)
     told: list[At] = [(50.0, ev.Intended(full))]
     if performed:  # and then its manager died
         told.append((50.1, ev.FaultInjected("f0", None, True)))
     fails: list[At] = []
     for at, id in ((300.0, STORE), (300.5, TRAINER)):
-        fails += [(at, found(Life(id, 1), "exit_record", at)), (at, fence(Life(id, 1), Rung.IN_PLACE))]
+        fails += [(at, found(Incarnation(id, 1), "exit_record", at)), (at, fence(Incarnation(id, 1), Rung.IN_PLACE))]
     got = summary(started(), told, fails)
     assert ([r.injected for r in got.recoveries], got.unprovoked) == ([False, False], 2)
 
 
 def test_a_life_that_is_launched_on_a_node_after_its_injected_crash_fails_unprovoked() -> None:
-    crash = Perform(Fault("f0", FaultKind.CRASH, STORE), "", N1, WHY)
+    crash = InjectFault(Fault("f0", FaultKind.CRASH, STORE), "", N1, WHY)
     told: list[At] = [
         (50.0, ev.Intended(crash)), (50.1, ev.FaultInjected("f0", None, True, node=N1)),
-        (60.0, lost(N1, 50.0)), (60.1, fence(Life(STORE, 1), Rung.SPARE)),
-        (90.0, launch(Life(STORE, 2), N1)), *up(95.0, Life(STORE, 2), N1),  # the node is back
-        (200.0, found(Life(STORE, 2), "exit_record", 200.0)), (200.1, fence(Life(STORE, 2), Rung.IN_PLACE)),
+        (60.0, lost(N1, 50.0)), (60.1, fence(Incarnation(STORE, 1), Rung.SPARE)),
+        (90.0, launch(Incarnation(STORE, 2), N1)), *up(95.0, Incarnation(STORE, 2), N1),  # the node is back
+        (200.0, found(Incarnation(STORE, 2), "exit_record", 200.0)), (200.1, fence(Incarnation(STORE, 2), Rung.IN_PLACE)),
     ]  # fmt: skip
     got = summary(started(), told)
     assert [r.injected for r in got.recoveries] == [True, False]
@@ -282,7 +282,7 @@ def test_a_life_that_is_launched_on_a_node_after_its_injected_crash_fails_unprov
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CANCELLED])
 def test_failures_that_end_the_run_count_as_unprovoked_though_nobody_recovers(outcome: Outcome) -> None:
     why = Why(("No space left on device",))
-    fails: list[At] = [(at, found(Life(id, 1), "exit_record", at)) for at, id in ((70.0, STORE), (70.5, TRAINER))]
+    fails: list[At] = [(at, found(Incarnation(id, 1), "exit_record", at)) for at, id in ((70.0, STORE), (70.5, TRAINER))]
     end: list[At] = [(71.0, ev.Decided(Finish(outcome, why))), (72.0, ev.RunEnded(outcome, "No space left"))]
     got = summary(started(), fails, end)
     assert got.recoveries == []
@@ -290,34 +290,34 @@ def test_failures_that_end_the_run_count_as_unprovoked_though_nobody_recovers(ou
 
 
 def test_a_failure_that_ends_the_run_and_was_injected_is_not_unprovoked() -> None:
-    life = Life(R0, 1)
-    struck: list[At] = [(40.0, perform(life)), (40.1, ev.FaultInjected("f0", life, True)),
-                        (41.0, found(life, "exit_record", 41.0))]  # fmt: skip
+    incarnation = Incarnation(R0, 1)
+    struck: list[At] = [(40.0, perform(incarnation)), (40.1, ev.FaultInjected("f0", incarnation, True)),
+                        (41.0, found(incarnation, "exit_record", 41.0))]  # fmt: skip
     end = (42.0, ev.Decided(Finish(Outcome.FAILED, WHY)))
     assert summary(started(), struck, end).unprovoked == 0
 
 
 def test_what_strikes_at_the_roles_next_call_is_measured_from_then() -> None:
     raised = Fault("f0", FaultKind.EXCEPTION, R0)
-    life = Life(R0, 1)
-    fails: list[At] = [(71.0, found(life, "exit_record", 71.0)), (71.0, fence(life, Rung.IN_PLACE))]
-    got = summary(started(), (40.0, perform(life, raised)), (70.0, ev.FaultInjected("f0", life, True)), fails)
+    incarnation = Incarnation(R0, 1)
+    fails: list[At] = [(71.0, found(incarnation, "exit_record", 71.0)), (71.0, fence(incarnation, Rung.IN_PLACE))]
+    got = summary(started(), (40.0, perform(incarnation, raised)), (70.0, ev.FaultInjected("f0", incarnation, True)), fails)
     assert (got.recoveries[0].injected, got.recoveries[0].detect_s) == (True, 1.0)
 
 
 def test_a_fault_of_which_nobody_knows_counts_for_what_fails_of_it_and_not_as_performed() -> None:
-    life = Life(R0, 1)
-    fails: list[At] = [(41.0, found(life, "exit_record", 41.0)), (41.0, fence(life, Rung.IN_PLACE))]
-    unknown = ev.FaultInjected("f0", life, False, unknown=True)
-    got = summary(started(), (40.0, perform(life)), (40.5, unknown), fails)
+    incarnation = Incarnation(R0, 1)
+    fails: list[At] = [(41.0, found(incarnation, "exit_record", 41.0)), (41.0, fence(incarnation, Rung.IN_PLACE))]
+    unknown = ev.FaultInjected("f0", incarnation, False, unknown=True)
+    got = summary(started(), (40.0, perform(incarnation)), (40.5, unknown), fails)
     assert (got.faults, got.recoveries[0].injected) == (0, True)
 
 
 def test_a_lost_node_is_a_failure_of_everybody_on_it_from_its_first_trace_on() -> None:
     moved: list[At] = [
         (60.0, lost(N1, 50.0)), (60.1, ev.Decided(Exclude(N1, WHY))),
-        (60.1, fence(Life(STORE, 1), Rung.SPARE)), (60.1, fence(Life(REWARD, 1), Rung.SPARE)),
-        (60.2, launch(Life(STORE, 2), N5)), (60.2, launch(Life(REWARD, 2), N5)),
+        (60.1, fence(Incarnation(STORE, 1), Rung.SPARE)), (60.1, fence(Incarnation(REWARD, 1), Rung.SPARE)),
+        (60.2, launch(Incarnation(STORE, 2), N5)), (60.2, launch(Incarnation(REWARD, 2), N5)),
     ]  # fmt: skip
     got = summary(started(), moved)
     assert [(r.replica, r.detect_s, r.decide_s, r.node_after) for r in got.recoveries] == [
@@ -328,20 +328,20 @@ def test_a_lost_node_is_a_failure_of_everybody_on_it_from_its_first_trace_on() -
 
 def test_a_restart_that_had_to_be_tried_twice_is_told_with_the_life_that_came_back() -> None:
     again: list[At] = [
-        (40.0, ended(Life(R0, 1))), (40.5, found(Life(R0, 1), "exit_record", 40.0)),
-        (40.6, fence(Life(R0, 1), Rung.IN_PLACE)), (40.7, launch(Life(R0, 2), N3)),
-        (40.8, ev.Done(tag_of(RUN, Life(R0, 2)), False, "no such node")), (41.8, launch(Life(R0, 3), N5)),
-        (43.6, ev.Joined(Life(R0, 3), N5, N5, 2)),
+        (40.0, ended(Incarnation(R0, 1))), (40.5, found(Incarnation(R0, 1), "exit_record", 40.0)),
+        (40.6, fence(Incarnation(R0, 1), Rung.IN_PLACE)), (40.7, launch(Incarnation(R0, 2), N3)),
+        (40.8, ev.IntentSettled(tag_of(RUN, Incarnation(R0, 2)), False, "no such node")), (41.8, launch(Incarnation(R0, 3), N5)),
+        (43.6, ev.Joined(Incarnation(R0, 3), N5, N5, 2)),
     ]  # fmt: skip
     (recovery,) = summary(started(), again).recoveries
     assert (recovery.incarnation, recovery.node_after, recovery.start_s) == (3, "n5", 3.0)
 
 
 def test_a_standstill_is_counted_from_its_first_trace_and_gives_back_the_time_that_it_was_credited() -> None:
-    trainer = Life(TRAINER, 1)
+    trainer = Incarnation(TRAINER, 1)
     hung: list[At] = [
         (90.0, found(trainer, "phase_overdue", 30.0)), (90.2, fence(trainer, Rung.IN_PLACE)),
-        (91.0, launch(Life(TRAINER, 2), N2)), *up(95.0, Life(TRAINER, 2), N2),
+        (91.0, launch(Incarnation(TRAINER, 2), N2)), *up(95.0, Incarnation(TRAINER, 2), N2),
     ]  # fmt: skip
     got = summary(started(20.0), committed(25.0, 1), hung, finished(100.0, 110.0))
     assert (got.recoveries[0].detect_s, got.recoveries[0].decide_s) == (60.0, 0.2)
@@ -350,7 +350,7 @@ def test_a_standstill_is_counted_from_its_first_trace_and_gives_back_the_time_th
 
 
 def test_time_is_taken_back_over_pauses_too() -> None:
-    trainer = Life(TRAINER, 1)
+    trainer = Incarnation(TRAINER, 1)
     waits = [(40.0, ev.PhaseEntered(trainer, "loading_weights")), (50.0, ev.PhaseEntered(trainer, "train"))]
     failed: list[At] = [(60.0, found(trainer, "worker_silence", 30.0)), (60.0, fence(trainer, Rung.IN_PLACE))]
     got = summary(started(20.0), waits, failed, (100.0, ev.ManagerStopped("x")))
@@ -358,11 +358,11 @@ def test_time_is_taken_back_over_pauses_too() -> None:
 
 
 def test_what_was_found_and_proved_wrong_costs_nothing_and_is_no_trace_of_what_comes_later() -> None:
-    wrong = found(Life(R0, 1), "worker_silence", 30.0)
+    wrong = found(Incarnation(R0, 1), "worker_silence", 30.0)
     cleared = ev.FindingChanged(msgspec.structs.replace(wrong.finding, verdict=Verdict.OK, evidence=()))
     dies: list[At] = [
-        (80.0, ended(Life(R0, 1))), (80.5, found(Life(R0, 1), "exit_record", 80.0)),
-        (80.6, fence(Life(R0, 1), Rung.IN_PLACE)),
+        (80.0, ended(Incarnation(R0, 1))), (80.5, found(Incarnation(R0, 1), "exit_record", 80.0)),
+        (80.6, fence(Incarnation(R0, 1), Rung.IN_PLACE)),
     ]  # fmt: skip
     got = summary(started(20.0), (40.0, wrong), (45.0, cleared), dies, finished(100.0, 110.0))
     assert got.recoveries[0].detect_s == 0.5
@@ -370,7 +370,7 @@ def test_what_was_found_and_proved_wrong_costs_nothing_and_is_no_trace_of_what_c
 
 
 def test_a_phase_that_is_of_no_use_is_no_work() -> None:
-    trainer = Life(TRAINER, 1)
+    trainer = Incarnation(TRAINER, 1)
     waits = [(30.0, ev.PhaseEntered(trainer, "loading_weights")), (80.0, ev.PhaseEntered(trainer, "train"))]
     got = summary(started(20.0), committed(25.0, 1), waits, finished(100.0, 110.0))
     assert got.ettr == round((10 + 50 * 2 / 3 + 20) / 110, 4)
@@ -379,20 +379,20 @@ def test_a_phase_that_is_of_no_use_is_no_work() -> None:
 
 def test_a_replica_that_is_given_up_before_it_came_back_is_one_recovery() -> None:
     lost_node: list[At] = [
-        (60.0, lost(N3, 50.0)), (60.1, ev.Decided(Exclude(N3, WHY))), (60.1, fence(Life(R0, 1), Rung.REPLACEMENT)),
-        (900.0, fence(Life(R0, 1), Rung.DEGRADED)),
+        (60.0, lost(N3, 50.0)), (60.1, ev.Decided(Exclude(N3, WHY))), (60.1, fence(Incarnation(R0, 1), Rung.REPLACEMENT)),
+        (900.0, fence(Incarnation(R0, 1), Rung.DEGRADED)),
     ]  # fmt: skip
     (recovery,) = summary(started(), lost_node).recoveries
     assert (recovery.rung, recovery.detect_s, recovery.start_s) == ("go on degraded", 10.0, None)
     refused: list[At] = [
-        (40.0, ended(Life(R0, 1))), (40.6, fence(Life(R0, 1), Rung.IN_PLACE)), (40.7, launch(Life(R0, 2), N3)),
-        (40.8, ev.Done(tag_of(RUN, Life(R0, 2)), False, "no such node")), (40.9, fence(Life(R0, 2), Rung.DEGRADED)),
+        (40.0, ended(Incarnation(R0, 1))), (40.6, fence(Incarnation(R0, 1), Rung.IN_PLACE)), (40.7, launch(Incarnation(R0, 2), N3)),
+        (40.8, ev.IntentSettled(tag_of(RUN, Incarnation(R0, 2)), False, "no such node")), (40.9, fence(Incarnation(R0, 2), Rung.DEGRADED)),
     ]  # fmt: skip
     assert [r.rung for r in summary(started(), refused).recoveries] == ["go on degraded"]
 
 
 def test_a_replica_that_fails_again_after_it_came_back_is_another_recovery() -> None:
-    again: list[At] = [(60.0, ended(Life(R0, 2))), (60.1, fence(Life(R0, 2), Rung.DEGRADED))]
+    again: list[At] = [(60.0, ended(Incarnation(R0, 2))), (60.1, fence(Incarnation(R0, 2), Rung.DEGRADED))]
     assert [r.rung for r in summary(started(), KILLED, again).recoveries] == ["restart in place", "go on degraded"]
 
 
@@ -411,10 +411,10 @@ def test_steps_that_were_committed_while_no_manager_lived_are_told_in_any_order(
 
 
 def test_agents_and_the_end_of_the_run_are_no_recoveries() -> None:
-    agent = Life(ReplicaId("agent/n3"), 1)
+    agent = Incarnation(ReplicaId("agent/n3"), 1)
     got = summary(
         started(), (15.0, launch(agent, N3)), (30.0, fence(agent, Rung.IN_PLACE)), finished(40.0, 50.0)[0],
-        (41.0, ended(Life(R0, 1))), (42.0, fence(Life(R0, 1), Rung.IN_PLACE)),
+        (41.0, ended(Incarnation(R0, 1))), (42.0, fence(Incarnation(R0, 1), Rung.IN_PLACE)),
     )  # fmt: skip
     assert got.recoveries == []
 
@@ -433,22 +433,22 @@ def test_the_summary_is_written_from_the_journal(tmp_path: Path) -> None:
         journal.append(ev.Stamped(seq, at, 1, event))
     journal.close()
     written = write_summary(run)
-    assert written == account((ev.Stamped(s, at, 1, e) for s, (at, e) in enumerate(told, 1)), str(run.path))
+    assert written == summarize((ev.Stamped(s, at, 1, e) for s, (at, e) in enumerate(told, 1)), str(run.path))
     assert msgspec.json.decode(run.summary.read_bytes(), type=Summary) == written
 
 
 def test_who_was_not_back_when_the_run_ended_is_not_brought_back_by_its_resumption() -> None:
-    lost_at_the_end: list[At] = [(50.0, ended(Life(R0, 1))), (50.0, fence(Life(R0, 1), Rung.IN_PLACE))]
-    again: list[At] = [(300.0, ev.Resumed("ada", "r1", job())), (310.0, launch(Life(R0, 2), N3))]
-    again += [*up(320.0, Life(R0, 2), N3), (321.0, ev.FirstWorkDone(Life(R0, 2)))]
+    lost_at_the_end: list[At] = [(50.0, ended(Incarnation(R0, 1))), (50.0, fence(Incarnation(R0, 1), Rung.IN_PLACE))]
+    again: list[At] = [(300.0, ev.Resumed("ada", "r1", job())), (310.0, launch(Incarnation(R0, 2), N3))]
+    again += [*up(320.0, Incarnation(R0, 2), N3), (321.0, ev.FirstWorkDone(Incarnation(R0, 2)))]
     (got,) = summary(started(20.0), lost_at_the_end, finished(51.0, 60.0), again).recoveries
     assert (got.replica, got.start_s, got.total_s) == (R0, None, None)
 
 
 def test_the_time_between_a_runs_end_and_its_resumption_is_not_the_runs() -> None:
     again = (300.0, ev.Resumed("ada", "r1", job()))
-    relaunched = [(310.0, launch(Life(id, 2), node)) for id, node in HOMES.items()]
-    works = [event for id, node in HOMES.items() for event in up(320.0, Life(id, 2), node)]
+    relaunched = [(310.0, launch(Incarnation(id, 2), node)) for id, node in NODES.items()]
+    works = [event for id, node in NODES.items() for event in up(320.0, Incarnation(id, 2), node)]
     over = (400.0, ev.RunEnded(Outcome.FAILED, "x"))
     got = summary(started(20.0), committed(50.0, 1), finished(100.0, 110.0), again, relaunched, works, over)
     assert (got.outcome, got.why, got.run_seconds) == ("failed", "x", 210.0)
@@ -457,7 +457,7 @@ def test_the_time_between_a_runs_end_and_its_resumption_is_not_the_runs() -> Non
 
 def test_tokens_made_while_the_trainer_is_away_are_counted_within_one_managers_time() -> None:
     def seen(at: float, total: int, away: bool) -> At:
-        return at, ev.TokensSeen(total, away)
+        return at, ev.TokensCounted(total, away)
 
     one = [seen(60.0, 1000, True), seen(62.0, 1100, True), seen(70.0, 1700, False)]
     two = [seen(80.0, 2000, True), (81.0, ev.ManagerStarted("login", 2)), seen(90.0, 400, False)]
@@ -466,8 +466,8 @@ def test_tokens_made_while_the_trainer_is_away_are_counted_within_one_managers_t
 
 
 def test_who_moves_or_restarts_with_its_gang_is_no_recovery() -> None:
-    moved = (40.0, ev.Decided(Fence(Life(R0, 1), Rung.REPLACEMENT, WHY, to=N5, charged=False)))
-    again = [(41.0, launch(Life(R0, 2), N5)), *up(45.0, Life(R0, 2), N5)]
+    moved = (40.0, ev.Decided(Fence(Incarnation(R0, 1), Rung.REPLACEMENT, WHY, target_node=N5, charged=False)))
+    again = [(41.0, launch(Incarnation(R0, 2), N5)), *up(45.0, Incarnation(R0, 2), N5)]
     got = summary(started(20.0), committed(30.0, 1), moved, again, finished(100.0, 110.0))
     assert got.recoveries == []
     assert (got.ettr, got.ettr_strict) == (round(80 / 110, 4), round(75 / 110, 4))

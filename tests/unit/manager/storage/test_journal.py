@@ -382,4 +382,4 @@ def test_a_head_names_what_its_writer_had_accepted(run: RunDir) -> None:
     Writer(run, epoch=2)
     payload = (run.journal / segments(run)[1]).read_bytes()[len(MAGIC) + 8 :]
     head = msgspec.msgpack.decode(payload, type=Head)
-    assert (head.before, head.accepted, head.state, head.epoch) == (segments(run)[0], length, writer.state, 2)
+    assert (head.previous, head.previous_bytes, head.state, head.epoch) == (segments(run)[0], length, writer.state, 2)

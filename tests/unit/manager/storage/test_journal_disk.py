@@ -41,7 +41,7 @@ class Story:
         self.flushed.append(list(records))
         self.disk.note = len(self.flushed) - 1
 
-    def tell(self) -> None:
+    def record(self) -> None:
         first = Writer(self.run).begin()
         self.timelines.append(first.written)
         self._noted(first.written)
@@ -69,7 +69,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     run = _run(tmp_path_factory.mktemp("story"))
     with pytest.MonkeyPatch.context() as patch:
         told = Story(run, FakeDisk(run.journal, patch))
-        told.tell()
+        told.record()
     return told
 
 
@@ -163,7 +163,7 @@ def test_any_call_may_fail_and_what_waits_is_written_as_soon_as_it_can_be(tmp_pa
         run = _run(folder)
         with pytest.MonkeyPatch.context() as patch:
             disk = FakeDisk(run.journal, patch)
-            disk.watch, disk.fail_at, disk.error = False, number, error
+            disk.recording, disk.fail_at, disk.error = False, number, error
             written = _written_whatever_fails(run)
         try:
             _check(run, written, [written])

@@ -182,11 +182,11 @@ def test_who_was_succeeded_may_neither_act_nor_renew(run: RunDir) -> None:
         for forbidden in (first.check, first.renew):
             with pytest.raises(LeaseLost, match=told):
                 forbidden()
-        for waited_for in (first.checked, first.heed):
+        for waited_for in (first.check_in_thread, first.ensure_current):
             with pytest.raises(LeaseLost, match=told):
                 await waited_for()
-        await second.checked()
-        await second.heed()
+        await second.check_in_thread()
+        await second.ensure_current()
 
     virtual.run(succeed())
     held = holder(run)
@@ -202,7 +202,7 @@ def test_who_is_renewed_looks_for_a_successor_only_then_and_who_was_frozen_at_on
         monkeypatch.setattr(Lease, "check", lambda lease: looks.append(1))
         for pause in (0.0, 0.4, 0.2):
             await asyncio.sleep(pause * PATIENCE)
-            await first.heed()
+            await first.ensure_current()
             looks.append(0)
         return looks
 
@@ -300,7 +300,7 @@ def test_a_lease_that_can_be_read_only_now_and_then_is_respected(
         living = asyncio.create_task(live(await Lease.acquire(run, PATIENCE)))
         looks, read = 0, lease_module._read
 
-        def torn(run: RunDir, epoch: int) -> lease_module.Holder | None:
+        def torn(run: RunDir, epoch: int) -> lease_module.LeaseHolder | None:
             nonlocal looks
             looks += 1
             return None if flickers(looks) else read(run, epoch)
@@ -343,7 +343,7 @@ def test_the_hosts_clock_may_jump_by_an_hour_and_nobody_loses_his_lease_for_it(
         monkeypatch.setattr(virtual.Clock, "time", staticmethod(lambda: wall() + 3600 * hours))
         with pytest.raises(LeaseHeld, match="lives on"):
             await rival
-        await first.heed()
+        await first.ensure_current()
         living.cancel()
 
     virtual.run(jump())

@@ -11,10 +11,10 @@ import pytest
 from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import Limits
 from rrl.core.types import Outcome
-from rrl.manager.bootstrap.pool_supervisor import ended
+from rrl.manager.bootstrap.pool_supervisor import run_ended
 from rrl.manager.storage import resume_request
 from rrl.manager.storage.journal import Follower
-from rrl.manager.storage.resume_request import AlreadyOrdered, Order
+from rrl.manager.storage.resume_request import AlreadyRequested, ResumeRequest
 from rrl.tests.support.manager import virtual
 from rrl.tests.support.manager.jobs import RUN, job
 from rrl.tests.support.manager.site import Site, prepare
@@ -32,8 +32,8 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def _order(by: str = "ada") -> Order:
-    return Order(by, f"id-{by}", job(), "/home/job.toml", 7.0)
+def _request_resume(by: str = "ada") -> ResumeRequest:
+    return ResumeRequest(by, f"id-{by}", job(), "/home/job.toml", 7.0)
 
 
 def _fill(making: RunDir) -> None:
@@ -46,25 +46,25 @@ def _files(run: RunDir) -> set[str]:
 
 
 def test_an_order_changes_nothing_until_it_is_taken_and_placed(run: RunDir) -> None:
-    resume_request.order(run, _order(), _fill)
-    assert (resume_request.pending(run), _files(run)) == (_order(), {"old"})
-    assert (resume_request.take(run), _files(run)) == (_order(), {"old"})
-    resume_request.place(run)
-    assert (resume_request.pending(run), _files(run)) == (None, {"new"})
-    assert resume_request.take(run) is None
+    resume_request.write_request(run, _request_resume(), _fill)
+    assert (resume_request.read_pending(run), _files(run)) == (_request_resume(), {"old"})
+    assert (resume_request.claim(run), _files(run)) == (_request_resume(), {"old"})
+    resume_request.install(run)
+    assert (resume_request.read_pending(run), _files(run)) == (None, {"new"})
+    assert resume_request.claim(run) is None
     assert not [path for path in run.path.iterdir() if "resum" in path.name]
 
 
 def test_one_that_is_withdrawn_leaves_nothing_and_one_that_is_taken_cannot_be(run: RunDir) -> None:
     before = sorted(run.path.iterdir())
-    resume_request.order(run, _order(), _fill)
+    resume_request.write_request(run, _request_resume(), _fill)
     assert resume_request.withdraw(run)
     assert sorted(run.path.iterdir()) == before
-    resume_request.order(run, _order("bob"), _fill)
-    assert resume_request.take(run) == _order("bob")
+    resume_request.write_request(run, _request_resume("bob"), _fill)
+    assert resume_request.claim(run) == _request_resume("bob")
     assert not resume_request.withdraw(run)
-    with pytest.raises(AlreadyOrdered, match="bob has ordered that already"):
-        resume_request.order(run, _order(), _fill)
+    with pytest.raises(AlreadyRequested, match="bob has ordered that already"):
+        resume_request.write_request(run, _request_resume(), _fill)
 
 
 def test_one_that_cannot_be_written_leaves_nothing(run: RunDir) -> None:
@@ -74,7 +74,7 @@ def test_one_that_cannot_be_written_leaves_nothing(run: RunDir) -> None:
 
     before = sorted(run.path.iterdir())
     with pytest.raises(OSError, match="No space"):
-        resume_request.order(run, _order(), full)
+        resume_request.write_request(run, _request_resume(), full)
     assert sorted(run.path.iterdir()) == before
 
 
@@ -82,8 +82,8 @@ def test_one_that_cannot_be_written_leaves_nothing(run: RunDir) -> None:
 def test_a_manager_that_dies_while_it_puts_the_files_in_place_is_followed_by_one_that_does_the_rest(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, moved: int
 ) -> None:
-    resume_request.order(run, _order(), _fill)
-    resume_request.take(run)
+    resume_request.write_request(run, _request_resume(), _fill)
+    resume_request.claim(run)
     done: list[Any] = []
 
     def dies(source: Any, target: Any, really: Any = os.replace) -> None:
@@ -94,19 +94,19 @@ def test_a_manager_that_dies_while_it_puts_the_files_in_place_is_followed_by_one
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", dies)
         with pytest.raises(KeyboardInterrupt):
-            resume_request.place(run)
-    assert resume_request.take(run) == _order(), "the next manager finds it"
-    resume_request.place(run)
-    assert (_files(run), resume_request.pending(run)) == ({"new"}, None)
+            resume_request.install(run)
+    assert resume_request.claim(run) == _request_resume(), "the next manager finds it"
+    resume_request.install(run)
+    assert (_files(run), resume_request.read_pending(run)) == ({"new"}, None)
 
 
 def test_what_is_no_order_is_put_aside_and_the_next_one_counts(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     run.resume.mkdir()
     (run.resume / "order.json").write_text('{"by": 7}')
-    assert resume_request.pending(run) is None
+    assert resume_request.read_pending(run) is None
     assert "does not hold a valid resume request" in caplog.text
-    resume_request.order(run, _order(), _fill)
-    assert resume_request.take(run) == _order()
+    resume_request.write_request(run, _request_resume(), _fill)
+    assert resume_request.claim(run) == _request_resume()
 
 
 def test_an_order_that_comes_too_late_is_put_aside_by_the_manager(
@@ -117,12 +117,12 @@ def test_an_order_that_comes_too_late_is_put_aside_by_the_manager(
     RunKeys.make().save(run.keys)
 
     async def live() -> None:
-        site = Site(run, job(spares=0, limits=Limits(beat=2.0, silence=8.0, join=40.0, lease=10.0)), 8, -1, -1)
+        site = Site(run, job(spares=0, limits=Limits(heartbeat=2.0, silence=8.0, join=40.0, lease=10.0)), 8, -1, -1)
         prepare(site, monkeypatch)
         outcome = await site.manage()
         await site.to_rest()
-        resume_request.order(run, _order(), lambda _: None)
-        assert not ended(run), "a manager is to look at it"
+        resume_request.write_request(run, _request_resume(), lambda _: None)
+        assert not run_ended(run), "a manager is to look at it"
         assert await site.manage() == outcome
         await site.to_rest()
 
@@ -130,6 +130,6 @@ def test_an_order_that_comes_too_late_is_put_aside_by_the_manager(
     state = Follower(run).state()
     assert state is not None
     assert isinstance(state.outcome, Outcome)
-    assert resume_request.pending(run) is None
-    assert ended(run)
+    assert resume_request.read_pending(run) is None
+    assert run_ended(run)
     assert "ignored resume request by ada" in caplog.text

@@ -11,11 +11,11 @@ import pytest
 
 from rrl.core.faults import Fault, FaultKind
 from rrl.core.launch import Launch
-from rrl.core.processes import Process, look
-from rrl.roles.agent.fault_injection import HELD
+from rrl.core.processes import Process, read_process
+from rrl.roles.agent.fault_injection import PAUSED_SUFFIX
 from rrl.tests.support.listening_manager import Lab, eventually, lab
 from rrl.tests.unit.roles.agent.test_main import SLEEP, Node, node
-from rrl.transport.messages import AgentBeat, Inject, Injected
+from rrl.transport.messages import AgentHeartbeat, Inject, Injected
 
 SLOW = Fault("f1", FaultKind.SLOW, "rollout/0", amount=0.5)
 SPINS = ("sh", "-c", "while :; do :; done")
@@ -38,15 +38,15 @@ async def runs(process: Process) -> None:
         await asyncio.sleep(0.005)
 
 
-async def order(here: Node, launch: Launch, fault: Fault) -> Injected:
-    await here.manager.tell(here.launch.life, Inject(fault, launch.tag))
-    answer = await here.manager.hears(Injected)
-    assert (answer.ok, answer.life, answer.node) == (True, launch.life, here.launch.node), answer
+async def fault_request(here: Node, launch: Launch, fault: Fault) -> Injected:
+    await here.manager.send(here.launch.incarnation, Inject(fault, launch.tag))
+    answer = await here.manager.wait_for(Injected)
+    assert (answer.ok, answer.incarnation, answer.node) == (True, launch.incarnation, here.launch.node), answer
     return answer
 
 
 def mark(at: Lab, launch: Launch) -> Path:
-    return Path(f"{at.run.launch_file(launch.tag)}{HELD}")
+    return Path(f"{at.run.launch_file(launch.tag)}{PAUSED_SUFFIX}")
 
 
 def test_a_freeze_for_a_time_ends_by_itself_and_both_are_told(tmp_path: Path) -> None:
@@ -54,10 +54,10 @@ def test_a_freeze_for_a_time_ends_by_itself_and_both_are_told(tmp_path: Path) ->
         async with node(at) as here:
             launch, role = await here.step(*SLEEP)
             await here.sees(launch)
-            answer = await order(here, launch, Fault("f1", FaultKind.FREEZE, "rollout/0", seconds=1.0))
+            answer = await fault_request(here, launch, Fault("f1", FaultKind.FREEZE, "rollout/0", seconds=1.0))
             assert f"process group {role.pid}" in answer.detail
             await eventually(lambda: state(role) == "T")
-            over = await here.manager.hears(Injected, lambda answer: answer.ended)
+            over = await here.manager.wait_for(Injected, lambda answer: answer.ended)
             assert over.detail == "SIGCONT: it runs again"
             await eventually(lambda: state(role) == "S")  # it may just be running
             assert not mark(at, launch).exists()
@@ -71,10 +71,10 @@ def test_who_is_slowed_runs_and_stands_by_turns_until_the_time_is_over(tmp_path:
         async with node(at) as here:
             launch, role = await here.step(*SPINS)
             await here.sees(launch)
-            await order(here, launch, Fault("f1", FaultKind.SLOW, "rollout/0", amount=0.5, seconds=2.0))
+            await fault_request(here, launch, Fault("f1", FaultKind.SLOW, "rollout/0", amount=0.5, seconds=2.0))
             for wanted in "TRTR":
                 await eventually(lambda wanted=wanted: state(role) == wanted)  # type: ignore[misc]
-            await here.manager.hears(Injected, lambda answer: answer.ended)
+            await here.manager.wait_for(Injected, lambda answer: answer.ended)
             await runs(role)
 
     with lab(tmp_path) as at:
@@ -87,7 +87,7 @@ def test_who_is_slowed_runs_on_once_the_agent_is_gone_however_it_went(tmp_path: 
         async with node(at) as here:
             launch, role = await here.step(*SPINS)
             await here.sees(launch)
-            await order(here, launch, SLOW)
+            await fault_request(here, launch, SLOW)
             await eventually(lambda: state(role) == "T")
             here.agent.send_signal(number)
             await at.end_of(here.agent)
@@ -103,7 +103,7 @@ def test_the_next_agent_lets_go_what_a_holder_that_was_killed_too_has_left_stopp
         async with node(at) as here:
             launch, role = await here.step(*SLEEP)
             await here.sees(launch)
-            await order(here, launch, Fault("f1", FaultKind.FREEZE, "rollout/0", seconds=1000.0))
+            await fault_request(here, launch, Fault("f1", FaultKind.FREEZE, "rollout/0", seconds=1000.0))
             await eventually(lambda: state(role) == "T")
             holder = int(mark(at, launch).read_text().partition(".")[0])
             here.agent.send_signal(signal.SIGSTOP)  # so that it does not see its holder's end
@@ -111,7 +111,7 @@ def test_the_next_agent_lets_go_what_a_holder_that_was_killed_too_has_left_stopp
             here.agent.kill()
             await at.end_of(here.agent)
             assert state(role) == "T"
-            at.start(at.launch(replica="agent/local1", incarnation=2, env={"RRL_BEAT": "0.1"}), "agent.main")
+            at.start(at.launch(replica="agent/local1", number=2, env={"RRL_BEAT": "0.1"}), "agent.main")
             await runs(role)
             assert not mark(at, launch).exists()
 
@@ -124,10 +124,10 @@ def test_a_holder_that_is_killed_leaves_its_target_running_and_the_agent_says_so
         async with node(at) as here:
             launch, role = await here.step(*SLEEP)
             await here.sees(launch)
-            await order(here, launch, Fault("f1", FaultKind.FREEZE, "rollout/0", seconds=1000.0))
+            await fault_request(here, launch, Fault("f1", FaultKind.FREEZE, "rollout/0", seconds=1000.0))
             await eventually(lambda: state(role) == "T")
             os.kill(int(mark(at, launch).read_text().partition(".")[0]), signal.SIGKILL)
-            over = await here.manager.hears(Injected, lambda answer: answer.ended)
+            over = await here.manager.wait_for(Injected, lambda answer: answer.ended)
             assert over.detail == "its holder was killed"
             await eventually(lambda: state(role) == "S")  # it may just be running
 
@@ -140,9 +140,9 @@ def test_an_agent_kills_itself_only_after_it_has_said_so(tmp_path: Path) -> None
         async with node(at) as here:
             launch, role = await here.step(*SLEEP)
             await here.sees(launch)
-            await order(here, here.launch, Fault("f1", FaultKind.KILL, "agent/local1"))
+            await fault_request(here, here.launch, Fault("f1", FaultKind.KILL, "agent/local1"))
             assert await at.end_of(here.agent) == -signal.SIGKILL
-            assert look(role.pid) is not None
+            assert read_process(role.pid) is not None
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -152,13 +152,13 @@ def test_an_agent_that_is_frozen_for_a_time_goes_on_beating(tmp_path: Path) -> N
     async def story(at: Lab) -> None:
         async with node(at) as here:
             await here.sees()
-            await order(here, here.launch, Fault("f1", FaultKind.FREEZE, "agent/local1", seconds=0.5))
-            agent = look(here.agent.pid)
+            await fault_request(here, here.launch, Fault("f1", FaultKind.FREEZE, "agent/local1", seconds=0.5))
+            agent = read_process(here.agent.pid)
             assert agent is not None
             await eventually(lambda: state(agent) == "T")
-            await here.manager.hears(Injected, lambda answer: answer.ended)
-            here.manager.heard.clear()
-            await here.manager.hears(AgentBeat)
+            await here.manager.wait_for(Injected, lambda answer: answer.ended)
+            here.manager.received.clear()
+            await here.manager.wait_for(AgentHeartbeat)
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -170,9 +170,9 @@ def test_what_is_not_an_agents_to_do_is_not_done(tmp_path: Path, kind: FaultKind
         async with node(at) as here:
             launch, role = await here.step(*SLEEP)
             await here.sees(launch)
-            await here.manager.tell(here.launch.life, Inject(Fault("f1", kind, "rollout/0"), launch.tag))
-            assert not (await here.manager.hears(Injected)).ok
-            assert look(role.pid) is not None
+            await here.manager.send(here.launch.incarnation, Inject(Fault("f1", kind, "rollout/0"), launch.tag))
+            assert not (await here.manager.wait_for(Injected)).ok
+            assert read_process(role.pid) is not None
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from rrl.core.faults import At, Fault, FaultKind
+from rrl.core.faults import FaultTrigger, Fault, FaultKind
 from rrl.core.launch import LAUNCH_ENV, ExitReason, Launch
-from rrl.core.processes import Process, look
-from rrl.core.types import Life, ReplicaId
+from rrl.core.processes import Process, read_process
+from rrl.core.types import Incarnation, ReplicaId
 from rrl.roles.agent.main import _removed
 from rrl.tests.support.listening_manager import Lab, Manager, eventually, lab
-from rrl.transport.messages import AgentBeat, AgentHello, Fenced, Gone, Inject, Injected, StepExit, Stop
+from rrl.transport.messages import AgentHeartbeat, AgentHello, Fenced, StepVanished, Inject, Injected, StepExit, Stop
 
 SLEEP = ("sleep", "1000")
 DAEMON = ("sh", "-c", "(setsid sleep 1001 &) ; exec sleep 1000")
@@ -36,9 +36,9 @@ class Node:
 
     async def sees(self, *launches: Launch) -> None:
         """Wait for a beat that names exactly these steps."""
-        self.manager.heard.clear()
+        self.manager.received.clear()
         tags = tuple(sorted(launch.tag for launch in launches))
-        await self.manager.hears(AgentBeat, lambda beat: beat.alive == tags)
+        await self.manager.wait_for(AgentHeartbeat, lambda heartbeat: heartbeat.alive == tags)
 
 
 def command(at: Lab, launch: Launch) -> Process | None:
@@ -60,8 +60,8 @@ async def node(at: Lab, patch: str = "") -> AsyncIterator[Node]:
 def test_an_agent_says_who_it_is_and_which_steps_live_on_its_node(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
-            hello = await here.manager.hears(AgentHello)
-            assert (hello.life, hello.node, hello.pid) == (here.launch.life, "local1", here.agent.pid)
+            hello = await here.manager.wait_for(AgentHello)
+            assert (hello.incarnation, hello.node, hello.pid) == (here.launch.incarnation, "local1", here.agent.pid)
             one, _ = await here.step(*SLEEP, replica="rollout/0")
             two, command_of_two = await here.step(*SLEEP, replica="rollout/1")
             await here.step(*SLEEP, replica="rollout/2", node="local2")
@@ -80,7 +80,7 @@ def test_a_step_that_vanishes_is_witnessed_and_its_orphans_are_swept(tmp_path: P
             other, _ = await here.step(*DAEMON, replica="rollout/1")
             await here.sees(lost, other)
             os.kill(first_of(at, lost).pid, signal.SIGKILL)
-            assert await here.manager.hears(Gone) == Gone(lost.life, lost.tag, lost.node)
+            assert await here.manager.wait_for(StepVanished) == StepVanished(lost.incarnation, lost.tag, lost.node)
             await eventually(lambda: not at.processes(lost))
             assert len(at.processes(other)) == 3
             assert here.agent.poll() is None
@@ -99,7 +99,7 @@ def test_orphans_from_before_the_agents_life_are_swept_and_their_step_is_witness
             step.wait()
             await eventually(lambda: len(at.processes(lost)) == 1)
             at.start(at.launch(replica="agent/local1", env={"RRL_BEAT": "0.1"}), "agent.main")
-            assert (await manager.hears(Gone)).tag == lost.tag
+            assert (await manager.wait_for(StepVanished)).tag == lost.tag
             await eventually(lambda: not at.processes(lost))
 
     with lab(tmp_path) as at:
@@ -113,11 +113,11 @@ def test_a_step_that_left_its_record_is_not_called_gone(tmp_path: Path) -> None:
             lost, _ = await here.step(*SLEEP, replica="rollout/1")
             await here.sees(ended, lost)
             os.killpg(command_of_ended.pid, signal.SIGKILL)
-            await here.manager.hears(StepExit)
+            await here.manager.wait_for(StepExit)
             await here.sees(lost)
             os.kill(first_of(at, lost).pid, signal.SIGKILL)
-            await here.manager.hears(Gone)
-            assert [message.tag for message in here.manager.heard if isinstance(message, Gone)] == [lost.tag]
+            await here.manager.wait_for(StepVanished)
+            assert [message.tag for message in here.manager.received if isinstance(message, StepVanished)] == [lost.tag]
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -132,7 +132,7 @@ def test_a_wrapper_on_the_way_to_a_first_process_is_not_swept(tmp_path: Path) ->
             lost, _ = await here.step(*DAEMON)
             await here.sees(lost)
             os.kill(first_of(at, lost).pid, signal.SIGKILL)
-            await here.manager.hears(Gone)
+            await here.manager.wait_for(StepVanished)
             await eventually(lambda: not at.processes(lost))
             assert wrapper.returncode is None
             wrapper.kill()
@@ -148,11 +148,11 @@ def test_the_next_manager_hears_what_the_last_one_may_not_have(tmp_path: Path) -
             lost, _ = await here.step(*SLEEP)
             await here.sees(lost)
             os.kill(first_of(at, lost).pid, signal.SIGKILL)
-            await here.manager.hears(Gone)
+            await here.manager.wait_for(StepVanished)
         async with at.manager(epoch=2) as second:
-            await second.hears(AgentHello)
-            assert (await second.hears(Gone)).tag == lost.tag
-            await second.hears(AgentBeat)
+            await second.wait_for(AgentHello)
+            assert (await second.wait_for(StepVanished)).tag == lost.tag
+            await second.wait_for(AgentHeartbeat)
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -163,9 +163,9 @@ def test_an_order_to_stop_ends_the_agent_and_nothing_else(tmp_path: Path) -> Non
         async with node(at) as here:
             launch, role = await here.step(*SLEEP)
             await here.sees(launch)
-            await here.manager.tell(here.launch.life, Stop(here.launch.life, 1.0, "done"))
+            await here.manager.send(here.launch.incarnation, Stop(here.launch.incarnation, 1.0, "done"))
             assert await at.end_of(here.agent) == 0
-            assert look(role.pid) is not None
+            assert read_process(role.pid) is not None
             record = at.record(here.launch)
             assert record is not None
             assert record.reason == ExitReason.STOPPED
@@ -205,11 +205,11 @@ def test_when_the_run_is_over_and_nobody_came_the_agent_ends_what_is_left_and_le
 def test_an_agent_that_misses_its_manager_gives_back_the_room_that_it_had_taken(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
-            at.run.ballast.write_bytes(b"1")
+            at.run.disk_filler.write_bytes(b"1")
             await here.sees()
             await here.sees()
-            assert at.run.ballast.exists()
-        await eventually(lambda: not at.run.ballast.exists())
+            assert at.run.disk_filler.exists()
+        await eventually(lambda: not at.run.disk_filler.exists())
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -226,8 +226,8 @@ def test_a_life_that_is_no_longer_believed_is_ended_whatever_it_hears(tmp_path: 
             await here.sees(frozen, other)
             for process in (first_of(at, frozen), role):
                 os.kill(process.pid, signal.SIGSTOP)
-            life, tag = (Life(ReplicaId("trainer/0"), 2), frozen.tag) if adopted else (frozen.life, "")
-            await here.manager.tell(here.launch.life, Fenced(life, "superseded", tag))
+            incarnation, tag = (Incarnation(ReplicaId("trainer/0"), 2), frozen.tag) if adopted else (frozen.incarnation, "")
+            await here.manager.send(here.launch.incarnation, Fenced(incarnation, "superseded", tag))
             await eventually(lambda: not at.processes(frozen))
             await here.sees(other)
 
@@ -241,17 +241,17 @@ def test_an_injected_fault_hits_its_target_and_is_reported(tmp_path: Path, kind:
         async with node(at) as here:
             launch, role = await here.step(*SLEEP)
             await here.sees(launch)
-            fault = Fault("f1", kind, "rollout/0", At(step=3))
-            await here.manager.tell(here.launch.life, Inject(fault, launch.tag))
-            report = await here.manager.hears(Injected)
+            fault = Fault("f1", kind, "rollout/0", FaultTrigger(step=3))
+            await here.manager.send(here.launch.incarnation, Inject(fault, launch.tag))
+            report = await here.manager.wait_for(Injected)
             assert (report.fault, report.ok) == (fault, True), report.detail
             if kind is FaultKind.FREEZE:
                 await eventually(lambda: " (sleep) T " in Path(f"/proc/{role.pid}/stat").read_text())
                 assert first_of(at, launch)
             elif kind is FaultKind.KILL:
-                assert (await here.manager.hears(StepExit)).signal == signal.SIGKILL
+                assert (await here.manager.wait_for(StepExit)).signal == signal.SIGKILL
             else:
-                await here.manager.hears(Gone)
+                await here.manager.wait_for(StepVanished)
                 assert at.record(launch) is None
 
     with lab(tmp_path) as at:
@@ -263,12 +263,12 @@ def test_a_fault_is_not_performed_on_another_node_or_on_nothing(tmp_path: Path) 
         async with node(at) as here:
             launch, role = await here.step(*SLEEP, node="local2")
             for tag in (launch.tag, "run-1.rollout-7.1"):
-                here.manager.heard.clear()
-                await here.manager.hears(AgentBeat)
-                fault = Fault("f1", FaultKind.KILL, "rollout/0", At(step=3))
-                await here.manager.tell(here.launch.life, Inject(fault, tag))
-                assert not (await here.manager.hears(Injected)).ok
-            assert look(role.pid) is not None
+                here.manager.received.clear()
+                await here.manager.wait_for(AgentHeartbeat)
+                fault = Fault("f1", FaultKind.KILL, "rollout/0", FaultTrigger(step=3))
+                await here.manager.send(here.launch.incarnation, Inject(fault, tag))
+                assert not (await here.manager.wait_for(Injected)).ok
+            assert read_process(role.pid) is not None
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rrl.core.faults import TRAITS, Fault, FaultKind
-from rrl.core.processes import look
+from rrl.core.faults import FAULT_TRAITS, Fault, FaultKind
+from rrl.core.processes import read_process
 from rrl.roles.agent import fault_injection
-from rrl.roles.agent.fault_injection import PERFORM, NotPerformed, Target, find_target, lasts
+from rrl.roles.agent.fault_injection import PERFORMERS, NotPerformed, Target, find_target, is_lasting
 from rrl.tests.support.listening_manager import Lab, eventually, lab
 
 
@@ -25,8 +25,8 @@ def target_of(at: Lab, file: str) -> Target | None:
 
 def test_every_kind_of_fault_has_a_performer() -> None:
     lasting = {FaultKind.SLOW}
-    assert PERFORM.keys() | lasting == {kind for kind, traits in TRAITS.items() if traits.processes}
-    assert all(lasts(Fault("f0", kind, seconds=1.0)) for kind in {*lasting, FaultKind.FREEZE})
+    assert PERFORMERS.keys() | lasting == {kind for kind, traits in FAULT_TRAITS.items() if traits.by_signals}
+    assert all(is_lasting(Fault("f0", kind, seconds=1.0)) for kind in {*lasting, FaultKind.FREEZE})
 
 
 def test_out_of_memory_makes_the_next_allocation_fail_and_no_earlier_one(tmp_path: Path) -> None:
@@ -48,8 +48,8 @@ bytearray(2**26)
             step = at.start(launch)
             target = await eventually(lambda: target_of(at, str(at.run.launch_file(launch.tag))))
             await eventually(go.with_name("begun").exists)  # what it imports is not to be the allocation that fails
-            assert "MiB" in PERFORM[FaultKind.OUT_OF_MEMORY](target)
-            assert look(target.command.pid) is not None
+            assert "MiB" in PERFORMERS[FaultKind.OUT_OF_MEMORY](target)
+            assert read_process(target.command.pid) is not None
             go.touch()
             assert await at.end_of(step) == 1
             await eventually(lambda: "MemoryError" in at.log(launch))
@@ -67,12 +67,12 @@ def test_the_target_is_the_commands_group_and_not_what_left_it(tmp_path: Path) -
             target = await eventually(lambda: target_of(at, file))
             assert target.step.pid == step.pid
             assert (target.command.pid, target.command.parent) == (target.command.group, step.pid)
-            PERFORM[FaultKind.KILL](target)
+            PERFORMERS[FaultKind.KILL](target)
             assert await at.end_of(step) == 128 + signal.SIGKILL
             with pytest.raises(NotPerformed, match="does not live"):
                 find_target(file)
             with pytest.raises(NotPerformed, match="was gone"):
-                PERFORM[FaultKind.KILL](target)
+                PERFORMERS[FaultKind.KILL](target)
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -106,16 +106,16 @@ def test_under_slurm_what_holds_the_step_is_killed_if_it_may_be(
     holder = fake_slurmstepd(tmp_path)
     try:
         child = asyncio.run(eventually(lambda: child_of(holder.pid)))
-        step = look(child)
+        step = read_process(child)
         assert step is not None
         if permitted:
-            assert "slurmstepd" in PERFORM[FaultKind.KILL_STEP](Target(step, step))
+            assert "slurmstepd" in PERFORMERS[FaultKind.KILL_STEP](Target(step, step))
             assert holder.wait() == -signal.SIGKILL
         else:
             monkeypatch.setattr(fault_injection, "send", _refused)
             with pytest.raises(NotPerformed, match="belongs to another user"):
-                PERFORM[FaultKind.KILL_STEP](Target(step, step))
-            assert look(child) is not None
+                PERFORMERS[FaultKind.KILL_STEP](Target(step, step))
+            assert read_process(child) is not None
     finally:
         os.kill(child, signal.SIGKILL)
         holder.kill()

@@ -15,17 +15,17 @@ import pytest
 
 from rrl.core.launch import LAUNCH_ENV
 from rrl.core.processes import STEP_ENV, STEP_MODULE
-from rrl.core.types import Life, ReplicaId
-from rrl.health.detection.attribution.stack_groups import group, main_thread, parse, told
+from rrl.core.types import Incarnation, ReplicaId
+from rrl.health.detection.attribution.stack_groups import group, main_thread, parse, summary_lines
 from rrl.roles.agent import stack_dumps
-from rrl.roles.agent.stack_dumps import MOST_BYTES, MOST_PROCESSES, take
+from rrl.roles.agent.stack_dumps import MAX_DUMP_BYTES, MAX_PROCESSES, dump_stacks
 from rrl.tests.support.listening_manager import Lab, eventually, lab
 from rrl.tests.unit.roles.agent.test_main import node
-from rrl.transport.control.sockets import TO_MANAGER, frame
-from rrl.transport.messages import Stacks, TakeStacks
+from rrl.transport.control.sockets import MANAGER_BOUNDS, encode_frame
+from rrl.transport.messages import Stacks, DumpStacks
 
-AGENT = Life(ReplicaId("agent/n1"), 1)
-SUSPECT = Life(ReplicaId("rollout/1"), 3)
+AGENT = Incarnation(ReplicaId("agent/n1"), 1)
+SUSPECT = Incarnation(ReplicaId("rollout/1"), 3)
 WEDGED = """
 import sys, threading
 def wedged_here():
@@ -58,8 +58,8 @@ def launch_file(tmp_path: Path) -> Path:
 
 
 def taken(tmp_path: Path, py_spy: str = "") -> Stacks:
-    order = TakeStacks(SUSPECT, "rollout", 5)
-    return asyncio.run(take(str(launch_file(tmp_path)), AGENT, order, py_spy))
+    order = DumpStacks(SUSPECT, "rollout", 5)
+    return asyncio.run(dump_stacks(str(launch_file(tmp_path)), AGENT, order, py_spy))
 
 
 def stand_in(tmp_path: Path, script: str) -> str:
@@ -72,14 +72,14 @@ def stand_in(tmp_path: Path, script: str) -> str:
 def test_the_dump_of_a_wedged_process_names_the_place(tmp_path: Path) -> None:
     with process(tmp_path, code=WEDGED) as child:
         answer = taken(tmp_path)
-        assert (answer.life, answer.of, answer.id, answer.error) == (AGENT, SUSPECT, 5, "")
+        assert (answer.incarnation, answer.target, answer.id, answer.error) == (AGENT, SUSPECT, 5, "")
         assert list(answer.dumps) == [child.pid]
         assert child.poll() is None, "it was not harmed"
     main = main_thread(answer.dumps[child.pid])
     assert main is not None
     names = [frame.function for frame in main.frames]
     assert names[-3:] == ["wedged_here", "roll", "<module>"]
-    assert "wedged_here (<string>:5)" in told(group({SUSPECT: answer.dumps}))[0]
+    assert "wedged_here (<string>:5)" in summary_lines(group({SUSPECT: answer.dumps}))[0]
 
 
 def test_a_stopped_process_is_read_and_stays_stopped(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_missing_py_spy_is_said(tmp_path: Path) -> None:
 def test_a_huge_dump_is_cut(tmp_path: Path) -> None:
     huge = stand_in(tmp_path, "echo 'Thread 1 (idle): \"MainThread\"'; exec head -c 5000000 /dev/zero")
     with process(tmp_path, code=WEDGED) as child:
-        assert len(taken(tmp_path, huge).dumps[child.pid]) == MOST_BYTES
+        assert len(taken(tmp_path, huge).dumps[child.pid]) == MAX_DUMP_BYTES
 
 
 def test_of_many_processes_the_biggest_are_looked_into(tmp_path: Path) -> None:
@@ -148,16 +148,16 @@ def test_of_many_processes_the_biggest_are_looked_into(tmp_path: Path) -> None:
     quick = stand_in(tmp_path, "echo Thread 1")
     with ExitStack() as step:
         big = step.enter_context(process(tmp_path, code=code))
-        for _ in range(MOST_PROCESSES):
+        for _ in range(MAX_PROCESSES):
             step.enter_context(process(tmp_path, code=READS_AND_WAITS))
         dumps = taken(tmp_path, quick).dumps
-    assert len(dumps) == MOST_PROCESSES
+    assert len(dumps) == MAX_PROCESSES
     assert big.pid in dumps
 
 
 def test_the_largest_answer_fits_into_one_message_to_the_manager() -> None:
-    dumps = dict.fromkeys(range(MOST_PROCESSES), "x" * MOST_BYTES)
-    assert len(frame(1, None, Stacks(AGENT, SUSPECT, 5, dumps))) < TO_MANAGER.frame
+    dumps = dict.fromkeys(range(MAX_PROCESSES), "x" * MAX_DUMP_BYTES)
+    assert len(encode_frame(1, None, Stacks(AGENT, SUSPECT, 5, dumps))) < MANAGER_BOUNDS.max_frame_bytes
 
 
 def test_an_agent_answers_for_a_step_of_its_node_and_beats_meanwhile(tmp_path: Path) -> None:
@@ -166,9 +166,9 @@ def test_an_agent_answers_for_a_step_of_its_node_and_beats_meanwhile(tmp_path: P
             suspect, command = await here.step(sys.executable, "-c", WEDGED)
             await here.sees(suspect)
             await eventually(lambda: "here" in at.log(suspect), "the wedged process")
-            await here.manager.tell(here.launch.life, TakeStacks(suspect.life, suspect.tag, 9))
-            answer = await here.manager.hears(Stacks)
-            assert (answer.life, answer.of, answer.id) == (here.launch.life, suspect.life, 9)
+            await here.manager.send(here.launch.incarnation, DumpStacks(suspect.incarnation, suspect.tag, 9))
+            answer = await here.manager.wait_for(Stacks)
+            assert (answer.incarnation, answer.target, answer.id) == (here.launch.incarnation, suspect.incarnation, 9)
             assert "wedged_here" in answer.dumps[command.pid]
             await here.sees(suspect)
 

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from rrl.core.run_dir import write_atomically
-from rrl.roles.launcher.activity import Usage, at_work, usage
+from rrl.roles.launcher.activity import Usage, has_worked, usage
 from rrl.tests.support.listening_manager import Lab, eventually, lab
-from rrl.transport.messages import Beat, FirstWork, Hello
+from rrl.transport.messages import Heartbeat, FirstWorkDone, Hello
 
 ME = (4242, 77)
 HZ = 100
@@ -27,12 +27,12 @@ def test_work_is_cpu_time_above_a_hundredth_of_a_core_or_anything_written(
     ticks: int, written: int, expected: bool
 ) -> None:
     before, now = {ME: Usage(500, 9000)}, {ME: Usage(500 + ticks, 9000 + written)}
-    assert at_work(before, now, 2.0, HZ) is expected
+    assert has_worked(before, now, 2.0, HZ) is expected
 
 
 def test_a_new_process_counts_from_nothing_and_one_that_ended_counts_no_more() -> None:
-    assert at_work({ME: Usage(900, 0)}, {(1, 1): Usage(50, 0)}, 2.0, HZ)
-    assert not at_work({ME: Usage(900, 0), (1, 1): Usage(50, 0)}, {(1, 1): Usage(50, 0)}, 2.0, HZ)
+    assert has_worked({ME: Usage(900, 0)}, {(1, 1): Usage(50, 0)}, 2.0, HZ)
+    assert not has_worked({ME: Usage(900, 0), (1, 1): Usage(50, 0)}, {(1, 1): Usage(50, 0)}, 2.0, HZ)
 
 
 def test_usage_is_read_of_those_that_live() -> None:
@@ -42,7 +42,7 @@ def test_usage_is_read_of_those_that_live() -> None:
 
 
 PROGRAM = "import os, time\nwhile True: time.sleep(0.05); os.path.exists('go') and print('on', flush=True)"
-BEATS_OF_A_LOOK = 5
+HEARTBEATS_PER_SAMPLE = 5
 """at a beat of 0.1 s and a look of 0.4 s there is a look within so many beats"""
 
 
@@ -57,18 +57,18 @@ def test_a_command_that_works_progresses_and_one_that_waits_does_not(tmp_path: P
             write_atomically(at.run.launch_file(launch.tag), msgspec.json.encode(launch))
             at.start(launch, patch="from rrl.roles.launcher import activity; activity.LOOK = 0.4")
 
-            def beats() -> list[int]:
-                return [message.done for message in manager.heard if isinstance(message, Beat)]
+            def heartbeats() -> list[int]:
+                return [message.done for message in manager.received if isinstance(message, Heartbeat)]
 
-            hello = await manager.hears(Hello)
-            assert (hello.life, hello.phase) == (launch.life, "rollout")
-            await manager.hears(Beat, lambda beat: beat.done >= 2)
-            assert any(isinstance(message, FirstWork) for message in manager.heard)
+            hello = await manager.wait_for(Hello)
+            assert (hello.incarnation, hello.phase) == (launch.incarnation, "rollout")
+            await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.done >= 2)
+            assert any(isinstance(message, FirstWorkDone) for message in manager.received)
             go.unlink()
-            await eventually(lambda: len(set(beats()[-3 * BEATS_OF_A_LOOK :])) == 1, "a standstill")
+            await eventually(lambda: len(set(heartbeats()[-3 * HEARTBEATS_PER_SAMPLE :])) == 1, "a standstill")
             (at.run.path / "go").touch()
-            still = beats()[-1]
-            await manager.hears(Beat, lambda beat: beat.done > still)
+            still = heartbeats()[-1]
+            await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.done > still)
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))

@@ -9,16 +9,16 @@ import msgspec
 import pytest
 
 from rrl.core.launch import ExitReason, Launch
-from rrl.core.processes import Process, look
+from rrl.core.processes import Process, read_process
 from rrl.core.role_environment import prelude
 from rrl.core.run_dir import write_atomically
-from rrl.core.run_spec import ContainerView, EnvView, Resources, RoleView
+from rrl.core.run_spec import ContainerSpec, EnvSpec, Resources, RoleSpec
 from rrl.manager.execute.launch import apptainer
 from rrl.tests.support.listening_manager import Lab, eventually, lab
-from rrl.transport.messages import AgentBeat, AgentHello, Gone, StepExit
+from rrl.transport.messages import AgentHeartbeat, AgentHello, StepVanished, StepExit
 
 FAKE = Path(__file__).parents[3] / "support" / "fake_apptainer"
-ROLE = RoleView("rollout", "rollout", 1, 1, Resources(cpus=1, gpus=1), True, (), {}, "apptainer", "box.sif")
+ROLE = RoleSpec("rollout", "rollout", 1, 1, Resources(cpus=1, gpus=1), True, (), {}, "apptainer", "box.sif")
 DAEMON = "echo $SET $PWD; (setsid sleep 1001 &) ; sleep 1000; exit 3"
 
 
@@ -27,9 +27,9 @@ def contained(at: Lab, job: Path, command: str) -> Launch:
     programs = job / "bin"
     programs.mkdir(parents=True)
     (programs / "apptainer").symlink_to(FAKE)
-    argv = apptainer(ROLE, ContainerView(), str(at.run.path), str(job), ("sh", "-c", command))
+    argv = apptainer(ROLE, ContainerSpec(), str(at.run.path), str(job), ("sh", "-c", command))
     launch = at.launch(*argv, env={"FAKE_APPTAINER_CALL": str(job / "call")})
-    setup = prelude(EnvView(setup=(f"PATH={programs}:$PATH", "export SET=up")))
+    setup = prelude(EnvSpec(setup=(f"PATH={programs}:$PATH", "export SET=up")))
     launch = msgspec.structs.replace(launch, setup=setup)
     write_atomically(at.run.launch_file(launch.tag), msgspec.json.encode(launch))
     return launch
@@ -51,7 +51,7 @@ def test_the_command_is_run_in_the_image_by_this_call_and_its_exit_code_is_the_r
         async with at.manager() as manager:
             launch = contained(at, job, "echo $SET $PWD; exit 3")
             at.start(launch)
-            told = await manager.hears(StepExit)
+            told = await manager.wait_for(StepExit)
             assert (told.code, told.reason) == (3, ExitReason.EXITED)
             await eventually(lambda: f"up {job}" in at.log(launch))
             assert (job / "call").read_text().splitlines() == [
@@ -69,20 +69,20 @@ def test_processes_in_a_container_are_found_by_their_marks_and_none_outlives_its
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             at.start(at.launch(replica="agent/local1", env={"RRL_BEAT": "0.1"}), "agent.main")
-            await manager.hears(AgentHello)
+            await manager.wait_for(AgentHello)
             launch = contained(at, tmp_path / "job", DAEMON)
             step = at.start(launch)
             inside = await daemon(at, launch)
             if how == "asked":
                 step.terminate()
-                assert (await manager.hears(StepExit)).reason == ExitReason.STOPPED
+                assert (await manager.wait_for(StepExit)).reason == ExitReason.STOPPED
             else:
-                await manager.hears(AgentBeat, lambda beat: launch.tag in beat.alive)  # else there is no witness
+                await manager.wait_for(AgentHeartbeat, lambda heartbeat: launch.tag in heartbeat.alive)  # else there is no witness
                 step.send_signal(9)
                 await at.end_of(step)
-                assert await manager.hears(Gone) == Gone(launch.life, launch.tag, launch.node)
+                assert await manager.wait_for(StepVanished) == StepVanished(launch.incarnation, launch.tag, launch.node)
             await eventually(lambda: not at.processes(launch), "the end of all of them")
-            now = look(inside.pid)
+            now = read_process(inside.pid)
             assert now is None or now.started != inside.started
 
     with lab(tmp_path) as at:
@@ -95,7 +95,7 @@ def test_a_node_without_apptainer_says_so(tmp_path: Path) -> None:
             launch = msgspec.structs.replace(contained(at, tmp_path / "job", "true"), setup="")
             write_atomically(at.run.launch_file(launch.tag), msgspec.json.encode(launch))
             at.start(launch)
-            assert (await manager.hears(StepExit)).detail.endswith("No such file or directory: 'apptainer'")
+            assert (await manager.wait_for(StepExit)).detail.endswith("No such file or directory: 'apptainer'")
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))

@@ -14,13 +14,13 @@ import msgspec
 import pytest
 
 from rrl.core.launch import ExitReason, Launch
-from rrl.core.processes import NOFILE
+from rrl.core.processes import MAX_NOFILE
 from rrl.core.role_environment import prelude
 from rrl.core.run_dir import write_atomically
-from rrl.core.run_spec import EnvView
-from rrl.core.types import Life, NodeName, ReplicaId
-from rrl.roles.launcher.environment import on_this_node, rdma_devices, see_all_gpus, ucx_devices
-from rrl.roles.launcher.gpus import held_gpus, held_gpus_within
+from rrl.core.run_spec import EnvSpec
+from rrl.core.types import Incarnation, NodeName, ReplicaId
+from rrl.roles.launcher.environment import node_environment, rdma_devices, see_all_gpus, ucx_devices
+from rrl.roles.launcher.gpus import assigned_gpus, assigned_gpus_with_timeout
 from rrl.tests.support.listening_manager import Lab, eventually, lab
 from rrl.transport.address import NoAddress, interfaces
 from rrl.transport.messages import AgentHello, StepExit
@@ -33,9 +33,9 @@ HOSTILE = {
 
 
 def launch(**changes: object) -> Launch:
-    life = Life(ReplicaId("rollout/0"), 1)
+    incarnation = Incarnation(ReplicaId("rollout/0"), 1)
     return msgspec.structs.replace(
-        Launch("run.rollout-0.1", "/run", life, NodeName("n1"), (), {"PATH": "/bin"}, "/", 1.0, True), **changes
+        Launch("run.rollout-0.1", "/run", incarnation, NodeName("n1"), (), {"PATH": "/bin"}, "/", 1.0, True), **changes
     )
 
 
@@ -51,21 +51,21 @@ def test_no_variable_of_a_launcher_reaches_a_role(monkeypatch: pytest.MonkeyPatc
     for name, value in HOSTILE.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("OF_THE_IMAGE", "1")
-    seen = on_this_node(launch(in_image=in_image, network="lo"))
+    seen = node_environment(launch(in_image=in_image, network="lo"))
     assert not seen.keys() & HOSTILE.keys()
     assert ("OF_THE_IMAGE" in seen) is in_image
     assert seen["PATH"] == "/bin"
 
 
 def test_the_interface_that_is_chosen_is_named_to_gloo_nccl_and_ucx_unless_the_role_says_otherwise() -> None:
-    seen = on_this_node(launch(network="127.0.0.0/8", env={"NCCL_SOCKET_IFNAME": "ib3"}))
+    seen = node_environment(launch(network="127.0.0.0/8", env={"NCCL_SOCKET_IFNAME": "ib3"}))
     assert (seen["RRL_ADDRESS"], seen["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", "lo")
     assert seen["NCCL_SOCKET_IFNAME"] == "ib3"
-    assert on_this_node(launch(network="lo"))["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert node_environment(launch(network="lo"))["NCCL_SOCKET_IFNAME"] == "=lo"
 
 
 def test_where_no_network_is_asked_for_libraries_choose_by_themselves() -> None:
-    assert on_this_node(launch()) == {"PATH": "/bin", "RRL_ADDRESS": "127.0.0.1"}
+    assert node_environment(launch()) == {"PATH": "/bin", "RRL_ADDRESS": "127.0.0.1"}
 
 
 def test_ucx_keeps_rdma_whatever_interface_is_chosen(tmp_path: Path) -> None:
@@ -81,11 +81,11 @@ def test_ucx_keeps_rdma_whatever_interface_is_chosen(tmp_path: Path) -> None:
 def test_a_step_gives_the_gpus_that_slurm_gave_it_by_slurms_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_STEP_GPUS", "2,3")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    seen = on_this_node(launch(gpus=2, network="lo"))
+    seen = node_environment(launch(gpus=2, network="lo"))
     assert (seen["RRL_GPUS"], seen["CUDA_VISIBLE_DEVICES"]) == ("2,3", "0,1")
-    assert held_gpus(seen) == ("2", "3")  # there is no driver here that knows better
-    assert held_gpus({}) == ()
-    assert "RRL_GPUS" not in on_this_node(launch(network="lo"))
+    assert assigned_gpus(seen) == ("2", "3")  # there is no driver here that knows better
+    assert assigned_gpus({}) == ()
+    assert "RRL_GPUS" not in node_environment(launch(network="lo"))
 
 
 def test_the_driver_says_which_gpus_the_visible_ones_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,9 +101,9 @@ def test_the_driver_says_which_gpus_the_visible_ones_are(monkeypatch: pytest.Mon
             return given.get(name, lambda: None)
 
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
-    assert held_gpus({"RRL_GPUS": "6,7", "CUDA_VISIBLE_DEVICES": "2,3"}) == ("GPU-2", "GPU-3")
-    assert held_gpus({"RRL_GPUS": "6", "CUDA_VISIBLE_DEVICES": "GPU-x"}) == ("GPU-x",)
-    assert held_gpus({"CUDA_VISIBLE_DEVICES": "2,3"}) == ()
+    assert assigned_gpus({"RRL_GPUS": "6,7", "CUDA_VISIBLE_DEVICES": "2,3"}) == ("GPU-2", "GPU-3")
+    assert assigned_gpus({"RRL_GPUS": "6", "CUDA_VISIBLE_DEVICES": "GPU-x"}) == ("GPU-x",)
+    assert assigned_gpus({"CUDA_VISIBLE_DEVICES": "2,3"}) == ()
 
 
 def test_a_step_on_a_node_without_the_network_says_what_there_is(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_step_on_a_node_without_the_network_says_what_there_is(tmp_path: Path)
         async with at.manager() as manager:
             made = rewrite(at, at.launch("touch", str(tmp_path / "started")), network="203.0.113.0/24")
             at.start(made)
-            told = await manager.hears(StepExit)
+            told = await manager.wait_for(StepExit)
             there = ", ".join(f"{one.name} {one.address}" for one in interfaces())
             assert told.reason is ExitReason.NOT_STARTED
             assert told.detail == f"no interface with an address in 203.0.113.0/24; there are {there}"
@@ -120,7 +120,7 @@ def test_a_step_on_a_node_without_the_network_says_what_there_is(tmp_path: Path)
     with lab(tmp_path) as at:
         asyncio.run(story(at))
     with pytest.raises(NoAddress):
-        on_this_node(launch(network="nonesuch0"))
+        node_environment(launch(network="nonesuch0"))
 
 
 def test_a_role_has_the_hard_limits_of_memory_locks_and_files_and_dumps_no_core(tmp_path: Path) -> None:
@@ -137,16 +137,16 @@ def test_a_role_has_the_hard_limits_of_memory_locks_and_files_and_dumps_no_core(
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
-    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= NOFILE
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= MAX_NOFILE
 
 
 def test_what_a_line_of_setup_sets_reaches_the_role_and_its_words_are_in_the_log(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
-            text = prelude(EnvView(setup=("export SET=up", "echo loading >&2")))
+            text = prelude(EnvSpec(setup=("export SET=up", "echo loading >&2")))
             made = rewrite(at, at.launch("sh", "-c", "echo $SET $PWD; exit 5"), setup=text)
             at.start(made)
-            told = await manager.hears(StepExit)
+            told = await manager.wait_for(StepExit)
             assert (told.code, told.reason) == (5, ExitReason.EXITED)
             await eventually(lambda: f"up {made.cwd}" in at.log(made))
             assert "loading" in at.log(made)
@@ -158,10 +158,10 @@ def test_what_a_line_of_setup_sets_reaches_the_role_and_its_words_are_in_the_log
 def test_a_line_of_setup_that_fails_is_the_reason_in_the_exit_record_with_its_own_words(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
-            text = prelude(EnvView(setup=("sleep 1002 & true", "ls /no/such/place")))
+            text = prelude(EnvSpec(setup=("sleep 1002 & true", "ls /no/such/place")))
             made = rewrite(at, at.launch("touch", str(tmp_path / "started"), env={"LC_ALL": "C"}), setup=text)
             step = at.start(made)
-            told = await manager.hears(StepExit)
+            told = await manager.wait_for(StepExit)
             assert told.reason is ExitReason.NOT_STARTED
             assert told.detail.startswith("[env] setup line 2 failed (exit 2): ls: cannot access '/no/such/pl")
             record = at.record(made)
@@ -178,12 +178,12 @@ def test_a_line_of_setup_that_fails_is_the_reason_in_the_exit_record_with_its_ow
 def test_a_role_that_is_asked_to_stop_while_it_is_set_up_was_asked(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
-            text = prelude(EnvView(setup=(f"touch {tmp_path}/there; sleep 1003",)))
+            text = prelude(EnvSpec(setup=(f"touch {tmp_path}/there; sleep 1003",)))
             made = rewrite(at, at.launch("true", grace=0.5), setup=text)
             step = at.start(made)
             await eventually((tmp_path / "there").exists)
             step.terminate()
-            assert (await manager.hears(StepExit)).reason == ExitReason.STOPPED
+            assert (await manager.wait_for(StepExit)).reason == ExitReason.STOPPED
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -209,10 +209,10 @@ def test_an_agent_says_what_its_node_cannot_import_before_it_says_that_it_is_the
             made = at.launch(replica="agent/local1", env={"RRL_BEAT": "0.1"})
             within = 0.3 if "did not end" in said else 60.0
             made = rewrite(
-                at, made, setup=prelude(EnvView(setup=setup)), probe=(sys.executable, "-c", probe), probe_within=within
+                at, made, setup=prelude(EnvSpec(setup=setup)), probe=(sys.executable, "-c", probe), probe_within=within
             )
             agent = at.start(made, "agent.main")
-            hello = await manager.hears(AgentHello)
+            hello = await manager.wait_for(AgentHello)
             assert said in hello.probe if said else hello.probe == ""
             assert "\n" not in hello.probe
             assert [process.pid for process in at.processes(made)] == [agent.pid], "the probe is left behind"
@@ -227,7 +227,7 @@ def test_an_agent_on_a_node_without_the_network_says_so_and_what_its_limits_are(
             made = rewrite(at, at.launch(replica="agent/local1", env={"RRL_BEAT": "0.1"}), network="nonesuch0")
             lower = "import resource as r; r.setrlimit(r.RLIMIT_MEMLOCK, (65536, 1 << 20))"
             at.start(made, "agent.main", patch=lower)
-            hello = await manager.hears(AgentHello)
+            hello = await manager.wait_for(AgentHello)
             assert hello.probe.startswith("no interface nonesuch0 with an IPv4 address; there are lo 127.0.0.1")
             assert hello.memlock == 1 << 20
             assert hello.nofile > 0
@@ -248,7 +248,7 @@ def test_asking_for_gpus_does_not_forget_that_it_was_cancelled() -> None:
     at once would then never be told."""
 
     async def asks() -> None:
-        await held_gpus_within({})
+        await assigned_gpus_with_timeout({})
         await asyncio.Event().wait()
 
     async def story() -> None:

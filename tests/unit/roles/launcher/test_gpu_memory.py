@@ -62,7 +62,7 @@ def test_a_role_waits_for_memory_that_is_given_back(tmp_path: Path) -> None:
 
     async def story(at: Lab) -> None:
         async with at.manager() as manager, step(at, driver, waits=60.0) as launch:
-            await eventually(lambda: launch.life in manager.peers)
+            await eventually(lambda: launch.incarnation in manager.peers)
             await asyncio.sleep(1.0)  # a step that does not wait has started by then, or soon will: so much is sure
             assert not [p for p in at.processes(launch) if _is_the_command(p.pid)]
             driver.set(1, "memory_used", 100 * 2**20)
@@ -125,8 +125,8 @@ def test_who_waits_for_room_leaves_when_it_is_asked_to(tmp_path: Path) -> None:
 
     async def story(at: Lab) -> None:
         async with at.manager() as manager, step(at, driver, waits=600.0) as launch:
-            await eventually(lambda: launch.life in manager.peers)
-            await manager.tell(launch.life, Stop(launch.life, 1.0, "done"))
+            await eventually(lambda: launch.incarnation in manager.peers)
+            await manager.send(launch.incarnation, Stop(launch.incarnation, 1.0, "done"))
             record = await ended(at, launch)
             assert (record.reason, record.code, record.signal) == (ExitReason.STOPPED, None, None)
 
@@ -139,7 +139,7 @@ def test_who_is_killed_while_it_waits_for_room_leaves_nothing_that_its_agent_doe
 
     async def story(at: Lab) -> None:
         async with at.manager() as manager, step(at, driver, waits=600.0) as launch:
-            await eventually(lambda: launch.life in manager.peers)
+            await eventually(lambda: launch.incarnation in manager.peers)
             asker = await eventually(lambda: [p for p in at.processes(launch) if p.step and not p.module])
             assert not [p for p in asker if _is_the_command(p.pid)]
             os.kill(int(asker[0].step.partition(".")[0]), SIGKILL)

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from rrl.core.launch import LAUNCH_ENV
-from rrl.core.processes import STEP_MODULE, Process, end, look, marks, processes, send, sweep
+from rrl.core.processes import STEP_MODULE, Process, kill_and_wait, read_process, with_marks, processes, send_signal, sweep
 from rrl.roles.launcher.process_group import Census, kill_group
-from rrl.tests.support.listening_manager import until
+from rrl.tests.support.listening_manager import wait_until
 
 
 @pytest.fixture
@@ -27,9 +27,9 @@ def started() -> Iterator[list[subprocess.Popen[bytes]]]:
 def sleeper(started: list[subprocess.Popen[bytes]], *argv: str, **env: str) -> Process:
     child = subprocess.Popen(argv or ("sleep", "1000"), env={"PATH": "/usr/bin:/bin", **env}, start_new_session=True)
     started.append(child)
-    process = look(child.pid)
+    process = read_process(child.pid)
     assert process is not None
-    return marks(process)
+    return with_marks(process)
 
 
 def test_only_processes_of_the_folder_are_found(started: list[subprocess.Popen[bytes]], tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_only_processes_of_the_folder_are_found(started: list[subprocess.Popen[b
     sleeper(started, **{"NOT_" + LAUNCH_ENV: f"{tmp_path}/steps/a.launch"})
     sleeper(started)
     assert processes(f"{tmp_path}/steps") == [ours]
-    assert Census(f"{tmp_path}/steps").take() == [ours]
+    assert Census(f"{tmp_path}/steps").scan() == [ours]
     assert ours.launch == f"{tmp_path}/steps/a.launch"
 
 
@@ -62,20 +62,20 @@ def test_a_first_process_is_known_by_its_words_but_what_carries_them_to_it_is_no
 def test_a_reused_pid_is_not_hit(started: list[subprocess.Popen[bytes]]) -> None:
     now = sleeper(started)
     before = msgspec.structs.replace(now, started=now.started - 1)
-    assert not send(before, signal.SIGKILL)
-    assert end([before], within=5.0) == []
-    assert look(now.pid) is not None
-    assert send(now, signal.SIGKILL)
+    assert not send_signal(before, signal.SIGKILL)
+    assert kill_and_wait([before], timeout=5.0) == []
+    assert read_process(now.pid) is not None
+    assert send_signal(now, signal.SIGKILL)
     started[0].wait()
-    assert not send(now, signal.SIGKILL)
+    assert not send_signal(now, signal.SIGKILL)
 
 
 def test_a_sweep_ends_what_forks_while_it_is_swept(started: list[subprocess.Popen[bytes]], tmp_path: Path) -> None:
     """Each lives 0.1 s and then is another, in another session; 50 of them, for the case that the sweep fails."""
     chain = "import os, time\nfor _ in range(50):\n  time.sleep(0.1)\n  if os.fork(): os._exit(0)\n  os.setsid()\n"
     first = sleeper(started, sys.executable, "-c", chain, **{LAUNCH_ENV: f"{tmp_path}/a.launch"})
-    until(lambda: look(first.pid) is None)
-    swept, left = sweep(lambda: processes(str(tmp_path)), within=20.0)
+    wait_until(lambda: read_process(first.pid) is None)
+    swept, left = sweep(lambda: processes(str(tmp_path)), timeout=20.0)
     assert swept
     assert not left
     assert processes(str(tmp_path)) == []
@@ -83,14 +83,14 @@ def test_a_sweep_ends_what_forks_while_it_is_swept(started: list[subprocess.Pope
 
 def test_what_survives_a_sweep_is_reported(started: list[subprocess.Popen[bytes]]) -> None:
     process = sleeper(started)
-    found, left = sweep(lambda: [process], within=0.2)  # as if SIGKILL had no effect
+    found, left = sweep(lambda: [process], timeout=0.2)  # as if SIGKILL had no effect
     assert found == left == [process]
 
 
 def test_a_zombie_is_not_alive(started: list[subprocess.Popen[bytes]], tmp_path: Path) -> None:
     process = sleeper(started, **{LAUNCH_ENV: f"{tmp_path}/a.launch"})
-    assert end([process], within=20.0) == []
-    assert look(process.pid) is None
+    assert kill_and_wait([process], timeout=20.0) == []
+    assert read_process(process.pid) is None
     assert processes(str(tmp_path)) == []
 
 
@@ -98,7 +98,7 @@ def test_a_group_is_signalled_whole_and_an_empty_one_is_no_error(started: list[s
     leader = sleeper(started, "sh", "-c", "sleep 1000 & echo; wait")
     assert kill_group(leader.group)
     started[0].wait()
-    until(lambda: not kill_group(leader.group))
+    wait_until(lambda: not kill_group(leader.group))
 
 
 def test_a_wrapper_that_becomes_ours_is_seen_at_the_next_census(
@@ -108,12 +108,12 @@ def test_a_wrapper_that_becomes_ours_is_seen_at_the_next_census(
     child = subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, start_new_session=True)
     started.append(child)
     census = Census(str(tmp_path))
-    assert census.take() == []
+    assert census.scan() == []
     assert child.stdin is not None
     child.stdin.write(b"\n")
     child.stdin.close()
-    until(lambda: Path(f"/proc/{child.pid}/comm").read_text() == "sleep\n")
-    assert [process.pid for process in census.take()] == [child.pid]
+    wait_until(lambda: Path(f"/proc/{child.pid}/comm").read_text() == "sleep\n")
+    assert [process.pid for process in census.scan()] == [child.pid]
 
 
 def test_old_strangers_are_not_read_again_at_every_census(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -123,14 +123,14 @@ def test_old_strangers_are_not_read_again_at_every_census(monkeypatch: pytest.Mo
 
     def count(process: Process) -> Process:
         read.append(process.pid)
-        return marks(process)
+        return with_marks(process)
 
     monkeypatch.setattr(module, "marks", count)
     monkeypatch.setattr(module, "_YOUNG", 0.0)
     census = module.Census(str(tmp_path))
-    census.take()
+    census.scan()
     first, read[:] = len(read), []
-    census.take()
+    census.scan()
     assert len(read) < first
 
 
@@ -143,8 +143,8 @@ def test_old_ones_of_ours_are_not_read_again_and_leave_the_census_when_they_end(
     started.append(child)
     monkeypatch.setattr(module, "_YOUNG", 0.0)
     census = module.Census(str(tmp_path))
-    until(lambda: [process.pid for process in census.take()] == [child.pid])
-    (before,) = census.take()
+    wait_until(lambda: [process.pid for process in census.scan()] == [child.pid])
+    (before,) = census.scan()
     monkeypatch.setattr(module, "marks", None)
     assert census._process(child.pid, before) == before
     child.kill()

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from rrl.core.launch import LAUNCH_ENV, ExitReason, ExitRecord, Launch, exit_text
-from rrl.core.processes import STEP_ENV, Process, descendants, look
-from rrl.tests.support.listening_manager import PATIENCE, Lab, eventually, lab
-from rrl.transport.messages import Fenced, StepExit, Stop, Wanted
+from rrl.core.processes import STEP_ENV, Process, descendants, read_process
+from rrl.tests.support.listening_manager import TIMEOUT_S, Lab, eventually, lab
+from rrl.transport.messages import Fenced, StepExit, Stop, AdmissionRequest
 
 SLEEP = ("sleep", "1000")
 STUBBORN = (
@@ -43,7 +43,7 @@ def text_of(end: ExitRecord | StepExit) -> str:
 
 
 def gone(process: Process) -> bool:
-    now = look(process.pid)
+    now = read_process(process.pid)
     return now is None or now.started != process.started
 
 
@@ -53,8 +53,8 @@ def test_a_killed_role_leaves_a_record_and_the_manager_is_told(tmp_path: Path) -
             launch = at.launch(*SLEEP)
             step = at.start(launch)
             os.killpg((await command(at, launch)).pid, signal.SIGKILL)
-            told = await manager.hears(StepExit)
-            assert told == StepExit(launch.life, launch.tag, None, signal.SIGKILL, ExitReason.SIGNALED)
+            told = await manager.wait_for(StepExit)
+            assert told == StepExit(launch.incarnation, launch.tag, None, signal.SIGKILL, ExitReason.SIGNALED)
             record = at.record(launch)
             assert record is not None
             assert (record.code, record.signal, record.reason) == (None, signal.SIGKILL, ExitReason.SIGNALED)
@@ -70,7 +70,7 @@ def test_an_exit_code_is_recorded_with_the_last_line(tmp_path: Path) -> None:
             launch = at.launch("sh", "-c", "echo to the log; echo and this >&2; exit 7")
             assert await at.end_of(at.start(launch)) == 7
             when = getattr(at.record(launch), "at", 0.0)
-            record = ExitRecord(launch.tag, launch.life, launch.node, 7, None, ExitReason.EXITED, when, "and this")
+            record = ExitRecord(launch.tag, launch.incarnation, launch.node, 7, None, ExitReason.EXITED, when, "and this")
             assert at.record(launch) == record
             assert at.log(launch) == "to the log\nand this\n"
 
@@ -111,7 +111,7 @@ def test_what_carries_the_mark_of_a_step_ends_with_it_wherever_it_hangs(tmp_path
             helper = await asyncio.create_subprocess_exec("sleep", "1001", env=marks)
             os.killpg(role.group, signal.SIGKILL)
             await at.end_of(step)
-            assert await asyncio.wait_for(helper.wait(), PATIENCE) == -signal.SIGKILL
+            assert await asyncio.wait_for(helper.wait(), TIMEOUT_S) == -signal.SIGKILL
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -137,7 +137,7 @@ def test_a_refused_step_leaves_and_starts_nothing(tmp_path: Path) -> None:
             launch = at.launch("touch", str(tmp_path / "started"))
             await at.end_of(at.start(launch))
             assert not (tmp_path / "started").exists()
-            assert text_of(await manager.hears(StepExit)) == "not admitted: an older incarnation"
+            assert text_of(await manager.wait_for(StepExit)) == "not admitted: an older incarnation"
             record = at.record(launch)
             assert record is not None
             assert text_of(record) == "not admitted: an older incarnation"
@@ -170,11 +170,11 @@ def test_a_step_outlives_the_manager_and_reports_to_the_next(tmp_path: Path) -> 
             at.start(launch)
             role = await command(at, launch)
         async with at.manager(epoch=2) as second:
-            wanted = await second.hears(Wanted)
-            assert (wanted.life, wanted.tag) == (launch.life, launch.tag)
+            wanted = await second.wait_for(AdmissionRequest)
+            assert (wanted.incarnation, wanted.tag) == (launch.incarnation, launch.tag)
             assert not gone(role)
             os.killpg(role.pid, signal.SIGKILL)
-            assert (await second.hears(StepExit)).signal == signal.SIGKILL
+            assert (await second.wait_for(StepExit)).signal == signal.SIGKILL
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -202,7 +202,7 @@ def test_an_end_without_a_manager_is_told_to_one_that_comes_in_time(tmp_path: Pa
         at.start(launch, patch="import rrl.roles.launcher.first_process as f; f.ADMISSION = 0.1; f.LAST_WORDS = 20.0")
         await eventually(lambda: at.record(launch))
         async with at.manager() as late:
-            assert text_of(await late.hears(StepExit)) == "not admitted: no manager answered"
+            assert text_of(await late.wait_for(StepExit)) == "not admitted: no manager answered"
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -218,8 +218,8 @@ def test_a_role_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path, h
             if how == "signal":
                 step.terminate()
             else:
-                await manager.tell(launch.life, Stop(launch.life, 0.3, "done"))
-            told = await manager.hears(StepExit)
+                await manager.send(launch.incarnation, Stop(launch.incarnation, 0.3, "done"))
+            told = await manager.wait_for(StepExit)
             assert (told.signal, told.reason) == (signal.SIGKILL, ExitReason.STOPPED)
 
     with lab(tmp_path) as at:
@@ -233,7 +233,7 @@ def test_a_role_that_is_asked_to_stop_may_finish(tmp_path: Path) -> None:
             step = at.start(launch)
             await eventually(lambda: "up" in at.log(launch))
             step.terminate()
-            told = await manager.hears(StepExit)
+            told = await manager.wait_for(StepExit)
             assert (told.code, told.reason) == (0, ExitReason.STOPPED)
             await at.end_of(step)
             assert "saved" in at.log(launch)
@@ -251,7 +251,7 @@ def test_a_frozen_role_is_ended(tmp_path: Path) -> None:
             os.killpg(role.pid, signal.SIGSTOP)
             await eventually(lambda: ") T " in Path(f"/proc/{role.pid}/stat").read_text())
             step.terminate()
-            assert (await manager.hears(StepExit)).signal == signal.SIGKILL
+            assert (await manager.wait_for(StepExit)).signal == signal.SIGKILL
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -263,9 +263,9 @@ def test_a_fenced_role_gets_no_grace(tmp_path: Path) -> None:
             launch = at.launch(*STUBBORN, grace=1000.0)
             at.start(launch)
             await eventually(lambda: "up" in at.log(launch))
-            await manager.tell(launch.life, Stop(launch.life, 1000.0, "finish"))
-            await manager.tell(launch.life, Fenced(launch.life, "superseded"))
-            assert (await manager.hears(StepExit)).signal == signal.SIGKILL
+            await manager.send(launch.incarnation, Stop(launch.incarnation, 1000.0, "finish"))
+            await manager.send(launch.incarnation, Fenced(launch.incarnation, "superseded"))
+            assert (await manager.wait_for(StepExit)).signal == signal.SIGKILL
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -277,8 +277,8 @@ def test_a_step_that_is_fenced_records_the_reason(tmp_path: Path) -> None:
             launch = at.launch(*SLEEP)
             at.start(launch)
             await command(at, launch)
-            await manager.tell(launch.life, Fenced(launch.life, "superseded"))
-            end = await manager.hears(StepExit)
+            await manager.send(launch.incarnation, Fenced(launch.incarnation, "superseded"))
+            end = await manager.wait_for(StepExit)
             assert (end.reason, end.detail) == (ExitReason.FENCED, "superseded")
 
     with lab(tmp_path) as at:
@@ -297,10 +297,10 @@ def test_the_launchers_death_ends_the_step_where_the_launch_says_so(tmp_path: Pa
             launcher.kill()
             await launcher.wait()
             if dies:
-                assert (await manager.hears(StepExit)).reason == ExitReason.LAUNCHER_DIED
+                assert (await manager.wait_for(StepExit)).reason == ExitReason.LAUNCHER_DIED
             else:
                 os.killpg(role.pid, signal.SIGTERM)
-                assert (await manager.hears(StepExit)).reason == ExitReason.SIGNALED
+                assert (await manager.wait_for(StepExit)).reason == ExitReason.SIGNALED
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -323,7 +323,7 @@ def test_a_command_that_cannot_be_started_says_so(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             at.start(at.launch("no-such-command"))
-            assert (await manager.hears(StepExit)).reason is ExitReason.NOT_STARTED
+            assert (await manager.wait_for(StepExit)).reason is ExitReason.NOT_STARTED
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -335,10 +335,10 @@ def test_another_lifes_orders_are_not_obeyed(tmp_path: Path) -> None:
             launch = at.launch(*SLEEP)
             at.start(launch)
             role = await command(at, launch)
-            older = at.launch(*SLEEP, incarnation=0).life
-            await manager.tell(launch.life, Fenced(older, "superseded"))
-            await manager.tell(launch.life, Stop(launch.life, 5.0, "done"))
-            told = await manager.hears(StepExit)
+            older = at.launch(*SLEEP, incarnation=0).incarnation
+            await manager.send(launch.incarnation, Fenced(older, "superseded"))
+            await manager.send(launch.incarnation, Stop(launch.incarnation, 5.0, "done"))
+            told = await manager.wait_for(StepExit)
             assert (told.signal, told.reason) == (signal.SIGTERM, ExitReason.STOPPED)
             assert gone(role)
 

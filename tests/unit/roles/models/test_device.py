@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rrl.core.launch import Launch
-from rrl.core.types import Life, NodeName, ReplicaId
-from rrl.roles.models.tensors import given_device
+from rrl.core.types import Incarnation, NodeName, ReplicaId
+from rrl.roles.models.tensors import assigned_device
 from rrl.roles.rollout import main as rollout_main
 from rrl.roles.trainer import process_group
 
@@ -17,17 +17,17 @@ pytestmark = pytest.mark.torch
 
 
 def _launch(role: str, gpus: int) -> Launch:
-    return Launch("t", "/r", Life(ReplicaId(f"{role}/0"), 1), NodeName("n7"), (), {}, "/", 1.0, False, gpus=gpus)
+    return Launch("t", "/r", Incarnation(ReplicaId(f"{role}/0"), 1), NodeName("n7"), (), {}, "/", 1.0, False, gpus=gpus)
 
 
 def test_whoever_asked_for_no_gpu_computes_on_the_cpu_even_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert given_device(_launch("trainer", 0)) == torch.device("cpu")
-    assert given_device(_launch("trainer", 1)) == torch.device("cuda", 0)
+    assert assigned_device(_launch("trainer", 0)) == torch.device("cpu")
+    assert assigned_device(_launch("trainer", 1)) == torch.device("cuda", 0)
 
 
 def _trains(me: Any) -> None:
-    process_group.form(me)
+    process_group.init_process_group(me)
 
 
 def _rolls_out(me: Any) -> None:

@@ -32,25 +32,25 @@ def test_it_gives_what_transformers_gives(folder: Path) -> None:
         assert plain.prompt(text) == tuple(theirs(text)["input_ids"])
         assert plain.encode(text) == tuple(theirs(text, add_special_tokens=False)["input_ids"])
         assert chat.prompt(text) == tuple(theirs(in_template, add_special_tokens=False)["input_ids"])
-        tokens = [token for token in plain.encode(text) if token not in plain.ends]
+        tokens = [token for token in plain.encode(text) if token not in plain.stop_tokens]
         assert plain.decode(tokens) == theirs.decode(tokens, skip_special_tokens=True)
 
 
 def test_an_answer_ends_at_the_first_of_several_ends_and_has_no_special_tokens_in_it(folder: Path) -> None:
     folders.rewrite(folder / "generation_config.json", eos_token_id=[folders.END, folders.TURN])
     tokenizer = open_tokenizer({"path": str(folder)})
-    assert (tokenizer.eos, tokenizer.ends) == (folders.END, frozenset({folders.END, folders.TURN}))
-    for end in tokenizer.ends:
+    assert (tokenizer.eos, tokenizer.stop_tokens) == (folders.END, frozenset({folders.END, folders.TURN}))
+    for end in tokenizer.stop_tokens:
         assert tokenizer.decode((0, *tokenizer.encode("yes"), end, *tokenizer.encode("no"))) == "yes"
     assert tokenizer.decode((*tokenizer.encode("yes"), 100_000)) == "yes"  # a model may embed more than there are
 
 
 def test_where_generation_config_says_nothing_config_and_the_tokenizer_do(folder: Path) -> None:
     folders.rewrite(folder / "config.json", eos_token_id=folders.TURN)
-    assert open_tokenizer({"path": str(folder)}).ends == {folders.END, folders.TURN}
+    assert open_tokenizer({"path": str(folder)}).stop_tokens == {folders.END, folders.TURN}
     folders.rewrite(folder / "tokenizer_config.json", eos_token=None, pad_token=None)
     tokenizer = open_tokenizer({"path": str(folder)})
-    assert (tokenizer.eos, tokenizer.ends, tokenizer.pad) == (folders.TURN, frozenset({folders.TURN}), folders.TURN)
+    assert (tokenizer.eos, tokenizer.stop_tokens, tokenizer.pad) == (folders.TURN, frozenset({folders.TURN}), folders.TURN)
     folders.rewrite(folder / "config.json", eos_token_id=None)
     with pytest.raises(ValueError, match="names no end of sequence"):
         open_tokenizer({"path": str(folder)})

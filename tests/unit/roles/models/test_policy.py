@@ -84,20 +84,20 @@ def test_what_a_trainer_sends_of_a_tied_model_is_what_a_rollout_computes_with(tm
     """Once, and tied again at the other end: bytes of the wire, in the dtype of the rollout."""
     spec = _spec(folders.tied_llama(tmp_path / "model"), dtype)
     trainer = build_model(spec, folders.VOCABULARY, seed=0)
-    packed = pack({name: tensor.to(spec.computes_in) for name, tensor in weights(trainer).items()})
+    packed = pack({name: tensor.to(spec.compute_dtype) for name, tensor in weights(trainer).items()})
     assert "lm_head.weight" not in [name for name, *_ in packed]
     specs, nbytes = layout([(name, kind, shape, content.nbytes) for name, kind, shape, content in packed])
     flat = memoryview(bytearray(nbytes))
     for each, (*_, content) in zip(specs, packed, strict=True):
         flat[each.offset : each.offset + each.nbytes] = content
 
-    rollout = skeleton(spec, folders.VOCABULARY, spec.computes_in)
+    rollout = skeleton(spec, folders.VOCABULARY, spec.compute_dtype)
     materialise(rollout, CPU)
     load_weights(rollout, unpack(specs, flat))
     flat[:] = bytes(nbytes)  # they were copied
-    assert {tensor.dtype for tensor in rollout.parameters()} == {spec.computes_in}
+    assert {tensor.dtype for tensor in rollout.parameters()} == {spec.compute_dtype}
     assert rollout.model.rotary_emb.inv_freq.dtype == torch.float32  # type: ignore[union-attr]
-    expected = AutoModelForCausalLM.from_pretrained(spec.path, dtype=spec.computes_in).eval()
+    expected = AutoModelForCausalLM.from_pretrained(spec.path, dtype=spec.compute_dtype).eval()
     assert torch.equal(_logits(rollout), _logits(expected))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rrl.roles.models.tasks import TaskError, load_task
-from rrl.roles.models.tokenizer import EOS, PAD, PieceTokenizer
+from rrl.roles.models.tokenizer import EOS, PAD, VocabularyTokenizer
 from rrl.roles.reward import Scorer
 from rrl.roles.trajectories.types import Score, ToScore
 
@@ -17,7 +17,7 @@ SPIRAL = {
     "size": 1000,
     "partial_credit": 0.5,
 }
-DIGITS = PieceTokenizer({"pieces": "0123456789=", "join": " ", "ignore": "[], "})
+DIGITS = VocabularyTokenizer({"pieces": "0123456789=", "join": " ", "ignore": "[], "})
 
 
 # ── tokenizer ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -34,7 +34,7 @@ def test_decoding_ends_at_the_end_of_sequence_and_skips_padding() -> None:
 
 
 def test_the_longest_piece_is_taken() -> None:
-    tokenizer = PieceTokenizer({"pieces": ["a", "ab", "abc", "c", "b"]})
+    tokenizer = VocabularyTokenizer({"pieces": ["a", "ab", "abc", "c", "b"]})
     assert [tokenizer.decode([token]) for token in tokenizer.encode("abcabaca")] == ["abc", "ab", "a", "c", "a"]
 
 
@@ -46,7 +46,7 @@ def test_what_cannot_be_encoded_is_named() -> None:
 @pytest.mark.parametrize("spec", [{"pieces": "aba"}, {"pieces": ["a", ""]}, {"pieces": "a ", "ignore": " "}])
 def test_a_vocabulary_that_cannot_work_is_refused(spec: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"\[model.tokenizer\]"):
-        PieceTokenizer(spec)
+        VocabularyTokenizer(spec)
 
 
 # ── tasks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -125,7 +125,7 @@ def test_a_function_of_the_users_is_found_beside_the_job_file(users_folder: Path
 def test_a_scorer_that_breaks_costs_the_trajectory_not_the_run(
     users_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tokenizer = PieceTokenizer({"pieces": "0123456789x"})
+    tokenizer = VocabularyTokenizer({"pieces": "0123456789x"})
     scorer = Scorer(load_task({"function": "my_rrl_task:Doubles"}, 5, folder=users_folder), tokenizer)
     texts = {1: "8", 2: "x", 3: "5", 4: "6", 5: "x"}
     judged: list[bool] = []

@@ -11,17 +11,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.core.processes import look
+from rrl.core.processes import read_process
 from rrl.roles.node_probe import host
 from rrl.roles.node_probe.host import (
-    Ended,
+    CommandResult,
     Host,
     Interface,
     Ucx,
-    Unread,
-    UnreadCause,
-    ask,
-    command,
+    Unavailable,
+    UnavailableCause,
+    run_readers,
+    run_command,
     filesystem,
     parse_ucx,
     read_host,
@@ -46,7 +46,7 @@ UCX_INFO = """\
 #      Transport: posix
 #         Device: memory
 """
-WITHIN = 30.0
+TIMEOUT_S = 30.0
 
 
 def test_a_reader_that_hangs_or_raises_is_unread_and_the_others_answer() -> None:
@@ -55,32 +55,32 @@ def test_a_reader_that_hangs_or_raises_is_unread_and_the_others_answer() -> None
     def broken() -> object:
         raise ValueError("two\nlines")
 
-    told = ask({"well": lambda: 7, "broken": broken, "hangs": never.wait, "gone": Path("/nope").read_text}, 0.5)
+    told = run_readers({"well": lambda: 7, "broken": broken, "hangs": never.wait, "gone": Path("/nope").read_text}, 0.5)
     never.set()
     assert told == {
-        "well": 7, "broken": Unread("ValueError: two lines"),
-        "hangs": Unread("no answer within 0.5 s", UnreadCause.TIMEOUT),
-        "gone": Unread("/nope: No such file or directory", UnreadCause.NOT_FOUND),
+        "well": 7, "broken": Unavailable("ValueError: two lines"),
+        "hangs": Unavailable("no answer within 0.5 s", UnavailableCause.TIMEOUT),
+        "gone": Unavailable("/nope: No such file or directory", UnavailableCause.NOT_FOUND),
     }  # fmt: skip
 
 
 def test_a_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
     script = f"sleep 600 & echo $! > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; wait"
     with pytest.raises(TimeoutError, match=r"sh: no answer within 2 s"):
-        command(["sh", "-c", script], 2.0)
+        run_command(["sh", "-c", script], 2.0)
     child = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + WITHIN
-    while look(child) is not None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while read_process(child) is not None:
         assert time.monotonic() < deadline, "its child lives on"
         time.sleep(0.02)
 
 
 def test_a_command_is_told_and_tells() -> None:
-    assert command(["cat"], WITHIN, given="hello\n") == Ended(0, "hello\n", "")
-    ended = command(["sh", "-c", "echo out; echo no >&2; echo way >&2; exit 3"], WITHIN)
-    assert (ended.code, ended.said) == (3, "no / way")
+    assert run_command(["cat"], TIMEOUT_S, stdin_text="hello\n") == CommandResult(0, "hello\n", "")
+    ended = run_command(["sh", "-c", "echo out; echo no >&2; echo way >&2; exit 3"], TIMEOUT_S)
+    assert (ended.code, ended.message) == (3, "no / way")
     with pytest.raises(FileNotFoundError):
-        command(["/nope"], WITHIN)
+        run_command(["/nope"], TIMEOUT_S)
 
 
 def test_the_transports_of_ucx_are_read_with_their_devices() -> None:
@@ -99,13 +99,13 @@ def test_a_ucx_info_that_fails_is_unread_with_what_it_said(tmp_path: Path, monke
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "true")
-    assert ask({"ucx": lambda: host.read_ucx(WITHIN)}, WITHIN)["ucx"] == Unread(
+    assert run_readers({"ucx": lambda: host.read_ucx(TIMEOUT_S)}, TIMEOUT_S)["ucx"] == Unavailable(
         "ucx_info ended with 127: cannot load libucp"
     )
 
 
 def test_this_machine_is_read_and_can_be_told_to_another() -> None:
-    mine = read_host(WITHIN)
+    mine = read_host(TIMEOUT_S)
     assert isinstance(mine.network, host.Network)
     assert Interface("lo", "127.0.0.1", "127.0.0.0/8") in mine.network.interfaces
     assert isinstance(mine.python, host.Python)
@@ -123,7 +123,7 @@ def test_where_no_temporary_file_can_be_written_the_reason_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "absent"))
-    scratch = read_host(WITHIN).scratch
+    scratch = read_host(TIMEOUT_S).scratch
     assert isinstance(scratch, host.Scratch)
     assert scratch.trouble == "No such file or directory"
 
@@ -133,7 +133,7 @@ def test_nothing_heavy_is_imported_to_read_a_machine() -> None:
         "import sys; from rrl.roles.node_probe.host import read_host; read_host(30);"
         " print(*{'torch', 'ucxx', 'vllm', 'pynvml', 'transformers'} & set(sys.modules))"
     )
-    assert command([sys.executable, "-P", "-c", code], 60.0) == Ended(0, "\n", "")
+    assert run_command([sys.executable, "-P", "-c", code], 60.0) == CommandResult(0, "\n", "")
 
 
 def test_a_file_system_is_known_by_its_mount() -> None:
@@ -144,5 +144,5 @@ def test_a_file_system_is_known_by_its_mount() -> None:
 def test_a_torch_that_does_not_import_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12 is not there')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    told = ask({"torch": lambda: host.read_torch(WITHIN)}, WITHIN)["torch"]
-    assert told == Unread("ImportError: libcudart.so.12 is not there")
+    told = run_readers({"torch": lambda: host.read_torch(TIMEOUT_S)}, TIMEOUT_S)["torch"]
+    assert told == Unavailable("ImportError: libcudart.so.12 is not there")

@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.cli.doctor.node_visit import Listener
-from rrl.roles.node_probe.host import Unread
-from rrl.roles.node_probe.main import LETTER, NONCE_ENV, REPORT, NodeReport, dial, proof
+from rrl.cli.doctor.node_visit import ReportListener
+from rrl.roles.node_probe.host import Unavailable
+from rrl.roles.node_probe.main import NONCE_FILE, NONCE_ENV, REPORT, NodeReport, connect_login_node, nonce_proof
 
-WITHIN = 60.0
+TIMEOUT_S = 60.0
 PROBE = (sys.executable, "-P", "-m", "rrl.roles.node_probe.main")
 TORCH = """
 __version__ = "9.9"
@@ -30,14 +30,14 @@ class cuda:
 
 
 @pytest.fixture
-def login() -> Iterator[Listener]:
-    with Listener() as listener:
+def login() -> Iterator[ReportListener]:
+    with ReportListener() as listener:
         yield listener
 
 
 @pytest.fixture
-def folder(tmp_path: Path, login: Listener) -> Path:
-    (tmp_path / LETTER).write_text(login.nonce)
+def folder(tmp_path: Path, login: ReportListener) -> Path:
+    (tmp_path / NONCE_FILE).write_text(login.nonce)
     return tmp_path
 
 
@@ -50,11 +50,11 @@ def light_torch(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
 
 def probe(folder: Path, nonce: str, *addresses: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {NONCE_ENV: nonce, "SLURMD_NODENAME": "n7"}
-    return subprocess.run([*PROBE, str(folder), *addresses], env=env, capture_output=True, text=True, timeout=WITHIN)
+    return subprocess.run([*PROBE, str(folder), *addresses], env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
-def heard(login: Listener) -> NodeReport:
-    deadline = time.monotonic() + WITHIN
+def received_report(login: ReportListener) -> NodeReport:
+    deadline = time.monotonic() + TIMEOUT_S
     while login.report is None:
         assert time.monotonic() < deadline, "no report came"
         login.wait(1.0)
@@ -71,49 +71,49 @@ def free_port() -> int:
 
 
 def test_a_node_reports_in_the_folder_and_on_the_connection_and_its_clock_is_measured(
-    login: Listener, folder: Path
+    login: ReportListener, folder: Path
 ) -> None:
     good, dead = f"127.0.0.1:{login.port}", f"127.0.0.1:{free_port()}"
     ended = probe(folder, login.nonce, dead, good)
     assert (ended.returncode, ended.stderr) == (0, "")
-    report = heard(login)
+    report = received_report(login)
     assert report == written(folder)
     assert (report.node, report.folder) == ("n7", "")
     assert {one.address: one.trouble for one in report.reached} == {good: "", dead: "Connection refused"}
     assert Path(report.rrl) == Path(__file__).parents[4]
-    assert not isinstance(report.host.python, Unread)
-    assert not isinstance(report.torch, Unread)
+    assert not isinstance(report.host.python, Unavailable)
+    assert not isinstance(report.torch, Unavailable)
     assert (report.torch.version, report.torch.gpus) == ("9.9", 0)
     assert login.skew is not None
     assert abs(login.skew[0]) <= login.skew[1] + 0.001  # it is the same clock
 
 
-def test_where_the_folder_is_not_shared_the_connection_still_tells(login: Listener, tmp_path: Path) -> None:
+def test_where_the_folder_is_not_shared_the_connection_still_tells(login: ReportListener, tmp_path: Path) -> None:
     ended = probe(tmp_path / "absent", login.nonce, f"127.0.0.1:{login.port}")
     assert ended.returncode == 0
-    assert heard(login).folder == "No such file or directory"
+    assert received_report(login).folder == "No such file or directory"
 
 
-def test_a_folder_that_holds_another_letter_is_not_the_same_folder(login: Listener, folder: Path) -> None:
-    (folder / LETTER).write_text("somebody else's")
+def test_a_folder_that_holds_another_letter_is_not_the_same_folder(login: ReportListener, folder: Path) -> None:
+    (folder / NONCE_FILE).write_text("somebody else's")
     probe(folder, login.nonce, f"127.0.0.1:{login.port}")
-    assert heard(login).folder == "the letter in it is another one"
+    assert received_report(login).folder == "the letter in it is another one"
     assert not (folder / REPORT).exists()
 
 
-def test_where_the_login_node_cannot_be_reached_the_folder_still_tells(folder: Path, login: Listener) -> None:
+def test_where_the_login_node_cannot_be_reached_the_folder_still_tells(folder: Path, login: ReportListener) -> None:
     assert probe(folder, login.nonce).returncode == 0
     assert written(folder).reached == ()
     assert login.report is None
 
 
-def test_where_neither_is_there_the_exit_code_says_so(tmp_path: Path, login: Listener) -> None:
+def test_where_neither_is_there_the_exit_code_says_so(tmp_path: Path, login: ReportListener) -> None:
     assert probe(tmp_path / "absent", login.nonce, f"127.0.0.1:{free_port()}").returncode == 1
 
 
 def test_without_its_arguments_it_says_how_it_is_called() -> None:
     env = {name: value for name, value in os.environ.items() if name != NONCE_ENV}
-    ended = subprocess.run([*PROBE], env=env, capture_output=True, text=True, timeout=WITHIN)
+    ended = subprocess.run([*PROBE], env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
 
 
@@ -123,24 +123,24 @@ def test_without_its_arguments_it_says_how_it_is_called() -> None:
     [b'{"nonce":"guessed","at":"x"}\n', b"GET / HTTP/1.1\r\n\r\n", b"\n", b"\xff" * 4096, b'{"nonce":7}\n',
      '{"nonce":"ü"}\n'.encode()],
 )  # fmt: skip
-def test_whoever_does_not_know_the_nonce_is_hung_up_on(login: Listener, said: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", login.port), WITHIN) as stranger:
-        stranger.settimeout(WITHIN)
+def test_whoever_does_not_know_the_nonce_is_hung_up_on(login: ReportListener, said: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", login.port), TIMEOUT_S) as stranger:
+        stranger.settimeout(TIMEOUT_S)
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):
             stranger.sendall(said)
             assert stranger.recv(100) == b""
     assert login.report is None
-    dial(f"127.0.0.1:{login.port}", login.nonce).close()  # and the next one is served
+    connect_login_node(f"127.0.0.1:{login.port}", login.nonce).close()  # and the next one is served
 
 
-def test_silent_strangers_do_not_keep_the_node_out_for_ever(login: Listener) -> None:
-    silent = [socket.create_connection(("127.0.0.1", login.port), WITHIN) for _ in range(17)]
+def test_silent_strangers_do_not_keep_the_node_out_for_ever(login: ReportListener) -> None:
+    silent = [socket.create_connection(("127.0.0.1", login.port), TIMEOUT_S) for _ in range(17)]
     for one in silent:
         one.close()
-    deadline = time.monotonic() + WITHIN
+    deadline = time.monotonic() + TIMEOUT_S
     while True:
         with contextlib.suppress(OSError):
-            dial(f"127.0.0.1:{login.port}", login.nonce).close()
+            connect_login_node(f"127.0.0.1:{login.port}", login.nonce).close()
             return
         assert time.monotonic() < deadline, "nobody is let in any more"
 
@@ -152,13 +152,13 @@ def test_a_login_node_that_cannot_prove_itself_is_told_nothing() -> None:
         line, _ = server.accept()
         with line:
             got.append(line.recv(4096))
-            line.sendall(proof("another nonce").encode() + b"\n")
+            line.sendall(nonce_proof("another nonce").encode() + b"\n")
             got.append(line.recv(4096))
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=pretend, args=(server,))
         thread.start()
         with pytest.raises(OSError, match="somebody else answers there"):
-            dial(f"127.0.0.1:{server.getsockname()[1]}", "the nonce")
-        thread.join(WITHIN)
+            connect_login_node(f"127.0.0.1:{server.getsockname()[1]}", "the nonce")
+        thread.join(TIMEOUT_S)
     assert got[1:] == [b""]

@@ -12,8 +12,8 @@ import pytest
 
 import rrl
 from rrl.core.types import Version
-from rrl.roles.rollout.engine import Grown
-from rrl.roles.rollout.main import roll
+from rrl.roles.rollout.engine import StepOutput
+from rrl.roles.rollout.main import run
 from rrl.roles.trajectories.types import Item, Segment
 
 pytestmark = pytest.mark.torch
@@ -31,17 +31,17 @@ class _Engine:
         self._made: dict[int, list[Segment]] = {}
 
     @property
-    def room(self) -> int:
+    def free_slots(self) -> int:
         return self._places - len(self._left)
 
     @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
         return bool(self._left)
 
     def add(self, items: Sequence[Item]) -> None:
         self._left |= {item.trajectory: item.max_new for item in items}
 
-    def step(self) -> Grown:
+    def step(self) -> StepOutput:
         self._steps += 1
         self._on_step(self._steps)
         self.did.append("step")
@@ -55,13 +55,13 @@ class _Engine:
             del self._left[trajectory]
         if not finished and self._steps % 2:
             return [], []
-        return self.rest()[0], finished
+        return self.flush()[0], finished
 
-    def rest(self) -> Grown:
+    def flush(self) -> StepOutput:
         made, self._made = [segment for each in self._made.values() for segment in each], {}
         return made, []
 
-    def drop(self, trajectories: Iterable[int]) -> None:
+    def abort(self, trajectories: Iterable[int]) -> None:
         for trajectory in trajectories:
             self._left.pop(trajectory, None)
             self.did.append(f"dropped {trajectory}")
@@ -123,7 +123,7 @@ def _items(*lengths: int) -> list[Item]:
 
 
 def _roll(me: _Worker, engine: _Engine) -> None:
-    roll(cast(rrl.Worker, me), engine)
+    run(cast(rrl.Worker, me), engine)
 
 
 def test_an_engine_at_work_is_given_more_as_room_comes_free_and_stays_in_its_phase() -> None:

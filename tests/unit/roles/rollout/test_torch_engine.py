@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rrl.core.types import Life, ReplicaId, Version
+from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.roles.models.policy import build_model
 from rrl.roles.models.tokenizer import EOS
 from rrl.roles.rollout.engine import Sampling
@@ -29,7 +29,7 @@ def _item(trajectory: int, length: int = 5, so_far: tuple[int, ...] = (), max_ne
 
 def _endless(sampling: Sampling | None = None, lease: int = 64) -> TorchEngine:
     """An engine whose end-of-sequence token is not in the vocabulary: only ``max_new`` ends a trajectory."""
-    made = TorchEngine(build_model(harness.SMALL, 13, 3), ends=frozenset({13}), seed=0, sampling=sampling, lease=lease)
+    made = TorchEngine(build_model(harness.SMALL, 13, 3), stop_tokens=frozenset({13}), seed=0, sampling=sampling, lease=lease)
     made.load(_FIRST, harness.learner().weights().items())
     return made
 
@@ -120,7 +120,7 @@ def test_the_model_is_asked_once_for_each_token_of_the_longest_trajectory() -> N
     model = build_model(harness.SMALL, 13, 3)
     read: list[torch.Size] = []
     model.register_forward_pre_hook(lambda _, __, given: read.append(given["input_ids"].shape), with_kwargs=True)
-    engine = TorchEngine(model, ends=frozenset({13}), seed=0, sampling=Sampling(segment_tokens=3))
+    engine = TorchEngine(model, stop_tokens=frozenset({13}), seed=0, sampling=Sampling(segment_tokens=3))
     engine.load(_FIRST, harness.learner().weights().items())
     group = [Item(n, 0, _prompt(0, 5), (), 2 + n % 3) for n in range(16)]
     harness.roll_out(engine, group)
@@ -138,14 +138,14 @@ def test_a_trajectory_with_nowhere_to_grow_is_finished_without_a_segment() -> No
 
 def test_it_has_room_for_a_lease_and_for_nothing_more_until_all_of_it_is_complete() -> None:
     engine = _endless(Sampling(segment_tokens=2), lease=5)
-    assert (engine.room, engine.busy) == (5, False)
+    assert (engine.free_slots, engine.has_work) == (5, False)
     engine.add([_item(0, max_new=1), _item(1, max_new=4)])
-    assert (engine.room, engine.busy) == (0, True)
+    assert (engine.free_slots, engine.has_work) == (0, True)
     assert engine.step()[1] == [0]
-    assert (engine.room, engine.busy) == (0, True)
+    assert (engine.free_slots, engine.has_work) == (0, True)
     assert engine.step()[1] == [1]
-    assert (engine.room, engine.busy) == (5, False)
-    assert engine.rest() == ([], [])
+    assert (engine.free_slots, engine.has_work) == (5, False)
+    assert engine.flush() == ([], [])
 
 
 def test_what_is_added_to_others_on_their_way_grows_as_it_would_alone() -> None:
@@ -156,7 +156,7 @@ def test_what_is_added_to_others_on_their_way_grows_as_it_would_alone() -> None:
     engine.add(early)
     segments, finished = engine.step()
     engine.add(late)
-    while engine.busy:
+    while engine.has_work:
         grown, complete = engine.step()
         segments, finished = segments + grown, finished + complete
     assert finished == [0, 1, 2]
@@ -167,7 +167,7 @@ def test_what_is_added_to_others_on_their_way_grows_as_it_would_alone() -> None:
 def test_any_of_several_tokens_ends_a_trajectory() -> None:
     items = [_item(n, max_new=40) for n in range(16)]
     ends, sampling = frozenset({2, 7}), Sampling(segment_tokens=5)
-    engine = TorchEngine(build_model(harness.SMALL, 13, 3), ends=ends, seed=0, sampling=sampling)
+    engine = TorchEngine(build_model(harness.SMALL, 13, 3), stop_tokens=ends, seed=0, sampling=sampling)
     engine.load(_FIRST, harness.learner().weights().items())
     last = set()
     for segments in harness.roll_out(engine, items).values():
@@ -196,11 +196,11 @@ def test_a_dropped_trajectory_grows_no_more_and_the_others_are_untouched_by_it()
     items = [_item(n, length=3 + n, max_new=6) for n in range(3)]
     expected = harness.roll_out(engine, items)
     engine.add([*items, _item(3, max_new=0)])
-    engine.drop([3])
+    engine.abort([3])
     first, _ = engine.step()
-    engine.drop([1, 77])
+    engine.abort([1, 77])
     rest = []
-    while engine.busy:
+    while engine.has_work:
         rest.append(engine.step())
     assert [each.trajectory for each in first] == [0, 1, 2]
     assert [[each.trajectory for each in segments] for segments, _ in rest] == [[0, 2], [0, 2]]
@@ -212,8 +212,8 @@ def test_a_dropped_trajectory_grows_no_more_and_the_others_are_untouched_by_it()
 
 def test_lives_sample_differently_and_a_seed_repeats() -> None:
     items = [_item(n, max_new=8) for n in range(8)]
-    lives = [Life(ReplicaId("rollout/0"), 1), Life(ReplicaId("rollout/0"), 2), Life(ReplicaId("rollout/1"), 1)]
-    seeds = [seed_of(0, life) for life in lives]
+    incarnations = [Incarnation(ReplicaId("rollout/0"), 1), Incarnation(ReplicaId("rollout/0"), 2), Incarnation(ReplicaId("rollout/1"), 1)]
+    seeds = [seed_of(0, incarnation) for incarnation in incarnations]
     student = harness.learner()
     first, reborn, other, again = (
         harness.roll_out(harness.engine(student, seed=seed), items) for seed in (*seeds, seeds[0])
@@ -247,7 +247,7 @@ def test_loaded_weights_do_not_hang_on_the_memory_they_came_in() -> None:
 
 
 def test_nothing_is_sampled_before_weights_have_come() -> None:
-    engine = TorchEngine(build_model(harness.SMALL, 13, 0), ends=frozenset({EOS}), seed=0)
+    engine = TorchEngine(build_model(harness.SMALL, 13, 0), stop_tokens=frozenset({EOS}), seed=0)
     engine.add([_item(0)])
     with pytest.raises(RuntimeError, match="no weights"):
         engine.step()
@@ -270,7 +270,7 @@ def test_all_that_it_computes_with_is_on_the_models_device() -> None:
     made = harness.engine(student, sampling=sampling)
     model = build_model(harness.SMALL, 13, 3)
     with torch.device("meta"):
-        here = TorchEngine(model, ends=frozenset({EOS}), seed=0, sampling=sampling)
+        here = TorchEngine(model, stop_tokens=frozenset({EOS}), seed=0, sampling=sampling)
         here.load(Version(0, 1), student.weights().items())
         here.probe()
         segments = harness.roll_out(here, items)

@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from rrl.core.types import Life, ReplicaId
+from rrl.core.types import Incarnation, ReplicaId
 from rrl.roles.snapshots import connection
 from rrl.roles.snapshots import server as keepers
 from rrl.roles.snapshots.client import SnapshotClient
-from rrl.roles.snapshots.format import META_ROOM, PAYLOAD, Damaged, Fenced, Kept, SnapshotError, digest_of
-from rrl.roles.snapshots.server import Keeper
-from rrl.tests.support.listening_manager import PATIENCE, until
-from rrl.tests.support.roles.snapshots.keeping import FAR, keep, keeper, member, process
+from rrl.roles.snapshots.format import MAX_META_BYTES, PAYLOAD_OFFSET, Damaged, Fenced, SnapshotInfo, SnapshotError, digest_of
+from rrl.roles.snapshots.server import SnapshotServer
+from rrl.tests.support.listening_manager import TIMEOUT_S, wait_until
+from rrl.tests.support.roles.snapshots.keeping import FAR, keep, snapshot_server, member, process
 from rrl.tests.support.roles.snapshots.writer import GANG, NODE
 from rrl.transport.keys import RunKeys
 from rrl.transport.streams import framing
 from rrl.transport.streams.framing import send_bulk
 from rrl.transport.weights import base
-from rrl.transport.weights.base import Line, shake_hands
+from rrl.transport.weights.base import Connection, authenticate
 
 BIG = 24 * 2**20
 """bytes; more than two sockets hold"""
@@ -42,19 +42,19 @@ def keys() -> RunKeys:
 
 
 @pytest.fixture
-def here(keys: RunKeys) -> Iterator[Keeper]:
-    with keeper(keys) as made:
+def here(keys: RunKeys) -> Iterator[SnapshotServer]:
+    with snapshot_server(keys) as made:
         yield made
 
 
 @pytest.fixture
-def far(keys: RunKeys) -> Iterator[Keeper]:
-    with keeper(keys, FAR) as made:
+def far(keys: RunKeys) -> Iterator[SnapshotServer]:
+    with snapshot_server(keys, FAR) as made:
         yield made
 
 
 @pytest.fixture
-def one(keys: RunKeys, here: Keeper) -> Iterator[SnapshotClient]:
+def one(keys: RunKeys, here: SnapshotServer) -> Iterator[SnapshotClient]:
     with member(keys) as client:
         yield client
 
@@ -65,14 +65,14 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keepers, "WRITER_ENDS_WITHIN", 0.0)
 
 
-def steps(kept: list[Kept]) -> list[tuple[int, int]]:
-    return [(each.step, each.incarnation) for each in kept]
+def steps(stored: list[SnapshotInfo]) -> list[tuple[int, int]]:
+    return [(each.step, each.incarnation) for each in stored]
 
 
 # ── on its own node ────────────────────────────────────────────────────────────────────────────────────────────────
 def test_the_last_two_snapshots_are_kept_and_read_again(one: SnapshotClient) -> None:
     contents = {step: keep(one, step, 5 * 2**20 + step) for step in (1, 2, 3)}
-    kept = one.available()
+    kept = one.list_snapshots()
     assert steps(kept) == [(3, 1), (2, 1)]
     assert all(each.own and each.gang == GANG and each.rank == 0 for each in kept)
     for each in kept:
@@ -84,21 +84,21 @@ def test_a_snapshot_does_not_count_before_it_is_sealed_and_the_one_before_it_doe
     keep(one, 1)
     keep(one, 2)
     one.buffer(1000, 3)[:] = b"3" * 1000
-    assert steps(one.available()) == [(2, 1)]
+    assert steps(one.list_snapshots()) == [(2, 1)]
     assert bytes(one.buffer(1000, 3)) == b"3" * 1000, "the same view is had again"
     one.seal(3).result()
-    assert steps(one.available()) == [(3, 1), (2, 1)]
+    assert steps(one.list_snapshots()) == [(3, 1), (2, 1)]
 
 
-def test_the_memory_of_a_snapshot_grows_with_it_and_is_used_again(keys: RunKeys, here: Keeper) -> None:
+def test_the_memory_of_a_snapshot_grows_with_it_and_is_used_again(keys: RunKeys, here: SnapshotServer) -> None:
     with member(keys) as one:
         for step, size in ((1, 10), (2, 10), (3, 100_000), (4, 10), (5, 5 * 2**20), (6, 0)):
             content = keep(one, step, size)
-            assert bytes(one.read(one.available()[0])[1]) == content
+            assert bytes(one.read(one.list_snapshots()[0])[1]) == content
             if step == 2:
                 before = _descriptors()
-        assert steps(one.available()) == [(6, 1), (5, 1)]
-        until(lambda: _descriptors() <= before)
+        assert steps(one.list_snapshots()) == [(6, 1), (5, 1)]
+        wait_until(lambda: _descriptors() <= before)
 
 
 def _descriptors() -> int:
@@ -112,13 +112,13 @@ def test_sealing_goes_on_beside_the_next_step_and_the_next_buffer_waits_for_it(
     may = threading.Event()
 
     def held_back(meta: bytes, payload: memoryview) -> bytes:
-        assert may.wait(PATIENCE)
+        assert may.wait(TIMEOUT_S)
         return digest_of(meta, payload)
 
     monkeypatch.setattr("rrl.roles.snapshots.client.digest_of", held_back)
     one.buffer(1000, 2)
     sealed = one.seal(2)
-    assert steps(one.available()) == [(1, 1)]
+    assert steps(one.list_snapshots()) == [(1, 1)]
     had = threading.Event()
 
     def buffers() -> None:
@@ -130,10 +130,10 @@ def test_sealing_goes_on_beside_the_next_step_and_the_next_buffer_waits_for_it(
     assert not had.wait(0.1)
     assert not sealed.done()
     may.set()
-    waiting.join(PATIENCE)
+    waiting.join(TIMEOUT_S)
     assert had.is_set()
-    assert sealed.result(PATIENCE).step == 2
-    assert steps(one.available()) == [(2, 1)]
+    assert sealed.result(TIMEOUT_S).step == 2
+    assert steps(one.list_snapshots()) == [(2, 1)]
 
 
 def test_what_cannot_be_sealed_is_said(one: SnapshotClient) -> None:
@@ -141,29 +141,29 @@ def test_what_cannot_be_sealed_is_said(one: SnapshotClient) -> None:
         one.seal(1)
     one.buffer(10)
     with pytest.raises(ValueError, match="bytes of meta"):
-        one.seal(1, bytes(META_ROOM + 1))
-    one.seal(1, bytes(META_ROOM)).result()
-    assert len(one.read(one.available()[0])[0]) == META_ROOM
+        one.seal(1, bytes(MAX_META_BYTES + 1))
+    one.seal(1, bytes(MAX_META_BYTES)).result()
+    assert len(one.read(one.list_snapshots()[0])[0]) == MAX_META_BYTES
 
 
-def test_a_byte_that_changed_is_found(one: SnapshotClient, here: Keeper) -> None:
+def test_a_byte_that_changed_is_found(one: SnapshotClient, here: SnapshotServer) -> None:
     keep(one, 1)
     keep(one, 2)
-    newest, older = one.available()
-    buffer = here._shelf.find(newest)
-    os.pwrite(buffer.fd, b"!", PAYLOAD + 999)
+    newest, older = one.list_snapshots()
+    buffer = here._buffers.find(newest)
+    os.pwrite(buffer.fd, b"!", PAYLOAD_OFFSET + 999)
     with pytest.raises(Damaged, match="step 2 of trainer/0#1, rank 0"):
         one.read(newest)
     assert one.read(older)[0] == b"step 1"
 
 
-def test_every_rank_and_every_node_has_memory_of_its_own(keys: RunKeys, here: Keeper, far: Keeper) -> None:
+def test_every_rank_and_every_node_has_memory_of_its_own(keys: RunKeys, here: SnapshotServer, far: SnapshotServer) -> None:
     with member(keys, rank=0) as zero, member(keys, rank=1) as one, member(keys, rank=1, node=FAR) as other:
         for number, client in enumerate((zero, one, other)):
             keep(client, 10 + number)
-        assert {(each.rank, each.step) for each in zero.available()} == {(0, 10), (1, 11)}
-        assert {(each.rank, each.step) for each in other.available()} == {(1, 12)}
-        assert zero.available(far.address) == other.available()
+        assert {(each.rank, each.step) for each in zero.list_snapshots()} == {(0, 10), (1, 11)}
+        assert {(each.rank, each.step) for each in other.list_snapshots()} == {(1, 12)}
+        assert zero.list_snapshots(far.address) == other.list_snapshots()
 
 
 def test_without_an_agent_nothing_is_kept_and_with_the_next_one_it_is_again(
@@ -173,16 +173,16 @@ def test_without_an_agent_nothing_is_kept_and_with_the_next_one_it_is_again(
     with member(keys) as client:
         with pytest.raises(SnapshotError, match=r"nobody listens .* it must share the node's network"):
             client.buffer(1000, 1)
-        with keeper(keys):
+        with snapshot_server(keys):
             keep(client, 2)
             keep(client, 3)
-        until(lambda: not client._agent.there)
+        wait_until(lambda: not client._agent.is_connected)
         with pytest.raises(SnapshotError):
             client.buffer(1000, 4)
-        with keeper(keys):
-            assert client.available() == []
+        with snapshot_server(keys):
+            assert client.list_snapshots() == []
             keep(client, 5)
-            assert steps(client.available()) == [(5, 1)]
+            assert steps(client.list_snapshots()) == [(5, 1)]
 
 
 def test_an_agent_that_is_killed_costs_its_snapshots_and_no_more(
@@ -199,7 +199,7 @@ def test_an_agent_that_is_killed_costs_its_snapshots_and_no_more(
             client.seal(2).result()
         with process(keys, tmp_path):
             keep(client, 3)
-            assert steps(client.available()) == [(3, 1)]
+            assert steps(client.list_snapshots()) == [(3, 1)]
 
 
 def test_a_hanging_agent_is_not_asked_at_every_step(
@@ -219,10 +219,10 @@ def test_a_hanging_agent_is_not_asked_at_every_step(
             if asked.is_set():  # it hung once more, and is asked yet again
                 agent.send_signal(signal.SIGCONT)
             asked.set()
-            await shake_hands(*args, **more)
+            await authenticate(*args, **more)
 
         monkeypatch.setattr(connection, "shake_hands", handshake)
-        assert client.available() == []
+        assert client.list_snapshots() == []
         keep(client, 4)
 
 
@@ -234,23 +234,23 @@ def test_an_agent_that_hangs_costs_a_member_nothing_once_it_has_its_memory(keys:
         for step in range(3, 20):
             keep(client, step)
         agent.send_signal(signal.SIGCONT)
-        assert steps(client.available()) == [(19, 1), (18, 1)]
+        assert steps(client.list_snapshots()) == [(19, 1), (18, 1)]
 
 
 # ── room ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_more_than_the_node_has_room_for_is_refused_and_what_was_kept_stays(
-    keys: RunKeys, one: SnapshotClient, here: Keeper, monkeypatch: pytest.MonkeyPatch
+    keys: RunKeys, one: SnapshotClient, here: SnapshotServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(one, 1, 2**20)
     keep(one, 2, 2**20)
-    monkeypatch.setattr(here._shelf, "_free", lambda: 6 * 2**20)
+    monkeypatch.setattr(here._buffers, "_free", lambda: 6 * 2**20)
     with member(keys, rank=1) as other, pytest.raises(SnapshotError, match="has no room: snapshots may take 4 MB"):
         other.buffer(2**22, 1)
     with pytest.raises(SnapshotError, match="a buffer of 4 MB has no room"):
         one.buffer(2**22, 3)
-    assert steps(one.available()) == [(2, 1), (1, 1)]
+    assert steps(one.list_snapshots()) == [(2, 1), (1, 1)]
     keep(one, 3, 2**20)
-    assert steps(one.available()) == [(3, 1), (2, 1)]
+    assert steps(one.list_snapshots()) == [(3, 1), (2, 1)]
 
 
 def test_a_member_takes_no_memory_that_its_own_step_does_not_have(
@@ -261,7 +261,7 @@ def test_a_member_takes_no_memory_that_its_own_step_does_not_have(
         one.buffer(40 * 10**6, 1)
 
 
-def test_a_limit_of_file_sizes_is_named(one: SnapshotClient, here: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_file_sizes_is_named(one: SnapshotClient, here: SnapshotServer, monkeypatch: pytest.MonkeyPatch) -> None:
     def limited(fd: int, size: int) -> None:
         raise OSError(27, "File too large")
 
@@ -282,7 +282,7 @@ def test_two_hundred_steps_take_no_more_memory_and_descriptors_than_two(keys: Ru
             client.copy_to(address)
             if step == 20:
                 before = [_footprint(pid) for pid in (os.getpid(), agent.pid, buddy.pid)]
-        until(lambda: all(_footprint(each.pid)[0] <= before[i + 1][0] for i, each in enumerate((agent, buddy))))
+        wait_until(lambda: all(_footprint(each.pid)[0] <= before[i + 1][0] for i, each in enumerate((agent, buddy))))
         after = [_footprint(pid) for pid in (os.getpid(), agent.pid, buddy.pid)]
         assert after[0][0] <= before[0][0]
         assert all(now - then < 3 * size for (_, now), (_, then) in zip(after, before, strict=True)), (before, after)
@@ -297,7 +297,7 @@ def _footprint(pid: int) -> tuple[int, int]:
 
 # ── copies on other nodes ──────────────────────────────────────────────────────────────────────────────────────────
 def test_a_copy_is_kept_by_another_nodes_agent_and_fetched_from_there(
-    keys: RunKeys, one: SnapshotClient, far: Keeper
+    keys: RunKeys, one: SnapshotClient, far: SnapshotServer
 ) -> None:
     contents = {}
     for step in (1, 2, 3):
@@ -305,8 +305,8 @@ def test_a_copy_is_kept_by_another_nodes_agent_and_fetched_from_there(
         sent = one.copy_to(far.address)
         assert (sent.step, sent.own) == (step, False)
     with member(keys, 2, node=FAR) as next_life:
-        kept = next_life.available()
-        assert kept == next_life.available(far.address)
+        kept = next_life.list_snapshots()
+        assert kept == next_life.list_snapshots(far.address)
         assert steps(kept) == [(3, 1), (2, 1)]
         for each in kept:
             for meta, data in (next_life.read(each), next_life.fetch(far.address, each)):
@@ -314,7 +314,7 @@ def test_a_copy_is_kept_by_another_nodes_agent_and_fetched_from_there(
 
 
 def test_what_is_there_already_is_not_sent_again(
-    one: SnapshotClient, far: Keeper, monkeypatch: pytest.MonkeyPatch
+    one: SnapshotClient, far: SnapshotServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(one, 1)
     assert one.copy_to(far.address).step == 1
@@ -322,7 +322,7 @@ def test_what_is_there_already_is_not_sent_again(
     assert one.copy_to(far.address).step == 1
 
 
-def test_nothing_to_copy_and_nobody_to_copy_to_are_errors(one: SnapshotClient, far: Keeper) -> None:
+def test_nothing_to_copy_and_nobody_to_copy_to_are_errors(one: SnapshotClient, far: SnapshotServer) -> None:
     with pytest.raises(SnapshotError, match="no snapshot is sealed yet"):
         one.copy_to(far.address)
     keep(one, 1)
@@ -330,7 +330,7 @@ def test_nothing_to_copy_and_nobody_to_copy_to_are_errors(one: SnapshotClient, f
     for address in (far.address, "tcp://127.0.0.1:1", "nowhere", ""):
         with pytest.raises(SnapshotError):
             one.copy_to(address)
-    assert steps(one.available()) == [(1, 1)]
+    assert steps(one.list_snapshots()) == [(1, 1)]
 
 
 def test_a_receiver_that_dies_in_the_middle_costs_an_error(
@@ -339,7 +339,7 @@ def test_a_receiver_that_dies_in_the_middle_costs_an_error(
     keep(one, 1, BIG)
     with process(keys, tmp_path, FAR) as (agent, address):
 
-        async def dies(line: Line, data: memoryview) -> None:
+        async def dies(line: Connection, data: memoryview) -> None:
             await send_bulk(line, data[: BIG // 2])
             if len(data) == BIG:
                 agent.kill()
@@ -349,18 +349,18 @@ def test_a_receiver_that_dies_in_the_middle_costs_an_error(
         monkeypatch.setattr("rrl.roles.snapshots.client.send_bulk", dies)
         with pytest.raises(SnapshotError):
             one.copy_to(address)
-    assert steps(one.available()) == [(1, 1)]
+    assert steps(one.list_snapshots()) == [(1, 1)]
     keep(one, 2, BIG)
 
 
 def test_a_sender_that_dies_in_the_middle_leaves_the_copy_before_it(
-    keys: RunKeys, one: SnapshotClient, far: Keeper, monkeypatch: pytest.MonkeyPatch
+    keys: RunKeys, one: SnapshotClient, far: SnapshotServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(one, 1, BIG)
     one.copy_to(far.address)
     keep(one, 2, BIG)
 
-    async def dies(line: Line, data: memoryview) -> None:
+    async def dies(line: Connection, data: memoryview) -> None:
         await send_bulk(line, data[: BIG // 2])
         line.abort()
 
@@ -368,23 +368,23 @@ def test_a_sender_that_dies_in_the_middle_leaves_the_copy_before_it(
         patched.setattr("rrl.roles.snapshots.client.send_bulk", dies)
         with pytest.raises(SnapshotError):
             one.copy_to(far.address)
-    assert steps(one.available(far.address)) == [(1, 1)]
+    assert steps(one.list_snapshots(far.address)) == [(1, 1)]
     one.copy_to(far.address)
-    assert steps(one.available(far.address)) == [(2, 1), (1, 1)]
+    assert steps(one.list_snapshots(far.address)) == [(2, 1), (1, 1)]
 
 
 def test_a_copy_that_arrived_otherwise_does_not_count(
-    one: SnapshotClient, far: Keeper, monkeypatch: pytest.MonkeyPatch
+    one: SnapshotClient, far: SnapshotServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(one, 1)
 
-    async def garbles(line: Line, data: memoryview) -> None:
+    async def garbles(line: Connection, data: memoryview) -> None:
         await send_bulk(line, memoryview(bytes(len(data))))
 
     monkeypatch.setattr("rrl.roles.snapshots.client.send_bulk", garbles)
     with pytest.raises(SnapshotError, match="arrived with other bytes"):
         one.copy_to(far.address)
-    assert one.available(far.address) == []
+    assert one.list_snapshots(far.address) == []
 
 
 def test_a_receiver_that_hangs_is_given_up(
@@ -393,7 +393,7 @@ def test_a_receiver_that_hangs_is_given_up(
     keep(one, 1, BIG)
     monkeypatch.setattr(framing, "CHUNK_BY", 0.2)
     with process(keys, tmp_path, FAR) as (agent, address):
-        _stops_when_asked(agent.pid, monkeypatch)
+        _stops_on_request(agent.pid, monkeypatch)
         with pytest.raises(SnapshotError, match=r"nothing within 0\.2 s"):
             one.copy_to(address)
 
@@ -403,7 +403,7 @@ def test_the_next_snapshot_does_not_wait_for_a_slow_copy_of_an_older_one(
 ) -> None:
     keep(one, 1, BIG)
     with process(keys, tmp_path, FAR) as (agent, address):
-        stopped = _stops_when_asked(agent.pid, monkeypatch)
+        stopped = _stops_on_request(agent.pid, monkeypatch)
         failed: list[str] = []
 
         def copy() -> None:
@@ -414,20 +414,20 @@ def test_the_next_snapshot_does_not_wait_for_a_slow_copy_of_an_older_one(
 
         copying = threading.Thread(target=copy)
         copying.start()
-        assert stopped.wait(PATIENCE)
+        assert stopped.wait(TIMEOUT_S)
         keep(one, 2, BIG)
         assert copying.is_alive(), "it reads from the other buffer"
         keep(one, 3, BIG)
-        copying.join(PATIENCE)
+        copying.join(TIMEOUT_S)
         assert failed == ["step 1 was not copied in time: its memory is needed again"]
-    assert steps(one.available()) == [(3, 1), (2, 1)]
+    assert steps(one.list_snapshots()) == [(3, 1), (2, 1)]
 
 
-def _stops_when_asked(pid: int, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def _stops_on_request(pid: int, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """The receiver is stopped once it is ready to receive."""
     stopped = threading.Event()
 
-    async def stops(line: Line, data: memoryview) -> None:
+    async def stops(line: Connection, data: memoryview) -> None:
         os.kill(pid, signal.SIGSTOP)
         stopped.set()
         await send_bulk(line, data)
@@ -438,28 +438,28 @@ def _stops_when_asked(pid: int, monkeypatch: pytest.MonkeyPatch) -> threading.Ev
 
 # ── lives ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.usefixtures("hasty")
-def test_a_fenced_member_cannot_touch_what_its_successor_keeps(keys: RunKeys, one: SnapshotClient, far: Keeper) -> None:
+def test_a_fenced_member_cannot_touch_what_its_successor_keeps(keys: RunKeys, one: SnapshotClient, far: SnapshotServer) -> None:
     keep(one, 1)
     keep(one, 2)
     late = one.buffer(1000, 3)
     with member(keys, 2) as second:
-        assert steps(second.available()) == [(2, 1)]
+        assert steps(second.list_snapshots()) == [(2, 1)]
         content = keep(second, 3)
         late[:] = b"late" * 250
         one.seal(3).result()  # it is alive, and its memory is still mapped
-        assert second.read(second.available()[0])[1] == content
-        second.available(far.address)
-        for say in (one.available, lambda: one.copy_to(far.address), lambda: one.available(far.address)):
+        assert second.read(second.list_snapshots()[0])[1] == content
+        second.list_snapshots(far.address)
+        for say in (one.list_snapshots, lambda: one.copy_to(far.address), lambda: one.list_snapshots(far.address)):
             with pytest.raises(Fenced, match="trainer/0#1 is fenced: #2 has taken its place"):
                 say()
         keep(second, 4)
-        until(lambda: steps(second.available()) == [(4, 2), (3, 2)])  # what the first one left is gone
+        wait_until(lambda: steps(second.list_snapshots()) == [(4, 2), (3, 2)])  # what the first one left is gone
 
 
 @pytest.mark.usefixtures("hasty")
-def test_what_the_manager_fenced_is_not_taken_in(keys: RunKeys, one: SnapshotClient, far: Keeper) -> None:
+def test_what_the_manager_fenced_is_not_taken_in(keys: RunKeys, one: SnapshotClient, far: SnapshotServer) -> None:
     keep(one, 1)
-    far.fence(Life(ReplicaId("trainer/0.3"), 1))
+    far.fence(Incarnation(ReplicaId("trainer/0.3"), 1))
     with pytest.raises(Fenced):
         one.copy_to(far.address)
     with member(keys, 2, rank=1, gang=ReplicaId("trainer/1")) as other:
@@ -468,66 +468,66 @@ def test_what_the_manager_fenced_is_not_taken_in(keys: RunKeys, one: SnapshotCli
 
 
 def test_a_copy_whose_sender_is_fenced_meanwhile_does_not_count(
-    one: SnapshotClient, far: Keeper, monkeypatch: pytest.MonkeyPatch
+    one: SnapshotClient, far: SnapshotServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(one, 1)
 
-    async def late(line: Line, data: memoryview) -> None:
-        far._shelf.fence(GANG, 2)
+    async def late(line: Connection, data: memoryview) -> None:
+        far._buffers.fence(GANG, 2)
         await send_bulk(line, data)
 
     monkeypatch.setattr("rrl.roles.snapshots.client.send_bulk", late)
     with pytest.raises(Fenced):
         one.copy_to(far.address)
-    assert far._shelf.kept(GANG) == []
+    assert far._buffers.snapshots(GANG) == []
 
 
 @pytest.mark.usefixtures("hasty")
 def test_a_life_that_goes_back_replaces_the_steps_that_it_does_anew(
-    keys: RunKeys, one: SnapshotClient, far: Keeper
+    keys: RunKeys, one: SnapshotClient, far: SnapshotServer
 ) -> None:
     for step in (1, 2):
         keep(one, step)
         one.copy_to(far.address)
     with member(keys, 2) as second:
         keep(second, 2)  # from step 1 again
-        assert steps(second.available()) == [(2, 2), (2, 1), (1, 1)]
+        assert steps(second.list_snapshots()) == [(2, 2), (2, 1), (1, 1)]
         second.copy_to(far.address)
-        assert steps(second.available(far.address)) == [(2, 2), (1, 1)]
+        assert steps(second.list_snapshots(far.address)) == [(2, 2), (1, 1)]
         keep(second, 3)
         second.copy_to(far.address)
-        assert steps(second.available(far.address)) == [(3, 2), (2, 2)]
+        assert steps(second.list_snapshots(far.address)) == [(3, 2), (2, 2)]
 
 
 @pytest.mark.parametrize("goes_on_from", [1, 2])
 def test_a_life_does_not_overwrite_what_it_goes_on_from_before_it_has_a_snapshot_of_its_own(
-    keys: RunKeys, one: SnapshotClient, here: Keeper, monkeypatch: pytest.MonkeyPatch, goes_on_from: int
+    keys: RunKeys, one: SnapshotClient, here: SnapshotServer, monkeypatch: pytest.MonkeyPatch, goes_on_from: int
 ) -> None:
     keep(one, 1)
     keep(one, 2)
     monkeypatch.setattr(keepers, "_has_ended", lambda pidfd: True)
     with member(keys, 2) as second:
-        second.read(next(kept for kept in second.available() if kept.step == goes_on_from))
+        second.read(next(kept for kept in second.list_snapshots() if kept.step == goes_on_from))
         second.buffer(1000, 2)  # the step is done anew, or its commit is finished
-        assert steps(second.available()) == [(goes_on_from, 1)]
+        assert steps(second.list_snapshots()) == [(goes_on_from, 1)]
         second.seal(2).result()
         keep(second, 3)
-        assert steps(second.available()) == [(3, 2), (2, 2)]
+        assert steps(second.list_snapshots()) == [(3, 2), (2, 2)]
 
 
 @pytest.mark.usefixtures("hasty")
 def test_what_is_left_on_a_node_that_a_rank_has_moved_away_from_is_let_go_of(
-    keys: RunKeys, one: SnapshotClient, here: Keeper, far: Keeper
+    keys: RunKeys, one: SnapshotClient, here: SnapshotServer, far: SnapshotServer
 ) -> None:
     keep(one, 1)
     with member(keys, rank=1) as beside, member(keys, 2, node=FAR) as moved:
         keep(beside, 1)
         keep(moved, 2)
         moved.forget(here.address)
-        assert {(each.rank, each.step) for each in moved.available(here.address)} == {(1, 1)}
+        assert {(each.rank, each.step) for each in moved.list_snapshots(here.address)} == {(1, 1)}
 
 
-def test_memory_is_named_after_the_run_and_leaves_no_file(one: SnapshotClient, here: Keeper) -> None:
+def test_memory_is_named_after_the_run_and_leaves_no_file(one: SnapshotClient, here: SnapshotServer) -> None:
     shm = set(os.listdir("/dev/shm"))
     keep(one, 1)
     names = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_link(fd)]

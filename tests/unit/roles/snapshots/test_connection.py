@@ -19,15 +19,15 @@ from rrl.core.types import NodeName
 from rrl.roles.snapshots import messages as msg
 from rrl.roles.snapshots.client import SnapshotClient
 from rrl.roles.snapshots.connection import local_key, remote_key, socket_name
-from rrl.roles.snapshots.format import Kept, SnapshotError
-from rrl.roles.snapshots.server import Keeper
-from rrl.tests.support.listening_manager import PATIENCE, until
-from rrl.tests.support.roles.snapshots.keeping import FAR, keep, keeper, member
+from rrl.roles.snapshots.format import SnapshotInfo, SnapshotError
+from rrl.roles.snapshots.server import SnapshotServer
+from rrl.tests.support.listening_manager import TIMEOUT_S, wait_until
+from rrl.tests.support.roles.snapshots.keeping import FAR, keep, snapshot_server, member
 from rrl.tests.support.roles.snapshots.writer import GANG, NODE, RUN
 from rrl.transport.keys import RunKeys
 from rrl.transport.streams import framing
-from rrl.transport.streams.unix import LocalListener, UnixLine, abstract, dial_local
-from rrl.transport.weights.base import Line, PipeError, shake_hands
+from rrl.transport.streams.unix import UnixListener, UnixConnection, abstract_address, dial_unix
+from rrl.transport.weights.base import Connection, TransportError, authenticate
 from rrl.transport.weights.tcp import dial
 
 STRANGERS = 400
@@ -42,8 +42,8 @@ def keys() -> RunKeys:
 
 
 @pytest.fixture
-def here(keys: RunKeys) -> Iterator[Keeper]:
-    with keeper(keys) as made:
+def here(keys: RunKeys) -> Iterator[SnapshotServer]:
+    with snapshot_server(keys) as made:
         yield made
 
 
@@ -51,12 +51,12 @@ def name_of(keys: RunKeys, node: NodeName = NODE) -> str:
     return socket_name(RUN, node, keys.secret)
 
 
-def _kept(client: SnapshotClient) -> list[Kept]:
+def _stored(client: SnapshotClient) -> list[SnapshotInfo]:
     """Strangers may have been before it, and make it wait."""
     try:
         client._agent._not_before = 0.0
         keep(client, 1)
-        return client.available()
+        return client.list_snapshots()
     except SnapshotError:
         return []
 
@@ -66,60 +66,60 @@ def descriptors() -> int:
 
 
 def test_strangers_at_the_local_door_are_few_and_short_lived_and_members_are_served(
-    keys: RunKeys, here: Keeper
+    keys: RunKeys, here: SnapshotServer
 ) -> None:
     before, connections = descriptors(), []
     for number in range(STRANGERS):
         stranger = socket.socket(socket.AF_UNIX)
-        stranger.connect(abstract(name_of(keys)))
+        stranger.connect(abstract_address(name_of(keys)))
         stranger.setblocking(False)
         with contextlib.suppress(OSError):
             stranger.send([b"", b"\1", bytes(31), bytes(100), b"\xff" * 5000][number % 5] or b"\0")
         connections.append(stranger)
         assert descriptors() - before - len(connections) <= BOUND
     with member(keys) as client:
-        deadline = time.monotonic() + PATIENCE
-        while not (kept := _kept(client)):
+        deadline = time.monotonic() + TIMEOUT_S
+        while not (kept := _stored(client)):
             assert time.monotonic() < deadline
         assert len(kept) == 1
     for stranger in connections:
         stranger.close()
-    until(lambda: len(here._shelf.kept(GANG)) == 1 and descriptors() <= before + 4)
+    wait_until(lambda: len(here._buffers.snapshots(GANG)) == 1 and descriptors() <= before + 4)
 
 
-def test_who_says_nothing_at_the_local_door_is_let_go(keys: RunKeys, here: Keeper) -> None:
+def test_who_says_nothing_at_the_local_door_is_let_go(keys: RunKeys, here: SnapshotServer) -> None:
     with socket.socket(socket.AF_UNIX) as silent:
-        silent.connect(abstract(name_of(keys)))
-        assert select.select([silent], [], [], PATIENCE)[0]
+        silent.connect(abstract_address(name_of(keys)))
+        assert select.select([silent], [], [], TIMEOUT_S)[0]
         assert silent.recv(100) == b""
 
 
-def test_members_of_another_run_are_not_heard_at_either_door(keys: RunKeys, here: Keeper) -> None:
+def test_members_of_another_run_are_not_heard_at_either_door(keys: RunKeys, here: SnapshotServer) -> None:
     async def knock(secret: bytes) -> None:
         for line, key in (
-            (await dial_local(name_of(keys)), local_key(NODE, secret)),
+            (await dial_unix(name_of(keys)), local_key(NODE, secret)),
             (await dial(here.address, "tcp"), remote_key(secret)),
         ):
             try:
-                await shake_hands(line, key, dialled=True)
-                await framing.say(line, msg.Ask(msg.Who(GANG, 0, 1)))
-                assert await framing.hear(line, msg.Answer) == msg.Listed(())
+                await authenticate(line, key, dialled=True)
+                await framing.send_message(line, msg.ListSnapshots(msg.Member(GANG, 0, 1)))
+                assert await framing.receive_message(line, msg.Answer) == msg.SnapshotList(())
             finally:
                 line.abort()
 
     asyncio.run(knock(keys.secret))
-    with pytest.raises(PipeError, match="does not know this run's secret"):
+    with pytest.raises(TransportError, match="does not know this run's secret"):
         asyncio.run(knock(RunKeys.make().secret))
     with member(RunKeys.make()) as client, pytest.raises(SnapshotError):
-        client.available(here.address)
+        client.list_snapshots(here.address)
 
 
-def test_a_proof_for_weights_or_for_another_node_opens_no_door(keys: RunKeys, here: Keeper) -> None:
+def test_a_proof_for_weights_or_for_another_node_opens_no_door(keys: RunKeys, here: SnapshotServer) -> None:
     async def knock(local: bytes, remote: bytes) -> None:
-        for dialling, key in ((dial_local(name_of(keys)), local), (dial(here.address, "tcp"), remote)):
+        for dialling, key in ((dial_unix(name_of(keys)), local), (dial(here.address, "tcp"), remote)):
             line = await dialling
-            with pytest.raises(PipeError, match="does not know this run's secret"):
-                await shake_hands(line, key, dialled=True)
+            with pytest.raises(TransportError, match="does not know this run's secret"):
+                await authenticate(line, key, dialled=True)
             line.abort()
 
     asyncio.run(knock(local_key(FAR, keys.secret), keys.secret))
@@ -130,18 +130,18 @@ def test_who_took_the_name_of_an_agent_learns_and_gives_nothing(keys: RunKeys) -
     async def impostor() -> None:
         said = []
 
-        def meet(line: Line) -> None:
+        def meet(line: Connection) -> None:
             said.append(asyncio.create_task(answer(line)))
 
-        async def answer(line: Line) -> bytes:
+        async def answer(line: Connection) -> bytes:
             heard = bytearray(32)
             await line.receive(memoryview(heard))
             await line.send(os.urandom(64))
-            with pytest.raises(PipeError):
+            with pytest.raises(TransportError):
                 await line.receive(memoryview(bytearray(1)))
             return bytes(heard)
 
-        listener = LocalListener(name_of(keys), meet)
+        listener = UnixListener(name_of(keys), meet)
         try:
             with member(keys) as client, pytest.raises(SnapshotError, match="does not know this run's secret"):
                 await asyncio.to_thread(client.buffer, 1000, 1)
@@ -154,13 +154,13 @@ def test_who_took_the_name_of_an_agent_learns_and_gives_nothing(keys: RunKeys) -
 
 def test_a_name_that_is_still_taken_is_tried_again(keys: RunKeys) -> None:
     with socket.socket(socket.AF_UNIX) as frozen:
-        frozen.bind(abstract(name_of(keys)))
+        frozen.bind(abstract_address(name_of(keys)))
         frozen.listen()
-        with keeper(keys) as late:
+        with snapshot_server(keys) as late:
             assert late.address
             frozen.close()
             with member(keys) as client:
-                deadline = time.monotonic() + PATIENCE
+                deadline = time.monotonic() + TIMEOUT_S
                 while True:
                     try:
                         keep(client, 1)
@@ -171,7 +171,7 @@ def test_a_name_that_is_still_taken_is_tried_again(keys: RunKeys) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_another_user_is_let_go_unheard_and_an_agent_of_another_user_is_not_spoken_to(
-    keys: RunKeys, here: Keeper
+    keys: RunKeys, here: SnapshotServer
 ) -> None:
     code = (
         "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect('\\0' + sys.argv[1])\n"
@@ -192,77 +192,77 @@ def test_another_user_is_let_go_unheard_and_an_agent_of_another_user_is_not_spok
         assert theirs.stdout is not None
         theirs.stdout.readline()
         with member(keys, node=FAR) as client, pytest.raises(SnapshotError, match="is held by user 65534"):
-            client.available()
-        theirs.communicate(timeout=PATIENCE)
+            client.list_snapshots()
+        theirs.communicate(timeout=TIMEOUT_S)
 
 
 # ── members that say what makes no sense ───────────────────────────────────────────────────────────────────────────
-_WHO = msg.Who(GANG, 0, 5)
-_KEPT = Kept(GANG, 0, 1, 5, 10, bytes(16), True)
+_WHO = msg.Member(GANG, 0, 5)
+_STORED = SnapshotInfo(GANG, 0, 1, 5, 10, bytes(16), True)
 
 
 @pytest.mark.parametrize(
     ("request_", "why"),
     [
-        (msg.Lend(_WHO, _KEPT), "step 1 of trainer/0#5, rank 0 is not kept here"),
-        (msg.Grow(_WHO, 0, 10), "rank 0 of trainer/0#5 has no buffers here"),
-        (msg.Grow(_WHO, 7, 10), "has no buffers here"),
+        (msg.MapSnapshot(_WHO, _STORED), "step 1 of trainer/0#5, rank 0 is not kept here"),
+        (msg.Resize(_WHO, 0, 10), "rank 0 of trainer/0#5 has no buffers here"),
+        (msg.Resize(_WHO, 7, 10), "has no buffers here"),
     ],
 )
 def test_what_cannot_be_is_refused_and_the_line_goes_on(
-    keys: RunKeys, here: Keeper, request_: msg.Request, why: str
+    keys: RunKeys, here: SnapshotServer, request_: msg.Request, why: str
 ) -> None:
     with member(keys, 5) as client:
         for _ in range(2):
             with pytest.raises(SnapshotError, match=why):
-                client._agent.ask(request_)
-        assert client.available() == []
+                client._agent.call(request_)
+        assert client.list_snapshots() == []
 
 
-def test_a_copy_in_the_name_of_another_life_and_one_that_is_not_there_are_refused(keys: RunKeys, here: Keeper) -> None:
+def test_a_copy_in_the_name_of_another_life_and_one_that_is_not_there_are_refused(keys: RunKeys, here: SnapshotServer) -> None:
     with member(keys, 5) as client:
         with pytest.raises(SnapshotError, match="is not its sender's"):
-            client._ask_there(here.address, msg.Put(msg.Who(GANG, 1, 5), _KEPT, 0))
+            client._call_remote(here.address, msg.Upload(msg.Member(GANG, 1, 5), _STORED, 0))
         with pytest.raises(SnapshotError, match="bytes of meta"):
-            client._ask_there(here.address, msg.Put(_WHO, _KEPT, 2**40))
+            client._call_remote(here.address, msg.Upload(_WHO, _STORED, 2**40))
         with pytest.raises(SnapshotError, match="has no room"):
-            client._ask_there(here.address, msg.Put(_WHO, Kept(GANG, 0, 1, 5, 2**50, bytes(16), True), 0))
+            client._call_remote(here.address, msg.Upload(_WHO, SnapshotInfo(GANG, 0, 1, 5, 2**50, bytes(16), True), 0))
         with pytest.raises(SnapshotError, match="is not kept here"):
-            client.fetch(here.address, _KEPT)
+            client.fetch(here.address, _STORED)
 
 
 @pytest.mark.parametrize("said", [b"\xc1", b"\x91" * 500, b"", random.Random(0).randbytes(100), b"\x93\xa4Lend"])
-def test_what_cannot_be_read_ends_the_line_and_nothing_else(keys: RunKeys, here: Keeper, said: bytes) -> None:
+def test_what_cannot_be_read_ends_the_line_and_nothing_else(keys: RunKeys, here: SnapshotServer, said: bytes) -> None:
     async def rave(length: int) -> None:
         for line, key in (
-            (await dial_local(name_of(keys)), local_key(NODE, keys.secret)),
+            (await dial_unix(name_of(keys)), local_key(NODE, keys.secret)),
             (await dial(here.address, "tcp"), remote_key(keys.secret)),
         ):
-            await shake_hands(line, key, dialled=True)
+            await authenticate(line, key, dialled=True)
             await line.send(length.to_bytes(4, "little") + said)
-            with pytest.raises(PipeError):
+            with pytest.raises(TransportError):
                 await line.receive(memoryview(bytearray(1)))
             line.abort()
 
     asyncio.run(rave(len(said)))
     asyncio.run(rave(2**32 - 1))
     with member(keys) as client:
-        assert client.available() == client.available(here.address) == []
+        assert client.list_snapshots() == client.list_snapshots(here.address) == []
 
 
 def test_descriptors_that_did_not_come_are_an_error() -> None:
     async def story() -> None:
-        left, right = (UnixLine(end) for end in socket.socketpair(socket.AF_UNIX))
+        left, right = (UnixConnection(end) for end in socket.socketpair(socket.AF_UNIX))
         await left.send_descriptors([0])
         before = descriptors()
-        with pytest.raises(PipeError, match="1 descriptors came, not 2"):
+        with pytest.raises(TransportError, match="1 descriptors came, not 2"):
             await right.receive_descriptors(2)
         assert descriptors() == before
         await left.send(b"x")
         waiting = asyncio.create_task(right.receive(memoryview(bytearray(2))))
         await asyncio.sleep(0)
         right.abort()
-        with pytest.raises(PipeError):
+        with pytest.raises(TransportError):
             await waiting
         assert left.broken
         assert right.broken
@@ -273,6 +273,6 @@ def test_descriptors_that_did_not_come_are_an_error() -> None:
 
 
 def test_a_name_is_short_enough_whatever_the_run_is_called(keys: RunKeys) -> None:
-    assert len(abstract(socket_name("x" * 200, NODE, keys.secret))) <= 108
+    assert len(abstract_address(socket_name("x" * 200, NODE, keys.secret))) <= 108
     with pytest.raises(ValueError, match="longer than 107 bytes"):
-        abstract("x" * 108)
+        abstract_address("x" * 108)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrl.core.types import ReplicaId
-from rrl.roles.snapshots.buffers import Shelf, available
-from rrl.roles.snapshots.format import CLEARED, Digest, Head, Kept, SnapshotError, digest_of, turn
-from rrl.roles.snapshots.messages import Who
-from rrl.transport.streams.framing import CHUNK
+from rrl.roles.snapshots.buffers import SnapshotBuffers, available_memory
+from rrl.roles.snapshots.format import EMPTY_HEAD, Digest, Head, SnapshotInfo, SnapshotError, digest_of, next_slot
+from rrl.roles.snapshots.messages import Member
+from rrl.transport.streams.framing import CHUNK_BYTES
 
 _number = st.integers(0, 2**64 - 1)
 _heads = st.builds(Head, _number, _number, _number, _number, _number, st.binary(min_size=16, max_size=16))
@@ -22,31 +22,31 @@ GANG = ReplicaId("trainer/0")
 
 @given(_heads, _heads, st.data())
 def test_a_head_that_was_written_in_part_is_none(old: Head, new: Head, data: st.DataObject) -> None:
-    written, below = new.encode(), data.draw(st.sampled_from([CLEARED, old.encode()]))
+    written, below = new.encode(), data.draw(st.sampled_from([EMPTY_HEAD, old.encode()]))
     assert Head.decode(written) == new
     torn = written[: (cut := data.draw(st.integers(0, len(written))))] + below[cut:]
     assert Head.decode(torn) in ((new,) if torn == written else (old,) if torn == old.encode() else (None,))
 
 
-@pytest.mark.parametrize("junk", [b"", b"rrlsnap1", CLEARED, b"\xff" * 100])
+@pytest.mark.parametrize("junk", [b"", b"rrlsnap1", EMPTY_HEAD, b"\xff" * 100])
 def test_what_is_no_head_is_none(junk: bytes) -> None:
     assert Head.decode(junk) is None
 
 
 def test_a_digest_sees_each_byte_the_order_of_chunks_and_where_the_meta_ends() -> None:
-    payload = bytearray(2 * CHUNK + 5)
+    payload = bytearray(2 * CHUNK_BYTES + 5)
     payload[7] = 1
     seen = {digest_of(b"", memoryview(payload))}
-    for at in (0, CHUNK - 1, CHUNK, 2 * CHUNK + 4):
+    for at in (0, CHUNK_BYTES - 1, CHUNK_BYTES, 2 * CHUNK_BYTES + 4):
         payload[at] ^= 1
         seen.add(digest_of(b"", memoryview(payload)))
         payload[at] ^= 1
-    swapped = payload[CHUNK : 2 * CHUNK] + payload[:CHUNK] + payload[2 * CHUNK :]
+    swapped = payload[CHUNK_BYTES : 2 * CHUNK_BYTES] + payload[:CHUNK_BYTES] + payload[2 * CHUNK_BYTES :]
     seen |= {digest_of(b"", memoryview(swapped)), digest_of(b"\0", memoryview(payload)[1:])}
     assert len(seen) == 7
     piecewise = Digest(b"m")
-    for start in range(0, len(payload), CHUNK):
-        piecewise.add(memoryview(payload)[start : start + CHUNK])
+    for start in range(0, len(payload), CHUNK_BYTES):
+        piecewise.add(memoryview(payload)[start : start + CHUNK_BYTES])
     assert piecewise.value() == digest_of(b"m", memoryview(payload))
 
 
@@ -69,7 +69,7 @@ def _head(sequence: int, step: int) -> Head:
 def test_the_older_snapshot_gives_way_or_the_one_that_a_life_has_gone_back_behind(
     heads: tuple[Head | None, Head | None], step: int, whose: int
 ) -> None:
-    assert turn(heads, step) == whose
+    assert next_slot(heads, step) == whose
 
 
 # ── room ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -89,14 +89,14 @@ def _limit(folder: Path, **files: str) -> None:
 
 def test_what_is_available_is_the_least_of_the_machine_and_of_every_cgroup_above(tmp_path: Path) -> None:
     proc, cgroups = _machine(tmp_path, "0::/slurm/job_1/step_0\n")
-    assert available(proc, cgroups) == 5000 * 1024
+    assert available_memory(proc, cgroups) == 5000 * 1024
     _limit(cgroups / "slurm/job_1/step_0", memory__max="max", memory__current="7")
-    assert available(proc, cgroups) == 5000 * 1024
+    assert available_memory(proc, cgroups) == 5000 * 1024
     stat = "file 9\ninactive_file 100"
     _limit(cgroups / "slurm/job_1", memory__max="4000", memory__current="3500", memory__stat=stat)
-    assert available(proc, cgroups) == 600
+    assert available_memory(proc, cgroups) == 600
     _limit(cgroups / "slurm", memory__max="1000", memory__current="2000", memory__stat="inactive_file 0")
-    assert available(proc, cgroups) == 0
+    assert available_memory(proc, cgroups) == 0
 
 
 def test_cgroups_of_the_older_kind_count_too(tmp_path: Path) -> None:
@@ -105,39 +105,39 @@ def test_cgroups_of_the_older_kind_count_too(tmp_path: Path) -> None:
     _limit(job, memory__stat="total_inactive_file 1")
     (job / "memory.limit_in_bytes").write_text("4096\n")
     (job / "memory.usage_in_bytes").write_text("1000\n")
-    assert available(proc, cgroups) == 3097
+    assert available_memory(proc, cgroups) == 3097
 
 
 def test_this_machine_has_memory() -> None:
-    assert available() > 2**20
+    assert available_memory() > 2**20
 
 
 # ── what the agent holds ───────────────────────────────────────────────────────────────────────────────────────────
 def test_all_snapshots_of_a_node_share_its_room_and_what_is_let_go_of_is_free_again() -> None:
-    shelf = Shelf("rrl/test", lambda: 10_000_000)
+    shelf = SnapshotBuffers("rrl/test", lambda: 10_000_000)
     try:
         for rank, size in ((0, 2_000_000), (1, 2_000_000)):
-            who = Who(GANG, rank, 1)
+            who = Member(GANG, rank, 1)
             shelf.attach(who, None, ended=True)
-            shelf.grow(who, 0, size)
+            shelf.resize(who, 0, size)
         with pytest.raises(SnapshotError, match=r"has no room: snapshots may take 5 MB .* 4 MB of them are taken"):
-            shelf.grow(Who(GANG, 1, 1), 1, 2_000_000)
-        shelf.forget(Who(GANG, 0, 2))
-        shelf.grow(Who(GANG, 1, 1), 1, 2_000_000)
+            shelf.resize(Member(GANG, 1, 1), 1, 2_000_000)
+        shelf.forget(Member(GANG, 0, 2))
+        shelf.resize(Member(GANG, 1, 1), 1, 2_000_000)
     finally:
         shelf.close()
 
 
 def test_one_copy_of_a_rank_is_on_its_way_at_a_time() -> None:
-    shelf, who = Shelf("rrl/test"), Who(GANG, 0, 1)
-    kept = Kept(GANG, 0, 1, 1, 10, bytes(16), False)
+    shelf, who = SnapshotBuffers("rrl/test"), Member(GANG, 0, 1)
+    kept = SnapshotInfo(GANG, 0, 1, 1, 10, bytes(16), False)
     try:
-        buffer, sequence = shelf.place(who, kept)
+        buffer, sequence = shelf.allocate_copy(who, kept)
         assert sequence == 1
-        with buffer.used(writing=True):
+        with buffer.in_use(writing=True):
             with pytest.raises(SnapshotError, match="another snapshot of rank 0 is on its way"):
-                shelf.place(who, kept)
-            shelf.forget(Who(GANG, 0, 2))  # whoever still writes to it keeps its descriptor
+                shelf.allocate_copy(who, kept)
+            shelf.forget(Member(GANG, 0, 2))  # whoever still writes to it keeps its descriptor
             assert buffer.head is None
         with pytest.raises(OSError, match="Bad file"):
             buffer.clear()
@@ -146,15 +146,15 @@ def test_one_copy_of_a_rank_is_on_its_way_at_a_time() -> None:
 
 
 def test_of_two_lives_that_may_still_live_the_newer_snapshot_is_kept() -> None:
-    shelf = Shelf("rrl/test")
+    shelf = SnapshotBuffers("rrl/test")
     try:
         for incarnation in (1, 2, 3):
-            who = Who(GANG, 0, incarnation)
+            who = Member(GANG, 0, incarnation)
             shelf.admit(who)
             shelf.attach(who, None, ended=False)
             if incarnation < 3:
-                buffer = shelf.grow(who, 0, 10)
+                buffer = shelf.resize(who, 0, 10)
                 os.pwrite(buffer.fd, Head(1, 9 - incarnation, incarnation, 10, 0, bytes(16)).encode(), 0)
-        assert [(each.step, each.incarnation) for each in shelf.kept(GANG)] == [(8, 1)]
+        assert [(each.step, each.incarnation) for each in shelf.snapshots(GANG)] == [(8, 1)]
     finally:
         shelf.close()

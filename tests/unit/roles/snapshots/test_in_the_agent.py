@@ -11,7 +11,7 @@ import pytest
 
 from rrl.core.launch import Launch
 from rrl.core.run_dir import write_atomically
-from rrl.core.types import Life, NodeName, ReplicaId
+from rrl.core.types import Incarnation, NodeName, ReplicaId
 from rrl.roles.snapshots.client import SnapshotClient
 from rrl.roles.snapshots.connection import socket_name
 from rrl.roles.snapshots.format import Fenced, SnapshotError
@@ -32,8 +32,8 @@ def member(at: Lab, node: str, incarnation: int = 1) -> SnapshotClient:
     return SnapshotClient(at.run.id, NodeName(node), at.keys, GANG, 0, incarnation)
 
 
-def _is_on(node: str, said: msg.AgentHello) -> bool:
-    return said.node == node
+def _is_on(node: str, message: msg.AgentHello) -> bool:
+    return message.node == node
 
 
 def test_agents_say_where_they_keep_and_keep_until_they_leave(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_agents_say_where_they_keep_and_keep_until_they_leave(tmp_path: Path) ->
         async with at.manager() as manager:
             launches = {node: agent_on(at, node) for node in ("local1", "local2")}
             agents = {node: at.start(launch, "agent.main") for node, launch in launches.items()}
-            addresses = {node: (await manager.hears(msg.AgentHello, partial(_is_on, node))).keeps for node in launches}
+            addresses = {node: (await manager.wait_for(msg.AgentHello, partial(_is_on, node))).snapshot_address for node in launches}
             before = {node: Footprint.of(agent.pid) for node, agent in agents.items()}
             first, second = member(at, "local1"), member(at, "local2", 2)
 
@@ -55,19 +55,19 @@ def test_agents_say_where_they_keep_and_keep_until_they_leave(tmp_path: Path) ->
             for node, agent in agents.items():
                 grown = Footprint.of(agent.pid).memory - before[node].memory
                 assert grown < SIZE / 2, "what is kept is not mapped by the agent"
-            kept = await asyncio.to_thread(second.available)
+            kept = await asyncio.to_thread(second.list_snapshots)
             assert [each.step for each in kept] == [3, 2]
-            there = (await asyncio.to_thread(second.available, addresses["local1"]))[0]
+            there = (await asyncio.to_thread(second.list_snapshots, addresses["local1"]))[0]
             assert (await asyncio.to_thread(second.fetch, addresses["local1"], there))[0] == b"step 3"
-            manager.heard.clear()
-            await manager.hears(msg.AgentBeat)
+            manager.received.clear()
+            await manager.wait_for(msg.AgentHeartbeat)
             for launch in launches.values():
-                await manager.tell(launch.life, msg.Stop(launch.life, 1.0, "done"))
+                await manager.send(launch.incarnation, msg.Stop(launch.incarnation, 1.0, "done"))
             await eventually(lambda: all(agent.poll() is not None for agent in agents.values()))
             left = await asyncio.to_thread(Path("/proc/net/unix").read_text)
             assert not any(socket_name(at.run.id, NodeName(node), at.keys.secret) in left for node in launches)
             with pytest.raises(SnapshotError):
-                await asyncio.to_thread(second.available)
+                await asyncio.to_thread(second.list_snapshots)
             second.close()
 
     with lab(tmp_path) as at:
@@ -79,14 +79,14 @@ def test_a_life_that_the_manager_fenced_leaves_nothing_more_with_the_agent(tmp_p
         async with at.manager() as manager:
             launch = agent_on(at, "local1")
             at.start(launch, "agent.main")
-            await manager.hears(msg.AgentHello)
+            await manager.wait_for(msg.AgentHello)
             client = member(at, "local1")
             await asyncio.to_thread(keep, client, 1)
-            await manager.tell(launch.life, msg.Fenced(Life(ReplicaId("trainer/0.1"), 1), "its gang restarts"))
+            await manager.send(launch.incarnation, msg.Fenced(Incarnation(ReplicaId("trainer/0.1"), 1), "its gang restarts"))
 
             async def fenced() -> bool:
                 try:
-                    await asyncio.to_thread(client.available)
+                    await asyncio.to_thread(client.list_snapshots)
                 except Fenced:
                     return True
                 return False
@@ -106,7 +106,7 @@ def test_an_agent_that_no_other_node_reaches_keeps_for_its_own(tmp_path: Path) -
             launch = msgspec.structs.replace(agent_on(at, "local1"), network="nowhere0")
             write_atomically(at.run.launch_file(launch.tag), msgspec.json.encode(launch))
             at.start(launch, "agent.main")
-            assert (await manager.hears(msg.AgentHello)).keeps == ""
+            assert (await manager.wait_for(msg.AgentHello)).snapshot_address == ""
             client = member(at, "local1")
             await asyncio.to_thread(keep, client, 1)
             client.close()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rrl.tests.support.roles.snapshots.keeping import keeper, member
+from rrl.tests.support.roles.snapshots.keeping import snapshot_server, member
 from rrl.tests.support.roles.snapshots.writer import SIZE
 from rrl.transport.keys import RunKeys
 
@@ -54,7 +54,7 @@ class Members:
 
 def live_and_die(members: Members, incarnation: int, where: str, chance: random.Random) -> None:
     before = members.begun
-    life = members.start(incarnation, where)
+    process = members.start(incarnation, where)
     try:
         if where == "never":
             deadline = time.monotonic() + PATIENCE
@@ -62,17 +62,17 @@ def live_and_die(members: Members, incarnation: int, where: str, chance: random.
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
             time.sleep(chance.random() * LATEST)
-            signal.pidfd_send_signal(life, signal.SIGKILL)
-        assert select.select([life], [], [], PATIENCE)[0], "it does not end"
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        assert select.select([process], [], [], PATIENCE)[0], "it does not end"
     finally:
-        os.close(life)
+        os.close(process)
 
 
 def check(members: Members, incarnation: int, where: str) -> None:
     """What is there for the next life is good, all of it."""
     begun = members.begun
     with member(members.keys, incarnation + 1) as next_life:
-        kept = next_life.available()
+        kept = next_life.list_snapshots()
         assert kept or begun == 1, (where, begun)
         for each in kept:
             meta, data = next_life.read(each)
@@ -87,7 +87,7 @@ def check(members: Members, incarnation: int, where: str) -> None:
 def kill_many(folder: Path, kills: int) -> None:
     members, chance = Members(folder), random.Random(7)
     try:
-        with keeper(members.keys):
+        with snapshot_server(members.keys):
             for incarnation in range(1, kills + 1):
                 where = chance.choice((*WHERE, "never", "never"))
                 live_and_die(members, incarnation, where, chance)

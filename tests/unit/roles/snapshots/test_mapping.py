@@ -6,13 +6,13 @@ from collections.abc import Callable
 import pytest
 
 from rrl.core.types import ReplicaId
-from rrl.roles.snapshots.format import Kept, SnapshotError
-from rrl.roles.snapshots.mapping import Mapped, lent
+from rrl.roles.snapshots.format import SnapshotInfo, SnapshotError
+from rrl.roles.snapshots.mapping import MappedBuffer, map_snapshot
 
-KEPT = Kept(ReplicaId("trainer/0"), 0, 1, 1, 8, b"", own=True)
+STORED = SnapshotInfo(ReplicaId("trainer/0"), 0, 1, 1, 8, b"", own=True)
 
 
-@pytest.mark.parametrize("use", [lambda fd: lent(fd, KEPT), lambda fd: Mapped(fd, 8)], ids=["read", "written"])
+@pytest.mark.parametrize("use", [lambda fd: map_snapshot(fd, STORED), lambda fd: MappedBuffer(fd, 8)], ids=["read", "written"])
 def test_memory_that_cannot_be_mapped_costs_the_snapshot_and_neither_the_member_nor_a_descriptor(
     use: Callable[[int], object],
 ) -> None:

@@ -15,16 +15,16 @@ import pytest
 
 from rrl.core.phases import phase
 from rrl.core.run_dir import RunDir
-from rrl.core.types import Life, ReplicaId
+from rrl.core.types import Incarnation, ReplicaId
 from rrl.roles.trainer import async_saver as saver_module
-from rrl.roles.trainer.async_saver import COMMITTED_BY, Saver
+from rrl.roles.trainer.async_saver import COMMIT_TIMEOUT_S, AsyncSaver
 from rrl.roles.trainer.checkpoint import Checkpoints, Written
 from rrl.roles.trainer.host_buffers import HostBuffers
 from rrl.roles.trainer.learner import Learner
-from rrl.roles.trainer.process_group import STANDSTILL, Gang
+from rrl.roles.trainer.process_group import COLLECTIVE_TIMEOUT_S, Gang
 from rrl.roles.worker.checkpoint_files import Digest, describe, fresh_folder
 from rrl.roles.worker.connection import Stopping
-from rrl.tests.support.listening_manager import PATIENCE, until
+from rrl.tests.support.listening_manager import TIMEOUT_S, wait_until
 from rrl.tests.support.roles.trainer import harness
 
 pytestmark = pytest.mark.torch
@@ -34,7 +34,7 @@ class Worker(SimpleNamespace):
     """Commits once ``may_commit``; ``raises`` instead, if it is set."""
 
     def __init__(self, run_dir: RunDir) -> None:
-        super().__init__(run_dir=run_dir, launch=SimpleNamespace(life=Life(ReplicaId("trainer/0"), 1)), world=1)
+        super().__init__(run_dir=run_dir, launch=SimpleNamespace(incarnation=Incarnation(ReplicaId("trainer/0"), 1)), world=1)
         self.stopping = threading.Event()
         self.may_commit = threading.Event()
         self.commits: list[tuple[int, set[str]]] = []
@@ -44,23 +44,23 @@ class Worker(SimpleNamespace):
         return fresh_folder(self.run_dir.checkpoints, number, 1)
 
     def commit(self, number: int, files: Sequence[Path], metrics: Any, digests: dict[str, Digest]) -> None:
-        assert self.may_commit.wait(PATIENCE)
+        assert self.may_commit.wait(TIMEOUT_S)
         if self.raises is not None:
             raise self.raises
         self.commits.append((number, set(digests)))
 
 
 class Scene:
-    def __init__(self, path: Path, most: int) -> None:
+    def __init__(self, path: Path, max_uncommitted: int) -> None:
         run = RunDir(path / "run")
         run.create()
         self.me = Worker(run)
         self.student: Learner = harness.learner()
         self.failed: list[BaseException] = []
-        checkpoints = Checkpoints(run, 1, keep=2)
-        buffers = HostBuffers(own=most)
+        checkpoints = Checkpoints(run, 1, retained=2)
+        buffers = HostBuffers(own=max_uncommitted)
         me: Any = self.me
-        self.saver = Saver(me, Gang(), self.student, checkpoints, buffers, most, fail=self.failed.append)
+        self.saver = AsyncSaver(me, Gang(), self.student, checkpoints, buffers, max_uncommitted, fail=self.failed.append)
 
     def save(self, number: int) -> None:
         self.student.number = number
@@ -82,7 +82,7 @@ def scene(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Scene]:
 
 def test_nobody_gives_up_waiting_before_the_manager_judges_whoever_is_at_work() -> None:
     """A member waits in a collective for the slowest, and the training thread for the saving one."""
-    assert min(STANDSTILL, COMMITTED_BY) > max(phase(name).longest for name in ("train", "checkpoint", "publish"))
+    assert min(COLLECTIVE_TIMEOUT_S, COMMIT_TIMEOUT_S) > max(phase(name).longest for name in ("train", "checkpoint", "publish"))
 
 
 @pytest.mark.parametrize("scene", [1, 2], indirect=True, ids=str)
@@ -97,7 +97,7 @@ def test_a_step_is_saved_beside_the_next_ones_until_as_many_are_uncommitted_as_m
     assert waiting.is_alive()
     assert scene.me.commits == []
     scene.me.may_commit.set()
-    waiting.join(PATIENCE)
+    waiting.join(TIMEOUT_S)
     scene.saver.finish()
     assert [number for number, _ in scene.me.commits] == list(range(1, most + 2))
     assert all({".metadata", "about.json", "rank-0.msgpack"} < files for _, files in scene.me.commits)
@@ -113,7 +113,7 @@ def test_what_is_committed_is_the_state_of_the_call_not_of_a_later_step(scene: S
     (folder,) = scene.me.run_dir.checkpoints.iterdir()
     files = [path for path in folder.iterdir() if path.name in scene.me.commits[0][1]]
     other = harness.learner(seed=5)
-    Checkpoints(scene.me.run_dir, 2, keep=2).read(describe(scene.me.run_dir.path, files), other)
+    Checkpoints(scene.me.run_dir, 2, retained=2).read(describe(scene.me.run_dir.path, files), other)
     assert other.number == 1
     assert all((tensor == before[0][name]).all() for name, tensor in other.tensors().items())
 
@@ -131,14 +131,14 @@ def test_a_member_that_waits_for_the_commit_says_that_it_waits_for_the_first_one
         yield
         waits.pop()
 
-    def from_first(saver: Saver, do: Any, kind: Any) -> Any:
+    def from_first(saver: AsyncSaver, do: Any, kind: Any) -> Any:
         given.append(list(waits))
         return str(fresh_folder(run.checkpoints, 1, 1)), Written({})
 
     me.held_up_by = held_up_by
-    monkeypatch.setattr(Saver, "_from_first", from_first)
+    monkeypatch.setattr(AsyncSaver, "_from_first", from_first)
     other: Any = me
-    second = Saver(other, Gang(1, 2), harness.learner(), Checkpoints(run, 1, keep=2), HostBuffers(), 1)
+    second = AsyncSaver(other, Gang(1, 2), harness.learner(), Checkpoints(run, 1, retained=2), HostBuffers(), 1)
     second.save("binding", {})
     second.finish()
     assert given == [[], ["trainer/0"]]  # a folder, and the commit
@@ -150,7 +150,7 @@ def test_an_error_of_the_saving_thread_ends_the_process_and_is_told_to_whoever_s
     scene.save(1)
     with pytest.raises(RuntimeError, match="refused for good"):
         scene.saver.finish()
-    until(lambda: scene.failed == [scene.me.raises])
+    wait_until(lambda: scene.failed == [scene.me.raises])
 
 
 def test_to_be_asked_to_leave_is_no_error(scene: Scene) -> None:
@@ -201,7 +201,7 @@ def test_a_full_disk_is_waited_out_and_any_other_trouble_is_not(
     scene.save(1)
     scene.save(2)
     assert caplog.text.count("No space left on device; trying again") == 2
-    until(lambda: len(scene.me.commits) == 2)
+    wait_until(lambda: len(scene.me.commits) == 2)
     troubles.append(errno.EIO)
     scene.save(3)
     with pytest.raises(OSError, match="Input/output error"):

@@ -46,7 +46,7 @@ def _member(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=_MEETS_BY)
     group = dist.group.WORLD
     assert group is not None
-    _tell_each_other(rank, group, folder)
+    _exchange(rank, group, folder)
     _save_as_torch_would_and_as_we_do(rank, group, folder)
     dist.barrier()
     dist.destroy_process_group()
@@ -62,11 +62,11 @@ class Payload:
         return os.mkdir, (self.path,)
 
 
-def _tell_each_other(rank: int, group: dist.ProcessGroup, folder: Path) -> None:
+def _exchange(rank: int, group: dist.ProcessGroup, folder: Path) -> None:
     told = exchange.gather(group, ("x" * rank, {rank: [rank]}), tuple[str, dict[int, list[int]]])
     assert told == [("x" * each, {each: [each]}) for each in range(WORLD)]
-    assert exchange.from_first(group, rank, lambda: f"of {rank}", str) == "of 0"
-    assert exchange.from_first(group, rank, lambda: None, None) is None
+    assert exchange.broadcast_from_rank0(group, rank, lambda: f"of {rank}", str) == "of 0"
+    assert exchange.broadcast_from_rank0(group, rank, lambda: None, None) is None
     with pytest.raises(RuntimeError, match="sent something else than was expected"):
         exchange.gather(group, rank if rank == 1 else "text", str)
     stranger = pickle.dumps(Payload(f"{folder}/executed-{rank}"))

@@ -13,12 +13,12 @@ import pytest
 from msgspec import Struct
 from torch import Tensor
 
-from rrl.core.types import Life, NodeName
+from rrl.core.types import Incarnation, NodeName
 from rrl.roles.models.policy import ModelSpec, build_model
 from rrl.roles.trainer.checkpoint import Checkpoints
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import CommittedState, Denied, NotYet
+from rrl.roles.trajectories.types import CommittedState, Denied, NotReady
 from rrl.roles.worker.connection import FENCED_EXIT
 from rrl.tests.support.roles.trainer import harness
 from rrl.tests.support.roles.trainer.mortal import MOMENTS, SEALED, SHARED
@@ -51,13 +51,13 @@ class End(Struct):
 
 
 def end_of(stage: Stage) -> End:
-    state = stage.store.committed(Life(GANG, 1000))
+    state = stage.store.committed(Incarnation(GANG, 1000))
     assert isinstance(state, CommittedState)
     assert state.manifest is not None
     assert state.number == stage.steps, stage.logs()
     model = build_model(msgspec.convert(stage.job["model"], ModelSpec), VOCABULARY, seed=99)
     student = Learner(model, harness.settings(), steps=stage.steps, temperature=1.0)
-    Checkpoints(stage.lab.run, 1000, keep=2).read(state.manifest, student)
+    Checkpoints(stage.lab.run, 1000, retained=2).read(state.manifest, student)
     folder = stage.lab.run.path / state.manifest["folder"]
     return End(student.tensors(), [(folder / f"rank-{rank}.msgpack").read_bytes() for rank in range(stage.world)])
 
@@ -91,12 +91,12 @@ def test_two_members_learn_what_one_process_learns(tmp_path: Path, processes: Fo
 def test_the_first_member_alone_asks_for_the_batch_and_each_gets_its_share(
     tmp_path: Path, processes: ForkServerContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[Life, int]] = []
+    asked: list[tuple[Incarnation, int]] = []
     bind = Store.bind
 
-    def counted(store: Store, life: Life, number: int) -> NotYet | Denied | None:
-        asked.append((life, number))
-        return bind(store, life, number)
+    def counted(store: Store, incarnation: Incarnation, number: int) -> NotReady | Denied | None:
+        asked.append((incarnation, number))
+        return bind(store, incarnation, number)
 
     monkeypatch.setattr(Store, "bind", counted)
 
@@ -104,7 +104,7 @@ def test_the_first_member_alone_asks_for_the_batch_and_each_gets_its_share(
         one = await undisturbed(tmp_path / "1", processes, 1, 2)
         asked.clear()
         two = await undisturbed(tmp_path / "2", processes, 2, 2, micro_batch=2)  # the second has none for its last part
-        assert {life.replica for life, _ in asked} == {GANG}
+        assert {incarnation.replica for incarnation, _ in asked} == {GANG}
         assert one.distance(two) < 1e-5
 
     asyncio.run(story())

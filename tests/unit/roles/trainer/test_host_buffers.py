@@ -10,12 +10,12 @@ import torch
 from rrl.core.types import NodeName
 from rrl.roles.snapshots.format import SnapshotError
 from rrl.roles.trainer.host_buffers import HostBuffers, Layout, buddy_of
-from rrl.tests.support.listening_manager import until
+from rrl.tests.support.listening_manager import wait_until
 
 pytestmark = pytest.mark.torch
 
 A, B, C, D = (NodeName(name) for name in "abcd")
-KEEPERS = {node: f"tcp://{node}:1" for node in (A, B, C, D)}
+STORES = {node: f"tcp://{node}:1" for node in (A, B, C, D)}
 
 
 class Client:
@@ -40,7 +40,7 @@ class Client:
         self.sealed.append((step, meta))
         return Future()
 
-    def settle(self) -> None: ...
+    def wait_until_sealed(self) -> None: ...
 
     def forget(self, address: str) -> None:
         self.forgotten.append(address)
@@ -62,12 +62,12 @@ def _buffers(client: Client | None, **named: Any) -> HostBuffers:
 
 def test_each_member_of_a_ring_sends_its_copies_to_the_next_node_that_keeps_any() -> None:
     nodes = [A, A, B, B, C]
-    assert [buddy_of(node, nodes, KEEPERS) for node in (A, B, C)] == [KEEPERS[B], KEEPERS[C], KEEPERS[A]]
+    assert [buddy_of(node, nodes, STORES) for node in (A, B, C)] == [STORES[B], STORES[C], STORES[A]]
     assert buddy_of(A, nodes, {A: "x", C: "y"}) == "y"
 
 
 def test_a_gang_on_one_node_sends_its_copies_to_a_standby_and_never_to_itself() -> None:
-    assert buddy_of(A, [A, A], KEEPERS) == KEEPERS[B]
+    assert buddy_of(A, [A, A], STORES) == STORES[B]
     assert buddy_of(A, [A], {A: "x"}) is None
     assert buddy_of(A, [A], {}) is None
 
@@ -79,7 +79,7 @@ def test_the_agents_memory_is_used_and_sealed_and_its_copy_sent_on() -> None:
     assert client.memory[:2] == b"ab"
     buffers.seal(1, b"meta")
     assert client.sealed == [(1, b"meta")]
-    until(lambda: client.copied == ["tcp://b:1"])
+    wait_until(lambda: client.copied == ["tcp://b:1"])
 
 
 @pytest.mark.parametrize("copies", [True, False])
@@ -93,7 +93,7 @@ def test_once_two_snapshots_are_kept_here_other_agents_let_go_of_what_earlier_li
         buffers.buffer(8, step)
         client.broken = "" if copies else "no copy is taken"
         buffers.seal(step, b"")
-        until(lambda: not any(thread.name == "rrl-buddy" for thread in threading.enumerate()))
+        wait_until(lambda: not any(thread.name == "rrl-buddy" for thread in threading.enumerate()))
         assert client.forgotten == ([] if step == 1 else others)
 
 

@@ -15,7 +15,7 @@ from rrl.roles.models.policy import build_model, materialise, skeleton
 from rrl.roles.models.tokenizer import EOS
 from rrl.roles.trainer.host_buffers import Layout
 from rrl.roles.trainer.learner import Example, Learner
-from rrl.roles.trainer.main import practise
+from rrl.roles.trainer.main import warmup
 from rrl.roles.trajectories.types import Batch, Trajectory
 from rrl.tests.support.roles.trainer import harness
 
@@ -83,13 +83,13 @@ def test_a_restored_learner_goes_on_bit_for_bit() -> None:
     assert restored.number == 3
     assert [restored.step(batch) for batch in batches[3:]] == expected
     assert _same(restored.tensors(), undisturbed.tensors())
-    assert restored.rest() == undisturbed.rest()
+    assert restored.extra_state() == undisturbed.extra_state()
 
 
 def test_every_source_of_chance_is_restored() -> None:
     student = harness.learner()
     numpy.random.normal()  # leaves a second value behind, which is part of the state too
-    saved = student.rest()
+    saved = student.extra_state()
 
     def draw() -> tuple[float, ...]:
         return (*torch.rand(2).tolist(), random.random(), numpy.random.normal(), numpy.random.random())
@@ -99,7 +99,7 @@ def test_every_source_of_chance_is_restored() -> None:
     assert after != expected
     student.resume(saved)
     assert draw() == expected
-    student.resume(saved, chance=False)
+    student.resume(saved, random_states=False)
     assert draw() == after
 
 
@@ -133,7 +133,7 @@ def test_practice_leaves_no_trace_but_what_it_has_loaded() -> None:
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    practise()
+    warmup()
     assert torch.equal(torch.rand(1), expected)
     assert not torch.distributed.is_initialized()
 
@@ -245,7 +245,7 @@ def test_members_with_fewer_examples_take_part_in_as_many_parts() -> None:
     for rank in range(3):
         student = harness.learner(micro_batch=1)
         student._gang.rank, student._gang.world = rank, 3
-        parts = list(student._parts(pairs))
+        parts = list(student._micro_batches(pairs))
         counted.append([int(part.mask.sum()) > 0 for part in parts])
         assert [part.counts for part in parts] == counted[-1]
     assert counted == [[True, True, True], [True, True, False], [True, True, False]]

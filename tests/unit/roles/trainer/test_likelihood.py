@@ -22,7 +22,7 @@ def _plainly(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("piece", [room._PIECE, 40])
+@pytest.mark.parametrize("piece", [room._LOGITS_PER_PIECE, 40])
 def test_values_and_gradients_are_those_of_the_plain_formula(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, temperature: float, piece: int
 ) -> None:

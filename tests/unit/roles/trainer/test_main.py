@@ -16,7 +16,7 @@ import rrl
 from rrl.config.job.schema import Job
 from rrl.core.launch import Launch
 from rrl.core.run_dir import RunDir
-from rrl.core.types import Life, NodeName, ReplicaId, Version
+from rrl.core.types import Incarnation, NodeName, ReplicaId, Version
 from rrl.roles.models.policy import ModelSpec, build_model
 from rrl.roles.models.tensors import PackedTensor, unpack
 from rrl.roles.models.tokenizer import EOS, open_tokenizer
@@ -25,8 +25,8 @@ from rrl.roles.rollout.engine import Sampling
 from rrl.roles.rollout.torch_engine import TorchEngine
 from rrl.roles.trainer import main as trainer_main
 from rrl.roles.trainer import process_group, restore
-from rrl.roles.trainer.async_saver import Note, Saver
-from rrl.roles.trainer.restore import Commit, Found
+from rrl.roles.trainer.async_saver import SnapshotMeta, AsyncSaver
+from rrl.roles.trainer.restore import Commit, RestorePoint
 from rrl.roles.trajectories.types import Batch, Item, Segment
 from rrl.roles.worker.checkpoint_files import describe, fresh_folder
 from rrl.tests.support.roles.trainer import harness
@@ -67,9 +67,9 @@ class _Version:
 class _Worker:
     """What :class:`rrl.roles.worker.api.Worker` offers, in memory; its ``committed`` outlives it, as the store does."""
 
-    def __init__(self, replica: str, incarnation: int, run_dir: RunDir, committed: dict[int, dict[str, Any]]) -> None:
-        life = Life(ReplicaId(replica), incarnation)
-        self.launch = Launch("tag", str(run_dir.path), life, NodeName("n"), (), {}, "/", 1.0, False)
+    def __init__(self, replica: str, number: int, run_dir: RunDir, committed: dict[int, dict[str, Any]]) -> None:
+        incarnation = Incarnation(ReplicaId(replica), number)
+        self.launch = Launch("tag", str(run_dir.path), incarnation, NodeName("n"), (), {}, "/", 1.0, False)
         self.run_dir = run_dir
         self.job = _job()
         self.settings = self.job["roles"][replica.partition("/")[0]] | {"snapshots": False}
@@ -104,7 +104,7 @@ class _Worker:
         yield from self.queue[after:]
 
     def checkpoint_dir(self, number: int) -> Path:
-        return fresh_folder(self.run_dir.checkpoints, number, self.launch.life.incarnation)
+        return fresh_folder(self.run_dir.checkpoints, number, self.launch.incarnation.number)
 
     def commit(
         self, number: int, files: Sequence[Path], metrics: dict[str, float], digests: dict[str, Any]
@@ -120,7 +120,7 @@ class _Worker:
     ) -> None:
         tensors = [(*what[:3], content) for what, content in zip(described, contents, strict=True)]
         assert [content.nbytes for *_, content in tensors] == [nbytes for *_, nbytes in described]
-        self.published.append(_Version(Version(number, self.launch.life.incarnation), tensors))
+        self.published.append(_Version(Version(number, self.launch.incarnation.number), tensors))
 
 
 def _run_dir(path: Path) -> RunDir:
@@ -134,7 +134,7 @@ def _spec() -> ModelSpec:
 
 
 def _batches() -> list[Batch]:
-    engine = TorchEngine(build_model(_spec(), 13, 3), ends=frozenset({EOS}), seed=1)
+    engine = TorchEngine(build_model(_spec(), 13, 3), stop_tokens=frozenset({EOS}), seed=1)
     engine.load(Version(0, 1), build_model(_spec(), 13, 3).state_dict().items())
 
     def score(item: int, tokens: tuple[int, ...]) -> tuple[float, float]:
@@ -146,7 +146,7 @@ def _batches() -> list[Batch]:
 def _train(monkeypatch: pytest.MonkeyPatch, worker: _Worker, batches: list[Batch]) -> _Worker:
     worker.queue = batches
     monkeypatch.setattr(rrl, "join", lambda: worker, raising=False)
-    monkeypatch.setattr(trainer_main, "Saver", partial(Saver, fail=lambda _: None))  # else it would end pytest
+    monkeypatch.setattr(trainer_main, "Saver", partial(AsyncSaver, fail=lambda _: None))  # else it would end pytest
     trainer_main.main()
     return worker
 
@@ -208,13 +208,13 @@ def test_the_memory_of_a_snapshot_is_let_go_of_once_it_is_loaded(
     """One that was fetched is as large as the member's state; one of the own node is the agent's to use again."""
     held, seen = [memoryview(bytearray(8))], list[bool]()
     memory = weakref.ref(held[0])
-    note = Note(0, 1, "layout", b"", "digest", {})
+    note = SnapshotMeta(0, 1, "layout", b"", "digest", {})
 
     def train(*words: Any) -> None:
         seen.append(memory() is None)
         words[4].finish()  # the saver's thread
 
-    monkeypatch.setattr(restore, "find", lambda *_: Found(Commit(0, None), note, held.pop()))
+    monkeypatch.setattr(restore, "find", lambda *_: RestorePoint(Commit(0, None), note, held.pop()))
     monkeypatch.setattr(restore, "load", lambda *_: None)
     monkeypatch.setattr(trainer_main, "_train", train)
     monkeypatch.setattr(rrl, "join", lambda: _Worker("trainer/0", 2, _run_dir(tmp_path / "run"), {}), raising=False)
@@ -237,13 +237,13 @@ def test_a_shadow_whose_gpus_are_not_known_yet_does_not_have_torch_ask_for_them(
 class _Sums:
     """A task that tells which seed made it."""
 
-    asked: ClassVar[list[tuple[int, int]]] = []
+    requested: ClassVar[list[tuple[int, int]]] = []
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
     def prompt(self, i: int) -> str:
-        self.asked.append((self._seed, i))
+        self.requested.append((self._seed, i))
         return f"{i % 10}="
 
     def answer(self, i: int) -> str:
@@ -258,11 +258,11 @@ def test_a_fresh_trainer_learns_the_answers_of_other_items_than_the_runs_before_
 ) -> None:
     worker = _Worker("trainer/0", 1, _run_dir(tmp_path / "run"), {})
     worker.settings = worker.settings | {"warm_start_steps": 60, "warm_start_batch": 10}
-    _Sums.asked.clear()
+    _Sums.requested.clear()
     _train(monkeypatch, worker, [])
-    assert [i for _, i in _Sums.asked] == list(range(600))
-    assert {seed for seed, _ in _Sums.asked} != {worker.job["run"]["seed"]}
-    engine = TorchEngine(build_model(_spec(), 13, 0), ends=frozenset({EOS}), seed=0, sampling=Sampling(greedy=True))
+    assert [i for _, i in _Sums.requested] == list(range(600))
+    assert {seed for seed, _ in _Sums.requested} != {worker.job["run"]["seed"]}
+    engine = TorchEngine(build_model(_spec(), 13, 0), stop_tokens=frozenset({EOS}), seed=0, sampling=Sampling(greedy=True))
     engine.load(Version(0, 1), unpack(worker.published[0].tensors, worker.published[0].flat))
     tokenizer = open_tokenizer(worker.job["model"])
     items = [Item(n, n, tokenizer.encode(f"{n}="), (), 3) for n in range(10)]

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from rrl.core.types import Life, ReplicaId
+from rrl.core.types import Incarnation, ReplicaId
 from rrl.roles.trainer import process_group as gang_module
-from rrl.roles.trainer.process_group import Gang, lost_another
+from rrl.roles.trainer.process_group import Gang, is_lost_member
 from rrl.roles.worker.connection import Stopping
 from rrl.transport.address import NoAddress
 from rrl.transport.messages import Peer, Peers
 
 pytestmark = pytest.mark.torch
 
-FIRST = Life(ReplicaId("trainer/0"), 3)
-SECOND = Life(ReplicaId("trainer/0.1"), 3)
+FIRST = Incarnation(ReplicaId("trainer/0"), 3)
+SECOND = Incarnation(ReplicaId("trainer/0.1"), 3)
 _LISTENS = "0A"
 """of a socket, in /proc/net/tcp (proc(5))"""
 
@@ -30,46 +30,46 @@ class Member(SimpleNamespace):
     """Who waits for word of the others; ``says`` come one after another."""
 
     def __init__(self, *says: Peers) -> None:
-        super().__init__(host="127.0.0.1", world=2, launch=SimpleNamespace(life=SECOND))
-        self.says = says
-        self.asked = 0
+        super().__init__(host="127.0.0.1", world=2, launch=SimpleNamespace(incarnation=SECOND))
+        self.offers = says
+        self.requests = 0
         self.announced = ""
         self.stopping = SimpleNamespace(is_set=lambda: True)
 
     def on_peers(self, callback: Any) -> None:
-        for peers in self.says:
+        for peers in self.offers:
             callback(peers)
 
     def announce(self, listens: str) -> None:
         self.announced = listens
 
 
-def _told(*peers: Peer) -> Peers:
-    return Peers(1, 1, {peer.life.replica: peer for peer in peers})
+def _answers(*peers: Peer) -> Peers:
+    return Peers(1, 1, {peer.incarnation.replica: peer for peer in peers})
 
 
-def _older(life: Life) -> Life:
-    return Life(life.replica, life.incarnation - 1)
+def _older(incarnation: Incarnation) -> Incarnation:
+    return Incarnation(incarnation.replica, incarnation.number - 1)
 
 
 def _place(*says: Peers) -> str:
     me: Any = Member(*says)
-    return gang_module._once_all_have_joined(me, FIRST)
+    return gang_module._await_members(me, FIRST)
 
 
 def test_a_member_goes_where_the_first_of_its_own_incarnation_listens() -> None:
     here, second = Peer(FIRST, "tcp://h:1", joined=True), Peer(SECOND, joined=True)
-    assert _place(_told(here, second)) == "tcp://h:1"
+    assert _place(_answers(here, second)) == "tcp://h:1"
 
 
 @pytest.mark.parametrize(
     "told",
     [
-        pytest.param(_told(Peer(_older(FIRST), "tcp://h:1", True), Peer(SECOND, joined=True)), id="the gang before"),
-        pytest.param(_told(Peer(FIRST, None, True), Peer(SECOND, joined=True)), id="no place yet"),
-        pytest.param(_told(Peer(FIRST, "tcp://h:1", True), Peer(SECOND)), id="a member has not joined"),
-        pytest.param(_told(Peer(FIRST, "tcp://h:1", True), Peer(_older(SECOND), None, True)), id="a member of before"),
-        pytest.param(_told(Peer(FIRST, "tcp://h:1", True)), id="a member is missing"),
+        pytest.param(_answers(Peer(_older(FIRST), "tcp://h:1", True), Peer(SECOND, joined=True)), id="the gang before"),
+        pytest.param(_answers(Peer(FIRST, None, True), Peer(SECOND, joined=True)), id="no place yet"),
+        pytest.param(_answers(Peer(FIRST, "tcp://h:1", True), Peer(SECOND)), id="a member has not joined"),
+        pytest.param(_answers(Peer(FIRST, "tcp://h:1", True), Peer(_older(SECOND), None, True)), id="a member of before"),
+        pytest.param(_answers(Peer(FIRST, "tcp://h:1", True)), id="a member is missing"),
     ],
 )
 def test_until_all_have_joined_a_member_waits_and_leaves_when_it_is_asked_to(told: Peers) -> None:
@@ -84,8 +84,8 @@ def test_gloo_is_not_left_to_choose_an_interface_where_none_has_the_runs_address
         monkeypatch.setenv(name, "")  # so that it is as before after the test
         monkeypatch.delenv(name)
     with pytest.raises(NoAddress, match=r"no interface has the address 203\.0\.113\.1"):
-        gang_module._stay_on("203.0.113.1")
-    gang_module._stay_on("127.0.0.1")
+        gang_module._bind_to_address("203.0.113.1")
+    gang_module._bind_to_address("127.0.0.1")
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
 
 
@@ -101,19 +101,19 @@ def test_the_store_listens_at_the_runs_address_alone() -> None:
         if line.split()[3] == _LISTENS and line.split()[1].endswith(f":{int(port):04X}")
     ]
     assert listening == [f"0100007F:{int(port):04X}"]
-    assert isinstance(gang_module._connected(me.announced), TCPStore)
+    assert isinstance(gang_module._connect_store(me.announced), TCPStore)
     del store
 
 
 def test_no_two_gangs_of_any_run_meet_under_the_same_keys() -> None:
-    names = [gang_module._unguessable(secret, life) for secret in (b"a", b"b") for life in (FIRST, _older(FIRST))]
+    names = [gang_module._store_prefix(secret, incarnation) for secret in (b"a", b"b") for incarnation in (FIRST, _older(FIRST))]
     assert len(set(names)) == 4
 
 
 def test_the_loss_of_a_member_is_told_from_an_error_of_ones_own() -> None:
-    assert lost_another(RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3"))
-    assert not lost_another(RuntimeError("The total norm of order 2.0 for gradients is non-finite"))
-    assert not lost_another(OSError("Connection reset by peer"))
+    assert is_lost_member(RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3"))
+    assert not is_lost_member(RuntimeError("The total norm of order 2.0 for gradients is non-finite"))
+    assert not is_lost_member(OSError("Connection reset by peer"))
 
 
 def test_alone_a_trainer_needs_nobody() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from rrl.roles.trainer import main
 from rrl.tests.support.roles.trainer import publishing
-from rrl.tests.support.roles.trainer.stage import ENDS_BY, nursery
+from rrl.tests.support.roles.trainer.stage import END_TIMEOUT_S, nursery
 
 pytestmark = pytest.mark.torch
 
@@ -27,7 +27,7 @@ def test_a_sharded_model_is_published_and_taken_over_without_a_second_copy_of_it
             for each in members:
                 each.start()
             for each in members:
-                each.join(ENDS_BY)
+                each.join(END_TIMEOUT_S)
         finally:
             for each in members:
                 each.kill()

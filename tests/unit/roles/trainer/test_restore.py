@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
-from rrl.core.types import Life, NodeName, ReplicaId
-from rrl.roles.snapshots.format import Damaged, Kept, SnapshotError
-from rrl.roles.trainer.async_saver import Note
+from rrl.core.types import Incarnation, NodeName, ReplicaId
+from rrl.roles.snapshots.format import Damaged, SnapshotInfo, SnapshotError
+from rrl.roles.trainer.async_saver import SnapshotMeta
 from rrl.roles.trainer.process_group import Gang
-from rrl.roles.trainer.restore import Commit, Found, check_same, find, usable
+from rrl.roles.trainer.restore import Commit, RestorePoint, check_same, agree_on_restore_point, candidates
 from rrl.transport.messages import Peers
 
 pytestmark = pytest.mark.torch
@@ -37,78 +37,78 @@ def commit(number: int, incarnation: int) -> Commit:
 def test_a_snapshot_must_follow_from_what_is_committed(
     names: set[tuple[int, int]], expected: list[tuple[int, int]]
 ) -> None:
-    assert usable(names, commit(4, 2)) == expected
+    assert candidates(names, commit(4, 2)) == expected
 
 
 def test_before_the_first_commit_only_the_first_step_will_do() -> None:
-    assert usable({(1, 1), (2, 1)}, Commit(0, None)) == [(1, 1)]
+    assert candidates({(1, 1), (2, 1)}, Commit(0, None)) == [(1, 1)]
 
 
 class Client:
     """What agents keep, by address; None is the own node's. ``spoiled`` is damaged there."""
 
-    def __init__(self, kept: dict[str | None, list[Kept]], spoiled: tuple[str | None, ...] = ()) -> None:
-        self._kept, self._spoiled = kept, spoiled
-        self.asked: list[str | None] = []
+    def __init__(self, stored: dict[str | None, list[SnapshotInfo]], spoiled: tuple[str | None, ...] = ()) -> None:
+        self._stored, self._spoiled = stored, spoiled
+        self.requests: list[str | None] = []
 
-    def available(self, address: str | None = None) -> list[Kept]:
-        if address not in self._kept:
+    def list_snapshots(self, address: str | None = None) -> list[SnapshotInfo]:
+        if address not in self._stored:
             raise SnapshotError("nobody is there")
-        return self._kept[address]
+        return self._stored[address]
 
-    def read(self, kept: Kept) -> tuple[bytes, memoryview]:
-        return self.fetch(None, kept)
+    def read(self, found_snapshot: SnapshotInfo) -> tuple[bytes, memoryview]:
+        return self.fetch(None, found_snapshot)
 
-    def fetch(self, address: str | None, kept: Kept) -> tuple[bytes, memoryview]:
-        self.asked.append(address)
+    def fetch(self, address: str | None, found_snapshot: SnapshotInfo) -> tuple[bytes, memoryview]:
+        self.requests.append(address)
         if address in self._spoiled:
             raise Damaged("its bytes are others")
-        note = Note(kept.step, 1, "layout", b"", "digest", {})
+        note = SnapshotMeta(found_snapshot.step, 1, "layout", b"", "digest", {})
         return msgspec.msgpack.encode(note), memoryview(str(address).encode())
 
 
-def kept(step: int, incarnation: int = 1, rank: int = 0) -> Kept:
-    return Kept(GANG, rank, step, incarnation, 4, b"", own=True)
+def stored_snapshot(step: int, incarnation: int = 1, rank: int = 0) -> SnapshotInfo:
+    return SnapshotInfo(GANG, rank, step, incarnation, 4, b"", own=True)
 
 
-def look(client: Client | None, committed: Commit) -> Found:
+def find_restore_point(client: Client | None, committed: Commit) -> RestorePoint:
     keepers = {NodeName("here"): "tcp://here:1", NodeName("b"): "tcp://b:1", NodeName("c"): "tcp://c:1"}
     me: Any = SimpleNamespace(
         committed=committed.number or None, committed_manifest=committed.manifest, node=NodeName("here"),
-        peers=Peers(1, 1, {}, keepers=keepers),
+        peers=Peers(1, 1, {}, snapshot_servers=keepers),
     )  # fmt: skip
-    return find(me, Gang(), client)  # type: ignore[arg-type]
+    return agree_on_restore_point(me, Gang(), client)  # type: ignore[arg-type]
 
 
 def test_the_own_nodes_snapshot_is_taken_before_a_copy() -> None:
-    client = Client({None: [kept(5)], "tcp://b:1": [kept(5)], "tcp://c:1": []})
-    found = look(client, commit(4, 1))
+    client = Client({None: [stored_snapshot(5)], "tcp://b:1": [stored_snapshot(5)], "tcp://c:1": []})
+    found = find_restore_point(client, commit(4, 1))
     assert found.note is not None
     assert found.uncommitted is found.note
     assert (found.note.number, bytes(found.data)) == (5, b"None")
-    assert client.asked == [None]
+    assert client.requests == [None]
 
 
 def test_a_damaged_snapshot_is_had_from_another_node_and_an_older_one_where_there_is_none() -> None:
-    shelves: dict[str | None, list[Kept]] = {None: [kept(5), kept(4)], "tcp://b:1": [], "tcp://c:1": [kept(5)]}
-    assert bytes(look(Client(shelves, spoiled=(None,)), commit(4, 1)).data) == b"tcp://c:1"
-    client = Client({None: [kept(5)], "tcp://b:1": [kept(4)]}, spoiled=(None,))
-    found = look(client, commit(4, 1))
+    shelves: dict[str | None, list[SnapshotInfo]] = {None: [stored_snapshot(5), stored_snapshot(4)], "tcp://b:1": [], "tcp://c:1": [stored_snapshot(5)]}
+    assert bytes(find_restore_point(Client(shelves, spoiled=(None,)), commit(4, 1)).data) == b"tcp://c:1"
+    client = Client({None: [stored_snapshot(5)], "tcp://b:1": [stored_snapshot(4)]}, spoiled=(None,))
+    found = find_restore_point(client, commit(4, 1))
     assert found.note is not None
     assert (found.note.number, bytes(found.data), found.uncommitted) == (4, b"tcp://b:1", None)
 
 
 def test_a_snapshot_of_another_rank_is_nobody_elses() -> None:
-    assert look(Client({None: [kept(5, rank=1)]}), commit(4, 1)).note is None
+    assert find_restore_point(Client({None: [stored_snapshot(5, rank=1)]}), commit(4, 1)).note is None
 
 
-@pytest.mark.parametrize("client", [None, Client({}), Client({None: [kept(9)]})])
+@pytest.mark.parametrize("client", [None, Client({}), Client({None: [stored_snapshot(9)]})])
 def test_without_a_usable_snapshot_the_commit_does(client: Client | None) -> None:
-    found = look(client, commit(4, 1))
+    found = find_restore_point(client, commit(4, 1))
     assert found.note is None
     assert not found.fresh
     assert str(found) == "the commit of step 4"
-    assert look(client, Commit(0, None)).fresh
+    assert find_restore_point(client, Commit(0, None)).fresh
 
 
 def test_a_member_says_that_it_waits_for_the_first_one_which_asks_the_store() -> None:
@@ -131,11 +131,11 @@ def test_a_member_says_that_it_waits_for_the_first_one_which_asks_the_store() ->
             self.asked.append(list(waits))
             return commit(4, 1)
 
-    life = Life(ReplicaId("trainer/0.1"), 1)
+    incarnation = Incarnation(ReplicaId("trainer/0.1"), 1)
     me: Any = SimpleNamespace(
-        held_up_by=held_up_by, launch=SimpleNamespace(life=life), node=NodeName("here"), peers=None
+        held_up_by=held_up_by, launch=SimpleNamespace(incarnation=incarnation), node=NodeName("here"), peers=None
     )  # fmt: skip
-    assert find(me, Second(1, 2), None).commit.number == 4
+    assert agree_on_restore_point(me, Second(1, 2), None).commit.number == 4
     assert Second.asked[0] == ["trainer/0"]
     assert not any(Second.asked[1:])
 

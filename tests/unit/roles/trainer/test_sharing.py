@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from rrl.core.types import Life, ReplicaId, member_id
+from rrl.core.types import Incarnation, ReplicaId, member_id
 from rrl.roles.trainer import process_group
 from rrl.roles.trajectories.records import pack_tokens
 from rrl.roles.trajectories.types import PackedBatch, PackedTrajectory
@@ -31,25 +31,25 @@ class _Gloo:
 
     def __init__(self) -> None:
         self.meets = threading.Barrier(WORLD)
-        self.said: dict[int, bool] = {}
-        self.lines: dict[int, Queue[torch.Tensor]] = {rank: Queue() for rank in range(WORLD)}
+        self.sent: dict[int, bool] = {}
+        self.connections: dict[int, Queue[torch.Tensor]] = {rank: Queue() for rank in range(WORLD)}
         self.here = threading.local()
 
     def send(self, data: torch.Tensor, dst: int, group: object) -> None:
-        self.lines[dst].put(data)
+        self.connections[dst].put(data)
 
     def recv(self, into: torch.Tensor, src: int, group: object) -> None:
-        into.copy_(self.lines[self.here.rank].get(timeout=BY))
+        into.copy_(self.connections[self.here.rank].get(timeout=BY))
 
 
 class _Gang:
     def __init__(self, gloo: _Gloo, rank: int) -> None:
-        self.rank, self.world, self.talk, self._gloo = rank, WORLD, None, gloo
+        self.rank, self.world, self.control_group, self._gloo = rank, WORLD, None, gloo
 
     def all(self, mine: bool) -> bool:
-        self._gloo.said[self.rank] = mine
+        self._gloo.sent[self.rank] = mine
         self._gloo.meets.wait(BY)
-        every = all(self._gloo.said.values())
+        every = all(self._gloo.sent.values())
         self._gloo.meets.wait(BY)
         return every
 
@@ -58,17 +58,17 @@ class _Member:
     """Who is asked to stop at the end of step ``stops``, or while it waits for the batch after it."""
 
     def __init__(self, rank: int, stops: int) -> None:
-        life = Life(member_id(GANG, rank), 1)
-        self.launch = SimpleNamespace(life=life)
+        incarnation = Incarnation(member_id(GANG, rank), 1)
+        self.launch = SimpleNamespace(incarnation=incarnation)
         self.job = {"run": {"steps": STEPS}}
         self.stopping = threading.Event()
-        self.asked: list[int] = []
+        self.requests: list[int] = []
         self.phases: list[tuple[str, str | None]] = []
         self.done = 0
         self.stops = stops
 
     def packed_batch(self, number: int) -> PackedBatch | None:
-        self.asked.append(number)
+        self.requests.append(number)
         if self.stopping.is_set():
             return None
         each = [PackedTrajectory(i, 0, pack_tokens((i,)), b"\0\0\0\0", ((1, 0, 1),), 1.0, 1.0) for i in range(5)]
@@ -90,7 +90,7 @@ def _play(monkeypatch: pytest.MonkeyPatch, **stops: int) -> tuple[list[_Member],
     monkeypatch.setattr(dist, "recv", gloo.recv)
     members = [_Member(rank, stops.get(f"r{rank}", -1)) for rank in range(WORLD)]
 
-    def lives(rank: int) -> list[str]:
+    def incarnations(rank: int) -> list[str]:
         gloo.here.rank, me, given = rank, members[rank], []
         gang: Any = _Gang(gloo, rank)
         who: Any = me
@@ -102,14 +102,14 @@ def _play(monkeypatch: pytest.MonkeyPatch, **stops: int) -> tuple[list[_Member],
         return given
 
     with ThreadPoolExecutor(WORLD) as pool:
-        given = list(pool.map(lives, range(WORLD), timeout=BY))
+        given = list(pool.map(incarnations, range(WORLD), timeout=BY))
     return members, given
 
 
 def test_all_get_the_same_batches_and_the_first_alone_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     members, given = _play(monkeypatch)
     assert given == [["digest 1", "digest 2", "digest 3"]] * WORLD
-    assert [member.asked for member in members] == [[1, 2, 3], [], []]
+    assert [member.requests for member in members] == [[1, 2, 3], [], []]
     assert [member.done for member in members] == [STEPS] * WORLD
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from rrl.config.job import validation
 from rrl.core.types import Version
-from rrl.roles.trajectories.batches import Elsewhere, share, unpacked
+from rrl.roles.trajectories.batches import NotLocal, shard_for, decode
 from rrl.roles.trajectories.records import pack_tokens
 from rrl.roles.trajectories.types import Answer, Batch, Bound, PackedBatch, PackedTrajectory, Trajectory
-from rrl.transport.control.sockets import CONTROL, Codec, frame
+from rrl.transport.control.sockets import CONTROL_BOUNDS, Codec, encode_frame
 
 _PROMPTS = {3: (2, 3, 4), 7: (5,)}
 
@@ -45,9 +45,9 @@ WHOLE = Batch(9, (3, 7), "digest", (
 
 
 def test_a_batch_is_read_as_plain_tuples_whatever_its_way() -> None:
-    read = Codec(Answer).read(frame(1, 2, Bound(_batch())))
+    read = Codec(Answer).decode(encode_frame(1, 2, Bound(_batch())))
     assert read is not None
-    assert unpacked(read[2].batch) == WHOLE
+    assert decode(read[2].batch) == WHOLE
 
 
 @pytest.mark.parametrize("world", [2, 3, 6])
@@ -55,7 +55,7 @@ def test_a_member_has_the_tokens_of_its_own_trajectories_and_of_the_others_all_t
     world: int,
 ) -> None:
     for rank in range(world):
-        mine = unpacked(share(_batch(), rank, world))
+        mine = decode(shard_for(_batch(), rank, world))
         assert mine.trajectories[rank::world] == WHOLE.trajectories[rank::world]
         assert mine.trajectories[0] == WHOLE.trajectories[0]
         for one, of in zip(mine.trajectories, WHOLE.trajectories, strict=True):
@@ -66,15 +66,15 @@ def test_a_member_has_the_tokens_of_its_own_trajectories_and_of_the_others_all_t
 
 
 def test_tokens_that_another_member_has_are_never_taken_for_none() -> None:
-    theirs = unpacked(share(_batch(), 0, 2)).trajectories[3]
-    assert isinstance(theirs.tokens, Elsewhere)
+    theirs = decode(shard_for(_batch(), 0, 2)).trajectories[3]
+    assert isinstance(theirs.tokens, NotLocal)
     with pytest.raises(LookupError, match="another member"):
         list(theirs.tokens)
 
 
 def test_no_batch_that_the_check_of_job_toml_lets_pass_is_larger_than_its_message() -> None:
-    assert CONTROL.frame == validation.BATCH_FRAME
+    assert CONTROL_BOUNDS.max_frame_bytes == validation.MAX_BATCH_BYTES
     tokens, versions = 1000, 60
     trajectory = _packed(2**40, 2**40, tokens, ((tokens // versions + 2**20, 2**20, 2**20),) * versions)
     data = msgspec.msgpack.encode(trajectory)
-    assert len(data) <= validation._TOKEN * tokens + validation._TRAJECTORY
+    assert len(data) <= validation._TOKEN_BYTES * tokens + validation._TRAJECTORY_BYTES

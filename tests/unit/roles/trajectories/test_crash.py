@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rrl.core.types import Life
+from rrl.core.types import Incarnation
 from rrl.roles.trajectories.log import LogDamaged
 from rrl.roles.trajectories.types import Bound, Done, PackedBatch
-from rrl.tests.support.roles.trajectories.crew import MAX_NEW, REWARD, lease, life, open_store, score, segment
+from rrl.tests.support.roles.trajectories.crew import MAX_NEW, REWARD, lease, incarnation_of, open_store, score, segment
 from rrl.tests.support.roles.trajectories.script import Acknowledged, Script, check, log_in
 
 
@@ -69,7 +69,7 @@ def test_crash_after_crash_keeps_every_promise(script: Script, tmp_path: Path) -
     for cut in _cuts(script)[::9]:
         folder = _crashed(tmp_path / str(cut), content[:cut])
         for _ in range(3):
-            open_store(folder, living=()).close()
+            open_store(folder, members=()).close()
         assert len(list(folder.iterdir())) == 1
         check(folder, _promised_at(script, cut), to=6)
 
@@ -113,13 +113,13 @@ def test_whatever_happens_in_whatever_order_every_trajectory_is_accounted_for(
     tmp_path_factory: pytest.TempPathFactory, moves: list[tuple[str, int]]
 ) -> None:
     folder = tmp_path_factory.mktemp("any")
-    lives = {"rollout/0": 1, "rollout/1": 1, "trainer/0": 1, "reward/0": 1}
-    store = open_store(folder, [life(*each) for each in lives.items()])
-    held: dict[Life, dict[int, int]] = {}
+    incarnations = {"rollout/0": 1, "rollout/1": 1, "trainer/0": 1, "reward/0": 1}
+    store = open_store(folder, [incarnation_of(*each) for each in incarnations.items()])
+    held: dict[Incarnation, dict[int, int]] = {}
     batches: dict[int, PackedBatch] = {}
     for what, n in moves:
         name = f"rollout/{n % 2}"
-        who, trainer = life(name, lives[name]), life("trainer/0", lives["trainer/0"])
+        who, trainer = incarnation_of(name, incarnations[name]), incarnation_of("trainer/0", incarnations["trainer/0"])
         hands = held.setdefault(who, {})
         if what == "lease":
             for item in lease(store, who, n, list(hands)):
@@ -149,10 +149,10 @@ def test_whatever_happens_in_whatever_order_every_trajectory_is_accounted_for(
         elif what == "restart":
             store.flush()
             store.close()
-            store = open_store(folder, [life(*each) for each in lives.items()])
+            store = open_store(folder, [incarnation_of(*each) for each in incarnations.items()])
         elif what in ("die", "trainer"):
-            lives["trainer/0" if what == "trainer" else name] += 1
-            store.peers([life(*each) for each in lives.items()])
+            incarnations["trainer/0" if what == "trainer" else name] += 1
+            store.update_membership([incarnation_of(*each) for each in incarnations.items()])
     audit = store.audit()
     assert audit.made == audit.trained + sum(audit.dropped.values()) + audit.open
     groups = [group for step in audit.steps.values() for group in step]

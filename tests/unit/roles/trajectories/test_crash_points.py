@@ -36,7 +36,7 @@ def _scripted(folder: Path, disk: FakeDisk) -> Script:
     script = Script(folder, noted, compact_from=COMPACTS, staleness=STALENESS, waits=False)
     try:
         script.run(STEPS - 2)
-        disk.watch = False
+        disk.recording = False
     finally:
         script.store.close()
     return script
@@ -52,7 +52,7 @@ def lived(tmp_path_factory: pytest.TempPathFactory) -> tuple[Script, FakeDisk]:
     return script, disk
 
 
-Lived = tuple[Script, FakeDisk]
+Recorded = tuple[Script, FakeDisk]
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def _laid_out(folder: Path, image: Image) -> Path:
     return folder
 
 
-def test_the_script_meets_every_kind_of_record_and_of_call(lived: Lived) -> None:
+def test_the_script_meets_every_kind_of_record_and_of_call(lived: Recorded) -> None:
     kinds: set[type[Record]] = set()
     for data in {image for moment in lived[1].moments for image in moment.now.values() if image}:
         path = lived[0].folder / "some"
@@ -82,9 +82,9 @@ def test_the_script_meets_every_kind_of_record_and_of_call(lived: Lived) -> None
     assert sum(call.startswith("replace") for call in lived[1].calls) >= 3, "it was opened, and compacted twice"
 
 
-def _crash_everywhere(lived: Lived, tmp_path: Path, cuts: Callable[[int, int], Iterable[int]]) -> int:
+def _crash_everywhere(recorded: Recorded, tmp_path: Path, cuts: Callable[[int, int], Iterable[int]]) -> int:
     """How many different folders a crash could leave; every one of them is opened and gone on with."""
-    script, disk = lived
+    script, disk = recorded
     seen: set[bytes] = set()
     for moment in disk.moments:
         for image in moment.images(cuts):
@@ -92,7 +92,7 @@ def _crash_everywhere(lived: Lived, tmp_path: Path, cuts: Callable[[int, int], I
             if mark in seen:
                 continue
             seen.add(mark)
-            again = script.said[max(0, moment.note - 1) : moment.note + 1]
+            again = script.calls[max(0, moment.note - 1) : moment.note + 1]
             try:
                 folder = _laid_out(tmp_path / str(len(seen)), image)
                 check(folder, script.promised[moment.note], STEPS, again, staleness=STALENESS, waits=False)
@@ -105,18 +105,18 @@ def _crash_everywhere(lived: Lived, tmp_path: Path, cuts: Callable[[int, int], I
 
 
 def test_dead_at_any_call_it_keeps_what_it_promised_and_the_same_words_are_right_again(
-    lived: Lived, tmp_path: Path
+    lived: Recorded, tmp_path: Path
 ) -> None:
     assert _crash_everywhere(lived, tmp_path, lambda start, end: (start + 1, (start + end) // 2, end - 1)) > 200
 
 
 @pytest.mark.long
-def test_torn_at_every_byte_of_every_write_it_keeps_what_it_promised(lived: Lived, tmp_path: Path) -> None:
+def test_torn_at_every_byte_of_every_write_it_keeps_what_it_promised(lived: Recorded, tmp_path: Path) -> None:
     assert _crash_everywhere(lived, tmp_path, range) > 2000
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
-def test_any_call_may_fail_and_nothing_is_told_that_is_not_durable(lived: Lived, tmp_path: Path, error: int) -> None:
+def test_any_call_may_fail_and_nothing_is_told_that_is_not_durable(lived: Recorded, tmp_path: Path, error: int) -> None:
     whole, disk = lived
     for number in range(len(disk.calls)):
         folder = tmp_path / str(number)
@@ -124,7 +124,7 @@ def test_any_call_may_fail_and_nothing_is_told_that_is_not_durable(lived: Lived,
         promised = 0
         with pytest.MonkeyPatch.context() as patch:
             failing = FakeDisk(folder, patch)
-            failing.watch, failing.fail_at, failing.error = False, number, error
+            failing.recording, failing.fail_at, failing.error = False, number, error
             with pytest.raises(OSError, match=f"Errno {error}"):
                 _scripted(folder, failing)
             promised = failing.note
@@ -132,7 +132,7 @@ def test_any_call_may_fail_and_nothing_is_told_that_is_not_durable(lived: Lived,
             while_full.full = True
             with pytest.raises(OSError, match=f"Errno {error}"):
                 open_store(folder)  # started again while there is no room yet
-        again = whole.said[max(0, promised - 1) : promised + 1]
+        again = whole.calls[max(0, promised - 1) : promised + 1]
         try:
             check(folder, whole.promised[promised], STEPS, again, staleness=STALENESS, waits=False)
         except BaseException as wrong:

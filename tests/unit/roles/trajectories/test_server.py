@@ -16,10 +16,10 @@ import pytest
 
 from rrl.config.job.load import resolved
 from rrl.config.job.schema import Job
-from rrl.core.types import Life, ProbeResult, Version, member_id
+from rrl.core.types import Incarnation, ProbeResult, Version, member_id
 from rrl.roles.trajectories import client as client_module
 from rrl.roles.trajectories import server as server_module
-from rrl.roles.trajectories.batches import unpacked
+from rrl.roles.trajectories.batches import decode
 from rrl.roles.trajectories.client import Fenced, Refused, TrajectoryClient, store_address
 from rrl.roles.trajectories.server import Server, answer
 from rrl.roles.trajectories.state import State
@@ -37,14 +37,14 @@ from rrl.roles.trajectories.types import (
     LeaseScoring,
     LeaseWork,
     NewestVersion,
-    NotYet,
+    NotReady,
     PackedBatch,
     PostScores,
     Request,
     Score,
     Segment,
 )
-from rrl.roles.worker.main_thread import Probes
+from rrl.roles.worker.main_thread import ProbeResponder
 from rrl.tests.support.roles.trajectories.crew import (
     ALL,
     BATCH,
@@ -55,7 +55,7 @@ from rrl.tests.support.roles.trajectories.crew import (
     ROLLOUT,
     TRAINER,
     generate,
-    life,
+    incarnation_of,
     manifest,
     open_store,
     score,
@@ -66,7 +66,7 @@ from rrl.tests.support.roles.trajectories.store_process import StoreProcess
 from rrl.transport.control.endpoints import Dialer, Incoming, Listener
 from rrl.transport.control.sockets import Bounds
 from rrl.transport.keys import RunKeys
-from rrl.transport.messages import Holder, Peer, Peers, Probe, Probed
+from rrl.transport.messages import WeightSource, Peer, Peers, Probe, ProbeReply
 
 DEADLINE = 60.0
 
@@ -79,8 +79,8 @@ def process(tmp_path: Path) -> Iterator[StoreProcess]:
 
 
 @asynccontextmanager
-async def clients(process: StoreProcess, *lives: Life) -> AsyncIterator[list[TrajectoryClient]]:
-    made = [TrajectoryClient(process.keys, each, process.find, patience=DEADLINE) for each in lives]
+async def clients(process: StoreProcess, *incarnations: Incarnation) -> AsyncIterator[list[TrajectoryClient]]:
+    made = [TrajectoryClient(process.keys, each, process.find, timeout=DEADLINE) for each in incarnations]
     running = [asyncio.create_task(client.run()) for client in made]
     try:
         async with asyncio.timeout(DEADLINE):
@@ -156,7 +156,7 @@ def test_a_run_goes_on_exactly_once_while_the_store_is_killed_again_and_again(pr
     assert (audit.trained, audit.dropped) == (40 * BATCH * GROUP, {})
     assert audit.made == audit.trained + audit.open
     for batch in crew.batches.values():
-        for trajectory in unpacked(batch).trajectories:
+        for trajectory in decode(batch).trajectories:
             assert trajectory.reward == sum(trajectory.tokens)
             for offset, token in enumerate(trajectory.tokens):
                 acknowledged = crew.appended.get((trajectory.id, offset))
@@ -171,7 +171,7 @@ def test_work_of_a_dead_rollout_goes_on_elsewhere_from_its_prefix_and_the_dead_i
         async with clients(process, ROLLOUT, OTHER) as (dead, heir):
             (item,) = await dead.lease(1)
             await dead.append([segment(item.trajectory, 0, (5, 6), step=3)])
-            process.tell({life("rollout/0", 2), *ALL[1:]})
+            process.set_membership({incarnation_of("rollout/0", 2), *ALL[1:]})
             taken: tuple[Item, ...] = ()
             while not taken:  # until the word has arrived: the heir holds what it was given before
                 taken = tuple(x for x in await heir.lease(9) if x.trajectory == item.trajectory)
@@ -202,7 +202,7 @@ def test_a_trainer_that_was_succeeded_cannot_commit(process: StoreProcess) -> No
     async def run() -> None:
         process.start(ALL)
         crew = Crew(1)
-        async with clients(process, ROLLOUT, REWARD, TRAINER, life("trainer/0", 2)) as (rollout, reward, old, new):
+        async with clients(process, ROLLOUT, REWARD, TRAINER, incarnation_of("trainer/0", 2)) as (rollout, reward, old, new):
             rolling = asyncio.create_task(crew.roll(rollout, 5))
             rewarding = asyncio.create_task(crew.reward(reward))
             batch = await old.batch(1, wait=DEADLINE)
@@ -227,14 +227,14 @@ def test_a_worker_whose_welcome_overtook_the_word_to_the_store_waits_and_is_serv
         async with clients(process, ROLLOUT) as (rollout,):
             assert await rollout.lease(1, wait=0.0) == ()
             asking = asyncio.create_task(rollout.lease(1, wait=DEADLINE))
-            process.tell(ALL)
+            process.set_membership(ALL)
             assert len(await asking) == 1
 
     asyncio.run(run())
 
 
 def test_the_store_is_found_in_the_managers_word_and_its_incarnation_is_the_epoch() -> None:
-    store = life("trajectories/0", 3)
+    store = incarnation_of("trajectories/0", 3)
     joining = Peers(1, 1, {store.replica: Peer(store), ROLLOUT.replica: Peer(ROLLOUT, "tcp://elsewhere:1")})
     assert store_address(None) is None
     assert store_address(joining) is None
@@ -249,7 +249,7 @@ class Script:
 
     def __init__(self, store: Store) -> None:
         self.arrived: deque[Incoming] = deque()
-        self.told: dict[int | None, Answer] = {}
+        self.replies: dict[int | None, Answer] = {}
         self.news = asyncio.Event()
         self.flushes = 0
         self._flush = store.flush
@@ -259,8 +259,8 @@ class Script:
         self._flush()
         self.flushes += 1
 
-    def say(self, ask: int, message: Any) -> None:
-        self.arrived.append(Incoming(b"peer", ask, message))
+    def send_request(self, request: int, message: Any) -> None:
+        self.arrived.append(Incoming(b"peer", request, message))
         self.news.set()
 
     async def receive(self) -> Incoming:
@@ -269,8 +269,8 @@ class Script:
             await self.news.wait()
         return self.arrived.popleft()
 
-    async def send(self, peer: bytes, message: Answer, ask: int | None = None) -> None:
-        self.told[ask] = message
+    async def send(self, peer: bytes, message: Answer, request: int | None = None) -> None:
+        self.replies[request] = message
 
     async def until(self, true: Callable[[], bool]) -> None:
         async with asyncio.timeout(DEADLINE):
@@ -298,14 +298,14 @@ def _serve(
 
 def test_requests_that_come_together_share_one_flush(tmp_path: Path) -> None:
     async def play(store: Store, server: Server, script: Script) -> None:
-        script.say(0, LeaseWork(ROLLOUT, 8))
-        await script.until(lambda: 0 in script.told)
+        script.send_request(0, LeaseWork(ROLLOUT, 8))
+        await script.until(lambda: 0 in script.replies)
         before = script.flushes
         for trajectory in range(8):
-            script.say(1 + trajectory, Append(ROLLOUT, (segment(trajectory),), (trajectory,)))
-        await script.until(lambda: len(script.told) == 9)
+            script.send_request(1 + trajectory, Append(ROLLOUT, (segment(trajectory),), (trajectory,)))
+        await script.until(lambda: len(script.replies) == 9)
         assert script.flushes - before <= 2
-        assert all(script.told[n] == Done() for n in range(1, 9))
+        assert all(script.replies[n] == Done() for n in range(1, 9))
 
     _serve(tmp_path, play)
 
@@ -319,25 +319,25 @@ def test_nothing_is_told_that_could_not_be_made_durable(tmp_path: Path) -> None:
             raise OSError(28, "No space left on device")
 
         script._flush = full
-        script.say(1, LeaseWork(ROLLOUT, 8))
+        script.send_request(1, LeaseWork(ROLLOUT, 8))
         with pytest.raises(OSError, match="No space"):
             await Server(store, cast(Listener, script)).run()
-        assert script.told == {}
+        assert script.replies == {}
 
     asyncio.run(run())
 
 
 def test_a_request_waits_for_as_long_as_it_says_and_is_served_as_soon_as_it_can_be(tmp_path: Path) -> None:
     async def play(store: Store, server: Server, script: Script) -> None:
-        script.say(1, GetBatch(TRAINER, 1, wait=0.05))
-        await script.until(lambda: script.told.get(1) == NotYet())
-        script.say(2, LeaseWork(ROLLOUT, 8, wait=DEADLINE))
-        script.say(3, LeaseWork(OTHER, 8, wait=DEADLINE))
-        await script.until(lambda: 2 in script.told)
-        assert 3 not in script.told
-        server.peers(frozenset(ALL[1:]))  # ROLLOUT is gone
-        await script.until(lambda: 3 in script.told)
-        leased = script.told[3]
+        script.send_request(1, GetBatch(TRAINER, 1, wait=0.05))
+        await script.until(lambda: script.replies.get(1) == NotReady())
+        script.send_request(2, LeaseWork(ROLLOUT, 8, wait=DEADLINE))
+        script.send_request(3, LeaseWork(OTHER, 8, wait=DEADLINE))
+        await script.until(lambda: 2 in script.replies)
+        assert 3 not in script.replies
+        server.update_membership(frozenset(ALL[1:]))  # ROLLOUT is gone
+        await script.until(lambda: 3 in script.replies)
+        leased = script.replies[3]
         assert isinstance(leased, Leased)
         assert len(leased.items) == 8
 
@@ -366,10 +366,10 @@ def test_a_batch_that_many_members_ask_for_is_made_once_a_round(
 
     async def play(store: Store, server: Server, script: Script) -> None:
         for ask in range(16):
-            script.say(ask, GetBatch(life(member_id(TRAINER.replica, ask)), 1))
-        await script.until(lambda: len(script.told) == 16)
+            script.send_request(ask, GetBatch(incarnation_of(member_id(TRAINER.replica, ask)), 1))
+        await script.until(lambda: len(script.replies) == 16)
         assert len(made) < 16 / 2, "as many as there were rounds, and most came together"
-        assert {bytes(cast(msgspec.Raw, said)) for said in script.told.values()} == {
+        assert {bytes(cast(msgspec.Raw, said)) for said in script.replies.values()} == {
             msgspec.msgpack.encode(store.batch(TRAINER, 1))
         }
 
@@ -378,11 +378,11 @@ def test_a_batch_that_many_members_ask_for_is_made_once_a_round(
 
 def test_a_member_that_was_succeeded_is_told_so_though_the_batch_is_there_for_others(tmp_path: Path) -> None:
     async def play(store: Store, server: Server, script: Script) -> None:
-        script.say(1, GetBatch(life("trainer/0", 2), 1))
-        script.say(2, GetBatch(TRAINER, 1))
-        await script.until(lambda: len(script.told) == 2)
-        assert isinstance(script.told[1], msgspec.Raw)
-        assert isinstance(script.told[2], Denied)
+        script.send_request(1, GetBatch(incarnation_of("trainer/0", 2), 1))
+        script.send_request(2, GetBatch(TRAINER, 1))
+        await script.until(lambda: len(script.replies) == 2)
+        assert isinstance(script.replies[1], msgspec.Raw)
+        assert isinstance(script.replies[2], Denied)
 
     _serve(tmp_path, play, store=_ready(tmp_path))
 
@@ -393,19 +393,19 @@ def test_who_says_the_same_again_while_it_waits_is_answered_once(tmp_path: Path)
     async def play(store: Store, server: Server, script: Script) -> None:
         send = script.send
 
-        async def counted(peer: bytes, message: Answer, ask: int | None = None) -> None:
-            told.append(ask)
-            await send(peer, message, ask)
+        async def counted(peer: bytes, message: Answer, request: int | None = None) -> None:
+            told.append(request)
+            await send(peer, message, request)
 
         script.send = counted  # type: ignore[method-assign]
-        script.say(1, GetBatch(TRAINER, 1, wait=DEADLINE))
+        script.send_request(1, GetBatch(TRAINER, 1, wait=DEADLINE))
         await script.until(lambda: bool(server._parked))
         for _ in range(3):
-            script.say(1, GetBatch(TRAINER, 1, wait=DEADLINE))
+            script.send_request(1, GetBatch(TRAINER, 1, wait=DEADLINE))
         generate(store)
         score(store)
-        script.say(2, LeaseWork(ROLLOUT, 0, 0.0))
-        await script.until(lambda: {1, 2} <= script.told.keys())
+        script.send_request(2, LeaseWork(ROLLOUT, 0, 0.0))
+        await script.until(lambda: {1, 2} <= script.replies.keys())
         assert told.count(1) == 1
 
     _serve(tmp_path, play)
@@ -417,9 +417,9 @@ def test_a_batch_larger_than_a_message_is_refused_and_not_sent_in_vain(
     monkeypatch.setattr(server_module, "CONTROL", Bounds(2**10, 1000))
 
     async def play(store: Store, server: Server, script: Script) -> None:
-        script.say(1, GetBatch(TRAINER, 1))
-        await script.until(lambda: 1 in script.told)
-        said = script.told[1]
+        script.send_request(1, GetBatch(TRAINER, 1))
+        await script.until(lambda: 1 in script.replies)
+        said = script.replies[1]
         assert isinstance(said, Denied)
         assert "more than the 0 MiB of one message; lower prompts_per_step, group_size or max_new_tokens" in said.why
 
@@ -442,7 +442,7 @@ def test_an_answer_that_takes_long_is_the_answer_though_the_question_was_repeate
             first = await listener.receive()
             for _ in range(2):
                 await listener.receive()
-            await listener.send(first.peer, NotYet(), first.ask)
+            await listener.send(first.peer, NotReady(), first.request_id)
             assert await asked is None
             await client.close()
             await running
@@ -499,10 +499,10 @@ class InThisProcess:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.asked: list[Any] = []
+        self.calls: list[Any] = []
 
-    async def ask(self, request: Any, by: float, again: float) -> Answer:
-        self.asked.append(request)
+    async def request(self, request: Any, timeout: float, resend_after: float) -> Answer:
+        self.calls.append(request)
         return answer(self.store, request)
 
 
@@ -516,13 +516,13 @@ def test_a_rollout_whose_weights_are_too_old_gets_work_as_soon_as_it_has_newer_o
         client._dialer = cast(Dialer, dialer)
         assert await client.lease(8, wait=0.0) == ()
         waiting = asyncio.create_task(client.lease(8, wait=DEADLINE))
-        while len(dialer.asked) < 2:
+        while len(dialer.calls) < 2:
             await asyncio.sleep(0.005)
         await asyncio.sleep(0.1)
-        assert len(dialer.asked) == 2, "the store is not asked again before anything can be otherwise"
+        assert len(dialer.calls) == 2, "the store is not asked again before anything can be otherwise"
         here[0] = 1
         assert len(await waiting) == BATCH * GROUP
-        assert [request.weights for request in dialer.asked] == [0, 0, 1]
+        assert [request.weights for request in dialer.calls] == [0, 0, 1]
 
     asyncio.run(run())
 
@@ -531,9 +531,9 @@ def test_to_be_told_to_get_newer_weights_is_no_work_done_and_is_told_at_once(tmp
     served: list[int] = []
 
     async def play(store: Store, server: Server, script: Script) -> None:
-        script.say(0, LeaseWork(ROLLOUT, 8, wait=DEADLINE, weights=0))
-        await script.until(lambda: 0 in script.told)
-        assert script.told[0] == Leased((), outdated=True)
+        script.send_request(0, LeaseWork(ROLLOUT, 8, wait=DEADLINE, weights=0))
+        await script.until(lambda: 0 in script.replies)
+        assert script.replies[0] == Leased((), outdated=True)
 
     store = open_store(tmp_path, staleness=0)
     train(store, 1, at_most=BATCH * GROUP, weights=0)
@@ -547,14 +547,14 @@ def test_where_nobody_gets_on_for_want_of_weights_that_are_not_published_it_is_s
     monkeypatch.setattr(server_module, "WEIGHTS_BY", 0.0)
 
     async def play(store: Store, server: Server, script: Script) -> None:
-        script.say(0, LeaseWork(ROLLOUT, 8, weights=0))  # the trainer is in its step: that they are old is no wonder
-        script.say(1, LeaseWork(ROLLOUT, 8, weights=0))
-        await script.until(lambda: len(script.told) == 2)
+        script.send_request(0, LeaseWork(ROLLOUT, 8, weights=0))  # the trainer is in its step: that they are old is no wonder
+        script.send_request(1, LeaseWork(ROLLOUT, 8, weights=0))
+        await script.until(lambda: len(script.replies) == 2)
         assert "for newer weights" not in caplog.text
-        script.say(9, GetBatch(TRAINER, 2, wait=DEADLINE))
+        script.send_request(9, GetBatch(TRAINER, 2, wait=DEADLINE))
         for ask in (2, 3, 4, 5):
-            script.say(ask, LeaseWork(ROLLOUT, 8, weights=0))
-            await script.until(partial(script.told.__contains__, ask))
+            script.send_request(ask, LeaseWork(ROLLOUT, 8, weights=0))
+            await script.until(partial(script.replies.__contains__, ask))
 
     store = open_store(tmp_path, staleness=0)
     train(store, 1, at_most=BATCH * GROUP, weights=0)
@@ -570,23 +570,23 @@ def test_note_says_what_a_waiting_trainer_waits_for_and_is_cleared_once_it_has_i
     notes: list[str] = []
 
     async def play(store: Store, server: Server, script: Script) -> None:
-        script.say(0, LeaseWork(ROLLOUT, BATCH * GROUP, weights=0))
-        script.say(1, GetBatch(TRAINER, 1, wait=0.0))
+        script.send_request(0, LeaseWork(ROLLOUT, BATCH * GROUP, weights=0))
+        script.send_request(1, GetBatch(TRAINER, 1, wait=0.0))
         await script.until(lambda: bool(notes))
         assert notes[-1] == f"the trainer waits for group 0 ({ROLLOUT}) and 1 more: their last step is 1"
         last = BATCH * GROUP - 1
-        script.say(2, Append(ROLLOUT, tuple(segment(t) for t in range(last + 1)), tuple(range(last))))
-        script.say(3, LeaseScoring(REWARD, 100))
-        await script.until(lambda: 3 in script.told)
-        script.say(4, PostScores(REWARD, tuple(Score(t, 1.0, 1.0) for t in range(last))))
-        script.say(5, GetBatch(TRAINER, 1, wait=0.0))
+        script.send_request(2, Append(ROLLOUT, tuple(segment(t) for t in range(last + 1)), tuple(range(last))))
+        script.send_request(3, LeaseScoring(REWARD, 100))
+        await script.until(lambda: 3 in script.replies)
+        script.send_request(4, PostScores(REWARD, tuple(Score(t, 1.0, 1.0) for t in range(last))))
+        script.send_request(5, GetBatch(TRAINER, 1, wait=0.0))
         await script.until(lambda: notes[-1].endswith("its last step is 1"))
         assert notes[-1] == f"the trainer waits for group {BATCH - 1} ({ROLLOUT}): its last step is 1"
-        script.say(6, Append(ROLLOUT, (), (last,)))
-        script.say(7, PostScores(REWARD, (Score(last, 1.0, 1.0),)))
-        script.say(8, GetBatch(TRAINER, 1))
+        script.send_request(6, Append(ROLLOUT, (), (last,)))
+        script.send_request(7, PostScores(REWARD, (Score(last, 1.0, 1.0),)))
+        script.send_request(8, GetBatch(TRAINER, 1))
         await script.until(lambda: notes[-1] == "")
-        assert isinstance(script.told[8], msgspec.Raw)
+        assert isinstance(script.replies[8], msgspec.Raw)
 
     _serve(tmp_path, play, store=open_store(tmp_path, staleness=0), note=notes.append)
 
@@ -595,18 +595,18 @@ def test_a_store_that_only_says_that_there_is_nothing_does_no_work(tmp_path: Pat
     served: list[int] = []
 
     async def play(store: Store, server: Server, script: Script) -> None:
-        script.say(0, LeaseWork(ROLLOUT, 1000))
-        await script.until(lambda: 0 in script.told)
+        script.send_request(0, LeaseWork(ROLLOUT, 1000))
+        await script.until(lambda: 0 in script.replies)
         assert sum(served) == 1
         vain = GetBatch(TRAINER, 1, 0.0), LeaseWork(OTHER, 8, 0.0), LeaseScoring(REWARD, 8, 0.0)
         for ask, request in enumerate(vain, 1):
-            script.say(ask, request)
-        script.say(4, LeaseWork(life("rollout/0", 0), 8))
-        await script.until(lambda: len(script.told) == 5)
-        assert isinstance(script.told[4], Denied)
-        script.say(5, Append(ROLLOUT, (segment(0),), (0,)))
-        script.say(6, LeaseScoring(REWARD, 8))
-        await script.until(lambda: len(script.told) == 7)
+            script.send_request(ask, request)
+        script.send_request(4, LeaseWork(incarnation_of("rollout/0", 0), 8))
+        await script.until(lambda: len(script.replies) == 5)
+        assert isinstance(script.replies[4], Denied)
+        script.send_request(5, Append(ROLLOUT, (segment(0),), (0,)))
+        script.send_request(6, LeaseScoring(REWARD, 8))
+        await script.until(lambda: len(script.replies) == 7)
         await script.until(lambda: sum(served) >= 3)
 
     _serve(tmp_path, play, served.append)
@@ -618,12 +618,12 @@ def test_a_store_that_only_tells_of_weight_versions_does_no_work(tmp_path: Path)
     served: list[int] = []
 
     async def play(store: Store, server: Server, script: Script) -> None:
-        script.say(0, FollowVersions(ROLLOUT, wait=DEADLINE))
+        script.send_request(0, FollowVersions(ROLLOUT, wait=DEADLINE))
         await script.until(lambda: server._followers.due < math.inf)
         version = Version(4, 1)
-        script.say(1, FollowVersions(TRAINER, "tcp://trainer", version, version, wait=0.0))
-        await script.until(lambda: len(script.told) == 2)
-        assert script.told[0] == script.told[1] == NewestVersion(version, (Holder(TRAINER, "tcp://trainer", version),))
+        script.send_request(1, FollowVersions(TRAINER, "tcp://trainer", version, version, wait=0.0))
+        await script.until(lambda: len(script.replies) == 2)
+        assert script.replies[0] == script.replies[1] == NewestVersion(version, (WeightSource(TRAINER, "tcp://trainer", version),))
 
     _serve(tmp_path, play, served.append)
     assert sum(served) == 0
@@ -631,24 +631,24 @@ def test_a_store_that_only_tells_of_weight_versions_does_no_work(tmp_path: Path)
 
 def test_a_rollout_is_told_of_versions_once_the_manager_has_named_it_to_the_store(tmp_path: Path) -> None:
     async def play(store: Store, server: Server, script: Script) -> None:
-        late, version = life("rollout/7"), Version(4, 1)
-        script.say(0, FollowVersions(late, wait=DEADLINE))
-        script.say(1, FollowVersions(TRAINER, "tcp://trainer", version, version, wait=0.0))
-        await script.until(lambda: 1 in script.told)
-        assert 0 not in script.told
-        server.peers(frozenset((*ALL, late)))
-        await script.until(lambda: 0 in script.told)
-        assert isinstance(script.told[0], NewestVersion)
+        late, version = incarnation_of("rollout/7"), Version(4, 1)
+        script.send_request(0, FollowVersions(late, wait=DEADLINE))
+        script.send_request(1, FollowVersions(TRAINER, "tcp://trainer", version, version, wait=0.0))
+        await script.until(lambda: 1 in script.replies)
+        assert 0 not in script.replies
+        server.update_membership(frozenset((*ALL, late)))
+        await script.until(lambda: 0 in script.replies)
+        assert isinstance(script.replies[0], NewestVersion)
 
     _serve(tmp_path, play)
 
 
 def test_a_store_that_is_asked_for_work_answers_from_its_own_loop(tmp_path: Path) -> None:
     async def story() -> None:
-        answers: list[Probed] = []
-        probes, stopping, announced = Probes(answers.append), threading.Event(), asyncio.Event()
+        answers: list[ProbeReply] = []
+        probes, stopping, announced = ProbeResponder(answers.append), threading.Event(), asyncio.Event()
         me = SimpleNamespace(
-            launch=SimpleNamespace(life=life("trajectories/0")), keys=RunKeys.make(), host="127.0.0.1", peers=None,
+            launch=SimpleNamespace(incarnation=incarnation_of("trajectories/0")), keys=RunKeys.make(), host="127.0.0.1", peers=None,
             stopping=stopping, progress=lambda units: None, on_peers=lambda callback: None,
             announce=lambda listens: announced.set(), on_probe=probes.on_probe, answer_probe=probes.answer,
             note=lambda text: None,
@@ -656,11 +656,11 @@ def test_a_store_that_is_asked_for_work_answers_from_its_own_loop(tmp_path: Path
         serving = asyncio.create_task(server_module._serve(cast(Any, me), open_store(tmp_path)))
         async with asyncio.timeout(DEADLINE):
             await announced.wait()
-            probes.asked(Probe(me.launch.life, 3), me.launch.life)
+            probes.on_request(Probe(me.launch.life, 3), me.launch.life)
             while not answers:
                 await asyncio.sleep(0.01)
             stopping.set()
             await serving
-        assert answers == [Probed(me.launch.life, 3, ProbeResult.WORKS, "its loop goes round")]
+        assert answers == [ProbeReply(me.launch.life, 3, ProbeResult.WORKS, "its loop goes round")]
 
     asyncio.run(story())

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rrl.core.types import Life
+from rrl.core.types import Incarnation
 from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import Bound, CommittedState, Denied, Done, Leased, NotYet, PackedBatch
-from rrl.roles.worker.api import _told_by
+from rrl.roles.trajectories.types import Bound, CommittedState, Denied, Done, Leased, NotReady, PackedBatch
+from rrl.roles.worker.api import _batch_metrics
 from rrl.tests.support.roles.trajectories.crew import (
     ALL,
     BATCH,
@@ -31,7 +31,7 @@ from rrl.tests.support.roles.trajectories.crew import (
     commit,
     generate,
     lease,
-    life,
+    incarnation_of,
     score,
     segment,
     train,
@@ -42,16 +42,16 @@ SIZE = BATCH * GROUP
 """trajectories of a step"""
 
 
-def open_store(folder: Path, living: Sequence[Life] = ALL, **changed: Any) -> Store:
-    return _open_store(folder, living, waits=False, **changed)
+def open_store(folder: Path, members: Sequence[Incarnation] = ALL, **changed: Any) -> Store:
+    return _open_store(folder, members, waits=False, **changed)
 
 
-def _too_old(most: int) -> str:
-    return f"stale: a token is more than {most} weight versions old"
+def _too_old(limit: int) -> str:
+    return f"stale: a token is more than {limit} weight versions old"
 
 
-def _outdated(store: Store, weights: int, who: Life = ROLLOUT) -> bool:
-    answer = store.lease_work(who, 1, (), weights)
+def _outdated(store: Store, weights: int, who: Incarnation = ROLLOUT) -> bool:
+    answer = store.lease(who, 1, (), weights)
     assert isinstance(answer, Leased)
     assert not (answer.items and answer.outdated)
     return answer.outdated
@@ -67,7 +67,7 @@ def test_groups_too_old_for_the_next_step_are_dropped_with_the_binding_of_the_on
     assert audit.dropped == {_too_old(1): 2 * SIZE}
     assert audit.made == audit.trained + sum(audit.dropped.values()) + audit.open
     commit(store, bind(store, 1))
-    assert store.batch(TRAINER, 3) == NotYet()
+    assert store.batch(TRAINER, 3) == NotReady()
     generate(store, weights=1)
     score(store)
     assert {v.step for t in bind(store, 3).trajectories for v in t.versions} == {1}
@@ -85,7 +85,7 @@ def test_a_token_may_be_just_as_old_as_allowed_and_not_a_version_older(tmp_path:
         commit(store, bind(store, number))
     denied = store.append(ROLLOUT, [segment(t) for t in range(first + SIZE, first + 2 * SIZE)])
     assert isinstance(denied, Denied)
-    assert store.batch(TRAINER, most + 2) == NotYet()
+    assert store.batch(TRAINER, most + 2) == NotReady()
 
 
 def test_one_old_token_of_one_trajectory_costs_the_whole_group_and_no_other(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_what_is_half_made_and_can_be_in_time_no_more_is_dropped_and_leased_to_n
     assert store.append(ROLLOUT, [segment(t, 0, (5,)) for t in half]) == Done()
     score(store)
     commit(store, bind(store, 1))
-    store.peers({OTHER, REWARD, TRAINER})
+    store.update_membership({OTHER, REWARD, TRAINER})
     assert not set(half) & {item.trajectory for item in lease(store, OTHER, weights=1)}
 
 
@@ -157,8 +157,8 @@ def test_a_trainer_that_goes_back_to_an_older_step_is_given_the_same_batches_of_
         generate(store, at_most=SIZE, weights=number - 1)
         score(store)
         batches.append(bind(store, number))
-    again = life("trainer/0", 2)
-    store = open_store(tmp_path, staleness=0, keep_uncommitted=2, living=(ROLLOUT, REWARD, again))
+    again = incarnation_of("trainer/0", 2)
+    store = open_store(tmp_path, staleness=0, keep_uncommitted=2, members=(ROLLOUT, REWARD, again))
     assert store.committed(again) == CommittedState(None, None)
     assert _outdated(store, 0)  # of the new incarnation, yet as old as they were
     for batch in batches:
@@ -212,8 +212,8 @@ def test_a_rollout_waits_for_newer_weights_rather_than_begin_what_will_be_too_ol
 
 
 def test_with_weights_of_each_age_a_rollout_works_as_far_ahead_as_they_will_be_in_time(tmp_path: Path) -> None:
-    third = life("rollout/2")
-    store = open_store(tmp_path, staleness=2, max_ahead_batches=9, living=(ROLLOUT, OTHER, third, REWARD, TRAINER))
+    third = incarnation_of("rollout/2")
+    store = open_store(tmp_path, staleness=2, max_ahead_batches=9, members=(ROLLOUT, OTHER, third, REWARD, TRAINER))
     for number in (1, 2, 3):
         generate(store, at_most=SIZE, weights=number - 1)
         score(store)
@@ -223,7 +223,7 @@ def test_with_weights_of_each_age_a_rollout_works_as_far_ahead_as_they_will_be_i
     assert len(lease(store, ROLLOUT, weights=2)) == SIZE
     assert _outdated(store, 2, third)
     assert len(lease(store, third, weights=3)) == SIZE
-    assert _outdated(store, 3, life("rollout/2")) is False, "its own is given again"
+    assert _outdated(store, 3, incarnation_of("rollout/2")) is False, "its own is given again"
 
 
 def test_where_there_is_no_room_newer_weights_would_not_help_and_are_not_waited_for(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_what_the_dead_began_goes_to_nobody_whose_weights_are_too_old_for_it(tmp
     store = open_store(tmp_path, staleness=0)
     train(store, 1)
     store.append(ROLLOUT, [segment(item.trajectory, 0, (5,), 1) for item in lease(store, weights=1)])
-    store.peers({OTHER, REWARD, TRAINER})
+    store.update_membership({OTHER, REWARD, TRAINER})
     assert _outdated(store, 0, OTHER)
     assert len(lease(store, OTHER, weights=1)) == SIZE
 
@@ -263,21 +263,21 @@ def test_one_slow_rollout_with_current_weights_is_enough_for_each_step(tmp_path:
 class _Run:
     """A trainer that publishes after each step, and rollouts that get its weights when it pleases them."""
 
-    def __init__(self, folder: Path, most: int, ahead: int) -> None:
-        self.folder, self.most = folder, most
-        self.changed: dict[str, Any] = {"staleness": most, "max_ahead_batches": ahead, "compact_from": 3000}
-        self.lives = {"rollout/0": 1, "rollout/1": 1, "trainer/0": 1, "reward/0": 1}
+    def __init__(self, folder: Path, staleness: int, ahead: int) -> None:
+        self.folder, self.staleness = folder, staleness
+        self.changed: dict[str, Any] = {"staleness": staleness, "max_ahead_batches": ahead, "compact_from": 3000}
+        self.incarnations = {"rollout/0": 1, "rollout/1": 1, "trainer/0": 1, "reward/0": 1}
         self.weights = {"rollout/0": 0, "rollout/1": 0}
-        self.hands: dict[Life, dict[int, int]] = {}
+        self.hands: dict[Incarnation, dict[int, int]] = {}
         self.published = 0
         self.batches: dict[int, PackedBatch] = {}
         self.store = self.open()
 
-    def living(self) -> list[Life]:
-        return [life(*each) for each in self.lives.items()]
+    def members(self) -> list[Incarnation]:
+        return [incarnation_of(*each) for each in self.incarnations.items()]
 
     def open(self) -> Store:
-        return open_store(self.folder, self.living(), **self.changed)
+        return open_store(self.folder, self.members(), **self.changed)
 
     def restart(self) -> None:
         self.store.flush()
@@ -285,21 +285,21 @@ class _Run:
         self.store = self.open()
 
     def succeed(self, name: str) -> None:
-        self.lives[name] += 1
-        self.store.peers(self.living())
+        self.incarnations[name] += 1
+        self.store.update_membership(self.members())
         if name == "trainer/0":
-            said = self.store.committed(life(name, self.lives[name]))
+            said = self.store.committed(incarnation_of(name, self.incarnations[name]))
             assert isinstance(said, CommittedState)
             self.published = said.number or 0
 
     def lease(self, name: str, at_most: int) -> None:
-        who = life(name, self.lives[name])
+        who = incarnation_of(name, self.incarnations[name])
         hands = self.hands.setdefault(who, {})
         for item in lease(self.store, who, at_most, list(hands), self.weights[name]):
             hands[item.trajectory] = MAX_NEW - item.max_new
 
     def grow(self, name: str, which: int, by: int) -> None:
-        who = life(name, self.lives[name])
+        who = incarnation_of(name, self.incarnations[name])
         if hands := self.hands.setdefault(who, {}):
             trajectory = sorted(hands)[which % len(hands)]
             by = min(by, MAX_NEW - hands[trajectory])
@@ -310,22 +310,22 @@ class _Run:
 
     def bind(self) -> bool:
         """The trainer asks for its next batch, learns, publishes."""
-        who, number = life("trainer/0", self.lives["trainer/0"]), self.published + 1
+        who, number = incarnation_of("trainer/0", self.incarnations["trainer/0"]), self.published + 1
         answer = self.store.batch(who, number)
         if not isinstance(answer, Bound):
-            assert answer == NotYet()
+            assert answer == NotReady()
             return False
         assert self.batches.setdefault(number, answer.batch) == answer.batch
         oldest = min(step for each in answer.batch.trajectories for _, step, _ in each.runs)
-        assert oldest >= number - 1 - self.most
+        assert oldest >= number - 1 - self.staleness
         self.published = number
         return True
 
     def commit(self) -> None:
-        said = self.store.committed(life("trainer/0", self.lives["trainer/0"]))
+        said = self.store.committed(incarnation_of("trainer/0", self.incarnations["trainer/0"]))
         assert isinstance(said, CommittedState)
         if (number := (said.number or 0) + 1) <= self.published:
-            commit(self.store, self.batches[number], life("trainer/0", self.lives["trainer/0"]))
+            commit(self.store, self.batches[number], incarnation_of("trainer/0", self.incarnations["trainer/0"]))
 
 
 _Move = st.tuples(
@@ -394,10 +394,10 @@ def test_metrics_of_a_batch_tell_the_ages_of_its_tokens_and_where_limited_what_w
     answer = store.batch(TRAINER, 2)
     assert isinstance(answer, Bound)
     ages = {"reward": 1.0, "token_age_p50": 0.0, "token_age_max": 1.0, "token_age_run_max": 1.0}
-    assert _told_by(answer.batch, "unlimited") == ages
-    assert _told_by(answer.batch, 1) == {**ages, "stale_groups": 0.0, "stale_share": 0.0}
+    assert _batch_metrics(answer.batch, "unlimited") == ages
+    assert _batch_metrics(answer.batch, 1) == {**ages, "stale_groups": 0.0, "stale_share": 0.0}
     stale = msgspec.structs.replace(answer.batch, stale=BATCH)
-    assert _told_by(stale, 1) == {**ages, "stale_groups": BATCH, "stale_share": BATCH / (3 * BATCH)}
+    assert _batch_metrics(stale, 1) == {**ages, "stale_groups": BATCH, "stale_share": BATCH / (3 * BATCH)}
     assert store.audit().max_age == 0, "step 2 is not committed"
     commit(store, bind(store, 2))
     assert store.audit().max_age == 1

@@ -10,15 +10,15 @@ import pytest
 
 from rrl.core.types import Version
 from rrl.roles.trajectories.log import Superseded
-from rrl.roles.trajectories.prompts import ALL_UNASKABLE, UNASKABLE
+from rrl.roles.trajectories.prompts import MAX_ITEMS_WITHOUT_PROMPT, NO_PROMPT
 from rrl.roles.trajectories.types import (
     Bound,
     CommittedState,
     Denied,
     Done,
-    KeptMetrics,
+    StoredMetrics,
     Leased,
-    NotYet,
+    NotReady,
     Prompt,
     Score,
     Scoring,
@@ -37,7 +37,7 @@ from rrl.tests.support.roles.trajectories.crew import (
     commit,
     generate,
     lease,
-    life,
+    incarnation_of,
     manifest,
     open_store,
     prompt,
@@ -57,10 +57,10 @@ def test_metrics_of_commits_outlive_the_store_and_the_trainer_and_come_in_order(
     for number in range(1, 7):
         train(store, number, metrics={"reward": number / 10})
     store.close()
-    again, successor = open_store(tmp_path), life("trainer/0", 2)
-    again.peers((ROLLOUT, REWARD, successor))
+    again, successor = open_store(tmp_path), incarnation_of("trainer/0", 2)
+    again.update_membership((ROLLOUT, REWARD, successor))
     answer = again.metrics(successor, 2)
-    assert isinstance(answer, KeptMetrics)
+    assert isinstance(answer, StoredMetrics)
     assert [one.step for one in answer.commits] == [3, 4, 5, 6]
     assert [one.metrics for one in answer.commits] == [{"reward": step / 10} for step in (3, 4, 5, 6)]
     assert _is_fenced(again.metrics(TRAINER, 2))
@@ -113,7 +113,7 @@ def test_a_lease_of_the_dead_goes_to_the_next_with_all_that_was_made(tmp_path: P
     made = [segment(item.trajectory, 0, (5,)), segment(item.trajectory, 1, (6, 7), step=3)]
     assert store.append(ROLLOUT, made) == Done()
     assert [other.trajectory for other in lease(store, OTHER, 1)] == [1]
-    store.peers({OTHER, REWARD, TRAINER})
+    store.update_membership({OTHER, REWARD, TRAINER})
     (taken,) = lease(store, OTHER, 1, holding=[1])
     assert taken.trajectory == item.trajectory
     assert list(taken.so_far) == made
@@ -124,7 +124,7 @@ def test_a_trajectory_over_two_lives_keeps_the_version_of_each_token(tmp_path: P
     store = open_store(tmp_path)
     lease(store, ROLLOUT)
     store.append(ROLLOUT, [segment(0, 0, (5, 6), step=3)])
-    store.peers({OTHER, REWARD, TRAINER})
+    store.update_membership({OTHER, REWARD, TRAINER})
     lease(store, OTHER)
     rest = [segment(t, 0, (1,), step=4) for t in range(1, 8)]
     assert store.append(OTHER, [segment(0, 2, (7, 1), step=4), *rest], range(8)) == Done()
@@ -154,18 +154,18 @@ def test_an_item_without_a_prompt_is_dropped_and_the_next_one_takes_its_place(tm
     store.flush()
     store.close()
     again = open_store(tmp_path, next_prompt=_without(7))
-    assert again.audit().dropped == {UNASKABLE: 3 * GROUP}
+    assert again.audit().dropped == {NO_PROMPT: 3 * GROUP}
     for number in range(1, 5):
         train(again, number)
     audit = again.audit()
-    assert audit.dropped == {UNASKABLE: 4 * GROUP}
+    assert audit.dropped == {NO_PROMPT: 4 * GROUP}
     assert audit.made == audit.trained + 4 * GROUP + audit.open
 
 
 def test_items_without_a_prompt_take_nobodys_turn_where_age_is_limited(tmp_path: Path) -> None:
     """A rollout with the newest weights would be told to wait for newer ones, which there are not."""
     store = open_store(tmp_path, staleness=0, next_prompt=_without(*range(BATCH)))
-    answer = store.lease_work(ROLLOUT, 1, (), 0)
+    answer = store.lease(ROLLOUT, 1, (), 0)
     assert isinstance(answer, Leased)
     assert not answer.outdated
     assert [item.group for item in answer.items] == [BATCH]
@@ -186,9 +186,9 @@ def test_that_an_item_has_no_prompt_is_said_once(tmp_path: Path) -> None:
 def test_a_task_that_has_no_prompt_for_many_items_in_a_row_ends_the_store_and_loses_none_of_them(
     tmp_path: Path, good: int
 ) -> None:
-    bad = range(good, good + ALL_UNASKABLE)
+    bad = range(good, good + MAX_ITEMS_WITHOUT_PROMPT)
     store = open_store(tmp_path, max_ahead_batches=20, next_prompt=_without(*bad))
-    with pytest.raises(ValueError, match=rf"{ALL_UNASKABLE} items of \[task\] in a row, up to item {bad[-1]}, have no"):
+    with pytest.raises(ValueError, match=rf"{MAX_ITEMS_WITHOUT_PROMPT} items of \[task\] in a row, up to item {bad[-1]}, have no"):
         lease(store)
     store.close()
     healed = open_store(tmp_path)
@@ -197,7 +197,7 @@ def test_a_task_that_has_no_prompt_for_many_items_in_a_row_ends_the_store_and_lo
 
 
 def test_items_without_a_prompt_here_and_there_end_nothing(tmp_path: Path) -> None:
-    bad = [index for index in range(4 * ALL_UNASKABLE) if index % ALL_UNASKABLE]
+    bad = [index for index in range(4 * MAX_ITEMS_WITHOUT_PROMPT) if index % MAX_ITEMS_WITHOUT_PROMPT]
     store = open_store(tmp_path, max_ahead_batches=1, next_prompt=_without(*bad))
     assert [item.group for item in lease(store)][::GROUP] == [0, 32, 64, 96]
 
@@ -234,7 +234,7 @@ def test_what_neither_continues_nor_repeats_is_denied_and_nothing_of_it_is_kept(
     answer = store.append(ROLLOUT, [segment(1, 0, (9,)), wrong])
     assert isinstance(answer, Denied)
     assert (answer.lost, answer.fenced) == ((wrong.trajectory,), False)
-    store.peers({OTHER})
+    store.update_membership({OTHER})
     so_far = {item.trajectory: item.so_far for item in lease(store, OTHER)}
     assert so_far[0] == (segment(0, 0, (5, 6)),)
     assert so_far[1] == ()
@@ -268,30 +268,30 @@ def test_one_without_the_lease_is_denied(tmp_path: Path) -> None:
 def test_a_fenced_rollout_is_refused_at_the_store(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     lease(store)
-    store.peers({life("rollout/0", 2), *ALL[1:]})
+    store.update_membership({incarnation_of("rollout/0", 2), *ALL[1:]})
     assert _is_fenced(store.append(ROLLOUT, [segment(0)]))
-    assert _is_fenced(store.lease_work(ROLLOUT, 1))
-    assert isinstance(store.lease_work(life("rollout/0", 2), 1), Leased)
+    assert _is_fenced(store.lease(ROLLOUT, 1))
+    assert isinstance(store.lease(incarnation_of("rollout/0", 2), 1), Leased)
 
 
 def test_one_that_the_manager_no_longer_names_is_refused_without_a_successor(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     lease(store)
-    store.peers({OTHER, REWARD, TRAINER})
+    store.update_membership({OTHER, REWARD, TRAINER})
     assert _is_fenced(store.append(ROLLOUT, [segment(0)]))
-    assert _is_fenced(store.lease_work(ROLLOUT, 1))
-    store.peers({OTHER, TRAINER})
+    assert _is_fenced(store.lease(ROLLOUT, 1))
+    store.update_membership({OTHER, TRAINER})
     assert _is_fenced(store.lease_scoring(REWARD, 1))
     assert _is_fenced(store.post_scores(REWARD, ()))
 
 
 def test_one_that_the_manager_has_not_named_yet_waits(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    new = life("rollout/0", 2)
-    assert store.lease_work(new, 1) == NotYet()
-    assert store.append(new, [segment(0)]) == NotYet()
-    store.peers({new, *ALL[1:]})
-    assert isinstance(store.lease_work(new, 1), Leased)
+    new = incarnation_of("rollout/0", 2)
+    assert store.lease(new, 1) == NotReady()
+    assert store.append(new, [segment(0)]) == NotReady()
+    store.update_membership({new, *ALL[1:]})
+    assert isinstance(store.lease(new, 1), Leased)
 
 
 def test_a_trajectory_at_its_longest_is_finished_without_being_told(tmp_path: Path) -> None:
@@ -330,7 +330,7 @@ def test_tokens_are_never_put_behind_a_prefix_they_were_not_sampled_from(tmp_pat
     store = open_store(tmp_path)  # ROLLOUT lost its lease and does not know
     lease(store, OTHER)
     store.append(OTHER, [segment(0, 1, (6,))])
-    store.peers({ROLLOUT, REWARD, TRAINER})  # OTHER dies: the trajectory is free again
+    store.update_membership({ROLLOUT, REWARD, TRAINER})  # OTHER dies: the trajectory is free again
     late = store.append(ROLLOUT, [segment(0, 2, (9,))])  # it fits by length, yet follows another token at 1
     assert isinstance(late, Denied)
     assert late.lost == (0,)
@@ -340,7 +340,7 @@ def test_an_heir_who_only_ends_a_trajectory_can_say_so_again(tmp_path: Path) -> 
     store = open_store(tmp_path)
     lease(store, ROLLOUT)
     store.append(ROLLOUT, [segment(0, 0, (5,))])
-    store.peers(ALL[1:])
+    store.update_membership(ALL[1:])
     lease(store, OTHER)
     assert store.append(OTHER, [], [0]) == Done()
     assert store.append(OTHER, [], [0]) == Done()
@@ -358,13 +358,13 @@ def test_only_finished_trajectories_are_offered_for_scoring(tmp_path: Path) -> N
 
 
 def test_a_scoring_lease_of_the_dead_is_free_again_and_given_again_to_the_living(tmp_path: Path) -> None:
-    store = open_store(tmp_path, living=(*ALL, life("reward/1")))
+    store = open_store(tmp_path, members=(*ALL, incarnation_of("reward/1")))
     generate(store, at_most=2)
     first = store.lease_scoring(REWARD, 9)
     assert store.lease_scoring(REWARD, 9) == first
-    assert store.lease_scoring(life("reward/1"), 9) == Scoring(())
-    store.peers({ROLLOUT, life("reward/1")})
-    assert store.lease_scoring(life("reward/1"), 9) == first
+    assert store.lease_scoring(incarnation_of("reward/1"), 9) == Scoring(())
+    store.update_membership({ROLLOUT, incarnation_of("reward/1")})
+    assert store.lease_scoring(incarnation_of("reward/1"), 9) == first
 
 
 def test_the_first_score_stands(tmp_path: Path) -> None:
@@ -402,7 +402,7 @@ def test_a_batch_is_the_oldest_complete_scored_groups(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     lease(store)
     store.append(ROLLOUT, [segment(t) for t in (6, 7, 4, 5, 0)], (6, 7, 4, 5, 0))
-    assert store.batch(TRAINER, 1) == NotYet()
+    assert store.batch(TRAINER, 1) == NotReady()
     score(store)
     assert bind(store, 1).groups == (2, 3)
 
@@ -417,7 +417,7 @@ def test_a_batch_asked_again_is_the_same_for_whoever_asks_and_after_a_restart(tm
     assert bind(store, 1) == batch
     store = open_store(tmp_path)
     assert bind(store, 1) == batch
-    assert bind(store, 1, life("trainer/0", 2)) == batch
+    assert bind(store, 1, incarnation_of("trainer/0", 2)) == batch
 
 
 def test_the_digest_covers_what_the_step_sees(tmp_path: Path) -> None:
@@ -447,14 +447,14 @@ def test_a_step_can_begin_while_as_many_as_asked_for_are_done_and_not_committed(
     generate(store)
     score(store)
     batches = [bind(store, number) for number in range(1, most + 2)]
-    assert store.batch(TRAINER, most + 2) == NotYet()
+    assert store.batch(TRAINER, most + 2) == NotReady()
     assert isinstance(store.commit(TRAINER, 2, manifest(2), batches[1].digest), Denied)
     commit(store, batches[0])
     bind(store, most + 2)
-    assert store.batch(TRAINER, most + 3) == NotYet()
+    assert store.batch(TRAINER, most + 3) == NotReady()
     store = open_store(tmp_path, keep_uncommitted=most, max_ahead_batches=5)
     assert [bind(store, number) for number in range(1, most + 2)] == batches
-    assert store.batch(TRAINER, most + 3) == NotYet()
+    assert store.batch(TRAINER, most + 3) == NotReady()
 
 
 def test_a_commit_counts_once_it_is_said_and_can_be_said_again(tmp_path: Path) -> None:
@@ -486,11 +486,11 @@ def test_a_trainer_is_fenced_by_the_word_of_the_manager(tmp_path: Path) -> None:
     generate(store)
     score(store)
     batch = bind(store, 1)
-    store.peers({ROLLOUT, REWARD, life("trainer/0", 2)})
+    store.update_membership({ROLLOUT, REWARD, incarnation_of("trainer/0", 2)})
     assert _is_fenced(store.commit(TRAINER, 1, manifest(1), batch.digest))
     assert _is_fenced(store.batch(TRAINER, 1))
     assert _is_fenced(store.committed(TRAINER))
-    commit(store, batch, life("trainer/0", 2))
+    commit(store, batch, incarnation_of("trainer/0", 2))
 
 
 @pytest.mark.parametrize("word", ["committed", "batch"])
@@ -499,11 +499,11 @@ def test_a_trainer_is_fenced_by_the_first_word_of_the_next_one_and_for_ever(tmp_
     generate(store)
     score(store)
     batch = bind(store, 1)
-    new = life("trainer/0", 2)
+    new = incarnation_of("trainer/0", 2)
     assert not isinstance(store.committed(new) if word == "committed" else store.batch(new, 1), Denied)
     assert _is_fenced(store.commit(TRAINER, 1, manifest(1), batch.digest))
     store.flush()
-    store = open_store(tmp_path, living=ALL)  # a manager that is behind still names the old one
+    store = open_store(tmp_path, members=ALL)  # a manager that is behind still names the old one
     assert _is_fenced(store.commit(TRAINER, 1, manifest(1), batch.digest))
     commit(store, batch, new)
 
@@ -513,26 +513,26 @@ def test_the_managers_fence_holds_after_a_restart_before_it_speaks_again(tmp_pat
     generate(store)
     score(store)
     batch = bind(store, 1)
-    store.peers({ROLLOUT, REWARD, life("trainer/0", 2)})
+    store.update_membership({ROLLOUT, REWARD, incarnation_of("trainer/0", 2)})
     store.flush()
-    store = open_store(tmp_path, living=())
+    store = open_store(tmp_path, members=())
     assert _is_fenced(store.commit(TRAINER, 1, manifest(1), batch.digest))
 
 
 def test_the_next_trainer_can_finish_the_commit_of_the_last_one(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     batch = train(store, 1)
-    new = life("trainer/0", 2)
+    new = incarnation_of("trainer/0", 2)
     commit(store, batch, new)
     assert isinstance(store.batch(new, 2), Bound)
 
 
 # ── gangs ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-SECOND = life("trainer/0.1")
+SECOND = incarnation_of("trainer/0.1")
 
 
 def test_each_member_of_a_gang_gets_the_same_batch_and_only_the_first_commits(tmp_path: Path) -> None:
-    store = open_store(tmp_path, living=(*ALL, SECOND))
+    store = open_store(tmp_path, members=(*ALL, SECOND))
     generate(store)
     score(store)
     batch = bind(store, 1, SECOND)
@@ -546,27 +546,27 @@ def test_each_member_of_a_gang_gets_the_same_batch_and_only_the_first_commits(tm
 
 @pytest.mark.parametrize("first", ["trainer/0", "trainer/0.1"])
 def test_the_first_word_of_any_member_of_the_next_gang_fences_all_of_the_last_one(tmp_path: Path, first: str) -> None:
-    store = open_store(tmp_path, living=(*ALL, SECOND))
+    store = open_store(tmp_path, members=(*ALL, SECOND))
     generate(store)
     score(store)
     batch = bind(store, 1)
-    assert isinstance(store.committed(life(first, 2)), CommittedState)
+    assert isinstance(store.committed(incarnation_of(first, 2)), CommittedState)
     for member in (TRAINER, SECOND):
         assert _is_fenced(store.committed(member))
         assert _is_fenced(store.batch(member, 1))
         assert _is_fenced(store.commit(member, 1, manifest(1), batch.digest))
     store.flush()
-    store = open_store(tmp_path, living=(*ALL, SECOND))  # a manager that is behind still names the old ones
+    store = open_store(tmp_path, members=(*ALL, SECOND))  # a manager that is behind still names the old ones
     assert _is_fenced(store.batch(SECOND, 1))
-    assert bind(store, 1, life("trainer/0.1", 2)) == batch
+    assert bind(store, 1, incarnation_of("trainer/0.1", 2)) == batch
 
 
 def test_the_word_of_the_manager_on_one_member_fences_the_last_gang(tmp_path: Path) -> None:
-    store = open_store(tmp_path, living=(*ALL, SECOND))
-    store.peers({ROLLOUT, REWARD, life("trainer/0.1", 2)})
+    store = open_store(tmp_path, members=(*ALL, SECOND))
+    store.update_membership({ROLLOUT, REWARD, incarnation_of("trainer/0.1", 2)})
     assert _is_fenced(store.committed(TRAINER))
     assert _is_fenced(store.committed(SECOND))
-    assert isinstance(store.committed(life("trainer/0", 2)), CommittedState)
+    assert isinstance(store.committed(incarnation_of("trainer/0", 2)), CommittedState)
 
 
 # ── keeping and forgetting ─────────────────────────────────────────────────────────────────────────────────────────
@@ -586,7 +586,7 @@ def test_memory_and_disk_stay_bounded_and_the_audit_still_knows_every_step(tmp_p
         assert len(list(tmp_path.iterdir())) == 1
         largest = max(largest, next(tmp_path.glob("log.*")).stat().st_size)
     assert largest < 40_000  # 120 steps wrote ten times that
-    assert len(store._state.tracks) <= (2 + 2) * BATCH * GROUP
+    assert len(store._state.trajectories) <= (2 + 2) * BATCH * GROUP
     for audit in (store.audit(), open_store(tmp_path).audit()):
         assert sorted(audit.steps) == list(range(1, 121))
         groups = [group for step in audit.steps.values() for group in step]
@@ -602,7 +602,7 @@ def test_when_the_run_is_complete_everything_ends_trained_or_dropped(tmp_path: P
     score(store)
     bind(store, 2)
     generate(store, at_most=1)
-    store.end("the run is complete")
+    store.drop_uncommitted("the run is complete")
     audit = store.audit()
     assert (audit.trained, audit.open) == (4, 0)
     assert audit.dropped == {"the run is complete": audit.made - 4}

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from rrl.core.types import Life, Version, member_id
+from rrl.core.types import Incarnation, Version, member_id
 from rrl.roles.trajectories.server import Followers
 from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import Answer, Denied, FollowVersions, NewestVersion, NotYet
-from rrl.roles.trajectories.versions import MAX_HOLDERS
-from rrl.tests.support.roles.trajectories.crew import ALL, OTHER, REWARD, ROLLOUT, TRAINER, life, open_store
+from rrl.roles.trajectories.types import Answer, Denied, FollowVersions, NewestVersion, NotReady
+from rrl.roles.trajectories.versions import MAX_SOURCES
+from rrl.tests.support.roles.trajectories.crew import ALL, OTHER, REWARD, ROLLOUT, TRAINER, incarnation_of, open_store
 from rrl.transport.control.endpoints import Incoming
-from rrl.transport.messages import Holder
+from rrl.transport.messages import WeightSource
 
-NEXT_TRAINER = life("trainer/0", 2)
+NEXT_TRAINER = incarnation_of("trainer/0", 2)
 WAIT = 10.0
 
 
@@ -27,157 +27,157 @@ def store(tmp_path: Path) -> Iterator[Store]:
     store.close()
 
 
-def holder(of: Life, step: int, incarnation: int = 1) -> Holder:
-    return Holder(of, f"tcp://{of}", Version(step, incarnation))
+def weight_source(of: Incarnation, step: int, incarnation: int = 1) -> WeightSource:
+    return WeightSource(of, f"tcp://{of}", Version(step, incarnation))
 
 
-def newest(store: Store) -> tuple[Version, list[Life]] | None:
+def newest(store: Store) -> tuple[Version, list[Incarnation]] | None:
     named = store.newest_version
-    return None if named is None else (named.version, [holder.life for holder in named.holders])
+    return None if named is None else (named.version, [holder.incarnation for holder in named.sources])
 
 
 # ── whose reports count ────────────────────────────────────────────────────────────────────────────────────────────
 def test_the_trainer_names_the_newest_version_and_rollouts_that_serve_it_are_added(store: Store) -> None:
     assert newest(store) is None
-    assert store.report_version(holder(TRAINER, 4)) is None
-    assert store.report_version(holder(ROLLOUT, 4)) is None
-    assert store.report_version(holder(OTHER, 3)) is None  # it serves an older version: nobody is to ask it
+    assert store.report_version(weight_source(TRAINER, 4)) is None
+    assert store.report_version(weight_source(ROLLOUT, 4)) is None
+    assert store.report_version(weight_source(OTHER, 3)) is None  # it serves an older version: nobody is to ask it
     assert newest(store) == (Version(4, 1), [TRAINER, ROLLOUT])
-    assert store.report_version(holder(TRAINER, 5)) is None
+    assert store.report_version(weight_source(TRAINER, 5)) is None
     assert newest(store) == (Version(5, 1), [TRAINER])
 
 
 def test_a_rollout_cannot_name_a_version_that_the_trainer_has_not_published(store: Store) -> None:
-    assert store.report_version(holder(ROLLOUT, 9)) is None
+    assert store.report_version(weight_source(ROLLOUT, 9)) is None
     assert newest(store) is None
-    store.report_version(holder(TRAINER, 4))
-    store.report_version(holder(ROLLOUT, 9))
+    store.report_version(weight_source(TRAINER, 4))
+    store.report_version(weight_source(ROLLOUT, 9))
     assert newest(store) == (Version(4, 1), [TRAINER])
 
 
 def test_a_trainer_that_was_succeeded_names_no_version(store: Store) -> None:
-    store.report_version(holder(TRAINER, 8))
-    assert store.report_version(holder(NEXT_TRAINER, 5, 2)) is None  # it restarted from an earlier step
+    store.report_version(weight_source(TRAINER, 8))
+    assert store.report_version(weight_source(NEXT_TRAINER, 5, 2)) is None  # it restarted from an earlier step
     assert newest(store) == (Version(5, 2), [NEXT_TRAINER])
-    refused = store.report_version(holder(TRAINER, 9))
+    refused = store.report_version(weight_source(TRAINER, 9))
     assert isinstance(refused, Denied)
     assert refused.fenced
     assert newest(store) == (Version(5, 2), [NEXT_TRAINER])
 
 
 def test_a_rollout_with_a_dead_trainers_later_step_changes_nothing_for_its_successor(store: Store) -> None:
-    store.report_version(holder(TRAINER, 8))
-    store.report_version(holder(NEXT_TRAINER, 5, 2))
-    store.report_version(holder(ROLLOUT, 8, 1))
+    store.report_version(weight_source(TRAINER, 8))
+    store.report_version(weight_source(NEXT_TRAINER, 5, 2))
+    store.report_version(weight_source(ROLLOUT, 8, 1))
     assert newest(store) == (Version(5, 2), [NEXT_TRAINER])
 
 
 def test_a_trainer_cannot_name_a_version_of_another_incarnation(store: Store) -> None:
-    assert isinstance(store.report_version(holder(TRAINER, 4, 2)), Denied)
+    assert isinstance(store.report_version(weight_source(TRAINER, 4, 2)), Denied)
     assert newest(store) is None
 
 
 def test_of_a_gang_only_the_first_member_names_versions(store: Store) -> None:
-    second = life(member_id(TRAINER.replica, 1))
-    assert isinstance(store.report_version(holder(second, 4)), Denied)
+    second = incarnation_of(member_id(TRAINER.replica, 1))
+    assert isinstance(store.report_version(weight_source(second, 4)), Denied)
     assert newest(store) is None
 
 
 def test_a_rollout_that_the_manager_has_not_named_yet_is_told_to_ask_again(store: Store) -> None:
-    store.report_version(holder(TRAINER, 4))
-    late = life("rollout/7")
-    assert store.report_version(holder(late, 4)) == NotYet()
-    store.peers([*ALL, late])
-    assert store.report_version(holder(late, 4)) is None
+    store.report_version(weight_source(TRAINER, 4))
+    late = incarnation_of("rollout/7")
+    assert store.report_version(weight_source(late, 4)) == NotReady()
+    store.update_membership([*ALL, late])
+    assert store.report_version(weight_source(late, 4)) is None
     assert newest(store) == (Version(4, 1), [TRAINER, late])
 
 
 def test_fenced_holders_are_removed_and_a_version_goes_with_its_last_holder(store: Store) -> None:
-    store.report_version(holder(TRAINER, 4))
-    store.report_version(holder(ROLLOUT, 4))
-    store.peers([ROLLOUT, OTHER, REWARD])
+    store.report_version(weight_source(TRAINER, 4))
+    store.report_version(weight_source(ROLLOUT, 4))
+    store.update_membership([ROLLOUT, OTHER, REWARD])
     assert newest(store) == (Version(4, 1), [ROLLOUT])
-    store.peers([OTHER, REWARD])
+    store.update_membership([OTHER, REWARD])
     assert newest(store) is None
-    store.peers([OTHER, REWARD, NEXT_TRAINER])
-    store.report_version(holder(NEXT_TRAINER, 3, 2))
+    store.update_membership([OTHER, REWARD, NEXT_TRAINER])
+    store.report_version(weight_source(NEXT_TRAINER, 3, 2))
     assert newest(store) == (Version(3, 2), [NEXT_TRAINER])
 
 
 def test_a_rollout_hears_of_so_many_holders_at_most(store: Store) -> None:
-    rollouts = [life(f"rollout/{index}") for index in range(2 * MAX_HOLDERS)]
-    store.peers([TRAINER, *rollouts])
+    rollouts = [incarnation_of(f"rollout/{index}") for index in range(2 * MAX_SOURCES)]
+    store.update_membership([TRAINER, *rollouts])
     for each in (TRAINER, *rollouts):
-        assert store.report_version(holder(each, 4)) is None
-    assert newest(store) == (Version(4, 1), [TRAINER, *rollouts[: MAX_HOLDERS - 1]])
+        assert store.report_version(weight_source(each, 4)) is None
+    assert newest(store) == (Version(4, 1), [TRAINER, *rollouts[: MAX_SOURCES - 1]])
 
 
 # ── who waits for news ─────────────────────────────────────────────────────────────────────────────────────────────
-class Asking:
+class StoreFollowers:
     """The followers of one store, at a time that the test sets."""
 
     def __init__(self, store: Store) -> None:
         self.followers = Followers(store)
         self.now = 100.0
-        self.asks = 0
+        self.polls = 0
 
-    def ask(self, of: Life, known: Version | None = None, holds: Version | None = None) -> dict[int, Answer]:
-        self.asks += 1
-        request = FollowVersions(of, f"tcp://{of}", holds, known, WAIT)
-        self.followers.add(Incoming(b"peer", self.asks, request), self.now)
+    def poll(self, of: Incarnation, known: Version | None = None, held_version: Version | None = None) -> dict[int, Answer]:
+        self.polls += 1
+        request = FollowVersions(of, f"tcp://{of}", held_version, known, WAIT)
+        self.followers.add(Incoming(b"peer", self.polls, request), self.now)
         return self.answers()
 
     def answers(self, after: float = 0.0) -> dict[int, Answer]:
         self.now += after
-        return {incoming.ask or 0: answer for incoming, answer in self.followers.answers(self.now)}
+        return {incoming.request_id or 0: answer for incoming, answer in self.followers.answers(self.now)}
 
 
 def test_a_waiting_rollout_hears_of_a_version_as_soon_as_the_trainer_has_published_it(store: Store) -> None:
-    asking = Asking(store)
-    assert asking.ask(ROLLOUT) == {}
-    told = asking.ask(TRAINER, Version(4, 1), Version(4, 1))
-    assert told == {1: NewestVersion(Version(4, 1), (holder(TRAINER, 4),))}
-    assert asking.ask(ROLLOUT, Version(4, 1), Version(4, 1)) == {}
-    told = asking.ask(TRAINER, Version(5, 1), Version(5, 1))
-    assert told == {3: NewestVersion(Version(5, 1), (holder(TRAINER, 5),))}
+    asking = StoreFollowers(store)
+    assert asking.poll(ROLLOUT) == {}
+    told = asking.poll(TRAINER, Version(4, 1), Version(4, 1))
+    assert told == {1: NewestVersion(Version(4, 1), (weight_source(TRAINER, 4),))}
+    assert asking.poll(ROLLOUT, Version(4, 1), Version(4, 1)) == {}
+    told = asking.poll(TRAINER, Version(5, 1), Version(5, 1))
+    assert told == {3: NewestVersion(Version(5, 1), (weight_source(TRAINER, 5),))}
 
 
 def test_a_rollout_that_waits_in_vain_is_told_who_serves_the_version_by_now(store: Store) -> None:
-    asking = Asking(store)
-    asking.ask(TRAINER, Version(4, 1), Version(4, 1))
-    asking.ask(ROLLOUT, Version(4, 1))
-    assert asking.ask(OTHER, Version(4, 1), Version(4, 1)) == {}
+    asking = StoreFollowers(store)
+    asking.poll(TRAINER, Version(4, 1), Version(4, 1))
+    asking.poll(ROLLOUT, Version(4, 1))
+    assert asking.poll(OTHER, Version(4, 1), Version(4, 1)) == {}
     assert asking.answers(WAIT / 2) == {}
-    holders = (holder(TRAINER, 4), holder(OTHER, 4))
+    holders = (weight_source(TRAINER, 4), weight_source(OTHER, 4))
     assert asking.answers(WAIT / 2)[2] == NewestVersion(Version(4, 1), holders)
     assert asking.followers.due > 1e9, "somebody still waits"
 
 
 def test_of_one_life_only_the_latest_request_is_answered(store: Store) -> None:
-    asking = Asking(store)
-    asking.ask(ROLLOUT)
-    asking.ask(ROLLOUT)
-    assert asking.ask(TRAINER, Version(4, 1), Version(4, 1)).keys() == {2}
+    asking = StoreFollowers(store)
+    asking.poll(ROLLOUT)
+    asking.poll(ROLLOUT)
+    assert asking.poll(TRAINER, Version(4, 1), Version(4, 1)).keys() == {2}
 
 
 def test_where_no_version_is_known_the_wait_ends_without_one(store: Store) -> None:
-    asking = Asking(store)
-    assert asking.ask(ROLLOUT) == {}
-    assert asking.answers(WAIT) == {1: NotYet()}
+    asking = StoreFollowers(store)
+    assert asking.poll(ROLLOUT) == {}
+    assert asking.answers(WAIT) == {1: NotReady()}
 
 
 def test_a_trainer_that_is_succeeded_while_it_waits_is_refused_at_once(store: Store) -> None:
-    asking = Asking(store)
-    asking.ask(TRAINER, Version(4, 1), Version(4, 1))
-    told = asking.ask(NEXT_TRAINER, Version(2, 2), Version(2, 2))
+    asking = StoreFollowers(store)
+    asking.poll(TRAINER, Version(4, 1), Version(4, 1))
+    told = asking.poll(NEXT_TRAINER, Version(2, 2), Version(2, 2))
     assert isinstance(told[1], Denied)
     assert told[1].fenced
 
 
 def test_a_rollout_that_the_store_did_not_know_hears_of_the_version_once_it_is_named(store: Store) -> None:
-    asking, late = Asking(store), life("rollout/7")
-    asking.ask(TRAINER, Version(4, 1), Version(4, 1))
-    assert asking.ask(late) == {}
-    store.peers([*ALL, late])
+    asking, late = StoreFollowers(store), incarnation_of("rollout/7")
+    asking.poll(TRAINER, Version(4, 1), Version(4, 1))
+    assert asking.poll(late) == {}
+    store.update_membership([*ALL, late])
     asking.followers.membership_changed()
-    assert asking.answers()[2] == NewestVersion(Version(4, 1), (holder(TRAINER, 4),))
+    assert asking.answers()[2] == NewestVersion(Version(4, 1), (weight_source(TRAINER, 4),))

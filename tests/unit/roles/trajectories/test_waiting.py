@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrl.roles.trajectories.types import Denied, Done, NotYet
+from rrl.roles.trajectories.types import Denied, Done, NotReady
 from rrl.tests.support.roles.trajectories.crew import (
     BATCH,
     GROUP,
@@ -90,7 +90,7 @@ def test_no_token_is_too_old_no_group_is_dropped_for_age_and_each_step_comes_abo
     while run.bound() < target:
         run.tick()
         ticks += 1
-        assert ticks < MAX_TICKS, f"step {run.bound() + 1} does not come about: {run.store.waiting(run.bound() + 1)}"
+        assert ticks < MAX_TICKS, f"step {run.bound() + 1} does not come about: {run.store.wait_reason(run.bound() + 1)}"
     audit = run.store.audit()
     assert _stale(audit.dropped) == stale, "a group was dropped for its age without a resume"
     for step, age in run.ages.items():
@@ -112,12 +112,12 @@ def test_step_is_not_bound_before_the_group_whose_last_step_it_is(tmp_path: Path
     assert items == list(range(SIZE)), "no more groups than step 1 takes"
     assert store.append(ROLLOUT, [segment(t, 0, (5, 1), 0) for t in items], items[:-1]) == Done()
     score(store)
-    assert store.batch(TRAINER, 1) == NotYet()
-    assert store.waiting(1) == "the trainer waits for group 1 (rollout/0#1): its last step is 1"
+    assert store.batch(TRAINER, 1) == NotReady()
+    assert store.wait_reason(1) == "the trainer waits for group 1 (rollout/0#1): its last step is 1"
     assert store.append(ROLLOUT, [], items[-1:]) == Done()
     score(store)
     assert bind(store, 1).groups == (0, 1)
-    assert store.waiting(1) is None
+    assert store.wait_reason(1) is None
 
 
 def test_step_leaves_no_more_groups_than_the_steps_after_it_have_places_for(tmp_path: Path) -> None:
@@ -130,8 +130,8 @@ def test_step_leaves_no_more_groups_than_the_steps_after_it_have_places_for(tmp_
     commit(store, bind(store, 1))
     assert len(generate(store, OTHER, at_most=SIZE, weights=1)) == SIZE
     score(store)
-    assert store.batch(TRAINER, 2) == NotYet()
-    assert store.waiting(2) == "the trainer waits for group 2 (rollout/0#1) and 3 more: their last step is 3"
+    assert store.batch(TRAINER, 2) == NotReady()
+    assert store.wait_reason(2) == "the trainer waits for group 2 (rollout/0#1) and 3 more: their last step is 3"
     assert store.append(ROLLOUT, [segment(t) for t in old[SIZE:]], old[SIZE:]) == Done()
     score(store)
     assert [bind(store, number).groups for number in (2,)] == [(2, 3)]
@@ -154,7 +154,7 @@ def test_group_that_cannot_be_scored_keeps_no_place(tmp_path: Path) -> None:
     assert store.post_scores(REWARD, [], {0: BROKEN}) == Done()
     assert store.audit().dropped == {BROKEN: GROUP}
     generate(store, weights=0)
-    store.peers((ROLLOUT, TRAINER, OTHER))
+    store.update_membership((ROLLOUT, TRAINER, OTHER))
     score(store, OTHER)
     assert bind(store, 1).groups == (1, 2)
 
@@ -185,7 +185,7 @@ def test_begun_trajectories_are_leased_before_new_ones_and_oldest_first(tmp_path
     commit(store, bind(store, 1))
     newer = lease(store, OTHER, 1, weights=1)[0].trajectory
     assert store.append(OTHER, [segment(newer, 0, (5,), 1)]) == Done()
-    store.peers((REWARD, TRAINER, OTHER))
+    store.update_membership((REWARD, TRAINER, OTHER))
     assert lease(store, OTHER, 1, [newer], weights=1)[0].trajectory == left.trajectory
 
 
@@ -210,9 +210,9 @@ def test_trainer_whose_weights_are_too_old_for_rollouts_to_begin_is_told_to_publ
         generate(store, at_most=SIZE, weights=0)
         score(store)
         commit(store, bind(store, number))
-    answer = store.lease_work(ROLLOUT, 1, (), 0)
-    assert answer == store.lease_work(ROLLOUT, 1, (), 0)
-    assert store.waiting(3) == (
+    answer = store.lease(ROLLOUT, 1, (), 0)
+    assert answer == store.lease(ROLLOUT, 1, (), 0)
+    assert store.wait_reason(3) == (
         "the trainer waits for step 3, the rollouts for weights newer than step 0's: publish at least once in 2 steps"
     )
 

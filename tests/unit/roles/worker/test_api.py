@@ -21,7 +21,7 @@ import pytest
 import rrl
 from rrl.core.launch import LAUNCH_ENV, Launch
 from rrl.core.run_dir import write_atomically
-from rrl.core.types import Life, Version
+from rrl.core.types import Incarnation, Version
 from rrl.roles import reward
 from rrl.roles.trajectories.server import Server
 from rrl.roles.trajectories.store import Store
@@ -29,31 +29,31 @@ from rrl.roles.trajectories.types import CommittedState, Done, Item, Request, Sc
 from rrl.roles.worker import api
 from rrl.roles.worker.api import Worker
 from rrl.roles.worker.connection import FENCED_EXIT
-from rrl.tests.support.listening_manager import PATIENCE, Lab, eventually, lab
+from rrl.tests.support.listening_manager import TIMEOUT_S, Lab, eventually, lab
 from rrl.tests.support.listening_manager import Manager as FirstManager
 from rrl.tests.support.roles.trajectories import crew
 from rrl.transport.control.endpoints import Address, Listener
 from rrl.transport.messages import (
-    Beat,
+    Heartbeat,
     Committed,
-    Entered,
+    PhaseEntered,
     Fenced,
-    FirstWork,
+    FirstWorkDone,
     Goodbye,
     Hello,
-    Holder,
-    Holds,
+    WeightSource,
+    VersionAvailable,
     Peer,
     Peers,
     Stop,
-    Up,
+    ToManager,
     Welcome,
 )
 from rrl.transport.weights.manifest import Manifest, describe
 from rrl.transport.weights.store import WeightStore
 
-BEAT = 0.02
-STORE = crew.life("trajectories/0")
+HEARTBEAT_S = 0.02
+STORE = crew.incarnation_of("trajectories/0")
 JOB: dict[str, Any] = {
     "run": {"steps": 1, "seed": 0},
     "task": {"function": "task_of_test_worker:make"},
@@ -76,23 +76,23 @@ class Manager(FirstManager):
         super().__init__(listener)
         self.welcoming = asyncio.Event()
         self.welcoming.set()
-        self.believed = Peers(listener.epoch, 1, {})
+        self.current = Peers(listener.epoch, 1, {})
 
     async def serve(self) -> None:
         while True:
             incoming = await self.listener.receive()
-            self.heard.append(incoming.message)
+            self.received.append(incoming.message)
             self.peers[incoming.message.life] = incoming.peer
             if isinstance(incoming.message, Hello):
                 await self.welcoming.wait()
-                await self.listener.send(incoming.peer, Welcome(incoming.message.life, self.believed))
+                await self.listener.send(incoming.peer, Welcome(incoming.message.incarnation, self.current))
 
-    def store_is(self, endpoint: str, epoch: int = STORE.incarnation) -> None:
-        peers = {STORE.replica: Peer(crew.life(STORE.replica, epoch), endpoint, joined=True)}
-        self.believed = Peers(self.listener.epoch, self.believed.seq + 1, peers)
+    def store_is(self, endpoint: str, epoch: int = STORE.number) -> None:
+        peers = {STORE.replica: Peer(crew.incarnation_of(STORE.replica, epoch), endpoint, joined=True)}
+        self.current = Peers(self.listener.epoch, self.current.seq + 1, peers)
 
-    async def stop(self, life: Life) -> None:
-        await self.tell(life, Stop(life, 5.0, "the test is over"))
+    async def stop(self, incarnation: Incarnation) -> None:
+        await self.send(incarnation, Stop(incarnation, 5.0, "the test is over"))
 
 
 class Role:
@@ -115,7 +115,7 @@ class Role:
         return self._ended.done()
 
     async def end(self) -> None:
-        await asyncio.wait_for(asyncio.wrap_future(self._ended), PATIENCE)
+        await asyncio.wait_for(asyncio.wrap_future(self._ended), TIMEOUT_S)
 
 
 class Scene:
@@ -125,11 +125,11 @@ class Scene:
         self.at = at
         write_atomically(at.run.resolved, msgspec.json.encode({"job": JOB}))
 
-    def launch(self, life: Life) -> Launch:
-        return self.at.launch(replica=life.replica, incarnation=life.incarnation)
+    def launch(self, incarnation: Incarnation) -> Launch:
+        return self.at.launch(replica=incarnation.replica, number=incarnation.number)
 
-    def worker(self, life: Life) -> Worker:
-        return Worker(self.launch(life), self.at.run, self.at.keys)
+    def worker(self, incarnation: Incarnation) -> Worker:
+        return Worker(self.launch(incarnation), self.at.run, self.at.keys)
 
     def start(self, me: Worker, play: Callable[[], object] = lambda: None) -> Role:
         def main() -> None:
@@ -140,7 +140,7 @@ class Scene:
 
     @asynccontextmanager
     async def manager(self, epoch: int = 1) -> AsyncIterator[Manager]:
-        listener = await Listener.open(self.at.keys, Up, epoch=epoch)
+        listener = await Listener.open(self.at.keys, ToManager, epoch=epoch)
         manager = Manager(listener)
         write_atomically(self.at.run.manager, msgspec.json.encode(listener.address))
         serving = asyncio.create_task(manager.serve())
@@ -151,7 +151,7 @@ class Scene:
             await listener.close()
 
     @asynccontextmanager
-    async def serve(self, store: Store, epoch: int = STORE.incarnation) -> AsyncIterator[str]:
+    async def serve(self, store: Store, epoch: int = STORE.number) -> AsyncIterator[str]:
         """The store's endpoint."""
         listener = await Listener.open(self.at.keys, Request, epoch=epoch)
         server = Server(store, listener)
@@ -169,7 +169,7 @@ class Scene:
 
 @pytest.fixture
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
-    monkeypatch.setenv("RRL_BEAT", str(BEAT))
+    monkeypatch.setenv("RRL_BEAT", str(HEARTBEAT_S))
     with lab(tmp_path) as at:
         yield Scene(at)
 
@@ -186,7 +186,7 @@ def not_started(me: Worker) -> Iterator[Worker]:
     try:
         yield me
     finally:
-        me._link._loop.close()
+        me._connection._loop.close()
 
 
 # ── joining and leaving ────────────────────────────────────────────────────────────────────────────────────────────
@@ -196,12 +196,12 @@ def test_a_worker_begins_once_it_is_welcomed(scene: Scene) -> None:
         async with scene.manager() as manager:
             manager.welcoming.clear()
             role = scene.start(me := scene.worker(crew.REWARD), begun.set)
-            hello = await manager.hears(Hello)
-            assert (hello.life, hello.tag, hello.phase) == (crew.REWARD, me.launch.tag, "starting")
+            hello = await manager.wait_for(Hello)
+            assert (hello.incarnation, hello.tag, hello.phase) == (crew.REWARD, me.launch.tag, "starting")
             assert not begun.is_set()
             manager.welcoming.set()
             await eventually(begun.is_set)
-            await manager.hears(Goodbye)
+            await manager.wait_for(Goodbye)
             await manager.stop(crew.REWARD)
             await role.end()
 
@@ -216,9 +216,9 @@ def test_a_fenced_worker_ends_at_once_whatever_it_is_doing(scene: Scene) -> None
         async with scene.manager() as manager:
             argv = [sys.executable, "-P", "-c", code]
             child = await asyncio.create_subprocess_exec(*argv, env=env, stderr=asyncio.subprocess.PIPE)
-            await manager.hears(FirstWork)
-            await manager.tell(crew.REWARD, Fenced(crew.REWARD, "succeeded"))
-            _, said = await asyncio.wait_for(child.communicate(), PATIENCE)
+            await manager.wait_for(FirstWorkDone)
+            await manager.send(crew.REWARD, Fenced(crew.REWARD, "succeeded"))
+            _, said = await asyncio.wait_for(child.communicate(), TIMEOUT_S)
             assert child.returncode == FENCED_EXIT == 81
             assert b"is fenced: succeeded" in said
 
@@ -229,10 +229,10 @@ def test_a_worker_whose_work_is_done_says_goodbye_and_beats_on_until_it_is_told_
     async def story() -> None:
         async with scene.manager() as manager:
             role = scene.start(scene.worker(crew.REWARD))
-            await manager.hears(Goodbye)
+            await manager.wait_for(Goodbye)
             for _ in range(3):  # one may have been on its way
-                manager.heard.clear()
-                await manager.hears(Beat, lambda beat: beat.phase == "stopping")
+                manager.received.clear()
+                await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.phase == "stopping")
             assert not role.ended
             await manager.stop(crew.REWARD)
             await role.end()
@@ -252,7 +252,7 @@ def test_a_role_asked_to_leave_does_not_wait_for_a_store_that_has_left_before(sc
 
         async with scene.manager() as manager:
             role = scene.start(me, score)
-            await manager.hears(Beat, lambda beat: beat.waits_for == STORE.replica)
+            await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.waits_for == STORE.replica)
             await manager.stop(crew.REWARD)
             await role.end()  # the Stopping that its question raised is the end of the with block
         assert not worked.is_set()
@@ -271,7 +271,7 @@ def test_a_trainer_asked_to_leave_while_it_waits_for_a_batch_still_finishes_what
 
         async with scene.manager() as manager:
             role = scene.start(me, train)
-            await manager.hears(Beat, lambda beat: beat.waits_for == STORE.replica)
+            await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.waits_for == STORE.replica)
             await manager.stop(crew.TRAINER)
             await role.end()
         assert finished.is_set()
@@ -286,17 +286,17 @@ def test_a_member_says_whom_it_waits_for_beside_its_phase(scene: Scene) -> None:
 
         def train() -> None:
             with me.phase("checkpoint"):
-                with me.held_up_by(STORE.replica):
-                    assert go.wait(PATIENCE)
-                assert gone_on.wait(PATIENCE)
+                with me.blocked_on(STORE.replica):
+                    assert go.wait(TIMEOUT_S)
+                assert gone_on.wait(TIMEOUT_S)
 
         async with scene.manager() as manager:
             role = scene.start(me, train)
-            await manager.hears(Beat, lambda beat: (beat.phase, beat.waits_for) == ("checkpoint", STORE.replica))
+            await manager.wait_for(Heartbeat, lambda heartbeat: (heartbeat.phase, heartbeat.waits_for) == ("checkpoint", STORE.replica))
             go.set()
-            await manager.hears(Beat, lambda beat: (beat.phase, beat.waits_for) == ("checkpoint", None))
+            await manager.wait_for(Heartbeat, lambda heartbeat: (heartbeat.phase, heartbeat.waits_for) == ("checkpoint", None))
             gone_on.set()
-            await manager.hears(Goodbye)
+            await manager.wait_for(Goodbye)
             await manager.stop(crew.TRAINER)
             await role.end()
 
@@ -305,10 +305,10 @@ def test_a_member_says_whom_it_waits_for_beside_its_phase(scene: Scene) -> None:
 
 def test_whoever_asks_who_is_believed_is_not_told_older_news_after_newer(scene: Scene) -> None:
     with not_started(scene.worker(crew.REWARD)) as me:
-        link, heard = me._link, list[int]()
+        link, heard = me._connection, list[int]()
         link.peers = Peers(1, 1, {})
         me.on_peers(lambda peers: heard.append(peers.seq))
-        link._hear_peers(Peers(1, 2, {}))  # before the loop comes to what was asked
+        link._update_peers(Peers(1, 2, {}))  # before the loop comes to what was asked
         link._loop.run_until_complete(asyncio.sleep(0))
         assert heard == [2, 2]
 
@@ -318,10 +318,10 @@ def test_whoever_asks_who_is_believed_is_not_told_older_news_after_newer(scene: 
 def test_an_address_that_cannot_be_read_is_no_address_yet(scene: Scene, content: bytes) -> None:
     with not_started(scene.worker(crew.REWARD)) as me:
         scene.at.run.manager.write_bytes(content)
-        assert me._link._find_manager() is None
+        assert me._connection._find_manager() is None
         address = Address(1, "tcp://127.0.0.1:1")
         scene.at.run.manager.write_bytes(msgspec.json.encode(address))
-        assert me._link._find_manager() == address
+        assert me._connection._find_manager() == address
 
 
 def test_the_next_manager_hears_how_things_are_and_not_how_they_became_so(scene: Scene) -> None:
@@ -331,30 +331,30 @@ def test_the_next_manager_hears_how_things_are_and_not_how_they_became_so(scene:
 
         async def outlast(seconds: float) -> None:
             """Timers of one loop: its beats come meanwhile, and its phases are told."""
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(seconds), me._link._loop))
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(seconds), me._connection._loop))
 
         async with scene.manager() as first:
             role = scene.start(me, over.wait)
-            await first.hears(Beat)
-        await eventually(lambda: not me._link._dialer.connected)
+            await first.wait_for(Heartbeat)
+        await eventually(lambda: not me._connection._dialer.connected)
         with me.phase("train"):
             await outlast(0.3)
         me.progress(1)
         me.publish(1, [])
-        await outlast(3 * BEAT)
+        await outlast(3 * HEARTBEAT_S)
         me.progress(1)
         me.publish(2, [])
-        await outlast(3 * BEAT)
+        await outlast(3 * HEARTBEAT_S)
         async with scene.manager(epoch=2) as second:
-            await second.hears(Beat)
-            hello = second.heard[0]
+            await second.wait_for(Heartbeat)
+            hello = second.received[0]
             assert isinstance(hello, Hello)
-            assert (hello.phase, hello.holds) == ("between", Version(2, 1))
-            assert {beat.done for beat in second.heard if isinstance(beat, Beat)} == {2}
-            assert not [message for message in second.heard if isinstance(message, Entered | Holds)]
-            assert FirstWork(crew.TRAINER) in second.heard, "what no Hello says is kept"
+            assert (hello.phase, hello.weight_version) == ("between", Version(2, 1))
+            assert {heartbeat.done for heartbeat in second.received if isinstance(heartbeat, Heartbeat)} == {2}
+            assert not [message for message in second.received if isinstance(message, PhaseEntered | VersionAvailable)]
+            assert FirstWorkDone(crew.TRAINER) in second.received, "what no Hello says is kept"
             over.set()
-            await second.hears(Goodbye)
+            await second.wait_for(Goodbye)
             await second.stop(crew.TRAINER)
             await role.end()
 
@@ -367,14 +367,14 @@ def test_a_commit_that_the_manager_has_not_heard_of_is_told_by_the_next_trainer(
     async def story() -> None:
         store = scene.open_store()
         crew.train(store, 1, metrics={"reward": 0.25})
-        heir = crew.life("trainer/0", 2)
-        store.peers([*crew.ALL[:-1], heir])
+        heir = crew.incarnation_of("trainer/0", 2)
+        store.update_membership([*crew.ALL[:-1], heir])
         me = scene.worker(heir)
         async with scene.serve(store) as endpoint, scene.manager() as manager:
             manager.store_is(endpoint)
             role = scene.start(me, lambda: list(me.batches(after=me.committed)))
-            await manager.hears(Goodbye)
-            told = [(m.step, m.metrics) for m in manager.heard if isinstance(m, Committed)]
+            await manager.wait_for(Goodbye)
+            told = [(m.step, m.metrics) for m in manager.received if isinstance(m, Committed)]
             assert told == [(1, {"reward": 0.25})]
             await manager.stop(heir)
             await role.end()
@@ -414,8 +414,8 @@ def test_a_step_is_committed_in_another_thread_while_the_next_batch_is_worked_on
         async with scene.serve(store) as endpoint, scene.manager() as manager:
             manager.store_is(endpoint)
             role = scene.start(me, work)
-            await manager.hears(Goodbye)
-            told = [message for message in manager.heard if isinstance(message, Committed)]
+            await manager.wait_for(Goodbye)
+            told = [message for message in manager.received if isinstance(message, Committed)]
             assert [(m.step, m.metrics["loss"], m.metrics["reward"]) for m in told] == [(1, 1.0, 0.5), (2, 1.0, 0.5)]
             assert [m.metrics["token_age_max"] for m in told] == [0.0, 1.0], "all tokens are of step 0's weights"
             await manager.stop(crew.TRAINER)
@@ -439,17 +439,17 @@ def test_a_store_that_is_away_for_hours_costs_nobody_else_his_life(scene: Scene)
         me = scene.worker(crew.REWARD)
         async with scene.manager() as manager:
             role = scene.start(me, lambda: next(me.scoring()))
-            await manager.hears(Beat, lambda beat: beat.waits_for == STORE.replica)
-            loop, now = me._link._loop, me._link._loop.time
-            me._link.soon(setattr, loop, "time", lambda: now() + 10 * 3600)
+            await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.waits_for == STORE.replica)
+            loop, now = me._connection._loop, me._connection._loop.time
+            me._connection.call_soon(setattr, loop, "time", lambda: now() + 10 * 3600)
             for _ in range(3):
-                manager.heard.clear()
-                await manager.hears(Beat)
+                manager.received.clear()
+                await manager.wait_for(Heartbeat)
             assert not role.ended
             async with scene.serve(store) as endpoint:
                 manager.store_is(endpoint)
-                await manager.tell(crew.REWARD, manager.believed)
-                await manager.hears(Goodbye)
+                await manager.send(crew.REWARD, manager.current)
+                await manager.wait_for(Goodbye)
                 await manager.stop(crew.REWARD)
                 await role.end()
         store.close()
@@ -464,15 +464,15 @@ def test_a_rollout_that_takes_work_while_it_has_some_is_given_each_trajectory_on
     async def story() -> None:
         store, given, phases = scene.open_store(), list[list[int]](), list[str]()
         me = scene.worker(crew.ROLLOUT)
-        enter = me._link.enter
+        enter = me._connection.set_phase
 
         def entered(name: str, *more: Any) -> None:
             phases.append(name)
             enter(name, *more)
 
         def roll() -> None:
-            me._link.weights.offer(*_version(me))
-            monkeypatch.setattr(me._link, "enter", entered)
+            me._connection.weights.offer(*_version(me))
+            monkeypatch.setattr(me._connection, "enter", entered)
             given.append([item.trajectory for item in me.lease(2)])
             with me.phase("generate"):
                 given.append([item.trajectory for item in me.lease(1, wait=False)])
@@ -482,7 +482,7 @@ def test_a_rollout_that_takes_work_while_it_has_some_is_given_each_trajectory_on
         async with scene.manager() as manager, scene.serve(store) as endpoint:
             manager.store_is(endpoint)
             role = scene.start(me, roll)
-            await manager.hears(Goodbye)
+            await manager.wait_for(Goodbye)
             await manager.stop(crew.ROLLOUT)
             await role.end()
         assert given == [[0, 1], [2], [3, 4, 5]]
@@ -499,13 +499,13 @@ def test_what_was_leased_by_an_answer_that_got_lost_is_given_again(scene: Scene)
         me = scene.worker(crew.ROLLOUT)
 
         def roll() -> None:
-            me._link.weights.offer(*_version(me))
+            me._connection.weights.offer(*_version(me))
             given.extend(item.trajectory for _ in range(2) for item in me.lease(2))
 
         async with scene.manager() as manager, scene.serve(store) as endpoint:
             manager.store_is(endpoint)
             role = scene.start(me, roll)
-            await manager.hears(Goodbye)
+            await manager.wait_for(Goodbye)
             await manager.stop(crew.ROLLOUT)
             await role.end()
         assert given == [0, 1, 2, 3]
@@ -520,12 +520,12 @@ def test_a_trajectory_that_was_lost_is_held_no_more_and_may_be_given_again(scene
         me = scene.worker(crew.ROLLOUT)
 
         def roll() -> None:
-            me._link.weights.offer(*_version(me))
+            me._connection.weights.offer(*_version(me))
             me.lease(2)
-            store.peers([life for life in crew.ALL if life != crew.ROLLOUT])  # it was thought to be dead ...
+            store.update_membership([incarnation for incarnation in crew.ALL if incarnation != crew.ROLLOUT])  # it was thought to be dead ...
             crew.lease(store, crew.OTHER, at_most=1)
             assert store.append(crew.OTHER, [crew.segment(0, tokens=(5,))]) == Done()
-            store.peers([life for life in crew.ALL if life != crew.OTHER])  # ... and the other one is now
+            store.update_membership([incarnation for incarnation in crew.ALL if incarnation != crew.OTHER])  # ... and the other one is now
             seen.append(me.append([crew.segment(0), crew.segment(1, tokens=(5,))]))
             crew.lease(store, crew.ROLLOUT, at_most=1, holding=[1])  # an answer that gets lost
             seen.append(tuple((item.trajectory, len(item.so_far)) for item in me.lease(1)))
@@ -533,7 +533,7 @@ def test_a_trajectory_that_was_lost_is_held_no_more_and_may_be_given_again(scene
         async with scene.manager() as manager, scene.serve(store) as endpoint:
             manager.store_is(endpoint)
             role = scene.start(me, roll)
-            await manager.hears(Goodbye)
+            await manager.wait_for(Goodbye)
             await manager.stop(crew.ROLLOUT)
             await role.end()
         assert seen == [(0,), ((0, 1),)]
@@ -549,7 +549,7 @@ def test_nothing_is_leased_before_a_version_is_here_and_a_stop_ends_the_wait(sce
         async with scene.manager() as manager, scene.serve(store) as endpoint:
             manager.store_is(endpoint)
             role = scene.start(me, lambda: given.append(me.lease(2)))
-            await manager.hears(Beat, lambda beat: beat.phase == "wait_weights")
+            await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.phase == "wait_weights")
             await manager.stop(crew.ROLLOUT)
             await role.end()
         assert given == [()]
@@ -573,7 +573,7 @@ class Publisher:
         self.steps: queue.Queue[int | None] = queue.Queue()
 
     def play(self) -> None:
-        while (step := self.steps.get(timeout=PATIENCE)) is not None:
+        while (step := self.steps.get(timeout=TIMEOUT_S)) is not None:
             self._me.publish(step, [("step", "uint8", (1,), memoryview(bytes([step])))])
 
 
@@ -596,7 +596,7 @@ class Receiver:
 
 
 @asynccontextmanager
-async def publishing(scene: Scene, *rollouts: Life) -> AsyncIterator[tuple[Manager, Publisher, list[Receiver]]]:
+async def publishing(scene: Scene, *rollouts: Incarnation) -> AsyncIterator[tuple[Manager, Publisher, list[Receiver]]]:
     """A trainer and rollouts whose manager never names a version or a holder of one."""
     publisher = Publisher(trainer := scene.worker(crew.TRAINER))
     workers = [scene.worker(each) for each in rollouts]
@@ -609,20 +609,20 @@ async def publishing(scene: Scene, *rollouts: Life) -> AsyncIterator[tuple[Manag
         for receiver in receivers:
             receiver.enough.set()
         for each in (crew.TRAINER, *rollouts):
-            await manager.hears(Goodbye, partial(_is_of, each))
+            await manager.wait_for(Goodbye, partial(_is_of, each))
             await manager.stop(each)
         for role in roles:
             await role.end()
 
 
-def _is_of(life: Life, goodbye: Goodbye) -> bool:
-    return goodbye.life == life
+def _is_of(incarnation: Incarnation, goodbye: Goodbye) -> bool:
+    return goodbye.incarnation == incarnation
 
 
 async def _store_is(manager: Manager, endpoint: str, epoch: int = 1) -> None:
     manager.store_is(endpoint, epoch)
     for each in list(manager.peers):
-        await manager.tell(each, manager.believed)
+        await manager.send(each, manager.current)
 
 
 def test_rollouts_receive_each_version_though_the_manager_names_none(scene: Scene) -> None:
@@ -657,7 +657,7 @@ def test_a_store_that_restarted_is_told_again_which_version_is_the_newest(scene:
                 await _store_is(manager, endpoint, epoch=2)
                 named = await eventually(lambda: store.newest_version)
                 assert named.version == Version(1, 1)
-                await eventually(lambda: store.newest_version and len(store.newest_version.holders) == 2)
+                await eventually(lambda: store.newest_version and len(store.newest_version.sources) == 2)
         store.close()
 
     play(story)
@@ -670,21 +670,21 @@ def test_a_rollout_pulls_from_another_one_when_the_trainer_died_before_the_manag
         store = scene.open_store()
         with not_started(scene.worker(crew.TRAINER)) as trainer:
             trainer.publish(7, [("step", "uint8", (1,), memoryview(bytes([7])))])
-            held = trainer._link.weights.current()
+            held = trainer._connection.weights.current()
         assert held is not None
         relay, late = scene.worker(crew.ROLLOUT), Receiver(me := scene.worker(crew.OTHER))
         over = threading.Event()
         async with scene.manager() as manager, scene.serve(store) as endpoint:
             manager.store_is(endpoint)
-            dead = Holder(crew.TRAINER, "tcp://127.0.0.1:1", Version(7, 1))
+            dead = WeightSource(crew.TRAINER, "tcp://127.0.0.1:1", Version(7, 1))
             assert store.report_version(dead) is None
-            relay._link.weights.offer(held.manifest, held.flat)  # what it pulled while the trainer lived
-            roles = [scene.start(relay, lambda: over.wait(PATIENCE)), scene.start(me, late.play)]
+            relay._connection.weights.offer(held.manifest, held.flat)  # what it pulled while the trainer lived
+            roles = [scene.start(relay, lambda: over.wait(TIMEOUT_S)), scene.start(me, late.play)]
             await eventually(lambda: late.has(7), "the version that only another rollout has")
             over.set()
             late.enough.set()
             for each in (crew.ROLLOUT, crew.OTHER):
-                await manager.hears(Goodbye, partial(_is_of, each))
+                await manager.wait_for(Goodbye, partial(_is_of, each))
                 await manager.stop(each)
             for role in roles:
                 await role.end()
@@ -725,13 +725,13 @@ def test_a_reward_role_is_seen_to_move_while_it_scores_and_counts_each_item_once
         async with scene.serve(store) as endpoint, scene.manager() as manager:
             manager.store_is(endpoint)
             role = Role(reward.main)
-            await manager.hears(Beat, lambda beat: (beat.phase, beat.done) == ("score", 1))
+            await manager.wait_for(Heartbeat, lambda heartbeat: (heartbeat.phase, heartbeat.done) == ("score", 1))
             sys.modules["task_of_test_worker"].go.set()
-            await manager.hears(Beat, lambda beat: (beat.phase, beat.done) == ("wait_work", complete))
+            await manager.wait_for(Heartbeat, lambda heartbeat: (heartbeat.phase, heartbeat.done) == ("wait_work", complete))
             assert store.lease_scoring(crew.REWARD, 256) == Scoring(())
             await manager.stop(crew.REWARD)
             await role.end()
-            assert max(beat.done for beat in manager.heard if isinstance(beat, Beat)) == complete
+            assert max(heartbeat.done for heartbeat in manager.received if isinstance(heartbeat, Heartbeat)) == complete
         store.close()
 
     play(story)
@@ -752,8 +752,8 @@ def test_scores_that_were_not_told_as_progress_count_when_they_are_posted(scene:
         async with scene.serve(store) as endpoint, scene.manager() as manager:
             manager.store_is(endpoint)
             role = scene.start(me, score)
-            beat = await manager.hears(Beat, lambda beat: beat.phase == "stopping")
-            assert beat.done == complete
+            heartbeat = await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.phase == "stopping")
+            assert heartbeat.done == complete
             await manager.stop(crew.REWARD)
             await role.end()
         store.close()
@@ -775,13 +775,13 @@ def test_what_is_published_is_what_was_given(scene: Scene, monkeypatch: pytest.M
                 ("c", "uint8", (0,), memoryview(b"")),
             ],
         )
-        held = me._link.weights.current()
+        held = me._connection.weights.current()
         assert held is not None
         assert held.manifest.version == Version(4, 1)
         given = {spec.name: bytes(held.flat[spec.offset :][: spec.nbytes]) for spec in held.manifest.tensors}
         assert given == {"a": short, "b": long, "c": b""}
         me.publish(5, [])
-        assert me._link.weights.versions() == (Version(4, 1), Version(5, 1))
+        assert me._connection.weights.versions() == (Version(4, 1), Version(5, 1))
 
 
 def test_weights_that_are_not_all_here_at_once_are_taken_one_after_another(scene: Scene) -> None:
@@ -794,7 +794,7 @@ def test_weights_that_are_not_all_here_at_once_are_taken_one_after_another(scene
 
     with not_started(scene.worker(crew.TRAINER)) as me:
         me.publish_each(4, [(name, "uint8", (4,), 4) for name in "abc"], gathered())
-        held = me._link.weights.current()
+        held = me._connection.weights.current()
         assert held is not None
         given = [bytes(held.flat[spec.offset :][: spec.nbytes]) for spec in held.manifest.tensors]
         assert given == [b"\1" * 4, b"\2" * 4, b"\3" * 4]
@@ -816,7 +816,7 @@ def test_other_threads_run_while_weights_are_copied(scene: Scene, monkeypatch: p
     """One sees a version that is half copied."""
     data, step = memoryview(b"\1" * 2**26), 2**20
     memory: list[memoryview] = []
-    make = WeightStore.memory
+    make = WeightStore.allocate
 
     def remembered(store: WeightStore, nbytes: int) -> memoryview:
         memory[:] = [make(store, nbytes)]
@@ -836,7 +836,7 @@ def test_other_threads_run_while_weights_are_copied(scene: Scene, monkeypatch: p
     looking.start()
     try:
         with not_started(scene.worker(crew.TRAINER)) as me:
-            deadline, number = time.monotonic() + PATIENCE, 0
+            deadline, number = time.monotonic() + TIMEOUT_S, 0
             while not seen - {0, len(data) // step}:
                 assert time.monotonic() < deadline, "no thread ever ran in between"
                 me.publish(number := number + 1, [("w", "uint8", (len(data),), data)])

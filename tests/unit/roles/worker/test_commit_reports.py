@@ -19,22 +19,22 @@ class Trainer:
     """Commits to a store that keeps the metrics of some steps, and reports to managers that come and go."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[int, dict[str, float]]] = []
-        self.kept: dict[int, dict[str, float]] = {}
+        self.sent_reports: list[tuple[int, dict[str, float]]] = []
+        self.checkpoints: dict[int, dict[str, float]] = {}
         self.connected = False
-        self.asked = 0
+        self.requests = 0
         self.reports = CommitReports(
-            lambda step, metrics: self.told.append((step, metrics)), lambda: self.connected, self._ask_store
+            lambda step, metrics: self.sent_reports.append((step, metrics)), lambda: self.connected, self._call_store
         )
 
-    async def _ask_store(self, after: int) -> tuple[StepMetrics, ...]:
-        self.asked += 1
+    async def _call_store(self, after: int) -> tuple[StepMetrics, ...]:
+        self.requests += 1
         await asyncio.sleep(0.01)
-        return tuple(StepMetrics(step, found) for step, found in sorted(self.kept.items()) if step > after)[:3]
+        return tuple(StepMetrics(step, found) for step, found in sorted(self.checkpoints.items()) if step > after)[:3]
 
     def commits(self, *steps: int) -> None:
         for step in steps:
-            self.kept[step] = metrics(step)
+            self.checkpoints[step] = metrics(step)
             self.reports.on_commit(step, metrics(step))
 
     async def connects(self, knows: int | None) -> None:
@@ -47,8 +47,8 @@ class Trainer:
 
     @property
     def steps(self) -> list[int]:
-        assert all(found == metrics(step) for step, found in self.told), self.told
-        return [step for step, _ in self.told]
+        assert all(found == metrics(step) for step, found in self.sent_reports), self.sent_reports
+        return [step for step, _ in self.sent_reports]
 
 
 def play(story: Callable[[Trainer], Awaitable[None]]) -> Trainer:
@@ -68,7 +68,7 @@ def test_commits_under_one_manager_are_told_at_once_without_the_store() -> None:
         trainer.commits(1, 2)
         assert trainer.steps == [1, 2]
 
-    assert play(story).asked == 0
+    assert play(story).requests == 0
 
 
 def test_commits_made_while_no_manager_lived_are_told_to_the_next_one_in_order() -> None:
@@ -86,7 +86,7 @@ def test_commits_made_while_no_manager_lived_are_told_to_the_next_one_in_order()
 
 def test_commits_of_an_earlier_life_are_told_from_the_store_before_ones_own() -> None:
     async def story(trainer: Trainer) -> None:
-        trainer.kept |= {step: metrics(step) for step in range(1, 9)}
+        trainer.checkpoints |= {step: metrics(step) for step in range(1, 9)}
         trainer.reports.on_found(8)
         trainer.commits(9)
         await trainer.connects(knows=2)
@@ -96,7 +96,7 @@ def test_commits_of_an_earlier_life_are_told_from_the_store_before_ones_own() ->
 
 def test_steps_whose_metrics_nobody_keeps_any_more_are_passed_over() -> None:
     async def story(trainer: Trainer) -> None:
-        trainer.kept |= {step: metrics(step) for step in (7, 8)}
+        trainer.checkpoints |= {step: metrics(step) for step in (7, 8)}
         trainer.reports.on_found(8)
         await trainer.connects(knows=2)
 
@@ -108,7 +108,7 @@ def test_the_newest_step_is_told_though_the_store_keeps_no_metrics_at_all() -> N
         trainer.reports.on_found(8)
         await trainer.connects(knows=2)
 
-    assert play(story).told == [(8, {})]
+    assert play(story).sent_reports == [(8, {})]
 
 
 def test_a_manager_that_welcomes_nobody_because_the_run_ends_is_told_the_last_commit() -> None:
@@ -123,8 +123,8 @@ def test_a_manager_that_welcomes_nobody_because_the_run_ends_is_told_the_last_co
 
 def test_what_memory_cannot_hold_is_fetched_from_the_store() -> None:
     async def story(trainer: Trainer) -> None:
-        trainer.commits(*range(1, commit_reports.MAX_KEPT + 11))
+        trainer.commits(*range(1, commit_reports.MAX_BUFFERED_COMMITS + 11))
         await trainer.connects(knows=0)
         await asyncio.sleep(60.0)
 
-    assert play(story).steps == list(range(1, commit_reports.MAX_KEPT + 11))
+    assert play(story).steps == list(range(1, commit_reports.MAX_BUFFERED_COMMITS + 11))

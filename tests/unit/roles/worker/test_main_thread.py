@@ -8,15 +8,15 @@ import threading
 import pytest
 
 from rrl.core.faults import Fault, FaultKind
-from rrl.core.types import Life, ProbeResult, ReplicaId
-from rrl.roles.worker.main_thread import Probes
+from rrl.core.types import Incarnation, ProbeResult, ReplicaId
+from rrl.roles.worker.main_thread import ProbeResponder
 from rrl.tests.unit.roles.worker.test_api import Manager, Scene, play, scene
 from rrl.tests.unit.roles.worker.test_own_faults import role
-from rrl.transport.messages import Beat, Inject, Injected, Probe, Probed
+from rrl.transport.messages import Heartbeat, Inject, Injected, Probe, ProbeReply
 
 __all__ = ["scene"]
 
-ME = Life(ReplicaId("rollout/0"), 1)
+ME = Incarnation(ReplicaId("rollout/0"), 1)
 ANSWERS = """
 import time, rrl
 with rrl.join() as me:
@@ -26,7 +26,7 @@ with rrl.join() as me:
             time.sleep(0.01)
             me.progress()
 """
-SILENT = """
+NO_ANSWER = """
 import time, rrl
 with rrl.join() as me:
     me.progress()
@@ -34,28 +34,28 @@ with rrl.join() as me:
 """
 
 
-class Told:
+class Responses:
     def __init__(self) -> None:
-        self.answers: list[Probed] = []
-        self.probes = Probes(self.answers.append)
+        self.answers: list[ProbeReply] = []
+        self.probes = ProbeResponder(self.answers.append)
 
-    def ask(self, number: int = 7, life: Life = ME) -> None:
-        self.probes.asked(Probe(life, number), ME)
+    def probe(self, number: int = 7, incarnation: Incarnation = ME) -> None:
+        self.probes.on_request(Probe(incarnation, number), ME)
 
 
 def test_without_a_handler_the_answer_is_that_the_process_lives() -> None:
-    told = Told()
-    told.ask()
-    assert told.answers == [Probed(ME, 7, ProbeResult.NO_HANDLER)]
+    told = Responses()
+    told.probe()
+    assert told.answers == [ProbeReply(ME, 7, ProbeResult.NO_HANDLER)]
 
 
 def test_a_handler_answers_only_when_its_own_thread_comes_by() -> None:
-    told = Told()
+    told = Responses()
     ran_in: list[int] = []
     told.probes.on_probe(lambda: ran_in.append(threading.get_ident()))
 
     def ask_and_come_by() -> None:
-        told.ask()
+        told.probe()
         told.probes.answer()
 
     asking = threading.Thread(target=ask_and_come_by)
@@ -63,57 +63,57 @@ def test_a_handler_answers_only_when_its_own_thread_comes_by() -> None:
     asking.join()
     assert told.answers == []
     told.probes.answer()
-    assert told.answers == [Probed(ME, 7, ProbeResult.WORKS)]
+    assert told.answers == [ProbeReply(ME, 7, ProbeResult.WORKS)]
     assert ran_in == [threading.get_ident()]
     told.probes.answer()
     assert len(told.answers) == 1, "a question is answered once"
 
 
 def test_what_a_handler_raises_is_the_answer_and_the_role_goes_on() -> None:
-    told = Told()
+    told = Responses()
 
     def fail() -> None:
         raise RuntimeError("logits are not finite")
 
     told.probes.on_probe(fail)
-    told.ask()
+    told.probe()
     told.probes.answer()
-    assert told.answers == [Probed(ME, 7, ProbeResult.FAILED, "RuntimeError: logits are not finite")]
+    assert told.answers == [ProbeReply(ME, 7, ProbeResult.FAILED, "RuntimeError: logits are not finite")]
 
 
 def test_a_handler_that_calls_the_api_itself_is_not_run_within_itself() -> None:
-    told = Told()
+    told = Responses()
     told.probes.on_probe(told.probes.answer)
-    told.ask(1)
+    told.probe(1)
     told.probes.answer()
     assert [answer.id for answer in told.answers] == [1]
 
 
 def test_of_several_questions_the_newest_is_answered_and_the_work_is_done_once() -> None:
-    told = Told()
+    told = Responses()
     ran: list[str] = []
     told.probes.on_probe(lambda: ran.append("worked"))
     for number in (1, 2, 3):
-        told.ask(number)
+        told.probe(number)
     told.probes.answer()
     told.probes.answer()
     assert ([answer.id for answer in told.answers], ran) == ([3], ["worked"])
 
 
 def test_a_question_to_another_life_is_nobodys_here() -> None:
-    told = Told()
-    told.ask(life=Life(ME.replica, 2))
+    told = Responses()
+    told.probe(incarnation=Incarnation(ME.replica, 2))
     told.probes.answer()
     assert told.answers == []
 
 
-@pytest.mark.parametrize(("code", "result"), [(ANSWERS, ProbeResult.WORKS), (SILENT, ProbeResult.NO_HANDLER)])
+@pytest.mark.parametrize(("code", "result"), [(ANSWERS, ProbeResult.WORKS), (NO_ANSWER, ProbeResult.NO_HANDLER)])
 def test_a_real_role_answers_at_its_next_call_or_by_its_link(scene: Scene, code: str, result: ProbeResult) -> None:
     async def story() -> None:
         async with scene.manager() as manager, role(scene, manager, code) as (launch, _):
-            await manager.tell(launch.life, Probe(launch.life, 3))
-            answer = await manager.hears(Probed)
-            assert (answer.life, answer.id, answer.result) == (launch.life, 3, result)
+            await manager.send(launch.incarnation, Probe(launch.incarnation, 3))
+            answer = await manager.wait_for(ProbeReply)
+            assert (answer.incarnation, answer.id, answer.result) == (launch.incarnation, 3, result)
 
     play(story)
 
@@ -121,18 +121,18 @@ def test_a_real_role_answers_at_its_next_call_or_by_its_link(scene: Scene, code:
 def test_a_role_whose_engine_is_dead_beats_and_does_not_answer(scene: Scene) -> None:
     async def story() -> None:
         async with scene.manager() as manager, role(scene, manager, ANSWERS) as (launch, _):
-            await manager.tell(launch.life, Inject(Fault("f1", FaultKind.ENGINE_DEAD), launch.tag))
-            assert (await manager.hears(Injected)).ok
-            await manager.tell(launch.life, Probe(launch.life, 4))
-            await _beats(manager, 20)
-            assert not [message for message in manager.heard if isinstance(message, Probed)]
+            await manager.send(launch.incarnation, Inject(Fault("f1", FaultKind.ENGINE_DEAD), launch.tag))
+            assert (await manager.wait_for(Injected)).ok
+            await manager.send(launch.incarnation, Probe(launch.incarnation, 4))
+            await _wait_for_heartbeats(manager, 20)
+            assert not [message for message in manager.received if isinstance(message, ProbeReply)]
 
     play(story)
 
 
-async def _beats(manager: Manager, more: int) -> None:
+async def _wait_for_heartbeats(manager: Manager, more: int) -> None:
     """So many further beats are heard: by then a role that answers would have."""
-    before = sum(isinstance(message, Beat) for message in manager.heard)
+    before = sum(isinstance(message, Heartbeat) for message in manager.received)
     async with asyncio.timeout(30):
-        while sum(isinstance(message, Beat) for message in manager.heard) < before + more:
+        while sum(isinstance(message, Heartbeat) for message in manager.received) < before + more:
             await asyncio.sleep(0.01)

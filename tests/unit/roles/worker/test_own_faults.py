@@ -13,10 +13,10 @@ import pytest
 
 from rrl.core.faults import Fault, FaultKind
 from rrl.core.launch import LAUNCH_ENV, Launch
-from rrl.tests.support.listening_manager import PATIENCE
+from rrl.tests.support.listening_manager import TIMEOUT_S
 from rrl.tests.support.roles.trajectories import crew
 from rrl.tests.unit.roles.worker.test_api import Manager, Scene, play, scene
-from rrl.transport.messages import Beat, FirstWork, Inject, Injected
+from rrl.transport.messages import Heartbeat, FirstWorkDone, Inject, Injected
 
 __all__ = ["scene"]
 
@@ -44,7 +44,7 @@ async def role(scene: Scene, manager: Manager, code: str) -> AsyncIterator[tuple
     argv = [sys.executable, "-P", "-c", code]
     child = await asyncio.create_subprocess_exec(*argv, env=env, stderr=asyncio.subprocess.PIPE)
     try:
-        await manager.hears(FirstWork)
+        await manager.wait_for(FirstWorkDone)
         yield launch, child
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -57,18 +57,18 @@ def size_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-async def order(manager: Manager, launch: Launch, fault: Fault, tag: str = "") -> Injected:
-    await manager.tell(launch.life, Inject(fault, tag or launch.tag))
-    return await manager.hears(Injected)
+async def fault_request(manager: Manager, launch: Launch, fault: Fault, tag: str = "") -> Injected:
+    await manager.send(launch.incarnation, Inject(fault, tag or launch.tag))
+    return await manager.wait_for(Injected)
 
 
 @pytest.mark.parametrize("code", [WORKS, COMPUTES], ids=["working", "in a long computation"])
 def test_a_role_told_to_exit_does_so_with_that_code_whatever_it_is_doing(scene: Scene, code: str) -> None:
     async def story() -> None:
         async with scene.manager() as manager, role(scene, manager, code) as (launch, child):
-            answer = await order(manager, launch, Fault("f1", FaultKind.EXIT, amount=3))
-            assert (answer.ok, answer.life, answer.detail) == (True, launch.life, "it ends itself with exit code 3")
-            assert await asyncio.wait_for(child.wait(), PATIENCE) == 3
+            answer = await fault_request(manager, launch, Fault("f1", FaultKind.EXIT, amount=3))
+            assert (answer.ok, answer.incarnation, answer.detail) == (True, launch.incarnation, "it ends itself with exit code 3")
+            assert await asyncio.wait_for(child.wait(), TIMEOUT_S) == 3
 
     play(story)
 
@@ -76,9 +76,9 @@ def test_a_role_told_to_exit_does_so_with_that_code_whatever_it_is_doing(scene: 
 def test_an_exception_is_raised_in_the_roles_own_code_at_its_next_call(scene: Scene) -> None:
     async def story() -> None:
         async with scene.manager() as manager, role(scene, manager, WORKS) as (launch, child):
-            answer = await order(manager, launch, Fault("f7", FaultKind.EXCEPTION))
+            answer = await fault_request(manager, launch, Fault("f7", FaultKind.EXCEPTION))
             assert answer.ok, answer.detail
-            _, said = await asyncio.wait_for(child.communicate(), PATIENCE)
+            _, said = await asyncio.wait_for(child.communicate(), TIMEOUT_S)
             assert child.returncode == 1
             assert 'File "<string>", line 7' in said.decode()  # me.progress()
             assert "InjectedError: injected fault f7" in said.decode()
@@ -89,9 +89,9 @@ def test_an_exception_is_raised_in_the_roles_own_code_at_its_next_call(scene: Sc
 def test_nothing_is_raised_or_told_before_the_role_calls(scene: Scene) -> None:
     async def story() -> None:
         async with scene.manager() as manager, role(scene, manager, COMPUTES) as (launch, child):
-            await manager.tell(launch.life, Inject(Fault("f1", FaultKind.EXCEPTION), launch.tag))
+            await manager.send(launch.incarnation, Inject(Fault("f1", FaultKind.EXCEPTION), launch.tag))
             second = Fault("f2", FaultKind.ENGINE_DEAD)
-            answer = await order(manager, launch, second)  # heard after the first one
+            answer = await fault_request(manager, launch, second)  # heard after the first one
             assert (answer.fault, answer.ok, answer.detail) == (second, False, "exception is still to strike")
             assert child.returncode is None
 
@@ -101,13 +101,13 @@ def test_nothing_is_raised_or_told_before_the_role_calls(scene: Scene) -> None:
 def test_with_its_engine_dead_a_role_beats_on_and_makes_no_progress(scene: Scene) -> None:
     async def story() -> None:
         async with scene.manager() as manager, role(scene, manager, WORKS) as (launch, child):
-            assert (await order(manager, launch, Fault("f1", FaultKind.ENGINE_DEAD))).ok
-            manager.heard.clear()
-            first = await manager.hears(Beat)
+            assert (await fault_request(manager, launch, Fault("f1", FaultKind.ENGINE_DEAD))).ok
+            manager.received.clear()
+            first = await manager.wait_for(Heartbeat)
             for _ in range(5):
-                manager.heard.clear()
-                beat = await manager.hears(Beat)
-                assert (beat.phase, beat.done) == ("score", first.done)
+                manager.received.clear()
+                heartbeat = await manager.wait_for(Heartbeat)
+                assert (heartbeat.phase, heartbeat.done) == ("score", first.done)
             assert child.returncode is None
 
     play(story)
@@ -117,8 +117,8 @@ def test_out_of_memory_strikes_a_role_that_lives_on_what_it_has(scene: Scene) ->
     async def story() -> None:
         async with scene.manager() as manager, role(scene, manager, WORKS) as (launch, child):
             resource.prlimit(child.pid, resource.RLIMIT_AS, (size_of(child.pid), resource.RLIM_INFINITY))
-            await manager.tell(launch.life, Inject(Fault("f1", FaultKind.OUT_OF_MEMORY), launch.tag))
-            _, said = await asyncio.wait_for(child.communicate(), PATIENCE)
+            await manager.send(launch.incarnation, Inject(Fault("f1", FaultKind.OUT_OF_MEMORY), launch.tag))
+            _, said = await asyncio.wait_for(child.communicate(), TIMEOUT_S)
             assert child.returncode not in (0, None)
             assert b"MemoryError" in said or b"allocate memory" in said
 
@@ -128,11 +128,11 @@ def test_out_of_memory_strikes_a_role_that_lives_on_what_it_has(scene: Scene) ->
 def test_an_engine_that_is_dead_for_a_time_goes_on_then(scene: Scene) -> None:
     async def story() -> None:
         async with scene.manager() as manager, role(scene, manager, WORKS) as (launch, _):
-            await order(manager, launch, Fault("f1", FaultKind.ENGINE_DEAD, seconds=0.3))
-            await manager.hears(Injected, lambda answer: answer.ended)
-            manager.heard.clear()
-            first = await manager.hears(Beat)
-            await manager.hears(Beat, lambda beat: beat.done > first.done)
+            await fault_request(manager, launch, Fault("f1", FaultKind.ENGINE_DEAD, seconds=0.3))
+            await manager.wait_for(Injected, lambda answer: answer.ended)
+            manager.received.clear()
+            first = await manager.wait_for(Heartbeat)
+            await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.done > first.done)
 
     play(story)
 
@@ -146,11 +146,11 @@ def test_a_role_does_nothing_that_is_not_its_own_or_not_its_to_do(
 ) -> None:
     async def story() -> None:
         async with scene.manager() as manager, role(scene, manager, WORKS) as (launch, child):
-            answer = await order(manager, launch, Fault("f1", kind, amount=3), tag)
+            answer = await fault_request(manager, launch, Fault("f1", kind, amount=3), tag)
             assert not answer.ok
             assert why in answer.detail
-            manager.heard.clear()
-            await manager.hears(Beat)
+            manager.received.clear()
+            await manager.wait_for(Heartbeat)
             assert child.returncode is None
 
     play(story)

@@ -14,34 +14,34 @@ import pytest
 from rrl.core.faults import Fault, FaultKind
 from rrl.core.launch import ExitReason, Launch, tag_of
 from rrl.core.run_dir import write_atomically
-from rrl.core.types import Life, ReplicaId, Version
+from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.roles.launcher.environment import GPUS_ENV
-from rrl.roles.launcher.process_group import NICE, keep_gpus
+from rrl.roles.launcher.process_group import NICE, select_gpus
 from rrl.roles.worker.api import Worker
 from rrl.roles.worker.connection import FENCED_EXIT
-from rrl.tests.support.listening_manager import PATIENCE, eventually
+from rrl.tests.support.listening_manager import TIMEOUT_S, eventually
 from rrl.tests.unit.roles.worker.test_api import Manager, Scene, play, scene
 from rrl.transport.messages import (
     Admitted,
-    Beat,
-    Become,
+    Heartbeat,
+    Promote,
     Committed,
     Fenced,
-    FirstWork,
+    FirstWorkDone,
     Hello,
-    Holds,
+    VersionAvailable,
     Inject,
     Injected,
     StepExit,
     Stop,
-    Wanted,
+    AdmissionRequest,
     Welcome,
 )
 
 __all__ = ["scene"]
 
-SHADOW = Life(ReplicaId("shadow/local1"), 3)
-MEMBER = Life(ReplicaId("trainer/0.1"), 4)
+STANDBY_PROCESS = Incarnation(ReplicaId("shadow/local1"), 3)
+MEMBER = Incarnation(ReplicaId("trainer/0.1"), 4)
 WAITS = """
 import os, rrl
 me = rrl.join()
@@ -53,32 +53,32 @@ with me:
 """
 
 
-def shadow_launch(scene: Scene, *argv: str) -> Launch:
-    launch = scene.at.launch(*argv, replica=SHADOW.replica, incarnation=SHADOW.incarnation, env=dict(os.environ))
+def standby_launch(scene: Scene, *argv: str) -> Launch:
+    launch = scene.at.launch(*argv, replica=STANDBY_PROCESS.replica, incarnation=STANDBY_PROCESS.number, env=dict(os.environ))
     launch = msgspec.structs.replace(launch, standby=True)
     write_atomically(scene.at.run.launch_file(launch.tag), msgspec.json.encode(launch))
     return launch
 
 
-def shadow_worker(scene: Scene) -> Worker:
-    return Worker(shadow_launch(scene), scene.at.run, scene.at.keys)
+def standby_worker(scene: Scene) -> Worker:
+    return Worker(standby_launch(scene), scene.at.run, scene.at.keys)
 
 
 def follows(me: Worker) -> bool:
     """It pulls every newest version."""
-    return any("_follow" in repr(task) for task in me._link._tasks)
+    return any("_follow" in repr(task) for task in me._connection._tasks)
 
 
 def works(me: Worker, begun: threading.Event) -> Callable[[], None]:
     def work() -> None:
         begun.set()
-        me.stopping.wait(PATIENCE)
+        me.stopping.wait(TIMEOUT_S)
 
     return work
 
 
-def become(scene: Scene, life: Life = MEMBER) -> Become:
-    return Become(SHADOW, life, tag_of(scene.at.run.id, SHADOW))
+def promotion(scene: Scene, incarnation: Incarnation = MEMBER) -> Promote:
+    return Promote(STANDBY_PROCESS, incarnation, tag_of(scene.at.run.id, STANDBY_PROCESS))
 
 
 class Ranks(Manager):
@@ -88,10 +88,10 @@ class Ranks(Manager):
         while True:
             incoming = await self.listener.receive()
             message = incoming.message
-            self.heard.append(message)
+            self.received.append(message)
             self.peers[message.life] = incoming.peer
             if isinstance(message, Hello):
-                welcome = Welcome(message.life, self.believed, 0 if message.life == SHADOW else 1, 2)
+                welcome = Welcome(message.incarnation, self.current, 0 if message.incarnation == STANDBY_PROCESS else 1, 2)
                 await self.listener.send(incoming.peer, welcome)
 
 
@@ -103,21 +103,21 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 # ── waiting ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_shadow_says_that_it_stands_by_and_waits_until_it_is_told_what_it_becomes(scene: Scene, ranks: None) -> None:
     async def story() -> None:
-        me = shadow_worker(scene)
+        me = standby_worker(scene)
         begun = threading.Event()
         async with scene.manager() as manager:
             role = scene.start(me, works(me, begun))
-            hello = await manager.hears(Hello)
-            assert (hello.life, hello.tag, hello.phase) == (SHADOW, me.launch.tag, "standby")
+            hello = await manager.wait_for(Hello)
+            assert (hello.incarnation, hello.tag, hello.phase) == (STANDBY_PROCESS, me.launch.tag, "standby")
             for _ in range(3):
-                manager.heard.clear()
-                await manager.hears(Beat, lambda beat: beat.life == SHADOW and beat.phase == "standby")
+                manager.received.clear()
+                await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.incarnation == STANDBY_PROCESS and heartbeat.phase == "standby")
             assert not begun.is_set(), "welcome as a shadow is no reason to begin"
-            await manager.tell(SHADOW, become(scene))
-            now = await manager.hears(Hello, lambda hello: hello.life == MEMBER)
+            await manager.send(STANDBY_PROCESS, promotion(scene))
+            now = await manager.wait_for(Hello, lambda hello: hello.incarnation == MEMBER)
             assert (now.tag, now.pid, now.phase) == (hello.tag, hello.pid, "starting"), "the same step and process"
             await eventually(begun.is_set)
-            assert (me.launch.life, me.launch.tag, me.rank, me.world) == (MEMBER, hello.tag, 1, 2)
+            assert (me.launch.incarnation, me.launch.tag, me.rank, me.world) == (MEMBER, hello.tag, 1, 2)
             assert me.settings == me.job["roles"]["trainer"]
             await manager.stop(MEMBER)
             await role.end()
@@ -127,15 +127,15 @@ def test_a_shadow_says_that_it_stands_by_and_waits_until_it_is_told_what_it_beco
 
 def test_no_beat_is_left_out_and_none_speaks_under_the_old_name_once_it_has_become_something(scene: Scene) -> None:
     async def story() -> None:
-        me = shadow_worker(scene)
+        me = standby_worker(scene)
         async with scene.manager() as manager:
-            role = scene.start(me, lambda: me.stopping.wait(PATIENCE))
-            await manager.hears(Beat)
-            await manager.tell(SHADOW, become(scene))
-            await manager.hears(Beat, lambda beat: beat.life == MEMBER)
-            lives = [message.life for message in manager.heard]
-            assert lives == sorted(lives, key=lambda life: life == MEMBER), "first the one, then the other"
-            first = manager.heard[lives.index(MEMBER)]
+            role = scene.start(me, lambda: me.stopping.wait(TIMEOUT_S))
+            await manager.wait_for(Heartbeat)
+            await manager.send(STANDBY_PROCESS, promotion(scene))
+            await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.incarnation == MEMBER)
+            incarnations = [message.life for message in manager.received]
+            assert incarnations == sorted(incarnations, key=lambda incarnation: incarnation == MEMBER), "first the one, then the other"
+            first = manager.received[incarnations.index(MEMBER)]
             assert isinstance(first, Hello), "its first word is a Hello, and not a beat of somebody unknown"
             await manager.stop(MEMBER)
             await role.end()
@@ -145,28 +145,28 @@ def test_no_beat_is_left_out_and_none_speaks_under_the_old_name_once_it_has_beco
 
 def test_everything_that_it_says_from_then_on_carries_the_life_that_it_became(scene: Scene) -> None:
     async def story() -> None:
-        me = shadow_worker(scene)
+        me = standby_worker(scene)
         done = threading.Event()
 
         def work() -> None:
             me.progress()
             me.publish(1, [])
-            me._link.committed(1, {})
+            me._connection.on_commit(1, {})
             done.set()
-            me.stopping.wait(PATIENCE)
+            me.stopping.wait(TIMEOUT_S)
 
         async with scene.manager() as manager:
             role = scene.start(me, work)
-            await manager.hears(Hello)
-            await manager.tell(SHADOW, become(scene))
+            await manager.wait_for(Hello)
+            await manager.send(STANDBY_PROCESS, promotion(scene))
             await eventually(done.is_set)
-            assert (await manager.hears(FirstWork)).life == MEMBER
-            assert (await manager.hears(Committed)).life == MEMBER
-            assert (await manager.hears(Hello, lambda hello: hello.serves is not None)).life == MEMBER
-            assert (await manager.hears(Holds)).version == Version(1, MEMBER.incarnation)
+            assert (await manager.wait_for(FirstWorkDone)).incarnation == MEMBER
+            assert (await manager.wait_for(Committed)).incarnation == MEMBER
+            assert (await manager.wait_for(Hello, lambda hello: hello.weight_address is not None)).incarnation == MEMBER
+            assert (await manager.wait_for(VersionAvailable)).version == Version(1, MEMBER.number)
             fault = Fault("f1", FaultKind.ENGINE_DEAD, MEMBER.replica)
-            await manager.tell(MEMBER, Inject(fault, "another step"))
-            assert (await manager.hears(Injected)).life == MEMBER
+            await manager.send(MEMBER, Inject(fault, "another step"))
+            assert (await manager.wait_for(Injected)).incarnation == MEMBER
             await manager.stop(MEMBER)
             await role.end()
 
@@ -176,21 +176,21 @@ def test_everything_that_it_says_from_then_on_carries_the_life_that_it_became(sc
 def test_one_of_a_rollout_has_its_settings_from_the_start_and_pulls_weights_once_it_has_become_one(
     scene: Scene,
 ) -> None:
-    engine = Life(ReplicaId("shadow/local1:rollout"), 1)
+    engine = Incarnation(ReplicaId("shadow/local1:rollout"), 1)
 
     async def story() -> None:
-        launch = scene.at.launch(replica=engine.replica, incarnation=1, env=dict(os.environ))
+        launch = scene.at.launch(replica=engine.replica, number=1, env=dict(os.environ))
         me = Worker(msgspec.structs.replace(launch, standby=True), scene.at.run, scene.at.keys)
         assert me.settings == me.job["roles"]["rollout"]
         async with scene.manager() as manager:
-            role = scene.start(me, lambda: me.stopping.wait(PATIENCE))
-            hello = await manager.hears(Hello)
-            assert (hello.life, hello.phase, hello.holds) == (engine, "standby", None)
-            assert hello.serves, "what takes time is open already"
+            role = scene.start(me, lambda: me.stopping.wait(TIMEOUT_S))
+            hello = await manager.wait_for(Hello)
+            assert (hello.incarnation, hello.phase, hello.weight_version) == (engine, "standby", None)
+            assert hello.weight_address, "what takes time is open already"
             assert not follows(me), "and nothing comes in by it yet"
-            rollout = Life(ReplicaId("rollout/1"), 2)
-            await manager.tell(engine, Become(engine, rollout, launch.tag))
-            assert (await manager.hears(Hello, lambda told: told.life == rollout)).serves == hello.serves
+            rollout = Incarnation(ReplicaId("rollout/1"), 2)
+            await manager.send(engine, Promote(engine, rollout, launch.tag))
+            assert (await manager.wait_for(Hello, lambda told: told.incarnation == rollout)).weight_address == hello.weight_address
             await eventually(lambda: follows(me))
             await manager.stop(rollout)
             await role.end()
@@ -200,19 +200,19 @@ def test_one_of_a_rollout_has_its_settings_from_the_start_and_pulls_weights_once
 
 def test_told_twice_or_told_what_is_not_meant_for_it_it_is_what_it_became_first(scene: Scene) -> None:
     async def story() -> None:
-        me = shadow_worker(scene)
+        me = standby_worker(scene)
         async with scene.manager() as manager:
-            role = scene.start(me, lambda: me.stopping.wait(PATIENCE))
-            await manager.hears(Hello)
-            other = Life(ReplicaId("shadow/local1"), 2)
-            await manager.tell(SHADOW, Become(other, Life(MEMBER.replica, 9), tag_of(scene.at.run.id, other)))
-            await manager.tell(SHADOW, become(scene))
-            await manager.tell(SHADOW, become(scene))
-            await manager.tell(SHADOW, become(scene, Life(MEMBER.replica, 9)))
+            role = scene.start(me, lambda: me.stopping.wait(TIMEOUT_S))
+            await manager.wait_for(Hello)
+            other = Incarnation(ReplicaId("shadow/local1"), 2)
+            await manager.send(STANDBY_PROCESS, Promote(other, Incarnation(MEMBER.replica, 9), tag_of(scene.at.run.id, other)))
+            await manager.send(STANDBY_PROCESS, promotion(scene))
+            await manager.send(STANDBY_PROCESS, promotion(scene))
+            await manager.send(STANDBY_PROCESS, promotion(scene, Incarnation(MEMBER.replica, 9)))
             for _ in range(3):
-                manager.heard.clear()
-                await manager.hears(Beat)
-            assert {beat.life for beat in manager.heard} == {MEMBER}
+                manager.received.clear()
+                await manager.wait_for(Heartbeat)
+            assert {heartbeat.life for heartbeat in manager.received} == {MEMBER}
             await manager.stop(MEMBER)
             await role.end()
 
@@ -221,19 +221,19 @@ def test_told_twice_or_told_what_is_not_meant_for_it_it_is_what_it_became_first(
 
 def test_to_the_next_manager_it_is_what_it_has_become(scene: Scene) -> None:
     async def story() -> None:
-        me = shadow_worker(scene)
+        me = standby_worker(scene)
         begun = threading.Event()
         async with scene.manager() as first:
             role = scene.start(me, works(me, begun))
-            await first.hears(Hello)
+            await first.wait_for(Hello)
         async with scene.manager(epoch=2) as second:
-            assert (await second.hears(Hello)).life == SHADOW
+            assert (await second.wait_for(Hello)).incarnation == STANDBY_PROCESS
             second.welcoming.clear()
-            await second.tell(SHADOW, become(scene))
-            assert (await second.hears(Hello, lambda hello: hello.life == MEMBER)).phase == "starting"
+            await second.send(STANDBY_PROCESS, promotion(scene))
+            assert (await second.wait_for(Hello, lambda hello: hello.incarnation == MEMBER)).phase == "starting"
         assert not begun.is_set(), "nobody has welcomed it as that"
         async with scene.manager(epoch=3) as third:
-            assert (await third.hears(Hello)).life == MEMBER
+            assert (await third.wait_for(Hello)).incarnation == MEMBER
             await eventually(begun.is_set)
             await third.stop(MEMBER)
             await role.end()
@@ -245,7 +245,7 @@ def test_to_the_next_manager_it_is_what_it_has_become(scene: Scene) -> None:
 async def _first_process(scene: Scene, manager: Manager, launch: Launch) -> subprocess.Popen[bytes]:
     """A shadow in a real step, once it stands by."""
     child = scene.at.start(launch)
-    await manager.hears(Hello, lambda hello: hello.phase == "standby")
+    await manager.wait_for(Hello, lambda hello: hello.phase == "standby")
     return child
 
 
@@ -256,14 +256,14 @@ class Admits(Manager):
         while True:
             incoming = await self.listener.receive()
             message = incoming.message
-            self.heard.append(message)
-            if isinstance(message, Wanted):
+            self.received.append(message)
+            if isinstance(message, AdmissionRequest):
                 self.first = incoming.peer
-                await self.listener.send(incoming.peer, Admitted(message.tag, True), incoming.ask)
+                await self.listener.send(incoming.peer, Admitted(message.tag, True), incoming.request_id)
             else:
                 self.peers[message.life] = incoming.peer
             if isinstance(message, Hello):
-                await self.listener.send(incoming.peer, Welcome(message.life, self.believed))
+                await self.listener.send(incoming.peer, Welcome(message.incarnation, self.current))
 
 
 @pytest.fixture
@@ -274,14 +274,14 @@ def admits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("how", ["signal", "stop"])
 def test_asked_to_leave_before_it_became_anything_it_ends_in_order(scene: Scene, admits: None, how: str) -> None:
     async def story() -> None:
-        launch = shadow_launch(scene, sys.executable, "-c", WAITS)
+        launch = standby_launch(scene, sys.executable, "-c", WAITS)
         async with scene.manager() as manager:
             assert isinstance(manager, Admits)
             child = await _first_process(scene, manager, launch)
             if how == "signal":
                 child.terminate()
             else:
-                await manager.listener.send(manager.first, Stop(SHADOW, 20.0, "not needed"))
+                await manager.listener.send(manager.first, Stop(STANDBY_PROCESS, 20.0, "not needed"))
             await scene.at.end_of(child)
             record = scene.at.record(launch)
             assert record is not None
@@ -293,12 +293,12 @@ def test_asked_to_leave_before_it_became_anything_it_ends_in_order(scene: Scene,
 
 def test_a_worker_that_hears_stop_while_it_stands_by_ends_in_order(scene: Scene) -> None:
     async def story() -> None:
-        me = shadow_worker(scene)
+        me = standby_worker(scene)
         began = threading.Event()
         async with scene.manager() as manager:
             role = scene.start(me, began.set)
-            await manager.hears(Hello)
-            await manager.stop(SHADOW)
+            await manager.wait_for(Hello)
+            await manager.stop(STANDBY_PROCESS)
             with pytest.raises(SystemExit):
                 await role.end()
         assert not began.is_set()
@@ -311,23 +311,23 @@ def test_fenced_as_what_it_became_all_of_it_ends_at_once(scene: Scene, admits: N
     """The grace of 1000 s is not used. Its first process was started under the shadow's name."""
 
     async def story() -> None:
-        launch = shadow_launch(scene, sys.executable, "-c", WAITS)
+        launch = standby_launch(scene, sys.executable, "-c", WAITS)
         launch = msgspec.structs.replace(launch, grace=1000.0)
         write_atomically(scene.at.run.launch_file(launch.tag), msgspec.json.encode(launch))
         async with scene.manager() as manager:
             assert isinstance(manager, Admits)
             child = await _first_process(scene, manager, launch)
-            await manager.tell(SHADOW, become(scene))
-            pid = (await manager.hears(Hello, lambda hello: hello.life == MEMBER)).pid
+            await manager.send(STANDBY_PROCESS, promotion(scene))
+            pid = (await manager.wait_for(Hello, lambda hello: hello.incarnation == MEMBER)).pid
             if how == "worker":
-                await manager.tell(MEMBER, Fenced(MEMBER, "its gang restarts"))
+                await manager.send(MEMBER, Fenced(MEMBER, "its gang restarts"))
             else:
                 if how.endswith("stopped"):
                     os.kill(pid, 19)
                 await manager.listener.send(manager.first, Fenced(MEMBER, "its gang restarts", launch.tag))
             await scene.at.end_of(child)
-            exit = await manager.hears(StepExit)
-            assert (exit.life, exit.tag) == (SHADOW, launch.tag), "the manager knows whose step it is"
+            exit = await manager.wait_for(StepExit)
+            assert (exit.incarnation, exit.tag) == (STANDBY_PROCESS, launch.tag), "the manager knows whose step it is"
             assert (exit.code, exit.signal) == ((FENCED_EXIT, None) if how == "worker" else (None, 9))
 
     play(story)
@@ -352,12 +352,12 @@ with me:
 
 def test_its_session_is_nice_to_all_others_until_it_has_become_something(scene: Scene, admits: None) -> None:
     async def story() -> None:
-        launch = shadow_launch(scene, sys.executable, "-c", _NICE)
+        launch = standby_launch(scene, sys.executable, "-c", _NICE)
         async with scene.manager() as manager:
             assert isinstance(manager, Admits)
             child = await _first_process(scene, manager, launch)
-            await manager.tell(SHADOW, become(scene))
-            await manager.hears(FirstWork)
+            await manager.send(STANDBY_PROCESS, promotion(scene))
+            await manager.wait_for(FirstWorkDone)
             await manager.listener.send(manager.first, Stop(MEMBER, 20.0, "enough", launch.tag))
             await scene.at.end_of(child)
         said = [line for line in scene.at.log(launch).splitlines() if line.startswith(("before", "after"))]
@@ -379,5 +379,5 @@ def test_of_the_gpus_that_it_sees_it_keeps_those_that_it_is_given(
     chosen: tuple[str, ...], gpus: str, visible: str
 ) -> None:
     environ = {GPUS_ENV: "4,5,6,7", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
-    assert keep_gpus(chosen, ("all",), environ) == (chosen or ("all",))
+    assert select_gpus(chosen, ("all",), environ) == (chosen or ("all",))
     assert environ == {GPUS_ENV: gpus, "CUDA_VISIBLE_DEVICES": visible}

@@ -10,33 +10,33 @@ from typing import Any
 
 import pytest
 
-from rrl.core.types import Life, ReplicaId, Version
+from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.roles.worker import connection as link_module
-from rrl.roles.worker.connection import Link
-from rrl.tests.support.listening_manager import PATIENCE, lab
+from rrl.roles.worker.connection import ManagerConnection
+from rrl.tests.support.listening_manager import TIMEOUT_S, lab
 from rrl.tests.support.weights.chain import Publisher, until
-from rrl.tests.support.weights.piping import CHUNK, SECRET, Spy, calm, holder, piped, served
+from rrl.tests.support.weights.piping import CHUNK, SECRET, SpyTransport, calm, weight_source, transport_for, served
 from rrl.tests.support.weights.source import content, described
-from rrl.transport.messages import Holder, Peers
+from rrl.transport.messages import WeightSource, Peers
 from rrl.transport.weights import pull
 
-ME = Life(ReplicaId("rollout/1"), 1)
+ME = Incarnation(ReplicaId("rollout/1"), 1)
 V1, V2, V3, V4 = (Version(step, 1) for step in (1, 2, 3, 4))
-TRANSPORT: dict[str, Any] = {"weights": "tcp", "chunk": CHUNK, "chunk_deadline": PATIENCE, "chain": 8}
+TRANSPORT: dict[str, Any] = {"weights": "tcp", "chunk": CHUNK, "chunk_deadline": TIMEOUT_S, "chain": 8}
 
 
 class Rollout:
     """What follows, without the rest of a worker: the manager's words are put in its ear."""
 
-    def __init__(self, link: Link, spy: Spy) -> None:
+    def __init__(self, link: ManagerConnection, spy: SpyTransport) -> None:
         self.link, self.spy = link, spy
         self.held: list[Version] = []
-        link.holds = self.held.append  # type: ignore[method-assign, assignment]
+        link.announce_version = self.held.append  # type: ignore[method-assign, assignment]
         self._seq = 0
 
-    def hear(self, newest: Version, *holders: Holder) -> None:
+    def receive(self, newest: Version, *holders: WeightSource) -> None:
         self._seq += 1
-        self.link._hear_peers(Peers(1, self._seq, {}, newest, holders))
+        self.link._update_peers(Peers(1, self._seq, {}, newest, holders))
 
     def arrived(self, version: Version) -> int:
         arriving = self.link.weights._arriving
@@ -53,15 +53,15 @@ Play = Callable[[Story], None]
 def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     """Nobody is too slow here."""
     monkeypatch.setattr(link_module, "Pace", calm)
-    monkeypatch.setattr(pull, "FIRST", PATIENCE)
+    monkeypatch.setattr(pull, "FIRST", TIMEOUT_S)
 
     @asynccontextmanager
     async def following() -> AsyncGenerator[Rollout]:
         with lab(tmp_path) as at:
-            link = Link(at.launch(replica=ME.replica), at.run, at.keys, 1.0, TRANSPORT)
-            async with piped("tcp") as pipe:
-                rollout = Rollout(link, Spy(pipe))
-                task = asyncio.create_task(link._follow(rollout.spy))
+            link = ManagerConnection(at.launch(replica=ME.replica), at.run, at.keys, 1.0, TRANSPORT)
+            async with transport_for("tcp") as pipe:
+                rollout = Rollout(link, SpyTransport(pipe))
+                task = asyncio.create_task(link._follow_weights(rollout.spy))
                 try:
                     yield rollout
                 finally:
@@ -70,7 +70,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
                     link._loop.close()
 
     async def run(story: Story) -> None:
-        async with asyncio.timeout(2 * PATIENCE), following() as rollout:
+        async with asyncio.timeout(2 * TIMEOUT_S), following() as rollout:
             await story(rollout)
 
     return lambda story: asyncio.run(run(story))
@@ -87,11 +87,11 @@ def test_a_version_whose_source_gives_is_finished_and_then_the_newest_is_fetched
         async with served("tcp", publisher.store) as at:
             with publisher.publishing():
                 publisher.feed(3)
-                rollout.hear(V1, holder(at, holds=V1))
+                rollout.receive(V1, weight_source(at, version=V1))
                 await until(lambda: rollout.arrived(V1) == 3)
                 for newer in (V2, V3):
                     offer(publisher, newer)
-                    rollout.hear(newer, holder(at, holds=newer))
+                    rollout.receive(newer, weight_source(at, version=newer))
                 publisher.feed()
             await until(lambda: rollout.held == [V1, V3])
 
@@ -105,10 +105,10 @@ def test_a_version_whose_source_is_gone_is_dropped_for_the_newest(play: Play) ->
             async with served("tcp", relay.store) as gone:
                 with relay.publishing():
                     relay.feed(3)
-                    rollout.hear(V1, holder(at, holds=V1), holder(gone, "rollout/0", None))
+                    rollout.receive(V1, weight_source(at, version=V1), weight_source(gone, "rollout/0", None))
                     await until(lambda: rollout.arrived(V1) == 3)
                     publisher.feed()
-                    rollout.hear(V2, holder(at, holds=V2), holder(gone, "rollout/0", None))
+                    rollout.receive(V2, weight_source(at, version=V2), weight_source(gone, "rollout/0", None))
             await until(lambda: rollout.held == [V2])
             assert rollout.link.weights.versions() == (V2,)
 
@@ -122,7 +122,7 @@ def test_a_version_whose_source_is_gone_is_got_elsewhere_while_no_newer_one_is_o
             async with served("tcp", relay.store) as gone:
                 with relay.publishing():
                     relay.feed(3)
-                    rollout.hear(V1, holder(at, holds=V1), holder(gone, "rollout/0", None))
+                    rollout.receive(V1, weight_source(at, version=V1), weight_source(gone, "rollout/0", None))
                     await until(lambda: rollout.arrived(V1) == 3)
                     publisher.feed()
             await until(lambda: rollout.held == [V1])
@@ -142,11 +142,11 @@ def test_whoever_dropped_two_versions_in_a_row_asks_the_publisher_for_the_next(p
                 async with served("tcp", relay.store) as gone:
                     with relay.publishing():
                         relay.feed(3)
-                        rollout.hear(version, holder(at, holds=None), holder(gone, "rollout/0", None))
+                        rollout.receive(version, weight_source(at, version=None), weight_source(gone, "rollout/0", None))
                         await until(lambda version=version: rollout.arrived(version) == 3)  # type: ignore[misc]
-                        rollout.hear(newer, holder(at, holds=newer), holder(gone, "rollout/0", None))
+                        rollout.receive(newer, weight_source(at, version=newer), weight_source(gone, "rollout/0", None))
                 if newer == V3:
-                    rollout.hear(V3, holder(at, holds=V3), holder(beside, "rollout/0", V3))
+                    rollout.receive(V3, weight_source(at, version=V3), weight_source(beside, "rollout/0", V3))
             await until(lambda: rollout.held == [V3])
             assert beside not in rollout.spy.came
             assert rollout.spy.came[at] == 13
@@ -163,9 +163,9 @@ def test_a_version_that_died_with_its_publisher_is_dropped_for_the_one_that_othe
             async with served("tcp", publisher.store) as gone:
                 with publisher.publishing():
                     publisher.feed(3)
-                    rollout.hear(V2, holder(gone, holds=V2))
+                    rollout.receive(V2, weight_source(gone, version=V2))
                     await until(lambda: rollout.arrived(V2) == 3)
-                    rollout.hear(V1, holder(beside, "rollout/0", V1))
+                    rollout.receive(V1, weight_source(beside, "rollout/0", V1))
             await until(lambda: rollout.held == [V1])
 
     play(story)

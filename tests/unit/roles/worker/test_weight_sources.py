@@ -2,73 +2,73 @@
 
 from __future__ import annotations
 
-from rrl.core.types import Life, Version
+from rrl.core.types import Incarnation, Version
 from rrl.roles.trajectories.types import NewestVersion
 from rrl.roles.worker.weight_sources import WeightSources
-from rrl.tests.support.roles.trajectories.crew import OTHER, ROLLOUT, TRAINER, life
-from rrl.transport.messages import Holder, Peer, Peers
+from rrl.tests.support.roles.trajectories.crew import OTHER, ROLLOUT, TRAINER, incarnation_of
+from rrl.transport.messages import WeightSource, Peer, Peers
 
-NEXT_TRAINER = life("trainer/0", 2)
-
-
-def holder(of: Life, step: int, incarnation: int = 1) -> Holder:
-    return Holder(of, f"tcp://{of}", Version(step, incarnation))
+NEXT_TRAINER = incarnation_of("trainer/0", 2)
 
 
-def peers(*lives: Life, newest: Version | None, holders: tuple[Holder, ...]) -> Peers:
-    return Peers(1, 1, {each.replica: Peer(each) for each in lives}, newest, holders)
+def weight_source(of: Incarnation, step: int, incarnation: int = 1) -> WeightSource:
+    return WeightSource(of, f"tcp://{of}", Version(step, incarnation))
 
 
-def news(*holders: Holder) -> NewestVersion:
-    assert holders[0].holds is not None
-    return NewestVersion(holders[0].holds, holders)
+def peers(*incarnations: Incarnation, newest: Version | None, holders: tuple[WeightSource, ...]) -> Peers:
+    return Peers(1, 1, {each.replica: Peer(each) for each in incarnations}, newest, holders)
+
+
+def news(*holders: WeightSource) -> NewestVersion:
+    assert holders[0].version is not None
+    return NewestVersion(holders[0].version, holders)
 
 
 def test_without_any_word_there_is_nothing_to_pull() -> None:
     known = WeightSources()
     assert known.newest is None
-    assert known.holders() == ()
+    assert known.sources() == ()
 
 
 def test_the_store_names_a_newer_version_and_the_managers_relays_stay() -> None:
     known = WeightSources()
-    relay = holder(OTHER, 4)
-    known.on_peers(peers(TRAINER, OTHER, newest=Version(4, 1), holders=(holder(TRAINER, 4), relay)))
-    known.on_news(news(holder(TRAINER, 5)))
+    relay = weight_source(OTHER, 4)
+    known.on_peers(peers(TRAINER, OTHER, newest=Version(4, 1), holders=(weight_source(TRAINER, 4), relay)))
+    known.on_newest_version(news(weight_source(TRAINER, 5)))
     assert known.newest == Version(5, 1)
-    assert known.holders() == (holder(TRAINER, 5), relay)
+    assert known.sources() == (weight_source(TRAINER, 5), relay)
 
 
 def test_what_the_store_named_before_the_manager_named_a_newer_version_is_outdated() -> None:
     known = WeightSources()
-    known.on_news(news(holder(TRAINER, 4), holder(OTHER, 4)))
-    known.on_peers(peers(TRAINER, OTHER, newest=Version(6, 1), holders=(holder(TRAINER, 6), holder(OTHER, 5))))
+    known.on_newest_version(news(weight_source(TRAINER, 4), weight_source(OTHER, 4)))
+    known.on_peers(peers(TRAINER, OTHER, newest=Version(6, 1), holders=(weight_source(TRAINER, 6), weight_source(OTHER, 5))))
     assert known.newest == Version(6, 1)
-    assert known.holders() == (holder(TRAINER, 6), holder(OTHER, 5))
+    assert known.sources() == (weight_source(TRAINER, 6), weight_source(OTHER, 5))
 
 
 def test_a_trainer_that_the_manager_has_not_announced_yet_replaces_its_predecessor() -> None:
     known = WeightSources()
-    known.on_peers(peers(TRAINER, OTHER, newest=Version(4, 1), holders=(holder(TRAINER, 4), holder(OTHER, 3))))
-    known.on_news(news(holder(NEXT_TRAINER, 5, 2)))
+    known.on_peers(peers(TRAINER, OTHER, newest=Version(4, 1), holders=(weight_source(TRAINER, 4), weight_source(OTHER, 3))))
+    known.on_newest_version(news(weight_source(NEXT_TRAINER, 5, 2)))
     assert known.newest == Version(5, 2)
-    assert known.holders() == (holder(NEXT_TRAINER, 5, 2), holder(OTHER, 3))
+    assert known.sources() == (weight_source(NEXT_TRAINER, 5, 2), weight_source(OTHER, 3))
 
 
 def test_a_version_whose_only_holder_the_manager_fenced_is_not_waited_for() -> None:
     """The trainer died right after it had published version 5: nobody has it, and the others go on with version 4."""
     known = WeightSources()
-    known.on_peers(peers(TRAINER, OTHER, ROLLOUT, newest=Version(4, 1), holders=(holder(TRAINER, 4),)))
-    known.on_news(news(holder(TRAINER, 5)))
-    known.on_peers(peers(OTHER, ROLLOUT, newest=Version(4, 1), holders=(holder(OTHER, 4),)))
+    known.on_peers(peers(TRAINER, OTHER, ROLLOUT, newest=Version(4, 1), holders=(weight_source(TRAINER, 4),)))
+    known.on_newest_version(news(weight_source(TRAINER, 5)))
+    known.on_peers(peers(OTHER, ROLLOUT, newest=Version(4, 1), holders=(weight_source(OTHER, 4),)))
     assert known.newest == Version(4, 1)
-    assert known.holders() == (holder(OTHER, 4),)
-    known.on_news(news(holder(OTHER, 5)))
+    assert known.sources() == (weight_source(OTHER, 4),)
+    known.on_newest_version(news(weight_source(OTHER, 5)))
     assert known.newest == Version(5, 1)
 
 
 def test_a_store_that_restarted_and_knows_nothing_takes_no_word_back() -> None:
     known = WeightSources()
-    known.on_news(news(holder(TRAINER, 5)))
-    known.on_news(None)
+    known.on_newest_version(news(weight_source(TRAINER, 5)))
+    known.on_newest_version(None)
     assert known.newest == Version(5, 1)

@@ -19,7 +19,7 @@ from rrl.tests.support.proxy import Proxy
 from rrl.transport.control import endpoints, sockets
 from rrl.transport.control.endpoints import Address, Dialer, Incoming, Listener
 from rrl.transport.keys import RunKeys
-from rrl.transport.messages import PROTOCOL
+from rrl.transport.messages import PROTOCOL_VERSION
 
 SOON = 20.0  # s; deadline of whatever a test waits for
 
@@ -63,7 +63,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def listening(
-    keys: RunKeys = KEYS, epoch: int = 1, bounds: sockets.Bounds = sockets.CONTROL
+    keys: RunKeys = KEYS, epoch: int = 1, bounds: sockets.Bounds = sockets.CONTROL_BOUNDS
 ) -> AsyncGenerator[Listener]:
     listener = await Listener.open(keys, UP, epoch=epoch, bounds=bounds)
     try:
@@ -75,7 +75,7 @@ async def listening(
 @asynccontextmanager
 async def dialling(
     find: Callable[[], Address | None], hello: tuple[Any, ...] = (), keys: RunKeys = KEYS,
-    bounds: sockets.Bounds = sockets.CONTROL,
+    bounds: sockets.Bounds = sockets.CONTROL_BOUNDS,
 ) -> AsyncGenerator[Dialer]:  # fmt: skip
     dialer = Dialer(keys, DOWN, find, lambda: hello, bounds)
     task = asyncio.create_task(dialer.run())
@@ -95,7 +95,7 @@ async def answer_pings(listener: Listener) -> None:
     while True:
         incoming = await listener.receive()
         if isinstance(incoming.message, Ping):
-            await listener.send(incoming.peer, Pong(incoming.message.n), incoming.ask)
+            await listener.send(incoming.peer, Pong(incoming.message.n), incoming.request_id)
 
 
 @asynccontextmanager
@@ -126,13 +126,13 @@ def raw_dealer(context: zmq.Context[zmq.Socket[bytes]], keys: RunKeys | None = K
 def test_an_ask_gets_its_own_answer_and_a_push_arrives() -> None:
     async def test() -> None:
         async with listening() as listener, dialling(lambda: listener.address) as dialer:
-            asks = [asyncio.create_task(dialer.ask(Ping(n), SOON)) for n in range(3)]
+            asks = [asyncio.create_task(dialer.request(Ping(n), SOON)) for n in range(3)]
             got = [await receive(listener) for _ in asks]
             for incoming in reversed(got):
-                await listener.send(incoming.peer, Pong(incoming.message.n), incoming.ask)
+                await listener.send(incoming.peer, Pong(incoming.message.n), incoming.request_id)
             assert await asyncio.gather(*asks) == [Pong(0), Pong(1), Pong(2)]
             await listener.send(got[0].peer, News("hi"))
-            assert await dialer.pushed() == News("hi")
+            assert await dialer.next_push() == News("hi")
 
     run(test())
 
@@ -154,7 +154,7 @@ def test_an_ask_without_an_answer_times_out() -> None:
     async def test() -> None:
         async with listening() as listener, dialling(lambda: listener.address) as dialer:
             with pytest.raises(TimeoutError):
-                await dialer.ask(Ping(1), 0.05)
+                await dialer.request(Ping(1), 0.05)
 
     run(test())
 
@@ -162,10 +162,10 @@ def test_an_ask_without_an_answer_times_out() -> None:
 def test_an_ask_that_is_said_again_is_the_same_ask_and_a_late_answer_to_it_counts() -> None:
     async def test() -> None:
         async with listening() as listener, dialling(lambda: listener.address) as dialer:
-            asked = asyncio.create_task(dialer.ask(Ping(1), SOON, again=0.05))
+            asked = asyncio.create_task(dialer.request(Ping(1), SOON, resend_after=0.05))
             got = [await receive(listener) for _ in range(3)]
-            assert {incoming.ask for incoming in got} == {got[0].ask}
-            await listener.send(got[0].peer, Pong(1), got[0].ask)
+            assert {incoming.request_id for incoming in got} == {got[0].request_id}
+            await listener.send(got[0].peer, Pong(1), got[0].request_id)
             assert await asked == Pong(1)
 
     run(test())
@@ -177,13 +177,13 @@ def test_an_ask_that_nobody_takes_is_kept_once() -> None:
             ready = threading.Event()
             find = lambda: listener.address if ready.is_set() else None  # noqa: E731
             async with dialling(find) as dialer:
-                asked = asyncio.create_task(dialer.ask(Ping(1), SOON, again=0.01))
+                asked = asyncio.create_task(dialer.request(Ping(1), SOON, resend_after=0.01))
                 await asyncio.sleep(0.1)
-                assert len(dialer._waiting) == 1
+                assert len(dialer._send_queue) == 1
                 ready.set()
-                dialer.look()
+                dialer.refresh_address()
                 incoming = await receive(listener)
-                await listener.send(incoming.peer, Pong(1), incoming.ask)
+                await listener.send(incoming.peer, Pong(1), incoming.request_id)
                 assert await asked == Pong(1)
 
     run(test())
@@ -194,7 +194,7 @@ def test_closing_the_dialer_fails_its_open_asks_and_says_the_last_words() -> Non
         async with listening() as listener:
             dialer = Dialer(KEYS, DOWN, lambda: listener.address)
             task = asyncio.create_task(dialer.run())
-            asked = asyncio.create_task(dialer.ask(Ping(1), SOON))
+            asked = asyncio.create_task(dialer.request(Ping(1), SOON))
             assert (await receive(listener)).message == Ping(1)
             for n in range(20):  # more than leaves in the moment between send and close
                 await dialer.send(Ping(n, bytes(2**16)))
@@ -238,7 +238,7 @@ def test_a_client_without_curve_never_gets_through() -> None:
         async with listening() as listener:
             plain = raw_dealer(context, None)
             plain.connect(listener.endpoint)
-            plain.send(sockets.frame(0, None, Joined("plain")))
+            plain.send(sockets.encode_frame(0, None, Joined("plain")))
             await until(lambda: listener.refused > 0)
             async with dialling(lambda: listener.address, (Joined("member"),)):
                 assert (await receive(listener)).message == Joined("member")
@@ -255,7 +255,7 @@ def test_garbage_at_the_port_harms_nothing(garbage: bytes) -> None:
             _, writer = await asyncio.open_connection("127.0.0.1", port_of(listener))
             writer.write(garbage)
             async with answering(listener), dialling(lambda: listener.address) as dialer:
-                assert await dialer.ask(Ping(7), SOON) == Pong(7)
+                assert await dialer.request(Ping(7), SOON) == Pong(7)
             writer.close()
 
     run(test())
@@ -284,9 +284,9 @@ def test_frames_that_cannot_be_read_are_dropped_and_counted() -> None:
         async with listening() as listener:
             member = raw_dealer(context)
             member.connect(listener.endpoint)
-            good = sockets.frame(0, None, Ping(1))
-            future = msgspec.msgpack.encode((PROTOCOL + 1, 0, None, Ping(2)))
-            unknown = sockets.frame(0, None, News("not for this direction"))
+            good = sockets.encode_frame(0, None, Ping(1))
+            future = msgspec.msgpack.encode((PROTOCOL_VERSION + 1, 0, None, Ping(2)))
+            unknown = sockets.encode_frame(0, None, News("not for this direction"))
             for bad in (b"", b"\xc1", os.urandom(100), good[:-1], future, unknown, b"\x91" * 5000):
                 member.send(bad)
             member.send_multipart([good, good])
@@ -305,13 +305,13 @@ def test_after_a_lost_connection_hello_is_said_again_and_open_asks_are_repeated(
         async with listening() as listener, Proxy(port_of(listener)) as proxy:
             via = Address(1, f"tcp://127.0.0.1:{proxy.port}")
             async with dialling(lambda: via, (Joined("me"),)) as dialer:
-                asked = asyncio.create_task(dialer.ask(Ping(1), SOON))
+                asked = asyncio.create_task(dialer.request(Ping(1), SOON))
                 assert [(await receive(listener)).message for _ in range(2)] == [Joined("me"), Ping(1)]
                 proxy.cut()
                 assert (await receive(listener)).message == Joined("me")
                 again = await receive(listener)
                 assert again.message == Ping(1)
-                await listener.send(again.peer, Pong(1), again.ask)
+                await listener.send(again.peer, Pong(1), again.request_id)
                 assert await asked == Pong(1)
 
     run(test())
@@ -322,14 +322,14 @@ def test_a_successor_at_another_address_is_greeted_and_answers_the_open_asks() -
         async with listening(epoch=1) as first, listening(epoch=2) as second:
             newest = [first.address]
             async with dialling(lambda: newest[0], (Joined("me"),)) as dialer:
-                asked = asyncio.create_task(dialer.ask(Ping(1), SOON))
+                asked = asyncio.create_task(dialer.request(Ping(1), SOON))
                 assert [(await receive(first)).message for _ in range(2)] == [Joined("me"), Ping(1)]
                 newest[0] = second.address
                 await first.close()
                 assert (await receive(second)).message == Joined("me")
                 again = await receive(second)
                 assert again.message == Ping(1)
-                await second.send(again.peer, Pong(1), again.ask)
+                await second.send(again.peer, Pong(1), again.request_id)
                 assert await asked == Pong(1)
 
     run(test())
@@ -358,7 +358,7 @@ def test_a_listener_of_an_older_epoch_is_not_listened_to() -> None:
                 await until(lambda: dialer.dropped == 1)
                 stale.epoch = 2
                 await stale.send(peer, News("from now"))
-                assert await dialer.pushed() == News("from now")
+                assert await dialer.next_push() == News("from now")
 
     run(test())
 
@@ -377,10 +377,10 @@ def test_an_address_of_an_older_epoch_is_not_dialled(monkeypatch: pytest.MonkeyP
                 return newest
 
             async with answering(new), dialling(find) as dialer:
-                assert await dialer.ask(Ping(1), SOON) == Pong(1)
+                assert await dialer.request(Ping(1), SOON) == Pong(1)
                 newest, before = old.address, looks
                 await until(lambda: looks > before + 3)
-                assert await dialer.ask(Ping(2), SOON) == Pong(2)
+                assert await dialer.request(Ping(2), SOON) == Pong(2)
 
     run(test())
 
@@ -431,7 +431,7 @@ def test_a_long_absence_costs_the_oldest_messages_and_no_ask(monkeypatch: pytest
         async with listening() as listener:
             ready = threading.Event()
             async with dialling(lambda: listener.address if ready.is_set() else None) as dialer:
-                asked = asyncio.create_task(dialer.ask(Ping(-1), SOON))
+                asked = asyncio.create_task(dialer.request(Ping(-1), SOON))
                 await asyncio.sleep(0)  # its place is before all others
                 for n in range(15):
                     await dialer.send(Ping(n))
@@ -439,14 +439,14 @@ def test_a_long_absence_costs_the_oldest_messages_and_no_ask(monkeypatch: pytest
                 ready.set()
                 got = [await receive(listener) for _ in range(10)]
                 assert [incoming.message.n for incoming in got] == [-1, *range(6, 15)]
-                await listener.send(got[0].peer, Pong(-1), got[0].ask)
+                await listener.send(got[0].peer, Pong(-1), got[0].request_id)
                 await asked
 
     run(test())
 
 
 def test_a_peer_that_does_not_read_blocks_nobody() -> None:
-    few = sockets.Bounds(sockets.CONTROL.frame, 5)
+    few = sockets.Bounds(sockets.CONTROL_BOUNDS.max_frame_bytes, 5)
 
     async def test() -> None:
         async with listening(bounds=few) as listener, Proxy(port_of(listener)) as proxy:
@@ -458,7 +458,7 @@ def test_a_peer_that_does_not_read_blocks_nobody() -> None:
                     await listener.send(slow, News("much", bytes(2**18)))
                 assert listener.dropped > 0
                 async with answering(listener), dialling(lambda: listener.address) as other:
-                    assert await other.ask(Ping(1), SOON) == Pong(1)
+                    assert await other.request(Ping(1), SOON) == Pong(1)
 
     run(test())
 
@@ -472,7 +472,7 @@ def test_pushes_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -
             for n in range(15):
                 await listener.send(peer, Pong(n))
             await until(lambda: dialer.dropped == 5)
-            assert await dialer.pushed() == Pong(5)
+            assert await dialer.next_push() == Pong(5)
 
     run(test())
 
@@ -495,7 +495,7 @@ def test_several_live_in_one_loop_beside_the_main_thread_and_leave_nothing_behin
             async with answering(one), answering(two):
                 async with dialling(lambda: one.address) as a, dialling(lambda: two.address) as b:
                     async with dialling(lambda: one.address) as c:
-                        answers = await asyncio.gather(*(dialer.ask(Ping(1), SOON) for dialer in (a, b, c)))
+                        answers = await asyncio.gather(*(dialer.request(Ping(1), SOON) for dialer in (a, b, c)))
                         assert answers == [Pong(1)] * 3
 
     failures: list[BaseException] = []

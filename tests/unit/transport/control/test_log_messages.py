@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rrl.core.log_lines import STAMP, missing, stamp
+from rrl.core.log_lines import STAMP_BYTES, missing_notice, stamp
 from rrl.transport.control.log_messages import Backlog
 
 
@@ -14,13 +14,13 @@ SIZE = len(line(1))
 def test_what_is_put_is_taken_once_in_order() -> None:
     backlog = Backlog(10 * SIZE)
     assert backlog.empty
-    assert backlog.take(100) == b""
+    assert backlog.pop_oldest(100) == b""
     backlog.put(line(1) + line(2))
     backlog.put(line(3))
     backlog.put(b"")
     assert backlog.all() == line(1) + line(2) + line(3)
-    assert backlog.take(2 * SIZE + 1) == line(1) + line(2)
-    assert backlog.take(1) == line(3), "one line at least"
+    assert backlog.pop_oldest(2 * SIZE + 1) == line(1) + line(2)
+    assert backlog.pop_oldest(1) == line(3), "one line at least"
     assert backlog.empty
 
 
@@ -29,17 +29,17 @@ def test_what_there_is_no_room_for_goes_oldest_first_and_leaves_a_line_with_its_
     for n in range(1, 6):
         backlog.put(line(n))
     assert (backlog.size, backlog.lost) == (3 * SIZE, 2 * SIZE)
-    assert backlog.take(2 * SIZE) == stamp(2) + b" " + missing(2 * SIZE) + b"\n" + line(3) + line(4)
-    assert backlog.take(2 * SIZE) == line(5)
+    assert backlog.pop_oldest(2 * SIZE) == stamp(2) + b" " + missing_notice(2 * SIZE) + b"\n" + line(3) + line(4)
+    assert backlog.pop_oldest(2 * SIZE) == line(5)
 
 
 def test_more_than_there_is_room_for_at_once_leaves_its_end() -> None:
     backlog = Backlog(2 * SIZE + 3)
     backlog.put(b"".join(line(n) for n in range(100)))
     assert backlog.size == 2 * SIZE
-    assert backlog.take(10**9).splitlines()[0][:STAMP] == stamp(97)
+    assert backlog.pop_oldest(10**9).splitlines()[0][:STAMP_BYTES] == stamp(97)
     backlog.put(line(100, b"y" * 10 * SIZE))
     assert not backlog.size
     assert not backlog.empty, "what went is still to be told"
-    assert backlog.take(10**9) == stamp(100) + b" " + missing(len(line(100, b"y" * 10 * SIZE))) + b"\n"
+    assert backlog.pop_oldest(10**9) == stamp(100) + b" " + missing_notice(len(line(100, b"y" * 10 * SIZE))) + b"\n"
     assert backlog.empty

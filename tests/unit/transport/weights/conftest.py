@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rrl.tests.support.weights.piping import KINDS, SECRET, SOON
-from rrl.transport.weights.base import Pipe
-from rrl.transport.weights.select import open_pipe
+from rrl.tests.support.weights.piping import KINDS, SECRET, TIMEOUT_S
+from rrl.transport.weights.base import WeightTransport
+from rrl.transport.weights.select import open_transport
 
 collect_ignore = [f"test_{kind}.py" for kind in ("nixl", "ucx") if kind not in KINDS]
 """each of these opens pipes of its kind by name"""
@@ -29,11 +29,11 @@ def run(kind: str) -> Generator[Callable[[Coroutine[Any, Any, None]], None]]:
     """Runs each test in one loop per pipe: UCX's runtime belongs to a loop and takes 1 s to stop."""
 
     async def bounded(test: Coroutine[Any, Any, None]) -> None:
-        async with asyncio.timeout(2 * SOON):
+        async with asyncio.timeout(2 * TIMEOUT_S):
             await test
 
-    async def opened() -> Pipe:
-        return open_pipe(kind, SECRET, trusted_network=True)
+    async def opened() -> WeightTransport:
+        return open_transport(kind, SECRET, trusted_network=True)
 
     with asyncio.Runner() as runner:
         keeper = runner.run(opened())

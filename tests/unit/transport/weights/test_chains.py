@@ -9,25 +9,25 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrl.core.types import Life, ReplicaId, Version, natural
-from rrl.transport.messages import Holder
-from rrl.transport.weights.pull import sources
+from rrl.core.types import Incarnation, ReplicaId, Version, natural_sort_key
+from rrl.transport.messages import WeightSource
+from rrl.transport.weights.pull import select_sources
 
 OLD, NEW = Version(6, 1), Version(7, 1)
-PUBLISHER = Holder(Life(ReplicaId("trainer/0"), 1), "tcp://t:1", NEW)
+PUBLISHER = WeightSource(Incarnation(ReplicaId("trainer/0"), 1), "tcp://t:1", NEW)
 
 
-def rollout(index: int, holds: Version | None = OLD) -> Holder:
-    return Holder(Life(ReplicaId(f"rollout/{index}"), 1), f"tcp://r{index}:1", holds)
+def rollout(index: int, version: Version | None = OLD) -> WeightSource:
+    return WeightSource(Incarnation(ReplicaId(f"rollout/{index}"), 1), f"tcp://r{index}:1", version)
 
 
-def rollouts(count: int, complete: Sequence[int] = ()) -> list[Holder]:
+def rollouts(count: int, complete: Sequence[int] = ()) -> list[WeightSource]:
     return [rollout(index, NEW if index in complete else OLD) for index in range(count)]
 
 
-def asked(index: int, holders: Sequence[Holder], chain: int = 8, version: Version = NEW) -> list[str]:
+def requested_sources(index: int, holders: Sequence[WeightSource], chain: int = 8, version: Version = NEW) -> list[str]:
     me = ReplicaId(f"rollout/{index}")
-    return [each.life.replica for each in sources(me, holders, version, chain)]
+    return [each.incarnation.replica for each in select_sources(me, holders, version, chain)]
 
 
 def names(*indices: int) -> list[ReplicaId]:
@@ -40,53 +40,53 @@ runs = st.tuples(st.sets(st.integers(0, 250), max_size=200), st.integers(1, 20))
 # ── the order ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_names_are_in_the_order_that_people_count_in() -> None:
     members = [ReplicaId("rollout/1.10"), ReplicaId("rollout/1.9")]
-    assert sorted([*names(10, 2, 1), *members], key=natural) == [
+    assert sorted([*names(10, 2, 1), *members], key=natural_sort_key) == [
         "rollout/1", "rollout/1.9", "rollout/1.10", "rollout/2", "rollout/10",
     ]  # fmt: skip
 
 
 def test_the_first_in_a_chain_asks_the_publisher_and_each_other_the_one_before_it() -> None:
     holders = [PUBLISHER, *rollouts(4)]
-    assert asked(0, holders) == ["trainer/0"]
-    assert asked(3, holders) == [*names(2, 1, 0), "trainer/0"]
+    assert requested_sources(0, holders) == ["trainer/0"]
+    assert requested_sources(3, holders) == [*names(2, 1, 0), "trainer/0"]
 
 
 def test_two_chains_begin_at_the_publisher_and_two_at_each_end_of_a_chain() -> None:
     holders = [PUBLISHER, *rollouts(60)]
-    assert [asked(head, holders)[0] for head in range(0, 56, 8)] == [
+    assert [requested_sources(head, holders)[0] for head in range(0, 56, 8)] == [
         "trainer/0", "trainer/0", *names(7, 7, 15, 15, 23)
     ]  # fmt: skip
-    assert asked(56, holders) == [*names(23, 22, 21, 20, 19, 18, 17, 16, 7, 6, 5, 4, 3, 2, 1, 0), "trainer/0"]
+    assert requested_sources(56, holders) == [*names(23, 22, 21, 20, 19, 18, 17, 16, 7, 6, 5, 4, 3, 2, 1, 0), "trainer/0"]
 
 
 def test_who_comes_late_asks_its_neighbour_then_others_who_have_it_and_the_publisher_last() -> None:
     holders = [PUBLISHER, *rollouts(6, complete=[0, 1, 2, 4, 5])]
-    assert asked(3, holders) == [*names(2, 4, 5, 0, 1), "trainer/0"]
+    assert requested_sources(3, holders) == [*names(2, 4, 5, 0, 1), "trainer/0"]
     late = [PUBLISHER, *rollouts(6, complete=[1, 2, 3, 4, 5])]
-    assert asked(0, late)[0] == "rollout/1"
-    assert asked(0, late)[-1] == "trainer/0"
+    assert requested_sources(0, late)[0] == "rollout/1"
+    assert requested_sources(0, late)[-1] == "trainer/0"
 
 
 def test_receivers_begin_at_different_holders() -> None:
     holders = [PUBLISHER, *rollouts(16, complete=[8, 9, 10, 11])]
-    assert len({asked(index, holders)[1] for index in (1, 2, 3, 4)}) == 4
+    assert len({requested_sources(index, holders)[1] for index in (1, 2, 3, 4)}) == 4
 
 
 def test_one_that_holds_a_newer_version_may_still_have_this_one() -> None:
     holders = [rollout(0, OLD), rollout(1, Version(8, 1)), rollout(2, OLD)]
-    assert asked(0, holders) == names(1)
+    assert requested_sources(0, holders) == names(1)
 
 
 def test_without_a_publisher_those_who_have_it_serve_the_others() -> None:
     holders = rollouts(5, complete=[2, 4])
-    assert asked(0, holders) == names(2, 4)
-    assert asked(3, holders) == names(2, 4, 1, 0)
+    assert requested_sources(0, holders) == names(2, 4)
+    assert requested_sources(3, holders) == names(2, 4, 1, 0)
 
 
 def test_whoever_was_overtaken_asks_the_publisher_first() -> None:
     holders = [PUBLISHER, *rollouts(3, complete=[0])]
-    direct = sources(ReplicaId("rollout/2"), holders, NEW, 8, direct=True)
-    assert [each.life.replica for each in direct] == ["trainer/0", *names(1, 0)]
+    direct = select_sources(ReplicaId("rollout/2"), holders, NEW, 8, direct=True)
+    assert [each.incarnation.replica for each in direct] == ["trainer/0", *names(1, 0)]
 
 
 # ── what always holds ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -95,7 +95,7 @@ def test_whoever_was_overtaken_asks_the_publisher_first() -> None:
 def test_the_publisher_is_the_first_source_of_two_at_most_and_everybody_reaches_it(drawn: tuple[set[int], int]) -> None:
     there, chain = drawn
     holders = [PUBLISHER, *map(rollout, sorted(there))]
-    plans = {index: asked(index, holders, chain) for index in there}
+    plans = {index: requested_sources(index, holders, chain) for index in there}
     first = Counter(plan[0] for plan in plans.values())
     assert first["trainer/0"] == min(len(there), 2) if chain == 1 else first["trainer/0"] <= 2
     assert all(plan[-1] == "trainer/0" for plan in plans.values())
@@ -120,7 +120,7 @@ def test_nobody_ever_waits_for_itself_whatever_each_has_heard(
         seen = [rollout(one, NEW if one in complete and chance.random() < 0.5 else OLD)
                 for one in there if chance.random() < 0.8 or one == index]  # fmt: skip
         chance.shuffle(seen)
-        plan = asked(index, [PUBLISHER, *seen] if chance.random() < 0.5 else seen, chain)
+        plan = requested_sources(index, [PUBLISHER, *seen] if chance.random() < 0.5 else seen, chain)
         assert len(plan) == len(set(plan))
         assert f"rollout/{index}" not in plan
         numbers = [int(one.partition("/")[2]) for one in plan if one != "trainer/0"]
@@ -135,8 +135,8 @@ def test_one_that_nobody_has_heard_of_is_given_its_place_too(
 ) -> None:
     there, chain = drawn
     holders = [*([PUBLISHER] if publisher else []), *map(rollout, sorted(there - {me}))]
-    plan = asked(me, holders, chain)
-    assert plan == asked(me, [*holders, rollout(me)], chain)
+    plan = requested_sources(me, holders, chain)
+    assert plan == requested_sources(me, [*holders, rollout(me)], chain)
     assert ("trainer/0" in plan) == publisher
 
 
@@ -149,4 +149,4 @@ def test_all_who_have_the_version_are_asked_by_whoever_lacks_it(
     complete = {index for index in there if chance.random() < 0.5}
     holders = [rollout(index, NEW if index in complete else OLD) for index in sorted(there)]
     for index in there - complete:
-        assert set(names(*complete)) <= set(asked(index, holders, chain))
+        assert set(names(*complete)) <= set(requested_sources(index, holders, chain))

@@ -23,28 +23,28 @@ from rrl.tests.support.weights.piping import (
     CHUNK,
     SECRET,
     SIZE,
-    SOON,
+    TIMEOUT_S,
     calm,
     complete,
-    holder,
+    weight_source,
     holding,
-    piped,
+    transport_for,
     served,
 )
 from rrl.tests.support.weights.source import VERSION, content, described
-from rrl.transport.tcp_inspection import listening
+from rrl.transport.tcp_inspection import listening_addresses
 from rrl.transport.weights import base as pipes
 from rrl.transport.weights import nixl, nixl_memory, protocol, select
-from rrl.transport.weights.base import Line, PipeError, shake_hands
-from rrl.transport.weights.nixl import NixlPipe
-from rrl.transport.weights.nixl_memory import SLOT_BYTES, Claim, Reads, Remote
+from rrl.transport.weights.base import Connection, TransportError, authenticate
+from rrl.transport.weights.nixl import NixlTransport
+from rrl.transport.weights.nixl_memory import SLOT_BYTES, BufferClaim, NixlRuntime, Remote
 from rrl.transport.weights.pull import pull
 from rrl.transport.weights.store import WeightStore
 from rrl.transport.weights.tcp import listen
 
 
 def until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON
+    deadline = time.monotonic() + TIMEOUT_S
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -52,10 +52,10 @@ def until(what: Callable[[], bool]) -> None:
 
 # ── reads ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[NixlRuntime]:
     """Over TCP, as between machines: within one, memory is read without its owner's doing anything."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
-    made = Reads("127.0.0.1")
+    made = NixlRuntime("127.0.0.1")
     try:
         yield made
     finally:
@@ -69,7 +69,7 @@ class Other:
         assert process.stdout is not None
         name, told, address = process.stdout.readline().split()
         self.pid = process.pid
-        self.name, self.told, self.address = name.encode(), bytes.fromhex(told), int(address)
+        self.name, self.replies, self.address = name.encode(), bytes.fromhex(told), int(address)
 
 
 @contextmanager
@@ -83,16 +83,16 @@ def other() -> Iterator[Other]:
         process.communicate()
 
 
-def read(reads: Reads, remote: Remote, address: int) -> memoryview:
+def read(reads: NixlRuntime, remote: Remote, address: int) -> memoryview:
     into = memoryview(bytearray(SLOT_BYTES))
-    reads.land(remote, address, into, Claim())
+    reads.read_into(remote, address, into, BufferClaim())
     return into
 
 
-def refused(reads: Reads, remote: Remote, address: int) -> bool:
+def refused(reads: NixlRuntime, remote: Remote, address: int) -> bool:
     try:
         read(reads, remote, address)
-    except PipeError as error:
+    except TransportError as error:
         return "nixl: " in str(error)
     return False
 
@@ -102,19 +102,19 @@ def came(slot: nixl_memory.Slot) -> bool:
     return slot.view[: nixl_memory._FRAGMENT_BYTES] == content(nixl_memory._FRAGMENT_BYTES)
 
 
-def test_a_read_that_was_given_up_keeps_its_slot_until_it_has_ended(reads: Reads) -> None:
+def test_a_read_that_was_given_up_keeps_its_slot_until_it_has_ended(reads: NixlRuntime) -> None:
     with other() as stopped:
-        remote = reads.meet(stopped.name, stopped.told)
+        remote = reads.add_remote(stopped.name, stopped.replies)
         os.kill(stopped.pid, signal.SIGSTOP)
-        claim, into = Claim(), memoryview(bytearray(SLOT_BYTES))
-        landing = threading.Thread(target=reads.land, args=(remote, stopped.address, into, claim))
+        claim, into = BufferClaim(), memoryview(bytearray(SLOT_BYTES))
+        landing = threading.Thread(target=reads.read_into, args=(remote, stopped.address, into, claim))
         landing.start()
         until(lambda: len(reads._slots) == 1)
-        claim.give_up()
-        landing.join(SOON)
+        claim.revoke()
+        landing.join(TIMEOUT_S)
         assert not landing.is_alive()
-        reads.leave(remote)
-        slot = reads._take()
+        reads.release_remote(remote)
+        slot = reads._acquire_slot()
         assert slot is not reads._slots[0]
         reads.give_back(slot)
         assert reads._slots[0].view == bytes(SLOT_BYTES)
@@ -134,52 +134,52 @@ class Landing:
     """A thread that reads from a peer that stands still, and looks at its read once; then it sleeps until it is to go
     on."""
 
-    def __init__(self, reads: Reads, remote: Remote, address: int) -> None:
-        self.looked, self.goes_on = threading.Event(), threading.Event()
-        self.claim = Claim()
+    def __init__(self, reads: NixlRuntime, remote: Remote, address: int) -> None:
+        self.polls, self.goes_on = threading.Event(), threading.Event()
+        self.claim = BufferClaim()
         self.into = memoryview(bytearray(SLOT_BYTES))
-        self._look = reads._look
-        reads._look = self._look_once  # type: ignore[method-assign]
-        self.thread = threading.Thread(target=reads.land, args=(remote, address, self.into, self.claim))
+        self._poll = reads._poll
+        reads._poll = self._poll_once  # type: ignore[method-assign, assignment]
+        self.thread = threading.Thread(target=reads.read_into, args=(remote, address, self.into, self.claim))
         self.thread.start()
-        assert self.looked.wait(SOON)
+        assert self.polls.wait(TIMEOUT_S)
 
-    def _look_once(self, ask: Callable[[int], Any], read: int) -> str | None:
-        assert not self.looked.is_set() or self.goes_on.wait(SOON)
-        outcome = self._look(ask, read)
-        self.looked.set()
+    def _poll_once(self, poll: Callable[[int], Any], read: int) -> str | None:
+        assert not self.polls.is_set() or self.goes_on.wait(TIMEOUT_S)
+        outcome = self._poll(poll, read)
+        self.polls.set()
         return outcome
 
 
 @contextmanager
-def stopped(reads: Reads) -> Iterator[tuple[Other, Remote, Landing]]:
+def stopped(reads: NixlRuntime) -> Iterator[tuple[Other, Remote, Landing]]:
     with other() as still:
-        remote = reads.meet(still.name, still.told)
+        remote = reads.add_remote(still.name, still.replies)
         os.kill(still.pid, signal.SIGSTOP)
         landing = Landing(reads, remote, still.address)
         try:
             yield still, remote, landing
         finally:
-            landing.claim.give_up()
+            landing.claim.revoke()
             landing.goes_on.set()
-            landing.thread.join(SOON)
+            landing.thread.join(TIMEOUT_S)
         assert landing.into == bytes(SLOT_BYTES)
 
 
-def swept(reads: Reads) -> bool:
+def swept(reads: NixlRuntime) -> bool:
     reads._sweep()
     return not reads._stalled
 
 
-def test_a_line_that_is_given_up_before_its_read_looks_again_leaves_the_slot_to_the_read(reads: Reads) -> None:
+def test_a_line_that_is_given_up_before_its_read_looks_again_leaves_the_slot_to_the_read(reads: NixlRuntime) -> None:
     """The order in which a line does it: it leaves its peer while the thread that reads sleeps between two looks."""
     with stopped(reads) as (still, remote, landing):
-        landing.claim.give_up()
-        reads.leave(remote)
+        landing.claim.revoke()
+        reads.release_remote(remote)
         landing.goes_on.set()
-        landing.thread.join(SOON)
+        landing.thread.join(TIMEOUT_S)
         assert not landing.thread.is_alive()
-        slot = reads._take()
+        slot = reads._acquire_slot()
         os.kill(still.pid, signal.SIGCONT)
         until(lambda: came(reads._slots[0]))
         until(lambda: swept(reads))
@@ -189,50 +189,50 @@ def test_a_line_that_is_given_up_before_its_read_looks_again_leaves_the_slot_to_
         assert (reads._remotes, remote.users) == ({}, 0)
 
 
-def test_a_line_that_is_given_up_while_nixl_is_busy_costs_nobody_else_anything(reads: Reads) -> None:
+def test_a_line_that_is_given_up_while_nixl_is_busy_costs_nobody_else_anything(reads: NixlRuntime) -> None:
     """It leaves its peer behind a registration that takes long; the thread that reads goes on meanwhile."""
     with stopped(reads) as (still, remote, landing):
-        leaving = threading.Thread(target=reads.leave, args=(remote,))
-        with reads._slow:
-            landing.claim.give_up()
+        leaving = threading.Thread(target=reads.release_remote, args=(remote,))
+        with reads._remotes_lock:
+            landing.claim.revoke()
             leaving.start()
-            landing.looked.clear()
+            landing.polls.clear()
             landing.goes_on.set()
-            assert landing.looked.wait(SOON)
+            assert landing.polls.wait(TIMEOUT_S)
         for thread in (leaving, landing.thread):
-            thread.join(SOON)
+            thread.join(TIMEOUT_S)
             assert not thread.is_alive()
         assert len(reads._stalled) == 1
         os.kill(still.pid, signal.SIGCONT)
         until(lambda: swept(reads))
         assert (reads._remotes, remote.users) == ({}, 0)
-        again = reads.meet(still.name, still.told)
+        again = reads.add_remote(still.name, still.replies)
         assert read(reads, again, still.address) == content(SLOT_BYTES)
-        reads.leave(again)
+        reads.release_remote(again)
 
 
-def test_what_everybody_has_left_is_not_read_any_more(reads: Reads) -> None:
+def test_what_everybody_has_left_is_not_read_any_more(reads: NixlRuntime) -> None:
     with other() as one:
-        remote = reads.meet(one.name, one.told)
-        reads.leave(remote)
-        with pytest.raises(PipeError, match="aborted"):
+        remote = reads.add_remote(one.name, one.replies)
+        reads.release_remote(remote)
+        with pytest.raises(TransportError, match="aborted"):
             read(reads, remote, one.address)
-        again = reads.meet(one.name, one.told)
+        again = reads.add_remote(one.name, one.replies)
         assert again is not remote
         assert read(reads, again, one.address) == content(SLOT_BYTES)
-        reads.leave(again)
+        reads.release_remote(again)
     assert len(reads._free) == len(reads._slots) == 1
 
 
-def test_a_peer_that_is_killed_costs_one_read_and_the_next_one_is_read(reads: Reads) -> None:
+def test_a_peer_that_is_killed_costs_one_read_and_the_next_one_is_read(reads: NixlRuntime) -> None:
     for _ in range(2):
         with other() as one:
-            remote = reads.meet(one.name, one.told)
+            remote = reads.add_remote(one.name, one.replies)
             assert read(reads, remote, one.address) == content(SLOT_BYTES)
             os.kill(one.pid, signal.SIGKILL)
             until(lambda: refused(reads, remote, one.address))  # noqa: B023 - what was on its way may still come
-            reads.leave(remote)
-            with pytest.raises(PipeError, match="aborted"):
+            reads.release_remote(remote)
+            with pytest.raises(TransportError, match="aborted"):
                 read(reads, remote, one.address)
     assert (reads._remotes, reads._stalled, len(reads._slots)) == ({}, [], 1)
 
@@ -260,10 +260,10 @@ land()
 """
 
 
-def test_a_reader_that_is_killed_while_its_holder_stands_still_costs_the_holder_nothing(reads: Reads) -> None:
+def test_a_reader_that_is_killed_while_its_holder_stands_still_costs_the_holder_nothing(reads: NixlRuntime) -> None:
     """UCX ends a holder whose answer of several segments meets a closed connection."""
     with other() as holder:
-        argv = [sys.executable, "-c", READER, holder.name.decode(), holder.told.hex(), str(holder.address)]
+        argv = [sys.executable, "-c", READER, holder.name.decode(), holder.replies.hex(), str(holder.address)]
         for _ in range(2):
             reader = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             assert reader.stdin is not None
@@ -278,68 +278,68 @@ def test_a_reader_that_is_killed_while_its_holder_stands_still_costs_the_holder_
                 reader.kill()
                 reader.communicate()
                 os.kill(holder.pid, signal.SIGCONT)
-            remote = reads.meet(holder.name, holder.told)
+            remote = reads.add_remote(holder.name, holder.replies)
             assert read(reads, remote, holder.address) == content(SLOT_BYTES)
-            reads.leave(remote)
+            reads.release_remote(remote)
 
 
 def test_a_buffer_that_was_given_up_is_not_copied_to() -> None:
-    claim, into = Claim(), memoryview(bytearray(10))
+    claim, into = BufferClaim(), memoryview(bytearray(10))
     claim.copy(content(10), into)
     assert into == content(10)
-    claim.give_up()
+    claim.revoke()
     claim.copy(memoryview(bytes(10)), into)
     assert into == content(10)
 
 
-def test_who_cannot_be_reached_holds_up_nobody_else(reads: Reads) -> None:
-    far, near = Reads("127.0.0.1"), Reads("127.0.0.1")
+def test_who_cannot_be_reached_holds_up_nobody_else(reads: NixlRuntime) -> None:
+    far, near = NixlRuntime("127.0.0.1"), NixlRuntime("127.0.0.1")
     try:
-        near.hear(True)
+        near.set_ports_open(True)
         slot = far.fill(content(10))
-        away = reads.meet(far.name, far.told()[1])  # whatever is sent to its ports is dropped
-        claim, into = Claim(), memoryview(bytearray(10))
-        landing = threading.Thread(target=reads.land, args=(away, slot.address, into, claim))
+        away = reads.add_remote(far.name, far.local_metadata()[1])  # whatever is sent to its ports is dropped
+        claim, into = BufferClaim(), memoryview(bytearray(10))
+        landing = threading.Thread(target=reads.read_into, args=(away, slot.address, into, claim))
         landing.start()
         slot = near.fill(content(SLOT_BYTES))
-        remote = reads.meet(near.name, near.told()[1])
+        remote = reads.add_remote(near.name, near.local_metadata()[1])
         assert read(reads, remote, slot.address) == content(SLOT_BYTES)
-        claim.give_up()
-        landing.join(SOON)
+        claim.revoke()
+        landing.join(TIMEOUT_S)
         assert into == bytes(10)
         for one in (away, remote):
-            reads.leave(one)
+            reads.release_remote(one)
     finally:
         far.close()
         near.close()
 
 
-def test_what_is_told_of_somebody_else_is_refused(reads: Reads) -> None:
-    with pytest.raises(PipeError):
-        reads.meet(b"0" * 16, b"garbage")
-    other = Reads("127.0.0.1")
-    with pytest.raises(PipeError, match="somebody else"):
-        reads.meet(b"0" * 16, other.told()[1])
+def test_what_is_told_of_somebody_else_is_refused(reads: NixlRuntime) -> None:
+    with pytest.raises(TransportError):
+        reads.add_remote(b"0" * 16, b"garbage")
+    other = NixlRuntime("127.0.0.1")
+    with pytest.raises(TransportError, match="somebody else"):
+        reads.add_remote(b"0" * 16, other.local_metadata()[1])
     other.close()
 
 
 # ── ports ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def deaf(reads: Reads) -> bool:
+def deaf(reads: NixlRuntime) -> bool:
     """Nobody can connect to any port of NIXL's UCX."""
     ports = [at for at in attacks.ports_of(os.getpid()) if at[1] in reads.ports]
     assert ports
     return all(attacks.deaf(at) for at in ports[:1])
 
 
-def runtime(pipe: Any) -> Reads:
-    assert isinstance(pipe, NixlPipe)
-    assert pipe._starting is not None
-    return pipe._starting.result().reads
+def runtime(transport: Any) -> NixlRuntime:
+    assert isinstance(transport, NixlTransport)
+    assert transport._starting is not None
+    return transport._starting.result().runtime
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(2 * SOON):
+        async with asyncio.timeout(2 * TIMEOUT_S):
             await test
 
     asyncio.run(bounded())
@@ -351,19 +351,19 @@ async def come(what: Callable[[], bool]) -> None:
 
 def test_nixls_ports_hear_only_while_a_member_connects() -> None:
     async def test() -> None:
-        async with piped("nixl") as source, piped("nixl") as pipe:
+        async with transport_for("nixl") as source, transport_for("nixl") as pipe:
             at = await source.serve(holding(), "127.0.0.1")
             reads = runtime(source)
             assert await asyncio.to_thread(deaf, reads)
             heard: list[bool] = []
-            hear = reads.hear
+            hear = reads.set_ports_open
 
             def noted(hears: bool) -> None:
                 heard.append(hears)
                 hear(hears)
 
-            reads.hear = noted  # type: ignore[method-assign]
-            await pipe.fetch(at, VERSION, range(SIZE), memoryview(bytearray(SIZE)), SOON)
+            reads.set_ports_open = noted  # type: ignore[method-assign, assignment]
+            await pipe.fetch(at, VERSION, range(SIZE), memoryview(bytearray(SIZE)), TIMEOUT_S)
             await come(lambda: heard == [True, False] * (len(heard) // 2) and bool(heard))
             assert await asyncio.to_thread(deaf, reads)
 
@@ -377,33 +377,33 @@ def test_what_is_asked_while_a_holder_waits_for_its_slots_is_answered_later() ->
     async def test() -> None:
         store, flat = WeightStore(), content(size)
         store.offer(described(VERSION, flat, SECRET, chunk), flat)
-        async with served("nixl", store) as at, piped("nixl") as pipe:
+        async with served("nixl", store) as at, transport_for("nixl") as pipe:
             parts = [memoryview(bytearray(chunk)), memoryview(bytearray(chunk)), memoryview(bytearray(7))]
             spans = [range(chunk), range(chunk, size), range(1, 8)]
             both = zip(spans, parts, strict=True)
-            await asyncio.gather(*(pipe.fetch(at, VERSION, span, part, SOON) for span, part in both))
+            await asyncio.gather(*(pipe.fetch(at, VERSION, span, part, TIMEOUT_S) for span, part in both))
             assert parts[0] == flat[:chunk]
             assert parts[1] == flat[chunk:]
             assert parts[2] == flat[1:8]
 
-    assert chunk > nixl._AHEAD * SLOT_BYTES
+    assert chunk > nixl._MAX_UNREAD_SLOTS * SLOT_BYTES
     run(test())
 
 
 def test_who_takes_nothing_holds_few_slots_and_gives_them_back_when_it_is_gone() -> None:
     async def test() -> None:
-        async with piped("nixl") as source, piped("nixl") as pipe, piped("nixl") as other:
+        async with transport_for("nixl") as source, transport_for("nixl") as pipe, transport_for("nixl") as other:
             at = await source.serve(holding(size=20 * CHUNK), "127.0.0.1")
             reads = runtime(source)
             idle = await pipe._dial(at)  # type: ignore[attr-defined]
-            await shake_hands(idle, SECRET, dialled=True)
-            await idle.send(protocol._REQUEST.pack(protocol._RANGE, VERSION.step, VERSION.incarnation, 0, 20 * CHUNK))
-            await come(lambda: len(reads._slots) == nixl._AHEAD)
+            await authenticate(idle, SECRET, dialled=True)
+            await idle.send(protocol._REQUEST.pack(protocol._KIND_RANGE, VERSION.step, VERSION.incarnation, 0, 20 * CHUNK))
+            await come(lambda: len(reads._slots) == nixl._MAX_UNREAD_SLOTS)
             into = memoryview(bytearray(20 * CHUNK))
-            await other.fetch(at, VERSION, range(20 * CHUNK), into, SOON)
+            await other.fetch(at, VERSION, range(20 * CHUNK), into, TIMEOUT_S)
             assert into == content(20 * CHUNK)
-            assert len(reads._slots) <= 2 * nixl._AHEAD
-            other.hang_up(at)
+            assert len(reads._slots) <= 2 * nixl._MAX_UNREAD_SLOTS
+            other.disconnect(at)
             idle.abort()
             await come(lambda: len(reads._free) == len(reads._slots))
 
@@ -411,44 +411,44 @@ def test_who_takes_nothing_holds_few_slots_and_gives_them_back_when_it_is_gone()
 
 
 def test_a_member_gone_mad_loses_its_connection_and_nobody_else_does() -> None:
-    mad = [(nixl._READ, 0, b""), (nixl._PIECE, 10, bytes(8)), (nixl._REACH, 100, bytes(100)),
-           (nixl._BYTES, 34, bytes(34)), (9, 0, b"")]  # fmt: skip
+    mad = [(nixl._KIND_READ, 0, b""), (nixl._KIND_PIECE, 10, bytes(8)), (nixl._KIND_METADATA, 100, bytes(100)),
+           (nixl._KIND_BYTES, 34, bytes(34)), (9, 0, b"")]  # fmt: skip
 
     async def test() -> None:
-        async with served("nixl", holding(size=CHUNK)) as at, piped("nixl") as pipe:
+        async with served("nixl", holding(size=CHUNK)) as at, transport_for("nixl") as pipe:
             for frame in mad:
                 line = await pipe._dial(at)  # type: ignore[attr-defined]
-                await shake_hands(line, SECRET, dialled=True)
+                await authenticate(line, SECRET, dialled=True)
                 await line._write(*frame)
-                with pytest.raises(PipeError):
+                with pytest.raises(TransportError):
                     await line.receive(memoryview(bytearray(9)))
                 line.abort()
             mine = WeightStore()
-            await pull(mine, VERSION, lambda: [holder(at)], pipe, pace=calm())
+            await pull(mine, VERSION, lambda: [weight_source(at)], pipe, adaptive_timeout=calm())
             assert complete(mine, size=CHUNK)
 
     run(test())
 
 
 def test_a_holder_gone_mad_is_not_believed() -> None:
-    mad = [((nixl._REACH, 100, bytes(100)), "not signed with this run's secret"),
-           ((nixl._PIECE, 5, bytes(8)), "not due"), ((nixl._REACH, nixl._REACH_MAX + 1, b""), "not due")]  # fmt: skip
+    mad = [((nixl._KIND_METADATA, 100, bytes(100)), "not signed with this run's secret"),
+           ((nixl._KIND_PIECE, 5, bytes(8)), "not due"), ((nixl._KIND_METADATA, nixl._MAX_METADATA_BYTES + 1, b""), "not due")]  # fmt: skip
 
     async def test() -> None:
-        async with piped("nixl") as pipe:
+        async with transport_for("nixl") as pipe:
             shared = await pipe._nixl()  # type: ignore[attr-defined]
 
-            async def answer(tcp: Line, frame: tuple[int, int, bytes]) -> None:
-                line = nixl._NixlLine(tcp, shared, SECRET, dialled=False)
-                await shake_hands(line, SECRET, dialled=False)
+            async def answer(tcp: Connection, frame: tuple[int, int, bytes]) -> None:
+                line = nixl._NixlConnection(tcp, shared, SECRET, dialled=False)
+                await authenticate(line, SECRET, dialled=False)
                 await line._write(*frame)
 
             for frame, told in mad:
                 answers = []
                 meet = partial(lambda frame, tcp: answers.append(asyncio.create_task(answer(tcp, frame))), frame)  # noqa: B023
                 server, port = await listen(meet, "127.0.0.1")
-                with pytest.raises(PipeError, match=told):
-                    await pipe.fetch(f"nixl://127.0.0.1:{port}", VERSION, range(10), memoryview(bytearray(10)), SOON)
+                with pytest.raises(TransportError, match=told):
+                    await pipe.fetch(f"nixl://127.0.0.1:{port}", VERSION, range(10), memoryview(bytearray(10)), TIMEOUT_S)
                 server.close()
                 await asyncio.gather(*answers)
 
@@ -456,23 +456,23 @@ def test_a_holder_gone_mad_is_not_believed() -> None:
 
 
 def test_the_loop_is_free_and_the_deadline_holds_while_nixl_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    released, land = threading.Event(), Reads.land
+    released, land = threading.Event(), NixlRuntime.read_into
 
-    def blocked(self: Reads, *args: Any) -> None:
-        released.wait(SOON)
+    def blocked(self: NixlRuntime, *args: Any) -> None:
+        released.wait(TIMEOUT_S)
         land(self, *args)
 
     async def test() -> None:
-        async with served("nixl", holding()) as at, piped("nixl") as pipe:
-            await pipe.manifest(at, VERSION, SOON)
-            monkeypatch.setattr(Reads, "land", blocked)
+        async with served("nixl", holding()) as at, transport_for("nixl") as pipe:
+            await pipe.manifest(at, VERSION, TIMEOUT_S)
+            monkeypatch.setattr(NixlRuntime, "land", blocked)
             into = memoryview(bytearray(SIZE))
-            with pytest.raises(PipeError, match=r"nothing within 0\.3 s"):
+            with pytest.raises(TransportError, match=r"nothing within 0\.3 s"):
                 await pipe.fetch(at, VERSION, range(SIZE), into, 0.3)
             released.set()
             monkeypatch.undo()
             again = memoryview(bytearray(SIZE))
-            await pipe.fetch(at, VERSION, range(SIZE), again, SOON)
+            await pipe.fetch(at, VERSION, range(SIZE), again, TIMEOUT_S)
             assert again == content(SIZE)
             assert into == bytes(SIZE)
 
@@ -481,13 +481,13 @@ def test_the_loop_is_free_and_the_deadline_holds_while_nixl_blocks(monkeypatch: 
 
 def test_connections_that_come_and_go_leave_nothing() -> None:
     async def test() -> None:
-        async with piped("nixl") as source, piped("nixl") as pipe:
+        async with transport_for("nixl") as source, transport_for("nixl") as pipe:
             at = await source.serve(holding(size=CHUNK), "127.0.0.1")
             into = memoryview(bytearray(CHUNK))
 
             async def pass_by() -> None:
-                await pipe.fetch(at, VERSION, range(CHUNK), into, SOON)
-                pipe.hang_up(at)
+                await pipe.fetch(at, VERSION, range(CHUNK), into, TIMEOUT_S)
+                pipe.disconnect(at)
                 await come(lambda: not runtime(pipe)._remotes)
 
             for _ in range(5):
@@ -504,7 +504,7 @@ def test_connections_that_come_and_go_leave_nothing() -> None:
 
 def test_a_slot_that_is_filled_in_the_turn_in_which_its_line_is_aborted_is_given_back() -> None:
     async def test() -> None:
-        async with served("nixl", holding(size=CHUNK)) as at, piped("nixl") as pipe:
+        async with served("nixl", holding(size=CHUNK)) as at, transport_for("nixl") as pipe:
             line = await pipe._dial(at)  # type: ignore[attr-defined]
             reads = runtime(pipe)
             filled: Future[nixl_memory.Slot] = Future()
@@ -513,7 +513,7 @@ def test_a_slot_that_is_filled_in_the_turn_in_which_its_line_is_aborted_is_given
             await asyncio.sleep(0)
             filled.set_result(reads.fill(content(10)))
             line.abort()
-            with pytest.raises(PipeError, match="aborted"):
+            with pytest.raises(TransportError, match="aborted"):
                 await offering
             await come(lambda: len(reads._free) == len(reads._slots) == 1)
 
@@ -524,8 +524,8 @@ def test_a_transport_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("UCX_TLS", "pigeons")
 
     async def test() -> None:
-        async with piped("nixl") as pipe:
-            with pytest.raises(PipeError, match="UCX_TLS=pigeons"):
+        async with transport_for("nixl") as pipe:
+            with pytest.raises(TransportError, match="UCX_TLS=pigeons"):
                 await pipe.serve(WeightStore(), "127.0.0.1")
 
     run(test())
@@ -534,9 +534,9 @@ def test_a_transport_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch)
 def test_nixl_is_missed_only_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(pipes.PACKAGES, "nixl", ("no_such_package",))
     with pytest.raises(ImportError, match=r"\.\[nixl\]"):
-        select.open_pipe("nixl", SECRET, trusted_network=True)
+        select.open_transport("nixl", SECRET, trusted_network=True)
     with pytest.raises(ImportError, match=r"\.\[nixl\]"):
-        nixl_memory.Reads("127.0.0.1")
+        nixl_memory.NixlRuntime("127.0.0.1")
 
 
 def test_nixl_does_not_start_where_its_ports_cannot_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -546,19 +546,19 @@ def test_nixl_does_not_start_where_its_ports_cannot_be_closed(monkeypatch: pytes
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(nixl_memory, "deaf", refuse)
-    before = listening()
-    with pytest.raises(PipeError, match="SO_ATTACH_FILTER: Operation not permitted"):
-        Reads("127.0.0.1")
-    until(lambda: listening() <= before)
+    before = listening_addresses()
+    with pytest.raises(TransportError, match="SO_ATTACH_FILTER: Operation not permitted"):
+        NixlRuntime("127.0.0.1")
+    until(lambda: listening_addresses() <= before)
 
 
 def test_nixl_on_an_untrusted_network_opens_no_tcp_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,posix,cma,self")
-    before = listening()
-    made = Reads(None)
+    before = listening_addresses()
+    made = NixlRuntime(None)
     try:
         assert os.environ["UCX_TLS"] == "posix,cma,self"
-        assert listening() == before
+        assert listening_addresses() == before
         assert made.ports == frozenset()
     finally:
         made.close()

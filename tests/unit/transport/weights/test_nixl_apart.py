@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rrl.tests.support.weights.piping import KINDS, PIPES_ENV
-from rrl.transport.weights.base import package
+from rrl.tests.support.weights.piping import KINDS, TRANSPORTS_ENV
+from rrl.transport.weights.base import installed_package
 
 HERE = Path(__file__).parent
 MODULES = ("test_nixl.py", "test_pipes.py", "test_seam.py", "test_swarm.py", "test_torture.py",
@@ -19,18 +19,18 @@ MAIN = ("test_nixl.py", "test_pipes.py", "-k", "line_that_is_given_up or aborted
         "answered_later or deadline_holds or late_joiner or lying_source")  # fmt: skip
 """a few seconds: that versions are read, whom nobody believes, and what a line that is given up or a peer that dies
 leaves behind"""
-WITHIN, TORTURE_WITHIN = 280.0, 1800.0
+TIMEOUT_S, TORTURE_TIMEOUT_S = 280.0, 1800.0
 """s"""
 
 pytestmark = pytest.mark.skipif("nixl" in KINDS, reason="this is that process")
 
 
-def passes(*argv: str, within: float = WITHIN) -> None:
-    if package("nixl") is None:
+def passes(*argv: str, timeout_s: float = TIMEOUT_S) -> None:
+    if installed_package("nixl") is None:
         pytest.skip("NIXL is not installed")
     whole = [sys.executable, "-m", "pytest", "-q", *(str(HERE / arg) if arg.endswith(".py") else arg for arg in argv)]
     child = subprocess.run(
-        whole, env=os.environ | {PIPES_ENV: "nixl"}, capture_output=True, text=True, timeout=within, cwd=HERE.parents[3]
+        whole, env=os.environ | {TRANSPORTS_ENV: "nixl"}, capture_output=True, text=True, timeout=timeout_s, cwd=HERE.parents[3]
     )
     assert child.returncode == 0, child.stdout[-5000:] + child.stderr[-2000:]
 
@@ -45,6 +45,6 @@ def test_the_pipes_tests_pass_over_nixl() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(TORTURE_WITHIN + 60)
+@pytest.mark.timeout(TORTURE_TIMEOUT_S + 60)
 def test_hundreds_of_faults_over_nixl_leave_right_versions_and_nothing_else() -> None:
-    passes("test_torture.py", "-m", "long", within=TORTURE_WITHIN)
+    passes("test_torture.py", "-m", "long", timeout_s=TORTURE_TIMEOUT_S)

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from rrl.transport.weights.protocol import NOT_YET_EVERY
-from rrl.transport.weights.pull import FIRST, LEAST, Pace
+from rrl.transport.weights.protocol import NOT_READY_INTERVAL_S
+from rrl.transport.weights.pull import FIRST_CHUNK_TIMEOUT_S, MIN_CHUNK_TIMEOUT_S, AdaptiveTimeout
 
 
 def test_before_anything_has_come_a_second_is_normal() -> None:
-    assert Pace().patience() == FIRST
+    assert AdaptiveTimeout().timeout() == FIRST_CHUNK_TIMEOUT_S
 
 
 def test_a_few_times_the_usual_is_normal_but_never_less_than_several_not_yets() -> None:
-    pace = Pace()
-    pace.took(0.5)
-    assert pace.patience() == 2.0
+    pace = AdaptiveTimeout()
+    pace.observe(0.5)
+    assert pace.timeout() == 2.0
     for _ in range(100):
-        pace.took(0.001)
-    assert pace.patience() == LEAST >= 4 * NOT_YET_EVERY
+        pace.observe(0.001)
+    assert pace.timeout() == MIN_CHUNK_TIMEOUT_S >= 4 * NOT_READY_INTERVAL_S
 
 
 def test_one_odd_chunk_changes_little_and_a_new_pace_is_learnt_within_a_window() -> None:
-    pace = Pace()
+    pace = AdaptiveTimeout()
     for _ in range(20):
-        pace.took(0.1)
-    pace.took(0.2)
-    assert pace.patience() < 0.51
+        pace.observe(0.1)
+    pace.observe(0.2)
+    assert pace.timeout() < 0.51
     for _ in range(8):
-        pace.took(1.0)
-    assert pace.patience() > 3.5
+        pace.observe(1.0)
+    assert pace.timeout() > 3.5

@@ -20,25 +20,25 @@ from rrl.tests.support.weights.piping import (
     CHUNKS,
     SECRET,
     SIZE,
-    SOON,
+    TIMEOUT_S,
     Run,
-    Spy,
+    SpyTransport,
     calm,
     child,
     complete,
-    holder,
+    weight_source,
     holding,
-    piped,
+    transport_for,
     served,
 )
 from rrl.tests.support.weights.source import VERSION, content, described
-from rrl.transport.messages import Holder
+from rrl.transport.messages import WeightSource
 from rrl.transport.weights import base as pipes
 from rrl.transport.weights import protocol
 from rrl.transport.weights import pull as swarm
-from rrl.transport.weights.base import NotHeld, Pipe, PipeError
+from rrl.transport.weights.base import VersionUnavailable, WeightTransport, TransportError
 from rrl.transport.weights.manifest import Manifest
-from rrl.transport.weights.pull import Pace, PullFailed, pull
+from rrl.transport.weights.pull import AdaptiveTimeout, PullFailed, pull
 from rrl.transport.weights.store import WeightStore
 
 
@@ -46,8 +46,8 @@ from rrl.transport.weights.store import WeightStore
 def test_a_pull_brings_every_byte_and_the_manifest(kind: str, run: Run) -> None:
     async def test() -> None:
         source, mine = holding(), WeightStore()
-        async with served(kind, source) as at, piped(kind) as pipe:
-            manifest = await pull(mine, VERSION, lambda: [holder(at)], pipe)
+        async with served(kind, source) as at, transport_for(kind) as pipe:
+            manifest = await pull(mine, VERSION, lambda: [weight_source(at)], pipe)
             held = source.get(VERSION)
             assert held is not None
             assert manifest == held.manifest
@@ -60,8 +60,8 @@ def test_a_pull_brings_every_byte_and_the_manifest(kind: str, run: Run) -> None:
 def test_small_versions_come_whole(kind: str, run: Run, size: int) -> None:
     async def test() -> None:
         mine = WeightStore()
-        async with served(kind, holding(size=size)) as at, piped(kind) as pipe:
-            await pull(mine, VERSION, lambda: [holder(at)], pipe)
+        async with served(kind, holding(size=size)) as at, transport_for(kind) as pipe:
+            await pull(mine, VERSION, lambda: [weight_source(at)], pipe)
             assert complete(mine, size=size)
 
     run(test())
@@ -70,7 +70,7 @@ def test_small_versions_come_whole(kind: str, run: Run, size: int) -> None:
 def test_version_after_version_comes_over_one_connection(kind: str, run: Run) -> None:
     async def test() -> None:
         source, mine = WeightStore(), WeightStore()
-        async with served(kind, source) as at, piped(kind) as pipe:
+        async with served(kind, source) as at, transport_for(kind) as pipe:
             dialled = []
             dial = pipe._calls._dial  # type: ignore[attr-defined]
 
@@ -82,7 +82,7 @@ def test_version_after_version_comes_over_one_connection(kind: str, run: Run) ->
             for step in range(10):
                 flat = content(2**19, seed=step)
                 source.offer(described(Version(step, 1), flat, SECRET, CHUNK), flat)
-                await pull(mine, Version(step, 1), lambda: [holder(at)], pipe)
+                await pull(mine, Version(step, 1), lambda: [weight_source(at)], pipe)
                 held = mine.current()
                 assert held is not None
                 assert held.flat == flat
@@ -94,10 +94,10 @@ def test_version_after_version_comes_over_one_connection(kind: str, run: Run) ->
 def test_a_late_joiner_pulls_from_a_rollout_that_has_pulled(kind: str, run: Run) -> None:
     async def test() -> None:
         middle, mine = WeightStore(), WeightStore()
-        async with served(kind, middle) as second, piped(kind) as pipe:
+        async with served(kind, middle) as second, transport_for(kind) as pipe:
             async with served(kind, holding()) as first:
-                await pull(middle, VERSION, lambda: [holder(first)], pipe)
-            await pull(mine, VERSION, lambda: [holder(second, "rollout/0")], pipe)
+                await pull(middle, VERSION, lambda: [weight_source(first)], pipe)
+            await pull(mine, VERSION, lambda: [weight_source(second, "rollout/0")], pipe)
             assert complete(mine)
 
     run(test())
@@ -106,9 +106,9 @@ def test_a_late_joiner_pulls_from_a_rollout_that_has_pulled(kind: str, run: Run)
 def test_a_holder_that_will_hold_the_version_soon_is_waited_for(kind: str, run: Run) -> None:
     async def test() -> None:
         source, mine = WeightStore(), WeightStore()
-        async with served(kind, source) as at, piped(kind) as pipe:
+        async with served(kind, source) as at, transport_for(kind) as pipe:
             with source.awaiting(VERSION):
-                pulling = asyncio.create_task(pull(mine, VERSION, lambda: [holder(at)], pipe, pace=calm()))
+                pulling = asyncio.create_task(pull(mine, VERSION, lambda: [weight_source(at)], pipe, adaptive_timeout=calm()))
                 while not source._waiting:
                     await asyncio.sleep(0.001)
                 flat = content(SIZE)
@@ -124,18 +124,18 @@ def test_a_version_that_its_holder_has_not_heard_of_is_waited_for_a_moment(
 ) -> None:
     async def test() -> None:
         source, newer = holding(), Version(4, 1)
-        async with served(kind, source) as at, piped(kind) as pipe:
-            monkeypatch.setattr(protocol, "UNHEARD_BY", SOON)
-            asking = asyncio.create_task(pipe.manifest(at, newer, SOON))
+        async with served(kind, source) as at, transport_for(kind) as pipe:
+            monkeypatch.setattr(protocol, "UNHEARD_BY", TIMEOUT_S)
+            asking = asyncio.create_task(pipe.manifest(at, newer, TIMEOUT_S))
             await until(lambda: source._waiting != {})
             flat = content(100, seed=1)
             source.offer(described(newer, flat, SECRET, CHUNK), flat)
             assert (await asking).version == newer
             monkeypatch.setattr(protocol, "UNHEARD_BY", 0.1)
-            with pytest.raises(NotHeld):
-                await pipe.manifest(at, Version(5, 1), SOON)
-            with pytest.raises(NotHeld):
-                await pipe.manifest(at, Version(2, 1), SOON)
+            with pytest.raises(VersionUnavailable):
+                await pipe.manifest(at, Version(5, 1), TIMEOUT_S)
+            with pytest.raises(VersionUnavailable):
+                await pipe.manifest(at, Version(2, 1), TIMEOUT_S)
 
     run(test())
 
@@ -144,17 +144,17 @@ def test_a_version_that_its_holder_has_not_heard_of_is_waited_for_a_moment(
 def test_a_source_killed_in_mid_pull_costs_only_the_missing_chunks(kind: str, run: Run) -> None:
     async def test() -> None:
         mine = WeightStore()
-        async with child(kind) as (dying, pid), served(kind, holding()) as other, piped(kind) as pipe:
+        async with child(kind) as (dying, pid), served(kind, holding()) as other, transport_for(kind) as pipe:
 
             def kill(at: str, count: int) -> None:
                 if at == dying and count == 3:
                     os.kill(pid, signal.SIGKILL)
 
-            def named() -> Sequence[Holder]:
-                return [holder(dying), *([holder(other)] if spy.came.get(dying, 0) >= 3 else [])]
+            def named() -> Sequence[WeightSource]:
+                return [weight_source(dying), *([weight_source(other)] if spy.came.get(dying, 0) >= 3 else [])]
 
-            spy = Spy(pipe, kill)
-            await pull(mine, VERSION, named, spy, window=2, pace=calm())
+            spy = SpyTransport(pipe, kill)
+            await pull(mine, VERSION, named, spy, window=2, adaptive_timeout=calm())
             assert complete(mine)
             assert 3 <= spy.came[dying] < CHUNKS
             assert not any("nothing within" in why for why in spy.failed[dying])  # the pipe told, no deadline
@@ -166,17 +166,17 @@ def test_a_source_killed_in_mid_pull_costs_only_the_missing_chunks(kind: str, ru
 def test_a_stopped_source_is_left_at_the_chunks_deadline(kind: str, run: Run) -> None:
     async def test() -> None:
         mine = WeightStore()
-        async with child(kind) as (stopped, pid), served(kind, holding()) as other, piped(kind) as pipe:
+        async with child(kind) as (stopped, pid), served(kind, holding()) as other, transport_for(kind) as pipe:
 
             def stop(at: str, count: int) -> None:
                 if at == stopped and count == 3:
                     os.kill(pid, signal.SIGSTOP)
 
-            def named() -> Sequence[Holder]:
-                return [holder(stopped), *([holder(other)] if spy.came.get(stopped, 0) >= 3 else [])]
+            def named() -> Sequence[WeightSource]:
+                return [weight_source(stopped), *([weight_source(other)] if spy.came.get(stopped, 0) >= 3 else [])]
 
-            spy = Spy(pipe, stop)
-            await pull(mine, VERSION, named, spy, window=2, chunk_by=0.5, pace=Pace(SOON, 0.5))
+            spy = SpyTransport(pipe, stop)
+            await pull(mine, VERSION, named, spy, window=2, chunk_timeout=0.5, adaptive_timeout=AdaptiveTimeout(TIMEOUT_S, 0.5))
             assert complete(mine)
             assert "nothing within 0.5 s" in spy.failed[stopped]
             assert spy.came[stopped] + spy.came[other] == CHUNKS
@@ -187,19 +187,19 @@ def test_a_stopped_source_is_left_at_the_chunks_deadline(kind: str, run: Run) ->
 def test_the_only_source_is_asked_again_after_it_missed_a_deadline(kind: str, run: Run) -> None:
     async def test() -> None:
         mine = WeightStore()
-        async with child(kind) as (at, pid), piped(kind) as pipe:
+        async with child(kind) as (at, pid), transport_for(kind) as pipe:
 
             def stop(at: str, count: int) -> None:
                 if count == 3:
                     os.kill(pid, signal.SIGSTOP)
 
-            def named() -> Sequence[Holder]:
+            def named() -> Sequence[WeightSource]:
                 if spy.failed:
                     os.kill(pid, signal.SIGCONT)
-                return [holder(at)]
+                return [weight_source(at)]
 
-            spy = Spy(pipe, stop)
-            await pull(mine, VERSION, named, spy, chunk_by=0.5)
+            spy = SpyTransport(pipe, stop)
+            await pull(mine, VERSION, named, spy, chunk_timeout=0.5)
             assert complete(mine)
             assert spy.failed
             assert spy.came[at] == CHUNKS
@@ -209,40 +209,40 @@ def test_the_only_source_is_asked_again_after_it_missed_a_deadline(kind: str, ru
 
 def test_a_stopped_source_harms_nobody_who_dials_it(kind: str, run: Run) -> None:
     async def test() -> None:
-        async with child(kind) as (at, pid), piped(kind) as pipe:
+        async with child(kind) as (at, pid), transport_for(kind) as pipe:
             os.kill(pid, signal.SIGSTOP)
 
             async def dial() -> None:
-                with pytest.raises(PipeError, match="nothing within"):
-                    await pipes.shake_hands(await pipe._dial(at), SECRET, dialled=True)  # type: ignore[attr-defined]
+                with pytest.raises(TransportError, match="nothing within"):
+                    await pipes.authenticate(await pipe._dial(at), SECRET, dialled=True)  # type: ignore[attr-defined]
 
             await asyncio.gather(*(dial() for _ in range(10)))
             os.kill(pid, signal.SIGCONT)
             mine = WeightStore()
-            await pull(mine, VERSION, lambda: [holder(at)], pipe)
+            await pull(mine, VERSION, lambda: [weight_source(at)], pipe)
             assert complete(mine)
 
     run(test())
 
 
-async def connected(pipe: Pipe, at: str, version: Version = VERSION) -> None:
+async def connected(transport: WeightTransport, at: str, version: Version = VERSION) -> None:
     while True:
         try:
-            await pipe.manifest(at, version, SOON)
+            await transport.manifest(at, version, TIMEOUT_S)
             return
-        except PipeError as error:  # on a busy machine a connection may take more than its second
+        except TransportError as error:  # on a busy machine a connection may take more than its second
             assert "nothing within 1 s" in str(error)  # noqa: PT017
 
 
-async def stopped_halfway(pipe: Pipe, at: str, pid: int, into: memoryview) -> bool:
+async def stopped_halfway(transport: WeightTransport, at: str, pid: int, into: memoryview) -> bool:
     """Fetch everything into `into`, stop the source on the first byte: whether the fetch was given up for it."""
-    fetching = asyncio.create_task(pipe.fetch(at, VERSION, range(len(into)), into, 0.5))
+    fetching = asyncio.create_task(transport.fetch(at, VERSION, range(len(into)), into, 0.5))
     while into[0] == 0:
         await asyncio.sleep(0)
     os.kill(pid, signal.SIGSTOP)
     try:
         await fetching
-    except PipeError as error:
+    except TransportError as error:
         assert "nothing within 0.5 s" in str(error)  # noqa: PT017
         return True
     return False
@@ -255,11 +255,11 @@ def test_a_stopped_source_that_nobody_has_met_costs_its_patience_once(kind: str,
         with socket.create_server(("127.0.0.1", 0), backlog=16) as stopped:
             stopped.setblocking(False)
             at = f"{kind}://127.0.0.1:{stopped.getsockname()[1]}"
-            async with piped(kind) as pipe:
+            async with transport_for(kind) as pipe:
                 spans = [range(place, place + 1) for place in range(4)]
                 asked = [pipe.fetch(at, VERSION, span, memoryview(bytearray(1)), 0.05) for span in spans]
                 told = await asyncio.gather(*asked, return_exceptions=True)
-                assert all(isinstance(each, PipeError) for each in told), told
+                assert all(isinstance(each, TransportError) for each in told), told
             came, _ = stopped.accept()
             came.close()
             with pytest.raises(BlockingIOError):
@@ -272,7 +272,7 @@ def test_a_buffer_is_not_written_to_after_its_fetch_was_given_up(kind: str, run:
     size = 64 * 2**20
 
     async def test() -> None:
-        async with child(kind, size, size) as (at, pid), piped(kind) as pipe:
+        async with child(kind, size, size) as (at, pid), transport_for(kind) as pipe:
             await connected(pipe, at)
             into = memoryview(bytearray(size))
             while not await stopped_halfway(pipe, at, pid, into):
@@ -285,8 +285,8 @@ def test_a_buffer_is_not_written_to_after_its_fetch_was_given_up(kind: str, run:
             again = memoryview(bytearray(size))
             while 0 in again:
                 try:  # once it has come, the first answer has gone wherever it went
-                    await pipe.fetch(at, VERSION, range(size), again, SOON)
-                except PipeError as error:  # on a busy machine a connection may take more than its second
+                    await pipe.fetch(at, VERSION, range(size), again, TIMEOUT_S)
+                except TransportError as error:  # on a busy machine a connection may take more than its second
                     assert "nothing within 1 s" in str(error)  # noqa: PT017
             assert again == content(size)
             assert into == left
@@ -302,15 +302,15 @@ def test_a_lying_source_is_refused_and_put_aside(kind: str, run: Run) -> None:
         false[5 * CHUNK + 7] ^= 1
         manifest = described(VERSION, flat, SECRET, CHUNK)
         liar.offer(manifest, memoryview(false))
-        async with served(kind, liar) as lies, served(kind, holding()) as other, piped(kind) as pipe:
+        async with served(kind, liar) as lies, served(kind, holding()) as other, transport_for(kind) as pipe:
             with pytest.raises(PullFailed, match="wrong bytes in chunk 5"):
-                await pull(mine, VERSION, lambda: [holder(lies)], pipe, by=0.5)
+                await pull(mine, VERSION, lambda: [weight_source(lies)], pipe, timeout=0.5)
             assert mine.current() is None
             missing = len(mine.begin(manifest))
             assert 5 in mine.begin(manifest)
             assert missing < CHUNKS
-            spy = Spy(pipe)
-            await pull(mine, VERSION, lambda: [holder(lies), holder(other)], spy, pace=calm())
+            spy = SpyTransport(pipe)
+            await pull(mine, VERSION, lambda: [weight_source(lies), weight_source(other)], spy, adaptive_timeout=calm())
             assert complete(mine)
             assert spy.came[lies] + spy.came[other] == missing + 1  # chunk 5 twice, nothing else
 
@@ -333,8 +333,8 @@ def test_an_only_source_that_lied_once_is_asked_again(kind: str, run: Run) -> No
     async def test() -> None:
         source, mine, flat = LiesOnce(), WeightStore(), content(SIZE)
         source.offer(described(VERSION, flat, SECRET, CHUNK), flat)
-        async with served(kind, source) as at, piped(kind) as pipe:
-            await pull(mine, VERSION, lambda: [holder(at)], pipe, pace=calm())
+        async with served(kind, source) as at, transport_for(kind) as pipe:
+            await pull(mine, VERSION, lambda: [weight_source(at)], pipe, adaptive_timeout=calm())
             assert source.lied
             assert complete(mine)
 
@@ -344,7 +344,7 @@ def test_an_only_source_that_lied_once_is_asked_again(kind: str, run: Run) -> No
 def test_a_slow_source_is_kept_as_long_as_it_gives(kind: str, run: Run) -> None:
     """However long the whole version takes, and each chunk: patience is with silence."""
 
-    class Slow(Spy):
+    class Slow(SpyTransport):
         one_at_a_time = asyncio.Lock()
 
         async def fetch(self, *asked: Any, **more: Any) -> None:
@@ -354,8 +354,8 @@ def test_a_slow_source_is_kept_as_long_as_it_gives(kind: str, run: Run) -> None:
 
     async def test() -> None:
         mine = WeightStore()
-        async with served(kind, holding()) as at, piped(kind) as pipe:
-            await pull(mine, VERSION, lambda: [holder(at)], Slow(pipe), by=2.0, starved_by=0.05, pace=calm())
+        async with served(kind, holding()) as at, transport_for(kind) as pipe:
+            await pull(mine, VERSION, lambda: [weight_source(at)], Slow(pipe), timeout=2.0, starvation_timeout=0.05, adaptive_timeout=calm())
             assert complete(mine)
 
     run(test())
@@ -376,8 +376,8 @@ def test_a_receiver_whose_verifying_takes_long_loses_no_chunk(
     async def test() -> None:
         monkeypatch.setattr(swarm, "_LARGE", 1)  # in threads
         mine = Slow()
-        async with served(kind, holding()) as at, piped(kind) as pipe:
-            await pull(mine, VERSION, lambda: [holder(at)], pipe, starved_by=0.3, pace=calm())
+        async with served(kind, holding()) as at, transport_for(kind) as pipe:
+            await pull(mine, VERSION, lambda: [weight_source(at)], pipe, starvation_timeout=0.3, adaptive_timeout=calm())
             assert complete(mine)
 
     run(test())
@@ -385,14 +385,14 @@ def test_a_receiver_whose_verifying_takes_long_loses_no_chunk(
 
 def test_a_pull_without_a_source_says_what_each_one_did(kind: str, run: Run) -> None:
     async def test() -> None:
-        async with served(kind, holding(Version(4, 1))) as newer, piped(kind) as pipe:
+        async with served(kind, holding(Version(4, 1))) as newer, transport_for(kind) as pipe:
             await connected(pipe, newer, Version(4, 1))
             with pytest.raises(PullFailed, match="not held there"):
-                await pull(WeightStore(), VERSION, lambda: [holder(newer)], pipe, by=1.0)
+                await pull(WeightStore(), VERSION, lambda: [weight_source(newer)], pipe, timeout=1.0)
             with pytest.raises(PullFailed, match=r"not an address of a"):
-                await pull(WeightStore(), VERSION, lambda: [holder("pigeon://a:1")], pipe, by=0.3)
+                await pull(WeightStore(), VERSION, lambda: [weight_source("pigeon://a:1")], pipe, timeout=0.3)
             with pytest.raises(PullFailed, match="no holder was named"):
-                await pull(WeightStore(), VERSION, lambda: [], pipe, by=0.3)
+                await pull(WeightStore(), VERSION, lambda: [], pipe, timeout=0.3)
 
     run(test())
 
@@ -402,8 +402,8 @@ def test_a_source_that_is_gone_before_the_pull_is_passed_over(kind: str, run: Ru
         mine = WeightStore()
         async with served(kind, holding()) as gone:
             pass
-        async with served(kind, holding()) as at, piped(kind) as pipe:
-            await pull(mine, VERSION, lambda: [holder(gone), holder(at)], pipe)
+        async with served(kind, holding()) as at, transport_for(kind) as pipe:
+            await pull(mine, VERSION, lambda: [weight_source(gone), weight_source(at)], pipe)
             assert complete(mine)
 
     run(test())
@@ -413,15 +413,15 @@ def test_a_pull_ends_when_another_version_is_begun(kind: str, run: Run) -> None:
     async def test() -> None:
         mine = WeightStore()
         newer = described(Version(4, 1), content(100), SECRET, CHUNK)
-        async with served(kind, holding()) as at, piped(kind) as pipe:
+        async with served(kind, holding()) as at, transport_for(kind) as pipe:
 
             def begin(at: str, count: int) -> None:
                 if count == 3:
                     mine.begin(newer)
 
-            spy = Spy(pipe, begin)
+            spy = SpyTransport(pipe, begin)
             with pytest.raises(PullFailed, match="not being received"):
-                await pull(mine, VERSION, lambda: [holder(at)], spy)
+                await pull(mine, VERSION, lambda: [weight_source(at)], spy)
             assert mine.versions() == (Version(4, 1),)
 
     run(test())
@@ -430,19 +430,19 @@ def test_a_pull_ends_when_another_version_is_begun(kind: str, run: Run) -> None:
 def test_a_cancelled_pull_harms_neither_end_and_is_gone_on_with(kind: str, run: Run) -> None:
     async def test() -> None:
         mine = WeightStore()
-        async with served(kind, holding()) as at, piped(kind) as pipe:
+        async with served(kind, holding()) as at, transport_for(kind) as pipe:
             pulling: list[asyncio.Task[Manifest]] = []
 
             def cancel(at: str, count: int) -> None:
                 if count == 3:
                     pulling[0].cancel()
 
-            spy = Spy(pipe, cancel)
-            pulling.append(asyncio.create_task(pull(mine, VERSION, lambda: [holder(at)], spy)))
+            spy = SpyTransport(pipe, cancel)
+            pulling.append(asyncio.create_task(pull(mine, VERSION, lambda: [weight_source(at)], spy)))
             with pytest.raises(asyncio.CancelledError):
                 await pulling[0]
-            spy = Spy(pipe)
-            await pull(mine, VERSION, lambda: [holder(at)], spy)
+            spy = SpyTransport(pipe)
+            await pull(mine, VERSION, lambda: [weight_source(at)], spy)
             assert complete(mine)
             assert spy.came[at] <= CHUNKS - 2  # the third was in, its verification may have been cancelled
 
@@ -450,20 +450,20 @@ def test_a_cancelled_pull_harms_neither_end_and_is_gone_on_with(kind: str, run: 
 
 
 # ── the other end ──────────────────────────────────────────────────────────────────────────────────────────────────
-def connections(pipe: Pipe) -> int:
+def connections(transport: WeightTransport) -> int:
     """That it serves."""
-    (_, desk), *_ = pipe._served  # type: ignore[attr-defined]
+    (_, desk), *_ = transport._served  # type: ignore[attr-defined]
     return len(desk.close.__self__._tasks)
 
 
 def test_a_receiver_that_dies_while_it_is_sent_to_is_noticed_at_once(
     kind: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "_SEND_BY", 100 * SOON)
+    monkeypatch.setattr(protocol, "_SEND_BY", 100 * TIMEOUT_S)
 
     async def test() -> None:
         publisher = Publisher()
-        async with piped(kind) as pipe:
+        async with transport_for(kind) as pipe:
             at = await pipe.serve(publisher.store, "127.0.0.1")
             with publisher.publishing():
                 async with child(kind, upstream=at) as (_, pid):
@@ -480,14 +480,14 @@ def test_who_leaves_says_so_and_who_dies_does_not(kind: str, run: Run, caplog: p
     caplog.set_level(logging.DEBUG, "rrl.weights")
 
     async def test() -> None:
-        async with piped(kind) as pipe:
+        async with transport_for(kind) as pipe:
             at = await pipe.serve(holding(size=CHUNK), "127.0.0.1")
             for leaves in (True, False):
-                async with piped(kind) as other:
+                async with transport_for(kind) as other:
                     await connected(other, at)
                     caplog.clear()
                     if not leaves:
-                        other.hang_up(at)
+                        other.disconnect(at)
                 await until(lambda: not connections(pipe))
                 ended = [record.message for record in caplog.records if "a weights connection ended" in record.message]
                 assert len(ended) == (0 if leaves else 1)
@@ -498,12 +498,12 @@ def test_who_leaves_says_so_and_who_dies_does_not(kind: str, run: Run, caplog: p
 def test_a_request_that_waits_costs_its_connection_and_nothing_once_that_is_gone(kind: str, run: Run) -> None:
     async def test() -> None:
         publisher = Publisher()
-        async with piped(kind) as pipe:
+        async with transport_for(kind) as pipe:
             at = await pipe.serve(publisher.store, "127.0.0.1")
             with publisher.publishing():
-                async with piped(kind) as other:
+                async with transport_for(kind) as other:
                     await connected(other, at)
-                    asking = [asyncio.create_task(other.fetch(at, VERSION, range(8), memoryview(bytearray(8)), SOON))
+                    asking = [asyncio.create_task(other.fetch(at, VERSION, range(8), memoryview(bytearray(8)), TIMEOUT_S))
                               for _ in range(100)]  # fmt: skip
                     await until(lambda: publisher.store._waiting != {})
                     assert len(publisher.store._waiting) == connections(pipe) == 1
@@ -519,39 +519,39 @@ def test_a_request_that_waits_costs_its_connection_and_nothing_once_that_is_gone
 # ── who is spoken to ───────────────────────────────────────────────────────────────────────────────────────────────
 def test_another_runs_secret_is_refused_by_the_one_who_dials(kind: str, run: Run) -> None:
     async def test() -> None:
-        async with served(kind, holding()) as at, piped(kind, b"t" * 32) as pipe:
-            with pytest.raises(PipeError, match="does not know this run's secret"):
-                await pipe.manifest(at, VERSION, SOON)
+        async with served(kind, holding()) as at, transport_for(kind, b"t" * 32) as pipe:
+            with pytest.raises(TransportError, match="does not know this run's secret"):
+                await pipe.manifest(at, VERSION, TIMEOUT_S)
 
     run(test())
 
 
 def test_another_runs_secret_is_refused_by_the_one_who_listens(kind: str, run: Run) -> None:
     async def test() -> None:
-        async with served(kind, holding()) as at, piped(kind) as pipe:
+        async with served(kind, holding()) as at, transport_for(kind) as pipe:
             line = await pipe._dial(at)  # type: ignore[attr-defined]
             await line.open()
             await line.send(bytes(32))
             await line.receive(memoryview(bytearray(64)))
             await line.send(bytes(32))  # a proof that proves nothing
-            with pytest.raises(PipeError):
+            with pytest.raises(TransportError):
                 await line.receive(memoryview(bytearray(9)))
             line.abort()
-            await pipe.manifest(at, VERSION, SOON)
+            await pipe.manifest(at, VERSION, TIMEOUT_S)
 
     run(test())
 
 
 def test_a_proof_cannot_be_mirrored_back(kind: str, run: Run) -> None:
     async def test() -> None:
-        async with served(kind, holding()) as at, piped(kind) as pipe:
+        async with served(kind, holding()) as at, transport_for(kind) as pipe:
             line = await pipe._dial(at)  # type: ignore[attr-defined]
             await line.open()
             await line.send(bytes(32))
             answer = bytearray(64)
             await line.receive(memoryview(answer))
             await line.send(bytes(answer[32:]))
-            with pytest.raises(PipeError):
+            with pytest.raises(TransportError):
                 await line.receive(memoryview(bytearray(9)))
             line.abort()
 
@@ -560,11 +560,11 @@ def test_a_proof_cannot_be_mirrored_back(kind: str, run: Run) -> None:
 
 def test_a_silent_stranger_is_dropped(kind: str, run: Run) -> None:
     async def test() -> None:
-        async with served(kind, holding()) as at, piped(kind) as pipe:
+        async with served(kind, holding()) as at, transport_for(kind) as pipe:
             line = await pipe._dial(at)  # type: ignore[attr-defined]
             await line.open()
-            async with asyncio.timeout(SOON):
-                with pytest.raises(PipeError):
+            async with asyncio.timeout(TIMEOUT_S):
+                with pytest.raises(TransportError):
                     await line.receive(memoryview(bytearray(1)))
             line.abort()
 
@@ -575,10 +575,10 @@ def test_a_silent_stranger_is_dropped(kind: str, run: Run) -> None:
 def test_garbage_at_the_port_harms_nothing(kind: str, run: Run, garbage: bytes) -> None:
     async def test() -> None:
         mine = WeightStore()
-        async with served(kind, holding(size=CHUNK)) as at, piped(kind) as pipe:
+        async with served(kind, holding(size=CHUNK)) as at, transport_for(kind) as pipe:
             _, writer = await asyncio.open_connection("127.0.0.1", int(at.rpartition(":")[2]))
             writer.write(garbage)
-            await pull(mine, VERSION, lambda: [holder(at)], pipe)
+            await pull(mine, VERSION, lambda: [weight_source(at)], pipe)
             assert complete(mine, size=CHUNK)
             writer.transport.abort()
 
@@ -587,11 +587,11 @@ def test_garbage_at_the_port_harms_nothing(kind: str, run: Run, garbage: bytes) 
 
 def test_what_a_member_asks_beyond_the_version_is_not_given(kind: str, run: Run) -> None:
     async def test() -> None:
-        async with served(kind, holding(size=100)) as at, piped(kind) as pipe:
+        async with served(kind, holding(size=100)) as at, transport_for(kind) as pipe:
             into = memoryview(bytearray(50))
-            with pytest.raises(NotHeld):
-                await pipe.fetch(at, VERSION, range(51, 101), into, SOON)
-            await pipe.fetch(at, VERSION, range(50, 100), into, SOON)
+            with pytest.raises(VersionUnavailable):
+                await pipe.fetch(at, VERSION, range(51, 101), into, TIMEOUT_S)
+            await pipe.fetch(at, VERSION, range(50, 100), into, TIMEOUT_S)
             assert into == content(100)[50:]
 
     run(test())

@@ -10,23 +10,23 @@ import time
 
 import pytest
 
-from rrl.core.types import Life, ReplicaId
+from rrl.core.types import Incarnation, ReplicaId
 from rrl.tests.support.weights.piping import KINDS
 from rrl.tests.support.weights.source import VERSION, content, described
-from rrl.transport.messages import Holder
+from rrl.transport.messages import WeightSource
 from rrl.transport.weights import pull as swarm
 from rrl.transport.weights import select
-from rrl.transport.weights.base import PipeError, deadline
+from rrl.transport.weights.base import TransportError, deadline
 from rrl.transport.weights.pull import pull
-from rrl.transport.weights.select import Here, Untrusted, open_pipe
+from rrl.transport.weights.select import Capabilities, UntrustedNetwork, open_transport
 from rrl.transport.weights.store import WeightStore
 
 SECRET = b"s" * 32
 
 
-class _HungLine:
+class _HungConnection:
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.sent: list[str] = []
         self.pending: asyncio.Future[None] | None = None
         self.broken = False
 
@@ -39,32 +39,32 @@ class _HungLine:
         try:
             await self.pending
         finally:
-            self.told.append("buffer free")
+            self.sent.append("buffer free")
 
     def come(self) -> None:
         if self.pending is not None and not self.pending.done():
             self.pending.set_result(None)
 
     def abort(self) -> None:
-        self.told.append("aborted")
+        self.sent.append("aborted")
         if self.pending is not None and not self.pending.done():
-            self.pending.set_exception(PipeError("aborted"))
+            self.pending.set_exception(TransportError("aborted"))
 
 
 def test_at_a_deadline_the_abort_comes_before_the_buffer_is_free() -> None:
     async def test() -> None:
-        line = _HungLine()
-        with pytest.raises(PipeError, match="nothing within"):
+        line = _HungConnection()
+        with pytest.raises(TransportError, match="nothing within"):
             with deadline(line, 0.01):
                 await line.receive(memoryview(bytearray(1)))
-        assert line.told[:2] == ["aborted", "buffer free"]
+        assert line.sent[:2] == ["aborted", "buffer free"]
 
     asyncio.run(test())
 
 
 def test_a_loop_that_stood_still_itself_gives_the_other_end_its_time_again() -> None:
     async def test() -> None:
-        line, loop = _HungLine(), asyncio.get_running_loop()
+        line, loop = _HungConnection(), asyncio.get_running_loop()
 
         def stand_still() -> None:
             time.sleep(0.3)
@@ -73,13 +73,13 @@ def test_a_loop_that_stood_still_itself_gives_the_other_end_its_time_again() -> 
         loop.call_later(0.01, stand_still)
         with deadline(line, 0.1):
             await line.receive(memoryview(bytearray(1)))
-        assert line.told == ["buffer free"]
+        assert line.sent == ["buffer free"]
 
     asyncio.run(test())
 
 
-RDMA = Here(frozenset({"ucx", "nixl"}), ("mlx5_0:1",))
-NO_RDMA = Here(frozenset({"ucx", "nixl"}), ())
+RDMA = Capabilities(frozenset({"ucx", "nixl"}), ("mlx5_0:1",))
+NO_RDMA = Capabilities(frozenset({"ucx", "nixl"}), ())
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ NO_RDMA = Here(frozenset({"ucx", "nixl"}), ())
         ("auto", NO_RDMA, True, "tcp", False),
         ("auto", RDMA, False, "ucx", False),
         ("auto", RDMA, True, "ucx", False),
-        ("auto", Here(frozenset({"nixl"}), ("mlx5_0:1",)), False, "tcp", False),
+        ("auto", Capabilities(frozenset({"nixl"}), ("mlx5_0:1",)), False, "tcp", False),
         ("tcp", RDMA, True, "tcp", False),
         ("ucx", NO_RDMA, True, "ucx", True),
         ("ucx", RDMA, False, "ucx", False),
@@ -98,18 +98,18 @@ NO_RDMA = Here(frozenset({"ucx", "nixl"}), ())
     ],
 )
 def test_ucx_uses_tcp_only_by_name_and_on_a_trusted_network(
-    kind: str, here: Here, trusted: bool, expected: str, over_tcp: bool
+    kind: str, here: Capabilities, trusted: bool, expected: str, over_tcp: bool
 ) -> None:
-    choice = select.choose(kind, here, trusted)
+    choice = select.select_transport(kind, here, trusted)
     assert (choice.kind, choice.over_tcp) == (expected, over_tcp)
 
 
 @pytest.mark.parametrize("kind", ["ucx", "nixl"])
 def test_ucx_without_rdma_on_an_untrusted_network_is_refused(kind: str) -> None:
-    with pytest.raises(Untrusted, match="trusted_network = true"):
-        select.choose(kind, NO_RDMA, trusted_network=False)
-    with pytest.raises(Untrusted):
-        open_pipe(kind, SECRET, here=NO_RDMA)
+    with pytest.raises(UntrustedNetwork, match="trusted_network = true"):
+        select.select_transport(kind, NO_RDMA, trusted_network=False)
+    with pytest.raises(UntrustedNetwork):
+        open_transport(kind, SECRET, capabilities=NO_RDMA)
 
 
 def test_a_missing_ucxx_fails_only_a_job_that_names_ucx(
@@ -120,8 +120,8 @@ def test_a_missing_ucxx_fails_only_a_job_that_names_ucx(
 
     async def test() -> None:
         with pytest.raises(ImportError, match=r"\.\[ucx\]"):
-            open_pipe("ucx", SECRET, trusted_network=True)
-        pipe = open_pipe("auto", SECRET, here=RDMA)
+            open_transport("ucx", SECRET, trusted_network=True)
+        pipe = open_transport("auto", SECRET, capabilities=RDMA)
         assert pipe.kind == "tcp"
         await pipe.close()
 
@@ -137,9 +137,9 @@ def test_pipes_closed_in_mid_pull_leave_no_thread_and_no_complaint(kind: str, ca
     async def test() -> None:
         store, flat = WeightStore(), content(2**20)
         store.offer(described(VERSION, flat, SECRET, 2**16), flat)
-        source, pipe = open_pipe(kind, SECRET, trusted_network=True), open_pipe(kind, SECRET, trusted_network=True)
+        source, pipe = open_transport(kind, SECRET, trusted_network=True), open_transport(kind, SECRET, trusted_network=True)
         at = await source.serve(store, "127.0.0.1")
-        holder = Holder(Life(ReplicaId("trainer/0"), 1), at)
+        holder = WeightSource(Incarnation(ReplicaId("trainer/0"), 1), at)
         await pipe.manifest(at, VERSION, 20)
         pulling = asyncio.create_task(pull(WeightStore(), VERSION, lambda: [holder], pipe))
         await asyncio.sleep(0)
@@ -155,8 +155,8 @@ def test_pipes_closed_in_mid_pull_leave_no_thread_and_no_complaint(kind: str, ca
 
 def test_an_unknown_pipe_is_named_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match='"auto", "ucx", "tcp" or "nixl"'):
-        select.choose("pigeon", NO_RDMA, trusted_network=False)
+        select.select_transport("pigeon", NO_RDMA, trusted_network=False)
 
 
 def test_defaults_leave_room_for_a_retry_within_a_pull() -> None:
-    assert swarm.CHUNK_BY * 2 < swarm.PULL_BY
+    assert swarm.MAX_CHUNK_TIMEOUT_S * 2 < swarm.PULL_TIMEOUT_S

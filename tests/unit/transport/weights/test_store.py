@@ -14,8 +14,8 @@ from rrl.core.types import Version
 from rrl.tests.support.weights.source import content, described
 from rrl.transport.weights import manifest as manifests
 from rrl.transport.weights import store as stores
-from rrl.transport.weights.manifest import ALIGN, Describing, Manifest, describe, layout
-from rrl.transport.weights.store import Gone, NotYet, Superseded, Unheard, WeightStore
+from rrl.transport.weights.manifest import ALIGN_BYTES, ManifestBuilder, Manifest, describe, layout
+from rrl.transport.weights.store import VersionEvicted, NotReady, Superseded, VersionUnknown, WeightStore
 
 SECRET = b"s" * 32
 SOON = 30.0
@@ -37,8 +37,8 @@ def fill(store: WeightStore, manifest: Manifest, flat: memoryview, indices: list
 # ── manifest ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_tensors_lie_aligned_and_back_to_back() -> None:
     specs, nbytes = layout([("a", "float32", (5,), 20), ("b", "bfloat16", (64,), 128), ("c", "uint8", (), 1)])
-    assert [spec.offset for spec in specs] == [0, ALIGN, 3 * ALIGN]
-    assert nbytes == 3 * ALIGN + 1
+    assert [spec.offset for spec in specs] == [0, ALIGN_BYTES, 3 * ALIGN_BYTES]
+    assert nbytes == 3 * ALIGN_BYTES + 1
 
 
 def test_chunks_cover_the_buffer_and_the_manifest_survives_the_wire() -> None:
@@ -68,8 +68,8 @@ def test_a_manifest_of_another_run_or_version_or_with_a_changed_byte_is_refused(
 
 def test_digests_of_what_is_filled_are_computed_while_the_rest_still_changes() -> None:
     flat = memoryview(bytearray(content(1000)))
-    with Describing(V1, [("w", "uint8", (1000,), 1000)], flat, SECRET, 300, threads=2) as describing:
-        describing.filled(700)
+    with ManifestBuilder(V1, [("w", "uint8", (1000,), 1000)], flat, SECRET, 300, threads=2) as describing:
+        describing.mark_filled(700)
         early = [made.result(SOON) for made in describing._digests]
         assert early == [manifests.digest(flat[:300]), manifests.digest(flat[300:600])]
         flat[700:] = bytes(300)
@@ -89,7 +89,7 @@ def test_digests_are_computed_side_by_side() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manifests, "digest", met)
-        with Describing(V1, [("w", "uint8", (600,), 600)], content(600), SECRET, 300, threads=2) as describing:
+        with ManifestBuilder(V1, [("w", "uint8", (600,), 600)], content(600), SECRET, 300, threads=2) as describing:
             describing.sign()
 
 
@@ -191,21 +191,21 @@ def test_of_a_version_that_arrives_each_chunk_can_be_read_once_it_is_verified() 
     store = WeightStore()
     manifest, flat = made(V1)
     with store.awaiting(V1):
-        with pytest.raises(NotYet):
+        with pytest.raises(NotReady):
             store.manifest(V1)
         store.begin(manifest)
         assert store.manifest(V1) == manifest
         store.span(V1, 1)[:] = flat[300:600]
-        with pytest.raises(NotYet):
+        with pytest.raises(NotReady):
             store.read(V1, range(300, 600), "a")
         assert store.accept(V1, 1)
         read = store.read(V1, range(300, 600), "a")
         assert read == flat[300:600]
         assert read.readonly
         for span in (range(0, 300), range(299, 301), range(599, 601), range(0, 1000)):
-            with pytest.raises(NotYet):
+            with pytest.raises(NotReady):
                 store.read(V1, span, "a")
-        with pytest.raises(Gone):
+        with pytest.raises(VersionEvicted):
             store.read(V1, range(900, 1001), "a")
 
 
@@ -216,23 +216,23 @@ def test_a_version_that_nobody_pulls_any_more_is_not_promised() -> None:
         store.begin(manifest)
         fill(store, manifest, flat, [0])
     assert store.read(V1, range(300), "a") == flat[:300]
-    with pytest.raises(Gone):
+    with pytest.raises(VersionEvicted):
         store.read(V1, range(300, 600), "a")
     store.offer(*made(V2))
     store.begin(made(V3)[0])
     for look in (partial(store.manifest, V1), partial(store.read, V1, range(300), "a")):
-        with pytest.raises(Gone):
+        with pytest.raises(VersionEvicted):
             look()
 
 
 def test_a_version_newer_than_all_that_is_known_may_be_on_its_way_an_older_one_is_not() -> None:
     store = WeightStore()
-    with pytest.raises(Unheard):
+    with pytest.raises(VersionUnknown):
         store.manifest(V1)
     store.offer(*made(V2))
-    with pytest.raises(Gone):
+    with pytest.raises(VersionEvicted):
         store.manifest(V1)
-    with pytest.raises(Unheard):
+    with pytest.raises(VersionUnknown):
         store.read(V3, range(1), "a")
 
 
@@ -243,15 +243,15 @@ def test_who_waits_for_a_part_has_it_the_moment_it_is_verified_in_another_thread
     async def test() -> None:
         with store.awaiting(V1):
             store.begin(manifest)
-            waiting = [asyncio.create_task(store.within(SOON, partial(store.read, V1, range(300, 600), index)))
+            waiting = [asyncio.create_task(store.wait_until_ready(SOON, partial(store.read, V1, range(300, 600), index)))
                        for index in range(3)]  # fmt: skip
             while len(store._waiting) < 3:
                 await asyncio.sleep(0)
             await asyncio.to_thread(fill, store, manifest, flat, [0])  # not what they wait for
             await asyncio.to_thread(fill, store, manifest, flat, [1])
             assert await asyncio.gather(*waiting) == [flat[300:600]] * 3
-            with pytest.raises(NotYet):
-                await store.within(0.01, partial(store.read, V1, range(600, 900), 0))
+            with pytest.raises(NotReady):
+                await store.wait_until_ready(0.01, partial(store.read, V1, range(600, 900), 0))
         assert store._waiting == {}
 
     asyncio.run(asyncio.wait_for(test(), SOON))
@@ -263,10 +263,10 @@ def test_who_waits_for_a_version_that_is_given_up_is_told() -> None:
     async def test() -> None:
         with store.awaiting(V1):
             store.begin(made(V1)[0])
-            waiting = asyncio.create_task(store.within(SOON, partial(store.read, V1, range(300), "a")))
+            waiting = asyncio.create_task(store.wait_until_ready(SOON, partial(store.read, V1, range(300), "a")))
             while not store._waiting:
                 await asyncio.sleep(0)
-        with pytest.raises(Gone):
+        with pytest.raises(VersionEvicted):
             await waiting
 
     asyncio.run(asyncio.wait_for(test(), SOON))
@@ -296,7 +296,7 @@ def test_a_version_stays_while_a_part_of_it_is_being_sent_however_long_that_take
     store.offer(*made(V2))
     store.offer(*made(V3))
     assert store.versions() == (V1, V3)
-    store.sent("slow")
+    store.on_sent("slow")
     store.offer(*made(Version(4, 1)))
     assert store.versions() == (V3, Version(4, 1))
 
@@ -309,9 +309,9 @@ def test_a_reader_that_has_left_or_takes_too_long_keeps_nothing(why: str, monkey
     store.offer(*made(V1))
     store.read(V1, range(300), "a")
     if why == "left":
-        store.left("a")
+        store.on_reader_left("a")
     if why == "idle":
-        store.sent("a")
+        store.on_sent("a")
     store.offer(*made(V2))
     store.offer(*made(V3))
     assert store.versions() == (V2, V3)
@@ -354,7 +354,7 @@ def test_a_publisher_writes_the_next_version_where_the_oldest_was() -> None:
     places = []
     for step in range(1, 7):
         manifest, flat = made(Version(step, 1))
-        into = store.memory(1000)
+        into = store.allocate(1000)
         into[:] = flat
         places.append(address(into))
         store.offer(manifest, into)
@@ -368,8 +368,8 @@ def test_a_publisher_writes_the_next_version_where_the_oldest_was() -> None:
 def test_memory_of_another_size_is_not_used_again() -> None:
     store = WeightStore()
     for step in range(1, 4):
-        store.offer(described(Version(step, 1), content(1000 + step), SECRET, 300), store.memory(1000 + step))
-    assert store.memory(10).nbytes == 10
+        store.offer(described(Version(step, 1), content(1000 + step), SECRET, 300), store.allocate(1000 + step))
+    assert store.allocate(10).nbytes == 10
 
 
 def test_threads_offer_and_read_without_ever_seeing_a_third_version() -> None:

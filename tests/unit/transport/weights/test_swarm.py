@@ -13,15 +13,15 @@ from contextlib import AsyncExitStack
 import pytest
 
 from rrl.core.types import Version
-from rrl.tests.support.weights.chain import Liar, Publisher, Receiver, Silent, receiver, receiver_apart, until
-from rrl.tests.support.weights.piping import CHUNK, CHUNKS, SECRET, SOON, Run, calm, complete, holder, served
+from rrl.tests.support.weights.chain import Liar, Publisher, Receiver, Unresponsive, receiver, receiver_apart, until
+from rrl.tests.support.weights.piping import CHUNK, CHUNKS, SECRET, TIMEOUT_S, Run, calm, complete, weight_source, served
 from rrl.tests.support.weights.source import VERSION, content, described
-from rrl.transport.messages import Holder
+from rrl.transport.messages import WeightSource
 from rrl.transport.weights import base as pipes
 from rrl.transport.weights import pull, tcp, ucx
-from rrl.transport.weights.base import STARVED_BY
+from rrl.transport.weights.base import STARVATION_TIMEOUT_S
 from rrl.transport.weights.manifest import Manifest
-from rrl.transport.weights.pull import Pace, PullFailed
+from rrl.transport.weights.pull import AdaptiveTimeout, PullFailed
 from rrl.transport.weights.store import WeightStore
 
 HALF = 5
@@ -34,37 +34,37 @@ def connections_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine. Nobody here is dead before it has been connected to, unless the kernel says so at once."""
     for module, name in ((pipes, "HANDSHAKE_BY"), (tcp, "CONNECT_BY"), (ucx, "CONNECT_BY"),
                          (pull, "FIRST")):  # fmt: skip
-        monkeypatch.setattr(module, name, SOON)
+        monkeypatch.setattr(module, name, TIMEOUT_S)
 
 
-def quick() -> Pace:
+def quick() -> AdaptiveTimeout:
     """Half a second of silence is enough, once a connection is there."""
-    return Pace(SOON, 0.5)
+    return AdaptiveTimeout(TIMEOUT_S, 0.5)
 
 
 class Chain:
     """A publisher and three receivers, the middle one of which is the test's affair."""
 
-    def __init__(self, publisher: Publisher, at: Holder, first: Receiver, last: Receiver) -> None:
+    def __init__(self, publisher: Publisher, at: WeightSource, first: Receiver, last: Receiver) -> None:
         self.publisher, self.at, self.first, self.last = publisher, at, first, last
-        self.middle = holder("", "rollout/1", None)
+        self.middle = weight_source("", "rollout/1", None)
         self.named = True
         """somebody has heard of the middle one"""
         self._begun = False
 
-    def holders(self) -> list[Holder]:
-        return [self.at, self.first.holder, *([self.middle] if self.named else []), self.last.holder]
+    def holders(self) -> list[WeightSource]:
+        return [self.at, self.first.source, *([self.middle] if self.named else []), self.last.source]
 
-    def _heard(self) -> list[Holder]:
+    def _last_known(self) -> list[WeightSource]:
         """By the last one: before it has begun it knows nobody else, however long a connection takes."""
         return self.holders() if self._begun or not self.named else [self.middle]
 
-    async def half(self, stack: AsyncExitStack, last: Pace) -> tuple[asyncio.Task[Manifest], asyncio.Task[Manifest]]:
+    async def half(self, stack: AsyncExitStack, last: AdaptiveTimeout) -> tuple[asyncio.Task[Manifest], asyncio.Task[Manifest]]:
         """Some chunks have come to the last one, past all the others."""
         stack.enter_context(self.publisher.publishing())
         self.publisher.feed(HALF)
-        first = asyncio.create_task(self.first.pull(self.holders, pace=calm(), starved_by=SOON))
-        pulling = asyncio.create_task(self.last.pull(self._heard, pace=last, starved_by=SOON))
+        first = asyncio.create_task(self.first.pull(self.holders, adaptive_timeout=calm(), starvation_timeout=TIMEOUT_S))
+        pulling = asyncio.create_task(self.last.pull(self._last_known, adaptive_timeout=last, starvation_timeout=TIMEOUT_S))
         await until(lambda: self.last.verified() == HALF)
         self._begun = True
         return first, pulling
@@ -75,8 +75,8 @@ class Chain:
         await asyncio.gather(first, last)
         assert complete(self.first.store)
         assert complete(self.last.store)
-        assert self.first.came(self.at) == CHUNKS
-        assert self.last.came(self.at) == 0
+        assert self.first.chunks_from(self.at) == CHUNKS
+        assert self.last.chunks_from(self.at) == 0
 
 
 async def chained(kind: str, stack: AsyncExitStack) -> Chain:
@@ -84,7 +84,7 @@ async def chained(kind: str, stack: AsyncExitStack) -> Chain:
     at = await stack.enter_async_context(served(kind, publisher.store))
     first = await stack.enter_async_context(receiver(kind, 0))
     last = await stack.enter_async_context(receiver(kind, 2))
-    return Chain(publisher, holder(at, holds=VERSION), first, last)
+    return Chain(publisher, weight_source(at, version=VERSION), first, last)
 
 
 # ── a chain that works ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -93,14 +93,14 @@ def test_chunks_pass_down_the_chain_while_the_version_is_still_coming_in(kind: s
         async with AsyncExitStack() as stack:
             chain = await chained(kind, stack)
             middle = await stack.enter_async_context(receiver(kind, 1))
-            chain.middle = middle.holder
-            passing = asyncio.create_task(middle.pull(lambda: [chain.first.holder], pace=calm(), starved_by=SOON))
+            chain.middle = middle.source
+            passing = asyncio.create_task(middle.pull(lambda: [chain.first.source], adaptive_timeout=calm(), starvation_timeout=TIMEOUT_S))
             first, last = await chain.half(stack, calm())
             assert [one.store.current() for one in (chain.first, middle, chain.last)] == [None] * 3
             await chain.rest(first, last)
             await passing
             assert complete(middle.store)
-            assert middle.came(chain.first.holder) == chain.last.came(chain.middle) == CHUNKS
+            assert middle.chunks_from(chain.first.source) == chain.last.chunks_from(chain.middle) == CHUNKS
 
     run(test())
 
@@ -111,25 +111,26 @@ def test_who_comes_late_takes_nothing_from_the_publisher(kind: str, run: Run) ->
             chain = await chained(kind, stack)
             chain.named = False
             chain.publisher.feed()
-            await chain.first.pull(chain.holders, pace=calm())
-            chain.first.holder = holder(chain.first.holder.serves, chain.first.name, VERSION)
+            await chain.first.pull(chain.holders, adaptive_timeout=calm())
+            chain.first.source = weight_source(chain.first.source.address, chain.first.name, VERSION)
             for index, store in ((0, WeightStore()), (5, WeightStore())):
                 late = await stack.enter_async_context(receiver(kind, index, store))
-                others = [chain.at, holder(chain.first.holder.serves, "rollout/1", VERSION)]
+                others = [chain.at, weight_source(chain.first.source.address, "rollout/1", VERSION)]
                 asked: list[str] = []
-                manifest = late.spy.pipe.manifest
+                manifest = late.spy.transport.manifest
 
                 async def noted(
-                    at: str, version: Version, by: float, starved_by: float = STARVED_BY, asked: list[str] = asked,
+                    address: str, version: Version, timeout: float,
+                    starvation_timeout: float = STARVATION_TIMEOUT_S, asked: list[str] = asked,
                     ask: object = manifest,
                 ) -> Manifest:  # fmt: skip
-                    asked.append(at)
-                    return await ask(at, version, by, starved_by)  # type: ignore[operator, no-any-return]
+                    asked.append(address)
+                    return await ask(address, version, timeout, starvation_timeout)  # type: ignore[operator, no-any-return]
 
-                late.spy.pipe.manifest = noted  # type: ignore[method-assign]
-                await late.pull(lambda others=others: others, pace=calm())  # type: ignore[misc]
+                late.spy.transport.manifest = noted  # type: ignore[method-assign]
+                await late.pull(lambda others=others: others, adaptive_timeout=calm())  # type: ignore[misc]
                 assert complete(late.store)
-                assert set(late.spy.came) == {chain.first.holder.serves} == set(asked)
+                assert set(late.spy.came) == {chain.first.source.address} == set(asked)
 
     run(test())
 
@@ -140,7 +141,7 @@ def test_a_source_that_is_itself_waiting_is_not_taken_for_a_hung_one(kind: str, 
             chain = await chained(kind, stack)
             chain.named = False
             said = 0
-            within = chain.first.store.within
+            within = chain.first.store.wait_until_ready
 
             async def counted(by: float, look: object) -> object:
                 nonlocal said
@@ -149,8 +150,8 @@ def test_a_source_that_is_itself_waiting_is_not_taken_for_a_hung_one(kind: str, 
                 finally:
                     said += 1
 
-            chain.first.store.within = counted  # type: ignore[method-assign, assignment]
-            first, last = await chain.half(stack, Pace(SOON, 1.0))
+            chain.first.store.wait_until_ready = counted  # type: ignore[method-assign, assignment]
+            first, last = await chain.half(stack, AdaptiveTimeout(TIMEOUT_S, 1.0))
             before = said
             await until(lambda: said > before + 30)  # 1.5 s of "not yet"
             await chain.rest(first, last)
@@ -167,13 +168,13 @@ def test_when_the_middle_one_dies_or_hangs_the_next_asks_the_one_before_it(
     async def test() -> None:
         async with AsyncExitStack() as stack:
             chain = await chained(kind, stack)
-            source = chain.first.holder
+            source = chain.first.source
             chain.middle, pid = await stack.enter_async_context(receiver_apart(kind, 1, source))
             first, last = await chain.half(stack, quick())
-            assert chain.last.came(chain.middle) == HALF
+            assert chain.last.chunks_from(chain.middle) == HALF
             os.kill(pid, fault)
             await chain.rest(first, last)
-            assert chain.last.came(chain.middle) + chain.last.came(source) == CHUNKS
+            assert chain.last.chunks_from(chain.middle) + chain.last.chunks_from(source) == CHUNKS
 
     run(test())
 
@@ -183,14 +184,14 @@ def test_when_the_middle_one_lies_its_chunks_are_fetched_again_and_it_is_asked_n
         async with AsyncExitStack() as stack:
             chain = await chained(kind, stack)
             liar = await stack.enter_async_context(receiver(kind, 1, Liar(HALF * CHUNK)))
-            chain.middle = liar.holder
-            passing = asyncio.create_task(liar.pull(chain.holders, pace=calm(), starved_by=SOON))
+            chain.middle = liar.source
+            passing = asyncio.create_task(liar.pull(chain.holders, adaptive_timeout=calm(), starvation_timeout=TIMEOUT_S))
             first, last = await chain.half(stack, calm())
             await chain.rest(first, last)
             await passing
-            wrong = chain.last.came(liar.holder) - HALF
+            wrong = chain.last.chunks_from(liar.source) - HALF
             assert 1 <= wrong <= 8  # what was in flight, or being verified
-            assert chain.last.came(chain.first.holder) == CHUNKS - HALF
+            assert chain.last.chunks_from(chain.first.source) == CHUNKS - HALF
 
     run(test())
 
@@ -199,15 +200,15 @@ def test_when_the_middle_one_falls_silent_it_is_left(kind: str, run: Run) -> Non
     async def test() -> None:
         async with AsyncExitStack() as stack:
             chain = await chained(kind, stack)
-            silent = await stack.enter_async_context(receiver(kind, 1, Silent(HALF * CHUNK)))
-            chain.middle = silent.holder
-            passing = asyncio.create_task(silent.pull(chain.holders, pace=calm(), starved_by=SOON))
+            silent = await stack.enter_async_context(receiver(kind, 1, Unresponsive(HALF * CHUNK)))
+            chain.middle = silent.source
+            passing = asyncio.create_task(silent.pull(chain.holders, adaptive_timeout=calm(), starvation_timeout=TIMEOUT_S))
             first, last = await chain.half(stack, quick())
             await chain.rest(first, last)
             await passing
-            assert chain.last.came(silent.holder) == HALF
-            assert chain.last.came(chain.first.holder) == CHUNKS - HALF
-            assert chain.last.spy.failed[silent.holder.serves][0].startswith("nothing within")
+            assert chain.last.chunks_from(silent.source) == HALF
+            assert chain.last.chunks_from(chain.first.source) == CHUNKS - HALF
+            assert chain.last.spy.failed[silent.source.address][0].startswith("nothing within")
 
     run(test())
 
@@ -217,14 +218,14 @@ def test_a_source_that_only_ever_says_not_yet_is_left(kind: str, run: Run) -> No
         async with AsyncExitStack() as stack:
             chain = await chained(kind, stack)
             starved = await stack.enter_async_context(receiver(kind, 1))
-            chain.middle = starved.holder
+            chain.middle = starved.source
             stack.enter_context(starved.store.awaiting(VERSION))
             starved.store.begin(chain.publisher.manifest)
             chain.publisher.feed()
-            await chain.first.pull(chain.holders, pace=calm())
-            await chain.last.pull(chain.holders, pace=calm(), starved_by=0.3)
+            await chain.first.pull(chain.holders, adaptive_timeout=calm())
+            await chain.last.pull(chain.holders, adaptive_timeout=calm(), starvation_timeout=0.3)
             assert complete(chain.last.store)
-            assert chain.last.came(chain.first.holder) == CHUNKS
+            assert chain.last.chunks_from(chain.first.source) == CHUNKS
 
     run(test())
 
@@ -233,15 +234,15 @@ def test_when_the_first_one_is_gone_the_next_asks_the_publisher(kind: str, run: 
     async def test() -> None:
         async with AsyncExitStack() as stack:
             chain = await chained(kind, stack)
-            source = holder(chain.at.serves)
+            source = weight_source(chain.at.address)
             chain.named = False
             chain.publisher.feed()
             async with receiver_apart(kind, 0, source) as (gone, _):
                 pass
-            chain.first.holder = gone
-            await chain.last.pull(chain.holders, pace=calm())
+            chain.first.source = gone
+            await chain.last.pull(chain.holders, adaptive_timeout=calm())
             assert complete(chain.last.store)
-            assert chain.last.came(chain.at) == CHUNKS
+            assert chain.last.chunks_from(chain.at) == CHUNKS
 
     run(test())
 
@@ -252,9 +253,9 @@ def test_without_a_publisher_those_who_have_the_version_serve_it(kind: str, run:
             chain = await chained(kind, stack)
             chain.named = False
             chain.publisher.feed()
-            await chain.first.pull(chain.holders, pace=calm())
-            having = holder(chain.first.holder.serves, "rollout/7", VERSION)
-            await chain.last.pull(lambda: [having], pace=calm())
+            await chain.first.pull(chain.holders, adaptive_timeout=calm())
+            having = weight_source(chain.first.source.address, "rollout/7", VERSION)
+            await chain.last.pull(lambda: [having], adaptive_timeout=calm())
             assert complete(chain.last.store)
 
     run(test())
@@ -281,15 +282,15 @@ def test_whoever_drops_a_version_tells_those_who_wait_for_it(kind: str, run: Run
             chain.named = False
             superseded = False
 
-            def holders() -> list[Holder]:
+            def holders() -> list[WeightSource]:
                 if superseded:
                     raise PullFailed("a newer version is out")
                 return chain.holders()
 
             stack.enter_context(chain.publisher.publishing())
             chain.publisher.feed(HALF)
-            first = asyncio.create_task(chain.first.pull(holders, pace=calm(), starved_by=SOON))
-            last = asyncio.create_task(chain.last.pull(holders, pace=calm(), starved_by=SOON))
+            first = asyncio.create_task(chain.first.pull(holders, adaptive_timeout=calm(), starvation_timeout=TIMEOUT_S))
+            last = asyncio.create_task(chain.last.pull(holders, adaptive_timeout=calm(), starvation_timeout=TIMEOUT_S))
             await until(lambda: chain.last.verified() == HALF)
             superseded = True
             flat = content(100, seed=1)

@@ -10,10 +10,10 @@ import signal
 
 import pytest
 
-from rrl.tests.support.weights.piping import SOON, Run, child, piped
+from rrl.tests.support.weights.piping import TIMEOUT_S, Run, child, transport_for
 from rrl.tests.support.weights.source import VERSION
 from rrl.tests.support.weights.torture import NBYTES, RECEIVERS, Tally, torture
-from rrl.transport.weights.base import Pipe, PipeError
+from rrl.transport.weights.base import WeightTransport, TransportError
 
 _HELD_UP = RECEIVERS * NBYTES
 """bytes: a reader that hangs keeps the version that it was reading, for up to 30 s (calls._SEND_BY)"""
@@ -42,26 +42,26 @@ def test_what_is_committed_is_right_whoever_is_killed_stopped_or_restarted(kind:
     check(asyncio.run(torture(kind, 15, seed=1)), 15, _HELD_UP + _LEAKED)
 
 
-async def broken_off(kind: str, pipe: Pipe, pages: mmap.mmap) -> bool:
+async def broken_off(kind: str, transport: WeightTransport, pages: mmap.mmap) -> bool:
     """Kill the source in the middle of a fetch into these pages. Returns False when it was too late for that, or when a
     busy machine did not connect in time."""
     into = memoryview(pages)
     async with child(kind, len(pages), len(pages)) as (at, pid):
         try:
-            await pipe.manifest(at, VERSION, SOON)
-        except PipeError:
+            await transport.manifest(at, VERSION, TIMEOUT_S)
+        except TransportError:
             return False
-        fetching = asyncio.create_task(pipe.fetch(at, VERSION, range(len(pages)), into, SOON))
+        fetching = asyncio.create_task(transport.fetch(at, VERSION, range(len(pages)), into, TIMEOUT_S))
         while into[0] == 0:
             await asyncio.sleep(0)
         os.kill(pid, signal.SIGKILL)
         await asyncio.wait([fetching])
-        return isinstance(fetching.exception(), PipeError)
+        return isinstance(fetching.exception(), TransportError)
 
 
 def test_a_fetch_that_broke_off_lets_go_of_its_buffer(kind: str, run: Run) -> None:
     async def test() -> None:
-        async with piped(kind) as pipe:
+        async with transport_for(kind) as pipe:
             pages = mmap.mmap(-1, 64 * 2**20)
             while not await broken_off(kind, pipe, pages):
                 pages = mmap.mmap(-1, 64 * 2**20)

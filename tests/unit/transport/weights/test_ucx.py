@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from rrl.tests.support.weights.piping import SECRET, complete, holder, holding, piped, served
+from rrl.tests.support.weights.piping import SECRET, complete, weight_source, holding, transport_for, served
 from rrl.tests.support.weights.source import VERSION
-from rrl.transport.tcp_inspection import listening
-from rrl.transport.weights.base import PipeError
+from rrl.transport.tcp_inspection import listening_addresses
+from rrl.transport.weights.base import TransportError
 from rrl.transport.weights.pull import pull
 from rrl.transport.weights.store import WeightStore
-from rrl.transport.weights.ucx import UcxPipe, _Worker
+from rrl.transport.weights.ucx import UcxTransport, _Worker
 from rrl.transport.weights.ucx_settings import SETTINGS
 
 SOON = 60.0
@@ -66,9 +66,9 @@ def test_progress_is_made_in_a_thread_that_wakes_asyncio() -> None:
     """Everything else keeps a core busy (measured)."""
 
     async def test() -> None:
-        pipe = UcxPipe(b"s" * 32, "127.0.0.1")
-        assert pipe._own is not None
-        assert pipe._own.core.enable_python_future
+        pipe = UcxTransport(b"s" * 32, "127.0.0.1")
+        assert pipe._listening_worker is not None
+        assert pipe._listening_worker.core.enable_python_future
         assert [thread.name for thread in threading.enumerate()].count("UCX notifier") == 1
         await pipe.close()
 
@@ -81,15 +81,15 @@ def test_a_version_comes_without_tcp_and_no_port_of_ucx_is_open(monkeypatch: pyt
     monkeypatch.setenv("UCX_TLS", "tcp,posix,cma,self")
 
     async def test() -> None:
-        before = listening()
-        source, pipe, mine = UcxPipe(SECRET, None), UcxPipe(SECRET, None), WeightStore()
-        assert listening() == before
+        before = listening_addresses()
+        source, pipe, mine = UcxTransport(SECRET, None), UcxTransport(SECRET, None), WeightStore()
+        assert listening_addresses() == before
         at = await source.serve(holding(), "127.0.0.1")
-        assert listening() - before == {("127.0.0.1", int(at.rpartition(":")[2]))}
-        await pull(mine, VERSION, lambda: [holder(at)], pipe)
+        assert listening_addresses() - before == {("127.0.0.1", int(at.rpartition(":")[2]))}
+        await pull(mine, VERSION, lambda: [weight_source(at)], pipe)
         assert complete(mine)
         assert len(pipe._workers) == 2, "it did not come over UCX"
-        assert listening() - before == {("127.0.0.1", int(at.rpartition(":")[2]))}
+        assert listening_addresses() - before == {("127.0.0.1", int(at.rpartition(":")[2]))}
         await pipe.close()
         await source.close()
 
@@ -98,9 +98,9 @@ def test_a_version_comes_without_tcp_and_no_port_of_ucx_is_open(monkeypatch: pyt
 
 def test_a_trusted_ucx_listens_at_the_trusted_address_only() -> None:
     async def test() -> None:
-        before = listening()
-        pipe = UcxPipe(SECRET, "127.0.0.1")
-        opened = listening() - before
+        before = listening_addresses()
+        pipe = UcxTransport(SECRET, "127.0.0.1")
+        opened = listening_addresses() - before
         assert opened
         assert {address for address, _ in opened} == {"127.0.0.1"}
         assert pipe.ports() == {port for _, port in opened}
@@ -113,8 +113,8 @@ def test_a_trusted_ucx_listens_at_the_trusted_address_only() -> None:
 def test_nodes_with_and_without_ucx_pull_from_each_other(serving: str, asking: str) -> None:
     async def test() -> None:
         mine = WeightStore()
-        async with served(serving, holding()) as at, piped(asking) as pipe:
-            await pull(mine, VERSION, lambda: [holder(at)], pipe)
+        async with served(serving, holding()) as at, transport_for(asking) as pipe:
+            await pull(mine, VERSION, lambda: [weight_source(at)], pipe)
         assert complete(mine)
 
     asyncio.run(test())
@@ -123,19 +123,19 @@ def test_nodes_with_and_without_ucx_pull_from_each_other(serving: str, asking: s
 def test_ends_whose_ucx_does_not_reach_the_other_go_on_over_tcp(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         mine = WeightStore()
-        source, pipe = UcxPipe(SECRET, None), UcxPipe(SECRET, "127.0.0.1")
+        source, pipe = UcxTransport(SECRET, None), UcxTransport(SECRET, "127.0.0.1")
         try:
-            join = _Worker.join
+            join = _Worker.connect
 
             def unreachable(self: _Worker, address: bytes) -> Any:
                 if self in pipe._workers:
-                    raise PipeError("ucx: unreachable")
+                    raise TransportError("ucx: unreachable")
                 return join(self, address)
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(_Worker, "join", unreachable)
                 at = await source.serve(holding(), "127.0.0.1")
-                await pull(mine, VERSION, lambda: [holder(at)], pipe)
+                await pull(mine, VERSION, lambda: [weight_source(at)], pipe)
             assert complete(mine)
         finally:
             await pipe.close()

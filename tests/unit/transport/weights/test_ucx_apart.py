@@ -14,27 +14,27 @@ from pathlib import Path
 
 import pytest
 
-from rrl.tests.support.weights.piping import KINDS, PIPES_ENV
-from rrl.transport.weights.base import package
+from rrl.tests.support.weights.piping import KINDS, TRANSPORTS_ENV
+from rrl.transport.weights.base import installed_package
 
 HERE = Path(__file__).parent
 MODULES = ("test_ucx.py", "test_pipes.py", "test_seam.py", "test_swarm.py", "test_torture.py")
 NAMESPACE = ("unshare", "--net") if os.geteuid() == 0 else ("unshare", "--user", "--map-root-user", "--net")
-WITHIN_S, TORTURE_WITHIN_S = 280.0, 1800.0
+TIMEOUT_S, TORTURE_TIMEOUT_S = 280.0, 1800.0
 
 pytestmark = pytest.mark.skipif(KINDS == ("ucx",), reason="this is that process")
 
 
-def passes(*argv: str, within_s: float = WITHIN_S) -> None:
+def passes(*argv: str, timeout_s: float = TIMEOUT_S) -> None:
     """Run pytest with these arguments over ucx, in a new namespace that has a loopback interface only."""
-    if package("ucx") is None:
+    if installed_package("ucx") is None:
         pytest.skip("ucxx is not installed")
     if shutil.which("ip") is None or subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode:
         pytest.skip("needs iproute2, and the right to make a network namespace")
     whole = [sys.executable, "-m", "pytest", "-q", *(str(HERE / arg) if arg.endswith(".py") else arg for arg in argv)]
     child = subprocess.run(
-        [*NAMESPACE, "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *whole], env=os.environ | {PIPES_ENV: "ucx"},
-        capture_output=True, text=True, timeout=within_s, cwd=HERE.parents[3],
+        [*NAMESPACE, "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *whole], env=os.environ | {TRANSPORTS_ENV: "ucx"},
+        capture_output=True, text=True, timeout=timeout_s, cwd=HERE.parents[3],
     )  # fmt: skip
     assert child.returncode == 0, child.stdout[-5000:] + child.stderr[-2000:]
 
@@ -48,6 +48,6 @@ def test_strangers_at_a_port_of_ucx_weights_cost_nothing_that_lasts() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(TORTURE_WITHIN_S + 60)
+@pytest.mark.timeout(TORTURE_TIMEOUT_S + 60)
 def test_hundreds_of_faults_over_ucx_leave_right_versions_and_nothing_else() -> None:
-    passes("test_torture.py", "-m", "long", within_s=TORTURE_WITHIN_S)
+    passes("test_torture.py", "-m", "long", timeout_s=TORTURE_TIMEOUT_S)

@@ -10,7 +10,7 @@ from rrl.transport.address import Interface
 from rrl.transport.weights.ucx_settings import (
     Resource,
     active_rdma_ports,
-    limits,
+    ucx_limits,
     rdma_resources,
     resources,
     without_tcp,
@@ -33,7 +33,7 @@ INTERFACES = (Interface("lo", "127.0.0.1"), Interface("eth0", "10.0.0.2"), Inter
 )
 def test_tcp_is_taken_out_of_any_choice_of_transports(asked: str, told: str) -> None:
     assert without_tcp(asked) == told
-    assert limits({"UCX_TLS": asked}, ("mlx5_0:1",), INTERFACES, None) == {"UCX_TLS": told}
+    assert ucx_limits({"UCX_TLS": asked}, ("mlx5_0:1",), INTERFACES, None) == {"UCX_TLS": told}
 
 
 def test_a_choice_of_nothing_but_tcp_is_refused() -> None:
@@ -53,12 +53,12 @@ def test_a_choice_of_nothing_but_tcp_is_refused() -> None:
 def test_a_trusted_ucx_gets_one_network_interface(
     environment: dict[str, str], rdma_ports: tuple[str, ...], told: str
 ) -> None:
-    assert limits(environment, rdma_ports, INTERFACES, "10.0.0.2") == {"UCX_NET_DEVICES": told}
+    assert ucx_limits(environment, rdma_ports, INTERFACES, "10.0.0.2") == {"UCX_NET_DEVICES": told}
 
 
 def test_an_address_of_no_interface_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no interface has the address 10\.9\.9\.9"):
-        limits({}, (), INTERFACES, "10.9.9.9")
+        ucx_limits({}, (), INTERFACES, "10.9.9.9")
 
 
 def test_only_active_rdma_ports_count(tmp_path: Path) -> None:

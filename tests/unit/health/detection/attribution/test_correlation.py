@@ -7,30 +7,30 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from rrl.core.types import Cause, Evidence, Finding, Life, NodeName, Remedy, ReplicaId, Verdict
+from rrl.core.types import Cause, Evidence, Finding, Incarnation, NodeName, Remedy, ReplicaId, Verdict
 from rrl.health.detection.attribution.correlation import (
-    HUNG_TOGETHER,
-    LASTS,
-    SETTLE,
-    SILENT_TOGETHER,
-    WINDOW,
-    Here,
-    Memory,
+    STALL_GRACE_S,
+    EVENT_LIFETIME_S,
+    SETTLE_S,
+    SILENCE_GRACE_S,
+    WINDOW_S,
+    CorrelationContext,
+    CorrelationState,
     correlate,
-    remembered,
+    restore_state,
 )
 
 
-def on(node: str, cause: Cause = Cause.STORAGE, detector: str = "mount", part: str = "/data", proof: bool = False,
+def on(node: str, cause: Cause = Cause.STORAGE, detector: str = "mount", component: str = "/data", proof: bool = False,
        verdict: Verdict = Verdict.FAIL) -> Finding:  # fmt: skip
-    evidence = (Evidence("host", f"{part} does not answer", 0.0),)
-    return Finding(detector, verdict, cause, Remedy.EXCLUDE, 0.0, evidence, node=NodeName(node), proof=proof, part=part)
+    evidence = (Evidence("host", f"{component} does not answer", 0.0),)
+    return Finding(detector, verdict, cause, Remedy.EXCLUDE, 0.0, evidence, node=NodeName(node), proof=proof, component=component)
 
 
 def stalls(index: int, since: float = 0.0) -> Finding:
-    life = Life(ReplicaId(f"rollout/{index}"), 1)
+    incarnation = Incarnation(ReplicaId(f"rollout/{index}"), 1)
     evidence = (Evidence("worker", "no tokens", since),)
-    return Finding("no_progress", Verdict.FAIL, Cause.HANG, Remedy.RESTART, since, evidence, life=life)
+    return Finding("no_progress", Verdict.FAIL, Cause.HANG, Remedy.RESTART, since, evidence, incarnation=incarnation)
 
 
 class Run:
@@ -38,15 +38,15 @@ class Run:
 
     def __init__(self, nodes: int = 10, rollouts: int = 0, idle: Sequence[str] = ()) -> None:
         occupied = {NodeName(f"n{i}") for i in range(nodes)} - {NodeName(name) for name in idle}
-        self.here = Here(nodes, occupied, {Life(ReplicaId(f"rollout/{i}"), 1) for i in range(rollouts)})
-        self.memory, self.now, self.again = Memory(), 1000.0, 0.0
+        self.here = CorrelationContext(nodes, occupied, {Incarnation(ReplicaId(f"rollout/{i}"), 1) for i in range(rollouts)})
+        self.memory, self.now, self.next_check = CorrelationState(), 1000.0, 0.0
 
     def finds(self, *findings: Finding, after: float = 0.0) -> dict[str, Verdict]:
         """What becomes of them, by node or replica; the run's own under ``run``."""
         self.now += after
-        told, self.memory, self.again = correlate(findings, self.here, self.memory, self.now)
-        self.told = told
-        return {str(one.node or (one.life.replica if one.life else "run")): one.verdict for one in told}
+        told, self.memory, self.next_check = correlate(findings, self.here, self.memory, self.now)
+        self.published = told
+        return {str(one.node or (one.incarnation.replica if one.incarnation else "run")): one.verdict for one in told}
 
 
 FAIL, WARN = Verdict.FAIL, Verdict.WARN
@@ -55,23 +55,23 @@ FAIL, WARN = Verdict.FAIL, Verdict.WARN
 def test_a_mount_that_hangs_on_many_nodes_condemns_none_of_them_and_is_named_once() -> None:
     run = Run()
     assert run.finds(on("n1"), on("n2")) == {"n1": WARN, "n2": WARN, "run": WARN}
-    assert all(one.remedy is Remedy.NONE for one in run.told if one.node)
-    (shared,) = [one for one in run.told if one.node is None]
+    assert all(one.remedy is Remedy.NONE for one in run.published if one.node)
+    (shared,) = [one for one in run.published if one.node is None]
     assert (shared.cause, shared.key) == (Cause.STORAGE, "correlated:run:storage:mount:/data")
     assert "n1, n2" in shared.evidence[0].text
 
 
 def test_different_mounts_are_different_events() -> None:
     run = Run()
-    run.finds(on("n1", part="/data"), on("n2", part="/scratch"))
-    assert run.finds(on("n1", part="/data"), on("n2", part="/scratch"), after=SETTLE) == {"n1": FAIL, "n2": FAIL}
+    run.finds(on("n1", component="/data"), on("n2", component="/scratch"))
+    assert run.finds(on("n1", component="/data"), on("n2", component="/scratch"), after=SETTLE_S) == {"n1": FAIL, "n2": FAIL}
 
 
 def test_what_nodes_may_share_waits_for_others_before_it_condemns_the_first_that_says_so() -> None:
     run = Run()
     assert run.finds(on("n1")) == {"n1": WARN}
-    assert run.again == run.now + SETTLE
-    assert run.finds(on("n1"), after=SETTLE - 1.0) == {"n1": WARN}
+    assert run.next_check == run.now + SETTLE_S
+    assert run.finds(on("n1"), after=SETTLE_S - 1.0) == {"n1": WARN}
     assert run.finds(on("n1"), after=1.0) == {"n1": FAIL}
 
 
@@ -85,7 +85,7 @@ def test_a_gpu_does_not_wait_but_the_same_on_many_nodes_is_the_driver() -> None:
     assert run.finds(on("n1", Cause.GPU, "ecc", "GPU-1")) == {"n1": FAIL}
     seen = run.finds(on("n1", Cause.GPU, "ecc", "GPU-1"), on("n2", Cause.GPU, "ecc", "GPU-2"), after=10.0)
     assert seen == {"n1": WARN, "n2": WARN, "run": WARN}
-    assert next(one for one in run.told if one.node is None).cause is Cause.SOFTWARE
+    assert next(one for one in run.published if one.node is None).cause is Cause.SOFTWARE
 
 
 @pytest.mark.parametrize(("nodes", "many"), [(4, 2), (10, 2), (11, 3), (20, 4)])
@@ -98,9 +98,9 @@ def test_many_are_a_fifth_of_the_nodes_and_two_at_least(nodes: int, many: int) -
 def test_two_nodes_that_fail_long_after_one_another_are_two_events() -> None:
     run = Run()
     run.finds(on("n1"))
-    assert run.finds(on("n1"), after=SETTLE) == {"n1": FAIL}
-    assert run.finds(on("n1"), on("n2"), after=WINDOW + 1.0)["n1"] is FAIL
-    assert "run" not in run.finds(on("n1"), on("n2"), after=SETTLE)
+    assert run.finds(on("n1"), after=SETTLE_S) == {"n1": FAIL}
+    assert run.finds(on("n1"), on("n2"), after=WINDOW_S + 1.0)["n1"] is FAIL
+    assert "run" not in run.finds(on("n1"), on("n2"), after=SETTLE_S)
 
 
 def test_a_node_that_is_well_again_still_counts_for_the_others_of_its_time() -> None:
@@ -114,23 +114,23 @@ def test_stragglers_of_an_event_are_held_too_and_afterwards_each_counts_for_itse
     run = Run()
     run.finds(on("n1"), on("n2"))
     run.finds(after=5.0)
-    assert run.finds(on("n3"), after=LASTS / 2)["n3"] is WARN
-    assert run.finds(on("n3"), after=LASTS / 2)["n3"] is FAIL
+    assert run.finds(on("n3"), after=EVENT_LIFETIME_S / 2)["n3"] is WARN
+    assert run.finds(on("n3"), after=EVENT_LIFETIME_S / 2)["n3"] is FAIL
     assert "run" not in run.finds(on("n3"), after=1.0)
 
 
 def test_an_event_lasts_while_enough_say_so() -> None:
     run = Run()
     for _ in range(5):
-        assert run.finds(on("n1"), on("n2"), after=LASTS / 2) == {"n1": WARN, "n2": WARN, "run": WARN}
+        assert run.finds(on("n1"), on("n2"), after=EVENT_LIFETIME_S / 2) == {"n1": WARN, "n2": WARN, "run": WARN}
 
 
 def test_an_unchanged_situation_is_told_in_equal_words() -> None:
     run = Run()
     run.finds(on("n1"), on("n2"))
-    before = run.told
+    before = run.published
     run.finds(on("n1"), on("n2"), after=60.0)
-    assert run.told == before
+    assert run.published == before
 
 
 def test_proof_passes() -> None:
@@ -146,14 +146,14 @@ def lost(index: int, since: float = 990.0, detector: str = "node_lost", proof: b
 
 def test_nodes_that_fall_silent_in_one_moment_are_left_alone_for_a_while_and_only_once() -> None:
     run, every = Run(), [lost(1), lost(2, 991.0), lost(3, 992.0)]
-    run.here = replace(run.here, absent={NodeName(f"n{i}"): 990.0 for i in (1, 2, 3)})
+    run.here = replace(run.here, silent_nodes={NodeName(f"n{i}"): 990.0 for i in (1, 2, 3)})
     assert run.finds(every[0]) == {"n1": WARN, "run": WARN}, "the others are not heard either, and will be condemned"
-    (shared,) = [one for one in run.told if one.node is None]
+    (shared,) = [one for one in run.published if one.node is None]
     assert (shared.cause, shared.key) == (Cause.NODE, "correlated:run:node:node_lost")
     assert "n1, n2, n3" in shared.evidence[0].text
     assert set(run.finds(*every, after=1.0).values()) == {WARN}
-    assert run.again == run.now - 1.0 + SILENT_TOGETHER
-    assert run.finds(*every, after=SILENT_TOGETHER) == {"n1": FAIL, "n2": FAIL, "n3": FAIL, "run": WARN}
+    assert run.next_check == run.now - 1.0 + SILENCE_GRACE_S
+    assert run.finds(*every, after=SILENCE_GRACE_S) == {"n1": FAIL, "n2": FAIL, "n3": FAIL, "run": WARN}
     assert run.finds(after=1.0) == {}, "all are back"
     assert run.finds(*(replace(one, since=run.now) for one in every), after=60.0)["n1"] is WARN, "another time"
 
@@ -175,15 +175,15 @@ def test_that_the_cluster_calls_nodes_down_is_proof_however_many_they_are() -> N
 
 def test_nodes_that_were_left_keep_no_other_from_being_condemned() -> None:
     run, every = Run(), [lost(1), lost(2), lost(3)]
-    run.here = replace(run.here, left={NodeName("n1"), NodeName("n2")})
+    run.here = replace(run.here, excluded={NodeName("n1"), NodeName("n2")})
     assert run.finds(*every) == {"n1": FAIL, "n2": FAIL, "n3": FAIL}
 
 
 def test_the_next_manager_holds_silent_nodes_back_no_longer_than_this_one() -> None:
     run, every = Run(), [lost(1), lost(2), lost(3)]
     run.finds(*every)
-    run.memory = remembered(run.told, run.now)
-    assert run.finds(*every, after=SILENT_TOGETHER - 1.0)["n1"] is WARN
+    run.memory = restore_state(run.published, run.now)
+    assert run.finds(*every, after=SILENCE_GRACE_S - 1.0)["n1"] is WARN
     assert run.finds(*every, after=1.0)["n1"] is FAIL
 
 
@@ -191,8 +191,8 @@ def test_rollouts_that_all_stall_at_once_are_left_alone_for_a_while_and_only_onc
     run = Run(rollouts=3)
     every = [stalls(i, since=990.0 + i) for i in range(3)]
     assert set(run.finds(*every).values()) == {WARN}
-    assert run.again == run.now + HUNG_TOGETHER
-    assert run.finds(*every, after=HUNG_TOGETHER)["rollout/0"] is FAIL
+    assert run.next_check == run.now + STALL_GRACE_S
+    assert run.finds(*every, after=STALL_GRACE_S)["rollout/0"] is FAIL
     assert run.finds(*every, after=1.0)["rollout/0"] is FAIL
     assert run.finds(after=1.0) == {}
 
@@ -208,27 +208,27 @@ def test_rollouts_that_stall_one_after_the_other_are_not_one_event() -> None:
     assert set(run.finds(*(stalls(i, since=100.0 * i) for i in range(3))).values()) == {FAIL}
 
 
-def _silent(run: Run, began: dict[str, float]) -> None:
+def _without_heartbeats(run: Run, began: dict[str, float]) -> None:
     """Not heard since then, though their nodes are: by replica; each of a gang is on a node of its own."""
-    run.here = replace(run.here, silent={
-        Life(ReplicaId(name), 1): (NodeName(f"n{index}"), at) for index, (name, at) in enumerate(began.items())
+    run.here = replace(run.here, silent_workers={
+        Incarnation(ReplicaId(name), 1): (NodeName(f"n{index}"), at) for index, (name, at) in enumerate(began.items())
     })  # fmt: skip
 
 
 def silence(name: str, since: float) -> Finding:
     evidence = (Evidence("manager", "no beat for 10 s after its last one", since),)
     return Finding("worker_silence", FAIL, Cause.PROCESS, Remedy.RESTART, since, evidence,
-                   life=Life(ReplicaId(name), 1))  # fmt: skip
+                   incarnation=Incarnation(ReplicaId(name), 1))  # fmt: skip
 
 
 def test_workers_of_three_nodes_that_fall_silent_at_once_are_left_alone_for_a_while_and_only_once() -> None:
     run, names = Run(), ("rollout/0", "rollout/1", "trainer/0.0")
-    _silent(run, dict.fromkeys(names, 990.0))
+    _without_heartbeats(run, dict.fromkeys(names, 990.0))
     every = [silence(name, 990.0) for name in names]
     assert run.finds(every[0]) == {"rollout/0": WARN, "run": WARN}, "the others are silent too, and will be condemned"
     assert set(run.finds(*every, after=1.0).values()) == {WARN}
-    assert run.again == run.now - 1.0 + SILENT_TOGETHER
-    assert set(run.finds(*every, after=SILENT_TOGETHER).values()) == {FAIL, WARN}
+    assert run.next_check == run.now - 1.0 + SILENCE_GRACE_S
+    assert set(run.finds(*every, after=SILENCE_GRACE_S).values()) == {FAIL, WARN}
     assert run.finds(*every)["rollout/0"] is FAIL
     assert run.finds(after=1.0) == {}
 
@@ -244,14 +244,14 @@ def test_workers_of_three_nodes_that_fall_silent_at_once_are_left_alone_for_a_wh
 )
 def test_workers_that_fall_silent_for_themselves_are_condemned(began: dict[str, float]) -> None:
     run = Run()
-    _silent(run, began)
+    _without_heartbeats(run, began)
     first = next(iter(began))
     assert run.finds(silence(first, began[first])) == {first: FAIL}
 
 
 def test_workers_of_one_node_that_fall_silent_are_its_own_matter() -> None:
     run, names = Run(), ("rollout/0", "rollout/1", "rollout/2")
-    run.here = replace(run.here, silent={Life(ReplicaId(name), 1): (NodeName("n1"), 990.0) for name in names})
+    run.here = replace(run.here, silent_workers={Incarnation(ReplicaId(name), 1): (NodeName("n1"), 990.0) for name in names})
     assert set(run.finds(*(silence(name, 990.0) for name in names)).values()) == {FAIL}
 
 
@@ -265,7 +265,7 @@ def test_of_rollouts_that_stall_together_the_first_that_fails_waits_for_those_th
     suspected = [replace(stalls(i, since=990.0), verdict=WARN, detector="suspected") for i in (1, 2)]
     seen = run.finds(stalls(0, since=985.0), *suspected)
     assert seen == {"rollout/0": WARN, "rollout/1": WARN, "rollout/2": WARN, "run": WARN}
-    assert run.finds(stalls(0, since=985.0), *suspected, after=HUNG_TOGETHER)["rollout/0"] is FAIL
+    assert run.finds(stalls(0, since=985.0), *suspected, after=STALL_GRACE_S)["rollout/0"] is FAIL
 
 
 def test_rollouts_that_are_all_suspected_are_nothing_in_common_until_one_fails() -> None:
@@ -277,9 +277,9 @@ def test_a_node_that_was_left_keeps_nobody_elses_finding_back_for_ever() -> None
     run = Run()
     both = (on("n1", Cause.GPU, "ecc"), on("n2", Cause.GPU, "ecc"))
     run.finds(both[0])
-    run.here = replace(run.here, left={NodeName("n1")})
+    run.here = replace(run.here, excluded={NodeName("n1")})
     assert run.finds(*both, after=10.0)["n2"] is WARN
-    assert run.finds(*both, after=LASTS)["n2"] is FAIL
+    assert run.finds(*both, after=EVENT_LIFETIME_S)["n2"] is FAIL
 
 
 @pytest.mark.parametrize(("nodes", "most"), [(2, 2), (4, 3), (10, 6)])
@@ -289,7 +289,7 @@ def test_a_rule_by_which_most_nodes_are_proved_to_be_bad_condemns_none_of_the_ot
     assert set(run.finds(*proofs[: most - 1]).values()) == {FAIL}
     seen = run.finds(*proofs[:most], after=1.0)
     assert set(seen.values()) == {WARN}
-    (shared,) = [one for one in run.told if one.node is None]
+    (shared,) = [one for one in run.published if one.node is None]
     assert "a site's rule is wrong" in shared.evidence[0].text
 
 
@@ -305,20 +305,20 @@ def test_what_most_nodes_say_of_fabric_or_storage_is_no_rule_that_is_wrong(
 ) -> None:
     run = Run(4)
     run.finds(*(on(f"n{i}", cause, detector, proof=True) for i in range(3)))
-    (told,) = [one for one in run.told if one.node is None]
+    (told,) = [one for one in run.published if one.node is None]
     assert shared in told.evidence[0].text
     assert "rule" not in told.evidence[0].text
-    run.memory = remembered(run.told, run.now)
+    run.memory = restore_state(run.published, run.now)
     assert run.finds(on("n0", cause, detector, proof=True))["n0"] is WARN, "the next manager knows that most say so"
 
 
 def test_the_next_manager_knows_what_is_shared_and_since_when_others_are_condemned() -> None:
     run = Run()
-    shared = (on("n1", part="/a:b"), on("n2", part="/a:b"))
+    shared = (on("n1", component="/a:b"), on("n2", component="/a:b"))
     run.finds(*shared, on("n3", Cause.GPU, "ecc"))
-    before = {one.key: one for one in run.told}
-    run.memory = remembered(run.told, run.now)
+    before = {one.key: one for one in run.published}
+    run.memory = restore_state(run.published, run.now)
     assert run.finds(shared[0], after=1.0)["n1"] is WARN
-    assert all(before[one.key] == one for one in run.told)
-    run.memory = remembered([on("n3", Cause.GPU, "ecc")], run.now)  # since the beginning
+    assert all(before[one.key] == one for one in run.published)
+    run.memory = restore_state([on("n3", Cause.GPU, "ecc")], run.now)  # since the beginning
     assert run.finds(on("n3", Cause.GPU, "ecc"), on("n4", Cause.GPU, "ecc"))["n4"] is FAIL

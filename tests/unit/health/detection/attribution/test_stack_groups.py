@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rrl.core.types import Life, ReplicaId
+from rrl.core.types import Incarnation, ReplicaId
 from rrl.health.detection.attribution.stack_groups import (
-    Grouped,
+    GroupedStacks,
     Stack,
     group,
     main_thread,
     main_threads_only,
     parse,
-    told,
+    summary_lines,
 )
 
 DUMP = """Process 7: /opt/venv/bin/python -m rrl.roles.rollout.main --token=secret
@@ -35,11 +35,11 @@ def dump(stack: Sequence[str]) -> str:
     return 'Thread 0x7F11 (idle): "MainThread"\n' + "".join(f"    {frame}\n" for frame in stack)
 
 
-def rank(number: int) -> Life:
-    return Life(ReplicaId("trainer/0" + (f".{number}" if number else "")), 2)
+def rank(number: int) -> Incarnation:
+    return Incarnation(ReplicaId("trainer/0" + (f".{number}" if number else "")), 2)
 
 
-def gang(*stacks: Stack) -> dict[Life, dict[int, str]]:
+def gang(*stacks: Stack) -> dict[Incarnation, dict[int, str]]:
     return {rank(number): {100 + number: dump(stack)} for number, stack in enumerate(stacks)}
 
 
@@ -62,15 +62,15 @@ def test_of_a_program_whose_threads_have_no_names_the_last_is_the_main_one() -> 
 def test_whatever_is_not_a_dump_gives_no_thread_and_no_error() -> None:
     for text in ("", "Error: Failed to find python version", "    lost (frame.py:1)", "Thread", "\0" * 50):
         assert parse(text) == []
-    assert told(group({rank(0): {1: "garbage"}})) == ("trainer/0#2: no stack",)
-    assert group({}) == Grouped()
+    assert summary_lines(group({rank(0): {1: "garbage"}})) == ("trainer/0#2: no stack",)
+    assert group({}) == GroupedStacks()
 
 
 def test_the_rank_that_does_not_wait_with_the_others_is_the_outlier_and_is_named_first() -> None:
     found = group(gang(WAITS, WAITS, STUCK, WAITS))
     assert found.outliers == (rank(2),)
-    assert [one.lives for one in found.groups] == [(rank(0), rank(1), rank(3)), (rank(2),)]
-    first, second = told(found)
+    assert [one.incarnations for one in found.groups] == [(rank(0), rank(1), rank(3)), (rank(2),)]
+    first, second = summary_lines(found)
     assert first.startswith("outlier trainer/0.2#2: read (loader.py:77) < __next__ (loader.py:31)")
     assert second.startswith("3 of 4 alike: wait_for (store.py:10)")
 
@@ -113,24 +113,24 @@ def test_a_loader_below_a_rank_that_waits_like_the_others_makes_it_the_outlier()
     dumps[rank(1)][201] = dump(("open (tar.py:5)", "_worker_loop (worker.py:2)"))
     found = group(dumps)
     assert found.outliers == (rank(1),)
-    assert told(found)[0].startswith("outlier trainer/0.1#2: open (tar.py:5)")
+    assert summary_lines(found)[0].startswith("outlier trainer/0.1#2: open (tar.py:5)")
 
 
 def test_a_process_that_could_not_be_looked_into_is_told_by_where_the_kernel_has_it() -> None:
     text = "Process 5: python\nno Python stack: denied\nstate D (disk sleep); kernel: nfs_wait_bit_killable\n"
     found = group({rank(0): {5: text}})
-    assert told(found) == ("trainer/0#2: kernel (nfs_wait_bit_killable)",)
+    assert summary_lines(found) == ("trainer/0#2: kernel (nfs_wait_bit_killable)",)
 
 
 def test_evidence_is_five_lines_at_most_however_many_groups_there_are() -> None:
     many = gang(*[(f"f{number} (a.py:1)",) for number in range(9)], WAITS, WAITS)
-    lines = told(group(many))
+    lines = summary_lines(group(many))
     assert len(lines) == 5
     assert lines[-1] == "and 6 more groups"
 
 
 def test_main_threads_alone_group_as_the_whole_dumps_do() -> None:
     whole = {**gang(WAITS, STUCK, WAITS), rank(3): {1: "state D (disk sleep); kernel: rpc_wait\n"}}
-    short = {life: main_threads_only(dumps) for life, dumps in whole.items()}
+    short = {incarnation: main_threads_only(dumps) for incarnation, dumps in whole.items()}
     assert group(short) == group(whole)
     assert "rrl-link" not in main_threads_only({7: DUMP})[7]

@@ -6,10 +6,10 @@ import pytest
 
 from rrl.core.launch import ExitReason
 from rrl.core.phases import PHASES
-from rrl.core.run_spec import Limits, PhaseView
-from rrl.core.types import Cause, Life, ReplicaId
-from rrl.health.detection.attribution.wait_chains import charge
-from rrl.health.detection.detectors.progress import ENDLESS
+from rrl.core.run_spec import Limits, PhaseSpec
+from rrl.core.types import Cause, Incarnation, ReplicaId
+from rrl.health.detection.attribution.wait_chains import attribute
+from rrl.health.detection.detectors.progress import ENDLESS_WAIT_FACTOR
 from rrl.tests.support.health.traces import LIMITS, REWARD, ROLLOUTS, STORE, TRAINER, Trace, fail
 
 LONG = 900 + LIMITS.first_pass + 5
@@ -26,7 +26,7 @@ def job(trainer: str, rollouts: str, reward: str = "wait_work") -> Trace:
 
 def test_a_shadow_that_stands_by_is_neither_charged_nor_a_sign_that_somebody_works() -> None:
     trace = job("wait_data", "wait_work")
-    shadow = Life(ReplicaId("shadow/n1"), 1)
+    shadow = Incarnation(ReplicaId("shadow/n1"), 1)
     trace.node("n5", shadow, phase="standby")
     without = job("wait_data", "wait_work")
     for one in (trace, without):
@@ -63,22 +63,22 @@ def test_a_trainer_that_waits_while_rollouts_make_tokens_is_not_charged_and_neit
 def test_nobody_is_charged_while_a_rollout_is_being_replaced() -> None:
     trace = job("wait_data", "wait_work")
     trace.play(LONG - 100)
-    trace.watch.forget(ROLLOUTS[0])
-    trace.launch(Life(ROLLOUTS[0].replica, 2), "n2")
+    trace.monitor.remove(ROLLOUTS[0])
+    trace.launch(Incarnation(ROLLOUTS[0].replica, 2), "n2")
     trace.play(110)
     assert trace.found() == set()
 
 
 def test_a_dead_rollout_explains_why_everybody_waits() -> None:
     trace = job("wait_data", "wait_work")
-    trace.watch.step_ended(ROLLOUTS[2], None, 9, ExitReason.SIGNALED, trace.now)
+    trace.monitor.on_step_ended(ROLLOUTS[2], None, 9, ExitReason.SIGNALED, trace.now)
     trace.play(LONG)
     assert trace.found() == {fail("exit_record", ROLLOUTS[2])}
 
 
 def test_a_silent_replica_explains_why_everybody_waits() -> None:
     trace = job("wait_data", "wait_work")
-    trace.silent.add(STORE)
+    trace.heartbeat_missing.add(STORE)
     trace.play(LONG)
     assert trace.found() == {fail("worker_silence", STORE)}
 
@@ -107,7 +107,7 @@ def test_a_trainer_that_hangs_in_its_wait_for_data_is_charged_when_all_rollouts_
     trace = job("wait_data", "wait_work")
     trace.waiting = dict.fromkeys((TRAINER, REWARD, *ROLLOUTS), STORE.replica)
     trace.still -= {STORE, REWARD}
-    for second in range(0, int(ENDLESS * PHASES["wait_data"].longest), 10):
+    for second in range(0, int(ENDLESS_WAIT_FACTOR * PHASES["wait_data"].longest), 10):
         assert trace.found() == set(), f"after {second} s"
         trace.done[STORE] = trace.done.get(STORE, 0) + 9  # it serves the reward role, which works a backlog off
         trace.enter(REWARD, "score" if second % 20 else "wait_work")
@@ -198,13 +198,13 @@ def test_waiting_for_a_replica_that_nobody_has_seen_charges_nobody(named: bool) 
 def test_a_replica_that_is_leaving_neither_works_nor_stands(word: str) -> None:
     trace = job("wait_data", "wait_work")
     trace.play(LONG - 100)
-    getattr(trace.watch, word)(ROLLOUTS[0], trace.now)
+    getattr(trace.monitor, word)(ROLLOUTS[0], trace.now)
     trace.play(100)
     assert trace.found() == {fail("standstill", STORE)}
 
 
 def test_a_phase_of_the_job_s_own_may_wait_for_a_role_too() -> None:
-    own = PhaseView(longest=100.0, progresses=False, waits_for="reward")
+    own = PhaseSpec(longest=100.0, progresses=False, waits_for="reward")
     trace = Trace(Limits(first_pass=0.0, phases={"wait_judge": own}))
     trace.node("n1", TRAINER, phase="wait_judge").node("n4", REWARD, phase="serve")
     trace.still |= {TRAINER, REWARD}
@@ -216,9 +216,9 @@ def test_a_phase_of_the_job_s_own_may_wait_for_a_role_too() -> None:
 
 def test_a_failed_spare_node_does_not_hide_a_standstill() -> None:
     trace = job("wait_data", "wait_work").node("n9")
-    trace.silent.add(agent_n9 := Life(ReplicaId("agent/n9"), 1))
-    trace.watch.launched(agent_n9, trace.watch.replicas[agent_n9.replica].node, trace.now)
-    trace.watch.cluster_node(trace.watch.replicas[agent_n9.replica].node, "down", "", trace.now)
+    trace.heartbeat_missing.add(agent_n9 := Incarnation(ReplicaId("agent/n9"), 1))
+    trace.monitor.on_launched(agent_n9, trace.monitor.replicas[agent_n9.replica].node, trace.now)
+    trace.monitor.on_node_status(trace.monitor.replicas[agent_n9.replica].node, "down", "", trace.now)
     trace.play(LONG)
     assert trace.found() == {fail("node_down", "n9"), fail("standstill", STORE)}
 
@@ -229,22 +229,22 @@ def test_the_charge_does_not_depend_on_the_order_of_the_findings() -> None:
     trace = job("wait_data", "wait_work")
     trace.play(LONG)
     raw = [next(f for detector in PROGRESS_DETECTORS if (f := detector(seen, LIMITS, trace.now)[0]))
-           for seen in trace.watch.workers()]  # fmt: skip
+           for seen in trace.monitor.workers()]  # fmt: skip
     assert len(raw) == 6
-    assert charge(raw, trace.watch) == charge(raw[::-1], trace.watch) == trace.findings()
+    assert attribute(raw, trace.monitor) == attribute(raw[::-1], trace.monitor) == trace.findings()
 
 
 def test_a_thousand_waiters_are_walked_through_once_and_named_in_five_lines() -> None:
     trace = Trace().node("n3", STORE, phase="serve")
-    chain = [Life(ReplicaId(f"stage/{index}"), 1) for index in range(1000)]
+    chain = [Incarnation(ReplicaId(f"stage/{index}"), 1) for index in range(1000)]
     trace.node("n1", *chain, phase="wait_work")
     for before, after in zip(chain, [*chain[1:], STORE], strict=True):
         trace.waiting[before] = after.replica
     trace.play(3)
-    for seen in trace.watch.workers():
-        seen.beats, seen.phase_since, seen.done_changed_at = 3, -1e4, -1e4
+    for seen in trace.monitor.workers():
+        seen.heartbeats, seen.phase_since, seen.done_changed_at = 3, -1e4, -1e4
     (finding,) = [f for f in trace.findings(trace.now) if f.detector == "standstill"]
-    assert finding.life == STORE
+    assert finding.incarnation == STORE
     assert len(finding.evidence) == 6
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from rrl.core.phases import PHASES
-from rrl.core.types import Cause, Life, NodeName, Remedy, ReplicaId
-from rrl.health.detection.attribution.gangs import RESTED
-from rrl.health.detection.detectors.idleness import DOUBT, LIES, LOADS, SPINS, STILL
-from rrl.health.detection.detectors.progress import AT_WORK
+from rrl.core.types import Cause, Incarnation, NodeName, Remedy, ReplicaId
+from rrl.health.detection.attribution.gangs import MIN_INACTIVE_S
+from rrl.health.detection.detectors.idleness import EVEN_SPLIT_FACTOR, FALSE_PROGRESS_FACTOR, LOADING_IDLE_FACTOR, SPINNING_FACTOR, IDLE_FACTOR
+from rrl.health.detection.detectors.progress import BUSY_DEADLINE_FACTOR
 from rrl.tests.support.health.traces import (
     BUSY,
     IDLE,
@@ -23,7 +23,7 @@ from rrl.tests.support.health.traces import (
 )
 from rrl.tests.unit.health.detection.detectors.test_probing import until_found
 
-RANKS = (TRAINER, *(Life(ReplicaId(f"trainer/0.{rank}"), 1) for rank in range(1, 4)))
+RANKS = (TRAINER, *(Incarnation(ReplicaId(f"trainer/0.{rank}"), 1) for rank in range(1, 4)))
 COMPILING = (1.0, 0.0, 0.0)
 ROBUSTRL = 300.0
 """s of zero TensorCore activity in RobustRL's training phase (docs/sources.md)"""
@@ -33,17 +33,17 @@ def training(ranks: int = 1) -> Trace:
     """A gang, a node each, that has been through five training passes of 20 s and is in the next, all at work."""
     trace = Trace()
     gang = RANKS[:ranks]
-    for rank, life in enumerate(gang):
-        trace.node(f"n{rank}", life, phase="wait_data")
+    for rank, incarnation in enumerate(gang):
+        trace.node(f"n{rank}", incarnation, phase="wait_data")
     trace.loads = dict.fromkeys(gang, BUSY)
     for _ in range(6):
         for phase, seconds in (("train", 20), ("checkpoint", 6), ("wait_data", 4)):
-            for life in gang:
-                trace.enter(life, phase)
+            for incarnation in gang:
+                trace.enter(incarnation, phase)
             trace.play(seconds)
             assert trace.found() == set()
-    for life in gang:
-        trace.enter(life, "train")
+    for incarnation in gang:
+        trace.enter(incarnation, "train")
     trace.play(10)
     return trace
 
@@ -60,7 +60,7 @@ def test_a_trainer_that_does_nothing_in_a_training_step_hangs_in_a_third_of_robu
     loads(trace, r0=IDLE)
     delay = until_found(trace, 200)
     assert trace.found() == {fail("idle_hang", TRAINER)}
-    assert delay <= STILL * LIMITS.idle + 4 <= ROBUSTRL / 3
+    assert delay <= IDLE_FACTOR * LIMITS.idle + 4 <= ROBUSTRL / 3
     finding = trace.only()
     assert (finding.cause, finding.remedy) == (Cause.HANG, Remedy.RESTART)
     assert finding.evidence[0].text == "phase train: neither its CPU nor its GPU works for 90 s and more"
@@ -72,7 +72,7 @@ def test_a_trainer_that_does_nothing_in_a_training_step_hangs_in_a_third_of_robu
 def test_without_a_gpu_the_cpu_tells() -> None:
     trace = training()
     loads(trace, r0=(0.01, None, None))
-    assert until_found(trace, 200) <= STILL * LIMITS.idle + 4
+    assert until_found(trace, 200) <= IDLE_FACTOR * LIMITS.idle + 4
 
 
 def test_the_rank_that_is_idle_while_a_collective_keeps_the_others_gpus_is_who_they_wait_for() -> None:
@@ -85,18 +85,18 @@ def test_the_rank_that_is_idle_while_a_collective_keeps_the_others_gpus_is_who_t
 def test_so_it_is_where_nobody_can_tell_a_collective_from_work() -> None:
     trace = training(4)
     loads(trace, r2=IDLE, r0=(1.0, 1.0, None), r1=(1.0, 1.0, None), r3=(1.0, 1.0, None))
-    assert until_found(trace, 100) <= STILL * LIMITS.idle + 4
+    assert until_found(trace, 100) <= IDLE_FACTOR * LIMITS.idle + 4
     assert trace.found() == {fail("idle_hang", RANKS[2])}
 
 
 def test_where_all_ranks_rest_the_one_that_has_done_least_is_charged() -> None:
     trace = training(4)
-    for life in RANKS:
-        trace.done[life] = 9
+    for incarnation in RANKS:
+        trace.done[incarnation] = 9
     trace.done[RANKS[3]] = 8
     trace.play(4)
     loads(trace, r0=IDLE, r1=IDLE, r2=IDLE, r3=IDLE)
-    assert until_found(trace, 100) <= STILL * LIMITS.idle + 4
+    assert until_found(trace, 100) <= IDLE_FACTOR * LIMITS.idle + 4
     trace.play(4)
     assert trace.found() == {fail("idle_hang", RANKS[3])}
 
@@ -111,8 +111,8 @@ def test_ranks_that_all_spin_and_compute_nothing_hang_where_tensor_cores_can_be_
 
 def test_where_they_cannot_be_seen_time_alone_judges_and_charges_one_of_the_gang() -> None:
     trace = training(4)
-    for life in RANKS:
-        trace.loads[life] = (1.0, 1.0, None)
+    for incarnation in RANKS:
+        trace.loads[incarnation] = (1.0, 1.0, None)
     delay = until_found(trace, 700)
     assert PHASES["train"].shortest - 11 <= delay <= PHASES["train"].shortest
     assert trace.found() == {fail("phase_overdue", TRAINER)}
@@ -121,13 +121,13 @@ def test_where_they_cannot_be_seen_time_alone_judges_and_charges_one_of_the_gang
 def test_of_two_ranks_the_idle_one_is_charged_once_it_is_behind_or_the_doubt_is_over() -> None:
     trace = training(2)
     loads(trace, r1=IDLE, r0=(1.0, 1.0, None))
-    assert 2 * STILL * LIMITS.idle < until_found(trace, 300) <= 3 * STILL * LIMITS.idle + 4
+    assert 2 * IDLE_FACTOR * LIMITS.idle < until_found(trace, 300) <= 3 * IDLE_FACTOR * LIMITS.idle + 4
     assert trace.found() == {fail("idle_hang", RANKS[1])}
     trace = training(2)
     trace.done = {RANKS[0]: 4, RANKS[1]: 3}
     trace.play(2)
     loads(trace, r1=IDLE, r0=(1.0, 1.0, None))
-    assert until_found(trace, 300) <= STILL * LIMITS.idle + 4
+    assert until_found(trace, 300) <= IDLE_FACTOR * LIMITS.idle + 4
 
 
 def test_who_is_idle_in_its_very_first_step_has_twice_as_long() -> None:
@@ -136,37 +136,37 @@ def test_who_is_idle_in_its_very_first_step_has_twice_as_long() -> None:
     assert 2 * LIMITS.idle - 2 <= until_found(trace, 400) <= 2 * LIMITS.idle + 4
 
 
-def loading(*idle: Life) -> Trace:
+def loading(*idle: Incarnation) -> Trace:
     """Three rollouts that have loaded weights in 5 s a few times; these load again, and do nothing."""
     trace = Trace().node("n1", *ROLLOUTS)
     trace.loads = dict.fromkeys(ROLLOUTS, BUSY)
     for _ in range(3):
         for phase, seconds in (("loading_weights", 5), ("generate", 20)):
-            for life in ROLLOUTS:
-                trace.enter(life, phase)
+            for incarnation in ROLLOUTS:
+                trace.enter(incarnation, phase)
             trace.play(seconds)
-    for life in idle:
-        trace.enter(life, "loading_weights")
-        trace.loads[life] = IDLE
+    for incarnation in idle:
+        trace.enter(incarnation, "loading_weights")
+        trace.loads[incarnation] = IDLE
     trace.play(30)
     return trace
 
 
-def loads_meanwhile(trace: Trace, life: Life) -> None:
-    trace.enter(life, "loading_weights")
+def loads_meanwhile(trace: Trace, incarnation: Incarnation) -> None:
+    trace.enter(incarnation, "loading_weights")
     trace.play(5)
-    trace.enter(life, "generate")
+    trace.enter(incarnation, "generate")
 
 
 def test_a_rollout_that_does_nothing_where_it_loads_weights_in_seconds_hangs() -> None:
     trace = loading(ROLLOUT)
     loads_meanwhile(trace, ROLLOUTS[1])
-    assert LOADS * LIMITS.idle - 35 <= until_found(trace, 400) <= LOADS * LIMITS.idle - 31
+    assert LOADING_IDLE_FACTOR * LIMITS.idle - 35 <= until_found(trace, 400) <= LOADING_IDLE_FACTOR * LIMITS.idle - 31
     assert trace.found() == {fail("idle_hang", ROLLOUT)}
 
 
 @pytest.mark.parametrize("idle", [ROLLOUTS, ROLLOUTS[:2], ROLLOUTS[:1]])
-def test_not_where_others_do_nothing_there_either_or_none_has_loaded_since(idle: tuple[Life, ...]) -> None:
+def test_not_where_others_do_nothing_there_either_or_none_has_loaded_since(idle: tuple[Incarnation, ...]) -> None:
     trace = loading(*idle)
     if len(idle) > 1 and idle != ROLLOUTS:
         loads_meanwhile(trace, ROLLOUTS[2])
@@ -198,23 +198,23 @@ def test_who_is_stuck_in_its_very_first_load_is_found_once_others_have_shown_how
     trace.loads[ROLLOUT] = IDLE
     trace.enter(ROLLOUT, "loading_weights")
     for _ in range(4):
-        for life in ROLLOUTS[1:]:
-            trace.enter(life, "loading_weights")
+        for incarnation in ROLLOUTS[1:]:
+            trace.enter(incarnation, "loading_weights")
         trace.play(5)
-        for life in ROLLOUTS[1:]:
-            trace.enter(life, "generate")
+        for incarnation in ROLLOUTS[1:]:
+            trace.enter(incarnation, "generate")
         trace.play(20)
     assert trace.found() == set()
-    assert until_found(trace, 60) <= LOADS * LIMITS.idle - 96
+    assert until_found(trace, 60) <= LOADING_IDLE_FACTOR * LIMITS.idle - 96
     assert trace.found() == {fail("idle_hang", ROLLOUT)}
 
 
-def replaced(load: tuple[float, float | None, float | None]) -> tuple[Trace, Life]:
+def replaced(load: tuple[float, float | None, float | None]) -> tuple[Trace, Incarnation]:
     """Of a trainer whose tensor cores were seen at work, the next life, in its first step."""
     trace = training()
-    second = Life(TRAINER.replica, 2)
+    second = Incarnation(TRAINER.replica, 2)
     trace.launch(second, "n0")
-    trace.watch.joined(second, NodeName("n0"), "starting", trace.now)
+    trace.monitor.on_hello(second, NodeName("n0"), "starting", trace.now)
     trace.enter(second, "train")
     trace.loads = {second: load}
     return trace, second
@@ -222,7 +222,7 @@ def replaced(load: tuple[float, float | None, float | None]) -> tuple[Trace, Lif
 
 def test_a_first_step_that_spins_hangs_where_its_role_s_tensor_cores_were_seen_at_work() -> None:
     trace, second = replaced(SPINNING)
-    assert 2 * SPINS * LIMITS.idle - 4 <= until_found(trace, 400) <= 2 * SPINS * LIMITS.idle + 4
+    assert 2 * SPINNING_FACTOR * LIMITS.idle - 4 <= until_found(trace, 400) <= 2 * SPINNING_FACTOR * LIMITS.idle + 4
     assert trace.found() == {fail("idle_hang", second)}
 
 
@@ -285,9 +285,9 @@ def test_storage_that_stalls_for_minutes_leaves_everybody_idle_and_is_no_hang_in
     phase: str,
 ) -> None:
     trace = training(2)
-    for life in RANKS[:2]:
-        trace.enter(life, phase)
-        trace.loads[life] = IDLE
+    for incarnation in RANKS[:2]:
+        trace.enter(incarnation, phase)
+        trace.loads[incarnation] = IDLE
     trace.play(280)
     assert trace.found() == set()
 
@@ -335,13 +335,13 @@ def test_the_first_rank_that_goes_on_after_an_evaluation_on_its_cpu_does_not_res
     trace.play(16)
     assert trace.found() == set()
     loads(trace, r0=IDLE)
-    assert until_found(trace, 60) >= RESTED - 2
+    assert until_found(trace, 60) >= MIN_INACTIVE_S - 2
 
 
 def test_of_two_ranks_the_idle_one_is_not_charged_while_the_other_s_tensor_cores_work() -> None:
     trace = training(2)
     loads(trace, r1=IDLE)
-    trace.play(3 * DOUBT * LIMITS.idle)
+    trace.play(3 * EVEN_SPLIT_FACTOR * LIMITS.idle)
     assert trace.found() == set()
 
 
@@ -351,7 +351,7 @@ def test_a_rank_at_work_explains_its_gang_for_as_long_as_its_own_deadline_lasts(
 ) -> None:
     trace = training(4)
     loads(trace, r1=kept, r2=kept, r3=kept)
-    trace.play(AT_WORK * PHASES["train"].shortest - 15)
+    trace.play(BUSY_DEADLINE_FACTOR * PHASES["train"].shortest - 15)
     assert trace.found() == set()
     trace.play(20)
     assert trace.found() == {fail("phase_overdue", RANKS[0])}
@@ -379,7 +379,7 @@ def test_an_agent_that_is_silent_says_nothing_of_who_is_idle() -> None:
     trace = training()
     loads(trace, r0=IDLE)
     trace.play(30)
-    trace.silent.add(agent_of("n0"))
+    trace.heartbeat_missing.add(agent_of("n0"))
     trace.play(400)
     assert all(seen[1] != str(TRAINER) for seen in trace.found())
 
@@ -394,7 +394,7 @@ def test_a_pause_of_half_a_minute_is_no_hang_and_does_not_add_up() -> None:
         assert trace.found() == set()
 
 
-def tells_of_progress(trace: Trace, seconds: float) -> None:
+def reports_progress(trace: Trace, seconds: float) -> None:
     """Every few seconds, whatever it does."""
     for _ in range(int(seconds / 4)):
         trace.done[TRAINER] = trace.done.get(TRAINER, 0) + 1
@@ -404,22 +404,22 @@ def tells_of_progress(trace: Trace, seconds: float) -> None:
 def test_progress_is_progress_for_long_however_idle_it_looks() -> None:
     trace = training()
     loads(trace, r0=IDLE)
-    tells_of_progress(trace, LIES * LIMITS.idle - 10)
+    reports_progress(trace, FALSE_PROGRESS_FACTOR * LIMITS.idle - 10)
     assert trace.found() == set()
     trace.enter(TRAINER, "publish")
     trace.enter(TRAINER, "train")
-    tells_of_progress(trace, LIES * LIMITS.idle - 10)
+    reports_progress(trace, FALSE_PROGRESS_FACTOR * LIMITS.idle - 10)
     assert trace.found() == set()
 
 
 def test_who_tells_of_progress_in_a_step_and_does_nothing_for_far_longer_hangs() -> None:
     trace = training()
     loads(trace, r0=IDLE)
-    tells_of_progress(trace, LIES * LIMITS.idle + 10)
+    reports_progress(trace, FALSE_PROGRESS_FACTOR * LIMITS.idle + 10)
     assert trace.found() == {fail("idle_hang", TRAINER)}
     text = "phase train: neither its CPU nor its GPU works for 300 s and more, though it tells of progress"
     assert trace.only().evidence[0].text == text
-    assert LIES * LIMITS.idle <= ROBUSTRL
+    assert FALSE_PROGRESS_FACTOR * LIMITS.idle <= ROBUSTRL
 
 
 def test_whose_gpu_never_ran_a_kernel_works_elsewhere_and_its_progress_is_believed() -> None:
@@ -427,7 +427,7 @@ def test_whose_gpu_never_ran_a_kernel_works_elsewhere_and_its_progress_is_believ
     trace.loads[TRAINER] = IDLE
     trace.learn(TRAINER, "train", 20.0)
     trace.enter(TRAINER, "train")
-    tells_of_progress(trace, 3000)
+    reports_progress(trace, 3000)
     assert trace.found() == set()
 
 
@@ -435,11 +435,11 @@ def test_a_suspended_trainer_is_idle_and_well_and_has_all_its_time_when_it_goes_
     trace = training()
     loads(trace, r0=IDLE)
     trace.play(50)
-    trace.silent |= {TRAINER, agent_of("n0")}
-    trace.watch.cluster_job(NodeName("n0"), True, trace.now + 1, trace.now + 1)
+    trace.heartbeat_missing |= {TRAINER, agent_of("n0")}
+    trace.monitor.on_job_status(NodeName("n0"), True, trace.now + 1, trace.now + 1)
     trace.play(5000)
     assert trace.found() == set()
-    trace.silent.clear()
+    trace.heartbeat_missing.clear()
     trace.play(LIMITS.idle - 5)
     assert trace.found() == set()
 

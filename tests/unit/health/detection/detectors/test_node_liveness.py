@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from rrl.health.detection.detectors.node_liveness import absent
+from rrl.health.detection.detectors.node_liveness import silent_nodes
 from rrl.tests.support.health.traces import LIMITS, ROLLOUTS, STORE, Trace, agent_of
 
 
 def four_nodes() -> Trace:
     trace = Trace().node("n0", STORE, phase="serve")
-    for index, life in enumerate(ROLLOUTS, 1):
-        trace.node(f"n{index}", life)
+    for index, incarnation in enumerate(ROLLOUTS, 1):
+        trace.node(f"n{index}", incarnation)
     trace.play(5)
     return trace
 
 
 def test_nodes_that_fell_silent_with_a_lost_one_are_known_before_they_are_condemned_too() -> None:
     trace = four_nodes()
-    trace.silent |= {agent_of("n1"), ROLLOUTS[0]}
+    trace.heartbeat_missing |= {agent_of("n1"), ROLLOUTS[0]}
     trace.play(1)
-    trace.silent |= {agent_of("n2"), ROLLOUTS[1], agent_of("n3")}
+    trace.heartbeat_missing |= {agent_of("n2"), ROLLOUTS[1], agent_of("n3")}
     last = trace.now
     trace.play(LIMITS.silence - 1)
     found = trace.findings()
     assert [one.key for one in found] == ["node_lost:n1"]
-    assert absent(found, trace.watch, LIMITS, trace.now) == {"n1": last - 1, "n2": last}, "on n3 its rollout is heard"
+    assert silent_nodes(found, trace.monitor, LIMITS, trace.now) == {"n1": last - 1, "n2": last}, "on n3 its rollout is heard"
 
 
 def test_nobody_looks_for_them_while_no_node_is_lost() -> None:
     trace = four_nodes()
-    trace.silent |= {agent_of("n1"), ROLLOUTS[0]}
+    trace.heartbeat_missing |= {agent_of("n1"), ROLLOUTS[0]}
     trace.play(LIMITS.silence - 1)
-    assert absent(trace.findings(), trace.watch, LIMITS, trace.now) == {}
+    assert silent_nodes(trace.findings(), trace.monitor, LIMITS, trace.now) == {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import nextafter
 
 from rrl.core.launch import ExitReason
-from rrl.core.types import Cause, Life, NodeName, Remedy
+from rrl.core.types import Cause, Incarnation, NodeName, Remedy
 from rrl.tests.support.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, Trace, agent_of, fail, unknown, warn
 
 N1 = NodeName("n1")
@@ -17,7 +17,7 @@ def two_nodes() -> Trace:
 
 def test_a_node_that_the_cluster_calls_down_has_failed_with_proof() -> None:
     trace = two_nodes()
-    trace.watch.cluster_node(N1, "down", "DOWN* Not responding", trace.now)
+    trace.monitor.on_node_status(N1, "down", "DOWN* Not responding", trace.now)
     finding = trace.only()
     assert trace.found() == {fail("node_down", "n1")}
     assert (finding.proof, finding.cause, finding.remedy) == (True, Cause.NODE, Remedy.EXCLUDE)
@@ -26,30 +26,30 @@ def test_a_node_that_the_cluster_calls_down_has_failed_with_proof() -> None:
 
 def test_further_readings_do_not_change_the_finding() -> None:
     trace = two_nodes()
-    trace.watch.cluster_node(N1, "down", "first words", trace.now)
+    trace.monitor.on_node_status(N1, "down", "first words", trace.now)
     found = trace.findings()
-    trace.watch.cluster_node(N1, "down", "other words", trace.now + 3)
+    trace.monitor.on_node_status(N1, "down", "other words", trace.now + 3)
     assert trace.findings(trace.now + 3) == found
 
 
 def test_draining_and_unknown_condemn_nobody() -> None:
     for state in ("up", "draining", "unknown"):
         trace = two_nodes()
-        trace.watch.cluster_node(N1, state, "", trace.now)
+        trace.monitor.on_node_status(N1, state, "", trace.now)
         assert trace.found() == set()
 
 
 def test_a_node_is_trusted_again_after_two_good_readings() -> None:
     trace = two_nodes()
     for state, expected in (("down", 1), ("up", 1), ("down", 1), ("up", 1), ("unknown", 1), ("up", 0)):
-        trace.watch.cluster_node(N1, state, "", trace.now)
+        trace.monitor.on_node_status(N1, state, "", trace.now)
         assert len(trace.findings()) == expected, state
 
 
 def test_a_silent_agent_alone_is_a_warning_and_for_as_long_again_its_own_failure() -> None:
     trace = two_nodes()
     last = trace.now
-    trace.silent.add(agent_of("n1"))
+    trace.heartbeat_missing.add(agent_of("n1"))
     trace.play(2 * LIMITS.silence - 0.5)
     assert trace.found(nextafter(trace.now, 0)) == {warn("node_lost", "n1")}
     assert trace.only().since == last
@@ -61,9 +61,9 @@ def test_a_silent_agent_alone_is_a_warning_and_for_as_long_again_its_own_failure
 
 def test_an_agent_is_not_charged_once_nobody_else_on_its_node_is_heard_either() -> None:
     trace = two_nodes()
-    trace.silent.add(agent_of("n1"))
+    trace.heartbeat_missing.add(agent_of("n1"))
     trace.play(1.5 * LIMITS.silence)
-    trace.silent |= set(ROLLOUTS[:2])
+    trace.heartbeat_missing |= set(ROLLOUTS[:2])
     trace.play(LIMITS.silence)
     assert trace.found() == {fail("node_lost", "n1")}
 
@@ -72,7 +72,7 @@ def test_an_agent_and_every_replica_silent_are_two_witnesses() -> None:
     trace = two_nodes()
     trace.play(5)
     last = trace.now
-    trace.silent |= {agent_of("n1"), *ROLLOUTS[:2]}
+    trace.heartbeat_missing |= {agent_of("n1"), *ROLLOUTS[:2]}
     trace.play(9)
     due = last + LIMITS.silence
     assert trace.found(nextafter(due, 0)) == set()
@@ -86,7 +86,7 @@ def test_an_agent_and_every_replica_silent_are_two_witnesses() -> None:
 
 def test_one_replica_that_is_still_heard_saves_the_node() -> None:
     trace = two_nodes()
-    trace.silent |= {agent_of("n1"), ROLLOUTS[0]}
+    trace.heartbeat_missing |= {agent_of("n1"), ROLLOUTS[0]}
     trace.play(100)
     assert trace.found() == {
         warn("node_lost", "n1"), fail("worker_silence", ROLLOUTS[0]), fail("agent_silence", agent_of("n1")),
@@ -95,27 +95,27 @@ def test_one_replica_that_is_still_heard_saves_the_node() -> None:
 
 def test_a_spare_has_no_second_witness() -> None:
     trace = two_nodes().node("n3")
-    trace.silent.add(agent_of("n3"))
+    trace.heartbeat_missing.add(agent_of("n3"))
     trace.play(1000)
     assert trace.found() == {warn("node_lost", "n3")}
 
 
 def test_replicas_that_ended_or_left_are_no_witnesses() -> None:
     trace = two_nodes()
-    trace.watch.step_ended(ROLLOUTS[0], 1, None, ExitReason.EXITED, trace.now)
-    trace.watch.leaving(ROLLOUTS[1], trace.now)
-    trace.silent |= {agent_of("n1"), *ROLLOUTS[:2]}
+    trace.monitor.on_step_ended(ROLLOUTS[0], 1, None, ExitReason.EXITED, trace.now)
+    trace.monitor.on_stop_requested(ROLLOUTS[1], trace.now)
+    trace.heartbeat_missing |= {agent_of("n1"), *ROLLOUTS[:2]}
     trace.play(1000)
     assert trace.found() == {warn("node_lost", "n1"), fail("exit_record", ROLLOUTS[0])}
 
 
 def test_an_agent_that_exited_is_no_witness_of_a_lost_node() -> None:
     trace = two_nodes()
-    trace.watch.step_ended(agent_of("n1"), 1, None, ExitReason.EXITED, trace.now)
-    trace.silent |= {agent_of("n1"), *ROLLOUTS[:2]}
+    trace.monitor.on_step_ended(agent_of("n1"), 1, None, ExitReason.EXITED, trace.now)
+    trace.heartbeat_missing |= {agent_of("n1"), *ROLLOUTS[:2]}
     trace.play(15)
     assert trace.found() == {
-        fail("exit_record", agent_of("n1")), *(unknown("worker_silence", life) for life in ROLLOUTS[:2])
+        fail("exit_record", agent_of("n1")), *(unknown("worker_silence", incarnation) for incarnation in ROLLOUTS[:2])
     }  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def test_a_replica_launched_on_a_node_that_then_falls_silent_is_the_second_witne
     trace = Trace().node("n1")
     trace.launch(ROLLOUT, "n1")
     launched = trace.now
-    trace.silent.add(agent_of("n1"))
+    trace.heartbeat_missing.add(agent_of("n1"))
     assert trace.found(launched + 60) == {warn("node_lost", "n1")}
     assert trace.found(nextafter(launched + LIMITS.join, 0)) == {warn("node_lost", "n1")}
     assert trace.found(launched + LIMITS.join) == {fail("node_lost", "n1")}
@@ -133,7 +133,7 @@ def test_a_replica_that_is_still_starting_does_not_save_a_lost_node() -> None:
     trace = Trace().node("n1", TRAINER, phase="train")
     trace.play(10)
     trace.launch(ROLLOUT, "n1")
-    trace.silent |= {agent_of("n1"), TRAINER}
+    trace.heartbeat_missing |= {agent_of("n1"), TRAINER}
     trace.play(10)
     assert trace.found() == {fail("node_lost", "n1")}
 
@@ -147,67 +147,67 @@ def test_a_node_on_which_nothing_ever_joins_is_lost() -> None:
 
 def test_a_lost_node_stays_lost_when_its_replicas_are_started_elsewhere_and_its_agent_is_given_up() -> None:
     trace = two_nodes()
-    trace.silent |= {agent_of("n1"), *ROLLOUTS[:2]}
+    trace.heartbeat_missing |= {agent_of("n1"), *ROLLOUTS[:2]}
     trace.play(20)
     found = trace.findings()
     assert [f.key for f in found] == ["node_lost:n1"]
-    for life in ROLLOUTS[:2]:
-        second = Life(life.replica, 2)
+    for incarnation in ROLLOUTS[:2]:
+        second = Incarnation(incarnation.replica, 2)
         trace.launch(second, "n2")
-        trace.watch.joined(second, NodeName("n2"), "generate", trace.now)
-        trace.watch.leaving(life, trace.now)
-    trace.watch.leaving(agent_of("n1"), trace.now)
-    trace.watch.forget(agent_of("n1"))
+        trace.monitor.on_hello(second, NodeName("n2"), "generate", trace.now)
+        trace.monitor.on_stop_requested(incarnation, trace.now)
+    trace.monitor.on_stop_requested(agent_of("n1"), trace.now)
+    trace.monitor.remove(agent_of("n1"))
     trace.play(50)
     assert trace.findings() == found
 
 
 def test_a_lost_node_that_is_heard_again_is_lost_no_more() -> None:
     trace = two_nodes()
-    trace.silent |= {agent_of("n1"), *ROLLOUTS[:2]}
+    trace.heartbeat_missing |= {agent_of("n1"), *ROLLOUTS[:2]}
     trace.play(20)
-    trace.watch.forget(ROLLOUTS[0])
-    trace.silent -= {agent_of("n1")}
+    trace.monitor.remove(ROLLOUTS[0])
+    trace.heartbeat_missing -= {agent_of("n1")}
     trace.play(5)
     assert trace.found() == {fail("worker_silence", ROLLOUTS[1])}
 
 
 def test_a_replica_given_up_on_a_living_node_is_no_witness_when_its_agent_falls_silent_later() -> None:
     trace = Trace().node("n1", ROLLOUT)
-    trace.silent.add(ROLLOUT)
+    trace.heartbeat_missing.add(ROLLOUT)
     trace.play(20)
-    trace.watch.forget(ROLLOUT)
+    trace.monitor.remove(ROLLOUT)
     trace.play(5)
-    trace.silent.add(agent_of("n1"))
+    trace.heartbeat_missing.add(agent_of("n1"))
     trace.play(100)
     assert trace.found() == {warn("node_lost", "n1")}
 
 
 def test_an_agent_given_up_is_missed_no_more_once_anything_on_its_node_is_heard() -> None:
     trace = two_nodes()
-    trace.silent |= {agent_of("n1"), *ROLLOUTS[:2]}
+    trace.heartbeat_missing |= {agent_of("n1"), *ROLLOUTS[:2]}
     trace.play(20)
-    trace.watch.forget(agent_of("n1"))
+    trace.monitor.remove(agent_of("n1"))
     assert trace.found() == {fail("node_lost", "n1")}
-    trace.silent -= set(ROLLOUTS[:2])
+    trace.heartbeat_missing -= set(ROLLOUTS[:2])
     trace.play(1)
     assert trace.found() == set()
 
 
 def test_a_node_whose_replicas_were_stopped_before_its_agent_fell_silent_only_warns() -> None:
     trace = two_nodes()
-    for life in ROLLOUTS[:2]:
-        trace.watch.leaving(life, trace.now)
-        trace.watch.forget(life)
-    trace.silent.add(agent_of("n1"))
+    for incarnation in ROLLOUTS[:2]:
+        trace.monitor.on_stop_requested(incarnation, trace.now)
+        trace.monitor.remove(incarnation)
+    trace.heartbeat_missing.add(agent_of("n1"))
     trace.play(300)
     assert trace.found() == {warn("node_lost", "n1")}
 
 
 def test_proof_about_a_replica_is_not_folded_into_its_failed_node() -> None:
     trace = two_nodes()
-    trace.watch.step_ended(ROLLOUTS[0], None, 9, ExitReason.SIGNALED, trace.now)
-    trace.watch.cluster_node(N1, "down", "", trace.now)
-    trace.silent |= {agent_of("n1"), ROLLOUTS[1]}
+    trace.monitor.on_step_ended(ROLLOUTS[0], None, 9, ExitReason.SIGNALED, trace.now)
+    trace.monitor.on_node_status(N1, "down", "", trace.now)
+    trace.heartbeat_missing |= {agent_of("n1"), ROLLOUTS[1]}
     trace.play(100)
     assert trace.found() == {fail("node_down", "n1"), fail("exit_record", ROLLOUTS[0])}

@@ -6,26 +6,26 @@ import pytest
 
 from rrl.core.phases import PHASES
 from rrl.core.run_spec import Limits
-from rrl.core.types import Cause, Life, ProbeResult, Remedy, ReplicaId
+from rrl.core.types import Cause, Incarnation, ProbeResult, Remedy, ReplicaId
 from rrl.health.detection.detect import detect
 from rrl.health.detection.detectors.probing import (
-    AT_WORK,
-    EARLY,
-    FIRST,
-    IDLE_SHARE,
-    PROMPT,
-    RESTS,
-    SPINS_FIRST,
-    to_probe,
+    BUSY_ANSWER_FACTOR,
+    EARLY_PROBE_S,
+    FIRST_TOKEN_FACTOR,
+    IDLE_ANSWER_SHARE,
+    PROMPT_ANSWER_S,
+    MAX_PROBE_INTERVAL_S,
+    FIRST_PASS_SPINNING_FACTOR,
+    due_probes,
 )
-from rrl.health.detection.detectors.progress import AT_WORK as LATEST
-from rrl.health.detection.records import TRIES
+from rrl.health.detection.detectors.progress import BUSY_DEADLINE_FACTOR as LATEST
+from rrl.health.detection.records import MAX_WAIT_PROBES
 from rrl.tests.support.health.traces import (
     BUSY,
     DEAD,
     IDLE,
     LIMITS,
-    MUTE,
+    NO_PROBE_HANDLER,
     REWARD,
     ROLLOUT,
     ROLLOUTS,
@@ -42,20 +42,20 @@ ROBUSTRL = 60.0
 """s of zero tokens before RobustRL sends its heartbeat (docs/sources.md)"""
 
 
-def generating(asks: bool = True, load: tuple[float, float | None, float | None] | None = BUSY) -> Trace:
+def generating(probes: bool = True, load: tuple[float, float | None, float | None] | None = BUSY) -> Trace:
     """A rollout that makes tokens, and is known to make one a second."""
     trace = Trace().node("n1", *ROLLOUTS[:2])
-    if asks:
+    if probes:
         trace.answers = {}
     if load is not None:
         trace.loads = dict.fromkeys(ROLLOUTS[:2], load)
     trace.play(60)
     assert trace.found() == set()
-    assert trace.asked == []
+    assert trace.probed_at == []
     return trace
 
 
-def falls_silent(trace: Trace, load: tuple[float, float | None, float | None] | None) -> None:
+def stop_heartbeats(trace: Trace, load: tuple[float, float | None, float | None] | None) -> None:
     trace.still.add(ROLLOUT)
     if load is None:
         trace.loads.pop(ROLLOUT, None)
@@ -63,23 +63,23 @@ def falls_silent(trace: Trace, load: tuple[float, float | None, float | None] | 
         trace.loads[ROLLOUT] = load
 
 
-def until_found(trace: Trace, most: float) -> float:
+def until_found(trace: Trace, timeout_s: float) -> float:
     """s until it fails."""
-    for passed in range(int(most) + 1):
+    for passed in range(int(timeout_s) + 1):
         if any(seen[2] == "FAIL" for seen in trace.found()):
             return float(passed)
         trace.play(1)
-    raise AssertionError(f"nothing found within {most:g} s: {trace.found()}")
+    raise AssertionError(f"nothing found within {timeout_s:g} s: {trace.found()}")
 
 
 # ── who fails ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_dead_engine_in_a_living_process_fails_within_half_a_minute_where_nothing_works() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: None}
-    falls_silent(trace, IDLE)
+    stop_heartbeats(trace, IDLE)
     delay = until_found(trace, 40)
     assert trace.found() == {fail("no_answer", ROLLOUT)}
-    assert delay <= EARLY + IDLE_SHARE * LIMITS.probe + 4, "and the time that loads take to show it"
+    assert delay <= EARLY_PROBE_S + IDLE_ANSWER_SHARE * LIMITS.probe + 4, "and the time that loads take to show it"
     assert delay <= (ROBUSTRL + LIMITS.probe) / 3
     finding = trace.only()
     assert (finding.cause, finding.remedy, finding.proof) == (Cause.HANG, Remedy.RESTART, False)
@@ -96,15 +96,15 @@ def test_of_whom_loads_say_nothing_it_is_asked_as_early_and_has_all_its_time(
     trace.answers = {ROLLOUT: None}
     trace.loads.pop(ROLLOUT)
     trace.play(16)
-    falls_silent(trace, load)
-    assert until_found(trace, 200) == EARLY + LIMITS.probe
+    stop_heartbeats(trace, load)
+    assert until_found(trace, 200) == EARLY_PROBE_S + LIMITS.probe
     assert trace.found() == {fail("no_answer", ROLLOUT)}
 
 
 def test_where_no_loads_are_told_a_long_prefill_has_as_long_as_with_robustrl() -> None:
     trace = generating(load=None)
     trace.answers = {ROLLOUT: None}
-    falls_silent(trace, None)
+    stop_heartbeats(trace, None)
     assert until_found(trace, 200) >= ROBUSTRL + LIMITS.probe
     assert trace.found() == {fail("no_answer", ROLLOUT)}
 
@@ -112,8 +112,8 @@ def test_where_no_loads_are_told_a_long_prefill_has_as_long_as_with_robustrl() -
 def test_an_engine_that_says_that_it_is_dead_fails_at_once() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: DEAD}
-    falls_silent(trace, IDLE)
-    assert until_found(trace, 40) <= EARLY + 4
+    stop_heartbeats(trace, IDLE)
+    assert until_found(trace, 40) <= EARLY_PROBE_S + 4
     assert trace.found() == {fail("engine_dead", ROLLOUT)}
     assert trace.only().evidence[0].text.endswith("it says that it cannot: EngineDeadError")
 
@@ -121,22 +121,22 @@ def test_an_engine_that_says_that_it_is_dead_fails_at_once() -> None:
 def test_who_keeps_its_gpu_and_does_not_answer_fails_when_no_prefill_lasts_so_long() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: None}
-    falls_silent(trace, BUSY)
-    assert until_found(trace, 500) == LIMITS.suspect + AT_WORK * LIMITS.probe
+    stop_heartbeats(trace, BUSY)
+    assert until_found(trace, 500) == LIMITS.suspect + BUSY_ANSWER_FACTOR * LIMITS.probe
     assert trace.found() == {fail("no_answer", ROLLOUT)}
 
 
 def test_whose_gpu_spins_in_a_kernel_that_computes_nothing_is_asked_early_and_does_no_prefill() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: None}
-    falls_silent(trace, SPINNING)
-    assert until_found(trace, 100) <= 2 * EARLY + LIMITS.probe + 4
+    stop_heartbeats(trace, SPINNING)
+    assert until_found(trace, 100) <= 2 * EARLY_PROBE_S + LIMITS.probe + 4
     assert trace.found() == {fail("no_answer", ROLLOUT)}
 
 
 def test_no_phase_lasts_for_ever_even_if_the_role_answers() -> None:
     trace = generating()
-    falls_silent(trace, IDLE)
+    stop_heartbeats(trace, IDLE)
     last = trace.now
     trace.play(PHASES["generate"].longest - 1)
     assert trace.found() == set()
@@ -147,10 +147,10 @@ def test_no_phase_lasts_for_ever_even_if_the_role_answers() -> None:
 
 def test_an_engine_that_dies_while_a_tool_runs_is_found_at_the_next_question() -> None:
     trace = generating()
-    falls_silent(trace, IDLE)
+    stop_heartbeats(trace, IDLE)
     trace.play(600)
     trace.answers = {ROLLOUT: None}
-    assert until_found(trace, 300) <= RESTS + IDLE_SHARE * LIMITS.probe
+    assert until_found(trace, 300) <= MAX_PROBE_INTERVAL_S + IDLE_ANSWER_SHARE * LIMITS.probe
     assert trace.found() == {fail("no_answer", ROLLOUT)}
 
 
@@ -163,32 +163,32 @@ def test_who_tells_of_tokens_while_nothing_works_is_warned_of_and_fails_when_it_
     trace.play(8)
     assert trace.found() == {warn("suspected", ROLLOUT)}
     assert "it tells of progress, and no kernel runs" in trace.only().evidence[0].text
-    assert until_found(trace, 40) <= IDLE_SHARE * LIMITS.probe
+    assert until_found(trace, 40) <= IDLE_ANSWER_SHARE * LIMITS.probe
     assert trace.found() == {fail("no_answer", ROLLOUT)}
 
 
 # ── who does not ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_who_waits_for_a_tool_answers_and_is_left_alone() -> None:
     trace = generating()
-    falls_silent(trace, IDLE)
+    stop_heartbeats(trace, IDLE)
     for _ in range(1800):
         trace.play(1)
         assert trace.found() == set()
-    gaps = [later - at for (at, _), (later, _) in zip(trace.asked, trace.asked[1:], strict=False)]
+    gaps = [later - at for (at, _), (later, _) in zip(trace.probed_at, trace.probed_at[1:], strict=False)]
     assert gaps[0] == LIMITS.probe / 2
     assert gaps[:4] == sorted(gaps[:4]), "asked again and again, less and less often"
-    assert max(gaps) == RESTS
+    assert max(gaps) == MAX_PROBE_INTERVAL_S
     trace.still.clear()
     trace.loads[ROLLOUT] = BUSY
-    count = len(trace.asked)
+    count = len(trace.probed_at)
     trace.play(300)
-    assert len(trace.asked) == count, "who makes tokens is not asked"
+    assert len(trace.probed_at) == count, "who makes tokens is not asked"
 
 
 def test_a_long_prefill_that_keeps_the_engine_from_answering_is_no_hang() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: None}
-    falls_silent(trace, BUSY)
+    stop_heartbeats(trace, BUSY)
     trace.play(240)
     assert trace.found() == {warn("suspected", ROLLOUT)}
     trace.still.clear()
@@ -208,7 +208,7 @@ def test_who_never_makes_a_first_token_and_does_nothing_at_all_fails_long_before
     trace = Trace().node("n1", ROLLOUT)
     trace.answers, trace.loads = {ROLLOUT: None}, {ROLLOUT: IDLE}
     trace.still.add(ROLLOUT)
-    assert FIRST * EARLY < until_found(trace, 400) <= FIRST * EARLY + LIMITS.probe + 4 < ROBUSTRL + LIMITS.probe
+    assert FIRST_TOKEN_FACTOR * EARLY_PROBE_S < until_found(trace, 400) <= FIRST_TOKEN_FACTOR * EARLY_PROBE_S + LIMITS.probe + 4 < ROBUSTRL + LIMITS.probe
 
 
 def test_whose_first_token_never_comes_as_its_gpu_spins_fails_where_its_role_s_tensor_cores_were_seen_at_work() -> None:
@@ -219,15 +219,15 @@ def test_whose_first_token_never_comes_as_its_gpu_spins_fails_where_its_role_s_t
     trace.still.add(ROLLOUTS[2])
     delay = until_found(trace, 500)
     assert trace.found() == {fail("no_answer", ROLLOUTS[2])}
-    assert SPINS_FIRST * LIMITS.probe < delay <= FIRST * EARLY + SPINS_FIRST * LIMITS.probe + 4
+    assert FIRST_PASS_SPINNING_FACTOR * LIMITS.probe < delay <= FIRST_TOKEN_FACTOR * EARLY_PROBE_S + FIRST_PASS_SPINNING_FACTOR * LIMITS.probe + 4
 
 
 def test_that_its_gpu_spins_may_be_heard_after_it_was_asked() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: None}
-    falls_silent(trace, BUSY)
+    stop_heartbeats(trace, BUSY)
     trace.play(14)
-    assert trace.asked != []
+    assert trace.probed_at != []
     trace.loads[ROLLOUT] = SPINNING
     assert until_found(trace, 100) <= LIMITS.probe + 4
 
@@ -238,32 +238,32 @@ def test_who_had_made_tokens_under_an_earlier_manager_has_had_its_first_pass() -
     trace.node("n1", ROLLOUT)
     trace.answers, trace.loads = {ROLLOUT: None}, {ROLLOUT: IDLE}
     trace.still.add(ROLLOUT)
-    assert until_found(trace, 400) <= EARLY + IDLE_SHARE * LIMITS.probe + 4
+    assert until_found(trace, 400) <= EARLY_PROBE_S + IDLE_ANSWER_SHARE * LIMITS.probe + 4
 
 
 def test_who_can_only_say_that_it_lives_is_asked_once_and_time_judges_it_which_may_be_a_tool_s() -> None:
     trace = generating()
-    trace.answers = {ROLLOUT: MUTE}
-    falls_silent(trace, IDLE)
+    trace.answers = {ROLLOUT: NO_PROBE_HANDLER}
+    stop_heartbeats(trace, IDLE)
     last = trace.now
     trace.play(LATEST * PHASES["generate"].shortest - 1)
     assert trace.found() == set()
     trace.play(1)
     assert trace.found() == {fail("no_progress", ROLLOUT)}
     assert trace.now - last == LATEST * PHASES["generate"].shortest
-    assert [life for _, life in trace.asked] == [ROLLOUT]
+    assert [incarnation for _, incarnation in trace.probed_at] == [ROLLOUT]
 
 
 def test_who_gets_its_handler_later_is_asked_again_in_its_next_phase() -> None:
     trace = generating()
-    trace.answers = {ROLLOUT: MUTE}
-    falls_silent(trace, IDLE)
+    trace.answers = {ROLLOUT: NO_PROBE_HANDLER}
+    stop_heartbeats(trace, IDLE)
     trace.play(60)
     trace.enter(ROLLOUT, "loading_weights")
     trace.play(1)
     trace.enter(ROLLOUT, "generate")
     trace.answers = {ROLLOUT: None}
-    assert until_found(trace, 100) <= EARLY + IDLE_SHARE * LIMITS.probe + 4
+    assert until_found(trace, 100) <= EARLY_PROBE_S + IDLE_ANSWER_SHARE * LIMITS.probe + 4
 
 
 # ── who merely waits ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -279,13 +279,13 @@ def waiting_rollouts(answer: tuple[ProbeResult, str] | None = WORKS) -> Trace:
 
 def test_who_hangs_while_it_waits_fails_where_its_role_has_answered_then() -> None:
     trace = waiting_rollouts()
-    for life in ROLLOUTS[:2]:
-        trace.enter(life, "generate")
+    for incarnation in ROLLOUTS[:2]:
+        trace.enter(incarnation, "generate")
         trace.play(3)
-        trace.enter(life, "wait_work")
+        trace.enter(incarnation, "wait_work")
     assert trace.answers is not None
     trace.answers[ROLLOUT] = None
-    assert until_found(trace, 100) <= EARLY + LIMITS.probe
+    assert until_found(trace, 100) <= EARLY_PROBE_S + LIMITS.probe
     assert trace.found() == {fail("no_answer", ROLLOUT)}
 
 
@@ -294,9 +294,9 @@ def test_who_waits_and_is_at_work_meanwhile_may_answer_late() -> None:
     assert trace.answers is not None
     trace.answers[ROLLOUT] = None
     trace.loads[ROLLOUT] = (1.0, 0.0, 0.0)
-    trace.play(AT_WORK * LIMITS.probe - 5)
+    trace.play(BUSY_ANSWER_FACTOR * LIMITS.probe - 5)
     assert all(seen[2] != "FAIL" for seen in trace.found())
-    assert until_found(trace, 200) <= RESTS + 5, "it polls for ever"
+    assert until_found(trace, 200) <= MAX_PROBE_INTERVAL_S + 5, "it polls for ever"
     assert trace.found() == {fail("no_answer", ROLLOUT)}
 
 
@@ -305,7 +305,7 @@ def test_who_ceases_to_work_as_it_waits_has_as_long_to_answer_from_then_on() -> 
     assert trace.answers is not None
     trace.answers[ROLLOUT] = None
     trace.loads[ROLLOUT] = (1.0, 0.0, 0.0)
-    trace.play(RESTS + LIMITS.probe + 5)  # it is asked once in this time, and long ago
+    trace.play(MAX_PROBE_INTERVAL_S + LIMITS.probe + 5)  # it is asked once in this time, and long ago
     trace.loads[ROLLOUT] = IDLE
     trace.play(LIMITS.probe - 5)
     assert all(seen[2] != "FAIL" for seen in trace.found())
@@ -317,11 +317,11 @@ def test_so_does_who_hangs_in_the_midst_of_a_long_wait() -> None:
     trace = waiting_rollouts()
     assert trace.answers is not None
     trace.answers[ROLLOUT] = None
-    assert until_found(trace, 300) <= RESTS + LIMITS.probe
+    assert until_found(trace, 300) <= MAX_PROBE_INTERVAL_S + LIMITS.probe
     assert trace.found() == {fail("no_answer", ROLLOUT)}
 
 
-@pytest.mark.parametrize("answer", [None, MUTE])
+@pytest.mark.parametrize("answer", [None, NO_PROBE_HANDLER])
 def test_who_waits_in_a_thread_that_does_not_answer_may_wait_in_silence(answer: tuple[ProbeResult, str] | None) -> None:
     trace = waiting_rollouts(answer)
     trace.play(PHASES["wait_work"].longest)
@@ -330,13 +330,13 @@ def test_who_waits_in_a_thread_that_does_not_answer_may_wait_in_silence(answer: 
         trace.enter(ROLLOUT, "generate")
         trace.enter(ROLLOUT, "wait_work")
         trace.play(2)
-    assert len(trace.asked) <= TRIES + 1, "it is not asked for ever whether it does"
+    assert len(trace.probed_at) <= MAX_WAIT_PROBES + 1, "it is not asked for ever whether it does"
 
 
 def test_who_is_slow_but_seen_at_work_has_longer_where_only_time_can_judge() -> None:
     trace = generating()
-    trace.answers = {ROLLOUT: MUTE}
-    falls_silent(trace, BUSY)
+    trace.answers = {ROLLOUT: NO_PROBE_HANDLER}
+    stop_heartbeats(trace, BUSY)
     trace.play(5.9 * PHASES["generate"].shortest)
     assert trace.found() == set()
     trace.play(0.2 * PHASES["generate"].shortest)
@@ -346,14 +346,14 @@ def test_who_is_slow_but_seen_at_work_has_longer_where_only_time_can_judge() -> 
 def test_a_network_that_is_away_for_5_s_makes_nobody_fail_by_an_answer_that_was_late() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: None}
-    falls_silent(trace, IDLE)
-    trace.play(EARLY + 3)
-    assert len(trace.asked) == 1
-    trace.silent |= {ROLLOUT, agent_of("n1")}
+    stop_heartbeats(trace, IDLE)
+    trace.play(EARLY_PROBE_S + 3)
+    assert len(trace.probed_at) == 1
+    trace.heartbeat_missing |= {ROLLOUT, agent_of("n1")}
     trace.play(5)
-    trace.silent.clear()
+    trace.heartbeat_missing.clear()
     trace.play(1)
-    trace.watch.answered(ROLLOUT, *WORKS, trace.now)
+    trace.monitor.on_probe_answered(ROLLOUT, *WORKS, trace.now)
     assert trace.found() == set()
     trace.answers = {}
     trace.play(60)
@@ -363,11 +363,11 @@ def test_a_network_that_is_away_for_5_s_makes_nobody_fail_by_an_answer_that_was_
 def test_a_question_that_may_have_been_lost_is_put_again() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: None}
-    falls_silent(trace, IDLE)
-    trace.play(EARLY + 3)
+    stop_heartbeats(trace, IDLE)
+    trace.play(EARLY_PROBE_S + 3)
     trace.answers = {}
     trace.play(LIMITS.probe / 4)
-    assert len(trace.asked) == 2
+    assert len(trace.probed_at) == 2
     trace.play(60)
     assert trace.found() == set()
 
@@ -375,9 +375,9 @@ def test_a_question_that_may_have_been_lost_is_put_again() -> None:
 def test_who_is_not_heard_is_not_condemned_for_not_answering() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: None}
-    falls_silent(trace, IDLE)
-    trace.play(EARLY + 4)
-    trace.silent.add(ROLLOUT)
+    stop_heartbeats(trace, IDLE)
+    trace.play(EARLY_PROBE_S + 4)
+    trace.heartbeat_missing.add(ROLLOUT)
     trace.play(5)
     assert trace.found() <= {warn("suspected", ROLLOUT)}
     trace.play(6)
@@ -386,10 +386,10 @@ def test_who_is_not_heard_is_not_condemned_for_not_answering() -> None:
 
 def test_a_silent_agent_is_no_evidence_that_its_rollouts_are_idle() -> None:
     trace = generating()
-    falls_silent(trace, None)
-    trace.silent.add(agent_of("n1"))
+    stop_heartbeats(trace, None)
+    trace.heartbeat_missing.add(agent_of("n1"))
     trace.answers = {ROLLOUT: None}
-    trace.play(EARLY + LIMITS.probe - 1)
+    trace.play(EARLY_PROBE_S + LIMITS.probe - 1)
     assert fail("no_answer", ROLLOUT) not in trace.found()
     trace.play(1)
     assert fail("no_answer", ROLLOUT) in trace.found(), "after all the time of whom nobody knows to be idle"
@@ -399,36 +399,36 @@ def test_an_agent_that_restarts_leaves_a_gap_in_which_nobody_counts_as_idle() ->
     trace = Trace().node("n1", *ROLLOUTS[:2])
     trace.answers = {}
     trace.play(1)  # how often tokens come is not known
-    falls_silent(trace, IDLE)
+    stop_heartbeats(trace, IDLE)
     trace.play(6)
-    trace.silent.add(agent_of("n1"))
+    trace.heartbeat_missing.add(agent_of("n1"))
     trace.play(20)
-    trace.silent.clear()
+    trace.heartbeat_missing.clear()
     trace.play(6)
-    assert trace.asked == [], "idle for 6 s before and 6 s after it"
+    assert trace.probed_at == [], "idle for 6 s before and 6 s after it"
 
 
 def test_an_answer_of_who_makes_tokens_again_is_not_held_against_it() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: None}
-    falls_silent(trace, IDLE)
-    trace.play(EARLY + 4)
+    stop_heartbeats(trace, IDLE)
+    trace.play(EARLY_PROBE_S + 4)
     trace.still.clear()
     trace.loads[ROLLOUT] = BUSY
     trace.play(4)
-    trace.watch.answered(ROLLOUT, *DEAD, trace.now)
+    trace.monitor.on_probe_answered(ROLLOUT, *DEAD, trace.now)
     assert trace.found() == set()
 
 
 def test_a_quick_answer_is_nothing_worth_telling() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: None}
-    falls_silent(trace, IDLE)
-    while not trace.asked:
+    stop_heartbeats(trace, IDLE)
+    while not trace.probed_at:
         trace.play(1)
     asked_at = trace.now
-    assert trace.found(asked_at + PROMPT - 0.1) == set()
-    assert trace.found(asked_at + PROMPT) == {warn("suspected", ROLLOUT)}
+    assert trace.found(asked_at + PROMPT_ANSWER_S - 0.1) == set()
+    assert trace.found(asked_at + PROMPT_ANSWER_S) == {warn("suspected", ROLLOUT)}
 
 
 def test_a_usual_gap_that_is_long_makes_it_be_asked_later() -> None:
@@ -441,9 +441,9 @@ def test_a_usual_gap_that_is_long_makes_it_be_asked_later() -> None:
     trace.answers = {}
     last = trace.now
     trace.play(5 * 30 - 1)
-    assert trace.asked == []
+    assert trace.probed_at == []
     trace.play(2)
-    assert [at - last for at, _ in trace.asked] == [150.0]
+    assert [at - last for at, _ in trace.probed_at] == [150.0]
 
 
 @pytest.mark.parametrize("phase", [
@@ -453,22 +453,22 @@ def test_only_who_must_make_progress_or_merely_waits_is_asked(phase: str) -> Non
     trace = Trace().node("n1", ROLLOUT, phase=phase)
     trace.answers, trace.loads = {}, {ROLLOUT: IDLE}
     trace.play(1000)
-    assert trace.asked == []
+    assert trace.probed_at == []
 
 
 def test_who_is_blocked_by_the_store_is_not_asked() -> None:
     trace = generating()
     trace.node("n3", STORE, phase="serve")
-    falls_silent(trace, IDLE)
+    stop_heartbeats(trace, IDLE)
     trace.waiting[ROLLOUT] = STORE.replica
     trace.play(120)
-    assert trace.asked == []
+    assert trace.probed_at == []
     assert trace.found() == set()
 
 
 def test_a_judge_elsewhere_that_is_slow_to_answer_leaves_the_reward_role_idle_and_well() -> None:
     trace = Trace().node("n4", REWARD, phase="score")
-    trace.answers, trace.loads = {REWARD: MUTE}, {REWARD: IDLE}
+    trace.answers, trace.loads = {REWARD: NO_PROBE_HANDLER}, {REWARD: IDLE}
     trace.play(30)
     trace.still.add(REWARD)
     trace.play(PHASES["score"].shortest - 1)
@@ -480,45 +480,45 @@ def test_a_judge_elsewhere_that_is_slow_to_answer_leaves_the_reward_role_idle_an
 def test_a_manager_that_is_restarted_asks_anew_and_holds_nothing_from_before_against_anybody() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: None}
-    falls_silent(trace, IDLE)
-    trace.play(EARLY + 10)
+    stop_heartbeats(trace, IDLE)
+    trace.play(EARLY_PROBE_S + 10)
     trace.restart()
-    asked = len(trace.asked)
+    asked = len(trace.probed_at)
     trace.answers = {}
     trace.play(100)
     assert trace.found() == set()
-    assert len(trace.asked) > asked
+    assert len(trace.probed_at) > asked
 
 
 def test_the_time_to_ask_is_a_time_to_look_again() -> None:
-    trace = generating(asks=False)
-    falls_silent(trace, BUSY)
+    trace = generating(probes=False)
+    stop_heartbeats(trace, BUSY)
     trace.play(5)
-    for life in (*ROLLOUTS[:2], agent_of("n1")):
-        if life != agent_of("n1"):
-            trace.watch.heard(life, "generate", trace.done[life], None, trace.now)
-    last = trace.watch.replicas[ROLLOUT.replica].clock
+    for incarnation in (*ROLLOUTS[:2], agent_of("n1")):
+        if incarnation != agent_of("n1"):
+            trace.monitor.on_heartbeat(incarnation, "generate", trace.done[incarnation], None, trace.now)
+    last = trace.monitor.replicas[ROLLOUT.replica].last_change_at
     limits = Limits(silence=1000.0)
     now, again = trace.now, 0.0
-    while again < last + EARLY:
-        _, again = detect(trace.watch, limits, now)
-        assert to_probe(trace.watch, limits, now) == []
+    while again < last + EARLY_PROBE_S:
+        _, again = detect(trace.monitor, limits, now)
+        assert due_probes(trace.monitor, limits, now) == []
         now = again
-    assert again == last + EARLY
-    assert to_probe(trace.watch, limits, again) == [ROLLOUT]
-    trace.watch.asked(ROLLOUT, again)
-    assert to_probe(trace.watch, limits, again) == []
+    assert again == last + EARLY_PROBE_S
+    assert due_probes(trace.monitor, limits, again) == [ROLLOUT]
+    trace.monitor.on_probe_sent(ROLLOUT, again)
+    assert due_probes(trace.monitor, limits, again) == []
 
 
 def test_a_life_that_is_not_believed_any_more_is_neither_asked_nor_heard() -> None:
     trace = generating()
-    second = Life(ReplicaId(ROLLOUT.replica), 2)
-    falls_silent(trace, IDLE)
-    trace.play(EARLY + 2)
+    second = Incarnation(ReplicaId(ROLLOUT.replica), 2)
+    stop_heartbeats(trace, IDLE)
+    trace.play(EARLY_PROBE_S + 2)
     trace.launch(second, "n1")
-    trace.watch.asked(ROLLOUT, trace.now)
-    trace.watch.answered(ROLLOUT, *DEAD, trace.now)
-    assert ROLLOUT not in to_probe(trace.watch, LIMITS, trace.now + 500)
+    trace.monitor.on_probe_sent(ROLLOUT, trace.now)
+    trace.monitor.on_probe_answered(ROLLOUT, *DEAD, trace.now)
+    assert ROLLOUT not in due_probes(trace.monitor, LIMITS, trace.now + 500)
     assert trace.found() == set()
 
 

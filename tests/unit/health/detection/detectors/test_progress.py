@@ -8,17 +8,17 @@ import pytest
 
 from rrl.core.launch import ExitReason
 from rrl.core.phases import PHASES, Phase
-from rrl.core.run_spec import Limits, PhaseView
-from rrl.core.types import Cause, Life, NodeName, Remedy, ReplicaId
+from rrl.core.run_spec import Limits, PhaseSpec
+from rrl.core.types import Cause, Incarnation, NodeName, Remedy, ReplicaId
 from rrl.health.detection.detect import detect
-from rrl.health.detection.detectors.liveness import RUNNING, unheard
-from rrl.health.detection.detectors.progress import BLIND, IDLE_FIRST
+from rrl.health.detection.detectors.liveness import CPU_ACTIVE_SILENCE_FACTOR, missing_heartbeats
+from rrl.health.detection.detectors.progress import MAX_BLIND_TRAINING_S, FIRST_PASS_IDLE_SHARE
 from rrl.health.detection.detectors.registry import PROGRESS_DETECTORS
 from rrl.tests.support.health.traces import (
     BUSY,
     IDLE,
     LIMITS,
-    MUTE,
+    NO_PROBE_HANDLER,
     ROLLOUT,
     ROLLOUTS,
     STORE,
@@ -27,7 +27,7 @@ from rrl.tests.support.health.traces import (
     agent_of,
     brief,
     fail,
-    look,
+    detect_fresh,
     unknown,
     warn,
 )  # fmt: skip
@@ -56,7 +56,7 @@ def test_an_exit_record_is_proof_at_once(
     code: int | None, signal: int | None, reason: ExitReason, detail: str, text: str
 ) -> None:
     trace = one_rollout()
-    trace.watch.step_ended(ROLLOUT, code, signal, reason, trace.now, detail=detail)
+    trace.monitor.on_step_ended(ROLLOUT, code, signal, reason, trace.now, detail=detail)
     finding = trace.only()
     assert fail("exit_record", ROLLOUT) in trace.found()
     assert (finding.proof, finding.cause, finding.remedy) == (True, Cause.PROCESS, Remedy.RESTART)
@@ -65,33 +65,33 @@ def test_an_exit_record_is_proof_at_once(
 
 def test_a_signal_that_is_not_ours_is_a_failure_once_the_cluster_has_had_time_to_say_that_it_preempts() -> None:
     trace = one_rollout()
-    trace.watch.step_ended(ROLLOUT, None, 15, ExitReason.STOPPED, trace.now)
+    trace.monitor.on_step_ended(ROLLOUT, None, 15, ExitReason.STOPPED, trace.now)
     assert trace.findings() == []
-    finding = trace.only(trace.now + 4 * LIMITS.beat)
+    finding = trace.only(trace.now + 4 * LIMITS.heartbeat)
     assert (finding.proof, finding.evidence[0].text) == (True, "ended by signal 15 (SIGTERM); stopped on request")
 
 
 def test_an_exit_of_who_was_asked_to_stop_is_no_failure() -> None:
     for code, signal in ((0, None), (None, 15), (None, 9)):
         trace = one_rollout()
-        trace.watch.leaving(ROLLOUT, trace.now)
-        trace.watch.step_ended(ROLLOUT, code, signal, ExitReason.EXITED, trace.now)
+        trace.monitor.on_stop_requested(ROLLOUT, trace.now)
+        trace.monitor.on_step_ended(ROLLOUT, code, signal, ExitReason.EXITED, trace.now)
         assert trace.found() == set()
         assert trace.found(trace.now + 1e4) - {warn("node_lost", "n1")} == set()
 
 
 def test_a_code_of_its_own_of_who_was_asked_to_stop_is_a_warning() -> None:
     trace = one_rollout()
-    trace.watch.leaving(ROLLOUT, trace.now)
-    trace.watch.step_ended(ROLLOUT, 3, None, ExitReason.EXITED, trace.now)
+    trace.monitor.on_stop_requested(ROLLOUT, trace.now)
+    trace.monitor.on_step_ended(ROLLOUT, 3, None, ExitReason.EXITED, trace.now)
     assert trace.found() == {warn("exit_record", ROLLOUT)}
 
 
 @pytest.mark.parametrize(("code", "signal"), [(0, None), (3, None), (None, 9)])
 def test_an_end_that_nobody_asked_for_is_a_failure_even_after_goodbye(code: int | None, signal: int | None) -> None:
     trace = one_rollout()
-    trace.watch.goodbye(ROLLOUT, trace.now)
-    trace.watch.step_ended(ROLLOUT, code, signal, ExitReason.EXITED, trace.now)
+    trace.monitor.on_goodbye(ROLLOUT, trace.now)
+    trace.monitor.on_step_ended(ROLLOUT, code, signal, ExitReason.EXITED, trace.now)
     trace.play(4)
     assert trace.found() == {fail("exit_record", ROLLOUT)}
     assert trace.only().proof
@@ -99,63 +99,63 @@ def test_an_end_that_nobody_asked_for_is_a_failure_even_after_goodbye(code: int 
 
 def test_a_witnessed_end_that_nobody_asked_for_is_a_failure_even_after_goodbye() -> None:
     trace = one_rollout()
-    trace.watch.goodbye(ROLLOUT, trace.now)
-    trace.watch.gone(ROLLOUT, trace.now)
+    trace.monitor.on_goodbye(ROLLOUT, trace.now)
+    trace.monitor.on_step_gone(ROLLOUT, trace.now)
     assert trace.found() == {fail("step_gone", ROLLOUT)}
 
 
 def test_code_0_waits_for_the_word_that_the_run_is_complete() -> None:
     trace = one_rollout()
-    trace.watch.step_ended(ROLLOUT, 0, None, ExitReason.EXITED, trace.now)
-    due = trace.now + 4 * LIMITS.beat
+    trace.monitor.on_step_ended(ROLLOUT, 0, None, ExitReason.EXITED, trace.now)
+    due = trace.now + 4 * LIMITS.heartbeat
     assert trace.found(before(due)) == set()
     assert trace.found(due) == {fail("exit_record", ROLLOUT)}
-    trace.watch.leaving(ROLLOUT, trace.now + 1)
+    trace.monitor.on_stop_requested(ROLLOUT, trace.now + 1)
     assert trace.found(due) == set()
 
 
 def test_who_said_goodbye_and_stays_has_failed_in_the_end() -> None:
     trace = one_rollout("stopping")
-    trace.watch.goodbye(ROLLOUT, trace.now)
-    trace.watch.goodbye(ROLLOUT, trace.now + 5)
+    trace.monitor.on_goodbye(ROLLOUT, trace.now)
+    trace.monitor.on_goodbye(ROLLOUT, trace.now + 5)
     due = trace.now + PHASES["stopping"].longest
     trace.play(PHASES["stopping"].longest)
     assert trace.found(before(due)) == set()
     assert trace.found() == {fail("never_left", ROLLOUT)}
-    trace.watch.leaving(ROLLOUT, trace.now)
+    trace.monitor.on_stop_requested(ROLLOUT, trace.now)
     assert trace.found() == set(), "asked to stop: the manager sees to its end"
 
 
 @pytest.mark.parametrize("reason", [ExitReason.FENCED, ExitReason.NOT_ADMITTED])
 def test_a_second_step_that_was_sent_away_says_nothing_about_the_first(reason: ExitReason) -> None:
     trace = one_rollout()
-    trace.watch.step_ended(ROLLOUT, 1, None, reason, trace.now)
+    trace.monitor.on_step_ended(ROLLOUT, 1, None, reason, trace.now)
     assert trace.found() == set()
-    trace.watch.step_ended(ROLLOUT, None, 9, ExitReason.SIGNALED, trace.now)
+    trace.monitor.on_step_ended(ROLLOUT, None, 9, ExitReason.SIGNALED, trace.now)
     assert trace.found() == {fail("exit_record", ROLLOUT)}
 
 
 def test_the_agent_s_witness_is_proof_and_an_exit_record_says_more() -> None:
     trace = one_rollout()
-    trace.watch.gone(ROLLOUT, trace.now)
+    trace.monitor.on_step_gone(ROLLOUT, trace.now)
     assert trace.found() == {fail("step_gone", ROLLOUT)}
     assert trace.only().proof
-    trace.watch.step_ended(ROLLOUT, None, 9, ExitReason.SIGNALED, trace.now)
+    trace.monitor.on_step_ended(ROLLOUT, None, 9, ExitReason.SIGNALED, trace.now)
     assert trace.found() == {fail("exit_record", ROLLOUT)}
 
 
 def test_a_witnessed_end_of_who_was_asked_to_stop_is_no_failure() -> None:
     trace = one_rollout()
-    trace.watch.leaving(ROLLOUT, trace.now)
-    trace.watch.gone(ROLLOUT, trace.now)
+    trace.monitor.on_stop_requested(ROLLOUT, trace.now)
+    trace.monitor.on_step_gone(ROLLOUT, trace.now)
     assert trace.found() == set()
-    trace.watch.step_ended(ROLLOUT, None, None, ExitReason.LOST, trace.now)
+    trace.monitor.on_step_ended(ROLLOUT, None, None, ExitReason.LOST, trace.now)
     assert trace.found() == set()
 
 
 def test_an_agent_that_exits_is_found_like_any_replica() -> None:
     trace = one_rollout()
-    trace.watch.step_ended(agent_of("n1"), 1, None, ExitReason.EXITED, trace.now)
+    trace.monitor.on_step_ended(agent_of("n1"), 1, None, ExitReason.EXITED, trace.now)
     assert trace.found() == {fail("exit_record", agent_of("n1"))}
 
 
@@ -164,7 +164,7 @@ def test_a_silent_worker_on_a_living_node_has_failed_after_the_limit_and_not_bef
     trace = one_rollout()
     trace.play(5)
     last = trace.now
-    trace.silent.add(ROLLOUT)
+    trace.heartbeat_missing.add(ROLLOUT)
     trace.play(9)
     due = last + LIMITS.silence
     assert trace.found(before(due)) == set()
@@ -178,13 +178,13 @@ def test_a_silent_worker_whose_cpu_is_seen_at_work_has_three_times_as_long() -> 
     trace.loads[ROLLOUT] = (1.0, 0.0, 0.0)
     trace.play(6)
     last = trace.now
-    trace.silent.add(ROLLOUT)
-    trace.play(RUNNING * LIMITS.silence - 1)
+    trace.heartbeat_missing.add(ROLLOUT)
+    trace.play(CPU_ACTIVE_SILENCE_FACTOR * LIMITS.silence - 1)
     assert trace.found() == set()
     trace.play(1)
     assert trace.found() == {fail("worker_silence", ROLLOUT)}
     assert trace.only().evidence[0].text == "no beat for 30 s after its last one, in phase generate"
-    assert trace.now == last + RUNNING * LIMITS.silence
+    assert trace.now == last + CPU_ACTIVE_SILENCE_FACTOR * LIMITS.silence
 
 
 @pytest.mark.parametrize("load", [(0.0, 1.0, 0.0), (0.0, 0.0, 0.0)])
@@ -192,7 +192,7 @@ def test_a_stopped_one_takes_no_cpu_whatever_keeps_its_gpu(load: tuple[float, fl
     trace = one_rollout()
     trace.loads[ROLLOUT] = load
     trace.play(6)
-    trace.silent.add(ROLLOUT)
+    trace.heartbeat_missing.add(ROLLOUT)
     trace.play(LIMITS.silence)
     assert trace.found() == {fail("worker_silence", ROLLOUT)}
 
@@ -200,23 +200,23 @@ def test_a_stopped_one_takes_no_cpu_whatever_keeps_its_gpu(load: tuple[float, fl
 @pytest.mark.parametrize("phase", sorted(PHASES))
 def test_a_worker_must_beat_in_every_phase(phase: str) -> None:
     trace = one_rollout(phase)
-    trace.silent.add(ROLLOUT)
+    trace.heartbeat_missing.add(ROLLOUT)
     trace.play(10)
     assert fail("worker_silence", ROLLOUT) in trace.found()
 
 
 def test_silence_after_goodbye_is_expected() -> None:
     trace = one_rollout()
-    trace.watch.goodbye(ROLLOUT, trace.now)
-    trace.silent.add(ROLLOUT)
+    trace.monitor.on_goodbye(ROLLOUT, trace.now)
+    trace.heartbeat_missing.add(ROLLOUT)
     trace.play(PHASES["stopping"].longest - 1)
     assert trace.found() == set()
 
 
 def test_silence_of_who_was_asked_to_stop_is_expected() -> None:
     trace = one_rollout()
-    trace.watch.leaving(ROLLOUT, trace.now)
-    trace.silent.add(ROLLOUT)
+    trace.monitor.on_stop_requested(ROLLOUT, trace.now)
+    trace.heartbeat_missing.add(ROLLOUT)
     trace.play(5000)
     assert trace.found() == set()
 
@@ -224,21 +224,21 @@ def test_silence_of_who_was_asked_to_stop_is_expected() -> None:
 def test_a_worker_that_falls_silent_with_its_whole_node_is_unknown_and_not_charged() -> None:
     trace = one_rollout()
     trace.play(5.0)
-    trace.watch.agent_heard(NodeName("n1"), agent_of("n1"), trace.now + 0.9)  # the last beats differ by up to one
+    trace.monitor.on_agent_message(NodeName("n1"), agent_of("n1"), trace.now + 0.9)  # the last beats differ by up to one
     assert trace.found(trace.now + LIMITS.silence) == {unknown("worker_silence", ROLLOUT)}
 
 
 def test_a_living_sibling_witnesses_for_the_node_too() -> None:
     trace = Trace().node("n1", ROLLOUTS[0], ROLLOUTS[1])
-    trace.silent |= {ROLLOUTS[0], agent_of("n1")}
+    trace.heartbeat_missing |= {ROLLOUTS[0], agent_of("n1")}
     trace.play(10)
     assert trace.found() == {fail("worker_silence", ROLLOUTS[0]), warn("node_lost", "n1")}
 
 
 def test_with_slow_beats_silence_takes_three_missed_ones_and_time_for_the_last() -> None:
-    trace = Trace(Limits(beat=5.0, silence=10.0)).node("n1", ROLLOUT)
+    trace = Trace(Limits(heartbeat=5.0, silence=10.0)).node("n1", ROLLOUT)
     last = trace.now
-    trace.silent.add(ROLLOUT)
+    trace.heartbeat_missing.add(ROLLOUT)
     trace.play(20)
     assert trace.found(before(last + 20)) == set()
     assert trace.found(last + 20) == {fail("worker_silence", ROLLOUT)}
@@ -246,24 +246,24 @@ def test_with_slow_beats_silence_takes_three_missed_ones_and_time_for_the_last()
 
 def test_once_one_is_found_to_be_silent_those_who_have_missed_some_beats_on_living_nodes_are_told_too() -> None:
     trace = Trace()
-    for index, life in enumerate(ROLLOUTS):
-        trace.node(f"n{index}", life)
-    trace.silent = {ROLLOUTS[0]}
+    for index, incarnation in enumerate(ROLLOUTS):
+        trace.node(f"n{index}", incarnation)
+    trace.heartbeat_missing = {ROLLOUTS[0]}
     trace.play(4)
     began = trace.now
-    trace.silent |= {ROLLOUTS[1], ROLLOUTS[2], agent_of("n2")}
+    trace.heartbeat_missing |= {ROLLOUTS[1], ROLLOUTS[2], agent_of("n2")}
     trace.play(6)
-    assert unheard([], trace.watch, LIMITS, trace.now) == {}, "nobody asks before"
+    assert missing_heartbeats([], trace.monitor, LIMITS, trace.now) == {}, "nobody asks before"
     silent = {ROLLOUTS[0]: (NodeName("n0"), began - 4), ROLLOUTS[1]: (NodeName("n1"), began)}
-    assert unheard(trace.findings(), trace.watch, LIMITS, trace.now) == silent
+    assert missing_heartbeats(trace.findings(), trace.monitor, LIMITS, trace.now) == silent
 
 
 def test_who_is_heard_again_is_found_no_more() -> None:
     trace = one_rollout()
-    trace.silent.add(ROLLOUT)
+    trace.heartbeat_missing.add(ROLLOUT)
     trace.play(30)
     assert trace.found() == {fail("worker_silence", ROLLOUT)}
-    trace.silent.clear()
+    trace.heartbeat_missing.clear()
     trace.play(1)
     assert trace.found() == set()
 
@@ -277,52 +277,52 @@ def test_a_launch_without_hello_fails_after_the_join_limit_and_not_before() -> N
     assert trace.found(due) == {fail("never_joined", ROLLOUT)}
 
 
-SHADOW = Life(ReplicaId("shadow/n1"), 3)
-ADOPT = 4 * LIMITS.beat
+STANDBY_PROCESS = Incarnation(ReplicaId("shadow/n1"), 3)
+PROMOTE = 4 * LIMITS.heartbeat
 
 
-def adopted() -> Trace:
+def promoted() -> Trace:
     """A shadow of n1, which stood by, was told to become the trainer."""
-    trace = Trace().node("n1", SHADOW, phase="standby")
+    trace = Trace().node("n1", STANDBY_PROCESS, phase="standby")
     trace.play(2 * PHASES["generate"].longest)
     assert trace.found() == set(), "it may do nothing for ever"
-    trace.watch.launched(TRAINER, NodeName("n1"), trace.now, SHADOW, ADOPT)
+    trace.monitor.on_launched(TRAINER, NodeName("n1"), trace.now, STANDBY_PROCESS, PROMOTE)
     return trace
 
 
 def test_a_shadow_that_is_not_heard_as_what_it_became_fails_long_before_a_launch_would() -> None:
-    trace = adopted()
-    due = trace.now + ADOPT
-    trace.play(ADOPT)
+    trace = promoted()
+    due = trace.now + PROMOTE
+    trace.play(PROMOTE)
     assert trace.found(before(due)) == set()
     assert trace.found(due) == {fail("adopt_overdue", TRAINER)}
     (finding,) = trace.findings()
     assert finding.evidence[0].text == "shadow/n1#3 on n1 was told to become it, and no Hello came within 4 s"
-    assert trace.watch.replicas.keys() == {TRAINER.replica, agent_of("n1").replica}, "the shadow is no more"
+    assert trace.monitor.replicas.keys() == {TRAINER.replica, agent_of("n1").replica}, "the shadow is no more"
 
 
 def test_nobody_is_told_to_wait_longer_for_it_because_its_step_lives() -> None:
-    trace = adopted()
-    alive(trace, 2 * ADOPT)
-    trace.watch.step_alive(TRAINER, trace.now)
+    trace = promoted()
+    alive(trace, 2 * PROMOTE)
+    trace.monitor.on_step_alive(TRAINER, trace.now)
     assert trace.found() == {fail("adopt_overdue", TRAINER)}
 
 
 def test_a_shadow_whose_step_ends_before_it_was_heard_fails_by_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = adopted()
-    trace.watch.step_ended(TRAINER, None, 9, ExitReason.SIGNALED, trace.now)
+    trace = promoted()
+    trace.monitor.on_step_ended(TRAINER, None, 9, ExitReason.SIGNALED, trace.now)
     assert trace.found() == {fail("exit_record", TRAINER)}
 
 
 def test_heard_as_what_it_became_it_is_judged_as_any_other() -> None:
-    trace = adopted()
-    trace.play(LIMITS.beat)
-    trace.watch.joined(TRAINER, NodeName("n1"), "starting", trace.now)
-    trace.play(2 * ADOPT)
+    trace = promoted()
+    trace.play(LIMITS.heartbeat)
+    trace.monitor.on_hello(TRAINER, NodeName("n1"), "starting", trace.now)
+    trace.play(2 * PROMOTE)
     assert trace.found() == set()
-    trace.watch.restart(trace.now)
-    trace.silent.add(TRAINER)
-    trace.play(2 * ADOPT)
+    trace.monitor.restart(trace.now)
+    trace.heartbeat_missing.add(TRAINER)
+    trace.play(2 * PROMOTE)
     assert trace.found() == set(), "after a manager's pause it has as long to be heard as any"
 
 
@@ -330,7 +330,7 @@ def alive(trace: Trace, seconds: float) -> None:
     """The agent of n1 beats, and says that the rollout's step lives."""
     for _ in range(int(seconds)):
         trace.play(1)
-        trace.watch.step_alive(ROLLOUT, trace.now)
+        trace.monitor.on_step_alive(ROLLOUT, trace.now)
 
 
 def test_a_slow_start_of_a_step_that_lives_is_a_warning_first() -> None:
@@ -344,7 +344,7 @@ def test_a_slow_start_of_a_step_that_lives_is_a_warning_first() -> None:
     first = trace.findings()
     alive(trace, 4 * LIMITS.join - 1)
     assert trace.findings() == first
-    assert look(trace.watch, trace.now, LIMITS)[1] <= due
+    assert detect_fresh(trace.monitor, trace.now, LIMITS)[1] <= due
     alive(trace, 1)
     assert trace.now == due
     assert trace.found() == {fail("never_joined", ROLLOUT)}
@@ -364,7 +364,7 @@ def test_a_slow_start_does_not_witness_against_its_node_before_its_own_time_is_u
     trace = Trace().node("n1")
     trace.launch(ROLLOUT, "n1")
     alive(trace, 150)
-    trace.silent.add(agent_of("n1"))
+    trace.heartbeat_missing.add(agent_of("n1"))
     seen = trace.now
     assert trace.found(seen + 60) == {warn("never_joined", ROLLOUT), warn("node_lost", "n1")}
     assert trace.found(seen + LIMITS.join) == {fail("node_lost", "n1")}
@@ -372,7 +372,7 @@ def test_a_slow_start_does_not_witness_against_its_node_before_its_own_time_is_u
 
 def test_a_step_that_lives_is_not_thereby_joined_nor_heard() -> None:
     trace = one_rollout()
-    trace.silent.add(ROLLOUT)
+    trace.heartbeat_missing.add(ROLLOUT)
     alive(trace, 10)
     assert trace.found() == {fail("worker_silence", ROLLOUT)}
 
@@ -413,9 +413,9 @@ def test_the_first_pass_gets_the_longest_deadline_and_grace() -> None:
 @pytest.mark.parametrize("phase", ["publish", "score"])
 def test_who_idles_in_its_first_pass_has_no_grace_for_compiling(phase: str) -> None:
     trace = one_rollout(phase)
-    trace.loads[ROLLOUT], trace.answers = IDLE, {ROLLOUT: MUTE}
+    trace.loads[ROLLOUT], trace.answers = IDLE, {ROLLOUT: NO_PROBE_HANDLER}
     trace.still.add(ROLLOUT)
-    due = IDLE_FIRST * PHASES[phase].longest
+    due = FIRST_PASS_IDLE_SHARE * PHASES[phase].longest
     trace.play(due - 2)
     assert trace.found() == set()
     trace.play(4)
@@ -439,9 +439,9 @@ def test_in_a_later_life_what_is_usual_counts_at_once_for_who_idles() -> None:
     trace = one_rollout("publish")
     trace.loads[ROLLOUT] = BUSY
     trace.learn(ROLLOUT, "publish", 10.0, between="train")
-    second = Life(ROLLOUT.replica, 2)
+    second = Incarnation(ROLLOUT.replica, 2)
     trace.launch(second, "n1")
-    trace.watch.joined(second, NodeName("n1"), "starting", trace.now)
+    trace.monitor.on_hello(second, NodeName("n1"), "starting", trace.now)
     trace.enter(second, "publish")
     trace.loads = {second: IDLE}
     trace.play(PHASES["publish"].shortest - 1)
@@ -458,7 +458,7 @@ def test_a_gpu_at_work_earns_less_in_long_steps_where_nobody_sees_its_tensor_cor
     trace.loads[ROLLOUT] = 1.0, 1.0, tensor
     trace.learn(ROLLOUT, "train", 2400.0)
     trace.enter(ROLLOUT, "train")
-    due = trace.now + max(hours * 3600.0, BLIND)
+    due = trace.now + max(hours * 3600.0, MAX_BLIND_TRAINING_S)
     trace.play(due - 1 - trace.now)
     assert trace.found() == set()
     trace.play(1)
@@ -468,9 +468,9 @@ def test_a_gpu_at_work_earns_less_in_long_steps_where_nobody_sees_its_tensor_cor
 def test_a_replacement_gets_first_pass_grace_on_top_of_what_is_usual_in_its_role() -> None:
     trace = one_rollout()
     trace.play(20)
-    second = Life(ROLLOUT.replica, 2)
+    second = Incarnation(ROLLOUT.replica, 2)
     trace.launch(second, "n1")
-    trace.watch.joined(second, NodeName("n1"), "starting", trace.now)
+    trace.monitor.on_hello(second, NodeName("n1"), "starting", trace.now)
     trace.enter(second, "generate")
     trace.still.add(second)
     due = trace.now + PHASES["generate"].shortest + LIMITS.first_pass
@@ -482,12 +482,12 @@ def test_a_replacement_gets_first_pass_grace_on_top_of_what_is_usual_in_its_role
 def test_no_progress_needs_three_beats_that_show_it() -> None:
     trace = one_rollout()
     trace.play(20)
-    trace.silent.add(ROLLOUT)
+    trace.heartbeat_missing.add(ROLLOUT)
     trace.play(PHASES["generate"].shortest)
-    trace.silent.clear()
+    trace.heartbeat_missing.clear()
     trace.still.add(ROLLOUT)
     trace.play(1)
-    trace.watch.replicas[ROLLOUT.replica].beats = 2
+    trace.monitor.replicas[ROLLOUT.replica].heartbeats = 2
     assert trace.found() == {warn("suspected", ROLLOUT)}
     trace.play(1)
     assert trace.found() == {fail("no_progress", ROLLOUT)}
@@ -533,8 +533,8 @@ def test_a_long_phase_that_shows_progress_is_not_overdue() -> None:
 
 def test_a_running_deadline_does_not_move_when_others_change_what_is_usual() -> None:
     trace = Trace().node("n1", *ROLLOUTS[:2], phase="publish")
-    for life in ROLLOUTS[:2]:
-        trace.learn(life, "checkpoint", 100.0, between="serve")
+    for incarnation in ROLLOUTS[:2]:
+        trace.learn(incarnation, "checkpoint", 100.0, between="serve")
     trace.enter(ROLLOUTS[0], "checkpoint")
     trace.play(510)
     found = trace.findings()
@@ -579,7 +579,7 @@ def test_a_first_training_step_of_hours_is_no_hang() -> None:
 
 # ── bounds of the job's own ──────────────────────────────────────────────────────────────────────────────────────────
 def test_the_job_moves_the_bounds_of_a_phase() -> None:
-    limits = Limits(first_pass=0.0, phases={"train": PhaseView(shortest=30.0, longest=100.0)})
+    limits = Limits(first_pass=0.0, phases={"train": PhaseSpec(shortest=30.0, longest=100.0)})
     trace = Trace(limits).node("n1", TRAINER, phase="train")
     began = trace.now
     trace.play(100)
@@ -594,7 +594,7 @@ def test_the_job_moves_the_bounds_of_a_phase() -> None:
 
 
 def test_a_phase_of_the_job_s_own_that_lasts_longer_than_it_says_has_failed() -> None:
-    own = PhaseView(longest=100.0, progresses=False)
+    own = PhaseSpec(longest=100.0, progresses=False)
     trace = Trace(Limits(first_pass=0.0, phases={"my_evaluation": own})).node("n1", TRAINER, phase="my_evaluation")
     trace.play(99)
     assert trace.found() == set()
@@ -603,11 +603,11 @@ def test_a_phase_of_the_job_s_own_that_lasts_longer_than_it_says_has_failed() ->
 
 
 def test_a_phase_of_the_job_s_own_can_demand_progress() -> None:
-    own = PhaseView(shortest=60.0, longest=100.0, progresses=True)
+    own = PhaseSpec(shortest=60.0, longest=100.0, progresses=True)
     trace = Trace(Limits(first_pass=0.0, phases={"tools": own})).node("n1", ROLLOUT, phase="tools")
     trace.play(500)
     assert trace.found() == set()
-    assert trace.watch.replicas[ROLLOUT.replica].usual == pytest.approx(1.0), "the gap between two rises is usual"
+    assert trace.monitor.replicas[ROLLOUT.replica].usual_duration == pytest.approx(1.0), "the gap between two rises is usual"
     trace.still.add(ROLLOUT)
     trace.play(60)
     assert trace.found() == {fail("no_progress", ROLLOUT)}
@@ -615,11 +615,11 @@ def test_a_phase_of_the_job_s_own_can_demand_progress() -> None:
 
 def test_the_first_look_tells_the_watch_of_the_job_s_phases() -> None:
     trace = one_rollout("tools")
-    limits = Limits(first_pass=0.0, phases={"tools": PhaseView(longest=100.0, progresses=True)})
-    detect(trace.watch, limits, trace.now)
+    limits = Limits(first_pass=0.0, phases={"tools": PhaseSpec(longest=100.0, progresses=True)})
+    detect(trace.monitor, limits, trace.now)
     trace.still.add(ROLLOUT)
     trace.play(100)
-    assert brief(detect(trace.watch, limits, trace.now)[0]) == {fail("no_progress", ROLLOUT)}
+    assert brief(detect(trace.monitor, limits, trace.now)[0]) == {fail("no_progress", ROLLOUT)}
 
 
 # ── blocked by another replica ───────────────────────────────────────────────────────────────────────────────────────
@@ -638,7 +638,7 @@ def test_time_that_another_replica_took_is_not_charged_when_it_is_over(phase: st
     del trace.waiting[TRAINER]
     trace.play(1)
     assert trace.found() == set(), "the first beat after the store is back"
-    assert trace.watch.replicas[TRAINER.replica].beats == 0, "no beat has shown it standing still by itself"
+    assert trace.monitor.replicas[TRAINER.replica].heartbeats == 0, "no beat has shown it standing still by itself"
     freed, deadline = trace.now, PHASES[phase].shortest
     trace.done[STORE] += 1
     trace.play(deadline)
@@ -650,9 +650,9 @@ def test_time_that_another_replica_took_is_not_charged_when_it_is_over(phase: st
 def test_a_replacement_has_all_the_time_to_start_however_short_the_code_between_phases_was() -> None:
     trace = Trace().node("n1", TRAINER, phase="train")
     trace.learn(TRAINER, "starting", 1.0, passes=6, between="train")
-    second = Life(TRAINER.replica, 2)
+    second = Incarnation(TRAINER.replica, 2)
     trace.launch(second, "n1")
-    trace.watch.joined(second, NodeName("n1"), "starting", trace.now)
+    trace.monitor.on_hello(second, NodeName("n1"), "starting", trace.now)
     due = trace.now + PHASES["starting"].longest + LIMITS.first_pass
     trace.play(due - trace.now)
     assert trace.found(before(due)) == set()
@@ -670,8 +670,8 @@ def test_evidence_and_since_carry_no_running_seconds() -> None:
     trace = Trace().node("n1", *ROLLOUTS)
     trace.play(20)
     trace.still.add(ROLLOUTS[0])
-    trace.silent.add(ROLLOUTS[1])
-    trace.watch.step_ended(ROLLOUTS[2], 1, None, ExitReason.EXITED, trace.now)
+    trace.heartbeat_missing.add(ROLLOUTS[1])
+    trace.monitor.on_step_ended(ROLLOUTS[2], 1, None, ExitReason.EXITED, trace.now)
     trace.play(300)
     found = trace.findings()
     assert len(found) == 3
@@ -695,10 +695,10 @@ def test_every_detector_is_in_the_ladder_best_evidence_first() -> None:
 def test_a_restart_gives_full_grace_and_judges_nothing_from_before() -> None:
     trace = Trace().node("n1", *ROLLOUTS[:2]).node("n2", TRAINER, phase="train")
     trace.play(20)
-    trace.silent |= {ROLLOUTS[0], TRAINER, agent_of("n2")}
+    trace.heartbeat_missing |= {ROLLOUTS[0], TRAINER, agent_of("n2")}
     trace.still.add(ROLLOUTS[1])
     trace.play(300)
-    trace.watch.cluster_node(NodeName("n2"), "down", "", trace.now)
+    trace.monitor.on_node_status(NodeName("n2"), "down", "", trace.now)
     assert trace.found() == {
         fail("worker_silence", ROLLOUTS[0]), fail("no_progress", ROLLOUTS[1]), fail("node_down", "n2")
     }  # fmt: skip
@@ -716,6 +716,6 @@ def test_a_restart_gives_full_grace_and_judges_nothing_from_before() -> None:
 
 def test_proof_outlives_a_restart() -> None:
     trace = one_rollout()
-    trace.watch.step_ended(ROLLOUT, 1, None, ExitReason.EXITED, trace.now)
-    trace.watch.restart(trace.now + 5)
+    trace.monitor.on_step_ended(ROLLOUT, 1, None, ExitReason.EXITED, trace.now)
+    trace.monitor.restart(trace.now + 5)
     assert trace.found() == {fail("exit_record", ROLLOUT)}

@@ -6,35 +6,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrl.core.run_spec import Limits
-from rrl.core.types import Cause, Life, NodeName, Remedy, ReplicaId
-from rrl.health.detection.baselines import ROUNDS, WINDOW
+from rrl.core.types import Cause, Incarnation, NodeName, Remedy, ReplicaId
+from rrl.health.detection.baselines import STRAGGLER_ROUNDS, THROUGHPUT_WINDOW_S
 from rrl.health.detection.detect import detect
-from rrl.tests.support.health.traces import BUSY, IDLE, LIMITS, Trace, look, warn
+from rrl.tests.support.health.traces import BUSY, IDLE, LIMITS, Trace, detect_fresh, warn
 
-ROLLOUTS = tuple(Life(ReplicaId(f"rollout/{index}"), 1) for index in range(6))
-RANKS = tuple(Life(ReplicaId("trainer/0" + (f".{rank}" if rank else "")), 1) for rank in range(4))
-LONG = (ROUNDS + 1.5) * WINDOW
+ROLLOUTS = tuple(Incarnation(ReplicaId(f"rollout/{index}"), 1) for index in range(6))
+RANKS = tuple(Incarnation(ReplicaId("trainer/0" + (f".{rank}" if rank else "")), 1) for rank in range(4))
+LONG = (STRAGGLER_ROUNDS + 1.5) * THROUGHPUT_WINDOW_S
 SLOW = ROLLOUTS[4]
 
 
 class Paced(Trace):
     """Rollouts that make so many tokens a second; 7 unless said."""
 
-    rates: dict[Life, float]
+    rates: dict[Incarnation, float]
 
     def play(self, seconds: float) -> None:
         for _ in range(int(seconds)):
-            for life, rate in self.rates.items():
-                self.done[life] = self.done.get(life, 0) + int(rate) - 7  # Trace adds 7
+            for incarnation, rate in self.rates.items():
+                self.done[incarnation] = self.done.get(incarnation, 0) + int(rate) - 7  # Trace adds 7
             super().play(1)
 
 
 def generating(**limits: str) -> Paced:
     trace = Paced(Limits(**limits) if limits else LIMITS)  # type: ignore[arg-type]
     trace.rates = {}
-    for index, life in enumerate(ROLLOUTS):
-        trace.node(f"n{index}", life)
-        trace.loads[life] = BUSY
+    for index, incarnation in enumerate(ROLLOUTS):
+        trace.node(f"n{index}", incarnation)
+        trace.loads[incarnation] = BUSY
     trace.rates = dict.fromkeys(ROLLOUTS, 100.0)
     return trace
 
@@ -42,9 +42,9 @@ def generating(**limits: str) -> Paced:
 def test_a_rollout_that_makes_a_third_of_its_peers_tokens_for_minutes_is_a_straggler() -> None:
     trace = generating()
     trace.rates[SLOW] = 33.0
-    trace.play((ROUNDS - 1) * WINDOW)
+    trace.play((STRAGGLER_ROUNDS - 1) * THROUGHPUT_WINDOW_S)
     assert trace.found() == set()
-    trace.play(2.5 * WINDOW)
+    trace.play(2.5 * THROUGHPUT_WINDOW_S)
     assert trace.found() == {warn("straggler", SLOW)}
     finding = trace.only()
     assert (finding.cause, finding.remedy) == (Cause.NODE, Remedy.NONE)
@@ -52,7 +52,7 @@ def test_a_rollout_that_makes_a_third_of_its_peers_tokens_for_minutes_is_a_strag
     trace.play(200)
     assert trace.findings() == found
     trace.rates[SLOW] = 100.0
-    trace.play(2 * WINDOW + 1)
+    trace.play(2 * THROUGHPUT_WINDOW_S + 1)
     assert trace.found() == set(), "and is none any more"
 
 
@@ -74,18 +74,18 @@ def test_two_slow_minutes_are_nothing() -> None:
     trace = generating()
     for _ in range(4):
         trace.rates[SLOW] = 20.0
-        trace.play(2 * WINDOW)
+        trace.play(2 * THROUGHPUT_WINDOW_S)
         trace.rates[SLOW] = 100.0
-        trace.play(2 * WINDOW)
+        trace.play(2 * THROUGHPUT_WINDOW_S)
         assert trace.found() == set()
 
 
 def test_the_last_one_that_generates_has_no_peers() -> None:
     trace = generating()
     trace.rates = {SLOW: 20.0}
-    for life in ROLLOUTS:
-        if life != SLOW:
-            trace.enter(life, "wait_work")
+    for incarnation in ROLLOUTS:
+        if incarnation != SLOW:
+            trace.enter(incarnation, "wait_work")
     trace.play(LONG)
     assert trace.found() == set()
 
@@ -114,9 +114,9 @@ def test_a_replacement_begins_without_its_predecessor_s_record() -> None:
     trace = generating()
     trace.rates[SLOW] = 33.0
     trace.play(LONG)
-    second = Life(SLOW.replica, 2)
+    second = Incarnation(SLOW.replica, 2)
     trace.launch(second, "n4")
-    trace.watch.joined(second, NodeName("n4"), "generate", trace.now)
+    trace.monitor.on_hello(second, NodeName("n4"), "generate", trace.now)
     trace.rates[second] = 100.0
     trace.play(30)
     assert trace.found() == set()
@@ -127,37 +127,37 @@ def test_after_a_manager_s_restart_the_rounds_begin_anew() -> None:
     trace.rates[SLOW] = 33.0
     trace.play(LONG)
     trace.restart()
-    trace.play(3 * WINDOW)
+    trace.play(3 * THROUGHPUT_WINDOW_S)
     assert trace.found() == set()
 
 
-def gang(slow: float, passes: int, told: bool) -> Trace:
+def gang(slow: float, passes: int, reported: bool) -> Trace:
     """Passes of 20 s in which the last rank needs ``slow`` of them; ``told``: it is seen when each is done."""
     trace = Trace()
-    for rank, life in enumerate(RANKS):
-        trace.node(f"n{rank}", life, phase="publish")
+    for rank, incarnation in enumerate(RANKS):
+        trace.node(f"n{rank}", incarnation, phase="publish")
     for _ in range(passes):
-        for life in RANKS:
-            trace.enter(life, "train")
+        for incarnation in RANKS:
+            trace.enter(incarnation, "train")
         for second in range(20):
-            if told:
-                for life in RANKS:
-                    if second == int(slow if life == RANKS[3] else 10):
-                        trace.done[life] = trace.done.get(life, 0) + 1
+            if reported:
+                for incarnation in RANKS:
+                    if second == int(slow if incarnation == RANKS[3] else 10):
+                        trace.done[incarnation] = trace.done.get(incarnation, 0) + 1
             trace.play(1)
-        for life in RANKS:
-            trace.enter(life, "publish")
+        for incarnation in RANKS:
+            trace.enter(incarnation, "publish")
         trace.play(2)
     return trace
 
 
 def test_a_rank_whose_share_takes_longer_than_its_gang_s_is_a_straggler_where_that_can_be_seen() -> None:
-    assert gang(18, ROUNDS + 3, told=True).found() == {warn("straggler", RANKS[3])}
-    assert gang(11, ROUNDS + 3, told=True).found() == set()
+    assert gang(18, STRAGGLER_ROUNDS + 3, reported=True).found() == {warn("straggler", RANKS[3])}
+    assert gang(11, STRAGGLER_ROUNDS + 3, reported=True).found() == set()
 
 
 def test_in_lockstep_nobody_can_tell_and_nobody_is_blamed() -> None:
-    assert gang(18, ROUNDS + 3, told=False).found() == set()
+    assert gang(18, STRAGGLER_ROUNDS + 3, reported=False).found() == set()
 
 
 @settings(max_examples=25, deadline=None)
@@ -167,8 +167,8 @@ def test_what_is_concluded_across_nodes_is_remembered_right(rates: list[float], 
     trace.rates = dict(zip(ROLLOUTS, rates, strict=True))
     for _ in range(45):
         trace.play(every)
-        assert detect(trace.watch, LIMITS, trace.now) == look(trace.watch, trace.now)
+        assert detect(trace.monitor, LIMITS, trace.now) == detect_fresh(trace.monitor, trace.now)
     trace.rates = dict.fromkeys(ROLLOUTS, 100.0)
     for _ in range(15):
         trace.play(every)
-        assert detect(trace.watch, LIMITS, trace.now) == look(trace.watch, trace.now)
+        assert detect(trace.monitor, LIMITS, trace.now) == detect_fresh(trace.monitor, trace.now)

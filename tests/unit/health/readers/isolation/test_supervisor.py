@@ -19,17 +19,17 @@ from typing import Any, ParamSpec
 import pytest
 
 from rrl.core.launch import LAUNCH_ENV
-from rrl.core.processes import descendants, look, marks
+from rrl.core.processes import descendants, read_process, with_marks
 from rrl.health.readers.base import ReaderOptions
-from rrl.health.readers.isolation.client import Keeper, read_all
+from rrl.health.readers.isolation.client import ReaderClient, read_all
 from rrl.health.readers.samples import HostData, Reading
 from rrl.tests.support.health import readers
 from rrl.tests.support.health.readers import place
 
 P = ParamSpec("P")
-WITHIN = 60.0
+TIMEOUT_S = 60.0
 """s; nothing here takes as long, on a loaded machine neither"""
-_LOOK = 0.02
+_POLL_INTERVAL_S = 0.02
 
 
 def story(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
@@ -48,15 +48,15 @@ def nobody_is_left() -> Iterator[None]:
 
 
 def until(done: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WITHIN
+    deadline = time.monotonic() + TIMEOUT_S
     while not done():
         assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(_LOOK)
+        time.sleep(_POLL_INTERVAL_S)
 
 
 @contextlib.asynccontextmanager
-async def kept(notes: Path, *kinds: type[readers.Good], **more: Any) -> AsyncIterator[Keeper]:
-    keeper = Keeper([place(kind) for kind in kinds], ReaderOptions(proc=str(notes)), **more)
+async def isolated_reader(notes: Path, *kinds: type[readers.Good], **more: Any) -> AsyncIterator[ReaderClient]:
+    keeper = ReaderClient([place(kind) for kind in kinds], ReaderOptions(proc=str(notes)), **more)
     await keeper.start()
     try:
         yield keeper
@@ -64,13 +64,13 @@ async def kept(notes: Path, *kinds: type[readers.Good], **more: Any) -> AsyncIte
         await keeper.close()
 
 
-async def first(keeper: Keeper, *, reader: str, state: str = "read") -> Reading:
+async def first(client: ReaderClient, *, reader: str, state: str = "read") -> Reading:
     async def wait() -> Reading:
-        while (reading := await keeper.next()).reader != reader or reading.state != state:
+        while (reading := await client.next_reading()).reader != reader or reading.state != state:
             pass
         return reading
 
-    return await asyncio.wait_for(wait(), WITHIN)
+    return await asyncio.wait_for(wait(), TIMEOUT_S)
 
 
 def count(reading: Reading) -> int:
@@ -91,18 +91,18 @@ def resident(pid: int) -> int:
 
 @story
 async def test_readings_come_again_and_again_in_the_readers_time(tmp_path: Path) -> None:
-    async with kept(tmp_path, readers.Good) as keeper:
+    async with isolated_reader(tmp_path, readers.Good) as keeper:
         readings = [await first(keeper, reader="good") for _ in range(5)]
     assert [count(reading) for reading in readings] == [1, 2, 3, 4, 5]
     times = [reading.at for reading in readings]
     assert times == sorted(times)
-    assert times[-1] - times[0] >= 4 * readers.Good.every - 0.01
+    assert times[-1] - times[0] >= 4 * readers.Good.interval_s - 0.01
 
 
 @story
 async def test_what_is_absent_or_denied_or_broken_says_so_with_its_reason(tmp_path: Path) -> None:
-    async with kept(tmp_path, readers.IsAbsent, readers.IsDenied, readers.Raises) as keeper:
-        found = [await asyncio.wait_for(keeper.next(), WITHIN) for _ in range(3)]
+    async with isolated_reader(tmp_path, readers.IsAbsent, readers.IsDenied, readers.Raises) as keeper:
+        found = [await asyncio.wait_for(keeper.next_reading(), TIMEOUT_S) for _ in range(3)]
     told = {(reading.reader, reading.state, reading.why) for reading in found}
     assert told == {
         ("absent", "absent", "no such device here"),
@@ -114,7 +114,7 @@ async def test_what_is_absent_or_denied_or_broken_says_so_with_its_reason(tmp_pa
 
 @story
 async def test_a_reader_that_is_not_there_is_broken_and_no_other_one_minds(tmp_path: Path) -> None:
-    keeper = Keeper(["nowhere=rrl.nowhere:Nobody", place(readers.Good)], ReaderOptions(proc=str(tmp_path)))
+    keeper = ReaderClient(["nowhere=rrl.nowhere:Nobody", place(readers.Good)], ReaderOptions(proc=str(tmp_path)))
     await keeper.start()
     try:
         assert "No module named 'rrl.nowhere'" in (await first(keeper, reader="nowhere", state="broken")).why
@@ -126,10 +126,10 @@ async def test_a_reader_that_is_not_there_is_broken_and_no_other_one_minds(tmp_p
 @story
 async def test_a_hung_reader_is_told_once_hangs_nobody_else_and_is_told_when_it_is_back(tmp_path: Path) -> None:
     (tmp_path / "hang").touch()
-    async with kept(tmp_path, readers.Hangs, readers.Good) as keeper:
+    async with isolated_reader(tmp_path, readers.Hangs, readers.Good) as keeper:
         hung = await first(keeper, reader="hangs", state="hung")
         assert hung.why == "did not answer within 0.3 s"
-        others = [await asyncio.wait_for(keeper.next(), WITHIN) for _ in range(50)]  # more than two deadlines long
+        others = [await asyncio.wait_for(keeper.next_reading(), TIMEOUT_S) for _ in range(50)]  # more than two deadlines long
         assert {reading.reader for reading in others} == {"good"}
         (tmp_path / "hang").unlink()
         assert count(await first(keeper, reader="hangs")) == 1
@@ -138,8 +138,8 @@ async def test_a_hung_reader_is_told_once_hangs_nobody_else_and_is_told_when_it_
 
 @story
 async def test_a_reader_that_hangs_for_long_gets_a_new_process_which_is_told_again_if_it_hangs(tmp_path: Path) -> None:
-    async with kept(tmp_path, readers.HangsInC, hung_ends=0.5) as keeper:
-        told = [await asyncio.wait_for(keeper.next(), WITHIN) for _ in range(2)]
+    async with isolated_reader(tmp_path, readers.HangsInC, hung_ends=0.5) as keeper:
+        told = [await asyncio.wait_for(keeper.next_reading(), TIMEOUT_S) for _ in range(2)]
     assert [reading.state for reading in told] == ["hung", "hung"]
     assert len(noted(tmp_path, "stuck-made")) == 2
 
@@ -147,7 +147,7 @@ async def test_a_reader_that_hangs_for_long_gets_a_new_process_which_is_told_aga
 @story
 async def test_a_new_process_reads_where_the_hung_one_waited_for_what_is_gone(tmp_path: Path) -> None:
     (tmp_path / "hang").touch()
-    async with kept(tmp_path, readers.Hangs, hung_ends=0.5) as keeper:
+    async with isolated_reader(tmp_path, readers.Hangs, hung_ends=0.5) as keeper:
         await first(keeper, reader="hangs", state="hung")
         await asyncio.to_thread(until, lambda: len(noted(tmp_path, "hangs-made")) == 2)
         (tmp_path / "hang").unlink()
@@ -156,14 +156,14 @@ async def test_a_new_process_reads_where_the_hung_one_waited_for_what_is_gone(tm
 
 @story
 async def test_a_reader_that_hangs_while_it_is_made_hangs_nobody_else(tmp_path: Path) -> None:
-    async with kept(tmp_path, readers.HangsAtStart, readers.Good) as keeper:
+    async with isolated_reader(tmp_path, readers.HangsAtStart, readers.Good) as keeper:
         for _ in range(5):
             await first(keeper, reader="good")
 
 
 @story
 async def test_a_reader_that_dies_is_told_and_started_again_ever_later(tmp_path: Path) -> None:
-    async with kept(tmp_path, readers.Dies, readers.Good) as keeper:
+    async with isolated_reader(tmp_path, readers.Dies, readers.Good) as keeper:
         deaths = [await first(keeper, reader="dies", state="broken") for _ in range(3)]
         await first(keeper, reader="good")
     assert {reading.why for reading in deaths} == {"its process ended by SIGKILL"}
@@ -175,7 +175,7 @@ async def test_a_reader_that_dies_is_told_and_started_again_ever_later(tmp_path:
 
 @story
 async def test_a_reader_that_talks_nonsense_costs_no_other_reader_anything(tmp_path: Path) -> None:
-    async with kept(tmp_path, readers.Garbles, readers.Good) as keeper:
+    async with isolated_reader(tmp_path, readers.Garbles, readers.Good) as keeper:
         process = keeper.pid
         told = await first(keeper, reader="garbles", state="broken")
         assert told.why == "its process said what is no reading"
@@ -187,7 +187,7 @@ async def test_a_reader_that_talks_nonsense_costs_no_other_reader_anything(tmp_p
 
 @story
 async def test_where_no_process_can_be_started_the_others_go_on(tmp_path: Path) -> None:
-    async with kept(tmp_path, readers.Good, readers.Dies) as keeper:
+    async with isolated_reader(tmp_path, readers.Good, readers.Dies) as keeper:
         process = keeper.pid
         assert process is not None
         await first(keeper, reader="dies", state="broken")
@@ -200,35 +200,35 @@ async def test_where_no_process_can_be_started_the_others_go_on(tmp_path: Path) 
 
 @story
 async def test_closing_lets_readers_close_what_they_hold(tmp_path: Path) -> None:
-    async with kept(tmp_path, readers.Good) as keeper:
+    async with isolated_reader(tmp_path, readers.Good) as keeper:
         await first(keeper, reader="good")
     assert noted(tmp_path, "good-closed") == noted(tmp_path, "good-made")
 
 
 @story
 async def test_closing_ends_a_reader_that_no_signal_handler_reaches(tmp_path: Path) -> None:
-    async with kept(tmp_path, readers.HangsInC, readers.Good) as keeper:
+    async with isolated_reader(tmp_path, readers.HangsInC, readers.Good) as keeper:
         await first(keeper, reader="stuck", state="hung")
     (stuck,) = noted(tmp_path, "stuck-stuck")
-    assert look(stuck) is None
+    assert read_process(stuck) is None
     assert noted(tmp_path, "stuck-closed") == []
     assert noted(tmp_path, "good-closed") != []  # the others had their time
 
 
 @story
 async def test_next_may_be_cancelled_at_any_time_and_loses_nothing(tmp_path: Path) -> None:
-    async with kept(tmp_path, readers.Good) as keeper:
+    async with isolated_reader(tmp_path, readers.Good) as keeper:
         counts: list[int] = []
-        deadline = time.monotonic() + WITHIN
+        deadline = time.monotonic() + TIMEOUT_S
         while len(counts) < 20 and time.monotonic() < deadline:
             with contextlib.suppress(asyncio.TimeoutError):
-                counts.append(count(await asyncio.wait_for(keeper.next(), 0.005)))
+                counts.append(count(await asyncio.wait_for(keeper.next_reading(), 0.005)))
     assert counts == list(range(1, 21))
 
 
 @story
 async def test_who_takes_no_readings_is_not_drowned_in_them(tmp_path: Path) -> None:
-    async with kept(tmp_path, readers.Floods) as keeper:
+    async with isolated_reader(tmp_path, readers.Floods) as keeper:
         assert keeper.pid is not None
         await first(keeper, reader="floods")
         await asyncio.sleep(0.5)  # it reads without a pause, so this is time for hundreds
@@ -238,27 +238,27 @@ async def test_who_takes_no_readings_is_not_drowned_in_them(tmp_path: Path) -> N
 
 @story
 async def test_a_keeper_that_is_killed_is_told_and_started_again(tmp_path: Path) -> None:
-    async with kept(tmp_path, readers.Good) as keeper:
+    async with isolated_reader(tmp_path, readers.Good) as keeper:
         await first(keeper, reader="good")
         assert keeper.pid is not None
         os.kill(keeper.pid, signal.SIGKILL)
         assert (await first(keeper, reader="good", state="broken")).why == "the readers' process ended by SIGKILL"
         assert count(await first(keeper, reader="good")) == 1  # a new reader
-        old, new = sorted(noted(tmp_path, "good-made"), key=lambda pid: look(pid) is not None)
-        assert look(old) is None
-        assert look(new) is not None
+        old, new = sorted(noted(tmp_path, "good-made"), key=lambda pid: read_process(pid) is not None)
+        assert read_process(old) is None
+        assert read_process(new) is not None
 
 
 @story
 async def test_the_processes_carry_the_mark_of_the_launch_and_no_mark_of_a_step(tmp_path: Path) -> None:
     launch = str(tmp_path / "steps" / "agent.launch")
-    async with kept(tmp_path, readers.Good, env={LAUNCH_ENV: launch}) as keeper:
+    async with isolated_reader(tmp_path, readers.Good, env={LAUNCH_ENV: launch}) as keeper:
         await first(keeper, reader="good")
         assert keeper.pid is not None
         for pid in (keeper.pid, *noted(tmp_path, "good-made")):
-            process = look(pid)
+            process = read_process(pid)
             assert process is not None
-            assert (marks(process).launch, marks(process).step, marks(process).module) == (launch, "", "")
+            assert (with_marks(process).launch, with_marks(process).step, with_marks(process).module) == (launch, "", "")
 
 
 _AGENT = """
@@ -289,7 +289,7 @@ def test_when_the_agent_is_killed_all_end_those_that_hang_too(tmp_path: Path, nu
         family = [keeper, *(process.pid for process in descendants(keeper))]
         assert len(family) == 3
         agent.send_signal(number)
-    until(lambda: not [pid for pid in family if look(pid) is not None])
+    until(lambda: not [pid for pid in family if read_process(pid) is not None])
     assert noted(tmp_path, "good-closed") == noted(tmp_path, "good-made")  # and who can, closes first
 
 
@@ -301,7 +301,7 @@ def test_readers_of_a_killed_keeper_end_by_themselves(tmp_path: Path) -> None:
         (reader,) = noted(tmp_path, "good-made")
         os.kill(agent.pid, signal.SIGSTOP)  # or it would start a new one
         os.kill(keeper, signal.SIGKILL)
-        until(lambda: look(reader) is None)
+        until(lambda: read_process(reader) is None)
         agent.kill()
     assert noted(tmp_path, "good-closed") == [reader]
 

@@ -9,13 +9,13 @@ import subprocess
 import pynvml
 import pytest
 
-from rrl.health.readers.base import Absent, Denied, ReaderOptions
+from rrl.health.readers.base import NotInstalled, PermissionDenied, ReaderOptions
 from rrl.health.readers.nvml import queries
 from rrl.health.readers.nvml import reader as nvml_reader
 from rrl.health.readers.nvml.reader import NvmlReader
 from rrl.health.readers.samples import Gpu, GpuXid
 from rrl.tests.support.nvml.driver import FUNCTIONS, STATE_ENV, FakeDriver
-from rrl.tests.support.nvml.reading import SECONDS, said_in_child, start, unread_or_told
+from rrl.tests.support.nvml.reading import SECONDS, result_of_child, start, reading_error
 
 ERRORS = {name: getattr(pynvml, name) for name in sorted(dir(pynvml)) if name.startswith("NVML_ERROR_")}
 CALLED = sorted(FUNCTIONS - {"nvmlDeviceGetCount_v2", "nvmlInitWithFlags", "nvmlShutdown", "nvmlErrorString"})
@@ -23,7 +23,7 @@ CALLED = sorted(FUNCTIONS - {"nvmlDeviceGetCount_v2", "nvmlInitWithFlags", "nvml
 FIELDS = [f"field:{number}" for number in (3, 4, 5, 6, 29, 30, 31, 82, 91, 94, 142, 143, 144, 145, 161, 162, 163, 230)]
 
 
-def read_anew() -> tuple[Gpu, ...]:
+def read_fresh() -> tuple[Gpu, ...]:
     reader = NvmlReader(ReaderOptions())
     try:
         return reader.read().gpus
@@ -39,13 +39,13 @@ def test_an_error_of_any_function_costs_its_value_and_says_why(
     for often in ("MEDIUM_EVERY", "SLOW_EVERY", "FIXED_EVERY"):
         monkeypatch.setattr(queries, often, 1)
     driver.set(None, "memory_reserved", 0)  # an older function tells it, too
-    healthy = read_anew()
+    healthy = read_fresh()
     for function in (*CALLED, *FIELDS):
         reader = NvmlReader(ReaderOptions())
         reader.read()
         driver.fail(function, ERRORS[error], gpu=0)
-        for gpus in (read_anew(), reader.read().gpus, reader.read().gpus):
-            assert unread_or_told(gpus[0], healthy[0]) == [], function
+        for gpus in (read_fresh(), reader.read().gpus, reader.read().gpus):
+            assert reading_error(gpus[0], healthy[0]) == [], function
             assert gpus[1] == healthy[1], function
         driver.heal()
         reader.close()
@@ -54,12 +54,12 @@ def test_an_error_of_any_function_costs_its_value_and_says_why(
 @pytest.mark.parametrize("error", ERRORS)
 def test_an_error_of_a_function_on_all_gpus_costs_no_more_than_its_value(driver: FakeDriver, error: str) -> None:
     driver.set(None, "memory_reserved", 0)
-    healthy = read_anew()
+    healthy = read_fresh()
     felt = set()
     for function in CALLED:
         driver.fail(function, ERRORS[error])
-        for now, before in zip(read_anew(), healthy, strict=True):
-            assert unread_or_told(now, before) == [], function
+        for now, before in zip(read_fresh(), healthy, strict=True):
+            assert reading_error(now, before) == [], function
             felt |= {function} if now != before else set()
         driver.heal()
     assert {"nvmlDeviceGetPowerUsage", "nvmlDeviceGetName", "nvmlDeviceGetUtilizationRates"} <= felt
@@ -71,7 +71,7 @@ def test_an_error_that_stops_all_is_said_in_one_line(driver: FakeDriver, reader:
     for function in ("nvmlDeviceGetCount_v2", "nvmlInitWithFlags"):
         driver.fail(function, ERRORS[error])
         reader.close()
-        with pytest.raises((Absent, Denied, RuntimeError), match=r"^[^\n]{10,}$"):
+        with pytest.raises((NotInstalled, PermissionDenied, RuntimeError), match=r"^[^\n]{10,}$"):
             reader.read()
         driver.heal()
         assert len(reader.read().gpus) == 2, "it is back with the next read"
@@ -128,7 +128,7 @@ def test_a_lost_gpu_is_still_told_and_nothing_of_before_is_carried_on(
 @pytest.mark.parametrize("error", ["GPU_IS_LOST", "UNKNOWN", "IRQ_ISSUE"])
 def test_a_gpu_that_was_lost_before_we_came_has_no_name_but_is_counted(driver: FakeDriver, error: str) -> None:
     driver.lose(0, error)
-    lost, other = read_anew()
+    lost, other = read_fresh()
     assert (lost.index, lost.uuid, bool(lost.lost)) == (0, "", True)
     assert other.lost == ""
 
@@ -233,26 +233,26 @@ def test_one_gpu_without_events_leaves_the_others_heard(driver: FakeDriver, read
 
 # ── drivers that are absent, go, and come ────────────────────────────────────────────────────────────────────────────
 def test_without_the_library_there_is_nothing_to_read() -> None:
-    said = said_in_child({})
+    said = result_of_child({})
     assert said == "Absent: libnvidia-ml.so.1 is not found: no NVIDIA driver is installed"
 
 
 def test_without_a_loaded_driver_there_is_nothing_to_read(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(STATE_ENV)
-    with pytest.raises(Absent, match="driver is not loaded"):
-        read_anew()
+    with pytest.raises(NotInstalled, match="driver is not loaded"):
+        read_fresh()
 
 
 def test_a_driver_without_any_gpu_has_nothing_to_read(driver: FakeDriver) -> None:
     driver.fail("nvmlInitWithFlags", "GPU_NOT_FOUND")
-    with pytest.raises(Absent, match="finds no GPU"):
-        read_anew()
+    with pytest.raises(NotInstalled, match="finds no GPU"):
+        read_fresh()
 
 
 def test_a_driver_that_admits_us_not_is_denied(driver: FakeDriver) -> None:
     driver.fail("nvmlInitWithFlags", "NO_PERMISSION")
-    with pytest.raises(Denied, match="does not admit"):
-        read_anew()
+    with pytest.raises(PermissionDenied, match="does not admit"):
+        read_fresh()
 
 
 def test_a_driver_that_is_reloaded_is_read_on(driver: FakeDriver, reader: NvmlReader) -> None:
@@ -279,7 +279,7 @@ def test_a_driver_that_was_exchanged_under_the_library_is_said_and_found_again(
 def test_an_unloaded_driver_is_absent_until_it_is_back(driver: FakeDriver, reader: NvmlReader) -> None:
     reader.read()
     driver.reload().fail("nvmlInitWithFlags", "DRIVER_NOT_LOADED")
-    with pytest.raises(Absent):
+    with pytest.raises(NotInstalled):
         reader.read()
     driver.heal()
     assert len(reader.read().gpus) == 2
@@ -298,7 +298,7 @@ SHORT = 1.0
 """s: many times what a read takes, and little enough to wait for in a test"""
 
 
-def ask(process: subprocess.Popen[str]) -> None:
+def query(process: subprocess.Popen[str]) -> None:
     assert process.stdin
     process.stdin.write("read\n")
     process.stdin.flush()
@@ -317,7 +317,7 @@ def awaited(process: subprocess.Popen[str], seconds: float) -> str:
 def test_a_call_that_hangs_is_seen_from_outside_and_goes_on_when_it_returns(driver: FakeDriver, function: str) -> None:
     driver.hang(function)
     process = start(driver.env())
-    ask(process)
+    query(process)
     assert awaited(process, SHORT) == "", "it came back"
     assert process.poll() is None
     driver.heal()
@@ -329,7 +329,7 @@ def test_a_call_that_hangs_is_seen_from_outside_and_goes_on_when_it_returns(driv
 def test_a_process_in_a_call_that_hangs_can_be_ended(driver: FakeDriver) -> None:
     driver.hang("nvmlDeviceGetUtilizationRates", gpu=1)
     process = start(driver.env())
-    ask(process)
+    query(process)
     assert awaited(process, SHORT) == "", "it came back"
     process.terminate()
     process.communicate(timeout=SECONDS)

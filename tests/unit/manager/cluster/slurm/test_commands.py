@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rrl.manager.cluster.base import Refused, Unanswered
-from rrl.manager.cluster.slurm.commands import Budget, Ended, environment, execute, failure
+from rrl.manager.cluster.slurm.commands import Budget, CommandResult, environment, execute, failure
 
 REFUSALS = """\
 sbatch: error: invalid partition specified: nope / sbatch: error: Batch job submission failed: Invalid partition name specified
@@ -42,18 +42,18 @@ a sentence that nobody has seen before
 """  # noqa: E501
 
 
-def said(line: str) -> Ended:
-    return Ended(1, "", line.replace(" / ", "\n") + "\n")
+def stderr_of(text: str) -> CommandResult:
+    return CommandResult(1, "", text.replace(" / ", "\n") + "\n")
 
 
 @pytest.mark.parametrize("line", REFUSALS.splitlines())
 def test_what_slurm_answered_with_no_is_certainly_not_done(line: str) -> None:
-    assert isinstance(failure("x", said(line)), Refused)
+    assert isinstance(failure("x", stderr_of(line)), Refused)
 
 
 @pytest.mark.parametrize("line", OPEN.splitlines())
 def test_a_lost_answer_or_unknown_words_leave_it_open(line: str) -> None:
-    assert isinstance(failure("x", said(line)), Unanswered)
+    assert isinstance(failure("x", stderr_of(line)), Unanswered)
 
 
 def test_a_surrounding_jobs_variables_do_not_reach_slurm_but_its_configuration_does() -> None:
@@ -67,14 +67,14 @@ def test_a_command_beyond_its_deadline_is_killed_with_its_children_and_unanswere
             "open(sys.argv[1], 'w').write(f'{os.getpid()} {p.pid}'); p.wait()")  # fmt: skip
     pids = tmp_path / "pids"
     with pytest.raises(Unanswered, match="no answer within"):
-        asyncio.run(execute((sys.executable, "-c", code, str(pids)), within=2.0))
+        asyncio.run(execute((sys.executable, "-c", code, str(pids)), timeout_s=2.0))
     left, deadline = [int(pid) for pid in pids.read_text().split()], time.monotonic() + 20.0
-    while left := [pid for pid in left if _lives(pid)]:
+    while left := [pid for pid in left if _is_alive(pid)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.01)
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
@@ -120,7 +120,7 @@ def test_a_cancellation_in_the_moment_of_the_commands_end_is_not_forgotten(monke
 
 def test_a_command_that_is_not_there_was_certainly_not_run() -> None:
     with pytest.raises(Refused, match="cannot be started"):
-        asyncio.run(execute((f"{os.getpid()}-no-such-command",), within=5.0))
+        asyncio.run(execute((f"{os.getpid()}-no-such-command",), timeout_s=5.0))
 
 
 def test_input_output_errors_and_code_come_back() -> None:
@@ -132,18 +132,18 @@ def test_input_output_errors_and_code_come_back() -> None:
 def test_the_budget_refills_steadily_and_actions_read_on_credit() -> None:
     now = 0.0
     budget = Budget(6, clock=lambda: now)
-    assert budget.take(3)
-    assert budget.take(3)
-    assert not budget.take(3)
+    assert budget.spend(3)
+    assert budget.spend(3)
+    assert not budget.spend(3)
     now = 29.0
-    assert not budget.take(3)
+    assert not budget.spend(3)
     now = 30.0
-    assert budget.take(3)
-    assert budget.take(2, credit=True)
+    assert budget.spend(3)
+    assert budget.spend(2, credit=True)
     now = 70.0  # 4 refilled, 2 owed
-    assert not budget.take(3)
+    assert not budget.spend(3)
     now = 80.0
-    assert budget.take(3)
+    assert budget.spend(3)
 
 
 def test_the_managers_of_a_user_share_one_budget_by_their_number() -> None:
@@ -151,8 +151,8 @@ def test_the_managers_of_a_user_share_one_budget_by_their_number() -> None:
     budget = Budget(60, clock=lambda: now)
     budget.share(3)
     assert budget.per_minute == 20
-    assert sum(budget.take(3) for _ in range(20)) == 6
+    assert sum(budget.spend(3) for _ in range(20)) == 6
     now = 60.0
-    assert sum(budget.take(3) for _ in range(20)) == 6  # never more than a minute's share
+    assert sum(budget.spend(3) for _ in range(20)) == 6  # never more than a minute's share
     budget.share(0)  # nobody is seen, not even we ourselves
     assert budget.per_minute == 60

@@ -34,7 +34,7 @@ def test_a_running_pool_has_its_nodes_and_its_tag() -> None:
     pool = jobs("jobs")["37"]
     nodes = (NodeName("n1"), NodeName("n2"))
     assert pool.target == ("--jobid=37",)
-    assert pool == Job("37", AllocationState.RUNNING, nodes, "demo.pool", "RUNNING", "rrl demo demo.pool", left=3598.0)
+    assert pool == Job("37", AllocationState.RUNNING, nodes, "demo.pool", "RUNNING", "rrl demo demo.pool", time_left_s=3598.0)
 
 
 def test_a_pending_job_says_why_it_waits() -> None:
@@ -55,9 +55,9 @@ def test_components_have_their_own_ids_tags_and_nodes_and_are_aimed_at_through_t
 
 
 def test_a_job_that_never_starts_by_itself_says_for_what_reason() -> None:
-    assert jobs("jobs")["41"].hopeless == ""  # PartitionConfig may clear
-    assert jobs("jobs")["40"].hopeless == ""
-    assert jobs("jobs")["13"].hopeless == ""  # PartitionNodeLimit, and cancelled: it waits no more
+    assert jobs("jobs")["41"].unsatisfiable_reason == ""  # PartitionConfig may clear
+    assert jobs("jobs")["40"].unsatisfiable_reason == ""
+    assert jobs("jobs")["13"].unsatisfiable_reason == ""  # PartitionNodeLimit, and cancelled: it waits no more
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_completing_and_every_kind_of_end_have_ended() -> None:
 @pytest.mark.parametrize(
     ("word", "end"),
     [
-        ("PREEMPTED", JobEnd.TAKEN_BACK), ("TIMEOUT", JobEnd.TAKEN_BACK), ("DEADLINE", JobEnd.TAKEN_BACK),
+        ("PREEMPTED", JobEnd.RECLAIMED), ("TIMEOUT", JobEnd.RECLAIMED), ("DEADLINE", JobEnd.RECLAIMED),
         ("CANCELLED", JobEnd.CANCELLED), ("COMPLETING", JobEnd.COMPLETING), ("NODE_FAIL", JobEnd.OTHER),
         ("RUNNING", None), ("PENDING", None),
     ],
@@ -206,28 +206,28 @@ def _line(state: str, left: str, limit: str, start: str, end: str, reason: str =
 
 def test_a_running_job_says_how_long_it_goes_on() -> None:
     job = _line("RUNNING", "59:58", "1:00:00", "1795178747", "1795182347")
-    assert (job.left, job.taken) == (3598.0, False)
+    assert (job.time_left_s, job.reclaimed) == (3598.0, False)
 
 
 def test_a_preempted_job_goes_on_running_and_only_its_expected_end_comes_forward() -> None:
     job = _line("RUNNING", "59:58", "1:00:00", "1795178747", "1795178755")
-    assert (job.state, job.left, job.taken) == (AllocationState.RUNNING, 6.0, True)
-    assert _line("SIGNALING", "59:58", "1:00:00", "1795178747", "1795178755").taken
+    assert (job.state, job.time_left_s, job.reclaimed) == (AllocationState.RUNNING, 6.0, True)
+    assert _line("SIGNALING", "59:58", "1:00:00", "1795178747", "1795178755").reclaimed
 
 
 def test_a_job_that_was_suspended_ends_later_and_is_not_taken_back() -> None:
     job = _line("RUNNING", "59:50", "1:00:00", "1795178747", "1795182355")
-    assert (job.left, job.taken) == (3590.0, False)
+    assert (job.time_left_s, job.reclaimed) == (3590.0, False)
     assert _line("SUSPENDED", "59:58", "1:00:00", "1795178747", "1795182347").state is AllocationState.SUSPENDED
 
 
 def test_a_job_without_a_limit_or_with_times_that_are_not_told_in_seconds_has_no_known_end() -> None:
-    assert _line("RUNNING", "UNLIMITED", "UNLIMITED", "1795178747", "NONE").left is None
-    assert _line("RUNNING", "59:58", "1:00:00", "2026-11-20T12:00:00", "2026-11-20T13:00:00").left is None
-    assert _line("RUNNING", "INVALID", "1:00:00", "1795178747", "1795182347").left is None
+    assert _line("RUNNING", "UNLIMITED", "UNLIMITED", "1795178747", "NONE").time_left_s is None
+    assert _line("RUNNING", "59:58", "1:00:00", "2026-11-20T12:00:00", "2026-11-20T13:00:00").time_left_s is None
+    assert _line("RUNNING", "INVALID", "1:00:00", "1795178747", "1795182347").time_left_s is None
 
 
 @pytest.mark.parametrize(("reason", "who"), [("JobHeldAdmin", "an administrator"), ("JobHeldUser", "its user")])
 def test_a_job_that_is_held_says_by_whom_and_may_yet_start(reason: str, who: str) -> None:
     job = _line("PENDING", "1:00:00", "1:00:00", "N/A", "NONE", reason)
-    assert (job.hopeless, job.detail) == ("", f"PENDING: held by {who} (scontrol release)")
+    assert (job.unsatisfiable_reason, job.detail) == ("", f"PENDING: held by {who} (scontrol release)")

@@ -6,7 +6,7 @@ import pytest
 
 from rrl.core.run_spec import Resources
 from rrl.manager.cluster.slurm.parsing import Unreadable
-from rrl.manager.cluster.slurm.requests import Partition, chosen, gpus_by_type, read_partitions, seconds_of
+from rrl.manager.cluster.slurm.requests import Partition, eligible, gpus_by_type, read_partitions, seconds_of
 
 INF = float("inf")
 
@@ -31,27 +31,27 @@ def test_nodes_that_are_down_count_for_what_could_be_and_not_for_what_is() -> No
     assert main.fitting(Resources(cpus=8, gpus=2, mem=8000 * 2**20)) == 7
     assert main.fitting(Resources(cpus=8), usable=True) == 6
     assert main.fitting(Resources(cpus=9)) == 0
-    assert (main.default, main.longest, main.most) == (True, INF, INF)
+    assert (main.default, main.max_walltime_s, main.max_nodes) == (True, INF, INF)
 
 
 def test_a_partitions_limits_are_read() -> None:
     big = partitions()["big"]
-    assert (big.default, big.longest, big.most) == (False, 86400.0, 2.0)
-    assert big.told() == "2 of 64 CPUs, 512000 MiB, 4 GPUs"
+    assert (big.default, big.max_walltime_s, big.max_nodes) == (False, 86400.0, 2.0)
+    assert big.description() == "2 of 64 CPUs, 512000 MiB, 4 GPUs"
 
 
 @pytest.mark.parametrize(
     ("node", "key"), [(Resources(cpus=65), "cpus"), (Resources(gpus=5), "gpus"), (Resources(mem=2**40), "mem")]
 )
 def test_the_key_that_no_node_is_large_enough_for_is_named(node: Resources, key: str) -> None:
-    assert partitions()["big"].lacks(node) == key
+    assert partitions()["big"].missing_resource(node) == key
 
 
 def test_a_job_runs_in_the_partitions_that_it_names_or_in_the_default_one() -> None:
     every = read_partitions(PARTITIONS)
-    assert [one.name for one in chosen(every, {})] == ["main"]
-    assert [one.name for one in chosen(every, {"partition": "big,main"})] == ["main", "big"]
-    assert chosen(every, {"partition": "nowhere"}) == []
+    assert [one.name for one in eligible(every, {})] == ["main"]
+    assert [one.name for one in eligible(every, {"partition": "big,main"})] == ["main", "big"]
+    assert eligible(every, {"partition": "nowhere"}) == []
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from rrl.core.run_spec import Resources
-from rrl.manager.cluster.base import AllocationState, Ask, Refused
+from rrl.manager.cluster.base import AllocationState, AllocationRequest, Refused
 from rrl.manager.cluster.slurm.cluster import SlurmCluster
 from rrl.manager.cluster.slurm.commands import SlurmLimits
 
-ASK = Ask("run-1.pool", 1, Resources(cpus=1), 600.0, comment="rrl run-1")
+REQUEST = AllocationRequest("run-1.pool", 1, Resources(cpus=1), 600.0, comment="rrl run-1")
 TRIED = "5|5|CANCELLED||run-1.pool|None|0:00|10:00|0|0|rrl run-1 run-1.pool"
 QUEUED = "6|6|PENDING||run-1.pool|Resources|10:00|10:00|N/A|NONE|rrl run-1 run-1.pool"
 HELD = "4|4|RUNNING|n[1-2]|run-1.pool|None|9:00|10:00|100|700|rrl run-1 run-1.pool"
@@ -39,8 +39,8 @@ def test_what_salloc_tried_in_vain_is_not_the_end_of_what_sbatch_asks_for(
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
 
     async def asked() -> None:
-        slurm = SlurmCluster("run-1", "python", SlurmLimits(interval=0.0), hold="salloc")
-        await slurm.request(ASK)
+        slurm = SlurmCluster("run-1", "python", SlurmLimits(min_poll_interval_s=0.0), allocate_with="salloc")
+        await slurm.request(REQUEST)
         early = await slurm.observe()  # squeue lists it before sbatch's job
         assert early.allocations == {}, early
         commands(tmp_path / "bin", squeue=squeue(TRIED, QUEUED))
@@ -59,10 +59,10 @@ def test_a_follow_up_that_finds_too_few_nodes_beside_ours_waits_for_ours_and_any
     picky = f'text=$(cat); echo "$text" >> {tmp_path}/told; case $text in *exclude=*) echo "{no}" >&2; exit 1 ;; esac'
     commands(tmp_path / "bin", sbatch=picky, squeue=squeue(HELD), scontrol="")
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
-    more = msgspec.structs.replace(ASK, tag="run-1.more-1")
+    more = msgspec.structs.replace(REQUEST, tag="run-1.more-1")
 
     async def asked() -> None:
-        slurm = SlurmCluster("run-1", "python", SlurmLimits(interval=0.0), hold="sbatch")
+        slurm = SlurmCluster("run-1", "python", SlurmLimits(min_poll_interval_s=0.0), allocate_with="sbatch")
         await slurm.observe()
         with pytest.raises(Refused, match="not available"):
             await slurm.request(more)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rrl.core.run_spec import JobView, Limits, Recovery
+from rrl.core.run_spec import RunSpec, Limits, Recovery
 from rrl.core.types import AGENT, Outcome, ReplicaId, role_of
-from rrl.manager.cluster.base import AllocationState, NodeSeen, NodeState
+from rrl.manager.cluster.base import AllocationState, NodeStatus, NodeState
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Finish, Launch, Release, Request, Rung
 from rrl.manager.model.queries import workers
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import Status
-from rrl.manager.planner.capacity.initial_request import first_asks
-from rrl.manager.planner.capacity.nodes import Rooms
-from rrl.manager.planner.deadlines import HOPELESS
-from rrl.tests.support.manager.jobs import NODE, REWARD, ROLLOUTS, RUN, STORE, TRAINER, WIDE, in_parts, job
+from rrl.manager.planner.capacity.initial_request import initial_requests
+from rrl.manager.planner.capacity.nodes import NodeInventory
+from rrl.manager.planner.deadlines import UNSATISFIABLE_AFTER_S
+from rrl.tests.support.manager.jobs import NODE, REWARD, ROLLOUTS, RUN, STORE, TRAINER, WIDE, in_node_groups, job
 from rrl.tests.support.manager.world import World, assert_nothing_is_left, lost, requests
 
 R0, R1 = ROLLOUTS
@@ -28,7 +28,7 @@ HOUR = 3600.0
 
 
 def roles_launched(world: World) -> list[str]:
-    return [str(one.life) for one in world.decided(Launch) if role_of(one.life.replica) != AGENT]
+    return [str(one.incarnation) for one in world.decided(Launch) if role_of(one.incarnation.replica) != AGENT]
 
 
 def allocation_of(world: World, replica: ReplicaId) -> str:
@@ -38,14 +38,14 @@ def allocation_of(world: World, replica: ReplicaId) -> str:
 
 
 def moves(world: World) -> list[Fence]:
-    return [fence for fence in world.decided(Fence) if fence.to is not None]
+    return [fence for fence in world.decided(Fence) if fence.target_node is not None]
 
 
 # ── form replica: the start ──────────────────────────────────────────────────────────────────────────────────────────
 def test_each_replica_with_a_node_of_its_own_is_a_request_of_its_own_and_the_others_share_one() -> None:
-    world = World(in_parts()).steady()
+    world = World(in_node_groups()).steady()
     assert requests(world) == [FIRST, SECOND, SHARED, TRAIN]
-    assert {tag: (ask.part, ask.count, ask.node, ask.sbatch["partition"]) for tag, ask in world.asks.items()} == {
+    assert {tag: (ask.node_group, ask.count, ask.node, ask.sbatch["partition"]) for tag, ask in world.requests.items()} == {
         SHARED: ("shared", 1, NODE, "cpu"),
         TRAIN: ("trainer", 1, WIDE, "trainer"),
         FIRST: ("rollout", 1, WIDE, "rollout"),
@@ -58,7 +58,7 @@ def test_each_replica_with_a_node_of_its_own_is_a_request_of_its_own_and_the_oth
 
 @pytest.mark.parametrize("part", ["trainer", "shared", "rollout"])
 def test_nothing_is_launched_before_the_run_has_what_it_cannot_start_without(part: str) -> None:
-    world = World(in_parts())
+    world = World(in_node_groups())
     world.closed[part] = "Priority"
     world.wait(HOUR / 2)
     assert roles_launched(world) == []
@@ -69,21 +69,21 @@ def test_nothing_is_launched_before_the_run_has_what_it_cannot_start_without(par
 
 
 def test_what_is_beyond_that_may_come_later_and_is_used_then() -> None:
-    world = World(in_parts(rollouts=3), nodes=3)
+    world = World(in_node_groups(rollouts=3), nodes=3)
     world.closed["rollout"] = "Priority"
-    world.play(at_most=60.0)
+    world.play(timeout_s=60.0)
     world.open("rollout")
     world.play(lambda: world.state.replica(TRAINER).status is Status.JOINED)
     assert sorted(roles_launched(world)) == [f"{replica}#1" for replica in sorted((STORE, REWARD, TRAINER, R0))]
     world.wait(10 * HOUR)
-    assert (len(requests(world)), world.decided(Release), world.state.verdict) == (5, [], None)
+    assert (len(requests(world)), world.decided(Release), world.state.finish) == (5, [], None)
     world.arrive(2)
     world.steady()
     assert set(world.incarnations().values()) == {1}
 
 
 def test_a_run_that_lacks_nodes_at_the_deadline_gives_back_what_has_come_and_says_what_was_missing() -> None:
-    world = World(in_parts(start_within=600.0))
+    world = World(in_node_groups(start_timeout_s=600.0))
     world.closed = {"trainer": "QOSGrpNodeLimit"}
     world.play()
     assert world.now == pytest.approx(1600.0, abs=2.0)
@@ -95,7 +95,7 @@ def test_a_run_that_lacks_nodes_at_the_deadline_gives_back_what_has_come_and_say
 
 
 def test_a_node_that_is_lost_before_the_start_is_asked_for_again_and_given_back() -> None:
-    world = World(in_parts(), nodes=6)
+    world = World(in_node_groups(), nodes=6)
     world.closed["trainer"] = "Priority"
     world.play(lambda: allocation_is_running(world, FIRST))
     (node,) = world.held[FIRST]
@@ -114,7 +114,7 @@ def allocation_is_running(world: World, tag: str) -> bool:
 
 
 def test_a_request_of_one_part_that_the_cluster_refuses_ends_the_run_before_it_starts() -> None:
-    world = World(in_parts())
+    world = World(in_node_groups())
     world.refuse = "sbatch: error: invalid partition specified: rollout"
     world.play()
     assert world.decided(Finish)[0].why.evidence == (world.refuse,)
@@ -122,22 +122,22 @@ def test_a_request_of_one_part_that_the_cluster_refuses_ends_the_run_before_it_s
 
 
 def test_a_manager_that_died_among_its_first_requests_makes_the_others() -> None:
-    world = World(in_parts()).play(at_most=0.0)
-    whole = World(in_parts())
+    world = World(in_node_groups()).play(timeout_s=0.0)
+    whole = World(in_node_groups())
     whole.events = []
     whole._state = None
     for stamped in world.events:  # what was durable: the intent of two
         whole.record(stamped.event)
         if isinstance(stamped.event, ev.Intended) and stamped.event.action.tag == SECOND:
             break
-    whole.play(at_most=0.0)
+    whole.play(timeout_s=0.0)
     assert requests(whole) == [SHARED, TRAIN]
 
 
-@pytest.mark.parametrize("small", [job(), in_parts(), in_parts("hetjob")], ids=lambda small: small.form)
-def test_what_is_asked_for_first_is_what_rrl_check_shows(small: JobView) -> None:
-    world = World(small).play(at_most=0.0)
-    assert tuple(request.ask for request in world.decided(Request)) == first_asks(RUN, small)
+@pytest.mark.parametrize("small", [job(), in_node_groups(), in_node_groups("hetjob")], ids=lambda small: small.form)
+def test_what_is_asked_for_first_is_what_rrl_check_shows(small: RunSpec) -> None:
+    world = World(small).play(timeout_s=0.0)
+    assert tuple(request.request for request in world.decided(Request)) == initial_requests(RUN, small)
 
 
 # ── form replica: what is lost ───────────────────────────────────────────────────────────────────────────────────────
@@ -145,20 +145,20 @@ def test_what_is_asked_for_first_is_what_rrl_check_shows(small: JobView) -> None
 def test_an_allocation_that_ends_is_replaced_by_one_of_its_own_part_and_nobody_else_is_touched(
     replica: ReplicaId, part: str
 ) -> None:
-    world = World(in_parts(), nodes=9).steady()
+    world = World(in_node_groups(), nodes=9).steady()
     gone = allocation_of(world, replica)
     there = {r for r in ALL if allocation_of(world, r) == gone}
     world.drop(gone, AllocationState.ENDED)
     world.steady()
     (more,) = requests(world)[4:]
-    assert (world.asks[more].part, world.asks[more].count) == (part, 1)
-    assert world.asks[more].sbatch == world.asks[gone].sbatch
-    assert world.asks[more].node == world.asks[gone].node
+    assert (world.requests[more].node_group, world.requests[more].count) == (part, 1)
+    assert world.requests[more].sbatch == world.requests[gone].sbatch
+    assert world.requests[more].node == world.requests[gone].node
     assert world.incarnations() == {r: 1 + (r in there) for r in ALL}
 
 
 def test_a_preempted_rollout_is_waited_for_as_long_as_the_run_can_do_without_it() -> None:
-    world = World(in_parts(limits=Limits(allocation=300.0))).steady()
+    world = World(in_node_groups(limits=Limits(allocation=300.0))).steady()
     world.closed["rollout"] = "Priority"
     world.drop(FIRST)
     world.wait(5 * HOUR)
@@ -170,7 +170,7 @@ def test_a_preempted_rollout_is_waited_for_as_long_as_the_run_can_do_without_it(
 
 
 def test_nodes_for_one_that_the_run_needs_are_waited_for_until_the_deadline() -> None:
-    world = World(in_parts(limits=Limits(allocation=300.0))).steady()
+    world = World(in_node_groups(limits=Limits(allocation=300.0))).steady()
     world.closed["trainer"] = "Priority"
     world.drop(TRAIN)
     lost_at = world.now
@@ -182,46 +182,46 @@ def test_nodes_for_one_that_the_run_needs_are_waited_for_until_the_deadline() ->
 
 
 def test_a_partition_that_refuses_rollouts_does_not_keep_the_trainer_from_its_nodes() -> None:
-    world = World(in_parts(), nodes=9).steady()
+    world = World(in_node_groups(), nodes=9).steady()
     world.refuse = "no"
     world.drop(FIRST)
-    world.play(at_most=100.0)
+    world.play(timeout_s=100.0)
     assert world.state.replica(R0).status is Status.RETIRED
     world.refuse = ""
     world.drop(TRAIN)
-    world.play(lambda: world.state.replica(TRAINER).status is Status.JOINED, at_most=60.0)
-    assert world.state.replica(TRAINER).incarnation == 2
+    world.play(lambda: world.state.replica(TRAINER).status is Status.JOINED, timeout_s=60.0)
+    assert world.state.replica(TRAINER).incarnation_number == 2
 
 
 def test_who_has_a_request_in_the_queue_is_not_given_up_because_others_are_refused_theirs() -> None:
-    world = World(in_parts(rollouts=3), nodes=9).steady()
+    world = World(in_node_groups(rollouts=3), nodes=9).steady()
     world.closed["rollout"] = "Priority"
     world.drop(FIRST)
     world.wait(10.0)
     world.refuse = "AssocMaxSubmitJobLimit"
     world.drop(SECOND)
     world.wait(100.0)
-    given_up = [fence.life.replica for fence in world.decided(Fence) if fence.rung is Rung.DEGRADED]
+    given_up = [fence.incarnation.replica for fence in world.decided(Fence) if fence.rung is Rung.DEGRADED]
     assert [replica for replica in given_up if role_of(replica) != AGENT] == [R1]
     world.refuse = ""
     world.open("rollout")
-    world.play(lambda: world.state.replica(R0).status is Status.JOINED, at_most=10.0)
-    assert world.state.replica(R0).incarnation == 2
+    world.play(lambda: world.state.replica(R0).status is Status.JOINED, timeout_s=10.0)
+    assert world.state.replica(R0).incarnation_number == 2
 
 
 def test_a_node_of_one_part_is_never_given_to_a_role_of_another() -> None:
-    world = World(in_parts(recovery=Recovery(per_node=1)), nodes=9).steady()
+    world = World(in_node_groups(recovery=Recovery(per_node=1)), nodes=9).steady()
     world.drop(SECOND)
     world.closed["trainer"] = "Priority"
     world.drop(TRAIN)
     world.wait(100.0)
     world.steady() if world.works() else world.wait(100.0)
     assert world.state.replica(TRAINER).status is Status.WANTED
-    assert world.asks[allocation_of(world, R1)].part == "rollout"
+    assert world.requests[allocation_of(world, R1)].node_group == "rollout"
 
 
 def test_an_allocation_whose_node_is_bad_is_given_back_when_its_replica_is_elsewhere() -> None:
-    world = World(in_parts(), nodes=9).steady()
+    world = World(in_node_groups(), nodes=9).steady()
     world.lose_node(world.node_of(R0))
     world.play(lambda: world.incarnations()[R0] == 2).steady()
     assert [one.allocation for one in world.decided(Release)] == [FIRST]
@@ -229,13 +229,13 @@ def test_an_allocation_whose_node_is_bad_is_given_back_when_its_replica_is_elsew
 
 
 def test_a_draining_node_is_given_back_once_its_replica_is_elsewhere_and_its_successor_is_asked_for_once() -> None:
-    world = World(in_parts(), nodes=9).steady()
+    world = World(in_node_groups(), nodes=9).steady()
     world.closed["rollout"] = "Priority"
-    world.happen(ev.NodeChanged(world.node_of(R0), NodeSeen(NodeState.DRAINING, "MIXED+DRAIN")))
-    world.play(at_most=100.0)
+    world.happen(ev.NodeChanged(world.node_of(R0), NodeStatus(NodeState.DRAINING, "MIXED+DRAIN")))
+    world.play(timeout_s=100.0)
     assert world.incarnations() == ONCE
     world.kill(R0)
-    world.play(at_most=100.0)
+    world.play(timeout_s=100.0)
     assert (requests(world)[4:], [one.allocation for one in world.decided(Release)]) == ([f"{RUN}.rollout-2"], [FIRST])
     world.open("rollout")
     world.steady()
@@ -243,23 +243,23 @@ def test_a_draining_node_is_given_back_once_its_replica_is_elsewhere_and_its_suc
 
 
 def test_a_node_that_failed_its_replica_is_kept_until_there_is_another_and_then_given_back() -> None:
-    world = World(in_parts(recovery=Recovery(per_node=1)), nodes=9).steady()
+    world = World(in_node_groups(recovery=Recovery(per_node=1)), nodes=9).steady()
     world.closed["rollout"] = "Priority"
     world.kill(R0)
     world.steady()
     world.kill(R0)
-    world.play(at_most=100.0)
+    world.play(timeout_s=100.0)
     assert (requests(world)[4:], world.decided(Release)) == ([f"{RUN}.rollout-2"], [])
     world.open("rollout")
     world.steady()
-    world.play(at_most=30.0)
+    world.play(timeout_s=30.0)
     assert (allocation_of(world, R0), [one.allocation for one in world.decided(Release)]) == (
         f"{RUN}.rollout-2", [FIRST],
     )  # fmt: skip
 
 
 def test_a_cancelled_run_in_parts_gives_everything_back() -> None:
-    world = World(in_parts()).steady()
+    world = World(in_node_groups()).steady()
     world.cancel()
     world.play()
     assert_nothing_is_left(world, Outcome.CANCELLED)
@@ -270,10 +270,10 @@ COMPONENTS = [f"{RUN}.rollout", f"{RUN}.shared", f"{RUN}.trainer"]
 
 
 def test_a_heterogeneous_job_is_one_request_with_a_tag_for_each_component() -> None:
-    world = World(in_parts("hetjob")).steady()
+    world = World(in_node_groups("hetjob")).steady()
     (request,) = world.decided(Request)
-    assert [one.tag for one in (request.ask, *request.ask.more)] == COMPONENTS
-    assert [(one.part, one.count) for one in (request.ask, *request.ask.more)] == [
+    assert [one.tag for one in (request.request, *request.request.further_components)] == COMPONENTS
+    assert [(one.node_group, one.count) for one in (request.request, *request.request.further_components)] == [
         ("rollout", 2), ("shared", 1), ("trainer", 1),
     ]  # fmt: skip
     assert [allocation_of(world, r) for r in ALL] == [COMPONENTS[i] for i in (1, 1, 2, 0, 0)]
@@ -281,83 +281,83 @@ def test_a_heterogeneous_job_is_one_request_with_a_tag_for_each_component() -> N
 
 
 def test_a_refused_heterogeneous_job_leaves_nothing_of_any_component() -> None:
-    world = World(in_parts("hetjob"))
+    world = World(in_node_groups("hetjob"))
     world.refuse = "sbatch: error: Batch job submission failed: Requested node configuration is not available"
     world.play()
     assert_nothing_is_left(world, Outcome.REJECTED)
 
 
 def test_no_component_is_given_back_before_the_request_for_all_of_them_is_settled() -> None:
-    world = World(in_parts("hetjob"))
+    world = World(in_node_groups("hetjob"))
     world.unanswered = True
-    world.play(at_most=1.0)
+    world.play(timeout_s=1.0)
     world.cancel()
-    world.play(at_most=30.0)
+    world.play(timeout_s=30.0)
     assert (len(world.state.allocations), world.decided(Release), world.over) == (3, [], False)
-    world.happen(ev.Done(COMPONENTS[0], False, "never appeared in the queue", unheard=True))
+    world.happen(ev.IntentSettled(COMPONENTS[0], False, "never appeared in the queue", undelivered=True))
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
 
 def test_a_component_that_is_lost_is_replaced_by_an_ordinary_request_for_its_part() -> None:
-    world = World(in_parts("hetjob"), nodes=9).steady()
+    world = World(in_node_groups("hetjob"), nodes=9).steady()
     world.drop(COMPONENTS[2], AllocationState.ENDED)
     world.steady()
-    more = world.decided(Request)[1].ask
-    assert (more.part, more.count, more.node, more.more) == ("trainer", 1, WIDE, ())
+    more = world.decided(Request)[1].request
+    assert (more.node_group, more.count, more.node, more.further_components) == ("trainer", 1, WIDE, ())
     assert world.incarnations() == ONCE | {TRAINER: 2}
 
 
 def test_a_heterogeneous_job_taken_from_the_queue_is_asked_for_under_other_names_and_not_for_ever() -> None:
-    world = World(in_parts("hetjob"), nodes=1)
+    world = World(in_node_groups("hetjob"), nodes=1)
     for asked in (1, 2, 3):
-        world.play(at_most=5.0)
-        latest = world.decided(Request)[-1].ask
+        world.play(timeout_s=5.0)
+        latest = world.decided(Request)[-1].request
         assert len(world.decided(Request)) == asked
-        for one in (latest, *latest.more):
+        for one in (latest, *latest.further_components):
             world.record(ev.AllocationChanged(one.tag, None))
         world.held = {}
-        world.play(at_most=1.0)
-    assert len({one.tag for request in world.decided(Request) for one in (request.ask, *request.ask.more)}) == 9
+        world.play(timeout_s=1.0)
+    assert len({one.tag for request in world.decided(Request) for one in (request.request, *request.request.further_components)}) == 9
     assert world.decided(Finish)[0].outcome is Outcome.FAILED
 
 
 # ── what can never be met ────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("form", ["replica", "hetjob"])
 def test_a_first_request_that_can_never_be_met_ends_the_run_with_the_clusters_words(form: str) -> None:
-    world = World(in_parts(form))
+    world = World(in_node_groups(form))
     world.hopeless["trainer"] = "PartitionConfig: no partition of this site has such nodes"
     world.wait(170.0)
     assert world.decided(Finish) == [], "while slurmdbd is away it is said of any"
-    world.play(at_most=60.0)
+    world.play(timeout_s=60.0)
     tag = TRAIN if form == "replica" else COMPONENTS[2]
     assert world.decided(Finish)[0].why.evidence == (f"{tag}: {world.hopeless['trainer']}",)
     assert_nothing_is_left(world, Outcome.REJECTED)
 
 
 def test_what_is_hopeless_must_be_so_all_the_time_and_not_only_look_so_again_and_again() -> None:
-    world = World(in_parts())
+    world = World(in_node_groups())
     world.closed["trainer"] = "Priority"
-    world.play(at_most=5.0)
-    seen = world.state.allocations[TRAIN].seen
+    world.play(timeout_s=5.0)
+    seen = world.state.allocations[TRAIN].status
     assert seen is not None
     for _ in range(5):
         for never in ("InvalidAccount", "InvalidQOS", ""):
             world.happen(ev.AllocationChanged(TRAIN, msgspec.structs.replace(seen, hopeless=never)))
-            world.wait(HOPELESS / 2 - 1.0)
+            world.wait(UNSATISFIABLE_AFTER_S / 2 - 1.0)
     assert world.decided(Finish) == []
     for never in ("InvalidAccount", "InvalidQOS", "InvalidAccount", "InvalidQOS"):  # other words for the same
         world.happen(ev.AllocationChanged(TRAIN, msgspec.structs.replace(seen, hopeless=never)))
-        world.wait(HOPELESS / 2 - 1.0)
+        world.wait(UNSATISFIABLE_AFTER_S / 2 - 1.0)
     assert world.decided(Finish)[0].outcome is Outcome.REJECTED
 
 
 def test_a_replacement_that_can_never_be_met_is_given_back_and_gone_on_without() -> None:
-    world = World(in_parts()).steady()
+    world = World(in_node_groups()).steady()
     world.hopeless["rollout"] = "BadConstraints"
     world.drop(FIRST)
     world.wait(170.0)
     assert world.decided(Release) == [], "while slurmdbd is away it is said of any"
-    world.play(at_most=60.0)
+    world.play(timeout_s=60.0)
     assert [one.allocation for one in world.decided(Release)] == [f"{RUN}.rollout-2"]
     assert world.state.replica(R0).status is Status.RETIRED
     assert world.decided(Fence)[-1].why.evidence == (f"{RUN}.rollout-2: BadConstraints",)
@@ -365,102 +365,102 @@ def test_a_replacement_that_can_never_be_met_is_given_back_and_gone_on_without()
 
 
 def test_one_that_was_gone_on_without_for_want_of_nodes_is_asked_for_again_after_the_window() -> None:
-    world = World(in_parts()).steady()
+    world = World(in_node_groups()).steady()
     world.hopeless["rollout"] = "BadConstraints"
     world.drop(FIRST)
-    world.wait(1500.0 + 2 * HOPELESS)
+    world.wait(1500.0 + 2 * UNSATISFIABLE_AFTER_S)
     assert len(requests(world)) - 4 == 3  # at once, and twice after a window of 600 s
     world.hopeless = {}
-    world.play(lambda: world.state.replica(R0).status is Status.JOINED, at_most=700.0)
+    world.play(lambda: world.state.replica(R0).status is Status.JOINED, timeout_s=700.0)
     assert world.incarnations() == ONCE | {R0: 2}
 
 
 def test_a_replacement_that_can_never_be_met_ends_the_run_where_the_role_cannot_be_spared() -> None:
-    world = World(in_parts()).steady()
+    world = World(in_node_groups()).steady()
     world.hopeless["trainer"] = "BadConstraints"
     world.drop(TRAIN)
-    world.play(at_most=HOPELESS + 60.0)
+    world.play(timeout_s=UNSATISFIABLE_AFTER_S + 60.0)
     assert world.decided(Finish)[0].why.evidence == (f"{RUN}.trainer-1: BadConstraints", "trainer/0 has no node")
     assert_nothing_is_left(world, Outcome.FAILED)
 
 
 # ── allocations that end before the run does ─────────────────────────────────────────────────────────────────────────
 def test_a_trainer_whose_allocation_ends_moves_to_a_successor_before_that_and_nobody_else_is_touched() -> None:
-    world = World(in_parts(terms={"trainer": 4 * HOUR}), nodes=9).steady()
+    world = World(in_node_groups(terms={"trainer": 4 * HOUR}), nodes=9).steady()
     began = world.state.allocations[TRAIN].running_since
     assert began is not None
-    world.play(lambda: len(requests(world)) > 4, at_most=4 * HOUR)
+    world.play(lambda: len(requests(world)) > 4, timeout_s=4 * HOUR)
     assert world.now == began + 4 * HOUR - world.state.job.limits.rotate
     world.play(lambda: bool(moves(world))).steady()
     (fence,) = moves(world)
-    assert (fence.life.replica, fence.rung, fence.to) == (TRAINER, Rung.REPLACEMENT, world.node_of(TRAINER))
+    assert (fence.incarnation.replica, fence.rung, fence.target_node) == (TRAINER, Rung.REPLACEMENT, world.node_of(TRAINER))
     assert fence.why.evidence == (f"its allocation {TRAIN} ends in 599 s",)
     assert (allocation_of(world, TRAINER), world.incarnations()) == (f"{RUN}.trainer-1", ONCE | {TRAINER: 2})
-    world.play(lambda: TRAIN not in world.state.allocations, at_most=10.0)
+    world.play(lambda: TRAIN not in world.state.allocations, timeout_s=10.0)
     assert [one.allocation for one in world.decided(Release)] == [TRAIN]
     assert (world.state.replica(TRAINER).failures, world.state.recoveries) == ((), 0)
 
 
 def test_of_a_short_allocation_half_is_had() -> None:
-    world = World(in_parts(terms={"trainer": 600.0}), nodes=9).steady()
+    world = World(in_node_groups(terms={"trainer": 600.0}), nodes=9).steady()
     began = world.state.allocations[TRAIN].running_since
-    world.play(lambda: len(requests(world)) > 4, at_most=4 * HOUR)
+    world.play(lambda: len(requests(world)) > 4, timeout_s=4 * HOUR)
     assert began is not None
     assert world.now == began + 300.0
 
 
 def test_a_role_moves_one_replica_at_a_time() -> None:
-    world = World(in_parts(rollouts=4, terms={"rollout": 2 * HOUR}), nodes=20).steady()
+    world = World(in_node_groups(rollouts=4, terms={"rollout": 2 * HOUR}), nodes=20).steady()
     began = len(world.events)
-    world.play(lambda: len(moves(world)) == 4, at_most=2 * HOUR).steady()
+    world.play(lambda: len(moves(world)) == 4, timeout_s=2 * HOUR).steady()
     state, down = None, []
     for stamped in world.events:
         state = fold(state, stamped)
         down.append(sum(r.status is not Status.JOINED for r in workers(state) if r.role == "rollout"))
     assert max(down[began:]) == 1
-    assert {r.incarnation for r in workers(world.state) if r.role == "rollout"} == {2}
+    assert {r.incarnation_number for r in workers(world.state) if r.role == "rollout"} == {2}
     world.wait(30.0)
     assert sorted(one.allocation for one in world.decided(Release)) == [f"{RUN}.rollout-{n}" for n in range(4)]
 
 
 def test_allocations_are_rotated_again_and_again_until_the_run_ends() -> None:
-    world = World(in_parts(walltime=10 * HOUR, terms={"trainer": 2 * HOUR, "rollout": 3 * HOUR}), nodes=30)
-    world.play(at_most=20 * HOUR)
+    world = World(in_node_groups(walltime=10 * HOUR, terms={"trainer": 2 * HOUR, "rollout": 3 * HOUR}), nodes=30)
+    world.play(timeout_s=20 * HOUR)
     assert_nothing_is_left(world, Outcome.FAILED)
-    assert [fence for fence in world.decided(Fence) if fence.to is None and role_of(fence.life.replica) != AGENT] == []
-    ended = [s.event.seen for s in world.events if isinstance(s.event, ev.AllocationChanged)]
+    assert [fence for fence in world.decided(Fence) if fence.target_node is None and role_of(fence.incarnation.replica) != AGENT] == []
+    ended = [s.event.status for s in world.events if isinstance(s.event, ev.AllocationChanged)]
     assert not any(seen is not None and seen.detail == "TIMEOUT" for seen in ended)
-    assert all(ask.walltime <= 3 * HOUR for ask in world.asks.values() if ask.part != "shared")
-    last = [ask for ask in world.asks.values() if ask.part == "trainer"][-1]
+    assert all(ask.walltime <= 3 * HOUR for ask in world.requests.values() if ask.node_group != "shared")
+    last = [ask for ask in world.requests.values() if ask.node_group == "trainer"][-1]
     assert last.walltime < 2 * HOUR  # what was left of the run
 
 
 def test_a_successor_of_a_component_is_waited_for_as_long_as_the_queue_takes_too() -> None:
-    world = World(in_parts("hetjob", terms={"rollout": 4 * HOUR}, limits=Limits(allocation=300.0)), nodes=9).steady()
+    world = World(in_node_groups("hetjob", terms={"rollout": 4 * HOUR}, limits=Limits(allocation=300.0)), nodes=9).steady()
     world.closed["rollout"] = "Priority"
-    world.play(lambda: len(requests(world)) > 1, at_most=4 * HOUR)
+    world.play(lambda: len(requests(world)) > 1, timeout_s=4 * HOUR)
     world.wait(500.0)
     assert (len(requests(world)), world.decided(Release)) == (2, [])
 
 
 def test_while_its_successor_is_in_the_queue_a_replica_stays_where_it_is_and_is_restarted_there() -> None:
-    world = World(in_parts(terms={"trainer": 4 * HOUR}), nodes=9).steady()
+    world = World(in_node_groups(terms={"trainer": 4 * HOUR}), nodes=9).steady()
     world.closed["trainer"] = "Priority"
-    world.play(lambda: len(requests(world)) > 4, at_most=4 * HOUR)
+    world.play(lambda: len(requests(world)) > 4, timeout_s=4 * HOUR)
     world.kill(TRAINER)
     world.steady()
-    assert (allocation_of(world, TRAINER), world.state.replica(TRAINER).incarnation) == (TRAIN, 2)
+    assert (allocation_of(world, TRAINER), world.state.replica(TRAINER).incarnation_number) == (TRAIN, 2)
     world.wait(400.0)
     assert (len(requests(world)), world.decided(Release)) == (5, [])
     world.open("trainer")
     world.play(lambda: bool(moves(world))).steady()
-    assert world.state.replica(TRAINER).incarnation == 3
+    assert world.state.replica(TRAINER).incarnation_number == 3
 
 
 def test_a_successor_that_comes_too_late_takes_what_was_ended_with_its_allocation() -> None:
-    world = World(in_parts(terms={"trainer": 4 * HOUR}, limits=Limits(allocation=900.0)), nodes=9).steady()
+    world = World(in_node_groups(terms={"trainer": 4 * HOUR}, limits=Limits(allocation=900.0)), nodes=9).steady()
     world.closed["trainer"] = "Priority"
-    world.play(lambda: TRAIN not in world.state.allocations, at_most=5 * HOUR)
+    world.play(lambda: TRAIN not in world.state.allocations, timeout_s=5 * HOUR)
     assert world.state.replica(TRAINER).status is Status.WANTED
     world.wait(800.0)  # waited for from when it was missed, not from when it was asked for
     world.open("trainer")
@@ -470,54 +470,54 @@ def test_a_successor_that_comes_too_late_takes_what_was_ended_with_its_allocatio
 
 
 def test_a_successor_that_can_never_come_is_not_asked_for_without_end() -> None:
-    world = World(in_parts(terms={"rollout": 4 * HOUR}), nodes=9).steady()
+    world = World(in_node_groups(terms={"rollout": 4 * HOUR}), nodes=9).steady()
     world.hopeless["rollout"] = "PartitionDown"
-    world.play(at_most=4 * HOUR - 60.0)
+    world.play(timeout_s=4 * HOUR - 60.0)
     assert 2 < len(requests(world)) - 4 <= 12
-    assert world.state.verdict is None
+    assert world.state.finish is None
 
 
 def test_one_that_fails_again_and_again_keeps_the_others_on_what_ends_only_until_time_presses() -> None:
     recovery = Recovery(per_node=99, per_replica=99, window=300.0)
-    world = World(in_parts(rollouts=3, terms={"rollout": 4 * HOUR}, recovery=recovery), nodes=20).steady()
-    ends = world.state.allocations[SECOND].ends
+    world = World(in_node_groups(rollouts=3, terms={"rollout": 4 * HOUR}, recovery=recovery), nodes=20).steady()
+    ends = world.state.allocations[SECOND].ends_at
     world.closed["rollout"] = "Priority"
-    world.play(lambda: len(requests(world)) > 5, at_most=4 * HOUR)
-    world.broken_lives[R0] = "exited"
+    world.play(lambda: len(requests(world)) > 5, timeout_s=4 * HOUR)
+    world.broken_incarnations[R0] = "exited"
     world.kill(R0)
     world.open("rollout")
-    world.play(lambda: bool(moves(world)), at_most=HOUR)
+    world.play(lambda: bool(moves(world)), timeout_s=HOUR)
     assert world.now == ends - world.state.job.limits.rotate / 2
-    assert moves(world)[0].life.replica == R1
-    world.play(at_most=30.0)
-    assert [fence.life.replica for fence in moves(world)] == [R1, ReplicaId("rollout/2")]
+    assert moves(world)[0].incarnation.replica == R1
+    world.play(timeout_s=30.0)
+    assert [fence.incarnation.replica for fence in moves(world)] == [R1, ReplicaId("rollout/2")]
 
 
 def test_a_component_whose_walltime_ends_is_left_by_all_before_it_is_given_back() -> None:
-    world = World(in_parts("hetjob", terms={"rollout": 4 * HOUR}), nodes=9).steady()
-    world.play(lambda: len(moves(world)) == 2, at_most=4 * HOUR)
+    world = World(in_node_groups("hetjob", terms={"rollout": 4 * HOUR}), nodes=9).steady()
+    world.play(lambda: len(moves(world)) == 2, timeout_s=4 * HOUR)
     assert world.decided(Release) == []
-    world.play(at_most=30.0)
-    (more,) = [world.asks[tag] for tag in requests(world)[1:]]
-    assert (more.part, more.count) == ("rollout", 2)
+    world.play(timeout_s=30.0)
+    (more,) = [world.requests[tag] for tag in requests(world)[1:]]
+    assert (more.node_group, more.count) == ("rollout", 2)
     assert [one.allocation for one in world.decided(Release)] == [COMPONENTS[0]]
     assert world.incarnations() == ONCE | {R0: 2, R1: 2}
 
 
 def test_who_needs_a_node_is_rather_given_one_whose_allocation_lasts() -> None:
-    world = World(in_parts(terms={"trainer": 4 * HOUR}), nodes=9).steady()
+    world = World(in_node_groups(terms={"trainer": 4 * HOUR}), nodes=9).steady()
 
     def both() -> bool:
         """The new one is there, and its agent has said that it is well."""
-        return len(Rooms(world.state, world.now).spots("trainer")) > 1
+        return len(NodeInventory(world.state, world.now).candidates("trainer")) > 1
 
-    world.play(both, at_most=4 * HOUR)
-    spots = Rooms(world.state, world.now).spots("trainer")
-    assert [(spot.allocation, spot.ageing) for spot in spots] == [(f"{RUN}.trainer-1", False), (TRAIN, True)]
+    world.play(both, timeout_s=4 * HOUR)
+    spots = NodeInventory(world.state, world.now).candidates("trainer")
+    assert [(spot.allocation, spot.expiring) for spot in spots] == [(f"{RUN}.trainer-1", False), (TRAIN, True)]
 
 
 def test_an_allocation_that_lasts_as_long_as_the_run_is_never_succeeded() -> None:
-    world = World(in_parts(walltime=4 * HOUR), nodes=9)
-    world.play(at_most=5 * HOUR)
+    world = World(in_node_groups(walltime=4 * HOUR), nodes=9)
+    world.play(timeout_s=5 * HOUR)
     assert len(requests(world)) == 4
     assert moves(world) == []

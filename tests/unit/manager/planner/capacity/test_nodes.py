@@ -5,78 +5,78 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rrl.core.run_spec import EnvView, HealthView, JobView, Recovery
+from rrl.core.run_spec import EnvSpec, HealthSpec, RunSpec, Recovery
 from rrl.core.types import AGENT, Cause, Evidence, Finding, NodeName, Remedy, ReplicaId, Verdict, replica_id, role_of
-from rrl.manager.cluster.base import AllocationSeen, AllocationState, NodeSeen, NodeState
+from rrl.manager.cluster.base import AllocationStatus, AllocationState, NodeStatus, NodeState
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Drain, Exclude, Fence, Launch, Outside, Readmit, Release, Request, Shrink, Undrain
+from rrl.manager.model.actions import Drain, Exclude, Fence, Launch, ExternalAction, Readmit, Release, Request, Shrink, Undrain
 from rrl.manager.model.queries import workers
 from rrl.manager.model.state import Status
-from rrl.manager.planner.capacity.nodes import Rooms
-from rrl.manager.reporting.summary import account
-from rrl.tests.support.manager.jobs import ROLLOUTS, RUN, TRAINER, in_parts, job
+from rrl.manager.planner.capacity.nodes import NodeInventory
+from rrl.manager.reporting.summary import summarize
+from rrl.tests.support.manager.jobs import ROLLOUTS, RUN, TRAINER, in_node_groups, job
 from rrl.tests.support.manager.world import World, found, lost
 
 R0, R1 = ROLLOUTS
-UP = NodeSeen(NodeState.UP, "MIXED")
+UP = NodeStatus(NodeState.UP, "MIXED")
 HOUR = 3600.0
 
 
 class Nodes(World):
     """A Slurm whose nodes can be drained, where we may, and that can give single nodes back."""
 
-    def __init__(self, job: JobView, nodes: int | None = None, may: bool = True) -> None:
+    def __init__(self, job: RunSpec, nodes: int | None = None, may: bool = True) -> None:
         self.drains: dict[NodeName, str] = {}
         self.may = may
         self.shrinks = ""
         """why it does not"""
-        self.unheard = False
+        self.unanswered = False
         """nobody knows what becomes of a drain"""
         super().__init__(msgspec.structs.replace(job, cluster="slurm"), nodes)
 
-    def _carry_out(self, action: Outside) -> None:
+    def _carry_out(self, action: ExternalAction) -> None:
         if not isinstance(action, Drain | Undrain | Shrink):
             super()._carry_out(action)
             return
-        if self.unheard:
+        if self.unanswered:
             return
         refused = "" if isinstance(action, Shrink) or self.may else "we may not drain nodes here"
         refused = self.shrinks if isinstance(action, Shrink) else refused
-        self._later(0.1, lambda: self.record(ev.Done(action.tag, not refused, refused)))
+        self._later(0.1, lambda: self.record(ev.IntentSettled(action.tag, not refused, refused)))
         if refused:
             return
         if isinstance(action, Drain):
             self.drains[action.node] = action.reason
-            self.say(action.node, NodeState.DRAINING, f"MIXED+DRAIN: {action.reason}")
+            self.set_state(action.node, NodeState.DRAINING, f"MIXED+DRAIN: {action.reason}")
         elif isinstance(action, Undrain):
             assert self.drains.pop(action.node, action.reason) == action.reason
-            self.say(action.node, NodeState.UP, "IDLE")
+            self.set_state(action.node, NodeState.UP, "IDLE")
         else:
             rest = tuple(node for node in self.held[action.allocation] if node not in action.nodes)
             self.held[action.allocation] = rest
             self.steps = {tag: step for tag, step in self.steps.items() if step[1] not in action.nodes}
-            seen = AllocationSeen(AllocationState.RUNNING, "7", rest)
+            seen = AllocationStatus(AllocationState.RUNNING, "7", rest)
             self._later(0.5, lambda: self.record(ev.AllocationChanged(action.allocation, seen)))
 
-    def say(self, node: NodeName, state: NodeState, words: str) -> None:
+    def set_state(self, node: NodeName, state: NodeState, detail: str) -> None:
         """The cluster, when it is next asked."""
-        self._later(0.2, lambda: self.record(ev.NodeChanged(node, NodeSeen(state, words, words.partition(": ")[2]))))
+        self._later(0.2, lambda: self.record(ev.NodeChanged(node, NodeStatus(state, detail, detail.partition(": ")[2]))))
 
     def all_up(self) -> Nodes:
         for node in self.state.nodes:
             self.happen(ev.NodeChanged(node, UP))
         return self
 
-    def condemn(
+    def exclude(
         self, node: NodeName, cause: Cause, proof: bool = True, verdict: Verdict = Verdict.FAIL,
-        remedy: Remedy = Remedy.DRAIN, part: str = "",
+        remedy: Remedy = Remedy.DRAIN, component: str = "",
     ) -> None:  # fmt: skip
         evidence = (Evidence("agent", "Xid 79, GPU 3 has fallen off the bus", self.now),)
-        finding = Finding("xid", verdict, cause, remedy, self.now, evidence, node=node, proof=proof, part=part)
+        finding = Finding("xid", verdict, cause, remedy, self.now, evidence, node=node, proof=proof, component=component)
         self.happen(ev.FindingChanged(finding))
 
-    def order(self, command: str, node: NodeName, reason: str = "") -> None:
-        self.happen(ev.Commanded(command, "anna", f"c{len(self.events)}", node, reason=reason))
+    def send_command(self, command: str, node: NodeName, reason: str = "") -> None:
+        self.happen(ev.CommandReceived(command, "anna", f"c{len(self.events)}", node, reason=reason))
 
     def tags(self, *kinds: type) -> list[str]:
         return [action.tag for action in self.actions if isinstance(action, kinds)]
@@ -93,18 +93,18 @@ def world(*, may: bool = True, spares: int = 1, nodes: int | None = None, **reco
 def test_a_node_with_a_hardware_fault_is_drained_once_and_its_reason_says_whose_and_why() -> None:
     w = world()
     node = w.node_of(R0)
-    w.condemn(node, Cause.GPU)
+    w.exclude(node, Cause.GPU)
     w.play(w.works).wait(30.0)
     assert list(w.drains) == [node]
     assert w.drains[node] == f"rrl:{RUN}:gpu: xid: agent: Xid 79, GPU 3 has fallen off the bus"
-    assert w.state.nodes[node].drained == w.drains[node]
+    assert w.state.nodes[node].drain_reason == w.drains[node]
     assert w.tags(Drain, Undrain) == [f"{node}!drain"]
 
 
 @pytest.mark.parametrize("cause", [Cause.PROCESS, Cause.SOFTWARE, Cause.HANG, Cause.USER])
 def test_what_a_process_did_neither_drains_nor_excludes_a_node(cause: Cause) -> None:
     w = world()
-    w.condemn(w.node_of(R0), cause)
+    w.exclude(w.node_of(R0), cause)
     w.wait(30.0)
     assert not w.tags(Exclude, Drain, Fence)
 
@@ -112,7 +112,7 @@ def test_what_a_process_did_neither_drains_nor_excludes_a_node(cause: Cause) -> 
 @pytest.mark.parametrize("remedy", [Remedy.NONE, Remedy.RESTART])
 def test_a_finding_with_which_a_node_goes_on_leaves_it_in_use(remedy: Remedy) -> None:
     w = world()
-    w.condemn(w.node_of(R0), Cause.GPU, remedy=remedy)
+    w.exclude(w.node_of(R0), Cause.GPU, remedy=remedy)
     w.wait(30.0)
     assert not w.tags(Exclude, Drain, Fence)
 
@@ -124,7 +124,7 @@ def test_whatever_its_hardware_needs_the_node_is_left_and_drained_and_its_role_a
 ) -> None:
     w = world()
     node, before = w.node_of(R0), w.incarnations()
-    w.condemn(node, cause, remedy=remedy)
+    w.exclude(node, cause, remedy=remedy)
     w.play(w.works)
     assert w.tags(Exclude, Drain) == [f"{node}!exclude", f"{node}!drain"]
     assert w.node_of(R0) != node
@@ -135,9 +135,9 @@ def test_two_gpus_of_one_node_are_two_findings_and_one_that_is_well_again_clears
     w = world()
     node = w.node_of(R0)
     for part in ("GPU-1", "GPU-2"):
-        w.condemn(node, Cause.GPU, verdict=Verdict.WARN, part=part)
-    w.condemn(node, Cause.GPU, verdict=Verdict.OK, part="GPU-1")
-    assert [one.part for one in w.state.findings.values()] == ["GPU-2"]
+        w.exclude(node, Cause.GPU, verdict=Verdict.WARN, component=part)
+    w.exclude(node, Cause.GPU, verdict=Verdict.OK, component="GPU-1")
+    assert [one.component for one in w.state.findings.values()] == ["GPU-2"]
 
 
 # ── suspects and stragglers ──────────────────────────────────────────────────────────────────────────────────────────
@@ -145,8 +145,8 @@ def test_a_suspect_keeps_whom_it_has_and_gets_nobody_new_while_there_is_a_better
     w = world(spares=2)
     here, before = w.node_of(R0), w.incarnations()
     spares = sorted(set(w.state.nodes) - {one.node for one in workers(w.state)})
-    w.condemn(here, Cause.GPU, verdict=Verdict.WARN)
-    w.condemn(spares[0], Cause.GPU, verdict=Verdict.WARN)
+    w.exclude(here, Cause.GPU, verdict=Verdict.WARN)
+    w.exclude(spares[0], Cause.GPU, verdict=Verdict.WARN)
     w.wait(30.0)
     assert w.incarnations() == before
     w.happen(lost(w.node_of(R1), w.now))
@@ -157,7 +157,7 @@ def test_a_suspect_keeps_whom_it_has_and_gets_nobody_new_while_there_is_a_better
 def test_a_suspect_is_better_than_no_node() -> None:
     w = world(spares=1, nodes=5)
     spare = next(iter(set(w.state.nodes) - {one.node for one in workers(w.state)}))
-    w.condemn(spare, Cause.GPU, verdict=Verdict.WARN)
+    w.exclude(spare, Cause.GPU, verdict=Verdict.WARN)
     w.happen(lost(w.node_of(R1), w.now))
     w.play(w.works)
     assert w.node_of(R1) == spare
@@ -166,7 +166,7 @@ def test_a_suspect_is_better_than_no_node() -> None:
 def slow(w: Nodes, replica: ReplicaId = R0, planned: bool = True) -> None:
     evidence = (Evidence("worker", "half the tokens of its peers", w.now),)
     finding = Finding(
-        "straggler", Verdict.WARN, Cause.NODE, Remedy.EXCLUDE, w.now, evidence, life=w.state.replica(replica).life
+        "straggler", Verdict.WARN, Cause.NODE, Remedy.EXCLUDE, w.now, evidence, incarnation=w.state.replica(replica).incarnation
     )
     (w.happen if planned else w.record)(ev.FindingChanged(finding))
 
@@ -176,12 +176,12 @@ def test_the_node_of_a_straggler_is_left_for_a_spare_only_where_the_job_says_so_
     wish: str, spares: int
 ) -> None:
     told = job(spares=spares, steps=1000, recovery=Recovery(backoff=0.0, breaker=1.0))
-    w = Nodes(msgspec.structs.replace(told, health=HealthView(stragglers=wish)), 8)
+    w = Nodes(msgspec.structs.replace(told, health=HealthSpec(stragglers=wish)), 8)
     w.steady()
     w.all_up()
     node, before = w.node_of(R0), w.incarnations()
     slow(w)
-    w.play(at_most=60.0)
+    w.play(timeout_s=60.0)
     moves = wish == "exclude" and spares > 0
     assert (w.node_of(R0) != node) == moves
     assert w.incarnations() == (before | {R0: before[R0] + 1} if moves else before)
@@ -191,12 +191,12 @@ def test_the_node_of_a_straggler_is_left_for_a_spare_only_where_the_job_says_so_
 
 def test_of_two_stragglers_one_leaves_its_node_where_there_is_one_spare() -> None:
     told = job(spares=1, steps=1000, recovery=Recovery(backoff=0.0, breaker=1.0))
-    w = Nodes(msgspec.structs.replace(told, health=HealthView(stragglers="exclude")), 5)
+    w = Nodes(msgspec.structs.replace(told, health=HealthSpec(stragglers="exclude")), 5)
     w.steady()
     w.all_up()
     slow(w, planned=False)
     slow(w, R1)
-    w.play(at_most=60.0)
+    w.play(timeout_s=60.0)
     assert len(w.tags(Exclude)) == 1
     assert w.works()
 
@@ -206,8 +206,8 @@ def test_while_much_of_the_run_is_down_nothing_else_is_condemned() -> None:
     w = world(spares=4)
     down = sorted(set(w.state.nodes) - {one.node for one in workers(w.state)})[:3]
     for node in down:
-        w.happen(ev.NodeChanged(node, NodeSeen(NodeState.DOWN, "DOWN")))
-    w.condemn(w.node_of(R0), Cause.GPU)
+        w.happen(ev.NodeChanged(node, NodeStatus(NodeState.DOWN, "DOWN")))
+    w.exclude(w.node_of(R0), Cause.GPU)
     w.wait(5.0)
     assert not w.tags(Exclude)
     for node in down[1:]:
@@ -222,7 +222,7 @@ def test_a_node_that_is_proved_to_be_broken_gets_nobody_new_while_the_brake_keep
     w.all_up()
     spares, before = sorted(set(w.state.nodes) - {one.node for one in workers(w.state)}), w.incarnations()
     for node in spares:
-        w.condemn(node, Cause.GPU)
+        w.exclude(node, Cause.GPU)
     assert w.tags(Exclude) == [f"{node}!exclude" for node in spares[:2]]
     w.kill(R0)
     w.play(w.works)
@@ -230,7 +230,7 @@ def test_a_node_that_is_proved_to_be_broken_gets_nobody_new_while_the_brake_keep
     w.play(w.works)
     assert w.incarnations() == before | {R0: 2, R1: 2}
     assert spares[2] not in {one.node for one in workers(w.state)}
-    assert Rooms(w.state, w.now).spot(spares[2]) is None
+    assert NodeInventory(w.state, w.now).candidate(spares[2]) is None
 
 
 def test_nothing_is_drained_where_the_job_says_so_or_where_there_is_no_slurm() -> None:
@@ -239,7 +239,7 @@ def test_nothing_is_drained_where_the_job_says_so_or_where_there_is_no_slurm() -
     local._state = msgspec.structs.replace(local.state, job=msgspec.structs.replace(local.state.job, cluster="local"))
     for w in (forbidden, local):
         w.steady()
-        w.condemn(w.node_of(R0), Cause.GPU)
+        w.exclude(w.node_of(R0), Cause.GPU)
         w.play(w.works).wait(30.0)
         assert w.tags(Exclude)
         assert not w.tags(Drain)
@@ -249,8 +249,8 @@ def test_nothing_is_drained_where_the_job_says_so_or_where_there_is_no_slurm() -
 def test_a_node_that_somebody_has_drained_or_set_down_is_not_drained_again(state: NodeState) -> None:
     w = world()
     node = w.node_of(R0)
-    w.happen(ev.NodeChanged(node, NodeSeen(state, "DOWN: bad fan")))
-    w.condemn(node, Cause.NODE)
+    w.happen(ev.NodeChanged(node, NodeStatus(state, "DOWN: bad fan")))
+    w.exclude(node, Cause.NODE)
     w.play(w.works).wait(30.0)
     assert not w.tags(Drain)
 
@@ -258,11 +258,11 @@ def test_a_node_that_somebody_has_drained_or_set_down_is_not_drained_again(state
 def test_without_rights_the_node_is_excluded_and_asked_to_be_drained_but_not_again_and_again() -> None:
     w = world(may=False)
     node = w.node_of(R0)
-    w.condemn(node, Cause.GPU)
+    w.exclude(node, Cause.GPU)
     w.play(w.works).wait(2 * HOUR)
     assert w.tags(Drain) == [f"{node}!drain"]
-    assert w.state.nodes[node].not_drained == "we may not drain nodes here"
-    assert w.state.nodes[node].drained == ""
+    assert w.state.nodes[node].drain_error == "we may not drain nodes here"
+    assert w.state.nodes[node].drain_reason == ""
     assert w.state.nodes[node].excluded is not None
     assert w.node_of(R0) != node
 
@@ -271,7 +271,7 @@ def test_without_rights_the_node_is_excluded_and_asked_to_be_drained_but_not_aga
 def test_a_condemned_node_of_the_pool_is_given_back_once_it_is_drained_and_the_others_live() -> None:
     w = world()
     node, before = w.node_of(R0), w.incarnations()
-    w.condemn(node, Cause.GPU)
+    w.exclude(node, Cause.GPU)
     w.play(w.works).wait(30.0)
     assert [(one.allocation, one.nodes) for one in w.decided(Shrink)] == [(f"{RUN}.pool", (node,))]
     kinds = [type(action) for action in w.actions if isinstance(action, Drain | Shrink)]
@@ -295,12 +295,12 @@ def test_a_node_lost_without_proof_is_given_back_only_when_everybody_works_again
 
 def test_nodes_of_one_allocation_are_given_back_one_after_the_other() -> None:
     w = world(spares=4, drain=False)
-    w.unheard = True
-    w.condemn(w.node_of(R0), Cause.GPU)
-    w.condemn(w.node_of(R1), Cause.GPU)
+    w.unanswered = True
+    w.exclude(w.node_of(R0), Cause.GPU)
+    w.exclude(w.node_of(R1), Cause.GPU)
     w.play(w.works).wait(60.0)
     (first,) = w.tags(Shrink)
-    w.happen(ev.Done(first, True))
+    w.happen(ev.IntentSettled(first, True))
     w.wait(60.0)
     assert len(w.tags(Shrink)) == 2
 
@@ -312,55 +312,55 @@ def test_nobody_goes_to_a_node_that_is_being_given_back_when_a_person_wants_it_u
 ) -> None:
     w = world(may=may)
     node = w.node_of(R0)
-    w.order("drain", node)
-    w.play(lambda: bool(w.tags(Shrink)), at_most=30.0)
+    w.send_command("drain", node)
+    w.play(lambda: bool(w.tags(Shrink)), timeout_s=30.0)
     assert w.tags(Shrink)
     w.wait(later)
     assert w.state.nodes[node].allocation
-    w.order("undrain", node)
+    w.send_command("undrain", node)
     w.wait(30.0)
     assert node not in w.state.nodes, "it is the cluster's"
-    assert w.state.replica(replica_id(AGENT, node)).incarnation == 1
+    assert w.state.replica(replica_id(AGENT, node)).incarnation_number == 1
 
 
 def test_what_still_ran_on_a_node_that_is_given_back_went_with_it() -> None:
     w = world()
     w.slow_to_stop = float("inf")
     node = w.node_of(R0)
-    w.condemn(node, Cause.GPU)
+    w.exclude(node, Cause.GPU)
     w.play(w.works).wait(30.0)
     assert w.state.nodes[node].allocation == ""
-    assert [one.node for one in w.state.lingering.values()] == []
+    assert [one.node for one in w.state.orphan_steps.values()] == []
 
 
 def test_a_node_that_slurm_does_not_give_back_by_itself_stays_and_is_not_asked_for_again() -> None:
     w = world()
     w.shrinks = "Slurm does not shrink job 7"
-    w.condemn(w.node_of(R0), Cause.GPU)
+    w.exclude(w.node_of(R0), Cause.GPU)
     w.play(w.works).wait(600.0)
     assert len(w.tags(Shrink)) == 1
-    assert [node.stays for node in w.state.nodes.values() if node.excluded] == ["Slurm does not shrink job 7"]
+    assert [node.kept_because for node in w.state.nodes.values() if node.excluded] == ["Slurm does not shrink job 7"]
 
 
 def test_a_replacement_node_that_fails_goes_back_whole_after_its_drain() -> None:
     w = world(spares=0, nodes=8)
-    w.condemn(w.node_of(R0), Cause.GPU)
+    w.exclude(w.node_of(R0), Cause.GPU)
     w.play(w.works)
     second = w.all_up().node_of(R0)
-    w.condemn(second, Cause.GPU)
+    w.exclude(second, Cause.GPU)
     w.play(w.works).wait(30.0)
-    [allocation] = [tag for tag in w.asks if tag != f"{RUN}.pool" and tag not in w.held]
+    [allocation] = [tag for tag in w.requests if tag != f"{RUN}.pool" and tag not in w.held]
     kinds = [action.tag for action in w.actions if isinstance(action, Drain | Release)]
     assert kinds[-2:] == [f"{second}!drain", f"{allocation}!release"]
-    assert set(w.asks[[*w.asks][-1]].exclude) >= {second}
+    assert set(w.requests[[*w.requests][-1]].exclude) >= {second}
 
 
 def test_in_form_replica_too_a_failed_node_is_drained_before_others_can_get_it() -> None:
-    w = Nodes(in_parts(steps=1000, recovery=Recovery(backoff=0.0, breaker=1.0)), 8)
+    w = Nodes(in_node_groups(steps=1000, recovery=Recovery(backoff=0.0, breaker=1.0)), 8)
     w.steady()
     w.all_up()
     node = w.node_of(R0)
-    w.condemn(node, Cause.GPU)
+    w.exclude(node, Cause.GPU)
     w.play(w.works).wait(30.0)
     kinds = [type(action) for action in w.actions if isinstance(action, Drain | Release)]
     assert kinds == [Drain, Release]
@@ -372,14 +372,14 @@ def test_an_exclusion_without_proof_decays_and_doubles_each_time() -> None:
     w.shrinks = "no"
     node = w.node_of(R0)
     for wait in (HOUR, 2 * HOUR, 4 * HOUR):
-        w.condemn(node, Cause.NODE, proof=False)
+        w.exclude(node, Cause.NODE, proof=False)
         w.play(w.works).wait(wait - 10.0)
         assert w.state.nodes[node].excluded is not None
         w.wait(20.0)
         assert w.state.nodes[node].excluded is None, wait
         agent = w.state.replica(replica_id(AGENT, node))
         assert agent.status is Status.JOINED
-        assert w.state.nodes[node].probe == ""
+        assert w.state.nodes[node].probe_error == ""
 
 
 def test_a_node_that_is_used_again_gets_no_role_before_its_agent_has_joined() -> None:
@@ -388,14 +388,14 @@ def test_a_node_that_is_used_again_gets_no_role_before_its_agent_has_joined() ->
     w.shrinks = "no"
     node = w.node_of(R0)
     agent = replica_id(AGENT, node)
-    w.condemn(node, Cause.NODE, proof=False)
-    w.broken_lives[agent] = "its disk is full"
+    w.exclude(node, Cause.NODE, proof=False)
+    w.broken_incarnations[agent] = "its disk is full"
     w.wait(HOUR + 5.0)
     assert w.state.nodes[node].excluded is None
     assert w.state.replica(R0).status is not Status.JOINED
-    assert not [one for one in w.decided(Launch) if one.node == node and role_of(one.life.replica) != AGENT][1:]
-    del w.broken_lives[agent]
-    w.play(w.works, at_most=700.0)
+    assert not [one for one in w.decided(Launch) if one.node == node and role_of(one.incarnation.replica) != AGENT][1:]
+    del w.broken_incarnations[agent]
+    w.play(w.works, timeout_s=700.0)
     assert w.node_of(R0) == node
 
 
@@ -403,28 +403,28 @@ def test_nobody_waits_for_ever_for_a_node_that_is_used_again_and_is_cut_off() ->
     w = world(spares=1, nodes=8)
     w.shrinks = "not here"
     spare = next(name for name in w.state.nodes if name not in {one.node for one in workers(w.state)})
-    w.order("drain", spare)
+    w.send_command("drain", spare)
     w.wait(10.0)
     w.dead.add(spare)
-    w.order("undrain", spare)
+    w.send_command("undrain", spare)
     w.wait(10.0)
     agent = replica_id(AGENT, spare)
     assert w.state.replica(agent).status is Status.LAUNCHING
     w.lose_node(w.node_of(R0))
     for _ in range(4):
         w.wait(w.state.job.limits.join)
-        w.happen(found(w.state.replica(agent).life, "never_joined", w.now))
+        w.happen(found(w.state.replica(agent).incarnation, "never_joined", w.now))
     assert w.play(w.works).works()
 
 
 def test_a_probe_that_fails_after_its_return_excludes_the_node_again() -> None:
     small = job(spares=1, steps=1000, recovery=Recovery(backoff=0.0, breaker=1.0, exclusion=HOUR))
-    w = Nodes(msgspec.structs.replace(small, env=EnvView(probe=("torch",))))
+    w = Nodes(msgspec.structs.replace(small, env=EnvSpec(probe=("torch",))))
     w.shrinks = "no"
     w.steady()
     w.all_up()
     node = w.node_of(R0)
-    w.condemn(node, Cause.NODE, proof=False)
+    w.exclude(node, Cause.NODE, proof=False)
     w.unfit[node] = "no module torch"
     w.play(w.works).wait(HOUR + 30.0)
     assert [one.tag for one in w.actions if isinstance(one, Exclude | Readmit)] == [
@@ -437,25 +437,25 @@ def test_with_proof_a_node_stays_excluded_while_that_stands() -> None:
     w = world(exclusion=HOUR)
     w.shrinks = "no"
     node = w.node_of(R0)
-    w.condemn(node, Cause.GPU)
+    w.exclude(node, Cause.GPU)
     w.play(w.works).wait(20 * HOUR)
     assert w.state.nodes[node].excluded is not None
     assert w.drains
-    w.condemn(node, Cause.GPU, verdict=Verdict.OK)
+    w.exclude(node, Cause.GPU, verdict=Verdict.OK)
     w.wait(10.0)
     assert w.state.nodes[node].excluded is None
     assert w.tags(Undrain) == [f"{node}!undrain"]
     assert w.drains == {}
 
 
-@pytest.mark.parametrize("seen", [NodeSeen(NodeState.DOWN, "DOWN: Not responding"),
-                                  NodeSeen(NodeState.DRAINING, "IDLE+DRAIN: bad fan"),
-                                  NodeSeen(NodeState.UNKNOWN, "IDLE+NOT_RESPONDING")])  # fmt: skip
-def test_a_node_that_the_cluster_does_not_call_well_is_not_used_again(seen: NodeSeen) -> None:
+@pytest.mark.parametrize("seen", [NodeStatus(NodeState.DOWN, "DOWN: Not responding"),
+                                  NodeStatus(NodeState.DRAINING, "IDLE+DRAIN: bad fan"),
+                                  NodeStatus(NodeState.UNKNOWN, "IDLE+NOT_RESPONDING")])  # fmt: skip
+def test_a_node_that_the_cluster_does_not_call_well_is_not_used_again(seen: NodeStatus) -> None:
     w = world(exclusion=HOUR, drain=False)
     w.shrinks = "no"
     node = w.node_of(R0)
-    w.condemn(node, Cause.NODE, proof=False)
+    w.exclude(node, Cause.NODE, proof=False)
     w.play(w.works)
     w.happen(ev.NodeChanged(node, seen))
     w.wait(5 * HOUR)
@@ -468,7 +468,7 @@ def test_our_own_drain_does_not_keep_a_node_from_being_used_again_and_is_taken_b
     w = world(exclusion=HOUR)
     w.shrinks = "no"
     node = w.node_of(R0)
-    w.condemn(node, Cause.NODE, proof=False)
+    w.exclude(node, Cause.NODE, proof=False)
     w.play(w.works).wait(HOUR + 60.0)
     assert w.tags(Drain, Readmit, Undrain) == [f"{node}!drain", f"{node}!readmit", f"{node}!undrain"]
     assert w.state.replica(replica_id(AGENT, node)).status is Status.JOINED
@@ -491,21 +491,21 @@ def test_requests_ask_for_no_node_that_is_excluded_and_for_the_time_that_is_left
     w = world(spares=0, nodes=8)
     w.wait(1000.0)
     node = w.node_of(R0)
-    w.condemn(node, Cause.GPU)
+    w.exclude(node, Cause.GPU)
     w.play(w.works).wait(2.0)
     [first, more] = w.decided(Request)
-    assert node in more.ask.exclude
-    assert more.ask.walltime <= first.ask.walltime - 1000.0
+    assert node in more.request.exclude
+    assert more.request.walltime <= first.request.walltime - 1000.0
 
 
 # ── what people order ────────────────────────────────────────────────────────────────────────────────────────────────
 def test_who_is_on_a_node_that_a_person_wants_drained_moves_first_and_nobody_is_charged() -> None:
     w = world()
     node, before = w.node_of(R0), w.incarnations()
-    w.order("drain", node, "fan is loud")
+    w.send_command("drain", node, "fan is loud")
     w.play(lambda: bool(w.drains)).play(w.works).wait(30.0)
     deeds = [action for action in w.actions if isinstance(action, Fence | Exclude | Drain)]
-    fence, exclude, drain = (one for one in deeds if not isinstance(one, Fence) or role_of(one.life.replica) != AGENT)
+    fence, exclude, drain = (one for one in deeds if not isinstance(one, Fence) or role_of(one.incarnation.replica) != AGENT)
     assert [type(one) for one in (fence, exclude, drain)] == [Fence, Exclude, Drain]
     assert isinstance(fence, Fence)
     assert not fence.charged
@@ -513,7 +513,7 @@ def test_who_is_on_a_node_that_a_person_wants_drained_moves_first_and_nobody_is_
     assert w.drains == {node: f"rrl:{RUN}:asked by anna: fan is loud"}
     assert w.incarnations() == before | {R0: 2}
     assert w.state.replica(R0).failures == ()
-    assert w.state.marks == {}
+    assert w.state.node_commands == {}
     assert w.tags(Shrink) == [f"{RUN}.pool!shrink:{node}"]
 
 
@@ -521,7 +521,7 @@ def test_a_node_that_is_wanted_drained_waits_for_a_replacement_and_gets_nobody_n
     w = world(spares=0, nodes=5)
     w.closed["pool"] = "Resources"
     node = w.node_of(R0)
-    w.order("drain", node)
+    w.send_command("drain", node)
     w.wait(100.0)
     assert w.works()
     assert not w.tags(Exclude, Drain)
@@ -535,18 +535,18 @@ def test_a_node_that_is_wanted_drained_is_drained_even_if_no_replacement_comes()
     w = world(spares=0, nodes=5)
     w.closed["pool"] = "Resources"
     node = w.node_of(R0)
-    w.order("drain", node)
+    w.send_command("drain", node)
     w.wait(w.state.job.limits.allocation + 10.0)
     assert list(w.drains) == [node]
-    assert w.state.verdict is None
+    assert w.state.finish is None
 
 
 def test_a_node_that_somebody_has_drained_already_is_left_when_a_person_asks() -> None:
     w = world()
     node = w.node_of(R0)
-    w.happen(ev.NodeChanged(node, NodeSeen(NodeState.DRAINING, "MIXED+DRAIN: bad fan")))
+    w.happen(ev.NodeChanged(node, NodeStatus(NodeState.DRAINING, "MIXED+DRAIN: bad fan")))
     assert w.node_of(R0) == node
-    w.order("drain", node)
+    w.send_command("drain", node)
     w.play(lambda: bool(w.tags(Exclude))).play(w.works)
     assert w.node_of(R0) != node
     assert not w.tags(Drain)
@@ -555,7 +555,7 @@ def test_a_node_that_somebody_has_drained_already_is_left_when_a_person_asks() -
 def test_whole_gangs_move_off_a_node_that_is_wanted_drained() -> None:
     w = world(spares=1)
     node = w.node_of(TRAINER)
-    w.order("drain", node)
+    w.send_command("drain", node)
     w.play(lambda: bool(w.drains)).play(w.works)
     assert w.node_of(TRAINER) != node
     assert w.incarnations()[TRAINER] == 2
@@ -565,14 +565,14 @@ def test_what_a_person_has_drained_is_used_again_only_when_a_person_says_so() ->
     w = world(exclusion=HOUR)
     w.shrinks = "no"
     node = w.node_of(R0)
-    w.order("drain", node)
+    w.send_command("drain", node)
     w.play(lambda: bool(w.drains)).play(w.works).wait(20 * HOUR)
     assert w.state.nodes[node].excluded is not None
-    w.order("undrain", node)
+    w.send_command("undrain", node)
     w.wait(10.0)
     assert w.state.nodes[node].excluded is None
     assert w.drains == {}
-    assert w.state.marks == {}
+    assert w.state.node_commands == {}
     assert w.state.replica(replica_id(AGENT, node)).status is Status.JOINED
 
 
@@ -581,13 +581,13 @@ def test_a_person_may_have_a_node_used_again_against_which_there_was_proof_and_a
     w.shrinks = "no"
     node = w.node_of(R0)
     w.record(lost(node, w.now))
-    w.condemn(node, Cause.GPU)
+    w.exclude(node, Cause.GPU)
     w.play(w.works).wait(30.0)
-    w.order("undrain", node)
+    w.send_command("undrain", node)
     w.wait(30.0)
     assert w.state.nodes[node].excluded is None
     assert w.state.replica(replica_id(AGENT, node)).status is Status.JOINED
-    w.condemn(node, Cause.GPU)
+    w.exclude(node, Cause.GPU)
     assert w.state.nodes[node].excluded is not None
 
 
@@ -595,11 +595,11 @@ def test_an_order_to_drain_can_be_taken_back_before_it_is_done() -> None:
     w = world(spares=0, nodes=5)
     w.closed["pool"] = "Resources"
     node = w.node_of(R0)
-    w.order("drain", node)
+    w.send_command("drain", node)
     w.wait(10.0)
-    w.order("undrain", node)
+    w.send_command("undrain", node)
     w.wait(2 * HOUR)
-    assert w.state.marks == {}
+    assert w.state.node_commands == {}
     assert not w.tags(Exclude, Drain)
     assert w.incarnations()[R0] == 1
 
@@ -607,20 +607,20 @@ def test_an_order_to_drain_can_be_taken_back_before_it_is_done() -> None:
 def test_without_rights_a_persons_order_excludes_the_node_and_leaves_a_request() -> None:
     w = world(may=False)
     node = w.node_of(R0)
-    w.order("drain", node)
+    w.send_command("drain", node)
     w.play(lambda: bool(w.tags(Drain))).play(w.works).wait(5.0)
     held = w.state.nodes[node]
-    assert (held.asked_by, held.drained, held.not_drained) == ("anna", "", "we may not drain nodes here")
+    assert (held.drain_requested_by, held.drain_reason, held.drain_error) == ("anna", "", "we may not drain nodes here")
     assert w.node_of(R0) != node
 
 
 def test_a_node_that_is_excluded_already_is_drained_when_a_person_asks() -> None:
     w = world()
     node = w.node_of(R0)
-    w.condemn(node, Cause.SOFTWARE)
+    w.exclude(node, Cause.SOFTWARE)
     w.play(w.works).wait(5.0)
     assert not w.drains
-    w.order("drain", node, "yes")
+    w.send_command("drain", node, "yes")
     w.wait(5.0)
     assert w.drains == {node: f"rrl:{RUN}:asked by anna: yes"}
 
@@ -629,22 +629,22 @@ def test_a_node_that_is_excluded_already_is_drained_when_a_person_asks() -> None
 def test_an_order_about_a_node_that_is_none_of_the_runs_changes_nothing(order: str) -> None:
     w = world()
     before = w.state
-    w.order(order, NodeName("n99"))
-    assert msgspec.structs.replace(w.state, seq=before.seq, commands=before.commands) == before
+    w.send_command(order, NodeName("n99"))
+    assert msgspec.structs.replace(w.state, seq=before.seq, handled_commands=before.handled_commands) == before
 
 
 def test_the_next_manager_goes_on_with_what_was_ordered() -> None:
     w = world(spares=0, nodes=4)
     node = w.node_of(R0)
-    w.order("drain", node)
+    w.send_command("drain", node)
     state = msgspec.json.decode(msgspec.json.encode(w.state), type=type(w.state))
-    assert state.marks == {node: ("drain", "anna")}
+    assert state.node_commands == {node: ("drain", "anna")}
 
 
 def test_reasons_are_short_and_plain() -> None:
     w = world()
     node = w.node_of(R0)
-    w.order("drain", node, 'it\'s "bad"\n=[x]= ' + "long " * 100)
+    w.send_command("drain", node, 'it\'s "bad"\n=[x]= ' + "long " * 100)
     w.play(lambda: bool(w.drains))
     reason = w.drains[node]
     assert reason.startswith(f"rrl:{RUN}:asked by anna: it s bad x long")
@@ -656,50 +656,50 @@ def test_reasons_are_short_and_plain() -> None:
 def test_what_we_may_not_drain_is_asked_of_the_administrators_with_the_evidence() -> None:
     w = world(may=False)
     node = w.node_of(R0)
-    w.condemn(node, Cause.GPU)
+    w.exclude(node, Cause.GPU)
     w.play(w.works)
-    w.order("drain", w.node_of(R1), "fan")
+    w.send_command("drain", w.node_of(R1), "fan")
     w.play(lambda: len(w.tags(Drain)) == 2).wait(5.0)
-    first, second = account(w.events).drain_requests
-    assert (first.node, first.cause, first.asked) == (node, "gpu", "")
+    first, second = summarize(w.events).drain_requests
+    assert (first.node, first.cause, first.requested_by) == (node, "gpu", "")
     assert first.evidence == ["xid: agent: Xid 79, GPU 3 has fallen off the bus"]
-    assert first.said == "we may not drain nodes here"
-    assert (second.cause, second.asked) == ("", "anna: fan")
+    assert first.drain_error == "we may not drain nodes here"
+    assert (second.cause, second.requested_by) == ("", "anna: fan")
 
 
 def test_what_was_drained_or_is_used_again_is_not_asked_for() -> None:
     drained = world()
-    drained.condemn(drained.node_of(R0), Cause.GPU)
+    drained.exclude(drained.node_of(R0), Cause.GPU)
     drained.play(drained.works).wait(5.0)
     back = world(may=False, exclusion=HOUR)
     back.shrinks = "no"
-    back.condemn(back.node_of(R0), Cause.NODE, proof=False)
+    back.exclude(back.node_of(R0), Cause.NODE, proof=False)
     back.play(back.works)
-    assert len(account(back.events).drain_requests) == 1
+    assert len(summarize(back.events).drain_requests) == 1
     back.wait(HOUR + 10.0)
     assert back.decided(Readmit)
     for w in (drained, back):
-        assert account(w.events).drain_requests == []
+        assert summarize(w.events).drain_requests == []
 
 
 def test_a_run_ends_only_when_it_is_known_what_became_of_a_drain() -> None:
     w = world()
-    w.unheard = True
+    w.unanswered = True
     node = w.node_of(R0)
-    w.condemn(node, Cause.GPU)
+    w.exclude(node, Cause.GPU)
     w.play(w.works)
     w.cancel()
     w.wait(600.0)
-    assert w.state.verdict is not None
+    assert w.state.finish is not None
     assert not w.over
-    w.happen(ev.Done(f"{node}!drain", True))
+    w.happen(ev.IntentSettled(f"{node}!drain", True))
     assert w.over
 
 
 # ── admission ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_no_role_is_placed_on_a_node_before_its_agent_has_said_how_it_is() -> None:
     w = Nodes(job(spares=1, steps=1000), 8)
-    w.broken_lives = {replica_id(AGENT, NodeName(f"n{i}")): "cannot be started" for i in (1, 2)}
+    w.broken_incarnations = {replica_id(AGENT, NodeName(f"n{i}")): "cannot be started" for i in (1, 2)}
     w.play(w.works)
     assert w.works()
     assert not {NodeName("n1"), NodeName("n2")} & {one.node for one in workers(w.state)}
@@ -707,10 +707,10 @@ def test_no_role_is_placed_on_a_node_before_its_agent_has_said_how_it_is() -> No
 
 @pytest.mark.parametrize(("cluster", "admission"), [("local", True), ("slurm", False)])
 def test_where_nothing_is_looked_at_roles_wait_for_no_agent(cluster: str, admission: bool) -> None:
-    told = msgspec.structs.replace(job(spares=0, steps=1000), health=HealthView(admission=admission))
+    told = msgspec.structs.replace(job(spares=0, steps=1000), health=HealthSpec(admission=admission))
     w = Nodes(told, 4)
     w._state = msgspec.structs.replace(w.state, job=msgspec.structs.replace(w.state.job, cluster=cluster))
-    w.broken_lives = {replica_id(AGENT, NodeName(f"n{i}")): "cannot be started" for i in range(1, 5)}
+    w.broken_incarnations = {replica_id(AGENT, NodeName(f"n{i}")): "cannot be started" for i in range(1, 5)}
     w.play(w.works)
     assert w.works()
 
@@ -728,6 +728,6 @@ def test_a_node_that_is_broken_when_it_joins_is_never_used_not_even_for_a_moment
 
     w = Broken(job(spares=1, steps=1000), 8)
     w.play(w.works)
-    launched = {one.node for one in w.decided(Launch) if role_of(one.life.replica) != AGENT}
+    launched = {one.node for one in w.decided(Launch) if role_of(one.incarnation.replica) != AGENT}
     assert NodeName("n1") not in launched
     assert [one.node for one in w.decided(Exclude)] == ["n1"]

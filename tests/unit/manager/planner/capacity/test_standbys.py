@@ -7,16 +7,16 @@ import pytest
 
 from rrl.core.launch import ExitReason, tag_of
 from rrl.core.run_spec import Limits, Recovery, Resources
-from rrl.core.types import SHADOW, Life, NodeName, Outcome, member_id, replica_id
+from rrl.core.types import STANDBY_ROLE, Incarnation, NodeName, Outcome, member_id, replica_id
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Launch, Request, Rung, StopStep
 from rrl.manager.model.queries import owner_of, workers
 from rrl.manager.model.reducer import fold
-from rrl.manager.model.state import First, Status
+from rrl.manager.model.state import AdmittedProcess, Status
 from rrl.manager.planner import plan
-from rrl.manager.planner.capacity.nodes import Rooms
-from rrl.manager.planner.peer_directory import wire
-from rrl.tests.support.manager.jobs import REWARD, RUN, STORE, TRAINER, gang_job, in_parts
+from rrl.manager.planner.capacity.nodes import NodeInventory
+from rrl.manager.planner.peer_directory import build_directory
+from rrl.tests.support.manager.jobs import REWARD, RUN, STORE, TRAINER, gang_job, in_node_groups
 from rrl.tests.support.manager.world import World, assert_nothing_is_left, lost, requests, rungs
 
 M0, M1 = (member_id(TRAINER, rank) for rank in range(2))
@@ -26,25 +26,25 @@ N1, N2, N3, N4, N5, N6, N7, N8 = (NodeName(f"n{i}") for i in range(1, 9))
 SMALL = gang_job(2, 1, standbys=1)
 
 
-def shadow(node: NodeName, incarnation: int = 1) -> Life:
-    return Life(replica_id(SHADOW, node), incarnation)
+def standby(node: NodeName, incarnation: int = 1) -> Incarnation:
+    return Incarnation(replica_id(STANDBY_ROLE, node), incarnation)
 
 
-def launches(world: World, role: str = SHADOW) -> list[Launch]:
-    return [one for one in world.decided(Launch) if one.life.replica.partition("/")[0] == role]
+def launches(world: World, role: str = STANDBY_ROLE) -> list[Launch]:
+    return [one for one in world.decided(Launch) if one.incarnation.replica.partition("/")[0] == role]
 
 
-def adopted(world: World) -> dict[str, str]:
+def promotions(world: World) -> dict[str, str]:
     """Which shadow became which life, so far."""
-    return {str(one.shadow): str(one.life) for one in launches(world, "trainer") if one.shadow is not None}
+    return {str(one.standby): str(one.incarnation) for one in launches(world, "trainer") if one.standby is not None}
 
 
 # ── where and when ───────────────────────────────────────────────────────────────────────────────────────────────────
 def test_shadows_wait_where_the_trainer_is_on_spares_and_where_rollouts_stand_by_once_a_step_is_committed() -> None:
     world = World(SMALL).steady().wait(60.0)
-    assert world.shadows() == {}
+    assert world.ready_standbys() == {}
     world.warmed()
-    assert world.shadows() == {N2: 1, N3: 1, N6: 1, N7: 1}
+    assert world.ready_standbys() == {N2: 1, N3: 1, N6: 1, N7: 1}
     assert world.decided(Fence) == []
     assert sorted(world.state.nodes) == [f"n{i}" for i in range(1, 8)]
 
@@ -52,7 +52,7 @@ def test_shadows_wait_where_the_trainer_is_on_spares_and_where_rollouts_stand_by
 @pytest.mark.parametrize(("standbys", "nodes"), [(0, []), (1, [N6]), (2, [N5, N6]), (3, [N4, N5, N6])])
 def test_so_many_rollouts_stand_by_as_are_asked_for_the_last_ones_first(standbys: int, nodes: list[NodeName]) -> None:
     world = World(gang_job(2, 1, standbys=standbys, spares=0)).steady().warmed()
-    assert sorted(world.shadows()) == [N2, N3, *nodes]
+    assert sorted(world.ready_standbys()) == [N2, N3, *nodes]
 
 
 def test_the_last_rollout_is_never_taken() -> None:
@@ -61,62 +61,62 @@ def test_the_last_rollout_is_never_taken() -> None:
     for node in (N2, N3, N4):
         world.lose_node(node)
     world.wait(60.0)
-    assert [one.life for one in world.decided(Fence) if one.rung is Rung.STANDBY and not one.charged] == [
-        Life(R2, 1), Life(R1, 1)
+    assert [one.incarnation for one in world.decided(Fence) if one.rung is Rung.DONOR and not one.charged] == [
+        Incarnation(R2, 1), Incarnation(R1, 1)
     ]  # fmt: skip
     assert world.state.replica(R0).status is Status.JOINED
 
 
 def test_rollouts_that_the_run_cannot_do_without_do_not_stand_by() -> None:
     world = World(gang_job(2, 1, standbys=2, min_rollouts=3, spares=0)).steady().warmed()
-    assert world.shadows() == {N2: 1, N3: 1}
+    assert world.ready_standbys() == {N2: 1, N3: 1}
 
 
 def test_no_more_spares_are_kept_warm_than_the_trainer_has_nodes() -> None:
     world = World(gang_job(2, 1, spares=4)).steady().warmed()
-    assert world.shadows() == {N2: 1, N3: 1, N7: 1, N8: 1}
+    assert world.ready_standbys() == {N2: 1, N3: 1, N7: 1, N8: 1}
 
 
 def test_a_trainer_that_is_not_to_be_kept_warm_has_no_shadow() -> None:
     world = World(gang_job(2, 1, warm=False, standbys=1)).steady().warmed()
-    assert world.shadows() == {}
+    assert world.ready_standbys() == {}
 
 
 @pytest.mark.parametrize("policy", ["job", "requeue"])
 def test_where_every_failure_restarts_everything_nobody_is_kept_warm(policy: str) -> None:
     world = World(gang_job(2, 1, standbys=1, recovery=Recovery(policy=policy))).steady().warmed()
-    assert world.shadows() == {}
+    assert world.ready_standbys() == {}
 
 
 def test_as_many_shadows_wait_on_a_node_as_members_share_one() -> None:
     world = World(gang_job(3, 2, standbys=1)).steady().warmed()
-    assert world.shadows() == {N2: 2, N3: 1, N6: 2, N7: 2}
-    assert {one.life.replica for one in launches(world)} >= {"shadow/n2:0", "shadow/n2:1", "shadow/n3:0"}
+    assert world.ready_standbys() == {N2: 2, N3: 1, N6: 2, N7: 2}
+    assert {one.incarnation.replica for one in launches(world)} >= {"shadow/n2:0", "shadow/n2:1", "shadow/n3:0"}
 
 
 def test_a_shadow_waits_for_the_agent_of_its_node() -> None:
     world = World(SMALL).steady()
-    world.broken_lives[replica_id("agent", N7)] = "exited: OSError"
+    world.broken_incarnations[replica_id("agent", N7)] = "exited: OSError"
     world.kill(replica_id("agent", N7))
     world.warmed()
-    assert world.shadows() == {N2: 1, N3: 1, N6: 1}
-    world.broken_lives.clear()
+    assert world.ready_standbys() == {N2: 1, N3: 1, N6: 1}
+    world.broken_incarnations.clear()
     world.wait(60.0)
-    assert world.shadows()[N7] == 1
+    assert world.ready_standbys()[N7] == 1
 
 
 def test_a_shadow_is_ended_when_a_rollout_needs_its_spare_node() -> None:
     world = World(gang_job(2, 1), nodes=7).steady().warmed()
-    assert world.shadows() == {N2: 1, N3: 1, N7: 1}
+    assert world.ready_standbys() == {N2: 1, N3: 1, N7: 1}
     world.lose_node(N4)
     world.play(lambda: world.incarnations()[R0] == 2)
     world.steady().wait(20.0)
     assert world.node_of(R0) == N7
-    assert world.shadows() == {N2: 1, N3: 1}
-    (end,) = [one for one in world.decided(StopStep) if one.life == shadow(N7)]
+    assert world.ready_standbys() == {N2: 1, N3: 1}
+    (end,) = [one for one in world.decided(StopStep) if one.incarnation == standby(N7)]
     assert end.why.evidence == ("trainer does not need a shadow on n7 any more",)
-    assert world.state.lingering.keys() <= {tag_of(RUN, Life(R0, 1)), f"{RUN}.agent-n4.1"}
-    assert world.state.replica(shadow(N7).replica).status is Status.RETIRED
+    assert world.state.orphan_steps.keys() <= {tag_of(RUN, Incarnation(R0, 1)), f"{RUN}.agent-n4.1"}
+    assert world.state.replica(standby(N7).replica).status is Status.RETIRED
 
 
 # ── in place ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -129,11 +129,11 @@ def test_the_shadows_of_its_own_nodes_become_the_members_of_a_gang_that_restarts
     assert world.now - killed < 1.0
     members = [member_id(TRAINER, rank) for rank in range(ranks)]
     nodes = [N2, N3][:ranks]
-    assert adopted(world) == {f"{shadow(n)}": f"{m}#2" for n, m in zip(nodes, members, strict=True)}
+    assert promotions(world) == {f"{standby(n)}": f"{m}#2" for n, m in zip(nodes, members, strict=True)}
     for member, node in zip(members, nodes, strict=True):
         held = world.state.replica(member)
-        assert (held.node, held.step, held.shadow) == (node, tag_of(RUN, shadow(node)), shadow(node))
-        assert held.first == First(node, 100)  # who was admitted as the shadow
+        assert (held.node, held.step, held.promoted_from) == (node, tag_of(RUN, standby(node)), standby(node))
+        assert held.admitted_process == AdmittedProcess(node, 100)  # who was admitted as the shadow
         assert owner_of(world.state, held.step or "") == held
     assert world.state.intents == {}
 
@@ -142,11 +142,11 @@ def test_a_shadow_that_became_a_member_is_made_up_for_after_the_next_commit_and_
     world = World(SMALL).steady().warmed()
     world.kill(M1)
     world.steady().wait(100.0)
-    assert world.shadows() == {N6: 1, N7: 1}
-    assert world.state.replica(shadow(N2).replica).status is Status.WANTED
+    assert world.ready_standbys() == {N6: 1, N7: 1}
+    assert world.state.replica(standby(N2).replica).status is Status.WANTED
     world.warmed()
-    assert world.shadows() == {N2: 1, N3: 1, N6: 1, N7: 1}
-    assert [str(one.life) for one in launches(world)][-2:] == [str(shadow(N2, 2)), str(shadow(N3, 2))]
+    assert world.ready_standbys() == {N2: 1, N3: 1, N6: 1, N7: 1}
+    assert [str(one.incarnation) for one in launches(world)][-2:] == [str(standby(N2, 2)), str(standby(N3, 2))]
 
 
 def test_a_member_that_a_shadow_became_is_a_member_like_any_other() -> None:
@@ -157,10 +157,10 @@ def test_a_member_that_a_shadow_became_is_a_member_like_any_other() -> None:
     step = world.state.replica(M0).step
     world.freeze(M0)
     world.steady()
-    assert [one.life for one in world.decided(StopStep) if one.step == step] == [Life(M0, 2)]
-    assert world.state.lingering == {}
+    assert [one.incarnation for one in world.decided(StopStep) if one.step == step] == [Incarnation(M0, 2)]
+    assert world.state.orphan_steps == {}
     assert {world.incarnations()[id] for id in (M0, M1)} == {3}
-    end = ev.StepEnded(shadow(N2, 2), world.state.replica(M0).step or "", None, 9, ExitReason.SIGNALED)
+    end = ev.StepEnded(standby(N2, 2), world.state.replica(M0).step or "", None, 9, ExitReason.SIGNALED)
     world.record(end)  # as its exit record has it, that was begun as a shadow's
     assert (world.state.replica(M0).step, world.state.replica(M0).status) == (None, Status.JOINED)
 
@@ -168,53 +168,53 @@ def test_a_member_that_a_shadow_became_is_a_member_like_any_other() -> None:
 # ── that does not work ───────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_shadow_that_is_dead_when_it_is_told_takes_the_gang_to_the_next_incarnation() -> None:
     world = World(SMALL).steady().warmed()
-    world.vanish(shadow(N3).replica)
+    world.vanish(standby(N3).replica)
     world.kill(M0)
     world.steady()
     assert {world.incarnations()[id] for id in (M0, M1)} == {3}
     assert [world.node_of(id) for id in (M0, M1)] == [N2, N3]
-    assert world.state.replica(M1).shadow is None  # there was none left on n3
-    assert world.state.replica(M0).shadow is None  # that of n2 was used up
-    assert world.state.lingering == {}
+    assert world.state.replica(M1).promoted_from is None  # there was none left on n3
+    assert world.state.replica(M0).promoted_from is None  # that of n2 was used up
+    assert world.state.orphan_steps == {}
     assert world.state.intents == {}
 
 
 def test_a_shadow_that_is_told_and_never_heard_is_given_up_and_its_step_ended() -> None:
     world = World(SMALL).steady().warmed()
-    world.mute = {N3}
+    world.unresponsive = {N3}
     world.kill(M0)
     killed = world.now
     world.steady()
-    assert world.now - killed > world.state.job.recovery.adopt
+    assert world.now - killed > world.state.job.recovery.promote
     assert {world.incarnations()[id] for id in (M0, M1)} == {3}
-    assert [one.life for one in world.decided(StopStep) if one.step == tag_of(RUN, shadow(N3))] == [Life(M1, 2)]
-    assert world.state.lingering == {}
+    assert [one.incarnation for one in world.decided(StopStep) if one.step == tag_of(RUN, standby(N3))] == [Incarnation(M1, 2)]
+    assert world.state.orphan_steps == {}
     assert world.state.intents == {}
 
 
 def test_a_refused_adoption_leaves_the_step_lingering_as_the_members_and_the_member_wanted() -> None:
     world = World(SMALL).steady().warmed()
-    world.vanish(shadow(N3).replica)
+    world.vanish(standby(N3).replica)
     world.kill(M0)
-    world.play(lambda: any(isinstance(s.event, ev.Done) and not s.event.ok for s in world.events))
+    world.play(lambda: any(isinstance(s.event, ev.IntentSettled) and not s.event.ok for s in world.events))
     state = None
     for stamped in world.events:
         state = fold(state, stamped)
-        if isinstance(stamped.event, ev.Done) and not stamped.event.ok:
+        if isinstance(stamped.event, ev.IntentSettled) and not stamped.event.ok:
             break
     assert state is not None
-    step = tag_of(RUN, shadow(N3))
-    assert (state.lingering[step].life, state.replica(M1).status) == (Life(M1, 2), Status.WANTED)
+    step = tag_of(RUN, standby(N3))
+    assert (state.orphan_steps[step].incarnation, state.replica(M1).status) == (Incarnation(M1, 2), Status.WANTED)
     assert state.replica(M1).failures[-1].refused
     assert step not in state.intents
 
 
 def test_a_node_that_is_lost_while_its_shadow_is_told_leaves_nothing_open() -> None:
     world = World(SMALL).steady().warmed()
-    world.mute = {N3}
+    world.unresponsive = {N3}
     world.kill(M0)
     world.wait(0.5)
-    assert tag_of(RUN, shadow(N3)) in world.state.intents
+    assert tag_of(RUN, standby(N3)) in world.state.intents
     world.lose_node(N3)
     world.wait(40.0).steady()
     assert world.node_of(M1) == N7
@@ -227,7 +227,7 @@ def test_of_a_lost_node_the_member_goes_on_in_the_shadow_of_a_spare() -> None:
     world.lose_node(N3)
     world.play(lambda: world.incarnations()[M1] == 2)
     world.steady()
-    assert adopted(world) == {str(shadow(N2)): f"{M0}#2", str(shadow(N7)): f"{M1}#2"}
+    assert promotions(world) == {str(standby(N2)): f"{M0}#2", str(standby(N7)): f"{M1}#2"}
     assert [rung for rung in rungs(world) if rung is not Rung.DEGRADED] == [Rung.SPARE, Rung.IN_PLACE]
     assert requests(world) == [f"{RUN}.pool"]
 
@@ -238,21 +238,21 @@ def test_without_a_spare_it_takes_the_node_of_a_rollout_that_is_made_up_for() ->
     world.play(lambda: world.incarnations()[M1] == 2)
     member_back = world.now
     world.steady()
-    assert adopted(world) == {str(shadow(N2)): f"{M0}#2", str(shadow(N6)): f"{M1}#2"}
-    assert Rung.STANDBY in rungs(world)
+    assert promotions(world) == {str(standby(N2)): f"{M0}#2", str(standby(N6)): f"{M1}#2"}
+    assert Rung.DONOR in rungs(world)
     assert (world.node_of(R2), world.incarnations()[R2]) == (N7, 2)
     assert world.state.replica(R2).failures == ()  # it has not failed
     assert {world.incarnations()[id] for id in (STORE, REWARD, R0, R1)} == {1}
-    joined = next(s.at for s in world.events if isinstance(s.event, ev.Joined) and s.event.life == Life(M1, 2))
+    joined = next(s.at for s in world.events if isinstance(s.event, ev.Joined) and s.event.incarnation == Incarnation(M1, 2))
     assert joined - member_back < 2.0
-    assert [one.ask.count for one in world.decided(Request)] == [6, 1]
+    assert [one.request.count for one in world.decided(Request)] == [6, 1]
 
 
 def test_rollouts_that_made_room_do_not_take_it_back_whatever_the_order_of_the_roles() -> None:
     small = gang_job(2, 1, standbys=2, spares=0, recovery=Recovery(breaker=0.5))
     world = World(msgspec.structs.replace(small, roles=small.roles[::-1]), nodes=9).steady().warmed()
     before = [world.node_of(M0), world.node_of(M1)]
-    stands = world.shadows().keys() - set(before)
+    stands = world.ready_standbys().keys() - set(before)
     for node in before:
         world.lose_node(node)
     world.play(lambda: world.incarnations()[M1] == 2)
@@ -268,8 +268,8 @@ def test_of_two_nodes_that_are_lost_at_once_both_members_go_on_warm() -> None:
     world.lose_node(N3)
     world.play(lambda: world.incarnations()[M1] == 2)
     world.steady()
-    assert {one.shadow for one in launches(world, "trainer") if one.life.incarnation == 2} == {
-        shadow(N6), shadow(N7)
+    assert {one.standby for one in launches(world, "trainer") if one.incarnation.number == 2} == {
+        standby(N6), standby(N7)
     }  # fmt: skip
     assert world.incarnations()[R2] == 2
 
@@ -280,70 +280,70 @@ def test_members_that_shared_a_lost_node_share_the_next_one() -> None:
     world.play(lambda: world.incarnations()[TRAINER] == 2)
     world.steady()
     assert [world.node_of(member_id(TRAINER, rank)) for rank in range(4)] == [N2, N2, N6, N6]
-    assert all(one.shadow for one in launches(world, "trainer") if one.life.incarnation == 2)
+    assert all(one.standby for one in launches(world, "trainer") if one.incarnation.number == 2)
 
 
 def test_where_each_node_is_a_job_of_its_own_a_rollouts_may_carry_the_trainer_too() -> None:
-    small = in_parts(rollouts=3)
+    small = in_node_groups(rollouts=3)
     roles = tuple(
         msgspec.structs.replace(one, ranks=2, warm=True, standbys=1) if one.name == "trainer" else one
         for one in small.roles
     )  # fmt: skip
     parts = tuple(
-        msgspec.structs.replace(part, nodes=2, needed=2) if part.name == "trainer" else part for part in small.parts
+        msgspec.structs.replace(part, nodes=2, needed=2) if part.name == "trainer" else part for part in small.node_groups
     )  # fmt: skip
     world = World(msgspec.structs.replace(small, roles=roles, parts=parts), nodes=12).steady().warmed()
-    spare = next(iter(world.shadows().keys() - {world.node_of(M0), world.node_of(M1)}))
+    spare = next(iter(world.ready_standbys().keys() - {world.node_of(M0), world.node_of(M1)}))
     assert world.node_of(R2) == spare
     world.lose_node(world.node_of(M1))
     world.play(lambda: world.incarnations()[M1] == 2)
     world.steady()
     assert (world.node_of(M1), world.incarnations()[R2]) == (spare, 2)
-    assert world.state.nodes[spare].part == "rollout"
+    assert world.state.nodes[spare].node_group == "rollout"
     world.wait(1000.0)
     assert world.works()
 
 
 def test_a_node_that_is_too_small_for_the_trainer_stands_not_by() -> None:
-    small = in_parts(rollouts=3)
+    small = in_node_groups(rollouts=3)
     roles = tuple(
         msgspec.structs.replace(one, warm=True, standbys=1, each=Resources(cpus=64)) if one.name == "trainer" else one
         for one in small.roles
     )  # fmt: skip
     world = World(msgspec.structs.replace(small, roles=roles), nodes=12).steady().warmed()
-    assert list(world.shadows()) == [world.node_of(TRAINER)]
+    assert list(world.ready_standbys()) == [world.node_of(TRAINER)]
 
 
 # ── nobody counts them ───────────────────────────────────────────────────────────────────────────────────────────────
 def test_shadows_take_no_room_and_are_no_replicas() -> None:
     world = World(SMALL).steady().warmed()
-    assert not any(one.role == SHADOW for one in workers(world.state))
-    rooms = Rooms(world.state, world.now)
-    assert all(one.role != SHADOW for there in rooms.occupants().values() for one in there)
-    assert N7 not in rooms.occupants()
-    assert not any(id.startswith(SHADOW) for id in wire(world.state).peers)
+    assert not any(one.role == STANDBY_ROLE for one in workers(world.state))
+    rooms = NodeInventory(world.state, world.now)
+    assert all(one.role != STANDBY_ROLE for there in rooms.occupancy().values() for one in there)
+    assert N7 not in rooms.occupancy()
+    assert not any(id.startswith(STANDBY_ROLE) for id in build_directory(world.state).peers)
 
 
 @pytest.mark.parametrize("broken", ["exited: MemoryError", "not started: no such command"])
 def test_shadows_that_never_come_up_rest_in_the_end_and_the_run_goes_on(broken: str) -> None:
     world = World(gang_job(2, 1, standbys=1, recovery=Recovery(per_replica=3)), nodes=9).steady()
-    world.broken[SHADOW] = broken
+    world.broken[STANDBY_ROLE] = broken
     world.warmed().wait(400.0)
-    assert world.shadows() == {}
-    tried = [one for one in launches(world) if one.life.replica == shadow(N2).replica]
+    assert world.ready_standbys() == {}
+    tried = [one for one in launches(world) if one.incarnation.replica == standby(N2).replica]
     assert len(tried) == 4
-    assert {world.state.replica(one.life.replica).status for one in launches(world)} == {Status.RETIRED}
-    assert (world.state.verdict, set(world.incarnations().values())) == (None, {1})
+    assert {world.state.replica(one.incarnation.replica).status for one in launches(world)} == {Status.RETIRED}
+    assert (world.state.finish, set(world.incarnations().values())) == (None, {1})
     world.broken.clear()
     world.wait(700.0)
-    assert world.shadows() == {N2: 1, N3: 1, N6: 1, N7: 1}  # their failures have left the window
+    assert world.ready_standbys() == {N2: 1, N3: 1, N6: 1, N7: 1}  # their failures have left the window
 
 
 def test_the_death_of_a_shadow_touches_nobody() -> None:
     world = World(SMALL).steady().warmed()
-    world.kill(shadow(N2).replica)
+    world.kill(standby(N2).replica)
     world.wait(20.0)
-    assert world.shadows()[N2] == 1
+    assert world.ready_standbys()[N2] == 1
     assert set(world.incarnations().values()) == {1}
     assert rungs(world) == [Rung.IN_PLACE]
 
@@ -352,8 +352,8 @@ def test_a_lost_spare_takes_its_shadow_with_it() -> None:
     world = World(SMALL).steady().warmed()
     world.lose_node(N7)
     world.wait(60.0)
-    assert world.shadows() == {N2: 1, N3: 1, N6: 1}
-    assert world.state.replica(shadow(N7).replica).status is Status.RETIRED
+    assert world.ready_standbys() == {N2: 1, N3: 1, N6: 1}
+    assert world.state.replica(standby(N7).replica).status is Status.RETIRED
     assert set(world.incarnations().values()) == {1}
 
 
@@ -362,32 +362,32 @@ def test_shadows_do_not_hold_up_the_end_of_a_run_and_nothing_of_them_is_left() -
     world.commit(9)
     world.play()
     assert_nothing_is_left(world, Outcome.COMPLETED)
-    stops = [one.life.replica.partition("/")[0] for one in world.decided(StopStep)]
-    assert stops.index("agent") > max(index for index, role in enumerate(stops) if role == SHADOW)
+    stops = [one.incarnation.replica.partition("/")[0] for one in world.decided(StopStep)]
+    assert stops.index("agent") > max(index for index, role in enumerate(stops) if role == STANDBY_ROLE)
 
 
 # ── wiring ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_keepers_are_where_the_trainer_is_and_where_it_may_go_on_also_while_it_is_down() -> None:
     world = World(gang_job(2, 1, standbys=1, rollouts=2, min_rollouts=1, spares=0)).steady().warmed()
     for node in world.state.nodes:
-        life = world.state.replica(replica_id("agent", node)).life
-        world.record(ev.AgentJoined(life, node, node, 100, keeps=f"tcp://{node}:1"))
+        incarnation = world.state.replica(replica_id("agent", node)).incarnation
+        world.record(ev.AgentJoined(incarnation, node, node, 100, snapshot_address=f"tcp://{node}:1"))
     expected = {node: f"tcp://{node}:1" for node in (N2, N3, N5)}
-    assert wire(world.state).keepers == expected
+    assert build_directory(world.state).snapshot_servers == expected
     world.slow_to_stop = 5.0
     world.kill(M0)
     assert world.state.replica(M0).status is Status.WANTED
-    assert wire(world.state).keepers == expected
-    world.vanish(shadow(N5).replica)
+    assert build_directory(world.state).snapshot_servers == expected
+    world.vanish(standby(N5).replica)
     world.kill(R0)
     world.happen(lost(N3, world.now))
     assert world.state.replica(M1).node == N3  # there is no other yet
-    assert N3 not in wire(world.state).keepers
-    assert wire(world.state).message(1, 2).keepers == wire(world.state).keepers
+    assert N3 not in build_directory(world.state).snapshot_servers
+    assert build_directory(world.state).message(1, 2).snapshot_servers == build_directory(world.state).snapshot_servers
 
 
 # ── the plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_plan_for_many_rollouts_with_shadows_is_at_rest() -> None:
     world = World(gang_job(8, 4, standbys=2, rollouts=60, spares=2)).steady().warmed()
-    assert sum(world.shadows().values()) == 8 + 2 * 4 + 2 * 4
+    assert sum(world.ready_standbys().values()) == 8 + 2 * 4 + 2 * 4
     assert plan(world.state, world.now).actions == ()

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from rrl.core.launch import ExitReason
-from rrl.core.run_spec import JobView, Limits, Part
+from rrl.core.run_spec import RunSpec, Limits, NodeGroup
 from rrl.core.types import (  # fmt: skip
     AGENT,
     Cause,
@@ -19,13 +19,13 @@ from rrl.core.types import (  # fmt: skip
     Verdict,
     role_of,
 )
-from rrl.manager.cluster.base import AllocationSeen, AllocationState
+from rrl.manager.cluster.base import AllocationStatus, AllocationState
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Finish, Launch, Release, Request, Rung
 from rrl.manager.model.queries import workers
 from rrl.manager.model.state import Status
-from rrl.manager.planner.capacity.initial_request import REFUSALS
-from rrl.tests.support.manager.jobs import ROLLOUTS, RUN, STORE, TRAINER, in_parts, job
+from rrl.manager.planner.capacity.initial_request import MAX_REJECTIONS
+from rrl.tests.support.manager.jobs import ROLLOUTS, RUN, STORE, TRAINER, in_node_groups, job
 from rrl.tests.support.manager.world import World, assert_nothing_is_left, requests
 
 R0, R1 = ROLLOUTS
@@ -35,9 +35,9 @@ HOUR = 3600.0
 GRACE = 30.0
 
 
-def told(world: World, tag: str, **changes: object) -> None:
+def with_status(world: World, tag: str, **changes: object) -> None:
     """The cluster tells an allocation so, and nothing happens to it."""
-    seen = world.state.allocations[tag].seen
+    seen = world.state.allocations[tag].status
     assert seen is not None
     world.happen(ev.AllocationChanged(tag, msgspec.structs.replace(seen, **changes)))
 
@@ -45,27 +45,27 @@ def told(world: World, tag: str, **changes: object) -> None:
 def preempt(world: World, tag: str) -> None:
     """Slurm wants the nodes back: every step has its SIGTERM and leaves, the next look shows it."""
     nodes = world.held[tag]
-    for step, (life, node) in list(world.steps.items()):
+    for step, (incarnation, node) in list(world.steps.items()):
         if node in nodes:
             del world.steps[step]
-            world.happen(ev.StepEnded(life, step, 0, None, ExitReason.STOPPED))
-    told(world, tag, left=GRACE, taken=True)
-    world.play(at_most=GRACE)
+            world.happen(ev.StepEnded(incarnation, step, 0, None, ExitReason.STOPPED))
+    with_status(world, tag, left=GRACE, taken=True)
+    world.play(timeout_s=GRACE)
     if tag in world.state.allocations:
         world.drop(tag, AllocationState.ENDED)
 
 
 def fences(world: World) -> list[Fence]:
-    return [fence for fence in world.decided(Fence) if role_of(fence.life.replica) != AGENT]
+    return [fence for fence in world.decided(Fence) if role_of(fence.incarnation.replica) != AGENT]
 
 
 # ── preempted ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_who_is_on_a_preempted_node_leaves_at_once_uncharged_and_is_asked_a_node_for_while_the_run_goes_on() -> None:
-    world = World(in_parts()).steady()
+    world = World(in_node_groups()).steady()
     world.closed["rollout"] = "Priority"
     preempt(world, FIRST)
     (fence,) = fences(world)
-    assert (fence.life.replica, fence.rung, fence.charged) == (R0, Rung.REPLACEMENT, False)
+    assert (fence.incarnation.replica, fence.rung, fence.charged) == (R0, Rung.REPLACEMENT, False)
     assert fence.why.evidence == (f"its allocation {FIRST} is taken back in 30 s: it is preempted",)
     assert requests(world)[4:] == [f"{RUN}.rollout-2"]
     world.wait(5 * HOUR)
@@ -77,27 +77,27 @@ def test_who_is_on_a_preempted_node_leaves_at_once_uncharged_and_is_asked_a_node
 
 
 def test_nobody_is_started_on_nodes_that_are_being_taken_back() -> None:
-    world = World(in_parts()).steady()
-    told(world, FIRST, left=GRACE, taken=True)
+    world = World(in_node_groups()).steady()
+    with_status(world, FIRST, left=GRACE, taken=True)
     before = len(world.decided(Launch))
-    world.play(lambda: FIRST not in world.state.allocations, at_most=GRACE)
+    world.play(lambda: FIRST not in world.state.allocations, timeout_s=GRACE)
     assert [one.allocation for one in world.decided(Launch)[before:]] == []
     assert [one.allocation for one in world.decided(Release)] == [FIRST], "left, it is given back before its time"
 
 
 def test_preempted_again_and_again_no_budget_is_spent() -> None:
-    world = World(in_parts(), nodes=40).steady()
-    for life in range(1, 31):
-        assert world.state.replica(R0).incarnation == life
+    world = World(in_node_groups(), nodes=40).steady()
+    for incarnation in range(1, 31):
+        assert world.state.replica(R0).incarnation_number == incarnation
         preempt(world, world.state.replica(R0).allocation or "")
         world.steady()
     held = world.state.replica(R0)
-    assert (held.failures, held.incarnation, world.state.refusals) == ((), 31, ())
+    assert (held.failures, held.incarnation_number, world.state.rejected_requests) == ((), 31, ())
     assert world.state.recoveries == 0
 
 
 def test_a_preempted_trainer_is_back_once_it_has_a_node_and_nobody_else_is_touched() -> None:
-    world = World(in_parts(), nodes=9).steady()
+    world = World(in_node_groups(), nodes=9).steady()
     world.commit(1)
     preempt(world, TRAIN)
     world.steady()
@@ -106,7 +106,7 @@ def test_a_preempted_trainer_is_back_once_it_has_a_node_and_nobody_else_is_touch
 
 
 def test_an_allocation_that_ends_before_anything_speaks_from_it_is_not_asked_for_without_end() -> None:
-    world = World(in_parts(), nodes=99).steady()
+    world = World(in_node_groups(), nodes=99).steady()
     world.drop(FIRST)
     for _ in range(50):
         world.play(lambda: any(a.running for tag, a in world.state.allocations.items() if tag > FIRST + "0"), 50.0)
@@ -115,13 +115,13 @@ def test_an_allocation_that_ends_before_anything_speaks_from_it_is_not_asked_for
             world.drop(late[0])
         world.wait(1.0)
     asked = len(requests(world)) - 4
-    assert asked == REFUSALS
+    assert asked == MAX_REJECTIONS
     assert world.state.replica(R0).status is Status.RETIRED
 
 
 def test_whoever_is_on_a_job_that_ends_leaves_before_slurm_has_said_why_and_its_last_word_is_waited_for() -> None:
-    world = World(in_parts(), nodes=9).steady()
-    told(world, FIRST, state=AllocationState.ENDING, detail="COMPLETING")
+    world = World(in_node_groups(), nodes=9).steady()
+    with_status(world, FIRST, state=AllocationState.ENDING, detail="COMPLETING")
     (fence,) = fences(world)
     assert (fence.why.evidence, fence.charged) == ((f"its allocation {FIRST} ends: COMPLETING",), False)
     world.steady()
@@ -129,30 +129,30 @@ def test_whoever_is_on_a_job_that_ends_leaves_before_slurm_has_said_why_and_its_
     held = world.state.allocations[FIRST]
     assert (held.pending, held.running, held.running_since is None) == (False, False, False)
     world.drop(FIRST, AllocationState.ENDED)
-    assert world.state.refusals == ()
+    assert world.state.rejected_requests == ()
 
 
 def test_whose_process_is_ended_when_its_time_is_over_has_not_failed_though_the_cluster_says_nothing_yet() -> None:
     world = World(job(spares=0), nodes=9).steady()
-    told(world, POOL, left=-1.0)
-    life, step = world.state.replica(R0).life, world.state.replica(R0).step
+    with_status(world, POOL, left=-1.0)
+    incarnation, step = world.state.replica(R0).incarnation, world.state.replica(R0).step
     assert step is not None
     assert fences(world) == [], "it may go on for a while"
     del world.steps[step]
-    world.happen(ev.StepEnded(life, step, 0, None, ExitReason.STOPPED))
+    world.happen(ev.StepEnded(incarnation, step, 0, None, ExitReason.STOPPED))
     (fence,) = fences(world)
-    assert (fence.life, fence.charged) == (life, False)
-    world.play(lambda: world.state.replica(R0).status is Status.JOINED, at_most=60.0)
+    assert (fence.incarnation, fence.charged) == (incarnation, False)
+    world.play(lambda: world.state.replica(R0).status is Status.JOINED, timeout_s=60.0)
     assert world.state.replica(R0).allocation != POOL
 
 
 def test_nobody_is_started_on_nodes_whose_time_is_over() -> None:
     world = World(job(spares=0), nodes=9).steady()
     world.closed["pool"] = "Priority"
-    told(world, POOL, left=-1.0)
+    with_status(world, POOL, left=-1.0)
     world.kill(R0)
     world.wait(60.0)
-    assert R0 not in {life.replica for life, _ in world.steps.values()}
+    assert R0 not in {incarnation.replica for incarnation, _ in world.steps.values()}
 
 
 def test_a_node_that_goes_down_and_up_every_few_seconds_moves_its_replica_once() -> None:
@@ -162,51 +162,51 @@ def test_a_node_that_goes_down_and_up_every_few_seconds_moves_its_replica_once()
     down = Finding("node_down", Verdict.FAIL, Cause.NODE, Remedy.EXCLUDE, world.now, said, node=node, proof=True)
     for _ in range(20):
         world.happen(ev.FindingChanged(down))
-        world.play(at_most=3.0)
+        world.play(timeout_s=3.0)
         world.happen(ev.FindingChanged(msgspec.structs.replace(down, verdict=Verdict.OK)))
-        world.play(at_most=3.0)
+        world.play(timeout_s=3.0)
     world.steady()
-    assert [fence.life.replica for fence in fences(world)] == [R0]
+    assert [fence.incarnation.replica for fence in fences(world)] == [R0]
     assert world.node_of(R0) != node
 
 
 # ── suspended ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_suspended_allocation_keeps_its_nodes_and_gets_nobody_until_it_goes_on() -> None:
-    world = World(in_parts()).steady()
+    world = World(in_node_groups()).steady()
     before = world.incarnations()
-    told(world, FIRST, state=AllocationState.SUSPENDED, detail="SUSPENDED")
+    with_status(world, FIRST, state=AllocationState.SUSPENDED, detail="SUSPENDED")
     held = world.state.allocations[FIRST]
-    assert (held.running, held.suspended, held.pending, held.ends) == (True, True, False, float("inf"))
+    assert (held.running, held.suspended, held.pending, held.ends_at) == (True, True, False, float("inf"))
     world.wait(3 * 86400.0 / 24)
     assert (requests(world)[4:], world.incarnations()) == ([], before)
-    told(world, FIRST, state=AllocationState.RUNNING, detail="RUNNING", left=50_000.0)
-    assert world.state.allocations[FIRST].ends == world.now + 50_000.0
+    with_status(world, FIRST, state=AllocationState.RUNNING, detail="RUNNING", left=50_000.0)
+    assert world.state.allocations[FIRST].ends_at == world.now + 50_000.0
     assert world.incarnations() == before
 
 
 def test_a_restart_on_a_suspended_node_waits_until_it_goes_on_or_goes_elsewhere() -> None:
     world = World(job(spares=0)).steady()
-    told(world, POOL, state=AllocationState.SUSPENDED)
+    with_status(world, POOL, state=AllocationState.SUSPENDED)
     world.kill(R0)
     world.wait(60.0)
-    assert R0 not in {life.replica for life, _ in world.steps.values()}
-    told(world, POOL, state=AllocationState.RUNNING)
+    assert R0 not in {incarnation.replica for incarnation, _ in world.steps.values()}
+    with_status(world, POOL, state=AllocationState.RUNNING)
     world.steady()
-    assert world.state.replica(R0).incarnation == 2
+    assert world.state.replica(R0).incarnation_number == 2
 
 
 # ── cancelled by somebody ────────────────────────────────────────────────────────────────────────────────────────────
 def cancel_all(world: World) -> None:
     for tag in list(world.state.allocations):
         nodes = world._give_back(tag)
-        seen = AllocationSeen(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
+        seen = AllocationStatus(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
         world.record(ev.AllocationChanged(tag, seen))
-    world.play(at_most=0.0)
+    world.play(timeout_s=0.0)
 
 
-@pytest.mark.parametrize("small", [job(), in_parts()], ids=["pool", "replica"])
+@pytest.mark.parametrize("small", [job(), in_node_groups()], ids=["pool", "replica"])
 def test_a_run_whose_nodes_somebody_cancels_asks_once_more_and_takes_the_second_time_for_an_order(
-    small: JobView,
+    small: RunSpec,
 ) -> None:
     world = World(small, nodes=9).steady()
     cancel_all(world)
@@ -221,87 +221,87 @@ def test_a_run_whose_nodes_somebody_cancels_asks_once_more_and_takes_the_second_
 
 
 def test_what_is_asked_for_while_slurm_has_yet_to_say_why_it_ended_hides_no_cancellation_and_several_are_one() -> None:
-    world = World(in_parts(), nodes=40).steady()
-    for life in (1, 2):
+    world = World(in_node_groups(), nodes=40).steady()
+    for incarnation in (1, 2):
         old = list(world.state.allocations)
         for tag in old:
-            told(world, tag, state=AllocationState.ENDING, detail="COMPLETING")
-        world.play(at_most=1.5)
+            with_status(world, tag, state=AllocationState.ENDING, detail="COMPLETING")
+        world.play(timeout_s=1.5)
         assert len(world.state.allocations) > len(old), "nodes are asked for at once"
         for tag in old:  # one node after the other leaves it
-            told(world, tag, state=AllocationState.ENDING, detail="COMPLETING", nodes=())
+            with_status(world, tag, state=AllocationState.ENDING, detail="COMPLETING", nodes=())
         for tag in old:
             nodes = world._give_back(tag)
-            seen = AllocationSeen(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
+            seen = AllocationStatus(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
             world.happen(ev.AllocationChanged(tag, seen))
-        assert len(world.state.emptied) == life, "all that ended together was one deed"
-        if life == 1:
+        assert len(world.state.external_cancellations) == incarnation, "all that ended together was one deed"
+        if incarnation == 1:
             world.steady()
     assert world.decided(Finish)[0].outcome is Outcome.CANCELLED
 
 
 def test_one_of_two_allocations_is_not_all_that_the_run_had() -> None:
-    world = World(in_parts(), nodes=40).steady()
+    world = World(in_node_groups(), nodes=40).steady()
     for tag in (FIRST, TRAIN):
-        told(world, tag, state=AllocationState.ENDING, detail="COMPLETING")
+        with_status(world, tag, state=AllocationState.ENDING, detail="COMPLETING")
         nodes = world._give_back(tag)
-        seen = AllocationSeen(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
+        seen = AllocationStatus(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
         world.happen(ev.AllocationChanged(tag, seen))
         world.steady()
-    assert world.state.emptied == ()
+    assert world.state.external_cancellations == ()
 
 
 def test_a_request_that_somebody_cancels_twice_in_the_queue_ends_the_run_too() -> None:
-    world = World(job(), nodes=1).play(at_most=5.0)
+    world = World(job(), nodes=1).play(timeout_s=5.0)
     for _ in range(2):
         (tag,) = world.state.allocations
-        seen = AllocationSeen(AllocationState.ENDED, "7", (), "CANCELLED", cancelled=True)
+        seen = AllocationStatus(AllocationState.ENDED, "7", (), "CANCELLED", cancelled=True)
         world.happen(ev.AllocationChanged(tag, seen))
-        world.play(at_most=5.0)
+        world.play(timeout_s=5.0)
     assert world.decided(Finish)[0].outcome is Outcome.CANCELLED
 
 
 def test_one_of_several_allocations_that_somebody_cancels_is_replaced_as_often_as_it_takes() -> None:
-    world = World(in_parts(), nodes=30).steady()
+    world = World(in_node_groups(), nodes=30).steady()
     for _ in range(5):
         tag = world.state.replica(R0).allocation or ""
         nodes = world._give_back(tag)
-        seen = AllocationSeen(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
+        seen = AllocationStatus(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
         world.happen(ev.AllocationChanged(tag, seen))
         world.steady()
-    assert (world.state.verdict, world.state.replica(R0).incarnation) == (None, 6)
+    assert (world.state.finish, world.state.replica(R0).incarnation_number) == (None, 6)
 
 
 def test_a_request_that_is_held_ends_no_run_however_long_it_is() -> None:
-    world = World(job(), nodes=1).play(at_most=5.0)
-    told(world, POOL, detail="PENDING: held by an administrator (scontrol release)")
+    world = World(job(), nodes=1).play(timeout_s=5.0)
+    with_status(world, POOL, detail="PENDING: held by an administrator (scontrol release)")
     world.wait(10 * HOUR)
-    assert (world.state.verdict, list(world.state.allocations)) == (None, [POOL])
+    assert (world.state.finish, list(world.state.allocations)) == (None, [POOL])
 
 
 # ── out of walltime ──────────────────────────────────────────────────────────────────────────────────────────────────
-def terms(small: JobView, term: float) -> JobView:
+def terms(small: RunSpec, term: float) -> RunSpec:
     """``[cluster] job_walltime``."""
-    (pool,) = small.parts
-    part: Part = msgspec.structs.replace(pool, walltime=term)
+    (pool,) = small.node_groups
+    part: NodeGroup = msgspec.structs.replace(pool, walltime=term)
     return msgspec.structs.replace(small, parts=(part,))
 
 
 def test_a_pool_that_ends_before_the_run_is_followed_by_another_with_its_spares_and_all_move_role_by_role() -> None:
     small = terms(job(rollouts=3, spares=2, walltime=20 * HOUR, steps=10**6), 4 * HOUR)
     world = World(small, nodes=30).steady()
-    asked = world.decided(Request)[0].ask
-    world.play(lambda: len(requests(world)) == 2, at_most=5 * HOUR)
-    ends = world.state.allocations[POOL].ends
+    asked = world.decided(Request)[0].request
+    world.play(lambda: len(requests(world)) == 2, timeout_s=5 * HOUR)
+    ends = world.state.allocations[POOL].ends_at
     assert world.now == ends - small.limits.rotate
-    follow = world.decided(Request)[1].ask
-    assert (asked.again, follow.again) == (False, True), "our own nodes may serve it, once they are free"
+    follow = world.decided(Request)[1].request
+    assert (asked.may_reuse_own_nodes, follow.may_reuse_own_nodes) == (False, True), "our own nodes may serve it, once they are free"
     assert (follow.count, follow.walltime) == (asked.count, 4 * HOUR)
-    while world.state.replica(R0).incarnation == 1 or not world.works():
+    while world.state.replica(R0).incarnation_number == 1 or not world.works():
         down = [r.role for r in world.state.replicas.values() if r.role != AGENT and r.status is not Status.JOINED]
         assert len(down) == len(set(down)), "two of a role were away at once"
         world.wait(0.25)
-    world.play(lambda: POOL not in world.state.allocations, at_most=HOUR)
+    world.play(lambda: POOL not in world.state.allocations, timeout_s=HOUR)
     assert world.now < ends
     assert world.incarnations() == dict.fromkeys(world.incarnations(), 2)
     world.wait(13 * HOUR)
@@ -311,17 +311,17 @@ def test_a_pool_that_ends_before_the_run_is_followed_by_another_with_its_spares_
 
 def test_a_follow_up_asks_for_the_time_that_is_left() -> None:
     world = World(terms(job(walltime=6 * HOUR, steps=10**6), 4 * HOUR), nodes=30).steady()
-    world.play(lambda: len(requests(world)) == 2, at_most=5 * HOUR)
-    assert world.decided(Request)[1].ask.walltime == pytest.approx(world.state.ends - world.now, abs=1.0)
+    world.play(lambda: len(requests(world)) == 2, timeout_s=5 * HOUR)
+    assert world.decided(Request)[1].request.walltime == pytest.approx(world.state.ends_at - world.now, abs=1.0)
 
 
 def test_an_end_that_the_cluster_brings_forward_is_prepared_for_and_one_that_it_puts_off_is_not() -> None:
     world = World(job(walltime=20 * HOUR, steps=10**6), nodes=30).steady()
-    told(world, POOL, left=HOUR)
-    world.play(lambda: len(requests(world)) == 2, at_most=2 * HOUR)
-    assert world.now == world.state.allocations[POOL].ends - world.state.job.limits.rotate
+    with_status(world, POOL, left=HOUR)
+    world.play(lambda: len(requests(world)) == 2, timeout_s=2 * HOUR)
+    assert world.now == world.state.allocations[POOL].ends_at - world.state.job.limits.rotate
     world = World(terms(job(walltime=20 * HOUR, steps=10**6), 4 * HOUR), nodes=30).steady()
-    told(world, POOL, left=19.9 * HOUR)
+    with_status(world, POOL, left=19.9 * HOUR)
     world.wait(3.9 * HOUR)
     assert len(requests(world)) == 1
 
@@ -331,16 +331,16 @@ def test_a_trainer_killed_at_the_end_of_its_allocation_goes_on_from_its_last_com
     world = World(msgspec.structs.replace(terms(job(walltime=20 * HOUR, steps=10**6), 4 * HOUR), limits=limits), 30)
     world.steady()
     world.commit(41)
-    world.play(lambda: world.state.replica(TRAINER).incarnation == 2, at_most=5 * HOUR)
+    world.play(lambda: world.state.replica(TRAINER).incarnation_number == 2, timeout_s=5 * HOUR)
     world.steady()
     assert (world.state.step, world.state.replica(TRAINER).failures) == (41, ())
-    assert world.state.verdict is None
+    assert world.state.finish is None
 
 
 def test_a_manager_of_a_run_in_a_suspended_pool_does_not_count_it_as_lost() -> None:
     world = World(job()).steady()
-    told(world, POOL, state=AllocationState.SUSPENDED)
+    with_status(world, POOL, state=AllocationState.SUSPENDED)
     assert NodeName("n1") in world.state.nodes
     world.cancel()
-    world.play(at_most=600.0)
+    world.play(timeout_s=600.0)
     assert_nothing_is_left(world, Outcome.CANCELLED)

@@ -6,15 +6,15 @@ import msgspec
 import pytest
 
 from rrl.core.launch import tag_of
-from rrl.core.run_spec import JobView, Recovery, pool_nodes
-from rrl.core.types import Life, NodeName, Outcome, ReplicaId, replica_id, shadow_id, stands_for
+from rrl.core.run_spec import RunSpec, Recovery, pool_nodes
+from rrl.core.types import Incarnation, NodeName, Outcome, ReplicaId, replica_id, standby_id, standby_role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Launch, Request, Rung, StopStep
 from rrl.manager.model.queries import owner_of
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import Status
 from rrl.manager.planner import plan
-from rrl.manager.planner.peer_directory import wire
+from rrl.manager.planner.peer_directory import build_directory
 from rrl.tests.support.manager.jobs import NODE, RUN, TRAINER, gang_job
 from rrl.tests.support.manager.world import World, assert_nothing_is_left, lost, requests, rungs
 
@@ -25,22 +25,22 @@ spares"""
 CALM = Recovery(breaker=0.9)
 
 
-def small(**more: object) -> JobView:
+def small(**more: object) -> RunSpec:
     return gang_job(1, 1, **{"engines": True, "recovery": CALM, **more})  # type: ignore[arg-type]
 
 
-def engine(node: NodeName, incarnation: int = 1) -> Life:
-    return Life(shadow_id("rollout", node), incarnation)
+def engine(node: NodeName, incarnation: int = 1) -> Incarnation:
+    return Incarnation(standby_id("rollout", node), incarnation)
 
 
 def launched(world: World, replica: ReplicaId) -> list[Launch]:
-    return [one for one in world.decided(Launch) if one.life.replica == replica]
+    return [one for one in world.decided(Launch) if one.incarnation.replica == replica]
 
 
-def adopted(world: World, role: str = "rollout") -> dict[str, str]:
+def promotions(world: World, role: str = "rollout") -> dict[str, str]:
     """Which shadow became which life, so far."""
-    return {str(one.shadow): str(one.life) for one in world.decided(Launch)
-            if one.shadow is not None and one.life.replica.startswith(role)}  # fmt: skip
+    return {str(one.standby): str(one.incarnation) for one in world.decided(Launch)
+            if one.standby is not None and one.incarnation.replica.startswith(role)}  # fmt: skip
 
 
 def touched(world: World, *but: ReplicaId) -> dict[ReplicaId, int]:
@@ -57,10 +57,10 @@ def lose_at_once(world: World, *nodes: NodeName) -> None:
     world.play(world.works)
 
 
-def assert_nothing_lingers(world: World) -> None:
+def assert_no_orphan_steps(world: World) -> None:
     """But for what nobody can ask: it was on the node that is lost."""
     assert world.state.intents == {}
-    assert {one.node for one in world.state.lingering.values()} <= world.dead
+    assert {one.node for one in world.state.orphan_steps.values()} <= world.dead
 
 
 # ── names ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -72,8 +72,8 @@ def assert_nothing_lingers(world: World) -> None:
     ],
 )  # fmt: skip
 def test_the_name_of_a_shadow_says_which_role_it_stands_for(role: str, slot: int | None, id: str) -> None:
-    assert shadow_id(role, N7, slot) == id
-    assert stands_for(ReplicaId(id)) == role
+    assert standby_id(role, N7, slot) == id
+    assert standby_role_of(ReplicaId(id)) == role
 
 
 # ── where and when ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -82,7 +82,7 @@ def test_an_engine_waits_on_each_spare_node_once_a_step_is_committed_beside_the_
     assert world.engines() == []
     world.warmed()
     assert world.engines() == [N6, N7]
-    assert world.shadows() == {N2: 1, N6: 2, N7: 1}  # the trainer's wait on as many spares as it has nodes
+    assert world.ready_standbys() == {N2: 1, N6: 2, N7: 1}  # the trainer's wait on as many spares as it has nodes
     assert set(world.incarnations().values()) == {1}
     assert world.decided(Fence) == []
     assert len(requests(world)) == 1
@@ -107,7 +107,7 @@ def test_none_is_started_while_a_rollout_is_on_its_way_back() -> None:
     world.commit(1)
     world.wait(20.0)
     assert world.state.replica(R0).status is Status.STARTING
-    assert not any(one.life.replica.startswith("shadow/n6:") for one in world.decided(Launch))
+    assert not any(one.incarnation.replica.startswith("shadow/n6:") for one in world.decided(Launch))
     world.play(world.works)
     world.wait(60.0)
     assert world.engines() == [N6, N7]
@@ -130,7 +130,7 @@ def test_none_is_started_where_something_is_still_ending() -> None:
         world.freeze(R1)
         world.play(lambda n=incarnation: world.incarnations()[R1] == n and world.works())  # type: ignore[misc]
     assert (world.node_of(R1), world.engines()) == (N6, [])
-    assert tag_of(RUN, Life(R1, 2)) in world.state.lingering
+    assert tag_of(RUN, Incarnation(R1, 2)) in world.state.orphan_steps
     world.wait(30.0)  # the world itself looks whether there is room
     assert world.engines() == [N4]
 
@@ -140,14 +140,14 @@ def test_no_more_nodes_keep_one_than_there_are_rollouts() -> None:
     assert world.engines() == [N4]
 
 
-def shared(rollouts: int = 4) -> JobView:
+def shared(rollouts: int = 4) -> RunSpec:
     """Rollouts of which two share a node, one of them that of the store and the reward role; one spare."""
     job = small(rollouts=rollouts)
     each = msgspec.structs.replace(NODE, cpus=2, mem=NODE.mem // 2)
     roles = tuple(msgspec.structs.replace(one, exclusive=False, each=each) if one.name == "rollout" else one
                   for one in job.roles)  # fmt: skip
     nodes = pool_nodes(roles, NODE) + job.spares
-    pool = msgspec.structs.replace(job.parts[0], nodes=nodes, needed=nodes)
+    pool = msgspec.structs.replace(job.node_groups[0], nodes=nodes, needed=nodes)
     return msgspec.structs.replace(job, roles=roles, parts=(pool,))
 
 
@@ -161,7 +161,7 @@ def test_where_rollouts_share_nodes_as_many_wait_as_fit_and_those_of_a_lost_node
     world.lose_node(node)
     world.play(lambda: all(world.incarnations()[id] == 2 for id in mates))
     world.steady()
-    assert adopted(world) == {f"shadow/{spare}:rollout.{slot}#1": f"{id}#2" for slot, id in enumerate(mates)}
+    assert promotions(world) == {f"shadow/{spare}:rollout.{slot}#1": f"{id}#2" for slot, id in enumerate(mates)}
     assert touched(world, *mates) == {}
 
 
@@ -169,10 +169,10 @@ def test_the_engine_whose_fellow_is_taken_over_is_ended_when_its_node_is_no_spar
     world = World(shared()).steady().warmed()
     (spare,) = set(world.engines())
     lonely = world.node_of(R0)
-    world.happen(ev.Commanded("drain", "me", "d1", lonely))
+    world.happen(ev.CommandReceived("drain", "me", "d1", lonely))
     world.wait(60.0).steady()
     moved = [id for id in (R0, R1, R2, R3) if world.node_of(id) == spare]
-    assert len(moved) == len(adopted(world)) > 0
+    assert len(moved) == len(promotions(world)) > 0
     assert world.engines() == []
 
 
@@ -184,31 +184,31 @@ def test_a_role_that_comes_to_its_node_too_has_the_room_of_those_that_are_not_ta
     world.lose_node(N1)
     world.play(lambda: all(world.incarnations()[one] > 1 for one in there))
     world.steady()
-    assert adopted(world) == {f"shadow/{spare}:rollout.0#1": "rollout/0#2"}
+    assert promotions(world) == {f"shadow/{spare}:rollout.0#1": "rollout/0#2"}
     assert {world.node_of(one) for one in there} == {spare}
     assert touched(world, *there) == {}
 
 
 def test_whoever_finds_none_that_is_free_is_not_said_to_go_on_as_one() -> None:
     world = World(shared()).steady()
-    world.broken_lives[ReplicaId("shadow/n5:rollout.1")] = "exited: RuntimeError"
+    world.broken_incarnations[ReplicaId("shadow/n5:rollout.1")] = "exited: RuntimeError"
     world.warmed()
     assert world.engines() == [N5]
     node = world.node_of(R1)
     mates = [id for id in (R0, R1, R2, R3) if world.node_of(id) == node]
     lose_at_once(world, node)
-    assert {one.life.replica: one.why.expects for one in world.decided(Fence) if one.life.replica in mates} == {
+    assert {one.incarnation.replica: one.why.expects for one in world.decided(Fence) if one.incarnation.replica in mates} == {
         mates[0]: f"the shadow on the spare n5 goes on as {mates[0]}", mates[1]: "joins again on a spare node"
     }  # fmt: skip
 
 
 def test_an_engine_whose_allocation_is_to_be_followed_by_another_is_ended() -> None:
     job = small()
-    (pool,) = job.parts
+    (pool,) = job.node_groups
     world = World(msgspec.structs.replace(job, parts=(msgspec.structs.replace(pool, walltime=7200.0),)), nodes=20)
     world.steady().warmed()
-    world.play(lambda: any(isinstance(one, StopStep) and one.life == engine(N6) for one in world.actions), 7200.0)
-    (end,) = [one for one in world.decided(StopStep) if one.life == engine(N6)]
+    world.play(lambda: any(isinstance(one, StopStep) and one.incarnation == engine(N6) for one in world.actions), 7200.0)
+    (end,) = [one for one in world.decided(StopStep) if one.incarnation == engine(N6)]
     assert end.why.evidence == ("n6 is no spare node any more",)
 
 
@@ -221,20 +221,20 @@ def test_a_rollout_that_has_lost_its_node_goes_on_there_at_once() -> None:
     world.play(world.works)
     assert world.now - begun < 1.0 < world.slow_to_join + 0.4
     held, step = world.state.replica(R1), tag_of(RUN, engine(N6))
-    assert (held.node, held.step, held.shadow, held.status) == (N6, step, engine(N6), Status.JOINED)
+    assert (held.node, held.step, held.promoted_from, held.status) == (N6, step, engine(N6), Status.JOINED)
     assert owner_of(world.state, step) == held
-    (fence,) = [one for one in world.decided(Fence) if one.life == Life(R1, 1)]
+    (fence,) = [one for one in world.decided(Fence) if one.incarnation == Incarnation(R1, 1)]
     limits, recovery = world.state.job.limits, world.state.job.recovery
-    assert (fence.rung, fence.to, fence.why.expects) == (
+    assert (fence.rung, fence.target_node, fence.why.expects) == (
         Rung.SPARE, N6, "the shadow on the spare n6 goes on as rollout/1"
     )  # fmt: skip
     assert fence.why.evidence == ("n4 is excluded: node_lost: manager: agent of n4 is silent",)
-    (launch,) = [one for one in launched(world, R1) if one.life.incarnation == 2]
+    (launch,) = [one for one in launched(world, R1) if one.incarnation.number == 2]
     assert launch.why.evidence == ("rollout/1 is wanted and n6 has a shadow",)
     assert launch.why.expects == "shadow/n6:rollout#1 becomes rollout/1#2"
-    assert fence.why.by is not None
-    assert launch.why.by is not None
-    assert fence.why.by - begun <= limits.step_grace + recovery.adopt
+    assert fence.why.deadline is not None
+    assert launch.why.deadline is not None
+    assert fence.why.deadline - begun <= limits.step_grace + recovery.promote
     assert (touched(world, R1), world.state.intents) == ({}, {})
 
 
@@ -244,25 +244,25 @@ def test_of_two_that_are_lost_at_once_each_has_one_of_its_own() -> None:
     world.lose_node(N4)
     world.lose_node(N5)
     world.play(lambda: world.incarnations()[R2] == 2 and world.works())
-    assert adopted(world) == {"shadow/n6:rollout#1": "rollout/1#2", "shadow/n7:rollout#1": "rollout/2#2"}
+    assert promotions(world) == {"shadow/n6:rollout#1": "rollout/1#2", "shadow/n7:rollout#1": "rollout/2#2"}
     assert len(requests(world)) == 1
 
 
 def test_two_that_are_decided_about_in_one_plan_are_not_sent_to_the_same_node() -> None:
     world = World(small(spares=2)).steady().warmed()
     lose_at_once(world, N4, N5)
-    fences = [one for one in world.decided(Fence) if one.life.replica in (R1, R2)]
-    assert {one.life.replica: one.to for one in fences} == {R1: N6, R2: N7}
-    assert len(adopted(world)) == 2
+    fences = [one for one in world.decided(Fence) if one.incarnation.replica in (R1, R2)]
+    assert {one.incarnation.replica: one.target_node for one in fences} == {R1: N6, R2: N7}
+    assert len(promotions(world)) == 2
     assert len(requests(world)) == 1
 
 
 def test_of_two_with_one_spare_the_other_waits_for_a_new_node() -> None:
     world = World(small(spares=1), nodes=8).steady().warmed()
     lose_at_once(world, N4, N5)
-    assert adopted(world) == {"shadow/n6:rollout#1": "rollout/1#2"}
+    assert promotions(world) == {"shadow/n6:rollout#1": "rollout/1#2"}
     assert world.node_of(R2) == N7
-    assert [one.ask.count for one in world.decided(Request)][1:] == [1]
+    assert [one.request.count for one in world.decided(Request)][1:] == [1]
 
 
 def test_a_process_that_fails_restarts_in_place_until_its_budget_there_is_spent_and_then_goes_on_warm() -> None:
@@ -271,10 +271,10 @@ def test_a_process_that_fails_restarts_in_place_until_its_budget_there_is_spent_
         world.kill(R1)
         world.steady().wait(30.0)
         assert (world.node_of(R1), world.incarnations()[R1]) == (N4, failures + 1)
-    assert adopted(world) == {}
+    assert promotions(world) == {}
     world.kill(R1)
     world.steady()
-    assert adopted(world) == {"shadow/n6:rollout#1": "rollout/1#4"}
+    assert promotions(world) == {"shadow/n6:rollout#1": "rollout/1#4"}
     assert rungs(world) == [Rung.IN_PLACE, Rung.IN_PLACE, Rung.SPARE]
     world.wait(60.0)
     assert world.engines() == [N4]  # which is a spare now
@@ -287,14 +287,14 @@ def test_a_rollout_that_restarts_in_place_waits_for_nothing_and_its_old_life_has
     begun = world.now
     world.play(lambda: world.incarnations()[R1] == 2)
     assert world.now == begun
-    world.play(lambda: any(one.life == Life(R1, 1) for one in world.decided(StopStep)))
-    (stop,) = [one for one in world.decided(StopStep) if one.life == Life(R1, 1)]
+    world.play(lambda: any(one.incarnation == Incarnation(R1, 1) for one in world.decided(StopStep)))
+    (stop,) = [one for one in world.decided(StopStep) if one.incarnation == Incarnation(R1, 1)]
     assert stop.grace == world.state.job.limits.step_grace
 
 
 def test_the_trainers_shadow_on_its_node_is_nothing_to_a_rollout() -> None:
     world = World(small(standbys=1)).steady().warmed()
-    assert world.shadows()[N5] == 1
+    assert world.ready_standbys()[N5] == 1
     world.kill(R2)
     world.steady()
     (fence,) = world.decided(Fence)
@@ -319,8 +319,8 @@ def test_one_that_is_not_ready_yet_is_ended_and_the_rollout_starts_cold_in_its_r
     world.slow_to_join = 0.7
     world.play(lambda: world.incarnations()[R1] == 2)
     world.play(world.works)
-    assert (world.node_of(R1), adopted(world)) == (N6, {})
-    (stop,) = [one for one in world.decided(StopStep) if one.life == engine(N6)]
+    assert (world.node_of(R1), promotions(world)) == (N6, {})
+    (stop,) = [one for one in world.decided(StopStep) if one.incarnation == engine(N6)]
     assert (stop.grace, stop.why.evidence) == (0.0, ("n6 is for rollout/1",))
 
 
@@ -330,29 +330,29 @@ def test_one_that_is_dead_when_it_is_told_leaves_a_cold_start() -> None:
     world.lose_node(N4)
     world.play(lambda: world.incarnations()[R1] == 3)
     world.steady()
-    assert (world.node_of(R1), world.state.replica(R1).shadow) == (N6, None)
+    assert (world.node_of(R1), world.state.replica(R1).promoted_from) == (N6, None)
     assert touched(world, R1) == {}
-    assert_nothing_lingers(world)
+    assert_no_orphan_steps(world)
 
 
 def test_one_that_is_told_and_never_heard_is_given_up_and_its_step_ended() -> None:
     world = World(small()).steady().warmed()
-    world.mute = {N6}
+    world.unresponsive = {N6}
     world.lose_node(N4)
     world.play(lambda: world.incarnations()[R1] == 3)
     world.steady().wait(1.0)
-    assert [one.life for one in world.decided(StopStep) if one.step == tag_of(RUN, engine(N6))] == [Life(R1, 2)]
+    assert [one.incarnation for one in world.decided(StopStep) if one.step == tag_of(RUN, engine(N6))] == [Incarnation(R1, 2)]
     assert touched(world, R1) == {}
-    assert_nothing_lingers(world)
+    assert_no_orphan_steps(world)
 
 
 def test_those_that_never_come_up_rest_in_the_end_and_the_run_goes_on() -> None:
     world = World(small(recovery=Recovery(per_replica=3))).steady()
-    world.broken_lives[engine(N6).replica] = "exited: RuntimeError: CUDA out of memory"
+    world.broken_incarnations[engine(N6).replica] = "exited: RuntimeError: CUDA out of memory"
     world.warmed().wait(400.0)
     assert world.engines() == []
     assert len(launched(world, engine(N6).replica)) == 4
-    assert (world.state.verdict, touched(world)) == (None, {})
+    assert (world.state.finish, touched(world)) == (None, {})
 
 
 # ── nobody is kept from a node ───────────────────────────────────────────────────────────────────────────────────────
@@ -362,10 +362,10 @@ def test_the_trainer_has_the_spare_once_the_engine_there_is_gone() -> None:
     world.lose_node(N2)
     world.play(lambda: world.incarnations()[TRAINER] == 2)
     world.steady()
-    assert adopted(world, "trainer") == {"shadow/n6#1": "trainer/0#2"}
+    assert promotions(world, "trainer") == {"shadow/n6#1": "trainer/0#2"}
     order = [action for action in world.actions
-             if (isinstance(action, Launch) and action.life == Life(TRAINER, 2))
-             or (isinstance(action, StopStep) and action.life == engine(N6))]  # fmt: skip
+             if (isinstance(action, Launch) and action.incarnation == Incarnation(TRAINER, 2))
+             or (isinstance(action, StopStep) and action.incarnation == engine(N6))]  # fmt: skip
     assert [type(one) for one in order] == [StopStep, Launch]
     assert order[0].why.evidence == ("n6 is for trainer/0",)
     assert touched(world, TRAINER) == {}
@@ -385,7 +385,7 @@ def test_the_trainer_and_a_rollout_that_are_lost_at_once_get_a_spare_each() -> N
     world = World(small(spares=2)).steady().warmed()
     lose_at_once(world, N2, N4)
     assert {world.node_of(TRAINER), world.node_of(R1)} == {N6, N7}
-    assert len(adopted(world, "trainer")) + len(adopted(world)) == 2
+    assert len(promotions(world, "trainer")) + len(promotions(world)) == 2
     assert len(requests(world)) == 1
 
 
@@ -395,13 +395,13 @@ def test_an_engine_that_does_not_end_keeps_nobody_from_its_node_for_ever() -> No
     world.lose_node(N2)
     world.play(lambda: world.incarnations()[TRAINER] == 2)
     waited = next(s.at for s in world.events if isinstance(s.event, ev.Intended)
-                  and isinstance(s.event.action, StopStep) and s.event.action.life == engine(N6))  # fmt: skip
+                  and isinstance(s.event.action, StopStep) and s.event.action.incarnation == engine(N6))  # fmt: skip
     assert world.now - waited == pytest.approx(4 * world.state.job.limits.step_grace)
 
 
 def test_an_engine_on_a_node_that_a_person_wants_drained_is_ended() -> None:
     world = World(small()).steady().warmed()
-    world.happen(ev.Commanded("drain", "me", "d1", N6))
+    world.happen(ev.CommandReceived("drain", "me", "d1", N6))
     world.wait(10.0)
     assert world.engines() == []
     assert touched(world) == {}
@@ -412,22 +412,22 @@ def test_a_restart_of_the_whole_run_takes_none_over() -> None:
     world.kill(TRAINER)
     world.play(world.works)
     world.kill(TRAINER)  # before it has done a step
-    world.play(lambda: bool(world.state.wholes))
+    world.play(lambda: bool(world.state.full_restarts))
     world.play(world.works)
     assert set(world.incarnations().values()) == {2, 3}
-    assert adopted(world) == {}
+    assert promotions(world) == {}
     world.warmed()
-    assert [str(one.life) for one in launched(world, engine(N6).replica)] == [str(engine(N6, n)) for n in (1, 2)]
+    assert [str(one.incarnation) for one in launched(world, engine(N6).replica)] == [str(engine(N6, n)) for n in (1, 2)]
 
 
 # ── nobody counts them ───────────────────────────────────────────────────────────────────────────────────────────────
 def test_they_are_no_replicas_and_keep_no_snapshots() -> None:
     world = World(small(spares=2)).steady().warmed()
     for node in world.state.nodes:
-        life = world.state.replica(replica_id("agent", node)).life
-        world.record(ev.AgentJoined(life, node, node, 100, keeps=f"tcp://{node}:1"))
-    assert set(wire(world.state).keepers) == {N2, N6}
-    assert not any("shadow" in id for id in wire(world.state).peers)
+        incarnation = world.state.replica(replica_id("agent", node)).incarnation
+        world.record(ev.AgentJoined(incarnation, node, node, 100, snapshot_address=f"tcp://{node}:1"))
+    assert set(build_directory(world.state).snapshot_servers) == {N2, N6}
+    assert not any("shadow" in id for id in build_directory(world.state).peers)
 
 
 def test_the_death_of_one_touches_nobody_and_it_is_made_up_for() -> None:
@@ -452,7 +452,7 @@ def _hurt(die_before: int = 0) -> World:
     world.die_before = world.planned + die_before if die_before else 0
     for node in (N4, N2, N5):
         world.lose_node(node)
-        world.play(lambda: world.works() and not world.state.intents, at_most=200.0)
+        world.play(lambda: world.works() and not world.state.intents, timeout_s=200.0)
         world.wait(60.0)
     world.commit(world.state.step + 1)
     return world.wait(60.0)
@@ -461,13 +461,13 @@ def _hurt(die_before: int = 0) -> World:
 def test_a_manager_that_dies_before_any_of_its_decisions_changes_nothing_about_the_end() -> None:
     unharmed = _hurt()
     before = World(small(spares=3), nodes=12).steady().warmed().planned
-    assert len(adopted(unharmed)) == 2
+    assert len(promotions(unharmed)) == 2
     for number in range(1, unharmed.planned - before + 1):
         world = _hurt(number)
         assert world.works(), number
         assert touched(world, TRAINER, R1, R2) == {}, number
         assert {world.node_of(id) for id in world.incarnations()} <= world.state.nodes.keys() - {N2, N4, N5}
-        assert_nothing_lingers(world)
+        assert_no_orphan_steps(world)
 
 
 def test_what_the_journal_says_is_enough_to_know_which_role_each_stands_for() -> None:
@@ -476,7 +476,7 @@ def test_what_the_journal_says_is_enough_to_know_which_role_each_stands_for() ->
     for stamped in world.events:
         state = fold(state, stamped)
     assert state == world.state
-    waiting = {one.id: stands_for(one.id) for one in state.replicas.values() if one.role == "shadow"}
+    waiting = {one.id: standby_role_of(one.id) for one in state.replicas.values() if one.role == "shadow"}
     assert waiting == {"shadow/n2": "trainer", "shadow/n6": "trainer", "shadow/n6:rollout": "rollout"}
 
 

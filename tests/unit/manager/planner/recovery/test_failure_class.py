@@ -5,14 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rrl.core.run_spec import EnvView, JobView, Recovery
+from rrl.core.run_spec import EnvSpec, RunSpec, Recovery
 from rrl.core.types import AGENT, NodeName, Outcome, ReplicaId, role_of
 from rrl.manager.cluster.base import RejectReason
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Rung
 from rrl.manager.model.queries import workers
 from rrl.manager.model.state import NEVER_APPEARED, Status
-from rrl.tests.support.manager.jobs import REWARD, ROLLOUTS, RUN, TRAINER, command, commands, in_parts, job
+from rrl.tests.support.manager.jobs import REWARD, ROLLOUTS, RUN, TRAINER, command, commands, in_node_groups, job
 from rrl.tests.support.manager.world import World, assert_nothing_is_left, found, requests
 
 R0, R1 = ROLLOUTS
@@ -27,7 +27,7 @@ def why(world: World) -> tuple[str, ...]:
 
 
 def tries(world: World, role: str) -> int:
-    return sum(role_of(launch.life.replica) == role for launch in world.decided(Launch))
+    return sum(role_of(launch.incarnation.replica) == role for launch in world.decided(Launch))
 
 
 # ── a command that is not there ──────────────────────────────────────────────────────────────────────────────────────
@@ -46,7 +46,7 @@ def test_who_finds_no_room_in_the_gpus_of_two_nodes_goes_on_to_a_third() -> None
     world.broken_nodes[N2] = "no room on its GPUs: 3072 MiB of GPU 0 are still in use by process 7"
     world.broken_nodes[N5] = world.broken_nodes[N2]
     world.steady()
-    assert (world.node_of(TRAINER), world.state.verdict) == (N6, None)
+    assert (world.node_of(TRAINER), world.state.finish) == (N6, None)
 
 
 def test_it_is_tried_on_another_node_where_there_is_one_before_the_run_ends_with_the_nodes_words() -> None:
@@ -63,22 +63,22 @@ def test_one_node_on_which_it_is_missing_does_not_end_a_run_that_has_another() -
     world = World(job())
     world.broken_nodes[N2] = MISSING
     world.steady()
-    assert (world.node_of(TRAINER), world.state.replica(TRAINER).incarnation) == (N5, 3)
+    assert (world.node_of(TRAINER), world.state.replica(TRAINER).incarnation_number) == (N5, 3)
 
 
 def test_one_node_on_which_it_is_missing_does_not_end_a_run_whose_other_replicas_are_still_starting() -> None:
     world = World(job(spares=0))
     world.broken_nodes[N3] = MISSING
     world.slow_to_join = 30.0
-    world.play(lambda: world.state.replica(R1).status is Status.JOINED, at_most=60.0)
-    assert (world.state.replica(R1).status, world.state.verdict) == (Status.JOINED, None)
+    world.play(lambda: world.state.replica(R1).status is Status.JOINED, timeout_s=60.0)
+    assert (world.state.replica(R1).status, world.state.finish) == (Status.JOINED, None)
 
 
 def test_what_fails_to_start_on_one_node_has_its_last_try_on_another() -> None:
     world = World(job(recovery=Recovery(per_node=9)))
     world.broken_nodes[N2] = "exited: no GPU"
     world.steady()
-    assert (world.node_of(TRAINER), world.state.replica(TRAINER).incarnation) == (N5, 3)
+    assert (world.node_of(TRAINER), world.state.replica(TRAINER).incarnation_number) == (N5, 3)
 
 
 def test_two_replicas_that_do_not_find_it_on_two_nodes_are_enough() -> None:
@@ -95,8 +95,8 @@ def test_a_node_on_which_it_is_missing_is_a_nodes_matter_where_others_of_the_rol
     world.broken["rollout"] = MISSING
     for _ in range(3):
         world.kill(R0)
-        world.play(at_most=20.0)
-    assert world.state.verdict is None
+        world.play(timeout_s=20.0)
+    assert world.state.finish is None
     world.broken = {}
     world.steady()
 
@@ -104,17 +104,17 @@ def test_a_node_on_which_it_is_missing_is_a_nodes_matter_where_others_of_the_rol
 def test_a_launch_of_which_the_launcher_says_that_the_program_is_not_there_counts_the_same() -> None:
     world = World(job(spares=0))
     world.play(lambda: bool(launched(world, TRAINER)))
-    for life in (1, 2):
-        world.play(lambda life=life: len(launched(world, TRAINER)) == life)  # type: ignore[misc]
+    for incarnation in (1, 2):
+        world.play(lambda incarnation=incarnation: len(launched(world, TRAINER)) == incarnation)  # type: ignore[misc]
         step = launched(world, TRAINER)[-1].step
         world.steps.pop(step, None)
-        world.happen(ev.Done(step, False, MISSING, reason=RejectReason.NOT_STARTED))
+        world.happen(ev.IntentSettled(step, False, MISSING, reason=RejectReason.NOT_STARTED))
     world.play()
     assert_nothing_is_left(world, Outcome.REJECTED)
 
 
 def launched(world: World, replica: ReplicaId) -> list[Launch]:
-    return [launch for launch in world.decided(Launch) if launch.life.replica == replica]
+    return [launch for launch in world.decided(Launch) if launch.incarnation.replica == replica]
 
 
 # ── a role that never joins ──────────────────────────────────────────────────────────────────────────────────────────
@@ -133,12 +133,12 @@ def test_one_that_never_calls_join_is_asked_about_it() -> None:
     world = World(job())
     world.broken["trainer"] = "waits"
     world._break = lambda action, why: None  # type: ignore[method-assign]
-    for life in (1, 2, 3):
-        world.play(lambda life=life: world.state.replica(TRAINER).status is Status.STARTING
-                   and world.state.replica(TRAINER).incarnation == life)  # type: ignore[misc]  # fmt: skip
+    for incarnation in (1, 2, 3):
+        world.play(lambda incarnation=incarnation: world.state.replica(TRAINER).status is Status.STARTING
+                   and world.state.replica(TRAINER).incarnation_number == incarnation)  # type: ignore[misc]  # fmt: skip
         world.wait(120.0)
         held = world.state.replica(TRAINER)
-        world.happen(found(held.life, "never_joined", world.now, text="no Hello within 120 s of its launch"))
+        world.happen(found(held.incarnation, "never_joined", world.now, text="no Hello within 120 s of its launch"))
     world.play()
     assert why(world)[0] == "trainer/0 never joined within 120 s, 3 times: is rrl.join() called?"
     assert_nothing_is_left(world, Outcome.REJECTED)
@@ -146,11 +146,11 @@ def test_one_that_never_calls_join_is_asked_about_it() -> None:
 
 def test_a_step_that_never_appears_again_and_again_ends_the_run_too() -> None:
     world = World(job())
-    for life in (1, 2, 3):
-        world.play(lambda life=life: len(launched(world, TRAINER)) == life)  # type: ignore[misc]
+    for incarnation in (1, 2, 3):
+        world.play(lambda incarnation=incarnation: len(launched(world, TRAINER)) == incarnation)  # type: ignore[misc]
         step = launched(world, TRAINER)[-1].step
         world.steps.pop(step, None)
-        world.happen(ev.Done(step, False, NEVER_APPEARED, reason=RejectReason.NEVER_APPEARED))
+        world.happen(ev.IntentSettled(step, False, NEVER_APPEARED, reason=RejectReason.NEVER_APPEARED))
     world.play()
     assert why(world)[0] == NEVER_APPEARED
     assert_nothing_is_left(world, Outcome.REJECTED)
@@ -158,12 +158,12 @@ def test_a_step_that_never_appears_again_and_again_ends_the_run_too() -> None:
 
 def test_one_that_can_be_spared_and_never_joins_is_gone_on_without() -> None:
     world = World(job())
-    world.broken_lives = {R0: "exited"}
-    world.play(at_most=60.0)
+    world.broken_incarnations = {R0: "exited"}
+    world.play(timeout_s=60.0)
     assert (world.state.replica(R0).status, world.state.replica(R1).status) == (Status.RETIRED, Status.JOINED)
     (fence,) = [one for one in world.decided(Fence) if one.rung is Rung.DEGRADED]
     assert fence.why.evidence[-1] == "3 starts of rollout/0 failed, and none has ever joined"
-    assert world.state.verdict is None
+    assert world.state.finish is None
 
 
 @pytest.mark.parametrize("least", [0, 1])
@@ -184,46 +184,46 @@ def test_a_node_that_is_lost_at_the_start_is_not_held_against_the_replica() -> N
         world.lose_node(node)
         world.play(lambda node=node: world.state.nodes[node].excluded is not None)  # type: ignore[misc]
     world.steady()
-    assert world.state.replica(TRAINER).unstarted == 0
+    assert world.state.replica(TRAINER).failed_starts == 0
 
 
 def test_one_that_joined_at_its_third_start_is_restarted_like_any_other() -> None:
     world = World(job(recovery=Recovery(per_node=99)))
     world.broken["trainer"] = "exited: OSError"
-    world.play(lambda: world.state.replica(TRAINER).unstarted == 2)
+    world.play(lambda: world.state.replica(TRAINER).failed_starts == 2)
     world.broken = {}
     world.steady()
     world.kill(TRAINER)
     world.steady()
-    assert world.state.replica(TRAINER).incarnation == 4
+    assert world.state.replica(TRAINER).incarnation_number == 4
 
 
 def test_one_that_has_joined_once_has_its_whole_budget() -> None:
     world = World(job(recovery=Recovery(per_node=99))).steady()
     world.broken["reward"] = "exited: OSError"
     world.kill(REWARD)
-    world.play(at_most=20.0)
-    assert (world.state.verdict, tries(world, "reward") > 3) == (None, True)
+    world.play(timeout_s=20.0)
+    assert (world.state.finish, tries(world, "reward") > 3) == (None, True)
 
 
 # ── nodes that cannot do what roles need ─────────────────────────────────────────────────────────────────────────────
-PROBING = EnvView(probe=("torch",))
+PROBING = EnvSpec(probe=("torch",))
 NO_TORCH = "import torch: ModuleNotFoundError: No module named 'torch'"
 
 
-def probing(job: JobView) -> JobView:
+def probing(job: RunSpec) -> RunSpec:
     return msgspec.structs.replace(job, env=PROBING)
 
 
 def test_nothing_is_launched_on_a_node_before_its_agent_has_said_that_it_is_fit() -> None:
     world = World(probing(job()))
     world.play(lambda: bool(world.steps))
-    assert {role_of(life.replica) for life, _ in world.steps.values()} == {AGENT}
+    assert {role_of(incarnation.replica) for incarnation, _ in world.steps.values()} == {AGENT}
     world.steady()
     joined = {s.event.node: s.seq for s in world.events if isinstance(s.event, ev.AgentJoined)}
     for stamped in world.events:
         if isinstance(stamped.event, ev.Intended) and isinstance(launch := stamped.event.action, Launch):
-            assert role_of(launch.life.replica) == AGENT or joined[launch.node] < stamped.seq
+            assert role_of(launch.incarnation.replica) == AGENT or joined[launch.node] < stamped.seq
     assert requests(world) == [f"{RUN}.pool"]
 
 
@@ -232,7 +232,7 @@ def test_a_node_whose_probe_fails_is_excluded_with_its_words_and_gets_no_role() 
     world.unfit[N2] = NO_TORCH
     world.steady()
     assert world.state.nodes[N2].excluded == f"probe: {NO_TORCH}"
-    assert all(launch.node != N2 for launch in world.decided(Launch) if role_of(launch.life.replica) != AGENT)
+    assert all(launch.node != N2 for launch in world.decided(Launch) if role_of(launch.incarnation.replica) != AGENT)
     assert len(requests(world)) == 1
 
 
@@ -240,7 +240,7 @@ def test_what_the_unfit_leave_lacking_is_asked_for_and_not_of_them() -> None:
     world = World(probing(job(spares=0)), nodes=9)
     world.unfit = {N1: NO_TORCH, N2: NO_TORCH}
     world.steady()
-    more = [world.asks[tag] for tag in requests(world)[1:]]
+    more = [world.requests[tag] for tag in requests(world)[1:]]
     assert [(ask.count, ask.exclude) for ask in more] == [(2, (N1, N2))]
     assert len(world.decided(Exclude)) == 2  # the breaker lets both go once the run knows six nodes
     assert {world.node_of(r.id) for r in workers(world.state)} == {N3, N4, N5, N6}
@@ -255,7 +255,7 @@ def test_a_probe_that_fails_on_every_node_ends_the_run_with_its_words() -> None:
 
 
 def test_a_probe_that_fails_on_two_nodes_of_a_part_and_on_none_of_the_others_ends_the_run_too() -> None:
-    world = World(probing(in_parts()), nodes=9)
+    world = World(probing(in_node_groups()), nodes=9)
     world.unfit = {N4: NO_TORCH, N5: NO_TORCH}
     world.play()
     assert why(world) == (f"{NO_TORCH} on n4, n5",)
@@ -263,7 +263,7 @@ def test_a_probe_that_fails_on_two_nodes_of_a_part_and_on_none_of_the_others_end
 
 
 def test_one_unfit_node_of_a_part_is_replaced_before_the_run_starts() -> None:
-    world = World(probing(in_parts()), nodes=9)
+    world = World(probing(in_node_groups()), nodes=9)
     world.unfit = {N4: NO_TORCH}
     world.steady()
     assert world.node_of(TRAINER) == N5
@@ -272,17 +272,17 @@ def test_one_unfit_node_of_a_part_is_replaced_before_the_run_starts() -> None:
 
 def test_nodes_whose_agents_never_start_are_replaced_without_waiting_for_them() -> None:
     world = World(probing(job(spares=0)), nodes=9)
-    world.broken_lives = {ReplicaId(f"agent/n{i}"): "exited: no python" for i in (1, 2)}
-    world.play(lambda: len(requests(world)) > 1, at_most=60.0)
-    assert [(world.asks[tag].count, world.asks[tag].exclude) for tag in requests(world)[1:]] == [(2, (N1, N2))]
+    world.broken_incarnations = {ReplicaId(f"agent/n{i}"): "exited: no python" for i in (1, 2)}
+    world.play(lambda: len(requests(world)) > 1, timeout_s=60.0)
+    assert [(world.requests[tag].count, world.requests[tag].exclude) for tag in requests(world)[1:]] == [(2, (N1, N2))]
     world.steady()
 
 
 def test_an_agent_that_never_starts_has_no_fit_node() -> None:
     world = World(probing(job()))
-    world.broken_lives = {ReplicaId("agent/n2"): "exited: no python"}
+    world.broken_incarnations = {ReplicaId("agent/n2"): "exited: no python"}
     world.steady()
-    world.play(lambda: world.state.nodes[N2].excluded is not None, at_most=60.0)
+    world.play(lambda: world.state.nodes[N2].excluded is not None, timeout_s=60.0)
     assert world.state.nodes[N2].excluded == "probe: exit_record: step: exited: no python"
 
 
@@ -290,8 +290,8 @@ def test_an_agent_that_never_starts_has_no_fit_node() -> None:
 def test_a_run_of_commands_is_complete_when_each_of_them_is_done() -> None:
     world = World(commands(command("shard", 3))).steady()
     world.finish(A0)
-    world.play(at_most=100.0)
-    assert (world.state.replica(A0).status, world.state.verdict) == (Status.COMPLETED, None)
+    world.play(timeout_s=100.0)
+    assert (world.state.replica(A0).status, world.state.finish) == (Status.COMPLETED, None)
     assert world.incarnations() == {A0: 1, A1: 1, A2: 1}
     world.finish(A1)
     world.finish(A2)
@@ -323,7 +323,7 @@ def test_a_service_that_ends_is_a_failure_whatever_its_code() -> None:
     held = world.state.replica(cache)
     world.finish(cache)
     assert world.state.replica(cache).status is not Status.COMPLETED
-    world.happen(found(held.life, "exit_record", world.now, proof=True))
+    world.happen(found(held.incarnation, "exit_record", world.now, proof=True))
     world.steady()
     assert world.incarnations() == {A0: 1, cache: 2}
     world.finish(A0)
@@ -334,11 +334,11 @@ def test_a_service_that_ends_is_a_failure_whatever_its_code() -> None:
 def test_a_command_of_a_run_with_a_trainer_just_stays_done() -> None:
     small = job(spares=0)
     done = command("shard")
-    part = msgspec.structs.replace(small.parts[0], roles=(*small.parts[0].roles, "shard"), nodes=5)
+    part = msgspec.structs.replace(small.node_groups[0], roles=(*small.node_groups[0].roles, "shard"), nodes=5)
     world = World(msgspec.structs.replace(small, roles=(*small.roles, done), parts=(part,))).steady()
     world.finish(A0)
-    world.play(at_most=1000.0)
-    assert (world.state.verdict, world.state.replica(A0).status) == (None, Status.COMPLETED)
+    world.play(timeout_s=1000.0)
+    assert (world.state.finish, world.state.replica(A0).status) == (None, Status.COMPLETED)
     world.commit(3)
     world.play()
     assert_nothing_is_left(world, Outcome.COMPLETED)
@@ -348,10 +348,10 @@ def test_a_command_that_was_given_up_does_not_keep_a_run_that_can_do_without_it(
     world = World(commands(command("shard", 3, least=2), recovery=Recovery(per_replica=3, per_node=9))).steady()
     for _ in range(4):
         world.kill(A2)
-        world.play(at_most=30.0)
+        world.play(timeout_s=30.0)
     assert world.state.replica(A2).status is Status.RETIRED
     world.finish(A0)
-    assert world.state.verdict is None
+    assert world.state.finish is None
     world.finish(A1)
     world.play()
     assert why(world)[:1] == ("2 of 3 commands are done",)
@@ -362,10 +362,10 @@ def test_a_run_of_which_no_command_is_done_is_not_complete_though_each_could_be_
     world = World(commands(command("shard", 2, least=0), recovery=Recovery(per_replica=3, per_node=9))).steady()
     for replica in (A0, A1) * 4:
         world.kill(replica)
-        world.play(at_most=30.0)
+        world.play(timeout_s=30.0)
     assert {world.state.replica(one).status for one in (A0, A1)} == {Status.RETIRED}
-    assert world.state.verdict is None
-    world.play(lambda: world.state.replica(A1).status is Status.JOINED, at_most=900.0)
+    assert world.state.finish is None
+    world.play(lambda: world.state.replica(A1).status is Status.JOINED, timeout_s=900.0)
     world.finish(A1)
     world.finish(A0)
     world.play()
@@ -379,8 +379,8 @@ def test_a_gang_that_was_given_up_does_not_keep_a_run_that_can_do_without_it_eit
     for gang in ("crew/1", "crew/2"):
         for _ in range(2):
             world.kill(ReplicaId(f"{gang}.1"))
-            world.play(at_most=30.0)
-    assert world.state.verdict is None
+            world.play(timeout_s=30.0)
+    assert world.state.finish is None
     for member in ("crew/0", "crew/0.1"):
         world.finish(ReplicaId(member))
     world.play()
@@ -393,7 +393,7 @@ def test_a_command_that_was_given_up_below_the_least_ends_the_run() -> None:
     world.finish(A1)
     for _ in range(4):
         world.kill(A0)
-        world.play(at_most=30.0)
+        world.play(timeout_s=30.0)
     world.play()
     assert_nothing_is_left(world, Outcome.FAILED)
 
@@ -401,7 +401,7 @@ def test_a_command_that_was_given_up_below_the_least_ends_the_run() -> None:
 def test_the_node_of_a_command_that_is_done_is_given_back_where_it_was_a_request_of_its_own() -> None:
     world = World(commands(command("shard", 2), form="replica")).steady()
     world.finish(A0)
-    world.play(at_most=60.0)
+    world.play(timeout_s=60.0)
     assert list(world.state.allocations) == [f"{RUN}.shard-1"]
     assert world.incarnations() == {A0: 1, A1: 1}
 
@@ -410,10 +410,10 @@ def test_a_node_that_a_done_command_leaves_is_taken_by_another_whose_own_request
     world = World(commands(command("shard", 2), form="replica")).steady()
     world.closed["shard"] = "Priority"
     world.drop(f"{RUN}.shard-0")
-    world.play(at_most=30.0)
+    world.play(timeout_s=30.0)
     world.finish(A1)
-    world.play(lambda: world.state.replica(A0).status is Status.JOINED, at_most=30.0)
-    world.play(at_most=30.0)
+    world.play(lambda: world.state.replica(A0).status is Status.JOINED, timeout_s=30.0)
+    world.play(timeout_s=30.0)
     assert list(world.state.allocations) == [f"{RUN}.shard-1"]
     assert (len(requests(world)), world.incarnations()) == (3, {A0: 2, A1: 1})
 

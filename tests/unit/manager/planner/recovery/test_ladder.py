@@ -11,15 +11,15 @@ import pytest
 from rrl.config.job.schema import RecoveryTable
 from rrl.core.faults import Fault, FaultKind
 from rrl.core.run_spec import Limits, Recovery
-from rrl.core.types import AGENT, SHADOW, Life, NodeName, Outcome, ReplicaId, member_id, role_of
+from rrl.core.types import AGENT, STANDBY_ROLE, Incarnation, NodeName, Outcome, ReplicaId, member_id, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Release, RestartAll, Rung, StopStep, Why
 from rrl.manager.model.queries import workers
-from rrl.manager.model.reduce_replicas import LONGEST_PAUSE
+from rrl.manager.model.reduce_replicas import MAX_RESTART_BACKOFF_S
 from rrl.manager.model.state import Status
-from rrl.manager.planner.deadlines import FINAL_GRACES
-from rrl.manager.planner.recovery.ladder import HELPER, POLICIES, depth
-from rrl.manager.planner.shutdown import said_at_the_end
+from rrl.manager.planner.deadlines import TRAINER_SHUTDOWN_GRACES
+from rrl.manager.planner.recovery.ladder import SUPPORT_LADDER, POLICIES, severity
+from rrl.manager.planner.shutdown import final_reason
 from rrl.tests.support.manager.jobs import (
     REWARD,
     ROLLOUTS,
@@ -29,7 +29,7 @@ from rrl.tests.support.manager.jobs import (
     command,
     commands,
     gang_job,
-    in_parts,
+    in_node_groups,
     job,
 )
 from rrl.tests.support.manager.world import World, assert_nothing_is_left, found, lost, requests
@@ -44,16 +44,16 @@ _AWAY = "exit_record: step: {} failed"
 
 def fences(world: World) -> list[Fence]:
     """Of roles, in the order of their decision."""
-    return [fence for fence in world.decided(Fence) if role_of(fence.life.replica) not in (AGENT, SHADOW)]
+    return [fence for fence in world.decided(Fence) if role_of(fence.incarnation.replica) not in (AGENT, STANDBY_ROLE)]
 
 
 def charged(world: World) -> list[tuple[str, Rung]]:
-    return [(str(fence.life), fence.rung) for fence in fences(world) if fence.charged]
+    return [(str(fence.incarnation), fence.rung) for fence in fences(world) if fence.charged]
 
 
 def fail(world: World, replica: ReplicaId, detector: str = "exit_record") -> None:
     """It is found to have failed, and nothing else happens before that is decided."""
-    world.happen(found(world.state.replica(replica).life, detector, world.now))
+    world.happen(found(world.state.replica(replica).incarnation, detector, world.now))
 
 
 def at_step(world: World, step: int) -> World:
@@ -61,7 +61,7 @@ def at_step(world: World, step: int) -> World:
     return world
 
 
-def told(world: World, evidence: str) -> bool:
+def evidence_of(world: World, evidence: str) -> bool:
     return any(evidence in one for action in world.actions for one in action.why.evidence)
 
 
@@ -69,10 +69,10 @@ def told(world: World, evidence: str) -> bool:
 def test_every_policy_that_job_toml_knows_is_a_ladder_that_goes_down_and_ends_with_the_runs_end() -> None:
     assert set(POLICIES) == set(RecoveryTable.model_fields["policy"].annotation.__args__)  # type: ignore[union-attr]
     for steps in POLICIES.values():
-        depths = [depth(step.rung) for step in steps]
+        depths = [severity(step.rung) for step in steps]
         assert depths == sorted(depths)
         assert (steps[-1].rung, steps[-1].fits(None)) == (Rung.GIVE_UP, True)  # type: ignore[arg-type]
-    assert HELPER[-1].fits(None)  # type: ignore[arg-type]
+    assert SUPPORT_LADDER[-1].fits(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -81,28 +81,28 @@ def test_every_decision_of_a_bad_day_names_evidence_rung_expectation_and_deadlin
     world = World(gang_job(recovery=recovery, standbys=1), nodes=20).steady().warmed()
     for replica in (T1, R0, STORE, T0, T0, R1):
         world.kill(replica)
-        world.play(world.works, at_most=300.0)
-    if world.state.verdict is None:
+        world.play(world.works, timeout_s=300.0)
+    if world.state.finish is None:
         world.lose_node(world.node_of(T2))
-        world.play(world.works, at_most=2000.0)
+        world.play(world.works, timeout_s=2000.0)
     decided = [one for one in world.actions if isinstance(one, Fence | RestartAll | Finish)]
     assert len(decided) > 6
     for one in decided:
         assert one.why.evidence, one
         assert one.why.rung, one
         assert one.why.expects, one
-        assert one.why.by is not None, one
+        assert one.why.deadline is not None, one
 
 
 # ── rung by rung ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_process_that_failed_on_a_good_node_restarts_in_place_and_has_a_deadline_to_join() -> None:
     world = World(job()).steady()
-    life = world.state.replica(R0).life
+    incarnation = world.state.replica(R0).incarnation
     fail(world, R0)
     (fence,) = fences(world)
-    assert (fence.life, fence.rung, fence.charged, fence.to) == (life, Rung.IN_PLACE, True, None)
-    assert fence.why.evidence == (_AWAY.format(life),)
-    assert (fence.why.expects, fence.why.by) == (f"joins again on {N3}", world.now + world.state.job.limits.join)
+    assert (fence.incarnation, fence.rung, fence.charged, fence.target_node) == (incarnation, Rung.IN_PLACE, True, None)
+    assert fence.why.evidence == (_AWAY.format(incarnation),)
+    assert (fence.why.expects, fence.why.deadline) == (f"joins again on {N3}", world.now + world.state.job.limits.join)
 
 
 def test_in_place_a_ready_shadow_goes_on_and_has_the_time_that_an_adoption_takes() -> None:
@@ -111,46 +111,46 @@ def test_in_place_a_ready_shadow_goes_on_and_has_the_time_that_an_adoption_takes
     fail(world, TRAINER)
     (fence,) = fences(world)
     assert (fence.rung, fence.why.expects) == (Rung.IN_PLACE, f"its shadow on {home} goes on as trainer/0")
-    assert fence.why.by == world.now + limits.step_grace + world.state.job.recovery.adopt
+    assert fence.why.deadline == world.now + limits.step_grace + world.state.job.recovery.promote
     world.steady()
     assert world.node_of(TRAINER) == home
 
 
 def test_of_two_spares_the_one_with_a_ready_shadow_is_taken() -> None:
     world = World(gang_job(1, 1, spares=2)).steady().warmed()
-    (warm,) = [node for node in world.shadows() if node != world.node_of(TRAINER)]
+    (warm,) = [node for node in world.ready_standbys() if node != world.node_of(TRAINER)]
     world.lose_node(world.node_of(TRAINER))
     world.steady()
     (fence,) = [fence for fence in fences(world) if fence.charged]
-    assert (fence.rung, fence.to) == (Rung.SPARE, warm)
+    assert (fence.rung, fence.target_node) == (Rung.SPARE, warm)
     assert fence.why.expects == f"the shadow on the spare {warm} goes on as trainer/0"
     assert world.node_of(TRAINER) == warm
 
 
 def test_without_a_warm_spare_a_rollouts_node_is_taken_and_the_rollout_is_made_up_for_in_the_background() -> None:
     world = World(gang_job(1, 1, standbys=1, spares=0), nodes=20).steady().warmed()
-    (stands,) = [node for node in world.shadows() if node != world.node_of(TRAINER)]
+    (stands,) = [node for node in world.ready_standbys() if node != world.node_of(TRAINER)]
     (rollout,) = [one for one in workers(world.state) if one.node == stands]
     world.lose_node(world.node_of(TRAINER))
     world.steady()
     fence, driven = fences(world)
-    assert (fence.rung, fence.to, fence.charged) == (Rung.STANDBY, stands, True)
+    assert (fence.rung, fence.target_node, fence.charged) == (Rung.DONOR, stands, True)
     assert fence.why.expects == f"the shadow on {stands} goes on as trainer/0; its rollout moves"
-    assert (driven.life, driven.rung, driven.charged) == (rollout.life, Rung.STANDBY, False)
+    assert (driven.incarnation, driven.rung, driven.charged) == (rollout.incarnation, Rung.DONOR, False)
     assert driven.why.evidence == (f"trainer/0 is wanted on {stands}, where a shadow waits to become it",)
     assert world.node_of(TRAINER) == stands
     assert world.state.replica(rollout.id).failures == ()
-    assert (len(requests(world)), world.asks[requests(world)[-1]].count) == (2, 1)
+    assert (len(requests(world)), world.requests[requests(world)[-1]].count) == (2, 1)
 
 
 def test_a_warm_rollouts_node_comes_before_a_cold_spare_which_the_rollout_then_takes() -> None:
     world = World(gang_job(1, 1, standbys=1, spares=2)).steady().warmed()
-    spares = [node for node in world.shadows() if node not in {one.node for one in workers(world.state)}]
+    spares = [node for node in world.ready_standbys() if node not in {one.node for one in workers(world.state)}]
     for node in spares:
         fail(world, ReplicaId(f"shadow/{node}"))  # it is not ready for the moment
-    stands = next(one.node for one in workers(world.state) if one.role == "rollout" and one.node in world.shadows())
+    stands = next(one.node for one in workers(world.state) if one.role == "rollout" and one.node in world.ready_standbys())
     world.happen(lost(world.node_of(TRAINER), world.now))
-    assert [fence.rung for fence in fences(world)] == [Rung.STANDBY, Rung.STANDBY]
+    assert [fence.rung for fence in fences(world)] == [Rung.DONOR, Rung.DONOR]
     world.steady()
     assert world.node_of(TRAINER) == stands
     assert requests(world) == [POOL]
@@ -177,12 +177,12 @@ def test_a_cold_spare_comes_before_a_replacement_and_that_has_the_time_that_a_re
     )  # fmt: skip
     limits = world.state.job.limits
     began = next(s.at for s in world.events if isinstance(s.event, ev.Decided) and s.event.action is replacement)
-    assert replacement.why.by == began + limits.allocation + limits.join
+    assert replacement.why.deadline == began + limits.allocation + limits.join
 
 
 def test_a_shadow_that_does_not_become_what_it_was_told_to_is_a_failed_restart_and_the_next_one_is_cold() -> None:
     world = World(gang_job(1, 1)).steady().warmed()
-    world.mute = {world.node_of(TRAINER)}
+    world.unresponsive = {world.node_of(TRAINER)}
     world.kill(TRAINER)
     world.steady()
     assert charged(world) == [("trainer/0#1", Rung.IN_PLACE), ("trainer/0#2", Rung.IN_PLACE)]
@@ -194,15 +194,15 @@ def test_a_shadow_that_does_not_become_what_it_was_told_to_is_a_failed_restart_a
 def test_a_member_that_dies_takes_its_gang_with_it_and_alone_pays_for_it() -> None:
     world = World(gang_job(warm=False)).steady()
     homes = {one: world.node_of(one) for one in GANG}
-    others = {one.id: one.incarnation for one in workers(world.state) if one.role != "trainer"}
+    others = {one.id: one.incarnation_number for one in workers(world.state) if one.role != "trainer"}
     fail(world, T1)
     assert charged(world) == [("trainer/0.1#1", Rung.IN_PLACE)]
     rest = [fence for fence in fences(world) if not fence.charged]
-    assert [fence.life for fence in rest] == [Life(one, 1) for one in (T0, T2, T3)]
+    assert [fence.incarnation for fence in rest] == [Incarnation(one, 1) for one in (T0, T2, T3)]
     for fence in rest:
         assert fence.rung is Rung.IN_PLACE
         assert fence.why.evidence == (f"its gang restarts: trainer/0.1#1: {_AWAY.format('trainer/0.1#1')}",)
-        assert fence.why.by == world.now + world.state.job.limits.join
+        assert fence.why.deadline == world.now + world.state.job.limits.join
     world.steady()
     assert {one: world.node_of(one) for one in GANG} == homes
     assert {one: len(world.state.replica(one).failures) for one in GANG} == {T0: 0, T1: 1, T2: 0, T3: 0}
@@ -212,7 +212,7 @@ def test_a_member_that_dies_takes_its_gang_with_it_and_alone_pays_for_it() -> No
 def test_members_that_go_down_with_the_first_are_not_held_to_account() -> None:
     world = World(gang_job(warm=False)).steady()
     for late, member in ((0.2, T0), (0.0, T3), (0.1, T1)):
-        world.record(found(world.state.replica(member).life, "exit_record", world.now + late))
+        world.record(found(world.state.replica(member).incarnation, "exit_record", world.now + late))
     world.steady()
     assert charged(world) == [("trainer/0.3#1", Rung.IN_PLACE)]
 
@@ -235,9 +235,9 @@ def test_the_neighbours_of_a_member_that_goes_to_a_rollouts_node_go_there_too() 
     for _ in range(3):
         world.kill(T3)
         world.steady().warmed()
-    stand = next(fence for fence in fences(world) if fence.rung is Rung.STANDBY)
-    assert (stand.life.replica, stand.charged) == (T3, True)
-    assert world.node_of(T2) == world.node_of(T3) == stand.to
+    stand = next(fence for fence in fences(world) if fence.rung is Rung.DONOR)
+    assert (stand.incarnation.replica, stand.charged) == (T3, True)
+    assert world.node_of(T2) == world.node_of(T3) == stand.target_node
 
 
 def test_a_node_that_fails_one_member_too_often_is_left_by_it_and_its_neighbour() -> None:
@@ -269,17 +269,17 @@ def test_a_gang_is_gone_on_without_as_a_whole_and_never_a_member_of_it() -> None
     member, its = ReplicaId("crew/1.1"), ReplicaId("crew/1")
     for _ in range(2):
         world.kill(member)
-        world.play(at_most=30.0)
+        world.play(timeout_s=30.0)
     assert {world.state.replica(one).status for one in (its, member)} == {Status.RETIRED}
-    assert [(str(fence.life), fence.rung, fence.charged) for fence in fences(world)][-2:] == [
+    assert [(str(fence.incarnation), fence.rung, fence.charged) for fence in fences(world)][-2:] == [
         ("crew/1.1#2", Rung.DEGRADED, True), ("crew/1#2", Rung.DEGRADED, False),
     ]  # fmt: skip
-    assert world.state.verdict is None
+    assert world.state.finish is None
     for _ in range(2):  # the other gang of the role cannot be spared, whatever its members count
         world.kill(ReplicaId("crew/0"))
-        world.play(at_most=30.0)
-    assert world.state.verdict is not None
-    assert "1 restarts of crew/0 within 600 s" in world.state.verdict.why.evidence
+        world.play(timeout_s=30.0)
+    assert world.state.finish is not None
+    assert "1 restarts of crew/0 within 600 s" in world.state.finish.why.evidence
 
 
 def test_members_do_not_make_a_gang_that_cannot_be_spared_one_that_can() -> None:
@@ -287,8 +287,8 @@ def test_members_do_not_make_a_gang_that_cannot_be_spared_one_that_can() -> None
     world = World(commands(crew, recovery=Recovery(per_node=9, per_replica=1), spares=2)).steady()
     for _ in range(2):
         world.kill(ReplicaId("crew/1.1"))
-        world.play(at_most=30.0)
-    assert world.state.verdict is not None
+        world.play(timeout_s=30.0)
+    assert world.state.finish is not None
     assert Rung.DEGRADED not in [fence.rung for fence in fences(world)]
 
 
@@ -303,18 +303,18 @@ def test_whichever_record_a_manager_dies_before_the_gang_and_its_standby_come_to
 
     def ended(world: World) -> tuple[object, ...]:
         gang = [world.state.replica(one) for one in (T0, T1)]
-        return world.incarnations()[T0], [len(one.failures) for one in gang], world.works(), world.state.wholes
+        return world.incarnations()[T0], [len(one.failures) for one in gang], world.works(), world.state.full_restarts
 
     unharmed = played(0)
     assert ended(unharmed)[1:] == ([0, 1], True, ())
-    standing = [fence for fence in fences(unharmed) if fence.rung is Rung.STANDBY and not fence.charged]
+    standing = [fence for fence in fences(unharmed) if fence.rung is Rung.DONOR and not fence.charged]
     assert len(standing) == standbys
     records = unharmed.planned - World(gang_job(2, 1, standbys=standbys, spares=0), nodes=20).steady().warmed().planned
     assert records > 5
     for number in range(1, records + 1):
         world = played(number)
         assert ended(world) == ended(unharmed), number
-        driven = {fence.life for fence in fences(world) if fence.rung is Rung.STANDBY and not fence.charged}
+        driven = {fence.incarnation for fence in fences(world) if fence.rung is Rung.DONOR and not fence.charged}
         assert len(driven) == standbys, number
 
 
@@ -327,22 +327,22 @@ def test_the_first_step_of_the_first_life_has_a_second_try_then_the_run_restarts
     assert charged(world) == [("trainer/0#1", Rung.IN_PLACE)]
     fail(world, TRAINER)
     (whole,) = world.decided(RestartAll)
-    assert whole.failed == Life(TRAINER, 2)
+    assert whole.failed == Incarnation(TRAINER, 2)
     second = "a second failure in the same step, the one after the start"
     assert whole.why.evidence == (_AWAY.format("trainer/0#2"), second)
-    assert (whole.why.rung, whole.why.expects) == (Rung.WHOLE, "every role joins again, and a step is committed")
-    assert whole.why.by == world.now + LONGEST_PAUSE + world.state.job.limits.join
+    assert (whole.why.rung, whole.why.expects) == (Rung.FULL_RESTART, "every role joins again, and a step is committed")
+    assert whole.why.deadline == world.now + MAX_RESTART_BACKOFF_S + world.state.job.limits.join
     world.steady()
     world.kill(TRAINER)
     world.play()
-    assert world.now > began + LONGEST_PAUSE
+    assert world.now > began + MAX_RESTART_BACKOFF_S
     (end,) = world.decided(Finish)
     assert end.why.evidence[1:] == (
         "its first step failed, the one after the start: an earlier life has worked up to there",
         "it failed again after a restart of the whole run, and no step was committed since step 0",
         f"rrl logs {RUN} --failed shows its last lines",
     )
-    assert said_at_the_end(world.state).endswith(f"rrl resume {RUN} goes on from step 0")
+    assert final_reason(world.state).endswith(f"rrl resume {RUN} goes on from step 0")
     assert_nothing_is_left(world, Outcome.FAILED)
 
 
@@ -371,26 +371,26 @@ def test_a_second_failure_in_the_same_step_restarts_the_run_whichever_member_it_
     world.kill(T1)
     world.steady()
     assert charged(world) == [("trainer/0.1#1", Rung.IN_PLACE)]
-    world.record(ev.StepCommitted(world.state.replica(T0).life, 2))
+    world.record(ev.StepCommitted(world.state.replica(T0).incarnation, 2))
     world.kill(T3)
     world.steady()
     assert world.decided(RestartAll) == []  # a step later
     fail(world, T2)
     (whole,) = world.decided(RestartAll)
-    assert whole.failed == Life(T2, 3)
+    assert whole.failed == Incarnation(T2, 3)
 
 
 def test_one_failed_restart_is_borne_and_a_second_in_a_row_restarts_the_run() -> None:
     world = at_step(World(job(recovery=Recovery(per_node=9))).steady(), 1)
     world.broken["trainer"] = "ImportError"
     world.kill(TRAINER)
-    world.play(lambda: bool(world.decided(RestartAll)), at_most=100.0)
+    world.play(lambda: bool(world.decided(RestartAll)), timeout_s=100.0)
     assert charged(world)[:2] == [("trainer/0#1", Rung.IN_PLACE), ("trainer/0#2", Rung.IN_PLACE)]
     (whole,) = world.decided(RestartAll)
-    assert whole.failed == Life(TRAINER, 3)
+    assert whole.failed == Incarnation(TRAINER, 3)
     assert whole.why.evidence[-1] == "two restarts after step 1 have failed, one after the other"
     world.broken.clear()
-    assert world.steady().state.verdict is None
+    assert world.steady().state.finish is None
 
 
 def test_failed_restarts_with_a_life_that_worked_between_them_are_not_in_a_row() -> None:
@@ -409,7 +409,7 @@ def test_failed_restarts_with_a_life_that_worked_between_them_are_not_in_a_row()
 def test_failures_that_were_injected_say_nothing_about_the_step() -> None:
     world = at_step(World(job(recovery=Recovery(per_node=9))).steady(), 1)
     for n in range(4):
-        world.happen(ev.Ordered(Fault(f"i{n}", FaultKind.KILL, TRAINER, by="ada"), "ada", f"c{n}"))
+        world.happen(ev.FaultRequested(Fault(f"i{n}", FaultKind.KILL, TRAINER, by="ada"), "ada", f"c{n}"))
         world.wait(30.0)
     assert len(world.state.replica(TRAINER).failures) == 4
     assert all(start.injected for start in world.state.replica(TRAINER).failures)
@@ -420,7 +420,7 @@ def test_failures_that_a_node_explains_say_nothing_about_the_step() -> None:
     world = at_step(World(job(recovery=Recovery(breaker=1.0)), nodes=20).steady(), 1)
     for _ in range(3):
         node = world.node_of(TRAINER)
-        world.record(found(world.state.replica(TRAINER).life, "exit_record", world.now))
+        world.record(found(world.state.replica(TRAINER).incarnation, "exit_record", world.now))
         world.lose_node(node)
         world.record(lost(node, world.now))
         world.steady()
@@ -432,7 +432,7 @@ def test_launches_that_the_cluster_refuses_say_nothing_about_the_software() -> N
     world = at_step(World(job(recovery=Recovery(per_node=9))).steady(), 1)
     world.refuse_launch = {N2, N5}
     world.kill(TRAINER)
-    world.play(at_most=20.0)
+    world.play(timeout_s=20.0)
     assert len([start for start in world.state.replica(TRAINER).failures if start.refused]) > 2
     world.refuse_launch = set()
     world.broken["trainer"] = "ImportError"
@@ -451,7 +451,7 @@ def test_a_role_that_the_cluster_refuses_to_launch_ends_the_run_and_does_not_res
 
 
 def test_a_run_restarts_as_often_as_it_may_within_the_window_and_then_gives_up() -> None:
-    world = World(job(steps=99, recovery=Recovery(whole=2, per_replica=99, per_node=99))).steady()
+    world = World(job(steps=99, recovery=Recovery(full_restarts=2, per_replica=99, per_node=99))).steady()
     for step in range(1, 4):
         world.commit(step)
         for _ in range(2):
@@ -465,7 +465,7 @@ def test_a_run_restarts_as_often_as_it_may_within_the_window_and_then_gives_up()
 
 
 def test_restarts_of_the_run_that_lie_further_back_than_the_window_do_not_count() -> None:
-    world = World(job(steps=99, recovery=Recovery(whole=1, per_replica=99, per_node=99))).steady()
+    world = World(job(steps=99, recovery=Recovery(full_restarts=1, per_replica=99, per_node=99))).steady()
     for step in range(1, 5):
         world.commit(step)
         for _ in range(2):
@@ -476,20 +476,20 @@ def test_restarts_of_the_run_that_lie_further_back_than_the_window_do_not_count(
 
 
 def test_where_the_whole_run_is_never_to_restart_budgets_alone_decide() -> None:
-    world = World(job(recovery=Recovery(whole=0, per_node=99))).steady()
+    world = World(job(recovery=Recovery(full_restarts=0, per_node=99))).steady()
     for _ in range(5):
         world.kill(TRAINER)
         world.steady()
-    assert (world.decided(RestartAll), world.state.verdict) == ([], None)
+    assert (world.decided(RestartAll), world.state.finish) == ([], None)
 
 
 def test_a_role_that_cannot_be_spared_and_has_spent_its_budget_restarts_the_run_once_and_then_ends_it() -> None:
     world = World(job(recovery=Recovery(per_node=9, per_replica=2))).steady()
     for _ in range(3):
         world.kill(STORE)
-        world.play(world.works, at_most=200.0)
+        world.play(world.works, timeout_s=200.0)
     (whole,) = world.decided(RestartAll)
-    assert (whole.failed, whole.why.evidence[-1]) == (Life(STORE, 3), "2 restarts of trajectories/0 within 600 s")
+    assert (whole.failed, whole.why.evidence[-1]) == (Incarnation(STORE, 3), "2 restarts of trajectories/0 within 600 s")
     world.kill(STORE)
     world.play()
     assert len(world.decided(RestartAll)) == 1
@@ -503,7 +503,7 @@ def test_a_run_without_a_trainer_has_no_checkpoint_to_restart_from() -> None:
     world = World(commands(command("solver"), recovery=Recovery(per_node=9, per_replica=1))).steady()
     for _ in range(2):
         world.kill(ReplicaId("solver/0"))
-        world.play(at_most=30.0)
+        world.play(timeout_s=30.0)
     world.play()
     assert world.decided(RestartAll) == []
     assert_nothing_is_left(world, Outcome.FAILED)
@@ -512,24 +512,24 @@ def test_a_run_without_a_trainer_has_no_checkpoint_to_restart_from() -> None:
 def test_a_restart_of_the_run_fences_everybody_in_place_and_charges_only_who_led_to_it() -> None:
     world = at_step(World(gang_job()).steady().warmed(), 2)
     homes = {one.id: one.node for one in workers(world.state)}
-    before = {one.id: one.incarnation for one in workers(world.state)}
-    agents = {one.id: one.incarnation for one in world.state.replicas.values() if one.role == AGENT}
-    shadows = [one.life for one in world.state.replicas.values() if one.role == SHADOW and one.believed]
+    before = {one.id: one.incarnation_number for one in workers(world.state)}
+    agents = {one.id: one.incarnation_number for one in world.state.replicas.values() if one.role == AGENT}
+    shadows = [one.incarnation for one in world.state.replicas.values() if one.role == STANDBY_ROLE and one.is_current]
     assert shadows
     world.kill(T1)
     world.steady()
     fail(world, T1)
     assert len(world.decided(RestartAll)) == 1
-    stopped = {action.life for action in world.decided(StopStep)}
-    assert set(shadows) - {launch.shadow for launch in world.decided(Launch)} <= stopped
-    adopted = [launch for launch in world.decided(Launch) if launch.shadow is not None]
+    stopped = {action.incarnation for action in world.decided(StopStep)}
+    assert set(shadows) - {launch.standby for launch in world.decided(Launch)} <= stopped
+    adopted = [launch for launch in world.decided(Launch) if launch.standby is not None]
     assert len(adopted) == 4  # at the first failure, and nobody is at the restart of all
     world.steady()
     assert {one.id: one.node for one in workers(world.state)} == homes
-    assert [launch for launch in world.decided(Launch) if launch.shadow is not None] == adopted
+    assert [launch for launch in world.decided(Launch) if launch.standby is not None] == adopted
     charged_with = {one.id: len(one.failures) for one in workers(world.state) if one.failures}
     assert charged_with == {T1: 2}
-    assert {one.id: one.incarnation for one in world.state.replicas.values() if one.role == AGENT} == agents
+    assert {one.id: one.incarnation_number for one in world.state.replicas.values() if one.role == AGENT} == agents
     assert world.incarnations() == {id: n + (2 if id in GANG else 1) for id, n in before.items()}
 
 
@@ -542,7 +542,7 @@ def test_a_trainer_that_fails_whenever_everybody_does_is_not_what_is_wrong() -> 
         world.steady()
         world.wait(20.0)
     assert len(world.state.replica(TRAINER).failures) == 4
-    assert (world.decided(RestartAll), world.state.verdict) == ([], None)
+    assert (world.decided(RestartAll), world.state.finish) == ([], None)
 
 
 def test_a_second_failure_in_a_step_in_company_of_all_others_is_not_held_against_it_either() -> None:
@@ -579,7 +579,7 @@ def test_a_rollout_among_many_that_happens_to_fail_too_explains_nothing() -> Non
 def test_many_failures_at_once_restart_the_run_once(policy: str) -> None:
     world = World(job(recovery=Recovery(policy=policy)), nodes=20).steady()
     for replica in ALL:
-        world.record(found(world.state.replica(replica).life, "exit_record", world.now))
+        world.record(found(world.state.replica(replica).incarnation, "exit_record", world.now))
     world.steady()
     assert len(world.decided(RestartAll)) == 1
     assert sum(len(one.failures) for one in workers(world.state)) == 1
@@ -589,10 +589,10 @@ def test_many_nodes_that_are_lost_at_once_spend_one_restart_of_who_was_on_those_
     world = World(job(rollouts=8, spares=0), nodes=10).steady()
     for node in (N3, N4, N5, N6, N7):
         world.record(lost(node, world.now))
-    world.play(at_most=300.0)
+    world.play(timeout_s=300.0)
     assert len(world.decided(Exclude)) == 2
     assert len(fences(world)) == 2
-    assert (world.decided(RestartAll), world.state.verdict) == ([], None)
+    assert (world.decided(RestartAll), world.state.finish) == ([], None)
 
 
 # ── policy: job ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -602,9 +602,9 @@ def test_by_policy_job_any_failure_restarts_all_in_place_at_once(replica: Replic
     homes = {one.id: one.node for one in workers(world.state)}
     fail(world, replica)
     (whole,) = world.decided(RestartAll)
-    assert whole.failed == Life(replica, 1)
-    assert (whole.why.rung, whole.why.evidence) == (Rung.WHOLE, (_AWAY.format(f"{replica}#1"),))
-    assert whole.why.by == world.now + world.state.job.limits.join
+    assert whole.failed == Incarnation(replica, 1)
+    assert (whole.why.rung, whole.why.evidence) == (Rung.FULL_RESTART, (_AWAY.format(f"{replica}#1"),))
+    assert whole.why.deadline == world.now + world.state.job.limits.join
     began = world.now
     world.steady()
     assert world.now - began < 10.0
@@ -648,7 +648,7 @@ def test_by_the_other_policies_the_run_ends_when_one_member_has_spent_its_budget
 @pytest.mark.parametrize("policy", ["job", "requeue"])
 def test_by_no_other_policy_is_anything_kept_warm(policy: str) -> None:
     world = World(gang_job(2, 1, standbys=1, recovery=Recovery(policy=policy))).steady().warmed()
-    assert not world.shadows()
+    assert not world.ready_standbys()
 
 
 @pytest.mark.parametrize("policy", ["job", "requeue"])
@@ -657,7 +657,7 @@ def test_by_no_policy_is_an_agent_more_than_an_agent(policy: str) -> None:
     world.kill(ReplicaId("agent/n3"))
     world.wait(10.0)
     assert world.incarnations() == dict.fromkeys(ALL, 1)
-    assert world.state.replica(ReplicaId("agent/n3")).incarnation == 2
+    assert world.state.replica(ReplicaId("agent/n3")).incarnation_number == 2
 
 
 # ── policy: requeue ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -666,10 +666,10 @@ def test_by_policy_requeue_everything_is_given_back_and_the_first_request_is_mad
     world.kill(R0)
     world.steady()
     assert [action.allocation for action in world.decided(Release)] == [POOL]
-    first, again = (world.asks[tag] for tag in requests(world))
+    first, again = (world.requests[tag] for tag in requests(world))
     assert (again.count, again.exclude, again.tag != first.tag) == (first.count, (), True)
     assert world.incarnations() == dict.fromkeys(ALL, 2)
-    assert len(world.state.wholes) == 1
+    assert len(world.state.full_restarts) == 1
     assert list(world.state.allocations) == [again.tag]
     assert world.state.step == 1
 
@@ -679,7 +679,7 @@ def test_by_policy_requeue_the_queue_takes_as_long_as_it_takes() -> None:
     world.closed["pool"] = "Priority"
     world.kill(TRAINER)
     world.wait(5000.0)
-    assert world.state.verdict is None
+    assert world.state.finish is None
     assert len(requests(world)) == 2
     world.open("pool")
     world.steady()
@@ -690,13 +690,13 @@ def test_by_policy_requeue_a_bad_node_is_not_asked_for_again() -> None:
     world = World(job(recovery=Recovery(policy="requeue")), nodes=12).steady()
     world.lose_node(N3)
     world.steady()
-    assert world.asks[requests(world)[-1]].exclude == (N3,)
+    assert world.requests[requests(world)[-1]].exclude == (N3,)
     assert world.incarnations() == dict.fromkeys(ALL, 2)
 
 
 @pytest.mark.parametrize("form", ["replica", "hetjob"])
 def test_by_policy_requeue_every_part_is_asked_for_again(form: str) -> None:
-    world = World(in_parts(form, recovery=Recovery(policy="requeue")), nodes=20).steady()
+    world = World(in_node_groups(form, recovery=Recovery(policy="requeue")), nodes=20).steady()
     before = set(world.state.allocations)
     world.kill(TRAINER)
     world.steady()
@@ -707,18 +707,18 @@ def test_by_policy_requeue_every_part_is_asked_for_again(form: str) -> None:
 
 
 # ── orders of people ─────────────────────────────────────────────────────────────────────────────────────────────────
-def order(world: World, target: ReplicaId) -> None:
-    world.happen(ev.Commanded("restart", "ada", f"c{len(world.events)}", target=target))
+def rung_order(world: World, target: ReplicaId) -> None:
+    world.happen(ev.CommandReceived("restart", "ada", f"c{len(world.events)}", target=target))
 
 
 def test_who_is_asked_to_restart_does_so_in_place_and_nobody_pays() -> None:
     world = World(job()).steady()
     home = world.node_of(R0)
-    order(world, R0)
+    rung_order(world, R0)
     (fence,) = fences(world)
-    assert (fence.life, fence.rung, fence.charged) == (Life(R0, 1), Rung.IN_PLACE, False)
-    assert (fence.why.evidence, fence.why.by) == (("asked by ada",), world.now + world.state.job.limits.join)
-    assert world.state.restarts == {}
+    assert (fence.incarnation, fence.rung, fence.charged) == (Incarnation(R0, 1), Rung.IN_PLACE, False)
+    assert (fence.why.evidence, fence.why.deadline) == (("asked by ada",), world.now + world.state.job.limits.join)
+    assert world.state.requested_restarts == {}
     world.steady()
     assert world.incarnations() == dict.fromkeys(ALL, 1) | {R0: 2}
     assert (world.node_of(R0), world.state.replica(R0).failures) == (home, ())
@@ -728,7 +728,7 @@ def test_who_is_asked_to_restart_does_so_in_place_and_nobody_pays() -> None:
 def test_a_gang_is_restarted_as_a_whole_whichever_member_is_named(target: ReplicaId) -> None:
     world = World(gang_job(warm=False)).steady()
     homes = {one: world.node_of(one) for one in GANG}
-    order(world, target)
+    rung_order(world, target)
     world.steady()
     assert {one: world.incarnations()[one] for one in GANG} == dict.fromkeys(GANG, 2)
     assert {one: world.node_of(one) for one in GANG} == homes
@@ -739,12 +739,12 @@ def test_asked_for_it_one_that_was_gone_on_without_is_wanted_again_with_a_fresh_
     world = World(job(recovery=Recovery(per_node=9, per_replica=1))).steady()
     for _ in range(2):
         world.kill(R0)
-        world.play(at_most=30.0)
+        world.play(timeout_s=30.0)
     assert world.state.replica(R0).status is Status.RETIRED
-    order(world, R0)
-    assert world.play(world.works, at_most=10.0).works()
+    rung_order(world, R0)
+    assert world.play(world.works, timeout_s=10.0).works()
     world.kill(R0)
-    assert world.play(world.works, at_most=10.0).works()
+    assert world.play(world.works, timeout_s=10.0).works()
 
 
 def test_a_gang_that_was_gone_on_without_is_asked_for_as_a_whole_whichever_record_the_manager_dies_before() -> None:
@@ -753,36 +753,36 @@ def test_a_gang_that_was_gone_on_without_is_asked_for_as_a_whole_whichever_recor
         world = World(commands(crew, recovery=Recovery(per_node=9, per_replica=1), spares=4)).steady()
         for _ in range(2):
             world.kill(ReplicaId("crew/1.1"))
-            world.play(at_most=30.0)
+            world.play(timeout_s=30.0)
         world.die_before = world.planned + die_before if die_before else 0
-        order(world, ReplicaId("crew/1.2"))
-        assert world.play(world.works, at_most=100.0).works(), die_before
-        assert world.state.restarts == {}
+        rung_order(world, ReplicaId("crew/1.2"))
+        assert world.play(world.works, timeout_s=100.0).works(), die_before
+        assert world.state.requested_restarts == {}
 
 
 def test_asked_for_it_one_that_pauses_starts_at_once() -> None:
     world = World(job(recovery=Recovery(backoff=60.0))).steady()
     for _ in range(2):
         world.kill(R0)
-        world.play(at_most=5.0)
+        world.play(timeout_s=5.0)
     assert world.state.replica(R0).status is Status.WANTED
-    order(world, R0)
+    rung_order(world, R0)
     assert world.state.replica(R0).status is Status.LAUNCHING
-    assert world.state.restarts == {}
+    assert world.state.requested_restarts == {}
 
 
 def test_asked_for_it_one_that_pauses_keeps_the_place_that_it_was_to_come_back_to() -> None:
     world = World(job(spares=2, recovery=Recovery(backoff=60.0, per_node=9))).steady()
     left = world.node_of(R0)
     for command_ in ("drain", "undrain"):  # an earlier node than the one that it is on is free
-        world.happen(ev.Commanded(command_, "ada", command_, target=left))
-        world.play(at_most=10.0)
+        world.happen(ev.CommandReceived(command_, "ada", command_, target=left))
+        world.play(timeout_s=10.0)
     for _ in range(2):
         world.kill(R0)
-        world.play(at_most=5.0)
-    home = world.state.replica(R0).prefer
+        world.play(timeout_s=5.0)
+    home = world.state.replica(R0).preferred_node
     assert home != left
-    order(world, R0)
+    rung_order(world, R0)
     assert home is not None
     assert (world.state.replica(R0).status, world.state.replica(R0).node) == (Status.LAUNCHING, home)
 
@@ -791,22 +791,22 @@ def test_an_order_about_one_that_rests_outlives_a_restart_of_the_whole_run() -> 
     world = World(job(recovery=Recovery(per_node=9, per_replica=1, policy="role"))).steady()
     for _ in range(2):
         world.kill(R0)
-        world.play(at_most=30.0)
+        world.play(timeout_s=30.0)
     assert world.state.replica(R0).status is Status.RETIRED
-    why = Why(("because",), Rung.WHOLE)
-    fences_ = tuple(Fence(one.life, Rung.WHOLE, why, one.node, charged=one.id == T0)
-                    for one in workers(world.state) if one.believed)  # fmt: skip
-    world.record(ev.Commanded("restart", "ada", "c1", target=R0))
+    why = Why(("because",), Rung.FULL_RESTART)
+    fences_ = tuple(Fence(one.incarnation, Rung.FULL_RESTART, why, one.node, charged=one.id == T0)
+                    for one in workers(world.state) if one.is_current)  # fmt: skip
+    world.record(ev.CommandReceived("restart", "ada", "c1", target=R0))
     world.happen(ev.Decided(RestartAll(why, fences_)))
-    world.play(world.works, at_most=120.0)
+    world.play(world.works, timeout_s=120.0)
     assert world.works()
 
 
 def test_who_was_just_gone_on_without_is_not_brought_back_by_a_restart_of_the_whole_run() -> None:
     world = World(job()).steady()
-    why = Why(("because",), Rung.WHOLE)
-    everybody = tuple(Fence(one.life, Rung.WHOLE, why, one.node, charged=one.id == T0) for one in workers(world.state))
-    world.record(ev.Decided(Fence(Life(R0, 1), Rung.DEGRADED, Why(("it fails too often",), Rung.DEGRADED))))
+    why = Why(("because",), Rung.FULL_RESTART)
+    everybody = tuple(Fence(one.incarnation, Rung.FULL_RESTART, why, one.node, charged=one.id == T0) for one in workers(world.state))
+    world.record(ev.Decided(Fence(Incarnation(R0, 1), Rung.DEGRADED, Why(("it fails too often",), Rung.DEGRADED))))
     before = world.state.replica(R0)
     world.record(ev.Decided(RestartAll(why, everybody)))
     assert world.state.replica(R0) == before
@@ -815,9 +815,9 @@ def test_who_was_just_gone_on_without_is_not_brought_back_by_a_restart_of_the_wh
 
 def test_an_order_is_met_by_a_restart_that_was_due_anyway() -> None:
     world = World(job()).steady()
-    life = world.state.replica(R0).life
-    world.record(ev.Commanded("restart", "ada", "c1", target=R0))
-    world.happen(found(life, "exit_record", world.now))
+    incarnation = world.state.replica(R0).incarnation
+    world.record(ev.CommandReceived("restart", "ada", "c1", target=R0))
+    world.happen(found(incarnation, "exit_record", world.now))
     world.steady()
     assert world.incarnations()[R0] == 2
 
@@ -828,24 +828,24 @@ def end(world: World, outcome: Outcome) -> None:
 
 
 def stops(world: World) -> list[ReplicaId]:
-    return [action.life.replica for action in world.decided(StopStep)]
+    return [action.incarnation.replica for action in world.decided(StopStep)]
 
 
 def test_of_a_run_that_fails_the_trainer_is_stopped_first_with_time_to_commit_what_is_in_hand() -> None:
     world = World(gang_job(2, 1)).steady().warmed()
-    shadows = {ReplicaId(f"shadow/{node}") for node in world.shadows()}
+    shadows = {ReplicaId(f"shadow/{node}") for node in world.ready_standbys()}
     world.slow_to_stop = 3.0
     end(world, Outcome.FAILED)
     assert stops(world) == [T0, T1]
-    assert {action.grace for action in world.decided(StopStep)} == {FINAL_GRACES * world.state.job.limits.step_grace}
-    assert world.state.replica(STORE).believed
-    world.happen(ev.StepCommitted(Life(T0, 1), 2))  # while it leaves
+    assert {action.grace for action in world.decided(StopStep)} == {TRAINER_SHUTDOWN_GRACES * world.state.job.limits.step_grace}
+    assert world.state.replica(STORE).is_current
+    world.happen(ev.StepCommitted(Incarnation(T0, 1), 2))  # while it leaves
     world.play()
     order = stops(world)
     agents = [index for index, one in enumerate(order) if role_of(one) == AGENT]
     assert shadows
     assert shadows | {STORE, REWARD, R0} < set(order[2 : min(agents)])
-    assert said_at_the_end(world.state) == f"because; rrl resume {RUN} goes on from step 2"
+    assert final_reason(world.state) == f"because; rrl resume {RUN} goes on from step 2"
     assert (world.over, world.steps, world.held) == (True, {}, {})
 
 
@@ -855,7 +855,7 @@ def test_a_trainer_that_does_not_leave_holds_the_end_up_for_as_long_as_it_may_an
     began, grace = world.now, world.state.job.limits.step_grace
     end(world, Outcome.FAILED)
     world.play(lambda: STORE in stops(world))
-    assert world.now == began + 2 * FINAL_GRACES * grace
+    assert world.now == began + 2 * TRAINER_SHUTDOWN_GRACES * grace
     world.play()
     assert world.over
 
@@ -866,33 +866,33 @@ def test_of_any_other_run_all_roles_are_stopped_at_once(outcome: Outcome) -> Non
     end(world, outcome)
     assert set(stops(world)) == set(ALL)
     world.play()
-    assert said_at_the_end(world.state) == "because"
+    assert final_reason(world.state) == "because"
     assert world.over
 
 
 def test_a_run_that_failed_after_its_last_step_has_nothing_to_resume() -> None:
     world = at_step(World(job(steps=3)).steady(), 2)
     end(world, Outcome.FAILED)
-    world.happen(ev.StepCommitted(Life(TRAINER, 1), 3))
-    assert said_at_the_end(world.state) == "because"
+    world.happen(ev.StepCommitted(Incarnation(TRAINER, 1), 3))
+    assert final_reason(world.state) == "because"
 
 
 def test_a_run_without_a_trainer_says_nothing_of_steps() -> None:
     world = World(commands(command("solver"))).steady()
     end(world, Outcome.FAILED)
-    assert said_at_the_end(world.state) == "because"
+    assert final_reason(world.state) == "because"
 
 
 def cancelled(world: World) -> World:
-    world.happen(ev.Commanded("cancel", "me", "c1", keep=True))
+    world.happen(ev.CommandReceived("cancel", "me", "c1", keep_allocations=True))
     return world
 
 
 def test_a_run_that_is_cancelled_with_its_allocations_kept_stops_everything_and_gives_nothing_back() -> None:
     world = cancelled(World(gang_job(2, 1)).steady().warmed()).play()
-    assert (world.over, world.steps, world.state.lingering) == (True, {}, {})
+    assert (world.over, world.steps, world.state.orphan_steps) == (True, {}, {})
     assert (world.decided(Release), list(world.held)) == ([], [POOL])
-    assert said_at_the_end(world.state) == "asked by me; its nodes are kept, as asked: job 7"
+    assert final_reason(world.state) == "asked by me; its nodes are kept, as asked: job 7"
 
 
 def test_a_request_that_still_waits_is_not_kept() -> None:
@@ -902,7 +902,7 @@ def test_a_request_that_still_waits_is_not_kept() -> None:
     cancelled(world).play()
     assert world.over
     assert [action.allocation for action in world.decided(Release)] == requests(world)[1:]
-    assert said_at_the_end(world.state).endswith("job 7; what ran on n3, which did not answer, may still run")
+    assert final_reason(world.state).endswith("job 7; what ran on n3, which did not answer, may still run")
 
 
 def test_an_allocation_in_which_something_may_still_run_is_not_kept() -> None:
@@ -911,12 +911,12 @@ def test_an_allocation_in_which_something_may_still_run_is_not_kept() -> None:
     cancelled(world).play()
     assert world.over
     assert [action.allocation for action in world.decided(Release)] == [POOL]
-    assert said_at_the_end(world.state) == "asked by me"
+    assert final_reason(world.state) == "asked by me"
 
 
 def test_the_walltimes_end_says_how_the_run_goes_on() -> None:
     world = at_step(World(job(walltime=3600.0)).steady(), 2).play()
-    assert said_at_the_end(world.state) == (
+    assert final_reason(world.state) == (
         f"the walltime of 3600 s ends; 2 of 3 steps are committed; rrl resume {RUN} goes on from step 2"
     )
-    assert world.decided(Finish)[0].why.by is not None
+    assert world.decided(Finish)[0].why.deadline is not None

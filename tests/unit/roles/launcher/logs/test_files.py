@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rrl.core.log_lines import STAMP, seconds_of, stamp, stamp_of
-from rrl.roles.launcher.logs.files import HELD, LINE_BYTES, Limiter, RotatingLog, Stamper
+from rrl.core.log_lines import STAMP_BYTES, seconds_of, stamp, stamp_of
+from rrl.roles.launcher.logs.files import PARTIAL_LINE_TIMEOUT_S, MAX_LINE_BYTES, RateLimiter, RotatingLog, LineTimestamper
 
 
 class Clock:
@@ -25,7 +25,7 @@ class Nanos:
 
 def texts(lines: bytes) -> list[bytes]:
     assert not lines or lines.endswith(b"\n")
-    return [line[STAMP + 1 :] for line in lines.splitlines()]
+    return [line[STAMP_BYTES + 1 :] for line in lines.splitlines()]
 
 
 # ── the file ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -70,7 +70,7 @@ def test_a_full_disk_is_no_error_of_ours(tmp_path: Path) -> None:
 # ── the rate ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_what_exceeds_the_rate_is_dropped_by_lines_and_counted() -> None:
     clock = Clock()
-    limiter = Limiter(rate=40, burst=40, clock=clock)
+    limiter = RateLimiter(rate=40, burst=40, clock=clock)
     assert limiter.admit(b"first\nsecond\nthi") == b"first\n"
     assert limiter.admit(b"rd\nfourth\n") == b""
     assert limiter.dropped == len(b"second\nthird\nfourth\n")
@@ -81,7 +81,7 @@ def test_what_exceeds_the_rate_is_dropped_by_lines_and_counted() -> None:
 
 def test_the_rest_of_a_line_that_was_dropped_goes_with_it() -> None:
     clock = Clock()
-    limiter = Limiter(rate=100, burst=100, clock=clock)
+    limiter = RateLimiter(rate=100, burst=100, clock=clock)
     assert limiter.admit(b"x" * 101) == b""
     clock.now = 10.0
     assert limiter.admit(b"its rest\nnext\n") == b"next\n"
@@ -90,8 +90,8 @@ def test_the_rest_of_a_line_that_was_dropped_goes_with_it() -> None:
 
 def test_after_a_flood_whole_stretches_come_and_not_single_lines() -> None:
     clock = Clock()
-    limiter = Limiter(rate=1000, burst=16_000, clock=clock)
-    line = b"." * (99 - STAMP - 1) + b"\n"
+    limiter = RateLimiter(rate=1000, burst=16_000, clock=clock)
+    line = b"." * (99 - STAMP_BYTES - 1) + b"\n"
     assert len(limiter.admit(line * 1000)) < 16_000
     clock.now = 0.9
     assert limiter.admit(line) == b""
@@ -100,19 +100,19 @@ def test_after_a_flood_whole_stretches_come_and_not_single_lines() -> None:
 
 
 def test_short_lines_count_with_their_times() -> None:
-    limiter = Limiter(rate=0, burst=10 * (STAMP + 2), clock=Clock())
+    limiter = RateLimiter(rate=0, burst=10 * (STAMP_BYTES + 2), clock=Clock())
     assert limiter.admit(b"\n" * 1000).count(b"\n") in (9, 10)
 
 
 # ── lines ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_every_line_gets_a_time_of_its_own_that_never_goes_back() -> None:
     clock = Nanos()
-    stamper = Stamper(clock)
-    lines = stamper.take(b"a\nb\n").splitlines()
+    stamper = LineTimestamper(clock)
+    lines = stamper.feed(b"a\nb\n").splitlines()
     clock.now -= 3_600_000_000_000
-    lines += stamper.take(b"c\n").splitlines()
+    lines += stamper.feed(b"c\n").splitlines()
     clock.now += 7_200_000_000_000
-    lines += stamper.take(b"d\n").splitlines()
+    lines += stamper.feed(b"d\n").splitlines()
     times = [stamp_of(line) for line in lines]
     assert times == sorted(set(times))
     assert times[0] == b"2027-01-15T08:00:00.000000Z" == stamp(1_800_000_000_000_000)
@@ -123,54 +123,54 @@ def test_every_line_gets_a_time_of_its_own_that_never_goes_back() -> None:
 def test_times_go_on_over_the_second() -> None:
     clock = Nanos()
     clock.now += 999_999_000
-    assert [line[:STAMP] for line in Stamper(clock).take(b"a\nb\n").splitlines()] == [
+    assert [line[:STAMP_BYTES] for line in LineTimestamper(clock).feed(b"a\nb\n").splitlines()] == [
         b"2027-01-15T08:00:00.999999Z", b"2027-01-15T08:00:01.000000Z",
     ]  # fmt: skip
 
 
 def test_a_line_that_comes_in_pieces_is_one_line() -> None:
-    stamper = Stamper()
-    assert stamper.take(b"one ") == stamper.take(b"two ") == b""
-    assert texts(stamper.take(b"three\nrest")) == [b"one two three"]
+    stamper = LineTimestamper()
+    assert stamper.feed(b"one ") == stamper.feed(b"two ") == b""
+    assert texts(stamper.feed(b"three\nrest")) == [b"one two three"]
     assert texts(stamper.flush()) == [b"rest"]
     assert stamper.flush() == b""
 
 
 def test_an_unfinished_line_is_held_for_a_bounded_time_only() -> None:
-    stamper = Stamper()
-    assert stamper.due(0.0) is None
-    stamper.take(b"Password: ", 10.0)
-    stamper.take(b"more", 10.5)
-    assert stamper.due(10.5) == pytest.approx(HELD - 0.5)
-    assert stamper.due(99.0) == 0.0
+    stamper = LineTimestamper()
+    assert stamper.flush_due_in(0.0) is None
+    stamper.feed(b"Password: ", 10.0)
+    stamper.feed(b"more", 10.5)
+    assert stamper.flush_due_in(10.5) == pytest.approx(PARTIAL_LINE_TIMEOUT_S - 0.5)
+    assert stamper.flush_due_in(99.0) == 0.0
     assert texts(stamper.flush()) == [b"Password: more"]
-    assert stamper.due(99.0) is None
-    assert texts(stamper.take(b"\nnext\n")) == [b"next"], "its newline alone is no line"
-    assert texts(stamper.take(b"\n")) == [b""], "an empty line is one"
+    assert stamper.flush_due_in(99.0) is None
+    assert texts(stamper.feed(b"\nnext\n")) == [b"next"], "its newline alone is no line"
+    assert texts(stamper.feed(b"\n")) == [b""], "an empty line is one"
 
 
 def test_of_a_progress_bar_the_newest_state_is_kept() -> None:
-    stamper = Stamper()
-    assert stamper.take(b"\r  1%\r  2%") == b""
-    assert stamper.take(b"\r  3%\r") == b""
+    stamper = LineTimestamper()
+    assert stamper.feed(b"\r  1%\r  2%") == b""
+    assert stamper.feed(b"\r  3%\r") == b""
     assert texts(stamper.flush()) == [b"  3%"]
-    assert texts(stamper.take(b" 99%\r100%\r\nwindows\r\n")) == [b"100%", b"windows"]
+    assert texts(stamper.feed(b" 99%\r100%\r\nwindows\r\n")) == [b"100%", b"windows"]
 
 
 def test_a_line_without_an_end_becomes_several() -> None:
-    stamper = Stamper()
-    pieces = texts(stamper.take(b"x" * (2 * LINE_BYTES + 5)))
-    assert [len(piece) for piece in pieces] == [LINE_BYTES, LINE_BYTES, 5]
-    assert texts(stamper.take(b"y\n")) == [b"y"]
+    stamper = LineTimestamper()
+    pieces = texts(stamper.feed(b"x" * (2 * MAX_LINE_BYTES + 5)))
+    assert [len(piece) for piece in pieces] == [MAX_LINE_BYTES, MAX_LINE_BYTES, 5]
+    assert texts(stamper.feed(b"y\n")) == [b"y"]
 
 
 def test_a_gap_stands_between_what_was_before_and_after_it() -> None:
-    stamper = Stamper()
-    stamper.take(b"half a")
+    stamper = LineTimestamper()
+    stamper.feed(b"half a")
     assert texts(stamper.gap(17)) == [b"half a", b"[rrl: 17 bytes of this log are missing here]"]
-    assert texts(stamper.take(b"\n")) == [b""]
+    assert texts(stamper.feed(b"\n")) == [b""]
 
 
 def test_bytes_that_are_no_text_pass_unchanged() -> None:
     raw = os.urandom(1000).replace(b"\n", b"").replace(b"\r", b"")
-    assert texts(Stamper().take(raw + b"\n")) == [raw]
+    assert texts(LineTimestamper().feed(raw + b"\n")) == [raw]

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from rrl.core.log_lines import STAMP
+from rrl.core.log_lines import STAMP_BYTES
 from rrl.roles.launcher.logs import pump
 from rrl.roles.launcher.logs.files import RotatingLog
 from rrl.roles.launcher.logs.pump import LogPump
-from rrl.tests.support.listening_manager import PATIENCE, until
+from rrl.tests.support.listening_manager import TIMEOUT_S, wait_until
 from rrl.transport.control.log_messages import TAIL_BYTES, Backlog
 
 
@@ -29,7 +29,7 @@ class Pumped:
     def _news(self) -> None:
         self.news += 1
 
-    def says(self, data: bytes) -> None:
+    def writes(self, data: bytes) -> None:
         view = memoryview(data)
         while view:
             view = view[os.write(self.role, view) :]
@@ -62,14 +62,14 @@ def hung(path: Path) -> Iterator[Path]:
 
 
 def texts(data: bytes) -> list[bytes]:
-    return [line[STAMP + 1 :] for line in data.splitlines()]
+    return [line[STAMP_BYTES + 1 :] for line in data.splitlines()]
 
 
 def test_what_a_role_says_is_in_its_file_and_is_told(tmp_path: Path) -> None:
     with pumped(tmp_path / "a.log") as at:
-        at.says(b"one\ntwo\nthr")
+        at.writes(b"one\ntwo\nthr")
         at.ends()
-        assert at.pump.finish(PATIENCE)
+        assert at.pump.finish(TIMEOUT_S)
         assert texts((tmp_path / "a.log").read_bytes()) == [b"one", b"two", b"thr"]
         assert at.tail.all() == (tmp_path / "a.log").read_bytes()
         assert at.news
@@ -78,19 +78,19 @@ def test_what_a_role_says_is_in_its_file_and_is_told(tmp_path: Path) -> None:
 
 def test_an_unfinished_line_is_written_while_the_role_waits(tmp_path: Path) -> None:
     with pumped(tmp_path / "a.log") as at:
-        at.says(b"Password: ")
-        until(lambda: (tmp_path / "a.log").exists() and texts((tmp_path / "a.log").read_bytes()) == [b"Password: "])
+        at.writes(b"Password: ")
+        wait_until(lambda: (tmp_path / "a.log").exists() and texts((tmp_path / "a.log").read_bytes()) == [b"Password: "])
 
 
 def test_a_role_goes_on_speaking_while_its_file_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pump, "STUCK", 0.05)
     with hung(tmp_path / "a.log") as path, pumped(path) as at:
         for n in range(100):  # 6.4 MiB: a pipe holds 64 KiB
-            at.says((b"%06d " % n + b"x" * 1000 + b"\n") * 64)
-        until(lambda: at.pump.stuck)
+            at.writes((b"%06d " % n + b"x" * 1000 + b"\n") * 64)
+        wait_until(lambda: at.pump.stuck)
         assert at.pump.busy
-        at.says(b"its last words\n")
-        until(lambda: b"its last words" in at.tail.all())
+        at.writes(b"its last words\n")
+        wait_until(lambda: b"its last words" in at.tail.all())
         assert at.tail.size <= TAIL_BYTES
         at.ends()
         assert not at.pump.finish(0.1), "nobody may believe that the file is complete"
@@ -101,13 +101,13 @@ def test_what_a_disk_refuses_for_a_while_is_written_later(tmp_path: Path, monkey
     monkeypatch.setattr(pump, "STUCK", 0.02)
     folder = tmp_path / "later"
     with pumped(folder / "a.log") as at:
-        at.says(b"one\ntwo\n")
-        until(lambda: at.pump.stuck)
+        at.writes(b"one\ntwo\n")
+        wait_until(lambda: at.pump.stuck)
         folder.mkdir()
-        at.says(b"three\n")
-        until(lambda: (folder / "a.log").exists() and not at.pump.busy)
+        at.writes(b"three\n")
+        wait_until(lambda: (folder / "a.log").exists() and not at.pump.busy)
         at.ends()
-        assert at.pump.finish(PATIENCE)
+        assert at.pump.finish(TIMEOUT_S)
         assert texts((folder / "a.log").read_bytes()) == [b"one", b"two", b"three"]
         assert not at.pump.stuck
 
@@ -119,24 +119,24 @@ def test_what_there_is_no_room_for_meanwhile_is_counted_in_the_file(
     monkeypatch.setattr(pump, "WAITING_BYTES", 10_000)
     folder = tmp_path / "later"
     with pumped(folder / "a.log") as at:
-        at.says(b"first\n")
-        until(lambda: at.pump.busy and at.pump._waiting.empty)  # it is in the hand of the writer
-        at.says(b"".join(b"%09d\n" % n for n in range(1000)))
-        until(lambda: b"000000999" in at.tail.all())
+        at.writes(b"first\n")
+        wait_until(lambda: at.pump.busy and at.pump._queued.empty)  # it is in the hand of the writer
+        at.writes(b"".join(b"%09d\n" % n for n in range(1000)))
+        wait_until(lambda: b"000000999" in at.tail.all())
         folder.mkdir()
         at.ends()
-        assert at.pump.finish(PATIENCE)
+        assert at.pump.finish(TIMEOUT_S)
         first, gap, *rest = texts((folder / "a.log").read_bytes())
         assert first == b"first"
         kept = [b"%09d" % n for n in range(1000 - len(rest), 1000)]
         assert rest == kept
-        assert gap == b"[rrl: %d bytes of this log are missing here]" % ((1000 - len(rest)) * (STAMP + 1 + 10))
+        assert gap == b"[rrl: %d bytes of this log are missing here]" % ((1000 - len(rest)) * (STAMP_BYTES + 1 + 10))
 
 
 def test_a_full_disk_at_the_end_does_not_hold_the_step(tmp_path: Path) -> None:
     (tmp_path / "a.log").symlink_to("/dev/full")
     with pumped(tmp_path / "a.log") as at:
-        at.says(b"lost\n")
+        at.writes(b"lost\n")
         at.ends()
-        assert not at.pump.finish(PATIENCE)
+        assert not at.pump.finish(TIMEOUT_S)
         assert b"lost" in at.tail.all()
