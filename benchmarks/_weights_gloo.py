@@ -91,13 +91,17 @@ class Gloo:
         ranks = self._ranks[: receivers + 1]
         await asyncio.gather(*(rank.request(FillBuffer(version, nbytes, tensors), Ready) for rank in ranks))
 
-    async def broadcast(self, receivers: int, timeout_s: float = TIMEOUT_S) -> tuple[float, list[BroadcastDone | BroadcastFailed | BaseException]]:
+    async def broadcast(
+        self, receivers: int, timeout_s: float = TIMEOUT_S
+    ) -> tuple[float, list[BroadcastDone | BroadcastFailed | BaseException]]:
         """When it began, and what each receiver says: TimeoutError is nothing for ``by`` s, ConnectionError its end."""
         ranks = self._ranks[: receivers + 1]
         began = time.monotonic()
         for rank in ranks:
             rank.send(StartBroadcast(receivers))
-        reports = await asyncio.gather(*(rank.receive(BroadcastDone | BroadcastFailed, timeout_s) for rank in ranks), return_exceptions=True)
+        reports = await asyncio.gather(
+            *(rank.receive(BroadcastDone | BroadcastFailed, timeout_s) for rank in ranks), return_exceptions=True
+        )
         return began, reports[1:]
 
     @property
@@ -179,7 +183,9 @@ def _main(control: socket.socket, rank: int, world: int, master: str, port: int,
             send(_broadcast(dist, torch, flat, filled, groups[command.receivers], rank))
 
 
-def _broadcast(dist: Any, torch: Any, flat: memoryview, filled: FillBuffer, group: Any, rank: int) -> BroadcastDone | BroadcastFailed:
+def _broadcast(
+    dist: Any, torch: Any, flat: memoryview, filled: FillBuffer, group: Any, rank: int
+) -> BroadcastDone | BroadcastFailed:
     ends = [filled.nbytes * i // filled.tensors // 64 * 64 for i in range(filled.tensors)] + [filled.nbytes]
     tensors = [torch.frombuffer(flat[a:b], dtype=torch.uint8) for a, b in pairwise(ends)]
     try:

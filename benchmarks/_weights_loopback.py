@@ -19,9 +19,9 @@ from functools import partial
 
 from msgspec import Struct, field
 
-from rrl.benchmarks._load import QUIET_TIMEOUT_S, wait_until_quiet, cpu_seconds
+from rrl.benchmarks._load import QUIET_TIMEOUT_S, cpu_seconds, wait_until_quiet
 from rrl.benchmarks._table import print_table
-from rrl.benchmarks._weights_gloo import Gloo, BroadcastDone
+from rrl.benchmarks._weights_gloo import BroadcastDone, Gloo
 from rrl.core.types import Version
 from rrl.tests.support.weights import orders as say
 from rrl.tests.support.weights.members import TIMEOUT_S, Member, Nursery
@@ -173,7 +173,9 @@ def report(results: Loopback) -> dict[str, object]:
     for arm in (*KINDS, "gloo + digest"):
         rows.append([f"{arm}: CPU", *(f"{statistics.median(results.cpu[arm, case]):.3f}" for case in cases)])
     for kind in KINDS:
-        rows.append([f"{kind}: publishing", *(f"{statistics.median(results.publish[kind, case]):.3f}" for case in cases)])
+        rows.append(
+            [f"{kind}: publishing", *(f"{statistics.median(results.publish[kind, case]):.3f}" for case in cases)]
+        )
     rows.append(["memcpy", f"{results.median('memcpy', (1, 'flat')):.3f}", *("" for _ in cases[1:])])
     print("loopback: s until the last receiver has verified all, and s of CPU of all processes meanwhile; medians")
     print_table(["arm", *(f"{layout}, {receivers} rec." for receivers, layout in cases)], rows)

@@ -24,7 +24,7 @@ from msgspec import Struct, field
 
 from rrl.benchmarks._load import QUIET_TIMEOUT_S, wait_until_quiet
 from rrl.benchmarks._table import print_table
-from rrl.benchmarks._weights_gloo import BroadcastFailed, Gloo, BroadcastDone
+from rrl.benchmarks._weights_gloo import BroadcastDone, BroadcastFailed, Gloo
 from rrl.benchmarks._weights_nics import NicMonitor
 from rrl.core.types import TRAINER, Version
 from rrl.tests.support.slurm import netns
@@ -127,7 +127,7 @@ class _Fleet:
     async def _start(self, place: int, incarnation: int = 1) -> Member:
         name = f"rollout/{place - 1}" if place else TRAINER
         host = self._network.address(NODES[place])
-        return await Member.start(self._nurseries[place], name, self._nbytes, host=host, incarnation=incarnation)
+        return await Member.start(self._nurseries[place], name, self._nbytes, host=host, number=incarnation)
 
     async def measure(self, repeats: int) -> Nics:
         results = self._results
@@ -173,7 +173,9 @@ class _Fleet:
         done = {place: (await self._receivers[place].committed(version)).at - began for place in chosen}
         run = _Run(began, done, *monitor.finish(began))
         if run.source_copies < 1:
-            raise RuntimeError(f"the source sent {run.source_copies:.2f} copies through its NIC: they went some other way")
+            raise RuntimeError(
+                f"the source sent {run.source_copies:.2f} copies through its NIC: they went some other way"
+            )
         await self._check(version, chosen)
         self._results.seconds[arm].append(max(done.values()))
         self._results.source_free_s[arm].append(run.source_free_s)
@@ -264,8 +266,12 @@ def report(results: Nics) -> dict[str, object]:
     print(f"namespaces: NICs of {SHAPED_RATE}; one copy takes {results.ideal_s:.3f} s at best; medians of {rounds}")
     print_table(["arm", "s", "of ideal", "source free, s", "copies it sent"], rows)
     for (killed, stopped, seconds), slower in zip(results.pairs, results.slowdowns, strict=True):
-        print(f"receiver {killed} killed, {stopped} stopped: others done in {seconds:.2f} s, {slower:.2f} times as late")
-    print(f"gloo with its timeout at {GLOO_TIMEOUT_S:g} s, one killed and one stopped: " + "; ".join(results.gloo_reports))
+        print(
+            f"receiver {killed} killed, {stopped} stopped: others done in {seconds:.2f} s, {slower:.2f} times as late"
+        )
+    print(
+        f"gloo with its timeout at {GLOO_TIMEOUT_S:g} s, one killed and one stopped: " + "; ".join(results.gloo_reports)
+    )
     chain = statistics.median(results.seconds["chain"])
     return {
         "chain_over_ideal": round(chain / results.ideal_s, 3),

@@ -76,14 +76,14 @@ class _Testbed:
         return statistics.median(dialled.seconds)
 
     async def rollout(self, incarnation: int) -> float:
-        joiner = await Member.start(self._nursery, "rollout/1", self._nbytes, incarnation=incarnation)
+        joiner = await Member.start(self._nursery, "rollout/1", self._nbytes, number=incarnation)
         committed = await self._follow(joiner)
         await joiner.close()
         return committed.at - joiner.serving.born
 
     async def trainer(self, incarnation: int) -> float:
         await self._source.close()
-        self._source = await Member.start(self._nursery, TRAINER, self._nbytes, incarnation=incarnation)
+        self._source = await Member.start(self._nursery, TRAINER, self._nbytes, number=incarnation)
         self._version = Version(self._version.step + 1, incarnation)
         published = await self._source.request(say.Publish(self._version), say.Published)
         committed = await self._follow(self._peer)

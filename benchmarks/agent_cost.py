@@ -46,7 +46,7 @@ async def _measure(
         role = lab_run.launch("sleep", "100000")
         lab_run.start(role)
         launch = lab_run.launch(replica="agent/local1")
-        launch = msgspec.structs.replace(launch, readers=READERS, admission=20.0)
+        launch = msgspec.structs.replace(launch, readers=READERS, admission_timeout=20.0)
         lab_run.run.launch_file(launch.tag).write_bytes(msgspec.json.encode(launch))
         agent = lab_run.start(launch, "agent", patch)
         await manager.wait_for(AgentHeartbeat)
@@ -120,7 +120,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, lab(Path(folder)) as lab_run:
         cores, pss, rows = asyncio.run(_measure(lab_run, given.seconds, given.settle, given.native))
     print_table(("pid", "core", "PSS MiB", "process"), rows)
-    print(f"bars: {MAX_CORES:.0%} of a core, {MAX_PSS_MIB:g} MiB: {'under' if cores < MAX_CORES and pss < MAX_PSS_MIB else 'OVER'}")
+    print(
+        f"bars: {MAX_CORES:.0%} of a core, {MAX_PSS_MIB:g} MiB: {'under' if cores < MAX_CORES and pss < MAX_PSS_MIB else 'OVER'}"
+    )
     print(json.dumps({"cpu_fraction": round(cores, 5), "pss_mib": round(pss, 1)}))
 
 

@@ -100,10 +100,15 @@ def measure() -> dict[str, Any]:
         server.start()
         incarnation = Incarnation(ReplicaId("trainer/0"), 1)
         client = SnapshotClient(run.id, NodeName("n"), keys, incarnation.replica, 0, 1)
-        me = StandInWorker(run_dir=run, launch=SimpleNamespace(incarnation=incarnation), rank=0, world=1, stopping=threading.Event())
+        me = StandInWorker(
+            run_dir=run, launch=SimpleNamespace(incarnation=incarnation), rank=0, world=1, stopping=threading.Event()
+        )
         learner = _learner()
         try:
-            arms = {AGENT_MEMORY: BenchmarkArm(me, learner, HostBuffers(client)), OWN_MEMORY: BenchmarkArm(me, learner, HostBuffers())}
+            arms = {
+                AGENT_MEMORY: BenchmarkArm(me, learner, HostBuffers(client)),
+                OWN_MEMORY: BenchmarkArm(me, learner, HostBuffers()),
+            }
             return _measure(me, learner, arms)
         finally:
             client.close()

@@ -22,7 +22,7 @@ from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.core.types import Verdict
 from rrl.manager.model import events as ev
-from rrl.tests.support.runs import TestRun, light_job, current_incarnations, submit_here
+from rrl.tests.support.runs import TestRun, current_incarnations, light_job, submit_here
 from rrl.tests.support.security.assault import Cost, assault, targets
 from rrl.tests.support.security.attacks import Footprint
 
@@ -39,7 +39,9 @@ def main() -> None:
     kinds = ["tcp"] + ["ucx"] * (importlib.util.find_spec("ucxx") is not None)
     rows: list[list[str]] = []
     results = [_attack(kind, frames, rows) for kind in kinds]
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {frames} frames and {HALF_OPEN_PER_PORT} half-open a port")
+    print(
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {frames} frames and {HALF_OPEN_PER_PORT} half-open a port"
+    )
     header = ("pipe, process", "ports", "MiB before", "most", "after", "growth", "alone", "fds before", "most", "after")
     print_table(header, rows)
     for kind, result in zip(kinds, results, strict=True):

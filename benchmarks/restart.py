@@ -114,7 +114,9 @@ def restored_step(run: RunDir, restart: Restart) -> int:
     """The step that the trainer says it goes on from."""
     assert restart.incarnation is not None
     log = run.log_file(tag_of(run.id, restart.incarnation)).read_text()
-    matches = re.findall(rf"{re.escape(str(restart.incarnation))} goes on from the (?:snapshot|commit) of step (\d+)", log)
+    matches = re.findall(
+        rf"{re.escape(str(restart.incarnation))} goes on from the (?:snapshot|commit) of step (\d+)", log
+    )
     assert matches, f"{restart.incarnation} does not say what it goes on from:\n{log[-2000:]}"
     return int(matches[-1])
 
@@ -153,11 +155,17 @@ def job(arm: str, cluster: str, ranks: int) -> str:
 def kill(run: TestRun, arm: str) -> None:
     """Once everybody works (and a shadow waits beside the trainer) the trainer dies; returns when it trains again."""
     begun = run.wait(lambda state: state.step >= 1, KILL_TIMEOUT_S).step
-    before = run.wait(lambda state: state.step >= begun + STEPS_BETWEEN_KILLS and all_work(state) and _standbys_ready(state, arm), KILL_TIMEOUT_S)
+    before = run.wait(
+        lambda state: state.step >= begun + STEPS_BETWEEN_KILLS and all_work(state) and _standbys_ready(state, arm),
+        KILL_TIMEOUT_S,
+    )
     injection = run.call("inject", run.run.id, "kill", "--target", TRAINER, "--wait", stdout=subprocess.DEVNULL)
     assert injection.wait(KILL_TIMEOUT_S) == 0
     killed_number = before.replica(TRAINER).incarnation_number
-    run.wait(lambda state: state.replica(TRAINER).incarnation_number > killed_number and state.replica(TRAINER).commits > 0, KILL_TIMEOUT_S)
+    run.wait(
+        lambda state: state.replica(TRAINER).incarnation_number > killed_number and state.replica(TRAINER).commits > 0,
+        KILL_TIMEOUT_S,
+    )
 
 
 def _standbys_ready(state: State, arm: str) -> bool:
@@ -194,7 +202,9 @@ def measure(cluster: str, ranks: int, rounds: int) -> dict[str, list[Restart]]:
                     kill(run, arm)
                 assert run.call("cancel", run.run.id, stdout=subprocess.DEVNULL).wait(KILL_TIMEOUT_S) == 0
                 recovered = [one for one in restarts(run.run) if one.committed is not None]
-                assert len(recovered) == KILLS_PER_RUN, f"{arm}: {len(recovered)} of {KILLS_PER_RUN} kills were recovered from"
+                assert len(recovered) == KILLS_PER_RUN, (
+                    f"{arm}: {len(recovered)} of {KILLS_PER_RUN} kills were recovered from"
+                )
                 results[arm] += recovered
     return results
 

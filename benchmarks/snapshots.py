@@ -51,7 +51,9 @@ async def _measure(lab_run: Lab, size: int, rounds: int) -> dict[str, float]:
     async with lab_run.manager() as manager:
         agents = {}
         for node in ("local1", "local2"):
-            launch = lab_run.launch(replica=f"agent/{node}", node=node, env={"RRL_BEAT": str(HEARTBEAT_INTERVAL_S)})
+            launch = lab_run.launch(
+                replica=f"agent/{node}", node=node, env={"RRL_HEARTBEAT_INTERVAL": str(HEARTBEAT_INTERVAL_S)}
+            )
             agents[node] = lab_run.start(launch, "agent").pid
         hello = await manager.wait_for(AgentHello, lambda said: said.node == "local2")
         gaps = asyncio.create_task(_collect_heartbeat_gaps(manager))

@@ -107,7 +107,7 @@ def logs(
     run: NamedRun,
     selector: Annotated[
         str | None,
-        typer.Argument(metavar="ROLE[/REPLICA[#LIFE]]", show_default=False,
+        typer.Argument(metavar="ROLE[/REPLICA[#INCARNATION]]", show_default=False,
                        help="Whose logs: rollout, rollout/0, rollout/0#2, agent, manager."),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
@@ -143,7 +143,9 @@ def logs(
     from .logs import command
 
     raise typer.Exit(
-        command.logs(run, selector, follow=follow, lines=lines, since=since, grep=grep, failed=failed, json=json, raw=raw)
+        command.logs(
+            run, selector, follow=follow, lines=lines, since=since, grep=grep, failed=failed, json=json, raw=raw
+        )
     )
 
 
@@ -252,7 +254,7 @@ def inject(
     target: Annotated[
         str,
         typer.Option(metavar="ROLE/REPLICA|NODE", show_default=False,
-                     help="Also a role (one replica is drawn), one rank (trainer/0.1), agent/NODE, shadow/NODE"
+                     help="Also a role (one replica is drawn), one rank (trainer/0.1), agent/NODE, standby/NODE"
                           " or manager. Default: any replica."),
     ] = "",
     at: Annotated[

@@ -100,7 +100,9 @@ def validate(folder: Path, chat: bool, max_tokens: int | None = None) -> ModelFo
         if texts:
             return ModelFolderProblem(key, texts[0])
     if chat and not (folder / CHAT_TEMPLATE).exists() and "chat_template" not in settings:
-        return ModelFolderProblem("chat", f"{str(folder)!r} has no chat template; remove chat = true, or add {CHAT_TEMPLATE}")
+        return ModelFolderProblem(
+            "chat", f"{str(folder)!r} has no chat template; remove chat = true, or add {CHAT_TEMPLATE}"
+        )
     return None
 
 

@@ -69,7 +69,7 @@ class TargetKind(StrEnum):
 
     REPLICA = "replica"
     """``role/index``, or one rank of a gang (``role/index.rank``); an agent (``agent/<node>``), a shadow
-    (``shadow/<node>``) and the manager (``manager``) too, where the kind says so"""
+    (``standby/<node>``) and the manager (``manager``) too, where the kind says so"""
     NODE = "node"
     """a node's name, or a replica, which stands for the node that it is on"""
     RUN = "run"
@@ -92,7 +92,9 @@ class FaultTraits(Struct, frozen=True):
 FAULT_TRAITS: dict[FaultKind, FaultTraits] = {
     FaultKind.KILL: FaultTraits(Effect.DIES, TargetKind.REPLICA, by_signals=True),
     FaultKind.FREEZE: FaultTraits(Effect.HANGS, TargetKind.REPLICA, by_signals=True, takes_seconds=True),
-    FaultKind.SLOW: FaultTraits(Effect.SLOWS, TargetKind.REPLICA, by_signals=True, takes_seconds=True, amount="share of time left to it"),
+    FaultKind.SLOW: FaultTraits(
+        Effect.SLOWS, TargetKind.REPLICA, by_signals=True, takes_seconds=True, amount="share of time left to it"
+    ),
     FaultKind.EXIT: FaultTraits(Effect.DIES, TargetKind.REPLICA, amount="exit code"),
     FaultKind.EXCEPTION: FaultTraits(Effect.DIES, TargetKind.REPLICA),
     FaultKind.OUT_OF_MEMORY: FaultTraits(Effect.DIES, TargetKind.REPLICA, by_signals=True),
@@ -151,7 +153,7 @@ class Fault(Struct, frozen=True, omit_defaults=True):
     id: str
     kind: FaultKind
     target: str = ""
-    """``role/index``, ``role/index.rank``, ``agent/<node>``, ``shadow/<node>``, ``manager``, or the name of a node"""
+    """``role/index``, ``role/index.rank``, ``agent/<node>``, ``standby/<node>``, ``manager``, or the name of a node"""
     at: FaultTrigger = FaultTrigger()
     seconds: float = 0.0
     """how long it lasts; 0: for good"""
@@ -222,11 +224,15 @@ def _invalid_numbers(kind: FaultKind, seconds: float, amount: float) -> InvalidF
     return None
 
 
-def _invalid_target(kind: FaultKind, target: str, replicas: Mapping[str, int], ranks: Mapping[str, int]) -> InvalidFault | None:
+def _invalid_target(
+    kind: FaultKind, target: str, replicas: Mapping[str, int], ranks: Mapping[str, int]
+) -> InvalidFault | None:
     traits = FAULT_TRAITS[kind]
     role, slash, _ = target.partition("/")
     if traits.target_kind is TargetKind.RUN:
-        return InvalidFault(FaultProblem.OTHER, f"{kind} needs no target: it is about the whole run") if target else None
+        return (
+            InvalidFault(FaultProblem.OTHER, f"{kind} needs no target: it is about the whole run") if target else None
+        )
     if target == MANAGER:
         wrong = InvalidFault(FaultProblem.OTHER, f"the manager can only be killed, not {kind}")
         return None if kind is FaultKind.KILL else wrong
@@ -259,5 +265,7 @@ def _invalid_replica(target: str, replicas: int, ranks: int) -> str:
 
 
 def _invalid_trigger(kind: FaultKind, target: str, at: FaultTrigger) -> str:
-    aimed = FAULT_TRAITS[kind].target_kind is TargetKind.REPLICA and target != MANAGER and not target.startswith("agent/")
+    aimed = (
+        FAULT_TRAITS[kind].target_kind is TargetKind.REPLICA and target != MANAGER and not target.startswith("agent/")
+    )
     return f"at {at} needs a replica as target: only replicas have phases" if at.phase and not aimed else ""

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from .types import Incarnation, NodeName, role_of, standby_role_of
 
-HEARTBEAT_INTERVAL_ENV = "RRL_BEAT"
+HEARTBEAT_INTERVAL_ENV = "RRL_HEARTBEAT_INTERVAL"
 """s between two beats of a worker, a step or an agent, in the launch file's environment"""
 LAUNCH_ENV = "RRL_LAUNCH"
 """Environment variable of every process of a step: the path of its launch file. Sweeps find our processes by it."""

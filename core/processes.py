@@ -208,7 +208,11 @@ def _first_process(argv: list[str]) -> tuple[str, str]:
     """``python [-options] -m rrl.roles.launcher.step FILE`` → module and file. A srun with those words at its end is
     none."""
     for place, argument in enumerate(argv[1:], 1):
-        if argument == "-m" and len(rest := argv[place + 1 : place + 3]) == 2 and rest[0] in (STEP_MODULE, AGENT_MODULE):
+        if (
+            argument == "-m"
+            and len(rest := argv[place + 1 : place + 3]) == 2
+            and rest[0] in (STEP_MODULE, AGENT_MODULE)
+        ):
             return rest[0], rest[1]
         if not argument.startswith("-"):
             break

@@ -23,7 +23,7 @@ AGENT = "agent"
 TRAINER = ReplicaId("trainer/0")
 """The trainer, or its gang's first member."""
 
-STANDBY_ROLE = "shadow"
+STANDBY_ROLE = "standby"
 """The role name of the warm process on a node that becomes a member at once (:func:`shadow_id`)."""
 
 
@@ -59,9 +59,9 @@ def role_of(replica: ReplicaId) -> str:
 
 
 def standby_id(role: str, node: NodeName, slot: int | None = None) -> ReplicaId:
-    """Of the process that is kept warm on a node to become one of ``role``: ``shadow/<node>`` of the trainer,
-    ``shadow/<node>:rollout`` of another role; ``slot`` where several share the node: ``shadow/<node>:<slot>``,
-    ``shadow/<node>:rollout.<slot>``."""
+    """Of the process that is kept warm on a node to become one of ``role``: ``standby/<node>`` of the trainer,
+    ``standby/<node>:rollout`` of another role; ``slot`` where several share the node: ``standby/<node>:<slot>``,
+    ``standby/<node>:rollout.<slot>``."""
     parts = ("" if role == role_of(TRAINER) else role, "" if slot is None else str(slot))
     mark = ".".join(part for part in parts if part)
     return replica_id(STANDBY_ROLE, f"{node}:{mark}" if mark else node)
@@ -207,7 +207,9 @@ class Finding(Struct, frozen=True):
     @property
     def key(self) -> str:
         """Identity across time: the same detector about the same thing is the same finding."""
-        return f"{self.detector}:{self.incarnation or self.node or 'run'}" + (f":{self.component}" if self.component else "")
+        return f"{self.detector}:{self.incarnation or self.node or 'run'}" + (
+            f":{self.component}" if self.component else ""
+        )
 
 
 class Outcome(StrEnum):

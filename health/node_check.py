@@ -13,7 +13,7 @@ from msgspec import structs
 
 from ..config.health_rules import Rules
 from ..core.types import WORST_FIRST, Finding, NodeName, Verdict
-from .checks.evaluate import CHECKS, evaluate, pending, is_uninformative
+from .checks.evaluate import CHECKS, evaluate, is_uninformative, pending
 from .checks.node_state import NodeState
 from .readers.base import ReaderOptions
 from .readers.isolation.client import read_all
@@ -62,7 +62,9 @@ def check_node(
     again, pause = (set(wanted), RATE_INTERVAL_S) if rates else (pending(state), RECHECK_INTERVAL_S)
     while again and (left := deadline - time.monotonic() - pause) > 0:
         time.sleep(pause)
-        findings = _read_and_evaluate(state, [name for name in wanted if name in again], left, node, rules, options, read)
+        findings = _read_and_evaluate(
+            state, [name for name in wanted if name in again], left, node, rules, options, read
+        )
         again, pause = pending(state), RECHECK_INTERVAL_S
     return findings
 
@@ -82,7 +84,13 @@ def overall(findings: Collection[Finding]) -> Verdict:
 
 
 def _read_and_evaluate(
-    state: NodeState, readers: Sequence[str], timeout_s: float, node: NodeName, rules: Rules, options: ReaderOptions, read: ReadFunction
+    state: NodeState,
+    readers: Sequence[str],
+    timeout_s: float,
+    node: NodeName,
+    rules: Rules,
+    options: ReaderOptions,
+    read: ReadFunction,
 ) -> list[Finding]:
     for reading in read(readers, timeout_s, options):
         state.add(reading)

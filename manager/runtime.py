@@ -30,22 +30,22 @@ from ..transport.control.sockets import MANAGER_BOUNDS
 from ..transport.keys import RunKeys
 from .cluster.base import Cluster, Refused, Unanswered
 from .execute import fault_injection
-from .execute.executor import StepControl, Executor
+from .execute.executor import Executor, StepControl
 from .execute.fault_injection import FaultInjector, interrupted_event
 from .intake.cluster_poller import FAST_POLL_S, ClusterPoller
-from .intake.finding_gate import BaselineRecorder, restore_monitor, from_agent
+from .intake.finding_gate import BaselineRecorder, from_agent, restore_monitor
 from .intake.hang_investigation import HangInvestigator
 from .intake.message_handler import MessageHandler, with_reason
-from .intake.user_commands import to_events, pending_commands, acknowledge
+from .intake.user_commands import acknowledge, pending_commands, to_events
 from .model import events as ev
 from .model import token_ages
 from .model.actions import (  # fmt: skip
     Drain,
     Exclude,
-    Fence,
-    Launch,
     ExternalAction,
+    Fence,
     InjectFault,
+    Launch,
     Readmit,
     Release,
     Request,
@@ -120,7 +120,9 @@ class Manager:
         """Claim the run, adopt what lives, and manage it to its end. Raises LeaseHeld, JournalError, OSError."""
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self._cluster.close)
-            await asyncio.to_thread(fault_injection.remove_disk_filler, self._run_dir)  # of a manager that died over a full disk
+            await asyncio.to_thread(
+                fault_injection.remove_disk_filler, self._run_dir
+            )  # of a manager that died over a full disk
             self._lease = await Lease.acquire(self._run_dir, self._spec.limits.lease, job)
             stack.push_async_callback(self._release_lease)
             await self._open(stack, job)
@@ -146,19 +148,34 @@ class Manager:
         )
         stack.push_async_callback(self._log_collector.close)
         step_peers: dict[str, bytes] = {}
-        step_control = StepControl(run, self._cluster, self._source, lambda: self.state, self._listener.send, step_peers)
+        step_control = StepControl(
+            run, self._cluster, self._source, lambda: self.state, self._listener.send, step_peers
+        )
         self._step_control = step_control
         self._message_handler = MessageHandler(
             run, self._monitor, lambda: self.state, self.record, self._listener.send, self.now, self._welcome,
             step_control.on_step_admitted, step_peers,
         )  # fmt: skip
         self._hang_investigator = HangInvestigator(
-            run, self._monitor, lambda: self.state, self.record, self._listener.send, self.now, self._message_handler.worker_peers, step_peers
+            run,
+            self._monitor,
+            lambda: self.state,
+            self.record,
+            self._listener.send,
+            self.now,
+            self._message_handler.worker_peers,
+            step_peers,
         )
         self._message_handler.on_reply = self._hang_investigator.on_reply
         stack.push_async_callback(self._hang_investigator.close)
         self._fault_injector = FaultInjector(
-            run, self._cluster, lambda: self.state, self.record, self._listener.send, step_peers, self._message_handler.worker_peers.get
+            run,
+            self._cluster,
+            lambda: self.state,
+            self.record,
+            self._listener.send,
+            step_peers,
+            self._message_handler.worker_peers.get,
         )
         self._executor = Executor(
             self._cluster,
@@ -179,7 +196,12 @@ class Manager:
         await self._restore()
         write_atomically(run.manager, msgspec.json.encode(self._listener.address))
         stack.push_async_callback(self._cancel_exit_record_task)
-        loops = (self._receive_loop(), _retry_forever(self._poller.run), self._renew_lease_loop(), _retry_forever(self._commands_loop))
+        loops = (
+            self._receive_loop(),
+            _retry_forever(self._poller.run),
+            self._renew_lease_loop(),
+            _retry_forever(self._commands_loop),
+        )
         self._background_tasks = [asyncio.create_task(loop) for loop in loops]
         stack.push_async_callback(_cancel_all, self._background_tasks)
 
@@ -234,7 +256,9 @@ class Manager:
                 if task.done():
                     task.result()
             self._wake.clear()
-            await self._lease.ensure_current()  # nothing is decided, and nobody told anything, by one that was succeeded
+            await (
+                self._lease.ensure_current()
+            )  # nothing is decided, and nobody told anything, by one that was succeeded
             self._detect_own_stall()
             self._poller.check_suspensions()
             next_detection = self._detect()
@@ -289,7 +313,10 @@ class Manager:
         findings, suspected = self._hang_investigator.investigate(detected)
         if (token_age := token_ages.token_age_finding(self.state.token_ages, self.state.job.staleness)) is not None:
             findings = [*findings, token_age]
-        silent, gone = missing_heartbeats(findings, self._monitor, limits, now), silent_nodes(findings, self._monitor, limits, now)
+        silent, gone = (
+            missing_heartbeats(findings, self._monitor, limits, now),
+            silent_nodes(findings, self._monitor, limits, now),
+        )
         return min(next_check, suspected, self._message_handler.finding_gate.on_detected(findings, silent, gone))
 
     async def _act(self) -> tuple[float, bool]:
@@ -312,7 +339,9 @@ class Manager:
                     fences = action.fences if isinstance(action, RestartAll) else (action,)
                     for fence in (one for one in fences if isinstance(one, Fence)):
                         await self._fence(fence)
-        if self._intended_actions and await self._flush():  # else they wait for the next turn: no deed without a durable intent
+        if (
+            self._intended_actions and await self._flush()
+        ):  # else they wait for the next turn: no deed without a durable intent
             todo, self._intended_actions = self._intended_actions, []
             for action in todo:
                 self._executor.start(action)
@@ -338,7 +367,11 @@ class Manager:
         if directory == self._sent_directory:
             return
         urgent = self._sent_directory is None or directory.without_versions != self._sent_directory.without_versions
-        pause = ANNOUNCE_INTERVAL_S if urgent else max(ANNOUNCE_INTERVAL_S, VERSION_ANNOUNCE_S_PER_WORKER * len(self._message_handler.worker_peers))
+        pause = (
+            ANNOUNCE_INTERVAL_S
+            if urgent
+            else max(ANNOUNCE_INTERVAL_S, VERSION_ANNOUNCE_S_PER_WORKER * len(self._message_handler.worker_peers))
+        )
         if self._announce_timer is not None:
             self._announce_timer.cancel()
         if (early := self._announced_at + pause - time.monotonic()) > 0:
@@ -346,12 +379,18 @@ class Manager:
             return
         self._sent_directory, self._announced_at = directory, time.monotonic()
         self._directory_number += 1
-        peers = [peer for incarnation, peer in self._message_handler.worker_peers.items() if self.state.is_current(incarnation)]
+        peers = [
+            peer
+            for incarnation, peer in self._message_handler.worker_peers.items()
+            if self.state.is_current(incarnation)
+        ]
         await self._listener.send_all(peers, directory.message(self.state.epoch, self._directory_number))
 
     def _welcome(self, incarnation: Incarnation) -> msg.Welcome:
         role = role_of(incarnation.replica)
-        rank, world = (0, 1) if role == STANDBY_ROLE else (rank_of(incarnation.replica), self.state.job.role(role).ranks)
+        rank, world = (
+            (0, 1) if role == STANDBY_ROLE else (rank_of(incarnation.replica), self.state.job.role(role).ranks)
+        )
         peers = build_directory(self.state).message(self.state.epoch, self._directory_number)
         return msg.Welcome(incarnation, peers, rank, world, self.state.step)
 
@@ -441,7 +480,9 @@ class Manager:
         self._baseline_recorder = BaselineRecorder(self._monitor, self.state.baselines, self.record)
         for replica in self.state.replicas.values():
             if replica.is_current and replica.node is not None and replica.step is None:
-                self._message_handler.restore_step_end(replica.incarnation)  # its end is recorded, and nothing was concluded from it yet
+                self._message_handler.restore_step_end(
+                    replica.incarnation
+                )  # its end is recorded, and nothing was concluded from it yet
         await self._message_handler.read_exit_records()
         self._message_handler.finding_gate.restore()
         for intent in list(self.state.intents.values()):

@@ -23,9 +23,29 @@ from ...core.run_dir import runs_root
 from ...manager.bootstrap import manager_job
 from ...manager.cluster.slurm.commands import NO_CLUSTER, environment
 from ...manager.cluster.slurm.limits import read_limits
-from ...roles.node_probe.host import CommandResult, ReadError, Unavailable, UnavailableCause, run_readers, run_command, filesystem, read_host
+from ...roles.node_probe.host import (
+    CommandResult,
+    ReadError,
+    Unavailable,
+    UnavailableCause,
+    filesystem,
+    read_host,
+    run_command,
+    run_readers,
+)
 from . import slurm_output as text
-from .facts import Accounts, CgroupConf, Config, Facts, Nodes, Partitions, Slurm, Storage, Trials, DoctorOptions  # fmt: skip
+from .facts import (  # fmt: skip
+    Accounts,
+    CgroupConf,
+    Config,
+    DoctorOptions,
+    Facts,
+    Nodes,
+    Partitions,
+    Slurm,
+    Storage,
+    Trials,
+)
 
 SLURM_TIMEOUT_S = 10.0
 """s for a command of Slurm's: as long as its own MessageTimeout is by default"""

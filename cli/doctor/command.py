@@ -20,7 +20,7 @@ from ..common.output import print_json, show
 from ..views.checks import VERDICT_COLOUR
 from .catalogue import GROUPS
 from .collect import read_facts
-from .facts import Check, Facts, DoctorOptions
+from .facts import Check, DoctorOptions, Facts
 from .host_checks import host_checks, storage_checks
 from .node_checks import node_checks
 from .slurm_checks import slurm_checks

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import ipaddress
 
-from ...roles.node_probe.host import Dcgm, Limits, Machine, Network, Nvml, Python, Scratch, Ucx, Unavailable, UnavailableCause
+from ...roles.node_probe.host import (
+    Dcgm,
+    Limits,
+    Machine,
+    Network,
+    Nvml,
+    Python,
+    Scratch,
+    Ucx,
+    Unavailable,
+    UnavailableCause,
+)
 from .catalogue import fail, limit, ok, size, unknown, warn
 from .facts import Check, Facts, Storage, Visit
 
@@ -83,7 +94,11 @@ def _space(storage: Storage) -> Check:
     text = f"{size(storage.free)} and {inodes} free; a quota is not seen"
     if storage.free < MIN_FREE_BYTES or storage.inodes in range(100):
         return fail("runs.space", text)
-    return warn("runs.space", text) if storage.free < LOW_FREE_BYTES or 0 <= storage.inodes < MIN_FREE_INODES else ok("runs.space", text)
+    return (
+        warn("runs.space", text)
+        if storage.free < LOW_FREE_BYTES or 0 <= storage.inodes < MIN_FREE_INODES
+        else ok("runs.space", text)
+    )
 
 
 def _durable(storage: Storage) -> Check:
@@ -102,13 +117,19 @@ def nofile(name: str, limits: Limits | Unavailable) -> Check:
     return warn(name, text) if 0 <= limits.nofile < MIN_OPEN_FILES else ok(name, text)
 
 
-def memlock(name: str, limits: Limits | Unavailable, network: Network | Unavailable, ucx_info: Ucx | Unavailable) -> Check:
+def memlock(
+    name: str, limits: Limits | Unavailable, network: Network | Unavailable, ucx_info: Ucx | Unavailable
+) -> Check:
     if isinstance(limits, Unavailable):
         return unknown(name, limits)
     if limits.memlock < 0:
         return ok(name, "unlimited")
     text = size(limits.memlock)
-    if not isinstance(network, Unavailable) and not network.rdma and not (isinstance(ucx_info, Ucx) and rdma_transports(ucx_info)):
+    if (
+        not isinstance(network, Unavailable)
+        and not network.rdma
+        and not (isinstance(ucx_info, Ucx) and rdma_transports(ucx_info))
+    ):
         return ok(name, f"{text}; enough without RDMA cards, and there are none")
     return warn(name, f"{text}, and RDMA locks its buffers")
 
@@ -162,7 +183,11 @@ def packet_filter(name: str, network: Network | Unavailable, python: Python | Un
 
 def rdma_transports(ucx_info: Ucx) -> list[str]:
     """The transports that go over RDMA: ``rc_verbs``, ``rc_mlx5``, ``dc_mlx5`` and so on."""
-    return [one for one in ucx_info.transports if one in _RDMA_TRANSPORTS or one.startswith(tuple(x for x in _RDMA_TRANSPORTS if "_" in x))]
+    return [
+        one
+        for one in ucx_info.transports
+        if one in _RDMA_TRANSPORTS or one.startswith(tuple(x for x in _RDMA_TRANSPORTS if "_" in x))
+    ]
 
 
 def candidate_networks(network: Network) -> dict[str, str]:
@@ -194,7 +219,9 @@ def _machine(machine: Machine | Unavailable, cluster: bool) -> Check:
     text = f"{machine.cpus} cores, {size(machine.available)} of {size(machine.memory)} available"
     if machine.available < MIN_LOCAL_MEMORY_BYTES and not cluster:
         return warn("host.machine", f"{text}: little for the local cluster")
-    return ok("host.machine", f'{text}; kind = "local" works here' if machine.available >= MIN_LOCAL_MEMORY_BYTES else text)
+    return ok(
+        "host.machine", f'{text}; kind = "local" works here' if machine.available >= MIN_LOCAL_MEMORY_BYTES else text
+    )
 
 
 def _python(python: Python | Unavailable, facts: Facts) -> Check:
@@ -231,7 +258,9 @@ def _core(limits: Limits | Unavailable) -> Check:
         return ok("host.core", "none are written (limit 0)")
     if limits.core_pattern.startswith("|"):
         return ok("host.core", f"handed to {limits.core_pattern[1:].split()[0]}")
-    return warn("host.core", f"limit {limit(limits.core)}, written to {limits.core_pattern!r}: fifty kills are fifty files")
+    return warn(
+        "host.core", f"limit {limit(limits.core)}, written to {limits.core_pattern!r}: fifty kills are fifty files"
+    )
 
 
 def _torch(python: Python | Unavailable) -> Check:

@@ -6,7 +6,7 @@ from ...roles.node_probe.host import CommandResult, Host, Network, Nvml, Python,
 from ...roles.node_probe.main import NodeReport
 from .catalogue import MEANINGS, fail, ok, unknown, warn
 from .facts import Check, Facts, Visit
-from .host_checks import candidate_networks, networks_text, memlock, nofile, packet_filter, tmp, ucx
+from .host_checks import candidate_networks, memlock, networks_text, nofile, packet_filter, tmp, ucx
 
 MAX_CLOCK_SKEW_S = 1.0
 """s between two clocks, beyond which merged logs mislead"""
@@ -50,7 +50,11 @@ def common_networks(one: Host, other: Host) -> dict[str, str]:
     """Networks that both machines have an address in: CIDR → interface of the first."""
     if isinstance(one.network, Unavailable) or isinstance(other.network, Unavailable):
         return {}
-    return {cidr: name for cidr, name in candidate_networks(one.network).items() if cidr in candidate_networks(other.network)}
+    return {
+        cidr: name
+        for cidr, name in candidate_networks(one.network).items()
+        if cidr in candidate_networks(other.network)
+    }
 
 
 def _folder(facts: Facts, report: NodeReport) -> Check:
@@ -74,8 +78,13 @@ def _rrl(report: NodeReport, facts: Facts) -> Check:
     if isinstance(login_python, Unavailable) or isinstance(node_python, Unavailable):
         return unknown("node.rrl", login_python if isinstance(login_python, Unavailable) else node_python)  # type: ignore[arg-type]
     text = f"{node_python.executable} ({node_python.version}) runs rrl of {report.rrl}"
-    if login_python.version != node_python.version or login_python.packages.get("rrl-slurm") != node_python.packages.get("rrl-slurm"):
-        return fail("node.rrl", f"{text}; here it is Python {login_python.version}, rrl {login_python.packages.get('rrl-slurm', '?')}")
+    if login_python.version != node_python.version or login_python.packages.get(
+        "rrl-slurm"
+    ) != node_python.packages.get("rrl-slurm"):
+        return fail(
+            "node.rrl",
+            f"{text}; here it is Python {login_python.version}, rrl {login_python.packages.get('rrl-slurm', '?')}",
+        )
     return ok("node.rrl", text)
 
 
@@ -94,7 +103,9 @@ def _torch(report: NodeReport) -> Check:
         if not isinstance(python, Unavailable) and "torch" not in python.packages:
             return warn("node.torch", "not installed there")
         slow = torch.cause is UnavailableCause.TIMEOUT
-        return warn("node.torch", f"importing it: {torch.why}", _SLOW_IMPORT_FIX) if slow else unknown("node.torch", torch)
+        return (
+            warn("node.torch", f"importing it: {torch.why}", _SLOW_IMPORT_FIX) if slow else unknown("node.torch", torch)
+        )
     text = f"{torch.version} imports in {torch.seconds:.1f} s and sees {torch.gpus} GPUs"
     if report.slurm_gpus and not torch.gpus and _has_driver(report):
         return warn("node.torch", f"{text}; Slurm gave the job GPU {report.slurm_gpus}")
@@ -116,7 +127,11 @@ def _address(node_network: Network | Unavailable, login_network: Network | Unava
     text = f"{node_network.host} resolves to {node_network.resolves or 'nothing'} there; a role listens at {node_network.chosen}"
     text += f" of {networks_text(node_network)}"
     if len(candidate_networks(node_network)) > 1 and not node_network.requested:
-        both = [] if isinstance(login_network, Unavailable) else [one for one in candidate_networks(node_network) if one in candidate_networks(login_network)]
+        both = (
+            []
+            if isinstance(login_network, Unavailable)
+            else [one for one in candidate_networks(node_network) if one in candidate_networks(login_network)]
+        )
         shared = f"; {', '.join(both)} it shares with this machine" if both else ""
         return warn(name, f"{text}{shared}", f'[transport] network = "{both[0]}"' if both else None)
     return ok(name, text)

@@ -25,7 +25,7 @@ import msgspec
 
 from ...core.run_dir import runs_root
 from ...roles.node_probe.host import Network, Unavailable
-from ...roles.node_probe.main import NONCE_FILE, NONCE_ENV, REPORT, PROBE_TIMEOUT_S, NodeReport, nonce_proof
+from ...roles.node_probe.main import NONCE_ENV, NONCE_FILE, PROBE_TIMEOUT_S, REPORT, NodeReport, nonce_proof
 from .collect import TRUE_SCRIPT, run_slurm, would_take
 from .facts import Facts, Visit
 from .slurm_output import estimated_start
@@ -47,7 +47,15 @@ _CLOCK_SAMPLES = 5
 """times that the node's clock is asked for; the quickest answer counts"""
 _MAX_CONNECTIONS = 16
 """connections at a time"""
-_JOB_OPTIONS = ("--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=512M", "--time=1", "--no-requeue", "--output=/dev/null")
+_JOB_OPTIONS = (
+    "--nodes=1",
+    "--ntasks=1",
+    "--cpus-per-task=1",
+    "--mem=512M",
+    "--time=1",
+    "--no-requeue",
+    "--output=/dev/null",
+)
 _NO_PYTHON_EXIT_CODE = 72
 _SCRIPT = """\
 #!/bin/sh
@@ -234,7 +242,9 @@ class ReportListener:
     def finish(self) -> None:
         """Let a connection that is telling its report come to its end: the file may be here first."""
         with self._changed:
-            self._changed.wait_for(lambda: self.report is not None or not self._open_connections, _SLURM_POLL_INTERVAL_S)
+            self._changed.wait_for(
+                lambda: self.report is not None or not self._open_connections, _SLURM_POLL_INTERVAL_S
+            )
 
     def _accept(self) -> None:
         while True:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from ...core.units import duration_text
 from ...roles.node_probe.host import CommandResult, Network, Unavailable
 from .catalogue import MEANINGS, fail, ok, size, unknown, warn
-from .facts import Check, Config, Facts, Node, Nodes, Partition, Slurm, Visit, DoctorOptions
+from .facts import Check, Config, DoctorOptions, Facts, Node, Nodes, Partition, Slurm, Visit
 
 OLDEST_VERSION, NEWEST_VERSION = (22, 5), (26, 5)
 """versions between which rrl is tested"""
@@ -292,7 +292,11 @@ def _version(config: Config) -> Check:
 def _answers(config: Config) -> Check:
     limited = "rl_enable" in config.values.get("SlurmctldParameters", "")
     text = f"in {1000 * config.seconds:.0f} ms{'; how often a user may ask is limited (rl_enable)' if limited else ''}"
-    return warn("slurm.answers", text, '[limits] poll = "10s"') if config.seconds > SLOW_ANSWER_S else ok("slurm.answers", text)
+    return (
+        warn("slurm.answers", text, '[limits] poll = "10s"')
+        if config.seconds > SLOW_ANSWER_S
+        else ok("slurm.answers", text)
+    )
 
 
 def _hold(config: Config) -> Check:

@@ -63,7 +63,9 @@ def drain_node(why: str, node: str | None, config: Path | None) -> int:
     from .node_drains import SlurmUnavailable, drain_by_hook
 
     try:
-        held_back_reason = drain_by_hook(node or _this_node(), " ".join(why.split())[:_MAX_REASON_LENGTH], _rules(config).hooks)
+        held_back_reason = drain_by_hook(
+            node or _this_node(), " ".join(why.split())[:_MAX_REASON_LENGTH], _rules(config).hooks
+        )
     except SlurmUnavailable as error:
         print(f"not drained: {error}", flush=True)
         return EXIT_CODES[Verdict.UNKNOWN]

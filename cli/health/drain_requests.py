@@ -71,7 +71,7 @@ def _apply(requests: list[DrainRequest], drains: dict[str, DrainState], unknown:
     except node_drains.SlurmUnavailable as error:
         raise OperationFailed(f"nothing was drained: {error}") from None
     if json:
-        print_json([{"node": node, "drained": ok, "said": outcome} for node, ok, outcome in outcomes])
+        print_json([{"node": node, "drained": ok, "outcome": outcome} for node, ok, outcome in outcomes])
     else:
         for node, ok, outcome in outcomes:
             print_line(f"{node}: {outcome}" if ok else f"{node}: not drained: {outcome}")
@@ -93,6 +93,6 @@ def _scontrol(one: DrainRequest, state: DrainState) -> str:
 def _as_json(one: DrainRequest, state: DrainState) -> dict[str, object]:
     return {
         "node": one.node, "reason": one.reason, "cause": one.cause, "evidence": list(one.evidence), "at": one.at,
-        "users": list(one.users), "runs": list(one.runs), "asked_by": one.by, "said": one.rejection, "state": state.state,
-        "drained": state.drained, "whose": state.owner, "accused": one.accused, "scontrol": _scontrol(one, state),
+        "users": list(one.users), "runs": list(one.runs), "requested_by": one.by, "rejection": one.rejection, "state": state.state,
+        "drained": state.drained, "owner": state.owner, "accused": one.accused, "scontrol": _scontrol(one, state),
     }  # fmt: skip

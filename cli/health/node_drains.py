@@ -72,7 +72,9 @@ async def _drain_by_hook(node: str, why: str, rules: HookRules) -> str:
             await asyncio.sleep(DRAIN_SETTLE_S)
             drains = await _hook_drains()
         own = drains.by_hooks.get(node)
-        if own is None or not (held_back_reason := over_limit(own, drains.by_hooks.values(), len(drains.drained), rules)):
+        if own is None or not (
+            held_back_reason := over_limit(own, drains.by_hooks.values(), len(drains.drained), rules)
+        ):
             return ""
         await nodes.undrain(NodeName(node), drains.reasons[node])
     except (Refused, Unanswered) as error:
@@ -111,12 +113,16 @@ async def _hook_drains() -> _HookDrains:
 
 async def _drain_states(nodes: list[str]) -> dict[str, DrainState]:
     wanted = set(nodes)
-    node_arguments = (_folded(nodes),) if len(nodes) <= MAX_NODES_PER_QUERY else ()  # else for all: one question, whoever is named
+    node_arguments = (
+        (_folded(nodes),) if len(nodes) <= MAX_NODES_PER_QUERY else ()
+    )  # else for all: one question, whoever is named
     ended = await _read(("scontrol", "show", "node", "-o", *node_arguments))
     if ended.code and "NodeName=" not in ended.out and "not found" not in ended.out:
         raise SlurmUnavailable(f"scontrol: {_error_line(ended)}")
     named = ((re.match(r"NodeName=(\S+) ", line), line) for line in ended.out.splitlines())
-    return {of[1]: _drain_state(text.read_node_info(line), line) for of, line in named if of is not None and of[1] in wanted}
+    return {
+        of[1]: _drain_state(text.read_node_info(line), line) for of, line in named if of is not None and of[1] in wanted
+    }
 
 
 def _drain_state(mark: text.NodeInfo, line: str) -> DrainState:

@@ -27,7 +27,7 @@ from ...health.history.records import SourcedRecord, is_node
 from ...health.report.model import DrainState, Report
 from ...health.report.site import report as make_report
 from ..common.output import PLAIN_WIDTH, Escaped, parse_time, print_line, show
-from ..common.runs import UsageError, OperationFailed
+from ..common.runs import OperationFailed, UsageError
 from ..views.formatting import folded
 from ..views.health_report import report_view, to_paste
 from . import node_drains
@@ -61,7 +61,9 @@ def without_implausible(
     records: Sequence[SourcedRecord], sources: Sources, now: float, drains: Mapping[str, DrainState]
 ) -> tuple[list[SourcedRecord], Sources]:
     """Records that can be true at ``now`` (s since 1970) on nodes as Slurm knows them, and what was left out."""
-    plausible_records, left_out = plausible(records, now, {node: one.gpus for node, one in drains.items() if one.gpus is not None})
+    plausible_records, left_out = plausible(
+        records, now, {node: one.gpus for node, one in drains.items() if one.gpus is not None}
+    )
     return plausible_records, replace(sources, left_out=left_out)
 
 
@@ -125,7 +127,9 @@ def _selected_nodes(nodes: str | None) -> frozenset[str] | None:
         return None
     named: list[str] = []
     spans = [int(last) - int(first) + 1 for first, last in re.findall(r"(\d{1,20})-(\d{1,20})", nodes)]
-    if math.prod(spans) <= MAX_LISTED_NODES and max(spans, default=1) <= MAX_LISTED_NODES:  # ClusterShell would expand it first
+    if (
+        math.prod(spans) <= MAX_LISTED_NODES and max(spans, default=1) <= MAX_LISTED_NODES
+    ):  # ClusterShell would expand it first
         with contextlib.suppress(NodeSetException):
             named = list(NodeSet(nodes, resolver=RESOLVER_NOGROUP))
     if not named or not all(is_node(name) for name in named):

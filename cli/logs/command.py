@@ -13,9 +13,9 @@ from ...core.log_lines import stamp
 from ...core.processes import raise_nofile
 from ...core.run_dir import RunDir
 from ..common.output import parse_time
-from ..common.runs import UsageError, StateReader, find_run
+from ..common.runs import StateReader, UsageError, find_run
 from .files import Log, all_logs
-from .merge import LogTail, Line, LineFilter
+from .merge import Line, LineFilter, LogTail
 from .printer import Printer
 
 POLL_INTERVAL_S = 0.4
@@ -56,7 +56,9 @@ def logs(
     return 0
 
 
-def _follow(run: RunDir, selector: str | None, tails: dict[Path, LogTail], wanted: LineFilter, printer: Printer) -> None:
+def _follow(
+    run: RunDir, selector: str | None, tails: dict[Path, LogTail], wanted: LineFilter, printer: Printer
+) -> None:
     """Until the run has ended; whatever was written before its last record is printed."""
     reader = StateReader(run)
     while True:

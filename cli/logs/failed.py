@@ -13,9 +13,9 @@ from ...core.text import escaped, escaped_json
 from ...core.types import AGENT
 from ...manager.storage.journal import JournalError, replay
 from ..common.runs import UsageError
-from .failures import Failure, failures, concerns
+from .failures import Failure, concerns, failures
 from .files import Log, all_logs
-from .merge import LogTail, Line, LineFilter
+from .merge import Line, LineFilter, LogTail
 from .printer import Printer
 
 CLOCK_SLACK_S = 1.0
@@ -61,7 +61,11 @@ def _lines(log: Log, wanted: LineFilter) -> Iterator[Line]:
 
 
 def _text(failure: Failure, lines: list[tuple[Log, Line]], printer: Printer) -> str:
-    subject = f"{failure.incarnation} on {failure.node}" if failure.incarnation and failure.node else f"{failure.incarnation or failure.node}"
+    subject = (
+        f"{failure.incarnation} on {failure.node}"
+        if failure.incarnation and failure.node
+        else f"{failure.incarnation or failure.node}"
+    )
     at = printer.local_time(stamp(int(failure.at * 1e6)))
     out = [f"{at} {subject} failed{' (injected)' if failure.injected else ''}"]
     out += [f"    {escaped(told)}" for told in failure.evidence]
@@ -90,13 +94,13 @@ def _recovery_text(failure: Failure) -> str:
 def _json(failure: Failure, lines: list[tuple[Log, Line]], printer: Printer) -> str:
     document = {
         "time": stamp(int(failure.at * 1e6)).decode(),
-        "life": None if failure.incarnation is None else str(failure.incarnation),
+        "incarnation": None if failure.incarnation is None else str(failure.incarnation),
         "node": failure.node,
         "found": failure.evidence,
         "injected": failure.injected,
         "rung": failure.rung or None,
-        "back": None if failure.successor is None else str(failure.successor),
-        "back_s": None if failure.recovered_at is None else round(failure.recovered_at - failure.at, 3),
+        "successor": None if failure.successor is None else str(failure.successor),
+        "recovered_s": None if failure.recovered_at is None else round(failure.recovered_at - failure.at, 3),
         "lines": [msgspec.Raw(printer.format_line(log, line).encode()) for log, line in lines],
     }
     return escaped_json(msgspec.json.encode(document).decode()) + "\n"

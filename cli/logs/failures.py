@@ -10,7 +10,7 @@ from msgspec import Struct, structs
 
 from ...core.faults import FAULT_TRAITS, TargetKind
 from ...core.launch import ExitReason, exit_text
-from ...core.types import AGENT, STANDBY_ROLE, STACKS, Finding, Incarnation, NodeName, Verdict, role_of
+from ...core.types import AGENT, STACKS, STANDBY_ROLE, Finding, Incarnation, NodeName, Verdict, role_of
 from ...manager.model import events as ev
 from ...manager.model.actions import Decision, Fence, Finish, Launch, RestartAll, StopStep
 from ...manager.model.reduce_nodes import DRAIN, UNDRAIN
@@ -73,7 +73,12 @@ class _FailureCollector:
                 self._on_finding(event.finding, at)
         elif isinstance(event, ev.StepEnded):
             self._on_step_ended(event, at)
-        elif isinstance(event, ev.IntentSettled) and not event.ok and event.tag in self._launches and not self._shutting_down:
+        elif (
+            isinstance(event, ev.IntentSettled)
+            and not event.ok
+            and event.tag in self._launches
+            and not self._shutting_down
+        ):
             self._record_failure(self._launches[event.tag], at, f"not launched: {event.detail}", ended=True)
         elif isinstance(event, ev.FaultInjected) and event.ok and not event.ended:
             self._on_fault(event)
@@ -96,12 +101,14 @@ class _FailureCollector:
         lines = [*stacks.groups, *([f"whole: {stacks.file}"] if stacks.file else [])]
         if abs(at - failure.at) > STACKS_WINDOW_S or failure.has_stacks:
             return failure
-        return structs.replace(failure, told=(*failure.evidence, *(f"stacks: {line}" for line in lines)))
+        return structs.replace(failure, evidence=(*failure.evidence, *(f"stacks: {line}" for line in lines)))
 
     def _on_fault(self, event: ev.FaultInjected) -> None:
         if event.incarnation is not None:
             self._injected.add(event.incarnation)
-        if event.kind is not None and FAULT_TRAITS[event.kind].target_kind is TargetKind.NODE:  # with everybody who is on it by now
+        if (
+            event.kind is not None and FAULT_TRAITS[event.kind].target_kind is TargetKind.NODE
+        ):  # with everybody who is on it by now
             self._injected.update(incarnation for incarnation, node in self._nodes.items() if node == event.node)
             self._faulted_nodes.add(event.node)
 
@@ -132,21 +139,32 @@ class _FailureCollector:
         if finding.incarnation is not None:
             self._record_failure(finding.incarnation, at, *evidence)
             if any(one.source == STACKS for one in finding.evidence):
-                self.failures[finding.incarnation] = structs.replace(self.failures[finding.incarnation], stacks=True)
+                self.failures[finding.incarnation] = structs.replace(
+                    self.failures[finding.incarnation], has_stacks=True
+                )
         elif finding.node is not None:
             known = self.failures.get(finding.node)
             if known is None:
-                self.failures[finding.node] = Failure(at, None, finding.node, tuple(evidence), finding.node in self._faulted_nodes)
+                self.failures[finding.node] = Failure(
+                    at, None, finding.node, tuple(evidence), finding.node in self._faulted_nodes
+                )
 
     def _on_step_ended(self, event: ev.StepEnded, at: float) -> None:
         incarnation = event.incarnation
         if incarnation in self.failures:
-            self.failures[incarnation] = structs.replace(self.failures[incarnation], over=True)
-        if self._shutting_down or incarnation in self._stop_requested or event.reason is ExitReason.STOPPED or event.code == 0:
+            self.failures[incarnation] = structs.replace(self.failures[incarnation], ended=True)
+        if (
+            self._shutting_down
+            or incarnation in self._stop_requested
+            or event.reason is ExitReason.STOPPED
+            or event.code == 0
+        ):
             return
         number = event.signal
         how = f"exit code {event.code}, " if event.code is not None else f"{_signal(number)}, " if number else ""
-        self._record_failure(incarnation, at, f"its step ended: {how}{exit_text(event.reason, event.detail)}", ended=True)
+        self._record_failure(
+            incarnation, at, f"its step ended: {how}{exit_text(event.reason, event.detail)}", ended=True
+        )
 
     def _record_failure(self, incarnation: Incarnation, at: float, *evidence: str, ended: bool = False) -> None:
         failure = self.failures.get(incarnation)
@@ -154,7 +172,10 @@ class _FailureCollector:
             failure = Failure(at, incarnation, self._nodes.get(incarnation), (), incarnation in self._injected)
         all_evidence = tuple(dict.fromkeys((*failure.evidence, *evidence)))
         self.failures[incarnation] = structs.replace(
-            failure, told=all_evidence, over=failure.ended or ended, injected=failure.injected or incarnation in self._injected
+            failure,
+            evidence=all_evidence,
+            ended=failure.ended or ended,
+            injected=failure.injected or incarnation in self._injected,
         )
 
     def _record_recovery(self, incarnation: Incarnation, at: float, worked: bool) -> None:
@@ -162,7 +183,7 @@ class _FailureCollector:
             if failure.incarnation is None or not _follows(incarnation, failure.incarnation):
                 continue
             if failure.successor is None or (worked and failure.successor == incarnation):
-                self.failures[key] = structs.replace(failure, back=incarnation, back_at=at)
+                self.failures[key] = structs.replace(failure, successor=incarnation, recovered_at=at)
 
 
 def _follows(incarnation: Incarnation, failed: Incarnation) -> bool:

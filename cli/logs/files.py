@@ -40,7 +40,7 @@ class Log(Struct, frozen=True, order=True):
     path: Path
     copies: tuple[Path, ...] = ()
     promoted_from: str = ""
-    """the shadow that it was before, ``shadow/n1#3``"""
+    """the shadow that it was before, ``standby/n1#3``"""
 
     @property
     def owner(self) -> str:
@@ -49,7 +49,11 @@ class Log(Struct, frozen=True, order=True):
 
     def belongs_to(self, selector: str) -> bool:
         """``whose``: a role, a replica (of a gang all members) or a life; also of the shadow that it was."""
-        standby_names = (role_of(ReplicaId(self.promoted_from)), self.promoted_from.partition("#")[0], self.promoted_from) if self.promoted_from else ()
+        standby_names = (
+            (role_of(ReplicaId(self.promoted_from)), self.promoted_from.partition("#")[0], self.promoted_from)
+            if self.promoted_from
+            else ()
+        )
         return selector in (self.role, self.replica, self.owner, gang_of(ReplicaId(self.replica)), *standby_names)
 
 
@@ -71,9 +75,14 @@ def all_logs(run: RunDir) -> list[Log]:
             role = role_of(incarnation.replica)
             if match["launcher"] or match["srun"]:
                 label = f"{incarnation} {match['launcher'] or match['srun']}"
-                found[path] = Log(role, incarnation.replica, incarnation.number, label, "launcher", path, (), promoted_from)
+                found[path] = Log(
+                    role, incarnation.replica, incarnation.number, label, "launcher", path, (), promoted_from
+                )
                 continue
-            found.setdefault(own, Log(role, incarnation.replica, incarnation.number, str(incarnation), "role", own, (), promoted_from))
+            found.setdefault(
+                own,
+                Log(role, incarnation.replica, incarnation.number, str(incarnation), "role", own, (), promoted_from),
+            )
             if match["copy"]:
                 copies.setdefault(own.name, []).append(path.with_name(path.name.removesuffix(".1")))
     for path in _entries(run.submit):

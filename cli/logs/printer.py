@@ -43,7 +43,7 @@ class Printer:
         text = line.text.decode("utf-8", "replace")
         if self.json:
             at = line.stamp.decode() or None
-            document = {"time": at, "life": log.owner, "log": log.kind, "text": text}
+            document = {"time": at, "incarnation": log.owner, "log": log.kind, "text": text}
             return escaped_json(msgspec.json.encode(document).decode())
         text = text if self.raw else escaped(text)
         time_of_day = f"{self.local_time(line.stamp)} " if line.stamp else ""

@@ -19,9 +19,9 @@ from ...manager.model.queries import gang, workers
 from ...manager.model.reduce_nodes import DRAIN, UNDRAIN
 from ...manager.model.state import State, Status
 from ...manager.planner.capacity.node_lifecycle import should_drain
-from ..common.command_sender import POLL_INTERVAL_S, ManagerPresence, wait_until_taken, send
+from ..common.command_sender import POLL_INTERVAL_S, ManagerPresence, send, wait_until_taken
 from ..common.output import print_line
-from ..common.runs import UsageError, OperationFailed, StateReader, find_run, job_of
+from ..common.runs import OperationFailed, StateReader, UsageError, find_run, job_of
 from ..views.status import retained_jobs
 
 DRAIN_TIMEOUT_S = 120.0
@@ -39,7 +39,9 @@ def undrain(name: str, node: str, *, wait: bool) -> int:
     return _send_node_command(name, UNDRAIN, node, "", _undrain_outcome, wait)
 
 
-def _send_node_command(name: str, command: str, node: str, reason: str, outcome_text: Callable[[State, NodeName], str], wait: bool) -> int:
+def _send_node_command(
+    name: str, command: str, node: str, reason: str, outcome_text: Callable[[State, NodeName], str], wait: bool
+) -> int:
     run = find_run(name)
     reader = StateReader(run)
     state = reader.state()
@@ -93,7 +95,12 @@ def _drain_outcome(state: State, node: NodeName) -> str:
     one = state.nodes.get(node)
     if one is None:
         return f"{node} has left the run"
-    if one.excluded is None or node in state.node_commands or f"{node}!drain" in state.intents or should_drain(state, one):
+    if (
+        one.excluded is None
+        or node in state.node_commands
+        or f"{node}!drain" in state.intents
+        or should_drain(state, one)
+    ):
         return ""
     if one.drain_reason:
         return f"{node} is drained: {one.drain_reason}"
@@ -107,7 +114,12 @@ def _undrain_outcome(state: State, node: NodeName) -> str:
     one = state.nodes.get(node)
     if one is None:
         return f"{node} has left the run"
-    if one.excluded is not None or one.drain_reason or node in state.node_commands or f"{node}!undrain" in state.intents:
+    if (
+        one.excluded is not None
+        or one.drain_reason
+        or node in state.node_commands
+        or f"{node}!undrain" in state.intents
+    ):
         return ""
     if not one.allocation:
         return f"this run may use {node} again; it does not hold it now"
@@ -217,7 +229,9 @@ def _replica(state: State, name: str) -> ReplicaId:
     gangs = sorted({gang_of(one.id) for one in workers(state)})
     if name not in gangs and any(one.id == name for one in workers(state)):
         gang_id = gang_of(ReplicaId(name))
-        raise UsageError(f"{name} is one rank of {gang_id}, which restarts as a whole: rrl restart {state.run} {gang_id}")
+        raise UsageError(
+            f"{name} is one rank of {gang_id}, which restarts as a whole: rrl restart {state.run} {gang_id}"
+        )
     if name not in gangs:
         raise UsageError(f'no replica "{name}" in this run; it has {", ".join(gangs)}')
     if state.replica(ReplicaId(name)).status is Status.COMPLETED:

@@ -38,7 +38,9 @@ def show_live(name: str | None) -> int:
     return 0
 
 
-def follow(run: RunDir, *, keys: bool, stop: threading.Event | None = None, require_manager: bool = False) -> State | None:
+def follow(
+    run: RunDir, *, keys: bool, stop: threading.Event | None = None, require_manager: bool = False
+) -> State | None:
     """Look until the run has ended, ``q`` was pressed (``keys``), or ``stop`` was set. Ctrl-C passes through.
 
     Returns the last state seen; its ``outcome`` is None when somebody stopped looking before the end. ``insist``
@@ -83,7 +85,12 @@ class _Watcher:
             self._holder, self._renewed_at, self._slurm = current, time.monotonic(), None
         if self.state is not None and self.state.outcome is not None:
             return self.run.summary.exists() or time.monotonic() - self._renewed_at > SUMMARY_TIMEOUT_S
-        if self._require_manager and self.silence_s and (gone := manager_gone(self.run)) and not _runs_on_slurm(self.run):
+        if (
+            self._require_manager
+            and self.silence_s
+            and (gone := manager_gone(self.run))
+            and not _runs_on_slurm(self.run)
+        ):
             raise OperationFailed(f"the manager of {self.run.id} is gone (its output: {self.run.submit}): {gone}")
         if self._require_manager and (liveness := self.liveness).standing == INTERRUPTED:
             raise OperationFailed(f"{self.run.id} is interrupted: {liveness}")
@@ -141,7 +148,9 @@ def _print_progress(watcher: _Watcher, stop: threading.Event) -> None:
 
 
 def _incarnations_text(state: State) -> str:
-    return " ".join(f"{replica.id}#{replica.incarnation_number}:{replica.status}" for replica in state.replicas.values())
+    return " ".join(
+        f"{replica.id}#{replica.incarnation_number}:{replica.status}" for replica in state.replicas.values()
+    )
 
 
 def _runs_on_slurm(run: RunDir) -> bool:

@@ -12,16 +12,16 @@ from typing import TypeVar
 
 import msgspec
 
-from ...core.faults import FaultTrigger, Fault, FaultKind, FaultProblem, resolve_target, parse_trigger
+from ...core.faults import Fault, FaultKind, FaultProblem, FaultTrigger, parse_trigger, resolve_target
 from ...core.run_dir import RunDir
 from ...core.run_spec import RunSpec
 from ...manager.intake.user_commands import Command, rejection
 from ...manager.model import events as ev
 from ...manager.model.state import State
 from ...manager.storage.journal import replay
-from ..common.command_sender import POLL_INTERVAL_S, ManagerPresence, wait_until_taken, send
+from ..common.command_sender import POLL_INTERVAL_S, ManagerPresence, send, wait_until_taken
 from ..common.output import print_json, print_line
-from ..common.runs import UsageError, OperationFailed, StateReader, find_run, job_of
+from ..common.runs import OperationFailed, StateReader, UsageError, find_run, job_of
 
 _T = TypeVar("_T")
 

@@ -90,7 +90,9 @@ def stale_lease(run: RunDir, state: State) -> str:
 def surely_gone(lease_holder: LeaseHolder | None) -> bool:
     """Return whether this machine can tell for certain that no manager lives: nobody holds the lease, or its holder's
     process ran here and has ended."""
-    return lease_holder is None or (lease_holder.host == socket.gethostname() and not os.path.exists(f"/proc/{lease_holder.pid}"))
+    return lease_holder is None or (
+        lease_holder.host == socket.gethostname() and not os.path.exists(f"/proc/{lease_holder.pid}")
+    )
 
 
 def owner_of(run: RunDir) -> int:

@@ -18,7 +18,7 @@ from ...core.units import seconds
 from ...manager.bootstrap import start as starting
 from ...manager.model.state import State
 from ...manager.storage.journal import JournalError
-from ..common.runs import UsageError, OperationFailed, check_manageable, find_run, read_state
+from ..common.runs import OperationFailed, UsageError, check_manageable, find_run, read_state
 from ..job.check import preflight, preview_or_fail, print_warnings
 from .manager_liveness import manager_gone
 from .submit import print_started, watch_until_end
@@ -57,7 +57,9 @@ def _check_ended(run: RunDir, state: State | None) -> None:
         raise UsageError(f"{run.id} has not begun yet; see: rrl status {run.id}")
     if state.outcome is None:
         alone = manager_gone(run)
-        raise UsageError(f"{run.id} has not ended{'; its manager: ' + alone if alone else ''}; see: rrl status {run.id}")
+        raise UsageError(
+            f"{run.id} has not ended{'; its manager: ' + alone if alone else ''}; see: rrl status {run.id}"
+        )
 
 
 def _job(run: RunDir, changed: Path | None, steps: int | None, walltime: str | None) -> tuple[Job, bytes, Path]:

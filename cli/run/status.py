@@ -14,7 +14,7 @@ from ...core.run_dir import RunDir, runs_root
 from ...core.types import Outcome
 from ...manager.model.state import State
 from ..common.output import console, print_json, print_line, show
-from ..common.runs import UsageError, OperationFailed, StateReader, all_runs, find_run, job_of, read_state, summary_of
+from ..common.runs import OperationFailed, StateReader, UsageError, all_runs, find_run, job_of, read_state, summary_of
 from ..views.status import standing, status_view
 from ..views.summary import recoveries_view, runs_view
 from .manager_liveness import (
@@ -73,7 +73,9 @@ def _as_json(run: RunDir, state: State) -> dict[str, Any]:
 
 def picture(run: RunDir, state: State, width: int, manager_liveness: Liveness = Liveness()) -> RenderableType:
     """The status view, and what the summary adds once the run has ended."""
-    view = status_view(state, time.time(), width, (manager_liveness.note, manager_liveness.advice), manager_liveness.standing)
+    view = status_view(
+        state, time.time(), width, (manager_liveness.note, manager_liveness.advice), manager_liveness.standing
+    )
     summary = summary_of(run) if state.outcome is not None else None
     if summary is None or not (recoveries := summary.get("recoveries")):
         return view

@@ -21,7 +21,7 @@ from ...manager.storage.lease import LeaseHeld
 from ...manager.storage.resume_request import read_pending
 from ..common.command_sender import POLL_INTERVAL_S
 from ..common.output import print_json, show
-from ..common.runs import UsageError, OperationFailed, StateReader, check_manageable, find_run, read_state, summary_of
+from ..common.runs import OperationFailed, StateReader, UsageError, check_manageable, find_run, read_state, summary_of
 from ..job.check import preflight, preview_or_fail, print_warnings
 from ..views.summary import summary_view
 from .follow import follow
@@ -126,7 +126,9 @@ def _manager(run: RunDir, *, foreground: bool) -> str | None:
     except JournalError as error:
         raise UsageError(str(error)) from None
     except OSError as error:
-        raise OperationFailed(f"{error.filename or run.path}: {error.strerror}" if error.strerror else str(error)) from None
+        raise OperationFailed(
+            f"{error.filename or run.path}: {error.strerror}" if error.strerror else str(error)
+        ) from None
     except LeaseHeld as error:
         raise OperationFailed(str(error)) from None
 

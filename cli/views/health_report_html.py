@@ -12,8 +12,8 @@ import jinja2
 from ...health.history.cache import Sources
 from ...health.report.model import Day, NodeReport, Report, SiteReport
 from .formatting import folded, span
+from .health_report import drain_text, interval, is_notable, rows_of, utc_time
 from .health_report import figure as digits
-from .health_report import interval, utc_time, is_notable, rows_of, drain_text
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 900, 180, 34, 22
 """of the plot, in its own units"""
@@ -95,7 +95,10 @@ def chart(days: list[Day]) -> dict[str, Any]:
                 "x": round(x + step * 0.1, 1), "y": round(top, 1), "width": round(step * 0.8, 1),
                 "height": round(height, 1), "colour": _COLOURS.get(cause, _OTHER), "title": f"{name}: {number} {cause}",
             })  # fmt: skip
-    ticks = [{"y": round(HEIGHT - BOTTOM - plot_height * n / max_failures, 1), "label": n} for n in range(0, max_failures + 1, every)]
+    ticks = [
+        {"y": round(HEIGHT - BOTTOM - plot_height * n / max_failures, 1), "label": n}
+        for n in range(0, max_failures + 1, every)
+    ]
     key = [{"name": cause, "colour": _COLOURS.get(cause, _OTHER)} for cause in causes]
     return {"bars": bars, "width": WIDTH, "height": HEIGHT, "ticks": ticks, "labels": labels, "key": key}
 

@@ -102,7 +102,10 @@ def standing(state: State) -> tuple[str, str]:
         return f"ending ({state.finish.outcome.value})", _OUTCOME[state.finish.outcome]
     if not any(allocation.running for allocation in state.allocations.values()):
         return "waiting for nodes", "yellow"
-    failing = any(finding.verdict is Verdict.FAIL and not _is_on_excluded_node(state, finding) for finding in state.findings.values())
+    failing = any(
+        finding.verdict is Verdict.FAIL and not _is_on_excluded_node(state, finding)
+        for finding in state.findings.values()
+    )
     if failing or any(replica.status not in _NORMAL_STATUSES for replica in workers(state)):
         return ("recovering" if failing or state.recoveries else "starting"), "cyan"
     return "running", "green"
@@ -131,7 +134,9 @@ def _facts(state: State, now: float, width: int, notes: Sequence[str]) -> Render
         facts.add_row("stale", Text(text, "yellow"))
     if state.outcome is None:
         facts.add_row("nodes", _nodes(state))
-        if transports := sorted({one.weight_address.partition("://")[0] for one in workers(state) if one.is_current and one.weight_address}):
+        if transports := sorted(
+            {one.weight_address.partition("://")[0] for one in workers(state) if one.is_current and one.weight_address}
+        ):
             listed = " and ".join([*([", ".join(transports[:-1])] if len(transports) > 1 else []), transports[-1]])
             mixed = "nixl" in transports and len(transports) > 1  # tcp and ucx understand each other
             apart = "; those cannot pull from each other" if mixed else ""
@@ -159,7 +164,9 @@ def _held_back_nodes(state: State, now: float) -> Iterator[str]:
     from ...manager.planner.recovery.node_exclusion import deferred_exclusions
 
     for held_exclusion in deferred_exclusions(state, now):
-        until = "until Slurm says otherwise" if held_exclusion.until == inf else f"for {span(held_exclusion.until - now)}"
+        until = (
+            "until Slurm says otherwise" if held_exclusion.until == inf else f"for {span(held_exclusion.until - now)}"
+        )
         yield f"{held_exclusion.exclude.node} stays in use {until}: {held_exclusion.why} ({'; '.join(held_exclusion.exclude.why.evidence)})"
 
 
@@ -241,7 +248,7 @@ def _replicas(state: State, now: float, width: int) -> RenderableType:
         header_style="bright_black", border_style="bright_black",
     )  # fmt: skip
     table.add_column("replica", no_wrap=True)
-    table.add_column("life", justify="right", no_wrap=True)
+    table.add_column("#", justify="right", no_wrap=True)
     table.add_column("node", no_wrap=True, overflow="ellipsis", max_width=16 if width >= NARROW_COLUMNS else 10)
     table.add_column("doing", no_wrap=True)
     table.add_column("for", justify="right", no_wrap=True)
@@ -312,7 +319,12 @@ def _findings(state: State, now: float) -> RenderableType | None:
         verdict = Text(f"! {finding.verdict.value}", _VERDICT.get(finding.verdict, "white"))
         evidence = "; ".join(one.text for one in finding.evidence)
         ago = f"{span(now - finding.since)} ago"
-        grid.add_row(verdict, str(finding.incarnation or finding.node or "the run"), ago, f"{_detector_text(finding)}: {evidence}")
+        grid.add_row(
+            verdict,
+            str(finding.incarnation or finding.node or "the run"),
+            ago,
+            f"{_detector_text(finding)}: {evidence}",
+        )
     return grid
 
 
@@ -323,7 +335,10 @@ def _detector_text(finding: Finding) -> str:
 def _failures(state: State, now: float) -> RenderableType | None:
     """What failed of late and how far its replacement is."""
     recent = [
-        (failure, replica) for replica in workers(state) for failure in replica.failures if now - failure.at < RECENT_FAILURE_S
+        (failure, replica)
+        for replica in workers(state)
+        for failure in replica.failures
+        if now - failure.at < RECENT_FAILURE_S
     ]
     if not recent:
         return None

@@ -78,7 +78,9 @@ def _recovery_text(one: dict[str, Any]) -> str:
 def _faults(injected: int, recoveries: list[dict[str, Any]], unprovoked: int | None) -> str:
     recovered = sum(one.get("total_s") is not None for one in recoveries)
     real = f"; {unprovoked} of them not injected" if unprovoked and injected else ""
-    lost = f", {len(recoveries) - recovered} not" if recovered < len(recoveries) else ""  # what was put there never worked
+    lost = (
+        f", {len(recoveries) - recovered} not" if recovered < len(recoveries) else ""
+    )  # what was put there never worked
     return f"{injected} injected; {recovered} recovered from{lost}{real}"
 
 

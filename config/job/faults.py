@@ -8,12 +8,12 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from ...core.faults import FAULT_TRAITS, FaultTrigger, Fault, FaultKind, resolve_target, parse_trigger
+from ...core.faults import FAULT_TRAITS, Fault, FaultKind, FaultTrigger, parse_trigger, resolve_target
 from ...core.units import Duration
 from .base import Table, Time
 
 MAX_RANDOM_FAULTS = 1000
-"""faults that one entry of [[faults.random]] gives at most: they lie in view.json and in the journal, 80 bytes each"""
+"""faults that one entry of [[faults.random]] gives at most: they lie in run_spec.json and in the journal, 80 bytes each"""
 
 
 def _check_trigger(text: str) -> str:
@@ -68,7 +68,12 @@ def plan_faults(table: FaultsTable, replicas: Mapping[str, int], horizon: float)
     draw = random.Random(table.seed)
     planned = [
         Fault(
-            f"f{i}", one.kind, resolve_target(one.target, one.kind, replicas, draw), parse_trigger(one.at), one.seconds, one.amount
+            f"f{i}",
+            one.kind,
+            resolve_target(one.target, one.kind, replicas, draw),
+            parse_trigger(one.at),
+            one.seconds,
+            one.amount,
         )
         for i, one in enumerate(table.planned)
     ]
@@ -80,7 +85,9 @@ def plan_faults(table: FaultsTable, replicas: Mapping[str, int], horizon: float)
                 break
             kind = draw.choice(some.kinds)
             target = resolve_target(some.target, kind, replicas, draw)
-            planned.append(Fault(f"r{index}.{count}", kind, target, FaultTrigger(time=round(at, 1)), *values_for_kind(kind, some)))
+            planned.append(
+                Fault(f"r{index}.{count}", kind, target, FaultTrigger(time=round(at, 1)), *values_for_kind(kind, some))
+            )
     return tuple(planned)
 
 

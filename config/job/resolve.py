@@ -106,7 +106,9 @@ def _node_groups(job: Job, roles: tuple[RoleSpec, ...]) -> tuple[NodeGroup, ...]
             walltime = table.walltime or term
             needed = role.min_replicas if separate else role.replicas
             nodes, needed = role.replicas * role.nodes, needed * role.nodes
-            groups.append(NodeGroup(role.name, (role.name,), nodes, role.members_on_node, walltime, options, separate, needed))
+            groups.append(
+                NodeGroup(role.name, (role.name,), nodes, role.members_on_node, walltime, options, separate, needed)
+            )
     return tuple(sorted(groups, key=lambda part: -part.nodes))  # Slurm is kindest to the largest component as its first
 
 

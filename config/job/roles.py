@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from ...core.units import Size
-from .base import Count, SbatchOptions, Strings, Table, Time, OptionalTime, environment
+from .base import Count, OptionalTime, SbatchOptions, Strings, Table, Time, environment
 
 POOL, SHARED = "pool", "shared"
 RESERVED_GROUPS = (POOL, SHARED)

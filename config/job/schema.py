@@ -18,7 +18,7 @@ from ...core import run_spec
 from ...core.faults import MANAGER
 from ...core.types import AGENT, STANDBY_ROLE
 from ...core.units import Duration, Size
-from .base import SbatchOptions, Strings, Table, Time, OptionalTime, mistake
+from .base import OptionalTime, SbatchOptions, Strings, Table, Time, mistake
 from .faults import FaultsTable
 from .roles import RESERVED_GROUPS, CommandRole, Role, Roles
 from .site import ClusterTable, ContainerTable, EnvTable, ManagerTable, Network

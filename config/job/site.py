@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 
 from ...core.run_spec import DEFAULT_LOG_LEVEL, LogLevel
 from ...core.units import Size
-from .base import SbatchOptions, Table, Time, OptionalTime
+from .base import OptionalTime, SbatchOptions, Table, Time
 
 
 def _lines(lines: tuple[str, ...]) -> tuple[str, ...]:

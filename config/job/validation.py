@@ -7,11 +7,19 @@ import json
 import math
 from typing import TYPE_CHECKING
 
-from ...core.faults import FAULT_TRAITS, FaultKind, TargetKind, FaultProblem, InvalidFault, parse_trigger, validate_fault
+from ...core.faults import (
+    FAULT_TRAITS,
+    FaultKind,
+    FaultProblem,
+    InvalidFault,
+    TargetKind,
+    parse_trigger,
+    validate_fault,
+)
 from ...core.phases import PHASES
 from ...core.units import duration_text
 from ..model_folder import BUILT_MAX_LENGTH, SHAPE_KEYS
-from ..vllm_arguments import TENSOR_PARALLEL_SIZE, RESERVED_ARGUMENTS
+from ..vllm_arguments import RESERVED_ARGUMENTS, TENSOR_PARALLEL_SIZE
 from .base import mistake
 from .faults import values_for_kind
 from .resolve import resolve
@@ -173,7 +181,7 @@ def _gang(at: tuple[str, str], role: Role) -> None:
 
 def _donor_rollouts(job: Job) -> None:
     """Only what is asked for by number can be a mistake: ``auto`` takes what there is."""
-    trainer, at = job.roles.trainer, ("roles", "trainer", "standbys")
+    trainer, at = job.roles.trainer, ("roles", "trainer", "donor_rollouts")
     if trainer.donor_rollouts == "auto" or not trainer.donor_rollouts:
         return
     if not trainer.warm:
@@ -280,7 +288,9 @@ def _faults(job: Job) -> None:
     replicas = {name: role.replicas for name, role in job.every_role().items()}
     ranks = {name: role.ranks for name, role in job.every_role().items()}
     for index, one in enumerate(job.faults.planned):
-        if wrong := validate_fault(one.kind, one.target, one.seconds, one.amount, replicas, parse_trigger(one.at), ranks):
+        if wrong := validate_fault(
+            one.kind, one.target, one.seconds, one.amount, replicas, parse_trigger(one.at), ranks
+        ):
             raise mistake(("faults", "planned", index, _key(wrong, "kind")), wrong.text)
         _check_needs_worker_api(job, one.kind, one.target, ("faults", "planned", index, "kind"))
     for index, some in enumerate(job.faults.random):
@@ -298,7 +308,12 @@ def _check_needs_worker_api(job: Job, kind: FaultKind, target: str, at: tuple[st
     """What a role does to itself, it must be asked to through the worker API."""
     role = job.every_role().get(target.partition("/")[0])
     traits = FAULT_TRAITS[kind]
-    if traits.target_kind is TargetKind.REPLICA and not traits.by_signals and isinstance(role, CommandRole) and role.watch != "api":
+    if (
+        traits.target_kind is TargetKind.REPLICA
+        and not traits.by_signals
+        and isinstance(role, CommandRole)
+        and role.watch != "api"
+    ):
         raise mistake(at, f'{kind} needs the worker API, and {target} is only watched (watch = "{role.watch}")')
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ...config.health_rules import Rules
 from ...core.types import Cause, Remedy, Verdict
 from ..readers.samples import DcgmIncident, NvmlData
-from .base import Problem, Check, CheckResult, Unknown, fail, warn
+from .base import Check, CheckResult, Problem, Unknown, fail, warn
 from .gpu_links import is_wired, lost_links
 from .node_state import HEALTH_RUNS, NodeState
 
@@ -59,7 +59,11 @@ def _diag(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
         if incident.source == "diag" and not incident.system.lower().startswith(_SKIPPED_TESTS):
             for bad in _problems(incident, _unbridged(state)):
                 failed = incident.severity == "fail" and bad.verdict is Verdict.WARN and not _known(incident.code)
-                yield Problem(Verdict.FAIL, bad.cause, Remedy.EXCLUDE, bad.text, bad.component, failures_to_raise=1) if failed else bad
+                yield (
+                    Problem(Verdict.FAIL, bad.cause, Remedy.EXCLUDE, bad.text, bad.component, failures_to_raise=1)
+                    if failed
+                    else bad
+                )
 
 
 def _exporter(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:

@@ -28,7 +28,7 @@ from ...config.health_rules import Rules
 from ...core.types import Cause, Evidence, Finding, Flag, NodeName, Remedy, Verdict
 from ..readers.samples import READERS, HostData
 from . import dcgm, fabric, gpu, gpu_links, host, kernel_log, xid
-from .base import Problem, Check, Passed, CheckResult, Unknown, fail
+from .base import Check, CheckResult, Passed, Problem, Unknown, fail
 from .node_state import NodeState
 
 _MAX_EVIDENCE_LINES = 5
@@ -128,8 +128,12 @@ class CheckHysteresis:
         failing = problem is not None and problem.verdict is Verdict.FAIL
         if problem is not None and not self.problems_in_row and self.failure is None and self.warning is None:
             self.since = at if problem.at is None else problem.at
-        self.problems_in_row, self.passes_in_row = (self.problems_in_row + 1, 0) if problem is not None else (0, self.passes_in_row + 1)
-        self.failures_in_row, self.non_failures_in_row = (self.failures_in_row + 1, 0) if failing else (0, self.non_failures_in_row + 1)
+        self.problems_in_row, self.passes_in_row = (
+            (self.problems_in_row + 1, 0) if problem is not None else (0, self.passes_in_row + 1)
+        )
+        self.failures_in_row, self.non_failures_in_row = (
+            (self.failures_in_row + 1, 0) if failing else (0, self.non_failures_in_row + 1)
+        )
         if problem is not None:
             self.passes_to_clear = rules.hysteresis.good if problem.passes_to_clear is None else problem.passes_to_clear
         if self.failure is not None and self.non_failures_in_row >= self.passes_to_clear:
@@ -234,11 +238,15 @@ def _unreadable(check: Check, state: NodeState, rules: Rules) -> Unknown | None:
     if not unread or check.name == "readers" or (check.any_reader and len(unread) < len(newest)):
         return None  # "readers" judges those that do not read
     expected = any(one is not None and _is_missing(reader, state, rules) for reader, one in unread.items())
-    reasons = (f"{reader}: {one.why or one.state}" if one else f"{reader}: not read yet" for reader, one in unread.items())
+    reasons = (
+        f"{reader}: {one.why or one.state}" if one else f"{reader}: not read yet" for reader, one in unread.items()
+    )
     return Unknown("; ".join(reasons), makes_node_unknown=expected)
 
 
-def _update_hysteresis(results: list[CheckResult], hysteresis: dict[str, CheckHysteresis], rules: Rules, at: float) -> None:
+def _update_hysteresis(
+    results: list[CheckResult], hysteresis: dict[str, CheckHysteresis], rules: Rules, at: float
+) -> None:
     """One look: at the parts that are bad, and at those that were."""
     problems: dict[str, Problem] = {}
     for one in results:
@@ -274,8 +282,15 @@ def _plain_problem(*text: str) -> Problem:
 
 
 # ── findings ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _finding(check: Check, memo: _Memo, verdict: Verdict, since: float, problem: Problem, component: str = "") -> Finding:
-    text, proof, remedy, flags = problem.text[:_MAX_EVIDENCE_LINES], problem.proof and verdict is Verdict.FAIL, problem.remedy, problem.flags
+def _finding(
+    check: Check, memo: _Memo, verdict: Verdict, since: float, problem: Problem, component: str = ""
+) -> Finding:
+    text, proof, remedy, flags = (
+        problem.text[:_MAX_EVIDENCE_LINES],
+        problem.proof and verdict is Verdict.FAIL,
+        problem.remedy,
+        problem.flags,
+    )
     if verdict is Verdict.FAIL and memo.rules.checks.get(check.name) == "observe":
         verdict, proof, remedy, flags = Verdict.WARN, False, Remedy.NONE, (*flags, Flag.OBSERVED)
         text = (*text[: _MAX_EVIDENCE_LINES - 1], "observe only: nothing is done for it")
@@ -289,7 +304,9 @@ def _with_gpu_label(finding: Finding, state: NodeState) -> Finding:
     """What failed, in the words that a request for its replacement needs."""
     if finding.verdict is not Verdict.FAIL or not (label := state.gpu_labels.get(finding.component)):
         return finding
-    return structs.replace(finding, evidence=(*finding.evidence[: _MAX_EVIDENCE_LINES - 1], Evidence("nvml", label, finding.since)))
+    return structs.replace(
+        finding, evidence=(*finding.evidence[: _MAX_EVIDENCE_LINES - 1], Evidence("nvml", label, finding.since))
+    )
 
 
 def _unknown_finding(check: Check, unknowns: list[Unknown], at: float, memo: _Memo) -> Finding:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ...config.health_rules import FabricRules, Rules
 from ...core.types import Cause, Remedy
 from ..readers.samples import FabricData
-from .base import Problem, Check, CheckResult, Unknown, fail, warn
+from .base import Check, CheckResult, Problem, Unknown, fail, warn
 from .node_state import NodeState
 
 _HOUR_S, _MINUTE_S, _RATE_WINDOW_S = 3600.0, 60.0, 30.0
@@ -99,7 +99,11 @@ def _exceeded_rates(state: NodeState, name: str, limits: FabricRules) -> Iterato
 
 def _increase(state: NodeState, name: str, counter: str, window: float) -> int:
     counter_history = state.counter("port", name, counter)
-    return counter_history.increase_within(window, state.reading_at("fabric")) if counter_history is not None and counter_history.increase else 0
+    return (
+        counter_history.increase_within(window, state.reading_at("fabric"))
+        if counter_history is not None and counter_history.increase
+        else 0
+    )
 
 
 _FABRIC = ("fabric",)

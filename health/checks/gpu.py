@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from ...config.health_rules import Rules
 from ...core.types import Cause, Remedy
 from ..readers.samples import Gpu, NvmlData
-from .base import Problem, Check, CheckResult, Unknown, fail, warn
+from .base import Check, CheckResult, Problem, Unknown, fail, warn
 from .node_state import ALL_GPUS, NodeState
 
 _RECOVERY_REMEDIES = {
@@ -28,7 +28,9 @@ _MAX_GPUS_NAMED = 3
 """GPUs that are named where one reason is unknown for several"""
 
 
-def for_each_gpu(fields: tuple[str, ...], check: Callable[[Gpu, NodeState, Rules], Iterable[Problem]]) -> Callable[..., Iterator[CheckResult]]:
+def for_each_gpu(
+    fields: tuple[str, ...], check: Callable[[Gpu, NodeState, Rules], Iterable[Problem]]
+) -> Callable[..., Iterator[CheckResult]]:
     """A look at every GPU that can be talked to; UNKNOWN for those of which no field of these was read."""
 
     def run(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
@@ -46,7 +48,9 @@ def for_each_gpu(fields: tuple[str, ...], check: Callable[[Gpu, NodeState, Rules
 
 
 def _unreadable(why: str, gpus: list[Gpu]) -> Unknown:
-    some = ", ".join(str(gpu.index) for gpu in gpus[:_MAX_GPUS_NAMED]) + (", ..." if len(gpus) > _MAX_GPUS_NAMED else "")
+    some = ", ".join(str(gpu.index) for gpu in gpus[:_MAX_GPUS_NAMED]) + (
+        ", ..." if len(gpus) > _MAX_GPUS_NAMED else ""
+    )
     return Unknown(f"{why} (GPU {some})", components=tuple(gpu.uuid for gpu in gpus))
 
 
@@ -82,7 +86,14 @@ def _lost(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
             remedy = _RECOVERY_REMEDIES.get(gpu.recovery_action or "", otherwise)
             vague = gpu.lost == _UNKNOWN_ERROR
             needs = rules.gpu.unknown_error if vague else None
-            yield fail(Cause.GPU, remedy, text, component=gpu.uuid or f"gpu{gpu.index}", proof=not vague, failures_to_raise=needs)
+            yield fail(
+                Cause.GPU,
+                remedy,
+                text,
+                component=gpu.uuid or f"gpu{gpu.index}",
+                proof=not vague,
+                failures_to_raise=needs,
+            )
 
 
 def _recovery(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
@@ -111,7 +122,11 @@ def _ecc_corrected(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem
         text = f"GPU {gpu.index}: more than {rules.gpu.ecc_corrected} corrected ECC errors since its driver was loaded"
         yield warn(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid)
     counter, limit = state.counter("gpu", gpu.uuid, "ecc_volatile_corrected"), rules.gpu.ecc_corrected_rate
-    if counter and counter.increase and counter.increase_within(_MINUTE_S, state.reading_at("nvml")) > limit * _MINUTE_S:
+    if (
+        counter
+        and counter.increase
+        and counter.increase_within(_MINUTE_S, state.reading_at("nvml")) > limit * _MINUTE_S
+    ):
         text = f"GPU {gpu.index}: more than {limit:g} corrected ECC errors a second"
         yield warn(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid)
 
@@ -173,13 +188,20 @@ def _at_limit(now: int | None, limit: int | None) -> bool | None:
     return None if now is None or not limit else now >= limit
 
 
-_SLOWDOWN_REASONS = {"hw_thermal": "heat", "sw_thermal": "heat", "hw_power_brake": "power brake", "hw_slowdown": "hardware"}
+_SLOWDOWN_REASONS = {
+    "hw_thermal": "heat",
+    "sw_thermal": "heat",
+    "hw_power_brake": "power brake",
+    "hw_slowdown": "hardware",
+}
 """clocks event reasons that mean something, the most telling first: ``hw_slowdown`` comes with others, and they come in
 turns; a power cap is how GPUs are run (NVSentinel ignores it too)"""
 
 
 def _throttle(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
-    if why := next((text_of_reason for name, text_of_reason in _SLOWDOWN_REASONS.items() if name in (gpu.clock_reasons or ())), ""):
+    if why := next(
+        (text_of_reason for name, text_of_reason in _SLOWDOWN_REASONS.items() if name in (gpu.clock_reasons or ())), ""
+    ):
         text = f"GPU {gpu.index} is slowed down: {why}"
         n = rules.gpu.throttled
         yield warn(Cause.GPU, Remedy.NONE, text, component=gpu.uuid, failures_to_raise=n, passes_to_clear=n)
@@ -218,7 +240,9 @@ def _memory(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
 def _processes(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
     foreign = [process for process in gpu.processes or () if not process.name.startswith(_MPS)]
     if foreign and _is_expected_free(gpu, state):
-        processes = "; ".join(f"pid {p.pid}{f' of uid {p.uid}' if p.uid is not None else ''}" for p in foreign[:_MAX_GPUS_NAMED])
+        processes = "; ".join(
+            f"pid {p.pid}{f' of uid {p.uid}' if p.uid is not None else ''}" for p in foreign[:_MAX_GPUS_NAMED]
+        )
         text = f"GPU {gpu.index} is used by another process before a role starts: {processes}"
         yield fail(Cause.USER, Remedy.NONE, text, component=gpu.uuid, failures_to_raise=rules.gpu.reclaim)
 

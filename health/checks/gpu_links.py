@@ -8,7 +8,7 @@ from math import ceil, floor
 from ...config.health_rules import LinkRules, Rules
 from ...core.types import Cause, Remedy
 from ..readers.samples import Gpu
-from .base import Problem, Check, fail, warn
+from .base import Check, Problem, fail, warn
 from .gpu import for_each_gpu, present
 from .node_state import REGISTERING_STATES, NodeState
 

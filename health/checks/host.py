@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ...config.health_rules import Rules
 from ...core.types import Cause, Remedy
 from ..readers.samples import MOUNT_ATTEMPTS, HostData, StuckProcess
-from .base import Check, Passed, CheckResult, Unknown, fail, warn
+from .base import Check, CheckResult, Passed, Unknown, fail, warn
 from .node_state import NodeState
 
 _SHARED_FILESYSTEMS = (
@@ -100,9 +100,16 @@ def _stuck(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     at, host = state.reading_at("host"), _host(state)
     for one in host.stuck:
         since = at - one.seconds
-        owned_by_us = one.uid == state.own_uid if state.own_uid is not None else one.uid != _ROOT  # kernel threads are often in state D
+        owned_by_us = (
+            one.uid == state.own_uid if state.own_uid is not None else one.uid != _ROOT
+        )  # kernel threads are often in state D
         if owned_by_us and any(at - kill >= rules.host.stuck_after_kill and since <= kill for kill in state.our_kills):
-            yield fail(Cause.NODE, Remedy.REBOOT, f"{_process_text(one)} outlived our kill in state D", component=f"pid {one.pid}")
+            yield fail(
+                Cause.NODE,
+                Remedy.REBOOT,
+                f"{_process_text(one)} outlived our kill in state D",
+                component=f"pid {one.pid}",
+            )
         elif one.seconds >= rules.host.stuck:
             text = f"{_process_text(one)} is in state D for {rules.host.stuck:g} s or more"
             yield warn(Cause.NODE, Remedy.NONE, text, component=f"pid {one.pid}")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ...config.health_rules import Rules
 from ...core.types import Cause, Remedy
-from .base import Problem, Check, CheckResult, fail, warn
+from .base import Check, CheckResult, Problem, fail, warn
 from .node_state import LogLine, NodeState
 from .xid_events import is_fatal
 
@@ -101,7 +101,9 @@ def _flaps(state: NodeState, rules: Rules, now: float) -> Iterator[Problem]:
         text = f"link of {device or 'a network device'} went down: {_first(lines)}"
         if often:
             again = f"at least {rules.kernel.flaps} times within {rules.kernel.flap_window:g} s"
-            yield fail(Cause.FABRIC, Remedy.SUPPORT, f"{text}, {again}", component=device, failures_to_raise=1, at=lines[0].at)
+            yield fail(
+                Cause.FABRIC, Remedy.SUPPORT, f"{text}, {again}", component=device, failures_to_raise=1, at=lines[0].at
+            )
         else:
             yield warn(Cause.FABRIC, Remedy.NONE, text, component=device, at=lines[0].at)
 

@@ -217,7 +217,12 @@ class NodeState:
         for gpu in data.gpus:
             self._add_gpu(gpu, at)
             if gpu.uuid and (gpu.serial or gpu.name):  # of a lost one they are gone
-                named = (("serial", gpu.serial), ("vbios", gpu.vbios), ("driver", data.driver), ("boot id", self.boot_id))
+                named = (
+                    ("serial", gpu.serial),
+                    ("vbios", gpu.vbios),
+                    ("driver", data.driver),
+                    ("boot id", self.boot_id),
+                )
                 labels = (f"{name} {word}" for name, word in named if word)
                 self.gpu_labels[gpu.uuid] = ", ".join((f"GPU {gpu.index} {gpu.name}".rstrip(), *labels))
         for event in data.xids:
@@ -280,7 +285,9 @@ class NodeState:
     ) -> None:  # fmt: skip
         before_start = self._is_before_start(at)
         tenant = None if before_start else self._tenants.get(self.xids.uuid_of(gpu))
-        event = XidEvent(gpu, code, at, text, before_start=before_start, tenant=tenant, sources={source}, pci_exists=pci_exists)
+        event = XidEvent(
+            gpu, code, at, text, before_start=before_start, tenant=tenant, sources={source}, pci_exists=pci_exists
+        )
         self.xids.add(event)
 
     def _is_before_start(self, at: float) -> bool:
@@ -349,7 +356,9 @@ class HardwareInventory(Struct, frozen=True):
 
 def hardware_inventory(state: NodeState, job: str = "") -> HardwareInventory:
     links = {gpu: tuple(sorted(up)) for gpu, up in sorted(state.links_up.items())}
-    return HardwareInventory(state.boot_id, job, state.max_gpus, tuple(sorted(state.hcas)), tuple(sorted(state.ports_up)), links)
+    return HardwareInventory(
+        state.boot_id, job, state.max_gpus, tuple(sorted(state.hcas)), tuple(sorted(state.ports_up)), links
+    )
 
 
 def restore_inventory(state: NodeState, inventory: HardwareInventory, job: str = "") -> None:

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from ...config.health_rules import Rules
 from ...core.types import Cause, Remedy, Verdict
 from ..readers.samples import Gpu, NvmlData
-from .base import Problem, Check, CheckResult, Unknown, fail, warn
+from .base import Check, CheckResult, Problem, Unknown, fail, warn
 from .node_state import NodeState
-from .xid_events import RECOVERY_ACTION_XID, FATAL_CLASSES, Xid, XidEvent, parse_recovery_action, is_fatal, xid
+from .xid_events import FATAL_CLASSES, RECOVERY_ACTION_XID, Xid, XidEvent, is_fatal, parse_recovery_action, xid
 
 _MAX_EVIDENCE_LINES = 5
 """of evidence"""
@@ -94,7 +94,9 @@ class _Gpu:
         if entry.kind == "app":
             return False
         may_be = event.before_start or event.code in _DRIVER_DECIDES
-        return (self.cleared_at is not None and event.last_reported_at <= self.cleared_at) or (may_be and self._looks_healthy(event.code))
+        return (self.cleared_at is not None and event.last_reported_at <= self.cleared_at) or (
+            may_be and self._looks_healthy(event.code)
+        )
 
     def _looks_healthy(self, code: int) -> bool:
         gpu = self.gpu
@@ -159,7 +161,9 @@ def _driver_action(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
         return None
     others = [(e, x) for e, x in gpu.events if x.kind in (*FATAL_CLASSES, "nvlink") and x.code != RECOVERY_ACTION_XID]
     text = f"Xid 154: the driver asks for {remedy.value.replace('_', ' ')}"
-    return fail(Cause.GPU, remedy, *_evidence(gpu, text, others), component=gpu.name, proof=True, at=gpu.stated_action[0])
+    return fail(
+        Cause.GPU, remedy, *_evidence(gpu, text, others), component=gpu.name, proof=True, at=gpu.stated_action[0]
+    )
 
 
 def _fatal(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
@@ -181,7 +185,14 @@ def _nvlink(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
                     component=gpu.name, failures_to_raise=1, at=found[0][0].at)  # fmt: skip
     if again is not None:
         why = f"NVLink errors again within a day (Xid {again})"
-        return fail(Cause.GPU, Remedy.SUPPORT, *_evidence(gpu, why, found), component=gpu.name, failures_to_raise=1, at=found[0][0].at)
+        return fail(
+            Cause.GPU,
+            Remedy.SUPPORT,
+            *_evidence(gpu, why, found),
+            component=gpu.name,
+            failures_to_raise=1,
+            at=found[0][0].at,
+        )
     return warn(Cause.GPU, Remedy.NONE, *_evidence(gpu, "", found), component=gpu.name, at=found[0][0].at)
 
 
@@ -190,7 +201,14 @@ def _rare(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
     if not (found := [(e, x) for e, x in gpu.acting_events("rest") if gpu.role_died_near(e)]):
         return None
     why = "a role on this GPU died around it"
-    return fail(Cause.GPU, Remedy.EXCLUDE, *_evidence(gpu, why, found), component=gpu.name, failures_to_raise=1, at=found[0][0].at)
+    return fail(
+        Cause.GPU,
+        Remedy.EXCLUDE,
+        *_evidence(gpu, why, found),
+        component=gpu.name,
+        failures_to_raise=1,
+        at=found[0][0].at,
+    )
 
 
 def _application(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
@@ -200,13 +218,22 @@ def _application(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
         times = [e for e, x in found if x.code == code]
         if len(times) < gpu.rules.xid.repeats:
             continue
-        elsewhere = any(other is not gpu and any(x.code == code for _, x in other.acting_events("app")) for other in gpus)
+        elsewhere = any(
+            other is not gpu and any(x.code == code for _, x in other.acting_events("app")) for other in gpus
+        )
         if elsewhere:
             continue
         roles = {e.tenant[0] for e in times if e.tenant}
         if len(roles) > 1:
             why = f"Xid {code} again within a day, under different roles, and on no other GPU: suspect the hardware"
-            return fail(Cause.GPU, Remedy.EXCLUDE, *_evidence(gpu, why, found), component=gpu.name, failures_to_raise=1, at=times[0].at)
+            return fail(
+                Cause.GPU,
+                Remedy.EXCLUDE,
+                *_evidence(gpu, why, found),
+                component=gpu.name,
+                failures_to_raise=1,
+                at=times[0].at,
+            )
         why = f"Xid {code} again within a day, and on no other GPU: suspect the hardware, or what runs there"
         return warn(Cause.GPU, Remedy.NONE, *_evidence(gpu, why, found), component=gpu.name, at=times[0].at)
     return None
@@ -218,7 +245,9 @@ def _remaining(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
         return warn(Cause.GPU, Remedy.SUPPORT, *_evidence(gpu, "", service), component=gpu.name, at=service[0][0].at)
     if rare := gpu.acting_events("rest"):
         return warn(Cause.GPU, Remedy.SUPPORT, *_evidence(gpu, "", rare), component=gpu.name, at=rare[0][0].at)
-    if found := [(e, x) for e, x in gpu.acting_events("app") if not e.before_start]:  # somebody's program crashed here before us
+    if found := [
+        (e, x) for e, x in gpu.acting_events("app") if not e.before_start
+    ]:  # somebody's program crashed here before us
         hardware = any(x.fault in ("gpu", "link") for _, x in found)
         cause = Cause.GPU if hardware else Cause.USER
         return warn(cause, Remedy.NONE, *_evidence(gpu, "", found), component=gpu.name, at=found[0][0].at)
@@ -239,7 +268,9 @@ def _doubtful(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
     if not found:
         return None
     event = found[0][0]
-    return warn(Cause.GPU, Remedy.NONE, *_evidence(gpu, gpu.doubt_reason(event), found), component=gpu.name, at=event.at)
+    return warn(
+        Cause.GPU, Remedy.NONE, *_evidence(gpu, gpu.doubt_reason(event), found), component=gpu.name, at=event.at
+    )
 
 
 _RULES: tuple[Callable[[_Gpu, list[_Gpu]], Problem | None], ...] = (

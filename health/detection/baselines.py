@@ -67,7 +67,9 @@ class ThroughputRounds:
         self._rounds: dict[str, _Round] = {}
         self._passes: dict[Incarnation, dict[Incarnation, tuple[Throughput, float]]] = {}
 
-    def add(self, role: str, incarnation: Incarnation, pace: Throughput, work: int, working: bool, now: float) -> list[Incarnation]:
+    def add(
+        self, role: str, incarnation: Incarnation, pace: Throughput, work: int, working: bool, now: float
+    ) -> list[Incarnation]:
         """``work`` more is done; ``working``: it was at it since last time. Returns whose standing has changed."""
         running = self._rounds.setdefault(role, _Round(now))
         changed: list[Incarnation] = []
@@ -81,7 +83,9 @@ class ThroughputRounds:
         running.members[incarnation] = pace
         return changed
 
-    def on_pass(self, gang: Incarnation, incarnation: Incarnation, pace: Throughput, seconds: float, now: float) -> list[Incarnation]:
+    def on_pass(
+        self, gang: Incarnation, incarnation: Incarnation, pace: Throughput, seconds: float, now: float
+    ) -> list[Incarnation]:
         """A member came through a pass of training in so many s; the round ends when one comes for the second time."""
         members = self._passes.setdefault(gang, {})
         changed: list[Incarnation] = []
@@ -103,12 +107,18 @@ class ThroughputRounds:
 
 
 def _compare(members: Mapping[Incarnation, Throughput], now: float) -> list[Incarnation]:
-    rates = {incarnation: pace.work / pace.seconds for incarnation, pace in members.items() if pace.seconds >= _MIN_ACTIVE_SHARE * THROUGHPUT_WINDOW_S}
+    rates = {
+        incarnation: pace.work / pace.seconds
+        for incarnation, pace in members.items()
+        if pace.seconds >= _MIN_ACTIVE_SHARE * THROUGHPUT_WINDOW_S
+    }
     changed: list[Incarnation] = []
     if len(rates) > _MIN_PEERS and median(members[incarnation].work for incarnation in rates) >= _MIN_MEDIAN_WORK:
         ordered = sorted(rates.values())
         for incarnation, rate in rates.items():
-            if _update_slow_rounds(members[incarnation], rate < SLOW_ROLLOUT_SHARE * _median_without(ordered, rate), now):
+            if _update_slow_rounds(
+                members[incarnation], rate < SLOW_ROLLOUT_SHARE * _median_without(ordered, rate), now
+            ):
                 changed.append(incarnation)
     for pace in members.values():
         pace.work, pace.seconds = 0, 0.0
@@ -196,7 +206,11 @@ class PhaseDurations:
         key = role, phase
         if (known := self._typical.get(key)) is None:
             durations = sorted(self._durations.get(key, ()))
-            known = TypicalDuration(durations[len(durations) // 2], durations[-1]) if len(durations) >= _MIN_DURATIONS else _UNKNOWN
+            known = (
+                TypicalDuration(durations[len(durations) // 2], durations[-1])
+                if len(durations) >= _MIN_DURATIONS
+                else _UNKNOWN
+            )
             self._typical[key] = known
         return known
 

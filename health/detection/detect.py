@@ -18,7 +18,7 @@ from .attribution import gangs
 from .attribution.wait_chains import attribute
 from .detectors.probing import next_probe_on_node
 from .detectors.registry import NODE_DETECTORS, PRESENCE_DETECTORS, PROGRESS_DETECTORS
-from .watch import NodeView, HealthMonitor
+from .watch import HealthMonitor, NodeView
 
 S = TypeVar("S")
 
@@ -57,7 +57,10 @@ def detect(monitor: HealthMonitor, limits: Limits, now: float) -> tuple[list[Fin
         _evaluate_node(monitor, memo, node)
     if again and (before or memo.raw):
         raw = sorted((finding for found in memo.raw.values() for finding in found), key=lambda finding: finding.key)
-        memo.findings = sorted(_suppress_on_failed_nodes(attribute(gangs.judge(raw, monitor), monitor), monitor), key=lambda finding: finding.key)
+        memo.findings = sorted(
+            _suppress_on_failed_nodes(attribute(gangs.judge(raw, monitor), monitor), monitor),
+            key=lambda finding: finding.key,
+        )
     return list(memo.findings), _next_evaluation(memo)
 
 
@@ -103,7 +106,11 @@ def _first_match(
 def _suppress_on_failed_nodes(findings: list[Finding], monitor: HealthMonitor) -> list[Finding]:
     """Where a node has failed, what is on it is replaced anyway: only proof about its replicas is worth saying."""
     failed = {finding.node for finding in findings if finding.node and finding.verdict is Verdict.FAIL}
-    return [f for f in findings if f.incarnation is None or f.proof or monitor.replicas[f.incarnation.replica].node not in failed]
+    return [
+        f
+        for f in findings
+        if f.incarnation is None or f.proof or monitor.replicas[f.incarnation.replica].node not in failed
+    ]
 
 
 # ── when to look again ───────────────────────────────────────────────────────────────────────────────────────────────

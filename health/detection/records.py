@@ -80,7 +80,9 @@ class LoadHistory:
         self.idle_since, self.idle_loads = _extend_run(idle, self.idle_since, self.idle_loads, since)
         gpu_idle = idle if gpu is None else gpu < IDLE_GPU_SHARE
         self.gpu_idle_since = (since if self.gpu_idle_since is None else self.gpu_idle_since) if gpu_idle else None
-        self.spinning_since, self.spinning_loads = _extend_run(spinning, self.spinning_since, self.spinning_loads, since)
+        self.spinning_since, self.spinning_loads = _extend_run(
+            spinning, self.spinning_since, self.spinning_loads, since
+        )
         self.working = not idle and (gpu is None or gpu >= IDLE_GPU_SHARE)
         self.kernel_active = gpu is not None and gpu >= IDLE_GPU_SHARE
         self.ran_kernel = self.ran_kernel or self.kernel_active
@@ -330,5 +332,14 @@ class NodeView:
 
     def suspension_checked(self, limits: Limits) -> bool:
         """The cluster has said, since everything here fell silent, what becomes of its job."""
-        since = self.last_message_at if self.last_message_at is not None else self.agent.last_message_at if self.agent else 0.0
-        return self.suspension_checked_at is not None and self.suspension_checked_at >= since + SUSPEND_CHECK_HEARTBEATS * limits.heartbeat
+        since = (
+            self.last_message_at
+            if self.last_message_at is not None
+            else self.agent.last_message_at
+            if self.agent
+            else 0.0
+        )
+        return (
+            self.suspension_checked_at is not None
+            and self.suspension_checked_at >= since + SUSPEND_CHECK_HEARTBEATS * limits.heartbeat
+        )

@@ -12,11 +12,11 @@ from collections.abc import Collection, Iterator, Mapping
 from ...core.launch import ExitReason
 from ...core.run_spec import Limits
 from ...core.types import AGENT, STANDBY_ROLE, Incarnation, NodeName, ProbeResult, ReplicaId, gang_of, role_of
-from .baselines import RoleBaseline, ThroughputRounds, PhaseDurations
+from .baselines import PhaseDurations, RoleBaseline, ThroughputRounds
 from .records import (  # fmt: skip
-    SUSPEND_CHECK_HEARTBEATS,
-    FLAP_WINDOW_S,
     FLAP_COUNT,
+    FLAP_WINDOW_S,
+    SUSPEND_CHECK_HEARTBEATS,
     NodeView,
     ReplicaView,
     RoleView,
@@ -24,7 +24,15 @@ from .records import (  # fmt: skip
     is_polling,
 )
 
-__all__ = ["SUSPEND_CHECK_HEARTBEATS", "FLAP_COUNT", "FLAP_WINDOW_S", "NodeView", "ReplicaView", "StepEnd", "HealthMonitor"]
+__all__ = [
+    "SUSPEND_CHECK_HEARTBEATS",
+    "FLAP_COUNT",
+    "FLAP_WINDOW_S",
+    "NodeView",
+    "ReplicaView",
+    "StepEnd",
+    "HealthMonitor",
+]
 
 STARTING = "starting"
 """what a worker says before its first phase; how long that took says nothing of the next start, on another node"""
@@ -76,12 +84,23 @@ class HealthMonitor:
         """What an earlier watch had learned; before anything is heard."""
         for name, baseline in baselines.items():
             role = self._roles.setdefault(name, RoleView())
-            role.uses_tensor_cores, role.answers_probes, role.slowest_load = baseline.uses_tensor_cores, baseline.answers_probes, baseline.slowest_load
+            role.uses_tensor_cores, role.answers_probes, role.slowest_load = (
+                baseline.uses_tensor_cores,
+                baseline.answers_probes,
+                baseline.slowest_load,
+            )
             for phase, stats in baseline.phases.items():
                 self._durations.restore(name, phase, stats)
 
     # ── told by the manager ──────────────────────────────────────────────────────────────────────────────────────────
-    def on_launched(self, incarnation: Incarnation, node: NodeName, now: float, standby: Incarnation | None = None, join_timeout_s: float = 0.0) -> None:
+    def on_launched(
+        self,
+        incarnation: Incarnation,
+        node: NodeName,
+        now: float,
+        standby: Incarnation | None = None,
+        join_timeout_s: float = 0.0,
+    ) -> None:
         """It was started, or is believed to run since before this manager. Its join deadline counts from here.
 
         ``shadow``: nothing was started: this one, which stood by on the node, was told to become the life, and is to be
@@ -163,10 +182,12 @@ class HealthMonitor:
         if view.phase != phase:
             self._begin_phase(view, phase, now)
 
-    def on_heartbeat(self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float) -> None:
+    def on_heartbeat(
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float
+    ) -> None:
         """A beat. A phase that is news (its ``entered`` was lost) begins now."""
         if view := self._view_of(incarnation):
-            self._on_message(view, "beat", now)
+            self._on_message(view, "heartbeat", now)
             view.heartbeats += 1
             view.probe.heartbeats += 1
             if view.waits_for is not None and waits_for is None:
@@ -179,7 +200,9 @@ class HealthMonitor:
                 view.start_observed = False  # what another replica takes of its time is not usual
             _set_blocked_by(view, waits_for, now)
 
-    def on_phase(self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float) -> None:
+    def on_phase(
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float
+    ) -> None:
         """A phase begins: a new pass, even of the phase that it was in."""
         if view := self._view_of(incarnation):
             self._on_message(view, "entered", now)
@@ -188,7 +211,9 @@ class HealthMonitor:
             _set_blocked_by(view, waits_for, now)
 
     # ── heard of replicas ────────────────────────────────────────────────────────────────────────────────────────────
-    def on_load(self, incarnation: Incarnation, cpu: float, gpu: float | None, now: float, tensor: float | None = None) -> None:
+    def on_load(
+        self, incarnation: Incarnation, cpu: float, gpu: float | None, now: float, tensor: float | None = None
+    ) -> None:
         """What its node's agent saw it take: cores, and the shares of the time in which a kernel ran and in which
         tensor cores worked (None: nobody can say)."""
         if view := self._view_of(incarnation):
@@ -244,7 +269,9 @@ class HealthMonitor:
         node_view.suspension_checked_at = polled_at
         if not suspended:
             self._resume_node(node_view, now)
-        elif node_view.suspended_at is None and (node_view.last_message_at is None or node_view.last_message_at < polled_at):
+        elif node_view.suspended_at is None and (
+            node_view.last_message_at is None or node_view.last_message_at < polled_at
+        ):
             node_view.suspended_at = polled_at
             self._suspend_gangs(now)
 
@@ -276,7 +303,9 @@ class HealthMonitor:
 
     def workers(self) -> Iterator[ReplicaView]:
         """Every replica but the agents and the shadows, which nobody waits for."""
-        return (view for view in self.replicas.values() if role_of(view.incarnation.replica) not in (AGENT, STANDBY_ROLE))
+        return (
+            view for view in self.replicas.values() if role_of(view.incarnation.replica) not in (AGENT, STANDBY_ROLE)
+        )
 
     def incarnations_on(self, node: NodeName) -> list[Incarnation]:
         """Whoever was launched on this node or says that it is there, and is still believed; agents left out."""
@@ -301,7 +330,9 @@ class HealthMonitor:
         if old is not None and old.incarnation == incarnation:
             self.dirty.add(old.node)
             return old
-        if (old is not None and old.incarnation > incarnation) or incarnation.number <= self._removed.get(incarnation.replica, -1):
+        if (old is not None and old.incarnation > incarnation) or incarnation.number <= self._removed.get(
+            incarnation.replica, -1
+        ):
             return None
         if old is not None:
             self._detach(old)
@@ -353,7 +384,9 @@ class HealthMonitor:
         """Who waits for a suspended member of its gang makes no progress, and cannot."""
         suspended = [node_view for node_view in self.nodes.values() if node_view.suspended_at is not None]
         self.dirty.update(node_view.node for node_view in suspended)
-        self._suspended = {gang_of(incarnation.replica) for node_view in suspended for incarnation in node_view.residents}
+        self._suspended = {
+            gang_of(incarnation.replica) for node_view in suspended for incarnation in node_view.residents
+        }
         for view in self.replicas.values():
             gang_suspended = gang_of(view.incarnation.replica) in self._suspended
             if view.gang_suspended and not gang_suspended:
@@ -391,7 +424,11 @@ class HealthMonitor:
         self._mark_dirty(self._throughput.add(role, view.incarnation, view.throughput, rise, working, now))
 
     def _mark_dirty(self, incarnations: list[Incarnation]) -> None:
-        self.dirty.update(self.replicas[incarnation.replica].node for incarnation in incarnations if incarnation.replica in self.replicas)
+        self.dirty.update(
+            self.replicas[incarnation.replica].node
+            for incarnation in incarnations
+            if incarnation.replica in self.replicas
+        )
 
     def _advance(self, view: ReplicaView, done: int, now: float) -> None:
         """``done`` as told: a rise restarts the clock. What is told first after a silence is only where it stands."""
@@ -438,16 +475,22 @@ class HealthMonitor:
     def _record_duration(self, view: ReplicaView, now: float) -> None:
         """Remember how long this took: a pass of a phase, or where progress counts the gap between two rises."""
         assert view.phase is not None
-        if view.phase == STARTING or not view.start_observed or view.first_pass:  # a first pass compiles and warms up: not usual
+        if (
+            view.phase == STARTING or not view.start_observed or view.first_pass
+        ):  # a first pass compiles and warms up: not usual
             return
         since = view.last_change_at if view.declared.progresses else view.phase_since
         self._durations.add(role_of(view.incarnation.replica), view.phase, now - since)
         if view.declared.own_work:
-            self._set_slowest_load(view.role, self._durations.typical(role_of(view.incarnation.replica), view.phase).longest)
+            self._set_slowest_load(
+                view.role, self._durations.typical(role_of(view.incarnation.replica), view.phase).longest
+            )
         if view.declared.computes and not view.declared.progresses:
             rose = view.done_changed_at > view.phase_since
             worked = (view.done_changed_at if rose else now) - view.phase_since
-            self._mark_dirty(self._throughput.on_pass(view.incarnation.gang, view.incarnation, view.throughput, worked, now))
+            self._mark_dirty(
+                self._throughput.on_pass(view.incarnation.gang, view.incarnation, view.throughput, worked, now)
+            )
 
 
 def _reset(view: ReplicaView, now: float) -> None:
@@ -463,7 +506,12 @@ def _restart_clocks(view: ReplicaView, now: float) -> None:
     view.blocked_since = None if view.waits_for is None else now
     view.loads.reset()
     view.probe.reset()
-    view.throughput.work, view.throughput.seconds, view.throughput.last_added_at, view.throughput.slow_rounds = 0, 0.0, None, 0
+    view.throughput.work, view.throughput.seconds, view.throughput.last_added_at, view.throughput.slow_rounds = (
+        0,
+        0.0,
+        None,
+        0,
+    )
     if view.goodbye_at is not None:
         view.goodbye_at = now
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from .records import Record, SourcedRecord, is_attributable, encode_line, read_line
+from .records import Record, SourcedRecord, encode_line, is_attributable, read_line
 from .user_files import (
     MAX_USER_RECORDS,
     Allowance,
@@ -39,7 +39,7 @@ _HEAD_BYTES = 512
 """bytes at a file's beginning by which it is known again"""
 _BUSY_TIMEOUT_S = 30.0
 """s that another report is waited for"""
-_EXPOSURE_KINDS = ("began", "held", "left", "over", "lost")
+_EXPOSURE_KINDS = ("run_started", "node_acquired", "node_released", "run_ended", "records_lost")
 """kinds that say how long nodes were held, however long ago that began"""
 _TABLES = """
 CREATE TABLE files (id INTEGER PRIMARY KEY, path TEXT UNIQUE, user TEXT, uid INTEGER, run TEXT, inode INTEGER,

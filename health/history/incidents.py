@@ -17,7 +17,18 @@ from msgspec.structs import replace
 
 from ...core.types import Cause, Flag, Verdict
 from .rates import Span, merge_intervals
-from .records import ActionTaken, RunStarted, Failed, FindingRecord, NodeAcquired, NodeReleased, RecoveryDone, RunEnded, Record, SourcedRecord
+from .records import (
+    ActionTaken,
+    Failed,
+    FindingRecord,
+    NodeAcquired,
+    NodeReleased,
+    Record,
+    RecoveryDone,
+    RunEnded,
+    RunStarted,
+    SourcedRecord,
+)
 
 EVIDENCE_BEFORE_S, EVIDENCE_AFTER_S = 600.0, 300.0
 """s before and after a failure in which evidence counts (Meta: the last 10 min of a job, or 5 min after)"""
@@ -75,7 +86,9 @@ class RaisedFinding(Struct, frozen=True):
         the driver or a rule is wrong."""
         observed = Flag.OBSERVED in self.finding.flags
         held_back = Flag.HELD_BACK in self.finding.flags and not self.finding.proof
-        return self.finding.verdict is Verdict.FAIL or (self.finding.verdict is Verdict.WARN and (observed or held_back))
+        return self.finding.verdict is Verdict.FAIL or (
+            self.finding.verdict is Verdict.WARN and (observed or held_back)
+        )
 
 
 class RunHistory(Struct, frozen=True):
@@ -204,7 +217,11 @@ def costs(history: RunHistory) -> list[tuple[Failed, float]]:
 
 def _attributed(history: RunHistory, failed: Failed, cost: float, against: list[RaisedFinding]) -> Incident | None:
     """None: a node that was left without any evidence against itself; who failed there is told by itself."""
-    near = [one for one in against if one.at <= failed.at + EVIDENCE_AFTER_S and one.observed_until >= failed.at - EVIDENCE_BEFORE_S]
+    near = [
+        one
+        for one in against
+        if one.at <= failed.at + EVIDENCE_AFTER_S and one.observed_until >= failed.at - EVIDENCE_BEFORE_S
+    ]
     witnesses: tuple[str, ...] = ()
     trusted = False
     if near:
@@ -249,7 +266,7 @@ def _both(first: Incident, then: Incident) -> Incident:
         return tuple(dict.fromkeys((*getattr(first, name), *getattr(then, name))))
 
     return replace(
-        first, runs=all_of("runs"), users=all_of("users"), incarnations=all_of("who"), node_lost=first.node_lost or then.node_lost,
+        first, runs=all_of("runs"), users=all_of("users"), incarnations=all_of("incarnations"), node_lost=first.node_lost or then.node_lost,
         gpu_hours=first.gpu_hours + then.gpu_hours, evidence=all_of("evidence")[:5], witnesses=all_of("witnesses"),
         trusted=first.trusted or then.trusted,
     )  # fmt: skip

@@ -12,8 +12,8 @@ from enum import Enum
 
 from ...core.types import Verdict
 from .incidents import RunHistory, by_run, node_intervals
-from .rates import Span, total_length, merge_intervals
-from .records import ActionTaken, RunStarted, Failed, FindingRecord, NodeAcquired, RecoveryDone, Record, SourcedRecord
+from .rates import Span, merge_intervals, total_length
+from .records import ActionTaken, Failed, FindingRecord, NodeAcquired, Record, RecoveryDone, RunStarted, SourcedRecord
 
 CLOCK_SKEW_S = 300.0
 """s by which the clocks of two machines of a site may differ: Kerberos and munge (TTL) refuse more"""
@@ -48,7 +48,9 @@ class Implausible(Enum):
     TOO_MANY = "of more than are read of one user: only the newest count"
 
 
-def plausible(records: Sequence[SourcedRecord], now: float, gpus_of: Mapping[str, int]) -> tuple[list[SourcedRecord], tuple[str, ...]]:
+def plausible(
+    records: Sequence[SourcedRecord], now: float, gpus_of: Mapping[str, int]
+) -> tuple[list[SourcedRecord], tuple[str, ...]]:
     """Records that can be true, and a line for each user and reason with the number of those that are left out.
 
     ``gpus_of``: GPUs of each node that Slurm knows; of the others, :data:`MAX_GPUS_PER_NODE` are possible."""
@@ -59,7 +61,9 @@ def plausible(records: Sequence[SourcedRecord], now: float, gpus_of: Mapping[str
     left_out.update((one.user, Implausible.TOO_MANY) for one in too_many)
     runs = by_run(in_time)
     overclaimed = _overclaimed(runs, gpus_of)
-    gpus = {(one.user, one.run): sum(gpus_of.get(node, MAX_GPUS_PER_NODE) for node in node_intervals(one)) for one in runs}
+    gpus = {
+        (one.user, one.run): sum(gpus_of.get(node, MAX_GPUS_PER_NODE) for node in node_intervals(one)) for one in runs
+    }
     plausible_records = []
     for one in in_time:
         if (one.user, getattr(one.record, "node", "")) in overclaimed:
@@ -127,7 +131,11 @@ def _overclaimed(runs: Collection[RunHistory], gpus_of: Mapping[str, int]) -> se
     for history in runs:
         for node, (spans, gpus) in node_intervals(history).items():
             claims[history.user, node] += [(span, gpus) for span in spans]
-    return {key for key, interval_claims in claims.items() if _overlap(interval_claims, gpus_of.get(key[1], MAX_GPUS_PER_NODE))}
+    return {
+        key
+        for key, interval_claims in claims.items()
+        if _overlap(interval_claims, gpus_of.get(key[1], MAX_GPUS_PER_NODE))
+    }
 
 
 def _overlap(claims: Sequence[tuple[Span, int]], gpus: int) -> bool:

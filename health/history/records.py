@@ -36,7 +36,7 @@ class EvidenceLine(Struct, frozen=True):
     text: str
 
 
-class RunStarted(Struct, frozen=True, tag_field="kind", tag="began"):
+class RunStarted(Struct, frozen=True, tag_field="kind", tag="run_started"):
     """First line of every file: whose it is."""
 
     at: float
@@ -50,7 +50,7 @@ class RunStarted(Struct, frozen=True, tag_field="kind", tag="began"):
     schema: int = SCHEMA
 
 
-class NodeAcquired(Struct, frozen=True, tag_field="kind", tag="held"):
+class NodeAcquired(Struct, frozen=True, tag_field="kind", tag="node_acquired"):
     """The run has this node from now on, with so many GPUs of it."""
 
     at: float
@@ -58,18 +58,18 @@ class NodeAcquired(Struct, frozen=True, tag_field="kind", tag="held"):
     gpus: int = 0
 
 
-class NodeReleased(Struct, frozen=True, tag_field="kind", tag="left"):
+class NodeReleased(Struct, frozen=True, tag_field="kind", tag="node_released"):
     at: float
     node: str
 
 
-class Checkpoint(Struct, frozen=True, tag_field="kind", tag="alive"):
+class Checkpoint(Struct, frozen=True, tag_field="kind", tag="checkpoint"):
     """The run still has what it had: a run that is cut off counts to its last line."""
 
     at: float
 
 
-class FindingRecord(Struct, frozen=True, tag_field="kind", tag="found"):
+class FindingRecord(Struct, frozen=True, tag_field="kind", tag="finding"):
     """A detector concludes something else than before, or the same again (``count``). OK: it no longer does."""
 
     at: float
@@ -94,7 +94,7 @@ class FindingRecord(Struct, frozen=True, tag_field="kind", tag="found"):
     """of the finding, so that a report need not read its evidence"""
 
 
-class ActionTaken(Struct, frozen=True, tag_field="kind", tag="acted"):
+class ActionTaken(Struct, frozen=True, tag_field="kind", tag="action_taken"):
     """What the run did about a node: ``excluded``, ``readmitted``, ``drained``, ``undrained``, or ``asked``: it may not
     drain the node, and asks the administrators to."""
 
@@ -133,7 +133,7 @@ class Failed(Struct, frozen=True, tag_field="kind", tag="failed"):
     evidence: tuple[str, ...] = ()
 
 
-class RecoveryDone(Struct, frozen=True, tag_field="kind", tag="mended"):
+class RecoveryDone(Struct, frozen=True, tag_field="kind", tag="recovery_done"):
     """A replica works again, or never will (``ok`` is false: the run ends). ``gpu_hours``: of its GPUs, idle since."""
 
     at: float
@@ -144,7 +144,7 @@ class RecoveryDone(Struct, frozen=True, tag_field="kind", tag="mended"):
     ok: bool = True
 
 
-class RunEnded(Struct, frozen=True, tag_field="kind", tag="over"):
+class RunEnded(Struct, frozen=True, tag_field="kind", tag="run_ended"):
     """The run has ended; it holds nothing any more."""
 
     at: float
@@ -152,14 +152,25 @@ class RunEnded(Struct, frozen=True, tag_field="kind", tag="over"):
     why: str = ""
 
 
-class RecordsLost(Struct, frozen=True, tag_field="kind", tag="lost"):
+class RecordsLost(Struct, frozen=True, tag_field="kind", tag="records_lost"):
     """So many lines could not be written here: storage was full, or hung."""
 
     at: float
     lines: int
 
 
-Record = RunStarted | NodeAcquired | NodeReleased | Checkpoint | FindingRecord | ActionTaken | Failed | RecoveryDone | RunEnded | RecordsLost
+Record = (
+    RunStarted
+    | NodeAcquired
+    | NodeReleased
+    | Checkpoint
+    | FindingRecord
+    | ActionTaken
+    | Failed
+    | RecoveryDone
+    | RunEnded
+    | RecordsLost
+)
 
 
 class SourcedRecord(Struct, frozen=True):

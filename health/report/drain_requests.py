@@ -11,7 +11,7 @@ from msgspec import Struct
 from ...core.drains import RUN_PREFIX, DrainOwner, drain_owner
 from ...core.types import Finding, Verdict, natural_sort_key
 from ..history.incidents import HARDWARE_CAUSES, RunHistory, by_run, node_intervals, raised_findings
-from ..history.rates import Span, total_length, clip
+from ..history.rates import Span, clip, total_length
 from ..history.records import ActionTaken, SourcedRecord, clipped, is_node
 from .corroboration import MIN_WITNESSES
 from .node import RECOVERED_AFTER_S
@@ -65,16 +65,21 @@ def open_requests(records: Iterable[SourcedRecord]) -> list[DrainRequest]:
         if not isinstance(act := one.record, ActionTaken) or not is_node(act.node):
             continue
         key = one.user, one.run, act.node, one.trusted
-        if act.action == "asked":
+        if act.action == "drain_requested":
             standing[key] = act
         elif act.action in _CLOSING_ACTIONS:
             standing.pop(key, None)
     by_node: dict[str, list[_OpenRequest]] = defaultdict(list)
     since = _NodeOutcomes(by_run(records)) if standing else None
     for (user, run, node, trusted), act in standing.items():
-        if act.by or (since is not None and not since.is_healthy_since((user, run), node, act.at)):  # a person saw what no run sees
+        if act.by or (
+            since is not None and not since.is_healthy_since((user, run), node, act.at)
+        ):  # a person saw what no run sees
             by_node[node].append(_OpenRequest(user, run, trusted, act))
-    return [_combine(node, requests) for node, requests in sorted(by_node.items(), key=lambda pair: natural_sort_key(pair[0]))]
+    return [
+        _combine(node, requests)
+        for node, requests in sorted(by_node.items(), key=lambda pair: natural_sort_key(pair[0]))
+    ]
 
 
 class _NodeOutcomes:

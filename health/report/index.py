@@ -9,7 +9,18 @@ from collections import defaultdict
 from ...core.types import Cause
 from ..history import rates
 from ..history import rates as lemons
-from ..history.incidents import HARDWARE_CAUSES, INFRA, SAME_INCIDENT_S, RunHistory, Incident, RaisedFinding, actions_taken, node_intervals, incidents, raised_findings
+from ..history.incidents import (
+    HARDWARE_CAUSES,
+    INFRA,
+    SAME_INCIDENT_S,
+    Incident,
+    RaisedFinding,
+    RunHistory,
+    actions_taken,
+    incidents,
+    node_intervals,
+    raised_findings,
+)
 from ..history.rates import Span
 from ..history.records import ActionTaken
 
@@ -78,7 +89,10 @@ class RecordIndex:
     def nodes_with_same_cause(self, cause: Cause, at: float) -> set[str]:
         """Nodes whose hardware failed a check for this cause within 10 min of then."""
         entries = self._hardware.get(cause, [])
-        first, last = bisect_left(entries, (at - SAME_INCIDENT_S, "")), bisect_right(entries, (at + SAME_INCIDENT_S, "\U0010ffff"))
+        first, last = (
+            bisect_left(entries, (at - SAME_INCIDENT_S, "")),
+            bisect_right(entries, (at + SAME_INCIDENT_S, "\U0010ffff")),
+        )
         return {node for _, node in entries[first:last]}
 
     def _in_window(self, node: str) -> bool:

@@ -10,12 +10,12 @@ from ...core.drains import RUN_PREFIX, DrainOwner, drain_owner
 from ...core.types import Cause, Flag, Remedy, Verdict
 from ..history import rates
 from ..history import rates as lemons
-from ..history.incidents import HARDWARE_CAUSES, INFRA, RunHistory, Incident, RaisedFinding
+from ..history.incidents import HARDWARE_CAUSES, INFRA, Incident, RaisedFinding, RunHistory
 from ..history.rates import DAY_S
 from ..history.records import ActionTaken, clipped
 from .corroboration import Signal, Witnesses, accused_by, confirmed, score_by_users, witnesses_of
 from .index import RecordIndex
-from .model import DrainState, ReportLine, NodeReport
+from .model import DrainState, NodeReport, ReportLine
 
 MAX_EVIDENCE_LINES = 5
 RECOVERED_AFTER_S = 3600.0
@@ -40,7 +40,9 @@ _GPU = re.compile(r"\bGPU-[0-9a-fA-F-]{8,}")
 def node_report(index: RecordIndex, name: str, drain: DrainState) -> NodeReport:
     incidents = [one for one in index.incidents_of.get(name, []) if one.at >= index.since]
     infra = [one for one in incidents if one.owner == INFRA and not one.injected]
-    findings = [one for one in index.findings.get(name, []) if one.finding.at >= index.since or one.until >= index.since]
+    findings = [
+        one for one in index.findings.get(name, []) if one.finding.at >= index.since or one.until >= index.since
+    ]
     standing = [one for one in findings if _is_open(index, name, one)]
     shown = standing or findings[-1:]
     acts = [(chapter, act) for chapter, act in index.actions.get(name, []) if act.at >= index.since]
@@ -51,7 +53,9 @@ def node_report(index: RecordIndex, name: str, drain: DrainState) -> NodeReport:
     remedy = _remedy(accusing, infra)
     lemon = _lemon(index, name, drain.by_check)
     verdict = _verdict(standing, accusing)
-    witnesses = accusers | {one.user for one in findings if one.critical} | {who for one in infra for who in one.witnesses}
+    witnesses = (
+        accusers | {one.user for one in findings if one.critical} | {who for one in infra for who in one.witnesses}
+    )
     return NodeReport(
         name, verdict, _as_of(index, name), _cause(shown, infra), sorted({one.finding.detector for one in shown}),
         _evidence(shown, findings, infra), min([*(one.at for one in findings), *(one.at for one in infra)], default=None),
@@ -75,7 +79,9 @@ def _is_open(index: RecordIndex, node: str, raised: RaisedFinding) -> bool:
     if raised.until < inf:
         return False
     after = index.held_by_others_s(node, (raised.user, raised.run), raised.observed_until)
-    same = any(other.finding.detector == raised.finding.detector and other.at > raised.at for other in index.findings[node])
+    same = any(
+        other.finding.detector == raised.finding.detector and other.at > raised.at for other in index.findings[node]
+    )
     return after < RECOVERED_AFTER_S and not same
 
 
@@ -191,7 +197,11 @@ def _action(history: RunHistory, act: ActionTaken) -> ReportLine:
     by = f" for {act.by}" if act.by else ""
     why = act.reason or (act.evidence[0] if act.evidence else "")
     rejection_text = f" (not drained: {act.rejection})" if act.rejection else ""
-    return ReportLine(act.at, f"{history.user}/{history.run}", f"{act.action}{by}: {why}{rejection_text}" if why else f"{act.action}{by}")
+    return ReportLine(
+        act.at,
+        f"{history.user}/{history.run}",
+        f"{act.action}{by}: {why}{rejection_text}" if why else f"{act.action}{by}",
+    )
 
 
 def _is_shared(index: RecordIndex, raised: RaisedFinding) -> bool:
@@ -208,7 +218,7 @@ def _lemon(index: RecordIndex, name: str, by_check: bool) -> lemons.Lemon:
     hardware = [one for one in found if one.finding.cause in HARDWARE_CAUSES and not _is_shared(index, one)]
     xids = [one for one in found if "xid" in one.finding.detector.lower()]
     acts = [(chapter, act) for chapter, act in index.actions.get(name, []) if act.at >= since]
-    away = [(chapter, act) for chapter, act in acts if act.action in ("drained", "asked") and not act.by]
+    away = [(chapter, act) for chapter, act in acts if act.action in ("drained", "drain_requested") and not act.by]
     out = [(chapter, act) for chapter, act in acts if act.action == "excluded" and act.cause and not act.by]
     held_for = index.held_s(name, since)
     times = [*(one.at for one in incidents), *(one.at for one in hardware), *(act.at for _, act in away)]

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ...core.types import Verdict
 from ..history import rates
-from ..history.incidents import INFRA, RunHistory, Incident, by_run
+from ..history.incidents import INFRA, Incident, RunHistory, by_run
 from ..history.rates import DAY_S
-from ..history.records import MAX_EVIDENCE_LINES, RunStarted, FindingRecord, RecordsLost, SourcedRecord
+from ..history.records import MAX_EVIDENCE_LINES, FindingRecord, RecordsLost, RunStarted, SourcedRecord
 from .index import RecordIndex
-from .model import VERSION, CauseShare, Day, DrainState, ReportLine, NodeReport, Report, SiteReport
+from .model import VERSION, CauseShare, Day, DrainState, NodeReport, Report, ReportLine, SiteReport
 from .node import node_report
 
 
@@ -32,7 +32,13 @@ def report(
 
 def _worst_first(node_report: NodeReport) -> tuple[object, ...]:
     order = {Verdict.FAIL.value: 0, Verdict.WARN.value: 1}
-    return (order.get(node_report.verdict, 2), not node_report.lemon.lemon, -node_report.incidents, -node_report.gpu_hours_lost, node_report.node)
+    return (
+        order.get(node_report.verdict, 2),
+        not node_report.lemon.lemon,
+        -node_report.incidents,
+        -node_report.gpu_hours_lost,
+        node_report.node,
+    )
 
 
 # ── the site ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -45,9 +51,13 @@ def _site_report(index: RecordIndex, lemon_nodes: list[str], only: frozenset[str
     node_s = sum(held_for.values())
     gpu_s = sum(index.gpu_seconds(node, index.since) for node in nodes)
     named = {(one.user, one.run) for node in nodes for _, one in index.spans[node]}
-    current = [one for one in index.histories if one.end >= index.since and (only is None or (one.user, one.run) in named)]
+    current = [
+        one for one in index.histories if one.end >= index.since and (only is None or (one.user, one.run) in named)
+    ]
     began = [one for chapter in current for one in chapter.records if isinstance(one, RunStarted)]
-    lost = [one for chapter in current for one in chapter.records if isinstance(one, RecordsLost) and one.at >= index.since]
+    lost = [
+        one for chapter in current for one in chapter.records if isinstance(one, RecordsLost) and one.at >= index.since
+    ]
     return SiteReport(
         index.since, index.now, sorted({one.cluster for one in began}), sum(span > 0 for span in held_for.values()),
         len(current), len({one.user for one in current}), round(node_s / DAY_S, 3), round(gpu_s / DAY_S, 3), len(infra),

@@ -106,7 +106,9 @@ def _outside_of_a_job() -> Iterator[None]:
 async def submit_pool(run: RunDir, spec: RunSpec) -> None:
     """Submit the pool whose script keeps the manager. Raises RuntimeError with Slurm's words."""
     try:
-        ended = await execute(("sbatch", "--parsable"), _SLURM_LIMITS.write_timeout_s, pool_script(run.id, spec, str(run.path)))
+        ended = await execute(
+            ("sbatch", "--parsable"), _SLURM_LIMITS.write_timeout_s, pool_script(run.id, spec, str(run.path))
+        )
         if ended.code:
             raise failure("sbatch", ended)
     except (Refused, Unanswered) as error:
@@ -162,14 +164,16 @@ async def cancel_pending(run_id: str, spec: RunSpec) -> str:
     """Take from the queue what would start a manager. Returns why that could not be done: such a manager leaves by
     itself when its turn comes."""
     try:
-        ended = await execute(("scancel", "--state=PENDING", f"--name={job_name(run_id, spec)}"), _SLURM_LIMITS.write_timeout_s)
+        ended = await execute(
+            ("scancel", "--state=PENDING", f"--name={job_name(run_id, spec)}"), _SLURM_LIMITS.write_timeout_s
+        )
     except (Refused, Unanswered) as error:
         return str(error)
     return str(failure("scancel", ended)) if ended.code else ""
 
 
 async def none_pending(run_id: str, spec: RunSpec) -> bool:
-    """:func:`withdraw`, and certainly no manager of this run is in the queue any more, waiting or running."""
+    """:func:`cancel_pending`, and certainly no manager of this run is in the queue any more, waiting or running."""
     if await cancel_pending(run_id, spec):
         return False
     try:

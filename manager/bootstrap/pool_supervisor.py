@@ -22,7 +22,7 @@ from ..storage.journal import Follower, JournalError
 from ..storage.resume_request import read_pending
 
 RESTART_DELAY_S = 1.0
-"""s before a manager that died is followed by another one; doubles with each that lived shorter than ``SETTLED``"""
+"""s before a manager that died is followed by another one; doubles with each that lived shorter than ``STABLE_AFTER_S``"""
 MAX_RESTART_DELAY_S = 60.0
 STABLE_AFTER_S = 60.0
 """s"""
@@ -33,7 +33,7 @@ LOGGER = "rrl.pool_supervisor"
 """names the lines of this process, which share a file with the output of its managers"""
 _log = logging.getLogger(LOGGER)
 MANAGER_PROGRAM = "import sys; from pathlib import Path; from rrl.core.run_dir import RunDir; " \
-          "from rrl.manager.bootstrap.start import run_here; run_here(RunDir(Path(sys.argv[1])))"  # fmt: skip
+          "from rrl.manager.bootstrap.start import run_manager; run_manager(RunDir(Path(sys.argv[1])))"  # fmt: skip
 """a program whose argument is the run directory: one manager"""
 
 

@@ -21,7 +21,15 @@ from ...core.units import duration_text
 from ..cluster.base import AllocationRequest, Refused, Unanswered
 from ..cluster.slurm.commands import NO_CLUSTER, SlurmLimits, execute, failure, unanswered
 from ..cluster.slurm.parsing import Unreadable, fields
-from ..cluster.slurm.requests import SHAPES_FORMAT, Partition, eligible, read_partitions, batch_script, resources_text, required_resources
+from ..cluster.slurm.requests import (
+    SHAPES_FORMAT,
+    Partition,
+    batch_script,
+    eligible,
+    read_partitions,
+    required_resources,
+    resources_text,
+)
 from ..planner.capacity.initial_request import initial_requests
 from . import manager_job
 
@@ -55,15 +63,23 @@ async def check_with_slurm(job: Job, foreground: bool = False) -> list[Problem]:
 
     ``foreground``: the manager is no Slurm job."""
     spec = resolve(job, sys.executable)
-    requests = {request.node_group: request for request in initial_requests(_RUN_ID, spec)}  # those of one part differ by their tags only
+    requests = {
+        request.node_group: request for request in initial_requests(_RUN_ID, spec)
+    }  # those of one part differ by their tags only
     try:
         partitions = await _partitions()
     except (Refused, Unanswered) as error:
         return [_unreachable(error)]
     found: list[Problem] = []
     for request in requests.values():
-        too_large = [one for component in (request, *request.further_components) for one in _check_sizes(job, spec, component, partitions)]
-        found += too_large or await _test_only(job, spec, request, (), batch_script(request), _partition_fits(request, partitions))
+        too_large = [
+            one
+            for component in (request, *request.further_components)
+            for one in _check_sizes(job, spec, component, partitions)
+        ]
+        found += too_large or await _test_only(
+            job, spec, request, (), batch_script(request), _partition_fits(request, partitions)
+        )
     if spec.manager.where == "job" and not foreground:
         found += await _test_only(job, spec, None, _manager_options(spec), "#!/bin/sh\nexec true\n", nodes_suffice=True)
     return list({(one.key or one.text, one.certain): one for one in reversed(found)}.values())[::-1]
@@ -110,7 +126,10 @@ def _check_sizes(job: Job, spec: RunSpec, request: AllocationRequest, partitions
 def _partition_fits(request: AllocationRequest, partitions: list[Partition]) -> bool:
     """Enough nodes of each component's shape are up: then it is not for want of nodes that Slurm says no."""
     return all(
-        any(one.fitting(required_resources(component), usable=True) >= component.count for one in eligible(partitions, component.sbatch))
+        any(
+            one.fitting(required_resources(component), usable=True) >= component.count
+            for one in eligible(partitions, component.sbatch)
+        )
         for component in (request, *request.further_components)
     )
 
@@ -118,8 +137,12 @@ def _partition_fits(request: AllocationRequest, partitions: list[Partition]) -> 
 async def _test_only(
     job: Job, spec: RunSpec, request: AllocationRequest | None, options: Sequence[str], text: str, nodes_suffice: bool
 ) -> list[Problem]:
-    """What ``sbatch --test-only`` says; ``ask`` is None for the manager's own job."""
-    whose = "the manager's job" if request is None else ", ".join(one.node_group for one in (request, *request.further_components))
+    """What ``sbatch --test-only`` says; ``request`` is None for the manager's own job."""
+    whose = (
+        "the manager's job"
+        if request is None
+        else ", ".join(one.node_group for one in (request, *request.further_components))
+    )
     try:
         ended = await execute(("sbatch", "--test-only", *options), _SLURM_LIMITS.write_timeout_s, text)
     except (Refused, Unanswered) as error:
@@ -131,9 +154,13 @@ async def _test_only(
         return [_unreachable(meant)]
     message = "; ".join(dict.fromkeys(map(_without_prefixes, filter(_is_informative, ended.err.splitlines()))))
     certain = nodes_suffice or _PERHAPS_DOWN.search(message) is None
-    name = next((key or match[1] for pattern, key in _KEYS if (match := re.search(pattern, message, re.IGNORECASE))), "")
+    name = next(
+        (key or match[1] for pattern, key in _KEYS if (match := re.search(pattern, message, re.IGNORECASE))), ""
+    )
     note = "" if certain else " (so many of its nodes are not up now; it would wait for them)"
-    return [Problem(_key(job, spec, request, name) if certain else (), f"Slurm says for {whose}: {message}{note}", certain)]
+    return [
+        Problem(_key(job, spec, request, name) if certain else (), f"Slurm says for {whose}: {message}{note}", certain)
+    ]
 
 
 def _is_informative(line: str) -> bool:
@@ -148,7 +175,7 @@ def _without_prefixes(line: str) -> str:
 
 def _key(job: Job, spec: RunSpec, request: AllocationRequest | None, name: str) -> tuple[str, ...]:
     """Where job.toml says ``name`` of this allocation: an sbatch option, ``cpus``, ``gpus``, ``mem``, ``walltime`` or
-    ``replicas``; ``ask`` is None for the manager's job."""
+    ``replicas``; ``request`` is None for the manager's job."""
     if request is None:
         own = name in job.manager.slurm or name not in job.slurm
         return ("manager", "slurm", name) if own else ("slurm", name)

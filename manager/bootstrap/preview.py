@@ -11,7 +11,7 @@ from msgspec import Struct
 from ...config.job.resolve import resolve
 from ...config.job.schema import Job
 from ...core.run_dir import runs_root
-from ...core.run_spec import RunSpec, NodeGroup, RoleSpec
+from ...core.run_spec import NodeGroup, RoleSpec, RunSpec
 from ..cluster.slurm.requests import batch_script
 from ..planner.capacity.initial_request import initial_requests
 from ..planner.recovery.node_exclusion import exclusions_allowed
@@ -38,7 +38,9 @@ def worst_case(spec: RunSpec, foreground: bool = False) -> WorstCase:
     """``foreground``: the manager is no Slurm job."""
     managers = 0 if foreground or spec.manager.where == "pool" else 2
     allocations = sum(_jobs(node_group) for node_group in spec.node_groups)
-    start = sum(node_group.min_nodes if node_group.separate_jobs else 1 for node_group in spec.node_groups) + min(managers, 1)
+    start = sum(node_group.min_nodes if node_group.separate_jobs else 1 for node_group in spec.node_groups) + min(
+        managers, 1
+    )
     windows = HOUR_S / spec.recovery.window
     lost = math.ceil(windows * exclusions_allowed(spec.recovery.breaker, spec.nodes))
     at_once = sum(role.replicas * role.ranks for role in spec.roles) + spec.nodes + max_standbys(spec)
@@ -133,8 +135,15 @@ def _manager(spec: RunSpec) -> list[tuple[str, str]]:
 def allocations(spec: RunSpec) -> list[tuple[str, str]]:
     """The batch script of each allocation that differs by more than its number."""
     if spec.manager.where == "pool":
-        return [("allocation (sbatch)", manager_job.pool_script(_example_run_id(spec), spec, str(runs_root() / _example_run_id(spec))))]
-    requests = {request.node_group: request for request in reversed(initial_requests(_example_run_id(spec), spec))}  # of equal ones, the first
+        return [
+            (
+                "allocation (sbatch)",
+                manager_job.pool_script(_example_run_id(spec), spec, str(runs_root() / _example_run_id(spec))),
+            )
+        ]
+    requests = {
+        request.node_group: request for request in reversed(initial_requests(_example_run_id(spec), spec))
+    }  # of equal ones, the first
     counts = {node_group.name: node_group.nodes for node_group in spec.node_groups if node_group.separate_jobs}
     texts = []
     for request in reversed(requests.values()):

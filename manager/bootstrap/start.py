@@ -37,7 +37,7 @@ from ..execute.launch import save_passed_env
 from ..runtime import Manager
 from ..storage.journal import Follower, JournalError
 from ..storage.lease import LeaseHeld, LeaseLost
-from ..storage.resume_request import ResumeRequest, write_request, read_pending, withdraw
+from ..storage.resume_request import ResumeRequest, read_pending, withdraw, write_request
 from . import manager_job
 from .pool_supervisor import run_ended
 from .start_failure import CONTROLLER_LOG, HOST_FILE

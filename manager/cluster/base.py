@@ -22,7 +22,7 @@ class RejectReason(StrEnum):
 
     REFUSED = "refused"
     """the cluster said no"""
-    ALLOCATION_NOT_RUNNING = "not_held"
+    ALLOCATION_NOT_RUNNING = "allocation_not_running"
     """the cluster does not list the allocation as running"""
     NEVER_APPEARED = "never_appeared"
     """the cluster never listed it"""

@@ -22,18 +22,27 @@ from msgspec import Struct
 
 from ...core.faults import Fault, FaultKind
 from ...core.launch import LAUNCH_ENV, read_launch
-from ...core.processes import AGENT_MODULE, STEP_MODULE, Process, read_process, open_pidfd, processes, send_signal, sweep
+from ...core.processes import (
+    AGENT_MODULE,
+    STEP_MODULE,
+    Process,
+    open_pidfd,
+    processes,
+    read_process,
+    send_signal,
+    sweep,
+)
 from ...core.run_dir import RunDir, write_atomically
 from ...core.types import NodeName
 from .base import (  # fmt: skip
-    AllocationStatus,
-    AllocationState,
-    AllocationRequest,
-    NodeStatus,
-    NodeState,
     AllocationNotRunning,
-    NotStarted,
+    AllocationRequest,
+    AllocationState,
+    AllocationStatus,
     ClusterSnapshot,
+    NodeState,
+    NodeStatus,
+    NotStarted,
     Refused,
     Step,
     Unanswered,
@@ -170,7 +179,9 @@ class LocalCluster:
     async def observe(self) -> ClusterSnapshot:
         try:
             allocations = self._allocations()
-            steps = {tag: launched.node for tag, launched in self._step_records().items() if self._first_process(launched)}
+            steps = {
+                tag: launched.node for tag, launched in self._step_records().items() if self._first_process(launched)
+            }
             down = self._down()
         except Refused as error:
             return ClusterSnapshot(None, None, None, unknown=str(error))
@@ -285,7 +296,7 @@ def _records(folder: Path, kind: type[_Record]) -> dict[str, _Record]:
 
 
 async def _wait_for_end(process: Process, timeout_s: float) -> None:
-    """Returns when the process has ended, or after ``within`` s."""
+    """Returns when the process has ended, or after ``timeout_s`` s."""
     fd = open_pidfd(process)
     if fd is None:
         return

@@ -16,8 +16,8 @@ from ...transport import messages as msg
 from ...transport.control.endpoints import Send
 from ..cluster.base import Cluster, Refused, Step, Unanswered
 from ..model import events as ev
-from ..model.actions import Drain, Launch, ExternalAction, InjectFault, Release, Request, Shrink, StopStep, Undrain
-from ..model.events import IntentSettled, Event
+from ..model.actions import Drain, ExternalAction, InjectFault, Launch, Release, Request, Shrink, StopStep, Undrain
+from ..model.events import Event, IntentSettled
 from ..model.state import State
 from ..storage.lease import LeaseLost
 from .launch import job_dir_of, write_launch
@@ -33,9 +33,9 @@ STEP_MARGIN_S = 3.0
 
 
 class Executor:
-    """``record`` takes the resulting events, ``prepare`` writes a launch file, ``tell`` asks a step to stop and returns
-    once it has ended (False: it did not), ``inject`` has a fault performed and tells what became of it, ``check``
-    raises LeaseLost, ``adopt`` tells a shadow what it becomes (Refused: there is none to tell)."""
+    """``record`` takes the resulting events, ``prepare_launch`` writes a launch file, ``request_stop`` asks a step to stop and returns
+    once it has ended (False: it did not), ``inject_fault`` has a fault performed and tells what became of it, ``check_lease``
+    raises LeaseLost, ``promote`` tells a shadow what it becomes (Refused: there is none to tell)."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Executor:
 
 
 class StepControl:
-    """``state`` gives the newest state, ``steps`` where each step's first process can be told something."""
+    """``state`` gives the newest state, ``step_peers`` where each step's first process can be told something."""
 
     def __init__(
         self,

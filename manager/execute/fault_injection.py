@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from ...core.faults import MANAGER, FAULT_TRAITS, Fault, FaultKind, TargetKind
+from ...core.faults import FAULT_TRAITS, MANAGER, Fault, FaultKind, TargetKind
 from ...core.run_dir import RunDir
 from ...core.types import AGENT, Incarnation, replica_id, role_of
 from ...transport import messages as msg
@@ -34,7 +34,9 @@ ANSWER_DELAY_S = 2.0
 """s that the answer may come after its target's end: it takes another way than the news of that"""
 
 
-def injected_event(action: InjectFault, ok: bool, detail: str, *, ended: bool = False, unknown: bool = False) -> ev.FaultInjected:
+def injected_event(
+    action: InjectFault, ok: bool, detail: str, *, ended: bool = False, unknown: bool = False
+) -> ev.FaultInjected:
     fault = action.fault
     return ev.FaultInjected(
         fault.id, action.incarnation, ok, detail, fault.kind, fault.target, action.node, ended=ended, unknown=unknown
@@ -49,7 +51,7 @@ def interrupted_event(action: InjectFault, epoch: int) -> ev.FaultInjected:
 
 
 class FaultInjector:
-    """``steps`` and ``worker`` say where agents and workers can be told something; ``record`` takes what was done."""
+    """``step_peers`` and ``worker_peer`` say where agents and workers can be told something; ``record`` takes what was done."""
 
     def __init__(
         self,

@@ -16,14 +16,14 @@ import msgspec
 
 from ...core.launch import HEARTBEAT_INTERVAL_ENV, Launch
 from ...core.log_lines import LOG_LEVEL_ENV
-from ...core.role_environment import INHERITED_VARIABLES, HOST_ONLY_VARIABLES, select_variables, prelude
+from ...core.role_environment import HOST_ONLY_VARIABLES, INHERITED_VARIABLES, prelude, select_variables
 from ...core.run_dir import RunDir, write_atomically
-from ...core.run_spec import ContainerSpec, RunSpec, Resources, RoleSpec
+from ...core.run_spec import ContainerSpec, Resources, RoleSpec, RunSpec
 from ...core.types import AGENT, STANDBY_ROLE, role_of, standby_role_of
 from ...transport.address import NETWORK_ENV
 from ..cluster.base import NotStarted, Step
 from ..model.actions import Launch as LaunchAction
-from ..model.queries import requires_admission, readers_for
+from ..model.queries import readers_for, requires_admission
 from ..model.state import State
 
 APPTAINER, PYXIS = "apptainer", "pyxis"
@@ -133,7 +133,7 @@ def _standby(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> t
     node = _node(state, action)
     gpus = node.gpus if role.per_member.gpus else 0
     resources = Resources(max(node.cpus, role.per_member.cpus), gpus, role.per_member.mem)
-    return msgspec.structs.replace(launch, gpus=gpus), msgspec.structs.replace(step, each=resources, overlap=True)
+    return msgspec.structs.replace(launch, gpus=gpus), msgspec.structs.replace(step, resources=resources, overlap=True)
 
 
 def _node(state: State, action: LaunchAction) -> Resources:
@@ -149,10 +149,12 @@ def _agent(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tup
         launch,
         env=environment(state.job, Resources(), job_dir) | (_load_passed_env(run, state.job) if probe else {}),
         probe=probe,
-        probe_within=min(PROBE_TIMEOUT_S, PROBE_SHARE * state.job.limits.join),
+        probe_timeout=min(PROBE_TIMEOUT_S, PROBE_SHARE * state.job.limits.join),
         gpus=gpus if state.job.cluster != "local" else 0,
         readers=readers_for(state.job, gpus),
-        admission=min(ADMISSION_TIMEOUT_S, ADMISSION_SHARE * state.job.limits.join) if requires_admission(state.job, gpus) else 0.0,
+        admission_timeout=min(ADMISSION_TIMEOUT_S, ADMISSION_SHARE * state.job.limits.join)
+        if requires_admission(state.job, gpus)
+        else 0.0,
     )
     step = _step(run, action, Resources(cpus=AGENT_CPUS, gpus=gpus))
     return launch, msgspec.structs.replace(step, overlap=True, agent=True)

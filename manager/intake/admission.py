@@ -39,13 +39,22 @@ class GpuRegistry:
                 text = f"{incarnation} and {other} were both given GPU {gpu} of {node}"
                 evidence = (Evidence("worker", text, now),)
                 return Finding(
-                    "gpu_taken", Verdict.FAIL, Cause.GPU, Remedy.RESTART, now, evidence, incarnation=incarnation, proof=True
+                    "gpu_taken",
+                    Verdict.FAIL,
+                    Cause.GPU,
+                    Remedy.RESTART,
+                    now,
+                    evidence,
+                    incarnation=incarnation,
+                    proof=True,
                 )
         self._owners.update({(node, gpu): incarnation for gpu in hello.gpus})
         return None
 
-    def assign(self, incarnation: Incarnation, node: NodeName, visible: tuple[str, ...], count: int, state: State) -> tuple[str, ...]:
-        """``count`` of the GPUs that are ``seen`` on a node, for a life that will join there: none that another
+    def assign(
+        self, incarnation: Incarnation, node: NodeName, visible: tuple[str, ...], count: int, state: State
+    ) -> tuple[str, ...]:
+        """``count`` of the GPUs that are ``visible`` on a node, for a life that will join there: none that another
         believed life has said to have. The same ones when it is asked again; none at all where there are too few."""
         holders = {gpu: self._owners.get((node, gpu)) for gpu in visible}
         own = [gpu for gpu, holder in holders.items() if holder == incarnation]

@@ -8,18 +8,18 @@ from collections.abc import Callable, Mapping
 
 from ...core.types import NodeName
 from ...health.detection.watch import HealthMonitor
-from ..cluster.base import AllocationStatus, AllocationState, Cluster, NodeStatus, NodeState, ClusterSnapshot
+from ..cluster.base import AllocationState, AllocationStatus, Cluster, ClusterSnapshot, NodeState, NodeStatus
 from ..model.actions import Launch
 from ..model.events import Event
 from ..model.state import State
-from .reconcile import AbsenceCounter, expects_change, reconcile, has_undecided_launch
+from .reconcile import AbsenceCounter, expects_change, has_undecided_launch, reconcile
 
 FAST_POLL_S = 1.0
 """s between two looks at the cluster while something is expected of it"""
 
 
 class ClusterPoller:
-    """``record`` takes what follows from a look, ``busy`` names the actions whose command still runs, ``looked`` is
+    """``record`` takes what follows from a look, ``busy`` names the actions whose command still runs, ``after_poll`` is
     called after each."""
 
     def __init__(
@@ -66,7 +66,9 @@ class ClusterPoller:
         self._poll_requested.clear()
         limits = self._state().job.limits
         if self._failed_polls:  # who is away is not called back by asking more often
-            await asyncio.sleep(min(FAST_POLL_S * 2.0 ** min(self._failed_polls - 1, 30), max(FAST_POLL_S, limits.poll)))
+            await asyncio.sleep(
+                min(FAST_POLL_S * 2.0 ** min(self._failed_polls - 1, 30), max(FAST_POLL_S, limits.poll))
+            )
             return
         poll_fast = expects_change(self._state(), self._now()) or has_undecided_launch(self._state(), snapshot)
         wait = FAST_POLL_S if poll_fast else limits.poll
@@ -82,7 +84,9 @@ class ClusterPoller:
         if snapshot.steps is None:
             self._delay_join_deadlines(state, now)
         if snapshot.nodes is not None:
-            self._on_node_statuses({name: status for name, status in snapshot.nodes.items() if name in state.nodes}, now)
+            self._on_node_statuses(
+                {name: status for name, status in snapshot.nodes.items() if name in state.nodes}, now
+            )
         for tag, status in (snapshot.allocations or {}).items():
             if tag in state.allocations and status.state in (AllocationState.RUNNING, AllocationState.SUSPENDED):
                 self._on_allocation_status(state, status, polled_at, now)

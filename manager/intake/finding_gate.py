@@ -101,14 +101,18 @@ class ReportedFindings:
         what the manager makes of the rest of its words."""
         self.changes += 1
         node = hello.node
-        reported = [one for one in hello.findings if one.verdict is not Verdict.OK and may_report(one, hello.incarnation, node)]
+        reported = [
+            one for one in hello.findings if one.verdict is not Verdict.OK and may_report(one, hello.incarnation, node)
+        ]
         before = self._by_node.pop(node, {})
         after = {one.key: preserve_times(before.get(one.key), one)
                  for one in (*(to_manager_time(one, hello.now, now) for one in reported), *also)}  # fmt: skip
         unread = [one for one in after.values() if one.verdict is Verdict.UNKNOWN]
         keys, unread_detectors = {one.key for one in unread}, {one.detector for one in unread if not one.component}
         for key, one in before.items():
-            if one.verdict is not Verdict.UNKNOWN and (key in keys or (one.detector in unread_detectors and key not in after)):
+            if one.verdict is not Verdict.UNKNOWN and (
+                key in keys or (one.detector in unread_detectors and key not in after)
+            ):
                 after[key] = one
         limited = sorted(after.values(), key=_severity, reverse=True)[:MAX_FINDINGS_PER_NODE]
         if limited:
@@ -153,7 +157,10 @@ def to_manager_time(finding: Finding, sent: float, now: float) -> Finding:
     def to_manager_clock(at: float) -> float:
         return now - max(0.0, sent - at) if isfinite(at) and isfinite(sent) else now
 
-    evidence = tuple(replace(one, at=to_manager_clock(one.at), text=one.text[:_MAX_EVIDENCE_CHARS]) for one in finding.evidence[:_MAX_EVIDENCE_LINES])
+    evidence = tuple(
+        replace(one, at=to_manager_clock(one.at), text=one.text[:_MAX_EVIDENCE_CHARS])
+        for one in finding.evidence[:_MAX_EVIDENCE_LINES]
+    )
     return replace(finding, since=to_manager_clock(finding.since), evidence=evidence)
 
 
@@ -228,7 +235,9 @@ class FindingGate:
         """Handle a finding reported by the current agent of a node; ignore one that is about another node."""
         if not may_report(message.finding, message.incarnation, message.node):
             _log.warning(
-                "ignored finding %s from %s: an agent may only report its own node", message.finding.key, message.incarnation
+                "ignored finding %s from %s: an agent may only report its own node",
+                message.finding.key,
+                message.incarnation,
             )
             return
         self._reported.on_report(message, self._now())
@@ -244,10 +253,18 @@ class FindingGate:
         input_key = (self._detected, self._reported.changes, settings)
         if input_key == self._input_key:  # a thousand nodes may have something to say, and this is asked at every turn
             return inf
-        every = [one for finding in (*self._detected, *self._reported.all()) if (one := apply_settings(finding, settings)) is not None]
-        found, self._correlation_state, next_check = correlate(every, self._context(), self._correlation_state, self._now())
+        every = [
+            one
+            for finding in (*self._detected, *self._reported.all())
+            if (one := apply_settings(finding, settings)) is not None
+        ]
+        found, self._correlation_state, next_check = correlate(
+            every, self._context(), self._correlation_state, self._now()
+        )
         published = self._published
-        self._published = current = {one.key: preserve_times(published.get(one.key), one) if from_agent(one) else one for one in found}
+        self._published = current = {
+            one.key: preserve_times(published.get(one.key), one) if from_agent(one) else one for one in found
+        }
         for key, finding in current.items():
             if published.get(key) != finding:
                 self._record(ev.FindingChanged(finding))
@@ -255,7 +272,9 @@ class FindingGate:
             if key not in current and (key in self._state().findings or finding.verdict is Verdict.UNKNOWN):
                 cleared = msgspec.structs.replace(finding, verdict=Verdict.OK, evidence=())
                 self._record(ev.FindingChanged(cleared))
-        self._input_key = None if self._correlation_state.events or self._correlation_state.first_reported else input_key
+        self._input_key = (
+            None if self._correlation_state.events or self._correlation_state.first_reported else input_key
+        )
         return next_check
 
     def _context(self) -> CorrelationContext:
@@ -287,9 +306,11 @@ def restore_monitor(monitor: HealthMonitor, state: State, now: float) -> None:
 
 
 class BaselineRecorder:
-    """Of one manager; ``kept`` is what the journal has."""
+    """Of one manager; ``recorded`` is what the journal has."""
 
-    def __init__(self, monitor: HealthMonitor, recorded: Mapping[str, RoleBaseline], record: Callable[[BaselinesLearned], None]) -> None:
+    def __init__(
+        self, monitor: HealthMonitor, recorded: Mapping[str, RoleBaseline], record: Callable[[BaselinesLearned], None]
+    ) -> None:
         self._monitor, self._recorded, self._record = monitor, recorded, record
         self._due_at = -inf
 

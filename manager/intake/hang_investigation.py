@@ -7,7 +7,7 @@ to judge.
 
 **Stacks** are taken once for each hang that is suspected or found, of the suspect and of every member of its gang, and
 grouped (:mod:`rrl.health.detection.attribution.stack_groups`). A restart ends the processes, so they are asked for at
-the first warning; where a FAIL comes without one, it is told as WARN until they are here, for :data:`WITHIN` s at the
+the first warning; where a FAIL comes without one, it is told as WARN until they are here, for :data:`STACKS_TIMEOUT_S` s at the
 most, and not at all where no agent can be asked. What was seen stands in the finding's evidence and in the journal, the
 whole in a file.
 """
@@ -26,7 +26,19 @@ from msgspec.structs import replace
 
 from ...core.launch import tag_of
 from ...core.run_dir import RunDir, write_atomically
-from ...core.types import AGENT, STACKS, Cause, Evidence, Finding, Incarnation, Remedy, ReplicaId, Verdict, gang_of, replica_id
+from ...core.types import (
+    AGENT,
+    STACKS,
+    Cause,
+    Evidence,
+    Finding,
+    Incarnation,
+    Remedy,
+    ReplicaId,
+    Verdict,
+    gang_of,
+    replica_id,
+)
 from ...health.detection.attribution.stack_groups import GroupedStacks, group, main_threads_only, summary_lines
 from ...health.detection.detectors.liveness import worker_silence
 from ...health.detection.detectors.probing import due_probes
@@ -62,7 +74,7 @@ class _Incident:
 
     began: float
     defer_until: float
-    """a FAIL is held back so long, unless it is ``over`` before"""
+    """a FAIL is held back so long, unless it is ``done`` before"""
     done: bool = False
     evidence: tuple[Evidence, ...] = ()
 
@@ -94,7 +106,7 @@ class _StackCollection:
 
 
 class HangInvestigator:
-    """Of one manager. ``workers`` and ``steps`` say where workers and agents can be told something."""
+    """Of one manager. ``worker_peers`` and ``step_peers`` say where workers and agents can be told something."""
 
     def __init__(
         self,
@@ -120,9 +132,17 @@ class HangInvestigator:
         again (inf: at the next news)."""
         now, settings = self._now(), self._state().job.health
         next_check = now if self._send_probes(now) else inf
-        hang_keys = {finding.key for finding in findings if _hang_of(finding) and apply_settings(finding, settings) is not None}
-        hanging = {incarnation.gang for finding in findings if finding.key in hang_keys and (incarnation := _hang_of(finding))}
-        for gang in [one for one, incident_of_gang in self._incidents.items() if one not in hanging and now >= incident_of_gang.began + RECOLLECT_AFTER_S]:
+        hang_keys = {
+            finding.key for finding in findings if _hang_of(finding) and apply_settings(finding, settings) is not None
+        }
+        hanging = {
+            incarnation.gang for finding in findings if finding.key in hang_keys and (incarnation := _hang_of(finding))
+        }
+        for gang in [
+            one
+            for one, incident_of_gang in self._incidents.items()
+            if one not in hanging and now >= incident_of_gang.began + RECOLLECT_AFTER_S
+        ]:
             del self._incidents[gang]
         findings_out = []
         for finding in findings:
@@ -169,7 +189,9 @@ class HangInvestigator:
         incident = self._incidents[incarnation.gang] = _Incident(now, now + STACKS_TIMEOUT_S, done=not requests)
         if requests:
             number = self._next_id()
-            self._collections[number] = collection = _StackCollection(incarnation, number, {of: agent for _, agent, of, _ in requests})
+            self._collections[number] = collection = _StackCollection(
+                incarnation, number, {of: agent for _, agent, of, _ in requests}
+            )
             self._spawn(self._collect(collection, requests, incident))
         return incident
 
@@ -185,7 +207,10 @@ class HangInvestigator:
                 yield peer, agent.id, replica.incarnation, replica.step
 
     async def _collect(
-        self, collection: _StackCollection, requests: Sequence[tuple[bytes, ReplicaId, Incarnation, str]], incident: _Incident
+        self,
+        collection: _StackCollection,
+        requests: Sequence[tuple[bytes, ReplicaId, Incarnation, str]],
+        incident: _Incident,
     ) -> None:
         try:
             for peer, _, of, tag in requests:
@@ -210,7 +235,10 @@ class HangInvestigator:
         if not collection.dumps:
             return grouped, ""
         whole = tag_of("", collection.incarnation).strip(".")
-        path = self._run.stacks / f"{whole}-{collection.id // _ID_SPACE_PER_EPOCH}.{collection.id % _ID_SPACE_PER_EPOCH}.txt"
+        path = (
+            self._run.stacks
+            / f"{whole}-{collection.id // _ID_SPACE_PER_EPOCH}.{collection.id % _ID_SPACE_PER_EPOCH}.txt"
+        )
         try:
             self._run.stacks.mkdir(mode=0o700, exist_ok=True)
             write_atomically(path, "".join(_dump_text(collection, summary_lines(grouped))).encode("utf-8", "replace"))

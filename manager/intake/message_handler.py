@@ -15,15 +15,15 @@ from msgspec.structs import replace
 
 from ...core.launch import ExitReason, ExitRecord, read_exit, tag_of
 from ...core.run_dir import RunDir
-from ...core.text import shows_missing_command, escaped, last_lines_of
+from ...core.text import escaped, last_lines_of, shows_missing_command
 from ...core.types import AGENT, STANDBY_ROLE, Incarnation, ReplicaId, replica_id, role_of, standby_role_of
 from ...health.detection.watch import HealthMonitor
 from ...transport import messages as msg
 from ...transport.control.endpoints import Incoming, Send
 from ..cluster.base import NotStarted, RejectReason
 from ..model import events as ev
-from ..model.events import IntentSettled, Event
-from ..model.queries import promoted_to, step_alias, current_owner
+from ..model.events import Event, IntentSettled
+from ..model.queries import current_owner, promoted_to, step_alias
 from ..model.state import NEVER_APPEARED, State, Status
 from .admission import GpuRegistry, check_memlock
 from .finding_gate import FindingGate, is_agent_of
@@ -104,7 +104,9 @@ class MessageHandler:
             await self._step_vanished(message)
         elif not self._state().is_current(message.life):
             await self._from_fenced(incoming, message)
-        elif isinstance(message, msg.AgentHello | msg.AgentHeartbeat) and not is_agent_of(message.incarnation, message.node):
+        elif isinstance(message, msg.AgentHello | msg.AgentHeartbeat) and not is_agent_of(
+            message.incarnation, message.node
+        ):
             _log.warning("ignored a message from %s: it is not the agent of %s", message.incarnation, message.node)
         elif isinstance(message, msg.Hello | msg.AgentHello):
             await self._greeting(incoming, message)
@@ -186,7 +188,10 @@ class MessageHandler:
         if fault.id not in self._state().triggered_faults:
             return  # nobody was told to
         incarnation = message.incarnation or self._state().replica(ReplicaId(fault.target)).incarnation
-        incarnation = next((one.incarnation for one in self._state().replicas.values() if one.promoted_from == incarnation), incarnation)
+        incarnation = next(
+            (one.incarnation for one in self._state().replicas.values() if one.promoted_from == incarnation),
+            incarnation,
+        )
         self._record(ev.FaultInjected(
             fault.id, incarnation, message.ok, message.detail, fault.kind, fault.target, message.node, message.ended
         ))  # fmt: skip
@@ -296,7 +301,11 @@ class MessageHandler:
         if replica.status is not Status.JOINED or announced != (
             replica.listen_address, replica.weight_address, replica.pid, replica.node
         ):  # fmt: skip
-            self._record(ev.Joined(incarnation, message.node, message.host, message.pid, message.listen_address, message.weight_address))
+            self._record(
+                ev.Joined(
+                    incarnation, message.node, message.host, message.pid, message.listen_address, message.weight_address
+                )
+            )
         if message.phase != replica.phase:
             self._record(ev.PhaseEntered(incarnation, message.phase))
         if message.weight_version is not None and message.weight_version != replica.weight_version:
@@ -336,7 +345,9 @@ class MessageHandler:
             monitor.on_agent_message(message.node, incarnation, now, message.boot)
             finding = check_memlock(message, self._state().job.weights, now)
             self.finding_gate.on_agent_hello(message, *((finding,) if finding is not None else ()))
-            joined = ev.AgentJoined(incarnation, message.node, message.host, message.pid, message.probe, message.snapshot_address)
+            joined = ev.AgentJoined(
+                incarnation, message.node, message.host, message.pid, message.probe, message.snapshot_address
+            )
             self._record(joined)
         elif isinstance(message, msg.FindingReport):
             self.finding_gate.on_report(message)
@@ -345,7 +356,9 @@ class MessageHandler:
         elif isinstance(message, msg.AgentHeartbeat):
             monitor.on_agent_message(message.node, incarnation, now)
             loads = {load.tag: load for load in message.loads}
-            for resident in monitor.incarnations_on(message.node):  # not everybody: a thousand agents say so each second
+            for resident in monitor.incarnations_on(
+                message.node
+            ):  # not everybody: a thousand agents say so each second
                 replica = self._state().replica(resident.replica)
                 if replica.status is Status.STARTING and replica.step in message.alive:
                     monitor.on_step_alive(replica.incarnation, now)

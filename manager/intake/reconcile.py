@@ -12,9 +12,9 @@ from __future__ import annotations
 import msgspec
 
 from ...core.types import NodeName, Verdict
-from ..cluster.base import AllocationStatus, AllocationState, NodeStatus, NodeState, ClusterSnapshot, RejectReason
-from ..model.actions import Drain, Launch, ExternalAction, Request, Shrink, Undrain
-from ..model.events import AllocationChanged, IntentSettled, Event, NodeChanged
+from ..cluster.base import AllocationState, AllocationStatus, ClusterSnapshot, NodeState, NodeStatus, RejectReason
+from ..model.actions import Drain, ExternalAction, Launch, Request, Shrink, Undrain
+from ..model.events import AllocationChanged, Event, IntentSettled, NodeChanged
 from ..model.queries import open_requests
 from ..model.state import NEVER_APPEARED, Allocation, State
 
@@ -35,7 +35,7 @@ class AbsenceCounter:
         """manager's time (s) of the last look that was not answered"""
 
     def is_gone(self, tag: str, listed: bool, now: float = 0.0, min_absence_s: float = 0.0) -> bool:
-        """Missing from this look, from the one before, and for ``after`` s since the first that missed it."""
+        """Missing from this look, from the one before, and for ``min_absence_s`` s since the first that missed it."""
         if listed:
             self._absent.pop(tag, None)
             return False
@@ -44,7 +44,9 @@ class AbsenceCounter:
         return count + 1 >= MIN_ABSENT_POLLS and now - since >= min_absence_s
 
 
-def reconcile(state: State, snapshot: ClusterSnapshot, absences: AbsenceCounter, now: float, busy: frozenset[str]) -> list[Event]:
+def reconcile(
+    state: State, snapshot: ClusterSnapshot, absences: AbsenceCounter, now: float, busy: frozenset[str]
+) -> list[Event]:
     """Events that follow from the look. ``busy``: tags whose command is still running: those settle themselves."""
     events: list[Event] = []
     if snapshot.steps is None:
@@ -58,7 +60,9 @@ def reconcile(state: State, snapshot: ClusterSnapshot, absences: AbsenceCounter,
                 absences.is_gone(tag, True)
                 # salloc that found no free nodes leaves a cancelled job, and sbatch follows it under the same tag
                 is_salloc_attempt = status.state is AllocationState.ENDED and unsettled.get(tag) in busy
-                status = _reconcile_allocation(allocation, status, snapshot.nodes, absences, now, state.job.limits.quiet)
+                status = _reconcile_allocation(
+                    allocation, status, snapshot.nodes, absences, now, state.job.limits.quiet
+                )
                 if not is_salloc_attempt and _changed(allocation, status, now):
                     events.append(AllocationChanged(tag, status))
             elif tag not in unsettled:
@@ -75,9 +79,15 @@ def reconcile(state: State, snapshot: ClusterSnapshot, absences: AbsenceCounter,
                 continue
             due = now - intent.at > state.job.limits.quiet or tag in snapshot.launchers_ended
             if absences.is_gone(tag, tag in snapshot.steps or not due):
-                undelivered = intent.at < max(state.managed_since, absences.last_unanswered_at)  # who meant to launch it died, or Slurm did
+                undelivered = intent.at < max(
+                    state.managed_since, absences.last_unanswered_at
+                )  # who meant to launch it died, or Slurm did
                 events.append(IntentSettled(tag, False, NEVER_APPEARED, undelivered, RejectReason.NEVER_APPEARED))
-    events += [IntentSettled(tag, True, "seen so") for tag, intent in state.intents.items() if _confirmed_by(intent.action, snapshot)]
+    events += [
+        IntentSettled(tag, True, "seen so")
+        for tag, intent in state.intents.items()
+        if _confirmed_by(intent.action, snapshot)
+    ]
     for name, node_status in (snapshot.nodes or {}).items():
         node = state.nodes.get(name)
         if node is not None and node.status != node_status:
@@ -89,7 +99,9 @@ def _confirmed_by(action: ExternalAction, snapshot: ClusterSnapshot) -> bool:
     """What was to be done with single nodes is: they are asked for until somebody says so, and answers can be lost."""
     if isinstance(action, Shrink):
         status = (snapshot.allocations or {}).get(action.allocation)
-        return status is not None and status.state is AllocationState.RUNNING and not set(action.nodes) & set(status.nodes)
+        return (
+            status is not None and status.state is AllocationState.RUNNING and not set(action.nodes) & set(status.nodes)
+        )
     if not isinstance(action, Drain | Undrain):
         return False
     node_status = (snapshot.nodes or {}).get(action.node)
@@ -124,16 +136,23 @@ def _reconcile_allocation(
             remaining.append(name)
     if len(remaining) == len(set(remaining).intersection(status.nodes)):
         return status
-    return msgspec.structs.replace(status, nodes=(*remaining, *(name for name in status.nodes if name not in before.nodes)))
+    return msgspec.structs.replace(
+        status, nodes=(*remaining, *(name for name in status.nodes if name not in before.nodes))
+    )
 
 
 def _changed(allocation: Allocation, status: AllocationStatus, now: float) -> bool:
     """The time that is left counts down by itself: only an end that has moved is news."""
-    if allocation.status is None or msgspec.structs.replace(status, left=allocation.status.time_left_s) != allocation.status:
+    if (
+        allocation.status is None
+        or msgspec.structs.replace(status, time_left_s=allocation.status.time_left_s) != allocation.status
+    ):
         return True
     if status.time_left_s is None or allocation.suspended:
         return False
-    return allocation.status.time_left_s is None or abs(now + status.time_left_s - allocation.ends_at) > MIN_END_CHANGE_S
+    return (
+        allocation.status.time_left_s is None or abs(now + status.time_left_s - allocation.ends_at) > MIN_END_CHANGE_S
+    )
 
 
 def _reconcile_requests(
@@ -164,7 +183,9 @@ def expects_change(state: State, now: float) -> bool:
     return (
         waiting
         or state.finish is not None
-        or any(a.releasing or (_is_pending(a) and now - a.requested_at < FAST_POLL_AFTER_REQUEST_S) for a in allocations)
+        or any(
+            a.releasing or (_is_pending(a) and now - a.requested_at < FAST_POLL_AFTER_REQUEST_S) for a in allocations
+        )
         or any((a.reclaimed or a.ending) and now - a.status_at < FAST_POLL_AFTER_REQUEST_S for a in allocations)
         or any(f.detector == "node_lost" and f.verdict is Verdict.WARN for f in state.findings.values())
     )

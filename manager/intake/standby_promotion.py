@@ -17,7 +17,7 @@ from ...core.launch import tag_of
 from ...core.run_dir import RunDir
 from ...core.types import Incarnation
 from ...transport.control.endpoints import Send
-from ...transport.messages import Promote, Hello
+from ...transport.messages import Hello, Promote
 from ..cluster.base import Refused
 from ..model.actions import Launch
 from ..model.queries import promoted_to

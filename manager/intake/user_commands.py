@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from ...core.faults import MANAGER, FAULT_TRAITS, Fault, TargetKind, FaultProblem, InvalidFault, validate_fault
+from ...core.faults import FAULT_TRAITS, MANAGER, Fault, FaultProblem, InvalidFault, TargetKind, validate_fault
 from ...core.run_dir import RunDir
 from ...core.run_spec import RunSpec
 from ...core.types import AGENT, STANDBY_ROLE
@@ -76,7 +76,11 @@ def to_events(command: Command, state: State) -> list[ev.Event]:
     """What is journaled of a letter. A refused fault is, too, with the reason."""
     if command.fault is None:
         by = command.by or "somebody"
-        return [ev.CommandReceived(command.command, by, command.id, command.target, command.keep_allocations, command.reason)]
+        return [
+            ev.CommandReceived(
+                command.command, by, command.id, command.target, command.keep_allocations, command.reason
+            )
+        ]
     fault = msgspec.structs.replace(command.fault, by=command.by or "somebody")
     if fault.id in known_fault_ids(state):
         return [ev.CommandReceived(command.command, command.by, command.id)]  # the same order again
@@ -114,7 +118,9 @@ def rejection(fault: Fault, job: RunSpec, state: State | None) -> InvalidFault |
         if not slash:
             return InvalidFault(FaultProblem.OTHER, f'"{fault.target}" is no replica; a replica is written "rollout/0"')
         if job.role(role).watch != "api" and not FAULT_TRAITS[fault.kind].by_signals:
-            return InvalidFault(FaultProblem.OTHER, f"{fault.target} does not use the worker API: {fault.kind} needs its help")
+            return InvalidFault(
+                FaultProblem.OTHER, f"{fault.target} does not use the worker API: {fault.kind} needs its help"
+            )
     return None
 
 
@@ -130,9 +136,11 @@ def _no_node(node: str, state: State | None) -> str:
 
 
 def _no_standby(target: str, state: State | None) -> str:
-    """Return why a fault cannot hit the standby process ``target`` (``shadow/<node>``), or '' if it runs now.
+    """Return why a fault cannot hit the standby process ``target`` (``standby/<node>``), or '' if it runs now.
 
     Standbys come and go: a fault can only hit one that is there."""
-    standbys = [one.id for one in state.replicas.values() if one.role == STANDBY_ROLE and one.is_current] if state else []
+    standbys = (
+        [one.id for one in state.replicas.values() if one.role == STANDBY_ROLE and one.is_current] if state else []
+    )
     standbys_text = f"there are {', '.join(sorted(standbys))}" if standbys else "there is none now"
     return "" if target in standbys else f'no shadow "{target}" in this run; {standbys_text}'

@@ -131,7 +131,11 @@ def current_owner(state: State, incarnation: Incarnation, tag: str) -> Incarnati
 def step_alias(state: State, incarnation: Incarnation) -> Incarnation:
     """Under which name the step of a life speaks of itself, and its files are called: the shadow's that it was."""
     replica = state.replica(incarnation.replica)
-    return replica.promoted_from if replica.incarnation == incarnation and replica.promoted_from is not None else incarnation
+    return (
+        replica.promoted_from
+        if replica.incarnation == incarnation and replica.promoted_from is not None
+        else incarnation
+    )
 
 
 def readers_for(job: RunSpec, gpus: int) -> tuple[str, ...]:

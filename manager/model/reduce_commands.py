@@ -8,7 +8,7 @@ from ...core.run_spec import RunSpec
 from ...core.types import AGENT, STANDBY_ROLE, ReplicaId, gang_of, member_id, replica_id
 from . import events as ev
 from .actions import RestartAll
-from .reduce_nodes import DRAIN, UNDRAIN, without_departed, on_node_command
+from .reduce_nodes import DRAIN, UNDRAIN, on_node_command, without_departed
 from .reduce_replicas import MAX_RESTART_BACKOFF_S, on_fence, with_replica
 from .state import Allocation, Node, Replica, State, Status
 
@@ -26,7 +26,11 @@ def on_command(state: State, at: float, event: ev.CommandReceived) -> State:
 
 
 def on_fault_requested(state: State, at: float, event: ev.FaultRequested) -> State:
-    return replace(state, handled_commands=(*state.handled_commands, event.id), requested_faults=(*state.requested_faults, event.fault))
+    return replace(
+        state,
+        handled_commands=(*state.handled_commands, event.id),
+        requested_faults=(*state.requested_faults, event.fault),
+    )
 
 
 def on_resumed(state: State, at: float, event: ev.Resumed) -> State:
@@ -65,7 +69,9 @@ def _matches_job(job: RunSpec, allocation: Allocation) -> bool:
 
 def _reset_probe(node: Node) -> Node:
     """Of the probe, by which it may have been excluded."""
-    changes = {"excluded": None, "cause": None} if node.probe_error and not (node.proved or node.drain_requested_by) else {}
+    changes = (
+        {"excluded": None, "cause": None} if node.probe_error and not (node.proved or node.drain_requested_by) else {}
+    )
     return replace(node, probe_error=None, **changes)
 
 

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from ...core.run_spec import Resources
 from ...core.types import AGENT, STANDBY_ROLE, NodeName, Verdict
-from ..cluster.base import AllocationStatus, AllocationState, AllocationRequest
+from ..cluster.base import AllocationRequest, AllocationState, AllocationStatus
 from . import events as ev
-from .actions import Drain, Exclude, Launch, ExternalAction, Readmit, Shrink, Undrain
+from .actions import Drain, Exclude, ExternalAction, Launch, Readmit, Shrink, Undrain
 from .reduce_replicas import with_replica
 from .state import Allocation, Node, RejectedRequest, State
 
@@ -41,8 +41,18 @@ def on_request_intended(state: State, at: float, request: AllocationRequest) -> 
 def on_release_intended(state: State, at: float, tag: str) -> State:
     """A request that could never have been met counts as refused, so that it is not made for ever."""
     allocation = state.allocations.get(tag)
-    if allocation is not None and allocation.pending and allocation.status is not None and allocation.status.unsatisfiable_reason:
-        state = _add_rejected_request(state, RejectedRequest(tag, at, f"{tag}: {allocation.status.unsatisfiable_reason}", node_group=allocation.request.node_group))
+    if (
+        allocation is not None
+        and allocation.pending
+        and allocation.status is not None
+        and allocation.status.unsatisfiable_reason
+    ):
+        state = _add_rejected_request(
+            state,
+            RejectedRequest(
+                tag, at, f"{tag}: {allocation.status.unsatisfiable_reason}", node_group=allocation.request.node_group
+            ),
+        )
     return _with_allocation(state, tag, releasing=True)
 
 
@@ -62,15 +72,27 @@ def on_allocation_changed(state: State, at: float, event: ev.AllocationChanged) 
     allocation = state.allocations.get(event.tag)
     over = event.status is None or event.status.state is AllocationState.ENDED
     if allocation is None:
-        return state if over else replace(state, allocations={**state.allocations, event.tag: _orphan_allocation(state, at, event)})
+        return (
+            state
+            if over
+            else replace(state, allocations={**state.allocations, event.tag: _orphan_allocation(state, at, event)})
+        )
     if event.status is None or over:
-        state = _note_reclaimed(_note_external_cancellation(state, at, allocation, event.status), at, allocation, event.status)
+        state = _note_reclaimed(
+            _note_external_cancellation(state, at, allocation, event.status), at, allocation, event.status
+        )
         if not (allocation.releasing or allocation.orphan) and allocation.running_since is None:
             detail = (event.status.detail if event.status else "") or "no longer in the queue"  # and it has never run
-            state = _add_rejected_request(state, RejectedRequest(event.tag, at, f"{event.tag}: {detail}", True, allocation.request.node_group))
+            state = _add_rejected_request(
+                state, RejectedRequest(event.tag, at, f"{event.tag}: {detail}", True, allocation.request.node_group)
+            )
         elif _allocation_failed_early(state, at, allocation):  # asking again and again would get no further
-            detail = f"it ended {at - (allocation.running_since or at):.0f} s after it began" + _detail_suffix(event.status)
-            state = _add_rejected_request(state, RejectedRequest(event.tag, at, f"{event.tag}: {detail}", True, allocation.request.node_group))
+            detail = f"it ended {at - (allocation.running_since or at):.0f} s after it began" + _detail_suffix(
+                event.status
+            )
+            state = _add_rejected_request(
+                state, RejectedRequest(event.tag, at, f"{event.tag}: {detail}", True, allocation.request.node_group)
+            )
         return replace(
             state,
             allocations={tag: one for tag, one in state.allocations.items() if tag != event.tag},
@@ -79,7 +101,12 @@ def on_allocation_changed(state: State, at: float, event: ev.AllocationChanged) 
             intents={tag: one for tag, one in state.intents.items() if not _launches_into(one.action, event.tag)},
         )
     unsatisfiable_since = allocation.unsatisfiable_since if allocation.unsatisfiable_since is not None else at
-    allocation = replace(allocation, status=event.status, status_at=at, unsatisfiable_since=unsatisfiable_since if event.status.unsatisfiable_reason else None)
+    allocation = replace(
+        allocation,
+        status=event.status,
+        status_at=at,
+        unsatisfiable_since=unsatisfiable_since if event.status.unsatisfiable_reason else None,
+    )
     since = allocation.running_since
     if allocation.running or allocation.pending:  # one that is queued again begins anew
         since = (at if since is None else since) if allocation.running else None
@@ -98,7 +125,11 @@ def on_allocation_changed(state: State, at: float, event: ev.AllocationChanged) 
     orphan_steps = {tag: one for tag, one in state.orphan_steps.items()
                  if one.allocation != event.tag or one.node in event.status.nodes}  # fmt: skip
     return replace(
-        state, allocations={**state.allocations, event.tag: allocation}, nodes=nodes, running_since=began, orphan_steps=orphan_steps
+        state,
+        allocations={**state.allocations, event.tag: allocation},
+        nodes=nodes,
+        running_since=began,
+        orphan_steps=orphan_steps,
     )
 
 
@@ -121,7 +152,9 @@ def _allocation_failed_early(state: State, at: float, allocation: Allocation) ->
     """It ended by itself before anything spoke from its nodes: a prolog fails, or they do."""
     began = allocation.running_since
     ran = not (allocation.releasing or allocation.orphan) and began is not None and at - began < EARLY_END_S
-    spoke = any(one.allocation == allocation.tag and one.admitted_process is not None for one in state.replicas.values())
+    spoke = any(
+        one.allocation == allocation.tag and one.admitted_process is not None for one in state.replicas.values()
+    )
     return ran and not spoke and allocation.tag not in state.reclaimed
 
 
@@ -140,7 +173,9 @@ def _detail_suffix(status: AllocationStatus | None) -> str:
     return f": {status.detail}" if status is not None and status.detail else ""
 
 
-def _note_external_cancellation(state: State, at: float, allocation: Allocation, status: AllocationStatus | None) -> State:
+def _note_external_cancellation(
+    state: State, at: float, allocation: Allocation, status: AllocationStatus | None
+) -> State:
     """Somebody else than us ended it, and nothing else was left: who does that to all that a run has means the run.
 
     Its last word comes some time after its end: what was asked for meanwhile does not count as left, and of several
@@ -148,10 +183,20 @@ def _note_external_cancellation(state: State, at: float, allocation: Allocation,
     if allocation.releasing or allocation.orphan or status is None or not status.cancelled:
         return state
     ended_at = at if allocation.ending_since is None else allocation.ending_since
-    others = [one for one in state.allocations.values() if one.tag != allocation.tag and not (one.releasing or one.orphan)]
-    if any(one.requested_at < ended_at and not one.ending for one in others) or allocation.requested_at < max(state.external_cancellations, default=0.0):
+    others = [
+        one for one in state.allocations.values() if one.tag != allocation.tag and not (one.releasing or one.orphan)
+    ]
+    if any(one.requested_at < ended_at and not one.ending for one in others) or allocation.requested_at < max(
+        state.external_cancellations, default=0.0
+    ):
         return state
-    return replace(state, external_cancellations=(*(since for since in state.external_cancellations if at - since < CANCELLATION_WINDOW_S), ended_at))
+    return replace(
+        state,
+        external_cancellations=(
+            *(since for since in state.external_cancellations if at - since < CANCELLATION_WINDOW_S),
+            ended_at,
+        ),
+    )
 
 
 def _orphan_allocation(state: State, at: float, event: ev.AllocationChanged) -> Allocation:
@@ -210,10 +255,14 @@ def on_node_command(state: State, at: float, event: ev.CommandReceived) -> State
             return _with_node(_without_command(state, name), name, drain_requested_at=0.0) if command else state
         return replace(state, node_commands={**state.node_commands, name: (UNDRAIN, by)})
     if node.excluded is not None:  # nobody is left there: it is drained, or that is tried again
-        return _with_node(_without_command(state, name), name, drain_requested_by=by, drain_requested_at=at, drain_error="")
+        return _with_node(
+            _without_command(state, name), name, drain_requested_by=by, drain_requested_at=at, drain_error=""
+        )
     if not node.allocation or command is not None:
         return state
-    return _with_node(replace(state, node_commands={**state.node_commands, name: (DRAIN, by)}), name, drain_requested_at=at)
+    return _with_node(
+        replace(state, node_commands={**state.node_commands, name: (DRAIN, by)}), name, drain_requested_at=at
+    )
 
 
 def on_exclude(state: State, at: float, action: Exclude) -> State:
@@ -249,7 +298,7 @@ def on_readmit(state: State, at: float, action: Readmit) -> State:
 def on_node_action_settled(state: State, at: float, action: Drain | Undrain | Shrink, ok: bool, detail: str) -> State:
     """It is settled: ``ok``, or certainly not done."""
     if isinstance(action, Drain):
-        changes = {"drained": action.reason} if ok else {"not_drained": detail or "refused"}
+        changes = {"drain_reason": action.reason} if ok else {"drain_error": detail or "refused"}
         return _with_node(state, action.node, **changes)
     if isinstance(action, Undrain):  # refused: it is not our drain any more
         return _with_node(_without_command(state, action.node), action.node, drain_reason="")

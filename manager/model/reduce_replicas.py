@@ -11,9 +11,9 @@ from ...core.types import AGENT, STANDBY_ROLE, Flag, Incarnation, NodeName, Repl
 from ..cluster.base import RejectReason
 from . import events as ev
 from .actions import Fence, Launch, Rung, StopStep
-from .queries import is_batch_role, finding_about, owner_of
+from .queries import finding_about, is_batch_role, owner_of
 from .reward_curve import add_step
-from .state import AdmittedProcess, OrphanStep, Replica, FailedIncarnation, State, Status
+from .state import AdmittedProcess, FailedIncarnation, OrphanStep, Replica, State, Status
 from .token_ages import with_step
 
 RETRY_PAUSE_S = 10.0
@@ -57,8 +57,12 @@ def on_launch_rejected(state: State, at: float, action: Launch, event: ev.Intent
         state = _add_orphan(state, at, id)
     if event.undelivered:  # nobody's failure but the manager's: it is made up for where it was meant to be
         return with_replica(state, id, status=Status.WANTED, since=at, preferred_node=action.node)
-    if event.reason is RejectReason.ALLOCATION_NOT_RUNNING:  # later looks say what became of the allocation; nobody has failed yet
-        return with_replica(state, id, status=Status.WANTED, since=at, preferred_node=action.node, not_before=at + RETRY_PAUSE_S)
+    if (
+        event.reason is RejectReason.ALLOCATION_NOT_RUNNING
+    ):  # later looks say what became of the allocation; nobody has failed yet
+        return with_replica(
+            state, id, status=Status.WANTED, since=at, preferred_node=action.node, not_before=at + RETRY_PAUSE_S
+        )
     if event.reason in _FAILED_STARTS:
         state = _count_failed_start(state, id)
     not_started = event.detail if event.reason is RejectReason.NOT_STARTED else None
@@ -156,8 +160,14 @@ def _clear_restart_request(state: State, id: ReplicaId) -> State:
 
 def _reset_for_restart(held: Replica, at: float, to: NodeName | None) -> dict[str, Any]:
     """What it takes to want it at once. One that was gone on without has its budget back."""
-    budget = {"failures": (), "unstarted": 0} if held.status is Status.RETIRED else {}
-    return {"status": Status.WANTED, "since": at, "prefer": to or held.preferred_node, "not_before": at, **budget}
+    budget = {"failures": (), "failed_starts": 0} if held.status is Status.RETIRED else {}
+    return {
+        "status": Status.WANTED,
+        "since": at,
+        "preferred_node": to or held.preferred_node,
+        "not_before": at,
+        **budget,
+    }
 
 
 def _add_orphan(state: State, at: float, id: ReplicaId) -> State:
@@ -188,7 +198,9 @@ def settle_launch(state: State, step: str) -> State:
 
 def on_admitted(state: State, at: float, event: ev.Admitted) -> State:
     replica = state.replica(event.incarnation.replica)
-    if replica.promoted_from is None or replica.step != event.step:  # a shadow's step that asks again has not yet become anything
+    if (
+        replica.promoted_from is None or replica.step != event.step
+    ):  # a shadow's step that asks again has not yet become anything
         state = settle_launch(state, event.step)
     if replica.admitted_process is None and replica.step == event.step:
         state = with_replica(state, replica.id, admitted_process=AdmittedProcess(event.node, event.pid))
@@ -236,8 +248,14 @@ def on_step_ended(state: State, at: float, event: ev.StepEnded) -> State:
 
 def on_phase_entered(state: State, at: float, event: ev.PhaseEntered) -> State:
     replica = state.replica(event.incarnation.replica)
-    passed = replica.past_phases if replica.phase in ("", event.phase, *replica.past_phases) else (*replica.past_phases, replica.phase)
-    return with_replica(state, replica.id, phase=event.phase, phase_since=at, past_phases=passed, waits_for=event.waits_for)
+    passed = (
+        replica.past_phases
+        if replica.phase in ("", event.phase, *replica.past_phases)
+        else (*replica.past_phases, replica.phase)
+    )
+    return with_replica(
+        state, replica.id, phase=event.phase, phase_since=at, past_phases=passed, waits_for=event.waits_for
+    )
 
 
 def on_note_changed(state: State, at: float, event: ev.NoteChanged) -> State:

@@ -14,8 +14,8 @@ from .actions import (
     Drain,
     Exclude,
     Finish,
-    Launch,
     InjectFault,
+    Launch,
     Readmit,
     Release,
     Request,
@@ -24,17 +24,17 @@ from .actions import (
     StopStep,
     Undrain,
 )
-from .reduce_commands import on_command, members_of, on_fault_requested, on_restart_all, on_resumed
+from .reduce_commands import members_of, on_command, on_fault_requested, on_restart_all, on_resumed
 from .reduce_nodes import (
     on_allocation_changed,
     on_exclude,
-    on_release_intended,
-    on_release_rejected,
     on_node_action_settled,
     on_node_changed,
-    on_request_rejected,
     on_readmit,
+    on_release_intended,
+    on_release_rejected,
     on_request_intended,
+    on_request_rejected,
 )
 from .reduce_replicas import (
     RETRY_PAUSE_S,
@@ -44,13 +44,13 @@ from .reduce_replicas import (
     on_joined,
     on_launch_intended,
     on_launch_rejected,
-    on_stop_rejected,
     on_note_changed,
     on_phase_entered,
     on_step_committed,
     on_step_ended,
     on_stop_done,
     on_stop_intended,
+    on_stop_rejected,
     on_version_available,
     with_replica,
     without,
@@ -144,7 +144,10 @@ def _on_decided(state: State, at: float, event: ev.Decided) -> State:
 
 def _on_step_committed(state: State, at: float, event: ev.StepCommitted) -> State:
     """Of a believed life; while the run ends also of the newest one, which was asked to finish what is in hand."""
-    newest = event.incarnation.replica in state.replicas and state.replica(event.incarnation.replica).incarnation == event.incarnation
+    newest = (
+        event.incarnation.replica in state.replicas
+        and state.replica(event.incarnation.replica).incarnation == event.incarnation
+    )
     finishing = state.finish is not None and newest
     return on_step_committed(state, at, event) if state.is_current(event.incarnation) or finishing else state
 
@@ -166,7 +169,11 @@ def _on_fault_intended(state: State, action: InjectFault) -> State:
     """It is set off, and never again; whoever it hits is marked until it is known not to have been hit."""
     state = _mark_triggered(state, action.fault.id)
     for replica in state.replicas.values():
-        on_node = FAULT_TRAITS[action.fault.kind].target_kind is TargetKind.NODE and replica.is_current and replica.node == action.node
+        on_node = (
+            FAULT_TRAITS[action.fault.kind].target_kind is TargetKind.NODE
+            and replica.is_current
+            and replica.node == action.node
+        )
         if on_node or (replica.incarnation == action.incarnation and replica.is_current):
             state = with_replica(state, replica.id, fault=action.fault.id)
     return state

@@ -23,8 +23,8 @@ from ...core.types import (
     role_of,
 )
 from ...health.detection.baselines import RoleBaseline
-from ..cluster.base import AllocationStatus, AllocationState, AllocationRequest, NodeStatus
-from .actions import Finish, ExternalAction
+from ..cluster.base import AllocationRequest, AllocationState, AllocationStatus, NodeStatus
+from .actions import ExternalAction, Finish
 from .reward_curve import Rewards
 from .token_ages import TokenAges
 

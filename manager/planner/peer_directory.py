@@ -5,8 +5,17 @@ from __future__ import annotations
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ...core.types import STANDBY_ROLE, TRAINER, NodeName, ReplicaId, Version, natural_sort_key, role_of, standby_role_of
-from ...transport.messages import WeightSource, Peer, Peers
+from ...core.types import (
+    STANDBY_ROLE,
+    TRAINER,
+    NodeName,
+    ReplicaId,
+    Version,
+    natural_sort_key,
+    role_of,
+    standby_role_of,
+)
+from ...transport.messages import Peer, Peers, WeightSource
 from ..model.queries import workers
 from ..model.state import State, Status
 
@@ -23,7 +32,7 @@ class PeerDirectory(Struct, frozen=True):
     def without_versions(self) -> PeerDirectory:
         """All but what each holder holds: who receives looks at that when it begins or has lost its source, and is
         told all of it with its Welcome."""
-        return replace(self, sources=tuple(replace(one, holds=None) for one in self.sources))
+        return replace(self, sources=tuple(replace(one, version=None) for one in self.sources))
 
     def message(self, epoch: int, seq: int) -> Peers:
         return Peers(epoch, seq, self.peers, self.newest, self.sources, self.snapshot_servers)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from ...core.faults import MANAGER, FAULT_TRAITS, FaultTrigger, Fault, TargetKind
+from ...core.faults import FAULT_TRAITS, MANAGER, Fault, FaultTrigger, TargetKind
 from ...core.phases import PHASES
 from ...core.types import AGENT, STANDBY_ROLE, Incarnation, NodeName, ReplicaId, replica_id
 from ..model.actions import ExternalAction, InjectFault, Why

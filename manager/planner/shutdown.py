@@ -10,12 +10,12 @@ from __future__ import annotations
 from enum import IntEnum
 
 from ...core.types import AGENT, STANDBY_ROLE, Outcome, gang_of, role_of
-from ..model.actions import Action, Drain, Finish, ExternalAction, Release, Rung, Shrink, StopStep, Undrain, Why
-from ..model.queries import is_batch_role, all_completed, gangs, open_requests, progress
+from ..model.actions import Action, Drain, ExternalAction, Finish, Release, Rung, Shrink, StopStep, Undrain, Why
+from ..model.queries import all_completed, gangs, is_batch_role, open_requests, progress
 from ..model.state import Allocation, Node, Replica, State, Status
 from .capacity.placement import stop_orphans
 from .capacity.rotation import cancelled_externally
-from .deadlines import TRAINER_SHUTDOWN_GRACES, SHUTDOWN_GRACES, NEVER, shutdown_at
+from .deadlines import NEVER, SHUTDOWN_GRACES, TRAINER_SHUTDOWN_GRACES, shutdown_at
 
 
 def plan_shutdown(state: State, now: float) -> tuple[list[Action], float, bool]:
@@ -42,7 +42,9 @@ def plan_shutdown(state: State, now: float) -> tuple[list[Action], float, bool]:
 def final_reason(state: State) -> str:
     """How the run ended, for its last record: by then the trainer's last step is known, and what is still held."""
     lines = list(state.finish.why.evidence) if state.finish is not None else []
-    kept_jobs = sorted(one.status.job for one in state.allocations.values() if one.status is not None and _left_to_user(state, one))
+    kept_jobs = sorted(
+        one.status.job for one in state.allocations.values() if one.status is not None and _left_to_user(state, one)
+    )
     if kept_jobs:
         lines.append(f"its nodes are kept, as asked: job{'s' * (len(kept_jobs) > 1)} {', '.join(kept_jobs)}")
         if silent_nodes := sorted({node.name for node in _orphan_step_nodes(state)}):
@@ -117,7 +119,10 @@ def _complete(state: State, now: float) -> tuple[str, ...]:
         if role.replicas - sum(members[0].role == role.name for members in undone) < max(1, role.min_replicas):
             return ()
     given_up = [next(one for one in members if one.failures) for members in undone]
-    return (_progress_text(state), *(f"{gang_of(one.id)} was gone on without: {one.failures[-1].why}" for one in given_up))
+    return (
+        _progress_text(state),
+        *(f"{gang_of(one.id)} was gone on without: {one.failures[-1].why}" for one in given_up),
+    )
 
 
 def _given_up(state: State, members: list[Replica], now: float) -> bool:
@@ -150,7 +155,9 @@ def _stage_grace(state: State, stage: _Stage) -> float:
 def _stop(state: State, replicas: list[Replica], stage: _Stage) -> list[Action]:
     why = Why(("the run is ending",))
     stops: list[ExternalAction] = [
-        StopStep(replica.step, replica.incarnation, 0.0 if replica.role == STANDBY_ROLE else _stage_grace(state, stage), why)
+        StopStep(
+            replica.step, replica.incarnation, 0.0 if replica.role == STANDBY_ROLE else _stage_grace(state, stage), why
+        )
         for replica in replicas
         if replica.step is not None
     ]

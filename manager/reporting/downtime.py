@@ -40,7 +40,9 @@ class Downtime:
         if state is None or state.finish is not None:
             return
         for replica in state.replicas.values():  # of a predecessor: whoever had worked, and does not now
-            idle = replica.status in (Status.WANTED, Status.LAUNCHING, Status.STARTING) and replica.incarnation_number > 0
+            idle = (
+                replica.status in (Status.WANTED, Status.LAUNCHING, Status.STARTING) and replica.incarnation_number > 0
+            )
             if idle and replica.ever_joined and replica.role not in (AGENT, STANDBY_ROLE):
                 self._mark_down(state, replica.incarnation, replica.down_since)
 

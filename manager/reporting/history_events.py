@@ -6,15 +6,15 @@ from ...core.types import AGENT, STANDBY_ROLE, Cause, Finding, NodeName, Verdict
 from ...health.history.records import (  # fmt: skip
     MAX_EVIDENCE_LINES,
     ActionTaken,
-    RunStarted,
+    EvidenceLine,
     Failed,
     FindingRecord,
     NodeAcquired,
     NodeReleased,
+    Record,
     RecoveryDone,
     RunEnded,
-    Record,
-    EvidenceLine,
+    RunStarted,
     clipped,
 )
 from ..cluster.base import NodeState
@@ -40,7 +40,9 @@ class HistoryEvents:
         self._pending_drains: dict[str, Drain | Undrain] = {}
         """by tag"""
         if state is not None:
-            self.initial_records += [NodeAcquired(at, node.name, gpus_on(state, node.name)) for node in _own_nodes(state).values()]
+            self.initial_records += [
+                NodeAcquired(at, node.name, gpus_on(state, node.name)) for node in _own_nodes(state).values()
+            ]
             self._pending_drains = {tag: one.action for tag, one in state.intents.items()
                            if isinstance(one.action, Drain | Undrain)}  # fmt: skip
             stands = {key: one for key, one in state.findings.items() if one.verdict in RAISED}
@@ -176,9 +178,13 @@ def _drain_records(after: State, tried: Drain | Undrain, event: ev.IntentSettled
     node = after.nodes.get(tried.node)
     cause = node.cause.value if node is not None and node.cause is not None else ""
     by = node.drain_requested_by if node is not None else ""
-    kind = "drained" if event.ok else "asked"
+    kind = "drained" if event.ok else "drain_requested"
     drain_error = "" if event.ok else clipped(event.detail)
-    return [ActionTaken(at, tried.node, kind, clipped(tried.reason), cause, clipped(by), drain_error, _lines(tried.why.evidence))]
+    return [
+        ActionTaken(
+            at, tried.node, kind, clipped(tried.reason), cause, clipped(by), drain_error, _lines(tried.why.evidence)
+        )
+    ]
 
 
 def _lines(evidence: tuple[str, ...]) -> tuple[str, ...]:

@@ -14,7 +14,15 @@ import time
 from pathlib import Path
 
 from ...core.run_spec import RunSpec
-from ...health.history.records import MAX_FILE_BYTES, MAX_FILE_RECORDS, Checkpoint, RecordsLost, Record, file_name, encode_line
+from ...health.history.records import (
+    MAX_FILE_BYTES,
+    MAX_FILE_RECORDS,
+    Checkpoint,
+    Record,
+    RecordsLost,
+    encode_line,
+    file_name,
+)
 from ..model import events as ev
 from ..model.state import State
 from .history_events import HistoryEvents
@@ -98,7 +106,9 @@ class HistoryWriter:
                     file.write(batch)
                     noted = before
                 except OSError as error:
-                    self._count_lost(sum(not isinstance(one, RecordsLost) for one in batch), error.strerror or str(error))
+                    self._count_lost(
+                        sum(not isinstance(one, RecordsLost) for one in batch), error.strerror or str(error)
+                    )
             if last:
                 file.close()
                 return

@@ -44,9 +44,9 @@ class _LogBuffer:
 
 
 class LogBuffers:
-    """``believed`` says of a life whether it is, or None where the run never had it. Times are s of any clock.
+    """``is_current`` says of a life whether it is, or None where the run never had it. Times are s of any clock.
 
-    ``refused`` counts messages that cannot be of this run's logs, ``evicted`` the bytes that ``ALL_BYTES`` cost."""
+    ``refused`` counts messages that cannot be of this run's logs, ``evicted`` the bytes that ``MAX_TOTAL_BYTES`` cost."""
 
     def __init__(
         self, run: RunDir, epoch: int, is_current: Callable[[Incarnation], bool | None], *, max_total_bytes: int = MAX_TOTAL_BYTES,

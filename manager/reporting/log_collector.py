@@ -38,7 +38,7 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class LogCollector:
-    """``copies`` belongs to the collector's thread; so does all I/O."""
+    """``buffers`` belongs to the collector's thread; so does all I/O."""
 
     def __init__(self, buffers: LogBuffers, state: Callable[[], State | None]) -> None:
         self.buffers = buffers

@@ -1,7 +1,7 @@
 """Prometheus metrics of a run, served by its manager (``[health] metrics``): restarts, findings, steps, tokens, GPU
 time lost, effective training time.
 
-:func:`samples` is pure: metrics are computed from the state and a :class:`Tally`, which counts from the start of each
+:func:`samples` is pure: metrics are computed from the state and a :class:`RunCounters`, which counts from the start of each
 manager, as Prometheus' counters may. Effective time uses what replicas report at the moment; ``summary.json`` corrects
 it by a failure's first symptom. Names, alerts and a dashboard: docs/alerts.yml, docs/grafana.json.
 """

@@ -69,7 +69,7 @@ class MetricsServer:
 
 
 class _Page:
-    """What is told: made at most once in ``FRESH`` s, by one thread at a time."""
+    """What is told: made at most once in ``PAGE_CACHE_S`` s, by one thread at a time."""
 
     def __init__(self, collect: Collect) -> None:
         from prometheus_client import CollectorRegistry

@@ -24,7 +24,7 @@ from ...core.text import escaped_lines
 from ...core.types import AGENT, STANDBY_ROLE, Finding, Incarnation, NodeName, Outcome, ReplicaId, Verdict, role_of
 from ..model import events as ev
 from ..model import token_ages
-from ..model.actions import Drain, Exclude, Fence, Finish, Launch, InjectFault, Readmit, RestartAll
+from ..model.actions import Drain, Exclude, Fence, Finish, InjectFault, Launch, Readmit, RestartAll
 from ..storage.journal import replay
 from .downtime import WorkIntervals
 
@@ -294,7 +294,11 @@ class _SummaryBuilder:
         if isinstance(event, ev.StepCommitted):
             if "stale_groups" in event.metrics and event.step >= self.step:
                 self.stale = int(event.metrics["stale_groups"]), round(event.metrics.get("stale_share", 0.0), 4)
-            ages = [event.metrics[name] for name in (token_ages.MAX_METRIC, token_ages.RUN_MAX_METRIC) if name in event.metrics]
+            ages = [
+                event.metrics[name]
+                for name in (token_ages.MAX_METRIC, token_ages.RUN_MAX_METRIC)
+                if name in event.metrics
+            ]
             self.max_age = max(ages if self.max_age is None else [self.max_age, *ages], default=None)
             self.step = max(self.step, event.step)
             self.committed_at = at if self.committed_at is None else self.committed_at
@@ -368,7 +372,10 @@ class _SummaryBuilder:
             injected.performed = True
             injected.set_performed_at(at, self.job.limits.silence)
             self.faults += 1
-            if not FAULT_TRAITS[injected.fault.kind].by_signals and FAULT_TRAITS[injected.fault.kind].target_kind is TargetKind.REPLICA:
+            if (
+                not FAULT_TRAITS[injected.fault.kind].by_signals
+                and FAULT_TRAITS[injected.fault.kind].target_kind is TargetKind.REPLICA
+            ):
                 injected.at = at  # it struck when the role called its API, perhaps long after the order
 
     def _fenced(self, fence: Fence, at: float) -> None:
@@ -384,7 +391,11 @@ class _SummaryBuilder:
         trace = self.fenced[incarnation] = _RecoveryTrace(fence, at)
         self.traces.append(trace)
         node = trace.node_before = self.nodes.get(incarnation, "")
-        failures = [(f, found_at) for f, found_at in self.findings.values() if f.incarnation == incarnation or (f.node and f.node == node)]
+        failures = [
+            (f, found_at)
+            for f, found_at in self.findings.values()
+            if f.incarnation == incarnation or (f.node and f.node == node)
+        ]
         traced = [finding.since for finding, _ in failures]
         trace.found_at = min((found_at for _, found_at in failures), default=at)
         failed = [self.failures[incarnation]] if incarnation in self.failures else []
@@ -392,7 +403,9 @@ class _SummaryBuilder:
         if by := self._injected_by(incarnation, node, trace.found_at):
             trace.injected, trace.failed_at = True, max(by)
         self._mark_idle(incarnation, min([*traced, at]))
-        self.findings = {key: finding_at for key, finding_at in self.findings.items() if finding_at[0].incarnation != incarnation}
+        self.findings = {
+            key: finding_at for key, finding_at in self.findings.items() if finding_at[0].incarnation != incarnation
+        }
 
     def _injected_by(self, incarnation: Incarnation, node: str, found_at: float) -> list[float]:
         """When the faults struck that can have made this life fail."""
@@ -404,9 +417,16 @@ class _SummaryBuilder:
         self.end_decided_at = at
         if action.outcome not in (Outcome.FAILED, Outcome.REJECTED):
             return
-        failed = {finding.incarnation: found_since for finding, found_since in self.findings.values() if finding.incarnation is not None}
+        failed = {
+            finding.incarnation: found_since
+            for finding, found_since in self.findings.values()
+            if finding.incarnation is not None
+        }
         for incarnation, found_at in failed.items():
-            if self.incarnations.get(incarnation.replica) == incarnation and role_of(incarnation.replica) not in (AGENT, STANDBY_ROLE):
+            if self.incarnations.get(incarnation.replica) == incarnation and role_of(incarnation.replica) not in (
+                AGENT,
+                STANDBY_ROLE,
+            ):
                 self.fatal_failures += not self._injected_by(incarnation, self.nodes.get(incarnation, ""), found_at)
 
     def _finding_changed(self, finding: Finding, at: float) -> None:
@@ -444,7 +464,9 @@ class _SummaryBuilder:
         ranks = sum(role.replicas * role.ranks for role in self.job.kind("trainer"))
         everybody = sum(role.replicas * role.ranks for role in self.job.roles)
         effective = strict = 0.0
-        for start, end, at_work in self.work_intervals.intervals(self.now if self.end_decided_at is None else self.end_decided_at):
+        for start, end, at_work in self.work_intervals.intervals(
+            self.now if self.end_decided_at is None else self.end_decided_at
+        ):
             span, rollouts = end - start, at_work["rollout"]
             if ranks and at_work["trainer"] >= ranks:
                 effective += span

@@ -325,7 +325,7 @@ def _framed_events(path: Path, offset: int, end: int | None) -> Iterator[tuple[S
 
 
 def _damaged(path: Path, record: str, error: Exception) -> JournalError:
-    """``what``: the record. One line, whatever the damaged bytes put into the error's text."""
+    """``record``: the record. One line, whatever the damaged bytes put into the error's text."""
     why = " ".join(str(error).split()) or type(error).__name__
     return JournalError(f"{path}: {record} cannot be read: {escaped(why)}; {RECOVERY_ADVICE}")
 

@@ -64,7 +64,7 @@ class Lease:
 
     @classmethod
     async def acquire(cls, run: RunDir, timeout_s: float, job: str = "") -> Lease:
-        """Claim the next epoch once the holder of the last one has been seen still for ``patience`` s. Time in which
+        """Claim the next epoch once the holder of the last one has been seen still for ``timeout_s`` s. Time in which
         its file cannot be read, or in which we were frozen ourselves, is not seen.
 
         Raises LeaseHeld when its counter moves, or when somebody else claims first."""
@@ -93,7 +93,7 @@ class Lease:
     async def ensure_current(self) -> None:
         """Raises LeaseLost when a successor exists, and looks only where nobody has for half a lease: who is renewed
         has, who was frozen has not. Called before anything is decided or said. Storage that is away says nothing, nor
-        does storage that hangs: the look is waited for by whoever comes within ``LOOK_BY`` of its beginning, and what
+        does storage that hangs: the look is waited for by whoever comes within ``CHECK_TIMEOUT_S`` of its beginning, and what
         it sees in the end is heeded then."""
         if self._check_task is None and time.monotonic() - self._checked_at >= self._timeout_s / 2:
             self._check_task, self._check_began = asyncio.create_task(asyncio.to_thread(self.check)), time.monotonic()
@@ -159,7 +159,7 @@ def _read(run: RunDir, epoch: int) -> LeaseHolder | None:
 
 
 async def _wait_until_still(run: RunDir, epoch: int, timeout_s: float) -> None:
-    """Returns once the counter was seen to stand for ``patience`` s, between the first and the last of many looks."""
+    """Returns once the counter was seen to stand for ``timeout_s`` s, between the first and the last of many looks."""
     last_holder: LeaseHolder | None = None
     since = last = time.monotonic()
     logged_error = ""
@@ -177,7 +177,9 @@ async def _wait_until_still(run: RunDir, epoch: int, timeout_s: float) -> None:
             if str(error) != logged_error:
                 logged_error = str(error)
                 _log.warning(
-                    "cannot see whether a manager of %s is running, waiting until it can be seen: %s", run.id, logged_error
+                    "cannot see whether a manager of %s is running, waiting until it can be seen: %s",
+                    run.id,
+                    logged_error,
                 )
         else:
             if holder is not None and holder.counter == RELEASED:

@@ -25,7 +25,7 @@ from ...core.run_spec import RunSpec
 
 _log = logging.getLogger("rrl.manager")
 
-_REQUEST_FILE = "order.json"
+_REQUEST_FILE = "request.json"
 
 
 class ResumeRequest(Struct, frozen=True):
@@ -44,7 +44,7 @@ class AlreadyRequested(RuntimeError):
 
 
 def write_request(run: RunDir, request: ResumeRequest, write_files: Callable[[RunDir], None]) -> None:
-    """Leave the order, with the files that ``fill`` makes. Raises AlreadyOrdered, or OSError; then there is nothing."""
+    """Leave the order, with the files that ``write_files`` makes. Raises AlreadyOrdered, or OSError; then there is nothing."""
     if (before := read_pending(run)) is not None:
         raise _already(run, before)
     staging = _temporary_path(run)

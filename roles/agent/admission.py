@@ -18,7 +18,7 @@ from ...core.launch import read_launch
 from ...core.processes import STEP_MODULE, processes
 from ...core.text import last_lines
 from ...transport.address import NoAddress
-from ..launcher.environment import node_environment, rdma_devices, configured_readers
+from ..launcher.environment import configured_readers, node_environment, rdma_devices
 from ..launcher.first_process import StepSupervisor
 from ..launcher.process_group import command_env, end_descendants
 from ..launcher.setup_command import SetupCommand
@@ -57,7 +57,13 @@ async def _run_probe(supervisor: StepSupervisor) -> str:
         return ""
     output_fd = os.memfd_create("rrl-probe", os.MFD_CLOEXEC)
     try:
-        setup = SetupCommand(launch.setup, launch.probe, command_env(env, supervisor.launch_file, supervisor.process), launch.cwd, output_fd)
+        setup = SetupCommand(
+            launch.setup,
+            launch.probe,
+            command_env(env, supervisor.launch_file, supervisor.process),
+            launch.cwd,
+            output_fd,
+        )
         command = shlex.join(launch.probe)
         in_time = await _wait_until_ended(supervisor, setup, launch.probe_timeout)
         setup.group.kill()
@@ -71,7 +77,12 @@ async def _run_probe(supervisor: StepSupervisor) -> str:
             return ""
         how = f"exit {code}" if number is None else f"signal {number}"
         size = os.fstat(output_fd).st_size
-        last_line = last_lines(os.pread(output_fd, _OUTPUT_TAIL_BYTES, max(0, size - _OUTPUT_TAIL_BYTES)).decode(errors="replace").strip().split("\n")[-1])
+        last_line = last_lines(
+            os.pread(output_fd, _OUTPUT_TAIL_BYTES, max(0, size - _OUTPUT_TAIL_BYTES))
+            .decode(errors="replace")
+            .strip()
+            .split("\n")[-1]
+        )
         return setup.failure_reason() or f"{command} failed ({how}){': ' if last_line else ''}{last_line}"
     except OSError as error:
         return f"the probe cannot be started: {error}"

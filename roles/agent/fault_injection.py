@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from ...core.faults import ANSWER_SENDING_S, Fault, FaultKind
 from ...core.launch import LAUNCH_ENV, Launch
-from ...core.processes import STEP_MODULE, Process, read_process, processes, send_signal
+from ...core.processes import STEP_MODULE, Process, processes, read_process, send_signal
 from ...transport.messages import Inject, Injected
 from ..launcher.first_process import StepSupervisor
 from ..launcher.process_group import kill_group
@@ -197,4 +197,6 @@ class Injector:
 
     async def _answer(self, fault: Fault, launch: Launch | None, ok: bool, detail: str, ended: bool = False) -> None:
         incarnation = None if launch is None else launch.incarnation
-        await self._supervisor.dialer.send(Injected(fault, ok, detail, incarnation, self._supervisor.launch.node, ended))
+        await self._supervisor.dialer.send(
+            Injected(fault, ok, detail, incarnation, self._supervisor.launch.node, ended)
+        )

@@ -25,17 +25,26 @@ import msgspec
 
 from ...core.launch import HEARTBEAT_INTERVAL_ENV, ExitReason, Launch, read_exit, read_launch
 from ...core.log_lines import LOG_LEVEL_ENV, start_logging
-from ...core.processes import AGENT_MODULE, STEP_MODULE, Process, read_process, open_pidfd, processes, send_signal, sweep
+from ...core.processes import (
+    AGENT_MODULE,
+    STEP_MODULE,
+    Process,
+    open_pidfd,
+    processes,
+    read_process,
+    send_signal,
+    sweep,
+)
 from ...core.run_spec import DEFAULT_LOG_LEVEL
 from ...core.text import exit_invalid_config
 from ...core.types import AGENT, Incarnation, role_of
 from ...transport.address import NoAddress
-from ...transport.messages import AgentHeartbeat, AgentHello, Fenced, StepVanished, Inject, Load, DumpStacks
+from ...transport.messages import AgentHeartbeat, AgentHello, DumpStacks, Fenced, Inject, Load, StepVanished
 from ..launcher.environment import ADDRESS_ENV, boot_id, node_environment, raise_limits, see_all_gpus
 from ..launcher.first_process import StepSupervisor, log_failure
 from ..launcher.process_group import Census
 from ..snapshots.server import SnapshotServer
-from .admission import run_admission_checks, resource_limits, node_monitor, probe
+from .admission import node_monitor, probe, resource_limits, run_admission_checks
 from .fault_injection import Injector, resume_process
 from .load_sampler import StepLoadSampler
 from .stack_dumps import dump_stacks
@@ -99,9 +108,24 @@ async def _run_agent(supervisor: StepSupervisor, agent: _Agent) -> None:
 
 
 class _Agent:
-    def __init__(self, supervisor: StepSupervisor, snapshot_server: SnapshotServer, monitor: NodeMonitor | None, probe_failure: str) -> None:
-        self._supervisor, self._snapshot_server, self._monitor, self._probe_failure = supervisor, snapshot_server, monitor, probe_failure
-        self._heartbeat_interval = float(supervisor.launch.env.get(HEARTBEAT_INTERVAL_ENV) or os.environ.get(HEARTBEAT_INTERVAL_ENV) or HEARTBEAT_INTERVAL_S)
+    def __init__(
+        self,
+        supervisor: StepSupervisor,
+        snapshot_server: SnapshotServer,
+        monitor: NodeMonitor | None,
+        probe_failure: str,
+    ) -> None:
+        self._supervisor, self._snapshot_server, self._monitor, self._probe_failure = (
+            supervisor,
+            snapshot_server,
+            monitor,
+            probe_failure,
+        )
+        self._heartbeat_interval = float(
+            supervisor.launch.env.get(HEARTBEAT_INTERVAL_ENV)
+            or os.environ.get(HEARTBEAT_INTERVAL_ENV)
+            or HEARTBEAT_INTERVAL_S
+        )
         self._census = Census(supervisor.steps)
         self._launches: dict[str, Launch | None] = {}
         """by path; None: of another node, or not a launch file"""
@@ -138,7 +162,9 @@ class _Agent:
         while True:
             await self._poll()
             heartbeats_without_manager = 0 if self._supervisor.dialer.connected else heartbeats_without_manager + 1
-            if heartbeats_without_manager > MAX_HEARTBEATS_WITHOUT_MANAGER:  # whoever filled the disk is gone, and its successor could not even begin
+            if (
+                heartbeats_without_manager > MAX_HEARTBEATS_WITHOUT_MANAGER
+            ):  # whoever filled the disk is gone, and its successor could not even begin
                 await asyncio.to_thread(_remove, self._supervisor.run.disk_filler)
             if self._supervisor.dialer.connected or not await asyncio.to_thread(self._run_is_over):
                 over_since = None
@@ -187,14 +213,18 @@ class _Agent:
 
         self._running_steps[process.launch] = process
         loop.add_reader(fd, ended)
-        self._add_task(asyncio.ensure_future(asyncio.to_thread(resume_process, process.launch)))  # of a holder before our time
+        self._add_task(
+            asyncio.ensure_future(asyncio.to_thread(resume_process, process.launch))
+        )  # of a holder before our time
 
     def _on_step_gone(self, path: str) -> None:
         """The first process is no more: end what it left, and be the witness if it could not say so itself."""
         launch = self._launches.get(path)
         if launch is not None and path not in self._ending:
             self._ending.add(path)
-            lost = asyncio.gather(self._sweep({path}, _is_orphan), self._witness(launch), self._classify_exit(path, launch))
+            lost = asyncio.gather(
+                self._sweep({path}, _is_orphan), self._witness(launch), self._classify_exit(path, launch)
+            )
             lost.add_done_callback(lambda _: self._ending.discard(path))
             self._add_task(lost)
 
@@ -269,7 +299,9 @@ class _Agent:
         """End those processes of the steps at ``paths`` that are ``which``."""
 
         def find() -> list[Process]:
-            return [process for process in processes(self._supervisor.steps) if process.launch in paths and matches(process)]
+            return [
+                process for process in processes(self._supervisor.steps) if process.launch in paths and matches(process)
+            ]
 
         swept, left = await asyncio.to_thread(sweep, find, SWEEP_TIMEOUT_S)
         if swept and self._monitor is not None:
@@ -280,7 +312,9 @@ class _Agent:
     async def _end_incarnation(self, incarnation: Incarnation, tag: str) -> None:
         """Another life on this node is no longer believed, and perhaps does not hear it. One that a shadow became is
         found by its step's tag."""
-        theirs = [path for path, one in self._launches.items() if one and (one.incarnation == incarnation or one.tag == tag)]
+        theirs = [
+            path for path, one in self._launches.items() if one and (one.incarnation == incarnation or one.tag == tag)
+        ]
         await self._sweep(theirs, _is_not_agent)
 
     def _run_is_over(self) -> bool:

@@ -22,7 +22,7 @@ from ...config.health_rules_file import RulesError, load_rules
 from ...core.launch import LAUNCH_ENV, Launch
 from ...core.run_dir import RunDir, write_atomically
 from ...core.types import Cause, Evidence, Finding, Remedy, Verdict
-from ...health.checks.evaluate import evaluate, pending, is_uninformative
+from ...health.checks.evaluate import evaluate, is_uninformative, pending
 from ...health.checks.node_state import ALL_GPUS, HardwareInventory, NodeState, hardware_inventory, restore_inventory
 from ...health.readers.base import ReaderOptions
 from ...health.readers.isolation.client import ReaderClient
@@ -137,7 +137,11 @@ class NodeMonitor:
     def tensor_active(self) -> dict[str, float]:
         """By GPU's UUID, as DCGM read it last: the share of the time in which tensor cores worked."""
         data = self._node_state.data("dcgm")
-        gpus = data.gpus if isinstance(data, DcgmData) and self.now() - self._node_state.reading_at("dcgm") <= 2 * MAX_SAMPLE_AGE_S else ()
+        gpus = (
+            data.gpus
+            if isinstance(data, DcgmData) and self.now() - self._node_state.reading_at("dcgm") <= 2 * MAX_SAMPLE_AGE_S
+            else ()
+        )
         return {gpu.uuid: gpu.tensor_active for gpu in gpus if gpu.tensor_active is not None}
 
     def gpus(self) -> tuple[Gpu, ...] | None:

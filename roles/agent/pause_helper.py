@@ -21,7 +21,7 @@ from pathlib import Path
 from signal import SIGCONT, SIGSTOP, Signals
 
 from ...core.faults import ANSWER_SENDING_S
-from ...core.processes import Process, read_process, open_pidfd
+from ...core.processes import Process, open_pidfd, read_process
 from ..launcher.process_group import kill_group
 
 PERIOD_S = 0.1
@@ -46,7 +46,9 @@ def main() -> int:
         if mark is None:
             time.sleep(ANSWER_SENDING_S)  # the agent passes this on before it is stopped
         try:
-            _pause_until(target, mark is not None, share, time.monotonic() + seconds if seconds else float("inf"), watched)
+            _pause_until(
+                target, mark is not None, share, time.monotonic() + seconds if seconds else float("inf"), watched
+            )
         finally:
             alive = _signal(target, mark is not None, SIGCONT)
     with contextlib.suppress(OSError):  # the agent may be gone

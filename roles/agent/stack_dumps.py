@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ...core.processes import AGENT_MODULE, STEP_MODULE, Process, processes
 from ...core.types import Incarnation
-from ...transport.messages import Stacks, DumpStacks
+from ...transport.messages import DumpStacks, Stacks
 
 MAX_PROCESSES = 8
 """of a step, the biggest: ranks and engine workers are, pools of small helpers are not"""
@@ -87,7 +87,9 @@ async def _run_py_spy(argv: list[str], within: float) -> tuple[int | None, str, 
     assert child.stdout is not None and child.stderr is not None  # noqa: PT018
     try:
         async with asyncio.timeout(within):
-            out, err = await asyncio.gather(_read_up_to(child.stdout, MAX_DUMP_BYTES), _read_up_to(child.stderr, MAX_DUMP_BYTES))
+            out, err = await asyncio.gather(
+                _read_up_to(child.stdout, MAX_DUMP_BYTES), _read_up_to(child.stderr, MAX_DUMP_BYTES)
+            )
             return await child.wait(), out, err
     except TimeoutError:
         return None, "", ""

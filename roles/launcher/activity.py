@@ -19,7 +19,7 @@ from msgspec import Struct
 from ...core.launch import HEARTBEAT_INTERVAL_ENV
 from ...core.processes import descendants
 from ...core.types import role_of
-from ...transport.messages import Heartbeat, FirstWorkDone, Hello
+from ...transport.messages import FirstWorkDone, Heartbeat, Hello
 from .environment import node_environment
 from .first_process import StepSupervisor, log_failure
 from .gpus import Gpus, assigned_gpus_with_timeout
@@ -58,7 +58,9 @@ def usage(pids: Iterable[int]) -> dict[ProcessKey, Usage]:
     return used
 
 
-def has_worked(before: Mapping[ProcessKey, Usage], now: Mapping[ProcessKey, Usage], seconds: float, ticks_per_s: int) -> bool:
+def has_worked(
+    before: Mapping[ProcessKey, Usage], now: Mapping[ProcessKey, Usage], seconds: float, ticks_per_s: int
+) -> bool:
     """Whether these processes worked between two looks: more CPU time than :data:`BUSY`, or anything written."""
     grown = [(one, before.get(name, Usage(0, 0))) for name, one in now.items()]
     ticks = sum(max(0, one.ticks - old.ticks) for one, old in grown)
@@ -120,7 +122,9 @@ class ActivityReporter:
         if self._gpus is None:
             return False
         try:
-            async with asyncio.timeout(GPU_QUERY_TIMEOUT_S):  # not wait_for: in Python 3.11 it can forget that it was cancelled
+            async with asyncio.timeout(
+                GPU_QUERY_TIMEOUT_S
+            ):  # not wait_for: in Python 3.11 it can forget that it was cancelled
                 return await asyncio.to_thread(self._gpus.any_busy)
         except TimeoutError:
             self._gpus = None
@@ -129,4 +133,6 @@ class ActivityReporter:
     def _hello(self) -> Hello:
         launch = self._supervisor.launch
         host = socket.gethostname()
-        return Hello(launch.incarnation, launch.tag, self._supervisor.node, host, self._pid, self._phase, gpus=self._gpu_ids)
+        return Hello(
+            launch.incarnation, launch.tag, self._supervisor.node, host, self._pid, self._phase, gpus=self._gpu_ids
+        )

@@ -21,7 +21,7 @@ from ...core.run_dir import RunDir, write_atomically
 from ...core.types import NodeName
 from ...transport.control.endpoints import Address, Dialer
 from ...transport.keys import RunKeys
-from ...transport.messages import Admitted, FromManager, Fenced, StepExit, Stop, AdmissionRequest
+from ...transport.messages import AdmissionRequest, Admitted, Fenced, FromManager, StepExit, Stop
 from .process_group import adopt_orphans
 
 _log = logging.getLogger("rrl.launcher")
@@ -165,7 +165,9 @@ class StepSupervisor:
                 if not message.ok:
                     self._is_duplicate = message.duplicate
                     self.request_stop(ExitReason.NOT_ADMITTED, 0.0, message.reason)
-            case Fenced(incarnation=self.launch.incarnation) | Fenced(tag=self.launch.tag):  # a shadow's step goes by its tag alone
+            case (
+                Fenced(incarnation=self.launch.incarnation) | Fenced(tag=self.launch.tag)
+            ):  # a shadow's step goes by its tag alone
                 self.request_stop(ExitReason.FENCED, 0.0, message.reason)
             case Stop(incarnation=self.launch.incarnation) | Stop(tag=self.launch.tag):
                 self.request_stop(ExitReason.STOPPED, message.grace)

@@ -14,7 +14,7 @@ from typing import Any
 from ...transport.address import NoAddress
 from .environment import node_environment
 from .first_process import StepSupervisor
-from .gpus import handle, assigned_gpus
+from .gpus import assigned_gpus, handle
 from .process_group import command_env
 
 FREE_TIMEOUT_S = 50.0
@@ -39,10 +39,18 @@ async def wait_until_free(supervisor: StepSupervisor) -> str:
         env = {**os.environ, **node_environment(launch)}
     except NoAddress:
         return ""
-    env = command_env(env, supervisor.launch_file, supervisor.process)  # if this one is killed, its agent finds the asker
+    env = command_env(
+        env, supervisor.launch_file, supervisor.process
+    )  # if this one is killed, its agent finds the asker
     try:
         checker = await asyncio.create_subprocess_exec(  # in a process of its own: NVML may hang
-            sys.executable, "-P", "-c", CHECK_SCRIPT, env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+            sys.executable,
+            "-P",
+            "-c",
+            CHECK_SCRIPT,
+            env=env,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
         )
     except OSError:  # the command itself will meet it, and say it better
         return ""

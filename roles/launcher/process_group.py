@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from ...core.launch import LAUNCH_ENV
-from ...core.processes import STEP_ENV, Process, belongs_to_run, descendants, read_process, with_marks, pids, sweep
+from ...core.processes import STEP_ENV, Process, belongs_to_run, descendants, pids, read_process, sweep, with_marks
 from .environment import GPUS_ENV, VISIBLE_DEVICES_VARIABLES
 
 _log = logging.getLogger("rrl.launcher")

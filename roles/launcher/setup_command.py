@@ -11,7 +11,7 @@ import re
 import threading
 from collections.abc import Sequence
 
-from ...core.role_environment import STARTED, SHELL_NAME, wrap
+from ...core.role_environment import SHELL_NAME, STARTED, wrap
 from ...core.text import last_lines
 from .process_group import ProcessGroup
 
@@ -52,7 +52,9 @@ class SetupCommand:
         os.set_blocking(report, False)
         self._report = report
         asyncio.get_running_loop().add_reader(report, self._read_report)
-        self._stderr_thread = threading.Thread(target=self._copy_stderr, args=(stderr, os.dup(out)), name="setup", daemon=True)
+        self._stderr_thread = threading.Thread(
+            target=self._copy_stderr, args=(stderr, os.dup(out)), name="setup", daemon=True
+        )
         self._stderr_thread.start()
 
     def failure_reason(self) -> str:

@@ -42,7 +42,11 @@ def copy_into(
         name for name in where.keys() - tensors.keys() - set(tied) if not any(re.search(each, name) for each in ignored)
     )
     if missing or extra:
-        what = f"lacks {missing[:_MAX_NAMES_SHOWN]}" if missing else f"has {extra[:_MAX_NAMES_SHOWN]}, and the model of config.json not"
+        what = (
+            f"lacks {missing[:_MAX_NAMES_SHOWN]}"
+            if missing
+            else f"has {extra[:_MAX_NAMES_SHOWN]}, and the model of config.json not"
+        )
         raise ValueError(f"[model] path: {folder} {what}: its tensors are named otherwise than the model's, and such"
                          " architectures are not supported")  # fmt: skip
     by_file: dict[Path, list[str]] = {}

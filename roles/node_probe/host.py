@@ -230,7 +230,9 @@ def run_readers(readers: Mapping[str, Callable[[], object]], within: float) -> d
     return {name: results.get(name, late) for name in readers}
 
 
-def run_command(argv: Sequence[str], within: float, env: Mapping[str, str] | None = None, stdin_text: str = "") -> CommandResult:
+def run_command(
+    argv: Sequence[str], within: float, env: Mapping[str, str] | None = None, stdin_text: str = ""
+) -> CommandResult:
     """Run a command to its end. Raises TimeoutError when it does not end in time (then it and its children are killed),
     OSError when it cannot be started."""
     process = subprocess.Popen(

@@ -33,7 +33,7 @@ import rrl
 
 from ...core.run_dir import write_atomically
 from ...core.text import exit_invalid_config
-from .host import CommandResult, Host, Torch, Unavailable, run_readers, run_command, read_host, read_torch
+from .host import CommandResult, Host, Torch, Unavailable, read_host, read_torch, run_command, run_readers
 
 PROBE_TIMEOUT_S = 10.0
 """s that the probe lives, all in all"""
@@ -42,7 +42,7 @@ _READ_TIMEOUT_S = 7.0
 _CONNECT_TIMEOUT_S = 2.0
 """s for a connection to the login node: a firewall that drops packets never answers"""
 NONCE_ENV = "RRL_PROBE_NONCE"
-NONCE_FILE = "letter"
+NONCE_FILE = "nonce"
 REPORT = "report.json"
 _PASSED_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "SLURM_CONF", "LD_LIBRARY_PATH")
 """of the job's environment, for sbatch: the rest are options of the job that we are in"""

@@ -108,7 +108,9 @@ def _torch(me: rrl.Worker, _: ModelSpec, model: nn.Module, tokenizer: Tokenizer)
     def build() -> Engine:
         materialise(model, device)
         seed = seed_of(me.job["run"]["seed"], me.launch.incarnation)
-        return TorchEngine(model, stop_tokens=tokenizer.stop_tokens, seed=seed, sampling=_sampling(me), lease=me.settings["lease"])
+        return TorchEngine(
+            model, stop_tokens=tokenizer.stop_tokens, seed=seed, sampling=_sampling(me), lease=me.settings["lease"]
+        )
 
     return build
 
@@ -128,7 +130,9 @@ def _vllm(me: rrl.Worker, spec: ModelSpec, model: nn.Module, tokenizer: Tokenize
     def build() -> Engine:
         from .vllm.engine import VllmEngine
 
-        return VllmEngine(config, model, stop_tokens=tokenizer.stop_tokens, sampling=_sampling(me), lease=me.settings["lease"])
+        return VllmEngine(
+            config, model, stop_tokens=tokenizer.stop_tokens, sampling=_sampling(me), lease=me.settings["lease"]
+        )
 
     return build
 

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 from ...core.types import Incarnation, Version
 from ..models.policy import load_weights, log_probs
 from ..trajectories.types import Item, Segment
-from .engine import StepOutput, Sampling
+from .engine import Sampling, StepOutput
 
 
 def seed_of(run_seed: int, incarnation: Incarnation) -> int:
@@ -32,7 +32,13 @@ class TorchEngine:
     complete. A step is a segment of each."""
 
     def __init__(
-        self, model: nn.Module, *, stop_tokens: frozenset[int], seed: int, sampling: Sampling | None = None, lease: int = 64
+        self,
+        model: nn.Module,
+        *,
+        stop_tokens: frozenset[int],
+        seed: int,
+        sampling: Sampling | None = None,
+        lease: int = 64,
     ) -> None:
         self._model = model.eval().requires_grad_(False)
         self._stop_tokens = stop_tokens
@@ -159,7 +165,9 @@ class _Row:
     def is_complete(self, stop_tokens: frozenset[int]) -> bool:
         return self.left <= 0 or (self.offset > 0 and self.tokens[-1] in stop_tokens)
 
-    def append(self, tokens: list[int], logprobs: list[float], version: Version, stop_tokens: frozenset[int]) -> Segment:
+    def append(
+        self, tokens: list[int], logprobs: list[float], version: Version, stop_tokens: frozenset[int]
+    ) -> Segment:
         """Take what belongs to this row: up to its end of sequence, or to what it may still grow."""
         end = next((place + 1 for place, token in enumerate(tokens) if token in stop_tokens), len(tokens))
         end = min(end, self.left)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ...core.types import ReplicaId
-from .format import EMPTY_HEAD, HEAD_BYTES, PAYLOAD_OFFSET, Fenced, Head, SnapshotInfo, SnapshotError, next_slot
+from .format import EMPTY_HEAD, HEAD_BYTES, PAYLOAD_OFFSET, Fenced, Head, SnapshotError, SnapshotInfo, next_slot
 from .messages import Member
 
 _PROC = Path("/proc")
@@ -196,7 +196,9 @@ class SnapshotBuffers:
         key = (member.gang, member.rank, True)
         if (pair := self._pairs.get(key)) is not None and not ended:
             before = self._abandoned.pop(key[:2], None)
-            keep, drop = (pair, before) if before is None or _newest_order(pair) >= _newest_order(before) else (before, pair)
+            keep, drop = (
+                (pair, before) if before is None or _newest_order(pair) >= _newest_order(before) else (before, pair)
+            )
             self._abandoned[key[:2]] = keep
             if drop is not None:
                 drop.close()

@@ -14,12 +14,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from ...core.types import NodeName, ReplicaId
 from ...transport.keys import RunKeys
-from ...transport.streams.framing import receive_message, receive_bulk, send_bulk
+from ...transport.streams.framing import receive_bulk, receive_message, send_bulk
 from ...transport.weights.base import TransportError
 from . import messages as msg
-from .connection import LocalAgentClient, send_request, checked, remote_agent, retry_while_hung, run_blocking
-from .format import HEAD_AREA_BYTES, MAX_META_BYTES, PAYLOAD_OFFSET, Damaged, Digest, Head, SnapshotInfo, SnapshotError, digest_of, next_slot
-from .mapping import MappedBuffer, Sending, map_snapshot, anonymous_memory
+from .connection import LocalAgentClient, checked, remote_agent, retry_while_hung, run_blocking, send_request
+from .format import (
+    HEAD_AREA_BYTES,
+    MAX_META_BYTES,
+    PAYLOAD_OFFSET,
+    Damaged,
+    Digest,
+    Head,
+    SnapshotError,
+    SnapshotInfo,
+    digest_of,
+    next_slot,
+)
+from .mapping import MappedBuffer, Sending, anonymous_memory, map_snapshot
 
 
 class SnapshotClient:

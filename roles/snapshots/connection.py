@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ...core.types import NodeName
 from ...transport.keys import RunKeys
-from ...transport.streams.framing import receive_message, derive_key, send_message
+from ...transport.streams.framing import derive_key, receive_message, send_message
 from ...transport.streams.unix import UnixConnection, dial_unix
 from ...transport.weights.base import Connection, TransportError, authenticate
 from ...transport.weights.tcp import dial
@@ -78,7 +78,11 @@ class LocalAgentClient:
             if retry:
                 self._not_before = 0.0
             try:
-                return retry_while_hung(lambda: run_blocking(_LOCAL_AGENT, self._call(request))) if retry else run_blocking(_LOCAL_AGENT, self._call(request))
+                return (
+                    retry_while_hung(lambda: run_blocking(_LOCAL_AGENT, self._call(request)))
+                    if retry
+                    else run_blocking(_LOCAL_AGENT, self._call(request))
+                )
             except AgentUnresponsive:
                 self._not_before = time.monotonic() + RETRY_DELAY_S
                 raise

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from ...transport.weights.base import Connection
 from .buffers import available_memory
-from .format import EMPTY_HEAD, HEAD_BYTES, HEAD_AREA_BYTES, PAYLOAD_OFFSET, Damaged, Head, SnapshotInfo, SnapshotError
+from .format import EMPTY_HEAD, HEAD_AREA_BYTES, HEAD_BYTES, PAYLOAD_OFFSET, Damaged, Head, SnapshotError, SnapshotInfo
 
 _PREFAULT_BYTES = 16 * 2**20
 """bytes mapped at once: Python's other threads wait meanwhile, 5 ms"""
@@ -88,7 +88,9 @@ class MappedBuffer:
                 with contextlib.suppress(OSError):  # an older kernel: the first copy pays for it
                     self._map.madvise(_MADV_POPULATE_WRITE, start, size)
         except OSError as error:
-            raise SnapshotError(f"no memory for a snapshot of {self.capacity / 1e6:.0f} MB: {error.strerror}") from error
+            raise SnapshotError(
+                f"no memory for a snapshot of {self.capacity / 1e6:.0f} MB: {error.strerror}"
+            ) from error
         self._prefaulted = True
 
     def close(self) -> None:
@@ -114,9 +116,15 @@ def map_snapshot(fd: int, snapshot: SnapshotInfo) -> tuple[bytes, memoryview]:
     finally:
         os.close(fd)
     head = Head.decode(bytes(mapped[:HEAD_BYTES]))
-    if head is None or (head.step, head.incarnation, head.digest) != (snapshot.step, snapshot.incarnation, snapshot.digest):
+    if head is None or (head.step, head.incarnation, head.digest) != (
+        snapshot.step,
+        snapshot.incarnation,
+        snapshot.digest,
+    ):
         raise Damaged(f"{snapshot} has been overwritten")
-    return bytes(mapped[HEAD_AREA_BYTES : HEAD_AREA_BYTES + head.meta]), mapped[PAYLOAD_OFFSET : PAYLOAD_OFFSET + head.nbytes]
+    return bytes(mapped[HEAD_AREA_BYTES : HEAD_AREA_BYTES + head.meta]), mapped[
+        PAYLOAD_OFFSET : PAYLOAD_OFFSET + head.nbytes
+    ]
 
 
 def anonymous_memory(nbytes: int) -> memoryview:

@@ -20,15 +20,25 @@ import msgspec
 
 from ...core.types import Incarnation, NodeName
 from ...transport.keys import RunKeys
-from ...transport.streams.framing import CHUNK_BYTES, receive_message, receive_bulk, send_message, send_bulk
-from ...transport.streams.unix import UnixListener, UnixConnection
+from ...transport.streams.framing import CHUNK_BYTES, receive_bulk, receive_message, send_bulk, send_message
+from ...transport.streams.unix import UnixConnection, UnixListener
 from ...transport.weights.base import Connection, TransportError
 from ...transport.weights.protocol import Acceptor
 from ...transport.weights.tcp import listen
 from . import messages as msg
 from .buffers import DoubleBuffer, SnapshotBuffers
 from .connection import MAX_RUN_NAME_CHARS, local_key, remote_key, socket_name
-from .format import HEAD_BYTES, HEAD_AREA_BYTES, MAX_META_BYTES, PAYLOAD_OFFSET, Digest, Fenced, Head, SnapshotInfo, SnapshotError
+from .format import (
+    HEAD_AREA_BYTES,
+    HEAD_BYTES,
+    MAX_META_BYTES,
+    PAYLOAD_OFFSET,
+    Digest,
+    Fenced,
+    Head,
+    SnapshotError,
+    SnapshotInfo,
+)
 
 _log = logging.getLogger("rrl.agent")
 
@@ -132,14 +142,18 @@ class _RequestHandler:
         assert isinstance(connection, UnixConnection)
         try:
             while True:
-                request = await receive_message(connection, msg.Attach | msg.Resize | msg.MapSnapshot | msg.ListSnapshots | msg.Forget, None)
+                request = await receive_message(
+                    connection, msg.Attach | msg.Resize | msg.MapSnapshot | msg.ListSnapshots | msg.Forget, None
+                )
                 await _send_answer(connection, self._answer_local(connection, request))
         finally:
             connection.abort()
 
     async def serve_remote(self, connection: Connection) -> None:
         while True:
-            request = await receive_message(connection, msg.ListSnapshots | msg.Forget | msg.Upload | msg.Download, None)
+            request = await receive_message(
+                connection, msg.ListSnapshots | msg.Forget | msg.Upload | msg.Download, None
+            )
             await _send_answer(connection, self._answer_remote(connection, request))
 
     async def _answer_local(self, connection: UnixConnection, request: msg.Request) -> msg.Answer | None:
@@ -148,7 +162,9 @@ class _RequestHandler:
             case msg.Attach():
                 pair = await self._attach(connection, request)
                 held = [(slot, buffer) for slot, buffer in enumerate(pair.buffers) if buffer is not None]
-                await _send_buffers(connection, [(slot, buffer.capacity) for slot, buffer in held], [b.fd for _, b in held])
+                await _send_buffers(
+                    connection, [(slot, buffer.capacity) for slot, buffer in held], [b.fd for _, b in held]
+                )
             case msg.Resize():
                 buffer = self._buffers.resize(request.member, request.slot, request.nbytes)
                 await _send_buffers(connection, [(request.slot, buffer.capacity)], [buffer.fd])
@@ -202,7 +218,11 @@ class _RequestHandler:
         snapshot = msgspec.structs.replace(upload.snapshot, own=False)
         if snapshot in self._buffers.snapshots(snapshot.gang):
             return msg.SnapshotList((snapshot,))
-        if (snapshot.gang, snapshot.rank, snapshot.incarnation) != (upload.member.gang, upload.member.rank, upload.member.incarnation):
+        if (snapshot.gang, snapshot.rank, snapshot.incarnation) != (
+            upload.member.gang,
+            upload.member.rank,
+            upload.member.incarnation,
+        ):
             raise SnapshotError(f"{snapshot} is not its sender's")
         if upload.meta > MAX_META_BYTES:
             raise SnapshotError(f"{upload.meta} bytes of meta; {MAX_META_BYTES} are the most")
@@ -252,7 +272,9 @@ async def _write(connection: Connection, fd: int, meta: int, nbytes: int) -> byt
 
 def _spans(meta: int, nbytes: int) -> list[tuple[int, int]]:
     """Where ``meta`` lies in a buffer, and then each chunk of the bytes."""
-    chunks = [(PAYLOAD_OFFSET + at, PAYLOAD_OFFSET + min(at + CHUNK_BYTES, nbytes)) for at in range(0, nbytes, CHUNK_BYTES)]
+    chunks = [
+        (PAYLOAD_OFFSET + at, PAYLOAD_OFFSET + min(at + CHUNK_BYTES, nbytes)) for at in range(0, nbytes, CHUNK_BYTES)
+    ]
     return [(HEAD_AREA_BYTES, HEAD_AREA_BYTES + meta), *chunks]
 
 

@@ -96,7 +96,9 @@ class AsyncSaver:
         learner = self._learner
         buffer = self._buffers.buffer(self.layout.nbytes, learner.number)
         self.layout.fill(buffer, self._tensors)
-        note = SnapshotMeta(learner.number, self._gang.world, self.layout.digest, learner.extra_state(), digest, metrics)
+        note = SnapshotMeta(
+            learner.number, self._gang.world, self.layout.digest, learner.extra_state(), digest, metrics
+        )
         self._buffers.seal(learner.number, msgspec.msgpack.encode(note))
         with self._changed:
             self._uncommitted += 1

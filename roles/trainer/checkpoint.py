@@ -25,7 +25,15 @@ from torch.distributed.tensor import DTensor
 
 from ...core.run_dir import RunDir
 from ..models.policy import weights
-from ..worker.checkpoint_files import DamagedCheckpoint, Digest, StoredFiles, digest_of, incarnation_of, make_durable, verified
+from ..worker.checkpoint_files import (
+    DamagedCheckpoint,
+    Digest,
+    StoredFiles,
+    digest_of,
+    incarnation_of,
+    make_durable,
+    verified,
+)
 from . import exchange
 from .host_buffers import shard_of
 from .learner import Learner
@@ -67,7 +75,9 @@ class Checkpoints:
         self._reference = ""
         """name of the folder of the reference's weights, if there is one"""
 
-    def write(self, folder: Path, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor], extra_state: bytes) -> Written:
+    def write(
+        self, folder: Path, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor], extra_state: bytes
+    ) -> Written:
         """All members together: their ``tensors`` (host copies of their shards of ``like``) and their ``rest``, into
         ``folder``, which is fresh. Durable when it returns. A full disk is told as trouble, not raised; another
         member's death is."""
@@ -147,7 +157,9 @@ class Checkpoints:
             damage = str(error)
         self._load(learner.tensors(), folder, damage)
         same = about.world == gang.world
-        learner.resume((folder / _rank_file(gang.rank if same else 0)).read_bytes(), random_states=same or gang.rank == 0)
+        learner.resume(
+            (folder / _rank_file(gang.rank if same else 0)).read_bytes(), random_states=same or gang.rank == 0
+        )
         self._committed = (*about.before, folder.name)
 
     def save_reference(self, folder: Path, model: nn.Module, dtype: torch.dtype) -> StoredFiles:

@@ -40,7 +40,7 @@ from .async_saver import MAX_UNCOMMITTED, AsyncSaver
 from .checkpoint import Checkpoints
 from .host_buffers import HostBuffers, buddy_of
 from .learner import Example, Learner, LearnerSettings
-from .process_group import Gang, batches, init_process_group, full_tensor, wait_to_be_fenced
+from .process_group import Gang, batches, full_tensor, init_process_group, wait_to_be_fenced
 
 _log = logging.getLogger("rrl.trainer")
 
@@ -90,7 +90,9 @@ def main() -> None:
         restore_point = restore.agree_on_restore_point(me, gang, client)
         if gang.rank == 0:
             _log.info("%s goes on from %s", me.launch.incarnation, restore_point)
-        learner = _learner(me, _model(spec, empty, tokenizer.size, me.job["run"]["seed"], restore_point.fresh, gang), gang)
+        learner = _learner(
+            me, _model(spec, empty, tokenizer.size, me.job["run"]["seed"], restore_point.fresh, gang), gang
+        )
         saver = AsyncSaver(me, gang, learner, checkpoints, _buffers(me, gang, client), me.settings["uncommitted"])
         if restore_point.fresh:
             with me.phase("train"):
@@ -103,7 +105,9 @@ def main() -> None:
         else:
             with me.phase("checkpoint"):
                 restore.load(restore_point, learner, checkpoints, gang)
-            restore_point = msgspec.structs.replace(restore_point, data=memoryview(b""))  # else as much memory as the state, to the end
+            restore_point = msgspec.structs.replace(
+                restore_point, data=memoryview(b"")
+            )  # else as much memory as the state, to the end
         if me.settings["kl"] and learner.reference_files is not None:
             with me.phase("checkpoint"):
                 learner.reference = gang.shard(skeleton(spec, tokenizer.size, spec.compute_dtype), spec.compute_dtype)
@@ -191,7 +195,9 @@ def _publish(me: rrl.Worker, gang: Gang, learner: Learner, dtype: torch.dtype) -
         for tensor in weights.values():
             full_tensor(_cast(tensor, dtype))
         return
-    whole = (content for name, tensor in weights.items() for *_, content in pack({name: full_tensor(_cast(tensor, dtype))}))
+    whole = (
+        content for name, tensor in weights.items() for *_, content in pack({name: full_tensor(_cast(tensor, dtype))})
+    )
     described = [(name, *_described(tensor, dtype)) for name, tensor in weights.items()]
     me.publish_each(learner.number, described, whole)
 

@@ -43,7 +43,7 @@ from ...transport.address import NoAddress, interfaces
 from ...transport.messages import Peers
 from ..models.policy import blocks
 from ..models.tensors import assigned_device
-from ..trajectories.batches import shard_for, decode
+from ..trajectories.batches import decode, shard_for
 from ..trajectories.types import Batch, PackedBatch
 from ..worker.connection import Stopping
 from . import exchange
@@ -62,7 +62,15 @@ FENCE_WAIT_S = 10.0
 itself would be taken for its cause"""
 _STOP_POLL_S = 0.2
 """s between two looks whether the manager asked us to stop"""
-_LOST_MEMBER_TEXTS = ("gloo", "Gloo", "NCCL", "Connection closed by peer", "Connection reset", "Timed out waiting", "Broken pipe")
+_LOST_MEMBER_TEXTS = (
+    "gloo",
+    "Gloo",
+    "NCCL",
+    "Connection closed by peer",
+    "Connection reset",
+    "Timed out waiting",
+    "Broken pipe",
+)
 """parts of messages of torch's when another member is gone: it raises plain RuntimeErrors"""
 
 T = TypeVar("T")
@@ -145,7 +153,10 @@ def init_process_group(me: rrl.Worker, compute_dtype: torch.dtype = torch.float3
     elif me.rank == 0:
         store = _open_store(me)
     place = _await_members(me, first) if me.world > 1 else ""
-    with _exit_after(RENDEZVOUS_TIMEOUT_S, f"{me.launch.incarnation}: the {me.world} members of {first} have not met in {RENDEZVOUS_TIMEOUT_S:g} s"):
+    with _exit_after(
+        RENDEZVOUS_TIMEOUT_S,
+        f"{me.launch.incarnation}: the {me.world} members of {first} have not met in {RENDEZVOUS_TIMEOUT_S:g} s",
+    ):
         store = store or _connect_store(place)
         keys = PrefixStore(_store_prefix(me.keys.secret, first), store)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

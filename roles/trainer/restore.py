@@ -17,7 +17,7 @@ import rrl
 
 from ...core.types import NodeName
 from ..snapshots.client import SnapshotClient
-from ..snapshots.format import SnapshotInfo, SnapshotError
+from ..snapshots.format import SnapshotError, SnapshotInfo
 from ..worker.checkpoint_files import incarnation_of
 from .async_saver import SnapshotMeta
 from .checkpoint import Checkpoints
@@ -149,7 +149,9 @@ def _list_snapshots(client: SnapshotClient | None, address: str | None) -> Colle
         return ()
 
 
-def _fetch(client: SnapshotClient | None, places: Sequence[_Location], world: int) -> tuple[SnapshotMeta, memoryview] | None:
+def _fetch(
+    client: SnapshotClient | None, places: Sequence[_Location], world: int
+) -> tuple[SnapshotMeta, memoryview] | None:
     """From the first place that gives all of it, unchanged."""
     assert client is not None
     for address, snapshot in places:

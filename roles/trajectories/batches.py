@@ -41,7 +41,9 @@ class _Versions(Sequence[Version]):
         return self._packed.length
 
     def __iter__(self) -> Iterator[Version]:
-        return chain.from_iterable(repeat(Version(step, incarnation), count) for count, step, incarnation in self._packed.runs)
+        return chain.from_iterable(
+            repeat(Version(step, incarnation), count) for count, step, incarnation in self._packed.runs
+        )
 
     def __getitem__(self, index: Any) -> Any:
         return tuple(self)[index]

@@ -25,7 +25,6 @@ from .types import (
     GetCommitted,
     GetMetrics,
     Item,
-    StoredMetrics,
     Leased,
     LeaseScoring,
     LeaseWork,
@@ -38,6 +37,7 @@ from .types import (
     Scoring,
     Segment,
     StepMetrics,
+    StoredMetrics,
     ToScore,
 )
 
@@ -165,7 +165,11 @@ class TrajectoryClient:
         return answer
 
     async def follow_versions(
-        self, weight_address: str | None, weight_version: Version | None, known: Version | None, wait: float = FOLLOW_WAIT_S
+        self,
+        weight_address: str | None,
+        weight_version: Version | None,
+        known: Version | None,
+        wait: float = FOLLOW_WAIT_S,
     ) -> NewestVersion | None:
         """Report that ``holds`` is served at ``serves``, and wait until the newest version is another one than
         ``known``, for ``wait`` s at most. Return the newest version, which may be ``known`` with other holders, or

@@ -18,7 +18,9 @@ class Membership:
     def update(self, current: Iterable[Incarnation]) -> None:
         """``living`` are all that live: whoever was named before and is not now is gone."""
         before, self.current = self.current, frozenset(current)
-        self._departed = {incarnation for incarnation in (self._departed | before) - self.current if not self._succeeded(incarnation)}
+        self._departed = {
+            incarnation for incarnation in (self._departed | before) - self.current if not self._succeeded(incarnation)
+        }
         for incarnation in self.current:
             self.observe(incarnation)
 
@@ -61,7 +63,11 @@ class Leases:
 
     def release_departed(self, current: frozenset[Incarnation]) -> list[int]:
         """Free what the others hold; the trajectories that are free now."""
-        freed = [trajectory for incarnation in self._by_incarnation.keys() - current for trajectory in self._by_incarnation.pop(incarnation)]
+        freed = [
+            trajectory
+            for incarnation in self._by_incarnation.keys() - current
+            for trajectory in self._by_incarnation.pop(incarnation)
+        ]
         for trajectory in freed:
             del self._holder[trajectory]
         return freed

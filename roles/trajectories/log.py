@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from .records import Audit, Binding, GroupDropped, Record, BindingRetired, audit, decode, encode
+from .records import Audit, Binding, BindingRetired, GroupDropped, Record, audit, decode, encode
 from .state import State
 
 _HEADER = struct.Struct("<4sIII")

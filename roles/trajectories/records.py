@@ -45,7 +45,7 @@ class Head(Struct, frozen=True, tag="head", array_like=True):
     trajectories: int
 
 
-class GroupCreated(Struct, frozen=True, tag="made", array_like=True):
+class GroupCreated(Struct, frozen=True, tag="group_created", array_like=True):
     """A group: ``size`` trajectories from ``first`` on, all of one prompt."""
 
     group: int
@@ -55,13 +55,13 @@ class GroupCreated(Struct, frozen=True, tag="made", array_like=True):
     prompt: bytes
 
 
-class SegmentsAppended(Struct, frozen=True, tag="grown", array_like=True):
+class SegmentsAppended(Struct, frozen=True, tag="segments_appended", array_like=True):
     incarnation: Incarnation
     segments: tuple[PackedSegment, ...]
     finished: tuple[int, ...]
 
 
-class ScoresRecorded(Struct, frozen=True, tag="scored", array_like=True):
+class ScoresRecorded(Struct, frozen=True, tag="scores_recorded", array_like=True):
     scores: tuple[Score, ...]
 
 
@@ -73,7 +73,7 @@ class DropCause(StrEnum):
     OTHER = "other"
 
 
-class GroupDropped(Struct, frozen=True, tag="dropped", array_like=True):
+class GroupDropped(Struct, frozen=True, tag="group_dropped", array_like=True):
     group: int
     trajectories: int
     reason: str
@@ -94,7 +94,7 @@ class Binding(Struct, frozen=True, tag="binding", array_like=True):
     """age of the oldest token of this and all earlier bindings, in weight versions"""
 
 
-class BindingRetired(Struct, frozen=True, tag="settled", array_like=True):
+class BindingRetired(Struct, frozen=True, tag="binding_retired", array_like=True):
     """A binding so far below the committed step that its token data is gone. Kept for the audit."""
 
     number: int
@@ -102,7 +102,7 @@ class BindingRetired(Struct, frozen=True, tag="settled", array_like=True):
     trajectories: int
 
 
-class StepCommitted(Struct, frozen=True, tag="commitment", array_like=True):
+class StepCommitted(Struct, frozen=True, tag="step_committed", array_like=True):
     number: int
     incarnation: Incarnation
     manifest: dict[str, Any]
@@ -123,7 +123,18 @@ class Fence(Struct, frozen=True, tag="fence", array_like=True):
     incarnation: int
 
 
-Record = Head | GroupCreated | SegmentsAppended | ScoresRecorded | GroupDropped | Binding | BindingRetired | Metrics | StepCommitted | Fence
+Record = (
+    Head
+    | GroupCreated
+    | SegmentsAppended
+    | ScoresRecorded
+    | GroupDropped
+    | Binding
+    | BindingRetired
+    | Metrics
+    | StepCommitted
+    | Fence
+)
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Record)
 encode = _encoder.encode

@@ -20,7 +20,7 @@ from ...core.text import exits_on_invalid_config
 from ...core.types import Incarnation
 from ...transport.control.endpoints import Incoming, Listener
 from ...transport.control.sockets import CONTROL_BOUNDS, STORE_BOUNDS
-from ...transport.messages import WeightSource, Peers
+from ...transport.messages import Peers, WeightSource
 from ..models.tasks import TaskError, load_task
 from ..models.tokenizer import open_tokenizer
 from .store import Store
@@ -71,7 +71,9 @@ def answer(store: Store, request: Request) -> Answer:
 
 def report_and_read(store: Store, request: FollowVersions) -> NewestVersion | NotReady | Denied:
     """Report what the asker serves, and return the newest version that is known then."""
-    source = WeightSource(request.incarnation, request.weight_address or "", request.weight_version if request.weight_address else None)
+    source = WeightSource(
+        request.incarnation, request.weight_address or "", request.weight_version if request.weight_address else None
+    )
     return store.report_version(source) or store.newest_version or NotReady()
 
 

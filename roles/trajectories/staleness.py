@@ -157,7 +157,9 @@ class StalenessLimit:
         """
         groups = self.incomplete(weights)
         first, last = groups[0], groups[-1]
-        holders = sorted({str(incarnation) for track in first.trajectories if (incarnation := holder(track.id)) is not None})
+        holders = sorted(
+            {str(incarnation) for track in first.trajectories if (incarnation := holder(track.id)) is not None}
+        )
         working = f" ({', '.join(holders)})" if holders else ""
         steps = f"{self.last_step(first):g}"
         if len(groups) == 1:

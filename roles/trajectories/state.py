@@ -12,18 +12,18 @@ from ...core.types import Incarnation, ReplicaId
 from .records import (
     FORMAT,
     Binding,
-    StepCommitted,
+    BindingRetired,
     DropCause,
-    GroupDropped,
     Fence,
-    SegmentsAppended,
-    Head,
     GroupCreated,
+    GroupDropped,
+    Head,
     Metrics,
     PackedSegment,
     Record,
     ScoresRecorded,
-    BindingRetired,
+    SegmentsAppended,
+    StepCommitted,
     encode,
     unpack,
     unpack_tokens,
@@ -125,7 +125,9 @@ class State:
         self.next_group = max(self.next_group, created.group + 1)
         self.next_trajectory = max(self.next_trajectory, created.first + created.size)
 
-    def _append_segments(self, incarnation: Incarnation, pieces: Iterable[PackedSegment], finished: Iterable[int]) -> None:
+    def _append_segments(
+        self, incarnation: Incarnation, pieces: Iterable[PackedSegment], finished: Iterable[int]
+    ) -> None:
         for piece in pieces:
             track = self.trajectories[piece.trajectory]
             track.segments.append(piece)

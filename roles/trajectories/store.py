@@ -17,20 +17,20 @@ import msgspec
 
 from ...core.types import Incarnation
 from ...transport.messages import WeightSource
-from .leases import Membership, Leases
+from .leases import Leases, Membership
 from .log import DurableState
 from .prompts import NO_PROMPT, ItemPrompts
 from .records import (
     Audit,
-    StepCommitted,
     DropCause,
-    GroupDropped,
     Fence,
-    SegmentsAppended,
     GroupCreated,
+    GroupDropped,
     Metrics,
     PackedSegment,
     ScoresRecorded,
+    SegmentsAppended,
+    StepCommitted,
     pack,
     pack_tokens,
 )
@@ -41,7 +41,6 @@ from .types import (
     CommittedState,
     Denied,
     Done,
-    StoredMetrics,
     Leased,
     NewestVersion,
     NotReady,
@@ -50,6 +49,7 @@ from .types import (
     Scoring,
     Segment,
     StepMetrics,
+    StoredMetrics,
 )
 from .versions import VersionDirectory, is_publisher
 
@@ -212,7 +212,11 @@ class Store:
     def _next_unfinished(self, weights: int | None) -> TrajectoryState | None:
         """The next trajectory that nobody holds; one of a new group if there is none and there is room for a group.
         None also where a rollout with these weights may not work on it: then it may not work on any later one."""
-        if (first := self._first_unfinished()) is None and self._may_create_group and self._staleness.allows(None, weights):
+        if (
+            (first := self._first_unfinished()) is None
+            and self._may_create_group
+            and self._staleness.allows(None, weights)
+        ):
             self._create_group()
             first = self._first_unfinished()
         if first is None or not self._staleness.allows(first.group, weights):
@@ -270,7 +274,9 @@ class Store:
         holder = self._work_leases.holder(track.id)
         return holder == incarnation or (holder is None and track.writer in (None, incarnation))
 
-    def append(self, incarnation: Incarnation, segments: Sequence[Segment], finished: Sequence[int] = ()) -> Done | Denied | NotReady:
+    def append(
+        self, incarnation: Incarnation, segments: Sequence[Segment], finished: Sequence[int] = ()
+    ) -> Done | Denied | NotReady:
         """All of it or nothing. The same words again change nothing. A trajectory whose new tokens are too old for its
         group to be trained in time is lost to whoever works on it (:meth:`_keep_fresh`)."""
         if no := self._check_worker(incarnation):
@@ -318,7 +324,9 @@ class Store:
         track = self._state.trajectories.get(trajectory)
         return track is not None and self._is_leased_to(track, incarnation)
 
-    def _new_segments(self, pieces: Iterable[PackedSegment], finished: Iterable[int], lost: set[int]) -> tuple[list[PackedSegment], set[int]]:
+    def _new_segments(
+        self, pieces: Iterable[PackedSegment], finished: Iterable[int], lost: set[int]
+    ) -> tuple[list[PackedSegment], set[int]]:
         """What is new in an append: pieces and ends. Adds to ``lost`` what neither continues nor repeats."""
         fresh: list[PackedSegment] = []
         lengths: dict[int, int] = {}
@@ -337,7 +345,9 @@ class Store:
         return fresh, ends
 
     # ── reward ─────────────────────────────────────────────────────────────────────────────────────────────────────
-    def lease_scoring(self, incarnation: Incarnation, at_most: int, holding: Sequence[int] = ()) -> Scoring | Denied | NotReady:
+    def lease_scoring(
+        self, incarnation: Incarnation, at_most: int, holding: Sequence[int] = ()
+    ) -> Scoring | Denied | NotReady:
         """The oldest finished trajectories without a score."""
         if no := self._check_worker(incarnation):
             return no
@@ -468,7 +478,12 @@ class Store:
         return f"the trainer waits for {missing} more of the {self._per_batch} groups of step {number}"
 
     def commit(
-        self, incarnation: Incarnation, number: int, manifest: dict[str, Any], digest: str, metrics: dict[str, float] | None = None
+        self,
+        incarnation: Incarnation,
+        number: int,
+        manifest: dict[str, Any],
+        digest: str,
+        metrics: dict[str, float] | None = None,
     ) -> Done | Denied:
         """Rule 4: checkpoint and consumption of step ``number`` in one record. The same words again are right. The
         ``metrics`` come before: of a step that is not committed nobody asks."""

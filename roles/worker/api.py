@@ -108,7 +108,9 @@ class Worker:
         """the resolved job spec"""
         self.settings: dict[str, Any] = self._table(launch.role)
         """this role's part of it: ``[commands.NAME]`` or ``[roles.NAME]``"""
-        self._connection = ManagerConnection(launch, run, keys, float(os.environ.get(HEARTBEAT_INTERVAL_ENV, "1")), self.job["transport"])
+        self._connection = ManagerConnection(
+            launch, run, keys, float(os.environ.get(HEARTBEAT_INTERVAL_ENV, "1")), self.job["transport"]
+        )
         self._uncommitted: dict[int, _UncommittedBatch] = {}
         """the steps given by :meth:`batches` and not committed"""
         self._loaded: Version | None = None
@@ -283,7 +285,9 @@ class Worker:
                     batch = self._connection.call_store(self._connection.store.batch(number, STORE_WAIT_S))
                 except Stopping:  # what is done and not committed is still in its hands
                     return None
-        self._uncommitted[number] = _UncommittedBatch(batch.digest, _batch_metrics(batch, self.job["sampling"].get("staleness")))
+        self._uncommitted[number] = _UncommittedBatch(
+            batch.digest, _batch_metrics(batch, self.job["sampling"].get("staleness"))
+        )
         return batch
 
     def checkpoint_dir(self, number: int) -> Path:
@@ -303,7 +307,9 @@ class Worker:
         self._connection.faults.trigger(working=True)
         bound = self._uncommitted.get(number)
         if bound is None:
-            raise ValueError(f"step {number} is committed without its batch; batches() gave {sorted(self._uncommitted)}")
+            raise ValueError(
+                f"step {number} is committed without its batch; batches() gave {sorted(self._uncommitted)}"
+            )
         known = digests or {}
         make_durable([path for path in files if path.name not in known])
         manifest = describe_files(self.run_dir.path, files, known)

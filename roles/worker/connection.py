@@ -40,7 +40,7 @@ from ..trajectories.client import Refused, TrajectoryClient, store_address
 from ..trajectories.types import NewestVersion
 from ..trajectories.versions import is_publisher
 from .commit_reports import CommitReports
-from .main_thread import SelfFaults, ProbeResponder
+from .main_thread import ProbeResponder, SelfFaults
 from .weight_sources import WeightSources
 
 _log = logging.getLogger("rrl.worker")
@@ -106,7 +106,7 @@ class ManagerConnection:
         """a shadow need not wait any more: it became something, is to leave, or has failed"""
         self._new_version = threading.Event()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._main, name="rrl-link", daemon=True)
+        self._thread = threading.Thread(target=self._main, name="rrl-connection", daemon=True)
         self._failure: BaseException | None = None
         self._weight_sources = WeightSources()
         self._sources_changed = asyncio.Event()
@@ -345,7 +345,9 @@ class ManagerConnection:
             message = await self._dialer.next_push()
             if isinstance(message, msg.Welcome):
                 self._update_peers(message.peers)
-                if message.incarnation == self.launch.incarnation and not self.launch.standby:  # one to the shadow may come late
+                if (
+                    message.incarnation == self.launch.incarnation and not self.launch.standby
+                ):  # one to the shadow may come late
                     self.rank, self.world = message.rank, message.world
                     self._commits.on_welcome(message.step)
                     self._welcomed.set()
@@ -387,7 +389,9 @@ class ManagerConnection:
             phase, waits_for = self._phase
             if self._dialer.connected:
                 blocked_by = STORE_REPLICA if self._store_calls else self.blocked_on or waits_for
-                await self._dialer.send(msg.Heartbeat(self.launch.incarnation, phase, self._done, blocked_by, self.note))
+                await self._dialer.send(
+                    msg.Heartbeat(self.launch.incarnation, phase, self._done, blocked_by, self.note)
+                )
                 self._reported_phase = phase
             await asyncio.sleep(self._heartbeat_interval)
 
@@ -428,7 +432,9 @@ class ManagerConnection:
                     continue
                 known = version
             try:
-                newest = await self._unless_served_version_changes(self.store.follow_versions(self._weight_address, version, known))
+                newest = await self._unless_served_version_changes(
+                    self.store.follow_versions(self._weight_address, version, known)
+                )
             except Refused:
                 await asyncio.sleep(REFUSED_PAUSE_S)
                 continue
@@ -437,7 +443,9 @@ class ManagerConnection:
                 self._weight_sources.on_newest_version(newest)
                 self._sources_changed.set()
 
-    async def _unless_served_version_changes(self, follow: Coroutine[Any, Any, NewestVersion | None]) -> NewestVersion | None:
+    async def _unless_served_version_changes(
+        self, follow: Coroutine[Any, Any, NewestVersion | None]
+    ) -> NewestVersion | None:
         """Return what ``follow`` does, or give it up and return None when another version is served here."""
         following = asyncio.create_task(follow)
         changing = asyncio.create_task(self._served_version_changed.wait())
@@ -466,7 +474,9 @@ class ManagerConnection:
             try:
                 chunk_timeout = self._transport_settings["chunk_deadline"]
                 current_sources = partial(self._sources, newest, dropped >= MAX_DROPPED_VERSIONS)
-                await pull(self.weights, newest, current_sources, transport, chunk_timeout=chunk_timeout, adaptive_timeout=pace)
+                await pull(
+                    self.weights, newest, current_sources, transport, chunk_timeout=chunk_timeout, adaptive_timeout=pace
+                )
             except _Superseded:
                 dropped += 1
                 continue

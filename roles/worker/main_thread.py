@@ -117,6 +117,15 @@ class ProbeResponder:
         try:
             result = self._handler()
         except Exception as error:
-            self._send(ProbeReply(probe.incarnation, probe.id, ProbeResult.FAILED, f"{type(error).__name__}: {error}"[:_MAX_ANSWER_CHARS]))
+            self._send(
+                ProbeReply(
+                    probe.incarnation,
+                    probe.id,
+                    ProbeResult.FAILED,
+                    f"{type(error).__name__}: {error}"[:_MAX_ANSWER_CHARS],
+                )
+            )
         else:
-            self._send(ProbeReply(probe.incarnation, probe.id, ProbeResult.WORKS, str(result or "")[:_MAX_ANSWER_CHARS]))
+            self._send(
+                ProbeReply(probe.incarnation, probe.id, ProbeResult.WORKS, str(result or "")[:_MAX_ANSWER_CHARS])
+            )

@@ -9,7 +9,7 @@ the manager has fenced is not asked, whoever names it.
 from __future__ import annotations
 
 from ...core.types import ReplicaId, Version
-from ...transport.messages import WeightSource, Peers
+from ...transport.messages import Peers, WeightSource
 from ..trajectories.leases import Membership
 from ..trajectories.types import NewestVersion
 
@@ -43,7 +43,10 @@ class WeightSources:
         """Every replica that serves weights: those that the manager named, each brought up to date by what the store
         says of it, and those that only the store named."""
         sources: dict[ReplicaId, WeightSource] = {}
-        for holder in (*(self._from_manager.weight_sources if self._from_manager is not None else ()), *self._current_sources()):
+        for holder in (
+            *(self._from_manager.weight_sources if self._from_manager is not None else ()),
+            *self._current_sources(),
+        ):
             other = sources.get(holder.incarnation.replica)
             if other is None or _order(holder) > _order(other):
                 sources[holder.incarnation.replica] = holder

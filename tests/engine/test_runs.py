@@ -67,14 +67,19 @@ def test_a_run_learns_from_vllm_rollouts_and_goes_on_while_a_killed_one_comes_ba
         victim = run.wait(lambda s: s.step >= 3 and all_work(s), timeout_s=TIMEOUT_S).replica(VICTIM)
         os.kill(victim.pid or 0, signal.SIGKILL)
         back = victim.incarnation_number + 1
-        run.wait(lambda s: s.replica(VICTIM).incarnation_number == back and s.replica(VICTIM).weight_version is not None, TIMEOUT_S)
+        run.wait(
+            lambda s: s.replica(VICTIM).incarnation_number == back and s.replica(VICTIM).weight_version is not None,
+            TIMEOUT_S,
+        )
         held = run.state().step
         run.wait(lambda s: s.step >= held + 3, timeout_s=TIMEOUT_S)
     check_sound(run.run)
     drifts = [s.event.metrics["drift"] for s in run.events() if isinstance(s.event, ev.StepCommitted)]
     print(f"{len(drifts)} steps; drift of the last: {drifts[-1]:.1e}")
     ends = [s.event for s in run.events() if isinstance(s.event, ev.StepEnded)]
-    assert [end.incarnation.replica for end in ends if end.signal == signal.SIGKILL] == [VICTIM], "others had to be killed"
+    assert [end.incarnation.replica for end in ends if end.signal == signal.SIGKILL] == [VICTIM], (
+        "others had to be killed"
+    )
     assert not [end.incarnation.replica for end in ends if end.code], "somebody failed by itself"
 
 

@@ -32,7 +32,7 @@ def _configure(folder: Path, lease: int = 16, gpus: int = 0, **given: Any) -> An
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "expected_text"),
     [
         ({"max_num_seq": 8}, r"^\[roles.rollout\] vllm.max_num_seq: vLLM \S+ has no .*; did you mean max_num_seqs\?$"),
         ({"model": "elsewhere"}, r"^\[roles.rollout\] vllm.model is not yours to set: it is \[model\] path"),
@@ -42,14 +42,18 @@ def _configure(folder: Path, lease: int = 16, gpus: int = 0, **given: Any) -> An
         ({"kv_cache_dtype": "none such"}, r"vLLM \S+ says: .*"),
     ],
 )
-def test_an_argument_that_cannot_work_is_told_in_one_line(tmp_path: Path, given: dict[str, Any], told: str) -> None:
-    with pytest.raises(InvalidEngineConfig, match=told) as caught:
+def test_an_argument_that_cannot_work_is_told_in_one_line(
+    tmp_path: Path, given: dict[str, Any], expected_text: str
+) -> None:
+    with pytest.raises(InvalidEngineConfig, match=expected_text) as caught:
         _configure(tmp_path, **given)
     assert "\n" not in str(caught.value)
 
 
 def test_a_gpu_that_vllm_would_not_use_is_told_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(InvalidEngineConfig, match=r"^\[roles.rollout\] gpus = 2, and vLLM \S+ computes on the CPU here"):
+    with pytest.raises(
+        InvalidEngineConfig, match=r"^\[roles.rollout\] gpus = 2, and vLLM \S+ computes on the CPU here"
+    ):
         _configure(tmp_path, gpus=2)
 
 

@@ -51,7 +51,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 @pytest.fixture
 def engine(shared: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """With the weights of step 0, and idle."""
-    monkeypatch.setattr(vllm_engine, "BUCKET", _BUCKET)
+    monkeypatch.setattr(vllm_engine, "BUCKET_BYTES", _BUCKET)
     engines.load(shared, 0, _A)
     return shared
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rrl.config.job.faults import MAX_RANDOM_FAULTS, FaultsTable
-from rrl.core.faults import SUPPORT_ROLE_KINDS, MANAGER, FAULT_TRAITS, FaultKind, FaultTraits
+from rrl.core.faults import FAULT_TRAITS, MANAGER, SUPPORT_ROLE_KINDS, FaultKind, FaultTraits
 from rrl.health.detection.detectors.registry import NODE_DETECTORS, PROGRESS_DETECTORS
 from rrl.manager.execute.fault_injection import MAX_FILL_BYTES
 from rrl.tests.project.test_docs import ROOT
@@ -41,7 +41,9 @@ def test_a_row_says_what_the_traits_say(kind: FaultKind) -> None:
 
 def test_agents_and_the_manager_are_named_where_they_can_be_hit() -> None:
     done = {kind: cells[0] for kind, cells in rows().items()}
-    assert {kind for kind, text in done.items() if "`agent/NODE`" in text} == {kind.value for kind in SUPPORT_ROLE_KINDS}
+    assert {kind for kind, text in done.items() if "`agent/NODE`" in text} == {
+        kind.value for kind in SUPPORT_ROLE_KINDS
+    }
     assert [kind for kind, text in done.items() if f"`{MANAGER}`" in text] == ["kill"]
 
 

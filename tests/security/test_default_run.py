@@ -19,7 +19,7 @@ import pytest
 from rrl.core.run_dir import RUNS_ENV
 from rrl.core.types import ReplicaId
 from rrl.tests.support.plain_user import PlainUser
-from rrl.tests.support.runs import RRL, TestRun, all_work, light_job, current_incarnations, submitted, write_job
+from rrl.tests.support.runs import RRL, TestRun, all_work, current_incarnations, light_job, submitted, write_job
 from rrl.tests.support.security.assault import RECOVERY_TIMEOUT_S
 from rrl.tests.support.security.attacks import Footprint, barrage, ports_of
 from rrl.transport.keys import RunKeys

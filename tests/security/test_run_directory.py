@@ -132,8 +132,8 @@ def _cut(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "harm", "says"),
     [
-        ("view.json", _cut, "view.json is damaged: Input data was truncated"),
-        ("view.json", Path.unlink, "view.json: No such file or directory; without it the run cannot be managed"),
+        ("run_spec.json", _cut, "run_spec.json is damaged: Input data was truncated"),
+        ("run_spec.json", Path.unlink, "run_spec.json: No such file or directory; without it the run cannot be managed"),
         ("resolved.json", _cut, "resolved.json is damaged: "),
         ("resolved.json", Path.unlink, "resolved.json: No such file or directory"),
         ("keys.json", _cut, "keys.json is damaged: Input data was truncated; without the run's keys nobody"),
@@ -157,7 +157,9 @@ def test_a_second_manager_says_where_the_first_one_is_and_leaves_it_alone(
     (run.epochs / "000001").write_bytes(msgspec.json.encode(LeaseHolder("node7", 4711, 0)))
 
     def read(path: Path) -> bytes:
-        return msgspec.json.encode(LeaseHolder("node7", 4711, next(counter))) if path.parent == run.epochs else real(path)
+        return (
+            msgspec.json.encode(LeaseHolder("node7", 4711, next(counter))) if path.parent == run.epochs else real(path)
+        )
 
     real = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", read)

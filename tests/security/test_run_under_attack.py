@@ -11,7 +11,7 @@ from rrl.core.launch import LAUNCH_ENV
 from rrl.core.types import ReplicaId, Verdict
 from rrl.manager.model import events as ev
 from rrl.manager.model.state import Status
-from rrl.tests.support.runs import TestRun, check_sound, light_job, current_incarnations, submit_here
+from rrl.tests.support.runs import TestRun, check_sound, current_incarnations, light_job, submit_here
 from rrl.tests.support.security.assault import assault, targets
 
 FRAMES = 1500
@@ -24,7 +24,9 @@ GROWTH = 0.05
 def test_an_attack_on_all_ports_of_a_run_has_no_effect_on_it(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 110))
     run.wait_steps(3)
-    before = current_incarnations(run.wait(lambda s: all(r.status is Status.JOINED for r in s.replicas.values() if r.is_current)))
+    before = current_incarnations(
+        run.wait(lambda s: all(r.status is Status.JOINED for r in s.replicas.values() if r.is_current))
+    )
     agents = [target for target in targets(run) if target.name.startswith("agent/")]
     victims = [target for target in targets(run) if target not in agents[1:]]  # they are all alike
     named = {victim.name for victim in victims}

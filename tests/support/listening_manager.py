@@ -20,7 +20,7 @@ from rrl.core.run_dir import RunDir, write_atomically
 from rrl.core.types import Incarnation, NodeName, ReplicaId
 from rrl.transport.control.endpoints import Listener
 from rrl.transport.keys import RunKeys
-from rrl.transport.messages import Admitted, ToManager, AdmissionRequest
+from rrl.transport.messages import AdmissionRequest, Admitted, ToManager
 
 TIMEOUT_S = 30.0
 """s; no test depends on how fast something is, only that it comes"""
@@ -59,7 +59,7 @@ class Manager:
             incoming = await self.listener.receive()
             message = incoming.message
             self.received.append(message)
-            self.peers[getattr(message, "life", Incarnation(ReplicaId("none/0"), 0))] = incoming.peer
+            self.peers[getattr(message, "incarnation", Incarnation(ReplicaId("none/0"), 0))] = incoming.peer
             if isinstance(message, AdmissionRequest):
                 answer = Admitted(message.tag, not self.refuse, self.refuse)
                 await self.listener.send(incoming.peer, answer, incoming.request_id)

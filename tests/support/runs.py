@@ -66,7 +66,7 @@ mem = "256MiB"
 [transport]
 weights = "tcp"
 [limits]
-beat = "500ms"
+heartbeat = "500ms"
 silence = "4s"
 poll = "1s"
 lease = "3s"
@@ -126,7 +126,9 @@ class TestRun:
     def wait_back_alone(self, before: Incarnations, replica: ReplicaId, *also: ReplicaId) -> Incarnations:
         """Until ``replica`` works in its next life; nobody but it and ``also`` was touched since ``before``."""
         following = before[replica][0].number + 1  # a first launch may have failed: slurmctld is busy at times
-        after = current_incarnations(self.wait(lambda s: s.replica(replica).incarnation_number == following and all_work(s)))
+        after = current_incarnations(
+            self.wait(lambda s: s.replica(replica).incarnation_number == following and all_work(s))
+        )
         unchanged, now = without_replicas(before, after, [replica, *also])
         assert now == unchanged, "somebody else was touched"
         return after
@@ -287,7 +289,9 @@ def submitted(job: Path, runs: Path, call: Callable[..., subprocess.Popen[str]])
     return TestRun(RunDir(runs / json.loads(out)["run"]), call)
 
 
-def without_replicas(before: Incarnations, after: Incarnations, but: Sequence[ReplicaId]) -> tuple[Incarnations, Incarnations]:
+def without_replicas(
+    before: Incarnations, after: Incarnations, but: Sequence[ReplicaId]
+) -> tuple[Incarnations, Incarnations]:
     """Both without ``but``: what must be equal when only those were hurt."""
     unchanged, now = ({id: seen for id, seen in some.items() if id not in but} for some in (before, after))
     return unchanged, now

@@ -277,11 +277,19 @@ class _Reading:
         """Invariant 4: a failure is charged to who failed, or whose node did. What moves without one names its gang,
         its node, or the person that asked."""
         incarnation = fence.incarnation
-        if fence.charged and incarnation not in self.failing and role_of(incarnation.replica) not in (AGENT, STANDBY_ROLE):
+        if (
+            fence.charged
+            and incarnation not in self.failing
+            and role_of(incarnation.replica) not in (AGENT, STANDBY_ROLE)
+        ):
             message = " ".join(fence.why.evidence)
             if not any(node in message for node in self.bad_nodes) and "no longer part" not in message:
                 self.tally.violate(f"{self.run.id}: {incarnation} is fenced though it had not failed: {message}")
-        if not fence.charged and gang_of(incarnation.replica) == incarnation.replica and role_of(incarnation.replica) == "trajectories":
+        if (
+            not fence.charged
+            and gang_of(incarnation.replica) == incarnation.replica
+            and role_of(incarnation.replica) == "trajectories"
+        ):
             self.tally.violate(f"{self.run.id}: the store was moved: {fence.why.evidence}")
 
 

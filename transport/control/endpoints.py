@@ -25,7 +25,16 @@ from zmq.utils.monitor import parse_monitor_message
 
 from ..keys import RunKeys
 from .handshake_limit import HandshakeLimiter
-from .sockets import CONTROL_BOUNDS, ZAP_DOMAIN, Bounds, Codec, ZapAuthenticator, AsyncSocket, encode_frame, apply_socket_limits
+from .sockets import (
+    CONTROL_BOUNDS,
+    ZAP_DOMAIN,
+    AsyncSocket,
+    Bounds,
+    Codec,
+    ZapAuthenticator,
+    apply_socket_limits,
+    encode_frame,
+)
 
 Send = Callable[[bytes, Any, int | None], Coroutine[Any, Any, None]]
 """Type of :meth:`Listener.send`: takes a peer, a message, and the id of the request that it answers (None: of none)."""
@@ -340,7 +349,9 @@ class Dialer:
     # ── outwards ───────────────────────────────────────────────────────────────────────────────────────────────────
     def _send_hello(self) -> None:
         """First hello, then every ask that the last listener took and did not answer, then what has waited."""
-        unanswered: list[tuple[int | None, Any]] = [(ask, entry.message) for ask, entry in self._pending.items() if entry.sent]
+        unanswered: list[tuple[int | None, Any]] = [
+            (ask, entry.message) for ask, entry in self._pending.items() if entry.sent
+        ]
         self._hello_queue = deque([*((None, message) for message in self._hello()), *unanswered])
         self._hello_sent = True
         if self._socket is not None:

@@ -77,7 +77,10 @@ class HandshakeLimiter:
         self._authenticated_at = [since for since in self._authenticated_at if since > oldest]
         if (surplus := len(self._unauthenticated) - len(self._authenticated_at) - MAX_UNAUTHENTICATED) <= 0:
             return
-        suspects = sorted(self._unauthenticated, key=lambda fd: ((bytes_received(fd) or 0) >= MIN_HANDSHAKE_BYTES, self._unauthenticated[fd]))
+        suspects = sorted(
+            self._unauthenticated,
+            key=lambda fd: ((bytes_received(fd) or 0) >= MIN_HANDSHAKE_BYTES, self._unauthenticated[fd]),
+        )
         for fd in suspects[:surplus]:
             del self._unauthenticated[fd]
             self.cut_off += shut_down(fd, self._port)

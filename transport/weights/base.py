@@ -64,11 +64,19 @@ class WeightTransport(Protocol):
         """Serve what ``store`` holds complete, and of what it receives each chunk once it is verified; returns the
         address to be told to others: ``<kind>://host:port``."""
 
-    async def manifest(self, address: str, version: Version, timeout: float, starvation_timeout: float = STARVATION_TIMEOUT_S) -> Manifest:
+    async def manifest(
+        self, address: str, version: Version, timeout: float, starvation_timeout: float = STARVATION_TIMEOUT_S
+    ) -> Manifest:
         """The verified manifest of a version. Raises NotHeld, PipeError (also when the manifest is not of this run)."""
 
     async def fetch(
-        self, address: str, version: Version, span: range, into: memoryview, timeout: float, starvation_timeout: float = STARVATION_TIMEOUT_S
+        self,
+        address: str,
+        version: Version,
+        span: range,
+        into: memoryview,
+        timeout: float,
+        starvation_timeout: float = STARVATION_TIMEOUT_S,
     ) -> None:
         """Bytes ``span`` of a version. ``into`` is never written to after this returned, raised or was cancelled.
 

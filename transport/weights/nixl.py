@@ -190,7 +190,9 @@ class _NixlConnection:
             elif kind == _KIND_PIECE and self._remote is not None and 0 < nbytes <= min(into.nbytes - got, SLOT_BYTES):
                 (address,) = _ADDRESS.unpack(await self._receive_bytes(_ADDRESS.size))
                 piece = into[got : got + nbytes]
-                await self._await_thread(self._nixl.start(self._nixl.runtime.read_into, self._remote, address, piece, self._claim))
+                await self._await_thread(
+                    self._nixl.start(self._nixl.runtime.read_into, self._remote, address, piece, self._claim)
+                )
                 await self._write(_KIND_READ, 0, b"")
                 got += nbytes
             else:
@@ -269,7 +271,9 @@ class NixlTransport:
     async def serve(self, store: WeightStore, host: str) -> str:
         nixl = await self._nixl()
         weight_server = WeightServer(store, self._secret)
-        server, port = await listen(lambda tcp: weight_server.accept(_NixlConnection(tcp, nixl, self._secret, dialled=False)), host)
+        server, port = await listen(
+            lambda tcp: weight_server.accept(_NixlConnection(tcp, nixl, self._secret, dialled=False)), host
+        )
         self._served.append((server, weight_server))
         return f"nixl://{host}:{port}"
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy
 
 from ..address import interfaces
-from ..tcp_inspection import set_port_blocked, listening_addresses
+from ..tcp_inspection import listening_addresses, set_port_blocked
 from .base import TransportError, installed_package
 from .store import fresh_memory
 from .ucx_settings import SETTINGS as UCX_SETTINGS
@@ -202,7 +202,9 @@ class NixlRuntime:
             remote.users -= 1
             if remote.users:
                 return
-        with self._remotes_lock:  # it may have been met again meanwhile, or forgotten: by who met and left it in between
+        with (
+            self._remotes_lock
+        ):  # it may have been met again meanwhile, or forgotten: by who met and left it in between
             if not remote.users and self._remotes.get(remote.name) is remote:
                 del self._remotes[remote.name]
                 try:
@@ -253,7 +255,9 @@ class NixlRuntime:
 
     def _begin(self, remote: Remote, address: int, into: int, nbytes: int) -> int:
         local, remote_piece = self._descriptor(into, nbytes), self._descriptor(address, nbytes)
-        read: int = self._call(self._agent.createXferReq, self._nixl.NIXL_READ, local, remote_piece, remote.name.decode())
+        read: int = self._call(
+            self._agent.createXferReq, self._nixl.NIXL_READ, local, remote_piece, remote.name.decode()
+        )
         return read
 
     def _wait(self, read: int, claim: BufferClaim) -> str | None:

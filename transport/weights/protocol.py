@@ -18,9 +18,19 @@ from typing import TypeVar
 
 from ...core.types import Version
 from . import manifest as manifests
-from .base import MAX_DEADLINE_EXTENSIONS, CONNECT_TIMEOUT_S, TIMER_SLACK_S, STARVATION_TIMEOUT_S, Connection, VersionUnavailable, TransportError, deadline, authenticate
+from .base import (
+    CONNECT_TIMEOUT_S,
+    MAX_DEADLINE_EXTENSIONS,
+    STARVATION_TIMEOUT_S,
+    TIMER_SLACK_S,
+    Connection,
+    TransportError,
+    VersionUnavailable,
+    authenticate,
+    deadline,
+)
 from .manifest import Manifest
-from .store import VersionEvicted, NotReady, VersionUnknown, WeightStore
+from .store import NotReady, VersionEvicted, VersionUnknown, WeightStore
 
 _REQUEST = struct.Struct("<BqqQQ")  # kind, version's step and incarnation, offset, bytes
 _ANSWER = struct.Struct("<BQ")  # status, bytes
@@ -105,12 +115,16 @@ class WeightServer:
 
     async def _answer(self, connection: Connection) -> bool:
         request = bytearray(_REQUEST.size)
-        await connection.receive(memoryview(request))  # no deadline: a holder's clients may have nothing to ask for hours
+        await connection.receive(
+            memoryview(request)
+        )  # no deadline: a holder's clients may have nothing to ask for hours
         kind, step, incarnation, offset, nbytes = _REQUEST.unpack(request)
         version = Version(step, incarnation)
         body: bytes | memoryview | None = None
         if kind == _KIND_MANIFEST:
-            described = await self._when_ready(connection, partial(self._store.manifest, version), UNKNOWN_VERSION_TIMEOUT_S)
+            described = await self._when_ready(
+                connection, partial(self._store.manifest, version), UNKNOWN_VERSION_TIMEOUT_S
+            )
             body = None if described is None else manifests.encode(described)
         elif kind == _KIND_RANGE:
             span = range(offset, offset + nbytes)
@@ -155,7 +169,13 @@ class _ClientConnection:
         self._turn: asyncio.Future[None] | None = None
 
     async def request(
-        self, kind: int, version: Version, span: range, into: memoryview | None, timeout: float, starvation_timeout: float
+        self,
+        kind: int,
+        version: Version,
+        span: range,
+        into: memoryview | None,
+        timeout: float,
+        starvation_timeout: float,
     ) -> bytearray:
         """Returns the answer's bytes, or an empty one where they went ``into`` a buffer.
 
@@ -184,7 +204,9 @@ class _ClientConnection:
             raise VersionUnavailable(f"{version} is not held there")
         return body
 
-    async def _answer(self, into: memoryview | None, timeout: float, starvation_timeout: float) -> bytearray | _Unavailable:
+    async def _answer(
+        self, into: memoryview | None, timeout: float, starvation_timeout: float
+    ) -> bytearray | _Unavailable:
         now = asyncio.get_running_loop().time
         since: float | None = None
         while True:
@@ -219,8 +241,12 @@ class WeightClient:
         self._dialling: dict[str, asyncio.Task[_ClientConnection | str]] = {}
         """why it came to nothing is a text: whoever waits raises an exception of its own"""
 
-    async def manifest(self, address: str, version: Version, timeout: float, starvation_timeout: float = STARVATION_TIMEOUT_S) -> Manifest:
-        data = await (await self._connection_to(address, timeout)).request(_KIND_MANIFEST, version, range(0), None, timeout, starvation_timeout)
+    async def manifest(
+        self, address: str, version: Version, timeout: float, starvation_timeout: float = STARVATION_TIMEOUT_S
+    ) -> Manifest:
+        data = await (await self._connection_to(address, timeout)).request(
+            _KIND_MANIFEST, version, range(0), None, timeout, starvation_timeout
+        )
         try:
             return manifests.decode(data, version, self._secret)
         except ValueError as error:
@@ -228,9 +254,17 @@ class WeightClient:
             raise TransportError(str(error)) from error
 
     async def fetch(
-        self, address: str, version: Version, span: range, into: memoryview, timeout: float, starvation_timeout: float = STARVATION_TIMEOUT_S
+        self,
+        address: str,
+        version: Version,
+        span: range,
+        into: memoryview,
+        timeout: float,
+        starvation_timeout: float = STARVATION_TIMEOUT_S,
     ) -> None:
-        await (await self._connection_to(address, timeout)).request(_KIND_RANGE, version, span, into, timeout, starvation_timeout)
+        await (await self._connection_to(address, timeout)).request(
+            _KIND_RANGE, version, span, into, timeout, starvation_timeout
+        )
 
     def disconnect(self, address: str) -> None:
         if (call := self._connections.pop(address, None)) is not None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 
 from ...core.types import TRAINER, ReplicaId, Version, natural_sort_key, role_of
 from ..messages import WeightSource
-from .base import STARVATION_TIMEOUT_S, WeightTransport, TransportError
+from .base import STARVATION_TIMEOUT_S, TransportError, WeightTransport
 from .manifest import Manifest
 from .store import Superseded, WeightStore
 
@@ -38,7 +38,11 @@ def select_sources(
     at another one), those further up its chain, the publisher. ``holders`` is everybody who serves weights; ``me`` need
     not be among them. ``direct``: the publisher first, which keeps a version while it is read."""
     publishers = [each for each in all_sources if _is_publisher(each)]
-    others = {each.incarnation.replica: each for each in all_sources if not _is_publisher(each) and each.incarnation.replica != me}
+    others = {
+        each.incarnation.replica: each
+        for each in all_sources
+        if not _is_publisher(each) and each.incarnation.replica != me
+    }
     order = sorted({*others, me}, key=natural_sort_key)
     own_place = order.index(me)
     upstream = [others[order[place]] for place in _upstream(own_place, chain)]
@@ -151,7 +155,17 @@ async def pull(
     meanwhile.
     """
     with store.awaiting(version):
-        return await _Pull(store, version, sources, transport, timeout, chunk_timeout, window, starvation_timeout, adaptive_timeout or AdaptiveTimeout()).run()
+        return await _Pull(
+            store,
+            version,
+            sources,
+            transport,
+            timeout,
+            chunk_timeout,
+            window,
+            starvation_timeout,
+            adaptive_timeout or AdaptiveTimeout(),
+        ).run()
 
 
 class _Pull:
@@ -206,7 +220,9 @@ class _Pull:
                     return candidate
             if self._now() + _SOURCES_POLL_S > self._deadline:
                 failures = "; ".join(f"{who}: {why}" for who, why in self._failures.items())
-                raise PullFailed(f"{self._version}: nothing came for {self._pull_timeout:g} s: {failures or 'no holder was named'}")
+                raise PullFailed(
+                    f"{self._version}: nothing came for {self._pull_timeout:g} s: {failures or 'no holder was named'}"
+                )
             await asyncio.sleep(_SOURCES_POLL_S)
             self._timeout_factor = min(2 * self._timeout_factor, _MAX_TIMEOUT_FACTOR)
             self._quarantined = {source for source in self._quarantined if self._corrupt[source] >= _MAX_CORRUPT_CHUNKS}
@@ -216,7 +232,9 @@ class _Pull:
             source = await self._source()
             silent_by = self._until_deadline(min(FIRST_CHUNK_TIMEOUT_S * self._timeout_factor, self._max_chunk_timeout))
             try:
-                return await self._transport.manifest(source.address, self._version, silent_by, self._starvation_timeout())
+                return await self._transport.manifest(
+                    source.address, self._version, silent_by, self._starvation_timeout()
+                )
             except TransportError as error:
                 self._quarantine(source, str(error))
 
@@ -285,7 +303,9 @@ class _Pull:
 
     def _chunk_timeout(self) -> float:
         """s of silence after which the source of a chunk is given up."""
-        return self._until_deadline(min(self._adaptive_timeout.timeout() * self._timeout_factor, self._max_chunk_timeout))
+        return self._until_deadline(
+            min(self._adaptive_timeout.timeout() * self._timeout_factor, self._max_chunk_timeout)
+        )
 
     def _starvation_timeout(self) -> float:
         """s for which a source may say that it is waiting itself."""

@@ -9,7 +9,7 @@ import logging
 
 from msgspec import Struct
 
-from .base import PACKAGES, WeightTransport, TransportError, installed_package
+from .base import PACKAGES, TransportError, WeightTransport, installed_package
 from .ucx_settings import active_rdma_ports
 
 _log = logging.getLogger("rrl.weights")
@@ -66,11 +66,18 @@ def _select_auto(capabilities: Capabilities) -> Choice:
 
 def detect_capabilities() -> Capabilities:
     """Return what this machine has: packages by name, and RDMA ports. Imports nothing."""
-    return Capabilities(frozenset(kind for kind in PACKAGES if installed_package(kind) is not None), active_rdma_ports())
+    return Capabilities(
+        frozenset(kind for kind in PACKAGES if installed_package(kind) is not None), active_rdma_ports()
+    )
 
 
 def open_transport(
-    kind: str, secret: bytes, *, host: str = "127.0.0.1", trusted_network: bool = False, capabilities: Capabilities | None = None
+    kind: str,
+    secret: bytes,
+    *,
+    host: str = "127.0.0.1",
+    trusted_network: bool = False,
+    capabilities: Capabilities | None = None,
 ) -> WeightTransport:
     """The pipe that ``kind`` (``auto``, ``ucx``, ``tcp``, ``nixl``) means here; its ``kind`` says which, the log says
     why.

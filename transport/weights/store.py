@@ -99,7 +99,9 @@ class WeightStore:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._complete: dict[Version, StoredVersion] = {}  # in order of arrival: after a restart the newest may count lower
+        self._complete: dict[
+            Version, StoredVersion
+        ] = {}  # in order of arrival: after a restart the newest may count lower
         self._arriving: _Arriving | None = None
         self._awaited: Version | None = None
         self._readers: dict[object, _Reader] = {}

@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import Callable, Sequence
 
-from .base import CONNECT_TIMEOUT_S, Connection, TransportError, deadline, authenticate, parse_address
+from .base import CONNECT_TIMEOUT_S, Connection, TransportError, authenticate, deadline, parse_address
 from .offers import TCP_ONLY, send_offer
 from .protocol import WeightClient, WeightServer
 from .store import WeightStore
@@ -124,7 +124,9 @@ class TcpConnection(asyncio.BufferedProtocol):
 
     def _open_transport(self) -> asyncio.Transport:
         if self._failure is not None or self._transport is None or self._transport.is_closing():
-            raise TransportError(self._failure or "not connected any more")  # asyncio tells of a failed write a turn later
+            raise TransportError(
+                self._failure or "not connected any more"
+            )  # asyncio tells of a failed write a turn later
         return self._transport
 
     def _fail(self, why: str) -> None:
@@ -138,7 +140,9 @@ class TcpConnection(asyncio.BufferedProtocol):
 async def listen(on_connection: Callable[[Connection], object], host: str) -> tuple[asyncio.Server, int]:
     """A server on a free port of ``host``, and the port. ``meet`` is given each connection."""
     listening = socket.create_server((host, 0))
-    server = await asyncio.get_running_loop().create_server(lambda: TcpConnection(on_connection), sock=listening, backlog=_MAX_ACCEPTS_PER_TURN)
+    server = await asyncio.get_running_loop().create_server(
+        lambda: TcpConnection(on_connection), sock=listening, backlog=_MAX_ACCEPTS_PER_TURN
+    )
     listening.listen(_BACKLOG)
     return server, int(listening.getsockname()[1])
 

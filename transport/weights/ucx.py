@@ -34,13 +34,13 @@ from queue import Queue
 from typing import Any
 
 from ..address import interfaces
-from ..tcp_inspection import accepted_connections, listening_addresses, bytes_received, shut_down
-from .base import CONNECT_TIMEOUT_S, Connection, TransportError, deadline, authenticate
+from ..tcp_inspection import accepted_connections, bytes_received, listening_addresses, shut_down
+from .base import CONNECT_TIMEOUT_S, Connection, TransportError, authenticate, deadline
 from .offers import TCP_ONLY, Offer, receive_choice, receive_offer, send_choice, send_offer
-from .protocol import WeightClient, WeightServer, Acceptor
+from .protocol import Acceptor, WeightClient, WeightServer
 from .store import WeightStore
 from .tcp import TcpConnection, dial, listen
-from .ucx_settings import ucx_limits, rdma_resources, resources, set_defaults
+from .ucx_settings import rdma_resources, resources, set_defaults, ucx_limits
 
 MIN_HELLO_BYTES = 42
 """what a peer says first (magic number and connection request, UCX 1.21 over IPv4; measured), within milliseconds"""
@@ -58,7 +58,9 @@ async def close_silent_connections(ports: Callable[[], frozenset[int]]) -> None:
     while True:
         now = asyncio.get_running_loop().time()
         silent = [each for each in accepted_connections(ports()).items() if _is_silent(each[0])]
-        silent_since = {each: silent_since.get(each, now) for each in silent}  # (a descriptor, whose port it is at) → since when
+        silent_since = {
+            each: silent_since.get(each, now) for each in silent
+        }  # (a descriptor, whose port it is at) → since when
         oldest_first = sorted(silent_since, key=lambda each: silent_since[each])
         surplus = max(0, len(silent_since) - MAX_SILENT_CONNECTIONS)
         for number, each in enumerate(oldest_first):

@@ -123,14 +123,26 @@ def correlate(
     first = {key: state.first_reported.get(key, now) for key in suspects}
     recent = _recent(suspects.values(), first, state, now)
     events = _events(findings, suspects.values(), recent, context, state, now)
-    next_check = min((expires_at for kind, event in events.items() if (expires_at := _expires_at(kind, event)) > now), default=inf)
+    next_check = min(
+        (expires_at for kind, event in events.items() if (expires_at := _expires_at(kind, event)) > now), default=inf
+    )
     reported: list[Finding] = []
     for finding in findings:
         event = events.get(_kind(finding)) if finding.key in suspects else None
-        if event is not None and now < _expires_at(_kind(finding), event) and (event.on_most_nodes or not finding.proof):
+        if (
+            event is not None
+            and now < _expires_at(_kind(finding), event)
+            and (event.on_most_nodes or not finding.proof)
+        ):
             reported.append(_hold_back(finding, f"others find the same: see {DETECTOR}", event.finding.since))
-        elif finding.key in suspects and _awaits_other_nodes(finding, context) and now < (until := first[finding.key] + SETTLE_S):
-            reported.append(_hold_back(finding, f"waits {SETTLE_S:g} s whether other nodes find the same", first[finding.key]))
+        elif (
+            finding.key in suspects
+            and _awaits_other_nodes(finding, context)
+            and now < (until := first[finding.key] + SETTLE_S)
+        ):
+            reported.append(
+                _hold_back(finding, f"waits {SETTLE_S:g} s whether other nodes find the same", first[finding.key])
+            )
             next_check = min(next_check, until)
         else:
             reported.append(finding)
@@ -174,7 +186,12 @@ def _is_silent(finding: Finding) -> bool:
 
 def _awaits_other_nodes(finding: Finding, context: CorrelationContext) -> bool:
     """It could be shared, nobody else has said so yet, and somebody would be moved for it."""
-    return not finding.proof and finding.cause in _SHAREABLE_CAUSES and finding.node in context.occupied and context.node_count > 1
+    return (
+        not finding.proof
+        and finding.cause in _SHAREABLE_CAUSES
+        and finding.node in context.occupied
+        and context.node_count > 1
+    )
 
 
 def _kind(finding: Finding) -> EventKind:
@@ -239,7 +256,11 @@ def _events(
 
 
 def _update_group_event(
-    events: dict[EventKind, CorrelatedEvent], kind: EventKind, members: Collection[Incarnation] | Collection[NodeName], correlated: bool, now: float
+    events: dict[EventKind, CorrelatedEvent],
+    kind: EventKind,
+    members: Collection[Incarnation] | Collection[NodeName],
+    correlated: bool,
+    now: float,
 ) -> None:
     """What workers or nodes do at once begins once it is so, and is over when none of them does it."""
     if not members:
@@ -252,19 +273,29 @@ def _silent_group(silent: Collection[Finding], context: CorrelationContext) -> s
     """Those who are condemned, and who fell silent when one of them did and will be condemned next."""
     silent_group = {finding.incarnation for finding in silent if finding.incarnation is not None}
     began = [finding.since for finding in silent]
-    return silent_group | {incarnation for incarnation, (_, at) in context.silent_workers.items() if any(abs(at - one) <= SILENCE_SPREAD_S for one in began)}
+    return silent_group | {
+        incarnation
+        for incarnation, (_, at) in context.silent_workers.items()
+        if any(abs(at - one) <= SILENCE_SPREAD_S for one in began)
+    }
 
 
 def _lost_group(lost: Collection[Finding], context: CorrelationContext) -> set[NodeName]:
     """Likewise of nodes; the most that did so in one moment. One that was condemned long before is alone."""
     began = {one.node: one.since for one in lost if one.node is not None}
-    began = {**{node: at for node, at in context.silent_nodes.items() if node not in context.excluded}, **began} if began else {}
+    began = (
+        {**{node: at for node, at in context.silent_nodes.items() if node not in context.excluded}, **began}
+        if began
+        else {}
+    )
     moments = ({node for node, at in began.items() if abs(at - one.since) <= SILENCE_SPREAD_S} for one in lost)
     return max(moments, key=len, default=set())
 
 
 def _on_several_nodes(incarnations: Collection[Incarnation], context: CorrelationContext) -> bool:
-    nodes = {context.silent_workers[incarnation][0] for incarnation in incarnations if incarnation in context.silent_workers}
+    nodes = {
+        context.silent_workers[incarnation][0] for incarnation in incarnations if incarnation in context.silent_workers
+    }
     return min(len(nodes), len({gang_of(incarnation.replica) for incarnation in incarnations})) >= MIN_SILENT_NODES
 
 

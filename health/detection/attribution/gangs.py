@@ -16,8 +16,8 @@ from ..detectors.idleness import is_inactive, must_compute
 from ..records import MAX_LOAD_GAP_S, ReplicaView
 from ..watch import HealthMonitor
 
-_RAW_DETECTORS = ("stands_idle", "stands_idle_long")
-_LOAD_DETECTOR = "loads_idle"
+_RAW_DETECTORS = ("computes_nothing", "computes_nothing_long")
+_LOAD_DETECTOR = "load_stalled"
 MIN_INACTIVE_S = 45.0
 """s of rest after which a member counts as one that rests, where others have rested for long: what DCGM says of tensor
 cores is up to 15 s old, what NVML says of kernels is not, so that who has just gone on to work looks as if it spun"""
@@ -29,12 +29,20 @@ def judge(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
     """The findings; those of ``idleness.stands_idle`` become ``idle_hang`` of whom they speak against, or nothing, and
     so do those of ``idleness.loads_idle``."""
     findings = _resolve_loading(findings, monitor)
-    raw = {finding.incarnation: finding for finding in findings if finding.incarnation is not None and finding.detector in _RAW_DETECTORS}
+    raw = {
+        finding.incarnation: finding
+        for finding in findings
+        if finding.incarnation is not None and finding.detector in _RAW_DETECTORS
+    }
     others = _one_per_gang([finding for finding in findings if finding.detector not in _RAW_DETECTORS], monitor)
     if not raw:
         return others
     members = _members(monitor, {incarnation.gang for incarnation in raw})
-    judged = {finding.incarnation.gang for finding in others if finding.incarnation is not None and finding.verdict is Verdict.FAIL}
+    judged = {
+        finding.incarnation.gang
+        for finding in others
+        if finding.incarnation is not None and finding.verdict is Verdict.FAIL
+    }
     for gang in sorted(members):
         if gang not in judged and (culprit := _culprit(members[gang], raw)) is not None:
             others.append(_hang_finding(culprit, raw, members[gang]))
@@ -82,7 +90,7 @@ def _culprit(members: Sequence[ReplicaView], raw: Mapping[Incarnation, Finding])
     busy_done = min((view.done or 0) for view in members if view not in idle)
     behind = all((view.done or 0) < busy_done for view in idle)
     even = 2 * len(idle) == len(members)
-    long = any(raw[view.incarnation].detector == "stands_idle_long" for view in suspects)
+    long = any(raw[view.incarnation].detector == "computes_nothing_long" for view in suspects)
     if 2 * len(idle) < len(members) or (even and (long or behind)):
         return _slowest(suspects)
     return None
@@ -125,7 +133,11 @@ def _one_per_gang(findings: list[Finding], monitor: HealthMonitor) -> list[Findi
     is at work within its own deadline, and so explains why they stand."""
     alike: dict[Incarnation, list[Finding]] = {}
     for finding in findings:
-        if finding.incarnation is not None and finding.detector in _ONE_PER_GANG_DETECTORS and finding.verdict is Verdict.FAIL:
+        if (
+            finding.incarnation is not None
+            and finding.detector in _ONE_PER_GANG_DETECTORS
+            and finding.verdict is Verdict.FAIL
+        ):
             alike.setdefault(finding.incarnation.gang, []).append(finding)
     gangs = _members(monitor, set(alike)) if alike else {}
     culprits: set[Incarnation] = set()
@@ -146,5 +158,6 @@ def _has_busy_member(members: Sequence[ReplicaView], overdue: Collection[Incarna
     since = min((view.last_change_at for view in members if view.incarnation in overdue), default=0.0)
     halfway = (since + max((view.loads.latest_at or 0.0 for view in members), default=0.0)) / 2
     return any(
-        view.incarnation not in overdue and view.phase_since <= halfway and _tensor_cores_active(view, members) for view in members
+        view.incarnation not in overdue and view.phase_since <= halfway and _tensor_cores_active(view, members)
+        for view in members
     )

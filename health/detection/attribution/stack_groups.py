@@ -146,11 +146,14 @@ def _grouped(dumps: Dumps, lines: bool) -> GroupedStacks:
     largest = len(ordered[0][1]) if ordered else 0
     enough = max(2.0, _DOMINANT * largest)
     groups = tuple(
-        StackGroup(tuple(incarnations), _distinguishing(dumps[incarnations[0]], signature, ordered[0][0])) for signature, incarnations in ordered
+        StackGroup(tuple(incarnations), _distinguishing(dumps[incarnations[0]], signature, ordered[0][0]))
+        for signature, incarnations in ordered
     )
     if largest < 2:
         return GroupedStacks(groups)
-    outliers = [incarnation for _, incarnations in ordered if len(incarnations) < enough for incarnation in incarnations]
+    outliers = [
+        incarnation for _, incarnations in ordered if len(incarnations) < enough for incarnation in incarnations
+    ]
     return GroupedStacks(groups, tuple(sorted(outliers)))
 
 
@@ -189,7 +192,11 @@ def _stack_text(stack: Sequence[str]) -> str:
 
 def _names(incarnations: Sequence[Incarnation]) -> str:
     shown = ", ".join(map(str, incarnations[:_MAX_INCARNATIONS_NAMED]))
-    return shown if len(incarnations) <= _MAX_INCARNATIONS_NAMED else f"{shown} and {len(incarnations) - _MAX_INCARNATIONS_NAMED} more"
+    return (
+        shown
+        if len(incarnations) <= _MAX_INCARNATIONS_NAMED
+        else f"{shown} and {len(incarnations) - _MAX_INCARNATIONS_NAMED} more"
+    )
 
 
 def _base(file: str) -> str:

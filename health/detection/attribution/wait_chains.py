@@ -18,7 +18,7 @@ from math import inf
 
 from ....core.types import Cause, Evidence, Finding, Remedy, ReplicaId, Verdict, role_of
 from ..detectors.registry import is_waiting
-from ..watch import ReplicaView, HealthMonitor
+from ..watch import HealthMonitor, ReplicaView
 
 _ENDLESS_WAIT = "wait_endless"
 _STALL_DETECTORS = (_ENDLESS_WAIT, "wait_overdue", "wait_long", "idle")
@@ -33,7 +33,9 @@ def attribute(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Findi
     Chains end at one who does not wait. In a cycle everybody waits: the member that has waited longest is charged, then
     the smallest id. A chain that leads to a replica nobody has seen charges nobody.
     """
-    standing = {f.incarnation.replica: f for f in findings if f.incarnation is not None and f.detector in _STALL_DETECTORS}
+    standing = {
+        f.incarnation.replica: f for f in findings if f.incarnation is not None and f.detector in _STALL_DETECTORS
+    }
     others = [f for f in findings if f.detector not in _STALL_DETECTORS]
     if not standing:
         return others
@@ -83,14 +85,20 @@ def _starvation(
         if view.left_at is None:
             by_role.setdefault(role_of(view.incarnation.replica), []).append(view.incarnation.replica)
     for replica in sorted(standing, key=lambda one: (monitor.replicas[one].last_change_at, one)):
-        if standing[replica].detector == _ENDLESS_WAIT and len(waiting := _waiting_with(monitor, replica, standing, by_role)) > 1:
+        if (
+            standing[replica].detector == _ENDLESS_WAIT
+            and len(waiting := _waiting_with(monitor, replica, standing, by_role)) > 1
+        ):
             found[replica] = sorted(waiting)
             break
     return found
 
 
 def _waiting_with(
-    monitor: HealthMonitor, start: ReplicaId, standing: Mapping[ReplicaId, Finding], by_role: Mapping[str, list[ReplicaId]]
+    monitor: HealthMonitor,
+    start: ReplicaId,
+    standing: Mapping[ReplicaId, Finding],
+    by_role: Mapping[str, list[ReplicaId]],
 ) -> set[ReplicaId]:
     """All who wait where this wait leads to, itself too; nobody where it leads to one that may yet end it."""
     waiting: set[ReplicaId] = set()
@@ -160,7 +168,9 @@ def _next_in_chain(
 
 def _first_awaited_by_role(monitor: HealthMonitor, standing: Mapping[ReplicaId, Finding]) -> dict[str, ReplicaId]:
     """Of each role the replica that others most likely wait for: one that does not wait, else the longest waiting."""
-    ordered = sorted(standing, key=lambda one: (is_waiting(monitor.replicas[one]), monitor.replicas[one].last_change_at, one))
+    ordered = sorted(
+        standing, key=lambda one: (is_waiting(monitor.replicas[one]), monitor.replicas[one].last_change_at, one)
+    )
     return {role_of(one): one for one in reversed(ordered)}
 
 

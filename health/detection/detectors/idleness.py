@@ -58,12 +58,16 @@ def computes_nothing(view: ReplicaView, limits: Limits, now: float) -> Result:
     if activity.idle_since is not None and idle >= need and activity.idle_loads >= _MIN_IDLE_LOADS:
         began, long = max(activity.idle_since, since), idle >= EVEN_SPLIT_FACTOR * need
         text = _idle_text(view, need)
-    elif activity.spinning_since is not None and spinning_s >= need_spinning and activity.spinning_loads >= _MIN_IDLE_LOADS:
+    elif (
+        activity.spinning_since is not None
+        and spinning_s >= need_spinning
+        and activity.spinning_loads >= _MIN_IDLE_LOADS
+    ):
         began, long = max(activity.spinning_since, since), spinning_s >= EVEN_SPLIT_FACTOR * need_spinning
         text = f"phase {view.phase}: its GPU is kept, its tensor cores have not worked for {need_spinning:g} s and more"
     else:
         return NO_FINDING
-    detector = "stands_idle_long" if long else "stands_idle"
+    detector = "computes_nothing_long" if long else "computes_nothing"
     return finding_about(view, detector, Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, began, "agent", text), inf
 
 
@@ -75,7 +79,7 @@ def _false_progress(view: ReplicaView, limits: Limits) -> Result:
         return NO_FINDING
     began = max(activity.idle_since or 0.0, view.phase_since)
     text = f"{_idle_text(view, need)}, though it tells of progress"
-    return finding_about(view, "stands_idle", Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, began, "agent", text), inf
+    return finding_about(view, "computes_nothing", Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, began, "agent", text), inf
 
 
 def load_stalled(view: ReplicaView, limits: Limits, now: float) -> Result:
@@ -86,10 +90,14 @@ def load_stalled(view: ReplicaView, limits: Limits, now: float) -> Result:
         return NO_FINDING
     activity = view.loads
     need = max(LOADING_IDLE_FACTOR * limits.idle, limits.adaptive * usual, SLOWEST_FACTOR * view.role.slowest_load)
-    if activity.idle_since is None or activity.idle_loads < _MIN_IDLE_LOADS or activity.idle_for(view.last_change_at) < need:
+    if (
+        activity.idle_since is None
+        or activity.idle_loads < _MIN_IDLE_LOADS
+        or activity.idle_for(view.last_change_at) < need
+    ):
         return NO_FINDING
     began, text = max(activity.idle_since, view.last_change_at), _idle_text(view, need)
-    return finding_about(view, "loads_idle", Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, began, "agent", text), inf
+    return finding_about(view, "load_stalled", Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, began, "agent", text), inf
 
 
 def _idle_text(view: ReplicaView, need: float) -> str:

@@ -13,7 +13,16 @@ from ....core.run_spec import Limits
 from ....core.types import Cause, Finding, Flag, Incarnation, NodeName, Remedy, Verdict
 from ..records import ReplicaView
 from ..watch import HealthMonitor
-from .base import NO_FINDING, SLOW_START_FACTOR, Result, finding_about, expects_heartbeats, join_deadline, heartbeat_slack, silence_limit  # fmt: skip
+from .base import (  # fmt: skip
+    NO_FINDING,
+    SLOW_START_FACTOR,
+    Result,
+    expects_heartbeats,
+    finding_about,
+    heartbeat_slack,
+    join_deadline,
+    silence_limit,
+)
 
 CPU_ACTIVE_SILENCE_FACTOR = 3.0
 """times the silence of a worker of which its node's agent says that its CPU works: what it says may come late, behind
@@ -57,14 +66,21 @@ def step_gone(view: ReplicaView, limits: Limits, now: float) -> Result:
 def stop_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
     """It said Goodbye, nobody asked it to, and it has not ended: stuck in its own cleaning up, it would be missed by
     every other detector."""
-    if view.goodbye_at is None or view.stop_requested_at is not None or view.ended or view.node_view.suspended_at is not None:
+    if (
+        view.goodbye_at is None
+        or view.stop_requested_at is not None
+        or view.ended
+        or view.node_view.suspended_at is not None
+    ):
         return NO_FINDING
     longest = limits.phase("stopping").longest
     due = view.goodbye_at + longest
     if now < due:
         return None, due
     text = f"it has not ended within {longest:g} s of its goodbye"
-    return finding_about(view, "never_left", Verdict.FAIL, Cause.HANG, Remedy.RESTART, view.goodbye_at, "worker", text), inf
+    return finding_about(
+        view, "stop_overdue", Verdict.FAIL, Cause.HANG, Remedy.RESTART, view.goodbye_at, "worker", text
+    ), inf
 
 
 # ── silence ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -86,7 +102,9 @@ def _cpu_active(view: ReplicaView, limits: Limits) -> bool:
     return view.loads.cpu_active and at is not None and at >= view.last_message_at + heartbeat_slack(limits)
 
 
-def missing_heartbeats(findings: Collection[Finding], monitor: HealthMonitor, limits: Limits, now: float) -> dict[Incarnation, tuple[NodeName, float]]:
+def missing_heartbeats(
+    findings: Collection[Finding], monitor: HealthMonitor, limits: Limits, now: float
+) -> dict[Incarnation, tuple[NodeName, float]]:
     """Workers that have missed some beats though their nodes are heard: where each is, and since when (s). Looked for
     only where the silence of one was found."""
     if all(finding.detector != worker_silence.__name__ for finding in findings):
@@ -108,7 +126,9 @@ def agent_silence(view: ReplicaView, limits: Limits, now: float) -> Result:
         return NO_FINDING  # nobody is: node_lost judges that
     silent = _AGENT_SILENCE_FACTOR * silence_limit(limits)
     text = f"no beat for {silent:g} s after its last one, though others on {view.node} are heard"
-    found = finding_about(view, "agent_silence", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, view.last_message_at, "manager", text)
+    found = finding_about(
+        view, "agent_silence", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, view.last_message_at, "manager", text
+    )
     return found, last_message_at + heartbeat_slack(limits)
 
 
@@ -122,7 +142,9 @@ def promotion_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
         return None, due
     text = f"{view.standby} on {view.node} was told to become it, and no Hello came within {view.join_timeout_s:g} s"
     at = view.launched_at
-    return finding_about(view, "adopt_overdue", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, at, "manager", text), inf
+    return finding_about(
+        view, "promotion_overdue", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, at, "manager", text
+    ), inf
 
 
 def never_joined(view: ReplicaView, limits: Limits, now: float) -> Result:

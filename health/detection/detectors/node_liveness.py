@@ -7,7 +7,7 @@ from math import inf
 
 from ....core.run_spec import Limits
 from ....core.types import Cause, Evidence, Finding, NodeName, Remedy, Verdict
-from ..records import FLAP_WINDOW_S, FLAP_COUNT, NodeView, ReplicaView
+from ..records import FLAP_COUNT, FLAP_WINDOW_S, NodeView, ReplicaView
 from ..watch import HealthMonitor
 from .base import NO_FINDING, Result, expects_heartbeats, heartbeat_slack, silence_deadline
 
@@ -39,15 +39,25 @@ def node_lost(view: NodeView, limits: Limits, now: float) -> Result:
     dues = [silence_deadline(one, limits) for one in witnesses]
     lost = max(silence_deadline(one, limits) for one in joined) if joined else min(dues, default=inf)
     lost = max(lost, agent_due)
-    text = f"agent {agent.incarnation} is silent" if agent.status == "joined" else f"agent {agent.incarnation} never joined"
+    text = (
+        f"agent {agent.incarnation} is silent"
+        if agent.status == "joined"
+        else f"agent {agent.incarnation} never joined"
+    )
     evidence = [Evidence("manager", text, agent.last_message_at)]
     if now >= lost:
         silent = sorted(str(one.incarnation) for one in (joined or witnesses) if now >= silence_deadline(one, limits))
         since = agent.last_message_at if view.last_message_at is None else view.last_message_at
         evidence.append(Evidence("manager", f"silent too: {_few(silent)}", since))
-        if view.suspension_checked_at is not None and not view.suspension_checked(limits) and now < lost + _SUSPEND_CHECK_TIMEOUT_S:
+        if (
+            view.suspension_checked_at is not None
+            and not view.suspension_checked(limits)
+            and now < lost + _SUSPEND_CHECK_TIMEOUT_S
+        ):
             evidence.append(Evidence("manager", "the cluster is asked first whether it is suspended", lost))
-            return _node_finding(view, "node_lost", Verdict.WARN, Remedy.NONE, since, tuple(evidence)), lost + _SUSPEND_CHECK_TIMEOUT_S
+            return _node_finding(
+                view, "node_lost", Verdict.WARN, Remedy.NONE, since, tuple(evidence)
+            ), lost + _SUSPEND_CHECK_TIMEOUT_S
         return _node_finding(view, "node_lost", Verdict.FAIL, Remedy.EXCLUDE, since, tuple(evidence)), inf
     if now >= agent_due and agent.status == "joined":
         since = agent.last_message_at
@@ -55,7 +65,9 @@ def node_lost(view: NodeView, limits: Limits, now: float) -> Result:
     return None, agent_due if now < agent_due else lost
 
 
-def silent_nodes(findings: Collection[Finding], monitor: HealthMonitor, limits: Limits, now: float) -> dict[NodeName, float]:
+def silent_nodes(
+    findings: Collection[Finding], monitor: HealthMonitor, limits: Limits, now: float
+) -> dict[NodeName, float]:
     """Nodes of which nothing has been heard for some beats, and since when (s). Looked for only where one is lost."""
     if all(finding.detector != node_lost.__name__ for finding in findings):
         return {}

@@ -52,7 +52,12 @@ def due_probes(monitor: HealthMonitor, limits: Limits, now: float) -> list[Incar
     names the next moment at which this can change."""
     nodes = monitor.dirty | {node for node, at in monitor.probes_due.items() if at <= now}
     node_views = [monitor.nodes[node] for node in nodes if node in monitor.nodes]
-    return sorted(view.incarnation for node_view in node_views for view in node_view.residents.values() if next_probe_at(view, limits) <= now)
+    return sorted(
+        view.incarnation
+        for node_view in node_views
+        for view in node_view.residents.values()
+        if next_probe_at(view, limits) <= now
+    )
 
 
 def next_probe_on_node(node_view: NodeView, limits: Limits) -> float:
@@ -68,7 +73,9 @@ def next_probe_at(view: ReplicaView, limits: Limits) -> float:
     if probes.pending_since is not None:
         return probes.last_sent_at + RESEND_SHARE * limits.probe
     if probes.answered_at is not None:
-        return max(due, probes.answered_at + min(limits.probe / 2 * 2.0 ** (probes.answer_count - 1), MAX_PROBE_INTERVAL_S))
+        return max(
+            due, probes.answered_at + min(limits.probe / 2 * 2.0 ** (probes.answer_count - 1), MAX_PROBE_INTERVAL_S)
+        )
     return due
 
 
@@ -83,7 +90,10 @@ def suspect_at(view: ReplicaView, limits: Limits) -> float:
 
 def _may_be_suspected(view: ReplicaView) -> bool:
     if is_polling(view):
-        return is_working(view) and (view.role.answers_probes or (view.role.probes_sent < MAX_WAIT_PROBES and view.probe.last_sent_at < view.last_change_at))
+        return is_working(view) and (
+            view.role.answers_probes
+            or (view.role.probes_sent < MAX_WAIT_PROBES and view.probe.last_sent_at < view.last_change_at)
+        )
     return is_working(view) and not is_waiting(view) and view.declared.progresses
 
 
@@ -97,11 +107,16 @@ def _no_progress_at(view: ReplicaView, limits: Limits) -> float:
     then tell a long prefill, which answers late, from a hang."""
     if view.usual_duration is None or view.loads.latest_at is None:
         return _long_no_progress_at(view, limits)
-    return min(_long_no_progress_at(view, limits), view.last_change_at + _first_pass_factor(view) * max(EARLY_PROBE_S, limits.adaptive * view.usual_duration))
+    return min(
+        _long_no_progress_at(view, limits),
+        view.last_change_at + _first_pass_factor(view) * max(EARLY_PROBE_S, limits.adaptive * view.usual_duration),
+    )
 
 
 def _long_no_progress_at(view: ReplicaView, limits: Limits) -> float:
-    return view.last_change_at + _first_pass_factor(view) * max(limits.suspect, limits.adaptive * (view.usual_duration or 0.0))
+    return view.last_change_at + _first_pass_factor(view) * max(
+        limits.suspect, limits.adaptive * (view.usual_duration or 0.0)
+    )
 
 
 def _idle_at(view: ReplicaView, limits: Limits) -> float:
@@ -112,20 +127,32 @@ def _idle_at(view: ReplicaView, limits: Limits) -> float:
         return inf
     usual = limits.adaptive * (view.usual_duration or 0.0)
     need = _first_pass_factor(view) * min(max(EARLY_PROBE_S, usual), max(EARLY_PROBE_S, limits.suspect))
-    if activity.spinning_since is not None and activity.spinning_for(view.last_change_at) >= (need := need * SPINNING_FACTOR):
+    if activity.spinning_since is not None and activity.spinning_for(view.last_change_at) >= (
+        need := need * SPINNING_FACTOR
+    ):
         return max(activity.spinning_since, view.last_change_at) + need
     if activity.idle_since is None or activity.idle_loads < _MIN_IDLE_LOADS:
         return inf
-    return max(activity.idle_since, view.last_change_at) + need if activity.idle_for(view.last_change_at) >= need else inf
+    return (
+        max(activity.idle_since, view.last_change_at) + need if activity.idle_for(view.last_change_at) >= need else inf
+    )
 
 
 def _false_progress_at(view: ReplicaView, limits: Limits) -> float:
     """It has told of progress well after its GPU ceased to work, which it has not for long."""
     activity = view.loads
-    if activity.gpu_idle_since is None or not view.declared.computes or view.last_change_at < activity.gpu_idle_since + EARLY_PROBE_S:
+    if (
+        activity.gpu_idle_since is None
+        or not view.declared.computes
+        or view.last_change_at < activity.gpu_idle_since + EARLY_PROBE_S
+    ):
         return inf
     need = limits.idle * _first_pass_factor(view)
-    return max(activity.gpu_idle_since, view.phase_since) + need if activity.gpu_idle_for(view.phase_since) >= need else inf
+    return (
+        max(activity.gpu_idle_since, view.phase_since) + need
+        if activity.gpu_idle_for(view.phase_since) >= need
+        else inf
+    )
 
 
 def _first_pass_factor(view: ReplicaView) -> float:
@@ -155,7 +182,9 @@ def no_answer(view: ReplicaView, limits: Limits, now: float) -> Result:
     idle = _idle_since_probe(view, pending_since)
     text = f"phase {view.phase}: asked for work, it beats and does not answer"
     text += f" within {due - pending_since:g} s" + (", its CPU and GPU idle" if idle else "")
-    return finding_about(view, "no_answer", Verdict.FAIL, Cause.HANG, Remedy.RESTART, pending_since, "worker", text), inf
+    return finding_about(
+        view, "no_answer", Verdict.FAIL, Cause.HANG, Remedy.RESTART, pending_since, "worker", text
+    ), inf
 
 
 def suspected(view: ReplicaView, limits: Limits, now: float) -> Result:
@@ -166,7 +195,10 @@ def suspected(view: ReplicaView, limits: Limits, now: float) -> Result:
     if not _must_answer(view) or view.probe.failed is not None:
         return None, look
     quietly = bool(view.probe.answer_count) or view.probe.no_probe_handler or not view.declared.computes
-    due = min(inf if quietly else _long_no_progress_at(view, limits), inf if view.probe.answer_count else _false_progress_at(view, limits))
+    due = min(
+        inf if quietly else _long_no_progress_at(view, limits),
+        inf if view.probe.answer_count else _false_progress_at(view, limits),
+    )
     if view.probe.pending_since is not None:
         due = min(due, view.probe.pending_since + PROMPT_ANSWER_S)
     if now < due:
@@ -188,8 +220,12 @@ def _answer_deadline(view: ReplicaView, limits: Limits, pending_since: float) ->
         return pending_since + limits.probe * (1.0 if view.first_pass and not is_polling(view) else IDLE_ANSWER_SHARE)
     if is_polling(view):
         return _answer_deadline_after_work(view, limits, pending_since)
-    if load_since_probe and activity.spinning_since is not None:  # a prefill works its tensor cores, of which one hears late
-        return max(pending_since, activity.spinning_since) + limits.probe * (FIRST_PASS_SPINNING_FACTOR if view.first_pass else 1.0)
+    if (
+        load_since_probe and activity.spinning_since is not None
+    ):  # a prefill works its tensor cores, of which one hears late
+        return max(pending_since, activity.spinning_since) + limits.probe * (
+            FIRST_PASS_SPINNING_FACTOR if view.first_pass else 1.0
+        )
     if view.first_pass:
         return inf  # it loads, or compiles: time judges that
     if load_since_probe and activity.working:

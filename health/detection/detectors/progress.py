@@ -13,7 +13,7 @@ from math import inf
 
 from ....core.run_spec import Limits
 from ....core.types import Cause, Remedy, Verdict, role_of
-from ..baselines import STRAGGLER_ROUNDS, SLOW_RANK_SHARE, SLOW_ROLLOUT_SHARE, THROUGHPUT_WINDOW_S
+from ..baselines import SLOW_RANK_SHARE, SLOW_ROLLOUT_SHARE, STRAGGLER_ROUNDS, THROUGHPUT_WINDOW_S
 from ..records import MAX_LOAD_GAP_S, ReplicaView, is_polling
 from .base import MIN_HEARTBEATS, NO_FINDING, SLOWEST_FACTOR, Result, finding_about, is_waiting, is_working
 
@@ -65,7 +65,9 @@ def wait_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
     if found is None or not is_polling(view) or now < due:
         return found, min(look, due) if found is not None and is_polling(view) else look
     text = f"phase {view.phase}: it waits for {_awaited_name(view)}, for {due - view.last_change_at:g} s and more"
-    return finding_about(view, "wait_endless", Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, view.last_change_at, "worker", text), look
+    return finding_about(
+        view, "wait_endless", Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, view.last_change_at, "worker", text
+    ), look
 
 
 def wait_long(view: ReplicaView, limits: Limits, now: float) -> Result:
@@ -81,7 +83,9 @@ def wait_long(view: ReplicaView, limits: Limits, now: float) -> Result:
     if view.heartbeats < MIN_HEARTBEATS:
         return NO_FINDING
     text = f"phase {view.phase}: it waits for {_awaited_name(view)}, for {least:g} s and more"
-    return finding_about(view, "wait_long", Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, _stalled_since(view), "worker", text), inf
+    return finding_about(
+        view, "wait_long", Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, _stalled_since(view), "worker", text
+    ), inf
 
 
 def idle(view: ReplicaView, limits: Limits, now: float) -> Result:
@@ -103,7 +107,9 @@ def _own_work_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
     if view.heartbeats < MIN_HEARTBEATS:
         return NO_FINDING
     text = f"phase {view.phase}: it does not end within {due - view.last_change_at:g} s"
-    return finding_about(view, "phase_overdue", Verdict.FAIL, Cause.HANG, Remedy.RESTART, view.last_change_at, "worker", text), inf
+    return finding_about(
+        view, "phase_overdue", Verdict.FAIL, Cause.HANG, Remedy.RESTART, view.last_change_at, "worker", text
+    ), inf
 
 
 def _stalled_since(view: ReplicaView) -> float:
@@ -121,7 +127,9 @@ def _overdue_despite_answers(view: ReplicaView, limits: Limits, now: float) -> R
     if view.heartbeats < MIN_HEARTBEATS:
         return NO_FINDING
     text = f"phase {view.phase}: no progress within {longest:g} s, though it answers"
-    return finding_about(view, "no_progress", Verdict.FAIL, Cause.HANG, Remedy.RESTART, view.last_change_at, "worker", text), inf
+    return finding_about(
+        view, "no_progress", Verdict.FAIL, Cause.HANG, Remedy.RESTART, view.last_change_at, "worker", text
+    ), inf
 
 
 def _overdue(view: ReplicaView, limits: Limits, now: float, detector: str, verdict: Verdict, problem: str) -> Result:
@@ -135,7 +143,11 @@ def _overdue(view: ReplicaView, limits: Limits, now: float, detector: str, verdi
     if view.heartbeats < MIN_HEARTBEATS:  # too few have looked; the next beat will be looked at
         return NO_FINDING
     if verdict is Verdict.FAIL and (_busy_at_deadline(view, due) or _cannot_be_probed(view)):
-        most = min(view.declared.longest, MAX_BLIND_TRAINING_S) if _gpu_busy_without_tensor_signal(view) else view.declared.longest
+        most = (
+            min(view.declared.longest, MAX_BLIND_TRAINING_S)
+            if _gpu_busy_without_tensor_signal(view)
+            else view.declared.longest
+        )
         later = max(due, since + min(BUSY_DEADLINE_FACTOR * deadline, max(deadline, most)))
         if now < later:
             return None, later
@@ -147,7 +159,12 @@ def _overdue(view: ReplicaView, limits: Limits, now: float, detector: str, verdi
 def _gpu_busy_without_tensor_signal(view: ReplicaView) -> bool:
     """All that is known of its work is that kernels keep its GPU."""
     activity = view.loads
-    return view.declared.computes and not view.declared.progresses and not activity.uses_tensor_cores and not activity.cpu_bound
+    return (
+        view.declared.computes
+        and not view.declared.progresses
+        and not activity.uses_tensor_cores
+        and not activity.cpu_bound
+    )
 
 
 def _busy_at_deadline(view: ReplicaView, due: float) -> bool:
@@ -177,7 +194,9 @@ def _deadline(view: ReplicaView, limits: Limits) -> tuple[float, str]:
     declared = view.declared
     if declared.longest == inf:
         return declared.shortest, f"{declared.shortest:g} s"
-    deadline, how = (declared.longest, "no usual duration yet") if view.usual_duration is None else _usual_deadline(view, limits)
+    deadline, how = (
+        (declared.longest, "no usual duration yet") if view.usual_duration is None else _usual_deadline(view, limits)
+    )
     if grace := _grace(view, limits):
         deadline, how = deadline + grace, f"{how}; first pass + {grace:g} s"
     return deadline, f"{deadline:.4g} s ({how})"
@@ -198,7 +217,12 @@ def _first_pass_idle_deadline(view: ReplicaView, limits: Limits, since: float) -
     """When that has lasted too long, and how: there is no grace for who neither compiles nor packs. Only as long as
     loads say so."""
     declared, activity = view.declared, view.loads
-    if not view.first_pass or declared.name not in _WARMUP_PHASES or activity.idle_since is None or activity.latest_at is None:
+    if (
+        not view.first_pass
+        or declared.name not in _WARMUP_PHASES
+        or activity.idle_since is None
+        or activity.latest_at is None
+    ):
         return None
     if activity.latest_at < view.last_message_at - MAX_LOAD_GAP_S:
         return None
@@ -227,4 +251,6 @@ def straggler(view: ReplicaView, limits: Limits, now: float) -> Result:
     else:
         text = f"the others of its gang need less than {SLOW_RANK_SHARE:g} of its time, in {STRAGGLER_ROUNDS} passes in a row"
     remedy = Remedy.EXCLUDE if limits.stragglers == "exclude" else Remedy.NONE
-    return finding_about(view, "straggler", Verdict.WARN, Cause.NODE, remedy, view.throughput.slow_since, "worker", text), inf
+    return finding_about(
+        view, "straggler", Verdict.WARN, Cause.NODE, remedy, view.throughput.slow_since, "worker", text
+    ), inf

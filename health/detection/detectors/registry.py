@@ -3,22 +3,30 @@ one replica or node, the first that speaks is heard. ``rrl.health.detection.dete
 
 from __future__ import annotations
 
-from .base import Detector, Result, NodeDetector, is_waiting
-from .idleness import load_stalled, computes_nothing
+from .base import Detector, NodeDetector, Result, is_waiting
+from .idleness import computes_nothing, load_stalled
 from .liveness import (  # fmt: skip
-    promotion_overdue,
     agent_silence,
     exit_record,
     never_joined,
-    stop_overdue,
+    promotion_overdue,
     step_gone,
+    stop_overdue,
     worker_silence,
 )
 from .node_liveness import node_down, node_flaps, node_lost
 from .probing import engine_dead, no_answer, suspected
 from .progress import idle, no_progress, phase_overdue, straggler, wait_long, wait_overdue
 
-__all__ = ["NODE_DETECTORS", "PRESENCE_DETECTORS", "PROGRESS_DETECTORS", "Detector", "Result", "NodeDetector", "is_waiting"]
+__all__ = [
+    "NODE_DETECTORS",
+    "PRESENCE_DETECTORS",
+    "PROGRESS_DETECTORS",
+    "Detector",
+    "Result",
+    "NodeDetector",
+    "is_waiting",
+]
 
 PRESENCE_DETECTORS: tuple[Detector, ...] = (
     exit_record, step_gone, stop_overdue, promotion_overdue, never_joined, worker_silence, agent_silence,

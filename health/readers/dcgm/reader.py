@@ -66,7 +66,9 @@ class DcgmReader:
         program = _program(self._options.dcgmi)
         if program is None:
             if "exporter" in unread:
-                raise NotInstalled(f"no dcgm-exporter ({unread['exporter']}), and {self._options.dcgmi} is not installed")
+                raise NotInstalled(
+                    f"no dcgm-exporter ({unread['exporter']}), and {self._options.dcgmi} is not installed"
+                )
             unread["health"] = f"{self._options.dcgmi} is not installed"
         elif time.monotonic() >= self._health_due:
             self._health_at = time.monotonic()

@@ -139,7 +139,9 @@ def read_all(
     Who does not answer within ``within`` s is ``hung``. Raises OSError when no process can be started."""
     places = _class_paths(readers)
     deadline = time.monotonic() + _START_TIMEOUT_S + 2 * timeout_s  # a start and a read each have theirs in the process
-    process, connection = _spawn(framing.ReaderConfig(places, options, os.getpid(), once=True, read_timeout_s=timeout_s), env or {})
+    process, connection = _spawn(
+        framing.ReaderConfig(places, options, os.getpid(), once=True, read_timeout_s=timeout_s), env or {}
+    )
     inbox, found = framing.Inbox(), dict[str, Reading]()
     try:
         while len(found) < len(places) and (left := deadline - time.monotonic()) > 0:

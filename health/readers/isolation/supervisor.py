@@ -24,7 +24,7 @@ from ....core.log_lines import start_logging
 from ..base import START_TIMEOUT_S
 from ..samples import Reading
 from . import framing, worker
-from .process import set_parent_death_signal, describe_exit, close_inherited_fds, describe_blocked_call
+from .process import close_inherited_fds, describe_blocked_call, describe_exit, set_parent_death_signal
 
 _log = logging.getLogger("rrl.readers")
 
@@ -129,7 +129,9 @@ class _Supervisor:
         elif child.request_sent_at is not None:
             child.hung = True
             verb = "answer" if child.hello_received else "start"
-            self._report(child, "hung", f"did not {verb} within {child.timeout_s:g} s{describe_blocked_call(child.pid)}")
+            self._report(
+                child, "hung", f"did not {verb} within {child.timeout_s:g} s{describe_blocked_call(child.pid)}"
+            )
         elif child.pid == 0:
             self._start(child, now)
         else:
@@ -154,7 +156,13 @@ class _Supervisor:
             return
         parent_end.setblocking(False)
         child.pid, child.connection = pid, parent_end
-        child.inbox, child.hello_received, child.hung, child.escalate_at, child.signalled = framing.Inbox(), False, False, None, 0
+        child.inbox, child.hello_received, child.hung, child.escalate_at, child.signalled = (
+            framing.Inbox(),
+            False,
+            False,
+            None,
+            0,
+        )
         child.started_at = child.request_sent_at = now
         child.timeout_s = self._config.read_timeout_s or START_TIMEOUT_S
         self._by_connection[parent_end.fileno()] = self._by_pidfd[child.pidfd] = child
@@ -165,7 +173,14 @@ class _Supervisor:
         """In the new process: let go of everything but the line, or the others would not see us end."""
         signal.set_wakeup_fd(-1)
         close_inherited_fds([connection.fileno()])
-        worker.run(child.name, child.class_path, self._config.options, connection, supervisor_pid, self._config.hung_timeout_s + _ALARM_AFTER_S)
+        worker.run(
+            child.name,
+            child.class_path,
+            self._config.options,
+            connection,
+            supervisor_pid,
+            self._config.hung_timeout_s + _ALARM_AFTER_S,
+        )
 
     def _receive(self, child: _Child) -> None:
         """Take what its line holds. A line that ends says that its process is about to."""
@@ -193,9 +208,18 @@ class _Supervisor:
         child.request_sent_at, child.hung = None, False
         if kind == framing.HELLO_FRAME:
             interval_s, timeout_s = msgspec.msgpack.decode(body, type=tuple[float, float])
-            child.interval_s, child.timeout_s, child.hello_received, child.due_at = interval_s, self._config.read_timeout_s or timeout_s, True, now
+            child.interval_s, child.timeout_s, child.hello_received, child.due_at = (
+                interval_s,
+                self._config.read_timeout_s or timeout_s,
+                True,
+                now,
+            )
             return
-        child.due_at = max(now, request_sent_at + (child.interval_s if kind == framing.READ_FRAME else max(child.interval_s, RETRY_INTERVAL_S)))
+        child.due_at = max(
+            now,
+            request_sent_at
+            + (child.interval_s if kind == framing.READ_FRAME else max(child.interval_s, RETRY_INTERVAL_S)),
+        )
         self._send(framing.frame(kind, body))
         self._after_report(child)
 
@@ -283,7 +307,9 @@ class _Supervisor:
         for child in self._children:
             child.due_at = _NEVER
             if child.pid:
-                child.escalate_at = now + (0.0 if child.hung else CLOSE_TIMEOUT_S) if child.signalled == 0 else child.escalate_at
+                child.escalate_at = (
+                    now + (0.0 if child.hung else CLOSE_TIMEOUT_S) if child.signalled == 0 else child.escalate_at
+                )
                 with contextlib.suppress(OSError):
                     if child.connection is not None:
                         child.connection.shutdown(socket.SHUT_WR)

@@ -28,12 +28,16 @@ _DEFAULT_TIMES_S = (10.0, 10.0)
 """every and within (s) of a reader that cannot be imported"""
 
 
-def run(name: str, class_path: str, options: ReaderOptions, connection: socket.socket, parent: int, alarm_after_s: float) -> NoReturn:
+def run(
+    name: str, class_path: str, options: ReaderOptions, connection: socket.socket, parent: int, alarm_after_s: float
+) -> NoReturn:
     """``where``: ``module:Class``. ``alarm``: s after which a read that hangs ends this process, should no keeper be
     there to do so. That is the kernel's doing: no Python runs within a call that hangs."""
     signal.signal(signal.SIGTERM, _on_sigterm)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    set_parent_death_signal(parent, signal.SIGTERM)  # not SIGKILL: who holds a session of a driver's library gets time to close it
+    set_parent_death_signal(
+        parent, signal.SIGTERM
+    )  # not SIGKILL: who holds a session of a driver's library gets time to close it
     source = _Source(name, class_path, options)
     code = 0
     try:

@@ -14,7 +14,7 @@ from ..samples import Gpu, GpuProcess
 from . import queries as table
 from .names import NO_HANDLE_CODES, SUCCESS, error_text
 from .nvlink import read_links
-from .session import QueryResults, Query
+from .session import Query, QueryResults
 
 _INITIAL_NAMESPACE = "pid:[4026531836]"
 """PROC_PID_INIT_INO of the kernel's include/linux/proc_ns.h: in any other, NVML's process ids are not ours"""
@@ -53,7 +53,9 @@ def _namespace(proc: Path) -> str:
 
 
 _IDENTITY_FIELDS = tuple(field for ask in table.IDENTITY for field in ask.fields)
-_READ_FIELDS = tuple(field for field in Gpu.__struct_fields__ if field not in ("index", "lost", "unread", *_IDENTITY_FIELDS))
+_READ_FIELDS = tuple(
+    field for field in Gpu.__struct_fields__ if field not in ("index", "lost", "unread", *_IDENTITY_FIELDS)
+)
 _CONFIRMATION_READS = 3
 """reads that look anew at links and fabric once they changed: a check wants to see several times what condemns"""
 _HANDLE_RETRY_READS = 20
@@ -154,7 +156,9 @@ class Device:
         if self.lost and results is not None:
             results.values.clear()
             results.unread.clear()
-        return Gpu(index=self._index, lost=self.lost, recovery_action=action, unread=unread, **_known_identity(self.identity))
+        return Gpu(
+            index=self._index, lost=self.lost, recovery_action=action, unread=unread, **_known_identity(self.identity)
+        )
 
 
 _UNFINISHED = ("not_started", "in_progress")

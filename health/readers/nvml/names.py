@@ -30,7 +30,9 @@ LOST_CODES = frozenset((GPU_IS_LOST, RESET_REQUIRED))
 """said by any call: this GPU answers to nobody before it is reset"""
 NO_HANDLE_CODES = LOST_CODES | {UNKNOWN, INSUFFICIENT_POWER, IRQ_ISSUE}
 """why a GPU that is counted gives no handle, where the GPU is at fault (nvmlDeviceGetHandleByIndex)"""
-UNSUPPORTED_CODES = frozenset((NOT_SUPPORTED, INVALID_ARGUMENT, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED))
+UNSUPPORTED_CODES = frozenset(
+    (NOT_SUPPORTED, INVALID_ARGUMENT, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED)
+)
 """this way to ask does not exist here; another one may"""
 
 _ERROR_TEXTS = {

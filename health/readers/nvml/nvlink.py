@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..samples import NvLink
-from .names import UNSUPPORTED_CODES, SUCCESS
+from .names import SUCCESS, UNSUPPORTED_CODES
 from .session import QueryResults
 
 _LINK_COUNT = 91

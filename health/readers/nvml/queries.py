@@ -12,7 +12,7 @@ from ctypes import Structure, byref, c_ubyte, c_uint, sizeof
 from typing import Any
 
 from .names import clock_reasons, fabric_state, fabric_status, kernel_bus_id, recovery_action
-from .session import Query, FieldQuery, QueryFunction
+from .session import FieldQuery, Query, QueryFunction
 
 MEDIUM_EVERY = 5
 """reads: 5 s at the reader's own pace. Memory, processes, clocks: evidence of now, that no check acts on by itself"""
@@ -127,7 +127,9 @@ FAST = (
 MEDIUM_FIELDS = (
     FieldQuery("ecc_volatile_corrected", 3, alternatives=_ecc(_CORRECTED, _VOLATILE)),
     FieldQuery("temperature_memory", 82),
-    FieldQuery("pcie_replays", 94, alternatives=(lambda nvml, handle: int(nvml.nvmlDeviceGetPcieReplayCounter(handle)),)),
+    FieldQuery(
+        "pcie_replays", 94, alternatives=(lambda nvml, handle: int(nvml.nvmlDeviceGetPcieReplayCounter(handle)),)
+    ),
 )
 MEDIUM = (
     Query(("memory_used", "memory_total"), (_memory_v2, _memory)),

@@ -45,7 +45,10 @@ class NvmlReader:
 
     def read(self) -> NvmlData:
         self._read_count += 1
-        if any(device.lost for device in self._devices) and self._read_count - self._opened_at_read >= _LOST_SEARCH_READS:
+        if (
+            any(device.lost for device in self._devices)
+            and self._read_count - self._opened_at_read >= _LOST_SEARCH_READS
+        ):
             self.close()
         try:
             return self._read(session_may_end=self._read_count >= self._trust_errors_from_read)

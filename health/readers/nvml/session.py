@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from .names import UNSUPPORTED_CODES, FUNCTION_NOT_FOUND, LOST_CODES, SESSION_OVER_CODES, SUCCESS, UNKNOWN, error_text
+from .names import FUNCTION_NOT_FOUND, LOST_CODES, SESSION_OVER_CODES, SUCCESS, UNKNOWN, UNSUPPORTED_CODES, error_text
 
 QueryFunction = Callable[[Any, Any], Any]
 """(nvidia-ml-py, handle) → value; raises NVMLError"""
@@ -71,7 +71,9 @@ class QueryResults:
 
     def query_fields(self, queries: Sequence[FieldQuery]) -> None:
         """One call for all of them."""
-        for item, (code, number) in zip(queries, self.field_values([(item.number, 0) for item in queries]), strict=True):
+        for item, (code, number) in zip(
+            queries, self.field_values([(item.number, 0) for item in queries]), strict=True
+        ):
             if code == SUCCESS:
                 self._store((item.field,), code, item.convert(number))
             elif code in UNSUPPORTED_CODES and item.alternatives:

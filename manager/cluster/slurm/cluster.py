@@ -27,12 +27,12 @@ from ....core.faults import Fault
 from ....core.types import NodeName
 from ....slurm_templates.render import allocation_script
 from ..base import (  # fmt: skip
-    AllocationStatus,
-    AllocationState,
-    AllocationRequest,
-    NodeStatus,
     AllocationNotRunning,
+    AllocationRequest,
+    AllocationState,
+    AllocationStatus,
     ClusterSnapshot,
+    NodeStatus,
     Refused,
     Step,
     Unanswered,
@@ -58,7 +58,7 @@ class SlurmCluster:
     """Allocations and steps whose tags start with ``<run_id>.``.
 
     ``python`` runs the first process of a step, ``prefix``: instead of ``python -P -m <module>`` (for tests).
-    ``hold``: ``salloc`` or ``sbatch`` instead of asking Slurm which of them is safe. ``within``: tag of the allocation
+    ``allocate_with``: ``salloc`` or ``sbatch`` instead of asking Slurm which of them is safe. ``own_tag``: tag of the allocation
     that we run in ourselves, which need not be asked for.
     """
 
@@ -122,9 +122,13 @@ class SlurmCluster:
         """Not on nodes that we hold already: a node is in one allocation of ours, or its agents, roles and what becomes
         of it could not be told apart. Slurm itself would put two small jobs on one node."""
         occupying_states = (AllocationState.RUNNING, AllocationState.SUSPENDED)
-        own_nodes = {node for jobs in self._jobs.values() for job in jobs if job.state in occupying_states for node in job.nodes}
+        own_nodes = {
+            node for jobs in self._jobs.values() for job in jobs if job.state in occupying_states for node in job.nodes
+        }
         more = tuple(self._avoiding_own_nodes(one) for one in request.further_components)
-        return msgspec.structs.replace(request, exclude=tuple(sorted(own_nodes.union(request.exclude))), more=more)
+        return msgspec.structs.replace(
+            request, exclude=tuple(sorted(own_nodes.union(request.exclude))), further_components=more
+        )
 
     async def release(self, tag: str) -> None:
         """What has not begun goes with the whole of its heterogeneous job: Slurm gives no part of it back (measured),
@@ -264,11 +268,16 @@ class SlurmCluster:
     async def observe(self) -> ClusterSnapshot:
         """As the Protocol says. At most three commands; nodes are those that our allocations have or had."""
         async with self._poll_lock:
-            fresh = self._changes == self._changes_at_poll and time.monotonic() - self._polled_at < self._limits.min_poll_interval_s
+            fresh = (
+                self._changes == self._changes_at_poll
+                and time.monotonic() - self._polled_at < self._limits.min_poll_interval_s
+            )
             if fresh:
                 return self._last_snapshot
             if not self._budget.spend(3):
-                return ClusterSnapshot(None, None, None, f"budget of {self._budget.per_minute:g} reads a minute is spent")
+                return ClusterSnapshot(
+                    None, None, None, f"budget of {self._budget.per_minute:g} reads a minute is spent"
+                )
             self._changes_at_poll = self._changes
             self._last_snapshot = await self._poll()
             self._polled_at = time.monotonic()
@@ -332,7 +341,9 @@ class SlurmCluster:
         state = AllocationState.ENDING if first.end is text.JobEnd.COMPLETING else first.state
         reclaimed = first.reclaimed or first.end is text.JobEnd.RECLAIMED
         cancelled = first.end is text.JobEnd.CANCELLED
-        return AllocationStatus(state, first.id, first.nodes, detail, first.unsatisfiable_reason, first.time_left_s, reclaimed, cancelled)
+        return AllocationStatus(
+            state, first.id, first.nodes, detail, first.unsatisfiable_reason, first.time_left_s, reclaimed, cancelled
+        )
 
     async def _read_jobs(self, budgeted: bool = False) -> None:
         ended = await self._read(("squeue", "--me", "-h", "-t", "all", "-o", text.JOBS_FORMAT), budgeted)

@@ -16,7 +16,7 @@ from msgspec import Struct
 from ....core.faults import Fault, FaultKind
 from ..base import Refused, Unanswered
 
-LAB_FAULTS_ENV = "RRL_LAB_HARM"
+LAB_FAULTS_ENV = "RRL_LAB_FAULTS"
 """Names the socket of a test cluster that may be harmed."""
 START_TIMEOUT_S = 30.0
 """s for the test cluster to begin it"""
@@ -41,7 +41,9 @@ async def inject_fault(fault: Fault) -> str:
         request["node"] = fault.target
     if fault.kind is FaultKind.DELAY:
         request["ms"] = fault.amount
-    timeout_s = START_TIMEOUT_S + (fault.seconds if fault.kind is FaultKind.OUTAGE else 0)  # that is answered when it is over
+    timeout_s = START_TIMEOUT_S + (
+        fault.seconds if fault.kind is FaultKind.OUTAGE else 0
+    )  # that is answered when it is over
     try:
         async with asyncio.timeout(timeout_s):
             answer = await _send_request(path, msgspec.json.encode(request) + b"\n")

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from ....core.types import NodeName
 from ....core.units import seconds
-from ..base import AllocationState, NodeStatus, NodeState
+from ..base import AllocationState, NodeState, NodeStatus
 from .commands import MANAGER
 
 _RS, _US = "\x1e", "\x1f"
@@ -80,7 +80,7 @@ class JobEnd(StrEnum):
 
     COMPLETING = "completing"
     """it ends; Slurm says why once all of it has ended"""
-    RECLAIMED = "taken_back"
+    RECLAIMED = "reclaimed"
     """by no fault of what ran in it: preempted, or its time was over"""
     CANCELLED = "cancelled"
     OTHER = "other"
@@ -170,7 +170,9 @@ def read_jobs(text: str) -> list[Job]:
         never = reason if state is AllocationState.PENDING and never_clears(reason) else ""
         leader, plus, offset = shown.partition("+")
         component = (leader, int(offset)) if plus and offset.isdigit() else ("", 0)
-        time_left_s, reclaimed = _time_left(time_left, limit, start, end) if state is AllocationState.RUNNING else (None, False)
+        time_left_s, reclaimed = (
+            _time_left(time_left, limit, start, end) if state is AllocationState.RUNNING else (None, False)
+        )
         how_it_ended = _ENDS.get(state_name, JobEnd.OTHER) if state is AllocationState.ENDED else None
         jobs.append(Job(number, state, _expand(nodes), name, detail, comment, never, time_left_s, reclaimed, *component,
                         how_it_ended))  # fmt: skip

@@ -52,7 +52,9 @@ class Partition(Struct, frozen=True):
         kinds = {(shape.node.cpus, shape.node.gpus, shape.node.mem): 0 for shape in self.shapes}
         for shape in self.shapes:
             kinds[shape.node.cpus, shape.node.gpus, shape.node.mem] += shape.count
-        return ", ".join(f"{count} of {resources_text(Resources(*kind))}" for kind, count in kinds.items()) or "no nodes"
+        return (
+            ", ".join(f"{count} of {resources_text(Resources(*kind))}" for kind, count in kinds.items()) or "no nodes"
+        )
 
 
 def read_partitions(text: str) -> list[Partition]:

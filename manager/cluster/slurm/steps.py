@@ -17,10 +17,10 @@ from pathlib import Path
 from msgspec import Struct
 
 from ....core.processes import AGENT_MODULE, STEP_MODULE
-from ....core.text import shows_missing_command, last_lines, last_lines_of
+from ....core.text import last_lines, last_lines_of, shows_missing_command
 from ....core.units import slurm_mem
 from ..base import ExitedAtOnce, NotStarted, Refused, Step, Unanswered
-from .commands import CommandResult, SlurmLimits, kill_session, environment, failure
+from .commands import CommandResult, SlurmLimits, environment, failure, kill_session
 
 
 class _Srun(Struct):
@@ -92,7 +92,7 @@ class Sruns:
         await self._await_start(step, srun)
 
     async def _await_start(self, step: Step, srun: _Srun) -> None:
-        """Wait for the first sign: the step's own word (:meth:`arrived`), the end of srun, or its output file, and then
+        """Wait for the first sign: the step's own word (:meth:`on_step_joined`), the end of srun, or its output file, and then
         a moment longer: an interpreter that is absent on the node is told there at once."""
         output = step.log_file.with_name(f"{step.log_file.name}.0")
         deadline, opened = time.monotonic() + self._limits.launch_watch_s, False

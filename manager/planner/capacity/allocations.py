@@ -13,8 +13,16 @@ from ....core.types import Outcome, gang_of
 from ...model.actions import Action, Fence, Finish, Release, Request, Rung, Why
 from ...model.queries import gang, gangs, open_requests, workers
 from ...model.state import Allocation, Replica, State, Status
-from ..deadlines import SHUTDOWN_GRACES, NEVER, unsatisfiable_at, rotate_at
-from .initial_request import MAX_REJECTIONS, new_requests, first_request, await_minimum, unsatisfiable, holds_nothing, rejections
+from ..deadlines import NEVER, SHUTDOWN_GRACES, rotate_at, unsatisfiable_at
+from .initial_request import (
+    MAX_REJECTIONS,
+    await_minimum,
+    first_request,
+    holds_nothing,
+    new_requests,
+    rejections,
+    unsatisfiable,
+)
 from .nodes import MAX_NAMED_NODES, NodeInventory
 from .placement import Assignment, nodes_for
 from .rotation import redundant_allocations
@@ -53,7 +61,9 @@ def _overdue(state: State, inventory: NodeInventory, assigned: Assignment, now: 
             wake = min(wake, allocation.not_before)
         if not allocation.pending or allocation.tag in unsettled:
             continue  # a request that nobody has answered is settled first: it may land after its give-back
-        unsatisfiable_reason = allocation.status.unsatisfiable_reason if allocation.status and now >= unsatisfiable_at(allocation) else ""
+        unsatisfiable_reason = (
+            allocation.status.unsatisfiable_reason if allocation.status and now >= unsatisfiable_at(allocation) else ""
+        )
         if state.running_since is None or not inventory.may_start or _is_idle(state):
             if unsatisfiable_reason:
                 return [unsatisfiable(state, allocation)], now
@@ -70,7 +80,11 @@ def _overdue(state: State, inventory: NodeInventory, assigned: Assignment, now: 
         node_group = state.job.node_group(allocation.request.node_group)
         expected = inventory.expected(node_group.name) - allocation.request.count
         consequences = _handle_no_nodes(state, assigned, node_group, expected, evidence, now)
-        still_useful = bool(consequences) and not unsatisfiable_reason and all(isinstance(action, Fence) for action in consequences)
+        still_useful = (
+            bool(consequences)
+            and not unsatisfiable_reason
+            and all(isinstance(action, Fence) for action in consequences)
+        )
         return [*([] if still_useful else [Release(allocation.tag, Why(evidence))]), *consequences], now
     return [], wake
 
@@ -88,11 +102,15 @@ def _deadline(state: State, assigned: Assignment, allocation: Allocation) -> flo
     if not lacking and any(replica.role in node_group.roles for replica in assigned.unmovable):
         return NEVER
     roles = {replica.role for replica in lacking}
-    if node_group.separate_jobs and all(_remaining(state, role, lacking) >= _min_replicas(state, role) for role in roles):
+    if node_group.separate_jobs and all(
+        _remaining(state, role, lacking) >= _min_replicas(state, role) for role in roles
+    ):
         return NEVER
     if not lacking and any(one.status is Status.RETIRED for one in workers(state) if one.role in node_group.roles):
         return NEVER
-    since = max(allocation.requested_at, min((replica.down_since for replica in lacking), default=allocation.requested_at))
+    since = max(
+        allocation.requested_at, min((replica.down_since for replica in lacking), default=allocation.requested_at)
+    )
     return since + state.job.limits.allocation
 
 
@@ -109,7 +127,9 @@ def _replacements(
     if missing <= 0:
         return [], recent_rejections[-1].at + window if recent_rejections else NEVER
     if len(recent_rejections) >= MAX_REJECTIONS:
-        consequences = _handle_no_nodes(state, assigned, node_group, expected, tuple(rejected.detail for rejected in recent_rejections), now)
+        consequences = _handle_no_nodes(
+            state, assigned, node_group, expected, tuple(rejected.detail for rejected in recent_rejections), now
+        )
         return consequences, recent_rejections[-MAX_REJECTIONS].at + window
     if recent_rejections:
         retry_at = recent_rejections[-1].at + REQUEST_BACKOFF_S * 2 ** (len(recent_rejections) - 1)
@@ -123,8 +143,13 @@ def _replacements(
     if not node_group.separate_jobs:
         kind = "more" if node_group is state.job.node_groups[0] else f"more-{node_group.name}"
         requests = [msgspec.structs.replace(request, tag=f"{state.run}.{kind}-{state.seq}") for request in requests]
-    reuses_nodes = any(_is_ending(state, one, now) for one in state.allocations.values() if one.request.node_group == node_group.name)
-    requests = [msgspec.structs.replace(request, comment=f"{request.comment} replacement", may_reuse_own_nodes=reuses_nodes) for request in requests]
+    reuses_nodes = any(
+        _is_ending(state, one, now) for one in state.allocations.values() if one.request.node_group == node_group.name
+    )
+    requests = [
+        msgspec.structs.replace(request, comment=f"{request.comment} replacement", may_reuse_own_nodes=reuses_nodes)
+        for request in requests
+    ]
     return [Request(request, why) for request in requests], NEVER
 
 
@@ -136,8 +161,12 @@ def _missing_spares(state: State, inventory: NodeInventory, assigned: Assignment
     """Nodes that a follow-up of the pool needs beyond what its replicas take."""
     if node_group.separate_jobs or not any(replica.role in node_group.roles for replica in assigned.unmovable):
         return 0
-    occupied = inventory.occupancy().keys() | {candidate.node for candidate in (*assigned.targets.values(), *assigned.moves.values())}
-    free = sum(not candidate.expiring and candidate.node not in occupied for candidate in inventory.candidates(node_group.name))
+    occupied = inventory.occupancy().keys() | {
+        candidate.node for candidate in (*assigned.targets.values(), *assigned.moves.values())
+    }
+    free = sum(
+        not candidate.expiring and candidate.node not in occupied for candidate in inventory.candidates(node_group.name)
+    )
     return max(0, state.job.spares - free)
 
 
@@ -185,7 +214,9 @@ def _handle_no_nodes(
 
 def _excluded_node_lines(state: State, node_group: NodeGroup) -> Iterator[str]:
     """Why those that there were are not used: what the run ends for, in the end."""
-    excluded = [node for node in state.nodes.values() if node.excluded is not None and node.node_group in (node_group.name, "")]
+    excluded = [
+        node for node in state.nodes.values() if node.excluded is not None and node.node_group in (node_group.name, "")
+    ]
     yield from (f"{node.name} is excluded: {node.excluded}" for node in excluded[:MAX_NAMED_NODES])
     if len(excluded) > MAX_NAMED_NODES:
         yield f"and {len(excluded) - MAX_NAMED_NODES} more"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ....core.run_spec import RunSpec, NodeGroup
+from ....core.run_spec import NodeGroup, RunSpec
 from ....core.types import NodeName, Outcome
 from ...cluster.base import AllocationRequest
 from ...model.actions import Action, Finish, Request, Rung, Why
@@ -34,7 +34,10 @@ def first_request(state: State, now: float) -> list[Action]:
     node_groups = state.job.node_groups
     if end := finish_if_rejected(state, node_groups[0], now):
         return [end]
-    first, *more = (build_request(state, node_group, node_group.nodes, _next_tag(state, node_group), now) for node_group in node_groups)
+    first, *more = (
+        build_request(state, node_group, node_group.nodes, _next_tag(state, node_group), now)
+        for node_group in node_groups
+    )
     why = Why((f"{state.job.nodes} nodes wanted, none held",), expects="nodes, when the queue comes to it")
     return [Request(msgspec.structs.replace(first, further_components=tuple(more)), why)]
 
@@ -50,7 +53,10 @@ def await_minimum(state: State, inventory: NodeInventory, now: float) -> tuple[l
     actions: list[Action] = []
     for node_group in state.job.node_groups:
         missing = node_group.nodes - len(inventory.candidates(node_group.name)) - inventory.expected(node_group.name)
-        why = Why((f"{node_group.name}: {node_group.nodes} nodes wanted, {missing} missing",), expects="nodes, in time to start")
+        why = Why(
+            (f"{node_group.name}: {node_group.nodes} nodes wanted, {missing} missing",),
+            expects="nodes, in time to start",
+        )
         actions += [Request(request, why) for request in new_requests(state, node_group, missing, now)]
     return actions, deadline
 
@@ -74,7 +80,11 @@ def finish_if_rejected(state: State, node_group: NodeGroup, now: float) -> Finis
 def rejections(state: State, node_group: NodeGroup, now: float) -> list[RejectedRequest]:
     """Those within the recovery window; the state drops older ones only when a new one comes."""
     window = state.job.recovery.window
-    return [rejected for rejected in state.rejected_requests if rejected.node_group == node_group.name and now < rejected.at + window]
+    return [
+        rejected
+        for rejected in state.rejected_requests
+        if rejected.node_group == node_group.name and now < rejected.at + window
+    ]
 
 
 def new_requests(state: State, node_group: NodeGroup, count: int, now: float) -> list[AllocationRequest]:
@@ -84,7 +94,10 @@ def new_requests(state: State, node_group: NodeGroup, count: int, now: float) ->
     if not node_group.separate_jobs:
         return [build_request(state, node_group, count, _next_tag(state, node_group), now)]
     requests_made = state.requests_made.get(node_group.name, 0)
-    return [build_request(state, node_group, 1, f"{state.run}.{node_group.name}-{requests_made + n}", now) for n in range(count)]
+    return [
+        build_request(state, node_group, 1, f"{state.run}.{node_group.name}-{requests_made + n}", now)
+        for n in range(count)
+    ]
 
 
 def build_request(state: State, node_group: NodeGroup, count: int, tag: str, now: float) -> AllocationRequest:
@@ -129,7 +142,11 @@ def initial_requests(run: str, job: RunSpec) -> tuple[AllocationRequest, ...]:
     the parts that are separate, and one for the rest."""
     requests: list[AllocationRequest] = []
     for node_group in job.node_groups:
-        names = [f"{node_group.name}-{index}" for index in range(node_group.nodes)] if node_group.separate_jobs else [node_group.name]
+        names = (
+            [f"{node_group.name}-{index}" for index in range(node_group.nodes)]
+            if node_group.separate_jobs
+            else [node_group.name]
+        )
         requests += [_initial_request(run, f"{run}.{name}", node_group) for name in names]
     if job.form == "hetjob":
         return (msgspec.structs.replace(requests[0], further_components=tuple(requests[1:])),)
@@ -138,4 +155,12 @@ def initial_requests(run: str, job: RunSpec) -> tuple[AllocationRequest, ...]:
 
 def _initial_request(run: str, tag: str, node_group: NodeGroup) -> AllocationRequest:
     nodes = 1 if node_group.separate_jobs else node_group.nodes
-    return AllocationRequest(tag, nodes, node_group.node, node_group.walltime, sbatch=node_group.sbatch, comment=f"rrl {run}", node_group=node_group.name)
+    return AllocationRequest(
+        tag,
+        nodes,
+        node_group.node,
+        node_group.walltime,
+        sbatch=node_group.sbatch,
+        comment=f"rrl {run}",
+        node_group=node_group.name,
+    )

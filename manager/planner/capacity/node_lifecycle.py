@@ -61,7 +61,12 @@ def _may_be_readmitted(state: State, node: Node) -> bool:
     """The cluster calls it well, no proof stands against it, and its agent may yet say what it can do."""
     finding = node_finding(state, node.name)
     proved = finding is not None and finding.proof
-    return not proved and _is_healthy(node) and not agent_never_started(state, node.name) and not _is_occupied(state, node.name)
+    return (
+        not proved
+        and _is_healthy(node)
+        and not agent_never_started(state, node.name)
+        and not _is_occupied(state, node.name)
+    )
 
 
 def _is_healthy(node: Node) -> bool:

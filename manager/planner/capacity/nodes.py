@@ -29,11 +29,19 @@ from ....core.types import (
 )
 from ...cluster.base import NodeState
 from ...model.actions import Shrink
-from ...model.queries import requires_admission, gang, gangs, workers
+from ...model.queries import gang, gangs, requires_admission, workers
 from ...model.reduce_nodes import DRAIN, GIVEN_BACK
 from ...model.state import Node, Replica, State, Status
 from ..deadlines import NEVER, rotate_at
-from .warm_pool import Occupancy, is_exclusive, waits_for_release, ready_standbys_by_node, standby_processes, donors, occupy  # fmt: skip
+from .warm_pool import (  # fmt: skip
+    Occupancy,
+    donors,
+    is_exclusive,
+    occupy,
+    ready_standbys_by_node,
+    standby_processes,
+    waits_for_release,
+)
 
 HARDWARE_CAUSES = frozenset({Cause.NODE, Cause.GPU, Cause.FABRIC, Cause.STORAGE})
 """causes for which a node is nobody's to use; what a process did says nothing of its node"""
@@ -68,7 +76,9 @@ class NodeInventory:
         ends = (allocation.ends_at for allocation in state.allocations.values())
         window = state.job.recovery.window
         failure_expiries = (start.at + window for one in workers(state) if one.failures for start in one.failures)
-        self.next_change = min((at for at in (*rotation_times.values(), *ends, *failure_expiries) if at > now), default=NEVER)
+        self.next_change = min(
+            (at for at in (*rotation_times.values(), *ends, *failure_expiries) if at > now), default=NEVER
+        )
         """when (s, manager's time) the next allocation is to be succeeded, or ends, or a failure leaves the window: who
         pauses may have to go elsewhere then"""
         shrinking = {name for intent in state.intents.values() if isinstance(intent.action, Shrink)
@@ -76,17 +86,26 @@ class NodeInventory:
         pairs = [(node, node.allocation) for node in state.nodes.values()
                  if node.name not in shrinking and _is_usable(state, node, now)]  # fmt: skip
         pairs.sort(key=lambda pair: natural_sort_key(pair[0].name))
-        self.draining = {name for name, (command, _) in state.node_commands.items() if command == DRAIN and name in state.nodes}
+        self.draining = {
+            name for name, (command, _) in state.node_commands.items() if command == DRAIN and name in state.nodes
+        }
         """nodes that a person wants drained: nobody new goes there"""
-        self.usable = [CandidateNode(node.name, tag, rotation_times[tag] <= now or node.name in self.draining) for node, tag in pairs]
+        self.usable = [
+            CandidateNode(node.name, tag, rotation_times[tag] <= now or node.name in self.draining)
+            for node, tag in pairs
+        ]
         self._candidates: dict[str, list[CandidateNode]] = {node_group.name: [] for node_group in state.job.node_groups}
         self._unprobed: Counter[str] = Counter()
         proven_bad = {one.node for one in state.findings.values() if one.proof and excludes_node(one)}
         suspects = {one.node for one in state.findings.values() if one.node is not None}
-        for candidate in sorted(self.usable, key=lambda candidate: (candidate.expiring, candidate.node in suspects)):  # stable: natural order
+        for candidate in sorted(
+            self.usable, key=lambda candidate: (candidate.expiring, candidate.node in suspects)
+        ):  # stable: natural order
             node_group, node = state.allocations[candidate.allocation].request.node_group, state.nodes[candidate.node]
             probe_error, must_report = node.probe_error, bool(node.exclusions) or needs_probe(state, node)
-            if candidate.node in self.draining or candidate.node in proven_bad:  # the brake may keep it from being excluded
+            if (
+                candidate.node in self.draining or candidate.node in proven_bad
+            ):  # the brake may keep it from being excluded
                 continue
             if probe_error == "" or (probe_error is None and not must_report):
                 self._candidates[node_group].append(candidate)
@@ -94,18 +113,28 @@ class NodeInventory:
                 self._unprobed[node_group] += 1
         self.gangs = gangs(state)
         self._usable_names = {candidate.node for candidate in self.usable}
-        self._by_node = {candidate.node: (node_group, candidate) for node_group, candidates in self._candidates.items() for candidate in candidates}
+        self._by_node = {
+            candidate.node: (node_group, candidate)
+            for node_group, candidates in self._candidates.items()
+            for candidate in candidates
+        }
         self._group_of_role = {role: node_group for node_group in state.job.node_groups for role in node_group.roles}
         self.standby_processes = standby_processes(state)
-        self.exclusive_standbys = [one for one in self.standby_processes if one.step is not None and is_exclusive(state, one.id)]
+        self.exclusive_standbys = [
+            one for one in self.standby_processes if one.step is not None and is_exclusive(state, one.id)
+        ]
         """of the shadows, those that keep others from their node's room"""
         self._ready_standbys = ready_standbys_by_node(state, self.standby_processes, self._usable_names)
-        self.failing_nodes = {node for one in workers(state) if one.failures for node in self._nodes_that_failed(one, refused=False)}
+        self.failing_nodes = {
+            node for one in workers(state) if one.failures for node in self._nodes_that_failed(one, refused=False)
+        }
         self._ending_replicas: dict[NodeName, set[ReplicaId]] = {}
         for orphan_steps in state.orphan_steps.values():
             if role_of(orphan_steps.incarnation.replica) not in (AGENT, STANDBY_ROLE):
                 self._ending_replicas.setdefault(orphan_steps.node, set()).add(orphan_steps.incarnation.replica)
-        self.may_start = _may_start(state, {node_group: len(candidates) for node_group, candidates in self._candidates.items()})
+        self.may_start = _may_start(
+            state, {node_group: len(candidates) for node_group, candidates in self._candidates.items()}
+        )
 
     def candidates(self, node_group: str) -> list[CandidateNode]:
         """Nodes of a part that may get roles."""
@@ -118,7 +147,10 @@ class NodeInventory:
     def expected(self, node_group: str) -> int:
         """Nodes of a part that are still expected of the queue, or have yet to show that they are fit."""
         allocations = self._state.allocations.values()
-        return sum(a.request.count for a in allocations if a.pending and a.request.node_group == node_group) + self._unprobed[node_group]
+        return (
+            sum(a.request.count for a in allocations if a.pending and a.request.node_group == node_group)
+            + self._unprobed[node_group]
+        )
 
     def is_usable(self, node: NodeName | None) -> bool:
         return node in self._usable_names
@@ -137,7 +169,11 @@ class NodeInventory:
             if replica.is_current:
                 if replica.node is not None:
                     occupancy.setdefault(replica.node, []).append(replica)
-            elif replica.status is Status.WANTED and replica.preferred_node is not None and gang_of(replica.id) not in retired_gangs:
+            elif (
+                replica.status is Status.WANTED
+                and replica.preferred_node is not None
+                and gang_of(replica.id) not in retired_gangs
+            ):
                 occupants = occupancy.setdefault(replica.preferred_node, [])
                 gang_id = gang_of(replica.id)
                 if sum(gang_of(one.id) == gang_id for one in occupants) < self._state.job.role(replica.role).per_node:
@@ -156,7 +192,9 @@ class NodeInventory:
         """A node other than its own could take this replica now."""
         occupancy, failed_nodes = self._occupancy if occupancy is None else occupancy, self._nodes_that_failed(replica)
         return any(
-            candidate.node != replica.node and candidate.node not in failed_nodes and self._fits(replica, candidate.node, occupancy)
+            candidate.node != replica.node
+            and candidate.node not in failed_nodes
+            and self._fits(replica, candidate.node, occupancy)
             for candidate in self._candidates[self._group_of_role[replica.role].name]
         )
 
@@ -166,7 +204,11 @@ class NodeInventory:
         gang waits for what is still ending: that is sooner over than it would start elsewhere."""
         role, preferred = self._state.job.role(replica.role), replica.preferred_node
         can_use_preferred = preferred is not None and self.can_host(role, preferred)
-        if preferred is not None and can_use_preferred and self._fits(replica, preferred, occupancy, wait_for_release=waits_for_release(role)):
+        if (
+            preferred is not None
+            and can_use_preferred
+            and self._fits(replica, preferred, occupancy, wait_for_release=waits_for_release(role))
+        ):
             return self._by_node[preferred][1]
         if role.warm and (with_standby := self.spare_with_standby(replica, occupancy)) is not None:
             return with_standby
@@ -174,7 +216,11 @@ class NodeInventory:
         gang_id, alone = gang_of(replica.id), role.exclusive
         fallback: CandidateNode | None = None
         for candidate in self._preferred_nodes(replica, role, occupancy):
-            if alone and candidate.node in occupancy and (role.ranks == 1 or gang_of(occupancy[candidate.node][0].id) != gang_id):
+            if (
+                alone
+                and candidate.node in occupancy
+                and (role.ranks == 1 or gang_of(occupancy[candidate.node][0].id) != gang_id)
+            ):
                 continue  # the quick half of _fits: thousands of replicas look at thousands of nodes
             if self._fits(replica, candidate.node, occupancy):
                 if candidate.node not in failed_nodes:
@@ -202,7 +248,11 @@ class NodeInventory:
     # ── who is warm ──────────────────────────────────────────────────────────────────────────────────────────────────
     def ready_standbys(self, node: NodeName | None, role: str) -> Sequence[Replica]:
         """Shadows on this node that can become a member of the role at once."""
-        return [one for one in self._ready_standbys.get(node, ()) if standby_role_of(one.id) == role] if node is not None else ()
+        return (
+            [one for one in self._ready_standbys.get(node, ()) if standby_role_of(one.id) == role]
+            if node is not None
+            else ()
+        )
 
     def spare_with_standby(self, member: Replica, occupancy: Occupancy | None = None) -> CandidateNode | None:
         """A node other than its own that could take this member now, and has a shadow that is ready for it."""
@@ -213,7 +263,11 @@ class NodeInventory:
         for candidate in self._preferred_nodes(member, role, occupancy):
             if candidate.node not in self._ready_standbys:  # the quick half of what follows
                 continue
-            if candidate.node == member.node or candidate.node in failed_nodes or not self._has_free_standby(member, candidate.node, occupancy):
+            if (
+                candidate.node == member.node
+                or candidate.node in failed_nodes
+                or not self._has_free_standby(member, candidate.node, occupancy)
+            ):
                 continue
             if self._fits(member, candidate.node, occupancy, wait_for_release=True):
                 return candidate
@@ -277,7 +331,10 @@ class NodeInventory:
     def _has_free_standby(self, member: Replica, node: NodeName, occupancy: Occupancy) -> bool:
         """One more than those that others need which go there: of a role with shadows beside it all of its gang that
         are there, of another role those that have not begun."""
-        ready, others = self.ready_standbys(node, member.role), [one for one in occupancy.get(node, ()) if one.id != member.id]
+        ready, others = (
+            self.ready_standbys(node, member.role),
+            [one for one in occupancy.get(node, ()) if one.id != member.id],
+        )
         if not ready or self._state.job.role(member.role).standby_shares_node:
             return len(ready) > sum(gang_of(one.id) == gang_of(member.id) for one in others)
         of_role = [one for one in others if one.role == member.role]
@@ -295,7 +352,11 @@ class NodeInventory:
         if role.name in node_group.roles:
             return True
         needed = role.members_on_node
-        large_enough = node_group.node.cpus >= needed.cpus and node_group.node.gpus >= needed.gpus and node_group.node.mem >= needed.mem
+        large_enough = (
+            node_group.node.cpus >= needed.cpus
+            and node_group.node.gpus >= needed.gpus
+            and node_group.node.mem >= needed.mem
+        )
         return role.warm and role.standby_shares_node and large_enough
 
     def new_node_helps(self, replica: Replica) -> bool:
@@ -312,7 +373,9 @@ class NodeInventory:
         recovery = self._state.job.recovery
         recent = replica.recent_failures(recovery.window, self._now)
         nodes = [start.node for start in recent if refused or not start.refused]
-        last_start = not replica.ever_joined and replica.failed_starts + 1 >= recovery.first_start  # before it is given up
+        last_start = (
+            not replica.ever_joined and replica.failed_starts + 1 >= recovery.first_start
+        )  # before it is given up
         limit = min(recovery.per_node, recovery.first_start - 1) if last_start else recovery.per_node
         return {node for node in nodes if nodes.count(node) >= max(1, limit)}
 
@@ -325,14 +388,20 @@ class NodeInventory:
         if len(others) - len(others_of_other_gangs) >= role.per_node or (role.exclusive and others_of_other_gangs):
             return False
         returning = {other.id for other in others}  # whose own room it is that they still leave
-        if not wait_for_release and any(gang_of(one) != gang_id and one not in returning for one in self._ending_replicas.get(node, ())):
+        if not wait_for_release and any(
+            gang_of(one) != gang_id and one not in returning for one in self._ending_replicas.get(node, ())
+        ):
             return False
         if role.exclusive:
             return True
         if any(job.role(other.role).exclusive for other in others_of_other_gangs):
             return False
         requested = [job.role(other.role).per_member for other in others] + [role.per_member]
-        resources = job.node_group(self._by_node[node][0]).node if node in self._by_node else self._group_of_role[replica.role].node
+        resources = (
+            job.node_group(self._by_node[node][0]).node
+            if node in self._by_node
+            else self._group_of_role[replica.role].node
+        )
         return (
             sum(e.cpus for e in requested) <= resources.cpus
             and sum(e.gpus for e in requested) <= resources.gpus
@@ -343,7 +412,9 @@ class NodeInventory:
 def needs_probe(state: State, node: Node) -> bool:
     """Roles wait for what its agent says of it: whether they can run there, or how the node does."""
     allocation = state.allocations.get(node.allocation)
-    return bool(state.job.env.probe) or (allocation is not None and requires_admission(state.job, allocation.request.node.gpus))
+    return bool(state.job.env.probe) or (
+        allocation is not None and requires_admission(state.job, allocation.request.node.gpus)
+    )
 
 
 def agent_never_started(state: State, node: NodeName) -> bool:

@@ -13,12 +13,12 @@ from msgspec import Struct
 
 from ....core.launch import tag_of
 from ....core.types import AGENT, STANDBY_ROLE, Incarnation, ReplicaId, gang_of, replica_id, role_of
-from ...model.actions import Launch, ExternalAction, StopStep, Why
+from ...model.actions import ExternalAction, Launch, StopStep, Why
 from ...model.queries import gang, to_launch
 from ...model.state import Replica, State, Status
 from ..deadlines import NEVER
-from .nodes import NodeInventory, CandidateNode, restarts_exhausted
-from .warm_pool import Occupancy, standbys_released_at, waits_for_release, release_deadline, occupy
+from .nodes import CandidateNode, NodeInventory, restarts_exhausted
+from .warm_pool import Occupancy, occupy, release_deadline, standbys_released_at, waits_for_release
 
 
 class Assignment(Struct, frozen=True):
@@ -97,7 +97,9 @@ def _retry_due(state: State, members: list[Replica], now: float) -> bool:
     return retired and not any(one.recent_failures(window, now) for one in members)
 
 
-def _place_all_or_none(inventory: NodeInventory, members: list[Replica], occupancy: Occupancy) -> dict[ReplicaId, CandidateNode]:
+def _place_all_or_none(
+    inventory: NodeInventory, members: list[Replica], occupancy: Occupancy
+) -> dict[ReplicaId, CandidateNode]:
     """Homes for all members, or none; ``taken`` grows by them."""
     tried = {node: list(there) for node, there in occupancy.items()} if len(members) > 1 else occupancy
     targets: dict[ReplicaId, CandidateNode] = {}
@@ -129,7 +131,9 @@ def nodes_for(state: State, lacking: Sequence[Replica]) -> int:
     return exclusive + shared
 
 
-def place(state: State, inventory: NodeInventory, assigned: Assignment, now: float) -> tuple[list[ExternalAction], float]:
+def place(
+    state: State, inventory: NodeInventory, assigned: Assignment, now: float
+) -> tuple[list[ExternalAction], float]:
     """Agents for every usable node, wanted replicas onto free ones, an end to what lingers. Returns the next wake."""
     stops, wake = stop_orphans(state, now, assigned.targets)
     agents, agents_wake = _agent_launches(state, inventory, now)
@@ -148,7 +152,12 @@ def place(state: State, inventory: NodeInventory, assigned: Assignment, now: flo
 
 
 def _launches(
-    state: State, inventory: NodeInventory, targets: dict[ReplicaId, CandidateNode], wanted: list[Replica], used: set[str], now: float
+    state: State,
+    inventory: NodeInventory,
+    targets: dict[ReplicaId, CandidateNode],
+    wanted: list[Replica],
+    used: set[str],
+    now: float,
 ) -> tuple[list[ExternalAction], float]:
     """All of them, or none and when to look again. ``used``: the steps of shadows that are taken over."""
     retired = any(one.status is Status.RETIRED for one in wanted)
@@ -184,7 +193,9 @@ def _launches(
 
 def _retry_at(state: State, unplaced: list[Replica], retired: bool, now: float) -> float:
     """Manager's time (s) at which a node that failed one of them may be tried again, or their chance comes again."""
-    failure_times = sorted(start.at for one in unplaced for start in one.recent_failures(state.job.recovery.window, now))
+    failure_times = sorted(
+        start.at for one in unplaced for start in one.recent_failures(state.job.recovery.window, now)
+    )
     return (failure_times[-1] if retired else failure_times[0]) + state.job.recovery.window if failure_times else NEVER
 
 

@@ -14,7 +14,7 @@ from ....core.types import NodeName, ReplicaId, gang_of, role_of
 from ...model.actions import Decision, Fence, Release, Rung, Why
 from ...model.queries import to_launch, workers
 from ...model.state import Allocation, Replica, State, Status
-from ..deadlines import NEVER, rotation_urgent_at, rotate_at
+from ..deadlines import NEVER, rotate_at, rotation_urgent_at
 from .node_lifecycle import should_drain
 from .nodes import NodeInventory
 from .placement import Assignment, nodes_for
@@ -43,7 +43,9 @@ def rotate(state: State, assigned: Assignment, now: float) -> tuple[list[Decisio
             target, deadline = assigned.moves[id].node, now + state.job.limits.join
             evidence = (_move_reason(state, id, allocation, now),)
             why = Why(evidence, Rung.REPLACEMENT, f"joins again on {target}", deadline)
-            decisions.append(Fence(state.replica(id).incarnation, Rung.REPLACEMENT, why, target_node=target, charged=False))
+            decisions.append(
+                Fence(state.replica(id).incarnation, Rung.REPLACEMENT, why, target_node=target, charged=False)
+            )
     return decisions, wake
 
 
@@ -64,7 +66,9 @@ def _is_awaited(state: State, replica: Replica, urgent: bool, now: float) -> boo
     return replica.status in _STARTING_STATES and not (urgent and failing)
 
 
-def redundant_allocations(state: State, inventory: NodeInventory, assigned: Assignment, now: float) -> tuple[list[Release], float]:
+def redundant_allocations(
+    state: State, inventory: NodeInventory, assigned: Assignment, now: float
+) -> tuple[list[Release], float]:
     """Allocations that serve nobody any more: left by all who moved, with no node that may be used, or for replicas
     that are done. Of a pool the spare nodes are kept. And the next wake."""
     releases: list[Release] = []
@@ -73,7 +77,11 @@ def redundant_allocations(state: State, inventory: NodeInventory, assigned: Assi
     planned = (assigned.targets, assigned.moves, assigned.retries, assigned.blocked_moves)
     occupied |= {candidate.node for candidates in planned for candidate in candidates.values()}
     for node_group in state.job.node_groups:
-        empty = [a for a in state.allocations.values() if a.request.node_group == node_group.name and _is_empty(inventory, a, occupied)]
+        empty = [
+            a
+            for a in state.allocations.values()
+            if a.request.node_group == node_group.name and _is_empty(inventory, a, occupied)
+        ]
         for allocation, reason in _redundant(state, inventory, node_group, empty, assigned, now):
             if allocation.not_before > now:
                 wake = min(wake, allocation.not_before)
@@ -89,7 +97,12 @@ def _is_empty(inventory: NodeInventory, allocation: Allocation, occupied: set[No
 
 
 def _redundant(
-    state: State, inventory: NodeInventory, node_group: NodeGroup, empty: list[Allocation], assigned: Assignment, now: float
+    state: State,
+    inventory: NodeInventory,
+    node_group: NodeGroup,
+    empty: list[Allocation],
+    assigned: Assignment,
+    now: float,
 ) -> list[tuple[Allocation, str]]:
     """With the reason. Whoever lacks a node keeps its request, whoever was gone on without keeps its node."""
     found: list[tuple[Allocation, str]] = []
@@ -108,7 +121,11 @@ def _redundant(
     retired = [one for members in gangs if any(one.status is Status.RETIRED for one in members)
             for one in members if one.id not in assigned.retries]  # fmt: skip
     unmovable = [one for one in assigned.unmovable if one.role in node_group.roles]
-    lacking, retired_nodes, unmovable_nodes = nodes_for(state, wanted), nodes_for(state, retired), nodes_for(state, unmovable)
+    lacking, retired_nodes, unmovable_nodes = (
+        nodes_for(state, wanted),
+        nodes_for(state, retired),
+        nodes_for(state, unmovable),
+    )
     queued = [one for one in empty if one.pending]
     for allocations, needed in ((usable, lacking + retired_nodes), (queued, lacking + retired_nodes + unmovable_nodes)):
         found += [(one, "nobody is left who could use it") for one in allocations[needed:]]
@@ -142,7 +159,9 @@ def preemptions(state: State, inventory: NodeInventory, now: float) -> list[Deci
         rung, expects, time_limit = Rung.REPLACEMENT, "joins again once it has a node", limits.allocation + limits.join
         if inventory.has_room_for(replica):
             rung, expects, time_limit = Rung.SPARE, "joins again on a spare node", limits.join
-        fences.append(Fence(replica.incarnation, rung, Why((evidence,), rung, expects, now + time_limit), charged=False))
+        fences.append(
+            Fence(replica.incarnation, rung, Why((evidence,), rung, expects, now + time_limit), charged=False)
+        )
     return fences
 
 
@@ -164,4 +183,6 @@ def cancelled_externally(state: State) -> str:
     """By which evidence somebody wants the run to end though no command of rrl says so; empty: nobody does."""
     if len(state.external_cancellations) < CANCELLATIONS_TO_END_RUN:
         return ""
-    return f"all that it had was cancelled {len(state.external_cancellations)} times within an hour, and not by rrl cancel"
+    return (
+        f"all that it had was cancelled {len(state.external_cancellations)} times within an hour, and not by rrl cancel"
+    )

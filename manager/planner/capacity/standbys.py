@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 
 from ....core.run_spec import RoleSpec
 from ....core.types import AGENT, Incarnation, NodeName, ReplicaId, replica_id, role_of, standby_id, standby_role_of
-from ...model.actions import Action, Launch, ExternalAction, StopStep, Why
+from ...model.actions import Action, ExternalAction, Launch, StopStep, Why
 from ...model.queries import all_joined
 from ...model.state import Replica, State, Status
 from ..deadlines import NEVER
-from .nodes import NodeInventory, CandidateNode
+from .nodes import CandidateNode, NodeInventory
 from .placement import Assignment, launch, launch_due_at
 from .warm_pool import Occupancy
 
@@ -31,7 +31,9 @@ def plan_standbys(
     """Shadows that are to be started, and ended, and the next wake. ``placed``: what this plan launches already."""
     roles = [role for role in state.job.roles if role.warm]
     stable = _trainers_stable(state, inventory)
-    if not roles or not (stable or inventory.exclusive_standbys) or state.job.recovery.policy != "role":  # no other takes one over
+    if (
+        not roles or not (stable or inventory.exclusive_standbys) or state.job.recovery.policy != "role"
+    ):  # no other takes one over
         return [], NEVER
     occupancy = inventory.occupancy()
     actions: list[ExternalAction] = []
@@ -63,12 +65,18 @@ def _is_starting(inventory: NodeInventory, role: RoleSpec) -> bool:
     return any(one.status in before for members in inventory.gangs if members[0].role == role.name for one in members)
 
 
-def _launches(state: State, inventory: NodeInventory, wanted: _StandbyNodes, now: float) -> tuple[list[ExternalAction], float]:
+def _launches(
+    state: State, inventory: NodeInventory, wanted: _StandbyNodes, now: float
+) -> tuple[list[ExternalAction], float]:
     actions: list[ExternalAction] = []
     wake = NEVER
     for id, node in wanted.items():
         standby, candidate = state.replica(id), inventory.candidate(node)
-        if candidate is None or standby.is_current or state.replica(replica_id(AGENT, node)).status is not Status.JOINED:
+        if (
+            candidate is None
+            or standby.is_current
+            or state.replica(replica_id(AGENT, node)).status is not Status.JOINED
+        ):
             continue
         due = launch_due_at(state, standby, now)
         if due <= now:
@@ -89,14 +97,20 @@ def _unneeded(inventory: NodeInventory, role: RoleSpec, wanted: _StandbyNodes) -
             if standby_role_of(standby.id) == role.name and standby.step is not None and standby.id not in wanted]  # fmt: skip
 
 
-def _trainer_standbys(state: State, inventory: NodeInventory, assigned: Assignment, occupancy: Occupancy, role: RoleSpec) -> _StandbyNodes:
+def _trainer_standbys(
+    state: State, inventory: NodeInventory, assigned: Assignment, occupancy: Occupancy, role: RoleSpec
+) -> _StandbyNodes:
     """Every shadow that there is to be, and its node: one for each member where it is, and as many as share a node on
     others that it may go to. Those that are kept warm already come first."""
     members = [one for whole in inventory.gangs for one in whole if one.role == role.name]
     warm = {standby.node for standby in inventory.standby_processes if standby_role_of(standby.id) == role.name}
     member_counts = Counter(member.node for member in members if member.node is not None)
     spares = [candidate.node for candidate in _free_spares(state, inventory, assigned, occupancy, role)]
-    donor_nodes = [one.node for one in inventory.donors(members[0], occupancy) if one.node is not None and one.node not in member_counts]
+    donor_nodes = [
+        one.node
+        for one in inventory.donors(members[0], occupancy)
+        if one.node is not None and one.node not in member_counts
+    ]
     per_node = min(role.ranks, role.per_node)
     wanted = dict(member_counts)
     for nodes, limit in ((spares, role.nodes), (donor_nodes, role.donor_rollouts)):
@@ -109,7 +123,9 @@ def _standby_ids(role: RoleSpec, node: NodeName, count: int, several: bool) -> l
     return [standby_id(role.name, node, slot if several else None) for slot in range(count)]
 
 
-def _free_spares(state: State, inventory: NodeInventory, assigned: Assignment, occupancy: Occupancy, role: RoleSpec) -> list[CandidateNode]:
+def _free_spares(
+    state: State, inventory: NodeInventory, assigned: Assignment, occupancy: Occupancy, role: RoleSpec
+) -> list[CandidateNode]:
     """Nodes for the role on which nobody works, and to which nobody is to go."""
     reserved = {node for node, _ in _planned_nodes(assigned)}
     return [candidate for candidate in inventory.candidates(state.job.node_group_of(role.name).name)
@@ -124,12 +140,16 @@ def _planned_nodes(assigned: Assignment) -> Iterator[tuple[NodeName, ReplicaId]]
 
 
 # ── on spare nodes: a rollout's ──────────────────────────────────────────────────────────────────────────────────────
-def _spare_node_standbys(state: State, inventory: NodeInventory, assigned: Assignment, occupancy: Occupancy, role: RoleSpec) -> _StandbyNodes:
+def _spare_node_standbys(
+    state: State, inventory: NodeInventory, assigned: Assignment, occupancy: Occupancy, role: RoleSpec
+) -> _StandbyNodes:
     """As many on each spare node as it carries, but on no more nodes than there are replicas; where nothing of anybody
     is ending any more."""
     ending = {one.node for one in state.orphan_steps.values()}
     warm = {standby.node for standby in inventory.exclusive_standbys}
-    spares = sorted(_free_spares(state, inventory, assigned, occupancy, role), key=lambda candidate: candidate.node not in warm)
+    spares = sorted(
+        _free_spares(state, inventory, assigned, occupancy, role), key=lambda candidate: candidate.node not in warm
+    )
     chosen = [candidate.node for candidate in spares[: role.replicas] if candidate.node not in ending]
     count = role.replicas_fitting(state.job.node_group_of(role.name).node)
     return {id: node for node in chosen for id in _standby_ids(role, node, count, not role.exclusive)}
@@ -158,5 +178,7 @@ def _blocking_standbys(
         awaited = {role_of(id) for id in ids} == {role.name} and one in inventory.ready_standbys(one.node, role.name)
         if not (alone or awaited):
             who = ", ".join(sorted(ids or {other.id for other in occupancy.get(one.node, ())}))
-            stops.append(_stop_standby(one, f"{one.node} is for {who}" if who else f"{one.node} is no spare node any more"))
+            stops.append(
+                _stop_standby(one, f"{one.node} is for {who}" if who else f"{one.node} is no spare node any more")
+            )
     return stops

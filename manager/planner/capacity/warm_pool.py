@@ -43,14 +43,18 @@ def release_deadline(state: State, members: Sequence[Replica], nodes_of_gang: It
                default=0.0)  # fmt: skip
 
 
-def standbys_released_at(state: State, exclusive_standbys: Sequence[Replica], nodes: set[NodeName], promoted_steps: set[str]) -> float:
+def standbys_released_at(
+    state: State, exclusive_standbys: Sequence[Replica], nodes: set[NodeName], promoted_steps: set[str]
+) -> float:
     """Manager's time (s) until which whoever goes to these nodes waits for the ``engines`` there, whose room it needs:
     inf while one of them is not asked to end, and then no longer than a gang waits. ``but``: steps that are taken
     over."""
     if any(one.node in nodes and one.step not in promoted_steps for one in exclusive_standbys):
         return NEVER
     patience = RELEASE_GRACES * state.job.limits.step_grace
-    ending = (one for one in state.orphan_steps.values() if one.node in nodes and is_exclusive(state, one.incarnation.replica))
+    ending = (
+        one for one in state.orphan_steps.values() if one.node in nodes and is_exclusive(state, one.incarnation.replica)
+    )
     return max((one.since + patience for one in ending if state.nodes[one.node].excluded is None), default=0.0)
 
 
@@ -84,7 +88,9 @@ def donors(state: State, occupancy: Occupancy) -> list[Replica]:
     return found
 
 
-def ready_standbys_by_node(state: State, standbys: Iterable[Replica], usable: set[NodeName]) -> dict[NodeName, list[Replica]]:
+def ready_standbys_by_node(
+    state: State, standbys: Iterable[Replica], usable: set[NodeName]
+) -> dict[NodeName, list[Replica]]:
     """Of them those that can become a member at once, by node. ``good``: usable nodes."""
     found: dict[NodeName, list[Replica]] = {}
     for one in standbys:

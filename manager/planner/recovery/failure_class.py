@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from ....core.types import AGENT, STANDBY_ROLE, Flag, NodeName, Outcome, ReplicaId, gang_of
 from ...model.actions import Finish, Rung, Why
 from ...model.queries import finding_about, node_finding, workers
-from ...model.state import Replica, FailedIncarnation, State, Status
+from ...model.state import FailedIncarnation, Replica, State, Status
 from ..capacity.nodes import MAX_NAMED_NODES, NodeInventory, unfit_nodes
 
 TRIES_TO_PROVE = 2
@@ -36,7 +36,9 @@ def command_missing(state: State, inventory: NodeInventory) -> Finish | None:
             continue
         tries = [attempt for replica in replicas for attempt in _not_started_tries(state, replica)]
         nodes = {node for _, node in tries}
-        if len(nodes) >= TRIES_TO_PROVE or (len(tries) >= TRIES_TO_PROVE and not _other_node_may_work(state, inventory, replicas, nodes)):
+        if len(nodes) >= TRIES_TO_PROVE or (
+            len(tries) >= TRIES_TO_PROVE and not _other_node_may_work(state, inventory, replicas, nodes)
+        ):
             text, _ = tries[-1]
             return rejected((f"{role.name}: {text} on {_node_list(node for _, node in tries)}",))
     return None
@@ -72,7 +74,10 @@ def no_fit_node(state: State) -> Finish | None:
     expected = any(allocation.pending for allocation in state.allocations.values())
     used = {name: node for name, node in state.nodes.items() if node.allocation and node.excluded is None}
     all_roles = [role for node_group in state.job.node_groups for role in node_group.roles]
-    for roles, node_group in [(all_roles, None), *((node_group.roles, node_group.name) for node_group in state.job.node_groups)]:
+    for roles, node_group in [
+        (all_roles, None),
+        *((node_group.roles, node_group.name) for node_group in state.job.node_groups),
+    ]:
         nodes = [name for name, node in state.nodes.items() if node_group is None or node.node_group == node_group]
         bad = [name for name in nodes if name in unfit]
         enough = len(bad) >= TRIES_TO_PROVE or (bool(bad) and node_group is None and not expected)
@@ -118,7 +123,9 @@ def suggests_software_fault(state: State, members: Sequence[Replica], failed: Re
     if failed.role not in {role.name for role in state.job.kind("trainer")} or not recovery.full_restarts:
         return ()
     joined, no_commit_yet = failed.status is Status.JOINED, members[0].commits == 0
-    newest = FailedIncarnation(now, failed.node or NodeName(""), step=state.step, injected=bool(failed.fault), joined=joined)
+    newest = FailedIncarnation(
+        now, failed.node or NodeName(""), step=state.step, injected=bool(failed.fault), joined=joined
+    )
     if finding_about(state, failed.incarnation) is None or not _is_unexplained(state, failed, newest):
         return ()
     full_restarts = [at for at in state.full_restarts if now < at + recovery.window]

@@ -61,7 +61,9 @@ def _always(case: FailureCase) -> bool:
 
 def _is_transient(case: FailureCase) -> bool:
     """A software fault on a good node that has not failed it too often."""
-    return case.inventory.is_usable(case.failed.node) and not fails_often_here(case) and not _last_try_on_other_node(case)
+    return (
+        case.inventory.is_usable(case.failed.node) and not fails_often_here(case) and not _last_try_on_other_node(case)
+    )
 
 
 def _transient_with_standby(case: FailureCase) -> bool:
@@ -94,7 +96,11 @@ def _role_can_degrade(case: FailureCase) -> bool:
 
 def _full_restart_helps(case: FailureCase) -> bool:
     """There is a checkpoint to go on from, and it is not known already that it does not help."""
-    return bool(case.state.job.steps) and case.failed.is_current and not full_restarts_exhausted(case.state, case.failed, case.now)
+    return (
+        bool(case.state.job.steps)
+        and case.failed.is_current
+        and not full_restarts_exhausted(case.state, case.failed, case.now)
+    )
 
 
 def _budget_left(case: FailureCase) -> bool:
@@ -109,7 +115,9 @@ def _last_try_on_other_node(case: FailureCase) -> bool:
 
 def fails_often_here(case: FailureCase) -> bool:
     """Its node has failed it too often."""
-    failures_here = sum(start.node == case.failed.node for start in case.failed.recent_failures(_window(case.state), case.now))
+    failures_here = sum(
+        start.node == case.failed.node for start in case.failed.recent_failures(_window(case.state), case.now)
+    )
     return failures_here >= case.state.job.recovery.per_node
 
 
@@ -126,7 +134,9 @@ def full_restarts_exhausted(state: State, failed: Replica, now: float) -> str:
     recovery, gang_id = state.job.recovery, gang_of(failed.id)
     recent = [at for at in state.full_restarts if now < at + recovery.window]
     if len(recent) >= recovery.full_restarts:
-        return f"{len(recent)} restarts of the whole run within {recovery.window:g} s" if recent else "whole = 0"
+        return (
+            f"{len(recent)} restarts of the whole run within {recovery.window:g} s" if recent else "full_restarts = 0"
+        )
     failures = [start for one in workers(state) if gang_of(one.id) == gang_id for start in one.failures]
     if any(start.at in recent[-1:] and start.step == state.step for start in failures):
         return f"it failed again after a restart of the whole run, and no step was committed since step {state.step}"
@@ -176,7 +186,9 @@ def _donor_node(case: FailureCase) -> NodeName | None:
 
 
 # ── the policies ─────────────────────────────────────────────────────────────────────────────────────────────────────
-_GIVE_UP = RungSpec(Rung.GIVE_UP, _always, "the trainer commits what is in hand, everything is given back", _shutdown_time)
+_GIVE_UP = RungSpec(
+    Rung.GIVE_UP, _always, "the trainer commits what is in hand, everything is given back", _shutdown_time
+)
 
 SUPPORT_LADDER: tuple[RungSpec, ...] = (
     RungSpec(Rung.IN_PLACE, lambda case: _node_usable(case) and _budget_left(case), "joins again on {node}", _join),

@@ -59,7 +59,11 @@ def _straggler_to_exclude(state: State, inventory: NodeInventory) -> Iterator[tu
         return
     for finding in state.findings.values():
         incarnation = finding.incarnation
-        if incarnation is None or finding.remedy is not Remedy.EXCLUDE or role_of(incarnation.replica) in (AGENT, STANDBY_ROLE):
+        if (
+            incarnation is None
+            or finding.remedy is not Remedy.EXCLUDE
+            or role_of(incarnation.replica) in (AGENT, STANDBY_ROLE)
+        ):
             continue
         replica = state.replica(incarnation.replica)
         if state.is_current(incarnation) and replica.node is not None and inventory.has_room_for(replica):
@@ -100,7 +104,9 @@ def exclusions_allowed(share: float, nodes: int) -> int:
     return max(1, int(share * nodes), MINORITY_NODES if nodes > 2 * MINORITY_NODES else 0)
 
 
-def limit_exclusions(state: State, decisions: list[Decision], now: float) -> tuple[list[Decision], list[DeferredExclusion]]:
+def limit_exclusions(
+    state: State, decisions: list[Decision], now: float
+) -> tuple[list[Decision], list[DeferredExclusion]]:
     """Return the decisions that may be carried out now, and the exclusions that the circuit breaker holds back.
 
     ``now``: s of the manager's clock. An exclusion is held back while too many nodes were excluded within the recovery

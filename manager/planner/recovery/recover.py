@@ -20,9 +20,18 @@ from ...model.queries import finding_about
 from ...model.reduce_commands import REQUEUE
 from ...model.state import Replica, State, Status
 from ..capacity.nodes import NodeInventory
-from .failure_class import suggests_software_fault, role_exhausted, never_joined, command_missing, no_fit_node, rejected
-from .ladder import SUPPORT_LADDER, SUPPORT_ROLES, POLICIES, FailureCase, can_degrade, severity, fails_often_here, full_restarts_exhausted
-from .node_exclusion import exclusions, evidence_lines
+from .failure_class import command_missing, never_joined, no_fit_node, rejected, role_exhausted, suggests_software_fault
+from .ladder import (
+    POLICIES,
+    SUPPORT_LADDER,
+    SUPPORT_ROLES,
+    FailureCase,
+    can_degrade,
+    fails_often_here,
+    full_restarts_exhausted,
+    severity,
+)
+from .node_exclusion import evidence_lines, exclusions
 
 _Members = Sequence[Replica]
 
@@ -37,7 +46,10 @@ def recover(state: State, inventory: NodeInventory, now: float) -> list[Decision
     dropped: set[ReplicaId] = set()
     for members in (*inventory.gangs, *([one] for one in state.replicas.values() if one.role in SUPPORT_ROLES)):
         decided = _user_restart(state, members, now) or _fence_rest_of_gang(state, members, now)
-        if not decided and (decision := _repair_gang(state, inventory, members, excluded_nodes, dropped, now)) is not None:
+        if (
+            not decided
+            and (decision := _repair_gang(state, inventory, members, excluded_nodes, dropped, now)) is not None
+        ):
             decided = [decision]
         decisions += decided
         for one in decided:
@@ -74,7 +86,9 @@ def _fence_rest_of_gang(state: State, members: _Members, now: float) -> list[Dec
     reason = first.failures[-1].why if first.failures and first.failures[-1].at == first.since else "it is fenced"
     evidence = (f"its gang restarts: {first.incarnation}: {reason}",)
     if retired is not None:
-        why = Why((f"its gang is gone on without: {first.incarnation}",), Rung.DEGRADED, f"{first.role} goes on without it")
+        why = Why(
+            (f"its gang is gone on without: {first.incarnation}",), Rung.DEGRADED, f"{first.role} goes on without it"
+        )
         rest = [one for one in members if one.is_current or one.status is Status.WANTED]
         return [Fence(one.incarnation, Rung.DEGRADED, why, charged=False) for one in rest]
     fences: list[Decision] = []
@@ -90,7 +104,9 @@ def _vacate_for_promotion(state: State, inventory: NodeInventory, now: float) ->
     """Rollouts on whose nodes a shadow is to become a member: they move, and are made up for."""
     fences: dict[Incarnation, Decision] = {}
     for role in state.job.roles:
-        members = (one for gang in inventory.gangs for one in gang if one.role == role.name) if role.donor_rollouts else ()
+        members = (
+            (one for gang in inventory.gangs for one in gang if one.role == role.name) if role.donor_rollouts else ()
+        )
         for member in members:
             for rollout in inventory.blocking_rollouts(member) if member.status is Status.WANTED else ():
                 evidence = (f"{member.id} is wanted on {rollout.node}, where a shadow waits to become it",)
@@ -102,7 +118,12 @@ def _vacate_for_promotion(state: State, inventory: NodeInventory, now: float) ->
 
 # ── for its own ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def _repair_gang(
-    state: State, inventory: NodeInventory, members: _Members, excluded_nodes: set[NodeName], dropped: set[ReplicaId], now: float
+    state: State,
+    inventory: NodeInventory,
+    members: _Members,
+    excluded_nodes: set[NodeName],
+    dropped: set[ReplicaId],
+    now: float,
 ) -> Decision | None:
     """What is decided about the gang for the sake of the member that failed. While a node's exclusion is undecided,
     nothing is: that comes first."""
@@ -179,7 +200,11 @@ def _first_rung_from(case: FailureCase, evidence: tuple[str, ...], first_rung: R
         return RestartAll(why, tuple(_fence_all(case, why)))
     if step.rung is Rung.GIVE_UP:
         exhausted = full_restarts_exhausted(state, failed, case.now) if state.full_restarts else ""
-        evidence = (*evidence, *((exhausted,) if exhausted else ()), f"rrl logs {state.run} --failed shows its last lines")
+        evidence = (
+            *evidence,
+            *((exhausted,) if exhausted else ()),
+            f"rrl logs {state.run} --failed shows its last lines",
+        )
         return Finish(Outcome.FAILED, msgspec.structs.replace(why, evidence=evidence))
     return Fence(failed.incarnation, step.rung, why, target)
 

@@ -86,7 +86,9 @@ class RotatingLog:
 class RateLimiter:
     """Lets through what a rate allows, by whole lines. ``dropped`` counts the bytes that it did not."""
 
-    def __init__(self, rate: float = RATE_BYTES_PER_S, burst: int = BURST_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, rate: float = RATE_BYTES_PER_S, burst: int = BURST_BYTES, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.dropped = 0
         self._rate, self._burst, self._clock = rate, burst, clock
         self._tokens, self._filled = float(burst), clock()

@@ -20,7 +20,7 @@ from ....core.text import last_lines
 from ....transport.control.endpoints import Address
 from ....transport.control.log_messages import Backlog
 from ....transport.keys import RunKeys
-from .files import RateLimiter, RotatingLog, LineTimestamper
+from .files import LineTimestamper, RateLimiter, RotatingLog
 from .shipper import Shipper
 
 MAX_QUEUED_BYTES = 4 * 2**20
@@ -70,7 +70,9 @@ class LogPump:
     def last_line(self, within: float) -> str:
         """The last one that says something, once the pipe is empty; as far as it is read after so many s."""
         self._reader.join(within)
-        lines = (line.removeprefix(stamp_of(line)).decode(errors="replace").strip() for line in self._last_bytes.splitlines())
+        lines = (
+            line.removeprefix(stamp_of(line)).decode(errors="replace").strip() for line in self._last_bytes.splitlines()
+        )
         return last_lines("\n".join(filter(None, lines)).rpartition("\n")[2])
 
     def finish(self, within: float) -> bool:
@@ -102,7 +104,9 @@ class LogPump:
                         count, reported_drops = limiter.dropped - reported_drops, limiter.dropped
                         self._enqueue(stamper.gap(count))
                     self._enqueue(stamper.feed(allowed, time.monotonic()))
-            last = stamper.gap(limiter.dropped - reported_drops) if limiter.dropped > reported_drops else stamper.flush()
+            last = (
+                stamper.gap(limiter.dropped - reported_drops) if limiter.dropped > reported_drops else stamper.flush()
+            )
             self._enqueue(last)
         finally:
             os.close(self._fd)
@@ -155,7 +159,11 @@ class RoleLog:
 
     def __init__(self, run: RunDir, keys: RunKeys, launch: Launch, fd: int) -> None:
         self._shipper = Shipper(
-            launch.incarnation, keys, partial(Address.read, run.log_collector), lambda: self._pump.busy, lambda: self._pump.stuck
+            launch.incarnation,
+            keys,
+            partial(Address.read, run.log_collector),
+            lambda: self._pump.busy,
+            lambda: self._pump.stuck,
         )
         file = RotatingLog(run.log_file(launch.tag))
         self._pump = LogPump(fd, file, self._shipper.lines, self._shipper.wake_up)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from ....core.types import Incarnation
 from ....transport.control.endpoints import Address, Dialer
-from ....transport.control.log_messages import LOG_BOUNDS, TAIL_BYTES, MAX_TEXT_BYTES, Backlog, LogLines, LogLinesAck
+from ....transport.control.log_messages import LOG_BOUNDS, MAX_TEXT_BYTES, TAIL_BYTES, Backlog, LogLines, LogLinesAck
 from ....transport.keys import RunKeys
 
 RATE_BYTES_PER_S = 32 * 2**10
@@ -110,7 +110,10 @@ class Shipper:
                 break
         self._sent_stuck = lines.unsaved
         self._sent.put(lines.text)
-        self._rate_limited_until = max(self._loop.time(), self._rate_limited_until) + (len(lines.text) + MESSAGE_OVERHEAD_BYTES) / RATE_BYTES_PER_S
+        self._rate_limited_until = (
+            max(self._loop.time(), self._rate_limited_until)
+            + (len(lines.text) + MESSAGE_OVERHEAD_BYTES) / RATE_BYTES_PER_S
+        )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(self._rate_limited_until - BURST_BYTES / RATE_BYTES_PER_S):
                 await self._ending.wait()

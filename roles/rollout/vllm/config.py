@@ -123,7 +123,9 @@ def _fit_cpu(config: Any, memory: int) -> None:
     model, cache = config.model_config, config.cache_config
     widths = CPUAttentionBackend.get_supported_head_sizes()
     if not model.use_mla and model.get_head_size() not in widths:
-        raise InvalidEngineConfig(f"[model] head_dim is {model.get_head_size()}: on CPU vLLM has kernels for {widths} only")
+        raise InvalidEngineConfig(
+            f"[model] head_dim is {model.get_head_size()}: on CPU vLLM has kernels for {widths} only"
+        )
     if cache.kv_cache_memory_bytes is None:
         cache.kv_cache_memory_bytes = _cache_size(config, int(memory * _KV_SHARE))
 

@@ -19,7 +19,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from ....core.types import Version
 from ...models.policy import fitting
 from ...trajectories.types import Item, Segment
-from ..engine import StepOutput, Sampling
+from ..engine import Sampling, StepOutput
 from .weight_transfer import BUCKET_BYTES, buckets, shared_bucket
 
 HAND_OVER_INTERVAL_S = 0.1
@@ -35,7 +35,9 @@ class VllmEngine:
     and shapes (the meta device will do); ``ends``: tokens that end a trajectory; ``lease``: the most that it takes at
     once."""
 
-    def __init__(self, config: Any, model: nn.Module, *, stop_tokens: frozenset[int], sampling: Sampling, lease: int) -> None:
+    def __init__(
+        self, config: Any, model: nn.Module, *, stop_tokens: frozenset[int], sampling: Sampling, lease: int
+    ) -> None:
         if sampling.greedy and sampling.temperature != 1.0:
             raise ValueError("vLLM records greedy log-probabilities at temperature 1 only")
         self._llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)

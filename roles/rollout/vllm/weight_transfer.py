@@ -68,7 +68,7 @@ def shared_bucket(bucket: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, An
             done = 0
             while done < len(content):  # written, not copied into a mapping: no page is zeroed first
                 done += os.pwrite(fd, content[done:], spec.offset + done)
-        yield {"place": f"/proc/{os.getpid()}/fd/{fd}", "specs": specs}
+        yield {"path": f"/proc/{os.getpid()}/fd/{fd}", "specs": specs}
     finally:
         os.close(fd)
 

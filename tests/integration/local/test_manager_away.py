@@ -14,7 +14,16 @@ from pathlib import Path
 import pytest
 
 from rrl.manager.model import events as ev
-from rrl.tests.support.runs import TIMEOUT_S, TestRun, check_sound, light_job, current_incarnations, without_replicas, submit_here, submit_on
+from rrl.tests.support.runs import (
+    TIMEOUT_S,
+    TestRun,
+    check_sound,
+    current_incarnations,
+    light_job,
+    submit_here,
+    submit_on,
+    without_replicas,
+)
 from rrl.tests.support.slurm.lab import SlurmLab
 
 STEPS_AWAY = 40

@@ -11,7 +11,7 @@ from rrl.core.types import AGENT, STANDBY_ROLE, Cause, NodeName, ReplicaId, Verd
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Launch
 from rrl.tests.support.nvml.driver import FakeDriver
-from rrl.tests.support.runs import TestRun, check_sound, light_job, current_incarnations, submit_here
+from rrl.tests.support.runs import TestRun, check_sound, current_incarnations, light_job, submit_here
 
 VICTIM = ReplicaId("rollout/1")
 AS_PYTHON = """#!/bin/sh

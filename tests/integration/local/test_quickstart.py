@@ -22,7 +22,10 @@ def test_the_quickstart_goes_on_while_its_killed_rollout_comes_back_with_current
     assert "[transport]" not in toml
     toml += '\n[transport]\nweights = "ucx"\ntrusted_network = true\n'  # else nothing runs over UCX as a whole run
     run = submit_here(tmp_path, toml)
-    run.wait(lambda s: s.replica(VICTIM).incarnation_number == 2 and s.replica(VICTIM).weight_version is not None, timeout_s=240)
+    run.wait(
+        lambda s: s.replica(VICTIM).incarnation_number == 2 and s.replica(VICTIM).weight_version is not None,
+        timeout_s=240,
+    )
     killed_at = next(s.event.step for s in reversed(run.events()) if isinstance(s.event, ev.StepCommitted))
     run.wait(lambda s: s.step > killed_at, timeout_s=240)
     with run.call("cancel", run.run.id) as process:
@@ -35,5 +38,7 @@ def test_the_quickstart_goes_on_while_its_killed_rollout_comes_back_with_current
     assert recovery["injected"]
     assert recovery["weights_s"] is not None, "it was given work before it held weights"
     ends = [s.event for s in run.events() if isinstance(s.event, ev.StepEnded) and s.event.signal == 9]
-    ended = {end.reason for end in ends if role_of(end.incarnation.replica) != STANDBY_ROLE}  # those that wait get no grace
+    ended = {
+        end.reason for end in ends if role_of(end.incarnation.replica) != STANDBY_ROLE
+    }  # those that wait get no grace
     assert ended == {ExitReason.SIGNALED}, "a role had to be killed at the end though it was asked to leave"

@@ -9,7 +9,7 @@ import msgspec
 
 from rrl.core.types import NodeName, Outcome, ReplicaId
 from rrl.manager.model import events as ev
-from rrl.tests.support.runs import TestRun, check_sound, light_job, current_incarnations, submit_here
+from rrl.tests.support.runs import TestRun, check_sound, current_incarnations, light_job, submit_here
 
 ROLLOUT = ReplicaId("rollout/1")
 
@@ -34,7 +34,9 @@ def test_a_cancelled_run_goes_on_from_its_last_step_and_trains_nothing_twice(tmp
     run.wait_resumed()
     state = run.wait_end()
     assert (state.outcome, state.step, state.run) == (Outcome.COMPLETED, 40, ended.run), state.why
-    assert all(state.replica(id).incarnation_number > before[id] for id in before if not id.startswith(("agent", "shadow")))
+    assert all(
+        state.replica(id).incarnation_number > before[id] for id in before if not id.startswith(("agent", "shadow"))
+    )
     run.wait_gone()
     check_sound(run.run)
     committed = [stamped.event.step for stamped in run.events() if isinstance(stamped.event, ev.StepCommitted)]

@@ -21,11 +21,11 @@ from rrl.tests.support.runs import (
     RRL,
     TestRun,
     check_sound,
-    light_job,
     current_incarnations,
-    without_replicas,
+    light_job,
     submit_here,
     wait_for_run,
+    without_replicas,
     write_job,
 )
 
@@ -78,7 +78,9 @@ def _last_lines_stored(run: TestRun) -> list[str]:
 
 def test_a_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 40))
-    before = current_incarnations(run.wait_steps(15))  # by now the manager has long been told the line that it printed first
+    before = current_incarnations(
+        run.wait_steps(15)
+    )  # by now the manager has long been told the line that it printed first
     node = before[VICTIM][2]
     assert node is not None
     crash(run.run, node)

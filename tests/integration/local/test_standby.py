@@ -18,7 +18,15 @@ from rrl.manager.model.actions import Launch
 from rrl.manager.model.queries import workers
 from rrl.manager.model.state import Replica, State, Status
 from rrl.tests.support.local_cluster import crash
-from rrl.tests.support.runs import TestRun, all_work, check_sound, light_job, current_incarnations, submit_here, submit_on
+from rrl.tests.support.runs import (
+    TestRun,
+    all_work,
+    check_sound,
+    current_incarnations,
+    light_job,
+    submit_here,
+    submit_on,
+)
 from rrl.tests.support.slurm.lab import SlurmLab
 
 TRAINER, ROLLOUT = ReplicaId("trainer/0"), ReplicaId("rollout/1")

@@ -15,7 +15,7 @@ from rrl.core.types import ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence
 from rrl.manager.model.state import State
-from rrl.tests.support.runs import TestRun, all_work, check_sound, light_job, current_incarnations, submit_here
+from rrl.tests.support.runs import TestRun, all_work, check_sound, current_incarnations, light_job, submit_here
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 STORE, REWARD = ReplicaId("trajectories/0"), ReplicaId("reward/0")

@@ -26,7 +26,10 @@ def test_a_wedged_engine_is_suspected_probed_looked_into_and_restarted_and_nobod
     toml = QUICKSTART.read_text().replace("steps = 300", "steps = 4000")
     toml = toml.replace('kind = "kill"', 'kind = "engine_dead"').replace('at = "step=60"', 'at = "step=10"')
     run = submit_here(tmp_path, toml.replace("[limits]\n", f"[limits]\n{IMPATIENT}"))
-    run.wait(lambda state: state.replica(VICTIM).incarnation_number == 2 and state.replica(VICTIM).weight_version, timeout_s=240)
+    run.wait(
+        lambda state: state.replica(VICTIM).incarnation_number == 2 and state.replica(VICTIM).weight_version,
+        timeout_s=240,
+    )
 
     events = run.events()
     findings = [

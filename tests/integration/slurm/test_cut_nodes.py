@@ -14,7 +14,7 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.actions import StopStep
 from rrl.manager.storage.lease import holder
 from rrl.roles.worker.connection import FENCED_EXIT
-from rrl.tests.support.runs import TestRun, check_sound, light_job, current_incarnations, without_replicas, submit_on
+from rrl.tests.support.runs import TestRun, check_sound, current_incarnations, light_job, submit_on, without_replicas
 from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.long  # and part of make test-slurm-versions

@@ -13,7 +13,7 @@ import pytest
 
 from rrl.cli.doctor import node_visit as visiting
 from rrl.cli.doctor.collect import read_facts
-from rrl.cli.doctor.facts import Facts, Visit, DoctorOptions
+from rrl.cli.doctor.facts import DoctorOptions, Facts, Visit
 from rrl.core.run_dir import RUNS_ENV
 from rrl.roles.node_probe.host import Unavailable
 from rrl.tests.support.runs import RRL

@@ -24,17 +24,17 @@ from rrl.manager.model.actions import Launch, Request
 from rrl.manager.model.state import State
 from rrl.manager.storage.lease import holder
 from rrl.tests.support.runs import (
-    TIMEOUT_S,
     RRL,
+    TIMEOUT_S,
     Incarnations,
     TestRun,
     all_work,
     check_sound,
-    light_job,
     current_incarnations,
-    without_replicas,
+    light_job,
     processes_of,
     submit_on,
+    without_replicas,
     write_job,
 )  # fmt: skip
 from rrl.tests.support.slurm.lab import SlurmLab
@@ -259,7 +259,7 @@ def _group_of(leader: int) -> list[int]:
 
 MOMENTS: dict[str, Callable[[Path], bool]] = {
     "a folder is begun": lambda runs: runs.is_dir() and any(runs.iterdir()),
-    "the run is there": lambda runs: any(runs.glob("[!.]*/view.json")),
+    "the run is there": lambda runs: any(runs.glob("[!.]*/run_spec.json")),
     "sbatch is about to be called": lambda runs: any(runs.glob("[!.]*/submit/*.sh")),
     "it is submitted": lambda runs: any(runs.glob("[!.]*/submit/*_submission.sh")),
 }  # fmt: skip

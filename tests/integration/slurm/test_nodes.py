@@ -9,7 +9,15 @@ import pytest
 from rrl.core.types import NodeName, ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Exclude, Readmit, Shrink, Undrain
-from rrl.tests.support.runs import TestRun, all_work, check_sound, light_job, current_incarnations, without_replicas, submit_on
+from rrl.tests.support.runs import (
+    TestRun,
+    all_work,
+    check_sound,
+    current_incarnations,
+    light_job,
+    submit_on,
+    without_replicas,
+)
 from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = [pytest.mark.long, pytest.mark.slurm]
@@ -71,8 +79,8 @@ def test_a_plain_user_has_a_run_leave_a_node_which_goes_back_while_the_others_wo
         end(run)
         slurm_lab.clear()
     (request,) = run.summary()["drain_requests"]
-    assert (request["node"], request["asked"]) == (node, f"{slurm_lab.user}: fan is loud")
-    assert "we may not drain nodes here" in request["said"]
+    assert (request["node"], request["requested_by"]) == (node, f"{slurm_lab.user}: fan is loud")
+    assert "we may not drain nodes here" in request["drain_error"]
 
 
 def test_an_administrators_run_drains_a_lost_node_takes_that_back_and_leaves_other_drains_alone() -> None:

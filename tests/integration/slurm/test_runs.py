@@ -15,10 +15,10 @@ from rrl.tests.support.runs import (
     TestRun,
     all_work,
     check_sound,
-    light_job,
     current_incarnations,
-    without_replicas,
+    light_job,
     submit_on,
+    without_replicas,
     write_job,
 )  # fmt: skip
 from rrl.tests.support.slurm.lab import SlurmLab
@@ -144,7 +144,9 @@ def test_a_crashed_nodes_replica_gets_a_job_of_its_own_from_the_manager_after_th
         after = current_incarnations(state)
         fresh = after[victim][2]
         gone = [victim, ReplicaId(f"agent/{node}"), ReplicaId(f"agent/{fresh}")]
-        assert without_replicas(before, after, gone)[1] == without_replicas(before, after, gone)[0], "somebody else was touched"
+        assert without_replicas(before, after, gone)[1] == without_replicas(before, after, gone)[0], (
+            "somebody else was touched"
+        )
         assert state.replica(victim).allocation == f"{run.run.id}.rollout-1"
         _end_well(run, slurm_lab)
     finally:
@@ -159,7 +161,7 @@ def test_a_manager_in_the_pool_that_is_killed_is_followed_there_and_the_pool_end
     run = submit_on(slurm_lab, "within", light_job("slurm", 60, spares=0, extra='[manager]\nwhere = "pool"\n'))
     before = current_incarnations(run.wait_steps(3))
     assert [line.split()[1:] for line in slurm_lab.jobs()] == [[f"{run.run.id}.pool", "RUNNING"]]
-    managing = [pid for pid, command in run.processes().items() if "run_here" in command]
+    managing = [pid for pid, command in run.processes().items() if "run_manager" in command]
     os.kill(managing[0], signal.SIGKILL)
     run.wait(lambda s: s.epoch == 2 and s.step > 3)
     kept, now = without_replicas(before, current_incarnations(run.state()), [])

@@ -13,7 +13,15 @@ import pytest
 from rrl.core.types import ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Release
-from rrl.tests.support.runs import TestRun, all_work, check_sound, light_job, current_incarnations, without_replicas, submit_on
+from rrl.tests.support.runs import (
+    TestRun,
+    all_work,
+    check_sound,
+    current_incarnations,
+    light_job,
+    submit_on,
+    without_replicas,
+)
 from rrl.tests.support.slurm.fake_slurm import FakeSlurm
 from rrl.tests.support.slurm.lab import SlurmLab
 

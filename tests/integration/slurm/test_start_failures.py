@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from rrl.core.run_dir import RUNS_ENV
-from rrl.tests.support.runs import TIMEOUT_S, RRL, light_job, write_job
+from rrl.tests.support.runs import RRL, TIMEOUT_S, light_job, write_job
 from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.slurm

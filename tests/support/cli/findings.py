@@ -11,6 +11,7 @@ from rrl.cli.doctor.facts import (  # fmt: skip
     Accounts,
     CgroupConf,
     Config,
+    DoctorOptions,
     Facts,
     Node,
     Nodes,
@@ -20,14 +21,13 @@ from rrl.cli.doctor.facts import (  # fmt: skip
     Storage,
     Trials,
     Visit,
-    DoctorOptions,
 )
 from rrl.cli.doctor.slurm_output import read_config
 from rrl.manager.cluster.base import NodeState
 from rrl.manager.cluster.slurm.limits import JobLimits
 from rrl.roles.node_probe.host import (  # fmt: skip
-    Dcgm,
     CommandResult,
+    Dcgm,
     Host,
     Interface,
     Limits,
@@ -43,8 +43,12 @@ from rrl.roles.node_probe.main import NodeReport, Reached
 
 GIB = 2**30
 RECORDED = Path(__file__).parents[2] / "data" / "recorded" / "doctor"
-TAKEN = CommandResult(0, "", "sbatch: Job 7 to start at 2026-11-20T09:19:27 using 2 processors on n[1-2] in partition gpu")
-REFUSED = CommandResult(1, "", "sbatch: error: invalid partition specified: nope\nallocation failure: Invalid partition name\n")
+TAKEN = CommandResult(
+    0, "", "sbatch: Job 7 to start at 2026-11-20T09:19:27 using 2 processors on n[1-2] in partition gpu"
+)
+REFUSED = CommandResult(
+    1, "", "sbatch: error: invalid partition specified: nope\nallocation failure: Invalid partition name\n"
+)
 ETH0 = Interface("eth0", "10.1.0.5", "10.1.0.0/16")
 IB0 = Interface("ib0", "10.2.0.5", "10.2.0.0/16")
 LO = Interface("lo", "127.0.0.1", "127.0.0.0/8")

@@ -24,7 +24,7 @@ from rrl.core.types import (  # fmt: skip
     Verdict,
     Version,
 )
-from rrl.manager.cluster.base import AllocationStatus, AllocationState, AllocationRequest, NodeStatus, NodeState
+from rrl.manager.cluster.base import AllocationRequest, AllocationState, AllocationStatus, NodeState, NodeStatus
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Request, Rung, Why
 from rrl.manager.model.reducer import fold

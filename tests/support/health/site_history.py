@@ -10,18 +10,18 @@ from rrl.core.types import Cause, Flag, Remedy, Verdict
 from rrl.health.history.rates import DAY_S
 from rrl.health.history.records import (
     ActionTaken,
-    RunStarted,
+    EvidenceLine,
     Failed,
     FindingRecord,
     NodeAcquired,
     NodeReleased,
+    Record,
     RecoveryDone,
     RunEnded,
-    Record,
-    EvidenceLine,
+    RunStarted,
     SourcedRecord,
-    file_name,
     encode_line,
+    file_name,
 )
 
 BEGAN = 1_767_225_600.0

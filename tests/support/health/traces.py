@@ -9,7 +9,7 @@ from rrl.core.run_spec import Limits
 from rrl.core.types import AGENT, Finding, Incarnation, NodeName, ProbeResult, ReplicaId, Verdict, role_of
 from rrl.health.detection.detect import detect
 from rrl.health.detection.detectors.probing import due_probes
-from rrl.health.detection.watch import ReplicaView, HealthMonitor
+from rrl.health.detection.watch import HealthMonitor, ReplicaView
 
 LIMITS = Limits()
 STORE, TRAINER, REWARD = (Incarnation(ReplicaId(f"{role}/0"), 1) for role in ("trajectories", "trainer", "reward"))
@@ -76,7 +76,9 @@ class Trace:
         self.monitor.on_launched(incarnation, NodeName(name), self.now)
 
     def enter(self, incarnation: Incarnation, phase: str) -> None:
-        self.monitor.on_phase(incarnation, phase, self.done.get(incarnation, 0), self.waiting.get(incarnation), self.now)
+        self.monitor.on_phase(
+            incarnation, phase, self.done.get(incarnation, 0), self.waiting.get(incarnation), self.now
+        )
 
     def play(self, seconds: float) -> None:
         until = self.now + seconds
@@ -107,7 +109,9 @@ class Trace:
             assert observed.phase is not None
             if self.limits.phase(observed.phase).progresses and incarnation not in self.still:
                 self.done[incarnation] = self.done.get(incarnation, 0) + 7
-            self.monitor.on_heartbeat(incarnation, observed.phase, self.done.get(incarnation, 0), self.waiting.get(incarnation), self.now)
+            self.monitor.on_heartbeat(
+                incarnation, observed.phase, self.done.get(incarnation, 0), self.waiting.get(incarnation), self.now
+            )
 
     def restart(self) -> None:
         """A new manager; whoever is not silent says Hello to it."""
@@ -127,7 +131,9 @@ class Trace:
         (finding,) = self.findings(at)
         return finding
 
-    def learn(self, incarnation: Incarnation, name: str, seconds: float, passes: int = 4, between: str = "publish") -> None:
+    def learn(
+        self, incarnation: Incarnation, name: str, seconds: float, passes: int = 4, between: str = "publish"
+    ) -> None:
         """Take the replica through a phase a few times, so that its usual duration is known and its first pass past."""
         for _ in range(passes):
             self.enter(incarnation, name)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from rrl.core.faults import Fault
-from rrl.core.run_spec import RunSpec, Limits, NodeGroup, Recovery, Resources, RoleSpec, pool_nodes
+from rrl.core.run_spec import Limits, NodeGroup, Recovery, Resources, RoleSpec, RunSpec, pool_nodes
 from rrl.core.types import ReplicaId
 
 RUN = "small-1"
@@ -49,13 +49,13 @@ def gang_job(
         faults=faults,
     )  # fmt: skip
     roles = tuple(
-        msgspec.structs.replace(one, ranks=ranks, per_node=per_node, warm=warm, standbys=standbys)
+        msgspec.structs.replace(one, ranks=ranks, per_node=per_node, warm=warm, donor_rollouts=standbys)
         if one.name == "trainer" else msgspec.structs.replace(one, warm=engines and one.name == "rollout")
         for one in small.roles
     )  # fmt: skip
     nodes = pool_nodes(roles, NODE) + spares
     return msgspec.structs.replace(
-        small, roles=roles, parts=(msgspec.structs.replace(small.node_groups[0], nodes=nodes, needed=nodes),)
+        small, roles=roles, node_groups=(msgspec.structs.replace(small.node_groups[0], nodes=nodes, min_nodes=nodes),)
     )
 
 
@@ -76,7 +76,7 @@ def in_node_groups(
         parts.append(NodeGroup(name, (name,), nodes, WIDE, term, {"partition": name}, separate, needed))
     parts.sort(key=lambda part: -part.nodes)
     return msgspec.structs.replace(
-        small, cluster="slurm", parts=tuple(parts), walltime=walltime, form=form, start_within=start_timeout_s
+        small, cluster="slurm", node_groups=tuple(parts), walltime=walltime, form=form, start_within=start_timeout_s
     )
 
 
@@ -88,7 +88,10 @@ def commands(
     nodes = sum(role.replicas for role in roles)
     parts = [NodeGroup("pool", tuple(role.name for role in roles), nodes + spares, NODE, min_nodes=nodes + spares)]
     if form == "replica":
-        parts = [NodeGroup(one.name, (one.name,), one.replicas, NODE, separate_jobs=True, min_nodes=one.replicas) for one in roles]
+        parts = [
+            NodeGroup(one.name, (one.name,), one.replicas, NODE, separate_jobs=True, min_nodes=one.replicas)
+            for one in roles
+        ]
     return RunSpec(
         name="small", steps=0, cluster="local", roles=roles, node_groups=tuple(parts), spares=spares, form=form,
         limits=limits or Limits(), recovery=recovery or Recovery(),

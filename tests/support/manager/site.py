@@ -33,13 +33,13 @@ from rrl.core.types import (  # fmt: skip
 )
 from rrl.manager import runtime
 from rrl.manager.cluster.base import (  # fmt: skip
-    AllocationStatus,
-    AllocationState,
-    AllocationRequest,
-    NodeStatus,
-    NodeState,
     AllocationNotRunning,
+    AllocationRequest,
+    AllocationState,
+    AllocationStatus,
     ClusterSnapshot,
+    NodeState,
+    NodeStatus,
     Refused,
     Step,
     Unanswered,
@@ -222,7 +222,9 @@ class Site:
     def observe(self) -> ClusterSnapshot:
         self.polls += 1
         if self.blink and self.polls % 2:
-            return ClusterSnapshot({}, {}, {}) if self.polls % 4 == 1 else ClusterSnapshot(None, None, None, "timed out")
+            return (
+                ClusterSnapshot({}, {}, {}) if self.polls % 4 == 1 else ClusterSnapshot(None, None, None, "timed out")
+            )
         seen = {tag: AllocationStatus(AllocationState.RUNNING, "7", nodes) for tag, nodes in self.allocations.items()}
         for tag, ended in self.cancelled.items():
             seen[tag] = AllocationStatus(AllocationState.ENDED, "7", ended, "CANCELLED", cancelled=True)
@@ -231,7 +233,9 @@ class Site:
 
     def _node(self, node: NodeName) -> NodeStatus:
         reason = self.drained.get(node)
-        return NodeStatus(NodeState.UP) if reason is None else NodeStatus(NodeState.DRAINING, f"drained: {reason}", reason)
+        return (
+            NodeStatus(NodeState.UP) if reason is None else NodeStatus(NodeState.DRAINING, f"drained: {reason}", reason)
+        )
 
     # ── what happens by itself ───────────────────────────────────────────────────────────────────────────────────────
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -271,7 +275,9 @@ class Site:
         state = Follower(self.run).state()
         assert state is not None
         assert state.ended is not None
-        resume_request.write_request(self.run, ResumeRequest("ada", "resume", job, "job.toml", state.ended), lambda _: None)
+        resume_request.write_request(
+            self.run, ResumeRequest("ada", "resume", job, "job.toml", state.ended), lambda _: None
+        )
 
     def when(self, condition: Callable[[], bool], then: Callable[[], None]) -> None:
         """``then``, as soon as it holds."""
@@ -419,7 +425,9 @@ class Actor:
     def _greet(self) -> None:
         if self.role == AGENT:
             ill, now = self.site.ill.get(self.node, ()), virtual.Clock.monotonic()
-            self._send(msg.AgentHello(self.incarnation, self.tag, self.node, self.node, 2, "boot", findings=ill, now=now))
+            self._send(
+                msg.AgentHello(self.incarnation, self.tag, self.node, self.node, 2, "boot", findings=ill, now=now)
+            )
             return
         holds = Version(0, 1) if self.role in ("trainer", "rollout") else None
         phase = _PHASE.get(self.role, "serve")

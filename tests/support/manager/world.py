@@ -33,9 +33,20 @@ from rrl.core.types import (  # fmt: skip
     role_of,
     standby_role_of,
 )
-from rrl.manager.cluster.base import AllocationStatus, AllocationState, AllocationRequest, RejectReason
+from rrl.manager.cluster.base import AllocationRequest, AllocationState, AllocationStatus, RejectReason
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Action, Fence, Finish, Launch, ExternalAction, InjectFault, Release, Request, Rung, StopStep
+from rrl.manager.model.actions import (
+    Action,
+    ExternalAction,
+    Fence,
+    Finish,
+    InjectFault,
+    Launch,
+    Release,
+    Request,
+    Rung,
+    StopStep,
+)
 from rrl.manager.model.queries import workers
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import NEVER_APPEARED, State, Status
@@ -157,7 +168,9 @@ class World:
         return node
 
     def commit(self, step: int) -> None:
-        self.happen(ev.StepCommitted(self.state.replica(ReplicaId("trainer/0")).incarnation, step, {"reward": step / 10}))
+        self.happen(
+            ev.StepCommitted(self.state.replica(ReplicaId("trainer/0")).incarnation, step, {"reward": step / 10})
+        )
 
     def cancel(self) -> None:
         self.happen(ev.CommandReceived("cancel", "me", "c1"))
@@ -230,7 +243,11 @@ class World:
 
     def engines(self) -> list[NodeName]:
         """Nodes on which a rollout is kept ready, once for each."""
-        ready = (one for one in self.state.replicas.values() if _memory_claim(one.incarnation) and one.status is Status.JOINED)
+        ready = (
+            one
+            for one in self.state.replicas.values()
+            if _memory_claim(one.incarnation) and one.status is Status.JOINED
+        )
         return sorted(one.node for one in ready if one.step in self.steps and one.node)
 
     def warmed(self) -> World:
@@ -347,8 +364,12 @@ class World:
         self.held[request.tag] = nodes
         state = AllocationState.RUNNING if nodes else AllocationState.PENDING
         reason = "" if nodes else detail or "Resources"
-        seen = AllocationStatus(state, "7", nodes, reason, unsatisfiable_reason=self.hopeless.get(request.node_group, ""))
-        self._later(0.1, lambda: self.record(ev.IntentSettled(request.tag, True)))  # of one that is known already: changes nothing
+        seen = AllocationStatus(
+            state, "7", nodes, reason, unsatisfiable_reason=self.hopeless.get(request.node_group, "")
+        )
+        self._later(
+            0.1, lambda: self.record(ev.IntentSettled(request.tag, True))
+        )  # of one that is known already: changes nothing
         self._later(1.0, lambda: self.record(ev.AllocationChanged(request.tag, seen)))
         if nodes:
             self._later(1.0 + request.walltime, lambda: self._expire(request.tag))
@@ -388,7 +409,9 @@ class World:
         there = [incarnation for incarnation, node in self.steps.values() if node == action.node]
         held = [incarnation for incarnation in there if _memory_claim(incarnation)]
         if _memory_claim(action.incarnation):
-            assert all(role_of(incarnation.replica) in (AGENT, STANDBY_ROLE) for incarnation in there), f"{action.incarnation} has no room"
+            assert all(role_of(incarnation.replica) in (AGENT, STANDBY_ROLE) for incarnation in there), (
+                f"{action.incarnation} has no room"
+            )
         elif role_of(action.incarnation.replica) not in (AGENT, STANDBY_ROLE) and self.slow_to_stop < 10.0:
             over = action.standby is not None and _memory_claim(action.standby)
             assert over or not held, f"{held} hold the room of {action.incarnation}"
@@ -405,7 +428,10 @@ class World:
             self._later(0.2, lambda: self._join(action))
 
     def _lose_request(self, action: Launch) -> None:
-        if self.state.is_current(action.incarnation) and self.state.replica(action.incarnation.replica).status is Status.LAUNCHING:
+        if (
+            self.state.is_current(action.incarnation)
+            and self.state.replica(action.incarnation.replica).status is Status.LAUNCHING
+        ):
             self.record(found(action.incarnation, "not_adopted", self.now))
 
     def _hello(self, action: Launch) -> None:
@@ -498,12 +524,19 @@ def _exit(text: str) -> tuple[ExitReason, str]:
 
 
 def found(
-    incarnation: Incarnation, detector: str, at: float, proof: bool = False, text: str = "", reason: ExitReason | None = None
+    incarnation: Incarnation,
+    detector: str,
+    at: float,
+    proof: bool = False,
+    text: str = "",
+    reason: ExitReason | None = None,
 ) -> ev.FindingChanged:
     evidence = (Evidence("step", text or f"{incarnation} failed", at),)
     flags = (Flag.NOT_STARTED,) if reason is ExitReason.NOT_STARTED else ()
     return ev.FindingChanged(
-        Finding(detector, Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, at, evidence, incarnation, proof=proof, flags=flags)
+        Finding(
+            detector, Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, at, evidence, incarnation, proof=proof, flags=flags
+        )
     )
 
 

@@ -21,7 +21,7 @@ from rrl.health.readers.base import NotInstalled, PermissionDenied, ReaderOption
 from rrl.health.readers.nvml import queries
 from rrl.health.readers.nvml.names import SUCCESS
 from rrl.health.readers.nvml.reader import NvmlReader
-from rrl.health.readers.nvml.session import QueryResults, Query, FieldQuery
+from rrl.health.readers.nvml.session import FieldQuery, Query, QueryResults
 from rrl.health.readers.samples import NvmlData
 from rrl.tests.support.nvml.driver import FakeDriver
 

@@ -204,13 +204,20 @@ class Gang:
             return member.loads or IDLE
         if not self.joined:
             return COMPILING
-        if any(now < other.stuck or not other.runs(now) for other in self.members) and self.rhythm_phase.phase in COLLECTIVE:
+        if (
+            any(now < other.stuck or not other.runs(now) for other in self.members)
+            and self.rhythm_phase.phase in COLLECTIVE
+        ):
             return IN_COLLECTIVE
         if self.stretch_loads is not None:
             return self.stretch_loads
         if now < self.compiles_until:
             return COMPILING
-        return WAITING if self.waits and self.rhythm_phase.rate is None and self.role != "trajectories" else loads_of(self.rhythm_phase)
+        return (
+            WAITING
+            if self.waits and self.rhythm_phase.rate is None and self.role != "trajectories"
+            else loads_of(self.rhythm_phase)
+        )
 
     def reported_waits_for(self, member: Member, store_stands: bool) -> ReplicaId | None:
         if rank_of(member.incarnation.replica) and self.rhythm_phase.phase.startswith("wait"):
@@ -220,4 +227,6 @@ class Gang:
 
 
 def members_of(gang: ReplicaId, incarnation: int, nodes: list[Node], gpus: int, probed: bool) -> list[Member]:
-    return [Member(Incarnation(member_id(gang, rank), incarnation), node, gpus, probed) for rank, node in enumerate(nodes)]
+    return [
+        Member(Incarnation(member_id(gang, rank), incarnation), node, gpus, probed) for rank, node in enumerate(nodes)
+    ]

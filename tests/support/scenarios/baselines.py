@@ -81,7 +81,9 @@ class Baseline:
             self._moves(one, phase, one.done, now)
             one.joined = True
 
-    def heartbeat(self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float) -> None:
+    def heartbeat(
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float
+    ) -> None:
         if (one := self.replicas.get(incarnation)) is not None:
             one.heartbeat_at = now
             if phase != one.phase or done > one.done:
@@ -103,7 +105,9 @@ class Baseline:
         if (one := self.replicas.get(incarnation)) is not None:
             one.left = True
 
-    def exited(self, incarnation: Incarnation, code: int | None, signal: int | None, why: str, last_line: str, now: float) -> None:
+    def exited(
+        self, incarnation: Incarnation, code: int | None, signal: int | None, why: str, last_line: str, now: float
+    ) -> None:
         if incarnation in self.replicas:
             self._proof("exit_record", Cause.PROCESS, now, incarnation=incarnation)
 
@@ -137,7 +141,11 @@ class Baseline:
         return False
 
     def due_probes(self, now: float) -> list[Incarnation]:
-        return [incarnation for incarnation, one in self.replicas.items() if one.joined and self._rule.needs_probe(incarnation, one, now)]
+        return [
+            incarnation
+            for incarnation, one in self.replicas.items()
+            if one.joined and self._rule.needs_probe(incarnation, one, now)
+        ]
 
     def answered(self, incarnation: Incarnation, result: ProbeResult, detail: str, now: float) -> None:
         if (one := self.replicas.get(incarnation)) is not None:
@@ -181,7 +189,11 @@ class FixedTimeout:
 
 class RobustRL:
     def __init__(self, factor: float = 1.0) -> None:
-        self._tensor, self._tokens, self._answer = ZERO_TENSOR_S * factor, ZERO_TOKENS_S * factor, ANSWER_TIMEOUT_S * factor
+        self._tensor, self._tokens, self._answer = (
+            ZERO_TENSOR_S * factor,
+            ZERO_TOKENS_S * factor,
+            ANSWER_TIMEOUT_S * factor,
+        )
 
     def fails(self, incarnation: Incarnation, one: _ReplicaState, now: float) -> bool:
         role = role_of(incarnation.replica)
@@ -201,6 +213,10 @@ class RobustRL:
         return True
 
 
-def _finding(what: str, cause: Cause, now: float, incarnation: Incarnation | None, node: NodeName | None = None) -> Finding:
+def _finding(
+    what: str, cause: Cause, now: float, incarnation: Incarnation | None, node: NodeName | None = None
+) -> Finding:
     remedy = Remedy.EXCLUDE if node is not None else Remedy.RESTART
-    return Finding(what, Verdict.FAIL, cause, remedy, now, (Evidence("baseline", what, now),), incarnation=incarnation, node=node)
+    return Finding(
+        what, Verdict.FAIL, cause, remedy, now, (Evidence("baseline", what, now),), incarnation=incarnation, node=node
+    )

@@ -195,13 +195,13 @@ class ScenarioEvent:
             if event.answers_after is not None:
                 after = event.answers_after
                 member.answers_after, member.answers_until = lambda: after.draw(self._random), now + lasts
-        elif event.do == "lie":
+        elif event.do == "false_progress":
             member.false_progress_until, member.loads = now + lasts, self._loads(IDLE)
         elif event.do == "slow":
             member.slow, member.slow_until = event.factor, now + lasts
-        elif event.do == "mute":
+        elif event.do == "disconnect":
             member.muted_until = now + lasts
-        elif event.do == "late_beats" and event.by is not None:
+        elif event.do == "late_heartbeats" and event.by is not None:
             by = event.by
             member.late_by, member.late_until = lambda: by.draw(self._random), now + lasts
         elif event.do == "busy" and event.answers_after is not None:

@@ -7,8 +7,8 @@ from typing import Literal, get_args
 Target = Literal["process", "node", "manager"]
 
 PROCESS_EVENTS = Literal[
-    "crash", "exit", "vanish", "goodbye", "hang", "wedge", "freeze", "lie", "quiet", "stretch", "slow", "late_beats",
-    "mute", "busy", "restart", "start_takes",
+    "crash", "exit", "vanish", "goodbye", "hang", "wedge", "freeze", "false_progress", "quiet", "stretch", "slow", "late_heartbeats",
+    "disconnect", "busy", "restart", "start_takes",
 ]  # fmt: skip
 NODE_EVENTS = Literal[
     "node_dies", "node_down", "agent_dies", "agent_freezes", "cut", "suspend", "drain", "unknown", "flap",
@@ -18,19 +18,19 @@ MANAGER_EVENTS = Literal["manager_restart", "manager_pause", "cluster_away"]
 
 _LOADS = ("cpu", "gpu_use", "tensor")
 KEYS: dict[str, tuple[str, ...]] = {
-    "crash": ("signal", "said", "phase"),
-    "exit": ("code", "said", "phase"),
+    "crash": ("signal", "last_line", "phase"),
+    "exit": ("code", "last_line", "phase"),
     "vanish": ("phase",),
     "goodbye": ("phase",),
     "hang": ("phase", "for", *_LOADS),
     "wedge": ("phase", "for", "answer", *_LOADS),
     "freeze": ("phase", "for"),
-    "lie": ("phase", "for", "cpu", "gpu_use"),
+    "false_progress": ("phase", "for", "cpu", "gpu_use"),
     "quiet": ("phase", "for", "answers_after", *_LOADS),
     "stretch": ("phase", "for", *_LOADS),
     "slow": ("phase", "factor", "for"),
-    "late_beats": ("phase", "by", "for"),
-    "mute": ("phase", "for"),
+    "late_heartbeats": ("phase", "by", "for"),
+    "disconnect": ("phase", "for"),
     "busy": ("phase", "answers_after", "for"),
     "restart": ("phase",),
     "start_takes": ("for",),
@@ -60,7 +60,7 @@ KEYS: dict[str, tuple[str, ...]] = {
 }
 """key of the file → who may have it; ``at``, ``after``, ``do``, ``who`` and ``name`` are everybody's"""
 NEEDED: dict[str, str] = {
-    "stretch": "for", "slow": "factor", "late_beats": "by", "busy": "answers_after", "start_takes": "for", "xid": "xid",
+    "stretch": "for", "slow": "factor", "late_heartbeats": "by", "busy": "answers_after", "start_takes": "for", "xid": "xid",
 }  # fmt: skip
 """what it does nothing without"""
 CHANGES = frozenset({"gpu", "port", "mount", "host"})

@@ -177,7 +177,13 @@ class Machines:
             if now < machine.due.get(reader, machine.offset):
                 continue
             busy = machine.busy_from <= now < machine.busy_until
-            pace = _QUIET_INTERVAL_S if not busy else PACE[reader] if reader in machine.watched else max(PACE[reader], _CALM_S)
+            pace = (
+                _QUIET_INTERVAL_S
+                if not busy
+                else PACE[reader]
+                if reader in machine.watched
+                else max(PACE[reader], _CALM_S)
+            )
             soon = max(machine.busy_from, now + 1.0) if now < machine.busy_from else inf
             machine.due[reader] = now + pace if busy else min(now + pace, soon)
             found.append(self._reading(machine, node, reader, now))

@@ -50,7 +50,9 @@ def limits_of(scenario: Scenario, factor: float = 1.0) -> Limits:
     for name in {*PHASES, *limits.phases}:
         phase = limits.phase(name)
         given_phase = limits.phases.get(name, PhaseSpec())
-        views[name] = msgspec.structs.replace(given_phase, shortest=phase.shortest * factor, longest=phase.longest * factor)
+        views[name] = msgspec.structs.replace(
+            given_phase, shortest=phase.shortest * factor, longest=phase.longest * factor
+        )
     scaled = {name: getattr(limits, name) * factor for name in _SCALED}
     return msgspec.structs.replace(limits, phases=views, **scaled)
 
@@ -103,7 +105,9 @@ class RrlDetectors:
         self._tenants.pop(incarnation, None)  # the newest of a GPU comes last
         self._tenants[incarnation] = node, uuids
 
-    def heartbeat(self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float) -> None:
+    def heartbeat(
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float
+    ) -> None:
         self._monitor.on_heartbeat(incarnation, phase, done, waits_for, now)
 
     def entered(self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float) -> None:
@@ -113,7 +117,9 @@ class RrlDetectors:
         self._monitor.on_goodbye(incarnation, now)
         self._has_new_input = True
 
-    def exited(self, incarnation: Incarnation, code: int | None, signal: int | None, why: str, last_line: str, now: float) -> None:
+    def exited(
+        self, incarnation: Incarnation, code: int | None, signal: int | None, why: str, last_line: str, now: float
+    ) -> None:
         reason = ExitReason.EXITED if signal is None else ExitReason.SIGNALED
         self._monitor.on_step_ended(incarnation, code, signal, reason, now, last_line, why)
         self._has_new_input = True
@@ -259,7 +265,12 @@ class RrlDetectors:
     def findings(self, now: float) -> list[Finding]:
         self._judge_nodes(now)
         self._ticks += 1
-        self._checked_now = self._has_new_input or now >= self._next_check or bool(self._raw) or self._ticks % _MAX_TICKS_BETWEEN_CHECKS == 0
+        self._checked_now = (
+            self._has_new_input
+            or now >= self._next_check
+            or bool(self._raw)
+            or self._ticks % _MAX_TICKS_BETWEEN_CHECKS == 0
+        )
         if not self._checked_now:
             return self._found
         self._has_new_input = False
@@ -275,7 +286,11 @@ class RrlDetectors:
 
     def _context(self, now: float) -> CorrelationContext:
         working = [one for one in self._monitor.replicas.values() if role_of(one.incarnation.replica) != AGENT]
-        joined = {one.incarnation for one in working if one.status == "joined" and role_of(one.incarnation.replica) in self._rollouts}
+        joined = {
+            one.incarnation
+            for one in working
+            if one.status == "joined" and role_of(one.incarnation.replica) in self._rollouts
+        }
         return CorrelationContext(len(self._monitor.nodes), {one.node for one in working}, joined,
                     silent_workers=missing_heartbeats(self._raw, self._monitor, self._limits, now),
                     silent_nodes=silent_nodes(self._raw, self._monitor, self._limits, now))  # fmt: skip

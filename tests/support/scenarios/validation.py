@@ -54,7 +54,10 @@ def mistakes(scenario: Scenario) -> Iterator[Mistake]:
         place = ("roles", name)
         for index, heartbeat in enumerate(table.rhythm):
             if heartbeat.waits and heartbeat.waits not in roles:
-                yield (*place, "rhythm", index, "waits"), f"there is no role {heartbeat.waits}{_near(heartbeat.waits, roles)}"
+                yield (
+                    (*place, "rhythm", index, "waits"),
+                    f"there is no role {heartbeat.waits}{_near(heartbeat.waits, roles)}",
+                )
         if not any(heartbeat.lasts.a or heartbeat.lasts.b for heartbeat in table.rhythm):
             yield (*place, "rhythm"), "all of its phases last 0 s"
         if len(table.on) > table.replicas * table.ranks:

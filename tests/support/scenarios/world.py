@@ -9,10 +9,10 @@ from random import Random
 
 from rrl.core.types import Incarnation, NodeName, gang_of
 from rrl.tests.support.scenarios.actors import (
-    STORE_PHASES,
     COLLECTIVE,
     STARTING,
     STORE,
+    STORE_PHASES,
     Gang,
     Member,
     Node,
@@ -170,7 +170,9 @@ class World:
         member.welcomed = True
         self.judge.hello(member.incarnation, member.node.name, phase, self.now)
         if member.gpu_indices:
-            self.judge.gpus(member.incarnation, member.node.name, [uuid_of(member.node.name, gpu) for gpu in member.gpu_indices])
+            self.judge.gpus(
+                member.incarnation, member.node.name, [uuid_of(member.node.name, gpu) for gpu in member.gpu_indices]
+            )
 
     def _starts(self, gang: Gang) -> None:
         if gang.launch_at < inf:
@@ -218,15 +220,23 @@ class World:
         now = self.now
         if member.ended or not member.runs(now) or member.said_goodbye:
             return
-        if member.outbox or now < member.node.cut or now < member.muted_until or now < member.late_until or self.is_deaf:
-            self._send(member, "beat", self._reported(gang, member, stands))
+        if (
+            member.outbox
+            or now < member.node.cut
+            or now < member.muted_until
+            or now < member.late_until
+            or self.is_deaf
+        ):
+            self._send(member, "heartbeat", self._reported(gang, member, stands))
             self._deliver(member)
         else:
             if not member.welcomed:
                 self._greets(member, gang.rhythm_phase.phase)
             phase, done, waits_for = self._reported(gang, member, stands)
             self.judge.heartbeat(member.incarnation, phase, done, waits_for, now)  # type: ignore[arg-type]
-        if self._ticks % HEARTBEATS_PER_LOAD_REPORT == 0 and now >= member.node.cut and not self.is_deaf:  # its agent tells them
+        if (
+            self._ticks % HEARTBEATS_PER_LOAD_REPORT == 0 and now >= member.node.cut and not self.is_deaf
+        ):  # its agent tells them
             from_agent = self.scenario.cluster.loads and member.node.agent_is_running(now)
             self.judge.load(member.incarnation, gang.loads(member, now), member.gpus > 0, from_agent, now)
 
@@ -265,7 +275,9 @@ class World:
     def later(self, at: float, what: Callable[[], None]) -> None:
         self._later.append((at, what))
 
-    def ends(self, member: Member, code: int | None, signal: int | None, last_line: str, *, vanishes: bool = False) -> None:
+    def ends(
+        self, member: Member, code: int | None, signal: int | None, last_line: str, *, vanishes: bool = False
+    ) -> None:
         """Its process is no more. ``vanishes``: without an exit record."""
         member.ended = True
         member.end = ("vanish" if vanishes else "exit", code, signal, last_line)
@@ -279,7 +291,11 @@ class World:
     def _report_ends(self) -> None:
         """Exit records lie on shared storage; that a process is gone without one only its node's agent can say."""
         for member in list(self._unreported_ends):
-            if self.members_by_incarnation.get(member.incarnation) is not member or member.end is None or member.node.excluded:
+            if (
+                self.members_by_incarnation.get(member.incarnation) is not member
+                or member.end is None
+                or member.node.excluded
+            ):
                 self._unreported_ends.remove(member)
                 continue
             what, code, signal, last_line = member.end

@@ -17,7 +17,7 @@ from rrl.tests.support.runs import TestRun
 from rrl.tests.support.security.attacks import Footprint, barrage, half_open, member_gone_mad, ports_of
 from rrl.transport.control.endpoints import Address, Dialer
 from rrl.transport.keys import RunKeys
-from rrl.transport.messages import Heartbeat, FromManager
+from rrl.transport.messages import FromManager, Heartbeat
 
 RECOVERY_TIMEOUT_S = 40.0
 """s for descriptors to be where they were: four deadlines of a handshake"""

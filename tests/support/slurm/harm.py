@@ -1,6 +1,6 @@
 """Harm on request: lets the lab's plain user ask for what only the lab may do to its nodes and its controller.
 
-A Unix socket in the lab's folder (its path is in the user's environment as RRL_LAB_HARM) that only the lab's user may
+A Unix socket in the lab's folder (its path is in the user's environment as RRL_LAB_FAULTS) that only the lab's user may
 open; one JSON object a line, one answer each:
 
     {"do": "crash", "node": "n3"}                  -> {"ok": true, "detail": "crash n3"}
@@ -30,7 +30,7 @@ import msgspec
 if TYPE_CHECKING:
     from rrl.tests.support.slurm.lab import SlurmLab
 
-ENV = "RRL_LAB_HARM"
+ENV = "RRL_LAB_FAULTS"
 _MAX_DURATION_S = 3600.0
 """s; no harm lasts longer"""
 _MAX_DELAY_MS = 60_000.0

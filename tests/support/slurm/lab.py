@@ -196,7 +196,9 @@ class SlurmLab:
                 if all(states.get(node) == state for node, state in wanted.items()):
                     return
             time.sleep(0.05)
-        raise RuntimeError(f"nodes did not become {dict(wanted)} within {timeout_s:.0f} s: {observed}; see {self.dir}/log")
+        raise RuntimeError(
+            f"nodes did not become {dict(wanted)} within {timeout_s:.0f} s: {observed}; see {self.dir}/log"
+        )
 
     def wait_job(self, job: str, wanted: str) -> None:
         """Wait until Slurm shows a job's state and reason so (``PENDING Resources``). Raises RuntimeError."""

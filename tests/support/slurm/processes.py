@@ -101,7 +101,9 @@ def delaying(lab: Path, link: str) -> dict[int, Process]:
 
 def stepd(lab: Path, step: str) -> list[int]:
     """Pids of the slurmstepds of ``<job>.<step>``, on whichever nodes."""
-    return sorted(pid for (_, name), pids in _step_sockets(lab, running_processes()).items() if name == step for pid in pids)
+    return sorted(
+        pid for (_, name), pids in _step_sockets(lab, running_processes()).items() if name == step for pid in pids
+    )
 
 
 def _step_sockets(lab: Path, everybody: dict[int, Process]) -> dict[tuple[str, str], set[int]]:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 from rrl.core.types import ReplicaId, Version
-from rrl.tests.support.weights.piping import CHUNK, SECRET, SIZE, SpyTransport, child, weight_source, transport_for
+from rrl.tests.support.weights.piping import CHUNK, SECRET, SIZE, SpyTransport, child, transport_for, weight_source
 from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.transport.messages import WeightSource
 from rrl.transport.weights.base import STARVATION_TIMEOUT_S
@@ -86,7 +86,14 @@ class Receiver:
         def named() -> tuple[WeightSource, ...]:
             return select_sources(ReplicaId(self.name), holders(), version, LENGTH)
 
-        return await pull(self.store, version, named, self.spy, adaptive_timeout=adaptive_timeout, starvation_timeout=starvation_timeout)
+        return await pull(
+            self.store,
+            version,
+            named,
+            self.spy,
+            adaptive_timeout=adaptive_timeout,
+            starvation_timeout=starvation_timeout,
+        )
 
 
 @asynccontextmanager

@@ -108,7 +108,11 @@ class _Connection(ManagerConnection):
     what it would tell the manager is told to others here."""
 
     def __init__(
-        self, start: Start, store: WeightStore, report_version: Callable[[Version], None], dropped: Callable[[Failed], None]
+        self,
+        start: Start,
+        store: WeightStore,
+        report_version: Callable[[Version], None],
+        dropped: Callable[[Failed], None],
     ) -> None:
         launch = Launch("", "", start.incarnation, NodeName(""), (), {}, "", 0, dies_with_launcher=False)
         keys = RunKeys("", "", "", "", bytes.fromhex(start.secret))
@@ -221,7 +225,7 @@ class _Member:
             if self._start.check:
                 good = held.manifest.version == committed.version
                 good = good and await asyncio.to_thread(right, held, self._start.nbytes)
-                committed = msgspec.structs.replace(committed, right=good)
+                committed = msgspec.structs.replace(committed, is_correct=good)
             self.report_to_driver(committed)
 
 

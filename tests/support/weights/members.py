@@ -119,7 +119,9 @@ class Member:
         self.send(command)
         return await self.wait_for_report(kind)
 
-    async def wait_for_report(self, kind: type[T], which: Callable[[T], bool] = lambda report: True, timeout_s: float = TIMEOUT_S) -> T:
+    async def wait_for_report(
+        self, kind: type[T], which: Callable[[T], bool] = lambda report: True, timeout_s: float = TIMEOUT_S
+    ) -> T:
         """The first report of this kind, as soon as it is there. Raises TimeoutError, or ConnectionError when the
         member is gone."""
         async with asyncio.timeout(timeout_s):

@@ -13,13 +13,13 @@ from typing import Any
 from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.transport.messages import WeightSource
-from rrl.transport.weights.base import STARVATION_TIMEOUT_S, WeightTransport, TransportError
+from rrl.transport.weights.base import STARVATION_TIMEOUT_S, TransportError, WeightTransport
 from rrl.transport.weights.manifest import Manifest
 from rrl.transport.weights.pull import AdaptiveTimeout
 from rrl.transport.weights.select import open_transport
 from rrl.transport.weights.store import WeightStore
 
-TRANSPORTS_ENV = "RRL_TEST_PIPES"
+TRANSPORTS_ENV = "RRL_TEST_TRANSPORTS"
 KINDS = tuple(os.environ.get(TRANSPORTS_ENV, "tcp").split(","))
 """ucx runs in a network namespace of its own (test_ucx_apart.py), since its ports authenticate nobody. nixl runs in a
 process of its own (test_nixl_apart.py): its UCX and ucxx's do not get on with each other. With ucx, nixl, ucx in turn
@@ -95,7 +95,13 @@ class SpyTransport:
         self.failed: dict[str, list[str]] = {}
 
     async def fetch(
-        self, address: str, version: Version, span: range, into: memoryview, timeout: float, starvation_timeout: float = STARVATION_TIMEOUT_S
+        self,
+        address: str,
+        version: Version,
+        span: range,
+        into: memoryview,
+        timeout: float,
+        starvation_timeout: float = STARVATION_TIMEOUT_S,
     ) -> None:
         try:
             await self.transport.fetch(address, version, span, into, timeout, starvation_timeout)
@@ -108,7 +114,9 @@ class SpyTransport:
     async def serve(self, store: WeightStore, host: str) -> str:
         return await self.transport.serve(store, host)
 
-    async def manifest(self, address: str, version: Version, timeout: float, starvation_timeout: float = STARVATION_TIMEOUT_S) -> Manifest:
+    async def manifest(
+        self, address: str, version: Version, timeout: float, starvation_timeout: float = STARVATION_TIMEOUT_S
+    ) -> Manifest:
         return await self.transport.manifest(address, version, timeout, starvation_timeout)
 
     def disconnect(self, address: str) -> None:

@@ -47,7 +47,14 @@ async def _main(kind: str, secret: bytes, nbytes: int, chunk_bytes: int, upstrea
 
 async def _pull(store: WeightStore, transport: WeightTransport, upstream: str) -> None:
     source = WeightSource(Incarnation(ReplicaId("rollout/0"), 1), upstream)
-    await pull(store, VERSION, lambda: [source], transport, adaptive_timeout=AdaptiveTimeout(PULL_TIMEOUT_S, PULL_TIMEOUT_S), starvation_timeout=PULL_TIMEOUT_S)
+    await pull(
+        store,
+        VERSION,
+        lambda: [source],
+        transport,
+        adaptive_timeout=AdaptiveTimeout(PULL_TIMEOUT_S, PULL_TIMEOUT_S),
+        starvation_timeout=PULL_TIMEOUT_S,
+    )
 
 
 if __name__ == "__main__":

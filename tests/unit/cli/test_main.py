@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from rrl.cli import commands, main
 from rrl.config.job.schema import Job
 from rrl.core.run_dir import RUNS_ENV, RunDir
-from rrl.core.run_spec import RunSpec, ManagerSpec
+from rrl.core.run_spec import ManagerSpec, RunSpec
 from rrl.core.types import Outcome
 from rrl.manager.bootstrap import start as starting
 from rrl.manager.model.state import State
@@ -68,7 +68,7 @@ def test_the_version_is_the_distributions(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected_text"),
     [
         (["canecl"], "rrl: No such command 'canecl'. Did you mean 'cancel'? see: rrl --help"),
         (["status", "--nope"], "rrl: No such option: --nope; see: rrl status --help"),
@@ -78,10 +78,10 @@ def test_the_version_is_the_distributions(capsys: pytest.CaptureFixture[str]) ->
     ],
 )
 def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(
-    root: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+    root: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected_text: str
 ) -> None:
     assert main.run(arguments) == 2
-    assert output_of(capsys) == ("", told + "\n")
+    assert output_of(capsys) == ("", expected_text + "\n")
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "cancel", "manage"])
@@ -273,7 +273,7 @@ def _pretends(monkeypatch: pytest.MonkeyPatch, root: Path, story: Story) -> None
 
     monkeypatch.setattr(starting, "create", create)
     monkeypatch.setattr(starting, "start", start)
-    monkeypatch.setattr(starting, "run_here", run_here)
+    monkeypatch.setattr(starting, "run_manager", run_here)
 
 
 def test_submit_prints_the_id_alone_on_stdout(

@@ -29,7 +29,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     story = Story(RUN).works()
     incarnation = story.incarnation("rollout/0")
     evidence = (Evidence("stderr", HOSTILE, story.now),)
-    failed = Finding("exit_record", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, story.now, evidence, incarnation=incarnation)
+    failed = Finding(
+        "exit_record", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, story.now, evidence, incarnation=incarnation
+    )
     story.record(ev.FindingChanged(failed))
     made = story.written(tmp_path)
     line = stamp(int(story.now * 1e6)).decode()

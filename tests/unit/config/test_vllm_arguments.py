@@ -43,5 +43,8 @@ def test_of_a_vllm_that_is_written_otherwise_nothing_is_known(tmp_path: Path, mo
 
 def test_a_mistyped_argument_is_told_with_the_one_that_is_meant_if_the_user_may_set_it() -> None:
     known = {"max_num_seqs", "stream_interval"}
-    assert unknown_argument_text("max_num_seq", known, "X") == "X has no such argument (EngineArgs); did you mean max_num_seqs?"
+    assert (
+        unknown_argument_text("max_num_seq", known, "X")
+        == "X has no such argument (EngineArgs); did you mean max_num_seqs?"
+    )
     assert unknown_argument_text("stream_intervall", known, "X") == "X has no such argument (EngineArgs)"

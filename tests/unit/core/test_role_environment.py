@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rrl.core.role_environment import wrap, select_variables, prelude
+from rrl.core.role_environment import prelude, select_variables, wrap
 from rrl.core.run_spec import EnvSpec
 
 GOLDEN = """\
@@ -97,7 +97,9 @@ class PreludeResult:
 
 
 def test_lines_are_run_in_order_in_one_shell_and_the_command_sees_what_they_set() -> None:
-    said = PreludeResult(EnvSpec(setup=("A=1", "export B=$((A + 1))", "cd /usr")), "sh", "-c", "echo $B $A $PWD; echo own >&2")
+    said = PreludeResult(
+        EnvSpec(setup=("A=1", "export B=$((A + 1))", "cd /usr")), "sh", "-c", "echo $B $A $PWD; echo own >&2"
+    )
     assert (said.report, said.out, said.err, said.stderr) == ("begun", "2 /tmp\n", "own\n", "")
 
 

@@ -31,7 +31,10 @@ class HetJob:
 
 
 def test_the_first_component_of_a_heterogeneous_job_is_given_back_after_the_others(tmp_path: Path) -> None:
-    asked = Request(AllocationRequest(FIRST, 1, NODE, 60.0, further_components=(AllocationRequest(OTHER, 1, NODE, 60.0),)), Why(("because",)))
+    asked = Request(
+        AllocationRequest(FIRST, 1, NODE, 60.0, further_components=(AllocationRequest(OTHER, 1, NODE, 60.0),)),
+        Why(("because",)),
+    )
     events: tuple[ev.Event, ...] = (ev.RunStarted(RUN, job()), ev.Intended(asked), ev.IntentSettled(FIRST, True))
     state: State | None = None
     for seq, event in enumerate(events, 1):

@@ -10,9 +10,9 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from rrl.core.faults import FaultTrigger, Fault, FaultKind
+from rrl.core.faults import Fault, FaultKind, FaultTrigger
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import RunSpec, Limits
+from rrl.core.run_spec import Limits, RunSpec
 from rrl.core.types import STANDBY_ROLE, Incarnation, Outcome, ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Launch
@@ -83,7 +83,11 @@ def assert_nobody_else_came_back(site: Site, but: ReplicaId = TRAINER) -> None:
 def around_the_promotion(records: list[ev.Stamped]) -> range:
     """Numbers of the records from the trainer's fence to the first commit of what its shadow became."""
     fence = next(s.seq for s in records if isinstance(s.event, ev.Decided) and isinstance(s.event.action, Fence))
-    commit = next(s.seq for s in records if isinstance(s.event, ev.StepCommitted) and s.event.incarnation == Incarnation(TRAINER, 2))
+    commit = next(
+        s.seq
+        for s in records
+        if isinstance(s.event, ev.StepCommitted) and s.event.incarnation == Incarnation(TRAINER, 2)
+    )
     return range(fence - 3, commit + 2)
 
 
@@ -96,7 +100,7 @@ def unharmed() -> Site:
 
 
 def test_a_killed_trainer_goes_on_as_the_shadow_of_its_node(unharmed: Site) -> None:
-    assert unharmed.promotions == [f"shadow/{_node_of(unharmed)}#1 trainer/0#2"]
+    assert unharmed.promotions == [f"standby/{_node_of(unharmed)}#1 trainer/0#2"]
     assert_nobody_else_came_back(unharmed)
     assert len(incarnations_of(unharmed)[TRAINER]) == 2
     adoption = next(s.event.action for s in unharmed.records if isinstance(s.event, ev.Intended)
@@ -164,14 +168,16 @@ def crashed() -> Site:
 
 
 def test_a_rollout_whose_node_crashes_goes_on_as_the_one_that_is_kept_ready(crashed: Site) -> None:
-    assert crashed.promotions == ["shadow/n5:rollout#1 rollout/1#2"]
+    assert crashed.promotions == ["standby/n5:rollout#1 rollout/1#2"]
     assert len(incarnations_of(crashed)[ROLLOUT]) == 2
 
 
 def around_its_promotion(records: list[ev.Stamped]) -> range:
     """Numbers of the records from the exclusion of the node until the rollout has joined."""
     excluded = next(s.seq for s in records if isinstance(s.event, ev.Decided) and isinstance(s.event.action, Exclude))
-    joined = next(s.seq for s in records if isinstance(s.event, ev.Joined) and s.event.incarnation == Incarnation(ROLLOUT, 2))
+    joined = next(
+        s.seq for s in records if isinstance(s.event, ev.Joined) and s.event.incarnation == Incarnation(ROLLOUT, 2)
+    )
     return range(excluded, joined + 2)
 
 

@@ -20,12 +20,12 @@ import msgspec
 import pytest
 from msgspec import Struct
 
-from rrl.core.faults import FaultTrigger, Fault, FaultKind
+from rrl.core.faults import Fault, FaultKind, FaultTrigger
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import HealthSpec, RunSpec, Limits, Recovery
+from rrl.core.run_spec import HealthSpec, Limits, Recovery, RunSpec
 from rrl.core.types import AGENT, STANDBY_ROLE, Outcome, ReplicaId, role_of
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Decision, Fence, Launch, ExternalAction, Release, Request, StopStep
+from rrl.manager.model.actions import Decision, ExternalAction, Fence, Launch, Release, Request, StopStep
 from rrl.manager.model.queries import workers
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State, Status
@@ -219,7 +219,9 @@ def _assert_same_end(script: Script, site: Site, outcome: Outcome, state: State,
     worked = _worked(site)
     assert worked.keys() == unharmed.worked.keys()
     for replica, incarnations in unharmed.worked.items():
-        together = script is not IS_REPAIRED or incarnations > 1  # whoever fails with others may fail once more with them
+        together = (
+            script is not IS_REPAIRED or incarnations > 1
+        )  # whoever fails with others may fail once more with them
         assert incarnations <= worked[replica] <= incarnations + together, (replica, worked)
 
 
@@ -428,7 +430,9 @@ def test_what_dies_while_there_is_no_manager_is_found_dead_by_the_next() -> None
 
 def test_nobody_else_is_touched_by_the_death_of_a_rollout_and_of_a_node() -> None:
     site, _, _ = run_to_end()
-    incarnations = {s.event.incarnation.replica: s.event.incarnation.number for s in site.records if isinstance(s.event, ev.Joined)}
+    incarnations = {
+        s.event.incarnation.replica: s.event.incarnation.number for s in site.records if isinstance(s.event, ev.Joined)
+    }
     assert incarnations == {STORE: 1, REWARD: 1, TRAINER: 1, R0: 2, R1: 2}
 
 

@@ -16,7 +16,7 @@ from rrl.core.run_spec import Limits
 from rrl.core.types import NodeName, Outcome, ReplicaId
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State
-from rrl.manager.planner.recovery.node_exclusion import exclusions_allowed, deferred_exclusions
+from rrl.manager.planner.recovery.node_exclusion import deferred_exclusions, exclusions_allowed
 from rrl.manager.reporting.summary import summarize
 from rrl.tests.support.manager.jobs import ROLLOUTS, job
 from rrl.tests.support.manager.site import Site

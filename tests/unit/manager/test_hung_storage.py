@@ -95,7 +95,7 @@ def test_while_the_run_directory_hangs_those_who_come_are_heard_and_afterwards_w
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: Storage
 ) -> None:
     standing = Handling(tmp_path, *LAUNCHED)
-    monkeypatch.setattr(lease_module, "LOOK_BY", 0.05)
+    monkeypatch.setattr(lease_module, "CHECK_TIMEOUT_S", 0.05)
 
     async def live() -> None:
         lease, line = await Lease.acquire(standing.run, PATIENCE), FakeListener()
@@ -129,7 +129,7 @@ def test_a_witness_is_heard_too_and_what_it_saw_counts_as_soon_as_it_can_be_read
 ) -> None:
     standing = Handling(tmp_path, *LAUNCHED)
     standing.handle(WANTED)
-    monkeypatch.setattr(hearing_module, "READ_BY", 0.05)
+    monkeypatch.setattr(hearing_module, "EXIT_RECORD_READ_TIMEOUT_S", 0.05)
     storage.hangs(hearing_module, "read_exit", monkeypatch)
 
     async def live() -> None:
@@ -148,7 +148,7 @@ def test_a_successor_that_a_look_saw_in_the_end_is_heeded_then(
 ) -> None:
     run = RunDir(tmp_path / RUN)
     run.create()
-    monkeypatch.setattr(lease_module, "LOOK_BY", 0.05)
+    monkeypatch.setattr(lease_module, "CHECK_TIMEOUT_S", 0.05)
 
     async def live() -> None:
         lease = await Lease.acquire(run, PATIENCE)
@@ -173,7 +173,7 @@ def test_nobody_decides_while_the_first_look_after_a_freeze_is_on_its_way(
 ) -> None:
     run = RunDir(tmp_path / RUN)
     run.create()
-    monkeypatch.setattr(lease_module, "LOOK_BY", DEADLINE)
+    monkeypatch.setattr(lease_module, "CHECK_TIMEOUT_S", DEADLINE)
 
     async def live() -> None:
         lease = await Lease.acquire(run, PATIENCE)

@@ -45,16 +45,16 @@ def _end(role: str, main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(
-    ("model", "told"),
+    ("model", "expected_text"),
     [(_TWICE, "rrl: [model.tokenizer] pieces has '0' twice\n"), (_NOWHERE, "rrl: [model] path: /nowhere/model")],
 )
 def test_a_model_that_cannot_be_is_one_line_and_exit_code_2(
-    role: str, main: Callable[[], None], model: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch,
+    role: str, main: Callable[[], None], model: dict[str, Any], expected_text: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     assert _end(role, main, monkeypatch, model=model) == 2
     said = capsys.readouterr().err
-    assert said.startswith(told)
+    assert said.startswith(expected_text)
     assert said.count("\n") == 1
 
 

@@ -195,7 +195,7 @@ def test_an_exact_truth_is_found_by_the_rank_that_it_names(tmp_path: Path) -> No
 
 # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected_text"),
     [
         (CRASH + CRASH.replace("first", "other") + TRUTH.replace('of = "first"\n', ""),
          "one.toml:14: truth.0.of: is needed where there is not one event"),
@@ -218,12 +218,12 @@ def test_an_exact_truth_is_found_by_the_rank_that_it_names(tmp_path: Path) -> No
         ("[expect]\ngpu = 8\n", "what can be expected of a node"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_line_that_says_where_and_what_is_right(tmp_path: Path, text: str, said: str) -> None:
+def test_a_mistake_is_one_line_that_says_where_and_what_is_right(tmp_path: Path, text: str, expected_text: str) -> None:
     with pytest.raises(ScenarioError) as error:
         scenario(tmp_path, text)
     (line,) = str(error.value).splitlines()
     assert line.startswith(f"{tmp_path}/one.toml:")
-    assert said in line
+    assert expected_text in line
 
 
 def test_events_that_would_come_after_the_end_with_every_seed_are_refused(tmp_path: Path) -> None:

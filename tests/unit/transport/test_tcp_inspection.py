@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from rrl.transport import tcp_inspection
-from rrl.transport.tcp_inspection import accepted_connections, set_port_blocked, bytes_received
+from rrl.transport.tcp_inspection import accepted_connections, bytes_received, set_port_blocked
 from rrl.transport.weights import ucx
 
 SOON = 30.0
@@ -39,7 +39,7 @@ def test_a_listener_that_is_closed_meanwhile_makes_nobody_else_deaf(monkeypatch:
                 os.dup2(here.fileno(), fd)
             return one
 
-        monkeypatch.setattr(tcp_inspection, "_borrowed", lent)
+        monkeypatch.setattr(tcp_inspection, "_borrow", lent)
         set_port_blocked(port, True)
         monkeypatch.undo()
         dialled.sendall(b"heard")
@@ -60,8 +60,8 @@ def test_what_has_come_is_counted_where_the_kernel_tells_and_not_known_where_it_
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_only_who_is_known_to_be_silent_is_cut_off(monkeypatch: pytest.MonkeyPatch, tells: bool) -> None:
-    monkeypatch.setattr(ucx, "SILENT_FOR", 0.0)
-    monkeypatch.setattr(ucx, "_LOOK", 0.01)
+    monkeypatch.setattr(ucx, "SILENT_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(ucx, "_SILENT_POLL_S", 0.01)
     shut: list[int] = []
     looks: list[int] = []
 
@@ -69,8 +69,8 @@ def test_only_who_is_known_to_be_silent_is_cut_off(monkeypatch: pytest.MonkeyPat
         looks.append(fd)
         return bytes_received(fd) if tells else None
 
-    monkeypatch.setattr(ucx, "received", look)
-    monkeypatch.setattr(ucx, "shut", lambda fd, port: shut.append(fd))
+    monkeypatch.setattr(ucx, "bytes_received", look)
+    monkeypatch.setattr(ucx, "shut_down", lambda fd, port: shut.append(fd))
 
     async def test(port: int) -> None:
         cutting = asyncio.create_task(ucx.close_silent_connections(lambda: frozenset([port])))

@@ -16,7 +16,15 @@ import pytest
 
 from rrl.core.run_spec import Resources
 from rrl.core.types import NodeName
-from rrl.manager.cluster.base import AllocationState, AllocationRequest, NodeState, ClusterSnapshot, Refused, Step, Unanswered
+from rrl.manager.cluster.base import (
+    AllocationRequest,
+    AllocationState,
+    ClusterSnapshot,
+    NodeState,
+    Refused,
+    Step,
+    Unanswered,
+)
 from rrl.manager.cluster.slurm.cluster import SlurmCluster
 from rrl.manager.cluster.slurm.commands import SlurmLimits
 from rrl.tests.support.slurm import processes as slurm_processes
@@ -24,7 +32,14 @@ from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.slurm
 
-FAST = SlurmLimits(read_timeout_s=20.0, write_timeout_s=20.0, immediate_timeout_s=2, immediate_timeout_het_s=20, min_poll_interval_s=0.05, reads_per_minute=100_000)
+FAST = SlurmLimits(
+    read_timeout_s=20.0,
+    write_timeout_s=20.0,
+    immediate_timeout_s=2,
+    immediate_timeout_het_s=20,
+    min_poll_interval_s=0.05,
+    reads_per_minute=100_000,
+)
 TIMEOUT_S = 30.0
 SCRIPT = """trap "echo TERM >> $1.said; exit 0" TERM
 echo $$ > $1.pid.new; mv $1.pid.new $1.pid
@@ -144,7 +159,11 @@ def test_a_step_lives_on_when_its_srun_is_killed_after_joining_and_still_stops(l
         node = (await run.hold(slurm, 1))[0]
         await slurm.launch(run.step("rollout-0.1", node))
         pid = await run.pid("rollout-0.1")
-        sruns = [p.pid for p in slurm_processes.running_processes().values() if p.comm == "srun" and f"{run.id}." in p.command]
+        sruns = [
+            p.pid
+            for p in slurm_processes.running_processes().values()
+            if p.comm == "srun" and f"{run.id}." in p.command
+        ]
         assert len(sruns) == 2, "srun and the child that would end the step for it"
         await slurm.release_launcher(run.tag("rollout-0.1"))
         while any(is_alive(srun) for srun in sruns):  # the test's own deadline bounds it
@@ -228,7 +247,9 @@ def test_a_request_that_cannot_be_met_yet_waits_in_the_queue_and_can_be_withdraw
         assert observed.allocations is not None
         waiting = observed.allocations[run.tag("more-1")]
         assert (waiting.state, waiting.nodes) == (AllocationState.PENDING, ())
-        assert not [p for p in slurm_processes.running_processes().values() if p.comm == "salloc" and run.id in p.command]
+        assert not [
+            p for p in slurm_processes.running_processes().values() if p.comm == "salloc" and run.id in p.command
+        ]
         await slurm.release(run.tag("more-1"))
         observed = await until(slurm, lambda seen: state(seen, run.tag("more-1")) is AllocationState.ENDED)
         assert state(observed, run.pool) is AllocationState.RUNNING
@@ -259,8 +280,12 @@ def test_each_component_of_a_heterogeneous_job_is_an_allocation_of_its_own(lab: 
 
     async def scenario() -> None:
         slurm = run.cluster()
-        parts = [run.allocation_request(2, "rollout"), run.allocation_request(1, "trainer"), run.allocation_request(1, "shared")]
-        await slurm.request(msgspec.structs.replace(parts[0], more=tuple(parts[1:])))
+        parts = [
+            run.allocation_request(2, "rollout"),
+            run.allocation_request(1, "trainer"),
+            run.allocation_request(1, "shared"),
+        ]
+        await slurm.request(msgspec.structs.replace(parts[0], further_components=tuple(parts[1:])))
         observed = await until(slurm, lambda seen: state(seen, third) is AllocationState.RUNNING)
         assert observed.allocations is not None
         nodes = {tag: seen.nodes for tag, seen in observed.allocations.items()}
@@ -292,7 +317,12 @@ def test_what_has_not_begun_is_given_back_as_a_whole_and_says_who_holds_it(lab: 
     async def scenario() -> None:
         slurm = run.cluster(hold="sbatch")
         await run.hold(slurm, 3)
-        await slurm.request(msgspec.structs.replace(run.allocation_request(1, "rollout"), more=(run.allocation_request(1, "trainer", hold=""),)))
+        await slurm.request(
+            msgspec.structs.replace(
+                run.allocation_request(1, "rollout"),
+                further_components=(run.allocation_request(1, "trainer", hold=""),),
+            )
+        )
         observed = await until(slurm, lambda seen: state(seen, run.tag("trainer")) is AllocationState.PENDING)
         assert observed.allocations is not None
         assert observed.allocations[run.tag("trainer")].detail == "PENDING: held by its user (scontrol release)"

@@ -16,7 +16,7 @@ from rrl.core.launch import Launch
 from rrl.core.run_dir import write_atomically
 from rrl.core.run_spec import Resources
 from rrl.core.types import NodeName
-from rrl.manager.cluster.base import AllocationState, AllocationRequest, Refused, Step
+from rrl.manager.cluster.base import AllocationRequest, AllocationState, Refused, Step
 from rrl.manager.cluster.slurm.cluster import SlurmCluster
 from rrl.manager.cluster.slurm.commands import SlurmLimits
 from rrl.tests.support.listening_manager import TIMEOUT_S, Lab, eventually, lab
@@ -73,7 +73,9 @@ def test_roles_have_gpus_of_their_own_beside_an_agent_that_sees_all_and_nothing_
         try:
             node = await hold(slurm, at)
             async with at.manager() as manager:
-                agent = at.launch(replica=f"agent/{node}", node=node, env={"RRL_BEAT": "0.2"}, dies_with_launcher=True)
+                agent = at.launch(
+                    replica=f"agent/{node}", node=node, env={"RRL_HEARTBEAT_INTERVAL": "0.2"}, dies_with_launcher=True
+                )
                 await slurm.launch(step(at, agent, Resources(cpus=1, gpus=2), agent=True))
                 await manager.wait_for(AgentHello)
                 roles = []
@@ -100,7 +102,7 @@ def test_roles_have_gpus_of_their_own_beside_an_agent_that_sees_all_and_nothing_
 
 def test_an_interpreter_that_is_absent_on_the_node_is_refused_in_slurms_own_words(site: SlurmLab) -> None:
     async def story(at: Lab) -> None:
-        patient = msgspec.structs.replace(FAST, launch=TIMEOUT_S, begin=TIMEOUT_S)
+        patient = msgspec.structs.replace(FAST, launch_watch_s=TIMEOUT_S, interpreter_watch_s=TIMEOUT_S)
         slurm = SlurmCluster(at.run.id, "/no/such/venv/bin/python", patient)
         try:
             node = await hold(slurm, at)

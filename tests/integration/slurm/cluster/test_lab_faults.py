@@ -33,16 +33,17 @@ def test_a_test_cluster_that_is_gone_does_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("said", "kind"), [(b"", Unanswered), (b"what?\n", Unanswered), (b'{"ok": false, "detail": "no"}\n', Refused)]
+    ("expected_text", "kind"),
+    [(b"", Unanswered), (b"what?\n", Unanswered), (b'{"ok": false, "detail": "no"}\n', Refused)],
 )
 def test_whatever_it_answers_is_one_of_three(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: bytes, kind: type[Exception]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, expected_text: bytes, kind: type[Exception]
 ) -> None:
     heard: list[bytes] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         heard.append(await reader.readline())
-        writer.write(said)
+        writer.write(expected_text)
         writer.close()
 
     async def scenario() -> None:

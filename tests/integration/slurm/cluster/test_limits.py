@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rrl.manager.cluster.slurm.limits import Limit, association_limits, enforced, read_limits, qos_limits
+from rrl.manager.cluster.slurm.limits import Limit, association_limits, enforced, qos_limits, read_limits
 from rrl.tests.support.slurm import accounting
 from rrl.tests.support.slurm.lab import SlurmLab
 
@@ -32,10 +32,10 @@ def test_a_qos_limits_each_user_and_all_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "holds"), [("none", False), ("associations", False), ("associations,limits,qos", True), ("safe", True)]
+    ("text", "holds"), [("none", False), ("associations", False), ("associations,limits,qos", True), ("safe", True)]
 )
-def test_limits_hold_only_where_they_are_enforced(words: str, holds: bool) -> None:
-    assert enforced(f"AccountingStorageEnforce = {words}\nMaxStepCount = 1") is holds
+def test_limits_hold_only_where_they_are_enforced(text: str, holds: bool) -> None:
+    assert enforced(f"AccountingStorageEnforce = {text}\nMaxStepCount = 1") is holds
 
 
 def test_where_slurm_does_not_answer_limits_are_unknown_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

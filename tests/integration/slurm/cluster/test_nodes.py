@@ -201,15 +201,15 @@ def test_of_a_heterogeneous_job_nothing_is_given_back_that_would_cost_the_others
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("said", "kind"), [
+@pytest.mark.parametrize(("expected_text", "kind"), [
     ("Unexpected message received for job 1", Refused), ("Invalid node name specified for job 4", Refused),
     ("Job is no longer pending execution for job 1", Refused), ("slurm_update error: Invalid user id", Refused),
     ("Unable to contact slurm controller (connect failure)", Unanswered), ("Socket timed out", Unanswered),
 ])  # fmt: skip
-def test_what_slurm_says_to_a_shrinking_job(said: str, kind: type[Exception]) -> None:
+def test_what_slurm_says_to_a_shrinking_job(expected_text: str, kind: type[Exception]) -> None:
     async def saying(argv: tuple[str, ...]) -> CommandResult:
         assert argv == ("scontrol", "update", "JobId=7", "NodeList=n[2-3]")
-        return CommandResult(1, "", said)
+        return CommandResult(1, "", expected_text)
 
     job = Job("7", AllocationState.RUNNING, (N1, N2, N3), "", "", "")
     with pytest.raises(kind):

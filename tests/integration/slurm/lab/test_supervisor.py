@@ -71,7 +71,9 @@ def _ended(child: subprocess.Popen[str], number: signal.Signals) -> int:
 def test_lab_of_a_killed_process_ends_with_its_jobs(slurm_lab: SlurmLab, number: signal.Signals) -> None:
     child, lab = _started(LAB)
     try:
-        wait_until(lambda: {"slurmctld", "slurmd", "sleep"} <= {one.comm for one in slurm_processes.of_lab(lab).values()})
+        wait_until(
+            lambda: {"slurmctld", "slurmd", "sleep"} <= {one.comm for one in slurm_processes.of_lab(lab).values()}
+        )
         _ended(child, number)
         wait_until(lambda: not slurm_processes.of_lab(lab) and not lab.exists())
     finally:  # leave nothing behind where this fails

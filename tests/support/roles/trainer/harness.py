@@ -55,7 +55,9 @@ def engine(
     weights: Learner, vocabulary: int = 13, seed: int = 0, version: int = 0, sampling: Sampling | None = None
 ) -> TorchEngine:
     """An engine with the learner's weights of this moment, built from another seed than they were."""
-    made = TorchEngine(build_model(SMALL, vocabulary, seed + 1000), stop_tokens=frozenset({EOS}), seed=seed, sampling=sampling)
+    made = TorchEngine(
+        build_model(SMALL, vocabulary, seed + 1000), stop_tokens=frozenset({EOS}), seed=seed, sampling=sampling
+    )
     made.load(Version(version, 1), weights.weights().items())
     return made
 

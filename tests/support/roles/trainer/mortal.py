@@ -124,7 +124,7 @@ def _before_the_commit(step: int) -> None:
 
 
 def _after_the_commit(step: int) -> None:
-    _before(Checkpoints, "committed", lambda self, folder: folder.name.startswith(f"step-{step}."))
+    _before(Checkpoints, "on_committed", lambda self, folder: folder.name.startswith(f"step-{step}."))
 
 
 SEALED = "once it is sealed"

@@ -143,7 +143,10 @@ class Stage:
         members = [Incarnation(member_id(GANG, each), self.incarnation) for each in range(self.world)]
         for replica in [each for each in self._peers if each.startswith(GANG)]:
             del self._peers[replica]
-        started = [self._start(incarnation, moment, step, bool(moment) and each == rank) for each, incarnation in enumerate(members)]
+        started = [
+            self._start(incarnation, moment, step, bool(moment) and each == rank)
+            for each, incarnation in enumerate(members)
+        ]
         try:
             await self._until_one_ends(started)
             if any(process.exitcode not in (None, 0) for process in started):
@@ -178,7 +181,9 @@ class Stage:
                     self._lines[incarnation] = incoming.peer
                     self._peers[incarnation.replica] = Peer(incarnation, listens, joined=True)
                     self.store.update_membership(peer.incarnation for peer in self._peers.values())
-                    welcome = Welcome(incarnation, self._snapshot_servers_message(), rank_of(incarnation.replica), self.world)
+                    welcome = Welcome(
+                        incarnation, self._snapshot_servers_message(), rank_of(incarnation.replica), self.world
+                    )
                     await self._listener.send(incoming.peer, welcome)
                     for each in [each for each in self._lines if each.number == self.incarnation]:
                         await self._send(each, self._snapshot_servers_message())

@@ -48,7 +48,11 @@ def segment(trajectory: int, offset: int = 0, tokens: Sequence[int] = (5, 1), st
 
 
 def lease(
-    store: Store, who: Incarnation = ROLLOUT, at_most: int = 1000, holding: Sequence[int] = (), weights: int | None = None
+    store: Store,
+    who: Incarnation = ROLLOUT,
+    at_most: int = 1000,
+    holding: Sequence[int] = (),
+    weights: int | None = None,
 ) -> tuple[Item, ...]:
     answer = store.lease(who, at_most, holding, weights)
     assert isinstance(answer, Leased), answer
@@ -56,7 +60,11 @@ def lease(
 
 
 def generate(
-    store: Store, who: Incarnation = ROLLOUT, at_most: int = 1000, tokens: Sequence[int] = (5, 1), weights: int | None = None
+    store: Store,
+    who: Incarnation = ROLLOUT,
+    at_most: int = 1000,
+    tokens: Sequence[int] = (5, 1),
+    weights: int | None = None,
 ) -> list[int]:
     """Lease, and grow all of it to its end by ``tokens``, as far as there is room. ``weights``: None are step 0's."""
     items = lease(store, who, at_most, (), weights)

@@ -12,15 +12,15 @@ import typer.main
 from rrl.cli.commands import app
 from rrl.cli.doctor.catalogue import GROUPS, MEANINGS
 from rrl.cli.doctor.command import doctor_view, judge, tally
-from rrl.cli.doctor.facts import Accounts, Check, Facts, Partition, Partitions, Slurm, Trials, DoctorOptions
+from rrl.cli.doctor.facts import Accounts, Check, DoctorOptions, Facts, Partition, Partitions, Slurm, Trials
 from rrl.config.job.load import table_at
 from rrl.core.types import Verdict
 from rrl.docs import make_doctor
 from rrl.manager.cluster.base import NodeState
-from rrl.manager.cluster.slurm.limits import Limit, JobLimits
+from rrl.manager.cluster.slurm.limits import JobLimits, Limit
 from rrl.roles.node_probe.host import (
-    Dcgm,
     CommandResult,
+    Dcgm,
     Host,
     Limits,
     Machine,
@@ -134,8 +134,8 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
     # this machine
     ("host.machine", WARN, "little", findings.facts(slurm=None, host=findings.host(machine=Machine(2, GIB, GIB)))),
     ("host.python", WARN, "ext4", msgspec.structs.replace(
-        host(python=msgspec.structs.replace(findings.host().python, prefix_on="ext4")), node=WHY)),
-    ("host.python", OK, "ext4", host(python=msgspec.structs.replace(findings.host().python, prefix_on="ext4"))),
+        host(python=msgspec.structs.replace(findings.host().python, prefix_filesystem="ext4")), node=WHY)),
+    ("host.python", OK, "ext4", host(python=msgspec.structs.replace(findings.host().python, prefix_filesystem="ext4"))),
     ("host.address", WARN, "ib0 10.2.0.0/16", host(network=network(LO, ETH0, IB0))),
     ("host.address", OK, "RRL_NETWORK=ib0", host(network=network(LO, ETH0, IB0, wanted="ib0"))),
     ("host.address", WARN, "no address", host(network=network(LO, chosen="", trouble="no address that others reach"))),
@@ -309,13 +309,17 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
 
 
 @pytest.mark.parametrize(
-    ("name", "verdict", "told", "facts"), SPOILT, ids=[f"{one[0]}-{one[1].value}-{i}" for i, one in enumerate(SPOILT)]
+    ("name", "verdict", "expected_text", "facts"),
+    SPOILT,
+    ids=[f"{one[0]}-{one[1].value}-{i}" for i, one in enumerate(SPOILT)],
 )
-def test_what_was_found_is_judged(name: str, verdict: Verdict, told: str, facts: Facts) -> None:
+def test_what_was_found_is_judged(name: str, verdict: Verdict, expected_text: str, facts: Facts) -> None:
     check = of(facts, name)
-    assert (check.verdict, told in check.found) == (verdict, True), check
+    assert (check.verdict, expected_text in check.found) == (verdict, True), check
     if verdict in (WARN, FAIL):
-        assert check.fix or (name, told) in (("slurm.account", "asks nobody"), ("slurm.hetjob", "refused")), "no fix"
+        assert check.fix or (name, expected_text) in (("slurm.account", "asks nobody"), ("slurm.hetjob", "refused")), (
+            "no fix"
+        )
     if verdict is OK:
         assert not check.fix
 

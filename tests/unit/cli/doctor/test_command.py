@@ -13,7 +13,7 @@ import pytest
 from rrl.cli import main
 from rrl.cli.doctor import collect
 from rrl.cli.doctor import command as doctor
-from rrl.cli.doctor.facts import Facts, DoctorOptions
+from rrl.cli.doctor.facts import DoctorOptions, Facts
 from rrl.config.job.load import load_job
 from rrl.core.run_dir import RUNS_ENV
 from rrl.roles.node_probe.host import Unavailable
@@ -84,7 +84,9 @@ def test_a_reader_that_never_answers_leaves_the_others_their_say(
 def test_nobody_is_asked_and_no_job_is_run_without_consent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "read_facts", lambda wanted: findings.facts(node=None))
     for consent in (None, False):
-        assert doctor.gather_facts(DoctorOptions(), consent=consent, interactive=True).node == Unavailable(doctor.NOT_ALLOWED)
+        assert doctor.gather_facts(DoctorOptions(), consent=consent, interactive=True).node == Unavailable(
+            doctor.NOT_ALLOWED
+        )
 
 
 def test_with_consent_a_job_looks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,8 +121,12 @@ def test_somebody_at_a_terminal_is_asked(monkeypatch: pytest.MonkeyPatch, answer
     monkeypatch.setattr("builtins.input", said)
     monkeypatch.setattr(sys, "stdin", Terminal())
     monkeypatch.setattr(sys, "stdout", Terminal())
-    assert (doctor.gather_facts(DoctorOptions(), consent=None, interactive=True).node == Unavailable("looked")) is looked
-    assert doctor.gather_facts(DoctorOptions(), consent=None, interactive=False).node == Unavailable(doctor.NOT_ALLOWED)  # --json asks nobody
+    assert (
+        doctor.gather_facts(DoctorOptions(), consent=None, interactive=True).node == Unavailable("looked")
+    ) is looked
+    assert doctor.gather_facts(DoctorOptions(), consent=None, interactive=False).node == Unavailable(
+        doctor.NOT_ALLOWED
+    )  # --json asks nobody
 
 
 # ── init ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -168,7 +168,7 @@ class Scripted:
 
 @pytest.fixture
 def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rrl.health.node_check.PAUSE", 0.0)
+    monkeypatch.setattr("rrl.health.node_check.RECHECK_INTERVAL_S", 0.0)
 
 
 def dead() -> HostData:

@@ -37,7 +37,9 @@ class Cluster:
         if argv[1] == "show":
             state, _, reason = self.nodes[argv[-1]]
             shown = f"NodeName={argv[-1]} State={'IDLE+DRAIN' if state == 'drained' else 'IDLE'}"
-            return CommandResult(0, f"{shown} Reason={reason} [root@2026-11-22T01:00:00]" if state == "drained" else shown, "")
+            return CommandResult(
+                0, f"{shown} Reason={reason} [root@2026-11-22T01:00:00]" if state == "drained" else shown, ""
+            )
         changes = dict(word.split("=", 1) for word in argv[2:])
         node = changes["NodeName"]
         for other in self.at_same_time:
@@ -52,7 +54,7 @@ class Cluster:
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     made = Cluster(10)
     monkeypatch.setattr(node_drains, "execute", made.command)
-    monkeypatch.setattr(node_drains, "SETTLES_S", 0.0)
+    monkeypatch.setattr(node_drains, "DRAIN_SETTLE_S", 0.0)
     return made
 
 

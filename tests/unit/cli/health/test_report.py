@@ -61,17 +61,19 @@ def test_a_site_without_any_failure_is_told_in_a_few_lines() -> None:
 
 
 def test_drains_that_are_asked_for_are_shown_with_who_wants_them() -> None:
-    requests = open_requests([*week(), *sourced(ANNA, "s", acted(DAY_S, "n9", "asked", by="anna: fan", cause=""))])
+    requests = open_requests(
+        [*week(), *sourced(ANNA, "s", acted(DAY_S, "n9", "drain_requested", by="anna: fan", cause=""))]
+    )
     shown = drawn(requests_view(requests, {"n9": FOREIGN}, "", NOW), 100)
     matches_stored("health_drains", shown)
 
 
 @pytest.mark.parametrize(
-    ("failures", "said"),
+    ("failures", "expected_text"),
     [(4, "200 h (95 %: 78.1 to 734)"), (0, "more than 217 h (95 % sure; no failure was seen)")],
 )
-def test_a_mean_is_told_with_its_interval(failures: int, said: str) -> None:
-    assert interval(mtbf(failures, 800.0), " h") == said
+def test_a_mean_is_told_with_its_interval(failures: int, expected_text: str) -> None:
+    assert interval(mtbf(failures, 800.0), " h") == expected_text
 
 
 # ── HTML ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -113,12 +115,12 @@ class Page(HTMLParser):
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "expected_text"),
     [(0.0, "0"), (0.00286, "0.00286"), (3.214, "3.21"), (47.0, "47.0"), (106.38, "106"), (217444.6, "217,000"),
      (1e-5, "1e-05")],
 )  # fmt: skip
-def test_figures_show_the_digits_that_count(value: float, said: str) -> None:
-    assert figure(value) == said
+def test_figures_show_the_digits_that_count(value: float, expected_text: str) -> None:
+    assert figure(value) == expected_text
 
 
 def test_the_page_is_whole_has_plots_and_refers_to_nothing() -> None:
@@ -139,7 +141,7 @@ def test_the_page_is_whole_has_plots_and_refers_to_nothing() -> None:
 def test_what_users_write_stays_text() -> None:
     evil = '</code><script>alert("x")</script><img src=http://evil onerror=alert(1)>'
     records = [began(0, "r", ANNA), *held(0, "n1"), found(5, "n1", text=evil, component=evil),
-               acted(6, "n1", "asked", reason=f"rrl:{evil}", outcome=evil, by=evil)]  # fmt: skip
+               acted(6, "n1", "drain_requested", reason=f"rrl:{evil}", outcome=evil, by=evil)]  # fmt: skip
     read = Page(page(report(sourced(ANNA, evil, records), BEGAN, NOW), Sources(1, 1, 0, (evil,)), evil))
     assert not {"script", "img"} & set(read.visible)
     assert read.references == []
@@ -171,7 +173,7 @@ def history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv(HISTORY_ENV, raising=False)
     monkeypatch.setattr(health_report, "_now", lambda: NOW)
     monkeypatch.setattr(history_cache, "TRUSTED_UIDS", {os.geteuid()})
-    monkeypatch.setattr(node_drains, "look", lambda nodes: {node: DrainState("IDLE") for node in nodes})
+    monkeypatch.setattr(node_drains, "drain_states", lambda nodes: {node: DrainState("IDLE") for node in nodes})
     return folder
 
 
@@ -233,13 +235,13 @@ def test_where_no_cluster_answers_the_report_says_so(
     def silent(nodes: list[str]) -> dict[str, DrainState]:
         raise node_drains.SlurmUnavailable("scontrol: no answer within 10 s")
 
-    monkeypatch.setattr(node_drains, "look", silent)
+    monkeypatch.setattr(node_drains, "drain_states", silent)
     assert main.run(["health", "report", "--history", str(history), *SINCE]) == 0
     assert "drains are not known: scontrol: no answer within 10 s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected_text"),
     [
         (["report"], "no history is named"),
         (["drain-requests"], "no history is named"),
@@ -255,12 +257,12 @@ def test_where_no_cluster_answers_the_report_says_so(
     ],
 )
 def test_what_cannot_be_meant_is_one_line(
-    history: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    history: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected_text: str
 ) -> None:
     assert main.run(["health", *(str(history) if word == "HERE" else word for word in arguments)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert said in err
+    assert expected_text in err
     assert err.count("\n") == 1
 
 
@@ -302,7 +304,9 @@ def test_requests_are_listed_as_lines_to_paste(history: Path, capsys: pytest.Cap
 def test_a_node_that_was_booted_since_is_not_drained_again(
     history: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_drains, "look", lambda nodes: {one: DrainState("IDLE", booted=2e9) for one in nodes})
+    monkeypatch.setattr(
+        node_drains, "drain_states", lambda nodes: {one: DrainState("IDLE", booted=2e9) for one in nodes}
+    )
     common = ["health", "drain-requests", "--history", str(history), *SINCE]
     assert main.run(common) == 0
     shown = capsys.readouterr().out
@@ -335,7 +339,7 @@ def command(lab: SlurmLab, cache: Path, *arguments: str) -> subprocess.Completed
 def request_drains(folder: Path, *nodes: str, cause: str = "storage") -> None:
     """Runs of this user ask for drains of these nodes, now: a request that is older than a node's boot is over."""
     reason, at = "rrl:math-1: storage: it's gone", time.time() - BEGAN
-    records = [acted(at + i, node, "asked", reason=reason, cause=cause) for i, node in enumerate(nodes)]
+    records = [acted(at + i, node, "drain_requested", reason=reason, cause=cause) for i, node in enumerate(nodes)]
     write(folder, ME, "math-1", [began(at, "math-1", ME), *records])
 
 
@@ -373,7 +377,7 @@ def test_an_administrator_has_the_drains_made(slurm_lab: SlurmLab, tmp_path: Pat
         assert reason_of(lab, "n2").startswith(f"drained {broken_mount}")  # what the check found, not what was asked
         assert reason_of(lab, "n3") == "drained fan is loud"
         told = json.loads(command(lab, tmp_path, "report", "--format", "json", *common).stdout)["report"]["nodes"]
-        assert {one["node"]: one["drain"]["whose"] for one in told} == {"n2": "rrl", "n3": "foreign", "n99": ""}
+        assert {one["node"]: one["drain"]["owner"] for one in told} == {"n2": "rrl", "n3": "foreign", "n99": ""}
         request_drains(folder, "n4")
         again = command(lab, tmp_path, "drain-requests", "--apply", *common)  # two of five are away already
         assert again.returncode == 1
@@ -391,7 +395,9 @@ def test_a_request_that_the_check_on_the_node_denies_drains_nothing(
     lab, folder = slurm_lab, tmp_path / "history"
     folder.mkdir()
     lab.clear()
-    request_drains(folder, "n2", cause="fabric")  # the check finds another failure: a mount, which many nodes may lack at once
+    request_drains(
+        folder, "n2", cause="fabric"
+    )  # the check finds another failure: a mount, which many nodes may lack at once
     done = command(lab, tmp_path, "drain-requests", "--apply", "--history", str(folder), *SINCE)
     assert done.returncode == 1
     assert done.stdout == f"n2: not drained: rrl health check there does not confirm the records of {ME}\n"

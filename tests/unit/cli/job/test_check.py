@@ -123,7 +123,7 @@ def test_ucx_over_tcp_on_a_network_that_is_not_trusted_is_refused_in_one_line(
     site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     here = Capabilities(frozenset({"ucx", "nixl"}), ())
-    monkeypatch.setattr(check, "look_here", lambda: here)
+    monkeypatch.setattr(check, "detect_capabilities", lambda: here)
     asked = f'[transport]\nweights = "{kind}"\n'
     site.job.write_text(JOB + asked)
     for command in ("check", "submit"):
@@ -133,9 +133,9 @@ def test_ucx_over_tcp_on_a_network_that_is_not_trusted_is_refused_in_one_line(
         assert f"transport.weights: {kind} over TCP lets everybody who reaches its ports read and write" in lines[0]
         assert "trusted_network = true" in lines[0]
     assert not site.runs.exists()
-    monkeypatch.setattr(check, "look_here", lambda: Capabilities(here.packages, ("mlx5_0:1",)))
+    monkeypatch.setattr(check, "detect_capabilities", lambda: Capabilities(here.packages, ("mlx5_0:1",)))
     assert main.run(["check", str(site.job)]) == 0
-    monkeypatch.setattr(check, "look_here", lambda: here)
+    monkeypatch.setattr(check, "detect_capabilities", lambda: here)
     site.job.write_text(JOB + asked + "trusted_network = true\n")
     assert main.run(["check", str(site.job)]) == 0
     capsys.readouterr()
@@ -263,7 +263,7 @@ def test_a_models_folder_is_looked_at_where_the_job_is_checked(site: Site, capsy
     assert not site.runs.exists()
 
 
-@pytest.mark.parametrize(("name", "content", "told"), [
+@pytest.mark.parametrize(("name", "content", "expected_text"), [
     ("config.json", '{"architectures": ["BertModel"]}',
      "path: {m}/config.json: BertModel is no causal language model; name a model whose architecture is one"),
     ("config.json", '{"max_position_embeddings": 128, "num_experts": 8}',
@@ -286,7 +286,7 @@ def test_a_models_folder_is_looked_at_where_the_job_is_checked(site: Site, capsy
      "path: {m}/model.safetensors has 39 bytes of the 48 that its header speaks of; copy it there again"),
 ])  # fmt: skip
 def test_a_model_that_cannot_be_trained_is_refused_before_a_queue_is_waited_in(
-    site: Site, name: str, content: str, told: str, capsys: pytest.CaptureFixture[str]
+    site: Site, name: str, content: str, expected_text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = model_folders.make(site.job.parent / "m", 128)
     site.job.write_text(_with_model("max_length = 64\n"))
@@ -295,7 +295,7 @@ def test_a_model_that_cannot_be_trained_is_refused_before_a_queue_is_waited_in(
     (folder / name).write_text(content)
     assert main.run(["check", str(site.job)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"model.{told.replace('{m}', str(folder), 2) if '{m}' in told else told}" in line
+    assert f"model.{expected_text.replace('{m}', str(folder), 2) if '{m}' in expected_text else expected_text}" in line
 
 
 def test_a_model_that_is_not_here_is_refused_only_where_the_roles_run_here(

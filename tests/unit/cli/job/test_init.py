@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.cli.doctor.facts import Accounts, Facts, Nodes, Partition, Partitions, Trials, DoctorOptions
-from rrl.cli.job.init import job_toml, choose_shape
+from rrl.cli.doctor.facts import Accounts, DoctorOptions, Facts, Nodes, Partition, Partitions, Trials
+from rrl.cli.job.init import choose_shape, job_toml
 from rrl.config.job.load import load_job
 from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job

@@ -11,7 +11,7 @@ import pytest
 
 from rrl.cli import main
 from rrl.cli.logs.files import all_logs
-from rrl.cli.logs.merge import LogTail, LineFilter
+from rrl.cli.logs.merge import LineFilter, LogTail
 from rrl.core.log_lines import missing_notice, stamp
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import Incarnation, Outcome, ReplicaId
@@ -102,16 +102,16 @@ def test_every_kind_of_log_file_is_told_apart(run: RunDir) -> None:
 def test_a_log_of_a_shadow_is_that_of_the_life_which_it_became_all_of_it_and_once(
     run: RunDir, capsys: pytest.CaptureFixture[str], utc: None
 ) -> None:
-    own = write(run, "shadow-n2.3", at(2, "imports"), at(3, "becomes"))
-    write(run, "shadow-n2.3.step", at(1, "launcher"))
-    (run.logs / f"{RUN}.shadow-n2.3.shipped-1.log").write_text(f"{at(3, 'becomes')}\n{at(4, 'last words')}\n")
+    own = write(run, "standby-n2.3", at(2, "imports"), at(3, "becomes"))
+    write(run, "standby-n2.3.step", at(1, "launcher"))
+    (run.logs / f"{RUN}.standby-n2.3.shipped-1.log").write_text(f"{at(3, 'becomes')}\n{at(4, 'last words')}\n")
     (run.logs / f"{own.name}.1").write_text(f"{at(1, 'older')}\n")
-    write(run, "shadow-n2.4", at(9, "another"))
+    write(run, "standby-n2.4", at(9, "another"))
     write(run, "trainer-0.1", at(1, "first life"))
-    assert [log.owner for log in all_logs(run) if log.kind == "role"] == ["shadow/n2#3", "shadow/n2#4", "trainer/0#1"]
-    link_log(run, Incarnation(ReplicaId("trainer/0"), 2), Incarnation(ReplicaId("shadow/n2"), 3))
+    assert [log.owner for log in all_logs(run) if log.kind == "role"] == ["standby/n2#3", "standby/n2#4", "trainer/0#1"]
+    link_log(run, Incarnation(ReplicaId("trainer/0"), 2), Incarnation(ReplicaId("standby/n2"), 3))
     lines = ["older", "imports", "becomes", "last words"]
-    for whose in ("trainer/0#2", "shadow/n2#3"):
+    for whose in ("trainer/0#2", "standby/n2#3"):
         told = shown(capsys, whose)
         assert [line.rpartition(" | ")[2] for line in told if " step " not in line] == lines, whose
         assert all("trainer/0#2" in line for line in told)
@@ -119,7 +119,7 @@ def test_a_log_of_a_shadow_is_that_of_the_life_which_it_became_all_of_it_and_onc
         "first life", "older", "launcher", *lines[1:]
     ]  # fmt: skip
     assert len(shown(capsys)) == len(lines) + 3
-    assert shown(capsys, "shadow/n2#4") == ["12:00:09.000 another"]
+    assert shown(capsys, "standby/n2#4") == ["12:00:09.000 another"]
 
 
 def test_a_gang_is_asked_for_by_its_own_name(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,9 +211,9 @@ def test_programs_get_an_object_a_line(run: RunDir, capsys: pytest.CaptureFixtur
     assert main.run(["logs", RUN, "--json"]) == 0
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert sorted(told, key=lambda one: str(one["log"])) == [
-        {"time": None, "life": "rollout/0#1", "log": "launcher", "text": "no time"},
-        {"time": None, "life": "manager", "log": "manager", "text": "managing"},
-        {"time": "2020-11-20T12:00:01.000000Z", "life": "rollout/0#1", "log": "role", "text": 'say "hi"'},
+        {"time": None, "incarnation": "rollout/0#1", "log": "launcher", "text": "no time"},
+        {"time": None, "incarnation": "manager", "log": "manager", "text": "managing"},
+        {"time": "2020-11-20T12:00:01.000000Z", "incarnation": "rollout/0#1", "log": "role", "text": 'say "hi"'},
     ]
 
 

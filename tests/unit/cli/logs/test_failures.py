@@ -71,7 +71,7 @@ def test_each_failure_is_shown_with_what_was_found_and_the_last_lines_before_it(
     assert capsys.readouterr().out == "nothing of rollout/1 has failed\n"
     assert main.run(["logs", RUN, "rollout/0", "--failed", "--json", "--grep", "memory"]) == 0
     [told] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert (told["life"], told["node"], told["rung"], told["back"]) == (
+    assert (told["incarnation"], told["node"], told["rung"], told["successor"]) == (
         "rollout/0#1", "n3", "restart in place", "rollout/0#2",
     )  # fmt: skip
     assert [line["text"] for line in told["lines"]] == ["torch.OutOfMemoryError: CUDA out of memory"]
@@ -174,7 +174,10 @@ def test_what_fails_with_a_node_that_was_crashed_on_purpose_is_injected_too_and_
         story.loses_node(node)
     for replica in ("rollout/0", "rollout/1"):  # on n3 and n4
         story.fences(replica)
-    told = {failure.incarnation.replica if failure.incarnation else failure.node: failure.injected for failure in found(story)}
+    told = {
+        failure.incarnation.replica if failure.incarnation else failure.node: failure.injected
+        for failure in found(story)
+    }
     assert told == {"n3": True, "rollout/0": True, "n4": False, "rollout/1": False}
 
 
@@ -195,7 +198,9 @@ def test_a_life_that_never_came_back_has_nobody_in_its_place() -> None:
 def test_what_helps_on_a_node_that_a_person_has_the_run_leave_has_not_failed() -> None:
     story = Story(RUN).works()
     story.record(ev.CommandReceived(DRAIN, "ada", "c1", "n2"))
-    story.record(ev.Decided(Fence(story.incarnation("agent/n2"), Rung.DEGRADED, Why(("n2 is excluded: asked by ada",)))))
+    story.record(
+        ev.Decided(Fence(story.incarnation("agent/n2"), Rung.DEGRADED, Why(("n2 is excluded: asked by ada",))))
+    )
     assert failures(story.stamped) == []
     story.record(ev.Decided(Fence(story.incarnation("agent/n3"), Rung.DEGRADED, Why(("n3 is excluded: node_lost",)))))
     assert [one.incarnation for one in failures(story.stamped)] == [story.incarnation("agent/n3")]
@@ -209,7 +214,9 @@ def test_what_fails_after_a_run_was_resumed_is_told_too() -> None:
 
 
 def _stacks(story: Story) -> ev.StacksCollected:
-    return ev.StacksCollected(story.incarnation("rollout/0"), ("rollout/0#1: step (engine.py:95)",), file="stacks/x.txt")
+    return ev.StacksCollected(
+        story.incarnation("rollout/0"), ("rollout/0#1: step (engine.py:95)",), file="stacks/x.txt"
+    )
 
 
 def test_stacks_that_were_taken_of_a_failed_life_are_told_with_their_file() -> None:

@@ -73,7 +73,9 @@ def test_without_a_living_manager_cancel_says_how_to_start_one(
     job = job_view(cluster=cluster)
     job = msgspec.structs.replace(job, limits=msgspec.structs.replace(job.limits, lease=0.3))
     run = Story(RUN, job).works().written(root)
-    (run.epochs / "000001").write_bytes(msgspec.json.encode(LeaseHolder("elsewhere", 1, 17)))  # its counter stands still
+    (run.epochs / "000001").write_bytes(
+        msgspec.json.encode(LeaseHolder("elsewhere", 1, 17))
+    )  # its counter stands still
     assert main.run(["cancel", RUN]) == 1
     told = capsys.readouterr().err
     assert f"no manager of {RUN} is alive to end it; start one, which will do so: rrl manage {RUN}" in told

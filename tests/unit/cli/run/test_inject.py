@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from rrl.cli import main
-from rrl.core.faults import FaultTrigger, Fault, FaultKind
+from rrl.core.faults import Fault, FaultKind, FaultTrigger
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import NodeName, Outcome
 from rrl.manager.intake.user_commands import Command, pending_commands
@@ -77,7 +77,7 @@ def test_a_role_or_nothing_is_one_replica_and_a_seed_draws_the_same_again(root: 
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("text", "why"),
     [
         (["explode"], 'no fault "explode"; there are kill, freeze, slow, exit'),
         (["kill", "--target", "judge/0"], 'no role "judge"; there are trajectories, reward, trainer, rollout'),
@@ -95,10 +95,10 @@ def test_a_role_or_nothing_is_one_replica_and_a_seed_draws_the_same_again(root: 
     ],
 )
 def test_a_fault_that_cannot_be_is_refused_in_one_line_and_nothing_is_ordered(
-    root: Path, capsys: pytest.CaptureFixture[str], words: list[str], why: str
+    root: Path, capsys: pytest.CaptureFixture[str], text: list[str], why: str
 ) -> None:
     run = allowing().written(root)
-    assert main.run(["inject", RUN, *words]) == 2
+    assert main.run(["inject", RUN, *text]) == 2
     told = capsys.readouterr()
     assert told.out == ""
     assert told.err.startswith("rrl: ")
@@ -139,7 +139,9 @@ def test_whoever_waits_is_told_what_was_done_or_why_not(
     fault, incarnation = letter.fault, story.incarnation("rollout/0")
     assert fault is not None
     action = InjectFault(fault, "step", NodeName("n3"), Why(("it is due",)), incarnation)
-    told = ev.FaultInjected(fault.id, incarnation, ok, "SIGKILL to process group 7" if ok else "it was gone", fault.kind)
+    told = ev.FaultInjected(
+        fault.id, incarnation, ok, "SIGKILL to process group 7" if ok else "it was gone", fault.kind
+    )
     goes_on(story, run, ev.FaultRequested(fault, letter.by, letter.id), ev.Intended(action), told)
     (run.mailbox / f"{letter.id}.json").unlink()
     waiting.join(timeout=30)
@@ -216,7 +218,12 @@ def test_whoever_waits_is_told_when_the_run_ends_before(root: Path, capsys: pyte
     eventually(lambda: bool(pending_commands(run)))
     (letter,) = pending_commands(run)
     assert letter.fault is not None
-    goes_on(story, run, ev.FaultRequested(letter.fault, "me", letter.id), ev.RunEnded(Outcome.COMPLETED, "all steps are done"))
+    goes_on(
+        story,
+        run,
+        ev.FaultRequested(letter.fault, "me", letter.id),
+        ev.RunEnded(Outcome.COMPLETED, "all steps are done"),
+    )
     (run.mailbox / f"{letter.id}.json").unlink()
     waiting.join(timeout=30)
     assert codes == [1]
@@ -227,7 +234,9 @@ def test_without_a_living_manager_whoever_waits_is_told_how_to_start_one(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = allowing(lease=0.3).written(root)
-    (run.epochs / "000001").write_bytes(msgspec.json.encode(LeaseHolder("elsewhere", 1, 17)))  # its counter stands still
+    (run.epochs / "000001").write_bytes(
+        msgspec.json.encode(LeaseHolder("elsewhere", 1, 17))
+    )  # its counter stands still
     assert main.run(["inject", RUN, "kill", "--target", "rollout/0", "--wait"]) == 1
     told = capsys.readouterr().err
     assert f"no manager of {RUN} is alive to take the order; start one, which will do so: rrl manage {RUN}" in told

@@ -125,7 +125,7 @@ def test_of_two_at_once_one_goes_on_and_the_other_is_told_so_in_one_line(
 
     ended.starts = takes if when == "and after" else second
     if when == "while the first prepares":
-        monkeypatch.setattr(starting, "_describe", prepares)
+        monkeypatch.setattr(starting, "_write_spec", prepares)
     told["first"] = main.run(["resume", RUN, "--steps", "50"]), capsys.readouterr().err
     ended.begin()
     wins, loses = ("second", "first") if "prepares" in when else ("first", "second")
@@ -144,7 +144,7 @@ def test_an_order_that_no_manager_took_up_is_taken_up_by_one_that_is_started_by_
     assert "has ended already" in capsys.readouterr().err
     ended.starts = lambda: None
     assert main.run(["resume", RUN, "--steps", "50"]) == 0
-    monkeypatch.setattr(starting, "run_here", lambda run, foreground, by_hand: ended.begin())
+    monkeypatch.setattr(starting, "run_manager", lambda run, foreground, by_hand: ended.begin())
     assert main.run(["manage", RUN]) == 0
     assert load_job(ended.run.job_toml).run.steps == 50
 

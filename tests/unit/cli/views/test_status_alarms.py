@@ -23,7 +23,7 @@ class _There:
 
 
 @pytest.mark.parametrize(
-    ("there", "told"),
+    ("there", "expected_text"),
     [
         (_There(MIN_FREE_BYTES), ""),
         (_There(0), "the run directory is full"),
@@ -32,13 +32,13 @@ class _There:
     ids=["room", "full", "read-only"],
 )
 def test_storage_that_cannot_be_written_is_said_where_the_journal_cannot_say_it(
-    there: _There, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    there: _There, expected_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: there)
     said = storage_trouble(RunDir(tmp_path))
-    assert said.startswith(told)
-    assert bool(said) == bool(told)
-    assert not told or said.endswith("the roles go on")
+    assert said.startswith(expected_text)
+    assert bool(said) == bool(expected_text)
+    assert not expected_text or said.endswith("the roles go on")
 
 
 def test_a_run_directory_that_is_away_is_said_too(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_run_directory_that_is_away_is_said_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "expected_text"),
     [
         ({"state": AllocationState.SUSPENDED}, "suspended"),
         ({"taken": True, "left": 30.0}, "preempted"),
@@ -55,11 +55,11 @@ def test_a_run_directory_that_is_away_is_said_too(tmp_path: Path) -> None:
     ],
     ids=["suspended", "preempted", "held"],
 )  # fmt: skip
-def test_what_the_cluster_does_with_an_allocation_is_shown(changes: dict[str, object], told: str) -> None:
+def test_what_the_cluster_does_with_an_allocation_is_shown(changes: dict[str, object], expected_text: str) -> None:
     story = Story().works()
     (held,) = story.recorded().allocations.values()
     assert held.status is not None
     story.record(AllocationChanged(held.tag, msgspec.structs.replace(held.status, **changes)))
     picture = drawn(status_view(story.recorded(), story.now, 160), 160)
-    assert told in picture, picture
-    assert told not in drawn(status_view(Story().works().recorded(), story.now, 160), 160)
+    assert expected_text in picture, picture
+    assert expected_text not in drawn(status_view(Story().works().recorded(), story.now, 160), 160)

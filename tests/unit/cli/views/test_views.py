@@ -13,7 +13,15 @@ from rrl.cli.views.status import one_line, standing, status_view
 from rrl.cli.views.summary import runs_view, summary_view
 from rrl.core.types import NodeName, Outcome, Version
 from rrl.manager.model.actions import Exclude, Why
-from rrl.manager.model.events import CommandReceived, Decided, FindingChanged, Joined, NoteChanged, StepCommitted, VersionAvailable
+from rrl.manager.model.events import (
+    CommandReceived,
+    Decided,
+    FindingChanged,
+    Joined,
+    NoteChanged,
+    StepCommitted,
+    VersionAvailable,
+)
 from rrl.tests.support.cli.story import BEGAN, NODES, REPLICAS, Story, completed, job_view
 from rrl.tests.support.cli.text_snapshots import drawn, matches_stored
 
@@ -57,9 +65,9 @@ def gang() -> Story:
     story = Story(job=msgspec.structs.replace(job, roles=roles)).works()
     story.launches("trainer/0.1", "n5").joins("trainer/0.1", "train")
     for node in ("n2", "n5", "n3"):
-        story.launches(f"shadow/{node}", node).joins(f"shadow/{node}", "standby")
-    story.launches("shadow/n4", "n4")
-    story.launches("shadow/n4:rollout", "n4").joins("shadow/n4:rollout", "standby")
+        story.launches(f"standby/{node}", node).joins(f"standby/{node}", "standby")
+    story.launches("standby/n4", "n4")
+    story.launches("standby/n4:rollout", "n4").joins("standby/n4:rollout", "standby")
     return story.record(Decided(Exclude(NodeName("n1"), Why(("asked by ada",)))))
 
 
@@ -107,7 +115,12 @@ def test_what_a_run_says_is_never_taken_for_markup() -> None:
 
 def test_nodes_that_were_kept_beyond_the_runs_end_are_not_forgotten() -> None:
     def picture(keep: bool) -> str:
-        story = Story().works().record(CommandReceived("cancel", "ada", "c1", keep_allocations=keep)).ends(Outcome.CANCELLED, "asked")
+        story = (
+            Story()
+            .works()
+            .record(CommandReceived("cancel", "ada", "c1", keep_allocations=keep))
+            .ends(Outcome.CANCELLED, "asked")
+        )
         return drawn(status_view(story.recorded(), story.now, 80), 80)
 
     assert "kept     job 77, while it lasts (rrl resume uses it, scancel 77 gives it back)" in picture(keep=True)

@@ -11,7 +11,18 @@ from rrl.config.job.faults import MAX_RANDOM_FAULTS, FaultsTable, plan_faults
 from rrl.config.job.load import SpecError, load_job
 from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
-from rrl.core.faults import FAULT_TRAITS, FaultTrigger, Fault, FaultKind, TargetKind, FaultProblem, InvalidFault, resolve_target, parse_trigger, validate_fault
+from rrl.core.faults import (
+    FAULT_TRAITS,
+    Fault,
+    FaultKind,
+    FaultProblem,
+    FaultTrigger,
+    InvalidFault,
+    TargetKind,
+    parse_trigger,
+    resolve_target,
+    validate_fault,
+)
 from rrl.tests.support.job_toml import JOB
 
 REPLICAS = {"trainer": 1, "rollout": 4}
@@ -55,7 +66,12 @@ def test_a_planned_fault_of_a_role_hits_one_of_its_replicas() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "at"), [("step=5", FaultTrigger(step=5)), ("time=90s", FaultTrigger(time=90.0)), ("phase=train", FaultTrigger(phase="train"))]
+    ("text", "at"),
+    [
+        ("step=5", FaultTrigger(step=5)),
+        ("time=90s", FaultTrigger(time=90.0)),
+        ("phase=train", FaultTrigger(phase="train")),
+    ],
 )
 def test_a_moment_is_read_and_shown_as_it_is_written(text: str, at: FaultTrigger) -> None:
     assert parse_trigger(text) == at
@@ -78,7 +94,10 @@ def test_every_kind_has_traits_that_agree_with_each_other() -> None:
 @pytest.mark.parametrize("kind", FaultKind)
 def test_every_kind_fits_some_target(kind: FaultKind) -> None:
     traits = FAULT_TRAITS[kind]
-    seconds, amount = (5.0 if traits.needs_seconds else 0.0), (0.5 if kind is FaultKind.SLOW else 3.0 if traits.amount else 0.0)
+    seconds, amount = (
+        (5.0 if traits.needs_seconds else 0.0),
+        (0.5 if kind is FaultKind.SLOW else 3.0 if traits.amount else 0.0),
+    )
     target = "" if traits.target_kind is TargetKind.RUN else "rollout/0"
     assert validate_fault(kind, target, seconds, amount, REPLICAS) is None
     assert validate_fault(kind, "rollout/4", seconds, amount, REPLICAS)
@@ -87,7 +106,7 @@ def test_every_kind_fits_some_target(kind: FaultKind) -> None:
 @pytest.mark.parametrize(
     ("target", "why"),
     [
-        ("trainer/0", ""), ("trainer/0.1", ""), ("trainer/0.3", ""), ("shadow/n1:1", ""),
+        ("trainer/0", ""), ("trainer/0.1", ""), ("trainer/0.3", ""), ("standby/n1:1", ""),
         ("trainer/0.0", 'no rank "trainer/0.0"; "trainer/0" is its first, "trainer/0.3" its last'),
         ("trainer/0.4", 'no rank "trainer/0.4"; "trainer/0" is its first, "trainer/0.3" its last'),
         ("trainer/0.x", 'no rank "trainer/0.x"; "trainer/0" is its first, "trainer/0.3" its last'),
@@ -101,7 +120,7 @@ def test_each_rank_of_a_gang_and_each_shadow_can_be_hit(target: str, why: str) -
 
 
 def test_a_shadow_is_hit_by_signals_only() -> None:
-    wrong = validate_fault(FaultKind.EXIT, "shadow/n1", 0.0, 3.0, REPLICAS)
+    wrong = validate_fault(FaultKind.EXIT, "standby/n1", 0.0, 3.0, REPLICAS)
     assert wrong is not None
     assert wrong.text == "a shadow can only have kill, freeze, slow, not exit"
 

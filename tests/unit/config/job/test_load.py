@@ -145,10 +145,10 @@ WRONG: list[tuple[str, str, str]] = [
      ' write for example "5s"'),
     ("[task]", '[limits]\njoin = "1 day"\n[task]', "job.toml:13: limits.join: '1 day' is not a duration;"
      ' write for example "90s", "15min", "2h" or "1-12:00:00"'),
-    ("[task]", '[limits]\nbeat = "0s"\n[task]', 'job.toml:13: limits.beat: must be more than 0, not "0s"'),
-    ("[task]", '[limits]\nbeat = "1s"\nsilence = "2s"\n[task]', 'job.toml:14: limits.silence: "2s" is less than three'
+    ("[task]", '[limits]\nheartbeat = "0s"\n[task]', 'job.toml:13: limits.heartbeat: must be more than 0, not "0s"'),
+    ("[task]", '[limits]\nheartbeat = "1s"\nsilence = "2s"\n[task]', 'job.toml:14: limits.silence: "2s" is less than three'
      ' beats of "1s"; raise it to "3s"'),
-    ("[task]", '[limits]\nbeat = "10s"\n[task]', 'job.toml:12: limits.silence: "10s" is less than three'
+    ("[task]", '[limits]\nheartbeat = "10s"\n[task]', 'job.toml:12: limits.silence: "10s" is less than three'
      ' beats of "10s"; raise it to "30s"'),
     ("[task]", "[roles.trainer]\nlearning_rate = inf\n[task]",
      "job.toml:13: roles.trainer.learning_rate: is inf; write a finite number"),
@@ -255,7 +255,7 @@ WRONG: list[tuple[str, str, str]] = [
      ' manager in the pool cannot give it back and go on; write where = "job" in [manager], or remove it'),
     ("[task]", '[manager]\nwhere = "pol"\n[task]', 'job.toml:13: manager.where: must be "job" or "pool", not "pol"; did you'
      ' mean "pool"?'),
-    # gangs and warm standbys
+    # gangs and warm donor_rollouts
     ("[task]", "[roles.trainer]\nranks = 0\n[task]", "job.toml:13: roles.trainer.ranks: must be at least 1, not 0"),
     ("[task]", "[roles.trainer]\nreplicas = 4\n[task]", "job.toml:13: roles.trainer.replicas: there is one trainer; for 4"
      " processes of it write ranks = 4"),
@@ -274,9 +274,9 @@ WRONG: list[tuple[str, str, str]] = [
      " write replicas = ..., or give it a command that knows of its ranks"),
     ("[task]", '[commands.judge]\ncommand = ["x"]\nranks = 2\nwatch = "activity"\n[task]', "job.toml:14: commands.judge.ranks:"
      ' only rrl.join() tells a process which rank it is; write watch = "api", or replicas = ...'),
-    ("[task]", "[roles.trainer]\nstandbys = 1\nwarm = false\n[task]", "job.toml:13: roles.trainer.standbys: nothing is kept"
+    ("[task]", "[roles.trainer]\ndonor_rollouts = 1\nwarm = false\n[task]", "job.toml:13: roles.trainer.donor_rollouts: nothing is kept"
      " ready where warm = false; remove it, or write warm = true"),
-    ("[task]", "[roles.trainer]\nstandbys = 3\n[task]", "job.toml:13: roles.trainer.standbys: 3 is more than the rollouts"
+    ("[task]", "[roles.trainer]\ndonor_rollouts = 3\n[task]", "job.toml:13: roles.trainer.donor_rollouts: 3 is more than the rollouts"
      " ([roles.rollout] replicas = 2), whose nodes would keep them; lower it"),
     ("rollout/0", "trainer/0.1", 'job.toml:22: faults.planned[0].target: no rank "trainer/0.1"; trainer/0 is one process'),
     ("replicas = 2", 'warm = true\nranks = 2\ncommand = ["x"]', "job.toml:17: roles.rollout.warm: only a rollout of one"
@@ -430,7 +430,7 @@ def test_a_job_needs_something_to_do(tmp_path: Path, text: str, expected: str) -
 
 def test_a_gang_is_for_the_trainer_and_for_programs_that_know_of_ranks(tmp_path: Path) -> None:
     gangs = (
-        "[roles.trainer]\nranks = 3\nranks_per_node = 2\nstandbys = 2\n",
+        "[roles.trainer]\nranks = 3\nranks_per_node = 2\ndonor_rollouts = 2\n",
         '[roles.reward]\nranks = 2\ncommand = ["x"]\n',
         '[commands.judge]\ncommand = ["x"]\nranks = 2\n',
     )

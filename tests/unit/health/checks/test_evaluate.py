@@ -93,7 +93,7 @@ def test_a_site_says_what_it_expects_and_where_it_disagrees() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected_text"),
     [
         ("[gpu]\nhott = 3\n", 'site.toml:2: gpu.hott: unknown key; did you mean "hot"?'),
         ("\n[gpus]\n", 'site.toml:2: gpus: unknown key; did you mean "gpu"?'),
@@ -104,10 +104,10 @@ def test_a_site_says_what_it_expects_and_where_it_disagrees() -> None:
         ("x = \x1b[31m", "site.toml: "),
     ],
 )
-def test_a_mistake_in_the_rules_is_one_line(text: str, told: str) -> None:
+def test_a_mistake_in_the_rules_is_one_line(text: str, expected_text: str) -> None:
     with pytest.raises(RulesError) as caught:
         parse_rules(text, "site.toml")
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(expected_text)
     assert str(caught.value).isprintable()
 
 
@@ -115,7 +115,7 @@ def test_rules_lie_where_the_site_puts_them_and_without_any_the_defaults_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(CONFIG_ENV, raising=False)
-    monkeypatch.setattr(health_rules_file, "CONFIG", tmp_path / "health.toml")
+    monkeypatch.setattr(health_rules_file, "DEFAULT_CONFIG_PATH", tmp_path / "health.toml")
     assert load_rules() == Rules()
     (tmp_path / "health.toml").write_text("[expect]\ngpus = 4\n")
     assert load_rules().expect.gpus == 4

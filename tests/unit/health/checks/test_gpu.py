@@ -341,7 +341,9 @@ def test_a_driver_that_stands_still_while_somebody_resets_a_gpu_condemns_nobody(
 
 
 def test_a_hung_nvml_and_a_process_stuck_in_its_driver_condemn_after_a_minute() -> None:
-    stuck = host(stuck=(StuckProcess(pid=9, uid=1001, name="python", seconds=40, kernel_function="nvidia_unlocked_ioctl"),))
+    stuck = host(
+        stuck=(StuckProcess(pid=9, uid=1001, name="python", seconds=40, kernel_function="nvidia_unlocked_ioctl"),)
+    )
     node = ObservedNode().reads(stuck).cannot("nvml").passes(58).reads(stuck)
     assert node.verdict("readers") is Verdict.UNKNOWN
     assert node.reads(stuck).verdict("readers") is Verdict.FAIL, "no second deadline is needed"
@@ -367,7 +369,9 @@ def test_a_task_of_the_driver_that_the_kernel_calls_hung_is_a_witness(
 
 
 def test_a_process_stuck_elsewhere_is_no_witness_of_the_driver() -> None:
-    stuck: HostData = host(stuck=(StuckProcess(pid=9, uid=1001, name="cp", seconds=40, kernel_function="nfs_wait_bit_killable"),))
+    stuck: HostData = host(
+        stuck=(StuckProcess(pid=9, uid=1001, name="cp", seconds=40, kernel_function="nfs_wait_bit_killable"),)
+    )
     node = ObservedNode().reads(stuck)
     for _ in range(6):
         node.cannot("nvml")

@@ -9,7 +9,16 @@ import pytest
 
 from rrl.config.health_rules import Expect, Rules
 from rrl.core.types import Cause, Remedy, Verdict
-from rrl.health.readers.samples import DcgmData, DcgmGpu, DcgmIncident, FabricData, HostData, KernelEvent, Mount, StuckProcess
+from rrl.health.readers.samples import (
+    DcgmData,
+    DcgmGpu,
+    DcgmIncident,
+    FabricData,
+    HostData,
+    KernelEvent,
+    Mount,
+    StuckProcess,
+)
 from rrl.tests.support.health.simulated_node import ObservedNode, host, port
 
 HOUR = 3600.0
@@ -254,7 +263,11 @@ def test_a_fatal_counter_that_rises_condemns_and_its_past_does_not(counter: str)
 
 
 def test_symbol_errors_condemn_above_120_an_hour_and_ten_a_second_warn() -> None:
-    few = ObservedNode().reads(ports(port(counters={"symbol_error": 0}))).reads(ports(port(counters={"symbol_error": 119})))
+    few = (
+        ObservedNode()
+        .reads(ports(port(counters={"symbol_error": 0})))
+        .reads(ports(port(counters={"symbol_error": 119})))
+    )
     assert (few.verdict("fabric_errors"), few.verdict("fabric_degraded")) == (Verdict.OK, Verdict.OK)
     many = ObservedNode().reads(ports(port(counters={"symbol_error": 0})), every=5)
     for look in range(1, 9):
@@ -271,7 +284,9 @@ def test_rates_above_their_limits_warn(counter: str, rise: int) -> None:
     node = ObservedNode().reads(ports(port(counters={counter: 10}))).reads(ports(port(counters={counter: 10 + rise})))
     assert (node.verdict("fabric_degraded"), node.one("fabric_degraded").remedy) == (Verdict.WARN, Remedy.SUPPORT)
     assert counter in node.text("fabric_degraded") or "carrier" in node.text("fabric_degraded")
-    half = ObservedNode().reads(ports(port(counters={counter: 10}))).reads(ports(port(counters={counter: 10 + rise // 2})))
+    half = (
+        ObservedNode().reads(ports(port(counters={counter: 10}))).reads(ports(port(counters={counter: 10 + rise // 2})))
+    )
     assert half.verdict("fabric_degraded") is Verdict.OK
 
 

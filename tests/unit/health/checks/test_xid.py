@@ -6,7 +6,7 @@ import pytest
 
 from rrl.config.health_rules import Rules, XidRules
 from rrl.core.types import Cause, Remedy, Verdict
-from rrl.health.checks.xid_events import parse_recovery_action, catalogue, is_fatal, xid
+from rrl.health.checks.xid_events import catalogue, is_fatal, parse_recovery_action, xid
 from rrl.health.readers.samples import DcgmData, DcgmGpu, GpuXid, KernelEvent
 from rrl.tests.support.health.simulated_node import ObservedNode, gpu
 
@@ -41,7 +41,7 @@ def test_an_unknown_number_is_of_the_rest_and_a_site_may_say_otherwise() -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("text", "expected_text"),
     [
         ("0x0 (None) to 0x1 (GPU Reset Required)", (True, Remedy.RESET_GPU)),
         ("0x0 (None) to 0x2 (Node Reboot Required)", (True, Remedy.REBOOT)),
@@ -51,8 +51,11 @@ def test_an_unknown_number_is_of_the_rest_and_a_site_may_say_otherwise() -> None
         ("0x0 (None) to 0x9 (Something New)", (False, None)),
     ],
 )
-def test_the_text_of_154_says_what_the_driver_wants(words: str, said: tuple[bool, Remedy | None]) -> None:
-    assert parse_recovery_action(f"NVRM: Xid (PCI:0000:1b:00): 154, GPU recovery action changed from {words}") == said
+def test_the_text_of_154_says_what_the_driver_wants(text: str, expected_text: tuple[bool, Remedy | None]) -> None:
+    assert (
+        parse_recovery_action(f"NVRM: Xid (PCI:0000:1b:00): 154, GPU recovery action changed from {text}")
+        == expected_text
+    )
 
 
 def test_fatal_is_not_non_fatal() -> None:
@@ -272,7 +275,9 @@ def test_switches_have_their_own() -> None:
 
 
 def test_where_nobody_hears_xids_they_are_unknown() -> None:
-    node = ObservedNode(Rules()).cannot("kernel", "denied", "dmesg_restrict is set").cannot("nvml", "absent", "no driver")
+    node = (
+        ObservedNode(Rules()).cannot("kernel", "denied", "dmesg_restrict is set").cannot("nvml", "absent", "no driver")
+    )
     assert node.verdict("xid") is Verdict.UNKNOWN
     assert "dmesg_restrict is set" in node.text("xid")
 
@@ -315,7 +320,9 @@ def test_an_xid_79_that_nvml_tells_too_condemns_at_once() -> None:
 
 
 def test_a_demand_for_a_reset_that_nvml_does_not_repeat_is_a_warning() -> None:
-    node = ObservedNode().gpus().xid(154, text="GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)")
+    node = (
+        ObservedNode().gpus().xid(154, text="GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)")
+    )
     assert node.gpus(times=5).verdict("xid") is Verdict.WARN
     assert node.gpus(gpu(0, recovery_action="gpu_reset")).verdict("xid") is Verdict.FAIL
 

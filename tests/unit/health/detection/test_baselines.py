@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from rrl.core.types import Incarnation, NodeName, ReplicaId
-from rrl.health.detection.baselines import RoleBaseline, DurationStats, PhaseDurations, changed_noticeably
+from rrl.health.detection.baselines import DurationStats, PhaseDurations, RoleBaseline, changed_noticeably
 from rrl.health.detection.watch import HealthMonitor
 
 N1 = NodeName("n1")
 TRAINER = Incarnation(ReplicaId("trainer/0"), 1)
-BASELINE = RoleBaseline({"train": DurationStats(8, 60.0, 90.0), "checkpoint": DurationStats(8, 5.0, 8.0)}, uses_tensor_cores=True)
+BASELINE = RoleBaseline(
+    {"train": DurationStats(8, 60.0, 90.0), "checkpoint": DurationStats(8, 5.0, 8.0)}, uses_tensor_cores=True
+)
 
 
 def learned(passes: int = 6, tensor: float | None = 0.5) -> HealthMonitor:

@@ -19,7 +19,7 @@ from rrl.health.detection.detectors.probing import due_probes
 from rrl.health.detection.detectors.progress import ENDLESS_WAIT_FACTOR
 from rrl.health.detection.detectors.registry import is_waiting
 from rrl.health.detection.watch import HealthMonitor
-from rrl.tests.support.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, Trace, agent_of, fail, detect_fresh
+from rrl.tests.support.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, Trace, agent_of, detect_fresh, fail
 
 SHORT = Limits(
     heartbeat=1.0, silence=5.0, join=12.0, first_pass=20.0, suspect=8.0, probe=6.0, idle=7.0,
@@ -116,7 +116,7 @@ def test_a_beat_has_only_its_own_node_judged_again(monkeypatch: Any) -> None:
         judged.append(home.node)
         return judge(home, limits, now)
 
-    monkeypatch.setattr(guards, "_judge", counting)
+    monkeypatch.setattr(guards, "_run_detectors", counting)
     trace = Trace()
     for index in range(200):
         trace.node(f"n{index}", Incarnation(ReplicaId(f"rollout/{index}"), 1))
@@ -163,7 +163,7 @@ PHASES = [
     "starting", "generate", "train", "wait_weights", "wait_data", "wait_work", "serve", "of_its_own", "tools", "score",
     "loading_weights",
 ]  # fmt: skip
-RAW = ("wait_endless", "wait_overdue", "wait_long", "idle", "stands_idle", "stands_idle_long", "loads_idle")
+RAW = ("wait_endless", "wait_overdue", "wait_long", "idle", "computes_nothing", "computes_nothing_long", "load_stalled")
 WAITS = ["wait_weights", "wait_data", "wait_work", "serve"]
 
 replicas = st.sampled_from(REPLICAS)
@@ -182,10 +182,10 @@ beating = st.tuples(
 )  # fmt: skip
 unlikely = st.one_of(
     st.tuples(st.just("nothing")),
-    st.tuples(st.just("launched"), incarnations, nodes),
-    st.tuples(st.just("joined"), incarnations, nodes, phases),
-    st.tuples(st.just("heard"), incarnations, phases, st.integers(0, 5), targets),
-    st.tuples(st.just("entered"), incarnations, phases, st.integers(0, 5), targets),
+    st.tuples(st.just("on_launched"), incarnations, nodes),
+    st.tuples(st.just("on_hello"), incarnations, nodes, phases),
+    st.tuples(st.just("on_heartbeat"), incarnations, phases, st.integers(0, 5), targets),
+    st.tuples(st.just("on_phase"), incarnations, phases, st.integers(0, 5), targets),
     st.tuples(st.just("all_enter"), st.sampled_from(WAITS), targets),
     st.tuples(
         st.just("step_ended"),
@@ -193,20 +193,20 @@ unlikely = st.one_of(
         st.sampled_from([0, 1, None]),
         st.sampled_from([ExitReason.EXITED, ExitReason.STOPPED]),
     ),
-    st.tuples(st.just("gone"), incarnations),
+    st.tuples(st.just("on_step_gone"), incarnations),
     st.tuples(st.just("load"), incarnations, loads),
-    st.tuples(st.just("asked"), incarnations),
-    st.tuples(st.just("answered"), incarnations, st.sampled_from(ProbeResult), st.just("")),
-    st.tuples(st.just("leaving"), incarnations),
-    st.tuples(st.just("postponed"), incarnations),
-    st.tuples(st.just("goodbye"), incarnations),
-    st.tuples(st.just("step_alive"), incarnations),
-    st.tuples(st.just("forget"), incarnations | agents),
+    st.tuples(st.just("on_probe_sent"), incarnations),
+    st.tuples(st.just("on_probe_answered"), incarnations, st.sampled_from(ProbeResult), st.just("")),
+    st.tuples(st.just("on_stop_requested"), incarnations),
+    st.tuples(st.just("delay_join_deadline"), incarnations),
+    st.tuples(st.just("on_goodbye"), incarnations),
+    st.tuples(st.just("on_step_alive"), incarnations),
+    st.tuples(st.just("remove"), incarnations | agents),
     st.tuples(st.just("agent"), nodes, st.integers(1, 2)),
     st.tuples(st.just("agent_launched"), nodes, st.integers(1, 2)),
     st.tuples(st.just("cluster"), nodes, st.sampled_from(["up", "down", "draining", "unknown"])),
     st.tuples(st.just("job"), nodes, st.booleans()),
-    st.tuples(st.just("forget_node"), nodes),
+    st.tuples(st.just("remove_node"), nodes),
     st.tuples(st.just("restart")),
 )
 random_steps = st.integers(0, 2).flatmap(lambda dice: unlikely if dice == 0 else beating)
@@ -271,7 +271,7 @@ def perform(monitor: HealthMonitor, step: Any, now: float) -> float:
             monitor.on_node_status(rest[0], rest[1], "said so", now)
         case "job":
             monitor.on_job_status(rest[0], rest[1], now, now)
-        case "forget" | "forget_node":
+        case "remove" | "remove_node":
             getattr(monitor, kind)(*rest)
         case _:
             getattr(monitor, kind)(*rest, now)
@@ -361,13 +361,17 @@ def test_a_waiter_is_never_charged_but_in_a_circle_and_only_where_the_whole_run_
                 continue
             seen = watch.replicas[finding.incarnation.replica]
             if finding.detector == "standstill":
-                called = [one for one in watch.workers() if one.waits_for == seen.incarnation.replica and one.heartbeats >= 3]
+                called = [
+                    one for one in watch.workers() if one.waits_for == seen.incarnation.replica and one.heartbeats >= 3
+                ]
                 endless = is_waiting(seen) and now >= seen.last_change_at + ENDLESS_WAIT_FACTOR * seen.declared.longest
-                assert called or endless or all(one.left_at is not None or one.heartbeats >= 3 for one in watch.workers())
+                assert (
+                    called or endless or all(one.left_at is not None or one.heartbeats >= 3 for one in watch.workers())
+                )
                 assert not is_waiting(seen) or endless or _in_a_circle(watch, seen.incarnation.replica)
             elif finding.detector == "no_answer" and is_waiting(seen):
                 assert seen.role.answers_probes, "its role has answered while it waited"
-            elif finding.detector not in ("never_left", "engine_dead"):
+            elif finding.detector not in ("stop_overdue", "engine_dead"):
                 assert not is_waiting(seen) or seen.declared.own_work
 
 

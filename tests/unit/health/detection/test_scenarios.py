@@ -231,7 +231,7 @@ def test_a_ratio_needs_hangs_that_both_find() -> None:
 
 # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected_text"),
     [
         (("lasts =", "last ="), 'one.toml:3: last: unknown key; did you mean "lasts"?'),
         (('do = "hang"', 'do = "hnag"'), 'did you mean "hang"?'),
@@ -254,11 +254,11 @@ def test_a_ratio_needs_hangs_that_both_find() -> None:
         ),
     ],
 )
-def test_a_mistake_in_a_file_is_one_clear_line(tmp_path: Path, change: tuple[str, str], said: str) -> None:
+def test_a_mistake_in_a_file_is_one_clear_line(tmp_path: Path, change: tuple[str, str], expected_text: str) -> None:
     with pytest.raises(ScenarioError) as error:
         scenario(tmp_path, HANG.replace(*change, 1))
     (line,) = str(error.value).splitlines()
-    assert said in line
+    assert expected_text in line
 
 
 def test_a_folder_without_scenarios_is_said(tmp_path: Path) -> None:

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from rrl.core.launch import ExitReason
 from rrl.core.types import Incarnation, NodeName, ReplicaId, Verdict
-from rrl.health.detection.watch import FLAP_WINDOW_S, FLAP_COUNT
-from rrl.tests.support.health.traces import LIMITS, ROLLOUT, ROLLOUTS, STORE, TRAINER, Observed, Trace, agent_of, fail, warn
+from rrl.health.detection.watch import FLAP_COUNT, FLAP_WINDOW_S
+from rrl.tests.support.health.traces import (
+    LIMITS,
+    ROLLOUT,
+    ROLLOUTS,
+    STORE,
+    TRAINER,
+    Observed,
+    Trace,
+    agent_of,
+    fail,
+    warn,
+)
 
 N1, N2 = NodeName("n1"), NodeName("n2")
 SECOND = Incarnation(ReplicaId("trainer/0.1"), 1)

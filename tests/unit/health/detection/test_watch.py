@@ -30,7 +30,13 @@ def test_a_newer_life_takes_the_place_of_an_older_one_and_the_older_one_is_not_h
     watch.on_hello(ONE, N1, "generate", 11.0)
     watch.on_step_ended(ONE, 1, None, ExitReason.EXITED, 11.0)
     seen = watch.replicas[ONE.replica]
-    assert (seen.incarnation, seen.node, seen.status, seen.exit, seen.last_message_at) == (TWO, N2, "launched", None, 10.0)
+    assert (seen.incarnation, seen.node, seen.status, seen.exit, seen.last_message_at) == (
+        TWO,
+        N2,
+        "launched",
+        None,
+        10.0,
+    )
     assert not watch.nodes[N1].residents
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rrl.health.history.cache import HistoryCache, Sources, cache_path
-from rrl.health.history.records import MAX_LINE_BYTES, Record, file_name, encode_line
+from rrl.health.history.records import MAX_LINE_BYTES, Record, encode_line, file_name
 from rrl.manager.reporting.history_writer import user_name
 from rrl.tests.support.health.site_history import BEGAN, HOUR, began, failed, found, held, left, over, write
 
@@ -99,7 +99,9 @@ def test_a_file_that_was_removed_is_forgotten(folder: Path, file: Path) -> None:
 def test_damaged_lines_are_skipped_and_counted(folder: Path, file: Path) -> None:
     path = write(folder, ME, "r", records())
     with path.open("ab") as more:
-        more.write(b'{"kind":"prayed","at":1}\nnot json\n' + b"x" * (3 * MAX_LINE_BYTES) + b"\n" + encode_line(left(9, "n1")))
+        more.write(
+            b'{"kind":"prayed","at":1}\nnot json\n' + b"x" * (3 * MAX_LINE_BYTES) + b"\n" + encode_line(left(9, "n1"))
+        )
     told, sources = read(folder, file)
     assert told == [*records(), left(9, "n1")]
     assert sources.skipped == 3

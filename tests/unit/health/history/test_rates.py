@@ -6,15 +6,15 @@ import pytest
 
 from rrl.health.history.rates import (
     DAY_S,
-    mtbf,
+    clip,
     gamma_quantile,
     gamma_share,
-    total_length,
-    rate_per,
+    merge_intervals,
+    mtbf,
     poisson_at_least,
     poisson_interval,
-    merge_intervals,
-    clip,
+    rate_per,
+    total_length,
 )
 
 

@@ -7,20 +7,20 @@ import pytest
 from rrl.health.history.records import (
     ActionTaken,
     Checkpoint,
-    RunStarted,
     Failed,
     FindingRecord,
     NodeAcquired,
     NodeReleased,
+    Record,
     RecordsLost,
     RecoveryDone,
     RunEnded,
-    Record,
-    is_attributable,
+    RunStarted,
     clipped,
-    file_name,
-    is_node,
     encode_line,
+    file_name,
+    is_attributable,
+    is_node,
     parse_file_name,
     read_line,
 )
@@ -33,7 +33,18 @@ EVERY: list[Record] = [
 
 
 def test_every_kind_of_record_has_one_of_it_here() -> None:
-    kinds = {RunStarted, NodeAcquired, NodeReleased, Checkpoint, FindingRecord, ActionTaken, Failed, RecoveryDone, RunEnded, RecordsLost}
+    kinds = {
+        RunStarted,
+        NodeAcquired,
+        NodeReleased,
+        Checkpoint,
+        FindingRecord,
+        ActionTaken,
+        Failed,
+        RecoveryDone,
+        RunEnded,
+        RecordsLost,
+    }
     assert {type(one) for one in EVERY} == kinds == set(Record.__args__)
 
 
@@ -45,16 +56,16 @@ def test_a_record_is_one_line_and_is_read_as_it_was_written(record: Record) -> N
 
 
 def test_a_field_that_is_not_known_yet_is_no_obstacle() -> None:
-    assert read_line(b'{"kind":"left","at":2.0,"node":"n1","new":{"a":1}}') == NodeReleased(2.0, "n1")
+    assert read_line(b'{"kind":"node_released","at":2.0,"node":"n1","new":{"a":1}}') == NodeReleased(2.0, "n1")
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        b"", b"{", b'{"kind":"left","at":2.0', b'{"kind":"prayed","at":1.0}', b'{"at":1.0,"node":"n1"}', b"[1]",
-        b'{"kind":"left","at":"now","node":"n1"}', b"\xff\xfe", b"{" * 5000,
-        b'{"kind":"left","at":-1.0,"node":"n1"}', b'{"kind":"left","at":1e300,"node":"n1"}',
-        b'{"kind":"held","at":1.0,"node":"n1","gpus":-8}', b'{"kind":"mended","at":1,"replica":"r/0","node":"n1",'
+        b"", b"{", b'{"kind":"node_released","at":2.0', b'{"kind":"prayed","at":1.0}', b'{"at":1.0,"node":"n1"}', b"[1]",
+        b'{"kind":"node_released","at":"now","node":"n1"}', b"\xff\xfe", b"{" * 5000,
+        b'{"kind":"node_released","at":-1.0,"node":"n1"}', b'{"kind":"node_released","at":1e300,"node":"n1"}',
+        b'{"kind":"node_acquired","at":1.0,"node":"n1","gpus":-8}', b'{"kind":"recovery_done","at":1,"replica":"r/0","node":"n1",'
         b'"since":0,"gpu_hours":1e308}',
     ],
 )  # fmt: skip
@@ -65,7 +76,7 @@ def test_what_is_damaged_or_of_an_unknown_kind_is_nothing(text: bytes) -> None:
 @pytest.mark.parametrize("name", ["n[1-1000]", "ALL", "all", "n1,n2", "n1 state=idle", "-n1", "n1;reboot", "n" * 300])
 def test_who_names_anything_but_one_node_is_not_heard(name: str) -> None:
     assert not is_node(name)
-    assert read_line(encode_line(ActionTaken(1.0, name, "asked", "rrl:x"))) is None
+    assert read_line(encode_line(ActionTaken(1.0, name, "drain_requested", "rrl:x"))) is None
 
 
 @pytest.mark.parametrize("name", ["n1", "gpu-0042.cluster.example", "NODE_7"])
@@ -92,7 +103,9 @@ def test_a_long_line_of_evidence_is_cut() -> None:
 
 def test_a_file_tells_by_its_name_whose_it_is() -> None:
     assert parse_file_name(file_name("math-0101-1.2", 7)) == ("math-0101-1.2", 7)
-    assert [parse_file_name(name) for name in ("x.jsonl", "x.7.jsonl", ".jsonl", "notes.txt", "a/b.000001.jsonl")] == [None] * 5
+    assert [parse_file_name(name) for name in ("x.jsonl", "x.7.jsonl", ".jsonl", "notes.txt", "a/b.000001.jsonl")] == [
+        None
+    ] * 5
 
 
 def test_who_speaks_in_another_name_is_not_believed() -> None:

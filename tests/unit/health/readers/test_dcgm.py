@@ -142,7 +142,7 @@ def test_labels_may_hold_what_they_like(metrics: Exporter) -> None:
 def test_an_exporter_that_hangs_is_unread_in_time(
     metrics: Exporter, said: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dcgm, "_EXPORTER_WITHIN", 0.3)
+    monkeypatch.setattr(dcgm, "_EXPORTER_TIMEOUT_S", 0.3)
     metrics.hangs.set()
     data = read(metrics, FAKE)
     assert data.unread["exporter"] == f"{metrics.url} did not answer within 0.3 s"
@@ -240,8 +240,8 @@ def test_a_host_engine_that_is_away_is_unread_with_what_dcgmi_says(metrics: Expo
 def test_a_dcgmi_that_hangs_is_asked_to_end_before_it_is_killed(
     metrics: Exporter, said: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(dcgm, "_HEALTH_WITHIN", 1.0)
-    monkeypatch.setattr(process, "TERM_WITHIN", 1.0)
+    monkeypatch.setattr(dcgm, "_HEALTH_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(process, "TERM_TIMEOUT_S", 1.0)
     (said / "hang").write_text(how)
     assert read(metrics, FAKE).unread["health"] == "fake_dcgmi did not answer within 1 s"
     assert (said / "signals").read_text() == "SIGTERM\n"

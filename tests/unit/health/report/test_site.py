@@ -13,7 +13,7 @@ from rrl.health.history import rates
 from rrl.health.history.incidents import by_run, costs, incidents
 from rrl.health.history.incidents import node_intervals as held_by
 from rrl.health.history.rates import DAY_S, Signals, fails_more_often, score_lemon
-from rrl.health.history.records import FindingRecord, Record, EvidenceLine, SourcedRecord
+from rrl.health.history.records import EvidenceLine, FindingRecord, Record, SourcedRecord
 from rrl.health.report.drain_requests import open_requests
 from rrl.health.report.model import DrainState, NodeReport, Report
 from rrl.health.report.site import report
@@ -213,7 +213,7 @@ def test_a_broken_node_is_told_with_all_that_an_administrator_needs() -> None:
     assert (one.runs, one.users) == (["code-2", "math-1"], ["anna", "ben"])
     assert one.gpu_hours_lost == 8.0
     assert "reset its GPU" in one.action
-    assert [line.text.partition(":")[0] for line in one.actions] == ["excluded", "asked", "excluded"]
+    assert [line.text.partition(":")[0] for line in one.actions] == ["excluded", "drain_requested", "excluded"]
     assert shlex.split(one.scontrol) == [
         "scontrol", "update", "nodename=n3", "state=drain", "reason=rrl:math-1: gpu: Xid 48: double-bit ECC error",
     ]  # fmt: skip
@@ -293,7 +293,7 @@ def test_of_many_lines_five_are_told() -> None:
 
 def test_a_reason_that_breaks_out_of_the_shell_stays_one_word() -> None:
     evil = "rrl:x'; rm -rf / #"
-    records = [began(0, "r", ANNA), found(5, "n1"), acted(6, "n1", "asked", reason=evil)]
+    records = [began(0, "r", ANNA), found(5, "n1"), acted(6, "n1", "drain_requested", reason=evil)]
     assert shlex.split(node(sourced(ANNA, "r", records, trusted=True), "n1").scontrol)[-1] == f"reason={evil}"
 
 
@@ -374,15 +374,19 @@ def test_a_drain_is_asked_for_until_its_run_takes_it_back() -> None:
 
 
 def test_a_drain_is_no_longer_asked_for_once_another_run_was_well_there() -> None:
-    asks = sourced(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), found(60, "n1"), acted(61, "n1", "asked"), over(90))
+    asks = sourced(
+        ANNA, "r", began(0, "r", ANNA), held(0, "n1"), found(60, "n1"), acted(61, "n1", "drain_requested"), over(90)
+    )
     short = sourced(BEN, "s", began(DAY_S, "s", BEN), held(DAY_S, "n1"), over(DAY_S + 1800))
     longer = sourced(BEN, "s", began(DAY_S, "s", BEN), held(DAY_S, "n1"), over(DAY_S + 2 * HOUR))
-    again = sourced(BEN, "s", began(DAY_S, "s", BEN), held(DAY_S, "n1"), found(DAY_S + HOUR, "n1"), over(DAY_S + 2 * HOUR))
+    again = sourced(
+        BEN, "s", began(DAY_S, "s", BEN), held(DAY_S, "n1"), found(DAY_S + HOUR, "n1"), over(DAY_S + 2 * HOUR)
+    )
     assert [len(open_requests([*asks, *then])) for then in (short, longer, again)] == [1, 0, 1]
 
 
 def test_a_reason_that_is_not_ours_is_made_so() -> None:
-    (one,) = open_requests(sourced(ANNA, "r", acted(0, "n1", "asked", reason="because")))
+    (one,) = open_requests(sourced(ANNA, "r", acted(0, "n1", "drain_requested", reason="because")))
     assert one.reason == "rrl:r: because"
 
 

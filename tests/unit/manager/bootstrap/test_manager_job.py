@@ -80,8 +80,8 @@ def test_a_manager_knows_the_pool_that_it_lives_in_by_its_own_jobs_name(
 
 
 def follow(run: RunDir, job: RunSpec, queued: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager_job, "SETTLED", 0.0)
-    monkeypatch.setattr(manager_job, "queue", lambda run, view, manage: queued())
+    monkeypatch.setattr(manager_job, "STABLE_AFTER_S", 0.0)
+    monkeypatch.setattr(manager_job, "submit", lambda run, view, manage: queued())
     asyncio.run(manager_job.ensure_successor(run, job, lambda run: None))
 
 
@@ -167,7 +167,7 @@ def test_a_second_manager_that_cannot_be_queued_is_a_warning(tmp_path: Path, mon
         if isinstance(answer := answers.pop(0), Exception):
             raise answer
 
-    monkeypatch.setattr(manager_job, "queue", queue)
+    monkeypatch.setattr(manager_job, "submit", queue)
     warning = starting.start_manager(RunDir(tmp_path / RUN), view(tmp_path))
     assert warning.startswith("no second manager could be queued")
     assert warning.endswith(": AssocMaxSubmitJobLimit")
@@ -206,7 +206,7 @@ def test_a_pools_script_keeps_a_manager_until_the_run_has_ended(
         return -9
 
     monkeypatch.setattr("subprocess.call", call)
-    monkeypatch.setattr(pool_supervisor, "PAUSE", 0.0)
+    monkeypatch.setattr(pool_supervisor, "RESTART_DELAY_S", 0.0)
     monkeypatch.setattr("sys.argv", ["hold", str(run.path)])
     assert pool_supervisor.main() == 0
     assert len(incarnations) == 3
@@ -227,8 +227,8 @@ def test_a_journal_that_cannot_be_read_gives_no_nodes_back(
             raise answer
         return answer
 
-    monkeypatch.setattr(pool_supervisor, "ended", ended)
-    monkeypatch.setattr(pool_supervisor, "PAUSE", 0.0)
+    monkeypatch.setattr(pool_supervisor, "run_ended", ended)
+    monkeypatch.setattr(pool_supervisor, "RESTART_DELAY_S", 0.0)
     monkeypatch.setattr("subprocess.call", lambda argv: 1)
     monkeypatch.setattr("sys.argv", ["hold", str(run.path)])
     assert pool_supervisor.main() == 0
@@ -240,11 +240,13 @@ def test_a_pool_whose_run_was_removed_is_given_back(tmp_path: Path, monkeypatch:
 
     def call(argv: list[str]) -> int:
         incarnations.append(argv)
-        assert len(incarnations) <= pool_supervisor.MAX_FUTILE_STARTS, "the pool is held for a run that nobody can manage"
+        assert len(incarnations) <= pool_supervisor.MAX_FUTILE_STARTS, (
+            "the pool is held for a run that nobody can manage"
+        )
         return 1
 
     monkeypatch.setattr("subprocess.call", call)
-    monkeypatch.setattr(pool_supervisor, "PAUSE", 0.0)
+    monkeypatch.setattr(pool_supervisor, "RESTART_DELAY_S", 0.0)
     monkeypatch.setattr("sys.argv", ["hold", str(tmp_path / "removed")])
     assert pool_supervisor.main() == 1
     assert len(incarnations) == pool_supervisor.MAX_FUTILE_STARTS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rrl.core.run_spec import RunSpec, ManagerSpec, NodeGroup, Recovery, Resources, RoleSpec
+from rrl.core.run_spec import ManagerSpec, NodeGroup, Recovery, Resources, RoleSpec, RunSpec
 from rrl.manager.bootstrap.preview import max_standbys, worst_case
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Request
@@ -48,7 +48,7 @@ def test_a_pool_is_one_job_beside_the_manager_its_successor_and_a_replacement_of
 
 
 def test_each_rank_is_a_step_and_so_is_each_shadow() -> None:
-    trainer = msgspec.structs.replace(ROLES[1], ranks=4, per_node=2, warm=True, standbys=9)
+    trainer = msgspec.structs.replace(ROLES[1], ranks=4, per_node=2, warm=True, donor_rollouts=9)
     gang = msgspec.structs.replace(view("pool"), roles=(ROLES[0], trainer, ROLES[2]))
     assert max_standbys(gang) == 4 + (1 + 3) * 2  # beside each rank, on the spare, on the nodes of three rollouts
     assert worst_case(gang).steps == (1 + 4 + 3) + 6 + max_standbys(gang)
@@ -60,7 +60,7 @@ def test_each_spare_has_as_many_rollouts_kept_ready_as_it_carries() -> None:
     pool = msgspec.structs.replace(view("pool"), roles=(*ROLES[:2], warm), spares=2)
     assert max_standbys(pool) == 2
     assert worst_case(pool).steps == 5 + 6 + 2
-    together = msgspec.structs.replace(warm, exclusive=False, each=Resources(1, 0, 2**28))  # two CPUs on a node
+    together = msgspec.structs.replace(warm, exclusive=False, per_member=Resources(1, 0, 2**28))  # two CPUs on a node
     assert max_standbys(msgspec.structs.replace(pool, roles=(*ROLES[:2], together))) == 2 * 2
     assert max_standbys(msgspec.structs.replace(pool, spares=9)) == 3  # no more than there are rollouts
     assert max_standbys(msgspec.structs.replace(pool, recovery=Recovery(policy="job"))) == 0

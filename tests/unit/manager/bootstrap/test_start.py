@@ -64,7 +64,7 @@ def test_a_run_directory_that_becomes_full_while_it_is_made_is_removed(
 
 def test_a_submission_that_dies_tells_its_last_words(job: Job, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start.create(job, source)
-    monkeypatch.setattr(start, "LOCAL_FOREVER", None)  # submitit cannot reckon with it
+    monkeypatch.setattr(start, "LOCAL_TIMEOUT_MIN", None)  # submitit cannot reckon with it
     with pytest.raises(OSError, match=r"^TypeError: "):
         start.start_manager(run, resolve(job, "python"))
 
@@ -81,12 +81,12 @@ def test_a_manager_that_ended_by_an_error_of_its_own_is_followed_by_another(
         return end
 
     monkeypatch.setattr(start, "_run", one)
-    monkeypatch.setattr(start, "RETRY_PAUSE", 0.0)
+    monkeypatch.setattr(start, "RETRY_DELAY_S", 0.0)
     assert start.run_manager(start.create(job, source)) == "completed"
     assert "ZeroDivisionError: a bug" in caplog.text
 
 
-@pytest.mark.parametrize(("error", "lives"), [(LeaseHeld("another lives"), 1), (ZeroDivisionError(), 4)])
+@pytest.mark.parametrize(("error", "incarnations"), [(LeaseHeld("another lives"), 1), (ZeroDivisionError(), 4)])
 def test_it_is_not_followed_for_ever_nor_where_another_lives(
     job: Job, source: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, incarnations: int
 ) -> None:
@@ -98,7 +98,7 @@ def test_it_is_not_followed_for_ever_nor_where_another_lives(
         raise error
 
     monkeypatch.setattr(start, "_run", one)
-    monkeypatch.setattr(start, "RETRY_PAUSE", 0.0)
+    monkeypatch.setattr(start, "RETRY_DELAY_S", 0.0)
     with pytest.raises(type(error)):
         start.run_manager(start.create(job, source))
     assert begun == incarnations

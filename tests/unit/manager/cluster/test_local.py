@@ -15,11 +15,11 @@ from rrl.core.processes import read_process
 from rrl.core.run_spec import Resources
 from rrl.core.types import NodeName
 from rrl.manager.cluster.base import (  # fmt: skip
-    AllocationStatus,
-    AllocationState,
     AllocationRequest,
-    NodeStatus,
+    AllocationState,
+    AllocationStatus,
     NodeState,
+    NodeStatus,
     Refused,
     Step,
     Unanswered,
@@ -27,7 +27,7 @@ from rrl.manager.cluster.base import (  # fmt: skip
 from rrl.manager.cluster.local import LocalCluster
 from rrl.tests.support.listening_manager import TIMEOUT_S, Lab, Manager, eventually, lab
 from rrl.tests.support.local_cluster import crash, processes_on
-from rrl.transport.messages import AgentHeartbeat, AgentHello, StepExit, AdmissionRequest
+from rrl.transport.messages import AdmissionRequest, AgentHeartbeat, AgentHello, StepExit
 
 SLEEP = ("sleep", "1000")
 DAEMON = ("sh", "-c", "(setsid sleep 1001 &) ; exec sleep 1000")
@@ -147,7 +147,7 @@ def test_an_agent_is_launched_like_a_step(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager() as manager:
             await cluster.request(allocation_request("pool", 1))
-            agent = at.launch(replica="agent/local1", env={"RRL_BEAT": "0.1"})
+            agent = at.launch(replica="agent/local1", env={"RRL_HEARTBEAT_INTERVAL": "0.1"})
             await cluster.launch(step_of(at, agent, agent=True))
             assert (await manager.wait_for(AgentHello)).node == "local1"
             launch = at.launch(*SLEEP)
@@ -200,7 +200,7 @@ def test_a_stopped_step_leaves_its_record_and_nothing_else(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("victim", ["frozen", "dead"])
 def test_a_step_that_cannot_obey_is_swept(tmp_path: Path, victim: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rrl.manager.cluster.local.STOP_MARGIN", 0.1)
+    monkeypatch.setattr("rrl.manager.cluster.local.STOP_MARGIN_S", 0.1)
 
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager():
@@ -228,7 +228,7 @@ def test_an_unkillable_step_is_unanswered_and_stays_on_record(tmp_path: Path, mo
         assert await steps(cluster) == {launch.tag: "local1"}
         assert await nodes_of(cluster, "pool") == ("local1",)
 
-    monkeypatch.setattr("rrl.manager.cluster.local.RELEASE_GRACE", 0.0)
+    monkeypatch.setattr("rrl.manager.cluster.local.RELEASE_GRACE_S", 0.0)
     play(tmp_path, story)
 
 

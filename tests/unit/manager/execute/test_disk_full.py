@@ -22,7 +22,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def test_where_others_have_much_room_none_is_taken(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fault_injection, "MOST_FREE", 0)
+    monkeypatch.setattr(fault_injection, "MAX_FILL_BYTES", 0)
     with pytest.raises(Refused, match=r"GiB are free on the file system of .*run-1, and no more than 0 GiB"):
         fault_injection.fill_disk(run)
     assert not run.disk_filler.exists()
@@ -42,7 +42,7 @@ def test_the_file_is_written_to_the_last_byte_and_given_back(run: RunDir, monkey
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(fd, data)
 
-    monkeypatch.setattr(fault_injection, "MOST_FREE", 2**60)
+    monkeypatch.setattr(fault_injection, "MAX_FILL_BYTES", 2**60)
     monkeypatch.setattr(os, "write", bounded)
     assert fault_injection.fill_disk(run) == f"{run.disk_filler} takes 3.0 MiB: nothing is left"
     assert run.disk_filler.stat().st_size == room

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from rrl.core.faults import FaultTrigger, Fault, FaultKind
+from rrl.core.faults import Fault, FaultKind, FaultTrigger
 from rrl.core.types import Incarnation, NodeName
 from rrl.manager.cluster.base import AllocationRequest, ClusterSnapshot, Refused, RejectReason, Step, Unanswered
 from rrl.manager.execute.executor import RETRY_INTERVAL_S, STEP_MARGIN_S, Executor
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Launch, ExternalAction, InjectFault, Release, Request, StopStep, Why
+from rrl.manager.model.actions import ExternalAction, InjectFault, Launch, Release, Request, StopStep, Why
 from rrl.manager.storage.lease import LeaseLost
 from rrl.tests.support.manager import virtual
 from rrl.tests.support.manager.jobs import NODE, ROLLOUTS
@@ -118,7 +118,9 @@ class Bench:
         if self.lost:
             raise LeaseLost("epoch 2 has begun")
 
-    def carry_out(self, *actions: ExternalAction, during: Callable[[], Awaitable[None]] | None = None) -> list[ev.Event]:
+    def carry_out(
+        self, *actions: ExternalAction, during: Callable[[], Awaitable[None]] | None = None
+    ) -> list[ev.Event]:
         """Start them, let an hour pass, and return what was recorded."""
 
         async def go() -> None:
@@ -149,7 +151,9 @@ def test_a_launch_that_was_handed_over_is_not_done_before_its_step_speaks() -> N
 @pytest.mark.parametrize("action", [REQUEST, RELEASE, LAUNCH, STOP], ids=lambda action: type(action).__name__)
 def test_refused_is_certainly_not_done_and_says_what_the_cluster_said(action: ExternalAction) -> None:
     bench = Bench(Refused("Invalid partition"))
-    assert bench.carry_out(action) == [ev.IntentSettled(action.tag, False, "Invalid partition", reason=RejectReason.REFUSED)]
+    assert bench.carry_out(action) == [
+        ev.IntentSettled(action.tag, False, "Invalid partition", reason=RejectReason.REFUSED)
+    ]
     assert len(bench.cluster.requests) == 1
 
 
@@ -168,7 +172,9 @@ def test_what_is_repeatable_is_asked_again_until_somebody_answers(action: Extern
 
 
 @pytest.mark.parametrize("action", [RELEASE, STOP], ids=lambda action: type(action).__name__)
-def test_an_error_that_nobody_foresaw_leaves_no_end_undone(action: ExternalAction, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_that_nobody_foresaw_leaves_no_end_undone(
+    action: ExternalAction, caplog: pytest.LogCaptureFixture
+) -> None:
     bench = Bench(ValueError("unforeseen"), PermissionError("neither"))
     assert bench.carry_out(action) == [ev.IntentSettled(action.tag, True)]
     assert len(bench.cluster.requests) == 3
@@ -176,7 +182,9 @@ def test_an_error_that_nobody_foresaw_leaves_no_end_undone(action: ExternalActio
 
 
 @pytest.mark.parametrize("action", [REQUEST, LAUNCH], ids=lambda action: type(action).__name__)
-def test_an_error_that_nobody_foresaw_is_no_reason_to_ask_twice_for_what_could_happen_twice(action: ExternalAction) -> None:
+def test_an_error_that_nobody_foresaw_is_no_reason_to_ask_twice_for_what_could_happen_twice(
+    action: ExternalAction,
+) -> None:
     bench = Bench(ValueError("unforeseen"))
     assert bench.carry_out(action) == []
     assert len(bench.cluster.requests) == 1
@@ -240,7 +248,9 @@ def test_who_loses_the_lease_between_two_tries_does_not_try_again() -> None:
 
 
 @pytest.mark.parametrize("action", [REQUEST, RELEASE, LAUNCH, STOP], ids=lambda action: type(action).__name__)
-def test_while_the_run_directory_is_away_nothing_is_done_and_when_it_is_back_it_is_done_once(action: ExternalAction) -> None:
+def test_while_the_run_directory_is_away_nothing_is_done_and_when_it_is_back_it_is_done_once(
+    action: ExternalAction,
+) -> None:
     bench = Bench()
     bench.away = 3
 

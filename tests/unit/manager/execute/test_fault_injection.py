@@ -68,7 +68,9 @@ class Bench:
     async def _send(self, peer: bytes, message: Any, request: int | None) -> None:
         self.sent.append((peer, message))
 
-    def intend(self, kind: FaultKind, target: str = R0, seconds: float = 0.0, incarnation: Incarnation | None = None) -> InjectFault:
+    def intend(
+        self, kind: FaultKind, target: str = R0, seconds: float = 0.0, incarnation: Incarnation | None = None
+    ) -> InjectFault:
         fault = Fault("f0", kind, target, seconds=seconds)
         node = self.node if target == R0 else NodeName("")
         step = self.world.state.replica(R0).step or ""
@@ -197,7 +199,7 @@ def test_a_full_disk_is_given_back_after_its_time(tmp_path: Path, monkeypatch: p
     async def full() -> None:
         await eventually(bench.run.disk_filler.exists)
 
-    monkeypatch.setattr(fault_injection, "fill", filled)
+    monkeypatch.setattr(fault_injection, "fill_disk", filled)
     began, over = bench.play(bench.intend(FaultKind.DISK_FULL, "", seconds=30.0), full)
     assert not bench.run.disk_filler.exists()
     assert (began.detail, over.detail, over.ended) == ("filled", "the room is given back", True)
@@ -207,7 +209,7 @@ def test_a_full_disk_is_given_back_when_the_manager_leaves_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Bench(tmp_path)
-    monkeypatch.setattr(fault_injection, "fill", lambda run: str(run.ballast.write_bytes(b"1")))
+    monkeypatch.setattr(fault_injection, "fill_disk", lambda run: str(run.disk_filler.write_bytes(b"1")))
 
     async def story() -> None:
         task = asyncio.create_task(bench.performer.inject(bench.intend(FaultKind.DISK_FULL, "", seconds=1000.0)))

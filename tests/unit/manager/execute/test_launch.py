@@ -11,10 +11,10 @@ import pytest
 
 from rrl.core.launch import Launch, read_launch
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import ContainerSpec, EnvSpec, RunSpec, Resources, RoleSpec
+from rrl.core.run_spec import ContainerSpec, EnvSpec, Resources, RoleSpec, RunSpec
 from rrl.core.types import Incarnation, NodeName, ReplicaId
 from rrl.manager.cluster.base import AllocationRequest, Refused
-from rrl.manager.execute.launch import apptainer, environment, save_passed_env, mounts, pyxis, write_launch
+from rrl.manager.execute.launch import apptainer, environment, mounts, pyxis, save_passed_env, write_launch
 from rrl.manager.model.actions import Launch as LaunchAction
 from rrl.manager.model.actions import Why
 from rrl.manager.model.state import Allocation, State

@@ -11,21 +11,24 @@ from rrl.core.run_dir import RunDir
 from rrl.core.types import Cause, Incarnation, NodeName, ReplicaId, Verdict
 from rrl.manager.cluster.base import RejectReason
 from rrl.manager.intake.admission import MEMLOCK_DEFAULT, GpuRegistry, check_memlock
-from rrl.manager.intake.message_handler import with_reason, last_output
+from rrl.manager.intake.message_handler import last_output, with_reason
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Launch, Why
 from rrl.manager.model.queries import finding_about
 from rrl.manager.model.state import NEVER_APPEARED, Replica, State, Status
 from rrl.tests.support.manager.jobs import ROLLOUTS, RUN, job
 from rrl.tests.unit.manager.intake.test_message_handler import HELLO, LAUNCHED, R1, STEP, Handling
-from rrl.transport.messages import AgentHello, StepVanished, Hello, Welcome
+from rrl.transport.messages import AgentHello, Hello, StepVanished, Welcome
 
 N1, N2 = NodeName("n1"), NodeName("n2")
 ONE, TWO = (Incarnation(ReplicaId(f"rollout/{i}"), 1) for i in range(2))
 
 
 def believing(*incarnations: Incarnation) -> State:
-    replicas = {incarnation.replica: Replica(incarnation.replica, Status.JOINED, incarnation.number) for incarnation in incarnations}
+    replicas = {
+        incarnation.replica: Replica(incarnation.replica, Status.JOINED, incarnation.number)
+        for incarnation in incarnations
+    }
     return State(RUN, job(), replicas=replicas)
 
 
@@ -111,7 +114,9 @@ def test_a_step_that_never_appeared_is_explained_by_what_its_launcher_said(tmp_p
     assert last_output(run, "t.1") == "srun: error: n1: task 0: Exited with exit code 2"
     (run.logs / "t.1.step.log.0").write_text("slurmstepd: error: execve(): /v/bin/python: No such file or directory\n")
     said = "slurmstepd: error: execve(): /v/bin/python: No such file or directory"
-    assert with_reason(run, never) == ev.IntentSettled("t.1", False, f"not started: {said}", reason=RejectReason.NOT_STARTED)
+    assert with_reason(run, never) == ev.IntentSettled(
+        "t.1", False, f"not started: {said}", reason=RejectReason.NOT_STARTED
+    )
     (run.logs / "t.1.step.log.0").write_text("slurmstepd: error: Detected 1 oom-kill event(s)\n\n")
     assert with_reason(run, never) == ev.IntentSettled(
         "t.1",

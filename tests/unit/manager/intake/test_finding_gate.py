@@ -12,8 +12,14 @@ from rrl.core.run_spec import HealthSpec
 from rrl.core.types import Cause, Evidence, Finding, Incarnation, NodeName, Remedy, ReplicaId, Verdict
 from rrl.health.detection.attribution.correlation import SILENCE_GRACE_S
 from rrl.health.detection.detectors.registry import NODE_DETECTORS
-from rrl.manager.cluster.base import AllocationStatus, AllocationState, AllocationRequest
-from rrl.manager.intake.finding_gate import TERMINAL_DETECTORS, MAX_FINDINGS_PER_NODE, MANAGER_DETECTORS, apply_settings, to_manager_time
+from rrl.manager.cluster.base import AllocationRequest, AllocationState, AllocationStatus
+from rrl.manager.intake.finding_gate import (
+    MANAGER_DETECTORS,
+    MAX_FINDINGS_PER_NODE,
+    TERMINAL_DETECTORS,
+    apply_settings,
+    to_manager_time,
+)
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Launch, Readmit, Request, Why
 from rrl.manager.planner import plan
@@ -48,7 +54,9 @@ def hello(*findings: Finding, now: float = UPTIME, **more: object) -> msg.AgentH
     return msg.AgentHello(AGENT, TAG, N1, "host", 7, "boot", findings=findings, now=now, **more)  # type: ignore[arg-type]
 
 
-def send_finding(finding: Finding, incarnation: Incarnation = AGENT, node: NodeName = N1, now: float = UPTIME) -> msg.FindingReport:
+def send_finding(
+    finding: Finding, incarnation: Incarnation = AGENT, node: NodeName = N1, now: float = UPTIME
+) -> msg.FindingReport:
     return msg.FindingReport(finding, incarnation, node, now)
 
 
@@ -97,7 +105,9 @@ def test_what_an_agent_says_again_is_no_news_and_what_it_no_longer_says_is_over(
 
 def test_a_finding_changes_with_what_it_says_and_ends_with_ok(hearing: Handling) -> None:
     hearing.handle(hello())
-    hearing.handle(send_finding(found("hot", Verdict.WARN)), send_finding(found("hotter", Verdict.WARN)), send_finding(found()))
+    hearing.handle(
+        send_finding(found("hot", Verdict.WARN)), send_finding(found("hotter", Verdict.WARN)), send_finding(found())
+    )
     hearing.handle(send_finding(found(verdict=Verdict.OK)), send_finding(found(verdict=Verdict.OK)))
     verdicts = [Verdict.WARN, Verdict.WARN, Verdict.FAIL, Verdict.OK]
     assert changes(hearing) == [(KEY, verdict) for verdict in verdicts]
@@ -137,7 +147,9 @@ def test_an_agent_is_heard_about_its_own_node_and_nothing_else(
 
 def test_only_the_agent_of_a_node_is_heard_about_it(hearing: Handling) -> None:
     tag = tag_of(RUN, OTHER)
-    hearing.handle(msg.AdmissionRequest(OTHER, tag, N2, 8), msg.AgentHello(OTHER, tag, N2, "host", 8, "boot"), peer=b"other")
+    hearing.handle(
+        msg.AdmissionRequest(OTHER, tag, N2, 8), msg.AgentHello(OTHER, tag, N2, "host", 8, "boot"), peer=b"other"
+    )
     hearing.handle(send_finding(found(), OTHER), send_finding(found(), OTHER, N2), peer=b"other")
     hearing.handle(send_finding(found(), Incarnation(AGENT.replica, 2)), send_finding(found(), ROLE))
     assert changes(hearing) == []
@@ -179,7 +191,9 @@ def test_a_worker_that_is_silent_together_with_those_of_other_nodes_waits(hearin
     incarnations = [Incarnation(ReplicaId(name), 1) for name in ("rollout/0", "rollout/1", "trainer/0")]
     first = found("silent", node=None, detector="worker_silence", component="", at=90.0, incarnation=incarnations[0])
     silent = {incarnation: (NodeName(f"n{index}"), 90.0) for index, incarnation in enumerate(incarnations)}
-    assert hearing.handler.finding_gate.on_detected([first], silent) == 100.0 + SILENCE_GRACE_S, "by the manager's clock"
+    assert hearing.handler.finding_gate.on_detected([first], silent) == 100.0 + SILENCE_GRACE_S, (
+        "by the manager's clock"
+    )
     assert changes(hearing) == [(first.key, Verdict.WARN), ("correlated:run:process:worker_silence", Verdict.WARN)]
 
 
@@ -187,7 +201,9 @@ def test_a_node_that_falls_silent_together_with_others_waits(hearing: Handling) 
     first = found("silent", node=N2, detector="node_lost", component="", at=90.0)
     first = msgspec.structs.replace(first, proof=False)
     absent = {NodeName(f"n{index}"): 90.0 for index in (2, 3, 4)}
-    assert hearing.handler.finding_gate.on_detected([first], {}, absent) == 100.0 + SILENCE_GRACE_S, "by the manager's clock"
+    assert hearing.handler.finding_gate.on_detected([first], {}, absent) == 100.0 + SILENCE_GRACE_S, (
+        "by the manager's clock"
+    )
     assert changes(hearing) == [(first.key, Verdict.WARN), ("correlated:run:node:node_lost", Verdict.WARN)]
 
 
@@ -266,7 +282,9 @@ def both_agents_greet(handling: Handling, *mine: Finding, theirs: tuple[Finding,
     tag = tag_of(RUN, OTHER)
     handling.handle(hello(*mine))
     wanted = msg.AdmissionRequest(OTHER, tag, N2, 8)
-    handling.handle(wanted, msg.AgentHello(OTHER, tag, N2, "host", 8, "boot", findings=theirs, now=UPTIME), peer=b"other")
+    handling.handle(
+        wanted, msg.AgentHello(OTHER, tag, N2, "host", 8, "boot", findings=theirs, now=UPTIME), peer=b"other"
+    )
 
 
 def verdicts(handling: Handling) -> dict[str, Verdict]:
@@ -309,11 +327,16 @@ def test_an_agent_that_begins_anew_and_cannot_read_takes_back_nothing_that_was_r
     assert verdicts(hearing) == {KEY: Verdict.FAIL}, "what it can read is over"
 
 
-def test_an_agent_that_speaks_for_another_node_is_not_heard(hearing: Handling, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_agent_that_speaks_for_another_node_is_not_heard(
+    hearing: Handling, caplog: pytest.LogCaptureFixture
+) -> None:
     both_agents_greet(hearing, theirs=(found(node=N2),))
     heard = hearing.monitor.nodes[N2].last_message_at
     hearing.events.clear()
-    for lie in (msg.AgentHello(AGENT, TAG, N2, "host", 7, "boot"), msg.AgentHeartbeat(AGENT, N2, (tag_of(RUN, OTHER),))):
+    for lie in (
+        msg.AgentHello(AGENT, TAG, N2, "host", 7, "boot"),
+        msg.AgentHeartbeat(AGENT, N2, (tag_of(RUN, OTHER),)),
+    ):
         caplog.clear()
         hearing.handle(lie)
         assert f"it is not the agent of {N2}" in caplog.text

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import HealthSpec, RunSpec, Limits
+from rrl.core.run_spec import HealthSpec, Limits, RunSpec
 from rrl.core.types import (
     AGENT,
     Cause,
@@ -41,7 +41,7 @@ WAITS = 'Thread 7 (idle): "MainThread"\n    all_reduce (c10d.py:11)\n    train (
 
 
 class Investigation:
-    """A :class:`Suspicion` over a run in which everybody works; what it sends and records. Time is the loop's."""
+    """A :class:`HangInvestigator` over a run in which everybody works; what it sends and records. Time is the loop's."""
 
     def __init__(self, folder: Path, job: RunSpec, suspect: ReplicaId) -> None:
         self.world = World(job).steady()
@@ -67,9 +67,13 @@ class Investigation:
     def now(self) -> float:
         return 1000.0 + asyncio.get_running_loop().time()
 
-    def finding(self, verdict: Verdict = Verdict.WARN, cause: Cause = Cause.HANG, incarnation: Incarnation | None = None) -> Finding:
+    def finding(
+        self, verdict: Verdict = Verdict.WARN, cause: Cause = Cause.HANG, incarnation: Incarnation | None = None
+    ) -> Finding:
         remedy = Remedy.RESTART if verdict is Verdict.FAIL else Remedy.NONE
-        return Finding("test", verdict, cause, remedy, 5.0, (Evidence("worker", "it hangs", 5.0),), incarnation or self.incarnation)
+        return Finding(
+            "test", verdict, cause, remedy, 5.0, (Evidence("worker", "it hangs", 5.0),), incarnation or self.incarnation
+        )
 
     async def consider(self, *findings: Finding) -> tuple[list[Finding], float]:
         """As the manager's turn does; what it set off has happened when this returns."""
@@ -262,7 +266,12 @@ def test_all_members_of_a_gang_are_looked_into_and_the_one_that_stands_apart_is_
     async def story(desk: Investigation) -> None:
         await desk.consider(desk.finding())
         members = sorted(order.target for _, order in desk.stack_requests())
-        assert [incarnation.replica for incarnation in members] == ["trainer/0", "trainer/0.1", "trainer/0.2", "trainer/0.3"]
+        assert [incarnation.replica for incarnation in members] == [
+            "trainer/0",
+            "trainer/0.1",
+            "trainer/0.2",
+            "trainer/0.3",
+        ]
         await desk.answer(WAITS, but={members[2]: STUCK})
         (event,) = desk.taken()
         assert event.outliers == (members[2],)
@@ -288,11 +297,13 @@ def test_a_gang_whose_members_all_hang_is_looked_into_once_and_each_is_told_of_i
 def test_of_very_many_hangs_at_once_some_are_looked_into_and_none_of_the_others_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hang_investigation, "AT_ONCE", 1)
+    monkeypatch.setattr(hang_investigation, "MAX_CONCURRENT", 1)
 
     async def story(desk: Investigation) -> None:
         other = desk.world.state.replica(ROLLOUTS[1]).incarnation
-        first, second = (await desk.consider(*[desk.finding(Verdict.FAIL, incarnation=one) for one in (desk.incarnation, other)]))[0]
+        first, second = (
+            await desk.consider(*[desk.finding(Verdict.FAIL, incarnation=one) for one in (desk.incarnation, other)])
+        )[0]
         assert (first.verdict, second.verdict) == (Verdict.WARN, Verdict.FAIL)
         assert [order.target for _, order in desk.stack_requests()] == [desk.incarnation]
 
@@ -401,7 +412,9 @@ def test_a_suspect_is_asked_for_work_and_believed_when_it_answers(tmp_path: Path
 def test_an_answer_that_it_cannot_work_fails_it(tmp_path: Path) -> None:
     async def story(desk: Investigation) -> None:
         await _generates_then_stalls(desk, lambda: bool(_probes(desk)))
-        failed = msg.ProbeReply(desk.incarnation, _probes(desk)[0].id, ProbeResult.FAILED, "RuntimeError: \x1b not finite")
+        failed = msg.ProbeReply(
+            desk.incarnation, _probes(desk)[0].id, ProbeResult.FAILED, "RuntimeError: \x1b not finite"
+        )
         desk.suspicion.on_reply(failed)
         (found,) = [one for one in detect(desk.monitor, LIMITS, desk.now())[0] if one.verdict is Verdict.FAIL]
         assert "RuntimeError:   not finite" in found.evidence[0].text

@@ -7,7 +7,7 @@ import pytest
 
 from rrl.core.launch import tag_of
 from rrl.core.types import Incarnation, NodeName, Outcome, Verdict
-from rrl.health.detection.baselines import RoleBaseline, DurationStats
+from rrl.health.detection.baselines import DurationStats, RoleBaseline
 from rrl.health.detection.detect import detect
 from rrl.health.detection.watch import HealthMonitor
 from rrl.manager.intake import finding_gate as of_managers
@@ -21,7 +21,11 @@ from rrl.tests.unit.manager.test_crash_points import LIMITS, Script, run_to_end
 
 N1 = NodeName("n1")
 INCARNATION = Incarnation(TRAINER, 1)
-BASELINE = {"trainer": RoleBaseline({"checkpoint": DurationStats(8, 5.0, 8.0), "train": DurationStats(8, 60.0, 80.0)}, uses_tensor_cores=True)}
+BASELINE = {
+    "trainer": RoleBaseline(
+        {"checkpoint": DurationStats(8, 5.0, 8.0), "train": DurationStats(8, 60.0, 80.0)}, uses_tensor_cores=True
+    )
+}
 
 
 def learned(*events: ev.Event) -> State:
@@ -106,7 +110,7 @@ def test_managers_of_a_run_hand_on_what_they_learned(monkeypatch: pytest.MonkeyP
         handed.append(dict(known))
         remember(watch, known)
 
-    monkeypatch.setattr(of_managers, "PAUSE", 0.5)  # the run takes less than a minute
+    monkeypatch.setattr(of_managers, "BASELINE_CHECK_INTERVAL_S", 0.5)  # the run takes less than a minute
     monkeypatch.setattr(HealthMonitor, "remember", noted)
     script = Script(Outcome.COMPLETED, granted=1, job=job(spares=0, limits=LIMITS, steps=12))
     _, _, state = run_to_end(script, lambda site: setattr(site, "kill_every", 60))

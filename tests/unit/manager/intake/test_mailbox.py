@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rrl.core.run_dir import RunDir
-from rrl.manager.intake.user_commands import Command, pending_commands, acknowledge
+from rrl.manager.intake.user_commands import Command, acknowledge, pending_commands
 
 
 @pytest.fixture

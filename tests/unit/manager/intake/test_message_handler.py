@@ -13,7 +13,7 @@ from rrl.core.launch import ExitReason, ExitRecord, tag_of
 from rrl.core.run_dir import RunDir
 from rrl.core.types import Incarnation, NodeName, Outcome, ProbeResult, ReplicaId, Version
 from rrl.health.detection.watch import HealthMonitor
-from rrl.manager.cluster.base import AllocationStatus, AllocationState, AllocationRequest, RejectReason
+from rrl.manager.cluster.base import AllocationRequest, AllocationState, AllocationStatus, RejectReason
 from rrl.manager.intake.message_handler import MessageHandler
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Finish, Launch, Request, Why
@@ -118,7 +118,9 @@ def test_a_launched_process_is_admitted_once_and_its_launch_is_settled(hearing: 
 
 
 @pytest.mark.parametrize(
-    "wanted", [msg.AdmissionRequest(R2, tag_of(RUN, R2), N1, 41), msg.AdmissionRequest(R1, "another.tag", N1, 41)], ids=["life", "tag"]
+    "wanted",
+    [msg.AdmissionRequest(R2, tag_of(RUN, R2), N1, 41), msg.AdmissionRequest(R1, "another.tag", N1, 41)],
+    ids=["life", "tag"],
 )
 def test_a_process_that_nobody_wants_is_sent_away(hearing: Handling, wanted: msg.AdmissionRequest) -> None:
     (answer,) = hearing.handle(wanted)
@@ -163,7 +165,7 @@ def test_a_beat_is_no_event_but_a_new_phase_is(hearing: Handling) -> None:
 
 
 def test_a_hello_carries_what_a_new_manager_must_know(hearing: Handling) -> None:
-    hello = msgspec.structs.replace(HELLO, phase="generate", holds=Version(3, 1))
+    hello = msgspec.structs.replace(HELLO, phase="generate", weight_version=Version(3, 1))
     (welcome,) = hearing.handle(WANTED, hello)[1:]
     assert isinstance(welcome, msg.Welcome)
     assert hearing.events[1:] == [
@@ -183,9 +185,11 @@ STRANGERS = (
 )
 
 
-@pytest.mark.parametrize("said", STRANGERS, ids=lambda message: type(message).__name__)
-def test_what_a_life_says_that_is_not_believed_is_no_event_and_it_is_told(hearing: Handling, said: Any) -> None:
-    (answer,) = hearing.handle(said)
+@pytest.mark.parametrize("expected_text", STRANGERS, ids=lambda message: type(message).__name__)
+def test_what_a_life_says_that_is_not_believed_is_no_event_and_it_is_told(
+    hearing: Handling, expected_text: Any
+) -> None:
+    (answer,) = hearing.handle(expected_text)
     assert isinstance(answer, msg.Fenced)
     assert hearing.events == []
 
@@ -245,8 +249,10 @@ def test_a_second_worker_of_a_life_is_fenced_and_nothing_that_it_says_counts(
     if managers == 2:
         hearing.next_manager()
     before = len(hearing.events)
-    second = msgspec.structs.replace(HELLO, host=host, pid=pid, serves="tcp://127.0.0.1:2", phase="generate")
-    answers = hearing.handle(second, msg.Heartbeat(R1, "generate", 9), msg.VersionAvailable(R1, Version(9, 1)), peer=b"second")
+    second = msgspec.structs.replace(HELLO, host=host, pid=pid, weight_address="tcp://127.0.0.1:2", phase="generate")
+    answers = hearing.handle(
+        second, msg.Heartbeat(R1, "generate", 9), msg.VersionAvailable(R1, Version(9, 1)), peer=b"second"
+    )
     assert answers == [msg.Fenced(R1, f"{R1} is process 42 on host, not {pid} on {host}")]
     assert len(hearing.events) == before
     assert hearing.handler.worker_peers.get(R1) != b"second"
@@ -302,7 +308,9 @@ def test_a_second_agent_of_a_life_is_fenced(tmp_path: Path) -> None:
     tag = tag_of(RUN, agent)
     hearing = Handling(tmp_path, *LAUNCHED, ev.Intended(Launch(agent, tag, "pool", N1, WHY)))
     hello = msg.AgentHello(agent, tag, N1, "host", 7, "boot")
-    assert hearing.handle(msg.AdmissionRequest(agent, tag, N1, 7), hello, msg.AgentHeartbeat(agent, N1)) == [msg.Admitted(tag, True)]
+    assert hearing.handle(msg.AdmissionRequest(agent, tag, N1, 7), hello, msg.AgentHeartbeat(agent, N1)) == [
+        msg.Admitted(tag, True)
+    ]
     (fenced,) = hearing.handle(msgspec.structs.replace(hello, pid=8), peer=b"second")
     assert isinstance(fenced, msg.Fenced)
 

@@ -7,8 +7,22 @@ import pytest
 
 from rrl.core.launch import tag_of
 from rrl.core.types import Incarnation, NodeName
-from rrl.manager.cluster.base import AllocationStatus, AllocationState, AllocationRequest, NodeStatus, NodeState, ClusterSnapshot, RejectReason
-from rrl.manager.intake.reconcile import FAST_POLL_AFTER_REQUEST_S, AbsenceCounter, expects_change, reconcile, has_undecided_launch
+from rrl.manager.cluster.base import (
+    AllocationRequest,
+    AllocationState,
+    AllocationStatus,
+    ClusterSnapshot,
+    NodeState,
+    NodeStatus,
+    RejectReason,
+)
+from rrl.manager.intake.reconcile import (
+    FAST_POLL_AFTER_REQUEST_S,
+    AbsenceCounter,
+    expects_change,
+    has_undecided_launch,
+    reconcile,
+)
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Launch, Release, Request, Shrink, Undrain, Why
 from rrl.manager.model.reducer import fold
@@ -82,7 +96,14 @@ def test_a_request_that_is_never_found_counts_as_refused_after_the_quiet_period_
     assert [refusal.tag for refusal in looks.state.rejected_requests] == [POOL]
 
 
-HET = ev.Intended(Request(AllocationRequest(POOL, 2, NODE, 60.0, further_components=(AllocationRequest(f"{RUN}.b", 1, NODE, 60.0, node_group="b"),)), WHY))
+HET = ev.Intended(
+    Request(
+        AllocationRequest(
+            POOL, 2, NODE, 60.0, further_components=(AllocationRequest(f"{RUN}.b", 1, NODE, 60.0, node_group="b"),)
+        ),
+        WHY,
+    )
+)
 
 
 def test_a_heterogeneous_request_is_found_by_any_of_its_components_and_each_is_then_known_for_itself() -> None:
@@ -185,7 +206,7 @@ def test_time_that_runs_down_is_no_news_and_an_end_that_moves_is() -> None:
     looks = Polls(*HELD)
 
     def left(seconds: float, at: float, taken: bool = False) -> list[ev.Event]:
-        return looks.poll(listed(msgspec.structs.replace(RUNNING, left=seconds, taken=taken)), at)
+        return looks.poll(listed(msgspec.structs.replace(RUNNING, time_left_s=seconds, reclaimed=taken)), at)
 
     assert len(left(3600.0, 1.0)) == 1
     assert left(3500.0, 101.0) == left(3489.0, 110.0) == []
@@ -200,10 +221,10 @@ def test_time_that_runs_down_is_no_news_and_an_end_that_moves_is() -> None:
 def test_a_suspended_allocation_is_ours_its_time_stands_still_and_it_ends_later_when_it_goes_on() -> None:
     looks = Polls(*HELD)
     suspended = AllocationStatus(AllocationState.SUSPENDED, "7", (N1, N2), "SUSPENDED")
-    looks.poll(listed(msgspec.structs.replace(RUNNING, left=100.0)), at=1.0)
+    looks.poll(listed(msgspec.structs.replace(RUNNING, time_left_s=100.0)), at=1.0)
     assert looks.poll(listed(suspended), at=50.0) == [ev.AllocationChanged(POOL, suspended)]
     assert looks.poll(listed(suspended), at=5000.0) == []
-    looks.poll(listed(msgspec.structs.replace(RUNNING, left=51.0)), at=9000.0)
+    looks.poll(listed(msgspec.structs.replace(RUNNING, time_left_s=51.0)), at=9000.0)
     assert looks.state is not None
     assert looks.state.allocations[POOL].ends_at == 9051.0
 
@@ -323,14 +344,17 @@ def test_the_manager_looks_often_while_something_is_expected_of_the_cluster(
     """But not at a queue for longer than a minute."""
     state = Polls(*events).state
     assert state is not None
-    assert (expects_change(state, FAST_POLL_AFTER_REQUEST_S - 1.0), expects_change(state, FAST_POLL_AFTER_REQUEST_S)) == (soon, later)
+    assert (
+        expects_change(state, FAST_POLL_AFTER_REQUEST_S - 1.0),
+        expects_change(state, FAST_POLL_AFTER_REQUEST_S),
+    ) == (soon, later)
 
 
 OURS = "rrl:small-1:gpu: xid"
 DRAINED = NodeStatus(NodeState.DRAINING, f"IDLE+DRAIN: {OURS}", OURS)
 
 
-@pytest.mark.parametrize(("action", "seen", "so"), [
+@pytest.mark.parametrize(("action", "observed", "so"), [
     (Drain(N1, OURS, WHY), DRAINED, True),
     (Drain(N1, OURS, WHY), NodeStatus(NodeState.DRAINING, "IDLE+DRAIN: bad fan", "bad fan"), False),
     (Drain(N1, OURS, WHY), NodeStatus(NodeState.UP, f"IDLE: {OURS}", OURS), False),  # 24.11 keeps old reasons
@@ -339,11 +363,15 @@ DRAINED = NodeStatus(NodeState.DRAINING, f"IDLE+DRAIN: {OURS}", OURS)
     (Undrain(N1, OURS, WHY), NodeStatus(NodeState.UNKNOWN, "not known to Slurm"), False),
 ])  # fmt: skip
 def test_a_drain_whose_answer_was_lost_is_settled_by_what_the_node_says(
-    action: Drain | Undrain, seen: NodeStatus, so: bool
+    action: Drain | Undrain, observed: NodeStatus, so: bool
 ) -> None:
     looks = Polls(*HELD, ev.Intended(action))
-    events = looks.poll(ClusterSnapshot(nodes={N1: seen}, allocations=None, steps=None), busy=frozenset({action.tag}))
-    assert [event for event in events if isinstance(event, ev.IntentSettled)] == [ev.IntentSettled(action.tag, True, "seen so")] * so
+    events = looks.poll(
+        ClusterSnapshot(nodes={N1: observed}, allocations=None, steps=None), busy=frozenset({action.tag})
+    )
+    assert [event for event in events if isinstance(event, ev.IntentSettled)] == [
+        ev.IntentSettled(action.tag, True, "seen so")
+    ] * so
     assert looks.poll(BLIND) == []
 
 

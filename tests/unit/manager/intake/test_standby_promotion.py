@@ -14,12 +14,12 @@ from rrl.core.launch import ExitReason, ExitRecord, read_launch, tag_of
 from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import Resources
 from rrl.core.types import Incarnation, NodeName, Outcome, ReplicaId
-from rrl.manager.cluster.base import AllocationStatus, AllocationState, AllocationRequest, Refused
+from rrl.manager.cluster.base import AllocationRequest, AllocationState, AllocationStatus, Refused
 from rrl.manager.execute.launch import write_launch
 from rrl.manager.intake.standby_promotion import link_log
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Fence, Finish, Launch, InjectFault, Request, Rung, Why
-from rrl.manager.model.queries import step_alias, owner_of
+from rrl.manager.model.actions import Fence, Finish, InjectFault, Launch, Request, Rung, Why
+from rrl.manager.model.queries import owner_of, step_alias
 from rrl.manager.model.state import Allocation, State, Status
 from rrl.tests.support.manager.jobs import NODE, RUN, TRAINER, gang_job
 from rrl.tests.unit.manager.intake import test_message_handler as test_hearing
@@ -28,7 +28,7 @@ from rrl.transport import messages as msg
 
 N1 = NodeName("n1")
 WHY = Why(("because",))
-STANDBY_PROCESS = Incarnation(ReplicaId("shadow/n1"), 3)
+STANDBY_PROCESS = Incarnation(ReplicaId("standby/n1"), 3)
 OLD, MEMBER = Incarnation(TRAINER, 1), Incarnation(TRAINER, 2)
 STEP = tag_of(RUN, STANDBY_PROCESS)
 AGENT = Incarnation(ReplicaId("agent/n1"), 1)
@@ -82,7 +82,14 @@ def test_a_shadow_is_welcome_stands_by_and_is_told_what_it_becomes(standing: Han
 
 def test_what_it_says_as_a_shadow_before_it_heard_is_no_reason_to_fence_it(standing: Handling) -> None:
     promoted(standing)
-    assert standing.handle(msg.Heartbeat(STANDBY_PROCESS, "standby", 0), msg.PhaseEntered(STANDBY_PROCESS, "standby", 0), peer=b"worker") == []
+    assert (
+        standing.handle(
+            msg.Heartbeat(STANDBY_PROCESS, "standby", 0),
+            msg.PhaseEntered(STANDBY_PROCESS, "standby", 0),
+            peer=b"worker",
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("managers", [1, 2])
@@ -95,9 +102,9 @@ def test_a_shadow_that_says_hello_although_it_was_adopted_is_told_again(standing
 
 
 def test_a_shadow_that_is_not_connected_cannot_become_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rrl.manager.intake.standby_promotion.RECONNECT", 0.05)
+    monkeypatch.setattr("rrl.manager.intake.standby_promotion.RECONNECT_TIMEOUT_S", 0.05)
     hearing = promoted(Handling(tmp_path, *STANDS_BY))
-    with pytest.raises(Refused, match="shadow/n1#3 on n1 is not connected"):
+    with pytest.raises(Refused, match="standby/n1#3 on n1 is not connected"):
         asyncio.run(hearing.handler.standby_promoter.promote(PROMOTION))
     assert hearing.sent == []
 
@@ -226,7 +233,7 @@ def test_fenced_its_worker_and_its_first_process_are_told_and_else_its_agent(sta
 def with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Handling:
     """The old trainer and a rollout have one GPU each; the shadow sees all four of the node."""
     job = gang_job(2, 2)
-    roles = tuple(msgspec.structs.replace(one, each=Resources(1, 1)) if one.warm else one for one in job.roles)
+    roles = tuple(msgspec.structs.replace(one, per_member=Resources(1, 1)) if one.warm else one for one in job.roles)
     monkeypatch.setattr(test_hearing, "job", lambda: msgspec.structs.replace(job, roles=roles))
     rollout = Incarnation(ReplicaId("rollout/0"), 1)
     launched = ev.Intended(Launch(rollout, tag_of(RUN, rollout), "pool", N1, WHY))
@@ -251,10 +258,12 @@ def test_it_is_given_a_gpu_that_no_other_life_has(with_gpus: Handling) -> None:
 def test_two_that_become_something_at_once_are_not_given_the_same_one_and_each_the_same_one_again(
     with_gpus: Handling,
 ) -> None:
-    other, second = Incarnation(ReplicaId("shadow/n1:1"), 1), Incarnation(ReplicaId("trainer/0.1"), 2)
+    other, second = Incarnation(ReplicaId("standby/n1:1"), 1), Incarnation(ReplicaId("trainer/0.1"), 2)
     step = tag_of(RUN, other)
     with_gpus.fold(ev.Intended(Launch(other, step, "pool", N1, WHY)))
-    hello = msgspec.structs.replace(HELLO, incarnation=other, tag=step, pid=43, gpus=("GPU-a", "GPU-b", "GPU-c", "GPU-d"))
+    hello = msgspec.structs.replace(
+        HELLO, incarnation=other, tag=step, pid=43, gpus=("GPU-a", "GPU-b", "GPU-c", "GPU-d")
+    )
     with_gpus.handle(hello, peer=b"other")
     promoted(with_gpus).fold(ev.Intended(Launch(second, step, "pool", N1, WHY, standby=other)))
     for _ in range(2):
@@ -263,7 +272,7 @@ def test_two_that_become_something_at_once_are_not_given_the_same_one_and_each_t
 
 
 # a rollout's: it has its own from the start
-ENGINE, LATER = Incarnation(ReplicaId("shadow/n1:rollout"), 1), Incarnation(ReplicaId("rollout/1"), 2)
+ENGINE, LATER = Incarnation(ReplicaId("standby/n1:rollout"), 1), Incarnation(ReplicaId("rollout/1"), 2)
 
 
 def send_hello(handling: Handling, incarnation: Incarnation, *gpus: str, phase: str = "standby") -> list[object]:
@@ -313,7 +322,9 @@ def test_a_link_says_whose_log_a_shadows_is(standing: Handling) -> None:
 def test_a_shadow_is_launched_as_the_role_that_is_kept_warm_beside_everything_on_its_node(tmp_path: Path) -> None:
     job = gang_job(2, 2)
     each = Resources(2, 1, 2**30)
-    roles = tuple(msgspec.structs.replace(one, each=each, env={"A": "1"}) if one.warm else one for one in job.roles)
+    roles = tuple(
+        msgspec.structs.replace(one, per_member=each, env={"A": "1"}) if one.warm else one for one in job.roles
+    )
     job = msgspec.structs.replace(job, roles=roles, cluster="slurm")
     held = Allocation("pool", AllocationRequest("pool", 1, Resources(8, 4, 2**33), 60.0), 0.0)
     state = State(RUN, job, allocations={"pool": held})
@@ -324,7 +335,9 @@ def test_a_shadow_is_launched_as_the_role_that_is_kept_warm_beside_everything_on
     assert (launch.incarnation, launch.tag, launch.standby, launch.watch) == (STANDBY_PROCESS, STEP, True, "api")
     assert (launch.argv, launch.env["A"], launch.env["OMP_NUM_THREADS"]) == (("run", "trainer"), "1", "2")
     assert (step.overlap, step.agent) == (True, False)
-    assert step.resources == Resources(8, 4, 2**30), "all CPUs and GPUs of the node, for it cannot know yet which are free"
+    assert step.resources == Resources(8, 4, 2**30), (
+        "all CPUs and GPUs of the node, for it cannot know yet which are free"
+    )
     trainer = write_launch(run, state, Launch(OLD, tag_of(RUN, OLD), "pool", N1, WHY), "/job")
     assert (trainer.overlap, trainer.resources) == (False, each)
     assert not read_launch(trainer.launch_file).standby
@@ -333,7 +346,7 @@ def test_a_shadow_is_launched_as_the_role_that_is_kept_warm_beside_everything_on
 def test_a_rollout_that_is_kept_ready_is_launched_as_the_rollout_that_it_becomes(tmp_path: Path) -> None:
     job = gang_job(1, 1, engines=True)
     each = Resources(2, 1, 2**30)
-    roles = tuple(msgspec.structs.replace(one, each=each) if one.name == "rollout" else one for one in job.roles)
+    roles = tuple(msgspec.structs.replace(one, per_member=each) if one.name == "rollout" else one for one in job.roles)
     job = msgspec.structs.replace(job, roles=roles, cluster="slurm")
     held = Allocation("pool", AllocationRequest("pool", 1, Resources(8, 4, 2**33), 60.0), 0.0)
     run = RunDir(tmp_path / RUN)

@@ -3,10 +3,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rrl.core.faults import FaultTrigger, Fault, FaultKind, InvalidFault
+from rrl.core.faults import Fault, FaultKind, FaultTrigger, InvalidFault
 from rrl.core.run_spec import RunSpec
 from rrl.core.types import STANDBY_ROLE, Outcome
-from rrl.manager.intake.user_commands import Command, to_events, rejection
+from rrl.manager.intake.user_commands import Command, rejection, to_events
 from rrl.manager.model import events as ev
 from rrl.manager.model.state import State
 from rrl.tests.support.manager.jobs import ROLLOUTS, gang_job, job
@@ -103,8 +103,8 @@ def test_ranks_and_shadows_that_are_there_can_be_hit() -> None:
     shadows = sorted(one.id for one in state.replicas.values() if one.role == STANDBY_ROLE and one.is_current)
     for target in ("trainer/0.3", shadows[0]):
         assert rejection(Fault("i", FaultKind.KILL, target), state.job, state) is None
-    why = text_of(rejection(Fault("i", FaultKind.KILL, "shadow/n77"), state.job, state))
-    assert why == f'no shadow "shadow/n77" in this run; there are {", ".join(shadows)}'
+    why = text_of(rejection(Fault("i", FaultKind.KILL, "standby/n77"), state.job, state))
+    assert why == f'no shadow "standby/n77" in this run; there are {", ".join(shadows)}'
     cold = World(allowing()).state
     assert text_of(rejection(Fault("i", FaultKind.KILL, shadows[0]), cold.job, cold)).endswith("there is none now")
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrl.core.faults import FaultTrigger, Fault, FaultKind
+from rrl.core.faults import Fault, FaultKind, FaultTrigger
 from rrl.core.launch import ExitReason, tag_of
 from rrl.core.run_spec import Recovery
 from rrl.core.types import (  # fmt: skip
@@ -25,16 +25,23 @@ from rrl.core.types import (  # fmt: skip
     Verdict,
     Version,
 )
-from rrl.health.detection.baselines import RoleBaseline, DurationStats
-from rrl.manager.cluster.base import AllocationStatus, AllocationState, AllocationRequest, NodeStatus, NodeState, RejectReason
+from rrl.health.detection.baselines import DurationStats, RoleBaseline
+from rrl.manager.cluster.base import (
+    AllocationRequest,
+    AllocationState,
+    AllocationStatus,
+    NodeState,
+    NodeStatus,
+    RejectReason,
+)
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import (
     Drain,
     Exclude,
     Fence,
     Finish,
-    Launch,
     InjectFault,
+    Launch,
     Readmit,
     Release,
     Request,
@@ -133,7 +140,9 @@ def test_who_has_spoken_is_not_put_back_by_a_look_that_missed_its_step() -> None
 def test_the_walltime_counts_from_when_the_first_pool_runs_and_not_from_a_later_one() -> None:
     state = state_after(*pool(state=AllocationState.PENDING))
     assert (state.running_since, state.ends_at) == (None, float("inf"))
-    state = state_after(ev.AllocationChanged(POOL, AllocationStatus(AllocationState.RUNNING, "7", (N1,))), state=state, at=50.0)
+    state = state_after(
+        ev.AllocationChanged(POOL, AllocationStatus(AllocationState.RUNNING, "7", (N1,))), state=state, at=50.0
+    )
     assert (state.running_since, state.ends_at) == (50.0, 50.0 + JOB.walltime)
     state = state_after(ev.AllocationChanged(POOL, None), *pool(N2), state=state, at=90.0)
     assert state.running_since == 50.0
@@ -144,20 +153,28 @@ def test_what_lands_after_it_was_given_up_starts_no_walltime() -> None:
     assert (list(state.allocations), state.running_since) == ([POOL], None)
 
 
-@pytest.mark.parametrize("seen", [None, AllocationStatus(AllocationState.ENDED, "7", (), "CANCELLED")])
-def test_an_allocation_that_is_gone_before_it_ran_counts_as_refused_by_nobody(seen: AllocationStatus | None) -> None:
-    gone = state_after(*pool(state=AllocationState.PENDING), ev.AllocationChanged(POOL, seen))
+@pytest.mark.parametrize("observed", [None, AllocationStatus(AllocationState.ENDED, "7", (), "CANCELLED")])
+def test_an_allocation_that_is_gone_before_it_ran_counts_as_refused_by_nobody(
+    observed: AllocationStatus | None,
+) -> None:
+    gone = state_after(*pool(state=AllocationState.PENDING), ev.AllocationChanged(POOL, observed))
     assert [(r.tag, r.undelivered) for r in gone.rejected_requests] == [(POOL, True)]
-    assert state_after(*RUNNING, ev.AllocationChanged(POOL, seen)).rejected_requests == ()
+    assert state_after(*RUNNING, ev.AllocationChanged(POOL, observed)).rejected_requests == ()
     given_back = (*pool(state=AllocationState.PENDING), ev.Intended(Release(POOL, WHY)))
-    assert state_after(*given_back, ev.AllocationChanged(POOL, seen)).rejected_requests == ()
+    assert state_after(*given_back, ev.AllocationChanged(POOL, observed)).rejected_requests == ()
 
 
 def test_a_new_life_inherits_nothing_that_the_old_one_said() -> None:
     state = state_after(*RUNNING, fence(), launch(Incarnation(R1.replica, 2), N2))
     held = state.replicas[R1.replica]
     assert (held.incarnation_number, held.node, held.status) == (2, N2, Status.LAUNCHING)
-    assert (held.weight_version, held.phase, held.listen_address, held.weight_address, held.pid) == (None, "", None, None, None)
+    assert (held.weight_version, held.phase, held.listen_address, held.weight_address, held.pid) == (
+        None,
+        "",
+        None,
+        None,
+        None,
+    )
 
 
 LATE: tuple[ev.Event, ...] = (
@@ -215,7 +232,9 @@ def test_a_refused_launch_leaves_the_replica_wanted_and_the_pause_before_the_nex
     state, pauses = state_after(*pool(N1)), []
     for number in (1, 2, 3, 4):
         incarnation = Incarnation(R1.replica, number)
-        state = state_after(launch(incarnation), ev.IntentSettled(tag_of(RUN, incarnation), False, "no"), state=state, at=20.0)
+        state = state_after(
+            launch(incarnation), ev.IntentSettled(tag_of(RUN, incarnation), False, "no"), state=state, at=20.0
+        )
         held = state.replicas[R1.replica]
         assert (held.status, held.incarnation_number, state.intents) == (Status.WANTED, number, {})
         pauses.append(held.not_before - held.since)
@@ -230,13 +249,17 @@ def test_failures_older_than_the_window_are_forgotten_with_the_next_one() -> Non
 
 
 def test_a_refused_launch_of_a_life_that_is_fenced_by_now_is_no_second_failure() -> None:
-    state = state_after(*pool(N1), launch(), fence(), ev.IntentSettled(tag_of(RUN, R1), False, "its step never appeared"))
+    state = state_after(
+        *pool(N1), launch(), fence(), ev.IntentSettled(tag_of(RUN, R1), False, "its step never appeared")
+    )
     assert len(state.replicas[R1.replica].failures) == 1
     assert state.intents == {}
 
 
 def test_a_launch_that_died_with_its_manager_is_no_failure_and_is_made_up_for_on_the_same_node() -> None:
-    state = state_after(*pool(N1), launch(), ev.IntentSettled(tag_of(RUN, R1), False, "its step never appeared", undelivered=True))
+    state = state_after(
+        *pool(N1), launch(), ev.IntentSettled(tag_of(RUN, R1), False, "its step never appeared", undelivered=True)
+    )
     held = state.replicas[R1.replica]
     assert (held.status, held.incarnation_number, held.failures, held.preferred_node) == (Status.WANTED, 1, (), N1)
 
@@ -283,9 +306,9 @@ def test_nodes_come_and_go_with_their_allocation() -> None:
     assert list(shrunk.nodes) == [N1]
 
 
-@pytest.mark.parametrize("seen", [None, AllocationStatus(AllocationState.ENDED, "7", (N1, N2), "TIMEOUT")])
-def test_a_lost_allocation_takes_its_nodes_and_what_lingered_there_with_it(seen: AllocationStatus | None) -> None:
-    state = state_after(*RUNNING, fence(), ev.AllocationChanged(POOL, seen))
+@pytest.mark.parametrize("observed", [None, AllocationStatus(AllocationState.ENDED, "7", (N1, N2), "TIMEOUT")])
+def test_a_lost_allocation_takes_its_nodes_and_what_lingered_there_with_it(observed: AllocationStatus | None) -> None:
+    state = state_after(*RUNNING, fence(), ev.AllocationChanged(POOL, observed))
     assert (state.allocations, state.nodes, state.orphan_steps) == ({}, {}, {})
 
 
@@ -356,7 +379,10 @@ def test_an_ordered_fault_waits_until_it_is_set_off_or_refused_and_is_forgotten_
     fault = Fault("i1", FaultKind.KILL, "rollout/0", FaultTrigger(step=9), by="ada")
     state = state_after(*RUNNING, ev.FaultRequested(fault, "ada", "c1"))
     assert (state.requested_faults, state.handled_commands, state.triggered_faults) == ((fault,), ("c1",), ())
-    for then in (ev.Intended(InjectFault(fault, tag_of(RUN, R1), N1, WHY, R1)), ev.FaultInjected("i1", None, False, "no")):
+    for then in (
+        ev.Intended(InjectFault(fault, tag_of(RUN, R1), N1, WHY, R1)),
+        ev.FaultInjected("i1", None, False, "no"),
+    ):
         after = state_after(then, state=state)
         assert (after.requested_faults, after.triggered_faults) == ((), ("i1",))
 
@@ -366,7 +392,9 @@ def test_an_ordered_fault_waits_until_it_is_set_off_or_refused_and_is_forgotten_
 )
 def test_a_failure_of_who_was_hit_is_told_from_a_real_one(kind: FaultKind, hit: set[str]) -> None:
     agent = Incarnation(ReplicaId("agent/n1"), 1)
-    fault = InjectFault(Fault("f0", kind, "rollout/0"), tag_of(RUN, R1), N1, WHY, None if kind is FaultKind.CRASH else R1)
+    fault = InjectFault(
+        Fault("f0", kind, "rollout/0"), tag_of(RUN, R1), N1, WHY, None if kind is FaultKind.CRASH else R1
+    )
     before = state_after(*RUNNING, ev.Intended(Launch(agent, tag_of(RUN, agent), POOL, N1, WHY)), ev.Intended(fault))
     assert {replica.id for replica in before.replicas.values() if replica.fault} == hit
     fence = ev.Decided(Fence(R1, Rung.IN_PLACE, WHY))
@@ -390,7 +418,14 @@ def test_the_last_record_says_how_and_when_the_run_ended() -> None:
 
 
 # ── parts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-WHOLE = AllocationRequest(POOL, 2, NODE, 60.0, node_group="a", further_components=(AllocationRequest(f"{RUN}.b", 1, NODE, 60.0, node_group="b"),))
+WHOLE = AllocationRequest(
+    POOL,
+    2,
+    NODE,
+    60.0,
+    node_group="a",
+    further_components=(AllocationRequest(f"{RUN}.b", 1, NODE, 60.0, node_group="b"),),
+)
 BOTH = (POOL, f"{RUN}.b")
 
 
@@ -407,7 +442,9 @@ def test_a_heterogeneous_request_is_an_allocation_for_each_component_and_leaves_
 
 def test_a_node_knows_the_part_that_it_serves_also_when_it_has_left() -> None:
     seen = AllocationStatus(AllocationState.RUNNING, "7+1", (N1,))
-    state = state_after(ev.Intended(Request(WHOLE, WHY)), ev.AllocationChanged(f"{RUN}.b", seen), ev.Decided(Exclude(N1, WHY)))
+    state = state_after(
+        ev.Intended(Request(WHOLE, WHY)), ev.AllocationChanged(f"{RUN}.b", seen), ev.Decided(Exclude(N1, WHY))
+    )
     assert state.nodes[N1].node_group == "b"
     assert state_after(ev.AllocationChanged(f"{RUN}.b", None), state=state).nodes[N1].node_group == "b"
 
@@ -417,7 +454,9 @@ def test_an_allocation_counts_its_walltime_from_when_it_was_seen_to_run_and_anew
     state = state_after(*pool(state=AllocationState.PENDING))
     assert state.allocations[POOL].ends_at == float("inf")
     state = state_after(ev.AllocationChanged(POOL, running), state=state, at=50.0)
-    state = state_after(ev.AllocationChanged(POOL, AllocationStatus(AllocationState.RUNNING, "7", (N1,))), state=state, at=60.0)
+    state = state_after(
+        ev.AllocationChanged(POOL, AllocationStatus(AllocationState.RUNNING, "7", (N1,))), state=state, at=60.0
+    )
     assert state.allocations[POOL].ends_at == 50.0 + 3600.0
     state = state_after(ev.AllocationChanged(POOL, queued), ev.AllocationChanged(POOL, running), state=state, at=90.0)
     assert state.allocations[POOL].ends_at == 91.0 + 3600.0
@@ -496,11 +535,13 @@ def test_what_an_agent_says_of_its_node_is_kept_with_the_node() -> None:
     state = state_after(*pool(N1), launch(agent))
     assert state.nodes[N1].probe_error is None
     assert state_after(ev.AgentJoined(agent, N1, "host", 5), state=state).nodes[N1].probe_error == ""
-    assert state_after(ev.AgentJoined(agent, N1, "host", 5, "no torch"), state=state).nodes[N1].probe_error == "no torch"
+    assert (
+        state_after(ev.AgentJoined(agent, N1, "host", 5, "no torch"), state=state).nodes[N1].probe_error == "no torch"
+    )
 
 
 # ── any order ────────────────────────────────────────────────────────────────────────────────────────────────────────
-_replicas = st.sampled_from([*ROLLOUTS, TRAINER, *map(ReplicaId, ("agent/n1", "shadow/n1", "ghost/7"))])
+_replicas = st.sampled_from([*ROLLOUTS, TRAINER, *map(ReplicaId, ("agent/n1", "standby/n1", "ghost/7"))])
 _incarnations = st.builds(Incarnation, _replicas, st.integers(0, 3))
 _nodes = st.sampled_from([N1, N2, N3])
 _allocations = st.sampled_from([POOL, f"{RUN}.more-1"])

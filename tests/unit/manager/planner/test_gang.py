@@ -10,12 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrl.core.launch import ExitReason, tag_of
-from rrl.core.run_spec import RunSpec, Limits, Recovery
-from rrl.core.types import AGENT, STANDBY_ROLE, Incarnation, NodeName, Outcome, ReplicaId, gang_of, member_id, replica_id, role_of
+from rrl.core.run_spec import Limits, Recovery, RunSpec
+from rrl.core.types import (
+    AGENT,
+    STANDBY_ROLE,
+    Incarnation,
+    NodeName,
+    Outcome,
+    ReplicaId,
+    gang_of,
+    member_id,
+    replica_id,
+    role_of,
+)
 from rrl.manager.cluster.base import RejectReason
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Launch, Request, Rung, StopStep
-from rrl.manager.model.queries import to_launch, progress, workers
+from rrl.manager.model.queries import progress, to_launch, workers
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import NEVER_APPEARED, Replica, Status
 from rrl.manager.planner import plan
@@ -45,7 +56,9 @@ def launches(world: World, incarnation: int) -> list[Launch]:
 
 def assert_others_were_not_touched(world: World) -> None:
     assert {id: world.incarnations()[id] for id in OTHERS} == dict.fromkeys(OTHERS, 1)
-    fenced = [one.incarnation for one in world.decided(Fence) if role_of(one.incarnation.replica) not in (AGENT, STANDBY_ROLE)]
+    fenced = [
+        one.incarnation for one in world.decided(Fence) if role_of(one.incarnation.replica) not in (AGENT, STANDBY_ROLE)
+    ]
     assert {str(incarnation) for incarnation in fenced} <= {
         str(Incarnation(id, n)) for id in MEMBERS for n in range(1, 9)
     }  # fmt: skip
@@ -189,9 +202,9 @@ def test_a_gang_each_of_whose_nodes_is_a_job_of_its_own_gets_one_more_for_the_on
         msgspec.structs.replace(one, ranks=4, per_node=2) if one.name == "trainer" else one for one in small.roles
     )  # fmt: skip
     parts = tuple(
-        msgspec.structs.replace(part, nodes=2, needed=2) if part.name == "trainer" else part for part in small.node_groups
+        msgspec.structs.replace(part, nodes=2, min_nodes=2) if part.name == "trainer" else part for part in small.node_groups
     )  # fmt: skip
-    world = World(msgspec.structs.replace(small, roles=roles, parts=parts), nodes=12).steady().warmed()
+    world = World(msgspec.structs.replace(small, roles=roles, node_groups=parts), nodes=12).steady().warmed()
     before = dict(zip(MEMBERS, nodes_of(world), strict=True))
     asked = len(requests(world))
     world.lose_node(before[M2])
@@ -289,7 +302,9 @@ def sharded(replicas: int, least: int, ranks: int = 2, per_node: int = 1, spares
     role = msgspec.structs.replace(command("shard", replicas, least), ranks=ranks, per_node=per_node)
     small = commands(role, spares=spares)
     nodes = replicas * role.nodes + spares
-    return msgspec.structs.replace(small, parts=(msgspec.structs.replace(small.node_groups[0], nodes=nodes, needed=nodes),))
+    return msgspec.structs.replace(
+        small, node_groups=(msgspec.structs.replace(small.node_groups[0], nodes=nodes, min_nodes=nodes),)
+    )
 
 
 S0, S1 = replica_id("shard", 0), replica_id("shard", 1)

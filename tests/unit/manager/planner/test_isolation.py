@@ -57,7 +57,9 @@ def restless(world: World) -> list[Replica]:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(_blows, min_size=1, max_size=8), st.integers(0, 2))
 def test_failures_of_single_replicas_change_no_other_replicas_incarnation(blows: list[Blow], spares: int) -> None:
-    recovery = Recovery(per_node=2, per_replica=50, breaker=1.0, full_restarts=0)  # else the ladder may restart them all
+    recovery = Recovery(
+        per_node=2, per_replica=50, breaker=1.0, full_restarts=0
+    )  # else the ladder may restart them all
     world = World(job(rollouts=3, spares=spares, recovery=recovery), nodes=20).steady()
     hit: set[ReplicaId] = set()
     for kind, replica, pause in blows:

@@ -40,7 +40,9 @@ def test_all_who_serve_weights_are_told_the_publisher_first_then_receivers_as_pe
     assert names(wiring.sources) == ["trainer/0", *(f"rollout/{index}" for index in range(12))]
     assert wiring.newest == NEW
     assert wiring.sources[0] == WeightSource(Incarnation(TRAINER, 1), "tcp://trainer/0", NEW)
-    assert [one.version for one in wiring.sources[1:]] == [OLD if i == 3 else NEW if i == 11 else None for i in range(12)]
+    assert [one.version for one in wiring.sources[1:]] == [
+        OLD if i == 3 else NEW if i == 11 else None for i in range(12)
+    ]
 
 
 def test_a_trainer_that_has_published_nothing_is_not_among_them_and_of_a_gang_only_who_publishes() -> None:
@@ -64,5 +66,7 @@ def test_only_which_version_a_receiver_holds_can_wait() -> None:
     before = build_directory(state(trainer_0=NEW, rollout_3=OLD))
     assert build_directory(state(trainer_0=NEW, rollout_3=NEW)).without_versions == before.without_versions
     assert build_directory(state(trainer_0=Version(8, 1), rollout_3=OLD)) != before
-    assert build_directory(state(trainer_0=Version(8, 1), rollout_3=OLD)).without_versions != before.without_versions, "a new version is out"
+    assert build_directory(state(trainer_0=Version(8, 1), rollout_3=OLD)).without_versions != before.without_versions, (
+        "a new version is out"
+    )
     assert build_directory(state(rollout_3=OLD)).without_versions != before.without_versions, "its publisher is gone"

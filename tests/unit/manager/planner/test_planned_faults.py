@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rrl.core.faults import FaultTrigger, Fault, FaultKind
+from rrl.core.faults import Fault, FaultKind, FaultTrigger
 from rrl.core.launch import ExitReason
 from rrl.core.types import ReplicaId
 from rrl.manager.model import events as ev
@@ -95,7 +95,7 @@ def test_what_an_agent_must_do_waits_for_the_agent_and_what_a_role_does_itself_d
 
 def test_a_shadow_can_be_hit_too() -> None:
     world = World(gang_job(1, 1)).steady().warmed()
-    shadow = ReplicaId(f"shadow/{world.node_of(TRAINER)}")
+    shadow = ReplicaId(f"standby/{world.node_of(TRAINER)}")
     planned_order(world, Fault("i1", FaultKind.KILL, shadow, FaultTrigger(step=1), by="ada"))
     world.wait(30.0)
     assert performed(world) == ["i1"]

@@ -8,19 +8,19 @@ from itertools import pairwise
 
 import pytest
 
-from rrl.core.faults import FaultTrigger, Fault, FaultKind
+from rrl.core.faults import Fault, FaultKind, FaultTrigger
 from rrl.core.run_spec import Limits, Recovery
 from rrl.core.types import AGENT, NodeName, Outcome, ReplicaId, role_of
-from rrl.manager.cluster.base import AllocationState, NodeStatus, NodeState
+from rrl.manager.cluster.base import AllocationState, NodeState, NodeStatus
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, InjectFault, Release, Request, Rung, StopStep
+from rrl.manager.model.actions import Exclude, Fence, Finish, InjectFault, Launch, Release, Request, Rung, StopStep
 from rrl.manager.model.queries import workers
 from rrl.manager.model.reduce_replicas import RETRY_PAUSE_S
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import Status
 from rrl.manager.planner import Plan, plan
 from rrl.manager.planner.capacity.initial_request import MAX_REJECTIONS
-from rrl.manager.planner.deadlines import UNSATISFIABLE_AFTER_S, MIN_WALLTIME_MARGIN_S
+from rrl.manager.planner.deadlines import MIN_WALLTIME_MARGIN_S, UNSATISFIABLE_AFTER_S
 from rrl.manager.planner.shutdown import final_reason
 from rrl.tests.support.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, job
 from rrl.tests.support.manager.world import World, assert_nothing_is_left, found, lost, requests, rungs

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rrl.core.run_spec import EnvSpec, RunSpec, ManagerSpec
+from rrl.core.run_spec import EnvSpec, ManagerSpec, RunSpec
 from rrl.core.types import NodeName, Outcome, ReplicaId
-from rrl.manager.cluster.base import AllocationStatus, AllocationState
+from rrl.manager.cluster.base import AllocationState, AllocationStatus
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Release, Request
 from rrl.manager.model.queries import workers
@@ -102,8 +102,10 @@ def test_allocations_that_were_kept_and_do_not_fit_the_job_as_it_goes_on_are_giv
     (pool,) = job().node_groups
     wide = msgspec.structs.replace(pool.node, cpus=2 * pool.node.cpus)
     changed = {
-        "shape": msgspec.structs.replace(job(), parts=(msgspec.structs.replace(pool, node=wide),)),
-        "partition": msgspec.structs.replace(job(), parts=(msgspec.structs.replace(pool, sbatch={"partition": "b"}),)),
+        "shape": msgspec.structs.replace(job(), node_groups=(msgspec.structs.replace(pool, node=wide),)),
+        "partition": msgspec.structs.replace(
+            job(), node_groups=(msgspec.structs.replace(pool, sbatch={"partition": "b"}),)
+        ),
         "form": in_node_groups(),
     }[change]
     resume(world, changed).steady()

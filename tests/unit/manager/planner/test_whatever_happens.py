@@ -11,9 +11,9 @@ import random
 import msgspec
 import pytest
 
-from rrl.core.run_spec import RunSpec, Recovery
+from rrl.core.run_spec import Recovery, RunSpec
 from rrl.core.types import Cause, NodeName
-from rrl.manager.cluster.base import AllocationState, NodeStatus, NodeState
+from rrl.manager.cluster.base import AllocationState, NodeState, NodeStatus
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Launch
 from rrl.manager.model.queries import gangs, workers
@@ -83,7 +83,9 @@ class Story(Nodes):
         elif what == "refuse":
             self.refuse_launch = {dice.choice(names)} if names and dice.random() < 0.3 else set()
         elif what == "resume":
-            self.happen(ev.CommandReceived("cancel", "ada", f"c{len(self.events)}", keep_allocations=dice.random() < 0.5))
+            self.happen(
+                ev.CommandReceived("cancel", "ada", f"c{len(self.events)}", keep_allocations=dice.random() < 0.5)
+            )
             self.slow_to_stop = 0.2
             self.play(timeout_s=3000.0)
             assert self.over, "it does not end"
@@ -97,7 +99,9 @@ class Story(Nodes):
         if what == "drop":
             self.drop(one.tag)
         elif what == "preempt":
-            self.happen(ev.AllocationChanged(one.tag, msgspec.structs.replace(one.status, taken=True, left=30.0)))
+            self.happen(
+                ev.AllocationChanged(one.tag, msgspec.structs.replace(one.status, reclaimed=True, time_left_s=30.0))
+            )
             self.play(timeout_s=20.0)
             if one.tag in self.held:
                 self.drop(one.tag, AllocationState.ENDED)

@@ -14,24 +14,24 @@ import pytest
 
 from rrl.config.job.load import load_job
 from rrl.core.run_dir import HISTORY_ENV, RUNS_ENV
-from rrl.core.run_spec import RunSpec, Resources
+from rrl.core.run_spec import Resources, RunSpec
 from rrl.core.types import Cause, Evidence, Finding, NodeName, Outcome, Remedy, Verdict
 from rrl.health.history.records import (
     ActionTaken,
     Checkpoint,
-    RunStarted,
     Failed,
     FindingRecord,
     NodeAcquired,
     NodeReleased,
+    Record,
     RecordsLost,
     RecoveryDone,
     RunEnded,
-    Record,
+    RunStarted,
     read_line,
 )
 from rrl.manager.bootstrap.start import create
-from rrl.manager.cluster.base import AllocationStatus, AllocationState
+from rrl.manager.cluster.base import AllocationState, AllocationStatus
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Exclude, Fence, Finish, Readmit, RestartAll, Rung, Undrain, Why
 from rrl.manager.model.state import State
@@ -50,9 +50,9 @@ def wide() -> RunSpec:
     """The small job whose rollouts have four GPUs each, on nodes of eight."""
     view = job_view(cluster="slurm")
     gpus = {"rollout": Resources(1, 4, 0), "trainer": Resources(1, 8, 0)}
-    roles = tuple(msgspec.structs.replace(one, each=gpus.get(one.name, one.per_member)) for one in view.roles)
+    roles = tuple(msgspec.structs.replace(one, per_member=gpus.get(one.name, one.per_member)) for one in view.roles)
     parts = tuple(msgspec.structs.replace(one, node=Resources(8, 8, 2**34)) for one in view.node_groups)
-    return msgspec.structs.replace(view, roles=roles, parts=parts)
+    return msgspec.structs.replace(view, roles=roles, node_groups=parts)
 
 
 class RecordedHistory:
@@ -96,7 +96,9 @@ def works() -> RecordedHistory:
 def test_a_run_tells_who_it_is_and_which_nodes_it_has() -> None:
     records = works().records
     assert records[0] == RunStarted(BEGAN, "small", "anna", "lab", "small", 1)
-    assert [(one.node, one.gpus) for one in records if isinstance(one, NodeAcquired)] == [(f"n{i}", 8) for i in range(1, 6)]
+    assert [(one.node, one.gpus) for one in records if isinstance(one, NodeAcquired)] == [
+        (f"n{i}", 8) for i in range(1, 6)
+    ]
     assert all(isinstance(one, RunStarted | NodeAcquired) for one in records)  # a run without trouble says nothing else
 
 
@@ -132,7 +134,10 @@ def test_hardware_evidence_against_its_node_is_named_first() -> None:
 def test_a_restart_of_everything_is_one_failure_that_took_all_along() -> None:
     told, why = works(), Why(("trainer",))
     incarnations = [told.story.incarnation(replica) for replica in ("trainer/0", "rollout/0", "rollout/1")]
-    fences = tuple(Fence(incarnation, Rung.FULL_RESTART, why, charged=incarnation.replica == "trainer/0") for incarnation in incarnations)
+    fences = tuple(
+        Fence(incarnation, Rung.FULL_RESTART, why, charged=incarnation.replica == "trainer/0")
+        for incarnation in incarnations
+    )
     told.story.record(ev.Decided(RestartAll(why, fences)))
     (failure,) = (one for one in told.new() if isinstance(one, Failed))
     assert (failure.incarnation, failure.stalled_replicas) == ("trainer/0#1", ("rollout/0", "rollout/1", "trainer/0"))
@@ -150,7 +155,10 @@ def test_an_injected_failure_is_told_as_one() -> None:
     from rrl.manager.model.actions import InjectFault
 
     told = works()
-    fault, incarnation = Fault("f0", FaultKind.KILL, "rollout/0", faults.FaultTrigger(step=1)), told.story.incarnation("rollout/0")
+    fault, incarnation = (
+        Fault("f0", FaultKind.KILL, "rollout/0", faults.FaultTrigger(step=1)),
+        told.story.incarnation("rollout/0"),
+    )
     told.story.record(ev.Intended(InjectFault(fault, "small.rollout-0.1", N3, Why(()), incarnation)))
     told.story.record(ev.FaultInjected("f0", incarnation, True, kind=FaultKind.KILL, node=N3))
     told.story.loses("rollout/0")
@@ -178,8 +186,10 @@ def test_a_node_that_a_person_wanted_to_be_left_has_not_failed() -> None:
     assert (one.action, one.by) == ("excluded", "anna: fan")
 
 
-@pytest.mark.parametrize(("ok", "what", "said"), [(True, "drained", ""), (False, "asked", "Invalid user id")])
-def test_a_drain_is_told_with_what_came_of_it(ok: bool, what: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("ok", "what", "expected_text"), [(True, "drained", ""), (False, "drain_requested", "Invalid user id")]
+)
+def test_a_drain_is_told_with_what_came_of_it(ok: bool, what: str, expected_text: str) -> None:
     told = works()
     why = Why(("xid: Xid 48",))
     told.story.record(
@@ -187,13 +197,15 @@ def test_a_drain_is_told_with_what_came_of_it(ok: bool, what: str, said: str) ->
         ev.IntentSettled(Drain(N3, REASON, why).tag, ok, "" if ok else "Invalid user id"),
     )  # fmt: skip
     one = told.new()[-1]
-    assert one == ActionTaken(told.story.now, "n3", what, REASON, "gpu", "", said, ("xid: Xid 48",))
+    assert one == ActionTaken(told.story.now, "n3", what, REASON, "gpu", "", expected_text, ("xid: Xid 48",))
 
 
 def test_what_was_taken_back_is_told_too() -> None:
     told = works()
     undrain = Undrain(N3, REASON, Why(()))
-    told.story.record(ev.Intended(undrain), ev.IntentSettled(undrain.tag, True), ev.Decided(Readmit(N3, Why(("well",)))))
+    told.story.record(
+        ev.Intended(undrain), ev.IntentSettled(undrain.tag, True), ev.Decided(Readmit(N3, Why(("well",))))
+    )
     assert [one.action for one in told.new() if isinstance(one, ActionTaken)] == ["undrained", "readmitted"]
 
 
@@ -208,7 +220,11 @@ def test_a_finding_is_told_when_it_is_raised_changes_or_is_over_and_not_each_tim
     told.story.record(ev.FindingChanged(gpu_finding(at, Verdict.OK)))
     found = [one for one in told.new() if isinstance(one, FindingRecord)]
     assert [(one.verdict.value, one.count) for one in found] == [("WARN", 1), ("FAIL", 2), ("FAIL", 3), ("OK", 3)]
-    assert (found[0].node, found[0].component, found[0].evidence[0].text) == ("n3", "GPU-1", "Xid 48: double-bit ECC error")
+    assert (found[0].node, found[0].component, found[0].evidence[0].text) == (
+        "n3",
+        "GPU-1",
+        "Xid 48: double-bit ECC error",
+    )
 
 
 def test_a_finding_that_comes_again_is_counted_anew() -> None:
@@ -388,8 +404,8 @@ def test_storage_that_hangs_holds_nobody_up(
         return really(fd, data)
 
     monkeypatch.setattr(history_writer, "_write", hangs)
-    monkeypatch.setattr(history_writer, "MOST_WAITING", 8)
-    monkeypatch.setattr(history_writer, "LEAVE", 0.1)
+    monkeypatch.setattr(history_writer, "MAX_QUEUED_RECORDS", 8)
+    monkeypatch.setattr(history_writer, "CLOSE_TIMEOUT_S", 0.1)
     story = Story("small", wide()).works()
     for i in range(100):
         story.record(ev.Decided(Exclude(NodeName(f"x{i}"), Why(()), by="anna")))
@@ -424,7 +440,9 @@ def test_a_full_disk_loses_lines_and_the_file_says_how_many(tmp_path: Path, monk
     write_story(kept, story.works())
     eventually(lambda: kept.lost == 5)
     full.clear()
-    kept.on_event(story.recorded(), story.recorded(), ev.Stamped(99, story.now, 1, ev.RunEnded(Outcome.COMPLETED, "done")))
+    kept.on_event(
+        story.recorded(), story.recorded(), ev.Stamped(99, story.now, 1, ev.RunEnded(Outcome.COMPLETED, "done"))
+    )
     kept.close()
     records = read(path)
     assert [type(one) for one in records if one is not None] == [RunStarted, RunEnded, RecordsLost]
@@ -433,7 +451,7 @@ def test_a_full_disk_loses_lines_and_the_file_says_how_many(tmp_path: Path, monk
 
 
 def test_a_run_that_nothing_happens_to_says_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_writer, "ALIVE", 0.02)
+    monkeypatch.setattr(history_writer, "CHECKPOINT_INTERVAL_S", 0.02)
     kept = writer(tmp_path, Story("small", wide()))
     path = file_of(tmp_path)
     eventually(lambda: path.exists() and any(isinstance(one, Checkpoint) for one in read(path)))
@@ -442,15 +460,15 @@ def test_a_run_that_nothing_happens_to_says_that_it_lives(tmp_path: Path, monkey
 
 # ── which folder ─────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
-    ("said", "site", "folder"),
+    ("expected_text", "site", "folder"),
     [("", "", ""), ("", "/site/history", "/site/history"), ("/mine", "/site/history", "/mine"), ("/mine", "", "/mine")],
 )
 def test_a_job_names_its_folder_or_takes_the_sites(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, site: str, folder: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected_text: str, site: str, folder: str
 ) -> None:
     monkeypatch.setenv(RUNS_ENV, str(tmp_path / "runs"))
     monkeypatch.setenv(HISTORY_ENV, site)
     source = tmp_path / "job.toml"
-    source.write_text(JOB + (f'\n[health]\nhistory = "{said}"\n' if said else ""))
+    source.write_text(JOB + (f'\n[health]\nhistory = "{expected_text}"\n' if expected_text else ""))
     run = create(load_job(source), source)
     assert msgspec.json.decode(run.run_spec.read_bytes(), type=RunSpec).health.history == folder

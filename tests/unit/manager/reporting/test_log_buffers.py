@@ -10,7 +10,11 @@ from rrl.core.types import Incarnation, ReplicaId
 from rrl.manager.reporting.log_buffers import COMPLETION_GRACE_S, LogBuffers
 from rrl.transport.control.log_messages import LOG_BOUNDS, TAIL_BYTES, LogLines
 
-A, B, OLD = (Incarnation(ReplicaId("rollout/0"), 2), Incarnation(ReplicaId("rollout/1"), 1), Incarnation(ReplicaId("rollout/0"), 1))
+A, B, OLD = (
+    Incarnation(ReplicaId("rollout/0"), 2),
+    Incarnation(ReplicaId("rollout/1"), 1),
+    Incarnation(ReplicaId("rollout/0"), 1),
+)
 LATER = 1000.0
 
 
@@ -152,7 +156,12 @@ def test_a_disk_that_refuses_the_copy_gets_it_later(tmp_path: Path) -> None:
 def test_what_cannot_be_a_log_of_this_run_is_refused_and_counted(tmp_path: Path) -> None:
     at = copies(tmp_path)
     far = line(1, b"x" * LOG_BOUNDS.max_frame_bytes)
-    bad = [LogLines(Incarnation(ReplicaId("judge/7"), 1), line(1)), LogLines(A, b"no time\n"), LogLines(A, line(1)[:-1]), LogLines(A, far)]
+    bad = [
+        LogLines(Incarnation(ReplicaId("judge/7"), 1), line(1)),
+        LogLines(A, b"no time\n"),
+        LogLines(A, line(1)[:-1]),
+        LogLines(A, far),
+    ]
     for told in bad:
         at.add(told, 0.0)
     assert at.refused == len(bad)

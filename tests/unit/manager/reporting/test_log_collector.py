@@ -48,7 +48,7 @@ def shipped(at: Lab, launch: Launch, epoch: int = 1) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_buffers, "LAST_WORD", 0.0)
+    monkeypatch.setattr(log_buffers, "COMPLETION_GRACE_S", 0.0)
 
 
 def test_the_last_lines_of_a_killed_step_are_kept_though_its_file_never_opened(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_the_last_lines_of_a_killed_step_are_kept_though_its_file_never_opened(t
         async with at.manager(), collecting(at) as collector:
             launch = at.launch(*TALKER)
             os.mkfifo(at.run.log_file(launch.tag))  # opening it hangs, as on storage that is away
-            step = at.start(launch, patch="import rrl.roles.launcher.logs.pump as p; p.STUCK = 1000.0")
+            step = at.start(launch, patch="import rrl.roles.launcher.logs.pump as p; p.STUCK_AFTER_S = 1000.0")
             await eventually(lambda: collector.buffers.size)
             assert shipped(at, launch) == [], "written only when it is needed"
             step.kill()  # its node is gone
@@ -68,12 +68,12 @@ def test_the_last_lines_of_a_killed_step_are_kept_though_its_file_never_opened(t
 
 
 def test_lines_of_a_step_that_was_adopted_are_kept_under_its_own_name_when_its_member_ends(tmp_path: Path) -> None:
-    shadow, member = Incarnation(ReplicaId("shadow/n2"), 1), Incarnation(ReplicaId("trainer/0"), 2)
+    shadow, member = Incarnation(ReplicaId("standby/n2"), 1), Incarnation(ReplicaId("trainer/0"), 2)
     replicas = {
         **STATE.replicas,
         shadow.replica: Replica(shadow.replica, Status.WANTED, 1),
         member.replica: msgspec.structs.replace(
-            STATE.replica(member.replica), incarnation_number=2, promoted_from=shadow, step=f"{STATE.run}.shadow-n2.1"
+            STATE.replica(member.replica), incarnation_number=2, promoted_from=shadow, step=f"{STATE.run}.standby-n2.1"
         ),
     }
     state = msgspec.structs.replace(STATE, replicas=replicas)
@@ -83,7 +83,7 @@ def test_lines_of_a_step_that_was_adopted_are_kept_under_its_own_name_when_its_m
         async with at.manager(), collecting(at, state=state) as collector:
             launch = at.launch(*TALKER, replica=shadow.replica)
             os.mkfifo(at.run.log_file(launch.tag))
-            step = at.start(launch, patch="import rrl.roles.launcher.logs.pump as p; p.STUCK = 1000.0")
+            step = at.start(launch, patch="import rrl.roles.launcher.logs.pump as p; p.STUCK_AFTER_S = 1000.0")
             await eventually(lambda: collector.buffers.size)
             assert shipped(at, launch) == []
             step.kill()
@@ -99,7 +99,7 @@ def test_a_step_that_cannot_write_its_file_has_the_manager_write(tmp_path: Path)
         async with at.manager(), collecting(at):
             launch = at.launch(*TALKER)
             at.run.log_file(launch.tag).symlink_to("/dev/full")
-            step = at.start(launch, patch="import rrl.roles.launcher.logs.pump as p; p.STUCK = 0.05")
+            step = at.start(launch, patch="import rrl.roles.launcher.logs.pump as p; p.STUCK_AFTER_S = 0.05")
             assert await eventually(lambda: shipped(at, launch)) == ["its last words"]
             assert step.poll() is None, "while it lives"
 
@@ -194,7 +194,11 @@ def test_only_lives_that_the_run_has_had_are_heard() -> None:
     fenced = Story("run-1").works().recovers("rollout/0").recorded()
     assert _is_current(STATE, INCARNATION) is True
     assert _is_current(fenced, INCARNATION) is False
-    for incarnation in (Incarnation(INCARNATION.replica, 0), Incarnation(INCARNATION.replica, 2), Incarnation(ReplicaId("judge/0"), 1)):
+    for incarnation in (
+        Incarnation(INCARNATION.replica, 0),
+        Incarnation(INCARNATION.replica, 2),
+        Incarnation(ReplicaId("judge/0"), 1),
+    ):
         assert _is_current(STATE, incarnation) is None
     assert _is_current(None, INCARNATION) is None
 

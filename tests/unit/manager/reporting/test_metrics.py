@@ -32,7 +32,7 @@ from rrl.manager.reporting import metrics_server
 from rrl.manager.reporting.metrics import MAX_FINDING_SERIES, Facts, RunCounters, samples
 from rrl.manager.reporting.metrics_server import MAX_CONNECTIONS, MetricsServer
 from rrl.tests.support.cli.story import BEGAN, Story
-from rrl.tests.support.runs import light_job, current_incarnations, submit_here
+from rrl.tests.support.runs import current_incarnations, light_job, submit_here
 from rrl.tests.unit.manager.reporting.test_history_writer import eventually, wide
 
 DOCS = Path(__file__).parents[4] / "docs"
@@ -123,7 +123,9 @@ def test_gpu_time_is_lost_while_a_replica_stands_still() -> None:
 def test_excluded_nodes_and_drains_that_are_asked_for_are_told() -> None:
     why = Why(("xid",))
     drain = Drain(N3, "rrl:small:gpu", why)
-    story = works().record(ev.Decided(Exclude(N3, why, Cause.GPU)), ev.Intended(drain), ev.IntentSettled(drain.tag, False, "no"))
+    story = works().record(
+        ev.Decided(Exclude(N3, why, Cause.GPU)), ev.Intended(drain), ev.IntentSettled(drain.tag, False, "no")
+    )
     found = series(story)
     assert value(found, "rrl_nodes", state="excluded") == 1
     assert value(found, "rrl_drain_requests") == 1
@@ -238,7 +240,7 @@ def test_metrics_are_served_at_a_free_port_whose_address_is_written_down(run: Ru
 
 
 def test_clients_that_say_nothing_take_a_few_threads_for_a_while(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_server, "WITHIN", 2.0)
+    monkeypatch.setattr(metrics_server, "CONNECTION_TIMEOUT_S", 2.0)
     story = works()
     server = MetricsServer(run, "127.0.0.1:0", lambda: samples(story.recorded(), tallied(story), Facts(story.now)))
     eventually(run.metrics.exists)

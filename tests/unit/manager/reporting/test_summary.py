@@ -15,7 +15,7 @@ from rrl.core.launch import ExitReason, tag_of
 from rrl.core.run_dir import RunDir
 from rrl.core.types import Incarnation, NodeName, Outcome, ReplicaId, Verdict, Version, member_id, role_of
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, InjectFault, Rung, Why
+from rrl.manager.model.actions import Exclude, Fence, Finish, InjectFault, Launch, Rung, Why
 from rrl.manager.reporting.summary import Recovery, Summary, summarize, write_summary
 from rrl.manager.storage.journal import Journal
 from rrl.tests.support.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, gang_job, job
@@ -136,7 +136,9 @@ def test_summary_has_the_age_of_the_oldest_token_even_of_steps_that_nobody_repor
 
 def test_what_was_dropped_for_its_age_is_told_as_of_the_newest_step() -> None:
     def told(step: int, groups: float, share: float) -> At:
-        return 20.0 + step, ev.StepCommitted(Incarnation(TRAINER, 1), step, {"stale_groups": groups, "stale_share": share})
+        return 20.0 + step, ev.StepCommitted(
+            Incarnation(TRAINER, 1), step, {"stale_groups": groups, "stale_share": share}
+        )
 
     got = summary(started(), told(3, 9.0, 0.3), told(4, 12.0, 1 / 3), told(2, 5.0, 0.2))
     assert (got.stale_groups, got.stale_share) == (12, 0.3333)
@@ -194,7 +196,11 @@ def test_while_the_trainer_is_restored_time_counts_by_the_share_of_rollouts() ->
 
 
 def test_with_one_of_two_rollouts_down_too_the_share_is_smaller_and_with_everything_down_it_is_nothing() -> None:
-    down: list[At] = [(50.0, ended(Incarnation(TRAINER, 1))), (60.0, ended(Incarnation(R0, 1))), (70.0, ended(Incarnation(R1, 1)))]
+    down: list[At] = [
+        (50.0, ended(Incarnation(TRAINER, 1))),
+        (60.0, ended(Incarnation(R0, 1))),
+        (70.0, ended(Incarnation(R1, 1))),
+    ]
     got = summary(started(20.0), committed(30.0, 1), down, (100.0, ev.ManagerStopped("SIGTERM")))
     assert got.ettr == round((30 + 10 * 2 / 3 + 10 * 1 / 2) / 100, 4)
     assert got.ettr_strict == 0.3
@@ -212,7 +218,10 @@ def test_a_fault_that_was_not_performed_is_no_fault_and_a_later_failure_is_not_i
         (90.0, ended(Incarnation(R0, 1))), (90.5, found(Incarnation(R0, 1), "exit_record", 90.0)),
         (90.6, fence(Incarnation(R0, 1), Rung.IN_PLACE)),
     ]  # fmt: skip
-    for answer in (ev.FaultInjected("f0", Incarnation(R0, 1), False, "gone"), ev.IntentSettled("fault:f0", False, "its manager died")):
+    for answer in (
+        ev.FaultInjected("f0", Incarnation(R0, 1), False, "gone"),
+        ev.IntentSettled("fault:f0", False, "its manager died"),
+    ):
         got = summary(started(), (40.0, perform(Incarnation(R0, 1))), (41.0, answer), later)
         assert got.faults == 0
         assert (got.recoveries[0].injected, got.recoveries[0].detect_s) == (False, 0.5)
@@ -248,7 +257,10 @@ def test_everybody_on_a_crashed_node_is_lost_by_the_fault_and_who_fails_elsewher
 
 def test_who_fails_while_the_disk_is_full_fails_of_it() -> None:
     full = InjectFault(Fault("f0", FaultKind.DISK_FULL, seconds=20.0), "", NodeName(""), WHY)
-    fails: list[At] = [(55.0, found(Incarnation(R0, 1), "exit_record", 55.0)), (55.1, fence(Incarnation(R0, 1), Rung.IN_PLACE))]
+    fails: list[At] = [
+        (55.0, found(Incarnation(R0, 1), "exit_record", 55.0)),
+        (55.1, fence(Incarnation(R0, 1), Rung.IN_PLACE)),
+    ]
     got = summary(started(), (50.0, ev.Intended(full)), (50.1, ev.FaultInjected("f0", None, True)), fails)
     assert [r.injected for r in got.recoveries] == [True]
 
@@ -282,7 +294,9 @@ def test_a_life_that_is_launched_on_a_node_after_its_injected_crash_fails_unprov
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CANCELLED])
 def test_failures_that_end_the_run_count_as_unprovoked_though_nobody_recovers(outcome: Outcome) -> None:
     why = Why(("No space left on device",))
-    fails: list[At] = [(at, found(Incarnation(id, 1), "exit_record", at)) for at, id in ((70.0, STORE), (70.5, TRAINER))]
+    fails: list[At] = [
+        (at, found(Incarnation(id, 1), "exit_record", at)) for at, id in ((70.0, STORE), (70.5, TRAINER))
+    ]
     end: list[At] = [(71.0, ev.Decided(Finish(outcome, why))), (72.0, ev.RunEnded(outcome, "No space left"))]
     got = summary(started(), fails, end)
     assert got.recoveries == []
@@ -301,7 +315,9 @@ def test_what_strikes_at_the_roles_next_call_is_measured_from_then() -> None:
     raised = Fault("f0", FaultKind.EXCEPTION, R0)
     incarnation = Incarnation(R0, 1)
     fails: list[At] = [(71.0, found(incarnation, "exit_record", 71.0)), (71.0, fence(incarnation, Rung.IN_PLACE))]
-    got = summary(started(), (40.0, perform(incarnation, raised)), (70.0, ev.FaultInjected("f0", incarnation, True)), fails)
+    got = summary(
+        started(), (40.0, perform(incarnation, raised)), (70.0, ev.FaultInjected("f0", incarnation, True)), fails
+    )
     assert (got.recoveries[0].injected, got.recoveries[0].detect_s) == (True, 1.0)
 
 

@@ -20,7 +20,7 @@ from rrl.tests.support.manager.jobs import RUN, job
 from rrl.tests.support.manager.site import Site, prepare
 from rrl.transport.keys import RunKeys
 
-FILES = ("job.toml", "resolved.json", "view.json", "passed.json")
+FILES = ("job.toml", "resolved.json", "run_spec.json", "passed.json")
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_manager_that_dies_while_it_puts_the_files_in_place_is_followed_by_one
 
 def test_what_is_no_order_is_put_aside_and_the_next_one_counts(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     run.resume.mkdir()
-    (run.resume / "order.json").write_text('{"by": 7}')
+    (run.resume / "request.json").write_text('{"by": 7}')
     assert resume_request.read_pending(run) is None
     assert "does not hold a valid resume request" in caplog.text
     resume_request.write_request(run, _request_resume(), _fill)

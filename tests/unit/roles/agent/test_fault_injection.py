@@ -111,7 +111,7 @@ def test_the_next_agent_lets_go_what_a_holder_that_was_killed_too_has_left_stopp
             here.agent.kill()
             await at.end_of(here.agent)
             assert state(role) == "T"
-            at.start(at.launch(replica="agent/local1", number=2, env={"RRL_BEAT": "0.1"}), "agent.main")
+            at.start(at.launch(replica="agent/local1", number=2, env={"RRL_HEARTBEAT_INTERVAL": "0.1"}), "agent.main")
             await runs(role)
             assert not mark(at, launch).exists()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rrl.health.checks.node_state import HardwareInventory
-from rrl.roles.agent.node_monitor import save_inventory, load_inventory
+from rrl.roles.agent.node_monitor import load_inventory, save_inventory
 
 PAST = HardwareInventory("b1", "4711", 8, ("mlx5_2",), ("mlx5_2/1",), {"GPU-1": (0, 1)})
 

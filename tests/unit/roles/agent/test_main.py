@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from rrl.core.faults import FaultTrigger, Fault, FaultKind
+from rrl.core.faults import Fault, FaultKind, FaultTrigger
 from rrl.core.launch import LAUNCH_ENV, ExitReason, Launch
 from rrl.core.processes import Process, read_process
 from rrl.core.types import Incarnation, ReplicaId
 from rrl.roles.agent.main import _removed
 from rrl.tests.support.listening_manager import Lab, Manager, eventually, lab
-from rrl.transport.messages import AgentHeartbeat, AgentHello, Fenced, StepVanished, Inject, Injected, StepExit, Stop
+from rrl.transport.messages import AgentHeartbeat, AgentHello, Fenced, Inject, Injected, StepExit, StepVanished, Stop
 
 SLEEP = ("sleep", "1000")
 DAEMON = ("sh", "-c", "(setsid sleep 1001 &) ; exec sleep 1000")
@@ -53,7 +53,7 @@ def first_of(at: Lab, launch: Launch) -> Process:
 @asynccontextmanager
 async def node(at: Lab, patch: str = "") -> AsyncIterator[Node]:
     async with at.manager() as manager:
-        launch = at.launch(replica="agent/local1", env={"RRL_BEAT": "0.1"})
+        launch = at.launch(replica="agent/local1", env={"RRL_HEARTBEAT_INTERVAL": "0.1"})
         yield Node(at, manager, at.start(launch, "agent.main", patch), launch)
 
 
@@ -98,7 +98,7 @@ def test_orphans_from_before_the_agents_life_are_swept_and_their_step_is_witness
             step.kill()
             step.wait()
             await eventually(lambda: len(at.processes(lost)) == 1)
-            at.start(at.launch(replica="agent/local1", env={"RRL_BEAT": "0.1"}), "agent.main")
+            at.start(at.launch(replica="agent/local1", env={"RRL_HEARTBEAT_INTERVAL": "0.1"}), "agent.main")
             assert (await manager.wait_for(StepVanished)).tag == lost.tag
             await eventually(lambda: not at.processes(lost))
 
@@ -186,7 +186,7 @@ def test_when_the_run_is_over_and_nobody_came_the_agent_ends_what_is_left_and_le
     async def story(at: Lab) -> None:
         patch = (
             "from rrl.roles.agent import main as a; from rrl.roles.launcher import first_process as f;"
-            " a.RUN_OVER_FOR = 0.3; f.LAST_WORDS = 0.1"
+            " a.RUN_OVER_GRACE_S = 0.3; f.EXIT_REPORT_TIMEOUT_S = 0.1"
         )
         async with node(at, patch) as here:
             launch, _ = await here.step(*DAEMON)
@@ -226,7 +226,9 @@ def test_a_life_that_is_no_longer_believed_is_ended_whatever_it_hears(tmp_path: 
             await here.sees(frozen, other)
             for process in (first_of(at, frozen), role):
                 os.kill(process.pid, signal.SIGSTOP)
-            incarnation, tag = (Incarnation(ReplicaId("trainer/0"), 2), frozen.tag) if adopted else (frozen.incarnation, "")
+            incarnation, tag = (
+                (Incarnation(ReplicaId("trainer/0"), 2), frozen.tag) if adopted else (frozen.incarnation, "")
+            )
             await here.manager.send(here.launch.incarnation, Fenced(incarnation, "superseded", tag))
             await eventually(lambda: not at.processes(frozen))
             await here.sees(other)

@@ -29,8 +29,8 @@ class Node:
         self.launch: Launch | None = None
 
     def start(self, *readers: str, admission: float = 20.0, gpus: int = 0, patch: str = "") -> Launch:
-        launch = self.at.launch(replica="agent/local1", env={"RRL_BEAT": "0.1"})
-        launch = msgspec.structs.replace(launch, readers=readers, admission=admission, gpus=gpus)
+        launch = self.at.launch(replica="agent/local1", env={"RRL_HEARTBEAT_INTERVAL": "0.1"})
+        launch = msgspec.structs.replace(launch, readers=readers, admission_timeout=admission, gpus=gpus)
         self.at.run.launch_file(launch.tag).write_bytes(msgspec.json.encode(launch))
         patch = f"import os; os.environ.update({self.driver.env()!r}); {patch}pass"
         self.agent = self.at.start(launch, "agent.main", patch)
@@ -97,7 +97,10 @@ def test_what_goes_wrong_later_is_told_at_once_and_again_to_the_next_manager(tmp
             here.driver.lose(0)
             lost = await here.finds(lambda one: one.detector == "gpu_lost")
             assert (lost.verdict, lost.proof, lost.component) == (Verdict.FAIL, True, here.driver.uuid(0))
-            assert next(one.incarnation for one in here.manager.received if isinstance(one, FindingReport)) == launch.incarnation
+            assert (
+                next(one.incarnation for one in here.manager.received if isinstance(one, FindingReport))
+                == launch.incarnation
+            )
         async with at.manager(epoch=2) as second:
             hello = await second.wait_for(AgentHello)
             assert [one.key for one in hello.findings if one.verdict is Verdict.FAIL] == [lost.key]
@@ -288,7 +291,9 @@ def test_a_step_is_told_with_the_gpus_that_it_was_given_until_a_process_computes
             busy = at.launch(*BUSY, env={"CUDA_VISIBLE_DEVICES": "1"})
             at.start(busy)
             here.start("nvml")
-            await here.manager.wait_for(AgentHeartbeat, lambda heartbeat: any(one.gpu == 0.5 for one in heartbeat.loads))
+            await here.manager.wait_for(
+                AgentHeartbeat, lambda heartbeat: any(one.gpu == 0.5 for one in heartbeat.loads)
+            )
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))

@@ -112,7 +112,7 @@ def test_under_slurm_what_holds_the_step_is_killed_if_it_may_be(
             assert "slurmstepd" in PERFORMERS[FaultKind.KILL_STEP](Target(step, step))
             assert holder.wait() == -signal.SIGKILL
         else:
-            monkeypatch.setattr(fault_injection, "send", _refused)
+            monkeypatch.setattr(fault_injection, "send_signal", _refused)
             with pytest.raises(NotPerformed, match="belongs to another user"):
                 PERFORMERS[FaultKind.KILL_STEP](Target(step, step))
             assert read_process(child) is not None

@@ -22,7 +22,7 @@ from rrl.roles.agent.stack_dumps import MAX_DUMP_BYTES, MAX_PROCESSES, dump_stac
 from rrl.tests.support.listening_manager import Lab, eventually, lab
 from rrl.tests.unit.roles.agent.test_main import node
 from rrl.transport.control.sockets import MANAGER_BOUNDS, encode_frame
-from rrl.transport.messages import Stacks, DumpStacks
+from rrl.transport.messages import DumpStacks, Stacks
 
 AGENT = Incarnation(ReplicaId("agent/n1"), 1)
 SUSPECT = Incarnation(ReplicaId("rollout/1"), 3)
@@ -124,7 +124,7 @@ def test_a_py_spy_that_is_not_permitted_is_explained_and_the_kernel_asked(tmp_pa
 
 
 def test_a_py_spy_that_hangs_is_ended_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack_dumps, "EACH", 0.3)
+    monkeypatch.setattr(stack_dumps, "DUMP_TIMEOUT_S", 0.3)
     hangs = stand_in(tmp_path, f"echo $$ > {tmp_path}/pid; exec sleep 1000")
     with process(tmp_path, code=WEDGED) as child:
         dump = taken(tmp_path, hangs).dumps[child.pid]

@@ -13,7 +13,7 @@ import pytest
 from rrl.core.run_dir import write_atomically
 from rrl.roles.launcher.activity import Usage, has_worked, usage
 from rrl.tests.support.listening_manager import Lab, eventually, lab
-from rrl.transport.messages import Heartbeat, FirstWorkDone, Hello
+from rrl.transport.messages import FirstWorkDone, Heartbeat, Hello
 
 ME = (4242, 77)
 HZ = 100
@@ -52,10 +52,10 @@ def test_a_command_that_works_progresses_and_one_that_waits_does_not(tmp_path: P
             go = at.run.path / "go"
             go.touch()
             launch = msgspec.structs.replace(
-                at.launch(sys.executable, "-c", PROGRAM, env={"RRL_BEAT": "0.1"}), watch="activity"
+                at.launch(sys.executable, "-c", PROGRAM, env={"RRL_HEARTBEAT_INTERVAL": "0.1"}), watch="activity"
             )
             write_atomically(at.run.launch_file(launch.tag), msgspec.json.encode(launch))
-            at.start(launch, patch="from rrl.roles.launcher import activity; activity.LOOK = 0.4")
+            at.start(launch, patch="from rrl.roles.launcher import activity; activity.SAMPLE_INTERVAL_S = 0.4")
 
             def heartbeats() -> list[int]:
                 return [message.done for message in manager.received if isinstance(message, Heartbeat)]

@@ -15,7 +15,7 @@ from rrl.core.run_dir import write_atomically
 from rrl.core.run_spec import ContainerSpec, EnvSpec, Resources, RoleSpec
 from rrl.manager.execute.launch import apptainer
 from rrl.tests.support.listening_manager import Lab, eventually, lab
-from rrl.transport.messages import AgentHeartbeat, AgentHello, StepVanished, StepExit
+from rrl.transport.messages import AgentHeartbeat, AgentHello, StepExit, StepVanished
 
 FAKE = Path(__file__).parents[3] / "support" / "fake_apptainer"
 ROLE = RoleSpec("rollout", "rollout", 1, 1, Resources(cpus=1, gpus=1), True, (), {}, "apptainer", "box.sif")
@@ -68,7 +68,7 @@ def test_the_command_is_run_in_the_image_by_this_call_and_its_exit_code_is_the_r
 def test_processes_in_a_container_are_found_by_their_marks_and_none_outlives_its_step(tmp_path: Path, how: str) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
-            at.start(at.launch(replica="agent/local1", env={"RRL_BEAT": "0.1"}), "agent.main")
+            at.start(at.launch(replica="agent/local1", env={"RRL_HEARTBEAT_INTERVAL": "0.1"}), "agent.main")
             await manager.wait_for(AgentHello)
             launch = contained(at, tmp_path / "job", DAEMON)
             step = at.start(launch)
@@ -77,7 +77,9 @@ def test_processes_in_a_container_are_found_by_their_marks_and_none_outlives_its
                 step.terminate()
                 assert (await manager.wait_for(StepExit)).reason == ExitReason.STOPPED
             else:
-                await manager.wait_for(AgentHeartbeat, lambda heartbeat: launch.tag in heartbeat.alive)  # else there is no witness
+                await manager.wait_for(
+                    AgentHeartbeat, lambda heartbeat: launch.tag in heartbeat.alive
+                )  # else there is no witness
                 step.send_signal(9)
                 await at.end_of(step)
                 assert await manager.wait_for(StepVanished) == StepVanished(launch.incarnation, launch.tag, launch.node)

@@ -190,7 +190,7 @@ def test_a_role_that_is_asked_to_stop_while_it_is_set_up_was_asked(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("setup", "probe", "said"),
+    ("setup", "probe", "expected_text"),
     [
         ((), "import json, asyncio", ""),
         (("(setsid sleep 1006 &)",), "import json", ""),
@@ -202,18 +202,18 @@ def test_a_role_that_is_asked_to_stop_while_it_is_set_up_was_asked(tmp_path: Pat
     ],
 )
 def test_an_agent_says_what_its_node_cannot_import_before_it_says_that_it_is_there(
-    tmp_path: Path, setup: tuple[str, ...], probe: str, said: str
+    tmp_path: Path, setup: tuple[str, ...], probe: str, expected_text: str
 ) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
-            made = at.launch(replica="agent/local1", env={"RRL_BEAT": "0.1"})
-            within = 0.3 if "did not end" in said else 60.0
+            made = at.launch(replica="agent/local1", env={"RRL_HEARTBEAT_INTERVAL": "0.1"})
+            within = 0.3 if "did not end" in expected_text else 60.0
             made = rewrite(
                 at, made, setup=prelude(EnvSpec(setup=setup)), probe=(sys.executable, "-c", probe), probe_within=within
             )
             agent = at.start(made, "agent.main")
             hello = await manager.wait_for(AgentHello)
-            assert said in hello.probe if said else hello.probe == ""
+            assert expected_text in hello.probe if expected_text else hello.probe == ""
             assert "\n" not in hello.probe
             assert [process.pid for process in at.processes(made)] == [agent.pid], "the probe is left behind"
 
@@ -224,7 +224,9 @@ def test_an_agent_says_what_its_node_cannot_import_before_it_says_that_it_is_the
 def test_an_agent_on_a_node_without_the_network_says_so_and_what_its_limits_are(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
-            made = rewrite(at, at.launch(replica="agent/local1", env={"RRL_BEAT": "0.1"}), network="nonesuch0")
+            made = rewrite(
+                at, at.launch(replica="agent/local1", env={"RRL_HEARTBEAT_INTERVAL": "0.1"}), network="nonesuch0"
+            )
             lower = "import resource as r; r.setrlimit(r.RLIMIT_MEMLOCK, (65536, 1 << 20))"
             at.start(made, "agent.main", patch=lower)
             hello = await manager.wait_for(AgentHello)

@@ -27,10 +27,10 @@ async def step(at: Lab, driver: FakeDriver, waits: float, patch: str = SLURMS, *
     """A step that was given a GPU; it waits so many s for room there, and looks each 0.1 s."""
     launch = msgspec.structs.replace(at.launch("sleep", "1000"), gpus=1, **more)
     at.run.launch_file(launch.tag).write_bytes(msgspec.json.encode(launch))
-    times = f"from rrl.roles.launcher import gpu_memory as gpu_room; gpu_room.WAITS, gpu_room.POLL = {waits}, 0.1"
+    times = f"from rrl.roles.launcher import gpu_memory as gpu_room; gpu_room.FREE_TIMEOUT_S, gpu_room.POLL_INTERVAL_S = {waits}, 0.1"
     asker = (
-        "gpu_room.ASK = f'from rrl.roles.launcher import gpu_memory as g;"
-        " g.WAITS, g.POLL = {gpu_room.WAITS}, 0.1; g.main()'"
+        "gpu_room.CHECK_SCRIPT = f'from rrl.roles.launcher import gpu_memory as g;"
+        " g.WAITS, g.POLL = {gpu_room.FREE_TIMEOUT_S}, 0.1; g.main()'"
     )
     at.start(launch, "launcher.step", f"import os; os.environ.update({driver.env()!r}); {patch}; {times}; {asker}")
     yield launch
@@ -112,7 +112,7 @@ def test_a_driver_that_hangs_delays_a_role_and_does_not_keep_it_from_starting(tm
     driver = FakeDriver(tmp_path).gpus(2).hang("nvmlInit_v2")
 
     async def story(at: Lab) -> None:
-        patch = f"{SLURMS}; from rrl.roles.launcher import gpu_memory as gpu_room; gpu_room.ANSWERS_WITHIN = 0.5"
+        patch = f"{SLURMS}; from rrl.roles.launcher import gpu_memory as gpu_room; gpu_room.NVML_TIMEOUT_S = 0.5"
         async with at.manager(), step(at, driver, waits=0.5, patch=patch) as launch:
             await started(at, launch)
 

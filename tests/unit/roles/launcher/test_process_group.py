@@ -10,7 +10,16 @@ import msgspec
 import pytest
 
 from rrl.core.launch import LAUNCH_ENV
-from rrl.core.processes import STEP_MODULE, Process, kill_and_wait, read_process, with_marks, processes, send_signal, sweep
+from rrl.core.processes import (
+    STEP_MODULE,
+    Process,
+    kill_and_wait,
+    processes,
+    read_process,
+    send_signal,
+    sweep,
+    with_marks,
+)
 from rrl.roles.launcher.process_group import Census, kill_group
 from rrl.tests.support.listening_manager import wait_until
 
@@ -125,8 +134,8 @@ def test_old_strangers_are_not_read_again_at_every_census(monkeypatch: pytest.Mo
         read.append(process.pid)
         return with_marks(process)
 
-    monkeypatch.setattr(module, "marks", count)
-    monkeypatch.setattr(module, "_YOUNG", 0.0)
+    monkeypatch.setattr(module, "with_marks", count)
+    monkeypatch.setattr(module, "_YOUNG_PROCESS_S", 0.0)
     census = module.Census(str(tmp_path))
     census.scan()
     first, read[:] = len(read), []
@@ -141,11 +150,11 @@ def test_old_ones_of_ours_are_not_read_again_and_leave_the_census_when_they_end(
 
     child = subprocess.Popen(["sleep", "1000"], env={LAUNCH_ENV: f"{tmp_path}/a.launch"}, start_new_session=True)
     started.append(child)
-    monkeypatch.setattr(module, "_YOUNG", 0.0)
+    monkeypatch.setattr(module, "_YOUNG_PROCESS_S", 0.0)
     census = module.Census(str(tmp_path))
     wait_until(lambda: [process.pid for process in census.scan()] == [child.pid])
     (before,) = census.scan()
-    monkeypatch.setattr(module, "marks", None)
+    monkeypatch.setattr(module, "with_marks", None)
     assert census._process(child.pid, before) == before
     child.kill()
     child.wait()

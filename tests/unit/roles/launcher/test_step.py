@@ -11,7 +11,7 @@ import pytest
 from rrl.core.launch import LAUNCH_ENV, ExitReason, ExitRecord, Launch, exit_text
 from rrl.core.processes import STEP_ENV, Process, descendants, read_process
 from rrl.tests.support.listening_manager import TIMEOUT_S, Lab, eventually, lab
-from rrl.transport.messages import Fenced, StepExit, Stop, AdmissionRequest
+from rrl.transport.messages import AdmissionRequest, Fenced, StepExit, Stop
 
 SLEEP = ("sleep", "1000")
 STUBBORN = (
@@ -70,7 +70,9 @@ def test_an_exit_code_is_recorded_with_the_last_line(tmp_path: Path) -> None:
             launch = at.launch("sh", "-c", "echo to the log; echo and this >&2; exit 7")
             assert await at.end_of(at.start(launch)) == 7
             when = getattr(at.record(launch), "at", 0.0)
-            record = ExitRecord(launch.tag, launch.incarnation, launch.node, 7, None, ExitReason.EXITED, when, "and this")
+            record = ExitRecord(
+                launch.tag, launch.incarnation, launch.node, 7, None, ExitReason.EXITED, when, "and this"
+            )
             assert at.record(launch) == record
             assert at.log(launch) == "to the log\nand this\n"
 
@@ -151,7 +153,8 @@ def test_a_step_that_nobody_admits_leaves(tmp_path: Path) -> None:
         launch = at.launch("touch", str(tmp_path / "started"))
         await at.end_of(
             at.start(
-                launch, patch="import rrl.roles.launcher.first_process as f; f.ADMISSION = 0.2; f.LAST_WORDS = 0.1"
+                launch,
+                patch="import rrl.roles.launcher.first_process as f; f.ADMISSION_TIMEOUT_S = 0.2; f.EXIT_REPORT_TIMEOUT_S = 0.1",
             )
         )
         record = at.record(launch)
@@ -199,7 +202,10 @@ def test_a_step_that_the_next_manager_does_not_want_ends_its_role(tmp_path: Path
 def test_an_end_without_a_manager_is_told_to_one_that_comes_in_time(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         launch = at.launch(*SLEEP)
-        at.start(launch, patch="import rrl.roles.launcher.first_process as f; f.ADMISSION = 0.1; f.LAST_WORDS = 20.0")
+        at.start(
+            launch,
+            patch="import rrl.roles.launcher.first_process as f; f.ADMISSION_TIMEOUT_S = 0.1; f.EXIT_REPORT_TIMEOUT_S = 20.0",
+        )
         await eventually(lambda: at.record(launch))
         async with at.manager() as late:
             assert text_of(await late.wait_for(StepExit)) == "not admitted: no manager answered"
@@ -335,7 +341,7 @@ def test_another_lifes_orders_are_not_obeyed(tmp_path: Path) -> None:
             launch = at.launch(*SLEEP)
             at.start(launch)
             role = await command(at, launch)
-            older = at.launch(*SLEEP, incarnation=0).incarnation
+            older = at.launch(*SLEEP, number=0).incarnation
             await manager.send(launch.incarnation, Fenced(older, "superseded"))
             await manager.send(launch.incarnation, Stop(launch.incarnation, 5.0, "done"))
             told = await manager.wait_for(StepExit)

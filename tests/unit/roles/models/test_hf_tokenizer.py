@@ -50,7 +50,11 @@ def test_where_generation_config_says_nothing_config_and_the_tokenizer_do(folder
     assert open_tokenizer({"path": str(folder)}).stop_tokens == {folders.END, folders.TURN}
     folders.rewrite(folder / "tokenizer_config.json", eos_token=None, pad_token=None)
     tokenizer = open_tokenizer({"path": str(folder)})
-    assert (tokenizer.eos, tokenizer.stop_tokens, tokenizer.pad) == (folders.TURN, frozenset({folders.TURN}), folders.TURN)
+    assert (tokenizer.eos, tokenizer.stop_tokens, tokenizer.pad) == (
+        folders.TURN,
+        frozenset({folders.TURN}),
+        folders.TURN,
+    )
     folders.rewrite(folder / "config.json", eos_token_id=None)
     with pytest.raises(ValueError, match="names no end of sequence"):
         open_tokenizer({"path": str(folder)})

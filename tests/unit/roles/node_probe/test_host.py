@@ -20,11 +20,11 @@ from rrl.roles.node_probe.host import (
     Ucx,
     Unavailable,
     UnavailableCause,
-    run_readers,
-    run_command,
     filesystem,
     parse_ucx,
     read_host,
+    run_command,
+    run_readers,
 )
 
 UCX_INFO = """\

@@ -17,7 +17,7 @@ import pytest
 
 from rrl.cli.doctor.node_visit import ReportListener
 from rrl.roles.node_probe.host import Unavailable
-from rrl.roles.node_probe.main import NONCE_FILE, NONCE_ENV, REPORT, NodeReport, connect_login_node, nonce_proof
+from rrl.roles.node_probe.main import NONCE_ENV, NONCE_FILE, REPORT, NodeReport, connect_login_node, nonce_proof
 
 TIMEOUT_S = 60.0
 PROBE = (sys.executable, "-P", "-m", "rrl.roles.node_probe.main")
@@ -119,15 +119,15 @@ def test_without_its_arguments_it_says_how_it_is_called() -> None:
 
 # ── strangers ──────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
-    "said",
+    "expected_text",
     [b'{"nonce":"guessed","at":"x"}\n', b"GET / HTTP/1.1\r\n\r\n", b"\n", b"\xff" * 4096, b'{"nonce":7}\n',
      '{"nonce":"ü"}\n'.encode()],
 )  # fmt: skip
-def test_whoever_does_not_know_the_nonce_is_hung_up_on(login: ReportListener, said: bytes) -> None:
+def test_whoever_does_not_know_the_nonce_is_hung_up_on(login: ReportListener, expected_text: bytes) -> None:
     with socket.create_connection(("127.0.0.1", login.port), TIMEOUT_S) as stranger:
         stranger.settimeout(TIMEOUT_S)
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):
-            stranger.sendall(said)
+            stranger.sendall(expected_text)
             assert stranger.recv(100) == b""
     assert login.report is None
     connect_login_node(f"127.0.0.1:{login.port}", login.nonce).close()  # and the next one is served

@@ -29,7 +29,9 @@ def _item(trajectory: int, length: int = 5, so_far: tuple[int, ...] = (), max_ne
 
 def _endless(sampling: Sampling | None = None, lease: int = 64) -> TorchEngine:
     """An engine whose end-of-sequence token is not in the vocabulary: only ``max_new`` ends a trajectory."""
-    made = TorchEngine(build_model(harness.SMALL, 13, 3), stop_tokens=frozenset({13}), seed=0, sampling=sampling, lease=lease)
+    made = TorchEngine(
+        build_model(harness.SMALL, 13, 3), stop_tokens=frozenset({13}), seed=0, sampling=sampling, lease=lease
+    )
     made.load(_FIRST, harness.learner().weights().items())
     return made
 
@@ -212,7 +214,11 @@ def test_a_dropped_trajectory_grows_no_more_and_the_others_are_untouched_by_it()
 
 def test_lives_sample_differently_and_a_seed_repeats() -> None:
     items = [_item(n, max_new=8) for n in range(8)]
-    incarnations = [Incarnation(ReplicaId("rollout/0"), 1), Incarnation(ReplicaId("rollout/0"), 2), Incarnation(ReplicaId("rollout/1"), 1)]
+    incarnations = [
+        Incarnation(ReplicaId("rollout/0"), 1),
+        Incarnation(ReplicaId("rollout/0"), 2),
+        Incarnation(ReplicaId("rollout/1"), 1),
+    ]
     seeds = [seed_of(0, incarnation) for incarnation in incarnations]
     student = harness.learner()
     first, reborn, other, again = (

@@ -15,10 +15,18 @@ from rrl.core.types import Incarnation, ReplicaId
 from rrl.roles.snapshots import connection
 from rrl.roles.snapshots import server as keepers
 from rrl.roles.snapshots.client import SnapshotClient
-from rrl.roles.snapshots.format import MAX_META_BYTES, PAYLOAD_OFFSET, Damaged, Fenced, SnapshotInfo, SnapshotError, digest_of
+from rrl.roles.snapshots.format import (
+    MAX_META_BYTES,
+    PAYLOAD_OFFSET,
+    Damaged,
+    Fenced,
+    SnapshotError,
+    SnapshotInfo,
+    digest_of,
+)
 from rrl.roles.snapshots.server import SnapshotServer
 from rrl.tests.support.listening_manager import TIMEOUT_S, wait_until
-from rrl.tests.support.roles.snapshots.keeping import FAR, keep, snapshot_server, member, process
+from rrl.tests.support.roles.snapshots.keeping import FAR, keep, member, process, snapshot_server
 from rrl.tests.support.roles.snapshots.writer import GANG, NODE
 from rrl.transport.keys import RunKeys
 from rrl.transport.streams import framing
@@ -33,7 +41,7 @@ BIG = 24 * 2**20
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second is little on a loaded machine."""
-    monkeypatch.setattr(base, "HANDSHAKE_BY", 10.0)
+    monkeypatch.setattr(base, "HANDSHAKE_TIMEOUT_S", 10.0)
 
 
 @pytest.fixture
@@ -62,7 +70,7 @@ def one(keys: RunKeys, here: SnapshotServer) -> Iterator[SnapshotClient]:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Members of a test are threads of one process, which does not end: it is not waited for."""
-    monkeypatch.setattr(keepers, "WRITER_ENDS_WITHIN", 0.0)
+    monkeypatch.setattr(keepers, "WRITER_END_TIMEOUT_S", 0.0)
 
 
 def steps(stored: list[SnapshotInfo]) -> list[tuple[int, int]]:
@@ -157,7 +165,9 @@ def test_a_byte_that_changed_is_found(one: SnapshotClient, here: SnapshotServer)
     assert one.read(older)[0] == b"step 1"
 
 
-def test_every_rank_and_every_node_has_memory_of_its_own(keys: RunKeys, here: SnapshotServer, far: SnapshotServer) -> None:
+def test_every_rank_and_every_node_has_memory_of_its_own(
+    keys: RunKeys, here: SnapshotServer, far: SnapshotServer
+) -> None:
     with member(keys, rank=0) as zero, member(keys, rank=1) as one, member(keys, rank=1, node=FAR) as other:
         for number, client in enumerate((zero, one, other)):
             keep(client, 10 + number)
@@ -169,7 +179,7 @@ def test_every_rank_and_every_node_has_memory_of_its_own(keys: RunKeys, here: Sn
 def test_without_an_agent_nothing_is_kept_and_with_the_next_one_it_is_again(
     keys: RunKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "RETRY", 0.0)
+    monkeypatch.setattr(connection, "RETRY_DELAY_S", 0.0)
     with member(keys) as client:
         with pytest.raises(SnapshotError, match=r"nobody listens .* it must share the node's network"):
             client.buffer(1000, 1)
@@ -188,7 +198,7 @@ def test_without_an_agent_nothing_is_kept_and_with_the_next_one_it_is_again(
 def test_an_agent_that_is_killed_costs_its_snapshots_and_no_more(
     keys: RunKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "RETRY", 0.0)
+    monkeypatch.setattr(connection, "RETRY_DELAY_S", 0.0)
     with member(keys) as client:
         with process(keys, tmp_path) as (agent, _):
             keep(client, 1)
@@ -205,7 +215,7 @@ def test_an_agent_that_is_killed_costs_its_snapshots_and_no_more(
 def test_a_hanging_agent_is_not_asked_at_every_step(
     keys: RunKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "HANDSHAKE_BY", 1.0)
+    monkeypatch.setattr(base, "HANDSHAKE_TIMEOUT_S", 1.0)
     with process(keys, tmp_path) as (agent, _), member(keys) as client:
         agent.send_signal(signal.SIGSTOP)
         with pytest.raises(SnapshotError, match="nothing within"):
@@ -221,7 +231,7 @@ def test_a_hanging_agent_is_not_asked_at_every_step(
             asked.set()
             await authenticate(*args, **more)
 
-        monkeypatch.setattr(connection, "shake_hands", handshake)
+        monkeypatch.setattr(connection, "authenticate", handshake)
         assert client.list_snapshots() == []
         keep(client, 4)
 
@@ -256,12 +266,14 @@ def test_more_than_the_node_has_room_for_is_refused_and_what_was_kept_stays(
 def test_a_member_takes_no_memory_that_its_own_step_does_not_have(
     one: SnapshotClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rrl.roles.snapshots.mapping.available", lambda: 10**6)
+    monkeypatch.setattr("rrl.roles.snapshots.mapping.available_memory", lambda: 10**6)
     with pytest.raises(SnapshotError, match="a snapshot takes 41 MB more, 1 MB are left here"):
         one.buffer(40 * 10**6, 1)
 
 
-def test_a_limit_of_file_sizes_is_named(one: SnapshotClient, here: SnapshotServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_file_sizes_is_named(
+    one: SnapshotClient, here: SnapshotServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def limited(fd: int, size: int) -> None:
         raise OSError(27, "File too large")
 
@@ -391,7 +403,7 @@ def test_a_receiver_that_hangs_is_given_up(
     keys: RunKeys, one: SnapshotClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(one, 1, BIG)
-    monkeypatch.setattr(framing, "CHUNK_BY", 0.2)
+    monkeypatch.setattr(framing, "CHUNK_TIMEOUT_S", 0.2)
     with process(keys, tmp_path, FAR) as (agent, address):
         _stops_on_request(agent.pid, monkeypatch)
         with pytest.raises(SnapshotError, match=r"nothing within 0\.2 s"):
@@ -438,7 +450,9 @@ def _stops_on_request(pid: int, monkeypatch: pytest.MonkeyPatch) -> threading.Ev
 
 # ── lives ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.usefixtures("hasty")
-def test_a_fenced_member_cannot_touch_what_its_successor_keeps(keys: RunKeys, one: SnapshotClient, far: SnapshotServer) -> None:
+def test_a_fenced_member_cannot_touch_what_its_successor_keeps(
+    keys: RunKeys, one: SnapshotClient, far: SnapshotServer
+) -> None:
     keep(one, 1)
     keep(one, 2)
     late = one.buffer(1000, 3)

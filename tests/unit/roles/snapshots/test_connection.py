@@ -19,14 +19,14 @@ from rrl.core.types import NodeName
 from rrl.roles.snapshots import messages as msg
 from rrl.roles.snapshots.client import SnapshotClient
 from rrl.roles.snapshots.connection import local_key, remote_key, socket_name
-from rrl.roles.snapshots.format import SnapshotInfo, SnapshotError
+from rrl.roles.snapshots.format import SnapshotError, SnapshotInfo
 from rrl.roles.snapshots.server import SnapshotServer
 from rrl.tests.support.listening_manager import TIMEOUT_S, wait_until
-from rrl.tests.support.roles.snapshots.keeping import FAR, keep, snapshot_server, member
+from rrl.tests.support.roles.snapshots.keeping import FAR, keep, member, snapshot_server
 from rrl.tests.support.roles.snapshots.writer import GANG, NODE, RUN
 from rrl.transport.keys import RunKeys
 from rrl.transport.streams import framing
-from rrl.transport.streams.unix import UnixListener, UnixConnection, abstract_address, dial_unix
+from rrl.transport.streams.unix import UnixConnection, UnixListener, abstract_address, dial_unix
 from rrl.transport.weights.base import Connection, TransportError, authenticate
 from rrl.transport.weights.tcp import dial
 
@@ -219,7 +219,9 @@ def test_what_cannot_be_is_refused_and_the_line_goes_on(
         assert client.list_snapshots() == []
 
 
-def test_a_copy_in_the_name_of_another_life_and_one_that_is_not_there_are_refused(keys: RunKeys, here: SnapshotServer) -> None:
+def test_a_copy_in_the_name_of_another_life_and_one_that_is_not_there_are_refused(
+    keys: RunKeys, here: SnapshotServer
+) -> None:
     with member(keys, 5) as client:
         with pytest.raises(SnapshotError, match="is not its sender's"):
             client._call_remote(here.address, msg.Upload(msg.Member(GANG, 1, 5), _STORED, 0))
@@ -231,20 +233,24 @@ def test_a_copy_in_the_name_of_another_life_and_one_that_is_not_there_are_refuse
             client.fetch(here.address, _STORED)
 
 
-@pytest.mark.parametrize("said", [b"\xc1", b"\x91" * 500, b"", random.Random(0).randbytes(100), b"\x93\xa4Lend"])
-def test_what_cannot_be_read_ends_the_line_and_nothing_else(keys: RunKeys, here: SnapshotServer, said: bytes) -> None:
+@pytest.mark.parametrize(
+    "expected_text", [b"\xc1", b"\x91" * 500, b"", random.Random(0).randbytes(100), b"\x93\xa4Lend"]
+)
+def test_what_cannot_be_read_ends_the_line_and_nothing_else(
+    keys: RunKeys, here: SnapshotServer, expected_text: bytes
+) -> None:
     async def rave(length: int) -> None:
         for line, key in (
             (await dial_unix(name_of(keys)), local_key(NODE, keys.secret)),
             (await dial(here.address, "tcp"), remote_key(keys.secret)),
         ):
             await authenticate(line, key, dialled=True)
-            await line.send(length.to_bytes(4, "little") + said)
+            await line.send(length.to_bytes(4, "little") + expected_text)
             with pytest.raises(TransportError):
                 await line.receive(memoryview(bytearray(1)))
             line.abort()
 
-    asyncio.run(rave(len(said)))
+    asyncio.run(rave(len(expected_text)))
     asyncio.run(rave(2**32 - 1))
     with member(keys) as client:
         assert client.list_snapshots() == client.list_snapshots(here.address) == []

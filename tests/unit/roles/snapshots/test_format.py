@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rrl.core.types import ReplicaId
 from rrl.roles.snapshots.buffers import SnapshotBuffers, available_memory
-from rrl.roles.snapshots.format import EMPTY_HEAD, Digest, Head, SnapshotInfo, SnapshotError, digest_of, next_slot
+from rrl.roles.snapshots.format import EMPTY_HEAD, Digest, Head, SnapshotError, SnapshotInfo, digest_of, next_slot
 from rrl.roles.snapshots.messages import Member
 from rrl.transport.streams.framing import CHUNK_BYTES
 
@@ -55,7 +55,7 @@ def _head(sequence: int, step: int) -> Head:
 
 
 @pytest.mark.parametrize(
-    ("heads", "step", "whose"),
+    ("heads", "step", "selector"),
     [
         ((None, None), 1, 0),
         ((_head(1, 1), None), 2, 1),
@@ -67,9 +67,9 @@ def _head(sequence: int, step: int) -> Head:
     ],
 )
 def test_the_older_snapshot_gives_way_or_the_one_that_a_life_has_gone_back_behind(
-    heads: tuple[Head | None, Head | None], step: int, whose: int
+    heads: tuple[Head | None, Head | None], step: int, selector: int
 ) -> None:
-    assert next_slot(heads, step) == whose
+    assert next_slot(heads, step) == selector
 
 
 # ── room ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -25,7 +25,7 @@ SIZE = 30 * 2**20
 
 
 def agent_on(at: Lab, node: str) -> Launch:
-    return at.launch(replica=f"agent/{node}", node=node, env={"RRL_BEAT": "0.1"})
+    return at.launch(replica=f"agent/{node}", node=node, env={"RRL_HEARTBEAT_INTERVAL": "0.1"})
 
 
 def member(at: Lab, node: str, incarnation: int = 1) -> SnapshotClient:
@@ -41,7 +41,10 @@ def test_agents_say_where_they_keep_and_keep_until_they_leave(tmp_path: Path) ->
         async with at.manager() as manager:
             launches = {node: agent_on(at, node) for node in ("local1", "local2")}
             agents = {node: at.start(launch, "agent.main") for node, launch in launches.items()}
-            addresses = {node: (await manager.wait_for(msg.AgentHello, partial(_is_on, node))).snapshot_address for node in launches}
+            addresses = {
+                node: (await manager.wait_for(msg.AgentHello, partial(_is_on, node))).snapshot_address
+                for node in launches
+            }
             before = {node: Footprint.of(agent.pid) for node, agent in agents.items()}
             first, second = member(at, "local1"), member(at, "local2", 2)
 
@@ -82,7 +85,9 @@ def test_a_life_that_the_manager_fenced_leaves_nothing_more_with_the_agent(tmp_p
             await manager.wait_for(msg.AgentHello)
             client = member(at, "local1")
             await asyncio.to_thread(keep, client, 1)
-            await manager.send(launch.incarnation, msg.Fenced(Incarnation(ReplicaId("trainer/0.1"), 1), "its gang restarts"))
+            await manager.send(
+                launch.incarnation, msg.Fenced(Incarnation(ReplicaId("trainer/0.1"), 1), "its gang restarts")
+            )
 
             async def fenced() -> bool:
                 try:

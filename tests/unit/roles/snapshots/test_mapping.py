@@ -6,13 +6,15 @@ from collections.abc import Callable
 import pytest
 
 from rrl.core.types import ReplicaId
-from rrl.roles.snapshots.format import SnapshotInfo, SnapshotError
+from rrl.roles.snapshots.format import SnapshotError, SnapshotInfo
 from rrl.roles.snapshots.mapping import MappedBuffer, map_snapshot
 
 STORED = SnapshotInfo(ReplicaId("trainer/0"), 0, 1, 1, 8, b"", own=True)
 
 
-@pytest.mark.parametrize("use", [lambda fd: map_snapshot(fd, STORED), lambda fd: MappedBuffer(fd, 8)], ids=["read", "written"])
+@pytest.mark.parametrize(
+    "use", [lambda fd: map_snapshot(fd, STORED), lambda fd: MappedBuffer(fd, 8)], ids=["read", "written"]
+)
 def test_memory_that_cannot_be_mapped_costs_the_snapshot_and_neither_the_member_nor_a_descriptor(
     use: Callable[[int], object],
 ) -> None:

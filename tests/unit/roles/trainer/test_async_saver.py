@@ -34,7 +34,9 @@ class Worker(SimpleNamespace):
     """Commits once ``may_commit``; ``raises`` instead, if it is set."""
 
     def __init__(self, run_dir: RunDir) -> None:
-        super().__init__(run_dir=run_dir, launch=SimpleNamespace(incarnation=Incarnation(ReplicaId("trainer/0"), 1)), world=1)
+        super().__init__(
+            run_dir=run_dir, launch=SimpleNamespace(incarnation=Incarnation(ReplicaId("trainer/0"), 1)), world=1
+        )
         self.stopping = threading.Event()
         self.may_commit = threading.Event()
         self.commits: list[tuple[int, set[str]]] = []
@@ -60,7 +62,9 @@ class Scene:
         checkpoints = Checkpoints(run, 1, retained=2)
         buffers = HostBuffers(own=max_uncommitted)
         me: Any = self.me
-        self.saver = AsyncSaver(me, Gang(), self.student, checkpoints, buffers, max_uncommitted, fail=self.failed.append)
+        self.saver = AsyncSaver(
+            me, Gang(), self.student, checkpoints, buffers, max_uncommitted, fail=self.failed.append
+        )
 
     def save(self, number: int) -> None:
         self.student.number = number
@@ -82,7 +86,9 @@ def scene(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Scene]:
 
 def test_nobody_gives_up_waiting_before_the_manager_judges_whoever_is_at_work() -> None:
     """A member waits in a collective for the slowest, and the training thread for the saving one."""
-    assert min(COLLECTIVE_TIMEOUT_S, COMMIT_TIMEOUT_S) > max(phase(name).longest for name in ("train", "checkpoint", "publish"))
+    assert min(COLLECTIVE_TIMEOUT_S, COMMIT_TIMEOUT_S) > max(
+        phase(name).longest for name in ("train", "checkpoint", "publish")
+    )
 
 
 @pytest.mark.parametrize("scene", [1, 2], indirect=True, ids=str)
@@ -135,8 +141,8 @@ def test_a_member_that_waits_for_the_commit_says_that_it_waits_for_the_first_one
         given.append(list(waits))
         return str(fresh_folder(run.checkpoints, 1, 1)), Written({})
 
-    me.held_up_by = held_up_by
-    monkeypatch.setattr(AsyncSaver, "_from_first", from_first)
+    me.blocked_on = held_up_by
+    monkeypatch.setattr(AsyncSaver, "_broadcast_from_rank0", from_first)
     other: Any = me
     second = AsyncSaver(other, Gang(1, 2), harness.learner(), Checkpoints(run, 1, retained=2), HostBuffers(), 1)
     second.save("binding", {})
@@ -165,7 +171,7 @@ def test_to_be_asked_to_leave_is_no_error(scene: Scene) -> None:
 def test_a_disk_too_full_for_a_folder_is_waited_out_too(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(saver_module, "_ROOM_AGAIN", 0.01)
+    monkeypatch.setattr(saver_module, "_DISK_FULL_RETRY_S", 0.01)
     troubles = [errno.ENOSPC, errno.EDQUOT]
     real = Path.mkdir
 
@@ -186,7 +192,7 @@ def test_a_disk_too_full_for_a_folder_is_waited_out_too(
 def test_a_full_disk_is_waited_out_and_any_other_trouble_is_not(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(saver_module, "_ROOM_AGAIN", 0.01)
+    monkeypatch.setattr(saver_module, "_DISK_FULL_RETRY_S", 0.01)
     troubles = [errno.ENOSPC, errno.ENOSPC]
     real = os.fsync
 

@@ -193,7 +193,9 @@ def test_what_is_not_a_checkpoint_folder_is_left_alone(run_dir: RunDir) -> None:
 
 
 def test_the_files_of_a_checkpoint_lie_in_one_folder_of_the_run(run_dir: RunDir, tmp_path: Path) -> None:
-    files = _write(Checkpoints(run_dir, 1, retained=2), run_dir, 1) + _write(Checkpoints(run_dir, 1, retained=2), run_dir, 2)
+    files = _write(Checkpoints(run_dir, 1, retained=2), run_dir, 1) + _write(
+        Checkpoints(run_dir, 1, retained=2), run_dir, 2
+    )
     for wrong in ([], files):
         with pytest.raises(ValueError, match="files of one folder"):
             describe(run_dir.path, wrong)

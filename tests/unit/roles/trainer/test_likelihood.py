@@ -26,7 +26,7 @@ def _plainly(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor
 def test_values_and_gradients_are_those_of_the_plain_formula(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, temperature: float, piece: int
 ) -> None:
-    monkeypatch.setattr(room, "_PIECE", piece)
+    monkeypatch.setattr(room, "_LOGITS_PER_PIECE", piece)
     dice = torch.Generator().manual_seed(0)
     given = 5 * torch.randn(3, 5, 17, generator=dice).to(dtype)
     tokens = torch.randint(17, (3, 5), generator=dice)

@@ -25,7 +25,7 @@ from rrl.roles.rollout.engine import Sampling
 from rrl.roles.rollout.torch_engine import TorchEngine
 from rrl.roles.trainer import main as trainer_main
 from rrl.roles.trainer import process_group, restore
-from rrl.roles.trainer.async_saver import SnapshotMeta, AsyncSaver
+from rrl.roles.trainer.async_saver import AsyncSaver, SnapshotMeta
 from rrl.roles.trainer.restore import Commit, RestorePoint
 from rrl.roles.trajectories.types import Batch, Item, Segment
 from rrl.roles.worker.checkpoint_files import describe, fresh_folder
@@ -146,7 +146,9 @@ def _batches() -> list[Batch]:
 def _train(monkeypatch: pytest.MonkeyPatch, worker: _Worker, batches: list[Batch]) -> _Worker:
     worker.queue = batches
     monkeypatch.setattr(rrl, "join", lambda: worker, raising=False)
-    monkeypatch.setattr(trainer_main, "Saver", partial(AsyncSaver, fail=lambda _: None))  # else it would end pytest
+    monkeypatch.setattr(
+        trainer_main, "AsyncSaver", partial(AsyncSaver, fail=lambda _: None)
+    )  # else it would end pytest
     trainer_main.main()
     return worker
 
@@ -214,7 +216,7 @@ def test_the_memory_of_a_snapshot_is_let_go_of_once_it_is_loaded(
         seen.append(memory() is None)
         words[4].finish()  # the saver's thread
 
-    monkeypatch.setattr(restore, "find", lambda *_: RestorePoint(Commit(0, None), note, held.pop()))
+    monkeypatch.setattr(restore, "agree_on_restore_point", lambda *_: RestorePoint(Commit(0, None), note, held.pop()))
     monkeypatch.setattr(restore, "load", lambda *_: None)
     monkeypatch.setattr(trainer_main, "_train", train)
     monkeypatch.setattr(rrl, "join", lambda: _Worker("trainer/0", 2, _run_dir(tmp_path / "run"), {}), raising=False)
@@ -228,8 +230,8 @@ def test_a_shadow_whose_gpus_are_not_known_yet_does_not_have_torch_ask_for_them(
 ) -> None:
     worker, asked = _Worker("trainer/0", 1, _run_dir(tmp_path / "run"), {}), list[int]()
     worker.launch = msgspec.structs.replace(worker.launch, standby=True, gpus=gpus)
-    monkeypatch.setattr(trainer_main, "practise", lambda: asked.append(1))
-    monkeypatch.setattr(process_group, "given_device", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(trainer_main, "warmup", lambda: asked.append(1))
+    monkeypatch.setattr(process_group, "assigned_device", lambda _: torch.device("cpu"))
     _train(monkeypatch, worker, _batches()[:1])
     assert bool(asked) == practised
 
@@ -262,7 +264,9 @@ def test_a_fresh_trainer_learns_the_answers_of_other_items_than_the_runs_before_
     _train(monkeypatch, worker, [])
     assert [i for _, i in _Sums.requested] == list(range(600))
     assert {seed for seed, _ in _Sums.requested} != {worker.job["run"]["seed"]}
-    engine = TorchEngine(build_model(_spec(), 13, 0), stop_tokens=frozenset({EOS}), seed=0, sampling=Sampling(greedy=True))
+    engine = TorchEngine(
+        build_model(_spec(), 13, 0), stop_tokens=frozenset({EOS}), seed=0, sampling=Sampling(greedy=True)
+    )
     engine.load(Version(0, 1), unpack(worker.published[0].tensors, worker.published[0].flat))
     tokenizer = open_tokenizer(worker.job["model"])
     items = [Item(n, n, tokenizer.encode(f"{n}="), (), 3) for n in range(10)]

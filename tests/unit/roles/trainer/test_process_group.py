@@ -63,18 +63,20 @@ def test_a_member_goes_where_the_first_of_its_own_incarnation_listens() -> None:
 
 
 @pytest.mark.parametrize(
-    "told",
+    "expected_text",
     [
         pytest.param(_answers(Peer(_older(FIRST), "tcp://h:1", True), Peer(SECOND, joined=True)), id="the gang before"),
         pytest.param(_answers(Peer(FIRST, None, True), Peer(SECOND, joined=True)), id="no place yet"),
         pytest.param(_answers(Peer(FIRST, "tcp://h:1", True), Peer(SECOND)), id="a member has not joined"),
-        pytest.param(_answers(Peer(FIRST, "tcp://h:1", True), Peer(_older(SECOND), None, True)), id="a member of before"),
+        pytest.param(
+            _answers(Peer(FIRST, "tcp://h:1", True), Peer(_older(SECOND), None, True)), id="a member of before"
+        ),
         pytest.param(_answers(Peer(FIRST, "tcp://h:1", True)), id="a member is missing"),
     ],
 )
-def test_until_all_have_joined_a_member_waits_and_leaves_when_it_is_asked_to(told: Peers) -> None:
+def test_until_all_have_joined_a_member_waits_and_leaves_when_it_is_asked_to(expected_text: Peers) -> None:
     with pytest.raises(Stopping):
-        _place(told)
+        _place(expected_text)
 
 
 def test_gloo_is_not_left_to_choose_an_interface_where_none_has_the_runs_address(
@@ -106,7 +108,11 @@ def test_the_store_listens_at_the_runs_address_alone() -> None:
 
 
 def test_no_two_gangs_of_any_run_meet_under_the_same_keys() -> None:
-    names = [gang_module._store_prefix(secret, incarnation) for secret in (b"a", b"b") for incarnation in (FIRST, _older(FIRST))]
+    names = [
+        gang_module._store_prefix(secret, incarnation)
+        for secret in (b"a", b"b")
+        for incarnation in (FIRST, _older(FIRST))
+    ]
     assert len(set(names)) == 4
 
 

@@ -51,7 +51,7 @@ def test_a_member_that_publishes_nothing_itself_copies_nothing_off_its_device(mo
         return []
 
     monkeypatch.setattr(main, "pack", pack)
-    monkeypatch.setattr(main, "full", lambda tensor: asked.append(tensor.dtype))
+    monkeypatch.setattr(main, "full_tensor", lambda tensor: asked.append(tensor.dtype))
     weights = {"a": torch.ones(3), "b": torch.ones(2, dtype=torch.int64)}
     learner: Any = SimpleNamespace(weights=lambda: weights, number=1)
     nobody: Any = None

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from rrl.core.types import Incarnation, NodeName, ReplicaId
-from rrl.roles.snapshots.format import Damaged, SnapshotInfo, SnapshotError
+from rrl.roles.snapshots.format import Damaged, SnapshotError, SnapshotInfo
 from rrl.roles.trainer.async_saver import SnapshotMeta
 from rrl.roles.trainer.process_group import Gang
-from rrl.roles.trainer.restore import Commit, RestorePoint, check_same, agree_on_restore_point, candidates
+from rrl.roles.trainer.restore import Commit, RestorePoint, agree_on_restore_point, candidates, check_same
 from rrl.transport.messages import Peers
 
 pytestmark = pytest.mark.torch
@@ -90,7 +90,11 @@ def test_the_own_nodes_snapshot_is_taken_before_a_copy() -> None:
 
 
 def test_a_damaged_snapshot_is_had_from_another_node_and_an_older_one_where_there_is_none() -> None:
-    shelves: dict[str | None, list[SnapshotInfo]] = {None: [stored_snapshot(5), stored_snapshot(4)], "tcp://b:1": [], "tcp://c:1": [stored_snapshot(5)]}
+    shelves: dict[str | None, list[SnapshotInfo]] = {
+        None: [stored_snapshot(5), stored_snapshot(4)],
+        "tcp://b:1": [],
+        "tcp://c:1": [stored_snapshot(5)],
+    }
     assert bytes(find_restore_point(Client(shelves, spoiled=(None,)), commit(4, 1)).data) == b"tcp://c:1"
     client = Client({None: [stored_snapshot(5)], "tcp://b:1": [stored_snapshot(4)]}, spoiled=(None,))
     found = find_restore_point(client, commit(4, 1))
@@ -133,7 +137,7 @@ def test_a_member_says_that_it_waits_for_the_first_one_which_asks_the_store() ->
 
     incarnation = Incarnation(ReplicaId("trainer/0.1"), 1)
     me: Any = SimpleNamespace(
-        held_up_by=held_up_by, launch=SimpleNamespace(incarnation=incarnation), node=NodeName("here"), peers=None
+        blocked_on=held_up_by, launch=SimpleNamespace(incarnation=incarnation), node=NodeName("here"), peers=None
     )  # fmt: skip
     assert agree_on_restore_point(me, Second(1, 2), None).commit.number == 4
     assert Second.asked[0] == ["trainer/0"]

@@ -66,7 +66,7 @@ from rrl.tests.support.roles.trajectories.store_process import StoreProcess
 from rrl.transport.control.endpoints import Dialer, Incoming, Listener
 from rrl.transport.control.sockets import Bounds
 from rrl.transport.keys import RunKeys
-from rrl.transport.messages import WeightSource, Peer, Peers, Probe, ProbeReply
+from rrl.transport.messages import Peer, Peers, Probe, ProbeReply, WeightSource
 
 DEADLINE = 60.0
 
@@ -202,7 +202,12 @@ def test_a_trainer_that_was_succeeded_cannot_commit(process: StoreProcess) -> No
     async def run() -> None:
         process.start(ALL)
         crew = Crew(1)
-        async with clients(process, ROLLOUT, REWARD, TRAINER, incarnation_of("trainer/0", 2)) as (rollout, reward, old, new):
+        async with clients(process, ROLLOUT, REWARD, TRAINER, incarnation_of("trainer/0", 2)) as (
+            rollout,
+            reward,
+            old,
+            new,
+        ):
             rolling = asyncio.create_task(crew.roll(rollout, 5))
             rewarding = asyncio.create_task(crew.reward(reward))
             batch = await old.batch(1, wait=DEADLINE)
@@ -414,7 +419,7 @@ def test_who_says_the_same_again_while_it_waits_is_answered_once(tmp_path: Path)
 def test_a_batch_larger_than_a_message_is_refused_and_not_sent_in_vain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module, "CONTROL", Bounds(2**10, 1000))
+    monkeypatch.setattr(server_module, "CONTROL_BOUNDS", Bounds(2**10, 1000))
 
     async def play(store: Store, server: Server, script: Script) -> None:
         script.send_request(1, GetBatch(TRAINER, 1))
@@ -430,7 +435,7 @@ def test_an_answer_that_takes_long_is_the_answer_though_the_question_was_repeate
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A store that needs longer for a batch than a question waits: it would answer each for nothing."""
-    monkeypatch.setattr(client_module, "_AGAIN", 0.05)
+    monkeypatch.setattr(client_module, "_RESEND_AFTER_S", 0.05)
     keys = RunKeys.make()
 
     async def run() -> None:
@@ -544,10 +549,12 @@ def test_to_be_told_to_get_newer_weights_is_no_work_done_and_is_told_at_once(tmp
 def test_where_nobody_gets_on_for_want_of_weights_that_are_not_published_it_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(server_module, "WEIGHTS_BY", 0.0)
+    monkeypatch.setattr(server_module, "WEIGHTS_WARNING_AFTER_S", 0.0)
 
     async def play(store: Store, server: Server, script: Script) -> None:
-        script.send_request(0, LeaseWork(ROLLOUT, 8, weights=0))  # the trainer is in its step: that they are old is no wonder
+        script.send_request(
+            0, LeaseWork(ROLLOUT, 8, weights=0)
+        )  # the trainer is in its step: that they are old is no wonder
         script.send_request(1, LeaseWork(ROLLOUT, 8, weights=0))
         await script.until(lambda: len(script.replies) == 2)
         assert "for newer weights" not in caplog.text
@@ -623,7 +630,11 @@ def test_a_store_that_only_tells_of_weight_versions_does_no_work(tmp_path: Path)
         version = Version(4, 1)
         script.send_request(1, FollowVersions(TRAINER, "tcp://trainer", version, version, wait=0.0))
         await script.until(lambda: len(script.replies) == 2)
-        assert script.replies[0] == script.replies[1] == NewestVersion(version, (WeightSource(TRAINER, "tcp://trainer", version),))
+        assert (
+            script.replies[0]
+            == script.replies[1]
+            == NewestVersion(version, (WeightSource(TRAINER, "tcp://trainer", version),))
+        )
 
     _serve(tmp_path, play, served.append)
     assert sum(served) == 0

@@ -16,13 +16,13 @@ from rrl.roles.trajectories.types import (
     CommittedState,
     Denied,
     Done,
-    StoredMetrics,
     Leased,
     NotReady,
     Prompt,
     Score,
     Scoring,
     Segment,
+    StoredMetrics,
 )
 from rrl.tests.support.roles.trajectories.crew import (
     ALL,
@@ -36,8 +36,8 @@ from rrl.tests.support.roles.trajectories.crew import (
     bind,
     commit,
     generate,
-    lease,
     incarnation_of,
+    lease,
     manifest,
     open_store,
     prompt,
@@ -188,7 +188,9 @@ def test_a_task_that_has_no_prompt_for_many_items_in_a_row_ends_the_store_and_lo
 ) -> None:
     bad = range(good, good + MAX_ITEMS_WITHOUT_PROMPT)
     store = open_store(tmp_path, max_ahead_batches=20, next_prompt=_without(*bad))
-    with pytest.raises(ValueError, match=rf"{MAX_ITEMS_WITHOUT_PROMPT} items of \[task\] in a row, up to item {bad[-1]}, have no"):
+    with pytest.raises(
+        ValueError, match=rf"{MAX_ITEMS_WITHOUT_PROMPT} items of \[task\] in a row, up to item {bad[-1]}, have no"
+    ):
         lease(store)
     store.close()
     healed = open_store(tmp_path)

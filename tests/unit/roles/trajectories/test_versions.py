@@ -121,7 +121,9 @@ class StoreFollowers:
         self.now = 100.0
         self.polls = 0
 
-    def poll(self, of: Incarnation, known: Version | None = None, held_version: Version | None = None) -> dict[int, Answer]:
+    def poll(
+        self, of: Incarnation, known: Version | None = None, held_version: Version | None = None
+    ) -> dict[int, Answer]:
         self.polls += 1
         request = FollowVersions(of, f"tcp://{of}", held_version, known, WAIT)
         self.followers.add(Incoming(b"peer", self.polls, request), self.now)

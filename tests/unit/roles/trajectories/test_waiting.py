@@ -90,7 +90,9 @@ def test_no_token_is_too_old_no_group_is_dropped_for_age_and_each_step_comes_abo
     while run.bound() < target:
         run.tick()
         ticks += 1
-        assert ticks < MAX_TICKS, f"step {run.bound() + 1} does not come about: {run.store.wait_reason(run.bound() + 1)}"
+        assert ticks < MAX_TICKS, (
+            f"step {run.bound() + 1} does not come about: {run.store.wait_reason(run.bound() + 1)}"
+        )
     audit = run.store.audit()
     assert _stale(audit.dropped) == stale, "a group was dropped for its age without a resume"
     for step, age in run.ages.items():

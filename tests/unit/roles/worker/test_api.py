@@ -34,19 +34,19 @@ from rrl.tests.support.listening_manager import Manager as FirstManager
 from rrl.tests.support.roles.trajectories import crew
 from rrl.transport.control.endpoints import Address, Listener
 from rrl.transport.messages import (
-    Heartbeat,
     Committed,
-    PhaseEntered,
     Fenced,
     FirstWorkDone,
     Goodbye,
+    Heartbeat,
     Hello,
-    WeightSource,
-    VersionAvailable,
     Peer,
     Peers,
+    PhaseEntered,
     Stop,
     ToManager,
+    VersionAvailable,
+    WeightSource,
     Welcome,
 )
 from rrl.transport.weights.manifest import Manifest, describe
@@ -169,7 +169,7 @@ class Scene:
 
 @pytest.fixture
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
-    monkeypatch.setenv("RRL_BEAT", str(HEARTBEAT_S))
+    monkeypatch.setenv("RRL_HEARTBEAT_INTERVAL", str(HEARTBEAT_S))
     with lab(tmp_path) as at:
         yield Scene(at)
 
@@ -292,9 +292,13 @@ def test_a_member_says_whom_it_waits_for_beside_its_phase(scene: Scene) -> None:
 
         async with scene.manager() as manager:
             role = scene.start(me, train)
-            await manager.wait_for(Heartbeat, lambda heartbeat: (heartbeat.phase, heartbeat.waits_for) == ("checkpoint", STORE.replica))
+            await manager.wait_for(
+                Heartbeat, lambda heartbeat: (heartbeat.phase, heartbeat.waits_for) == ("checkpoint", STORE.replica)
+            )
             go.set()
-            await manager.wait_for(Heartbeat, lambda heartbeat: (heartbeat.phase, heartbeat.waits_for) == ("checkpoint", None))
+            await manager.wait_for(
+                Heartbeat, lambda heartbeat: (heartbeat.phase, heartbeat.waits_for) == ("checkpoint", None)
+            )
             gone_on.set()
             await manager.wait_for(Goodbye)
             await manager.stop(crew.TRAINER)
@@ -472,7 +476,7 @@ def test_a_rollout_that_takes_work_while_it_has_some_is_given_each_trajectory_on
 
         def roll() -> None:
             me._connection.weights.offer(*_version(me))
-            monkeypatch.setattr(me._connection, "enter", entered)
+            monkeypatch.setattr(me._connection, "set_phase", entered)
             given.append([item.trajectory for item in me.lease(2)])
             with me.phase("generate"):
                 given.append([item.trajectory for item in me.lease(1, wait=False)])
@@ -522,10 +526,14 @@ def test_a_trajectory_that_was_lost_is_held_no_more_and_may_be_given_again(scene
         def roll() -> None:
             me._connection.weights.offer(*_version(me))
             me.lease(2)
-            store.update_membership([incarnation for incarnation in crew.ALL if incarnation != crew.ROLLOUT])  # it was thought to be dead ...
+            store.update_membership(
+                [incarnation for incarnation in crew.ALL if incarnation != crew.ROLLOUT]
+            )  # it was thought to be dead ...
             crew.lease(store, crew.OTHER, at_most=1)
             assert store.append(crew.OTHER, [crew.segment(0, tokens=(5,))]) == Done()
-            store.update_membership([incarnation for incarnation in crew.ALL if incarnation != crew.OTHER])  # ... and the other one is now
+            store.update_membership(
+                [incarnation for incarnation in crew.ALL if incarnation != crew.OTHER]
+            )  # ... and the other one is now
             seen.append(me.append([crew.segment(0), crew.segment(1, tokens=(5,))]))
             crew.lease(store, crew.ROLLOUT, at_most=1, holding=[1])  # an answer that gets lost
             seen.append(tuple((item.trajectory, len(item.so_far)) for item in me.lease(1)))
@@ -727,7 +735,9 @@ def test_a_reward_role_is_seen_to_move_while_it_scores_and_counts_each_item_once
             role = Role(reward.main)
             await manager.wait_for(Heartbeat, lambda heartbeat: (heartbeat.phase, heartbeat.done) == ("score", 1))
             sys.modules["task_of_test_worker"].go.set()
-            await manager.wait_for(Heartbeat, lambda heartbeat: (heartbeat.phase, heartbeat.done) == ("wait_work", complete))
+            await manager.wait_for(
+                Heartbeat, lambda heartbeat: (heartbeat.phase, heartbeat.done) == ("wait_work", complete)
+            )
             assert store.lease_scoring(crew.REWARD, 256) == Scoring(())
             await manager.stop(crew.REWARD)
             await role.end()
@@ -763,7 +773,7 @@ def test_scores_that_were_not_told_as_progress_count_when_they_are_posted(scene:
 
 # ── publishing ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_what_is_published_is_what_was_given(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_COPIED_AT_ONCE", 100)
+    monkeypatch.setattr(api, "_COPY_SLICE_BYTES", 100)
     long, short = bytes(range(256)) * 3, b"\x05\x06\x07"
     with not_started(scene.worker(crew.TRAINER)) as me:
         floats: Any = memoryview(long).cast("f")
@@ -822,8 +832,8 @@ def test_other_threads_run_while_weights_are_copied(scene: Scene, monkeypatch: p
         memory[:] = [make(store, nbytes)]
         return memory[0]
 
-    monkeypatch.setattr(WeightStore, "memory", remembered)
-    monkeypatch.setattr(api, "_COPIED_AT_ONCE", step)
+    monkeypatch.setattr(WeightStore, "allocate", remembered)
+    monkeypatch.setattr(api, "_COPY_SLICE_BYTES", step)
     seen: set[int] = set()
     over = threading.Event()
 

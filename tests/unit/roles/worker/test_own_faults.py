@@ -16,7 +16,7 @@ from rrl.core.launch import LAUNCH_ENV, Launch
 from rrl.tests.support.listening_manager import TIMEOUT_S
 from rrl.tests.support.roles.trajectories import crew
 from rrl.tests.unit.roles.worker.test_api import Manager, Scene, play, scene
-from rrl.transport.messages import Heartbeat, FirstWorkDone, Inject, Injected
+from rrl.transport.messages import FirstWorkDone, Heartbeat, Inject, Injected
 
 __all__ = ["scene"]
 
@@ -40,7 +40,11 @@ with rrl.join() as me:
 async def role(scene: Scene, manager: Manager, code: str) -> AsyncIterator[tuple[Launch, asyncio.subprocess.Process]]:
     """A process that has begun to work; ended with the test."""
     launch = scene.launch(crew.REWARD)
-    env = {"PATH": "/usr/bin:/bin", "RRL_BEAT": "0.05", LAUNCH_ENV: str(scene.at.run.launch_file(launch.tag))}
+    env = {
+        "PATH": "/usr/bin:/bin",
+        "RRL_HEARTBEAT_INTERVAL": "0.05",
+        LAUNCH_ENV: str(scene.at.run.launch_file(launch.tag)),
+    }
     argv = [sys.executable, "-P", "-c", code]
     child = await asyncio.create_subprocess_exec(*argv, env=env, stderr=asyncio.subprocess.PIPE)
     try:
@@ -67,7 +71,11 @@ def test_a_role_told_to_exit_does_so_with_that_code_whatever_it_is_doing(scene: 
     async def story() -> None:
         async with scene.manager() as manager, role(scene, manager, code) as (launch, child):
             answer = await fault_request(manager, launch, Fault("f1", FaultKind.EXIT, amount=3))
-            assert (answer.ok, answer.incarnation, answer.detail) == (True, launch.incarnation, "it ends itself with exit code 3")
+            assert (answer.ok, answer.incarnation, answer.detail) == (
+                True,
+                launch.incarnation,
+                "it ends itself with exit code 3",
+            )
             assert await asyncio.wait_for(child.wait(), TIMEOUT_S) == 3
 
     play(story)

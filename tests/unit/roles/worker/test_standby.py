@@ -22,25 +22,25 @@ from rrl.roles.worker.connection import FENCED_EXIT
 from rrl.tests.support.listening_manager import TIMEOUT_S, eventually
 from rrl.tests.unit.roles.worker.test_api import Manager, Scene, play, scene
 from rrl.transport.messages import (
+    AdmissionRequest,
     Admitted,
-    Heartbeat,
-    Promote,
     Committed,
     Fenced,
     FirstWorkDone,
+    Heartbeat,
     Hello,
-    VersionAvailable,
     Inject,
     Injected,
+    Promote,
     StepExit,
     Stop,
-    AdmissionRequest,
+    VersionAvailable,
     Welcome,
 )
 
 __all__ = ["scene"]
 
-STANDBY_PROCESS = Incarnation(ReplicaId("shadow/local1"), 3)
+STANDBY_PROCESS = Incarnation(ReplicaId("standby/local1"), 3)
 MEMBER = Incarnation(ReplicaId("trainer/0.1"), 4)
 WAITS = """
 import os, rrl
@@ -54,7 +54,9 @@ with me:
 
 
 def standby_launch(scene: Scene, *argv: str) -> Launch:
-    launch = scene.at.launch(*argv, replica=STANDBY_PROCESS.replica, incarnation=STANDBY_PROCESS.number, env=dict(os.environ))
+    launch = scene.at.launch(
+        *argv, replica=STANDBY_PROCESS.replica, number=STANDBY_PROCESS.number, env=dict(os.environ)
+    )
     launch = msgspec.structs.replace(launch, standby=True)
     write_atomically(scene.at.run.launch_file(launch.tag), msgspec.json.encode(launch))
     return launch
@@ -91,7 +93,9 @@ class Ranks(Manager):
             self.received.append(message)
             self.peers[message.life] = incoming.peer
             if isinstance(message, Hello):
-                welcome = Welcome(message.incarnation, self.current, 0 if message.incarnation == STANDBY_PROCESS else 1, 2)
+                welcome = Welcome(
+                    message.incarnation, self.current, 0 if message.incarnation == STANDBY_PROCESS else 1, 2
+                )
                 await self.listener.send(incoming.peer, welcome)
 
 
@@ -111,7 +115,10 @@ def test_a_shadow_says_that_it_stands_by_and_waits_until_it_is_told_what_it_beco
             assert (hello.incarnation, hello.tag, hello.phase) == (STANDBY_PROCESS, me.launch.tag, "standby")
             for _ in range(3):
                 manager.received.clear()
-                await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.incarnation == STANDBY_PROCESS and heartbeat.phase == "standby")
+                await manager.wait_for(
+                    Heartbeat,
+                    lambda heartbeat: heartbeat.incarnation == STANDBY_PROCESS and heartbeat.phase == "standby",
+                )
             assert not begun.is_set(), "welcome as a shadow is no reason to begin"
             await manager.send(STANDBY_PROCESS, promotion(scene))
             now = await manager.wait_for(Hello, lambda hello: hello.incarnation == MEMBER)
@@ -134,7 +141,9 @@ def test_no_beat_is_left_out_and_none_speaks_under_the_old_name_once_it_has_beco
             await manager.send(STANDBY_PROCESS, promotion(scene))
             await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.incarnation == MEMBER)
             incarnations = [message.life for message in manager.received]
-            assert incarnations == sorted(incarnations, key=lambda incarnation: incarnation == MEMBER), "first the one, then the other"
+            assert incarnations == sorted(incarnations, key=lambda incarnation: incarnation == MEMBER), (
+                "first the one, then the other"
+            )
             first = manager.received[incarnations.index(MEMBER)]
             assert isinstance(first, Hello), "its first word is a Hello, and not a beat of somebody unknown"
             await manager.stop(MEMBER)
@@ -176,7 +185,7 @@ def test_everything_that_it_says_from_then_on_carries_the_life_that_it_became(sc
 def test_one_of_a_rollout_has_its_settings_from_the_start_and_pulls_weights_once_it_has_become_one(
     scene: Scene,
 ) -> None:
-    engine = Incarnation(ReplicaId("shadow/local1:rollout"), 1)
+    engine = Incarnation(ReplicaId("standby/local1:rollout"), 1)
 
     async def story() -> None:
         launch = scene.at.launch(replica=engine.replica, number=1, env=dict(os.environ))
@@ -190,7 +199,9 @@ def test_one_of_a_rollout_has_its_settings_from_the_start_and_pulls_weights_once
             assert not follows(me), "and nothing comes in by it yet"
             rollout = Incarnation(ReplicaId("rollout/1"), 2)
             await manager.send(engine, Promote(engine, rollout, launch.tag))
-            assert (await manager.wait_for(Hello, lambda told: told.incarnation == rollout)).weight_address == hello.weight_address
+            assert (
+                await manager.wait_for(Hello, lambda told: told.incarnation == rollout)
+            ).weight_address == hello.weight_address
             await eventually(lambda: follows(me))
             await manager.stop(rollout)
             await role.end()
@@ -204,8 +215,10 @@ def test_told_twice_or_told_what_is_not_meant_for_it_it_is_what_it_became_first(
         async with scene.manager() as manager:
             role = scene.start(me, lambda: me.stopping.wait(TIMEOUT_S))
             await manager.wait_for(Hello)
-            other = Incarnation(ReplicaId("shadow/local1"), 2)
-            await manager.send(STANDBY_PROCESS, Promote(other, Incarnation(MEMBER.replica, 9), tag_of(scene.at.run.id, other)))
+            other = Incarnation(ReplicaId("standby/local1"), 2)
+            await manager.send(
+                STANDBY_PROCESS, Promote(other, Incarnation(MEMBER.replica, 9), tag_of(scene.at.run.id, other))
+            )
             await manager.send(STANDBY_PROCESS, promotion(scene))
             await manager.send(STANDBY_PROCESS, promotion(scene))
             await manager.send(STANDBY_PROCESS, promotion(scene, Incarnation(MEMBER.replica, 9)))

@@ -15,9 +15,9 @@ from rrl.roles.worker import connection as link_module
 from rrl.roles.worker.connection import ManagerConnection
 from rrl.tests.support.listening_manager import TIMEOUT_S, lab
 from rrl.tests.support.weights.chain import Publisher, until
-from rrl.tests.support.weights.piping import CHUNK, SECRET, SpyTransport, calm, weight_source, transport_for, served
+from rrl.tests.support.weights.piping import CHUNK, SECRET, SpyTransport, calm, served, transport_for, weight_source
 from rrl.tests.support.weights.source import content, described
-from rrl.transport.messages import WeightSource, Peers
+from rrl.transport.messages import Peers, WeightSource
 from rrl.transport.weights import pull
 
 ME = Incarnation(ReplicaId("rollout/1"), 1)
@@ -52,8 +52,8 @@ Play = Callable[[Story], None]
 @pytest.fixture
 def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     """Nobody is too slow here."""
-    monkeypatch.setattr(link_module, "Pace", calm)
-    monkeypatch.setattr(pull, "FIRST", TIMEOUT_S)
+    monkeypatch.setattr(link_module, "AdaptiveTimeout", calm)
+    monkeypatch.setattr(pull, "FIRST_CHUNK_TIMEOUT_S", TIMEOUT_S)
 
     @asynccontextmanager
     async def following() -> AsyncGenerator[Rollout]:
@@ -142,7 +142,9 @@ def test_whoever_dropped_two_versions_in_a_row_asks_the_publisher_for_the_next(p
                 async with served("tcp", relay.store) as gone:
                     with relay.publishing():
                         relay.feed(3)
-                        rollout.receive(version, weight_source(at, version=None), weight_source(gone, "rollout/0", None))
+                        rollout.receive(
+                            version, weight_source(at, version=None), weight_source(gone, "rollout/0", None)
+                        )
                         await until(lambda version=version: rollout.arrived(version) == 3)  # type: ignore[misc]
                         rollout.receive(newer, weight_source(at, version=newer), weight_source(gone, "rollout/0", None))
                 if newer == V3:

@@ -6,7 +6,7 @@ from rrl.core.types import Incarnation, Version
 from rrl.roles.trajectories.types import NewestVersion
 from rrl.roles.worker.weight_sources import WeightSources
 from rrl.tests.support.roles.trajectories.crew import OTHER, ROLLOUT, TRAINER, incarnation_of
-from rrl.transport.messages import WeightSource, Peer, Peers
+from rrl.transport.messages import Peer, Peers, WeightSource
 
 NEXT_TRAINER = incarnation_of("trainer/0", 2)
 
@@ -42,14 +42,18 @@ def test_the_store_names_a_newer_version_and_the_managers_relays_stay() -> None:
 def test_what_the_store_named_before_the_manager_named_a_newer_version_is_outdated() -> None:
     known = WeightSources()
     known.on_newest_version(news(weight_source(TRAINER, 4), weight_source(OTHER, 4)))
-    known.on_peers(peers(TRAINER, OTHER, newest=Version(6, 1), holders=(weight_source(TRAINER, 6), weight_source(OTHER, 5))))
+    known.on_peers(
+        peers(TRAINER, OTHER, newest=Version(6, 1), holders=(weight_source(TRAINER, 6), weight_source(OTHER, 5)))
+    )
     assert known.newest == Version(6, 1)
     assert known.sources() == (weight_source(TRAINER, 6), weight_source(OTHER, 5))
 
 
 def test_a_trainer_that_the_manager_has_not_announced_yet_replaces_its_predecessor() -> None:
     known = WeightSources()
-    known.on_peers(peers(TRAINER, OTHER, newest=Version(4, 1), holders=(weight_source(TRAINER, 4), weight_source(OTHER, 3))))
+    known.on_peers(
+        peers(TRAINER, OTHER, newest=Version(4, 1), holders=(weight_source(TRAINER, 4), weight_source(OTHER, 3)))
+    )
     known.on_newest_version(news(weight_source(NEXT_TRAINER, 5, 2)))
     assert known.newest == Version(5, 2)
     assert known.sources() == (weight_source(NEXT_TRAINER, 5, 2), weight_source(OTHER, 3))

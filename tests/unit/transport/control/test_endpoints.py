@@ -336,7 +336,7 @@ def test_a_successor_at_another_address_is_greeted_and_answers_the_open_asks() -
 
 
 def test_a_successor_is_found_though_the_old_listener_still_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoints, "LOOK_CONNECTED", 0.05)
+    monkeypatch.setattr(endpoints, "CONNECTED_ADDRESS_POLL_S", 0.05)
 
     async def test() -> None:
         async with listening(epoch=1) as first, listening(epoch=2) as second:
@@ -364,7 +364,7 @@ def test_a_listener_of_an_older_epoch_is_not_listened_to() -> None:
 
 
 def test_an_address_of_an_older_epoch_is_not_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoints, "LOOK_CONNECTED", 0.02)
+    monkeypatch.setattr(endpoints, "CONNECTED_ADDRESS_POLL_S", 0.02)
 
     async def test() -> None:
         async with listening(epoch=1) as old, listening(epoch=2) as new:
@@ -387,8 +387,8 @@ def test_an_address_of_an_older_epoch_is_not_dialled(monkeypatch: pytest.MonkeyP
 
 def test_a_listener_that_falls_silent_without_a_word_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "_HEARTBEAT_MS", 100)
-    monkeypatch.setattr(sockets, "_SILENCE_MS", 1000)
-    monkeypatch.setattr(endpoints, "LOOK_CONNECTED", 10 * SOON)  # so that only the silence can make it look
+    monkeypatch.setattr(sockets, "_HEARTBEAT_TIMEOUT_MS", 1000)
+    monkeypatch.setattr(endpoints, "CONNECTED_ADDRESS_POLL_S", 10 * SOON)  # so that only the silence can make it look
 
     async def test() -> None:
         async with listening(epoch=1) as first, listening(epoch=2) as second, Proxy(port_of(first)) as proxy:
@@ -403,7 +403,7 @@ def test_a_listener_that_falls_silent_without_a_word_is_left(monkeypatch: pytest
 
 
 def test_a_find_that_cannot_read_its_storage_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoints, "LOOK_EVERY", 0.02)
+    monkeypatch.setattr(endpoints, "ADDRESS_POLL_S", 0.02)
 
     async def test() -> None:
         async with listening() as listener:
@@ -424,8 +424,8 @@ def test_a_find_that_cannot_read_its_storage_is_asked_again(monkeypatch: pytest.
 
 # ── bounds ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_long_absence_costs_the_oldest_messages_and_no_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoints, "QUEUE_BOUND", 10)
-    monkeypatch.setattr(endpoints, "LOOK_EVERY", 0.02)
+    monkeypatch.setattr(endpoints, "MAX_QUEUED_MESSAGES", 10)
+    monkeypatch.setattr(endpoints, "ADDRESS_POLL_S", 0.02)
 
     async def test() -> None:
         async with listening() as listener:
@@ -464,7 +464,7 @@ def test_a_peer_that_does_not_read_blocks_nobody() -> None:
 
 
 def test_pushes_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoints, "QUEUE_BOUND", 10)
+    monkeypatch.setattr(endpoints, "MAX_QUEUED_MESSAGES", 10)
 
     async def test() -> None:
         async with listening() as listener, dialling(lambda: listener.address, (Joined("me"),)) as dialer:

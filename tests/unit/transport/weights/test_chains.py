@@ -56,7 +56,10 @@ def test_two_chains_begin_at_the_publisher_and_two_at_each_end_of_a_chain() -> N
     assert [requested_sources(head, holders)[0] for head in range(0, 56, 8)] == [
         "trainer/0", "trainer/0", *names(7, 7, 15, 15, 23)
     ]  # fmt: skip
-    assert requested_sources(56, holders) == [*names(23, 22, 21, 20, 19, 18, 17, 16, 7, 6, 5, 4, 3, 2, 1, 0), "trainer/0"]
+    assert requested_sources(56, holders) == [
+        *names(23, 22, 21, 20, 19, 18, 17, 16, 7, 6, 5, 4, 3, 2, 1, 0),
+        "trainer/0",
+    ]
 
 
 def test_who_comes_late_asks_its_neighbour_then_others_who_have_it_and_the_publisher_last() -> None:

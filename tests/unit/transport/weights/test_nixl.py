@@ -26,10 +26,10 @@ from rrl.tests.support.weights.piping import (
     TIMEOUT_S,
     calm,
     complete,
-    weight_source,
     holding,
-    transport_for,
     served,
+    transport_for,
+    weight_source,
 )
 from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.transport.tcp_inspection import listening_addresses
@@ -397,7 +397,9 @@ def test_who_takes_nothing_holds_few_slots_and_gives_them_back_when_it_is_gone()
             reads = runtime(source)
             idle = await pipe._dial(at)  # type: ignore[attr-defined]
             await authenticate(idle, SECRET, dialled=True)
-            await idle.send(protocol._REQUEST.pack(protocol._KIND_RANGE, VERSION.step, VERSION.incarnation, 0, 20 * CHUNK))
+            await idle.send(
+                protocol._REQUEST.pack(protocol._KIND_RANGE, VERSION.step, VERSION.incarnation, 0, 20 * CHUNK)
+            )
             await come(lambda: len(reads._slots) == nixl._MAX_UNREAD_SLOTS)
             into = memoryview(bytearray(20 * CHUNK))
             await other.fetch(at, VERSION, range(20 * CHUNK), into, TIMEOUT_S)
@@ -448,7 +450,9 @@ def test_a_holder_gone_mad_is_not_believed() -> None:
                 meet = partial(lambda frame, tcp: answers.append(asyncio.create_task(answer(tcp, frame))), frame)  # noqa: B023
                 server, port = await listen(meet, "127.0.0.1")
                 with pytest.raises(TransportError, match=told):
-                    await pipe.fetch(f"nixl://127.0.0.1:{port}", VERSION, range(10), memoryview(bytearray(10)), TIMEOUT_S)
+                    await pipe.fetch(
+                        f"nixl://127.0.0.1:{port}", VERSION, range(10), memoryview(bytearray(10)), TIMEOUT_S
+                    )
                 server.close()
                 await asyncio.gather(*answers)
 
@@ -465,7 +469,7 @@ def test_the_loop_is_free_and_the_deadline_holds_while_nixl_blocks(monkeypatch: 
     async def test() -> None:
         async with served("nixl", holding()) as at, transport_for("nixl") as pipe:
             await pipe.manifest(at, VERSION, TIMEOUT_S)
-            monkeypatch.setattr(NixlRuntime, "land", blocked)
+            monkeypatch.setattr(NixlRuntime, "read_into", blocked)
             into = memoryview(bytearray(SIZE))
             with pytest.raises(TransportError, match=r"nothing within 0\.3 s"):
                 await pipe.fetch(at, VERSION, range(SIZE), into, 0.3)
@@ -545,7 +549,7 @@ def test_nixl_does_not_start_where_its_ports_cannot_be_closed(monkeypatch: pytes
     def refuse(port: int, silent: bool) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
-    monkeypatch.setattr(nixl_memory, "deaf", refuse)
+    monkeypatch.setattr(nixl_memory, "set_port_blocked", refuse)
     before = listening_addresses()
     with pytest.raises(TransportError, match="SO_ATTACH_FILTER: Operation not permitted"):
         NixlRuntime("127.0.0.1")

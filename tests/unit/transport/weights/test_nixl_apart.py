@@ -30,7 +30,12 @@ def passes(*argv: str, timeout_s: float = TIMEOUT_S) -> None:
         pytest.skip("NIXL is not installed")
     whole = [sys.executable, "-m", "pytest", "-q", *(str(HERE / arg) if arg.endswith(".py") else arg for arg in argv)]
     child = subprocess.run(
-        whole, env=os.environ | {TRANSPORTS_ENV: "nixl"}, capture_output=True, text=True, timeout=timeout_s, cwd=HERE.parents[3]
+        whole,
+        env=os.environ | {TRANSPORTS_ENV: "nixl"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        cwd=HERE.parents[3],
     )
     assert child.returncode == 0, child.stdout[-5000:] + child.stderr[-2000:]
 

@@ -26,17 +26,17 @@ from rrl.tests.support.weights.piping import (
     calm,
     child,
     complete,
-    weight_source,
     holding,
-    transport_for,
     served,
+    transport_for,
+    weight_source,
 )
 from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.transport.messages import WeightSource
 from rrl.transport.weights import base as pipes
 from rrl.transport.weights import protocol
 from rrl.transport.weights import pull as swarm
-from rrl.transport.weights.base import VersionUnavailable, WeightTransport, TransportError
+from rrl.transport.weights.base import TransportError, VersionUnavailable, WeightTransport
 from rrl.transport.weights.manifest import Manifest
 from rrl.transport.weights.pull import AdaptiveTimeout, PullFailed, pull
 from rrl.transport.weights.store import WeightStore
@@ -108,7 +108,9 @@ def test_a_holder_that_will_hold_the_version_soon_is_waited_for(kind: str, run: 
         source, mine = WeightStore(), WeightStore()
         async with served(kind, source) as at, transport_for(kind) as pipe:
             with source.awaiting(VERSION):
-                pulling = asyncio.create_task(pull(mine, VERSION, lambda: [weight_source(at)], pipe, adaptive_timeout=calm()))
+                pulling = asyncio.create_task(
+                    pull(mine, VERSION, lambda: [weight_source(at)], pipe, adaptive_timeout=calm())
+                )
                 while not source._waiting:
                     await asyncio.sleep(0.001)
                 flat = content(SIZE)
@@ -125,13 +127,13 @@ def test_a_version_that_its_holder_has_not_heard_of_is_waited_for_a_moment(
     async def test() -> None:
         source, newer = holding(), Version(4, 1)
         async with served(kind, source) as at, transport_for(kind) as pipe:
-            monkeypatch.setattr(protocol, "UNHEARD_BY", TIMEOUT_S)
+            monkeypatch.setattr(protocol, "UNKNOWN_VERSION_TIMEOUT_S", TIMEOUT_S)
             asking = asyncio.create_task(pipe.manifest(at, newer, TIMEOUT_S))
             await until(lambda: source._waiting != {})
             flat = content(100, seed=1)
             source.offer(described(newer, flat, SECRET, CHUNK), flat)
             assert (await asking).version == newer
-            monkeypatch.setattr(protocol, "UNHEARD_BY", 0.1)
+            monkeypatch.setattr(protocol, "UNKNOWN_VERSION_TIMEOUT_S", 0.1)
             with pytest.raises(VersionUnavailable):
                 await pipe.manifest(at, Version(5, 1), TIMEOUT_S)
             with pytest.raises(VersionUnavailable):
@@ -176,7 +178,9 @@ def test_a_stopped_source_is_left_at_the_chunks_deadline(kind: str, run: Run) ->
                 return [weight_source(stopped), *([weight_source(other)] if spy.came.get(stopped, 0) >= 3 else [])]
 
             spy = SpyTransport(pipe, stop)
-            await pull(mine, VERSION, named, spy, window=2, chunk_timeout=0.5, adaptive_timeout=AdaptiveTimeout(TIMEOUT_S, 0.5))
+            await pull(
+                mine, VERSION, named, spy, window=2, chunk_timeout=0.5, adaptive_timeout=AdaptiveTimeout(TIMEOUT_S, 0.5)
+            )
             assert complete(mine)
             assert "nothing within 0.5 s" in spy.failed[stopped]
             assert spy.came[stopped] + spy.came[other] == CHUNKS
@@ -355,7 +359,15 @@ def test_a_slow_source_is_kept_as_long_as_it_gives(kind: str, run: Run) -> None:
     async def test() -> None:
         mine = WeightStore()
         async with served(kind, holding()) as at, transport_for(kind) as pipe:
-            await pull(mine, VERSION, lambda: [weight_source(at)], Slow(pipe), timeout=2.0, starvation_timeout=0.05, adaptive_timeout=calm())
+            await pull(
+                mine,
+                VERSION,
+                lambda: [weight_source(at)],
+                Slow(pipe),
+                timeout=2.0,
+                starvation_timeout=0.05,
+                adaptive_timeout=calm(),
+            )
             assert complete(mine)
 
     run(test())
@@ -374,10 +386,12 @@ def test_a_receiver_whose_verifying_takes_long_loses_no_chunk(
             return super().accept(version, index)
 
     async def test() -> None:
-        monkeypatch.setattr(swarm, "_LARGE", 1)  # in threads
+        monkeypatch.setattr(swarm, "_DIGEST_IN_THREAD_BYTES", 1)  # in threads
         mine = Slow()
         async with served(kind, holding()) as at, transport_for(kind) as pipe:
-            await pull(mine, VERSION, lambda: [weight_source(at)], pipe, starvation_timeout=0.3, adaptive_timeout=calm())
+            await pull(
+                mine, VERSION, lambda: [weight_source(at)], pipe, starvation_timeout=0.3, adaptive_timeout=calm()
+            )
             assert complete(mine)
 
     run(test())
@@ -459,7 +473,7 @@ def connections(transport: WeightTransport) -> int:
 def test_a_receiver_that_dies_while_it_is_sent_to_is_noticed_at_once(
     kind: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "_SEND_BY", 100 * TIMEOUT_S)
+    monkeypatch.setattr(protocol, "_SEND_TIMEOUT_S", 100 * TIMEOUT_S)
 
     async def test() -> None:
         publisher = Publisher()

@@ -137,7 +137,10 @@ def test_pipes_closed_in_mid_pull_leave_no_thread_and_no_complaint(kind: str, ca
     async def test() -> None:
         store, flat = WeightStore(), content(2**20)
         store.offer(described(VERSION, flat, SECRET, 2**16), flat)
-        source, pipe = open_transport(kind, SECRET, trusted_network=True), open_transport(kind, SECRET, trusted_network=True)
+        source, pipe = (
+            open_transport(kind, SECRET, trusted_network=True),
+            open_transport(kind, SECRET, trusted_network=True),
+        )
         at = await source.serve(store, "127.0.0.1")
         holder = WeightSource(Incarnation(ReplicaId("trainer/0"), 1), at)
         await pipe.manifest(at, VERSION, 20)

@@ -14,8 +14,8 @@ from rrl.core.types import Version
 from rrl.tests.support.weights.source import content, described
 from rrl.transport.weights import manifest as manifests
 from rrl.transport.weights import store as stores
-from rrl.transport.weights.manifest import ALIGN_BYTES, ManifestBuilder, Manifest, describe, layout
-from rrl.transport.weights.store import VersionEvicted, NotReady, Superseded, VersionUnknown, WeightStore
+from rrl.transport.weights.manifest import ALIGN_BYTES, Manifest, ManifestBuilder, describe, layout
+from rrl.transport.weights.store import NotReady, Superseded, VersionEvicted, VersionUnknown, WeightStore
 
 SECRET = b"s" * 32
 SOON = 30.0
@@ -274,7 +274,7 @@ def test_who_waits_for_a_version_that_is_given_up_is_told() -> None:
 
 # ── memory ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_version_that_is_being_read_stays_and_the_one_after_it_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "IDLE", SOON)
+    monkeypatch.setattr(stores, "READER_IDLE_TIMEOUT_S", SOON)
     store = WeightStore()
     store.offer(*made(V1))
     store.read(V1, range(300), "slow")
@@ -289,7 +289,7 @@ def test_a_version_that_is_being_read_stays_and_the_one_after_it_makes_room(monk
 def test_a_version_stays_while_a_part_of_it_is_being_sent_however_long_that_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stores, "IDLE", 0.0)
+    monkeypatch.setattr(stores, "READER_IDLE_TIMEOUT_S", 0.0)
     store = WeightStore()
     store.offer(*made(V1))
     store.read(V1, range(300), "slow")
@@ -303,8 +303,8 @@ def test_a_version_stays_while_a_part_of_it_is_being_sent_however_long_that_take
 
 @pytest.mark.parametrize("why", ["left", "idle", "slow"])
 def test_a_reader_that_has_left_or_takes_too_long_keeps_nothing(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "IDLE", 0.0 if why == "idle" else SOON)
-    monkeypatch.setattr(stores, "READ_BY", 0.0 if why == "slow" else SOON)
+    monkeypatch.setattr(stores, "READER_IDLE_TIMEOUT_S", 0.0 if why == "idle" else SOON)
+    monkeypatch.setattr(stores, "READ_TIMEOUT_S", 0.0 if why == "slow" else SOON)
     store = WeightStore()
     store.offer(*made(V1))
     store.read(V1, range(300), "a")

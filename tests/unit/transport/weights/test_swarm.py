@@ -14,7 +14,17 @@ import pytest
 
 from rrl.core.types import Version
 from rrl.tests.support.weights.chain import Liar, Publisher, Receiver, Unresponsive, receiver, receiver_apart, until
-from rrl.tests.support.weights.piping import CHUNK, CHUNKS, SECRET, TIMEOUT_S, Run, calm, complete, weight_source, served
+from rrl.tests.support.weights.piping import (
+    CHUNK,
+    CHUNKS,
+    SECRET,
+    TIMEOUT_S,
+    Run,
+    calm,
+    complete,
+    served,
+    weight_source,
+)
 from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.transport.messages import WeightSource
 from rrl.transport.weights import base as pipes
@@ -32,8 +42,8 @@ NEWER = Version(4, 1)
 @pytest.fixture(autouse=True)
 def connections_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine. Nobody here is dead before it has been connected to, unless the kernel says so at once."""
-    for module, name in ((pipes, "HANDSHAKE_BY"), (tcp, "CONNECT_BY"), (ucx, "CONNECT_BY"),
-                         (pull, "FIRST")):  # fmt: skip
+    for module, name in ((pipes, "HANDSHAKE_TIMEOUT_S"), (tcp, "CONNECT_TIMEOUT_S"), (ucx, "CONNECT_TIMEOUT_S"),
+                         (pull, "FIRST_CHUNK_TIMEOUT_S")):  # fmt: skip
         monkeypatch.setattr(module, name, TIMEOUT_S)
 
 
@@ -59,12 +69,18 @@ class Chain:
         """By the last one: before it has begun it knows nobody else, however long a connection takes."""
         return self.holders() if self._begun or not self.named else [self.middle]
 
-    async def half(self, stack: AsyncExitStack, last: AdaptiveTimeout) -> tuple[asyncio.Task[Manifest], asyncio.Task[Manifest]]:
+    async def half(
+        self, stack: AsyncExitStack, last: AdaptiveTimeout
+    ) -> tuple[asyncio.Task[Manifest], asyncio.Task[Manifest]]:
         """Some chunks have come to the last one, past all the others."""
         stack.enter_context(self.publisher.publishing())
         self.publisher.feed(HALF)
-        first = asyncio.create_task(self.first.pull(self.holders, adaptive_timeout=calm(), starvation_timeout=TIMEOUT_S))
-        pulling = asyncio.create_task(self.last.pull(self._last_known, adaptive_timeout=last, starvation_timeout=TIMEOUT_S))
+        first = asyncio.create_task(
+            self.first.pull(self.holders, adaptive_timeout=calm(), starvation_timeout=TIMEOUT_S)
+        )
+        pulling = asyncio.create_task(
+            self.last.pull(self._last_known, adaptive_timeout=last, starvation_timeout=TIMEOUT_S)
+        )
         await until(lambda: self.last.verified() == HALF)
         self._begun = True
         return first, pulling
@@ -94,7 +110,9 @@ def test_chunks_pass_down_the_chain_while_the_version_is_still_coming_in(kind: s
             chain = await chained(kind, stack)
             middle = await stack.enter_async_context(receiver(kind, 1))
             chain.middle = middle.source
-            passing = asyncio.create_task(middle.pull(lambda: [chain.first.source], adaptive_timeout=calm(), starvation_timeout=TIMEOUT_S))
+            passing = asyncio.create_task(
+                middle.pull(lambda: [chain.first.source], adaptive_timeout=calm(), starvation_timeout=TIMEOUT_S)
+            )
             first, last = await chain.half(stack, calm())
             assert [one.store.current() for one in (chain.first, middle, chain.last)] == [None] * 3
             await chain.rest(first, last)
@@ -185,7 +203,9 @@ def test_when_the_middle_one_lies_its_chunks_are_fetched_again_and_it_is_asked_n
             chain = await chained(kind, stack)
             liar = await stack.enter_async_context(receiver(kind, 1, Liar(HALF * CHUNK)))
             chain.middle = liar.source
-            passing = asyncio.create_task(liar.pull(chain.holders, adaptive_timeout=calm(), starvation_timeout=TIMEOUT_S))
+            passing = asyncio.create_task(
+                liar.pull(chain.holders, adaptive_timeout=calm(), starvation_timeout=TIMEOUT_S)
+            )
             first, last = await chain.half(stack, calm())
             await chain.rest(first, last)
             await passing
@@ -202,7 +222,9 @@ def test_when_the_middle_one_falls_silent_it_is_left(kind: str, run: Run) -> Non
             chain = await chained(kind, stack)
             silent = await stack.enter_async_context(receiver(kind, 1, Unresponsive(HALF * CHUNK)))
             chain.middle = silent.source
-            passing = asyncio.create_task(silent.pull(chain.holders, adaptive_timeout=calm(), starvation_timeout=TIMEOUT_S))
+            passing = asyncio.create_task(
+                silent.pull(chain.holders, adaptive_timeout=calm(), starvation_timeout=TIMEOUT_S)
+            )
             first, last = await chain.half(stack, quick())
             await chain.rest(first, last)
             await passing
@@ -289,7 +311,9 @@ def test_whoever_drops_a_version_tells_those_who_wait_for_it(kind: str, run: Run
 
             stack.enter_context(chain.publisher.publishing())
             chain.publisher.feed(HALF)
-            first = asyncio.create_task(chain.first.pull(holders, adaptive_timeout=calm(), starvation_timeout=TIMEOUT_S))
+            first = asyncio.create_task(
+                chain.first.pull(holders, adaptive_timeout=calm(), starvation_timeout=TIMEOUT_S)
+            )
             last = asyncio.create_task(chain.last.pull(holders, adaptive_timeout=calm(), starvation_timeout=TIMEOUT_S))
             await until(lambda: chain.last.verified() == HALF)
             superseded = True

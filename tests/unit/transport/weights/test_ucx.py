@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rrl.tests.support.weights.piping import SECRET, complete, weight_source, holding, transport_for, served
+from rrl.tests.support.weights.piping import SECRET, complete, holding, served, transport_for, weight_source
 from rrl.tests.support.weights.source import VERSION
 from rrl.transport.tcp_inspection import listening_addresses
 from rrl.transport.weights.base import TransportError
@@ -133,7 +133,7 @@ def test_ends_whose_ucx_does_not_reach_the_other_go_on_over_tcp(caplog: pytest.L
                 return join(self, address)
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(_Worker, "join", unreachable)
+                patch.setattr(_Worker, "connect", unreachable)
                 at = await source.serve(holding(), "127.0.0.1")
                 await pull(mine, VERSION, lambda: [weight_source(at)], pipe)
             assert complete(mine)

@@ -10,9 +10,9 @@ from rrl.transport.address import Interface
 from rrl.transport.weights.ucx_settings import (
     Resource,
     active_rdma_ports,
-    ucx_limits,
     rdma_resources,
     resources,
+    ucx_limits,
     without_tcp,
 )
 
@@ -20,7 +20,7 @@ INTERFACES = (Interface("lo", "127.0.0.1"), Interface("eth0", "10.0.0.2"), Inter
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("requested", "expected_text"),
     [
         ("", "^tcp"),
         ("all", "^tcp"),
@@ -31,9 +31,9 @@ INTERFACES = (Interface("lo", "127.0.0.1"), Interface("eth0", "10.0.0.2"), Inter
         ("^cma", "^cma,tcp"),
     ],
 )
-def test_tcp_is_taken_out_of_any_choice_of_transports(asked: str, told: str) -> None:
-    assert without_tcp(asked) == told
-    assert ucx_limits({"UCX_TLS": asked}, ("mlx5_0:1",), INTERFACES, None) == {"UCX_TLS": told}
+def test_tcp_is_taken_out_of_any_choice_of_transports(requested: str, expected_text: str) -> None:
+    assert without_tcp(requested) == expected_text
+    assert ucx_limits({"UCX_TLS": requested}, ("mlx5_0:1",), INTERFACES, None) == {"UCX_TLS": expected_text}
 
 
 def test_a_choice_of_nothing_but_tcp_is_refused() -> None:
@@ -42,7 +42,7 @@ def test_a_choice_of_nothing_but_tcp_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "rdma_ports", "told"),
+    ("environment", "rdma_ports", "expected_text"),
     [
         ({}, (), "eth0"),
         ({"UCX_NET_DEVICES": "ib0,lo"}, (), "eth0"),
@@ -51,9 +51,9 @@ def test_a_choice_of_nothing_but_tcp_is_refused() -> None:
     ],
 )
 def test_a_trusted_ucx_gets_one_network_interface(
-    environment: dict[str, str], rdma_ports: tuple[str, ...], told: str
+    environment: dict[str, str], rdma_ports: tuple[str, ...], expected_text: str
 ) -> None:
-    assert ucx_limits(environment, rdma_ports, INTERFACES, "10.0.0.2") == {"UCX_NET_DEVICES": told}
+    assert ucx_limits(environment, rdma_ports, INTERFACES, "10.0.0.2") == {"UCX_NET_DEVICES": expected_text}
 
 
 def test_an_address_of_no_interface_is_refused() -> None:

@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from rrl.core.types import Cause, Evidence, Finding, Incarnation, NodeName, Remedy, ReplicaId, Verdict
 from rrl.health.detection.attribution.correlation import (
-    STALL_GRACE_S,
     EVENT_LIFETIME_S,
     SETTLE_S,
     SILENCE_GRACE_S,
+    STALL_GRACE_S,
     WINDOW_S,
     CorrelationContext,
     CorrelationState,
@@ -24,7 +24,9 @@ from rrl.health.detection.attribution.correlation import (
 def on(node: str, cause: Cause = Cause.STORAGE, detector: str = "mount", component: str = "/data", proof: bool = False,
        verdict: Verdict = Verdict.FAIL) -> Finding:  # fmt: skip
     evidence = (Evidence("host", f"{component} does not answer", 0.0),)
-    return Finding(detector, verdict, cause, Remedy.EXCLUDE, 0.0, evidence, node=NodeName(node), proof=proof, component=component)
+    return Finding(
+        detector, verdict, cause, Remedy.EXCLUDE, 0.0, evidence, node=NodeName(node), proof=proof, component=component
+    )
 
 
 def stalls(index: int, since: float = 0.0) -> Finding:
@@ -38,7 +40,9 @@ class Run:
 
     def __init__(self, nodes: int = 10, rollouts: int = 0, idle: Sequence[str] = ()) -> None:
         occupied = {NodeName(f"n{i}") for i in range(nodes)} - {NodeName(name) for name in idle}
-        self.here = CorrelationContext(nodes, occupied, {Incarnation(ReplicaId(f"rollout/{i}"), 1) for i in range(rollouts)})
+        self.here = CorrelationContext(
+            nodes, occupied, {Incarnation(ReplicaId(f"rollout/{i}"), 1) for i in range(rollouts)}
+        )
         self.memory, self.now, self.next_check = CorrelationState(), 1000.0, 0.0
 
     def finds(self, *findings: Finding, after: float = 0.0) -> dict[str, Verdict]:
@@ -64,7 +68,10 @@ def test_a_mount_that_hangs_on_many_nodes_condemns_none_of_them_and_is_named_onc
 def test_different_mounts_are_different_events() -> None:
     run = Run()
     run.finds(on("n1", component="/data"), on("n2", component="/scratch"))
-    assert run.finds(on("n1", component="/data"), on("n2", component="/scratch"), after=SETTLE_S) == {"n1": FAIL, "n2": FAIL}
+    assert run.finds(on("n1", component="/data"), on("n2", component="/scratch"), after=SETTLE_S) == {
+        "n1": FAIL,
+        "n2": FAIL,
+    }
 
 
 def test_what_nodes_may_share_waits_for_others_before_it_condemns_the_first_that_says_so() -> None:
@@ -251,7 +258,9 @@ def test_workers_that_fall_silent_for_themselves_are_condemned(began: dict[str, 
 
 def test_workers_of_one_node_that_fall_silent_are_its_own_matter() -> None:
     run, names = Run(), ("rollout/0", "rollout/1", "rollout/2")
-    run.here = replace(run.here, silent_workers={Incarnation(ReplicaId(name), 1): (NodeName("n1"), 990.0) for name in names})
+    run.here = replace(
+        run.here, silent_workers={Incarnation(ReplicaId(name), 1): (NodeName("n1"), 990.0) for name in names}
+    )
     assert set(run.finds(*(silence(name, 990.0) for name in names)).values()) == {FAIL}
 
 

@@ -26,7 +26,7 @@ def job(trainer: str, rollouts: str, reward: str = "wait_work") -> Trace:
 
 def test_a_shadow_that_stands_by_is_neither_charged_nor_a_sign_that_somebody_works() -> None:
     trace = job("wait_data", "wait_work")
-    shadow = Incarnation(ReplicaId("shadow/n1"), 1)
+    shadow = Incarnation(ReplicaId("standby/n1"), 1)
     trace.node("n5", shadow, phase="standby")
     without = job("wait_data", "wait_work")
     for one in (trace, without):
@@ -194,7 +194,7 @@ def test_waiting_for_a_replica_that_nobody_has_seen_charges_nobody(named: bool) 
     assert trace.found() == set()
 
 
-@pytest.mark.parametrize("word", ["leaving", "goodbye"])
+@pytest.mark.parametrize("word", ["on_stop_requested", "on_goodbye"])
 def test_a_replica_that_is_leaving_neither_works_nor_stands(word: str) -> None:
     trace = job("wait_data", "wait_work")
     trace.play(LONG - 100)

@@ -7,7 +7,13 @@ import pytest
 from rrl.core.phases import PHASES
 from rrl.core.types import Cause, Incarnation, NodeName, Remedy, ReplicaId
 from rrl.health.detection.attribution.gangs import MIN_INACTIVE_S
-from rrl.health.detection.detectors.idleness import EVEN_SPLIT_FACTOR, FALSE_PROGRESS_FACTOR, LOADING_IDLE_FACTOR, SPINNING_FACTOR, IDLE_FACTOR
+from rrl.health.detection.detectors.idleness import (
+    EVEN_SPLIT_FACTOR,
+    FALSE_PROGRESS_FACTOR,
+    IDLE_FACTOR,
+    LOADING_IDLE_FACTOR,
+    SPINNING_FACTOR,
+)
 from rrl.health.detection.detectors.progress import BUSY_DEADLINE_FACTOR
 from rrl.tests.support.health.traces import (
     BUSY,
@@ -323,12 +329,12 @@ def test_the_first_rank_that_evaluates_alone_while_a_collective_keeps_the_others
     assert trace.found() == set()
 
 
-@pytest.mark.parametrize("kept", [SPINNING, IDLE])
+@pytest.mark.parametrize("stored", [SPINNING, IDLE])
 def test_the_first_rank_that_goes_on_after_an_evaluation_on_its_cpu_does_not_rest_with_the_others(
-    kept: tuple[float, float | None, float | None],
+    stored: tuple[float, float | None, float | None],
 ) -> None:
     trace = training(4)
-    loads(trace, r0=COMPILING, r1=kept, r2=kept, r3=kept)
+    loads(trace, r0=COMPILING, r1=stored, r2=stored, r3=stored)
     trace.play(180)
     assert trace.found() == set()
     loads(trace, r0=SPINNING)  # what is known of its tensor cores is older than what is known of its kernels
@@ -345,12 +351,12 @@ def test_of_two_ranks_the_idle_one_is_not_charged_while_the_other_s_tensor_cores
     assert trace.found() == set()
 
 
-@pytest.mark.parametrize("kept", [SPINNING, IDLE, (1.0, 1.0, None)])
+@pytest.mark.parametrize("stored", [SPINNING, IDLE, (1.0, 1.0, None)])
 def test_a_rank_at_work_explains_its_gang_for_as_long_as_its_own_deadline_lasts(
-    kept: tuple[float, float | None, float | None],
+    stored: tuple[float, float | None, float | None],
 ) -> None:
     trace = training(4)
-    loads(trace, r1=kept, r2=kept, r3=kept)
+    loads(trace, r1=stored, r2=stored, r3=stored)
     trace.play(BUSY_DEADLINE_FACTOR * PHASES["train"].shortest - 15)
     assert trace.found() == set()
     trace.play(20)

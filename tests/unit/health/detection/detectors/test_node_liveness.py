@@ -23,7 +23,9 @@ def test_nodes_that_fell_silent_with_a_lost_one_are_known_before_they_are_condem
     trace.play(LIMITS.silence - 1)
     found = trace.findings()
     assert [one.key for one in found] == ["node_lost:n1"]
-    assert silent_nodes(found, trace.monitor, LIMITS, trace.now) == {"n1": last - 1, "n2": last}, "on n3 its rollout is heard"
+    assert silent_nodes(found, trace.monitor, LIMITS, trace.now) == {"n1": last - 1, "n2": last}, (
+        "on n3 its rollout is heard"
+    )
 
 
 def test_nobody_looks_for_them_while_no_node_is_lost() -> None:

@@ -11,11 +11,11 @@ from rrl.health.detection.detect import detect
 from rrl.health.detection.detectors.probing import (
     BUSY_ANSWER_FACTOR,
     EARLY_PROBE_S,
+    FIRST_PASS_SPINNING_FACTOR,
     FIRST_TOKEN_FACTOR,
     IDLE_ANSWER_SHARE,
-    PROMPT_ANSWER_S,
     MAX_PROBE_INTERVAL_S,
-    FIRST_PASS_SPINNING_FACTOR,
+    PROMPT_ANSWER_S,
     due_probes,
 )
 from rrl.health.detection.detectors.progress import BUSY_DEADLINE_FACTOR as LATEST
@@ -208,7 +208,12 @@ def test_who_never_makes_a_first_token_and_does_nothing_at_all_fails_long_before
     trace = Trace().node("n1", ROLLOUT)
     trace.answers, trace.loads = {ROLLOUT: None}, {ROLLOUT: IDLE}
     trace.still.add(ROLLOUT)
-    assert FIRST_TOKEN_FACTOR * EARLY_PROBE_S < until_found(trace, 400) <= FIRST_TOKEN_FACTOR * EARLY_PROBE_S + LIMITS.probe + 4 < ROBUSTRL + LIMITS.probe
+    assert (
+        FIRST_TOKEN_FACTOR * EARLY_PROBE_S
+        < until_found(trace, 400)
+        <= FIRST_TOKEN_FACTOR * EARLY_PROBE_S + LIMITS.probe + 4
+        < ROBUSTRL + LIMITS.probe
+    )
 
 
 def test_whose_first_token_never_comes_as_its_gpu_spins_fails_where_its_role_s_tensor_cores_were_seen_at_work() -> None:
@@ -219,7 +224,11 @@ def test_whose_first_token_never_comes_as_its_gpu_spins_fails_where_its_role_s_t
     trace.still.add(ROLLOUTS[2])
     delay = until_found(trace, 500)
     assert trace.found() == {fail("no_answer", ROLLOUTS[2])}
-    assert FIRST_PASS_SPINNING_FACTOR * LIMITS.probe < delay <= FIRST_TOKEN_FACTOR * EARLY_PROBE_S + FIRST_PASS_SPINNING_FACTOR * LIMITS.probe + 4
+    assert (
+        FIRST_PASS_SPINNING_FACTOR * LIMITS.probe
+        < delay
+        <= FIRST_TOKEN_FACTOR * EARLY_PROBE_S + FIRST_PASS_SPINNING_FACTOR * LIMITS.probe + 4
+    )
 
 
 def test_that_its_gpu_spins_may_be_heard_after_it_was_asked() -> None:

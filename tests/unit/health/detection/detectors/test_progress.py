@@ -12,7 +12,7 @@ from rrl.core.run_spec import Limits, PhaseSpec
 from rrl.core.types import Cause, Incarnation, NodeName, Remedy, ReplicaId
 from rrl.health.detection.detect import detect
 from rrl.health.detection.detectors.liveness import CPU_ACTIVE_SILENCE_FACTOR, missing_heartbeats
-from rrl.health.detection.detectors.progress import MAX_BLIND_TRAINING_S, FIRST_PASS_IDLE_SHARE
+from rrl.health.detection.detectors.progress import FIRST_PASS_IDLE_SHARE, MAX_BLIND_TRAINING_S
 from rrl.health.detection.detectors.registry import PROGRESS_DETECTORS
 from rrl.tests.support.health.traces import (
     BUSY,
@@ -26,8 +26,8 @@ from rrl.tests.support.health.traces import (
     Trace,
     agent_of,
     brief,
-    fail,
     detect_fresh,
+    fail,
     unknown,
     warn,
 )  # fmt: skip
@@ -121,7 +121,7 @@ def test_who_said_goodbye_and_stays_has_failed_in_the_end() -> None:
     due = trace.now + PHASES["stopping"].longest
     trace.play(PHASES["stopping"].longest)
     assert trace.found(before(due)) == set()
-    assert trace.found() == {fail("never_left", ROLLOUT)}
+    assert trace.found() == {fail("stop_overdue", ROLLOUT)}
     trace.monitor.on_stop_requested(ROLLOUT, trace.now)
     assert trace.found() == set(), "asked to stop: the manager sees to its end"
 
@@ -224,7 +224,9 @@ def test_silence_of_who_was_asked_to_stop_is_expected() -> None:
 def test_a_worker_that_falls_silent_with_its_whole_node_is_unknown_and_not_charged() -> None:
     trace = one_rollout()
     trace.play(5.0)
-    trace.monitor.on_agent_message(NodeName("n1"), agent_of("n1"), trace.now + 0.9)  # the last beats differ by up to one
+    trace.monitor.on_agent_message(
+        NodeName("n1"), agent_of("n1"), trace.now + 0.9
+    )  # the last beats differ by up to one
     assert trace.found(trace.now + LIMITS.silence) == {unknown("worker_silence", ROLLOUT)}
 
 
@@ -277,7 +279,7 @@ def test_a_launch_without_hello_fails_after_the_join_limit_and_not_before() -> N
     assert trace.found(due) == {fail("never_joined", ROLLOUT)}
 
 
-STANDBY_PROCESS = Incarnation(ReplicaId("shadow/n1"), 3)
+STANDBY_PROCESS = Incarnation(ReplicaId("standby/n1"), 3)
 PROMOTE = 4 * LIMITS.heartbeat
 
 
@@ -295,9 +297,9 @@ def test_a_shadow_that_is_not_heard_as_what_it_became_fails_long_before_a_launch
     due = trace.now + PROMOTE
     trace.play(PROMOTE)
     assert trace.found(before(due)) == set()
-    assert trace.found(due) == {fail("adopt_overdue", TRAINER)}
+    assert trace.found(due) == {fail("promotion_overdue", TRAINER)}
     (finding,) = trace.findings()
-    assert finding.evidence[0].text == "shadow/n1#3 on n1 was told to become it, and no Hello came within 4 s"
+    assert finding.evidence[0].text == "standby/n1#3 on n1 was told to become it, and no Hello came within 4 s"
     assert trace.monitor.replicas.keys() == {TRAINER.replica, agent_of("n1").replica}, "the shadow is no more"
 
 
@@ -305,7 +307,7 @@ def test_nobody_is_told_to_wait_longer_for_it_because_its_step_lives() -> None:
     trace = promoted()
     alive(trace, 2 * PROMOTE)
     trace.monitor.on_step_alive(TRAINER, trace.now)
-    assert trace.found() == {fail("adopt_overdue", TRAINER)}
+    assert trace.found() == {fail("promotion_overdue", TRAINER)}
 
 
 def test_a_shadow_whose_step_ends_before_it_was_heard_fails_by_that(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -607,7 +609,9 @@ def test_a_phase_of_the_job_s_own_can_demand_progress() -> None:
     trace = Trace(Limits(first_pass=0.0, phases={"tools": own})).node("n1", ROLLOUT, phase="tools")
     trace.play(500)
     assert trace.found() == set()
-    assert trace.monitor.replicas[ROLLOUT.replica].usual_duration == pytest.approx(1.0), "the gap between two rises is usual"
+    assert trace.monitor.replicas[ROLLOUT.replica].usual_duration == pytest.approx(1.0), (
+        "the gap between two rises is usual"
+    )
     trace.still.add(ROLLOUT)
     trace.play(60)
     assert trace.found() == {fail("no_progress", ROLLOUT)}
@@ -681,12 +685,12 @@ def test_evidence_and_since_carry_no_running_seconds() -> None:
 
 def test_every_detector_is_in_the_ladder_best_evidence_first() -> None:
     names = [detector.__name__ for detector in PROGRESS_DETECTORS]
-    proofs_first = ["exit_record", "step_gone", "never_left", "adopt_overdue", "never_joined", "worker_silence"]
+    proofs_first = ["exit_record", "step_gone", "stop_overdue", "promotion_overdue", "never_joined", "worker_silence"]
     assert names[:6] == proofs_first
     assert names[7:9] == ["engine_dead", "no_answer"], "what it says of itself comes before what time says"
     assert names[-2:] == ["suspected", "straggler"], "warnings come last"
     assert set(names[6:]) == {
-        "agent_silence", "engine_dead", "no_answer", "no_progress", "phase_overdue", "stands_idle", "loads_idle",
+        "agent_silence", "engine_dead", "no_answer", "no_progress", "phase_overdue", "computes_nothing", "load_stalled",
         "wait_overdue", "wait_long", "idle", "suspected", "straggler",
     }  # fmt: skip
 

@@ -129,7 +129,9 @@ async def test_a_hung_reader_is_told_once_hangs_nobody_else_and_is_told_when_it_
     async with isolated_reader(tmp_path, readers.Hangs, readers.Good) as keeper:
         hung = await first(keeper, reader="hangs", state="hung")
         assert hung.why == "did not answer within 0.3 s"
-        others = [await asyncio.wait_for(keeper.next_reading(), TIMEOUT_S) for _ in range(50)]  # more than two deadlines long
+        others = [
+            await asyncio.wait_for(keeper.next_reading(), TIMEOUT_S) for _ in range(50)
+        ]  # more than two deadlines long
         assert {reading.reader for reading in others} == {"good"}
         (tmp_path / "hang").unlink()
         assert count(await first(keeper, reader="hangs")) == 1
@@ -258,7 +260,11 @@ async def test_the_processes_carry_the_mark_of_the_launch_and_no_mark_of_a_step(
         for pid in (keeper.pid, *noted(tmp_path, "good-made")):
             process = read_process(pid)
             assert process is not None
-            assert (with_marks(process).launch, with_marks(process).step, with_marks(process).module) == (launch, "", "")
+            assert (with_marks(process).launch, with_marks(process).step, with_marks(process).module) == (
+                launch,
+                "",
+                "",
+            )
 
 
 _AGENT = """

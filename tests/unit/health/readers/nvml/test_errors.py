@@ -15,7 +15,7 @@ from rrl.health.readers.nvml import reader as nvml_reader
 from rrl.health.readers.nvml.reader import NvmlReader
 from rrl.health.readers.samples import Gpu, GpuXid
 from rrl.tests.support.nvml.driver import FUNCTIONS, STATE_ENV, FakeDriver
-from rrl.tests.support.nvml.reading import SECONDS, result_of_child, start, reading_error
+from rrl.tests.support.nvml.reading import SECONDS, reading_error, result_of_child, start
 
 ERRORS = {name: getattr(pynvml, name) for name in sorted(dir(pynvml)) if name.startswith("NVML_ERROR_")}
 CALLED = sorted(FUNCTIONS - {"nvmlDeviceGetCount_v2", "nvmlInitWithFlags", "nvmlShutdown", "nvmlErrorString"})
@@ -109,19 +109,19 @@ def test_a_value_that_is_read_again_is_no_longer_unread(driver: FakeDriver, read
 
 # ── GPUs that are lost ───────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
-    ("error", "words"),
+    ("error", "text"),
     [("GPU_IS_LOST", "GPU is lost"), ("RESET_REQUIRED", "GPU requires reset"), ("UNKNOWN", "Unknown Error")],
 )
 def test_a_lost_gpu_is_still_told_and_nothing_of_before_is_carried_on(
-    driver: FakeDriver, reader: NvmlReader, error: str, words: str
+    driver: FakeDriver, reader: NvmlReader, error: str, text: str
 ) -> None:
     before = reader.read().gpus
     driver.lose(0, error)
     lost, other = reader.read().gpus
-    assert lost.lost == words
+    assert lost.lost == text
     assert (lost.uuid, lost.pci, lost.serial) == (before[0].uuid, before[0].pci, before[0].serial)
     assert (lost.temperature, lost.nvlinks, lost.memory_used, lost.recovery_action) == (None, None, None, None)
-    assert set(lost.unread.values()) == {words}
+    assert set(lost.unread.values()) == {text}
     assert other == before[1]
 
 
@@ -148,7 +148,7 @@ def test_a_lost_gpu_that_was_reset_is_found_again(driver: FakeDriver, reader: Nv
 def test_a_lost_gpu_keeps_its_name_when_the_session_is_opened_anew(
     driver: FakeDriver, reader: NvmlReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nvml_reader, "_SEARCH_LOST_EVERY", 2)
+    monkeypatch.setattr(nvml_reader, "_LOST_SEARCH_READS", 2)
     uuid = reader.read().gpus[0].uuid
     driver.lose(0)
     assert [reader.read().gpus[0].uuid for _ in range(5)] == [uuid] * 5

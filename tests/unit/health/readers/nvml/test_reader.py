@@ -66,13 +66,13 @@ def test_gpus_are_told_in_the_order_in_which_nvml_counts_them(driver: FakeDriver
 
 
 @pytest.mark.parametrize(
-    ("number", "words"),
+    ("number", "text"),
     [(0, "none"), (1, "gpu_reset"), (2, "node_reboot"), (3, "drain_p2p"), (4, "drain_and_reset"), (7, "system_reboot"),
      (8, "unknown (8)")],
 )  # fmt: skip
-def test_the_recovery_action_is_told_in_words(driver: FakeDriver, reader: NvmlReader, number: int, words: str) -> None:
+def test_the_recovery_action_is_told_in_words(driver: FakeDriver, reader: NvmlReader, number: int, text: str) -> None:
     driver.set(0, "recovery_action", number)
-    assert reader.read().gpus[0].recovery_action == words
+    assert reader.read().gpus[0].recovery_action == text
 
 
 def test_links_and_fabric_that_changed_are_looked_at_with_each_of_the_next_reads(

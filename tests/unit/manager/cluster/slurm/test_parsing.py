@@ -34,7 +34,9 @@ def test_a_running_pool_has_its_nodes_and_its_tag() -> None:
     pool = jobs("jobs")["37"]
     nodes = (NodeName("n1"), NodeName("n2"))
     assert pool.target == ("--jobid=37",)
-    assert pool == Job("37", AllocationState.RUNNING, nodes, "demo.pool", "RUNNING", "rrl demo demo.pool", time_left_s=3598.0)
+    assert pool == Job(
+        "37", AllocationState.RUNNING, nodes, "demo.pool", "RUNNING", "rrl demo demo.pool", time_left_s=3598.0
+    )
 
 
 def test_a_pending_job_says_why_it_waits() -> None:

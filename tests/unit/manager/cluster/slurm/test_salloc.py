@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from rrl.core.run_spec import Resources
-from rrl.manager.cluster.base import AllocationState, AllocationRequest, Refused
+from rrl.manager.cluster.base import AllocationRequest, AllocationState, Refused
 from rrl.manager.cluster.slurm.cluster import SlurmCluster
 from rrl.manager.cluster.slurm.commands import SlurmLimits
 
@@ -66,7 +66,7 @@ def test_a_follow_up_that_finds_too_few_nodes_beside_ours_waits_for_ours_and_any
         await slurm.observe()
         with pytest.raises(Refused, match="not available"):
             await slurm.request(more)
-        await slurm.request(msgspec.structs.replace(more, again=True))
+        await slurm.request(msgspec.structs.replace(more, may_reuse_own_nodes=True))
         *_, last = (tmp_path / "told").read_text().split("#!")
         assert "--exclusive" in last
         assert "--exclude" not in last

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rrl.core.run_spec import RunSpec, Limits, Recovery
+from rrl.core.run_spec import Limits, Recovery, RunSpec
 from rrl.core.types import AGENT, Outcome, ReplicaId, role_of
-from rrl.manager.cluster.base import AllocationState, NodeStatus, NodeState
+from rrl.manager.cluster.base import AllocationState, NodeState, NodeStatus
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Finish, Launch, Release, Request, Rung
 from rrl.manager.model.queries import workers
@@ -45,7 +45,9 @@ def moves(world: World) -> list[Fence]:
 def test_each_replica_with_a_node_of_its_own_is_a_request_of_its_own_and_the_others_share_one() -> None:
     world = World(in_node_groups()).steady()
     assert requests(world) == [FIRST, SECOND, SHARED, TRAIN]
-    assert {tag: (ask.node_group, ask.count, ask.node, ask.sbatch["partition"]) for tag, ask in world.requests.items()} == {
+    assert {
+        tag: (ask.node_group, ask.count, ask.node, ask.sbatch["partition"]) for tag, ask in world.requests.items()
+    } == {
         SHARED: ("shared", 1, NODE, "cpu"),
         TRAIN: ("trainer", 1, WIDE, "trainer"),
         FIRST: ("rollout", 1, WIDE, "rollout"),
@@ -317,7 +319,16 @@ def test_a_heterogeneous_job_taken_from_the_queue_is_asked_for_under_other_names
             world.record(ev.AllocationChanged(one.tag, None))
         world.held = {}
         world.play(timeout_s=1.0)
-    assert len({one.tag for request in world.decided(Request) for one in (request.request, *request.request.further_components)}) == 9
+    assert (
+        len(
+            {
+                one.tag
+                for request in world.decided(Request)
+                for one in (request.request, *request.request.further_components)
+            }
+        )
+        == 9
+    )
     assert world.decided(Finish)[0].outcome is Outcome.FAILED
 
 
@@ -342,11 +353,11 @@ def test_what_is_hopeless_must_be_so_all_the_time_and_not_only_look_so_again_and
     assert seen is not None
     for _ in range(5):
         for never in ("InvalidAccount", "InvalidQOS", ""):
-            world.happen(ev.AllocationChanged(TRAIN, msgspec.structs.replace(seen, hopeless=never)))
+            world.happen(ev.AllocationChanged(TRAIN, msgspec.structs.replace(seen, unsatisfiable_reason=never)))
             world.wait(UNSATISFIABLE_AFTER_S / 2 - 1.0)
     assert world.decided(Finish) == []
     for never in ("InvalidAccount", "InvalidQOS", "InvalidAccount", "InvalidQOS"):  # other words for the same
-        world.happen(ev.AllocationChanged(TRAIN, msgspec.structs.replace(seen, hopeless=never)))
+        world.happen(ev.AllocationChanged(TRAIN, msgspec.structs.replace(seen, unsatisfiable_reason=never)))
         world.wait(UNSATISFIABLE_AFTER_S / 2 - 1.0)
     assert world.decided(Finish)[0].outcome is Outcome.REJECTED
 
@@ -393,7 +404,11 @@ def test_a_trainer_whose_allocation_ends_moves_to_a_successor_before_that_and_no
     assert world.now == began + 4 * HOUR - world.state.job.limits.rotate
     world.play(lambda: bool(moves(world))).steady()
     (fence,) = moves(world)
-    assert (fence.incarnation.replica, fence.rung, fence.target_node) == (TRAINER, Rung.REPLACEMENT, world.node_of(TRAINER))
+    assert (fence.incarnation.replica, fence.rung, fence.target_node) == (
+        TRAINER,
+        Rung.REPLACEMENT,
+        world.node_of(TRAINER),
+    )
     assert fence.why.evidence == (f"its allocation {TRAIN} ends in 599 s",)
     assert (allocation_of(world, TRAINER), world.incarnations()) == (f"{RUN}.trainer-1", ONCE | {TRAINER: 2})
     world.play(lambda: TRAIN not in world.state.allocations, timeout_s=10.0)
@@ -427,7 +442,11 @@ def test_allocations_are_rotated_again_and_again_until_the_run_ends() -> None:
     world = World(in_node_groups(walltime=10 * HOUR, terms={"trainer": 2 * HOUR, "rollout": 3 * HOUR}), nodes=30)
     world.play(timeout_s=20 * HOUR)
     assert_nothing_is_left(world, Outcome.FAILED)
-    assert [fence for fence in world.decided(Fence) if fence.target_node is None and role_of(fence.incarnation.replica) != AGENT] == []
+    assert [
+        fence
+        for fence in world.decided(Fence)
+        if fence.target_node is None and role_of(fence.incarnation.replica) != AGENT
+    ] == []
     ended = [s.event.status for s in world.events if isinstance(s.event, ev.AllocationChanged)]
     assert not any(seen is not None and seen.detail == "TIMEOUT" for seen in ended)
     assert all(ask.walltime <= 3 * HOUR for ask in world.requests.values() if ask.node_group != "shared")
@@ -436,7 +455,9 @@ def test_allocations_are_rotated_again_and_again_until_the_run_ends() -> None:
 
 
 def test_a_successor_of_a_component_is_waited_for_as_long_as_the_queue_takes_too() -> None:
-    world = World(in_node_groups("hetjob", terms={"rollout": 4 * HOUR}, limits=Limits(allocation=300.0)), nodes=9).steady()
+    world = World(
+        in_node_groups("hetjob", terms={"rollout": 4 * HOUR}, limits=Limits(allocation=300.0)), nodes=9
+    ).steady()
     world.closed["rollout"] = "Priority"
     world.play(lambda: len(requests(world)) > 1, timeout_s=4 * HOUR)
     world.wait(500.0)

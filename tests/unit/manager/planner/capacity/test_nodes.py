@@ -5,11 +5,22 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rrl.core.run_spec import EnvSpec, HealthSpec, RunSpec, Recovery
+from rrl.core.run_spec import EnvSpec, HealthSpec, Recovery, RunSpec
 from rrl.core.types import AGENT, Cause, Evidence, Finding, NodeName, Remedy, ReplicaId, Verdict, replica_id, role_of
-from rrl.manager.cluster.base import AllocationStatus, AllocationState, NodeStatus, NodeState
+from rrl.manager.cluster.base import AllocationState, AllocationStatus, NodeState, NodeStatus
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Drain, Exclude, Fence, Launch, ExternalAction, Readmit, Release, Request, Shrink, Undrain
+from rrl.manager.model.actions import (
+    Drain,
+    Exclude,
+    ExternalAction,
+    Fence,
+    Launch,
+    Readmit,
+    Release,
+    Request,
+    Shrink,
+    Undrain,
+)
 from rrl.manager.model.queries import workers
 from rrl.manager.model.state import Status
 from rrl.manager.planner.capacity.nodes import NodeInventory
@@ -60,7 +71,9 @@ class Nodes(World):
 
     def set_state(self, node: NodeName, state: NodeState, detail: str) -> None:
         """The cluster, when it is next asked."""
-        self._later(0.2, lambda: self.record(ev.NodeChanged(node, NodeStatus(state, detail, detail.partition(": ")[2]))))
+        self._later(
+            0.2, lambda: self.record(ev.NodeChanged(node, NodeStatus(state, detail, detail.partition(": ")[2])))
+        )
 
     def all_up(self) -> Nodes:
         for node in self.state.nodes:
@@ -72,7 +85,9 @@ class Nodes(World):
         remedy: Remedy = Remedy.DRAIN, component: str = "",
     ) -> None:  # fmt: skip
         evidence = (Evidence("agent", "Xid 79, GPU 3 has fallen off the bus", self.now),)
-        finding = Finding("xid", verdict, cause, remedy, self.now, evidence, node=node, proof=proof, component=component)
+        finding = Finding(
+            "xid", verdict, cause, remedy, self.now, evidence, node=node, proof=proof, component=component
+        )
         self.happen(ev.FindingChanged(finding))
 
     def send_command(self, command: str, node: NodeName, reason: str = "") -> None:
@@ -166,7 +181,13 @@ def test_a_suspect_is_better_than_no_node() -> None:
 def slow(w: Nodes, replica: ReplicaId = R0, planned: bool = True) -> None:
     evidence = (Evidence("worker", "half the tokens of its peers", w.now),)
     finding = Finding(
-        "straggler", Verdict.WARN, Cause.NODE, Remedy.EXCLUDE, w.now, evidence, incarnation=w.state.replica(replica).incarnation
+        "straggler",
+        Verdict.WARN,
+        Cause.NODE,
+        Remedy.EXCLUDE,
+        w.now,
+        evidence,
+        incarnation=w.state.replica(replica).incarnation,
     )
     (w.happen if planned else w.record)(ev.FindingChanged(finding))
 
@@ -448,16 +469,16 @@ def test_with_proof_a_node_stays_excluded_while_that_stands() -> None:
     assert w.drains == {}
 
 
-@pytest.mark.parametrize("seen", [NodeStatus(NodeState.DOWN, "DOWN: Not responding"),
+@pytest.mark.parametrize("observed", [NodeStatus(NodeState.DOWN, "DOWN: Not responding"),
                                   NodeStatus(NodeState.DRAINING, "IDLE+DRAIN: bad fan"),
                                   NodeStatus(NodeState.UNKNOWN, "IDLE+NOT_RESPONDING")])  # fmt: skip
-def test_a_node_that_the_cluster_does_not_call_well_is_not_used_again(seen: NodeStatus) -> None:
+def test_a_node_that_the_cluster_does_not_call_well_is_not_used_again(observed: NodeStatus) -> None:
     w = world(exclusion=HOUR, drain=False)
     w.shrinks = "no"
     node = w.node_of(R0)
     w.exclude(node, Cause.NODE, proof=False)
     w.play(w.works)
-    w.happen(ev.NodeChanged(node, seen))
+    w.happen(ev.NodeChanged(node, observed))
     w.wait(5 * HOUR)
     assert w.state.nodes[node].excluded is not None
     w.happen(ev.NodeChanged(node, UP))
@@ -505,7 +526,9 @@ def test_who_is_on_a_node_that_a_person_wants_drained_moves_first_and_nobody_is_
     w.send_command("drain", node, "fan is loud")
     w.play(lambda: bool(w.drains)).play(w.works).wait(30.0)
     deeds = [action for action in w.actions if isinstance(action, Fence | Exclude | Drain)]
-    fence, exclude, drain = (one for one in deeds if not isinstance(one, Fence) or role_of(one.incarnation.replica) != AGENT)
+    fence, exclude, drain = (
+        one for one in deeds if not isinstance(one, Fence) or role_of(one.incarnation.replica) != AGENT
+    )
     assert [type(one) for one in (fence, exclude, drain)] == [Fence, Exclude, Drain]
     assert isinstance(fence, Fence)
     assert not fence.charged

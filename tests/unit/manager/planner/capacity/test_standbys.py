@@ -91,7 +91,7 @@ def test_where_every_failure_restarts_everything_nobody_is_kept_warm(policy: str
 def test_as_many_shadows_wait_on_a_node_as_members_share_one() -> None:
     world = World(gang_job(3, 2, standbys=1)).steady().warmed()
     assert world.ready_standbys() == {N2: 2, N3: 1, N6: 2, N7: 2}
-    assert {one.incarnation.replica for one in launches(world)} >= {"shadow/n2:0", "shadow/n2:1", "shadow/n3:0"}
+    assert {one.incarnation.replica for one in launches(world)} >= {"standby/n2:0", "standby/n2:1", "standby/n3:0"}
 
 
 def test_a_shadow_waits_for_the_agent_of_its_node() -> None:
@@ -187,7 +187,9 @@ def test_a_shadow_that_is_told_and_never_heard_is_given_up_and_its_step_ended() 
     world.steady()
     assert world.now - killed > world.state.job.recovery.promote
     assert {world.incarnations()[id] for id in (M0, M1)} == {3}
-    assert [one.incarnation for one in world.decided(StopStep) if one.step == tag_of(RUN, standby(N3))] == [Incarnation(M1, 2)]
+    assert [one.incarnation for one in world.decided(StopStep) if one.step == tag_of(RUN, standby(N3))] == [
+        Incarnation(M1, 2)
+    ]
     assert world.state.orphan_steps == {}
     assert world.state.intents == {}
 
@@ -243,7 +245,9 @@ def test_without_a_spare_it_takes_the_node_of_a_rollout_that_is_made_up_for() ->
     assert (world.node_of(R2), world.incarnations()[R2]) == (N7, 2)
     assert world.state.replica(R2).failures == ()  # it has not failed
     assert {world.incarnations()[id] for id in (STORE, REWARD, R0, R1)} == {1}
-    joined = next(s.at for s in world.events if isinstance(s.event, ev.Joined) and s.event.incarnation == Incarnation(M1, 2))
+    joined = next(
+        s.at for s in world.events if isinstance(s.event, ev.Joined) and s.event.incarnation == Incarnation(M1, 2)
+    )
     assert joined - member_back < 2.0
     assert [one.request.count for one in world.decided(Request)] == [6, 1]
 
@@ -286,13 +290,13 @@ def test_members_that_shared_a_lost_node_share_the_next_one() -> None:
 def test_where_each_node_is_a_job_of_its_own_a_rollouts_may_carry_the_trainer_too() -> None:
     small = in_node_groups(rollouts=3)
     roles = tuple(
-        msgspec.structs.replace(one, ranks=2, warm=True, standbys=1) if one.name == "trainer" else one
+        msgspec.structs.replace(one, ranks=2, warm=True, donor_rollouts=1) if one.name == "trainer" else one
         for one in small.roles
     )  # fmt: skip
     parts = tuple(
-        msgspec.structs.replace(part, nodes=2, needed=2) if part.name == "trainer" else part for part in small.node_groups
+        msgspec.structs.replace(part, nodes=2, min_nodes=2) if part.name == "trainer" else part for part in small.node_groups
     )  # fmt: skip
-    world = World(msgspec.structs.replace(small, roles=roles, parts=parts), nodes=12).steady().warmed()
+    world = World(msgspec.structs.replace(small, roles=roles, node_groups=parts), nodes=12).steady().warmed()
     spare = next(iter(world.ready_standbys().keys() - {world.node_of(M0), world.node_of(M1)}))
     assert world.node_of(R2) == spare
     world.lose_node(world.node_of(M1))
@@ -307,7 +311,7 @@ def test_where_each_node_is_a_job_of_its_own_a_rollouts_may_carry_the_trainer_to
 def test_a_node_that_is_too_small_for_the_trainer_stands_not_by() -> None:
     small = in_node_groups(rollouts=3)
     roles = tuple(
-        msgspec.structs.replace(one, warm=True, standbys=1, each=Resources(cpus=64)) if one.name == "trainer" else one
+        msgspec.structs.replace(one, warm=True, donor_rollouts=1, per_member=Resources(cpus=64)) if one.name == "trainer" else one
         for one in small.roles
     )  # fmt: skip
     world = World(msgspec.structs.replace(small, roles=roles), nodes=12).steady().warmed()

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from rrl.core.launch import ExitReason
-from rrl.core.run_spec import RunSpec, Limits, NodeGroup
+from rrl.core.run_spec import Limits, NodeGroup, RunSpec
 from rrl.core.types import (  # fmt: skip
     AGENT,
     Cause,
@@ -19,7 +19,7 @@ from rrl.core.types import (  # fmt: skip
     Verdict,
     role_of,
 )
-from rrl.manager.cluster.base import AllocationStatus, AllocationState
+from rrl.manager.cluster.base import AllocationState, AllocationStatus
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Finish, Launch, Release, Request, Rung
 from rrl.manager.model.queries import workers
@@ -284,7 +284,7 @@ def terms(small: RunSpec, term: float) -> RunSpec:
     """``[cluster] job_walltime``."""
     (pool,) = small.node_groups
     part: NodeGroup = msgspec.structs.replace(pool, walltime=term)
-    return msgspec.structs.replace(small, parts=(part,))
+    return msgspec.structs.replace(small, node_groups=(part,))
 
 
 def test_a_pool_that_ends_before_the_run_is_followed_by_another_with_its_spares_and_all_move_role_by_role() -> None:
@@ -295,7 +295,9 @@ def test_a_pool_that_ends_before_the_run_is_followed_by_another_with_its_spares_
     ends = world.state.allocations[POOL].ends_at
     assert world.now == ends - small.limits.rotate
     follow = world.decided(Request)[1].request
-    assert (asked.may_reuse_own_nodes, follow.may_reuse_own_nodes) == (False, True), "our own nodes may serve it, once they are free"
+    assert (asked.may_reuse_own_nodes, follow.may_reuse_own_nodes) == (False, True), (
+        "our own nodes may serve it, once they are free"
+    )
     assert (follow.count, follow.walltime) == (asked.count, 4 * HOUR)
     while world.state.replica(R0).incarnation_number == 1 or not world.works():
         down = [r.role for r in world.state.replicas.values() if r.role != AGENT and r.status is not Status.JOINED]

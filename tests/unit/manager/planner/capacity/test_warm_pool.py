@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from rrl.core.launch import tag_of
-from rrl.core.run_spec import RunSpec, Recovery, pool_nodes
+from rrl.core.run_spec import Recovery, RunSpec, pool_nodes
 from rrl.core.types import Incarnation, NodeName, Outcome, ReplicaId, replica_id, standby_id, standby_role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Launch, Request, Rung, StopStep
@@ -67,8 +67,8 @@ def assert_no_orphan_steps(world: World) -> None:
 @pytest.mark.parametrize(
     ("role", "slot", "id"),
     [
-        ("trainer", None, "shadow/n7"), ("trainer", 1, "shadow/n7:1"), ("rollout", None, "shadow/n7:rollout"),
-        ("rollout", 1, "shadow/n7:rollout.1"),
+        ("trainer", None, "standby/n7"), ("trainer", 1, "standby/n7:1"), ("rollout", None, "standby/n7:rollout"),
+        ("rollout", 1, "standby/n7:rollout.1"),
     ],
 )  # fmt: skip
 def test_the_name_of_a_shadow_says_which_role_it_stands_for(role: str, slot: int | None, id: str) -> None:
@@ -107,7 +107,7 @@ def test_none_is_started_while_a_rollout_is_on_its_way_back() -> None:
     world.commit(1)
     world.wait(20.0)
     assert world.state.replica(R0).status is Status.STARTING
-    assert not any(one.incarnation.replica.startswith("shadow/n6:") for one in world.decided(Launch))
+    assert not any(one.incarnation.replica.startswith("standby/n6:") for one in world.decided(Launch))
     world.play(world.works)
     world.wait(60.0)
     assert world.engines() == [N6, N7]
@@ -144,11 +144,11 @@ def shared(rollouts: int = 4) -> RunSpec:
     """Rollouts of which two share a node, one of them that of the store and the reward role; one spare."""
     job = small(rollouts=rollouts)
     each = msgspec.structs.replace(NODE, cpus=2, mem=NODE.mem // 2)
-    roles = tuple(msgspec.structs.replace(one, exclusive=False, each=each) if one.name == "rollout" else one
+    roles = tuple(msgspec.structs.replace(one, exclusive=False, per_member=each) if one.name == "rollout" else one
                   for one in job.roles)  # fmt: skip
     nodes = pool_nodes(roles, NODE) + job.spares
-    pool = msgspec.structs.replace(job.node_groups[0], nodes=nodes, needed=nodes)
-    return msgspec.structs.replace(job, roles=roles, parts=(pool,))
+    pool = msgspec.structs.replace(job.node_groups[0], nodes=nodes, min_nodes=nodes)
+    return msgspec.structs.replace(job, roles=roles, node_groups=(pool,))
 
 
 def test_where_rollouts_share_nodes_as_many_wait_as_fit_and_those_of_a_lost_node_all_go_on_at_once() -> None:
@@ -161,7 +161,7 @@ def test_where_rollouts_share_nodes_as_many_wait_as_fit_and_those_of_a_lost_node
     world.lose_node(node)
     world.play(lambda: all(world.incarnations()[id] == 2 for id in mates))
     world.steady()
-    assert promotions(world) == {f"shadow/{spare}:rollout.{slot}#1": f"{id}#2" for slot, id in enumerate(mates)}
+    assert promotions(world) == {f"standby/{spare}:rollout.{slot}#1": f"{id}#2" for slot, id in enumerate(mates)}
     assert touched(world, *mates) == {}
 
 
@@ -184,14 +184,14 @@ def test_a_role_that_comes_to_its_node_too_has_the_room_of_those_that_are_not_ta
     world.lose_node(N1)
     world.play(lambda: all(world.incarnations()[one] > 1 for one in there))
     world.steady()
-    assert promotions(world) == {f"shadow/{spare}:rollout.0#1": "rollout/0#2"}
+    assert promotions(world) == {f"standby/{spare}:rollout.0#1": "rollout/0#2"}
     assert {world.node_of(one) for one in there} == {spare}
     assert touched(world, *there) == {}
 
 
 def test_whoever_finds_none_that_is_free_is_not_said_to_go_on_as_one() -> None:
     world = World(shared()).steady()
-    world.broken_incarnations[ReplicaId("shadow/n5:rollout.1")] = "exited: RuntimeError"
+    world.broken_incarnations[ReplicaId("standby/n5:rollout.1")] = "exited: RuntimeError"
     world.warmed()
     assert world.engines() == [N5]
     node = world.node_of(R1)
@@ -205,9 +205,11 @@ def test_whoever_finds_none_that_is_free_is_not_said_to_go_on_as_one() -> None:
 def test_an_engine_whose_allocation_is_to_be_followed_by_another_is_ended() -> None:
     job = small()
     (pool,) = job.node_groups
-    world = World(msgspec.structs.replace(job, parts=(msgspec.structs.replace(pool, walltime=7200.0),)), nodes=20)
+    world = World(msgspec.structs.replace(job, node_groups=(msgspec.structs.replace(pool, walltime=7200.0),)), nodes=20)
     world.steady().warmed()
-    world.play(lambda: any(isinstance(one, StopStep) and one.incarnation == engine(N6) for one in world.actions), 7200.0)
+    world.play(
+        lambda: any(isinstance(one, StopStep) and one.incarnation == engine(N6) for one in world.actions), 7200.0
+    )
     (end,) = [one for one in world.decided(StopStep) if one.incarnation == engine(N6)]
     assert end.why.evidence == ("n6 is no spare node any more",)
 
@@ -231,7 +233,7 @@ def test_a_rollout_that_has_lost_its_node_goes_on_there_at_once() -> None:
     assert fence.why.evidence == ("n4 is excluded: node_lost: manager: agent of n4 is silent",)
     (launch,) = [one for one in launched(world, R1) if one.incarnation.number == 2]
     assert launch.why.evidence == ("rollout/1 is wanted and n6 has a shadow",)
-    assert launch.why.expects == "shadow/n6:rollout#1 becomes rollout/1#2"
+    assert launch.why.expects == "standby/n6:rollout#1 becomes rollout/1#2"
     assert fence.why.deadline is not None
     assert launch.why.deadline is not None
     assert fence.why.deadline - begun <= limits.step_grace + recovery.promote
@@ -244,7 +246,7 @@ def test_of_two_that_are_lost_at_once_each_has_one_of_its_own() -> None:
     world.lose_node(N4)
     world.lose_node(N5)
     world.play(lambda: world.incarnations()[R2] == 2 and world.works())
-    assert promotions(world) == {"shadow/n6:rollout#1": "rollout/1#2", "shadow/n7:rollout#1": "rollout/2#2"}
+    assert promotions(world) == {"standby/n6:rollout#1": "rollout/1#2", "standby/n7:rollout#1": "rollout/2#2"}
     assert len(requests(world)) == 1
 
 
@@ -260,7 +262,7 @@ def test_two_that_are_decided_about_in_one_plan_are_not_sent_to_the_same_node() 
 def test_of_two_with_one_spare_the_other_waits_for_a_new_node() -> None:
     world = World(small(spares=1), nodes=8).steady().warmed()
     lose_at_once(world, N4, N5)
-    assert promotions(world) == {"shadow/n6:rollout#1": "rollout/1#2"}
+    assert promotions(world) == {"standby/n6:rollout#1": "rollout/1#2"}
     assert world.node_of(R2) == N7
     assert [one.request.count for one in world.decided(Request)][1:] == [1]
 
@@ -274,7 +276,7 @@ def test_a_process_that_fails_restarts_in_place_until_its_budget_there_is_spent_
     assert promotions(world) == {}
     world.kill(R1)
     world.steady()
-    assert promotions(world) == {"shadow/n6:rollout#1": "rollout/1#4"}
+    assert promotions(world) == {"standby/n6:rollout#1": "rollout/1#4"}
     assert rungs(world) == [Rung.IN_PLACE, Rung.IN_PLACE, Rung.SPARE]
     world.wait(60.0)
     assert world.engines() == [N4]  # which is a spare now
@@ -341,7 +343,9 @@ def test_one_that_is_told_and_never_heard_is_given_up_and_its_step_ended() -> No
     world.lose_node(N4)
     world.play(lambda: world.incarnations()[R1] == 3)
     world.steady().wait(1.0)
-    assert [one.incarnation for one in world.decided(StopStep) if one.step == tag_of(RUN, engine(N6))] == [Incarnation(R1, 2)]
+    assert [one.incarnation for one in world.decided(StopStep) if one.step == tag_of(RUN, engine(N6))] == [
+        Incarnation(R1, 2)
+    ]
     assert touched(world, R1) == {}
     assert_no_orphan_steps(world)
 
@@ -362,7 +366,7 @@ def test_the_trainer_has_the_spare_once_the_engine_there_is_gone() -> None:
     world.lose_node(N2)
     world.play(lambda: world.incarnations()[TRAINER] == 2)
     world.steady()
-    assert promotions(world, "trainer") == {"shadow/n6#1": "trainer/0#2"}
+    assert promotions(world, "trainer") == {"standby/n6#1": "trainer/0#2"}
     order = [action for action in world.actions
              if (isinstance(action, Launch) and action.incarnation == Incarnation(TRAINER, 2))
              or (isinstance(action, StopStep) and action.incarnation == engine(N6))]  # fmt: skip
@@ -477,7 +481,7 @@ def test_what_the_journal_says_is_enough_to_know_which_role_each_stands_for() ->
         state = fold(state, stamped)
     assert state == world.state
     waiting = {one.id: standby_role_of(one.id) for one in state.replicas.values() if one.role == "shadow"}
-    assert waiting == {"shadow/n2": "trainer", "shadow/n6": "trainer", "shadow/n6:rollout": "rollout"}
+    assert waiting == {"standby/n2": "trainer", "standby/n6": "trainer", "standby/n6:rollout": "rollout"}
 
 
 # ── the plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rrl.core.run_spec import EnvSpec, RunSpec, Recovery
+from rrl.core.run_spec import EnvSpec, Recovery, RunSpec
 from rrl.core.types import AGENT, NodeName, Outcome, ReplicaId, role_of
 from rrl.manager.cluster.base import RejectReason
 from rrl.manager.model import events as ev
@@ -335,7 +335,7 @@ def test_a_command_of_a_run_with_a_trainer_just_stays_done() -> None:
     small = job(spares=0)
     done = command("shard")
     part = msgspec.structs.replace(small.node_groups[0], roles=(*small.node_groups[0].roles, "shard"), nodes=5)
-    world = World(msgspec.structs.replace(small, roles=(*small.roles, done), parts=(part,))).steady()
+    world = World(msgspec.structs.replace(small, roles=(*small.roles, done), node_groups=(part,))).steady()
     world.finish(A0)
     world.play(timeout_s=1000.0)
     assert (world.state.finish, world.state.replica(A0).status) == (None, Status.COMPLETED)

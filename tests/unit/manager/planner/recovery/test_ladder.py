@@ -18,7 +18,7 @@ from rrl.manager.model.queries import workers
 from rrl.manager.model.reduce_replicas import MAX_RESTART_BACKOFF_S
 from rrl.manager.model.state import Status
 from rrl.manager.planner.deadlines import TRAINER_SHUTDOWN_GRACES
-from rrl.manager.planner.recovery.ladder import SUPPORT_LADDER, POLICIES, severity
+from rrl.manager.planner.recovery.ladder import POLICIES, SUPPORT_LADDER, severity
 from rrl.manager.planner.shutdown import final_reason
 from rrl.tests.support.manager.jobs import (
     REWARD,
@@ -147,8 +147,10 @@ def test_a_warm_rollouts_node_comes_before_a_cold_spare_which_the_rollout_then_t
     world = World(gang_job(1, 1, standbys=1, spares=2)).steady().warmed()
     spares = [node for node in world.ready_standbys() if node not in {one.node for one in workers(world.state)}]
     for node in spares:
-        fail(world, ReplicaId(f"shadow/{node}"))  # it is not ready for the moment
-    stands = next(one.node for one in workers(world.state) if one.role == "rollout" and one.node in world.ready_standbys())
+        fail(world, ReplicaId(f"standby/{node}"))  # it is not ready for the moment
+    stands = next(
+        one.node for one in workers(world.state) if one.role == "rollout" and one.node in world.ready_standbys()
+    )
     world.happen(lost(world.node_of(TRAINER), world.now))
     assert [fence.rung for fence in fences(world)] == [Rung.DONOR, Rung.DONOR]
     world.steady()
@@ -489,7 +491,10 @@ def test_a_role_that_cannot_be_spared_and_has_spent_its_budget_restarts_the_run_
         world.kill(STORE)
         world.play(world.works, timeout_s=200.0)
     (whole,) = world.decided(RestartAll)
-    assert (whole.failed, whole.why.evidence[-1]) == (Incarnation(STORE, 3), "2 restarts of trajectories/0 within 600 s")
+    assert (whole.failed, whole.why.evidence[-1]) == (
+        Incarnation(STORE, 3),
+        "2 restarts of trajectories/0 within 600 s",
+    )
     world.kill(STORE)
     world.play()
     assert len(world.decided(RestartAll)) == 1
@@ -805,7 +810,9 @@ def test_an_order_about_one_that_rests_outlives_a_restart_of_the_whole_run() -> 
 def test_who_was_just_gone_on_without_is_not_brought_back_by_a_restart_of_the_whole_run() -> None:
     world = World(job()).steady()
     why = Why(("because",), Rung.FULL_RESTART)
-    everybody = tuple(Fence(one.incarnation, Rung.FULL_RESTART, why, one.node, charged=one.id == T0) for one in workers(world.state))
+    everybody = tuple(
+        Fence(one.incarnation, Rung.FULL_RESTART, why, one.node, charged=one.id == T0) for one in workers(world.state)
+    )
     world.record(ev.Decided(Fence(Incarnation(R0, 1), Rung.DEGRADED, Why(("it fails too often",), Rung.DEGRADED))))
     before = world.state.replica(R0)
     world.record(ev.Decided(RestartAll(why, everybody)))
@@ -833,11 +840,13 @@ def stops(world: World) -> list[ReplicaId]:
 
 def test_of_a_run_that_fails_the_trainer_is_stopped_first_with_time_to_commit_what_is_in_hand() -> None:
     world = World(gang_job(2, 1)).steady().warmed()
-    shadows = {ReplicaId(f"shadow/{node}") for node in world.ready_standbys()}
+    shadows = {ReplicaId(f"standby/{node}") for node in world.ready_standbys()}
     world.slow_to_stop = 3.0
     end(world, Outcome.FAILED)
     assert stops(world) == [T0, T1]
-    assert {action.grace for action in world.decided(StopStep)} == {TRAINER_SHUTDOWN_GRACES * world.state.job.limits.step_grace}
+    assert {action.grace for action in world.decided(StopStep)} == {
+        TRAINER_SHUTDOWN_GRACES * world.state.job.limits.step_grace
+    }
     assert world.state.replica(STORE).is_current
     world.happen(ev.StepCommitted(Incarnation(T0, 1), 2))  # while it leaves
     world.play()

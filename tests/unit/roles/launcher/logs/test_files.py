@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from rrl.core.log_lines import STAMP_BYTES, seconds_of, stamp, stamp_of
-from rrl.roles.launcher.logs.files import PARTIAL_LINE_TIMEOUT_S, MAX_LINE_BYTES, RateLimiter, RotatingLog, LineTimestamper
+from rrl.roles.launcher.logs.files import (
+    MAX_LINE_BYTES,
+    PARTIAL_LINE_TIMEOUT_S,
+    LineTimestamper,
+    RateLimiter,
+    RotatingLog,
+)
 
 
 class Clock:

@@ -79,11 +79,13 @@ def test_what_a_role_says_is_in_its_file_and_is_told(tmp_path: Path) -> None:
 def test_an_unfinished_line_is_written_while_the_role_waits(tmp_path: Path) -> None:
     with pumped(tmp_path / "a.log") as at:
         at.writes(b"Password: ")
-        wait_until(lambda: (tmp_path / "a.log").exists() and texts((tmp_path / "a.log").read_bytes()) == [b"Password: "])
+        wait_until(
+            lambda: (tmp_path / "a.log").exists() and texts((tmp_path / "a.log").read_bytes()) == [b"Password: "]
+        )
 
 
 def test_a_role_goes_on_speaking_while_its_file_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pump, "STUCK", 0.05)
+    monkeypatch.setattr(pump, "STUCK_AFTER_S", 0.05)
     with hung(tmp_path / "a.log") as path, pumped(path) as at:
         for n in range(100):  # 6.4 MiB: a pipe holds 64 KiB
             at.writes((b"%06d " % n + b"x" * 1000 + b"\n") * 64)
@@ -97,8 +99,8 @@ def test_a_role_goes_on_speaking_while_its_file_hangs(tmp_path: Path, monkeypatc
 
 
 def test_what_a_disk_refuses_for_a_while_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pump, "RETRY", 0.01)
-    monkeypatch.setattr(pump, "STUCK", 0.02)
+    monkeypatch.setattr(pump, "RETRY_INTERVAL_S", 0.01)
+    monkeypatch.setattr(pump, "STUCK_AFTER_S", 0.02)
     folder = tmp_path / "later"
     with pumped(folder / "a.log") as at:
         at.writes(b"one\ntwo\n")
@@ -115,8 +117,8 @@ def test_what_a_disk_refuses_for_a_while_is_written_later(tmp_path: Path, monkey
 def test_what_there_is_no_room_for_meanwhile_is_counted_in_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pump, "RETRY", 0.01)
-    monkeypatch.setattr(pump, "WAITING_BYTES", 10_000)
+    monkeypatch.setattr(pump, "RETRY_INTERVAL_S", 0.01)
+    monkeypatch.setattr(pump, "MAX_QUEUED_BYTES", 10_000)
     folder = tmp_path / "later"
     with pumped(folder / "a.log") as at:
         at.writes(b"first\n")
