@@ -102,7 +102,7 @@ class MessageHandler:
             self._injected(message)
         elif isinstance(message, msg.StepVanished):
             await self._step_vanished(message)
-        elif not self._state().is_current(message.life):
+        elif not self._state().is_current(message.incarnation):
             await self._from_fenced(incoming, message)
         elif isinstance(message, msg.AgentHello | msg.AgentHeartbeat) and not is_agent_of(
             message.incarnation, message.node
@@ -120,19 +120,19 @@ class MessageHandler:
 
     async def _from_fenced(self, incoming: Incoming, message: Any) -> None:
         if self._state().finish is not None:
-            newest = self._state().replica(message.life.replica).incarnation == message.life
+            newest = self._state().replica(message.incarnation.replica).incarnation == message.incarnation
             if newest and isinstance(message, msg.Committed):  # a resumed run goes on from there
                 self._committed(message)
             return  # the run is ending: its step was asked to stop, and lets it finish what is in hand
-        if promoted_to(self._state(), message.life) is not None:
+        if promoted_to(self._state(), message.incarnation) is not None:
             if isinstance(message, msg.Hello):  # it has not heard what it is
                 self.standby_promoter.on_standby_hello(incoming.peer, message)
                 await self.standby_promoter.send_promotion(message.incarnation)
             return
-        self.worker_peers.pop(message.life, None)
-        self._connections.pop(message.life, None)
-        why = f"{message.life} is no longer believed"
-        await self._send(incoming.peer, msg.Fenced(message.life, why), None)
+        self.worker_peers.pop(message.incarnation, None)
+        self._connections.pop(message.incarnation, None)
+        why = f"{message.incarnation} is no longer believed"
+        await self._send(incoming.peer, msg.Fenced(message.incarnation, why), None)
 
     async def fence(self, incarnation: Incarnation, why: str) -> None:
         """Have a life that is no longer believed end at once: its worker, and in case that one hangs its first process;
@@ -323,7 +323,7 @@ class MessageHandler:
         return role is not None and not role.service
 
     def _from_current(self, message: Any) -> None:
-        incarnation, now, monitor = message.life, self._now(), self._monitor
+        incarnation, now, monitor = message.incarnation, self._now(), self._monitor
         if isinstance(message, msg.Heartbeat):
             monitor.on_heartbeat(incarnation, message.phase, message.done, message.waits_for, now)
             self._update_phase(message)

@@ -81,7 +81,7 @@ def _if_current(reduce_one: _Reducer) -> _Reducer:
     """For events about a life: one that is not believed changes nothing."""
 
     def guarded(state: State, at: float, event: Any) -> State:
-        return reduce_one(state, at, event) if state.is_current(event.life) else state
+        return reduce_one(state, at, event) if state.is_current(event.incarnation) else state
 
     return guarded
 

@@ -132,7 +132,7 @@ class Followers:
 
     def add(self, incoming: Incoming, now: float) -> None:
         """Take in a request. An earlier one of the same life is dropped: its asker waits for this one."""
-        incarnation = incoming.message.life
+        incarnation = incoming.message.incarnation
         self._waiting[incarnation] = _Following(incoming, now + incoming.message.wait)
         self._arrived.add(incarnation)
 

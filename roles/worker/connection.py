@@ -74,7 +74,7 @@ class ManagerConnection:
 
     def __init__(self, launch: Launch, run: RunDir, keys: RunKeys, heartbeat: float, transport: dict[str, Any]) -> None:
         self.launch, self.run, self.keys = launch, run, keys
-        """``launch.life`` is who speaks: a shadow's, until it becomes a member"""
+        """``launch.incarnation`` is who speaks: a shadow's, until it becomes a member"""
         self.rank, self.world = 0, 1
         """as the manager's Welcome said"""
         self.peers: msg.Peers | None = None

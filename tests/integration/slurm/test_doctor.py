@@ -143,7 +143,7 @@ def test_a_job_that_ends_without_a_word_is_told_with_its_last_line(lab: SlurmLab
 
 
 def test_a_job_that_does_not_begin_is_cancelled(lab: SlurmLab, env: dict[str, str]) -> None:
-    _visit(lab, env, "PENDING", _ONE=(*visiting._JOB_OPTIONS, "--hold"), QUEUE=1.0)
+    _visit(lab, env, "PENDING", _JOB_OPTIONS=(*visiting._JOB_OPTIONS, "--hold"), MAX_QUEUE_S=1.0)
     no_jobs(lab)
 
 

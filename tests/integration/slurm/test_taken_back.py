@@ -170,16 +170,10 @@ def test_a_pool_that_an_administrator_cancels_is_asked_for_once_more_and_then_th
     run = submit_on(lab, "cancelled", light_job("slurm", 100_000, rollouts=1, spares=0))
     run.wait_steps(3)
     for _ in range(2):
-        incarnation = (
-            run.wait(all_work).replica(TRAINER).incarnation_number
-        )  # slurmctld may be too busy for a first launch
+        number = run.wait(all_work).replica(TRAINER).incarnation_number  # slurmctld may be too busy for a first launch
         pools = [line.split()[0] for line in lab.jobs() if ".manager" not in line and "COMPLETING" not in line]
         lab.slurm("scancel", *pools)
-        run.wait(
-            lambda s, incarnation=incarnation: (
-                s.replica(TRAINER).incarnation_number > incarnation or s.finish is not None
-            )
-        )  # type: ignore[misc]
+        run.wait(lambda s, n=number: s.replica(TRAINER).incarnation_number > n or s.finish is not None)  # type: ignore[misc]
         assert not [r for r in workers(run.state()) if r.failures], "nobody of them has failed"
     state = run.wait_end()
     assert (state.outcome, "not by rrl cancel" in state.why) == ("cancelled", True), state.why

@@ -631,7 +631,7 @@ def prepare(site: Site, patch: pytest.MonkeyPatch) -> None:
         async def open(*_: Any) -> NoLogs:
             return NoLogs()
 
-        def notice(self, event: Any) -> None:
+        def on_event(self, event: Any) -> None:
             pass
 
         async def close(self) -> None:

@@ -74,11 +74,11 @@ def malformed(chance: random.Random, recorded: bytes = b"") -> bytes:
 def mad_frame(chance: random.Random) -> bytes:
     """One frame that a member might send if it were broken, or of another version of rrl."""
     good = msgspec.msgpack.encode(
-        (PROTOCOL_VERSION, 0, None, {"type": "Beat", "life": ["x/0", 1], "phase": "x", "done": 1})
+        (PROTOCOL_VERSION, 0, None, {"type": "Heartbeat", "incarnation": ["x/0", 1], "phase": "x", "done": 1})
     )
     kinds: tuple[bytes, ...] = (
         b"", b"\xc1", b"\x91" * 500, good[: chance.randrange(1, len(good))], chance.randbytes(100), b"\xff" * 500,
-        msgspec.msgpack.encode((PROTOCOL_VERSION + 1, 0, None, {"type": "Beat"})),
+        msgspec.msgpack.encode((PROTOCOL_VERSION + 1, 0, None, {"type": "Heartbeat"})),
         msgspec.msgpack.encode((PROTOCOL_VERSION, 0, None, {"type": "NoSuchWord"})),
         msgspec.msgpack.encode((PROTOCOL_VERSION, "epoch", None, None)),
     )  # fmt: skip

@@ -76,7 +76,7 @@ class FakeListener:
 
 def _overdue(lease: Lease) -> None:
     """Nobody has looked for a successor for half a lease."""
-    cast(Any, lease)._checked -= PATIENCE
+    cast(Any, lease)._checked_at -= PATIENCE
 
 
 async def _manager(standing: Handling, lease: Lease, listener: FakeListener) -> Any:
@@ -105,15 +105,15 @@ def test_while_the_run_directory_hangs_those_who_come_are_heard_and_afterwards_w
         storage.hangs(hearing_module, "read_exit", monkeypatch)
         storage.hangs(lease_module, "_file", monkeypatch)
         _overdue(lease)
-        manager._looked()
-        hears = asyncio.create_task(manager._hear())
+        manager._after_poll()
+        hears = asyncio.create_task(manager._receive_loop())
         line.deliver(WANTED)
         line.deliver(HELLO)
         await until(lambda: any(isinstance(one, msg.Welcome) for one in line.sent))
         for step in range(50):
             line.deliver(msg.VersionAvailable(R1, Version(step, 1)))
         await until(lambda: ev.VersionAvailable(R1, Version(49, 1)) in standing.events)
-        manager._looked()
+        manager._after_poll()
         assert storage.hung == 2, "one look for a successor, one for ends: who waits anyway is not asked again"
         assert not storage.back.is_set()
         storage.back.set()

@@ -137,7 +137,7 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
         host(python=msgspec.structs.replace(findings.host().python, prefix_filesystem="ext4")), node=WHY)),
     ("host.python", OK, "ext4", host(python=msgspec.structs.replace(findings.host().python, prefix_filesystem="ext4"))),
     ("host.address", WARN, "ib0 10.2.0.0/16", host(network=network(LO, ETH0, IB0))),
-    ("host.address", OK, "RRL_NETWORK=ib0", host(network=network(LO, ETH0, IB0, wanted="ib0"))),
+    ("host.address", OK, "RRL_NETWORK=ib0", host(network=network(LO, ETH0, IB0, requested="ib0"))),
     ("host.address", WARN, "no address", host(network=network(LO, chosen="", trouble="no address that others reach"))),
     ("host.address", OK, "127.0.0.1", findings.facts(
         slurm=None, host=findings.host(network=network(LO, chosen="", trouble="none")))),

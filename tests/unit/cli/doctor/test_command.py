@@ -94,7 +94,7 @@ def test_with_consent_a_job_looks(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         return Unavailable("no node is free")
 
     monkeypatch.setattr(doctor, "read_facts", lambda wanted: findings.facts(node=None))
-    monkeypatch.setattr("rrl.cli.doctor.node_visit.visit", visit)
+    monkeypatch.setattr("rrl.cli.doctor.node_visit.visit_node", visit)
     assert doctor.gather_facts(DoctorOptions(), consent=True, interactive=False).node == Unavailable("no node is free")
     assert "a job looks at a node" in capsys.readouterr().err
 
@@ -117,7 +117,7 @@ def test_somebody_at_a_terminal_is_asked(monkeypatch: pytest.MonkeyPatch, answer
         return answer
 
     monkeypatch.setattr(doctor, "read_facts", lambda wanted: findings.facts(node=None))
-    monkeypatch.setattr("rrl.cli.doctor.node_visit.visit", lambda facts: Unavailable("looked"))
+    monkeypatch.setattr("rrl.cli.doctor.node_visit.visit_node", lambda facts: Unavailable("looked"))
     monkeypatch.setattr("builtins.input", said)
     monkeypatch.setattr(sys, "stdin", Terminal())
     monkeypatch.setattr(sys, "stdout", Terminal())

@@ -132,7 +132,7 @@ def test_json_has_the_verdict_and_every_finding_with_times_that_others_understan
     told = json.loads(capsys.readouterr().out)
     assert (told["verdict"], told["code"]) == ("FAIL", 2)
     (failed,) = [one for one in told["findings"] if one["verdict"] == "FAIL"]
-    assert (failed["detector"], failed["part"], failed["cause"]) == ("mounts", "/no/such", "storage")
+    assert (failed["detector"], failed["component"], failed["cause"]) == ("mounts", "/no/such", "storage")
     assert 0 <= told["checked_at"] - failed["since"] < 600
 
 

@@ -345,7 +345,7 @@ def test_what_most_nodes_have_though_it_is_proved_blames_none_of_them() -> None:
 def test_storage_that_fails_everybody_again_and_again_makes_no_node_a_lemon() -> None:
     outages: list[Record] = []
     for at, i in product((DAY_S / 4 * k for k in range(20)), range(4)):
-        where = {"cause": Cause.STORAGE, "detector": "mounts", "part": "/scratch", "proof": False}
+        where = {"cause": Cause.STORAGE, "detector": "mounts", "component": "/scratch", "proof": False}
         outages.append(found(at + i, f"n{i}", Verdict.WARN, flags=(Flag.HELD_BACK,), **where))  # type: ignore[arg-type]
         outages.append(found(at + i + 600, f"n{i}", Verdict.OK, **where))  # type: ignore[arg-type]
     records = sourced(ANNA, "r", began(0, "r", ANNA), held(0, "n0", "n1", "n2", "n3"), *outages)

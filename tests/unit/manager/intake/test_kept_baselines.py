@@ -111,7 +111,7 @@ def test_managers_of_a_run_hand_on_what_they_learned(monkeypatch: pytest.MonkeyP
         remember(watch, known)
 
     monkeypatch.setattr(of_managers, "BASELINE_CHECK_INTERVAL_S", 0.5)  # the run takes less than a minute
-    monkeypatch.setattr(HealthMonitor, "remember", noted)
+    monkeypatch.setattr(HealthMonitor, "restore_baselines", noted)
     script = Script(Outcome.COMPLETED, granted=1, job=job(spares=0, limits=LIMITS, steps=12))
     _, _, state = run_to_end(script, lambda site: setattr(site, "kill_every", 60))
     assert handed[0] == {}

@@ -120,11 +120,11 @@ def test_a_launched_process_is_admitted_once_and_its_launch_is_settled(hearing: 
 @pytest.mark.parametrize(
     "wanted",
     [msg.AdmissionRequest(R2, tag_of(RUN, R2), N1, 41), msg.AdmissionRequest(R1, "another.tag", N1, 41)],
-    ids=["life", "tag"],
+    ids=["incarnation", "tag"],
 )
 def test_a_process_that_nobody_wants_is_sent_away(hearing: Handling, wanted: msg.AdmissionRequest) -> None:
     (answer,) = hearing.handle(wanted)
-    assert (answer.ok, bool(answer.why)) == (False, True)
+    assert (answer.ok, bool(answer.reason)) == (False, True)
     assert hearing.events == []
 
 
@@ -145,7 +145,7 @@ def test_who_was_admitted_is_asked_to_leave_in_order_when_it_comes_back_to_a_run
     hearing = Handling(tmp_path, *LAUNCHED, ev.Admitted(R1, STEP, N1, 41), over)
     admitted, stop = hearing.handle(WANTED)
     assert admitted.ok
-    assert (stop.life, stop.grace) == (R1, job().limits.step_grace)
+    assert (stop.incarnation, stop.grace) == (R1, job().limits.step_grace)
     assert hearing.steps == {STEP: b"peer"}
 
 
@@ -233,8 +233,8 @@ def test_a_second_process_under_an_admitted_tag_is_sent_away_and_told_to_leave_n
         hearing.next_manager()
     before = len(hearing.events)
     (answer,) = hearing.handle(msg.AdmissionRequest(R1, STEP, node, pid), peer=b"second")
-    assert (answer.ok, answer.another) == (False, True)
-    assert answer.why == f"{STEP} is process 41 on n1, not {pid} on {node}"
+    assert (answer.ok, answer.duplicate) == (False, True)
+    assert answer.reason == f"{STEP} is process 41 on n1, not {pid} on {node}"
     assert hearing.steps.get(STEP) != b"second", "the second one would be told to stop instead of the first"
     assert hearing.handle(WANTED, peer=b"again") == [msg.Admitted(STEP, True)], "the first one may come back"
     assert len(hearing.events) == before

@@ -199,7 +199,7 @@ def test_when_the_run_ends_its_first_process_is_asked_to_leave_by_its_tag(standi
     standing.next_manager()
     admitted, stop = standing.handle(WANTED, peer=b"first")
     assert admitted.ok
-    assert (stop.life, stop.tag) == (MEMBER, STEP)
+    assert (stop.incarnation, stop.tag) == (MEMBER, STEP)
 
 
 def test_a_fault_that_hits_its_step_is_its_own(standing: Handling) -> None:

@@ -209,7 +209,7 @@ def test_an_agent_says_what_its_node_cannot_import_before_it_says_that_it_is_the
             made = at.launch(replica="agent/local1", env={"RRL_HEARTBEAT_INTERVAL": "0.1"})
             within = 0.3 if "did not end" in expected_text else 60.0
             made = rewrite(
-                at, made, setup=prelude(EnvSpec(setup=setup)), probe=(sys.executable, "-c", probe), probe_within=within
+                at, made, setup=prelude(EnvSpec(setup=setup)), probe=(sys.executable, "-c", probe), probe_timeout=within
             )
             agent = at.start(made, "agent.main")
             hello = await manager.wait_for(AgentHello)

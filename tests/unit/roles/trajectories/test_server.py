@@ -667,11 +667,11 @@ def test_a_store_that_is_asked_for_work_answers_from_its_own_loop(tmp_path: Path
         serving = asyncio.create_task(server_module._serve(cast(Any, me), open_store(tmp_path)))
         async with asyncio.timeout(DEADLINE):
             await announced.wait()
-            probes.on_request(Probe(me.launch.life, 3), me.launch.life)
+            probes.on_request(Probe(me.launch.incarnation, 3), me.launch.incarnation)
             while not answers:
                 await asyncio.sleep(0.01)
             stopping.set()
             await serving
-        assert answers == [ProbeReply(me.launch.life, 3, ProbeResult.WORKS, "its loop goes round")]
+        assert answers == [ProbeReply(me.launch.incarnation, 3, ProbeResult.WORKS, "its loop goes round")]
 
     asyncio.run(story())

@@ -82,7 +82,7 @@ class Manager(FirstManager):
         while True:
             incoming = await self.listener.receive()
             self.received.append(incoming.message)
-            self.peers[incoming.message.life] = incoming.peer
+            self.peers[incoming.message.incarnation] = incoming.peer
             if isinstance(incoming.message, Hello):
                 await self.welcoming.wait()
                 await self.listener.send(incoming.peer, Welcome(incoming.message.incarnation, self.current))

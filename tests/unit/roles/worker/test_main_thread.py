@@ -20,7 +20,7 @@ ME = Incarnation(ReplicaId("rollout/0"), 1)
 ANSWERS = """
 import time, rrl
 with rrl.join() as me:
-    me.on_probe(lambda: f"worked {me.launch.life}")
+    me.on_probe(lambda: f"worked {me.launch.incarnation}")
     with me.phase("generate"):
         while True:
             time.sleep(0.01)

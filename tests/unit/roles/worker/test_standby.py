@@ -47,7 +47,7 @@ import os, rrl
 me = rrl.join()
 print("built", flush=True)
 with me:
-    print("inside as", me.launch.life, me.rank, me.world, flush=True)
+    print("inside as", me.launch.incarnation, me.rank, me.world, flush=True)
     me.progress()
     me.stopping.wait(1000)
 """
@@ -91,7 +91,7 @@ class Ranks(Manager):
             incoming = await self.listener.receive()
             message = incoming.message
             self.received.append(message)
-            self.peers[message.life] = incoming.peer
+            self.peers[message.incarnation] = incoming.peer
             if isinstance(message, Hello):
                 welcome = Welcome(
                     message.incarnation, self.current, 0 if message.incarnation == STANDBY_PROCESS else 1, 2
@@ -140,7 +140,7 @@ def test_no_beat_is_left_out_and_none_speaks_under_the_old_name_once_it_has_beco
             await manager.wait_for(Heartbeat)
             await manager.send(STANDBY_PROCESS, promotion(scene))
             await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.incarnation == MEMBER)
-            incarnations = [message.life for message in manager.received]
+            incarnations = [message.incarnation for message in manager.received]
             assert incarnations == sorted(incarnations, key=lambda incarnation: incarnation == MEMBER), (
                 "first the one, then the other"
             )
@@ -225,7 +225,7 @@ def test_told_twice_or_told_what_is_not_meant_for_it_it_is_what_it_became_first(
             for _ in range(3):
                 manager.received.clear()
                 await manager.wait_for(Heartbeat)
-            assert {heartbeat.life for heartbeat in manager.received} == {MEMBER}
+            assert {heartbeat.incarnation for heartbeat in manager.received} == {MEMBER}
             await manager.stop(MEMBER)
             await role.end()
 
@@ -274,7 +274,7 @@ class Admits(Manager):
                 self.first = incoming.peer
                 await self.listener.send(incoming.peer, Admitted(message.tag, True), incoming.request_id)
             else:
-                self.peers[message.life] = incoming.peer
+                self.peers[message.incarnation] = incoming.peer
             if isinstance(message, Hello):
                 await self.listener.send(incoming.peer, Welcome(message.incarnation, self.current))
 

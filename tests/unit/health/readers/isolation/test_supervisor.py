@@ -140,7 +140,7 @@ async def test_a_hung_reader_is_told_once_hangs_nobody_else_and_is_told_when_it_
 
 @story
 async def test_a_reader_that_hangs_for_long_gets_a_new_process_which_is_told_again_if_it_hangs(tmp_path: Path) -> None:
-    async with isolated_reader(tmp_path, readers.HangsInC, hung_ends=0.5) as keeper:
+    async with isolated_reader(tmp_path, readers.HangsInC, hung_timeout_s=0.5) as keeper:
         told = [await asyncio.wait_for(keeper.next_reading(), TIMEOUT_S) for _ in range(2)]
     assert [reading.state for reading in told] == ["hung", "hung"]
     assert len(noted(tmp_path, "stuck-made")) == 2
@@ -149,7 +149,7 @@ async def test_a_reader_that_hangs_for_long_gets_a_new_process_which_is_told_aga
 @story
 async def test_a_new_process_reads_where_the_hung_one_waited_for_what_is_gone(tmp_path: Path) -> None:
     (tmp_path / "hang").touch()
-    async with isolated_reader(tmp_path, readers.Hangs, hung_ends=0.5) as keeper:
+    async with isolated_reader(tmp_path, readers.Hangs, hung_timeout_s=0.5) as keeper:
         await first(keeper, reader="hangs", state="hung")
         await asyncio.to_thread(until, lambda: len(noted(tmp_path, "hangs-made")) == 2)
         (tmp_path / "hang").unlink()
