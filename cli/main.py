@@ -40,7 +40,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    """Run a command; the two most frequent ones without typer, which imports pydantic since 0.26 to parse any argument."""
+    """Run a command; the two most frequent ones without typer.
+
+    Imports pydantic since 0.26 to parse any argument.
+    """
     if arguments == ["--version"]:
         from .common.output import print_version
 

@@ -37,7 +37,10 @@ def all_runs() -> list[RunDir]:
 
 
 def _is_visible_folder(entry: os.DirEntry[str]) -> bool:
-    """Return whether the entry is a folder. A dot begins the name of a run that ``rrl submit`` has not finished creating."""
+    """Return whether the entry is a folder.
+
+    A dot begins the name of a run that ``rrl submit`` has not finished creating.
+    """
     return entry.is_dir() and not entry.name.startswith(".")
 
 
@@ -125,7 +128,10 @@ def summary_of(run: RunDir) -> dict[str, Any] | None:
 
 
 def check_manageable(run: RunDir) -> None:
-    """Check that a manager of ``run`` could start. Raises Failed if a file that it needs is missing, damaged or another user's."""
+    """Check that a manager of ``run`` could start.
+
+    Raises Failed if a file that it needs is missing, damaged or another user's.
+    """
     from ...transport.keys import RunKeys
 
     for path, kind in ((run.run_spec, RunSpec), (run.resolved, dict[str, Any])):

@@ -1,7 +1,7 @@
 """The facts that ``rrl doctor`` collects, as values.
 
-A fact that could not be read is :class:`~rrl.roles.node_probe.host.Unavailable`, with a reason. Readers create the facts,
-checks judge them, and ``rrl init`` writes a job.toml from them.
+A fact that could not be read is :class:`~rrl.roles.node_probe.host.Unavailable`, with a reason. Readers create the
+facts, checks judge them, and ``rrl init`` writes a job.toml from them.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class Slurm(Struct, frozen=True):
 class Storage(Struct, frozen=True, tag=True):
     """The folder of all runs, or its nearest parent that exists (``exists``).
 
-    ``trouble`` says why nothing can be written there. Sizes are in bytes, times in s; -1 inodes means that the file system
-    does not count them.
+    ``trouble`` says why nothing can be written there. Sizes are in bytes, times in s; -1 inodes means that the file
+    system does not count them.
     """
 
     root: str
@@ -144,9 +144,9 @@ class Storage(Struct, frozen=True, tag=True):
 class Visit(Struct, frozen=True, tag=True):
     """The report of the job on a compute node.
 
-    ``visible_after_s`` is the time (s) from the end of the job, or from the arrival of its report by TCP, until the login
-    node saw the file that the job wrote; None if it never did. ``skew`` is how far (s) the node's clock is ahead, give or
-    take ``bound``; None without a connection to measure it on.
+    ``visible_after_s`` is the time (s) from the end of the job, or from the arrival of its report by TCP, until the
+    login node saw the file that the job wrote; None if it never did. ``skew`` is how far (s) the node's clock is ahead,
+    give or take ``bound``; None without a connection to measure it on.
     """
 
     report: NodeReport

@@ -135,7 +135,8 @@ class _VisitJob:
     def run(self, addresses: Sequence[str]) -> Visit | Unavailable:
         (self._folder / NONCE_FILE).write_text(self._listener.nonce)
         script = _SCRIPT.format(
-            within=PROBE_TIMEOUT_S, nonce_env=NONCE_ENV, nonce=self._listener.nonce, folder=shlex.quote(str(self._folder)),
+            within=PROBE_TIMEOUT_S, nonce_env=NONCE_ENV, nonce=self._listener.nonce,
+            folder=shlex.quote(str(self._folder)),
             python=shlex.quote(sys.executable), no_python=_NO_PYTHON_EXIT_CODE, addresses=shlex.join(addresses),
         )  # fmt: skip
         tag = f"rrl-doctor-{secrets.token_hex(4)}"
@@ -181,7 +182,8 @@ class _VisitJob:
     def _read_report(self) -> NodeReport | None:
         """Read the report file of the job.
 
-        The folder is listed first, since that makes NFS query its server again; a lookup alone may return a cached "not there".
+        The folder is listed first, since that makes NFS query its server again; a lookup alone may return a cached "not
+        there".
         """
         try:
             if REPORT not in os.listdir(self._folder):

@@ -129,8 +129,8 @@ def _no_check(name: str) -> str:
 def _job_gpus(text: str) -> tuple[str, ...]:
     """Return the GPUs of a job as slurmd passes them to its prolog: ``0,2-3``.
 
-    The result is empty if the job has none, or if slurmd uses an unknown notation. GPUs are then not checked, since other
-    jobs may be using them.
+    The result is empty if the job has none, or if slurmd uses an unknown notation. GPUs are then not checked, since
+    other jobs may be using them.
     """
     found: list[str] = []
     for item in filter(None, text.split(",")):

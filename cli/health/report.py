@@ -60,7 +60,7 @@ def read_records(folders: Sequence[Path], since: float) -> tuple[list[SourcedRec
 def without_implausible(
     records: Sequence[SourcedRecord], sources: Sources, now: float, drains: Mapping[str, DrainState]
 ) -> tuple[list[SourcedRecord], Sources]:
-    """Return the records that can be true at ``now`` (s since 1970) on the nodes that Slurm knows, and what was left out."""
+    """Return the records that can be true at ``now`` (s since 1970) on nodes that Slurm knows, and the rest."""
     plausible_records, left_out = plausible(
         records, now, {node: one.gpus for node, one in drains.items() if one.gpus is not None}
     )

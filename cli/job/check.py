@@ -29,7 +29,10 @@ from ..common.runs import UsageError
 
 
 def preview_or_fail(job: Job, path: Path) -> list[tuple[str, str]]:
-    """Return what would be submitted, as (title, text). Raises BadInput for an option that cannot be passed on to Slurm."""
+    """Return what would be submitted, as (title, text).
+
+    Raises BadInput for an option that cannot be passed on to Slurm.
+    """
     try:
         return preview(job)
     except ValueError as error:
@@ -39,7 +42,8 @@ def preview_or_fail(job: Job, path: Path) -> list[tuple[str, str]]:
 def preflight(job: Job, path: Path, foreground: bool = False) -> tuple[list[str], str]:
     """Have Slurm test the job. Returns warnings, one line each, and the peak size of the run.
 
-    Raises BadInput, with the key to change, for a job that could never start. With ``foreground`` no manager job is tested.
+    Raises BadInput, with the key to change, for a job that could never start. With ``foreground`` no manager job is
+    tested.
     """
     warnings = [
         *_missing_paths(job),
@@ -198,8 +202,8 @@ def _check_engine_installed(job: Job, path: Path) -> list[str]:
 def _check_model(job: Job, path: Path) -> list[str]:
     """Check the folder of [model] path. Raises BadInput for a model that cannot be used.
 
-    A model that only the nodes have (on their own disks, or in a container) cannot be read here: a warning says that this
-    machine does not have it.
+    A model that only the nodes have (on their own disks, or in a container) cannot be read here: a warning says that
+    this machine does not have it.
     """
     model = job.model
     if model is None or model.path is None:

@@ -90,7 +90,10 @@ def job_toml(facts: Facts, out: Path) -> str:
 
 
 def choose_shape(slurm: Slurm, wanted: DoctorOptions) -> JobShape:
-    """Return the largest job that the nodes which are up can carry; if even the smallest is too large, that one, marked."""
+    """Return the largest job that the nodes which are up can carry.
+
+    If even the smallest is too large, that one, marked.
+    """
     nodes = usable_nodes(slurm, wanted)
     for one in (*_SEPARATE_SHAPES, *_SHARED_SHAPES):
         needs = (2 + one.rollouts if one.exclusive else 1) + one.spares

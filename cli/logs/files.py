@@ -97,7 +97,10 @@ def all_logs(run: RunDir) -> list[Log]:
 
 
 def _promotions(run: RunDir) -> dict[Incarnation, Incarnation]:
-    """Return what each standby process was promoted to, from the names of links to its logs; the links are not followed."""
+    """Return what each standby process was promoted to, from the names of links to its logs.
+
+    The links are not followed.
+    """
     promotions: dict[Incarnation, Incarnation] = {}
     with suppress(OSError):
         for entry in os.scandir(run.logs):

@@ -36,7 +36,10 @@ class Line(NamedTuple):
 
 
 class LineFilter(NamedTuple):
-    """Selects lines: the newest ``newest`` (None: all) that ``match``, from ``since`` to ``until`` (``b""``: no limit)."""
+    """Selects lines: the newest ``newest`` (None.
+
+    All) that ``match``, from ``since`` to ``until`` (``b""``: no limit).
+    """
 
     newest: int | None = None
     since: bytes = b""

@@ -39,8 +39,8 @@ class Liveness(Struct, frozen=True):
     """Whether a run still has a manager.
 
     ``note`` says what is wrong with the manager (empty if nothing is), ``advice`` what to do. ``standing`` replaces the
-    run's standing by its journal, which no process writes any more: :data:`INTERRUPTED` or :data:`UNKNOWN`; empty if the
-    roles may well continue.
+    run's standing by its journal, which no process writes any more: :data:`INTERRUPTED` or :data:`UNKNOWN`; empty if
+    the roles may well continue.
     """
 
     note: str = ""
@@ -90,7 +90,10 @@ def stale_lease(run: RunDir, state: State) -> str:
 
 
 def surely_gone(lease_holder: LeaseHolder | None) -> bool:
-    """Return whether certainly no manager runs: the lease has no holder, or its process ran on this machine and has ended."""
+    """Return whether certainly no manager runs.
+
+    The lease has no holder, or its process ran on this machine and has ended.
+    """
     return lease_holder is None or (
         lease_holder.host == socket.gethostname() and not os.path.exists(f"/proc/{lease_holder.pid}")
     )

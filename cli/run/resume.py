@@ -99,7 +99,10 @@ def _seconds(text: str) -> float:
 
 
 def _check_fits(run: RunDir, state: State, job: Job, changed: Path | None) -> None:
-    """Check that the job continues this run. Raises BadInput if nothing is left to do, or it would be a different run."""
+    """Check that the job continues this run.
+
+    Raises BadInput if nothing is left to do, or it would be a different run.
+    """
     steps = job.run.steps or 0
     if state.outcome is Outcome.COMPLETED and state.step >= steps:
         left = f"its {steps} steps are committed; to go on: --steps with more" if steps else "nothing is left to do"
@@ -113,8 +116,10 @@ def _check_fits(run: RunDir, state: State, job: Job, changed: Path | None) -> No
         if not _is_unchanged(_value_at(before, key), _value_at(after, key), key):
             raise UsageError(f"{changed}: {key} is not that of {run.id}; to change it start a new run")
     if not _value_at(before, "roles.trainer").get("kl") and _value_at(after, "roles.trainer.kl"):
-        raise UsageError(f"{changed}: roles.trainer.kl is 0 in {run.id}, which has kept no initial model to stay near; to"
-                       " change it start a new run")  # fmt: skip
+        raise UsageError(
+            f"{changed}: roles.trainer.kl is 0 in {run.id}, which therefore kept no reference model;"
+            " to change it start a new run"
+        )
 
 
 def _value_at(job: dict[str, Any], key: str) -> Any:

@@ -31,8 +31,8 @@ from .start_check import NeverBegan, StartCheck
 def submit(path: Path, *, foreground: bool, wait: bool, json: bool) -> int:
     """Start a run.
 
-    Exit code: 0 when started (with ``wait``: completed), 1 when it failed or was cancelled, 2 when the cluster rejects the
-    job.
+    Exit code: 0 when started (with ``wait``: completed), 1 when it failed or was cancelled, 2 when the cluster rejects
+    the job.
     """
     job = load_job(path)
     preview_or_fail(job, path)  # what could not be submitted is refused before there is a run

@@ -49,8 +49,8 @@ def status_view(
 ) -> RenderableType:
     """Return the status view of a run.
 
-    ``now`` is the wall clock (s). ``notes`` are lines about its manager that replace the journal's. ``known_standing`` is
-    the standing of the run if more is known than its journal says.
+    ``now`` is the wall clock (s). ``notes`` are lines about its manager that replace the journal's. ``known_standing``
+    is the standing of the run if more is known than its journal says.
     """
     until = now if state.ended is None else state.ended
     title = Text.assemble(*_title(state, until, width, known_standing), overflow="ellipsis", no_wrap=True)
@@ -170,7 +170,8 @@ def _held_back_nodes(state: State, now: float) -> Iterator[str]:
         until = (
             "until Slurm says otherwise" if held_exclusion.until == inf else f"for {span(held_exclusion.until - now)}"
         )
-        yield f"{held_exclusion.exclude.node} stays in use {until}: {held_exclusion.why} ({'; '.join(held_exclusion.exclude.why.evidence)})"
+        evidence = "; ".join(held_exclusion.exclude.why.evidence)
+        yield f"{held_exclusion.exclude.node} stays in use {until}: {held_exclusion.why} ({evidence})"
 
 
 def _token_ages(state: State) -> Text:
