@@ -19,7 +19,7 @@ from ...config.job.schema import Job
 from ...core.run_spec import RunSpec
 from ...core.units import duration_text
 from ..cluster.base import AllocationRequest, Refused, Unanswered
-from ..cluster.slurm.commands import NO_CLUSTER, SlurmLimits, execute, failure, unanswered
+from ..cluster.slurm.commands import NoCluster, SlurmLimits, execute, failure, unanswered
 from ..cluster.slurm.parsing import Unreadable, fields
 from ..cluster.slurm.requests import (
     SHAPES_FORMAT,
@@ -86,9 +86,10 @@ async def check_with_slurm(job: Job, foreground: bool = False) -> list[Problem]:
 
 
 def _unreachable(error: Refused | Unanswered) -> Problem:
-    if NO_CLUSTER in str(error):
-        return Problem(("cluster", "kind"), "Slurm is installed here, and no cluster is configured; use a login node")
-    return Problem((), f"Slurm cannot be asked: {error}", certain=False)
+    if isinstance(error, NoCluster):
+        text = "Slurm is installed on this machine, but no cluster is configured; use a login node"
+        return Problem(("cluster", "kind"), text)
+    return Problem((), f"cannot check the job with Slurm: {error}", certain=False)
 
 
 async def _partitions() -> list[Partition]:

@@ -80,7 +80,7 @@ def test_a_plain_user_has_a_run_leave_a_node_which_goes_back_while_the_others_wo
         slurm_lab.clear()
     (request,) = run.summary()["drain_requests"]
     assert (request["node"], request["requested_by"]) == (node, f"{slurm_lab.user}: fan is loud")
-    assert "we may not drain nodes here" in request["drain_error"]
+    assert "this user may not drain nodes" in request["drain_error"]
 
 
 def test_an_administrators_run_drains_a_lost_node_takes_that_back_and_leaves_other_drains_alone() -> None:

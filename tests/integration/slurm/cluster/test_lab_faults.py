@@ -20,7 +20,7 @@ CRASH = Fault("f1", FaultKind.CRASH, "n2", seconds=1.0)
 
 def test_on_any_other_cluster_nodes_and_slurm_are_not_ours_to_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(LAB_FAULTS_ENV, raising=False)
-    with pytest.raises(Refused, match="crash can be performed on a test cluster only"):
+    with pytest.raises(Refused, match="crash can be injected on a test cluster only"):
         asyncio.run(inject_fault(CRASH))
 
 
@@ -28,7 +28,7 @@ def test_a_test_cluster_that_is_gone_does_nothing(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(LAB_FAULTS_ENV, str(tmp_path / "harm"))
     with pytest.raises(Refused, match=r"cannot be reached at .*harm: No such file"):
         asyncio.run(inject_fault(CRASH))
-    with pytest.raises(Refused, match="kill is nothing that a cluster does"):
+    with pytest.raises(Refused, match="kill is not a fault of a cluster"):
         asyncio.run(inject_fault(Fault("f1", FaultKind.KILL, "rollout/0")))
 
 

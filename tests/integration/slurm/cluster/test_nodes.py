@@ -83,7 +83,7 @@ def test_what_somebody_else_has_laid_down_stays_and_is_named(lab: SlurmLab) -> N
                 await slurm.drain(node, OURS)
         await slurm.undrain(N1, OURS)  # it is not drained
         for node in (N2, N3):
-            with pytest.raises(Refused, match="not our drain"):
+            with pytest.raises(Refused, match="did not set that drain"):
                 await slurm.undrain(node, OURS)
         assert [shown(lab, node) for node in (N1, N2, N3)] == before
         await slurm.drain(N4, OURS)
@@ -110,7 +110,7 @@ def test_without_rights_slurmctld_is_asked_once_and_says_no(lab: SlurmLab, run: 
     async def scenario() -> None:
         slurm = run.cluster()
         for node in (N1, N2):
-            with pytest.raises(Refused, match="we may not drain nodes here"):
+            with pytest.raises(Refused, match="this user may not drain nodes"):
                 await slurm.drain(node, OURS)
 
     as_user(lab, scenario)

@@ -130,7 +130,7 @@ def test_of_two_at_once_one_goes_on_and_the_other_is_told_so_in_one_line(
     ended.begin()
     wins, loses = ("second", "first") if "prepares" in when else ("first", "second")
     assert told[wins][0] == 0
-    ordered = "has ordered that already; should no manager take it up: rrl manage"
+    ordered = "has already requested to resume it; if no manager starts: rrl manage"
     assert told[loses] == (1, f"rrl: {RUN} could not be resumed: {getpass.getuser()} {ordered} {RUN}\n")
     steps = load_job(ended.run.job_toml).run.steps
     assert steps == (77 if wins == "second" else 50)

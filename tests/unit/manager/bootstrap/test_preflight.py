@@ -121,7 +121,7 @@ def test_a_slurm_that_does_not_answer_has_said_nothing(lab: SlurmLab) -> None:
     with lab.controller_stopped():
         (found,) = tried(lab, {"pool": SLURM}).values()
     assert [one.certain for one in found] == [False]
-    assert found[0].text.startswith("Slurm cannot be asked: sinfo: ")
+    assert found[0].text.startswith("cannot check the job with Slurm: sinfo: ")
 
 
 def test_an_unknown_account_and_qos_are_told_where_accounts_are_enforced(accounting_lab: SlurmLab) -> None:

@@ -101,10 +101,10 @@ def test_nodes_are_handed_out_lowest_first_without_the_excluded_the_taken_and_th
 
 def test_a_request_that_cannot_be_met_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
-        with pytest.raises(Refused, match="4 nodes wanted, 3 of 3"):
+        with pytest.raises(Refused, match="4 nodes requested, 3 of 3"):
             await cluster.request(allocation_request("pool", 4))
         await cluster.request(allocation_request("pool", 3))
-        with pytest.raises(Refused, match="1 nodes wanted, 0 of 3"):
+        with pytest.raises(Refused, match="1 nodes requested, 0 of 3"):
             await cluster.request(allocation_request("spare", 1))
         await cluster.release("pool")
         await cluster.request(allocation_request("spare", 1))
@@ -137,7 +137,7 @@ def test_a_launched_step_runs_and_is_listed_until_it_ends(tmp_path: Path) -> Non
             await asyncio.to_thread((at.run.path / "go").write_text, "\n")
             assert (await manager.wait_for(StepExit)).code == 0
             await until_unlisted(cluster)
-            with pytest.raises(Refused, match="launched before"):
+            with pytest.raises(Refused, match="already been launched"):
                 await cluster.launch(step_of(at, launch))
 
     play(tmp_path, story)
@@ -173,7 +173,7 @@ def test_a_launch_that_cannot_be_is_refused(tmp_path: Path) -> None:
         assert await steps(cluster) == {}
         launch = at.launch(*SLEEP)
         await cluster.launch(step_of(at, launch))
-        with pytest.raises(Refused, match="launched before"):
+        with pytest.raises(Refused, match="already been launched"):
             await cluster.launch(step_of(at, launch))
 
     play(tmp_path, story)
@@ -290,7 +290,7 @@ asyncio.run(main())
                 await wanted(manager, launch)
                 await running(at, launch, 3)
             assert await steps(cluster) == {recorded.tag: "local1", unrecorded.tag: "local1"}
-            with pytest.raises(Refused, match="launched before"):
+            with pytest.raises(Refused, match="already been launched"):
                 await cluster.launch(step_of(at, unrecorded))
             await cluster.release("pool")
             assert at.processes() == []
@@ -381,7 +381,7 @@ def test_a_harmed_node_dies_with_everything_on_it_and_is_back_after_its_time(tmp
                 await cluster.launch(step_of(at, launch))
                 await eventually(lambda launch=launch: len(at.processes(launch)) == 3)  # type: ignore[misc]
             crash = Fault("f0", FaultKind.CRASH, "local1", seconds=2.0)
-            assert await cluster.inject_fault(crash) == "local1 is down, 3 processes of it were killed"
+            assert await cluster.inject_fault(crash) == "local1 is marked down and 3 of its processes were killed"
             assert (at.processes(launches[0]), len(at.processes(launches[1]))) == ([], 3)
             seen = (await cluster.observe()).nodes
             assert seen is not None

@@ -288,7 +288,7 @@ def test_a_sealed_segment_that_lost_records_is_reported_and_not_passed_over(run:
     first = run.journal / segments(run)[0]
     whole = first.read_bytes()
     first.write_bytes(whole[:-1])
-    with pytest.raises(JournalError, match=rf"cannot be read beyond byte \d+, though {len(whole)} bytes of it count"):
+    with pytest.raises(JournalError, match=rf"cannot be read beyond byte \d+, but .* counts {len(whole)} bytes"):
         list(replay(run))
     first.unlink()
     with pytest.raises(JournalError, match=r"000001-000001\.seg: it is missing"):

@@ -118,7 +118,7 @@ def test_a_living_holder_is_respected_and_named(run: RunDir) -> None:
 
         living = asyncio.create_task(live(lease))
         for _ in range(3):
-            with pytest.raises(LeaseHeld, match=r"a manager of small-1 lives on .* \(pid \d+\)"):
+            with pytest.raises(LeaseHeld, match=r"a manager of small-1 is running on .* \(pid \d+\)"):
                 await Lease.acquire(run, PATIENCE)
         living.cancel()
 
@@ -150,7 +150,7 @@ def test_a_holder_that_begins_to_speak_while_it_is_watched_is_respected(run: Run
         (run.epochs / "000001").write_bytes(text)
         await asyncio.sleep(PATIENCE / 4)
         first.renew()
-        with pytest.raises(LeaseHeld, match="lives on"):
+        with pytest.raises(LeaseHeld, match="is running on"):
             await rival
 
     virtual.run(challenge())
@@ -269,13 +269,13 @@ def test_time_in_which_the_lease_cannot_be_read_is_no_time_in_which_it_stood_sti
         assert storage.failed > 3
         assert not rival.done()
         storage.away = False
-        with pytest.raises(LeaseHeld, match="lives on"):
+        with pytest.raises(LeaseHeld, match="is running on"):
             await rival
         living.cancel()
 
     virtual.run(outage())
     assert len(caplog.records) == 1, "logged once"
-    assert "cannot see whether a manager of small-1 is running" in caplog.text
+    assert "cannot read whether another manager of small-1 is running" in caplog.text
 
 
 def test_a_silent_holder_is_succeeded_once_its_lease_can_be_read_again_for_long_enough(
@@ -306,7 +306,7 @@ def test_a_lease_that_can_be_read_only_now_and_then_is_respected(
             return None if flickers(looks) else read(run, epoch)
 
         monkeypatch.setattr(lease_module, "_read", torn)
-        with pytest.raises(LeaseHeld, match="lives on"):
+        with pytest.raises(LeaseHeld, match="is running on"):
             await Lease.acquire(run, PATIENCE)
         living.cancel()
 
@@ -324,7 +324,7 @@ def test_who_was_frozen_while_it_watched_begins_to_watch_anew(run: RunDir, monke
         monkeypatch.setattr(virtual.Clock, "monotonic", staticmethod(lambda: passed() + 100 * PATIENCE))
         await asyncio.sleep(PATIENCE / 4)
         first.renew()
-        with pytest.raises(LeaseHeld, match="lives on"):
+        with pytest.raises(LeaseHeld, match="is running on"):
             await rival
 
     virtual.run(challenge())
@@ -341,7 +341,7 @@ def test_the_hosts_clock_may_jump_by_an_hour_and_nobody_loses_his_lease_for_it(
         await asyncio.sleep(PATIENCE / 10)
         wall = virtual.Clock.time
         monkeypatch.setattr(virtual.Clock, "time", staticmethod(lambda: wall() + 3600 * hours))
-        with pytest.raises(LeaseHeld, match="lives on"):
+        with pytest.raises(LeaseHeld, match="is running on"):
             await rival
         await first.ensure_current()
         living.cancel()

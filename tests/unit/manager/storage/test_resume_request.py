@@ -63,7 +63,7 @@ def test_one_that_is_withdrawn_leaves_nothing_and_one_that_is_taken_cannot_be(ru
     resume_request.write_request(run, _request_resume("bob"), _fill)
     assert resume_request.claim(run) == _request_resume("bob")
     assert not resume_request.withdraw(run)
-    with pytest.raises(AlreadyRequested, match="bob has ordered that already"):
+    with pytest.raises(AlreadyRequested, match="bob has already requested to resume it"):
         resume_request.write_request(run, _request_resume(), _fill)
 
 
