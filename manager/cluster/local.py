@@ -183,7 +183,7 @@ class LocalCluster:
         Other faults are refused: all virtual nodes share one network and one disk, and there is no slurmctld.
         """
         if fault.kind is not FaultKind.CRASH:
-            raise Refused(f"the local cluster cannot inject {fault.kind}: its nodes share one network and one disk")
+            raise Refused(f"the local cluster cannot inject {fault.kind}: its nodes share one network and disk, without slurmctld")
         node = NodeName(fault.target)
         if node not in {name for allocation in self._allocations().values() for name in allocation.nodes}:
             raise Refused(f"{node} is in no allocation of this run")

@@ -169,7 +169,7 @@ def test_a_second_manager_that_cannot_be_queued_is_a_warning(tmp_path: Path, mon
 
     monkeypatch.setattr(manager_job, "submit", queue)
     warning = starting.start_manager(RunDir(tmp_path / RUN), view(tmp_path))
-    assert warning.startswith("no second manager could be queued")
+    assert warning.startswith("cannot queue a second manager")
     assert warning.endswith(": AssocMaxSubmitJobLimit")
 
 
@@ -211,7 +211,7 @@ def test_a_pools_script_keeps_a_manager_until_the_run_has_ended(
     assert pool_supervisor.main() == 0
     assert len(incarnations) == 3
     assert incarnations[0][-1] == str(run.path)
-    assert caplog.text.count("the manager ended with -9 before the run did") == 2
+    assert caplog.text.count("the manager exited with code -9 before the run ended") == 2
     assert pool_supervisor.main() == 0
     assert len(incarnations) == 3, "a manager was started for a run that has ended"
 

@@ -114,7 +114,7 @@ def test_nodes_that_are_only_down_now_are_no_mistake(lab: SlurmLab) -> None:
         lab.slurm("scontrol", "update", "nodename=n[2-5]", "state=resume")
         lab.clear()
     assert [one.certain for one in found] == [False]
-    assert "so many of its nodes are not up now; it would wait for them" in found[0].text
+    assert "fewer nodes are up at present; the job would wait for them" in found[0].text
 
 
 def test_a_slurm_that_does_not_answer_has_said_nothing(lab: SlurmLab) -> None:

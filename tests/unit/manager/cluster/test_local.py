@@ -223,7 +223,7 @@ def test_an_unkillable_step_is_unanswered_and_stays_on_record(tmp_path: Path, mo
         await cluster.launch(step_of(at, launch))
         with monkeypatch.context() as patch:
             patch.setattr("rrl.manager.cluster.local.sweep", lambda find, within: (list(find()), list(find())))
-            with pytest.raises(Unanswered, match="does not end"):
+            with pytest.raises(Unanswered, match="has not ended"):
                 await cluster.release("pool")
         assert await steps(cluster) == {launch.tag: "local1"}
         assert await nodes_of(cluster, "pool") == ("local1",)
@@ -396,7 +396,7 @@ def test_a_harmed_node_dies_with_everything_on_it_and_is_back_after_its_time(tmp
 
 @pytest.mark.parametrize(
     ("kind", "node", "why"),
-    [(FaultKind.CUT, "local1", "no network"), (FaultKind.OUTAGE, "", "slurmctld"), (FaultKind.CRASH, "n9", "n9 is in")],
+    [(FaultKind.CUT, "local1", "share one network"), (FaultKind.OUTAGE, "", "slurmctld"), (FaultKind.CRASH, "n9", "n9 is in")],
 )
 def test_what_cannot_be_harmed_here_is_refused(tmp_path: Path, kind: FaultKind, node: str, why: str) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:

@@ -44,7 +44,7 @@ def test_the_file_is_written_to_the_last_byte_and_given_back(run: RunDir, monkey
 
     monkeypatch.setattr(fault_injection, "MAX_FILL_BYTES", 2**60)
     monkeypatch.setattr(os, "write", bounded)
-    assert fault_injection.fill_disk(run) == f"{run.disk_filler} takes 3.0 MiB: nothing is left"
+    assert fault_injection.fill_disk(run) == f"{run.disk_filler} takes 3.0 MiB; no space is left"
     assert run.disk_filler.stat().st_size == room
     assert fault_injection.remove_disk_filler(run)
     assert not run.disk_filler.exists()

@@ -113,7 +113,7 @@ def test_an_agent_that_does_not_answer_leaves_it_unknown(tmp_path: Path) -> None
     bench = Bench(tmp_path)
     (told,) = bench.play(bench.intend(FaultKind.KILL, incarnation=bench.incarnation))
     assert (told.ok, told.unknown, told.incarnation) == (False, True, bench.incarnation)
-    assert told.detail == "nobody said within 20 s that it was performed"
+    assert told.detail == "no confirmation within 20 s that the fault was injected"
 
 
 def test_a_role_that_is_replaced_before_it_called_leaves_it_unknown(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_full_disk_is_given_back_after_its_time(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(fault_injection, "fill_disk", filled)
     began, over = bench.play(bench.intend(FaultKind.DISK_FULL, "", seconds=30.0), full)
     assert not bench.run.disk_filler.exists()
-    assert (began.detail, over.detail, over.ended) == ("filled", "the room is given back", True)
+    assert (began.detail, over.detail, over.ended) == ("filled", "the disk space is free again", True)
 
 
 def test_a_full_disk_is_given_back_when_the_manager_leaves_before(

@@ -291,7 +291,7 @@ def test_a_sealed_segment_that_lost_records_is_reported_and_not_passed_over(run:
     with pytest.raises(JournalError, match=rf"cannot be read beyond byte \d+, but .* counts {len(whole)} bytes"):
         list(replay(run))
     first.unlink()
-    with pytest.raises(JournalError, match=r"000001-000001\.seg: it is missing"):
+    with pytest.raises(JournalError, match=r"000001-000001\.seg: the segment is missing"):
         list(replay(run))
     assert read_state(run) == writer.state  # which needs the newest segment only
 

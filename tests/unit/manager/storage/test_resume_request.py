@@ -104,7 +104,7 @@ def test_what_is_no_order_is_put_aside_and_the_next_one_counts(run: RunDir, capl
     run.resume.mkdir()
     (run.resume / "request.json").write_text('{"by": 7}')
     assert resume_request.read_pending(run) is None
-    assert "does not hold a valid resume request" in caplog.text
+    assert "does not contain a valid resume request" in caplog.text
     resume_request.write_request(run, _request_resume(), _fill)
     assert resume_request.claim(run) == _request_resume()
 
