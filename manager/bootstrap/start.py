@@ -137,7 +137,7 @@ def resume(run: RunDir, job: Job, text: bytes, source: Path, end: float) -> str:
 
 
 def start_manager(run: RunDir, spec: RunSpec) -> str:
-    """Start a manager for ``run``; return warnings about what failed but is not needed now.
+    """Start a manager for ``run``; return a warning about anything that failed without preventing that, or "".
 
     Depending on the run spec the manager is a Slurm job of its own with a successor in the queue, a process in the
     run's pool, or a process on this machine.

@@ -160,9 +160,9 @@ class LocalCluster:
         def leftovers() -> list[Process]:
             return [process for process in processes(str(self._run.steps)) if process.launch == launched.launch_file]
 
-        _, alive = await asyncio.to_thread(sweep, leftovers, SWEEP_TIMEOUT_S)
-        if alive:
-            raise Unanswered(f"{tag}: pid {alive[0].pid} has not ended {SWEEP_TIMEOUT_S:g} s after SIGKILL")
+        _, remaining = await asyncio.to_thread(sweep, leftovers, SWEEP_TIMEOUT_S)
+        if remaining:
+            raise Unanswered(f"{tag}: pid {remaining[0].pid} has not ended {SWEEP_TIMEOUT_S:g} s after SIGKILL")
         self._remove_record(self._step_file(tag))
 
     async def drain(self, node: NodeName, reason: str) -> None:
@@ -183,7 +183,7 @@ class LocalCluster:
         Other faults are refused: all virtual nodes share one network and one disk, and there is no slurmctld.
         """
         if fault.kind is not FaultKind.CRASH:
-            raise Refused(f"the local cluster cannot inject {fault.kind}: its nodes share one network and disk, without slurmctld")
+            raise Refused(f"the local cluster cannot inject {fault.kind}: its nodes share one network and disk")
         node = NodeName(fault.target)
         if node not in {name for allocation in self._allocations().values() for name in allocation.nodes}:
             raise Refused(f"{node} is in no allocation of this run")
@@ -192,9 +192,9 @@ class LocalCluster:
             down_mark(self._run, node).write_text(until)  # before the kill, so that nothing new is launched there
         except OSError as error:
             raise Refused(str(error)) from error
-        ended, left = await asyncio.to_thread(sweep, lambda: self._processes_on(node), SWEEP_TIMEOUT_S)
-        if left:
-            raise Unanswered(f"{node}: pid {left[0].pid} has not ended {SWEEP_TIMEOUT_S:g} s after SIGKILL")
+        ended, remaining = await asyncio.to_thread(sweep, lambda: self._processes_on(node), SWEEP_TIMEOUT_S)
+        if remaining:
+            raise Unanswered(f"{node}: pid {remaining[0].pid} has not ended {SWEEP_TIMEOUT_S:g} s after SIGKILL")
         return f"{node} is marked down and {len(ended)} of its processes were killed"
 
     async def observe(self) -> ClusterSnapshot:

@@ -142,9 +142,8 @@ class FaultInjector:
             raise Refused(f"the agent of {action.node} is not connected")
         await self._send_and_wait(action, peer, ANSWER_TIMEOUT_S)
         if action.fault.kind is FaultKind.OUT_OF_MEMORY and action.incarnation is not None:
-            worker = self._worker_peer(
-                action.incarnation
-            )  # the agent has limited its memory: the worker now exceeds that
+            # the agent has limited the worker's memory; this message makes the worker allocate more than that
+            worker = self._worker_peer(action.incarnation)
             if worker is not None:
                 await self._send(worker, msg.Inject(action.fault, action.step), None)
 

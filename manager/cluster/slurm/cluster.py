@@ -47,7 +47,8 @@ from .requests import request_options
 from .steps import Sruns
 
 STOP_MARGIN_S = 2.0
-"""s beyond the grace: a step that was told to stop kills its own group at the end of it and writes its exit record"""
+"""Seconds beyond the grace: a step that received SIGTERM kills its own process group at the end of the grace and then
+writes its exit record."""
 _PENDING_JOB_LINE = re.compile(r"Pending job allocation (\d+)")
 """Line of salloc with the id of a job that has to wait."""
 _TOO_FEW_NODES = "Requested node configuration is not available"
@@ -159,8 +160,8 @@ class SlurmCluster:
         deadline, pause = time.monotonic() + self._limits.write_timeout_s, 0.1
         while True:
             await self._read_jobs()
-            alive = [job for job in self._jobs.get(tag, []) if job.state is not AllocationState.ENDED]
-            others = self._would_end_with(alive)
+            unfinished = [job for job in self._jobs.get(tag, []) if job.state is not AllocationState.ENDED]
+            others = self._would_end_with(unfinished)
             if not others:
                 break
             if not_released := [other for other in others if other not in self._released_tags]:
@@ -169,8 +170,8 @@ class SlurmCluster:
                 raise Unanswered(f"{tag} cannot be released before {', '.join(others)}, which have not ended yet")
             await asyncio.sleep(pause)
             pause = min(2 * pause, 2.0)
-        if alive:
-            await self._cancel(*{job.leader if job.leader and self._is_pending(job) else job.id for job in alive})
+        if unfinished:
+            await self._cancel(*{job.leader if job.leader and self._is_pending(job) else job.id for job in unfinished})
         for job in self._jobs.get(tag, []):
             self._known_nodes.difference_update(set(job.nodes) - self._nodes.drained)
 
@@ -377,8 +378,8 @@ class SlurmCluster:
             AllocationState.RUNNING, AllocationState.SUSPENDED, AllocationState.PENDING, AllocationState.ENDED
         )  # fmt: skip
         first, *others = sorted(jobs, key=lambda job: (order.index(job.state), int(job.id)))
-        alive = [job.id for job in others if job.state is not AllocationState.ENDED]
-        detail = first.detail + (f"; also job {', '.join(alive)}" if alive else "")
+        unfinished = [job.id for job in others if job.state is not AllocationState.ENDED]
+        detail = first.detail + (f"; also job {', '.join(unfinished)}" if unfinished else "")
         state = AllocationState.ENDING if first.end is text.JobEnd.COMPLETING else first.state
         reclaimed = first.reclaimed or first.end is text.JobEnd.RECLAIMED
         cancelled = first.end is text.JobEnd.CANCELLED

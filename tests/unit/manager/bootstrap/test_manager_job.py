@@ -133,7 +133,7 @@ def test_where_jobs_may_not_submit_jobs_the_log_says_that_this_manager_is_the_la
     monkeypatch.setenv("SLURM_JOB_NAME", f"{RUN}.manager")
     follow(RunDir(tmp_path / RUN), view(tmp_path), forbidden, monkeypatch)
     said = caplog.text
-    assert "this is the last manager that starts by itself: sbatch: error: Access/permission denied" in said
+    assert "so no manager will start by itself after this one: sbatch: error: Access/permission denied" in said
     assert f"rrl manage {RUN}" in said
 
 

@@ -396,7 +396,11 @@ def test_a_harmed_node_dies_with_everything_on_it_and_is_back_after_its_time(tmp
 
 @pytest.mark.parametrize(
     ("kind", "node", "why"),
-    [(FaultKind.CUT, "local1", "share one network"), (FaultKind.OUTAGE, "", "slurmctld"), (FaultKind.CRASH, "n9", "n9 is in")],
+    [
+        (FaultKind.CUT, "local1", "inject cut"),
+        (FaultKind.OUTAGE, "", "inject outage"),
+        (FaultKind.CRASH, "n9", "n9 is in"),
+    ],
 )
 def test_what_cannot_be_harmed_here_is_refused(tmp_path: Path, kind: FaultKind, node: str, why: str) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:

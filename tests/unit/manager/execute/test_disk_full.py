@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> RunDir:
 
 def test_where_others_have_much_room_none_is_taken(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fault_injection, "MAX_FILL_BYTES", 0)
-    with pytest.raises(Refused, match=r"GiB are free on the file system of .*run-1, and no more than 0 GiB"):
+    with pytest.raises(Refused, match=r"GiB are free on the file system of .*run-1; rrl fills at most 0 GiB"):
         fault_injection.fill_disk(run)
     assert not run.disk_filler.exists()
 
@@ -54,21 +54,21 @@ def test_the_file_is_written_to_the_last_byte_and_given_back(run: RunDir, monkey
 FILLS_A_REAL_ONE = """
 import subprocess, sys
 from pathlib import Path
-from rrl.manager.execute import fault_injection as ballast
+from rrl.manager.execute import fault_injection
 from rrl.core.run_dir import RunDir
 run = RunDir(Path(sys.argv[1]))
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", run.path], check=True)
 try:
-    (run.path / "held").write_bytes(b"1" * 1000)
-    ballast.fill(run)
+    (run.path / "existing").write_bytes(b"1" * 1000)
+    fault_injection.fill_disk(run)
     try:
         (run.path / "more").write_bytes(b"1" * 100_000)
-        raise SystemExit("there is room left")
+        raise SystemExit("there is space left")
     except OSError as error:
         print(error.strerror)
-    ballast.give_back(run)
+    fault_injection.remove_disk_filler(run)
     (run.path / "more").write_bytes(b"1" * 100_000)
-    assert (run.path / "held").read_bytes() == b"1" * 1000
+    assert (run.path / "existing").read_bytes() == b"1" * 1000
 finally:
     subprocess.run(["umount", run.path], check=True)
 """
