@@ -37,7 +37,7 @@ def _status(run: TestRun) -> dict[str, Any]:
     return status
 
 
-def test_managing_a_cancelled_run_again_asks_for_one_pool_only(slurm_lab: SlurmLab) -> None:
+def test_rrl_manage_on_a_cancelled_run_requests_one_pool_only(slurm_lab: SlurmLab) -> None:
     run = submit_on(slurm_lab, "all-cancelled", light_job("slurm", 100_000, spares=0))
     before = run.wait_steps(2)
     _cancel_everything(slurm_lab)

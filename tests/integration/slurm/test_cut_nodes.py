@@ -22,7 +22,7 @@ pytestmark = pytest.mark.long  # and part of make test-slurm-versions
 ROLLOUTS = (ReplicaId("rollout/0"), ReplicaId("rollout/1"))
 
 
-def test_a_late_rollout_is_kept_a_cut_off_one_replaced_and_its_old_life_is_sent_away_when_the_link_is_back(
+def test_delayed_rollout_is_kept_and_a_cut_off_one_is_replaced_and_stopped_later(
     isolated_lab: SlurmLab,
 ) -> None:
     run = submit_on(isolated_lab, "cut", light_job("slurm", 100_000, spares=1))

@@ -62,7 +62,7 @@ def no_jobs(lab: SlurmLab) -> None:
         time.sleep(0.05)
 
 
-def test_with_consent_a_node_is_looked_at_and_nothing_is_left(lab: SlurmLab, env: dict[str, str]) -> None:
+def test_doctor_with_consent_checks_a_node_and_leaves_nothing(lab: SlurmLab, env: dict[str, str]) -> None:
     code, checks = doctor(lab, env, "--yes")
     found = verdicts(checks)
     failed = {name for name, verdict in found.items() if verdict == "FAIL"}
@@ -82,7 +82,7 @@ def test_with_consent_a_node_is_looked_at_and_nothing_is_left(lab: SlurmLab, env
     assert not Path(env[RUNS_ENV]).exists()
 
 
-def test_without_consent_nothing_is_known_of_nodes_and_nothing_is_submitted(lab: SlurmLab, env: dict[str, str]) -> None:
+def test_doctor_without_consent_submits_nothing(lab: SlurmLab, env: dict[str, str]) -> None:
     code, checks = doctor(lab, env)
     failed = {name for name, verdict in verdicts(checks).items() if verdict == "FAIL"}
     assert failed <= MAY_FAIL
@@ -92,7 +92,7 @@ def test_without_consent_nothing_is_known_of_nodes_and_nothing_is_submitted(lab:
     assert lab.jobs() == []
 
 
-def test_a_partition_that_is_not_there_is_a_failure_with_what_sbatch_said(lab: SlurmLab, env: dict[str, str]) -> None:
+def test_doctor_reports_a_missing_partition_with_sbatchs_message(lab: SlurmLab, env: dict[str, str]) -> None:
     code, checks = doctor(lab, env, "--partition", "nope", "--yes")
     assert code == 1
     assert checks["slurm.pool"]["verdict"] == "FAIL"
@@ -103,7 +103,7 @@ def test_a_partition_that_is_not_there_is_a_failure_with_what_sbatch_said(lab: S
     assert checks["node.visit"]["verdict"] == "UNKNOWN"
 
 
-def test_a_controller_that_does_not_answer_makes_nothing_good(lab: SlurmLab, env: dict[str, str]) -> None:
+def test_doctor_with_an_unanswering_controller_reports_nothing_as_ok(lab: SlurmLab, env: dict[str, str]) -> None:
     with lab.controller_stopped():
         _, checks = doctor(lab, env)
     lab.wait_states(dict.fromkeys(lab.nodes, "idle"))
@@ -131,23 +131,23 @@ def _visit(lab: SlurmLab, env: dict[str, str], expected: str, **changes: object)
     assert not Path(env[RUNS_ENV]).exists()
 
 
-def test_an_interpreter_that_a_node_does_not_have_is_named(lab: SlurmLab, env: dict[str, str]) -> None:
+def test_node_visit_names_an_interpreter_missing_on_the_node(lab: SlurmLab, env: dict[str, str]) -> None:
     _visit(lab, env, "/nonexistent/python is not there on the node", executable="/nonexistent/python")
     no_jobs(lab)
 
 
-def test_a_job_that_ends_without_a_word_is_told_with_its_last_line(lab: SlurmLab, env: dict[str, str]) -> None:
+def test_node_visit_that_ends_early_is_reported_with_its_last_line(lab: SlurmLab, env: dict[str, str]) -> None:
     script = "#!/bin/sh\nexec >{folder}/job.log 2>&1; echo no module rrl; exit 1\n"
     _visit(lab, env, "no module rrl", _SCRIPT=script)
     no_jobs(lab)
 
 
-def test_a_job_that_does_not_begin_is_cancelled(lab: SlurmLab, env: dict[str, str]) -> None:
+def test_node_visit_that_does_not_start_is_cancelled(lab: SlurmLab, env: dict[str, str]) -> None:
     _visit(lab, env, "PENDING", _JOB_OPTIONS=(*visiting._JOB_OPTIONS, "--hold"), MAX_QUEUE_S=1.0)
     no_jobs(lab)
 
 
-def test_where_every_node_is_busy_no_job_is_submitted(lab: SlurmLab, env: dict[str, str]) -> None:
+def test_doctor_submits_no_job_while_every_node_is_busy(lab: SlurmLab, env: dict[str, str]) -> None:
     lab.run_as_user(["sbatch", f"--nodes={len(lab.nodes)}", "--exclusive", "--time=60", "--output=/dev/null",
                      "--job-name=full", "--wrap=sleep 3600"])  # fmt: skip
     lab.wait_states(dict.fromkeys(lab.nodes, "alloc"))
@@ -155,7 +155,7 @@ def test_where_every_node_is_busy_no_job_is_submitted(lab: SlurmLab, env: dict[s
     assert [job.split()[1] for job in lab.jobs()] == ["full"]
 
 
-def test_a_folder_that_nodes_do_not_see_is_found_out_over_the_network(lab: SlurmLab, env: dict[str, str]) -> None:
+def test_node_visit_finds_a_folder_that_is_not_shared(lab: SlurmLab, env: dict[str, str]) -> None:
     script = visiting._SCRIPT.replace(
         "rrl.roles.node_probe.main {folder}", "rrl.roles.node_probe.main {folder}/elsewhere"
     )
@@ -163,7 +163,7 @@ def test_a_folder_that_nodes_do_not_see_is_found_out_over_the_network(lab: Slurm
     no_jobs(lab)
 
 
-def test_init_writes_a_job_for_this_cluster_that_check_takes(lab: SlurmLab, env: dict[str, str]) -> None:
+def test_rrl_init_writes_a_job_that_rrl_check_accepts(lab: SlurmLab, env: dict[str, str]) -> None:
     job = lab.user_home / f"init-{time.monotonic_ns()}.toml"
     lab.run_as_user([RRL, "init", "--no", "--out", str(job)], env=env)
     text = job.read_text()

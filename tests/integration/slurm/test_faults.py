@@ -25,7 +25,7 @@ def inject(run: TestRun, *words: str) -> str:
     return str(out)
 
 
-def test_what_is_ordered_is_done_on_slurm_too_and_the_run_goes_on(slurm_lab: SlurmLab) -> None:
+def test_injected_faults_take_effect_on_slurm_and_the_run_continues(slurm_lab: SlurmLab) -> None:
     run = submit_on(slurm_lab, "faults", light_job("slurm", 100_000, spares=1, extra=ALLOWED))
     run.wait_steps(2)
     assert "SIGSTOP to process group" in inject(run, "freeze", "--target", "reward/0", "--for", "500ms")

@@ -109,7 +109,7 @@ def hooked(_hooked_lab: Hooked) -> Iterator[Hooked]:
 
 
 @pytest.mark.long
-def test_the_health_check_program_drains_what_fails_and_undrains_only_its_own(hooked: Hooked) -> None:
+def test_health_check_program_drains_failing_nodes_and_undrains_only_its_own(hooked: Hooked) -> None:
     lab = hooked.lab
     hooked.configure(
         f"HealthCheckProgram={hooked.dir}/healthcheck.sh", f"HealthCheckInterval={EVERY}", "HealthCheckNodeState=ANY"
@@ -141,7 +141,7 @@ def test_the_health_check_program_drains_what_fails_and_undrains_only_its_own(ho
     assert hooked.reason("n2").startswith("the fan is loud")
 
 
-def test_a_prolog_keeps_jobs_from_a_node_that_fails_and_from_no_other(hooked: Hooked) -> None:
+def test_prolog_keeps_jobs_from_a_failing_node_and_from_no_other(hooked: Hooked) -> None:
     lab = hooked.lab
     hooked.configure(f"Prolog={hooked.dir}/prolog.sh", "PrologFlags=Alloc")
     run = ["srun", "-n1", "-w", "n1", "--mem=100M", "true"]

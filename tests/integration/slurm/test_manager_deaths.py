@@ -122,7 +122,7 @@ def _free_of_successors(lab: SlurmLab, run: TestRun) -> None:
     lab.run_as_user(["scancel", "--state=PENDING", f"--name={run.run.id}.manager"])
 
 
-def test_managers_that_are_killed_over_random_records_of_one_run_are_never_noticed(slurm_lab: SlurmLab) -> None:
+def test_managers_killed_at_random_records_have_no_effect_on_the_run(slurm_lab: SlurmLab) -> None:
     """A dozen in a row, each killed so many records after it began: some before they have done anything, others in the
     middle of their work. Every third one is killed by the cancellation of its own job, as long as it has one."""
     chance = random.Random(4)
@@ -153,7 +153,7 @@ def test_managers_that_are_killed_over_random_records_of_one_run_are_never_notic
     assert run.summary()["recoveries"] == []
 
 
-def test_the_node_of_the_manager_is_lost_and_the_waiting_one_goes_on_elsewhere(slurm_lab: SlurmLab) -> None:
+def test_pending_manager_takes_over_after_the_loss_of_the_managers_node(slurm_lab: SlurmLab) -> None:
     apart = '[slurm]\nexclude = "n4,n5"\n[manager]\nslurm = { exclude = "n1,n2,n3" }\n'
     run = submit_on(slurm_lab, "node", light_job("slurm", LONG, rollouts=1, spares=0, extra=apart))
     before = current_incarnations(run.wait_steps(2))
@@ -172,7 +172,7 @@ def test_the_node_of_the_manager_is_lost_and_the_waiting_one_goes_on_elsewhere(s
 
 
 @pytest.mark.parametrize("first", ["srun", "manager"])
-def test_a_manager_that_thaws_after_it_was_succeeded_does_nothing_and_leaves(slurm_lab: SlurmLab, first: str) -> None:
+def test_thawed_manager_that_was_succeeded_does_nothing_and_exits(slurm_lab: SlurmLab, first: str) -> None:
     """With it thaws an srun that it had started. If that comes first, what it launches is not wanted any more, and
     leaves; if the manager does, it ends its srun as it leaves."""
     run = submit_on(slurm_lab, f"thaw-{first}", light_job("slurm", LONG, spares=0))
@@ -226,7 +226,7 @@ def _ended_unwanted(run: RunDir, tag: str) -> bool:
     return record is not None and record.reason in (ExitReason.NOT_ADMITTED, ExitReason.FENCED)
 
 
-def test_of_two_managers_that_are_started_at_once_one_leaves_with_one_line(slurm_lab: SlurmLab) -> None:
+def test_second_of_two_concurrent_managers_exits_with_one_line(slurm_lab: SlurmLab) -> None:
     run = submit_on(slurm_lab, "two", light_job("slurm", LONG, spares=0))
     before = current_incarnations(run.wait_steps(2))
     pid = _manager(run)
@@ -267,7 +267,7 @@ MOMENTS: dict[str, Callable[[Path], bool]] = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_login_node_that_dies_over_rrl_submit_leaves_a_sound_run_or_none(slurm_lab: SlurmLab, moment: str) -> None:
+def test_login_node_death_during_rrl_submit_leaves_a_valid_run_or_none(slurm_lab: SlurmLab, moment: str) -> None:
     folder = slurm_lab.user_home / f"login-{moment.replace(' ', '-')}"
     slurm_lab.call_as_user(folder.mkdir)
     runs = folder / "runs"

@@ -58,7 +58,7 @@ def end(run: TestRun) -> None:
     check_sound(run.run)
 
 
-def test_a_plain_user_has_a_run_leave_a_node_which_goes_back_while_the_others_work_on(slurm_lab: SlurmLab) -> None:
+def test_plain_user_can_exclude_a_node_which_the_run_gives_back(slurm_lab: SlurmLab) -> None:
     run = submit_on(slurm_lab, "leave", light_job("slurm", 100_000, spares=1))
     before = current_incarnations(run.wait_steps(3))
     node = node_of(run, R0)
@@ -83,7 +83,7 @@ def test_a_plain_user_has_a_run_leave_a_node_which_goes_back_while_the_others_wo
     assert "this user may not drain nodes" in request["drain_error"]
 
 
-def test_an_administrators_run_drains_a_lost_node_takes_that_back_and_leaves_other_drains_alone() -> None:
+def test_administrators_run_drains_and_undrains_a_lost_node_but_no_other() -> None:
     recovery = '[recovery]\nbackoff = "100ms"\nexclusion = "15s"\nbreaker = 1.0\n'
     with SlurmLab.start(nodes=6, accounting=True) as lab:
         lab.slurm("sacctmgr", "-i", "modify", "user", lab.user, "set", "adminlevel=Administrator")

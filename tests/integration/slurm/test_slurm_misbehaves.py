@@ -61,7 +61,7 @@ def no_job_is_doubled(lab: SlurmLab, run: TestRun) -> None:
     assert names == [f"{run.run.id}.manager", f"{run.run.id}.manager", f"{run.run.id}.pool"]
 
 
-def test_a_launch_whose_srun_gave_up_on_a_frozen_slurmctld_is_made_again_without_the_quiet_period(
+def test_launch_lost_to_a_frozen_slurmctld_is_repeated_without_the_quiet_period(
     lab: SlurmLab,
 ) -> None:
     toml = light_job("slurm", 100_000, spares=0).replace('quiet = "10s"', 'quiet = "1h"')
@@ -78,7 +78,7 @@ def test_a_launch_whose_srun_gave_up_on_a_frozen_slurmctld_is_made_again_without
 
 
 @pytest.mark.parametrize("how", ["deaf", "down"])
-def test_a_slurmctld_that_is_away_for_a_minute_is_waited_for_while_the_roles_go_on(lab: SlurmLab, how: str) -> None:
+def test_outage_of_slurmctld_is_waited_out_while_roles_keep_running(lab: SlurmLab, how: str) -> None:
     fake = FakeSlurm(lab, f"away-{how}")
     toml = light_job("slurm", 100_000, spares=1, extra="").replace('poll = "1s"', 'poll = "5s"')
     run = submit_on(lab, f"away-{how}", toml, fake.shell)
@@ -103,7 +103,7 @@ def test_a_slurmctld_that_is_away_for_a_minute_is_waited_for_while_the_roles_go_
     cancel(run)
 
 
-def test_commands_that_take_half_a_minute_start_nothing_twice(lab: SlurmLab) -> None:
+def test_slow_slurm_commands_start_nothing_twice(lab: SlurmLab) -> None:
     fake = FakeSlurm(lab, "slow")
     run = submit_on(lab, "slow", light_job("slurm", 100_000, spares=1), fake.shell)
     before = current_incarnations(run.wait_steps(3))
@@ -123,9 +123,7 @@ def test_commands_that_take_half_a_minute_start_nothing_twice(lab: SlurmLab) -> 
 
 
 @pytest.mark.parametrize("order", ["fail Unable to contact slurm controller", "fail Unspecified error"])
-def test_commands_that_fail_for_a_while_are_not_believed_to_have_done_or_refused_anything(
-    lab: SlurmLab, order: str
-) -> None:
+def test_failing_slurm_commands_count_neither_as_done_nor_as_refused(lab: SlurmLab, order: str) -> None:
     name = f"fails-{len(order)}"
     fake = FakeSlurm(lab, name)
     run = submit_on(lab, name, light_job("slurm", 100_000, spares=1), fake.shell)
@@ -144,9 +142,7 @@ def test_commands_that_fail_for_a_while_are_not_believed_to_have_done_or_refused
 
 
 @pytest.mark.parametrize(("late", "in_time"), [(4, True), (25, False)])
-def test_a_request_whose_answer_timed_out_and_that_lands_later_is_used_or_given_back(
-    lab: SlurmLab, late: int, in_time: bool
-) -> None:
+def test_timed_out_request_that_takes_effect_later_is_used_or_released(lab: SlurmLab, late: int, in_time: bool) -> None:
     """``limits.quiet`` is 10 s here: what lands within it is found by its tag; what lands later has been made up for,
     and is given back."""
     fake = FakeSlurm(lab, f"late-{late}")
@@ -177,9 +173,7 @@ def test_a_request_whose_answer_timed_out_and_that_lands_later_is_used_or_given_
 
 
 @pytest.mark.parametrize("order", ["omit .pool", "omit rollout-1", "old 8"])
-def test_a_squeue_that_leaves_something_out_or_answers_from_an_old_cache_changes_nothing(
-    lab: SlurmLab, order: str
-) -> None:
+def test_incomplete_or_stale_squeue_output_changes_nothing(lab: SlurmLab, order: str) -> None:
     name = f"lies-{order.split()[0]}-{order.split()[1].strip('.')}"
     fake = FakeSlurm(lab, name)
     run = submit_on(lab, name, light_job("slurm", 100_000, spares=1), fake.shell)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slurm
         ("pool", "[task]", '[env]\npython = "/nowhere/bin/python"\n[task]', "/nowhere/bin/python"),
     ],
 )
-def test_managers_that_die_at_their_start_end_the_wait_as_rejected(
+def test_managers_that_die_at_their_start_reject_the_run(
     slurm_lab: SlurmLab, where: str, old: str, new: str, last_line: str
 ) -> None:
     folder = slurm_lab.user_home / f"no-manager-{where}"

@@ -69,7 +69,7 @@ def preempt(lab: SlurmLab, node: str) -> str:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("partition", "times"), [("low", 1), ("lowest", 3)], ids=["cancel", "requeue"])
-def test_a_preempted_rollout_leaves_within_its_grace_hands_over_and_comes_back_when_it_gets_a_node(
+def test_preempted_rollout_exits_within_its_grace_and_returns_with_a_new_node(
     lab: SlurmLab, partition: str, times: int
 ) -> None:
     """However often: one restart that counted would end the run (per_replica = 0)."""
@@ -104,7 +104,7 @@ def test_a_preempted_rollout_leaves_within_its_grace_hands_over_and_comes_back_w
 
 
 @pytest.mark.long
-def test_a_suspended_rollout_and_then_a_suspended_trainer_are_waited_for_and_nobody_is_fenced(lab: SlurmLab) -> None:
+def test_suspended_rollout_and_trainer_are_waited_for_and_not_fenced(lab: SlurmLab) -> None:
     run = submit_on(lab, "suspended", replicas(100_000, "main"))
     before = current_incarnations(run.wait_steps(3))
     for replica in (VICTIM, TRAINER):
@@ -124,7 +124,7 @@ def test_a_suspended_rollout_and_then_a_suspended_trainer_are_waited_for_and_nob
 
 
 @pytest.mark.long
-def test_jobs_that_take_turns_on_a_node_are_no_failures(lab: SlurmLab) -> None:
+def test_jobs_that_take_turns_on_a_node_are_not_failures(lab: SlurmLab) -> None:
     """Gang scheduling: every five seconds, whether the manager looks at that moment or not."""
     run = submit_on(lab, "turns", replicas(100_000, "timeslice"))
     before = current_incarnations(run.wait_steps(3))
@@ -145,7 +145,7 @@ def test_jobs_that_take_turns_on_a_node_are_no_failures(lab: SlurmLab) -> None:
 
 
 @pytest.mark.long
-def test_a_pool_that_reaches_its_walltime_is_followed_by_another_and_the_run_goes_on(lab: SlurmLab) -> None:
+def test_pool_at_its_walltime_is_replaced_and_the_run_continues(lab: SlurmLab) -> None:
     term = 'spares = 0\nwalltime = "1h"\njob_walltime = "2min"'
     toml = light_job("slurm", 100_000, rollouts=1, spares=0, extra='rotate = "60s"').replace("spares = 0", term)
     run = submit_on(lab, "rotates", toml)
@@ -166,7 +166,7 @@ def test_a_pool_that_reaches_its_walltime_is_followed_by_another_and_the_run_goe
 
 
 @pytest.mark.long
-def test_a_pool_that_an_administrator_cancels_is_asked_for_once_more_and_then_the_run_is_over(lab: SlurmLab) -> None:
+def test_pool_cancelled_by_an_administrator_is_requested_once_more(lab: SlurmLab) -> None:
     run = submit_on(lab, "cancelled", light_job("slurm", 100_000, rollouts=1, spares=0))
     run.wait_steps(3)
     for _ in range(2):
@@ -182,7 +182,7 @@ def test_a_pool_that_an_administrator_cancels_is_asked_for_once_more_and_then_th
 
 
 @pytest.mark.long
-def test_a_replacement_that_an_administrator_holds_waits_and_comes_when_it_is_let_go(lab: SlurmLab) -> None:
+def test_held_replacement_job_is_waited_for_until_it_is_released(lab: SlurmLab) -> None:
     run = submit_on(lab, "held", replicas(100_000, "low", rollouts=3))
     before = current_incarnations(run.wait_steps(3))
     wanted = preempt(lab, str(before[VICTIM][2]))

@@ -126,7 +126,7 @@ def is_alive(pid: int) -> bool:
     return pid in slurm_processes.running_processes()
 
 
-def test_a_pool_is_asked_for_seen_used_and_given_back(lab: SlurmLab, run: Run) -> None:
+def test_pool_is_requested_listed_used_and_released(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
         slurm = run.cluster()
         nodes = await run.hold(slurm, 2)
@@ -153,7 +153,7 @@ def test_a_pool_is_asked_for_seen_used_and_given_back(lab: SlurmLab, run: Run) -
     as_user(lab, scenario)
 
 
-def test_a_step_lives_on_when_its_srun_is_killed_after_joining_and_still_stops(lab: SlurmLab, run: Run) -> None:
+def test_step_survives_the_kill_of_its_srun_and_can_be_stopped(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
         slurm = run.cluster()
         node = (await run.hold(slurm, 1))[0]
@@ -181,7 +181,7 @@ def test_a_step_lives_on_when_its_srun_is_killed_after_joining_and_still_stops(l
     as_user(lab, scenario)
 
 
-def test_a_step_that_ignores_sigterm_is_killed_after_its_grace(lab: SlurmLab, run: Run) -> None:
+def test_step_that_ignores_sigterm_is_killed_after_its_grace(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
         slurm = run.cluster(script=STUBBORN)
         node = (await run.hold(slurm, 1))[0]
@@ -196,7 +196,7 @@ def test_a_step_that_ignores_sigterm_is_killed_after_its_grace(lab: SlurmLab, ru
     as_user(lab, scenario)
 
 
-def test_what_slurm_says_no_to_is_refused(lab: SlurmLab, run: Run) -> None:
+def test_request_that_slurm_rejects_is_refused(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
         for hold in ("salloc", "sbatch"):
             slurm = run.cluster(hold=hold)
@@ -220,7 +220,7 @@ def test_what_slurm_says_no_to_is_refused(lab: SlurmLab, run: Run) -> None:
     as_user(lab, scenario)
 
 
-def test_a_launch_that_waits_for_resources_is_withdrawn_by_stop(lab: SlurmLab, run: Run) -> None:
+def test_stop_withdraws_a_launch_that_waits_for_resources(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
         slurm = run.cluster(SlurmLimits(min_poll_interval_s=0.05, launch_watch_s=1.0, reads_per_minute=100_000))
         node = (await run.hold(slurm, 1))[0]
@@ -238,7 +238,7 @@ def test_a_launch_that_waits_for_resources_is_withdrawn_by_stop(lab: SlurmLab, r
     as_user(lab, scenario)
 
 
-def test_a_request_that_cannot_be_met_yet_waits_in_the_queue_and_can_be_withdrawn(lab: SlurmLab, run: Run) -> None:
+def test_request_without_free_nodes_is_queued_and_can_be_released(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
         slurm = run.cluster()
         await slurm.request(run.allocation_request(5))
@@ -257,7 +257,7 @@ def test_a_request_that_cannot_be_met_yet_waits_in_the_queue_and_can_be_withdraw
     as_user(lab, scenario)
 
 
-def test_what_waits_in_the_queue_outlives_its_manager_and_starts_when_there_is_room(lab: SlurmLab, run: Run) -> None:
+def test_pending_request_outlives_its_manager_and_starts_once_nodes_are_free(lab: SlurmLab, run: Run) -> None:
     async def first() -> None:
         slurm = run.cluster()
         await slurm.request(run.allocation_request(5))
@@ -275,7 +275,7 @@ def test_what_waits_in_the_queue_outlives_its_manager_and_starts_when_there_is_r
     as_user(lab, second)
 
 
-def test_each_component_of_a_heterogeneous_job_is_an_allocation_of_its_own(lab: SlurmLab, run: Run) -> None:
+def test_each_hetjob_component_is_an_allocation_of_its_own(lab: SlurmLab, run: Run) -> None:
     first, second, third = (run.tag(name) for name in ("rollout", "trainer", "shared"))
 
     async def scenario() -> None:
@@ -313,7 +313,7 @@ def test_each_component_of_a_heterogeneous_job_is_an_allocation_of_its_own(lab: 
     as_user(lab, scenario)
 
 
-def test_what_has_not_begun_is_given_back_as_a_whole_and_says_who_holds_it(lab: SlurmLab, run: Run) -> None:
+def test_pending_hetjob_is_released_as_a_whole_and_names_its_holder(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
         slurm = run.cluster(hold="sbatch")
         await run.hold(slurm, 3)
@@ -333,7 +333,7 @@ def test_what_has_not_begun_is_given_back_as_a_whole_and_says_who_holds_it(lab: 
     as_user(lab, scenario)
 
 
-def test_no_second_allocation_comes_onto_a_node_of_ours(lab: SlurmLab, run: Run) -> None:
+def test_second_allocation_avoids_the_runs_own_nodes(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
         slurm = run.cluster()
         await run.hold(slurm, 2)  # which take half of each node
@@ -348,7 +348,7 @@ def test_no_second_allocation_comes_onto_a_node_of_ours(lab: SlurmLab, run: Run)
     as_user(lab, scenario)
 
 
-def test_the_pool_that_a_manager_lives_in_is_not_asked_for_and_ends_with_it(lab: SlurmLab, run: Run) -> None:
+def test_managers_own_pool_is_not_requested_and_ends_with_the_manager(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
         await run.hold(run.cluster(), 1)
         slurm = SlurmCluster(run.id, sys.executable, FAST, own_tag=run.pool)
@@ -366,7 +366,7 @@ def test_the_pool_that_a_manager_lives_in_is_not_asked_for_and_ends_with_it(lab:
     as_user(lab, scenario)
 
 
-def test_nobody_knows_while_the_controller_is_deaf_and_the_tag_settles_it_later(lab: SlurmLab, run: Run) -> None:
+def test_unanswered_request_is_settled_by_its_tag_later(lab: SlurmLab, run: Run) -> None:
     async def deaf() -> None:
         slurm = run.cluster(hold="sbatch")
         observed, *others = await asyncio.gather(
@@ -390,7 +390,7 @@ def test_nobody_knows_while_the_controller_is_deaf_and_the_tag_settles_it_later(
     as_user(lab, later)
 
 
-def test_the_form_of_the_allocation_follows_the_sites_inactive_limit(lab: SlurmLab, run: Run) -> None:
+def test_inactive_limit_decides_between_salloc_and_sbatch(lab: SlurmLab, run: Run) -> None:
     async def one_pool() -> None:
         await run.hold(run.cluster(), 1)
 
@@ -413,7 +413,7 @@ def batch_flags(lab: SlurmLab) -> list[str]:
     return [next(word for word in job.split() if word.startswith("BatchFlag=")) for job in shown]
 
 
-def test_steps_outlive_a_manager_that_was_killed_and_the_next_one_finds_them(lab: SlurmLab, run: Run) -> None:
+def test_steps_outlive_a_killed_manager_and_are_found_by_the_next_one(lab: SlurmLab, run: Run) -> None:
     async def first() -> None:
         slurm = run.cluster()
         node = (await run.hold(slurm, 1))[0]
@@ -453,7 +453,7 @@ asyncio.run(main(Run(Path(sys.argv[1]))))
 """
 
 
-def test_steps_that_joined_outlive_a_scancel_of_the_managers_own_job(lab: SlurmLab, run: Run) -> None:
+def test_connected_steps_outlive_a_scancel_of_the_managers_job(lab: SlurmLab, run: Run) -> None:
     path = run.folder / "manager.sh"
     path.write_text(f"#!/bin/sh\nexec {sys.executable} - {run.folder} <<'EOF'\n{MANAGER}EOF\n")
     path.chmod(0o644)
@@ -474,7 +474,7 @@ def test_steps_that_joined_outlive_a_scancel_of_the_managers_own_job(lab: SlurmL
     as_user(lab, scenario)
 
 
-def test_a_crashed_node_is_seen_down_its_step_is_gone_and_the_rest_of_the_pool_goes_on(lab: SlurmLab, run: Run) -> None:
+def test_crashed_node_is_down_and_the_rest_of_the_pool_continues(lab: SlurmLab, run: Run) -> None:
     node = ""
 
     async def first() -> None:
@@ -508,7 +508,7 @@ def test_a_crashed_node_is_seen_down_its_step_is_gone_and_the_rest_of_the_pool_g
     as_user(lab, second)
 
 
-def test_looks_are_rationed_and_never_stale_after_a_change(lab: SlurmLab, run: Run) -> None:
+def test_polls_are_rationed_and_never_stale_after_a_change(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
         seldom = run.cluster(SlurmLimits(min_poll_interval_s=3600.0, reads_per_minute=6))
         before = await seldom.observe()

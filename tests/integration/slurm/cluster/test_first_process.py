@@ -66,7 +66,7 @@ def step(at: Lab, launch: Launch, each: Resources, agent: bool = False) -> Step:
     return Step(launch.tag, f"{at.run.id}.pool", launch.node, each, at.run.launch_file(launch.tag), log, agent, agent)
 
 
-def test_roles_have_gpus_of_their_own_beside_an_agent_that_sees_all_and_nothing_of_slurm_or_mpi(site: SlurmLab) -> None:
+def test_roles_have_own_gpus_beside_an_agent_and_no_slurm_or_mpi_variables(site: SlurmLab) -> None:
     async def story(at: Lab) -> None:
         os.environ.update(HOSTILE)
         slurm = SlurmCluster(at.run.id, sys.executable, FAST)
@@ -100,7 +100,7 @@ def test_roles_have_gpus_of_their_own_beside_an_agent_that_sees_all_and_nothing_
     as_user(site, "gpus", story)
 
 
-def test_an_interpreter_that_is_absent_on_the_node_is_refused_in_slurms_own_words(site: SlurmLab) -> None:
+def test_missing_interpreter_on_the_node_is_refused_with_slurms_message(site: SlurmLab) -> None:
     async def story(at: Lab) -> None:
         patient = msgspec.structs.replace(FAST, launch_watch_s=TIMEOUT_S, interpreter_watch_s=TIMEOUT_S)
         slurm = SlurmCluster(at.run.id, "/no/such/venv/bin/python", patient)

@@ -18,13 +18,13 @@ from rrl.tests.support.slurm.lab import SlurmLab
 CRASH = Fault("f1", FaultKind.CRASH, "n2", seconds=1.0)
 
 
-def test_on_any_other_cluster_nodes_and_slurm_are_not_ours_to_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_fault_outside_of_a_test_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(LAB_FAULTS_ENV, raising=False)
     with pytest.raises(Refused, match="crash can be injected on a test cluster only"):
         asyncio.run(inject_fault(CRASH))
 
 
-def test_a_test_cluster_that_is_gone_does_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unreachable_test_cluster_refuses_the_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(LAB_FAULTS_ENV, str(tmp_path / "harm"))
     with pytest.raises(Refused, match=r"cannot be reached at .*harm: No such file"):
         asyncio.run(inject_fault(CRASH))
@@ -36,7 +36,7 @@ def test_a_test_cluster_that_is_gone_does_nothing(monkeypatch: pytest.MonkeyPatc
     ("expected_text", "kind"),
     [(b"", Unanswered), (b"what?\n", Unanswered), (b'{"ok": false, "detail": "no"}\n', Refused)],
 )
-def test_whatever_it_answers_is_one_of_three(
+def test_each_answer_of_the_test_cluster_has_one_of_three_outcomes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, expected_text: bytes, kind: type[Exception]
 ) -> None:
     heard: list[bytes] = []
@@ -58,7 +58,7 @@ def test_whatever_it_answers_is_one_of_three(
 
 
 @pytest.mark.slurm
-def test_a_node_of_the_lab_crashes_and_comes_up_again_for_its_user(slurm_lab: SlurmLab) -> None:
+def test_node_of_the_lab_crashes_and_comes_up_again(slurm_lab: SlurmLab) -> None:
     def hurt() -> None:
         assert os.environ[LAB_FAULTS_ENV]
         assert asyncio.run(inject_fault(CRASH)) == "crash n2 for 1 s"

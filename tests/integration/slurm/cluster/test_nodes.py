@@ -56,7 +56,7 @@ def as_admin(lab: SlurmLab, scenario: Callable[[SlurmCluster], Coroutine[None, N
 
 
 # ── drained ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_drain_of_ours_can_be_repeated_is_seen_and_taken_back(lab: SlurmLab) -> None:
+def test_own_drain_can_be_repeated_is_listed_and_is_removed(lab: SlurmLab) -> None:
     async def scenario(slurm: SlurmCluster) -> None:
         for _ in range(2):
             await slurm.drain(N1, OURS)
@@ -71,7 +71,7 @@ def test_a_drain_of_ours_can_be_repeated_is_seen_and_taken_back(lab: SlurmLab) -
     as_admin(lab, scenario)
 
 
-def test_what_somebody_else_has_laid_down_stays_and_is_named(lab: SlurmLab) -> None:
+def test_drain_by_somebody_else_stays_and_is_named(lab: SlurmLab) -> None:
     set_down(lab, N1, "DOWN", "bad fan")
     set_down(lab, N2, "DRAIN", "bad disk")
     set_down(lab, N3, "DRAIN", "rrl:run-2:gpu: another run")
@@ -97,7 +97,7 @@ def test_what_somebody_else_has_laid_down_stays_and_is_named(lab: SlurmLab) -> N
     as_admin(lab, scenario)
 
 
-def test_without_rights_slurmctld_is_asked_once_and_says_no(lab: SlurmLab, run: Run) -> None:
+def test_drain_without_rights_is_tried_once_and_refused(lab: SlurmLab, run: Run) -> None:
     """Where root starts the lab; else the plain user is SlurmUser, who may."""
     if lab.user == getpass.getuser():
         return
@@ -118,7 +118,7 @@ def test_without_rights_slurmctld_is_asked_once_and_says_no(lab: SlurmLab, run: 
     assert "DRAIN" not in shown(lab, N1)
 
 
-def test_a_silent_slurmctld_leaves_a_drain_open() -> None:
+def test_drain_without_an_answer_stays_open() -> None:
     async def scenario() -> None:
         async def silent(argv: tuple[str, ...]) -> CommandResult:
             raise Unanswered("scontrol: no answer within 10 s")
@@ -134,7 +134,7 @@ def test_a_silent_slurmctld_leaves_a_drain_open() -> None:
 
 
 # ── given back ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_node_goes_back_to_others_and_the_rest_of_the_pool_works_on(lab: SlurmLab, run: Run) -> None:
+def test_shrink_releases_a_node_and_the_rest_of_the_pool_continues(lab: SlurmLab, run: Run) -> None:
     again = lab.version >= (24, 11)
 
     async def scenario() -> None:
@@ -166,7 +166,7 @@ def test_a_node_goes_back_to_others_and_the_rest_of_the_pool_works_on(lab: Slurm
     as_user(lab, scenario)
 
 
-def test_the_node_of_a_batch_script_stays(lab: SlurmLab, run: Run) -> None:
+def test_shrink_refuses_the_node_of_a_batch_script(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
         slurm = run.cluster(hold="sbatch")
         first, second = await run.hold(slurm, 2)
@@ -184,7 +184,7 @@ def test_the_node_of_a_batch_script_stays(lab: SlurmLab, run: Run) -> None:
     as_user(lab, scenario)
 
 
-def test_of_a_heterogeneous_job_nothing_is_given_back_that_would_cost_the_others() -> None:
+def test_shrink_refuses_hetjob_nodes_whose_release_would_affect_others() -> None:
     async def never(argv: tuple[str, ...]) -> CommandResult:
         raise AssertionError(argv)
 
@@ -206,7 +206,7 @@ def test_of_a_heterogeneous_job_nothing_is_given_back_that_would_cost_the_others
     ("Job is no longer pending execution for job 1", Refused), ("slurm_update error: Invalid user id", Refused),
     ("Unable to contact slurm controller (connect failure)", Unanswered), ("Socket timed out", Unanswered),
 ])  # fmt: skip
-def test_what_slurm_says_to_a_shrinking_job(expected_text: str, kind: type[Exception]) -> None:
+def test_shrink_distinguishes_refused_from_unanswered(expected_text: str, kind: type[Exception]) -> None:
     async def saying(argv: tuple[str, ...]) -> CommandResult:
         assert argv == ("scontrol", "update", "JobId=7", "NodeList=n[2-3]")
         return CommandResult(1, "", expected_text)

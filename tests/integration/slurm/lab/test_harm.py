@@ -29,7 +29,7 @@ def door(lab: SlurmLab) -> str:
     return lab.user_env()[harm.ENV]
 
 
-def test_the_user_has_a_node_crashed_and_it_comes_up_by_itself(lab: SlurmLab, door: str) -> None:
+def test_user_request_crashes_a_node_that_comes_up_by_itself(lab: SlurmLab, door: str) -> None:
     def hurt() -> None:
         told = harm.request_fault(os.environ[harm.ENV], do="crash", node="n3", seconds=1)
         assert told == harm.Answer(True, "crash n3 for 1 s")
@@ -42,7 +42,7 @@ def test_the_user_has_a_node_crashed_and_it_comes_up_by_itself(lab: SlurmLab, do
     lab.wait_states({"n3": "idle"})
 
 
-def test_an_outage_of_the_controller_ends_by_itself_and_jobs_go_on(lab: SlurmLab, door: str) -> None:
+def test_controller_outage_ends_by_itself_and_jobs_keep_running(lab: SlurmLab, door: str) -> None:
     job = lab.run_as_user(["sbatch", "--parsable", "--mem=100M", "-o", "/dev/null", "--wrap", "sleep 1004"]).stdout
     before = lab.controller()
     assert harm.request_fault(door, do="outage", seconds=0.2) == harm.Answer(True, "outage of 0.2 s")
@@ -66,9 +66,7 @@ def test_an_outage_of_the_controller_ends_by_itself_and_jobs_go_on(lab: SlurmLab
         ({"do": "delay", "node": "n1", "ms": 1e9}, "ms must be from 0 to 60000"),
     ],
 )
-def test_what_is_not_the_labs_own_is_refused_and_nothing_happens(
-    slurm_lab: SlurmLab, request_: dict[str, object], why: str
-) -> None:
+def test_fault_outside_of_the_lab_is_refused(slurm_lab: SlurmLab, request_: dict[str, object], why: str) -> None:
     before = {pid for pid, one in slurm_lab.processes().items() if one.comm in ("slurmd", "slurmctld")}
     told = harm.request_fault(harm.socket_of(slurm_lab.dir), **request_)
     assert not told.ok
@@ -76,7 +74,7 @@ def test_what_is_not_the_labs_own_is_refused_and_nothing_happens(
     assert before <= slurm_lab.processes().keys()
 
 
-def test_noise_and_silence_on_the_socket_keep_nobody_else_from_asking(slurm_lab: SlurmLab) -> None:
+def test_invalid_and_silent_connections_do_not_block_other_requests(slurm_lab: SlurmLab) -> None:
     with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as noisy:
         silent.connect(str(harm.socket_of(slurm_lab.dir)))
         noisy.connect(str(harm.socket_of(slurm_lab.dir)))
@@ -85,7 +83,7 @@ def test_noise_and_silence_on_the_socket_keep_nobody_else_from_asking(slurm_lab:
         assert "no node x" in harm.request_fault(harm.socket_of(slurm_lab.dir), do="crash", node="x").detail
 
 
-def test_only_the_labs_user_may_open_the_socket(slurm_lab: SlurmLab, door: str) -> None:
+def test_fault_socket_is_open_to_the_labs_user_only(slurm_lab: SlurmLab, door: str) -> None:
     kept = Path(door).stat()
     assert stat.S_IMODE(kept.st_mode) == 0o600
     assert kept.st_uid == pwd.getpwnam(slurm_lab.user).pw_uid

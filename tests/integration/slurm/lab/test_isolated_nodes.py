@@ -33,7 +33,7 @@ def answers(lab: SlurmLab, node: str, timeout_s: float = 1.0) -> bool:
     return True
 
 
-def test_each_node_has_its_own_name_and_address_and_the_user_reaches_all_of_them(lab: SlurmLab) -> None:
+def test_each_isolated_node_has_its_own_address_and_is_reachable(lab: SlurmLab) -> None:
     code = "import socket; from rrl.transport.address import own_address; print(socket.gethostname(), own_address())"
     out = lab.run_as_user(["srun", "-N5", "-n5", "--mem=100M", sys.executable, "-c", code]).stdout
     assert lab.network is not None
@@ -42,7 +42,7 @@ def test_each_node_has_its_own_name_and_address_and_the_user_reaches_all_of_them
     assert mine == f"{socket.gethostname()} {lab.network.controller}\n"
 
 
-def test_a_cut_node_lives_on_unheard_is_seen_down_and_is_itself_again_when_healed(lab: SlurmLab) -> None:
+def test_cut_node_keeps_running_is_down_in_slurm_and_recovers_when_healed(lab: SlurmLab) -> None:
     step = lab.popen_as_user(["srun", "-N1", "-n1", "-w", "n2", "--mem=100M", "--no-kill", "sleep", "1003"],
                              stderr=subprocess.DEVNULL)  # fmt: skip
 
@@ -67,7 +67,7 @@ def test_a_cut_node_lives_on_unheard_is_seen_down_and_is_itself_again_when_heale
     step.wait(timeout=60)
 
 
-def test_a_delayed_node_answers_late_and_healing_ends_that(lab: SlurmLab) -> None:
+def test_delayed_node_answers_late_until_it_is_healed(lab: SlurmLab) -> None:
     def seconds() -> float:
         began = time.monotonic()
         assert answers(lab, "n4", timeout_s=30.0)
@@ -88,7 +88,7 @@ def test_a_delayed_node_answers_late_and_healing_ends_that(lab: SlurmLab) -> Non
     assert [name for name in netns.left(lab.network) if name.endswith(("dn4", "en4"))] == []
 
 
-def test_nothing_of_the_network_is_left_by_a_lab_that_stops_or_is_swept() -> None:
+def test_stopped_or_swept_lab_leaves_no_network_devices() -> None:
     with SlurmLab.start(nodes=2, isolated=True) as lab:
         network = lab.network
         lab.delay("n1", 50)

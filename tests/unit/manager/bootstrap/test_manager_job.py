@@ -44,7 +44,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) ->
     return told
 
 
-def test_all_managers_of_a_run_have_one_name_wait_for_each_other_and_are_not_requeued(tmp_path: Path) -> None:
+def test_manager_jobs_share_a_name_run_one_at_a_time_and_are_not_requeued(tmp_path: Path) -> None:
     extra = '[slurm]\npartition = "gpu"\naccount = "a"\n[manager]\nslurm = { partition = "cpu", exclusive = true }\n'
     job = manager_job.parameters(RUN, view(tmp_path, extra))
     assert (job["job_name"], job["dependency"]) == (f"{RUN}.manager", "singleton")
@@ -53,7 +53,7 @@ def test_all_managers_of_a_run_have_one_name_wait_for_each_other_and_are_not_req
     assert job["time"] == (86400 + manager_job.WALLTIME_MARGIN_S) // 60
 
 
-def test_where_jobs_may_not_last_as_long_as_the_run_managers_and_pools_follow_each_other(tmp_path: Path) -> None:
+def test_walltime_limit_below_the_run_makes_managers_and_pools_follow_each_other(tmp_path: Path) -> None:
     small = view(tmp_path, cluster='walltime = "3d"\njob_walltime = "1d"')
     assert (small.walltime, {part.walltime for part in small.node_groups}) == (3 * 86400.0, {86400.0})
     assert manager_job.parameters(RUN, small)["time"] == 1440
@@ -61,14 +61,14 @@ def test_where_jobs_may_not_last_as_long_as_the_run_managers_and_pools_follow_ea
     assert manager_job.parameters(RUN, short)["time"] == manager_job.MIN_WALLTIME_S // 60
 
 
-def test_a_pool_with_its_manager_is_the_pool_and_one_exec_line(tmp_path: Path) -> None:
+def test_pool_script_with_manager_adds_one_exec_line(tmp_path: Path) -> None:
     text = manager_job.pool_script(RUN, view(tmp_path, '[manager]\nwhere = "pool"\n'), "/runs/small-7")
     assert f"#SBATCH --job-name={RUN}.pool\n" in text
     assert "#SBATCH --output=/runs/small-7/submit/pool.log\n" in text
     assert text.splitlines()[-1].endswith(" -P -m rrl.manager.bootstrap.pool_supervisor /runs/small-7")
 
 
-def test_a_manager_knows_the_pool_that_it_lives_in_by_its_own_jobs_name(
+def test_manager_in_pool_finds_its_allocation_by_the_name_of_its_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool, job = view(tmp_path, '[manager]\nwhere = "pool"\n'), view(tmp_path)
@@ -86,7 +86,7 @@ def follow(run: RunDir, job: RunSpec, queued: Callable[[], None], monkeypatch: p
 
 
 @pytest.mark.parametrize(("waiting", "queued"), [("", 1), ("echo 77", 0)])
-def test_a_manager_that_goes_on_queues_the_next_one_unless_one_waits(
+def test_stable_manager_queues_a_successor_unless_one_is_pending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waiting: str, queued: int
 ) -> None:
     told = commands(tmp_path, monkeypatch, squeue=waiting)
@@ -98,7 +98,7 @@ def test_a_manager_that_goes_on_queues_the_next_one_unless_one_waits(
 
 
 @pytest.mark.parametrize("lost", ["squeue", "sbatch"])
-def test_a_slurm_that_does_not_answer_is_asked_again_whether_the_next_one_waits(
+def test_unanswered_squeue_is_repeated_before_a_successor_is_queued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lost: str
 ) -> None:
     away = f"[ -e {tmp_path}/asked ] || {{ touch {tmp_path}/asked; echo Socket timed out >&2; exit 1; }}"
@@ -116,14 +116,14 @@ def test_a_slurm_that_does_not_answer_is_asked_again_whether_the_next_one_waits(
     assert not caplog.records
 
 
-def test_a_manager_that_is_no_job_queues_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manager_outside_of_a_job_queues_no_successor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = commands(tmp_path, monkeypatch, squeue="")
     monkeypatch.delenv("SLURM_JOB_NAME", raising=False)
     follow(RunDir(tmp_path / RUN), view(tmp_path), lambda: pytest.fail("queued"), monkeypatch)
     assert told.read_text() == ""
 
 
-def test_where_jobs_may_not_submit_jobs_the_log_says_that_this_manager_is_the_last(
+def test_forbidden_submission_from_a_job_is_logged_as_no_successor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def forbidden() -> None:
@@ -137,9 +137,7 @@ def test_where_jobs_may_not_submit_jobs_the_log_says_that_this_manager_is_the_la
     assert f"rrl manage {RUN}" in said
 
 
-def test_what_waits_is_taken_from_the_queue_and_what_runs_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pending_manager_is_cancelled_and_a_running_one_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = commands(tmp_path, monkeypatch, scancel="", squeue="echo 77")
     assert asyncio.run(manager_job.cancel_pending(RUN, view(tmp_path))) == ""
     assert told.read_text() == f"scancel --state=PENDING --name={RUN}.manager\n"
@@ -150,7 +148,7 @@ def test_what_waits_is_taken_from_the_queue_and_what_runs_is_left(
     assert asyncio.run(manager_job.cancel_pending(RUN, view(tmp_path))) == "scancel: no"
 
 
-def test_a_submission_from_within_a_job_is_not_shaped_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submission_from_within_a_job_ignores_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SBATCH_PARTITION", "gpu")
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
@@ -160,7 +158,7 @@ def test_a_submission_from_within_a_job_is_not_shaped_by_it(monkeypatch: pytest.
     assert os.environ["SLURM_JOB_ID"] == "7"
 
 
-def test_a_second_manager_that_cannot_be_queued_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unqueued_second_manager_gives_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [None, RuntimeError("AssocMaxSubmitJobLimit")]
 
     def queue(run: RunDir, view: RunSpec, manage: Callable[[RunDir], object]) -> None:
@@ -173,9 +171,7 @@ def test_a_second_manager_that_cannot_be_queued_is_a_warning(tmp_path: Path, mon
     assert warning.endswith(": AssocMaxSubmitJobLimit")
 
 
-def test_a_manager_whose_turn_comes_after_the_end_leaves_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_manager_that_starts_after_the_end_exits_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RUNS_ENV, str(tmp_path / "runs"))
     path = tmp_path / "job.toml"
     path.write_text(JOB)
@@ -189,7 +185,7 @@ def test_a_manager_whose_turn_comes_after_the_end_leaves_at_once(
     assert os.listdir(run.epochs) == []
 
 
-def test_a_pools_script_keeps_a_manager_until_the_run_has_ended(
+def test_pool_supervisor_restarts_managers_until_the_run_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     story = Story(RUN).works()
@@ -216,7 +212,7 @@ def test_a_pools_script_keeps_a_manager_until_the_run_has_ended(
     assert len(incarnations) == 3, "a manager was started for a run that has ended"
 
 
-def test_a_journal_that_cannot_be_read_gives_no_nodes_back(
+def test_pool_supervisor_keeps_nodes_while_the_journal_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Story(RUN).works().written(tmp_path)
@@ -235,7 +231,7 @@ def test_a_journal_that_cannot_be_read_gives_no_nodes_back(
     assert [record.message for record in caplog.records][:2] == ["torn", "[Errno 116] Stale file handle"]
 
 
-def test_a_pool_whose_run_was_removed_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_supervisor_ends_after_the_run_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     incarnations: list[list[str]] = []
 
     def call(argv: list[str]) -> int:

@@ -45,13 +45,13 @@ def tried(lab: SlurmLab, tomls: dict[str, str]) -> dict[str, list[Problem]]:
     return found
 
 
-def test_every_form_of_a_sound_job_would_be_taken(lab: SlurmLab) -> None:
+def test_valid_job_of_every_form_passes_preflight(lab: SlurmLab) -> None:
     het = SLURM.replace(FORM, 'form = "hetjob"\none_node_components = true')
     forms = {"pool": SLURM, "replica": SLURM.replace(FORM, 'form = "replica"'), "hetjob": het}
     assert tried(lab, forms) == {"pool": [], "replica": [], "hetjob": []}
 
 
-def test_a_mistake_is_told_with_its_key_and_slurms_words(lab: SlurmLab) -> None:
+def test_mistake_is_reported_with_its_key_and_slurms_message(lab: SlurmLab) -> None:
     own = '[roles.rollout]\nslurm.partition = "spot"'
     replica = SLURM.replace(FORM, 'form = "replica"').replace("[roles.rollout]", own)
     found = tried(lab, {
@@ -76,7 +76,7 @@ def test_a_mistake_is_told_with_its_key_and_slurms_words(lab: SlurmLab) -> None:
     }
 
 
-def test_more_than_a_partition_has_is_told_in_figures(lab: SlurmLab) -> None:
+def test_request_beyond_the_partition_is_reported_with_numbers(lab: SlurmLab) -> None:
     has = "partition main has 5 of 8 CPUs, 8000 MiB, 2 GPUs"
     three = 'replicas = 2\ngpus = 3\nengine = "vllm"\nvllm = { tensor_parallel_size = 3 }'
     found = tried(lab, {
@@ -94,7 +94,7 @@ def test_more_than_a_partition_has_is_told_in_figures(lab: SlurmLab) -> None:
     }
 
 
-def test_what_slurm_would_let_wait_for_ever_is_told_too(lab: SlurmLab) -> None:
+def test_request_that_would_stay_pending_forever_is_reported(lab: SlurmLab) -> None:
     lab.slurm("scontrol", "create", "partitionname=short", "nodes=n[1-5]", "maxtime=10", "maxnodes=2")
     try:
         (found,) = tried(lab, {"short": SLURM + '[slurm]\npartition = "short"\n'}).values()
@@ -106,7 +106,7 @@ def test_what_slurm_would_let_wait_for_ever_is_told_too(lab: SlurmLab) -> None:
     ]
 
 
-def test_nodes_that_are_only_down_now_are_no_mistake(lab: SlurmLab) -> None:
+def test_nodes_that_are_down_at_present_are_not_a_certain_problem(lab: SlurmLab) -> None:
     lab.slurm("scontrol", "update", "nodename=n[2-5]", "state=drain", "reason=test")
     try:
         (found,) = tried(lab, {"pool": SLURM}).values()
@@ -117,14 +117,14 @@ def test_nodes_that_are_only_down_now_are_no_mistake(lab: SlurmLab) -> None:
     assert "fewer nodes are up at present; the job would wait for them" in found[0].text
 
 
-def test_a_slurm_that_does_not_answer_has_said_nothing(lab: SlurmLab) -> None:
+def test_unanswered_check_is_not_a_certain_problem(lab: SlurmLab) -> None:
     with lab.controller_stopped():
         (found,) = tried(lab, {"pool": SLURM}).values()
     assert [one.certain for one in found] == [False]
     assert found[0].text.startswith("cannot check the job with Slurm: sinfo: ")
 
 
-def test_an_unknown_account_and_qos_are_told_where_accounts_are_enforced(accounting_lab: SlurmLab) -> None:
+def test_unknown_account_and_qos_are_reported_where_accounts_are_enforced(accounting_lab: SlurmLab) -> None:
     small = SLURM.replace("replicas = 2", "exclusive = false").replace('2, mem = "1GiB"', '4, mem = "4GiB"')
     small = small.replace("[roles.rollout]", "[roles.trainer]\nexclusive = false\n[roles.rollout]")
     found = tried(accounting_lab, {

@@ -41,13 +41,13 @@ def view(form: str) -> RunSpec:
     )  # fmt: skip
 
 
-def test_a_pool_is_one_job_beside_the_manager_its_successor_and_a_replacement_of_each_node() -> None:
+def test_pool_counts_one_job_plus_managers_and_a_replacement_for_each_node() -> None:
     worst = worst_case(view("pool"))
     assert (worst.jobs_to_start, worst.jobs) == (2, 2 + 1 + 6)
     assert worst.steps == 5 + 6
 
 
-def test_each_rank_is_a_step_and_so_is_each_shadow() -> None:
+def test_each_rank_and_each_standby_counts_as_a_step() -> None:
     trainer = msgspec.structs.replace(ROLES[1], ranks=4, per_node=2, warm=True, donor_rollouts=9)
     gang = msgspec.structs.replace(view("pool"), roles=(ROLES[0], trainer, ROLES[2]))
     assert max_standbys(gang) == 4 + (1 + 3) * 2  # beside each rank, on the spare, on the nodes of three rollouts
@@ -55,7 +55,7 @@ def test_each_rank_is_a_step_and_so_is_each_shadow() -> None:
     assert max_standbys(msgspec.structs.replace(gang, recovery=Recovery(policy="job"))) == 0
 
 
-def test_each_spare_has_as_many_rollouts_kept_ready_as_it_carries() -> None:
+def test_each_spare_hosts_as_many_rollout_standbys_as_fit() -> None:
     warm = msgspec.structs.replace(ROLES[2], warm=True)
     pool = msgspec.structs.replace(view("pool"), roles=(*ROLES[:2], warm), spares=2)
     assert max_standbys(pool) == 2
@@ -66,33 +66,33 @@ def test_each_spare_has_as_many_rollouts_kept_ready_as_it_carries() -> None:
     assert max_standbys(msgspec.structs.replace(pool, recovery=Recovery(policy="job"))) == 0
 
 
-def test_who_gives_everything_back_at_each_failure_asks_for_everything_anew() -> None:
+def test_requeue_policy_requests_all_allocations_after_each_failure() -> None:
     requeue = msgspec.structs.replace(view("pool"), recovery=Recovery(policy="requeue"))
     assert worst_case(requeue).jobs_per_hour == worst_case(view("pool")).jobs_per_hour + 6 * 10
 
 
-def test_each_replica_counts_and_only_those_it_cannot_do_without_count_at_the_start() -> None:
+def test_separate_jobs_count_all_replicas_and_only_the_minimum_at_the_start() -> None:
     worst = worst_case(view("replica"))
     assert worst.jobs == 2 + 5 + 5
     assert worst.jobs_to_start == 1 + (1 + 1 + 1)
 
 
-def test_components_count_as_jobs() -> None:
+def test_heterogeneous_components_count_as_jobs() -> None:
     assert worst_case(view("hetjob")).jobs_to_start == 1 + 3
 
 
-def test_a_manager_in_the_foreground_or_in_the_pool_is_no_job() -> None:
+def test_manager_in_the_foreground_or_in_the_pool_is_not_a_job() -> None:
     within = RunSpec("small", 10, "slurm", ROLES, view("pool").node_groups, manager=ManagerSpec("pool"))
     assert worst_case(view("pool"), foreground=True).jobs_to_start == worst_case(within).jobs_to_start == 1
 
 
-def test_an_hour_holds_six_windows_of_losses_and_restarts_and_the_allocations_that_end_before_the_run() -> None:
+def test_jobs_per_hour_include_six_windows_of_losses_restarts_and_rotations() -> None:
     hour = worst_case(view("replica"))
     assert hour.jobs_per_hour == 2 + 5 + 6 * 2 + 3  # two of five nodes may be left; rollouts last two hours of the day
     assert hour.steps_per_hour == (5 + 5) * (1 + 6 * 10)
 
 
-def test_what_is_shown_and_tried_beforehand_is_what_the_planner_asks_for() -> None:
+def test_preview_and_preflight_match_the_planners_requests() -> None:
     for form in ("pool", "replica", "hetjob"):
         state = fold(None, ev.Stamped(1, 0.0, 1, ev.RunStarted("small-7", view(form))))
         state = fold(state, ev.Stamped(2, 0.0, 1, ev.ManagerStarted("host", 1, "")))

@@ -82,7 +82,7 @@ async def running(at: Lab, launch: Launch, count: int) -> None:
     await eventually(lambda: len(at.processes(launch)) == count, f"{count} processes of {launch.tag}")
 
 
-def test_nodes_are_handed_out_lowest_first_without_the_excluded_the_taken_and_those_down(tmp_path: Path) -> None:
+def test_request_gets_the_lowest_free_nodes_that_are_up_and_not_excluded(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         await cluster.request(allocation_request("pool", 2, "local2"))
         crash(at.run, NodeName("local4"))
@@ -99,7 +99,7 @@ def test_nodes_are_handed_out_lowest_first_without_the_excluded_the_taken_and_th
     play(tmp_path, story)
 
 
-def test_a_request_that_cannot_be_met_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_request_beyond_the_free_nodes_is_refused_without_a_record(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         with pytest.raises(Refused, match="4 nodes requested, 3 of 3"):
             await cluster.request(allocation_request("pool", 4))
@@ -115,7 +115,7 @@ def test_a_request_that_cannot_be_met_is_refused_and_leaves_nothing(tmp_path: Pa
     play(tmp_path, story, nodes=3)
 
 
-def test_asking_again_with_the_same_tag_gives_the_same_nodes(tmp_path: Path) -> None:
+def test_repeated_request_with_the_same_tag_keeps_its_nodes(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         await cluster.request(allocation_request("pool", 2))
         await cluster.request(allocation_request("pool", 2))
@@ -124,7 +124,7 @@ def test_asking_again_with_the_same_tag_gives_the_same_nodes(tmp_path: Path) -> 
     play(tmp_path, story)
 
 
-def test_a_launched_step_runs_and_is_listed_until_it_ends(tmp_path: Path) -> None:
+def test_launched_step_is_listed_until_it_ends(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager() as manager:
             await cluster.request(allocation_request("pool", 2))
@@ -143,7 +143,7 @@ def test_a_launched_step_runs_and_is_listed_until_it_ends(tmp_path: Path) -> Non
     play(tmp_path, story)
 
 
-def test_an_agent_is_launched_like_a_step(tmp_path: Path) -> None:
+def test_agent_is_launched_like_a_step(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager() as manager:
             await cluster.request(allocation_request("pool", 1))
@@ -158,7 +158,7 @@ def test_an_agent_is_launched_like_a_step(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_a_launch_that_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_impossible_launch_is_refused(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         await cluster.request(allocation_request("pool", 2))
         crash(at.run, NodeName("local2"))
@@ -179,7 +179,7 @@ def test_a_launch_that_cannot_be_is_refused(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_a_stopped_step_leaves_its_record_and_nothing_else(tmp_path: Path) -> None:
+def test_stopped_step_leaves_its_exit_record_and_no_process(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager():
             await cluster.request(allocation_request("pool", 1))
@@ -199,7 +199,9 @@ def test_a_stopped_step_leaves_its_record_and_nothing_else(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("victim", ["frozen", "dead"])
-def test_a_step_that_cannot_obey_is_swept(tmp_path: Path, victim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_that_ignores_sigterm_is_killed_with_its_processes(
+    tmp_path: Path, victim: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rrl.manager.cluster.local.STOP_MARGIN_S", 0.1)
 
     async def story(at: Lab, cluster: LocalCluster) -> None:
@@ -216,7 +218,7 @@ def test_a_step_that_cannot_obey_is_swept(tmp_path: Path, victim: str, monkeypat
     play(tmp_path, story)
 
 
-def test_an_unkillable_step_is_unanswered_and_stays_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unkillable_step_is_unanswered_and_keeps_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         await cluster.request(allocation_request("pool", 1))
         launch = at.launch(*SLEEP)
@@ -232,7 +234,7 @@ def test_an_unkillable_step_is_unanswered_and_stays_on_record(tmp_path: Path, mo
     play(tmp_path, story)
 
 
-def test_a_release_leaves_nothing_of_its_allocation_and_touches_no_other(tmp_path: Path) -> None:
+def test_release_ends_its_allocation_and_no_other(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager():
             await cluster.request(allocation_request("pool", 2))
@@ -255,7 +257,7 @@ def test_a_release_leaves_nothing_of_its_allocation_and_touches_no_other(tmp_pat
     play(tmp_path, story)
 
 
-def test_the_next_manager_finds_the_steps_of_a_killed_one(tmp_path: Path) -> None:
+def test_steps_of_a_killed_manager_are_found_by_the_next_one(tmp_path: Path) -> None:
     """The first one runs in a process of its own and is killed -9."""
     code = """
 import asyncio, sys, pathlib
@@ -298,7 +300,7 @@ asyncio.run(main())
     play(tmp_path, story)
 
 
-def test_a_launch_that_never_came_to_be_may_be_made_again(tmp_path: Path) -> None:
+def test_launch_without_a_process_may_be_repeated(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager() as manager:
             await cluster.request(allocation_request("pool", 1))
@@ -314,7 +316,7 @@ def test_a_launch_that_never_came_to_be_may_be_made_again(tmp_path: Path) -> Non
     play(tmp_path, story)
 
 
-def test_a_crashed_node_takes_everything_on_it_and_nothing_else(tmp_path: Path) -> None:
+def test_node_marked_down_loses_its_steps_and_no_others(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager():
             await cluster.request(allocation_request("pool", 2))
@@ -346,7 +348,7 @@ def test_steps_outlive_the_cluster_object(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_an_ended_step_leaves_no_zombie(tmp_path: Path) -> None:
+def test_ended_step_leaves_no_zombie(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager() as manager:
             await cluster.request(allocation_request("pool", 1))
@@ -359,7 +361,7 @@ def test_an_ended_step_leaves_no_zombie(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_records_that_cannot_be_read_are_unknown_and_not_gone(tmp_path: Path) -> None:
+def test_unreadable_records_make_the_snapshot_unknown(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         await cluster.request(allocation_request("pool", 1))
         (at.run.cluster / "pool.json").write_text("garbage")
@@ -372,7 +374,7 @@ def test_records_that_cannot_be_read_are_unknown_and_not_gone(tmp_path: Path) ->
     play(tmp_path, story)
 
 
-def test_a_harmed_node_dies_with_everything_on_it_and_is_back_after_its_time(tmp_path: Path) -> None:
+def test_injected_crash_kills_the_nodes_processes_and_ends_after_its_time(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager():
             await cluster.request(allocation_request("pool", 2))
@@ -402,7 +404,9 @@ def test_a_harmed_node_dies_with_everything_on_it_and_is_back_after_its_time(tmp
         (FaultKind.CRASH, "n9", "n9 is in"),
     ],
 )
-def test_what_cannot_be_harmed_here_is_refused(tmp_path: Path, kind: FaultKind, node: str, why: str) -> None:
+def test_fault_that_the_local_cluster_cannot_inject_is_refused(
+    tmp_path: Path, kind: FaultKind, node: str, why: str
+) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         await cluster.request(allocation_request("pool", 1))
         with pytest.raises(Refused, match=why):

@@ -21,19 +21,19 @@ def run(tmp_path: Path) -> RunDir:
     return made
 
 
-def test_where_others_have_much_room_none_is_taken(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_with_much_free_space_is_not_filled(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fault_injection, "MAX_FILL_BYTES", 0)
     with pytest.raises(Refused, match=r"GiB are free on the file system of .*run-1; rrl fills at most 0 GiB"):
         fault_injection.fill_disk(run)
     assert not run.disk_filler.exists()
 
 
-def test_a_run_directory_that_is_away_is_refused(tmp_path: Path) -> None:
+def test_unavailable_run_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="No such file"):
         fault_injection.fill_disk(RunDir(tmp_path / "nothing"))
 
 
-def test_the_file_is_written_to_the_last_byte_and_given_back(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_filler_takes_the_last_byte_and_is_removed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     room = 3 * 2**20 + 5000
     write = os.write
 
@@ -76,7 +76,7 @@ finally:
 
 if own_mounts():  # collected only where it can run: nothing is skipped
 
-    def test_a_real_file_system_is_full_and_has_room_again(run: RunDir) -> None:
+    def test_real_file_system_is_filled_and_freed(run: RunDir) -> None:
         argv = [*own_mounts(), sys.executable, "-c", FILLS_A_REAL_ONE, str(run.path)]
         done = subprocess.run(argv, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout) == (0, "No space left on device\n"), done.stderr

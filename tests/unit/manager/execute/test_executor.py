@@ -136,20 +136,20 @@ class Bench:
         return self.recorded
 
 
-def test_done_is_told_of_what_the_cluster_has_answered() -> None:
+def test_action_that_the_cluster_confirmed_is_settled() -> None:
     assert Bench().carry_out(REQUEST) == [ev.IntentSettled("pool", True)]
     assert Bench().carry_out(RELEASE) == [ev.IntentSettled("pool!release", True)]
     assert Bench().carry_out(STOP) == [ev.IntentSettled("step!stop", True)]
 
 
-def test_a_launch_that_was_handed_over_is_not_done_before_its_step_speaks() -> None:
+def test_accepted_launch_stays_open_until_its_step_connects() -> None:
     bench = Bench()
     assert bench.carry_out(LAUNCH) == []
     assert bench.cluster.requests == [("launch", "step")]
 
 
 @pytest.mark.parametrize("action", [REQUEST, RELEASE, LAUNCH, STOP], ids=lambda action: type(action).__name__)
-def test_refused_is_certainly_not_done_and_says_what_the_cluster_said(action: ExternalAction) -> None:
+def test_refused_action_is_settled_with_the_clusters_text_and_reason(action: ExternalAction) -> None:
     bench = Bench(Refused("Invalid partition"))
     assert bench.carry_out(action) == [
         ev.IntentSettled(action.tag, False, "Invalid partition", reason=RejectReason.REFUSED)
@@ -158,21 +158,21 @@ def test_refused_is_certainly_not_done_and_says_what_the_cluster_said(action: Ex
 
 
 @pytest.mark.parametrize("action", [REQUEST, LAUNCH], ids=lambda action: type(action).__name__)
-def test_what_could_happen_twice_is_asked_once_and_left_open_when_nobody_answers(action: ExternalAction) -> None:
+def test_unanswered_request_or_launch_is_not_repeated_and_stays_open(action: ExternalAction) -> None:
     bench = Bench(Unanswered("timed out"))
     assert bench.carry_out(action) == []
     assert len(bench.cluster.requests) == 1
 
 
 @pytest.mark.parametrize("action", [STOP, RELEASE], ids=lambda action: type(action).__name__)
-def test_what_is_repeatable_is_asked_again_until_somebody_answers(action: ExternalAction) -> None:
+def test_unanswered_repeatable_action_is_retried(action: ExternalAction) -> None:
     bench = Bench(Unanswered("timed out"), Unanswered("timed out"), None)
     assert bench.carry_out(action) == [ev.IntentSettled(action.tag, True)]
     assert len(bench.cluster.requests) == 3
 
 
 @pytest.mark.parametrize("action", [RELEASE, STOP], ids=lambda action: type(action).__name__)
-def test_an_error_that_nobody_foresaw_leaves_no_end_undone(
+def test_unexpected_error_of_a_repeatable_action_is_retried(
     action: ExternalAction, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = Bench(ValueError("unforeseen"), PermissionError("neither"))
@@ -182,7 +182,7 @@ def test_an_error_that_nobody_foresaw_leaves_no_end_undone(
 
 
 @pytest.mark.parametrize("action", [REQUEST, LAUNCH], ids=lambda action: type(action).__name__)
-def test_an_error_that_nobody_foresaw_is_no_reason_to_ask_twice_for_what_could_happen_twice(
+def test_unexpected_error_of_a_request_or_launch_is_not_retried(
     action: ExternalAction,
 ) -> None:
     bench = Bench(ValueError("unforeseen"))
@@ -190,7 +190,7 @@ def test_an_error_that_nobody_foresaw_is_no_reason_to_ask_twice_for_what_could_h
     assert len(bench.cluster.requests) == 1
 
 
-def test_between_two_tries_there_is_a_pause() -> None:
+def test_retries_are_separated_by_a_pause() -> None:
     bench = Bench(Unanswered("timed out"), Unanswered("timed out"), None)
 
     async def before_the_third() -> None:
@@ -200,26 +200,26 @@ def test_between_two_tries_there_is_a_pause() -> None:
     bench.carry_out(RELEASE, during=before_the_third)
 
 
-def test_a_step_that_ends_when_it_is_told_to_is_not_ended_by_the_cluster() -> None:
+def test_step_that_ends_on_request_is_not_stopped_by_the_cluster() -> None:
     bench = Bench()
     bench.stops_itself = True
     assert bench.carry_out(STOP) == [ev.IntentSettled("step!stop", True)]
     assert (bench.cluster.requests, bench.sent) == ([], [STOP.grace + STEP_MARGIN_S])
 
 
-def test_a_step_that_does_not_is() -> None:
+def test_step_that_ignores_the_request_is_stopped_by_the_cluster() -> None:
     bench = Bench()
     bench.carry_out(STOP)
     assert bench.cluster.requests == [("stop", "step")]
 
 
-def test_a_fault_is_settled_by_the_word_of_whoever_performs_it() -> None:
+def test_fault_action_is_settled_by_the_fault_injector() -> None:
     bench = Bench()
     assert bench.carry_out(PERFORM) == []
     assert bench.performed == [PERFORM]
 
 
-def test_a_launch_file_that_cannot_be_written_is_a_launch_that_was_not_done() -> None:
+def test_unwritable_launch_file_refuses_the_launch() -> None:
     bench = Bench()
     bench.cannot_prepare = OSError(28, "No space left on device")
     (done,) = bench.carry_out(LAUNCH)
@@ -229,14 +229,14 @@ def test_a_launch_file_that_cannot_be_written_is_a_launch_that_was_not_done() ->
 
 
 @pytest.mark.parametrize("action", ALL, ids=lambda action: type(action).__name__)
-def test_who_has_lost_the_lease_does_nothing_and_says_nothing(action: ExternalAction) -> None:
+def test_manager_without_the_lease_carries_out_and_records_nothing(action: ExternalAction) -> None:
     bench = Bench()
     bench.lost = True
     assert bench.carry_out(action) == []
     assert (bench.cluster.requests, bench.sent) == ([], [])
 
 
-def test_who_loses_the_lease_between_two_tries_does_not_try_again() -> None:
+def test_lease_lost_between_retries_ends_them() -> None:
     bench = Bench(Unanswered("timed out"))
 
     async def lose() -> None:
@@ -248,7 +248,7 @@ def test_who_loses_the_lease_between_two_tries_does_not_try_again() -> None:
 
 
 @pytest.mark.parametrize("action", [REQUEST, RELEASE, LAUNCH, STOP], ids=lambda action: type(action).__name__)
-def test_while_the_run_directory_is_away_nothing_is_done_and_when_it_is_back_it_is_done_once(
+def test_action_waits_for_the_run_directory_and_is_done_once(
     action: ExternalAction,
 ) -> None:
     bench = Bench()
@@ -263,7 +263,7 @@ def test_while_the_run_directory_is_away_nothing_is_done_and_when_it_is_back_it_
     assert len(bench.cluster.requests) == 1
 
 
-def test_an_action_that_is_being_carried_out_is_not_started_a_second_time() -> None:
+def test_running_action_is_not_started_twice() -> None:
     bench = Bench()
 
     async def go() -> None:
@@ -282,7 +282,7 @@ def test_an_action_that_is_being_carried_out_is_not_started_a_second_time() -> N
     assert bench.recorded == [ev.IntentSettled("pool", True)]
 
 
-def test_different_actions_run_beside_each_other() -> None:
+def test_different_actions_run_concurrently() -> None:
     bench = Bench()
 
     async def go() -> None:
@@ -296,7 +296,7 @@ def test_different_actions_run_beside_each_other() -> None:
     virtual.run(go())
 
 
-def test_closing_abandons_what_was_begun_without_a_word() -> None:
+def test_close_cancels_running_actions_without_an_event() -> None:
     bench = Bench()
 
     async def go() -> None:

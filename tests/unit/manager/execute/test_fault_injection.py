@@ -96,7 +96,7 @@ class Bench:
 
 
 @pytest.mark.parametrize(("kind", "peer"), [(FaultKind.KILL, b"agent"), (FaultKind.EXCEPTION, b"worker")])
-def test_signals_are_the_agents_and_the_rest_is_the_roles_own(tmp_path: Path, kind: FaultKind, peer: bytes) -> None:
+def test_signal_faults_go_to_the_agent_and_others_to_the_role(tmp_path: Path, kind: FaultKind, peer: bytes) -> None:
     bench = Bench(tmp_path)
     action = bench.intend(kind, incarnation=bench.incarnation)
 
@@ -109,14 +109,14 @@ def test_signals_are_the_agents_and_the_rest_is_the_roles_own(tmp_path: Path, ki
     assert (told.ok, told.detail) == (True, "SIGKILL to process group 7")
 
 
-def test_an_agent_that_does_not_answer_leaves_it_unknown(tmp_path: Path) -> None:
+def test_unanswered_agent_leaves_the_fault_unknown(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     (told,) = bench.play(bench.intend(FaultKind.KILL, incarnation=bench.incarnation))
     assert (told.ok, told.unknown, told.incarnation) == (False, True, bench.incarnation)
     assert told.detail == "no confirmation within 20 s that the fault was injected"
 
 
-def test_a_role_that_is_replaced_before_it_called_leaves_it_unknown(tmp_path: Path) -> None:
+def test_role_replaced_before_its_call_leaves_the_fault_unknown(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
 
     async def replaced() -> None:
@@ -129,7 +129,7 @@ def test_a_role_that_is_replaced_before_it_called_leaves_it_unknown(tmp_path: Pa
 
 
 @pytest.mark.parametrize("code", [3, 1])
-def test_an_exit_whose_answer_was_lost_is_known_by_its_code(tmp_path: Path, code: int) -> None:
+def test_exit_with_a_lost_answer_is_confirmed_by_its_code(tmp_path: Path, code: int) -> None:
     bench = Bench(tmp_path)
     action = bench.intend(FaultKind.EXIT, incarnation=bench.incarnation)
     action = msgspec.structs.replace(action, fault=msgspec.structs.replace(action.fault, amount=3.0))
@@ -144,7 +144,7 @@ def test_an_exit_whose_answer_was_lost_is_known_by_its_code(tmp_path: Path, code
 
 
 @pytest.mark.parametrize("kind", [FaultKind.KILL, FaultKind.EXCEPTION])
-def test_who_cannot_be_told_is_not_hit(tmp_path: Path, kind: FaultKind) -> None:
+def test_unreachable_target_is_refused(tmp_path: Path, kind: FaultKind) -> None:
     bench = Bench(tmp_path)
     bench.performer = FaultInjector(
         bench.run, bench.performer._cluster, lambda: bench.world.state, bench.record, bench._send, {},
@@ -154,7 +154,7 @@ def test_who_cannot_be_told_is_not_hit(tmp_path: Path, kind: FaultKind) -> None:
     assert (told.ok, told.unknown, bench.sent) == (False, False, [])
 
 
-def test_a_cluster_is_asked_to_harm_the_node_and_what_lasts_is_told_to_be_over(tmp_path: Path) -> None:
+def test_cluster_fault_is_injected_and_its_end_recorded(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "n3 is gone")
     began, over = bench.play(bench.intend(FaultKind.CRASH, seconds=60.0))
     assert [fault.target for fault in bench.nodes.harmed] == [bench.node]
@@ -163,14 +163,14 @@ def test_a_cluster_is_asked_to_harm_the_node_and_what_lasts_is_told_to_be_over(t
 
 
 @pytest.mark.parametrize("answer", [Refused("not here"), Unanswered("timed out")])
-def test_what_a_cluster_refuses_or_does_not_answer_is_told(tmp_path: Path, answer: Exception) -> None:
+def test_cluster_fault_that_fails_is_recorded(tmp_path: Path, answer: Exception) -> None:
     bench = Bench(tmp_path, answer)
     (told,) = bench.play(bench.intend(FaultKind.OUTAGE, "", seconds=5.0))
     assert (told.ok, told.unknown) == (False, isinstance(answer, Unanswered))
     assert str(answer) in told.detail
 
 
-def test_the_manager_kills_itself_and_its_successor_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manager_fault_is_recorded_by_the_successor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(tmp_path)
     killed: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda *args: killed.append(args))
@@ -181,7 +181,7 @@ def test_the_manager_kills_itself_and_its_successor_tells(tmp_path: Path, monkey
     assert (told.ok, told.unknown, told.target, told.incarnation) == (True, False, "manager", None)
 
 
-def test_a_fault_whose_manager_died_over_it_is_told_as_unknown(tmp_path: Path) -> None:
+def test_fault_interrupted_by_the_managers_death_is_recorded_as_unknown(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     told = interrupted_event(bench.intend(FaultKind.KILL, incarnation=bench.incarnation), 2)
     assert (told.ok, told.unknown, told.incarnation, told.node) == (False, True, bench.incarnation, bench.node)
@@ -189,7 +189,7 @@ def test_a_fault_whose_manager_died_over_it_is_told_as_unknown(tmp_path: Path) -
     assert bench.world.state.intents == {}
 
 
-def test_a_full_disk_is_given_back_after_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_freed_after_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(tmp_path)
 
     def filled(run: RunDir) -> str:
@@ -205,9 +205,7 @@ def test_a_full_disk_is_given_back_after_its_time(tmp_path: Path, monkeypatch: p
     assert (began.detail, over.detail, over.ended) == ("filled", "the disk space is free again", True)
 
 
-def test_a_full_disk_is_given_back_when_the_manager_leaves_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_is_freed_when_the_manager_exits_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(tmp_path)
     monkeypatch.setattr(fault_injection, "fill_disk", lambda run: str(run.disk_filler.write_bytes(b"1")))
 

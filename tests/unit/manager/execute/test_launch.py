@@ -31,7 +31,7 @@ def role(launcher: str, image: str = "rl.sif", gpus: int = 1) -> RoleSpec:
 BOX = ContainerSpec(("/data:/mnt/data:ro", "/scratch"), "python3.12")
 
 
-def test_apptainer_gets_this_command_line() -> None:
+def test_apptainer_command_line_is_as_expected() -> None:
     assert apptainer(role("apptainer"), BOX, "/runs/r1", "/home/me/job", ("python", "go.py")) == (
         "apptainer", "exec", "--no-eval", "--bind=/runs/r1:/runs/r1", "--bind=/home/me/job:/home/me/job",
         "--bind=/dev/shm:/dev/shm", "--bind=/data:/mnt/data:ro", "--bind=/scratch:/scratch", "--pwd=/home/me/job",
@@ -39,7 +39,7 @@ def test_apptainer_gets_this_command_line() -> None:
     )  # fmt: skip
 
 
-def test_pyxis_gets_these_options_of_srun() -> None:
+def test_pyxis_srun_options_are_as_expected() -> None:
     assert pyxis(role("pyxis", "nvcr.io#nvidia/pytorch:25.01-py3"), BOX, "/runs/r1", "/home/me/job") == (
         "--container-image=nvcr.io#nvidia/pytorch:25.01-py3",
         "--container-mounts=/runs/r1:/runs/r1,/home/me/job:/home/me/job,/dev/shm:/dev/shm,/data:/mnt/data:ro,"
@@ -49,13 +49,13 @@ def test_pyxis_gets_these_options_of_srun() -> None:
     )  # fmt: skip
 
 
-def test_a_file_is_looked_for_from_the_folder_of_the_job_and_only_who_has_gpus_gets_the_driver() -> None:
+def test_image_path_starts_at_the_job_folder_and_only_gpu_roles_get_the_driver() -> None:
     assert pyxis(role("pyxis", "image.sqsh"), BOX, "/r", "/job")[0] == "--container-image=/job/image.sqsh"
     assert "docker://rl:1" in apptainer(role("apptainer", "docker://rl:1"), BOX, "/r", "/job", ())
     assert "--nv" not in apptainer(role("apptainer", gpus=0), BOX, "/r", "/job", ())
 
 
-def test_a_mount_of_the_jobs_own_wins_over_ours_and_a_folder_that_cannot_be_mounted_is_refused() -> None:
+def test_job_mounts_take_precedence_and_unmountable_folders_are_refused() -> None:
     own = mounts(ContainerSpec(("/big/shm:/dev/shm:rw",)), "/r", "/job")
     assert own == (("/r", "/r", ""), ("/job", "/job", ""), ("/big/shm", "/dev/shm", "rw"))
     with pytest.raises(Refused, match="/a:b cannot be mounted"):
@@ -90,7 +90,7 @@ def view(launcher: str, **changes: object) -> RunSpec:
     return msgspec.structs.replace(job(), **given)
 
 
-def test_apptainer_runs_the_command_and_the_first_process_stays_on_the_node(run: RunDir) -> None:
+def test_apptainer_runs_only_the_command_in_the_image(run: RunDir) -> None:
     made = view("apptainer")
     save_passed_env(run, made)
     one = Prepared(run, made)
@@ -101,7 +101,7 @@ def test_apptainer_runs_the_command_and_the_first_process_stays_on_the_node(run:
     assert (one.launch.env["PYTHONNOUSERSITE"], one.launch.env["PATH"]) == ("1", "/opt:/host/bin")
 
 
-def test_pyxis_takes_the_whole_step_and_nothing_of_the_host(run: RunDir) -> None:
+def test_pyxis_runs_the_whole_step_in_the_image_without_host_variables(run: RunDir) -> None:
     made = view("pyxis")
     save_passed_env(run, made)
     one = Prepared(run, made)
@@ -111,7 +111,7 @@ def test_pyxis_takes_the_whole_step_and_nothing_of_the_host(run: RunDir) -> None
     assert not one.launch.env.keys() & {"PATH", "VIRTUAL_ENV"}
 
 
-def test_secrets_of_the_submitting_shell_reach_roles_and_lie_in_files_of_their_owner_alone(
+def test_passed_secrets_reach_roles_and_are_stored_in_private_files(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = view("direct")
@@ -126,7 +126,7 @@ def test_secrets_of_the_submitting_shell_reach_roles_and_lie_in_files_of_their_o
     assert {stat.S_IMODE(os.stat(path).st_mode) for path in kept} == {0o600}
 
 
-def test_an_agent_sees_all_gpus_of_its_node_and_probes_in_the_environment_of_roles(run: RunDir) -> None:
+def test_agent_sees_all_gpus_and_probes_in_the_environment_of_roles(run: RunDir) -> None:
     made = view("direct")
     save_passed_env(run, made)
     one = Prepared(run, made, "agent/n1")
@@ -136,7 +136,7 @@ def test_an_agent_sees_all_gpus_of_its_node_and_probes_in_the_environment_of_rol
     assert one.launch.probe_timeout == made.limits.join / 2
 
 
-def test_what_is_probed_is_where_roles_run(run: RunDir) -> None:
+def test_probe_runs_where_roles_run(run: RunDir) -> None:
     for launcher, expected in (("apptainer", ("apptainer", "exec")), ("pyxis", ())):
         made = view(launcher)
         save_passed_env(run, made)
@@ -145,14 +145,14 @@ def test_what_is_probed_is_where_roles_run(run: RunDir) -> None:
         assert probe[-3:] == (("python3.12", "-c", "import torch") if probe else ())
 
 
-def test_the_network_of_the_job_wins_over_the_shells_which_counts_on_slurm_only(run: RunDir) -> None:
+def test_job_network_precedes_the_shells_which_counts_on_slurm_only(run: RunDir) -> None:
     for network, cluster, expected in (("eth1", "slurm", "eth1"), ("", "slurm", "ib0"), ("", "local", "")):
         made = view("direct", network=network, cluster=cluster)
         save_passed_env(run, made)
         assert Prepared(run, made).launch.network == expected
 
 
-def test_nothing_but_named_variables_of_the_manager_reaches_a_role(run: RunDir) -> None:
+def test_role_inherits_only_named_variables_of_the_manager(run: RunDir) -> None:
     given = environment(job(), Resources(cpus=3), "/job")
     assert not [name for name in given if name.startswith(("SLURM", "OMPI", "PMI", "WANDB"))]
     assert (given["PATH"], given["OMP_NUM_THREADS"]) == ("/host/bin", "3")

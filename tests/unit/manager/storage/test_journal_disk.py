@@ -117,7 +117,7 @@ def _check(run: RunDir, flushed: list[ev.Stamped], timelines: list[list[ev.Stamp
     assert read_state(run) == following.state
 
 
-def test_the_story_meets_every_kind_of_call(story: Story) -> None:
+def test_recorded_run_covers_every_kind_of_disk_call(story: Story) -> None:
     assert {call.split()[0] for call in story.disk.calls} == {"open", "write", "fsync"}
     assert [stamped.epoch for stamped in story.timelines[1]].count(2) == 2
     assert len(story.timelines[1]) == len(story.flushed[5]) + 4, "what was written and not flushed was found"
@@ -142,12 +142,12 @@ def _die_everywhere(story: Story, tmp_path: Path, cuts: Callable[[int, int], Ite
     return len(seen)
 
 
-def test_dead_at_any_call_what_was_flushed_is_there_and_the_next_manager_goes_on(story: Story, tmp_path: Path) -> None:
+def test_crash_at_any_disk_call_keeps_all_flushed_records(story: Story, tmp_path: Path) -> None:
     assert _die_everywhere(story, tmp_path, lambda start, end: (start + 1, (start + end) // 2, end - 1)) > 80
 
 
 @pytest.mark.long
-def test_torn_at_every_byte_of_every_write_it_is_read_all_the_same(story: Story, tmp_path: Path) -> None:
+def test_write_torn_at_any_byte_keeps_all_flushed_records(story: Story, tmp_path: Path) -> None:
     def cuts(start: int, end: int) -> range:
         return range(start, end, 1 if end - start < RECORDS else 17)
 
@@ -155,7 +155,7 @@ def test_torn_at_every_byte_of_every_write_it_is_read_all_the_same(story: Story,
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
-def test_any_call_may_fail_and_what_waits_is_written_as_soon_as_it_can_be(tmp_path: Path, error: int) -> None:
+def test_failed_disk_call_keeps_buffered_records_for_a_later_flush(tmp_path: Path, error: int) -> None:
     number, failed = 0, True
     while failed:
         folder = tmp_path / str(number)

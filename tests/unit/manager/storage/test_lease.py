@@ -43,7 +43,7 @@ async def seconds(coroutine: Coroutine[None, None, Lease]) -> tuple[Lease, float
     return await coroutine, asyncio.get_running_loop().time() - began
 
 
-def test_the_first_manager_need_not_wait(run: RunDir) -> None:
+def test_first_manager_acquires_the_lease_without_waiting(run: RunDir) -> None:
     lease, waited = virtual.run(seconds(Lease.acquire(run, PATIENCE)))
     assert (lease.epoch, waited) == (1, 0.0)
     held = holder(run)
@@ -52,7 +52,7 @@ def test_the_first_manager_need_not_wait(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize("held_before", [False, True], ids=["new run", "silent holder"])
-def test_of_many_tasks_that_start_at_once_one_wins(run: RunDir, held_before: bool) -> None:
+def test_concurrent_tasks_have_one_winner(run: RunDir, held_before: bool) -> None:
     if held_before:
         acquire(run)
 
@@ -75,7 +75,7 @@ def test_of_many_tasks_that_start_at_once_one_wins(run: RunDir, held_before: boo
     assert all(isinstance(loser, LeaseHeld) for loser in losers), losers
 
 
-def test_of_two_that_saw_the_same_newest_epoch_one_wins(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claims_of_the_same_epoch_have_one_winner(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_module, "_newest", lambda run: 0)
     acquire(run)
     with pytest.raises(LeaseHeld, match="another manager of small-1 has just started"):
@@ -95,7 +95,7 @@ except LeaseHeld:
 """
 
 
-def test_of_many_processes_that_start_at_once_one_wins(run: RunDir) -> None:
+def test_concurrent_processes_have_one_winner(run: RunDir) -> None:
     racers = [
         subprocess.Popen(
             [sys.executable, "-c", _CLAIM, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -112,7 +112,7 @@ def test_of_many_processes_that_start_at_once_one_wins(run: RunDir) -> None:
     assert sorted(path.name for path in run.epochs.iterdir()) == [f"{epoch:06}" for epoch in epochs]
 
 
-def test_a_living_holder_is_respected_and_named(run: RunDir) -> None:
+def test_running_holder_is_respected_and_named(run: RunDir) -> None:
     async def challenge() -> None:
         lease = await Lease.acquire(run, PATIENCE)
 
@@ -125,14 +125,14 @@ def test_a_living_holder_is_respected_and_named(run: RunDir) -> None:
     virtual.run(challenge())
 
 
-def test_a_silent_holder_is_succeeded_after_the_patience_and_not_before(run: RunDir) -> None:
+def test_silent_holder_is_succeeded_after_the_timeout_and_not_before(run: RunDir) -> None:
     acquire(run)
     lease, waited = virtual.run(seconds(Lease.acquire(run, PATIENCE)))
     assert lease.epoch == 2
     assert waited >= PATIENCE
 
 
-def test_a_holder_that_died_before_its_first_word_is_succeeded(run: RunDir) -> None:
+def test_holder_that_died_before_writing_its_file_is_succeeded(run: RunDir) -> None:
     (run.epochs / "000001").touch()
     lease, waited = virtual.run(seconds(Lease.acquire(run, PATIENCE)))
     assert lease.epoch == 2
@@ -140,7 +140,7 @@ def test_a_holder_that_died_before_its_first_word_is_succeeded(run: RunDir) -> N
 
 
 @pytest.mark.parametrize("share", [0.25, 0.9])
-def test_a_holder_that_begins_to_speak_while_it_is_watched_is_respected(run: RunDir, share: float) -> None:
+def test_holder_that_renews_while_it_is_watched_is_respected(run: RunDir, share: float) -> None:
     async def challenge() -> None:
         first = await Lease.acquire(run, PATIENCE)
         text = (run.epochs / "000001").read_bytes()
@@ -156,14 +156,14 @@ def test_a_holder_that_begins_to_speak_while_it_is_watched_is_respected(run: Run
     virtual.run(challenge())
 
 
-def test_a_released_lease_needs_no_wait_and_has_no_holder(run: RunDir) -> None:
+def test_released_lease_needs_no_wait_and_has_no_holder(run: RunDir) -> None:
     acquire(run).release()
     assert holder(run) is None
     lease, waited = virtual.run(seconds(Lease.acquire(run, PATIENCE)))
     assert (lease.epoch, waited) == (2, 0.0)
 
 
-def test_a_lease_that_is_released_while_it_is_watched_is_taken_soon(run: RunDir) -> None:
+def test_lease_released_while_it_is_watched_is_acquired_soon(run: RunDir) -> None:
     async def hand_over() -> float:
         first = await Lease.acquire(run, PATIENCE)
         asyncio.get_running_loop().call_later(PATIENCE / 4, first.release)
@@ -172,7 +172,7 @@ def test_a_lease_that_is_released_while_it_is_watched_is_taken_soon(run: RunDir)
     assert virtual.run(hand_over()) < PATIENCE / 2
 
 
-def test_who_was_succeeded_may_neither_act_nor_renew(run: RunDir) -> None:
+def test_succeeded_manager_may_neither_act_nor_renew(run: RunDir) -> None:
     async def succeed() -> None:
         first = await Lease.acquire(run, PATIENCE)
         first.check()
@@ -194,9 +194,7 @@ def test_who_was_succeeded_may_neither_act_nor_renew(run: RunDir) -> None:
     assert held.counter == 0
 
 
-def test_who_is_renewed_looks_for_a_successor_only_then_and_who_was_frozen_at_once(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lease_is_checked_at_renewals_and_at_once_after_a_freeze(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     async def freeze() -> list[int]:
         first, looks = await Lease.acquire(run, PATIENCE), []
         monkeypatch.setattr(Lease, "check", lambda lease: looks.append(1))
@@ -209,9 +207,7 @@ def test_who_is_renewed_looks_for_a_successor_only_then_and_who_was_frozen_at_on
     assert virtual.run(freeze()) == [0, 0, 1, 0]
 
 
-def test_a_successor_that_comes_while_the_counter_is_moved_is_seen(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_successor_that_appears_during_a_renewal_is_noticed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     async def renew() -> None:
         first = await Lease.acquire(run, PATIENCE)
 
@@ -255,7 +251,7 @@ class Storage:
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
 @pytest.mark.parametrize("what", ["list", "read"])
-def test_time_in_which_the_lease_cannot_be_read_is_no_time_in_which_it_stood_still(
+def test_time_without_a_readable_lease_does_not_count_as_silence(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, what: str, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def outage() -> None:
@@ -278,7 +274,7 @@ def test_time_in_which_the_lease_cannot_be_read_is_no_time_in_which_it_stood_sti
     assert "cannot read whether another manager of small-1 is running" in caplog.text
 
 
-def test_a_silent_holder_is_succeeded_once_its_lease_can_be_read_again_for_long_enough(
+def test_silent_holder_is_succeeded_after_storage_is_back_for_the_timeout(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     acquire(run)
@@ -293,7 +289,7 @@ def test_a_silent_holder_is_succeeded_once_its_lease_can_be_read_again_for_long_
 
 
 @pytest.mark.parametrize("flickers", [lambda look: look % 2 == 0, lambda look: look % 7 != 0], ids=["half", "mostly"])
-def test_a_lease_that_can_be_read_only_now_and_then_is_respected(
+def test_lease_that_is_readable_only_at_times_is_respected(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, flickers: Callable[[int], bool]
 ) -> None:
     async def challenge() -> None:
@@ -313,7 +309,7 @@ def test_a_lease_that_can_be_read_only_now_and_then_is_respected(
     virtual.run(challenge())
 
 
-def test_who_was_frozen_while_it_watched_begins_to_watch_anew(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_challenger_that_was_frozen_restarts_its_watch(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """The holder may have been frozen with it, by whatever stopped both."""
 
     async def challenge() -> None:
@@ -331,9 +327,7 @@ def test_who_was_frozen_while_it_watched_begins_to_watch_anew(run: RunDir, monke
 
 
 @pytest.mark.parametrize("hours", [-1, 1])
-def test_the_hosts_clock_may_jump_by_an_hour_and_nobody_loses_his_lease_for_it(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, hours: int
-) -> None:
+def test_jump_of_the_wall_clock_loses_no_lease(run: RunDir, monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
     async def jump() -> None:
         first = await Lease.acquire(run, PATIENCE)
         living = asyncio.create_task(live(first))
@@ -349,5 +343,5 @@ def test_the_hosts_clock_may_jump_by_an_hour_and_nobody_loses_his_lease_for_it(
     virtual.run(jump())
 
 
-def test_before_the_first_manager_nobody_holds(run: RunDir) -> None:
+def test_run_without_a_manager_has_no_holder(run: RunDir) -> None:
     assert holder(run) is None

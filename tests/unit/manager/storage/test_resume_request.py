@@ -45,7 +45,7 @@ def _files(run: RunDir) -> set[str]:
     return {(run.path / name).read_text() for name in FILES}
 
 
-def test_an_order_changes_nothing_until_it_is_taken_and_placed(run: RunDir) -> None:
+def test_resume_request_changes_nothing_until_it_is_installed(run: RunDir) -> None:
     resume_request.write_request(run, _request_resume(), _fill)
     assert (resume_request.read_pending(run), _files(run)) == (_request_resume(), {"old"})
     assert (resume_request.claim(run), _files(run)) == (_request_resume(), {"old"})
@@ -55,7 +55,7 @@ def test_an_order_changes_nothing_until_it_is_taken_and_placed(run: RunDir) -> N
     assert not [path for path in run.path.iterdir() if "resum" in path.name]
 
 
-def test_one_that_is_withdrawn_leaves_nothing_and_one_that_is_taken_cannot_be(run: RunDir) -> None:
+def test_resume_request_can_be_withdrawn_until_it_is_claimed(run: RunDir) -> None:
     before = sorted(run.path.iterdir())
     resume_request.write_request(run, _request_resume(), _fill)
     assert resume_request.withdraw(run)
@@ -67,7 +67,7 @@ def test_one_that_is_withdrawn_leaves_nothing_and_one_that_is_taken_cannot_be(ru
         resume_request.write_request(run, _request_resume(), _fill)
 
 
-def test_one_that_cannot_be_written_leaves_nothing(run: RunDir) -> None:
+def test_failed_resume_request_leaves_nothing(run: RunDir) -> None:
     def full(making: RunDir) -> None:
         _fill(making)
         raise OSError(28, "No space left on device")
@@ -79,7 +79,7 @@ def test_one_that_cannot_be_written_leaves_nothing(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize("moved", range(len(FILES)))
-def test_a_manager_that_dies_while_it_puts_the_files_in_place_is_followed_by_one_that_does_the_rest(
+def test_interrupted_installation_is_completed_by_the_next_manager(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, moved: int
 ) -> None:
     resume_request.write_request(run, _request_resume(), _fill)
@@ -100,7 +100,9 @@ def test_a_manager_that_dies_while_it_puts_the_files_in_place_is_followed_by_one
     assert (_files(run), resume_request.read_pending(run)) == ({"new"}, None)
 
 
-def test_what_is_no_order_is_put_aside_and_the_next_one_counts(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_resume_request_is_removed_and_the_next_one_counts(
+    run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
     run.resume.mkdir()
     (run.resume / "request.json").write_text('{"by": 7}')
     assert resume_request.read_pending(run) is None
@@ -109,7 +111,7 @@ def test_what_is_no_order_is_put_aside_and_the_next_one_counts(run: RunDir, capl
     assert resume_request.claim(run) == _request_resume()
 
 
-def test_an_order_that_comes_too_late_is_put_aside_by_the_manager(
+def test_late_resume_request_is_discarded_by_the_manager(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = RunDir(tmp_path / RUN)

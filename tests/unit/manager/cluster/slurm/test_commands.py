@@ -47,22 +47,22 @@ def stderr_of(text: str) -> CommandResult:
 
 
 @pytest.mark.parametrize("line", REFUSALS.splitlines())
-def test_what_slurm_answered_with_no_is_certainly_not_done(line: str) -> None:
+def test_known_rejections_of_slurm_are_refused(line: str) -> None:
     assert isinstance(failure("x", stderr_of(line)), Refused)
 
 
 @pytest.mark.parametrize("line", OPEN.splitlines())
-def test_a_lost_answer_or_unknown_words_leave_it_open(line: str) -> None:
+def test_lost_answer_or_unknown_text_is_unanswered(line: str) -> None:
     assert isinstance(failure("x", stderr_of(line)), Unanswered)
 
 
-def test_a_surrounding_jobs_variables_do_not_reach_slurm_but_its_configuration_does() -> None:
+def test_environment_drops_job_variables_and_keeps_slurm_conf() -> None:
     given = {"SLURM_CONF": "/c", "SLURM_JOB_ID": "7", "SBATCH_PARTITION": "p", "SQUEUE_FORMAT": "%i", "SRUN_X": "1",
              "PMIX_RANK": "0", "PATH": "/bin", "SLURMISH": "kept", "LC_ALL": "de_DE"}  # fmt: skip
     assert environment(given) == {"SLURM_CONF": "/c", "PATH": "/bin", "SLURMISH": "kept", "LC_ALL": "C"}
 
 
-def test_a_command_beyond_its_deadline_is_killed_with_its_children_and_unanswered(tmp_path: Path) -> None:
+def test_command_beyond_its_deadline_is_killed_with_its_children(tmp_path: Path) -> None:
     code = ("import os, subprocess, sys; p = subprocess.Popen(['sleep', '1000']);"
             "open(sys.argv[1], 'w').write(f'{os.getpid()} {p.pid}'); p.wait()")  # fmt: skip
     pids = tmp_path / "pids"
@@ -81,7 +81,7 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_cancellation_in_the_moment_of_the_commands_end_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancellation_as_the_command_ends_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     class Command:
         returncode = 0
 
@@ -118,18 +118,18 @@ def test_a_cancellation_in_the_moment_of_the_commands_end_is_not_forgotten(monke
         asyncio.run(cancelled(turns))
 
 
-def test_a_command_that_is_not_there_was_certainly_not_run() -> None:
+def test_missing_command_is_refused() -> None:
     with pytest.raises(Refused, match="cannot be started"):
         asyncio.run(execute((f"{os.getpid()}-no-such-command",), timeout_s=5.0))
 
 
-def test_input_output_errors_and_code_come_back() -> None:
+def test_command_result_has_output_errors_and_exit_code() -> None:
     code = "import sys; print(sys.stdin.read()); print('e', file=sys.stderr); sys.exit(3)"
     ended = asyncio.run(execute((sys.executable, "-c", code), 20.0, "given"))
     assert (ended.code, ended.out, ended.err) == (3, "given\n", "e\n")
 
 
-def test_the_budget_refills_steadily_and_actions_read_on_credit() -> None:
+def test_budget_refills_steadily_and_actions_read_on_credit() -> None:
     now = 0.0
     budget = Budget(6, clock=lambda: now)
     assert budget.spend(3)
@@ -146,7 +146,7 @@ def test_the_budget_refills_steadily_and_actions_read_on_credit() -> None:
     assert budget.spend(3)
 
 
-def test_the_managers_of_a_user_share_one_budget_by_their_number() -> None:
+def test_managers_of_a_user_share_one_budget_by_their_number() -> None:
     now = 0.0
     budget = Budget(60, clock=lambda: now)
     budget.share(3)

@@ -31,7 +31,7 @@ def commands(folder: Path, **scripts: str) -> None:
         (folder / name).chmod(0o755)
 
 
-def test_what_salloc_tried_in_vain_is_not_the_end_of_what_sbatch_asks_for(
+def test_failed_salloc_does_not_end_the_job_that_sbatch_submits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = "salloc: Pending job allocation 5\nsalloc: error: Unable to allocate resources: Connection timed out"
@@ -52,7 +52,7 @@ def test_what_salloc_tried_in_vain_is_not_the_end_of_what_sbatch_asks_for(
     asyncio.run(asked())
 
 
-def test_a_follow_up_that_finds_too_few_nodes_beside_ours_waits_for_ours_and_any_other_request_is_refused(
+def test_request_with_too_few_other_nodes_waits_for_own_ones_only_if_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no = "sbatch: error: Batch job submission failed: Requested node configuration is not available"
