@@ -1,3 +1,5 @@
+"""The local cluster, with real processes as steps."""
+
 from __future__ import annotations
 
 import asyncio
@@ -45,40 +47,40 @@ def step_of(at: Lab, launch: Launch, allocation: str = "pool", agent: bool = Fal
 
 
 def play(tmp_path: Path, story: Callable[[Lab, LocalCluster], Awaitable[None]], nodes: int | None = None) -> None:
-    async def scene(at: Lab) -> None:
+    async def run_story(at: Lab) -> None:
         cluster = LocalCluster(at.run, nodes)
         await story(at, cluster)
         await cluster.close()
 
     with lab(tmp_path) as at:
-        asyncio.run(scene(at))
+        asyncio.run(run_story(at))
 
 
 async def steps(cluster: LocalCluster) -> dict[str, NodeName]:
-    seen = await cluster.observe()
-    assert seen.steps is not None
-    return seen.steps
+    snapshot = await cluster.observe()
+    assert snapshot.steps is not None
+    return snapshot.steps
 
 
 async def nodes_of(cluster: LocalCluster, tag: str) -> tuple[NodeName, ...]:
-    seen = await cluster.observe()
-    assert seen.allocations is not None
-    return seen.allocations[tag].nodes
+    snapshot = await cluster.observe()
+    assert snapshot.allocations is not None
+    return snapshot.allocations[tag].nodes
 
 
-async def until_unlisted(cluster: LocalCluster) -> None:
-    """No step is listed any more."""
+async def wait_until_unlisted(cluster: LocalCluster) -> None:
+    """Wait until no step is listed."""
     async with asyncio.timeout(TIMEOUT_S):
         while await steps(cluster):
             await asyncio.sleep(0.01)
 
 
-async def wanted(manager: Manager, launch: Launch) -> None:
+async def wait_for_admission(manager: Manager, launch: Launch) -> None:
     await manager.wait_for(AdmissionRequest, lambda message: message.tag == launch.tag)
 
 
-async def running(at: Lab, launch: Launch, count: int) -> None:
-    """So many processes of this step live."""
+async def wait_for_processes(at: Lab, launch: Launch, count: int) -> None:
+    """Wait until the step has ``count`` processes."""
     await eventually(lambda: len(at.processes(launch)) == count, f"{count} processes of {launch.tag}")
 
 
@@ -87,14 +89,14 @@ def test_request_gets_the_lowest_free_nodes_that_are_up_and_not_excluded(tmp_pat
         await cluster.request(allocation_request("pool", 2, "local2"))
         crash(at.run, NodeName("local4"))
         await cluster.request(allocation_request("more", 2))
-        seen = await cluster.observe()
-        assert seen.allocations == {
+        snapshot = await cluster.observe()
+        assert snapshot.allocations == {
             "pool": AllocationStatus(AllocationState.RUNNING, "pool", (NodeName("local1"), NodeName("local3"))),
             "more": AllocationStatus(AllocationState.RUNNING, "more", (NodeName("local2"), NodeName("local5"))),
         }
-        assert seen.nodes is not None
-        assert seen.nodes[NodeName("local1")].state is NodeState.UP
-        assert seen.nodes[NodeName("local4")] == NodeStatus(NodeState.DOWN, "marked down")
+        assert snapshot.nodes is not None
+        assert snapshot.nodes[NodeName("local1")].state is NodeState.UP
+        assert snapshot.nodes[NodeName("local4")] == NodeStatus(NodeState.DOWN, "marked down")
 
     play(tmp_path, story)
 
@@ -108,9 +110,9 @@ def test_request_beyond_the_free_nodes_is_refused_without_a_record(tmp_path: Pat
             await cluster.request(allocation_request("spare", 1))
         await cluster.release("pool")
         await cluster.request(allocation_request("spare", 1))
-        seen = await cluster.observe()
-        assert seen.allocations is not None
-        assert seen.allocations.keys() == {"spare"}
+        snapshot = await cluster.observe()
+        assert snapshot.allocations is not None
+        assert snapshot.allocations.keys() == {"spare"}
 
     play(tmp_path, story, nodes=3)
 
@@ -131,12 +133,12 @@ def test_launched_step_is_listed_until_it_ends(tmp_path: Path) -> None:
             launch = at.launch("sh", "-c", "read line < go", node="local2")
             os.mkfifo(at.run.path / "go")
             await cluster.launch(step_of(at, launch))
-            await wanted(manager, launch)
+            await wait_for_admission(manager, launch)
             await cluster.release_launcher(launch.tag)
             assert await steps(cluster) == {launch.tag: "local2"}
             await asyncio.to_thread((at.run.path / "go").write_text, "\n")
             assert (await manager.wait_for(StepExit)).code == 0
-            await until_unlisted(cluster)
+            await wait_until_unlisted(cluster)
             with pytest.raises(Refused, match="already been launched"):
                 await cluster.launch(step_of(at, launch))
 
@@ -185,7 +187,7 @@ def test_stopped_step_leaves_its_exit_record_and_no_process(tmp_path: Path) -> N
             await cluster.request(allocation_request("pool", 1))
             launch = at.launch(*DAEMON)
             await cluster.launch(step_of(at, launch))
-            await running(at, launch, 3)
+            await wait_for_processes(at, launch, 3)
             await cluster.stop(launch.tag, grace=5.0)
             assert at.processes(launch) == []
             assert await steps(cluster) == {}
@@ -209,7 +211,7 @@ def test_step_that_ignores_sigterm_is_killed_with_its_processes(
             await cluster.request(allocation_request("pool", 1))
             launch = at.launch(*DAEMON)
             await cluster.launch(step_of(at, launch))
-            await running(at, launch, 3)
+            await wait_for_processes(at, launch, 3)
             first = next(process for process in at.processes(launch) if process.module)
             os.kill(first.pid, signal.SIGSTOP if victim == "frozen" else signal.SIGKILL)
             await cluster.stop(launch.tag, grace=0.1)
@@ -239,26 +241,26 @@ def test_release_ends_its_allocation_and_no_other(tmp_path: Path) -> None:
         async with at.manager():
             await cluster.request(allocation_request("pool", 2))
             await cluster.request(allocation_request("other", 1))
-            held = [at.launch(*DAEMON, replica=f"rollout/{n}", node=f"local{n + 1}") for n in range(2)]
+            released = [at.launch(*DAEMON, replica=f"rollout/{n}", node=f"local{n + 1}") for n in range(2)]
             other = at.launch(*DAEMON, replica="trainer/0", node="local3")
-            for launch in held:
+            for launch in released:
                 await cluster.launch(step_of(at, launch))
             await cluster.launch(step_of(at, other, allocation="other"))
-            for launch in (*held, other):
-                await running(at, launch, 3)
+            for launch in (*released, other):
+                await wait_for_processes(at, launch, 3)
             await cluster.release("pool")
-            assert [at.processes(launch) for launch in held] == [[], []]
+            assert [at.processes(launch) for launch in released] == [[], []]
             assert len(at.processes(other)) == 3
-            seen = await cluster.observe()
-            assert seen.allocations is not None
-            assert seen.allocations.keys() == {"other"}
+            snapshot = await cluster.observe()
+            assert snapshot.allocations is not None
+            assert snapshot.allocations.keys() == {"other"}
             await cluster.release("pool")
 
     play(tmp_path, story)
 
 
 def test_steps_of_a_killed_manager_are_found_by_the_next_one(tmp_path: Path) -> None:
-    """The first one runs in a process of its own and is killed -9."""
+    """The first manager runs in its own process and is killed with SIGKILL."""
     code = """
 import asyncio, sys, pathlib
 from rrl.manager.cluster.local import LocalCluster
@@ -287,10 +289,10 @@ asyncio.run(main())
             await killed.wait()
             record = at.run.cluster / "steps" / f"{unrecorded.tag}.json"
             half = record.read_text().replace('"pid":', '"was":').replace('"started":', '"then":')
-            record.write_text(half)  # as if it had died before it could write who was started
+            record.write_text(half)  # as if it had died before it recorded the process id
             for launch in (recorded, unrecorded):
-                await wanted(manager, launch)
-                await running(at, launch, 3)
+                await wait_for_admission(manager, launch)
+                await wait_for_processes(at, launch, 3)
             assert await steps(cluster) == {recorded.tag: "local1", unrecorded.tag: "local1"}
             with pytest.raises(Refused, match="already been launched"):
                 await cluster.launch(step_of(at, unrecorded))
@@ -320,17 +322,17 @@ def test_node_marked_down_loses_its_steps_and_no_others(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager():
             await cluster.request(allocation_request("pool", 2))
-            one, two = (at.launch(*DAEMON, replica=f"rollout/{n}", node=f"local{n}") for n in (1, 2))
-            for launch in (one, two):
+            first, second = (at.launch(*DAEMON, replica=f"rollout/{n}", node=f"local{n}") for n in (1, 2))
+            for launch in (first, second):
                 await cluster.launch(step_of(at, launch))
-                await running(at, launch, 3)
+                await wait_for_processes(at, launch, 3)
             await asyncio.to_thread(crash, at.run, NodeName("local1"))
             assert processes_on(at.run, NodeName("local1")) == []
-            assert len(at.processes(two)) == 3
-            seen = await cluster.observe()
-            assert seen.steps == {two.tag: "local2"}
-            assert seen.nodes is not None
-            assert seen.nodes[NodeName("local1")].state is NodeState.DOWN
+            assert len(at.processes(second)) == 3
+            snapshot = await cluster.observe()
+            assert snapshot.steps == {second.tag: "local2"}
+            assert snapshot.nodes is not None
+            assert snapshot.nodes[NodeName("local1")].state is NodeState.DOWN
 
     play(tmp_path, story)
 
@@ -341,7 +343,7 @@ def test_steps_outlive_the_cluster_object(tmp_path: Path) -> None:
             await cluster.request(allocation_request("pool", 1))
             launch = at.launch(*SLEEP)
             await cluster.launch(step_of(at, launch))
-            await running(at, launch, 2)
+            await wait_for_processes(at, launch, 2)
             await cluster.close()
             assert len(at.processes(launch)) == 2
 
@@ -365,9 +367,9 @@ def test_unreadable_records_make_the_snapshot_unknown(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         await cluster.request(allocation_request("pool", 1))
         (at.run.cluster / "pool.json").write_text("garbage")
-        seen = await cluster.observe()
-        assert (seen.nodes, seen.allocations, seen.steps) == (None, None, None)
-        assert "pool" in seen.unknown or "JSON" in seen.unknown
+        snapshot = await cluster.observe()
+        assert (snapshot.nodes, snapshot.allocations, snapshot.steps) == (None, None, None)
+        assert "pool" in snapshot.unknown or "JSON" in snapshot.unknown
         with pytest.raises(Refused):
             await cluster.launch(step_of(at, at.launch(*SLEEP)))
 
@@ -385,9 +387,12 @@ def test_injected_crash_kills_the_nodes_processes_and_ends_after_its_time(tmp_pa
             crash = Fault("f0", FaultKind.CRASH, "local1", seconds=2.0)
             assert await cluster.inject_fault(crash) == "local1 is marked down and 3 of its processes were killed"
             assert (at.processes(launches[0]), len(at.processes(launches[1]))) == ([], 3)
-            seen = (await cluster.observe()).nodes
-            assert seen is not None
-            assert (seen[NodeName("local1")].state, seen[NodeName("local2")].state) == (NodeState.DOWN, NodeState.UP)
+            snapshot = (await cluster.observe()).nodes
+            assert snapshot is not None
+            assert (snapshot[NodeName("local1")].state, snapshot[NodeName("local2")].state) == (
+                NodeState.DOWN,
+                NodeState.UP,
+            )
             deadline = asyncio.get_running_loop().time() + TIMEOUT_S
             while ((await cluster.observe()).nodes or {})[NodeName("local1")].state is NodeState.DOWN:
                 assert asyncio.get_running_loop().time() < deadline

@@ -1,3 +1,5 @@
+"""Filling the run directory's disk and freeing it again."""
+
 from __future__ import annotations
 
 import errno
@@ -34,24 +36,24 @@ def test_unavailable_run_directory_is_refused(tmp_path: Path) -> None:
 
 
 def test_disk_filler_takes_the_last_byte_and_is_removed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    room = 3 * 2**20 + 5000
+    capacity = 3 * 2**20 + 5000
     write = os.write
 
     def bounded(fd: int, data: bytes) -> int:
-        if os.fstat(fd).st_size + len(data) > room:
+        if os.fstat(fd).st_size + len(data) > capacity:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(fd, data)
 
     monkeypatch.setattr(fault_injection, "MAX_FILL_BYTES", 2**60)
     monkeypatch.setattr(os, "write", bounded)
     assert fault_injection.fill_disk(run) == f"{run.disk_filler} takes 3.0 MiB; no space is left"
-    assert run.disk_filler.stat().st_size == room
+    assert run.disk_filler.stat().st_size == capacity
     assert fault_injection.remove_disk_filler(run)
     assert not run.disk_filler.exists()
     assert not fault_injection.remove_disk_filler(run)
 
 
-FILLS_A_REAL_ONE = """
+FILL_REAL_FILE_SYSTEM = """
 import subprocess, sys
 from pathlib import Path
 from rrl.manager.execute import fault_injection
@@ -77,6 +79,6 @@ finally:
 if own_mounts():  # collected only where it can run: nothing is skipped
 
     def test_real_file_system_is_filled_and_freed(run: RunDir) -> None:
-        argv = [*own_mounts(), sys.executable, "-c", FILLS_A_REAL_ONE, str(run.path)]
+        argv = [*own_mounts(), sys.executable, "-c", FILL_REAL_FILE_SYSTEM, str(run.path)]
         done = subprocess.run(argv, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout) == (0, "No space left on device\n"), done.stderr

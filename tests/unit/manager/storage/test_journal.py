@@ -1,4 +1,4 @@
-"""The journal on disk: what was flushed is read again, whatever tears, whoever still writes, and nothing else is."""
+"""The journal on disk: exactly what was flushed is read again, despite torn writes and frozen predecessors."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_torn_last_frame_is_ignored_at_every_length(run: RunDir) -> None:
     for length in range(len(whole), len(torn)):
         segment.write_bytes(torn[:length])
         assert read_state(run) == before, length
-    for length in range(len(whole), len(torn)):  # the file grew before its bytes came
+    for length in range(len(whole), len(torn)):  # the file grew before its data was written
         segment.write_bytes(torn[:length] + bytes(len(torn) - length))
         assert read_state(run) in (before, writer.state), length
     segment.write_bytes(torn[:-1] + bytes([torn[-1] ^ 1]))
@@ -154,9 +154,9 @@ def test_event_of_an_unknown_kind_is_reported_with_its_position(run: RunDir) -> 
     Writer(run).begin()
     segment = run.journal / segments(run)[0]
     at = segment.stat().st_size
-    stranger = {"seq": 3, "at": 3.0, "epoch": 1, "event": {"type": "Teleported"}}
+    unknown = {"seq": 3, "at": 3.0, "epoch": 1, "event": {"type": "Teleported"}}
     with segment.open("ab") as file:
-        file.write(_framed(msgspec.msgpack.encode(stranger)))
+        file.write(_framed(msgspec.msgpack.encode(unknown)))
     text = rf"000001-000001\.seg: the record at byte {at} cannot be read: .*Teleported"
     for read in (read_state, lambda run: list(replay(run)), lambda run: Journal(run, 2)):
         with pytest.raises(JournalError, match=text):
@@ -204,10 +204,10 @@ def test_records_appended_during_a_rotation_are_kept_exactly_once(run: RunDir) -
 
 def test_concurrent_flushes_and_appends_write_every_record_once(run: RunDir) -> None:
     writer = Writer(run).begin()
-    over = threading.Event()
+    stopped = threading.Event()
 
     def flush() -> None:
-        while not over.is_set():
+        while not stopped.is_set():
             writer.journal.flush()
 
     threads = [threading.Thread(target=flush) for _ in range(2)]
@@ -215,7 +215,7 @@ def test_concurrent_flushes_and_appends_write_every_record_once(run: RunDir) -> 
         thread.start()
     for step in range(1, 400):
         writer.steps(step)
-    over.set()
+    stopped.set()
     for thread in threads:
         thread.join()
     writer.flush()
@@ -223,10 +223,10 @@ def test_concurrent_flushes_and_appends_write_every_record_once(run: RunDir) -> 
 
 
 def test_records_appended_by_a_thawed_predecessor_are_never_read(run: RunDir) -> None:
-    zombie = Writer(run).begin().steps(1).flush()
+    predecessor = Writer(run).begin().steps(1).flush()
     successor = Writer(run, epoch=2)
-    assert successor.state == zombie.state
-    zombie.steps(7).flush()
+    assert successor.state == predecessor.state
+    predecessor.steps(7).flush()
     successor.steps(2).flush()
     assert read_state(run) == successor.state
     assert [stamped.epoch for stamped in replay(run)] == [1, 1, 1, 2]
@@ -235,9 +235,9 @@ def test_records_appended_by_a_thawed_predecessor_are_never_read(run: RunDir) ->
 
 
 def test_segment_begun_by_a_thawed_predecessor_is_never_read(run: RunDir) -> None:
-    zombie = Writer(run).begin().steps(1).flush()
+    predecessor = Writer(run).begin().steps(1).flush()
     successor = Writer(run, epoch=2).steps(2).flush()
-    zombie.steps(7).flush().rotate().steps(8).flush()
+    predecessor.steps(7).flush().rotate().steps(8).flush()
     assert len(segments(run)) == 3
     assert read_state(run) == successor.state
     successor.rotate().steps(3).flush()
@@ -246,10 +246,10 @@ def test_segment_begun_by_a_thawed_predecessor_is_never_read(run: RunDir) -> Non
 
 
 def test_follower_leaves_a_predecessor_that_keeps_writing(run: RunDir) -> None:
-    zombie = Writer(run).begin()
+    predecessor = Writer(run).begin()
     follower = Follower(run)
     successor = Writer(run, epoch=2)
-    zombie.steps(7).flush()
+    predecessor.steps(7).flush()
     follower.state()
     successor.steps(1).flush()
     assert follower.state() == successor.state
@@ -259,12 +259,12 @@ def test_follower_equals_a_full_read_after_every_write(run: RunDir) -> None:
     follower = Follower(run)
     assert follower.state() is None
     writer = Writer(run).begin()
-    moves: list[Callable[[], object]] = [
+    writes: list[Callable[[], object]] = [
         lambda: writer.steps(1).flush(), lambda: writer.steps(2, 3).flush(), writer.rotate,
         lambda: writer.steps(4).flush(), lambda: writer.rotate().steps(5).rotate(), lambda: writer.steps(6).flush(),
     ]  # fmt: skip
-    for move in moves:
-        move()
+    for write_next in writes:
+        write_next()
         assert follower.state() == read_state(run) == writer.state
 
 
@@ -295,13 +295,13 @@ def test_sealed_segment_that_lost_records_is_reported(run: RunDir) -> None:
 
 
 class FullDisk:
-    """``os.write`` writes half of what it is given and then fails, or ``os.fsync`` fails, until ``freed``."""
+    """``os.write`` writes half of failing_call it is given and then fails, or ``os.fsync`` fails, until ``freed``."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, failing_call: str) -> None:
         self.freed = False
         self.failed = 0
         self._write, self._fsync = os.write, os.fsync
-        monkeypatch.setattr(os, what, self.write if what == "write" else self.fsync)
+        monkeypatch.setattr(os, failing_call, self.write if failing_call == "write" else self.fsync)
 
     def write(self, fd: int, data: memoryview) -> int:
         if not self.freed:
@@ -318,13 +318,13 @@ class FullDisk:
         self._fsync(fd)
 
 
-@pytest.mark.parametrize("what", ["write", "fsync"])
+@pytest.mark.parametrize("failing_call", ["write", "fsync"])
 def test_full_disk_keeps_buffered_records_for_the_next_flush(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, what: str
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, failing_call: str
 ) -> None:
     writer = Writer(run).begin()
     durable = writer.state
-    disk = FullDisk(monkeypatch, what)
+    disk = FullDisk(monkeypatch, failing_call)
     for step in (1, 2, 3):
         writer.steps(step)
         with pytest.raises(OSError, match=r"device|error"):
@@ -337,12 +337,12 @@ def test_full_disk_keeps_buffered_records_for_the_next_flush(
     assert read_state(run) == writer.state
 
 
-@pytest.mark.parametrize("what", ["write", "fsync"])
+@pytest.mark.parametrize("failing_call", ["write", "fsync"])
 def test_full_disk_during_a_rotation_keeps_the_old_segment_in_use(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, what: str
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, failing_call: str
 ) -> None:
     writer = Writer(run).begin().steps(1).flush()
-    disk = FullDisk(monkeypatch, what)
+    disk = FullDisk(monkeypatch, failing_call)
     with pytest.raises(OSError, match=r"device|error"):
         writer.rotate()
     assert read_state(run) == writer.state
@@ -354,13 +354,13 @@ def test_full_disk_during_a_rotation_keeps_the_old_segment_in_use(
     assert read_state(run) == folded(run) == writer.state
 
 
-@pytest.mark.parametrize("what", ["write", "fsync"])
+@pytest.mark.parametrize("failing_call", ["write", "fsync"])
 def test_failed_first_segment_raises_and_the_next_epoch_can_begin(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, what: str
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, failing_call: str
 ) -> None:
     first = Writer(run).begin().steps(1).flush()
     with monkeypatch.context() as patched:
-        FullDisk(patched, what)
+        FullDisk(patched, failing_call)
         for epoch in (2, 3):
             with pytest.raises(OSError, match=r"device|error"):
                 Journal(run, epoch)

@@ -1,4 +1,4 @@
-"""The order that a run goes on: whole or not at all, taken once, and gone on with whoever dies over it."""
+"""The resume request: created atomically, claimed once, and installed even if a manager dies in between."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def _request_resume(by: str = "ada") -> ResumeRequest:
     return ResumeRequest(by, f"id-{by}", job(), "/home/job.toml", 7.0)
 
 
-def _fill(making: RunDir) -> None:
+def _fill(staging: RunDir) -> None:
     for name in FILES:
-        (making.path / name).write_text("new")
+        (staging.path / name).write_text("new")
 
 
 def _files(run: RunDir) -> set[str]:
@@ -68,8 +68,8 @@ def test_resume_request_can_be_withdrawn_until_it_is_claimed(run: RunDir) -> Non
 
 
 def test_failed_resume_request_leaves_nothing(run: RunDir) -> None:
-    def full(making: RunDir) -> None:
-        _fill(making)
+    def full(staging: RunDir) -> None:
+        _fill(staging)
         raise OSError(28, "No space left on device")
 
     before = sorted(run.path.iterdir())
@@ -86,13 +86,13 @@ def test_interrupted_installation_is_completed_by_the_next_manager(
     resume_request.claim(run)
     done: list[Any] = []
 
-    def dies(source: Any, target: Any, really: Any = os.replace) -> None:
+    def interrupted(source: Any, target: Any, replace: Any = os.replace) -> None:
         if len(done) == moved:
             raise KeyboardInterrupt
-        done.append(really(source, target))
+        done.append(replace(source, target))
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", dies)
+        patch.setattr(os, "replace", interrupted)
         with pytest.raises(KeyboardInterrupt):
             resume_request.install(run)
     assert resume_request.claim(run) == _request_resume(), "the next manager finds it"
@@ -118,17 +118,17 @@ def test_late_resume_request_is_discarded_by_the_manager(
     run.create()
     RunKeys.make().save(run.keys)
 
-    async def live() -> None:
+    async def run_managers() -> None:
         site = Site(run, job(spares=0, limits=Limits(heartbeat=2.0, silence=8.0, join=40.0, lease=10.0)), 8, -1, -1)
         prepare(site, monkeypatch)
         outcome = await site.manage()
         await site.to_rest()
         resume_request.write_request(run, _request_resume(), lambda _: None)
-        assert not run_ended(run), "a manager is to look at it"
+        assert not run_ended(run), "the request is pending"
         assert await site.manage() == outcome
         await site.to_rest()
 
-    virtual.run(live())
+    virtual.run(run_managers())
     state = Follower(run).state()
     assert state is not None
     assert isinstance(state.outcome, Outcome)

@@ -1,4 +1,4 @@
-"""Which words of Slurm mean "certainly not done", what is scrubbed, deadlines, and the budget of reads."""
+"""Slurm's commands: which errors mean "certainly not done", the environment, deadlines, and the budget of reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from rrl.manager.cluster.base import Refused, Unanswered
-from rrl.manager.cluster.slurm.commands import Budget, CommandResult, environment, execute, failure
+from rrl.manager.cluster.slurm.commands import (  # fmt: skip
+    Budget,
+    CommandResult,
+    NoCluster,
+    environment,
+    execute,
+    failure,
+)
 
 REFUSALS = """\
 sbatch: error: invalid partition specified: nope / sbatch: error: Batch job submission failed: Invalid partition name specified
@@ -27,7 +34,7 @@ srun: error: Unable to confirm allocation for job 34: Job is pending execution
 srun: error: Unable to create step for job 33: Memory required by task is not available
 srun: error: Unable to create step for job 1: Requested nodes are busy
 """  # noqa: E501
-OPEN = """\
+UNKNOWN_RESULTS = """\
 sbatch: error: Batch job submission failed: Socket timed out on send/recv operation
 sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)
 sbatch: error: Batch job submission failed: Zero Bytes were transmitted or received
@@ -38,7 +45,7 @@ sbatch: error: Batch job submission failed: Resource temporarily unavailable
 salloc: error: Job submit/allocate failed: Slurm temporarily unable to accept job, sleeping and retrying
 slurm_load_jobs error: Unable to contact slurm controller (connect failure)
 scancel: error: Kill job error on job id 5: Socket timed out on send/recv operation
-a sentence that nobody has seen before
+a message that is not known
 """  # noqa: E501
 
 
@@ -51,9 +58,15 @@ def test_known_rejections_of_slurm_are_refused(line: str) -> None:
     assert isinstance(failure("x", stderr_of(line)), Refused)
 
 
-@pytest.mark.parametrize("line", OPEN.splitlines())
+@pytest.mark.parametrize("line", UNKNOWN_RESULTS.splitlines())
 def test_lost_answer_or_unknown_text_is_unanswered(line: str) -> None:
     assert isinstance(failure("x", stderr_of(line)), Unanswered)
+
+
+def test_missing_configuration_is_reported_as_no_cluster() -> None:
+    text = "sinfo: fatal: Could not establish a configuration source"
+    assert isinstance(failure("sinfo", stderr_of(text)), NoCluster)
+    assert not any(isinstance(failure("x", stderr_of(line)), NoCluster) for line in UNKNOWN_RESULTS.splitlines())
 
 
 def test_environment_drops_job_variables_and_keeps_slurm_conf() -> None:
@@ -82,7 +95,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def test_cancellation_as_the_command_ends_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Command:
+    class FakeProcess:
         returncode = 0
 
         def __init__(self) -> None:
@@ -91,19 +104,19 @@ def test_cancellation_as_the_command_ends_is_not_lost(monkeypatch: pytest.Monkey
         async def communicate(self, given: bytes) -> tuple[bytes, bytes]:
             return await self.ended
 
-    async def cancelled(turns: int) -> None:
-        command = Command()
+    async def cancel_after(turns: int) -> None:
+        command = FakeProcess()
 
-        async def start(*argv: str, **how: object) -> Command:
+        async def start(*argv: str, **how: object) -> FakeProcess:
             return command
 
-        async def for_ever() -> None:
+        async def execute_repeatedly() -> None:
             while True:
                 await execute(("squeue",), 10.0)
                 command.ended = asyncio.get_running_loop().create_future()
 
         monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
-        task = asyncio.create_task(for_ever())
+        task = asyncio.create_task(execute_repeatedly())
         for _ in range(5):
             await asyncio.sleep(0)
         command.ended.set_result((b"", b""))
@@ -115,7 +128,7 @@ def test_cancellation_as_the_command_ends_is_not_lost(monkeypatch: pytest.Monkey
         assert task.cancelled(), turns
 
     for turns in range(4):
-        asyncio.run(cancelled(turns))
+        asyncio.run(cancel_after(turns))
 
 
 def test_missing_command_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""What Slurm printed (recorded on 22.05.8 in the lab) and what cannot be understood."""
+"""Output of Slurm's commands (recorded on 22.05.8 in the lab), and output that cannot be parsed."""
 
 from __future__ import annotations
 
@@ -40,18 +40,22 @@ def test_running_pool_has_its_nodes_and_its_tag() -> None:
 
 
 def test_pending_job_has_its_reason() -> None:
-    waiting = jobs("jobs")
-    assert (waiting["40"].state, waiting["40"].nodes) == (AllocationState.PENDING, ())
-    assert waiting["40"].detail == "PENDING: Resources"
-    assert waiting["41"].detail == "PENDING: PartitionConfig"
-    assert waiting["41"].comment == ""
+    pending_jobs = jobs("jobs")
+    assert (pending_jobs["40"].state, pending_jobs["40"].nodes) == (AllocationState.PENDING, ())
+    assert pending_jobs["40"].detail == "PENDING: Resources"
+    assert pending_jobs["41"].detail == "PENDING: PartitionConfig"
+    assert pending_jobs["41"].comment == ""
 
 
 def test_components_have_own_ids_tags_and_nodes_and_are_addressed_by_their_leader() -> None:
-    seen = jobs("hetjobs")
-    assert (seen["62"].name, seen["62"].nodes, seen["62"].leader) == ("demo.rollout", ("n3", "n4"), "61")
-    assert seen["61"].target == ("--jobid=61", "--het-group=0")
-    assert seen["62"].target == ("--jobid=61", "--het-group=1")
+    components = jobs("hetjobs")
+    assert (components["62"].name, components["62"].nodes, components["62"].leader) == (
+        "demo.rollout",
+        ("n3", "n4"),
+        "61",
+    )
+    assert components["61"].target == ("--jobid=61", "--het-group=0")
+    assert components["62"].target == ("--jobid=61", "--het-group=1")
     steps = {step.name: (step.job, step.nodes) for step in read_steps(recorded("hetsteps"))}
     assert steps == {"demo.x-0.1": ("61", ("n1",)), "demo.x-1.1": ("62", ("n3",))}
 
@@ -59,7 +63,7 @@ def test_components_have_own_ids_tags_and_nodes_and_are_addressed_by_their_leade
 def test_job_that_never_starts_by_itself_has_its_reason() -> None:
     assert jobs("jobs")["41"].unsatisfiable_reason == ""  # PartitionConfig may clear
     assert jobs("jobs")["40"].unsatisfiable_reason == ""
-    assert jobs("jobs")["13"].unsatisfiable_reason == ""  # PartitionNodeLimit, and cancelled: it waits no more
+    assert jobs("jobs")["13"].unsatisfiable_reason == ""  # PartitionNodeLimit, but cancelled and so not pending
 
 
 @pytest.mark.parametrize(
@@ -110,26 +114,26 @@ def test_completing_and_every_end_state_count_as_ended() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "end"),
+    ("state_name", "end"),
     [
         ("PREEMPTED", JobEnd.RECLAIMED), ("TIMEOUT", JobEnd.RECLAIMED), ("DEADLINE", JobEnd.RECLAIMED),
         ("CANCELLED", JobEnd.CANCELLED), ("COMPLETING", JobEnd.COMPLETING), ("NODE_FAIL", JobEnd.OTHER),
         ("RUNNING", None), ("PENDING", None),
     ],
 )  # fmt: skip
-def test_each_end_state_maps_to_a_job_end(word: str, end: JobEnd | None) -> None:
-    assert _line(word, "59:58", "1:00:00", "1795178747", "1795182347").end is end
+def test_each_end_state_maps_to_a_job_end(state_name: str, end: JobEnd | None) -> None:
+    assert _line(state_name, "59:58", "1:00:00", "1795178747", "1795182347").end is end
 
 
 def test_drain_reason_is_parsed_apart_from_the_state() -> None:
     line = "NodeName=n1 Arch=x86_64 State=IDLE+DRAIN ThreadsPerCore=1 Reason=rrl:run-1:gpu: Xid 79 [root@2026-11-22]"
-    seen = read_nodes(line)[NodeName("n1")]
-    assert (seen.state, seen.reason) == (NodeState.DRAINING, "rrl:run-1:gpu: Xid 79")
+    status = read_nodes(line)[NodeName("n1")]
+    assert (status.state, status.reason) == (NodeState.DRAINING, "rrl:run-1:gpu: Xid 79")
 
 
 def test_bars_quotes_and_line_ends_in_a_job_name_are_parsed() -> None:
-    odd = jobs("jobs")["42"]
-    assert (odd.name, odd.comment) == ("odd | name\ndemo.pool", 'a|b "c" d')
+    job = jobs("jobs")["42"]
+    assert (job.name, job.comment) == ("odd | name\ndemo.pool", 'a|b "c" d')
 
 
 def test_lost_node_leaves_the_job_and_its_step_stays_listed() -> None:
@@ -145,7 +149,7 @@ def test_numbered_steps_are_parsed_and_the_batch_step_is_skipped() -> None:
 
 
 def test_node_states_include_slurms_own_text() -> None:
-    nodes = {name: (seen.state, seen.detail) for name, seen in read_nodes(recorded("nodes")).items()}
+    nodes = {name: (status.state, status.detail) for name, status in read_nodes(recorded("nodes")).items()}
     assert nodes == {
         "n1": (NodeState.DRAINING, "MIXED+DRAIN: admin: look"),
         "n2": (NodeState.DOWN, "DOWN+NOT_RESPONDING: Not responding"),
@@ -156,8 +160,8 @@ def test_node_states_include_slurms_own_text() -> None:
 
 
 def test_node_that_does_not_respond_yet_is_unknown() -> None:
-    seen = read_nodes(recorded("nodes-not-responding"))[NodeName("n2")]
-    assert (seen.state, seen.detail) == (NodeState.UNKNOWN, "MIXED+NOT_RESPONDING")
+    status = read_nodes(recorded("nodes-not-responding"))[NodeName("n2")]
+    assert (status.state, status.detail) == (NodeState.UNKNOWN, "MIXED+NOT_RESPONDING")
 
 
 def test_node_that_slurm_does_not_know_is_unknown() -> None:
@@ -229,7 +233,7 @@ def test_job_without_limit_or_with_times_not_in_seconds_has_no_known_end() -> No
     assert _line("RUNNING", "INVALID", "1:00:00", "1795178747", "1795182347").time_left_s is None
 
 
-@pytest.mark.parametrize(("reason", "who"), [("JobHeldAdmin", "an administrator"), ("JobHeldUser", "its user")])
-def test_held_job_names_its_holder_and_may_still_start(reason: str, who: str) -> None:
+@pytest.mark.parametrize(("reason", "holder"), [("JobHeldAdmin", "an administrator"), ("JobHeldUser", "its user")])
+def test_held_job_names_its_holder_and_may_still_start(reason: str, holder: str) -> None:
     job = _line("PENDING", "1:00:00", "1:00:00", "N/A", "NONE", reason)
-    assert (job.unsatisfiable_reason, job.detail) == ("", f"PENDING: held by {who} (scontrol release)")
+    assert (job.unsatisfiable_reason, job.detail) == ("", f"PENDING: held by {holder} (scontrol release)")

@@ -1,4 +1,4 @@
-"""What partitions could give: sinfo's text, and what a job may ask of them."""
+"""Partitions as sinfo describes them, and what a job may request of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARTITIONS = sinfo(
 
 
 def partitions() -> dict[str, Partition]:
-    return {one.name: one for one in read_partitions(PARTITIONS)}
+    return {partition.name: partition for partition in read_partitions(PARTITIONS)}
 
 
 def test_nodes_that_are_down_count_as_existing_but_not_as_usable() -> None:
@@ -48,10 +48,10 @@ def test_missing_resource_names_the_key_that_no_node_satisfies(node: Resources, 
 
 
 def test_job_runs_in_its_named_partitions_or_the_default_one() -> None:
-    every = read_partitions(PARTITIONS)
-    assert [one.name for one in eligible(every, {})] == ["main"]
-    assert [one.name for one in eligible(every, {"partition": "big,main"})] == ["main", "big"]
-    assert eligible(every, {"partition": "nowhere"}) == []
+    known = read_partitions(PARTITIONS)
+    assert [partition.name for partition in eligible(known, {})] == ["main"]
+    assert [partition.name for partition in eligible(known, {"partition": "big,main"})] == ["main", "big"]
+    assert eligible(known, {"partition": "nowhere"}) == []
 
 
 @pytest.mark.parametrize(
