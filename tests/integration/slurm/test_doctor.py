@@ -1,4 +1,4 @@
-"""The doctor on a real Slurm, as a plain user: what it finds is so, and it leaves nothing behind."""
+"""rrl doctor on a real Slurm, as a plain user: its findings are true, and it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slurm
 
 TIMEOUT_S = 30.0
 TORCH = "__version__ = '9.9'\nclass cuda:\n    is_available = staticmethod(lambda: False)\n"
-"""in torch's place: importing that takes two seconds of two cores"""
+"""A replacement for torch, whose import takes two seconds on two cores."""
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def lab(slurm_lab: SlurmLab) -> Iterator[SlurmLab]:
 
 @pytest.fixture
 def env(lab: SlurmLab) -> dict[str, str]:
-    """A folder of runs of this test's own, which is not there yet."""
+    """Return an environment with a folder of runs that does not exist yet."""
     light = lab.dir / "light"
     light.mkdir(exist_ok=True)
     (light / "torch.py").write_text(TORCH)
@@ -42,7 +42,7 @@ def env(lab: SlurmLab) -> dict[str, str]:
 
 
 MAY_FAIL = {"host.filter", "node.filter"}
-"""of NIXL over TCP, which no job uses by default: a kernel may refuse its packet filter to plain users"""
+"""Checks of NIXL over TCP, which no job uses by default: a kernel may deny its packet filter to plain users."""
 
 
 def doctor(lab: SlurmLab, env: dict[str, str], *arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
@@ -113,21 +113,21 @@ def test_doctor_with_an_unanswering_controller_reports_nothing_as_ok(lab: SlurmL
 
 
 def _visit(lab: SlurmLab, env: dict[str, str], expected: str, **changes: object) -> None:
-    """Visit as the plain user, with a few things of the module or of sys changed; what is told holds ``expected``."""
+    """Visit a node as the plain user, with changed attributes of the module or of sys; check the resulting text."""
 
-    def go() -> None:
+    def visit_as_user() -> None:
         import os
 
         os.environ.update(env)
         for name, value in changes.items():
             setattr(sys if name == "executable" else visiting, name, value)
         facts: Facts = read_facts(DoctorOptions())
-        told = visiting.visit_node(facts)
-        assert isinstance(told, Unavailable | Visit)
-        why = told.why if isinstance(told, Unavailable) else f"visited {told.report.node}: {told.report.folder}"
+        visit = visiting.visit_node(facts)
+        assert isinstance(visit, Unavailable | Visit)
+        why = visit.why if isinstance(visit, Unavailable) else f"visited {visit.report.node}: {visit.report.folder}"
         assert expected in why, why
 
-    lab.call_as_user(go)
+    lab.call_as_user(visit_as_user)
     assert not Path(env[RUNS_ENV]).exists()
 
 
@@ -172,6 +172,6 @@ def test_rrl_init_writes_a_job_that_rrl_check_accepts(lab: SlurmLab, env: dict[s
     assert "spares = 1" in text
     checked = lab.run_as_user([RRL, "check", str(job)], env=env, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
-    again = lab.run_as_user([RRL, "init", "--no", "--out", str(job)], env=env, check=False)
-    assert (again.returncode, again.stdout) == (2, "")
+    second = lab.run_as_user([RRL, "init", "--no", "--out", str(job)], env=env, check=False)
+    assert (second.returncode, second.stdout) == (2, "")
     assert lab.jobs() == []

@@ -1,4 +1,4 @@
-"""Nodes that a run leaves, on a real Slurm: moved away from, drained where we may, given back, and used again."""
+"""Nodes that a run excludes on a real Slurm: vacated, drained where permitted, released, and used again."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def shown(lab: SlurmLab, node: str) -> str:
 
 
 def node_actions(run: TestRun) -> list[str]:
-    """About single nodes."""
+    """Return the tags of the run's actions on single nodes."""
     kinds = (Exclude, Readmit, Drain, Undrain, Shrink)
-    told = [s.event.action for s in run.events() if isinstance(s.event, ev.Intended | ev.Decided)]
-    return [action.tag for action in told if isinstance(action, kinds)]
+    actions = [s.event.action for s in run.events() if isinstance(s.event, ev.Intended | ev.Decided)]
+    return [action.tag for action in actions if isinstance(action, kinds)]
 
 
 def node_of(run: TestRun, replica: ReplicaId) -> NodeName:
@@ -71,7 +71,7 @@ def test_plain_user_can_exclude_a_node_which_the_run_gives_back(slurm_lab: Slurm
         assert node_of(run, R0) != node
         assert state.replica(R0).failures == ()
         kept, now = without_replicas(before, current_incarnations(state), [R0, ReplicaId(f"agent/{node}")])
-        assert now == kept, "somebody else was touched"
+        assert now == kept, "another replica was affected"
         assert node_actions(run) == [f"{node}!exclude", f"{node}!drain", f"{run.run.id}.pool!shrink:{node}"]
         slurm_lab.wait_states({node: "idle"})
         run.wait_steps(state.step + 3)

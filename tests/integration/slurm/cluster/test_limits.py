@@ -1,4 +1,4 @@
-"""Limits on a user's jobs: what sacctmgr prints, and what a real Slurm with slurmdbd lets a plain user see."""
+"""Limits on a user's jobs: what sacctmgr prints, and what a plain user can read on a real Slurm with slurmdbd."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_limits_without_an_answer_are_unknown_with_the_cause(monkeypatch: pytest
 def test_plain_user_can_read_its_own_limits(accounting_lab: SlurmLab) -> None:
     accounting.limit(accounting_lab, MaxJobs=3, MaxSubmitJobs=7)
 
-    def seen() -> None:
+    def check_limits() -> None:
         found = asyncio.run(read_limits({}))
         assert found.unknown == ""
         assert found.steps_per_job == 40000
-        mine = {limit.name.partition(" ")[0]: limit for limit in found.limits}
-        assert (mine["MaxJobs"].max_jobs, mine["MaxSubmitJobs"].max_jobs) == (3, 7)
+        by_name = {limit.name.partition(" ")[0]: limit for limit in found.limits}
+        assert (by_name["MaxJobs"].max_jobs, by_name["MaxSubmitJobs"].max_jobs) == (3, 7)
 
     try:
-        accounting_lab.call_as_user(seen)
+        accounting_lab.call_as_user(check_limits)
     finally:
         accounting.limit(accounting_lab, MaxJobs=-1, MaxSubmitJobs=-1)

@@ -1,4 +1,4 @@
-"""A lab with slurmdbd: Slurm itself refuses, holds back and remembers as a site's does."""
+"""A lab with slurmdbd: Slurm enforces limits and records jobs as at a real site."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_added_account_and_qos_are_accepted(lab: SlurmLab) -> None:
     accounting.add_account(lab, "physics")
     accounting.add_qos(lab, "fast")
     refused = lab.run_as_user(["sbatch", "--account=physics", "--qos=fast", *SLEEP], check=False)
-    assert "Invalid qos" in refused.stderr, "it exists, and is not the user's"
+    assert "Invalid qos" in refused.stderr, "the QOS exists, but the user may not use it"
     accounting.limit(lab, "physics", qos="+fast")
     job = lab.run_as_user(["sbatch", "--account=physics", "--qos=fast", *SLEEP]).stdout.strip()
     assert lab.slurm("squeue", "-h", "-j", job, "-o", "%a %q") == "physics fast\n"

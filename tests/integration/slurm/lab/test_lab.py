@@ -1,4 +1,4 @@
-"""The laboratory itself: a real cluster whose jobs have no rights, and of which nothing is left."""
+"""The lab: a real cluster whose jobs run without privileges, and which leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAB = (sys.executable, "-m", "rrl.tests.support.slurm.lab")
 
 @pytest.fixture(autouse=True)
 def _needs_slurm(slurm_lab: SlurmLab) -> None:
-    """Skip, or fail, as the fixture does. Its lab runs on beside those that are started here."""
+    """Skip, or fail, as ``slurm_lab`` does. Its lab keeps running beside those that the tests start."""
 
 
 def lab_command(*argv: str | Path) -> str:
@@ -62,7 +62,7 @@ def test_lab_jobs_run_as_a_plain_user_without_the_right_to_drain(slurm_lab: Slur
     assert slurm_lab.run_as_user(["srun", "-n1", "--mem=100M", "id", "-un"]).stdout == f"{slurm_lab.user}\n"
     if os.geteuid() != 0:
         return
-    if not others_can_run_us():  # a checkout in a private folder: it was warned that root submits
+    if not others_can_run_us():  # a checkout in a private folder: the lab has warned that root submits
         assert slurm_lab.user == "root"
         return
     assert slurm_lab.user != "root"
@@ -132,7 +132,7 @@ def test_lab_command_starts_uses_faults_and_stops_a_lab(tmp_path_factory: pytest
     assert not where.exists()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_plain_user_can_start_a_lab(slurm_lab: SlurmLab) -> None:
     def own_lab() -> None:
         with SlurmLab.start(nodes=2, gpus=1) as lab:

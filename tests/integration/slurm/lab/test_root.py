@@ -1,4 +1,4 @@
-"""Other versions of Slurm: what is refused, and that a lab runs the version it was asked for."""
+"""Other versions of Slurm: a lab runs the requested version, or the request is refused."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def test_machine_without_debian_tools_gets_an_error_and_keeps_no_files(
 
 
 def test_unfinished_root_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
+    built = []
 
-    def make(suite: str, root: Path) -> None:
-        made.append(suite)
+    def build(suite: str, root: Path) -> None:
+        built.append(suite)
         (root / "programs").mkdir(parents=True)
         program = root / "programs/slurmctld"
         program.write_text("#!/bin/sh\necho slurm-wlm 24.11.5\n")
@@ -38,13 +38,13 @@ def test_unfinished_root_is_built_again(tmp_path: Path, monkeypatch: pytest.Monk
         (root / "ready").touch()
 
     monkeypatch.setenv(slurm_root.ROOTS_ENV, str(tmp_path))
-    monkeypatch.setattr(slurm_root, "_make", make)
+    monkeypatch.setattr(slurm_root, "_make", build)
     (tmp_path / "trixie").mkdir()
     (tmp_path / "trixie/half").touch()
     assert slurm_root.ensure("24.11") == tmp_path / "trixie"
     assert not (tmp_path / "trixie/half").exists()
     assert slurm_root.ensure("24.11") == tmp_path / "trixie"
-    assert made == ["trixie"]
+    assert built == ["trixie"]
     (tmp_path / "trixie/programs/slurmctld").write_text("#!/bin/sh\necho slurm-wlm 25.11.1\n")
     with pytest.raises(RuntimeError, match=r"Debian's trixie has Slurm 25.11 now, not 24.11"):
         slurm_root.ensure("24.11")
