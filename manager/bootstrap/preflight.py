@@ -158,9 +158,9 @@ async def _test_only(
         return [_unreachable(error)]
     if not ended.code:
         return []
-    error = failure("sbatch", ended)
-    if unanswered(ended.err) or (isinstance(error, Unanswered) and "allocation failure" not in ended.err):
-        return [_unreachable(error)]
+    reported = failure("sbatch", ended)
+    if unanswered(ended.err) or (isinstance(reported, Unanswered) and "allocation failure" not in ended.err):
+        return [_unreachable(reported)]
     message = "; ".join(dict.fromkeys(map(_without_prefixes, filter(_is_informative, ended.err.splitlines()))))
     certain = nodes_suffice or _PERHAPS_DOWN.search(message) is None
     name = next(
