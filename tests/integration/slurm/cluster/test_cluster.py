@@ -448,7 +448,7 @@ async def main(run):
     for name in ("rollout-0.1", "rollout-1.1"):
         await slurm.launch(run.step(name, node))
         await run.pid(name)
-    await slurm.joined(run.tag("rollout-0.1"))
+    await slurm.release_launcher(run.tag("rollout-0.1"))
     (run.folder / "ready").touch()
     await asyncio.sleep(1000)
 asyncio.run(main(Run(Path(sys.argv[1]))))
@@ -466,7 +466,7 @@ def test_connected_steps_outlive_a_scancel_of_the_managers_job(lab: SlurmLab, ru
         slurm = run.cluster()
         await until_file(run.folder / "ready")
         observed = await slurm.observe()
-        assert list(observed.allocations or {}) == [run.pool], "the manager's own job is no allocation"
+        assert list(observed.allocations or {}) == [run.pool], "the manager's own job counts as an allocation"
         joined, carried = await run.pid("rollout-0.1"), await run.pid("rollout-1.1")
         await asyncio.to_thread(subprocess.run, ["scancel", "--name", run.tag("manager")], check=True)
         await until(slurm, lambda snapshot: list(snapshot.steps or {}) == [run.tag("rollout-0.1")])
