@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rrl.tests.support.slurm import harm
+from rrl.tests.support.slurm import fault_service
 from rrl.tests.support.slurm import processes as slurm_processes
 from rrl.tests.support.slurm.lab import SlurmLab
 
@@ -26,13 +26,13 @@ def lab(slurm_lab: SlurmLab) -> Iterator[SlurmLab]:
 @pytest.fixture
 def socket_path(lab: SlurmLab) -> str:
     """Return the socket that the user's environment names."""
-    return lab.user_env()[harm.ENV]
+    return lab.user_env()[fault_service.ENV]
 
 
 def test_user_request_crashes_a_node_that_comes_up_by_itself(lab: SlurmLab, socket_path: str) -> None:
     def crash_node() -> None:
-        answer = harm.request_fault(os.environ[harm.ENV], do="crash", node="n3", seconds=1)
-        assert answer == harm.Answer(True, "crash n3 for 1 s")
+        answer = fault_service.request_fault(os.environ[fault_service.ENV], do="crash", node="n3", seconds=1)
+        assert answer == fault_service.Answer(True, "crash n3 for 1 s")
 
     lab.call_as_user(crash_node)
     deadline = time.monotonic() + 30
@@ -45,7 +45,9 @@ def test_user_request_crashes_a_node_that_comes_up_by_itself(lab: SlurmLab, sock
 def test_controller_outage_ends_by_itself_and_jobs_keep_running(lab: SlurmLab, socket_path: str) -> None:
     job = lab.run_as_user(["sbatch", "--parsable", "--mem=100M", "-o", "/dev/null", "--wrap", "sleep 1004"]).stdout
     before = lab.controller()
-    assert harm.request_fault(socket_path, do="outage", seconds=0.2) == harm.Answer(True, "outage of 0.2 s")
+    assert fault_service.request_fault(socket_path, do="outage", seconds=0.2) == fault_service.Answer(
+        True, "outage of 0.2 s"
+    )
     assert lab.controller() != before
     assert any(line.startswith(f"{job.strip()} ") for line in lab.jobs())
 
@@ -68,7 +70,7 @@ def test_controller_outage_ends_by_itself_and_jobs_keep_running(lab: SlurmLab, s
 )
 def test_fault_outside_of_the_lab_is_refused(slurm_lab: SlurmLab, request_: dict[str, object], why: str) -> None:
     before = {pid for pid, process in slurm_lab.processes().items() if process.comm in ("slurmd", "slurmctld")}
-    answer = harm.request_fault(harm.socket_of(slurm_lab.dir), **request_)
+    answer = fault_service.request_fault(fault_service.socket_of(slurm_lab.dir), **request_)
     assert not answer.ok
     assert why in answer.detail
     assert before <= slurm_lab.processes().keys()
@@ -76,11 +78,14 @@ def test_fault_outside_of_the_lab_is_refused(slurm_lab: SlurmLab, request_: dict
 
 def test_invalid_and_silent_connections_do_not_block_other_requests(slurm_lab: SlurmLab) -> None:
     with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as noisy:
-        silent.connect(str(harm.socket_of(slurm_lab.dir)))
-        noisy.connect(str(harm.socket_of(slurm_lab.dir)))
+        silent.connect(str(fault_service.socket_of(slurm_lab.dir)))
+        noisy.connect(str(fault_service.socket_of(slurm_lab.dir)))
         noisy.sendall(b"\xff" * 10_000 + b"\n")
         assert b'"ok":false' in noisy.recv(1000)
-        assert "no node x" in harm.request_fault(harm.socket_of(slurm_lab.dir), do="crash", node="x").detail
+        assert (
+            "no node x"
+            in fault_service.request_fault(fault_service.socket_of(slurm_lab.dir), do="crash", node="x").detail
+        )
 
 
 def test_fault_socket_is_open_to_the_labs_user_only(slurm_lab: SlurmLab, socket_path: str) -> None:
