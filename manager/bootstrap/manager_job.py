@@ -169,7 +169,7 @@ async def ensure_successor(run: RunDir, spec: RunSpec, manage: Callable[[RunDir]
 
 
 async def is_queued(job: str, *options: str) -> bool:
-    """Return whether a job of that name is pending or running, or matches the further squeue ``options``.
+    """Return whether a job of that name is pending or running. Further squeue ``options`` narrow the search.
 
     Raises:
         Refused, Unanswered: squeue failed.
