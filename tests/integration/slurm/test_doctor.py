@@ -64,17 +64,17 @@ def no_jobs(lab: SlurmLab) -> None:
 
 def test_doctor_with_consent_checks_a_node_and_leaves_nothing(lab: SlurmLab, env: dict[str, str]) -> None:
     code, checks = doctor(lab, env, "--yes")
-    found = verdicts(checks)
-    failed = {name for name, verdict in found.items() if verdict == "FAIL"}
+    verdict_of = verdicts(checks)
+    failed = {name for name, verdict in verdict_of.items() if verdict == "FAIL"}
     assert failed <= MAY_FAIL
     assert code == bool(failed)
-    assert [name for name, verdict in found.items() if verdict == "UNKNOWN"] in ([], ["slurm.confined"])
+    assert [name for name, verdict in verdict_of.items() if verdict == "UNKNOWN"] in ([], ["slurm.confined"])
     for name in ("slurm.pool", "slurm.replica", "slurm.manager", "slurm.answers", "slurm.hold", "slurm.select",
                  "node.visit", "node.folder", "node.answer", "node.rrl", "node.packages", "node.torch", "node.reach",
                  "node.clock", "node.sbatch"):  # fmt: skip
-        assert found[name] == "OK", checks[name]
-    assert found["slurm.hetjob"] == "WARN"
-    assert found["slurm.drain"] == ("OK" if lab.user == "root" else "WARN")
+        assert verdict_of[name] == "OK", checks[name]
+    assert verdict_of["slurm.hetjob"] == "WARN"
+    assert verdict_of["slurm.drain"] == ("OK" if lab.user == "root" else "WARN")
     assert "with 2 GPU" in checks["slurm.gpus"]["found"]
     assert "9.9" in checks["node.torch"]["found"]
     assert "Slurm gave the job GPU" in checks["node.gpus"]["found"]  # false ones, which no driver knows

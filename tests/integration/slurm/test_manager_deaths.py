@@ -214,12 +214,12 @@ def _stopped_at_birth(run: RunDir, tag: str) -> list[int]:
     until = time.monotonic() + TIMEOUT_S
     while time.monotonic() < until:
         mark = f"--job-name={tag} "
-        found = [pid for pid, command in processes_of(run) if command.startswith("srun ") and mark in command]
-        for pid in found:
+        pids = [pid for pid, command in processes_of(run) if command.startswith("srun ") and mark in command]
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
-        if found:
-            return found
+        if pids:
+            return pids
     raise AssertionError(f"no srun of {tag} appeared")
 
 
@@ -251,12 +251,12 @@ def test_second_of_two_concurrent_managers_exits_with_one_line(slurm_lab: SlurmL
 
 def _group_of(leader: int) -> list[int]:
     """Return all processes of a session, which a dying login node ends together."""
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
             if int((entry / "stat").read_text().rpartition(")")[2].split()[3]) == os.getsid(leader):
-                found.append(int(entry.name))
-    return found if os.getsid(leader) != os.getsid(0) else [leader]
+                pids.append(int(entry.name))
+    return pids if os.getsid(leader) != os.getsid(0) else [leader]
 
 
 MOMENTS: dict[str, Callable[[Path], bool]] = {

@@ -289,8 +289,8 @@ def test_each_hetjob_component_is_an_allocation_of_its_own(lab: SlurmLab, run: R
         observed = await until(slurm, lambda snapshot: state(snapshot, third) is AllocationState.RUNNING)
         assert observed.allocations is not None
         nodes = {tag: status.nodes for tag, status in observed.allocations.items()}
-        assert {tag: len(held) for tag, held in nodes.items()} == {first: 2, second: 1, third: 1}
-        assert len({node for held in nodes.values() for node in held}) == 4
+        assert {tag: len(names) for tag, names in nodes.items()} == {first: 2, second: 1, third: 1}
+        assert len({node for names in nodes.values() for node in names}) == 4
         for index, tag in enumerate(nodes):
             step = run.step(f"role-{index}.1", nodes[tag][0], gpus=1)
             await slurm.launch(msgspec.structs.replace(step, allocation=tag))

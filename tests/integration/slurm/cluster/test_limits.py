@@ -48,10 +48,10 @@ def test_plain_user_can_read_its_own_limits(accounting_lab: SlurmLab) -> None:
     accounting.limit(accounting_lab, MaxJobs=3, MaxSubmitJobs=7)
 
     def check_limits() -> None:
-        found = asyncio.run(read_limits({}))
-        assert found.unknown == ""
-        assert found.steps_per_job == 40000
-        by_name = {limit.name.partition(" ")[0]: limit for limit in found.limits}
+        limits = asyncio.run(read_limits({}))
+        assert limits.unknown == ""
+        assert limits.steps_per_job == 40000
+        by_name = {limit.name.partition(" ")[0]: limit for limit in limits.limits}
         assert (by_name["MaxJobs"].max_jobs, by_name["MaxSubmitJobs"].max_jobs) == (3, 7)
 
     try:

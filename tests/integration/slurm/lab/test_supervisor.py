@@ -122,7 +122,7 @@ def test_sigterm_tears_the_fixtures_of_a_pytest_session_down(tmp_path: Path) -> 
     ]
     child = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
     assert child.stdout is not None
-    there = Path(next(line for line in child.stdout if line.startswith("/")).strip())
-    assert there.exists()
+    kept_file = Path(next(line for line in child.stdout if line.startswith("/")).strip())
+    assert kept_file.exists()
     assert _ended(child, signal.SIGTERM) == 128 + signal.SIGTERM
-    assert not there.exists()
+    assert not kept_file.exists()

@@ -29,7 +29,7 @@ def lab(slurm_lab: SlurmLab) -> Iterator[SlurmLab]:
 def problems_of(lab: SlurmLab, tomls: dict[str, str]) -> dict[str, list[Problem]]:
     """Return the problems of each job.toml, as a plain user gets them."""
     folder = lab.user_home / "trial"
-    found: dict[str, list[Problem]] = {}
+    results: dict[str, list[Problem]] = {}
     path = Path(folder, "found")
 
     def check() -> None:
@@ -41,8 +41,8 @@ def problems_of(lab: SlurmLab, tomls: dict[str, str]) -> dict[str, list[Problem]
         path.write_bytes(msgspec.json.encode(answers))
 
     lab.call_as_user(check)
-    found = msgspec.json.decode(path.read_bytes(), type=dict[str, list[Problem]])
-    return found
+    results = msgspec.json.decode(path.read_bytes(), type=dict[str, list[Problem]])
+    return results
 
 
 def test_valid_job_of_every_form_passes_preflight(lab: SlurmLab) -> None:
@@ -54,7 +54,7 @@ def test_valid_job_of_every_form_passes_preflight(lab: SlurmLab) -> None:
 def test_mistake_is_reported_with_its_key_and_slurms_message(lab: SlurmLab) -> None:
     own = '[roles.rollout]\nslurm.partition = "spot"'
     replica = SLURM.replace(FORM, 'form = "replica"').replace("[roles.rollout]", own)
-    found = problems_of(lab, {
+    results = problems_of(lab, {
         "partition": SLURM + '[slurm]\npartition = "nowhere"\n',
         "manager": SLURM + '[manager]\nslurm = { partition = "nowhere" }\n',
         "constraint": SLURM + '[slurm]\nconstraint = "v100"\n',
@@ -65,7 +65,7 @@ def test_mistake_is_reported_with_its_key_and_slurms_message(lab: SlurmLab) -> N
     })  # fmt: skip
     reported = {
         name: [(".".join(problem.key), problem.text, problem.certain) for problem in problems]
-        for name, problems in found.items()
+        for name, problems in results.items()
     }
     invalid = "Slurm says for {}: invalid partition specified: {}; Invalid partition name specified"
     assert reported == {
@@ -82,14 +82,14 @@ def test_mistake_is_reported_with_its_key_and_slurms_message(lab: SlurmLab) -> N
 def test_request_beyond_the_partition_is_reported_with_numbers(lab: SlurmLab) -> None:
     has = "partition main has 5 of 8 CPUs, 8000 MiB, 2 GPUs"
     three = 'replicas = 2\ngpus = 3\nengine = "vllm"\nvllm = { tensor_parallel_size = 3 }'
-    found = problems_of(lab, {
+    results = problems_of(lab, {
         "cpus": SLURM.replace("cpus = 2", "cpus = 9"), "mem": SLURM.replace("1GiB", "9GiB"),
         "gpus": SLURM.replace("cpus = 2", "cpus = 2, gpus = 3"), "nodes": SLURM.replace("replicas = 2", "replicas = 9"),
         "rollout": SLURM.replace(FORM, 'form = "replica"').replace("replicas = 2", three),
     })  # fmt: skip
     reported = {
         name: [(".".join(problem.key), problem.text, problem.certain) for problem in problems]
-        for name, problems in found.items()
+        for name, problems in results.items()
     }
     assert reported == {
         "cpus": [("cluster.node.cpus", f"5 nodes of 9 CPUs, 1024 MiB for pool: {has}", True)],
@@ -103,10 +103,10 @@ def test_request_beyond_the_partition_is_reported_with_numbers(lab: SlurmLab) ->
 def test_request_that_would_stay_pending_forever_is_reported(lab: SlurmLab) -> None:
     lab.slurm("scontrol", "create", "partitionname=short", "nodes=n[1-5]", "maxtime=10", "maxnodes=2")
     try:
-        (found,) = problems_of(lab, {"short": SLURM + '[slurm]\npartition = "short"\n'}).values()
+        (results,) = problems_of(lab, {"short": SLURM + '[slurm]\npartition = "short"\n'}).values()
     finally:
         lab.slurm("scontrol", "delete", "partitionname=short")
-    assert [(".".join(problem.key), problem.text, problem.certain) for problem in found] == [
+    assert [(".".join(problem.key), problem.text, problem.certain) for problem in results] == [
         ("cluster.walltime", "1d for pool: partition short allows 10min", True),
         ("cluster", "5 nodes for pool: partition short allows a job 2", True),
     ]
@@ -115,30 +115,30 @@ def test_request_that_would_stay_pending_forever_is_reported(lab: SlurmLab) -> N
 def test_nodes_that_are_down_at_present_are_not_a_certain_problem(lab: SlurmLab) -> None:
     lab.slurm("scontrol", "update", "nodename=n[2-5]", "state=drain", "reason=test")
     try:
-        (found,) = problems_of(lab, {"pool": SLURM}).values()
+        (results,) = problems_of(lab, {"pool": SLURM}).values()
     finally:
         lab.slurm("scontrol", "update", "nodename=n[2-5]", "state=resume")
         lab.clear()
-    assert [problem.certain for problem in found] == [False]
-    assert "fewer nodes are up at present; the job would wait for them" in found[0].text
+    assert [problem.certain for problem in results] == [False]
+    assert "fewer nodes are up at present; the job would wait for them" in results[0].text
 
 
 def test_unanswered_check_is_not_a_certain_problem(lab: SlurmLab) -> None:
     with lab.controller_stopped():
-        (found,) = problems_of(lab, {"pool": SLURM}).values()
-    assert [problem.certain for problem in found] == [False]
-    assert found[0].text.startswith("cannot check the job with Slurm: sinfo: ")
+        (results,) = problems_of(lab, {"pool": SLURM}).values()
+    assert [problem.certain for problem in results] == [False]
+    assert results[0].text.startswith("cannot check the job with Slurm: sinfo: ")
 
 
 def test_unknown_account_and_qos_are_reported_where_accounts_are_enforced(accounting_lab: SlurmLab) -> None:
     small = SLURM.replace("replicas = 2", "exclusive = false").replace('2, mem = "1GiB"', '4, mem = "4GiB"')
     small = small.replace("[roles.rollout]", "[roles.trainer]\nexclusive = false\n[roles.rollout]")
-    found = problems_of(accounting_lab, {
+    results = problems_of(accounting_lab, {
         "account": small + '[slurm]\naccount = "nobody"\n', "qos": small + '[slurm]\nqos = "golden"\n',
     })  # fmt: skip
     reported = {
-        name: [".".join(problem.key) for problem in problems if problem.certain] for name, problems in found.items()
+        name: [".".join(problem.key) for problem in problems if problem.certain] for name, problems in results.items()
     }
     assert reported == {"account": ["slurm.account"], "qos": ["slurm.qos"]}
-    assert "Invalid account" in found["account"][0].text
-    assert "Invalid qos specification" in found["qos"][0].text
+    assert "Invalid account" in results["account"][0].text
+    assert "Invalid qos specification" in results["qos"][0].text

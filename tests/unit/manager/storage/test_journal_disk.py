@@ -54,11 +54,11 @@ class RecordedRun:
         self.disk.die_before = f"fsync {FIRST.replace('1.seg', '2.seg')}"
         with pytest.raises(Died):
             first.steps(6, 7).flush()
-        found = list(replay(self.run))
+        readable = list(replay(self.run))
         second = Writer(self.run, 2)
-        second.written = found
-        self.timelines.append(found)
-        self._note_flushed(found)
+        second.written = readable
+        self.timelines.append(readable)
+        self._note_flushed(readable)
         self._note_flushed(second.steps(8).flush().written)
         first.flush()  # thawed
         first.steps(9).rotate().steps(10).flush()

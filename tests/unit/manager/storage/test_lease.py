@@ -46,9 +46,9 @@ async def seconds(coroutine: Coroutine[None, None, Lease]) -> tuple[Lease, float
 def test_first_manager_acquires_the_lease_without_waiting(run: RunDir) -> None:
     lease, waited = virtual.run(seconds(Lease.acquire(run, TIMEOUT_S)))
     assert (lease.epoch, waited) == (1, 0.0)
-    held = holder(run)
-    assert held is not None
-    assert held.counter == 0
+    current = holder(run)
+    assert current is not None
+    assert current.counter == 0
 
 
 @pytest.mark.parametrize("held_before", [False, True], ids=["new run", "silent holder"])
@@ -189,9 +189,9 @@ def test_succeeded_manager_may_neither_act_nor_renew(run: RunDir) -> None:
         await second.ensure_current()
 
     virtual.run(succeed())
-    held = holder(run)
-    assert held is not None
-    assert held.counter == 0
+    current = holder(run)
+    assert current is not None
+    assert current.counter == 0
 
 
 def test_lease_is_checked_at_renewals_and_at_once_after_a_freeze(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
