@@ -29,9 +29,12 @@ MAX_FRAME_BYTES = 1000
 
 
 class RecordedRun:
-    """Two managers: the first one goes over into a second segment and dies over a write, the other one follows; the
-    first one thaws and writes on, which nobody shall ever read. ``flushed[i]``: the records that were flushed when
-    ``disk.note`` was i; the next manager may have found more."""
+    """Two managers on a fake disk.
+
+    The first one rotates into a second segment and dies during a write; the second one follows. Then the first one
+    thaws and keeps writing, which nothing may ever read. ``flushed[i]`` are the records that were flushed when
+    ``disk.note`` was i; the next manager may have found more.
+    """
 
     def __init__(self, run: RunDir, disk: FakeDisk) -> None:
         self.run, self.disk = run, disk
