@@ -23,7 +23,7 @@ import msgspec
 
 from ...core.run_dir import runs_root
 from ...manager.bootstrap import manager_job
-from ...manager.cluster.slurm.commands import NO_CLUSTER, environment
+from ...manager.cluster.slurm.commands import environment, reports_no_cluster
 from ...manager.cluster.slurm.limits import read_limits
 from ...roles.node_probe.host import (
     CommandResult,
@@ -125,7 +125,7 @@ def read_slurm(wanted: DoctorOptions) -> Slurm | str:
 def _output_of(*argv: str) -> str:
     ended = run_slurm(*argv)
     if ended.code:
-        cause = UnavailableCause.NO_CLUSTER if NO_CLUSTER in ended.message else UnavailableCause.OTHER
+        cause = UnavailableCause.NO_CLUSTER if reports_no_cluster(ended.message) else UnavailableCause.OTHER
         raise ReadError(f"{argv[0]}: {ended.message or f'exit code {ended.code}'}", cause)
     return ended.out
 

@@ -34,10 +34,10 @@ INSTEAD = {
 """what to decide by"""
 PARSERS = {
     "cli/main.py": "puts punctuation behind a message of click",
-    "cli/doctor/collect.py": "reads what Slurm's commands print",
     "cli/doctor/slurm_output.py": "reads what Slurm's commands print",
     "health/history/user_files.py": "splits files into lines",
     "health/readers": "reads what dcgmi, the driver and the kernel print",
+    "manager/cluster/slurm/commands.py": "reads the errors that Slurm's commands print",
     "manager/cluster/slurm/requests.py": "reads what sinfo prints",
     "manager/cluster/slurm/parsing.py": "reads what squeue and scontrol print",
     "manager/reporting/log_buffers.py": "splits logs into lines",
