@@ -406,7 +406,7 @@ def test_a_step_is_committed_in_another_thread_while_the_next_batch_is_worked_on
                     threads[0].join()
                     threads[1].start()
             threads[1].join()
-            with pytest.raises(ValueError, match="step 2 is committed without its batch"):
+            with pytest.raises(ValueError, match="cannot commit step 2"):
                 commit(2)
 
         def commit(number: int) -> None:

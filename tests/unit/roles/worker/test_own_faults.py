@@ -74,7 +74,7 @@ def test_a_role_told_to_exit_does_so_with_that_code_whatever_it_is_doing(scene: 
             assert (answer.ok, answer.incarnation, answer.detail) == (
                 True,
                 launch.incarnation,
-                "it ends itself with exit code 3",
+                "the role exits with code 3",
             )
             assert await asyncio.wait_for(child.wait(), TIMEOUT_S) == 3
 
@@ -100,7 +100,7 @@ def test_nothing_is_raised_or_told_before_the_role_calls(scene: Scene) -> None:
             await manager.send(launch.incarnation, Inject(Fault("f1", FaultKind.EXCEPTION), launch.tag))
             second = Fault("f2", FaultKind.ENGINE_DEAD)
             answer = await fault_request(manager, launch, second)  # heard after the first one
-            assert (answer.fault, answer.ok, answer.detail) == (second, False, "exception is still to strike")
+            assert (answer.fault, answer.ok, answer.detail) == (second, False, "exception is still pending in this role")
             assert child.returncode is None
 
     play(story)
@@ -147,7 +147,7 @@ def test_an_engine_that_is_dead_for_a_time_goes_on_then(scene: Scene) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "tag", "why"),
-    [(FaultKind.EXIT, "run-1.rollout-0.1", "was meant"), (FaultKind.KILL, "", "cannot do kill to itself")],
+    [(FaultKind.EXIT, "run-1.rollout-0.1", "the fault is for"), (FaultKind.KILL, "", "cannot perform kill on itself")],
 )
 def test_a_role_does_nothing_that_is_not_its_own_or_not_its_to_do(
     scene: Scene, kind: FaultKind, tag: str, why: str
