@@ -58,7 +58,7 @@ def test_a_freeze_for_a_time_ends_by_itself_and_both_are_told(tmp_path: Path) ->
             assert f"process group {role.pid}" in answer.detail
             await eventually(lambda: state(role) == "T")
             over = await here.manager.wait_for(Injected, lambda answer: answer.ended)
-            assert over.detail == "SIGCONT: it runs again"
+            assert over.detail == "SIGCONT: the target runs again"
             await eventually(lambda: state(role) == "S")  # it may just be running
             assert not mark(at, launch).exists()
 
@@ -128,7 +128,7 @@ def test_a_holder_that_is_killed_leaves_its_target_running_and_the_agent_says_so
             await eventually(lambda: state(role) == "T")
             os.kill(int(mark(at, launch).read_text().partition(".")[0]), signal.SIGKILL)
             over = await here.manager.wait_for(Injected, lambda answer: answer.ended)
-            assert over.detail == "its holder was killed"
+            assert over.detail == "the pause helper was killed"
             await eventually(lambda: state(role) == "S")  # it may just be running
 
     with lab(tmp_path) as at:

@@ -69,9 +69,9 @@ def test_the_target_is_the_commands_group_and_not_what_left_it(tmp_path: Path) -
             assert (target.command.pid, target.command.parent) == (target.command.group, step.pid)
             PERFORMERS[FaultKind.KILL](target)
             assert await at.end_of(step) == 128 + signal.SIGKILL
-            with pytest.raises(NotPerformed, match="does not live"):
+            with pytest.raises(NotPerformed, match="is not running"):
                 find_target(file)
-            with pytest.raises(NotPerformed, match="was gone"):
+            with pytest.raises(NotPerformed, match="has ended"):
                 PERFORMERS[FaultKind.KILL](target)
 
     with lab(tmp_path) as at:

@@ -107,19 +107,19 @@ def test_a_step_without_python_is_told_by_what_the_kernel_says(tmp_path: Path) -
     with process(tmp_path, "/bin/sh", "-c", "echo here; read forever") as child:
         answer = taken(tmp_path)
     dump = answer.dumps[child.pid]
-    assert "no Python stack: it is not Python" in dump
+    assert "no Python stack: the process is not Python" in dump
     assert parse(dump)[0].state == "S"
 
 
 def test_a_step_of_which_nothing_is_left_gives_the_reason(tmp_path: Path) -> None:
-    assert taken(tmp_path) == Stacks(AGENT, SUSPECT, 5, error="no process of it is left")
+    assert taken(tmp_path) == Stacks(AGENT, SUSPECT, 5, error="the step has no process left")
 
 
 def test_a_py_spy_that_is_not_permitted_is_explained_and_the_kernel_asked(tmp_path: Path) -> None:
     denied = stand_in(tmp_path, "echo 'Error: Permission Denied: Try running again with sudo' >&2; exit 1")
     with process(tmp_path, code=WEDGED) as child:
         dump = taken(tmp_path, denied).dumps[child.pid]
-    assert "py-spy may not look into it (ptrace" in dump
+    assert "py-spy may not read the process (ptrace" in dump
     assert parse(dump)[0].frames[0].function == "kernel"
 
 
