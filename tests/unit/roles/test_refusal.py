@@ -48,7 +48,7 @@ def _end(role: str, main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *
     ("model", "expected_text"),
     [(_TWICE, "rrl: [model.tokenizer] pieces has '0' twice\n"), (_NOWHERE, "rrl: [model] path: /nowhere/model")],
 )
-def test_a_model_that_cannot_be_is_one_line_and_exit_code_2(
+def test_invalid_model_is_one_line_and_exit_code_2(
     role: str, main: Callable[[], None], model: dict[str, Any], expected_text: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -59,7 +59,7 @@ def test_a_model_that_cannot_be_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.parametrize(("role", "main"), [("reward", reward.main), ("trajectories", server.main)])
-def test_a_task_that_cannot_be_is_too(
+def test_invalid_task_is_one_line_and_exit_code_2(
     role: str, main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _end(role, main, monkeypatch) == 2
@@ -68,12 +68,12 @@ def test_a_task_that_cannot_be_is_too(
     assert said.count("\n") == 1
 
 
-def test_of_what_a_users_own_code_raises_the_traceback_is_kept() -> None:
+def test_traceback_of_user_code_is_kept() -> None:
     with pytest.raises(ValueError, match="mine"), exits_on_invalid_config(TaskError):
         raise ValueError("mine")
 
 
-def test_a_message_of_several_lines_becomes_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_message_of_several_lines_becomes_one(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit), exits_on_invalid_config():
         raise ValueError("several\n  lines")
     assert capsys.readouterr().err == "rrl: several lines\n"

@@ -49,7 +49,7 @@ def mark(at: Lab, launch: Launch) -> Path:
     return Path(f"{at.run.launch_file(launch.tag)}{PAUSED_SUFFIX}")
 
 
-def test_a_freeze_for_a_time_ends_by_itself_and_both_are_told(tmp_path: Path) -> None:
+def test_timed_freeze_ends_by_itself_and_both_ends_are_reported(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             launch, role = await here.step(*SLEEP)
@@ -66,7 +66,7 @@ def test_a_freeze_for_a_time_ends_by_itself_and_both_are_told(tmp_path: Path) ->
         asyncio.run(story(at))
 
 
-def test_who_is_slowed_runs_and_stands_by_turns_until_the_time_is_over(tmp_path: Path) -> None:
+def test_slowed_process_alternates_until_the_time_is_over(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             launch, role = await here.step(*SPINS)
@@ -82,7 +82,7 @@ def test_who_is_slowed_runs_and_stands_by_turns_until_the_time_is_over(tmp_path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_who_is_slowed_runs_on_once_the_agent_is_gone_however_it_went(tmp_path: Path, number: signal.Signals) -> None:
+def test_slowed_process_is_continued_when_the_agent_ends(tmp_path: Path, number: signal.Signals) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             launch, role = await here.step(*SPINS)
@@ -98,7 +98,7 @@ def test_who_is_slowed_runs_on_once_the_agent_is_gone_however_it_went(tmp_path: 
         asyncio.run(story(at))
 
 
-def test_the_next_agent_lets_go_what_a_holder_that_was_killed_too_has_left_stopped(tmp_path: Path) -> None:
+def test_next_agent_continues_a_step_left_stopped_by_a_killed_helper(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             launch, role = await here.step(*SLEEP)
@@ -119,7 +119,7 @@ def test_the_next_agent_lets_go_what_a_holder_that_was_killed_too_has_left_stopp
         asyncio.run(story(at))
 
 
-def test_a_holder_that_is_killed_leaves_its_target_running_and_the_agent_says_so(tmp_path: Path) -> None:
+def test_killed_pause_helper_leaves_its_target_running_and_is_reported(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             launch, role = await here.step(*SLEEP)
@@ -135,7 +135,7 @@ def test_a_holder_that_is_killed_leaves_its_target_running_and_the_agent_says_so
         asyncio.run(story(at))
 
 
-def test_an_agent_kills_itself_only_after_it_has_said_so(tmp_path: Path) -> None:
+def test_agent_reports_before_it_kills_itself(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             launch, role = await here.step(*SLEEP)
@@ -148,7 +148,7 @@ def test_an_agent_kills_itself_only_after_it_has_said_so(tmp_path: Path) -> None
         asyncio.run(story(at))
 
 
-def test_an_agent_that_is_frozen_for_a_time_goes_on_beating(tmp_path: Path) -> None:
+def test_agent_frozen_for_a_time_resumes_its_heartbeats(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             await here.sees()
@@ -165,7 +165,7 @@ def test_an_agent_that_is_frozen_for_a_time_goes_on_beating(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", [FaultKind.EXIT, FaultKind.CRASH])
-def test_what_is_not_an_agents_to_do_is_not_done(tmp_path: Path, kind: FaultKind) -> None:
+def test_fault_that_an_agent_cannot_perform_is_refused(tmp_path: Path, kind: FaultKind) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             launch, role = await here.step(*SLEEP)

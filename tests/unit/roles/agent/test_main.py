@@ -57,7 +57,7 @@ async def node(at: Lab, patch: str = "") -> AsyncIterator[Node]:
         yield Node(at, manager, at.start(launch, "agent.main", patch), launch)
 
 
-def test_an_agent_says_who_it_is_and_which_steps_live_on_its_node(tmp_path: Path) -> None:
+def test_agent_reports_itself_and_the_steps_running_on_its_node(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             hello = await here.manager.wait_for(AgentHello)
@@ -73,7 +73,7 @@ def test_an_agent_says_who_it_is_and_which_steps_live_on_its_node(tmp_path: Path
         asyncio.run(story(at))
 
 
-def test_a_step_that_vanishes_is_witnessed_and_its_orphans_are_swept(tmp_path: Path) -> None:
+def test_vanished_step_is_reported_and_its_orphans_are_killed(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             lost, _ = await here.step(*DAEMON, replica="rollout/0")
@@ -89,7 +89,7 @@ def test_a_step_that_vanishes_is_witnessed_and_its_orphans_are_swept(tmp_path: P
         asyncio.run(story(at))
 
 
-def test_orphans_from_before_the_agents_life_are_swept_and_their_step_is_witnessed(tmp_path: Path) -> None:
+def test_orphans_older_than_the_agent_are_killed_and_their_step_is_reported(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             lost = at.launch(*DAEMON)
@@ -106,7 +106,7 @@ def test_orphans_from_before_the_agents_life_are_swept_and_their_step_is_witness
         asyncio.run(story(at))
 
 
-def test_a_step_that_left_its_record_is_not_called_gone(tmp_path: Path) -> None:
+def test_step_with_an_exit_record_is_not_reported_as_vanished(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             ended, command_of_ended = await here.step(*SLEEP, replica="rollout/0")
@@ -123,7 +123,7 @@ def test_a_step_that_left_its_record_is_not_called_gone(tmp_path: Path) -> None:
         asyncio.run(story(at))
 
 
-def test_a_wrapper_on_the_way_to_a_first_process_is_not_swept(tmp_path: Path) -> None:
+def test_wrapper_that_will_exec_a_first_process_is_not_killed(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             file = str(at.run.launch_file(at.launch(*SLEEP, replica="rollout/1").tag))
@@ -142,7 +142,7 @@ def test_a_wrapper_on_the_way_to_a_first_process_is_not_swept(tmp_path: Path) ->
         asyncio.run(story(at))
 
 
-def test_the_next_manager_hears_what_the_last_one_may_not_have(tmp_path: Path) -> None:
+def test_next_manager_receives_what_the_last_one_may_have_missed(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             lost, _ = await here.step(*SLEEP)
@@ -158,7 +158,7 @@ def test_the_next_manager_hears_what_the_last_one_may_not_have(tmp_path: Path) -
         asyncio.run(story(at))
 
 
-def test_an_order_to_stop_ends_the_agent_and_nothing_else(tmp_path: Path) -> None:
+def test_stop_request_ends_the_agent_and_no_other_process(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             launch, role = await here.step(*SLEEP)
@@ -174,7 +174,7 @@ def test_an_order_to_stop_ends_the_agent_and_nothing_else(tmp_path: Path) -> Non
         asyncio.run(story(at))
 
 
-def test_a_run_directory_whose_storage_is_away_was_not_removed(tmp_path: Path) -> None:
+def test_unmounted_run_directory_does_not_count_as_removed(tmp_path: Path) -> None:
     here = os.stat(tmp_path).st_dev
     assert _removed(tmp_path / "runs" / "run-1", here)
     assert not _removed(tmp_path / "runs" / "run-1", here + 1), "what is left is another file system"
@@ -182,7 +182,7 @@ def test_a_run_directory_whose_storage_is_away_was_not_removed(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("gone", ["summary", "folder"])
-def test_when_the_run_is_over_and_nobody_came_the_agent_ends_what_is_left_and_leaves(tmp_path: Path, gone: str) -> None:
+def test_agent_ends_remaining_steps_and_exits_after_the_run_is_over(tmp_path: Path, gone: str) -> None:
     async def story(at: Lab) -> None:
         patch = (
             "from rrl.roles.agent import main as a; from rrl.roles.launcher import first_process as f;"
@@ -202,7 +202,7 @@ def test_when_the_run_is_over_and_nobody_came_the_agent_ends_what_is_left_and_le
         asyncio.run(story(at))
 
 
-def test_an_agent_that_misses_its_manager_gives_back_the_room_that_it_had_taken(tmp_path: Path) -> None:
+def test_agent_without_a_manager_removes_the_disk_filler(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             at.run.disk_filler.write_bytes(b"1")
@@ -216,7 +216,7 @@ def test_an_agent_that_misses_its_manager_gives_back_the_room_that_it_had_taken(
 
 
 @pytest.mark.parametrize("adopted", [False, True], ids=["as launched", "adopted since"])
-def test_a_life_that_is_no_longer_believed_is_ended_whatever_it_hears(tmp_path: Path, adopted: bool) -> None:
+def test_fenced_incarnation_is_ended_by_its_agent(tmp_path: Path, adopted: bool) -> None:
     """What a shadow became is known by its step's tag: the launch file tells of the shadow."""
 
     async def story(at: Lab) -> None:
@@ -238,7 +238,7 @@ def test_a_life_that_is_no_longer_believed_is_ended_whatever_it_hears(tmp_path: 
 
 
 @pytest.mark.parametrize("kind", [FaultKind.KILL, FaultKind.FREEZE, FaultKind.KILL_STEP])
-def test_an_injected_fault_hits_its_target_and_is_reported(tmp_path: Path, kind: FaultKind) -> None:
+def test_injected_fault_hits_its_target_and_is_reported(tmp_path: Path, kind: FaultKind) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             launch, role = await here.step(*SLEEP)
@@ -260,7 +260,7 @@ def test_an_injected_fault_hits_its_target_and_is_reported(tmp_path: Path, kind:
         asyncio.run(story(at))
 
 
-def test_a_fault_is_not_performed_on_another_node_or_on_nothing(tmp_path: Path) -> None:
+def test_fault_on_another_node_or_a_missing_step_is_not_performed(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             launch, role = await here.step(*SLEEP, node="local2")

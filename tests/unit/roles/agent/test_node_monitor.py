@@ -61,7 +61,7 @@ async def node(at: Lab, gpus: int = 2) -> AsyncIterator[Node]:
         yield Node(at, manager, FakeDriver(at.run.path).gpus(gpus))
 
 
-def test_a_broken_gpu_is_named_in_the_first_word_of_its_agent(tmp_path: Path) -> None:
+def test_broken_gpu_is_named_in_the_agents_hello(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             here.driver.set(1, "ecc_volatile_uncorrected", 3)
@@ -76,7 +76,7 @@ def test_a_broken_gpu_is_named_in_the_first_word_of_its_agent(tmp_path: Path) ->
         asyncio.run(story(at))
 
 
-def test_only_the_gpus_that_slurm_gave_must_be_free_when_an_agent_begins(tmp_path: Path) -> None:
+def test_only_gpus_assigned_by_slurm_must_be_free_at_admission(tmp_path: Path) -> None:
     async def found(at: Lab, given: str) -> set[str]:
         async with node(at) as here:
             here.driver.set(1, "memory_used", 30 * 2**30)  # another user's
@@ -89,7 +89,7 @@ def test_only_the_gpus_that_slurm_gave_must_be_free_when_an_agent_begins(tmp_pat
         assert asyncio.run(found(at, "0,1")) == {FakeDriver(at.run.path).uuid(1)}
 
 
-def test_what_goes_wrong_later_is_told_at_once_and_again_to_the_next_manager(tmp_path: Path) -> None:
+def test_later_finding_is_sent_at_once_and_again_to_the_next_manager(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             launch = here.start("nvml")
@@ -109,7 +109,7 @@ def test_what_goes_wrong_later_is_told_at_once_and_again_to_the_next_manager(tmp
         asyncio.run(story(at))
 
 
-def test_what_was_lost_while_no_agent_was_there_is_found_by_the_next_one(tmp_path: Path) -> None:
+def test_hardware_lost_between_two_agents_is_found_by_the_next_one(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at, gpus=4) as here:
             kept = at.run.hardware_file(here.start("nvml").node)
@@ -127,7 +127,7 @@ def test_what_was_lost_while_no_agent_was_there_is_found_by_the_next_one(tmp_pat
         asyncio.run(story(at))
 
 
-def test_what_is_well_again_is_cleared(tmp_path: Path) -> None:
+def test_finding_is_cleared_when_its_cause_is_gone(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             here.driver.set(0, "remap_pending", True)
@@ -142,7 +142,7 @@ def test_what_is_well_again_is_cleared(tmp_path: Path) -> None:
         asyncio.run(story(at))
 
 
-def test_a_driver_that_hangs_holds_the_agents_first_word_no_longer_than_it_may(tmp_path: Path) -> None:
+def test_hung_driver_delays_the_agents_hello_by_the_admission_timeout_only(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             here.driver.hang("nvmlInit_v2")
@@ -154,7 +154,7 @@ def test_a_driver_that_hangs_holds_the_agents_first_word_no_longer_than_it_may(t
         asyncio.run(story(at))
 
 
-def test_fewer_gpus_than_the_job_asked_for_are_a_failure_and_more_are_none(tmp_path: Path) -> None:
+def test_fewer_gpus_than_the_job_requested_fail_and_more_gpus_pass(tmp_path: Path) -> None:
     async def story(at: Lab, asked: int) -> tuple[Finding, ...]:
         async with node(at) as here:
             here.start("nvml", gpus=asked)
@@ -166,7 +166,7 @@ def test_fewer_gpus_than_the_job_asked_for_are_a_failure_and_more_are_none(tmp_p
             assert [one.detector for one in asyncio.run(story(at, asked))] == names
 
 
-def test_readers_that_cannot_be_started_are_said_once_and_the_agent_goes_on(tmp_path: Path) -> None:
+def test_readers_that_cannot_start_are_reported_once_and_the_agent_continues(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             here.start("nvml", patch="import rrl.health.readers.isolation.client as k; k._spawn = None; ")
@@ -178,7 +178,7 @@ def test_readers_that_cannot_be_started_are_said_once_and_the_agent_goes_on(tmp_
         asyncio.run(story(at))
 
 
-def test_checks_that_fail_are_said_once_and_the_agent_goes_on(tmp_path: Path) -> None:
+def test_checks_that_raise_are_reported_once_and_the_agent_continues(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             here.start("nvml", patch="import rrl.roles.agent.node_monitor as n; n.evaluate = None; ")
@@ -190,7 +190,7 @@ def test_checks_that_fail_are_said_once_and_the_agent_goes_on(tmp_path: Path) ->
         asyncio.run(story(at))
 
 
-def test_checks_that_fail_later_are_said_then(tmp_path: Path) -> None:
+def test_checks_that_raise_later_are_reported_at_that_time(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             here.start("nvml", patch=(
@@ -205,7 +205,7 @@ def test_checks_that_fail_later_are_said_then(tmp_path: Path) -> None:
         asyncio.run(story(at))
 
 
-def test_rules_of_the_site_that_are_wrong_are_told_and_the_defaults_hold(tmp_path: Path) -> None:
+def test_invalid_site_rules_are_reported_and_the_defaults_apply(tmp_path: Path) -> None:
     rules = tmp_path / "health.toml"
     rules.write_text("[expect]\ngpu = 8\n")
 
@@ -221,7 +221,7 @@ def test_rules_of_the_site_that_are_wrong_are_told_and_the_defaults_hold(tmp_pat
         asyncio.run(story(at))
 
 
-def test_readers_end_with_their_agent_also_when_it_is_killed(tmp_path: Path) -> None:
+def test_readers_end_with_their_agent_even_if_it_is_killed(tmp_path: Path) -> None:
     async def story(at: Lab, killed: bool) -> None:
         async with node(at) as here:
             launch = here.start("nvml", "host")
@@ -250,7 +250,7 @@ def _is_alive(pid: int) -> bool:
 
 
 # ── what steps take ──────────────────────────────────────────────────────────────────────────────────────────────────
-def test_an_agent_tells_what_its_steps_take_of_cpu_and_gpu(tmp_path: Path) -> None:
+def test_agent_reports_cpu_and_gpu_load_of_its_steps(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             busy, idle = at.launch(*BUSY, replica="rollout/0"), at.launch("sleep", "1000", replica="rollout/1")
@@ -270,7 +270,7 @@ def test_an_agent_tells_what_its_steps_take_of_cpu_and_gpu(tmp_path: Path) -> No
         asyncio.run(story(at))
 
 
-def test_without_readers_cpu_is_told_and_nothing_of_gpus(tmp_path: Path) -> None:
+def test_agent_without_readers_reports_cpu_load_only(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             busy = at.launch(*BUSY, env={"CUDA_VISIBLE_DEVICES": "0"})
@@ -284,7 +284,7 @@ def test_without_readers_cpu_is_told_and_nothing_of_gpus(tmp_path: Path) -> None
         asyncio.run(story(at))
 
 
-def test_a_step_is_told_with_the_gpus_that_it_was_given_until_a_process_computes_on_one(tmp_path: Path) -> None:
+def test_step_load_uses_assigned_gpus_until_a_process_computes_on_one(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             here.driver.set(None, "utilization", 0).set(1, "utilization", 50)

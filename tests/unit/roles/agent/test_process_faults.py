@@ -29,7 +29,7 @@ def test_every_kind_of_fault_has_a_performer() -> None:
     assert all(is_lasting(Fault("f0", kind, seconds=1.0)) for kind in {*lasting, FaultKind.FREEZE})
 
 
-def test_out_of_memory_makes_the_next_allocation_fail_and_no_earlier_one(tmp_path: Path) -> None:
+def test_out_of_memory_fails_the_next_allocation_and_keeps_earlier_ones(tmp_path: Path) -> None:
     code = """
 import os, sys, time
 held = bytearray(2**20)
@@ -58,7 +58,7 @@ bytearray(2**26)
         asyncio.run(story(at))
 
 
-def test_the_target_is_the_commands_group_and_not_what_left_it(tmp_path: Path) -> None:
+def test_target_is_the_process_group_of_the_command_only(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager():
             launch = at.launch("sh", "-c", "(setsid sleep 1001 &); sleep 1000; true")
@@ -78,7 +78,7 @@ def test_the_target_is_the_commands_group_and_not_what_left_it(tmp_path: Path) -
         asyncio.run(story(at))
 
 
-def test_a_step_that_has_not_started_its_command_is_no_target(tmp_path: Path) -> None:
+def test_step_without_a_started_command_is_not_a_target(tmp_path: Path) -> None:
     with lab(tmp_path) as at:
         launch = at.launch("sleep", "1000")
         step, file = at.start(launch), str(at.run.launch_file(launch.tag))  # nobody admits it
@@ -100,7 +100,7 @@ def child_of(pid: int) -> int | None:
 
 
 @pytest.mark.parametrize("permitted", [True, False])
-def test_under_slurm_what_holds_the_step_is_killed_if_it_may_be(
+def test_kill_step_under_slurm_kills_slurmstepd_if_permitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, permitted: bool
 ) -> None:
     holder = fake_slurmstepd(tmp_path)

@@ -45,7 +45,7 @@ async def daemon(at: Lab, launch: Launch) -> Process:
     return await eventually(there, "the daemon")
 
 
-def test_the_command_is_run_in_the_image_by_this_call_and_its_exit_code_is_the_roles(tmp_path: Path) -> None:
+def test_command_runs_in_the_image_and_its_exit_code_is_the_roles(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         job = tmp_path / "job"
         async with at.manager() as manager:
@@ -65,7 +65,7 @@ def test_the_command_is_run_in_the_image_by_this_call_and_its_exit_code_is_the_r
 
 
 @pytest.mark.parametrize("how", ["asked", "killed"])
-def test_processes_in_a_container_are_found_by_their_marks_and_none_outlives_its_step(tmp_path: Path, how: str) -> None:
+def test_processes_in_a_container_are_found_by_their_marks_and_end_with_the_step(tmp_path: Path, how: str) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             at.start(at.launch(replica="agent/local1", env={"RRL_HEARTBEAT_INTERVAL": "0.1"}), "agent.main")
@@ -91,7 +91,7 @@ def test_processes_in_a_container_are_found_by_their_marks_and_none_outlives_its
         asyncio.run(story(at))
 
 
-def test_a_node_without_apptainer_says_so(tmp_path: Path) -> None:
+def test_node_without_apptainer_is_reported(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             launch = msgspec.structs.replace(contained(at, tmp_path / "job", "true"), setup="")

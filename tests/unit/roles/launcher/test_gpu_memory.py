@@ -44,7 +44,7 @@ async def started(at: Lab, launch: Launch) -> None:
     await eventually(lambda: [p for p in at.processes(launch) if _is_the_command(p.pid)])
 
 
-def test_a_role_is_not_started_into_memory_that_is_held_and_its_record_says_who_holds_it(tmp_path: Path) -> None:
+def test_role_on_an_occupied_gpu_is_not_started_and_its_record_names_the_process(tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path).gpus(2).set(1, "memory_used", 3 * GIB).process(1, 4242)
 
     async def story(at: Lab) -> None:
@@ -57,7 +57,7 @@ def test_a_role_is_not_started_into_memory_that_is_held_and_its_record_says_who_
         asyncio.run(story(at))
 
 
-def test_a_role_waits_for_memory_that_is_given_back(tmp_path: Path) -> None:
+def test_role_waits_for_gpu_memory_that_is_released(tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path).gpus(2).set(1, "memory_used", 3 * GIB)
 
     async def story(at: Lab) -> None:
@@ -79,7 +79,7 @@ def _is_the_command(pid: int) -> bool:
         return False
 
 
-def test_another_roles_gpu_and_what_the_driver_keeps_for_itself_hold_nobody_up(tmp_path: Path) -> None:
+def test_other_gpus_and_the_drivers_reserve_do_not_delay_a_role(tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path).gpus(2).set(0, "memory_used", 70 * GIB).set(1, "memory_reserved", GIB)
 
     async def story(at: Lab) -> None:
@@ -90,7 +90,7 @@ def test_another_roles_gpu_and_what_the_driver_keeps_for_itself_hold_nobody_up(t
         asyncio.run(story(at))
 
 
-def test_where_nobody_can_say_who_holds_what_the_role_is_started(tmp_path: Path) -> None:
+def test_role_starts_if_nvml_cannot_read_the_memory(tmp_path: Path) -> None:
     full = FakeDriver(tmp_path).gpus(2).set(1, "memory_used", 3 * GIB)
     cases = {
         "no driver": (full, f"{SLURMS}; os.environ.pop('LD_LIBRARY_PATH')", {}),
@@ -108,7 +108,7 @@ def test_where_nobody_can_say_who_holds_what_the_role_is_started(tmp_path: Path)
             asyncio.run(story(at))
 
 
-def test_a_driver_that_hangs_delays_a_role_and_does_not_keep_it_from_starting(tmp_path: Path) -> None:
+def test_hung_driver_delays_a_role_but_does_not_prevent_its_start(tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path).gpus(2).hang("nvmlInit_v2")
 
     async def story(at: Lab) -> None:
@@ -120,7 +120,7 @@ def test_a_driver_that_hangs_delays_a_role_and_does_not_keep_it_from_starting(tm
         asyncio.run(story(at))
 
 
-def test_who_waits_for_room_leaves_when_it_is_asked_to(tmp_path: Path) -> None:
+def test_step_that_waits_for_gpu_memory_exits_on_a_stop_request(tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path).gpus(2).set(1, "memory_used", 3 * GIB)
 
     async def story(at: Lab) -> None:
@@ -134,7 +134,7 @@ def test_who_waits_for_room_leaves_when_it_is_asked_to(tmp_path: Path) -> None:
         asyncio.run(story(at))
 
 
-def test_who_is_killed_while_it_waits_for_room_leaves_nothing_that_its_agent_does_not_find(tmp_path: Path) -> None:
+def test_killed_step_leaves_a_gpu_memory_check_that_its_agent_finds(tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path).gpus(2).set(1, "memory_used", 3 * GIB)
 
     async def story(at: Lab) -> None:
@@ -150,7 +150,7 @@ def test_who_is_killed_while_it_waits_for_room_leaves_nothing_that_its_agent_doe
         asyncio.run(story(at))
 
 
-def test_who_cannot_even_ask_for_room_starts(tmp_path: Path) -> None:
+def test_role_starts_if_the_gpu_memory_check_cannot_start(tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path).gpus(2).set(1, "memory_used", 3 * GIB)
 
     async def story(at: Lab) -> None:

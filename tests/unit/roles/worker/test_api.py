@@ -190,7 +190,7 @@ def not_started(me: Worker) -> Iterator[Worker]:
 
 
 # ── joining and leaving ────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_worker_begins_once_it_is_welcomed(scene: Scene) -> None:
+def test_worker_starts_after_its_welcome(scene: Scene) -> None:
     async def story() -> None:
         begun = threading.Event()
         async with scene.manager() as manager:
@@ -208,7 +208,7 @@ def test_a_worker_begins_once_it_is_welcomed(scene: Scene) -> None:
     play(story)
 
 
-def test_a_fenced_worker_ends_at_once_whatever_it_is_doing(scene: Scene) -> None:
+def test_fenced_worker_ends_at_once_even_if_busy(scene: Scene) -> None:
     async def story() -> None:
         launch = scene.launch(crew.REWARD)
         code = "import time, rrl\nwith rrl.join() as me:\n    me.progress()\n    time.sleep(1000)"
@@ -225,7 +225,7 @@ def test_a_fenced_worker_ends_at_once_whatever_it_is_doing(scene: Scene) -> None
     play(story)
 
 
-def test_a_worker_whose_work_is_done_says_goodbye_and_beats_on_until_it_is_told_to_leave(scene: Scene) -> None:
+def test_finished_worker_sends_goodbye_and_heartbeats_until_its_stop(scene: Scene) -> None:
     async def story() -> None:
         async with scene.manager() as manager:
             role = scene.start(scene.worker(crew.REWARD))
@@ -240,7 +240,7 @@ def test_a_worker_whose_work_is_done_says_goodbye_and_beats_on_until_it_is_told_
     play(story)
 
 
-def test_a_role_asked_to_leave_does_not_wait_for_a_store_that_has_left_before(scene: Scene) -> None:
+def test_stopped_role_does_not_wait_for_a_store_that_has_stopped(scene: Scene) -> None:
     async def story() -> None:
         worked = threading.Event()
         me = scene.worker(crew.REWARD)
@@ -260,7 +260,7 @@ def test_a_role_asked_to_leave_does_not_wait_for_a_store_that_has_left_before(sc
     play(story)
 
 
-def test_a_trainer_asked_to_leave_while_it_waits_for_a_batch_still_finishes_what_is_in_its_hands(scene: Scene) -> None:
+def test_trainer_stopped_while_waiting_for_a_batch_still_commits_its_last_step(scene: Scene) -> None:
     async def story() -> None:
         finished = threading.Event()
         me = scene.worker(crew.TRAINER)
@@ -279,7 +279,7 @@ def test_a_trainer_asked_to_leave_while_it_waits_for_a_batch_still_finishes_what
     play(story)
 
 
-def test_a_member_says_whom_it_waits_for_beside_its_phase(scene: Scene) -> None:
+def test_member_reports_the_replica_it_waits_for_beside_its_phase(scene: Scene) -> None:
     async def story() -> None:
         go, gone_on = threading.Event(), threading.Event()
         me = scene.worker(crew.TRAINER)
@@ -307,7 +307,7 @@ def test_a_member_says_whom_it_waits_for_beside_its_phase(scene: Scene) -> None:
     play(story)
 
 
-def test_whoever_asks_who_is_believed_is_not_told_older_news_after_newer(scene: Scene) -> None:
+def test_peers_callback_never_gets_older_peers_after_newer_ones(scene: Scene) -> None:
     with not_started(scene.worker(crew.REWARD)) as me:
         link, heard = me._connection, list[int]()
         link.peers = Peers(1, 1, {})
@@ -319,7 +319,7 @@ def test_whoever_asks_who_is_believed_is_not_told_older_news_after_newer(scene: 
 
 # ── the manager goes and comes ─────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("content", [b"", b'{"epoch":1', b"\0" * 40, b"[]", b'{"epoch":1,"endpoint":"\xff"}'])
-def test_an_address_that_cannot_be_read_is_no_address_yet(scene: Scene, content: bytes) -> None:
+def test_unreadable_address_counts_as_missing(scene: Scene, content: bytes) -> None:
     with not_started(scene.worker(crew.REWARD)) as me:
         scene.at.run.manager.write_bytes(content)
         assert me._connection._find_manager() is None
@@ -328,7 +328,7 @@ def test_an_address_that_cannot_be_read_is_no_address_yet(scene: Scene, content:
         assert me._connection._find_manager() == address
 
 
-def test_the_next_manager_hears_how_things_are_and_not_how_they_became_so(scene: Scene) -> None:
+def test_next_manager_receives_the_current_state_and_no_old_messages(scene: Scene) -> None:
     async def story() -> None:
         me = scene.worker(crew.TRAINER)
         over = threading.Event()
@@ -365,7 +365,7 @@ def test_the_next_manager_hears_how_things_are_and_not_how_they_became_so(scene:
     play(story)
 
 
-def test_a_commit_that_the_manager_has_not_heard_of_is_told_by_the_next_trainer(scene: Scene) -> None:
+def test_commit_unknown_to_the_manager_is_reported_by_the_next_trainer(scene: Scene) -> None:
     """It may be the last one: then nobody would ever commit again."""
 
     async def story() -> None:
@@ -387,7 +387,7 @@ def test_a_commit_that_the_manager_has_not_heard_of_is_told_by_the_next_trainer(
     play(story)
 
 
-def test_a_step_is_committed_in_another_thread_while_the_next_batch_is_worked_on(scene: Scene, tmp_path: Path) -> None:
+def test_step_is_committed_in_another_thread_during_the_next_batch(scene: Scene, tmp_path: Path) -> None:
     async def story() -> None:
         store = scene.open_store()
         crew.generate(store)
@@ -436,7 +436,7 @@ def test_a_step_is_committed_in_another_thread_while_the_next_batch_is_worked_on
 
 
 # ── the store goes and comes ───────────────────────────────────────────────────────────────────────────────────────
-def test_a_store_that_is_away_for_hours_costs_nobody_else_his_life(scene: Scene) -> None:
+def test_unreachable_store_ends_no_other_role(scene: Scene) -> None:
     async def story() -> None:
         store = scene.open_store()
         crew.generate(store)
@@ -462,7 +462,7 @@ def test_a_store_that_is_away_for_hours_costs_nobody_else_his_life(scene: Scene)
 
 
 # ── rollout ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_rollout_that_takes_work_while_it_has_some_is_given_each_trajectory_once(
+def test_rollout_that_leases_while_it_works_gets_each_trajectory_once(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story() -> None:
@@ -496,7 +496,7 @@ def test_a_rollout_that_takes_work_while_it_has_some_is_given_each_trajectory_on
     play(story)
 
 
-def test_what_was_leased_by_an_answer_that_got_lost_is_given_again(scene: Scene) -> None:
+def test_trajectory_leased_by_a_lost_answer_is_leased_again(scene: Scene) -> None:
     async def story() -> None:
         store, given = scene.open_store(), list[int]()
         crew.lease(store, crew.ROLLOUT, at_most=2)  # 0 and 1: asked for by this life, and never heard by it
@@ -518,7 +518,7 @@ def test_what_was_leased_by_an_answer_that_got_lost_is_given_again(scene: Scene)
     play(story)
 
 
-def test_a_trajectory_that_was_lost_is_held_no_more_and_may_be_given_again(scene: Scene) -> None:
+def test_lost_trajectory_is_forgotten_and_may_be_leased_again(scene: Scene) -> None:
     async def story() -> None:
         store, seen = scene.open_store(), list[tuple[object, ...]]()
         me = scene.worker(crew.ROLLOUT)
@@ -550,7 +550,7 @@ def test_a_trajectory_that_was_lost_is_held_no_more_and_may_be_given_again(scene
     play(story)
 
 
-def test_nothing_is_leased_before_a_version_is_here_and_a_stop_ends_the_wait(scene: Scene) -> None:
+def test_nothing_is_leased_before_the_first_version_and_a_stop_ends_the_wait(scene: Scene) -> None:
     async def story() -> None:
         store, given = scene.open_store(), list[tuple[Item, ...]]()
         me = scene.worker(crew.ROLLOUT)
@@ -633,7 +633,7 @@ async def _store_is(manager: Manager, endpoint: str, epoch: int = 1) -> None:
         await manager.send(each, manager.current)
 
 
-def test_rollouts_receive_each_version_though_the_manager_names_none(scene: Scene) -> None:
+def test_rollouts_receive_each_version_without_the_manager(scene: Scene) -> None:
     async def story() -> None:
         store = scene.open_store()
         async with scene.serve(store) as endpoint:
@@ -648,7 +648,7 @@ def test_rollouts_receive_each_version_though_the_manager_names_none(scene: Scen
     play(story)
 
 
-def test_a_store_that_restarted_is_told_again_which_version_is_the_newest(scene: Scene) -> None:
+def test_restarted_store_receives_the_newest_version_again(scene: Scene) -> None:
     """The trainer publishes nothing meanwhile; a rollout that comes later is told by the new store."""
 
     async def story() -> None:
@@ -671,7 +671,7 @@ def test_a_store_that_restarted_is_told_again_which_version_is_the_newest(scene:
     play(story)
 
 
-def test_a_rollout_pulls_from_another_one_when_the_trainer_died_before_the_manager_named_its_version(
+def test_rollout_pulls_from_another_one_if_the_trainer_died_early(
     scene: Scene,
 ) -> None:
     async def story() -> None:
@@ -717,7 +717,7 @@ def make(seed): return Task()
 """
 
 
-def test_a_reward_role_is_seen_to_move_while_it_scores_and_counts_each_item_once(
+def test_reward_role_reports_progress_while_it_scores_and_counts_each_item_once(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (scene.at.run.path / "task_of_test_worker.py").write_text(TASK)
@@ -747,7 +747,7 @@ def test_a_reward_role_is_seen_to_move_while_it_scores_and_counts_each_item_once
     play(story)
 
 
-def test_scores_that_were_not_told_as_progress_count_when_they_are_posted(scene: Scene) -> None:
+def test_scores_not_reported_as_progress_count_when_they_are_posted(scene: Scene) -> None:
     async def story() -> None:
         store = scene.open_store()
         complete = len(crew.generate(store))
@@ -772,7 +772,7 @@ def test_scores_that_were_not_told_as_progress_count_when_they_are_posted(scene:
 
 
 # ── publishing ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_what_is_published_is_what_was_given(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_version_has_the_given_tensors(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "_COPY_SLICE_BYTES", 100)
     long, short = bytes(range(256)) * 3, b"\x05\x06\x07"
     with not_started(scene.worker(crew.TRAINER)) as me:
@@ -794,7 +794,7 @@ def test_what_is_published_is_what_was_given(scene: Scene, monkeypatch: pytest.M
         assert me._connection.weights.versions() == (Version(4, 1), Version(5, 1))
 
 
-def test_weights_that_are_not_all_here_at_once_are_taken_one_after_another(scene: Scene) -> None:
+def test_publish_each_takes_tensors_one_after_another(scene: Scene) -> None:
     one = bytearray(4)
 
     def gathered() -> Iterator[memoryview]:
@@ -810,7 +810,7 @@ def test_weights_that_are_not_all_here_at_once_are_taken_one_after_another(scene
         assert given == [b"\1" * 4, b"\2" * 4, b"\3" * 4]
 
 
-def test_publishing_makes_no_memory_that_is_filled_while_every_other_thread_waits(scene: Scene) -> None:
+def test_publishing_allocates_no_memory_that_is_filled_under_the_gil(scene: Scene) -> None:
     """Python's own allocations are; only those does tracemalloc count."""
     data = memoryview(bytearray(2**24))
     with not_started(scene.worker(crew.TRAINER)) as me:

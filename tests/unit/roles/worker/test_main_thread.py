@@ -43,13 +43,13 @@ class Responses:
         self.probes.on_request(Probe(incarnation, number), ME)
 
 
-def test_without_a_handler_the_answer_is_that_the_process_lives() -> None:
+def test_probe_without_a_handler_is_answered_at_once() -> None:
     told = Responses()
     told.probe()
     assert told.answers == [ProbeReply(ME, 7, ProbeResult.NO_HANDLER)]
 
 
-def test_a_handler_answers_only_when_its_own_thread_comes_by() -> None:
+def test_handler_runs_only_in_the_thread_that_registered_it() -> None:
     told = Responses()
     ran_in: list[int] = []
     told.probes.on_probe(lambda: ran_in.append(threading.get_ident()))
@@ -69,7 +69,7 @@ def test_a_handler_answers_only_when_its_own_thread_comes_by() -> None:
     assert len(told.answers) == 1, "a question is answered once"
 
 
-def test_what_a_handler_raises_is_the_answer_and_the_role_goes_on() -> None:
+def test_exception_of_a_handler_is_the_answer_and_the_role_continues() -> None:
     told = Responses()
 
     def fail() -> None:
@@ -81,7 +81,7 @@ def test_what_a_handler_raises_is_the_answer_and_the_role_goes_on() -> None:
     assert told.answers == [ProbeReply(ME, 7, ProbeResult.FAILED, "RuntimeError: logits are not finite")]
 
 
-def test_a_handler_that_calls_the_api_itself_is_not_run_within_itself() -> None:
+def test_handler_that_calls_the_api_is_not_reentered() -> None:
     told = Responses()
     told.probes.on_probe(told.probes.answer)
     told.probe(1)
@@ -89,7 +89,7 @@ def test_a_handler_that_calls_the_api_itself_is_not_run_within_itself() -> None:
     assert [answer.id for answer in told.answers] == [1]
 
 
-def test_of_several_questions_the_newest_is_answered_and_the_work_is_done_once() -> None:
+def test_newest_of_several_probes_is_answered_with_one_run_of_the_handler() -> None:
     told = Responses()
     ran: list[str] = []
     told.probes.on_probe(lambda: ran.append("worked"))
@@ -100,7 +100,7 @@ def test_of_several_questions_the_newest_is_answered_and_the_work_is_done_once()
     assert ([answer.id for answer in told.answers], ran) == ([3], ["worked"])
 
 
-def test_a_question_to_another_life_is_nobodys_here() -> None:
+def test_probe_of_another_incarnation_is_ignored() -> None:
     told = Responses()
     told.probe(incarnation=Incarnation(ME.replica, 2))
     told.probes.answer()
@@ -108,7 +108,7 @@ def test_a_question_to_another_life_is_nobodys_here() -> None:
 
 
 @pytest.mark.parametrize(("code", "result"), [(ANSWERS, ProbeResult.WORKS), (NO_ANSWER, ProbeResult.NO_HANDLER)])
-def test_a_real_role_answers_at_its_next_call_or_by_its_link(scene: Scene, code: str, result: ProbeResult) -> None:
+def test_real_role_answers_at_its_next_call_or_by_its_connection(scene: Scene, code: str, result: ProbeResult) -> None:
     async def story() -> None:
         async with scene.manager() as manager, role(scene, manager, code) as (launch, _):
             await manager.send(launch.incarnation, Probe(launch.incarnation, 3))
@@ -118,7 +118,7 @@ def test_a_real_role_answers_at_its_next_call_or_by_its_link(scene: Scene, code:
     play(story)
 
 
-def test_a_role_whose_engine_is_dead_beats_and_does_not_answer(scene: Scene) -> None:
+def test_role_with_a_dead_engine_sends_heartbeats_and_does_not_answer(scene: Scene) -> None:
     async def story() -> None:
         async with scene.manager() as manager, role(scene, manager, ANSWERS) as (launch, _):
             await manager.send(launch.incarnation, Inject(Fault("f1", FaultKind.ENGINE_DEAD), launch.tag))

@@ -67,7 +67,7 @@ async def fault_request(manager: Manager, launch: Launch, fault: Fault, tag: str
 
 
 @pytest.mark.parametrize("code", [WORKS, COMPUTES], ids=["working", "in a long computation"])
-def test_a_role_told_to_exit_does_so_with_that_code_whatever_it_is_doing(scene: Scene, code: str) -> None:
+def test_exit_fault_ends_a_busy_role_with_the_given_code(scene: Scene, code: str) -> None:
     async def story() -> None:
         async with scene.manager() as manager, role(scene, manager, code) as (launch, child):
             answer = await fault_request(manager, launch, Fault("f1", FaultKind.EXIT, amount=3))
@@ -81,7 +81,7 @@ def test_a_role_told_to_exit_does_so_with_that_code_whatever_it_is_doing(scene: 
     play(story)
 
 
-def test_an_exception_is_raised_in_the_roles_own_code_at_its_next_call(scene: Scene) -> None:
+def test_exception_fault_is_raised_in_the_roles_code_at_its_next_call(scene: Scene) -> None:
     async def story() -> None:
         async with scene.manager() as manager, role(scene, manager, WORKS) as (launch, child):
             answer = await fault_request(manager, launch, Fault("f7", FaultKind.EXCEPTION))
@@ -94,7 +94,7 @@ def test_an_exception_is_raised_in_the_roles_own_code_at_its_next_call(scene: Sc
     play(story)
 
 
-def test_nothing_is_raised_or_told_before_the_role_calls(scene: Scene) -> None:
+def test_exception_fault_waits_for_the_roles_next_call(scene: Scene) -> None:
     async def story() -> None:
         async with scene.manager() as manager, role(scene, manager, COMPUTES) as (launch, child):
             await manager.send(launch.incarnation, Inject(Fault("f1", FaultKind.EXCEPTION), launch.tag))
@@ -106,7 +106,7 @@ def test_nothing_is_raised_or_told_before_the_role_calls(scene: Scene) -> None:
     play(story)
 
 
-def test_with_its_engine_dead_a_role_beats_on_and_makes_no_progress(scene: Scene) -> None:
+def test_role_with_a_dead_engine_sends_heartbeats_and_makes_no_progress(scene: Scene) -> None:
     async def story() -> None:
         async with scene.manager() as manager, role(scene, manager, WORKS) as (launch, child):
             assert (await fault_request(manager, launch, Fault("f1", FaultKind.ENGINE_DEAD))).ok
@@ -121,7 +121,7 @@ def test_with_its_engine_dead_a_role_beats_on_and_makes_no_progress(scene: Scene
     play(story)
 
 
-def test_out_of_memory_strikes_a_role_that_lives_on_what_it_has(scene: Scene) -> None:
+def test_out_of_memory_hits_a_role_that_does_not_grow(scene: Scene) -> None:
     async def story() -> None:
         async with scene.manager() as manager, role(scene, manager, WORKS) as (launch, child):
             resource.prlimit(child.pid, resource.RLIMIT_AS, (size_of(child.pid), resource.RLIM_INFINITY))
@@ -133,7 +133,7 @@ def test_out_of_memory_strikes_a_role_that_lives_on_what_it_has(scene: Scene) ->
     play(story)
 
 
-def test_an_engine_that_is_dead_for_a_time_goes_on_then(scene: Scene) -> None:
+def test_engine_dead_for_a_time_continues_afterwards(scene: Scene) -> None:
     async def story() -> None:
         async with scene.manager() as manager, role(scene, manager, WORKS) as (launch, _):
             await fault_request(manager, launch, Fault("f1", FaultKind.ENGINE_DEAD, seconds=0.3))
@@ -149,7 +149,7 @@ def test_an_engine_that_is_dead_for_a_time_goes_on_then(scene: Scene) -> None:
     ("kind", "tag", "why"),
     [(FaultKind.EXIT, "run-1.rollout-0.1", "the fault is for"), (FaultKind.KILL, "", "cannot perform kill on itself")],
 )
-def test_a_role_does_nothing_that_is_not_its_own_or_not_its_to_do(
+def test_fault_for_another_step_or_of_another_kind_is_refused(
     scene: Scene, kind: FaultKind, tag: str, why: str
 ) -> None:
     async def story() -> None:

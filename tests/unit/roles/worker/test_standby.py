@@ -105,7 +105,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ── waiting ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_shadow_says_that_it_stands_by_and_waits_until_it_is_told_what_it_becomes(scene: Scene, ranks: None) -> None:
+def test_standby_reports_its_phase_and_waits_for_its_promotion(scene: Scene, ranks: None) -> None:
     async def story() -> None:
         me = standby_worker(scene)
         begun = threading.Event()
@@ -132,7 +132,7 @@ def test_a_shadow_says_that_it_stands_by_and_waits_until_it_is_told_what_it_beco
     play(story)
 
 
-def test_no_beat_is_left_out_and_none_speaks_under_the_old_name_once_it_has_become_something(scene: Scene) -> None:
+def test_promotion_skips_no_heartbeat_and_none_has_the_old_incarnation_afterwards(scene: Scene) -> None:
     async def story() -> None:
         me = standby_worker(scene)
         async with scene.manager() as manager:
@@ -152,7 +152,7 @@ def test_no_beat_is_left_out_and_none_speaks_under_the_old_name_once_it_has_beco
     play(story)
 
 
-def test_everything_that_it_says_from_then_on_carries_the_life_that_it_became(scene: Scene) -> None:
+def test_every_message_after_the_promotion_has_the_new_incarnation(scene: Scene) -> None:
     async def story() -> None:
         me = standby_worker(scene)
         done = threading.Event()
@@ -182,7 +182,7 @@ def test_everything_that_it_says_from_then_on_carries_the_life_that_it_became(sc
     play(story)
 
 
-def test_one_of_a_rollout_has_its_settings_from_the_start_and_pulls_weights_once_it_has_become_one(
+def test_rollout_standby_has_its_settings_and_pulls_weights_after_its_promotion(
     scene: Scene,
 ) -> None:
     engine = Incarnation(ReplicaId("standby/local1:rollout"), 1)
@@ -209,7 +209,7 @@ def test_one_of_a_rollout_has_its_settings_from_the_start_and_pulls_weights_once
     play(story)
 
 
-def test_told_twice_or_told_what_is_not_meant_for_it_it_is_what_it_became_first(scene: Scene) -> None:
+def test_repeated_or_foreign_promotion_changes_nothing(scene: Scene) -> None:
     async def story() -> None:
         me = standby_worker(scene)
         async with scene.manager() as manager:
@@ -232,7 +232,7 @@ def test_told_twice_or_told_what_is_not_meant_for_it_it_is_what_it_became_first(
     play(story)
 
 
-def test_to_the_next_manager_it_is_what_it_has_become(scene: Scene) -> None:
+def test_promoted_standby_joins_the_next_manager_with_its_new_incarnation(scene: Scene) -> None:
     async def story() -> None:
         me = standby_worker(scene)
         begun = threading.Event()
@@ -285,7 +285,7 @@ def admits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("how", ["signal", "stop"])
-def test_asked_to_leave_before_it_became_anything_it_ends_in_order(scene: Scene, admits: None, how: str) -> None:
+def test_standby_stopped_by_sigterm_before_its_promotion_exits_cleanly(scene: Scene, admits: None, how: str) -> None:
     async def story() -> None:
         launch = standby_launch(scene, sys.executable, "-c", WAITS)
         async with scene.manager() as manager:
@@ -304,7 +304,7 @@ def test_asked_to_leave_before_it_became_anything_it_ends_in_order(scene: Scene,
     play(story)
 
 
-def test_a_worker_that_hears_stop_while_it_stands_by_ends_in_order(scene: Scene) -> None:
+def test_standby_stopped_by_the_manager_exits_cleanly(scene: Scene) -> None:
     async def story() -> None:
         me = standby_worker(scene)
         began = threading.Event()
@@ -320,7 +320,7 @@ def test_a_worker_that_hears_stop_while_it_stands_by_ends_in_order(scene: Scene)
 
 
 @pytest.mark.parametrize("how", ["worker", "first", "first, the worker stopped"])
-def test_fenced_as_what_it_became_all_of_it_ends_at_once(scene: Scene, admits: None, how: str) -> None:
+def test_fenced_promoted_standby_ends_at_once(scene: Scene, admits: None, how: str) -> None:
     """The grace of 1000 s is not used. Its first process was started under the shadow's name."""
 
     async def story() -> None:
@@ -363,7 +363,7 @@ with me:
 """
 
 
-def test_its_session_is_nice_to_all_others_until_it_has_become_something(scene: Scene, admits: None) -> None:
+def test_standby_session_has_low_priority_until_its_promotion(scene: Scene, admits: None) -> None:
     async def story() -> None:
         launch = standby_launch(scene, sys.executable, "-c", _NICE)
         async with scene.manager() as manager:
@@ -388,7 +388,7 @@ def test_its_session_is_nice_to_all_others_until_it_has_become_something(scene: 
         (("all",), "4,5,6,7", "0,1,2,3"),
     ],
 )
-def test_of_the_gpus_that_it_sees_it_keeps_those_that_it_is_given(
+def test_promoted_standby_keeps_only_its_assigned_gpus(
     chosen: tuple[str, ...], gpus: str, visible: str
 ) -> None:
     environ = {GPUS_ENV: "4,5,6,7", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}

@@ -81,7 +81,7 @@ def offer(publisher: Publisher, version: Version) -> None:
     publisher.store.offer(described(version, flat, SECRET, CHUNK), flat)
 
 
-def test_a_version_whose_source_gives_is_finished_and_then_the_newest_is_fetched(play: Play) -> None:
+def test_pull_from_a_working_source_is_finished_before_the_newest_version(play: Play) -> None:
     async def story(rollout: Rollout) -> None:
         publisher = Publisher(V1)
         async with served("tcp", publisher.store) as at:
@@ -98,7 +98,7 @@ def test_a_version_whose_source_gives_is_finished_and_then_the_newest_is_fetched
     play(story)
 
 
-def test_a_version_whose_source_is_gone_is_dropped_for_the_newest(play: Play) -> None:
+def test_pull_from_a_failed_source_is_dropped_for_the_newest_version(play: Play) -> None:
     async def story(rollout: Rollout) -> None:
         publisher, relay = Publisher(V2), Publisher(V1)
         async with served("tcp", publisher.store) as at:
@@ -115,7 +115,7 @@ def test_a_version_whose_source_is_gone_is_dropped_for_the_newest(play: Play) ->
     play(story)
 
 
-def test_a_version_whose_source_is_gone_is_got_elsewhere_while_no_newer_one_is_out(play: Play) -> None:
+def test_pull_from_a_failed_source_continues_elsewhere_without_a_newer_version(play: Play) -> None:
     async def story(rollout: Rollout) -> None:
         publisher, relay = Publisher(V1), Publisher(V1)
         async with served("tcp", publisher.store) as at:
@@ -131,7 +131,7 @@ def test_a_version_whose_source_is_gone_is_got_elsewhere_while_no_newer_one_is_o
     play(story)
 
 
-def test_whoever_dropped_two_versions_in_a_row_asks_the_publisher_for_the_next(play: Play) -> None:
+def test_rollout_pulls_from_the_publisher_after_two_dropped_versions(play: Play) -> None:
     async def story(rollout: Rollout) -> None:
         publisher, neighbour = Publisher(V3), Publisher(V3)
         publisher.feed()
@@ -156,7 +156,7 @@ def test_whoever_dropped_two_versions_in_a_row_asks_the_publisher_for_the_next(p
     play(story)
 
 
-def test_a_version_that_died_with_its_publisher_is_dropped_for_the_one_that_others_have(play: Play) -> None:
+def test_version_lost_with_its_publisher_is_dropped_for_one_that_others_serve(play: Play) -> None:
     async def story(rollout: Rollout) -> None:
         neighbour = Publisher(V1)
         neighbour.feed()

@@ -24,13 +24,13 @@ def news(*holders: WeightSource) -> NewestVersion:
     return NewestVersion(holders[0].version, holders)
 
 
-def test_without_any_word_there_is_nothing_to_pull() -> None:
+def test_no_version_is_pulled_without_any_report() -> None:
     known = WeightSources()
     assert known.newest is None
     assert known.sources() == ()
 
 
-def test_the_store_names_a_newer_version_and_the_managers_relays_stay() -> None:
+def test_newer_version_of_the_store_keeps_the_managers_relays() -> None:
     known = WeightSources()
     relay = weight_source(OTHER, 4)
     known.on_peers(peers(TRAINER, OTHER, newest=Version(4, 1), holders=(weight_source(TRAINER, 4), relay)))
@@ -39,7 +39,7 @@ def test_the_store_names_a_newer_version_and_the_managers_relays_stay() -> None:
     assert known.sources() == (weight_source(TRAINER, 5), relay)
 
 
-def test_what_the_store_named_before_the_manager_named_a_newer_version_is_outdated() -> None:
+def test_version_of_the_store_is_outdated_by_a_newer_one_of_the_manager() -> None:
     known = WeightSources()
     known.on_newest_version(news(weight_source(TRAINER, 4), weight_source(OTHER, 4)))
     known.on_peers(
@@ -49,7 +49,7 @@ def test_what_the_store_named_before_the_manager_named_a_newer_version_is_outdat
     assert known.sources() == (weight_source(TRAINER, 6), weight_source(OTHER, 5))
 
 
-def test_a_trainer_that_the_manager_has_not_announced_yet_replaces_its_predecessor() -> None:
+def test_trainer_known_to_the_store_only_replaces_its_predecessor() -> None:
     known = WeightSources()
     known.on_peers(
         peers(TRAINER, OTHER, newest=Version(4, 1), holders=(weight_source(TRAINER, 4), weight_source(OTHER, 3)))
@@ -59,7 +59,7 @@ def test_a_trainer_that_the_manager_has_not_announced_yet_replaces_its_predecess
     assert known.sources() == (weight_source(NEXT_TRAINER, 5, 2), weight_source(OTHER, 3))
 
 
-def test_a_version_whose_only_holder_the_manager_fenced_is_not_waited_for() -> None:
+def test_version_whose_only_source_is_fenced_is_not_pulled() -> None:
     """The trainer died right after it had published version 5: nobody has it, and the others go on with version 4."""
     known = WeightSources()
     known.on_peers(peers(TRAINER, OTHER, ROLLOUT, newest=Version(4, 1), holders=(weight_source(TRAINER, 4),)))
@@ -71,7 +71,7 @@ def test_a_version_whose_only_holder_the_manager_fenced_is_not_waited_for() -> N
     assert known.newest == Version(5, 1)
 
 
-def test_a_store_that_restarted_and_knows_nothing_takes_no_word_back() -> None:
+def test_empty_report_of_a_restarted_store_changes_nothing() -> None:
     known = WeightSources()
     known.on_newest_version(news(weight_source(TRAINER, 5)))
     known.on_newest_version(None)
