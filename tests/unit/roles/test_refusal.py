@@ -1,4 +1,4 @@
-"""Mistakes of job.toml that only a role can find: one line, exit code 2, and nobody was told that it joined."""
+"""Errors in job.toml that only a role can detect: one line, exit code 2, and the role does not join."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _NOWHERE = {"path": "/nowhere/model"}
 
 
 def _end(role: str, main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, **tables: Any) -> Any:
-    said = {"run": {"name": "x", "steps": 1}, "model": _RIGHT, "task": {"dataset": "no_such_dataset"}} | tables
-    job = Job.model_validate(said).model_dump(mode="json")
+    spec = {"run": {"name": "x", "steps": 1}, "model": _RIGHT, "task": {"dataset": "no_such_dataset"}} | tables
+    job = Job.model_validate(spec).model_dump(mode="json")
     launch = Launch("t", "/r", Incarnation(ReplicaId(f"{role}/0"), 1), NodeName("n"), (), {}, "/", 1.0, False)
-    me = SimpleNamespace(job=job, settings=job["roles"][role], launch=launch)  # without __enter__: it cannot be joined
+    me = SimpleNamespace(job=job, settings=job["roles"][role], launch=launch)  # without __enter__: the role cannot join
     monkeypatch.setattr(rrl, "join", lambda: me, raising=False)
     with pytest.raises(SystemExit) as ended:
         main()
@@ -53,9 +53,9 @@ def test_invalid_model_is_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     assert _end(role, main, monkeypatch, model=model) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(expected_text)
-    assert said.count("\n") == 1
+    text = capsys.readouterr().err
+    assert text.startswith(expected_text)
+    assert text.count("\n") == 1
 
 
 @pytest.mark.parametrize(("role", "main"), [("reward", reward.main), ("trajectories", server.main)])
@@ -63,9 +63,9 @@ def test_invalid_task_is_one_line_and_exit_code_2(
     role: str, main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _end(role, main, monkeypatch) == 2
-    said = capsys.readouterr().err
-    assert said.startswith('rrl: [task] dataset = "no_such_dataset": ')
-    assert said.count("\n") == 1
+    text = capsys.readouterr().err
+    assert text.startswith('rrl: [task] dataset = "no_such_dataset": ')
+    assert text.count("\n") == 1
 
 
 def test_traceback_of_user_code_is_kept() -> None:

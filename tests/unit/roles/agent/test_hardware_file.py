@@ -1,4 +1,4 @@
-"""The file by which one agent tells the next what it has seen on their node."""
+"""The file in which an agent stores the hardware inventory for the next agent of its node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAST = HardwareInventory("b1", "4711", 8, ("mlx5_2",), ("mlx5_2/1",), {"GPU-1": 
 
 def test_saved_inventory_is_loaded_again(tmp_path: Path) -> None:
     path = tmp_path / "hardware" / "n1.json"
-    assert load_inventory(path) is None, "nobody has been there"
+    assert load_inventory(path) is None, "no agent has stored an inventory"
     save_inventory(path, PAST)
     assert load_inventory(path) == PAST
     assert [one.name for one in path.parent.iterdir()] == ["n1.json"]

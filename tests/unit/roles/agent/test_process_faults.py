@@ -47,7 +47,7 @@ bytearray(2**26)
             launch = at.launch(sys.executable, "-c", code, str(go))
             step = at.start(launch)
             target = await eventually(lambda: target_of(at, str(at.run.launch_file(launch.tag))))
-            await eventually(go.with_name("begun").exists)  # what it imports is not to be the allocation that fails
+            await eventually(go.with_name("begun").exists)  # the first allocation to fail must not be an import
             assert "MiB" in PERFORMERS[FaultKind.OUT_OF_MEMORY](target)
             assert read_process(target.command.pid) is not None
             go.touch()
@@ -81,15 +81,15 @@ def test_target_is_the_process_group_of_the_command_only(tmp_path: Path) -> None
 def test_step_without_a_started_command_is_not_a_target(tmp_path: Path) -> None:
     with lab(tmp_path) as at:
         launch = at.launch("sleep", "1000")
-        step, file = at.start(launch), str(at.run.launch_file(launch.tag))  # nobody admits it
-        # a child has its own environment, by which a step is found, only once it has become the new program
+        step, file = at.start(launch), str(at.run.launch_file(launch.tag))  # no manager admits it
+        # a child has its own environment, by which a step is found, only after its exec
         asyncio.run(eventually(lambda: file.encode() in Path(f"/proc/{step.pid}/environ").read_bytes()))
         with pytest.raises(NotPerformed, match="has not started its command"):
             find_target(file)
 
 
 def fake_slurmstepd(tmp_path: Path) -> subprocess.Popen[bytes]:
-    """A process of that name with one child."""
+    """Start a process named slurmstepd with one child."""
     code = "open('/proc/self/comm', 'w').write('slurmstepd'); import subprocess as s; s.run(['sleep', '1000'])"
     return subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
 

@@ -1,4 +1,4 @@
-"""What the agent learns of the processes of a step: real processes, the real py-spy, and stand-ins that misbehave."""
+"""Stack dumps of a step by the agent: real processes, the real py-spy, and substitutes that fail."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ READS_AND_WAITS = "import sys; print('here', flush=True); sys.stdin.read()"
 
 @contextmanager
 def process(tmp_path: Path, *argv: str, code: str = "", cwd: Path | None = None) -> Iterator[subprocess.Popen[str]]:
-    """One of the step ``rollout``, which has said that it is there."""
+    """Start a process of the step ``rollout``; provides it after it has printed that it runs."""
     env = {"PATH": os.defpath, LAUNCH_ENV: str(launch_file(tmp_path)), STEP_ENV: "1.1"}
     command = list(argv) or [sys.executable, "-c", code]
     child = subprocess.Popen(command, env=env, cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -93,7 +93,12 @@ def test_stopped_process_is_dumped_and_stays_stopped(tmp_path: Path) -> None:
 
 def test_only_commands_of_the_step_are_dumped_without_its_first_process(tmp_path: Path) -> None:
     (tmp_path / STEP_MODULE).write_text("echo here; read forever\n")
-    first = ("sh", "-m", STEP_MODULE, str(launch_file(tmp_path)))  # the words by which a first process is known
+    first = (
+        "sh",
+        "-m",
+        STEP_MODULE,
+        str(launch_file(tmp_path)),
+    )  # the arguments by which a first process is recognised
     with (
         process(tmp_path, *first, cwd=tmp_path),
         process(tmp_path, code=WEDGED) as ours,
@@ -162,15 +167,19 @@ def test_largest_answer_fits_into_one_message_to_the_manager() -> None:
 
 def test_agent_dumps_a_step_of_its_node_while_its_heartbeats_continue(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
-        async with node(at) as here:
-            suspect, command = await here.step(sys.executable, "-c", WEDGED)
-            await here.sees(suspect)
+        async with node(at) as lab_node:
+            suspect, command = await lab_node.step(sys.executable, "-c", WEDGED)
+            await lab_node.wait_for_steps(suspect)
             await eventually(lambda: "here" in at.log(suspect), "the wedged process")
-            await here.manager.send(here.launch.incarnation, DumpStacks(suspect.incarnation, suspect.tag, 9))
-            answer = await here.manager.wait_for(Stacks)
-            assert (answer.incarnation, answer.target, answer.id) == (here.launch.incarnation, suspect.incarnation, 9)
+            await lab_node.manager.send(lab_node.launch.incarnation, DumpStacks(suspect.incarnation, suspect.tag, 9))
+            answer = await lab_node.manager.wait_for(Stacks)
+            assert (answer.incarnation, answer.target, answer.id) == (
+                lab_node.launch.incarnation,
+                suspect.incarnation,
+                9,
+            )
             assert "wedged_here" in answer.dumps[command.pid]
-            await here.sees(suspect)
+            await lab_node.wait_for_steps(suspect)
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))

@@ -1,4 +1,4 @@
-"""A command that knows nothing of rrl is watched by what it does."""
+"""A command without the worker API is monitored by its activity."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ HZ = 100
     ("ticks", "written", "expected"),
     [(0, 0, False), (1, 0, False), (3, 0, True), (0, 1, True)],
 )
-def test_work_is_cpu_time_above_a_hundredth_of_a_core_or_any_write(
-    ticks: int, written: int, expected: bool
-) -> None:
+def test_work_is_cpu_time_above_a_hundredth_of_a_core_or_any_write(ticks: int, written: int, expected: bool) -> None:
     before, now = {ME: Usage(500, 9000)}, {ME: Usage(500 + ticks, 9000 + written)}
     assert has_worked(before, now, 2.0, HZ) is expected
 
@@ -43,7 +41,7 @@ def test_usage_covers_live_processes_only() -> None:
 
 PROGRAM = "import os, time\nwhile True: time.sleep(0.05); os.path.exists('go') and print('on', flush=True)"
 HEARTBEATS_PER_SAMPLE = 5
-"""at a beat of 0.1 s and a look of 0.4 s there is a look within so many beats"""
+"""Heartbeats within which a sample is taken, with heartbeats every 0.1 s and samples every 0.4 s."""
 
 
 def test_working_command_makes_progress_and_a_waiting_one_does_not(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a node adds to a role's environment: its address, names for gloo, NCCL and UCX, GPUs, limits, an image's own."""
+"""The node's part of a role's environment: address, gloo, NCCL and UCX variables, GPUs, limits, image variables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HOSTILE = {
     "SLURM_JOB_ID": "7", "SLURM_NTASKS": "64", "SLURM_PROCID": "5", "PMI_RANK": "5", "PMIX_RANK": "5",
     "OMPI_COMM_WORLD_RANK": "5", "SLURMD_NODENAME": "n1",
 }  # fmt: skip
-"""what torch, Hugging Face and mpi4py would take for a launch of their own"""
+"""Variables that torch, Hugging Face and mpi4py would take for a launch of their own."""
 
 
 def launch(**changes: object) -> Launch:
@@ -40,7 +40,7 @@ def launch(**changes: object) -> Launch:
 
 
 def rewrite(at: Lab, made: Launch, **changes: object) -> Launch:
-    """The launch file anew, with something in it that the lab's own has not."""
+    """Write the launch file again with changed fields."""
     made = msgspec.structs.replace(made, **changes)
     write_atomically(at.run.launch_file(made.tag), msgspec.json.encode(made))
     return made
@@ -51,16 +51,16 @@ def test_variables_of_the_launcher_do_not_reach_a_role(monkeypatch: pytest.Monke
     for name, value in HOSTILE.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("OF_THE_IMAGE", "1")
-    seen = node_environment(launch(in_image=in_image, network="lo"))
-    assert not seen.keys() & HOSTILE.keys()
-    assert ("OF_THE_IMAGE" in seen) is in_image
-    assert seen["PATH"] == "/bin"
+    environment = node_environment(launch(in_image=in_image, network="lo"))
+    assert not environment.keys() & HOSTILE.keys()
+    assert ("OF_THE_IMAGE" in environment) is in_image
+    assert environment["PATH"] == "/bin"
 
 
 def test_chosen_interface_is_set_for_gloo_nccl_and_ucx_unless_the_role_sets_one() -> None:
-    seen = node_environment(launch(network="127.0.0.0/8", env={"NCCL_SOCKET_IFNAME": "ib3"}))
-    assert (seen["RRL_ADDRESS"], seen["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", "lo")
-    assert seen["NCCL_SOCKET_IFNAME"] == "ib3"
+    environment = node_environment(launch(network="127.0.0.0/8", env={"NCCL_SOCKET_IFNAME": "ib3"}))
+    assert (environment["RRL_ADDRESS"], environment["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", "lo")
+    assert environment["NCCL_SOCKET_IFNAME"] == "ib3"
     assert node_environment(launch(network="lo"))["NCCL_SOCKET_IFNAME"] == "=lo"
 
 
@@ -81,15 +81,15 @@ def test_ucx_keeps_rdma_for_every_chosen_interface(tmp_path: Path) -> None:
 def test_step_names_its_gpus_by_slurms_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_STEP_GPUS", "2,3")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    seen = node_environment(launch(gpus=2, network="lo"))
-    assert (seen["RRL_GPUS"], seen["CUDA_VISIBLE_DEVICES"]) == ("2,3", "0,1")
-    assert assigned_gpus(seen) == ("2", "3")  # there is no driver here that knows better
+    environment = node_environment(launch(gpus=2, network="lo"))
+    assert (environment["RRL_GPUS"], environment["CUDA_VISIBLE_DEVICES"]) == ("2,3", "0,1")
+    assert assigned_gpus(environment) == ("2", "3")  # without a driver the numbers are not resolved
     assert assigned_gpus({}) == ()
     assert "RRL_GPUS" not in node_environment(launch(network="lo"))
 
 
 def test_visible_gpus_are_named_by_uuid_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a fake NVML of four GPUs: what CUDA_VISIBLE_DEVICES numbers are numbers among those that may be opened."""
+    """CUDA_VISIBLE_DEVICES numbers the GPUs that the process may open. The fake NVML has four GPUs."""
 
     class FakeNvml:
         NVMLError = OSError
@@ -111,10 +111,10 @@ def test_step_on_a_node_without_the_network_names_the_existing_ones(tmp_path: Pa
         async with at.manager() as manager:
             made = rewrite(at, at.launch("touch", str(tmp_path / "started")), network="203.0.113.0/24")
             at.start(made)
-            told = await manager.wait_for(StepExit)
-            there = ", ".join(f"{one.name} {one.address}" for one in interfaces())
-            assert told.reason is ExitReason.NOT_STARTED
-            assert told.detail == f"no interface with an address in 203.0.113.0/24; there are {there}"
+            report = await manager.wait_for(StepExit)
+            names = ", ".join(f"{interface.name} {interface.address}" for interface in interfaces())
+            assert report.reason is ExitReason.NOT_STARTED
+            assert report.detail == f"no interface with an address in 203.0.113.0/24; there are {names}"
             assert not (tmp_path / "started").exists()
 
     with lab(tmp_path) as at:
@@ -146,8 +146,8 @@ def test_setup_variables_reach_the_role_and_setup_output_is_logged(tmp_path: Pat
             text = prelude(EnvSpec(setup=("export SET=up", "echo loading >&2")))
             made = rewrite(at, at.launch("sh", "-c", "echo $SET $PWD; exit 5"), setup=text)
             at.start(made)
-            told = await manager.wait_for(StepExit)
-            assert (told.code, told.reason) == (5, ExitReason.EXITED)
+            report = await manager.wait_for(StepExit)
+            assert (report.code, report.reason) == (5, ExitReason.EXITED)
             await eventually(lambda: f"up {made.cwd}" in at.log(made))
             assert "loading" in at.log(made)
 
@@ -161,14 +161,14 @@ def test_failed_setup_line_is_the_reason_in_the_exit_record(tmp_path: Path) -> N
             text = prelude(EnvSpec(setup=("sleep 1002 & true", "ls /no/such/place")))
             made = rewrite(at, at.launch("touch", str(tmp_path / "started"), env={"LC_ALL": "C"}), setup=text)
             step = at.start(made)
-            told = await manager.wait_for(StepExit)
-            assert told.reason is ExitReason.NOT_STARTED
-            assert told.detail.startswith("[env] setup line 2 failed (exit 2): ls: cannot access '/no/such/pl")
+            report = await manager.wait_for(StepExit)
+            assert report.reason is ExitReason.NOT_STARTED
+            assert report.detail.startswith("[env] setup line 2 failed (exit 2): ls: cannot access '/no/such/pl")
             record = at.record(made)
             assert record is not None
-            assert (record.reason, record.detail) == (told.reason, told.detail)
+            assert (record.reason, record.detail) == (report.reason, report.detail)
             await at.end_of(step)
-            assert not at.processes(made)  # what the first line left in the background is gone too
+            assert not at.processes(made)  # the background process of the first line has ended too
             assert not (tmp_path / "started").exists()
 
     with lab(tmp_path) as at:
@@ -246,19 +246,19 @@ def test_agent_sees_all_gpus_of_its_node() -> None:
 
 
 def test_gpu_query_does_not_lose_a_cancellation() -> None:
-    """As asyncio.wait_for of Python 3.11 does now and then, if it happens at its very end: the end of a role that ends
-    at once would then never be told."""
+    """asyncio.wait_for of Python 3.11 may lose a cancellation that arrives at its end, and the exit of a role that ends
+    at once would then never be reported."""
 
-    async def asks() -> None:
+    async def query() -> None:
         await assigned_gpus_with_timeout({})
         await asyncio.Event().wait()
 
     async def story() -> None:
         for turn in range(2000):
-            asking = asyncio.create_task(asks())
+            querying = asyncio.create_task(query())
             for _ in range(turn % 40):
                 await asyncio.sleep(0)
-            asking.cancel()
-            assert (await asyncio.wait([asking], timeout=30.0))[0], "it goes on"
+            querying.cancel()
+            assert (await asyncio.wait([querying], timeout=30.0))[0], "the query continues"
 
     asyncio.run(story())

@@ -22,13 +22,13 @@ DAEMON = "(setsid sleep 1001 &) ; (env -i setsid sleep 1002 &) ; sleep 1000"
 
 
 async def command(at: Lab, launch: Launch, argument: str = "1000") -> Process:
-    """The living process of the step whose last argument is ``argument``."""
+    """Return the running process of the step whose last argument is ``argument``."""
 
-    def here() -> Process | None:
+    def find() -> Process | None:
         ours = [process for process in at.processes(launch) if process.step]
         return next((process for process in ours if arguments(process)[-1] == argument), None)
 
-    return await eventually(here, f"a command with {argument}")
+    return await eventually(find, f"a command with {argument}")
 
 
 def arguments(process: Process) -> list[str]:
@@ -53,8 +53,8 @@ def test_killed_role_leaves_a_record_and_is_reported(tmp_path: Path) -> None:
             launch = at.launch(*SLEEP)
             step = at.start(launch)
             os.killpg((await command(at, launch)).pid, signal.SIGKILL)
-            told = await manager.wait_for(StepExit)
-            assert told == StepExit(launch.incarnation, launch.tag, None, signal.SIGKILL, ExitReason.SIGNALED)
+            report = await manager.wait_for(StepExit)
+            assert report == StepExit(launch.incarnation, launch.tag, None, signal.SIGKILL, ExitReason.SIGNALED)
             record = at.record(launch)
             assert record is not None
             assert (record.code, record.signal, record.reason) == (None, signal.SIGKILL, ExitReason.SIGNALED)
@@ -102,7 +102,7 @@ def test_daemons_of_a_role_end_with_it_even_without_their_environment(tmp_path: 
 
 
 def test_marked_process_ends_with_its_step_whatever_its_parent(tmp_path: Path) -> None:
-    """Started on the role's behalf by somebody who was there before."""
+    """The process is not a descendant of the role: another process started it with the role's environment."""
 
     async def story(at: Lab) -> None:
         async with at.manager():
@@ -154,7 +154,8 @@ def test_step_without_an_admission_answer_exits(tmp_path: Path) -> None:
         await at.end_of(
             at.start(
                 launch,
-                patch="import rrl.roles.launcher.first_process as f; f.ADMISSION_TIMEOUT_S = 0.2; f.EXIT_REPORT_TIMEOUT_S = 0.1",
+                patch="from rrl.roles.launcher import first_process as f;"
+                " f.ADMISSION_TIMEOUT_S = 0.2; f.EXIT_REPORT_TIMEOUT_S = 0.1",
             )
         )
         record = at.record(launch)
@@ -204,7 +205,8 @@ def test_exit_without_a_manager_is_reported_to_one_that_starts_in_time(tmp_path:
         launch = at.launch(*SLEEP)
         at.start(
             launch,
-            patch="import rrl.roles.launcher.first_process as f; f.ADMISSION_TIMEOUT_S = 0.1; f.EXIT_REPORT_TIMEOUT_S = 20.0",
+            patch="from rrl.roles.launcher import first_process as f;"
+            " f.ADMISSION_TIMEOUT_S = 0.1; f.EXIT_REPORT_TIMEOUT_S = 20.0",
         )
         await eventually(lambda: at.record(launch))
         async with at.manager() as late:
@@ -225,8 +227,8 @@ def test_role_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path, how
                 step.terminate()
             else:
                 await manager.send(launch.incarnation, Stop(launch.incarnation, 0.3, "done"))
-            told = await manager.wait_for(StepExit)
-            assert (told.signal, told.reason) == (signal.SIGKILL, ExitReason.STOPPED)
+            report = await manager.wait_for(StepExit)
+            assert (report.signal, report.reason) == (signal.SIGKILL, ExitReason.STOPPED)
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -239,8 +241,8 @@ def test_role_may_finish_after_a_stop_request(tmp_path: Path) -> None:
             step = at.start(launch)
             await eventually(lambda: "up" in at.log(launch))
             step.terminate()
-            told = await manager.wait_for(StepExit)
-            assert (told.code, told.reason) == (0, ExitReason.STOPPED)
+            report = await manager.wait_for(StepExit)
+            assert (report.code, report.reason) == (0, ExitReason.STOPPED)
             await at.end_of(step)
             assert "saved" in at.log(launch)
 
@@ -317,9 +319,9 @@ def test_role_gets_only_the_environment_of_its_launch_file(tmp_path: Path) -> No
         async with at.manager():
             launch = at.launch("env", env={"GIVEN": "1"})
             await at.end_of(at.start(launch))
-            seen = dict(line.split("=", 1) for line in at.log(launch).splitlines())
-            assert seen.keys() == {"RRL_LAUNCH", "RRL_STEP", "SPT_NOENV", "RRL_ADDRESS", "PATH", "GIVEN"}
-            assert seen["RRL_LAUNCH"] == str(at.run.launch_file(launch.tag))
+            environment = dict(line.split("=", 1) for line in at.log(launch).splitlines())
+            assert environment.keys() == {"RRL_LAUNCH", "RRL_STEP", "SPT_NOENV", "RRL_ADDRESS", "PATH", "GIVEN"}
+            assert environment["RRL_LAUNCH"] == str(at.run.launch_file(launch.tag))
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -344,8 +346,8 @@ def test_stop_of_another_incarnation_is_ignored(tmp_path: Path) -> None:
             older = at.launch(*SLEEP, number=0).incarnation
             await manager.send(launch.incarnation, Fenced(older, "superseded"))
             await manager.send(launch.incarnation, Stop(launch.incarnation, 5.0, "done"))
-            told = await manager.wait_for(StepExit)
-            assert (told.signal, told.reason) == (signal.SIGTERM, ExitReason.STOPPED)
+            report = await manager.wait_for(StepExit)
+            assert (report.signal, report.reason) == (signal.SIGTERM, ExitReason.STOPPED)
             assert gone(role)
 
     with lab(tmp_path) as at:

@@ -1,4 +1,4 @@
-"""The readers of a machine: bounded in time, and honest about what they could not read."""
+"""The readers of a machine: they end in time and report what they could not read."""
 
 from __future__ import annotations
 
@@ -55,9 +55,10 @@ def test_reader_that_hangs_or_raises_is_unavailable_and_the_others_answer() -> N
     def broken() -> object:
         raise ValueError("two\nlines")
 
-    told = run_readers({"well": lambda: 7, "broken": broken, "hangs": never.wait, "gone": Path("/nope").read_text}, 0.5)
+    readers = {"well": lambda: 7, "broken": broken, "hangs": never.wait, "gone": Path("/nope").read_text}
+    results = run_readers(readers, 0.5)
     never.set()
-    assert told == {
+    assert results == {
         "well": 7, "broken": Unavailable("ValueError: two lines"),
         "hangs": Unavailable("no answer within 0.5 s", UnavailableCause.TIMEOUT),
         "gone": Unavailable("/nope: No such file or directory", UnavailableCause.NOT_FOUND),
@@ -71,7 +72,7 @@ def test_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -
     child = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + TIMEOUT_S
     while read_process(child) is not None:
-        assert time.monotonic() < deadline, "its child lives on"
+        assert time.monotonic() < deadline, "the child of the command is still running"
         time.sleep(0.02)
 
 
@@ -119,9 +120,7 @@ def test_host_of_this_machine_survives_serialization() -> None:
     assert msgspec.json.decode(msgspec.json.encode(mine), type=Host) == mine
 
 
-def test_unwritable_tmp_is_reported_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_tmp_is_reported_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "absent"))
     scratch = read_host(TIMEOUT_S).scratch
     assert isinstance(scratch, host.Scratch)
@@ -144,5 +143,5 @@ def test_file_system_is_found_by_its_mount() -> None:
 def test_failed_import_of_torch_is_reported_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12 is not there')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    told = run_readers({"torch": lambda: host.read_torch(TIMEOUT_S)}, TIMEOUT_S)["torch"]
-    assert told == Unavailable("ImportError: libcudart.so.12 is not there")
+    results = run_readers({"torch": lambda: host.read_torch(TIMEOUT_S)}, TIMEOUT_S)["torch"]
+    assert results == Unavailable("ImportError: libcudart.so.12 is not there")

@@ -26,7 +26,7 @@ __version__ = "9.9"
 class cuda:
     is_available = staticmethod(lambda: False)
 """
-"""in torch's place: importing that takes two seconds of two cores, each time"""
+"""A substitute for torch, whose import takes two seconds of two cores each time."""
 
 
 @pytest.fixture
@@ -70,9 +70,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def test_node_reports_in_the_folder_and_on_the_connection_with_its_clock(
-    login: ReportListener, folder: Path
-) -> None:
+def test_node_reports_in_the_folder_and_on_the_connection_with_its_clock(login: ReportListener, folder: Path) -> None:
     good, dead = f"127.0.0.1:{login.port}", f"127.0.0.1:{free_port()}"
     ended = probe(folder, login.nonce, dead, good)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -85,7 +83,7 @@ def test_node_reports_in_the_folder_and_on_the_connection_with_its_clock(
     assert not isinstance(report.torch, Unavailable)
     assert (report.torch.version, report.torch.gpus) == ("9.9", 0)
     assert login.skew is not None
-    assert abs(login.skew[0]) <= login.skew[1] + 0.001  # it is the same clock
+    assert abs(login.skew[0]) <= login.skew[1] + 0.001  # both read the same clock
 
 
 def test_report_arrives_on_the_connection_if_the_folder_is_not_shared(login: ReportListener, tmp_path: Path) -> None:
@@ -95,7 +93,7 @@ def test_report_arrives_on_the_connection_if_the_folder_is_not_shared(login: Rep
 
 
 def test_folder_with_another_nonce_is_reported(login: ReportListener, folder: Path) -> None:
-    (folder / NONCE_FILE).write_text("somebody else's")
+    (folder / NONCE_FILE).write_text("of another probe")
     probe(folder, login.nonce, f"127.0.0.1:{login.port}")
     assert received_report(login).folder == "its file nonce is of another probe"
     assert not (folder / REPORT).exists()
@@ -117,18 +115,18 @@ def test_missing_arguments_print_the_usage() -> None:
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
 
 
-# ── strangers ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── other peer────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
     "expected_text",
     [b'{"nonce":"guessed","at":"x"}\n', b"GET / HTTP/1.1\r\n\r\n", b"\n", b"\xff" * 4096, b'{"nonce":7}\n',
      '{"nonce":"ü"}\n'.encode()],
 )  # fmt: skip
 def test_peer_without_the_nonce_is_disconnected(login: ReportListener, expected_text: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", login.port), TIMEOUT_S) as stranger:
-        stranger.settimeout(TIMEOUT_S)
+    with socket.create_connection(("127.0.0.1", login.port), TIMEOUT_S) as foreign:
+        foreign.settimeout(TIMEOUT_S)
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):
-            stranger.sendall(expected_text)
-            assert stranger.recv(100) == b""
+            foreign.sendall(expected_text)
+            assert foreign.recv(100) == b""
     assert login.report is None
     connect_login_node(f"127.0.0.1:{login.port}", login.nonce).close()  # and the next one is served
 
@@ -142,7 +140,7 @@ def test_silent_foreign_connections_do_not_block_the_node(login: ReportListener)
         with contextlib.suppress(OSError):
             connect_login_node(f"127.0.0.1:{login.port}", login.nonce).close()
             return
-        assert time.monotonic() < deadline, "nobody is let in any more"
+        assert time.monotonic() < deadline, "connections are no longer accepted"
 
 
 def test_login_node_without_a_proof_gets_no_report() -> None:

@@ -1,4 +1,4 @@
-"""Which committed steps a manager is told of, in which order, whatever it has missed."""
+"""The commits that are reported to a manager, and their order, whichever reports it missed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def metrics(step: int) -> dict[str, float]:
 
 
 class Trainer:
-    """Commits to a store that keeps the metrics of some steps, and reports to managers that come and go."""
+    """A trainer that commits to a store with the metrics of some steps, and reports to changing managers."""
 
     def __init__(self) -> None:
         self.sent_reports: list[tuple[int, dict[str, float]]] = []
@@ -52,14 +52,14 @@ class Trainer:
 
 
 def play(story: Callable[[Trainer], Awaitable[None]]) -> Trainer:
-    async def live() -> Trainer:
+    async def run() -> Trainer:
         trainer = Trainer()
         running = asyncio.create_task(trainer.reports.run())
         await story(trainer)
         running.cancel()
         return trainer
 
-    return virtual.run(live())
+    return virtual.run(run())
 
 
 def test_commits_under_one_manager_are_reported_at_once_without_the_store() -> None:

@@ -1,4 +1,4 @@
-"""What a role does to itself, in real processes that use the worker API."""
+"""Faults that a role performs on itself, in real processes that use the worker API."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ with rrl.join() as me:
 
 @contextlib.asynccontextmanager
 async def role(scene: Scene, manager: Manager, code: str) -> AsyncIterator[tuple[Launch, asyncio.subprocess.Process]]:
-    """A process that has begun to work; ended with the test."""
+    """Start a role that runs ``code``; provides it once it works, and ends it afterwards."""
     launch = scene.launch(crew.REWARD)
     env = {
         "PATH": "/usr/bin:/bin",
@@ -57,7 +57,7 @@ async def role(scene: Scene, manager: Manager, code: str) -> AsyncIterator[tuple
 
 
 def size_of(pid: int) -> int:
-    """Bytes of its address space: what the agent limits it to."""
+    """Return the bytes of a process's address space, to which the agent limits it."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
 
 
@@ -86,10 +86,10 @@ def test_exception_fault_is_raised_in_the_roles_code_at_its_next_call(scene: Sce
         async with scene.manager() as manager, role(scene, manager, WORKS) as (launch, child):
             answer = await fault_request(manager, launch, Fault("f7", FaultKind.EXCEPTION))
             assert answer.ok, answer.detail
-            _, said = await asyncio.wait_for(child.communicate(), TIMEOUT_S)
+            _, stderr = await asyncio.wait_for(child.communicate(), TIMEOUT_S)
             assert child.returncode == 1
-            assert 'File "<string>", line 7' in said.decode()  # me.progress()
-            assert "InjectedError: injected fault f7" in said.decode()
+            assert 'File "<string>", line 7' in stderr.decode()  # me.progress()
+            assert "InjectedError: injected fault f7" in stderr.decode()
 
     play(story)
 
@@ -99,8 +99,9 @@ def test_exception_fault_waits_for_the_roles_next_call(scene: Scene) -> None:
         async with scene.manager() as manager, role(scene, manager, COMPUTES) as (launch, child):
             await manager.send(launch.incarnation, Inject(Fault("f1", FaultKind.EXCEPTION), launch.tag))
             second = Fault("f2", FaultKind.ENGINE_DEAD)
-            answer = await fault_request(manager, launch, second)  # heard after the first one
-            assert (answer.fault, answer.ok, answer.detail) == (second, False, "exception is still pending in this role")
+            answer = await fault_request(manager, launch, second)  # received after the first one
+            assert (answer.fault, answer.ok) == (second, False)
+            assert answer.detail == "exception is still pending in this role"
             assert child.returncode is None
 
     play(story)
@@ -126,9 +127,9 @@ def test_out_of_memory_hits_a_role_that_does_not_grow(scene: Scene) -> None:
         async with scene.manager() as manager, role(scene, manager, WORKS) as (launch, child):
             resource.prlimit(child.pid, resource.RLIMIT_AS, (size_of(child.pid), resource.RLIM_INFINITY))
             await manager.send(launch.incarnation, Inject(Fault("f1", FaultKind.OUT_OF_MEMORY), launch.tag))
-            _, said = await asyncio.wait_for(child.communicate(), TIMEOUT_S)
+            _, stderr = await asyncio.wait_for(child.communicate(), TIMEOUT_S)
             assert child.returncode not in (0, None)
-            assert b"MemoryError" in said or b"allocate memory" in said
+            assert b"MemoryError" in stderr or b"allocate memory" in stderr
 
     play(story)
 

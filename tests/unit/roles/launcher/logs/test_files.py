@@ -70,7 +70,7 @@ def test_full_disk_raises_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.log").symlink_to("/dev/full")
     log = RotatingLog(tmp_path / "a.log")
     assert log.append(b"x\n") == 0
-    assert log.close()  # nothing was taken that could be lost
+    assert log.close()  # no line was taken that could be lost
 
 
 # ── the rate ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,4 +1,4 @@
-"""A role's output on its way to a file that takes it, refuses it, or hangs."""
+"""Copying a role's output to a file that works, fails or hangs."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def pumped(path: Path) -> Iterator[Pumped]:
 
 @contextmanager
 def hung(path: Path) -> Iterator[Path]:
-    """A file that cannot even be opened, as on an NFS whose server is away, until the test is over."""
+    """A log file whose opening hangs until the end of the test, as on an NFS with an unreachable server."""
     os.mkfifo(path)
     try:
         yield path
     finally:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # lets whoever hangs go on
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # releases the thread that hangs
         threading.Timer(1.0, os.close, (fd,)).start()
 
 
@@ -95,7 +95,7 @@ def test_role_continues_to_write_while_its_file_hangs(tmp_path: Path, monkeypatc
         wait_until(lambda: b"its last words" in at.tail.all())
         assert at.tail.size <= TAIL_BYTES
         at.ends()
-        assert not at.pump.finish(0.1), "nobody may believe that the file is complete"
+        assert not at.pump.finish(0.1), "the file is not complete"
 
 
 def test_lines_of_a_temporary_disk_error_are_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,15 +114,13 @@ def test_lines_of_a_temporary_disk_error_are_written_later(tmp_path: Path, monke
         assert not at.pump.stuck
 
 
-def test_dropped_bytes_are_counted_in_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropped_bytes_are_counted_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pump, "RETRY_INTERVAL_S", 0.01)
     monkeypatch.setattr(pump, "MAX_QUEUED_BYTES", 10_000)
     folder = tmp_path / "later"
     with pumped(folder / "a.log") as at:
         at.writes(b"first\n")
-        wait_until(lambda: at.pump.busy and at.pump._queued.empty)  # it is in the hand of the writer
+        wait_until(lambda: at.pump.busy and at.pump._queued.empty)  # the writer has taken the lines
         at.writes(b"".join(b"%09d\n" % n for n in range(1000)))
         wait_until(lambda: b"000000999" in at.tail.all())
         folder.mkdir()
