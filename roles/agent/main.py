@@ -118,12 +118,8 @@ class _Agent:
         monitor: NodeMonitor | None,
         probe_failure: str,
     ) -> None:
-        self._supervisor, self._snapshot_server, self._monitor, self._probe_failure = (
-            supervisor,
-            snapshot_server,
-            monitor,
-            probe_failure,
-        )
+        self._supervisor, self._snapshot_server = supervisor, snapshot_server
+        self._monitor, self._probe_failure = monitor, probe_failure
         self._heartbeat_interval = float(
             supervisor.launch.env.get(HEARTBEAT_INTERVAL_ENV)
             or os.environ.get(HEARTBEAT_INTERVAL_ENV)
