@@ -27,14 +27,14 @@ from ...core.text import exit_invalid_config
 from ...core.types import NodeName, ReplicaId, Version, replica_id
 from ...transport.keys import RunKeys
 from ...transport.messages import Goodbye, Peers
-from ...transport.weights.manifest import ManifestBuilder, TensorSpec, layout
-from ...transport.weights.store import StoredVersion
+from ...transport.weights.manifest import ManifestBuilder, layout
 from ..launcher.process_group import allow_inspection, restore_priority
 from ..trajectories.batches import decode
-from ..trajectories.types import Batch, Item, PackedBatch, Score, Segment, ToScore
+from ..trajectories.types import Batch, Item, PackedBatch, Segment
 from .checkpoint_files import Digest, fresh_folder, make_durable, verified
 from .checkpoint_files import describe as describe_files
 from .connection import ManagerConnection, Stopping
+from .work_items import ScoringLease, WeightUpdate, WorkLease
 
 STORE_WAIT_S = 1.0
 """Seconds that one request waits at the store before it is repeated, so that the worker notices a stop request."""
@@ -44,65 +44,6 @@ _COPY_SLICE_BYTES = 8 * 2**20
 """Bytes copied at a time. A copy holds the GIL and so blocks every other thread, the heartbeats included. Measured for
 1 GiB: 0.36 s in slices of this size, with no thread blocked for more than 9 ms; up to 1.4 s without slices, during
 which all threads were blocked."""
-
-
-class WeightUpdate:
-    """A complete weight version.
-
-    ``flat`` is read-only memory that holds the tensors at the offsets in ``tensors``. It stays valid as long as this
-    object is referenced.
-    """
-
-    def __init__(self, stored: StoredVersion) -> None:
-        self._stored = stored
-        self.version: Version = stored.manifest.version
-        self.manifest = stored.manifest
-        self.tensors: tuple[TensorSpec, ...] = stored.manifest.tensors
-        self.flat: memoryview = stored.flat
-
-
-class WorkLease:
-    """Trajectories leased to this rollout: each is a prompt and the tokens that were already generated for it."""
-
-    def __init__(self, connection: ManagerConnection, items: tuple[Item, ...]) -> None:
-        self._connection = connection
-        self.items = items
-
-    def append(self, segments: Sequence[Segment], finished: Sequence[int] = ()) -> tuple[int, ...]:
-        """Add tokens to trajectories, durably, and count them as progress.
-
-        Args:
-            segments: the new tokens, each under the weight version that generated them.
-            finished: ids of the trajectories that are complete with these tokens.
-
-        Returns:
-            The ids of trajectories that are no longer leased to this incarnation; stop working on them.
-        """
-        lost = self._connection.call_store(self._connection.store.append(segments, finished))
-        self._connection.progress(sum(len(segment.tokens) for segment in segments))
-        return lost
-
-
-class ScoringLease:
-    """Complete trajectories leased for scoring. If scoring is slow, call :meth:`Worker.progress` after each one."""
-
-    def __init__(self, connection: ManagerConnection, items: tuple[ToScore, ...]) -> None:
-        self._connection = connection
-        self.items = items
-        self._done_before = connection.done
-        self._posted = 0
-
-    def post(self, scores: Sequence[Score], failed: dict[int, str] | None = None) -> None:
-        """Record scores durably, and count the items that were not reported as progress since the lease.
-
-        Args:
-            scores: one score per trajectory.
-            failed: for each trajectory that cannot be scored, the reason. Its group is dropped; it is not scored zero.
-        """
-        self._connection.call_store(self._connection.store.post_scores(scores, failed))
-        self._posted += len(scores) + len(failed or {})
-        reported = self._connection.done - self._done_before
-        self._connection.progress(max(0, self._posted - reported))
 
 
 class _UncommittedBatch(msgspec.Struct, frozen=True):

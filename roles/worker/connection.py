@@ -38,11 +38,10 @@ from ..launcher.environment import ADDRESS_ENV
 from ..launcher.gpus import assigned_gpus_with_timeout
 from ..launcher.process_group import select_gpus
 from ..trajectories.client import Refused, TrajectoryClient, store_address
-from ..trajectories.types import NewestVersion
 from ..trajectories.versions import is_publisher
 from .commit_reports import CommitReports
 from .main_thread import ProbeResponder, SelfFaults
-from .weight_sources import WeightSources
+from .weight_sources import Superseded, WeightSources, unless_set
 
 _log = logging.getLogger("rrl.worker")
 
@@ -57,12 +56,10 @@ STOPPING_STORE_TIMEOUT_S = 0.5
 MAX_DROPPED_VERSIONS = 2
 """Partly received versions dropped in a row after which the next version is pulled from the publisher itself."""
 REFUSED_PAUSE_S = 1.0
-"""Seconds before this process follows the weight versions again after the store refused it. By then the manager has
-fenced the incarnation, or has sent the store a peer directory that contains it."""
+"""Seconds before this process requests the weight versions again after the store refused its incarnation."""
 STANDBY_POLL_S = 0.5
 """Seconds between two checks of a standby's main thread for SIGTERM; a promotion or a stop wakes it at once."""
 STORE_REPLICA = ReplicaId("trajectories/0")
-"""The replica that serves the trajectory store."""
 
 T = TypeVar("T")
 
@@ -123,10 +120,8 @@ class ManagerConnection:
     def start(self) -> None:
         """Start the thread and wait for the manager's Welcome; in a standby, for the Welcome after its promotion.
 
-        Raises:
-            Stopping: a standby was stopped before it was promoted.
-            TimeoutError: no Welcome arrived within :data:`WELCOME_TIMEOUT_S`.
-            Exception: the error that kept the connection from starting.
+        Raises Stopping if a standby is stopped before its promotion, TimeoutError after :data:`WELCOME_TIMEOUT_S`, or
+        the error that kept the connection from starting.
         """
         self._thread.start()
         while self.launch.standby and not self._standby_over.wait(STANDBY_POLL_S) and not self.stopping.is_set():
@@ -145,8 +140,7 @@ class ManagerConnection:
     def call_store(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a store request like :meth:`call`; heartbeats report the store as the replica waited for.
 
-        Raises:
-            Stopping: a stop was requested and the store, which may have stopped already, does not answer.
+        Raises Stopping if a stop was requested and the store, which may have stopped already, does not answer.
         """
         with self._store_calls_lock:
             self._store_calls += 1
@@ -272,8 +266,7 @@ class ManagerConnection:
     async def _open_weight_transport(self) -> None:
         """Open the transport that pulls weights from other replicas and serves those of this process.
 
-        A rollout's standby opens it in advance and pulls nothing. A trainer's standby opens it after the promotion,
-        because it has no GPUs yet that the fabric's libraries may touch.
+        A rollout's standby opens it in advance; a trainer's, which has no GPUs yet, only after its promotion.
         """
         role, standby = self.launch.role, self.launch.standby
         if role not in (("rollout",) if standby else ("trainer", "rollout")):
@@ -290,8 +283,7 @@ class ManagerConnection:
             self._spawn(self._follow_weights(self._weight_transport))
 
     def _open_store(self) -> None:
-        # No timeout: the manager decides how long a store may be unreachable; a worker that gave up would be a second
-        # failure.
+        # no timeout: the manager decides about an unreachable store; a worker that gave up would be a second failure
         self._store = TrajectoryClient(
             self.keys, self.launch.incarnation, self._find_store, timeout=inf, weights=self._weights_step
         )
@@ -406,10 +398,7 @@ class ManagerConnection:
             callback(peers)
 
     async def _heartbeat_loop(self) -> None:
-        """Send heartbeats while connected.
-
-        Heartbeats that were buffered and delivered together would look as if no phase had lasted.
-        """
+        """Send heartbeats while connected; buffered ones, delivered together, would hide how long a phase lasted."""
         while True:
             phase, waits_for = self._phase
             if self._dialer.connected:
@@ -427,11 +416,7 @@ class ManagerConnection:
         self._send_if_connected(self._hello())
 
     def _send_if_connected(self, message: Any) -> None:
-        """Send a message, or drop it without a connection.
-
-        Use this for what the Hello of the next connection reports too: a buffered message would arrive after that Hello
-        with older content.
-        """
+        """Send a message, or drop it without a connection, because the Hello of the next connection has its content."""
         if self._dialer.connected:
             self._loop.create_task(self._dialer.send(message))
 
@@ -447,8 +432,8 @@ class ManagerConnection:
     async def _exchange_versions(self) -> None:
         """Report to the store which version this process serves, and receive the newest version and its sources.
 
-        The manager distributes both as well, but it may be frozen or dead. One request is open nearly all of the time.
-        It is replaced when this process serves another version, and the dialer repeats it to a store that restarted.
+        The manager distributes both as well, but may be frozen or dead. One request is open nearly always. It is
+        replaced when this process serves another version, and repeated to a store that restarted.
         """
         known: Version | None = None
         while True:
@@ -461,9 +446,8 @@ class ManagerConnection:
                     continue
                 known = version
             try:
-                newest = await self._unless_served_version_changes(
-                    self.store.follow_versions(self._weight_address, version, known)
-                )
+                following = self.store.follow_versions(self._weight_address, version, known)
+                newest = await unless_set(self._served_version_changed, following)
             except Refused:
                 await asyncio.sleep(REFUSED_PAUSE_S)
                 continue
@@ -472,26 +456,12 @@ class ManagerConnection:
                 self._weight_sources.on_newest_version(newest)
                 self._sources_changed.set()
 
-    async def _unless_served_version_changes(
-        self, follow: Coroutine[Any, Any, NewestVersion | None]
-    ) -> NewestVersion | None:
-        """Return the result of ``follow``; cancel it and return None if this process serves another version first."""
-        following = asyncio.create_task(follow)
-        changing = asyncio.create_task(self._served_version_changed.wait())
-        try:
-            await asyncio.wait((following, changing), return_when=asyncio.FIRST_COMPLETED)
-            return following.result() if following.done() else None
-        finally:
-            following.cancel()
-            changing.cancel()
-
     async def _follow_weights(self, transport: WeightTransport) -> None:
         """Pull the newest version again and again, skipping versions that are superseded before their pull starts.
 
-        A pull continues although a newer version exists, as long as its source delivers: a slow replica then completes
-        one of every few versions instead of a part of each. When the source fails, the pull is dropped for the newer
-        version, or for an older one if no source has all of the current one. After :data:`MAX_DROPPED_VERSIONS` drops
-        in a row the replica pulls from the publisher, which keeps a version while it is read.
+        While its source delivers, a pull continues although a newer version exists, so that a slow replica completes
+        some versions instead of a part of each. When the source fails, the pull is dropped for the newest version that
+        is available. After :data:`MAX_DROPPED_VERSIONS` drops in a row the publisher itself is the source.
         """
         pace, dropped = AdaptiveTimeout(), 0
         while True:
@@ -502,12 +472,10 @@ class ManagerConnection:
                 await self._sources_changed.wait()
                 continue
             try:
-                chunk_timeout = self._transport_settings["chunk_deadline"]
-                current_sources = partial(self._sources, newest, dropped >= MAX_DROPPED_VERSIONS)
-                await pull(
-                    self.weights, newest, current_sources, transport, chunk_timeout=chunk_timeout, adaptive_timeout=pace
-                )
-            except _Superseded:
+                timeout_s = self._transport_settings["chunk_deadline"]
+                sources = partial(self._sources, newest, dropped >= MAX_DROPPED_VERSIONS)
+                await pull(self.weights, newest, sources, transport, chunk_timeout=timeout_s, adaptive_timeout=pace)
+            except Superseded:
                 dropped += 1
                 continue
             except PullFailed as error:
@@ -519,13 +487,9 @@ class ManagerConnection:
     def _sources(self, version: Version, direct: bool) -> tuple[msg.WeightSource, ...]:
         """Return the sources to pull ``version`` from; :func:`pull` calls this again only after a source failed."""
         if self._weight_sources.newest != version:
-            raise _Superseded(f"{version} is superseded")
+            raise Superseded(f"{version} is superseded")
         chain = self._transport_settings["chain"]
         return select_sources(self.launch.incarnation.replica, self._weight_sources.sources(), version, chain, direct)
-
-
-class _Superseded(PullFailed):
-    """A pull is dropped: its source failed, and another version is now the newest that a source serves."""
 
 
 def _die_on_error(task: asyncio.Task[Any]) -> None:

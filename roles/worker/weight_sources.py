@@ -8,10 +8,21 @@ incarnation that the manager has fenced is never a source.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
 from ...core.types import ReplicaId, Version
 from ...transport.messages import Peers, WeightSource
+from ...transport.weights.pull import PullFailed
 from ..trajectories.leases import Membership
 from ..trajectories.types import NewestVersion
+
+T = TypeVar("T")
+
+
+class Superseded(PullFailed):
+    """A pull is dropped: its source failed, and another version is now the newest that a source serves."""
 
 
 class WeightSources:
@@ -63,3 +74,14 @@ def _order(source: WeightSource) -> tuple[int, Version]:
 
 _NO_VERSION = Version(-1, -1)
 """A version older than every real one."""
+
+
+async def unless_set(event: asyncio.Event, request: Coroutine[Any, Any, T]) -> T | None:
+    """Return the result of ``request``; cancel it and return None if ``event`` is set first."""
+    requesting, waiting = asyncio.create_task(request), asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait((requesting, waiting), return_when=asyncio.FIRST_COMPLETED)
+        return requesting.result() if requesting.done() else None
+    finally:
+        requesting.cancel()
+        waiting.cancel()
