@@ -1,4 +1,4 @@
-"""Hugging Face model folders of a few kilobytes for ``[model] path``, as ``save_pretrained`` writes them."""
+"""Hugging Face folders of a few kilobytes, as ``save_pretrained`` writes them: what ``[model] path`` names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 SPECIAL = ("<pad>", "<end>", "<start>", "<turn>")
 VOCABULARY = len(SPECIAL) + 256
-"""Size of the vocabulary: the special tokens and one token for each byte."""
+"""a token for each byte"""
 END, TURN = 1, 3
 CHAT = """{%- for message in messages %}
     {%- if message['content'] == 'forbidden' %}{{ raise_exception('not this') }}{% endif %}
@@ -28,13 +28,13 @@ _SHAPE = {
 
 
 def qwen3(path: Path, seed: int = 0, **changes: Any) -> Path:
-    """Write a Qwen3 model of two layers whose embeddings are not tied."""
+    """Two layers, untied."""
     config = Qwen3Config(**_SHAPE | {"tie_word_embeddings": False} | changes)
     return _saved(Qwen3ForCausalLM, config, path, seed)
 
 
 def tied_llama(path: Path, seed: int = 0, **changes: Any) -> Path:
-    """Write a Llama model of two layers whose embeddings are also its head, as in SmolLM2."""
+    """Two layers; the embeddings are the head too, as in SmolLM2."""
     config = LlamaConfig(**_SHAPE | {"tie_word_embeddings": True} | changes)
     return _saved(LlamaForCausalLM, config, path, seed)
 
@@ -43,7 +43,7 @@ def _saved(kind: Any, config: Any, path: Path, seed: int) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = kind(config).float()
-        with torch.no_grad():  # so that the norms differ from each other too
+        with torch.no_grad():  # the norms too must be told apart
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(path)
@@ -52,9 +52,9 @@ def _saved(kind: Any, config: Any, path: Path, seed: int) -> Path:
 
 
 def tokenizer(path: Path) -> None:
-    """Write a byte-level tokenizer that prepends a start token to plain prompts and has a chat template."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: place for place, token in enumerate((*SPECIAL, *alphabet))}
+    """Byte for byte, a start put in front of plain prompts, and a chat template."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: place for place, token in enumerate((*SPECIAL, *letters))}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -68,6 +68,6 @@ def tokenizer(path: Path) -> None:
 
 
 def rewrite(file: Path, **changes: Any) -> None:
-    """Change keys of a JSON file; None removes a key."""
-    config = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps({key: value for key, value in (config | changes).items() if value is not None}))
+    """Keys of a JSON file; None removes one."""
+    said = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({key: value for key, value in (said | changes).items() if value is not None}))

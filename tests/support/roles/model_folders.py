@@ -1,4 +1,4 @@
-"""The smallest folder that passes the login node's checks of ``[model] path``; no library can load it."""
+"""The smallest folder that can be ``[model] path`` as far as a login node looks at it: nothing can load it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FILES = {
 
 
 def make(folder: Path, longest: int = 8192) -> Path:
-    """Write the folder; ``longest`` is its max_position_embeddings."""
+    """``longest``: max_position_embeddings."""
     folder.mkdir(parents=True)
     for name, content in _FILES.items():
         (folder / name).write_text(content.replace("8192", str(longest)))

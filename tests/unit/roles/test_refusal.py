@@ -1,4 +1,4 @@
-"""Errors in job.toml that only a role can detect: one line, exit code 2, and the role does not join."""
+"""Mistakes of job.toml that only a role can find: one line, exit code 2, and nobody was told that it joined."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _NOWHERE = {"path": "/nowhere/model"}
 
 
 def _end(role: str, main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, **tables: Any) -> Any:
-    spec = {"run": {"name": "x", "steps": 1}, "model": _RIGHT, "task": {"dataset": "no_such_dataset"}} | tables
-    job = Job.model_validate(spec).model_dump(mode="json")
+    said = {"run": {"name": "x", "steps": 1}, "model": _RIGHT, "task": {"dataset": "no_such_dataset"}} | tables
+    job = Job.model_validate(said).model_dump(mode="json")
     launch = Launch("t", "/r", Incarnation(ReplicaId(f"{role}/0"), 1), NodeName("n"), (), {}, "/", 1.0, False)
-    me = SimpleNamespace(job=job, settings=job["roles"][role], launch=launch)  # without __enter__: the role cannot join
+    me = SimpleNamespace(job=job, settings=job["roles"][role], launch=launch)  # without __enter__: it cannot be joined
     monkeypatch.setattr(rrl, "join", lambda: me, raising=False)
     with pytest.raises(SystemExit) as ended:
         main()
@@ -48,32 +48,32 @@ def _end(role: str, main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *
     ("model", "expected_text"),
     [(_TWICE, "rrl: [model.tokenizer] pieces has '0' twice\n"), (_NOWHERE, "rrl: [model] path: /nowhere/model")],
 )
-def test_invalid_model_is_one_line_and_exit_code_2(
+def test_a_model_that_cannot_be_is_one_line_and_exit_code_2(
     role: str, main: Callable[[], None], model: dict[str, Any], expected_text: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     assert _end(role, main, monkeypatch, model=model) == 2
-    text = capsys.readouterr().err
-    assert text.startswith(expected_text)
-    assert text.count("\n") == 1
+    said = capsys.readouterr().err
+    assert said.startswith(expected_text)
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(("role", "main"), [("reward", reward.main), ("trajectories", server.main)])
-def test_invalid_task_is_one_line_and_exit_code_2(
+def test_a_task_that_cannot_be_is_too(
     role: str, main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _end(role, main, monkeypatch) == 2
-    text = capsys.readouterr().err
-    assert text.startswith('rrl: [task] dataset = "no_such_dataset": ')
-    assert text.count("\n") == 1
+    said = capsys.readouterr().err
+    assert said.startswith('rrl: [task] dataset = "no_such_dataset": ')
+    assert said.count("\n") == 1
 
 
-def test_traceback_of_user_code_is_kept() -> None:
+def test_of_what_a_users_own_code_raises_the_traceback_is_kept() -> None:
     with pytest.raises(ValueError, match="mine"), exits_on_invalid_config(TaskError):
         raise ValueError("mine")
 
 
-def test_message_of_several_lines_becomes_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_message_of_several_lines_becomes_one(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit), exits_on_invalid_config():
         raise ValueError("several\n  lines")
     assert capsys.readouterr().err == "rrl: several lines\n"

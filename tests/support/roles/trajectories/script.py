@@ -193,8 +193,8 @@ def check(
     for request, given in repeated:
         fenced = request.incarnation == TRAINER and promised.fence > TRAINER.number
         if not isinstance(given, Leased):  # what was leased is forgotten, and given to whoever asks first
-            reply = answer(store, request)
-            assert isinstance(reply, Denied) if fenced else reply == given, (request, reply)
+            said = answer(store, request)
+            assert isinstance(said, Denied) if fenced else said == given, (request, said)
     store.flush()
     if promised.fence > TRAINER.number:
         assert isinstance(store.committed(TRAINER), Denied)
@@ -206,16 +206,16 @@ def check(
             kept = store.batch(who, number)
             assert isinstance(kept, Bound)
             assert kept.batch == batch
-    trained = {t.id: t for batch in _go_on(store, who, to) for t in batch.trajectories}
+    seen = {t.id: t for batch in _go_on(store, who, to) for t in batch.trajectories}
     for trajectory, offset in promised.segments:
-        if trajectory in trained:
+        if trajectory in seen:
             words = promised.segments[trajectory, offset]
             end = offset + len(words.tokens)
-            assert trained[trajectory].tokens[offset:end] == words.tokens
-            assert trained[trajectory].versions[offset] == words.version
+            assert seen[trajectory].tokens[offset:end] == words.tokens
+            assert seen[trajectory].versions[offset] == words.version
     for trajectory, reward in promised.scored.items():
-        if trajectory in trained:
-            assert trained[trajectory].reward == reward
+        if trajectory in seen:
+            assert seen[trajectory].reward == reward
     audit = store.audit()
     store.close()
     groups = [group for number in sorted(audit.steps) for group in audit.steps[number]]
