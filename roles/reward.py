@@ -1,4 +1,4 @@
-"""The reward role: lease complete trajectories, score them by the task, post. ``python -m rrl.roles.reward``"""
+"""The reward role (``python -m rrl.roles.reward``): leases complete trajectories, scores them, posts the scores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger("rrl.reward")
 
 
 class Scorer:
-    """A task's scores of token sequences."""
+    """Scores token sequences with a task."""
 
     def __init__(self, task: Task, tokenizer: Tokenizer) -> None:
         self._task = task
@@ -29,8 +29,17 @@ class Scorer:
     def score(
         self, items: Sequence[ToScore], on_scored: Callable[[], None] = lambda: None
     ) -> tuple[list[Score], dict[int, str]]:
-        """Scores, and what could not be scored with the reason: a scorer that raises, or gives no number, costs the
-        group, not the run. ``judged`` is called after each item."""
+        """Score complete trajectories.
+
+        A scorer that raises, or returns a value that is not finite, costs the trajectory's group but not the run.
+
+        Args:
+            items: the trajectories to score.
+            on_scored: called after each item.
+
+        Returns:
+            The scores, and for each trajectory that could not be scored the reason.
+        """
         scores: list[Score] = []
         failed: dict[int, str] = {}
         for item in items:
@@ -55,6 +64,7 @@ class Scorer:
 
 
 def main() -> None:
+    """Join the run and score until a stop is requested."""
     me = rrl.join()
     with exits_on_invalid_config():
         tokenizer = open_tokenizer(me.job["model"])
@@ -64,7 +74,7 @@ def main() -> None:
         scorer = Scorer(task, tokenizer)
         for work in me.scoring(at_most=me.settings["lease"]):
             with me.phase("score"):
-                work.post(*scorer.score(work.items, me.progress))  # a long backlog is seen to move
+                work.post(*scorer.score(work.items, me.progress))  # each item counts, so a long batch shows progress
 
 
 if __name__ == "__main__":

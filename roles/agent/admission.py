@@ -1,6 +1,6 @@
-"""Find out, before an agent reports its node, whether roles can run there, and have a first look at its health.
+"""Tests, before an agent reports its node, whether roles can run there, and runs the first round of node checks.
 
-The readers' side and the checks are imported only where there is something to read, for they take memory.
+The readers' client and the checks are imported only if readers are configured, to save memory.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ if TYPE_CHECKING:
     from .node_monitor import NodeMonitor
 
 _KILL_TIMEOUT_S = 5.0
-"""s for what a probe started to end on SIGKILL"""
+"""Seconds for the processes of a probe to end on SIGKILL."""
 _OUTPUT_TAIL_BYTES = 4096
-"""bytes of its output that are looked at"""
+"""Bytes of the end of the probe's output in which its last line is searched."""
 
 
 async def probe(supervisor: StepSupervisor) -> str:
-    """What keeps roles from running here, on one line; empty: nothing does, or it was not asked for.
+    """Run the job's node probe; return on one line why roles cannot run on this node, or an empty text.
 
-    Asked twice before it is believed, where time allows: shared storage stutters when every node imports at once, and a
-    node that fails its probe is not used by this run."""
+    A failed probe is repeated once if time allows, because shared storage may be slow while every node imports at once,
+    and the run does not use a node whose probe failed.
+    """
     loop = asyncio.get_running_loop()
     began = loop.time()
     failure = await _run_probe(supervisor)
@@ -46,8 +47,10 @@ async def probe(supervisor: StepSupervisor) -> str:
 
 
 async def _run_probe(supervisor: StepSupervisor) -> str:
-    """The probe runs behind the same prelude and in the same environment as roles do, in a process of its own: an agent
-    that imports torch itself would keep gigabytes mapped. It leaves no process behind."""
+    """Run the probe once, behind the prelude of the roles and in their environment, and end all its processes.
+
+    The probe is a process of its own, because an agent that imported torch itself would keep gigabytes mapped.
+    """
     launch = supervisor.launch
     try:
         env = node_environment(launch)
@@ -68,11 +71,11 @@ async def _run_probe(supervisor: StepSupervisor) -> str:
         in_time = await _wait_until_ended(supervisor, setup, launch.probe_timeout)
         setup.group.kill()
         if not (await asyncio.wait([setup.group.ended], timeout=_KILL_TIMEOUT_S))[0]:
-            return f"{command} hangs in the kernel: is there a file server that does not answer?"
+            return f"{command} hangs in the kernel, perhaps on a file server that does not answer"
         code, number = setup.group.reap()
         await asyncio.to_thread(end_descendants, supervisor.process, _KILL_TIMEOUT_S)
         if not in_time:
-            return f"{command} did not end within {launch.probe_timeout:g} s; a longer [limits] join gives it longer"
+            return f"{command} did not end within {launch.probe_timeout:g} s; [limits] join sets this time"
         if code == 0:
             return ""
         how = f"exit {code}" if number is None else f"signal {number}"
@@ -91,7 +94,7 @@ async def _run_probe(supervisor: StepSupervisor) -> str:
 
 
 async def _wait_until_ended(supervisor: StepSupervisor, setup: SetupCommand, within: float) -> bool:
-    """False when it is not over in time, or there is a reason to leave."""
+    """Wait up to ``within`` seconds, or until a stop is requested; return whether the command has ended."""
     ended = setup.group.ended
     ended.add_done_callback(lambda _: supervisor.wakeup.set())
     try:
@@ -103,7 +106,7 @@ async def _wait_until_ended(supervisor: StepSupervisor, setup: SetupCommand, wit
 
 
 def resource_limits() -> tuple[int, int, tuple[str, ...]]:
-    """(memlock, nofile, RDMA devices) that a role has here; -1 = no limit."""
+    """Return a role's limits on this node: (locked memory in bytes, open files, RDMA devices); -1 for no limit."""
     return (
         resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], resource.getrlimit(resource.RLIMIT_NOFILE)[0], rdma_devices()
     )  # fmt: skip
@@ -111,7 +114,7 @@ def resource_limits() -> tuple[int, int, tuple[str, ...]]:
 
 @contextlib.asynccontextmanager
 async def node_monitor(supervisor: StepSupervisor) -> AsyncIterator[NodeMonitor | None]:
-    """Inside, the node's health can be watched; None where nothing is to be read, as on a virtual node."""
+    """Provide the monitor of this node's health inside the block; None if no readers are configured."""
     if not configured_readers(supervisor.launch):
         yield None
         return
@@ -125,8 +128,10 @@ async def node_monitor(supervisor: StepSupervisor) -> AsyncIterator[NodeMonitor 
 
 
 async def run_admission_checks(supervisor: StepSupervisor, monitor: NodeMonitor | None) -> None:
-    """A first look at the node, before its agent says that it is there and roles are placed on it. Broken off when
-    there is a reason to leave."""
+    """Run the first round of node checks, before the agent reports the node and roles are placed on it.
+
+    The round is cancelled when a stop is requested.
+    """
     if monitor is None:
         return
     node_is_free = not await asyncio.to_thread(_has_running_step, supervisor)
@@ -137,7 +142,7 @@ async def run_admission_checks(supervisor: StepSupervisor, monitor: NodeMonitor 
 
 
 def _has_running_step(supervisor: StepSupervisor) -> bool:
-    """A step of the run lives here: the agent is not the first one of its node."""
+    """Tell whether a step of the run is already running on this node, as after the replacement of its agent."""
     for process in processes(supervisor.steps):
         with contextlib.suppress(OSError, ValueError):
             if process.module == STEP_MODULE and read_launch(Path(process.launch)).node == supervisor.launch.node:

@@ -1,7 +1,8 @@
-"""Perform injected faults on a node: by signals and limits, only on processes of the own run, or on the agent itself.
+"""Performs injected faults on a node, by signals and limits, on processes of the agent's run or on the agent itself.
 
-A performer takes the two processes of a step and returns what it did; it raises :class:`NotPerformed` with the reason
-when it must not or cannot. A fault that lasts is held by a process of its own (:mod:`rrl.roles.agent.pause_helper`).
+A performer takes the two processes of a step and returns a description of what it did. It raises :class:`NotPerformed`
+with the reason if it must not or cannot perform the fault. A lasting fault is performed by a helper process
+(:mod:`rrl.roles.agent.pause_helper`).
 """
 
 from __future__ import annotations
@@ -25,29 +26,29 @@ from ..launcher.first_process import StepSupervisor
 from ..launcher.process_group import kill_group
 
 PAUSED_SUFFIX = ".held"
-"""Suffix of the launch file's name while a holder stops and continues its step: whoever comes after a holder that was
-killed lets the step go (:func:`let_go`)."""
+"""Suffix, after the name of the launch file, of the mark that exists while a pause helper stops and continues the step.
+If the helper is killed, the agent finds the mark and continues the step (:func:`resume_process`)."""
 
 
 class NotPerformed(Exception):
-    """The world is as it was; the text says why."""
+    """A fault was not performed and nothing was changed; the text is the reason."""
 
 
 class Target(Struct, frozen=True):
-    """A living step: its first process and the role's command."""
+    """The processes of a running step."""
 
     step: Process
     command: Process
 
 
 def find_target(launch_file: str) -> Target:
-    """The step of this launch file on this machine. Raises NotPerformed when it does not live."""
+    """Return the processes of the step of a launch file on this machine. Raises NotPerformed if it is not running."""
     tag = Path(launch_file).stem
-    ours = [process for process in processes(os.path.dirname(launch_file)) if process.launch == launch_file]
-    step = next((process for process in ours if process.module == STEP_MODULE), None)
+    marked = [process for process in processes(os.path.dirname(launch_file)) if process.launch == launch_file]
+    step = next((process for process in marked if process.module == STEP_MODULE), None)
     if step is None:
-        raise NotPerformed(f"{tag} does not live on this node")
-    command = next((process for process in ours if process.step == step.name and process.group == process.pid
+        raise NotPerformed(f"{tag} is not running on this node")
+    command = next((process for process in marked if process.step == step.name and process.group == process.pid
                     and process.parent == step.pid), None)  # fmt: skip
     if command is None:
         raise NotPerformed(f"{tag} has not started its command")
@@ -55,21 +56,21 @@ def find_target(launch_file: str) -> Target:
 
 
 def is_lasting(fault: Fault) -> bool:
-    """It takes a holder: not done once and for all."""
+    """Tell whether a fault lasts, and so needs a pause helper."""
     return fault.kind is FaultKind.SLOW or (fault.kind is FaultKind.FREEZE and fault.seconds > 0)
 
 
 def resume_process(launch_file: str) -> bool:
-    """Continue what a holder has left stopped by its death. True when there was such a one."""
+    """Continue the step of a launch file if a killed pause helper left it stopped; return whether one had."""
     mark = Path(launch_file + PAUSED_SUFFIX)
     try:
         pid, _, started = mark.read_text().partition(".")
     except OSError:
         return False
-    holder = read_process(int(pid)) if pid.isdigit() else None
-    if holder is not None and str(holder.started) == started:
+    helper = read_process(int(pid)) if pid.isdigit() else None
+    if helper is not None and str(helper.started) == started:
         return False
-    with contextlib.suppress(NotPerformed):  # it has ended meanwhile
+    with contextlib.suppress(NotPerformed):  # the step has ended
         kill_group(find_target(launch_file).command.group, SIGCONT)
     mark.unlink(missing_ok=True)
     return True
@@ -84,19 +85,19 @@ def _freeze(target: Target) -> str:
 
 
 def _kill_step(target: Target) -> str:
-    """Under Slurm slurmstepd, which holds the step; elsewhere the step's own first process."""
+    """Kill the step's slurmstepd; without Slurm, the step's first process."""
     parent = read_process(target.step.parent)
-    holder = parent if parent is not None and _command_name(parent) == "slurmstepd" else target.step
+    victim = parent if parent is not None and _command_name(parent) == "slurmstepd" else target.step
     try:
-        if not send_signal(holder, SIGKILL):
-            raise NotPerformed(f"pid {holder.pid} was gone")
+        if not send_signal(victim, SIGKILL):
+            raise NotPerformed(f"process {victim.pid} has ended")
     except PermissionError:
-        raise NotPerformed(f"slurmstepd (pid {holder.pid}) belongs to another user") from None
-    return f"SIGKILL to {_command_name(holder) or 'the step'} (pid {holder.pid})"
+        raise NotPerformed(f"slurmstepd (pid {victim.pid}) belongs to another user") from None
+    return f"SIGKILL to {_command_name(victim) or 'the step'} (pid {victim.pid})"
 
 
 def _out_of_memory(target: Target) -> str:
-    """Each process of the group keeps the address space that it has; every further mmap and brk fails with ENOMEM."""
+    """Limit the address space of each process of the group to its present size: further mmap and brk calls fail."""
     folder = os.path.dirname(target.step.launch)
     group = [process for process in processes(folder) if process.group == target.command.group]
     limited = []
@@ -106,11 +107,11 @@ def _out_of_memory(target: Target) -> str:
             size = pages * resource.getpagesize()
             hard = resource.prlimit(process.pid, resource.RLIMIT_AS)[1]
             resource.prlimit(process.pid, resource.RLIMIT_AS, (size, hard))
-        except (OSError, IndexError):  # it has ended
+        except (OSError, IndexError):  # the process has ended
             continue
         limited.append(f"pid {process.pid} to {size / 2**20:.0f} MiB")
     if not limited:
-        raise NotPerformed(f"process group {target.command.group} was gone")
+        raise NotPerformed(f"process group {target.command.group} has ended")
     return f"address space limited: {', '.join(limited)}"
 
 
@@ -120,11 +121,12 @@ PERFORMERS: dict[FaultKind, Callable[[Target], str]] = {
     FaultKind.KILL_STEP: _kill_step,
     FaultKind.OUT_OF_MEMORY: _out_of_memory,
 }
+"""The performers of faults that do not last, by kind."""
 
 
 def _signal_group(target: Target, number: Signals) -> str:
     if not kill_group(target.command.group, number):
-        raise NotPerformed(f"process group {target.command.group} was gone")
+        raise NotPerformed(f"process group {target.command.group} has ended")
     return f"{number.name} to process group {target.command.group}"
 
 
@@ -136,20 +138,26 @@ def _command_name(process: Process) -> str:
 
 
 class Injector:
-    """``launch_of``: the launch in a file if it is of this run and node, else None (blocking)."""
+    """Performs the faults that the manager requests from this agent.
+
+    ``launch_of`` returns the launch in a file if it belongs to this run and node, else None; it may block.
+    """
 
     def __init__(self, supervisor: StepSupervisor, launch_of: Callable[[str], Launch | None]) -> None:
         self._supervisor, self._launch_of = supervisor, launch_of
 
     async def inject(self, request: Inject) -> None:
-        """On a step of this node, or on this agent itself. Returns once it is over, of what lasts."""
+        """Perform a fault on a step of this node or on this agent, and report the result.
+
+        For a lasting fault it returns after the fault's end.
+        """
         fault, supervisor = request.fault, self._supervisor
         path = f"{supervisor.steps}/{supervisor.run.launch_file(request.tag).name}"
         launch: Launch | None = None
         try:
             launch = await asyncio.to_thread(self._launch_of, path)
             if launch is None:
-                raise NotPerformed(f"{request.tag} is not a step of this run on {supervisor.launch.node}")
+                raise NotPerformed(f"{request.tag} is not a step of this run on node {supervisor.launch.node}")
             if launch.tag == supervisor.launch.tag:
                 await self._inject_into_agent(fault, launch)
                 return
@@ -165,7 +173,7 @@ class Injector:
             await self._answer(fault, launch, False, str(error))
 
     async def _inject_into_agent(self, fault: Fault, launch: Launch) -> None:
-        """The answer goes first: afterwards nobody could give it."""
+        """Perform a fault on this agent; report it first, because the agent cannot report it afterwards."""
         fatal: dict[FaultKind, Signals] = {FaultKind.KILL: SIGKILL, FaultKind.FREEZE: SIGSTOP}
         if is_lasting(fault):
             await self._pause(fault, launch, self._supervisor.process, None)
@@ -174,26 +182,32 @@ class Injector:
             await asyncio.sleep(ANSWER_SENDING_S)
             os.kill(os.getpid(), fatal[fault.kind])
         else:
-            raise NotPerformed(f"an agent cannot have {fault.kind}")
+            raise NotPerformed(f"an agent cannot perform {fault.kind} on itself")
 
     async def _pause(self, fault: Fault, launch: Launch, process: Process, path: str | None) -> None:
-        """By a process of its own: it lets go whatever happens to us. Waits until it has."""
+        """Perform a lasting fault by a pause helper, and wait for its end.
+
+        The helper is a process of its own, which continues the target even if this agent is killed. ``path`` is the
+        step's launch file; None if the target is this agent.
+        """
         mark = [] if path is None else [path + PAUSED_SUFFIX]
-        holder = await asyncio.create_subprocess_exec(
+        helper = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "rrl.roles.agent.pause_helper", process.name, str(fault.amount),
             str(fault.seconds), *mark, env=os.environ | {LAUNCH_ENV: self._supervisor.launch_file},
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
-        assert holder.stdout is not None
-        began = (await holder.stdout.readline()).decode().strip()
-        if began:
-            await self._answer(fault, launch, True, began)
-        ended, stderr = await holder.communicate()
+        assert helper.stdout is not None
+        start_report = (await helper.stdout.readline()).decode().strip()
+        if start_report:
+            await self._answer(fault, launch, True, start_report)
+        end_report, stderr = await helper.communicate()
         if path is not None:
             await asyncio.to_thread(resume_process, path)
-        if not began:
-            raise NotPerformed(stderr.decode(errors="replace").strip() or "its holder ended without a word")
-        await self._answer(fault, launch, True, ended.decode().strip() or "its holder was killed", ended=True)
+        if not start_report:
+            raise NotPerformed(stderr.decode(errors="replace").strip() or "the pause helper ended without a report")
+        await self._answer(
+            fault, launch, True, end_report.decode().strip() or "the pause helper was killed", ended=True
+        )
 
     async def _answer(self, fault: Fault, launch: Launch | None, ok: bool, detail: str, ended: bool = False) -> None:
         incarnation = None if launch is None else launch.incarnation

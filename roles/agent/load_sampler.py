@@ -1,5 +1,7 @@
-"""What each step on a node takes of it: CPU time from /proc, GPU time from the newest reading of NVML. By this the
-manager sees who must compute and does not."""
+"""Samples the load of each step on a node: CPU time from /proc, GPU use from the newest NVML reading.
+
+The manager uses it to detect replicas that report progress or wait although they compute nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,14 @@ from ..launcher.activity import ProcessKey, Usage, usage
 from ..launcher.environment import GPUS_ENV
 
 SAMPLE_INTERVAL_S = 2.0
-"""s between two looks: each reads two files of /proc for every process"""
+"""Seconds between two samples; each reads two files of /proc for every process."""
 
 
 class StepLoadSampler:
-    """``tag`` names the step of a launch file; None: it is none whose load is told."""
+    """Computes the load of each step between two samples.
+
+    ``tag`` returns the tag of the step of a launch file, or None if the load of that step is not reported.
+    """
 
     def __init__(self, tag: Callable[[str], str | None]) -> None:
         self._tag = tag
@@ -30,15 +35,21 @@ class StepLoadSampler:
         self._ticks_per_s = os.sysconf("SC_CLK_TCK")
 
     def is_due(self, now: float) -> bool:
+        """Tell whether the next sample is due at ``now`` (s, a monotonic clock)."""
         return self._sampled_at is None or now - self._sampled_at >= SAMPLE_INTERVAL_S
 
     def sample(
         self, processes: Iterable[Process], gpus: Sequence[Gpu] | None, now: float,
         tensor: Mapping[str, float] = MappingProxyType({}),
     ) -> tuple[Load, ...]:  # fmt: skip
-        """Since the last look; nothing at the first one of a step. ``found``: the run's processes on this node;
-        ``gpus``: as NVML read them last, None where it did not; ``tensor``: by GPU's UUID, how busy its tensor cores
-        are, where DCGM says so; ``now``: a monotonic clock (s)."""
+        """Return the load of each step since the last sample; a step has none at its first sample.
+
+        Args:
+            processes: the run's processes on this node.
+            gpus: the newest NVML reading, or None.
+            now: the time in seconds of a monotonic clock.
+            tensor: share of time in which tensor cores were active, by GPU UUID, from DCGM.
+        """
         steps: dict[str, list[int]] = {}
         for process in processes:
             if process.module != STEP_MODULE and self._tag(process.launch) is not None:
@@ -48,36 +59,39 @@ class StepLoadSampler:
         self._assigned = {path: names for path, names in self._assigned.items() if path in steps}
         loads = []
         for path, pids in steps.items():
-            theirs = self._gpus_of(path, pids, gpus or ())
-            if theirs:
-                self._last_gpus[path] = tuple(gpu.uuid for gpu in theirs)
+            step_gpus = self._gpus_of(path, pids, gpus or ())
+            if step_gpus:
+                self._last_gpus[path] = tuple(gpu.uuid for gpu in step_gpus)
             if path in before and seconds > 0:
                 cores = _ticks_used(before[path], self._previous[path]) / self._ticks_per_s / seconds
-                cores_of_gpus = max((tensor[gpu.uuid] for gpu in theirs if gpu.uuid in tensor), default=None)
-                loads.append(Load(self._tag(path) or "", round(cores, 3), _busiest(theirs), cores_of_gpus))
+                tensor_active = max((tensor[gpu.uuid] for gpu in step_gpus if gpu.uuid in tensor), default=None)
+                loads.append(Load(self._tag(path) or "", round(cores, 3), _busiest(step_gpus), tensor_active))
         return tuple(loads)
 
     def last_gpus(self, path: str) -> tuple[str, ...]:
-        """UUIDs of the GPUs that a step was last seen with, also once it has ended."""
+        """Return the UUIDs of the GPUs that a step used last, even after its end."""
         return self._last_gpus.get(path, ())
 
     def forget(self, path: str) -> None:
+        """Drop the GPUs of an ended step."""
         self._last_gpus.pop(path, None)
 
     def _gpus_of(self, path: str, pids: Sequence[int], gpus: Sequence[Gpu]) -> list[Gpu]:
-        """Those that its processes compute on; else, where none does or NVML knows them by other ids, those that Slurm
-        or the job gave it."""
-        used = [gpu for gpu in gpus if any(one.pid in pids for one in gpu.processes or ())]
+        """Return the GPUs on which a step's processes compute, or else the GPUs that Slurm or the job assigned to it.
+
+        NVML may list no process of the step, because none computes or because it sees other process ids.
+        """
+        used = [gpu for gpu in gpus if any(process.pid in pids for process in gpu.processes or ())]
         if used or not gpus:
             return used
-        if not self._assigned.get(path):  # a wrapper may be on its way to the command
+        if not self._assigned.get(path):  # retried, because a wrapper may not have started the command yet
             self._assigned[path] = next(filter(None, map(_assigned_gpus, pids)), ())
         names = self._assigned[path]
         return [gpu for gpu in gpus if str(gpu.index) in names or gpu.uuid in names]
 
 
 def _ticks_used(before: dict[ProcessKey, Usage], now: dict[ProcessKey, Usage]) -> int:
-    return sum(max(0, one.ticks - before[name].ticks if name in before else one.ticks) for name, one in now.items())
+    return sum(max(0, new.ticks - before[key].ticks if key in before else new.ticks) for key, new in now.items())
 
 
 def _busiest(gpus: Sequence[Gpu]) -> float | None:
@@ -86,7 +100,7 @@ def _busiest(gpus: Sequence[Gpu]) -> float | None:
 
 
 def _assigned_gpus(pid: int) -> tuple[str, ...]:
-    """Numbers or UUIDs of the GPUs that a process was given: Slurm's numbers on this node, else what CUDA is told."""
+    """Return the GPUs in a process's environment: Slurm's numbers on this node, else CUDA_VISIBLE_DEVICES."""
     try:
         environ = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:

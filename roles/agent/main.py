@@ -1,10 +1,10 @@
-"""``python -m rrl.roles.agent.main FILE``: the small process on each node that outlives the roles there.
+"""The node agent, ``python -m rrl.roles.agent.main FILE``: one process per node, which outlives the roles on it.
 
-It tells that the node lives and which steps live on it and what they take, is the witness when a step's first process
-vanishes without an exit record, ends what a dead step left behind, performs injected faults, owns the memory that
-trainers' snapshots lie in (:mod:`rrl.roles.snapshots`), and looks after the node (:mod:`rrl.roles.agent.node_monitor`).
-It starts no role. It sees only the steps of its own run and node (the launch file names both), also where several
-virtual nodes share one machine.
+The agent sends heartbeats with the running steps and their loads, reports steps whose first process vanished without an
+exit record, kills the orphans of ended steps, performs injected faults, holds the memory of trainer snapshots
+(:mod:`rrl.roles.snapshots`), and monitors the node's health (:mod:`rrl.roles.agent.node_monitor`). It does not start
+roles. It handles only steps of its own run and node, which the launch files name, because several virtual nodes may
+share one machine.
 """
 
 from __future__ import annotations
@@ -55,17 +55,20 @@ if TYPE_CHECKING:
 _log = logging.getLogger("rrl.agent")
 
 HEARTBEAT_INTERVAL_S = 1.0
+"""Seconds between two heartbeats and /proc scans, unless the environment sets another interval."""
 RECHECK_DELAY_S = 0.2
-"""s after which the exit record of a vanished step is looked for again: shared storage may show it late"""
+"""Seconds after which a missing exit record is searched again, because shared storage may show it late."""
 SWEEP_TIMEOUT_S = 10.0
-"""s for processes to end on SIGKILL; the next beat tries again"""
+"""Seconds for processes to end on SIGKILL; the next /proc scan tries again."""
 RUN_OVER_GRACE_S = 30.0
-"""s that the run must have been over, without a manager, before the agent ends what is left here and leaves"""
+"""Seconds that the run must have been over, without a manager, before the agent ends the remaining steps and exits."""
 MAX_HEARTBEATS_WITHOUT_MANAGER = 2
-"""beats without a manager; then one that had filled the disk no longer gives the room back"""
+"""Heartbeat intervals without a manager after which the agent removes the file with which the manager filled the disk
+(an injected fault), because that manager may be dead."""
 
 
 def main() -> int:
+    """Run the agent of the launch file in ``sys.argv``; return the exit code of this process."""
     if len(sys.argv) != 2:
         exit_invalid_config("usage: python -m rrl.roles.agent.main FILE.launch")
     raise_limits()
@@ -86,9 +89,9 @@ async def _run(launch: Launch, launch_file: str) -> None:
             await asyncio.to_thread(snapshot_server.start)
             async with node_monitor(supervisor) as monitor:
                 try:
-                    probed = await probe(supervisor)  # it ends whatever it finds below us: no reader may be there yet
+                    failure = await probe(supervisor)  # before the readers start, since it kills all descendants
                     await run_admission_checks(supervisor, monitor)
-                    await _run_agent(supervisor, _Agent(supervisor, snapshot_server, monitor, probed))
+                    await _run_agent(supervisor, _Agent(supervisor, snapshot_server, monitor, failure))
                 finally:
                     snapshot_server.close()
         await supervisor.finish(0, None, supervisor.stop_reason or ExitReason.STOPPED, supervisor.stop_detail)
@@ -115,12 +118,8 @@ class _Agent:
         monitor: NodeMonitor | None,
         probe_failure: str,
     ) -> None:
-        self._supervisor, self._snapshot_server, self._monitor, self._probe_failure = (
-            supervisor,
-            snapshot_server,
-            monitor,
-            probe_failure,
-        )
+        self._supervisor, self._snapshot_server = supervisor, snapshot_server
+        self._monitor, self._probe_failure = monitor, probe_failure
         self._heartbeat_interval = float(
             supervisor.launch.env.get(HEARTBEAT_INTERVAL_ENV)
             or os.environ.get(HEARTBEAT_INTERVAL_ENV)
@@ -128,9 +127,9 @@ class _Agent:
         )
         self._census = Census(supervisor.steps)
         self._launches: dict[str, Launch | None] = {}
-        """by path; None: of another node, or not a launch file"""
+        """Launches by path; None for a launch of another node and for a file that is not a launch file."""
         self._running_steps: dict[str, Process] = {}
-        """first processes of steps here, by launch file"""
+        """First processes of the running steps on this node, by launch file."""
         self._vanished: dict[str, StepVanished] = {}
         self._ending: set[str] = set()
         self._tasks: set[asyncio.Future[Any]] = set()
@@ -138,10 +137,11 @@ class _Agent:
         self._injector = Injector(supervisor, self._read_launch)
         self._load_sampler = StepLoadSampler(self._role_tag)
         self._unsent_loads: tuple[Load, ...] = ()
-        """not told yet"""
+        """The newest loads, until a heartbeat reports them."""
         supervisor.on_connect, supervisor.on_message = self._hello, self._on_message
 
     async def heartbeat_loop(self) -> None:
+        """Send the Hello, then heartbeats while connected; start the monitor's reports after the Hello."""
         dialer, launch = self._supervisor.dialer, self._supervisor.launch
         for message in self._hello():
             await dialer.send(message)
@@ -155,16 +155,18 @@ class _Agent:
             await asyncio.sleep(self._heartbeat_interval)
 
     async def poll_loop(self) -> None:
-        """One look at /proc a beat, for what is new; an end is told by its pidfd at once."""
+        """Scan /proc for new steps once per heartbeat interval; pidfds report the ends of steps at once.
+
+        It also removes the disk filler of a lost manager, and stops the agent when the run is over.
+        """
         loop = asyncio.get_running_loop()
         over_since: float | None = None
         heartbeats_without_manager = 0
         while True:
             await self._poll()
             heartbeats_without_manager = 0 if self._supervisor.dialer.connected else heartbeats_without_manager + 1
-            if (
-                heartbeats_without_manager > MAX_HEARTBEATS_WITHOUT_MANAGER
-            ):  # whoever filled the disk is gone, and its successor could not even begin
+            # a new manager could not even start while the disk is full
+            if heartbeats_without_manager > MAX_HEARTBEATS_WITHOUT_MANAGER:
                 await asyncio.to_thread(_remove, self._supervisor.run.disk_filler)
             if self._supervisor.dialer.connected or not await asyncio.to_thread(self._run_is_over):
                 over_since = None
@@ -176,12 +178,12 @@ class _Agent:
                 return
             await asyncio.sleep(self._heartbeat_interval)
 
-    # ── seeing ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── scans ──────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _poll(self) -> None:
-        found = self._census.scan()
-        for path in {process.launch for process in found} - self._launches.keys():
+        run_processes = self._census.scan()
+        for path in {process.launch for process in run_processes} - self._launches.keys():
             await asyncio.to_thread(self._read_launch, path)
-        for process in found:
+        for process in run_processes:
             if self._launches.get(process.launch) is None:
                 continue
             if process.module == STEP_MODULE and process.launch not in self._running_steps:
@@ -190,13 +192,13 @@ class _Agent:
                 self._on_step_gone(process.launch)
         now = asyncio.get_running_loop().time()
         if self._load_sampler.is_due(now):
-            health = self._monitor
-            gpus, tensor = (health.gpus(), health.tensor_active()) if health is not None else (None, {})
-            self._unsent_loads = self._load_sampler.sample(found, gpus, now, tensor)
-            if health is not None:
+            monitor = self._monitor
+            gpus, tensor = (monitor.gpus(), monitor.tensor_active()) if monitor is not None else (None, {})
+            self._unsent_loads = self._load_sampler.sample(run_processes, gpus, now, tensor)
+            if monitor is not None:
                 for path, launch in self._launches.items():
-                    if launch is not None and (held := self._load_sampler.last_gpus(path)):
-                        health.set_tenant(held, launch.role, str(launch.incarnation))
+                    if launch is not None and (step_gpus := self._load_sampler.last_gpus(path)):
+                        monitor.set_tenant(step_gpus, launch.role, str(launch.incarnation))
 
     def _track(self, process: Process) -> None:
         fd = open_pidfd(process)
@@ -213,20 +215,19 @@ class _Agent:
 
         self._running_steps[process.launch] = process
         loop.add_reader(fd, ended)
-        self._add_task(
-            asyncio.ensure_future(asyncio.to_thread(resume_process, process.launch))
-        )  # of a holder before our time
+        # an earlier agent's pause helper may have left the step stopped
+        self._add_task(asyncio.ensure_future(asyncio.to_thread(resume_process, process.launch)))
 
     def _on_step_gone(self, path: str) -> None:
-        """The first process is no more: end what it left, and be the witness if it could not say so itself."""
+        """Handle the end of a step's first process: kill its orphans, and report it if it left no exit record."""
         launch = self._launches.get(path)
         if launch is not None and path not in self._ending:
             self._ending.add(path)
-            lost = asyncio.gather(
+            handling = asyncio.gather(
                 self._sweep({path}, _is_orphan), self._witness(launch), self._classify_exit(path, launch)
             )
-            lost.add_done_callback(lambda _: self._ending.discard(path))
-            self._add_task(lost)
+            handling.add_done_callback(lambda _: self._ending.discard(path))
+            self._add_task(handling)
 
     async def _witness(self, launch: Launch) -> None:
         exit_file = self._supervisor.run.exit_file(launch.tag)
@@ -238,8 +239,10 @@ class _Agent:
             await self._supervisor.dialer.send(self._vanished[launch.tag])
 
     async def _classify_exit(self, path: str, launch: Launch) -> None:
-        """To those who judge the GPUs: what they say around an end that we or a person wanted is that end's doing; what
-        they say around another one may be its cause."""
+        """Tell the GPU checks whether a step was ended on purpose.
+
+        GPU errors around a requested end are a consequence of it; errors around any other end may be its cause.
+        """
         if self._monitor is None or launch.incarnation == self._supervisor.launch.incarnation:
             return
         await asyncio.sleep(RECHECK_DELAY_S)
@@ -251,15 +254,18 @@ class _Agent:
         self._load_sampler.forget(path)
 
     def _read_launch(self, path: str) -> Launch | None:
-        """The launch of a step on this node. Remembered, also that it is not one; but not that it cannot be read."""
+        """Return the launch in a file, or None if it is not a launch of this node.
+
+        The result is cached, except for a file that cannot be read.
+        """
         try:
             launch = read_launch(Path(path))
         except OSError:
             return None
         except msgspec.DecodeError:
             launch = None
-        here = launch is not None and launch.node == self._supervisor.launch.node
-        self._launches[path] = launch if here else None
+        on_this_node = launch is not None and launch.node == self._supervisor.launch.node
+        self._launches[path] = launch if on_this_node else None
         return self._launches[path]
 
     def _tag(self, path: str) -> str | None:
@@ -270,15 +276,16 @@ class _Agent:
         launch = self._launches.get(path)
         return launch.tag if launch and role_of(launch.incarnation.replica) != AGENT else None
 
-    # ── speaking ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── messages ───────────────────────────────────────────────────────────────────────────────────────────────────
     def _hello(self) -> Sequence[Any]:
         launch = self._supervisor.launch
         findings = self._monitor.findings if self._monitor is not None else ()
-        me = AgentHello(
-            launch.incarnation, launch.tag, launch.node, socket.gethostname(), os.getpid(), boot_id(), self._probe_failure, *resource_limits(),
+        hello = AgentHello(
+            launch.incarnation, launch.tag, launch.node, socket.gethostname(), os.getpid(), boot_id(),
+            self._probe_failure, *resource_limits(),
             snapshot_address=self._snapshot_server.address, findings=findings, now=time.monotonic(),
         )  # fmt: skip
-        return [me, *self._vanished.values()]
+        return [hello, *self._vanished.values()]
 
     def _on_message(self, message: Any) -> None:
         match message:
@@ -296,7 +303,7 @@ class _Agent:
 
     # ── sweeping ───────────────────────────────────────────────────────────────────────────────────────────────────
     async def _sweep(self, paths: Collection[str], matches: Callable[[Process], bool]) -> None:
-        """End those processes of the steps at ``paths`` that are ``which``."""
+        """Kill the processes of the steps with the launch files ``paths`` for which ``matches`` is true."""
 
         def find() -> list[Process]:
             return [
@@ -307,25 +314,29 @@ class _Agent:
         if swept and self._monitor is not None:
             self._monitor.on_our_kill()
         if left:
-            _log.error("processes do not end on SIGKILL: %s", [process.pid for process in left])
+            _log.error("processes did not end on SIGKILL: %s", [process.pid for process in left])
 
     async def _end_incarnation(self, incarnation: Incarnation, tag: str) -> None:
-        """Another life on this node is no longer believed, and perhaps does not hear it. One that a shadow became is
-        found by its step's tag."""
-        theirs = [
-            path for path, one in self._launches.items() if one and (one.incarnation == incarnation or one.tag == tag)
+        """Kill the step of a fenced incarnation, which may not receive the Fenced message itself.
+
+        The launch file of a promoted standby names another incarnation, so that its step is found by the tag.
+        """
+        paths = [
+            path
+            for path, launch in self._launches.items()
+            if launch and (launch.incarnation == incarnation or launch.tag == tag)
         ]
-        await self._sweep(theirs, _is_not_agent)
+        await self._sweep(paths, _is_not_agent)
 
     def _run_is_over(self) -> bool:
         run = self._supervisor.run
         try:
             return run.summary.exists() or _removed(run.path, self._device)
-        except OSError:  # storage that is away says nothing
+        except OSError:  # unreachable storage does not mean that the run is over
             return False
 
     async def _terminate_remaining(self) -> None:
-        """The run is over and nobody came to stop these steps: ask them, then make sure."""
+        """End the remaining steps after the run's end: SIGTERM, their grace, then a sweep."""
         for process in self._running_steps.values():
             send_signal(process, SIGTERM)
         grace = max((launch.grace for path in self._running_steps if (launch := self._launches[path])), default=0.0)
@@ -333,26 +344,29 @@ class _Agent:
         while self._running_steps and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(RECHECK_DELAY_S)
 
-        mine = self._supervisor.launch_file  # the readers', which are asked to end: none is killed that holds a driver
-        await self._sweep([path for path, launch in self._launches.items() if launch and path != mine], _is_not_agent)
+        own = self._supervisor.launch_file  # the readers' mark: they are stopped gently, since they may be in a driver
+        await self._sweep([path for path, launch in self._launches.items() if launch and path != own], _is_not_agent)
 
     def _add_task(self, task: asyncio.Future[Any]) -> None:
-        """Tasks that nobody waits for are held until they end; what went wrong in them is logged."""
+        """Keep a reference to a task until it ends, and log its exception."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(log_failure)
 
 
 def _removed(folder: Path, device: int) -> bool:
-    """Somebody removed it: where its storage is away instead, the file system below is another one."""
+    """Tell whether a folder was removed, rather than unmounted.
+
+    ``device`` is the folder's file system: if it was unmounted, its nearest existing parent is on another one.
+    """
     if folder.exists():
         return False
-    left = next(above for above in folder.parents if above.exists())
-    return os.stat(left).st_dev == device
+    ancestor = next(parent for parent in folder.parents if parent.exists())
+    return os.stat(ancestor).st_dev == device
 
 
 def _listen_host(launch: Launch) -> str:
-    """Where other nodes reach this one; empty where they do not (then roles cannot listen here either, and say so)."""
+    """Return the address at which other nodes reach this one; empty if there is none, which roles report themselves."""
     try:
         return node_environment(launch)[ADDRESS_ENV]
     except NoAddress:
@@ -369,12 +383,15 @@ def _is_not_agent(process: Process) -> bool:
 
 
 def _is_orphan(process: Process) -> bool:
-    """What a first process started, and that one has ended. A wrapper on the way to a first process carries no mark."""
+    """Tell whether a process was started by a step's first process that has ended.
+
+    A wrapper that will exec a first process has no mark yet and is not an orphan.
+    """
     if not process.step:
         return False
     pid, _, started = process.step.partition(".")
-    first = read_process(int(pid))
-    return first is None or str(first.started) != started
+    first_process = read_process(int(pid))
+    return first_process is None or str(first_process.started) != started
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Monitor the health of the agent's node: readers in processes of their own, and the checks over their readings.
+"""Monitors the health of the agent's node, with readers in processes of their own and checks over their readings.
 
 One round runs before the agent reports the node (admission), later ones as readings arrive. A finding is sent when it
-changes, and all of them to every new manager. Nothing here blocks the agent's heartbeats: a reader that hangs, dies or
-never starts is reported once. The hardware that was seen is stored for the next agent of the node.
+changes, and all findings are sent to every new manager. Nothing here blocks the agent's heartbeats: a reader that
+hangs, dies or never starts is reported once. The node's hardware inventory is stored for the next agent of the node.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from ..launcher.environment import boot_id, configured_readers, slurm_gpus
 _log = logging.getLogger("rrl.agent")
 
 _MAX_FILE_BYTES = 1 << 20
-"""bytes; what is longer is none of ours"""
+"""Largest size in bytes of an inventory file; a longer file was not written by an agent."""
 
 
 def load_inventory(path: Path) -> HardwareInventory | None:
-    """None where there is none that can be read."""
+    """Return the stored hardware inventory, or None if there is no readable one."""
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         if path.stat().st_size <= _MAX_FILE_BYTES:
             return msgspec.json.decode(path.read_bytes(), type=HardwareInventory)
@@ -45,25 +45,29 @@ def load_inventory(path: Path) -> HardwareInventory | None:
 
 
 def save_inventory(path: Path, inventory: HardwareInventory) -> None:
-    """A disk that is full costs a memory, and nothing else."""
+    """Store the hardware inventory; an error of the disk is ignored, because the inventory is dispensable."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, exist_ok=True)
         write_atomically(path, msgspec.json.encode(inventory))
 
 
 REPORT_INTERVAL_S = 1.0
-"""s between two judgements"""
+"""Seconds between two rounds of reports."""
 MAX_FINDINGS = 256
-"""findings of one Hello: what is larger than the manager takes would cut the agent off"""
+"""Findings in one Hello; the manager closes the connection of an agent that sends a larger message than it accepts."""
 MAX_SAMPLE_AGE_S = 10.0
-"""s after which a reading says nothing of how busy a GPU is"""
+"""Seconds after which an NVML reading no longer counts for a GPU's load; twice that for DCGM."""
 RESTORE_TIMEOUT_S = 5.0
-"""s that storage has to say what an earlier agent saw here: a node that waits for it helps nobody"""
+"""Seconds to read the inventory of an earlier agent, because hanging storage must not delay the node's admission."""
 _MOUNTS = ("/tmp", "/dev/shm")
+"""Mount points that are read on every node, besides those of the run and of the site's rules."""
 
 
 class NodeMonitor:
-    """``send`` tells the manager; what it does not hear, it hears with the next Hello."""
+    """Runs the readers and checks of one node.
+
+    ``send`` sends a finding to the manager. Findings that do not arrive are in the next Hello (:attr:`findings`).
+    """
 
     def __init__(self, launch: Launch, launch_file: str, send: Callable[[FindingReport], Awaitable[None]]) -> None:
         self._launch, self._send = launch, send
@@ -79,26 +83,32 @@ class NodeMonitor:
         self._inventory_file = RunDir(Path(launch.run_dir)).hardware_file(launch.node)
         self._job = os.environ.get("SLURM_JOB_ID", "")
         self._saved_inventory = hardware_inventory(self._node_state, self._job)
-        """as it was written last"""
+        """The hardware inventory as it was stored last."""
         self._saving: asyncio.Task[None] | None = None
         self._wakeup = asyncio.Event()
         self._findings: dict[str, Finding] = {finding.key: finding for finding in self._rule_findings}
-        """by key, as of the newest reading"""
+        """Findings of the newest evaluation, by key."""
         self._reported: dict[str, Finding] = {}
-        """as the manager knows it"""
+        """Findings that the manager knows, by key."""
         self._tasks: list[asyncio.Task[None]] = []
         self._admitting = False
-        """every reading is waited for"""
+        """Whether :meth:`start` is waiting for the readings of the admission round."""
 
-    # ── its life ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── lifecycle ──────────────────────────────────────────────────────────────────────────────────────────────────
     async def start(self, within: float, node_is_free: bool) -> None:
-        """Returns when each reader has read and no check waits for a second look, or after ``within`` s. ``vacant``: no
-        step of ours lives here, so that nobody may use the GPUs. Raises nothing: without readers the agent goes on, and
-        says so."""
+        """Start the readers and run the admission round.
+
+        It returns when every reader has read and no check needs another reading. It raises nothing: without readers the
+        agent continues and reports a finding.
+
+        Args:
+            within: seconds after which it returns at the latest; 0 to skip the admission round.
+            node_is_free: whether no step of this run is running on the node, so that no process may use its GPUs.
+        """
         await self._restore_inventory()
         try:
             await self._reader_client.start()
-        except Exception as error:  # whatever it is, the agent's beat is worth more
+        except Exception as error:  # the agent's heartbeats must continue
             self._monitoring_lost(f"readers cannot be started: {error!r}")
             self._reported = self._findings
             return
@@ -106,8 +116,8 @@ class NodeMonitor:
         if not within:
             return
         self._admitting = True
-        ours = tuple(filter(None, slurm_gpus().split(","))) or (ALL_GPUS,)  # others of a shared node are their users'
-        self._node_state.set_expected_free(ours if node_is_free else ())
+        own_gpus = tuple(filter(None, slurm_gpus().split(","))) or (ALL_GPUS,)  # other jobs may share the node
+        self._node_state.set_expected_free(own_gpus if node_is_free else ())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within):
                 while not (self._tasks[0].done() or self._all_readers_reported()):
@@ -117,25 +127,27 @@ class NodeMonitor:
         self._reported, self._admitting = self._findings, False
 
     def start_reporting(self) -> None:
-        """From now on tell what changes."""
+        """Start to send findings that change."""
         if self._tasks:
             self._wakeup.set()
             self._tasks.append(asyncio.create_task(self._guarded(self._report_loop())))
 
     async def close(self) -> None:
+        """Stop the checks and the readers."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._reader_client.close()
 
-    # ── what others ask or tell ────────────────────────────────────────────────────────────────────────────────────
+    # ── for the agent ──────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """All that is not well just now, the worst first; times are of the clock that ``Found.now`` is of."""
-        return tuple(sorted(self._reported.values(), key=lambda one: one.verdict is not Verdict.FAIL)[:MAX_FINDINGS])
+        """The current findings other than OK, FAIL first; their times are of the clock of :meth:`now`."""
+        by_severity = sorted(self._reported.values(), key=lambda finding: finding.verdict is not Verdict.FAIL)
+        return tuple(by_severity[:MAX_FINDINGS])
 
     def tensor_active(self) -> dict[str, float]:
-        """By GPU's UUID, as DCGM read it last: the share of the time in which tensor cores worked."""
+        """Return the share of time in which tensor cores were active, by GPU UUID, from a recent DCGM reading."""
         data = self._node_state.data("dcgm")
         gpus = (
             data.gpus
@@ -145,53 +157,54 @@ class NodeMonitor:
         return {gpu.uuid: gpu.tensor_active for gpu in gpus if gpu.tensor_active is not None}
 
     def gpus(self) -> tuple[Gpu, ...] | None:
-        """As NVML read them last; None where it did not, or not of late."""
+        """Return the GPUs of a recent NVML reading, or None if there is none."""
         newest = self._node_state.newest.get("nvml")
         if newest is None or not isinstance(newest.data, NvmlData) or self.now() - newest.at > MAX_SAMPLE_AGE_S:
             return None
         return newest.data.gpus
 
     def on_our_kill(self) -> None:
-        """A step of ours is ended here: what the GPUs say of it is its end, not theirs."""
+        """Take in that rrl ended a step on this node, so that GPU errors around this time are attributed to that."""
         self._node_state.on_our_kill(self.now())
 
     def set_tenant(self, gpus: Collection[str], role: str, incarnation: str) -> None:
-        """These GPUs (UUIDs) are that life's: an application's fault on them follows the application."""
+        """Set the incarnation that uses these GPUs (UUIDs), to which application errors on them are attributed."""
         self._node_state.set_tenant(gpus, role, incarnation)
 
     def on_role_death(self, gpus: Collection[str]) -> None:
-        """One died that we did not end; it had these GPUs (UUIDs)."""
+        """Take in that a role which used these GPUs (UUIDs) died without being ended by rrl."""
         self._node_state.on_role_death(gpus, self.now())
 
     @staticmethod
     def now() -> float:
+        """Return the time in seconds of the clock that all findings of this node use."""
         return time.monotonic()
 
-    # ── inside ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── tasks ──────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _evaluate_loop(self) -> None:
-        """Every reading is judged: checks count how often they saw something."""
+        """Evaluate the checks after every single reading, because they count readings in a row."""
         while True:
             self._node_state.add(await self._reader_client.next_reading())
             self._save_inventory()
-            judged = evaluate(self._node_state, self._launch.node, self._effective_rules(), self.now())
-            found = {finding.key: finding for finding in (*self._rule_findings, *judged) if _is_reported(finding)}
-            if self._admitting or found != self._findings:
-                self._findings = found
+            results = evaluate(self._node_state, self._launch.node, self._effective_rules(), self.now())
+            findings = {finding.key: finding for finding in (*self._rule_findings, *results) if _is_reported(finding)}
+            if self._admitting or findings != self._findings:
+                self._findings = findings
                 self._wakeup.set()
 
     async def _restore_inventory(self) -> None:
         with contextlib.suppress(TimeoutError):
-            past = await asyncio.wait_for(asyncio.to_thread(load_inventory, self._inventory_file), RESTORE_TIMEOUT_S)
-            if past is not None:
-                restore_inventory(self._node_state, past, self._job)
+            stored = await asyncio.wait_for(asyncio.to_thread(load_inventory, self._inventory_file), RESTORE_TIMEOUT_S)
+            if stored is not None:
+                restore_inventory(self._node_state, stored, self._job)
                 self._saved_inventory = hardware_inventory(self._node_state, self._job)
 
     def _save_inventory(self) -> None:
-        """Storage may hang: it is written beside everything else, and once at a time."""
-        past = hardware_inventory(self._node_state, self._job)
-        if past.boot_id and past != self._saved_inventory and (self._saving is None or self._saving.done()):
-            self._saved_inventory = past
-            self._saving = asyncio.create_task(asyncio.to_thread(save_inventory, self._inventory_file, past))
+        """Store a changed inventory in the background, one write at a time, because the storage may hang."""
+        inventory = hardware_inventory(self._node_state, self._job)
+        if inventory.boot_id and inventory != self._saved_inventory and (self._saving is None or self._saving.done()):
+            self._saved_inventory = inventory
+            self._saving = asyncio.create_task(asyncio.to_thread(save_inventory, self._inventory_file, inventory))
 
     def _all_readers_reported(self) -> bool:
         return all(name in self._node_state.newest for name in self._reader_names) and not pending(self._node_state)
@@ -210,10 +223,10 @@ class NodeMonitor:
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     def _effective_rules(self) -> Rules:
-        """Where the site does not say how many GPUs there are, those that the job asked for must be, if not more."""
+        """Return the site's rules, which expect at least the job's GPUs if the site does not set their number."""
         data = self._node_state.data("nvml")
-        there = len(data.gpus) if isinstance(data, NvmlData) else 0
-        if self._rules.expect.gpus is not None or there >= self._launch.gpus:
+        visible = len(data.gpus) if isinstance(data, NvmlData) else 0
+        if self._rules.expect.gpus is not None or visible >= self._launch.gpus:
             return self._rules
         expect = msgspec.structs.replace(self._rules.expect, gpus=self._launch.gpus)
         return msgspec.structs.replace(self._rules, expect=expect)
@@ -226,8 +239,8 @@ class NodeMonitor:
             await work
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # as above
-            self._monitoring_lost(f"the node's health is not watched any more: {error!r}")
+        except Exception as error:  # the agent's heartbeats must continue
+            self._monitoring_lost(f"the node's health is no longer monitored: {error!r}")
 
     def _monitoring_lost(self, why: str) -> None:
         _log.error("%s", why)
@@ -237,13 +250,13 @@ class NodeMonitor:
 
 
 def monitor_finding(launch: Launch, detector: str, text: str, now: float) -> Finding:
-    """A WARN of the agent about its own means."""
+    """Return a WARN of the agent about its own monitoring."""
     evidence = (Evidence("agent", text, now),)
     return Finding(detector, Verdict.WARN, Cause.SOFTWARE, Remedy.NONE, now, evidence, node=launch.node)
 
 
 def _rules(launch: Launch) -> tuple[Rules, tuple[Finding, ...]]:
-    """The site's rules, and what is wrong with them."""
+    """Return the site's rules; if they are invalid, the default rules and a finding about them."""
     try:
         return load_rules(), ()
     except RulesError as error:
@@ -251,5 +264,5 @@ def _rules(launch: Launch) -> tuple[Rules, tuple[Finding, ...]]:
 
 
 def _is_reported(finding: Finding) -> bool:
-    """Something is wrong, or what should be known is not: a reader hangs, GPUs that must be there cannot be read."""
+    """Tell whether a finding is reported: a failure, a warning, or something that should be known but is not."""
     return finding.verdict is not Verdict.OK and not is_uninformative(finding)

@@ -1,11 +1,11 @@
-"""``python -m rrl.roles.agent.pause_helper PID.START SHARE SECONDS [MARK]``: stops a process and continues it, for a
-time.
+"""Stops a process for a time: ``python -m rrl.roles.agent.pause_helper PID.START SHARE SECONDS [MARK]``.
 
-A process of its own, so that it can hold its own agent too, and so that the target runs again whatever happens to the
-agent: when the agent ends, the target is continued. What lasts without end has 0 seconds. With ``MARK`` it is the
-target's process group that is held, and the file says by whom, for the case that this process is killed over it
-(:func:`rrl.roles.agent.fault_injection.let_go`). Says one line before it stops anything and one once the target runs
-again.
+SHARE is the share of the time in which the target still runs (0 stops it completely), and 0 SECONDS means without end.
+With MARK, the target's whole process group is stopped. The file MARK then names this helper process, so that an agent
+can continue the target if the helper is killed (:func:`rrl.roles.agent.fault_injection.resume_process`).
+
+The helper is a process of its own, so that it can stop its own agent too. When the agent ends, the helper continues the
+target. It prints one line before it stops the target and one when the target runs again.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from ...core.processes import Process, open_pidfd, read_process
 from ..launcher.process_group import kill_group
 
 PERIOD_S = 0.1
-"""s from one stop to the next of what is slowed: far below every beat, so that it looks slow and not dead"""
+"""Seconds between two stops of a slowed target: far below every heartbeat interval, so that it looks slow, not dead."""
 
 
 def main() -> int:
+    """Pause the target as the arguments say; return 1 if it has ended already."""
     name, share, seconds = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
     mark = Path(sys.argv[4]) if len(sys.argv) > 4 else None
     parent = os.getppid()
     target = read_process(int(name.partition(".")[0]))
     fd = open_pidfd(target) if target is not None and target.name == name else None
     if target is None or fd is None:
-        sys.stderr.write(f"pid {name.partition('.')[0]} was gone\n")  # the agent reports it as the reason
+        sys.stderr.write(f"process {name.partition('.')[0]} has ended\n")  # the agent reports it as the reason
         return 1
     watched = [fd]
-    if target.pid != parent:  # who is held itself cannot be watched over it
+    if target.pid != parent:  # when the target is the agent, only the target is watched
         watched.append(os.pidfd_open(parent))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with _mark_file(mark):
         _print_line(f"SIGSTOP to {_describe(target, mark)}" + (f", {share:g} of the time left to it" if share else ""))
         if mark is None:
-            time.sleep(ANSWER_SENDING_S)  # the agent passes this on before it is stopped
+            time.sleep(ANSWER_SENDING_S)  # the agent must report the line before it is stopped
         try:
             _pause_until(
                 target, mark is not None, share, time.monotonic() + seconds if seconds else float("inf"), watched
@@ -52,12 +53,12 @@ def main() -> int:
         finally:
             alive = _signal(target, mark is not None, SIGCONT)
     with contextlib.suppress(OSError):  # the agent may be gone
-        _print_line("SIGCONT: it runs again" if alive else "it has ended")
+        _print_line("SIGCONT: the target runs again" if alive else "the target has ended")
     return 0
 
 
 def _pause_until(target: Process, group: bool, share: float, until: float, watched: list[int]) -> None:
-    """Until it is time, or the target or whoever ordered this is gone."""
+    """Stop and continue the target until the time ``until``, or until a process in ``watched`` (pidfds) ends."""
     poll = select.poll()
     for fd in watched:
         poll.register(fd, select.POLLIN)
@@ -91,9 +92,9 @@ def _mark_file(mark: Path | None) -> Iterator[None]:
     if mark is None:
         yield
         return
-    me = read_process(os.getpid())
-    assert me is not None
-    mark.write_text(me.name)
+    helper = read_process(os.getpid())
+    assert helper is not None
+    mark.write_text(helper.name)
     try:
         yield
     finally:

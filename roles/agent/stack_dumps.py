@@ -1,10 +1,9 @@
-"""What the processes of one step are doing: py-spy's dumps of them, taken by the node's agent.
+"""Dumps the Python stacks of a step's processes with py-spy, in the agent of the step's node.
 
-``py-spy dump --nonblocking`` reads another process's memory and never stops it, so that nobody stays stopped whatever
-becomes of us; who hangs does not change while it is read, and for who does not a dump now and then fails. It is a
-process of its own with a deadline: reading the memory of one in uninterruptible sleep may itself not return. Local
-variables are not asked for: they hold prompts and secrets. Where py-spy cannot, the kernel's word on the main thread
-(state, where it waits) is told instead.
+``py-spy dump --nonblocking`` never pauses the target, so a crash of the agent cannot leave it stopped. A hung process
+does not change while it is read; for a running one an occasional dump fails. Each py-spy has a deadline, because
+reading the memory of a process in uninterruptible sleep may not return. Local variables are not dumped, because they
+may contain prompts and secrets. If py-spy fails, the kernel's state of the main thread is reported instead.
 """
 
 from __future__ import annotations
@@ -20,36 +19,39 @@ from ...core.types import Incarnation
 from ...transport.messages import DumpStacks, Stacks
 
 MAX_PROCESSES = 8
-"""of a step, the biggest: ranks and engine workers are, pools of small helpers are not"""
+"""Processes of a step that are dumped, the largest first: these include ranks and engine workers, not small helpers."""
 MAX_DUMP_BYTES = 64 * 2**10
-"""of one dump: a thousand frames; eight of them fit into one message to the manager (1 MiB)"""
+"""Bytes of one dump: about a thousand frames. Eight dumps fit into one message to the manager (1 MiB)."""
 PROC_SCAN_TIMEOUT_S = 2.0
-"""s for the look at /proc; it takes some ms, but hangs with a process that is born or dies badly"""
+"""Seconds for the scan of /proc. It takes some ms, but may hang on a process that is stuck in exec or exit."""
 DUMP_TIMEOUT_S = 3.0
-"""s for one py-spy; of a role with torch it takes 0.01 s on an idle machine, and 5 MiB (measured)"""
+"""Seconds for one py-spy. For a role with torch it takes 0.01 s on an idle machine and 5 MiB (measured)."""
 TOTAL_TIMEOUT_S = 4.0
-"""s for all of them: the manager waits a little longer before it has the step ended"""
+"""Seconds for all dumps of a step; the manager waits a little longer before it ends the step."""
 _MAX_CONCURRENT = 2
-"""py-spies: what hangs leaves its cores idle, its neighbours do not"""
+"""Number of py-spy processes at a time: a hung step leaves its cores idle, but other roles of the node use theirs."""
 _KILL_TIMEOUT_S = 0.5
-"""s for a py-spy to end on SIGKILL; one in uninterruptible sleep is left to the kernel"""
+"""Seconds for a py-spy to end on SIGKILL; one in uninterruptible sleep is left to the kernel."""
 _MAX_REASON_CHARS = 200
-"""characters of py-spy's own words"""
+"""Characters of py-spy's error output that are reported."""
 _PYTHON = ("python", "pypy")
+"""Prefixes of the names of Python interpreters."""
 _STATES = {"R": "running", "S": "sleeping", "D": "disk sleep", "T": "stopped", "t": "traced", "Z": "zombie"}
 
 
 async def dump_stacks(launch_file: str, agent: Incarnation, request: DumpStacks, py_spy: str = "") -> Stacks:
-    """Dumps of the Python processes of the step that ``launch_file`` began, or why there are none. Raises nothing, and
-    returns within :data:`LOOKED_FOR` + :data:`ALL` s and a moment."""
+    """Dump the Python processes of the step of ``launch_file``, or report why there are none.
+
+    It raises nothing and returns within little more than :data:`PROC_SCAN_TIMEOUT_S` + :data:`TOTAL_TIMEOUT_S`.
+    """
     py_spy = py_spy or str(Path(sysconfig.get_path("scripts")) / "py-spy")
     try:
         async with asyncio.timeout(PROC_SCAN_TIMEOUT_S):
-            found = await asyncio.to_thread(_largest_processes, launch_file)
+            targets = await asyncio.to_thread(_largest_processes, launch_file)
     except TimeoutError:
         return Stacks(agent, request.target, request.id, error=f"/proc was not read within {PROC_SCAN_TIMEOUT_S:g} s")
-    if not found:
-        return Stacks(agent, request.target, request.id, error="no process of it is left")
+    if not targets:
+        return Stacks(agent, request.target, request.id, error="the step has no process left")
     semaphore = asyncio.Semaphore(_MAX_CONCURRENT)
     until = asyncio.get_running_loop().time() + TOTAL_TIMEOUT_S
 
@@ -57,14 +59,16 @@ async def dump_stacks(launch_file: str, agent: Incarnation, request: DumpStacks,
         async with semaphore:
             return await _dump_process(process, py_spy, min(DUMP_TIMEOUT_S, until - asyncio.get_running_loop().time()))
 
-    dumps = await asyncio.gather(*map(dump, found))
-    return Stacks(agent, request.target, request.id, dict(zip((process.pid for process in found), dumps, strict=True)))
+    dumps = await asyncio.gather(*map(dump, targets))
+    return Stacks(
+        agent, request.target, request.id, dict(zip((process.pid for process in targets), dumps, strict=True))
+    )
 
 
 async def _dump_process(process: Process, py_spy: str, within: float) -> str:
-    """py-spy's dump of it, or the kernel's word and why there is no more."""
+    """Return py-spy's dump of a process, or the kernel's state of it and why py-spy failed."""
     if not _is_python(process.pid):
-        why = "it is not Python"
+        why = "the process is not Python"
     else:
         code, out, err = await _run_py_spy([py_spy, "dump", "--nonblocking", "--pid", str(process.pid)], within)
         if code == 0 and "Thread" in out:
@@ -74,7 +78,7 @@ async def _dump_process(process: Process, py_spy: str, within: float) -> str:
 
 
 async def _run_py_spy(argv: list[str], within: float) -> tuple[int | None, str, str]:
-    """Exit code (None: it was too late), the first :data:`MOST_BYTES` of what it wrote, and of what it complained."""
+    """Return py-spy's exit code (None at the deadline) and the first :data:`MAX_DUMP_BYTES` of stdout and stderr."""
     if within <= 0:
         return None, "", ""
     try:
@@ -102,7 +106,7 @@ async def _run_py_spy(argv: list[str], within: float) -> tuple[int | None, str, 
 
 
 async def _read_up_to(stream: asyncio.StreamReader, limit: int) -> str:
-    """Its text to the end; what is beyond ``most`` bytes is read and dropped."""
+    """Read a stream to its end; return the text of the first ``limit`` bytes."""
     content = b""
     while data := await stream.read(2**16):
         content += data[: limit - len(content)]
@@ -113,28 +117,28 @@ def _failure_reason(code: int | None, err: str, within: float) -> str:
     if code is None:
         return f"py-spy did not finish within {max(within, 0.0):.3g} s"
     if "denied" in err.lower() or "not permitted" in err.lower():
-        return "py-spy may not look into it (ptrace: kernel.yama.ptrace_scope, or another user's process)"
+        return "py-spy may not read the process (ptrace: kernel.yama.ptrace_scope, or another user's process)"
     lines = [line.strip() for line in err.splitlines() if line.strip() and "backtrace" not in line.lower()]
     return f"py-spy: {' '.join(lines)[:_MAX_REASON_CHARS] or f'exit code {code}'}"
 
 
-# ── which processes, and what the kernel says of them ──────────────────────────────────────────────────────────────
+# ── selection of processes, and their kernel state ─────────────────────────────────────────────────────────────────
 def _largest_processes(launch_file: str) -> list[Process]:
-    """The biggest of the step, Python before others; without its first process, which only waits."""
+    """Return the largest Python processes of the step, or others if it has none, except its first process."""
     steps = os.path.dirname(launch_file)
-    theirs = [
+    of_step = [
         process for process in processes(steps)
         if process.launch == launch_file and process.module not in (STEP_MODULE, AGENT_MODULE)
     ]  # fmt: skip
-    python = [process for process in theirs if _is_python(process.pid)]
-    biggest = sorted(python or theirs, key=lambda process: -_resident(process.pid))[:MAX_PROCESSES]
-    return sorted(biggest, key=lambda process: (process.started, process.pid))
+    python = [process for process in of_step if _is_python(process.pid)]
+    largest = sorted(python or of_step, key=lambda process: -_resident(process.pid))[:MAX_PROCESSES]
+    return sorted(largest, key=lambda process: (process.started, process.pid))
 
 
 def _is_python(pid: int) -> bool:
     try:
         name = os.path.basename(os.readlink(f"/proc/{pid}/exe"))
-    except OSError:  # gone, or not ours to look at: py-spy will say it better
+    except OSError:  # the process has ended or belongs to another user: py-spy reports which
         return Path(f"/proc/{pid}").exists()
     return name.startswith(_PYTHON) or _embeds_python(pid)
 
@@ -146,7 +150,7 @@ def _embeds_python(pid: int) -> bool:
 
 
 def _resident(pid: int) -> int:
-    """Pages in memory; 0 when it is gone."""
+    """Return the resident pages of a process; 0 if it has ended."""
     return int((_read(pid, "statm").split() or ["0", "0"])[1])
 
 
@@ -155,11 +159,13 @@ def _name(pid: int) -> str:
 
 
 def _kernel_state(pid: int) -> str:
-    """State of the main thread, the system call that it is in and where in the kernel it waits, as far as that may be
-    read; :func:`rrl.health.detection.attribution.stack_groups.parse` reads it."""
+    """Return the state of the main thread, its system call and where it waits in the kernel, as far as readable.
+
+    :func:`rrl.health.detection.attribution.stack_groups.parse` parses this text.
+    """
     stat = _read(pid, "stat")
     if not stat:
-        return "it has ended"
+        return "the process has ended"
     state = stat[stat.rindex(")") + 2 :][:1]
     call = (_read(pid, "syscall").split() or ["unknown"])[0]
     where = _read(pid, "wchan").strip()

@@ -1,8 +1,8 @@
-"""Speaks to the manager for a command that does not use the worker API (``watch = "activity"`` in job.toml).
+"""Reports to the manager for a command that does not use the worker API (``watch = "activity"`` in job.toml).
 
-The command joins once it is started; it is in a phase of its role's own name, and each beat in which it used the CPU or
-a GPU, or wrote something, is a unit of progress. A command that busily waits is taken for one that works: only its own
-word (:func:`rrl.join`) could tell.
+The command joins once it is started. Its phase has the name of its role, and each sample in which it used the CPU or a
+GPU, or wrote something, is one unit of progress. A command that busily waits looks as if it worked; only the command
+itself could report the difference, with :func:`rrl.join`.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from .first_process import StepSupervisor, log_failure
 from .gpus import Gpus, assigned_gpus_with_timeout
 
 BUSY_CORE_SHARE = 0.01
-"""share of one core above which a command is at work; an interpreter that sleeps takes less than a tenth of it"""
+"""Share of one core above which a command counts as working; a sleeping interpreter uses less than a tenth of it."""
 SAMPLE_INTERVAL_S = 2.0
-"""s between two looks: each reads all of /proc"""
+"""Seconds between two samples; each reads all of /proc."""
 GPU_QUERY_TIMEOUT_S = 5.0
-"""s for the driver to answer; a driver that hangs is not asked again, and CPU and output are what is left"""
+"""Seconds for the driver to answer. A driver that hangs is not queried again; CPU time and output remain."""
 
 ProcessKey = tuple[int, int]
-"""pid and start time: a pid may be used again"""
+"""Pid and start time of a process; the pid alone may be reused."""
 
 
 class Usage(Struct, frozen=True):
-    """What a process has used since it began."""
+    """The resources that a process has used since it started."""
 
     ticks: int
-    """CPU time, user and system, in clock ticks"""
+    """CPU time, user and system, in clock ticks."""
     written: int
-    """bytes that it wrote, wherever to (proc(5), io: wchar)"""
+    """Bytes written to any file, pipe or socket (proc(5), io: wchar)."""
 
 
 def usage(pids: Iterable[int]) -> dict[ProcessKey, Usage]:
-    """Of those that live and may be looked into."""
+    """Return the usage of each process that is alive and readable for this user."""
     used = {}
     for pid in pids:
         try:
@@ -61,15 +61,21 @@ def usage(pids: Iterable[int]) -> dict[ProcessKey, Usage]:
 def has_worked(
     before: Mapping[ProcessKey, Usage], now: Mapping[ProcessKey, Usage], seconds: float, ticks_per_s: int
 ) -> bool:
-    """Whether these processes worked between two looks: more CPU time than :data:`BUSY`, or anything written."""
-    grown = [(one, before.get(name, Usage(0, 0))) for name, one in now.items()]
-    ticks = sum(max(0, one.ticks - old.ticks) for one, old in grown)
-    return any(one.written > old.written for one, old in grown) or ticks > BUSY_CORE_SHARE * seconds * ticks_per_s
+    """Tell whether processes worked between two samples.
+
+    They did if they wrote anything or used more than :data:`BUSY_CORE_SHARE` of a core over ``seconds``.
+    """
+    pairs = [(new, before.get(key, Usage(0, 0))) for key, new in now.items()]
+    ticks = sum(max(0, new.ticks - old.ticks) for new, old in pairs)
+    return any(new.written > old.written for new, old in pairs) or ticks > BUSY_CORE_SHARE * seconds * ticks_per_s
 
 
 @contextlib.asynccontextmanager
 async def report_activity(supervisor: StepSupervisor, pid: int, started: asyncio.Event) -> AsyncIterator[None]:
-    """Inside, once it has ``begun``, a command that does not join by itself is spoken for, where its job says so."""
+    """Report the activity of a command with ``watch = "activity"`` inside the block, once ``started`` is set.
+
+    ``pid`` is the command's process id. For any other command the block does nothing.
+    """
     if supervisor.launch.watch != "activity":
         yield
         return
@@ -84,7 +90,7 @@ async def report_activity(supervisor: StepSupervisor, pid: int, started: asyncio
 
 
 class ActivityReporter:
-    """For one command of one step: ``pid`` is the command's."""
+    """Reports the activity of one command, whose process id is ``pid``, to the manager."""
 
     def __init__(self, supervisor: StepSupervisor, pid: int) -> None:
         self._supervisor, self._pid = supervisor, pid
@@ -95,7 +101,7 @@ class ActivityReporter:
         self._gpu_ids: tuple[str, ...] = ()
 
     async def run(self, started: asyncio.Event) -> None:
-        """Until it is cancelled."""
+        """Wait until the command has started, then send a Hello and heartbeats until cancelled."""
         dialer, incarnation = self._supervisor.dialer, self._supervisor.launch.incarnation
         await started.wait()
         self._gpu_ids = await assigned_gpus_with_timeout(node_environment(self._supervisor.launch))
@@ -122,9 +128,8 @@ class ActivityReporter:
         if self._gpus is None:
             return False
         try:
-            async with asyncio.timeout(
-                GPU_QUERY_TIMEOUT_S
-            ):  # not wait_for: in Python 3.11 it can forget that it was cancelled
+            # not wait_for: in Python 3.11 it can lose a cancellation
+            async with asyncio.timeout(GPU_QUERY_TIMEOUT_S):
                 return await asyncio.to_thread(self._gpus.any_busy)
         except TimeoutError:
             self._gpus = None

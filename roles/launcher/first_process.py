@@ -1,5 +1,8 @@
-"""What the first process of every step does, be it the launcher of a role or the agent: ask whether it is wanted, obey,
-watch its own launcher, and leave an exit record."""
+"""The part that the first processes of all steps share, the launcher of a role and the agent alike.
+
+The first process requests admission from the manager, follows its stop requests, watches its parent (slurmstepd), and
+writes an exit record.
+"""
 
 from __future__ import annotations
 
@@ -27,38 +30,40 @@ from .process_group import adopt_orphans
 _log = logging.getLogger("rrl.launcher")
 
 ADMISSION_TIMEOUT_S = 60.0
-"""s to wait for the answer to Wanted: a manager that dies at the launch is replaced within its lease (10 s) and its own
-start; after that the next manager launches anew, under another tag"""
+"""Seconds to wait for the answer to an AdmissionRequest: a manager that dies during the launch is replaced within its
+lease (10 s) and its own start. After that the next manager launches the incarnation under another tag."""
 EXIT_REPORT_TIMEOUT_S = 2.0
-"""s for a manager to be there to hear StepExit; the record on disk is the truth"""
+"""Seconds to wait for a manager that can receive the StepExit; the exit record on disk is authoritative."""
 
 
 class StepSupervisor:
-    """The first process of one step. ``reason`` is None until there is a reason to leave; the first reason stands, and
-    each later one can only shorten the time that is left (``by``, of the loop's clock). ``news`` is set at every
-    change."""
+    """The first process of one step and its conversation with the manager.
+
+    ``stop_reason`` is None until there is a reason to exit. The first reason stays; a later one can only move
+    ``deadline`` (a time of the loop's clock) forward. ``wakeup`` is set at every change.
+    """
 
     def __init__(self, launch: Launch, launch_file: str) -> None:
-        me = read_process(os.getpid())
-        assert me is not None  # we are alive
-        self.launch, self.launch_file, self.process = launch, launch_file, me
+        process = read_process(os.getpid())
+        assert process is not None  # this process is alive
+        self.launch, self.launch_file, self.process = launch, launch_file, process
         self.run = RunDir(Path(launch.run_dir))
         self.node = NodeName(os.environ.get("SLURMD_NODENAME", launch.node))
         self.steps = os.path.dirname(launch_file)
-        """the folder of launch files as the manager spells it: marks are compared as text"""
+        """The folder of launch files, spelled as by the manager, because marks are compared as text."""
         self.stop_reason: ExitReason | None = None
         self.stop_detail = ""
-        """more about ``reason``, for people"""
+        """More about ``stop_reason``, for people."""
         self.deadline = float("inf")
         self.wakeup = asyncio.Event()
         self.on_connect: Callable[[], Sequence[Any]] = tuple
-        """what a (new) manager must know, beyond Wanted"""
+        """Returns the messages that every new manager receives after the AdmissionRequest."""
         self.on_message: Callable[[Any], None] = lambda message: None
-        """takes what the manager says beyond Admitted, and beyond Stop and Fenced of this life"""
+        """Handles the manager's messages other than Admitted, and Stop or Fenced of this incarnation."""
         self._exit_report: StepExit | None = None
         self._admitted = False
         self._is_duplicate = False
-        """another process lives under our tag"""
+        """Whether another process runs under the same tag."""
         self._hello_sent = asyncio.Event()
         try:
             self.keys = RunKeys.load(self.run.keys)
@@ -71,7 +76,7 @@ class StepSupervisor:
         self.dialer = Dialer(self.keys, FromManager, self._find_manager, self._hello)
 
     def request_stop(self, reason: ExitReason, grace: float, detail: str = "") -> None:
-        """End within ``grace`` s. ``detail`` says more about the reason, for people."""
+        """Request that the step ends within ``grace`` seconds; ``detail`` describes the reason for people."""
         if self.stop_reason is None:
             self.stop_reason, self.stop_detail = reason, detail
         self.deadline = min(self.deadline, asyncio.get_running_loop().time() + grace)
@@ -79,7 +84,7 @@ class StepSupervisor:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Signals, launcher and manager are heard inside."""
+        """Handle signals, the death of the parent and messages of the manager inside the block."""
         adopt_orphans()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -98,7 +103,7 @@ class StepSupervisor:
             await self.dialer.close()
 
     async def request_admission(self) -> bool:
-        """Ask whether we are wanted. False when there is a reason to leave (``reason``)."""
+        """Request admission; return False when the step must not start (:attr:`stop_reason`)."""
         pending = asyncio.create_task(self.dialer.request(self._admission_request(), ADMISSION_TIMEOUT_S))
         pending.add_done_callback(lambda task: self.wakeup.set())
         await self.wait_for(pending.done)
@@ -115,7 +120,7 @@ class StepSupervisor:
         return self.stop_reason is None
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Returns once ``over()`` (look again at every ``news``) or once there is a reason to leave."""
+        """Wait until ``condition()`` is true or a stop is requested; ``wakeup`` triggers the next check."""
         while not condition() and self.stop_reason is None:
             self.wakeup.clear()
             await self.wakeup.wait()
@@ -123,12 +128,18 @@ class StepSupervisor:
     async def finish(
         self, code: int | None, number: int | None, reason: ExitReason, detail: str = "", last_line: str = ""
     ) -> None:
-        """Write the exit record, then send it to the manager if one connects within ``LAST_WORDS`` s.
+        """Write the exit record, then send it to the manager if one connects within ``EXIT_REPORT_TIMEOUT_S``.
 
-        ``number`` is the signal that ended the command, ``said`` its last line."""
+        Args:
+            code: the command's exit code; None if it did not start or a signal ended it.
+            number: the signal that ended the command, or None.
+            reason: why the step ended.
+            detail: more about the reason, for people.
+            last_line: the last line that the command wrote.
+        """
         launch = self.launch
         if self._is_duplicate:
-            _log.error("%s; the other process continues", exit_text(reason, detail))
+            _log.error("%s: this process exits, the other one with its tag continues", exit_text(reason, detail))
             return
         _write_record(launch, ExitRecord(
             launch.tag, launch.incarnation, self.node, code, number, reason, time.time(), last_line, detail
@@ -146,7 +157,7 @@ class StepSupervisor:
         return AdmissionRequest(self.launch.incarnation, self.launch.tag, self.node, self.process.pid)
 
     def _hello(self) -> Sequence[Any]:
-        """To every manager: the old one's Admitted does not bind the next."""
+        """Return the first messages to a manager. Every manager decides about the admission of the step itself."""
         self._hello_sent.set()
         if self._exit_report is not None:
             return [self._exit_report]
@@ -165,9 +176,8 @@ class StepSupervisor:
                 if not message.ok:
                     self._is_duplicate = message.duplicate
                     self.request_stop(ExitReason.NOT_ADMITTED, 0.0, message.reason)
-            case (
-                Fenced(incarnation=self.launch.incarnation) | Fenced(tag=self.launch.tag)
-            ):  # a shadow's step goes by its tag alone
+            # after a promotion, messages name an incarnation that this launcher does not know; the tag stays
+            case Fenced(incarnation=self.launch.incarnation) | Fenced(tag=self.launch.tag):
                 self.request_stop(ExitReason.FENCED, 0.0, message.reason)
             case Stop(incarnation=self.launch.incarnation) | Stop(tag=self.launch.tag):
                 self.request_stop(ExitReason.STOPPED, message.grace)
@@ -175,12 +185,15 @@ class StepSupervisor:
                 self.on_message(message)
 
     def _watch_launcher(self) -> None:
-        """By pidfd: a parent-death signal would follow the thread that forked us, not its process."""
+        """Request a stop when the parent process ends.
+
+        This uses a pidfd: a parent-death signal would be sent when the thread that forked us ends.
+        """
         loop = asyncio.get_running_loop()
         parent = os.getppid()
-        if parent == 0:  # outside of our pid namespace: it cannot be watched from here
+        if parent == 0:  # the parent is outside of our pid namespace and cannot be watched
             return
-        if parent == 1:  # it died before we could look
+        if parent == 1:  # the parent died before this check
             self.request_stop(ExitReason.LAUNCHER_DIED, 0.0)
             return
         try:
@@ -195,18 +208,18 @@ class StepSupervisor:
             self.request_stop(ExitReason.LAUNCHER_DIED, 0.0)
 
         loop.add_reader(fd, died)
-        if os.getppid() != parent:  # it died meanwhile, and its pid may be somebody else's
+        if os.getppid() != parent:  # the parent died before pidfd_open, which may have opened a reused pid
             self.request_stop(ExitReason.LAUNCHER_DIED, 0.0)
 
 
 def _write_record(launch: Launch, record: ExitRecord) -> None:
     try:
         write_atomically(RunDir(Path(launch.run_dir)).exit_file(launch.tag), msgspec.json.encode(record))
-    except OSError as error:  # the run directory is full, or gone with the run
+    except OSError as error:  # the run directory is full or was removed
         _log.error("cannot write the exit record: %s; %s", error, record)
 
 
 def log_failure(task: asyncio.Future[Any]) -> None:
-    """Log the exception of a background task that ended with one (a done-callback); the role goes on."""
+    """Log the exception of a background task, as its done callback; the step continues."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        _log.error("a background task failed: %r", error)
+        _log.error("a background task of this step failed: %r", error)

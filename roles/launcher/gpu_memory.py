@@ -1,5 +1,8 @@
-"""Room in a role's GPUs before it starts there: what ended on them before may still be giving its memory back, and a
-role that starts into memory that is held dies of it. Where NVML does not answer, nobody waits."""
+"""Waits before a role starts until the memory of its GPUs is free.
+
+A process that ended on them may still be releasing its memory, and a role that starts before fails to allocate. If NVML
+does not answer, the role starts at once.
+"""
 
 from __future__ import annotations
 
@@ -18,30 +21,30 @@ from .gpus import assigned_gpus, handle
 from .process_group import command_env
 
 FREE_TIMEOUT_S = 50.0
-"""s for memory that is given back (NVRx: 50 s)"""
+"""Seconds to wait for memory to be released (NVRx: 50 s)."""
 POLL_INTERVAL_S = 2.0
-"""s between two looks (NVRx: 2 s)"""
+"""Seconds between two checks (NVRx: 2 s)."""
 MAX_USED_BYTES = 512 * 2**20
-"""bytes of a GPU that may be in use before a role starts (NVRx: 512 MB), without what the driver reserves"""
+"""Bytes of a GPU that may be in use when a role starts (NVRx: 512 MB), without the driver's reserve."""
 NVML_TIMEOUT_S = 20.0
-"""s for NVML itself; a driver that hangs is the readers' to find"""
+"""Seconds for NVML's own calls; the agent's readers report a driver that hangs."""
 
 CHECK_SCRIPT = "from rrl.roles.launcher.gpu_memory import main; main()"
 
 
 async def wait_until_free(supervisor: StepSupervisor) -> str:
-    """Why the command of this step cannot be started on its GPUs, after some waiting; empty: it can, as far as is
-    known. Returns early when there is a reason to leave."""
+    """Wait until the GPUs of this step are free; return why they are not, or an empty text.
+
+    The text is empty too if NVML cannot tell, or if a stop is requested before.
+    """
     launch = supervisor.launch
-    if not launch.gpus or launch.standby:  # a shadow waits beside whoever works there
+    if not launch.gpus or launch.standby:  # a standby shares its node with the processes that use the GPUs
         return ""
     try:
         env = {**os.environ, **node_environment(launch)}
     except NoAddress:
         return ""
-    env = command_env(
-        env, supervisor.launch_file, supervisor.process
-    )  # if this one is killed, its agent finds the asker
+    env = command_env(env, supervisor.launch_file, supervisor.process)  # with the marks, the agent's sweeps find it
     try:
         checker = await asyncio.create_subprocess_exec(  # in a process of its own: NVML may hang
             sys.executable,
@@ -52,7 +55,7 @@ async def wait_until_free(supervisor: StepSupervisor) -> str:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
         )
-    except OSError:  # the command itself will meet it, and say it better
+    except OSError:  # the start of the command will fail too, with a better message
         return ""
     checking = asyncio.create_task(checker.communicate())
     checking.add_done_callback(lambda _: supervisor.wakeup.set())
@@ -68,7 +71,7 @@ async def wait_until_free(supervisor: StepSupervisor) -> str:
 
 
 async def _terminate(checker: asyncio.subprocess.Process, checking: asyncio.Task[Any]) -> None:
-    """First asked: whoever holds the driver open is not killed at once."""
+    """End the checker by SIGTERM, then SIGKILL: a process inside the driver should not be killed at once."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             checker.send_signal(number)
@@ -78,7 +81,7 @@ async def _terminate(checker: asyncio.subprocess.Process, checking: asyncio.Task
 
 
 def main() -> None:
-    """In the asker's process: wait for room, say why there is none. Silent where NVML says nothing."""
+    """Wait in the checker process for free GPU memory, and print why there is none; print nothing if NVML fails."""
     try:
         import pynvml
     except ImportError:
@@ -89,28 +92,28 @@ def main() -> None:
     except pynvml.NVMLError:
         return
     deadline = time.monotonic() + FREE_TIMEOUT_S
-    while full := _occupied_gpus(pynvml, gpus):
+    while occupied := _occupied_gpus(pynvml, gpus):
         if time.monotonic() >= deadline:
-            sys.stdout.write("; ".join(full))  # the answer to the process that asked
+            sys.stdout.write("; ".join(occupied))  # wait_until_free reads it
             return
         time.sleep(POLL_INTERVAL_S)
 
 
 def _occupied_gpus(pynvml: Any, gpus: dict[str, Any]) -> list[str]:
-    found = []
+    descriptions = []
     for name, gpu in gpus.items():
         try:
             used = pynvml.nvmlDeviceGetMemoryInfo(gpu, version=pynvml.nvmlMemory_v2).used
-        except (pynvml.NVMLError, AttributeError):  # older drivers count what they reserve for themselves as used
+        except (pynvml.NVMLError, AttributeError):  # older drivers count their own reserve as used
             continue
         if used > MAX_USED_BYTES:
-            found.append(f"{used // 2**20} MiB of GPU {name} are still in use{_occupants_text(pynvml, gpu)}")
-    return found
+            descriptions.append(f"{used // 2**20} MiB of GPU {name} are still in use{_occupants_text(pynvml, gpu)}")
+    return descriptions
 
 
 def _occupants_text(pynvml: Any, gpu: Any) -> str:
     try:
-        pids = sorted(one.pid for one in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu))
+        pids = sorted(process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu))
     except pynvml.NVMLError:
         return ""
-    return f" by {', '.join(f'process {pid}' for pid in pids[:4])}" if pids else " and no process of it is known"
+    return f" by {', '.join(f'process {pid}' for pid in pids[:4])}" if pids else "; NVML lists no process on it"

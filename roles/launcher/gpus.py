@@ -1,4 +1,4 @@
-"""Which GPUs a role has got, so that two roles that were given the same one are found out; and whether they work."""
+"""The GPUs assigned to a role, by which the manager detects two roles on one GPU, and whether kernels run on them."""
 
 from __future__ import annotations
 
@@ -10,29 +10,33 @@ from typing import Any
 from .environment import GPUS_ENV
 
 DRIVER_TIMEOUT_S = 5.0
-"""s for the driver to say which GPUs these are; one that hangs keeps nobody from joining"""
+"""Seconds for the driver to name the GPUs; after that a role joins without naming them."""
 
 
 async def assigned_gpus_with_timeout(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """As :func:`held_gpus`; nothing where the driver does not answer."""
+    """Return :func:`assigned_gpus`, or an empty tuple if the driver does not answer in time."""
     try:
-        async with asyncio.timeout(DRIVER_TIMEOUT_S):  # Python 3.11's wait_for may forget a cancellation
+        async with asyncio.timeout(DRIVER_TIMEOUT_S):  # Python 3.11's wait_for may lose a cancellation
             return await asyncio.to_thread(assigned_gpus, environ)
     except TimeoutError:
         return ()
 
 
 def assigned_gpus(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """UUIDs, where nvidia-ml-py and a driver say them; else Slurm's numbers of them on this node; nothing where Slurm
-    gave none, as on the local cluster, where nothing keeps roles apart. May hang as long as the driver does."""
-    given = tuple(name for name in environ.get(GPUS_ENV, "").split(",") if name)
-    if not given:
+    """Return the GPUs that Slurm assigned to this step.
+
+    They are named by UUID if nvidia-ml-py and a driver are available, else by Slurm's numbers on this node. The result
+    is empty if Slurm assigned none, as on the local cluster, where roles share the GPUs. The call hangs if the driver
+    does.
+    """
+    numbers = tuple(name for name in environ.get(GPUS_ENV, "").split(",") if name)
+    if not numbers:
         return ()
-    return _uuids(environ.get("CUDA_VISIBLE_DEVICES", "")) or given
+    return _uuids(environ.get("CUDA_VISIBLE_DEVICES", "")) or numbers
 
 
 def _uuids(visible: str) -> tuple[str, ...]:
-    """What CUDA_VISIBLE_DEVICES names: numbers among the GPUs that this process may open, or UUIDs."""
+    """Return the UUIDs of the GPUs in CUDA_VISIBLE_DEVICES, which holds UUIDs or numbers among the visible GPUs."""
     try:
         import pynvml
     except ImportError:
@@ -54,7 +58,10 @@ def _uuid(pynvml: Any, name: str) -> str:
 
 
 def handle(pynvml: Any, name: str) -> Any:
-    """NVML's, by its number among those that this process may open, or its UUID. Raises NVMLError."""
+    """Return NVML's handle of a GPU, by its number among the GPUs that this process may open, or by its UUID.
+
+    Raises NVMLError.
+    """
     if name.isdigit():
         return pynvml.nvmlDeviceGetHandleByIndex(int(name))
     return pynvml.nvmlDeviceGetHandleByUUID(name)
@@ -67,7 +74,10 @@ class Gpus:
         self._handles: list[Any] | None = None
 
     def any_busy(self) -> bool:
-        """NVML's nvmlDeviceGetUtilizationRates, gpu: percent of the past second or so in which a kernel ran."""
+        """Tell whether a kernel ran on any of the GPUs within the past second or so.
+
+        The source is ``gpu`` of NVML's nvmlDeviceGetUtilizationRates. Without NVML the answer is False.
+        """
         try:
             import pynvml
         except ImportError:
@@ -84,5 +94,5 @@ class Gpus:
 
 
 def _visible(count: int) -> list[str]:
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [str(i) for i in range(count)] if given is None else [name for name in given.split(",") if name]
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [str(i) for i in range(count)] if names is None else [name for name in names.split(",") if name]

@@ -1,4 +1,4 @@
-"""Start the role's command in a process group of its own, and count the run's processes on a node.
+"""Starts the role's command in a process group of its own, and lists the run's processes on a node.
 
 :mod:`rrl.core.processes` recognises and ends processes; this module adds what the step and the agent need. A warm
 standby imports and builds beside roles that work: its session gets a low priority (the autogroup of sched(7)), which
@@ -35,20 +35,22 @@ _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _YOUNG_PROCESS_S = 30.0
-"""s; a process of this age or less is read again at each census: a wrapper may yet exec into a first process"""
+"""Seconds. A process of this age or less is read again at each census: a wrapper may still exec a first process."""
 _CENSUSES_PER_FULL_SCAN = 10
-"""censuses; then the old strangers are read again too, for a pid that was reused between two censuses"""
+"""Censuses after which older processes of others are read again too, because a pid may have been reused."""
 
 
 def adopt_orphans() -> None:
-    """Whatever leaves its session below us becomes our child, not init's: :func:`end_descendants` then finds it even if
-    it has wiped its environment."""
+    """Make this process the parent of orphaned descendants (PR_SET_CHILD_SUBREAPER).
+
+    :func:`end_descendants` then finds them even if they started a new session and cleared their environment.
+    """
     if _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 class ProcessGroup:
-    """A command in a new session, and so a process group whose id is its pid. It dies with us, even by SIGKILL.
+    """A command in a new session, whose process group id is its pid. The kernel kills it when this process dies.
 
     Start it on the main thread: PR_SET_PDEATHSIG watches the thread that forked.
     """
@@ -58,7 +60,7 @@ class ProcessGroup:
         self._popen = popen
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = loop.create_future()
-        """Done as soon as the command has ended. It stays a zombie until :meth:`reap`: its group id stays ours."""
+        """Done when the command has ended; it stays a zombie until :meth:`reap`, so that its group id is not reused."""
         self._pidfd = os.pidfd_open(popen.pid)
         loop.add_reader(self._pidfd, self._on_end)
         loop.add_signal_handler(signal.SIGCHLD, _reap_orphans, self.pid)
@@ -67,20 +69,30 @@ class ProcessGroup:
     def start(
         cls, argv: Sequence[str], env: Mapping[str, str], cwd: str, out: int, pass_fds: Sequence[int] = ()
     ) -> ProcessGroup:
-        """Stdout and stderr go to the descriptor ``out``, stdin is empty, the descriptors ``keep`` are inherited under
-        their numbers. Raises OSError when it cannot be started."""
+        """Start a command with empty stdin.
+
+        Args:
+            argv: the command.
+            env: its complete environment.
+            cwd: its working directory.
+            out: descriptor for its stdout and stderr.
+            pass_fds: further descriptors that it inherits, under the same numbers.
+
+        Raises:
+            OSError: the command cannot be started.
+        """
         return cls(subprocess.Popen(
             argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
             pass_fds=pass_fds,
-            preexec_fn=_set_parent_death_signal(os.getpid()),  # safe: one prctl, and the only other threads are libzmq's
+            preexec_fn=_set_parent_death_signal(os.getpid()),  # safe: one prctl; only libzmq has other threads
         ))  # fmt: skip
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Signal the whole group; it may be empty. Never after :meth:`reap`."""
+        """Signal the whole group, which may be empty. Do not call this after :meth:`reap`."""
         kill_group(self.pid, number)
 
     def reap(self) -> tuple[int | None, int | None]:
-        """Exit code or signal. Only after ``ended``."""
+        """Return (exit code, None) or (None, signal number). Call this only after ``ended``."""
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
         status = self._popen.wait()
         return (status, None) if status >= 0 else (None, -status)
@@ -92,7 +104,7 @@ class ProcessGroup:
 
 
 def kill_group(group: int, number: signal.Signals = signal.SIGKILL) -> bool:
-    """Signal a process group. False when there is none (left). Raises PermissionError."""
+    """Signal a process group; return False if it does not exist. Raises PermissionError."""
     try:
         os.killpg(group, number)
         return True
@@ -101,10 +113,13 @@ def kill_group(group: int, number: signal.Signals = signal.SIGKILL) -> bool:
 
 
 def end_descendants(me: Process, within: float) -> list[Process]:
-    """End everything that process ``me`` (this one) has started, in whatever session; the command itself is reaped.
+    """Kill every process that this process ``me`` has started, in any session.
 
-    Returns what could not be ended within ``within`` s. There are two ways to find them, for each has its gap:
-    children that were handed back to us (:func:`adopt_orphans`), and the mark.
+    Call this after the command itself is reaped. Descendants are found in two ways, because each has a gap: by their
+    parent (:func:`adopt_orphans`), and by the mark in their environment.
+
+    Returns:
+        The processes that did not end within ``within`` seconds.
     """
 
     def find() -> list[Process]:
@@ -119,41 +134,46 @@ def end_descendants(me: Process, within: float) -> list[Process]:
 
 
 class Census:
-    """The living processes of one run on this machine, taken again and again at little cost.
+    """Lists the live processes of one run on this machine, repeatedly and at little cost.
 
-    Strangers, other users' processes among them, are by far the most: once they are old they are remembered, and not
-    looked at. Of ours that are old it is looked only whether they live.
+    Most processes do not belong to the run. Once they are old, their pids are remembered and not read again. Of old
+    processes of the run, only their start time is checked again.
     """
 
     def __init__(self, steps: str) -> None:
         self._steps, self._me, self._user = steps, os.getpid(), os.geteuid()
-        self._strangers: set[int] = set()
+        self._foreign: set[int] = set()
+        """Pids of old processes that do not belong to the run."""
         self._old_own: dict[int, Process] = {}
-        """old ones"""
+        """Old processes of the run, by pid."""
         self._count = 0
 
     def scan(self) -> list[Process]:
+        """Return the processes of the run, with their marks."""
         old = (time.clock_gettime(time.CLOCK_BOOTTIME) - _YOUNG_PROCESS_S) * os.sysconf("SC_CLK_TCK")
         full = not self._count % _CENSUSES_PER_FULL_SCAN
         self._count += 1
-        known, before = (set[int](), dict[int, Process]()) if full else (self._strangers, self._old_own)
-        strangers, self._old_own = set[int](), {}
-        found: list[Process] = []
+        known, before = (set[int](), dict[int, Process]()) if full else (self._foreign, self._old_own)
+        foreign, self._old_own = set[int](), {}
+        own: list[Process] = []
         for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
             if pid in known:
-                strangers.add(pid)
+                foreign.add(pid)
             elif pid != self._me and (process := self._process(pid, before.get(pid))) is not None:
                 if belongs_to_run(process, self._steps):
-                    found.append(process)
+                    own.append(process)
                     if process.started < old:
                         self._old_own[pid] = process
                 elif process.started < old:
-                    strangers.add(pid)
-        self._strangers = strangers
-        return found
+                    foreign.add(pid)
+        self._foreign = foreign
+        return own
 
     def _process(self, pid: int, before: Process | None) -> Process | None:
-        """With its marks, if it is ours to read; None when it is gone. ``before``: as it was read last."""
+        """Return a process, with its marks if this user may read them; None if it has ended.
+
+        ``before`` is the process as an earlier census read it.
+        """
         process = read_process(pid)
         if process is None:
             return None
@@ -166,23 +186,26 @@ class Census:
 
 
 def command_env(env: Mapping[str, str], launch_file: str, me: Process) -> dict[str, str]:
-    """The environment of a role's command. The marks come first; SPT_NOENV keeps setproctitle (vLLM uses it) from
-    writing titles over the environment that sweeps read."""
-    ours = {LAUNCH_ENV: launch_file, STEP_ENV: me.name, "SPT_NOENV": "1"}
-    return ours | dict(env) | ours
+    """Return ``env`` with the marks by which sweeps recognise the processes of a step.
+
+    The marks come first, and SPT_NOENV keeps setproctitle (which vLLM uses) from overwriting the environment that
+    sweeps read.
+    """
+    marks = {LAUNCH_ENV: launch_file, STEP_ENV: me.name, "SPT_NOENV": "1"}
+    return marks | dict(env) | marks
 
 
 def _set_parent_death_signal(parent: int) -> Callable[[], None]:
     def in_child() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the line above
+        if os.getppid() != parent:  # the parent died before the line above
             os._exit(1)
 
     return in_child
 
 
 def _reap_orphans(keep: int) -> None:
-    """Take leave of zombies that were handed to us, but not of the command: its pid must stay its own."""
+    """Reap the zombies among our children except the process ``keep``, whose pid must not be reused yet."""
     while True:
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -194,29 +217,31 @@ def _reap_orphans(keep: int) -> None:
 
 
 NICE = 10
-"""what nice(1) adds; a tenth of a core beside a busy loop, 1.6 % with 19 (measured)"""
+"""Nice value of a standby's session, the default of nice(1). Beside a busy loop the session gets a tenth of a core, and
+1.6 % with 19 (measured)."""
 _DEFAULT_NICE = 0
 _RETRY_INTERVAL_S = 0.03
-"""s after which the kernel, which takes ten such changes a second from all of a machine's users, is asked again"""
+"""Seconds between two tries: the kernel accepts ten such changes per second from all users of a machine together."""
 _RETRY_TIMEOUT_S = 1.0
+"""Seconds after which the priority is left as it is."""
 
 
 def lower_priority(leader: int) -> None:
-    """The session that this process leads runs when others leave it room, until it steps up."""
+    """Give the session that process ``leader`` leads a low priority, until :func:`restore_priority`."""
     _autogroup(leader, NICE)
 
 
 def allow_inspection() -> None:
     """Let processes of our own user read the memory of this one (prctl(2), PR_SET_PTRACER), as py-spy does.
 
-    Where Yama's ptrace_scope is 1, as on Ubuntu, only ancestors could, and the agent is none. Where there is no Yama
-    this does nothing.
+    With Yama's ptrace_scope at 1, as on Ubuntu, only ancestors may read it, and the agent is not an ancestor. Without
+    Yama this does nothing.
     """
     _LIBC.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
 
 def restore_priority() -> None:
-    """This process's session is as any other again."""
+    """Give the session of this process, which leads it, the default priority again."""
     _autogroup(os.getpid(), _DEFAULT_NICE)
 
 
@@ -227,10 +252,10 @@ def _autogroup(pid: int, nice: int) -> None:
             Path(f"/proc/{pid}/autogroup").write_text(str(nice))
             return
         except OSError as error:
-            if error.errno != errno.EAGAIN:  # a kernel without, or a process that has ended
+            if error.errno != errno.EAGAIN:  # the kernel has no autogroups, or the process has ended
                 return
             if time.monotonic() > until:
-                _log.warning("cannot set the session of process %d to nice %d", pid, nice)
+                _log.warning("cannot set the session of process %d to nice %d: %s", pid, nice, error.strerror)
                 return
             time.sleep(_RETRY_INTERVAL_S)
 
@@ -238,18 +263,28 @@ def _autogroup(pid: int, nice: int) -> None:
 def select_gpus(
     chosen: tuple[str, ...], current: tuple[str, ...], environ: MutableMapping[str, str] = os.environ
 ) -> tuple[str, ...]:
-    """A trainer's shadow sees all GPUs of its node; ``chosen`` of them, as :func:`rrl.roles.launcher.gpus.held_gpus`
-    names them, are what it works with from now on. Nothing of this process may have touched a GPU before. A rollout's
-    has its own from its start, works with them already, and keeps them. Returns what it holds now."""
+    """Restrict a promoted standby to its GPUs, by changing ``environ``.
+
+    A trainer's standby sees all GPUs of its node and must not have touched one before. A rollout's standby has its GPUs
+    from its start and keeps them.
+
+    Args:
+        chosen: the GPUs of the promotion, named as by :func:`rrl.roles.launcher.gpus.assigned_gpus`; empty for all.
+        current: the GPUs that the process has.
+        environ: the environment to change.
+
+    Returns:
+        The GPUs that the process has now.
+    """
     if not chosen or chosen == current:
         return current
-    given = environ.get(GPUS_ENV, "").split(",")
-    if not set(chosen) <= set(given):  # UUIDs, which CUDA takes as they are
+    numbers = environ.get(GPUS_ENV, "").split(",")
+    if not set(chosen) <= set(numbers):  # the names are UUIDs, which CUDA accepts as well
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
         return chosen
-    places = [given.index(name) for name in chosen]
+    positions = [numbers.index(name) for name in chosen]
     for name in (GPUS_ENV, *VISIBLE_DEVICES_VARIABLES):
         listed = environ.get(name, "").split(",")
-        if len(listed) == len(given):
-            environ[name] = ",".join(listed[place] for place in places)
+        if len(listed) == len(numbers):
+            environ[name] = ",".join(listed[position] for position in positions)
     return chosen

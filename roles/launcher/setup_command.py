@@ -1,6 +1,6 @@
-"""A command behind the prelude that sets up its node: started, listened to, and judged afterwards.
+"""A command behind the shell prelude that sets up its node.
 
-What is said on stderr meanwhile goes to the log at once and is remembered, because it is the reason if something fails.
+The prelude's stderr goes to the log at once, and its end is kept as the reason in case the prelude fails.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ from ...core.text import last_lines
 from .process_group import ProcessGroup
 
 _STDERR_TAIL_BYTES = 2000
-"""bytes of what was said last that are remembered"""
+"""Bytes of the end of stderr that are kept."""
 _BASH_PREFIX = rf"^{SHELL_NAME}: (eval: )?(line \d+: )?"
-"""in front of bash's own words: a line of our text, which nobody knows"""
+"""Prefix of bash's own messages. It names a line of the generated prelude, which users do not know."""
 _DRAIN_TIMEOUT_S = 1.0
-"""s for the rest of it to be read once the command has ended"""
+"""Seconds to read the rest of stderr after the command has ended."""
 
 
 class SetupCommand:
-    """One command. :meth:`trouble` tells why it was not started, once it has ended."""
+    """One command and its prelude. After its end, :meth:`failure_reason` tells why the command was not started."""
 
     def __init__(self, text: str, command: Sequence[str], env: dict[str, str], cwd: str, out: int) -> None:
-        """Starts it; stdout and stderr go to the descriptor ``out``. Raises OSError."""
+        """Start the prelude ``text`` and behind it ``command``.
+
+        Stdout and stderr go to the descriptor ``out``. Raises OSError if the process cannot be started.
+        """
         self.started = asyncio.Event()
-        """set once everything is set up and the command itself begins"""
+        """Set when the prelude is done and the command itself starts."""
         self._stderr_tail = self._reported = b""
         self._report: int | None = None
         self._stderr_thread: threading.Thread | None = None
@@ -58,7 +61,7 @@ class SetupCommand:
         self._stderr_thread.start()
 
     def failure_reason(self) -> str:
-        """Why the command was not started; empty if it was. After ``group.ended``."""
+        """Return why the command was not started, or an empty text. Call this after ``group.ended``."""
         self._read_report()
         reported = self._reported.decode(errors="replace")
         if not reported or self.started.is_set():
@@ -69,12 +72,12 @@ class SetupCommand:
         return f"{reported}: {stderr}" if stderr else reported
 
     def _read_report(self) -> None:
-        """What was reported: that the command begins, or what failed."""
+        """Read the prelude's report: that the command starts, or which part of the prelude failed."""
         if self._report is None:
             return
         try:
             data = os.read(self._report, 4096)
-        except BlockingIOError:  # nothing more, and something that was set up lives on and holds the other end
+        except BlockingIOError:  # nothing to read, and a process started by the prelude holds the other end
             return
         self._reported += data
         if self._reported == STARTED:
@@ -86,6 +89,6 @@ class SetupCommand:
 
     def _copy_stderr(self, stderr: int, log: int) -> None:
         with open(stderr, "rb", 0) as stderr_file, open(log, "wb", 0) as log_file:
-            while some := stderr_file.read(_STDERR_TAIL_BYTES):
-                self._stderr_tail = (self._stderr_tail + some)[-_STDERR_TAIL_BYTES:]
-                log_file.write(some)
+            while data := stderr_file.read(_STDERR_TAIL_BYTES):
+                self._stderr_tail = (self._stderr_tail + data)[-_STDERR_TAIL_BYTES:]
+                log_file.write(data)

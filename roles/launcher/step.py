@@ -1,8 +1,8 @@
-"""``python -m rrl.roles.launcher.step FILE``: the first process of every step.
+"""The launcher, the first process of a role's step: ``python -m rrl.roles.launcher.step FILE``.
 
-It asks the manager whether it is wanted, starts the role's command in a session of its own, keeps its log, and whatever
-happens to either of them, nothing of the command outlives it: not by SIGTERM, not by the launcher's death, not by a
-kill -9 of this process. It leaves an exit record and tells the manager. Without a manager it goes on.
+It requests admission from the manager, starts the role's command in a session of its own, keeps the command's log,
+writes an exit record and reports the exit to the manager. No process of the command outlives the launcher, whether that
+ends by SIGTERM, by the death of its parent or by SIGKILL. A command that was admitted continues without a manager.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from .setup_command import SetupCommand
 _log = logging.getLogger("rrl.launcher")
 
 KILL_TIMEOUT_BEFORE_REPORT_S = 0.5
-"""s for killed descendants to end before the exit is told: normally some ms; one that hangs in the kernel must not
-delay the repair"""
+"""Seconds for killed descendants to end before the exit is reported. They normally take some ms; one that hangs in the
+kernel must not delay the recovery."""
 KILL_TIMEOUT_BEFORE_EXIT_S = 10.0
-"""s for killed descendants to end before we leave them to the agent"""
+"""Seconds for killed descendants to end before the launcher exits and leaves them to the agent."""
 
 
 def main() -> int:
+    """Run the step of the launch file in ``sys.argv``; return the exit code of this process."""
     if len(sys.argv) != 2:
         exit_invalid_config("usage: python -m rrl.roles.launcher.step FILE.launch")
     raise_limits()
@@ -52,7 +53,7 @@ async def _run(launch: Launch, launch_file: str) -> int:
             await supervisor.finish(None, None, supervisor.stop_reason or ExitReason.STOPPED, supervisor.stop_detail)
             return 0
         occupied = await wait_until_free(supervisor)
-        if supervisor.stop_reason is not None:  # meanwhile
+        if supervisor.stop_reason is not None:  # a stop was requested during the wait
             await supervisor.finish(None, None, supervisor.stop_reason, supervisor.stop_detail)
             return 0
         if occupied:
@@ -66,7 +67,7 @@ async def _run(launch: Launch, launch_file: str) -> int:
         command = setup.group
         async with report_activity(supervisor, command.pid, setup.started):
             await _wait_until_ended(supervisor, command)
-        command.kill(SIGKILL)  # the rest of its group, before the leader's pid is free for others
+        command.kill(SIGKILL)  # the rest of its group, before reaping frees the leader's pid
         code, number = command.reap()
         left = end_descendants(supervisor.process, KILL_TIMEOUT_BEFORE_REPORT_S)
         if (failure := setup.failure_reason()) and supervisor.stop_reason is None:
@@ -76,13 +77,13 @@ async def _run(launch: Launch, launch_file: str) -> int:
             reason = supervisor.stop_reason or (ExitReason.EXITED if number is None else ExitReason.SIGNALED)
             await supervisor.finish(code, number, reason, supervisor.stop_detail, last_line)
         if left and (left := end_descendants(supervisor.process, KILL_TIMEOUT_BEFORE_EXIT_S)):
-            _log.error("processes do not end on SIGKILL: %s", [process.pid for process in left])
+            _log.error("processes did not end on SIGKILL: %s", [process.pid for process in left])
         await asyncio.to_thread(log.finish)
     return code if code is not None else 128 + (number or 0)
 
 
 def _start(supervisor: StepSupervisor) -> tuple[SetupCommand, RoleLog]:
-    """The command, and its log. Raises OSError."""
+    """Start the command and its log. Raises OSError."""
     launch = supervisor.launch
     reader, writer = os.pipe()
     try:
@@ -101,7 +102,7 @@ def _start(supervisor: StepSupervisor) -> tuple[SetupCommand, RoleLog]:
 
 
 async def _wait_until_ended(supervisor: StepSupervisor, command: ProcessGroup) -> None:
-    """Returns when the command has ended; once there is a reason to leave: SIGTERM, the grace, SIGKILL."""
+    """Wait until the command has ended. After a stop request send SIGTERM, and SIGKILL at the deadline."""
     command.ended.add_done_callback(lambda _: supervisor.wakeup.set())
     await supervisor.wait_for(command.ended.done)
     if not command.ended.done() and supervisor.deadline > asyncio.get_running_loop().time():

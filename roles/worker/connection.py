@@ -1,11 +1,12 @@
-"""The thread behind a worker: everything that a role says and hears, so that its own code may compute for minutes.
+"""The background thread of a worker, which exchanges all messages, so that the role's code may compute for minutes.
 
-One asyncio loop in one daemon thread: the dialer to the manager, the conversation with the trajectory store, the weight
-plane, the beats. What the worker API needs of it are blocking calls (:meth:`Link.call`) and a few plain attributes.
+One asyncio loop in one daemon thread runs the connection to the manager, the requests to the trajectory store, the
+weight transfers and the heartbeats. The worker API uses it through blocking calls (:meth:`ManagerConnection.call`) and
+a few attributes.
 
-A shadow has the dialer and the beats only, a rollout's an open pipe besides. Told what it becomes, it takes that life
-for good, says Hello as such under the tag of its own step, and opens the rest: one process, one connection, and no beat
-is left out.
+A standby process has only the connection and the heartbeats; a rollout's standby also has an open weight transport.
+When it is promoted, it takes the new incarnation for good, sends a Hello under it with the tag of its own step, and
+opens the rest. It keeps its process and its connection, and no heartbeat is skipped.
 """
 
 from __future__ import annotations
@@ -37,64 +38,65 @@ from ..launcher.environment import ADDRESS_ENV
 from ..launcher.gpus import assigned_gpus_with_timeout
 from ..launcher.process_group import select_gpus
 from ..trajectories.client import Refused, TrajectoryClient, store_address
-from ..trajectories.types import NewestVersion
 from ..trajectories.versions import is_publisher
 from .commit_reports import CommitReports
 from .main_thread import ProbeResponder, SelfFaults
-from .weight_sources import WeightSources
+from .weight_sources import Superseded, WeightSources, unless_set
 
 _log = logging.getLogger("rrl.worker")
 
 FENCED_EXIT = 81
-"""Exit code of a worker that learned that it is no longer believed."""
+"""Exit code of a worker that was fenced."""
 PHASE_REPORT_DELAY_S = 0.25
-"""s that a phase must last before it is told by itself; shorter ones are only seen by the next beat"""
+"""Seconds that a phase must last before it is reported in a message of its own; only heartbeats report shorter ones."""
 WELCOME_TIMEOUT_S = 600.0
-"""s for a manager to welcome a worker: longer than Slurm takes to requeue a manager (120 s)"""
+"""Seconds for a manager to welcome a worker: longer than Slurm takes to requeue a manager (120 s)."""
 STOPPING_STORE_TIMEOUT_S = 0.5
-"""s that a role which was asked to leave still waits for the store"""
+"""Seconds that a role whose stop was requested still waits for the store."""
 MAX_DROPPED_VERSIONS = 2
-"""half-received versions in a row after which the publisher itself is asked for the next one"""
+"""Partly received versions dropped in a row after which the next version is pulled from the publisher itself."""
 REFUSED_PAUSE_S = 1.0
-"""s before this process follows the weight versions again after the store refused it: the manager fences a life that is
-not current, or tells the store of it"""
+"""Seconds before this process requests the weight versions again after the store refused its incarnation."""
 STANDBY_POLL_S = 0.5
-"""s between two looks of a shadow's main thread whether SIGTERM came: what wakes it otherwise comes at once"""
+"""Seconds between two checks of a standby's main thread for SIGTERM; a promotion or a stop wakes it at once."""
 STORE_REPLICA = ReplicaId("trajectories/0")
 
 T = TypeVar("T")
 
 
 class Stopping(Exception):
-    """This role was asked to leave: :class:`rrl.Worker` takes it as the end of its ``with`` block."""
+    """A stop of this role was requested. :class:`rrl.Worker` ends its ``with`` block normally on it."""
 
 
 class ManagerConnection:
-    """Made and started by :func:`rrl.join`. Attributes are written by the loop's thread and read by the worker's."""
+    """The worker's connection to the manager, the store and the weight sources.
+
+    Public attributes are written by the connection's thread and read by the worker's threads.
+    """
 
     def __init__(self, launch: Launch, run: RunDir, keys: RunKeys, heartbeat: float, transport: dict[str, Any]) -> None:
         self.launch, self.run, self.keys = launch, run, keys
-        """``launch.incarnation`` is who speaks: a shadow's, until it becomes a member"""
+        """``launch.incarnation`` is the sender of every message; a promotion replaces it."""
         self.rank, self.world = 0, 1
-        """as the manager's Welcome said"""
+        """Rank and number of ranks from the manager's Welcome."""
         self.peers: msg.Peers | None = None
         self.stopping = threading.Event()
         self.node = NodeName(os.environ.get("SLURMD_NODENAME") or launch.node)
         self.host = os.environ.get(ADDRESS_ENV, "127.0.0.1")
-        """where this process listens, as its first process chose it"""
+        """The address on which this process listens; the launcher of its step chose it."""
         self.weights = WeightStore()
         self.faults = SelfFaults(launch, self.node, self.send, lambda after, do: self._loop.call_later(after, do))
         self.probes = ProbeResponder(self.send)
         self._heartbeat_interval, self._transport_settings = heartbeat, transport
         self._phase: tuple[str, ReplicaId | None] = (STANDBY if launch.standby else "starting", None)
-        """phase and whom it waits for: one value, so that no beat tells a mixture"""
+        """The phase and the replica it waits for, in one value so that no heartbeat mixes two phases."""
         self.blocked_on: ReplicaId | None = None
-        """whatever the phase: whom this process waits for beside it"""
+        """The replica that this process waits for, whatever the phase; None: the one that the phase names."""
         self.note = ""
-        """shown beside this replica in `rrl status`; empty: nothing"""
+        """The text shown beside this replica in `rrl status`; empty for none."""
         self._done = 0
         self._store_calls = 0
-        """threads that wait for the store: a trainer's may be two, as it commits beside its work"""
+        """Number of threads that wait for the store; a trainer may have two, because it commits in a second thread."""
         self._store_calls_lock = threading.Lock()
         self._reported_phase = ""
         self._first_work_done = False
@@ -103,39 +105,43 @@ class ManagerConnection:
         self._peers_callbacks: list[Callable[[msg.Peers], None]] = []
         self._welcomed = threading.Event()
         self._standby_over = threading.Event()
-        """a shadow need not wait any more: it became something, is to leave, or has failed"""
+        """Set when a standby stops waiting: it was promoted, is to stop, or its connection failed."""
         self._new_version = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._main, name="rrl-connection", daemon=True)
         self._failure: BaseException | None = None
         self._weight_sources = WeightSources()
         self._sources_changed = asyncio.Event()
-        """the manager or the store told something of versions or holders"""
+        """Set when the manager or the store reported new versions or weight sources."""
         self._served_version_changed = asyncio.Event()
-        """another version, or the first one, is served here"""
+        """Set when this process starts to serve a version."""
 
     # ── for the worker's thread ────────────────────────────────────────────────────────────────────────────────────
     def start(self) -> None:
-        """Returns once the manager has said Welcome; in a shadow: as what it became. Raises Stopping where a shadow is
-        asked to leave before, TimeoutError, or whatever kept the link from starting."""
+        """Start the thread and wait for the manager's Welcome; in a standby, for the Welcome after its promotion.
+
+        Raises Stopping if a standby is stopped before its promotion, TimeoutError after :data:`WELCOME_TIMEOUT_S`, or
+        the error that kept the connection from starting.
+        """
         self._thread.start()
         while self.launch.standby and not self._standby_over.wait(STANDBY_POLL_S) and not self.stopping.is_set():
             pass
         if self.launch.standby and self._failure is None:
             raise Stopping
         if not self._welcomed.wait(WELCOME_TIMEOUT_S):
-            raise TimeoutError(f"no manager of {self.run.id} said welcome within {WELCOME_TIMEOUT_S:g} s")
+            raise TimeoutError(f"no manager of {self.run.id} welcomed this worker within {WELCOME_TIMEOUT_S:g} s")
         if self._failure is not None:
             raise self._failure
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run it in the loop and wait for its result."""
+        """Run a coroutine in the connection's loop and return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def call_store(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """As :meth:`call`; meanwhile beats say that it is the store that is waited for.
+        """Run a store request like :meth:`call`; heartbeats report the store as the replica waited for.
 
-        Raises Stopping when this role was asked to leave and the store, which may have left before, does not answer."""
+        Raises Stopping if a stop was requested and the store, which may have stopped already, does not answer.
+        """
         with self._store_calls_lock:
             self._store_calls += 1
         pending = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -145,7 +151,7 @@ class ManagerConnection:
                 try:
                     return pending.result(STOPPING_STORE_TIMEOUT_S)
                 except TimeoutError:
-                    if pending.done():  # its own, or it came at this very moment
+                    if pending.done():  # the request itself timed out, or its result arrived at this moment
                         return pending.result()
                     self.faults.trigger()
                     self.probes.answer()
@@ -157,22 +163,26 @@ class ManagerConnection:
                 self._store_calls -= 1
 
     def call_soon(self, callback: Callable[..., None], *args: Any) -> None:
+        """Call ``callback`` in the connection's thread, without waiting for it."""
         self._loop.call_soon_threadsafe(callback, *args)
 
     def set_phase(self, phase: str, waits_for: ReplicaId | None = None) -> None:
+        """Enter a phase; ``waits_for`` is the replica that it waits for."""
         self._phase = (phase, waits_for)
         self.call_soon(self._schedule_phase_report, phase)
 
     @property
     def phase(self) -> tuple[str, ReplicaId | None]:
+        """The current phase and the replica that it waits for."""
         return self._phase
 
     @property
     def done(self) -> int:
-        """Units of work told as progress in this life."""
+        """Units of work that this process reported as progress."""
         return self._done
 
     def progress(self, units: int) -> None:
+        """Add ``units`` of finished work, and report the first one to the manager at once."""
         self.faults.trigger(working=True)
         self.probes.answer()
         self._done += units
@@ -181,39 +191,41 @@ class ManagerConnection:
             self.send(msg.FirstWorkDone(self.launch.incarnation))
 
     def send(self, message: Any) -> None:
-        """Tell the manager, without waiting."""
+        """Send a message to the manager without waiting."""
         asyncio.run_coroutine_threadsafe(self._dialer.send(message), self._loop)
 
     def announce(self, listens: str) -> None:
-        """From now on this replica offers a service at ``listens``."""
+        """Report ``listens`` as the address of this replica's service."""
         self._listen_address = listens
         self.call_soon(self._resend_hello)
 
     def on_commit(self, step: int, metrics: dict[str, float]) -> None:
+        """Report a step that this process has committed."""
         self.call_soon(self._commits.on_commit, step, metrics)
 
     def on_commit_found(self, step: int) -> None:
-        """The store knows of this step; the manager may not."""
+        """Report a committed step that the store knows of and the manager may not."""
         self.call_soon(self._commits.on_found, step)
 
     def announce_version(self, version: Version) -> None:
-        """Tell manager and store that ``version`` is complete and served here."""
+        """Report to the manager and the store that ``version`` is complete and served by this process."""
         self._new_version.set()
         self.call_soon(self._served_version_changed.set)
         self.call_soon(self._send_if_connected, msg.VersionAvailable(self.launch.incarnation, version))
 
     def wait_version(self, timeout: float) -> StoredVersion | None:
-        """The newest complete version; waits up to ``timeout`` s for the first one."""
+        """Return the newest complete version; wait up to ``timeout`` seconds for the first one."""
         if self.weights.current() is None:
             self._new_version.wait(timeout)
         return self.weights.current()
 
     def on_peers(self, callback: Callable[[msg.Peers], None]) -> None:
-        """``callback`` is called in the link's thread at every change, and now if peers are known."""
+        """Call ``callback`` in the connection's thread with the current peer directory, if any, and every later one."""
         self._peers_callbacks.append(callback)
         self.call_soon(self._call_back, callback)
 
     def close(self) -> None:
+        """Close all connections and end the thread."""
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(timeout=10)
             self.call_soon(self._loop.stop)
@@ -221,7 +233,8 @@ class ManagerConnection:
 
     @property
     def store(self) -> TrajectoryClient:
-        assert self._store is not None, "a shadow has no business with the store"
+        """The client of the trajectory store; a standby has none before its promotion."""
+        assert self._store is not None, "a standby process must not use the trajectory store before its promotion"
         return self._store
 
     # ── in the loop's thread ───────────────────────────────────────────────────────────────────────────────────────
@@ -251,24 +264,26 @@ class ManagerConnection:
         self._spawn(self._dialer.run(), self._receive_loop(), self._heartbeat_loop(), self._commits.run())
 
     async def _open_weight_transport(self) -> None:
-        """Weights of others come in by it, and ours go out. A rollout's shadow opens it in advance, and pulls nothing;
-        the trainer's, which has no GPU yet that a fabric's libraries may touch, once it has become something."""
+        """Open the transport that pulls weights from other replicas and serves those of this process.
+
+        A rollout's standby opens it in advance; a trainer's, which has no GPUs yet, only after its promotion.
+        """
         role, standby = self.launch.role, self.launch.standby
         if role not in (("rollout",) if standby else ("trainer", "rollout")):
             return
         if self._weight_transport is None:
-            trusted = self._transport_settings.get("trusted_network", False)  # a run of an older rrl says nothing of it
+            trusted = self._transport_settings.get("trusted_network", False)  # runs of an older rrl lack the key
             self._weight_transport = open_transport(
                 self._transport_settings["weights"], self.keys.secret, host=self.host, trusted_network=trusted
             )
             self._weight_address = await self._weight_transport.serve(self.weights, self.host)
         if not standby:
-            self._spawn(self._exchange_versions())  # its first step comes when the store's client is open
+            self._spawn(self._exchange_versions())  # the caller opens the store's client before this task runs
         if role == "rollout" and not standby:
             self._spawn(self._follow_weights(self._weight_transport))
 
     def _open_store(self) -> None:
-        # How long a store may be away is the manager's to judge: whoever gives up by itself is one more loss.
+        # no timeout: the manager decides about an unreachable store; a worker that gave up would be a second failure
         self._store = TrajectoryClient(
             self.keys, self.launch.incarnation, self._find_store, timeout=inf, weights=self._weights_step
         )
@@ -281,24 +296,24 @@ class ManagerConnection:
             self._tasks.append(task)
 
     async def _promote(self, promotion: msg.Promote) -> None:
-        """From here on every message is that life's, the Hello that it begins with included. Told again: nothing."""
+        """Take the incarnation of ``promotion``: every later message carries it. Ignore a repeated promotion."""
         if not self.launch.standby or (promotion.standby, promotion.tag) != (self.launch.incarnation, self.launch.tag):
             return
-        _log.info("%s becomes %s", self.launch.incarnation, promotion.incarnation)
+        _log.info("%s is promoted to %s", self.launch.incarnation, promotion.incarnation)
         self.launch = msgspec.structs.replace(self.launch, incarnation=promotion.incarnation, standby=False)
         self.faults.launch = self.launch
         self._gpus = select_gpus(promotion.gpus, self._gpus)
         self._phase = ("starting", None)
-        self.peers = None  # what it heard as a shadow may be hours old: the Welcome says what is true
+        self.peers = None  # the standby's peer directory may be hours old; the Welcome brings the current one
         self._weight_sources = WeightSources()
         self._open_store()
-        if self._dialer.connected:  # else it is the first word on the next connection
+        if self._dialer.connected:  # otherwise the next connection starts with the Hello
             await self._dialer.send(self._hello())
         self._spawn(self._open_weight_transport_late())
         self._standby_over.set()
 
     async def _open_weight_transport_late(self) -> None:
-        """Beside the Welcome, for which a fabric that takes its time is no reason to wait."""
+        """Open the weight transport beside the Welcome, which must not wait for a slow fabric."""
         await self._open_weight_transport()
         self._resend_hello()
 
@@ -313,7 +328,7 @@ class ManagerConnection:
         await self._dialer.close()
 
     def _hello(self) -> msg.Hello:
-        held = self.weights.current()
+        stored = self.weights.current()
         self._reported_phase = self._phase[0]
         self._commits.on_hello()
         return msg.Hello(
@@ -325,7 +340,7 @@ class ManagerConnection:
             phase=self._phase[0],
             listen_address=self._listen_address,
             weight_address=self._weight_address,
-            weight_version=held.manifest.version if held else None,
+            weight_version=stored.manifest.version if stored else None,
             gpus=self._gpus,
         )
 
@@ -336,18 +351,17 @@ class ManagerConnection:
         return store_address(self.peers)
 
     def _weights_step(self) -> int | None:
-        """The step of the weights here."""
-        held = self.weights.current()
-        return held.manifest.version.step if held else None
+        """Return the training step of the newest complete weights of this process, or None."""
+        stored = self.weights.current()
+        return stored.manifest.version.step if stored else None
 
     async def _receive_loop(self) -> None:
         while True:
             message = await self._dialer.next_push()
             if isinstance(message, msg.Welcome):
                 self._update_peers(message.peers)
-                if (
-                    message.incarnation == self.launch.incarnation and not self.launch.standby
-                ):  # one to the shadow may come late
+                # a Welcome to the standby may arrive after its promotion
+                if message.incarnation == self.launch.incarnation and not self.launch.standby:
                     self.rank, self.world = message.rank, message.world
                     self._commits.on_welcome(message.step)
                     self._welcomed.set()
@@ -357,7 +371,7 @@ class ManagerConnection:
                 self._update_peers(message)
             elif isinstance(message, msg.Fenced):
                 _log.warning("%s is fenced: %s", self.launch.incarnation, message.reason)
-                os._exit(FENCED_EXIT)  # whatever the worker's own thread is in the middle of must not go on
+                os._exit(FENCED_EXIT)  # the worker's own threads must not continue
             elif isinstance(message, msg.Stop):
                 self.stopping.set()
                 self._standby_over.set()
@@ -367,24 +381,24 @@ class ManagerConnection:
                 self.probes.on_request(message, self.launch.incarnation)
 
     def _call_back(self, callback: Callable[[msg.Peers], None]) -> None:
-        if self.peers is not None:  # the newest by now: to hear of older ones last would unsay who has come since
+        if self.peers is not None:  # not those of the registration: older peers must not follow newer ones
             callback(self.peers)
 
     def _update_peers(self, peers: msg.Peers) -> None:
         known = self.peers
         if known is not None and (peers.epoch, peers.seq) < (known.epoch, known.seq):
             return
-        moved = store_address(peers) != store_address(known)
+        store_moved = store_address(peers) != store_address(known)
         self.peers = peers
         self._weight_sources.on_peers(peers)
         self._sources_changed.set()
-        if moved and self._store is not None:
+        if store_moved and self._store is not None:
             self._store.refresh_address()
         for callback in self._peers_callbacks:
             callback(peers)
 
     async def _heartbeat_loop(self) -> None:
-        """Only while somebody hears them: beats that are kept and heard all at once look as if no phase had lasted."""
+        """Send heartbeats while connected; buffered ones, delivered together, would hide how long a phase lasted."""
         while True:
             phase, waits_for = self._phase
             if self._dialer.connected:
@@ -402,7 +416,7 @@ class ManagerConnection:
         self._send_if_connected(self._hello())
 
     def _send_if_connected(self, message: Any) -> None:
-        """For what the Hello of the next connection says as well: kept for it, old news would follow the new."""
+        """Send a message, or drop it without a connection, because the Hello of the next connection has its content."""
         if self._dialer.connected:
             self._loop.create_task(self._dialer.send(message))
 
@@ -410,31 +424,30 @@ class ManagerConnection:
         self._loop.call_later(PHASE_REPORT_DELAY_S, self._report_phase, phase)
 
     def _report_phase(self, phase: str) -> None:
-        now, waits_for = self._phase
-        if phase == now and phase != self._reported_phase:
+        current, waits_for = self._phase
+        if phase == current and phase != self._reported_phase:
             self._reported_phase = phase
             self._send_if_connected(msg.PhaseEntered(self.launch.incarnation, phase, self._done, waits_for))
 
     async def _exchange_versions(self) -> None:
-        """Tell the store which version is served here, and hear from it which one is the newest and who serves it, as
-        long as this process lives: the manager, which tells both as well, may be frozen or dead.
+        """Report to the store which version this process serves, and receive the newest version and its sources.
 
-        One request is open nearly all of the time. It is replaced when another version is served here, and the dialer
-        sends it again to a store that restarted."""
+        The manager distributes both as well, but may be frozen or dead. One request is open nearly always. It is
+        replaced when this process serves another version, and repeated to a store that restarted.
+        """
         known: Version | None = None
         while True:
             self._served_version_changed.clear()
-            held = self.weights.current()
-            version = held.manifest.version if held is not None else None
+            stored = self.weights.current()
+            version = stored.manifest.version if stored is not None else None
             if is_publisher(self.launch.incarnation):
-                if version is None:  # it has nothing to tell, and nothing to ask
+                if version is None:  # a publisher without a version has nothing to report or to request
                     await self._served_version_changed.wait()
                     continue
                 known = version
             try:
-                newest = await self._unless_served_version_changes(
-                    self.store.follow_versions(self._weight_address, version, known)
-                )
+                following = self.store.follow_versions(self._weight_address, version, known)
+                newest = await unless_set(self._served_version_changed, following)
             except Refused:
                 await asyncio.sleep(REFUSED_PAUSE_S)
                 continue
@@ -443,64 +456,44 @@ class ManagerConnection:
                 self._weight_sources.on_newest_version(newest)
                 self._sources_changed.set()
 
-    async def _unless_served_version_changes(
-        self, follow: Coroutine[Any, Any, NewestVersion | None]
-    ) -> NewestVersion | None:
-        """Return what ``follow`` does, or give it up and return None when another version is served here."""
-        following = asyncio.create_task(follow)
-        changing = asyncio.create_task(self._served_version_changed.wait())
-        try:
-            await asyncio.wait((following, changing), return_when=asyncio.FIRST_COMPLETED)
-            return following.result() if following.done() else None
-        finally:
-            following.cancel()
-            changing.cancel()
-
     async def _follow_weights(self, transport: WeightTransport) -> None:
-        """Pull every newest version, one after another; skip those that are superseded meanwhile.
+        """Pull the newest version again and again, skipping versions that are superseded before their pull starts.
 
-        What is being received is gone on with though a newer version is out, as long as its source gives: whoever is
-        slow gets every few versions one, not a piece of each. When its source is gone it is dropped for the newer one,
-        or, when nobody has all of it any more, for the older one that others have. Whoever had to drop several in a row
-        asks the publisher, which keeps a version while it is read."""
+        While its source delivers, a pull continues although a newer version exists, so that a slow replica completes
+        some versions instead of a part of each. When the source fails, the pull is dropped for the newest version that
+        is available. After :data:`MAX_DROPPED_VERSIONS` drops in a row the publisher itself is the source.
+        """
         pace, dropped = AdaptiveTimeout(), 0
         while True:
             self._sources_changed.clear()
             newest = self._weight_sources.newest
-            held = self.weights.current()
-            if newest is None or (held is not None and held.manifest.version >= newest):
+            stored = self.weights.current()
+            if newest is None or (stored is not None and stored.manifest.version >= newest):
                 await self._sources_changed.wait()
                 continue
             try:
-                chunk_timeout = self._transport_settings["chunk_deadline"]
-                current_sources = partial(self._sources, newest, dropped >= MAX_DROPPED_VERSIONS)
-                await pull(
-                    self.weights, newest, current_sources, transport, chunk_timeout=chunk_timeout, adaptive_timeout=pace
-                )
-            except _Superseded:
+                timeout_s = self._transport_settings["chunk_deadline"]
+                sources = partial(self._sources, newest, dropped >= MAX_DROPPED_VERSIONS)
+                await pull(self.weights, newest, sources, transport, chunk_timeout=timeout_s, adaptive_timeout=pace)
+            except Superseded:
                 dropped += 1
                 continue
             except PullFailed as error:
-                _log.warning("cannot pull weights %s: %s", newest, error)
+                _log.warning("cannot pull weight version %s: %s", newest, error)
                 continue
             dropped = 0
             self.announce_version(newest)
 
     def _sources(self, version: Version, direct: bool) -> tuple[msg.WeightSource, ...]:
-        """Return whom to ask now. Called again only once a source has failed."""
+        """Return the sources to pull ``version`` from; :func:`pull` calls this again only after a source failed."""
         if self._weight_sources.newest != version:
-            raise _Superseded(f"{version} is superseded")
+            raise Superseded(f"{version} is superseded")
         chain = self._transport_settings["chain"]
         return select_sources(self.launch.incarnation.replica, self._weight_sources.sources(), version, chain, direct)
 
 
-class _Superseded(PullFailed):
-    """A newer version is out, or the last one who had this one is dead; and our source of it is gone: go for the
-    newest one that somebody has."""
-
-
 def _die_on_error(task: asyncio.Task[Any]) -> None:
-    """A link without one of its tasks is deaf or dumb: better to die and be replaced."""
+    """End the process when a task of the connection fails: without it the worker could not send or receive."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        _log.critical("the connection to the manager failed, this process ends: %r", error)
+        _log.critical("a task of the connection to the manager failed; this process exits: %r", error)
         os._exit(1)

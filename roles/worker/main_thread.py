@@ -22,8 +22,8 @@ from ...core.types import Incarnation, NodeName, ProbeResult
 from ...transport.messages import Inject, Injected, Probe, ProbeReply
 
 PROBE_ALLOCATION_BYTES = 64 * 2**20
-"""bytes: twice the most that malloc takes from what it holds (mallopt(3), M_MMAP_THRESHOLD), so that the kernel is
-asked"""
+"""Bytes allocated to provoke a MemoryError: twice the largest size that malloc may serve from memory it already has
+(mallopt(3), M_MMAP_THRESHOLD), so that it must request memory from the kernel."""
 
 
 class InjectedError(RuntimeError):
@@ -31,7 +31,11 @@ class InjectedError(RuntimeError):
 
 
 class SelfFaults:
-    """``tell`` says something to the manager; ``soon(seconds, do)`` has the link's loop do it then."""
+    """Performs injected faults of one worker on itself.
+
+    ``send`` sends a message to the manager; ``call_later(seconds, callback)`` schedules a call in the connection's
+    loop.
+    """
 
     def __init__(
         self, launch: Launch, node: NodeName, send: Callable[[Injected], None],
@@ -41,66 +45,76 @@ class SelfFaults:
         self._pending: Fault | None = None
 
     def request(self, injection: Inject) -> None:
-        """In the link's thread."""
+        """Perform an exit, or store the fault for the role's thread (:meth:`trigger`), in the connection's thread."""
         fault = injection.fault
         if injection.tag != self.launch.tag:
-            self._answer(fault, False, f"{injection.tag} was meant; this is {self.launch.tag}")
+            self._answer(fault, False, f"the fault is for {injection.tag}; this is {self.launch.tag}")
         elif fault.kind is FaultKind.EXIT:
-            self._answer(fault, True, f"it ends itself with exit code {fault.amount:g}")
+            self._answer(fault, True, f"the role exits with code {fault.amount:g}")
             self._call_later(ANSWER_SENDING_S, lambda: os._exit(int(fault.amount)))
         elif fault.kind not in (FaultKind.EXCEPTION, FaultKind.ENGINE_DEAD, FaultKind.OUT_OF_MEMORY):
-            self._answer(fault, False, f"a role cannot do {fault.kind} to itself")
+            self._answer(fault, False, f"a role cannot perform {fault.kind} on itself")
         elif self._pending is not None:
-            self._answer(fault, False, f"{self._pending.kind} is still to strike")
+            self._answer(fault, False, f"{self._pending.kind} is still pending in this role")
         else:
             self._pending = fault
 
     def trigger(self, *, working: bool = False) -> None:
-        """Perform a fault that waits for the role's own thread, which calls this at each call of the worker API.
+        """Perform a pending fault. The role's thread calls this at each call of the worker API.
 
-        ``working``: the call reports finished work. Raises InjectedError or MemoryError, as the fault demands."""
+        Args:
+            working: whether the call reports finished work; ENGINE_DEAD waits for such a call.
+
+        Raises:
+            InjectedError: the fault is EXCEPTION.
+            MemoryError: the fault is OUT_OF_MEMORY.
+        """
         fault = self._pending
         if fault is None or (fault.kind is FaultKind.ENGINE_DEAD and not working):
             return
         self._pending = None
-        if fault.kind is FaultKind.OUT_OF_MEMORY:  # the agent has limited us: it fails as any other would
+        if fault.kind is FaultKind.OUT_OF_MEMORY:  # the agent has limited our address space: this allocation fails
             bytearray(PROBE_ALLOCATION_BYTES)
             return
         if fault.kind is FaultKind.EXCEPTION:
-            self._answer(fault, True, "InjectedError is raised in the role's thread")
+            self._answer(fault, True, "the role's thread raises InjectedError")
             time.sleep(ANSWER_SENDING_S)
             raise InjectedError(f"injected fault {fault.id}")
-        self._answer(fault, True, "its calls of the worker API block; it goes on to beat")
+        self._answer(fault, True, "the role's calls of the worker API block; its heartbeats continue")
         threading.Event().wait(fault.seconds or None)
-        self._answer(fault, True, "its calls go on", ended=True)
+        self._answer(fault, True, "the role's calls of the worker API no longer block", ended=True)
 
     def _answer(self, fault: Fault, ok: bool, detail: str, ended: bool = False) -> None:
         self._send(Injected(fault, ok, detail, self.launch.incarnation, self._node, ended))
 
 
 Handler = Callable[[], object]
-"""Does some work and may say in a few words what it did. What it raises is told as the reason why it could not."""
+"""A function that does a small piece of real work and may return a short text about it. An exception means that the
+probe failed."""
 _MAX_ANSWER_CHARS = 300
-"""characters of an answer"""
+"""Characters of a handler's text that are sent to the manager."""
 
 
 class ProbeResponder:
-    """Of one worker. ``tell`` says something to the manager."""
+    """Answers the probes of one worker. ``send`` sends a message to the manager."""
 
     def __init__(self, send: Callable[[ProbeReply], None]) -> None:
         self._send = send
         self._handler: Handler | None = None
         self._thread = 0
         self._pending: deque[Probe] = deque(maxlen=1)
-        """the newest, not answered yet: put by the link's thread, taken by the role's"""
+        """The newest unanswered probe, put by the connection's thread and taken by the role's."""
 
     def on_probe(self, handler: Handler) -> None:
-        """``handler`` answers from now on, in this thread."""
+        """Register ``handler`` for probes; it runs in the calling thread, inside :meth:`answer`."""
         self._thread = threading.get_ident()
         self._handler = handler
 
     def on_request(self, probe: Probe, incarnation: Incarnation) -> None:
-        """In the link's thread. ``life``: whose this process is."""
+        """Store a probe for the role's thread, or answer that it has no handler, in the connection's thread.
+
+        ``incarnation`` is the one of this process; probes of another one are ignored.
+        """
         if probe.incarnation != incarnation:
             return
         if self._handler is None:
@@ -109,11 +123,13 @@ class ProbeResponder:
             self._pending.append(probe)
 
     def answer(self) -> None:
-        """At each call of the API: if there is a question, and this is the thread that can answer it. Raises nothing:
-        what becomes of a role whose probe fails is the manager's to decide."""
+        """Answer a pending probe if this is the thread that registered the handler.
+
+        It is called at each call of the worker API and raises nothing: the manager decides about a failed probe.
+        """
         if not self._pending or self._handler is None or threading.get_ident() != self._thread:
             return
-        probe = self._pending.popleft()  # first: the handler may itself call the API
+        probe = self._pending.popleft()  # before the handler, which may call the API itself
         try:
             result = self._handler()
         except Exception as error:

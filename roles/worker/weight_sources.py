@@ -1,21 +1,32 @@
-"""Which weight version a rollout pulls next and whom it asks, from the manager's ``Peers`` and the store's news.
+"""Selects the weight version that a rollout pulls next and its sources, from reports of the manager and the store.
 
-While the manager is present it names every replica that serves weights, from which the chains of relays follow, and it
-fences. The store names a version as soon as the trainer has published it, and a few replicas that serve it. What the
-store says counts where the manager has not said it yet: a newer version, a trainer of a later incarnation. A life that
-the manager has fenced is not asked, whoever names it.
+The manager's ``Peers`` name every replica that serves weights, from which the relay chains follow, and fence
+incarnations. The store names a version as soon as the trainer has published it, and a few replicas that serve it. Its
+report is used where it is newer than the manager's: a newer version, or a trainer of a later incarnation. An
+incarnation that the manager has fenced is never a source.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
 from ...core.types import ReplicaId, Version
 from ...transport.messages import Peers, WeightSource
+from ...transport.weights.pull import PullFailed
 from ..trajectories.leases import Membership
 from ..trajectories.types import NewestVersion
 
+T = TypeVar("T")
+
+
+class Superseded(PullFailed):
+    """A pull is dropped: its source failed, and another version is now the newest that a source serves."""
+
 
 class WeightSources:
-    """The latest word of the manager and of the store. Belongs to one asyncio loop."""
+    """The newest reports of the manager and the store about weight versions. Used by one asyncio loop only."""
 
     def __init__(self) -> None:
         self._membership = Membership()
@@ -28,39 +39,49 @@ class WeightSources:
         self._membership.update(peer.incarnation for peer in peers.peers.values())
 
     def on_newest_version(self, newest: NewestVersion | None) -> None:
-        """Take in the store's answer; None, which a store gives that has just restarted, changes nothing."""
+        """Take in the store's answer; None, which a store returns after a restart, changes nothing."""
         self._from_store = newest or self._from_store
 
     @property
     def newest(self) -> Version | None:
-        """The newest version that somebody serves who is not fenced, as far as is known."""
-        named = [self._from_manager.newest if self._from_manager is not None else None]
+        """The newest version that an incarnation which is not fenced is known to serve, or None."""
+        versions = [self._from_manager.newest if self._from_manager is not None else None]
         if self._from_store is not None and self._current_sources():
-            named.append(self._from_store.version)
-        return max((version for version in named if version is not None), default=None)
+            versions.append(self._from_store.version)
+        return max((version for version in versions if version is not None), default=None)
 
     def sources(self) -> tuple[WeightSource, ...]:
-        """Every replica that serves weights: those that the manager named, each brought up to date by what the store
-        says of it, and those that only the store named."""
+        """Return every replica that serves weights, with the newest state that the manager or the store reported."""
         sources: dict[ReplicaId, WeightSource] = {}
-        for holder in (
+        for source in (
             *(self._from_manager.weight_sources if self._from_manager is not None else ()),
             *self._current_sources(),
         ):
-            other = sources.get(holder.incarnation.replica)
-            if other is None or _order(holder) > _order(other):
-                sources[holder.incarnation.replica] = holder
+            other = sources.get(source.incarnation.replica)
+            if other is None or _order(source) > _order(other):
+                sources[source.incarnation.replica] = source
         return tuple(sources.values())
 
     def _current_sources(self) -> list[WeightSource]:
-        """The store's holders without those that the manager has fenced since."""
-        named = self._from_store.sources if self._from_store is not None else ()
-        return [holder for holder in named if self._membership.fenced_reason(holder.incarnation) is None]
+        """Return the sources that the store named, without those that the manager has fenced since."""
+        sources = self._from_store.sources if self._from_store is not None else ()
+        return [source for source in sources if self._membership.fenced_reason(source.incarnation) is None]
 
 
-def _order(holder: WeightSource) -> tuple[int, Version]:
-    return holder.incarnation.number, holder.version or _NO_VERSION
+def _order(source: WeightSource) -> tuple[int, Version]:
+    return source.incarnation.number, source.version or _NO_VERSION
 
 
 _NO_VERSION = Version(-1, -1)
-"""older than every version"""
+"""A version older than every real one."""
+
+
+async def unless_set(event: asyncio.Event, request: Coroutine[Any, Any, T]) -> T | None:
+    """Return the result of ``request``; cancel it and return None if ``event`` is set first."""
+    requesting, waiting = asyncio.create_task(request), asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait((requesting, waiting), return_when=asyncio.FIRST_COMPLETED)
+        return requesting.result() if requesting.done() else None
+    finally:
+        requesting.cancel()
+        waiting.cancel()

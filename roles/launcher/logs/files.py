@@ -1,4 +1,4 @@
-"""The log file of one life: rotated by size, limited in rate. What a role writes becomes whole lines with their times.
+"""The log file of one step: rotation by size, a rate limit, and a timestamp for each line of the role's output.
 
 Nothing here raises: a full or failing disk costs lines, not the run.
 """
@@ -15,23 +15,28 @@ from pathlib import Path
 from ....core.log_lines import STAMP_BYTES, missing_notice, second_text
 
 FILE_BYTES = 64 * 2**20
-"""size at which a file is rotated"""
+"""Bytes at which a file is rotated."""
 FILES = 3
-"""files kept: ``<tag>.log``, ``<tag>.log.1`` (older), ``<tag>.log.2`` (oldest)"""
+"""Number of files kept: ``<tag>.log``, ``<tag>.log.1`` (older), ``<tag>.log.2`` (oldest)."""
 RATE_BYTES_PER_S = 1 * 2**20
-"""bytes/s written on average: a flood of three minutes fits the files, 100 floods load the storage by 100 MiB/s"""
+"""Bytes per second written on average: three minutes at this rate fit into the files, and 100 roles at this rate load
+the storage with 100 MiB/s."""
 BURST_BYTES = 16 * 2**20
-"""bytes that may come at once: a long traceback from every thread, a table at start"""
+"""Bytes that may be written at once, such as tracebacks of all threads or a table at the start."""
 MAX_LINE_BYTES = 16 * 2**10
-"""a longer line becomes several, as Docker's json-file driver does it"""
+"""Bytes above which a line is split, as by Docker's json-file driver."""
 PARTIAL_LINE_TIMEOUT_S = 1.0
-"""s that an unfinished line waits for its end: then it is written as it is"""
+"""Seconds that an unfinished line waits for its end before it is written as it is."""
 _RESUME_SHARE = 1 / 16
-"""of the burst: who was cut off writes again once he may write so much, else a flood is a comb of single lines"""
+"""Share of the burst that must be available again before a limited role's output is written again; without it, a flood
+would leave single scattered lines."""
 
 
 class RotatingLog:
-    """Appends to ``path``; the one writer of that file, for O_APPEND is not atomic between the clients of an NFS."""
+    """Appends to the file ``path`` and rotates it.
+
+    It must be the only writer of the file, because O_APPEND is not atomic between NFS clients.
+    """
 
     def __init__(self, path: Path, *, file_bytes: int = FILE_BYTES, files: int = FILES) -> None:
         self._path, self._file_bytes, self._files = path, file_bytes, files
@@ -39,7 +44,7 @@ class RotatingLog:
         self._size = 0
 
     def append(self, data: bytes) -> int:
-        """How many bytes of some whole lines were written: all, unless the disk is full or away."""
+        """Write whole lines; return how many bytes were written: all, unless the disk is full or unreachable."""
         done = 0
         try:
             if self._size and self._size + len(data) > self._file_bytes:
@@ -52,12 +57,12 @@ class RotatingLog:
                 written = os.write(self._fd, view[done:])
                 self._size += written
                 done += written
-        except OSError:  # ENOSPC, ESTALE, quota: opened anew when there may be room again
+        except OSError:  # ENOSPC, ESTALE, quota: the next append opens the file again
             self._close_file()
         return done
 
     def close(self) -> bool:
-        """False when what was appended may not have reached the disk."""
+        """Fsync and close the file; return False if the appended lines may not be on the disk."""
         try:
             if self._fd is not None:
                 os.fsync(self._fd)
@@ -79,12 +84,12 @@ class RotatingLog:
     def _close_file(self) -> None:
         fd, self._fd, self._size = self._fd, None, 0
         if fd is not None:
-            with contextlib.suppress(OSError):  # NFS may tell only here what it could not write, too late to act on
+            with contextlib.suppress(OSError):  # NFS may report a failed write only here, too late to repeat it
                 os.close(fd)
 
 
 class RateLimiter:
-    """Lets through what a rate allows, by whole lines. ``dropped`` counts the bytes that it did not."""
+    """Limits a byte stream to an average rate and a burst, by whole lines; ``dropped`` counts the discarded bytes."""
 
     def __init__(
         self, rate: float = RATE_BYTES_PER_S, burst: int = BURST_BYTES, clock: Callable[[], float] = time.monotonic
@@ -96,7 +101,7 @@ class RateLimiter:
         self._within_dropped_line = False
 
     def admit(self, data: bytes) -> bytes:
-        """The part of ``data`` that may be written; a line counts with its time."""
+        """Return the beginning of ``data`` that may be written; each line counts with its timestamp."""
         now = self._clock()
         self._tokens = min(self._burst, self._tokens + (now - self._filled) * self._rate)
         self._filled = now
@@ -109,7 +114,7 @@ class RateLimiter:
         if cost <= max(0.0, self._tokens):
             self._tokens -= cost
             return data
-        cut = data.rfind(b"\n", 0, int(len(data) * self._tokens / cost)) + 1  # as if all lines were of one length
+        cut = data.rfind(b"\n", 0, int(len(data) * self._tokens / cost)) + 1  # assumes lines of similar length
         self._tokens -= cost * cut / len(data)
         return self._refuse(data[:cut], data[cut:])
 
@@ -130,10 +135,11 @@ class RateLimiter:
 
 
 class LineTimestamper:
-    """Makes whole lines with their times of what comes in pieces.
+    """Splits a byte stream into lines and puts a timestamp before each.
 
-    A line that a carriage return writes over (a progress bar) is written in its newest state only: at its end, or every
-    ``HELD`` s. The clock gives ns since the epoch; one that is set back makes times stand still.
+    Of a line that carriage returns overwrite (a progress bar), only the newest state is written: at the line's end, or
+    every ``PARTIAL_LINE_TIMEOUT_S``. The clock returns ns since the epoch. Timestamps never decrease; if the clock is
+    set back, they advance by 1 us per line.
     """
 
     def __init__(self, clock: Callable[[], int] = time.time_ns) -> None:
@@ -143,10 +149,10 @@ class LineTimestamper:
         self._partial = b""
         self._partial_since = 0.0
         self._line_split = False
-        """the line that comes has been written in part"""
+        """Whether the beginning of the current line has been written already."""
 
     def feed(self, data: bytes, now: float = 0.0) -> bytes:
-        """The lines that ``data`` completes. ``now``: s, by the clock that :meth:`due` is asked with."""
+        """Return the lines that ``data`` completes; ``now`` is a time (s) of the clock for :meth:`flush_due_in`."""
         if not self._partial:
             self._partial_since = now
         first, *lines = (self._partial + data).split(b"\n")
@@ -163,17 +169,17 @@ class LineTimestamper:
         return self._stamped(lines)
 
     def flush_due_in(self, now: float) -> float | None:
-        """s until the unfinished line is to be written (:meth:`flush`); None when there is none."""
+        """Return the seconds until the unfinished line must be flushed (:meth:`flush`); None if there is none."""
         return max(0.0, self._partial_since + PARTIAL_LINE_TIMEOUT_S - now) if self._partial else None
 
     def flush(self) -> bytes:
-        """The unfinished line as it is."""
+        """Return the unfinished line as it is."""
         lines, self._line_split = [self._partial] if self._partial else [], bool(self._partial) or self._line_split
         self._partial = b""
         return self._stamped(lines)
 
     def gap(self, count: int) -> bytes:
-        """The unfinished line, and a line that says that ``count`` bytes are missing after it."""
+        """Return the unfinished line and a notice that ``count`` bytes are missing after it."""
         flushed = self.flush()
         self._line_split = False
         return flushed + self._stamped([missing_notice(count)])
@@ -195,6 +201,9 @@ class LineTimestamper:
 
 
 def _visible_text(line: bytes) -> bytes:
-    """What a terminal would show of it, one return at its end left as it is: its newline may yet come."""
+    """Return the text of a line that a terminal would show.
+
+    Carriage returns at its end are kept, because its newline may still arrive.
+    """
     body = line.rstrip(b"\r")
     return line[body.rfind(b"\r") + 1 :] if b"\r" in body else line

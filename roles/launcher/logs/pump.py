@@ -1,7 +1,7 @@
-"""Copy a role's output to its log file and to the manager; the role never waits for either.
+"""Copies a role's output to its log file and to the manager, without ever blocking the role.
 
-The role writes into a pipe that one thread always empties; a second thread writes the file, a third sends the newest
-lines to the manager. They are started together and ended in order.
+The role writes into a pipe that one thread always empties. A second thread writes the file, and a third sends the
+newest lines to the manager.
 """
 
 from __future__ import annotations
@@ -24,26 +24,28 @@ from .files import LineTimestamper, RateLimiter, RotatingLog
 from .shipper import Shipper
 
 MAX_QUEUED_BYTES = 4 * 2**20
-"""lines kept for a file that cannot be written; then the oldest go"""
+"""Bytes of lines kept for a file that cannot be written; the oldest are dropped when they exceed this."""
 STUCK_AFTER_S = 2.0
-"""s without a write that ends well, though there are lines: then the manager is asked to write them"""
+"""Seconds without a successful write, although there are lines, after which the manager writes them instead."""
 RETRY_INTERVAL_S = 1.0
-"""s between two tries at a disk that refused"""
+"""Seconds between two tries to write after an error."""
 _TAIL_BYTES = 4096
-"""bytes; the last line is among them"""
+"""Bytes of the end of the output that are kept to find its last line."""
 _READ_BYTES = 64 * 2**10
 _WRITE_BYTES = 256 * 2**10
 
 
 class LogPump:
-    """Empties the pipe ``fd`` into ``log`` and into ``tail``, in threads of its own; closes both. ``news``, which must
-    neither wait nor raise, is called when there is something to be told."""
+    """Copies the pipe ``fd`` to ``log`` and to ``tail`` in two threads, and closes the pipe and the log.
+
+    ``notify`` is called when ``tail`` has new lines; it must neither block nor raise.
+    """
 
     def __init__(self, fd: int, log: RotatingLog, tail: Backlog, notify: Callable[[], None]) -> None:
         self._fd, self._log, self._tail, self._notify = fd, log, tail, notify
         self._queued = Backlog(MAX_QUEUED_BYTES)
         self._last_bytes = b""
-        """the end of all"""
+        """The end of the output, at most :data:`_TAIL_BYTES`."""
         self._wakeup = threading.Event()
         self._ended = False
         self._closing = threading.Event()
@@ -53,22 +55,23 @@ class LogPump:
         self._writer = threading.Thread(target=self._write, name="log writer", daemon=True)
 
     def start(self) -> None:
+        """Start both threads."""
         self._reader.start()
         self._writer.start()
 
     @property
     def busy(self) -> bool:
-        """There are lines that the file lacks."""
+        """Whether there are lines that the file lacks."""
         return self._busy_since is not None or not self._queued.empty
 
     @property
     def stuck(self) -> bool:
-        """The file cannot be written now."""
+        """Whether the file could not be written for :data:`STUCK_AFTER_S`."""
         since = self._busy_since
         return since is not None and time.monotonic() - since > STUCK_AFTER_S
 
     def last_line(self, within: float) -> str:
-        """The last one that says something, once the pipe is empty; as far as it is read after so many s."""
+        """Return the last line that is not blank, after waiting up to ``within`` seconds for the pipe's end."""
         self._reader.join(within)
         lines = (
             line.removeprefix(stamp_of(line)).decode(errors="replace").strip() for line in self._last_bytes.splitlines()
@@ -76,8 +79,11 @@ class LogPump:
         return last_lines("\n".join(filter(None, lines)).rpartition("\n")[2])
 
     def finish(self, within: float) -> bool:
-        """Wait up to so many s for the pipe's end and the file's last line; what comes later is not kept. True when the
-        file has everything that was read, on its disk."""
+        """Wait up to ``within`` seconds for the pipe's end and for the file; later output is not kept.
+
+        Returns:
+            Whether everything that was read is in the file and on the disk.
+        """
         deadline = time.monotonic() + within
         self._reader.join(within)
         self._closing.set()
@@ -126,7 +132,7 @@ class LogPump:
         while True:
             self._wakeup.clear()
             over = self._ended or self._closing.is_set()
-            if self._busy_since is None and not self._queued.empty:  # before it is taken: busy without a gap
+            if self._busy_since is None and not self._queued.empty:  # set before the lines leave the queue
                 self._busy_since = time.monotonic()
             unwritten = unwritten or self._queued.pop_oldest(_WRITE_BYTES)
             if unwritten:
@@ -145,17 +151,17 @@ class LogPump:
 
 
 DRAIN_TIMEOUT_S = 1.0
-"""s for the rest of the log to be written: storage may hang"""
+"""Seconds to write the rest of the log at the end, because the storage may hang."""
 LAST_LINE_TIMEOUT_S = 1.0
-"""s for the pipe of a command that has ended to be emptied: somebody may have inherited it"""
+"""Seconds to empty the pipe after the command has ended, because another process may have inherited it."""
 REPORT_TIMEOUT_S = 1.0
-"""s for the manager to take the end of a log whose file is complete"""
+"""Seconds for the manager to take the end of a log whose file is complete."""
 UNSAVED_TIMEOUT_S = 5.0
-"""s for a manager to be there and take what the file lacks: nobody else has it"""
+"""Seconds for a manager to connect and take the lines that the file lacks, which only this process has."""
 
 
 class RoleLog:
-    """What comes out of the pipe ``fd``, until :meth:`finish`."""
+    """The log of one command: copies its output from the pipe ``fd`` until :meth:`finish`."""
 
     def __init__(self, run: RunDir, keys: RunKeys, launch: Launch, fd: int) -> None:
         self._shipper = Shipper(
@@ -169,15 +175,16 @@ class RoleLog:
         self._pump = LogPump(fd, file, self._shipper.lines, self._shipper.wake_up)
 
     def start(self) -> None:
+        """Start the threads that read, write and send the output."""
         self._pump.start()
         self._shipper.start()
 
     def last_line(self) -> str:
-        """Of what the command wrote, which has ended (blocking: some s at most)."""
+        """Return the last line that the ended command wrote; block up to :data:`LAST_LINE_TIMEOUT_S`."""
         return self._pump.last_line(LAST_LINE_TIMEOUT_S)
 
     def finish(self) -> None:
-        """Write and tell the rest (blocking: some s where storage or the manager are away)."""
+        """Write and send the rest; block for some seconds if the storage or the manager is unreachable."""
         saved = self._pump.finish(DRAIN_TIMEOUT_S)
         if not saved:
             self._shipper.finish(True, UNSAVED_TIMEOUT_S)

@@ -1,7 +1,8 @@
-"""The newest lines of a life, told to the manager as they come: what a node takes with it when it dies is there.
+"""Sends the newest lines of a role's output to the manager, which keeps them if the node dies.
 
-A thread and a socket of its own, so that neither a flood nor a run directory that hangs delays anything else. It costs
-``RATE`` at most; of a flood the newest lines are told. A new manager is told the newest lines again.
+It uses a thread and a socket of its own, so that neither a flood of lines nor a hanging run directory delays other
+messages. It sends at most ``RATE_BYTES_PER_S``; of a flood it sends the newest lines. A new manager receives the newest
+lines again.
 """
 
 from __future__ import annotations
@@ -17,22 +18,25 @@ from ....transport.control.log_messages import LOG_BOUNDS, MAX_TEXT_BYTES, TAIL_
 from ....transport.keys import RunKeys
 
 RATE_BYTES_PER_S = 32 * 2**10
-"""bytes/s told on average: 2,000 lives that all flood come to 64 MiB/s at the manager"""
+"""Bytes per second sent on average: 2,000 replicas at this rate load the manager with 64 MiB/s."""
 BURST_BYTES = 64 * 2**10
-"""bytes that may be told at once: a whole tail"""
+"""Bytes that may be sent at once: a whole tail."""
 MESSAGE_OVERHEAD_BYTES = 4 * 2**10
-"""bytes that a message counts beside its text: one line at a time is told eight times a second for long, more often
-for a moment"""
+"""Bytes that a message counts beside its text: on average at most eight messages are sent per second."""
 MIN_MESSAGE_BYTES = 8 * 2**10
-"""bytes of a flood that are told at once: a hundred lines every 0.4 s are newer than a thousand every 2 s"""
+"""Bytes of the smallest message during a flood: a hundred lines every 0.4 s are newer than a thousand every 2 s."""
 STUCK_CHECK_INTERVAL_S = 1.0
-"""s between two looks whether the file still cannot be written"""
+"""Seconds between two checks whether the file still cannot be written."""
 ANSWER_TIMEOUT_S = 10.0
-"""s for an answer; then the same is said again"""
+"""Seconds for the manager's acknowledgement, after which the same lines are sent again."""
 
 
 class Shipper:
-    """Tells what is put into ``lines``. ``busy`` and ``stuck``: the file lacks lines; it cannot be written now."""
+    """Sends the lines that are put into ``lines`` to the manager.
+
+    ``find`` returns the address of the manager's log collector. ``busy`` tells whether the log file lacks lines, and
+    ``stuck`` whether it cannot be written.
+    """
 
     def __init__(
         self, incarnation: Incarnation, keys: RunKeys, find: Callable[[], Address | None], busy: Callable[[], bool],
@@ -43,7 +47,7 @@ class Shipper:
         self._sent = Backlog(TAIL_BYTES)
         self._sent_stuck = False
         self._unsaved_at_end: bool | None = None
-        """the log has ended; whether its file lacks something"""
+        """Once the log has ended, whether its file lacks lines; None before."""
         self._rate_limited_until = 0.0
         self._loop = asyncio.new_event_loop()
         self._wakeup, self._ending = asyncio.Event(), asyncio.Event()
@@ -51,19 +55,29 @@ class Shipper:
         self._thread = threading.Thread(target=self._run, name="log shipper", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def wake_up(self) -> None:
-        """From any thread: look at ``lines``."""
+        """Have the thread send new ``lines``; may be called from any thread."""
         if not self._wakeup.is_set():
             self._call_soon(self._wakeup.set)
 
     @property
     def connected(self) -> bool:
+        """Whether the manager's log collector is connected."""
         return self._dialer is not None and self._dialer.connected
 
     def finish(self, unsaved: bool, within: float) -> bool:
-        """Tell the rest and that the log ends here. False when nobody took it within so many s."""
+        """Send the rest and the end of the log.
+
+        Args:
+            unsaved: whether the log file lacks lines.
+            within: seconds to wait for the acknowledgement.
+
+        Returns:
+            Whether a manager acknowledged everything in time.
+        """
         self._unsaved_at_end = unsaved
         self._call_soon(self._ending.set)
         self._call_soon(self._wakeup.set)
@@ -98,12 +112,15 @@ class Shipper:
         await dialer.close()
 
     def _allowance(self) -> int:
-        """Bytes that the rate has room for."""
+        """Return the bytes that the next message may contain under the rate limit."""
         spent = max(0.0, self._rate_limited_until - self._loop.time()) * RATE_BYTES_PER_S
         return max(MIN_MESSAGE_BYTES, min(MAX_TEXT_BYTES, int(BURST_BYTES - spent)))
 
     async def _send_until_taken(self, dialer: Dialer, lines: LogLines) -> None:
-        """Until it is taken. What comes meanwhile waits, or falls out."""
+        """Send until acknowledged, then wait as the rate limit demands.
+
+        Lines that arrive in the meantime are buffered; the oldest are dropped when the buffer is full.
+        """
         while True:
             with contextlib.suppress(TimeoutError):
                 await dialer.request(lines, ANSWER_TIMEOUT_S)
@@ -119,6 +136,6 @@ class Shipper:
                 await self._ending.wait()
 
     def _on_connect(self) -> Sequence[LogLines]:
-        """What every new manager is told first."""
+        """Return the first message to a new manager: the lines that were sent last."""
         sent = self._sent.all()
         return [LogLines(self._incarnation, sent, self._sent_stuck)] if sent else []

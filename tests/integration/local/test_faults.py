@@ -113,7 +113,7 @@ def test_a_run_goes_on_through_every_fault_and_tells_each_from_what_was_real(tmp
         hit = str(told.incarnation) if told.incarnation is not None else told.node
         assert hit.startswith("local" if kind == "crash" else f"{target}#")
     over = [told.detail for told in _recorded(run) if told.ended]
-    assert over == ["SIGCONT: it runs again"] * 2  # the freeze for 300 ms, the slow one
+    assert over == ["SIGCONT: the target runs again"] * 2  # the freeze for 300 ms, the slow one
     refused = [told.detail for told in _recorded(run) if not told.ok]
     assert [detail.partition(":")[0] for detail in refused] == ["refused"] * 2, refused
     assert 'no role "judge"' in refused[1]

@@ -86,7 +86,7 @@ def test_a_killed_trainer_goes_on_at_once_as_the_shadow_of_its_node(tmp_path: Pa
     told = run.call("logs", str(run.run.path), f"{TRAINER}#2", "--json", stdout=subprocess.PIPE)
     lines = [json.loads(line) for line in told.communicate(timeout=60)[0].splitlines()]
     own = [line["text"] for line in lines if line["incarnation"] == "trainer/0#2"]
-    assert f"INFO rrl.worker: {shadow.incarnation} becomes trainer/0#2" in own
+    assert f"INFO rrl.worker: {shadow.incarnation} is promoted to trainer/0#2" in own
     [recovery] = run.summary()["recoveries"]
     assert (recovery["replica"], recovery["incarnation"]) == (TRAINER, 2)
 

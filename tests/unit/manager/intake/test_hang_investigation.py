@@ -329,9 +329,9 @@ def test_members_that_cannot_be_looked_into_do_not_keep_the_others_from_being_to
 def test_why_there_are_no_stacks_is_told(tmp_path: Path) -> None:
     async def story(desk: Investigation) -> None:
         await desk.consider(desk.finding())
-        await desk.answer(error="no process of it is left")
+        await desk.answer(error="the step has no process left")
         ((told,), _) = await desk.consider(desk.finding())
-        assert texts(told)[1:] == ["no stacks: no process of it is left"]
+        assert texts(told)[1:] == ["no stacks: the step has no process left"]
 
     play(tmp_path, story)
 

@@ -1,4 +1,4 @@
-"""What lasts, and what an agent does to itself: on real steps, with a real agent and a real holder."""
+"""Lasting faults and faults of an agent on itself, with real steps, a real agent and a real pause helper."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SPINS = ("sh", "-c", "while :; do :; done")
 
 
 def state(process: Process) -> str:
-    """``T``: stopped."""
+    """Return the state of a process as in /proc; ``T`` means stopped."""
     return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 async def runs(process: Process) -> None:
-    """It is not stopped, again and again for longer than anybody who slows it would leave it alone."""
+    """Wait until a process was not stopped for 0.5 s, longer than a pause helper that slows it would let it run."""
     loop = asyncio.get_running_loop()
     since = loop.time()
     deadline = since + 30.0
@@ -38,10 +38,10 @@ async def runs(process: Process) -> None:
         await asyncio.sleep(0.005)
 
 
-async def fault_request(here: Node, launch: Launch, fault: Fault) -> Injected:
-    await here.manager.send(here.launch.incarnation, Inject(fault, launch.tag))
-    answer = await here.manager.wait_for(Injected)
-    assert (answer.ok, answer.incarnation, answer.node) == (True, launch.incarnation, here.launch.node), answer
+async def fault_request(lab_node: Node, launch: Launch, fault: Fault) -> Injected:
+    await lab_node.manager.send(lab_node.launch.incarnation, Inject(fault, launch.tag))
+    answer = await lab_node.manager.wait_for(Injected)
+    assert (answer.ok, answer.incarnation, answer.node) == (True, launch.incarnation, lab_node.launch.node), answer
     return answer
 
 
@@ -49,32 +49,32 @@ def mark(at: Lab, launch: Launch) -> Path:
     return Path(f"{at.run.launch_file(launch.tag)}{PAUSED_SUFFIX}")
 
 
-def test_a_freeze_for_a_time_ends_by_itself_and_both_are_told(tmp_path: Path) -> None:
+def test_timed_freeze_ends_by_itself_and_both_ends_are_reported(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
-        async with node(at) as here:
-            launch, role = await here.step(*SLEEP)
-            await here.sees(launch)
-            answer = await fault_request(here, launch, Fault("f1", FaultKind.FREEZE, "rollout/0", seconds=1.0))
+        async with node(at) as lab_node:
+            launch, role = await lab_node.step(*SLEEP)
+            await lab_node.wait_for_steps(launch)
+            answer = await fault_request(lab_node, launch, Fault("f1", FaultKind.FREEZE, "rollout/0", seconds=1.0))
             assert f"process group {role.pid}" in answer.detail
             await eventually(lambda: state(role) == "T")
-            over = await here.manager.wait_for(Injected, lambda answer: answer.ended)
-            assert over.detail == "SIGCONT: it runs again"
-            await eventually(lambda: state(role) == "S")  # it may just be running
+            over = await lab_node.manager.wait_for(Injected, lambda answer: answer.ended)
+            assert over.detail == "SIGCONT: the target runs again"
+            await eventually(lambda: state(role) == "S")  # it may be between two stops
             assert not mark(at, launch).exists()
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
 
 
-def test_who_is_slowed_runs_and_stands_by_turns_until_the_time_is_over(tmp_path: Path) -> None:
+def test_slowed_process_alternates_until_the_time_is_over(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
-        async with node(at) as here:
-            launch, role = await here.step(*SPINS)
-            await here.sees(launch)
-            await fault_request(here, launch, Fault("f1", FaultKind.SLOW, "rollout/0", amount=0.5, seconds=2.0))
+        async with node(at) as lab_node:
+            launch, role = await lab_node.step(*SPINS)
+            await lab_node.wait_for_steps(launch)
+            await fault_request(lab_node, launch, Fault("f1", FaultKind.SLOW, "rollout/0", amount=0.5, seconds=2.0))
             for wanted in "TRTR":
                 await eventually(lambda wanted=wanted: state(role) == wanted)  # type: ignore[misc]
-            await here.manager.wait_for(Injected, lambda answer: answer.ended)
+            await lab_node.manager.wait_for(Injected, lambda answer: answer.ended)
             await runs(role)
 
     with lab(tmp_path) as at:
@@ -82,15 +82,15 @@ def test_who_is_slowed_runs_and_stands_by_turns_until_the_time_is_over(tmp_path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_who_is_slowed_runs_on_once_the_agent_is_gone_however_it_went(tmp_path: Path, number: signal.Signals) -> None:
+def test_slowed_process_is_continued_when_the_agent_ends(tmp_path: Path, number: signal.Signals) -> None:
     async def story(at: Lab) -> None:
-        async with node(at) as here:
-            launch, role = await here.step(*SPINS)
-            await here.sees(launch)
-            await fault_request(here, launch, SLOW)
+        async with node(at) as lab_node:
+            launch, role = await lab_node.step(*SPINS)
+            await lab_node.wait_for_steps(launch)
+            await fault_request(lab_node, launch, SLOW)
             await eventually(lambda: state(role) == "T")
-            here.agent.send_signal(number)
-            await at.end_of(here.agent)
+            lab_node.agent.send_signal(number)
+            await at.end_of(lab_node.agent)
             await runs(role)
             await eventually(lambda: not mark(at, launch).exists())
 
@@ -98,18 +98,18 @@ def test_who_is_slowed_runs_on_once_the_agent_is_gone_however_it_went(tmp_path: 
         asyncio.run(story(at))
 
 
-def test_the_next_agent_lets_go_what_a_holder_that_was_killed_too_has_left_stopped(tmp_path: Path) -> None:
+def test_next_agent_continues_a_step_left_stopped_by_a_killed_helper(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
-        async with node(at) as here:
-            launch, role = await here.step(*SLEEP)
-            await here.sees(launch)
-            await fault_request(here, launch, Fault("f1", FaultKind.FREEZE, "rollout/0", seconds=1000.0))
+        async with node(at) as lab_node:
+            launch, role = await lab_node.step(*SLEEP)
+            await lab_node.wait_for_steps(launch)
+            await fault_request(lab_node, launch, Fault("f1", FaultKind.FREEZE, "rollout/0", seconds=1000.0))
             await eventually(lambda: state(role) == "T")
             holder = int(mark(at, launch).read_text().partition(".")[0])
-            here.agent.send_signal(signal.SIGSTOP)  # so that it does not see its holder's end
+            lab_node.agent.send_signal(signal.SIGSTOP)  # so that it does not notice the end of its pause helper
             os.kill(holder, signal.SIGKILL)
-            here.agent.kill()
-            await at.end_of(here.agent)
+            lab_node.agent.kill()
+            await at.end_of(lab_node.agent)
             assert state(role) == "T"
             at.start(at.launch(replica="agent/local1", number=2, env={"RRL_HEARTBEAT_INTERVAL": "0.1"}), "agent.main")
             await runs(role)
@@ -119,59 +119,59 @@ def test_the_next_agent_lets_go_what_a_holder_that_was_killed_too_has_left_stopp
         asyncio.run(story(at))
 
 
-def test_a_holder_that_is_killed_leaves_its_target_running_and_the_agent_says_so(tmp_path: Path) -> None:
+def test_killed_pause_helper_leaves_its_target_running_and_is_reported(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
-        async with node(at) as here:
-            launch, role = await here.step(*SLEEP)
-            await here.sees(launch)
-            await fault_request(here, launch, Fault("f1", FaultKind.FREEZE, "rollout/0", seconds=1000.0))
+        async with node(at) as lab_node:
+            launch, role = await lab_node.step(*SLEEP)
+            await lab_node.wait_for_steps(launch)
+            await fault_request(lab_node, launch, Fault("f1", FaultKind.FREEZE, "rollout/0", seconds=1000.0))
             await eventually(lambda: state(role) == "T")
             os.kill(int(mark(at, launch).read_text().partition(".")[0]), signal.SIGKILL)
-            over = await here.manager.wait_for(Injected, lambda answer: answer.ended)
-            assert over.detail == "its holder was killed"
-            await eventually(lambda: state(role) == "S")  # it may just be running
+            over = await lab_node.manager.wait_for(Injected, lambda answer: answer.ended)
+            assert over.detail == "the pause helper was killed"
+            await eventually(lambda: state(role) == "S")  # it may be between two stops
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
 
 
-def test_an_agent_kills_itself_only_after_it_has_said_so(tmp_path: Path) -> None:
+def test_agent_reports_before_it_kills_itself(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
-        async with node(at) as here:
-            launch, role = await here.step(*SLEEP)
-            await here.sees(launch)
-            await fault_request(here, here.launch, Fault("f1", FaultKind.KILL, "agent/local1"))
-            assert await at.end_of(here.agent) == -signal.SIGKILL
+        async with node(at) as lab_node:
+            launch, role = await lab_node.step(*SLEEP)
+            await lab_node.wait_for_steps(launch)
+            await fault_request(lab_node, lab_node.launch, Fault("f1", FaultKind.KILL, "agent/local1"))
+            assert await at.end_of(lab_node.agent) == -signal.SIGKILL
             assert read_process(role.pid) is not None
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
 
 
-def test_an_agent_that_is_frozen_for_a_time_goes_on_beating(tmp_path: Path) -> None:
+def test_agent_frozen_for_a_time_resumes_its_heartbeats(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
-        async with node(at) as here:
-            await here.sees()
-            await fault_request(here, here.launch, Fault("f1", FaultKind.FREEZE, "agent/local1", seconds=0.5))
-            agent = read_process(here.agent.pid)
+        async with node(at) as lab_node:
+            await lab_node.wait_for_steps()
+            await fault_request(lab_node, lab_node.launch, Fault("f1", FaultKind.FREEZE, "agent/local1", seconds=0.5))
+            agent = read_process(lab_node.agent.pid)
             assert agent is not None
             await eventually(lambda: state(agent) == "T")
-            await here.manager.wait_for(Injected, lambda answer: answer.ended)
-            here.manager.received.clear()
-            await here.manager.wait_for(AgentHeartbeat)
+            await lab_node.manager.wait_for(Injected, lambda answer: answer.ended)
+            lab_node.manager.received.clear()
+            await lab_node.manager.wait_for(AgentHeartbeat)
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
 
 
 @pytest.mark.parametrize("kind", [FaultKind.EXIT, FaultKind.CRASH])
-def test_what_is_not_an_agents_to_do_is_not_done(tmp_path: Path, kind: FaultKind) -> None:
+def test_fault_that_an_agent_cannot_perform_is_refused(tmp_path: Path, kind: FaultKind) -> None:
     async def story(at: Lab) -> None:
-        async with node(at) as here:
-            launch, role = await here.step(*SLEEP)
-            await here.sees(launch)
-            await here.manager.send(here.launch.incarnation, Inject(Fault("f1", kind, "rollout/0"), launch.tag))
-            assert not (await here.manager.wait_for(Injected)).ok
+        async with node(at) as lab_node:
+            launch, role = await lab_node.step(*SLEEP)
+            await lab_node.wait_for_steps(launch)
+            await lab_node.manager.send(lab_node.launch.incarnation, Inject(Fault("f1", kind, "rollout/0"), launch.tag))
+            assert not (await lab_node.manager.wait_for(Injected)).ok
             assert read_process(role.pid) is not None
 
     with lab(tmp_path) as at:

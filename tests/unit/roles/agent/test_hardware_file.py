@@ -1,4 +1,4 @@
-"""The file by which one agent tells the next what it has seen on their node."""
+"""The file in which an agent stores the hardware inventory for the next agent of its node."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rrl.roles.agent.node_monitor import load_inventory, save_inventory
 PAST = HardwareInventory("b1", "4711", 8, ("mlx5_2",), ("mlx5_2/1",), {"GPU-1": (0, 1)})
 
 
-def test_what_is_kept_is_read_again(tmp_path: Path) -> None:
+def test_saved_inventory_is_loaded_again(tmp_path: Path) -> None:
     path = tmp_path / "hardware" / "n1.json"
-    assert load_inventory(path) is None, "nobody has been there"
+    assert load_inventory(path) is None, "no agent has stored an inventory"
     save_inventory(path, PAST)
     assert load_inventory(path) == PAST
     assert [one.name for one in path.parent.iterdir()] == ["n1.json"]
@@ -22,7 +22,7 @@ def test_what_is_kept_is_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damaged", [b"", b"{", b'{"boot": 7}', b'{"gpus": 8}', b"[]", b"\xff" * 9, b" " * (2 << 20)])
-def test_a_damaged_file_is_as_none(tmp_path: Path, damaged: bytes) -> None:
+def test_damaged_inventory_file_counts_as_missing(tmp_path: Path, damaged: bytes) -> None:
     path = tmp_path / "n1.json"
     path.write_bytes(damaged)
     assert load_inventory(path) is None
@@ -30,7 +30,7 @@ def test_a_damaged_file_is_as_none(tmp_path: Path, damaged: bytes) -> None:
     assert load_inventory(path) == PAST
 
 
-def test_where_nothing_can_be_written_or_read_the_agent_goes_on(tmp_path: Path) -> None:
+def test_agent_continues_if_the_inventory_cannot_be_written_or_read(tmp_path: Path) -> None:
     (tmp_path / "hardware").write_text("a file")
     save_inventory(tmp_path / "hardware" / "n1.json", PAST)
     assert load_inventory(tmp_path / "hardware" / "n1.json") is None

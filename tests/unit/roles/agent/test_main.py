@@ -23,19 +23,19 @@ DAEMON = ("sh", "-c", "(setsid sleep 1001 &) ; exec sleep 1000")
 
 
 class Node:
-    """A manager, an agent on ``local1`` and what the test starts beside it."""
+    """A manager, an agent on ``local1``, and the steps that the test starts."""
 
     def __init__(self, at: Lab, manager: Manager, agent: subprocess.Popen[bytes], launch: Launch) -> None:
         self.at, self.manager, self.agent, self.launch = at, manager, agent, launch
 
     async def step(self, *argv: str, replica: str = "rollout/0", node: str = "local1") -> tuple[Launch, Process]:
-        """A step that runs, and its command."""
+        """Start a step; return its launch and its command."""
         launch = self.at.launch(*argv, replica=replica, node=node)
         self.at.start(launch)
         return launch, await eventually(lambda: command(self.at, launch))
 
-    async def sees(self, *launches: Launch) -> None:
-        """Wait for a beat that names exactly these steps."""
+    async def wait_for_steps(self, *launches: Launch) -> None:
+        """Wait for a heartbeat that names exactly these steps."""
         self.manager.received.clear()
         tags = tuple(sorted(launch.tag for launch in launches))
         await self.manager.wait_for(AgentHeartbeat, lambda heartbeat: heartbeat.alive == tags)
@@ -57,39 +57,43 @@ async def node(at: Lab, patch: str = "") -> AsyncIterator[Node]:
         yield Node(at, manager, at.start(launch, "agent.main", patch), launch)
 
 
-def test_an_agent_says_who_it_is_and_which_steps_live_on_its_node(tmp_path: Path) -> None:
+def test_agent_reports_itself_and_the_steps_running_on_its_node(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
-        async with node(at) as here:
-            hello = await here.manager.wait_for(AgentHello)
-            assert (hello.incarnation, hello.node, hello.pid) == (here.launch.incarnation, "local1", here.agent.pid)
-            one, _ = await here.step(*SLEEP, replica="rollout/0")
-            two, command_of_two = await here.step(*SLEEP, replica="rollout/1")
-            await here.step(*SLEEP, replica="rollout/2", node="local2")
-            await here.sees(one, two)
-            os.killpg(command_of_two.pid, signal.SIGKILL)
-            await here.sees(one)
+        async with node(at) as lab_node:
+            hello = await lab_node.manager.wait_for(AgentHello)
+            assert (hello.incarnation, hello.node, hello.pid) == (
+                lab_node.launch.incarnation,
+                "local1",
+                lab_node.agent.pid,
+            )
+            first, _ = await lab_node.step(*SLEEP, replica="rollout/0")
+            second, command_of_second = await lab_node.step(*SLEEP, replica="rollout/1")
+            await lab_node.step(*SLEEP, replica="rollout/2", node="local2")
+            await lab_node.wait_for_steps(first, second)
+            os.killpg(command_of_second.pid, signal.SIGKILL)
+            await lab_node.wait_for_steps(first)
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
 
 
-def test_a_step_that_vanishes_is_witnessed_and_its_orphans_are_swept(tmp_path: Path) -> None:
+def test_vanished_step_is_reported_and_its_orphans_are_killed(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
-        async with node(at) as here:
-            lost, _ = await here.step(*DAEMON, replica="rollout/0")
-            other, _ = await here.step(*DAEMON, replica="rollout/1")
-            await here.sees(lost, other)
+        async with node(at) as lab_node:
+            lost, _ = await lab_node.step(*DAEMON, replica="rollout/0")
+            other, _ = await lab_node.step(*DAEMON, replica="rollout/1")
+            await lab_node.wait_for_steps(lost, other)
             os.kill(first_of(at, lost).pid, signal.SIGKILL)
-            assert await here.manager.wait_for(StepVanished) == StepVanished(lost.incarnation, lost.tag, lost.node)
+            assert await lab_node.manager.wait_for(StepVanished) == StepVanished(lost.incarnation, lost.tag, lost.node)
             await eventually(lambda: not at.processes(lost))
             assert len(at.processes(other)) == 3
-            assert here.agent.poll() is None
+            assert lab_node.agent.poll() is None
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
 
 
-def test_orphans_from_before_the_agents_life_are_swept_and_their_step_is_witnessed(tmp_path: Path) -> None:
+def test_orphans_older_than_the_agent_are_killed_and_their_step_is_reported(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             lost = at.launch(*DAEMON)
@@ -106,33 +110,35 @@ def test_orphans_from_before_the_agents_life_are_swept_and_their_step_is_witness
         asyncio.run(story(at))
 
 
-def test_a_step_that_left_its_record_is_not_called_gone(tmp_path: Path) -> None:
+def test_step_with_an_exit_record_is_not_reported_as_vanished(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
-        async with node(at) as here:
-            ended, command_of_ended = await here.step(*SLEEP, replica="rollout/0")
-            lost, _ = await here.step(*SLEEP, replica="rollout/1")
-            await here.sees(ended, lost)
+        async with node(at) as lab_node:
+            ended, command_of_ended = await lab_node.step(*SLEEP, replica="rollout/0")
+            lost, _ = await lab_node.step(*SLEEP, replica="rollout/1")
+            await lab_node.wait_for_steps(ended, lost)
             os.killpg(command_of_ended.pid, signal.SIGKILL)
-            await here.manager.wait_for(StepExit)
-            await here.sees(lost)
+            await lab_node.manager.wait_for(StepExit)
+            await lab_node.wait_for_steps(lost)
             os.kill(first_of(at, lost).pid, signal.SIGKILL)
-            await here.manager.wait_for(StepVanished)
-            assert [message.tag for message in here.manager.received if isinstance(message, StepVanished)] == [lost.tag]
+            await lab_node.manager.wait_for(StepVanished)
+            assert [message.tag for message in lab_node.manager.received if isinstance(message, StepVanished)] == [
+                lost.tag
+            ]
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
 
 
-def test_a_wrapper_on_the_way_to_a_first_process_is_not_swept(tmp_path: Path) -> None:
+def test_wrapper_that_will_exec_a_first_process_is_not_killed(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
-        async with node(at) as here:
+        async with node(at) as lab_node:
             file = str(at.run.launch_file(at.launch(*SLEEP, replica="rollout/1").tag))
             env = {"PATH": "/usr/bin:/bin", LAUNCH_ENV: file}
             wrapper = await asyncio.create_subprocess_exec("sleep", "1001", env=env)
-            lost, _ = await here.step(*DAEMON)
-            await here.sees(lost)
+            lost, _ = await lab_node.step(*DAEMON)
+            await lab_node.wait_for_steps(lost)
             os.kill(first_of(at, lost).pid, signal.SIGKILL)
-            await here.manager.wait_for(StepVanished)
+            await lab_node.manager.wait_for(StepVanished)
             await eventually(lambda: not at.processes(lost))
             assert wrapper.returncode is None
             wrapper.kill()
@@ -142,13 +148,13 @@ def test_a_wrapper_on_the_way_to_a_first_process_is_not_swept(tmp_path: Path) ->
         asyncio.run(story(at))
 
 
-def test_the_next_manager_hears_what_the_last_one_may_not_have(tmp_path: Path) -> None:
+def test_next_manager_receives_what_the_last_one_may_have_missed(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
-        async with node(at) as here:
-            lost, _ = await here.step(*SLEEP)
-            await here.sees(lost)
+        async with node(at) as lab_node:
+            lost, _ = await lab_node.step(*SLEEP)
+            await lab_node.wait_for_steps(lost)
             os.kill(first_of(at, lost).pid, signal.SIGKILL)
-            await here.manager.wait_for(StepVanished)
+            await lab_node.manager.wait_for(StepVanished)
         async with at.manager(epoch=2) as second:
             await second.wait_for(AgentHello)
             assert (await second.wait_for(StepVanished)).tag == lost.tag
@@ -158,15 +164,15 @@ def test_the_next_manager_hears_what_the_last_one_may_not_have(tmp_path: Path) -
         asyncio.run(story(at))
 
 
-def test_an_order_to_stop_ends_the_agent_and_nothing_else(tmp_path: Path) -> None:
+def test_stop_request_ends_the_agent_and_no_other_process(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
-        async with node(at) as here:
-            launch, role = await here.step(*SLEEP)
-            await here.sees(launch)
-            await here.manager.send(here.launch.incarnation, Stop(here.launch.incarnation, 1.0, "done"))
-            assert await at.end_of(here.agent) == 0
+        async with node(at) as lab_node:
+            launch, role = await lab_node.step(*SLEEP)
+            await lab_node.wait_for_steps(launch)
+            await lab_node.manager.send(lab_node.launch.incarnation, Stop(lab_node.launch.incarnation, 1.0, "done"))
+            assert await at.end_of(lab_node.agent) == 0
             assert read_process(role.pid) is not None
-            record = at.record(here.launch)
+            record = at.record(lab_node.launch)
             assert record is not None
             assert record.reason == ExitReason.STOPPED
 
@@ -174,40 +180,40 @@ def test_an_order_to_stop_ends_the_agent_and_nothing_else(tmp_path: Path) -> Non
         asyncio.run(story(at))
 
 
-def test_a_run_directory_whose_storage_is_away_was_not_removed(tmp_path: Path) -> None:
-    here = os.stat(tmp_path).st_dev
-    assert _removed(tmp_path / "runs" / "run-1", here)
-    assert not _removed(tmp_path / "runs" / "run-1", here + 1), "what is left is another file system"
-    assert not _removed(tmp_path, here)
+def test_unmounted_run_directory_does_not_count_as_removed(tmp_path: Path) -> None:
+    device = os.stat(tmp_path).st_dev
+    assert _removed(tmp_path / "runs" / "run-1", device)
+    assert not _removed(tmp_path / "runs" / "run-1", device + 1), "the parent is on another file system"
+    assert not _removed(tmp_path, device)
 
 
 @pytest.mark.parametrize("gone", ["summary", "folder"])
-def test_when_the_run_is_over_and_nobody_came_the_agent_ends_what_is_left_and_leaves(tmp_path: Path, gone: str) -> None:
+def test_agent_ends_remaining_steps_and_exits_after_the_run_is_over(tmp_path: Path, gone: str) -> None:
     async def story(at: Lab) -> None:
         patch = (
             "from rrl.roles.agent import main as a; from rrl.roles.launcher import first_process as f;"
             " a.RUN_OVER_GRACE_S = 0.3; f.EXIT_REPORT_TIMEOUT_S = 0.1"
         )
-        async with node(at, patch) as here:
-            launch, _ = await here.step(*DAEMON)
-            await here.sees(launch)
+        async with node(at, patch) as lab_node:
+            launch, _ = await lab_node.step(*DAEMON)
+            await lab_node.wait_for_steps(launch)
         if gone == "summary":
             at.run.summary.write_text("{}")
         else:
             at.run.path.rename(tmp_path / "away")
-        await at.end_of(here.agent)
+        await at.end_of(lab_node.agent)
         assert at.processes() == []
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
 
 
-def test_an_agent_that_misses_its_manager_gives_back_the_room_that_it_had_taken(tmp_path: Path) -> None:
+def test_agent_without_a_manager_removes_the_disk_filler(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
-        async with node(at) as here:
+        async with node(at) as lab_node:
             at.run.disk_filler.write_bytes(b"1")
-            await here.sees()
-            await here.sees()
+            await lab_node.wait_for_steps()
+            await lab_node.wait_for_steps()
             assert at.run.disk_filler.exists()
         await eventually(lambda: not at.run.disk_filler.exists())
 
@@ -216,60 +222,60 @@ def test_an_agent_that_misses_its_manager_gives_back_the_room_that_it_had_taken(
 
 
 @pytest.mark.parametrize("adopted", [False, True], ids=["as launched", "adopted since"])
-def test_a_life_that_is_no_longer_believed_is_ended_whatever_it_hears(tmp_path: Path, adopted: bool) -> None:
-    """What a shadow became is known by its step's tag: the launch file tells of the shadow."""
+def test_fenced_incarnation_is_ended_by_its_agent(tmp_path: Path, adopted: bool) -> None:
+    """A promoted standby is found by its step's tag, because its launch file names the standby."""
 
     async def story(at: Lab) -> None:
-        async with node(at) as here:
-            frozen, role = await here.step(*SLEEP, replica="rollout/0")
-            other, _ = await here.step(*SLEEP, replica="rollout/1")
-            await here.sees(frozen, other)
+        async with node(at) as lab_node:
+            frozen, role = await lab_node.step(*SLEEP, replica="rollout/0")
+            other, _ = await lab_node.step(*SLEEP, replica="rollout/1")
+            await lab_node.wait_for_steps(frozen, other)
             for process in (first_of(at, frozen), role):
                 os.kill(process.pid, signal.SIGSTOP)
             incarnation, tag = (
                 (Incarnation(ReplicaId("trainer/0"), 2), frozen.tag) if adopted else (frozen.incarnation, "")
             )
-            await here.manager.send(here.launch.incarnation, Fenced(incarnation, "superseded", tag))
+            await lab_node.manager.send(lab_node.launch.incarnation, Fenced(incarnation, "superseded", tag))
             await eventually(lambda: not at.processes(frozen))
-            await here.sees(other)
+            await lab_node.wait_for_steps(other)
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
 
 
 @pytest.mark.parametrize("kind", [FaultKind.KILL, FaultKind.FREEZE, FaultKind.KILL_STEP])
-def test_an_injected_fault_hits_its_target_and_is_reported(tmp_path: Path, kind: FaultKind) -> None:
+def test_injected_fault_hits_its_target_and_is_reported(tmp_path: Path, kind: FaultKind) -> None:
     async def story(at: Lab) -> None:
-        async with node(at) as here:
-            launch, role = await here.step(*SLEEP)
-            await here.sees(launch)
+        async with node(at) as lab_node:
+            launch, role = await lab_node.step(*SLEEP)
+            await lab_node.wait_for_steps(launch)
             fault = Fault("f1", kind, "rollout/0", FaultTrigger(step=3))
-            await here.manager.send(here.launch.incarnation, Inject(fault, launch.tag))
-            report = await here.manager.wait_for(Injected)
+            await lab_node.manager.send(lab_node.launch.incarnation, Inject(fault, launch.tag))
+            report = await lab_node.manager.wait_for(Injected)
             assert (report.fault, report.ok) == (fault, True), report.detail
             if kind is FaultKind.FREEZE:
                 await eventually(lambda: " (sleep) T " in Path(f"/proc/{role.pid}/stat").read_text())
                 assert first_of(at, launch)
             elif kind is FaultKind.KILL:
-                assert (await here.manager.wait_for(StepExit)).signal == signal.SIGKILL
+                assert (await lab_node.manager.wait_for(StepExit)).signal == signal.SIGKILL
             else:
-                await here.manager.wait_for(StepVanished)
+                await lab_node.manager.wait_for(StepVanished)
                 assert at.record(launch) is None
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
 
 
-def test_a_fault_is_not_performed_on_another_node_or_on_nothing(tmp_path: Path) -> None:
+def test_fault_on_another_node_or_a_missing_step_is_not_performed(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
-        async with node(at) as here:
-            launch, role = await here.step(*SLEEP, node="local2")
+        async with node(at) as lab_node:
+            launch, role = await lab_node.step(*SLEEP, node="local2")
             for tag in (launch.tag, "run-1.rollout-7.1"):
-                here.manager.received.clear()
-                await here.manager.wait_for(AgentHeartbeat)
+                lab_node.manager.received.clear()
+                await lab_node.manager.wait_for(AgentHeartbeat)
                 fault = Fault("f1", FaultKind.KILL, "rollout/0", FaultTrigger(step=3))
-                await here.manager.send(here.launch.incarnation, Inject(fault, tag))
-                assert not (await here.manager.wait_for(Injected)).ok
+                await lab_node.manager.send(lab_node.launch.incarnation, Inject(fault, tag))
+                assert not (await lab_node.manager.wait_for(Injected)).ok
             assert read_process(role.pid) is not None
 
     with lab(tmp_path) as at:

@@ -29,7 +29,7 @@ def test_every_kind_of_fault_has_a_performer() -> None:
     assert all(is_lasting(Fault("f0", kind, seconds=1.0)) for kind in {*lasting, FaultKind.FREEZE})
 
 
-def test_out_of_memory_makes_the_next_allocation_fail_and_no_earlier_one(tmp_path: Path) -> None:
+def test_out_of_memory_fails_the_next_allocation_and_keeps_earlier_ones(tmp_path: Path) -> None:
     code = """
 import os, sys, time
 held = bytearray(2**20)
@@ -47,7 +47,7 @@ bytearray(2**26)
             launch = at.launch(sys.executable, "-c", code, str(go))
             step = at.start(launch)
             target = await eventually(lambda: target_of(at, str(at.run.launch_file(launch.tag))))
-            await eventually(go.with_name("begun").exists)  # what it imports is not to be the allocation that fails
+            await eventually(go.with_name("begun").exists)  # the first allocation to fail must not be an import
             assert "MiB" in PERFORMERS[FaultKind.OUT_OF_MEMORY](target)
             assert read_process(target.command.pid) is not None
             go.touch()
@@ -58,7 +58,7 @@ bytearray(2**26)
         asyncio.run(story(at))
 
 
-def test_the_target_is_the_commands_group_and_not_what_left_it(tmp_path: Path) -> None:
+def test_target_is_the_process_group_of_the_command_only(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager():
             launch = at.launch("sh", "-c", "(setsid sleep 1001 &); sleep 1000; true")
@@ -69,27 +69,27 @@ def test_the_target_is_the_commands_group_and_not_what_left_it(tmp_path: Path) -
             assert (target.command.pid, target.command.parent) == (target.command.group, step.pid)
             PERFORMERS[FaultKind.KILL](target)
             assert await at.end_of(step) == 128 + signal.SIGKILL
-            with pytest.raises(NotPerformed, match="does not live"):
+            with pytest.raises(NotPerformed, match="is not running"):
                 find_target(file)
-            with pytest.raises(NotPerformed, match="was gone"):
+            with pytest.raises(NotPerformed, match="has ended"):
                 PERFORMERS[FaultKind.KILL](target)
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
 
 
-def test_a_step_that_has_not_started_its_command_is_no_target(tmp_path: Path) -> None:
+def test_step_without_a_started_command_is_not_a_target(tmp_path: Path) -> None:
     with lab(tmp_path) as at:
         launch = at.launch("sleep", "1000")
-        step, file = at.start(launch), str(at.run.launch_file(launch.tag))  # nobody admits it
-        # a child has its own environment, by which a step is found, only once it has become the new program
+        step, file = at.start(launch), str(at.run.launch_file(launch.tag))  # no manager admits it
+        # a child has its own environment, by which a step is found, only after its exec
         asyncio.run(eventually(lambda: file.encode() in Path(f"/proc/{step.pid}/environ").read_bytes()))
         with pytest.raises(NotPerformed, match="has not started its command"):
             find_target(file)
 
 
 def fake_slurmstepd(tmp_path: Path) -> subprocess.Popen[bytes]:
-    """A process of that name with one child."""
+    """Start a process named slurmstepd with one child."""
     code = "open('/proc/self/comm', 'w').write('slurmstepd'); import subprocess as s; s.run(['sleep', '1000'])"
     return subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
 
@@ -100,7 +100,7 @@ def child_of(pid: int) -> int | None:
 
 
 @pytest.mark.parametrize("permitted", [True, False])
-def test_under_slurm_what_holds_the_step_is_killed_if_it_may_be(
+def test_kill_step_under_slurm_kills_slurmstepd_if_permitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, permitted: bool
 ) -> None:
     holder = fake_slurmstepd(tmp_path)

@@ -1,4 +1,4 @@
-"""What the agent learns of the processes of a step: real processes, the real py-spy, and stand-ins that misbehave."""
+"""Stack dumps of a step by the agent: real processes, the real py-spy, and substitutes that fail."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ READS_AND_WAITS = "import sys; print('here', flush=True); sys.stdin.read()"
 
 @contextmanager
 def process(tmp_path: Path, *argv: str, code: str = "", cwd: Path | None = None) -> Iterator[subprocess.Popen[str]]:
-    """One of the step ``rollout``, which has said that it is there."""
+    """Start a process of the step ``rollout``; provides it after it has printed that it runs."""
     env = {"PATH": os.defpath, LAUNCH_ENV: str(launch_file(tmp_path)), STEP_ENV: "1.1"}
     command = list(argv) or [sys.executable, "-c", code]
     child = subprocess.Popen(command, env=env, cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -69,7 +69,7 @@ def stand_in(tmp_path: Path, script: str) -> str:
     return str(path)
 
 
-def test_the_dump_of_a_wedged_process_names_the_place(tmp_path: Path) -> None:
+def test_dump_of_a_hung_process_names_the_blocking_call(tmp_path: Path) -> None:
     with process(tmp_path, code=WEDGED) as child:
         answer = taken(tmp_path)
         assert (answer.incarnation, answer.target, answer.id, answer.error) == (AGENT, SUSPECT, 5, "")
@@ -82,7 +82,7 @@ def test_the_dump_of_a_wedged_process_names_the_place(tmp_path: Path) -> None:
     assert "wedged_here (<string>:5)" in summary_lines(group({SUSPECT: answer.dumps}))[0]
 
 
-def test_a_stopped_process_is_read_and_stays_stopped(tmp_path: Path) -> None:
+def test_stopped_process_is_dumped_and_stays_stopped(tmp_path: Path) -> None:
     with process(tmp_path, code=WEDGED) as child:
         child.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
@@ -91,9 +91,14 @@ def test_a_stopped_process_is_read_and_stays_stopped(tmp_path: Path) -> None:
     assert "wedged_here" in answer.dumps[child.pid]
 
 
-def test_only_commands_of_that_step_are_looked_into_and_not_its_first_process(tmp_path: Path) -> None:
+def test_only_commands_of_the_step_are_dumped_without_its_first_process(tmp_path: Path) -> None:
     (tmp_path / STEP_MODULE).write_text("echo here; read forever\n")
-    first = ("sh", "-m", STEP_MODULE, str(launch_file(tmp_path)))  # the words by which a first process is known
+    first = (
+        "sh",
+        "-m",
+        STEP_MODULE,
+        str(launch_file(tmp_path)),
+    )  # the arguments by which a first process is recognised
     with (
         process(tmp_path, *first, cwd=tmp_path),
         process(tmp_path, code=WEDGED) as ours,
@@ -103,27 +108,27 @@ def test_only_commands_of_that_step_are_looked_into_and_not_its_first_process(tm
         assert set(taken(tmp_path).dumps) == {ours.pid, also_ours.pid}
 
 
-def test_a_step_without_python_is_told_by_what_the_kernel_says(tmp_path: Path) -> None:
+def test_step_without_python_is_reported_by_its_kernel_state(tmp_path: Path) -> None:
     with process(tmp_path, "/bin/sh", "-c", "echo here; read forever") as child:
         answer = taken(tmp_path)
     dump = answer.dumps[child.pid]
-    assert "no Python stack: it is not Python" in dump
+    assert "no Python stack: the process is not Python" in dump
     assert parse(dump)[0].state == "S"
 
 
-def test_a_step_of_which_nothing_is_left_gives_the_reason(tmp_path: Path) -> None:
-    assert taken(tmp_path) == Stacks(AGENT, SUSPECT, 5, error="no process of it is left")
+def test_step_without_processes_is_answered_with_the_reason(tmp_path: Path) -> None:
+    assert taken(tmp_path) == Stacks(AGENT, SUSPECT, 5, error="the step has no process left")
 
 
-def test_a_py_spy_that_is_not_permitted_is_explained_and_the_kernel_asked(tmp_path: Path) -> None:
+def test_py_spy_without_permission_is_explained_and_replaced_by_kernel_state(tmp_path: Path) -> None:
     denied = stand_in(tmp_path, "echo 'Error: Permission Denied: Try running again with sudo' >&2; exit 1")
     with process(tmp_path, code=WEDGED) as child:
         dump = taken(tmp_path, denied).dumps[child.pid]
-    assert "py-spy may not look into it (ptrace" in dump
+    assert "py-spy may not read the process (ptrace" in dump
     assert parse(dump)[0].frames[0].function == "kernel"
 
 
-def test_a_py_spy_that_hangs_is_ended_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_py_spy_is_killed_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack_dumps, "DUMP_TIMEOUT_S", 0.3)
     hangs = stand_in(tmp_path, f"echo $$ > {tmp_path}/pid; exec sleep 1000")
     with process(tmp_path, code=WEDGED) as child:
@@ -132,18 +137,18 @@ def test_a_py_spy_that_hangs_is_ended_in_time(tmp_path: Path, monkeypatch: pytes
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
 
 
-def test_a_missing_py_spy_is_said(tmp_path: Path) -> None:
+def test_missing_py_spy_is_reported(tmp_path: Path) -> None:
     with process(tmp_path, code=WEDGED) as child:
         assert "no Python stack: py-spy: " in taken(tmp_path, str(tmp_path / "nowhere")).dumps[child.pid]
 
 
-def test_a_huge_dump_is_cut(tmp_path: Path) -> None:
+def test_huge_dump_is_truncated(tmp_path: Path) -> None:
     huge = stand_in(tmp_path, "echo 'Thread 1 (idle): \"MainThread\"'; exec head -c 5000000 /dev/zero")
     with process(tmp_path, code=WEDGED) as child:
         assert len(taken(tmp_path, huge).dumps[child.pid]) == MAX_DUMP_BYTES
 
 
-def test_of_many_processes_the_biggest_are_looked_into(tmp_path: Path) -> None:
+def test_largest_of_many_processes_are_dumped(tmp_path: Path) -> None:
     code = f"grown = bytearray(b'x') * 2**26\n{READS_AND_WAITS}"
     quick = stand_in(tmp_path, "echo Thread 1")
     with ExitStack() as step:
@@ -155,22 +160,26 @@ def test_of_many_processes_the_biggest_are_looked_into(tmp_path: Path) -> None:
     assert big.pid in dumps
 
 
-def test_the_largest_answer_fits_into_one_message_to_the_manager() -> None:
+def test_largest_answer_fits_into_one_message_to_the_manager() -> None:
     dumps = dict.fromkeys(range(MAX_PROCESSES), "x" * MAX_DUMP_BYTES)
     assert len(encode_frame(1, None, Stacks(AGENT, SUSPECT, 5, dumps))) < MANAGER_BOUNDS.max_frame_bytes
 
 
-def test_an_agent_answers_for_a_step_of_its_node_and_beats_meanwhile(tmp_path: Path) -> None:
+def test_agent_dumps_a_step_of_its_node_while_its_heartbeats_continue(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
-        async with node(at) as here:
-            suspect, command = await here.step(sys.executable, "-c", WEDGED)
-            await here.sees(suspect)
+        async with node(at) as lab_node:
+            suspect, command = await lab_node.step(sys.executable, "-c", WEDGED)
+            await lab_node.wait_for_steps(suspect)
             await eventually(lambda: "here" in at.log(suspect), "the wedged process")
-            await here.manager.send(here.launch.incarnation, DumpStacks(suspect.incarnation, suspect.tag, 9))
-            answer = await here.manager.wait_for(Stacks)
-            assert (answer.incarnation, answer.target, answer.id) == (here.launch.incarnation, suspect.incarnation, 9)
+            await lab_node.manager.send(lab_node.launch.incarnation, DumpStacks(suspect.incarnation, suspect.tag, 9))
+            answer = await lab_node.manager.wait_for(Stacks)
+            assert (answer.incarnation, answer.target, answer.id) == (
+                lab_node.launch.incarnation,
+                suspect.incarnation,
+                9,
+            )
             assert "wedged_here" in answer.dumps[command.pid]
-            await here.sees(suspect)
+            await lab_node.wait_for_steps(suspect)
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))

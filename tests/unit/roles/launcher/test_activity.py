@@ -1,4 +1,4 @@
-"""A command that knows nothing of rrl is watched by what it does."""
+"""A command without the worker API is monitored by its activity."""
 
 from __future__ import annotations
 
@@ -23,19 +23,17 @@ HZ = 100
     ("ticks", "written", "expected"),
     [(0, 0, False), (1, 0, False), (3, 0, True), (0, 1, True)],
 )
-def test_work_is_cpu_time_above_a_hundredth_of_a_core_or_anything_written(
-    ticks: int, written: int, expected: bool
-) -> None:
+def test_work_is_cpu_time_above_a_hundredth_of_a_core_or_any_write(ticks: int, written: int, expected: bool) -> None:
     before, now = {ME: Usage(500, 9000)}, {ME: Usage(500 + ticks, 9000 + written)}
     assert has_worked(before, now, 2.0, HZ) is expected
 
 
-def test_a_new_process_counts_from_nothing_and_one_that_ended_counts_no_more() -> None:
+def test_new_process_counts_from_zero_and_an_ended_one_is_dropped() -> None:
     assert has_worked({ME: Usage(900, 0)}, {(1, 1): Usage(50, 0)}, 2.0, HZ)
     assert not has_worked({ME: Usage(900, 0), (1, 1): Usage(50, 0)}, {(1, 1): Usage(50, 0)}, 2.0, HZ)
 
 
-def test_usage_is_read_of_those_that_live() -> None:
+def test_usage_covers_live_processes_only() -> None:
     (used,) = usage([os.getpid(), 2**22 + 1]).values()
     assert used.ticks > 0
     assert used.written > 0
@@ -43,10 +41,10 @@ def test_usage_is_read_of_those_that_live() -> None:
 
 PROGRAM = "import os, time\nwhile True: time.sleep(0.05); os.path.exists('go') and print('on', flush=True)"
 HEARTBEATS_PER_SAMPLE = 5
-"""at a beat of 0.1 s and a look of 0.4 s there is a look within so many beats"""
+"""Heartbeats within which a sample is taken, with heartbeats every 0.1 s and samples every 0.4 s."""
 
 
-def test_a_command_that_works_progresses_and_one_that_waits_does_not(tmp_path: Path) -> None:
+def test_working_command_makes_progress_and_a_waiting_one_does_not(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             go = at.run.path / "go"

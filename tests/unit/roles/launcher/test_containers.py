@@ -1,4 +1,4 @@
-"""A role in apptainer's container: its first process is outside, and still nothing of it is lost from sight."""
+"""A role in an apptainer container: its launcher runs outside and still finds all its processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DAEMON = "echo $SET $PWD; (setsid sleep 1001 &) ; sleep 1000; exit 3"
 
 
 def contained(at: Lab, job: Path, command: str) -> Launch:
-    """A launch of the fake apptainer, which lies in a PATH that a line of setup makes, as a module would."""
+    """Return a launch in the fake apptainer, which a line of setup adds to PATH as a module would."""
     programs = job / "bin"
     programs.mkdir(parents=True)
     (programs / "apptainer").symlink_to(FAKE)
@@ -36,23 +36,25 @@ def contained(at: Lab, job: Path, command: str) -> Launch:
 
 
 async def daemon(at: Lab, launch: Launch) -> Process:
-    """The process that has left the role's session, once it is there."""
+    """Wait for the process that has left the role's session, and return it."""
 
     def there() -> Process | None:
-        ours = (process for process in at.processes(launch) if process.step)
-        return next((one for one in ours if b"1001" in Path(f"/proc/{one.pid}/cmdline").read_bytes()), None)
+        processes = (process for process in at.processes(launch) if process.step)
+        return next(
+            (process for process in processes if b"1001" in Path(f"/proc/{process.pid}/cmdline").read_bytes()), None
+        )
 
     return await eventually(there, "the daemon")
 
 
-def test_the_command_is_run_in_the_image_by_this_call_and_its_exit_code_is_the_roles(tmp_path: Path) -> None:
+def test_command_runs_in_the_image_and_its_exit_code_is_the_roles(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         job = tmp_path / "job"
         async with at.manager() as manager:
             launch = contained(at, job, "echo $SET $PWD; exit 3")
             at.start(launch)
-            told = await manager.wait_for(StepExit)
-            assert (told.code, told.reason) == (3, ExitReason.EXITED)
+            report = await manager.wait_for(StepExit)
+            assert (report.code, report.reason) == (3, ExitReason.EXITED)
             await eventually(lambda: f"up {job}" in at.log(launch))
             assert (job / "call").read_text().splitlines() == [
                 "exec", "--no-eval", f"--bind={at.run.path}:{at.run.path}", f"--bind={job}:{job}",
@@ -65,7 +67,7 @@ def test_the_command_is_run_in_the_image_by_this_call_and_its_exit_code_is_the_r
 
 
 @pytest.mark.parametrize("how", ["asked", "killed"])
-def test_processes_in_a_container_are_found_by_their_marks_and_none_outlives_its_step(tmp_path: Path, how: str) -> None:
+def test_processes_in_a_container_are_found_by_their_marks_and_end_with_the_step(tmp_path: Path, how: str) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             at.start(at.launch(replica="agent/local1", env={"RRL_HEARTBEAT_INTERVAL": "0.1"}), "agent.main")
@@ -79,7 +81,7 @@ def test_processes_in_a_container_are_found_by_their_marks_and_none_outlives_its
             else:
                 await manager.wait_for(
                     AgentHeartbeat, lambda heartbeat: launch.tag in heartbeat.alive
-                )  # else there is no witness
+                )  # without it there is no witness
                 step.send_signal(9)
                 await at.end_of(step)
                 assert await manager.wait_for(StepVanished) == StepVanished(launch.incarnation, launch.tag, launch.node)
@@ -91,7 +93,7 @@ def test_processes_in_a_container_are_found_by_their_marks_and_none_outlives_its
         asyncio.run(story(at))
 
 
-def test_a_node_without_apptainer_says_so(tmp_path: Path) -> None:
+def test_node_without_apptainer_is_reported(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             launch = msgspec.structs.replace(contained(at, tmp_path / "job", "true"), setup="")

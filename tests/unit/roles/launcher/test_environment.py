@@ -1,4 +1,4 @@
-"""What a node adds to a role's environment: its address, names for gloo, NCCL and UCX, GPUs, limits, an image's own."""
+"""The node's part of a role's environment: address, gloo, NCCL and UCX variables, GPUs, limits, image variables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HOSTILE = {
     "SLURM_JOB_ID": "7", "SLURM_NTASKS": "64", "SLURM_PROCID": "5", "PMI_RANK": "5", "PMIX_RANK": "5",
     "OMPI_COMM_WORLD_RANK": "5", "SLURMD_NODENAME": "n1",
 }  # fmt: skip
-"""what torch, Hugging Face and mpi4py would take for a launch of their own"""
+"""Variables that torch, Hugging Face and mpi4py would take for a launch of their own."""
 
 
 def launch(**changes: object) -> Launch:
@@ -40,35 +40,35 @@ def launch(**changes: object) -> Launch:
 
 
 def rewrite(at: Lab, made: Launch, **changes: object) -> Launch:
-    """The launch file anew, with something in it that the lab's own has not."""
+    """Write the launch file again with changed fields."""
     made = msgspec.structs.replace(made, **changes)
     write_atomically(at.run.launch_file(made.tag), msgspec.json.encode(made))
     return made
 
 
 @pytest.mark.parametrize("in_image", [False, True])
-def test_no_variable_of_a_launcher_reaches_a_role(monkeypatch: pytest.MonkeyPatch, in_image: bool) -> None:
+def test_variables_of_the_launcher_do_not_reach_a_role(monkeypatch: pytest.MonkeyPatch, in_image: bool) -> None:
     for name, value in HOSTILE.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("OF_THE_IMAGE", "1")
-    seen = node_environment(launch(in_image=in_image, network="lo"))
-    assert not seen.keys() & HOSTILE.keys()
-    assert ("OF_THE_IMAGE" in seen) is in_image
-    assert seen["PATH"] == "/bin"
+    environment = node_environment(launch(in_image=in_image, network="lo"))
+    assert not environment.keys() & HOSTILE.keys()
+    assert ("OF_THE_IMAGE" in environment) is in_image
+    assert environment["PATH"] == "/bin"
 
 
-def test_the_interface_that_is_chosen_is_named_to_gloo_nccl_and_ucx_unless_the_role_says_otherwise() -> None:
-    seen = node_environment(launch(network="127.0.0.0/8", env={"NCCL_SOCKET_IFNAME": "ib3"}))
-    assert (seen["RRL_ADDRESS"], seen["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", "lo")
-    assert seen["NCCL_SOCKET_IFNAME"] == "ib3"
+def test_chosen_interface_is_set_for_gloo_nccl_and_ucx_unless_the_role_sets_one() -> None:
+    environment = node_environment(launch(network="127.0.0.0/8", env={"NCCL_SOCKET_IFNAME": "ib3"}))
+    assert (environment["RRL_ADDRESS"], environment["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", "lo")
+    assert environment["NCCL_SOCKET_IFNAME"] == "ib3"
     assert node_environment(launch(network="lo"))["NCCL_SOCKET_IFNAME"] == "=lo"
 
 
-def test_where_no_network_is_asked_for_libraries_choose_by_themselves() -> None:
+def test_libraries_choose_their_interface_without_a_configured_network() -> None:
     assert node_environment(launch()) == {"PATH": "/bin", "RRL_ADDRESS": "127.0.0.1"}
 
 
-def test_ucx_keeps_rdma_whatever_interface_is_chosen(tmp_path: Path) -> None:
+def test_ucx_keeps_rdma_for_every_chosen_interface(tmp_path: Path) -> None:
     assert ucx_devices("eth0", tmp_path) == "eth0"
     (tmp_path / "net/ib0/device/infiniband/mlx5_0").mkdir(parents=True)
     (tmp_path / "net/ib0/dev_port").write_text("1\n")
@@ -78,18 +78,18 @@ def test_ucx_keeps_rdma_whatever_interface_is_chosen(tmp_path: Path) -> None:
     assert ucx_devices("eth0", tmp_path) == ""
 
 
-def test_a_step_gives_the_gpus_that_slurm_gave_it_by_slurms_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_names_its_gpus_by_slurms_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_STEP_GPUS", "2,3")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    seen = node_environment(launch(gpus=2, network="lo"))
-    assert (seen["RRL_GPUS"], seen["CUDA_VISIBLE_DEVICES"]) == ("2,3", "0,1")
-    assert assigned_gpus(seen) == ("2", "3")  # there is no driver here that knows better
+    environment = node_environment(launch(gpus=2, network="lo"))
+    assert (environment["RRL_GPUS"], environment["CUDA_VISIBLE_DEVICES"]) == ("2,3", "0,1")
+    assert assigned_gpus(environment) == ("2", "3")  # without a driver the numbers are not resolved
     assert assigned_gpus({}) == ()
     assert "RRL_GPUS" not in node_environment(launch(network="lo"))
 
 
-def test_the_driver_says_which_gpus_the_visible_ones_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a fake NVML of four GPUs: what CUDA_VISIBLE_DEVICES numbers are numbers among those that may be opened."""
+def test_visible_gpus_are_named_by_uuid_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA_VISIBLE_DEVICES numbers the GPUs that the process may open. The fake NVML has four GPUs."""
 
     class FakeNvml:
         NVMLError = OSError
@@ -106,15 +106,15 @@ def test_the_driver_says_which_gpus_the_visible_ones_are(monkeypatch: pytest.Mon
     assert assigned_gpus({"CUDA_VISIBLE_DEVICES": "2,3"}) == ()
 
 
-def test_a_step_on_a_node_without_the_network_says_what_there_is(tmp_path: Path) -> None:
+def test_step_on_a_node_without_the_network_names_the_existing_ones(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             made = rewrite(at, at.launch("touch", str(tmp_path / "started")), network="203.0.113.0/24")
             at.start(made)
-            told = await manager.wait_for(StepExit)
-            there = ", ".join(f"{one.name} {one.address}" for one in interfaces())
-            assert told.reason is ExitReason.NOT_STARTED
-            assert told.detail == f"no interface with an address in 203.0.113.0/24; there are {there}"
+            report = await manager.wait_for(StepExit)
+            names = ", ".join(f"{interface.name} {interface.address}" for interface in interfaces())
+            assert report.reason is ExitReason.NOT_STARTED
+            assert report.detail == f"no interface with an address in 203.0.113.0/24; there are {names}"
             assert not (tmp_path / "started").exists()
 
     with lab(tmp_path) as at:
@@ -123,7 +123,7 @@ def test_a_step_on_a_node_without_the_network_says_what_there_is(tmp_path: Path)
         node_environment(launch(network="nonesuch0"))
 
 
-def test_a_role_has_the_hard_limits_of_memory_locks_and_files_and_dumps_no_core(tmp_path: Path) -> None:
+def test_role_has_raised_memlock_and_nofile_limits_and_no_core_dumps(tmp_path: Path) -> None:
     look = "import json, resource as r; print(json.dumps([r.getrlimit(n) for n in (r.RLIMIT_MEMLOCK, r.RLIMIT_NOFILE,"
     look += " r.RLIMIT_CORE)]))"
 
@@ -140,14 +140,14 @@ def test_a_role_has_the_hard_limits_of_memory_locks_and_files_and_dumps_no_core(
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= MAX_NOFILE
 
 
-def test_what_a_line_of_setup_sets_reaches_the_role_and_its_words_are_in_the_log(tmp_path: Path) -> None:
+def test_setup_variables_reach_the_role_and_setup_output_is_logged(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             text = prelude(EnvSpec(setup=("export SET=up", "echo loading >&2")))
             made = rewrite(at, at.launch("sh", "-c", "echo $SET $PWD; exit 5"), setup=text)
             at.start(made)
-            told = await manager.wait_for(StepExit)
-            assert (told.code, told.reason) == (5, ExitReason.EXITED)
+            report = await manager.wait_for(StepExit)
+            assert (report.code, report.reason) == (5, ExitReason.EXITED)
             await eventually(lambda: f"up {made.cwd}" in at.log(made))
             assert "loading" in at.log(made)
 
@@ -155,27 +155,27 @@ def test_what_a_line_of_setup_sets_reaches_the_role_and_its_words_are_in_the_log
         asyncio.run(story(at))
 
 
-def test_a_line_of_setup_that_fails_is_the_reason_in_the_exit_record_with_its_own_words(tmp_path: Path) -> None:
+def test_failed_setup_line_is_the_reason_in_the_exit_record(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             text = prelude(EnvSpec(setup=("sleep 1002 & true", "ls /no/such/place")))
             made = rewrite(at, at.launch("touch", str(tmp_path / "started"), env={"LC_ALL": "C"}), setup=text)
             step = at.start(made)
-            told = await manager.wait_for(StepExit)
-            assert told.reason is ExitReason.NOT_STARTED
-            assert told.detail.startswith("[env] setup line 2 failed (exit 2): ls: cannot access '/no/such/pl")
+            report = await manager.wait_for(StepExit)
+            assert report.reason is ExitReason.NOT_STARTED
+            assert report.detail.startswith("[env] setup line 2 failed (exit 2): ls: cannot access '/no/such/pl")
             record = at.record(made)
             assert record is not None
-            assert (record.reason, record.detail) == (told.reason, told.detail)
+            assert (record.reason, record.detail) == (report.reason, report.detail)
             await at.end_of(step)
-            assert not at.processes(made)  # what the first line left in the background is gone too
+            assert not at.processes(made)  # the background process of the first line has ended too
             assert not (tmp_path / "started").exists()
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
 
 
-def test_a_role_that_is_asked_to_stop_while_it_is_set_up_was_asked(tmp_path: Path) -> None:
+def test_stop_during_setup_is_recorded_as_stopped(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             text = prelude(EnvSpec(setup=(f"touch {tmp_path}/there; sleep 1003",)))
@@ -201,7 +201,7 @@ def test_a_role_that_is_asked_to_stop_while_it_is_set_up_was_asked(tmp_path: Pat
         ((), "import time; time.sleep(1004)", "did not end within 0.3 s"),
     ],
 )
-def test_an_agent_says_what_its_node_cannot_import_before_it_says_that_it_is_there(
+def test_agent_reports_a_failed_import_probe_in_its_hello(
     tmp_path: Path, setup: tuple[str, ...], probe: str, expected_text: str
 ) -> None:
     async def story(at: Lab) -> None:
@@ -221,7 +221,7 @@ def test_an_agent_says_what_its_node_cannot_import_before_it_says_that_it_is_the
         asyncio.run(story(at))
 
 
-def test_an_agent_on_a_node_without_the_network_says_so_and_what_its_limits_are(tmp_path: Path) -> None:
+def test_agent_without_the_network_reports_that_and_its_limits(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             made = rewrite(
@@ -239,26 +239,26 @@ def test_an_agent_on_a_node_without_the_network_says_so_and_what_its_limits_are(
         asyncio.run(story(at))
 
 
-def test_an_agent_sees_all_gpus_of_its_node() -> None:
+def test_agent_sees_all_gpus_of_its_node() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"
     see_all_gpus()
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
-def test_asking_for_gpus_does_not_forget_that_it_was_cancelled() -> None:
-    """As asyncio.wait_for of Python 3.11 does now and then, if it happens at its very end: the end of a role that ends
-    at once would then never be told."""
+def test_gpu_query_does_not_lose_a_cancellation() -> None:
+    """asyncio.wait_for of Python 3.11 may lose a cancellation that arrives at its end, and the exit of a role that ends
+    at once would then never be reported."""
 
-    async def asks() -> None:
+    async def query() -> None:
         await assigned_gpus_with_timeout({})
         await asyncio.Event().wait()
 
     async def story() -> None:
         for turn in range(2000):
-            asking = asyncio.create_task(asks())
+            querying = asyncio.create_task(query())
             for _ in range(turn % 40):
                 await asyncio.sleep(0)
-            asking.cancel()
-            assert (await asyncio.wait([asking], timeout=30.0))[0], "it goes on"
+            querying.cancel()
+            assert (await asyncio.wait([querying], timeout=30.0))[0], "the query continues"
 
     asyncio.run(story())

@@ -1,5 +1,4 @@
-"""A role does not start into GPU memory that somebody still holds, waits a while for it, and is started where nobody
-can say."""
+"""A role waits for GPU memory that other processes hold, and starts at once if NVML cannot tell."""
 
 from __future__ import annotations
 
@@ -18,21 +17,26 @@ from rrl.tests.support.nvml.driver import FakeDriver
 from rrl.transport.messages import Stop
 
 GIB = 2**30
-SLURMS = "os.environ.update({'SLURM_STEP_GPUS': '1', 'CUDA_VISIBLE_DEVICES': '1'})"
-"""what Slurm gives a step: the second GPU"""
+SLURM_GPU = "os.environ.update({'SLURM_STEP_GPUS': '1', 'CUDA_VISIBLE_DEVICES': '1'})"
+"""Python code that sets the variables with which Slurm assigns the second GPU to a step."""
 
 
 @asynccontextmanager
-async def step(at: Lab, driver: FakeDriver, waits: float, patch: str = SLURMS, **more: object) -> AsyncIterator[Launch]:
-    """A step that was given a GPU; it waits so many s for room there, and looks each 0.1 s."""
+async def step(
+    at: Lab, driver: FakeDriver, waits: float, patch: str = SLURM_GPU, **more: object
+) -> AsyncIterator[Launch]:
+    """Start a step with one GPU, which waits up to ``waits`` seconds for its memory and checks it every 0.1 s."""
     launch = msgspec.structs.replace(at.launch("sleep", "1000"), gpus=1, **more)
     at.run.launch_file(launch.tag).write_bytes(msgspec.json.encode(launch))
-    times = f"from rrl.roles.launcher import gpu_memory as gpu_room; gpu_room.FREE_TIMEOUT_S, gpu_room.POLL_INTERVAL_S = {waits}, 0.1"
-    asker = (
-        "gpu_room.CHECK_SCRIPT = f'from rrl.roles.launcher import gpu_memory as g;"
-        " g.FREE_TIMEOUT_S, g.POLL_INTERVAL_S = {gpu_room.FREE_TIMEOUT_S}, 0.1; g.main()'"
+    times = (
+        "from rrl.roles.launcher import gpu_memory;"
+        f" gpu_memory.FREE_TIMEOUT_S, gpu_memory.POLL_INTERVAL_S = {waits}, 0.1"
     )
-    at.start(launch, "launcher.step", f"import os; os.environ.update({driver.env()!r}); {patch}; {times}; {asker}")
+    check = (
+        "gpu_memory.CHECK_SCRIPT = f'from rrl.roles.launcher import gpu_memory as g;"
+        " g.FREE_TIMEOUT_S, g.POLL_INTERVAL_S = {gpu_memory.FREE_TIMEOUT_S}, 0.1; g.main()'"
+    )
+    at.start(launch, "launcher.step", f"import os; os.environ.update({driver.env()!r}); {patch}; {times}; {check}")
     yield launch
 
 
@@ -44,7 +48,7 @@ async def started(at: Lab, launch: Launch) -> None:
     await eventually(lambda: [p for p in at.processes(launch) if _is_the_command(p.pid)])
 
 
-def test_a_role_is_not_started_into_memory_that_is_held_and_its_record_says_who_holds_it(tmp_path: Path) -> None:
+def test_role_on_an_occupied_gpu_is_not_started_and_its_record_names_the_process(tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path).gpus(2).set(1, "memory_used", 3 * GIB).process(1, 4242)
 
     async def story(at: Lab) -> None:
@@ -57,13 +61,13 @@ def test_a_role_is_not_started_into_memory_that_is_held_and_its_record_says_who_
         asyncio.run(story(at))
 
 
-def test_a_role_waits_for_memory_that_is_given_back(tmp_path: Path) -> None:
+def test_role_waits_for_gpu_memory_that_is_released(tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path).gpus(2).set(1, "memory_used", 3 * GIB)
 
     async def story(at: Lab) -> None:
         async with at.manager() as manager, step(at, driver, waits=60.0) as launch:
             await eventually(lambda: launch.incarnation in manager.peers)
-            await asyncio.sleep(1.0)  # a step that does not wait has started by then, or soon will: so much is sure
+            await asyncio.sleep(1.0)  # without the wait the step would have started by now
             assert not [p for p in at.processes(launch) if _is_the_command(p.pid)]
             driver.set(1, "memory_used", 100 * 2**20)
             await started(at, launch)
@@ -79,7 +83,7 @@ def _is_the_command(pid: int) -> bool:
         return False
 
 
-def test_another_roles_gpu_and_what_the_driver_keeps_for_itself_hold_nobody_up(tmp_path: Path) -> None:
+def test_other_gpus_and_the_drivers_reserve_do_not_delay_a_role(tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path).gpus(2).set(0, "memory_used", 70 * GIB).set(1, "memory_reserved", GIB)
 
     async def story(at: Lab) -> None:
@@ -90,12 +94,12 @@ def test_another_roles_gpu_and_what_the_driver_keeps_for_itself_hold_nobody_up(t
         asyncio.run(story(at))
 
 
-def test_where_nobody_can_say_who_holds_what_the_role_is_started(tmp_path: Path) -> None:
+def test_role_starts_if_nvml_cannot_read_the_memory(tmp_path: Path) -> None:
     full = FakeDriver(tmp_path).gpus(2).set(1, "memory_used", 3 * GIB)
     cases = {
-        "no driver": (full, f"{SLURMS}; os.environ.pop('LD_LIBRARY_PATH')", {}),
+        "no driver": (full, f"{SLURM_GPU}; os.environ.pop('LD_LIBRARY_PATH')", {}),
         "nothing given": (full, "pass", {}),
-        "a shadow": (full, SLURMS, {"standby": True}),
+        "a standby": (full, SLURM_GPU, {"standby": True}),
     }
     for name, (driver, patch, more) in cases.items():
         (home := tmp_path / name.replace(" ", "-")).mkdir()
@@ -108,11 +112,11 @@ def test_where_nobody_can_say_who_holds_what_the_role_is_started(tmp_path: Path)
             asyncio.run(story(at))
 
 
-def test_a_driver_that_hangs_delays_a_role_and_does_not_keep_it_from_starting(tmp_path: Path) -> None:
+def test_hung_driver_delays_a_role_but_does_not_prevent_its_start(tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path).gpus(2).hang("nvmlInit_v2")
 
     async def story(at: Lab) -> None:
-        patch = f"{SLURMS}; from rrl.roles.launcher import gpu_memory as gpu_room; gpu_room.NVML_TIMEOUT_S = 0.5"
+        patch = f"{SLURM_GPU}; from rrl.roles.launcher import gpu_memory; gpu_memory.NVML_TIMEOUT_S = 0.5"
         async with at.manager(), step(at, driver, waits=0.5, patch=patch) as launch:
             await started(at, launch)
 
@@ -120,7 +124,7 @@ def test_a_driver_that_hangs_delays_a_role_and_does_not_keep_it_from_starting(tm
         asyncio.run(story(at))
 
 
-def test_who_waits_for_room_leaves_when_it_is_asked_to(tmp_path: Path) -> None:
+def test_step_that_waits_for_gpu_memory_exits_on_a_stop_request(tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path).gpus(2).set(1, "memory_used", 3 * GIB)
 
     async def story(at: Lab) -> None:
@@ -134,7 +138,7 @@ def test_who_waits_for_room_leaves_when_it_is_asked_to(tmp_path: Path) -> None:
         asyncio.run(story(at))
 
 
-def test_who_is_killed_while_it_waits_for_room_leaves_nothing_that_its_agent_does_not_find(tmp_path: Path) -> None:
+def test_killed_step_leaves_a_gpu_memory_check_that_its_agent_finds(tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path).gpus(2).set(1, "memory_used", 3 * GIB)
 
     async def story(at: Lab) -> None:
@@ -150,12 +154,12 @@ def test_who_is_killed_while_it_waits_for_room_leaves_nothing_that_its_agent_doe
         asyncio.run(story(at))
 
 
-def test_who_cannot_even_ask_for_room_starts(tmp_path: Path) -> None:
+def test_role_starts_if_the_gpu_memory_check_cannot_start(tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path).gpus(2).set(1, "memory_used", 3 * GIB)
 
     async def story(at: Lab) -> None:
-        none = "gpu_room.sys = type('S', (), {'executable': '/no'})"
-        patch = f"{SLURMS}; from rrl.roles.launcher import gpu_memory as gpu_room; {none}"
+        none = "gpu_memory.sys = type('S', (), {'executable': '/no'})"
+        patch = f"{SLURM_GPU}; from rrl.roles.launcher import gpu_memory; {none}"
         async with at.manager(), step(at, driver, waits=600.0, patch=patch) as launch:
             await started(at, launch)
 

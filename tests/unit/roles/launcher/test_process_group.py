@@ -51,7 +51,7 @@ def test_only_processes_of_the_folder_are_found(started: list[subprocess.Popen[b
     assert ours.launch == f"{tmp_path}/steps/a.launch"
 
 
-def test_a_first_process_is_known_by_its_words_but_what_carries_them_to_it_is_not(
+def test_first_process_is_recognised_by_its_arguments_but_its_wrapper_is_not(
     started: list[subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     file = f"{tmp_path}/steps/a.launch"
@@ -68,7 +68,7 @@ def test_a_first_process_is_known_by_its_words_but_what_carries_them_to_it_is_no
     assert (carrier.module, carrier.launch) == ("", "")
 
 
-def test_a_reused_pid_is_not_hit(started: list[subprocess.Popen[bytes]]) -> None:
+def test_reused_pid_is_not_signalled(started: list[subprocess.Popen[bytes]]) -> None:
     now = sleeper(started)
     before = msgspec.structs.replace(now, started=now.started - 1)
     assert not send_signal(before, signal.SIGKILL)
@@ -79,8 +79,8 @@ def test_a_reused_pid_is_not_hit(started: list[subprocess.Popen[bytes]]) -> None
     assert not send_signal(now, signal.SIGKILL)
 
 
-def test_a_sweep_ends_what_forks_while_it_is_swept(started: list[subprocess.Popen[bytes]], tmp_path: Path) -> None:
-    """Each lives 0.1 s and then is another, in another session; 50 of them, for the case that the sweep fails."""
+def test_sweep_ends_processes_that_fork_during_it(started: list[subprocess.Popen[bytes]], tmp_path: Path) -> None:
+    """Each process forks the next one into a new session after 0.1 s; 50 at most, in case the sweep fails."""
     chain = "import os, time\nfor _ in range(50):\n  time.sleep(0.1)\n  if os.fork(): os._exit(0)\n  os.setsid()\n"
     first = sleeper(started, sys.executable, "-c", chain, **{LAUNCH_ENV: f"{tmp_path}/a.launch"})
     wait_until(lambda: read_process(first.pid) is None)
@@ -90,27 +90,27 @@ def test_a_sweep_ends_what_forks_while_it_is_swept(started: list[subprocess.Pope
     assert processes(str(tmp_path)) == []
 
 
-def test_what_survives_a_sweep_is_reported(started: list[subprocess.Popen[bytes]]) -> None:
+def test_processes_that_survive_a_sweep_are_reported(started: list[subprocess.Popen[bytes]]) -> None:
     process = sleeper(started)
     found, left = sweep(lambda: [process], timeout=0.2)  # as if SIGKILL had no effect
     assert found == left == [process]
 
 
-def test_a_zombie_is_not_alive(started: list[subprocess.Popen[bytes]], tmp_path: Path) -> None:
+def test_zombie_is_not_alive(started: list[subprocess.Popen[bytes]], tmp_path: Path) -> None:
     process = sleeper(started, **{LAUNCH_ENV: f"{tmp_path}/a.launch"})
     assert kill_and_wait([process], timeout=20.0) == []
     assert read_process(process.pid) is None
     assert processes(str(tmp_path)) == []
 
 
-def test_a_group_is_signalled_whole_and_an_empty_one_is_no_error(started: list[subprocess.Popen[bytes]]) -> None:
+def test_whole_group_is_signalled_and_an_empty_one_is_not_an_error(started: list[subprocess.Popen[bytes]]) -> None:
     leader = sleeper(started, "sh", "-c", "sleep 1000 & echo; wait")
     assert kill_group(leader.group)
     started[0].wait()
     wait_until(lambda: not kill_group(leader.group))
 
 
-def test_a_wrapper_that_becomes_ours_is_seen_at_the_next_census(
+def test_wrapper_that_execs_a_first_process_is_in_the_next_census(
     started: list[subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     script = f"read line; {LAUNCH_ENV}={tmp_path}/a.launch exec sleep 1000"
@@ -125,7 +125,7 @@ def test_a_wrapper_that_becomes_ours_is_seen_at_the_next_census(
     assert [process.pid for process in census.scan()] == [child.pid]
 
 
-def test_old_strangers_are_not_read_again_at_every_census(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_old_foreign_processes_are_not_read_at_every_census(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from rrl.roles.launcher import process_group as module
 
     read: list[int] = []
@@ -143,7 +143,7 @@ def test_old_strangers_are_not_read_again_at_every_census(monkeypatch: pytest.Mo
     assert len(read) < first
 
 
-def test_old_ones_of_ours_are_not_read_again_and_leave_the_census_when_they_end(
+def test_old_own_processes_are_not_read_again_and_leave_the_census_when_they_end(
     started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from rrl.roles.launcher import process_group as module

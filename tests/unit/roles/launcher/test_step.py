@@ -22,13 +22,13 @@ DAEMON = "(setsid sleep 1001 &) ; (env -i setsid sleep 1002 &) ; sleep 1000"
 
 
 async def command(at: Lab, launch: Launch, argument: str = "1000") -> Process:
-    """The living process of the step whose last argument is ``argument``."""
+    """Return the running process of the step whose last argument is ``argument``."""
 
-    def here() -> Process | None:
+    def find() -> Process | None:
         ours = [process for process in at.processes(launch) if process.step]
         return next((process for process in ours if arguments(process)[-1] == argument), None)
 
-    return await eventually(here, f"a command with {argument}")
+    return await eventually(find, f"a command with {argument}")
 
 
 def arguments(process: Process) -> list[str]:
@@ -47,14 +47,14 @@ def gone(process: Process) -> bool:
     return now is None or now.started != process.started
 
 
-def test_a_killed_role_leaves_a_record_and_the_manager_is_told(tmp_path: Path) -> None:
+def test_killed_role_leaves_a_record_and_is_reported(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             launch = at.launch(*SLEEP)
             step = at.start(launch)
             os.killpg((await command(at, launch)).pid, signal.SIGKILL)
-            told = await manager.wait_for(StepExit)
-            assert told == StepExit(launch.incarnation, launch.tag, None, signal.SIGKILL, ExitReason.SIGNALED)
+            report = await manager.wait_for(StepExit)
+            assert report == StepExit(launch.incarnation, launch.tag, None, signal.SIGKILL, ExitReason.SIGNALED)
             record = at.record(launch)
             assert record is not None
             assert (record.code, record.signal, record.reason) == (None, signal.SIGKILL, ExitReason.SIGNALED)
@@ -64,7 +64,7 @@ def test_a_killed_role_leaves_a_record_and_the_manager_is_told(tmp_path: Path) -
         asyncio.run(story(at))
 
 
-def test_an_exit_code_is_recorded_with_the_last_line(tmp_path: Path) -> None:
+def test_exit_code_is_recorded_with_the_last_line(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager():
             launch = at.launch("sh", "-c", "echo to the log; echo and this >&2; exit 7")
@@ -80,7 +80,7 @@ def test_an_exit_code_is_recorded_with_the_last_line(tmp_path: Path) -> None:
         asyncio.run(story(at))
 
 
-def test_daemons_of_the_role_end_with_it_even_without_their_environment(tmp_path: Path) -> None:
+def test_daemons_of_a_role_end_with_it_even_without_their_environment(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager():
             launch = at.launch("sh", "-c", DAEMON)
@@ -101,8 +101,8 @@ def test_daemons_of_the_role_end_with_it_even_without_their_environment(tmp_path
         asyncio.run(story(at))
 
 
-def test_what_carries_the_mark_of_a_step_ends_with_it_wherever_it_hangs(tmp_path: Path) -> None:
-    """Started on the role's behalf by somebody who was there before."""
+def test_marked_process_ends_with_its_step_whatever_its_parent(tmp_path: Path) -> None:
+    """The process is not a descendant of the role: another process started it with the role's environment."""
 
     async def story(at: Lab) -> None:
         async with at.manager():
@@ -119,7 +119,7 @@ def test_what_carries_the_mark_of_a_step_ends_with_it_wherever_it_hangs(tmp_path
         asyncio.run(story(at))
 
 
-def test_a_step_killed_by_sigkill_takes_its_command_along(tmp_path: Path) -> None:
+def test_command_ends_with_a_step_killed_by_sigkill(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager():
             launch = at.launch(*SLEEP)
@@ -133,7 +133,7 @@ def test_a_step_killed_by_sigkill_takes_its_command_along(tmp_path: Path) -> Non
         asyncio.run(story(at))
 
 
-def test_a_refused_step_leaves_and_starts_nothing(tmp_path: Path) -> None:
+def test_refused_step_exits_without_starting_its_command(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager(refuse="an older incarnation") as manager:
             launch = at.launch("touch", str(tmp_path / "started"))
@@ -148,13 +148,14 @@ def test_a_refused_step_leaves_and_starts_nothing(tmp_path: Path) -> None:
         asyncio.run(story(at))
 
 
-def test_a_step_that_nobody_admits_leaves(tmp_path: Path) -> None:
+def test_step_without_an_admission_answer_exits(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         launch = at.launch("touch", str(tmp_path / "started"))
         await at.end_of(
             at.start(
                 launch,
-                patch="import rrl.roles.launcher.first_process as f; f.ADMISSION_TIMEOUT_S = 0.2; f.EXIT_REPORT_TIMEOUT_S = 0.1",
+                patch="from rrl.roles.launcher import first_process as f;"
+                " f.ADMISSION_TIMEOUT_S = 0.2; f.EXIT_REPORT_TIMEOUT_S = 0.1",
             )
         )
         record = at.record(launch)
@@ -166,7 +167,7 @@ def test_a_step_that_nobody_admits_leaves(tmp_path: Path) -> None:
         asyncio.run(story(at))
 
 
-def test_a_step_outlives_the_manager_and_reports_to_the_next(tmp_path: Path) -> None:
+def test_step_outlives_the_manager_and_reports_to_the_next(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         launch = at.launch(*SLEEP)
         async with at.manager(epoch=1):
@@ -183,7 +184,7 @@ def test_a_step_outlives_the_manager_and_reports_to_the_next(tmp_path: Path) -> 
         asyncio.run(story(at))
 
 
-def test_a_step_that_the_next_manager_does_not_want_ends_its_role(tmp_path: Path) -> None:
+def test_step_refused_by_the_next_manager_ends_its_role(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         launch = at.launch(*STUBBORN)
         async with at.manager(epoch=1):
@@ -199,12 +200,13 @@ def test_a_step_that_the_next_manager_does_not_want_ends_its_role(tmp_path: Path
         asyncio.run(story(at))
 
 
-def test_an_end_without_a_manager_is_told_to_one_that_comes_in_time(tmp_path: Path) -> None:
+def test_exit_without_a_manager_is_reported_to_one_that_starts_in_time(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         launch = at.launch(*SLEEP)
         at.start(
             launch,
-            patch="import rrl.roles.launcher.first_process as f; f.ADMISSION_TIMEOUT_S = 0.1; f.EXIT_REPORT_TIMEOUT_S = 20.0",
+            patch="from rrl.roles.launcher import first_process as f;"
+            " f.ADMISSION_TIMEOUT_S = 0.1; f.EXIT_REPORT_TIMEOUT_S = 20.0",
         )
         await eventually(lambda: at.record(launch))
         async with at.manager() as late:
@@ -215,7 +217,7 @@ def test_an_end_without_a_manager_is_told_to_one_that_comes_in_time(tmp_path: Pa
 
 
 @pytest.mark.parametrize("how", ["signal", "message"])
-def test_a_role_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path, how: str) -> None:
+def test_role_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path, how: str) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             launch = at.launch(*STUBBORN, grace=0.3)
@@ -225,22 +227,22 @@ def test_a_role_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path, h
                 step.terminate()
             else:
                 await manager.send(launch.incarnation, Stop(launch.incarnation, 0.3, "done"))
-            told = await manager.wait_for(StepExit)
-            assert (told.signal, told.reason) == (signal.SIGKILL, ExitReason.STOPPED)
+            report = await manager.wait_for(StepExit)
+            assert (report.signal, report.reason) == (signal.SIGKILL, ExitReason.STOPPED)
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
 
 
-def test_a_role_that_is_asked_to_stop_may_finish(tmp_path: Path) -> None:
+def test_role_may_finish_after_a_stop_request(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             launch = at.launch("sh", "-c", "trap 'echo saved; exit 0' TERM; echo up; while :; do sleep 0.05; done")
             step = at.start(launch)
             await eventually(lambda: "up" in at.log(launch))
             step.terminate()
-            told = await manager.wait_for(StepExit)
-            assert (told.code, told.reason) == (0, ExitReason.STOPPED)
+            report = await manager.wait_for(StepExit)
+            assert (report.code, report.reason) == (0, ExitReason.STOPPED)
             await at.end_of(step)
             assert "saved" in at.log(launch)
 
@@ -248,7 +250,7 @@ def test_a_role_that_is_asked_to_stop_may_finish(tmp_path: Path) -> None:
         asyncio.run(story(at))
 
 
-def test_a_frozen_role_is_ended(tmp_path: Path) -> None:
+def test_frozen_role_is_killed_after_a_stop_request(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             launch = at.launch(*SLEEP, grace=0.3)
@@ -263,7 +265,7 @@ def test_a_frozen_role_is_ended(tmp_path: Path) -> None:
         asyncio.run(story(at))
 
 
-def test_a_fenced_role_gets_no_grace(tmp_path: Path) -> None:
+def test_fenced_role_gets_no_grace(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             launch = at.launch(*STUBBORN, grace=1000.0)
@@ -277,7 +279,7 @@ def test_a_fenced_role_gets_no_grace(tmp_path: Path) -> None:
         asyncio.run(story(at))
 
 
-def test_a_step_that_is_fenced_records_the_reason(tmp_path: Path) -> None:
+def test_fenced_step_records_the_reason(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             launch = at.launch(*SLEEP)
@@ -292,7 +294,7 @@ def test_a_step_that_is_fenced_records_the_reason(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dies", [True, False])
-def test_the_launchers_death_ends_the_step_where_the_launch_says_so(tmp_path: Path, dies: bool) -> None:
+def test_death_of_the_parent_ends_the_step_if_the_launch_says_so(tmp_path: Path, dies: bool) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             launch = at.launch(*SLEEP, dies_with_launcher=dies)
@@ -312,20 +314,20 @@ def test_the_launchers_death_ends_the_step_where_the_launch_says_so(tmp_path: Pa
         asyncio.run(story(at))
 
 
-def test_the_role_sees_the_environment_of_its_launch_file_and_nothing_else(tmp_path: Path) -> None:
+def test_role_gets_only_the_environment_of_its_launch_file(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager():
             launch = at.launch("env", env={"GIVEN": "1"})
             await at.end_of(at.start(launch))
-            seen = dict(line.split("=", 1) for line in at.log(launch).splitlines())
-            assert seen.keys() == {"RRL_LAUNCH", "RRL_STEP", "SPT_NOENV", "RRL_ADDRESS", "PATH", "GIVEN"}
-            assert seen["RRL_LAUNCH"] == str(at.run.launch_file(launch.tag))
+            environment = dict(line.split("=", 1) for line in at.log(launch).splitlines())
+            assert environment.keys() == {"RRL_LAUNCH", "RRL_STEP", "SPT_NOENV", "RRL_ADDRESS", "PATH", "GIVEN"}
+            assert environment["RRL_LAUNCH"] == str(at.run.launch_file(launch.tag))
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
 
 
-def test_a_command_that_cannot_be_started_says_so(tmp_path: Path) -> None:
+def test_command_that_cannot_be_started_is_recorded_with_the_reason(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             at.start(at.launch("no-such-command"))
@@ -335,7 +337,7 @@ def test_a_command_that_cannot_be_started_says_so(tmp_path: Path) -> None:
         asyncio.run(story(at))
 
 
-def test_another_lifes_orders_are_not_obeyed(tmp_path: Path) -> None:
+def test_stop_of_another_incarnation_is_ignored(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             launch = at.launch(*SLEEP)
@@ -344,8 +346,8 @@ def test_another_lifes_orders_are_not_obeyed(tmp_path: Path) -> None:
             older = at.launch(*SLEEP, number=0).incarnation
             await manager.send(launch.incarnation, Fenced(older, "superseded"))
             await manager.send(launch.incarnation, Stop(launch.incarnation, 5.0, "done"))
-            told = await manager.wait_for(StepExit)
-            assert (told.signal, told.reason) == (signal.SIGTERM, ExitReason.STOPPED)
+            report = await manager.wait_for(StepExit)
+            assert (report.signal, report.reason) == (signal.SIGTERM, ExitReason.STOPPED)
             assert gone(role)
 
     with lab(tmp_path) as at:

@@ -1,4 +1,4 @@
-"""The readers of a machine: bounded in time, and honest about what they could not read."""
+"""The readers of a machine: they end in time and report what they could not read."""
 
 from __future__ import annotations
 
@@ -49,33 +49,34 @@ UCX_INFO = """\
 TIMEOUT_S = 30.0
 
 
-def test_a_reader_that_hangs_or_raises_is_unread_and_the_others_answer() -> None:
+def test_reader_that_hangs_or_raises_is_unavailable_and_the_others_answer() -> None:
     never = threading.Event()
 
     def broken() -> object:
         raise ValueError("two\nlines")
 
-    told = run_readers({"well": lambda: 7, "broken": broken, "hangs": never.wait, "gone": Path("/nope").read_text}, 0.5)
+    readers = {"well": lambda: 7, "broken": broken, "hangs": never.wait, "gone": Path("/nope").read_text}
+    results = run_readers(readers, 0.5)
     never.set()
-    assert told == {
+    assert results == {
         "well": 7, "broken": Unavailable("ValueError: two lines"),
         "hangs": Unavailable("no answer within 0.5 s", UnavailableCause.TIMEOUT),
         "gone": Unavailable("/nope: No such file or directory", UnavailableCause.NOT_FOUND),
     }  # fmt: skip
 
 
-def test_a_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
+def test_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
     script = f"sleep 600 & echo $! > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; wait"
     with pytest.raises(TimeoutError, match=r"sh: no answer within 2 s"):
         run_command(["sh", "-c", script], 2.0)
     child = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + TIMEOUT_S
     while read_process(child) is not None:
-        assert time.monotonic() < deadline, "its child lives on"
+        assert time.monotonic() < deadline, "the child of the command is still running"
         time.sleep(0.02)
 
 
-def test_a_command_is_told_and_tells() -> None:
+def test_command_gets_its_input_and_returns_its_output() -> None:
     assert run_command(["cat"], TIMEOUT_S, stdin_text="hello\n") == CommandResult(0, "hello\n", "")
     ended = run_command(["sh", "-c", "echo out; echo no >&2; echo way >&2; exit 3"], TIMEOUT_S)
     assert (ended.code, ended.message) == (3, "no / way")
@@ -83,7 +84,7 @@ def test_a_command_is_told_and_tells() -> None:
         run_command(["/nope"], TIMEOUT_S)
 
 
-def test_the_transports_of_ucx_are_read_with_their_devices() -> None:
+def test_ucx_transports_are_parsed_with_their_devices() -> None:
     assert parse_ucx(UCX_INFO, "x") == Ucx(
         "1.21.0",
         {"rc_mlx5": ("mlx5_0:1",), "dc_mlx5": ("mlx5_0:1",), "tcp": ("eth0", "lo"), "posix": ("memory",)},
@@ -93,7 +94,7 @@ def test_the_transports_of_ucx_are_read_with_their_devices() -> None:
     assert parse_ucx("nothing of the kind") == Ucx("", {}, "")
 
 
-def test_a_ucx_info_that_fails_is_unread_with_what_it_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_ucx_info_is_unavailable_with_its_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "ucx_info"
     program.write_text("#!/bin/sh\necho cannot load libucp >&2; exit 127\n")
     program.chmod(0o755)
@@ -104,7 +105,7 @@ def test_a_ucx_info_that_fails_is_unread_with_what_it_said(tmp_path: Path, monke
     )
 
 
-def test_this_machine_is_read_and_can_be_told_to_another() -> None:
+def test_host_of_this_machine_survives_serialization() -> None:
     mine = read_host(TIMEOUT_S)
     assert isinstance(mine.network, host.Network)
     assert Interface("lo", "127.0.0.1", "127.0.0.0/8") in mine.network.interfaces
@@ -119,16 +120,14 @@ def test_this_machine_is_read_and_can_be_told_to_another() -> None:
     assert msgspec.json.decode(msgspec.json.encode(mine), type=Host) == mine
 
 
-def test_where_no_temporary_file_can_be_written_the_reason_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_tmp_is_reported_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "absent"))
     scratch = read_host(TIMEOUT_S).scratch
     assert isinstance(scratch, host.Scratch)
     assert scratch.trouble == "No such file or directory"
 
 
-def test_nothing_heavy_is_imported_to_read_a_machine() -> None:
+def test_reading_a_host_imports_no_heavy_library() -> None:
     code = (
         "import sys; from rrl.roles.node_probe.host import read_host; read_host(30);"
         " print(*{'torch', 'ucxx', 'vllm', 'pynvml', 'transformers'} & set(sys.modules))"
@@ -136,13 +135,13 @@ def test_nothing_heavy_is_imported_to_read_a_machine() -> None:
     assert run_command([sys.executable, "-P", "-c", code], 60.0) == CommandResult(0, "\n", "")
 
 
-def test_a_file_system_is_known_by_its_mount() -> None:
+def test_file_system_is_found_by_its_mount() -> None:
     assert filesystem(Path("/proc/self")) == "proc"
     assert filesystem(Path("/dev/shm")) == "tmpfs"
 
 
-def test_a_torch_that_does_not_import_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_import_of_torch_is_reported_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12 is not there')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    told = run_readers({"torch": lambda: host.read_torch(TIMEOUT_S)}, TIMEOUT_S)["torch"]
-    assert told == Unavailable("ImportError: libcudart.so.12 is not there")
+    results = run_readers({"torch": lambda: host.read_torch(TIMEOUT_S)}, TIMEOUT_S)["torch"]
+    assert results == Unavailable("ImportError: libcudart.so.12 is not there")

@@ -26,7 +26,7 @@ __version__ = "9.9"
 class cuda:
     is_available = staticmethod(lambda: False)
 """
-"""in torch's place: importing that takes two seconds of two cores, each time"""
+"""A substitute for torch, whose import takes two seconds of two cores each time."""
 
 
 @pytest.fixture
@@ -70,9 +70,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def test_a_node_reports_in_the_folder_and_on_the_connection_and_its_clock_is_measured(
-    login: ReportListener, folder: Path
-) -> None:
+def test_node_reports_in_the_folder_and_on_the_connection_with_its_clock(login: ReportListener, folder: Path) -> None:
     good, dead = f"127.0.0.1:{login.port}", f"127.0.0.1:{free_port()}"
     ended = probe(folder, login.nonce, dead, good)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -85,55 +83,55 @@ def test_a_node_reports_in_the_folder_and_on_the_connection_and_its_clock_is_mea
     assert not isinstance(report.torch, Unavailable)
     assert (report.torch.version, report.torch.gpus) == ("9.9", 0)
     assert login.skew is not None
-    assert abs(login.skew[0]) <= login.skew[1] + 0.001  # it is the same clock
+    assert abs(login.skew[0]) <= login.skew[1] + 0.001  # both read the same clock
 
 
-def test_where_the_folder_is_not_shared_the_connection_still_tells(login: ReportListener, tmp_path: Path) -> None:
+def test_report_arrives_on_the_connection_if_the_folder_is_not_shared(login: ReportListener, tmp_path: Path) -> None:
     ended = probe(tmp_path / "absent", login.nonce, f"127.0.0.1:{login.port}")
     assert ended.returncode == 0
     assert received_report(login).folder == "No such file or directory"
 
 
-def test_a_folder_that_holds_another_letter_is_not_the_same_folder(login: ReportListener, folder: Path) -> None:
-    (folder / NONCE_FILE).write_text("somebody else's")
+def test_folder_with_another_nonce_is_reported(login: ReportListener, folder: Path) -> None:
+    (folder / NONCE_FILE).write_text("of another probe")
     probe(folder, login.nonce, f"127.0.0.1:{login.port}")
-    assert received_report(login).folder == "the letter in it is another one"
+    assert received_report(login).folder == "its file nonce is of another probe"
     assert not (folder / REPORT).exists()
 
 
-def test_where_the_login_node_cannot_be_reached_the_folder_still_tells(folder: Path, login: ReportListener) -> None:
+def test_report_is_in_the_folder_if_the_login_node_is_unreachable(folder: Path, login: ReportListener) -> None:
     assert probe(folder, login.nonce).returncode == 0
     assert written(folder).reached == ()
     assert login.report is None
 
 
-def test_where_neither_is_there_the_exit_code_says_so(tmp_path: Path, login: ReportListener) -> None:
+def test_exit_code_is_1_without_folder_and_connection(tmp_path: Path, login: ReportListener) -> None:
     assert probe(tmp_path / "absent", login.nonce, f"127.0.0.1:{free_port()}").returncode == 1
 
 
-def test_without_its_arguments_it_says_how_it_is_called() -> None:
+def test_missing_arguments_print_the_usage() -> None:
     env = {name: value for name, value in os.environ.items() if name != NONCE_ENV}
     ended = subprocess.run([*PROBE], env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
 
 
-# ── strangers ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── other peer────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
     "expected_text",
     [b'{"nonce":"guessed","at":"x"}\n', b"GET / HTTP/1.1\r\n\r\n", b"\n", b"\xff" * 4096, b'{"nonce":7}\n',
      '{"nonce":"ü"}\n'.encode()],
 )  # fmt: skip
-def test_whoever_does_not_know_the_nonce_is_hung_up_on(login: ReportListener, expected_text: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", login.port), TIMEOUT_S) as stranger:
-        stranger.settimeout(TIMEOUT_S)
+def test_peer_without_the_nonce_is_disconnected(login: ReportListener, expected_text: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", login.port), TIMEOUT_S) as foreign:
+        foreign.settimeout(TIMEOUT_S)
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):
-            stranger.sendall(expected_text)
-            assert stranger.recv(100) == b""
+            foreign.sendall(expected_text)
+            assert foreign.recv(100) == b""
     assert login.report is None
     connect_login_node(f"127.0.0.1:{login.port}", login.nonce).close()  # and the next one is served
 
 
-def test_silent_strangers_do_not_keep_the_node_out_for_ever(login: ReportListener) -> None:
+def test_silent_foreign_connections_do_not_block_the_node(login: ReportListener) -> None:
     silent = [socket.create_connection(("127.0.0.1", login.port), TIMEOUT_S) for _ in range(17)]
     for one in silent:
         one.close()
@@ -142,10 +140,10 @@ def test_silent_strangers_do_not_keep_the_node_out_for_ever(login: ReportListene
         with contextlib.suppress(OSError):
             connect_login_node(f"127.0.0.1:{login.port}", login.nonce).close()
             return
-        assert time.monotonic() < deadline, "nobody is let in any more"
+        assert time.monotonic() < deadline, "connections are no longer accepted"
 
 
-def test_a_login_node_that_cannot_prove_itself_is_told_nothing() -> None:
+def test_login_node_without_a_proof_gets_no_report() -> None:
     got: list[bytes] = []
 
     def pretend(server: socket.socket) -> None:
@@ -158,7 +156,7 @@ def test_a_login_node_that_cannot_prove_itself_is_told_nothing() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=pretend, args=(server,))
         thread.start()
-        with pytest.raises(OSError, match="somebody else answers there"):
+        with pytest.raises(OSError, match="another program answered"):
             connect_login_node(f"127.0.0.1:{server.getsockname()[1]}", "the nonce")
         thread.join(TIMEOUT_S)
     assert got[1:] == [b""]

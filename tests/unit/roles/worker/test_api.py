@@ -70,7 +70,7 @@ JOB: dict[str, Any] = {
 
 
 class Manager(FirstManager):
-    """Welcomes every worker, once it is ``welcoming``, and tells it where the store is."""
+    """Welcomes every worker once ``welcoming`` is set, and sends it the store's address."""
 
     def __init__(self, listener: Listener) -> None:
         super().__init__(listener)
@@ -96,7 +96,7 @@ class Manager(FirstManager):
 
 
 class Role:
-    """``play`` in a thread of its own. Whatever it raises, ``end`` raises."""
+    """Runs ``play`` in a thread; ``end`` raises the exception of ``play``."""
 
     def __init__(self, play: Callable[[], object]) -> None:
         self._ended: Future[None] = Future()
@@ -119,7 +119,7 @@ class Role:
 
 
 class Scene:
-    """A run directory, and what plays in it."""
+    """A run directory with its managers, stores and workers."""
 
     def __init__(self, at: Lab) -> None:
         self.at = at
@@ -152,7 +152,7 @@ class Scene:
 
     @asynccontextmanager
     async def serve(self, store: Store, epoch: int = STORE.number) -> AsyncIterator[str]:
-        """The store's endpoint."""
+        """Serve ``store``; provides its endpoint."""
         listener = await Listener.open(self.at.keys, Request, epoch=epoch)
         server = Server(store, listener)
         running = asyncio.create_task(server.run())
@@ -190,7 +190,7 @@ def not_started(me: Worker) -> Iterator[Worker]:
 
 
 # ── joining and leaving ────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_worker_begins_once_it_is_welcomed(scene: Scene) -> None:
+def test_worker_starts_after_its_welcome(scene: Scene) -> None:
     async def story() -> None:
         begun = threading.Event()
         async with scene.manager() as manager:
@@ -208,7 +208,7 @@ def test_a_worker_begins_once_it_is_welcomed(scene: Scene) -> None:
     play(story)
 
 
-def test_a_fenced_worker_ends_at_once_whatever_it_is_doing(scene: Scene) -> None:
+def test_fenced_worker_ends_at_once_even_if_busy(scene: Scene) -> None:
     async def story() -> None:
         launch = scene.launch(crew.REWARD)
         code = "import time, rrl\nwith rrl.join() as me:\n    me.progress()\n    time.sleep(1000)"
@@ -218,19 +218,19 @@ def test_a_fenced_worker_ends_at_once_whatever_it_is_doing(scene: Scene) -> None
             child = await asyncio.create_subprocess_exec(*argv, env=env, stderr=asyncio.subprocess.PIPE)
             await manager.wait_for(FirstWorkDone)
             await manager.send(crew.REWARD, Fenced(crew.REWARD, "succeeded"))
-            _, said = await asyncio.wait_for(child.communicate(), TIMEOUT_S)
+            _, stderr = await asyncio.wait_for(child.communicate(), TIMEOUT_S)
             assert child.returncode == FENCED_EXIT == 81
-            assert b"is fenced: succeeded" in said
+            assert b"is fenced: succeeded" in stderr
 
     play(story)
 
 
-def test_a_worker_whose_work_is_done_says_goodbye_and_beats_on_until_it_is_told_to_leave(scene: Scene) -> None:
+def test_finished_worker_sends_goodbye_and_heartbeats_until_its_stop(scene: Scene) -> None:
     async def story() -> None:
         async with scene.manager() as manager:
             role = scene.start(scene.worker(crew.REWARD))
             await manager.wait_for(Goodbye)
-            for _ in range(3):  # one may have been on its way
+            for _ in range(3):  # one heartbeat may have been sent before
                 manager.received.clear()
                 await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.phase == "stopping")
             assert not role.ended
@@ -240,7 +240,7 @@ def test_a_worker_whose_work_is_done_says_goodbye_and_beats_on_until_it_is_told_
     play(story)
 
 
-def test_a_role_asked_to_leave_does_not_wait_for_a_store_that_has_left_before(scene: Scene) -> None:
+def test_stopped_role_does_not_wait_for_a_store_that_has_stopped(scene: Scene) -> None:
     async def story() -> None:
         worked = threading.Event()
         me = scene.worker(crew.REWARD)
@@ -254,13 +254,13 @@ def test_a_role_asked_to_leave_does_not_wait_for_a_store_that_has_left_before(sc
             role = scene.start(me, score)
             await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.waits_for == STORE.replica)
             await manager.stop(crew.REWARD)
-            await role.end()  # the Stopping that its question raised is the end of the with block
+            await role.end()  # the Stopping raised by its store request ends the with block
         assert not worked.is_set()
 
     play(story)
 
 
-def test_a_trainer_asked_to_leave_while_it_waits_for_a_batch_still_finishes_what_is_in_its_hands(scene: Scene) -> None:
+def test_trainer_stopped_while_waiting_for_a_batch_still_commits_its_last_step(scene: Scene) -> None:
     async def story() -> None:
         finished = threading.Event()
         me = scene.worker(crew.TRAINER)
@@ -279,7 +279,7 @@ def test_a_trainer_asked_to_leave_while_it_waits_for_a_batch_still_finishes_what
     play(story)
 
 
-def test_a_member_says_whom_it_waits_for_beside_its_phase(scene: Scene) -> None:
+def test_member_reports_the_replica_it_waits_for_beside_its_phase(scene: Scene) -> None:
     async def story() -> None:
         go, gone_on = threading.Event(), threading.Event()
         me = scene.worker(crew.TRAINER)
@@ -307,19 +307,19 @@ def test_a_member_says_whom_it_waits_for_beside_its_phase(scene: Scene) -> None:
     play(story)
 
 
-def test_whoever_asks_who_is_believed_is_not_told_older_news_after_newer(scene: Scene) -> None:
+def test_peers_callback_never_gets_older_peers_after_newer_ones(scene: Scene) -> None:
     with not_started(scene.worker(crew.REWARD)) as me:
-        link, heard = me._connection, list[int]()
-        link.peers = Peers(1, 1, {})
-        me.on_peers(lambda peers: heard.append(peers.seq))
-        link._update_peers(Peers(1, 2, {}))  # before the loop comes to what was asked
-        link._loop.run_until_complete(asyncio.sleep(0))
-        assert heard == [2, 2]
+        connection, received = me._connection, list[int]()
+        connection.peers = Peers(1, 1, {})
+        me.on_peers(lambda peers: received.append(peers.seq))
+        connection._update_peers(Peers(1, 2, {}))  # before the loop runs the scheduled callback
+        connection._loop.run_until_complete(asyncio.sleep(0))
+        assert received == [2, 2]
 
 
 # ── the manager goes and comes ─────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("content", [b"", b'{"epoch":1', b"\0" * 40, b"[]", b'{"epoch":1,"endpoint":"\xff"}'])
-def test_an_address_that_cannot_be_read_is_no_address_yet(scene: Scene, content: bytes) -> None:
+def test_unreadable_address_counts_as_missing(scene: Scene, content: bytes) -> None:
     with not_started(scene.worker(crew.REWARD)) as me:
         scene.at.run.manager.write_bytes(content)
         assert me._connection._find_manager() is None
@@ -328,13 +328,13 @@ def test_an_address_that_cannot_be_read_is_no_address_yet(scene: Scene, content:
         assert me._connection._find_manager() == address
 
 
-def test_the_next_manager_hears_how_things_are_and_not_how_they_became_so(scene: Scene) -> None:
+def test_next_manager_receives_the_current_state_and_no_old_messages(scene: Scene) -> None:
     async def story() -> None:
         me = scene.worker(crew.TRAINER)
         over = threading.Event()
 
         async def outlast(seconds: float) -> None:
-            """Timers of one loop: its beats come meanwhile, and its phases are told."""
+            """Wait for ``seconds`` of the loop's time, in which heartbeats are sent and phases reported."""
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(seconds), me._connection._loop))
 
         async with scene.manager() as first:
@@ -356,7 +356,9 @@ def test_the_next_manager_hears_how_things_are_and_not_how_they_became_so(scene:
             assert (hello.phase, hello.weight_version) == ("between", Version(2, 1))
             assert {heartbeat.done for heartbeat in second.received if isinstance(heartbeat, Heartbeat)} == {2}
             assert not [message for message in second.received if isinstance(message, PhaseEntered | VersionAvailable)]
-            assert FirstWorkDone(crew.TRAINER) in second.received, "what no Hello says is kept"
+            assert FirstWorkDone(crew.TRAINER) in second.received, (
+                "a message whose content no Hello repeats must be buffered"
+            )
             over.set()
             await second.wait_for(Goodbye)
             await second.stop(crew.TRAINER)
@@ -365,8 +367,8 @@ def test_the_next_manager_hears_how_things_are_and_not_how_they_became_so(scene:
     play(story)
 
 
-def test_a_commit_that_the_manager_has_not_heard_of_is_told_by_the_next_trainer(scene: Scene) -> None:
-    """It may be the last one: then nobody would ever commit again."""
+def test_commit_unknown_to_the_manager_is_reported_by_the_next_trainer(scene: Scene) -> None:
+    """The commit may be the last one of the run, after which no later commit would report it."""
 
     async def story() -> None:
         store = scene.open_store()
@@ -378,8 +380,8 @@ def test_a_commit_that_the_manager_has_not_heard_of_is_told_by_the_next_trainer(
             manager.store_is(endpoint)
             role = scene.start(me, lambda: list(me.batches(after=me.committed)))
             await manager.wait_for(Goodbye)
-            told = [(m.step, m.metrics) for m in manager.received if isinstance(m, Committed)]
-            assert told == [(1, {"reward": 0.25})]
+            commits = [(m.step, m.metrics) for m in manager.received if isinstance(m, Committed)]
+            assert commits == [(1, {"reward": 0.25})]
             await manager.stop(heir)
             await role.end()
         store.close()
@@ -387,7 +389,7 @@ def test_a_commit_that_the_manager_has_not_heard_of_is_told_by_the_next_trainer(
     play(story)
 
 
-def test_a_step_is_committed_in_another_thread_while_the_next_batch_is_worked_on(scene: Scene, tmp_path: Path) -> None:
+def test_step_is_committed_in_another_thread_during_the_next_batch(scene: Scene, tmp_path: Path) -> None:
     async def story() -> None:
         store = scene.open_store()
         crew.generate(store)
@@ -400,13 +402,13 @@ def test_a_step_is_committed_in_another_thread_while_the_next_batch_is_worked_on
             threads = []
             for batch in me.batches():
                 given.append(batch.number)
-                if batch.number == 2:  # the first one is done and not committed
+                if batch.number == 2:  # the first step is finished and not committed
                     threads = [threading.Thread(target=commit, args=(number,)) for number in (1, 2)]
                     threads[0].start()
                     threads[0].join()
                     threads[1].start()
             threads[1].join()
-            with pytest.raises(ValueError, match="step 2 is committed without its batch"):
+            with pytest.raises(ValueError, match="cannot commit step 2"):
                 commit(2)
 
         def commit(number: int) -> None:
@@ -419,9 +421,9 @@ def test_a_step_is_committed_in_another_thread_while_the_next_batch_is_worked_on
             manager.store_is(endpoint)
             role = scene.start(me, work)
             await manager.wait_for(Goodbye)
-            told = [message for message in manager.received if isinstance(message, Committed)]
-            assert [(m.step, m.metrics["loss"], m.metrics["reward"]) for m in told] == [(1, 1.0, 0.5), (2, 1.0, 0.5)]
-            assert [m.metrics["token_age_max"] for m in told] == [0.0, 1.0], "all tokens are of step 0's weights"
+            commits = [message for message in manager.received if isinstance(message, Committed)]
+            assert [(m.step, m.metrics["loss"], m.metrics["reward"]) for m in commits] == [(1, 1.0, 0.5), (2, 1.0, 0.5)]
+            assert [m.metrics["token_age_max"] for m in commits] == [0.0, 1.0], "all tokens are of step 0's weights"
             await manager.stop(crew.TRAINER)
             await role.end()
         assert given == [1, 2]
@@ -436,7 +438,7 @@ def test_a_step_is_committed_in_another_thread_while_the_next_batch_is_worked_on
 
 
 # ── the store goes and comes ───────────────────────────────────────────────────────────────────────────────────────
-def test_a_store_that_is_away_for_hours_costs_nobody_else_his_life(scene: Scene) -> None:
+def test_unreachable_store_ends_no_other_role(scene: Scene) -> None:
     async def story() -> None:
         store = scene.open_store()
         crew.generate(store)
@@ -462,7 +464,7 @@ def test_a_store_that_is_away_for_hours_costs_nobody_else_his_life(scene: Scene)
 
 
 # ── rollout ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_rollout_that_takes_work_while_it_has_some_is_given_each_trajectory_once(
+def test_rollout_that_leases_while_it_works_gets_each_trajectory_once(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story() -> None:
@@ -496,10 +498,12 @@ def test_a_rollout_that_takes_work_while_it_has_some_is_given_each_trajectory_on
     play(story)
 
 
-def test_what_was_leased_by_an_answer_that_got_lost_is_given_again(scene: Scene) -> None:
+def test_trajectory_leased_by_a_lost_answer_is_leased_again(scene: Scene) -> None:
     async def story() -> None:
         store, given = scene.open_store(), list[int]()
-        crew.lease(store, crew.ROLLOUT, at_most=2)  # 0 and 1: asked for by this life, and never heard by it
+        crew.lease(
+            store, crew.ROLLOUT, at_most=2
+        )  # 0 and 1: leased to this incarnation by an answer that it never received
         me = scene.worker(crew.ROLLOUT)
 
         def roll() -> None:
@@ -518,9 +522,9 @@ def test_what_was_leased_by_an_answer_that_got_lost_is_given_again(scene: Scene)
     play(story)
 
 
-def test_a_trajectory_that_was_lost_is_held_no_more_and_may_be_given_again(scene: Scene) -> None:
+def test_lost_trajectory_is_forgotten_and_may_be_leased_again(scene: Scene) -> None:
     async def story() -> None:
-        store, seen = scene.open_store(), list[tuple[object, ...]]()
+        store, results = scene.open_store(), list[tuple[object, ...]]()
         me = scene.worker(crew.ROLLOUT)
 
         def roll() -> None:
@@ -528,15 +532,15 @@ def test_a_trajectory_that_was_lost_is_held_no_more_and_may_be_given_again(scene
             me.lease(2)
             store.update_membership(
                 [incarnation for incarnation in crew.ALL if incarnation != crew.ROLLOUT]
-            )  # it was thought to be dead ...
+            )  # the manager took it for dead ...
             crew.lease(store, crew.OTHER, at_most=1)
             assert store.append(crew.OTHER, [crew.segment(0, tokens=(5,))]) == Done()
             store.update_membership(
                 [incarnation for incarnation in crew.ALL if incarnation != crew.OTHER]
-            )  # ... and the other one is now
-            seen.append(me.append([crew.segment(0), crew.segment(1, tokens=(5,))]))
-            crew.lease(store, crew.ROLLOUT, at_most=1, holding=[1])  # an answer that gets lost
-            seen.append(tuple((item.trajectory, len(item.so_far)) for item in me.lease(1)))
+            )  # ... and now takes the other one for dead
+            results.append(me.append([crew.segment(0), crew.segment(1, tokens=(5,))]))
+            crew.lease(store, crew.ROLLOUT, at_most=1, holding=[1])  # the answer gets lost
+            results.append(tuple((item.trajectory, len(item.so_far)) for item in me.lease(1)))
 
         async with scene.manager() as manager, scene.serve(store) as endpoint:
             manager.store_is(endpoint)
@@ -544,13 +548,13 @@ def test_a_trajectory_that_was_lost_is_held_no_more_and_may_be_given_again(scene
             await manager.wait_for(Goodbye)
             await manager.stop(crew.ROLLOUT)
             await role.end()
-        assert seen == [(0,), ((0, 1),)]
+        assert results == [(0,), ((0, 1),)]
         store.close()
 
     play(story)
 
 
-def test_nothing_is_leased_before_a_version_is_here_and_a_stop_ends_the_wait(scene: Scene) -> None:
+def test_nothing_is_leased_before_the_first_version_and_a_stop_ends_the_wait(scene: Scene) -> None:
     async def story() -> None:
         store, given = scene.open_store(), list[tuple[Item, ...]]()
         me = scene.worker(crew.ROLLOUT)
@@ -568,13 +572,13 @@ def test_nothing_is_leased_before_a_version_is_here_and_a_stop_ends_the_wait(sce
 
 
 def _version(me: Worker) -> tuple[Manifest, memoryview]:
-    """A version to be had, without a tensor."""
+    """Return the manifest and the content of a version without tensors."""
     return describe(Version(0, 1), [], memoryview(b""), me.keys.secret, 2**20), memoryview(b"")
 
 
-# ── weight versions while the manager says nothing of them ─────────────────────────────────────────────────────────
+# ── weight versions without the manager's reports ──────────────────────────────────────────────────────────────────
 class Publisher:
-    """A trainer that publishes the steps it is told to, until it is told None."""
+    """A trainer that publishes the steps in its queue, until it takes None."""
 
     def __init__(self, me: Worker) -> None:
         self._me = me
@@ -586,7 +590,7 @@ class Publisher:
 
 
 class Receiver:
-    """A rollout that notes each version that it gets, and what is in it."""
+    """A rollout that records each version that it receives, with its content."""
 
     def __init__(self, me: Worker) -> None:
         self._me = me
@@ -605,20 +609,20 @@ class Receiver:
 
 @asynccontextmanager
 async def publishing(scene: Scene, *rollouts: Incarnation) -> AsyncIterator[tuple[Manager, Publisher, list[Receiver]]]:
-    """A trainer and rollouts whose manager never names a version or a holder of one."""
+    """A trainer and rollouts whose manager never names a version or a source of one."""
     publisher = Publisher(trainer := scene.worker(crew.TRAINER))
-    workers = [scene.worker(each) for each in rollouts]
-    receivers = [Receiver(each) for each in workers]
+    workers = [scene.worker(incarnation) for incarnation in rollouts]
+    receivers = [Receiver(worker) for worker in workers]
     async with scene.manager() as manager:
         roles = [scene.start(trainer, publisher.play)]
-        roles += [scene.start(each, receiver.play) for each, receiver in zip(workers, receivers, strict=True)]
+        roles += [scene.start(worker, receiver.play) for worker, receiver in zip(workers, receivers, strict=True)]
         yield manager, publisher, receivers
         publisher.steps.put(None)
         for receiver in receivers:
             receiver.enough.set()
-        for each in (crew.TRAINER, *rollouts):
-            await manager.wait_for(Goodbye, partial(_is_of, each))
-            await manager.stop(each)
+        for incarnation in (crew.TRAINER, *rollouts):
+            await manager.wait_for(Goodbye, partial(_is_of, incarnation))
+            await manager.stop(incarnation)
         for role in roles:
             await role.end()
 
@@ -629,11 +633,11 @@ def _is_of(incarnation: Incarnation, goodbye: Goodbye) -> bool:
 
 async def _store_is(manager: Manager, endpoint: str, epoch: int = 1) -> None:
     manager.store_is(endpoint, epoch)
-    for each in list(manager.peers):
-        await manager.send(each, manager.current)
+    for replica in list(manager.peers):
+        await manager.send(replica, manager.current)
 
 
-def test_rollouts_receive_each_version_though_the_manager_names_none(scene: Scene) -> None:
+def test_rollouts_receive_each_version_without_the_manager(scene: Scene) -> None:
     async def story() -> None:
         store = scene.open_store()
         async with scene.serve(store) as endpoint:
@@ -648,8 +652,8 @@ def test_rollouts_receive_each_version_though_the_manager_names_none(scene: Scen
     play(story)
 
 
-def test_a_store_that_restarted_is_told_again_which_version_is_the_newest(scene: Scene) -> None:
-    """The trainer publishes nothing meanwhile; a rollout that comes later is told by the new store."""
+def test_restarted_store_receives_the_newest_version_again(scene: Scene) -> None:
+    """The trainer publishes no further version; a later rollout receives the version from the new store."""
 
     async def story() -> None:
         store = scene.open_store()
@@ -671,7 +675,7 @@ def test_a_store_that_restarted_is_told_again_which_version_is_the_newest(scene:
     play(story)
 
 
-def test_a_rollout_pulls_from_another_one_when_the_trainer_died_before_the_manager_named_its_version(
+def test_rollout_pulls_from_another_one_if_the_trainer_died_early(
     scene: Scene,
 ) -> None:
     async def story() -> None:
@@ -686,14 +690,16 @@ def test_a_rollout_pulls_from_another_one_when_the_trainer_died_before_the_manag
             manager.store_is(endpoint)
             dead = WeightSource(crew.TRAINER, "tcp://127.0.0.1:1", Version(7, 1))
             assert store.report_version(dead) is None
-            relay._connection.weights.offer(held.manifest, held.flat)  # what it pulled while the trainer lived
+            relay._connection.weights.offer(
+                held.manifest, held.flat
+            )  # the version that it pulled before the trainer died
             roles = [scene.start(relay, lambda: over.wait(TIMEOUT_S)), scene.start(me, late.play)]
             await eventually(lambda: late.has(7), "the version that only another rollout has")
             over.set()
             late.enough.set()
-            for each in (crew.ROLLOUT, crew.OTHER):
-                await manager.wait_for(Goodbye, partial(_is_of, each))
-                await manager.stop(each)
+            for incarnation in (crew.ROLLOUT, crew.OTHER):
+                await manager.wait_for(Goodbye, partial(_is_of, incarnation))
+                await manager.stop(incarnation)
             for role in roles:
                 await role.end()
         store.close()
@@ -717,11 +723,11 @@ def make(seed): return Task()
 """
 
 
-def test_a_reward_role_is_seen_to_move_while_it_scores_and_counts_each_item_once(
+def test_reward_role_reports_progress_while_it_scores_and_counts_each_item_once(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (scene.at.run.path / "task_of_test_worker.py").write_text(TASK)
-    monkeypatch.setattr(sys, "path", list(sys.path))  # undone afterwards, with what load_task adds
+    monkeypatch.setattr(sys, "path", list(sys.path))  # restored afterwards, with the entries that load_task adds
     monkeypatch.delitem(sys.modules, "task_of_test_worker", raising=False)
     me = scene.worker(crew.REWARD)
     monkeypatch.setattr(rrl, "join", lambda: me, raising=False)
@@ -747,7 +753,7 @@ def test_a_reward_role_is_seen_to_move_while_it_scores_and_counts_each_item_once
     play(story)
 
 
-def test_scores_that_were_not_told_as_progress_count_when_they_are_posted(scene: Scene) -> None:
+def test_scores_not_reported_as_progress_count_when_they_are_posted(scene: Scene) -> None:
     async def story() -> None:
         store = scene.open_store()
         complete = len(crew.generate(store))
@@ -756,7 +762,7 @@ def test_scores_that_were_not_told_as_progress_count_when_they_are_posted(scene:
         def score() -> None:
             work = next(me.scoring())
             me.progress(2)
-            for item in work.items:  # two are told before the first post, the others by their posts
+            for item in work.items:  # two are reported before the first post, the others by their posts
                 work.post([], {item.trajectory: "no reason"})
 
         async with scene.serve(store) as endpoint, scene.manager() as manager:
@@ -772,7 +778,7 @@ def test_scores_that_were_not_told_as_progress_count_when_they_are_posted(scene:
 
 
 # ── publishing ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_what_is_published_is_what_was_given(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_version_has_the_given_tensors(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "_COPY_SLICE_BYTES", 100)
     long, short = bytes(range(256)) * 3, b"\x05\x06\x07"
     with not_started(scene.worker(crew.TRAINER)) as me:
@@ -794,13 +800,13 @@ def test_what_is_published_is_what_was_given(scene: Scene, monkeypatch: pytest.M
         assert me._connection.weights.versions() == (Version(4, 1), Version(5, 1))
 
 
-def test_weights_that_are_not_all_here_at_once_are_taken_one_after_another(scene: Scene) -> None:
-    one = bytearray(4)
+def test_publish_each_takes_tensors_one_after_another(scene: Scene) -> None:
+    buffer = bytearray(4)
 
     def gathered() -> Iterator[memoryview]:
-        for value in (1, 2, 3):  # each in the memory of the one before
-            one[:] = bytes([value]) * 4
-            yield memoryview(one)
+        for value in (1, 2, 3):  # each reuses the memory of the version before
+            buffer[:] = bytes([value]) * 4
+            yield memoryview(buffer)
 
     with not_started(scene.worker(crew.TRAINER)) as me:
         me.publish_each(4, [(name, "uint8", (4,), 4) for name in "abc"], gathered())
@@ -810,8 +816,8 @@ def test_weights_that_are_not_all_here_at_once_are_taken_one_after_another(scene
         assert given == [b"\1" * 4, b"\2" * 4, b"\3" * 4]
 
 
-def test_publishing_makes_no_memory_that_is_filled_while_every_other_thread_waits(scene: Scene) -> None:
-    """Python's own allocations are; only those does tracemalloc count."""
+def test_publishing_allocates_no_memory_that_is_filled_under_the_gil(scene: Scene) -> None:
+    """tracemalloc counts only Python's own allocations, which are filled under the GIL."""
     data = memoryview(bytearray(2**24))
     with not_started(scene.worker(crew.TRAINER)) as me:
         tracemalloc.start()
@@ -823,7 +829,7 @@ def test_publishing_makes_no_memory_that_is_filled_while_every_other_thread_wait
 
 
 def test_other_threads_run_while_weights_are_copied(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sees a version that is half copied."""
+    """Another thread observes a version that is copied in part."""
     data, step = memoryview(b"\1" * 2**26), 2**20
     memory: list[memoryview] = []
     make = WeightStore.allocate
@@ -834,20 +840,20 @@ def test_other_threads_run_while_weights_are_copied(scene: Scene, monkeypatch: p
 
     monkeypatch.setattr(WeightStore, "allocate", remembered)
     monkeypatch.setattr(api, "_COPY_SLICE_BYTES", step)
-    seen: set[int] = set()
+    results: set[int] = set()
     over = threading.Event()
 
     def look() -> None:
         while not over.is_set():
             for flat in memory[:]:
-                seen.add(bytes(flat[::step]).count(1))
+                results.add(bytes(flat[::step]).count(1))
 
     looking = threading.Thread(target=look)
     looking.start()
     try:
         with not_started(scene.worker(crew.TRAINER)) as me:
             deadline, number = time.monotonic() + TIMEOUT_S, 0
-            while not seen - {0, len(data) // step}:
+            while not results - {0, len(data) // step}:
                 assert time.monotonic() < deadline, "no thread ever ran in between"
                 me.publish(number := number + 1, [("w", "uint8", (len(data),), data)])
     finally:

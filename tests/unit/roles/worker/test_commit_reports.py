@@ -1,4 +1,4 @@
-"""Which committed steps a manager is told of, in which order, whatever it has missed."""
+"""The commits that are reported to a manager, and their order, whichever reports it missed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def metrics(step: int) -> dict[str, float]:
 
 
 class Trainer:
-    """Commits to a store that keeps the metrics of some steps, and reports to managers that come and go."""
+    """A trainer that commits to a store with the metrics of some steps, and reports to changing managers."""
 
     def __init__(self) -> None:
         self.sent_reports: list[tuple[int, dict[str, float]]] = []
@@ -52,17 +52,17 @@ class Trainer:
 
 
 def play(story: Callable[[Trainer], Awaitable[None]]) -> Trainer:
-    async def live() -> Trainer:
+    async def run() -> Trainer:
         trainer = Trainer()
         running = asyncio.create_task(trainer.reports.run())
         await story(trainer)
         running.cancel()
         return trainer
 
-    return virtual.run(live())
+    return virtual.run(run())
 
 
-def test_commits_under_one_manager_are_told_at_once_without_the_store() -> None:
+def test_commits_under_one_manager_are_reported_at_once_without_the_store() -> None:
     async def story(trainer: Trainer) -> None:
         await trainer.connects(knows=0)
         trainer.commits(1, 2)
@@ -71,7 +71,7 @@ def test_commits_under_one_manager_are_told_at_once_without_the_store() -> None:
     assert play(story).requests == 0
 
 
-def test_commits_made_while_no_manager_lived_are_told_to_the_next_one_in_order() -> None:
+def test_commits_made_without_a_manager_are_reported_to_the_next_one_in_order() -> None:
     async def story(trainer: Trainer) -> None:
         await trainer.connects(knows=0)
         trainer.commits(1)
@@ -84,7 +84,7 @@ def test_commits_made_while_no_manager_lived_are_told_to_the_next_one_in_order()
     assert play(story).steps == [1, 2, 3, 4, 5]
 
 
-def test_commits_of_an_earlier_life_are_told_from_the_store_before_ones_own() -> None:
+def test_commits_of_an_earlier_incarnation_are_reported_first_from_the_store() -> None:
     async def story(trainer: Trainer) -> None:
         trainer.checkpoints |= {step: metrics(step) for step in range(1, 9)}
         trainer.reports.on_found(8)
@@ -94,7 +94,7 @@ def test_commits_of_an_earlier_life_are_told_from_the_store_before_ones_own() ->
     assert play(story).steps == [3, 4, 5, 6, 7, 8, 9]
 
 
-def test_steps_whose_metrics_nobody_keeps_any_more_are_passed_over() -> None:
+def test_steps_without_stored_metrics_are_skipped() -> None:
     async def story(trainer: Trainer) -> None:
         trainer.checkpoints |= {step: metrics(step) for step in (7, 8)}
         trainer.reports.on_found(8)
@@ -103,7 +103,7 @@ def test_steps_whose_metrics_nobody_keeps_any_more_are_passed_over() -> None:
     assert play(story).steps == [7, 8]
 
 
-def test_the_newest_step_is_told_though_the_store_keeps_no_metrics_at_all() -> None:
+def test_newest_step_is_reported_even_without_stored_metrics() -> None:
     async def story(trainer: Trainer) -> None:
         trainer.reports.on_found(8)
         await trainer.connects(knows=2)
@@ -111,7 +111,7 @@ def test_the_newest_step_is_told_though_the_store_keeps_no_metrics_at_all() -> N
     assert play(story).sent_reports == [(8, {})]
 
 
-def test_a_manager_that_welcomes_nobody_because_the_run_ends_is_told_the_last_commit() -> None:
+def test_last_commit_is_reported_to_an_ending_manager_without_a_welcome() -> None:
     async def story(trainer: Trainer) -> None:
         await trainer.connects(knows=None)
         trainer.commits(5)
@@ -121,7 +121,7 @@ def test_a_manager_that_welcomes_nobody_because_the_run_ends_is_told_the_last_co
     assert play(story).steps == [5]
 
 
-def test_what_memory_cannot_hold_is_fetched_from_the_store() -> None:
+def test_commits_beyond_the_buffer_are_fetched_from_the_store() -> None:
     async def story(trainer: Trainer) -> None:
         trainer.commits(*range(1, commit_reports.MAX_BUFFERED_COMMITS + 11))
         await trainer.connects(knows=0)

@@ -1,4 +1,4 @@
-"""A role that is asked for work while it is suspected: who answers, in which thread, and who does not."""
+"""Probes of a suspected role: which thread answers them, and when there is no answer."""
 
 from __future__ import annotations
 
@@ -43,72 +43,72 @@ class Responses:
         self.probes.on_request(Probe(incarnation, number), ME)
 
 
-def test_without_a_handler_the_answer_is_that_the_process_lives() -> None:
-    told = Responses()
-    told.probe()
-    assert told.answers == [ProbeReply(ME, 7, ProbeResult.NO_HANDLER)]
+def test_probe_without_a_handler_is_answered_at_once() -> None:
+    responses = Responses()
+    responses.probe()
+    assert responses.answers == [ProbeReply(ME, 7, ProbeResult.NO_HANDLER)]
 
 
-def test_a_handler_answers_only_when_its_own_thread_comes_by() -> None:
-    told = Responses()
+def test_handler_runs_only_in_the_thread_that_registered_it() -> None:
+    responses = Responses()
     ran_in: list[int] = []
-    told.probes.on_probe(lambda: ran_in.append(threading.get_ident()))
+    responses.probes.on_probe(lambda: ran_in.append(threading.get_ident()))
 
-    def ask_and_come_by() -> None:
-        told.probe()
-        told.probes.answer()
+    def probe_and_call() -> None:
+        responses.probe()
+        responses.probes.answer()
 
-    asking = threading.Thread(target=ask_and_come_by)
+    asking = threading.Thread(target=probe_and_call)
     asking.start()
     asking.join()
-    assert told.answers == []
-    told.probes.answer()
-    assert told.answers == [ProbeReply(ME, 7, ProbeResult.WORKS)]
+    assert responses.answers == []
+    responses.probes.answer()
+    assert responses.answers == [ProbeReply(ME, 7, ProbeResult.WORKS)]
     assert ran_in == [threading.get_ident()]
-    told.probes.answer()
-    assert len(told.answers) == 1, "a question is answered once"
+    responses.probes.answer()
+    assert len(responses.answers) == 1, "a probe is answered once"
 
 
-def test_what_a_handler_raises_is_the_answer_and_the_role_goes_on() -> None:
-    told = Responses()
+def test_exception_of_a_handler_is_the_answer_and_the_role_continues() -> None:
+    responses = Responses()
 
     def fail() -> None:
         raise RuntimeError("logits are not finite")
 
-    told.probes.on_probe(fail)
-    told.probe()
-    told.probes.answer()
-    assert told.answers == [ProbeReply(ME, 7, ProbeResult.FAILED, "RuntimeError: logits are not finite")]
+    responses.probes.on_probe(fail)
+    responses.probe()
+    responses.probes.answer()
+    assert responses.answers == [ProbeReply(ME, 7, ProbeResult.FAILED, "RuntimeError: logits are not finite")]
 
 
-def test_a_handler_that_calls_the_api_itself_is_not_run_within_itself() -> None:
-    told = Responses()
-    told.probes.on_probe(told.probes.answer)
-    told.probe(1)
-    told.probes.answer()
-    assert [answer.id for answer in told.answers] == [1]
+def test_handler_that_calls_the_api_is_not_reentered() -> None:
+    responses = Responses()
+    responses.probes.on_probe(responses.probes.answer)
+    responses.probe(1)
+    responses.probes.answer()
+    assert [answer.id for answer in responses.answers] == [1]
 
 
-def test_of_several_questions_the_newest_is_answered_and_the_work_is_done_once() -> None:
-    told = Responses()
+def test_newest_of_several_probes_is_answered_with_one_run_of_the_handler() -> None:
+    responses = Responses()
     ran: list[str] = []
-    told.probes.on_probe(lambda: ran.append("worked"))
+    responses.probes.on_probe(lambda: ran.append("worked"))
     for number in (1, 2, 3):
-        told.probe(number)
-    told.probes.answer()
-    told.probes.answer()
-    assert ([answer.id for answer in told.answers], ran) == ([3], ["worked"])
+        responses.probe(number)
+    responses.probes.answer()
+    responses.probes.answer()
+    assert ([answer.id for answer in responses.answers], ran) == ([3], ["worked"])
 
 
-def test_a_question_to_another_life_is_nobodys_here() -> None:
-    told = Responses()
-    told.probe(incarnation=Incarnation(ME.replica, 2))
-    told.probes.answer()
-    assert told.answers == []
+def test_probe_of_another_incarnation_is_ignored() -> None:
+    responses = Responses()
+    responses.probe(incarnation=Incarnation(ME.replica, 2))
+    responses.probes.answer()
+    assert responses.answers == []
 
 
 @pytest.mark.parametrize(("code", "result"), [(ANSWERS, ProbeResult.WORKS), (NO_ANSWER, ProbeResult.NO_HANDLER)])
-def test_a_real_role_answers_at_its_next_call_or_by_its_link(scene: Scene, code: str, result: ProbeResult) -> None:
+def test_real_role_answers_at_its_next_call_or_by_its_connection(scene: Scene, code: str, result: ProbeResult) -> None:
     async def story() -> None:
         async with scene.manager() as manager, role(scene, manager, code) as (launch, _):
             await manager.send(launch.incarnation, Probe(launch.incarnation, 3))
@@ -118,7 +118,7 @@ def test_a_real_role_answers_at_its_next_call_or_by_its_link(scene: Scene, code:
     play(story)
 
 
-def test_a_role_whose_engine_is_dead_beats_and_does_not_answer(scene: Scene) -> None:
+def test_role_with_a_dead_engine_sends_heartbeats_and_does_not_answer(scene: Scene) -> None:
     async def story() -> None:
         async with scene.manager() as manager, role(scene, manager, ANSWERS) as (launch, _):
             await manager.send(launch.incarnation, Inject(Fault("f1", FaultKind.ENGINE_DEAD), launch.tag))
@@ -131,7 +131,7 @@ def test_a_role_whose_engine_is_dead_beats_and_does_not_answer(scene: Scene) -> 
 
 
 async def _wait_for_heartbeats(manager: Manager, more: int) -> None:
-    """So many further beats are heard: by then a role that answers would have."""
+    """Wait for ``more`` further heartbeats, within which a role that answers would have answered."""
     before = sum(isinstance(message, Heartbeat) for message in manager.received)
     async with asyncio.timeout(30):
         while sum(isinstance(message, Heartbeat) for message in manager.received) < before + more:

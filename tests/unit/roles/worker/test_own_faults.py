@@ -1,4 +1,4 @@
-"""What a role does to itself, in real processes that use the worker API."""
+"""Faults that a role performs on itself, in real processes that use the worker API."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ with rrl.join() as me:
 
 @contextlib.asynccontextmanager
 async def role(scene: Scene, manager: Manager, code: str) -> AsyncIterator[tuple[Launch, asyncio.subprocess.Process]]:
-    """A process that has begun to work; ended with the test."""
+    """Start a role that runs ``code``; provides it once it works, and ends it afterwards."""
     launch = scene.launch(crew.REWARD)
     env = {
         "PATH": "/usr/bin:/bin",
@@ -57,7 +57,7 @@ async def role(scene: Scene, manager: Manager, code: str) -> AsyncIterator[tuple
 
 
 def size_of(pid: int) -> int:
-    """Bytes of its address space: what the agent limits it to."""
+    """Return the bytes of a process's address space, to which the agent limits it."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
 
 
@@ -67,46 +67,47 @@ async def fault_request(manager: Manager, launch: Launch, fault: Fault, tag: str
 
 
 @pytest.mark.parametrize("code", [WORKS, COMPUTES], ids=["working", "in a long computation"])
-def test_a_role_told_to_exit_does_so_with_that_code_whatever_it_is_doing(scene: Scene, code: str) -> None:
+def test_exit_fault_ends_a_busy_role_with_the_given_code(scene: Scene, code: str) -> None:
     async def story() -> None:
         async with scene.manager() as manager, role(scene, manager, code) as (launch, child):
             answer = await fault_request(manager, launch, Fault("f1", FaultKind.EXIT, amount=3))
             assert (answer.ok, answer.incarnation, answer.detail) == (
                 True,
                 launch.incarnation,
-                "it ends itself with exit code 3",
+                "the role exits with code 3",
             )
             assert await asyncio.wait_for(child.wait(), TIMEOUT_S) == 3
 
     play(story)
 
 
-def test_an_exception_is_raised_in_the_roles_own_code_at_its_next_call(scene: Scene) -> None:
+def test_exception_fault_is_raised_in_the_roles_code_at_its_next_call(scene: Scene) -> None:
     async def story() -> None:
         async with scene.manager() as manager, role(scene, manager, WORKS) as (launch, child):
             answer = await fault_request(manager, launch, Fault("f7", FaultKind.EXCEPTION))
             assert answer.ok, answer.detail
-            _, said = await asyncio.wait_for(child.communicate(), TIMEOUT_S)
+            _, stderr = await asyncio.wait_for(child.communicate(), TIMEOUT_S)
             assert child.returncode == 1
-            assert 'File "<string>", line 7' in said.decode()  # me.progress()
-            assert "InjectedError: injected fault f7" in said.decode()
+            assert 'File "<string>", line 7' in stderr.decode()  # me.progress()
+            assert "InjectedError: injected fault f7" in stderr.decode()
 
     play(story)
 
 
-def test_nothing_is_raised_or_told_before_the_role_calls(scene: Scene) -> None:
+def test_exception_fault_waits_for_the_roles_next_call(scene: Scene) -> None:
     async def story() -> None:
         async with scene.manager() as manager, role(scene, manager, COMPUTES) as (launch, child):
             await manager.send(launch.incarnation, Inject(Fault("f1", FaultKind.EXCEPTION), launch.tag))
             second = Fault("f2", FaultKind.ENGINE_DEAD)
-            answer = await fault_request(manager, launch, second)  # heard after the first one
-            assert (answer.fault, answer.ok, answer.detail) == (second, False, "exception is still to strike")
+            answer = await fault_request(manager, launch, second)  # received after the first one
+            assert (answer.fault, answer.ok) == (second, False)
+            assert answer.detail == "exception is still pending in this role"
             assert child.returncode is None
 
     play(story)
 
 
-def test_with_its_engine_dead_a_role_beats_on_and_makes_no_progress(scene: Scene) -> None:
+def test_role_with_a_dead_engine_sends_heartbeats_and_makes_no_progress(scene: Scene) -> None:
     async def story() -> None:
         async with scene.manager() as manager, role(scene, manager, WORKS) as (launch, child):
             assert (await fault_request(manager, launch, Fault("f1", FaultKind.ENGINE_DEAD))).ok
@@ -121,19 +122,19 @@ def test_with_its_engine_dead_a_role_beats_on_and_makes_no_progress(scene: Scene
     play(story)
 
 
-def test_out_of_memory_strikes_a_role_that_lives_on_what_it_has(scene: Scene) -> None:
+def test_out_of_memory_hits_a_role_that_does_not_grow(scene: Scene) -> None:
     async def story() -> None:
         async with scene.manager() as manager, role(scene, manager, WORKS) as (launch, child):
             resource.prlimit(child.pid, resource.RLIMIT_AS, (size_of(child.pid), resource.RLIM_INFINITY))
             await manager.send(launch.incarnation, Inject(Fault("f1", FaultKind.OUT_OF_MEMORY), launch.tag))
-            _, said = await asyncio.wait_for(child.communicate(), TIMEOUT_S)
+            _, stderr = await asyncio.wait_for(child.communicate(), TIMEOUT_S)
             assert child.returncode not in (0, None)
-            assert b"MemoryError" in said or b"allocate memory" in said
+            assert b"MemoryError" in stderr or b"allocate memory" in stderr
 
     play(story)
 
 
-def test_an_engine_that_is_dead_for_a_time_goes_on_then(scene: Scene) -> None:
+def test_engine_dead_for_a_time_continues_afterwards(scene: Scene) -> None:
     async def story() -> None:
         async with scene.manager() as manager, role(scene, manager, WORKS) as (launch, _):
             await fault_request(manager, launch, Fault("f1", FaultKind.ENGINE_DEAD, seconds=0.3))
@@ -147,9 +148,9 @@ def test_an_engine_that_is_dead_for_a_time_goes_on_then(scene: Scene) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "tag", "why"),
-    [(FaultKind.EXIT, "run-1.rollout-0.1", "was meant"), (FaultKind.KILL, "", "cannot do kill to itself")],
+    [(FaultKind.EXIT, "run-1.rollout-0.1", "the fault is for"), (FaultKind.KILL, "", "cannot perform kill on itself")],
 )
-def test_a_role_does_nothing_that_is_not_its_own_or_not_its_to_do(
+def test_fault_for_another_step_or_of_another_kind_is_refused(
     scene: Scene, kind: FaultKind, tag: str, why: str
 ) -> None:
     async def story() -> None:

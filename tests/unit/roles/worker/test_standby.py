@@ -1,4 +1,4 @@
-"""Processes that are kept warm: against a manager that only listens, real links, real first processes."""
+"""Standby processes: real connections and launchers against a manager that only listens."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def standby_worker(scene: Scene) -> Worker:
 
 
 def follows(me: Worker) -> bool:
-    """It pulls every newest version."""
+    """Tell whether a rollout pulls the newest versions."""
     return any("_follow" in repr(task) for task in me._connection._tasks)
 
 
@@ -84,7 +84,7 @@ def promotion(scene: Scene, incarnation: Incarnation = MEMBER) -> Promote:
 
 
 class Ranks(Manager):
-    """Welcomes members with their ranks."""
+    """A manager that welcomes members with their ranks."""
 
     async def serve(self) -> None:
         while True:
@@ -105,7 +105,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ── waiting ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_shadow_says_that_it_stands_by_and_waits_until_it_is_told_what_it_becomes(scene: Scene, ranks: None) -> None:
+def test_standby_reports_its_phase_and_waits_for_its_promotion(scene: Scene, ranks: None) -> None:
     async def story() -> None:
         me = standby_worker(scene)
         begun = threading.Event()
@@ -119,7 +119,7 @@ def test_a_shadow_says_that_it_stands_by_and_waits_until_it_is_told_what_it_beco
                     Heartbeat,
                     lambda heartbeat: heartbeat.incarnation == STANDBY_PROCESS and heartbeat.phase == "standby",
                 )
-            assert not begun.is_set(), "welcome as a shadow is no reason to begin"
+            assert not begun.is_set(), "the welcome of a standby must not start its work"
             await manager.send(STANDBY_PROCESS, promotion(scene))
             now = await manager.wait_for(Hello, lambda hello: hello.incarnation == MEMBER)
             assert (now.tag, now.pid, now.phase) == (hello.tag, hello.pid, "starting"), "the same step and process"
@@ -132,7 +132,7 @@ def test_a_shadow_says_that_it_stands_by_and_waits_until_it_is_told_what_it_beco
     play(story)
 
 
-def test_no_beat_is_left_out_and_none_speaks_under_the_old_name_once_it_has_become_something(scene: Scene) -> None:
+def test_promotion_skips_no_heartbeat_and_none_has_the_old_incarnation_afterwards(scene: Scene) -> None:
     async def story() -> None:
         me = standby_worker(scene)
         async with scene.manager() as manager:
@@ -142,17 +142,19 @@ def test_no_beat_is_left_out_and_none_speaks_under_the_old_name_once_it_has_beco
             await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.incarnation == MEMBER)
             incarnations = [message.incarnation for message in manager.received]
             assert incarnations == sorted(incarnations, key=lambda incarnation: incarnation == MEMBER), (
-                "first the one, then the other"
+                "heartbeats of the standby must come before those of the member"
             )
             first = manager.received[incarnations.index(MEMBER)]
-            assert isinstance(first, Hello), "its first word is a Hello, and not a beat of somebody unknown"
+            assert isinstance(first, Hello), (
+                "the first message must be a Hello, not a heartbeat of an unknown incarnation"
+            )
             await manager.stop(MEMBER)
             await role.end()
 
     play(story)
 
 
-def test_everything_that_it_says_from_then_on_carries_the_life_that_it_became(scene: Scene) -> None:
+def test_every_message_after_the_promotion_has_the_new_incarnation(scene: Scene) -> None:
     async def story() -> None:
         me = standby_worker(scene)
         done = threading.Event()
@@ -182,7 +184,7 @@ def test_everything_that_it_says_from_then_on_carries_the_life_that_it_became(sc
     play(story)
 
 
-def test_one_of_a_rollout_has_its_settings_from_the_start_and_pulls_weights_once_it_has_become_one(
+def test_rollout_standby_has_its_settings_and_pulls_weights_after_its_promotion(
     scene: Scene,
 ) -> None:
     engine = Incarnation(ReplicaId("standby/local1:rollout"), 1)
@@ -195,12 +197,12 @@ def test_one_of_a_rollout_has_its_settings_from_the_start_and_pulls_weights_once
             role = scene.start(me, lambda: me.stopping.wait(TIMEOUT_S))
             hello = await manager.wait_for(Hello)
             assert (hello.incarnation, hello.phase, hello.weight_version) == (engine, "standby", None)
-            assert hello.weight_address, "what takes time is open already"
+            assert hello.weight_address, "the weight transport must be open before the promotion"
             assert not follows(me), "and nothing comes in by it yet"
             rollout = Incarnation(ReplicaId("rollout/1"), 2)
             await manager.send(engine, Promote(engine, rollout, launch.tag))
             assert (
-                await manager.wait_for(Hello, lambda told: told.incarnation == rollout)
+                await manager.wait_for(Hello, lambda hello: hello.incarnation == rollout)
             ).weight_address == hello.weight_address
             await eventually(lambda: follows(me))
             await manager.stop(rollout)
@@ -209,7 +211,7 @@ def test_one_of_a_rollout_has_its_settings_from_the_start_and_pulls_weights_once
     play(story)
 
 
-def test_told_twice_or_told_what_is_not_meant_for_it_it_is_what_it_became_first(scene: Scene) -> None:
+def test_repeated_or_foreign_promotion_changes_nothing(scene: Scene) -> None:
     async def story() -> None:
         me = standby_worker(scene)
         async with scene.manager() as manager:
@@ -232,7 +234,7 @@ def test_told_twice_or_told_what_is_not_meant_for_it_it_is_what_it_became_first(
     play(story)
 
 
-def test_to_the_next_manager_it_is_what_it_has_become(scene: Scene) -> None:
+def test_promoted_standby_joins_the_next_manager_with_its_new_incarnation(scene: Scene) -> None:
     async def story() -> None:
         me = standby_worker(scene)
         begun = threading.Event()
@@ -244,7 +246,7 @@ def test_to_the_next_manager_it_is_what_it_has_become(scene: Scene) -> None:
             second.welcoming.clear()
             await second.send(STANDBY_PROCESS, promotion(scene))
             assert (await second.wait_for(Hello, lambda hello: hello.incarnation == MEMBER)).phase == "starting"
-        assert not begun.is_set(), "nobody has welcomed it as that"
+        assert not begun.is_set(), "the worker must wait for the welcome of its new incarnation"
         async with scene.manager(epoch=3) as third:
             assert (await third.wait_for(Hello)).incarnation == MEMBER
             await eventually(begun.is_set)
@@ -256,14 +258,14 @@ def test_to_the_next_manager_it_is_what_it_has_become(scene: Scene) -> None:
 
 # ── leaving ────────────────────────────────────────────────────────────────────────────────────────────────────────
 async def _first_process(scene: Scene, manager: Manager, launch: Launch) -> subprocess.Popen[bytes]:
-    """A shadow in a real step, once it stands by."""
+    """Start a standby in a real step; provides it once it waits for its promotion."""
     child = scene.at.start(launch)
     await manager.wait_for(Hello, lambda hello: hello.phase == "standby")
     return child
 
 
 class Admits(Manager):
-    """Answers first processes as well."""
+    """A manager that also admits first processes."""
 
     async def serve(self) -> None:
         while True:
@@ -285,7 +287,7 @@ def admits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("how", ["signal", "stop"])
-def test_asked_to_leave_before_it_became_anything_it_ends_in_order(scene: Scene, admits: None, how: str) -> None:
+def test_standby_stopped_by_sigterm_before_its_promotion_exits_cleanly(scene: Scene, admits: None, how: str) -> None:
     async def story() -> None:
         launch = standby_launch(scene, sys.executable, "-c", WAITS)
         async with scene.manager() as manager:
@@ -304,7 +306,7 @@ def test_asked_to_leave_before_it_became_anything_it_ends_in_order(scene: Scene,
     play(story)
 
 
-def test_a_worker_that_hears_stop_while_it_stands_by_ends_in_order(scene: Scene) -> None:
+def test_standby_stopped_by_the_manager_exits_cleanly(scene: Scene) -> None:
     async def story() -> None:
         me = standby_worker(scene)
         began = threading.Event()
@@ -320,8 +322,8 @@ def test_a_worker_that_hears_stop_while_it_stands_by_ends_in_order(scene: Scene)
 
 
 @pytest.mark.parametrize("how", ["worker", "first", "first, the worker stopped"])
-def test_fenced_as_what_it_became_all_of_it_ends_at_once(scene: Scene, admits: None, how: str) -> None:
-    """The grace of 1000 s is not used. Its first process was started under the shadow's name."""
+def test_fenced_promoted_standby_ends_at_once(scene: Scene, admits: None, how: str) -> None:
+    """The grace of 1000 s is not used. The launch file of its step names the standby."""
 
     async def story() -> None:
         launch = standby_launch(scene, sys.executable, "-c", WAITS)
@@ -363,7 +365,7 @@ with me:
 """
 
 
-def test_its_session_is_nice_to_all_others_until_it_has_become_something(scene: Scene, admits: None) -> None:
+def test_standby_session_has_low_priority_until_its_promotion(scene: Scene, admits: None) -> None:
     async def story() -> None:
         launch = standby_launch(scene, sys.executable, "-c", _NICE)
         async with scene.manager() as manager:
@@ -373,8 +375,8 @@ def test_its_session_is_nice_to_all_others_until_it_has_become_something(scene: 
             await manager.wait_for(FirstWorkDone)
             await manager.listener.send(manager.first, Stop(MEMBER, 20.0, "enough", launch.tag))
             await scene.at.end_of(child)
-        said = [line for line in scene.at.log(launch).splitlines() if line.startswith(("before", "after"))]
-        assert said in ([f"before {NICE}", "after 0"], ["before unknown", "after unknown"])
+        lines = [line for line in scene.at.log(launch).splitlines() if line.startswith(("before", "after"))]
+        assert lines in ([f"before {NICE}", "after 0"], ["before unknown", "after unknown"])
 
     play(story)
 
@@ -388,9 +390,7 @@ def test_its_session_is_nice_to_all_others_until_it_has_become_something(scene: 
         (("all",), "4,5,6,7", "0,1,2,3"),
     ],
 )
-def test_of_the_gpus_that_it_sees_it_keeps_those_that_it_is_given(
-    chosen: tuple[str, ...], gpus: str, visible: str
-) -> None:
+def test_promoted_standby_keeps_only_its_assigned_gpus(chosen: tuple[str, ...], gpus: str, visible: str) -> None:
     environ = {GPUS_ENV: "4,5,6,7", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
     assert select_gpus(chosen, ("all",), environ) == (chosen or ("all",))
     assert environ == {GPUS_ENV: gpus, "CUDA_VISIBLE_DEVICES": visible}

@@ -1,4 +1,4 @@
-"""Which version a rollout goes for when newer ones come, and whom it asks."""
+"""The version and the sources that a rollout pulls from when newer versions appear."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ TRANSPORT: dict[str, Any] = {"weights": "tcp", "chunk": CHUNK, "chunk_deadline":
 
 
 class Rollout:
-    """What follows, without the rest of a worker: the manager's words are put in its ear."""
+    """The part of a connection that follows weight versions; ``receive`` passes it the manager's peers."""
 
-    def __init__(self, link: ManagerConnection, spy: SpyTransport) -> None:
-        self.link, self.spy = link, spy
+    def __init__(self, connection: ManagerConnection, spy: SpyTransport) -> None:
+        self.connection, self.spy = connection, spy
         self.held: list[Version] = []
-        link.announce_version = self.held.append  # type: ignore[method-assign, assignment]
+        connection.announce_version = self.held.append  # type: ignore[method-assign, assignment]
         self._seq = 0
 
     def receive(self, newest: Version, *holders: WeightSource) -> None:
         self._seq += 1
-        self.link._update_peers(Peers(1, self._seq, {}, newest, holders))
+        self.connection._update_peers(Peers(1, self._seq, {}, newest, holders))
 
     def arrived(self, version: Version) -> int:
-        arriving = self.link.weights._arriving
+        arriving = self.connection.weights._arriving
         if arriving is None or arriving.manifest.version != version:
             return 0
         return len(arriving.manifest.chunks) - len(arriving.missing)
@@ -51,23 +51,23 @@ Play = Callable[[Story], None]
 
 @pytest.fixture
 def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
-    """Nobody is too slow here."""
+    """Run a test with a rollout; no source counts as too slow."""
     monkeypatch.setattr(link_module, "AdaptiveTimeout", calm)
     monkeypatch.setattr(pull, "FIRST_CHUNK_TIMEOUT_S", TIMEOUT_S)
 
     @asynccontextmanager
     async def following() -> AsyncGenerator[Rollout]:
         with lab(tmp_path) as at:
-            link = ManagerConnection(at.launch(replica=ME.replica), at.run, at.keys, 1.0, TRANSPORT)
+            connection = ManagerConnection(at.launch(replica=ME.replica), at.run, at.keys, 1.0, TRANSPORT)
             async with transport_for("tcp") as pipe:
-                rollout = Rollout(link, SpyTransport(pipe))
-                task = asyncio.create_task(link._follow_weights(rollout.spy))
+                rollout = Rollout(connection, SpyTransport(pipe))
+                task = asyncio.create_task(connection._follow_weights(rollout.spy))
                 try:
                     yield rollout
                 finally:
                     task.cancel()
                     await asyncio.gather(task, return_exceptions=True)
-                    link._loop.close()
+                    connection._loop.close()
 
     async def run(story: Story) -> None:
         async with asyncio.timeout(2 * TIMEOUT_S), following() as rollout:
@@ -81,7 +81,7 @@ def offer(publisher: Publisher, version: Version) -> None:
     publisher.store.offer(described(version, flat, SECRET, CHUNK), flat)
 
 
-def test_a_version_whose_source_gives_is_finished_and_then_the_newest_is_fetched(play: Play) -> None:
+def test_pull_from_a_working_source_is_finished_before_the_newest_version(play: Play) -> None:
     async def story(rollout: Rollout) -> None:
         publisher = Publisher(V1)
         async with served("tcp", publisher.store) as at:
@@ -98,7 +98,7 @@ def test_a_version_whose_source_gives_is_finished_and_then_the_newest_is_fetched
     play(story)
 
 
-def test_a_version_whose_source_is_gone_is_dropped_for_the_newest(play: Play) -> None:
+def test_pull_from_a_failed_source_is_dropped_for_the_newest_version(play: Play) -> None:
     async def story(rollout: Rollout) -> None:
         publisher, relay = Publisher(V2), Publisher(V1)
         async with served("tcp", publisher.store) as at:
@@ -110,12 +110,12 @@ def test_a_version_whose_source_is_gone_is_dropped_for_the_newest(play: Play) ->
                     publisher.feed()
                     rollout.receive(V2, weight_source(at, version=V2), weight_source(gone, "rollout/0", None))
             await until(lambda: rollout.held == [V2])
-            assert rollout.link.weights.versions() == (V2,)
+            assert rollout.connection.weights.versions() == (V2,)
 
     play(story)
 
 
-def test_a_version_whose_source_is_gone_is_got_elsewhere_while_no_newer_one_is_out(play: Play) -> None:
+def test_pull_from_a_failed_source_continues_elsewhere_without_a_newer_version(play: Play) -> None:
     async def story(rollout: Rollout) -> None:
         publisher, relay = Publisher(V1), Publisher(V1)
         async with served("tcp", publisher.store) as at:
@@ -131,7 +131,7 @@ def test_a_version_whose_source_is_gone_is_got_elsewhere_while_no_newer_one_is_o
     play(story)
 
 
-def test_whoever_dropped_two_versions_in_a_row_asks_the_publisher_for_the_next(play: Play) -> None:
+def test_rollout_pulls_from_the_publisher_after_two_dropped_versions(play: Play) -> None:
     async def story(rollout: Rollout) -> None:
         publisher, neighbour = Publisher(V3), Publisher(V3)
         publisher.feed()
@@ -156,7 +156,7 @@ def test_whoever_dropped_two_versions_in_a_row_asks_the_publisher_for_the_next(p
     play(story)
 
 
-def test_a_version_that_died_with_its_publisher_is_dropped_for_the_one_that_others_have(play: Play) -> None:
+def test_version_lost_with_its_publisher_is_dropped_for_one_that_others_serve(play: Play) -> None:
     async def story(rollout: Rollout) -> None:
         neighbour = Publisher(V1)
         neighbour.feed()

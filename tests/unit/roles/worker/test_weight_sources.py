@@ -1,4 +1,4 @@
-"""Which version a rollout pulls and whom it asks, when manager and store have told it different things."""
+"""The version and the sources that a rollout pulls from when manager and store report different ones."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ def weight_source(of: Incarnation, step: int, incarnation: int = 1) -> WeightSou
 
 
 def peers(*incarnations: Incarnation, newest: Version | None, holders: tuple[WeightSource, ...]) -> Peers:
-    return Peers(1, 1, {each.replica: Peer(each) for each in incarnations}, newest, holders)
+    return Peers(1, 1, {incarnation.replica: Peer(incarnation) for incarnation in incarnations}, newest, holders)
 
 
-def news(*holders: WeightSource) -> NewestVersion:
+def newest_version(*holders: WeightSource) -> NewestVersion:
     assert holders[0].version is not None
     return NewestVersion(holders[0].version, holders)
 
 
-def test_without_any_word_there_is_nothing_to_pull() -> None:
+def test_no_version_is_pulled_without_any_report() -> None:
     known = WeightSources()
     assert known.newest is None
     assert known.sources() == ()
 
 
-def test_the_store_names_a_newer_version_and_the_managers_relays_stay() -> None:
+def test_newer_version_of_the_store_keeps_the_managers_relays() -> None:
     known = WeightSources()
     relay = weight_source(OTHER, 4)
     known.on_peers(peers(TRAINER, OTHER, newest=Version(4, 1), holders=(weight_source(TRAINER, 4), relay)))
-    known.on_newest_version(news(weight_source(TRAINER, 5)))
+    known.on_newest_version(newest_version(weight_source(TRAINER, 5)))
     assert known.newest == Version(5, 1)
     assert known.sources() == (weight_source(TRAINER, 5), relay)
 
 
-def test_what_the_store_named_before_the_manager_named_a_newer_version_is_outdated() -> None:
+def test_version_of_the_store_is_outdated_by_a_newer_one_of_the_manager() -> None:
     known = WeightSources()
-    known.on_newest_version(news(weight_source(TRAINER, 4), weight_source(OTHER, 4)))
+    known.on_newest_version(newest_version(weight_source(TRAINER, 4), weight_source(OTHER, 4)))
     known.on_peers(
         peers(TRAINER, OTHER, newest=Version(6, 1), holders=(weight_source(TRAINER, 6), weight_source(OTHER, 5)))
     )
@@ -49,30 +49,30 @@ def test_what_the_store_named_before_the_manager_named_a_newer_version_is_outdat
     assert known.sources() == (weight_source(TRAINER, 6), weight_source(OTHER, 5))
 
 
-def test_a_trainer_that_the_manager_has_not_announced_yet_replaces_its_predecessor() -> None:
+def test_trainer_known_to_the_store_only_replaces_its_predecessor() -> None:
     known = WeightSources()
     known.on_peers(
         peers(TRAINER, OTHER, newest=Version(4, 1), holders=(weight_source(TRAINER, 4), weight_source(OTHER, 3)))
     )
-    known.on_newest_version(news(weight_source(NEXT_TRAINER, 5, 2)))
+    known.on_newest_version(newest_version(weight_source(NEXT_TRAINER, 5, 2)))
     assert known.newest == Version(5, 2)
     assert known.sources() == (weight_source(NEXT_TRAINER, 5, 2), weight_source(OTHER, 3))
 
 
-def test_a_version_whose_only_holder_the_manager_fenced_is_not_waited_for() -> None:
-    """The trainer died right after it had published version 5: nobody has it, and the others go on with version 4."""
+def test_version_whose_only_source_is_fenced_is_not_pulled() -> None:
+    """The trainer died right after it published version 5: no replica has it, and the others keep version 4."""
     known = WeightSources()
     known.on_peers(peers(TRAINER, OTHER, ROLLOUT, newest=Version(4, 1), holders=(weight_source(TRAINER, 4),)))
-    known.on_newest_version(news(weight_source(TRAINER, 5)))
+    known.on_newest_version(newest_version(weight_source(TRAINER, 5)))
     known.on_peers(peers(OTHER, ROLLOUT, newest=Version(4, 1), holders=(weight_source(OTHER, 4),)))
     assert known.newest == Version(4, 1)
     assert known.sources() == (weight_source(OTHER, 4),)
-    known.on_newest_version(news(weight_source(OTHER, 5)))
+    known.on_newest_version(newest_version(weight_source(OTHER, 5)))
     assert known.newest == Version(5, 1)
 
 
-def test_a_store_that_restarted_and_knows_nothing_takes_no_word_back() -> None:
+def test_empty_report_of_a_restarted_store_changes_nothing() -> None:
     known = WeightSources()
-    known.on_newest_version(news(weight_source(TRAINER, 5)))
+    known.on_newest_version(newest_version(weight_source(TRAINER, 5)))
     known.on_newest_version(None)
     assert known.newest == Version(5, 1)

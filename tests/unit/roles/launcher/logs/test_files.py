@@ -35,7 +35,7 @@ def texts(lines: bytes) -> list[bytes]:
 
 
 # ── the file ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_full_file_is_rotated_and_the_oldest_goes(tmp_path: Path) -> None:
+def test_full_file_is_rotated_and_the_oldest_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     log = RotatingLog(path, file_bytes=10, files=3)
     for n in range(5):
@@ -47,7 +47,7 @@ def test_a_full_file_is_rotated_and_the_oldest_goes(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_log_goes_on_where_it_ended(tmp_path: Path) -> None:
+def test_reopened_log_is_appended_to(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     for text in (b"one\n", b"two\n"):
         log = RotatingLog(path, file_bytes=100)
@@ -56,7 +56,7 @@ def test_a_log_goes_on_where_it_ended(tmp_path: Path) -> None:
     assert path.read_bytes() == b"one\ntwo\n"
 
 
-def test_a_disk_that_refuses_is_said_so_and_tried_again(tmp_path: Path) -> None:
+def test_failed_write_is_reported_and_repeated(tmp_path: Path) -> None:
     folder = tmp_path / "later"
     log = RotatingLog(folder / "a.log")
     assert log.append(b"again\n") == 0
@@ -66,15 +66,15 @@ def test_a_disk_that_refuses_is_said_so_and_tried_again(tmp_path: Path) -> None:
     assert (folder / "a.log").read_bytes() == b"again\n"
 
 
-def test_a_full_disk_is_no_error_of_ours(tmp_path: Path) -> None:
+def test_full_disk_raises_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.log").symlink_to("/dev/full")
     log = RotatingLog(tmp_path / "a.log")
     assert log.append(b"x\n") == 0
-    assert log.close()  # nothing was taken that could be lost
+    assert log.close()  # no line was taken that could be lost
 
 
 # ── the rate ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_what_exceeds_the_rate_is_dropped_by_lines_and_counted() -> None:
+def test_output_above_the_rate_is_dropped_by_lines_and_counted() -> None:
     clock = Clock()
     limiter = RateLimiter(rate=40, burst=40, clock=clock)
     assert limiter.admit(b"first\nsecond\nthi") == b"first\n"
@@ -85,7 +85,7 @@ def test_what_exceeds_the_rate_is_dropped_by_lines_and_counted() -> None:
     assert limiter.dropped == len(b"second\nthird\nfourth\n")
 
 
-def test_the_rest_of_a_line_that_was_dropped_goes_with_it() -> None:
+def test_rest_of_a_dropped_line_is_dropped_too() -> None:
     clock = Clock()
     limiter = RateLimiter(rate=100, burst=100, clock=clock)
     assert limiter.admit(b"x" * 101) == b""
@@ -94,7 +94,7 @@ def test_the_rest_of_a_line_that_was_dropped_goes_with_it() -> None:
     assert limiter.dropped == 101 + len(b"its rest\n")
 
 
-def test_after_a_flood_whole_stretches_come_and_not_single_lines() -> None:
+def test_output_after_a_flood_resumes_with_many_lines_at_once() -> None:
     clock = Clock()
     limiter = RateLimiter(rate=1000, burst=16_000, clock=clock)
     line = b"." * (99 - STAMP_BYTES - 1) + b"\n"
@@ -105,13 +105,13 @@ def test_after_a_flood_whole_stretches_come_and_not_single_lines() -> None:
     assert limiter.admit(line * 5) == line * 5
 
 
-def test_short_lines_count_with_their_times() -> None:
+def test_short_lines_count_with_their_timestamps() -> None:
     limiter = RateLimiter(rate=0, burst=10 * (STAMP_BYTES + 2), clock=Clock())
     assert limiter.admit(b"\n" * 1000).count(b"\n") in (9, 10)
 
 
 # ── lines ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_every_line_gets_a_time_of_its_own_that_never_goes_back() -> None:
+def test_timestamps_are_unique_and_never_decrease() -> None:
     clock = Nanos()
     stamper = LineTimestamper(clock)
     lines = stamper.feed(b"a\nb\n").splitlines()
@@ -126,7 +126,7 @@ def test_every_line_gets_a_time_of_its_own_that_never_goes_back() -> None:
     assert texts(b"".join(line + b"\n" for line in lines)) == [b"a", b"b", b"c", b"d"]
 
 
-def test_times_go_on_over_the_second() -> None:
+def test_timestamps_continue_across_the_second() -> None:
     clock = Nanos()
     clock.now += 999_999_000
     assert [line[:STAMP_BYTES] for line in LineTimestamper(clock).feed(b"a\nb\n").splitlines()] == [
@@ -134,7 +134,7 @@ def test_times_go_on_over_the_second() -> None:
     ]  # fmt: skip
 
 
-def test_a_line_that_comes_in_pieces_is_one_line() -> None:
+def test_line_received_in_pieces_is_written_as_one_line() -> None:
     stamper = LineTimestamper()
     assert stamper.feed(b"one ") == stamper.feed(b"two ") == b""
     assert texts(stamper.feed(b"three\nrest")) == [b"one two three"]
@@ -142,7 +142,7 @@ def test_a_line_that_comes_in_pieces_is_one_line() -> None:
     assert stamper.flush() == b""
 
 
-def test_an_unfinished_line_is_held_for_a_bounded_time_only() -> None:
+def test_unfinished_line_is_held_for_a_bounded_time() -> None:
     stamper = LineTimestamper()
     assert stamper.flush_due_in(0.0) is None
     stamper.feed(b"Password: ", 10.0)
@@ -155,7 +155,7 @@ def test_an_unfinished_line_is_held_for_a_bounded_time_only() -> None:
     assert texts(stamper.feed(b"\n")) == [b""], "an empty line is one"
 
 
-def test_of_a_progress_bar_the_newest_state_is_kept() -> None:
+def test_newest_state_of_a_progress_bar_is_kept() -> None:
     stamper = LineTimestamper()
     assert stamper.feed(b"\r  1%\r  2%") == b""
     assert stamper.feed(b"\r  3%\r") == b""
@@ -163,20 +163,20 @@ def test_of_a_progress_bar_the_newest_state_is_kept() -> None:
     assert texts(stamper.feed(b" 99%\r100%\r\nwindows\r\n")) == [b"100%", b"windows"]
 
 
-def test_a_line_without_an_end_becomes_several() -> None:
+def test_endless_line_is_split() -> None:
     stamper = LineTimestamper()
     pieces = texts(stamper.feed(b"x" * (2 * MAX_LINE_BYTES + 5)))
     assert [len(piece) for piece in pieces] == [MAX_LINE_BYTES, MAX_LINE_BYTES, 5]
     assert texts(stamper.feed(b"y\n")) == [b"y"]
 
 
-def test_a_gap_stands_between_what_was_before_and_after_it() -> None:
+def test_gap_notice_is_between_the_lines_before_and_after_it() -> None:
     stamper = LineTimestamper()
     stamper.feed(b"half a")
     assert texts(stamper.gap(17)) == [b"half a", b"[rrl: 17 bytes of this log are missing here]"]
     assert texts(stamper.feed(b"\n")) == [b""]
 
 
-def test_bytes_that_are_no_text_pass_unchanged() -> None:
+def test_bytes_that_are_not_text_pass_unchanged() -> None:
     raw = os.urandom(1000).replace(b"\n", b"").replace(b"\r", b"")
     assert texts(LineTimestamper().feed(raw + b"\n")) == [raw]

@@ -1,4 +1,4 @@
-"""A role's output on its way to a file that takes it, refuses it, or hangs."""
+"""Copying a role's output to a file that works, fails or hangs."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def pumped(path: Path) -> Iterator[Pumped]:
 
 @contextmanager
 def hung(path: Path) -> Iterator[Path]:
-    """A file that cannot even be opened, as on an NFS whose server is away, until the test is over."""
+    """A log file whose opening hangs until the end of the test, as on an NFS with an unreachable server."""
     os.mkfifo(path)
     try:
         yield path
     finally:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # lets whoever hangs go on
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # releases the thread that hangs
         threading.Timer(1.0, os.close, (fd,)).start()
 
 
@@ -65,7 +65,7 @@ def texts(data: bytes) -> list[bytes]:
     return [line[STAMP_BYTES + 1 :] for line in data.splitlines()]
 
 
-def test_what_a_role_says_is_in_its_file_and_is_told(tmp_path: Path) -> None:
+def test_role_output_is_in_its_file_and_sent_to_the_manager(tmp_path: Path) -> None:
     with pumped(tmp_path / "a.log") as at:
         at.writes(b"one\ntwo\nthr")
         at.ends()
@@ -76,7 +76,7 @@ def test_what_a_role_says_is_in_its_file_and_is_told(tmp_path: Path) -> None:
         assert not at.pump.stuck
 
 
-def test_an_unfinished_line_is_written_while_the_role_waits(tmp_path: Path) -> None:
+def test_unfinished_line_is_written_while_the_role_waits(tmp_path: Path) -> None:
     with pumped(tmp_path / "a.log") as at:
         at.writes(b"Password: ")
         wait_until(
@@ -84,7 +84,7 @@ def test_an_unfinished_line_is_written_while_the_role_waits(tmp_path: Path) -> N
         )
 
 
-def test_a_role_goes_on_speaking_while_its_file_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_role_continues_to_write_while_its_file_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pump, "STUCK_AFTER_S", 0.05)
     with hung(tmp_path / "a.log") as path, pumped(path) as at:
         for n in range(100):  # 6.4 MiB: a pipe holds 64 KiB
@@ -95,10 +95,10 @@ def test_a_role_goes_on_speaking_while_its_file_hangs(tmp_path: Path, monkeypatc
         wait_until(lambda: b"its last words" in at.tail.all())
         assert at.tail.size <= TAIL_BYTES
         at.ends()
-        assert not at.pump.finish(0.1), "nobody may believe that the file is complete"
+        assert not at.pump.finish(0.1), "the file is not complete"
 
 
-def test_what_a_disk_refuses_for_a_while_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_a_temporary_disk_error_are_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pump, "RETRY_INTERVAL_S", 0.01)
     monkeypatch.setattr(pump, "STUCK_AFTER_S", 0.02)
     folder = tmp_path / "later"
@@ -114,15 +114,13 @@ def test_what_a_disk_refuses_for_a_while_is_written_later(tmp_path: Path, monkey
         assert not at.pump.stuck
 
 
-def test_what_there_is_no_room_for_meanwhile_is_counted_in_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropped_bytes_are_counted_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pump, "RETRY_INTERVAL_S", 0.01)
     monkeypatch.setattr(pump, "MAX_QUEUED_BYTES", 10_000)
     folder = tmp_path / "later"
     with pumped(folder / "a.log") as at:
         at.writes(b"first\n")
-        wait_until(lambda: at.pump.busy and at.pump._queued.empty)  # it is in the hand of the writer
+        wait_until(lambda: at.pump.busy and at.pump._queued.empty)  # the writer has taken the lines
         at.writes(b"".join(b"%09d\n" % n for n in range(1000)))
         wait_until(lambda: b"000000999" in at.tail.all())
         folder.mkdir()
@@ -135,7 +133,7 @@ def test_what_there_is_no_room_for_meanwhile_is_counted_in_the_file(
         assert gap == b"[rrl: %d bytes of this log are missing here]" % ((1000 - len(rest)) * (STAMP_BYTES + 1 + 10))
 
 
-def test_a_full_disk_at_the_end_does_not_hold_the_step(tmp_path: Path) -> None:
+def test_full_disk_does_not_delay_the_end_of_the_step(tmp_path: Path) -> None:
     (tmp_path / "a.log").symlink_to("/dev/full")
     with pumped(tmp_path / "a.log") as at:
         at.writes(b"lost\n")
