@@ -1,7 +1,7 @@
-"""``plan``: what to do now, from what is believed. Pure: no clock, no chance, no I/O.
+""":func:`plan`: a pure function from the state and the time to the actions that are due now.
 
-The concerns in order; the first that decides something about a thing has it. A plan is at its fixpoint once its
-decisions and intents are folded in: planning again gives nothing new.
+It only knows what the journal has recorded, so it replays deterministically. Planning again at the same time, on the
+state that its own actions lead to, returns nothing.
 """
 
 from __future__ import annotations
