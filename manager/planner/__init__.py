@@ -24,15 +24,21 @@ from .shutdown import plan_shutdown
 
 
 class Plan(Struct, frozen=True):
+    """Actions that are due, and when to plan again."""
+
     actions: tuple[Action, ...] = ()
     wake_at: float = NEVER
-    """manager's time (s) at which to plan again though nothing happened"""
+    """Manager's time (s) at which to plan again even if no event arrives."""
     over: bool = False
-    """the run's end is decided and everything is given back"""
+    """True if the run's end is decided and everything is released."""
 
 
 def plan(state: State, now: float) -> Plan:
-    """Decisions first: they change what the other concerns see, so the caller folds them in and plans again."""
+    """Return the actions that are due at ``now`` (manager's time, s).
+
+    Decisions are returned alone, since they change the state that all other actions depend on: the caller folds them in
+    and plans again.
+    """
     if state.outcome is not None:  # its manager died over the last record
         return Plan(over=True)
     ended, ending_wake, over = plan_shutdown(state, now)

@@ -1,8 +1,8 @@
-"""One way out: done, cancelled or given up, everything is stopped, then given back, then the run is over.
+"""Shut a run down: whether it is completed, cancelled or failed, stop everything, release everything, end the run.
 
-In three stages. Of a run that fails the trainer is first, with time to finish and commit what is in hand while the
-store still takes it; a run that is resumed goes on from there. Then come the other roles and the shadows, and last the
-agents, which witness the end of the others.
+There are three stages. In a run that fails, the trainer is stopped first, with time to finish and commit its step while
+the trajectory store still accepts it, so that a resumed run continues from there. Then the other roles and the standby
+processes are stopped, and last the agents, which witness the end of the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .deadlines import NEVER, SHUTDOWN_GRACES, TRAINER_SHUTDOWN_GRACES, shutdown
 
 
 def plan_shutdown(state: State, now: float) -> tuple[list[Action], float, bool]:
-    """Actions, the next wake, and whether nothing is left to do."""
+    """Return the actions that end the run, the next wake (manager's time, s), and whether nothing is left to do."""
     if state.finish is None:
         deadline = shutdown_at(state)
         return _decide_finish(state, now, over=now >= deadline), deadline, False
@@ -40,7 +40,7 @@ def plan_shutdown(state: State, now: float) -> tuple[list[Action], float, bool]:
 
 
 def final_reason(state: State) -> str:
-    """How the run ended, for its last record: by then the trainer's last step is known, and what is still held."""
+    """Return how the run ended, for its last record: the decision, and what is known only then."""
     lines = list(state.finish.why.evidence) if state.finish is not None else []
     kept_jobs = sorted(
         one.status.job for one in state.allocations.values() if one.status is not None and _left_to_user(state, one)
@@ -56,12 +56,15 @@ def final_reason(state: State) -> str:
 
 
 class _Stage(IntEnum):
+    """Stages of a shutdown, in order."""
+
     TRAINER = 0
     ROLES = 1
     AGENTS = 2
 
 
 def _shutdown_stage(state: State, role: str) -> _Stage:
+    """Return the stage in which replicas of a role are stopped."""
     if role == AGENT:
         return _Stage.AGENTS
     failed = state.finish is not None and state.finish.outcome is Outcome.FAILED
@@ -70,19 +73,26 @@ def _shutdown_stage(state: State, role: str) -> _Stage:
 
 
 def _left_to_user(state: State, allocation: Allocation) -> bool:
-    """A person wants to go on using its nodes. Not those on which something of ours may still run; of a node that does
-    not answer nobody knows, and the others are not given up for it."""
+    """Return whether the user keeps this allocation.
+
+    An allocation with an orphan step on a usable node is not left to the user yet. An orphan on an excluded node, which
+    does not answer, may never be seen to end and does not hold the allocation back.
+    """
     has_orphans = any(node.allocation == allocation.tag and node.excluded is None for node in _orphan_step_nodes(state))
     return state.keep_allocations and allocation.running and not has_orphans
 
 
 def _orphan_step_nodes(state: State) -> list[Node]:
+    """Return the nodes of all orphan steps."""
     return [state.nodes[one.node] for one in state.orphan_steps.values() if one.node in state.nodes]
 
 
 def _releasable(state: State, now: float) -> tuple[list[str], float]:
-    """Allocations whose give-back may be asked for, and when there may be more. One whose request nobody has answered
-    yet must first be found, or be known not to be there: a timed-out sbatch can land after its scancel."""
+    """Return the tags of the allocations that can be released now, and when (s) there may be more.
+
+    An allocation whose request is unanswered must first be found, or be known not to exist: a timed-out sbatch can take
+    effect after its scancel.
+    """
     unsettled = open_requests(state)
     releasable = [a for a in state.allocations.values()
             if not a.releasing and a.tag not in unsettled and not _left_to_user(state, a)]  # fmt: skip
@@ -91,6 +101,7 @@ def _releasable(state: State, now: float) -> tuple[list[str], float]:
 
 
 def _decide_finish(state: State, now: float, over: bool) -> list[Action]:
+    """Return the decision to end the run, if it is cancelled, complete or out of time."""
     if state.cancelled_by:
         why = Why((f"asked by {state.cancelled_by}",), expects="everything is given back")
         return [Finish(Outcome.CANCELLED, why)]
@@ -106,8 +117,11 @@ def _decide_finish(state: State, now: float, over: bool) -> list[Action]:
 
 
 def _complete(state: State, now: float) -> tuple[str, ...]:
-    """By which evidence the run is complete; empty while it is not. Where there is no trainer: every command is done,
-    but for those that were given up and that the run can go on without."""
+    """Return the evidence that the run is complete; empty while it is not.
+
+    Without a trainer it is complete when every command has completed, except those that failed for good and that the
+    run can continue without.
+    """
     if state.job.steps:
         text = f"step {state.step} of {state.job.steps} is committed"
         return (text,) if state.step >= state.job.steps else ()
@@ -126,7 +140,7 @@ def _complete(state: State, now: float) -> tuple[str, ...]:
 
 
 def _given_up(state: State, members: list[Replica], now: float) -> bool:
-    """One of it has failed so often of late that the run went on without it; not for want of nodes."""
+    """Return whether the gang is retired because a member failed too often recently, rather than for lack of nodes."""
     recovery = state.job.recovery
     least = min(recovery.first_start, recovery.per_replica)
     failed = any(len(one.recent_failures(recovery.window, now)) >= least for one in members)
@@ -134,12 +148,13 @@ def _given_up(state: State, members: list[Replica], now: float) -> bool:
 
 
 def _progress_text(state: State) -> str:
+    """Return the progress of the run as text."""
     completed, total = progress(state)
     return f"{completed} of {total} " + ("steps are committed" if state.job.steps else "commands are done")
 
 
 def _stop_deadline(state: State, stage: _Stage) -> float:
-    """Manager's time (s) up to which steps that were asked to end, on nodes that may answer, are waited for."""
+    """Return the manager's time (s) up to which stopped steps on nodes that may still answer are waited for."""
     stopped_since = [
         one.since for one in state.orphan_steps.values()
         if _shutdown_stage(state, role_of(one.incarnation.replica)) is stage
@@ -149,10 +164,12 @@ def _stop_deadline(state: State, stage: _Stage) -> float:
 
 
 def _stage_grace(state: State, stage: _Stage) -> float:
+    """Return the grace (s) that steps have in this stage."""
     return state.job.limits.step_grace * (TRAINER_SHUTDOWN_GRACES if stage is _Stage.TRAINER else 1)
 
 
 def _stop(state: State, replicas: list[Replica], stage: _Stage) -> list[Action]:
+    """Return the actions that stop the steps of these replicas."""
     why = Why(("the run is ending",))
     stops: list[ExternalAction] = [
         StopStep(

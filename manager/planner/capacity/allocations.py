@@ -1,5 +1,4 @@
-"""Allocations wanted against held: what the run starts with, nodes for those that were lost, when to stop waiting, and
-what is given back because it serves nobody."""
+"""Request the nodes that the run lacks, give overdue requests up, and release allocations that it does not need."""
 
 from __future__ import annotations
 
@@ -28,11 +27,11 @@ from .placement import Assignment, nodes_for
 from .rotation import redundant_allocations
 
 REQUEST_BACKOFF_S = 10.0
-"""s before nodes are asked for again after a refusal; doubles with each."""
+"""Seconds before nodes are requested again after a rejection; doubles with each further one."""
 
 
 def supply(state: State, inventory: NodeInventory, assigned: Assignment, now: float) -> tuple[list[Action], float]:
-    """Requests and give-backs, and the next wake."""
+    """Return requests, releases and their consequences, and the next wake (manager's time, s)."""
     if state.job.form != "replica" and holds_nothing(state):
         return first_request(state, now), NEVER
     actions, wake = _overdue(state, inventory, assigned, now)
@@ -50,9 +49,11 @@ def supply(state: State, inventory: NodeInventory, assigned: Assignment, now: fl
 
 
 def _overdue(state: State, inventory: NodeInventory, assigned: Assignment, now: float) -> tuple[list[Action], float]:
-    """Where a request was not met by its deadline, or never can be, the ladder goes on one rung down. It is given back,
-    unless those who were gone on without can still use what comes late. Before the run has begun only those that never
-    can be: it loses nothing by waiting in the queue."""
+    """Give up a request that was not met by its deadline, or never can be: go one rung down the ladder.
+
+    The request is released, unless replicas that are retired for it could still use late nodes. Before the run has
+    started, only requests that can never be met are given up: waiting in the queue loses nothing then.
+    """
     wake, unsettled = NEVER, open_requests(state)
     for allocation in state.allocations.values():
         if allocation.orphan and not allocation.releasing:
@@ -90,13 +91,16 @@ def _overdue(state: State, inventory: NodeInventory, assigned: Assignment, now: 
 
 
 def _is_idle(state: State) -> bool:
-    """Nothing is launched and no nodes are held: of a run that was given back whole (policy ``requeue``)."""
+    """Return whether nothing is launched and no nodes are held, as after a restart with policy ``requeue``."""
     return not state.launched and not any(allocation.running for allocation in state.allocations.values())
 
 
 def _deadline(state: State, assigned: Assignment, allocation: Allocation) -> float:
-    """Manager's time (s) by which its nodes must be here: counted from when somebody first lacked them. A successor,
-    and the own request of a replica that can be spared, wait as long as the queue takes."""
+    """Return the manager's time (s) by which a request must have been met, or inf.
+
+    It counts from when a replica first lacked the nodes. A successor, and the own request of a replica that the run can
+    do without, wait as long as the queue takes.
+    """
     node_group = state.job.node_group(allocation.request.node_group)
     lacking = [replica for replica in assigned.lacking if replica.role in node_group.roles]
     if not lacking and any(replica.role in node_group.roles for replica in assigned.unmovable):
@@ -117,7 +121,7 @@ def _deadline(state: State, assigned: Assignment, allocation: Allocation) -> flo
 def _replacements(
     state: State, inventory: NodeInventory, assigned: Assignment, node_group: NodeGroup, now: float
 ) -> tuple[list[Action], float]:
-    """Ask for as many nodes as are missing, sparing those that failed; after too many refusals go on without."""
+    """Request the missing nodes of a group, without excluded ones; after too many rejections, do without them."""
     recent_rejections = rejections(state, node_group, now)
     window = state.job.recovery.window
     lacking = [replica for replica in (*assigned.lacking, *assigned.unmovable) if replica.role in node_group.roles]
@@ -154,11 +158,12 @@ def _replacements(
 
 
 def _is_ending(state: State, allocation: Allocation, now: float) -> bool:
+    """Return whether the allocation is ending, reclaimed or due for rotation."""
     return allocation.reclaimed or allocation.ending or rotate_at(state, allocation) <= now
 
 
 def _missing_spares(state: State, inventory: NodeInventory, assigned: Assignment, node_group: NodeGroup) -> int:
-    """Nodes that a follow-up of the pool needs beyond what its replicas take."""
+    """Return the number of spare nodes that the pool's successor needs beyond its replicas' nodes."""
     if node_group.separate_jobs or not any(replica.role in node_group.roles for replica in assigned.unmovable):
         return 0
     occupied = inventory.occupancy().keys() | {
@@ -171,10 +176,12 @@ def _missing_spares(state: State, inventory: NodeInventory, assigned: Assignment
 
 
 def _retired_to_retry(state: State, assigned: Assignment, node_group: NodeGroup, now: float) -> list[Replica]:
-    """Gone on without, due for another chance, and no node of ours can take them. Where that is refused, too, they are
-    not asked for again before the refusal has left the window; what is queued stays so and is used when it comes.
-    They are not asked for while others lack nodes either: a new request once a window would keep up the others' hope
-    of a node for ever, and neither would be gone on without."""
+    """Return retired replicas whose failures have left the window and that have no node.
+
+    After a rejection they are not requested again within the window; a queued request stays and is used when granted.
+    They are not requested while other replicas lack nodes either: a new request each window would keep those waiting
+    without end instead of being retired.
+    """
     window = state.job.recovery.window
     return [
         replica for members in gangs(state) for replica in members
@@ -186,7 +193,10 @@ def _retired_to_retry(state: State, assigned: Assignment, node_group: NodeGroup,
 def _handle_no_nodes(
     state: State, assigned: Assignment, node_group: NodeGroup, expected: int, evidence: tuple[str, ...], now: float
 ) -> list[Action]:
-    """No nodes to be had, but for so many that are ``coming``: retire what the roles can spare, else end the run."""
+    """Retire the replicas that get no node, as far as their roles can spare them; else end the run.
+
+    ``expected`` nodes are still to come, and serve the first of the lacking gangs.
+    """
     actions: list[Action] = []
     wanted = [replica for replica in assigned.lacking if replica.role in node_group.roles]
     lacking = {id: list(members) for id, members in groupby(wanted, lambda one: gang_of(one.id))}
@@ -213,7 +223,7 @@ def _handle_no_nodes(
 
 
 def _excluded_node_lines(state: State, node_group: NodeGroup) -> Iterator[str]:
-    """Why those that there were are not used: what the run ends for, in the end."""
+    """Yield why nodes of this group are excluded, as evidence for the end of the run."""
     excluded = [
         node for node in state.nodes.values() if node.excluded is not None and node.node_group in (node_group.name, "")
     ]
@@ -223,12 +233,12 @@ def _excluded_node_lines(state: State, node_group: NodeGroup) -> Iterator[str]:
 
 
 def _remaining(state: State, role: str, lost: list[Replica]) -> int:
-    """Replicas of a role that it keeps without these."""
+    """Return the number of gangs that a role keeps without these members' gangs."""
     ids = {gang_of(replica.id) for replica in lost}
     remaining = [members for members in gangs(state) if members[0].role == role and gang_of(members[0].id) not in ids]
     return sum(all(one.status is not Status.RETIRED for one in members) for members in remaining)
 
 
 def _min_replicas(state: State, role: str) -> int:
-    """Replicas below which the run does not go on for want of nodes."""
+    """Return the number of replicas below which the run ends for lack of nodes."""
     return max(1, state.job.role(role).min_replicas)

@@ -1,8 +1,8 @@
-"""Single nodes, beyond who goes where: drained in the cluster, given back, used again, and what people order of them.
+"""Drain, release and readmit single nodes, on findings, user commands and the passing of time.
 
-A node that failed by its hardware is drained where we may, so that nobody else gets it; else its drain is asked of the
-administrators (``drain_requests`` of summary.json). Our own drain is taken back when this run uses the node again. At
-the run's end it stays: nobody of us is left to look after the node, and its reason says which run found what.
+A node with failed hardware is drained if the job allows it, so that no other job gets it; else summary.json asks the
+administrators (``drain_requests``). The run takes its own drain back when it uses the node again. At the end of the run
+the drain stays: its reason names the run and the finding.
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ from ..deadlines import NEVER
 from .nodes import HARDWARE_CAUSES, agent_never_started
 
 MAX_REASON_CHARS = 160
-"""characters; sinfo -R shows 20 of them by default, Slurm itself keeps thousands (measured: 2,000)"""
+"""Maximum length of a drain reason in characters. ``sinfo -R`` shows 20 by default; Slurm stores thousands (measured:
+2,000)."""
 _UNSAFE_IN_REASON = re.compile(r"[^A-Za-z0-9 .,:;/@_()+-]+")
-"""Slurm keeps quotes, brackets and the like (measured); what reads its output does not always"""
+"""Characters removed from a drain reason: Slurm stores quotes, brackets and the like (measured), but programs that
+parse its output may fail on them."""
 _MAX_DOUBLINGS = 16
-"""of an exclusion's time, at most: two years of the default hour"""
+"""Maximum number of times that the duration of an exclusion doubles, which at one hour at first is over seven years."""
 
 
 def lifecycle_decisions(state: State, now: float) -> tuple[list[Decision], float]:
-    """Nodes that people want drained and that are empty by now, or have had their time, and nodes that may be used
-    again. And the next wake."""
+    """Return exclusions that users requested, readmissions, and the next wake (manager's time, s).
+
+    A node that a user wants drained is excluded once it is empty, or when the time for its replicas to move is over.
+    """
     decisions: list[Decision] = []
     wake = NEVER
     for name, (command, by) in state.node_commands.items():
@@ -58,7 +62,7 @@ def lifecycle_decisions(state: State, now: float) -> tuple[list[Decision], float
 
 
 def _may_be_readmitted(state: State, node: Node) -> bool:
-    """The cluster calls it well, no proof stands against it, and its agent may yet say what it can do."""
+    """Return whether the node is healthy and empty, no proof stands against it, and its agent can start."""
     finding = node_finding(state, node.name)
     proved = finding is not None and finding.proof
     return (
@@ -70,8 +74,10 @@ def _may_be_readmitted(state: State, node: Node) -> bool:
 
 
 def _is_healthy(node: Node) -> bool:
-    """By what the cluster last said; that it is drained by us and by nobody else is no ailment. A node that we have
-    given back is the cluster's to judge: it gives us none that is down."""
+    """Return whether the cluster reports the node as healthy, apart from this run's own drain.
+
+    A node that left the run without proof against it counts as healthy: the cluster does not grant nodes that are down.
+    """
     if node.status is None:
         return not (node.allocation or node.proved or node.drain_reason)
     is_our_drain = bool(node.drain_reason) and node.status.reason == node.drain_reason
@@ -79,12 +85,12 @@ def _is_healthy(node: Node) -> bool:
 
 
 def _is_occupied(state: State, name: NodeName) -> bool:
-    """A role's life is believed to be there."""
+    """Return whether a current incarnation of a role is on the node."""
     return any(one.is_current and one.node == name for one in workers(state))
 
 
 def drain_actions(state: State) -> list[ExternalAction]:
-    """Drains and their end, and nodes that are given back."""
+    """Return drains, undrains, and releases of single nodes that are not in progress yet."""
     actions: list[ExternalAction] = []
     for name, node in state.nodes.items():
         if node.drain_reason and node.excluded is None:
@@ -97,7 +103,7 @@ def drain_actions(state: State) -> list[ExternalAction]:
 
 
 def should_drain(state: State, node: Node) -> bool:
-    """It is excluded by a person, or for its hardware, and nobody has drained it yet nor refused to."""
+    """Return whether the node is excluded by a user or for its hardware, and neither drained nor refused yet."""
     requested = bool(node.drain_requested_by) or (state.job.recovery.drain and node.cause in HARDWARE_CAUSES)
     if state.job.cluster != "slurm" or node.excluded is None or not requested or node.drain_reason or node.drain_error:
         return False
@@ -109,6 +115,7 @@ def should_drain(state: State, node: Node) -> bool:
 
 
 def _drain_reason(state: State, node: Node) -> str:
+    """Return the reason for the node's drain: the run, then the requesting user or the cause."""
     requested = f"asked by {node.drain_requested_by}" if node.drain_requested_by else ""
     text = f"{node.cause.value}: {node.excluded}" if node.cause is not None and not requested else requested
     clean = " ".join(_UNSAFE_IN_REASON.sub(" ", f"rrl:{state.run}:{text}").split())
@@ -116,8 +123,11 @@ def _drain_reason(state: State, node: Node) -> str:
 
 
 def _nodes_to_release(state: State) -> list[ExternalAction]:
-    """Excluded nodes of allocations that go on: as soon as everybody works again, or at once where there is proof. What
-    else may happen to them comes first: others would get a broken node that is not drained yet."""
+    """Release excluded nodes of allocations that go on.
+
+    They are released once all roles of the group work, or at once if proved bad; and only after their drain is settled,
+    since another job would get a broken node that is not drained yet.
+    """
     if state.job.cluster != "slurm":
         return []
     actions: list[ExternalAction] = []
@@ -135,6 +145,7 @@ def _nodes_to_release(state: State) -> list[ExternalAction]:
 
 
 def _redundant(state: State, allocation: Allocation, node: Node) -> bool:
+    """Return whether the excluded node can be released from its allocation now."""
     if node.excluded is None or node.kept_because or _is_occupied(state, node.name) or node.name in state.node_commands:
         return False
     if should_drain(state, node) or f"{node.name}!drain" in state.intents:

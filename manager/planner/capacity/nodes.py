@@ -1,6 +1,7 @@
-"""Nodes and what runs on them, computed once for a whole plan: which replica can be placed where. Pure.
+"""The node inventory: the nodes of a run and what runs on them, computed once per plan to place replicas. Pure.
 
-Deterministic: roles in the order of the job, nodes in natural order, so that equal states give equal plans.
+Deterministic: roles are considered in the order of the job and nodes in natural order, so equal states give equal
+plans.
 """
 
 from __future__ import annotations
@@ -44,31 +45,35 @@ from .warm_pool import (  # fmt: skip
 )
 
 HARDWARE_CAUSES = frozenset({Cause.NODE, Cause.GPU, Cause.FABRIC, Cause.STORAGE})
-"""causes for which a node is nobody's to use; what a process did says nothing of its node"""
+"""Causes for which a node is unusable for all jobs. What a process did says nothing about its node."""
 _NODE_STAYS_USABLE = frozenset({Remedy.NONE, Remedy.RESTART})
-"""remedies with which a node goes on"""
+"""Remedies that do not require leaving the node."""
 MAX_NAMED_NODES = 4
-"""nodes named in a reason; the others are counted"""
+"""Maximum number of nodes named in a reason; the others are counted."""
 
 
 def excludes_node(finding: Finding) -> bool:
-    """It is against the node, and calls for leaving it."""
+    """Return whether the finding is a node's hardware failure whose remedy requires leaving the node."""
     of_node = finding.node is not None and finding.verdict is Verdict.FAIL
     return of_node and finding.cause in HARDWARE_CAUSES and finding.remedy not in _NODE_STAYS_USABLE
 
 
 class CandidateNode(Struct, frozen=True):
-    """A node that may get new work."""
+    """A node that may get new replicas."""
 
     node: NodeName
     allocation: str
     expiring: bool
-    """its allocation is to be succeeded, or a person wants it drained: who is here is moved"""
+    """True if replicas on it are to move: its allocation needs a successor, or a user wants the node drained."""
 
 
 class NodeInventory:
-    """``usable``: nodes that may get new work at all, in natural order. ``failing``: nodes on which somebody's process
-    has failed too often. ``begun``: the run has what it cannot start without."""
+    """The nodes of a run, what occupies them, and which replica each could host.
+
+    ``usable`` are the nodes that may get new processes, in natural order. ``failing_nodes`` are nodes on which the
+    process of some replica failed too often. ``may_start`` is True once the run has the nodes that it cannot start
+    without.
+    """
 
     def __init__(self, state: State, now: float) -> None:
         self._state, self._now = state, now
@@ -137,15 +142,15 @@ class NodeInventory:
         )
 
     def candidates(self, node_group: str) -> list[CandidateNode]:
-        """Nodes of a part that may get roles."""
+        """Return the nodes of a node group that may get roles."""
         return self._candidates[node_group]
 
     def candidate(self, node: NodeName) -> CandidateNode | None:
-        """The node, if it may get roles."""
+        """Return the node if it may get roles, else None."""
         return self._by_node[node][1] if node in self._by_node else None
 
     def expected(self, node_group: str) -> int:
-        """Nodes of a part that are still expected of the queue, or have yet to show that they are fit."""
+        """Return the number of nodes of a group that are still queued or have not reported their probe yet."""
         allocations = self._state.allocations.values()
         return (
             sum(a.request.count for a in allocations if a.pending and a.request.node_group == node_group)
@@ -153,16 +158,20 @@ class NodeInventory:
         )
 
     def is_usable(self, node: NodeName | None) -> bool:
+        """Return whether the node may get new processes."""
         return node in self._usable_names
 
     def is_clear(self, node: NodeName) -> bool:
-        """Nothing of a role is still ending there, or nobody waits for it any more."""
+        """Return whether no step of a role is still ending on the node, or none that is waited for."""
         known = self._state.nodes.get(node)
         return node not in self._ending_replicas or known is None or known.excluded is not None
 
     def occupancy(self) -> Occupancy:
-        """Who takes room on each node; a replica that is to restart in place, or to move, keeps its room. Where more of
-        a gang are to go to one node than may share it, the first have it."""
+        """Return the replicas that occupy each node.
+
+        A replica that restarts in place or moves occupies its preferred node. Where more members of a gang prefer a
+        node than may share it, the first ones occupy it.
+        """
         occupancy: Occupancy = {}
         retired_gangs = {gang_of(one.id) for one in workers(self._state) if one.status is Status.RETIRED}
         for replica in workers(self._state):
@@ -182,14 +191,14 @@ class NodeInventory:
 
     @cached_property
     def _occupancy(self) -> Occupancy:
-        """:meth:`occupants`, for those who only look."""
+        """Hold :meth:`occupancy` for callers that only read it."""
         return self.occupancy()
 
     # ── where somebody can go ────────────────────────────────────────────────────────────────────────────────────────
     # ``taken``: who takes room where, :meth:`occupants` if nothing else is said; whoever decides about several members
     # at once adds each to it where it sends it, and takes out whom it drives away.
     def has_room_for(self, replica: Replica, occupancy: Occupancy | None = None) -> bool:
-        """A node other than its own could take this replica now."""
+        """Return whether a node other than its own could host this replica now."""
         occupancy, failed_nodes = self._occupancy if occupancy is None else occupancy, self._nodes_that_failed(replica)
         return any(
             candidate.node != replica.node
@@ -199,9 +208,13 @@ class NodeInventory:
         )
 
     def choose_node(self, replica: Replica, occupancy: Occupancy) -> CandidateNode | None:
-        """Where it goes: its preferred node, else where it is warm, else beside others of its gang, else the first that
-        fits and has not failed it too often; any that fits where it is not the node. Where it is preferred or warm a
-        gang waits for what is still ending: that is sooner over than it would start elsewhere."""
+        """Return the node to launch a replica on, or None.
+
+        In order of preference: its preferred node; a node with a standby process for it; a node with others of its
+        gang; the first node that fits and has not failed it too often; if the node is not the cause, any node that
+        fits. On a preferred node or one with a standby process, a gang waits for steps that are still ending, which
+        takes less time than a start elsewhere.
+        """
         role, preferred = self._state.job.role(replica.role), replica.preferred_node
         can_use_preferred = preferred is not None and self.can_host(role, preferred)
         if (
@@ -229,13 +242,13 @@ class NodeInventory:
         return None if fallback is None or self.new_node_helps(replica) else fallback
 
     def choose_successor(self, replica: Replica, occupancy: Occupancy) -> CandidateNode | None:
-        """Where it moves from an allocation that ends."""
+        """Return the node that a replica moves to from an expiring one, or None."""
         role, failed_nodes = self._state.job.role(replica.role), self._nodes_that_failed(replica)
         fresh = (candidate for candidate in self._preferred_nodes(replica, role, occupancy) if not candidate.expiring)
         return next((s for s in fresh if s.node not in failed_nodes and self._fits(replica, s.node, occupancy)), None)
 
     def _preferred_nodes(self, replica: Replica, role: RoleSpec, occupancy: Occupancy) -> Sequence[CandidateNode]:
-        """Spots where others of its gang are, then those of its part."""
+        """Return the candidates for a role, nodes with other members of the replica's gang first."""
         candidates = self._candidates[self._group_of_role[role.name].name]
         if role.ranks == 1 or role.per_node == 1:
             return candidates
@@ -247,7 +260,7 @@ class NodeInventory:
 
     # ── who is warm ──────────────────────────────────────────────────────────────────────────────────────────────────
     def ready_standbys(self, node: NodeName | None, role: str) -> Sequence[Replica]:
-        """Shadows on this node that can become a member of the role at once."""
+        """Return the standby processes on the node that can be promoted to the role now."""
         return (
             [one for one in self._ready_standbys.get(node, ()) if standby_role_of(one.id) == role]
             if node is not None
@@ -255,7 +268,7 @@ class NodeInventory:
         )
 
     def spare_with_standby(self, member: Replica, occupancy: Occupancy | None = None) -> CandidateNode | None:
-        """A node other than its own that could take this member now, and has a shadow that is ready for it."""
+        """Return a node other than its own that could host the member and has a standby process for it."""
         if not self._ready_standbys:
             return None
         role, failed_nodes = self._state.job.role(member.role), self._nodes_that_failed(member)
@@ -274,9 +287,11 @@ class NodeInventory:
         return None
 
     def donor_for(self, member: Replica, occupancy: Occupancy | None = None) -> Replica | None:
-        """The rollout whose node this member could take, with a shadow there that is ready for it: of those that the
-        run can do without for a while, the last. Where one was driven away already for others of its gang and there is
-        room left, :meth:`warm_spare_for` says so."""
+        """Return the rollout whose node this member could take, with a ready standby process there.
+
+        The last of the rollouts that the run can do without is chosen. If another member of the gang has preempted a
+        rollout already and its node has capacity left, :meth:`spare_with_standby` returns that node.
+        """
         role, failed_nodes = self._state.job.role(member.role), self._nodes_that_failed(member)
         if not role.donor_rollouts or not self._ready_standbys:
             return None
@@ -288,7 +303,7 @@ class NodeInventory:
         return None
 
     def donors(self, member: Replica, occupancy: Occupancy) -> Iterator[Replica]:
-        """Rollouts on whose nodes this member would fit in their stead, the last first."""
+        """Yield the rollouts that this member could replace on their nodes, the last one first."""
         role = self._state.job.role(member.role)
         for rollout in reversed(donors(self._state, occupancy)):
             node = rollout.node
@@ -299,9 +314,11 @@ class NodeInventory:
                 yield rollout
 
     def blocking_rollouts(self, member: Replica) -> Sequence[Replica]:
-        """Rollouts that still work where this member is wanted, and leave it no room: they were to be driven away. Or
-        one on whose node it would be warm, while it has no node, or only a cold one that was not meant for it: of two
-        nodes that are lost at once, the second one's."""
+        """Return the rollouts to preempt so that this member can be promoted.
+
+        These are rollouts that still occupy its preferred node; or, if it has no node or only one without a free
+        standby process, one donor. The latter occurs when a gang loses two nodes at once.
+        """
         role = self._state.job.role(member.role)
         if not role.donor_rollouts or not self._ready_standbys:
             return ()
@@ -316,6 +333,7 @@ class NodeInventory:
         return ()
 
     def _preempted_by(self, member: Replica, role: RoleSpec, occupancy: Occupancy) -> Sequence[Replica]:
+        """Return the rollouts to preempt for this member, with its gang's other members placed already."""
         node = member.preferred_node
         if node is not None and self.ready_standbys(node, role.name) and self.can_host(role, node):
             if self._fits(member, node, occupancy, wait_for_release=True):
@@ -329,8 +347,11 @@ class NodeInventory:
         return () if donor is None else (donor,)
 
     def _has_free_standby(self, member: Replica, node: NodeName, occupancy: Occupancy) -> bool:
-        """One more than those that others need which go there: of a role with shadows beside it all of its gang that
-        are there, of another role those that have not begun."""
+        """Return whether the node has a standby process that no other replica going there needs.
+
+        Standby processes that share the node with its replicas are needed by all members of the gang there, others only
+        by members that are not running there yet.
+        """
         ready, others = (
             self.ready_standbys(node, member.role),
             [one for one in occupancy.get(node, ()) if one.id != member.id],
@@ -341,11 +362,14 @@ class NodeInventory:
         return len(ready) > sum(not (one.is_current and one.node == node) for one in of_role)
 
     def reserve(self, member: Replica, node: NodeName) -> None:
-        """It is sent there: for whoever else is decided about in the same plan it has its room already."""
+        """Count a member as an occupant of the node for all later decisions of this plan."""
         occupy(self._occupancy, node, member)
 
     def can_host(self, role: RoleSpec, node: NodeName) -> bool:
-        """The node is for this role, or of a shape that could carry its members too, where shadows may stand by."""
+        """Return whether the node's group includes the role, or is large enough for the role's members.
+
+        The latter counts only for a role whose standby processes share nodes with other roles.
+        """
         if node not in self._by_node:
             return False
         node_group = self._state.job.node_group(self._by_node[node][0])
@@ -360,16 +384,21 @@ class NodeInventory:
         return role.warm and role.standby_shares_node and large_enough
 
     def new_node_helps(self, replica: Replica) -> bool:
-        """A node more for this replica: not where it fails as often on two, nor where so many nodes fail somebody at
-        once that it is the storage, the fabric or the software."""
+        """Return whether another node may help this replica.
+
+        It does not if two nodes have failed it as often, or if so many nodes fail some replica at once that storage,
+        fabric or software is the likely cause.
+        """
         if len(self._nodes_that_failed(replica, refused=False)) > 1:
             return False
         allowed = max(1, int(self._state.job.recovery.breaker * len(self._state.nodes)))
         return len(self.failing_nodes - {replica.node}) < allowed
 
     def _nodes_that_failed(self, replica: Replica, refused: bool = True) -> set[NodeName]:
-        """Nodes that have failed it too often within the window; ``refused``: launches that the cluster refused
-        count."""
+        """Return the nodes that failed the replica too often within the recovery window.
+
+        ``refused`` counts launches that the cluster refused, too.
+        """
         recovery = self._state.job.recovery
         recent = replica.recent_failures(recovery.window, self._now)
         nodes = [start.node for start in recent if refused or not start.refused]
@@ -380,7 +409,10 @@ class NodeInventory:
         return {node for node in nodes if nodes.count(node) >= max(1, limit)}
 
     def _fits(self, replica: Replica, node: NodeName, occupancy: Occupancy, wait_for_release: bool = False) -> bool:
-        """``waits``: for what is still ending there; else its room is not free before."""
+        """Return whether the replica fits on the node beside its occupants.
+
+        ``wait_for_release`` ignores steps that are still ending there, since the launch waits for them.
+        """
         job = self._state.job
         others = [other for other in occupancy.get(node, ()) if other.id != replica.id]
         role, gang_id = job.role(replica.role), gang_of(replica.id)
@@ -410,7 +442,7 @@ class NodeInventory:
 
 
 def needs_probe(state: State, node: Node) -> bool:
-    """Roles wait for what its agent says of it: whether they can run there, or how the node does."""
+    """Return whether roles are placed on the node only after its agent has reported the probe or admission checks."""
     allocation = state.allocations.get(node.allocation)
     return bool(state.job.env.probe) or (
         allocation is not None and requires_admission(state.job, allocation.request.node.gpus)
@@ -418,12 +450,12 @@ def needs_probe(state: State, node: Node) -> bool:
 
 
 def agent_never_started(state: State, node: NodeName) -> bool:
-    """Its agent fails to start again and again, and never has: it will not say any more what the node can do."""
+    """Return whether the node's agent failed at each of its allowed starts, so that the node stays unprobed."""
     return state.replica(replica_id(AGENT, node)).failed_starts >= state.job.recovery.first_start
 
 
 def unfit_nodes(state: State) -> dict[NodeName, str]:
-    """Nodes on which no role can run, and why: in the probe's words, or those of an agent that never started."""
+    """Return the nodes on which no role can run, with the probe's error or why the agent never started."""
     found: dict[NodeName, str] = {}
     for name, node in state.nodes.items():
         if node.probe_error:
@@ -435,18 +467,21 @@ def unfit_nodes(state: State) -> dict[NodeName, str]:
 
 
 def restarts_exhausted(state: State, helper: Replica, now: float) -> bool:
-    """Whether an agent or a shadow has failed so often that it is not started again before a failure leaves the
-    window. One that was retired because its node left the run does not rest: it is started as soon as the node is
-    back."""
+    """Return whether an agent or standby process waits until a failure leaves the recovery window.
+
+    One that was retired because its node left the run does not wait: it is started as soon as the node is back.
+    """
     recovery = state.job.recovery
     failures = helper.recent_failures(recovery.window, now)
     return helper.status is Status.RETIRED and len(failures) >= max(1, recovery.per_replica)
 
 
 def _probe_pending(state: State, node: NodeName, now: float) -> bool:
-    """Whether the agent of this node may still report what the node can do: the agent runs or is about to be started,
-    and has not failed again and again (as often as it can fail to join within the window). Without that bound, a
-    replica that lacks a node would wait for ever for the agent of a node that is cut off."""
+    """Return whether the agent of this node may still report its probe.
+
+    It may while it runs or is about to be started, and has not failed as often as it can fail to join within the
+    window. Without that bound a replica would wait forever for the agent of a node that is cut off.
+    """
     agent, recovery = state.replica(replica_id(AGENT, node)), state.job.recovery
     limit = max(1, min(recovery.first_start, int(recovery.window / state.job.limits.join) - 1))
     may_report = not restarts_exhausted(state, agent, now) and len(agent.recent_failures(recovery.window, now)) < limit
@@ -454,6 +489,7 @@ def _probe_pending(state: State, node: NodeName, now: float) -> bool:
 
 
 def _is_usable(state: State, node: Node, now: float) -> bool:
+    """Return whether the node may get new processes: up, not excluded, and in a running allocation."""
     allocation = state.allocations.get(node.allocation)
     fit = node.status is None or node.status.state in (NodeState.UP, NodeState.UNKNOWN)
     if allocation is None or not allocation.running or allocation.suspended or allocation.reclaimed:
@@ -464,7 +500,10 @@ def _is_usable(state: State, node: Node, now: float) -> bool:
 
 
 def _may_start(state: State, ready: dict[str, int]) -> bool:
-    """Where each node is a request of its own nothing is launched before there is all that the run needs."""
+    """Return whether roles may be launched.
+
+    In form ``replica`` nodes arrive one by one, and nothing is launched before the run has its minimum.
+    """
     if state.job.form != "replica" or state.launched:
         return True
     return all(ready[node_group.name] >= node_group.min_nodes for node_group in state.job.node_groups)

@@ -23,8 +23,11 @@ _STARTING_STATES = (Status.WANTED, Status.LAUNCHING, Status.STARTING)
 
 
 def rotate(state: State, assigned: Assignment, now: float) -> tuple[list[Decision], float]:
-    """Who moves now, and the next wake. A replica waits while another of its role is not at work; of a gang all whose
-    nodes end move at once, since each would restart the others."""
+    """Return the moves that are due now, and the next wake (manager's time, s).
+
+    A replica waits while another of its role is not at work. All members of a gang whose nodes expire move at once,
+    since each move restarts the whole gang.
+    """
     decisions: list[Decision] = []
     moving: set[str] = set()
     wake = NEVER
@@ -50,6 +53,7 @@ def rotate(state: State, assigned: Assignment, now: float) -> tuple[list[Decisio
 
 
 def _move_reason(state: State, id: ReplicaId, allocation: Allocation, now: float) -> str:
+    """Return why the replica moves, as evidence."""
     node = state.replica(id).node or NodeName("")
     if node in state.node_commands:
         return f"{node} is to be drained, asked by {state.node_commands[node][1]}"
@@ -57,11 +61,12 @@ def _move_reason(state: State, id: ReplicaId, allocation: Allocation, now: float
 
 
 def _allocation_of(state: State, id: ReplicaId) -> str:
+    """Return the tag of the allocation that the replica's node is in."""
     return state.nodes[state.replica(id).node or NodeName("")].allocation
 
 
 def _is_awaited(state: State, replica: Replica, urgent: bool, now: float) -> bool:
-    """It is on its way back to work; when time presses, one that fails again and again is not waited for."""
+    """Return whether moves wait for this replica to work again; urgent ones do not wait for one that keeps failing."""
     failing = bool(replica.recent_failures(state.job.recovery.window, now))
     return replica.status in _STARTING_STATES and not (urgent and failing)
 
@@ -69,8 +74,11 @@ def _is_awaited(state: State, replica: Replica, urgent: bool, now: float) -> boo
 def redundant_allocations(
     state: State, inventory: NodeInventory, assigned: Assignment, now: float
 ) -> tuple[list[Release], float]:
-    """Allocations that serve nobody any more: left by all who moved, with no node that may be used, or for replicas
-    that are done. Of a pool the spare nodes are kept. And the next wake."""
+    """Return releases of allocations that no replica needs, and the next wake (manager's time, s).
+
+    An allocation is redundant if all replicas have moved off it, if none of its nodes may be used, or if its replicas
+    are completed. Spare nodes of a pool are kept.
+    """
     releases: list[Release] = []
     wake = NEVER
     occupied = {node for node, there in inventory.occupancy().items() if there}
@@ -91,6 +99,7 @@ def redundant_allocations(
 
 
 def _is_empty(inventory: NodeInventory, allocation: Allocation, occupied: set[NodeName]) -> bool:
+    """Return whether no replica occupies or is about to use the allocation."""
     if allocation.running:
         return all(node not in occupied and inventory.is_clear(node) for node in _nodes_of(allocation))
     return allocation.pending and allocation.status is not None
@@ -104,7 +113,10 @@ def _redundant(
     assigned: Assignment,
     now: float,
 ) -> list[tuple[Allocation, str]]:
-    """With the reason. Whoever lacks a node keeps its request, whoever was gone on without keeps its node."""
+    """Return the redundant allocations among the empty ones of a node group, each with the reason.
+
+    A replica without a node keeps its request, and a retired one its node.
+    """
     found: list[tuple[Allocation, str]] = []
     usable: list[Allocation] = []
     for one in (one for one in empty if one.running):
@@ -133,8 +145,10 @@ def _redundant(
 
 
 def _must_stay(state: State, node_group: NodeGroup, one: Allocation) -> bool:
-    """It is not given back for having no node that may be used: the manager may be in it, or others depend on it, or a
-    node of it is yet to be drained, before others get it."""
+    """Return whether an allocation without usable nodes is kept: it is the pool, or one of its nodes is to be drained.
+
+    The manager may run in the pool, or other components of the job depend on it.
+    """
     if any(should_drain(state, state.nodes[node]) or f"{node}!drain" in state.intents
            for node in _nodes_of(one) if node in state.nodes):  # fmt: skip
         return True
@@ -142,15 +156,17 @@ def _must_stay(state: State, node_group: NodeGroup, one: Allocation) -> bool:
 
 
 def _nodes_of(allocation: Allocation) -> tuple[NodeName, ...]:
+    """Return the nodes that the cluster reports for the allocation."""
     return allocation.status.nodes if allocation.status is not None else ()
 
 
 CANCELLATIONS_TO_END_RUN = 2
-"""Once all that a run had may be cancelled by mistake, or for a maintenance; whoever does it again means the run."""
+"""Number of times that all allocations must be cancelled from outside before the run ends: once may be a mistake or
+maintenance."""
 
 
 def preemptions(state: State, inventory: NodeInventory, now: float) -> list[Decision]:
-    """Who is not to be believed any more. ``now``: manager's time (s)."""
+    """Fence the replicas whose allocation is ending or reclaimed. ``now``: manager's time (s)."""
     fences: list[Decision] = []
     limits = state.job.limits
     for replica in workers(state):
@@ -166,6 +182,7 @@ def preemptions(state: State, inventory: NodeInventory, now: float) -> list[Deci
 
 
 def _preemption_evidence(state: State, replica: Replica, now: float) -> str:
+    """Return why the replica's allocation can no longer be used; empty if it can."""
     tag = replica.allocation or ""
     allocation = state.allocations.get(tag)
     if allocation is None:
@@ -180,7 +197,7 @@ def _preemption_evidence(state: State, replica: Replica, now: float) -> str:
 
 
 def cancelled_externally(state: State) -> str:
-    """By which evidence somebody wants the run to end though no command of rrl says so; empty: nobody does."""
+    """Return the evidence that a person ends the run without an rrl command; empty if there is none."""
     if len(state.external_cancellations) < CANCELLATIONS_TO_END_RUN:
         return ""
     return (

@@ -1,5 +1,4 @@
-"""What is kept warm, and what that may cost: shadows that wait for their moment, rollouts that can be taken away, and
-how long a gang waits for the memory of those who had its nodes before."""
+"""Standby processes, the rollouts that can be preempted, and how long a launch waits for memory to be released."""
 
 from __future__ import annotations
 
@@ -13,28 +12,32 @@ from ...model.state import OrphanStep, Replica, State, Status
 from ..deadlines import NEVER
 
 Occupancy = dict[NodeName, list[Replica]]
-"""who takes room on which node"""
+"""Replicas that occupy each node."""
 RELEASE_GRACES = 4
-"""A gang waits for what still ends so many times ``limits.step_grace``, then goes on without (SIGTERM, the grace and
-SIGKILL take one; a cluster that is slow to pass them on, two or three)."""
+"""Number of grace periods that a gang waits for steps that are still ending, before it starts anyway. SIGTERM, the
+grace and SIGKILL take one; a cluster that delivers them slowly two or three."""
 
 
 def occupy(occupancy: Occupancy, node: NodeName, member: Replica) -> None:
-    """Whoever prefers this node has its room there already."""
+    """Add the member to the occupants of a node, unless it is one already."""
     occupants = occupancy.setdefault(node, [])
     if all(one.id != member.id for one in occupants):
         occupants.append(member)
 
 
 def waits_for_release(role: RoleSpec) -> bool:
-    """Its members are launched only when nothing of their earlier lives, or of those that they drove away, still takes
-    memory; and these are ended without grace."""
+    """Return whether members of the role start only after earlier occupants have released their memory.
+
+    These are its own earlier incarnations and preempted rollouts; their steps are stopped without a grace.
+    """
     return (role.warm and role.standby_shares_node) or role.ranks > 1
 
 
 def release_deadline(state: State, members: Sequence[Replica], nodes_of_gang: Iterable[NodeName]) -> float:
-    """Manager's time (s) until which a gang waits for what still ends: its own earlier lives, wherever they may answer,
-    and whoever had its nodes before, for the sake of their memory."""
+    """Return the manager's time (s) until which a gang waits for steps that are still ending.
+
+    It waits for its own earlier incarnations on any node that may answer, and for other roles' steps on its new nodes.
+    """
     if not waits_for_release(state.job.role(members[0].role)):
         return 0.0
     gang_id, nodes = gang_of(members[0].id), set(nodes_of_gang)
@@ -46,9 +49,11 @@ def release_deadline(state: State, members: Sequence[Replica], nodes_of_gang: It
 def standbys_released_at(
     state: State, exclusive_standbys: Sequence[Replica], nodes: set[NodeName], promoted_steps: set[str]
 ) -> float:
-    """Manager's time (s) until which whoever goes to these nodes waits for the ``engines`` there, whose room it needs:
-    inf while one of them is not asked to end, and then no longer than a gang waits. ``but``: steps that are taken
-    over."""
+    """Return the manager's time (s) until which launches on these nodes wait for exclusive standby processes.
+
+    It is inf until those have been stopped, then as long as a gang waits. Standby processes whose steps are in
+    ``promoted_steps`` are not waited for.
+    """
     if any(one.node in nodes and one.step not in promoted_steps for one in exclusive_standbys):
         return NEVER
     patience = RELEASE_GRACES * state.job.limits.step_grace
@@ -59,17 +64,18 @@ def standbys_released_at(
 
 
 def is_exclusive(state: State, id: ReplicaId) -> bool:
-    """It is a shadow that holds all that one of its role takes of a node."""
+    """Return whether this is a standby process that takes a node's whole resources for its role."""
     return role_of(id) == STANDBY_ROLE and not state.job.role(standby_role_of(id)).standby_shares_node
 
 
 def standby_processes(state: State) -> list[Replica]:
-    """Those that are believed, whatever they stand for, in the order of their names."""
+    """Return the current standby processes of all roles, in natural order of their names."""
     found = [one for one in state.replicas.values() if one.role == STANDBY_ROLE and one.is_current]
     return sorted(found, key=lambda one: natural_sort_key(one.id))
 
 
 def _blocks_gang(state: State, one: OrphanStep, gang_id: ReplicaId, nodes: set[NodeName]) -> bool:
+    """Return whether a gang waits for the end of this orphan step."""
     node = state.nodes.get(one.node)
     if node is None or node.excluded is not None:
         return False
@@ -78,7 +84,7 @@ def _blocks_gang(state: State, one: OrphanStep, gang_id: ReplicaId, nodes: set[N
 
 
 def donors(state: State, occupancy: Occupancy) -> list[Replica]:
-    """Rollouts that generate, each of which could be taken away: enough others remain."""
+    """Return the working rollouts that could be preempted: those of roles with more than the minimum at work."""
     found: list[Replica] = []
     for role in state.job.kind("rollout"):
         at_work = [one for one in workers(state) if one.role == role.name and one.status is Status.JOINED
@@ -91,7 +97,7 @@ def donors(state: State, occupancy: Occupancy) -> list[Replica]:
 def ready_standbys_by_node(
     state: State, standbys: Iterable[Replica], usable: set[NodeName]
 ) -> dict[NodeName, list[Replica]]:
-    """Of them those that can become a member at once, by node. ``good``: usable nodes."""
+    """Return the standby processes that can be promoted now, by node; ``usable``: names of usable nodes."""
     found: dict[NodeName, list[Replica]] = {}
     for one in standbys:
         is_ready = one.status is Status.JOINED and one.phase == STANDBY and one.step is not None
