@@ -143,8 +143,9 @@ def step_alias(state: State, incarnation: Incarnation) -> Incarnation:
     After a promotion that is the standby process's incarnation.
     """
     replica = state.replica(incarnation.replica)
-    is_promoted = replica.incarnation == incarnation and replica.promoted_from is not None
-    return replica.promoted_from if is_promoted else incarnation
+    if replica.incarnation == incarnation and replica.promoted_from is not None:
+        return replica.promoted_from
+    return incarnation
 
 
 def readers_for(job: RunSpec, gpus: int) -> tuple[str, ...]:

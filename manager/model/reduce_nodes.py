@@ -25,7 +25,7 @@ END_TOLERANCE_S = 60.0
 poll late, and Slurm counts whole minutes."""
 DRAIN, UNDRAIN = "drain", "undrain"
 """Commands of users about a node."""
-GIVEN_BACK = "it is given back"
+GIVEN_BACK = "it was released"
 """``Node.kept_because`` of a node that was released from its allocation."""
 
 

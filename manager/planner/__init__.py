@@ -39,7 +39,7 @@ def plan(state: State, now: float) -> Plan:
     Decisions are returned alone, since they change the state that all other actions depend on: the caller folds them in
     and plans again.
     """
-    if state.outcome is not None:  # its manager died over the last record
+    if state.outcome is not None:  # the previous manager failed after the last record
         return Plan(over=True)
     ended, ending_wake, over = plan_shutdown(state, now)
     if state.finish is not None or ended:
@@ -48,7 +48,7 @@ def plan(state: State, now: float) -> Plan:
     if preempted := preemptions(state, inventory, now):
         return Plan(tuple(preempted), now)
     decisions, deferred = limit_exclusions(state, recover(state, inventory, now), now)
-    brake_wake = min((one.until for one in deferred), default=NEVER)
+    breaker_wake = min((exclusion.until for exclusion in deferred), default=NEVER)
     if decisions:
         return Plan(tuple(decisions), now)
     lifecycle, lifecycle_wake = lifecycle_decisions(state, now)
@@ -64,5 +64,5 @@ def plan(state: State, now: float) -> Plan:
     placed, place_wake = place(state, inventory, assigned, now)
     standbys, standby_wake = plan_standbys(state, inventory, assigned, placed, now)
     faults, fault_wake = due_faults(state, now)
-    wake = min(ending_wake, brake_wake, lifecycle_wake, move_wake, supply_wake, place_wake, standby_wake, fault_wake)
+    wake = min(ending_wake, breaker_wake, lifecycle_wake, move_wake, supply_wake, place_wake, standby_wake, fault_wake)
     return Plan((*supplied, *placed, *standbys, *drain_actions(state), *faults), wake)

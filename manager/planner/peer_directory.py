@@ -41,7 +41,7 @@ class PeerDirectory(Struct, frozen=True):
         A receiver needs these versions only when it starts to receive or has lost its source, and its Welcome contains
         them.
         """
-        return replace(self, sources=tuple(replace(one, version=None) for one in self.sources))
+        return replace(self, sources=tuple(replace(source, version=None) for source in self.sources))
 
     def message(self, epoch: int, seq: int) -> Peers:
         """Return the directory as a message, with the manager's epoch and the sequence number of the state."""
@@ -70,9 +70,12 @@ def _snapshot_servers(state: State) -> dict[NodeName, str]:
     The trainer's nodes are included while it is down, too.
     """
     trainers = {role.name for role in state.job.kind("trainer")}
-    nodes = {one.node or one.preferred_node for one in state.replicas.values()
-             if one.role in trainers
-             or (one.role == STANDBY_ROLE and one.is_current and standby_role_of(one.id) in trainers)}  # fmt: skip
+    nodes = {
+        replica.node or replica.preferred_node
+        for replica in state.replicas.values()
+        if replica.role in trainers
+        or (replica.role == STANDBY_ROLE and replica.is_current and standby_role_of(replica.id) in trainers)
+    }
     candidates = (state.nodes[node] for node in nodes if node in state.nodes)
     return {node.name: node.snapshot_address for node in sorted(candidates, key=lambda node: node.name)
             if node.snapshot_address and node.excluded is None}  # fmt: skip

@@ -35,7 +35,7 @@ def due_faults(state: State, now: float) -> tuple[list[ExternalAction], float]:
         if since > now:
             wake = min(wake, since)
         elif (target := _find_target(state, fault)) is not None:
-            origin = f"ordered by {fault.by}" if fault.by else "planned"
+            origin = f"requested by {fault.by}" if fault.by else "planned"
             why = Why((f"fault {fault.id} at {fault.at}, {origin}",), expects="detection and recovery")
             due.append(InjectFault(fault, target.step, target.node, why, target.incarnation))
     return due, wake
@@ -77,5 +77,5 @@ def _ready(state: State, replica: Replica, at: FaultTrigger) -> bool:
         return replica.phase == at.phase
     if at == FaultTrigger() or replica.role in (AGENT, STANDBY_ROLE) or state.job.role(replica.role).kind == "command":
         return True
-    declared = PHASES.get(replica.phase)  # of a phase of its own nobody knows what it is worth
+    declared = PHASES.get(replica.phase)  # a phase that only the user's code defines counts as work
     return declared.useful if declared is not None else bool(replica.phase)

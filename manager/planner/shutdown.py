@@ -25,8 +25,8 @@ def plan_shutdown(state: State, now: float) -> tuple[list[Action], float, bool]:
         return _decide_finish(state, now, over=now >= deadline), deadline, False
     stops, retry_at = stop_orphans(state, now)
     for stage in _Stage:
-        at_stage = (one for one in state.replicas.values() if _shutdown_stage(state, one.role) is stage)
-        current = [one for one in at_stage if one.is_current and one.step]
+        at_stage = (replica for replica in state.replicas.values() if _shutdown_stage(state, replica.role) is stage)
+        current = [replica for replica in at_stage if replica.is_current and replica.step]
         orphan_stops = [stop for stop in stops if _shutdown_stage(state, role_of(stop.incarnation.replica)) <= stage]
         if current or orphan_stops:
             return [*_stop(state, current, stage), *orphan_stops], NEVER, False
@@ -36,19 +36,25 @@ def plan_shutdown(state: State, now: float) -> tuple[list[Action], float, bool]:
     due, wake = _releasable(state, now)
     release: list[Action] = [Release(tag, Why(("the run is ending",))) for tag in due]
     unsettled = any(isinstance(intent.action, Drain | Undrain | Shrink) for intent in state.intents.values())
-    return release, wake, not unsettled and all(_left_to_user(state, one) for one in state.allocations.values())
+    return (
+        release,
+        wake,
+        not unsettled and all(_left_to_user(state, allocation) for allocation in state.allocations.values()),
+    )
 
 
 def final_reason(state: State) -> str:
     """Return how the run ended, for its last record: the decision, and what is known only then."""
     lines = list(state.finish.why.evidence) if state.finish is not None else []
     kept_jobs = sorted(
-        one.status.job for one in state.allocations.values() if one.status is not None and _left_to_user(state, one)
+        allocation.status.job
+        for allocation in state.allocations.values()
+        if allocation.status is not None and _left_to_user(state, allocation)
     )
     if kept_jobs:
-        lines.append(f"its nodes are kept, as asked: job{'s' * (len(kept_jobs) > 1)} {', '.join(kept_jobs)}")
+        lines.append(f"its nodes are kept as requested: job{'s' * (len(kept_jobs) > 1)} {', '.join(kept_jobs)}")
         if silent_nodes := sorted({node.name for node in _orphan_step_nodes(state)}):
-            lines.append(f"what ran on {', '.join(silent_nodes)}, which did not answer, may still run")
+            lines.append(f"processes on {', '.join(silent_nodes)}, which did not respond, may still run")
     failed = state.finish is not None and state.finish.outcome is Outcome.FAILED
     if failed and state.step < state.job.steps:
         lines.append(f"rrl resume {state.run} goes on from step {state.step}")
@@ -84,7 +90,7 @@ def _left_to_user(state: State, allocation: Allocation) -> bool:
 
 def _orphan_step_nodes(state: State) -> list[Node]:
     """Return the nodes of all orphan steps."""
-    return [state.nodes[one.node] for one in state.orphan_steps.values() if one.node in state.nodes]
+    return [state.nodes[orphan.node] for orphan in state.orphan_steps.values() if orphan.node in state.nodes]
 
 
 def _releasable(state: State, now: float) -> tuple[list[str], float]:
@@ -103,16 +109,16 @@ def _releasable(state: State, now: float) -> tuple[list[str], float]:
 def _decide_finish(state: State, now: float, over: bool) -> list[Action]:
     """Return the decision to end the run, if it is cancelled, complete or out of time."""
     if state.cancelled_by:
-        why = Why((f"asked by {state.cancelled_by}",), expects="everything is given back")
+        why = Why((f"asked by {state.cancelled_by}",), expects="everything is released")
         return [Finish(Outcome.CANCELLED, why)]
     if cancellation := cancelled_externally(state):
-        return [Finish(Outcome.CANCELLED, Why((cancellation,), expects="everything is given back"))]
+        return [Finish(Outcome.CANCELLED, Why((cancellation,), expects="everything is released"))]
     if complete := _complete(state, now):
-        return [Finish(Outcome.COMPLETED, Why(complete, expects="everything is given back"))]
+        return [Finish(Outcome.COMPLETED, Why(complete, expects="everything is released"))]
     if over:
         evidence = (f"the walltime of {state.job.walltime:g} s ends; {_progress_text(state)}",)
         within = now + SHUTDOWN_GRACES * state.job.limits.step_grace
-        return [Finish(Outcome.FAILED, Why(evidence, Rung.GIVE_UP, "everything is given back in order", within))]
+        return [Finish(Outcome.FAILED, Why(evidence, Rung.GIVE_UP, "everything is released in order", within))]
     return []
 
 
@@ -132,10 +138,10 @@ def _complete(state: State, now: float) -> tuple[str, ...]:
     for role in {members[0].role: state.job.role(members[0].role) for members in undone}.values():
         if role.replicas - sum(members[0].role == role.name for members in undone) < max(1, role.min_replicas):
             return ()
-    given_up = [next(one for one in members if one.failures) for members in undone]
+    given_up = [next(member for member in members if member.failures) for members in undone]
     return (
         _progress_text(state),
-        *(f"{gang_of(one.id)} was gone on without: {one.failures[-1].why}" for one in given_up),
+        *(f"{gang_of(member.id)} was retired: {member.failures[-1].why}" for member in given_up),
     )
 
 
@@ -143,8 +149,8 @@ def _given_up(state: State, members: list[Replica], now: float) -> bool:
     """Return whether the gang is retired because a member failed too often recently, rather than for lack of nodes."""
     recovery = state.job.recovery
     least = min(recovery.first_start, recovery.per_replica)
-    failed = any(len(one.recent_failures(recovery.window, now)) >= least for one in members)
-    return failed and any(one.status is Status.RETIRED for one in members)
+    failed = any(len(member.recent_failures(recovery.window, now)) >= least for member in members)
+    return failed and any(member.status is Status.RETIRED for member in members)
 
 
 def _progress_text(state: State) -> str:
@@ -156,9 +162,9 @@ def _progress_text(state: State) -> str:
 def _stop_deadline(state: State, stage: _Stage) -> float:
     """Return the manager's time (s) up to which stopped steps on nodes that may still answer are waited for."""
     stopped_since = [
-        one.since for one in state.orphan_steps.values()
-        if _shutdown_stage(state, role_of(one.incarnation.replica)) is stage
-        and (node := state.nodes.get(one.node)) is not None and node.excluded is None
+        orphan.since for orphan in state.orphan_steps.values()
+        if _shutdown_stage(state, role_of(orphan.incarnation.replica)) is stage
+        and (node := state.nodes.get(orphan.node)) is not None and node.excluded is None
     ]  # fmt: skip
     return max(stopped_since) + 2 * _stage_grace(state, stage) if stopped_since else 0.0
 

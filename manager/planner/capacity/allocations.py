@@ -58,10 +58,12 @@ def _overdue(state: State, inventory: NodeInventory, assigned: Assignment, now: 
     for allocation in state.allocations.values():
         if allocation.orphan and not allocation.releasing:
             if now >= allocation.not_before:
-                return [Release(allocation.tag, Why((f"{allocation.tag} landed after it had been given up",)))], now
+                return [
+                    Release(allocation.tag, Why((f"{allocation.tag} was granted after it had been given up",)))
+                ], now
             wake = min(wake, allocation.not_before)
         if not allocation.pending or allocation.tag in unsettled:
-            continue  # a request that nobody has answered is settled first: it may land after its give-back
+            continue  # an unanswered request is settled first: it may be granted after its release
         unsatisfiable_reason = (
             allocation.status.unsatisfiable_reason if allocation.status and now >= unsatisfiable_at(allocation) else ""
         )
@@ -75,7 +77,7 @@ def _overdue(state: State, inventory: NodeInventory, assigned: Assignment, now: 
         if now < deadline:
             wake = min(wake, deadline)
             continue
-        detail = allocation.status.detail if allocation.status else "not seen in the queue"
+        detail = allocation.status.detail if allocation.status else "not listed in the queue"
         text = f"no nodes after {now - allocation.requested_at:.0f} s ({detail})"
         evidence = (f"{allocation.tag}: {unsatisfiable_reason or text}",)
         node_group = state.job.node_group(allocation.request.node_group)
@@ -110,7 +112,9 @@ def _deadline(state: State, assigned: Assignment, allocation: Allocation) -> flo
         _remaining(state, role, lacking) >= _min_replicas(state, role) for role in roles
     ):
         return NEVER
-    if not lacking and any(one.status is Status.RETIRED for one in workers(state) if one.role in node_group.roles):
+    if not lacking and any(
+        replica.status is Status.RETIRED for replica in workers(state) if replica.role in node_group.roles
+    ):
         return NEVER
     since = max(
         allocation.requested_at, min((replica.down_since for replica in lacking), default=allocation.requested_at)
@@ -148,7 +152,9 @@ def _replacements(
         kind = "more" if node_group is state.job.node_groups[0] else f"more-{node_group.name}"
         requests = [msgspec.structs.replace(request, tag=f"{state.run}.{kind}-{state.seq}") for request in requests]
     reuses_nodes = any(
-        _is_ending(state, one, now) for one in state.allocations.values() if one.request.node_group == node_group.name
+        _is_ending(state, allocation, now)
+        for allocation in state.allocations.values()
+        if allocation.request.node_group == node_group.name
     )
     requests = [
         msgspec.structs.replace(request, comment=f"{request.comment} replacement", may_reuse_own_nodes=reuses_nodes)
@@ -185,8 +191,8 @@ def _retired_to_retry(state: State, assigned: Assignment, node_group: NodeGroup,
     window = state.job.recovery.window
     return [
         replica for members in gangs(state) for replica in members
-        if replica.role in node_group.roles and any(one.status is Status.RETIRED for one in members)
-        and replica.id not in assigned.retries and not any(one.recent_failures(window, now) for one in members)
+        if replica.role in node_group.roles and any(member.status is Status.RETIRED for member in members)
+        and replica.id not in assigned.retries and not any(member.recent_failures(window, now) for member in members)
     ]  # fmt: skip
 
 
@@ -199,26 +205,26 @@ def _handle_no_nodes(
     """
     actions: list[Action] = []
     wanted = [replica for replica in assigned.lacking if replica.role in node_group.roles]
-    lacking = {id: list(members) for id, members in groupby(wanted, lambda one: gang_of(one.id))}
+    lacking = {id: list(members) for id, members in groupby(wanted, lambda member: gang_of(member.id))}
     served: list[Replica] = []
     for members in list(lacking.values()):
         if nodes_for(state, [*served, *members]) > expected:
             break
         served += members
         del lacking[gang_of(members[0].id)]
-    unserved = [one for members in lacking.values() for one in members]
+    unserved = [member for members in lacking.values() for member in members]
     for id, members in lacking.items():
         role = members[0].role
         remaining = _remaining(state, role, unserved)
         if remaining < _min_replicas(state, role):
-            names = ", ".join(one.id for one in members)
+            names = ", ".join(member.id for member in members)
             deadline = now + SHUTDOWN_GRACES * state.job.limits.step_grace
             lines = (*dict.fromkeys(evidence), f"{names} has no node", *_excluded_node_lines(state, node_group))
-            why = Why(lines, Rung.GIVE_UP, "everything is given back", deadline)
+            why = Why(lines, Rung.GIVE_UP, "everything is released", deadline)
             return [Finish(Outcome.FAILED, why)]
         deadline = now + state.job.recovery.window
-        why = Why(evidence, Rung.DEGRADED, f"{role} goes on with {remaining} replicas", deadline)
-        actions += [Fence(one.incarnation, Rung.DEGRADED, why, charged=False) for one in gang(state, id)]
+        why = Why(evidence, Rung.DEGRADED, f"{role} continues with {remaining} replicas", deadline)
+        actions += [Fence(member.incarnation, Rung.DEGRADED, why, charged=False) for member in gang(state, id)]
     return actions
 
 
@@ -236,7 +242,7 @@ def _remaining(state: State, role: str, lost: list[Replica]) -> int:
     """Return the number of gangs that a role keeps without these members' gangs."""
     ids = {gang_of(replica.id) for replica in lost}
     remaining = [members for members in gangs(state) if members[0].role == role and gang_of(members[0].id) not in ids]
-    return sum(all(one.status is not Status.RETIRED for one in members) for members in remaining)
+    return sum(all(member.status is not Status.RETIRED for member in members) for members in remaining)
 
 
 def _min_replicas(state: State, role: str) -> int:

@@ -23,7 +23,7 @@ MIN_WALLTIME_S = 60.0
 
 def holds_nothing(state: State) -> bool:
     """Return whether the run has no nodes, no requests and nothing launched: at its start, or after a requeue."""
-    has_nodes = any(node.allocation for node in state.nodes.values())  # others are remembered as excluded
+    has_nodes = any(node.allocation for node in state.nodes.values())  # excluded nodes that left have none
     has_allocations = any(not allocation.orphan for allocation in state.allocations.values())
     return not has_allocations and not has_nodes and not state.launched
 
@@ -37,7 +37,7 @@ def first_request(state: State, now: float) -> list[Action]:
         build_request(state, node_group, node_group.nodes, _next_tag(state, node_group), now)
         for node_group in node_groups
     )
-    why = Why((f"{state.job.nodes} nodes wanted, none held",), expects="nodes, when the queue comes to it")
+    why = Why((f"{state.job.nodes} nodes wanted, none held",), expects="nodes as soon as the queue grants them")
     return [Request(msgspec.structs.replace(first, further_components=tuple(more)), why)]
 
 
@@ -114,8 +114,9 @@ def build_request(state: State, node_group: NodeGroup, count: int, tag: str, now
     A request for more time than needed is less likely to be backfilled.
     """
     return AllocationRequest(
-        tag, count, node_group.node, max(MIN_WALLTIME_S, min(state.ends_at - now, node_group.walltime)), exclude=_excluded_nodes(state),
-        sbatch=node_group.sbatch, comment=f"rrl {state.run}", node_group=node_group.name,
+        tag, count, node_group.node, max(MIN_WALLTIME_S, min(state.ends_at - now, node_group.walltime)),
+        exclude=_excluded_nodes(state), sbatch=node_group.sbatch, comment=f"rrl {state.run}",
+        node_group=node_group.name,
     )  # fmt: skip
 
 
@@ -149,7 +150,7 @@ def _start_timeout(state: State, inventory: NodeInventory) -> Finish:
         suffix = f" ({'; '.join(pending)})" if pending else ""
         needed = f"{present} of the {node_group.min_nodes} nodes that the run cannot start without"
         evidence.append(f"{node_group.name}: {needed}, after {state.job.start_within:g} s{suffix}")
-    return Finish(Outcome.FAILED, Why(tuple(evidence), Rung.GIVE_UP, "everything is given back"))
+    return Finish(Outcome.FAILED, Why(tuple(evidence), Rung.GIVE_UP, "everything is released"))
 
 
 def initial_requests(run: str, job: RunSpec) -> tuple[AllocationRequest, ...]:

@@ -56,7 +56,7 @@ def lifecycle_decisions(state: State, now: float) -> tuple[list[Decision], float
         if now < due:
             wake = min(wake, due)
         elif _may_be_readmitted(state, node):
-            text = f"excluded for {now - node.excluded_at:.0f} s ({node.excluded}), and nothing proves that it still is"
+            text = f"excluded for {now - node.excluded_at:.0f} s ({node.excluded}), and no proof against it remains"
             decisions.append(Readmit(name, Why((text,), expects="its agent joins, and then roles may be placed there")))
     return decisions, wake
 
@@ -86,7 +86,7 @@ def _is_healthy(node: Node) -> bool:
 
 def _is_occupied(state: State, name: NodeName) -> bool:
     """Return whether a current incarnation of a role is on the node."""
-    return any(one.is_current and one.node == name for one in workers(state))
+    return any(replica.is_current and replica.node == name for replica in workers(state))
 
 
 def drain_actions(state: State) -> list[ExternalAction]:
@@ -110,8 +110,8 @@ def should_drain(state: State, node: Node) -> bool:
     if state.node_commands.get(node.name, ("", ""))[0] == UNDRAIN:
         return False
     if node.status is None:
-        return bool(node.allocation or node.drain_requested_by)  # of one that has left nobody knows why it did
-    return node.status.state not in (NodeState.DOWN, NodeState.DRAINING)  # else somebody has said so
+        return bool(node.allocation or node.drain_requested_by)  # the run does not know the status of a node that left
+    return node.status.state not in (NodeState.DOWN, NodeState.DRAINING)  # already out of service in the cluster
 
 
 def _drain_reason(state: State, node: Node) -> str:
@@ -133,14 +133,14 @@ def _nodes_to_release(state: State) -> list[ExternalAction]:
     actions: list[ExternalAction] = []
     shrinking = {intent.action.allocation for intent in state.intents.values() if isinstance(intent.action, Shrink)}
     for allocation in state.allocations.values():
-        if allocation.tag in shrinking:  # one after the other: what becomes of it may forbid the next
+        if allocation.tag in shrinking:  # one at a time: the result may rule out the next one
             continue
         nodes = allocation.status.nodes if allocation.running and allocation.status is not None else ()
         known = [state.nodes[name] for name in nodes if name in state.nodes]
         redundant = tuple(node.name for node in known if _redundant(state, allocation, node))
         if redundant and len(redundant) < len(nodes):
             evidence = tuple(f"{name}: {state.nodes[name].excluded}" for name in redundant)
-            actions.append(Shrink(allocation.tag, redundant, Why(evidence, expects="the others go on")))
+            actions.append(Shrink(allocation.tag, redundant, Why(evidence, expects="the other nodes are kept")))
     return actions
 
 
@@ -152,5 +152,7 @@ def _redundant(state: State, allocation: Allocation, node: Node) -> bool:
         return False
     down = node.status is not None and node.status.state is NodeState.DOWN
     roles = state.job.node_group(allocation.request.node_group).roles
-    working = (one.status in (Status.JOINED, Status.COMPLETED) for one in workers(state) if one.role in roles)
+    working = (
+        replica.status in (Status.JOINED, Status.COMPLETED) for replica in workers(state) if replica.role in roles
+    )
     return node.proved or down or all(working)

@@ -80,12 +80,14 @@ class NodeInventory:
         rotation_times = {allocation.tag: rotate_at(state, allocation) for allocation in state.allocations.values()}
         ends = (allocation.ends_at for allocation in state.allocations.values())
         window = state.job.recovery.window
-        failure_expiries = (start.at + window for one in workers(state) if one.failures for start in one.failures)
+        failure_expiries = (
+            failure.at + window for replica in workers(state) if replica.failures for failure in replica.failures
+        )
         self.next_change = min(
             (at for at in (*rotation_times.values(), *ends, *failure_expiries) if at > now), default=NEVER
         )
-        """when (s, manager's time) the next allocation is to be succeeded, or ends, or a failure leaves the window: who
-        pauses may have to go elsewhere then"""
+        """Manager's time (s) at which the next allocation is due for rotation or ends, or the next failure leaves the
+        window: a replica in back-off may need another node then."""
         shrinking = {name for intent in state.intents.values() if isinstance(intent.action, Shrink)
                  for name in intent.action.nodes}  # fmt: skip
         pairs = [(node, node.allocation) for node in state.nodes.values()
@@ -94,23 +96,22 @@ class NodeInventory:
         self.draining = {
             name for name, (command, _) in state.node_commands.items() if command == DRAIN and name in state.nodes
         }
-        """nodes that a person wants drained: nobody new goes there"""
+        """Nodes that a user wants drained: no replica is placed there."""
         self.usable = [
             CandidateNode(node.name, tag, rotation_times[tag] <= now or node.name in self.draining)
             for node, tag in pairs
         ]
         self._candidates: dict[str, list[CandidateNode]] = {node_group.name: [] for node_group in state.job.node_groups}
         self._unprobed: Counter[str] = Counter()
-        proven_bad = {one.node for one in state.findings.values() if one.proof and excludes_node(one)}
-        suspects = {one.node for one in state.findings.values() if one.node is not None}
+        proven_bad = {finding.node for finding in state.findings.values() if finding.proof and excludes_node(finding)}
+        suspects = {finding.node for finding in state.findings.values() if finding.node is not None}
         for candidate in sorted(
             self.usable, key=lambda candidate: (candidate.expiring, candidate.node in suspects)
-        ):  # stable: natural order
+        ):  # a stable sort keeps the natural order
             node_group, node = state.allocations[candidate.allocation].request.node_group, state.nodes[candidate.node]
             probe_error, must_report = node.probe_error, bool(node.exclusions) or needs_probe(state, node)
-            if (
-                candidate.node in self.draining or candidate.node in proven_bad
-            ):  # the brake may keep it from being excluded
+            # The circuit breaker may keep a node with a proven failure from being excluded.
+            if candidate.node in self.draining or candidate.node in proven_bad:
                 continue
             if probe_error == "" or (probe_error is None and not must_report):
                 self._candidates[node_group].append(candidate)
@@ -126,17 +127,22 @@ class NodeInventory:
         self._group_of_role = {role: node_group for node_group in state.job.node_groups for role in node_group.roles}
         self.standby_processes = standby_processes(state)
         self.exclusive_standbys = [
-            one for one in self.standby_processes if one.step is not None and is_exclusive(state, one.id)
+            standby
+            for standby in self.standby_processes
+            if standby.step is not None and is_exclusive(state, standby.id)
         ]
-        """of the shadows, those that keep others from their node's room"""
+        """Standby processes that take their nodes' whole resources."""
         self._ready_standbys = ready_standbys_by_node(state, self.standby_processes, self._usable_names)
         self.failing_nodes = {
-            node for one in workers(state) if one.failures for node in self._nodes_that_failed(one, refused=False)
+            node
+            for replica in workers(state)
+            if replica.failures
+            for node in self._nodes_that_failed(replica, refused=False)
         }
         self._ending_replicas: dict[NodeName, set[ReplicaId]] = {}
-        for orphan_steps in state.orphan_steps.values():
-            if role_of(orphan_steps.incarnation.replica) not in (AGENT, STANDBY_ROLE):
-                self._ending_replicas.setdefault(orphan_steps.node, set()).add(orphan_steps.incarnation.replica)
+        for orphan in state.orphan_steps.values():
+            if role_of(orphan.incarnation.replica) not in (AGENT, STANDBY_ROLE):
+                self._ending_replicas.setdefault(orphan.node, set()).add(orphan.incarnation.replica)
         self.may_start = _may_start(
             state, {node_group: len(candidates) for node_group, candidates in self._candidates.items()}
         )
@@ -173,7 +179,7 @@ class NodeInventory:
         node than may share it, the first ones occupy it.
         """
         occupancy: Occupancy = {}
-        retired_gangs = {gang_of(one.id) for one in workers(self._state) if one.status is Status.RETIRED}
+        retired_gangs = {gang_of(replica.id) for replica in workers(self._state) if replica.status is Status.RETIRED}
         for replica in workers(self._state):
             if replica.is_current:
                 if replica.node is not None:
@@ -185,7 +191,10 @@ class NodeInventory:
             ):
                 occupants = occupancy.setdefault(replica.preferred_node, [])
                 gang_id = gang_of(replica.id)
-                if sum(gang_of(one.id) == gang_id for one in occupants) < self._state.job.role(replica.role).per_node:
+                if (
+                    sum(gang_of(occupant.id) == gang_id for occupant in occupants)
+                    < self._state.job.role(replica.role).per_node
+                ):
                     occupants.append(replica)
         return occupancy
 
@@ -194,9 +203,9 @@ class NodeInventory:
         """Hold :meth:`occupancy` for callers that only read it."""
         return self.occupancy()
 
-    # ── where somebody can go ────────────────────────────────────────────────────────────────────────────────────────
-    # ``taken``: who takes room where, :meth:`occupants` if nothing else is said; whoever decides about several members
-    # at once adds each to it where it sends it, and takes out whom it drives away.
+    # ── where a replica can be placed ────────────────────────────────────────────────────────────────────────────────
+    # ``occupancy`` defaults to :meth:`occupancy`. A caller that places several members at once adds each one to it, and
+    # removes the rollouts that it preempts.
     def has_room_for(self, replica: Replica, occupancy: Occupancy | None = None) -> bool:
         """Return whether a node other than its own could host this replica now."""
         occupancy, failed_nodes = self._occupancy if occupancy is None else occupancy, self._nodes_that_failed(replica)
@@ -216,10 +225,9 @@ class NodeInventory:
         takes less time than a start elsewhere.
         """
         role, preferred = self._state.job.role(replica.role), replica.preferred_node
-        can_use_preferred = preferred is not None and self.can_host(role, preferred)
         if (
             preferred is not None
-            and can_use_preferred
+            and self.can_host(role, preferred)
             and self._fits(replica, preferred, occupancy, wait_for_release=waits_for_release(role))
         ):
             return self._by_node[preferred][1]
@@ -234,7 +242,7 @@ class NodeInventory:
                 and candidate.node in occupancy
                 and (role.ranks == 1 or gang_of(occupancy[candidate.node][0].id) != gang_id)
             ):
-                continue  # the quick half of _fits: thousands of replicas look at thousands of nodes
+                continue  # the fast part of _fits: thousands of replicas are compared with thousands of nodes
             if self._fits(replica, candidate.node, occupancy):
                 if candidate.node not in failed_nodes:
                     return candidate
@@ -253,16 +261,19 @@ class NodeInventory:
         if role.ranks == 1 or role.per_node == 1:
             return candidates
         gang_id = gang_of(replica.id)
-        gang_nodes = [self._by_node[node][1] for node, there in occupancy.items()
-                  if self.can_host(role, node) and any(gang_of(one.id) == gang_id for one in there)]  # fmt: skip
+        gang_nodes = [
+            self._by_node[node][1]
+            for node, occupants in occupancy.items()
+            if self.can_host(role, node) and any(gang_of(occupant.id) == gang_id for occupant in occupants)
+        ]
         gang_nodes.sort(key=lambda candidate: natural_sort_key(candidate.node))
         return [*gang_nodes, *(candidate for candidate in candidates if candidate not in gang_nodes)]
 
-    # ── who is warm ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── standby processes ────────────────────────────────────────────────────────────────────────────────────────────
     def ready_standbys(self, node: NodeName | None, role: str) -> Sequence[Replica]:
         """Return the standby processes on the node that can be promoted to the role now."""
         return (
-            [one for one in self._ready_standbys.get(node, ()) if standby_role_of(one.id) == role]
+            [standby for standby in self._ready_standbys.get(node, ()) if standby_role_of(standby.id) == role]
             if node is not None
             else ()
         )
@@ -274,7 +285,7 @@ class NodeInventory:
         role, failed_nodes = self._state.job.role(member.role), self._nodes_that_failed(member)
         occupancy = self._occupancy if occupancy is None else occupancy
         for candidate in self._preferred_nodes(member, role, occupancy):
-            if candidate.node not in self._ready_standbys:  # the quick half of what follows
+            if candidate.node not in self._ready_standbys:  # the fast part of the checks below
                 continue
             if (
                 candidate.node == member.node
@@ -309,7 +320,7 @@ class NodeInventory:
             node = rollout.node
             if node is None or node == member.node or not self.can_host(role, node):
                 continue
-            without = {node: [one for one in occupancy[node] if one.id != rollout.id]}
+            without = {node: [occupant for occupant in occupancy[node] if occupant.id != rollout.id]}
             if self._fits(member, node, without, wait_for_release=True):
                 yield rollout
 
@@ -322,14 +333,14 @@ class NodeInventory:
         role = self._state.job.role(member.role)
         if not role.donor_rollouts or not self._ready_standbys:
             return ()
-        occupancy = {node: list(there) for node, there in self._occupancy.items()}
-        for one in gang(self._state, member.id):
-            if one.status is not Status.WANTED:
+        occupancy = {node: list(occupants) for node, occupants in self._occupancy.items()}
+        for other in gang(self._state, member.id):
+            if other.status is not Status.WANTED:
                 continue
-            if one.id == member.id:
-                return self._preempted_by(one, role, occupancy)
-            if (target := self.choose_node(one, occupancy)) is not None:
-                occupy(occupancy, target.node, one)
+            if other.id == member.id:
+                return self._preempted_by(other, role, occupancy)
+            if (target := self.choose_node(other, occupancy)) is not None:
+                occupy(occupancy, target.node, other)
         return ()
 
     def _preempted_by(self, member: Replica, role: RoleSpec, occupancy: Occupancy) -> Sequence[Replica]:
@@ -338,8 +349,8 @@ class NodeInventory:
         if node is not None and self.ready_standbys(node, role.name) and self.can_host(role, node):
             if self._fits(member, node, occupancy, wait_for_release=True):
                 return ()
-            rollouts = {one.name for one in self._state.job.kind("rollout")}
-            return [one for one in occupancy[node] if one.is_current and one.role in rollouts]
+            rollouts = {rollout_role.name for rollout_role in self._state.job.kind("rollout")}
+            return [occupant for occupant in occupancy[node] if occupant.is_current and occupant.role in rollouts]
         target = self.choose_node(member, occupancy)
         if target is not None and (target.node == node or self._has_free_standby(member, target.node, occupancy)):
             return ()
@@ -354,12 +365,12 @@ class NodeInventory:
         """
         ready, others = (
             self.ready_standbys(node, member.role),
-            [one for one in occupancy.get(node, ()) if one.id != member.id],
+            [other for other in occupancy.get(node, ()) if other.id != member.id],
         )
         if not ready or self._state.job.role(member.role).standby_shares_node:
-            return len(ready) > sum(gang_of(one.id) == gang_of(member.id) for one in others)
-        of_role = [one for one in others if one.role == member.role]
-        return len(ready) > sum(not (one.is_current and one.node == node) for one in of_role)
+            return len(ready) > sum(gang_of(other.id) == gang_of(member.id) for other in others)
+        of_role = [other for other in others if other.role == member.role]
+        return len(ready) > sum(not (other.is_current and other.node == node) for other in of_role)
 
     def reserve(self, member: Replica, node: NodeName) -> None:
         """Count a member as an occupant of the node for all later decisions of this plan."""
@@ -401,10 +412,8 @@ class NodeInventory:
         """
         recovery = self._state.job.recovery
         recent = replica.recent_failures(recovery.window, self._now)
-        nodes = [start.node for start in recent if refused or not start.refused]
-        last_start = (
-            not replica.ever_joined and replica.failed_starts + 1 >= recovery.first_start
-        )  # before it is given up
+        nodes = [failure.node for failure in recent if refused or not failure.refused]
+        last_start = not replica.ever_joined and replica.failed_starts + 1 >= recovery.first_start
         limit = min(recovery.per_node, recovery.first_start - 1) if last_start else recovery.per_node
         return {node for node in nodes if nodes.count(node) >= max(1, limit)}
 
@@ -419,9 +428,9 @@ class NodeInventory:
         others_of_other_gangs = [other for other in others if gang_of(other.id) != gang_id]
         if len(others) - len(others_of_other_gangs) >= role.per_node or (role.exclusive and others_of_other_gangs):
             return False
-        returning = {other.id for other in others}  # whose own room it is that they still leave
+        returning = {other.id for other in others}  # their ending steps are counted as their new ones
         if not wait_for_release and any(
-            gang_of(one) != gang_id and one not in returning for one in self._ending_replicas.get(node, ())
+            gang_of(ending) != gang_id and ending not in returning for ending in self._ending_replicas.get(node, ())
         ):
             return False
         if role.exclusive:
@@ -435,9 +444,9 @@ class NodeInventory:
             else self._group_of_role[replica.role].node
         )
         return (
-            sum(e.cpus for e in requested) <= resources.cpus
-            and sum(e.gpus for e in requested) <= resources.gpus
-            and sum(e.mem for e in requested) <= resources.mem
+            sum(needed.cpus for needed in requested) <= resources.cpus
+            and sum(needed.gpus for needed in requested) <= resources.gpus
+            and sum(needed.mem for needed in requested) <= resources.mem
         )
 
 
@@ -456,14 +465,14 @@ def agent_never_started(state: State, node: NodeName) -> bool:
 
 def unfit_nodes(state: State) -> dict[NodeName, str]:
     """Return the nodes on which no role can run, with the probe's error or why the agent never started."""
-    found: dict[NodeName, str] = {}
+    reasons: dict[NodeName, str] = {}
     for name, node in state.nodes.items():
         if node.probe_error:
-            found[name] = node.probe_error
+            reasons[name] = node.probe_error
         elif needs_probe(state, node) and agent_never_started(state, name):
             failures = state.replica(replica_id(AGENT, name)).failures
-            found[name] = failures[-1].why if failures else "its agent never started"
-    return found
+            reasons[name] = failures[-1].why if failures else "its agent never started"
+    return reasons
 
 
 def restarts_exhausted(state: State, helper: Replica, now: float) -> bool:
@@ -494,9 +503,9 @@ def _is_usable(state: State, node: Node, now: float) -> bool:
     fit = node.status is None or node.status.state in (NodeState.UP, NodeState.UNKNOWN)
     if allocation is None or not allocation.running or allocation.suspended or allocation.reclaimed:
         return False
-    if now >= allocation.ends_at:  # it may be some time before the cluster takes it back
+    if now >= allocation.ends_at:  # the cluster may take it back a little later
         return False
-    return node.excluded is None and fit and node.kept_because != GIVEN_BACK  # it is gone with the next look
+    return node.excluded is None and fit and node.kept_because != GIVEN_BACK  # the next poll no longer lists it
 
 
 def _may_start(state: State, ready: dict[str, int]) -> bool:

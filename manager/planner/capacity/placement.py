@@ -99,15 +99,17 @@ def _plan_moves(
 def _retry_due(state: State, members: list[Replica], now: float) -> bool:
     """Return whether the gang is retired and the failures of all its members have left the recovery window."""
     window = state.job.recovery.window
-    retired = any(one.status is Status.RETIRED for one in members) and not any(one.is_current for one in members)
-    return retired and not any(one.recent_failures(window, now) for one in members)
+    retired = any(member.status is Status.RETIRED for member in members) and not any(
+        member.is_current for member in members
+    )
+    return retired and not any(member.recent_failures(window, now) for member in members)
 
 
 def _place_all_or_none(
     inventory: NodeInventory, members: list[Replica], occupancy: Occupancy
 ) -> dict[ReplicaId, CandidateNode]:
     """Return nodes for all members, or none; the chosen nodes are added to ``occupancy``."""
-    tried = {node: list(there) for node, there in occupancy.items()} if len(members) > 1 else occupancy
+    tried = {node: list(occupants) for node, occupants in occupancy.items()} if len(members) > 1 else occupancy
     targets: dict[ReplicaId, CandidateNode] = {}
     for member in members:
         if (target := inventory.choose_node(member, tried)) is None:
@@ -120,7 +122,7 @@ def _place_all_or_none(
 
 def _launchable_at(members: Sequence[Replica]) -> float:
     """Return the manager's time (s) before which none of these members is launched."""
-    return max(one.not_before for one in members)
+    return max(member.not_before for member in members)
 
 
 def nodes_for(state: State, lacking: Sequence[Replica]) -> int:
@@ -150,7 +152,9 @@ def place(
     retries: list[ExternalAction] = []
     used: set[str] = set()
     for members in inventory.gangs:
-        retired = any(one.status is Status.RETIRED for one in members) and not any(one.is_current for one in members)
+        retired = any(member.status is Status.RETIRED for member in members) and not any(
+            member.is_current for member in members
+        )
         if not (wanted := members if retired else to_launch(members)):
             continue
         targets = assigned.retries if retired else assigned.targets
@@ -172,31 +176,36 @@ def _launches(
 
     ``used`` collects the steps of the standby processes that are promoted.
     """
-    retired = any(one.status is Status.RETIRED for one in wanted)
+    retired = any(member.status is Status.RETIRED for member in wanted)
     if not retired and (pause := _launchable_at(wanted)) > now:
         return [], pause
-    if any(one.id not in targets for one in wanted):
-        return [], _retry_at(state, [one for one in wanted if retired or one.id not in targets], retired, now)
-    if (until := release_deadline(state, wanted, [targets[one.id].node for one in wanted])) > now:
+    if any(member.id not in targets for member in wanted):
+        return [], _retry_at(state, [member for member in wanted if retired or member.id not in targets], retired, now)
+    if (until := release_deadline(state, wanted, [targets[member.id].node for member in wanted])) > now:
         return [], until
     members, role = gang(state, wanted[0].id), state.job.role(wanted[0].role)
-    newest = max(one.incarnation_number for one in members)
-    number = next((one.incarnation_number for one in members if one.is_current), newest + 1)
+    newest = max(member.incarnation_number for member in members)
+    number = next((member.incarnation_number for member in members if member.is_current), newest + 1)
     standbys: dict[ReplicaId, Replica] = {}
     for member in wanted if role.warm else ():
-        free = (one for one in inventory.ready_standbys(targets[member.id].node, role.name) if one.step not in used)
+        free = (
+            ready for ready in inventory.ready_standbys(targets[member.id].node, role.name) if ready.step not in used
+        )
         if (standby := next(free, None)) is not None and standby.step is not None:
             standbys[member.id] = standby
             used.add(standby.step)
-    cold_nodes = {targets[one.id].node for one in wanted if role.standby_shares_node or one.id not in standbys}
+    cold_nodes = {targets[member.id].node for member in wanted if role.standby_shares_node or member.id not in standbys}
     if (until := standbys_released_at(state, inventory.exclusive_standbys, cold_nodes, used)) > now:
         return [], until
     launches: list[ExternalAction] = []
     for member in wanted:
         incarnation, target = Incarnation(member.id, number), targets[member.id]
         if (standby := standbys.get(member.id)) is not None and standby.step is not None:
-            why = Why((f"{member.id} is wanted and {target.node} has a shadow",), expects=f"{standby.incarnation} becomes {incarnation}",
-                      deadline=now + state.job.recovery.promote)  # fmt: skip
+            why = Why(
+                (f"{member.id} is wanted and {target.node} has a standby process",),
+                expects=f"{standby.incarnation} is promoted to {incarnation}",
+                deadline=now + state.job.recovery.promote,
+            )
             launches.append(Launch(incarnation, standby.step, target.allocation, target.node, why, standby.incarnation))
         else:
             launches.append(launch(state, incarnation, target))
@@ -206,7 +215,7 @@ def _launches(
 def _retry_at(state: State, unplaced: list[Replica], retired: bool, now: float) -> float:
     """Return the manager's time (s) at which a node that failed a replica, or a retired replica, is tried again."""
     failure_times = sorted(
-        start.at for one in unplaced for start in one.recent_failures(state.job.recovery.window, now)
+        failure.at for replica in unplaced for failure in replica.recent_failures(state.job.recovery.window, now)
     )
     return (failure_times[-1] if retired else failure_times[0]) + state.job.recovery.window if failure_times else NEVER
 
@@ -254,14 +263,14 @@ def stop_orphans(
     wake = NEVER
     roles = {role.name for role in state.job.roles if waits_for_release(role)}
     awaited = {candidate.node for id, candidate in targets.items() if role_of(id) in roles}
-    for step, one in state.orphan_steps.items():
-        node = state.nodes.get(one.node)
-        if one.stop_requested or node is None or node.excluded is not None:
+    for step, orphan in state.orphan_steps.items():
+        node = state.nodes.get(orphan.node)
+        if orphan.stop_requested or node is None or node.excluded is not None:
             continue
-        if one.not_before > now:
-            wake = min(wake, one.not_before)
+        if orphan.not_before > now:
+            wake = min(wake, orphan.not_before)
             continue
-        hurried = role_of(one.incarnation.replica) in {*roles, STANDBY_ROLE} or one.node in awaited
+        hurried = role_of(orphan.incarnation.replica) in {*roles, STANDBY_ROLE} or orphan.node in awaited
         grace = 0.0 if hurried else state.job.limits.step_grace
-        stops.append(StopStep(step, one.incarnation, grace, Why((f"{one.incarnation} is fenced",))))
+        stops.append(StopStep(step, orphan.incarnation, grace, Why((f"{orphan.incarnation} is fenced",))))
     return stops, wake

@@ -19,6 +19,9 @@ from .node_lifecycle import should_drain
 from .nodes import NodeInventory
 from .placement import Assignment, nodes_for
 
+CANCELLATIONS_TO_END_RUN = 2
+"""Number of times that all allocations must be cancelled from outside before the run ends: once may be a mistake or
+maintenance."""
 _STARTING_STATES = (Status.WANTED, Status.LAUNCHING, Status.STARTING)
 
 
@@ -81,7 +84,7 @@ def redundant_allocations(
     """
     releases: list[Release] = []
     wake = NEVER
-    occupied = {node for node, there in inventory.occupancy().items() if there}
+    occupied = {node for node, occupants in inventory.occupancy().items() if occupants}
     planned = (assigned.targets, assigned.moves, assigned.retries, assigned.blocked_moves)
     occupied |= {candidate.node for candidates in planned for candidate in candidates.values()}
     for node_group in state.job.node_groups:
@@ -117,52 +120,49 @@ def _redundant(
 
     A replica without a node keeps its request, and a retired one its node.
     """
-    found: list[tuple[Allocation, str]] = []
+    redundant: list[tuple[Allocation, str]] = []
     usable: list[Allocation] = []
-    for one in (one for one in empty if one.running):
-        if rotate_at(state, one) <= now:
-            found.append((one, f"it ends in {one.ends_at - now:.0f} s, and nobody is left on it"))
-        elif not _must_stay(state, node_group, one) and not any(inventory.is_usable(node) for node in _nodes_of(one)):
-            found.append((one, "no node of it may be used"))
-        elif any(candidate.allocation == one.tag for candidate in inventory.candidates(node_group.name)):
-            usable.append(one)
+    for allocation in (allocation for allocation in empty if allocation.running):
+        if rotate_at(state, allocation) <= now:
+            redundant.append((allocation, f"it ends in {allocation.ends_at - now:.0f} s, and no replica is on it"))
+        elif not _must_stay(state, node_group, allocation) and not any(
+            inventory.is_usable(node) for node in _nodes_of(allocation)
+        ):
+            redundant.append((allocation, "none of its nodes is usable"))
+        elif any(candidate.allocation == allocation.tag for candidate in inventory.candidates(node_group.name)):
+            usable.append(allocation)
     if not node_group.separate_jobs:
-        return found
+        return redundant
     gangs = [members for members in inventory.gangs if members[0].role in node_group.roles]
-    wanted = [one for members in gangs for one in to_launch(members) if one.id not in assigned.targets]
-    retired = [one for members in gangs if any(one.status is Status.RETIRED for one in members)
-            for one in members if one.id not in assigned.retries]  # fmt: skip
-    unmovable = [one for one in assigned.unmovable if one.role in node_group.roles]
+    wanted = [member for members in gangs for member in to_launch(members) if member.id not in assigned.targets]
+    retired = [member for members in gangs if any(member.status is Status.RETIRED for member in members)
+            for member in members if member.id not in assigned.retries]  # fmt: skip
+    unmovable = [replica for replica in assigned.unmovable if replica.role in node_group.roles]
     lacking, retired_nodes, unmovable_nodes = (
         nodes_for(state, wanted),
         nodes_for(state, retired),
         nodes_for(state, unmovable),
     )
-    queued = [one for one in empty if one.pending]
+    queued = [allocation for allocation in empty if allocation.pending]
     for allocations, needed in ((usable, lacking + retired_nodes), (queued, lacking + retired_nodes + unmovable_nodes)):
-        found += [(one, "nobody is left who could use it") for one in allocations[needed:]]
-    return found
+        redundant += [(allocation, "no replica needs it") for allocation in allocations[needed:]]
+    return redundant
 
 
-def _must_stay(state: State, node_group: NodeGroup, one: Allocation) -> bool:
+def _must_stay(state: State, node_group: NodeGroup, allocation: Allocation) -> bool:
     """Return whether an allocation without usable nodes is kept: it is the pool, or one of its nodes is to be drained.
 
     The manager may run in the pool, or other components of the job depend on it.
     """
     if any(should_drain(state, state.nodes[node]) or f"{node}!drain" in state.intents
-           for node in _nodes_of(one) if node in state.nodes):  # fmt: skip
+           for node in _nodes_of(allocation) if node in state.nodes):  # fmt: skip
         return True
-    return not node_group.separate_jobs and one.tag == f"{state.run}.{node_group.name}"
+    return not node_group.separate_jobs and allocation.tag == f"{state.run}.{node_group.name}"
 
 
 def _nodes_of(allocation: Allocation) -> tuple[NodeName, ...]:
     """Return the nodes that the cluster reports for the allocation."""
     return allocation.status.nodes if allocation.status is not None else ()
-
-
-CANCELLATIONS_TO_END_RUN = 2
-"""Number of times that all allocations must be cancelled from outside before the run ends: once may be a mistake or
-maintenance."""
 
 
 def preemptions(state: State, inventory: NodeInventory, now: float) -> list[Decision]:
@@ -190,7 +190,7 @@ def _preemption_evidence(state: State, replica: Replica, now: float) -> str:
     if allocation.ending:
         return f"its allocation {tag} ends: {allocation.status.detail if allocation.status else ''}"
     if allocation.running and now >= allocation.ends_at and replica.step is None:
-        return f"its allocation {tag} has come to the end of its time, and its process was ended"
+        return f"the walltime of its allocation {tag} is over, and its process has ended"
     if not allocation.reclaimed:
         return ""
     return f"its allocation {tag} is taken back in {max(0.0, allocation.ends_at - now):.0f} s: it is preempted"
@@ -198,8 +198,7 @@ def _preemption_evidence(state: State, replica: Replica, now: float) -> str:
 
 def cancelled_externally(state: State) -> str:
     """Return the evidence that a person ends the run without an rrl command; empty if there is none."""
-    if len(state.external_cancellations) < CANCELLATIONS_TO_END_RUN:
+    times = len(state.external_cancellations)
+    if times < CANCELLATIONS_TO_END_RUN:
         return ""
-    return (
-        f"all that it had was cancelled {len(state.external_cancellations)} times within an hour, and not by rrl cancel"
-    )
+    return f"all allocations of the run were cancelled {times} times within an hour, and not by rrl cancel"

@@ -34,9 +34,9 @@ def plan_standbys(
     """
     roles = [role for role in state.job.roles if role.warm]
     stable = _trainers_stable(state, inventory)
-    if (
-        not roles or not (stable or inventory.exclusive_standbys) or state.job.recovery.policy != "role"
-    ):  # no other takes one over
+    if state.job.recovery.policy != "role":  # the other policies promote no standby process
+        return [], NEVER
+    if not roles or not (stable or inventory.exclusive_standbys):
         return [], NEVER
     occupancy = inventory.occupancy()
     actions: list[ExternalAction] = []
@@ -64,8 +64,10 @@ def _trainers_stable(state: State, inventory: NodeInventory) -> bool:
 
 def _is_starting(inventory: NodeInventory, role: RoleSpec) -> bool:
     """Return whether a replica of the role is starting or waits for its next start."""
-    before = (Status.WANTED, Status.LAUNCHING, Status.STARTING)
-    return any(one.status in before for members in inventory.gangs if members[0].role == role.name for one in members)
+    starting = (Status.WANTED, Status.LAUNCHING, Status.STARTING)
+    return any(
+        member.status in starting for members in inventory.gangs if members[0].role == role.name for member in members
+    )
 
 
 def _launches(
@@ -95,11 +97,14 @@ def _stop_standby(standby: Replica, evidence: str) -> StopStep:
     return StopStep(standby.step or "", standby.incarnation, 0.0, Why((evidence,), expects="its memory is free"))
 
 
-# ── beside whoever works: the trainer's ──────────────────────────────────────────────────────────────────────────────
+# ── the trainer's standby processes, on nodes with working replicas ──────────────────────────────────────────────────
 def _unneeded(inventory: NodeInventory, role: RoleSpec, wanted: _StandbyNodes) -> list[StopStep]:
     """Return the stops of the role's standby processes that are not wanted."""
-    return [_stop_standby(standby, f"{role.name} does not need a shadow on {standby.node} any more") for standby in inventory.standby_processes
-            if standby_role_of(standby.id) == role.name and standby.step is not None and standby.id not in wanted]  # fmt: skip
+    return [
+        _stop_standby(standby, f"{role.name} no longer needs a standby process on {standby.node}")
+        for standby in inventory.standby_processes
+        if standby_role_of(standby.id) == role.name and standby.step is not None and standby.id not in wanted
+    ]
 
 
 def _trainer_standbys(
@@ -110,14 +115,14 @@ def _trainer_standbys(
     There is one for each member on the member's node, and one for each member that a node can host on spare nodes and
     on nodes of donor rollouts. Nodes that already have standby processes come first.
     """
-    members = [one for whole in inventory.gangs for one in whole if one.role == role.name]
+    members = [member for gang_members in inventory.gangs for member in gang_members if member.role == role.name]
     warm = {standby.node for standby in inventory.standby_processes if standby_role_of(standby.id) == role.name}
     member_counts = Counter(member.node for member in members if member.node is not None)
     spares = [candidate.node for candidate in _free_spares(state, inventory, assigned, occupancy, role)]
     donor_nodes = [
-        one.node
-        for one in inventory.donors(members[0], occupancy)
-        if one.node is not None and one.node not in member_counts
+        rollout.node
+        for rollout in inventory.donors(members[0], occupancy)
+        if rollout.node is not None and rollout.node not in member_counts
     ]
     per_node = min(role.ranks, role.per_node)
     wanted = dict(member_counts)
@@ -137,8 +142,11 @@ def _free_spares(
 ) -> list[CandidateNode]:
     """Return the nodes for the role that no replica occupies or is about to use."""
     reserved = {node for node, _ in _planned_nodes(assigned)}
-    return [candidate for candidate in inventory.candidates(state.job.node_group_of(role.name).name)
-            if not candidate.expiring and candidate.node not in reserved and not occupancy.get(candidate.node)]  # fmt: skip
+    return [
+        candidate
+        for candidate in inventory.candidates(state.job.node_group_of(role.name).name)
+        if not candidate.expiring and candidate.node not in reserved and not occupancy.get(candidate.node)
+    ]
 
 
 def _planned_nodes(assigned: Assignment) -> Iterator[tuple[NodeName, ReplicaId]]:
@@ -148,7 +156,7 @@ def _planned_nodes(assigned: Assignment) -> Iterator[tuple[NodeName, ReplicaId]]
             yield candidate.node, id
 
 
-# ── on spare nodes: a rollout's ──────────────────────────────────────────────────────────────────────────────────────
+# ── a rollout's standby processes, on spare nodes ────────────────────────────────────────────────────────────────────
 def _spare_node_standbys(
     state: State, inventory: NodeInventory, assigned: Assignment, occupancy: Occupancy, role: RoleSpec
 ) -> _StandbyNodes:
@@ -156,7 +164,7 @@ def _spare_node_standbys(
 
     A node on which a step is still ending gets none yet.
     """
-    ending = {one.node for one in state.orphan_steps.values()}
+    ending = {orphan.node for orphan in state.orphan_steps.values()}
     warm = {standby.node for standby in inventory.exclusive_standbys}
     spares = sorted(
         _free_spares(state, inventory, assigned, occupancy, role), key=lambda candidate: candidate.node not in warm
@@ -179,20 +187,21 @@ def _blocking_standbys(
     planned: dict[NodeName, set[ReplicaId]] = {}
     for node, id in _planned_nodes(assigned):
         planned.setdefault(node, set()).add(id)
-    for node, there in occupancy.items():
-        for one in there:
-            if not one.is_current:
-                planned.setdefault(node, set()).add(one.id)
+    for node, occupants in occupancy.items():
+        for occupant in occupants:
+            if not occupant.is_current:
+                planned.setdefault(node, set()).add(occupant.id)
     stops: list[StopStep] = []
-    for one in inventory.exclusive_standbys:
-        if one.node is None or standby_role_of(one.id) != role.name or one.incarnation in promoted:
+    for standby in inventory.exclusive_standbys:
+        if standby.node is None or standby_role_of(standby.id) != role.name or standby.incarnation in promoted:
             continue
-        ids, candidate = planned.get(one.node, set()), inventory.candidate(one.node)
-        alone = not ids and not occupancy.get(one.node) and candidate is not None and not candidate.expiring
-        awaited = {role_of(id) for id in ids} == {role.name} and one in inventory.ready_standbys(one.node, role.name)
+        ids, candidate = planned.get(standby.node, set()), inventory.candidate(standby.node)
+        alone = not ids and not occupancy.get(standby.node) and candidate is not None and not candidate.expiring
+        awaited = {role_of(id) for id in ids} == {role.name} and standby in inventory.ready_standbys(
+            standby.node, role.name
+        )
         if not (alone or awaited):
-            who = ", ".join(sorted(ids or {other.id for other in occupancy.get(one.node, ())}))
-            stops.append(
-                _stop_standby(one, f"{one.node} is for {who}" if who else f"{one.node} is no spare node any more")
-            )
+            users = ", ".join(sorted(ids or {other.id for other in occupancy.get(standby.node, ())}))
+            reason = f"{standby.node} is needed for {users}" if users else f"{standby.node} is no longer a spare node"
+            stops.append(_stop_standby(standby, reason))
     return stops

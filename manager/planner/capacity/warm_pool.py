@@ -21,7 +21,7 @@ grace and SIGKILL take one; a cluster that delivers them slowly two or three."""
 def occupy(occupancy: Occupancy, node: NodeName, member: Replica) -> None:
     """Add the member to the occupants of a node, unless it is one already."""
     occupants = occupancy.setdefault(node, [])
-    if all(one.id != member.id for one in occupants):
+    if all(occupant.id != member.id for occupant in occupants):
         occupants.append(member)
 
 
@@ -42,8 +42,14 @@ def release_deadline(state: State, members: Sequence[Replica], nodes_of_gang: It
         return 0.0
     gang_id, nodes = gang_of(members[0].id), set(nodes_of_gang)
     patience = RELEASE_GRACES * state.job.limits.step_grace
-    return max((one.since + patience for one in state.orphan_steps.values() if _blocks_gang(state, one, gang_id, nodes)),
-               default=0.0)  # fmt: skip
+    return max(
+        (
+            orphan.since + patience
+            for orphan in state.orphan_steps.values()
+            if _blocks_gang(state, orphan, gang_id, nodes)
+        ),
+        default=0.0,
+    )
 
 
 def standbys_released_at(
@@ -54,13 +60,15 @@ def standbys_released_at(
     It is inf until those have been stopped, then as long as a gang waits. Standby processes whose steps are in
     ``promoted_steps`` are not waited for.
     """
-    if any(one.node in nodes and one.step not in promoted_steps for one in exclusive_standbys):
+    if any(standby.node in nodes and standby.step not in promoted_steps for standby in exclusive_standbys):
         return NEVER
     patience = RELEASE_GRACES * state.job.limits.step_grace
     ending = (
-        one for one in state.orphan_steps.values() if one.node in nodes and is_exclusive(state, one.incarnation.replica)
+        orphan
+        for orphan in state.orphan_steps.values()
+        if orphan.node in nodes and is_exclusive(state, orphan.incarnation.replica)
     )
-    return max((one.since + patience for one in ending if state.nodes[one.node].excluded is None), default=0.0)
+    return max((orphan.since + patience for orphan in ending if state.nodes[orphan.node].excluded is None), default=0.0)
 
 
 def is_exclusive(state: State, id: ReplicaId) -> bool:
@@ -70,37 +78,43 @@ def is_exclusive(state: State, id: ReplicaId) -> bool:
 
 def standby_processes(state: State) -> list[Replica]:
     """Return the current standby processes of all roles, in natural order of their names."""
-    found = [one for one in state.replicas.values() if one.role == STANDBY_ROLE and one.is_current]
-    return sorted(found, key=lambda one: natural_sort_key(one.id))
+    standbys = [standby for standby in state.replicas.values() if standby.role == STANDBY_ROLE and standby.is_current]
+    return sorted(standbys, key=lambda standby: natural_sort_key(standby.id))
 
 
-def _blocks_gang(state: State, one: OrphanStep, gang_id: ReplicaId, nodes: set[NodeName]) -> bool:
+def _blocks_gang(state: State, orphan: OrphanStep, gang_id: ReplicaId, nodes: set[NodeName]) -> bool:
     """Return whether a gang waits for the end of this orphan step."""
-    node = state.nodes.get(one.node)
+    node = state.nodes.get(orphan.node)
     if node is None or node.excluded is not None:
         return False
-    of_a_role = role_of(one.incarnation.replica) not in (AGENT, STANDBY_ROLE)
-    return gang_of(one.incarnation.replica) == gang_id or (of_a_role and one.node in nodes)
+    of_a_role = role_of(orphan.incarnation.replica) not in (AGENT, STANDBY_ROLE)
+    return gang_of(orphan.incarnation.replica) == gang_id or (of_a_role and orphan.node in nodes)
 
 
 def donors(state: State, occupancy: Occupancy) -> list[Replica]:
     """Return the working rollouts that could be preempted: those of roles with more than the minimum at work."""
-    found: list[Replica] = []
+    spareable: list[Replica] = []
     for role in state.job.kind("rollout"):
-        at_work = [one for one in workers(state) if one.role == role.name and one.status is Status.JOINED
-                   and one.node is not None and one in occupancy.get(one.node, ())]  # fmt: skip
+        at_work = [
+            rollout
+            for rollout in workers(state)
+            if rollout.role == role.name
+            and rollout.status is Status.JOINED
+            and rollout.node is not None
+            and rollout in occupancy.get(rollout.node, ())
+        ]
         if role.ranks == 1 and len(at_work) > max(1, role.min_replicas):
-            found += at_work
-    return found
+            spareable += at_work
+    return spareable
 
 
 def ready_standbys_by_node(
     state: State, standbys: Iterable[Replica], usable: set[NodeName]
 ) -> dict[NodeName, list[Replica]]:
     """Return the standby processes that can be promoted now, by node; ``usable``: names of usable nodes."""
-    found: dict[NodeName, list[Replica]] = {}
-    for one in standbys:
-        is_ready = one.status is Status.JOINED and one.phase == STANDBY and one.step is not None
-        if is_ready and one.node in usable and one.allocation == state.nodes[one.node].allocation:
-            found.setdefault(one.node, []).append(one)
-    return found
+    ready: dict[NodeName, list[Replica]] = {}
+    for standby in standbys:
+        is_ready = standby.status is Status.JOINED and standby.phase == STANDBY and standby.step is not None
+        if is_ready and standby.node in usable and standby.allocation == state.nodes[standby.node].allocation:
+            ready.setdefault(standby.node, []).append(standby)
+    return ready

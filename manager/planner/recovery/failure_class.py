@@ -49,10 +49,12 @@ def command_missing(state: State, inventory: NodeInventory) -> Finish | None:
 
 def _other_node_may_work(state: State, inventory: NodeInventory, replicas: list[Replica], tried: set[NodeName]) -> bool:
     """Another node may yet find the command: one on which a replica of the role is starting, or that has room."""
-    starting = [one for one in replicas if one.is_current and finding_about(state, one.incarnation) is None]
-    if any(one.node not in tried for one in starting):
+    starting = [
+        replica for replica in replicas if replica.is_current and finding_about(state, replica.incarnation) is None
+    ]
+    if any(replica.node not in tried for replica in starting):
         return True
-    return any(inventory.has_room_for(one) for one in replicas if _not_started_tries(state, one))
+    return any(inventory.has_room_for(replica) for replica in replicas if _not_started_tries(state, replica))
 
 
 def never_joined(state: State, replica: Replica, evidence: tuple[str, ...], detector: str) -> tuple[str, ...]:
@@ -89,7 +91,11 @@ def no_fit_node(state: State) -> Finish | None:
         bad = [name for name in nodes if name in unfit]
         enough = len(bad) >= TRIES_TO_PROVE or (bool(bad) and node_group is None and not expected)
         any_fit = any(name in used and name not in unfit for name in nodes)
-        if enough and not any_fit and not any(one.ever_joined for one in workers(state) if one.role in roles):
+        if (
+            enough
+            and not any_fit
+            and not any(replica.ever_joined for replica in workers(state) if replica.role in roles)
+        ):
             return rejected((f"{unfit[bad[-1]]} on {_node_list(bad)}",))
     return None
 
@@ -113,7 +119,7 @@ def role_exhausted(state: State, replica: Replica, dropped: set[ReplicaId]) -> b
 
 def _not_started_tries(state: State, replica: Replica) -> list[tuple[str, NodeName]]:
     """Return the starts of this replica that did not find the command: what was reported, and the node."""
-    tries = [(start.not_started, start.node) for start in replica.failures if start.not_started is not None]
+    tries = [(failure.not_started, failure.node) for failure in replica.failures if failure.not_started is not None]
     finding = finding_about(state, replica.incarnation) if replica.is_current else None
     if finding is not None and replica.node is not None and Flag.NOT_STARTED in finding.flags:
         tries.append((finding.evidence[0].text, replica.node))
@@ -144,28 +150,28 @@ def suggests_software_fault(state: State, members: Sequence[Replica], failed: Re
         return ()
     full_restarts = [at for at in state.full_restarts if now < at + recovery.window]
     since = max(full_restarts, default=0.0)
-    failures = [start for one in members for start in one.recent_failures(recovery.window, now)
-             if start.at > since and start.step == state.step]  # fmt: skip
-    failures.sort(key=lambda start: start.at)
-    if any(_correlated_failure(state, failed.role, start.at) for start in failures[-1:]):
-        return ()  # that the others fail again may yet have to show
-    past = [start for start in failures if _is_unexplained(state, failed, start)]
+    failures = [failure for member in members for failure in member.recent_failures(recovery.window, now)
+             if failure.at > since and failure.step == state.step]  # fmt: skip
+    failures.sort(key=lambda failure: failure.at)
+    if any(_correlated_failure(state, failed.role, failure.at) for failure in failures[-1:]):
+        return ()  # failures of other roles may follow this one, too
+    past = [failure for failure in failures if _is_unexplained(state, failed, failure)]
     after = f"step {state.step}" if state.step else "the start"
     if not joined:
         twice = failed.ever_joined and bool(past) and not past[-1].joined
         return (f"two restarts after {after} have failed, one after the other",) if twice else ()
-    if no_commit_yet and (state.step or full_restarts):  # else it is the first life of all: that has a second try
-        return (f"its first step failed, the one after {after}: an earlier life has worked up to there",)
-    if any(start.joined for start in past):
+    if no_commit_yet and (state.step or full_restarts):  # the very first incarnation has a second try
+        return (f"its first step failed, the one after {after}: an earlier incarnation worked up to there",)
+    if any(failure.joined for failure in past):
         return (f"a second failure in the same step, the one after {after}",)
     return ()
 
 
-def _is_unexplained(state: State, member: Replica, start: FailedIncarnation) -> bool:
+def _is_unexplained(state: State, member: Replica, failure: FailedIncarnation) -> bool:
     """Return whether neither an injection, the cluster, the node nor a shared cause explains the failure."""
-    node = state.nodes.get(start.node)
-    of_node = node is None or node.excluded is not None or node_finding(state, start.node) is not None
-    return not (start.injected or start.refused or of_node or _correlated_failure(state, member.role, start.at))
+    node = state.nodes.get(failure.node)
+    of_node = node is None or node.excluded is not None or node_finding(state, failure.node) is not None
+    return not (failure.injected or failure.refused or of_node or _correlated_failure(state, member.role, failure.at))
 
 
 def _correlated_failure(state: State, role: str, at: float) -> bool:
@@ -174,10 +180,10 @@ def _correlated_failure(state: State, role: str, at: float) -> bool:
     The bound is max(1, the breaker's share) of their members.
     """
     window = state.job.limits.silence
-    others = [one for one in workers(state) if one.role != role]
+    others = [other for other in workers(state) if other.role != role]
     failing = sum(
-        any(abs(start.at - at) <= window for start in one.failures)
-        or (one.is_current and state.at - at <= window and finding_about(state, one.incarnation) is not None)
-        for one in others
+        any(abs(failure.at - at) <= window for failure in other.failures)
+        or (other.is_current and state.at - at <= window and finding_about(state, other.incarnation) is not None)
+        for other in others
     )
     return failing >= max(1, int(state.job.recovery.breaker * len(others)))

@@ -121,7 +121,7 @@ def _last_try_on_other_node(case: FailureCase) -> bool:
 def fails_often_here(case: FailureCase) -> bool:
     """Return whether the member has failed too often on its node."""
     failures_here = sum(
-        start.node == case.failed.node for start in case.failed.recent_failures(_window(case.state), case.now)
+        failure.node == case.failed.node for failure in case.failed.recent_failures(_window(case.state), case.now)
     )
     return failures_here >= case.state.job.recovery.per_node
 
@@ -129,9 +129,9 @@ def fails_often_here(case: FailureCase) -> bool:
 def can_degrade(state: State, failed: Replica, dropped: set[ReplicaId]) -> bool:
     """Return whether the role keeps its ``min_replicas`` (counted in gangs) without this replica."""
     without = {gang_of(failed.id), *dropped}
-    members = [one for one in workers(state) if one.role == failed.role and gang_of(one.id) not in without]
-    retired = {gang_of(one.id) for one in members if one.status is Status.RETIRED}
-    return len({gang_of(one.id) for one in members} - retired) >= state.job.role(failed.role).min_replicas
+    members = [member for member in workers(state) if member.role == failed.role and gang_of(member.id) not in without]
+    retired = {gang_of(member.id) for member in members if member.status is Status.RETIRED}
+    return len({gang_of(member.id) for member in members} - retired) >= state.job.role(failed.role).min_replicas
 
 
 def full_restarts_exhausted(state: State, failed: Replica, now: float) -> str:
@@ -142,13 +142,13 @@ def full_restarts_exhausted(state: State, failed: Replica, now: float) -> str:
         return (
             f"{len(recent)} restarts of the whole run within {recovery.window:g} s" if recent else "full_restarts = 0"
         )
-    failures = [start for one in workers(state) if gang_of(one.id) == gang_id for start in one.failures]
-    if any(start.at in recent[-1:] and start.step == state.step for start in failures):
+    failures = [failure for member in workers(state) if gang_of(member.id) == gang_id for failure in member.failures]
+    if any(failure.at in recent[-1:] and failure.step == state.step for failure in failures):
         return f"it failed again after a restart of the whole run, and no step was committed since step {state.step}"
     return ""
 
 
-# ── by when ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── time limits ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def _window(state: State) -> float:
     return state.job.recovery.window
 
@@ -179,7 +179,7 @@ def _shutdown_time(state: State) -> float:
     return SHUTDOWN_GRACES * state.job.limits.step_grace
 
 
-# ── where ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── target nodes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def _spare_with_standby(case: FailureCase) -> NodeName | None:
     candidate = case.inventory.spare_with_standby(case.failed)
     return None if candidate is None else candidate.node
@@ -190,28 +190,45 @@ def _donor_node(case: FailureCase) -> NodeName | None:
     return None if rollout is None else rollout.node
 
 
-# ── the policies ─────────────────────────────────────────────────────────────────────────────────────────────────────
-_GIVE_UP = RungSpec(
-    Rung.GIVE_UP, _always, "the trainer commits what is in hand, everything is given back", _shutdown_time
-)
+# ── policies ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+_GIVE_UP = RungSpec(Rung.GIVE_UP, _always, "the trainer commits its step and everything is released", _shutdown_time)
 
 SUPPORT_LADDER: tuple[RungSpec, ...] = (
     RungSpec(Rung.IN_PLACE, lambda case: _node_usable(case) and _budget_left(case), "joins again on {node}", _join),
-    RungSpec(Rung.DEGRADED, _always, "{node} does without it", _window),
+    RungSpec(Rung.DEGRADED, _always, "{node} continues without it", _window),
 )
 """Rungs for agents and standby processes, whatever the policy."""
 
 POLICIES: dict[str, tuple[RungSpec, ...]] = {
     "role": (
-        RungSpec(Rung.IN_PLACE, _transient_with_standby, "its shadow on {node} goes on as {member}", _promotion_time),
+        RungSpec(
+            Rung.IN_PLACE,
+            _transient_with_standby,
+            "its standby process on {node} is promoted to {member}",
+            _promotion_time,
+        ),
         RungSpec(Rung.IN_PLACE, _is_transient, "joins again on {node}", _join),
-        RungSpec(Rung.SPARE, _spare_has_standby, "the shadow on the spare {to} goes on as {member}", _promotion_time, _spare_with_standby),
-        RungSpec(Rung.DONOR, _donor_exists, "the shadow on {to} goes on as {member}; its rollout moves", _promotion_time, _donor_node),
+        RungSpec(
+            Rung.SPARE,
+            _spare_has_standby,
+            "the standby process on the spare node {to} is promoted to {member}",
+            _promotion_time,
+            _spare_with_standby,
+        ),
+        RungSpec(
+            Rung.DONOR,
+            _donor_exists,
+            "the standby process on {to} is promoted to {member}; its rollout moves",
+            _promotion_time,
+            _donor_node,
+        ),
         RungSpec(Rung.SPARE, _spare_exists, "joins again on a spare node", _join),
-        RungSpec(Rung.IN_PLACE, _node_not_at_fault, "joins again on {node}: it is not the node", _join),
-        RungSpec(Rung.REPLACEMENT, _always, "joins again once a replacement node is there", _allocation_and_join),
-        RungSpec(Rung.DEGRADED, _role_can_degrade, "{role} goes on with one replica less", _window),
-        RungSpec(Rung.FULL_RESTART, _full_restart_helps, "every role joins again, and a step is committed", _pause_and_join),
+        RungSpec(Rung.IN_PLACE, _node_not_at_fault, "joins again on {node}: the node is not the cause", _join),
+        RungSpec(Rung.REPLACEMENT, _always, "joins again once a replacement node is available", _allocation_and_join),
+        RungSpec(Rung.DEGRADED, _role_can_degrade, "{role} continues with one replica fewer", _window),
+        RungSpec(
+            Rung.FULL_RESTART, _full_restart_helps, "every role joins again, and a step is committed", _pause_and_join
+        ),
         _GIVE_UP,
     ),
     "job": (
@@ -219,10 +236,12 @@ POLICIES: dict[str, tuple[RungSpec, ...]] = {
         _GIVE_UP,
     ),
     "requeue": (
-        RungSpec(Rung.FULL_RESTART, _budget_left, "nodes, when the queue comes to it, and every role on them", _requeue),
+        RungSpec(
+            Rung.FULL_RESTART, _budget_left, "nodes as soon as the queue grants them, and every role on them", _requeue
+        ),
         _GIVE_UP,
     ),
-}  # fmt: skip
+}
 """Rungs by ``recovery.policy``.
 
 ``role`` takes the smallest repair that fits. With ``job`` and ``requeue`` any failure of a role restarts all of them,

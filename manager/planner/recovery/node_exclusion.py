@@ -26,6 +26,21 @@ from ...model.state import Replica, State, Status
 from ..capacity.nodes import NodeInventory, excludes_node, unfit_nodes
 from ..deadlines import NEVER
 
+MINORITY_NODES = 2
+"""Number of nodes that a pool of more than twice as many may always lose within the recovery window (see above)."""
+OUTAGE_SHARE = 0.25
+"""Share of the run's nodes, beyond one node, above which only nodes that are down are excluded (docs/sources.md, guard
+rails: no exclusions while more than 25 % of the cluster is down; Slurm reports only this run's nodes)."""
+
+
+class DeferredExclusion(Struct, frozen=True):
+    """An exclusion that the circuit breaker holds back."""
+
+    exclude: Exclude
+    why: str
+    until: float
+    """Manager's time (s) at which it is checked again; inf if only a changed node status can release it."""
+
 
 def exclusions(state: State, inventory: NodeInventory) -> list[Exclude]:
     """Return the exclusions that findings, failed probes and stragglers call for, before the circuit breaker."""
@@ -38,19 +53,21 @@ def exclusions(state: State, inventory: NodeInventory) -> list[Exclude]:
             excludes.append(_exclude(name, evidence_lines(finding), finding.cause, finding.proof))
         elif name in unfit:
             excludes.append(_exclude(name, (f"probe: {unfit[name]}",), Cause.SOFTWARE))
-        elif name in slow:  # it works, if slowly: nobody's to drain
+        elif name in slow:  # without a cause, since a slow node is not drained
             excludes.append(_exclude(name, evidence_lines(slow[name]), None))
     return excludes
 
 
 def evidence_lines(finding: Finding) -> tuple[str, ...]:
     """Return the evidence of a finding as lines for users."""
-    return tuple(f"{finding.detector}: {one.source}: {one.text}" for one in finding.evidence)
+    return tuple(f"{finding.detector}: {evidence.source}: {evidence.text}" for evidence in finding.evidence)
 
 
 def _node_failure(state: State, node: NodeName) -> Finding | None:
     """Return the finding that excludes the node, if there is one; proofs first."""
-    return most_severe(one for one in state.findings.values() if one.node == node and excludes_node(one))
+    return most_severe(
+        finding for finding in state.findings.values() if finding.node == node and excludes_node(finding)
+    )
 
 
 def _straggler_to_exclude(state: State, inventory: NodeInventory) -> Iterator[tuple[NodeName, Finding]]:
@@ -58,7 +75,7 @@ def _straggler_to_exclude(state: State, inventory: NodeInventory) -> Iterator[tu
 
     Only while all replicas work, so that no failed one needs the spare node.
     """
-    if state.job.health.stragglers != "exclude" or not all(_is_working(state, one) for one in workers(state)):
+    if state.job.health.stragglers != "exclude" or not all(_is_working(state, replica) for replica in workers(state)):
         return
     for finding in state.findings.values():
         incarnation = finding.incarnation
@@ -87,22 +104,6 @@ def _exclude(node: NodeName, evidence: tuple[str, ...], cause: Cause | None, pro
     return Exclude(node, Why(evidence, expects="no further placement on this node"), cause, proof)
 
 
-MINORITY_NODES = 2
-"""Number of nodes that a pool of more than twice as many may always lose within the recovery window (see above)."""
-OUTAGE_SHARE = 0.25
-"""Share of the run's nodes, beyond one node, above which only nodes that are down are excluded (docs/sources.md, guard
-rails: no exclusions while more than 25 % of the cluster is down; Slurm reports only this run's nodes)."""
-
-
-class DeferredExclusion(Struct, frozen=True):
-    """An exclusion that the circuit breaker holds back."""
-
-    exclude: Exclude
-    why: str
-    until: float
-    """Manager's time (s) at which it is checked again; inf if only a changed node status can release it."""
-
-
 def exclusions_allowed(share: float, nodes: int) -> int:
     """Return how many of a run's ``nodes`` may be excluded within the recovery window.
 
@@ -121,8 +122,10 @@ def limit_exclusions(
     """
     recovery = state.job.recovery
     allowed = exclusions_allowed(recovery.breaker, len(state.nodes))
-    found = (node for node in state.nodes.values() if node.excluded is not None and not node.drain_requested_by)
-    ends = sorted(node.excluded_at + recovery.window for node in found)
+    excluded_nodes = (
+        node for node in state.nodes.values() if node.excluded is not None and not node.drain_requested_by
+    )
+    ends = sorted(node.excluded_at + recovery.window for node in excluded_nodes)
     recent = [end for end in ends if end > now]
     excluded = len(recent)
     passed: list[Decision] = []
@@ -132,7 +135,7 @@ def limit_exclusions(
     for decision in decisions:
         if isinstance(decision, Exclude):
             if outage and decision.node not in down:
-                why = f"{len(down)} of {len(state.nodes)} nodes are down: only those are left"
+                why = f"{len(down)} of {len(state.nodes)} nodes are down: only those are excluded"
                 deferred.append(DeferredExclusion(decision, why, NEVER))
                 continue
             if excluded >= allowed:
@@ -152,4 +155,6 @@ def deferred_exclusions(state: State, now: float) -> list[DeferredExclusion]:
 
 def _down_nodes(state: State) -> set[NodeName]:
     """Return the names of the run's nodes that the cluster reports as down."""
-    return {name for name, one in state.nodes.items() if one.status is not None and one.status.state is NodeState.DOWN}
+    return {
+        name for name, node in state.nodes.items() if node.status is not None and node.status.state is NodeState.DOWN
+    }

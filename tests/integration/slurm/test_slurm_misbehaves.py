@@ -167,7 +167,7 @@ def test_a_request_whose_answer_timed_out_and_that_lands_later_is_used_or_given_
         for s in run.events()
         if isinstance(s.event, ev.Intended)
         and isinstance(s.event.action, Release)
-        and "landed after" in s.event.action.why.evidence[0]
+        and "was granted after" in s.event.action.why.evidence[0]
     ]
     assert bool(strays) is not in_time, strays
     names = [line.split()[1] for line in lab.jobs() if "COMPLETING" not in line]

@@ -341,7 +341,7 @@ def test_a_gang_for_which_there_is_no_node_is_gone_on_without_as_a_whole_where_t
         (S1, member_id(S1, 1)), Status.RETIRED
     )
     assert world.state.replica(S0).status is Status.JOINED
-    assert "shard goes on with 1 replicas" in {one.why.expects for one in world.decided(Fence)}
+    assert "shard continues with 1 replicas" in {one.why.expects for one in world.decided(Fence)}
     world.arrive(1)
     world.wait(2000.0)
     assert world.state.finish is None

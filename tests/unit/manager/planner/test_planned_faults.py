@@ -32,7 +32,7 @@ def test_a_fault_ordered_without_a_moment_is_set_off_as_soon_as_its_target_is_th
     world.play(lambda: bool(performed(world)), timeout_s=60.0)
     (action,) = world.decided(InjectFault)
     assert (action.fault.id, action.incarnation) == ("i1", world.state.replica(R0).incarnation)
-    assert action.why.evidence == ("fault i1 at now, ordered by ada",)
+    assert action.why.evidence == ("fault i1 at now, requested by ada",)
     assert action.step == world.state.replica(R0).step
     world.steady()
     assert world.incarnations()[R0] == 2

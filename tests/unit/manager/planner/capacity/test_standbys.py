@@ -114,7 +114,7 @@ def test_a_shadow_is_ended_when_a_rollout_needs_its_spare_node() -> None:
     assert world.node_of(R0) == N7
     assert world.ready_standbys() == {N2: 1, N3: 1}
     (end,) = [one for one in world.decided(StopStep) if one.incarnation == standby(N7)]
-    assert end.why.evidence == ("trainer does not need a shadow on n7 any more",)
+    assert end.why.evidence == ("trainer no longer needs a standby process on n7",)
     assert world.state.orphan_steps.keys() <= {tag_of(RUN, Incarnation(R0, 1)), f"{RUN}.agent-n4.1"}
     assert world.state.replica(standby(N7).replica).status is Status.RETIRED
 

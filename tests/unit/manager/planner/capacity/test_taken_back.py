@@ -216,7 +216,9 @@ def test_a_run_whose_nodes_somebody_cancels_asks_once_more_and_takes_the_second_
     cancel_all(world)
     world.play()
     (finish,) = world.decided(Finish)
-    assert finish.why.evidence == ("all that it had was cancelled 2 times within an hour, and not by rrl cancel",)
+    assert finish.why.evidence == (
+        "all allocations of the run were cancelled 2 times within an hour, and not by rrl cancel",
+    )
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
 

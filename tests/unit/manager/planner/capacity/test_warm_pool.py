@@ -198,7 +198,7 @@ def test_whoever_finds_none_that_is_free_is_not_said_to_go_on_as_one() -> None:
     mates = [id for id in (R0, R1, R2, R3) if world.node_of(id) == node]
     lose_at_once(world, node)
     assert {one.incarnation.replica: one.why.expects for one in world.decided(Fence) if one.incarnation.replica in mates} == {
-        mates[0]: f"the shadow on the spare n5 goes on as {mates[0]}", mates[1]: "joins again on a spare node"
+        mates[0]: f"the standby process on the spare node n5 is promoted to {mates[0]}", mates[1]: "joins again on a spare node"
     }  # fmt: skip
 
 
@@ -211,7 +211,7 @@ def test_an_engine_whose_allocation_is_to_be_followed_by_another_is_ended() -> N
         lambda: any(isinstance(one, StopStep) and one.incarnation == engine(N6) for one in world.actions), 7200.0
     )
     (end,) = [one for one in world.decided(StopStep) if one.incarnation == engine(N6)]
-    assert end.why.evidence == ("n6 is no spare node any more",)
+    assert end.why.evidence == ("n6 is no longer a spare node",)
 
 
 # ── taken over ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -228,12 +228,12 @@ def test_a_rollout_that_has_lost_its_node_goes_on_there_at_once() -> None:
     (fence,) = [one for one in world.decided(Fence) if one.incarnation == Incarnation(R1, 1)]
     limits, recovery = world.state.job.limits, world.state.job.recovery
     assert (fence.rung, fence.target_node, fence.why.expects) == (
-        Rung.SPARE, N6, "the shadow on the spare n6 goes on as rollout/1"
+        Rung.SPARE, N6, "the standby process on the spare node n6 is promoted to rollout/1"
     )  # fmt: skip
     assert fence.why.evidence == ("n4 is excluded: node_lost: manager: agent of n4 is silent",)
     (launch,) = [one for one in launched(world, R1) if one.incarnation.number == 2]
-    assert launch.why.evidence == ("rollout/1 is wanted and n6 has a shadow",)
-    assert launch.why.expects == "standby/n6:rollout#1 becomes rollout/1#2"
+    assert launch.why.evidence == ("rollout/1 is wanted and n6 has a standby process",)
+    assert launch.why.expects == "standby/n6:rollout#1 is promoted to rollout/1#2"
     assert fence.why.deadline is not None
     assert launch.why.deadline is not None
     assert fence.why.deadline - begun <= limits.step_grace + recovery.promote
@@ -323,7 +323,7 @@ def test_one_that_is_not_ready_yet_is_ended_and_the_rollout_starts_cold_in_its_r
     world.play(world.works)
     assert (world.node_of(R1), promotions(world)) == (N6, {})
     (stop,) = [one for one in world.decided(StopStep) if one.incarnation == engine(N6)]
-    assert (stop.grace, stop.why.evidence) == (0.0, ("n6 is for rollout/1",))
+    assert (stop.grace, stop.why.evidence) == (0.0, ("n6 is needed for rollout/1",))
 
 
 def test_one_that_is_dead_when_it_is_told_leaves_a_cold_start() -> None:
@@ -371,7 +371,7 @@ def test_the_trainer_has_the_spare_once_the_engine_there_is_gone() -> None:
              if (isinstance(action, Launch) and action.incarnation == Incarnation(TRAINER, 2))
              or (isinstance(action, StopStep) and action.incarnation == engine(N6))]  # fmt: skip
     assert [type(one) for one in order] == [StopStep, Launch]
-    assert order[0].why.evidence == ("n6 is for trainer/0",)
+    assert order[0].why.evidence == ("n6 is needed for trainer/0",)
     assert touched(world, TRAINER) == {}
     assert world.engines() == []
 

@@ -110,7 +110,7 @@ def test_in_place_a_ready_shadow_goes_on_and_has_the_time_that_an_adoption_takes
     home, limits = world.node_of(TRAINER), world.state.job.limits
     fail(world, TRAINER)
     (fence,) = fences(world)
-    assert (fence.rung, fence.why.expects) == (Rung.IN_PLACE, f"its shadow on {home} goes on as trainer/0")
+    assert (fence.rung, fence.why.expects) == (Rung.IN_PLACE, f"its standby process on {home} is promoted to trainer/0")
     assert fence.why.deadline == world.now + limits.step_grace + world.state.job.recovery.promote
     world.steady()
     assert world.node_of(TRAINER) == home
@@ -123,7 +123,7 @@ def test_of_two_spares_the_one_with_a_ready_shadow_is_taken() -> None:
     world.steady()
     (fence,) = [fence for fence in fences(world) if fence.charged]
     assert (fence.rung, fence.target_node) == (Rung.SPARE, warm)
-    assert fence.why.expects == f"the shadow on the spare {warm} goes on as trainer/0"
+    assert fence.why.expects == f"the standby process on the spare node {warm} is promoted to trainer/0"
     assert world.node_of(TRAINER) == warm
 
 
@@ -135,9 +135,9 @@ def test_without_a_warm_spare_a_rollouts_node_is_taken_and_the_rollout_is_made_u
     world.steady()
     fence, driven = fences(world)
     assert (fence.rung, fence.target_node, fence.charged) == (Rung.DONOR, stands, True)
-    assert fence.why.expects == f"the shadow on {stands} goes on as trainer/0; its rollout moves"
+    assert fence.why.expects == f"the standby process on {stands} is promoted to trainer/0; its rollout moves"
     assert (driven.incarnation, driven.rung, driven.charged) == (rollout.incarnation, Rung.DONOR, False)
-    assert driven.why.evidence == (f"trainer/0 is wanted on {stands}, where a shadow waits to become it",)
+    assert driven.why.evidence == (f"trainer/0 is wanted on {stands}, where a standby process can be promoted to it",)
     assert world.node_of(TRAINER) == stands
     assert world.state.replica(rollout.id).failures == ()
     assert (len(requests(world)), world.requests[requests(world)[-1]].count) == (2, 1)
@@ -340,7 +340,7 @@ def test_the_first_step_of_the_first_life_has_a_second_try_then_the_run_restarts
     assert world.now > began + MAX_RESTART_BACKOFF_S
     (end,) = world.decided(Finish)
     assert end.why.evidence[1:] == (
-        "its first step failed, the one after the start: an earlier life has worked up to there",
+        "its first step failed, the one after the start: an earlier incarnation worked up to there",
         "it failed again after a restart of the whole run, and no step was committed since step 0",
         f"rrl logs {RUN} --failed shows its last lines",
     )
@@ -355,7 +355,7 @@ def test_a_first_step_that_fails_after_a_restart_which_a_node_made_necessary_res
     fail(world, TRAINER)
     (whole,) = world.decided(RestartAll)
     assert whole.why.evidence[1:] == (
-        "its first step failed, the one after step 1: an earlier life has worked up to there",
+        "its first step failed, the one after step 1: an earlier incarnation worked up to there",
     )
 
 
@@ -901,7 +901,7 @@ def test_a_run_that_is_cancelled_with_its_allocations_kept_stops_everything_and_
     world = cancelled(World(gang_job(2, 1)).steady().warmed()).play()
     assert (world.over, world.steps, world.state.orphan_steps) == (True, {}, {})
     assert (world.decided(Release), list(world.held)) == ([], [POOL])
-    assert final_reason(world.state) == "asked by me; its nodes are kept, as asked: job 7"
+    assert final_reason(world.state) == "asked by me; its nodes are kept as requested: job 7"
 
 
 def test_a_request_that_still_waits_is_not_kept() -> None:
@@ -911,7 +911,7 @@ def test_a_request_that_still_waits_is_not_kept() -> None:
     cancelled(world).play()
     assert world.over
     assert [action.allocation for action in world.decided(Release)] == requests(world)[1:]
-    assert final_reason(world.state).endswith("job 7; what ran on n3, which did not answer, may still run")
+    assert final_reason(world.state).endswith("job 7; processes on n3, which did not respond, may still run")
 
 
 def test_an_allocation_in_which_something_may_still_run_is_not_kept() -> None:
