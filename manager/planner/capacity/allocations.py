@@ -22,7 +22,8 @@ from .initial_request import (
     rejections,
     unsatisfiable,
 )
-from .nodes import MAX_NAMED_NODES, NodeInventory
+from .node_fitness import MAX_NAMED_NODES
+from .nodes import NodeInventory
 from .placement import Assignment, nodes_for
 from .rotation import redundant_allocations
 

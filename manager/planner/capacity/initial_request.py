@@ -13,7 +13,8 @@ from ...cluster.base import AllocationRequest
 from ...model.actions import Action, Finish, Request, Rung, Why
 from ...model.state import Allocation, RejectedRequest, State
 from ..deadlines import NEVER
-from .nodes import NodeInventory, unfit_nodes
+from .node_fitness import unfit_nodes
+from .nodes import NodeInventory
 
 MAX_REJECTIONS = 3
 """Number of rejections within the recovery window after which a request is not repeated."""

@@ -16,7 +16,7 @@ from ...model.queries import node_finding, workers
 from ...model.reduce_nodes import DRAIN, UNDRAIN
 from ...model.state import Allocation, Node, State, Status
 from ..deadlines import NEVER
-from .nodes import HARDWARE_CAUSES, agent_never_started
+from .node_fitness import HARDWARE_CAUSES, agent_never_started
 
 MAX_REASON_CHARS = 160
 """Maximum length of a drain reason in characters. ``sinfo -R`` shows 20 by default; Slurm stores thousands (measured:

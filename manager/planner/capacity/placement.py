@@ -19,7 +19,8 @@ from ...model.actions import ExternalAction, Launch, StopStep, Why
 from ...model.queries import gang, to_launch
 from ...model.state import Replica, State, Status
 from ..deadlines import NEVER
-from .nodes import CandidateNode, NodeInventory, restarts_exhausted
+from .node_fitness import restarts_exhausted
+from .nodes import CandidateNode, NodeInventory
 from .warm_pool import Occupancy, occupy, release_deadline, standbys_released_at, waits_for_release
 
 

@@ -21,7 +21,8 @@ from ....core.types import AGENT, STANDBY_ROLE, Flag, NodeName, Outcome, Replica
 from ...model.actions import Finish, Rung, Why
 from ...model.queries import finding_about, node_finding, workers
 from ...model.state import FailedIncarnation, Replica, State, Status
-from ..capacity.nodes import MAX_NAMED_NODES, NodeInventory, unfit_nodes
+from ..capacity.node_fitness import MAX_NAMED_NODES, unfit_nodes
+from ..capacity.nodes import NodeInventory
 
 TRIES_TO_PROVE = 2
 """Number of failed tries that prove a command missing: on as many nodes, or on the only node that it

@@ -23,7 +23,8 @@ from ...cluster.base import NodeState
 from ...model.actions import Decision, Exclude, Why
 from ...model.queries import most_severe, workers
 from ...model.state import Replica, State, Status
-from ..capacity.nodes import NodeInventory, excludes_node, unfit_nodes
+from ..capacity.node_fitness import excludes_node, unfit_nodes
+from ..capacity.nodes import NodeInventory
 from ..deadlines import NEVER
 
 MINORITY_NODES = 2

@@ -175,7 +175,7 @@ def test_a_cold_spare_comes_before_a_replacement_and_that_has_the_time_that_a_re
     spare, replacement = (fence for fence in fences(world))
     assert (spare.rung, spare.why.expects) == (Rung.SPARE, "joins again on a spare node")
     assert (replacement.rung, replacement.why.expects) == (
-        Rung.REPLACEMENT, "joins again once a replacement node is there",
+        Rung.REPLACEMENT, "joins again once a replacement node is available",
     )  # fmt: skip
     limits = world.state.job.limits
     began = next(s.at for s in world.events if isinstance(s.event, ev.Decided) and s.event.action is replacement)
