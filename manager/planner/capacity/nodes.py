@@ -188,7 +188,7 @@ class NodeInventory:
     # ── where a replica can be placed ────────────────────────────────────────────────────────────────────────────────
     # ``occupancy`` defaults to :meth:`occupancy`. A caller that places several members at once adds each one to it, and
     # removes the rollouts that it preempts.
-    def has_room_for(self, replica: Replica, occupancy: Occupancy | None = None) -> bool:
+    def can_place(self, replica: Replica, occupancy: Occupancy | None = None) -> bool:
         """Return whether a node other than its own could host this replica now."""
         occupancy, failed_nodes = self._occupancy if occupancy is None else occupancy, self._nodes_that_failed(replica)
         return any(

@@ -173,7 +173,7 @@ def preemptions(state: State, inventory: NodeInventory, now: float) -> list[Deci
         if not replica.is_current or not (evidence := _preemption_evidence(state, replica, now)):
             continue
         rung, expects, time_limit = Rung.REPLACEMENT, "joins again once it has a node", limits.allocation + limits.join
-        if inventory.has_room_for(replica):
+        if inventory.can_place(replica):
             rung, expects, time_limit = Rung.SPARE, "joins again on a spare node", limits.join
         fences.append(
             Fence(replica.incarnation, rung, Why((evidence,), rung, expects, now + time_limit), charged=False)

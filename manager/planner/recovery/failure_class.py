@@ -55,7 +55,7 @@ def _other_node_may_work(state: State, inventory: NodeInventory, replicas: list[
     ]
     if any(replica.node not in tried for replica in starting):
         return True
-    return any(inventory.has_room_for(replica) for replica in replicas if _not_started_tries(state, replica))
+    return any(inventory.can_place(replica) for replica in replicas if _not_started_tries(state, replica))
 
 
 def never_joined(state: State, replica: Replica, evidence: tuple[str, ...], detector: str) -> tuple[str, ...]:

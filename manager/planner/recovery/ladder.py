@@ -84,7 +84,7 @@ def _donor_exists(case: FailureCase) -> bool:
 
 
 def _spare_exists(case: FailureCase) -> bool:
-    return case.inventory.has_room_for(case.failed)
+    return case.inventory.can_place(case.failed)
 
 
 def _node_not_at_fault(case: FailureCase) -> bool:
@@ -115,7 +115,7 @@ def _budget_left(case: FailureCase) -> bool:
 def _last_try_on_other_node(case: FailureCase) -> bool:
     """Return whether the last allowed start of a member that never joined should be on another node."""
     unstarted = case.failed.failed_starts + 2 >= case.state.job.recovery.first_start
-    return not case.failed.ever_joined and unstarted and case.inventory.has_room_for(case.failed)
+    return not case.failed.ever_joined and unstarted and case.inventory.can_place(case.failed)
 
 
 def fails_often_here(case: FailureCase) -> bool:

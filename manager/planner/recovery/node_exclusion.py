@@ -87,7 +87,7 @@ def _straggler_to_exclude(state: State, inventory: NodeInventory) -> Iterator[tu
         ):
             continue
         replica = state.replica(incarnation.replica)
-        if state.is_current(incarnation) and replica.node is not None and inventory.has_room_for(replica):
+        if state.is_current(incarnation) and replica.node is not None and inventory.can_place(replica):
             yield replica.node, finding
             return
 
