@@ -65,7 +65,7 @@ def assert_others_were_not_touched(world: World) -> None:
 
 
 # ── launched ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_gang_is_launched_whole_with_one_incarnation_and_its_ranks_fill_the_nodes_in_order() -> None:
+def test_gang_is_launched_whole_and_its_ranks_fill_nodes_in_order() -> None:
     world = World(COLD).steady()
     assert incarnations(world) == dict.fromkeys(MEMBERS, 1)
     assert nodes_of(world) == [N2, N2, N3, N3]
@@ -75,12 +75,12 @@ def test_a_gang_is_launched_whole_with_one_incarnation_and_its_ranks_fill_the_no
     assert (taken[N2], taken[N3], taken[N4]) == (2, 2, 1)
 
 
-def test_a_gang_of_one_member_a_node_takes_a_node_for_each() -> None:
+def test_gang_with_one_member_per_node_takes_a_node_each() -> None:
     world = World(gang_job(4, 1, warm=False)).steady()
     assert nodes_of(world) == [N2, N3, N4, N5]
 
 
-def test_a_gang_that_waits_for_a_node_is_not_launched_before_and_keeps_those_that_it_has() -> None:
+def test_gang_that_lacks_a_node_is_not_launched_and_keeps_its_other_nodes() -> None:
     world = World(gang_job(warm=False, spares=0, recovery=Recovery(breaker=0.5))).steady().warmed()
     world.lose_node(N3)
     world.wait(30.0)
@@ -99,7 +99,7 @@ def test_a_gang_that_waits_for_a_node_is_not_launched_before_and_keeps_those_tha
 # ── a member dies ────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("member", MEMBERS)
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
-def test_the_death_of_any_member_restarts_its_gang_and_nobody_else(member: ReplicaId, warm: bool) -> None:
+def test_failure_of_any_member_restarts_its_gang_only(member: ReplicaId, warm: bool) -> None:
     world = World(gang_job(warm=warm)).steady().warmed()
     before = nodes_of(world)
     world.kill(member)
@@ -114,7 +114,7 @@ def test_the_death_of_any_member_restarts_its_gang_and_nobody_else(member: Repli
     assert {one.standby is not None for one in launches(world, 2)} == {warm}
 
 
-def test_members_that_die_together_are_one_failure_and_one_restart() -> None:
+def test_members_that_fail_together_count_as_one_failure() -> None:
     world = World(COLD).steady().warmed()
     for member in MEMBERS[1:]:
         step = world.state.replica(member).step
@@ -129,7 +129,7 @@ def test_members_that_die_together_are_one_failure_and_one_restart() -> None:
     assert world.state.recoveries == 1
 
 
-def test_a_gang_waits_until_what_lingers_of_it_has_ended_and_gives_it_no_grace() -> None:
+def test_gang_waits_for_its_orphan_steps_and_gives_them_no_grace() -> None:
     world = World(COLD).steady().warmed()
     world.slow_to_stop = 7.0
     world.kill(M1)
@@ -140,7 +140,7 @@ def test_a_gang_waits_until_what_lingers_of_it_has_ended_and_gives_it_no_grace()
     assert {str(one.incarnation) for one in world.decided(StopStep)} == {f"{id}#1" for id in (M0, M2, M3)}
 
 
-def test_what_never_ends_is_waited_for_four_graces_and_then_gone_on_without() -> None:
+def test_orphan_that_never_ends_is_waited_for_four_graces() -> None:
     world = World(COLD).steady().warmed()
     world.slow_to_stop = float("inf")
     world.kill(M1)
@@ -150,7 +150,7 @@ def test_what_never_ends_is_waited_for_four_graces_and_then_gone_on_without() ->
     assert len(world.state.orphan_steps) == 3
 
 
-def test_what_lingers_on_a_node_that_is_gone_is_not_waited_for() -> None:
+def test_orphan_on_a_lost_node_is_not_waited_for() -> None:
     world = World(gang_job(warm=False, spares=2)).steady().warmed()
     world.lose_node(N3)
     world.play(lambda: bool(launches(world, 2)))
@@ -159,7 +159,7 @@ def test_what_lingers_on_a_node_that_is_gone_is_not_waited_for() -> None:
     assert {one.node for one in world.state.orphan_steps.values()} <= {N2, N3}
 
 
-def test_a_pause_of_the_failed_member_holds_back_its_whole_gang() -> None:
+def test_backoff_of_the_failed_member_delays_its_whole_gang() -> None:
     world = World(gang_job(warm=False, recovery=Recovery(per_node=9, backoff=30.0))).steady().warmed()
     world.kill(M1)
     world.steady().warmed()
@@ -171,7 +171,7 @@ def test_a_pause_of_the_failed_member_holds_back_its_whole_gang() -> None:
 
 
 # ── a node dies ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_the_members_of_a_lost_node_move_together_and_the_survivors_keep_rank_and_node() -> None:
+def test_members_of_a_lost_node_move_together_and_the_others_stay() -> None:
     world = World(COLD).steady().warmed()
     world.lose_node(N2)
     world.play(lambda: bool(launches(world, 2)))
@@ -182,7 +182,7 @@ def test_the_members_of_a_lost_node_move_together_and_the_survivors_keep_rank_an
     assert_others_were_not_touched(world)
 
 
-def test_without_a_spare_exactly_the_missing_node_is_asked_for_and_the_gang_spans_two_allocations() -> None:
+def test_only_the_missing_node_is_requested_and_the_gang_spans_two_allocations() -> None:
     world = World(gang_job(warm=False, spares=0), nodes=12).steady().warmed()
     world.lose_node(N3)
     world.play(lambda: bool(launches(world, 2)))
@@ -196,7 +196,7 @@ def test_without_a_spare_exactly_the_missing_node_is_asked_for_and_the_gang_span
     assert_others_were_not_touched(world)
 
 
-def test_a_gang_each_of_whose_nodes_is_a_job_of_its_own_gets_one_more_for_the_one_that_it_lost() -> None:
+def test_gang_with_one_job_per_node_requests_one_job_for_its_lost_node() -> None:
     small = in_node_groups(rollouts=2)
     roles = tuple(
         msgspec.structs.replace(one, ranks=4, per_node=2) if one.name == "trainer" else one for one in small.roles
@@ -217,7 +217,7 @@ def test_a_gang_each_of_whose_nodes_is_a_job_of_its_own_gets_one_more_for_the_on
 
 
 # ── launches that come to nothing ────────────────────────────────────────────────────────────────────────────────────
-def test_a_member_whose_launch_is_refused_takes_its_gang_to_the_next_incarnation() -> None:
+def test_rejected_launch_of_a_member_restarts_the_gang() -> None:
     world = World(gang_job(warm=False, spares=2, recovery=Recovery(per_node=1)))
     world.refuse_launch = {N3}
     world.steady()
@@ -226,7 +226,7 @@ def test_a_member_whose_launch_is_refused_takes_its_gang_to_the_next_incarnation
     assert N3 not in nodes_of(world)
 
 
-def test_a_member_whose_launch_nobody_heard_takes_its_gang_to_the_next_incarnation() -> None:
+def test_lost_launch_of_a_member_restarts_the_gang() -> None:
     world = World(COLD).steady().warmed()
     world.slow_to_join = 90.0
     world.kill(M1)
@@ -241,7 +241,7 @@ def test_a_member_whose_launch_nobody_heard_takes_its_gang_to_the_next_incarnati
     assert nodes_of(world) == [N2, N2, N3, N3]
 
 
-def test_whoever_was_not_launched_when_the_manager_died_is_launched_to_the_others_with_their_incarnation() -> None:
+def test_next_manager_launches_missing_members_with_the_same_number() -> None:
     world = World(COLD).steady().warmed()
     world.kill(M1)
     world.play(lambda: bool(launches(world, 2)))
@@ -257,7 +257,7 @@ def test_whoever_was_not_launched_when_the_manager_died_is_launched_to_the_other
     assert planned == [Incarnation(M2, 2), Incarnation(M3, 2)]
 
 
-def test_who_was_launched_with_the_newest_incarnation_is_never_launched_with_it_again() -> None:
+def test_member_is_never_launched_twice_with_one_number() -> None:
     begun = [Replica(M0, Status.JOINED, 3), Replica(M1, Status.WANTED, 2), Replica(M2, Status.WANTED, 3)]
     assert to_launch(begun) == [begun[1]]
     assert to_launch([Replica(M0, Status.COMPLETED, 3), begun[2]]) == [Replica(M0, Status.COMPLETED, 3), begun[2]]
@@ -265,7 +265,7 @@ def test_who_was_launched_with_the_newest_incarnation_is_never_launched_with_it_
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
-def test_a_manager_that_dies_before_any_record_of_a_gangs_life_changes_nothing_about_its_end(warm: bool) -> None:
+def test_manager_failure_before_any_record_does_not_change_the_end(warm: bool) -> None:
     """A member is killed, later a node is lost, the run completes. World asserts that no tag and no life is launched
     twice."""
 
@@ -310,7 +310,7 @@ def sharded(replicas: int, least: int, ranks: int = 2, per_node: int = 1, spares
 S0, S1 = replica_id("shard", 0), replica_id("shard", 1)
 
 
-def test_a_gang_that_works_itself_off_is_done_when_all_its_members_are() -> None:
+def test_batch_gang_is_completed_when_all_members_are() -> None:
     world = World(sharded(2, 2)).steady()
     world.finish(member_id(S0, 1))
     assert progress(world.state) == (0, 2)
@@ -323,7 +323,7 @@ def test_a_gang_that_works_itself_off_is_done_when_all_its_members_are() -> None
     assert len(world.decided(Launch)) == 4 + 4  # and the agents
 
 
-def test_a_member_that_fails_after_another_was_done_has_the_whole_gang_do_its_work_again() -> None:
+def test_member_failure_after_another_completed_restarts_the_whole_batch_gang() -> None:
     world = World(sharded(2, 2)).steady()
     world.finish(S0)
     world.kill(member_id(S0, 1))
@@ -332,7 +332,7 @@ def test_a_member_that_fails_after_another_was_done_has_the_whole_gang_do_its_wo
     assert progress(world.state) == (0, 2)
 
 
-def test_a_gang_for_which_there_is_no_node_is_gone_on_without_as_a_whole_where_the_role_can_spare_it() -> None:
+def test_gang_without_a_node_is_retired_whole_if_its_role_can_spare_it() -> None:
     world = World(sharded(2, 1), nodes=4).steady()
     lost = world.node_of(member_id(S1, 1))
     world.lose_node(lost)
@@ -347,7 +347,7 @@ def test_a_gang_for_which_there_is_no_node_is_gone_on_without_as_a_whole_where_t
     assert world.state.finish is None
 
 
-def test_two_members_of_one_gang_are_not_two_replicas_that_the_role_cannot_spare() -> None:
+def test_two_members_of_a_gang_count_as_one_replica_for_min_replicas() -> None:
     """Three gangs of which two are needed: one may lose both its nodes."""
     world = World(sharded(3, 2), nodes=6).steady()
     gone = [world.node_of(member_id(replica_id("shard", 2), rank)) for rank in range(2)]
@@ -359,7 +359,7 @@ def test_two_members_of_one_gang_are_not_two_replicas_that_the_role_cannot_spare
 
 
 # ── what a life has committed ────────────────────────────────────────────────────────────────────────────────────────
-def test_a_failure_says_how_far_the_run_was_and_a_life_what_it_has_committed() -> None:
+def test_failure_records_the_runs_step_and_the_incarnations_commits() -> None:
     world = World(COLD).steady()
     world.commit(1)
     world.commit(2)
@@ -419,7 +419,7 @@ def assert_one_incarnation_is_current_at_any_time(world: World) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(_BLOWS, _PAUSES), max_size=8), st.integers(0, 2), st.booleans(), st.integers(0, 120))
-def test_whatever_happens_one_incarnation_of_a_gang_is_believed_and_in_the_end_everybody_works(
+def test_one_gang_incarnation_is_current_and_all_replicas_work_in_the_end(
     blows: list[tuple[tuple[str, ReplicaId], float]], standbys: int, shared: bool, die_before: int
 ) -> None:
     """World asserts that nothing is launched twice, that plans are at rest and made from the state alone."""

@@ -56,7 +56,7 @@ def restless(world: World) -> list[Replica]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(_blows, min_size=1, max_size=8), st.integers(0, 2))
-def test_failures_of_single_replicas_change_no_other_replicas_incarnation(blows: list[Blow], spares: int) -> None:
+def test_single_failures_change_no_other_replicas_incarnation(blows: list[Blow], spares: int) -> None:
     recovery = Recovery(
         per_node=2, per_replica=50, breaker=1.0, full_restarts=0
     )  # else the ladder may restart them all
@@ -82,9 +82,7 @@ def test_failures_of_single_replicas_change_no_other_replicas_incarnation(blows:
     [("lose node", REPLICAS[3], 15.0), ("lose node", REPLICAS[5], 0.0), ("lose node", STORE, 0.0),
      ("lose node", TRAINER, 0.0), ("lose node", REPLICAS[4], 0.0)], 0, False,
 )  # fmt: skip
-def test_no_sequence_of_failures_ends_otherwise_than_working_degraded_or_over(
-    blows: list[Blow], spares: int, refuse: bool
-) -> None:
+def test_every_failure_sequence_ends_working_degraded_or_over(blows: list[Blow], spares: int, refuse: bool) -> None:
     world = World(job(rollouts=3, spares=spares, recovery=Recovery(per_replica=3)), nodes=8).steady()
     world.refuse = "no" if refuse else ""
     for kind, replica, pause in blows:

@@ -35,7 +35,7 @@ def names(holders: tuple[WeightSource, ...]) -> list[str]:
     return [holder.incarnation.replica for holder in holders]
 
 
-def test_all_who_serve_weights_are_told_the_publisher_first_then_receivers_as_people_count() -> None:
+def test_sources_list_the_publisher_first_then_receivers_in_natural_order() -> None:
     wiring = build_directory(state(trainer_0=NEW, rollout_3=OLD, rollout_11=NEW))
     assert names(wiring.sources) == ["trainer/0", *(f"rollout/{index}" for index in range(12))]
     assert wiring.newest == NEW
@@ -45,14 +45,14 @@ def test_all_who_serve_weights_are_told_the_publisher_first_then_receivers_as_pe
     ]
 
 
-def test_a_trainer_that_has_published_nothing_is_not_among_them_and_of_a_gang_only_who_publishes() -> None:
+def test_unpublished_trainer_and_other_gang_members_are_not_sources() -> None:
     wiring = build_directory(state(rollout_4=OLD))
     assert (names(wiring.sources)[0], wiring.newest) == ("rollout/0", OLD)
     assert MATE not in names(build_directory(state(trainer_0=NEW)).sources)
     assert build_directory(state()).newest is None
 
 
-def test_who_is_not_believed_or_has_not_joined_or_serves_nothing_is_not_told() -> None:
+def test_replica_not_current_joined_or_serving_is_not_a_source() -> None:
     world = state(trainer_0=NEW, rollout_0=NEW)
     changes: list[dict[str, Any]] = [{"status": Status.LAUNCHING}, {"status": Status.WANTED}, {"weight_address": None}]
     for number, change in enumerate(changes):
@@ -62,7 +62,7 @@ def test_who_is_not_believed_or_has_not_joined_or_serves_nothing_is_not_told() -
     assert names(build_directory(world).sources) == ["trainer/0", *(f"rollout/{index}" for index in range(3, 12))]
 
 
-def test_only_which_version_a_receiver_holds_can_wait() -> None:
+def test_only_the_versions_of_sources_may_be_sent_later() -> None:
     before = build_directory(state(trainer_0=NEW, rollout_3=OLD))
     assert build_directory(state(trainer_0=NEW, rollout_3=NEW)).without_versions == before.without_versions
     assert build_directory(state(trainer_0=Version(8, 1), rollout_3=OLD)) != before

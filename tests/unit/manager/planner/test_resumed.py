@@ -43,7 +43,7 @@ def resume(world: World, job: RunSpec) -> World:
     return world
 
 
-def test_everybody_is_wanted_again_with_fresh_budgets_and_no_incarnation_is_used_twice() -> None:
+def test_resumed_run_wants_all_replicas_with_new_budgets_and_numbers() -> None:
     world = World(job(), nodes=9).steady()
     world.kill(R0)
     world.steady()
@@ -53,7 +53,7 @@ def test_everybody_is_wanted_again_with_fresh_budgets_and_no_incarnation_is_used
     assert [one.failures for one in workers(world.state)] == [()] * 6
 
 
-def test_a_run_whose_nodes_somebody_cancelled_twice_is_not_cancelled_again_by_that() -> None:
+def test_earlier_external_cancellations_do_not_cancel_a_resumed_run() -> None:
     world = World(job(), nodes=9).steady()
     for _ in range(2):
         for tag in list(world.state.allocations):
@@ -65,7 +65,7 @@ def test_a_run_whose_nodes_somebody_cancelled_twice_is_not_cancelled_again_by_th
     assert world.state.finish is None
 
 
-def test_what_nodes_could_not_do_for_the_job_as_it_was_says_nothing_of_the_corrected_one() -> None:
+def test_probe_results_are_forgotten_for_the_corrected_job() -> None:
     probing = msgspec.structs.replace(job(spares=6), env=EnvSpec(probe=("torch",)))
     world = World(probing)
     world.slow_to_join = float("inf")
@@ -79,7 +79,7 @@ def test_what_nodes_could_not_do_for_the_job_as_it_was_says_nothing_of_the_corre
     assert not any(node.excluded for node in world.state.nodes.values())
 
 
-def test_a_node_that_a_person_keeps_away_stays_away() -> None:
+def test_node_excluded_by_a_user_stays_excluded() -> None:
     world = World(job(), nodes=8).steady()
     spare = next(name for name in world.state.nodes if name not in {one.node for one in workers(world.state)})
     world.happen(ev.CommandReceived("drain", "ada", "d1", target=spare))
@@ -90,14 +90,14 @@ def test_a_node_that_a_person_keeps_away_stays_away() -> None:
     assert spare in world.decided(Request)[-1].request.exclude
 
 
-def test_allocations_that_were_kept_are_used() -> None:
+def test_kept_allocations_are_used() -> None:
     world = resume(cancelled(job(), keep=True), job()).steady()
     assert requests(world) == [POOL]
     assert not world.decided(Release)
 
 
 @pytest.mark.parametrize("change", ["shape", "partition", "form"])
-def test_allocations_that_were_kept_and_do_not_fit_the_job_as_it_goes_on_are_given_back(change: str) -> None:
+def test_kept_allocations_that_do_not_fit_the_job_are_released(change: str) -> None:
     world = cancelled(job(), nodes=20, keep=True)
     (pool,) = job().node_groups
     wide = msgspec.structs.replace(pool.node, cpus=2 * pool.node.cpus)
@@ -114,7 +114,7 @@ def test_allocations_that_were_kept_and_do_not_fit_the_job_as_it_goes_on_are_giv
     assert all(one.allocation != POOL for one in workers(world.state))
 
 
-def test_a_manager_that_is_started_in_the_pool_again_asks_for_that_pool_and_not_for_a_second_one() -> None:
+def test_manager_resumed_inside_its_pool_requests_that_pool_only() -> None:
     inside = msgspec.structs.replace(job(), manager=ManagerSpec("pool"))
     world = cancelled(inside)
     del world.requests[POOL]  # the job of that name has ended, and another one waits

@@ -176,11 +176,11 @@ def _recorded(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", FEW)
-def test_whatever_happens_everybody_works_again_in_the_end_or_the_run_has_ended(seed: int) -> None:
+def test_random_events_end_with_all_replicas_working_or_the_run_over(seed: int) -> None:
     _recorded(seed)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", MANY)
-def test_whatever_happens_in_many_stories_everybody_works_again_in_the_end_or_the_run_has_ended(seed: int) -> None:
+def test_many_random_stories_end_with_all_replicas_working_or_the_run_over(seed: int) -> None:
     _recorded(seed)

@@ -40,7 +40,7 @@ def promotions(world: World) -> dict[str, str]:
 
 
 # ── where and when ───────────────────────────────────────────────────────────────────────────────────────────────────
-def test_shadows_wait_where_the_trainer_is_on_spares_and_where_rollouts_stand_by_once_a_step_is_committed() -> None:
+def test_standbys_start_beside_the_trainer_on_spares_and_donors_after_a_commit() -> None:
     world = World(SMALL).steady().wait(60.0)
     assert world.ready_standbys() == {}
     world.warmed()
@@ -50,7 +50,7 @@ def test_shadows_wait_where_the_trainer_is_on_spares_and_where_rollouts_stand_by
 
 
 @pytest.mark.parametrize(("standbys", "nodes"), [(0, []), (1, [N6]), (2, [N5, N6]), (3, [N4, N5, N6])])
-def test_so_many_rollouts_stand_by_as_are_asked_for_the_last_ones_first(standbys: int, nodes: list[NodeName]) -> None:
+def test_configured_number_of_donors_is_taken_from_the_last_rollouts(standbys: int, nodes: list[NodeName]) -> None:
     world = World(gang_job(2, 1, standbys=standbys, spares=0)).steady().warmed()
     assert sorted(world.ready_standbys()) == [N2, N3, *nodes]
 
@@ -67,7 +67,7 @@ def test_the_last_rollout_is_never_taken() -> None:
     assert world.state.replica(R0).status is Status.JOINED
 
 
-def test_rollouts_that_the_run_cannot_do_without_do_not_stand_by() -> None:
+def test_required_rollouts_are_not_donors() -> None:
     world = World(gang_job(2, 1, standbys=2, min_rollouts=3, spares=0)).steady().warmed()
     assert world.ready_standbys() == {N2: 1, N3: 1}
 
@@ -77,24 +77,24 @@ def test_no_more_spares_are_kept_warm_than_the_trainer_has_nodes() -> None:
     assert world.ready_standbys() == {N2: 1, N3: 1, N7: 1, N8: 1}
 
 
-def test_a_trainer_that_is_not_to_be_kept_warm_has_no_shadow() -> None:
+def test_trainer_without_warm_has_no_standby() -> None:
     world = World(gang_job(2, 1, warm=False, standbys=1)).steady().warmed()
     assert world.ready_standbys() == {}
 
 
 @pytest.mark.parametrize("policy", ["job", "requeue"])
-def test_where_every_failure_restarts_everything_nobody_is_kept_warm(policy: str) -> None:
+def test_no_standby_if_every_failure_restarts_the_run(policy: str) -> None:
     world = World(gang_job(2, 1, standbys=1, recovery=Recovery(policy=policy))).steady().warmed()
     assert world.ready_standbys() == {}
 
 
-def test_as_many_shadows_wait_on_a_node_as_members_share_one() -> None:
+def test_node_keeps_as_many_standbys_as_members_share_it() -> None:
     world = World(gang_job(3, 2, standbys=1)).steady().warmed()
     assert world.ready_standbys() == {N2: 2, N3: 1, N6: 2, N7: 2}
     assert {one.incarnation.replica for one in launches(world)} >= {"standby/n2:0", "standby/n2:1", "standby/n3:0"}
 
 
-def test_a_shadow_waits_for_the_agent_of_its_node() -> None:
+def test_standby_waits_for_the_agent_of_its_node() -> None:
     world = World(SMALL).steady()
     world.broken_incarnations[replica_id("agent", N7)] = "exited: OSError"
     world.kill(replica_id("agent", N7))
@@ -105,7 +105,7 @@ def test_a_shadow_waits_for_the_agent_of_its_node() -> None:
     assert world.ready_standbys()[N7] == 1
 
 
-def test_a_shadow_is_ended_when_a_rollout_needs_its_spare_node() -> None:
+def test_standby_is_stopped_when_a_rollout_needs_its_spare_node() -> None:
     world = World(gang_job(2, 1), nodes=7).steady().warmed()
     assert world.ready_standbys() == {N2: 1, N3: 1, N7: 1}
     world.lose_node(N4)
@@ -121,7 +121,7 @@ def test_a_shadow_is_ended_when_a_rollout_needs_its_spare_node() -> None:
 
 # ── in place ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_shadows_of_its_own_nodes_become_the_members_of_a_gang_that_restarts(ranks: int) -> None:
+def test_restarting_gang_promotes_the_standbys_of_its_own_nodes(ranks: int) -> None:
     world = World(gang_job(ranks, 1, standbys=1)).steady().warmed()
     world.kill(TRAINER)
     killed = world.now
@@ -138,7 +138,7 @@ def test_the_shadows_of_its_own_nodes_become_the_members_of_a_gang_that_restarts
     assert world.state.intents == {}
 
 
-def test_a_shadow_that_became_a_member_is_made_up_for_after_the_next_commit_and_not_before() -> None:
+def test_promoted_standby_is_replaced_only_after_the_next_commit() -> None:
     world = World(SMALL).steady().warmed()
     world.kill(M1)
     world.steady().wait(100.0)
@@ -149,7 +149,7 @@ def test_a_shadow_that_became_a_member_is_made_up_for_after_the_next_commit_and_
     assert [str(one.incarnation) for one in launches(world)][-2:] == [str(standby(N2, 2)), str(standby(N3, 2))]
 
 
-def test_a_member_that_a_shadow_became_is_a_member_like_any_other() -> None:
+def test_promoted_member_is_treated_like_any_other() -> None:
     """It is fenced with its step, which lingers and is stopped; whatever of the step is heard is the member's."""
     world = World(SMALL).steady().warmed()
     world.kill(M1)
@@ -166,7 +166,7 @@ def test_a_member_that_a_shadow_became_is_a_member_like_any_other() -> None:
 
 
 # ── that does not work ───────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_shadow_that_is_dead_when_it_is_told_takes_the_gang_to_the_next_incarnation() -> None:
+def test_standby_dead_at_promotion_restarts_the_gang() -> None:
     world = World(SMALL).steady().warmed()
     world.vanish(standby(N3).replica)
     world.kill(M0)
@@ -179,7 +179,7 @@ def test_a_shadow_that_is_dead_when_it_is_told_takes_the_gang_to_the_next_incarn
     assert world.state.intents == {}
 
 
-def test_a_shadow_that_is_told_and_never_heard_is_given_up_and_its_step_ended() -> None:
+def test_standby_that_never_answers_its_promotion_is_given_up_and_stopped() -> None:
     world = World(SMALL).steady().warmed()
     world.unresponsive = {N3}
     world.kill(M0)
@@ -194,7 +194,7 @@ def test_a_shadow_that_is_told_and_never_heard_is_given_up_and_its_step_ended() 
     assert world.state.intents == {}
 
 
-def test_a_refused_adoption_leaves_the_step_lingering_as_the_members_and_the_member_wanted() -> None:
+def test_rejected_promotion_leaves_the_members_orphan_and_the_member_wanted() -> None:
     world = World(SMALL).steady().warmed()
     world.vanish(standby(N3).replica)
     world.kill(M0)
@@ -211,7 +211,7 @@ def test_a_refused_adoption_leaves_the_step_lingering_as_the_members_and_the_mem
     assert step not in state.intents
 
 
-def test_a_node_that_is_lost_while_its_shadow_is_told_leaves_nothing_open() -> None:
+def test_node_lost_during_a_promotion_leaves_no_open_intent() -> None:
     world = World(SMALL).steady().warmed()
     world.unresponsive = {N3}
     world.kill(M0)
@@ -224,7 +224,7 @@ def test_a_node_that_is_lost_while_its_shadow_is_told_leaves_nothing_open() -> N
 
 
 # ── elsewhere ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_of_a_lost_node_the_member_goes_on_in_the_shadow_of_a_spare() -> None:
+def test_member_of_a_lost_node_is_promoted_on_a_spare() -> None:
     world = World(SMALL).steady().warmed()
     world.lose_node(N3)
     world.play(lambda: world.incarnations()[M1] == 2)
@@ -234,7 +234,7 @@ def test_of_a_lost_node_the_member_goes_on_in_the_shadow_of_a_spare() -> None:
     assert requests(world) == [f"{RUN}.pool"]
 
 
-def test_without_a_spare_it_takes_the_node_of_a_rollout_that_is_made_up_for() -> None:
+def test_without_a_spare_the_member_takes_a_donors_node() -> None:
     world = World(gang_job(2, 1, standbys=1, spares=0), nodes=8).steady().warmed()
     world.lose_node(N3)
     world.play(lambda: world.incarnations()[M1] == 2)
@@ -252,7 +252,7 @@ def test_without_a_spare_it_takes_the_node_of_a_rollout_that_is_made_up_for() ->
     assert [one.request.count for one in world.decided(Request)] == [6, 1]
 
 
-def test_rollouts_that_made_room_do_not_take_it_back_whatever_the_order_of_the_roles() -> None:
+def test_preempted_rollouts_do_not_return_to_their_nodes_in_any_role_order() -> None:
     small = gang_job(2, 1, standbys=2, spares=0, recovery=Recovery(breaker=0.5))
     world = World(msgspec.structs.replace(small, roles=small.roles[::-1]), nodes=9).steady().warmed()
     before = [world.node_of(M0), world.node_of(M1)]
@@ -265,7 +265,7 @@ def test_rollouts_that_made_room_do_not_take_it_back_whatever_the_order_of_the_r
     assert {world.incarnations()[id] for id in (R1, R2)} == {2}
 
 
-def test_of_two_nodes_that_are_lost_at_once_both_members_go_on_warm() -> None:
+def test_members_of_two_lost_nodes_are_both_promoted() -> None:
     limits = Limits(silence=10.0)
     world = World(gang_job(2, 1, standbys=1, limits=limits, recovery=Recovery(breaker=0.5)), nodes=9).steady().warmed()
     world.lose_node(N2)
@@ -287,7 +287,7 @@ def test_members_that_shared_a_lost_node_share_the_next_one() -> None:
     assert all(one.standby for one in launches(world, "trainer") if one.incarnation.number == 2)
 
 
-def test_where_each_node_is_a_job_of_its_own_a_rollouts_may_carry_the_trainer_too() -> None:
+def test_rollout_node_that_is_its_own_job_can_host_the_trainer() -> None:
     small = in_node_groups(rollouts=3)
     roles = tuple(
         msgspec.structs.replace(one, ranks=2, warm=True, donor_rollouts=1) if one.name == "trainer" else one
@@ -308,7 +308,7 @@ def test_where_each_node_is_a_job_of_its_own_a_rollouts_may_carry_the_trainer_to
     assert world.works()
 
 
-def test_a_node_that_is_too_small_for_the_trainer_stands_not_by() -> None:
+def test_node_too_small_for_the_trainer_keeps_no_standby() -> None:
     small = in_node_groups(rollouts=3)
     roles = tuple(
         msgspec.structs.replace(one, warm=True, donor_rollouts=1, per_member=Resources(cpus=64)) if one.name == "trainer" else one
@@ -319,7 +319,7 @@ def test_a_node_that_is_too_small_for_the_trainer_stands_not_by() -> None:
 
 
 # ── nobody counts them ───────────────────────────────────────────────────────────────────────────────────────────────
-def test_shadows_take_no_room_and_are_no_replicas() -> None:
+def test_standbys_occupy_no_node_and_do_not_count_as_replicas() -> None:
     world = World(SMALL).steady().warmed()
     assert not any(one.role == STANDBY_ROLE for one in workers(world.state))
     rooms = NodeInventory(world.state, world.now)
@@ -329,7 +329,7 @@ def test_shadows_take_no_room_and_are_no_replicas() -> None:
 
 
 @pytest.mark.parametrize("broken", ["exited: MemoryError", "not started: no such command"])
-def test_shadows_that_never_come_up_rest_in_the_end_and_the_run_goes_on(broken: str) -> None:
+def test_standbys_that_never_start_stop_being_tried_and_the_run_continues(broken: str) -> None:
     world = World(gang_job(2, 1, standbys=1, recovery=Recovery(per_replica=3)), nodes=9).steady()
     world.broken[STANDBY_ROLE] = broken
     world.warmed().wait(400.0)
@@ -343,7 +343,7 @@ def test_shadows_that_never_come_up_rest_in_the_end_and_the_run_goes_on(broken: 
     assert world.ready_standbys() == {N2: 1, N3: 1, N6: 1, N7: 1}  # their failures have left the window
 
 
-def test_the_death_of_a_shadow_touches_nobody() -> None:
+def test_failed_standby_affects_no_replica() -> None:
     world = World(SMALL).steady().warmed()
     world.kill(standby(N2).replica)
     world.wait(20.0)
@@ -352,7 +352,7 @@ def test_the_death_of_a_shadow_touches_nobody() -> None:
     assert rungs(world) == [Rung.IN_PLACE]
 
 
-def test_a_lost_spare_takes_its_shadow_with_it() -> None:
+def test_lost_spare_takes_its_standby_with_it() -> None:
     world = World(SMALL).steady().warmed()
     world.lose_node(N7)
     world.wait(60.0)
@@ -361,7 +361,7 @@ def test_a_lost_spare_takes_its_shadow_with_it() -> None:
     assert set(world.incarnations().values()) == {1}
 
 
-def test_shadows_do_not_hold_up_the_end_of_a_run_and_nothing_of_them_is_left() -> None:
+def test_standbys_do_not_delay_the_end_and_leave_nothing() -> None:
     world = World(SMALL).steady().warmed()
     world.commit(9)
     world.play()
@@ -371,7 +371,7 @@ def test_shadows_do_not_hold_up_the_end_of_a_run_and_nothing_of_them_is_left() -
 
 
 # ── wiring ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_keepers_are_where_the_trainer_is_and_where_it_may_go_on_also_while_it_is_down() -> None:
+def test_snapshot_servers_are_on_the_trainers_and_standby_nodes_while_it_is_down() -> None:
     world = World(gang_job(2, 1, standbys=1, rollouts=2, min_rollouts=1, spares=0)).steady().warmed()
     for node in world.state.nodes:
         incarnation = world.state.replica(replica_id("agent", node)).incarnation
@@ -391,7 +391,7 @@ def test_keepers_are_where_the_trainer_is_and_where_it_may_go_on_also_while_it_i
 
 
 # ── the plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_plan_for_many_rollouts_with_shadows_is_at_rest() -> None:
+def test_plan_for_many_rollouts_with_standbys_reaches_its_fixpoint() -> None:
     world = World(gang_job(8, 4, standbys=2, rollouts=60, spares=2)).steady().warmed()
     assert sum(world.ready_standbys().values()) == 8 + 2 * 4 + 2 * 4
     assert plan(world.state, world.now).actions == ()
