@@ -31,7 +31,7 @@ def job(
         role("rollout", rollouts, min_rollouts, exclusive=True),
     )  # fmt: skip
     nodes = pool_nodes(roles, NODE) + spares
-    pool = NodeGroup("pool", tuple(one.name for one in roles), nodes, NODE, walltime, min_nodes=nodes)
+    pool = NodeGroup("pool", tuple(role.name for role in roles), nodes, NODE, walltime, min_nodes=nodes)
     return RunSpec(
         name="small", steps=steps, cluster="local", roles=roles, node_groups=(pool,), spares=spares, walltime=walltime,
         limits=limits or Limits(), recovery=recovery or Recovery(), faults=tuple(faults),
@@ -49,9 +49,9 @@ def gang_job(
         faults=faults,
     )  # fmt: skip
     roles = tuple(
-        msgspec.structs.replace(one, ranks=ranks, per_node=per_node, warm=warm, donor_rollouts=standbys)
-        if one.name == "trainer" else msgspec.structs.replace(one, warm=engines and one.name == "rollout")
-        for one in small.roles
+        msgspec.structs.replace(role, ranks=ranks, per_node=per_node, warm=warm, donor_rollouts=standbys)
+        if role.name == "trainer" else msgspec.structs.replace(role, warm=engines and role.name == "rollout")
+        for role in small.roles
     )  # fmt: skip
     nodes = pool_nodes(roles, NODE) + spares
     return msgspec.structs.replace(
@@ -89,8 +89,8 @@ def commands(
     parts = [NodeGroup("pool", tuple(role.name for role in roles), nodes + spares, NODE, min_nodes=nodes + spares)]
     if form == "replica":
         parts = [
-            NodeGroup(one.name, (one.name,), one.replicas, NODE, separate_jobs=True, min_nodes=one.replicas)
-            for one in roles
+            NodeGroup(role.name, (role.name,), role.replicas, NODE, separate_jobs=True, min_nodes=role.replicas)
+            for role in roles
         ]
     return RunSpec(
         name="small", steps=0, cluster="local", roles=roles, node_groups=tuple(parts), spares=spares, form=form,

@@ -299,7 +299,9 @@ class Site:
         for finding in findings:
             assert finding.node is not None
             self.ill[finding.node] = (*self.ill.get(finding.node, ()), finding)
-            for actor in [one for one in self.actors.values() if one.node == finding.node and one.role == AGENT]:
+            for actor in [
+                actor for actor in self.actors.values() if actor.node == finding.node and actor.role == AGENT
+            ]:
                 actor.finds(finding)
 
     def crash(self, node: NodeName) -> None:

@@ -237,18 +237,22 @@ class World:
     def ready_standbys(self) -> dict[NodeName, int]:
         """Nodes on which shadows are ready, and how many."""
         return Counter(
-            one.node for one in self.state.replicas.values()
-            if one.role == STANDBY_ROLE and one.status is Status.JOINED and one.step in self.steps and one.node
-        )  # fmt: skip
+            replica.node
+            for replica in self.state.replicas.values()
+            if replica.role == STANDBY_ROLE
+            and replica.status is Status.JOINED
+            and replica.step in self.steps
+            and replica.node
+        )
 
     def engines(self) -> list[NodeName]:
         """Nodes on which a rollout is kept ready, once for each."""
         ready = (
-            one
-            for one in self.state.replicas.values()
-            if _memory_claim(one.incarnation) and one.status is Status.JOINED
+            replica
+            for replica in self.state.replicas.values()
+            if _memory_claim(replica.incarnation) and replica.status is Status.JOINED
         )
-        return sorted(one.node for one in ready if one.step in self.steps and one.node)
+        return sorted(replica.node for replica in ready if replica.step in self.steps and replica.node)
 
     def warmed(self) -> World:
         """The trainer has committed a step, and its shadows are ready."""
@@ -346,8 +350,8 @@ class World:
             self._later(0.1, lambda: self.record(ev.IntentSettled(request.tag, False, self.refuse)))
         elif not self.unanswered:
             components = (request, *request.further_components)
-            whole = sum(one.count for one in components) <= len(self._free)
-            gang = "" if whole and not any(self._awaits(one) for one in components) else "Resources"
+            whole = sum(component.count for component in components) <= len(self._free)
+            gang = "" if whole and not any(self._awaits(component) for component in components) else "Resources"
             for one in components:
                 assert one is request or one.tag not in self.requests, "one tag, two requests"
                 self.requests[one.tag] = one

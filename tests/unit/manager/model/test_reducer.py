@@ -90,9 +90,13 @@ def pool(*nodes: NodeName, state: AllocationState = AllocationState.RUNNING) -> 
 
 
 RUNNING = (
-    *pool(N1, N2), launch(), ev.Admitted(R1, tag_of(RUN, R1), N1, 5), ev.Joined(R1, N1, "host", 6, "tcp://l", "tcp://s"),
-    ev.PhaseEntered(R1, "generate"), ev.VersionAvailable(R1, Version(3, 1)),
-)  # fmt: skip
+    *pool(N1, N2),
+    launch(),
+    ev.Admitted(R1, tag_of(RUN, R1), N1, 5),
+    ev.Joined(R1, N1, "host", 6, "tcp://l", "tcp://s"),
+    ev.PhaseEntered(R1, "generate"),
+    ev.VersionAvailable(R1, Version(3, 1)),
+)
 
 
 def test_new_run_wants_every_replica_and_none_is_current() -> None:
@@ -437,7 +441,7 @@ def test_heterogeneous_request_has_an_allocation_per_component_and_none_if_rejec
     assert open_requests(state_after(ev.IntentSettled(POOL, True), state=state)) == {}
     refused = state_after(ev.IntentSettled(POOL, False, "no"), state=state)
     assert (refused.allocations, refused.intents) == ({}, {})
-    assert [(one.node_group, one.detail) for one in refused.rejected_requests] == [("a", "no")]
+    assert [(rejection.node_group, rejection.detail) for rejection in refused.rejected_requests] == [("a", "no")]
 
 
 def test_node_keeps_its_group_after_it_left() -> None:
@@ -467,7 +471,9 @@ def test_release_of_an_unsatisfiable_request_counts_as_a_rejection() -> None:
         seen = AllocationStatus(AllocationState.PENDING, "7", (), "BadConstraints", hopeless)
         asked = (ev.Intended(Request(WHOLE, WHY)), ev.IntentSettled(POOL, True), ev.AllocationChanged(POOL, seen))
         state = state_after(*asked, ev.Intended(Release(POOL, WHY)))
-        assert [one.detail for one in state.rejected_requests] == ([f"{POOL}: BadConstraints"] if hopeless else [])
+        assert [rejection.detail for rejection in state.rejected_requests] == (
+            [f"{POOL}: BadConstraints"] if hopeless else []
+        )
         assert state_after(ev.AllocationChanged(POOL, None), state=state).rejected_requests == state.rejected_requests
 
 
@@ -556,16 +562,26 @@ _steps = _incarnations.map(lambda incarnation: tag_of(RUN, incarnation))
 _outside = st.one_of(
     st.builds(Request, _requests, _whys),
     st.builds(Release, _allocations, _whys),
-    _incarnations.flatmap(lambda incarnation: st.builds(Launch, st.just(incarnation), st.just(tag_of(RUN, incarnation)), _allocations, _nodes,
-                                          _whys)),
-    _incarnations.flatmap(lambda shadow: st.builds(Launch, _incarnations, st.just(tag_of(RUN, shadow)), _allocations, _nodes, _whys,
-                                            st.just(shadow))),
+    _incarnations.flatmap(
+        lambda incarnation: st.builds(
+            Launch, st.just(incarnation), st.just(tag_of(RUN, incarnation)), _allocations, _nodes, _whys
+        )
+    ),
+    _incarnations.flatmap(
+        lambda shadow: st.builds(
+            Launch, _incarnations, st.just(tag_of(RUN, shadow)), _allocations, _nodes, _whys, st.just(shadow)
+        )
+    ),
     st.builds(Drain, _nodes, st.just("rrl:small-1:gpu"), _whys),
     st.builds(Undrain, _nodes, st.just("rrl:small-1:gpu"), _whys),
     st.builds(Shrink, _allocations, st.lists(_nodes, max_size=2).map(tuple), _whys),
-    _incarnations.flatmap(lambda incarnation: st.builds(StopStep, st.just(tag_of(RUN, incarnation)), st.just(incarnation), st.just(1.0), _whys)),
+    _incarnations.flatmap(
+        lambda incarnation: st.builds(
+            StopStep, st.just(tag_of(RUN, incarnation)), st.just(incarnation), st.just(1.0), _whys
+        )
+    ),
     st.builds(InjectFault, _faults, _steps, _nodes, _whys, st.none() | _incarnations),
-)  # fmt: skip
+)
 _fences = st.builds(Fence, _incarnations, st.sampled_from(Rung), _whys, st.none() | _nodes, st.booleans())
 _decisions = st.one_of(
     _fences,
@@ -574,8 +590,13 @@ _decisions = st.one_of(
     st.builds(RestartAll, _whys, st.lists(_fences, max_size=2).map(tuple)),
     st.builds(Finish, st.sampled_from(Outcome), _whys),
 )
-_statuses = st.builds(AllocationStatus, st.sampled_from(AllocationState), st.just("7"),
-                  st.lists(_nodes, unique=True).map(tuple), unsatisfiable_reason=st.sampled_from(["", "never"]))  # fmt: skip
+_statuses = st.builds(
+    AllocationStatus,
+    st.sampled_from(AllocationState),
+    st.just("7"),
+    st.lists(_nodes, unique=True).map(tuple),
+    unsatisfiable_reason=st.sampled_from(["", "never"]),
+)
 _evidence = st.just((Evidence("step", "it ended", 1.0),))
 _findings = st.one_of(
     st.builds(Finding, st.just("exit_record"), st.sampled_from(Verdict), st.just(Cause.PROCESS),
@@ -590,37 +611,74 @@ _BY_TYPE: dict[type, st.SearchStrategy[ev.Event]] = {
     ev.ManagerStarted: st.builds(ev.ManagerStarted, st.just("host"), st.just(1)),
     ev.ManagerStopped: st.builds(ev.ManagerStopped, st.just("SIGTERM")),
     ev.Intended: st.builds(ev.Intended, _outside),
-    ev.IntentSettled: st.builds(ev.IntentSettled, _tags, st.booleans(), st.just("said"), st.booleans(),
-                      st.none() | st.sampled_from(RejectReason)),
+    ev.IntentSettled: st.builds(
+        ev.IntentSettled,
+        _tags,
+        st.booleans(),
+        st.just("said"),
+        st.booleans(),
+        st.none() | st.sampled_from(RejectReason),
+    ),
     ev.Decided: st.builds(ev.Decided, _decisions),
     ev.AllocationChanged: st.builds(ev.AllocationChanged, _allocations, st.none() | _statuses),
     ev.NodeChanged: st.builds(ev.NodeChanged, _nodes, st.builds(NodeStatus, st.sampled_from(NodeState))),
-    ev.AgentJoined: st.builds(ev.AgentJoined, _incarnations, _nodes, st.just("host"), st.just(1),
-                              st.sampled_from(["", "no torch"])),
-    ev.Admitted: _incarnations.flatmap(lambda incarnation: st.builds(ev.Admitted, st.just(incarnation), st.just(tag_of(RUN, incarnation)), _nodes,
-                                                       st.just(1))),
+    ev.AgentJoined: st.builds(
+        ev.AgentJoined, _incarnations, _nodes, st.just("host"), st.just(1), st.sampled_from(["", "no torch"])
+    ),
+    ev.Admitted: _incarnations.flatmap(
+        lambda incarnation: st.builds(
+            ev.Admitted, st.just(incarnation), st.just(tag_of(RUN, incarnation)), _nodes, st.just(1)
+        )
+    ),
     ev.Joined: st.builds(ev.Joined, _incarnations, _nodes, st.just("host"), st.just(1), st.none() | st.just("tcp://x")),
-    ev.StepEnded: _incarnations.flatmap(lambda incarnation: st.builds(ev.StepEnded, st.just(incarnation), st.just(tag_of(RUN, incarnation)),
-                                                         st.none() | st.just(1), st.none() | st.just(9),
-                                                         st.sampled_from(ExitReason))),
-    ev.PhaseEntered: st.builds(ev.PhaseEntered, _incarnations, st.sampled_from(["generate", "other"]), st.none() | _replicas),
+    ev.StepEnded: _incarnations.flatmap(
+        lambda incarnation: st.builds(
+            ev.StepEnded,
+            st.just(incarnation),
+            st.just(tag_of(RUN, incarnation)),
+            st.none() | st.just(1),
+            st.none() | st.just(9),
+            st.sampled_from(ExitReason),
+        )
+    ),
+    ev.PhaseEntered: st.builds(
+        ev.PhaseEntered, _incarnations, st.sampled_from(["generate", "other"]), st.none() | _replicas
+    ),
     ev.NoteChanged: st.builds(ev.NoteChanged, _incarnations, st.sampled_from(["", "the trainer waits for group 3"])),
     ev.FirstWorkDone: st.builds(ev.FirstWorkDone, _incarnations),
     ev.VersionAvailable: st.builds(ev.VersionAvailable, _incarnations, _versions),
-    ev.StepCommitted: st.builds(ev.StepCommitted, _incarnations, st.integers(0, 3),
-                                st.just({"reward": 0.5, "token_age_p50": 3.0}) | st.just({})),
+    ev.StepCommitted: st.builds(
+        ev.StepCommitted, _incarnations, st.integers(0, 3), st.just({"reward": 0.5, "token_age_p50": 3.0}) | st.just({})
+    ),
     ev.FindingChanged: st.builds(ev.FindingChanged, _findings),
-    ev.FaultInjected: st.builds(ev.FaultInjected, st.sampled_from(["f0", "f1"]), st.none() | _incarnations, st.booleans(),
-                                st.just("said"), ended=st.booleans(), unknown=st.booleans()),
-    ev.CommandReceived: st.builds(ev.CommandReceived, st.sampled_from(["cancel", "restart", "drain", "undrain", "other"]),
-                            st.just("me"), st.just("c1"), st.sampled_from(["rollout/0", "trainer/0", "n1", ""])),
+    ev.FaultInjected: st.builds(
+        ev.FaultInjected,
+        st.sampled_from(["f0", "f1"]),
+        st.none() | _incarnations,
+        st.booleans(),
+        st.just("said"),
+        ended=st.booleans(),
+        unknown=st.booleans(),
+    ),
+    ev.CommandReceived: st.builds(
+        ev.CommandReceived,
+        st.sampled_from(["cancel", "restart", "drain", "undrain", "other"]),
+        st.just("me"),
+        st.just("c1"),
+        st.sampled_from(["rollout/0", "trainer/0", "n1", ""]),
+    ),
     ev.FaultRequested: st.builds(ev.FaultRequested, _faults, st.just("me"), st.sampled_from(["c1", "c2"])),
     ev.Resumed: st.builds(ev.Resumed, st.just("me"), st.sampled_from(["c1", "c2"]), st.just(JOB)),
     ev.TokensCounted: st.builds(ev.TokensCounted, st.integers(0, 9), st.booleans()),
-    ev.BaselinesLearned: st.builds(ev.BaselinesLearned, st.just({"trainer": RoleBaseline({"train": DurationStats(5, 60.0, 80.0)}, uses_tensor_cores=True)})),
-    ev.StacksCollected: st.builds(ev.StacksCollected, _incarnations, st.just(("a line",)), st.tuples(_incarnations), st.just("stacks/x.txt")),
+    ev.BaselinesLearned: st.builds(
+        ev.BaselinesLearned,
+        st.just({"trainer": RoleBaseline({"train": DurationStats(5, 60.0, 80.0)}, uses_tensor_cores=True)}),
+    ),
+    ev.StacksCollected: st.builds(
+        ev.StacksCollected, _incarnations, st.just(("a line",)), st.tuples(_incarnations), st.just("stacks/x.txt")
+    ),
     ev.RunEnded: st.builds(ev.RunEnded, st.sampled_from(Outcome), st.just("over")),
-}  # fmt: skip
+}
 EVENTS = st.one_of(*_BY_TYPE.values())
 
 

@@ -50,14 +50,16 @@ def nodes_of(world: World) -> list[NodeName]:
 
 def launches(world: World, incarnation: int) -> list[Launch]:
     """Of members, with this incarnation."""
-    return [one for one in world.decided(Launch)
-            if one.incarnation.replica in MEMBERS and one.incarnation.number == incarnation]  # fmt: skip
+    return [launch for launch in world.decided(Launch)
+            if launch.incarnation.replica in MEMBERS and launch.incarnation.number == incarnation]  # fmt: skip
 
 
 def assert_others_were_not_touched(world: World) -> None:
     assert {id: world.incarnations()[id] for id in OTHERS} == dict.fromkeys(OTHERS, 1)
     fenced = [
-        one.incarnation for one in world.decided(Fence) if role_of(one.incarnation.replica) not in (AGENT, STANDBY_ROLE)
+        fence.incarnation
+        for fence in world.decided(Fence)
+        if role_of(fence.incarnation.replica) not in (AGENT, STANDBY_ROLE)
     ]
     assert {str(incarnation) for incarnation in fenced} <= {
         str(Incarnation(id, n)) for id in MEMBERS for n in range(1, 9)
@@ -69,7 +71,7 @@ def test_gang_is_launched_whole_and_its_ranks_fill_nodes_in_order() -> None:
     world = World(COLD).steady()
     assert incarnations(world) == dict.fromkeys(MEMBERS, 1)
     assert nodes_of(world) == [N2, N2, N3, N3]
-    assert [one.incarnation.replica for one in launches(world, 1)] == list(MEMBERS)
+    assert [launch.incarnation.replica for launch in launches(world, 1)] == list(MEMBERS)
     assert world.requests[f"{RUN}.pool"].count == 7  # one shared, two for four members, three rollouts, one spare
     taken = Counter(world.node_of(id) for id in world.incarnations())
     assert (taken[N2], taken[N3], taken[N4]) == (2, 2, 1)
@@ -89,7 +91,7 @@ def test_gang_that_lacks_a_node_is_not_launched_and_keeps_its_other_nodes() -> N
     world.wait(30.0)
     assert launches(world, 2) == []
     assert world.node_of(OTHERS[2]) == N4  # it does not take n2
-    assert [one.request.count for one in world.decided(Request)] == [6, 1, 1]
+    assert [request.request.count for request in world.decided(Request)] == [6, 1, 1]
     world.arrive(2)
     world.steady()
     assert nodes_of(world)[:2] == [N2, N2]
@@ -111,7 +113,7 @@ def test_failure_of_any_member_restarts_its_gang_only(member: ReplicaId, warm: b
         id: int(id == member) for id in MEMBERS
     }  # fmt: skip
     assert world.state.recoveries == 1
-    assert {one.standby is not None for one in launches(world, 2)} == {warm}
+    assert {launch.standby is not None for launch in launches(world, 2)} == {warm}
 
 
 def test_members_that_fail_together_count_as_one_failure() -> None:
@@ -136,8 +138,8 @@ def test_gang_waits_for_its_orphan_steps_and_gives_them_no_grace() -> None:
     killed = world.now
     world.play(lambda: bool(launches(world, 2)))
     assert world.now - killed == pytest.approx(7.0)
-    assert {one.grace for one in world.decided(StopStep)} == {0.0}
-    assert {str(one.incarnation) for one in world.decided(StopStep)} == {f"{id}#1" for id in (M0, M2, M3)}
+    assert {stop.grace for stop in world.decided(StopStep)} == {0.0}
+    assert {str(stop.incarnation) for stop in world.decided(StopStep)} == {f"{id}#1" for id in (M0, M2, M3)}
 
 
 def test_orphan_that_never_ends_is_waited_for_four_graces() -> None:
@@ -156,7 +158,7 @@ def test_orphan_on_a_lost_node_is_not_waited_for() -> None:
     world.play(lambda: bool(launches(world, 2)))
     lost = next(s.at for s in world.events if isinstance(s.event, ev.FindingChanged))
     assert world.now - lost < 1.0
-    assert {one.node for one in world.state.orphan_steps.values()} <= {N2, N3}
+    assert {orphan.node for orphan in world.state.orphan_steps.values()} <= {N2, N3}
 
 
 def test_backoff_of_the_failed_member_delays_its_whole_gang() -> None:
@@ -187,7 +189,7 @@ def test_only_the_missing_node_is_requested_and_the_gang_spans_two_allocations()
     world.lose_node(N3)
     world.play(lambda: bool(launches(world, 2)))
     world.steady()
-    asks = [one.request for one in world.decided(Request)]
+    asks = [request.request for request in world.decided(Request)]
     assert [ask.count for ask in asks] == [6, 1]
     assert asks[1].exclude == (N3,)
     assert nodes_of(world) == [N2, N2, N7, N7]
@@ -199,11 +201,12 @@ def test_only_the_missing_node_is_requested_and_the_gang_spans_two_allocations()
 def test_gang_with_one_job_per_node_requests_one_job_for_its_lost_node() -> None:
     small = in_node_groups(rollouts=2)
     roles = tuple(
-        msgspec.structs.replace(one, ranks=4, per_node=2) if one.name == "trainer" else one for one in small.roles
+        msgspec.structs.replace(role, ranks=4, per_node=2) if role.name == "trainer" else role for role in small.roles
     )  # fmt: skip
     parts = tuple(
-        msgspec.structs.replace(part, nodes=2, min_nodes=2) if part.name == "trainer" else part for part in small.node_groups
-    )  # fmt: skip
+        msgspec.structs.replace(part, nodes=2, min_nodes=2) if part.name == "trainer" else part
+        for part in small.node_groups
+    )
     world = World(msgspec.structs.replace(small, roles=roles, node_groups=parts), nodes=12).steady().warmed()
     before = dict(zip(MEMBERS, nodes_of(world), strict=True))
     asked = len(requests(world))
@@ -253,7 +256,7 @@ def test_next_manager_launches_missing_members_with_the_same_number() -> None:
         state = fold(state, stamped)
     assert state is not None
     assert [state.replica(id).status for id in MEMBERS] == [Status.LAUNCHING] * 2 + [Status.WANTED] * 2
-    planned = [one.incarnation for one in plan(state, world.now).actions if isinstance(one, Launch)]
+    planned = [action.incarnation for action in plan(state, world.now).actions if isinstance(action, Launch)]
     assert planned == [Incarnation(M2, 2), Incarnation(M3, 2)]
 
 
@@ -337,11 +340,11 @@ def test_gang_without_a_node_is_retired_whole_if_its_role_can_spare_it() -> None
     lost = world.node_of(member_id(S1, 1))
     world.lose_node(lost)
     world.wait(2000.0)
-    assert {one.id: one.status for one in workers(world.state) if gang_of(one.id) == S1} == dict.fromkeys(
-        (S1, member_id(S1, 1)), Status.RETIRED
-    )
+    assert {
+        replica.id: replica.status for replica in workers(world.state) if gang_of(replica.id) == S1
+    } == dict.fromkeys((S1, member_id(S1, 1)), Status.RETIRED)
     assert world.state.replica(S0).status is Status.JOINED
-    assert "shard continues with 1 replicas" in {one.why.expects for one in world.decided(Fence)}
+    assert "shard continues with 1 replicas" in {fence.why.expects for fence in world.decided(Fence)}
     world.arrive(1)
     world.wait(2000.0)
     assert world.state.finish is None
@@ -392,8 +395,14 @@ _PAUSES = st.sampled_from([0.0, 0.1, 0.4, 2.0, 30.0])
 
 def strike(world: World, blow: str, target: ReplicaId) -> None:
     held = world.state.replica(target)
-    shadow = next((one for one in world.state.replicas.values() if one.role == STANDBY_ROLE and one.node == held.node
-                   and one.step in world.steps), None)  # fmt: skip
+    shadow = next(
+        (
+            replica
+            for replica in world.state.replicas.values()
+            if replica.role == STANDBY_ROLE and replica.node == held.node and replica.step in world.steps
+        ),
+        None,
+    )
     if blow == "kill":
         world.kill(target)
     elif blow == "freeze":
@@ -413,8 +422,8 @@ def assert_one_incarnation_is_current_at_any_time(world: World) -> None:
     for stamped in world.events:
         state = fold(state, stamped)
         members = [state.replica(id) for id in MEMBERS]
-        believed = {one.incarnation_number for one in members if one.is_current}
-        assert believed <= {max(one.incarnation_number for one in members)}, f"after {stamped}"
+        believed = {replica.incarnation_number for replica in members if replica.is_current}
+        assert believed <= {max(replica.incarnation_number for replica in members)}, f"after {stamped}"
 
 
 @settings(max_examples=60, deadline=None)
@@ -434,10 +443,10 @@ def test_one_gang_incarnation_is_current_and_all_replicas_work_in_the_end(
         world.wait(pause)
     world.wait(60.0)
     world.play(lambda: world.works() and not world.state.orphan_steps.keys() & world.steps.keys())
-    assert world.works(), {one.id: one.status for one in workers(world.state)}
+    assert world.works(), {replica.id: replica.status for replica in workers(world.state)}
     assert world.state.finish is None
     assert_one_incarnation_is_current_at_any_time(world)
     assert len({world.state.replica(id).incarnation_number for id in MEMBERS}) == 1
     assert {world.incarnations()[id] for id in (STORE, REWARD)} == {1} or die_before
-    believed = {one.step for one in world.state.replicas.values() if one.is_current}
+    believed = {replica.step for replica in world.state.replicas.values() if replica.is_current}
     assert world.steps.keys() <= believed | world.state.orphan_steps.keys()

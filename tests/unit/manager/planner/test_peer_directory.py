@@ -40,7 +40,7 @@ def test_sources_list_the_publisher_first_then_receivers_in_natural_order() -> N
     assert names(wiring.sources) == ["trainer/0", *(f"rollout/{index}" for index in range(12))]
     assert wiring.newest == NEW
     assert wiring.sources[0] == WeightSource(Incarnation(TRAINER, 1), "tcp://trainer/0", NEW)
-    assert [one.version for one in wiring.sources[1:]] == [
+    assert [source.version for source in wiring.sources[1:]] == [
         OLD if i == 3 else NEW if i == 11 else None for i in range(12)
     ]
 

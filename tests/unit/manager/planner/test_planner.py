@@ -374,7 +374,7 @@ def test_orphan_step_occupies_its_node_until_it_has_ended() -> None:
     world.slow_to_stop = 30.0
     world.freeze(R1)
     world.steady()
-    assert (world.node_of(R1), [one.node for one in world.state.orphan_steps.values()]) == (N5, [N4])
+    assert (world.node_of(R1), [orphan.node for orphan in world.state.orphan_steps.values()]) == (N5, [N4])
     world.kill(R0)
     world.steady()  # in place
     world.kill(R0)  # to n4, but not before what hangs there has ended
@@ -539,7 +539,7 @@ def test_unsatisfiable_replacement_is_requested_once_per_window() -> None:
     world.wait(1500.0 + 2 * UNSATISFIABLE_AFTER_S)
     assert world.state.replica(R0).status is Status.RETIRED
     assert len(requests(world)) == 1 + 3
-    assert not [one for one in world.state.allocations.values() if one.pending]
+    assert not [allocation for allocation in world.state.allocations.values() if allocation.pending]
     world.hopeless = {}
     world.play(world.works, timeout_s=700.0)
     assert world.incarnations()[R0] == 2

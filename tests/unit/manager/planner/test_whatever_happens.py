@@ -57,7 +57,7 @@ class Story(Nodes):
     def trouble(self) -> None:
         dice = self.dice
         names = [name for name in self.state.nodes if name not in self.dead]
-        believed = [one.id for one in self.state.replicas.values() if one.is_current]
+        believed = [replica.id for replica in self.state.replicas.values() if replica.is_current]
         what = dice.choice(_WHAT)
         if what in ("kill", "freeze") and believed:
             (self.kill if what == "kill" else self.freeze)(dice.choice(believed))
@@ -70,7 +70,7 @@ class Story(Nodes):
         elif what == "restart":
             self.send_command(what, dice.choice(list(self.state.replicas)))  # type: ignore[arg-type]
         elif what == "commit":
-            if all(one.status is Status.JOINED for one in workers(self.state) if one.role == "trainer"):
+            if all(replica.status is Status.JOINED for replica in workers(self.state) if replica.role == "trainer"):
                 self.commit(self.state.step + 1)
         elif what == "arrive":
             self.fresh(1)
@@ -91,7 +91,11 @@ class Story(Nodes):
             assert self.over, "it does not end"
 
     def _allocation(self, what: str) -> None:
-        held = [one for one in self.state.allocations.values() if one.running and self.held.get(one.tag)]
+        held = [
+            allocation
+            for allocation in self.state.allocations.values()
+            if allocation.running and self.held.get(allocation.tag)
+        ]
         if not held:
             return
         one = self.dice.choice(held)
@@ -122,10 +126,10 @@ class Story(Nodes):
         """All troubles are over."""
         self.unresponsive.clear()
         self.refuse_launch, self.slow_to_stop = set(), 0.2
-        for one in list(self.state.allocations.values()):
-            if one.suspended and one.status is not None:
-                seen = msgspec.structs.replace(one.status, state=AllocationState.RUNNING)
-                self.happen(ev.AllocationChanged(one.tag, seen))
+        for allocation in list(self.state.allocations.values()):
+            if allocation.suspended and allocation.status is not None:
+                seen = msgspec.structs.replace(allocation.status, state=AllocationState.RUNNING)
+                self.happen(ev.AllocationChanged(allocation.tag, seen))
         self.fresh(12)
         for name in list(self.state.nodes):
             if name not in self.dead:
@@ -134,9 +138,9 @@ class Story(Nodes):
     # ── what must hold ───────────────────────────────────────────────────────────────────────────────────────────────
     def check(self) -> None:
         for members in gangs(self.state):
-            believed = {one.incarnation_number for one in members if one.is_current}
-            assert believed <= {max(one.incarnation_number for one in members)}
-        steps = [one.step for one in self.state.replicas.values() if one.is_current and one.step]
+            believed = {replica.incarnation_number for replica in members if replica.is_current}
+            assert believed <= {max(replica.incarnation_number for replica in members)}
+        steps = [replica.step for replica in self.state.replicas.values() if replica.is_current and replica.step]
         assert len(steps) == len(set(steps)), "one step, two that are believed to be it"
 
 
@@ -172,7 +176,7 @@ def _recorded(seed: int) -> None:
         story.check()
     story.heal()
     story.play(lambda: story.over or story.works(), timeout_s=8000.0)
-    assert story.over or story.works(), {one.id: one.status for one in workers(story.state)}
+    assert story.over or story.works(), {replica.id: replica.status for replica in workers(story.state)}
 
 
 @pytest.mark.parametrize("seed", FEW)

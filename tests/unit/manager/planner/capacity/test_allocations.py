@@ -28,7 +28,7 @@ HOUR = 3600.0
 
 
 def roles_launched(world: World) -> list[str]:
-    return [str(one.incarnation) for one in world.decided(Launch) if role_of(one.incarnation.replica) != AGENT]
+    return [str(launch.incarnation) for launch in world.decided(Launch) if role_of(launch.incarnation.replica) != AGENT]
 
 
 def allocation_of(world: World, replica: ReplicaId) -> str:
@@ -105,7 +105,7 @@ def test_node_lost_before_the_start_is_requested_again_and_released() -> None:
     world.happen(lost(node, world.now))
     world.wait(100.0)
     assert requests(world)[4:] == [f"{RUN}.rollout-2"]
-    assert [one.allocation for one in world.decided(Release)] == [FIRST]
+    assert [release.allocation for release in world.decided(Release)] == [FIRST]
     world.open("trainer")
     world.steady()
     assert world.incarnations() == ONCE
@@ -224,7 +224,7 @@ def test_allocation_with_a_bad_node_is_released_when_its_replica_has_moved() -> 
     world = World(in_node_groups(), nodes=9).steady()
     world.lose_node(world.node_of(R0))
     world.play(lambda: world.incarnations()[R0] == 2).steady()
-    assert [one.allocation for one in world.decided(Release)] == [FIRST]
+    assert [release.allocation for release in world.decided(Release)] == [FIRST]
     assert world.incarnations() == ONCE | {R0: 2}
 
 
@@ -236,7 +236,10 @@ def test_draining_node_is_released_after_its_replica_moved_and_replaced_once() -
     assert world.incarnations() == ONCE
     world.kill(R0)
     world.play(timeout_s=100.0)
-    assert (requests(world)[4:], [one.allocation for one in world.decided(Release)]) == ([f"{RUN}.rollout-2"], [FIRST])
+    assert (requests(world)[4:], [release.allocation for release in world.decided(Release)]) == (
+        [f"{RUN}.rollout-2"],
+        [FIRST],
+    )
     world.open("rollout")
     world.steady()
     assert world.incarnations() == ONCE | {R0: 2}
@@ -253,7 +256,7 @@ def test_failing_node_is_kept_until_a_replacement_exists_then_released() -> None
     world.open("rollout")
     world.steady()
     world.play(timeout_s=30.0)
-    assert (allocation_of(world, R0), [one.allocation for one in world.decided(Release)]) == (
+    assert (allocation_of(world, R0), [release.allocation for release in world.decided(Release)]) == (
         f"{RUN}.rollout-2", [FIRST],
     )  # fmt: skip
 
@@ -272,10 +275,14 @@ COMPONENTS = [f"{RUN}.rollout", f"{RUN}.shared", f"{RUN}.trainer"]
 def test_a_heterogeneous_job_is_one_request_with_a_tag_for_each_component() -> None:
     world = World(in_node_groups("hetjob")).steady()
     (request,) = world.decided(Request)
-    assert [one.tag for one in (request.request, *request.request.further_components)] == COMPONENTS
-    assert [(one.node_group, one.count) for one in (request.request, *request.request.further_components)] == [
-        ("rollout", 2), ("shared", 1), ("trainer", 1),
-    ]  # fmt: skip
+    assert [component.tag for component in (request.request, *request.request.further_components)] == COMPONENTS
+    assert [
+        (component.node_group, component.count) for component in (request.request, *request.request.further_components)
+    ] == [
+        ("rollout", 2),
+        ("shared", 1),
+        ("trainer", 1),
+    ]
     assert [allocation_of(world, r) for r in ALL] == [COMPONENTS[i] for i in (1, 1, 2, 0, 0)]
     assert world.incarnations() == ONCE
 
@@ -313,16 +320,16 @@ def test_dequeued_heterogeneous_job_is_repeated_under_other_tags_within_limits()
         world.play(timeout_s=5.0)
         latest = world.decided(Request)[-1].request
         assert len(world.decided(Request)) == asked
-        for one in (latest, *latest.further_components):
-            world.record(ev.AllocationChanged(one.tag, None))
+        for component in (latest, *latest.further_components):
+            world.record(ev.AllocationChanged(component.tag, None))
         world.held = {}
         world.play(timeout_s=1.0)
     assert (
         len(
             {
-                one.tag
+                component.tag
                 for request in world.decided(Request)
-                for one in (request.request, *request.request.further_components)
+                for component in (request.request, *request.request.further_components)
             }
         )
         == 9
@@ -367,7 +374,7 @@ def test_unsatisfiable_replacement_is_released_and_its_replica_retired() -> None
     world.wait(170.0)
     assert world.decided(Release) == [], "while slurmdbd is away it is said of any"
     world.play(timeout_s=60.0)
-    assert [one.allocation for one in world.decided(Release)] == [f"{RUN}.rollout-2"]
+    assert [release.allocation for release in world.decided(Release)] == [f"{RUN}.rollout-2"]
     assert world.state.replica(R0).status is Status.RETIRED
     assert world.decided(Fence)[-1].why.evidence == (f"{RUN}.rollout-2: BadConstraints",)
     assert world.incarnations() == ONCE
@@ -410,7 +417,7 @@ def test_trainer_moves_to_a_successor_before_its_allocation_ends() -> None:
     assert fence.why.evidence == (f"its allocation {TRAIN} ends in 599 s",)
     assert (allocation_of(world, TRAINER), world.incarnations()) == (f"{RUN}.trainer-1", ONCE | {TRAINER: 2})
     world.play(lambda: TRAIN not in world.state.allocations, timeout_s=10.0)
-    assert [one.allocation for one in world.decided(Release)] == [TRAIN]
+    assert [release.allocation for release in world.decided(Release)] == [TRAIN]
     assert (world.state.replica(TRAINER).failures, world.state.recoveries) == ((), 0)
 
 
@@ -433,7 +440,7 @@ def test_a_role_moves_one_replica_at_a_time() -> None:
     assert max(down[began:]) == 1
     assert {r.incarnation_number for r in workers(world.state) if r.role == "rollout"} == {2}
     world.wait(30.0)
-    assert sorted(one.allocation for one in world.decided(Release)) == [f"{RUN}.rollout-{n}" for n in range(4)]
+    assert sorted(release.allocation for release in world.decided(Release)) == [f"{RUN}.rollout-{n}" for n in range(4)]
 
 
 def test_allocations_are_rotated_again_and_again_until_the_run_ends() -> None:
@@ -519,7 +526,7 @@ def test_expiring_component_is_left_by_all_before_it_is_released() -> None:
     world.play(timeout_s=30.0)
     (more,) = [world.requests[tag] for tag in requests(world)[1:]]
     assert (more.node_group, more.count) == ("rollout", 2)
-    assert [one.allocation for one in world.decided(Release)] == [COMPONENTS[0]]
+    assert [release.allocation for release in world.decided(Release)] == [COMPONENTS[0]]
     assert world.incarnations() == ONCE | {R0: 2, R1: 2}
 
 

@@ -150,14 +150,14 @@ def test_findings_of_two_gpus_are_separate_and_one_clears_only_its_own() -> None
     for part in ("GPU-1", "GPU-2"):
         w.exclude(node, Cause.GPU, verdict=Verdict.WARN, component=part)
     w.exclude(node, Cause.GPU, verdict=Verdict.OK, component="GPU-1")
-    assert [one.component for one in w.state.findings.values()] == ["GPU-2"]
+    assert [finding.component for finding in w.state.findings.values()] == ["GPU-2"]
 
 
 # ── suspects and stragglers ──────────────────────────────────────────────────────────────────────────────────────────
 def test_suspect_node_keeps_its_replicas_and_gets_new_ones_only_as_a_last_resort() -> None:
     w = world(spares=2)
     here, before = w.node_of(R0), w.incarnations()
-    spares = sorted(set(w.state.nodes) - {one.node for one in workers(w.state)})
+    spares = sorted(set(w.state.nodes) - {replica.node for replica in workers(w.state)})
     w.exclude(here, Cause.GPU, verdict=Verdict.WARN)
     w.exclude(spares[0], Cause.GPU, verdict=Verdict.WARN)
     w.wait(30.0)
@@ -169,7 +169,7 @@ def test_suspect_node_keeps_its_replicas_and_gets_new_ones_only_as_a_last_resort
 
 def test_a_suspect_is_better_than_no_node() -> None:
     w = world(spares=1, nodes=5)
-    spare = next(iter(set(w.state.nodes) - {one.node for one in workers(w.state)}))
+    spare = next(iter(set(w.state.nodes) - {replica.node for replica in workers(w.state)}))
     w.exclude(spare, Cause.GPU, verdict=Verdict.WARN)
     w.happen(lost(w.node_of(R1), w.now))
     w.play(w.works)
@@ -221,7 +221,7 @@ def test_of_two_stragglers_one_leaves_its_node_where_there_is_one_spare() -> Non
 # ── the brake ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_no_other_node_is_excluded_during_an_outage() -> None:
     w = world(spares=4)
-    down = sorted(set(w.state.nodes) - {one.node for one in workers(w.state)})[:3]
+    down = sorted(set(w.state.nodes) - {replica.node for replica in workers(w.state)})[:3]
     for node in down:
         w.happen(ev.NodeChanged(node, NodeStatus(NodeState.DOWN, "DOWN")))
     w.exclude(w.node_of(R0), Cause.GPU)
@@ -237,7 +237,7 @@ def test_node_with_proof_gets_nothing_new_while_the_breaker_keeps_it() -> None:
     w = Nodes(job(spares=3, steps=1000, recovery=Recovery(backoff=0.0)), 8)
     w.steady()
     w.all_up()
-    spares, before = sorted(set(w.state.nodes) - {one.node for one in workers(w.state)}), w.incarnations()
+    spares, before = sorted(set(w.state.nodes) - {replica.node for replica in workers(w.state)}), w.incarnations()
     for node in spares:
         w.exclude(node, Cause.GPU)
     assert w.tags(Exclude) == [f"{node}!exclude" for node in spares[:2]]
@@ -246,7 +246,7 @@ def test_node_with_proof_gets_nothing_new_while_the_breaker_keeps_it() -> None:
     w.kill(R1)
     w.play(w.works)
     assert w.incarnations() == before | {R0: 2, R1: 2}
-    assert spares[2] not in {one.node for one in workers(w.state)}
+    assert spares[2] not in {replica.node for replica in workers(w.state)}
     assert NodeInventory(w.state, w.now).candidate(spares[2]) is None
 
 
@@ -290,7 +290,7 @@ def test_excluded_pool_node_is_released_once_drained_while_the_others_stay() -> 
     node, before = w.node_of(R0), w.incarnations()
     w.exclude(node, Cause.GPU)
     w.play(w.works).wait(30.0)
-    assert [(one.allocation, one.nodes) for one in w.decided(Shrink)] == [(f"{RUN}.pool", (node,))]
+    assert [(shrink.allocation, shrink.nodes) for shrink in w.decided(Shrink)] == [(f"{RUN}.pool", (node,))]
     kinds = [type(action) for action in w.actions if isinstance(action, Drain | Shrink)]
     assert kinds == [Drain, Shrink]
     assert node not in w.held[f"{RUN}.pool"]
@@ -345,7 +345,7 @@ def test_orphan_steps_on_a_released_node_are_forgotten() -> None:
     w.exclude(node, Cause.GPU)
     w.play(w.works).wait(30.0)
     assert w.state.nodes[node].allocation == ""
-    assert [one.node for one in w.state.orphan_steps.values()] == []
+    assert [orphan.node for orphan in w.state.orphan_steps.values()] == []
 
 
 def test_node_that_slurm_cannot_release_stays_and_is_not_tried_again() -> None:
@@ -408,7 +408,9 @@ def test_readmitted_node_gets_no_role_before_its_agent_has_joined() -> None:
     w.wait(HOUR + 5.0)
     assert w.state.nodes[node].excluded is None
     assert w.state.replica(R0).status is not Status.JOINED
-    assert not [one for one in w.decided(Launch) if one.node == node and role_of(one.incarnation.replica) != AGENT][1:]
+    assert not [
+        launch for launch in w.decided(Launch) if launch.node == node and role_of(launch.incarnation.replica) != AGENT
+    ][1:]
     del w.broken_incarnations[agent]
     w.play(w.works, timeout_s=700.0)
     assert w.node_of(R0) == node
@@ -417,7 +419,7 @@ def test_readmitted_node_gets_no_role_before_its_agent_has_joined() -> None:
 def test_readmitted_node_that_is_cut_off_is_not_waited_for_without_end() -> None:
     w = world(spares=1, nodes=8)
     w.shrinks = "not here"
-    spare = next(name for name in w.state.nodes if name not in {one.node for one in workers(w.state)})
+    spare = next(name for name in w.state.nodes if name not in {replica.node for replica in workers(w.state)})
     w.send_command("drain", spare)
     w.wait(10.0)
     w.dead.add(spare)
@@ -442,7 +444,7 @@ def test_failed_probe_after_readmission_excludes_the_node_again() -> None:
     w.exclude(node, Cause.NODE, proof=False)
     w.unfit[node] = "no module torch"
     w.play(w.works).wait(HOUR + 30.0)
-    assert [one.tag for one in w.actions if isinstance(one, Exclude | Readmit)] == [
+    assert [action.tag for action in w.actions if isinstance(action, Exclude | Readmit)] == [
         f"{node}!exclude", f"{node}!readmit", f"{node}!exclude"
     ]  # fmt: skip
     assert w.state.nodes[node].exclusions == 2
@@ -521,7 +523,7 @@ def test_replicas_on_a_node_to_be_drained_move_first_and_uncharged() -> None:
     w.play(lambda: bool(w.drains)).play(w.works).wait(30.0)
     deeds = [action for action in w.actions if isinstance(action, Fence | Exclude | Drain)]
     fence, exclude, drain = (
-        one for one in deeds if not isinstance(one, Fence) or role_of(one.incarnation.replica) != AGENT
+        action for action in deeds if not isinstance(action, Fence) or role_of(action.incarnation.replica) != AGENT
     )
     assert [type(one) for one in (fence, exclude, drain)] == [Fence, Exclude, Drain]
     assert isinstance(fence, Fence)
@@ -719,7 +721,7 @@ def test_no_role_is_placed_on_a_node_before_its_agent_has_reported() -> None:
     w.broken_incarnations = {replica_id(AGENT, NodeName(f"n{i}")): "cannot be started" for i in (1, 2)}
     w.play(w.works)
     assert w.works()
-    assert not {NodeName("n1"), NodeName("n2")} & {one.node for one in workers(w.state)}
+    assert not {NodeName("n1"), NodeName("n2")} & {replica.node for replica in workers(w.state)}
 
 
 @pytest.mark.parametrize(("cluster", "admission"), [("local", True), ("slurm", False)])
@@ -745,6 +747,6 @@ def test_node_that_reports_broken_when_it_joins_is_never_used() -> None:
 
     w = Broken(job(spares=1, steps=1000), 8)
     w.play(w.works)
-    launched = {one.node for one in w.decided(Launch) if role_of(one.incarnation.replica) != AGENT}
+    launched = {launch.node for launch in w.decided(Launch) if role_of(launch.incarnation.replica) != AGENT}
     assert NodeName("n1") not in launched
-    assert [one.node for one in w.decided(Exclude)] == ["n1"]
+    assert [exclusion.node for exclusion in w.decided(Exclude)] == ["n1"]

@@ -31,12 +31,16 @@ def standby(node: NodeName, incarnation: int = 1) -> Incarnation:
 
 
 def launches(world: World, role: str = STANDBY_ROLE) -> list[Launch]:
-    return [one for one in world.decided(Launch) if one.incarnation.replica.partition("/")[0] == role]
+    return [launch for launch in world.decided(Launch) if launch.incarnation.replica.partition("/")[0] == role]
 
 
 def promotions(world: World) -> dict[str, str]:
     """Which shadow became which life, so far."""
-    return {str(one.standby): str(one.incarnation) for one in launches(world, "trainer") if one.standby is not None}
+    return {
+        str(launch.standby): str(launch.incarnation)
+        for launch in launches(world, "trainer")
+        if launch.standby is not None
+    }
 
 
 # ── where and when ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -61,7 +65,7 @@ def test_the_last_rollout_is_never_taken() -> None:
     for node in (N2, N3, N4):
         world.lose_node(node)
     world.wait(60.0)
-    assert [one.incarnation for one in world.decided(Fence) if one.rung is Rung.DONOR and not one.charged] == [
+    assert [fence.incarnation for fence in world.decided(Fence) if fence.rung is Rung.DONOR and not fence.charged] == [
         Incarnation(R2, 1), Incarnation(R1, 1)
     ]  # fmt: skip
     assert world.state.replica(R0).status is Status.JOINED
@@ -91,7 +95,11 @@ def test_no_standby_if_every_failure_restarts_the_run(policy: str) -> None:
 def test_node_keeps_as_many_standbys_as_members_share_it() -> None:
     world = World(gang_job(3, 2, standbys=1)).steady().warmed()
     assert world.ready_standbys() == {N2: 2, N3: 1, N6: 2, N7: 2}
-    assert {one.incarnation.replica for one in launches(world)} >= {"standby/n2:0", "standby/n2:1", "standby/n3:0"}
+    assert {launch.incarnation.replica for launch in launches(world)} >= {
+        "standby/n2:0",
+        "standby/n2:1",
+        "standby/n3:0",
+    }
 
 
 def test_standby_waits_for_the_agent_of_its_node() -> None:
@@ -113,7 +121,7 @@ def test_standby_is_stopped_when_a_rollout_needs_its_spare_node() -> None:
     world.steady().wait(20.0)
     assert world.node_of(R0) == N7
     assert world.ready_standbys() == {N2: 1, N3: 1}
-    (end,) = [one for one in world.decided(StopStep) if one.incarnation == standby(N7)]
+    (end,) = [stop for stop in world.decided(StopStep) if stop.incarnation == standby(N7)]
     assert end.why.evidence == ("trainer no longer needs a standby process on n7",)
     assert world.state.orphan_steps.keys() <= {tag_of(RUN, Incarnation(R0, 1)), f"{RUN}.agent-n4.1"}
     assert world.state.replica(standby(N7).replica).status is Status.RETIRED
@@ -146,7 +154,7 @@ def test_promoted_standby_is_replaced_only_after_the_next_commit() -> None:
     assert world.state.replica(standby(N2).replica).status is Status.WANTED
     world.warmed()
     assert world.ready_standbys() == {N2: 1, N3: 1, N6: 1, N7: 1}
-    assert [str(one.incarnation) for one in launches(world)][-2:] == [str(standby(N2, 2)), str(standby(N3, 2))]
+    assert [str(launch.incarnation) for launch in launches(world)][-2:] == [str(standby(N2, 2)), str(standby(N3, 2))]
 
 
 def test_promoted_member_is_treated_like_any_other() -> None:
@@ -157,7 +165,7 @@ def test_promoted_member_is_treated_like_any_other() -> None:
     step = world.state.replica(M0).step
     world.freeze(M0)
     world.steady()
-    assert [one.incarnation for one in world.decided(StopStep) if one.step == step] == [Incarnation(M0, 2)]
+    assert [stop.incarnation for stop in world.decided(StopStep) if stop.step == step] == [Incarnation(M0, 2)]
     assert world.state.orphan_steps == {}
     assert {world.incarnations()[id] for id in (M0, M1)} == {3}
     end = ev.StepEnded(standby(N2, 2), world.state.replica(M0).step or "", None, 9, ExitReason.SIGNALED)
@@ -187,7 +195,7 @@ def test_standby_that_never_answers_its_promotion_is_given_up_and_stopped() -> N
     world.steady()
     assert world.now - killed > world.state.job.recovery.promote
     assert {world.incarnations()[id] for id in (M0, M1)} == {3}
-    assert [one.incarnation for one in world.decided(StopStep) if one.step == tag_of(RUN, standby(N3))] == [
+    assert [stop.incarnation for stop in world.decided(StopStep) if stop.step == tag_of(RUN, standby(N3))] == [
         Incarnation(M1, 2)
     ]
     assert world.state.orphan_steps == {}
@@ -220,7 +228,7 @@ def test_node_lost_during_a_promotion_leaves_no_open_intent() -> None:
     world.lose_node(N3)
     world.wait(40.0).steady()
     assert world.node_of(M1) == N7
-    assert not any(isinstance(one.action, Launch) for one in world.state.intents.values())
+    assert not any(isinstance(intent.action, Launch) for intent in world.state.intents.values())
 
 
 # ── elsewhere ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -249,7 +257,7 @@ def test_without_a_spare_the_member_takes_a_donors_node() -> None:
         s.at for s in world.events if isinstance(s.event, ev.Joined) and s.event.incarnation == Incarnation(M1, 2)
     )
     assert joined - member_back < 2.0
-    assert [one.request.count for one in world.decided(Request)] == [6, 1]
+    assert [request.request.count for request in world.decided(Request)] == [6, 1]
 
 
 def test_preempted_rollouts_do_not_return_to_their_nodes_in_any_role_order() -> None:
@@ -272,7 +280,7 @@ def test_members_of_two_lost_nodes_are_both_promoted() -> None:
     world.lose_node(N3)
     world.play(lambda: world.incarnations()[M1] == 2)
     world.steady()
-    assert {one.standby for one in launches(world, "trainer") if one.incarnation.number == 2} == {
+    assert {launch.standby for launch in launches(world, "trainer") if launch.incarnation.number == 2} == {
         standby(N6), standby(N7)
     }  # fmt: skip
     assert world.incarnations()[R2] == 2
@@ -284,18 +292,19 @@ def test_members_that_shared_a_lost_node_share_the_next_one() -> None:
     world.play(lambda: world.incarnations()[TRAINER] == 2)
     world.steady()
     assert [world.node_of(member_id(TRAINER, rank)) for rank in range(4)] == [N2, N2, N6, N6]
-    assert all(one.standby for one in launches(world, "trainer") if one.incarnation.number == 2)
+    assert all(launch.standby for launch in launches(world, "trainer") if launch.incarnation.number == 2)
 
 
 def test_rollout_node_that_is_its_own_job_can_host_the_trainer() -> None:
     small = in_node_groups(rollouts=3)
     roles = tuple(
-        msgspec.structs.replace(one, ranks=2, warm=True, donor_rollouts=1) if one.name == "trainer" else one
-        for one in small.roles
+        msgspec.structs.replace(role, ranks=2, warm=True, donor_rollouts=1) if role.name == "trainer" else role
+        for role in small.roles
     )  # fmt: skip
     parts = tuple(
-        msgspec.structs.replace(part, nodes=2, min_nodes=2) if part.name == "trainer" else part for part in small.node_groups
-    )  # fmt: skip
+        msgspec.structs.replace(part, nodes=2, min_nodes=2) if part.name == "trainer" else part
+        for part in small.node_groups
+    )
     world = World(msgspec.structs.replace(small, roles=roles, node_groups=parts), nodes=12).steady().warmed()
     spare = next(iter(world.ready_standbys().keys() - {world.node_of(M0), world.node_of(M1)}))
     assert world.node_of(R2) == spare
@@ -311,9 +320,11 @@ def test_rollout_node_that_is_its_own_job_can_host_the_trainer() -> None:
 def test_node_too_small_for_the_trainer_keeps_no_standby() -> None:
     small = in_node_groups(rollouts=3)
     roles = tuple(
-        msgspec.structs.replace(one, warm=True, donor_rollouts=1, per_member=Resources(cpus=64)) if one.name == "trainer" else one
-        for one in small.roles
-    )  # fmt: skip
+        msgspec.structs.replace(role, warm=True, donor_rollouts=1, per_member=Resources(cpus=64))
+        if role.name == "trainer"
+        else role
+        for role in small.roles
+    )
     world = World(msgspec.structs.replace(small, roles=roles), nodes=12).steady().warmed()
     assert list(world.ready_standbys()) == [world.node_of(TRAINER)]
 
@@ -321,9 +332,9 @@ def test_node_too_small_for_the_trainer_keeps_no_standby() -> None:
 # ── nobody counts them ───────────────────────────────────────────────────────────────────────────────────────────────
 def test_standbys_occupy_no_node_and_do_not_count_as_replicas() -> None:
     world = World(SMALL).steady().warmed()
-    assert not any(one.role == STANDBY_ROLE for one in workers(world.state))
+    assert not any(replica.role == STANDBY_ROLE for replica in workers(world.state))
     rooms = NodeInventory(world.state, world.now)
-    assert all(one.role != STANDBY_ROLE for there in rooms.occupancy().values() for one in there)
+    assert all(id.role != STANDBY_ROLE for there in rooms.occupancy().values() for id in there)
     assert N7 not in rooms.occupancy()
     assert not any(id.startswith(STANDBY_ROLE) for id in build_directory(world.state).peers)
 
@@ -334,9 +345,9 @@ def test_standbys_that_never_start_stop_being_tried_and_the_run_continues(broken
     world.broken[STANDBY_ROLE] = broken
     world.warmed().wait(400.0)
     assert world.ready_standbys() == {}
-    tried = [one for one in launches(world) if one.incarnation.replica == standby(N2).replica]
+    tried = [launch for launch in launches(world) if launch.incarnation.replica == standby(N2).replica]
     assert len(tried) == 4
-    assert {world.state.replica(one.incarnation.replica).status for one in launches(world)} == {Status.RETIRED}
+    assert {world.state.replica(launch.incarnation.replica).status for launch in launches(world)} == {Status.RETIRED}
     assert (world.state.finish, set(world.incarnations().values())) == (None, {1})
     world.broken.clear()
     world.wait(700.0)
@@ -366,7 +377,7 @@ def test_standbys_do_not_delay_the_end_and_leave_nothing() -> None:
     world.commit(9)
     world.play()
     assert_nothing_is_left(world, Outcome.COMPLETED)
-    stops = [one.incarnation.replica.partition("/")[0] for one in world.decided(StopStep)]
+    stops = [stop.incarnation.replica.partition("/")[0] for stop in world.decided(StopStep)]
     assert stops.index("agent") > max(index for index, role in enumerate(stops) if role == STANDBY_ROLE)
 
 

@@ -81,8 +81,10 @@ def test_nothing_is_launched_on_reclaimed_nodes() -> None:
     with_status(world, FIRST, time_left_s=GRACE, reclaimed=True)
     before = len(world.decided(Launch))
     world.play(lambda: FIRST not in world.state.allocations, timeout_s=GRACE)
-    assert [one.allocation for one in world.decided(Launch)[before:]] == []
-    assert [one.allocation for one in world.decided(Release)] == [FIRST], "left, it is given back before its time"
+    assert [launch.allocation for launch in world.decided(Launch)[before:]] == []
+    assert [release.allocation for release in world.decided(Release)] == [FIRST], (
+        "left, it is given back before its time"
+    )
 
 
 def test_repeated_preemption_costs_no_budget() -> None:
@@ -125,7 +127,7 @@ def test_replicas_leave_an_ending_job_before_its_reason_is_known() -> None:
     (fence,) = fences(world)
     assert (fence.why.evidence, fence.charged) == ((f"its allocation {FIRST} ends: COMPLETING",), False)
     world.steady()
-    assert [one.allocation for one in world.decided(Release)] == []
+    assert [release.allocation for release in world.decided(Release)] == []
     held = world.state.allocations[FIRST]
     assert (held.pending, held.running, held.running_since is None) == (False, False, False)
     world.drop(FIRST, AllocationState.ENDED)

@@ -34,13 +34,13 @@ def engine(node: NodeName, incarnation: int = 1) -> Incarnation:
 
 
 def launched(world: World, replica: ReplicaId) -> list[Launch]:
-    return [one for one in world.decided(Launch) if one.incarnation.replica == replica]
+    return [launch for launch in world.decided(Launch) if launch.incarnation.replica == replica]
 
 
 def promotions(world: World, role: str = "rollout") -> dict[str, str]:
     """Which shadow became which life, so far."""
-    return {str(one.standby): str(one.incarnation) for one in world.decided(Launch)
-            if one.standby is not None and one.incarnation.replica.startswith(role)}  # fmt: skip
+    return {str(launch.standby): str(launch.incarnation) for launch in world.decided(Launch)
+            if launch.standby is not None and launch.incarnation.replica.startswith(role)}  # fmt: skip
 
 
 def touched(world: World, *but: ReplicaId) -> dict[ReplicaId, int]:
@@ -60,7 +60,7 @@ def lose_at_once(world: World, *nodes: NodeName) -> None:
 def assert_no_orphan_steps(world: World) -> None:
     """But for what nobody can ask: it was on the node that is lost."""
     assert world.state.intents == {}
-    assert {one.node for one in world.state.orphan_steps.values()} <= world.dead
+    assert {orphan.node for orphan in world.state.orphan_steps.values()} <= world.dead
 
 
 # ── names ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -107,7 +107,7 @@ def test_no_standby_is_started_while_a_rollout_restarts() -> None:
     world.commit(1)
     world.wait(20.0)
     assert world.state.replica(R0).status is Status.STARTING
-    assert not any(one.incarnation.replica.startswith("standby/n6:") for one in world.decided(Launch))
+    assert not any(launch.incarnation.replica.startswith("standby/n6:") for launch in world.decided(Launch))
     world.play(world.works)
     world.wait(60.0)
     assert world.engines() == [N6, N7]
@@ -144,8 +144,8 @@ def shared(rollouts: int = 4) -> RunSpec:
     """Rollouts of which two share a node, one of them that of the store and the reward role; one spare."""
     job = small(rollouts=rollouts)
     each = msgspec.structs.replace(NODE, cpus=2, mem=NODE.mem // 2)
-    roles = tuple(msgspec.structs.replace(one, exclusive=False, per_member=each) if one.name == "rollout" else one
-                  for one in job.roles)  # fmt: skip
+    roles = tuple(msgspec.structs.replace(role, exclusive=False, per_member=each) if role.name == "rollout" else role
+                  for role in job.roles)  # fmt: skip
     nodes = pool_nodes(roles, NODE) + job.spares
     pool = msgspec.structs.replace(job.node_groups[0], nodes=nodes, min_nodes=nodes)
     return msgspec.structs.replace(job, roles=roles, node_groups=(pool,))
@@ -179,13 +179,13 @@ def test_remaining_standby_is_stopped_when_its_node_is_no_longer_a_spare() -> No
 def test_role_placed_beside_promoted_standbys_uses_the_capacity_of_the_others() -> None:
     world = World(shared(rollouts=5)).steady().warmed()  # no other node has room
     (spare,) = set(world.engines())
-    there = [one for one in world.incarnations() if world.node_of(one) == N1]
-    assert {one.partition("/")[0] for one in there} == {"trajectories", "reward", "rollout"}
+    there = [id for id in world.incarnations() if world.node_of(id) == N1]
+    assert {id.partition("/")[0] for id in there} == {"trajectories", "reward", "rollout"}
     world.lose_node(N1)
-    world.play(lambda: all(world.incarnations()[one] > 1 for one in there))
+    world.play(lambda: all(world.incarnations()[id] > 1 for id in there))
     world.steady()
     assert promotions(world) == {f"standby/{spare}:rollout.0#1": "rollout/0#2"}
-    assert {world.node_of(one) for one in there} == {spare}
+    assert {world.node_of(id) for id in there} == {spare}
     assert touched(world, *there) == {}
 
 
@@ -197,9 +197,14 @@ def test_replica_without_a_free_standby_is_not_announced_as_promoted() -> None:
     node = world.node_of(R1)
     mates = [id for id in (R0, R1, R2, R3) if world.node_of(id) == node]
     lose_at_once(world, node)
-    assert {one.incarnation.replica: one.why.expects for one in world.decided(Fence) if one.incarnation.replica in mates} == {
-        mates[0]: f"the standby process on the spare node n5 is promoted to {mates[0]}", mates[1]: "joins again on a spare node"
-    }  # fmt: skip
+    assert {
+        fence.incarnation.replica: fence.why.expects
+        for fence in world.decided(Fence)
+        if fence.incarnation.replica in mates
+    } == {
+        mates[0]: f"the standby process on the spare node n5 is promoted to {mates[0]}",
+        mates[1]: "joins again on a spare node",
+    }
 
 
 def test_standby_on_an_expiring_allocation_is_stopped() -> None:
@@ -208,9 +213,10 @@ def test_standby_on_an_expiring_allocation_is_stopped() -> None:
     world = World(msgspec.structs.replace(job, node_groups=(msgspec.structs.replace(pool, walltime=7200.0),)), nodes=20)
     world.steady().warmed()
     world.play(
-        lambda: any(isinstance(one, StopStep) and one.incarnation == engine(N6) for one in world.actions), 7200.0
+        lambda: any(isinstance(action, StopStep) and action.incarnation == engine(N6) for action in world.actions),
+        7200.0,
     )
-    (end,) = [one for one in world.decided(StopStep) if one.incarnation == engine(N6)]
+    (end,) = [stop for stop in world.decided(StopStep) if stop.incarnation == engine(N6)]
     assert end.why.evidence == ("n6 is no longer a spare node",)
 
 
@@ -225,13 +231,13 @@ def test_rollout_of_a_lost_node_is_promoted_on_the_spare_at_once() -> None:
     held, step = world.state.replica(R1), tag_of(RUN, engine(N6))
     assert (held.node, held.step, held.promoted_from, held.status) == (N6, step, engine(N6), Status.JOINED)
     assert owner_of(world.state, step) == held
-    (fence,) = [one for one in world.decided(Fence) if one.incarnation == Incarnation(R1, 1)]
+    (fence,) = [fence for fence in world.decided(Fence) if fence.incarnation == Incarnation(R1, 1)]
     limits, recovery = world.state.job.limits, world.state.job.recovery
     assert (fence.rung, fence.target_node, fence.why.expects) == (
         Rung.SPARE, N6, "the standby process on the spare node n6 is promoted to rollout/1"
     )  # fmt: skip
     assert fence.why.evidence == ("n4 is excluded: node_lost: manager: agent of n4 is silent",)
-    (launch,) = [one for one in launched(world, R1) if one.incarnation.number == 2]
+    (launch,) = [launch for launch in launched(world, R1) if launch.incarnation.number == 2]
     assert launch.why.evidence == ("rollout/1 is wanted and n6 has a standby process",)
     assert launch.why.expects == "standby/n6:rollout#1 is promoted to rollout/1#2"
     assert fence.why.deadline is not None
@@ -253,8 +259,8 @@ def test_two_lost_rollouts_get_a_standby_each() -> None:
 def test_two_rollouts_in_one_plan_are_not_sent_to_the_same_node() -> None:
     world = World(small(spares=2)).steady().warmed()
     lose_at_once(world, N4, N5)
-    fences = [one for one in world.decided(Fence) if one.incarnation.replica in (R1, R2)]
-    assert {one.incarnation.replica: one.target_node for one in fences} == {R1: N6, R2: N7}
+    fences = [fence for fence in world.decided(Fence) if fence.incarnation.replica in (R1, R2)]
+    assert {fence.incarnation.replica: fence.target_node for fence in fences} == {R1: N6, R2: N7}
     assert len(promotions(world)) == 2
     assert len(requests(world)) == 1
 
@@ -264,7 +270,7 @@ def test_second_of_two_lost_rollouts_waits_for_a_new_node() -> None:
     lose_at_once(world, N4, N5)
     assert promotions(world) == {"standby/n6:rollout#1": "rollout/1#2"}
     assert world.node_of(R2) == N7
-    assert [one.request.count for one in world.decided(Request)][1:] == [1]
+    assert [request.request.count for request in world.decided(Request)][1:] == [1]
 
 
 def test_failing_rollout_restarts_in_place_within_its_budget_then_is_promoted() -> None:
@@ -289,8 +295,8 @@ def test_restart_in_place_waits_for_nothing_and_the_old_step_has_its_grace() -> 
     begun = world.now
     world.play(lambda: world.incarnations()[R1] == 2)
     assert world.now == begun
-    world.play(lambda: any(one.incarnation == Incarnation(R1, 1) for one in world.decided(StopStep)))
-    (stop,) = [one for one in world.decided(StopStep) if one.incarnation == Incarnation(R1, 1)]
+    world.play(lambda: any(stop.incarnation == Incarnation(R1, 1) for stop in world.decided(StopStep)))
+    (stop,) = [stop for stop in world.decided(StopStep) if stop.incarnation == Incarnation(R1, 1)]
     assert stop.grace == world.state.job.limits.step_grace
 
 
@@ -322,7 +328,7 @@ def test_standby_that_is_not_ready_is_stopped_and_the_rollout_starts_cold() -> N
     world.play(lambda: world.incarnations()[R1] == 2)
     world.play(world.works)
     assert (world.node_of(R1), promotions(world)) == (N6, {})
-    (stop,) = [one for one in world.decided(StopStep) if one.incarnation == engine(N6)]
+    (stop,) = [stop for stop in world.decided(StopStep) if stop.incarnation == engine(N6)]
     assert (stop.grace, stop.why.evidence) == (0.0, ("n6 is needed for rollout/1",))
 
 
@@ -343,7 +349,7 @@ def test_standby_that_never_answers_its_promotion_is_given_up_and_stopped() -> N
     world.lose_node(N4)
     world.play(lambda: world.incarnations()[R1] == 3)
     world.steady().wait(1.0)
-    assert [one.incarnation for one in world.decided(StopStep) if one.step == tag_of(RUN, engine(N6))] == [
+    assert [stop.incarnation for stop in world.decided(StopStep) if stop.step == tag_of(RUN, engine(N6))] == [
         Incarnation(R1, 2)
     ]
     assert touched(world, R1) == {}
@@ -370,7 +376,7 @@ def test_trainer_gets_the_spare_once_its_standby_engine_has_ended() -> None:
     order = [action for action in world.actions
              if (isinstance(action, Launch) and action.incarnation == Incarnation(TRAINER, 2))
              or (isinstance(action, StopStep) and action.incarnation == engine(N6))]  # fmt: skip
-    assert [type(one) for one in order] == [StopStep, Launch]
+    assert [type(action) for action in order] == [StopStep, Launch]
     assert order[0].why.evidence == ("n6 is needed for trainer/0",)
     assert touched(world, TRAINER) == {}
     assert world.engines() == []
@@ -421,7 +427,9 @@ def test_restart_of_the_whole_run_promotes_no_standby() -> None:
     assert set(world.incarnations().values()) == {2, 3}
     assert promotions(world) == {}
     world.warmed()
-    assert [str(one.incarnation) for one in launched(world, engine(N6).replica)] == [str(engine(N6, n)) for n in (1, 2)]
+    assert [str(launch.incarnation) for launch in launched(world, engine(N6).replica)] == [
+        str(engine(N6, n)) for n in (1, 2)
+    ]
 
 
 # ── nobody counts them ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -480,7 +488,9 @@ def test_journal_alone_gives_the_role_of_each_standby() -> None:
     for stamped in world.events:
         state = fold(state, stamped)
     assert state == world.state
-    waiting = {one.id: standby_role_of(one.id) for one in state.replicas.values() if one.role == "standby"}
+    waiting = {
+        replica.id: standby_role_of(replica.id) for replica in state.replicas.values() if replica.role == "standby"
+    }
     assert waiting == {"standby/n2": "trainer", "standby/n6": "trainer", "standby/n6:rollout": "rollout"}
 
 

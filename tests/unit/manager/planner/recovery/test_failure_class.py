@@ -134,8 +134,12 @@ def test_replica_that_never_joins_is_reported_with_a_hint_at_join() -> None:
     world.broken["trainer"] = "waits"
     world._break = lambda action, why: None  # type: ignore[method-assign]
     for incarnation in (1, 2, 3):
-        world.play(lambda incarnation=incarnation: world.state.replica(TRAINER).status is Status.STARTING
-                   and world.state.replica(TRAINER).incarnation_number == incarnation)  # type: ignore[misc]  # fmt: skip
+        world.play(
+            lambda incarnation=incarnation: (
+                world.state.replica(TRAINER).status is Status.STARTING
+                and world.state.replica(TRAINER).incarnation_number == incarnation
+            )
+        )  # type: ignore[misc]
         world.wait(120.0)
         held = world.state.replica(TRAINER)
         world.happen(found(held.incarnation, "never_joined", world.now, text="no Hello within 120 s of its launch"))
@@ -161,7 +165,7 @@ def test_spare_replica_that_never_joins_is_retired() -> None:
     world.broken_incarnations = {R0: "exited"}
     world.play(timeout_s=60.0)
     assert (world.state.replica(R0).status, world.state.replica(R1).status) == (Status.RETIRED, Status.JOINED)
-    (fence,) = [one for one in world.decided(Fence) if one.rung is Rung.DEGRADED]
+    (fence,) = [fence for fence in world.decided(Fence) if fence.rung is Rung.DEGRADED]
     assert fence.why.evidence[-1] == "3 starts of rollout/0 failed, and none has ever joined"
     assert world.state.finish is None
 
@@ -363,7 +367,7 @@ def test_run_without_a_completed_command_is_not_complete() -> None:
     for replica in (A0, A1) * 4:
         world.kill(replica)
         world.play(timeout_s=30.0)
-    assert {world.state.replica(one).status for one in (A0, A1)} == {Status.RETIRED}
+    assert {world.state.replica(id).status for id in (A0, A1)} == {Status.RETIRED}
     assert world.state.finish is None
     world.play(lambda: world.state.replica(A1).status is Status.JOINED, timeout_s=900.0)
     world.finish(A1)

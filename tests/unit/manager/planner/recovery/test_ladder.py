@@ -62,7 +62,7 @@ def at_step(world: World, step: int) -> World:
 
 
 def evidence_of(world: World, evidence: str) -> bool:
-    return any(evidence in one for action in world.actions for one in action.why.evidence)
+    return any(evidence in line for action in world.actions for line in action.why.evidence)
 
 
 # ── the ladder as data ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -85,7 +85,7 @@ def test_every_decision_names_evidence_rung_expectation_and_deadline(policy: str
     if world.state.finish is None:
         world.lose_node(world.node_of(T2))
         world.play(world.works, timeout_s=2000.0)
-    decided = [one for one in world.actions if isinstance(one, Fence | RestartAll | Finish)]
+    decided = [action for action in world.actions if isinstance(action, Fence | RestartAll | Finish)]
     assert len(decided) > 6
     for one in decided:
         assert one.why.evidence, one
@@ -130,7 +130,7 @@ def test_spare_with_a_ready_standby_is_preferred() -> None:
 def test_without_a_warm_spare_a_donor_leaves_its_node_and_restarts_elsewhere() -> None:
     world = World(gang_job(1, 1, standbys=1, spares=0), nodes=20).steady().warmed()
     (stands,) = [node for node in world.ready_standbys() if node != world.node_of(TRAINER)]
-    (rollout,) = [one for one in workers(world.state) if one.node == stands]
+    (rollout,) = [replica for replica in workers(world.state) if replica.node == stands]
     world.lose_node(world.node_of(TRAINER))
     world.steady()
     fence, driven = fences(world)
@@ -145,11 +145,13 @@ def test_without_a_warm_spare_a_donor_leaves_its_node_and_restarts_elsewhere() -
 
 def test_donors_warm_node_is_preferred_to_a_cold_spare() -> None:
     world = World(gang_job(1, 1, standbys=1, spares=2)).steady().warmed()
-    spares = [node for node in world.ready_standbys() if node not in {one.node for one in workers(world.state)}]
+    spares = [node for node in world.ready_standbys() if node not in {replica.node for replica in workers(world.state)}]
     for node in spares:
         fail(world, ReplicaId(f"standby/{node}"))  # it is not ready for the moment
     stands = next(
-        one.node for one in workers(world.state) if one.role == "rollout" and one.node in world.ready_standbys()
+        replica.node
+        for replica in workers(world.state)
+        if replica.role == "rollout" and replica.node in world.ready_standbys()
     )
     world.happen(lost(world.node_of(TRAINER), world.now))
     assert [fence.rung for fence in fences(world)] == [Rung.DONOR, Rung.DONOR]
@@ -195,19 +197,19 @@ def test_failed_promotion_counts_as_failed_restart_and_the_next_start_is_cold() 
 # ── gangs ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_failed_member_restarts_its_gang_and_alone_is_charged() -> None:
     world = World(gang_job(warm=False)).steady()
-    homes = {one: world.node_of(one) for one in GANG}
-    others = {one.id: one.incarnation_number for one in workers(world.state) if one.role != "trainer"}
+    homes = {id: world.node_of(id) for id in GANG}
+    others = {replica.id: replica.incarnation_number for replica in workers(world.state) if replica.role != "trainer"}
     fail(world, T1)
     assert charged(world) == [("trainer/0.1#1", Rung.IN_PLACE)]
     rest = [fence for fence in fences(world) if not fence.charged]
-    assert [fence.incarnation for fence in rest] == [Incarnation(one, 1) for one in (T0, T2, T3)]
+    assert [fence.incarnation for fence in rest] == [Incarnation(id, 1) for id in (T0, T2, T3)]
     for fence in rest:
         assert fence.rung is Rung.IN_PLACE
         assert fence.why.evidence == (f"its gang restarts: trainer/0.1#1: {_AWAY.format('trainer/0.1#1')}",)
         assert fence.why.deadline == world.now + world.state.job.limits.join
     world.steady()
-    assert {one: world.node_of(one) for one in GANG} == homes
-    assert {one: len(world.state.replica(one).failures) for one in GANG} == {T0: 0, T1: 1, T2: 0, T3: 0}
+    assert {id: world.node_of(id) for id in GANG} == homes
+    assert {id: len(world.state.replica(id).failures) for id in GANG} == {T0: 0, T1: 1, T2: 0, T3: 0}
     assert world.incarnations() == others | dict.fromkeys(GANG, 2)
 
 
@@ -221,13 +223,13 @@ def test_members_that_fail_after_the_first_are_not_charged() -> None:
 
 def test_gang_moves_only_the_members_of_a_lost_node() -> None:
     world = World(gang_job(warm=False), nodes=9).steady()
-    homes = {one: world.node_of(one) for one in GANG}
+    homes = {id: world.node_of(id) for id in GANG}
     gone = homes[T2]
     assert homes[T3] == gone
     world.lose_node(gone)
     world.steady()
     assert charged(world) == [("trainer/0.2#1", Rung.SPARE)]
-    assert {one: world.node_of(one) for one in (T0, T1)} == {one: homes[one] for one in (T0, T1)}
+    assert {id: world.node_of(id) for id in (T0, T1)} == {id: homes[id] for id in (T0, T1)}
     assert world.node_of(T2) == world.node_of(T3) not in (gone, homes[T0])
 
 
@@ -255,12 +257,12 @@ def test_member_and_its_neighbour_leave_a_node_that_failed_it_too_often() -> Non
 
 def test_failures_of_other_members_do_not_move_a_member() -> None:
     world = World(gang_job(warm=False, recovery=Recovery(per_node=2), steps=99)).steady()
-    homes = {one: world.node_of(one) for one in GANG}
+    homes = {id: world.node_of(id) for id in GANG}
     for step, member in enumerate((*GANG, *GANG), 1):
         world.commit(step)
         world.kill(member)
         world.steady()
-    assert {one: world.node_of(one) for one in GANG} == homes
+    assert {id: world.node_of(id) for id in GANG} == homes
     assert {rung for _, rung in charged(world)} == {Rung.IN_PLACE}
 
 
@@ -272,7 +274,7 @@ def test_gang_is_retired_as_a_whole() -> None:
     for _ in range(2):
         world.kill(member)
         world.play(timeout_s=30.0)
-    assert {world.state.replica(one).status for one in (its, member)} == {Status.RETIRED}
+    assert {world.state.replica(id).status for id in (its, member)} == {Status.RETIRED}
     assert [(str(fence.incarnation), fence.rung, fence.charged) for fence in fences(world)][-2:] == [
         ("crew/1.1#2", Rung.DEGRADED, True), ("crew/1#2", Rung.DEGRADED, False),
     ]  # fmt: skip
@@ -304,8 +306,13 @@ def test_manager_failure_before_any_record_leads_to_the_same_gang_and_standby(st
         return world.wait(200.0)
 
     def ended(world: World) -> tuple[object, ...]:
-        gang = [world.state.replica(one) for one in (T0, T1)]
-        return world.incarnations()[T0], [len(one.failures) for one in gang], world.works(), world.state.full_restarts
+        gang = [world.state.replica(id) for id in (T0, T1)]
+        return (
+            world.incarnations()[T0],
+            [len(replica.failures) for replica in gang],
+            world.works(),
+            world.state.full_restarts,
+        )
 
     unharmed = played(0)
     assert ended(unharmed)[1:] == ([0, 1], True, ())
@@ -516,10 +523,16 @@ def test_a_run_without_a_trainer_has_no_checkpoint_to_restart_from() -> None:
 
 def test_full_restart_fences_all_in_place_and_charges_only_the_failed_member() -> None:
     world = at_step(World(gang_job()).steady().warmed(), 2)
-    homes = {one.id: one.node for one in workers(world.state)}
-    before = {one.id: one.incarnation_number for one in workers(world.state)}
-    agents = {one.id: one.incarnation_number for one in world.state.replicas.values() if one.role == AGENT}
-    shadows = [one.incarnation for one in world.state.replicas.values() if one.role == STANDBY_ROLE and one.is_current]
+    homes = {replica.id: replica.node for replica in workers(world.state)}
+    before = {replica.id: replica.incarnation_number for replica in workers(world.state)}
+    agents = {
+        replica.id: replica.incarnation_number for replica in world.state.replicas.values() if replica.role == AGENT
+    }
+    shadows = [
+        replica.incarnation
+        for replica in world.state.replicas.values()
+        if replica.role == STANDBY_ROLE and replica.is_current
+    ]
     assert shadows
     world.kill(T1)
     world.steady()
@@ -530,11 +543,13 @@ def test_full_restart_fences_all_in_place_and_charges_only_the_failed_member() -
     adopted = [launch for launch in world.decided(Launch) if launch.standby is not None]
     assert len(adopted) == 4  # at the first failure, and nobody is at the restart of all
     world.steady()
-    assert {one.id: one.node for one in workers(world.state)} == homes
+    assert {replica.id: replica.node for replica in workers(world.state)} == homes
     assert [launch for launch in world.decided(Launch) if launch.standby is not None] == adopted
-    charged_with = {one.id: len(one.failures) for one in workers(world.state) if one.failures}
+    charged_with = {replica.id: len(replica.failures) for replica in workers(world.state) if replica.failures}
     assert charged_with == {T1: 2}
-    assert {one.id: one.incarnation_number for one in world.state.replicas.values() if one.role == AGENT} == agents
+    assert {
+        replica.id: replica.incarnation_number for replica in world.state.replicas.values() if replica.role == AGENT
+    } == agents
     assert world.incarnations() == {id: n + (2 if id in GANG else 1) for id, n in before.items()}
 
 
@@ -587,7 +602,7 @@ def test_many_failures_at_once_restart_the_run_once(policy: str) -> None:
         world.record(found(world.state.replica(replica).incarnation, "exit_record", world.now))
     world.steady()
     assert len(world.decided(RestartAll)) == 1
-    assert sum(len(one.failures) for one in workers(world.state)) == 1
+    assert sum(len(replica.failures) for replica in workers(world.state)) == 1
 
 
 def test_many_lost_nodes_cost_one_restart_for_replicas_on_excludable_nodes() -> None:
@@ -604,7 +619,7 @@ def test_many_lost_nodes_cost_one_restart_for_replicas_on_excludable_nodes() -> 
 @pytest.mark.parametrize("replica", ALL)
 def test_policy_job_restarts_all_in_place_on_any_failure(replica: ReplicaId) -> None:
     world = at_step(World(job(recovery=Recovery(policy="job"))).steady(), 1)
-    homes = {one.id: one.node for one in workers(world.state)}
+    homes = {replica.id: replica.node for replica in workers(world.state)}
     fail(world, replica)
     (whole,) = world.decided(RestartAll)
     assert whole.failed == Incarnation(replica, 1)
@@ -614,17 +629,17 @@ def test_policy_job_restarts_all_in_place_on_any_failure(replica: ReplicaId) -> 
     world.steady()
     assert world.now - began < 10.0
     assert world.incarnations() == dict.fromkeys(ALL, 2)
-    assert {one.id: one.node for one in workers(world.state)} == homes
+    assert {replica.id: replica.node for replica in workers(world.state)} == homes
     assert (requests(world), fences(world)) == ([POOL], [])
 
 
 def test_policy_job_replaces_a_bad_node_and_keeps_the_others() -> None:
     world = World(job(recovery=Recovery(policy="job"), spares=0), nodes=9).steady()
-    homes = {one.id: one.node for one in workers(world.state)}
+    homes = {replica.id: replica.node for replica in workers(world.state)}
     world.lose_node(N3)
     world.steady()
     assert world.incarnations() == dict.fromkeys(ALL, 2)
-    assert {one.id: one.node for one in workers(world.state)} == homes | {R0: N5}
+    assert {replica.id: replica.node for replica in workers(world.state)} == homes | {R0: N5}
     assert [exclude.node for exclude in world.decided(Exclude)] == [N3]
     assert len(requests(world)) == 2
 
@@ -732,11 +747,11 @@ def test_requested_restart_is_in_place_and_uncharged() -> None:
 @pytest.mark.parametrize("target", [T0, T2])
 def test_requested_restart_of_any_member_restarts_the_gang(target: ReplicaId) -> None:
     world = World(gang_job(warm=False)).steady()
-    homes = {one: world.node_of(one) for one in GANG}
+    homes = {id: world.node_of(id) for id in GANG}
     rung_order(world, target)
     world.steady()
-    assert {one: world.incarnations()[one] for one in GANG} == dict.fromkeys(GANG, 2)
-    assert {one: world.node_of(one) for one in GANG} == homes
+    assert {id: world.incarnations()[id] for id in GANG} == dict.fromkeys(GANG, 2)
+    assert {id: world.node_of(id) for id in GANG} == homes
     assert charged(world) == []
 
 
@@ -799,8 +814,8 @@ def test_requested_restart_of_a_retired_replica_outlasts_a_full_restart() -> Non
         world.play(timeout_s=30.0)
     assert world.state.replica(R0).status is Status.RETIRED
     why = Why(("because",), Rung.FULL_RESTART)
-    fences_ = tuple(Fence(one.incarnation, Rung.FULL_RESTART, why, one.node, charged=one.id == T0)
-                    for one in workers(world.state) if one.is_current)  # fmt: skip
+    fences_ = tuple(Fence(replica.incarnation, Rung.FULL_RESTART, why, replica.node, charged=replica.id == T0)
+                    for replica in workers(world.state) if replica.is_current)  # fmt: skip
     world.record(ev.CommandReceived("restart", "ada", "c1", target=R0))
     world.happen(ev.Decided(RestartAll(why, fences_)))
     world.play(world.works, timeout_s=120.0)
@@ -811,7 +826,8 @@ def test_replica_just_retired_is_not_brought_back_by_a_full_restart() -> None:
     world = World(job()).steady()
     why = Why(("because",), Rung.FULL_RESTART)
     everybody = tuple(
-        Fence(one.incarnation, Rung.FULL_RESTART, why, one.node, charged=one.id == T0) for one in workers(world.state)
+        Fence(replica.incarnation, Rung.FULL_RESTART, why, replica.node, charged=replica.id == T0)
+        for replica in workers(world.state)
     )
     world.record(ev.Decided(Fence(Incarnation(R0, 1), Rung.DEGRADED, Why(("it fails too often",), Rung.DEGRADED))))
     before = world.state.replica(R0)
