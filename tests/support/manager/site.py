@@ -183,7 +183,7 @@ class Site:
         self.free = [node for node in self.free if node not in nodes]
         self.allocations[request.tag] = tuple(nodes)
         self.granted.append(request.tag)
-        self.max_nodes_held = max(self.max_nodes_held, sum(len(held) for held in self.allocations.values()))
+        self.max_nodes_held = max(self.max_nodes_held, sum(len(nodes) for nodes in self.allocations.values()))
 
     def cancel_everything(self, listed: bool) -> None:
         """Somebody cancels every job of the run: what runs is asked to leave, and does. The nodes are the first to be
@@ -192,7 +192,7 @@ class Site:
             actor.ends(ExitReason.STOPPED)
         if listed:
             self.cancelled |= self.allocations
-        self.free = [*(node for held in self.allocations.values() for node in held), *self.free]
+        self.free = [*(node for nodes in self.allocations.values() for node in nodes), *self.free]
         self.allocations = {}
 
     def release(self, tag: str) -> None:
@@ -225,11 +225,13 @@ class Site:
             return (
                 ClusterSnapshot({}, {}, {}) if self.polls % 4 == 1 else ClusterSnapshot(None, None, None, "timed out")
             )
-        seen = {tag: AllocationStatus(AllocationState.RUNNING, "7", nodes) for tag, nodes in self.allocations.items()}
+        statuses = {
+            tag: AllocationStatus(AllocationState.RUNNING, "7", nodes) for tag, nodes in self.allocations.items()
+        }
         for tag, ended in self.cancelled.items():
-            seen[tag] = AllocationStatus(AllocationState.ENDED, "7", ended, "CANCELLED", cancelled=True)
-        nodes = {node: self._node(node) for held in self.allocations.values() for node in held}
-        return ClusterSnapshot(nodes, seen, {tag: actor.node for tag, actor in self.actors.items()})
+            statuses[tag] = AllocationStatus(AllocationState.ENDED, "7", ended, "CANCELLED", cancelled=True)
+        nodes = {node: self._node(node) for members in self.allocations.values() for node in members}
+        return ClusterSnapshot(nodes, statuses, {tag: actor.node for tag, actor in self.actors.items()})
 
     def _node(self, node: NodeName) -> NodeStatus:
         reason = self.drained.get(node)
@@ -246,11 +248,11 @@ class Site:
 
     def working(self) -> dict[ReplicaId, list[Actor]]:
         """Living workers by replica, agents and shadows left out."""
-        found: dict[ReplicaId, list[Actor]] = {}
+        working: dict[ReplicaId, list[Actor]] = {}
         for actor in self.actors.values():
             if actor.working and actor.role not in (AGENT, STANDBY_ROLE):
-                found.setdefault(actor.incarnation.replica, []).append(actor)
-        return found
+                working.setdefault(actor.incarnation.replica, []).append(actor)
+        return working
 
     def all_work(self) -> bool:
         return len(self.working()) == sum(role.replicas * role.ranks for role in self.job.roles)
@@ -292,7 +294,7 @@ class Site:
     def idle_node(self) -> NodeName:
         """A node of ours on which no role works."""
         busy = {actor.node for actor in self.actors.values() if actor.role not in (AGENT, STANDBY_ROLE)}
-        return next(node for held in self.allocations.values() for node in held if node not in busy)
+        return next(node for nodes in self.allocations.values() for node in nodes if node not in busy)
 
     def finds(self, *findings: Finding) -> None:
         """These agents find this from now on, and say so."""

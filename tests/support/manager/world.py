@@ -177,17 +177,17 @@ class World:
 
     def kill(self, replica: ReplicaId) -> None:
         """SIGKILL of its process; the step's exit record follows."""
-        held = self.state.replica(replica)
-        if held.step in self.steps:
-            assert held.step is not None
-            self._end(held.step, 9)
+        record = self.state.replica(replica)
+        if record.step in self.steps:
+            assert record.step is not None
+            self._end(record.step, 9)
             self._turn()
 
     def freeze(self, replica: ReplicaId) -> None:
         """It hangs: the detector says so, its step goes on."""
-        held = self.state.replica(replica)
-        if held.status is Status.JOINED:
-            self.happen(found(held.incarnation, "no_progress", self.now))
+        record = self.state.replica(replica)
+        if record.status is Status.JOINED:
+            self.happen(found(record.incarnation, "no_progress", self.now))
 
     def lose_node(self, node: NodeName) -> None:
         """Everything on it is silent from now on, and the detectors say so."""
@@ -198,8 +198,8 @@ class World:
     def drop(self, tag: str, state: AllocationState | None = None) -> None:
         """The cluster ends an allocation of its own accord."""
         nodes = self._give_back(tag)
-        seen = None if state is None else AllocationStatus(state, "7", nodes, "CANCELLED by 1000")
-        self.happen(ev.AllocationChanged(tag, seen))
+        status = None if state is None else AllocationStatus(state, "7", nodes, "CANCELLED by 1000")
+        self.happen(ev.AllocationChanged(tag, status))
 
     def land(self) -> None:
         """The requests that nobody answered turn out to have been heard."""
@@ -223,16 +223,16 @@ class World:
 
     def finish(self, replica: ReplicaId) -> None:
         """Its process is done: it exits with code 0."""
-        held = self.state.replica(replica)
-        assert held.step in self.steps
-        self._end(held.step, 0)
+        record = self.state.replica(replica)
+        assert record.step in self.steps
+        self._end(record.step, 0)
         self._turn()
 
     def vanish(self, replica: ReplicaId) -> None:
         """Its process is gone, and nobody has noticed yet."""
-        held = self.state.replica(replica)
-        assert held.step is not None
-        del self.steps[held.step]
+        record = self.state.replica(replica)
+        assert record.step is not None
+        del self.steps[record.step]
 
     def ready_standbys(self) -> dict[NodeName, int]:
         """Nodes on which shadows are ready, and how many."""
@@ -293,9 +293,9 @@ class World:
             for action in planned.actions:
                 assert action.why.evidence, f"no evidence: {action}"
                 assert all(action.why.evidence), f"empty evidence: {action}"
-                deed = (action.tag, action.why.rung if isinstance(action, Fence) else None)
-                assert deed not in planned_before, f"planned twice in a row: {action}"
-                planned_before.add(deed)
+                key = (action.tag, action.why.rung if isinstance(action, Fence) else None)
+                assert key not in planned_before, f"planned twice in a row: {action}"
+                planned_before.add(key)
                 self.planned += 1
                 if self.planned == self.die_before:
                     raise _Died
@@ -350,12 +350,12 @@ class World:
             self._later(0.1, lambda: self.record(ev.IntentSettled(request.tag, False, self.refuse)))
         elif not self.unanswered:
             components = (request, *request.further_components)
-            whole = sum(component.count for component in components) <= len(self._free)
-            gang = "" if whole and not any(self._awaits(component) for component in components) else "Resources"
-            for one in components:
-                assert one is request or one.tag not in self.requests, "one tag, two requests"
-                self.requests[one.tag] = one
-                self._grant(one, gang if request.further_components else "")
+            fits = sum(component.count for component in components) <= len(self._free)
+            gang = "" if fits and not any(self._awaits(component) for component in components) else "Resources"
+            for component in components:
+                assert component is request or component.tag not in self.requests, "one tag, two requests"
+                self.requests[component.tag] = component
+                self._grant(component, gang if request.further_components else "")
 
     def _awaits(self, request: AllocationRequest) -> str:
         return self.hopeless.get(request.node_group) or self.closed.get(request.node_group) or ""
@@ -368,13 +368,13 @@ class World:
         self.held[request.tag] = nodes
         state = AllocationState.RUNNING if nodes else AllocationState.PENDING
         reason = "" if nodes else detail or "Resources"
-        seen = AllocationStatus(
+        status = AllocationStatus(
             state, "7", nodes, reason, unsatisfiable_reason=self.hopeless.get(request.node_group, "")
         )
         self._later(
             0.1, lambda: self.record(ev.IntentSettled(request.tag, True))
         )  # of one that is known already: changes nothing
-        self._later(1.0, lambda: self.record(ev.AllocationChanged(request.tag, seen)))
+        self._later(1.0, lambda: self.record(ev.AllocationChanged(request.tag, status)))
         if nodes:
             self._later(1.0 + request.walltime, lambda: self._expire(request.tag))
 
@@ -410,15 +410,15 @@ class World:
 
     def _finds_memory(self, action: Launch) -> None:
         """A rollout that is kept warm holds room: it finds it free, and nobody else is started in it."""
-        there = [incarnation for incarnation, node in self.steps.values() if node == action.node]
-        held = [incarnation for incarnation in there if _memory_claim(incarnation)]
+        running = [incarnation for incarnation, node in self.steps.values() if node == action.node]
+        engines = [incarnation for incarnation in running if _memory_claim(incarnation)]
         if _memory_claim(action.incarnation):
-            assert all(role_of(incarnation.replica) in (AGENT, STANDBY_ROLE) for incarnation in there), (
-                f"{action.incarnation} has no room"
+            assert all(role_of(incarnation.replica) in (AGENT, STANDBY_ROLE) for incarnation in running), (
+                f"{action.incarnation} has no free memory"
             )
         elif role_of(action.incarnation.replica) not in (AGENT, STANDBY_ROLE) and self.slow_to_stop < 10.0:
             over = action.standby is not None and _memory_claim(action.standby)
-            assert over or not held, f"{held} hold the room of {action.incarnation}"
+            assert over or not engines, f"{engines} hold the memory of {action.incarnation}"
 
     def _promote(self, action: Launch) -> None:
         """The shadow goes on as the life, in its own step."""
@@ -509,7 +509,7 @@ class World:
     def _give_back(self, tag: str) -> tuple[NodeName, ...]:
         nodes = self.held.pop(tag, ())
         self._free += [node for node in nodes if node not in self.dead]
-        self.steps = {step: held for step, held in self.steps.items() if held[1] not in nodes}
+        self.steps = {step: running for step, running in self.steps.items() if running[1] not in nodes}
         return nodes
 
     def _later(self, after: float, do: Callable[[], None]) -> None:

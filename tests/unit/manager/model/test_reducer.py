@@ -85,8 +85,8 @@ def fence(incarnation: Incarnation = R1, rung: Rung = Rung.IN_PLACE) -> ev.Decid
 
 def pool(*nodes: NodeName, state: AllocationState = AllocationState.RUNNING) -> Sequence[ev.Event]:
     ask = AllocationRequest(POOL, len(nodes), NODE, 3600.0)
-    seen = ev.AllocationChanged(POOL, AllocationStatus(state, "7", nodes))
-    return ev.Intended(Request(ask, WHY)), ev.IntentSettled(POOL, True), seen
+    changed = ev.AllocationChanged(POOL, AllocationStatus(state, "7", nodes))
+    return ev.Intended(Request(ask, WHY)), ev.IntentSettled(POOL, True), changed
 
 
 RUNNING = (
@@ -118,9 +118,9 @@ def test_incarnation_is_launching_then_starting_then_joined_and_settles_its_laun
     state = state_after(RUNNING[4], state=state)
     assert (state.replicas[R1.replica].status, state.intents) == (Status.STARTING, {})
     state = state_after(*RUNNING[5:], state=state)
-    held = state.replicas[R1.replica]
-    assert (held.status, held.phase, held.weight_version) == (Status.JOINED, "generate", Version(3, 1))
-    assert (held.listen_address, held.weight_address, held.pid, held.node) == ("tcp://l", "tcp://s", 6, N1)
+    replica = state.replicas[R1.replica]
+    assert (replica.status, replica.phase, replica.weight_version) == (Status.JOINED, "generate", Version(3, 1))
+    assert (replica.listen_address, replica.weight_address, replica.pid, replica.node) == ("tcp://l", "tcp://s", 6, N1)
 
 
 def test_join_settles_a_launch_whose_admission_was_missed() -> None:
@@ -170,9 +170,9 @@ def test_allocation_gone_before_it_ran_counts_as_undelivered_request(
 
 def test_new_incarnation_inherits_no_reports_of_the_old_one() -> None:
     state = state_after(*RUNNING, fence(), launch(Incarnation(R1.replica, 2), N2))
-    held = state.replicas[R1.replica]
-    assert (held.incarnation_number, held.node, held.status) == (2, N2, Status.LAUNCHING)
-    assert (held.weight_version, held.phase, held.listen_address, held.weight_address, held.pid) == (
+    replica = state.replicas[R1.replica]
+    assert (replica.incarnation_number, replica.node, replica.status) == (2, N2, Status.LAUNCHING)
+    assert (replica.weight_version, replica.phase, replica.listen_address, replica.weight_address, replica.pid) == (
         None,
         "",
         None,
@@ -222,8 +222,8 @@ def test_stopped_step_is_an_orphan_until_its_end_or_stop_is_certain() -> None:
     done = state_after(ev.IntentSettled(f"{tag_of(RUN, R1)}!stop", True), state=state)
     assert (done.orphan_steps, done.intents) == ({}, {})
     refused = state_after(ev.IntentSettled(f"{tag_of(RUN, R1)}!stop", False, "no"), state=state, at=50.0)
-    held = refused.orphan_steps[tag_of(RUN, R1)]
-    assert (held.stop_requested, held.not_before, refused.intents) == (False, 50.0 + RETRY_PAUSE_S, {})
+    orphan = refused.orphan_steps[tag_of(RUN, R1)]
+    assert (orphan.stop_requested, orphan.not_before, refused.intents) == (False, 50.0 + RETRY_PAUSE_S, {})
 
 
 def test_current_replica_that_is_stopped_is_retired() -> None:
@@ -239,9 +239,9 @@ def test_rejected_launch_keeps_replica_wanted_and_doubles_the_backoff() -> None:
         state = state_after(
             launch(incarnation), ev.IntentSettled(tag_of(RUN, incarnation), False, "no"), state=state, at=20.0
         )
-        held = state.replicas[R1.replica]
-        assert (held.status, held.incarnation_number, state.intents) == (Status.WANTED, number, {})
-        pauses.append(held.not_before - held.since)
+        replica = state.replicas[R1.replica]
+        assert (replica.status, replica.incarnation_number, state.intents) == (Status.WANTED, number, {})
+        pauses.append(replica.not_before - replica.since)
     assert pauses == [0.0, 1.0, 2.0, 4.0]
 
 
@@ -264,8 +264,13 @@ def test_undelivered_launch_is_not_a_failure_and_is_repeated_on_the_same_node() 
     state = state_after(
         *pool(N1), launch(), ev.IntentSettled(tag_of(RUN, R1), False, "its step never appeared", undelivered=True)
     )
-    held = state.replicas[R1.replica]
-    assert (held.status, held.incarnation_number, held.failures, held.preferred_node) == (Status.WANTED, 1, (), N1)
+    replica = state.replicas[R1.replica]
+    assert (replica.status, replica.incarnation_number, replica.failures, replica.preferred_node) == (
+        Status.WANTED,
+        1,
+        (),
+        N1,
+    )
 
 
 def test_launch_is_settled_by_a_certain_stop_or_the_end_of_its_allocation() -> None:
@@ -365,11 +370,11 @@ def test_commits_are_ordered_and_a_repeated_one_counts_once() -> None:
 
 
 def test_newest_step_reported_first_hides_none_of_the_earlier_steps() -> None:
-    words = [ev.StepCommitted(R1, 5), *(ev.StepCommitted(R1, step, {"reward": step / 10}) for step in (2, 3, 4, 5))]
-    state = state_after(*RUNNING, ev.StepCommitted(R1, 1, {"reward": 0.1}), *words)
+    commits = [ev.StepCommitted(R1, 5), *(ev.StepCommitted(R1, step, {"reward": step / 10}) for step in (2, 3, 4, 5))]
+    state = state_after(*RUNNING, ev.StepCommitted(R1, 1, {"reward": 0.1}), *commits)
     assert (state.step, state.metrics) == (5, {"reward": 0.5})
     assert state.rewards.last == {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4, 5: 0.5}
-    assert state_after(*words[1:], state=state).rewards == state.rewards
+    assert state_after(*commits[1:], state=state).rewards == state.rewards
 
 
 def test_planned_fault_is_triggered_by_its_intent_and_settled_by_the_agents_report() -> None:
@@ -445,16 +450,19 @@ def test_heterogeneous_request_has_an_allocation_per_component_and_none_if_rejec
 
 
 def test_node_keeps_its_group_after_it_left() -> None:
-    seen = AllocationStatus(AllocationState.RUNNING, "7+1", (N1,))
+    status = AllocationStatus(AllocationState.RUNNING, "7+1", (N1,))
     state = state_after(
-        ev.Intended(Request(WHOLE, WHY)), ev.AllocationChanged(f"{RUN}.b", seen), ev.Decided(Exclude(N1, WHY))
+        ev.Intended(Request(WHOLE, WHY)), ev.AllocationChanged(f"{RUN}.b", status), ev.Decided(Exclude(N1, WHY))
     )
     assert state.nodes[N1].node_group == "b"
     assert state_after(ev.AllocationChanged(f"{RUN}.b", None), state=state).nodes[N1].node_group == "b"
 
 
 def test_allocation_walltime_counts_from_running_and_restarts_when_requeued() -> None:
-    running, queued = (AllocationStatus(one, "7", ()) for one in (AllocationState.RUNNING, AllocationState.PENDING))
+    running, queued = (
+        AllocationStatus(allocation_state, "7", ())
+        for allocation_state in (AllocationState.RUNNING, AllocationState.PENDING)
+    )
     state = state_after(*pool(state=AllocationState.PENDING))
     assert state.allocations[POOL].ends_at == float("inf")
     state = state_after(ev.AllocationChanged(POOL, running), state=state, at=50.0)
@@ -468,8 +476,8 @@ def test_allocation_walltime_counts_from_running_and_restarts_when_requeued() ->
 
 def test_release_of_an_unsatisfiable_request_counts_as_a_rejection() -> None:
     for hopeless in ("", "BadConstraints"):
-        seen = AllocationStatus(AllocationState.PENDING, "7", (), "BadConstraints", hopeless)
-        asked = (ev.Intended(Request(WHOLE, WHY)), ev.IntentSettled(POOL, True), ev.AllocationChanged(POOL, seen))
+        status = AllocationStatus(AllocationState.PENDING, "7", (), "BadConstraints", hopeless)
+        asked = (ev.Intended(Request(WHOLE, WHY)), ev.IntentSettled(POOL, True), ev.AllocationChanged(POOL, status))
         state = state_after(*asked, ev.Intended(Release(POOL, WHY)))
         assert [rejection.detail for rejection in state.rejected_requests] == (
             [f"{POOL}: BadConstraints"] if hopeless else []
@@ -479,8 +487,8 @@ def test_release_of_an_unsatisfiable_request_counts_as_a_rejection() -> None:
 
 def test_moved_replica_has_no_failure_and_prefers_its_target_node() -> None:
     state = state_after(*RUNNING, ev.Decided(Fence(R1, Rung.REPLACEMENT, WHY, target_node=N2, charged=False)))
-    held = state.replicas[R1.replica]
-    assert (held.status, held.preferred_node, held.failures, state.recoveries) == (Status.WANTED, N2, (), 0)
+    replica = state.replicas[R1.replica]
+    assert (replica.status, replica.preferred_node, replica.failures, state.recoveries) == (Status.WANTED, N2, (), 0)
     assert list(state.orphan_steps) == [tag_of(RUN, R1)]
 
 
@@ -568,8 +576,8 @@ _outside = st.one_of(
         )
     ),
     _incarnations.flatmap(
-        lambda shadow: st.builds(
-            Launch, _incarnations, st.just(tag_of(RUN, shadow)), _allocations, _nodes, _whys, st.just(shadow)
+        lambda standby: st.builds(
+            Launch, _incarnations, st.just(tag_of(RUN, standby)), _allocations, _nodes, _whys, st.just(standby)
         )
     ),
     st.builds(Drain, _nodes, st.just("rrl:small-1:gpu"), _whys),

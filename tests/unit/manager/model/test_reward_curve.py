@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from rrl.manager.model.reward_curve import MAX_CURVE_POINTS, MAX_GAPS, MAX_STEPS_PER_END, Rewards, add_step
 
 
-def reported(*words: tuple[int, float | None], rewards: Rewards | None = None) -> Rewards:
+def reported(*reports: tuple[int, float | None], rewards: Rewards | None = None) -> Rewards:
     rewards = rewards or Rewards()
-    for step, reward in words:
+    for step, reward in reports:
         rewards = add_step(rewards, step, reward)
     return rewards
 
@@ -35,10 +35,10 @@ def test_no_report_means_no_reward() -> None:
 @given(st.data(), st.integers(1, 300))
 def test_order_and_repetition_of_reports_do_not_matter(data: st.DataObject, newest: int) -> None:
     steps = data.draw(st.lists(st.integers(1, newest), min_size=1, max_size=40, unique=True))
-    words = [(step, float(step % 7)) for step in steps]
+    reports = [(step, float(step % 7)) for step in steps]
     hellos: list[tuple[int, float | None]] = [(step, None) for step in data.draw(st.lists(st.sampled_from(steps)))]
-    shuffled = data.draw(st.permutations([*words, *hellos, *words[:5]]))
-    assert reported(*shuffled) == reported(*sorted(words))
+    shuffled = data.draw(st.permutations([*reports, *hellos, *reports[:5]]))
+    assert reported(*shuffled) == reported(*sorted(reports))
 
 
 def test_first_of_repeated_reports_counts() -> None:

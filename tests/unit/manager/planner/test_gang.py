@@ -189,12 +189,12 @@ def test_only_the_missing_node_is_requested_and_the_gang_spans_two_allocations()
     world.lose_node(N3)
     world.play(lambda: bool(launches(world, 2)))
     world.steady()
-    asks = [request.request for request in world.decided(Request)]
-    assert [ask.count for ask in asks] == [6, 1]
-    assert asks[1].exclude == (N3,)
+    requested = [request.request for request in world.decided(Request)]
+    assert [ask.count for ask in requested] == [6, 1]
+    assert requested[1].exclude == (N3,)
     assert nodes_of(world) == [N2, N2, N7, N7]
-    held = [world.state.replica(id).allocation for id in MEMBERS]
-    assert held == [asks[0].tag] * 2 + [asks[1].tag] * 2
+    allocations = [world.state.replica(id).allocation for id in MEMBERS]
+    assert allocations == [requested[0].tag] * 2 + [requested[1].tag] * 2
     assert_others_were_not_touched(world)
 
 
@@ -386,34 +386,30 @@ _BLOWS = st.one_of(
     st.tuples(st.just("kill"), _MEMBERS | _ROLLOUTS),
     st.tuples(st.just("freeze"), _MEMBERS | _ROLLOUTS),
     st.tuples(st.just("lose the node of"), _MEMBERS | _ROLLOUTS),
-    st.tuples(st.just("kill the shadow beside"), _MEMBERS | _ROLLOUTS),
-    st.tuples(st.just("silence the shadow beside"), _MEMBERS | _ROLLOUTS),
+    st.tuples(st.just("kill the standby beside"), _MEMBERS | _ROLLOUTS),
+    st.tuples(st.just("silence the standby beside"), _MEMBERS | _ROLLOUTS),
     st.tuples(st.just("commit"), st.just(M0)),
 )
 _PAUSES = st.sampled_from([0.0, 0.1, 0.4, 2.0, 30.0])
 
 
 def strike(world: World, blow: str, target: ReplicaId) -> None:
-    held = world.state.replica(target)
-    shadow = next(
-        (
-            replica
-            for replica in world.state.replicas.values()
-            if replica.role == STANDBY_ROLE and replica.node == held.node and replica.step in world.steps
-        ),
-        None,
+    struck = world.state.replica(target)
+    standbys = (replica for replica in world.state.replicas.values() if replica.role == STANDBY_ROLE)
+    standby = next(
+        (replica for replica in standbys if replica.node == struck.node and replica.step in world.steps), None
     )
     if blow == "kill":
         world.kill(target)
     elif blow == "freeze":
         world.freeze(target)
-    elif blow == "lose the node of" and held.node is not None and len(world.dead) < 4:
-        world.lose_node(held.node)
-    elif blow == "kill the shadow beside" and shadow is not None:
-        world.vanish(shadow.id)
-    elif blow == "silence the shadow beside" and held.node is not None:
-        world.unresponsive.add(held.node)
-    elif blow == "commit" and held.status is Status.JOINED:
+    elif blow == "lose the node of" and struck.node is not None and len(world.dead) < 4:
+        world.lose_node(struck.node)
+    elif blow == "kill the standby beside" and standby is not None:
+        world.vanish(standby.id)
+    elif blow == "silence the standby beside" and struck.node is not None:
+        world.unresponsive.add(struck.node)
+    elif blow == "commit" and struck.status is Status.JOINED:
         world.commit(world.state.step + 1)
 
 
@@ -422,8 +418,8 @@ def assert_one_incarnation_is_current_at_any_time(world: World) -> None:
     for stamped in world.events:
         state = fold(state, stamped)
         members = [state.replica(id) for id in MEMBERS]
-        believed = {replica.incarnation_number for replica in members if replica.is_current}
-        assert believed <= {max(replica.incarnation_number for replica in members)}, f"after {stamped}"
+        current_numbers = {replica.incarnation_number for replica in members if replica.is_current}
+        assert current_numbers <= {max(replica.incarnation_number for replica in members)}, f"after {stamped}"
 
 
 @settings(max_examples=60, deadline=None)
@@ -448,5 +444,5 @@ def test_one_gang_incarnation_is_current_and_all_replicas_work_in_the_end(
     assert_one_incarnation_is_current_at_any_time(world)
     assert len({world.state.replica(id).incarnation_number for id in MEMBERS}) == 1
     assert {world.incarnations()[id] for id in (STORE, REWARD)} == {1} or die_before
-    believed = {replica.step for replica in world.state.replicas.values() if replica.is_current}
-    assert world.steps.keys() <= believed | world.state.orphan_steps.keys()
+    steps = {replica.step for replica in world.state.replicas.values() if replica.is_current}
+    assert world.steps.keys() <= steps | world.state.orphan_steps.keys()

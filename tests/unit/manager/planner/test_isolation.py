@@ -28,14 +28,14 @@ _blows = st.tuples(
 def strike(world: World, kind: str, replica: ReplicaId) -> set[ReplicaId]:
     """Returns whose incarnation this may change."""
     node = world.state.replica(replica).node
-    there = {r.id for r in workers(world.state) if r.node == node or r.preferred_node == node}
+    ids = {r.id for r in workers(world.state) if r.node == node or r.preferred_node == node}
     if node is None or kind == "kill":
         world.kill(replica)
     elif kind == "freeze":
         world.freeze(replica)
     elif kind == "lose node":
         world.lose_node(node)
-        return there
+        return ids
     elif kind == "kill agent":
         world.kill(ReplicaId(f"{AGENT}/{node}"))
         return set()
@@ -48,9 +48,9 @@ def strike(world: World, kind: str, replica: ReplicaId) -> set[ReplicaId]:
 def restless(world: World) -> list[Replica]:
     """Who neither works nor is a rollout that is gone on without."""
     return [
-        held for held in workers(world.state)
-        if not (held.status is Status.JOINED and held.step in world.steps)
-        and not (held.status is Status.RETIRED and role_of(held.id) == "rollout")
+        replica for replica in workers(world.state)
+        if not (replica.status is Status.JOINED and replica.step in world.steps)
+        and not (replica.status is Status.RETIRED and role_of(replica.id) == "rollout")
     ]  # fmt: skip
 
 

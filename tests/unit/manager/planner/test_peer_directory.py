@@ -20,13 +20,13 @@ MATE = member_id(TRAINER, 1)
 def state(**holds: Version | None) -> State:
     """A gang of two as the trainer, and twelve rollouts, all joined and serving; who holds something is said."""
     state = World(gang_job(2, 1)).steady().state
-    told = {name.replace("_", "/"): version for name, version in holds.items()}
-    one = state.replica(ReplicaId("rollout/0"))
-    rollouts = {ReplicaId(f"rollout/{index}"): one for index in reversed(range(12))}
+    versions = {name.replace("_", "/"): version for name, version in holds.items()}
+    replica = state.replica(ReplicaId("rollout/0"))
+    rollouts = {ReplicaId(f"rollout/{index}"): replica for index in reversed(range(12))}
     replicas = {
-        id: msgspec.structs.replace(one, id=id, weight_address=f"tcp://{id}", weight_version=told.get(id))
-        if role_of(id) in ("trainer", "rollout") else one
-        for id, one in (state.replicas | rollouts).items()
+        id: msgspec.structs.replace(replica, id=id, weight_address=f"tcp://{id}", weight_version=versions.get(id))
+        if role_of(id) in ("trainer", "rollout") else replica
+        for id, replica in (state.replicas | rollouts).items()
     }  # fmt: skip
     return msgspec.structs.replace(state, replicas=replicas)
 
@@ -57,8 +57,8 @@ def test_replica_not_current_joined_or_serving_is_not_a_source() -> None:
     changes: list[dict[str, Any]] = [{"status": Status.LAUNCHING}, {"status": Status.WANTED}, {"weight_address": None}]
     for number, change in enumerate(changes):
         id = ReplicaId(f"rollout/{number}")
-        one = msgspec.structs.replace(world.replicas[id], **change)
-        world = msgspec.structs.replace(world, replicas={**world.replicas, id: one})
+        replica = msgspec.structs.replace(world.replicas[id], **change)
+        world = msgspec.structs.replace(world, replicas={**world.replicas, id: replica})
     assert names(build_directory(world).sources) == ["trainer/0", *(f"rollout/{index}" for index in range(3, 12))]
 
 

@@ -95,11 +95,11 @@ def test_fault_by_signals_waits_for_the_agent_and_others_do_not() -> None:
 
 def test_standby_process_can_be_a_target() -> None:
     world = World(gang_job(1, 1)).steady().warmed()
-    shadow = ReplicaId(f"standby/{world.node_of(TRAINER)}")
-    planned_order(world, Fault("i1", FaultKind.KILL, shadow, FaultTrigger(step=1), by="ada"))
+    standby = ReplicaId(f"standby/{world.node_of(TRAINER)}")
+    planned_order(world, Fault("i1", FaultKind.KILL, standby, FaultTrigger(step=1), by="ada"))
     world.wait(30.0)
     assert performed(world) == ["i1"]
-    assert (world.state.replica(shadow).incarnation_number, world.incarnations()[TRAINER]) == (2, 1)
+    assert (world.state.replica(standby).incarnation_number, world.incarnations()[TRAINER]) == (2, 1)
 
 
 def test_thousand_pending_faults_are_not_compared_with_all_triggered_ones() -> None:

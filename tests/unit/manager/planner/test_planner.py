@@ -634,7 +634,7 @@ def test_an_agent_whose_budget_is_spent_is_retired_and_tried_again_after_the_win
 
 # ── planned faults ───────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_planned_fault_is_set_off_once_when_its_step_is_committed() -> None:
-    faults = [Fault(f"f{i}", FaultKind.KILL, one, FaultTrigger(step=2)) for i, one in enumerate((R0, TRAINER))]
+    faults = [Fault(f"f{i}", FaultKind.KILL, target, FaultTrigger(step=2)) for i, target in enumerate((R0, TRAINER))]
     world = World(job(faults=faults)).steady()
     world.commit(1)
     world.play(timeout_s=10.0)

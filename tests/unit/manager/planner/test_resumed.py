@@ -58,8 +58,8 @@ def test_earlier_external_cancellations_do_not_cancel_a_resumed_run() -> None:
     for _ in range(2):
         for tag in list(world.state.allocations):
             nodes = world._give_back(tag)
-            seen = AllocationStatus(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
-            world.record(ev.AllocationChanged(tag, seen))
+            status = AllocationStatus(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
+            world.record(ev.AllocationChanged(tag, status))
         world.play(world.works, timeout_s=60.0)
     resume(ended(world, Outcome.CANCELLED), job()).steady()
     assert world.state.finish is None

@@ -125,15 +125,15 @@ def test_rejected_request_of_one_group_ends_the_run_before_it_starts() -> None:
 
 def test_next_manager_makes_the_remaining_first_requests() -> None:
     world = World(in_node_groups()).play(timeout_s=0.0)
-    whole = World(in_node_groups())
-    whole.events = []
-    whole._state = None
+    resumed = World(in_node_groups())
+    resumed.events = []
+    resumed._state = None
     for stamped in world.events:  # what was durable: the intent of two
-        whole.record(stamped.event)
+        resumed.record(stamped.event)
         if isinstance(stamped.event, ev.Intended) and stamped.event.action.tag == SECOND:
             break
-    whole.play(timeout_s=0.0)
-    assert requests(whole) == [SHARED, TRAIN]
+    resumed.play(timeout_s=0.0)
+    assert requests(resumed) == [SHARED, TRAIN]
 
 
 @pytest.mark.parametrize("small", [job(), in_node_groups(), in_node_groups("hetjob")], ids=lambda small: small.form)
@@ -147,14 +147,14 @@ def test_first_requests_equal_those_that_rrl_check_shows(small: RunSpec) -> None
 def test_ended_allocation_is_replaced_in_its_group_without_effect_on_others(replica: ReplicaId, part: str) -> None:
     world = World(in_node_groups(), nodes=9).steady()
     gone = allocation_of(world, replica)
-    there = {r for r in ALL if allocation_of(world, r) == gone}
+    moved = {r for r in ALL if allocation_of(world, r) == gone}
     world.drop(gone, AllocationState.ENDED)
     world.steady()
     (more,) = requests(world)[4:]
     assert (world.requests[more].node_group, world.requests[more].count) == (part, 1)
     assert world.requests[more].sbatch == world.requests[gone].sbatch
     assert world.requests[more].node == world.requests[gone].node
-    assert world.incarnations() == {r: 1 + (r in there) for r in ALL}
+    assert world.incarnations() == {r: 1 + (r in moved) for r in ALL}
 
 
 def test_preempted_rollout_is_waited_for_while_the_run_can_spare_it() -> None:
@@ -354,15 +354,15 @@ def test_request_must_be_unsatisfiable_all_the_time_to_be_given_up() -> None:
     world = World(in_node_groups())
     world.closed["trainer"] = "Priority"
     world.play(timeout_s=5.0)
-    seen = world.state.allocations[TRAIN].status
-    assert seen is not None
+    status = world.state.allocations[TRAIN].status
+    assert status is not None
     for _ in range(5):
         for never in ("InvalidAccount", "InvalidQOS", ""):
-            world.happen(ev.AllocationChanged(TRAIN, msgspec.structs.replace(seen, unsatisfiable_reason=never)))
+            world.happen(ev.AllocationChanged(TRAIN, msgspec.structs.replace(status, unsatisfiable_reason=never)))
             world.wait(UNSATISFIABLE_AFTER_S / 2 - 1.0)
     assert world.decided(Finish) == []
     for never in ("InvalidAccount", "InvalidQOS", "InvalidAccount", "InvalidQOS"):  # other words for the same
-        world.happen(ev.AllocationChanged(TRAIN, msgspec.structs.replace(seen, unsatisfiable_reason=never)))
+        world.happen(ev.AllocationChanged(TRAIN, msgspec.structs.replace(status, unsatisfiable_reason=never)))
         world.wait(UNSATISFIABLE_AFTER_S / 2 - 1.0)
     assert world.decided(Finish)[0].outcome is Outcome.REJECTED
 
@@ -453,7 +453,7 @@ def test_allocations_are_rotated_again_and_again_until_the_run_ends() -> None:
         if fence.target_node is None and role_of(fence.incarnation.replica) != AGENT
     ] == []
     ended = [s.event.status for s in world.events if isinstance(s.event, ev.AllocationChanged)]
-    assert not any(seen is not None and seen.detail == "TIMEOUT" for seen in ended)
+    assert not any(status is not None and status.detail == "TIMEOUT" for status in ended)
     assert all(ask.walltime <= 3 * HOUR for ask in world.requests.values() if ask.node_group != "shared")
     last = [ask for ask in world.requests.values() if ask.node_group == "trainer"][-1]
     assert last.walltime < 2 * HOUR  # what was left of the run
@@ -538,8 +538,11 @@ def test_lasting_allocations_are_preferred_to_expiring_ones() -> None:
         return len(NodeInventory(world.state, world.now).candidates("trainer")) > 1
 
     world.play(both, timeout_s=4 * HOUR)
-    spots = NodeInventory(world.state, world.now).candidates("trainer")
-    assert [(spot.allocation, spot.expiring) for spot in spots] == [(f"{RUN}.trainer-1", False), (TRAIN, True)]
+    candidates = NodeInventory(world.state, world.now).candidates("trainer")
+    assert [(candidate.allocation, candidate.expiring) for candidate in candidates] == [
+        (f"{RUN}.trainer-1", False),
+        (TRAIN, True),
+    ]
 
 
 def test_allocation_that_outlasts_the_run_needs_no_successor() -> None:

@@ -66,8 +66,8 @@ class Nodes(World):
             rest = tuple(node for node in self.held[action.allocation] if node not in action.nodes)
             self.held[action.allocation] = rest
             self.steps = {tag: step for tag, step in self.steps.items() if step[1] not in action.nodes}
-            seen = AllocationStatus(AllocationState.RUNNING, "7", rest)
-            self._later(0.5, lambda: self.record(ev.AllocationChanged(action.allocation, seen)))
+            status = AllocationStatus(AllocationState.RUNNING, "7", rest)
+            self._later(0.5, lambda: self.record(ev.AllocationChanged(action.allocation, status)))
 
     def set_state(self, node: NodeName, state: NodeState, detail: str) -> None:
         """The cluster, when it is next asked."""
@@ -98,8 +98,8 @@ class Nodes(World):
 
 
 def world(*, may: bool = True, spares: int = 1, nodes: int | None = None, **recovery: object) -> Nodes:
-    told = Recovery(backoff=0.0, breaker=1.0, **recovery)  # type: ignore[arg-type]
-    made = Nodes(job(spares=spares, steps=1000, recovery=told), nodes, may)
+    settings = Recovery(backoff=0.0, breaker=1.0, **recovery)  # type: ignore[arg-type]
+    made = Nodes(job(spares=spares, steps=1000, recovery=settings), nodes, may)
     made.steady()
     return made.all_up()
 
@@ -156,9 +156,9 @@ def test_findings_of_two_gpus_are_separate_and_one_clears_only_its_own() -> None
 # ── suspects and stragglers ──────────────────────────────────────────────────────────────────────────────────────────
 def test_suspect_node_keeps_its_replicas_and_gets_new_ones_only_as_a_last_resort() -> None:
     w = world(spares=2)
-    here, before = w.node_of(R0), w.incarnations()
+    suspect, before = w.node_of(R0), w.incarnations()
     spares = sorted(set(w.state.nodes) - {replica.node for replica in workers(w.state)})
-    w.exclude(here, Cause.GPU, verdict=Verdict.WARN)
+    w.exclude(suspect, Cause.GPU, verdict=Verdict.WARN)
     w.exclude(spares[0], Cause.GPU, verdict=Verdict.WARN)
     w.wait(30.0)
     assert w.incarnations() == before
@@ -192,8 +192,8 @@ def slow(w: Nodes, replica: ReplicaId = R0, planned: bool = True) -> None:
 
 @pytest.mark.parametrize(("wish", "spares"), [("exclude", 1), ("exclude", 0), ("report", 1)])
 def test_straggler_leaves_its_node_only_if_configured_and_a_spare_exists(wish: str, spares: int) -> None:
-    told = job(spares=spares, steps=1000, recovery=Recovery(backoff=0.0, breaker=1.0))
-    w = Nodes(msgspec.structs.replace(told, health=HealthSpec(stragglers=wish)), 8)
+    spec = job(spares=spares, steps=1000, recovery=Recovery(backoff=0.0, breaker=1.0))
+    w = Nodes(msgspec.structs.replace(spec, health=HealthSpec(stragglers=wish)), 8)
     w.steady()
     w.all_up()
     node, before = w.node_of(R0), w.incarnations()
@@ -207,8 +207,8 @@ def test_straggler_leaves_its_node_only_if_configured_and_a_spare_exists(wish: s
 
 
 def test_of_two_stragglers_one_leaves_its_node_where_there_is_one_spare() -> None:
-    told = job(spares=1, steps=1000, recovery=Recovery(backoff=0.0, breaker=1.0))
-    w = Nodes(msgspec.structs.replace(told, health=HealthSpec(stragglers="exclude")), 5)
+    spec = job(spares=1, steps=1000, recovery=Recovery(backoff=0.0, breaker=1.0))
+    w = Nodes(msgspec.structs.replace(spec, health=HealthSpec(stragglers="exclude")), 5)
     w.steady()
     w.all_up()
     slow(w, planned=False)
@@ -521,11 +521,11 @@ def test_replicas_on_a_node_to_be_drained_move_first_and_uncharged() -> None:
     node, before = w.node_of(R0), w.incarnations()
     w.send_command("drain", node, "fan is loud")
     w.play(lambda: bool(w.drains)).play(w.works).wait(30.0)
-    deeds = [action for action in w.actions if isinstance(action, Fence | Exclude | Drain)]
+    decided = [action for action in w.actions if isinstance(action, Fence | Exclude | Drain)]
     fence, exclude, drain = (
-        action for action in deeds if not isinstance(action, Fence) or role_of(action.incarnation.replica) != AGENT
+        action for action in decided if not isinstance(action, Fence) or role_of(action.incarnation.replica) != AGENT
     )
-    assert [type(one) for one in (fence, exclude, drain)] == [Fence, Exclude, Drain]
+    assert [type(action) for action in (fence, exclude, drain)] == [Fence, Exclude, Drain]
     assert isinstance(fence, Fence)
     assert not fence.charged
     assert fence.why.evidence == (f"{node} is to be drained, asked by anna: fan is loud",)
@@ -628,8 +628,12 @@ def test_refused_drain_by_a_user_excludes_the_node_and_leaves_a_request() -> Non
     node = w.node_of(R0)
     w.send_command("drain", node)
     w.play(lambda: bool(w.tags(Drain))).play(w.works).wait(5.0)
-    held = w.state.nodes[node]
-    assert (held.drain_requested_by, held.drain_reason, held.drain_error) == ("anna", "", "we may not drain nodes here")
+    record = w.state.nodes[node]
+    assert (record.drain_requested_by, record.drain_reason, record.drain_error) == (
+        "anna",
+        "",
+        "we may not drain nodes here",
+    )
     assert w.node_of(R0) != node
 
 
@@ -726,8 +730,8 @@ def test_no_role_is_placed_on_a_node_before_its_agent_has_reported() -> None:
 
 @pytest.mark.parametrize(("cluster", "admission"), [("local", True), ("slurm", False)])
 def test_without_admission_checks_roles_wait_for_no_agent(cluster: str, admission: bool) -> None:
-    told = msgspec.structs.replace(job(spares=0, steps=1000), health=HealthSpec(admission=admission))
-    w = Nodes(told, 4)
+    spec = msgspec.structs.replace(job(spares=0, steps=1000), health=HealthSpec(admission=admission))
+    w = Nodes(spec, 4)
     w._state = msgspec.structs.replace(w.state, job=msgspec.structs.replace(w.state.job, cluster=cluster))
     w.broken_incarnations = {replica_id(AGENT, NodeName(f"n{i}")): "cannot be started" for i in range(1, 5)}
     w.play(w.works)

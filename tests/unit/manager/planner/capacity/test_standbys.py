@@ -139,10 +139,10 @@ def test_restarting_gang_promotes_the_standbys_of_its_own_nodes(ranks: int) -> N
     nodes = [N2, N3][:ranks]
     assert promotions(world) == {f"{standby(n)}": f"{m}#2" for n, m in zip(nodes, members, strict=True)}
     for member, node in zip(members, nodes, strict=True):
-        held = world.state.replica(member)
-        assert (held.node, held.step, held.promoted_from) == (node, tag_of(RUN, standby(node)), standby(node))
-        assert held.admitted_process == AdmittedProcess(node, 100)  # who was admitted as the shadow
-        assert owner_of(world.state, held.step or "") == held
+        replica = world.state.replica(member)
+        assert (replica.node, replica.step, replica.promoted_from) == (node, tag_of(RUN, standby(node)), standby(node))
+        assert replica.admitted_process == AdmittedProcess(node, 100)  # who was admitted as the shadow
+        assert owner_of(world.state, replica.step or "") == replica
     assert world.state.intents == {}
 
 
@@ -333,9 +333,9 @@ def test_node_too_small_for_the_trainer_keeps_no_standby() -> None:
 def test_standbys_occupy_no_node_and_do_not_count_as_replicas() -> None:
     world = World(SMALL).steady().warmed()
     assert not any(replica.role == STANDBY_ROLE for replica in workers(world.state))
-    rooms = NodeInventory(world.state, world.now)
-    assert all(id.role != STANDBY_ROLE for there in rooms.occupancy().values() for id in there)
-    assert N7 not in rooms.occupancy()
+    inventory = NodeInventory(world.state, world.now)
+    assert all(id.role != STANDBY_ROLE for occupants in inventory.occupancy().values() for id in occupants)
+    assert N7 not in inventory.occupancy()
     assert not any(id.startswith(STANDBY_ROLE) for id in build_directory(world.state).peers)
 
 

@@ -37,9 +37,9 @@ GRACE = 30.0
 
 def with_status(world: World, tag: str, **changes: object) -> None:
     """The cluster tells an allocation so, and nothing happens to it."""
-    seen = world.state.allocations[tag].status
-    assert seen is not None
-    world.happen(ev.AllocationChanged(tag, msgspec.structs.replace(seen, **changes)))
+    status = world.state.allocations[tag].status
+    assert status is not None
+    world.happen(ev.AllocationChanged(tag, msgspec.structs.replace(status, **changes)))
 
 
 def preempt(world: World, tag: str) -> None:
@@ -93,8 +93,8 @@ def test_repeated_preemption_costs_no_budget() -> None:
         assert world.state.replica(R0).incarnation_number == incarnation
         preempt(world, world.state.replica(R0).allocation or "")
         world.steady()
-    held = world.state.replica(R0)
-    assert (held.failures, held.incarnation_number, world.state.rejected_requests) == ((), 31, ())
+    allocation = world.state.replica(R0)
+    assert (allocation.failures, allocation.incarnation_number, world.state.rejected_requests) == ((), 31, ())
     assert world.state.recoveries == 0
 
 
@@ -128,8 +128,8 @@ def test_replicas_leave_an_ending_job_before_its_reason_is_known() -> None:
     assert (fence.why.evidence, fence.charged) == ((f"its allocation {FIRST} ends: COMPLETING",), False)
     world.steady()
     assert [release.allocation for release in world.decided(Release)] == []
-    held = world.state.allocations[FIRST]
-    assert (held.pending, held.running, held.running_since is None) == (False, False, False)
+    allocation = world.state.allocations[FIRST]
+    assert (allocation.pending, allocation.running, allocation.running_since is None) == (False, False, False)
     world.drop(FIRST, AllocationState.ENDED)
     assert world.state.rejected_requests == ()
 
@@ -160,8 +160,8 @@ def test_nothing_is_launched_on_nodes_whose_walltime_is_over() -> None:
 def test_flapping_node_moves_its_replica_once() -> None:
     world = World(job(spares=2)).steady()
     node = world.node_of(R0)
-    said = (Evidence("cluster", "down: DOWN*", world.now),)
-    down = Finding("node_down", Verdict.FAIL, Cause.NODE, Remedy.EXCLUDE, world.now, said, node=node, proof=True)
+    evidence = (Evidence("cluster", "down: DOWN*", world.now),)
+    down = Finding("node_down", Verdict.FAIL, Cause.NODE, Remedy.EXCLUDE, world.now, evidence, node=node, proof=True)
     for _ in range(20):
         world.happen(ev.FindingChanged(down))
         world.play(timeout_s=3.0)
@@ -177,8 +177,13 @@ def test_suspended_allocation_keeps_its_nodes_and_gets_nothing_new() -> None:
     world = World(in_node_groups()).steady()
     before = world.incarnations()
     with_status(world, FIRST, state=AllocationState.SUSPENDED, detail="SUSPENDED")
-    held = world.state.allocations[FIRST]
-    assert (held.running, held.suspended, held.pending, held.ends_at) == (True, True, False, float("inf"))
+    allocation = world.state.allocations[FIRST]
+    assert (allocation.running, allocation.suspended, allocation.pending, allocation.ends_at) == (
+        True,
+        True,
+        False,
+        float("inf"),
+    )
     world.wait(3 * 86400.0 / 24)
     assert (requests(world)[4:], world.incarnations()) == ([], before)
     with_status(world, FIRST, state=AllocationState.RUNNING, detail="RUNNING", time_left_s=50_000.0)
@@ -201,8 +206,8 @@ def test_restart_on_a_suspended_node_waits_or_goes_elsewhere() -> None:
 def cancel_all(world: World) -> None:
     for tag in list(world.state.allocations):
         nodes = world._give_back(tag)
-        seen = AllocationStatus(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
-        world.record(ev.AllocationChanged(tag, seen))
+        status = AllocationStatus(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
+        world.record(ev.AllocationChanged(tag, status))
     world.play(timeout_s=0.0)
 
 
@@ -236,8 +241,8 @@ def test_requests_before_the_reason_hide_no_cancellation_and_several_count_once(
             with_status(world, tag, state=AllocationState.ENDING, detail="COMPLETING", nodes=())
         for tag in old:
             nodes = world._give_back(tag)
-            seen = AllocationStatus(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
-            world.happen(ev.AllocationChanged(tag, seen))
+            status = AllocationStatus(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
+            world.happen(ev.AllocationChanged(tag, status))
         assert len(world.state.external_cancellations) == incarnation, "all that ended together was one deed"
         if incarnation == 1:
             world.steady()
@@ -249,8 +254,8 @@ def test_cancelling_one_of_two_allocations_does_not_count() -> None:
     for tag in (FIRST, TRAIN):
         with_status(world, tag, state=AllocationState.ENDING, detail="COMPLETING")
         nodes = world._give_back(tag)
-        seen = AllocationStatus(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
-        world.happen(ev.AllocationChanged(tag, seen))
+        status = AllocationStatus(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
+        world.happen(ev.AllocationChanged(tag, status))
         world.steady()
     assert world.state.external_cancellations == ()
 
@@ -259,8 +264,8 @@ def test_request_cancelled_twice_in_the_queue_ends_the_run() -> None:
     world = World(job(), nodes=1).play(timeout_s=5.0)
     for _ in range(2):
         (tag,) = world.state.allocations
-        seen = AllocationStatus(AllocationState.ENDED, "7", (), "CANCELLED", cancelled=True)
-        world.happen(ev.AllocationChanged(tag, seen))
+        status = AllocationStatus(AllocationState.ENDED, "7", (), "CANCELLED", cancelled=True)
+        world.happen(ev.AllocationChanged(tag, status))
         world.play(timeout_s=5.0)
     assert world.decided(Finish)[0].outcome is Outcome.CANCELLED
 
@@ -270,8 +275,8 @@ def test_cancelled_allocation_of_several_is_replaced_every_time() -> None:
     for _ in range(5):
         tag = world.state.replica(R0).allocation or ""
         nodes = world._give_back(tag)
-        seen = AllocationStatus(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
-        world.happen(ev.AllocationChanged(tag, seen))
+        status = AllocationStatus(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
+        world.happen(ev.AllocationChanged(tag, status))
         world.steady()
     assert (world.state.finish, world.state.replica(R0).incarnation_number) == (None, 6)
 

@@ -143,9 +143,11 @@ def test_no_more_standby_nodes_than_rollouts() -> None:
 def shared(rollouts: int = 4) -> RunSpec:
     """Rollouts of which two share a node, one of them that of the store and the reward role; one spare."""
     job = small(rollouts=rollouts)
-    each = msgspec.structs.replace(NODE, cpus=2, mem=NODE.mem // 2)
-    roles = tuple(msgspec.structs.replace(role, exclusive=False, per_member=each) if role.name == "rollout" else role
-                  for role in job.roles)  # fmt: skip
+    half_node = msgspec.structs.replace(NODE, cpus=2, mem=NODE.mem // 2)
+    roles = tuple(
+        msgspec.structs.replace(role, exclusive=False, per_member=half_node) if role.name == "rollout" else role
+        for role in job.roles
+    )
     nodes = pool_nodes(roles, NODE) + job.spares
     pool = msgspec.structs.replace(job.node_groups[0], nodes=nodes, min_nodes=nodes)
     return msgspec.structs.replace(job, roles=roles, node_groups=(pool,))
@@ -179,14 +181,14 @@ def test_remaining_standby_is_stopped_when_its_node_is_no_longer_a_spare() -> No
 def test_role_placed_beside_promoted_standbys_uses_the_capacity_of_the_others() -> None:
     world = World(shared(rollouts=5)).steady().warmed()  # no other node has room
     (spare,) = set(world.engines())
-    there = [id for id in world.incarnations() if world.node_of(id) == N1]
-    assert {id.partition("/")[0] for id in there} == {"trajectories", "reward", "rollout"}
+    moved = [id for id in world.incarnations() if world.node_of(id) == N1]
+    assert {id.partition("/")[0] for id in moved} == {"trajectories", "reward", "rollout"}
     world.lose_node(N1)
-    world.play(lambda: all(world.incarnations()[id] > 1 for id in there))
+    world.play(lambda: all(world.incarnations()[id] > 1 for id in moved))
     world.steady()
     assert promotions(world) == {f"standby/{spare}:rollout.0#1": "rollout/0#2"}
-    assert {world.node_of(id) for id in there} == {spare}
-    assert touched(world, *there) == {}
+    assert {world.node_of(id) for id in moved} == {spare}
+    assert touched(world, *moved) == {}
 
 
 def test_replica_without_a_free_standby_is_not_announced_as_promoted() -> None:
@@ -228,9 +230,9 @@ def test_rollout_of_a_lost_node_is_promoted_on_the_spare_at_once() -> None:
     begun = world.now
     world.play(world.works)
     assert world.now - begun < 1.0 < world.slow_to_join + 0.4
-    held, step = world.state.replica(R1), tag_of(RUN, engine(N6))
-    assert (held.node, held.step, held.promoted_from, held.status) == (N6, step, engine(N6), Status.JOINED)
-    assert owner_of(world.state, step) == held
+    replica, step = world.state.replica(R1), tag_of(RUN, engine(N6))
+    assert (replica.node, replica.step, replica.promoted_from, replica.status) == (N6, step, engine(N6), Status.JOINED)
+    assert owner_of(world.state, step) == replica
     (fence,) = [fence for fence in world.decided(Fence) if fence.incarnation == Incarnation(R1, 1)]
     limits, recovery = world.state.job.limits, world.state.job.recovery
     assert (fence.rung, fence.target_node, fence.why.expects) == (

@@ -141,8 +141,8 @@ def test_replica_that_never_joins_is_reported_with_a_hint_at_join() -> None:
             )
         )  # type: ignore[misc]
         world.wait(120.0)
-        held = world.state.replica(TRAINER)
-        world.happen(found(held.incarnation, "never_joined", world.now, text="no Hello within 120 s of its launch"))
+        replica = world.state.replica(TRAINER)
+        world.happen(found(replica.incarnation, "never_joined", world.now, text="no Hello within 120 s of its launch"))
     world.play()
     assert why(world)[0] == "trainer/0 never joined within 120 s, 3 times: is rrl.join() called?"
     assert_nothing_is_left(world, Outcome.REJECTED)
@@ -324,10 +324,10 @@ def test_any_other_exit_of_a_command_is_a_failure_and_restarted() -> None:
 def test_service_that_exits_has_failed_whatever_its_code() -> None:
     world = World(commands(command("shard"), command("cache", service=True))).steady()
     cache = ReplicaId("cache/0")
-    held = world.state.replica(cache)
+    replica = world.state.replica(cache)
     world.finish(cache)
     assert world.state.replica(cache).status is not Status.COMPLETED
-    world.happen(found(held.incarnation, "exit_record", world.now, proof=True))
+    world.happen(found(replica.incarnation, "exit_record", world.now, proof=True))
     world.steady()
     assert world.incarnations() == {A0: 1, cache: 2}
     world.finish(A0)

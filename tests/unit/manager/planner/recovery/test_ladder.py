@@ -87,11 +87,11 @@ def test_every_decision_names_evidence_rung_expectation_and_deadline(policy: str
         world.play(world.works, timeout_s=2000.0)
     decided = [action for action in world.actions if isinstance(action, Fence | RestartAll | Finish)]
     assert len(decided) > 6
-    for one in decided:
-        assert one.why.evidence, one
-        assert one.why.rung, one
-        assert one.why.expects, one
-        assert one.why.deadline is not None, one
+    for action in decided:
+        assert action.why.evidence, action
+        assert action.why.rung, action
+        assert action.why.expects, action
+        assert action.why.deadline is not None, action
 
 
 # ── rung by rung ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -335,12 +335,15 @@ def test_first_step_of_the_first_incarnation_has_a_second_try_before_a_full_rest
     world.steady()
     assert charged(world) == [("trainer/0#1", Rung.IN_PLACE)]
     fail(world, TRAINER)
-    (whole,) = world.decided(RestartAll)
-    assert whole.failed == Incarnation(TRAINER, 2)
+    (restart,) = world.decided(RestartAll)
+    assert restart.failed == Incarnation(TRAINER, 2)
     second = "a second failure in the same step, the one after the start"
-    assert whole.why.evidence == (_AWAY.format("trainer/0#2"), second)
-    assert (whole.why.rung, whole.why.expects) == (Rung.FULL_RESTART, "every role joins again, and a step is committed")
-    assert whole.why.deadline == world.now + MAX_RESTART_BACKOFF_S + world.state.job.limits.join
+    assert restart.why.evidence == (_AWAY.format("trainer/0#2"), second)
+    assert (restart.why.rung, restart.why.expects) == (
+        Rung.FULL_RESTART,
+        "every role joins again, and a step is committed",
+    )
+    assert restart.why.deadline == world.now + MAX_RESTART_BACKOFF_S + world.state.job.limits.join
     world.steady()
     world.kill(TRAINER)
     world.play()
@@ -360,8 +363,8 @@ def test_first_step_failing_after_a_node_caused_restart_restarts_the_run() -> No
     world.lose_node(world.node_of(TRAINER))
     world.steady()
     fail(world, TRAINER)
-    (whole,) = world.decided(RestartAll)
-    assert whole.why.evidence[1:] == (
+    (restart,) = world.decided(RestartAll)
+    assert restart.why.evidence[1:] == (
         "its first step failed, the one after step 1: an earlier incarnation worked up to there",
     )
 
@@ -385,8 +388,8 @@ def test_second_failure_of_any_member_in_a_step_restarts_the_run() -> None:
     world.steady()
     assert world.decided(RestartAll) == []  # a step later
     fail(world, T2)
-    (whole,) = world.decided(RestartAll)
-    assert whole.failed == Incarnation(T2, 3)
+    (restart,) = world.decided(RestartAll)
+    assert restart.failed == Incarnation(T2, 3)
 
 
 def test_second_failed_restart_in_a_row_restarts_the_run() -> None:
@@ -395,9 +398,9 @@ def test_second_failed_restart_in_a_row_restarts_the_run() -> None:
     world.kill(TRAINER)
     world.play(lambda: bool(world.decided(RestartAll)), timeout_s=100.0)
     assert charged(world)[:2] == [("trainer/0#1", Rung.IN_PLACE), ("trainer/0#2", Rung.IN_PLACE)]
-    (whole,) = world.decided(RestartAll)
-    assert whole.failed == Incarnation(TRAINER, 3)
-    assert whole.why.evidence[-1] == "two restarts after step 1 have failed, one after the other"
+    (restart,) = world.decided(RestartAll)
+    assert restart.failed == Incarnation(TRAINER, 3)
+    assert restart.why.evidence[-1] == "two restarts after step 1 have failed, one after the other"
     world.broken.clear()
     assert world.steady().state.finish is None
 
@@ -497,8 +500,8 @@ def test_required_role_out_of_budget_restarts_the_run_once_and_then_ends_it() ->
     for _ in range(3):
         world.kill(STORE)
         world.play(world.works, timeout_s=200.0)
-    (whole,) = world.decided(RestartAll)
-    assert (whole.failed, whole.why.evidence[-1]) == (
+    (restart,) = world.decided(RestartAll)
+    assert (restart.failed, restart.why.evidence[-1]) == (
         Incarnation(STORE, 3),
         "2 restarts of trajectories/0 within 600 s",
     )
@@ -528,18 +531,18 @@ def test_full_restart_fences_all_in_place_and_charges_only_the_failed_member() -
     agents = {
         replica.id: replica.incarnation_number for replica in world.state.replicas.values() if replica.role == AGENT
     }
-    shadows = [
+    standbys = [
         replica.incarnation
         for replica in world.state.replicas.values()
         if replica.role == STANDBY_ROLE and replica.is_current
     ]
-    assert shadows
+    assert standbys
     world.kill(T1)
     world.steady()
     fail(world, T1)
     assert len(world.decided(RestartAll)) == 1
     stopped = {action.incarnation for action in world.decided(StopStep)}
-    assert set(shadows) - {launch.standby for launch in world.decided(Launch)} <= stopped
+    assert set(standbys) - {launch.standby for launch in world.decided(Launch)} <= stopped
     adopted = [launch for launch in world.decided(Launch) if launch.standby is not None]
     assert len(adopted) == 4  # at the first failure, and nobody is at the restart of all
     world.steady()
@@ -621,10 +624,10 @@ def test_policy_job_restarts_all_in_place_on_any_failure(replica: ReplicaId) -> 
     world = at_step(World(job(recovery=Recovery(policy="job"))).steady(), 1)
     homes = {replica.id: replica.node for replica in workers(world.state)}
     fail(world, replica)
-    (whole,) = world.decided(RestartAll)
-    assert whole.failed == Incarnation(replica, 1)
-    assert (whole.why.rung, whole.why.evidence) == (Rung.FULL_RESTART, (_AWAY.format(f"{replica}#1"),))
-    assert whole.why.deadline == world.now + world.state.job.limits.join
+    (restart,) = world.decided(RestartAll)
+    assert restart.failed == Incarnation(replica, 1)
+    assert (restart.why.rung, restart.why.evidence) == (Rung.FULL_RESTART, (_AWAY.format(f"{replica}#1"),))
+    assert restart.why.deadline == world.now + world.state.job.limits.join
     began = world.now
     world.steady()
     assert world.now - began < 10.0
@@ -856,7 +859,7 @@ def stops(world: World) -> list[ReplicaId]:
 
 def test_failed_run_stops_the_trainer_first_with_time_to_commit() -> None:
     world = World(gang_job(2, 1)).steady().warmed()
-    shadows = {ReplicaId(f"standby/{node}") for node in world.ready_standbys()}
+    standbys = {ReplicaId(f"standby/{node}") for node in world.ready_standbys()}
     world.slow_to_stop = 3.0
     end(world, Outcome.FAILED)
     assert stops(world) == [T0, T1]
@@ -867,9 +870,9 @@ def test_failed_run_stops_the_trainer_first_with_time_to_commit() -> None:
     world.happen(ev.StepCommitted(Incarnation(T0, 1), 2))  # while it leaves
     world.play()
     order = stops(world)
-    agents = [index for index, one in enumerate(order) if role_of(one) == AGENT]
-    assert shadows
-    assert shadows | {STORE, REWARD, R0} < set(order[2 : min(agents)])
+    agents = [index for index, id in enumerate(order) if role_of(id) == AGENT]
+    assert standbys
+    assert standbys | {STORE, REWARD, R0} < set(order[2 : min(agents)])
     assert final_reason(world.state) == f"because; rrl resume {RUN} goes on from step 2"
     assert (world.over, world.steps, world.held) == (True, {}, {})
 
