@@ -1,4 +1,4 @@
-"""A small job as the manager's core sees it: a store and a reward role that share a node, a trainer, two rollouts."""
+"""Small jobs for tests of the manager: a store and a reward role that share a node, a trainer, two rollouts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def gang_job(
     min_rollouts: int = 1, spares: int = 1, steps: int = 9, limits: Limits | None = None,
     recovery: Recovery | None = None, faults: Sequence[Fault] = (), engines: bool = False,
 ) -> RunSpec:  # fmt: skip
-    """The small job with a trainer of so many ranks, kept warm; ``engines``: so are rollouts."""
+    """Return the small job with a trainer of ``ranks`` ranks; ``engines`` keeps rollouts warm, too."""
     small = job(
         rollouts=rollouts, min_rollouts=min_rollouts, spares=spares, steps=steps, limits=limits, recovery=recovery,
         faults=faults,
@@ -64,7 +64,7 @@ def in_node_groups(
     limits: Limits | None = None, recovery: Recovery | None = None, terms: dict[str, float] | None = None,
     start_timeout_s: float = 3600.0, faults: Sequence[Fault] = (),
 ) -> RunSpec:  # fmt: skip
-    """The same roles in form ``replica`` or ``hetjob``. ``terms``: walltimes of single parts (s)."""
+    """Return the small job in form ``replica`` or ``hetjob``; ``terms`` are walltimes (s) of single groups."""
     small = job(
         rollouts=rollouts, min_rollouts=min_rollouts, spares=0, steps=steps, limits=limits, recovery=recovery,
         faults=faults,
@@ -84,7 +84,7 @@ def commands(
     *roles: RoleSpec, spares: int = 0, limits: Limits | None = None, recovery: Recovery | None = None,
     form: str = "pool",
 ) -> RunSpec:  # fmt: skip
-    """A job without a trainer: roles of the user's own, each on nodes of its own."""
+    """Return a job without a trainer: user-defined roles, each replica on a node of its own."""
     nodes = sum(role.replicas for role in roles)
     parts = [NodeGroup("pool", tuple(role.name for role in roles), nodes + spares, NODE, min_nodes=nodes + spares)]
     if form == "replica":
