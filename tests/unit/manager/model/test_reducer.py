@@ -1,4 +1,4 @@
-"""``fold``: what is believed after what happened."""
+"""``fold``: the state after events in any order."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ JOB = job(recovery=Recovery(window=100.0, backoff=1.0))
 
 
 def state_after(*events: ev.Event, state: State | None = None, at: float = 10.0) -> State:
-    """The state after these, one a second, from ``at`` on."""
+    """Return the state after these events, one per second from ``at`` on."""
     if state is None:
         state = fold(None, ev.Stamped(1, 0.0, 1, ev.RunStarted(RUN, JOB)))
     for index, event in enumerate(events):

@@ -1,4 +1,4 @@
-"""The rewards of a run: the same whatever the order in which they are told, and bounded."""
+"""The rewards of a run: bounded in memory, and the same in whatever order they are reported."""
 
 from __future__ import annotations
 

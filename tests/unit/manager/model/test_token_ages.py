@@ -1,4 +1,4 @@
-"""The ages of trained tokens: what is kept of them, and when they are warned of."""
+"""The ages of trained tokens: which are kept, and when a warning is raised."""
 
 from __future__ import annotations
 

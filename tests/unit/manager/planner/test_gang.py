@@ -1,4 +1,4 @@
-"""A gang: members that are launched together, die together and share an incarnation; everybody else goes on."""
+"""A gang: members that are launched and fenced together and share an incarnation number, without effect on others."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def nodes_of(world: World) -> list[NodeName]:
 
 
 def launches(world: World, incarnation: int) -> list[Launch]:
-    """Of members, with this incarnation."""
+    """Return the launches of members with this incarnation number."""
     return [launch for launch in world.decided(Launch)
             if launch.incarnation.replica in MEMBERS and launch.incarnation.number == incarnation]  # fmt: skip
 
@@ -269,8 +269,10 @@ def test_member_is_never_launched_twice_with_one_number() -> None:
 
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
 def test_manager_failure_before_any_record_does_not_change_the_end(warm: bool) -> None:
-    """A member is killed, later a node is lost, the run completes. World asserts that no tag and no life is launched
-    twice."""
+    """A member is killed, later a node is lost, the run completes.
+
+    World asserts that no tag and no incarnation is launched twice.
+    """
 
     def lived(die_before: int) -> World:
         world = World(gang_job(warm=warm, standbys=1, steps=4, limits=Limits(quiet=20.0)), nodes=9)
@@ -301,7 +303,7 @@ def test_manager_failure_before_any_record_does_not_change_the_end(warm: bool) -
 
 # ── replicas are counted, never members ──────────────────────────────────────────────────────────────────────────────
 def sharded(replicas: int, least: int, ranks: int = 2, per_node: int = 1, spares: int = 0) -> RunSpec:
-    """Commands of several ranks each."""
+    """Return a job of commands with several ranks each."""
     role = msgspec.structs.replace(command("shard", replicas, least), ranks=ranks, per_node=per_node)
     small = commands(role, spares=spares)
     nodes = replicas * role.nodes + spares
@@ -361,7 +363,7 @@ def test_two_members_of_a_gang_count_as_one_replica_for_min_replicas() -> None:
     assert Rung.DEGRADED in rungs(world)
 
 
-# ── what a life has committed ────────────────────────────────────────────────────────────────────────────────────────
+# ── commits of an incarnation ─────────────────────────────────────────────────────────────────────────────────────────
 def test_failure_records_the_runs_step_and_the_incarnations_commits() -> None:
     world = World(COLD).steady()
     world.commit(1)
@@ -372,7 +374,7 @@ def test_failure_records_the_runs_step_and_the_incarnations_commits() -> None:
     first = world.state.replica(M3).failures[-1]
     assert first.step == 2
     assert world.state.replica(M0).commits == 0
-    world.commit(2)  # what an earlier life has committed, and the new one only repeats
+    world.commit(2)  # committed by an earlier incarnation; the new one only repeats it
     assert world.state.replica(M0).commits == 0
     world.kill(M2)
     second = world.state.replica(M2).failures[-1]
@@ -427,7 +429,7 @@ def assert_one_incarnation_is_current_at_any_time(world: World) -> None:
 def test_one_gang_incarnation_is_current_and_all_replicas_work_in_the_end(
     blows: list[tuple[tuple[str, ReplicaId], float]], standbys: int, shared: bool, die_before: int
 ) -> None:
-    """World asserts that nothing is launched twice, that plans are at rest and made from the state alone."""
+    """World asserts that nothing is launched twice and that plans reach their fixpoint."""
     calm = Recovery(per_node=99, per_replica=99, full_restarts=0, breaker=1.0, window=60.0)
     small = gang_job(4, 2 if shared else 1, standbys=standbys, steps=99, recovery=calm, limits=Limits(quiet=20.0))
     world = World(small, nodes=60)

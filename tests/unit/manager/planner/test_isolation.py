@@ -1,4 +1,4 @@
-"""Whatever happens to single replicas and nodes, nobody else's incarnation changes."""
+"""Failures of single replicas and nodes change no other replica's incarnation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _blows = st.tuples(
 
 
 def strike(world: World, kind: str, replica: ReplicaId) -> set[ReplicaId]:
-    """Returns whose incarnation this may change."""
+    """Let a failure happen, and return the replicas whose incarnations it may change."""
     node = world.state.replica(replica).node
     ids = {r.id for r in workers(world.state) if r.node == node or r.preferred_node == node}
     if node is None or kind == "kill":
@@ -39,14 +39,14 @@ def strike(world: World, kind: str, replica: ReplicaId) -> set[ReplicaId]:
     elif kind == "kill agent":
         world.kill(ReplicaId(f"{AGENT}/{node}"))
         return set()
-    else:  # from now on nothing starts there: whoever must be restarted there is
+    else:  # from now on nothing starts there
         world.refuse_launch.add(node)
         return set()
     return {replica}
 
 
 def restless(world: World) -> list[Replica]:
-    """Who neither works nor is a rollout that is gone on without."""
+    """Return the replicas that neither work nor are retired rollouts."""
     return [
         replica for replica in workers(world.state)
         if not (replica.status is Status.JOINED and replica.step in world.steps)
@@ -78,7 +78,7 @@ def test_single_failures_change_no_other_replicas_incarnation(blows: list[Blow],
     [("lose node", STORE, 0.0), ("refuse launches", REPLICAS[3], 15.0), ("kill", REPLICAS[3], 0.0),
      ("lose node", STORE, 0.0), ("lose node", TRAINER, 0.0)], 0, False,
 )  # fmt: skip
-@example(  # two rollouts lack nodes for good: what is asked for to try one again is no hope for the other
+@example(  # two rollouts lack nodes: the retry of one must not keep the other waiting
     [("lose node", REPLICAS[3], 15.0), ("lose node", REPLICAS[5], 0.0), ("lose node", STORE, 0.0),
      ("lose node", TRAINER, 0.0), ("lose node", REPLICAS[4], 0.0)], 0, False,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Who is told to whom as a source of weights."""
+"""The peer directory: which processes are announced as weight sources, and in which order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MATE = member_id(TRAINER, 1)
 
 
 def state(**holds: Version | None) -> State:
-    """A gang of two as the trainer, and twelve rollouts, all joined and serving; who holds something is said."""
+    """Return a state with a trainer gang of two and twelve rollouts, all joined and serving these versions."""
     state = World(gang_job(2, 1)).steady().state
     versions = {name.replace("_", "/"): version for name, version in holds.items()}
     replica = state.replica(ReplicaId("rollout/0"))

@@ -1,4 +1,4 @@
-"""When planned and ordered faults are due."""
+"""When planned and requested faults are due."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What the planner makes of what happens, from an empty state to a run that is over.
+"""The planner's decisions on single events, from an empty state to a run that is over.
 
-:class:`World` holds every plan against the rules for plans; here is what is decided."""
+:class:`World` checks the rules that hold for every plan; these tests check the decisions.
+"""
 
 from __future__ import annotations
 
@@ -393,7 +394,7 @@ def test_a_lost_node_is_excluded_and_what_ran_there_moves_to_the_spare() -> None
     assert rungs(world) == [Rung.SPARE]
     assert world.incarnations() == ONCE | {R0: 2}
     assert requests(world) == [POOL]
-    assert world.decided(StopStep) == []  # nobody waits for a node that does not answer
+    assert world.decided(StopStep) == []  # a node that does not answer is not waited for
 
 
 def test_replicas_of_a_lost_node_are_not_restarted_on_it() -> None:
@@ -658,7 +659,7 @@ def test_a_planned_fault_waits_for_its_target_to_work() -> None:
 
 # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def end_of(world: World) -> None:
-    """Roles first, then agents, then allocations, each only when the ones before have ended; over when all is gone."""
+    """Assert that roles end first, then agents, then allocations, each after the ones before have ended."""
     order = []
     running: set[str] = set(world.steps)
     world.play()

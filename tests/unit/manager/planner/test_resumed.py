@@ -1,4 +1,4 @@
-"""A run that has ended goes on: what is believed of it then, and that nothing of its first end ends it again."""
+"""A resumed run: its state, and that nothing of its first end ends it again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POOL = f"{RUN}.pool"
 
 
 def ended(world: World, outcome: Outcome) -> World:
-    """Everything is given back, and the last record written."""
+    """Release everything and write the last record."""
     world.play(timeout_s=600.0)
     assert world.over
     assert world.state.finish is not None
@@ -35,7 +35,7 @@ def cancelled(job: RunSpec, nodes: int | None = None, keep: bool = False) -> Wor
 
 
 def resume(world: World, job: RunSpec) -> World:
-    """An hour later."""
+    """Resume the run an hour later."""
     world.now += 3600.0
     world.over = False
     world.record(ev.Resumed("ada", f"r{len(world.events)}", job))

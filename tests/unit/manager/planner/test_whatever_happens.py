@@ -1,7 +1,7 @@
-"""Random troubles and orders, many at once and in any order: the planner comes to rest after each, nothing is launched
-twice, and once the troubles are over everybody works again, or the run has ended.
+"""Random failures and commands, many at once and in any order.
 
-:class:`World` holds every plan against what a plan must be. Dice are thrown by seed: a number names a story.
+The planner reaches its fixpoint after each of them, nothing is launched twice, and once the troubles are over all
+replicas work again or the run has ended. :class:`World` checks every plan. A seed, which the test names, gives a story.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Story(Nodes):
             self.record(found(action.incarnation, "never_joined", self.now))
 
     def fresh(self, count: int) -> None:
-        """So many nodes become free that nobody has seen."""
+        """Add this many free nodes that the run has not used."""
         self._free += [NodeName(f"m{self.made + i}") for i in range(count)]
         self.made += count
         self.arrive(0)
@@ -125,7 +125,7 @@ class Story(Nodes):
         self.happen(ev.ManagerStarted("login", 2))
 
     def heal(self) -> None:
-        """All troubles are over."""
+        """End all troubles."""
         self.unresponsive.clear()
         self.refuse_launch, self.slow_to_stop = set(), 0.2
         for allocation in list(self.state.allocations.values()):

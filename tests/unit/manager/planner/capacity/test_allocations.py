@@ -1,4 +1,4 @@
-"""Runs whose nodes come in parts: a job for each replica, or one heterogeneous job; and allocations that end early."""
+"""Runs whose nodes come in groups: a job per replica, or one heterogeneous job; and allocations that end early."""
 
 from __future__ import annotations
 
@@ -488,7 +488,7 @@ def test_late_successor_takes_replicas_that_ended_with_their_allocation() -> Non
     world.closed["trainer"] = "Priority"
     world.play(lambda: TRAIN not in world.state.allocations, timeout_s=5 * HOUR)
     assert world.state.replica(TRAINER).status is Status.WANTED
-    world.wait(800.0)  # waited for from when it was missed, not from when it was asked for
+    world.wait(800.0)  # the deadline counts from when the node was first lacking, not from the request
     world.open("trainer")
     world.steady()
     assert len(requests(world)) == 5
@@ -534,7 +534,7 @@ def test_lasting_allocations_are_preferred_to_expiring_ones() -> None:
     world = World(in_node_groups(terms={"trainer": 4 * HOUR}), nodes=9).steady()
 
     def both() -> bool:
-        """The new one is there, and its agent has said that it is well."""
+        """Return whether the new node has joined and its agent reported it healthy."""
         return len(NodeInventory(world.state, world.now).candidates("trainer")) > 1
 
     world.play(both, timeout_s=4 * HOUR)

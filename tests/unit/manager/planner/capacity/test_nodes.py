@@ -1,4 +1,4 @@
-"""What is planned for single nodes, in virtual time: drained, given back, used again, and what people order of them."""
+"""Plans for single nodes in virtual time: drains, releases, readmissions and user commands about nodes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HOUR = 3600.0
 
 
 class Nodes(World):
-    """A Slurm whose nodes can be drained, where we may, and that can give single nodes back."""
+    """A Slurm whose nodes can be drained, if that is allowed, and that can release single nodes."""
 
     def __init__(self, job: RunSpec, nodes: int | None = None, may: bool = True) -> None:
         self.drains: dict[NodeName, str] = {}
@@ -70,7 +70,7 @@ class Nodes(World):
             self._later(0.5, lambda: self.record(ev.AllocationChanged(action.allocation, status)))
 
     def set_state(self, node: NodeName, state: NodeState, detail: str) -> None:
-        """The cluster, when it is next asked."""
+        """Let the cluster report this state of the node from the next poll on."""
         self._later(
             0.2, lambda: self.record(ev.NodeChanged(node, NodeStatus(state, detail, detail.partition(": ")[2])))
         )
@@ -675,7 +675,7 @@ def test_drain_reasons_are_short_and_plain() -> None:
     assert not set(reason) & set("'\"\n=[]|")
 
 
-# ── what is told of it ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── reports about it ─────────────────────────────────────────────────────────────────────────────────────────────────
 def test_refused_drain_is_reported_to_administrators_with_its_evidence() -> None:
     w = world(may=False)
     node = w.node_of(R0)

@@ -1,4 +1,4 @@
-"""Shadows: where they wait, when they are started and ended, and how one becomes a member."""
+"""Standby processes: on which nodes they run, when they start and stop, and how one is promoted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def launches(world: World, role: str = STANDBY_ROLE) -> list[Launch]:
 
 
 def promotions(world: World) -> dict[str, str]:
-    """Which shadow became which life, so far."""
+    """Return the new incarnation by promoted standby process."""
     return {
         str(launch.standby): str(launch.incarnation)
         for launch in launches(world, "trainer")
@@ -141,7 +141,7 @@ def test_restarting_gang_promotes_the_standbys_of_its_own_nodes(ranks: int) -> N
     for member, node in zip(members, nodes, strict=True):
         replica = world.state.replica(member)
         assert (replica.node, replica.step, replica.promoted_from) == (node, tag_of(RUN, standby(node)), standby(node))
-        assert replica.admitted_process == AdmittedProcess(node, 100)  # who was admitted as the shadow
+        assert replica.admitted_process == AdmittedProcess(node, 100)  # admitted as the standby process
         assert owner_of(world.state, replica.step or "") == replica
     assert world.state.intents == {}
 
@@ -158,7 +158,7 @@ def test_promoted_standby_is_replaced_only_after_the_next_commit() -> None:
 
 
 def test_promoted_member_is_treated_like_any_other() -> None:
-    """It is fenced with its step, which lingers and is stopped; whatever of the step is heard is the member's."""
+    """It is fenced with its step, which is stopped as an orphan; reports of the step count as the member's."""
     world = World(SMALL).steady().warmed()
     world.kill(M1)
     world.steady().warmed()
@@ -169,7 +169,7 @@ def test_promoted_member_is_treated_like_any_other() -> None:
     assert world.state.orphan_steps == {}
     assert {world.incarnations()[id] for id in (M0, M1)} == {3}
     end = ev.StepEnded(standby(N2, 2), world.state.replica(M0).step or "", None, 9, ExitReason.SIGNALED)
-    world.record(end)  # as its exit record has it, that was begun as a shadow's
+    world.record(end)  # its exit record names the standby process
     assert (world.state.replica(M0).step, world.state.replica(M0).status) == (None, Status.JOINED)
 
 
@@ -329,7 +329,7 @@ def test_node_too_small_for_the_trainer_keeps_no_standby() -> None:
     assert list(world.ready_standbys()) == [world.node_of(TRAINER)]
 
 
-# ── nobody counts them ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── not replicas ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_standbys_occupy_no_node_and_do_not_count_as_replicas() -> None:
     world = World(SMALL).steady().warmed()
     assert not any(replica.role == STANDBY_ROLE for replica in workers(world.state))

@@ -1,4 +1,4 @@
-"""What the cluster takes back before a run is over: preempted, suspended, cancelled by somebody, out of walltime."""
+"""Allocations that the cluster takes back before a run is over: preempted, suspended, cancelled, out of walltime."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ GRACE = 30.0
 
 
 def with_status(world: World, tag: str, **changes: object) -> None:
-    """The cluster tells an allocation so, and nothing happens to it."""
+    """Let the cluster report a changed status of the allocation, without any effect on its processes."""
     status = world.state.allocations[tag].status
     assert status is not None
     world.happen(ev.AllocationChanged(tag, msgspec.structs.replace(status, **changes)))
 
 
 def preempt(world: World, tag: str) -> None:
-    """Slurm wants the nodes back: every step has its SIGTERM and leaves, the next look shows it."""
+    """Let Slurm reclaim the nodes: every step gets SIGTERM and exits, and the next poll shows it."""
     nodes = world.held[tag]
     for step, (incarnation, node) in list(world.steps.items()):
         if node in nodes:
@@ -290,7 +290,7 @@ def test_held_request_ends_no_run_however_long_it_waits() -> None:
 
 # ── out of walltime ──────────────────────────────────────────────────────────────────────────────────────────────────
 def terms(small: RunSpec, term: float) -> RunSpec:
-    """``[cluster] job_walltime``."""
+    """Return the job with this ``[cluster] job_walltime``."""
     (pool,) = small.node_groups
     part: NodeGroup = msgspec.structs.replace(pool, walltime=term)
     return msgspec.structs.replace(small, node_groups=(part,))

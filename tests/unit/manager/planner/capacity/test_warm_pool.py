@@ -1,4 +1,4 @@
-"""Rollouts that are kept ready on spare nodes: when they are started and ended, who goes on as one, who comes first."""
+"""Standby processes of rollouts on spare nodes: when they start and stop, which are promoted, and who gets the node."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def launched(world: World, replica: ReplicaId) -> list[Launch]:
 
 
 def promotions(world: World, role: str = "rollout") -> dict[str, str]:
-    """Which shadow became which life, so far."""
+    """Return the new incarnation by promoted standby process."""
     return {str(launch.standby): str(launch.incarnation) for launch in world.decided(Launch)
             if launch.standby is not None and launch.incarnation.replica.startswith(role)}  # fmt: skip
 
 
 def touched(world: World, *but: ReplicaId) -> dict[ReplicaId, int]:
-    """Who has had another life than its first, those apart."""
+    """Return the replicas that had more than one incarnation, apart from these."""
     return {id: number for id, number in world.incarnations().items() if number > 1 and id not in but}
 
 
 def lose_at_once(world: World, *nodes: NodeName) -> None:
-    """Both are found before anything is decided; then everybody works again."""
+    """Lose several nodes before anything is decided, then play until all replicas work."""
     for node in nodes:
         world.record(lost(node, world.now))
         world.dead.add(node)
@@ -58,7 +58,7 @@ def lose_at_once(world: World, *nodes: NodeName) -> None:
 
 
 def assert_no_orphan_steps(world: World) -> None:
-    """But for what nobody can ask: it was on the node that is lost."""
+    """Assert that orphan steps remain only on lost nodes."""
     assert world.state.intents == {}
     assert {orphan.node for orphan in world.state.orphan_steps.values()} <= world.dead
 
@@ -141,7 +141,7 @@ def test_no_more_standby_nodes_than_rollouts() -> None:
 
 
 def shared(rollouts: int = 4) -> RunSpec:
-    """Rollouts of which two share a node, one of them that of the store and the reward role; one spare."""
+    """Return a job in which two rollouts share a node, one of them with the store and the reward role; one spare."""
     job = small(rollouts=rollouts)
     half_node = msgspec.structs.replace(NODE, cpus=2, mem=NODE.mem // 2)
     roles = tuple(
@@ -367,7 +367,7 @@ def test_standbys_that_never_start_stop_being_tried_and_the_run_continues() -> N
     assert (world.state.finish, touched(world)) == (None, {})
 
 
-# ── nobody is kept from a node ───────────────────────────────────────────────────────────────────────────────────────
+# ── access to spare nodes ────────────────────────────────────────────────────────────────────────────────────────────
 def test_trainer_gets_the_spare_once_its_standby_engine_has_ended() -> None:
     world = World(small()).steady().warmed()
     world.slow_to_stop = 3.0
@@ -434,7 +434,7 @@ def test_restart_of_the_whole_run_promotes_no_standby() -> None:
     ]
 
 
-# ── nobody counts them ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── not replicas ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_standbys_do_not_count_as_replicas_and_store_no_snapshots() -> None:
     world = World(small(spares=2)).steady().warmed()
     for node in world.state.nodes:
@@ -461,7 +461,7 @@ def test_standbys_do_not_delay_the_end_and_leave_nothing() -> None:
 
 # ── a manager that dies ──────────────────────────────────────────────────────────────────────────────────────────────
 def _hurt(die_before: int = 0) -> World:
-    """Node after node is lost: a rollout's, the trainer's, another rollout's."""
+    """Lose one node after the other: a rollout's, the trainer's, another rollout's."""
     world = World(small(spares=3), nodes=12).steady().warmed()
     world.die_before = world.planned + die_before if die_before else 0
     for node in (N4, N2, N5):

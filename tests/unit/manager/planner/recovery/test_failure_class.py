@@ -1,4 +1,4 @@
-"""What fails wherever it is tried ends a run early, in its own words; and commands that are done are done."""
+"""Failures that recur on any node end a run early with their own message; and completed commands stay completed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The repair ladder: which rung is taken on which evidence, what is expected of it, and when the run as a whole
-restarts or ends.
+"""The repair ladder: which rung is taken on which evidence, with which expectation, and when the run restarts or ends.
 
-Who failed and what is decided are read from the decisions that :class:`World` records."""
+The tests read the decisions that :class:`World` records.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _AWAY = "exit_record: step: {} failed"
 
 
 def fences(world: World) -> list[Fence]:
-    """Of roles, in the order of their decision."""
+    """Return the fences of roles in the order of their decision."""
     return [fence for fence in world.decided(Fence) if role_of(fence.incarnation.replica) not in (AGENT, STANDBY_ROLE)]
 
 
@@ -52,7 +52,7 @@ def charged(world: World) -> list[tuple[str, Rung]]:
 
 
 def fail(world: World, replica: ReplicaId, detector: str = "exit_record") -> None:
-    """It is found to have failed, and nothing else happens before that is decided."""
+    """Record a finding of failure, and let the planner decide before anything else happens."""
     world.happen(found(world.state.replica(replica).incarnation, detector, world.now))
 
 
@@ -544,7 +544,7 @@ def test_full_restart_fences_all_in_place_and_charges_only_the_failed_member() -
     stopped = {action.incarnation for action in world.decided(StopStep)}
     assert set(standbys) - {launch.standby for launch in world.decided(Launch)} <= stopped
     adopted = [launch for launch in world.decided(Launch) if launch.standby is not None]
-    assert len(adopted) == 4  # at the first failure, and nobody is at the restart of all
+    assert len(adopted) == 4  # at the first failure; a full restart promotes none
     world.steady()
     assert {replica.id: replica.node for replica in workers(world.state)} == homes
     assert [launch for launch in world.decided(Launch) if launch.standby is not None] == adopted
