@@ -1,4 +1,8 @@
-"""What the manager can do to the world, each with its reason. The executor journals each as an intent first."""
+"""The planner's actions, each with its reason: external actions have effects outside of the manager, decisions do not.
+
+The executor journals each external action as an intent before it carries it out. A ``tag`` names an action uniquely, so
+that its result can be found later (an idempotency key).
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,12 @@ from ..cluster.base import AllocationRequest
 
 
 class Rung(StrEnum):
-    """The repair ladder of docs/architecture.md; the first rung that fits the evidence is taken."""
+    """A rung of the repair ladder (docs/architecture.md). The first one that fits the evidence is taken."""
 
     IN_PLACE = "restart in place"
     SPARE = "spare node"
     DONOR = "warm standby"
-    """a rollout's node, whose shadow becomes the member; the rollout is made up for in the background"""
+    """Promote the standby process on a rollout's node; that rollout is started elsewhere later."""
     REPLACEMENT = "replacement allocation"
     DEGRADED = "go on degraded"
     FULL_RESTART = "restart the whole run from its checkpoint"
@@ -25,7 +29,7 @@ class Rung(StrEnum):
 
 
 class Why(Struct, frozen=True):
-    """Why an action is taken: the evidence it was made from, the rung, and what is expected of it by when."""
+    """Why an action is taken: the evidence, the rung, and the expected result with its deadline (manager's time, s)."""
 
     evidence: tuple[str, ...]
     rung: Rung | None = None
@@ -34,46 +38,49 @@ class Why(Struct, frozen=True):
 
 
 class Request(Struct, frozen=True, tag=True):
-    """Ask the cluster for nodes."""
+    """Request nodes from the cluster."""
 
     request: AllocationRequest
     why: Why
 
     @property
     def tag(self) -> str:
+        """Return the tag of the allocation request."""
         return self.request.tag
 
 
 class Release(Struct, frozen=True, tag=True):
-    """Give an allocation back."""
+    """Release an allocation."""
 
     allocation: str
     why: Why
 
     @property
     def tag(self) -> str:
+        """Return the tag of this release."""
         return f"{self.allocation}!release"
 
 
 class Launch(Struct, frozen=True, tag=True):
-    """Start one life of a replica (or of an agent) on a node."""
+    """Start an incarnation of a replica, an agent or a standby process on a node."""
 
     incarnation: Incarnation
     step: str
-    """tag of the step"""
+    """Tag of the step."""
     allocation: str
     node: NodeName
     why: Why
     standby: Incarnation | None = None
-    """nothing is started: this shadow, whose step it is, becomes the life"""
+    """Standby process to promote to this incarnation in its own step; None if a new step is started."""
 
     @property
     def tag(self) -> str:
+        """Return the tag of the step."""
         return self.step
 
 
 class StopStep(Struct, frozen=True, tag=True):
-    """End a step, whoever lives in it."""
+    """End a step, whichever incarnation it runs."""
 
     step: str
     incarnation: Incarnation
@@ -82,12 +89,16 @@ class StopStep(Struct, frozen=True, tag=True):
 
     @property
     def tag(self) -> str:
+        """Return the tag of this stop."""
         return f"{self.step}!stop"
 
 
 class InjectFault(Struct, frozen=True, tag=True):
-    """Have a planned or ordered fault performed. ``step``, ``node`` and ``life`` are what its target is at this moment;
-    empty where the fault is not about such a thing."""
+    """Inject a planned or requested fault.
+
+    ``step``, ``node`` and ``incarnation`` are what the fault's target is at this moment; empty where the fault has no
+    such target.
+    """
 
     fault: Fault
     step: str
@@ -97,11 +108,15 @@ class InjectFault(Struct, frozen=True, tag=True):
 
     @property
     def tag(self) -> str:
+        """Return the tag of this injection."""
         return f"fault:{self.fault.id}"
 
 
 class Drain(Struct, frozen=True, tag=True):
-    """Have the cluster give the node to nobody any more. ``reason`` begins with ``rrl:<run>:``, by which we know it."""
+    """Have the cluster give the node to no new job.
+
+    ``reason`` begins with ``rrl:<run>:``, which marks the drains of this run.
+    """
 
     node: NodeName
     reason: str
@@ -109,11 +124,12 @@ class Drain(Struct, frozen=True, tag=True):
 
     @property
     def tag(self) -> str:
+        """Return the tag of this drain."""
         return f"{self.node}!drain"
 
 
 class Undrain(Struct, frozen=True, tag=True):
-    """Take back a drain of this run's own: one with exactly this reason, and no other."""
+    """Take back a drain of this run: the one with exactly this reason, and no other."""
 
     node: NodeName
     reason: str
@@ -121,11 +137,12 @@ class Undrain(Struct, frozen=True, tag=True):
 
     @property
     def tag(self) -> str:
+        """Return the tag of this undrain."""
         return f"{self.node}!undrain"
 
 
 class Shrink(Struct, frozen=True, tag=True):
-    """Give single nodes of a running allocation back, where the cluster can do that without hurting the others."""
+    """Release single nodes of a running allocation, where the cluster can do that without harm to the others."""
 
     allocation: str
     nodes: tuple[NodeName, ...]
@@ -133,14 +150,17 @@ class Shrink(Struct, frozen=True, tag=True):
 
     @property
     def tag(self) -> str:
+        """Return the tag of this release of single nodes."""
         return f"{self.allocation}!shrink:{','.join(self.nodes)}"
 
 
 class Fence(Struct, frozen=True, tag=True):
-    """From now on a life is not believed. Decided and done in one: no intent, the event itself is the deed.
+    """End an incarnation for good: from then on nothing from it is accepted.
 
-    ``to``: where its replica is wanted next. ``charged``: it counts as a failure of the replica, on its budget; not
-    where it moves for another reason, restarts because a member of its gang failed, or was asked to by a person."""
+    A decision, so there is no intent: the journaled event itself is the effect. ``target_node`` is where the replica is
+    launched next. ``charged`` counts it as a failure on the replica's budget; it is False if the replica moves for
+    another reason, restarts because a member of its gang failed, or restarts on a user's request.
+    """
 
     incarnation: Incarnation
     rung: Rung
@@ -150,69 +170,79 @@ class Fence(Struct, frozen=True, tag=True):
 
     @property
     def tag(self) -> str:
+        """Return the tag of this fence."""
         return f"{self.incarnation}!fence"
 
 
 class Exclude(Struct, frozen=True, tag=True):
-    """A node is no longer used by this run: for a time if there is no proof, and until somebody says so if a person
-    asked for it (``by``)."""
+    """Stop using a node in this run.
+
+    Without proof the exclusion lasts for a time; if a user requested it (``by``), until a user takes it back.
+    """
 
     node: NodeName
     why: Why
     cause: Cause | None = None
-    """that was found"""
+    """Cause that was found."""
     proof: bool = False
     by: str = ""
 
     @property
     def tag(self) -> str:
+        """Return the tag of this exclusion."""
         return f"{self.node}!exclude"
 
 
 class Finish(Struct, frozen=True, tag=True):
-    """The run is over, or is to be ended: ``outcome`` is decided here and does not change afterwards."""
+    """End the run, or record that it is over. The outcome is decided here and does not change afterwards."""
 
     outcome: Outcome
     why: Why
 
     @property
     def tag(self) -> str:
+        """Return the tag of this decision."""
         return "finish"
 
 
 class Readmit(Struct, frozen=True, tag=True):
-    """An excluded node may be used again."""
+    """Use an excluded node again."""
 
     node: NodeName
     why: Why
 
     @property
     def tag(self) -> str:
+        """Return the tag of this readmission."""
         return f"{self.node}!readmit"
 
 
 class RestartAll(Struct, frozen=True, tag=True):
-    """Every role's life is fenced and wanted again, and the whole run goes on from its last checkpoint: in place, or by
-    policy ``requeue`` on nodes asked for anew."""
+    """Fence every role and restart the whole run from its last checkpoint.
+
+    The roles keep their nodes; with policy ``requeue`` the nodes are released and requested again.
+    """
 
     why: Why
     fences: tuple[Fence, ...] = ()
-    """every life that is given up, and where it is wanted next"""
+    """One fence for each incarnation that ends, with the node of its replica's next launch."""
 
     @property
     def failed(self) -> Incarnation | None:
-        """Whose failure led to it, and on whose budget it counts."""
+        """Return the incarnation whose failure led to the restart, and on whose budget it counts."""
         return next((fence.incarnation for fence in self.fences if fence.charged), None)
 
     @property
     def tag(self) -> str:
+        """Return the tag of this decision."""
         return "restart-all"
 
 
 ExternalAction = Request | Release | Launch | StopStep | InjectFault | Drain | Undrain | Shrink
-"""Actions with a side effect outside: intent first, then the deed, then its result."""
+"""Actions with an effect outside of the manager: the intent is journaled, then the action is carried out, then its
+result is journaled."""
 
 Decision = Fence | Exclude | Readmit | RestartAll | Finish
-"""Actions that only change what is believed: the journal record is the deed."""
+"""Actions that only change the state: the journal record is the effect."""
 
 Action = ExternalAction | Decision

@@ -1,7 +1,7 @@
-"""What happened, never what to do: one tagged union, the records of the journal.
+"""The events of a run, which are the records of its journal: one tagged union of facts, never of requests.
 
-Every record is a :class:`Stamped` event. New fields have defaults; unknown fields are ignored; an unknown tag is
-reported by the journal and nothing is decided from a journal that cannot be read.
+Every record is a :class:`Stamped` event. New fields have defaults and unknown fields are ignored; the journal reports
+an unknown tag, and no decision is made from a journal that cannot be read.
 """
 
 from __future__ import annotations
@@ -30,64 +30,72 @@ class ManagerStarted(Struct, frozen=True, tag=True):
     host: str
     pid: int
     job: str = ""
-    """Slurm job of the manager itself, if it runs in one"""
+    """Id of the Slurm job that the manager runs in; empty if it runs outside of Slurm."""
 
 
 class ManagerStopped(Struct, frozen=True, tag=True):
-    """The manager leaves in order."""
+    """The manager stops in an orderly way."""
 
     why: str
 
 
 class Intended(Struct, frozen=True, tag=True):
-    """An action with an effect outside is about to be tried."""
+    """An external action is about to be carried out."""
 
     action: ExternalAction
 
 
 class IntentSettled(Struct, frozen=True, tag=True):
-    """An intent is settled: ``ok``, or certainly not done (``detail`` says what the cluster said)."""
+    """An intent has a result: done (``ok``), or certainly not done (``detail`` is the cluster's explanation)."""
 
     tag: str
     ok: bool
     detail: str = ""
     undelivered: bool = False
-    """not done because it never reached the cluster, as far as anybody can tell: its manager died, or the network"""
+    """True if it was not done because it never reached the cluster, as far as is known: the manager or the network
+    failed."""
     reason: RejectReason | None = None
-    """why it was not done; None where it was"""
+    """Why it was not done; None if it was."""
 
 
 class Decided(Struct, frozen=True, tag=True):
-    """The planner decided something that changes only what is believed."""
+    """The planner made a decision that only changes the state."""
 
     action: Decision
 
 
 class AllocationChanged(Struct, frozen=True, tag=True):
-    """The cluster tells an allocation of ours differently than before; None = no longer listed."""
+    """The cluster reports a changed status of an allocation of this run; None if it no longer lists it."""
 
     tag: str
     status: AllocationStatus | None
 
 
 class NodeChanged(Struct, frozen=True, tag=True):
+    """The cluster reports a changed status of a node of this run."""
+
     node: NodeName
     status: NodeStatus
 
 
 class AgentJoined(Struct, frozen=True, tag=True):
+    """The agent of a node has connected."""
+
     incarnation: Incarnation
     node: NodeName
     host: str
     pid: int
     probe_error: str = ""
-    """what its node cannot do that the job's roles need (``[env] probe``), in its own words; empty: it can"""
+    """What the node lacks that the job's roles need (``[env] probe``), as the probe reported it; empty if nothing."""
     snapshot_address: str = ""
-    """where the snapshots that it keeps can be put and fetched, ``tcp://host:port``"""
+    """Address of the agent's snapshot server, ``tcp://host:port``."""
 
 
 class Admitted(Struct, frozen=True, tag=True):
-    """The step's first process really runs: its launch is settled. ``node`` is where it says that it is."""
+    """The first process of a step runs and was admitted, so its launch is settled.
+
+    ``node`` is the node that the process reported.
+    """
 
     incarnation: Incarnation
     step: str
@@ -96,7 +104,7 @@ class Admitted(Struct, frozen=True, tag=True):
 
 
 class Joined(Struct, frozen=True, tag=True):
-    """A worker said Hello in this life."""
+    """The worker of an incarnation has connected."""
 
     incarnation: Incarnation
     node: NodeName
@@ -107,7 +115,7 @@ class Joined(Struct, frozen=True, tag=True):
 
 
 class StepEnded(Struct, frozen=True, tag=True):
-    """The first process of a step is gone, by its own exit record or by a witness."""
+    """The first process of a step has ended, by its own exit record or by the report of a witness."""
 
     incarnation: Incarnation
     step: str
@@ -116,37 +124,39 @@ class StepEnded(Struct, frozen=True, tag=True):
     reason: ExitReason
     last_line: str = ""
     detail: str = ""
-    """more about ``reason``, for people"""
+    """Explanation of ``reason`` for people."""
 
 
 class PhaseEntered(Struct, frozen=True, tag=True):
+    """A replica has entered a phase."""
+
     incarnation: Incarnation
     phase: str
     waits_for: ReplicaId | None = None
 
 
 class NoteChanged(Struct, frozen=True, tag=True):
-    """What a replica wants people to know of it has changed; empty: nothing any more."""
+    """The message of a replica for users has changed; empty if there is none now."""
 
     incarnation: Incarnation
     note: str
 
 
 class FirstWorkDone(Struct, frozen=True, tag=True):
-    """The first unit of work in this life: a replacement generates again."""
+    """An incarnation has completed its first unit of work: a replacement generates again."""
 
     incarnation: Incarnation
 
 
 class VersionAvailable(Struct, frozen=True, tag=True):
-    """A life holds a complete, verified weight version."""
+    """An incarnation holds a complete, verified weight version."""
 
     incarnation: Incarnation
     version: Version
 
 
 class StepCommitted(Struct, frozen=True, tag=True):
-    """The store recorded the commit of a trainer step."""
+    """The trajectory store has recorded the commit of a training step."""
 
     incarnation: Incarnation
     step: int
@@ -154,95 +164,101 @@ class StepCommitted(Struct, frozen=True, tag=True):
 
 
 class FindingChanged(Struct, frozen=True, tag=True):
-    """A detector concludes something else than before; OK clears the finding of the same key."""
+    """A finding has appeared or changed; verdict OK clears the finding of the same key."""
 
     finding: Finding
 
 
 class FaultInjected(Struct, frozen=True, tag=True):
-    """The truth about an injected fault, so that detection can be scored and reports tell injected from real.
+    """What is known about an injected fault, so that detection can be scored and reports can mark injected failures.
 
-    What lasts has two: when it began, and when it was over (``ended``)."""
+    A fault that lasts has two such events: for its begin and for its end (``ended``).
+    """
 
     fault: str
     incarnation: Incarnation | None
-    """that was hit; None: none was, or not one"""
+    """Incarnation that was hit; None if none was, or not just one."""
     ok: bool
-    """it was performed"""
+    """True if the fault was injected."""
     detail: str = ""
-    """what was done, or why not, in the words of whoever did it"""
+    """What was done, or why not, as the injecting component reported it."""
     kind: FaultKind | None = None
     target: str = ""
     node: NodeName = NodeName("")
     ended: bool = False
     unknown: bool = False
-    """nobody knows whether it was performed; it is not tried again"""
+    """True if it is not known whether the fault was injected; it is not tried again."""
 
 
 class CommandReceived(Struct, frozen=True, tag=True):
-    """A person asked for something: ``cancel``, ``restart``, ``drain`` or ``undrain``."""
+    """A user has requested ``cancel``, ``restart``, ``drain`` or ``undrain``."""
 
     command: str
     by: str
     id: str
-    """of the mailbox file: a command is taken once"""
+    """Id of the mailbox file: a command is handled once."""
     target: str = ""
-    """the replica that is to restart, or the node"""
+    """Replica to restart, or node to drain or undrain."""
     keep_allocations: bool = False
-    """``cancel``: the allocations are not given back"""
+    """True if ``cancel`` is not to release the allocations."""
     reason: str = ""
-    """``drain``: in the person's own words"""
+    """Reason that the user gave for a ``drain``."""
 
 
 class FaultRequested(Struct, frozen=True, tag=True):
-    """A person ordered a fault. A :class:`FaultInjected` tells what came of it, also of one that is refused."""
+    """A user has requested a fault. Its result is a :class:`FaultInjected`, also if it is rejected."""
 
     fault: Fault
     by: str
     id: str
-    """of the mailbox file, as in :class:`Commanded`"""
+    """Id of the mailbox file, as in :class:`CommandReceived`."""
 
 
 class Resumed(Struct, frozen=True, tag=True):
-    """A person had a run that has ended go on from its last commit, under the same id, with this job."""
+    """A user has resumed an ended run from its last commit, under the same id, with this job."""
 
     by: str
     id: str
-    """of the mailbox file"""
+    """Id of the mailbox file."""
     job: RunSpec
 
 
 class TokensCounted(Struct, frozen=True, tag=True):
-    """What rollouts have generated so far, all lives together, as told by their beats. Recorded when the trainer is
-    fenced and when it works again: so many tokens were made while it was away. Totals of one epoch can be compared."""
+    """Number of tokens that all incarnations of the rollouts have generated so far, as their heartbeats report it.
+
+    Recorded when the trainer is fenced and when it works again: the difference is what was generated while it was down.
+    Totals are comparable within one epoch.
+    """
 
     total: int
     trainer_down: bool
-    """the trainer goes; else it is back"""
+    """True if the trainer is being fenced, False if it works again."""
 
 
 class StacksCollected(Struct, frozen=True, tag=True):
-    """What the processes of a suspect and of its gang were doing, while it was suspected."""
+    """Stacks of the processes of a suspect and of its gang, collected while it was suspected of a hang."""
 
     incarnation: Incarnation
-    """the suspect"""
+    """Suspected incarnation."""
     groups: tuple[str, ...] = ()
-    """a line for each group of equal stacks, outliers first; or why there are none"""
+    """One line for each group of equal stacks, outliers first; or why there are none."""
     outliers: tuple[Incarnation, ...] = ()
     file: str = ""
-    """with all of them, relative to the run directory; empty: none could be kept"""
+    """File with all stacks, relative to the run directory; empty if none could be stored."""
 
 
 class BaselinesLearned(Struct, frozen=True, tag=True):
-    """What is usual of each role, all of it, where it is noticeably another than recorded before: the next manager
-    would have to learn it anew, and take a hang for a slow step meanwhile."""
+    """The learned baselines of all roles, recorded when they differ noticeably from the last record.
+
+    Without them the next manager would have to learn them again, and could take a slow step for a hang.
+    """
 
     baselines: dict[str, RoleBaseline]
-    """by role"""
+    """Baselines by role."""
 
 
 class RunEnded(Struct, frozen=True, tag=True):
-    """Last record: everything is given back."""
+    """Last record of a run: everything is released."""
 
     outcome: Outcome
     why: str
@@ -250,13 +266,17 @@ class RunEnded(Struct, frozen=True, tag=True):
 
 Event = (
     RunStarted | ManagerStarted | ManagerStopped | Intended | IntentSettled | Decided | AllocationChanged | NodeChanged
-    | AgentJoined | Admitted | Joined | StepEnded | PhaseEntered | NoteChanged | FirstWorkDone | VersionAvailable | StepCommitted
-    | FindingChanged | FaultInjected | CommandReceived | FaultRequested | Resumed | TokensCounted | StacksCollected | BaselinesLearned | RunEnded
+    | AgentJoined | Admitted | Joined | StepEnded | PhaseEntered | NoteChanged | FirstWorkDone | VersionAvailable |
+    StepCommitted | FindingChanged | FaultInjected | CommandReceived | FaultRequested | Resumed | TokensCounted |
+    StacksCollected | BaselinesLearned | RunEnded
 )  # fmt: skip
 
 
 class Stamped(Struct, frozen=True):
-    """``seq`` counts from 1 without gaps; ``at`` is the manager's wall clock (s), never decreasing within a journal."""
+    """An event with its place in the journal.
+
+    ``seq`` counts from 1 without gaps; ``at`` is the manager's wall clock (s) and never decreases within a journal.
+    """
 
     seq: int
     at: float

@@ -1,6 +1,4 @@
-"""Reduce events about allocations and nodes into the state: what the cluster reports, exclusions, drains and commands
-about nodes. Pure.
-"""
+"""Reduce events about allocations and nodes into the state: cluster status, exclusions, drains and commands. Pure."""
 
 from __future__ import annotations
 
@@ -13,33 +11,42 @@ from ...core.types import AGENT, STANDBY_ROLE, NodeName, Verdict
 from ..cluster.base import AllocationRequest, AllocationState, AllocationStatus
 from . import events as ev
 from .actions import Drain, Exclude, ExternalAction, Launch, Readmit, Shrink, Undrain
-from .reduce_replicas import with_replica
+from .reduce_replicas import with_replica, without
 from .state import Allocation, Node, RejectedRequest, State
 
 CANCELLATION_WINDOW_S = 3600.0
-"""s for which it counts that somebody cancelled all that the run had: who does so again within an hour means it"""
+"""Seconds within which cancelling all allocations of a run for the second time counts as cancelling the run itself."""
 
 EARLY_END_S = 60.0
-"""s: an allocation that ends sooner, and from whose nodes nothing ever spoke, counts as refused: it is not asked for
-without end"""
+"""Seconds: an allocation that ends sooner, and from whose nodes no process ever reported, counts as a rejected request,
+so that it is not requested without end."""
 END_TOLERANCE_S = 60.0
-"""s before its end as we know it from which an allocation that ends has come to the end of its time: when it began was
-seen a poll late, and Slurm counts whole minutes"""
+"""Seconds before its expected end from which an allocation that ends has used up its time: its begin was observed one
+poll late, and Slurm counts whole minutes."""
+DRAIN, UNDRAIN = "drain", "undrain"
+"""Commands of users about a node."""
+GIVEN_BACK = "it was released"
+"""``Node.kept_because`` of a node that was released from its allocation."""
 
 
 def on_request_intended(state: State, at: float, request: AllocationRequest) -> State:
-    """One allocation for each component."""
+    """Record an allocation request, with one allocation for each component."""
     requests = (request, *request.further_components)
     requests_made = dict(state.requests_made)
-    for one in requests:
-        requests_made[one.node_group] = requests_made.get(one.node_group, 0) + 1
-    allocations = state.allocations | {one.tag: Allocation(one.tag, one, at) for one in requests}
+    for component in requests:
+        requests_made[component.node_group] = requests_made.get(component.node_group, 0) + 1
+    allocations = state.allocations | {
+        component.tag: Allocation(component.tag, component, at) for component in requests
+    }
     since = at if state.requested_since is None else state.requested_since
     return replace(state, allocations=allocations, requests_made=requests_made, requested_since=since)
 
 
 def on_release_intended(state: State, at: float, tag: str) -> State:
-    """A request that could never have been met counts as refused, so that it is not made for ever."""
+    """Record the release of an allocation.
+
+    A request that could never have been met counts as rejected, so that it is not repeated without end.
+    """
     allocation = state.allocations.get(tag)
     if (
         allocation is not None
@@ -57,18 +64,22 @@ def on_release_intended(state: State, at: float, tag: str) -> State:
 
 
 def on_release_rejected(state: State, tag: str, until: float) -> State:
-    """Its give-back was refused, and is not asked for again before then."""
+    """Record that a release was refused, and the manager's time (s) before which it is not repeated."""
     return _with_allocation(state, tag, releasing=False, not_before=until)
 
 
 def on_request_rejected(state: State, at: float, request: AllocationRequest, detail: str, undelivered: bool) -> State:
-    """Certainly not done: nothing of it exists."""
+    """Record a request that was certainly not granted, and forget its allocations."""
     state = _add_rejected_request(state, RejectedRequest(request.tag, at, detail, undelivered, request.node_group))
-    tags = {one.tag for one in (request, *request.further_components)}
-    return replace(state, allocations={tag: one for tag, one in state.allocations.items() if tag not in tags})
+    tags = {component.tag for component in (request, *request.further_components)}
+    return replace(state, allocations=without(state.allocations, *tags))
 
 
 def on_allocation_changed(state: State, at: float, event: ev.AllocationChanged) -> State:
+    """Apply a changed status of an allocation, with the nodes that entered or left it.
+
+    The end of an allocation settles everything in it. An allocation that the run had given up is recorded as an orphan.
+    """
     allocation = state.allocations.get(event.tag)
     over = event.status is None or event.status.state is AllocationState.ENDED
     if allocation is None:
@@ -82,11 +93,11 @@ def on_allocation_changed(state: State, at: float, event: ev.AllocationChanged) 
             _note_external_cancellation(state, at, allocation, event.status), at, allocation, event.status
         )
         if not (allocation.releasing or allocation.orphan) and allocation.running_since is None:
-            detail = (event.status.detail if event.status else "") or "no longer in the queue"  # and it has never run
+            detail = (event.status.detail if event.status else "") or "no longer in the queue"
             state = _add_rejected_request(
                 state, RejectedRequest(event.tag, at, f"{event.tag}: {detail}", True, allocation.request.node_group)
             )
-        elif _allocation_failed_early(state, at, allocation):  # asking again and again would get no further
+        elif _allocation_failed_early(state, at, allocation):  # counted, so that it is not requested without end
             detail = f"it ended {at - (allocation.running_since or at):.0f} s after it began" + _detail_suffix(
                 event.status
             )
@@ -95,10 +106,12 @@ def on_allocation_changed(state: State, at: float, event: ev.AllocationChanged) 
             )
         return replace(
             state,
-            allocations={tag: one for tag, one in state.allocations.items() if tag != event.tag},
+            allocations=without(state.allocations, event.tag),
             nodes=without_departed(state.nodes, event.tag, ()),
-            orphan_steps={tag: one for tag, one in state.orphan_steps.items() if one.allocation != event.tag},
-            intents={tag: one for tag, one in state.intents.items() if not _launches_into(one.action, event.tag)},
+            orphan_steps={tag: orphan for tag, orphan in state.orphan_steps.items() if orphan.allocation != event.tag},
+            intents={
+                tag: intent for tag, intent in state.intents.items() if not _launches_into(intent.action, event.tag)
+            },
         )
     unsatisfiable_since = allocation.unsatisfiable_since if allocation.unsatisfiable_since is not None else at
     allocation = replace(
@@ -108,7 +121,7 @@ def on_allocation_changed(state: State, at: float, event: ev.AllocationChanged) 
         unsatisfiable_since=unsatisfiable_since if event.status.unsatisfiable_reason else None,
     )
     since = allocation.running_since
-    if allocation.running or allocation.pending:  # one that is queued again begins anew
+    if allocation.running or allocation.pending:  # the walltime of a requeued allocation starts again
         since = (at if since is None else since) if allocation.running else None
     ending = (at if allocation.ending_since is None else allocation.ending_since) if allocation.ending else None
     allocation = replace(allocation, running_since=since, ending_since=ending)
@@ -122,8 +135,8 @@ def on_allocation_changed(state: State, at: float, event: ev.AllocationChanged) 
             node = replace(node, allocation=event.tag, status=None, kept_because="")
         nodes[name] = replace(node, node_group=allocation.request.node_group)
     began = at if state.running_since is None and allocation.running else state.running_since
-    orphan_steps = {tag: one for tag, one in state.orphan_steps.items()
-                 if one.allocation != event.tag or one.node in event.status.nodes}  # fmt: skip
+    orphan_steps = {tag: orphan for tag, orphan in state.orphan_steps.items()
+                 if orphan.allocation != event.tag or orphan.node in event.status.nodes}  # fmt: skip
     return replace(
         state,
         allocations={**state.allocations, event.tag: allocation},
@@ -134,14 +147,16 @@ def on_allocation_changed(state: State, at: float, event: ev.AllocationChanged) 
 
 
 def _belongs_to(nodes: dict[NodeName, Node], name: NodeName, tag: str) -> bool:
-    """Whether a node is known as one of this allocation."""
+    """Return whether the node is recorded as one of this allocation."""
     return name in nodes and nodes[name].allocation == tag
 
 
 def _reset_helpers(state: State, at: float, entered: set[NodeName]) -> State:
-    """Forget how the agents and shadows of these nodes ended in an earlier allocation: that it was cancelled or ran out
-    of time says nothing about what the nodes can do now, and until their agents report the run must not take the nodes
-    for useless and ask for others."""
+    """Forget the failures of agents and standby processes that these nodes had in an earlier allocation.
+
+    That an allocation was cancelled or ran out of time says nothing about its nodes. Until their agents report, the run
+    must not take the nodes for unusable and request others.
+    """
     for replica in state.replicas.values():
         if replica.role in (AGENT, STANDBY_ROLE) and replica.node in entered and replica.failures:
             state = with_replica(state, replica.id, failures=(), not_before=at)
@@ -149,21 +164,22 @@ def _reset_helpers(state: State, at: float, entered: set[NodeName]) -> State:
 
 
 def _allocation_failed_early(state: State, at: float, allocation: Allocation) -> bool:
-    """It ended by itself before anything spoke from its nodes: a prolog fails, or they do."""
+    """Return whether an allocation ended by itself before a process on it reported: its prolog or nodes fail."""
     began = allocation.running_since
     ran = not (allocation.releasing or allocation.orphan) and began is not None and at - began < EARLY_END_S
-    spoke = any(
-        one.allocation == allocation.tag and one.admitted_process is not None for one in state.replicas.values()
+    reported = any(
+        replica.allocation == allocation.tag and replica.admitted_process is not None
+        for replica in state.replicas.values()
     )
-    return ran and not spoke and allocation.tag not in state.reclaimed
+    return ran and not reported and allocation.tag not in state.reclaimed
 
 
 def _note_reclaimed(state: State, at: float, allocation: Allocation, status: AllocationStatus | None) -> State:
-    """Who is on it has not failed: it was preempted, cancelled, or its time was over."""
+    """Record an allocation that was preempted, cancelled or used up: the replicas on it have not failed."""
     over = allocation.running and at >= allocation.ends_at - END_TOLERANCE_S
     reclaimed = allocation.reclaimed or (status is not None and (status.reclaimed or status.cancelled)) or over
     current_allocations = {replica.allocation for replica in state.replicas.values() if replica.is_current}
-    remaining = {tag: words for tag, words in state.reclaimed.items() if tag in current_allocations}
+    remaining = {tag: detail for tag, detail in state.reclaimed.items() if tag in current_allocations}
     if reclaimed and not allocation.releasing:
         remaining[allocation.tag] = _detail_suffix(status).removeprefix(": ") or "its time is over"
     return replace(state, reclaimed=remaining)
@@ -176,17 +192,20 @@ def _detail_suffix(status: AllocationStatus | None) -> str:
 def _note_external_cancellation(
     state: State, at: float, allocation: Allocation, status: AllocationStatus | None
 ) -> State:
-    """Somebody else than us ended it, and nothing else was left: who does that to all that a run has means the run.
+    """Record that the last remaining allocation was cancelled from outside: that may mean the run itself.
 
-    Its last word comes some time after its end: what was asked for meanwhile does not count as left, and of several
-    that ended together only the first is counted."""
+    The reason of an end arrives some time after it. A request that was made in between does not count as remaining, and
+    of several allocations that ended together only the first is counted.
+    """
     if allocation.releasing or allocation.orphan or status is None or not status.cancelled:
         return state
     ended_at = at if allocation.ending_since is None else allocation.ending_since
     others = [
-        one for one in state.allocations.values() if one.tag != allocation.tag and not (one.releasing or one.orphan)
+        other
+        for other in state.allocations.values()
+        if other.tag != allocation.tag and not (other.releasing or other.orphan)
     ]
-    if any(one.requested_at < ended_at and not one.ending for one in others) or allocation.requested_at < max(
+    if any(other.requested_at < ended_at and not other.ending for other in others) or allocation.requested_at < max(
         state.external_cancellations, default=0.0
     ):
         return state
@@ -208,8 +227,10 @@ def _launches_into(action: ExternalAction, allocation: str) -> bool:
 
 
 def without_departed(nodes: dict[NodeName, Node], tag: str, present: tuple[NodeName, ...]) -> dict[NodeName, Node]:
-    """``nodes`` after all but the ``present`` ones left the allocation. That a node is excluded is not forgotten: the
-    next request must not bring it back."""
+    """Return ``nodes`` without those that left the allocation, that is all but ``present``.
+
+    An excluded node is kept without an allocation, so that the next request does not bring it back.
+    """
     remaining: dict[NodeName, Node] = {}
     for name, node in nodes.items():
         if node.allocation != tag or name in present:
@@ -220,6 +241,7 @@ def without_departed(nodes: dict[NodeName, Node], tag: str, present: tuple[NodeN
 
 
 def on_node_changed(state: State, at: float, event: ev.NodeChanged) -> State:
+    """Record the changed status of a node."""
     if event.node not in state.nodes:
         return state
     node = replace(state.nodes[event.node], status=event.status)
@@ -238,13 +260,8 @@ def _with_allocation(state: State, tag: str, **changes: Any) -> State:
     return replace(state, allocations={**state.allocations, tag: replace(allocation, **changes)})
 
 
-DRAIN, UNDRAIN = "drain", "undrain"
-"""what people order of a node"""
-GIVEN_BACK = "it is given back"
-
-
 def on_node_command(state: State, at: float, event: ev.CommandReceived) -> State:
-    """A person wants it drained, or used again. What is so already is no order."""
+    """Record a user's drain or undrain of a node; one that is in effect already is settled at once."""
     name = NodeName(event.target)
     node, command = state.nodes.get(name), state.node_commands.get(name)
     if node is None or state.finish is not None:
@@ -254,7 +271,7 @@ def on_node_command(state: State, at: float, event: ev.CommandReceived) -> State
         if node.excluded is None and not node.drain_reason:
             return _with_node(_without_command(state, name), name, drain_requested_at=0.0) if command else state
         return replace(state, node_commands={**state.node_commands, name: (UNDRAIN, by)})
-    if node.excluded is not None:  # nobody is left there: it is drained, or that is tried again
+    if node.excluded is not None:  # no replica is on it: drain it now, or try the drain again
         return _with_node(
             _without_command(state, name), name, drain_requested_by=by, drain_requested_at=at, drain_error=""
         )
@@ -266,8 +283,9 @@ def on_node_command(state: State, at: float, event: ev.CommandReceived) -> State
 
 
 def on_exclude(state: State, at: float, action: Exclude) -> State:
+    """Record that a node is excluded, and by whose request."""
     node = state.nodes.get(action.node) or Node(action.node, "")
-    if not action.by:  # else the order stands, whatever else is found
+    if not action.by:  # a pending command of a user takes precedence over a finding
         action = replace(action, by=state.node_commands.get(action.node, ("", ""))[1])
     why = "; ".join(action.why.evidence) or "excluded"
     node = replace(
@@ -278,29 +296,32 @@ def on_exclude(state: State, at: float, action: Exclude) -> State:
 
 
 def on_readmit(state: State, at: float, action: Readmit) -> State:
-    """It has yet to show what it can do: its agent is started anew. What was found without proof is forgotten, since
-    nobody is left there to disprove it; where a person says that it is well, so is a proof."""
-    order, _ = state.node_commands.get(action.node, ("", ""))
+    """Use a node again, once its newly started agent has reported that it is fit.
+
+    Findings without proof are dropped, since no process remains on the node to disprove them; with a user's undrain
+    also those with proof.
+    """
+    command, _ = state.node_commands.get(action.node, ("", ""))
     findings = {
-        key: one for key, one in state.findings.items()
-        if one.node != action.node or one.verdict is not Verdict.FAIL or (one.proof and order != UNDRAIN)
+        key: finding for key, finding in state.findings.items()
+        if finding.node != action.node or finding.verdict is not Verdict.FAIL or (finding.proof and command != UNDRAIN)
     }  # fmt: skip
     state = replace(state, findings=findings)
     node = state.nodes.get(action.node)
     kept_because = GIVEN_BACK if node is not None and node.kept_because == GIVEN_BACK else ""
     state = _with_node(
-        state, action.node, excluded=None, cause=None, proved=False, drain_requested_by="", drain_requested_at=0.0, drain_error="",
-        kept_because=kept_because, probe_error=None,
+        state, action.node, excluded=None, cause=None, proved=False, drain_requested_by="", drain_requested_at=0.0,
+        drain_error="", kept_because=kept_because, probe_error=None,
     )  # fmt: skip
     return state if node is not None and node.drain_reason else _without_command(state, action.node)
 
 
 def on_node_action_settled(state: State, at: float, action: Drain | Undrain | Shrink, ok: bool, detail: str) -> State:
-    """It is settled: ``ok``, or certainly not done."""
+    """Apply the result of a drain, an undrain or the release of single nodes."""
     if isinstance(action, Drain):
         changes = {"drain_reason": action.reason} if ok else {"drain_error": detail or "refused"}
         return _with_node(state, action.node, **changes)
-    if isinstance(action, Undrain):  # refused: it is not our drain any more
+    if isinstance(action, Undrain):  # if refused, the drain is no longer this run's own
         return _with_node(_without_command(state, action.node), action.node, drain_reason="")
     for name in action.nodes:
         state = _with_node(state, name, kept_because=GIVEN_BACK if ok else detail or "refused")
@@ -308,7 +329,7 @@ def on_node_action_settled(state: State, at: float, action: Drain | Undrain | Sh
 
 
 def _without_command(state: State, name: NodeName) -> State:
-    return replace(state, node_commands={node: mark for node, mark in state.node_commands.items() if node != name})
+    return replace(state, node_commands=without(state.node_commands, name))
 
 
 def _with_node(state: State, name: NodeName, **changes: Any) -> State:

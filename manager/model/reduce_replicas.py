@@ -1,4 +1,4 @@
-"""What is believed of lives after one more event: launched or adopted, heard, ended, fenced; and of what lingers."""
+"""Reduce events about incarnations into the state: launches, promotions, reports, ends, fences, orphans. Pure."""
 
 from __future__ import annotations
 
@@ -17,49 +17,54 @@ from .state import AdmittedProcess, FailedIncarnation, OrphanStep, Replica, Stat
 from .token_ages import with_step
 
 RETRY_PAUSE_S = 10.0
-"""s before a give-back or a stop that the cluster refused is asked for again, and before the next launch into an
-allocation that it did not list as running"""
+"""Seconds before a refused release or stop is requested again, and before the next launch into an allocation that the
+cluster did not list as running."""
 MAX_RESTART_BACKOFF_S = 60.0
-"""s that the pause before a restart doubles up to: ten restarts take four minutes, a short outage does not"""
+"""Longest pause (s) that the back-off before a restart doubles to: ten restarts then take four minutes, which is longer
+than a short outage."""
 _FAILED_STARTS = frozenset({RejectReason.NEVER_APPEARED, RejectReason.NOT_STARTED, RejectReason.EXITED_AT_ONCE})
-"""a launch that was rejected for one of these counts as a start that failed: the cluster did try it"""
+"""Reasons for which a rejected launch counts as a failed start: the cluster did try it."""
 
 
-# ── launched, and what becomes of that ───────────────────────────────────────────────────────────────────────────────
+# ── launches ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def on_launch_intended(state: State, at: float, action: Launch) -> State:
-    """A life is believed as soon as its launch is intended. Of a shadow's step it takes over what is known."""
-    before, first, pid, host = action.standby, None, None, ""
+    """Make the new incarnation the current one, from the intent on.
+
+    A promoted standby process hands over its step, its admitted process and its pid, and is reset.
+    """
+    standby, admitted, pid, host = action.standby, None, None, ""
     state = replace(state, launched=state.launched or role_of(action.incarnation.replica) not in (AGENT, STANDBY_ROLE))
-    if before is not None:
-        replica = state.replica(before.replica)
-        if replica.incarnation == before and replica.step == action.step:
-            first, pid, host = replica.admitted_process, replica.pid, replica.host
+    if standby is not None:
+        replica = state.replica(standby.replica)
+        if replica.incarnation == standby and replica.step == action.step:
+            admitted, pid, host = replica.admitted_process, replica.pid, replica.host
             state = with_replica(
-                state, before.replica, status=Status.WANTED, since=at, step=None, admitted_process=None, pid=None, host="",
-                phase="", past_phases=(), note="", listen_address=None, weight_address=None, preferred_node=None,
+                state, standby.replica, status=Status.WANTED, since=at, step=None, admitted_process=None, pid=None,
+                host="", phase="", past_phases=(), note="", listen_address=None, weight_address=None,
+                preferred_node=None,
             )  # fmt: skip
-            state = _drop_findings(state, before)
+            state = _drop_findings(state, standby)
     return with_replica(
-        state, action.incarnation.replica, status=Status.LAUNCHING, incarnation_number=action.incarnation.number, since=at,
-        node=action.node, allocation=action.allocation, step=action.step, admitted_process=first, pid=pid, host=host, phase="",
-        phase_since=at, past_phases=(), waits_for=None, note="", listen_address=None, weight_address=None, weight_version=None, preferred_node=None,
-        promoted_from=before, commits=0, fault="",
+        state, action.incarnation.replica, status=Status.LAUNCHING, incarnation_number=action.incarnation.number,
+        since=at, node=action.node, allocation=action.allocation, step=action.step, admitted_process=admitted, pid=pid,
+        host=host, phase="", phase_since=at, past_phases=(), waits_for=None, note="", listen_address=None,
+        weight_address=None, weight_version=None, preferred_node=None, promoted_from=standby, commits=0, fault="",
     )  # fmt: skip
 
 
 def on_launch_rejected(state: State, at: float, action: Launch, event: ev.IntentSettled) -> State:
-    """Certainly not done. Who has spoken runs, whatever was not seen. What a shadow has not become lingers as the life
-    that it was to be: it is not trusted any more."""
+    """Apply a launch that was certainly not done, unless its incarnation has reported after all.
+
+    The step of a standby process whose promotion was rejected becomes an orphan of the member: it is not used again.
+    """
     id = action.incarnation.replica
     if not (state.is_current(action.incarnation) and state.replica(id).status is Status.LAUNCHING):
         return state
     if action.standby is not None:
         state = _add_orphan(state, at, id)
-    if event.undelivered:  # nobody's failure but the manager's: it is made up for where it was meant to be
+    if event.undelivered:  # a failure of the manager's: launched again on the same node
         return with_replica(state, id, status=Status.WANTED, since=at, preferred_node=action.node)
-    if (
-        event.reason is RejectReason.ALLOCATION_NOT_RUNNING
-    ):  # later looks say what became of the allocation; nobody has failed yet
+    if event.reason is RejectReason.ALLOCATION_NOT_RUNNING:  # later polls report its state; nothing has failed yet
         return with_replica(
             state, id, status=Status.WANTED, since=at, preferred_node=action.node, not_before=at + RETRY_PAUSE_S
         )
@@ -70,9 +75,12 @@ def on_launch_rejected(state: State, at: float, action: Launch, event: ev.Intent
     return state if action.standby is None else with_replica(state, id, preferred_node=action.node)
 
 
-# ── stopped ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── stops ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def on_stop_intended(state: State, at: float, action: StopStep) -> State:
-    """The end of a step is intended. That of a believed life retires it: the run ends, or a shadow is not needed."""
+    """Record that a step is being stopped.
+
+    If its incarnation is current (the run ends, or a standby process is not needed), the replica is retired.
+    """
     orphan = state.orphan_steps.get(action.step)
     if orphan is None and not state.is_current(action.incarnation):
         return state
@@ -85,38 +93,43 @@ def on_stop_intended(state: State, at: float, action: StopStep) -> State:
 
 
 def on_stop_done(state: State, action: StopStep) -> State:
-    state = settle_launch(state, action.step)  # whatever of it may still come is sent away
+    """Forget a stopped step and its launch; anything that it still sends is rejected."""
+    state = settle_launch(state, action.step)
     return replace(state, orphan_steps=without(state.orphan_steps, action.step))
 
 
 def on_stop_rejected(state: State, at: float, action: StopStep) -> State:
+    """Allow another stop of the step after a pause."""
     if (orphan := state.orphan_steps.get(action.step)) is None:
         return state
     retryable = replace(orphan, stop_requested=False, not_before=at + RETRY_PAUSE_S)
     return replace(state, orphan_steps={**state.orphan_steps, action.step: retryable})
 
 
-# ── failed, fenced ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── failures and fences ───────────────────────────────────────────────────────────────────────────────────────────────
 def count_failure(
     state: State, at: float, id: ReplicaId, status: Status, why: str, refused: bool = False,
     not_started: str | None = None, detector: str = "",
 ) -> State:  # fmt: skip
-    """Count one more failure of the replica; the more there are, the longer the next launch is put off."""
+    """Count one more failure of the replica, and put its next launch off for longer with each one."""
     replica, recovery = state.replica(id), state.job.recovery
     failure = FailedIncarnation(
         at, replica.node or NodeName(""), why, refused, state.step,
         injected=bool(replica.fault) and not refused, joined=replica.status is Status.JOINED,
         not_started=not_started, detector=detector,
     )  # fmt: skip
-    failures = (*(start for start in replica.failures if at - start.at < recovery.window), failure)
+    failures = (*(failed for failed in replica.failures if at - failed.at < recovery.window), failure)
     longest = max(MAX_RESTART_BACKOFF_S, recovery.backoff)
     pause = min(longest, recovery.backoff * 2.0 ** min(len(failures) - 2, 30)) if len(failures) > 1 else 0.0
     return with_replica(state, id, status=status, since=at, failures=failures, not_before=at + pause)
 
 
 def on_fence(state: State, at: float, fence: Fence) -> State:
-    """The life is no longer believed; what runs of it lingers; the replica is wanted again (or retired). So is one that
-    was not believed, where it restarts with its gang or because a person asked."""
+    """Apply a fence: the incarnation is no longer current and its step becomes an orphan to be stopped.
+
+    The replica is launched again or retired. A replica that is not running is changed too, if it restarts with its gang
+    or on a user's request.
+    """
     replica = state.replica(fence.incarnation.replica)
     retired = fence.rung in (Rung.DEGRADED, Rung.GIVE_UP)
     if replica.id not in state.replicas or replica.incarnation != fence.incarnation:
@@ -131,7 +144,7 @@ def on_fence(state: State, at: float, fence: Fence) -> State:
         return with_replica(state, replica.id, **changed)
     state = _add_orphan(state, at, replica.id)
     if replica.promoted_from is not None and replica.step is not None:
-        state = settle_launch(state, replica.step)  # told or not: nobody is to become this life any more
+        state = settle_launch(state, replica.step)  # a promotion that is still open must not be delivered
     if replica.status is Status.JOINED:
         state = with_replica(state, replica.id, down_since=at)
     status = Status.RETIRED if retired else Status.WANTED
@@ -151,27 +164,30 @@ def on_fence(state: State, at: float, fence: Fence) -> State:
 
 
 def _clear_restart_request(state: State, id: ReplicaId) -> State:
-    """A person's order is carried out once no member of the gang but this one rests: a manager may die among them."""
-    others = [one for one in state.replicas.values() if gang_of(one.id) == gang_of(id) and one.id != id]
-    if any(one.status is Status.RETIRED for one in others):
+    """Mark a user's restart request as done, once no other member of the gang is retired.
+
+    A manager may be replaced while it restarts the members one by one.
+    """
+    others = [member for member in state.replicas.values() if gang_of(member.id) == gang_of(id) and member.id != id]
+    if any(member.status is Status.RETIRED for member in others):
         return state
     return replace(state, requested_restarts=without(state.requested_restarts, id, gang_of(id)))
 
 
-def _reset_for_restart(held: Replica, at: float, to: NodeName | None) -> dict[str, Any]:
-    """What it takes to want it at once. One that was gone on without has its budget back."""
-    budget = {"failures": (), "failed_starts": 0} if held.status is Status.RETIRED else {}
+def _reset_for_restart(replica: Replica, at: float, to: NodeName | None) -> dict[str, Any]:
+    """Return the changes that make a replica due for launch at once; a retired one gets its budget back."""
+    budget = {"failures": (), "failed_starts": 0} if replica.status is Status.RETIRED else {}
     return {
         "status": Status.WANTED,
         "since": at,
-        "preferred_node": to or held.preferred_node,
+        "preferred_node": to or replica.preferred_node,
         "not_before": at,
         **budget,
     }
 
 
 def _add_orphan(state: State, at: float, id: ReplicaId) -> State:
-    """Its step may still run; one whose allocation is gone went with it."""
+    """Record the step of the replica as an orphan that may still run, unless its allocation is gone."""
     replica = state.replica(id)
     if not replica.step or not replica.node or replica.allocation not in state.allocations:
         return state
@@ -180,27 +196,28 @@ def _add_orphan(state: State, at: float, id: ReplicaId) -> State:
 
 
 def _count_failed_start(state: State, id: ReplicaId) -> State:
-    """A life of it failed by itself; if none has ever joined, that may be the job's own mistake."""
+    """Count a failed start of a replica that has never joined: the job spec itself may be wrong."""
     replica = state.replica(id)
     return state if replica.ever_joined else with_replica(state, id, failed_starts=replica.failed_starts + 1)
 
 
 def _drop_findings(state: State, incarnation: Incarnation) -> State:
-    """Nothing that was found about it matters any more."""
+    """Drop all findings about an incarnation."""
     keys = [key for key, finding in state.findings.items() if finding.incarnation == incarnation]
     return replace(state, findings=without(state.findings, *keys)) if keys else state
 
 
-# ── heard ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── reports ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def settle_launch(state: State, step: str) -> State:
+    """Drop the open intent of a step's launch."""
     return replace(state, intents=without(state.intents, step)) if step in state.intents else state
 
 
 def on_admitted(state: State, at: float, event: ev.Admitted) -> State:
+    """Record the first process of a step: its launch is settled."""
     replica = state.replica(event.incarnation.replica)
-    if (
-        replica.promoted_from is None or replica.step != event.step
-    ):  # a shadow's step that asks again has not yet become anything
+    # A standby process that requests admission again has not been promoted yet: its promotion stays open.
+    if replica.promoted_from is None or replica.step != event.step:
         state = settle_launch(state, event.step)
     if replica.admitted_process is None and replica.step == event.step:
         state = with_replica(state, replica.id, admitted_process=AdmittedProcess(event.node, event.pid))
@@ -210,6 +227,7 @@ def on_admitted(state: State, at: float, event: ev.Admitted) -> State:
 
 
 def on_agent_joined(state: State, at: float, event: ev.AgentJoined) -> State:
+    """Record that the agent of a node has joined, with the result of its probe."""
     state = settle_launch(state, state.replica(event.incarnation.replica).step or "")
     node = state.nodes.get(event.node)
     if node is not None and (node.probe_error, node.snapshot_address) != (event.probe_error, event.snapshot_address):
@@ -222,8 +240,9 @@ def on_agent_joined(state: State, at: float, event: ev.AgentJoined) -> State:
 
 
 def on_joined(state: State, at: float, event: ev.Joined) -> State:
+    """Record that a worker has joined, with its addresses."""
     replica = state.replica(event.incarnation.replica)
-    state = settle_launch(state, replica.step or "")  # its first process may have been heard by no manager
+    state = settle_launch(state, replica.step or "")  # the admission may have been lost with an earlier manager
     since = replica.since if replica.status is Status.JOINED else at
     return with_replica(
         state, replica.id, status=Status.JOINED, since=since, node=event.node, host=event.host, pid=event.pid,
@@ -232,7 +251,10 @@ def on_joined(state: State, at: float, event: ev.Joined) -> State:
 
 
 def on_step_ended(state: State, at: float, event: ev.StepEnded) -> State:
-    """Of a shadow's step the member has ended that it became, whoever it says it was."""
+    """Record the end of a step; after a promotion it is the member's, whichever incarnation the event names.
+
+    A batch role's replica has completed if its command exited with code 0.
+    """
     incarnation = event.incarnation
     if not state.is_current(incarnation) and (owner := owner_of(state, event.step)) is not None:
         incarnation = owner.incarnation
@@ -247,6 +269,7 @@ def on_step_ended(state: State, at: float, event: ev.StepEnded) -> State:
 
 
 def on_phase_entered(state: State, at: float, event: ev.PhaseEntered) -> State:
+    """Record the phase of a replica, and that it has left the previous one."""
     replica = state.replica(event.incarnation.replica)
     passed = (
         replica.past_phases
@@ -259,16 +282,21 @@ def on_phase_entered(state: State, at: float, event: ev.PhaseEntered) -> State:
 
 
 def on_note_changed(state: State, at: float, event: ev.NoteChanged) -> State:
+    """Record the message of a replica for users."""
     return with_replica(state, event.incarnation.replica, note=event.note)
 
 
 def on_version_available(state: State, at: float, event: ev.VersionAvailable) -> State:
+    """Record the weight version that a replica holds."""
     return with_replica(state, event.incarnation.replica, weight_version=event.version)
 
 
 def on_step_committed(state: State, at: float, event: ev.StepCommitted) -> State:
-    """In whatever order: a trainer that reconnects says first how far it is, and then what it could not say before.
-    What an earlier life had committed, and this one only repeats, is none of its commits."""
+    """Record a committed training step, in any order.
+
+    A trainer that reconnects reports its newest step first and the earlier ones later. A step that an earlier
+    incarnation committed and this one only repeats does not count as one of its commits.
+    """
     if event.step > state.step:
         commits = state.replica(event.incarnation.replica).commits + 1
         state = with_replica(state, event.incarnation.replica, commits=commits)
@@ -283,11 +311,11 @@ def on_step_committed(state: State, at: float, event: ev.StepCommitted) -> State
 
 
 def with_replica(state: State, id: ReplicaId, **changes: Any) -> State:
-    """The state but for so much about one replica."""
+    """Return the state with changed fields of one replica."""
     replica = replace(state.replica(id), **changes)
     return replace(state, replicas={**state.replicas, id: replica})
 
 
 def without(mapping: dict[Any, Any], *keys: Any) -> dict[Any, Any]:
-    """All but these."""
+    """Return a copy of the mapping without these keys."""
     return {key: value for key, value in mapping.items() if key not in keys}

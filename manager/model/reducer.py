@@ -1,4 +1,4 @@
-"""``fold``: what is believed after one more event. Pure, and total over every order of events."""
+"""``fold``: the state after one more event. Pure, and total over every order of events."""
 
 from __future__ import annotations
 
@@ -61,7 +61,13 @@ _Reducer = Callable[[State, float, Any], State]
 
 
 def fold(state: State | None, stamped: ev.Stamped) -> State:
-    """The state after one more event. Total: an event about something unknown changes nothing but the sequence."""
+    """Return the state after one more event.
+
+    An event about something unknown changes nothing but the sequence number.
+
+    Raises:
+        ValueError: The first event of a journal is not RunStarted.
+    """
     event, at = stamped.event, stamped.at
     if isinstance(event, ev.RunStarted):
         state = _on_run_started(event, at)
@@ -78,7 +84,7 @@ def _on_run_started(event: ev.RunStarted, at: float) -> State:
 
 
 def _if_current(reduce_one: _Reducer) -> _Reducer:
-    """For events about a life: one that is not believed changes nothing."""
+    """Wrap the reducer of an event about an incarnation, so that it ignores one that is not current."""
 
     def guarded(state: State, at: float, event: Any) -> State:
         return reduce_one(state, at, event) if state.is_current(event.incarnation) else state
@@ -120,7 +126,7 @@ def _on_intent_settled(state: State, at: float, event: ev.IntentSettled) -> Stat
         return on_node_action_settled(state, at, action, event.ok, event.detail)
     if event.ok:
         return on_stop_done(state, action) if isinstance(action, StopStep) else state
-    if isinstance(action, Request):  # certainly not done: nothing of it exists
+    if isinstance(action, Request):
         return on_request_rejected(state, at, action.request, event.detail, event.undelivered)
     if isinstance(action, Launch):
         return on_launch_rejected(state, at, action, event)
@@ -143,7 +149,11 @@ def _on_decided(state: State, at: float, event: ev.Decided) -> State:
 
 
 def _on_step_committed(state: State, at: float, event: ev.StepCommitted) -> State:
-    """Of a believed life; while the run ends also of the newest one, which was asked to finish what is in hand."""
+    """Apply the commit of a current incarnation.
+
+    While the run ends, the newest incarnation may still commit, although it was stopped: it completes its training
+    step.
+    """
     newest = (
         event.incarnation.replica in state.replicas
         and state.replica(event.incarnation.replica).incarnation == event.incarnation
@@ -166,7 +176,10 @@ def _on_finding_changed(state: State, at: float, event: ev.FindingChanged) -> St
 
 
 def _on_fault_intended(state: State, action: InjectFault) -> State:
-    """It is set off, and never again; whoever it hits is marked until it is known not to have been hit."""
+    """Record that a fault is injected, which happens once, and mark the replicas that it hits.
+
+    The mark is removed if the fault turns out not to have been injected.
+    """
     state = _mark_triggered(state, action.fault.id)
     for replica in state.replicas.values():
         on_node = (
@@ -180,7 +193,7 @@ def _on_fault_intended(state: State, action: InjectFault) -> State:
 
 
 def _mark_triggered(state: State, fault: str) -> State:
-    remaining = tuple(one for one in state.requested_faults if one.id != fault)
+    remaining = tuple(requested for requested in state.requested_faults if requested.id != fault)
     faults = state.triggered_faults if fault in state.triggered_faults else (*state.triggered_faults, fault)
     return replace(state, triggered_faults=faults, requested_faults=remaining)
 

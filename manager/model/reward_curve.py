@@ -1,6 +1,6 @@
-"""The rewards of a whole run in bounded room, by step number, in whatever order they are told.
+"""The rewards of a whole run in bounded memory, by training step, in whatever order they are reported.
 
-After an outage a manager hears of the newest step first and of those before it later, or never.
+After an outage the manager receives the newest step first and the earlier ones later, or never.
 """
 
 from __future__ import annotations
@@ -8,50 +8,57 @@ from __future__ import annotations
 from msgspec import Struct
 
 MAX_STEPS_PER_END = 10
-"""Steps kept one by one at either end of the run."""
+"""Number of steps whose rewards are kept singly at either end of the run."""
 MAX_CURVE_POINTS = 64
-"""Points of the curve at most: as many as a terminal shows."""
+"""Maximum number of points of the curve: as many as a terminal shows."""
 MAX_GAPS = 64
-"""Runs of steps whose reward has not been told yet that are remembered at most, the newest ones; what is told of older
-ones is not counted any more."""
+"""Maximum number of ranges of steps without a reported reward that are remembered, newest first; a reward reported for
+an older one is ignored."""
 
 
 class Rewards(Struct, frozen=True):
+    """Mean rewards by step: the first and the last steps singly, all of them as a curve."""
+
     first: dict[int, float] = {}
-    """of the ``ENDS`` lowest steps, by step in order"""
+    """Rewards of the ``MAX_STEPS_PER_END`` lowest steps, in order."""
     last: dict[int, float] = {}
-    """of the ``ENDS`` highest"""
+    """Rewards of the ``MAX_STEPS_PER_END`` highest steps, in order."""
     stride: int = 1
-    """steps to a point of the curve"""
+    """Number of steps per point of the curve."""
     sums: tuple[float, ...] = ()
     counts: tuple[int, ...] = ()
-    """told steps in each point"""
+    """Number of steps with a reported reward, by point."""
     newest: int = 0
-    """highest step that is known to be committed"""
+    """Highest step that is known to be committed."""
     unreported: tuple[tuple[int, int], ...] = ()
-    """(first, last) of runs of committed steps whose reward nobody has told, in order"""
+    """Ranges (first, last) of committed steps whose reward was not reported, in order."""
 
     @property
     def points(self) -> tuple[float, ...]:
-        """The curve: each point the mean of the told among ``stride`` steps."""
+        """Return the curve: for each point the mean of the rewards reported for its steps."""
         return tuple(total / count for total, count in zip(self.sums, self.counts, strict=True) if count)
 
     @property
     def mean_first(self) -> float | None:
+        """Return the mean reward of the first steps; None if none was reported."""
         return sum(self.first.values()) / len(self.first) if self.first else None
 
     @property
     def mean_last(self) -> float | None:
+        """Return the mean reward of the last steps; None if none was reported."""
         return sum(self.last.values()) / len(self.last) if self.last else None
 
     @property
     def latest(self) -> float | None:
-        """Of the highest step that was told."""
+        """Return the reward of the highest step that has one; None if none was reported."""
         return next(reversed(self.last.values()), None)
 
 
 def add_step(rewards: Rewards, step: int, reward: float | None) -> Rewards:
-    """One more word of a committed step (1, 2, ...); a repeated one counts once. ``reward`` None: not told (yet)."""
+    """Return the rewards with one more report of a committed step (1, 2, ...); a repeated one counts once.
+
+    ``reward`` is None if it was not reported (yet).
+    """
     newest, unreported = rewards.newest, rewards.unreported
     if step > newest:
         unreported, newest = (*unreported, (newest + 1, step)), step
@@ -77,7 +84,7 @@ def _without_step(unreported: tuple[tuple[int, int], ...], step: int) -> tuple[t
     remaining: list[tuple[int, int]] = []
     for first, last in unreported:
         pieces = ((first, step - 1), (step + 1, last)) if first <= step <= last else ((first, last),)
-        remaining += [node_group for node_group in pieces if node_group[0] <= node_group[1]]
+        remaining += [piece for piece in pieces if piece[0] <= piece[1]]
     return tuple(remaining)
 
 
@@ -85,7 +92,7 @@ def _with_reward(rewards: Rewards, step: int, reward: float) -> Rewards:
     first = dict(sorted({**rewards.first, step: reward}.items())[:MAX_STEPS_PER_END])
     last = dict(sorted({**rewards.last, step: reward}.items())[-MAX_STEPS_PER_END:])
     stride, sums, counts = rewards.stride, list(rewards.sums), list(rewards.counts)
-    while (point := (step - 1) // stride) >= MAX_CURVE_POINTS:  # two neighbours become one
+    while (point := (step - 1) // stride) >= MAX_CURVE_POINTS:  # merge neighbouring points
         stride *= 2
         sums = [sum(sums[i : i + 2]) for i in range(0, len(sums), 2)]
         counts = [sum(counts[i : i + 2]) for i in range(0, len(counts), 2)]

@@ -1,7 +1,7 @@
-"""Everything the manager believes; :func:`rrl.manager.model.reducer.fold` is the only function that makes it.
+"""The state of a run, as the manager knows it. Only :func:`rrl.manager.model.reducer.fold` makes one.
 
-State is also the head of each journal segment and what ``rrl status`` draws. It holds what was recorded, not what was
-merely seen: silence lives in :class:`rrl.health.detection.watch.Watch` and becomes state only as a finding.
+The state is also the head of each journal segment and what ``rrl status`` draws. It holds recorded facts only: a missed
+heartbeat is kept in :class:`rrl.health.detection.watch.HealthMonitor` and reaches the state as a finding.
 """
 
 from __future__ import annotations
@@ -29,171 +29,183 @@ from .reward_curve import Rewards
 from .token_ages import TokenAges
 
 NEVER_APPEARED = "its step never appeared"
-"""what becomes of a launch that was handed over, and neither spoke nor was ever listed"""
+"""Detail of a launch that the cluster accepted, but whose step neither reported to the manager nor was ever listed."""
 
 
 class Status(StrEnum):
-    """Where a replica's newest incarnation stands; ``serving`` and the like are its phase, not its status."""
+    """Where the newest incarnation of a replica stands. What it does while it works is its phase, not its status."""
 
     WANTED = "wanted"
-    """to be launched (again)"""
+    """To be launched, for the first time or again."""
     LAUNCHING = "launching"
-    """handed to the cluster; its first process has not spoken yet"""
+    """Its launch was given to the cluster; its first process has not reported yet."""
     STARTING = "starting"
-    """its first process runs; the worker has not joined yet"""
+    """Its first process runs; its worker has not joined yet."""
     JOINED = "joined"
     RETIRED = "retired"
-    """not wanted now: gone on without it until its failures have left the window, or the run is ending"""
+    """Not to be launched for now: the run continues degraded until the failures have left the budget's window, or it is
+    ending."""
     COMPLETED = "completed"
-    """it has done its work, and is not started again"""
+    """Finished with its work; never started again."""
 
 
 class FailedIncarnation(Struct, frozen=True):
-    """A past launch, for budgets: when, where and why it failed."""
+    """A failed launch or incarnation, kept for the failure budget: when, where and why it failed."""
 
     at: float
     node: NodeName
     why: str = ""
     refused: bool = False
-    """the cluster did not launch it there: the process never had its turn"""
+    """True if the cluster did not launch the incarnation, so that none of its processes ran."""
     step: int = 0
-    """the run's newest committed step at that time"""
+    """Newest committed training step of the run at that time."""
     injected: bool = False
-    """a fault was injected into it"""
+    """True if a fault had been injected into the incarnation."""
     joined: bool = True
-    """its life had joined: it failed at work, not on its way there"""
+    """True if the incarnation had joined: it failed at work, not while it started."""
     not_started: str | None = None
-    """what was reported of a command that could not be started at all; None: it could, or nobody knows"""
+    """Report of a command that could not be started at all; None if it could, or if that is unknown."""
     detector: str = ""
-    """the one whose finding it was fenced for; empty: it was not launched, or left for another reason"""
+    """Detector whose finding the incarnation was fenced for; empty if it was not launched, or ended for
+    another reason."""
 
 
 class AdmittedProcess(Struct, frozen=True):
-    """The first process of a step: nobody else is admitted under its tag."""
+    """The first process of a step. No other process is admitted under the step's tag."""
 
     node: NodeName
     pid: int
 
 
 class Replica(Struct, frozen=True):
+    """What is recorded of a replica: its newest incarnation and its failures."""
+
     id: ReplicaId
     status: Status = Status.WANTED
     incarnation_number: int = 0
-    """of its newest life; 0 = never launched"""
+    """Number of the newest incarnation; 0 if the replica was never launched."""
     since: float = 0.0
-    """manager's time (s) of the last status change"""
+    """Manager's time (s) of the last status change."""
     down_since: float = 0.0
-    """manager's time (s) since which no life of it has worked, however often it was started meanwhile; while one works,
-    of the last time"""
+    """Manager's time (s) since which no incarnation has worked, however often it was started; while one works, the
+    previous such time."""
     node: NodeName | None = None
     allocation: str | None = None
     step: str | None = None
-    """tag of the step of its newest life"""
+    """Tag of the newest incarnation's step."""
     admitted_process: AdmittedProcess | None = None
-    """who was admitted as its newest life"""
+    """Process that was admitted as the newest incarnation."""
     pid: int | None = None
     host: str = ""
     phase: str = ""
     phase_since: float = 0.0
     past_phases: tuple[str, ...] = ()
-    """phases that its newest life has left"""
+    """Phases that the newest incarnation has left."""
     waits_for: ReplicaId | None = None
     note: str = ""
-    """what its newest incarnation wants people to know of it"""
+    """Message for users that the newest incarnation reported about itself."""
     listen_address: str | None = None
     weight_address: str | None = None
     weight_version: Version | None = None
     failures: tuple[FailedIncarnation, ...] = ()
     preferred_node: NodeName | None = None
-    """where the ladder wants its next life (restart in place)"""
+    """Node that the repair ladder chose for the next incarnation."""
     promoted_from: Incarnation | None = None
-    """its newest life is what this shadow became"""
+    """Incarnation of the standby process that was promoted to the newest incarnation."""
     commits: int = 0
-    """steps that its newest life committed (a gang's first member)"""
+    """Training steps that the newest incarnation committed (counted at a gang's first member)."""
     not_before: float = 0.0
-    """back-off: no launch before this time"""
+    """Manager's time (s) of the earliest next launch (back-off)."""
     fault: str = ""
-    """id of the fault that was injected into its newest life, or into that life's node"""
+    """Id of the fault that was injected into the newest incarnation, or into its node."""
     ever_joined: bool = False
-    """some life of it has joined"""
+    """True if any incarnation has joined."""
     failed_starts: int = 0
-    """how many of its lives failed by themselves before any had joined"""
+    """Number of incarnations that failed by themselves before any had joined."""
 
     @property
     def role(self) -> str:
+        """Return the role's name."""
         return role_of(self.id)
 
     @property
     def incarnation(self) -> Incarnation:
+        """Return the newest incarnation."""
         return Incarnation(self.id, self.incarnation_number)
 
     @property
     def is_current(self) -> bool:
-        """Its newest life counts: messages, commits and published versions of it are accepted."""
+        """Return whether messages, commits and versions of the newest incarnation are accepted."""
         return self.status in (Status.LAUNCHING, Status.STARTING, Status.JOINED)
 
     def recent_failures(self, window: float, now: float) -> list[FailedIncarnation]:
-        """Its failures of the last ``window`` s."""
-        return [start for start in self.failures if now < start.at + window]
+        """Return the failures of the last ``window`` seconds."""
+        return [failure for failure in self.failures if now < failure.at + window]
 
 
 class Node(Struct, frozen=True):
+    """What is recorded of a node that the run has, or of one that it had and must not use again."""
+
     name: NodeName
     allocation: str
-    """tag of the one that it is in; empty: it has left, and is remembered because it is excluded"""
+    """Tag of its allocation; empty if the node has left and is only remembered because it is excluded."""
     node_group: str = ""
-    """of the job's parts, the one that it serves"""
+    """Name of the job's node group that it serves."""
     status: NodeStatus | None = None
     excluded: str | None = None
-    """why this run no longer uses it"""
+    """Reason why the run stopped using it; None if the run uses it."""
     excluded_at: float = 0.0
-    """manager's time (s) of that decision"""
+    """Manager's time (s) of the exclusion."""
     exclusions: int = 0
-    """how often it was excluded"""
+    """Number of times that it was excluded."""
     proved: bool = False
-    """by proof: it is not used again while that stands"""
+    """True if it was excluded by proof: it is not used again while that proof stands."""
     cause: Cause | None = None
-    """of its exclusion, where one was found"""
+    """Cause of the exclusion, if one was found."""
     drain_requested_by: str = ""
-    """who had it drained: it is not used again before somebody asks for that"""
+    """User who requested its drain: it is not used again before a user requests that."""
     drain_requested_at: float = 0.0
-    """manager's time (s) of that order"""
+    """Manager's time (s) of that request."""
     drain_reason: str = ""
-    """the reason of our own drain that stands on it"""
+    """Reason text of this run's own drain that is in force."""
     drain_error: str = ""
-    """why the cluster did not drain it for us: the administrators are asked to"""
+    """Why the cluster refused to drain it for this run, so that an administrator has to."""
     kept_because: str = ""
-    """why it is not given back by itself (any more)"""
+    """Why the planner no longer tries to release this single node: it was released, or the cluster refused that."""
     snapshot_address: str = ""
-    """where its agent keeps snapshots, ``tcp://host:port``"""
+    """Address of its agent's snapshot server, ``tcp://host:port``."""
     probe_error: str | None = None
-    """what it cannot do that roles need (``[env] probe``); empty: it can; None: its agent has not said yet"""
+    """What it lacks that the roles need (``[env] probe``); empty if nothing; None until its agent has reported."""
 
 
 class Allocation(Struct, frozen=True):
+    """An allocation of the run, from its request on."""
+
     tag: str
     request: AllocationRequest
     requested_at: float
-    """manager's time (s) of the request"""
+    """Manager's time (s) of the request."""
     status: AllocationStatus | None = None
     releasing: bool = False
     not_before: float = 0.0
-    """its give-back was refused: not asked for again before this time"""
+    """Manager's time (s) before which a refused release is not requested again."""
     orphan: bool = False
-    """it landed after it had been given up: never used, only given back"""
+    """True if it was granted after the run had given it up: it is never used, only released."""
     status_at: float = 0.0
-    """manager's time (s) of ``seen``"""
+    """Manager's time (s) of ``status``."""
     running_since: float | None = None
-    """manager's time (s) at which it was first seen to run: its walltime counts from about then"""
+    """Manager's time (s) at which it was first observed to run; its walltime counts from about then."""
     unsatisfiable_since: float | None = None
-    """manager's time (s) since which the cluster says that it never starts by itself"""
+    """Manager's time (s) since which the cluster reports that it can never start by itself."""
     ending_since: float | None = None
-    """manager's time (s) at which it was first seen to end"""
+    """Manager's time (s) at which it was first observed to end."""
 
     @property
     def ends_at(self) -> float:
-        """Manager's time (s) at which the cluster takes it back, as it says itself, else as was agreed; inf while it
-        does not run."""
+        """Return the manager's time (s) at which the cluster takes the allocation back; inf while it does not run.
+
+        The cluster's own figure is used where it gives one, else the requested walltime.
+        """
         if self.running_since is None or self.suspended:
             return float("inf")
         if self.status is not None and self.status.time_left_s is not None:
@@ -202,42 +214,43 @@ class Allocation(Struct, frozen=True):
 
     @property
     def pending(self) -> bool:
-        """Nodes are still expected of it."""
+        """Return whether the cluster may still grant its nodes."""
         return not self.releasing and not self.orphan and not self.running and not self.ending
 
     @property
     def running(self) -> bool:
-        """Its nodes are ours, though everything on them may stand still (``suspended``)."""
-        held = not self.releasing and not self.orphan
-        ours = (AllocationState.RUNNING, AllocationState.SUSPENDED)
-        return held and self.status is not None and self.status.state in ours
+        """Return whether its nodes belong to the run, even if all their processes are suspended."""
+        granted = (AllocationState.RUNNING, AllocationState.SUSPENDED)
+        used = not self.releasing and not self.orphan
+        return used and self.status is not None and self.status.state in granted
 
     @property
     def ending(self) -> bool:
-        """Nothing of it can be used any more; why, the cluster has yet to say."""
+        """Return whether it is ending, so that nothing can be started in it; the cluster reports the reason later."""
         return self.status is not None and self.status.state is AllocationState.ENDING
 
     @property
     def suspended(self) -> bool:
+        """Return whether the cluster has suspended it."""
         return self.status is not None and self.status.state is AllocationState.SUSPENDED
 
     @property
     def reclaimed(self) -> bool:
-        """The cluster takes it back before its time: whoever is on it leaves, and nobody is started there."""
+        """Return whether the cluster takes it back early: replicas on it move away, and none is started there."""
         return self.running and self.status is not None and self.status.reclaimed
 
 
 class OrphanStep(Struct, frozen=True):
-    """A step of a life that is no longer believed and has not been seen to end."""
+    """A step of a fenced incarnation whose end has not been observed."""
 
     incarnation: Incarnation
     node: NodeName
     allocation: str
     since: float
     stop_requested: bool = False
-    """its end was asked for"""
+    """True if the cluster was requested to stop it."""
     not_before: float = 0.0
-    """that was refused: not asked for again before this time"""
+    """Manager's time (s) before which a refused stop is not requested again."""
 
 
 class PendingIntent(Struct, frozen=True):
@@ -248,16 +261,20 @@ class PendingIntent(Struct, frozen=True):
 
 
 class RejectedRequest(Struct, frozen=True):
+    """An allocation request that was certainly not granted."""
+
     tag: str
     at: float
     detail: str
     undelivered: bool = False
-    """the cluster did not say so: the request never reached it, or was taken from its queue"""
+    """True if the cluster did not reject it: it never reached the cluster, or was taken from its queue."""
     node_group: str = ""
-    """of the job's parts, the one whose nodes were asked for"""
+    """Name of the job's node group whose nodes were requested."""
 
 
 class State(Struct, frozen=True):
+    """Everything that is recorded about a run: the fold of its journal."""
+
     run: str
     job: RunSpec
     seq: int = 0
@@ -265,74 +282,79 @@ class State(Struct, frozen=True):
     epoch: int = 0
     started: float = 0.0
     running_since: float | None = None
-    """when the first nodes were first seen to run: the walltime counts from here, whatever replaces them"""
+    """Manager's time (s) at which the first nodes were first observed to run: the run's walltime counts
+    from then on."""
     requested_since: float | None = None
-    """when nodes were first asked for"""
+    """Manager's time (s) of the first allocation request."""
     requests_made: dict[str, int] = {}
-    """requests ever made, by part: the tags of the next ones must be new"""
+    """Number of requests ever made, by node group: the tags of new ones are numbered on from it."""
     launched: bool = False
-    """a role was launched since the run began, or went on after it had ended"""
+    """True if a role was launched since the run began or was last resumed."""
     past_incarnations: dict[ReplicaId, int] = {}
-    """newest incarnation of replicas that the job had before it was resumed without them: none is used twice"""
+    """Newest incarnation number of replicas that a resumed run no longer has: no number is used twice."""
     ended: float | None = None
+    """Manager's time (s) at which the run ended."""
     host: str = ""
-    """where the manager runs"""
+    """Host that the manager runs on."""
     managed_since: float = 0.0
-    """when it started"""
+    """Manager's time (s) at which the current manager started."""
     step: int = 0
-    """newest committed trainer step"""
+    """Newest committed training step."""
     metrics: dict[str, float] = {}
-    """of that step"""
+    """Metrics of that step."""
     rewards: Rewards = Rewards()
     token_ages: TokenAges = TokenAges()
     replicas: dict[ReplicaId, Replica] = {}
     nodes: dict[NodeName, Node] = {}
     allocations: dict[str, Allocation] = {}
     findings: dict[str, Finding] = {}
-    """by Finding.key; only WARN and FAIL about living things"""
+    """Standing WARN and FAIL findings, by ``Finding.key``; those about replicas only while the incarnation
+    is current."""
     baselines: dict[str, RoleBaseline] = {}
-    """what is usual, by role"""
+    """Learned baselines, by role."""
     intents: dict[str, PendingIntent] = {}
-    """intended, result not yet known; by the action's tag"""
+    """Intents without a result yet, by the action's tag."""
     rejected_requests: tuple[RejectedRequest, ...] = ()
-    """requests that the cluster refused, newest last (within the recovery window)"""
+    """Requests that were not granted, newest last, within the recovery window."""
     reclaimed: dict[str, str] = {}
-    """allocations that the cluster took back, and its words; as long as somebody is believed who was there"""
+    """Allocations that the cluster took back, with its explanation, while a replica that was on one is current."""
     external_cancellations: tuple[float, ...] = ()
-    """manager's times (s) at which the last that was left of the allocations ended, because somebody cancelled it"""
+    """Manager's times (s) at which the last remaining allocation ended because it was cancelled from outside."""
     orphan_steps: dict[str, OrphanStep] = {}
-    """by step tag"""
+    """Orphan steps, by tag."""
     triggered_faults: tuple[str, ...] = ()
-    """ids of the faults already set off, or refused"""
+    """Ids of the faults that were injected or rejected."""
     requested_faults: tuple[Fault, ...] = ()
-    """faults that people ordered and that are not yet due"""
+    """Faults that users requested and that are not due yet."""
     handled_commands: tuple[str, ...] = ()
-    """ids of the commands already taken"""
+    """Ids of the user commands that were taken from the mailbox."""
     cancelled_by: str = ""
-    """who asked for the run's end"""
+    """User who cancelled the run; empty if none did."""
     keep_allocations: bool = False
-    """they want to keep the allocations"""
+    """True if that user wants to keep the allocations."""
     requested_restarts: dict[ReplicaId, str] = {}
-    """who asked for the restart of these replicas, and it has not begun"""
+    """User who requested the restart of a replica, by replica, until that restart begins."""
     node_commands: dict[NodeName, tuple[str, str]] = {}
-    """nodes of which a person asked for a ``drain`` or ``undrain``, and who; until it is done"""
+    """Pending ``drain`` or ``undrain`` of a node and the user who requested it, by node."""
     full_restarts: tuple[float, ...] = ()
-    """manager's times (s) of the restarts of the whole run within the recovery window"""
+    """Manager's times (s) of the restarts of the whole run within the recovery window."""
     recoveries: int = 0
     finish: Finish | None = None
-    """how the run ends, once that is decided; everything is then given back"""
+    """Decision how the run ends; from then on everything is released."""
     outcome: Outcome | None = None
-    """set by the last record"""
+    """Outcome of the run, set by its last record."""
     why: str = ""
 
     @property
     def ends_at(self) -> float:
-        """Manager's time (s) at which the walltime is over; inf while no nodes have come yet."""
+        """Return the manager's time (s) at which the run's walltime is over; inf while it has had no nodes."""
         return float("inf") if self.running_since is None else self.running_since + self.job.walltime
 
     def replica(self, id: ReplicaId) -> Replica:
+        """Return the replica of this id, or a new one that was never launched."""
         return self.replicas.get(id) or Replica(id)
 
     def is_current(self, incarnation: Incarnation) -> bool:
+        """Return whether this incarnation is current: the newest of its replica, launched and not fenced."""
         replica = self.replicas.get(incarnation.replica)
         return replica is not None and replica.is_current and replica.incarnation_number == incarnation.number

@@ -1,7 +1,7 @@
-"""How old the tokens of the newest committed steps were when they were trained on, and whether that is worth a warning.
+"""Ages of the tokens that the newest committed steps trained on, and a warning if they grow.
 
 Ages are in weight versions: 0 for a token that was sampled with the newest weights when its batch was bound. They come
-with the metrics of each step, which :class:`rrl.Worker` makes of the batch: a trainer of the user's own has them too.
+with the metrics of each step; :class:`rrl.Worker` computes them, so a user's own trainer reports them too.
 """
 
 from __future__ import annotations
@@ -13,45 +13,52 @@ from msgspec import Struct
 from ...core.types import Cause, Evidence, Finding, Remedy, Verdict
 
 WINDOW_STEPS = 10
-"""newest steps of which the ages are kept, and over which a warning is judged: the median of one step jumps by one
-whenever weights come a little late"""
+"""Number of newest steps whose ages are kept and averaged for the warning: the median of one step jumps by one whenever
+weights arrive a little late."""
 WARN_MEDIAN_AGE = 2.0
-"""weight versions. With the default ``ahead = 1`` tokens are up to about three versions old, and half of them younger
-than two; a median beyond that says that new weights reach the rollouts late, or no more"""
+"""Median age (weight versions) above which a growing age is a warning. With the default ``ahead = 1`` tokens are up to
+about three versions old and half of them younger than two, so a higher median means that new weights reach the rollouts
+late or not at all."""
 P50_METRIC, MAX_METRIC, RUN_MAX_METRIC = "token_age_p50", "token_age_max", "token_age_run_max"
-"""metrics of a committed step: of its own tokens the median and the oldest, and the oldest of all steps up to it"""
+"""Metrics of a committed step: median and maximum age of its own tokens, and the maximum of all steps so far."""
 
 
 class StepAge(Struct, frozen=True, array_like=True):
+    """Median and maximum age of the tokens of one step, in weight versions."""
+
     step: int
     p50: float
     max: float
 
 
 class TokenAges(Struct, frozen=True):
-    """``warned``: the step with which the median passed :data:`WARN_MEDIAN_AGE` and grew, and the manager's time (s) of
-    its commit; None: it has not, or is at or below it again."""
+    """Token ages of the newest steps, and since when they are a warning.
+
+    ``warned`` is the step whose median passed :data:`WARN_MEDIAN_AGE` while it grew, with the manager's time (s) of its
+    commit; None if there is none, or once the median is at or below the limit again.
+    """
 
     steps: tuple[StepAge, ...] = ()
-    """the newest, in order"""
+    """Newest steps, in order."""
     warned: tuple[StepAge, float] | None = None
 
     @property
     def p50(self) -> float:
-        """Mean over the steps of their medians."""
+        """Return the mean of the steps' medians."""
         return _mean(self.steps)
 
     @property
     def max(self) -> float:
-        return max((one.max for one in self.steps), default=0.0)
+        """Return the maximum age over the steps."""
+        return max((entry.max for entry in self.steps), default=0.0)
 
 
 def with_step(ages: TokenAges, step: int, metrics: Mapping[str, float], at: float) -> TokenAges:
-    """Add a committed step, in whatever order steps are told; one without ages, or told before, changes nothing."""
-    if P50_METRIC not in metrics or any(one.step == step for one in ages.steps):
+    """Return the ages with one more committed step, in any order; a step without ages or a repeated one is ignored."""
+    if P50_METRIC not in metrics or any(entry.step == step for entry in ages.steps):
         return ages
     new = StepAge(step, metrics[P50_METRIC], metrics.get(MAX_METRIC, metrics[P50_METRIC]))
-    steps = tuple(sorted((*ages.steps, new), key=lambda one: one.step))[-WINDOW_STEPS:]
+    steps = tuple(sorted((*ages.steps, new), key=lambda entry: entry.step))[-WINDOW_STEPS:]
     older, newer = steps[: len(steps) // 2], steps[len(steps) // 2 :]
     young = _mean(newer) <= WARN_MEDIAN_AGE
     grows = len(steps) == WINDOW_STEPS and _mean(newer) > max(WARN_MEDIAN_AGE, _mean(older))
@@ -60,7 +67,10 @@ def with_step(ages: TokenAges, step: int, metrics: Mapping[str, float], at: floa
 
 
 def token_age_finding(ages: TokenAges, limit: int | None) -> Finding | None:
-    """The warning, if there is one; it stays the same while it holds. ``limit``: ``[sampling] staleness``."""
+    """Return the standing warning about token ages, if any; it stays the same while it holds.
+
+    ``limit`` is ``[sampling] staleness`` in weight versions.
+    """
     if ages.warned is None:
         return None
     step, at = ages.warned
@@ -73,4 +83,4 @@ def token_age_finding(ages: TokenAges, limit: int | None) -> Finding | None:
 
 
 def _mean(steps: tuple[StepAge, ...]) -> float:
-    return sum(one.p50 for one in steps) / len(steps) if steps else 0.0
+    return sum(entry.p50 for entry in steps) / len(steps) if steps else 0.0

@@ -1,7 +1,7 @@
-"""``plan``: what to do now, from what is believed. Pure: no clock, no chance, no I/O.
+""":func:`plan`: a pure function from the state and the time to the actions that are due now.
 
-The concerns in order; the first that decides something about a thing has it. A plan is at its fixpoint once its
-decisions and intents are folded in: planning again gives nothing new.
+It only knows what the journal has recorded, so it replays deterministically. Planning again at the same time, on the
+state that its own actions lead to, returns nothing.
 """
 
 from __future__ import annotations
@@ -24,16 +24,22 @@ from .shutdown import plan_shutdown
 
 
 class Plan(Struct, frozen=True):
+    """Actions that are due, and when to plan again."""
+
     actions: tuple[Action, ...] = ()
     wake_at: float = NEVER
-    """manager's time (s) at which to plan again though nothing happened"""
+    """Manager's time (s) at which to plan again even if no event arrives."""
     over: bool = False
-    """the run's end is decided and everything is given back"""
+    """True if the run's end is decided and everything is released."""
 
 
 def plan(state: State, now: float) -> Plan:
-    """Decisions first: they change what the other concerns see, so the caller folds them in and plans again."""
-    if state.outcome is not None:  # its manager died over the last record
+    """Return the actions that are due at ``now`` (manager's time, s).
+
+    Decisions are returned alone, since they change the state that all other actions depend on: the caller folds them in
+    and plans again.
+    """
+    if state.outcome is not None:  # the previous manager failed after the last record
         return Plan(over=True)
     ended, ending_wake, over = plan_shutdown(state, now)
     if state.finish is not None or ended:
@@ -42,7 +48,7 @@ def plan(state: State, now: float) -> Plan:
     if preempted := preemptions(state, inventory, now):
         return Plan(tuple(preempted), now)
     decisions, deferred = limit_exclusions(state, recover(state, inventory, now), now)
-    brake_wake = min((one.until for one in deferred), default=NEVER)
+    breaker_wake = min((exclusion.until for exclusion in deferred), default=NEVER)
     if decisions:
         return Plan(tuple(decisions), now)
     lifecycle, lifecycle_wake = lifecycle_decisions(state, now)
@@ -58,5 +64,5 @@ def plan(state: State, now: float) -> Plan:
     placed, place_wake = place(state, inventory, assigned, now)
     standbys, standby_wake = plan_standbys(state, inventory, assigned, placed, now)
     faults, fault_wake = due_faults(state, now)
-    wake = min(ending_wake, brake_wake, lifecycle_wake, move_wake, supply_wake, place_wake, standby_wake, fault_wake)
+    wake = min(ending_wake, breaker_wake, lifecycle_wake, move_wake, supply_wake, place_wake, standby_wake, fault_wake)
     return Plan((*supplied, *placed, *standbys, *drain_actions(state), *faults), wake)

@@ -1,50 +1,57 @@
-"""When a run and its allocations end, and from when on an allocation that ends first is to be succeeded."""
+"""Deadlines of a run and of its allocations: when the run shuts down, and when an allocation needs a successor."""
 
 from __future__ import annotations
 
 from ..model.state import Allocation, State
 
 NEVER = float("inf")
+"""Manager's time (s) that is never reached."""
 MIN_WALLTIME_MARGIN_S = 60.0
-"""s before the end of the walltime, at least, that the run is ended in order"""
+"""Minimum time (s) before the end of the walltime at which the run begins to shut down."""
 TRAINER_SHUTDOWN_GRACES = 2
-"""graces that the trainer of a run that fails has to finish and commit what is in hand"""
+"""Number of grace periods in which the trainer of a failed run may finish and commit its step."""
 SHUTDOWN_GRACES = 8
-"""That an orderly end takes at most: for each of its stages (the trainer, then the other roles and the shadows, then
-the agents) what it is granted, and as long again to hear that it is over."""
+"""Maximum duration of a shutdown in grace periods.
+
+Each stage (the trainer, then the other roles and the standby processes, then the agents) takes up to its own grace, and
+as long again until its end is reported."""
 
 UNSATISFIABLE_AFTER_S = 180.0
-"""s for which the cluster must say of a request that it can never be met: while slurmdbd is away, or partitions are
-being changed, it says so of any"""
+"""Seconds for which the cluster must report that a request can never be met, before rrl acts on it: while slurmdbd is
+down, or partitions are being changed, Slurm reports that of any request."""
 
 
 def unsatisfiable_at(allocation: Allocation) -> float:
-    """Manager's time (s) from which a request counts as one that can never be met; inf while the cluster says no such
-    thing."""
+    """Return the manager's time (s) from which a request counts as one that can never be met; else inf."""
     return NEVER if allocation.unsatisfiable_since is None else allocation.unsatisfiable_since + UNSATISFIABLE_AFTER_S
 
 
 def shutdown_at(state: State) -> float:
-    """Manager's time (s) at which the run is ended in order, so that this is over before its walltime is.
+    """Return the manager's time (s) at which the run begins to shut down, so that this ends within its walltime.
 
-    What an orderly end takes; that the nodes were there may have been seen a poll late. Never more than half of the
-    walltime: of a short one something is to be had, too."""
+    The margin is the maximum duration of a shutdown plus one poll, since the begin of the walltime may be observed that
+    much late. It is at most half of the walltime, so that a short run gets some work done.
+    """
     limits = state.job.limits
     margin = max(MIN_WALLTIME_MARGIN_S, SHUTDOWN_GRACES * limits.step_grace) + limits.poll
     return state.ends_at - min(margin, state.job.walltime / 2)
 
 
 def rotate_at(state: State, allocation: Allocation) -> float:
-    """Manager's time (s) from which this allocation is to be succeeded by another; inf where it outlives the run."""
+    """Return the manager's time (s) from which the allocation needs a successor; inf if it outlasts the run."""
     if not allocation.running or allocation.ends_at >= shutdown_at(state):
         return NEVER
     return allocation.ends_at - _lead_time(state, allocation)
 
 
 def rotation_urgent_at(state: State, allocation: Allocation) -> float:
-    """Half of that time is over: who moves does not wait any more for others that fail again and again."""
+    """Return the manager's time (s) from which moves off the allocation no longer wait for failing replicas.
+
+    That is when half of the time for the rotation is over.
+    """
     return allocation.ends_at - _lead_time(state, allocation) / 2
 
 
 def _lead_time(state: State, allocation: Allocation) -> float:
+    """Return the time (s) before an allocation's end at which its rotation begins."""
     return min(state.job.limits.rotate, allocation.request.walltime / 2)

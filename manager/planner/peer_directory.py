@@ -1,4 +1,7 @@
-"""Who may speak to whom, and which holders serve which version: derived from the state, pushed when it changes."""
+"""The peer directory: the address of every process and the sources of each weight version, derived from the state.
+
+The manager sends it to all processes whenever it changes.
+"""
 
 from __future__ import annotations
 
@@ -23,26 +26,34 @@ _PUBLISHER = role_of(TRAINER)
 
 
 class PeerDirectory(Struct, frozen=True):
+    """Addresses of the current incarnations, weight sources and snapshot servers."""
+
     peers: dict[ReplicaId, Peer]
     newest: Version | None
+    """Newest weight version that a source holds."""
     sources: tuple[WeightSource, ...]
     snapshot_servers: dict[NodeName, str] = {}
 
     @property
     def without_versions(self) -> PeerDirectory:
-        """All but what each holder holds: who receives looks at that when it begins or has lost its source, and is
-        told all of it with its Welcome."""
-        return replace(self, sources=tuple(replace(one, version=None) for one in self.sources))
+        """Return a copy without the version of each source.
+
+        A receiver needs these versions only when it starts to receive or has lost its source, and its Welcome contains
+        them.
+        """
+        return replace(self, sources=tuple(replace(source, version=None) for source in self.sources))
 
     def message(self, epoch: int, seq: int) -> Peers:
+        """Return the directory as a message, with the manager's epoch and the sequence number of the state."""
         return Peers(epoch, seq, self.peers, self.newest, self.sources, self.snapshot_servers)
 
 
 def build_directory(state: State) -> PeerDirectory:
-    """Every believed life, members and all; the newest version that one of them holds; who serves weights, the
-    publisher first, then the receivers in the order of their names; who keeps snapshots.
+    """Return the directory of all current incarnations.
 
-    A trainer that has published nothing yet is nobody to ask, and of a gang only the first member publishes."""
+    Weight sources are ordered: the publisher first, then the receivers in natural order of their names. A trainer that
+    has not published a version yet is not a source; of a gang only the first member publishes.
+    """
     current = [replica for replica in workers(state) if replica.is_current]
     peers = {r.id: Peer(r.incarnation, r.listen_address, r.status is Status.JOINED) for r in current}
     serving = [r for r in current if r.status is Status.JOINED and r.weight_address]
@@ -54,12 +65,17 @@ def build_directory(state: State) -> PeerDirectory:
 
 
 def _snapshot_servers(state: State) -> dict[NodeName, str]:
-    """Where snapshots are, or can be put: the nodes of the trainer, also while it is down, and those where it may go
-    on at once."""
+    """Return the snapshot servers' addresses on the nodes of the trainer and of its standby processes.
+
+    The trainer's nodes are included while it is down, too.
+    """
     trainers = {role.name for role in state.job.kind("trainer")}
-    nodes = {one.node or one.preferred_node for one in state.replicas.values()
-             if one.role in trainers
-             or (one.role == STANDBY_ROLE and one.is_current and standby_role_of(one.id) in trainers)}  # fmt: skip
+    nodes = {
+        replica.node or replica.preferred_node
+        for replica in state.replicas.values()
+        if replica.role in trainers
+        or (replica.role == STANDBY_ROLE and replica.is_current and standby_role_of(replica.id) in trainers)
+    }
     candidates = (state.nodes[node] for node in nodes if node in state.nodes)
     return {node.name: node.snapshot_address for node in sorted(candidates, key=lambda node: node.name)
             if node.snapshot_address and node.excluded is None}  # fmt: skip

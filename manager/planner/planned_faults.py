@@ -1,7 +1,7 @@
-"""Faults on demand, planned by the job or ordered by people: set off once, when they are due and their target is there.
+"""Inject faults that the job plans or a user requests: once, when they are due and their target exists.
 
-A planned one waits until its target works, so that there is something to recover; one that is ordered without a moment
-hits its target as it is.
+A planned fault waits until its target works, so that there is something to recover. A fault that a user requests
+without a time hits its target in whatever state it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .deadlines import NEVER
 
 
 class _Target(Struct, frozen=True):
-    """What the fault's target is now."""
+    """Current step, node and incarnation of a fault's target."""
 
     step: str = ""
     node: NodeName = NodeName("")
@@ -25,7 +25,7 @@ class _Target(Struct, frozen=True):
 
 
 def due_faults(state: State, now: float) -> tuple[list[ExternalAction], float]:
-    """Faults that are due, and when the next one may be though nothing happens."""
+    """Return the injections that are due, and the manager's time (s) at which the next one may be."""
     due: list[ExternalAction] = []
     wake, triggered = NEVER, set(state.triggered_faults)
     for fault in (*state.job.faults, *state.requested_faults):
@@ -35,14 +35,14 @@ def due_faults(state: State, now: float) -> tuple[list[ExternalAction], float]:
         if since > now:
             wake = min(wake, since)
         elif (target := _find_target(state, fault)) is not None:
-            origin = f"ordered by {fault.by}" if fault.by else "planned"
+            origin = f"requested by {fault.by}" if fault.by else "planned"
             why = Why((f"fault {fault.id} at {fault.at}, {origin}",), expects="detection and recovery")
             due.append(InjectFault(fault, target.step, target.node, why, target.incarnation))
     return due, wake
 
 
 def _due_at(state: State, at: FaultTrigger) -> float:
-    """Manager's time (s) from which on it is due; NEVER while that is not known."""
+    """Return the manager's time (s) from which a fault is due; NEVER while that is unknown."""
     if at.step is not None:
         return 0.0 if state.step >= at.step else NEVER
     if at.time is not None:
@@ -51,7 +51,7 @@ def _due_at(state: State, at: FaultTrigger) -> float:
 
 
 def _find_target(state: State, fault: Fault) -> _Target | None:
-    """None: not there, or not in the state to be hit."""
+    """Return the fault's current target; None if it does not exist or is not in a state to be hit."""
     hits = FAULT_TRAITS[fault.kind].target_kind
     if hits is TargetKind.RUN or fault.target == MANAGER:
         return _Target()
@@ -70,11 +70,12 @@ def _find_target(state: State, fault: Fault) -> _Target | None:
 
 
 def _ready(state: State, replica: Replica, at: FaultTrigger) -> bool:
+    """Return whether the replica is in the phase that the trigger names, or else works at all."""
     if replica.status is not Status.JOINED:
         return False
     if at.phase is not None:
         return replica.phase == at.phase
     if at == FaultTrigger() or replica.role in (AGENT, STANDBY_ROLE) or state.job.role(replica.role).kind == "command":
         return True
-    declared = PHASES.get(replica.phase)  # of a phase of its own nobody knows what it is worth
+    declared = PHASES.get(replica.phase)  # a phase that only the user's code defines counts as work
     return declared.useful if declared is not None else bool(replica.phase)

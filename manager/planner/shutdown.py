@@ -1,8 +1,8 @@
-"""One way out: done, cancelled or given up, everything is stopped, then given back, then the run is over.
+"""Shut a run down: whether it is completed, cancelled or failed, stop everything, release everything, end the run.
 
-In three stages. Of a run that fails the trainer is first, with time to finish and commit what is in hand while the
-store still takes it; a run that is resumed goes on from there. Then come the other roles and the shadows, and last the
-agents, which witness the end of the others.
+There are three stages. In a run that fails, the trainer is stopped first, with time to finish and commit its step while
+the trajectory store still accepts it, so that a resumed run continues from there. Then the other roles and the standby
+processes are stopped, and last the agents, which witness the end of the others.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .deadlines import NEVER, SHUTDOWN_GRACES, TRAINER_SHUTDOWN_GRACES, shutdown
 
 
 def plan_shutdown(state: State, now: float) -> tuple[list[Action], float, bool]:
-    """Actions, the next wake, and whether nothing is left to do."""
+    """Return the actions that end the run, the next wake (manager's time, s), and whether nothing is left to do."""
     if state.finish is None:
         deadline = shutdown_at(state)
         return _decide_finish(state, now, over=now >= deadline), deadline, False
     stops, retry_at = stop_orphans(state, now)
     for stage in _Stage:
-        at_stage = (one for one in state.replicas.values() if _shutdown_stage(state, one.role) is stage)
-        current = [one for one in at_stage if one.is_current and one.step]
+        at_stage = (replica for replica in state.replicas.values() if _shutdown_stage(state, replica.role) is stage)
+        current = [replica for replica in at_stage if replica.is_current and replica.step]
         orphan_stops = [stop for stop in stops if _shutdown_stage(state, role_of(stop.incarnation.replica)) <= stage]
         if current or orphan_stops:
             return [*_stop(state, current, stage), *orphan_stops], NEVER, False
@@ -36,19 +36,25 @@ def plan_shutdown(state: State, now: float) -> tuple[list[Action], float, bool]:
     due, wake = _releasable(state, now)
     release: list[Action] = [Release(tag, Why(("the run is ending",))) for tag in due]
     unsettled = any(isinstance(intent.action, Drain | Undrain | Shrink) for intent in state.intents.values())
-    return release, wake, not unsettled and all(_left_to_user(state, one) for one in state.allocations.values())
+    return (
+        release,
+        wake,
+        not unsettled and all(_left_to_user(state, allocation) for allocation in state.allocations.values()),
+    )
 
 
 def final_reason(state: State) -> str:
-    """How the run ended, for its last record: by then the trainer's last step is known, and what is still held."""
+    """Return how the run ended, for its last record: the decision, and what is known only then."""
     lines = list(state.finish.why.evidence) if state.finish is not None else []
     kept_jobs = sorted(
-        one.status.job for one in state.allocations.values() if one.status is not None and _left_to_user(state, one)
+        allocation.status.job
+        for allocation in state.allocations.values()
+        if allocation.status is not None and _left_to_user(state, allocation)
     )
     if kept_jobs:
-        lines.append(f"its nodes are kept, as asked: job{'s' * (len(kept_jobs) > 1)} {', '.join(kept_jobs)}")
+        lines.append(f"its nodes are kept as requested: job{'s' * (len(kept_jobs) > 1)} {', '.join(kept_jobs)}")
         if silent_nodes := sorted({node.name for node in _orphan_step_nodes(state)}):
-            lines.append(f"what ran on {', '.join(silent_nodes)}, which did not answer, may still run")
+            lines.append(f"processes on {', '.join(silent_nodes)}, which did not respond, may still run")
     failed = state.finish is not None and state.finish.outcome is Outcome.FAILED
     if failed and state.step < state.job.steps:
         lines.append(f"rrl resume {state.run} goes on from step {state.step}")
@@ -56,12 +62,15 @@ def final_reason(state: State) -> str:
 
 
 class _Stage(IntEnum):
+    """Stages of a shutdown, in order."""
+
     TRAINER = 0
     ROLES = 1
     AGENTS = 2
 
 
 def _shutdown_stage(state: State, role: str) -> _Stage:
+    """Return the stage in which replicas of a role are stopped."""
     if role == AGENT:
         return _Stage.AGENTS
     failed = state.finish is not None and state.finish.outcome is Outcome.FAILED
@@ -70,19 +79,26 @@ def _shutdown_stage(state: State, role: str) -> _Stage:
 
 
 def _left_to_user(state: State, allocation: Allocation) -> bool:
-    """A person wants to go on using its nodes. Not those on which something of ours may still run; of a node that does
-    not answer nobody knows, and the others are not given up for it."""
+    """Return whether the user keeps this allocation.
+
+    An allocation with an orphan step on a usable node is not left to the user yet. An orphan on an excluded node, which
+    does not answer, may never be seen to end and does not hold the allocation back.
+    """
     has_orphans = any(node.allocation == allocation.tag and node.excluded is None for node in _orphan_step_nodes(state))
     return state.keep_allocations and allocation.running and not has_orphans
 
 
 def _orphan_step_nodes(state: State) -> list[Node]:
-    return [state.nodes[one.node] for one in state.orphan_steps.values() if one.node in state.nodes]
+    """Return the nodes of all orphan steps."""
+    return [state.nodes[orphan.node] for orphan in state.orphan_steps.values() if orphan.node in state.nodes]
 
 
 def _releasable(state: State, now: float) -> tuple[list[str], float]:
-    """Allocations whose give-back may be asked for, and when there may be more. One whose request nobody has answered
-    yet must first be found, or be known not to be there: a timed-out sbatch can land after its scancel."""
+    """Return the tags of the allocations that can be released now, and when (s) there may be more.
+
+    An allocation whose request is unanswered must first be found, or be known not to exist: a timed-out sbatch can take
+    effect after its scancel.
+    """
     unsettled = open_requests(state)
     releasable = [a for a in state.allocations.values()
             if not a.releasing and a.tag not in unsettled and not _left_to_user(state, a)]  # fmt: skip
@@ -91,23 +107,27 @@ def _releasable(state: State, now: float) -> tuple[list[str], float]:
 
 
 def _decide_finish(state: State, now: float, over: bool) -> list[Action]:
+    """Return the decision to end the run, if it is cancelled, complete or out of time."""
     if state.cancelled_by:
-        why = Why((f"asked by {state.cancelled_by}",), expects="everything is given back")
+        why = Why((f"asked by {state.cancelled_by}",), expects="everything is released")
         return [Finish(Outcome.CANCELLED, why)]
     if cancellation := cancelled_externally(state):
-        return [Finish(Outcome.CANCELLED, Why((cancellation,), expects="everything is given back"))]
+        return [Finish(Outcome.CANCELLED, Why((cancellation,), expects="everything is released"))]
     if complete := _complete(state, now):
-        return [Finish(Outcome.COMPLETED, Why(complete, expects="everything is given back"))]
+        return [Finish(Outcome.COMPLETED, Why(complete, expects="everything is released"))]
     if over:
         evidence = (f"the walltime of {state.job.walltime:g} s ends; {_progress_text(state)}",)
         within = now + SHUTDOWN_GRACES * state.job.limits.step_grace
-        return [Finish(Outcome.FAILED, Why(evidence, Rung.GIVE_UP, "everything is given back in order", within))]
+        return [Finish(Outcome.FAILED, Why(evidence, Rung.GIVE_UP, "everything is released in order", within))]
     return []
 
 
 def _complete(state: State, now: float) -> tuple[str, ...]:
-    """By which evidence the run is complete; empty while it is not. Where there is no trainer: every command is done,
-    but for those that were given up and that the run can go on without."""
+    """Return the evidence that the run is complete; empty while it is not.
+
+    Without a trainer it is complete when every command has completed, except those that failed for good and that the
+    run can continue without.
+    """
     if state.job.steps:
         text = f"step {state.step} of {state.job.steps} is committed"
         return (text,) if state.step >= state.job.steps else ()
@@ -118,41 +138,44 @@ def _complete(state: State, now: float) -> tuple[str, ...]:
     for role in {members[0].role: state.job.role(members[0].role) for members in undone}.values():
         if role.replicas - sum(members[0].role == role.name for members in undone) < max(1, role.min_replicas):
             return ()
-    given_up = [next(one for one in members if one.failures) for members in undone]
+    given_up = [next(member for member in members if member.failures) for members in undone]
     return (
         _progress_text(state),
-        *(f"{gang_of(one.id)} was gone on without: {one.failures[-1].why}" for one in given_up),
+        *(f"{gang_of(member.id)} was retired: {member.failures[-1].why}" for member in given_up),
     )
 
 
 def _given_up(state: State, members: list[Replica], now: float) -> bool:
-    """One of it has failed so often of late that the run went on without it; not for want of nodes."""
+    """Return whether the gang is retired because a member failed too often recently, rather than for lack of nodes."""
     recovery = state.job.recovery
     least = min(recovery.first_start, recovery.per_replica)
-    failed = any(len(one.recent_failures(recovery.window, now)) >= least for one in members)
-    return failed and any(one.status is Status.RETIRED for one in members)
+    failed = any(len(member.recent_failures(recovery.window, now)) >= least for member in members)
+    return failed and any(member.status is Status.RETIRED for member in members)
 
 
 def _progress_text(state: State) -> str:
+    """Return the progress of the run as text."""
     completed, total = progress(state)
     return f"{completed} of {total} " + ("steps are committed" if state.job.steps else "commands are done")
 
 
 def _stop_deadline(state: State, stage: _Stage) -> float:
-    """Manager's time (s) up to which steps that were asked to end, on nodes that may answer, are waited for."""
+    """Return the manager's time (s) up to which stopped steps on nodes that may still answer are waited for."""
     stopped_since = [
-        one.since for one in state.orphan_steps.values()
-        if _shutdown_stage(state, role_of(one.incarnation.replica)) is stage
-        and (node := state.nodes.get(one.node)) is not None and node.excluded is None
+        orphan.since for orphan in state.orphan_steps.values()
+        if _shutdown_stage(state, role_of(orphan.incarnation.replica)) is stage
+        and (node := state.nodes.get(orphan.node)) is not None and node.excluded is None
     ]  # fmt: skip
     return max(stopped_since) + 2 * _stage_grace(state, stage) if stopped_since else 0.0
 
 
 def _stage_grace(state: State, stage: _Stage) -> float:
+    """Return the grace (s) that steps have in this stage."""
     return state.job.limits.step_grace * (TRAINER_SHUTDOWN_GRACES if stage is _Stage.TRAINER else 1)
 
 
 def _stop(state: State, replicas: list[Replica], stage: _Stage) -> list[Action]:
+    """Return the actions that stop the steps of these replicas."""
     why = Why(("the run is ending",))
     stops: list[ExternalAction] = [
         StopStep(

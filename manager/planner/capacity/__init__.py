@@ -1,0 +1,1 @@
+"""Which nodes the run has and which replica runs where: allocations, placement, rotation, standby processes."""

@@ -1,5 +1,4 @@
-"""Allocations wanted against held: what the run starts with, nodes for those that were lost, when to stop waiting, and
-what is given back because it serves nobody."""
+"""Request the nodes that the run lacks, give overdue requests up, and release allocations that it does not need."""
 
 from __future__ import annotations
 
@@ -23,16 +22,17 @@ from .initial_request import (
     rejections,
     unsatisfiable,
 )
-from .nodes import MAX_NAMED_NODES, NodeInventory
+from .node_fitness import MAX_NAMED_NODES
+from .nodes import NodeInventory
 from .placement import Assignment, nodes_for
 from .rotation import redundant_allocations
 
 REQUEST_BACKOFF_S = 10.0
-"""s before nodes are asked for again after a refusal; doubles with each."""
+"""Seconds before nodes are requested again after a rejection; doubles with each further one."""
 
 
 def supply(state: State, inventory: NodeInventory, assigned: Assignment, now: float) -> tuple[list[Action], float]:
-    """Requests and give-backs, and the next wake."""
+    """Return requests, releases and their consequences, and the next wake (manager's time, s)."""
     if state.job.form != "replica" and holds_nothing(state):
         return first_request(state, now), NEVER
     actions, wake = _overdue(state, inventory, assigned, now)
@@ -50,17 +50,21 @@ def supply(state: State, inventory: NodeInventory, assigned: Assignment, now: fl
 
 
 def _overdue(state: State, inventory: NodeInventory, assigned: Assignment, now: float) -> tuple[list[Action], float]:
-    """Where a request was not met by its deadline, or never can be, the ladder goes on one rung down. It is given back,
-    unless those who were gone on without can still use what comes late. Before the run has begun only those that never
-    can be: it loses nothing by waiting in the queue."""
+    """Give up a request that was not met by its deadline, or never can be: go one rung down the ladder.
+
+    The request is released, unless replicas that are retired for it could still use late nodes. Before the run has
+    started, only requests that can never be met are given up: waiting in the queue loses nothing then.
+    """
     wake, unsettled = NEVER, open_requests(state)
     for allocation in state.allocations.values():
         if allocation.orphan and not allocation.releasing:
             if now >= allocation.not_before:
-                return [Release(allocation.tag, Why((f"{allocation.tag} landed after it had been given up",)))], now
+                return [
+                    Release(allocation.tag, Why((f"{allocation.tag} was granted after it had been given up",)))
+                ], now
             wake = min(wake, allocation.not_before)
         if not allocation.pending or allocation.tag in unsettled:
-            continue  # a request that nobody has answered is settled first: it may land after its give-back
+            continue  # an unanswered request is settled first: it may be granted after its release
         unsatisfiable_reason = (
             allocation.status.unsatisfiable_reason if allocation.status and now >= unsatisfiable_at(allocation) else ""
         )
@@ -74,7 +78,7 @@ def _overdue(state: State, inventory: NodeInventory, assigned: Assignment, now: 
         if now < deadline:
             wake = min(wake, deadline)
             continue
-        detail = allocation.status.detail if allocation.status else "not seen in the queue"
+        detail = allocation.status.detail if allocation.status else "not listed in the queue"
         text = f"no nodes after {now - allocation.requested_at:.0f} s ({detail})"
         evidence = (f"{allocation.tag}: {unsatisfiable_reason or text}",)
         node_group = state.job.node_group(allocation.request.node_group)
@@ -90,13 +94,16 @@ def _overdue(state: State, inventory: NodeInventory, assigned: Assignment, now: 
 
 
 def _is_idle(state: State) -> bool:
-    """Nothing is launched and no nodes are held: of a run that was given back whole (policy ``requeue``)."""
+    """Return whether nothing is launched and no nodes are held, as after a restart with policy ``requeue``."""
     return not state.launched and not any(allocation.running for allocation in state.allocations.values())
 
 
 def _deadline(state: State, assigned: Assignment, allocation: Allocation) -> float:
-    """Manager's time (s) by which its nodes must be here: counted from when somebody first lacked them. A successor,
-    and the own request of a replica that can be spared, wait as long as the queue takes."""
+    """Return the manager's time (s) by which a request must have been met, or inf.
+
+    It counts from when a replica first lacked the nodes. A successor, and the own request of a replica that the run can
+    do without, wait as long as the queue takes.
+    """
     node_group = state.job.node_group(allocation.request.node_group)
     lacking = [replica for replica in assigned.lacking if replica.role in node_group.roles]
     if not lacking and any(replica.role in node_group.roles for replica in assigned.unmovable):
@@ -106,7 +113,9 @@ def _deadline(state: State, assigned: Assignment, allocation: Allocation) -> flo
         _remaining(state, role, lacking) >= _min_replicas(state, role) for role in roles
     ):
         return NEVER
-    if not lacking and any(one.status is Status.RETIRED for one in workers(state) if one.role in node_group.roles):
+    if not lacking and any(
+        replica.status is Status.RETIRED for replica in workers(state) if replica.role in node_group.roles
+    ):
         return NEVER
     since = max(
         allocation.requested_at, min((replica.down_since for replica in lacking), default=allocation.requested_at)
@@ -117,7 +126,7 @@ def _deadline(state: State, assigned: Assignment, allocation: Allocation) -> flo
 def _replacements(
     state: State, inventory: NodeInventory, assigned: Assignment, node_group: NodeGroup, now: float
 ) -> tuple[list[Action], float]:
-    """Ask for as many nodes as are missing, sparing those that failed; after too many refusals go on without."""
+    """Request the missing nodes of a group, without excluded ones; after too many rejections, do without them."""
     recent_rejections = rejections(state, node_group, now)
     window = state.job.recovery.window
     lacking = [replica for replica in (*assigned.lacking, *assigned.unmovable) if replica.role in node_group.roles]
@@ -144,7 +153,9 @@ def _replacements(
         kind = "more" if node_group is state.job.node_groups[0] else f"more-{node_group.name}"
         requests = [msgspec.structs.replace(request, tag=f"{state.run}.{kind}-{state.seq}") for request in requests]
     reuses_nodes = any(
-        _is_ending(state, one, now) for one in state.allocations.values() if one.request.node_group == node_group.name
+        _is_ending(state, allocation, now)
+        for allocation in state.allocations.values()
+        if allocation.request.node_group == node_group.name
     )
     requests = [
         msgspec.structs.replace(request, comment=f"{request.comment} replacement", may_reuse_own_nodes=reuses_nodes)
@@ -154,11 +165,12 @@ def _replacements(
 
 
 def _is_ending(state: State, allocation: Allocation, now: float) -> bool:
+    """Return whether the allocation is ending, reclaimed or due for rotation."""
     return allocation.reclaimed or allocation.ending or rotate_at(state, allocation) <= now
 
 
 def _missing_spares(state: State, inventory: NodeInventory, assigned: Assignment, node_group: NodeGroup) -> int:
-    """Nodes that a follow-up of the pool needs beyond what its replicas take."""
+    """Return the number of spare nodes that the pool's successor needs beyond its replicas' nodes."""
     if node_group.separate_jobs or not any(replica.role in node_group.roles for replica in assigned.unmovable):
         return 0
     occupied = inventory.occupancy().keys() | {
@@ -171,49 +183,54 @@ def _missing_spares(state: State, inventory: NodeInventory, assigned: Assignment
 
 
 def _retired_to_retry(state: State, assigned: Assignment, node_group: NodeGroup, now: float) -> list[Replica]:
-    """Gone on without, due for another chance, and no node of ours can take them. Where that is refused, too, they are
-    not asked for again before the refusal has left the window; what is queued stays so and is used when it comes.
-    They are not asked for while others lack nodes either: a new request once a window would keep up the others' hope
-    of a node for ever, and neither would be gone on without."""
+    """Return retired replicas whose failures have left the window and that have no node.
+
+    After a rejection they are not requested again within the window; a queued request stays and is used when granted.
+    They are not requested while other replicas lack nodes either: a new request each window would keep those waiting
+    without end instead of being retired.
+    """
     window = state.job.recovery.window
     return [
         replica for members in gangs(state) for replica in members
-        if replica.role in node_group.roles and any(one.status is Status.RETIRED for one in members)
-        and replica.id not in assigned.retries and not any(one.recent_failures(window, now) for one in members)
+        if replica.role in node_group.roles and any(member.status is Status.RETIRED for member in members)
+        and replica.id not in assigned.retries and not any(member.recent_failures(window, now) for member in members)
     ]  # fmt: skip
 
 
 def _handle_no_nodes(
     state: State, assigned: Assignment, node_group: NodeGroup, expected: int, evidence: tuple[str, ...], now: float
 ) -> list[Action]:
-    """No nodes to be had, but for so many that are ``coming``: retire what the roles can spare, else end the run."""
+    """Retire the replicas that get no node, as far as their roles can spare them; else end the run.
+
+    ``expected`` nodes are still to come, and serve the first of the lacking gangs.
+    """
     actions: list[Action] = []
     wanted = [replica for replica in assigned.lacking if replica.role in node_group.roles]
-    lacking = {id: list(members) for id, members in groupby(wanted, lambda one: gang_of(one.id))}
+    lacking = {id: list(members) for id, members in groupby(wanted, lambda member: gang_of(member.id))}
     served: list[Replica] = []
     for members in list(lacking.values()):
         if nodes_for(state, [*served, *members]) > expected:
             break
         served += members
         del lacking[gang_of(members[0].id)]
-    unserved = [one for members in lacking.values() for one in members]
+    unserved = [member for members in lacking.values() for member in members]
     for id, members in lacking.items():
         role = members[0].role
         remaining = _remaining(state, role, unserved)
         if remaining < _min_replicas(state, role):
-            names = ", ".join(one.id for one in members)
+            names = ", ".join(member.id for member in members)
             deadline = now + SHUTDOWN_GRACES * state.job.limits.step_grace
             lines = (*dict.fromkeys(evidence), f"{names} has no node", *_excluded_node_lines(state, node_group))
-            why = Why(lines, Rung.GIVE_UP, "everything is given back", deadline)
+            why = Why(lines, Rung.GIVE_UP, "everything is released", deadline)
             return [Finish(Outcome.FAILED, why)]
         deadline = now + state.job.recovery.window
-        why = Why(evidence, Rung.DEGRADED, f"{role} goes on with {remaining} replicas", deadline)
-        actions += [Fence(one.incarnation, Rung.DEGRADED, why, charged=False) for one in gang(state, id)]
+        why = Why(evidence, Rung.DEGRADED, f"{role} continues with {remaining} replicas", deadline)
+        actions += [Fence(member.incarnation, Rung.DEGRADED, why, charged=False) for member in gang(state, id)]
     return actions
 
 
 def _excluded_node_lines(state: State, node_group: NodeGroup) -> Iterator[str]:
-    """Why those that there were are not used: what the run ends for, in the end."""
+    """Yield why nodes of this group are excluded, as evidence for the end of the run."""
     excluded = [
         node for node in state.nodes.values() if node.excluded is not None and node.node_group in (node_group.name, "")
     ]
@@ -223,12 +240,12 @@ def _excluded_node_lines(state: State, node_group: NodeGroup) -> Iterator[str]:
 
 
 def _remaining(state: State, role: str, lost: list[Replica]) -> int:
-    """Replicas of a role that it keeps without these."""
+    """Return the number of gangs that a role keeps without these members' gangs."""
     ids = {gang_of(replica.id) for replica in lost}
     remaining = [members for members in gangs(state) if members[0].role == role and gang_of(members[0].id) not in ids]
-    return sum(all(one.status is not Status.RETIRED for one in members) for members in remaining)
+    return sum(all(member.status is not Status.RETIRED for member in members) for members in remaining)
 
 
 def _min_replicas(state: State, role: str) -> int:
-    """Replicas below which the run does not go on for want of nodes."""
+    """Return the number of replicas below which the run ends for lack of nodes."""
     return max(1, state.job.role(role).min_replicas)

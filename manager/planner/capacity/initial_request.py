@@ -1,5 +1,4 @@
-"""The first allocation requests of a run in each form (pool, hetjob, replica), and what must be there before a launch.
-Pure.
+"""The first allocation requests of a run in each form (pool, hetjob, replica), and the nodes it needs to start. Pure.
 
 ``rrl check`` shows the same requests.
 """
@@ -14,23 +13,24 @@ from ...cluster.base import AllocationRequest
 from ...model.actions import Action, Finish, Request, Rung, Why
 from ...model.state import Allocation, RejectedRequest, State
 from ..deadlines import NEVER
-from .nodes import NodeInventory, unfit_nodes
+from .node_fitness import unfit_nodes
+from .nodes import NodeInventory
 
 MAX_REJECTIONS = 3
-"""A request refused so often is not made again within the recovery window."""
+"""Number of rejections within the recovery window after which a request is not repeated."""
 MIN_WALLTIME_S = 60.0
-"""s that nodes are asked for at least"""
+"""Minimum walltime (s) of a request."""
 
 
 def holds_nothing(state: State) -> bool:
-    """No nodes, none asked for, and nothing launched yet, or since everything was given back (policy ``requeue``)."""
-    has_nodes = any(node.allocation for node in state.nodes.values())  # others are remembered as excluded
+    """Return whether the run has no nodes, no requests and nothing launched: at its start, or after a requeue."""
+    has_nodes = any(node.allocation for node in state.nodes.values())  # excluded nodes that left have none
     has_allocations = any(not allocation.orphan for allocation in state.allocations.values())
     return not has_allocations and not has_nodes and not state.launched
 
 
 def first_request(state: State, now: float) -> list[Action]:
-    """Forms ``pool`` and ``hetjob``: one request for everything."""
+    """Return the one request for all nodes in the forms ``pool`` and ``hetjob``, or the end of a rejected run."""
     node_groups = state.job.node_groups
     if end := finish_if_rejected(state, node_groups[0], now):
         return [end]
@@ -38,13 +38,17 @@ def first_request(state: State, now: float) -> list[Action]:
         build_request(state, node_group, node_group.nodes, _next_tag(state, node_group), now)
         for node_group in node_groups
     )
-    why = Why((f"{state.job.nodes} nodes wanted, none held",), expects="nodes, when the queue comes to it")
+    why = Why((f"{state.job.nodes} nodes wanted, none held",), expects="nodes as soon as the queue grants them")
     return [Request(msgspec.structs.replace(first, further_components=tuple(more)), why)]
 
 
 def await_minimum(state: State, inventory: NodeInventory, now: float) -> tuple[list[Action], float]:
-    """Form ``replica``: a request for each node that is neither here nor on its way, until there are those without
-    which the run does not start, or it is too late. And the next wake."""
+    """Request nodes one by one (form ``replica``) until the run has those that it cannot start without.
+
+    Returns:
+        The requests, or the end of the run if they are rejected or take too long; and the next wake (manager's time,
+            s).
+    """
     if rejected := [end for node_group in state.job.node_groups if (end := finish_if_rejected(state, node_group, now))]:
         return [rejected[0]], NEVER
     deadline = NEVER if state.requested_since is None else state.requested_since + state.job.start_within
@@ -62,13 +66,18 @@ def await_minimum(state: State, inventory: NodeInventory, now: float) -> tuple[l
 
 
 def unsatisfiable(state: State, allocation: Allocation) -> Finish:
+    """Return the end of a run whose request can never be met."""
     text = allocation.status.unsatisfiable_reason if allocation.status else ""
     why = Why((f"{allocation.tag}: {text}",), Rung.GIVE_UP, "the run ends; correct the job spec and submit again")
     return Finish(Outcome.REJECTED, why)
 
 
 def finish_if_rejected(state: State, node_group: NodeGroup, now: float) -> Finish | None:
-    """What a cluster refuses at once, it refuses again; a request that it never heard is made again, not for ever."""
+    """Return the end of the run if the cluster rejected the request of this node group.
+
+    A rejection ends it at once, since it would be repeated. A request that did not reach the cluster is repeated a few
+    times.
+    """
     recent = rejections(state, node_group, now)
     answered = [rejected for rejected in recent if not rejected.undelivered]
     if not answered and len(recent) < MAX_REJECTIONS:
@@ -78,7 +87,7 @@ def finish_if_rejected(state: State, node_group: NodeGroup, now: float) -> Finis
 
 
 def rejections(state: State, node_group: NodeGroup, now: float) -> list[RejectedRequest]:
-    """Those within the recovery window; the state drops older ones only when a new one comes."""
+    """Return the rejections of a node group's requests within the recovery window."""
     window = state.job.recovery.window
     return [
         rejected
@@ -88,7 +97,7 @@ def rejections(state: State, node_group: NodeGroup, now: float) -> list[Rejected
 
 
 def new_requests(state: State, node_group: NodeGroup, count: int, now: float) -> list[AllocationRequest]:
-    """Requests for so many more nodes of a part, each under a new tag."""
+    """Return requests for ``count`` more nodes of a group, each under a new tag."""
     if count <= 0:
         return []
     if not node_group.separate_jobs:
@@ -101,16 +110,23 @@ def new_requests(state: State, node_group: NodeGroup, count: int, now: float) ->
 
 
 def build_request(state: State, node_group: NodeGroup, count: int, tag: str, now: float) -> AllocationRequest:
-    """For the time that is left, or as long as this part's allocations last: a request for more is never backfilled."""
+    """Return a request for the time that the run has left, at most the group's walltime.
+
+    A request for more time than needed is less likely to be backfilled.
+    """
     return AllocationRequest(
-        tag, count, node_group.node, max(MIN_WALLTIME_S, min(state.ends_at - now, node_group.walltime)), exclude=_excluded_nodes(state),
-        sbatch=node_group.sbatch, comment=f"rrl {state.run}", node_group=node_group.name,
+        tag, count, node_group.node, max(MIN_WALLTIME_S, min(state.ends_at - now, node_group.walltime)),
+        exclude=_excluded_nodes(state), sbatch=node_group.sbatch, comment=f"rrl {state.run}",
+        node_group=node_group.name,
     )  # fmt: skip
 
 
 def _next_tag(state: State, node_group: NodeGroup) -> str:
-    """The first may yet land when it has been given up: no other request has its tag. But where a run is resumed from
-    within its pool: that is there already, under this tag."""
+    """Return the tag of the next request of a node group.
+
+    Tags are not reused, since an abandoned request may still be granted. Only a run that is resumed from within its own
+    pool uses the first tag again, under which that pool exists.
+    """
     first = f"{state.run}.{node_group.name}"
     first_of_run = holds_nothing(state) and not state.rejected_requests and first not in state.allocations
     in_pool = state.job.manager.where == "pool" and first_of_run
@@ -118,12 +134,13 @@ def _next_tag(state: State, node_group: NodeGroup) -> str:
 
 
 def _excluded_nodes(state: State) -> tuple[NodeName, ...]:
-    """Nodes that this run does not use again, or cannot use."""
+    """Return the nodes that requests exclude: those that the run excluded or that cannot run its roles."""
     excluded = {name for name, node in state.nodes.items() if node.excluded is not None}
     return tuple(sorted(excluded | unfit_nodes(state).keys()))
 
 
 def _start_timeout(state: State, inventory: NodeInventory) -> Finish:
+    """Return the end of a run that did not get its minimum of nodes in time, with what each group lacks."""
     evidence = []
     for node_group in state.job.node_groups:
         present = len(inventory.candidates(node_group.name))
@@ -134,12 +151,15 @@ def _start_timeout(state: State, inventory: NodeInventory) -> Finish:
         suffix = f" ({'; '.join(pending)})" if pending else ""
         needed = f"{present} of the {node_group.min_nodes} nodes that the run cannot start without"
         evidence.append(f"{node_group.name}: {needed}, after {state.job.start_within:g} s{suffix}")
-    return Finish(Outcome.FAILED, Why(tuple(evidence), Rung.GIVE_UP, "everything is given back"))
+    return Finish(Outcome.FAILED, Why(tuple(evidence), Rung.GIVE_UP, "everything is released"))
 
 
 def initial_requests(run: str, job: RunSpec) -> tuple[AllocationRequest, ...]:
-    """Form ``pool``: one. ``hetjob``: one, with the other components as its ``more``. ``replica``: one for each node of
-    the parts that are separate, and one for the rest."""
+    """Return the first requests of a job.
+
+    Form ``pool``: one. ``hetjob``: one, with ``further_components``. ``replica``: one for each node of a group with
+    separate jobs, and one for each other group.
+    """
     requests: list[AllocationRequest] = []
     for node_group in job.node_groups:
         names = (
@@ -154,6 +174,7 @@ def initial_requests(run: str, job: RunSpec) -> tuple[AllocationRequest, ...]:
 
 
 def _initial_request(run: str, tag: str, node_group: NodeGroup) -> AllocationRequest:
+    """Return the first request of a node group under this tag, for one node if its jobs are separate."""
     nodes = 1 if node_group.separate_jobs else node_group.nodes
     return AllocationRequest(
         tag,

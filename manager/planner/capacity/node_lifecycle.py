@@ -1,8 +1,8 @@
-"""Single nodes, beyond who goes where: drained in the cluster, given back, used again, and what people order of them.
+"""Drain, release and readmit single nodes, on findings, user commands and the passing of time.
 
-A node that failed by its hardware is drained where we may, so that nobody else gets it; else its drain is asked of the
-administrators (``drain_requests`` of summary.json). Our own drain is taken back when this run uses the node again. At
-the run's end it stays: nobody of us is left to look after the node, and its reason says which run found what.
+A node with failed hardware is drained if the job allows it, so that no other job gets it; else summary.json asks the
+administrators (``drain_requests``). The run takes its own drain back when it uses the node again. At the end of the run
+the drain stays: its reason names the run and the finding.
 """
 
 from __future__ import annotations
@@ -16,19 +16,23 @@ from ...model.queries import node_finding, workers
 from ...model.reduce_nodes import DRAIN, UNDRAIN
 from ...model.state import Allocation, Node, State, Status
 from ..deadlines import NEVER
-from .nodes import HARDWARE_CAUSES, agent_never_started
+from .node_fitness import HARDWARE_CAUSES, agent_never_started
 
 MAX_REASON_CHARS = 160
-"""characters; sinfo -R shows 20 of them by default, Slurm itself keeps thousands (measured: 2,000)"""
+"""Maximum length of a drain reason in characters. ``sinfo -R`` shows 20 by default; Slurm stores thousands (measured:
+2,000)."""
 _UNSAFE_IN_REASON = re.compile(r"[^A-Za-z0-9 .,:;/@_()+-]+")
-"""Slurm keeps quotes, brackets and the like (measured); what reads its output does not always"""
+"""Characters removed from a drain reason: Slurm stores quotes, brackets and the like (measured), but programs that
+parse its output may fail on them."""
 _MAX_DOUBLINGS = 16
-"""of an exclusion's time, at most: two years of the default hour"""
+"""Maximum number of times that the duration of an exclusion doubles, which at one hour at first is over seven years."""
 
 
 def lifecycle_decisions(state: State, now: float) -> tuple[list[Decision], float]:
-    """Nodes that people want drained and that are empty by now, or have had their time, and nodes that may be used
-    again. And the next wake."""
+    """Return exclusions that users requested, readmissions, and the next wake (manager's time, s).
+
+    A node that a user wants drained is excluded once it is empty, or when the time for its replicas to move is over.
+    """
     decisions: list[Decision] = []
     wake = NEVER
     for name, (command, by) in state.node_commands.items():
@@ -52,13 +56,13 @@ def lifecycle_decisions(state: State, now: float) -> tuple[list[Decision], float
         if now < due:
             wake = min(wake, due)
         elif _may_be_readmitted(state, node):
-            text = f"excluded for {now - node.excluded_at:.0f} s ({node.excluded}), and nothing proves that it still is"
+            text = f"excluded for {now - node.excluded_at:.0f} s ({node.excluded}), and no proof against it remains"
             decisions.append(Readmit(name, Why((text,), expects="its agent joins, and then roles may be placed there")))
     return decisions, wake
 
 
 def _may_be_readmitted(state: State, node: Node) -> bool:
-    """The cluster calls it well, no proof stands against it, and its agent may yet say what it can do."""
+    """Return whether the node is healthy and empty, no proof stands against it, and its agent can start."""
     finding = node_finding(state, node.name)
     proved = finding is not None and finding.proof
     return (
@@ -70,8 +74,10 @@ def _may_be_readmitted(state: State, node: Node) -> bool:
 
 
 def _is_healthy(node: Node) -> bool:
-    """By what the cluster last said; that it is drained by us and by nobody else is no ailment. A node that we have
-    given back is the cluster's to judge: it gives us none that is down."""
+    """Return whether the cluster reports the node as healthy, apart from this run's own drain.
+
+    A node that left the run without proof against it counts as healthy: the cluster does not grant nodes that are down.
+    """
     if node.status is None:
         return not (node.allocation or node.proved or node.drain_reason)
     is_our_drain = bool(node.drain_reason) and node.status.reason == node.drain_reason
@@ -79,12 +85,12 @@ def _is_healthy(node: Node) -> bool:
 
 
 def _is_occupied(state: State, name: NodeName) -> bool:
-    """A role's life is believed to be there."""
-    return any(one.is_current and one.node == name for one in workers(state))
+    """Return whether a current incarnation of a role is on the node."""
+    return any(replica.is_current and replica.node == name for replica in workers(state))
 
 
 def drain_actions(state: State) -> list[ExternalAction]:
-    """Drains and their end, and nodes that are given back."""
+    """Return drains, undrains, and releases of single nodes that are not in progress yet."""
     actions: list[ExternalAction] = []
     for name, node in state.nodes.items():
         if node.drain_reason and node.excluded is None:
@@ -97,18 +103,19 @@ def drain_actions(state: State) -> list[ExternalAction]:
 
 
 def should_drain(state: State, node: Node) -> bool:
-    """It is excluded by a person, or for its hardware, and nobody has drained it yet nor refused to."""
+    """Return whether the node is excluded by a user or for its hardware, and neither drained nor refused yet."""
     requested = bool(node.drain_requested_by) or (state.job.recovery.drain and node.cause in HARDWARE_CAUSES)
     if state.job.cluster != "slurm" or node.excluded is None or not requested or node.drain_reason or node.drain_error:
         return False
     if state.node_commands.get(node.name, ("", ""))[0] == UNDRAIN:
         return False
     if node.status is None:
-        return bool(node.allocation or node.drain_requested_by)  # of one that has left nobody knows why it did
-    return node.status.state not in (NodeState.DOWN, NodeState.DRAINING)  # else somebody has said so
+        return bool(node.allocation or node.drain_requested_by)  # the run does not know the status of a node that left
+    return node.status.state not in (NodeState.DOWN, NodeState.DRAINING)  # already out of service in the cluster
 
 
 def _drain_reason(state: State, node: Node) -> str:
+    """Return the reason for the node's drain: the run, then the requesting user or the cause."""
     requested = f"asked by {node.drain_requested_by}" if node.drain_requested_by else ""
     text = f"{node.cause.value}: {node.excluded}" if node.cause is not None and not requested else requested
     clean = " ".join(_UNSAFE_IN_REASON.sub(" ", f"rrl:{state.run}:{text}").split())
@@ -116,30 +123,36 @@ def _drain_reason(state: State, node: Node) -> str:
 
 
 def _nodes_to_release(state: State) -> list[ExternalAction]:
-    """Excluded nodes of allocations that go on: as soon as everybody works again, or at once where there is proof. What
-    else may happen to them comes first: others would get a broken node that is not drained yet."""
+    """Release excluded nodes of allocations that go on.
+
+    They are released once all roles of the group work, or at once if proved bad; and only after their drain is settled,
+    since another job would get a broken node that is not drained yet.
+    """
     if state.job.cluster != "slurm":
         return []
     actions: list[ExternalAction] = []
     shrinking = {intent.action.allocation for intent in state.intents.values() if isinstance(intent.action, Shrink)}
     for allocation in state.allocations.values():
-        if allocation.tag in shrinking:  # one after the other: what becomes of it may forbid the next
+        if allocation.tag in shrinking:  # one at a time: the result may rule out the next one
             continue
         nodes = allocation.status.nodes if allocation.running and allocation.status is not None else ()
         known = [state.nodes[name] for name in nodes if name in state.nodes]
         redundant = tuple(node.name for node in known if _redundant(state, allocation, node))
         if redundant and len(redundant) < len(nodes):
             evidence = tuple(f"{name}: {state.nodes[name].excluded}" for name in redundant)
-            actions.append(Shrink(allocation.tag, redundant, Why(evidence, expects="the others go on")))
+            actions.append(Shrink(allocation.tag, redundant, Why(evidence, expects="the other nodes are kept")))
     return actions
 
 
 def _redundant(state: State, allocation: Allocation, node: Node) -> bool:
+    """Return whether the excluded node can be released from its allocation now."""
     if node.excluded is None or node.kept_because or _is_occupied(state, node.name) or node.name in state.node_commands:
         return False
     if should_drain(state, node) or f"{node.name}!drain" in state.intents:
         return False
     down = node.status is not None and node.status.state is NodeState.DOWN
     roles = state.job.node_group(allocation.request.node_group).roles
-    working = (one.status in (Status.JOINED, Status.COMPLETED) for one in workers(state) if one.role in roles)
+    working = (
+        replica.status in (Status.JOINED, Status.COMPLETED) for replica in workers(state) if replica.role in roles
+    )
     return node.proved or down or all(working)

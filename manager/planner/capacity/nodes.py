@@ -1,6 +1,7 @@
-"""Nodes and what runs on them, computed once for a whole plan: which replica can be placed where. Pure.
+"""The node inventory: the nodes of a run and what runs on them, computed once per plan to place replicas. Pure.
 
-Deterministic: roles in the order of the job, nodes in natural order, so that equal states give equal plans.
+Deterministic: roles are considered in the order of the job and nodes in natural order, so equal states give equal
+plans.
 """
 
 from __future__ import annotations
@@ -15,25 +16,20 @@ from ....core.run_spec import RoleSpec
 from ....core.types import (
     AGENT,
     STANDBY_ROLE,
-    Cause,
-    Finding,
     NodeName,
-    Remedy,
     ReplicaId,
-    Verdict,
     gang_of,
     natural_sort_key,
-    replica_id,
     role_of,
     standby_role_of,
 )
-from ...cluster.base import NodeState
 from ...model.actions import Shrink
-from ...model.queries import gang, gangs, requires_admission, workers
-from ...model.reduce_nodes import DRAIN, GIVEN_BACK
-from ...model.state import Node, Replica, State, Status
+from ...model.queries import gang, gangs, workers
+from ...model.reduce_nodes import DRAIN
+from ...model.state import Replica, State, Status
 from ..deadlines import NEVER, rotate_at
-from .warm_pool import (  # fmt: skip
+from .node_fitness import excludes_node, is_usable, needs_probe, probe_pending
+from .warm_pool import (
     Occupancy,
     donors,
     is_exclusive,
@@ -43,73 +39,65 @@ from .warm_pool import (  # fmt: skip
     waits_for_release,
 )
 
-HARDWARE_CAUSES = frozenset({Cause.NODE, Cause.GPU, Cause.FABRIC, Cause.STORAGE})
-"""causes for which a node is nobody's to use; what a process did says nothing of its node"""
-_NODE_STAYS_USABLE = frozenset({Remedy.NONE, Remedy.RESTART})
-"""remedies with which a node goes on"""
-MAX_NAMED_NODES = 4
-"""nodes named in a reason; the others are counted"""
-
-
-def excludes_node(finding: Finding) -> bool:
-    """It is against the node, and calls for leaving it."""
-    of_node = finding.node is not None and finding.verdict is Verdict.FAIL
-    return of_node and finding.cause in HARDWARE_CAUSES and finding.remedy not in _NODE_STAYS_USABLE
-
 
 class CandidateNode(Struct, frozen=True):
-    """A node that may get new work."""
+    """A node that may get new replicas."""
 
     node: NodeName
     allocation: str
     expiring: bool
-    """its allocation is to be succeeded, or a person wants it drained: who is here is moved"""
+    """True if replicas on it are to move: its allocation needs a successor, or a user wants the node drained."""
 
 
 class NodeInventory:
-    """``usable``: nodes that may get new work at all, in natural order. ``failing``: nodes on which somebody's process
-    has failed too often. ``begun``: the run has what it cannot start without."""
+    """The nodes of a run, what occupies them, and which replica each could host.
+
+    ``usable`` are the nodes that may get new processes, in natural order. ``failing_nodes`` are nodes on which the
+    process of some replica failed too often. ``may_start`` is True once the run has the nodes that it cannot start
+    without.
+    """
 
     def __init__(self, state: State, now: float) -> None:
         self._state, self._now = state, now
         rotation_times = {allocation.tag: rotate_at(state, allocation) for allocation in state.allocations.values()}
         ends = (allocation.ends_at for allocation in state.allocations.values())
         window = state.job.recovery.window
-        failure_expiries = (start.at + window for one in workers(state) if one.failures for start in one.failures)
+        failure_expiries = (
+            failure.at + window for replica in workers(state) if replica.failures for failure in replica.failures
+        )
         self.next_change = min(
             (at for at in (*rotation_times.values(), *ends, *failure_expiries) if at > now), default=NEVER
         )
-        """when (s, manager's time) the next allocation is to be succeeded, or ends, or a failure leaves the window: who
-        pauses may have to go elsewhere then"""
+        """Manager's time (s) at which the next allocation is due for rotation or ends, or the next failure leaves the
+        window: a replica in back-off may need another node then."""
         shrinking = {name for intent in state.intents.values() if isinstance(intent.action, Shrink)
                  for name in intent.action.nodes}  # fmt: skip
         pairs = [(node, node.allocation) for node in state.nodes.values()
-                 if node.name not in shrinking and _is_usable(state, node, now)]  # fmt: skip
+                 if node.name not in shrinking and is_usable(state, node, now)]  # fmt: skip
         pairs.sort(key=lambda pair: natural_sort_key(pair[0].name))
         self.draining = {
             name for name, (command, _) in state.node_commands.items() if command == DRAIN and name in state.nodes
         }
-        """nodes that a person wants drained: nobody new goes there"""
+        """Nodes that a user wants drained: no replica is placed there."""
         self.usable = [
             CandidateNode(node.name, tag, rotation_times[tag] <= now or node.name in self.draining)
             for node, tag in pairs
         ]
         self._candidates: dict[str, list[CandidateNode]] = {node_group.name: [] for node_group in state.job.node_groups}
         self._unprobed: Counter[str] = Counter()
-        proven_bad = {one.node for one in state.findings.values() if one.proof and excludes_node(one)}
-        suspects = {one.node for one in state.findings.values() if one.node is not None}
+        proven_bad = {finding.node for finding in state.findings.values() if finding.proof and excludes_node(finding)}
+        suspects = {finding.node for finding in state.findings.values() if finding.node is not None}
         for candidate in sorted(
             self.usable, key=lambda candidate: (candidate.expiring, candidate.node in suspects)
-        ):  # stable: natural order
+        ):  # a stable sort keeps the natural order
             node_group, node = state.allocations[candidate.allocation].request.node_group, state.nodes[candidate.node]
             probe_error, must_report = node.probe_error, bool(node.exclusions) or needs_probe(state, node)
-            if (
-                candidate.node in self.draining or candidate.node in proven_bad
-            ):  # the brake may keep it from being excluded
+            # The circuit breaker may keep a node with a proven failure from being excluded.
+            if candidate.node in self.draining or candidate.node in proven_bad:
                 continue
             if probe_error == "" or (probe_error is None and not must_report):
                 self._candidates[node_group].append(candidate)
-            elif probe_error is None and _probe_pending(state, candidate.node, now):
+            elif probe_error is None and probe_pending(state, candidate.node, now):
                 self._unprobed[node_group] += 1
         self.gangs = gangs(state)
         self._usable_names = {candidate.node for candidate in self.usable}
@@ -121,31 +109,36 @@ class NodeInventory:
         self._group_of_role = {role: node_group for node_group in state.job.node_groups for role in node_group.roles}
         self.standby_processes = standby_processes(state)
         self.exclusive_standbys = [
-            one for one in self.standby_processes if one.step is not None and is_exclusive(state, one.id)
+            standby
+            for standby in self.standby_processes
+            if standby.step is not None and is_exclusive(state, standby.id)
         ]
-        """of the shadows, those that keep others from their node's room"""
+        """Standby processes that take their nodes' whole resources."""
         self._ready_standbys = ready_standbys_by_node(state, self.standby_processes, self._usable_names)
         self.failing_nodes = {
-            node for one in workers(state) if one.failures for node in self._nodes_that_failed(one, refused=False)
+            node
+            for replica in workers(state)
+            if replica.failures
+            for node in self._nodes_that_failed(replica, refused=False)
         }
         self._ending_replicas: dict[NodeName, set[ReplicaId]] = {}
-        for orphan_steps in state.orphan_steps.values():
-            if role_of(orphan_steps.incarnation.replica) not in (AGENT, STANDBY_ROLE):
-                self._ending_replicas.setdefault(orphan_steps.node, set()).add(orphan_steps.incarnation.replica)
+        for orphan in state.orphan_steps.values():
+            if role_of(orphan.incarnation.replica) not in (AGENT, STANDBY_ROLE):
+                self._ending_replicas.setdefault(orphan.node, set()).add(orphan.incarnation.replica)
         self.may_start = _may_start(
             state, {node_group: len(candidates) for node_group, candidates in self._candidates.items()}
         )
 
     def candidates(self, node_group: str) -> list[CandidateNode]:
-        """Nodes of a part that may get roles."""
+        """Return the nodes of a node group that may get roles."""
         return self._candidates[node_group]
 
     def candidate(self, node: NodeName) -> CandidateNode | None:
-        """The node, if it may get roles."""
+        """Return the node if it may get roles, else None."""
         return self._by_node[node][1] if node in self._by_node else None
 
     def expected(self, node_group: str) -> int:
-        """Nodes of a part that are still expected of the queue, or have yet to show that they are fit."""
+        """Return the number of nodes of a group that are still queued or have not reported their probe yet."""
         allocations = self._state.allocations.values()
         return (
             sum(a.request.count for a in allocations if a.pending and a.request.node_group == node_group)
@@ -153,18 +146,22 @@ class NodeInventory:
         )
 
     def is_usable(self, node: NodeName | None) -> bool:
+        """Return whether the node may get new processes."""
         return node in self._usable_names
 
     def is_clear(self, node: NodeName) -> bool:
-        """Nothing of a role is still ending there, or nobody waits for it any more."""
+        """Return whether no step of a role is still ending on the node, or none that is waited for."""
         known = self._state.nodes.get(node)
         return node not in self._ending_replicas or known is None or known.excluded is not None
 
     def occupancy(self) -> Occupancy:
-        """Who takes room on each node; a replica that is to restart in place, or to move, keeps its room. Where more of
-        a gang are to go to one node than may share it, the first have it."""
+        """Return the replicas that occupy each node.
+
+        A replica that restarts in place or moves occupies its preferred node. Where more members of a gang prefer a
+        node than may share it, the first ones occupy it.
+        """
         occupancy: Occupancy = {}
-        retired_gangs = {gang_of(one.id) for one in workers(self._state) if one.status is Status.RETIRED}
+        retired_gangs = {gang_of(replica.id) for replica in workers(self._state) if replica.status is Status.RETIRED}
         for replica in workers(self._state):
             if replica.is_current:
                 if replica.node is not None:
@@ -176,20 +173,23 @@ class NodeInventory:
             ):
                 occupants = occupancy.setdefault(replica.preferred_node, [])
                 gang_id = gang_of(replica.id)
-                if sum(gang_of(one.id) == gang_id for one in occupants) < self._state.job.role(replica.role).per_node:
+                if (
+                    sum(gang_of(occupant.id) == gang_id for occupant in occupants)
+                    < self._state.job.role(replica.role).per_node
+                ):
                     occupants.append(replica)
         return occupancy
 
     @cached_property
     def _occupancy(self) -> Occupancy:
-        """:meth:`occupants`, for those who only look."""
+        """Hold :meth:`occupancy` for callers that only read it."""
         return self.occupancy()
 
-    # ── where somebody can go ────────────────────────────────────────────────────────────────────────────────────────
-    # ``taken``: who takes room where, :meth:`occupants` if nothing else is said; whoever decides about several members
-    # at once adds each to it where it sends it, and takes out whom it drives away.
-    def has_room_for(self, replica: Replica, occupancy: Occupancy | None = None) -> bool:
-        """A node other than its own could take this replica now."""
+    # ── where a replica can be placed ────────────────────────────────────────────────────────────────────────────────
+    # ``occupancy`` defaults to :meth:`occupancy`. A caller that places several members at once adds each one to it, and
+    # removes the rollouts that it preempts.
+    def can_place(self, replica: Replica, occupancy: Occupancy | None = None) -> bool:
+        """Return whether a node other than its own could host this replica now."""
         occupancy, failed_nodes = self._occupancy if occupancy is None else occupancy, self._nodes_that_failed(replica)
         return any(
             candidate.node != replica.node
@@ -199,14 +199,17 @@ class NodeInventory:
         )
 
     def choose_node(self, replica: Replica, occupancy: Occupancy) -> CandidateNode | None:
-        """Where it goes: its preferred node, else where it is warm, else beside others of its gang, else the first that
-        fits and has not failed it too often; any that fits where it is not the node. Where it is preferred or warm a
-        gang waits for what is still ending: that is sooner over than it would start elsewhere."""
+        """Return the node to launch a replica on, or None.
+
+        In order of preference: its preferred node; a node with a standby process for it; a node with others of its
+        gang; the first node that fits and has not failed it too often; if the node is not the cause, any node that
+        fits. On a preferred node or one with a standby process, a gang waits for steps that are still ending, which
+        takes less time than a start elsewhere.
+        """
         role, preferred = self._state.job.role(replica.role), replica.preferred_node
-        can_use_preferred = preferred is not None and self.can_host(role, preferred)
         if (
             preferred is not None
-            and can_use_preferred
+            and self.can_host(role, preferred)
             and self._fits(replica, preferred, occupancy, wait_for_release=waits_for_release(role))
         ):
             return self._by_node[preferred][1]
@@ -221,7 +224,7 @@ class NodeInventory:
                 and candidate.node in occupancy
                 and (role.ranks == 1 or gang_of(occupancy[candidate.node][0].id) != gang_id)
             ):
-                continue  # the quick half of _fits: thousands of replicas look at thousands of nodes
+                continue  # the fast part of _fits: thousands of replicas are compared with thousands of nodes
             if self._fits(replica, candidate.node, occupancy):
                 if candidate.node not in failed_nodes:
                     return candidate
@@ -229,39 +232,42 @@ class NodeInventory:
         return None if fallback is None or self.new_node_helps(replica) else fallback
 
     def choose_successor(self, replica: Replica, occupancy: Occupancy) -> CandidateNode | None:
-        """Where it moves from an allocation that ends."""
+        """Return the node that a replica moves to from an expiring one, or None."""
         role, failed_nodes = self._state.job.role(replica.role), self._nodes_that_failed(replica)
         fresh = (candidate for candidate in self._preferred_nodes(replica, role, occupancy) if not candidate.expiring)
         return next((s for s in fresh if s.node not in failed_nodes and self._fits(replica, s.node, occupancy)), None)
 
     def _preferred_nodes(self, replica: Replica, role: RoleSpec, occupancy: Occupancy) -> Sequence[CandidateNode]:
-        """Spots where others of its gang are, then those of its part."""
+        """Return the candidates for a role, nodes with other members of the replica's gang first."""
         candidates = self._candidates[self._group_of_role[role.name].name]
         if role.ranks == 1 or role.per_node == 1:
             return candidates
         gang_id = gang_of(replica.id)
-        gang_nodes = [self._by_node[node][1] for node, there in occupancy.items()
-                  if self.can_host(role, node) and any(gang_of(one.id) == gang_id for one in there)]  # fmt: skip
+        gang_nodes = [
+            self._by_node[node][1]
+            for node, occupants in occupancy.items()
+            if self.can_host(role, node) and any(gang_of(occupant.id) == gang_id for occupant in occupants)
+        ]
         gang_nodes.sort(key=lambda candidate: natural_sort_key(candidate.node))
         return [*gang_nodes, *(candidate for candidate in candidates if candidate not in gang_nodes)]
 
-    # ── who is warm ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── standby processes ────────────────────────────────────────────────────────────────────────────────────────────
     def ready_standbys(self, node: NodeName | None, role: str) -> Sequence[Replica]:
-        """Shadows on this node that can become a member of the role at once."""
+        """Return the standby processes on the node that can be promoted to the role now."""
         return (
-            [one for one in self._ready_standbys.get(node, ()) if standby_role_of(one.id) == role]
+            [standby for standby in self._ready_standbys.get(node, ()) if standby_role_of(standby.id) == role]
             if node is not None
             else ()
         )
 
     def spare_with_standby(self, member: Replica, occupancy: Occupancy | None = None) -> CandidateNode | None:
-        """A node other than its own that could take this member now, and has a shadow that is ready for it."""
+        """Return a node other than its own that could host the member and has a standby process for it."""
         if not self._ready_standbys:
             return None
         role, failed_nodes = self._state.job.role(member.role), self._nodes_that_failed(member)
         occupancy = self._occupancy if occupancy is None else occupancy
         for candidate in self._preferred_nodes(member, role, occupancy):
-            if candidate.node not in self._ready_standbys:  # the quick half of what follows
+            if candidate.node not in self._ready_standbys:  # the fast part of the checks below
                 continue
             if (
                 candidate.node == member.node
@@ -274,9 +280,11 @@ class NodeInventory:
         return None
 
     def donor_for(self, member: Replica, occupancy: Occupancy | None = None) -> Replica | None:
-        """The rollout whose node this member could take, with a shadow there that is ready for it: of those that the
-        run can do without for a while, the last. Where one was driven away already for others of its gang and there is
-        room left, :meth:`warm_spare_for` says so."""
+        """Return the rollout whose node this member could take, with a ready standby process there.
+
+        The last of the rollouts that the run can do without is chosen. If another member of the gang has preempted a
+        rollout already and its node has capacity left, :meth:`spare_with_standby` returns that node.
+        """
         role, failed_nodes = self._state.job.role(member.role), self._nodes_that_failed(member)
         if not role.donor_rollouts or not self._ready_standbys:
             return None
@@ -288,40 +296,43 @@ class NodeInventory:
         return None
 
     def donors(self, member: Replica, occupancy: Occupancy) -> Iterator[Replica]:
-        """Rollouts on whose nodes this member would fit in their stead, the last first."""
+        """Yield the rollouts that this member could replace on their nodes, the last one first."""
         role = self._state.job.role(member.role)
         for rollout in reversed(donors(self._state, occupancy)):
             node = rollout.node
             if node is None or node == member.node or not self.can_host(role, node):
                 continue
-            without = {node: [one for one in occupancy[node] if one.id != rollout.id]}
+            without = {node: [occupant for occupant in occupancy[node] if occupant.id != rollout.id]}
             if self._fits(member, node, without, wait_for_release=True):
                 yield rollout
 
     def blocking_rollouts(self, member: Replica) -> Sequence[Replica]:
-        """Rollouts that still work where this member is wanted, and leave it no room: they were to be driven away. Or
-        one on whose node it would be warm, while it has no node, or only a cold one that was not meant for it: of two
-        nodes that are lost at once, the second one's."""
+        """Return the rollouts to preempt so that this member can be promoted.
+
+        These are rollouts that still occupy its preferred node; or, if it has no node or only one without a free
+        standby process, one donor. The latter occurs when a gang loses two nodes at once.
+        """
         role = self._state.job.role(member.role)
         if not role.donor_rollouts or not self._ready_standbys:
             return ()
-        occupancy = {node: list(there) for node, there in self._occupancy.items()}
-        for one in gang(self._state, member.id):
-            if one.status is not Status.WANTED:
+        occupancy = {node: list(occupants) for node, occupants in self._occupancy.items()}
+        for other in gang(self._state, member.id):
+            if other.status is not Status.WANTED:
                 continue
-            if one.id == member.id:
-                return self._preempted_by(one, role, occupancy)
-            if (target := self.choose_node(one, occupancy)) is not None:
-                occupy(occupancy, target.node, one)
+            if other.id == member.id:
+                return self._preempted_by(other, role, occupancy)
+            if (target := self.choose_node(other, occupancy)) is not None:
+                occupy(occupancy, target.node, other)
         return ()
 
     def _preempted_by(self, member: Replica, role: RoleSpec, occupancy: Occupancy) -> Sequence[Replica]:
+        """Return the rollouts to preempt for this member, with its gang's other members placed already."""
         node = member.preferred_node
         if node is not None and self.ready_standbys(node, role.name) and self.can_host(role, node):
             if self._fits(member, node, occupancy, wait_for_release=True):
                 return ()
-            rollouts = {one.name for one in self._state.job.kind("rollout")}
-            return [one for one in occupancy[node] if one.is_current and one.role in rollouts]
+            rollouts = {rollout_role.name for rollout_role in self._state.job.kind("rollout")}
+            return [occupant for occupant in occupancy[node] if occupant.is_current and occupant.role in rollouts]
         target = self.choose_node(member, occupancy)
         if target is not None and (target.node == node or self._has_free_standby(member, target.node, occupancy)):
             return ()
@@ -329,23 +340,29 @@ class NodeInventory:
         return () if donor is None else (donor,)
 
     def _has_free_standby(self, member: Replica, node: NodeName, occupancy: Occupancy) -> bool:
-        """One more than those that others need which go there: of a role with shadows beside it all of its gang that
-        are there, of another role those that have not begun."""
+        """Return whether the node has a standby process that no other replica going there needs.
+
+        Standby processes that share the node with its replicas are needed by all members of the gang there, others only
+        by members that are not running there yet.
+        """
         ready, others = (
             self.ready_standbys(node, member.role),
-            [one for one in occupancy.get(node, ()) if one.id != member.id],
+            [other for other in occupancy.get(node, ()) if other.id != member.id],
         )
         if not ready or self._state.job.role(member.role).standby_shares_node:
-            return len(ready) > sum(gang_of(one.id) == gang_of(member.id) for one in others)
-        of_role = [one for one in others if one.role == member.role]
-        return len(ready) > sum(not (one.is_current and one.node == node) for one in of_role)
+            return len(ready) > sum(gang_of(other.id) == gang_of(member.id) for other in others)
+        of_role = [other for other in others if other.role == member.role]
+        return len(ready) > sum(not (other.is_current and other.node == node) for other in of_role)
 
     def reserve(self, member: Replica, node: NodeName) -> None:
-        """It is sent there: for whoever else is decided about in the same plan it has its room already."""
+        """Count a member as an occupant of the node for all later decisions of this plan."""
         occupy(self._occupancy, node, member)
 
     def can_host(self, role: RoleSpec, node: NodeName) -> bool:
-        """The node is for this role, or of a shape that could carry its members too, where shadows may stand by."""
+        """Return whether the node's group includes the role, or is large enough for the role's members.
+
+        The latter counts only for a role whose standby processes share nodes with other roles.
+        """
         if node not in self._by_node:
             return False
         node_group = self._state.job.node_group(self._by_node[node][0])
@@ -360,36 +377,42 @@ class NodeInventory:
         return role.warm and role.standby_shares_node and large_enough
 
     def new_node_helps(self, replica: Replica) -> bool:
-        """A node more for this replica: not where it fails as often on two, nor where so many nodes fail somebody at
-        once that it is the storage, the fabric or the software."""
+        """Return whether another node may help this replica.
+
+        It does not if two nodes have failed it as often, or if so many nodes fail some replica at once that storage,
+        fabric or software is the likely cause.
+        """
         if len(self._nodes_that_failed(replica, refused=False)) > 1:
             return False
         allowed = max(1, int(self._state.job.recovery.breaker * len(self._state.nodes)))
         return len(self.failing_nodes - {replica.node}) < allowed
 
     def _nodes_that_failed(self, replica: Replica, refused: bool = True) -> set[NodeName]:
-        """Nodes that have failed it too often within the window; ``refused``: launches that the cluster refused
-        count."""
+        """Return the nodes that failed the replica too often within the recovery window.
+
+        ``refused`` counts launches that the cluster refused, too.
+        """
         recovery = self._state.job.recovery
         recent = replica.recent_failures(recovery.window, self._now)
-        nodes = [start.node for start in recent if refused or not start.refused]
-        last_start = (
-            not replica.ever_joined and replica.failed_starts + 1 >= recovery.first_start
-        )  # before it is given up
+        nodes = [failure.node for failure in recent if refused or not failure.refused]
+        last_start = not replica.ever_joined and replica.failed_starts + 1 >= recovery.first_start
         limit = min(recovery.per_node, recovery.first_start - 1) if last_start else recovery.per_node
         return {node for node in nodes if nodes.count(node) >= max(1, limit)}
 
     def _fits(self, replica: Replica, node: NodeName, occupancy: Occupancy, wait_for_release: bool = False) -> bool:
-        """``waits``: for what is still ending there; else its room is not free before."""
+        """Return whether the replica fits on the node beside its occupants.
+
+        ``wait_for_release`` ignores steps that are still ending there, since the launch waits for them.
+        """
         job = self._state.job
         others = [other for other in occupancy.get(node, ()) if other.id != replica.id]
         role, gang_id = job.role(replica.role), gang_of(replica.id)
         others_of_other_gangs = [other for other in others if gang_of(other.id) != gang_id]
         if len(others) - len(others_of_other_gangs) >= role.per_node or (role.exclusive and others_of_other_gangs):
             return False
-        returning = {other.id for other in others}  # whose own room it is that they still leave
+        returning = {other.id for other in others}  # their ending steps are counted as their new ones
         if not wait_for_release and any(
-            gang_of(one) != gang_id and one not in returning for one in self._ending_replicas.get(node, ())
+            gang_of(ending) != gang_id and ending not in returning for ending in self._ending_replicas.get(node, ())
         ):
             return False
         if role.exclusive:
@@ -403,68 +426,17 @@ class NodeInventory:
             else self._group_of_role[replica.role].node
         )
         return (
-            sum(e.cpus for e in requested) <= resources.cpus
-            and sum(e.gpus for e in requested) <= resources.gpus
-            and sum(e.mem for e in requested) <= resources.mem
+            sum(needed.cpus for needed in requested) <= resources.cpus
+            and sum(needed.gpus for needed in requested) <= resources.gpus
+            and sum(needed.mem for needed in requested) <= resources.mem
         )
 
 
-def needs_probe(state: State, node: Node) -> bool:
-    """Roles wait for what its agent says of it: whether they can run there, or how the node does."""
-    allocation = state.allocations.get(node.allocation)
-    return bool(state.job.env.probe) or (
-        allocation is not None and requires_admission(state.job, allocation.request.node.gpus)
-    )
-
-
-def agent_never_started(state: State, node: NodeName) -> bool:
-    """Its agent fails to start again and again, and never has: it will not say any more what the node can do."""
-    return state.replica(replica_id(AGENT, node)).failed_starts >= state.job.recovery.first_start
-
-
-def unfit_nodes(state: State) -> dict[NodeName, str]:
-    """Nodes on which no role can run, and why: in the probe's words, or those of an agent that never started."""
-    found: dict[NodeName, str] = {}
-    for name, node in state.nodes.items():
-        if node.probe_error:
-            found[name] = node.probe_error
-        elif needs_probe(state, node) and agent_never_started(state, name):
-            failures = state.replica(replica_id(AGENT, name)).failures
-            found[name] = failures[-1].why if failures else "its agent never started"
-    return found
-
-
-def restarts_exhausted(state: State, helper: Replica, now: float) -> bool:
-    """Whether an agent or a shadow has failed so often that it is not started again before a failure leaves the
-    window. One that was retired because its node left the run does not rest: it is started as soon as the node is
-    back."""
-    recovery = state.job.recovery
-    failures = helper.recent_failures(recovery.window, now)
-    return helper.status is Status.RETIRED and len(failures) >= max(1, recovery.per_replica)
-
-
-def _probe_pending(state: State, node: NodeName, now: float) -> bool:
-    """Whether the agent of this node may still report what the node can do: the agent runs or is about to be started,
-    and has not failed again and again (as often as it can fail to join within the window). Without that bound, a
-    replica that lacks a node would wait for ever for the agent of a node that is cut off."""
-    agent, recovery = state.replica(replica_id(AGENT, node)), state.job.recovery
-    limit = max(1, min(recovery.first_start, int(recovery.window / state.job.limits.join) - 1))
-    may_report = not restarts_exhausted(state, agent, now) and len(agent.recent_failures(recovery.window, now)) < limit
-    return may_report and not agent_never_started(state, node)
-
-
-def _is_usable(state: State, node: Node, now: float) -> bool:
-    allocation = state.allocations.get(node.allocation)
-    fit = node.status is None or node.status.state in (NodeState.UP, NodeState.UNKNOWN)
-    if allocation is None or not allocation.running or allocation.suspended or allocation.reclaimed:
-        return False
-    if now >= allocation.ends_at:  # it may be some time before the cluster takes it back
-        return False
-    return node.excluded is None and fit and node.kept_because != GIVEN_BACK  # it is gone with the next look
-
-
 def _may_start(state: State, ready: dict[str, int]) -> bool:
-    """Where each node is a request of its own nothing is launched before there is all that the run needs."""
+    """Return whether roles may be launched.
+
+    In form ``replica`` nodes arrive one by one, and nothing is launched before the run has its minimum.
+    """
     if state.job.form != "replica" or state.launched:
         return True
     return all(ready[node_group.name] >= node_group.min_nodes for node_group in state.job.node_groups)

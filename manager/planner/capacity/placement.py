@@ -1,7 +1,9 @@
-"""Members to nodes: which wanted replica starts where. Launches only; nothing here stops anything but what lingers.
+"""Place replicas on nodes: which one is launched where, and which orphan steps are stopped.
 
-A gang is launched whole and with one incarnation: when every member has a home and no pause, and nothing of its earlier
-lives still takes memory. A manager may die between two of its launches: the next one launches the others to them."""
+A gang is launched as a whole and with one incarnation number: when every member has a node and no back-off, and its
+earlier incarnations have released their memory. If the manager fails between two of its launches, the next manager
+launches the missing members with the same number.
+"""
 
 from __future__ import annotations
 
@@ -17,31 +19,37 @@ from ...model.actions import ExternalAction, Launch, StopStep, Why
 from ...model.queries import gang, to_launch
 from ...model.state import Replica, State, Status
 from ..deadlines import NEVER
-from .nodes import CandidateNode, NodeInventory, restarts_exhausted
+from .node_fitness import restarts_exhausted
+from .nodes import CandidateNode, NodeInventory
 from .warm_pool import Occupancy, occupy, release_deadline, standbys_released_at, waits_for_release
 
 
 class Assignment(Struct, frozen=True):
-    """Who goes where, as far as there is room. Members of gangs each for itself, but that a gang moves, or gets another
-    chance, only if all of it can."""
+    """Target nodes of replicas, as far as there is capacity.
+
+    Members of a gang are assigned singly, but a gang moves or is retried only if all its members can.
+    """
 
     targets: dict[ReplicaId, CandidateNode] = {}
-    """of the wanted; a gang that lacks one keeps those that it has"""
+    """Nodes of replicas to launch; a gang that lacks one node keeps the others."""
     moves: dict[ReplicaId, CandidateNode] = {}
-    """of those whose allocation ends"""
+    """Nodes to which replicas on expiring nodes move."""
     retries: dict[ReplicaId, CandidateNode] = {}
-    """of those that were gone on without, and get another chance in whatever room is left"""
+    """Nodes of retired replicas whose failures have left the window, from the capacity that is left."""
     lacking: tuple[Replica, ...] = ()
-    """wanted, and no node of ours can take them"""
+    """Replicas to launch that fit on no node of the run."""
     unmovable: tuple[Replica, ...] = ()
-    """to be moved, and no node of ours can take them"""
+    """Replicas to move that fit on no other node of the run."""
     blocked_moves: dict[ReplicaId, CandidateNode] = {}
-    """of those that could be moved, but that others of their gang stay"""
+    """Nodes of replicas that could move if all others of their gang could."""
 
 
 def assign(state: State, inventory: NodeInventory, now: float) -> Assignment:
-    """One pass over everybody without a node, those that pause before their next start after those that do not; first
-    of all who comes back to nodes where it is warm, and which others may have just left for it."""
+    """Return the target nodes of all replicas that need one.
+
+    Gangs that return to nodes with their standby processes come first, since a rollout may have been preempted for
+    them. Replicas in back-off come last.
+    """
     if not inventory.may_start:
         return Assignment()
     occupancy, gangs = inventory.occupancy(), inventory.gangs
@@ -68,8 +76,7 @@ def assign(state: State, inventory: NodeInventory, now: float) -> Assignment:
 def _plan_moves(
     inventory: NodeInventory, gangs: list[list[Replica]], occupancy: Occupancy
 ) -> tuple[dict[ReplicaId, CandidateNode], dict[ReplicaId, CandidateNode], list[Replica]]:
-    """Of those on nodes whose allocation ends: where they move, where they could but for others of their gang, and
-    who stays for want of a node."""
+    """Return the moves off expiring nodes, those blocked by others of their gang, and the replicas without a target."""
     leaving = {candidate.node for candidate in inventory.usable if candidate.expiring} | inventory.draining
     moves: dict[ReplicaId, CandidateNode] = {}
     blocked_moves: dict[ReplicaId, CandidateNode] = {}
@@ -91,17 +98,19 @@ def _plan_moves(
 
 
 def _retry_due(state: State, members: list[Replica], now: float) -> bool:
-    """It was gone on without, and the failures of all of it have left the window."""
+    """Return whether the gang is retired and the failures of all its members have left the recovery window."""
     window = state.job.recovery.window
-    retired = any(one.status is Status.RETIRED for one in members) and not any(one.is_current for one in members)
-    return retired and not any(one.recent_failures(window, now) for one in members)
+    retired = any(member.status is Status.RETIRED for member in members) and not any(
+        member.is_current for member in members
+    )
+    return retired and not any(member.recent_failures(window, now) for member in members)
 
 
 def _place_all_or_none(
     inventory: NodeInventory, members: list[Replica], occupancy: Occupancy
 ) -> dict[ReplicaId, CandidateNode]:
-    """Homes for all members, or none; ``taken`` grows by them."""
-    tried = {node: list(there) for node, there in occupancy.items()} if len(members) > 1 else occupancy
+    """Return nodes for all members, or none; the chosen nodes are added to ``occupancy``."""
+    tried = {node: list(occupants) for node, occupants in occupancy.items()} if len(members) > 1 else occupancy
     targets: dict[ReplicaId, CandidateNode] = {}
     for member in members:
         if (target := inventory.choose_node(member, tried)) is None:
@@ -113,13 +122,16 @@ def _place_all_or_none(
 
 
 def _launchable_at(members: Sequence[Replica]) -> float:
-    """Manager's time (s) before which none of them is launched."""
-    return max(one.not_before for one in members)
+    """Return the manager's time (s) before which none of these members is launched."""
+    return max(member.not_before for member in members)
 
 
 def nodes_for(state: State, lacking: Sequence[Replica]) -> int:
-    """Nodes that these members need: those of a gang share one up to ``per_node``. One of each exclusive role; the
-    others share."""
+    """Return the number of nodes that these members need.
+
+    Members of a gang share a node up to ``per_node``. Each gang of an exclusive role has nodes of its own; all others
+    share.
+    """
     exclusive = shared = 0
     for gang_id, count in Counter(gang_of(replica.id) for replica in lacking).items():
         role = state.job.role(role_of(gang_id))
@@ -134,14 +146,16 @@ def nodes_for(state: State, lacking: Sequence[Replica]) -> int:
 def place(
     state: State, inventory: NodeInventory, assigned: Assignment, now: float
 ) -> tuple[list[ExternalAction], float]:
-    """Agents for every usable node, wanted replicas onto free ones, an end to what lingers. Returns the next wake."""
+    """Return launches of agents and replicas, stops of orphan steps, and the next wake (manager's time, s)."""
     stops, wake = stop_orphans(state, now, assigned.targets)
     agents, agents_wake = _agent_launches(state, inventory, now)
     actions: list[ExternalAction] = [*stops, *agents]
     retries: list[ExternalAction] = []
     used: set[str] = set()
     for members in inventory.gangs:
-        retired = any(one.status is Status.RETIRED for one in members) and not any(one.is_current for one in members)
+        retired = any(member.status is Status.RETIRED for member in members) and not any(
+            member.is_current for member in members
+        )
         if not (wanted := members if retired else to_launch(members)):
             continue
         targets = assigned.retries if retired else assigned.targets
@@ -159,32 +173,40 @@ def _launches(
     used: set[str],
     now: float,
 ) -> tuple[list[ExternalAction], float]:
-    """All of them, or none and when to look again. ``used``: the steps of shadows that are taken over."""
-    retired = any(one.status is Status.RETIRED for one in wanted)
+    """Return the launches of all these members of a gang; or none, and the manager's time (s) to try again.
+
+    ``used`` collects the steps of the standby processes that are promoted.
+    """
+    retired = any(member.status is Status.RETIRED for member in wanted)
     if not retired and (pause := _launchable_at(wanted)) > now:
         return [], pause
-    if any(one.id not in targets for one in wanted):
-        return [], _retry_at(state, [one for one in wanted if retired or one.id not in targets], retired, now)
-    if (until := release_deadline(state, wanted, [targets[one.id].node for one in wanted])) > now:
+    if any(member.id not in targets for member in wanted):
+        return [], _retry_at(state, [member for member in wanted if retired or member.id not in targets], retired, now)
+    if (until := release_deadline(state, wanted, [targets[member.id].node for member in wanted])) > now:
         return [], until
     members, role = gang(state, wanted[0].id), state.job.role(wanted[0].role)
-    newest = max(one.incarnation_number for one in members)
-    number = next((one.incarnation_number for one in members if one.is_current), newest + 1)
+    newest = max(member.incarnation_number for member in members)
+    number = next((member.incarnation_number for member in members if member.is_current), newest + 1)
     standbys: dict[ReplicaId, Replica] = {}
     for member in wanted if role.warm else ():
-        free = (one for one in inventory.ready_standbys(targets[member.id].node, role.name) if one.step not in used)
+        free = (
+            ready for ready in inventory.ready_standbys(targets[member.id].node, role.name) if ready.step not in used
+        )
         if (standby := next(free, None)) is not None and standby.step is not None:
             standbys[member.id] = standby
             used.add(standby.step)
-    cold_nodes = {targets[one.id].node for one in wanted if role.standby_shares_node or one.id not in standbys}
+    cold_nodes = {targets[member.id].node for member in wanted if role.standby_shares_node or member.id not in standbys}
     if (until := standbys_released_at(state, inventory.exclusive_standbys, cold_nodes, used)) > now:
         return [], until
     launches: list[ExternalAction] = []
     for member in wanted:
         incarnation, target = Incarnation(member.id, number), targets[member.id]
         if (standby := standbys.get(member.id)) is not None and standby.step is not None:
-            why = Why((f"{member.id} is wanted and {target.node} has a shadow",), expects=f"{standby.incarnation} becomes {incarnation}",
-                      deadline=now + state.job.recovery.promote)  # fmt: skip
+            why = Why(
+                (f"{member.id} is wanted and {target.node} has a standby process",),
+                expects=f"{standby.incarnation} is promoted to {incarnation}",
+                deadline=now + state.job.recovery.promote,
+            )
             launches.append(Launch(incarnation, standby.step, target.allocation, target.node, why, standby.incarnation))
         else:
             launches.append(launch(state, incarnation, target))
@@ -192,14 +214,15 @@ def _launches(
 
 
 def _retry_at(state: State, unplaced: list[Replica], retired: bool, now: float) -> float:
-    """Manager's time (s) at which a node that failed one of them may be tried again, or their chance comes again."""
+    """Return the manager's time (s) at which a node that failed a replica, or a retired replica, is tried again."""
     failure_times = sorted(
-        start.at for one in unplaced for start in one.recent_failures(state.job.recovery.window, now)
+        failure.at for replica in unplaced for failure in replica.recent_failures(state.job.recovery.window, now)
     )
     return (failure_times[-1] if retired else failure_times[0]) + state.job.recovery.window if failure_times else NEVER
 
 
 def _agent_launches(state: State, inventory: NodeInventory, now: float) -> tuple[list[ExternalAction], float]:
+    """Return the launches of agents on usable nodes, and the manager's time (s) of the next one."""
     actions: list[ExternalAction] = []
     wake = NEVER
     for candidate in inventory.usable:
@@ -213,8 +236,10 @@ def _agent_launches(state: State, inventory: NodeInventory, now: float) -> tuple
 
 
 def launch_due_at(state: State, replica: Replica, now: float) -> float:
-    """Manager's time (s) from which an agent or a shadow, which belongs to its node, is to be launched there; inf where
-    it runs. One that failed too often rests until its oldest failure has left the window."""
+    """Return the manager's time (s) at which an agent or a standby process is due for launch; inf while it runs.
+
+    One that failed too often waits until its oldest failure has left the recovery window.
+    """
     if restarts_exhausted(state, replica, now):
         window = state.job.recovery.window
         return replica.recent_failures(window, now)[0].at + window
@@ -222,6 +247,7 @@ def launch_due_at(state: State, replica: Replica, now: float) -> float:
 
 
 def launch(state: State, incarnation: Incarnation, target: CandidateNode) -> Launch:
+    """Return the launch of an incarnation in a new step on the target node."""
     why = Why((f"{incarnation.replica} is wanted and {target.node} has room",), expects=f"{incarnation} joins")
     return Launch(incarnation, tag_of(state.run, incarnation), target.allocation, target.node, why)
 
@@ -229,22 +255,23 @@ def launch(state: State, incarnation: Incarnation, target: CandidateNode) -> Lau
 def stop_orphans(
     state: State, now: float, targets: Mapping[ReplicaId, CandidateNode] = MappingProxyType({})
 ) -> tuple[list[StopStep], float]:
-    """Fenced lives may still run: end their steps, but do not wait for nodes that do not answer. And the next wake.
+    """Return stops of orphan steps on nodes that may answer, and the next wake (manager's time, s).
 
-    What a gang waits for gets no grace: its own earlier lives, what they knew is in the snapshots, and whoever is on
-    the nodes that it goes to (``homes``)."""
+    Steps that a gang waits for get no grace: its own earlier incarnations, whose state is in the snapshots, and steps
+    on the nodes in ``targets`` that it is launched on.
+    """
     stops: list[StopStep] = []
     wake = NEVER
     roles = {role.name for role in state.job.roles if waits_for_release(role)}
     awaited = {candidate.node for id, candidate in targets.items() if role_of(id) in roles}
-    for step, one in state.orphan_steps.items():
-        node = state.nodes.get(one.node)
-        if one.stop_requested or node is None or node.excluded is not None:
+    for step, orphan in state.orphan_steps.items():
+        node = state.nodes.get(orphan.node)
+        if orphan.stop_requested or node is None or node.excluded is not None:
             continue
-        if one.not_before > now:
-            wake = min(wake, one.not_before)
+        if orphan.not_before > now:
+            wake = min(wake, orphan.not_before)
             continue
-        hurried = role_of(one.incarnation.replica) in {*roles, STANDBY_ROLE} or one.node in awaited
+        hurried = role_of(orphan.incarnation.replica) in {*roles, STANDBY_ROLE} or orphan.node in awaited
         grace = 0.0 if hurried else state.job.limits.step_grace
-        stops.append(StopStep(step, one.incarnation, grace, Why((f"{one.incarnation} is fenced",))))
+        stops.append(StopStep(step, orphan.incarnation, grace, Why((f"{orphan.incarnation} is fenced",))))
     return stops, wake

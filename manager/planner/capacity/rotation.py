@@ -19,12 +19,18 @@ from .node_lifecycle import should_drain
 from .nodes import NodeInventory
 from .placement import Assignment, nodes_for
 
+CANCELLATIONS_TO_END_RUN = 2
+"""Number of times that all allocations must be cancelled from outside before the run ends: once may be a mistake or
+maintenance."""
 _STARTING_STATES = (Status.WANTED, Status.LAUNCHING, Status.STARTING)
 
 
 def rotate(state: State, assigned: Assignment, now: float) -> tuple[list[Decision], float]:
-    """Who moves now, and the next wake. A replica waits while another of its role is not at work; of a gang all whose
-    nodes end move at once, since each would restart the others."""
+    """Return the moves that are due now, and the next wake (manager's time, s).
+
+    A replica waits while another of its role is not at work. All members of a gang whose nodes expire move at once,
+    since each move restarts the whole gang.
+    """
     decisions: list[Decision] = []
     moving: set[str] = set()
     wake = NEVER
@@ -50,6 +56,7 @@ def rotate(state: State, assigned: Assignment, now: float) -> tuple[list[Decisio
 
 
 def _move_reason(state: State, id: ReplicaId, allocation: Allocation, now: float) -> str:
+    """Return why the replica moves, as evidence."""
     node = state.replica(id).node or NodeName("")
     if node in state.node_commands:
         return f"{node} is to be drained, asked by {state.node_commands[node][1]}"
@@ -57,11 +64,12 @@ def _move_reason(state: State, id: ReplicaId, allocation: Allocation, now: float
 
 
 def _allocation_of(state: State, id: ReplicaId) -> str:
+    """Return the tag of the allocation that the replica's node is in."""
     return state.nodes[state.replica(id).node or NodeName("")].allocation
 
 
 def _is_awaited(state: State, replica: Replica, urgent: bool, now: float) -> bool:
-    """It is on its way back to work; when time presses, one that fails again and again is not waited for."""
+    """Return whether moves wait for this replica to work again; urgent ones do not wait for one that keeps failing."""
     failing = bool(replica.recent_failures(state.job.recovery.window, now))
     return replica.status in _STARTING_STATES and not (urgent and failing)
 
@@ -69,11 +77,14 @@ def _is_awaited(state: State, replica: Replica, urgent: bool, now: float) -> boo
 def redundant_allocations(
     state: State, inventory: NodeInventory, assigned: Assignment, now: float
 ) -> tuple[list[Release], float]:
-    """Allocations that serve nobody any more: left by all who moved, with no node that may be used, or for replicas
-    that are done. Of a pool the spare nodes are kept. And the next wake."""
+    """Return releases of allocations that no replica needs, and the next wake (manager's time, s).
+
+    An allocation is redundant if all replicas have moved off it, if none of its nodes may be used, or if its replicas
+    are completed. Spare nodes of a pool are kept.
+    """
     releases: list[Release] = []
     wake = NEVER
-    occupied = {node for node, there in inventory.occupancy().items() if there}
+    occupied = {node for node, occupants in inventory.occupancy().items() if occupants}
     planned = (assigned.targets, assigned.moves, assigned.retries, assigned.blocked_moves)
     occupied |= {candidate.node for candidates in planned for candidate in candidates.values()}
     for node_group in state.job.node_groups:
@@ -91,6 +102,7 @@ def redundant_allocations(
 
 
 def _is_empty(inventory: NodeInventory, allocation: Allocation, occupied: set[NodeName]) -> bool:
+    """Return whether no replica occupies or is about to use the allocation."""
     if allocation.running:
         return all(node not in occupied and inventory.is_clear(node) for node in _nodes_of(allocation))
     return allocation.pending and allocation.status is not None
@@ -104,60 +116,64 @@ def _redundant(
     assigned: Assignment,
     now: float,
 ) -> list[tuple[Allocation, str]]:
-    """With the reason. Whoever lacks a node keeps its request, whoever was gone on without keeps its node."""
-    found: list[tuple[Allocation, str]] = []
+    """Return the redundant allocations among the empty ones of a node group, each with the reason.
+
+    A replica without a node keeps its request, and a retired one its node.
+    """
+    redundant: list[tuple[Allocation, str]] = []
     usable: list[Allocation] = []
-    for one in (one for one in empty if one.running):
-        if rotate_at(state, one) <= now:
-            found.append((one, f"it ends in {one.ends_at - now:.0f} s, and nobody is left on it"))
-        elif not _must_stay(state, node_group, one) and not any(inventory.is_usable(node) for node in _nodes_of(one)):
-            found.append((one, "no node of it may be used"))
-        elif any(candidate.allocation == one.tag for candidate in inventory.candidates(node_group.name)):
-            usable.append(one)
+    for allocation in (allocation for allocation in empty if allocation.running):
+        if rotate_at(state, allocation) <= now:
+            redundant.append((allocation, f"it ends in {allocation.ends_at - now:.0f} s, and no replica is on it"))
+        elif not _must_stay(state, node_group, allocation) and not any(
+            inventory.is_usable(node) for node in _nodes_of(allocation)
+        ):
+            redundant.append((allocation, "none of its nodes is usable"))
+        elif any(candidate.allocation == allocation.tag for candidate in inventory.candidates(node_group.name)):
+            usable.append(allocation)
     if not node_group.separate_jobs:
-        return found
+        return redundant
     gangs = [members for members in inventory.gangs if members[0].role in node_group.roles]
-    wanted = [one for members in gangs for one in to_launch(members) if one.id not in assigned.targets]
-    retired = [one for members in gangs if any(one.status is Status.RETIRED for one in members)
-            for one in members if one.id not in assigned.retries]  # fmt: skip
-    unmovable = [one for one in assigned.unmovable if one.role in node_group.roles]
+    wanted = [member for members in gangs for member in to_launch(members) if member.id not in assigned.targets]
+    retired = [member for members in gangs if any(member.status is Status.RETIRED for member in members)
+            for member in members if member.id not in assigned.retries]  # fmt: skip
+    unmovable = [replica for replica in assigned.unmovable if replica.role in node_group.roles]
     lacking, retired_nodes, unmovable_nodes = (
         nodes_for(state, wanted),
         nodes_for(state, retired),
         nodes_for(state, unmovable),
     )
-    queued = [one for one in empty if one.pending]
+    queued = [allocation for allocation in empty if allocation.pending]
     for allocations, needed in ((usable, lacking + retired_nodes), (queued, lacking + retired_nodes + unmovable_nodes)):
-        found += [(one, "nobody is left who could use it") for one in allocations[needed:]]
-    return found
+        redundant += [(allocation, "no replica needs it") for allocation in allocations[needed:]]
+    return redundant
 
 
-def _must_stay(state: State, node_group: NodeGroup, one: Allocation) -> bool:
-    """It is not given back for having no node that may be used: the manager may be in it, or others depend on it, or a
-    node of it is yet to be drained, before others get it."""
+def _must_stay(state: State, node_group: NodeGroup, allocation: Allocation) -> bool:
+    """Return whether an allocation without usable nodes is kept: it is the pool, or one of its nodes is to be drained.
+
+    The manager may run in the pool, or other components of the job depend on it.
+    """
     if any(should_drain(state, state.nodes[node]) or f"{node}!drain" in state.intents
-           for node in _nodes_of(one) if node in state.nodes):  # fmt: skip
+           for node in _nodes_of(allocation) if node in state.nodes):  # fmt: skip
         return True
-    return not node_group.separate_jobs and one.tag == f"{state.run}.{node_group.name}"
+    return not node_group.separate_jobs and allocation.tag == f"{state.run}.{node_group.name}"
 
 
 def _nodes_of(allocation: Allocation) -> tuple[NodeName, ...]:
+    """Return the nodes that the cluster reports for the allocation."""
     return allocation.status.nodes if allocation.status is not None else ()
 
 
-CANCELLATIONS_TO_END_RUN = 2
-"""Once all that a run had may be cancelled by mistake, or for a maintenance; whoever does it again means the run."""
-
-
 def preemptions(state: State, inventory: NodeInventory, now: float) -> list[Decision]:
-    """Who is not to be believed any more. ``now``: manager's time (s)."""
+    """Fence the replicas whose allocation is ending or reclaimed. ``now``: manager's time (s)."""
     fences: list[Decision] = []
     limits = state.job.limits
     for replica in workers(state):
         if not replica.is_current or not (evidence := _preemption_evidence(state, replica, now)):
             continue
         rung, expects, time_limit = Rung.REPLACEMENT, "joins again once it has a node", limits.allocation + limits.join
-        if inventory.has_room_for(replica):
+        if inventory.can_place(replica):
             rung, expects, time_limit = Rung.SPARE, "joins again on a spare node", limits.join
         fences.append(
             Fence(replica.incarnation, rung, Why((evidence,), rung, expects, now + time_limit), charged=False)
@@ -166,6 +182,7 @@ def preemptions(state: State, inventory: NodeInventory, now: float) -> list[Deci
 
 
 def _preemption_evidence(state: State, replica: Replica, now: float) -> str:
+    """Return why the replica's allocation can no longer be used; empty if it can."""
     tag = replica.allocation or ""
     allocation = state.allocations.get(tag)
     if allocation is None:
@@ -173,16 +190,15 @@ def _preemption_evidence(state: State, replica: Replica, now: float) -> str:
     if allocation.ending:
         return f"its allocation {tag} ends: {allocation.status.detail if allocation.status else ''}"
     if allocation.running and now >= allocation.ends_at and replica.step is None:
-        return f"its allocation {tag} has come to the end of its time, and its process was ended"
+        return f"the walltime of its allocation {tag} is over, and its process has ended"
     if not allocation.reclaimed:
         return ""
     return f"its allocation {tag} is taken back in {max(0.0, allocation.ends_at - now):.0f} s: it is preempted"
 
 
 def cancelled_externally(state: State) -> str:
-    """By which evidence somebody wants the run to end though no command of rrl says so; empty: nobody does."""
-    if len(state.external_cancellations) < CANCELLATIONS_TO_END_RUN:
+    """Return the evidence that a person ends the run without an rrl command; empty if there is none."""
+    times = len(state.external_cancellations)
+    if times < CANCELLATIONS_TO_END_RUN:
         return ""
-    return (
-        f"all that it had was cancelled {len(state.external_cancellations)} times within an hour, and not by rrl cancel"
-    )
+    return f"all allocations of the run were cancelled {times} times within an hour, and not by rrl cancel"

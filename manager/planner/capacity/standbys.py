@@ -1,10 +1,10 @@
-"""Shadows: the nodes on which a process is kept warm that becomes a member of the trainer, or a rollout, at once.
+"""Plan standby processes: which nodes keep one that can be promoted to a trainer member or a rollout without delay.
 
-They are started once the trainer has committed a step in its present life, so that they take nothing from it while it
-recovers. Those of the trainer wait beside whoever works, take no room, and are ended only while it works. A rollout's
-has its engine running and holds all that a rollout takes, on a spare node: it is started while no rollout is on its
-way back, and ended as soon as anybody else is to go there, who waits for that (``engines_gone``). Nobody counts
-either kind.
+They are started after the current trainer has committed a step, so that they take no resources from its recovery.
+Standby processes of the trainer share nodes with working replicas, do not count as occupants, and are stopped only
+while it works. A standby process of a rollout has its engine running and takes a rollout's whole resources, on a spare
+node: it is started while no rollout is starting, and stopped as soon as another replica is to use the node, which waits
+for that (``standbys_released_at``). Neither kind counts as a replica.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ _StandbyNodes = dict[ReplicaId, NodeName]
 def plan_standbys(
     state: State, inventory: NodeInventory, assigned: Assignment, placed: Sequence[Action], now: float
 ) -> tuple[list[ExternalAction], float]:
-    """Shadows that are to be started, and ended, and the next wake. ``placed``: what this plan launches already."""
+    """Return the launches and stops of standby processes, and the next wake (manager's time, s).
+
+    ``placed`` are the actions of this plan that launch replicas.
+    """
     roles = [role for role in state.job.roles if role.warm]
     stable = _trainers_stable(state, inventory)
-    if (
-        not roles or not (stable or inventory.exclusive_standbys) or state.job.recovery.policy != "role"
-    ):  # no other takes one over
+    if state.job.recovery.policy != "role":  # the other policies promote no standby process
+        return [], NEVER
+    if not roles or not (stable or inventory.exclusive_standbys):
         return [], NEVER
     occupancy = inventory.occupancy()
     actions: list[ExternalAction] = []
@@ -53,21 +56,24 @@ def plan_standbys(
 
 
 def _trainers_stable(state: State, inventory: NodeInventory) -> bool:
-    """Every trainer works, and has committed a step in its present life."""
+    """Return whether every trainer works and its current incarnation has committed a step."""
     trainers = {role.name for role in state.job.kind("trainer")}
     trainer_gangs = [members for members in inventory.gangs if members[0].role in trainers]
     return state.step > 0 and all(all_joined(members) and members[0].commits for members in trainer_gangs)
 
 
 def _is_starting(inventory: NodeInventory, role: RoleSpec) -> bool:
-    """One of the role is, or waits for its next start."""
-    before = (Status.WANTED, Status.LAUNCHING, Status.STARTING)
-    return any(one.status in before for members in inventory.gangs if members[0].role == role.name for one in members)
+    """Return whether a replica of the role is starting or waits for its next start."""
+    starting = (Status.WANTED, Status.LAUNCHING, Status.STARTING)
+    return any(
+        member.status in starting for members in inventory.gangs if members[0].role == role.name for member in members
+    )
 
 
 def _launches(
     state: State, inventory: NodeInventory, wanted: _StandbyNodes, now: float
 ) -> tuple[list[ExternalAction], float]:
+    """Return the launches that are due on nodes with an agent, and the manager's time (s) of the next one."""
     actions: list[ExternalAction] = []
     wake = NEVER
     for id, node in wanted.items():
@@ -87,29 +93,36 @@ def _launches(
 
 
 def _stop_standby(standby: Replica, evidence: str) -> StopStep:
-    """Without grace: it holds nothing that could be lost."""
+    """Return the stop of a standby process; without a grace, since it has no state to lose."""
     return StopStep(standby.step or "", standby.incarnation, 0.0, Why((evidence,), expects="its memory is free"))
 
 
-# ── beside whoever works: the trainer's ──────────────────────────────────────────────────────────────────────────────
+# ── the trainer's standby processes, on nodes with working replicas ──────────────────────────────────────────────────
 def _unneeded(inventory: NodeInventory, role: RoleSpec, wanted: _StandbyNodes) -> list[StopStep]:
-    return [_stop_standby(standby, f"{role.name} does not need a shadow on {standby.node} any more") for standby in inventory.standby_processes
-            if standby_role_of(standby.id) == role.name and standby.step is not None and standby.id not in wanted]  # fmt: skip
+    """Return the stops of the role's standby processes that are not wanted."""
+    return [
+        _stop_standby(standby, f"{role.name} no longer needs a standby process on {standby.node}")
+        for standby in inventory.standby_processes
+        if standby_role_of(standby.id) == role.name and standby.step is not None and standby.id not in wanted
+    ]
 
 
 def _trainer_standbys(
     state: State, inventory: NodeInventory, assigned: Assignment, occupancy: Occupancy, role: RoleSpec
 ) -> _StandbyNodes:
-    """Every shadow that there is to be, and its node: one for each member where it is, and as many as share a node on
-    others that it may go to. Those that are kept warm already come first."""
-    members = [one for whole in inventory.gangs for one in whole if one.role == role.name]
+    """Return every wanted standby process of the trainer, and its node.
+
+    There is one for each member on the member's node, and one for each member that a node can host on spare nodes and
+    on nodes of donor rollouts. Nodes that already have standby processes come first.
+    """
+    members = [member for gang_members in inventory.gangs for member in gang_members if member.role == role.name]
     warm = {standby.node for standby in inventory.standby_processes if standby_role_of(standby.id) == role.name}
     member_counts = Counter(member.node for member in members if member.node is not None)
     spares = [candidate.node for candidate in _free_spares(state, inventory, assigned, occupancy, role)]
     donor_nodes = [
-        one.node
-        for one in inventory.donors(members[0], occupancy)
-        if one.node is not None and one.node not in member_counts
+        rollout.node
+        for rollout in inventory.donors(members[0], occupancy)
+        if rollout.node is not None and rollout.node not in member_counts
     ]
     per_node = min(role.ranks, role.per_node)
     wanted = dict(member_counts)
@@ -120,32 +133,38 @@ def _trainer_standbys(
 
 
 def _standby_ids(role: RoleSpec, node: NodeName, count: int, several: bool) -> list[ReplicaId]:
+    """Return the ids of a node's standby processes, numbered if there may be several."""
     return [standby_id(role.name, node, slot if several else None) for slot in range(count)]
 
 
 def _free_spares(
     state: State, inventory: NodeInventory, assigned: Assignment, occupancy: Occupancy, role: RoleSpec
 ) -> list[CandidateNode]:
-    """Nodes for the role on which nobody works, and to which nobody is to go."""
+    """Return the nodes for the role that no replica occupies or is about to use."""
     reserved = {node for node, _ in _planned_nodes(assigned)}
-    return [candidate for candidate in inventory.candidates(state.job.node_group_of(role.name).name)
-            if not candidate.expiring and candidate.node not in reserved and not occupancy.get(candidate.node)]  # fmt: skip
+    return [
+        candidate
+        for candidate in inventory.candidates(state.job.node_group_of(role.name).name)
+        if not candidate.expiring and candidate.node not in reserved and not occupancy.get(candidate.node)
+    ]
 
 
 def _planned_nodes(assigned: Assignment) -> Iterator[tuple[NodeName, ReplicaId]]:
-    """Who is to go where."""
+    """Yield each planned node with the replica that is to use it."""
     for candidates in (assigned.targets, assigned.moves, assigned.retries, assigned.blocked_moves):
         for id, candidate in candidates.items():
             yield candidate.node, id
 
 
-# ── on spare nodes: a rollout's ──────────────────────────────────────────────────────────────────────────────────────
+# ── a rollout's standby processes, on spare nodes ────────────────────────────────────────────────────────────────────
 def _spare_node_standbys(
     state: State, inventory: NodeInventory, assigned: Assignment, occupancy: Occupancy, role: RoleSpec
 ) -> _StandbyNodes:
-    """As many on each spare node as it carries, but on no more nodes than there are replicas; where nothing of anybody
-    is ending any more."""
-    ending = {one.node for one in state.orphan_steps.values()}
+    """Return the wanted standby processes on spare nodes: as many per node as fit, on at most ``replicas`` nodes.
+
+    A node on which a step is still ending gets none yet.
+    """
+    ending = {orphan.node for orphan in state.orphan_steps.values()}
     warm = {standby.node for standby in inventory.exclusive_standbys}
     spares = sorted(
         _free_spares(state, inventory, assigned, occupancy, role), key=lambda candidate: candidate.node not in warm
@@ -158,27 +177,31 @@ def _spare_node_standbys(
 def _blocking_standbys(
     inventory: NodeInventory, assigned: Assignment, occupancy: Occupancy, placed: Sequence[Action], role: RoleSpec
 ) -> list[StopStep]:
-    """Engines on nodes where anybody works or is to go, but for ready ones that are taken over, or are going to be."""
+    """Return the stops of exclusive standby processes on nodes that replicas use or are about to use.
+
+    Ready ones that are being promoted, or will be, are kept.
+    """
     if not inventory.exclusive_standbys:
         return []
     promoted = {action.standby for action in placed if isinstance(action, Launch)}
     planned: dict[NodeName, set[ReplicaId]] = {}
     for node, id in _planned_nodes(assigned):
         planned.setdefault(node, set()).add(id)
-    for node, there in occupancy.items():
-        for one in there:
-            if not one.is_current:
-                planned.setdefault(node, set()).add(one.id)
+    for node, occupants in occupancy.items():
+        for occupant in occupants:
+            if not occupant.is_current:
+                planned.setdefault(node, set()).add(occupant.id)
     stops: list[StopStep] = []
-    for one in inventory.exclusive_standbys:
-        if one.node is None or standby_role_of(one.id) != role.name or one.incarnation in promoted:
+    for standby in inventory.exclusive_standbys:
+        if standby.node is None or standby_role_of(standby.id) != role.name or standby.incarnation in promoted:
             continue
-        ids, candidate = planned.get(one.node, set()), inventory.candidate(one.node)
-        alone = not ids and not occupancy.get(one.node) and candidate is not None and not candidate.expiring
-        awaited = {role_of(id) for id in ids} == {role.name} and one in inventory.ready_standbys(one.node, role.name)
+        ids, candidate = planned.get(standby.node, set()), inventory.candidate(standby.node)
+        alone = not ids and not occupancy.get(standby.node) and candidate is not None and not candidate.expiring
+        awaited = {role_of(id) for id in ids} == {role.name} and standby in inventory.ready_standbys(
+            standby.node, role.name
+        )
         if not (alone or awaited):
-            who = ", ".join(sorted(ids or {other.id for other in occupancy.get(one.node, ())}))
-            stops.append(
-                _stop_standby(one, f"{one.node} is for {who}" if who else f"{one.node} is no spare node any more")
-            )
+            users = ", ".join(sorted(ids or {other.id for other in occupancy.get(standby.node, ())}))
+            reason = f"{standby.node} is needed for {users}" if users else f"{standby.node} is no longer a spare node"
+            stops.append(_stop_standby(standby, reason))
     return stops

@@ -21,15 +21,19 @@ from ....core.types import AGENT, STANDBY_ROLE, Flag, NodeName, Outcome, Replica
 from ...model.actions import Finish, Rung, Why
 from ...model.queries import finding_about, node_finding, workers
 from ...model.state import FailedIncarnation, Replica, State, Status
-from ..capacity.nodes import MAX_NAMED_NODES, NodeInventory, unfit_nodes
+from ..capacity.node_fitness import MAX_NAMED_NODES, unfit_nodes
+from ..capacity.nodes import NodeInventory
 
 TRIES_TO_PROVE = 2
-"""Tries after which a command that cannot be started is proved not to be there: on so many nodes, or on the only one
-that there is to try it on."""
+"""Number of failed tries that prove a command missing: on as many nodes, or on the only node that it
+can be tried on."""
 
 
 def command_missing(state: State, inventory: NodeInventory) -> Finish | None:
-    """A role's command could not be started, twice, no replica of the role has ever joined, and it is not the node."""
+    """Return the rejection of a run in which a role's command could not be started, if that is proved.
+
+    It is proved by failed starts on two nodes, if no replica of the role has ever joined.
+    """
     for role in state.job.roles:
         replicas = [replica for replica in workers(state) if replica.role == role.name]
         if any(replica.ever_joined for replica in replicas):
@@ -46,15 +50,19 @@ def command_missing(state: State, inventory: NodeInventory) -> Finish | None:
 
 def _other_node_may_work(state: State, inventory: NodeInventory, replicas: list[Replica], tried: set[NodeName]) -> bool:
     """Another node may yet find the command: one on which a replica of the role is starting, or that has room."""
-    starting = [one for one in replicas if one.is_current and finding_about(state, one.incarnation) is None]
-    if any(one.node not in tried for one in starting):
+    starting = [
+        replica for replica in replicas if replica.is_current and finding_about(state, replica.incarnation) is None
+    ]
+    if any(replica.node not in tried for replica in starting):
         return True
-    return any(inventory.has_room_for(one) for one in replicas if _not_started_tries(state, one))
+    return any(inventory.can_place(replica) for replica in replicas if _not_started_tries(state, replica))
 
 
 def never_joined(state: State, replica: Replica, evidence: tuple[str, ...], detector: str) -> tuple[str, ...]:
-    """Return why no incarnation of this replica ever joined, after too many failed starts; empty where there is another
-    reason, or it may yet join. ``evidence`` and ``detector`` are those of its newest failure."""
+    """Return why no incarnation of this replica ever joined, after too many failed starts.
+
+    ``evidence`` and ``detector`` are those of its newest failure. The result is empty if the replica may still join.
+    """
     failing = replica.is_current and finding_about(state, replica.incarnation) is not None
     failed = replica.failed_starts + failing
     if replica.role in (AGENT, STANDBY_ROLE) or replica.ever_joined or failed < state.job.recovery.first_start:
@@ -66,8 +74,10 @@ def never_joined(state: State, replica: Replica, evidence: tuple[str, ...], dete
 
 
 def no_fit_node(state: State) -> Finish | None:
-    """No node can do what the roles need: of the whole run, or of a part of which two were tried; and nobody has ever
-    worked there."""
+    """Return the rejection of a run if no node can do what the roles need, and none of the roles has ever joined.
+
+    That holds for all nodes of the run, or for all nodes of a group of which two were tried.
+    """
     unfit = unfit_nodes(state)
     if not unfit:
         return None
@@ -82,17 +92,25 @@ def no_fit_node(state: State) -> Finish | None:
         bad = [name for name in nodes if name in unfit]
         enough = len(bad) >= TRIES_TO_PROVE or (bool(bad) and node_group is None and not expected)
         any_fit = any(name in used and name not in unfit for name in nodes)
-        if enough and not any_fit and not any(one.ever_joined for one in workers(state) if one.role in roles):
+        if (
+            enough
+            and not any_fit
+            and not any(replica.ever_joined for replica in workers(state) if replica.role in roles)
+        ):
             return rejected((f"{unfit[bad[-1]]} on {_node_list(bad)}",))
     return None
 
 
 def rejected(why: tuple[str, ...]) -> Finish:
+    """Return the end of a run that the job spec or the site's configuration makes impossible."""
     return Finish(Outcome.REJECTED, Why(why, Rung.GIVE_UP, "correct the job spec or the site's set-up, submit again"))
 
 
 def role_exhausted(state: State, replica: Replica, dropped: set[ReplicaId]) -> bool:
-    """No replica of its role has ever joined, and none but this one is still tried. ``spared``: given up just now."""
+    """Return whether no replica of the role has ever joined and no other one is still tried.
+
+    ``dropped`` are gangs that this plan has given up already.
+    """
     without = {gang_of(replica.id), *dropped}
     others = [other for other in workers(state) if other.role == replica.role and gang_of(other.id) not in without]
     given_up = [other for other in workers(state) if other.role == replica.role and gang_of(other.id) in dropped]
@@ -101,8 +119,8 @@ def role_exhausted(state: State, replica: Replica, dropped: set[ReplicaId]) -> b
 
 
 def _not_started_tries(state: State, replica: Replica) -> list[tuple[str, NodeName]]:
-    """Starts of this replica that found no command: what was said, and where."""
-    tries = [(start.not_started, start.node) for start in replica.failures if start.not_started is not None]
+    """Return the starts of this replica that did not find the command: what was reported, and the node."""
+    tries = [(failure.not_started, failure.node) for failure in replica.failures if failure.not_started is not None]
     finding = finding_about(state, replica.incarnation) if replica.is_current else None
     if finding is not None and replica.node is not None and Flag.NOT_STARTED in finding.flags:
         tries.append((finding.evidence[0].text, replica.node))
@@ -110,6 +128,7 @@ def _not_started_tries(state: State, replica: Replica) -> list[tuple[str, NodeNa
 
 
 def _node_list(nodes: Iterable[NodeName]) -> str:
+    """Return the nodes' names as text, the first few named and the others counted."""
     names = list(dict.fromkeys(nodes))
     return ", ".join(names[:MAX_NAMED_NODES]) + (
         f" and {len(names) - MAX_NAMED_NODES} more" if len(names) > MAX_NAMED_NODES else ""
@@ -117,8 +136,10 @@ def _node_list(nodes: Iterable[NodeName]) -> str:
 
 
 def suggests_software_fault(state: State, members: Sequence[Replica], failed: Replica, now: float) -> tuple[str, ...]:
-    """Why the whole run is to restart rather than its trainer; empty: nothing speaks for it. ``members``: of the gang,
-    its first one first; ``failed``: the one whose failure is looked at."""
+    """Return why the whole run should restart rather than the trainer alone; empty if nothing suggests that.
+
+    ``members`` are those of the gang, the first one first; ``failed`` is the one that failed now.
+    """
     recovery = state.job.recovery
     if failed.role not in {role.name for role in state.job.kind("trainer")} or not recovery.full_restarts:
         return ()
@@ -130,36 +151,40 @@ def suggests_software_fault(state: State, members: Sequence[Replica], failed: Re
         return ()
     full_restarts = [at for at in state.full_restarts if now < at + recovery.window]
     since = max(full_restarts, default=0.0)
-    failures = [start for one in members for start in one.recent_failures(recovery.window, now)
-             if start.at > since and start.step == state.step]  # fmt: skip
-    failures.sort(key=lambda start: start.at)
-    if any(_correlated_failure(state, failed.role, start.at) for start in failures[-1:]):
-        return ()  # that the others fail again may yet have to show
-    past = [start for start in failures if _is_unexplained(state, failed, start)]
+    failures = [failure for member in members for failure in member.recent_failures(recovery.window, now)
+             if failure.at > since and failure.step == state.step]  # fmt: skip
+    failures.sort(key=lambda failure: failure.at)
+    if any(_correlated_failure(state, failed.role, failure.at) for failure in failures[-1:]):
+        return ()  # failures of other roles may follow this one, too
+    past = [failure for failure in failures if _is_unexplained(state, failed, failure)]
     after = f"step {state.step}" if state.step else "the start"
     if not joined:
         twice = failed.ever_joined and bool(past) and not past[-1].joined
         return (f"two restarts after {after} have failed, one after the other",) if twice else ()
-    if no_commit_yet and (state.step or full_restarts):  # else it is the first life of all: that has a second try
-        return (f"its first step failed, the one after {after}: an earlier life has worked up to there",)
-    if any(start.joined for start in past):
+    if no_commit_yet and (state.step or full_restarts):  # the very first incarnation has a second try
+        return (f"its first step failed, the one after {after}: an earlier incarnation worked up to there",)
+    if any(failure.joined for failure in past):
         return (f"a second failure in the same step, the one after {after}",)
     return ()
 
 
-def _is_unexplained(state: State, member: Replica, start: FailedIncarnation) -> bool:
-    node = state.nodes.get(start.node)
-    of_node = node is None or node.excluded is not None or node_finding(state, start.node) is not None
-    return not (start.injected or start.refused or of_node or _correlated_failure(state, member.role, start.at))
+def _is_unexplained(state: State, member: Replica, failure: FailedIncarnation) -> bool:
+    """Return whether neither an injection, the cluster, the node nor a shared cause explains the failure."""
+    node = state.nodes.get(failure.node)
+    of_node = node is None or node.excluded is not None or node_finding(state, failure.node) is not None
+    return not (failure.injected or failure.refused or of_node or _correlated_failure(state, member.role, failure.at))
 
 
 def _correlated_failure(state: State, role: str, at: float) -> bool:
-    """Others failed about then: at least max(1, the breaker's share) of the members of other roles."""
+    """Return whether other roles failed at about that time (s).
+
+    The bound is max(1, the breaker's share) of their members.
+    """
     window = state.job.limits.silence
-    others = [one for one in workers(state) if one.role != role]
+    others = [other for other in workers(state) if other.role != role]
     failing = sum(
-        any(abs(start.at - at) <= window for start in one.failures)
-        or (one.is_current and state.at - at <= window and finding_about(state, one.incarnation) is not None)
-        for one in others
+        any(abs(failure.at - at) <= window for failure in other.failures)
+        or (other.is_current and state.at - at <= window and finding_about(state, other.incarnation) is not None)
+        for other in others
     )
     return failing >= max(1, int(state.job.recovery.breaker * len(others)))

@@ -1,6 +1,7 @@
-"""The repair ladder as data: rungs from the cheapest repair down to the end of the run, each with when it fits, what is
-expected of it and within which time. A policy is a tuple of rungs; one planner reads them all (``recover``) and takes
-the first that fits, not above the one that the evidence has come down to.
+"""The repair ladder as data: rungs from the cheapest repair down to the end of the run.
+
+Each rung says when it fits, what it should achieve and within which time. A policy is a tuple of rungs. ``recover``
+takes the first one that fits, not above the rung that the evidence calls for.
 """
 
 from __future__ import annotations
@@ -18,39 +19,43 @@ from ..capacity.nodes import NodeInventory
 from ..deadlines import SHUTDOWN_GRACES
 
 SUPPORT_ROLES = (AGENT, STANDBY_ROLE)
-"""They belong to their node and go with it; nothing of the run depends on one of them."""
+"""Roles that belong to a node and leave with it; no replica of the run depends on one of them."""
 
 
 class FailureCase(Struct, frozen=True):
-    """A member that failed, or that nobody can launch, and how far down the ladder the evidence has come."""
+    """A member that failed or cannot be launched, and the rung from which to look for a repair."""
 
     state: State
     inventory: NodeInventory
     now: float
     failed: Replica
     dropped: set[ReplicaId]
-    """gangs that the decisions made so far go on without"""
+    """Gangs that this plan retires already."""
     first_rung: Rung = Rung.IN_PLACE
+    """Rung that the evidence calls for; more severe ones may be taken."""
 
     @property
     def recent_failures(self) -> int:
-        """Its failures within the window."""
+        """Return the number of its failures within the recovery window."""
         return len(self.failed.recent_failures(self.state.job.recovery.window, self.now))
 
 
 class RungSpec(Struct, frozen=True):
+    """A rung of a policy: when it fits, what it should achieve, and by when."""
+
     rung: Rung
     fits: Callable[[FailureCase], bool]
     expects: str
-    """``{member}``, ``{role}``, ``{node}``: the failed one's; ``{to}``: where it goes"""
+    """Expected result, with ``{member}``, ``{role}`` and ``{node}`` of the failed member and its target
+    node ``{to}``."""
     time_limit: Callable[[State], float]
-    """s; what has not come about by then is a failure of its own, and the ladder is entered again"""
+    """Time (s) after which a missing result is a failure of its own, for which the ladder is entered again."""
     target_node: Callable[[FailureCase], NodeName | None] = lambda case: None
-    """the node that it is sent to; in place its own, and elsewhere whichever has room, need no saying"""
+    """Node that the member is sent to; None if it stays on its own or goes to any node that fits."""
 
 
 def severity(rung: Rung) -> int:
-    """How far down: all repairs of one replica are on one level, and what fits best comes first in its policy."""
+    """Return the severity of a rung: 0 for all repairs of one replica, among which the policy's order decides."""
     return {Rung.DEGRADED: 1, Rung.FULL_RESTART: 2, Rung.GIVE_UP: 3}.get(rung, 0)
 
 
@@ -60,7 +65,7 @@ def _always(case: FailureCase) -> bool:
 
 
 def _is_transient(case: FailureCase) -> bool:
-    """A software fault on a good node that has not failed it too often."""
+    """Return whether this is a software failure on a usable node that has not failed the member too often."""
     return (
         case.inventory.is_usable(case.failed.node) and not fails_often_here(case) and not _last_try_on_other_node(case)
     )
@@ -79,7 +84,7 @@ def _donor_exists(case: FailureCase) -> bool:
 
 
 def _spare_exists(case: FailureCase) -> bool:
-    return case.inventory.has_room_for(case.failed)
+    return case.inventory.can_place(case.failed)
 
 
 def _node_not_at_fault(case: FailureCase) -> bool:
@@ -95,7 +100,7 @@ def _role_can_degrade(case: FailureCase) -> bool:
 
 
 def _full_restart_helps(case: FailureCase) -> bool:
-    """There is a checkpoint to go on from, and it is not known already that it does not help."""
+    """Return whether there is a checkpoint, and restarts from it have not been exhausted."""
     return (
         bool(case.state.job.steps)
         and case.failed.is_current
@@ -108,42 +113,42 @@ def _budget_left(case: FailureCase) -> bool:
 
 
 def _last_try_on_other_node(case: FailureCase) -> bool:
-    """One more start, and what never joined is given up: not without a try on another node, where there is one."""
+    """Return whether the last allowed start of a member that never joined should be on another node."""
     unstarted = case.failed.failed_starts + 2 >= case.state.job.recovery.first_start
-    return not case.failed.ever_joined and unstarted and case.inventory.has_room_for(case.failed)
+    return not case.failed.ever_joined and unstarted and case.inventory.can_place(case.failed)
 
 
 def fails_often_here(case: FailureCase) -> bool:
-    """Its node has failed it too often."""
+    """Return whether the member has failed too often on its node."""
     failures_here = sum(
-        start.node == case.failed.node for start in case.failed.recent_failures(_window(case.state), case.now)
+        failure.node == case.failed.node for failure in case.failed.recent_failures(_window(case.state), case.now)
     )
     return failures_here >= case.state.job.recovery.per_node
 
 
 def can_degrade(state: State, failed: Replica, dropped: set[ReplicaId]) -> bool:
-    """The role stays at or above its ``min_replicas`` without this replica: whole gangs are counted, never members."""
+    """Return whether the role keeps its ``min_replicas`` (counted in gangs) without this replica."""
     without = {gang_of(failed.id), *dropped}
-    members = [one for one in workers(state) if one.role == failed.role and gang_of(one.id) not in without]
-    retired = {gang_of(one.id) for one in members if one.status is Status.RETIRED}
-    return len({gang_of(one.id) for one in members} - retired) >= state.job.role(failed.role).min_replicas
+    members = [member for member in workers(state) if member.role == failed.role and gang_of(member.id) not in without]
+    retired = {gang_of(member.id) for member in members if member.status is Status.RETIRED}
+    return len({gang_of(member.id) for member in members} - retired) >= state.job.role(failed.role).min_replicas
 
 
 def full_restarts_exhausted(state: State, failed: Replica, now: float) -> str:
-    """Why the run as a whole is not restarted (again); empty where it may be."""
+    """Return why the whole run is not restarted again; empty if it may be."""
     recovery, gang_id = state.job.recovery, gang_of(failed.id)
     recent = [at for at in state.full_restarts if now < at + recovery.window]
     if len(recent) >= recovery.full_restarts:
         return (
             f"{len(recent)} restarts of the whole run within {recovery.window:g} s" if recent else "full_restarts = 0"
         )
-    failures = [start for one in workers(state) if gang_of(one.id) == gang_id for start in one.failures]
-    if any(start.at in recent[-1:] and start.step == state.step for start in failures):
+    failures = [failure for member in workers(state) if gang_of(member.id) == gang_id for failure in member.failures]
+    if any(failure.at in recent[-1:] and failure.step == state.step for failure in failures):
         return f"it failed again after a restart of the whole run, and no step was committed since step {state.step}"
     return ""
 
 
-# ── by when ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── time limits ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def _window(state: State) -> float:
     return state.job.recovery.window
 
@@ -153,12 +158,12 @@ def _join(state: State) -> float:
 
 
 def _promotion_time(state: State) -> float:
-    """What it takes over from must have ended before: its memory is needed."""
+    """Return the time (s) for a promotion; the replaced process must end first, since its memory is needed."""
     return state.job.limits.step_grace + state.job.recovery.promote
 
 
 def _requeue(state: State) -> float:
-    """The queue takes as long as it takes; the run's walltime is the only bound."""
+    """Return the time (s) for new nodes: only the run's walltime bounds the wait in the queue."""
     return max(0.0, state.ends_at - state.at)
 
 
@@ -174,7 +179,7 @@ def _shutdown_time(state: State) -> float:
     return SHUTDOWN_GRACES * state.job.limits.step_grace
 
 
-# ── where ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── target nodes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def _spare_with_standby(case: FailureCase) -> NodeName | None:
     candidate = case.inventory.spare_with_standby(case.failed)
     return None if candidate is None else candidate.node
@@ -185,28 +190,45 @@ def _donor_node(case: FailureCase) -> NodeName | None:
     return None if rollout is None else rollout.node
 
 
-# ── the policies ─────────────────────────────────────────────────────────────────────────────────────────────────────
-_GIVE_UP = RungSpec(
-    Rung.GIVE_UP, _always, "the trainer commits what is in hand, everything is given back", _shutdown_time
-)
+# ── policies ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+_GIVE_UP = RungSpec(Rung.GIVE_UP, _always, "the trainer commits its step and everything is released", _shutdown_time)
 
 SUPPORT_LADDER: tuple[RungSpec, ...] = (
     RungSpec(Rung.IN_PLACE, lambda case: _node_usable(case) and _budget_left(case), "joins again on {node}", _join),
-    RungSpec(Rung.DEGRADED, _always, "{node} does without it", _window),
+    RungSpec(Rung.DEGRADED, _always, "{node} continues without it", _window),
 )
-"""Of agents and shadows, whatever the policy."""
+"""Rungs for agents and standby processes, whatever the policy."""
 
 POLICIES: dict[str, tuple[RungSpec, ...]] = {
     "role": (
-        RungSpec(Rung.IN_PLACE, _transient_with_standby, "its shadow on {node} goes on as {member}", _promotion_time),
+        RungSpec(
+            Rung.IN_PLACE,
+            _transient_with_standby,
+            "its standby process on {node} is promoted to {member}",
+            _promotion_time,
+        ),
         RungSpec(Rung.IN_PLACE, _is_transient, "joins again on {node}", _join),
-        RungSpec(Rung.SPARE, _spare_has_standby, "the shadow on the spare {to} goes on as {member}", _promotion_time, _spare_with_standby),
-        RungSpec(Rung.DONOR, _donor_exists, "the shadow on {to} goes on as {member}; its rollout moves", _promotion_time, _donor_node),
+        RungSpec(
+            Rung.SPARE,
+            _spare_has_standby,
+            "the standby process on the spare node {to} is promoted to {member}",
+            _promotion_time,
+            _spare_with_standby,
+        ),
+        RungSpec(
+            Rung.DONOR,
+            _donor_exists,
+            "the standby process on {to} is promoted to {member}; its rollout moves",
+            _promotion_time,
+            _donor_node,
+        ),
         RungSpec(Rung.SPARE, _spare_exists, "joins again on a spare node", _join),
-        RungSpec(Rung.IN_PLACE, _node_not_at_fault, "joins again on {node}: it is not the node", _join),
-        RungSpec(Rung.REPLACEMENT, _always, "joins again once a replacement node is there", _allocation_and_join),
-        RungSpec(Rung.DEGRADED, _role_can_degrade, "{role} goes on with one replica less", _window),
-        RungSpec(Rung.FULL_RESTART, _full_restart_helps, "every role joins again, and a step is committed", _pause_and_join),
+        RungSpec(Rung.IN_PLACE, _node_not_at_fault, "joins again on {node}: the node is not the cause", _join),
+        RungSpec(Rung.REPLACEMENT, _always, "joins again once a replacement node is available", _allocation_and_join),
+        RungSpec(Rung.DEGRADED, _role_can_degrade, "{role} continues with one replica fewer", _window),
+        RungSpec(
+            Rung.FULL_RESTART, _full_restart_helps, "every role joins again, and a step is committed", _pause_and_join
+        ),
         _GIVE_UP,
     ),
     "job": (
@@ -214,9 +236,13 @@ POLICIES: dict[str, tuple[RungSpec, ...]] = {
         _GIVE_UP,
     ),
     "requeue": (
-        RungSpec(Rung.FULL_RESTART, _budget_left, "nodes, when the queue comes to it, and every role on them", _requeue),
+        RungSpec(
+            Rung.FULL_RESTART, _budget_left, "nodes as soon as the queue grants them, and every role on them", _requeue
+        ),
         _GIVE_UP,
     ),
-}  # fmt: skip
-"""``role``: the smallest repair that fits. ``job``, ``requeue``: any failure of a role restarts all of them, in place
-or on new nodes (the planner's other half, ``reduce_commands``, does what the policy says)."""
+}
+"""Rungs by ``recovery.policy``.
+
+``role`` takes the smallest repair that fits. With ``job`` and ``requeue`` any failure of a role restarts all of them,
+in place or on new nodes (``reduce_commands`` releases the old ones)."""

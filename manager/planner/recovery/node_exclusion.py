@@ -23,11 +23,28 @@ from ...cluster.base import NodeState
 from ...model.actions import Decision, Exclude, Why
 from ...model.queries import most_severe, workers
 from ...model.state import Replica, State, Status
-from ..capacity.nodes import NodeInventory, excludes_node, unfit_nodes
+from ..capacity.node_fitness import excludes_node, unfit_nodes
+from ..capacity.nodes import NodeInventory
 from ..deadlines import NEVER
+
+MINORITY_NODES = 2
+"""Number of nodes that a pool of more than twice as many may always lose within the recovery window (see above)."""
+OUTAGE_SHARE = 0.25
+"""Share of the run's nodes, beyond one node, above which only nodes that are down are excluded (docs/sources.md, guard
+rails: no exclusions while more than 25 % of the cluster is down; Slurm reports only this run's nodes)."""
+
+
+class DeferredExclusion(Struct, frozen=True):
+    """An exclusion that the circuit breaker holds back."""
+
+    exclude: Exclude
+    why: str
+    until: float
+    """Manager's time (s) at which it is checked again; inf if only a changed node status can release it."""
 
 
 def exclusions(state: State, inventory: NodeInventory) -> list[Exclude]:
+    """Return the exclusions that findings, failed probes and stragglers call for, before the circuit breaker."""
     excludes: list[Exclude] = []
     unfit, slow = unfit_nodes(state), dict(_straggler_to_exclude(state, inventory))
     for name, node in state.nodes.items():
@@ -37,25 +54,29 @@ def exclusions(state: State, inventory: NodeInventory) -> list[Exclude]:
             excludes.append(_exclude(name, evidence_lines(finding), finding.cause, finding.proof))
         elif name in unfit:
             excludes.append(_exclude(name, (f"probe: {unfit[name]}",), Cause.SOFTWARE))
-        elif name in slow:  # it works, if slowly: nobody's to drain
+        elif name in slow:  # without a cause, since a slow node is not drained
             excludes.append(_exclude(name, evidence_lines(slow[name]), None))
     return excludes
 
 
 def evidence_lines(finding: Finding) -> tuple[str, ...]:
-    """Its evidence, for who reads why something was done."""
-    return tuple(f"{finding.detector}: {one.source}: {one.text}" for one in finding.evidence)
+    """Return the evidence of a finding as lines for users."""
+    return tuple(f"{finding.detector}: {evidence.source}: {evidence.text}" for evidence in finding.evidence)
 
 
 def _node_failure(state: State, node: NodeName) -> Finding | None:
-    """What condemns it; proof first."""
-    return most_severe(one for one in state.findings.values() if one.node == node and excludes_node(one))
+    """Return the finding that excludes the node, if there is one; proofs first."""
+    return most_severe(
+        finding for finding in state.findings.values() if finding.node == node and excludes_node(finding)
+    )
 
 
 def _straggler_to_exclude(state: State, inventory: NodeInventory) -> Iterator[tuple[NodeName, Finding]]:
-    """The node of a replica that stays slower than its peers, where the job wants to leave such and a spare is there:
-    one, and only while everybody else works, so that nobody else is in need of the spare."""
-    if state.job.health.stragglers != "exclude" or not all(_is_working(state, one) for one in workers(state)):
+    """Yield the node and finding of at most one straggler, if the job excludes stragglers and a spare node is free.
+
+    Only while all replicas work, so that no failed one needs the spare node.
+    """
+    if state.job.health.stragglers != "exclude" or not all(_is_working(state, replica) for replica in workers(state)):
         return
     for finding in state.findings.values():
         incarnation = finding.incarnation
@@ -66,13 +87,13 @@ def _straggler_to_exclude(state: State, inventory: NodeInventory) -> Iterator[tu
         ):
             continue
         replica = state.replica(incarnation.replica)
-        if state.is_current(incarnation) and replica.node is not None and inventory.has_room_for(replica):
+        if state.is_current(incarnation) and replica.node is not None and inventory.can_place(replica):
             yield replica.node, finding
             return
 
 
 def _is_working(state: State, replica: Replica) -> bool:
-    """Or is not missed."""
+    """Return whether the replica works on a usable node, or is not expected to."""
     if replica.status in (Status.RETIRED, Status.COMPLETED):
         return True
     node = state.nodes.get(replica.node) if replica.node is not None else None
@@ -80,27 +101,15 @@ def _is_working(state: State, replica: Replica) -> bool:
 
 
 def _exclude(node: NodeName, evidence: tuple[str, ...], cause: Cause | None, proof: bool = False) -> Exclude:
+    """Return the exclusion of a node."""
     return Exclude(node, Why(evidence, expects="no further placement on this node"), cause, proof)
 
 
-MINORITY_NODES = 2
-"""Nodes that a pool of more than twice as many may always lose within the recovery window, see above."""
-OUTAGE_SHARE = 0.25
-"""share of the run's nodes, more than one, that are down: then only what is down is left (docs/sources.md, guard rails:
-none while more than 25 % of the cluster is). Slurm tells us of our own nodes only."""
-
-
-class DeferredExclusion(Struct, frozen=True):
-    """An exclusion that the breaker does not let go ahead."""
-
-    exclude: Exclude
-    why: str
-    until: float
-    """manager's time (s) at which it is looked at again; inf: when the cluster reports something else of its nodes"""
-
-
 def exclusions_allowed(share: float, nodes: int) -> int:
-    """Number of a run's ``nodes`` that may be excluded within the recovery window; ``share``: ``recovery.breaker``."""
+    """Return how many of a run's ``nodes`` may be excluded within the recovery window.
+
+    ``share`` is ``recovery.breaker``.
+    """
     return max(1, int(share * nodes), MINORITY_NODES if nodes > 2 * MINORITY_NODES else 0)
 
 
@@ -109,12 +118,15 @@ def limit_exclusions(
 ) -> tuple[list[Decision], list[DeferredExclusion]]:
     """Return the decisions that may be carried out now, and the exclusions that the circuit breaker holds back.
 
-    ``now``: s of the manager's clock. An exclusion is held back while too many nodes were excluded within the recovery
-    window, or while the cluster itself has lost too many of the run's nodes."""
+    ``now`` is the manager's time (s). An exclusion is held back while too many nodes were excluded within the recovery
+    window, or while the cluster itself has lost too many of the run's nodes.
+    """
     recovery = state.job.recovery
     allowed = exclusions_allowed(recovery.breaker, len(state.nodes))
-    found = (node for node in state.nodes.values() if node.excluded is not None and not node.drain_requested_by)
-    ends = sorted(node.excluded_at + recovery.window for node in found)
+    excluded_nodes = (
+        node for node in state.nodes.values() if node.excluded is not None and not node.drain_requested_by
+    )
+    ends = sorted(node.excluded_at + recovery.window for node in excluded_nodes)
     recent = [end for end in ends if end > now]
     excluded = len(recent)
     passed: list[Decision] = []
@@ -124,7 +136,7 @@ def limit_exclusions(
     for decision in decisions:
         if isinstance(decision, Exclude):
             if outage and decision.node not in down:
-                why = f"{len(down)} of {len(state.nodes)} nodes are down: only those are left"
+                why = f"{len(down)} of {len(state.nodes)} nodes are down: only those are excluded"
                 deferred.append(DeferredExclusion(decision, why, NEVER))
                 continue
             if excluded >= allowed:
@@ -138,9 +150,12 @@ def limit_exclusions(
 
 
 def deferred_exclusions(state: State, now: float) -> list[DeferredExclusion]:
-    """The exclusions that a manager would decide at ``now`` (manager's time, s) if the breaker let it: for people."""
+    """Return the exclusions that the circuit breaker holds back at ``now`` (manager's time, s), for users."""
     return limit_exclusions(state, list(exclusions(state, NodeInventory(state, now))), now)[1]
 
 
 def _down_nodes(state: State) -> set[NodeName]:
-    return {name for name, one in state.nodes.items() if one.status is not None and one.status.state is NodeState.DOWN}
+    """Return the names of the run's nodes that the cluster reports as down."""
+    return {
+        name for name, node in state.nodes.items() if node.status is not None and node.status.state is NodeState.DOWN
+    }

@@ -1,11 +1,11 @@
-"""From finding to rung: what to give up believing in, and how to get it back.
+"""Decide how to repair each failure: what to fence or exclude, and when to restart or end the run.
 
-Everything decided here is a :class:`Fence` (a life is no longer believed), an :class:`Exclude` (a node is no longer
-used), a :class:`RestartAll` (no role's life is believed) or a :class:`Finish` (the ladder's last rung). Placement and
-supply then do the rest. Which repair it is stands in ``ladder``; here is who failed, and how far down it has come.
+A decision is a :class:`Fence`, an :class:`Exclude`, a :class:`RestartAll` or a :class:`Finish`; placement and
+allocations then act on it. ``ladder`` defines the repairs; this module finds what failed, and from which rung to look
+for a repair.
 
-A gang is repaired as one. Of its members one is taken to have failed, and pays for it; that it is no longer believed is
-why the others are not either, which is decided from the state alone: a manager may die between any two records.
+A gang is repaired as a whole. One member counts as the failed one and is charged for it; when it is fenced, the others
+are fenced too. That follows from the state alone, so a manager may fail between any two records.
 """
 
 from __future__ import annotations
@@ -37,14 +37,17 @@ _Members = Sequence[Replica]
 
 
 def recover(state: State, inventory: NodeInventory, now: float) -> list[Decision]:
-    """Decisions for everything that failed. ``now``: manager's time (s), for the restart budgets' window."""
+    """Return the decisions for everything that failed. ``now`` is the manager's time (s)."""
     if (mistake := command_missing(state, inventory) or no_fit_node(state)) is not None:
         return [mistake]
     exclude_decisions = exclusions(state, inventory)
     excluded_nodes = {exclude.node for exclude in exclude_decisions}
     decisions: list[Decision] = [*exclude_decisions, *_vacate_for_promotion(state, inventory, now)]
     dropped: set[ReplicaId] = set()
-    for members in (*inventory.gangs, *([one] for one in state.replicas.values() if one.role in SUPPORT_ROLES)):
+    for members in (
+        *inventory.gangs,
+        *([replica] for replica in state.replicas.values() if replica.role in SUPPORT_ROLES),
+    ):
         decided = _user_restart(state, members, now) or _fence_rest_of_gang(state, members, now)
         if (
             not decided
@@ -52,71 +55,78 @@ def recover(state: State, inventory: NodeInventory, now: float) -> list[Decision
         ):
             decided = [decision]
         decisions += decided
-        for one in decided:
-            if isinstance(one, Fence) and one.rung is Rung.SPARE and one.target_node is not None and one.charged:
-                inventory.reserve(state.replica(one.incarnation.replica), one.target_node)
-        if any(isinstance(one, Finish | RestartAll) for one in decided):
+        for decision in decided:
+            if (
+                isinstance(decision, Fence)
+                and decision.rung is Rung.SPARE
+                and decision.target_node is not None
+                and decision.charged
+            ):
+                inventory.reserve(state.replica(decision.incarnation.replica), decision.target_node)
+        if any(isinstance(decision, Finish | RestartAll) for decision in decided):
             break
-        if any(isinstance(one, Fence) and one.rung is Rung.DEGRADED for one in decided):
+        if any(isinstance(decision, Fence) and decision.rung is Rung.DEGRADED for decision in decided):
             dropped.add(gang_of(members[0].id))
     return decisions
 
 
-# ── not for a failure of its own ─────────────────────────────────────────────────────────────────────────────────────
+# ── restarts and moves without a failure of the member ───────────────────────────────────────────────────────────────
 def _user_restart(state: State, members: _Members, now: float) -> list[Decision]:
-    """A person wants it to restart, all of it; also one that was gone on without, and one that pauses."""
+    """Return the fences of a gang that a user wants to restart, including retired and delayed members."""
     if (by := state.requested_restarts.get(gang_of(members[0].id))) is None:
         return []
     why = Why((f"asked by {by}",), Rung.IN_PLACE, "joins again", now + state.job.limits.join)
-    return [Fence(one.incarnation, Rung.IN_PLACE, why, charged=False) for one in members]
+    return [Fence(member.incarnation, Rung.IN_PLACE, why, charged=False) for member in members]
 
 
 def _fence_rest_of_gang(state: State, members: _Members, now: float) -> list[Decision]:
-    """The members of a gang whose newest life one of them has left: none of them goes on alone. Each keeps its node;
-    who shared that of the failed one goes with it."""
+    """Return the fences of the other members of a gang if one member has left its newest incarnation.
+
+    Each member keeps its node, except those that shared the node that the failed member leaves.
+    """
     if len(members) == 1:
         return []
-    newest = max(one.incarnation_number for one in members)
-    departed = [one for one in members
-            if one.incarnation_number == newest and one.status in (Status.WANTED, Status.RETIRED)]  # fmt: skip
+    newest = max(member.incarnation_number for member in members)
+    departed = [member for member in members
+            if member.incarnation_number == newest and member.status in (Status.WANTED, Status.RETIRED)]  # fmt: skip
     if not departed:
         return []
-    retired = next((one for one in departed if one.status is Status.RETIRED), None)
-    first = retired or min(departed, key=lambda one: one.since)
+    retired = next((member for member in departed if member.status is Status.RETIRED), None)
+    first = retired or min(departed, key=lambda member: member.since)
     reason = first.failures[-1].why if first.failures and first.failures[-1].at == first.since else "it is fenced"
     evidence = (f"its gang restarts: {first.incarnation}: {reason}",)
     if retired is not None:
-        why = Why(
-            (f"its gang is gone on without: {first.incarnation}",), Rung.DEGRADED, f"{first.role} goes on without it"
-        )
-        rest = [one for one in members if one.is_current or one.status is Status.WANTED]
-        return [Fence(one.incarnation, Rung.DEGRADED, why, charged=False) for one in rest]
+        why = Why((f"its gang is retired: {first.incarnation}",), Rung.DEGRADED, f"{first.role} continues without it")
+        rest = [member for member in members if member.is_current or member.status is Status.WANTED]
+        return [Fence(member.incarnation, Rung.DEGRADED, why, charged=False) for member in rest]
     fences: list[Decision] = []
-    for one in (one for one in members if one.is_current):
-        moves = one.node == first.node and first.preferred_node != first.node
+    for member in (member for member in members if member.is_current):
+        moves = member.node == first.node and first.preferred_node != first.node
         rung = Rung.SPARE if moves else Rung.IN_PLACE
         why = Why(evidence, rung, "joins again with its gang", now + state.job.limits.join)
-        fences.append(Fence(one.incarnation, rung, why, first.preferred_node if moves else None, charged=False))
+        fences.append(Fence(member.incarnation, rung, why, first.preferred_node if moves else None, charged=False))
     return fences
 
 
 def _vacate_for_promotion(state: State, inventory: NodeInventory, now: float) -> list[Decision]:
-    """Rollouts on whose nodes a shadow is to become a member: they move, and are made up for."""
+    """Return the fences of rollouts on whose nodes a standby process is to be promoted; they move."""
     fences: dict[Incarnation, Decision] = {}
     for role in state.job.roles:
         members = (
-            (one for gang in inventory.gangs for one in gang if one.role == role.name) if role.donor_rollouts else ()
+            (member for gang in inventory.gangs for member in gang if member.role == role.name)
+            if role.donor_rollouts
+            else ()
         )
         for member in members:
             for rollout in inventory.blocking_rollouts(member) if member.status is Status.WANTED else ():
-                evidence = (f"{member.id} is wanted on {rollout.node}, where a shadow waits to become it",)
+                evidence = (f"{member.id} is wanted on {rollout.node}, where a standby process can be promoted to it",)
                 time_limit = state.job.limits.allocation + state.job.limits.join
                 why = Why(evidence, Rung.DONOR, f"{rollout.id} joins again on another node", now + time_limit)
                 fences[rollout.incarnation] = Fence(rollout.incarnation, Rung.DONOR, why, charged=False)
     return list(fences.values())
 
 
-# ── for its own ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── repairs of a failed member ───────────────────────────────────────────────────────────────────────────────────────
 def _repair_gang(
     state: State,
     inventory: NodeInventory,
@@ -125,10 +135,14 @@ def _repair_gang(
     dropped: set[ReplicaId],
     now: float,
 ) -> Decision | None:
-    """What is decided about the gang for the sake of the member that failed. While a node's exclusion is undecided,
-    nothing is: that comes first."""
-    failing = [(one, evidence) for one in members if one.is_current and (evidence := _failure_evidence(state, one))]
-    if excluded_nodes and any(one.node in excluded_nodes for one in members if one.is_current):
+    """Return the decision about the gang for the member that failed, if any.
+
+    Nothing is decided while the exclusion of a member's node is pending: that comes first.
+    """
+    failing = [
+        (member, evidence) for member in members if member.is_current and (evidence := _failure_evidence(state, member))
+    ]
+    if excluded_nodes and any(member.node in excluded_nodes for member in members if member.is_current):
         return None
     if failing:
         member, evidence = min(failing, key=lambda pair: _failure_order(state, pair[0]))
@@ -142,7 +156,10 @@ def _repair_gang(
 
 
 def _failure_order(state: State, member: Replica) -> tuple[bool, float]:
-    """Of several that fail, the first is to blame: the others go down with it. A node that is gone comes before all."""
+    """Return the key by which the failed member is chosen: lost nodes first, then the earliest finding.
+
+    The first failure is taken for the cause: the other members usually fail because of it.
+    """
     finding = finding_about(state, member.incarnation)
     node = state.nodes.get(member.node) if member.node is not None else None
     node_lost = node is None or node.excluded is not None
@@ -150,7 +167,7 @@ def _failure_order(state: State, member: Replica) -> tuple[bool, float]:
 
 
 def _failure_evidence(state: State, replica: Replica) -> tuple[str, ...]:
-    """Why this life cannot go on, in the words of the evidence; empty when it can."""
+    """Return why the current incarnation cannot continue; empty if it can."""
     finding = finding_about(state, replica.incarnation)
     if finding is not None:
         return evidence_lines(finding)
@@ -165,7 +182,7 @@ def _failure_evidence(state: State, replica: Replica) -> tuple[str, ...]:
 
 
 def _launches_exhausted(case: FailureCase) -> Decision | None:
-    """It waits for its next launch; the cluster has refused too many, or too many came to nothing."""
+    """Return the decision about a member whose launches failed or were refused too often, if they did."""
     newest = case.failed.failures[-1]
     if mistake := never_joined(case.state, case.failed, (newest.why,), newest.detector):
         return _reject_or_degrade(case, mistake)
@@ -175,30 +192,32 @@ def _launches_exhausted(case: FailureCase) -> Decision | None:
 
 
 def _choose_rung(case: FailureCase, members: _Members, evidence: tuple[str, ...]) -> Decision:
-    """The first rung of the ladder that fits: from the top, unless the evidence speaks for more."""
+    """Return the decision for a failed member: the first rung that fits, from the one that the evidence calls for."""
     state, failed = case.state, case.failed
     finding = finding_about(state, failed.incarnation)
     if mistake := never_joined(state, failed, evidence, finding.detector if finding is not None else ""):
         return _reject_or_degrade(case, mistake)
     if case.recent_failures >= state.job.recovery.per_replica:
         return _first_rung_from(case, (*evidence, _budget_text(case)), Rung.DEGRADED)
-    if state.job.recovery.policy == "role" and (found := suggests_software_fault(state, members, failed, case.now)):
-        return _first_rung_from(case, (*evidence, *found), Rung.FULL_RESTART)
+    if state.job.recovery.policy == "role" and (
+        software_evidence := suggests_software_fault(state, members, failed, case.now)
+    ):
+        return _first_rung_from(case, (*evidence, *software_evidence), Rung.FULL_RESTART)
     return _first_rung_from(case, evidence, Rung.IN_PLACE)
 
 
 def _first_rung_from(case: FailureCase, evidence: tuple[str, ...], first_rung: Rung) -> Decision:
-    """The first rung of its policy that fits, from ``least`` on."""
+    """Return the decision of the first rung of the policy that fits, from ``first_rung`` on."""
     state, failed = case.state, case.failed
     case = msgspec.structs.replace(case, first_rung=first_rung)
-    steps = SUPPORT_LADDER if failed.role in SUPPORT_ROLES else POLICIES[state.job.recovery.policy]
-    step = next(step for step in steps if severity(step.rung) >= severity(first_rung) and step.fits(case))
-    target = step.target_node(case)
-    expects = step.expects.format(member=failed.id, role=failed.role, node=failed.node, to=target)
-    why = Why(evidence, step.rung, expects, case.now + step.time_limit(state))
-    if step.rung is Rung.FULL_RESTART:
+    policy = SUPPORT_LADDER if failed.role in SUPPORT_ROLES else POLICIES[state.job.recovery.policy]
+    repair = next(spec for spec in policy if severity(spec.rung) >= severity(first_rung) and spec.fits(case))
+    target = repair.target_node(case)
+    expects = repair.expects.format(member=failed.id, role=failed.role, node=failed.node, to=target)
+    why = Why(evidence, repair.rung, expects, case.now + repair.time_limit(state))
+    if repair.rung is Rung.FULL_RESTART:
         return RestartAll(why, tuple(_fence_all(case, why)))
-    if step.rung is Rung.GIVE_UP:
+    if repair.rung is Rung.GIVE_UP:
         exhausted = full_restarts_exhausted(state, failed, case.now) if state.full_restarts else ""
         evidence = (
             *evidence,
@@ -206,32 +225,38 @@ def _first_rung_from(case: FailureCase, evidence: tuple[str, ...], first_rung: R
             f"rrl logs {state.run} --failed shows its last lines",
         )
         return Finish(Outcome.FAILED, msgspec.structs.replace(why, evidence=evidence))
-    return Fence(failed.incarnation, step.rung, why, target)
+    return Fence(failed.incarnation, repair.rung, why, target)
 
 
 def _fence_all(case: FailureCase, why: Why) -> Iterator[Fence]:
-    """Nobody but the failed one is charged, and all keep their places, but for one that fails too often on its node.
-    Agents stay where the nodes do: they are not the run's software. Who has done its work, or was gone on without,
-    stays so. No shadow is taken over: what it has built may be what is wrong, and there is a new one after the next
-    commit."""
+    """Yield the fences of a restart of the whole run.
+
+    Only the failed member is charged, and all keep their nodes, except one that fails too often on its node. Agents
+    keep running unless the nodes are released, and completed or retired replicas are left as they are. Standby
+    processes are fenced, too, since their state may be what is wrong; new ones start after the next commit.
+    """
     requeue = case.state.job.recovery.policy == REQUEUE
-    for one in case.state.replicas.values():
-        if not one.is_current or (one.role == AGENT and not requeue):
+    for replica in case.state.replicas.values():
+        if not replica.is_current or (replica.role == AGENT and not requeue):
             continue
-        failed = one.id == case.failed.id
-        moves = requeue or one.role in SUPPORT_ROLES or (failed and fails_often_here(case))
-        yield Fence(one.incarnation, Rung.FULL_RESTART, why, None if moves else one.node, charged=failed)
+        failed = replica.id == case.failed.id
+        moves = requeue or replica.role in SUPPORT_ROLES or (failed and fails_often_here(case))
+        yield Fence(replica.incarnation, Rung.FULL_RESTART, why, None if moves else replica.node, charged=failed)
 
 
 def _budget_text(case: FailureCase) -> str:
+    """Return the number of recent restarts as text."""
     return f"{case.recent_failures} restarts of {case.failed.id} within {case.state.job.recovery.window:g} s"
 
 
 def _reject_or_degrade(case: FailureCase, mistake: tuple[str, ...]) -> Decision:
-    """It fails wherever it starts: the run goes on without it if it can, and if others of its role do better."""
+    """Retire a member that fails wherever it starts, if its role can spare it; else end the run.
+
+    The run also ends if no replica of the role has ever joined.
+    """
     state, failed = case.state, case.failed
     if can_degrade(state, failed, case.dropped) and not role_exhausted(state, failed, case.dropped):
         deadline = case.now + state.job.recovery.window
-        why = Why(mistake, Rung.DEGRADED, f"{failed.role} goes on with one replica less", deadline)
+        why = Why(mistake, Rung.DEGRADED, f"{failed.role} continues with one replica fewer", deadline)
         return Fence(failed.incarnation, Rung.DEGRADED, why)
     return rejected(mistake)

@@ -166,7 +166,7 @@ def test_timed_out_request_that_takes_effect_later_is_used_or_released(lab: Slur
         for s in run.events()
         if isinstance(s.event, ev.Intended)
         and isinstance(s.event.action, Release)
-        and "landed after" in s.event.action.why.evidence[0]
+        and "was granted after" in s.event.action.why.evidence[0]
     ]
     assert bool(orphans) is not in_time, orphans
     names = [line.split()[1] for line in lab.jobs() if "COMPLETING" not in line]

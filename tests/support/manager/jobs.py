@@ -1,4 +1,4 @@
-"""A small job as the manager's core sees it: a store and a reward role that share a node, a trainer, two rollouts."""
+"""Small jobs for tests of the manager: a store and a reward role that share a node, a trainer, two rollouts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def job(
         role("rollout", rollouts, min_rollouts, exclusive=True),
     )  # fmt: skip
     nodes = pool_nodes(roles, NODE) + spares
-    pool = NodeGroup("pool", tuple(one.name for one in roles), nodes, NODE, walltime, min_nodes=nodes)
+    pool = NodeGroup("pool", tuple(role.name for role in roles), nodes, NODE, walltime, min_nodes=nodes)
     return RunSpec(
         name="small", steps=steps, cluster="local", roles=roles, node_groups=(pool,), spares=spares, walltime=walltime,
         limits=limits or Limits(), recovery=recovery or Recovery(), faults=tuple(faults),
@@ -43,15 +43,15 @@ def gang_job(
     min_rollouts: int = 1, spares: int = 1, steps: int = 9, limits: Limits | None = None,
     recovery: Recovery | None = None, faults: Sequence[Fault] = (), engines: bool = False,
 ) -> RunSpec:  # fmt: skip
-    """The small job with a trainer of so many ranks, kept warm; ``engines``: so are rollouts."""
+    """Return the small job with a trainer of ``ranks`` ranks; ``engines`` keeps rollouts warm, too."""
     small = job(
         rollouts=rollouts, min_rollouts=min_rollouts, spares=spares, steps=steps, limits=limits, recovery=recovery,
         faults=faults,
     )  # fmt: skip
     roles = tuple(
-        msgspec.structs.replace(one, ranks=ranks, per_node=per_node, warm=warm, donor_rollouts=standbys)
-        if one.name == "trainer" else msgspec.structs.replace(one, warm=engines and one.name == "rollout")
-        for one in small.roles
+        msgspec.structs.replace(role, ranks=ranks, per_node=per_node, warm=warm, donor_rollouts=standbys)
+        if role.name == "trainer" else msgspec.structs.replace(role, warm=engines and role.name == "rollout")
+        for role in small.roles
     )  # fmt: skip
     nodes = pool_nodes(roles, NODE) + spares
     return msgspec.structs.replace(
@@ -64,7 +64,7 @@ def in_node_groups(
     limits: Limits | None = None, recovery: Recovery | None = None, terms: dict[str, float] | None = None,
     start_timeout_s: float = 3600.0, faults: Sequence[Fault] = (),
 ) -> RunSpec:  # fmt: skip
-    """The same roles in form ``replica`` or ``hetjob``. ``terms``: walltimes of single parts (s)."""
+    """Return the small job in form ``replica`` or ``hetjob``; ``terms`` are walltimes (s) of single groups."""
     small = job(
         rollouts=rollouts, min_rollouts=min_rollouts, spares=0, steps=steps, limits=limits, recovery=recovery,
         faults=faults,
@@ -84,13 +84,13 @@ def commands(
     *roles: RoleSpec, spares: int = 0, limits: Limits | None = None, recovery: Recovery | None = None,
     form: str = "pool",
 ) -> RunSpec:  # fmt: skip
-    """A job without a trainer: roles of the user's own, each on nodes of its own."""
+    """Return a job without a trainer: user-defined roles, each replica on a node of its own."""
     nodes = sum(role.replicas for role in roles)
     parts = [NodeGroup("pool", tuple(role.name for role in roles), nodes + spares, NODE, min_nodes=nodes + spares)]
     if form == "replica":
         parts = [
-            NodeGroup(one.name, (one.name,), one.replicas, NODE, separate_jobs=True, min_nodes=one.replicas)
-            for one in roles
+            NodeGroup(role.name, (role.name,), role.replicas, NODE, separate_jobs=True, min_nodes=role.replicas)
+            for role in roles
         ]
     return RunSpec(
         name="small", steps=0, cluster="local", roles=roles, node_groups=tuple(parts), spares=spares, form=form,

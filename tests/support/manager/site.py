@@ -1,7 +1,7 @@
 """A whole site in virtual time around the real manager: a cluster, agents, workers, and the messages between them.
 
-What lives here outlives the manager. It can be killed at any record, in the middle of whatever it was doing: nothing
-that it does afterwards reaches the site. Files are real.
+The site outlasts the manager. The manager can be killed at any record, in the middle of an operation: nothing that it
+does afterwards reaches the site. Files are real.
 """
 
 from __future__ import annotations
@@ -57,18 +57,21 @@ from rrl.transport.control.endpoints import Address, Incoming
 from rrl.transport.keys import RunKeys
 
 WIRE = 0.01
-"""s that a message takes"""
+"""Latency of a message (s)."""
 _PHASE = {"trainer": "train", "rollout": "generate", "reward": "score", STANDBY_ROLE: STANDBY}
 
 
 class Killed(BaseException):
-    """kill -9 of the manager, where it stands."""
+    """Raised where the manager is killed with SIGKILL."""
 
 
 class Site:
-    """``crash_at``: when this trainer step is committed, the node of rollout/1 dies; ``cancel_at``: somebody cancels
-    the run. ``kill_at``: the manager dies
-    over the run's so-manieth record, ``before`` it is written or just after it was made durable."""
+    """A virtual site.
+
+    ``crash_at``: training step at whose commit the node of rollout/1 fails. ``cancel_at``: step at which the run is
+    cancelled. ``kill_at``: number of the record at which the manager is killed, either ``before`` it is written or just
+    after it was made durable.
+    """
 
     def __init__(self, run: RunDir, job: RunSpec, nodes: int, crash_at: int = -1, cancel_at: int = -1) -> None:
         self.run, self.job, self.crash_at, self.cancel_at = run, job, crash_at, cancel_at
@@ -76,65 +79,65 @@ class Site:
         self.allocations: dict[str, tuple[NodeName, ...]] = {}
         self.granted: list[str] = []
         self.max_nodes_held = 0
-        """nodes that were held at once, at most"""
+        """Maximum number of nodes allocated at once."""
         self.cancelled: dict[str, tuple[NodeName, ...]] = {}
-        """allocations that somebody else has cancelled, and that the cluster still lists"""
+        """Allocations that were cancelled from outside and that the cluster still lists."""
         self.launched: list[str] = []
         self.started: list[str] = []
-        """of the launched, those that ran: on a dead node nothing does"""
+        """Launched steps that ran; on a dead node none does."""
         self.promotions: list[str] = []
-        """shadow and life, of those that became one"""
+        """Standby process and new incarnation of every promotion."""
         self.doubled: list[str] = []
-        """what was requested or launched a second time (the executor would survive an error here)"""
+        """Tags that were requested or launched twice (the executor would survive an error here)."""
         self.worked: set[Incarnation] = set()
-        """of roles, whether a manager heard of it or not"""
+        """Incarnations of roles that worked, whether a manager received a report of it or not."""
         self.dead_nodes: set[NodeName] = set()
         self.actors: dict[str, Actor] = {}
-        """by step tag: everything that runs"""
+        """Everything that runs, by step tag."""
         self.committed = 0
         self.kill_at, self.before = -1, False
         self.kill_every = 0
-        """each manager dies over its so-manieth record"""
+        """Number of its own records after which each manager is killed."""
         self.records: list[Stamped] = []
-        """of all managers"""
+        """Records of all managers."""
         self.lose_answers = False
-        """what is asked is done, and nobody hears of it"""
+        """True if cluster commands are carried out but their answers are lost."""
         self.deaf = 0
-        """so many asks are neither done nor answered"""
+        """Number of cluster commands that are neither carried out nor answered next."""
         self.full_after: int | None = None
-        """number of the record after which the disk is full, for so many flushes:"""
+        """Number of the record after which the disk is full, for ``full_flushes`` flushes."""
         self.full_flushes = 6
         self.done_after = 15.0
-        """s that a command works before it is done; each further replica of its role so much longer again"""
+        """Seconds that a command works before it exits; each further replica of its role as much longer."""
         self.blink = False
-        """every second look misses allocations and steps, or cannot be read"""
+        """True if every second poll misses allocations and steps, or fails."""
         self.polls = 0
         self.at_step: dict[int, Callable[[Site], None]] = {}
-        """what happens once so many steps are committed"""
+        """Callbacks by the training step at whose commit they are called."""
         self.drained: dict[NodeName, str] = {}
-        """nodes that nobody is given any more, and why"""
+        """Drained nodes, with the reason."""
         self.shrunk: list[NodeName] = []
-        """given back one by one"""
+        """Nodes that were released singly."""
         self.clock_jump = 0.0
-        """s by which the host's clock is wrong from now on"""
+        """Seconds by which the host's clock is wrong from now on."""
         self.ill: dict[NodeName, tuple[Finding, ...]] = {}
-        """what agents find on their nodes"""
+        """Findings that agents report on their nodes."""
         self.meanwhile: Callable[[], None] = lambda: None
-        """what happens while there is no manager"""
+        """Callback between two managers."""
         self.gap = 1.0
-        """s before the next manager is started"""
+        """Seconds before the next manager is started."""
         self.managers = 0
         self.journals: list[Journal] = []
-        """open ones"""
+        """Open journals."""
         self.listener: FakeListener | None = None
         self.now: Mortal = Mortal()
-        """the manager of now"""
+        """Connection of the current manager."""
         self._written = 0
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # ── managers come and go ─────────────────────────────────────────────────────────────────────────────────────────
     async def manage(self, patience: float = 3000.0) -> Outcome:
-        """Managers, one after the other, until one says that the run has ended."""
+        """Run one manager after the other until one reports that the run has ended."""
         driver = asyncio.current_task()
         async with asyncio.timeout(patience):
             while True:
@@ -160,7 +163,7 @@ class Site:
                 self.meanwhile()
 
     def record(self, journal: Journal, stamped: Stamped) -> None:
-        """Called by the journal for each record; the manager may die of it."""
+        """Append a record for the journal; this may kill the manager."""
         self._written += 1
         fatal = len(self.records) + 1 == self.kill_at or self._written == self.kill_every
         if fatal and self.before:
@@ -183,16 +186,18 @@ class Site:
         self.free = [node for node in self.free if node not in nodes]
         self.allocations[request.tag] = tuple(nodes)
         self.granted.append(request.tag)
-        self.max_nodes_held = max(self.max_nodes_held, sum(len(held) for held in self.allocations.values()))
+        self.max_nodes_held = max(self.max_nodes_held, sum(len(nodes) for nodes in self.allocations.values()))
 
     def cancel_everything(self, listed: bool) -> None:
-        """Somebody cancels every job of the run: what runs is asked to leave, and does. The nodes are the first to be
-        granted again. ``listed``: the cluster still lists the jobs as cancelled; else it has forgotten them."""
+        """Cancel every job of the run from outside: its steps stop, and its nodes are the next to be granted.
+
+        ``listed``: the cluster still lists the jobs as cancelled; else it has forgotten them.
+        """
         for actor in list(self.actors.values()):
             actor.ends(ExitReason.STOPPED)
         if listed:
             self.cancelled |= self.allocations
-        self.free = [*(node for held in self.allocations.values() for node in held), *self.free]
+        self.free = [*(node for nodes in self.allocations.values() for node in nodes), *self.free]
         self.allocations = {}
 
     def release(self, tag: str) -> None:
@@ -225,11 +230,13 @@ class Site:
             return (
                 ClusterSnapshot({}, {}, {}) if self.polls % 4 == 1 else ClusterSnapshot(None, None, None, "timed out")
             )
-        seen = {tag: AllocationStatus(AllocationState.RUNNING, "7", nodes) for tag, nodes in self.allocations.items()}
+        statuses = {
+            tag: AllocationStatus(AllocationState.RUNNING, "7", nodes) for tag, nodes in self.allocations.items()
+        }
         for tag, ended in self.cancelled.items():
-            seen[tag] = AllocationStatus(AllocationState.ENDED, "7", ended, "CANCELLED", cancelled=True)
-        nodes = {node: self._node(node) for held in self.allocations.values() for node in held}
-        return ClusterSnapshot(nodes, seen, {tag: actor.node for tag, actor in self.actors.items()})
+            statuses[tag] = AllocationStatus(AllocationState.ENDED, "7", ended, "CANCELLED", cancelled=True)
+        nodes = {node: self._node(node) for members in self.allocations.values() for node in members}
+        return ClusterSnapshot(nodes, statuses, {tag: actor.node for tag, actor in self.actors.items()})
 
     def _node(self, node: NodeName) -> NodeStatus:
         reason = self.drained.get(node)
@@ -245,12 +252,12 @@ class Site:
         return task
 
     def working(self) -> dict[ReplicaId, list[Actor]]:
-        """Living workers by replica, agents and shadows left out."""
-        found: dict[ReplicaId, list[Actor]] = {}
+        """Return the working actors by replica, without agents and standby processes."""
+        working: dict[ReplicaId, list[Actor]] = {}
         for actor in self.actors.values():
             if actor.working and actor.role not in (AGENT, STANDBY_ROLE):
-                found.setdefault(actor.incarnation.replica, []).append(actor)
-        return found
+                working.setdefault(actor.incarnation.replica, []).append(actor)
+        return working
 
     def all_work(self) -> bool:
         return len(self.working()) == sum(role.replicas * role.ranks for role in self.job.roles)
@@ -265,12 +272,12 @@ class Site:
             happens(self)
 
     def send_command(self, command: str, **more: Any) -> None:
-        """Somebody writes a letter to whoever manages."""
+        """Write a user command into the mailbox."""
         file_name = {"command": command, "by": "ada", **more}
         write_atomically(self.run.mailbox / f"{command}.json", msgspec.json.encode(file_name))
 
     def resume(self, job: RunSpec) -> None:
-        """Somebody has the run that has ended go on, with this job."""
+        """Resume the ended run with this job."""
         self.job = job
         state = Follower(self.run).state()
         assert state is not None
@@ -280,7 +287,7 @@ class Site:
         )
 
     def when(self, condition: Callable[[], bool], then: Callable[[], None]) -> None:
-        """``then``, as soon as it holds."""
+        """Call ``then`` as soon as the condition holds."""
 
         async def wait() -> None:
             while not condition():
@@ -290,16 +297,18 @@ class Site:
         self.spawn(wait())
 
     def idle_node(self) -> NodeName:
-        """A node of ours on which no role works."""
+        """Return a node of the run on which no role works."""
         busy = {actor.node for actor in self.actors.values() if actor.role not in (AGENT, STANDBY_ROLE)}
-        return next(node for held in self.allocations.values() for node in held if node not in busy)
+        return next(node for nodes in self.allocations.values() for node in nodes if node not in busy)
 
     def finds(self, *findings: Finding) -> None:
-        """These agents find this from now on, and say so."""
+        """Let the agents report these findings from now on."""
         for finding in findings:
             assert finding.node is not None
             self.ill[finding.node] = (*self.ill.get(finding.node, ()), finding)
-            for actor in [one for one in self.actors.values() if one.node == finding.node and one.role == AGENT]:
+            for actor in [
+                actor for actor in self.actors.values() if actor.node == finding.node and actor.role == AGENT
+            ]:
                 actor.finds(finding)
 
     def crash(self, node: NodeName) -> None:
@@ -308,7 +317,7 @@ class Site:
             actor.vanish()
 
     async def to_rest(self) -> None:
-        """A while after the run has ended, so that whoever is still about has heard of it."""
+        """Wait until all actors have learned that the run has ended, and stop them."""
         await asyncio.sleep(100.0)
         for task in list(self._tasks):
             task.cancel()
@@ -316,7 +325,7 @@ class Site:
 
 
 class Mortal:
-    """One manager's life: whatever it holds of the world is let go when it dies."""
+    """The connection of one manager to the site, which is cut when the manager is killed."""
 
     def __init__(self) -> None:
         self.dead = False
@@ -329,8 +338,10 @@ class Mortal:
 
 
 class Actor:
-    """A step: its first process and its worker in one, or an agent. ``life`` is what its worker is; a first process
-    goes on to speak as what it was ``launched`` as."""
+    """A step: its first process and its worker in one, or an agent.
+
+    ``incarnation`` is that of its worker; its first process always reports as the incarnation it was ``launched`` as.
+    """
 
     def __init__(self, site: Site, tag: str, incarnation: Incarnation, node: NodeName) -> None:
         self.site, self.tag, self.incarnation, self.node = site, tag, incarnation, node
@@ -352,7 +363,7 @@ class Actor:
         await asyncio.sleep(0.3)
         while True:
             listener = self.site.listener
-            if listener is not None and listener is not self._known:  # a new manager: nothing said before counts
+            if listener is not None and listener is not self._known:  # a new manager, which received no earlier report
                 self._known = listener
                 self._send(self._ended or msg.AdmissionRequest(self.launched, self.tag, self.node, 1))
                 if self.working:
@@ -381,10 +392,12 @@ class Actor:
         elif isinstance(message, msg.Welcome):
             if self.role == "trainer" and rank_of(self.incarnation.replica) == 0:
                 loop = asyncio.get_running_loop()
-                for step in range(message.step + 1, self.site.committed + 1):  # the loop keeps no order of equal times
+                for step in range(
+                    message.step + 1, self.site.committed + 1
+                ):  # the loop does not keep the order of equal times
                     loop.call_later(step * 1e-6, self._send, msg.Committed(self.incarnation, step, {"reward": 0.5}))
         elif isinstance(message, msg.Fenced):
-            if message.incarnation == self.incarnation:  # an agent is told of others, too
+            if message.incarnation == self.incarnation:  # agents receive the fences of other incarnations, too
                 self._end(ExitReason.NOT_ADMITTED)
         elif isinstance(message, msg.Stop):
             self._end(ExitReason.STOPPED)
@@ -415,7 +428,7 @@ class Actor:
             self.site.worked.add(self.incarnation)
 
     async def _train(self) -> None:
-        """A step every two seconds, while there is everybody that it takes."""
+        """Commit a step every two seconds while all replicas work."""
         while self.tag in self.site.actors and self.site.committed < self.site.job.steps:
             await asyncio.sleep(2.0)
             if self.tag in self.site.actors and self.site.all_work():
@@ -447,11 +460,11 @@ class Actor:
                 self._send(msg.FirstWorkDone(self.incarnation))
 
     def die(self) -> None:
-        """SIGKILL of the worker: the first process leaves the record."""
+        """Kill the worker; the first process leaves the exit record."""
         self.ends(ExitReason.SIGNALED)
 
     def ends(self, reason: ExitReason) -> None:
-        """Its process is gone; the first process leaves the record, and says it to a manager if there is one."""
+        """End the process: the first process writes the exit record and reports it to the manager, if there is one."""
         self._end(reason)
 
     def _end(self, reason: ExitReason) -> None:
@@ -508,7 +521,7 @@ class FakeListener:
 
 
 class FakeCluster:
-    """The manager's end of the cluster: its commands take a while, and their answers can be lost with the manager."""
+    """The manager's side of the cluster: commands take time, and their answers can be lost with the manager."""
 
     def __init__(self, site: Site, mortal: Mortal) -> None:
         self._site, self._mortal = site, mortal
@@ -582,7 +595,7 @@ class FakeCluster:
 
 
 def prepare(site: Site, patch: pytest.MonkeyPatch) -> None:
-    """Have the real manager live in this site, in virtual time."""
+    """Make the real manager run in this site, in virtual time."""
     mortals = site
 
     class MortalJournal(Journal):
@@ -625,7 +638,7 @@ def prepare(site: Site, patch: pytest.MonkeyPatch) -> None:
             return FakeListener(mortals, epoch)
 
     class NoLogs:
-        """Nothing here writes a log, and a real socket knows no virtual time."""
+        """A log collector that does nothing: a real socket does not run in virtual time."""
 
         @staticmethod
         async def open(*_: Any) -> NoLogs:

@@ -1,4 +1,4 @@
-"""An asyncio loop whose time is its own: a sleep costs nothing, and two runs of the same thing are the same."""
+"""An asyncio event loop in virtual time: sleeping costs nothing, and equal programs run equally."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class _Selector(selectors.SelectSelector):
-    """Where a loop would wait for ``timeout`` s, its clock goes on by so much."""
+    """A selector that advances the loop's clock by ``timeout`` seconds instead of waiting."""
 
     passed = 0.0
 
@@ -31,7 +31,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._virtual.passed
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
-        """What would run in a thread runs at once: nothing else is to happen meanwhile."""
+        """Run the function at once instead of in a thread."""
         future = self.create_future()
         try:
             future.set_result(func(*args))
@@ -41,7 +41,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class Clock:
-    """Takes the place of the module ``time`` where a virtual loop runs."""
+    """A replacement for the module ``time`` in a virtual loop."""
 
     @staticmethod
     def monotonic() -> float:
@@ -53,6 +53,6 @@ class Clock:
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """``asyncio.run`` in virtual time."""
+    """Run a coroutine as ``asyncio.run`` does, in virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

@@ -1,8 +1,8 @@
 """A cluster and its processes in virtual time, as the manager's planner meets them: actions in, events out.
 
-It plans after every event as the runtime does, and holds every plan against what a plan must be: made from the state
-alone, at its fixpoint once folded in, with evidence, and not due before it says so. Time stands still while nothing
-happens.
+It plans after every event as the runtime does, and checks every plan: it depends on the state alone, reaches its
+fixpoint once folded in, carries evidence, and is not due before its announced wake. Time advances only from event to
+event.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ from rrl.tests.support.manager.jobs import RUN
 A = TypeVar("A", bound=Action)
 
 _ROUNDS = 12
-"""plans in a row before it counts as a planner that never comes to rest"""
+"""Number of plans in a row after which the planner counts as never reaching its fixpoint."""
 _FIRST_PHASE = {"rollout": "generate", "trainer": "train", STANDBY_ROLE: STANDBY}
 
 
 class _Died(BaseException):
-    """The manager, before its next record."""
+    """Raised where the manager fails, before its next record."""
 
 
 class World:
-    """``nodes``: how many there are in the cluster, ``n1``, ``n2``, ...; the pool is taken from them."""
+    """A virtual cluster of ``nodes`` nodes (``n1``, ``n2``, ...), from which allocations are granted."""
 
     def __init__(self, job: RunSpec, nodes: int | None = None) -> None:
         self.now = 1000.0
@@ -73,43 +73,43 @@ class World:
         self.actions: list[Action] = []
         self.over = False
         self.refuse = ""
-        """what every request is refused with"""
+        """Message with which every request is rejected."""
         self.closed: dict[str, str] = {}
-        """parts whose requests wait in the queue, and Slurm's reason"""
+        """Node groups whose requests wait in the queue, with Slurm's reason."""
         self.hopeless: dict[str, str] = {}
-        """parts whose requests wait for ever, and Slurm's reason"""
+        """Node groups whose requests can never be met, with Slurm's reason."""
         self.broken: dict[str, str] = {}
-        """roles whose process ends before it joins, and why"""
+        """Roles whose processes end before they join, with the reason."""
         self.broken_incarnations: dict[ReplicaId, str] = {}
-        """the same for single replicas, and for agents"""
+        """The same for single replicas and agents."""
         self.broken_nodes: dict[NodeName, str] = {}
-        """the same for every role on a node"""
+        """The same for every role on a node."""
         self.slow_to_join = 0.7
-        """s that a role takes to join once its first process runs; what is broken ends sooner"""
+        """Seconds that a role takes to join once its first process runs; broken ones end sooner."""
         self.unfit: dict[NodeName, str] = {}
-        """nodes whose probe fails, and what it says"""
+        """Nodes whose probe fails, with its message."""
         self.refuse_launch: set[NodeName] = set()
-        """nodes on which the cluster refuses every launch"""
+        """Nodes on which the cluster rejects every launch."""
         self.refuse_release = 0
-        """so many give-backs are refused"""
+        """Number of releases that are refused next."""
         self.refuse_stop = 0
-        """so many ends of steps are refused"""
+        """Number of stops of steps that are refused next."""
         self.unanswered = False
-        """a request is neither done nor refused until ``land``"""
+        """True if requests are neither granted nor rejected until ``land``."""
         self.slow_to_stop = 0.2
-        """s that a step takes to end when it is asked to; inf: it never does"""
+        """Seconds that a stopped step takes to end; inf if it never ends."""
         self.dead: set[NodeName] = set()
         self.requests: dict[str, AllocationRequest] = {}
         self.steps: dict[str, tuple[Incarnation, NodeName]] = {}
-        """what runs"""
+        """Running steps."""
         self._free = [NodeName(f"n{i}") for i in range(1, (job.nodes if nodes is None else nodes) + 1)]
         self.held: dict[str, tuple[NodeName, ...]] = {}
         self.unresponsive: set[NodeName] = set()
-        """nodes whose shadows are told what they become, and are never heard of again"""
+        """Nodes whose standby processes never answer a promotion."""
         self.die_before = 0
-        """number of the decision or intent, from 1, before whose record the manager dies; the next one takes over"""
+        """Number of the decision or intent, from 1, before whose record the manager fails; the next one takes over."""
         self.planned = 0
-        """decisions and intents recorded"""
+        """Number of decisions and intents recorded."""
         self._tags: set[str] = set()
         self._incarnations: set[Incarnation] = set()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -119,14 +119,15 @@ class World:
         self.record(ev.RunStarted(RUN, job))
         self.record(ev.ManagerStarted("login", 1))
 
-    # ── what a test does ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── actions of a test ───────────────────────────────────────────────────────────────────────────────────────────
     @property
     def state(self) -> State:
+        """Return the state after all events so far."""
         assert self._state is not None
         return self._state
 
     def play(self, until: Callable[[], bool] = lambda: False, timeout_s: float = 3600.0) -> World:
-        """Let things happen until ``until()``, or until nothing more is going to, or ``at_most`` s have passed."""
+        """Let events happen until ``until()`` is true, nothing is left to happen, or ``timeout_s`` have passed."""
         end = self.now + timeout_s
         self._turn()
         while not until() and not self.over:
@@ -142,7 +143,7 @@ class World:
         return self
 
     def wait(self, seconds: float) -> World:
-        """Let exactly so much time pass."""
+        """Let exactly this many seconds pass."""
         end = self.now + seconds
         self.play(timeout_s=seconds)
         self.now = end
@@ -150,7 +151,7 @@ class World:
         return self
 
     def steady(self) -> World:
-        """Until every replica works."""
+        """Play until every replica works."""
         self.play(self.works)
         assert self.works(), {r.id: r.status for r in workers(self.state)}
         return self.play(timeout_s=1.0)
@@ -176,40 +177,40 @@ class World:
         self.happen(ev.CommandReceived("cancel", "me", "c1"))
 
     def kill(self, replica: ReplicaId) -> None:
-        """SIGKILL of its process; the step's exit record follows."""
-        held = self.state.replica(replica)
-        if held.step in self.steps:
-            assert held.step is not None
-            self._end(held.step, 9)
+        """Kill the replica's process; the step's exit record follows."""
+        record = self.state.replica(replica)
+        if record.step in self.steps:
+            assert record.step is not None
+            self._end(record.step, 9)
             self._turn()
 
     def freeze(self, replica: ReplicaId) -> None:
-        """It hangs: the detector says so, its step goes on."""
-        held = self.state.replica(replica)
-        if held.status is Status.JOINED:
-            self.happen(found(held.incarnation, "no_progress", self.now))
+        """Let the replica hang: its step goes on, and a detector reports it."""
+        record = self.state.replica(replica)
+        if record.status is Status.JOINED:
+            self.happen(found(record.incarnation, "no_progress", self.now))
 
     def lose_node(self, node: NodeName) -> None:
-        """Everything on it is silent from now on, and the detectors say so."""
+        """Silence everything on the node; the detectors report it."""
         self.dead.add(node)
         self.steps = {tag: step for tag, step in self.steps.items() if step[1] != node}
         self._later(self.state.job.limits.silence, lambda: self.record(lost(node, self.now)))
 
     def drop(self, tag: str, state: AllocationState | None = None) -> None:
-        """The cluster ends an allocation of its own accord."""
+        """Let the cluster end an allocation by itself."""
         nodes = self._give_back(tag)
-        seen = None if state is None else AllocationStatus(state, "7", nodes, "CANCELLED by 1000")
-        self.happen(ev.AllocationChanged(tag, seen))
+        status = None if state is None else AllocationStatus(state, "7", nodes, "CANCELLED by 1000")
+        self.happen(ev.AllocationChanged(tag, status))
 
     def land(self) -> None:
-        """The requests that nobody answered turn out to have been heard."""
+        """Grant the unanswered requests after all."""
         self.unanswered = False
         for tag, ask in self.requests.items():
             if tag in self.state.intents:
                 self._grant(ask)
 
     def arrive(self, count: int) -> None:
-        """So many nodes become free, and whoever waits in the queue gets them."""
+        """Add free nodes, which queued requests get first."""
         begin = 1000 + len(self._free)
         self._free += [NodeName(f"n{i}") for i in range(begin, begin + count)]
         for tag, ask in self.requests.items():
@@ -217,41 +218,45 @@ class World:
                 self._grant(ask)
 
     def open(self, group: str) -> None:
-        """The queue comes to the requests of this part."""
+        """Let the queue grant the requests of this node group."""
         self.closed.pop(group)
         self.arrive(0)
 
     def finish(self, replica: ReplicaId) -> None:
-        """Its process is done: it exits with code 0."""
-        held = self.state.replica(replica)
-        assert held.step in self.steps
-        self._end(held.step, 0)
+        """Let the replica's process exit with code 0."""
+        record = self.state.replica(replica)
+        assert record.step in self.steps
+        self._end(record.step, 0)
         self._turn()
 
     def vanish(self, replica: ReplicaId) -> None:
-        """Its process is gone, and nobody has noticed yet."""
-        held = self.state.replica(replica)
-        assert held.step is not None
-        del self.steps[held.step]
+        """Remove the replica's process without any event."""
+        record = self.state.replica(replica)
+        assert record.step is not None
+        del self.steps[record.step]
 
     def ready_standbys(self) -> dict[NodeName, int]:
-        """Nodes on which shadows are ready, and how many."""
+        """Return the number of ready standby processes of the trainer and rollouts by node."""
         return Counter(
-            one.node for one in self.state.replicas.values()
-            if one.role == STANDBY_ROLE and one.status is Status.JOINED and one.step in self.steps and one.node
-        )  # fmt: skip
+            replica.node
+            for replica in self.state.replicas.values()
+            if replica.role == STANDBY_ROLE
+            and replica.status is Status.JOINED
+            and replica.step in self.steps
+            and replica.node
+        )
 
     def engines(self) -> list[NodeName]:
-        """Nodes on which a rollout is kept ready, once for each."""
+        """Return the nodes of ready standby processes of rollouts, once for each process."""
         ready = (
-            one
-            for one in self.state.replicas.values()
-            if _memory_claim(one.incarnation) and one.status is Status.JOINED
+            replica
+            for replica in self.state.replicas.values()
+            if _memory_claim(replica.incarnation) and replica.status is Status.JOINED
         )
-        return sorted(one.node for one in ready if one.step in self.steps and one.node)
+        return sorted(replica.node for replica in ready if replica.step in self.steps and replica.node)
 
     def warmed(self) -> World:
-        """The trainer has committed a step, and its shadows are ready."""
+        """Commit a training step and wait until the standby processes are ready."""
         self.commit(self.state.step + 1)
         return self.wait(10.0)
 
@@ -289,9 +294,9 @@ class World:
             for action in planned.actions:
                 assert action.why.evidence, f"no evidence: {action}"
                 assert all(action.why.evidence), f"empty evidence: {action}"
-                deed = (action.tag, action.why.rung if isinstance(action, Fence) else None)
-                assert deed not in planned_before, f"planned twice in a row: {action}"
-                planned_before.add(deed)
+                key = (action.tag, action.why.rung if isinstance(action, Fence) else None)
+                assert key not in planned_before, f"planned twice in a row: {action}"
+                planned_before.add(key)
                 self.planned += 1
                 if self.planned == self.die_before:
                     raise _Died
@@ -307,8 +312,11 @@ class World:
         self.over = planned.over
 
     def _succeeded(self, undone: list[ExternalAction]) -> None:
-        """The next manager folds what is written; of what was meant to be done it does what can be done twice, tells
-        shadows again what they become, and finds no trace of the rest."""
+        """Let the next manager take over from the journal.
+
+        It repeats those undone actions that are safe to repeat, promotions among them, and finds no trace of the
+        others.
+        """
         self._state = None
         for stamped in self.events:
             self._state = fold(self._state, stamped)
@@ -346,12 +354,12 @@ class World:
             self._later(0.1, lambda: self.record(ev.IntentSettled(request.tag, False, self.refuse)))
         elif not self.unanswered:
             components = (request, *request.further_components)
-            whole = sum(one.count for one in components) <= len(self._free)
-            gang = "" if whole and not any(self._awaits(one) for one in components) else "Resources"
-            for one in components:
-                assert one is request or one.tag not in self.requests, "one tag, two requests"
-                self.requests[one.tag] = one
-                self._grant(one, gang if request.further_components else "")
+            fits = sum(component.count for component in components) <= len(self._free)
+            gang = "" if fits and not any(self._awaits(component) for component in components) else "Resources"
+            for component in components:
+                assert component is request or component.tag not in self.requests, "one tag, two requests"
+                self.requests[component.tag] = component
+                self._grant(component, gang if request.further_components else "")
 
     def _awaits(self, request: AllocationRequest) -> str:
         return self.hopeless.get(request.node_group) or self.closed.get(request.node_group) or ""
@@ -364,18 +372,16 @@ class World:
         self.held[request.tag] = nodes
         state = AllocationState.RUNNING if nodes else AllocationState.PENDING
         reason = "" if nodes else detail or "Resources"
-        seen = AllocationStatus(
+        status = AllocationStatus(
             state, "7", nodes, reason, unsatisfiable_reason=self.hopeless.get(request.node_group, "")
         )
-        self._later(
-            0.1, lambda: self.record(ev.IntentSettled(request.tag, True))
-        )  # of one that is known already: changes nothing
-        self._later(1.0, lambda: self.record(ev.AllocationChanged(request.tag, seen)))
+        self._later(0.1, lambda: self.record(ev.IntentSettled(request.tag, True)))  # no change if it is known already
+        self._later(1.0, lambda: self.record(ev.AllocationChanged(request.tag, status)))
         if nodes:
             self._later(1.0 + request.walltime, lambda: self._expire(request.tag))
 
     def _expire(self, tag: str) -> None:
-        """Its walltime is over."""
+        """End an allocation whose walltime is over."""
         if self.held.get(tag):
             nodes = self._give_back(tag)
             self.record(ev.AllocationChanged(tag, AllocationStatus(AllocationState.ENDED, "7", nodes, "TIMEOUT")))
@@ -405,19 +411,19 @@ class World:
             self._later(0.3, lambda: self._hello(action))
 
     def _finds_memory(self, action: Launch) -> None:
-        """A rollout that is kept warm holds room: it finds it free, and nobody else is started in it."""
-        there = [incarnation for incarnation, node in self.steps.values() if node == action.node]
-        held = [incarnation for incarnation in there if _memory_claim(incarnation)]
+        """Check that a rollout's standby process finds free memory, and that nothing is started in its memory."""
+        running = [incarnation for incarnation, node in self.steps.values() if node == action.node]
+        engines = [incarnation for incarnation in running if _memory_claim(incarnation)]
         if _memory_claim(action.incarnation):
-            assert all(role_of(incarnation.replica) in (AGENT, STANDBY_ROLE) for incarnation in there), (
-                f"{action.incarnation} has no room"
+            assert all(role_of(incarnation.replica) in (AGENT, STANDBY_ROLE) for incarnation in running), (
+                f"{action.incarnation} has no free memory"
             )
         elif role_of(action.incarnation.replica) not in (AGENT, STANDBY_ROLE) and self.slow_to_stop < 10.0:
             over = action.standby is not None and _memory_claim(action.standby)
-            assert over or not held, f"{held} hold the room of {action.incarnation}"
+            assert over or not engines, f"{engines} hold the memory of {action.incarnation}"
 
     def _promote(self, action: Launch) -> None:
-        """The shadow goes on as the life, in its own step."""
+        """Let the standby process continue as the new incarnation, in its own step."""
         if action.node in self.dead or action.node in self.unresponsive:
             self._later(self.state.job.recovery.promote, lambda: self._lose_request(action))
         elif action.step not in self.steps:
@@ -438,7 +444,7 @@ class World:
         incarnation, node = action.incarnation, action.node
         if action.step not in self.steps:
             return
-        if not self.state.is_current(incarnation) or self.state.finish is not None:  # not wanted any more: it leaves
+        if not self.state.is_current(incarnation) or self.state.finish is not None:  # no longer wanted: it exits
             self._end(action.step, 0)
             return
         self.record(ev.Admitted(incarnation, action.step, node, 100))
@@ -479,7 +485,7 @@ class World:
             return
         orphans = self.state.orphan_steps.get(action.step)
         if orphans is not None and orphans.node in self.dead:
-            return  # nobody answers from there
+            return  # a dead node does not answer
         if action.step in self.steps:
             self._end(action.step, 0)
         self.record(ev.IntentSettled(action.tag, True))
@@ -505,7 +511,7 @@ class World:
     def _give_back(self, tag: str) -> tuple[NodeName, ...]:
         nodes = self.held.pop(tag, ())
         self._free += [node for node in nodes if node not in self.dead]
-        self.steps = {step: held for step, held in self.steps.items() if held[1] not in nodes}
+        self.steps = {step: running for step, running in self.steps.items() if running[1] not in nodes}
         return nodes
 
     def _later(self, after: float, do: Callable[[], None]) -> None:
@@ -518,7 +524,7 @@ def _memory_claim(incarnation: Incarnation) -> bool:
 
 
 def _exit(text: str) -> tuple[ExitReason, str]:
-    """Return what :func:`rrl.core.launch.exit_text` made this text of; any other text is a detail."""
+    """Return the reason and detail of a text of ``exit_text``; any other text is a detail."""
     reason, _, detail = text.partition(": ")
     return (ExitReason(reason), detail) if reason in set(ExitReason) else (ExitReason.EXITED, text)
 

@@ -1,4 +1,4 @@
-"""``fold``: what is believed after what happened."""
+"""``fold``: the state after events in any order."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ JOB = job(recovery=Recovery(window=100.0, backoff=1.0))
 
 
 def state_after(*events: ev.Event, state: State | None = None, at: float = 10.0) -> State:
-    """The state after these, one a second, from ``at`` on."""
+    """Return the state after these events, one per second from ``at`` on."""
     if state is None:
         state = fold(None, ev.Stamped(1, 0.0, 1, ev.RunStarted(RUN, JOB)))
     for index, event in enumerate(events):
@@ -85,17 +85,21 @@ def fence(incarnation: Incarnation = R1, rung: Rung = Rung.IN_PLACE) -> ev.Decid
 
 def pool(*nodes: NodeName, state: AllocationState = AllocationState.RUNNING) -> Sequence[ev.Event]:
     ask = AllocationRequest(POOL, len(nodes), NODE, 3600.0)
-    seen = ev.AllocationChanged(POOL, AllocationStatus(state, "7", nodes))
-    return ev.Intended(Request(ask, WHY)), ev.IntentSettled(POOL, True), seen
+    changed = ev.AllocationChanged(POOL, AllocationStatus(state, "7", nodes))
+    return ev.Intended(Request(ask, WHY)), ev.IntentSettled(POOL, True), changed
 
 
 RUNNING = (
-    *pool(N1, N2), launch(), ev.Admitted(R1, tag_of(RUN, R1), N1, 5), ev.Joined(R1, N1, "host", 6, "tcp://l", "tcp://s"),
-    ev.PhaseEntered(R1, "generate"), ev.VersionAvailable(R1, Version(3, 1)),
-)  # fmt: skip
+    *pool(N1, N2),
+    launch(),
+    ev.Admitted(R1, tag_of(RUN, R1), N1, 5),
+    ev.Joined(R1, N1, "host", 6, "tcp://l", "tcp://s"),
+    ev.PhaseEntered(R1, "generate"),
+    ev.VersionAvailable(R1, Version(3, 1)),
+)
 
 
-def test_a_run_begins_with_every_replica_wanted_and_none_believed() -> None:
+def test_new_run_wants_every_replica_and_none_is_current() -> None:
     state = state_after()
     assert {r.id: (r.status, r.incarnation_number) for r in workers(state)} == dict.fromkeys(
         (STORE, REWARD, TRAINER, *ROLLOUTS), (Status.WANTED, 0)
@@ -103,23 +107,23 @@ def test_a_run_begins_with_every_replica_wanted_and_none_believed() -> None:
     assert not state.is_current(Incarnation(TRAINER, 0))
 
 
-def test_a_journal_that_does_not_begin_with_the_run_is_refused() -> None:
+def test_journal_without_run_started_is_rejected() -> None:
     with pytest.raises(ValueError, match="starts with ManagerStarted, not with RunStarted"):
         fold(None, ev.Stamped(1, 0.0, 1, ev.ManagerStarted("h", 1)))
 
 
-def test_a_life_is_launching_then_starting_then_joined_and_its_launch_is_settled_by_its_own_word() -> None:
+def test_incarnation_is_launching_then_starting_then_joined_and_settles_its_launch() -> None:
     state = state_after(*RUNNING[:4])
     assert (state.replicas[R1.replica].status, list(state.intents)) == (Status.LAUNCHING, [tag_of(RUN, R1)])
     state = state_after(RUNNING[4], state=state)
     assert (state.replicas[R1.replica].status, state.intents) == (Status.STARTING, {})
     state = state_after(*RUNNING[5:], state=state)
-    held = state.replicas[R1.replica]
-    assert (held.status, held.phase, held.weight_version) == (Status.JOINED, "generate", Version(3, 1))
-    assert (held.listen_address, held.weight_address, held.pid, held.node) == ("tcp://l", "tcp://s", 6, N1)
+    replica = state.replicas[R1.replica]
+    assert (replica.status, replica.phase, replica.weight_version) == (Status.JOINED, "generate", Version(3, 1))
+    assert (replica.listen_address, replica.weight_address, replica.pid, replica.node) == ("tcp://l", "tcp://s", 6, N1)
 
 
-def test_a_worker_or_an_agent_that_has_joined_settles_its_launch_though_its_first_process_was_not_heard() -> None:
+def test_join_settles_a_launch_whose_admission_was_missed() -> None:
     agent = Incarnation(ReplicaId("agent/n1"), 1)
     state = state_after(*pool(N1), launch(), launch(agent))
     assert len(state.intents) == 2
@@ -129,7 +133,7 @@ def test_a_worker_or_an_agent_that_has_joined_settles_its_launch_though_its_firs
     assert (state.replicas[R1.replica].status, state.replicas[R1.replica].failures) == (Status.JOINED, ())
 
 
-def test_who_has_spoken_is_not_put_back_by_a_look_that_missed_its_step() -> None:
+def test_admitted_replica_is_not_reset_by_a_poll_that_missed_its_step() -> None:
     intents = state_after(*pool(N1), launch()).intents
     state = msgspec.structs.replace(state_after(*RUNNING), intents=intents)  # as an older manager may have left it
     for unheard in (True, False):
@@ -137,7 +141,7 @@ def test_who_has_spoken_is_not_put_back_by_a_look_that_missed_its_step() -> None
         assert (missed.replicas, missed.intents) == (state.replicas, {})
 
 
-def test_the_walltime_counts_from_when_the_first_pool_runs_and_not_from_a_later_one() -> None:
+def test_run_walltime_counts_from_the_first_running_pool() -> None:
     state = state_after(*pool(state=AllocationState.PENDING))
     assert (state.running_since, state.ends_at) == (None, float("inf"))
     state = state_after(
@@ -148,13 +152,13 @@ def test_the_walltime_counts_from_when_the_first_pool_runs_and_not_from_a_later_
     assert state.running_since == 50.0
 
 
-def test_what_lands_after_it_was_given_up_starts_no_walltime() -> None:
+def test_allocation_granted_after_it_was_given_up_starts_no_walltime() -> None:
     state = state_after(ev.AllocationChanged(POOL, AllocationStatus(AllocationState.RUNNING, "7", (N1,))))
     assert (list(state.allocations), state.running_since) == ([POOL], None)
 
 
 @pytest.mark.parametrize("observed", [None, AllocationStatus(AllocationState.ENDED, "7", (), "CANCELLED")])
-def test_an_allocation_that_is_gone_before_it_ran_counts_as_refused_by_nobody(
+def test_allocation_gone_before_it_ran_counts_as_undelivered_request(
     observed: AllocationStatus | None,
 ) -> None:
     gone = state_after(*pool(state=AllocationState.PENDING), ev.AllocationChanged(POOL, observed))
@@ -164,11 +168,11 @@ def test_an_allocation_that_is_gone_before_it_ran_counts_as_refused_by_nobody(
     assert state_after(*given_back, ev.AllocationChanged(POOL, observed)).rejected_requests == ()
 
 
-def test_a_new_life_inherits_nothing_that_the_old_one_said() -> None:
+def test_new_incarnation_inherits_no_reports_of_the_old_one() -> None:
     state = state_after(*RUNNING, fence(), launch(Incarnation(R1.replica, 2), N2))
-    held = state.replicas[R1.replica]
-    assert (held.incarnation_number, held.node, held.status) == (2, N2, Status.LAUNCHING)
-    assert (held.weight_version, held.phase, held.listen_address, held.weight_address, held.pid) == (
+    replica = state.replicas[R1.replica]
+    assert (replica.incarnation_number, replica.node, replica.status) == (2, N2, Status.LAUNCHING)
+    assert (replica.weight_version, replica.phase, replica.listen_address, replica.weight_address, replica.pid) == (
         None,
         "",
         None,
@@ -190,14 +194,14 @@ LATE: tuple[ev.Event, ...] = (
 
 @pytest.mark.parametrize("late", LATE, ids=lambda event: type(event).__name__)
 @pytest.mark.parametrize("launched", [False, True], ids=["wanted again", "launched again"])
-def test_a_late_event_of_a_fenced_life_changes_nothing_about_its_replica(late: ev.Event, launched: bool) -> None:
+def test_late_event_of_a_fenced_incarnation_changes_nothing(late: ev.Event, launched: bool) -> None:
     before = state_after(*RUNNING, fence(), *([launch(Incarnation(R1.replica, 2), N2)] if launched else []))
     after = state_after(late, state=before, at=50.0)
     assert after.replicas == before.replicas
     assert after.findings == before.findings
 
 
-def test_a_life_that_ends_late_stops_lingering_and_nothing_else() -> None:
+def test_late_end_of_a_fenced_incarnation_only_settles_its_orphan_step() -> None:
     before = state_after(*RUNNING, fence(), launch(Incarnation(R1.replica, 2), N2))
     assert before.orphan_steps == {tag_of(RUN, R1): OrphanStep(R1, N1, POOL, 18.0)}
     after = state_after(ev.StepEnded(R1, tag_of(RUN, R1), 0, None, ExitReason.STOPPED), state=before)
@@ -205,50 +209,50 @@ def test_a_life_that_ends_late_stops_lingering_and_nothing_else() -> None:
     assert after.replicas == before.replicas
 
 
-def test_a_fenced_life_that_ended_before_does_not_linger() -> None:
+def test_fenced_incarnation_that_had_ended_leaves_no_orphan() -> None:
     state = state_after(*RUNNING, ev.StepEnded(R1, tag_of(RUN, R1), 1, None, ExitReason.EXITED), fence())
     assert state.orphan_steps == {}
     assert state.replicas[R1.replica].status is Status.WANTED
 
 
-def test_a_step_that_was_asked_to_end_lingers_until_it_is_seen_to_end_or_certainly_stopped() -> None:
+def test_stopped_step_is_an_orphan_until_its_end_or_stop_is_certain() -> None:
     stop = ev.Intended(StopStep(tag_of(RUN, R1), R1, 1.0, WHY))
     state = state_after(*RUNNING, fence(), stop)
     assert state.orphan_steps[tag_of(RUN, R1)].stop_requested
     done = state_after(ev.IntentSettled(f"{tag_of(RUN, R1)}!stop", True), state=state)
     assert (done.orphan_steps, done.intents) == ({}, {})
     refused = state_after(ev.IntentSettled(f"{tag_of(RUN, R1)}!stop", False, "no"), state=state, at=50.0)
-    held = refused.orphan_steps[tag_of(RUN, R1)]
-    assert (held.stop_requested, held.not_before, refused.intents) == (False, 50.0 + RETRY_PAUSE_S, {})
+    orphan = refused.orphan_steps[tag_of(RUN, R1)]
+    assert (orphan.stop_requested, orphan.not_before, refused.intents) == (False, 50.0 + RETRY_PAUSE_S, {})
 
 
-def test_a_replica_that_is_stopped_while_it_is_believed_is_retired() -> None:
+def test_current_replica_that_is_stopped_is_retired() -> None:
     state = state_after(*RUNNING, ev.Intended(StopStep(tag_of(RUN, R1), R1, 1.0, WHY)))
     assert state.replicas[R1.replica].status is Status.RETIRED
     assert state.orphan_steps[tag_of(RUN, R1)].stop_requested
 
 
-def test_a_refused_launch_leaves_the_replica_wanted_and_the_pause_before_the_next_doubles() -> None:
+def test_rejected_launch_keeps_replica_wanted_and_doubles_the_backoff() -> None:
     state, pauses = state_after(*pool(N1)), []
     for number in (1, 2, 3, 4):
         incarnation = Incarnation(R1.replica, number)
         state = state_after(
             launch(incarnation), ev.IntentSettled(tag_of(RUN, incarnation), False, "no"), state=state, at=20.0
         )
-        held = state.replicas[R1.replica]
-        assert (held.status, held.incarnation_number, state.intents) == (Status.WANTED, number, {})
-        pauses.append(held.not_before - held.since)
+        replica = state.replicas[R1.replica]
+        assert (replica.status, replica.incarnation_number, state.intents) == (Status.WANTED, number, {})
+        pauses.append(replica.not_before - replica.since)
     assert pauses == [0.0, 1.0, 2.0, 4.0]
 
 
-def test_failures_older_than_the_window_are_forgotten_with_the_next_one() -> None:
+def test_failures_older_than_the_window_are_dropped_with_the_next_one() -> None:
     state = state_after(launch(), fence(), state=state_after(*pool(N1)), at=20.0)
     state = state_after(launch(Incarnation(R1.replica, 2)), fence(Incarnation(R1.replica, 2)), state=state, at=125.0)
     assert [start.at for start in state.replicas[R1.replica].failures] == [126.0]
     assert state.replicas[R1.replica].not_before == 126.0
 
 
-def test_a_refused_launch_of_a_life_that_is_fenced_by_now_is_no_second_failure() -> None:
+def test_rejected_launch_of_a_fenced_incarnation_is_not_a_second_failure() -> None:
     state = state_after(
         *pool(N1), launch(), fence(), ev.IntentSettled(tag_of(RUN, R1), False, "its step never appeared")
     )
@@ -256,31 +260,36 @@ def test_a_refused_launch_of_a_life_that_is_fenced_by_now_is_no_second_failure()
     assert state.intents == {}
 
 
-def test_a_launch_that_died_with_its_manager_is_no_failure_and_is_made_up_for_on_the_same_node() -> None:
+def test_undelivered_launch_is_not_a_failure_and_is_repeated_on_the_same_node() -> None:
     state = state_after(
         *pool(N1), launch(), ev.IntentSettled(tag_of(RUN, R1), False, "its step never appeared", undelivered=True)
     )
-    held = state.replicas[R1.replica]
-    assert (held.status, held.incarnation_number, held.failures, held.preferred_node) == (Status.WANTED, 1, (), N1)
+    replica = state.replicas[R1.replica]
+    assert (replica.status, replica.incarnation_number, replica.failures, replica.preferred_node) == (
+        Status.WANTED,
+        1,
+        (),
+        N1,
+    )
 
 
-def test_a_launch_is_settled_when_its_step_is_certainly_stopped_or_its_allocation_is_gone() -> None:
+def test_launch_is_settled_by_a_certain_stop_or_the_end_of_its_allocation() -> None:
     stop = StopStep(tag_of(RUN, R1), R1, 1.0, WHY)
     launched = state_after(*pool(N1), launch())
     assert state_after(ev.Intended(stop), ev.IntentSettled(stop.tag, True), state=launched).intents == {}
     assert state_after(ev.AllocationChanged(POOL, None), state=launched).intents == {}
 
 
-def test_a_life_whose_allocation_has_gone_before_it_is_fenced_does_not_linger() -> None:
+def test_incarnation_fenced_after_its_allocation_ended_leaves_no_orphan() -> None:
     assert state_after(*RUNNING, ev.AllocationChanged(POOL, None), fence()).orphan_steps == {}
 
 
-def test_restarting_in_place_prefers_the_node_and_any_other_rung_does_not() -> None:
+def test_only_a_restart_in_place_prefers_the_old_node() -> None:
     assert state_after(*RUNNING, fence(rung=Rung.IN_PLACE)).replicas[R1.replica].preferred_node == N1
     assert state_after(*RUNNING, fence(rung=Rung.SPARE)).replicas[R1.replica].preferred_node is None
 
 
-def test_going_on_degraded_retires_the_replica_whether_it_was_believed_or_wanted() -> None:
+def test_degrading_retires_current_and_wanted_replicas() -> None:
     assert state_after(*RUNNING, fence(rung=Rung.DEGRADED)).replicas[R1.replica].status is Status.RETIRED
     wanted = state_after(*RUNNING, fence(), fence(rung=Rung.DEGRADED))
     assert wanted.replicas[R1.replica].status is Status.RETIRED
@@ -291,7 +300,7 @@ def test_only_restarts_count_as_recoveries() -> None:
     assert state_after(*RUNNING, fence(rung=Rung.DEGRADED)).recoveries == 0
 
 
-def test_a_refused_request_leaves_no_allocation_and_is_remembered_for_the_window() -> None:
+def test_rejected_request_leaves_no_allocation_and_is_kept_for_the_window() -> None:
     state = state_after(pool(N1)[0], ev.IntentSettled(POOL, False, "no such partition"))
     assert (state.allocations, state.intents) == ({}, {})
     assert [(r.tag, r.detail) for r in state.rejected_requests] == [(POOL, "no such partition")]
@@ -299,7 +308,7 @@ def test_a_refused_request_leaves_no_allocation_and_is_remembered_for_the_window
     assert [r.detail for r in again.rejected_requests] == ["still none"]
 
 
-def test_nodes_come_and_go_with_their_allocation() -> None:
+def test_nodes_enter_and_leave_with_their_allocation() -> None:
     state = state_after(*pool(N1, N2))
     assert {name: node.allocation for name, node in state.nodes.items()} == {N1: POOL, N2: POOL}
     shrunk = state_after(ev.AllocationChanged(POOL, AllocationStatus(AllocationState.RUNNING, "7", (N1,))), state=state)
@@ -307,25 +316,25 @@ def test_nodes_come_and_go_with_their_allocation() -> None:
 
 
 @pytest.mark.parametrize("observed", [None, AllocationStatus(AllocationState.ENDED, "7", (N1, N2), "TIMEOUT")])
-def test_a_lost_allocation_takes_its_nodes_and_what_lingered_there_with_it(observed: AllocationStatus | None) -> None:
+def test_lost_allocation_removes_its_nodes_and_orphan_steps(observed: AllocationStatus | None) -> None:
     state = state_after(*RUNNING, fence(), ev.AllocationChanged(POOL, observed))
     assert (state.allocations, state.nodes, state.orphan_steps) == ({}, {}, {})
 
 
-def test_an_excluded_node_is_still_known_when_it_has_left_and_excluded_when_it_comes_back() -> None:
+def test_excluded_node_stays_recorded_after_it_left_and_when_it_returns() -> None:
     state = state_after(*pool(N1, N2), ev.Decided(Exclude(N1, WHY)), ev.AllocationChanged(POOL, None))
     assert (list(state.nodes), state.nodes[N1].allocation, state.nodes[N1].excluded) == ([N1], "", "because")
     again = state_after(*pool(N1), state=state)
     assert (again.nodes[N1].allocation, again.nodes[N1].excluded) == (POOL, "because")
 
 
-def test_what_the_cluster_says_of_a_node_is_kept_and_of_a_stranger_is_not() -> None:
+def test_node_status_is_kept_for_own_nodes_only() -> None:
     down = NodeStatus(NodeState.DOWN, "DOWN*")
     state = state_after(*pool(N1), ev.NodeChanged(N1, down), ev.NodeChanged(N3, down))
     assert {name: node.status for name, node in state.nodes.items()} == {N1: down}
 
 
-def test_findings_stand_until_they_are_ok_or_their_life_is_fenced() -> None:
+def test_findings_stand_until_cleared_or_until_their_incarnation_is_fenced() -> None:
     state = state_after(*RUNNING, found(R1, "worker_silence", 20.0), lost(N2, 20.0))
     assert list(state.findings) == [f"worker_silence:{R1}", "node_lost:n2"]
     assert list(state_after(fence(), state=state).findings) == ["node_lost:n2"]
@@ -334,12 +343,12 @@ def test_findings_stand_until_they_are_ok_or_their_life_is_fenced() -> None:
 
 
 @pytest.mark.parametrize("verdict", [Verdict.OK, Verdict.UNKNOWN])
-def test_unknown_and_ok_are_no_findings(verdict: Verdict) -> None:
+def test_unknown_and_ok_are_not_stored_as_findings(verdict: Verdict) -> None:
     finding = msgspec.structs.replace(found(R1, "worker_silence", 20.0).finding, verdict=verdict)
     assert state_after(*RUNNING, ev.FindingChanged(finding)).findings == {}
 
 
-def test_a_give_back_that_was_refused_is_open_again_after_a_pause() -> None:
+def test_refused_release_can_be_repeated_after_a_pause() -> None:
     state = state_after(*pool(N1), ev.Intended(Release(POOL, WHY)))
     assert state.allocations[POOL].releasing
     state = state_after(ev.IntentSettled(f"{POOL}!release", False, "denied"), state=state, at=30.0)
@@ -347,35 +356,35 @@ def test_a_give_back_that_was_refused_is_open_again_after_a_pause() -> None:
     assert state.allocations[POOL].not_before == 30.0 + RETRY_PAUSE_S
 
 
-def test_a_result_that_comes_after_its_allocation_has_gone_harms_nothing() -> None:
+def test_result_after_the_end_of_its_allocation_changes_nothing() -> None:
     state = state_after(*pool(N1), ev.Intended(Release(POOL, WHY)), ev.AllocationChanged(POOL, None))
     for ok in (True, False):
         assert state_after(ev.IntentSettled(f"{POOL}!release", ok), state=state).intents == {}
 
 
-def test_steps_are_committed_in_order_and_a_repeated_word_of_one_counts_once() -> None:
+def test_commits_are_ordered_and_a_repeated_one_counts_once() -> None:
     committed = [ev.StepCommitted(R1, step, {"reward": step / 100}) for step in (1, 2, 2, 1, 3)]
     state = state_after(*RUNNING, *committed)
     assert (state.step, state.metrics) == (3, {"reward": 0.03})
     assert state.rewards.first == state.rewards.last == {1: 0.01, 2: 0.02, 3: 0.03}
 
 
-def test_a_newest_step_that_is_told_before_those_that_led_to_it_hides_none_of_them() -> None:
-    words = [ev.StepCommitted(R1, 5), *(ev.StepCommitted(R1, step, {"reward": step / 10}) for step in (2, 3, 4, 5))]
-    state = state_after(*RUNNING, ev.StepCommitted(R1, 1, {"reward": 0.1}), *words)
+def test_newest_step_reported_first_hides_none_of_the_earlier_steps() -> None:
+    commits = [ev.StepCommitted(R1, 5), *(ev.StepCommitted(R1, step, {"reward": step / 10}) for step in (2, 3, 4, 5))]
+    state = state_after(*RUNNING, ev.StepCommitted(R1, 1, {"reward": 0.1}), *commits)
     assert (state.step, state.metrics) == (5, {"reward": 0.5})
     assert state.rewards.last == {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4, 5: 0.5}
-    assert state_after(*words[1:], state=state).rewards == state.rewards
+    assert state_after(*commits[1:], state=state).rewards == state.rewards
 
 
-def test_a_planned_fault_is_set_off_once_it_is_intended_and_settled_by_the_agents_word() -> None:
+def test_planned_fault_is_triggered_by_its_intent_and_settled_by_the_agents_report() -> None:
     perform = InjectFault(Fault("f0", FaultKind.KILL, "rollout/0", FaultTrigger(step=1)), tag_of(RUN, R1), N1, WHY)
     state = state_after(*RUNNING, ev.Intended(perform))
     assert (state.triggered_faults, list(state.intents)) == (("f0",), ["fault:f0"])
     assert state_after(ev.FaultInjected("f0", R1, True), state=state).intents == {}
 
 
-def test_an_ordered_fault_waits_until_it_is_set_off_or_refused_and_is_forgotten_then() -> None:
+def test_requested_fault_is_kept_until_it_is_triggered_or_rejected() -> None:
     fault = Fault("i1", FaultKind.KILL, "rollout/0", FaultTrigger(step=9), by="ada")
     state = state_after(*RUNNING, ev.FaultRequested(fault, "ada", "c1"))
     assert (state.requested_faults, state.handled_commands, state.triggered_faults) == ((fault,), ("c1",), ())
@@ -390,7 +399,7 @@ def test_an_ordered_fault_waits_until_it_is_set_off_or_refused_and_is_forgotten_
 @pytest.mark.parametrize(
     ("kind", "hit"), [(FaultKind.KILL, {"rollout/0"}), (FaultKind.CRASH, {"rollout/0", "agent/n1"})]
 )
-def test_a_failure_of_who_was_hit_is_told_from_a_real_one(kind: FaultKind, hit: set[str]) -> None:
+def test_failure_of_a_fault_target_is_marked_as_injected(kind: FaultKind, hit: set[str]) -> None:
     agent = Incarnation(ReplicaId("agent/n1"), 1)
     fault = InjectFault(
         Fault("f0", kind, "rollout/0"), tag_of(RUN, R1), N1, WHY, None if kind is FaultKind.CRASH else R1
@@ -405,12 +414,12 @@ def test_a_failure_of_who_was_hit_is_told_from_a_real_one(kind: FaultKind, hit: 
     assert not state_after(fence, ev.Intended(again), state=before).replica(R1.replica).fault
 
 
-def test_a_command_is_taken_once_and_cancel_remembers_who_asked() -> None:
+def test_command_is_handled_once_and_cancel_records_the_user() -> None:
     state = state_after(ev.CommandReceived("cancel", "ada", "c1"), ev.CommandReceived("unheard of", "bob", "c2"))
     assert (state.handled_commands, state.cancelled_by) == (("c1", "c2"), "ada")
 
 
-def test_the_last_record_says_how_and_when_the_run_ended() -> None:
+def test_last_record_sets_outcome_and_end_time() -> None:
     state = state_after(ev.Decided(Finish(Outcome.COMPLETED, WHY)), ev.RunEnded(Outcome.COMPLETED, "done"))
     assert (state.finish, state.outcome, state.why, state.ended) == (
         Finish(Outcome.COMPLETED, WHY), Outcome.COMPLETED, "done", 11.0,
@@ -429,7 +438,7 @@ WHOLE = AllocationRequest(
 BOTH = (POOL, f"{RUN}.b")
 
 
-def test_a_heterogeneous_request_is_an_allocation_for_each_component_and_leaves_none_when_it_was_not_done() -> None:
+def test_heterogeneous_request_has_an_allocation_per_component_and_none_if_rejected() -> None:
     state = state_after(ev.Intended(Request(WHOLE, WHY)))
     assert tuple(state.allocations) == BOTH
     assert (state.requests_made, state.requested_since) == ({"a": 1, "b": 1}, 10.0)
@@ -437,20 +446,23 @@ def test_a_heterogeneous_request_is_an_allocation_for_each_component_and_leaves_
     assert open_requests(state_after(ev.IntentSettled(POOL, True), state=state)) == {}
     refused = state_after(ev.IntentSettled(POOL, False, "no"), state=state)
     assert (refused.allocations, refused.intents) == ({}, {})
-    assert [(one.node_group, one.detail) for one in refused.rejected_requests] == [("a", "no")]
+    assert [(rejection.node_group, rejection.detail) for rejection in refused.rejected_requests] == [("a", "no")]
 
 
-def test_a_node_knows_the_part_that_it_serves_also_when_it_has_left() -> None:
-    seen = AllocationStatus(AllocationState.RUNNING, "7+1", (N1,))
+def test_node_keeps_its_group_after_it_left() -> None:
+    status = AllocationStatus(AllocationState.RUNNING, "7+1", (N1,))
     state = state_after(
-        ev.Intended(Request(WHOLE, WHY)), ev.AllocationChanged(f"{RUN}.b", seen), ev.Decided(Exclude(N1, WHY))
+        ev.Intended(Request(WHOLE, WHY)), ev.AllocationChanged(f"{RUN}.b", status), ev.Decided(Exclude(N1, WHY))
     )
     assert state.nodes[N1].node_group == "b"
     assert state_after(ev.AllocationChanged(f"{RUN}.b", None), state=state).nodes[N1].node_group == "b"
 
 
-def test_an_allocation_counts_its_walltime_from_when_it_was_seen_to_run_and_anew_when_it_is_queued_again() -> None:
-    running, queued = (AllocationStatus(one, "7", ()) for one in (AllocationState.RUNNING, AllocationState.PENDING))
+def test_allocation_walltime_counts_from_running_and_restarts_when_requeued() -> None:
+    running, queued = (
+        AllocationStatus(allocation_state, "7", ())
+        for allocation_state in (AllocationState.RUNNING, AllocationState.PENDING)
+    )
     state = state_after(*pool(state=AllocationState.PENDING))
     assert state.allocations[POOL].ends_at == float("inf")
     state = state_after(ev.AllocationChanged(POOL, running), state=state, at=50.0)
@@ -462,24 +474,26 @@ def test_an_allocation_counts_its_walltime_from_when_it_was_seen_to_run_and_anew
     assert state.allocations[POOL].ends_at == 91.0 + 3600.0
 
 
-def test_a_request_that_could_never_be_met_counts_as_refused_when_it_is_given_back() -> None:
+def test_release_of_an_unsatisfiable_request_counts_as_a_rejection() -> None:
     for hopeless in ("", "BadConstraints"):
-        seen = AllocationStatus(AllocationState.PENDING, "7", (), "BadConstraints", hopeless)
-        asked = (ev.Intended(Request(WHOLE, WHY)), ev.IntentSettled(POOL, True), ev.AllocationChanged(POOL, seen))
+        status = AllocationStatus(AllocationState.PENDING, "7", (), "BadConstraints", hopeless)
+        asked = (ev.Intended(Request(WHOLE, WHY)), ev.IntentSettled(POOL, True), ev.AllocationChanged(POOL, status))
         state = state_after(*asked, ev.Intended(Release(POOL, WHY)))
-        assert [one.detail for one in state.rejected_requests] == ([f"{POOL}: BadConstraints"] if hopeless else [])
+        assert [rejection.detail for rejection in state.rejected_requests] == (
+            [f"{POOL}: BadConstraints"] if hopeless else []
+        )
         assert state_after(ev.AllocationChanged(POOL, None), state=state).rejected_requests == state.rejected_requests
 
 
-def test_who_moves_has_not_failed_and_is_wanted_where_it_moves_to() -> None:
+def test_moved_replica_has_no_failure_and_prefers_its_target_node() -> None:
     state = state_after(*RUNNING, ev.Decided(Fence(R1, Rung.REPLACEMENT, WHY, target_node=N2, charged=False)))
-    held = state.replicas[R1.replica]
-    assert (held.status, held.preferred_node, held.failures, state.recoveries) == (Status.WANTED, N2, (), 0)
+    replica = state.replicas[R1.replica]
+    assert (replica.status, replica.preferred_node, replica.failures, state.recoveries) == (Status.WANTED, N2, (), 0)
     assert list(state.orphan_steps) == [tag_of(RUN, R1)]
 
 
 # ── starts that fail, and commands that are done ─────────────────────────────────────────────────────────────────────
-def test_only_what_failed_by_itself_before_any_life_joined_counts_as_a_failed_start() -> None:
+def test_only_own_failures_before_any_join_count_as_failed_starts() -> None:
     alone = state_after(*pool(N1, N2), launch(), found(R1, "exit_record", 20.0), fence())
     assert alone.replicas[R1.replica].failed_starts == 1
     with_its_node = state_after(*pool(N1, N2), launch(), lost(N1, 20.0), fence())
@@ -497,7 +511,7 @@ def test_only_what_failed_by_itself_before_any_life_joined_counts_as_a_failed_st
         (RejectReason.NOT_STARTED, 1),
     ],
 )
-def test_of_refused_launches_those_count_of_which_something_ran_or_should_have(
+def test_rejected_launch_counts_as_failed_start_if_the_step_ran_or_should_have(
     reason: RejectReason, counts: int
 ) -> None:
     state = state_after(*pool(N1), launch(), ev.IntentSettled(tag_of(RUN, R1), False, "said", reason=reason))
@@ -519,7 +533,7 @@ SHARD = Incarnation(ReplicaId("shard/0"), 1)
         (None, ExitReason.SIGNALED, False, Status.JOINED),
     ],
 )
-def test_a_command_that_exits_with_code_0_of_its_own_accord_is_done(
+def test_command_that_exits_with_code_0_is_completed(
     code: int | None, reason: ExitReason, service: bool, status: Status
 ) -> None:
     state = fold(None, ev.Stamped(1, 0.0, 1, ev.RunStarted(RUN, commands(command("shard", service=service)))))
@@ -530,7 +544,7 @@ def test_a_command_that_exits_with_code_0_of_its_own_accord_is_done(
     assert state.is_current(SHARD) is (status is Status.JOINED)
 
 
-def test_what_an_agent_says_of_its_node_is_kept_with_the_node() -> None:
+def test_agent_report_is_stored_with_its_node() -> None:
     agent = Incarnation(ReplicaId("agent/n1"), 1)
     state = state_after(*pool(N1), launch(agent))
     assert state.nodes[N1].probe_error is None
@@ -556,16 +570,26 @@ _steps = _incarnations.map(lambda incarnation: tag_of(RUN, incarnation))
 _outside = st.one_of(
     st.builds(Request, _requests, _whys),
     st.builds(Release, _allocations, _whys),
-    _incarnations.flatmap(lambda incarnation: st.builds(Launch, st.just(incarnation), st.just(tag_of(RUN, incarnation)), _allocations, _nodes,
-                                          _whys)),
-    _incarnations.flatmap(lambda shadow: st.builds(Launch, _incarnations, st.just(tag_of(RUN, shadow)), _allocations, _nodes, _whys,
-                                            st.just(shadow))),
+    _incarnations.flatmap(
+        lambda incarnation: st.builds(
+            Launch, st.just(incarnation), st.just(tag_of(RUN, incarnation)), _allocations, _nodes, _whys
+        )
+    ),
+    _incarnations.flatmap(
+        lambda standby: st.builds(
+            Launch, _incarnations, st.just(tag_of(RUN, standby)), _allocations, _nodes, _whys, st.just(standby)
+        )
+    ),
     st.builds(Drain, _nodes, st.just("rrl:small-1:gpu"), _whys),
     st.builds(Undrain, _nodes, st.just("rrl:small-1:gpu"), _whys),
     st.builds(Shrink, _allocations, st.lists(_nodes, max_size=2).map(tuple), _whys),
-    _incarnations.flatmap(lambda incarnation: st.builds(StopStep, st.just(tag_of(RUN, incarnation)), st.just(incarnation), st.just(1.0), _whys)),
+    _incarnations.flatmap(
+        lambda incarnation: st.builds(
+            StopStep, st.just(tag_of(RUN, incarnation)), st.just(incarnation), st.just(1.0), _whys
+        )
+    ),
     st.builds(InjectFault, _faults, _steps, _nodes, _whys, st.none() | _incarnations),
-)  # fmt: skip
+)
 _fences = st.builds(Fence, _incarnations, st.sampled_from(Rung), _whys, st.none() | _nodes, st.booleans())
 _decisions = st.one_of(
     _fences,
@@ -574,8 +598,13 @@ _decisions = st.one_of(
     st.builds(RestartAll, _whys, st.lists(_fences, max_size=2).map(tuple)),
     st.builds(Finish, st.sampled_from(Outcome), _whys),
 )
-_statuses = st.builds(AllocationStatus, st.sampled_from(AllocationState), st.just("7"),
-                  st.lists(_nodes, unique=True).map(tuple), unsatisfiable_reason=st.sampled_from(["", "never"]))  # fmt: skip
+_statuses = st.builds(
+    AllocationStatus,
+    st.sampled_from(AllocationState),
+    st.just("7"),
+    st.lists(_nodes, unique=True).map(tuple),
+    unsatisfiable_reason=st.sampled_from(["", "never"]),
+)
 _evidence = st.just((Evidence("step", "it ended", 1.0),))
 _findings = st.one_of(
     st.builds(Finding, st.just("exit_record"), st.sampled_from(Verdict), st.just(Cause.PROCESS),
@@ -590,47 +619,84 @@ _BY_TYPE: dict[type, st.SearchStrategy[ev.Event]] = {
     ev.ManagerStarted: st.builds(ev.ManagerStarted, st.just("host"), st.just(1)),
     ev.ManagerStopped: st.builds(ev.ManagerStopped, st.just("SIGTERM")),
     ev.Intended: st.builds(ev.Intended, _outside),
-    ev.IntentSettled: st.builds(ev.IntentSettled, _tags, st.booleans(), st.just("said"), st.booleans(),
-                      st.none() | st.sampled_from(RejectReason)),
+    ev.IntentSettled: st.builds(
+        ev.IntentSettled,
+        _tags,
+        st.booleans(),
+        st.just("said"),
+        st.booleans(),
+        st.none() | st.sampled_from(RejectReason),
+    ),
     ev.Decided: st.builds(ev.Decided, _decisions),
     ev.AllocationChanged: st.builds(ev.AllocationChanged, _allocations, st.none() | _statuses),
     ev.NodeChanged: st.builds(ev.NodeChanged, _nodes, st.builds(NodeStatus, st.sampled_from(NodeState))),
-    ev.AgentJoined: st.builds(ev.AgentJoined, _incarnations, _nodes, st.just("host"), st.just(1),
-                              st.sampled_from(["", "no torch"])),
-    ev.Admitted: _incarnations.flatmap(lambda incarnation: st.builds(ev.Admitted, st.just(incarnation), st.just(tag_of(RUN, incarnation)), _nodes,
-                                                       st.just(1))),
+    ev.AgentJoined: st.builds(
+        ev.AgentJoined, _incarnations, _nodes, st.just("host"), st.just(1), st.sampled_from(["", "no torch"])
+    ),
+    ev.Admitted: _incarnations.flatmap(
+        lambda incarnation: st.builds(
+            ev.Admitted, st.just(incarnation), st.just(tag_of(RUN, incarnation)), _nodes, st.just(1)
+        )
+    ),
     ev.Joined: st.builds(ev.Joined, _incarnations, _nodes, st.just("host"), st.just(1), st.none() | st.just("tcp://x")),
-    ev.StepEnded: _incarnations.flatmap(lambda incarnation: st.builds(ev.StepEnded, st.just(incarnation), st.just(tag_of(RUN, incarnation)),
-                                                         st.none() | st.just(1), st.none() | st.just(9),
-                                                         st.sampled_from(ExitReason))),
-    ev.PhaseEntered: st.builds(ev.PhaseEntered, _incarnations, st.sampled_from(["generate", "other"]), st.none() | _replicas),
+    ev.StepEnded: _incarnations.flatmap(
+        lambda incarnation: st.builds(
+            ev.StepEnded,
+            st.just(incarnation),
+            st.just(tag_of(RUN, incarnation)),
+            st.none() | st.just(1),
+            st.none() | st.just(9),
+            st.sampled_from(ExitReason),
+        )
+    ),
+    ev.PhaseEntered: st.builds(
+        ev.PhaseEntered, _incarnations, st.sampled_from(["generate", "other"]), st.none() | _replicas
+    ),
     ev.NoteChanged: st.builds(ev.NoteChanged, _incarnations, st.sampled_from(["", "the trainer waits for group 3"])),
     ev.FirstWorkDone: st.builds(ev.FirstWorkDone, _incarnations),
     ev.VersionAvailable: st.builds(ev.VersionAvailable, _incarnations, _versions),
-    ev.StepCommitted: st.builds(ev.StepCommitted, _incarnations, st.integers(0, 3),
-                                st.just({"reward": 0.5, "token_age_p50": 3.0}) | st.just({})),
+    ev.StepCommitted: st.builds(
+        ev.StepCommitted, _incarnations, st.integers(0, 3), st.just({"reward": 0.5, "token_age_p50": 3.0}) | st.just({})
+    ),
     ev.FindingChanged: st.builds(ev.FindingChanged, _findings),
-    ev.FaultInjected: st.builds(ev.FaultInjected, st.sampled_from(["f0", "f1"]), st.none() | _incarnations, st.booleans(),
-                                st.just("said"), ended=st.booleans(), unknown=st.booleans()),
-    ev.CommandReceived: st.builds(ev.CommandReceived, st.sampled_from(["cancel", "restart", "drain", "undrain", "other"]),
-                            st.just("me"), st.just("c1"), st.sampled_from(["rollout/0", "trainer/0", "n1", ""])),
+    ev.FaultInjected: st.builds(
+        ev.FaultInjected,
+        st.sampled_from(["f0", "f1"]),
+        st.none() | _incarnations,
+        st.booleans(),
+        st.just("said"),
+        ended=st.booleans(),
+        unknown=st.booleans(),
+    ),
+    ev.CommandReceived: st.builds(
+        ev.CommandReceived,
+        st.sampled_from(["cancel", "restart", "drain", "undrain", "other"]),
+        st.just("me"),
+        st.just("c1"),
+        st.sampled_from(["rollout/0", "trainer/0", "n1", ""]),
+    ),
     ev.FaultRequested: st.builds(ev.FaultRequested, _faults, st.just("me"), st.sampled_from(["c1", "c2"])),
     ev.Resumed: st.builds(ev.Resumed, st.just("me"), st.sampled_from(["c1", "c2"]), st.just(JOB)),
     ev.TokensCounted: st.builds(ev.TokensCounted, st.integers(0, 9), st.booleans()),
-    ev.BaselinesLearned: st.builds(ev.BaselinesLearned, st.just({"trainer": RoleBaseline({"train": DurationStats(5, 60.0, 80.0)}, uses_tensor_cores=True)})),
-    ev.StacksCollected: st.builds(ev.StacksCollected, _incarnations, st.just(("a line",)), st.tuples(_incarnations), st.just("stacks/x.txt")),
+    ev.BaselinesLearned: st.builds(
+        ev.BaselinesLearned,
+        st.just({"trainer": RoleBaseline({"train": DurationStats(5, 60.0, 80.0)}, uses_tensor_cores=True)}),
+    ),
+    ev.StacksCollected: st.builds(
+        ev.StacksCollected, _incarnations, st.just(("a line",)), st.tuples(_incarnations), st.just("stacks/x.txt")
+    ),
     ev.RunEnded: st.builds(ev.RunEnded, st.sampled_from(Outcome), st.just("over")),
-}  # fmt: skip
+}
 EVENTS = st.one_of(*_BY_TYPE.values())
 
 
-def test_every_kind_of_event_is_tried_below() -> None:
+def test_every_event_type_is_covered_below() -> None:
     assert set(_BY_TYPE) == set(get_args(ev.Event)) - {ev.RunStarted}
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(EVENTS, max_size=30))
-def test_fold_takes_any_event_in_any_order_and_what_comes_out_survives_both_encodings(events: list[ev.Event]) -> None:
+def test_fold_accepts_events_in_any_order_and_its_state_survives_both_encodings(events: list[ev.Event]) -> None:
     state = state_after(*events)
     assert state.seq == len(events) + 1
     for replica in state.replicas.values():
@@ -642,6 +708,6 @@ def test_fold_takes_any_event_in_any_order_and_what_comes_out_survives_both_enco
 
 @settings(max_examples=100, deadline=None)
 @given(EVENTS)
-def test_every_event_survives_the_journals_encoding(event: ev.Event) -> None:
+def test_every_event_survives_the_journal_encoding(event: ev.Event) -> None:
     stamped = ev.Stamped(1, 2.5, 3, event)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(stamped), type=ev.Stamped) == stamped

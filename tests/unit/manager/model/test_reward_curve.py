@@ -1,4 +1,4 @@
-"""The rewards of a run: the same whatever the order in which they are told, and bounded."""
+"""The rewards of a run: bounded in memory, and the same in whatever order they are reported."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from rrl.manager.model.reward_curve import MAX_CURVE_POINTS, MAX_GAPS, MAX_STEPS_PER_END, Rewards, add_step
 
 
-def reported(*words: tuple[int, float | None], rewards: Rewards | None = None) -> Rewards:
+def reported(*reports: tuple[int, float | None], rewards: Rewards | None = None) -> Rewards:
     rewards = rewards or Rewards()
-    for step, reward in words:
+    for step, reward in reports:
         rewards = add_step(rewards, step, reward)
     return rewards
 
 
-def test_the_first_and_the_newest_ten_are_kept_and_a_curve_of_all() -> None:
+def test_first_and_last_ten_rewards_and_a_curve_are_kept() -> None:
     rewards = reported(*((step, float(step)) for step in range(1, 131)))
     assert list(rewards.first) == list(range(1, 11))
     assert list(rewards.last) == list(range(121, 131))
@@ -26,32 +26,32 @@ def test_the_first_and_the_newest_ten_are_kept_and_a_curve_of_all() -> None:
     assert [*rewards.points[:2], *rewards.points[-2:]] == [2.5, 6.5, 126.5, 129.5], "each the mean of four steps"
 
 
-def test_nothing_told_is_no_reward() -> None:
+def test_no_report_means_no_reward() -> None:
     rewards = reported((1, None), (3, None))
     assert (rewards.mean_first, rewards.mean_last, rewards.latest, rewards.points) == (None, None, None, ())
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.data(), st.integers(1, 300))
-def test_the_order_and_repetitions_do_not_matter(data: st.DataObject, newest: int) -> None:
+def test_order_and_repetition_of_reports_do_not_matter(data: st.DataObject, newest: int) -> None:
     steps = data.draw(st.lists(st.integers(1, newest), min_size=1, max_size=40, unique=True))
-    words = [(step, float(step % 7)) for step in steps]
+    reports = [(step, float(step % 7)) for step in steps]
     hellos: list[tuple[int, float | None]] = [(step, None) for step in data.draw(st.lists(st.sampled_from(steps)))]
-    shuffled = data.draw(st.permutations([*words, *hellos, *words[:5]]))
-    assert reported(*shuffled) == reported(*sorted(words))
+    shuffled = data.draw(st.permutations([*reports, *hellos, *reports[:5]]))
+    assert reported(*shuffled) == reported(*sorted(reports))
 
 
-def test_a_repeated_word_counts_once_and_the_first_counts() -> None:
+def test_first_of_repeated_reports_counts() -> None:
     assert reported((1, 0.1), (2, 0.2), (1, 9.0), (2, 9.0)) == reported((1, 0.1), (2, 0.2))
 
 
 @pytest.mark.parametrize("steps", [range(2, 20_000, 3), range(19_999, 1, -3)], ids=["upwards", "downwards"])
-def test_it_stays_small_however_many_steps_are_never_told(steps: range) -> None:
+def test_memory_is_bounded_however_many_steps_go_unreported(steps: range) -> None:
     rewards = reported(*((step, 0.5) for step in steps))
     assert len(rewards.unreported) <= MAX_GAPS
     assert (len(rewards.first), len(rewards.last)) == (MAX_STEPS_PER_END, MAX_STEPS_PER_END)
     assert len(msgspec.msgpack.encode(rewards)) < 3000
 
 
-def test_a_trainer_that_never_tells_a_reward_leaves_one_gap() -> None:
+def test_trainer_that_reports_no_reward_leaves_one_gap() -> None:
     assert reported(*((step, None) for step in range(1, 1000))).unreported == ((1, 999),)

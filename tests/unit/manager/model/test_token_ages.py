@@ -1,4 +1,4 @@
-"""The ages of trained tokens: what is kept of them, and when they are warned of."""
+"""The ages of trained tokens: which are kept, and when a warning is raised."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def test_warning_stays_the_same_until_the_median_is_young_again() -> None:
     assert token_age_finding(ages, None) is None
 
 
-def test_ages_of_the_newest_steps_are_kept_in_whatever_order_they_are_told() -> None:
+def test_ages_of_the_newest_steps_are_kept_in_any_order_of_reports() -> None:
     ages = TokenAges()
     for step in (3, 1, 2, 2, *range(20, 3, -1)):
         ages = with_step(ages, step, {"token_age_p50": float(step), "token_age_max": step + 0.5}, at=0.0)
-    assert [one.step for one in ages.steps] == list(range(21 - WINDOW_STEPS, 21))
+    assert [entry.step for entry in ages.steps] == list(range(21 - WINDOW_STEPS, 21))
     assert (ages.p50, ages.max) == (15.5, 20.5)
     assert with_step(ages, 21, {"reward": 1.0}, at=0.0) == ages

@@ -1,4 +1,4 @@
-"""A gang: members that are launched together, die together and share an incarnation; everybody else goes on."""
+"""A gang: members that are launched and fenced together and share an incarnation number, without effect on others."""
 
 from __future__ import annotations
 
@@ -49,15 +49,17 @@ def nodes_of(world: World) -> list[NodeName]:
 
 
 def launches(world: World, incarnation: int) -> list[Launch]:
-    """Of members, with this incarnation."""
-    return [one for one in world.decided(Launch)
-            if one.incarnation.replica in MEMBERS and one.incarnation.number == incarnation]  # fmt: skip
+    """Return the launches of members with this incarnation number."""
+    return [launch for launch in world.decided(Launch)
+            if launch.incarnation.replica in MEMBERS and launch.incarnation.number == incarnation]  # fmt: skip
 
 
 def assert_others_were_not_touched(world: World) -> None:
     assert {id: world.incarnations()[id] for id in OTHERS} == dict.fromkeys(OTHERS, 1)
     fenced = [
-        one.incarnation for one in world.decided(Fence) if role_of(one.incarnation.replica) not in (AGENT, STANDBY_ROLE)
+        fence.incarnation
+        for fence in world.decided(Fence)
+        if role_of(fence.incarnation.replica) not in (AGENT, STANDBY_ROLE)
     ]
     assert {str(incarnation) for incarnation in fenced} <= {
         str(Incarnation(id, n)) for id in MEMBERS for n in range(1, 9)
@@ -65,22 +67,22 @@ def assert_others_were_not_touched(world: World) -> None:
 
 
 # ── launched ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_gang_is_launched_whole_with_one_incarnation_and_its_ranks_fill_the_nodes_in_order() -> None:
+def test_gang_is_launched_whole_and_its_ranks_fill_nodes_in_order() -> None:
     world = World(COLD).steady()
     assert incarnations(world) == dict.fromkeys(MEMBERS, 1)
     assert nodes_of(world) == [N2, N2, N3, N3]
-    assert [one.incarnation.replica for one in launches(world, 1)] == list(MEMBERS)
+    assert [launch.incarnation.replica for launch in launches(world, 1)] == list(MEMBERS)
     assert world.requests[f"{RUN}.pool"].count == 7  # one shared, two for four members, three rollouts, one spare
     taken = Counter(world.node_of(id) for id in world.incarnations())
     assert (taken[N2], taken[N3], taken[N4]) == (2, 2, 1)
 
 
-def test_a_gang_of_one_member_a_node_takes_a_node_for_each() -> None:
+def test_gang_with_one_member_per_node_takes_a_node_each() -> None:
     world = World(gang_job(4, 1, warm=False)).steady()
     assert nodes_of(world) == [N2, N3, N4, N5]
 
 
-def test_a_gang_that_waits_for_a_node_is_not_launched_before_and_keeps_those_that_it_has() -> None:
+def test_gang_that_lacks_a_node_is_not_launched_and_keeps_its_other_nodes() -> None:
     world = World(gang_job(warm=False, spares=0, recovery=Recovery(breaker=0.5))).steady().warmed()
     world.lose_node(N3)
     world.wait(30.0)
@@ -89,7 +91,7 @@ def test_a_gang_that_waits_for_a_node_is_not_launched_before_and_keeps_those_tha
     world.wait(30.0)
     assert launches(world, 2) == []
     assert world.node_of(OTHERS[2]) == N4  # it does not take n2
-    assert [one.request.count for one in world.decided(Request)] == [6, 1, 1]
+    assert [request.request.count for request in world.decided(Request)] == [6, 1, 1]
     world.arrive(2)
     world.steady()
     assert nodes_of(world)[:2] == [N2, N2]
@@ -99,7 +101,7 @@ def test_a_gang_that_waits_for_a_node_is_not_launched_before_and_keeps_those_tha
 # ── a member dies ────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("member", MEMBERS)
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
-def test_the_death_of_any_member_restarts_its_gang_and_nobody_else(member: ReplicaId, warm: bool) -> None:
+def test_failure_of_any_member_restarts_its_gang_only(member: ReplicaId, warm: bool) -> None:
     world = World(gang_job(warm=warm)).steady().warmed()
     before = nodes_of(world)
     world.kill(member)
@@ -111,10 +113,10 @@ def test_the_death_of_any_member_restarts_its_gang_and_nobody_else(member: Repli
         id: int(id == member) for id in MEMBERS
     }  # fmt: skip
     assert world.state.recoveries == 1
-    assert {one.standby is not None for one in launches(world, 2)} == {warm}
+    assert {launch.standby is not None for launch in launches(world, 2)} == {warm}
 
 
-def test_members_that_die_together_are_one_failure_and_one_restart() -> None:
+def test_members_that_fail_together_count_as_one_failure() -> None:
     world = World(COLD).steady().warmed()
     for member in MEMBERS[1:]:
         step = world.state.replica(member).step
@@ -129,18 +131,18 @@ def test_members_that_die_together_are_one_failure_and_one_restart() -> None:
     assert world.state.recoveries == 1
 
 
-def test_a_gang_waits_until_what_lingers_of_it_has_ended_and_gives_it_no_grace() -> None:
+def test_gang_waits_for_its_orphan_steps_and_gives_them_no_grace() -> None:
     world = World(COLD).steady().warmed()
     world.slow_to_stop = 7.0
     world.kill(M1)
     killed = world.now
     world.play(lambda: bool(launches(world, 2)))
     assert world.now - killed == pytest.approx(7.0)
-    assert {one.grace for one in world.decided(StopStep)} == {0.0}
-    assert {str(one.incarnation) for one in world.decided(StopStep)} == {f"{id}#1" for id in (M0, M2, M3)}
+    assert {stop.grace for stop in world.decided(StopStep)} == {0.0}
+    assert {str(stop.incarnation) for stop in world.decided(StopStep)} == {f"{id}#1" for id in (M0, M2, M3)}
 
 
-def test_what_never_ends_is_waited_for_four_graces_and_then_gone_on_without() -> None:
+def test_orphan_that_never_ends_is_waited_for_four_graces() -> None:
     world = World(COLD).steady().warmed()
     world.slow_to_stop = float("inf")
     world.kill(M1)
@@ -150,16 +152,16 @@ def test_what_never_ends_is_waited_for_four_graces_and_then_gone_on_without() ->
     assert len(world.state.orphan_steps) == 3
 
 
-def test_what_lingers_on_a_node_that_is_gone_is_not_waited_for() -> None:
+def test_orphan_on_a_lost_node_is_not_waited_for() -> None:
     world = World(gang_job(warm=False, spares=2)).steady().warmed()
     world.lose_node(N3)
     world.play(lambda: bool(launches(world, 2)))
     lost = next(s.at for s in world.events if isinstance(s.event, ev.FindingChanged))
     assert world.now - lost < 1.0
-    assert {one.node for one in world.state.orphan_steps.values()} <= {N2, N3}
+    assert {orphan.node for orphan in world.state.orphan_steps.values()} <= {N2, N3}
 
 
-def test_a_pause_of_the_failed_member_holds_back_its_whole_gang() -> None:
+def test_backoff_of_the_failed_member_delays_its_whole_gang() -> None:
     world = World(gang_job(warm=False, recovery=Recovery(per_node=9, backoff=30.0))).steady().warmed()
     world.kill(M1)
     world.steady().warmed()
@@ -171,7 +173,7 @@ def test_a_pause_of_the_failed_member_holds_back_its_whole_gang() -> None:
 
 
 # ── a node dies ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_the_members_of_a_lost_node_move_together_and_the_survivors_keep_rank_and_node() -> None:
+def test_members_of_a_lost_node_move_together_and_the_others_stay() -> None:
     world = World(COLD).steady().warmed()
     world.lose_node(N2)
     world.play(lambda: bool(launches(world, 2)))
@@ -182,28 +184,29 @@ def test_the_members_of_a_lost_node_move_together_and_the_survivors_keep_rank_an
     assert_others_were_not_touched(world)
 
 
-def test_without_a_spare_exactly_the_missing_node_is_asked_for_and_the_gang_spans_two_allocations() -> None:
+def test_only_the_missing_node_is_requested_and_the_gang_spans_two_allocations() -> None:
     world = World(gang_job(warm=False, spares=0), nodes=12).steady().warmed()
     world.lose_node(N3)
     world.play(lambda: bool(launches(world, 2)))
     world.steady()
-    asks = [one.request for one in world.decided(Request)]
-    assert [ask.count for ask in asks] == [6, 1]
-    assert asks[1].exclude == (N3,)
+    requested = [request.request for request in world.decided(Request)]
+    assert [ask.count for ask in requested] == [6, 1]
+    assert requested[1].exclude == (N3,)
     assert nodes_of(world) == [N2, N2, N7, N7]
-    held = [world.state.replica(id).allocation for id in MEMBERS]
-    assert held == [asks[0].tag] * 2 + [asks[1].tag] * 2
+    allocations = [world.state.replica(id).allocation for id in MEMBERS]
+    assert allocations == [requested[0].tag] * 2 + [requested[1].tag] * 2
     assert_others_were_not_touched(world)
 
 
-def test_a_gang_each_of_whose_nodes_is_a_job_of_its_own_gets_one_more_for_the_one_that_it_lost() -> None:
+def test_gang_with_one_job_per_node_requests_one_job_for_its_lost_node() -> None:
     small = in_node_groups(rollouts=2)
     roles = tuple(
-        msgspec.structs.replace(one, ranks=4, per_node=2) if one.name == "trainer" else one for one in small.roles
+        msgspec.structs.replace(role, ranks=4, per_node=2) if role.name == "trainer" else role for role in small.roles
     )  # fmt: skip
     parts = tuple(
-        msgspec.structs.replace(part, nodes=2, min_nodes=2) if part.name == "trainer" else part for part in small.node_groups
-    )  # fmt: skip
+        msgspec.structs.replace(part, nodes=2, min_nodes=2) if part.name == "trainer" else part
+        for part in small.node_groups
+    )
     world = World(msgspec.structs.replace(small, roles=roles, node_groups=parts), nodes=12).steady().warmed()
     before = dict(zip(MEMBERS, nodes_of(world), strict=True))
     asked = len(requests(world))
@@ -217,7 +220,7 @@ def test_a_gang_each_of_whose_nodes_is_a_job_of_its_own_gets_one_more_for_the_on
 
 
 # ── launches that come to nothing ────────────────────────────────────────────────────────────────────────────────────
-def test_a_member_whose_launch_is_refused_takes_its_gang_to_the_next_incarnation() -> None:
+def test_rejected_launch_of_a_member_restarts_the_gang() -> None:
     world = World(gang_job(warm=False, spares=2, recovery=Recovery(per_node=1)))
     world.refuse_launch = {N3}
     world.steady()
@@ -226,7 +229,7 @@ def test_a_member_whose_launch_is_refused_takes_its_gang_to_the_next_incarnation
     assert N3 not in nodes_of(world)
 
 
-def test_a_member_whose_launch_nobody_heard_takes_its_gang_to_the_next_incarnation() -> None:
+def test_lost_launch_of_a_member_restarts_the_gang() -> None:
     world = World(COLD).steady().warmed()
     world.slow_to_join = 90.0
     world.kill(M1)
@@ -241,7 +244,7 @@ def test_a_member_whose_launch_nobody_heard_takes_its_gang_to_the_next_incarnati
     assert nodes_of(world) == [N2, N2, N3, N3]
 
 
-def test_whoever_was_not_launched_when_the_manager_died_is_launched_to_the_others_with_their_incarnation() -> None:
+def test_next_manager_launches_missing_members_with_the_same_number() -> None:
     world = World(COLD).steady().warmed()
     world.kill(M1)
     world.play(lambda: bool(launches(world, 2)))
@@ -253,11 +256,11 @@ def test_whoever_was_not_launched_when_the_manager_died_is_launched_to_the_other
         state = fold(state, stamped)
     assert state is not None
     assert [state.replica(id).status for id in MEMBERS] == [Status.LAUNCHING] * 2 + [Status.WANTED] * 2
-    planned = [one.incarnation for one in plan(state, world.now).actions if isinstance(one, Launch)]
+    planned = [action.incarnation for action in plan(state, world.now).actions if isinstance(action, Launch)]
     assert planned == [Incarnation(M2, 2), Incarnation(M3, 2)]
 
 
-def test_who_was_launched_with_the_newest_incarnation_is_never_launched_with_it_again() -> None:
+def test_member_is_never_launched_twice_with_one_number() -> None:
     begun = [Replica(M0, Status.JOINED, 3), Replica(M1, Status.WANTED, 2), Replica(M2, Status.WANTED, 3)]
     assert to_launch(begun) == [begun[1]]
     assert to_launch([Replica(M0, Status.COMPLETED, 3), begun[2]]) == [Replica(M0, Status.COMPLETED, 3), begun[2]]
@@ -265,9 +268,11 @@ def test_who_was_launched_with_the_newest_incarnation_is_never_launched_with_it_
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
-def test_a_manager_that_dies_before_any_record_of_a_gangs_life_changes_nothing_about_its_end(warm: bool) -> None:
-    """A member is killed, later a node is lost, the run completes. World asserts that no tag and no life is launched
-    twice."""
+def test_manager_failure_before_any_record_does_not_change_the_end(warm: bool) -> None:
+    """A member is killed, later a node is lost, the run completes.
+
+    World asserts that no tag and no incarnation is launched twice.
+    """
 
     def lived(die_before: int) -> World:
         world = World(gang_job(warm=warm, standbys=1, steps=4, limits=Limits(quiet=20.0)), nodes=9)
@@ -298,7 +303,7 @@ def test_a_manager_that_dies_before_any_record_of_a_gangs_life_changes_nothing_a
 
 # ── replicas are counted, never members ──────────────────────────────────────────────────────────────────────────────
 def sharded(replicas: int, least: int, ranks: int = 2, per_node: int = 1, spares: int = 0) -> RunSpec:
-    """Commands of several ranks each."""
+    """Return a job of commands with several ranks each."""
     role = msgspec.structs.replace(command("shard", replicas, least), ranks=ranks, per_node=per_node)
     small = commands(role, spares=spares)
     nodes = replicas * role.nodes + spares
@@ -310,7 +315,7 @@ def sharded(replicas: int, least: int, ranks: int = 2, per_node: int = 1, spares
 S0, S1 = replica_id("shard", 0), replica_id("shard", 1)
 
 
-def test_a_gang_that_works_itself_off_is_done_when_all_its_members_are() -> None:
+def test_batch_gang_is_completed_when_all_members_are() -> None:
     world = World(sharded(2, 2)).steady()
     world.finish(member_id(S0, 1))
     assert progress(world.state) == (0, 2)
@@ -323,7 +328,7 @@ def test_a_gang_that_works_itself_off_is_done_when_all_its_members_are() -> None
     assert len(world.decided(Launch)) == 4 + 4  # and the agents
 
 
-def test_a_member_that_fails_after_another_was_done_has_the_whole_gang_do_its_work_again() -> None:
+def test_member_failure_after_another_completed_restarts_the_whole_batch_gang() -> None:
     world = World(sharded(2, 2)).steady()
     world.finish(S0)
     world.kill(member_id(S0, 1))
@@ -332,22 +337,22 @@ def test_a_member_that_fails_after_another_was_done_has_the_whole_gang_do_its_wo
     assert progress(world.state) == (0, 2)
 
 
-def test_a_gang_for_which_there_is_no_node_is_gone_on_without_as_a_whole_where_the_role_can_spare_it() -> None:
+def test_gang_without_a_node_is_retired_whole_if_its_role_can_spare_it() -> None:
     world = World(sharded(2, 1), nodes=4).steady()
     lost = world.node_of(member_id(S1, 1))
     world.lose_node(lost)
     world.wait(2000.0)
-    assert {one.id: one.status for one in workers(world.state) if gang_of(one.id) == S1} == dict.fromkeys(
-        (S1, member_id(S1, 1)), Status.RETIRED
-    )
+    assert {
+        replica.id: replica.status for replica in workers(world.state) if gang_of(replica.id) == S1
+    } == dict.fromkeys((S1, member_id(S1, 1)), Status.RETIRED)
     assert world.state.replica(S0).status is Status.JOINED
-    assert "shard goes on with 1 replicas" in {one.why.expects for one in world.decided(Fence)}
+    assert "shard continues with 1 replicas" in {fence.why.expects for fence in world.decided(Fence)}
     world.arrive(1)
     world.wait(2000.0)
     assert world.state.finish is None
 
 
-def test_two_members_of_one_gang_are_not_two_replicas_that_the_role_cannot_spare() -> None:
+def test_two_members_of_a_gang_count_as_one_replica_for_min_replicas() -> None:
     """Three gangs of which two are needed: one may lose both its nodes."""
     world = World(sharded(3, 2), nodes=6).steady()
     gone = [world.node_of(member_id(replica_id("shard", 2), rank)) for rank in range(2)]
@@ -358,8 +363,8 @@ def test_two_members_of_one_gang_are_not_two_replicas_that_the_role_cannot_spare
     assert Rung.DEGRADED in rungs(world)
 
 
-# ── what a life has committed ────────────────────────────────────────────────────────────────────────────────────────
-def test_a_failure_says_how_far_the_run_was_and_a_life_what_it_has_committed() -> None:
+# ── commits of an incarnation ─────────────────────────────────────────────────────────────────────────────────────────
+def test_failure_records_the_runs_step_and_the_incarnations_commits() -> None:
     world = World(COLD).steady()
     world.commit(1)
     world.commit(2)
@@ -369,7 +374,7 @@ def test_a_failure_says_how_far_the_run_was_and_a_life_what_it_has_committed() -
     first = world.state.replica(M3).failures[-1]
     assert first.step == 2
     assert world.state.replica(M0).commits == 0
-    world.commit(2)  # what an earlier life has committed, and the new one only repeats
+    world.commit(2)  # committed by an earlier incarnation; the new one only repeats it
     assert world.state.replica(M0).commits == 0
     world.kill(M2)
     second = world.state.replica(M2).failures[-1]
@@ -383,28 +388,30 @@ _BLOWS = st.one_of(
     st.tuples(st.just("kill"), _MEMBERS | _ROLLOUTS),
     st.tuples(st.just("freeze"), _MEMBERS | _ROLLOUTS),
     st.tuples(st.just("lose the node of"), _MEMBERS | _ROLLOUTS),
-    st.tuples(st.just("kill the shadow beside"), _MEMBERS | _ROLLOUTS),
-    st.tuples(st.just("silence the shadow beside"), _MEMBERS | _ROLLOUTS),
+    st.tuples(st.just("kill the standby beside"), _MEMBERS | _ROLLOUTS),
+    st.tuples(st.just("silence the standby beside"), _MEMBERS | _ROLLOUTS),
     st.tuples(st.just("commit"), st.just(M0)),
 )
 _PAUSES = st.sampled_from([0.0, 0.1, 0.4, 2.0, 30.0])
 
 
 def strike(world: World, blow: str, target: ReplicaId) -> None:
-    held = world.state.replica(target)
-    shadow = next((one for one in world.state.replicas.values() if one.role == STANDBY_ROLE and one.node == held.node
-                   and one.step in world.steps), None)  # fmt: skip
+    struck = world.state.replica(target)
+    standbys = (replica for replica in world.state.replicas.values() if replica.role == STANDBY_ROLE)
+    standby = next(
+        (replica for replica in standbys if replica.node == struck.node and replica.step in world.steps), None
+    )
     if blow == "kill":
         world.kill(target)
     elif blow == "freeze":
         world.freeze(target)
-    elif blow == "lose the node of" and held.node is not None and len(world.dead) < 4:
-        world.lose_node(held.node)
-    elif blow == "kill the shadow beside" and shadow is not None:
-        world.vanish(shadow.id)
-    elif blow == "silence the shadow beside" and held.node is not None:
-        world.unresponsive.add(held.node)
-    elif blow == "commit" and held.status is Status.JOINED:
+    elif blow == "lose the node of" and struck.node is not None and len(world.dead) < 4:
+        world.lose_node(struck.node)
+    elif blow == "kill the standby beside" and standby is not None:
+        world.vanish(standby.id)
+    elif blow == "silence the standby beside" and struck.node is not None:
+        world.unresponsive.add(struck.node)
+    elif blow == "commit" and struck.status is Status.JOINED:
         world.commit(world.state.step + 1)
 
 
@@ -413,16 +420,16 @@ def assert_one_incarnation_is_current_at_any_time(world: World) -> None:
     for stamped in world.events:
         state = fold(state, stamped)
         members = [state.replica(id) for id in MEMBERS]
-        believed = {one.incarnation_number for one in members if one.is_current}
-        assert believed <= {max(one.incarnation_number for one in members)}, f"after {stamped}"
+        current_numbers = {replica.incarnation_number for replica in members if replica.is_current}
+        assert current_numbers <= {max(replica.incarnation_number for replica in members)}, f"after {stamped}"
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(_BLOWS, _PAUSES), max_size=8), st.integers(0, 2), st.booleans(), st.integers(0, 120))
-def test_whatever_happens_one_incarnation_of_a_gang_is_believed_and_in_the_end_everybody_works(
+def test_one_gang_incarnation_is_current_and_all_replicas_work_in_the_end(
     blows: list[tuple[tuple[str, ReplicaId], float]], standbys: int, shared: bool, die_before: int
 ) -> None:
-    """World asserts that nothing is launched twice, that plans are at rest and made from the state alone."""
+    """World asserts that nothing is launched twice and that plans reach their fixpoint."""
     calm = Recovery(per_node=99, per_replica=99, full_restarts=0, breaker=1.0, window=60.0)
     small = gang_job(4, 2 if shared else 1, standbys=standbys, steps=99, recovery=calm, limits=Limits(quiet=20.0))
     world = World(small, nodes=60)
@@ -434,10 +441,10 @@ def test_whatever_happens_one_incarnation_of_a_gang_is_believed_and_in_the_end_e
         world.wait(pause)
     world.wait(60.0)
     world.play(lambda: world.works() and not world.state.orphan_steps.keys() & world.steps.keys())
-    assert world.works(), {one.id: one.status for one in workers(world.state)}
+    assert world.works(), {replica.id: replica.status for replica in workers(world.state)}
     assert world.state.finish is None
     assert_one_incarnation_is_current_at_any_time(world)
     assert len({world.state.replica(id).incarnation_number for id in MEMBERS}) == 1
     assert {world.incarnations()[id] for id in (STORE, REWARD)} == {1} or die_before
-    believed = {one.step for one in world.state.replicas.values() if one.is_current}
-    assert world.steps.keys() <= believed | world.state.orphan_steps.keys()
+    steps = {replica.step for replica in world.state.replicas.values() if replica.is_current}
+    assert world.steps.keys() <= steps | world.state.orphan_steps.keys()

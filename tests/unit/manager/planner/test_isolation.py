@@ -1,4 +1,4 @@
-"""Whatever happens to single replicas and nodes, nobody else's incarnation changes."""
+"""Failures of single replicas and nodes change no other replica's incarnation."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ _blows = st.tuples(
 
 
 def strike(world: World, kind: str, replica: ReplicaId) -> set[ReplicaId]:
-    """Returns whose incarnation this may change."""
+    """Let a failure happen, and return the replicas whose incarnations it may change."""
     node = world.state.replica(replica).node
-    there = {r.id for r in workers(world.state) if r.node == node or r.preferred_node == node}
+    ids = {r.id for r in workers(world.state) if r.node == node or r.preferred_node == node}
     if node is None or kind == "kill":
         world.kill(replica)
     elif kind == "freeze":
         world.freeze(replica)
     elif kind == "lose node":
         world.lose_node(node)
-        return there
+        return ids
     elif kind == "kill agent":
         world.kill(ReplicaId(f"{AGENT}/{node}"))
         return set()
-    else:  # from now on nothing starts there: whoever must be restarted there is
+    else:  # from now on nothing starts there
         world.refuse_launch.add(node)
         return set()
     return {replica}
 
 
 def restless(world: World) -> list[Replica]:
-    """Who neither works nor is a rollout that is gone on without."""
+    """Return the replicas that neither work nor are retired rollouts."""
     return [
-        held for held in workers(world.state)
-        if not (held.status is Status.JOINED and held.step in world.steps)
-        and not (held.status is Status.RETIRED and role_of(held.id) == "rollout")
+        replica for replica in workers(world.state)
+        if not (replica.status is Status.JOINED and replica.step in world.steps)
+        and not (replica.status is Status.RETIRED and role_of(replica.id) == "rollout")
     ]  # fmt: skip
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(_blows, min_size=1, max_size=8), st.integers(0, 2))
-def test_failures_of_single_replicas_change_no_other_replicas_incarnation(blows: list[Blow], spares: int) -> None:
+def test_single_failures_change_no_other_replicas_incarnation(blows: list[Blow], spares: int) -> None:
     recovery = Recovery(
         per_node=2, per_replica=50, breaker=1.0, full_restarts=0
     )  # else the ladder may restart them all
@@ -78,13 +78,11 @@ def test_failures_of_single_replicas_change_no_other_replicas_incarnation(blows:
     [("lose node", STORE, 0.0), ("refuse launches", REPLICAS[3], 15.0), ("kill", REPLICAS[3], 0.0),
      ("lose node", STORE, 0.0), ("lose node", TRAINER, 0.0)], 0, False,
 )  # fmt: skip
-@example(  # two rollouts lack nodes for good: what is asked for to try one again is no hope for the other
+@example(  # two rollouts lack nodes: the retry of one must not keep the other waiting
     [("lose node", REPLICAS[3], 15.0), ("lose node", REPLICAS[5], 0.0), ("lose node", STORE, 0.0),
      ("lose node", TRAINER, 0.0), ("lose node", REPLICAS[4], 0.0)], 0, False,
 )  # fmt: skip
-def test_no_sequence_of_failures_ends_otherwise_than_working_degraded_or_over(
-    blows: list[Blow], spares: int, refuse: bool
-) -> None:
+def test_every_failure_sequence_ends_working_degraded_or_over(blows: list[Blow], spares: int, refuse: bool) -> None:
     world = World(job(rollouts=3, spares=spares, recovery=Recovery(per_replica=3)), nodes=8).steady()
     world.refuse = "no" if refuse else ""
     for kind, replica, pause in blows:

@@ -1,4 +1,4 @@
-"""When planned and ordered faults are due."""
+"""When planned and requested faults are due."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def performed(world: World) -> list[str]:
     return [action.fault.id for action in world.decided(InjectFault)]
 
 
-def test_a_fault_ordered_without_a_moment_is_set_off_as_soon_as_its_target_is_there() -> None:
+def test_fault_requested_without_a_time_is_injected_once_its_target_exists() -> None:
     world = World(job())
     planned_order(world, Fault("i1", FaultKind.KILL, R0, by="ada"))
     world.play(lambda: world.state.replica(R0).status is Status.STARTING)
@@ -32,14 +32,14 @@ def test_a_fault_ordered_without_a_moment_is_set_off_as_soon_as_its_target_is_th
     world.play(lambda: bool(performed(world)), timeout_s=60.0)
     (action,) = world.decided(InjectFault)
     assert (action.fault.id, action.incarnation) == ("i1", world.state.replica(R0).incarnation)
-    assert action.why.evidence == ("fault i1 at now, ordered by ada",)
+    assert action.why.evidence == ("fault i1 at now, requested by ada",)
     assert action.step == world.state.replica(R0).step
     world.steady()
     assert world.incarnations()[R0] == 2
     assert performed(world) == ["i1"]
 
 
-def test_a_fault_due_at_a_time_is_set_off_then_though_nothing_happens_meanwhile() -> None:
+def test_fault_with_a_time_is_injected_then_without_any_event() -> None:
     world = World(job(faults=[Fault("f0", FaultKind.KILL, R0, FaultTrigger(time=300.0))])).steady()
     since = world.state.running_since
     assert since is not None
@@ -47,7 +47,7 @@ def test_a_fault_due_at_a_time_is_set_off_then_though_nothing_happens_meanwhile(
     assert world.now == since + 300.0
 
 
-def test_a_fault_due_in_a_phase_waits_for_its_target_to_be_in_it() -> None:
+def test_fault_with_a_phase_waits_for_its_target_to_enter_it() -> None:
     world = World(job(faults=[Fault("f0", FaultKind.KILL, TRAINER, FaultTrigger(phase="checkpoint"))])).steady()
     assert performed(world) == []
     world.happen(ev.PhaseEntered(world.state.replica(R0).incarnation, "checkpoint"))
@@ -57,7 +57,7 @@ def test_a_fault_due_in_a_phase_waits_for_its_target_to_be_in_it() -> None:
 
 
 @pytest.mark.parametrize("target", [R0, "n3"])
-def test_a_nodes_fault_hits_the_node_that_is_named_or_that_its_replica_is_on(target: str) -> None:
+def test_node_fault_hits_the_named_node_or_the_replicas_node(target: str) -> None:
     world = World(job()).steady()
     node = world.node_of(R0) if target == R0 else target
     planned_order(world, Fault("i1", FaultKind.CRASH, target))
@@ -68,14 +68,14 @@ def test_a_nodes_fault_hits_the_node_that_is_named_or_that_its_replica_is_on(tar
 @pytest.mark.parametrize(
     ("kind", "target"), [(FaultKind.KILL, "manager"), (FaultKind.DISK_FULL, ""), (FaultKind.OUTAGE, "")]
 )
-def test_the_manager_and_the_whole_run_are_always_there(kind: FaultKind, target: str) -> None:
+def test_manager_and_run_are_always_valid_targets(kind: FaultKind, target: str) -> None:
     world = World(job())
     planned_order(world, Fault("i1", kind, target, seconds=5.0))
     (action,) = world.decided(InjectFault)
     assert (action.node, action.step, action.incarnation) == ("", "", None)
 
 
-def test_what_an_agent_must_do_waits_for_the_agent_and_what_a_role_does_itself_does_not() -> None:
+def test_fault_by_signals_waits_for_the_agent_and_others_do_not() -> None:
     world = World(job()).steady()
     agent = ReplicaId(f"agent/{world.node_of(R0)}")
     incarnation = world.state.replica(agent).incarnation
@@ -93,16 +93,16 @@ def test_what_an_agent_must_do_waits_for_the_agent_and_what_a_role_does_itself_d
     assert performed(world) == ["i2", "i1"]
 
 
-def test_a_shadow_can_be_hit_too() -> None:
+def test_standby_process_can_be_a_target() -> None:
     world = World(gang_job(1, 1)).steady().warmed()
-    shadow = ReplicaId(f"standby/{world.node_of(TRAINER)}")
-    planned_order(world, Fault("i1", FaultKind.KILL, shadow, FaultTrigger(step=1), by="ada"))
+    standby = ReplicaId(f"standby/{world.node_of(TRAINER)}")
+    planned_order(world, Fault("i1", FaultKind.KILL, standby, FaultTrigger(step=1), by="ada"))
     world.wait(30.0)
     assert performed(world) == ["i1"]
-    assert (world.state.replica(shadow).incarnation_number, world.incarnations()[TRAINER]) == (2, 1)
+    assert (world.state.replica(standby).incarnation_number, world.incarnations()[TRAINER]) == (2, 1)
 
 
-def test_a_thousand_faults_to_come_are_not_looked_at_one_by_one_against_all_that_were() -> None:
+def test_thousand_pending_faults_are_not_compared_with_all_triggered_ones() -> None:
     """State holds the ids of those that were set off, and is not asked for each."""
     faults = [Fault(f"r0.{i}", FaultKind.KILL, "manager", FaultTrigger(time=float(i))) for i in range(1000)]
     world = World(job(faults=faults)).steady()

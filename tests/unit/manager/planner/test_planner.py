@@ -1,6 +1,7 @@
-"""What the planner makes of what happens, from an empty state to a run that is over.
+"""The planner's decisions on single events, from an empty state to a run that is over.
 
-:class:`World` holds every plan against the rules for plans; here is what is decided."""
+:class:`World` checks the rules that hold for every plan; these tests check the decisions.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def test_from_nothing_one_request_one_agent_a_node_and_every_replica_once() -> N
     assert world.decided(Fence) == []
 
 
-def test_a_pool_that_the_cluster_refuses_ends_the_run_with_the_clusters_words() -> None:
+def test_rejected_pool_ends_the_run_with_the_clusters_message() -> None:
     world = World(job())
     world.refuse = "sbatch: error: invalid partition specified: gpuu"
     world.play()
@@ -61,7 +62,7 @@ def test_a_pool_that_the_cluster_refuses_ends_the_run_with_the_clusters_words() 
     assert_nothing_is_left(world, Outcome.REJECTED)
 
 
-def test_a_request_that_never_reached_the_cluster_is_made_again_under_another_name_and_not_for_ever() -> None:
+def test_undelivered_request_is_repeated_under_other_tags_but_not_without_end() -> None:
     world = World(job())
     world.unanswered = True
     world.play(timeout_s=1.0)
@@ -91,7 +92,7 @@ def test_the_first_pool_is_waited_for_as_long_as_the_queue_takes() -> None:
     assert world.incarnations() == ONCE
 
 
-def test_a_pool_that_is_taken_from_the_queue_is_asked_for_under_another_name_and_not_for_ever() -> None:
+def test_dequeued_pool_is_requested_under_other_tags_but_not_without_end() -> None:
     world = World(job(), nodes=3)
     for asked in range(1, MAX_REJECTIONS + 1):
         world.play(timeout_s=5.0)
@@ -101,7 +102,7 @@ def test_a_pool_that_is_taken_from_the_queue_is_asked_for_under_another_name_and
     assert_nothing_is_left(world, Outcome.FAILED)
 
 
-def test_one_whose_pool_is_taken_from_the_queue_once_runs_in_the_next() -> None:
+def test_run_whose_pool_was_dequeued_once_runs_in_the_next_one() -> None:
     world = World(job(), nodes=3).play(timeout_s=5.0)
     world.drop(POOL)
     world.play(timeout_s=5.0)
@@ -157,7 +158,7 @@ def test_the_pause_before_a_restart_doubles_up_to_a_minute() -> None:
     assert pauses == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
 
 
-def test_a_longer_pause_than_a_minute_is_kept_where_it_is_asked_for() -> None:
+def test_backoff_above_a_minute_is_kept_if_configured() -> None:
     world = World(job(recovery=Recovery(per_node=99, per_replica=99, backoff=90.0))).steady()
     for pause in (0.0, 90.0, 90.0):
         world.kill(R0)
@@ -167,7 +168,7 @@ def test_a_longer_pause_than_a_minute_is_kept_where_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("spares", [0, 1])
-def test_a_minute_in_which_everything_dies_at_once_costs_restarts_and_nothing_else(spares: int) -> None:
+def test_minute_of_simultaneous_failures_costs_only_restarts(spares: int) -> None:
     world = World(job(spares=spares), nodes=20).steady()
     began = world.now
     while world.now < began + 60.0:
@@ -200,14 +201,14 @@ def test_a_replica_whose_launches_are_refused_on_two_nodes_is_given_a_third() ->
     assert len(requests(world)) == 2
 
 
-def test_two_replicas_that_cannot_be_spared_end_the_run_once() -> None:
+def test_two_required_replicas_end_the_run_once() -> None:
     world = World(job(recovery=Recovery(per_node=9, per_replica=1)))
     world.refuse_launch = {N1, N2}
     world.play()
     assert_nothing_is_left(world, Outcome.FAILED)
 
 
-def test_a_trainer_that_always_fails_at_once_is_tried_for_minutes_and_then_ends_the_run() -> None:
+def test_trainer_that_always_fails_is_retried_for_minutes_then_ends_the_run() -> None:
     world = World(job(recovery=Recovery(full_restarts=0)), nodes=20).steady()
     began = world.now
     while not world.over and world.now < began + 3600.0:
@@ -218,7 +219,7 @@ def test_a_trainer_that_always_fails_at_once_is_tried_for_minutes_and_then_ends_
     assert requests(world) == [POOL]
 
 
-def test_a_rollout_that_was_gone_on_without_comes_back_when_its_failures_have_left_the_window() -> None:
+def test_retired_rollout_returns_when_its_failures_have_left_the_window() -> None:
     world = World(job(recovery=Recovery(per_node=9, per_replica=3))).steady()
     for _ in range(4):
         world.kill(R0)
@@ -231,7 +232,7 @@ def test_a_rollout_that_was_gone_on_without_comes_back_when_its_failures_have_le
     assert requests(world) == [POOL]
 
 
-def test_a_rollout_that_was_gone_on_without_takes_no_room_from_one_that_is_wanted() -> None:
+def test_retired_rollout_takes_no_node_from_a_wanted_one() -> None:
     world = World(job(spares=0, recovery=Recovery(per_node=9, per_replica=1))).steady()
     for _ in range(2):
         world.kill(R0)
@@ -248,7 +249,7 @@ def test_a_rollout_that_was_gone_on_without_takes_no_room_from_one_that_is_wante
     assert world.node_of(R1) == N3
 
 
-def test_a_rollout_that_spent_its_budget_is_gone_on_without() -> None:
+def test_rollout_that_exceeded_its_budget_is_retired() -> None:
     world = World(job(recovery=Recovery(per_node=9, per_replica=3))).steady()
     for _ in range(4):
         world.kill(R0)
@@ -280,7 +281,7 @@ def test_the_last_rollout_that_the_run_needs_cannot_be_spared_either() -> None:
     assert_nothing_is_left(world, Outcome.FAILED)
 
 
-def test_of_two_rollouts_that_spend_their_budgets_at_once_not_both_can_be_spared() -> None:
+def test_only_one_of_two_failed_rollouts_is_retired_if_one_is_needed() -> None:
     world = World(job(recovery=Recovery(per_node=9, per_replica=1, full_restarts=0))).steady()
     for replica in ROLLOUTS:
         world.kill(replica)
@@ -292,7 +293,7 @@ def test_of_two_rollouts_that_spend_their_budgets_at_once_not_both_can_be_spared
     assert "1 restarts of rollout/1 within 600 s" in world.decided(Finish)[0].why.evidence
 
 
-def test_a_rollout_may_be_gone_on_without_while_another_is_just_being_restarted() -> None:
+def test_rollout_may_be_retired_while_another_restarts() -> None:
     world = World(job(recovery=Recovery(per_node=9, per_replica=2, backoff=30.0))).steady()
     for _ in range(2):
         world.kill(R0)
@@ -357,7 +358,7 @@ def test_a_stop_that_was_refused_is_asked_for_again_while_the_run_ends_too() -> 
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
 
-def test_a_late_word_of_a_fenced_step_does_not_bring_it_back() -> None:
+def test_late_report_of_a_fenced_step_does_not_restore_it() -> None:
     world = World(job()).steady()
     old = world.state.replica(R0)
     world.freeze(R0)
@@ -367,14 +368,14 @@ def test_a_late_word_of_a_fenced_step_does_not_bring_it_back() -> None:
     assert world.state.replica(R0).incarnation_number == 2
 
 
-def test_what_lingers_on_a_node_keeps_its_room_until_it_has_ended() -> None:
+def test_orphan_step_occupies_its_node_until_it_has_ended() -> None:
     world = World(job(recovery=Recovery(per_node=1, breaker=1.0))).steady()
     world.kill(R1)  # n4 has failed it once: the next time it moves to n5
     world.steady()
     world.slow_to_stop = 30.0
     world.freeze(R1)
     world.steady()
-    assert (world.node_of(R1), [one.node for one in world.state.orphan_steps.values()]) == (N5, [N4])
+    assert (world.node_of(R1), [orphan.node for orphan in world.state.orphan_steps.values()]) == (N5, [N4])
     world.kill(R0)
     world.steady()  # in place
     world.kill(R0)  # to n4, but not before what hangs there has ended
@@ -393,10 +394,10 @@ def test_a_lost_node_is_excluded_and_what_ran_there_moves_to_the_spare() -> None
     assert rungs(world) == [Rung.SPARE]
     assert world.incarnations() == ONCE | {R0: 2}
     assert requests(world) == [POOL]
-    assert world.decided(StopStep) == []  # nobody waits for a node that does not answer
+    assert world.decided(StopStep) == []  # a node that does not answer is not waited for
 
 
-def test_a_node_that_is_lost_is_not_where_what_died_on_it_is_restarted() -> None:
+def test_replicas_of_a_lost_node_are_not_restarted_on_it() -> None:
     world = World(job()).steady()
     world.record(found(world.state.replica(R0).incarnation, "worker_silence", world.now))
     world.happen(lost(N3, world.now))
@@ -415,7 +416,7 @@ def test_a_node_is_kept_for_the_replica_that_is_about_to_restart_there() -> None
     assert world.steady().node_of(R0) == N3
 
 
-def test_a_free_node_goes_to_who_can_start_now_rather_than_to_who_pauses_first() -> None:
+def test_free_node_goes_to_a_replica_due_now_before_one_in_backoff() -> None:
     world = World(job(recovery=Recovery(per_node=9, backoff=60.0, breaker=1.0)), nodes=9).steady()
     world.kill(R0)
     world.steady()
@@ -468,7 +469,7 @@ def test_one_replacement_is_waited_for_and_not_asked_for_again() -> None:
     assert len(requests(world)) == 2
 
 
-def test_replacements_refused_thrice_leave_the_run_degraded_where_the_role_can_spare_one() -> None:
+def test_replacements_rejected_thrice_degrade_a_role_that_can_spare_a_replica() -> None:
     world = World(job(spares=0)).steady()
     world.refuse = "Requested node configuration is not available"
     world.lose_node(N3)
@@ -481,7 +482,7 @@ def test_replacements_refused_thrice_leave_the_run_degraded_where_the_role_can_s
     assert world.incarnations() == ONCE
 
 
-def test_replacements_refused_thrice_end_the_run_where_the_role_cannot() -> None:
+def test_replacements_rejected_thrice_end_the_run_of_a_required_role() -> None:
     world = World(job(spares=0)).steady()
     world.refuse = "Requested node configuration is not available"
     world.lose_node(N2)
@@ -493,7 +494,7 @@ def test_replacements_refused_thrice_end_the_run_where_the_role_cannot() -> None
     assert_nothing_is_left(world, Outcome.FAILED)
 
 
-def test_nothing_is_launched_with_the_decision_that_there_are_no_nodes_for_the_trainer() -> None:
+def test_nothing_is_launched_with_the_decision_to_end_for_lack_of_nodes() -> None:
     world = World(job(spares=0)).steady()
     world.refuse = "no"
     world.lose_node(N2)
@@ -516,7 +517,7 @@ def test_requests_that_are_refused_are_further_and_further_apart() -> None:
     assert gaps == [10, 20]
 
 
-def test_refusals_of_long_ago_do_not_keep_a_replacement_from_being_asked_for() -> None:
+def test_old_rejections_do_not_block_a_new_replacement_request() -> None:
     world = World(job(rollouts=3, spares=0), nodes=7).steady()
     world.refuse = "no"
     world.lose_node(N3)
@@ -532,20 +533,20 @@ def test_refusals_of_long_ago_do_not_keep_a_replacement_from_being_asked_for() -
     assert (len(requests(world)), world.node_of(R1)) == (4 + MAX_REJECTIONS, N7)
 
 
-def test_a_pool_whose_replacement_can_never_be_met_is_asked_for_another_once_a_window() -> None:
+def test_unsatisfiable_replacement_is_requested_once_per_window() -> None:
     world = World(job(rollouts=3, spares=0), nodes=7).steady()
     world.hopeless["pool"] = "BadConstraints"
     world.lose_node(N3)
     world.wait(1500.0 + 2 * UNSATISFIABLE_AFTER_S)
     assert world.state.replica(R0).status is Status.RETIRED
     assert len(requests(world)) == 1 + 3
-    assert not [one for one in world.state.allocations.values() if one.pending]
+    assert not [allocation for allocation in world.state.allocations.values() if allocation.pending]
     world.hopeless = {}
     world.play(world.works, timeout_s=700.0)
     assert world.incarnations()[R0] == 2
 
 
-def test_a_replacement_that_comes_late_is_used_by_the_replica_that_was_gone_on_without() -> None:
+def test_late_replacement_is_used_by_the_retired_replica() -> None:
     world = World(job(spares=0, limits=Limits(allocation=300.0))).steady()
     world.lose_node(N3)
     world.play(timeout_s=2000.0)
@@ -600,7 +601,7 @@ def test_a_draining_node_gets_nothing_new_and_loses_nothing() -> None:
     assert all(action.node not in (N4, N5) for action in world.decided(Launch)[10:])
 
 
-def test_a_pool_that_the_cluster_ends_is_asked_for_again_and_the_run_goes_on_there() -> None:
+def test_pool_that_the_cluster_ends_is_replaced_and_the_run_continues() -> None:
     world = World(job()).steady()
     world.commit(1)
     world.drop(POOL)
@@ -611,7 +612,7 @@ def test_a_pool_that_the_cluster_ends_is_asked_for_again_and_the_run_goes_on_the
     assert set(rungs(world)) == {Rung.REPLACEMENT}
 
 
-def test_an_agent_that_dies_is_started_again_and_harms_nobody() -> None:
+def test_failed_agent_is_restarted_without_effect_on_replicas() -> None:
     world = World(job()).steady()
     world.kill(ReplicaId("agent/n3"))
     world.play(timeout_s=30.0)
@@ -634,7 +635,7 @@ def test_an_agent_whose_budget_is_spent_is_retired_and_tried_again_after_the_win
 
 # ── planned faults ───────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_planned_fault_is_set_off_once_when_its_step_is_committed() -> None:
-    faults = [Fault(f"f{i}", FaultKind.KILL, one, FaultTrigger(step=2)) for i, one in enumerate((R0, TRAINER))]
+    faults = [Fault(f"f{i}", FaultKind.KILL, target, FaultTrigger(step=2)) for i, target in enumerate((R0, TRAINER))]
     world = World(job(faults=faults)).steady()
     world.commit(1)
     world.play(timeout_s=10.0)
@@ -658,7 +659,7 @@ def test_a_planned_fault_waits_for_its_target_to_work() -> None:
 
 # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def end_of(world: World) -> None:
-    """Roles first, then agents, then allocations, each only when the ones before have ended; over when all is gone."""
+    """Assert that roles end first, then agents, then allocations, each after the ones before have ended."""
     order = []
     running: set[str] = set(world.steps)
     world.play()
@@ -694,7 +695,7 @@ def test_a_completed_run_gives_everything_back_in_order_and_is_over_only_then() 
     assert_nothing_is_left(world, Outcome.COMPLETED)
 
 
-def test_a_run_is_over_while_its_allocation_is_still_listed_never() -> None:
+def test_run_is_not_over_while_its_allocation_is_listed() -> None:
     world = World(job()).steady()
     world.cancel()
     world.play(lambda: bool(world.decided(Release)))
@@ -713,7 +714,7 @@ def test_a_run_cancelled_before_it_has_nodes_gives_the_request_back() -> None:
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
 
-def test_a_request_that_nobody_has_answered_is_not_given_back_before_it_is_settled() -> None:
+def test_unanswered_request_is_not_released_before_it_is_settled() -> None:
     world = World(job())
     world.unanswered = True
     world.play(timeout_s=1.0)
@@ -725,7 +726,7 @@ def test_a_request_that_nobody_has_answered_is_not_given_back_before_it_is_settl
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
 
-def test_a_request_that_nobody_has_answered_by_its_deadline_is_not_given_back_before_it_is_settled_either() -> None:
+def test_overdue_unanswered_request_is_not_released_before_it_is_settled() -> None:
     world = World(job(spares=0, limits=Limits(allocation=100.0))).steady()
     world.unanswered = True
     world.lose_node(N2)
@@ -737,7 +738,7 @@ def test_a_request_that_nobody_has_answered_by_its_deadline_is_not_given_back_be
 
 
 # ── walltime ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_run_ends_in_order_before_its_walltime_does_counted_from_when_its_pool_runs() -> None:
+def test_run_shuts_down_before_the_walltime_counted_from_its_pool() -> None:
     world = World(job(walltime=3600.0), nodes=3).wait(2 * DAY)
     world.arrive(5)
     world.steady()
@@ -754,7 +755,7 @@ def test_a_run_ends_in_order_before_its_walltime_does_counted_from_when_its_pool
     assert final_reason(world.state).endswith(f"; rrl resume {RUN} goes on from step 2")
 
 
-def test_a_run_that_is_done_in_its_last_minute_is_done() -> None:
+def test_run_that_completes_in_its_last_minute_is_completed() -> None:
     world = World(job(walltime=3600.0)).steady()
     world.wait(world.state.ends_at - MIN_WALLTIME_MARGIN_S - world.state.job.limits.poll - world.now - 1.0)
     world.record(ev.StepCommitted(world.state.replica(TRAINER).incarnation, 3))
@@ -763,7 +764,7 @@ def test_a_run_that_is_done_in_its_last_minute_is_done() -> None:
     assert_nothing_is_left(world, Outcome.COMPLETED)
 
 
-def test_a_long_grace_is_left_for_the_end_and_of_a_short_walltime_half_is_had() -> None:
+def test_shutdown_margin_covers_long_graces_and_at_most_half_the_walltime() -> None:
     world = World(job(walltime=3600.0, limits=Limits(step_grace=100.0, poll=10.0))).play()
     assert world.decided(Finish)[0].outcome is Outcome.FAILED
     (decided,) = (s.at for s in world.events if isinstance(s.event, ev.Decided))
@@ -773,7 +774,7 @@ def test_a_long_grace_is_left_for_the_end_and_of_a_short_walltime_half_is_had() 
     assert decided == world.state.ends_at - 30.0
 
 
-def test_replacements_are_asked_for_the_rest_of_the_walltime_and_none_after_it() -> None:
+def test_replacements_are_requested_for_the_remaining_walltime() -> None:
     world = World(job(spares=0, walltime=7200.0), nodes=3).wait(5000.0)
     world.arrive(20)
     world.steady()
@@ -813,7 +814,7 @@ def test_a_refused_give_back_is_asked_for_again_after_a_pause() -> None:
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
 
-def test_a_step_that_does_not_end_is_given_up_after_its_grace_and_goes_with_its_allocation() -> None:
+def test_step_that_does_not_end_is_given_up_and_goes_with_its_allocation() -> None:
     world = World(job()).steady()
     world.slow_to_stop = float("inf")
     world.cancel()

@@ -1,4 +1,4 @@
-"""A run that has ended goes on: what is believed of it then, and that nothing of its first end ends it again."""
+"""A resumed run: its state, and that nothing of its first end ends it again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POOL = f"{RUN}.pool"
 
 
 def ended(world: World, outcome: Outcome) -> World:
-    """Everything is given back, and the last record written."""
+    """Release everything and write the last record."""
     world.play(timeout_s=600.0)
     assert world.over
     assert world.state.finish is not None
@@ -35,7 +35,7 @@ def cancelled(job: RunSpec, nodes: int | None = None, keep: bool = False) -> Wor
 
 
 def resume(world: World, job: RunSpec) -> World:
-    """An hour later."""
+    """Resume the run an hour later."""
     world.now += 3600.0
     world.over = False
     world.record(ev.Resumed("ada", f"r{len(world.events)}", job))
@@ -43,29 +43,29 @@ def resume(world: World, job: RunSpec) -> World:
     return world
 
 
-def test_everybody_is_wanted_again_with_fresh_budgets_and_no_incarnation_is_used_twice() -> None:
+def test_resumed_run_wants_all_replicas_with_new_budgets_and_numbers() -> None:
     world = World(job(), nodes=9).steady()
     world.kill(R0)
     world.steady()
     world.cancel()
     resume(ended(world, Outcome.CANCELLED), job(rollouts=3)).steady()
     assert world.incarnations() == dict.fromkeys(world.incarnations(), 2) | {R0: 3, ReplicaId("rollout/2"): 1}
-    assert [one.failures for one in workers(world.state)] == [()] * 6
+    assert [replica.failures for replica in workers(world.state)] == [()] * 6
 
 
-def test_a_run_whose_nodes_somebody_cancelled_twice_is_not_cancelled_again_by_that() -> None:
+def test_earlier_external_cancellations_do_not_cancel_a_resumed_run() -> None:
     world = World(job(), nodes=9).steady()
     for _ in range(2):
         for tag in list(world.state.allocations):
             nodes = world._give_back(tag)
-            seen = AllocationStatus(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
-            world.record(ev.AllocationChanged(tag, seen))
+            status = AllocationStatus(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
+            world.record(ev.AllocationChanged(tag, status))
         world.play(world.works, timeout_s=60.0)
     resume(ended(world, Outcome.CANCELLED), job()).steady()
     assert world.state.finish is None
 
 
-def test_what_nodes_could_not_do_for_the_job_as_it_was_says_nothing_of_the_corrected_one() -> None:
+def test_probe_results_are_forgotten_for_the_corrected_job() -> None:
     probing = msgspec.structs.replace(job(spares=6), env=EnvSpec(probe=("torch",)))
     world = World(probing)
     world.slow_to_join = float("inf")
@@ -79,9 +79,9 @@ def test_what_nodes_could_not_do_for_the_job_as_it_was_says_nothing_of_the_corre
     assert not any(node.excluded for node in world.state.nodes.values())
 
 
-def test_a_node_that_a_person_keeps_away_stays_away() -> None:
+def test_node_excluded_by_a_user_stays_excluded() -> None:
     world = World(job(), nodes=8).steady()
-    spare = next(name for name in world.state.nodes if name not in {one.node for one in workers(world.state)})
+    spare = next(name for name in world.state.nodes if name not in {replica.node for replica in workers(world.state)})
     world.happen(ev.CommandReceived("drain", "ada", "d1", target=spare))
     assert world.state.nodes[spare].excluded is not None
     world.cancel()
@@ -90,14 +90,14 @@ def test_a_node_that_a_person_keeps_away_stays_away() -> None:
     assert spare in world.decided(Request)[-1].request.exclude
 
 
-def test_allocations_that_were_kept_are_used() -> None:
+def test_kept_allocations_are_used() -> None:
     world = resume(cancelled(job(), keep=True), job()).steady()
     assert requests(world) == [POOL]
     assert not world.decided(Release)
 
 
 @pytest.mark.parametrize("change", ["shape", "partition", "form"])
-def test_allocations_that_were_kept_and_do_not_fit_the_job_as_it_goes_on_are_given_back(change: str) -> None:
+def test_kept_allocations_that_do_not_fit_the_job_are_released(change: str) -> None:
     world = cancelled(job(), nodes=20, keep=True)
     (pool,) = job().node_groups
     wide = msgspec.structs.replace(pool.node, cpus=2 * pool.node.cpus)
@@ -111,10 +111,10 @@ def test_allocations_that_were_kept_and_do_not_fit_the_job_as_it_goes_on_are_giv
     resume(world, changed).steady()
     assert [action.allocation for action in world.decided(Release)] == [POOL]
     assert POOL not in world.held
-    assert all(one.allocation != POOL for one in workers(world.state))
+    assert all(replica.allocation != POOL for replica in workers(world.state))
 
 
-def test_a_manager_that_is_started_in_the_pool_again_asks_for_that_pool_and_not_for_a_second_one() -> None:
+def test_manager_resumed_inside_its_pool_requests_that_pool_only() -> None:
     inside = msgspec.structs.replace(job(), manager=ManagerSpec("pool"))
     world = cancelled(inside)
     del world.requests[POOL]  # the job of that name has ended, and another one waits

@@ -1,7 +1,7 @@
-"""Random troubles and orders, many at once and in any order: the planner comes to rest after each, nothing is launched
-twice, and once the troubles are over everybody works again, or the run has ended.
+"""Random failures and commands, many at once and in any order.
 
-:class:`World` holds every plan against what a plan must be. Dice are thrown by seed: a number names a story.
+The planner reaches its fixpoint after each of them, nothing is launched twice, and once the troubles are over all
+replicas work again or the run has ended. :class:`World` checks every plan. A seed, which the test names, gives a story.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Story(Nodes):
             self._later(self.state.job.limits.join, lambda: self._never_joined(action))
 
     def _never_joined(self, action: Launch) -> None:
-        held = self.state.replica(action.incarnation.replica)
-        if held.incarnation == action.incarnation and held.is_current and held.status is not Status.JOINED:
+        replica = self.state.replica(action.incarnation.replica)
+        if replica.incarnation == action.incarnation and replica.is_current and replica.status is not Status.JOINED:
             self.record(found(action.incarnation, "never_joined", self.now))
 
     def fresh(self, count: int) -> None:
-        """So many nodes become free that nobody has seen."""
+        """Add this many free nodes that the run has not used."""
         self._free += [NodeName(f"m{self.made + i}") for i in range(count)]
         self.made += count
         self.arrive(0)
@@ -57,32 +57,32 @@ class Story(Nodes):
     def trouble(self) -> None:
         dice = self.dice
         names = [name for name in self.state.nodes if name not in self.dead]
-        believed = [one.id for one in self.state.replicas.values() if one.is_current]
-        what = dice.choice(_WHAT)
-        if what in ("kill", "freeze") and believed:
-            (self.kill if what == "kill" else self.freeze)(dice.choice(believed))
-        elif what == "lose" and names:
+        current = [replica.id for replica in self.state.replicas.values() if replica.is_current]
+        blow = dice.choice(_BLOWS)
+        if blow in ("kill", "freeze") and current:
+            (self.kill if blow == "kill" else self.freeze)(dice.choice(current))
+        elif blow == "lose" and names:
             self.lose_node(dice.choice(names))
-        elif what == "condemn" and names:
+        elif blow == "condemn" and names:
             self.exclude(dice.choice(names), dice.choice([Cause.GPU, Cause.PROCESS]), proof=dice.random() < 0.5)
-        elif what in ("drain", "undrain") and self.state.nodes:
-            self.send_command(what, dice.choice(list(self.state.nodes)))
-        elif what == "restart":
-            self.send_command(what, dice.choice(list(self.state.replicas)))  # type: ignore[arg-type]
-        elif what == "commit":
-            if all(one.status is Status.JOINED for one in workers(self.state) if one.role == "trainer"):
+        elif blow in ("drain", "undrain") and self.state.nodes:
+            self.send_command(blow, dice.choice(list(self.state.nodes)))
+        elif blow == "restart":
+            self.send_command(blow, dice.choice(list(self.state.replicas)))  # type: ignore[arg-type]
+        elif blow == "commit":
+            if all(replica.status is Status.JOINED for replica in workers(self.state) if replica.role == "trainer"):
                 self.commit(self.state.step + 1)
-        elif what == "arrive":
+        elif blow == "arrive":
             self.fresh(1)
-        elif what == "manager":
+        elif blow == "manager":
             self.die_before = self.planned + dice.randint(1, 4)
-        elif what in ("preempt", "drop", "suspend", "go on"):
-            self._allocation(what)
-        elif what == "mute" and names:
+        elif blow in ("preempt", "drop", "suspend", "go on"):
+            self._allocation(blow)
+        elif blow == "mute" and names:
             (self.unresponsive.add if dice.random() < 0.5 else self.unresponsive.discard)(dice.choice(names))
-        elif what == "refuse":
+        elif blow == "refuse":
             self.refuse_launch = {dice.choice(names)} if names and dice.random() < 0.3 else set()
-        elif what == "resume":
+        elif blow == "resume":
             self.happen(
                 ev.CommandReceived("cancel", "ada", f"c{len(self.events)}", keep_allocations=dice.random() < 0.5)
             )
@@ -90,24 +90,30 @@ class Story(Nodes):
             self.play(timeout_s=3000.0)
             assert self.over, "it does not end"
 
-    def _allocation(self, what: str) -> None:
-        held = [one for one in self.state.allocations.values() if one.running and self.held.get(one.tag)]
-        if not held:
+    def _allocation(self, blow: str) -> None:
+        running = [
+            allocation
+            for allocation in self.state.allocations.values()
+            if allocation.running and self.held.get(allocation.tag)
+        ]
+        if not running:
             return
-        one = self.dice.choice(held)
-        assert one.status is not None
-        if what == "drop":
-            self.drop(one.tag)
-        elif what == "preempt":
+        allocation = self.dice.choice(running)
+        assert allocation.status is not None
+        if blow == "drop":
+            self.drop(allocation.tag)
+        elif blow == "preempt":
             self.happen(
-                ev.AllocationChanged(one.tag, msgspec.structs.replace(one.status, reclaimed=True, time_left_s=30.0))
+                ev.AllocationChanged(
+                    allocation.tag, msgspec.structs.replace(allocation.status, reclaimed=True, time_left_s=30.0)
+                )
             )
             self.play(timeout_s=20.0)
-            if one.tag in self.held:
-                self.drop(one.tag, AllocationState.ENDED)
+            if allocation.tag in self.held:
+                self.drop(allocation.tag, AllocationState.ENDED)
         else:
-            state = AllocationState.SUSPENDED if what == "suspend" else AllocationState.RUNNING
-            self.happen(ev.AllocationChanged(one.tag, msgspec.structs.replace(one.status, state=state)))
+            state = AllocationState.SUSPENDED if blow == "suspend" else AllocationState.RUNNING
+            self.happen(ev.AllocationChanged(allocation.tag, msgspec.structs.replace(allocation.status, state=state)))
 
     def resume(self) -> None:
         assert self.state.finish is not None
@@ -119,13 +125,13 @@ class Story(Nodes):
         self.happen(ev.ManagerStarted("login", 2))
 
     def heal(self) -> None:
-        """All troubles are over."""
+        """End all troubles."""
         self.unresponsive.clear()
         self.refuse_launch, self.slow_to_stop = set(), 0.2
-        for one in list(self.state.allocations.values()):
-            if one.suspended and one.status is not None:
-                seen = msgspec.structs.replace(one.status, state=AllocationState.RUNNING)
-                self.happen(ev.AllocationChanged(one.tag, seen))
+        for allocation in list(self.state.allocations.values()):
+            if allocation.suspended and allocation.status is not None:
+                status = msgspec.structs.replace(allocation.status, state=AllocationState.RUNNING)
+                self.happen(ev.AllocationChanged(allocation.tag, status))
         self.fresh(12)
         for name in list(self.state.nodes):
             if name not in self.dead:
@@ -134,13 +140,13 @@ class Story(Nodes):
     # ── what must hold ───────────────────────────────────────────────────────────────────────────────────────────────
     def check(self) -> None:
         for members in gangs(self.state):
-            believed = {one.incarnation_number for one in members if one.is_current}
-            assert believed <= {max(one.incarnation_number for one in members)}
-        steps = [one.step for one in self.state.replicas.values() if one.is_current and one.step]
+            current_numbers = {replica.incarnation_number for replica in members if replica.is_current}
+            assert current_numbers <= {max(replica.incarnation_number for replica in members)}
+        steps = [replica.step for replica in self.state.replicas.values() if replica.is_current and replica.step]
         assert len(steps) == len(set(steps)), "one step, two that are believed to be it"
 
 
-_WHAT = (
+_BLOWS = (
     *3 * ("kill", "commit"), *2 * ("freeze", "drain", "undrain", "restart", "manager", "arrive", "mute", "refuse"),
     "lose", "condemn", "preempt", "drop", "suspend", "go on", "resume",
 )  # fmt: skip
@@ -172,15 +178,15 @@ def _recorded(seed: int) -> None:
         story.check()
     story.heal()
     story.play(lambda: story.over or story.works(), timeout_s=8000.0)
-    assert story.over or story.works(), {one.id: one.status for one in workers(story.state)}
+    assert story.over or story.works(), {replica.id: replica.status for replica in workers(story.state)}
 
 
 @pytest.mark.parametrize("seed", FEW)
-def test_whatever_happens_everybody_works_again_in_the_end_or_the_run_has_ended(seed: int) -> None:
+def test_random_events_end_with_all_replicas_working_or_the_run_over(seed: int) -> None:
     _recorded(seed)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", MANY)
-def test_whatever_happens_in_many_stories_everybody_works_again_in_the_end_or_the_run_has_ended(seed: int) -> None:
+def test_many_random_stories_end_with_all_replicas_working_or_the_run_over(seed: int) -> None:
     _recorded(seed)

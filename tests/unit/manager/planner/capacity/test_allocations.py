@@ -1,4 +1,4 @@
-"""Runs whose nodes come in parts: a job for each replica, or one heterogeneous job; and allocations that end early."""
+"""Runs whose nodes come in groups: a job per replica, or one heterogeneous job; and allocations that end early."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HOUR = 3600.0
 
 
 def roles_launched(world: World) -> list[str]:
-    return [str(one.incarnation) for one in world.decided(Launch) if role_of(one.incarnation.replica) != AGENT]
+    return [str(launch.incarnation) for launch in world.decided(Launch) if role_of(launch.incarnation.replica) != AGENT]
 
 
 def allocation_of(world: World, replica: ReplicaId) -> str:
@@ -42,7 +42,7 @@ def moves(world: World) -> list[Fence]:
 
 
 # ── form replica: the start ──────────────────────────────────────────────────────────────────────────────────────────
-def test_each_replica_with_a_node_of_its_own_is_a_request_of_its_own_and_the_others_share_one() -> None:
+def test_replicas_with_own_nodes_have_own_requests_and_the_others_share_one() -> None:
     world = World(in_node_groups()).steady()
     assert requests(world) == [FIRST, SECOND, SHARED, TRAIN]
     assert {
@@ -59,7 +59,7 @@ def test_each_replica_with_a_node_of_its_own_is_a_request_of_its_own_and_the_oth
 
 
 @pytest.mark.parametrize("part", ["trainer", "shared", "rollout"])
-def test_nothing_is_launched_before_the_run_has_what_it_cannot_start_without(part: str) -> None:
+def test_nothing_is_launched_before_the_minimum_of_nodes_is_there(part: str) -> None:
     world = World(in_node_groups())
     world.closed[part] = "Priority"
     world.wait(HOUR / 2)
@@ -70,7 +70,7 @@ def test_nothing_is_launched_before_the_run_has_what_it_cannot_start_without(par
     assert world.incarnations() == ONCE
 
 
-def test_what_is_beyond_that_may_come_later_and_is_used_then() -> None:
+def test_nodes_beyond_the_minimum_are_used_when_they_come() -> None:
     world = World(in_node_groups(rollouts=3), nodes=3)
     world.closed["rollout"] = "Priority"
     world.play(timeout_s=60.0)
@@ -84,7 +84,7 @@ def test_what_is_beyond_that_may_come_later_and_is_used_then() -> None:
     assert set(world.incarnations().values()) == {1}
 
 
-def test_a_run_that_lacks_nodes_at_the_deadline_gives_back_what_has_come_and_says_what_was_missing() -> None:
+def test_start_timeout_releases_the_nodes_and_names_what_is_missing() -> None:
     world = World(in_node_groups(start_timeout_s=600.0))
     world.closed = {"trainer": "QOSGrpNodeLimit"}
     world.play()
@@ -96,7 +96,7 @@ def test_a_run_that_lacks_nodes_at_the_deadline_gives_back_what_has_come_and_say
     assert_nothing_is_left(world, Outcome.FAILED)
 
 
-def test_a_node_that_is_lost_before_the_start_is_asked_for_again_and_given_back() -> None:
+def test_node_lost_before_the_start_is_requested_again_and_released() -> None:
     world = World(in_node_groups(), nodes=6)
     world.closed["trainer"] = "Priority"
     world.play(lambda: allocation_is_running(world, FIRST))
@@ -105,7 +105,7 @@ def test_a_node_that_is_lost_before_the_start_is_asked_for_again_and_given_back(
     world.happen(lost(node, world.now))
     world.wait(100.0)
     assert requests(world)[4:] == [f"{RUN}.rollout-2"]
-    assert [one.allocation for one in world.decided(Release)] == [FIRST]
+    assert [release.allocation for release in world.decided(Release)] == [FIRST]
     world.open("trainer")
     world.steady()
     assert world.incarnations() == ONCE
@@ -115,7 +115,7 @@ def allocation_is_running(world: World, tag: str) -> bool:
     return tag in world.state.allocations and world.state.allocations[tag].running
 
 
-def test_a_request_of_one_part_that_the_cluster_refuses_ends_the_run_before_it_starts() -> None:
+def test_rejected_request_of_one_group_ends_the_run_before_it_starts() -> None:
     world = World(in_node_groups())
     world.refuse = "sbatch: error: invalid partition specified: rollout"
     world.play()
@@ -123,43 +123,41 @@ def test_a_request_of_one_part_that_the_cluster_refuses_ends_the_run_before_it_s
     assert_nothing_is_left(world, Outcome.REJECTED)
 
 
-def test_a_manager_that_died_among_its_first_requests_makes_the_others() -> None:
+def test_next_manager_makes_the_remaining_first_requests() -> None:
     world = World(in_node_groups()).play(timeout_s=0.0)
-    whole = World(in_node_groups())
-    whole.events = []
-    whole._state = None
+    resumed = World(in_node_groups())
+    resumed.events = []
+    resumed._state = None
     for stamped in world.events:  # what was durable: the intent of two
-        whole.record(stamped.event)
+        resumed.record(stamped.event)
         if isinstance(stamped.event, ev.Intended) and stamped.event.action.tag == SECOND:
             break
-    whole.play(timeout_s=0.0)
-    assert requests(whole) == [SHARED, TRAIN]
+    resumed.play(timeout_s=0.0)
+    assert requests(resumed) == [SHARED, TRAIN]
 
 
 @pytest.mark.parametrize("small", [job(), in_node_groups(), in_node_groups("hetjob")], ids=lambda small: small.form)
-def test_what_is_asked_for_first_is_what_rrl_check_shows(small: RunSpec) -> None:
+def test_first_requests_equal_those_that_rrl_check_shows(small: RunSpec) -> None:
     world = World(small).play(timeout_s=0.0)
     assert tuple(request.request for request in world.decided(Request)) == initial_requests(RUN, small)
 
 
 # ── form replica: what is lost ───────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(("replica", "part"), [(TRAINER, "trainer"), (R0, "rollout"), (STORE, "shared")])
-def test_an_allocation_that_ends_is_replaced_by_one_of_its_own_part_and_nobody_else_is_touched(
-    replica: ReplicaId, part: str
-) -> None:
+def test_ended_allocation_is_replaced_in_its_group_without_effect_on_others(replica: ReplicaId, part: str) -> None:
     world = World(in_node_groups(), nodes=9).steady()
     gone = allocation_of(world, replica)
-    there = {r for r in ALL if allocation_of(world, r) == gone}
+    moved = {r for r in ALL if allocation_of(world, r) == gone}
     world.drop(gone, AllocationState.ENDED)
     world.steady()
     (more,) = requests(world)[4:]
     assert (world.requests[more].node_group, world.requests[more].count) == (part, 1)
     assert world.requests[more].sbatch == world.requests[gone].sbatch
     assert world.requests[more].node == world.requests[gone].node
-    assert world.incarnations() == {r: 1 + (r in there) for r in ALL}
+    assert world.incarnations() == {r: 1 + (r in moved) for r in ALL}
 
 
-def test_a_preempted_rollout_is_waited_for_as_long_as_the_run_can_do_without_it() -> None:
+def test_preempted_rollout_is_waited_for_while_the_run_can_spare_it() -> None:
     world = World(in_node_groups(limits=Limits(allocation=300.0))).steady()
     world.closed["rollout"] = "Priority"
     world.drop(FIRST)
@@ -171,7 +169,7 @@ def test_a_preempted_rollout_is_waited_for_as_long_as_the_run_can_do_without_it(
     assert world.incarnations() == ONCE | {R0: 2}
 
 
-def test_nodes_for_one_that_the_run_needs_are_waited_for_until_the_deadline() -> None:
+def test_nodes_for_a_required_replica_are_waited_for_until_the_deadline() -> None:
     world = World(in_node_groups(limits=Limits(allocation=300.0))).steady()
     world.closed["trainer"] = "Priority"
     world.drop(TRAIN)
@@ -183,7 +181,7 @@ def test_nodes_for_one_that_the_run_needs_are_waited_for_until_the_deadline() ->
     assert_nothing_is_left(world, Outcome.FAILED)
 
 
-def test_a_partition_that_refuses_rollouts_does_not_keep_the_trainer_from_its_nodes() -> None:
+def test_partition_that_rejects_rollouts_does_not_block_the_trainers_nodes() -> None:
     world = World(in_node_groups(), nodes=9).steady()
     world.refuse = "no"
     world.drop(FIRST)
@@ -195,7 +193,7 @@ def test_a_partition_that_refuses_rollouts_does_not_keep_the_trainer_from_its_no
     assert world.state.replica(TRAINER).incarnation_number == 2
 
 
-def test_who_has_a_request_in_the_queue_is_not_given_up_because_others_are_refused_theirs() -> None:
+def test_queued_replica_is_not_retired_for_rejections_of_others() -> None:
     world = World(in_node_groups(rollouts=3), nodes=9).steady()
     world.closed["rollout"] = "Priority"
     world.drop(FIRST)
@@ -211,7 +209,7 @@ def test_who_has_a_request_in_the_queue_is_not_given_up_because_others_are_refus
     assert world.state.replica(R0).incarnation_number == 2
 
 
-def test_a_node_of_one_part_is_never_given_to_a_role_of_another() -> None:
+def test_node_of_one_group_is_never_given_to_a_role_of_another() -> None:
     world = World(in_node_groups(recovery=Recovery(per_node=1)), nodes=9).steady()
     world.drop(SECOND)
     world.closed["trainer"] = "Priority"
@@ -222,15 +220,15 @@ def test_a_node_of_one_part_is_never_given_to_a_role_of_another() -> None:
     assert world.requests[allocation_of(world, R1)].node_group == "rollout"
 
 
-def test_an_allocation_whose_node_is_bad_is_given_back_when_its_replica_is_elsewhere() -> None:
+def test_allocation_with_a_bad_node_is_released_when_its_replica_has_moved() -> None:
     world = World(in_node_groups(), nodes=9).steady()
     world.lose_node(world.node_of(R0))
     world.play(lambda: world.incarnations()[R0] == 2).steady()
-    assert [one.allocation for one in world.decided(Release)] == [FIRST]
+    assert [release.allocation for release in world.decided(Release)] == [FIRST]
     assert world.incarnations() == ONCE | {R0: 2}
 
 
-def test_a_draining_node_is_given_back_once_its_replica_is_elsewhere_and_its_successor_is_asked_for_once() -> None:
+def test_draining_node_is_released_after_its_replica_moved_and_replaced_once() -> None:
     world = World(in_node_groups(), nodes=9).steady()
     world.closed["rollout"] = "Priority"
     world.happen(ev.NodeChanged(world.node_of(R0), NodeStatus(NodeState.DRAINING, "MIXED+DRAIN")))
@@ -238,13 +236,16 @@ def test_a_draining_node_is_given_back_once_its_replica_is_elsewhere_and_its_suc
     assert world.incarnations() == ONCE
     world.kill(R0)
     world.play(timeout_s=100.0)
-    assert (requests(world)[4:], [one.allocation for one in world.decided(Release)]) == ([f"{RUN}.rollout-2"], [FIRST])
+    assert (requests(world)[4:], [release.allocation for release in world.decided(Release)]) == (
+        [f"{RUN}.rollout-2"],
+        [FIRST],
+    )
     world.open("rollout")
     world.steady()
     assert world.incarnations() == ONCE | {R0: 2}
 
 
-def test_a_node_that_failed_its_replica_is_kept_until_there_is_another_and_then_given_back() -> None:
+def test_failing_node_is_kept_until_a_replacement_exists_then_released() -> None:
     world = World(in_node_groups(recovery=Recovery(per_node=1)), nodes=9).steady()
     world.closed["rollout"] = "Priority"
     world.kill(R0)
@@ -255,12 +256,12 @@ def test_a_node_that_failed_its_replica_is_kept_until_there_is_another_and_then_
     world.open("rollout")
     world.steady()
     world.play(timeout_s=30.0)
-    assert (allocation_of(world, R0), [one.allocation for one in world.decided(Release)]) == (
+    assert (allocation_of(world, R0), [release.allocation for release in world.decided(Release)]) == (
         f"{RUN}.rollout-2", [FIRST],
     )  # fmt: skip
 
 
-def test_a_cancelled_run_in_parts_gives_everything_back() -> None:
+def test_cancelled_run_with_node_groups_releases_everything() -> None:
     world = World(in_node_groups()).steady()
     world.cancel()
     world.play()
@@ -274,10 +275,14 @@ COMPONENTS = [f"{RUN}.rollout", f"{RUN}.shared", f"{RUN}.trainer"]
 def test_a_heterogeneous_job_is_one_request_with_a_tag_for_each_component() -> None:
     world = World(in_node_groups("hetjob")).steady()
     (request,) = world.decided(Request)
-    assert [one.tag for one in (request.request, *request.request.further_components)] == COMPONENTS
-    assert [(one.node_group, one.count) for one in (request.request, *request.request.further_components)] == [
-        ("rollout", 2), ("shared", 1), ("trainer", 1),
-    ]  # fmt: skip
+    assert [component.tag for component in (request.request, *request.request.further_components)] == COMPONENTS
+    assert [
+        (component.node_group, component.count) for component in (request.request, *request.request.further_components)
+    ] == [
+        ("rollout", 2),
+        ("shared", 1),
+        ("trainer", 1),
+    ]
     assert [allocation_of(world, r) for r in ALL] == [COMPONENTS[i] for i in (1, 1, 2, 0, 0)]
     assert world.incarnations() == ONCE
 
@@ -289,7 +294,7 @@ def test_a_refused_heterogeneous_job_leaves_nothing_of_any_component() -> None:
     assert_nothing_is_left(world, Outcome.REJECTED)
 
 
-def test_no_component_is_given_back_before_the_request_for_all_of_them_is_settled() -> None:
+def test_no_component_is_released_before_their_shared_request_is_settled() -> None:
     world = World(in_node_groups("hetjob"))
     world.unanswered = True
     world.play(timeout_s=1.0)
@@ -300,7 +305,7 @@ def test_no_component_is_given_back_before_the_request_for_all_of_them_is_settle
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
 
-def test_a_component_that_is_lost_is_replaced_by_an_ordinary_request_for_its_part() -> None:
+def test_lost_component_is_replaced_by_an_ordinary_request_for_its_group() -> None:
     world = World(in_node_groups("hetjob"), nodes=9).steady()
     world.drop(COMPONENTS[2], AllocationState.ENDED)
     world.steady()
@@ -309,22 +314,22 @@ def test_a_component_that_is_lost_is_replaced_by_an_ordinary_request_for_its_par
     assert world.incarnations() == ONCE | {TRAINER: 2}
 
 
-def test_a_heterogeneous_job_taken_from_the_queue_is_asked_for_under_other_names_and_not_for_ever() -> None:
+def test_dequeued_heterogeneous_job_is_repeated_under_other_tags_within_limits() -> None:
     world = World(in_node_groups("hetjob"), nodes=1)
     for asked in (1, 2, 3):
         world.play(timeout_s=5.0)
         latest = world.decided(Request)[-1].request
         assert len(world.decided(Request)) == asked
-        for one in (latest, *latest.further_components):
-            world.record(ev.AllocationChanged(one.tag, None))
+        for component in (latest, *latest.further_components):
+            world.record(ev.AllocationChanged(component.tag, None))
         world.held = {}
         world.play(timeout_s=1.0)
     assert (
         len(
             {
-                one.tag
+                component.tag
                 for request in world.decided(Request)
-                for one in (request.request, *request.request.further_components)
+                for component in (request.request, *request.request.further_components)
             }
         )
         == 9
@@ -334,7 +339,7 @@ def test_a_heterogeneous_job_taken_from_the_queue_is_asked_for_under_other_names
 
 # ── what can never be met ────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("form", ["replica", "hetjob"])
-def test_a_first_request_that_can_never_be_met_ends_the_run_with_the_clusters_words(form: str) -> None:
+def test_unsatisfiable_first_request_ends_the_run_with_the_clusters_message(form: str) -> None:
     world = World(in_node_groups(form))
     world.hopeless["trainer"] = "PartitionConfig: no partition of this site has such nodes"
     world.wait(170.0)
@@ -345,37 +350,37 @@ def test_a_first_request_that_can_never_be_met_ends_the_run_with_the_clusters_wo
     assert_nothing_is_left(world, Outcome.REJECTED)
 
 
-def test_what_is_hopeless_must_be_so_all_the_time_and_not_only_look_so_again_and_again() -> None:
+def test_request_must_be_unsatisfiable_all_the_time_to_be_given_up() -> None:
     world = World(in_node_groups())
     world.closed["trainer"] = "Priority"
     world.play(timeout_s=5.0)
-    seen = world.state.allocations[TRAIN].status
-    assert seen is not None
+    status = world.state.allocations[TRAIN].status
+    assert status is not None
     for _ in range(5):
         for never in ("InvalidAccount", "InvalidQOS", ""):
-            world.happen(ev.AllocationChanged(TRAIN, msgspec.structs.replace(seen, unsatisfiable_reason=never)))
+            world.happen(ev.AllocationChanged(TRAIN, msgspec.structs.replace(status, unsatisfiable_reason=never)))
             world.wait(UNSATISFIABLE_AFTER_S / 2 - 1.0)
     assert world.decided(Finish) == []
     for never in ("InvalidAccount", "InvalidQOS", "InvalidAccount", "InvalidQOS"):  # other words for the same
-        world.happen(ev.AllocationChanged(TRAIN, msgspec.structs.replace(seen, unsatisfiable_reason=never)))
+        world.happen(ev.AllocationChanged(TRAIN, msgspec.structs.replace(status, unsatisfiable_reason=never)))
         world.wait(UNSATISFIABLE_AFTER_S / 2 - 1.0)
     assert world.decided(Finish)[0].outcome is Outcome.REJECTED
 
 
-def test_a_replacement_that_can_never_be_met_is_given_back_and_gone_on_without() -> None:
+def test_unsatisfiable_replacement_is_released_and_its_replica_retired() -> None:
     world = World(in_node_groups()).steady()
     world.hopeless["rollout"] = "BadConstraints"
     world.drop(FIRST)
     world.wait(170.0)
     assert world.decided(Release) == [], "while slurmdbd is away it is said of any"
     world.play(timeout_s=60.0)
-    assert [one.allocation for one in world.decided(Release)] == [f"{RUN}.rollout-2"]
+    assert [release.allocation for release in world.decided(Release)] == [f"{RUN}.rollout-2"]
     assert world.state.replica(R0).status is Status.RETIRED
     assert world.decided(Fence)[-1].why.evidence == (f"{RUN}.rollout-2: BadConstraints",)
     assert world.incarnations() == ONCE
 
 
-def test_one_that_was_gone_on_without_for_want_of_nodes_is_asked_for_again_after_the_window() -> None:
+def test_replica_retired_for_lack_of_nodes_is_requested_again_after_the_window() -> None:
     world = World(in_node_groups()).steady()
     world.hopeless["rollout"] = "BadConstraints"
     world.drop(FIRST)
@@ -386,7 +391,7 @@ def test_one_that_was_gone_on_without_for_want_of_nodes_is_asked_for_again_after
     assert world.incarnations() == ONCE | {R0: 2}
 
 
-def test_a_replacement_that_can_never_be_met_ends_the_run_where_the_role_cannot_be_spared() -> None:
+def test_unsatisfiable_replacement_of_a_required_role_ends_the_run() -> None:
     world = World(in_node_groups()).steady()
     world.hopeless["trainer"] = "BadConstraints"
     world.drop(TRAIN)
@@ -396,7 +401,7 @@ def test_a_replacement_that_can_never_be_met_ends_the_run_where_the_role_cannot_
 
 
 # ── allocations that end before the run does ─────────────────────────────────────────────────────────────────────────
-def test_a_trainer_whose_allocation_ends_moves_to_a_successor_before_that_and_nobody_else_is_touched() -> None:
+def test_trainer_moves_to_a_successor_before_its_allocation_ends() -> None:
     world = World(in_node_groups(terms={"trainer": 4 * HOUR}), nodes=9).steady()
     began = world.state.allocations[TRAIN].running_since
     assert began is not None
@@ -412,11 +417,11 @@ def test_a_trainer_whose_allocation_ends_moves_to_a_successor_before_that_and_no
     assert fence.why.evidence == (f"its allocation {TRAIN} ends in 599 s",)
     assert (allocation_of(world, TRAINER), world.incarnations()) == (f"{RUN}.trainer-1", ONCE | {TRAINER: 2})
     world.play(lambda: TRAIN not in world.state.allocations, timeout_s=10.0)
-    assert [one.allocation for one in world.decided(Release)] == [TRAIN]
+    assert [release.allocation for release in world.decided(Release)] == [TRAIN]
     assert (world.state.replica(TRAINER).failures, world.state.recoveries) == ((), 0)
 
 
-def test_of_a_short_allocation_half_is_had() -> None:
+def test_half_of_a_short_allocation_is_used_before_rotation() -> None:
     world = World(in_node_groups(terms={"trainer": 600.0}), nodes=9).steady()
     began = world.state.allocations[TRAIN].running_since
     world.play(lambda: len(requests(world)) > 4, timeout_s=4 * HOUR)
@@ -435,7 +440,7 @@ def test_a_role_moves_one_replica_at_a_time() -> None:
     assert max(down[began:]) == 1
     assert {r.incarnation_number for r in workers(world.state) if r.role == "rollout"} == {2}
     world.wait(30.0)
-    assert sorted(one.allocation for one in world.decided(Release)) == [f"{RUN}.rollout-{n}" for n in range(4)]
+    assert sorted(release.allocation for release in world.decided(Release)) == [f"{RUN}.rollout-{n}" for n in range(4)]
 
 
 def test_allocations_are_rotated_again_and_again_until_the_run_ends() -> None:
@@ -448,13 +453,13 @@ def test_allocations_are_rotated_again_and_again_until_the_run_ends() -> None:
         if fence.target_node is None and role_of(fence.incarnation.replica) != AGENT
     ] == []
     ended = [s.event.status for s in world.events if isinstance(s.event, ev.AllocationChanged)]
-    assert not any(seen is not None and seen.detail == "TIMEOUT" for seen in ended)
+    assert not any(status is not None and status.detail == "TIMEOUT" for status in ended)
     assert all(ask.walltime <= 3 * HOUR for ask in world.requests.values() if ask.node_group != "shared")
     last = [ask for ask in world.requests.values() if ask.node_group == "trainer"][-1]
     assert last.walltime < 2 * HOUR  # what was left of the run
 
 
-def test_a_successor_of_a_component_is_waited_for_as_long_as_the_queue_takes_too() -> None:
+def test_successor_of_a_component_is_waited_for_as_long_as_the_queue_takes() -> None:
     world = World(
         in_node_groups("hetjob", terms={"rollout": 4 * HOUR}, limits=Limits(allocation=300.0)), nodes=9
     ).steady()
@@ -464,7 +469,7 @@ def test_a_successor_of_a_component_is_waited_for_as_long_as_the_queue_takes_too
     assert (len(requests(world)), world.decided(Release)) == (2, [])
 
 
-def test_while_its_successor_is_in_the_queue_a_replica_stays_where_it_is_and_is_restarted_there() -> None:
+def test_replica_stays_and_restarts_in_place_while_its_successor_is_queued() -> None:
     world = World(in_node_groups(terms={"trainer": 4 * HOUR}), nodes=9).steady()
     world.closed["trainer"] = "Priority"
     world.play(lambda: len(requests(world)) > 4, timeout_s=4 * HOUR)
@@ -478,19 +483,19 @@ def test_while_its_successor_is_in_the_queue_a_replica_stays_where_it_is_and_is_
     assert world.state.replica(TRAINER).incarnation_number == 3
 
 
-def test_a_successor_that_comes_too_late_takes_what_was_ended_with_its_allocation() -> None:
+def test_late_successor_takes_replicas_that_ended_with_their_allocation() -> None:
     world = World(in_node_groups(terms={"trainer": 4 * HOUR}, limits=Limits(allocation=900.0)), nodes=9).steady()
     world.closed["trainer"] = "Priority"
     world.play(lambda: TRAIN not in world.state.allocations, timeout_s=5 * HOUR)
     assert world.state.replica(TRAINER).status is Status.WANTED
-    world.wait(800.0)  # waited for from when it was missed, not from when it was asked for
+    world.wait(800.0)  # the deadline counts from when the node was first lacking, not from the request
     world.open("trainer")
     world.steady()
     assert len(requests(world)) == 5
     assert world.incarnations() == ONCE | {TRAINER: 2}
 
 
-def test_a_successor_that_can_never_come_is_not_asked_for_without_end() -> None:
+def test_unsatisfiable_successor_is_not_requested_without_end() -> None:
     world = World(in_node_groups(terms={"rollout": 4 * HOUR}), nodes=9).steady()
     world.hopeless["rollout"] = "PartitionDown"
     world.play(timeout_s=4 * HOUR - 60.0)
@@ -498,7 +503,7 @@ def test_a_successor_that_can_never_come_is_not_asked_for_without_end() -> None:
     assert world.state.finish is None
 
 
-def test_one_that_fails_again_and_again_keeps_the_others_on_what_ends_only_until_time_presses() -> None:
+def test_failing_replica_delays_moves_only_until_rotation_is_urgent() -> None:
     recovery = Recovery(per_node=99, per_replica=99, window=300.0)
     world = World(in_node_groups(rollouts=3, terms={"rollout": 4 * HOUR}, recovery=recovery), nodes=20).steady()
     ends = world.state.allocations[SECOND].ends_at
@@ -514,30 +519,33 @@ def test_one_that_fails_again_and_again_keeps_the_others_on_what_ends_only_until
     assert [fence.incarnation.replica for fence in moves(world)] == [R1, ReplicaId("rollout/2")]
 
 
-def test_a_component_whose_walltime_ends_is_left_by_all_before_it_is_given_back() -> None:
+def test_expiring_component_is_left_by_all_before_it_is_released() -> None:
     world = World(in_node_groups("hetjob", terms={"rollout": 4 * HOUR}), nodes=9).steady()
     world.play(lambda: len(moves(world)) == 2, timeout_s=4 * HOUR)
     assert world.decided(Release) == []
     world.play(timeout_s=30.0)
     (more,) = [world.requests[tag] for tag in requests(world)[1:]]
     assert (more.node_group, more.count) == ("rollout", 2)
-    assert [one.allocation for one in world.decided(Release)] == [COMPONENTS[0]]
+    assert [release.allocation for release in world.decided(Release)] == [COMPONENTS[0]]
     assert world.incarnations() == ONCE | {R0: 2, R1: 2}
 
 
-def test_who_needs_a_node_is_rather_given_one_whose_allocation_lasts() -> None:
+def test_lasting_allocations_are_preferred_to_expiring_ones() -> None:
     world = World(in_node_groups(terms={"trainer": 4 * HOUR}), nodes=9).steady()
 
     def both() -> bool:
-        """The new one is there, and its agent has said that it is well."""
+        """Return whether the new node has joined and its agent reported it healthy."""
         return len(NodeInventory(world.state, world.now).candidates("trainer")) > 1
 
     world.play(both, timeout_s=4 * HOUR)
-    spots = NodeInventory(world.state, world.now).candidates("trainer")
-    assert [(spot.allocation, spot.expiring) for spot in spots] == [(f"{RUN}.trainer-1", False), (TRAIN, True)]
+    candidates = NodeInventory(world.state, world.now).candidates("trainer")
+    assert [(candidate.allocation, candidate.expiring) for candidate in candidates] == [
+        (f"{RUN}.trainer-1", False),
+        (TRAIN, True),
+    ]
 
 
-def test_an_allocation_that_lasts_as_long_as_the_run_is_never_succeeded() -> None:
+def test_allocation_that_outlasts_the_run_needs_no_successor() -> None:
     world = World(in_node_groups(walltime=4 * HOUR), nodes=9)
     world.play(timeout_s=5 * HOUR)
     assert len(requests(world)) == 4

@@ -1,4 +1,4 @@
-"""What is planned for single nodes, in virtual time: drained, given back, used again, and what people order of them."""
+"""Plans for single nodes in virtual time: drains, releases, readmissions and user commands about nodes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HOUR = 3600.0
 
 
 class Nodes(World):
-    """A Slurm whose nodes can be drained, where we may, and that can give single nodes back."""
+    """A Slurm whose nodes can be drained, if that is allowed, and that can release single nodes."""
 
     def __init__(self, job: RunSpec, nodes: int | None = None, may: bool = True) -> None:
         self.drains: dict[NodeName, str] = {}
@@ -66,11 +66,11 @@ class Nodes(World):
             rest = tuple(node for node in self.held[action.allocation] if node not in action.nodes)
             self.held[action.allocation] = rest
             self.steps = {tag: step for tag, step in self.steps.items() if step[1] not in action.nodes}
-            seen = AllocationStatus(AllocationState.RUNNING, "7", rest)
-            self._later(0.5, lambda: self.record(ev.AllocationChanged(action.allocation, seen)))
+            status = AllocationStatus(AllocationState.RUNNING, "7", rest)
+            self._later(0.5, lambda: self.record(ev.AllocationChanged(action.allocation, status)))
 
     def set_state(self, node: NodeName, state: NodeState, detail: str) -> None:
-        """The cluster, when it is next asked."""
+        """Let the cluster report this state of the node from the next poll on."""
         self._later(
             0.2, lambda: self.record(ev.NodeChanged(node, NodeStatus(state, detail, detail.partition(": ")[2])))
         )
@@ -98,14 +98,14 @@ class Nodes(World):
 
 
 def world(*, may: bool = True, spares: int = 1, nodes: int | None = None, **recovery: object) -> Nodes:
-    told = Recovery(backoff=0.0, breaker=1.0, **recovery)  # type: ignore[arg-type]
-    made = Nodes(job(spares=spares, steps=1000, recovery=told), nodes, may)
+    settings = Recovery(backoff=0.0, breaker=1.0, **recovery)  # type: ignore[arg-type]
+    made = Nodes(job(spares=spares, steps=1000, recovery=settings), nodes, may)
     made.steady()
     return made.all_up()
 
 
 # ── drained ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_node_with_a_hardware_fault_is_drained_once_and_its_reason_says_whose_and_why() -> None:
+def test_node_with_a_hardware_fault_is_drained_once_with_run_and_reason() -> None:
     w = world()
     node = w.node_of(R0)
     w.exclude(node, Cause.GPU)
@@ -125,7 +125,7 @@ def test_what_a_process_did_neither_drains_nor_excludes_a_node(cause: Cause) -> 
 
 
 @pytest.mark.parametrize("remedy", [Remedy.NONE, Remedy.RESTART])
-def test_a_finding_with_which_a_node_goes_on_leaves_it_in_use(remedy: Remedy) -> None:
+def test_finding_that_allows_use_leaves_the_node_in_use(remedy: Remedy) -> None:
     w = world()
     w.exclude(w.node_of(R0), Cause.GPU, remedy=remedy)
     w.wait(30.0)
@@ -134,9 +134,7 @@ def test_a_finding_with_which_a_node_goes_on_leaves_it_in_use(remedy: Remedy) ->
 
 @pytest.mark.parametrize("remedy", [Remedy.RESET_GPU, Remedy.REBOOT, Remedy.DRAIN, Remedy.SUPPORT, Remedy.EXCLUDE])
 @pytest.mark.parametrize("cause", [Cause.GPU, Cause.FABRIC, Cause.STORAGE, Cause.NODE])
-def test_whatever_its_hardware_needs_the_node_is_left_and_drained_and_its_role_alone_moves(
-    cause: Cause, remedy: Remedy
-) -> None:
+def test_node_with_a_hardware_remedy_is_left_and_drained_and_only_its_role_moves(cause: Cause, remedy: Remedy) -> None:
     w = world()
     node, before = w.node_of(R0), w.incarnations()
     w.exclude(node, cause, remedy=remedy)
@@ -146,21 +144,21 @@ def test_whatever_its_hardware_needs_the_node_is_left_and_drained_and_its_role_a
     assert w.incarnations() == before | {R0: before[R0] + 1}
 
 
-def test_two_gpus_of_one_node_are_two_findings_and_one_that_is_well_again_clears_only_its_own() -> None:
+def test_findings_of_two_gpus_are_separate_and_one_clears_only_its_own() -> None:
     w = world()
     node = w.node_of(R0)
     for part in ("GPU-1", "GPU-2"):
         w.exclude(node, Cause.GPU, verdict=Verdict.WARN, component=part)
     w.exclude(node, Cause.GPU, verdict=Verdict.OK, component="GPU-1")
-    assert [one.component for one in w.state.findings.values()] == ["GPU-2"]
+    assert [finding.component for finding in w.state.findings.values()] == ["GPU-2"]
 
 
 # ── suspects and stragglers ──────────────────────────────────────────────────────────────────────────────────────────
-def test_a_suspect_keeps_whom_it_has_and_gets_nobody_new_while_there_is_a_better_node() -> None:
+def test_suspect_node_keeps_its_replicas_and_gets_new_ones_only_as_a_last_resort() -> None:
     w = world(spares=2)
-    here, before = w.node_of(R0), w.incarnations()
-    spares = sorted(set(w.state.nodes) - {one.node for one in workers(w.state)})
-    w.exclude(here, Cause.GPU, verdict=Verdict.WARN)
+    suspect, before = w.node_of(R0), w.incarnations()
+    spares = sorted(set(w.state.nodes) - {replica.node for replica in workers(w.state)})
+    w.exclude(suspect, Cause.GPU, verdict=Verdict.WARN)
     w.exclude(spares[0], Cause.GPU, verdict=Verdict.WARN)
     w.wait(30.0)
     assert w.incarnations() == before
@@ -171,7 +169,7 @@ def test_a_suspect_keeps_whom_it_has_and_gets_nobody_new_while_there_is_a_better
 
 def test_a_suspect_is_better_than_no_node() -> None:
     w = world(spares=1, nodes=5)
-    spare = next(iter(set(w.state.nodes) - {one.node for one in workers(w.state)}))
+    spare = next(iter(set(w.state.nodes) - {replica.node for replica in workers(w.state)}))
     w.exclude(spare, Cause.GPU, verdict=Verdict.WARN)
     w.happen(lost(w.node_of(R1), w.now))
     w.play(w.works)
@@ -193,11 +191,9 @@ def slow(w: Nodes, replica: ReplicaId = R0, planned: bool = True) -> None:
 
 
 @pytest.mark.parametrize(("wish", "spares"), [("exclude", 1), ("exclude", 0), ("report", 1)])
-def test_the_node_of_a_straggler_is_left_for_a_spare_only_where_the_job_says_so_and_there_is_one(
-    wish: str, spares: int
-) -> None:
-    told = job(spares=spares, steps=1000, recovery=Recovery(backoff=0.0, breaker=1.0))
-    w = Nodes(msgspec.structs.replace(told, health=HealthSpec(stragglers=wish)), 8)
+def test_straggler_leaves_its_node_only_if_configured_and_a_spare_exists(wish: str, spares: int) -> None:
+    spec = job(spares=spares, steps=1000, recovery=Recovery(backoff=0.0, breaker=1.0))
+    w = Nodes(msgspec.structs.replace(spec, health=HealthSpec(stragglers=wish)), 8)
     w.steady()
     w.all_up()
     node, before = w.node_of(R0), w.incarnations()
@@ -211,8 +207,8 @@ def test_the_node_of_a_straggler_is_left_for_a_spare_only_where_the_job_says_so_
 
 
 def test_of_two_stragglers_one_leaves_its_node_where_there_is_one_spare() -> None:
-    told = job(spares=1, steps=1000, recovery=Recovery(backoff=0.0, breaker=1.0))
-    w = Nodes(msgspec.structs.replace(told, health=HealthSpec(stragglers="exclude")), 5)
+    spec = job(spares=1, steps=1000, recovery=Recovery(backoff=0.0, breaker=1.0))
+    w = Nodes(msgspec.structs.replace(spec, health=HealthSpec(stragglers="exclude")), 5)
     w.steady()
     w.all_up()
     slow(w, planned=False)
@@ -223,9 +219,9 @@ def test_of_two_stragglers_one_leaves_its_node_where_there_is_one_spare() -> Non
 
 
 # ── the brake ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_while_much_of_the_run_is_down_nothing_else_is_condemned() -> None:
+def test_no_other_node_is_excluded_during_an_outage() -> None:
     w = world(spares=4)
-    down = sorted(set(w.state.nodes) - {one.node for one in workers(w.state)})[:3]
+    down = sorted(set(w.state.nodes) - {replica.node for replica in workers(w.state)})[:3]
     for node in down:
         w.happen(ev.NodeChanged(node, NodeStatus(NodeState.DOWN, "DOWN")))
     w.exclude(w.node_of(R0), Cause.GPU)
@@ -237,11 +233,11 @@ def test_while_much_of_the_run_is_down_nothing_else_is_condemned() -> None:
     assert w.decided(Exclude)[0].cause is Cause.GPU
 
 
-def test_a_node_that_is_proved_to_be_broken_gets_nobody_new_while_the_brake_keeps_it_in_use() -> None:
+def test_node_with_proof_gets_nothing_new_while_the_breaker_keeps_it() -> None:
     w = Nodes(job(spares=3, steps=1000, recovery=Recovery(backoff=0.0)), 8)
     w.steady()
     w.all_up()
-    spares, before = sorted(set(w.state.nodes) - {one.node for one in workers(w.state)}), w.incarnations()
+    spares, before = sorted(set(w.state.nodes) - {replica.node for replica in workers(w.state)}), w.incarnations()
     for node in spares:
         w.exclude(node, Cause.GPU)
     assert w.tags(Exclude) == [f"{node}!exclude" for node in spares[:2]]
@@ -250,11 +246,11 @@ def test_a_node_that_is_proved_to_be_broken_gets_nobody_new_while_the_brake_keep
     w.kill(R1)
     w.play(w.works)
     assert w.incarnations() == before | {R0: 2, R1: 2}
-    assert spares[2] not in {one.node for one in workers(w.state)}
+    assert spares[2] not in {replica.node for replica in workers(w.state)}
     assert NodeInventory(w.state, w.now).candidate(spares[2]) is None
 
 
-def test_nothing_is_drained_where_the_job_says_so_or_where_there_is_no_slurm() -> None:
+def test_nothing_is_drained_if_disabled_or_without_slurm() -> None:
     forbidden = world(drain=False)
     local = Nodes(job(spares=1, steps=1000))
     local._state = msgspec.structs.replace(local.state, job=msgspec.structs.replace(local.state.job, cluster="local"))
@@ -267,7 +263,7 @@ def test_nothing_is_drained_where_the_job_says_so_or_where_there_is_no_slurm() -
 
 
 @pytest.mark.parametrize("state", [NodeState.DOWN, NodeState.DRAINING])
-def test_a_node_that_somebody_has_drained_or_set_down_is_not_drained_again(state: NodeState) -> None:
+def test_node_already_drained_or_down_is_not_drained_again(state: NodeState) -> None:
     w = world()
     node = w.node_of(R0)
     w.happen(ev.NodeChanged(node, NodeStatus(state, "DOWN: bad fan")))
@@ -276,7 +272,7 @@ def test_a_node_that_somebody_has_drained_or_set_down_is_not_drained_again(state
     assert not w.tags(Drain)
 
 
-def test_without_rights_the_node_is_excluded_and_asked_to_be_drained_but_not_again_and_again() -> None:
+def test_refused_drain_leaves_the_node_excluded_and_is_requested_once() -> None:
     w = world(may=False)
     node = w.node_of(R0)
     w.exclude(node, Cause.GPU)
@@ -289,12 +285,12 @@ def test_without_rights_the_node_is_excluded_and_asked_to_be_drained_but_not_aga
 
 
 # ── given back ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_condemned_node_of_the_pool_is_given_back_once_it_is_drained_and_the_others_live() -> None:
+def test_excluded_pool_node_is_released_once_drained_while_the_others_stay() -> None:
     w = world()
     node, before = w.node_of(R0), w.incarnations()
     w.exclude(node, Cause.GPU)
     w.play(w.works).wait(30.0)
-    assert [(one.allocation, one.nodes) for one in w.decided(Shrink)] == [(f"{RUN}.pool", (node,))]
+    assert [(shrink.allocation, shrink.nodes) for shrink in w.decided(Shrink)] == [(f"{RUN}.pool", (node,))]
     kinds = [type(action) for action in w.actions if isinstance(action, Drain | Shrink)]
     assert kinds == [Drain, Shrink]
     assert node not in w.held[f"{RUN}.pool"]
@@ -302,7 +298,7 @@ def test_a_condemned_node_of_the_pool_is_given_back_once_it_is_drained_and_the_o
     assert w.incarnations() == before | {R0: 2}
 
 
-def test_a_node_lost_without_proof_is_given_back_only_when_everybody_works_again() -> None:
+def test_node_lost_without_proof_is_released_only_when_all_replicas_work() -> None:
     w = world(spares=0, nodes=5)
     w.closed["pool"] = "Resources"
     node = w.node_of(R0)
@@ -314,7 +310,7 @@ def test_a_node_lost_without_proof_is_given_back_only_when_everybody_works_again
     assert w.tags(Shrink) == [f"{RUN}.pool!shrink:{node}"]
 
 
-def test_nodes_of_one_allocation_are_given_back_one_after_the_other() -> None:
+def test_nodes_of_one_allocation_are_released_one_after_the_other() -> None:
     w = world(spares=4, drain=False)
     w.unanswered = True
     w.exclude(w.node_of(R0), Cause.GPU)
@@ -328,9 +324,7 @@ def test_nodes_of_one_allocation_are_given_back_one_after_the_other() -> None:
 
 @pytest.mark.parametrize("may", [True, False])
 @pytest.mark.parametrize("later", [0.0, 0.3])
-def test_nobody_goes_to_a_node_that_is_being_given_back_when_a_person_wants_it_used_again(
-    later: float, may: bool
-) -> None:
+def test_node_being_released_gets_no_replica_even_if_a_user_undrains_it(later: float, may: bool) -> None:
     w = world(may=may)
     node = w.node_of(R0)
     w.send_command("drain", node)
@@ -344,17 +338,17 @@ def test_nobody_goes_to_a_node_that_is_being_given_back_when_a_person_wants_it_u
     assert w.state.replica(replica_id(AGENT, node)).incarnation_number == 1
 
 
-def test_what_still_ran_on_a_node_that_is_given_back_went_with_it() -> None:
+def test_orphan_steps_on_a_released_node_are_forgotten() -> None:
     w = world()
     w.slow_to_stop = float("inf")
     node = w.node_of(R0)
     w.exclude(node, Cause.GPU)
     w.play(w.works).wait(30.0)
     assert w.state.nodes[node].allocation == ""
-    assert [one.node for one in w.state.orphan_steps.values()] == []
+    assert [orphan.node for orphan in w.state.orphan_steps.values()] == []
 
 
-def test_a_node_that_slurm_does_not_give_back_by_itself_stays_and_is_not_asked_for_again() -> None:
+def test_node_that_slurm_cannot_release_stays_and_is_not_tried_again() -> None:
     w = world()
     w.shrinks = "Slurm does not shrink job 7"
     w.exclude(w.node_of(R0), Cause.GPU)
@@ -363,7 +357,7 @@ def test_a_node_that_slurm_does_not_give_back_by_itself_stays_and_is_not_asked_f
     assert [node.kept_because for node in w.state.nodes.values() if node.excluded] == ["Slurm does not shrink job 7"]
 
 
-def test_a_replacement_node_that_fails_goes_back_whole_after_its_drain() -> None:
+def test_failed_replacement_node_is_released_whole_after_its_drain() -> None:
     w = world(spares=0, nodes=8)
     w.exclude(w.node_of(R0), Cause.GPU)
     w.play(w.works)
@@ -376,7 +370,7 @@ def test_a_replacement_node_that_fails_goes_back_whole_after_its_drain() -> None
     assert set(w.requests[[*w.requests][-1]].exclude) >= {second}
 
 
-def test_in_form_replica_too_a_failed_node_is_drained_before_others_can_get_it() -> None:
+def test_failed_node_is_drained_before_its_release_in_form_replica_too() -> None:
     w = Nodes(in_node_groups(steps=1000, recovery=Recovery(backoff=0.0, breaker=1.0)), 8)
     w.steady()
     w.all_up()
@@ -403,7 +397,7 @@ def test_an_exclusion_without_proof_decays_and_doubles_each_time() -> None:
         assert w.state.nodes[node].probe_error == ""
 
 
-def test_a_node_that_is_used_again_gets_no_role_before_its_agent_has_joined() -> None:
+def test_readmitted_node_gets_no_role_before_its_agent_has_joined() -> None:
     w = world(spares=0, nodes=5, exclusion=HOUR)
     w.closed["pool"] = "Resources"
     w.shrinks = "no"
@@ -414,16 +408,18 @@ def test_a_node_that_is_used_again_gets_no_role_before_its_agent_has_joined() ->
     w.wait(HOUR + 5.0)
     assert w.state.nodes[node].excluded is None
     assert w.state.replica(R0).status is not Status.JOINED
-    assert not [one for one in w.decided(Launch) if one.node == node and role_of(one.incarnation.replica) != AGENT][1:]
+    assert not [
+        launch for launch in w.decided(Launch) if launch.node == node and role_of(launch.incarnation.replica) != AGENT
+    ][1:]
     del w.broken_incarnations[agent]
     w.play(w.works, timeout_s=700.0)
     assert w.node_of(R0) == node
 
 
-def test_nobody_waits_for_ever_for_a_node_that_is_used_again_and_is_cut_off() -> None:
+def test_readmitted_node_that_is_cut_off_is_not_waited_for_without_end() -> None:
     w = world(spares=1, nodes=8)
     w.shrinks = "not here"
-    spare = next(name for name in w.state.nodes if name not in {one.node for one in workers(w.state)})
+    spare = next(name for name in w.state.nodes if name not in {replica.node for replica in workers(w.state)})
     w.send_command("drain", spare)
     w.wait(10.0)
     w.dead.add(spare)
@@ -438,7 +434,7 @@ def test_nobody_waits_for_ever_for_a_node_that_is_used_again_and_is_cut_off() ->
     assert w.play(w.works).works()
 
 
-def test_a_probe_that_fails_after_its_return_excludes_the_node_again() -> None:
+def test_failed_probe_after_readmission_excludes_the_node_again() -> None:
     small = job(spares=1, steps=1000, recovery=Recovery(backoff=0.0, breaker=1.0, exclusion=HOUR))
     w = Nodes(msgspec.structs.replace(small, env=EnvSpec(probe=("torch",))))
     w.shrinks = "no"
@@ -448,13 +444,13 @@ def test_a_probe_that_fails_after_its_return_excludes_the_node_again() -> None:
     w.exclude(node, Cause.NODE, proof=False)
     w.unfit[node] = "no module torch"
     w.play(w.works).wait(HOUR + 30.0)
-    assert [one.tag for one in w.actions if isinstance(one, Exclude | Readmit)] == [
+    assert [action.tag for action in w.actions if isinstance(action, Exclude | Readmit)] == [
         f"{node}!exclude", f"{node}!readmit", f"{node}!exclude"
     ]  # fmt: skip
     assert w.state.nodes[node].exclusions == 2
 
 
-def test_with_proof_a_node_stays_excluded_while_that_stands() -> None:
+def test_node_with_proof_stays_excluded_while_the_proof_stands() -> None:
     w = world(exclusion=HOUR)
     w.shrinks = "no"
     node = w.node_of(R0)
@@ -472,7 +468,7 @@ def test_with_proof_a_node_stays_excluded_while_that_stands() -> None:
 @pytest.mark.parametrize("observed", [NodeStatus(NodeState.DOWN, "DOWN: Not responding"),
                                   NodeStatus(NodeState.DRAINING, "IDLE+DRAIN: bad fan"),
                                   NodeStatus(NodeState.UNKNOWN, "IDLE+NOT_RESPONDING")])  # fmt: skip
-def test_a_node_that_the_cluster_does_not_call_well_is_not_used_again(observed: NodeStatus) -> None:
+def test_node_that_the_cluster_reports_unhealthy_is_not_readmitted(observed: NodeStatus) -> None:
     w = world(exclusion=HOUR, drain=False)
     w.shrinks = "no"
     node = w.node_of(R0)
@@ -485,7 +481,7 @@ def test_a_node_that_the_cluster_does_not_call_well_is_not_used_again(observed: 
     assert w.state.nodes[node].excluded is None
 
 
-def test_our_own_drain_does_not_keep_a_node_from_being_used_again_and_is_taken_back() -> None:
+def test_own_drain_does_not_prevent_readmission_and_is_taken_back() -> None:
     w = world(exclusion=HOUR)
     w.shrinks = "no"
     node = w.node_of(R0)
@@ -495,7 +491,7 @@ def test_our_own_drain_does_not_keep_a_node_from_being_used_again_and_is_taken_b
     assert w.state.replica(replica_id(AGENT, node)).status is Status.JOINED
 
 
-def test_silence_from_before_does_not_condemn_a_node_again() -> None:
+def test_silence_before_readmission_does_not_exclude_the_node_again() -> None:
     w = world(exclusion=HOUR, drain=False)
     w.shrinks = "no"
     node = w.node_of(R0)
@@ -508,7 +504,7 @@ def test_silence_from_before_does_not_condemn_a_node_again() -> None:
     assert w.tags(Exclude) == [f"{node}!exclude"]
 
 
-def test_requests_ask_for_no_node_that_is_excluded_and_for_the_time_that_is_left() -> None:
+def test_requests_leave_out_excluded_nodes_and_ask_for_the_remaining_time() -> None:
     w = world(spares=0, nodes=8)
     w.wait(1000.0)
     node = w.node_of(R0)
@@ -520,16 +516,16 @@ def test_requests_ask_for_no_node_that_is_excluded_and_for_the_time_that_is_left
 
 
 # ── what people order ────────────────────────────────────────────────────────────────────────────────────────────────
-def test_who_is_on_a_node_that_a_person_wants_drained_moves_first_and_nobody_is_charged() -> None:
+def test_replicas_on_a_node_to_be_drained_move_first_and_uncharged() -> None:
     w = world()
     node, before = w.node_of(R0), w.incarnations()
     w.send_command("drain", node, "fan is loud")
     w.play(lambda: bool(w.drains)).play(w.works).wait(30.0)
-    deeds = [action for action in w.actions if isinstance(action, Fence | Exclude | Drain)]
+    decided = [action for action in w.actions if isinstance(action, Fence | Exclude | Drain)]
     fence, exclude, drain = (
-        one for one in deeds if not isinstance(one, Fence) or role_of(one.incarnation.replica) != AGENT
+        action for action in decided if not isinstance(action, Fence) or role_of(action.incarnation.replica) != AGENT
     )
-    assert [type(one) for one in (fence, exclude, drain)] == [Fence, Exclude, Drain]
+    assert [type(action) for action in (fence, exclude, drain)] == [Fence, Exclude, Drain]
     assert isinstance(fence, Fence)
     assert not fence.charged
     assert fence.why.evidence == (f"{node} is to be drained, asked by anna: fan is loud",)
@@ -540,7 +536,7 @@ def test_who_is_on_a_node_that_a_person_wants_drained_moves_first_and_nobody_is_
     assert w.tags(Shrink) == [f"{RUN}.pool!shrink:{node}"]
 
 
-def test_a_node_that_is_wanted_drained_waits_for_a_replacement_and_gets_nobody_new_meanwhile() -> None:
+def test_node_to_be_drained_waits_for_a_replacement_and_gets_nothing_new() -> None:
     w = world(spares=0, nodes=5)
     w.closed["pool"] = "Resources"
     node = w.node_of(R0)
@@ -554,7 +550,7 @@ def test_a_node_that_is_wanted_drained_waits_for_a_replacement_and_gets_nobody_n
     assert w.node_of(R0) != node
 
 
-def test_a_node_that_is_wanted_drained_is_drained_even_if_no_replacement_comes() -> None:
+def test_node_to_be_drained_is_drained_even_without_a_replacement() -> None:
     w = world(spares=0, nodes=5)
     w.closed["pool"] = "Resources"
     node = w.node_of(R0)
@@ -564,7 +560,7 @@ def test_a_node_that_is_wanted_drained_is_drained_even_if_no_replacement_comes()
     assert w.state.finish is None
 
 
-def test_a_node_that_somebody_has_drained_already_is_left_when_a_person_asks() -> None:
+def test_already_drained_node_is_only_excluded_on_a_users_request() -> None:
     w = world()
     node = w.node_of(R0)
     w.happen(ev.NodeChanged(node, NodeStatus(NodeState.DRAINING, "MIXED+DRAIN: bad fan")))
@@ -575,7 +571,7 @@ def test_a_node_that_somebody_has_drained_already_is_left_when_a_person_asks() -
     assert not w.tags(Drain)
 
 
-def test_whole_gangs_move_off_a_node_that_is_wanted_drained() -> None:
+def test_whole_gangs_move_off_a_node_to_be_drained() -> None:
     w = world(spares=1)
     node = w.node_of(TRAINER)
     w.send_command("drain", node)
@@ -584,7 +580,7 @@ def test_whole_gangs_move_off_a_node_that_is_wanted_drained() -> None:
     assert w.incarnations()[TRAINER] == 2
 
 
-def test_what_a_person_has_drained_is_used_again_only_when_a_person_says_so() -> None:
+def test_node_drained_by_a_user_is_readmitted_only_by_a_user() -> None:
     w = world(exclusion=HOUR)
     w.shrinks = "no"
     node = w.node_of(R0)
@@ -599,7 +595,7 @@ def test_what_a_person_has_drained_is_used_again_only_when_a_person_says_so() ->
     assert w.state.replica(replica_id(AGENT, node)).status is Status.JOINED
 
 
-def test_a_person_may_have_a_node_used_again_against_which_there_was_proof_and_all_else() -> None:
+def test_user_may_undrain_a_node_against_any_proof() -> None:
     w = world()
     w.shrinks = "no"
     node = w.node_of(R0)
@@ -614,7 +610,7 @@ def test_a_person_may_have_a_node_used_again_against_which_there_was_proof_and_a
     assert w.state.nodes[node].excluded is not None
 
 
-def test_an_order_to_drain_can_be_taken_back_before_it_is_done() -> None:
+def test_pending_drain_can_be_taken_back() -> None:
     w = world(spares=0, nodes=5)
     w.closed["pool"] = "Resources"
     node = w.node_of(R0)
@@ -627,17 +623,21 @@ def test_an_order_to_drain_can_be_taken_back_before_it_is_done() -> None:
     assert w.incarnations()[R0] == 1
 
 
-def test_without_rights_a_persons_order_excludes_the_node_and_leaves_a_request() -> None:
+def test_refused_drain_by_a_user_excludes_the_node_and_leaves_a_request() -> None:
     w = world(may=False)
     node = w.node_of(R0)
     w.send_command("drain", node)
     w.play(lambda: bool(w.tags(Drain))).play(w.works).wait(5.0)
-    held = w.state.nodes[node]
-    assert (held.drain_requested_by, held.drain_reason, held.drain_error) == ("anna", "", "we may not drain nodes here")
+    record = w.state.nodes[node]
+    assert (record.drain_requested_by, record.drain_reason, record.drain_error) == (
+        "anna",
+        "",
+        "we may not drain nodes here",
+    )
     assert w.node_of(R0) != node
 
 
-def test_a_node_that_is_excluded_already_is_drained_when_a_person_asks() -> None:
+def test_excluded_node_is_drained_on_a_users_request() -> None:
     w = world()
     node = w.node_of(R0)
     w.exclude(node, Cause.SOFTWARE)
@@ -649,14 +649,14 @@ def test_a_node_that_is_excluded_already_is_drained_when_a_person_asks() -> None
 
 
 @pytest.mark.parametrize("order", ["drain", "undrain"])
-def test_an_order_about_a_node_that_is_none_of_the_runs_changes_nothing(order: str) -> None:
+def test_command_about_a_foreign_node_changes_nothing(order: str) -> None:
     w = world()
     before = w.state
     w.send_command(order, NodeName("n99"))
     assert msgspec.structs.replace(w.state, seq=before.seq, handled_commands=before.handled_commands) == before
 
 
-def test_the_next_manager_goes_on_with_what_was_ordered() -> None:
+def test_next_manager_continues_pending_node_commands() -> None:
     w = world(spares=0, nodes=4)
     node = w.node_of(R0)
     w.send_command("drain", node)
@@ -664,7 +664,7 @@ def test_the_next_manager_goes_on_with_what_was_ordered() -> None:
     assert state.node_commands == {node: ("drain", "anna")}
 
 
-def test_reasons_are_short_and_plain() -> None:
+def test_drain_reasons_are_short_and_plain() -> None:
     w = world()
     node = w.node_of(R0)
     w.send_command("drain", node, 'it\'s "bad"\n=[x]= ' + "long " * 100)
@@ -675,8 +675,8 @@ def test_reasons_are_short_and_plain() -> None:
     assert not set(reason) & set("'\"\n=[]|")
 
 
-# ── what is told of it ───────────────────────────────────────────────────────────────────────────────────────────────
-def test_what_we_may_not_drain_is_asked_of_the_administrators_with_the_evidence() -> None:
+# ── reports about it ─────────────────────────────────────────────────────────────────────────────────────────────────
+def test_refused_drain_is_reported_to_administrators_with_its_evidence() -> None:
     w = world(may=False)
     node = w.node_of(R0)
     w.exclude(node, Cause.GPU)
@@ -690,7 +690,7 @@ def test_what_we_may_not_drain_is_asked_of_the_administrators_with_the_evidence(
     assert (second.cause, second.requested_by) == ("", "anna: fan")
 
 
-def test_what_was_drained_or_is_used_again_is_not_asked_for() -> None:
+def test_drained_or_readmitted_node_is_not_reported_to_administrators() -> None:
     drained = world()
     drained.exclude(drained.node_of(R0), Cause.GPU)
     drained.play(drained.works).wait(5.0)
@@ -705,7 +705,7 @@ def test_what_was_drained_or_is_used_again_is_not_asked_for() -> None:
         assert summarize(w.events).drain_requests == []
 
 
-def test_a_run_ends_only_when_it_is_known_what_became_of_a_drain() -> None:
+def test_run_ends_only_after_pending_drains_are_settled() -> None:
     w = world()
     w.unanswered = True
     node = w.node_of(R0)
@@ -720,25 +720,25 @@ def test_a_run_ends_only_when_it_is_known_what_became_of_a_drain() -> None:
 
 
 # ── admission ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_no_role_is_placed_on_a_node_before_its_agent_has_said_how_it_is() -> None:
+def test_no_role_is_placed_on_a_node_before_its_agent_has_reported() -> None:
     w = Nodes(job(spares=1, steps=1000), 8)
     w.broken_incarnations = {replica_id(AGENT, NodeName(f"n{i}")): "cannot be started" for i in (1, 2)}
     w.play(w.works)
     assert w.works()
-    assert not {NodeName("n1"), NodeName("n2")} & {one.node for one in workers(w.state)}
+    assert not {NodeName("n1"), NodeName("n2")} & {replica.node for replica in workers(w.state)}
 
 
 @pytest.mark.parametrize(("cluster", "admission"), [("local", True), ("slurm", False)])
-def test_where_nothing_is_looked_at_roles_wait_for_no_agent(cluster: str, admission: bool) -> None:
-    told = msgspec.structs.replace(job(spares=0, steps=1000), health=HealthSpec(admission=admission))
-    w = Nodes(told, 4)
+def test_without_admission_checks_roles_wait_for_no_agent(cluster: str, admission: bool) -> None:
+    spec = msgspec.structs.replace(job(spares=0, steps=1000), health=HealthSpec(admission=admission))
+    w = Nodes(spec, 4)
     w._state = msgspec.structs.replace(w.state, job=msgspec.structs.replace(w.state.job, cluster=cluster))
     w.broken_incarnations = {replica_id(AGENT, NodeName(f"n{i}")): "cannot be started" for i in range(1, 5)}
     w.play(w.works)
     assert w.works()
 
 
-def test_a_node_that_is_broken_when_it_joins_is_never_used_not_even_for_a_moment() -> None:
+def test_node_that_reports_broken_when_it_joins_is_never_used() -> None:
     class Broken(Nodes):
         def record(self, event: ev.Event) -> None:
             if isinstance(event, ev.AgentJoined) and event.node == "n1":
@@ -751,6 +751,6 @@ def test_a_node_that_is_broken_when_it_joins_is_never_used_not_even_for_a_moment
 
     w = Broken(job(spares=1, steps=1000), 8)
     w.play(w.works)
-    launched = {one.node for one in w.decided(Launch) if role_of(one.incarnation.replica) != AGENT}
+    launched = {launch.node for launch in w.decided(Launch) if role_of(launch.incarnation.replica) != AGENT}
     assert NodeName("n1") not in launched
-    assert [one.node for one in w.decided(Exclude)] == ["n1"]
+    assert [exclusion.node for exclusion in w.decided(Exclude)] == ["n1"]

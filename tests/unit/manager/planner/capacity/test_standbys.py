@@ -1,4 +1,4 @@
-"""Shadows: where they wait, when they are started and ended, and how one becomes a member."""
+"""Standby processes: on which nodes they run, when they start and stop, and how one is promoted."""
 
 from __future__ import annotations
 
@@ -31,16 +31,20 @@ def standby(node: NodeName, incarnation: int = 1) -> Incarnation:
 
 
 def launches(world: World, role: str = STANDBY_ROLE) -> list[Launch]:
-    return [one for one in world.decided(Launch) if one.incarnation.replica.partition("/")[0] == role]
+    return [launch for launch in world.decided(Launch) if launch.incarnation.replica.partition("/")[0] == role]
 
 
 def promotions(world: World) -> dict[str, str]:
-    """Which shadow became which life, so far."""
-    return {str(one.standby): str(one.incarnation) for one in launches(world, "trainer") if one.standby is not None}
+    """Return the new incarnation by promoted standby process."""
+    return {
+        str(launch.standby): str(launch.incarnation)
+        for launch in launches(world, "trainer")
+        if launch.standby is not None
+    }
 
 
 # ── where and when ───────────────────────────────────────────────────────────────────────────────────────────────────
-def test_shadows_wait_where_the_trainer_is_on_spares_and_where_rollouts_stand_by_once_a_step_is_committed() -> None:
+def test_standbys_start_beside_the_trainer_on_spares_and_donors_after_a_commit() -> None:
     world = World(SMALL).steady().wait(60.0)
     assert world.ready_standbys() == {}
     world.warmed()
@@ -50,7 +54,7 @@ def test_shadows_wait_where_the_trainer_is_on_spares_and_where_rollouts_stand_by
 
 
 @pytest.mark.parametrize(("standbys", "nodes"), [(0, []), (1, [N6]), (2, [N5, N6]), (3, [N4, N5, N6])])
-def test_so_many_rollouts_stand_by_as_are_asked_for_the_last_ones_first(standbys: int, nodes: list[NodeName]) -> None:
+def test_configured_number_of_donors_is_taken_from_the_last_rollouts(standbys: int, nodes: list[NodeName]) -> None:
     world = World(gang_job(2, 1, standbys=standbys, spares=0)).steady().warmed()
     assert sorted(world.ready_standbys()) == [N2, N3, *nodes]
 
@@ -61,13 +65,13 @@ def test_the_last_rollout_is_never_taken() -> None:
     for node in (N2, N3, N4):
         world.lose_node(node)
     world.wait(60.0)
-    assert [one.incarnation for one in world.decided(Fence) if one.rung is Rung.DONOR and not one.charged] == [
+    assert [fence.incarnation for fence in world.decided(Fence) if fence.rung is Rung.DONOR and not fence.charged] == [
         Incarnation(R2, 1), Incarnation(R1, 1)
     ]  # fmt: skip
     assert world.state.replica(R0).status is Status.JOINED
 
 
-def test_rollouts_that_the_run_cannot_do_without_do_not_stand_by() -> None:
+def test_required_rollouts_are_not_donors() -> None:
     world = World(gang_job(2, 1, standbys=2, min_rollouts=3, spares=0)).steady().warmed()
     assert world.ready_standbys() == {N2: 1, N3: 1}
 
@@ -77,24 +81,28 @@ def test_no_more_spares_are_kept_warm_than_the_trainer_has_nodes() -> None:
     assert world.ready_standbys() == {N2: 1, N3: 1, N7: 1, N8: 1}
 
 
-def test_a_trainer_that_is_not_to_be_kept_warm_has_no_shadow() -> None:
+def test_trainer_without_warm_has_no_standby() -> None:
     world = World(gang_job(2, 1, warm=False, standbys=1)).steady().warmed()
     assert world.ready_standbys() == {}
 
 
 @pytest.mark.parametrize("policy", ["job", "requeue"])
-def test_where_every_failure_restarts_everything_nobody_is_kept_warm(policy: str) -> None:
+def test_no_standby_if_every_failure_restarts_the_run(policy: str) -> None:
     world = World(gang_job(2, 1, standbys=1, recovery=Recovery(policy=policy))).steady().warmed()
     assert world.ready_standbys() == {}
 
 
-def test_as_many_shadows_wait_on_a_node_as_members_share_one() -> None:
+def test_node_keeps_as_many_standbys_as_members_share_it() -> None:
     world = World(gang_job(3, 2, standbys=1)).steady().warmed()
     assert world.ready_standbys() == {N2: 2, N3: 1, N6: 2, N7: 2}
-    assert {one.incarnation.replica for one in launches(world)} >= {"standby/n2:0", "standby/n2:1", "standby/n3:0"}
+    assert {launch.incarnation.replica for launch in launches(world)} >= {
+        "standby/n2:0",
+        "standby/n2:1",
+        "standby/n3:0",
+    }
 
 
-def test_a_shadow_waits_for_the_agent_of_its_node() -> None:
+def test_standby_waits_for_the_agent_of_its_node() -> None:
     world = World(SMALL).steady()
     world.broken_incarnations[replica_id("agent", N7)] = "exited: OSError"
     world.kill(replica_id("agent", N7))
@@ -105,7 +113,7 @@ def test_a_shadow_waits_for_the_agent_of_its_node() -> None:
     assert world.ready_standbys()[N7] == 1
 
 
-def test_a_shadow_is_ended_when_a_rollout_needs_its_spare_node() -> None:
+def test_standby_is_stopped_when_a_rollout_needs_its_spare_node() -> None:
     world = World(gang_job(2, 1), nodes=7).steady().warmed()
     assert world.ready_standbys() == {N2: 1, N3: 1, N7: 1}
     world.lose_node(N4)
@@ -113,15 +121,15 @@ def test_a_shadow_is_ended_when_a_rollout_needs_its_spare_node() -> None:
     world.steady().wait(20.0)
     assert world.node_of(R0) == N7
     assert world.ready_standbys() == {N2: 1, N3: 1}
-    (end,) = [one for one in world.decided(StopStep) if one.incarnation == standby(N7)]
-    assert end.why.evidence == ("trainer does not need a shadow on n7 any more",)
+    (end,) = [stop for stop in world.decided(StopStep) if stop.incarnation == standby(N7)]
+    assert end.why.evidence == ("trainer no longer needs a standby process on n7",)
     assert world.state.orphan_steps.keys() <= {tag_of(RUN, Incarnation(R0, 1)), f"{RUN}.agent-n4.1"}
     assert world.state.replica(standby(N7).replica).status is Status.RETIRED
 
 
 # ── in place ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_shadows_of_its_own_nodes_become_the_members_of_a_gang_that_restarts(ranks: int) -> None:
+def test_restarting_gang_promotes_the_standbys_of_its_own_nodes(ranks: int) -> None:
     world = World(gang_job(ranks, 1, standbys=1)).steady().warmed()
     world.kill(TRAINER)
     killed = world.now
@@ -131,14 +139,14 @@ def test_the_shadows_of_its_own_nodes_become_the_members_of_a_gang_that_restarts
     nodes = [N2, N3][:ranks]
     assert promotions(world) == {f"{standby(n)}": f"{m}#2" for n, m in zip(nodes, members, strict=True)}
     for member, node in zip(members, nodes, strict=True):
-        held = world.state.replica(member)
-        assert (held.node, held.step, held.promoted_from) == (node, tag_of(RUN, standby(node)), standby(node))
-        assert held.admitted_process == AdmittedProcess(node, 100)  # who was admitted as the shadow
-        assert owner_of(world.state, held.step or "") == held
+        replica = world.state.replica(member)
+        assert (replica.node, replica.step, replica.promoted_from) == (node, tag_of(RUN, standby(node)), standby(node))
+        assert replica.admitted_process == AdmittedProcess(node, 100)  # admitted as the standby process
+        assert owner_of(world.state, replica.step or "") == replica
     assert world.state.intents == {}
 
 
-def test_a_shadow_that_became_a_member_is_made_up_for_after_the_next_commit_and_not_before() -> None:
+def test_promoted_standby_is_replaced_only_after_the_next_commit() -> None:
     world = World(SMALL).steady().warmed()
     world.kill(M1)
     world.steady().wait(100.0)
@@ -146,27 +154,27 @@ def test_a_shadow_that_became_a_member_is_made_up_for_after_the_next_commit_and_
     assert world.state.replica(standby(N2).replica).status is Status.WANTED
     world.warmed()
     assert world.ready_standbys() == {N2: 1, N3: 1, N6: 1, N7: 1}
-    assert [str(one.incarnation) for one in launches(world)][-2:] == [str(standby(N2, 2)), str(standby(N3, 2))]
+    assert [str(launch.incarnation) for launch in launches(world)][-2:] == [str(standby(N2, 2)), str(standby(N3, 2))]
 
 
-def test_a_member_that_a_shadow_became_is_a_member_like_any_other() -> None:
-    """It is fenced with its step, which lingers and is stopped; whatever of the step is heard is the member's."""
+def test_promoted_member_is_treated_like_any_other() -> None:
+    """It is fenced with its step, which is stopped as an orphan; reports of the step count as the member's."""
     world = World(SMALL).steady().warmed()
     world.kill(M1)
     world.steady().warmed()
     step = world.state.replica(M0).step
     world.freeze(M0)
     world.steady()
-    assert [one.incarnation for one in world.decided(StopStep) if one.step == step] == [Incarnation(M0, 2)]
+    assert [stop.incarnation for stop in world.decided(StopStep) if stop.step == step] == [Incarnation(M0, 2)]
     assert world.state.orphan_steps == {}
     assert {world.incarnations()[id] for id in (M0, M1)} == {3}
     end = ev.StepEnded(standby(N2, 2), world.state.replica(M0).step or "", None, 9, ExitReason.SIGNALED)
-    world.record(end)  # as its exit record has it, that was begun as a shadow's
+    world.record(end)  # its exit record names the standby process
     assert (world.state.replica(M0).step, world.state.replica(M0).status) == (None, Status.JOINED)
 
 
 # ── that does not work ───────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_shadow_that_is_dead_when_it_is_told_takes_the_gang_to_the_next_incarnation() -> None:
+def test_standby_dead_at_promotion_restarts_the_gang() -> None:
     world = World(SMALL).steady().warmed()
     world.vanish(standby(N3).replica)
     world.kill(M0)
@@ -179,7 +187,7 @@ def test_a_shadow_that_is_dead_when_it_is_told_takes_the_gang_to_the_next_incarn
     assert world.state.intents == {}
 
 
-def test_a_shadow_that_is_told_and_never_heard_is_given_up_and_its_step_ended() -> None:
+def test_standby_that_never_answers_its_promotion_is_given_up_and_stopped() -> None:
     world = World(SMALL).steady().warmed()
     world.unresponsive = {N3}
     world.kill(M0)
@@ -187,14 +195,14 @@ def test_a_shadow_that_is_told_and_never_heard_is_given_up_and_its_step_ended() 
     world.steady()
     assert world.now - killed > world.state.job.recovery.promote
     assert {world.incarnations()[id] for id in (M0, M1)} == {3}
-    assert [one.incarnation for one in world.decided(StopStep) if one.step == tag_of(RUN, standby(N3))] == [
+    assert [stop.incarnation for stop in world.decided(StopStep) if stop.step == tag_of(RUN, standby(N3))] == [
         Incarnation(M1, 2)
     ]
     assert world.state.orphan_steps == {}
     assert world.state.intents == {}
 
 
-def test_a_refused_adoption_leaves_the_step_lingering_as_the_members_and_the_member_wanted() -> None:
+def test_rejected_promotion_leaves_the_members_orphan_and_the_member_wanted() -> None:
     world = World(SMALL).steady().warmed()
     world.vanish(standby(N3).replica)
     world.kill(M0)
@@ -211,7 +219,7 @@ def test_a_refused_adoption_leaves_the_step_lingering_as_the_members_and_the_mem
     assert step not in state.intents
 
 
-def test_a_node_that_is_lost_while_its_shadow_is_told_leaves_nothing_open() -> None:
+def test_node_lost_during_a_promotion_leaves_no_open_intent() -> None:
     world = World(SMALL).steady().warmed()
     world.unresponsive = {N3}
     world.kill(M0)
@@ -220,11 +228,11 @@ def test_a_node_that_is_lost_while_its_shadow_is_told_leaves_nothing_open() -> N
     world.lose_node(N3)
     world.wait(40.0).steady()
     assert world.node_of(M1) == N7
-    assert not any(isinstance(one.action, Launch) for one in world.state.intents.values())
+    assert not any(isinstance(intent.action, Launch) for intent in world.state.intents.values())
 
 
 # ── elsewhere ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_of_a_lost_node_the_member_goes_on_in_the_shadow_of_a_spare() -> None:
+def test_member_of_a_lost_node_is_promoted_on_a_spare() -> None:
     world = World(SMALL).steady().warmed()
     world.lose_node(N3)
     world.play(lambda: world.incarnations()[M1] == 2)
@@ -234,7 +242,7 @@ def test_of_a_lost_node_the_member_goes_on_in_the_shadow_of_a_spare() -> None:
     assert requests(world) == [f"{RUN}.pool"]
 
 
-def test_without_a_spare_it_takes_the_node_of_a_rollout_that_is_made_up_for() -> None:
+def test_without_a_spare_the_member_takes_a_donors_node() -> None:
     world = World(gang_job(2, 1, standbys=1, spares=0), nodes=8).steady().warmed()
     world.lose_node(N3)
     world.play(lambda: world.incarnations()[M1] == 2)
@@ -249,10 +257,10 @@ def test_without_a_spare_it_takes_the_node_of_a_rollout_that_is_made_up_for() ->
         s.at for s in world.events if isinstance(s.event, ev.Joined) and s.event.incarnation == Incarnation(M1, 2)
     )
     assert joined - member_back < 2.0
-    assert [one.request.count for one in world.decided(Request)] == [6, 1]
+    assert [request.request.count for request in world.decided(Request)] == [6, 1]
 
 
-def test_rollouts_that_made_room_do_not_take_it_back_whatever_the_order_of_the_roles() -> None:
+def test_preempted_rollouts_do_not_return_to_their_nodes_in_any_role_order() -> None:
     small = gang_job(2, 1, standbys=2, spares=0, recovery=Recovery(breaker=0.5))
     world = World(msgspec.structs.replace(small, roles=small.roles[::-1]), nodes=9).steady().warmed()
     before = [world.node_of(M0), world.node_of(M1)]
@@ -265,14 +273,14 @@ def test_rollouts_that_made_room_do_not_take_it_back_whatever_the_order_of_the_r
     assert {world.incarnations()[id] for id in (R1, R2)} == {2}
 
 
-def test_of_two_nodes_that_are_lost_at_once_both_members_go_on_warm() -> None:
+def test_members_of_two_lost_nodes_are_both_promoted() -> None:
     limits = Limits(silence=10.0)
     world = World(gang_job(2, 1, standbys=1, limits=limits, recovery=Recovery(breaker=0.5)), nodes=9).steady().warmed()
     world.lose_node(N2)
     world.lose_node(N3)
     world.play(lambda: world.incarnations()[M1] == 2)
     world.steady()
-    assert {one.standby for one in launches(world, "trainer") if one.incarnation.number == 2} == {
+    assert {launch.standby for launch in launches(world, "trainer") if launch.incarnation.number == 2} == {
         standby(N6), standby(N7)
     }  # fmt: skip
     assert world.incarnations()[R2] == 2
@@ -284,18 +292,19 @@ def test_members_that_shared_a_lost_node_share_the_next_one() -> None:
     world.play(lambda: world.incarnations()[TRAINER] == 2)
     world.steady()
     assert [world.node_of(member_id(TRAINER, rank)) for rank in range(4)] == [N2, N2, N6, N6]
-    assert all(one.standby for one in launches(world, "trainer") if one.incarnation.number == 2)
+    assert all(launch.standby for launch in launches(world, "trainer") if launch.incarnation.number == 2)
 
 
-def test_where_each_node_is_a_job_of_its_own_a_rollouts_may_carry_the_trainer_too() -> None:
+def test_rollout_node_that_is_its_own_job_can_host_the_trainer() -> None:
     small = in_node_groups(rollouts=3)
     roles = tuple(
-        msgspec.structs.replace(one, ranks=2, warm=True, donor_rollouts=1) if one.name == "trainer" else one
-        for one in small.roles
+        msgspec.structs.replace(role, ranks=2, warm=True, donor_rollouts=1) if role.name == "trainer" else role
+        for role in small.roles
     )  # fmt: skip
     parts = tuple(
-        msgspec.structs.replace(part, nodes=2, min_nodes=2) if part.name == "trainer" else part for part in small.node_groups
-    )  # fmt: skip
+        msgspec.structs.replace(part, nodes=2, min_nodes=2) if part.name == "trainer" else part
+        for part in small.node_groups
+    )
     world = World(msgspec.structs.replace(small, roles=roles, node_groups=parts), nodes=12).steady().warmed()
     spare = next(iter(world.ready_standbys().keys() - {world.node_of(M0), world.node_of(M1)}))
     assert world.node_of(R2) == spare
@@ -308,42 +317,44 @@ def test_where_each_node_is_a_job_of_its_own_a_rollouts_may_carry_the_trainer_to
     assert world.works()
 
 
-def test_a_node_that_is_too_small_for_the_trainer_stands_not_by() -> None:
+def test_node_too_small_for_the_trainer_keeps_no_standby() -> None:
     small = in_node_groups(rollouts=3)
     roles = tuple(
-        msgspec.structs.replace(one, warm=True, donor_rollouts=1, per_member=Resources(cpus=64)) if one.name == "trainer" else one
-        for one in small.roles
-    )  # fmt: skip
+        msgspec.structs.replace(role, warm=True, donor_rollouts=1, per_member=Resources(cpus=64))
+        if role.name == "trainer"
+        else role
+        for role in small.roles
+    )
     world = World(msgspec.structs.replace(small, roles=roles), nodes=12).steady().warmed()
     assert list(world.ready_standbys()) == [world.node_of(TRAINER)]
 
 
-# ── nobody counts them ───────────────────────────────────────────────────────────────────────────────────────────────
-def test_shadows_take_no_room_and_are_no_replicas() -> None:
+# ── not replicas ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_standbys_occupy_no_node_and_do_not_count_as_replicas() -> None:
     world = World(SMALL).steady().warmed()
-    assert not any(one.role == STANDBY_ROLE for one in workers(world.state))
-    rooms = NodeInventory(world.state, world.now)
-    assert all(one.role != STANDBY_ROLE for there in rooms.occupancy().values() for one in there)
-    assert N7 not in rooms.occupancy()
+    assert not any(replica.role == STANDBY_ROLE for replica in workers(world.state))
+    inventory = NodeInventory(world.state, world.now)
+    assert all(id.role != STANDBY_ROLE for occupants in inventory.occupancy().values() for id in occupants)
+    assert N7 not in inventory.occupancy()
     assert not any(id.startswith(STANDBY_ROLE) for id in build_directory(world.state).peers)
 
 
 @pytest.mark.parametrize("broken", ["exited: MemoryError", "not started: no such command"])
-def test_shadows_that_never_come_up_rest_in_the_end_and_the_run_goes_on(broken: str) -> None:
+def test_standbys_that_never_start_stop_being_tried_and_the_run_continues(broken: str) -> None:
     world = World(gang_job(2, 1, standbys=1, recovery=Recovery(per_replica=3)), nodes=9).steady()
     world.broken[STANDBY_ROLE] = broken
     world.warmed().wait(400.0)
     assert world.ready_standbys() == {}
-    tried = [one for one in launches(world) if one.incarnation.replica == standby(N2).replica]
+    tried = [launch for launch in launches(world) if launch.incarnation.replica == standby(N2).replica]
     assert len(tried) == 4
-    assert {world.state.replica(one.incarnation.replica).status for one in launches(world)} == {Status.RETIRED}
+    assert {world.state.replica(launch.incarnation.replica).status for launch in launches(world)} == {Status.RETIRED}
     assert (world.state.finish, set(world.incarnations().values())) == (None, {1})
     world.broken.clear()
     world.wait(700.0)
     assert world.ready_standbys() == {N2: 1, N3: 1, N6: 1, N7: 1}  # their failures have left the window
 
 
-def test_the_death_of_a_shadow_touches_nobody() -> None:
+def test_failed_standby_affects_no_replica() -> None:
     world = World(SMALL).steady().warmed()
     world.kill(standby(N2).replica)
     world.wait(20.0)
@@ -352,7 +363,7 @@ def test_the_death_of_a_shadow_touches_nobody() -> None:
     assert rungs(world) == [Rung.IN_PLACE]
 
 
-def test_a_lost_spare_takes_its_shadow_with_it() -> None:
+def test_lost_spare_takes_its_standby_with_it() -> None:
     world = World(SMALL).steady().warmed()
     world.lose_node(N7)
     world.wait(60.0)
@@ -361,17 +372,17 @@ def test_a_lost_spare_takes_its_shadow_with_it() -> None:
     assert set(world.incarnations().values()) == {1}
 
 
-def test_shadows_do_not_hold_up_the_end_of_a_run_and_nothing_of_them_is_left() -> None:
+def test_standbys_do_not_delay_the_end_and_leave_nothing() -> None:
     world = World(SMALL).steady().warmed()
     world.commit(9)
     world.play()
     assert_nothing_is_left(world, Outcome.COMPLETED)
-    stops = [one.incarnation.replica.partition("/")[0] for one in world.decided(StopStep)]
+    stops = [stop.incarnation.replica.partition("/")[0] for stop in world.decided(StopStep)]
     assert stops.index("agent") > max(index for index, role in enumerate(stops) if role == STANDBY_ROLE)
 
 
 # ── wiring ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_keepers_are_where_the_trainer_is_and_where_it_may_go_on_also_while_it_is_down() -> None:
+def test_snapshot_servers_are_on_the_trainers_and_standby_nodes_while_it_is_down() -> None:
     world = World(gang_job(2, 1, standbys=1, rollouts=2, min_rollouts=1, spares=0)).steady().warmed()
     for node in world.state.nodes:
         incarnation = world.state.replica(replica_id("agent", node)).incarnation
@@ -391,7 +402,7 @@ def test_keepers_are_where_the_trainer_is_and_where_it_may_go_on_also_while_it_i
 
 
 # ── the plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_plan_for_many_rollouts_with_shadows_is_at_rest() -> None:
+def test_plan_for_many_rollouts_with_standbys_reaches_its_fixpoint() -> None:
     world = World(gang_job(8, 4, standbys=2, rollouts=60, spares=2)).steady().warmed()
     assert sum(world.ready_standbys().values()) == 8 + 2 * 4 + 2 * 4
     assert plan(world.state, world.now).actions == ()

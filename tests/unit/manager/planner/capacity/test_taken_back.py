@@ -1,4 +1,4 @@
-"""What the cluster takes back before a run is over: preempted, suspended, cancelled by somebody, out of walltime."""
+"""Allocations that the cluster takes back before a run is over: preempted, suspended, cancelled, out of walltime."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ GRACE = 30.0
 
 
 def with_status(world: World, tag: str, **changes: object) -> None:
-    """The cluster tells an allocation so, and nothing happens to it."""
-    seen = world.state.allocations[tag].status
-    assert seen is not None
-    world.happen(ev.AllocationChanged(tag, msgspec.structs.replace(seen, **changes)))
+    """Let the cluster report a changed status of the allocation, without any effect on its processes."""
+    status = world.state.allocations[tag].status
+    assert status is not None
+    world.happen(ev.AllocationChanged(tag, msgspec.structs.replace(status, **changes)))
 
 
 def preempt(world: World, tag: str) -> None:
-    """Slurm wants the nodes back: every step has its SIGTERM and leaves, the next look shows it."""
+    """Let Slurm reclaim the nodes: every step gets SIGTERM and exits, and the next poll shows it."""
     nodes = world.held[tag]
     for step, (incarnation, node) in list(world.steps.items()):
         if node in nodes:
@@ -60,7 +60,7 @@ def fences(world: World) -> list[Fence]:
 
 
 # ── preempted ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_who_is_on_a_preempted_node_leaves_at_once_uncharged_and_is_asked_a_node_for_while_the_run_goes_on() -> None:
+def test_replica_on_a_preempted_node_leaves_uncharged_and_gets_a_replacement() -> None:
     world = World(in_node_groups()).steady()
     world.closed["rollout"] = "Priority"
     preempt(world, FIRST)
@@ -76,27 +76,29 @@ def test_who_is_on_a_preempted_node_leaves_at_once_uncharged_and_is_asked_a_node
     assert world.incarnations() == {STORE: 1, ReplicaId("reward/0"): 1, TRAINER: 1, R0: 2, R1: 1}
 
 
-def test_nobody_is_started_on_nodes_that_are_being_taken_back() -> None:
+def test_nothing_is_launched_on_reclaimed_nodes() -> None:
     world = World(in_node_groups()).steady()
     with_status(world, FIRST, time_left_s=GRACE, reclaimed=True)
     before = len(world.decided(Launch))
     world.play(lambda: FIRST not in world.state.allocations, timeout_s=GRACE)
-    assert [one.allocation for one in world.decided(Launch)[before:]] == []
-    assert [one.allocation for one in world.decided(Release)] == [FIRST], "left, it is given back before its time"
+    assert [launch.allocation for launch in world.decided(Launch)[before:]] == []
+    assert [release.allocation for release in world.decided(Release)] == [FIRST], (
+        "left, it is given back before its time"
+    )
 
 
-def test_preempted_again_and_again_no_budget_is_spent() -> None:
+def test_repeated_preemption_costs_no_budget() -> None:
     world = World(in_node_groups(), nodes=40).steady()
     for incarnation in range(1, 31):
         assert world.state.replica(R0).incarnation_number == incarnation
         preempt(world, world.state.replica(R0).allocation or "")
         world.steady()
-    held = world.state.replica(R0)
-    assert (held.failures, held.incarnation_number, world.state.rejected_requests) == ((), 31, ())
+    allocation = world.state.replica(R0)
+    assert (allocation.failures, allocation.incarnation_number, world.state.rejected_requests) == ((), 31, ())
     assert world.state.recoveries == 0
 
 
-def test_a_preempted_trainer_is_back_once_it_has_a_node_and_nobody_else_is_touched() -> None:
+def test_preempted_trainer_returns_once_it_has_a_node_without_effect_on_others() -> None:
     world = World(in_node_groups(), nodes=9).steady()
     world.commit(1)
     preempt(world, TRAIN)
@@ -105,7 +107,7 @@ def test_a_preempted_trainer_is_back_once_it_has_a_node_and_nobody_else_is_touch
     assert world.state.replica(TRAINER).failures == ()
 
 
-def test_an_allocation_that_ends_before_anything_speaks_from_it_is_not_asked_for_without_end() -> None:
+def test_allocation_that_ends_before_any_report_is_not_requested_without_end() -> None:
     world = World(in_node_groups(), nodes=99).steady()
     world.drop(FIRST)
     for _ in range(50):
@@ -119,20 +121,20 @@ def test_an_allocation_that_ends_before_anything_speaks_from_it_is_not_asked_for
     assert world.state.replica(R0).status is Status.RETIRED
 
 
-def test_whoever_is_on_a_job_that_ends_leaves_before_slurm_has_said_why_and_its_last_word_is_waited_for() -> None:
+def test_replicas_leave_an_ending_job_before_its_reason_is_known() -> None:
     world = World(in_node_groups(), nodes=9).steady()
     with_status(world, FIRST, state=AllocationState.ENDING, detail="COMPLETING")
     (fence,) = fences(world)
     assert (fence.why.evidence, fence.charged) == ((f"its allocation {FIRST} ends: COMPLETING",), False)
     world.steady()
-    assert [one.allocation for one in world.decided(Release)] == []
-    held = world.state.allocations[FIRST]
-    assert (held.pending, held.running, held.running_since is None) == (False, False, False)
+    assert [release.allocation for release in world.decided(Release)] == []
+    allocation = world.state.allocations[FIRST]
+    assert (allocation.pending, allocation.running, allocation.running_since is None) == (False, False, False)
     world.drop(FIRST, AllocationState.ENDED)
     assert world.state.rejected_requests == ()
 
 
-def test_whose_process_is_ended_when_its_time_is_over_has_not_failed_though_the_cluster_says_nothing_yet() -> None:
+def test_process_ended_with_the_walltime_has_not_failed_before_the_cluster_reports() -> None:
     world = World(job(spares=0), nodes=9).steady()
     with_status(world, POOL, time_left_s=-1.0)
     incarnation, step = world.state.replica(R0).incarnation, world.state.replica(R0).step
@@ -146,7 +148,7 @@ def test_whose_process_is_ended_when_its_time_is_over_has_not_failed_though_the_
     assert world.state.replica(R0).allocation != POOL
 
 
-def test_nobody_is_started_on_nodes_whose_time_is_over() -> None:
+def test_nothing_is_launched_on_nodes_whose_walltime_is_over() -> None:
     world = World(job(spares=0), nodes=9).steady()
     world.closed["pool"] = "Priority"
     with_status(world, POOL, time_left_s=-1.0)
@@ -155,11 +157,11 @@ def test_nobody_is_started_on_nodes_whose_time_is_over() -> None:
     assert R0 not in {incarnation.replica for incarnation, _ in world.steps.values()}
 
 
-def test_a_node_that_goes_down_and_up_every_few_seconds_moves_its_replica_once() -> None:
+def test_flapping_node_moves_its_replica_once() -> None:
     world = World(job(spares=2)).steady()
     node = world.node_of(R0)
-    said = (Evidence("cluster", "down: DOWN*", world.now),)
-    down = Finding("node_down", Verdict.FAIL, Cause.NODE, Remedy.EXCLUDE, world.now, said, node=node, proof=True)
+    evidence = (Evidence("cluster", "down: DOWN*", world.now),)
+    down = Finding("node_down", Verdict.FAIL, Cause.NODE, Remedy.EXCLUDE, world.now, evidence, node=node, proof=True)
     for _ in range(20):
         world.happen(ev.FindingChanged(down))
         world.play(timeout_s=3.0)
@@ -171,12 +173,17 @@ def test_a_node_that_goes_down_and_up_every_few_seconds_moves_its_replica_once()
 
 
 # ── suspended ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_suspended_allocation_keeps_its_nodes_and_gets_nobody_until_it_goes_on() -> None:
+def test_suspended_allocation_keeps_its_nodes_and_gets_nothing_new() -> None:
     world = World(in_node_groups()).steady()
     before = world.incarnations()
     with_status(world, FIRST, state=AllocationState.SUSPENDED, detail="SUSPENDED")
-    held = world.state.allocations[FIRST]
-    assert (held.running, held.suspended, held.pending, held.ends_at) == (True, True, False, float("inf"))
+    allocation = world.state.allocations[FIRST]
+    assert (allocation.running, allocation.suspended, allocation.pending, allocation.ends_at) == (
+        True,
+        True,
+        False,
+        float("inf"),
+    )
     world.wait(3 * 86400.0 / 24)
     assert (requests(world)[4:], world.incarnations()) == ([], before)
     with_status(world, FIRST, state=AllocationState.RUNNING, detail="RUNNING", time_left_s=50_000.0)
@@ -184,7 +191,7 @@ def test_a_suspended_allocation_keeps_its_nodes_and_gets_nobody_until_it_goes_on
     assert world.incarnations() == before
 
 
-def test_a_restart_on_a_suspended_node_waits_until_it_goes_on_or_goes_elsewhere() -> None:
+def test_restart_on_a_suspended_node_waits_or_goes_elsewhere() -> None:
     world = World(job(spares=0)).steady()
     with_status(world, POOL, state=AllocationState.SUSPENDED)
     world.kill(R0)
@@ -199,13 +206,13 @@ def test_a_restart_on_a_suspended_node_waits_until_it_goes_on_or_goes_elsewhere(
 def cancel_all(world: World) -> None:
     for tag in list(world.state.allocations):
         nodes = world._give_back(tag)
-        seen = AllocationStatus(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
-        world.record(ev.AllocationChanged(tag, seen))
+        status = AllocationStatus(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
+        world.record(ev.AllocationChanged(tag, status))
     world.play(timeout_s=0.0)
 
 
 @pytest.mark.parametrize("small", [job(), in_node_groups()], ids=["pool", "replica"])
-def test_a_run_whose_nodes_somebody_cancels_asks_once_more_and_takes_the_second_time_for_an_order(
+def test_second_external_cancellation_of_all_nodes_ends_the_run(
     small: RunSpec,
 ) -> None:
     world = World(small, nodes=9).steady()
@@ -216,11 +223,13 @@ def test_a_run_whose_nodes_somebody_cancels_asks_once_more_and_takes_the_second_
     cancel_all(world)
     world.play()
     (finish,) = world.decided(Finish)
-    assert finish.why.evidence == ("all that it had was cancelled 2 times within an hour, and not by rrl cancel",)
+    assert finish.why.evidence == (
+        "all allocations of the run were cancelled 2 times within an hour, and not by rrl cancel",
+    )
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
 
-def test_what_is_asked_for_while_slurm_has_yet_to_say_why_it_ended_hides_no_cancellation_and_several_are_one() -> None:
+def test_requests_before_the_reason_hide_no_cancellation_and_several_count_once() -> None:
     world = World(in_node_groups(), nodes=40).steady()
     for incarnation in (1, 2):
         old = list(world.state.allocations)
@@ -232,47 +241,47 @@ def test_what_is_asked_for_while_slurm_has_yet_to_say_why_it_ended_hides_no_canc
             with_status(world, tag, state=AllocationState.ENDING, detail="COMPLETING", nodes=())
         for tag in old:
             nodes = world._give_back(tag)
-            seen = AllocationStatus(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
-            world.happen(ev.AllocationChanged(tag, seen))
+            status = AllocationStatus(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
+            world.happen(ev.AllocationChanged(tag, status))
         assert len(world.state.external_cancellations) == incarnation, "all that ended together was one deed"
         if incarnation == 1:
             world.steady()
     assert world.decided(Finish)[0].outcome is Outcome.CANCELLED
 
 
-def test_one_of_two_allocations_is_not_all_that_the_run_had() -> None:
+def test_cancelling_one_of_two_allocations_does_not_count() -> None:
     world = World(in_node_groups(), nodes=40).steady()
     for tag in (FIRST, TRAIN):
         with_status(world, tag, state=AllocationState.ENDING, detail="COMPLETING")
         nodes = world._give_back(tag)
-        seen = AllocationStatus(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
-        world.happen(ev.AllocationChanged(tag, seen))
+        status = AllocationStatus(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
+        world.happen(ev.AllocationChanged(tag, status))
         world.steady()
     assert world.state.external_cancellations == ()
 
 
-def test_a_request_that_somebody_cancels_twice_in_the_queue_ends_the_run_too() -> None:
+def test_request_cancelled_twice_in_the_queue_ends_the_run() -> None:
     world = World(job(), nodes=1).play(timeout_s=5.0)
     for _ in range(2):
         (tag,) = world.state.allocations
-        seen = AllocationStatus(AllocationState.ENDED, "7", (), "CANCELLED", cancelled=True)
-        world.happen(ev.AllocationChanged(tag, seen))
+        status = AllocationStatus(AllocationState.ENDED, "7", (), "CANCELLED", cancelled=True)
+        world.happen(ev.AllocationChanged(tag, status))
         world.play(timeout_s=5.0)
     assert world.decided(Finish)[0].outcome is Outcome.CANCELLED
 
 
-def test_one_of_several_allocations_that_somebody_cancels_is_replaced_as_often_as_it_takes() -> None:
+def test_cancelled_allocation_of_several_is_replaced_every_time() -> None:
     world = World(in_node_groups(), nodes=30).steady()
     for _ in range(5):
         tag = world.state.replica(R0).allocation or ""
         nodes = world._give_back(tag)
-        seen = AllocationStatus(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
-        world.happen(ev.AllocationChanged(tag, seen))
+        status = AllocationStatus(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
+        world.happen(ev.AllocationChanged(tag, status))
         world.steady()
     assert (world.state.finish, world.state.replica(R0).incarnation_number) == (None, 6)
 
 
-def test_a_request_that_is_held_ends_no_run_however_long_it_is() -> None:
+def test_held_request_ends_no_run_however_long_it_waits() -> None:
     world = World(job(), nodes=1).play(timeout_s=5.0)
     with_status(world, POOL, detail="PENDING: held by an administrator (scontrol release)")
     world.wait(10 * HOUR)
@@ -281,13 +290,13 @@ def test_a_request_that_is_held_ends_no_run_however_long_it_is() -> None:
 
 # ── out of walltime ──────────────────────────────────────────────────────────────────────────────────────────────────
 def terms(small: RunSpec, term: float) -> RunSpec:
-    """``[cluster] job_walltime``."""
+    """Return the job with this ``[cluster] job_walltime``."""
     (pool,) = small.node_groups
     part: NodeGroup = msgspec.structs.replace(pool, walltime=term)
     return msgspec.structs.replace(small, node_groups=(part,))
 
 
-def test_a_pool_that_ends_before_the_run_is_followed_by_another_with_its_spares_and_all_move_role_by_role() -> None:
+def test_expiring_pool_is_replaced_with_its_spares_and_left_role_by_role() -> None:
     small = terms(job(rollouts=3, spares=2, walltime=20 * HOUR, steps=10**6), 4 * HOUR)
     world = World(small, nodes=30).steady()
     asked = world.decided(Request)[0].request
@@ -311,13 +320,13 @@ def test_a_pool_that_ends_before_the_run_is_followed_by_another_with_its_spares_
     assert all(replica.failures == () for replica in workers(world.state))
 
 
-def test_a_follow_up_asks_for_the_time_that_is_left() -> None:
+def test_successor_is_requested_for_the_remaining_time() -> None:
     world = World(terms(job(walltime=6 * HOUR, steps=10**6), 4 * HOUR), nodes=30).steady()
     world.play(lambda: len(requests(world)) == 2, timeout_s=5 * HOUR)
     assert world.decided(Request)[1].request.walltime == pytest.approx(world.state.ends_at - world.now, abs=1.0)
 
 
-def test_an_end_that_the_cluster_brings_forward_is_prepared_for_and_one_that_it_puts_off_is_not() -> None:
+def test_end_moved_forward_is_prepared_for_and_a_postponed_one_is_not() -> None:
     world = World(job(walltime=20 * HOUR, steps=10**6), nodes=30).steady()
     with_status(world, POOL, time_left_s=HOUR)
     world.play(lambda: len(requests(world)) == 2, timeout_s=2 * HOUR)
@@ -328,7 +337,7 @@ def test_an_end_that_the_cluster_brings_forward_is_prepared_for_and_one_that_it_
     assert len(requests(world)) == 1
 
 
-def test_a_trainer_killed_at_the_end_of_its_allocation_goes_on_from_its_last_commit_however_short_killwait_is() -> None:
+def test_trainer_killed_with_its_allocation_continues_from_its_last_commit() -> None:
     limits = Limits(rotate=1.0)  # far too late to move in time
     world = World(msgspec.structs.replace(terms(job(walltime=20 * HOUR, steps=10**6), 4 * HOUR), limits=limits), 30)
     world.steady()
@@ -339,7 +348,7 @@ def test_a_trainer_killed_at_the_end_of_its_allocation_goes_on_from_its_last_com
     assert world.state.finish is None
 
 
-def test_a_manager_of_a_run_in_a_suspended_pool_does_not_count_it_as_lost() -> None:
+def test_manager_inside_a_suspended_pool_does_not_count_it_as_lost() -> None:
     world = World(job()).steady()
     with_status(world, POOL, state=AllocationState.SUSPENDED)
     assert NodeName("n1") in world.state.nodes

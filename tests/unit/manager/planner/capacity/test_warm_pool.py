@@ -1,4 +1,4 @@
-"""Rollouts that are kept ready on spare nodes: when they are started and ended, who goes on as one, who comes first."""
+"""Standby processes of rollouts on spare nodes: when they start and stop, which are promoted, and who gets the node."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ def engine(node: NodeName, incarnation: int = 1) -> Incarnation:
 
 
 def launched(world: World, replica: ReplicaId) -> list[Launch]:
-    return [one for one in world.decided(Launch) if one.incarnation.replica == replica]
+    return [launch for launch in world.decided(Launch) if launch.incarnation.replica == replica]
 
 
 def promotions(world: World, role: str = "rollout") -> dict[str, str]:
-    """Which shadow became which life, so far."""
-    return {str(one.standby): str(one.incarnation) for one in world.decided(Launch)
-            if one.standby is not None and one.incarnation.replica.startswith(role)}  # fmt: skip
+    """Return the new incarnation by promoted standby process."""
+    return {str(launch.standby): str(launch.incarnation) for launch in world.decided(Launch)
+            if launch.standby is not None and launch.incarnation.replica.startswith(role)}  # fmt: skip
 
 
 def touched(world: World, *but: ReplicaId) -> dict[ReplicaId, int]:
-    """Who has had another life than its first, those apart."""
+    """Return the replicas that had more than one incarnation, apart from these."""
     return {id: number for id, number in world.incarnations().items() if number > 1 and id not in but}
 
 
 def lose_at_once(world: World, *nodes: NodeName) -> None:
-    """Both are found before anything is decided; then everybody works again."""
+    """Lose several nodes before anything is decided, then play until all replicas work."""
     for node in nodes:
         world.record(lost(node, world.now))
         world.dead.add(node)
@@ -58,9 +58,9 @@ def lose_at_once(world: World, *nodes: NodeName) -> None:
 
 
 def assert_no_orphan_steps(world: World) -> None:
-    """But for what nobody can ask: it was on the node that is lost."""
+    """Assert that orphan steps remain only on lost nodes."""
     assert world.state.intents == {}
-    assert {one.node for one in world.state.orphan_steps.values()} <= world.dead
+    assert {orphan.node for orphan in world.state.orphan_steps.values()} <= world.dead
 
 
 # ── names ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -71,13 +71,13 @@ def assert_no_orphan_steps(world: World) -> None:
         ("rollout", 1, "standby/n7:rollout.1"),
     ],
 )  # fmt: skip
-def test_the_name_of_a_shadow_says_which_role_it_stands_for(role: str, slot: int | None, id: str) -> None:
+def test_standby_id_names_the_role_it_can_be_promoted_to(role: str, slot: int | None, id: str) -> None:
     assert standby_id(role, N7, slot) == id
     assert standby_role_of(ReplicaId(id)) == role
 
 
 # ── where and when ───────────────────────────────────────────────────────────────────────────────────────────────────
-def test_an_engine_waits_on_each_spare_node_once_a_step_is_committed_beside_the_trainers_shadow() -> None:
+def test_standby_engine_starts_on_each_spare_after_a_commit_beside_the_trainers() -> None:
     world = World(small(spares=2)).steady().wait(60.0)
     assert world.engines() == []
     world.warmed()
@@ -89,17 +89,17 @@ def test_an_engine_waits_on_each_spare_node_once_a_step_is_committed_beside_the_
 
 
 @pytest.mark.parametrize("standby", [False, True])
-def test_without_being_asked_for_none_is_kept_ready(standby: bool) -> None:
+def test_no_standby_without_the_setting(standby: bool) -> None:
     world = World(small(engines=False, standbys=int(standby))).steady().warmed()
     assert world.engines() == []
 
 
 @pytest.mark.parametrize("policy", ["job", "requeue"])
-def test_where_every_failure_restarts_everything_none_is_kept_ready(policy: str) -> None:
+def test_no_standby_if_every_failure_restarts_the_run(policy: str) -> None:
     assert World(small(recovery=Recovery(policy=policy))).steady().warmed().engines() == []
 
 
-def test_none_is_started_while_a_rollout_is_on_its_way_back() -> None:
+def test_no_standby_is_started_while_a_rollout_restarts() -> None:
     world = World(small(spares=2)).steady()
     world.slow_to_join = 50.0
     world.kill(R0)
@@ -107,13 +107,13 @@ def test_none_is_started_while_a_rollout_is_on_its_way_back() -> None:
     world.commit(1)
     world.wait(20.0)
     assert world.state.replica(R0).status is Status.STARTING
-    assert not any(one.incarnation.replica.startswith("standby/n6:") for one in world.decided(Launch))
+    assert not any(launch.incarnation.replica.startswith("standby/n6:") for launch in world.decided(Launch))
     world.play(world.works)
     world.wait(60.0)
     assert world.engines() == [N6, N7]
 
 
-def test_none_is_started_while_the_trainer_has_not_committed_since_it_came_back() -> None:
+def test_no_standby_is_started_before_the_restarted_trainer_commits() -> None:
     world = World(small(spares=2)).steady().warmed()
     world.kill(TRAINER)
     world.kill(engine(N6).replica)
@@ -123,7 +123,7 @@ def test_none_is_started_while_the_trainer_has_not_committed_since_it_came_back(
     assert world.engines() == [N6, N7]
 
 
-def test_none_is_started_where_something_is_still_ending() -> None:
+def test_no_standby_is_started_where_a_step_is_still_ending() -> None:
     world = World(small(recovery=Recovery(breaker=0.9, per_node=1))).steady().warmed()
     world.slow_to_stop = 9.0
     for incarnation in (2, 3):
@@ -135,23 +135,25 @@ def test_none_is_started_where_something_is_still_ending() -> None:
     assert world.engines() == [N4]
 
 
-def test_no_more_nodes_keep_one_than_there_are_rollouts() -> None:
+def test_no_more_standby_nodes_than_rollouts() -> None:
     world = World(small(rollouts=1, spares=3)).steady().warmed()
     assert world.engines() == [N4]
 
 
 def shared(rollouts: int = 4) -> RunSpec:
-    """Rollouts of which two share a node, one of them that of the store and the reward role; one spare."""
+    """Return a job in which two rollouts share a node, one of them with the store and the reward role; one spare."""
     job = small(rollouts=rollouts)
-    each = msgspec.structs.replace(NODE, cpus=2, mem=NODE.mem // 2)
-    roles = tuple(msgspec.structs.replace(one, exclusive=False, per_member=each) if one.name == "rollout" else one
-                  for one in job.roles)  # fmt: skip
+    half_node = msgspec.structs.replace(NODE, cpus=2, mem=NODE.mem // 2)
+    roles = tuple(
+        msgspec.structs.replace(role, exclusive=False, per_member=half_node) if role.name == "rollout" else role
+        for role in job.roles
+    )
     nodes = pool_nodes(roles, NODE) + job.spares
     pool = msgspec.structs.replace(job.node_groups[0], nodes=nodes, min_nodes=nodes)
     return msgspec.structs.replace(job, roles=roles, node_groups=(pool,))
 
 
-def test_where_rollouts_share_nodes_as_many_wait_as_fit_and_those_of_a_lost_node_all_go_on_at_once() -> None:
+def test_shared_node_keeps_as_many_standbys_as_fit_and_all_are_promoted() -> None:
     world = World(shared()).steady().warmed()
     node = world.node_of(R1)
     (spare,) = set(world.engines())
@@ -165,7 +167,7 @@ def test_where_rollouts_share_nodes_as_many_wait_as_fit_and_those_of_a_lost_node
     assert touched(world, *mates) == {}
 
 
-def test_the_engine_whose_fellow_is_taken_over_is_ended_when_its_node_is_no_spare_any_more() -> None:
+def test_remaining_standby_is_stopped_when_its_node_is_no_longer_a_spare() -> None:
     world = World(shared()).steady().warmed()
     (spare,) = set(world.engines())
     lonely = world.node_of(R0)
@@ -176,20 +178,20 @@ def test_the_engine_whose_fellow_is_taken_over_is_ended_when_its_node_is_no_spar
     assert world.engines() == []
 
 
-def test_a_role_that_comes_to_its_node_too_has_the_room_of_those_that_are_not_taken_over() -> None:
+def test_role_placed_beside_promoted_standbys_uses_the_capacity_of_the_others() -> None:
     world = World(shared(rollouts=5)).steady().warmed()  # no other node has room
     (spare,) = set(world.engines())
-    there = [one for one in world.incarnations() if world.node_of(one) == N1]
-    assert {one.partition("/")[0] for one in there} == {"trajectories", "reward", "rollout"}
+    moved = [id for id in world.incarnations() if world.node_of(id) == N1]
+    assert {id.partition("/")[0] for id in moved} == {"trajectories", "reward", "rollout"}
     world.lose_node(N1)
-    world.play(lambda: all(world.incarnations()[one] > 1 for one in there))
+    world.play(lambda: all(world.incarnations()[id] > 1 for id in moved))
     world.steady()
     assert promotions(world) == {f"standby/{spare}:rollout.0#1": "rollout/0#2"}
-    assert {world.node_of(one) for one in there} == {spare}
-    assert touched(world, *there) == {}
+    assert {world.node_of(id) for id in moved} == {spare}
+    assert touched(world, *moved) == {}
 
 
-def test_whoever_finds_none_that_is_free_is_not_said_to_go_on_as_one() -> None:
+def test_replica_without_a_free_standby_is_not_announced_as_promoted() -> None:
     world = World(shared()).steady()
     world.broken_incarnations[ReplicaId("standby/n5:rollout.1")] = "exited: RuntimeError"
     world.warmed()
@@ -197,50 +199,56 @@ def test_whoever_finds_none_that_is_free_is_not_said_to_go_on_as_one() -> None:
     node = world.node_of(R1)
     mates = [id for id in (R0, R1, R2, R3) if world.node_of(id) == node]
     lose_at_once(world, node)
-    assert {one.incarnation.replica: one.why.expects for one in world.decided(Fence) if one.incarnation.replica in mates} == {
-        mates[0]: f"the shadow on the spare n5 goes on as {mates[0]}", mates[1]: "joins again on a spare node"
-    }  # fmt: skip
+    assert {
+        fence.incarnation.replica: fence.why.expects
+        for fence in world.decided(Fence)
+        if fence.incarnation.replica in mates
+    } == {
+        mates[0]: f"the standby process on the spare node n5 is promoted to {mates[0]}",
+        mates[1]: "joins again on a spare node",
+    }
 
 
-def test_an_engine_whose_allocation_is_to_be_followed_by_another_is_ended() -> None:
+def test_standby_on_an_expiring_allocation_is_stopped() -> None:
     job = small()
     (pool,) = job.node_groups
     world = World(msgspec.structs.replace(job, node_groups=(msgspec.structs.replace(pool, walltime=7200.0),)), nodes=20)
     world.steady().warmed()
     world.play(
-        lambda: any(isinstance(one, StopStep) and one.incarnation == engine(N6) for one in world.actions), 7200.0
+        lambda: any(isinstance(action, StopStep) and action.incarnation == engine(N6) for action in world.actions),
+        7200.0,
     )
-    (end,) = [one for one in world.decided(StopStep) if one.incarnation == engine(N6)]
-    assert end.why.evidence == ("n6 is no spare node any more",)
+    (end,) = [stop for stop in world.decided(StopStep) if stop.incarnation == engine(N6)]
+    assert end.why.evidence == ("n6 is no longer a spare node",)
 
 
 # ── taken over ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_rollout_that_has_lost_its_node_goes_on_there_at_once() -> None:
+def test_rollout_of_a_lost_node_is_promoted_on_the_spare_at_once() -> None:
     world = World(small()).steady().warmed()
     world.lose_node(N4)
     world.play(lambda: world.incarnations()[R1] == 2)
     begun = world.now
     world.play(world.works)
     assert world.now - begun < 1.0 < world.slow_to_join + 0.4
-    held, step = world.state.replica(R1), tag_of(RUN, engine(N6))
-    assert (held.node, held.step, held.promoted_from, held.status) == (N6, step, engine(N6), Status.JOINED)
-    assert owner_of(world.state, step) == held
-    (fence,) = [one for one in world.decided(Fence) if one.incarnation == Incarnation(R1, 1)]
+    replica, step = world.state.replica(R1), tag_of(RUN, engine(N6))
+    assert (replica.node, replica.step, replica.promoted_from, replica.status) == (N6, step, engine(N6), Status.JOINED)
+    assert owner_of(world.state, step) == replica
+    (fence,) = [fence for fence in world.decided(Fence) if fence.incarnation == Incarnation(R1, 1)]
     limits, recovery = world.state.job.limits, world.state.job.recovery
     assert (fence.rung, fence.target_node, fence.why.expects) == (
-        Rung.SPARE, N6, "the shadow on the spare n6 goes on as rollout/1"
+        Rung.SPARE, N6, "the standby process on the spare node n6 is promoted to rollout/1"
     )  # fmt: skip
     assert fence.why.evidence == ("n4 is excluded: node_lost: manager: agent of n4 is silent",)
-    (launch,) = [one for one in launched(world, R1) if one.incarnation.number == 2]
-    assert launch.why.evidence == ("rollout/1 is wanted and n6 has a shadow",)
-    assert launch.why.expects == "standby/n6:rollout#1 becomes rollout/1#2"
+    (launch,) = [launch for launch in launched(world, R1) if launch.incarnation.number == 2]
+    assert launch.why.evidence == ("rollout/1 is wanted and n6 has a standby process",)
+    assert launch.why.expects == "standby/n6:rollout#1 is promoted to rollout/1#2"
     assert fence.why.deadline is not None
     assert launch.why.deadline is not None
     assert fence.why.deadline - begun <= limits.step_grace + recovery.promote
     assert (touched(world, R1), world.state.intents) == ({}, {})
 
 
-def test_of_two_that_are_lost_at_once_each_has_one_of_its_own() -> None:
+def test_two_lost_rollouts_get_a_standby_each() -> None:
     world = World(small(spares=2)).steady().warmed()
     world.happen(lost(N4, world.now))  # both are found in one look
     world.lose_node(N4)
@@ -250,24 +258,24 @@ def test_of_two_that_are_lost_at_once_each_has_one_of_its_own() -> None:
     assert len(requests(world)) == 1
 
 
-def test_two_that_are_decided_about_in_one_plan_are_not_sent_to_the_same_node() -> None:
+def test_two_rollouts_in_one_plan_are_not_sent_to_the_same_node() -> None:
     world = World(small(spares=2)).steady().warmed()
     lose_at_once(world, N4, N5)
-    fences = [one for one in world.decided(Fence) if one.incarnation.replica in (R1, R2)]
-    assert {one.incarnation.replica: one.target_node for one in fences} == {R1: N6, R2: N7}
+    fences = [fence for fence in world.decided(Fence) if fence.incarnation.replica in (R1, R2)]
+    assert {fence.incarnation.replica: fence.target_node for fence in fences} == {R1: N6, R2: N7}
     assert len(promotions(world)) == 2
     assert len(requests(world)) == 1
 
 
-def test_of_two_with_one_spare_the_other_waits_for_a_new_node() -> None:
+def test_second_of_two_lost_rollouts_waits_for_a_new_node() -> None:
     world = World(small(spares=1), nodes=8).steady().warmed()
     lose_at_once(world, N4, N5)
     assert promotions(world) == {"standby/n6:rollout#1": "rollout/1#2"}
     assert world.node_of(R2) == N7
-    assert [one.request.count for one in world.decided(Request)][1:] == [1]
+    assert [request.request.count for request in world.decided(Request)][1:] == [1]
 
 
-def test_a_process_that_fails_restarts_in_place_until_its_budget_there_is_spent_and_then_goes_on_warm() -> None:
+def test_failing_rollout_restarts_in_place_within_its_budget_then_is_promoted() -> None:
     world = World(small()).steady().warmed()
     for failures in (1, 2):
         world.kill(R1)
@@ -282,19 +290,19 @@ def test_a_process_that_fails_restarts_in_place_until_its_budget_there_is_spent_
     assert world.engines() == [N4]  # which is a spare now
 
 
-def test_a_rollout_that_restarts_in_place_waits_for_nothing_and_its_old_life_has_its_grace() -> None:
+def test_restart_in_place_waits_for_nothing_and_the_old_step_has_its_grace() -> None:
     world = World(small()).steady().warmed()
     world.slow_to_stop = 8.0
     world.freeze(R1)
     begun = world.now
     world.play(lambda: world.incarnations()[R1] == 2)
     assert world.now == begun
-    world.play(lambda: any(one.incarnation == Incarnation(R1, 1) for one in world.decided(StopStep)))
-    (stop,) = [one for one in world.decided(StopStep) if one.incarnation == Incarnation(R1, 1)]
+    world.play(lambda: any(stop.incarnation == Incarnation(R1, 1) for stop in world.decided(StopStep)))
+    (stop,) = [stop for stop in world.decided(StopStep) if stop.incarnation == Incarnation(R1, 1)]
     assert stop.grace == world.state.job.limits.step_grace
 
 
-def test_the_trainers_shadow_on_its_node_is_nothing_to_a_rollout() -> None:
+def test_trainers_standby_on_the_node_does_not_affect_a_rollout() -> None:
     world = World(small(standbys=1)).steady().warmed()
     assert world.ready_standbys()[N5] == 1
     world.kill(R2)
@@ -303,7 +311,7 @@ def test_the_trainers_shadow_on_its_node_is_nothing_to_a_rollout() -> None:
     assert (fence.rung, fence.why.expects) == (Rung.IN_PLACE, "joins again on n5")
 
 
-def test_the_spare_that_was_used_up_is_no_spare_and_the_next_one_is_kept_ready() -> None:
+def test_used_spare_is_replaced_by_the_next_one_with_a_standby() -> None:
     world = World(small(spares=1), nodes=8).steady().warmed()
     world.lose_node(N4)
     world.wait(60.0).steady()
@@ -312,7 +320,7 @@ def test_the_spare_that_was_used_up_is_no_spare_and_the_next_one_is_kept_ready()
 
 
 # ── that does not work ───────────────────────────────────────────────────────────────────────────────────────────────
-def test_one_that_is_not_ready_yet_is_ended_and_the_rollout_starts_cold_in_its_room() -> None:
+def test_standby_that_is_not_ready_is_stopped_and_the_rollout_starts_cold() -> None:
     world = World(small()).steady()
     world.slow_to_join = 100.0
     world.warmed()
@@ -322,11 +330,11 @@ def test_one_that_is_not_ready_yet_is_ended_and_the_rollout_starts_cold_in_its_r
     world.play(lambda: world.incarnations()[R1] == 2)
     world.play(world.works)
     assert (world.node_of(R1), promotions(world)) == (N6, {})
-    (stop,) = [one for one in world.decided(StopStep) if one.incarnation == engine(N6)]
-    assert (stop.grace, stop.why.evidence) == (0.0, ("n6 is for rollout/1",))
+    (stop,) = [stop for stop in world.decided(StopStep) if stop.incarnation == engine(N6)]
+    assert (stop.grace, stop.why.evidence) == (0.0, ("n6 is needed for rollout/1",))
 
 
-def test_one_that_is_dead_when_it_is_told_leaves_a_cold_start() -> None:
+def test_standby_dead_at_promotion_leads_to_a_cold_start() -> None:
     world = World(small()).steady().warmed()
     world.vanish(engine(N6).replica)
     world.lose_node(N4)
@@ -337,20 +345,20 @@ def test_one_that_is_dead_when_it_is_told_leaves_a_cold_start() -> None:
     assert_no_orphan_steps(world)
 
 
-def test_one_that_is_told_and_never_heard_is_given_up_and_its_step_ended() -> None:
+def test_standby_that_never_answers_its_promotion_is_given_up_and_stopped() -> None:
     world = World(small()).steady().warmed()
     world.unresponsive = {N6}
     world.lose_node(N4)
     world.play(lambda: world.incarnations()[R1] == 3)
     world.steady().wait(1.0)
-    assert [one.incarnation for one in world.decided(StopStep) if one.step == tag_of(RUN, engine(N6))] == [
+    assert [stop.incarnation for stop in world.decided(StopStep) if stop.step == tag_of(RUN, engine(N6))] == [
         Incarnation(R1, 2)
     ]
     assert touched(world, R1) == {}
     assert_no_orphan_steps(world)
 
 
-def test_those_that_never_come_up_rest_in_the_end_and_the_run_goes_on() -> None:
+def test_standbys_that_never_start_stop_being_tried_and_the_run_continues() -> None:
     world = World(small(recovery=Recovery(per_replica=3))).steady()
     world.broken_incarnations[engine(N6).replica] = "exited: RuntimeError: CUDA out of memory"
     world.warmed().wait(400.0)
@@ -359,8 +367,8 @@ def test_those_that_never_come_up_rest_in_the_end_and_the_run_goes_on() -> None:
     assert (world.state.finish, touched(world)) == (None, {})
 
 
-# ── nobody is kept from a node ───────────────────────────────────────────────────────────────────────────────────────
-def test_the_trainer_has_the_spare_once_the_engine_there_is_gone() -> None:
+# ── access to spare nodes ────────────────────────────────────────────────────────────────────────────────────────────
+def test_trainer_gets_the_spare_once_its_standby_engine_has_ended() -> None:
     world = World(small()).steady().warmed()
     world.slow_to_stop = 3.0
     world.lose_node(N2)
@@ -370,13 +378,13 @@ def test_the_trainer_has_the_spare_once_the_engine_there_is_gone() -> None:
     order = [action for action in world.actions
              if (isinstance(action, Launch) and action.incarnation == Incarnation(TRAINER, 2))
              or (isinstance(action, StopStep) and action.incarnation == engine(N6))]  # fmt: skip
-    assert [type(one) for one in order] == [StopStep, Launch]
-    assert order[0].why.evidence == ("n6 is for trainer/0",)
+    assert [type(action) for action in order] == [StopStep, Launch]
+    assert order[0].why.evidence == ("n6 is needed for trainer/0",)
     assert touched(world, TRAINER) == {}
     assert world.engines() == []
 
 
-def test_the_store_has_the_spare_too() -> None:
+def test_store_gets_the_spare_too() -> None:
     world = World(small()).steady().warmed()
     world.lose_node(N1)
     world.play(lambda: all(world.incarnations()[replica_id(role, 0)] == 2 for role in ("trajectories", "reward")))
@@ -385,7 +393,7 @@ def test_the_store_has_the_spare_too() -> None:
     assert world.engines() == []
 
 
-def test_the_trainer_and_a_rollout_that_are_lost_at_once_get_a_spare_each() -> None:
+def test_trainer_and_rollout_lost_at_once_get_a_spare_each() -> None:
     world = World(small(spares=2)).steady().warmed()
     lose_at_once(world, N2, N4)
     assert {world.node_of(TRAINER), world.node_of(R1)} == {N6, N7}
@@ -393,7 +401,7 @@ def test_the_trainer_and_a_rollout_that_are_lost_at_once_get_a_spare_each() -> N
     assert len(requests(world)) == 1
 
 
-def test_an_engine_that_does_not_end_keeps_nobody_from_its_node_for_ever() -> None:
+def test_standby_that_does_not_end_blocks_its_node_only_for_a_time() -> None:
     world = World(small()).steady().warmed()
     world.slow_to_stop = float("inf")
     world.lose_node(N2)
@@ -403,7 +411,7 @@ def test_an_engine_that_does_not_end_keeps_nobody_from_its_node_for_ever() -> No
     assert world.now - waited == pytest.approx(4 * world.state.job.limits.step_grace)
 
 
-def test_an_engine_on_a_node_that_a_person_wants_drained_is_ended() -> None:
+def test_standby_on_a_node_to_be_drained_is_stopped() -> None:
     world = World(small()).steady().warmed()
     world.happen(ev.CommandReceived("drain", "me", "d1", N6))
     world.wait(10.0)
@@ -411,7 +419,7 @@ def test_an_engine_on_a_node_that_a_person_wants_drained_is_ended() -> None:
     assert touched(world) == {}
 
 
-def test_a_restart_of_the_whole_run_takes_none_over() -> None:
+def test_restart_of_the_whole_run_promotes_no_standby() -> None:
     world = World(small()).steady().warmed()
     world.kill(TRAINER)
     world.play(world.works)
@@ -421,11 +429,13 @@ def test_a_restart_of_the_whole_run_takes_none_over() -> None:
     assert set(world.incarnations().values()) == {2, 3}
     assert promotions(world) == {}
     world.warmed()
-    assert [str(one.incarnation) for one in launched(world, engine(N6).replica)] == [str(engine(N6, n)) for n in (1, 2)]
+    assert [str(launch.incarnation) for launch in launched(world, engine(N6).replica)] == [
+        str(engine(N6, n)) for n in (1, 2)
+    ]
 
 
-# ── nobody counts them ───────────────────────────────────────────────────────────────────────────────────────────────
-def test_they_are_no_replicas_and_keep_no_snapshots() -> None:
+# ── not replicas ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_standbys_do_not_count_as_replicas_and_store_no_snapshots() -> None:
     world = World(small(spares=2)).steady().warmed()
     for node in world.state.nodes:
         incarnation = world.state.replica(replica_id("agent", node)).incarnation
@@ -434,7 +444,7 @@ def test_they_are_no_replicas_and_keep_no_snapshots() -> None:
     assert not any("shadow" in id for id in build_directory(world.state).peers)
 
 
-def test_the_death_of_one_touches_nobody_and_it_is_made_up_for() -> None:
+def test_failed_standby_affects_no_replica_and_is_replaced() -> None:
     world = World(small()).steady().warmed()
     world.kill(engine(N6).replica)
     world.wait(20.0)
@@ -442,7 +452,7 @@ def test_the_death_of_one_touches_nobody_and_it_is_made_up_for() -> None:
     assert (touched(world), rungs(world)) == ({}, [Rung.IN_PLACE])
 
 
-def test_they_do_not_hold_up_the_end_of_a_run_and_nothing_of_them_is_left() -> None:
+def test_standbys_do_not_delay_the_end_and_leave_nothing() -> None:
     world = World(small(spares=2)).steady().warmed()
     world.commit(9)
     world.play()
@@ -451,7 +461,7 @@ def test_they_do_not_hold_up_the_end_of_a_run_and_nothing_of_them_is_left() -> N
 
 # ── a manager that dies ──────────────────────────────────────────────────────────────────────────────────────────────
 def _hurt(die_before: int = 0) -> World:
-    """Node after node is lost: a rollout's, the trainer's, another rollout's."""
+    """Lose one node after the other: a rollout's, the trainer's, another rollout's."""
     world = World(small(spares=3), nodes=12).steady().warmed()
     world.die_before = world.planned + die_before if die_before else 0
     for node in (N4, N2, N5):
@@ -462,7 +472,7 @@ def _hurt(die_before: int = 0) -> World:
     return world.wait(60.0)
 
 
-def test_a_manager_that_dies_before_any_of_its_decisions_changes_nothing_about_the_end() -> None:
+def test_manager_failure_before_any_decision_does_not_change_the_end() -> None:
     unharmed = _hurt()
     before = World(small(spares=3), nodes=12).steady().warmed().planned
     assert len(promotions(unharmed)) == 2
@@ -474,18 +484,20 @@ def test_a_manager_that_dies_before_any_of_its_decisions_changes_nothing_about_t
         assert_no_orphan_steps(world)
 
 
-def test_what_the_journal_says_is_enough_to_know_which_role_each_stands_for() -> None:
+def test_journal_alone_gives_the_role_of_each_standby() -> None:
     world = World(small()).steady().warmed()
     state = None
     for stamped in world.events:
         state = fold(state, stamped)
     assert state == world.state
-    waiting = {one.id: standby_role_of(one.id) for one in state.replicas.values() if one.role == "standby"}
+    waiting = {
+        replica.id: standby_role_of(replica.id) for replica in state.replicas.values() if replica.role == "standby"
+    }
     assert waiting == {"standby/n2": "trainer", "standby/n6": "trainer", "standby/n6:rollout": "rollout"}
 
 
 # ── the plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_plan_with_many_of_them_is_at_rest() -> None:
+def test_plan_with_many_standbys_reaches_its_fixpoint() -> None:
     world = World(gang_job(8, 4, standbys=2, rollouts=40, spares=6, engines=True)).steady().warmed()
     assert len(world.engines()) == 6
     assert plan(world.state, world.now).actions == ()

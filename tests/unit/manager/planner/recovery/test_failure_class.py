@@ -1,4 +1,4 @@
-"""What fails wherever it is tried ends a run early, in its own words; and commands that are done are done."""
+"""Failures that recur on any node end a run early with their own message; and completed commands stay completed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tries(world: World, role: str) -> int:
 
 
 # ── a command that is not there ──────────────────────────────────────────────────────────────────────────────────────
-def test_a_command_that_is_not_there_ends_the_run_at_its_second_try_where_there_is_no_other_node() -> None:
+def test_missing_command_ends_the_run_at_its_second_try_on_the_only_node() -> None:
     world = World(job(spares=0))
     world.broken["trainer"] = MISSING
     world.play()
@@ -41,7 +41,7 @@ def test_a_command_that_is_not_there_ends_the_run_at_its_second_try_where_there_
     assert_nothing_is_left(world, Outcome.REJECTED)
 
 
-def test_who_finds_no_room_in_the_gpus_of_two_nodes_goes_on_to_a_third() -> None:
+def test_replica_without_gpu_memory_on_two_nodes_tries_a_third() -> None:
     world = World(job(spares=2, recovery=Recovery(first_start=9, per_node=1)))
     world.broken_nodes[N2] = "no room on its GPUs: 3072 MiB of GPU 0 are still in use by process 7"
     world.broken_nodes[N5] = world.broken_nodes[N2]
@@ -49,7 +49,7 @@ def test_who_finds_no_room_in_the_gpus_of_two_nodes_goes_on_to_a_third() -> None
     assert (world.node_of(TRAINER), world.state.finish) == (N6, None)
 
 
-def test_it_is_tried_on_another_node_where_there_is_one_before_the_run_ends_with_the_nodes_words() -> None:
+def test_missing_command_is_tried_on_another_node_before_the_run_ends() -> None:
     world = World(job())
     world.broken["trainer"] = MISSING
     world.play()
@@ -59,14 +59,14 @@ def test_it_is_tried_on_another_node_where_there_is_one_before_the_run_ends_with
     assert_nothing_is_left(world, Outcome.REJECTED)
 
 
-def test_one_node_on_which_it_is_missing_does_not_end_a_run_that_has_another() -> None:
+def test_command_missing_on_one_node_does_not_end_a_run_with_another_node() -> None:
     world = World(job())
     world.broken_nodes[N2] = MISSING
     world.steady()
     assert (world.node_of(TRAINER), world.state.replica(TRAINER).incarnation_number) == (N5, 3)
 
 
-def test_one_node_on_which_it_is_missing_does_not_end_a_run_whose_other_replicas_are_still_starting() -> None:
+def test_command_missing_on_one_node_waits_for_replicas_that_still_start() -> None:
     world = World(job(spares=0))
     world.broken_nodes[N3] = MISSING
     world.slow_to_join = 30.0
@@ -74,14 +74,14 @@ def test_one_node_on_which_it_is_missing_does_not_end_a_run_whose_other_replicas
     assert (world.state.replica(R1).status, world.state.finish) == (Status.JOINED, None)
 
 
-def test_what_fails_to_start_on_one_node_has_its_last_try_on_another() -> None:
+def test_replica_that_fails_to_start_has_its_last_try_on_another_node() -> None:
     world = World(job(recovery=Recovery(per_node=9)))
     world.broken_nodes[N2] = "exited: no GPU"
     world.steady()
     assert (world.node_of(TRAINER), world.state.replica(TRAINER).incarnation_number) == (N5, 3)
 
 
-def test_two_replicas_that_do_not_find_it_on_two_nodes_are_enough() -> None:
+def test_two_replicas_that_miss_the_command_on_two_nodes_end_the_run() -> None:
     world = World(job(rollouts=4, min_rollouts=1))
     world.broken["rollout"] = MISSING
     world.play()
@@ -90,7 +90,7 @@ def test_two_replicas_that_do_not_find_it_on_two_nodes_are_enough() -> None:
     assert_nothing_is_left(world, Outcome.REJECTED)
 
 
-def test_a_node_on_which_it_is_missing_is_a_nodes_matter_where_others_of_the_role_have_found_it() -> None:
+def test_command_missing_on_one_node_is_its_failure_if_others_have_started() -> None:
     world = World(job()).steady()
     world.broken["rollout"] = MISSING
     for _ in range(3):
@@ -101,7 +101,7 @@ def test_a_node_on_which_it_is_missing_is_a_nodes_matter_where_others_of_the_rol
     world.steady()
 
 
-def test_a_launch_of_which_the_launcher_says_that_the_program_is_not_there_counts_the_same() -> None:
+def test_launcher_report_of_a_missing_program_counts_the_same() -> None:
     world = World(job(spares=0))
     world.play(lambda: bool(launched(world, TRAINER)))
     for incarnation in (1, 2):
@@ -118,7 +118,7 @@ def launched(world: World, replica: ReplicaId) -> list[Launch]:
 
 
 # ── a role that never joins ──────────────────────────────────────────────────────────────────────────────────────────
-def test_a_replica_that_cannot_be_spared_and_never_joins_ends_the_run_after_three_starts() -> None:
+def test_required_replica_that_never_joins_ends_the_run_after_three_starts() -> None:
     world = World(job())
     world.broken["trainer"] = "exited: ModuleNotFoundError"
     world.play()
@@ -129,22 +129,26 @@ def test_a_replica_that_cannot_be_spared_and_never_joins_ends_the_run_after_thre
     assert_nothing_is_left(world, Outcome.REJECTED)
 
 
-def test_one_that_never_calls_join_is_asked_about_it() -> None:
+def test_replica_that_never_joins_is_reported_with_a_hint_at_join() -> None:
     world = World(job())
     world.broken["trainer"] = "waits"
     world._break = lambda action, why: None  # type: ignore[method-assign]
     for incarnation in (1, 2, 3):
-        world.play(lambda incarnation=incarnation: world.state.replica(TRAINER).status is Status.STARTING
-                   and world.state.replica(TRAINER).incarnation_number == incarnation)  # type: ignore[misc]  # fmt: skip
+        world.play(
+            lambda incarnation=incarnation: (
+                world.state.replica(TRAINER).status is Status.STARTING
+                and world.state.replica(TRAINER).incarnation_number == incarnation
+            )
+        )  # type: ignore[misc]
         world.wait(120.0)
-        held = world.state.replica(TRAINER)
-        world.happen(found(held.incarnation, "never_joined", world.now, text="no Hello within 120 s of its launch"))
+        replica = world.state.replica(TRAINER)
+        world.happen(found(replica.incarnation, "never_joined", world.now, text="no Hello within 120 s of its launch"))
     world.play()
     assert why(world)[0] == "trainer/0 never joined within 120 s, 3 times: is rrl.join() called?"
     assert_nothing_is_left(world, Outcome.REJECTED)
 
 
-def test_a_step_that_never_appears_again_and_again_ends_the_run_too() -> None:
+def test_step_that_repeatedly_never_appears_ends_the_run_too() -> None:
     world = World(job())
     for incarnation in (1, 2, 3):
         world.play(lambda incarnation=incarnation: len(launched(world, TRAINER)) == incarnation)  # type: ignore[misc]
@@ -156,18 +160,18 @@ def test_a_step_that_never_appears_again_and_again_ends_the_run_too() -> None:
     assert_nothing_is_left(world, Outcome.REJECTED)
 
 
-def test_one_that_can_be_spared_and_never_joins_is_gone_on_without() -> None:
+def test_spare_replica_that_never_joins_is_retired() -> None:
     world = World(job())
     world.broken_incarnations = {R0: "exited"}
     world.play(timeout_s=60.0)
     assert (world.state.replica(R0).status, world.state.replica(R1).status) == (Status.RETIRED, Status.JOINED)
-    (fence,) = [one for one in world.decided(Fence) if one.rung is Rung.DEGRADED]
+    (fence,) = [fence for fence in world.decided(Fence) if fence.rung is Rung.DEGRADED]
     assert fence.why.evidence[-1] == "3 starts of rollout/0 failed, and none has ever joined"
     assert world.state.finish is None
 
 
 @pytest.mark.parametrize("least", [0, 1])
-def test_a_role_of_which_no_replica_ever_joins_ends_the_run_though_each_could_be_spared(least: int) -> None:
+def test_role_of_which_no_replica_ever_joins_ends_the_run(least: int) -> None:
     world = World(job(rollouts=3, min_rollouts=least))
     world.broken["rollout"] = "exited: OSError"
     world.play()
@@ -176,7 +180,7 @@ def test_a_role_of_which_no_replica_ever_joins_ends_the_run_though_each_could_be
     assert_nothing_is_left(world, Outcome.REJECTED)
 
 
-def test_a_node_that_is_lost_at_the_start_is_not_held_against_the_replica() -> None:
+def test_node_lost_at_the_start_is_not_charged_to_the_replica() -> None:
     world = World(job(recovery=Recovery(breaker=1.0)), nodes=20)
     for _ in range(4):
         world.play(lambda: world.state.replica(TRAINER).status is Status.LAUNCHING)
@@ -187,7 +191,7 @@ def test_a_node_that_is_lost_at_the_start_is_not_held_against_the_replica() -> N
     assert world.state.replica(TRAINER).failed_starts == 0
 
 
-def test_one_that_joined_at_its_third_start_is_restarted_like_any_other() -> None:
+def test_replica_that_joined_at_its_third_start_is_restarted_normally() -> None:
     world = World(job(recovery=Recovery(per_node=99)))
     world.broken["trainer"] = "exited: OSError"
     world.play(lambda: world.state.replica(TRAINER).failed_starts == 2)
@@ -198,7 +202,7 @@ def test_one_that_joined_at_its_third_start_is_restarted_like_any_other() -> Non
     assert world.state.replica(TRAINER).incarnation_number == 4
 
 
-def test_one_that_has_joined_once_has_its_whole_budget() -> None:
+def test_replica_that_joined_once_has_its_whole_budget() -> None:
     world = World(job(recovery=Recovery(per_node=99))).steady()
     world.broken["reward"] = "exited: OSError"
     world.kill(REWARD)
@@ -215,7 +219,7 @@ def probing(job: RunSpec) -> RunSpec:
     return msgspec.structs.replace(job, env=PROBING)
 
 
-def test_nothing_is_launched_on_a_node_before_its_agent_has_said_that_it_is_fit() -> None:
+def test_nothing_is_launched_on_a_node_before_its_agent_reported_it_fit() -> None:
     world = World(probing(job()))
     world.play(lambda: bool(world.steps))
     assert {role_of(incarnation.replica) for incarnation, _ in world.steps.values()} == {AGENT}
@@ -227,7 +231,7 @@ def test_nothing_is_launched_on_a_node_before_its_agent_has_said_that_it_is_fit(
     assert requests(world) == [f"{RUN}.pool"]
 
 
-def test_a_node_whose_probe_fails_is_excluded_with_its_words_and_gets_no_role() -> None:
+def test_node_with_a_failed_probe_is_excluded_with_its_message_and_gets_no_role() -> None:
     world = World(probing(job(spares=1)))
     world.unfit[N2] = NO_TORCH
     world.steady()
@@ -236,7 +240,7 @@ def test_a_node_whose_probe_fails_is_excluded_with_its_words_and_gets_no_role() 
     assert len(requests(world)) == 1
 
 
-def test_what_the_unfit_leave_lacking_is_asked_for_and_not_of_them() -> None:
+def test_replacements_for_unfit_nodes_are_requested_without_them() -> None:
     world = World(probing(job(spares=0)), nodes=9)
     world.unfit = {N1: NO_TORCH, N2: NO_TORCH}
     world.steady()
@@ -246,7 +250,7 @@ def test_what_the_unfit_leave_lacking_is_asked_for_and_not_of_them() -> None:
     assert {world.node_of(r.id) for r in workers(world.state)} == {N3, N4, N5, N6}
 
 
-def test_a_probe_that_fails_on_every_node_ends_the_run_with_its_words() -> None:
+def test_probe_failed_on_every_node_ends_the_run_with_its_message() -> None:
     world = World(probing(job()))
     world.unfit = {NodeName(f"n{i}"): NO_TORCH for i in range(1, 10)}
     world.play()
@@ -254,7 +258,7 @@ def test_a_probe_that_fails_on_every_node_ends_the_run_with_its_words() -> None:
     assert_nothing_is_left(world, Outcome.REJECTED)
 
 
-def test_a_probe_that_fails_on_two_nodes_of_a_part_and_on_none_of_the_others_ends_the_run_too() -> None:
+def test_probe_failed_on_two_nodes_and_all_of_a_group_ends_the_run() -> None:
     world = World(probing(in_node_groups()), nodes=9)
     world.unfit = {N4: NO_TORCH, N5: NO_TORCH}
     world.play()
@@ -262,7 +266,7 @@ def test_a_probe_that_fails_on_two_nodes_of_a_part_and_on_none_of_the_others_end
     assert_nothing_is_left(world, Outcome.REJECTED)
 
 
-def test_one_unfit_node_of_a_part_is_replaced_before_the_run_starts() -> None:
+def test_unfit_node_of_a_group_is_replaced_before_the_run_starts() -> None:
     world = World(probing(in_node_groups()), nodes=9)
     world.unfit = {N4: NO_TORCH}
     world.steady()
@@ -270,7 +274,7 @@ def test_one_unfit_node_of_a_part_is_replaced_before_the_run_starts() -> None:
     assert N4 not in {node for nodes in world.held.values() for node in nodes}
 
 
-def test_nodes_whose_agents_never_start_are_replaced_without_waiting_for_them() -> None:
+def test_nodes_whose_agents_never_start_are_replaced_without_waiting() -> None:
     world = World(probing(job(spares=0)), nodes=9)
     world.broken_incarnations = {ReplicaId(f"agent/n{i}"): "exited: no python" for i in (1, 2)}
     world.play(lambda: len(requests(world)) > 1, timeout_s=60.0)
@@ -287,7 +291,7 @@ def test_an_agent_that_never_starts_has_no_fit_node() -> None:
 
 
 # ── commands that are done ───────────────────────────────────────────────────────────────────────────────────────────
-def test_a_run_of_commands_is_complete_when_each_of_them_is_done() -> None:
+def test_run_of_commands_is_complete_when_every_command_is() -> None:
     world = World(commands(command("shard", 3))).steady()
     world.finish(A0)
     world.play(timeout_s=100.0)
@@ -300,7 +304,7 @@ def test_a_run_of_commands_is_complete_when_each_of_them_is_done() -> None:
     assert_nothing_is_left(world, Outcome.COMPLETED)
 
 
-def test_a_command_that_is_done_leaves_its_room_to_others() -> None:
+def test_completed_command_leaves_its_node_to_others() -> None:
     world = World(commands(command("shard", 3), recovery=Recovery(per_node=1))).steady()
     done = world.node_of(A0)
     world.finish(A0)
@@ -310,20 +314,20 @@ def test_a_command_that_is_done_leaves_its_room_to_others() -> None:
     assert (world.node_of(A1), world.incarnations()[A0]) == (done, 1)
 
 
-def test_any_other_end_is_a_failure_and_started_again() -> None:
+def test_any_other_exit_of_a_command_is_a_failure_and_restarted() -> None:
     world = World(commands(command("shard", 2))).steady()
     world.kill(A0)
     world.steady()
     assert world.incarnations() == {A0: 2, A1: 1}
 
 
-def test_a_service_that_ends_is_a_failure_whatever_its_code() -> None:
+def test_service_that_exits_has_failed_whatever_its_code() -> None:
     world = World(commands(command("shard"), command("cache", service=True))).steady()
     cache = ReplicaId("cache/0")
-    held = world.state.replica(cache)
+    replica = world.state.replica(cache)
     world.finish(cache)
     assert world.state.replica(cache).status is not Status.COMPLETED
-    world.happen(found(held.incarnation, "exit_record", world.now, proof=True))
+    world.happen(found(replica.incarnation, "exit_record", world.now, proof=True))
     world.steady()
     assert world.incarnations() == {A0: 1, cache: 2}
     world.finish(A0)
@@ -331,7 +335,7 @@ def test_a_service_that_ends_is_a_failure_whatever_its_code() -> None:
     assert_nothing_is_left(world, Outcome.COMPLETED)
 
 
-def test_a_command_of_a_run_with_a_trainer_just_stays_done() -> None:
+def test_completed_command_beside_a_trainer_stays_completed() -> None:
     small = job(spares=0)
     done = command("shard")
     part = msgspec.structs.replace(small.node_groups[0], roles=(*small.node_groups[0].roles, "shard"), nodes=5)
@@ -344,7 +348,7 @@ def test_a_command_of_a_run_with_a_trainer_just_stays_done() -> None:
     assert_nothing_is_left(world, Outcome.COMPLETED)
 
 
-def test_a_command_that_was_given_up_does_not_keep_a_run_that_can_do_without_it() -> None:
+def test_failed_command_does_not_block_a_run_that_can_spare_it() -> None:
     world = World(commands(command("shard", 3, least=2), recovery=Recovery(per_replica=3, per_node=9))).steady()
     for _ in range(4):
         world.kill(A2)
@@ -358,12 +362,12 @@ def test_a_command_that_was_given_up_does_not_keep_a_run_that_can_do_without_it(
     assert_nothing_is_left(world, Outcome.COMPLETED)
 
 
-def test_a_run_of_which_no_command_is_done_is_not_complete_though_each_could_be_spared() -> None:
+def test_run_without_a_completed_command_is_not_complete() -> None:
     world = World(commands(command("shard", 2, least=0), recovery=Recovery(per_replica=3, per_node=9))).steady()
     for replica in (A0, A1) * 4:
         world.kill(replica)
         world.play(timeout_s=30.0)
-    assert {world.state.replica(one).status for one in (A0, A1)} == {Status.RETIRED}
+    assert {world.state.replica(id).status for id in (A0, A1)} == {Status.RETIRED}
     assert world.state.finish is None
     world.play(lambda: world.state.replica(A1).status is Status.JOINED, timeout_s=900.0)
     world.finish(A1)
@@ -372,7 +376,7 @@ def test_a_run_of_which_no_command_is_done_is_not_complete_though_each_could_be_
     assert_nothing_is_left(world, Outcome.COMPLETED)
 
 
-def test_a_gang_that_was_given_up_does_not_keep_a_run_that_can_do_without_it_either() -> None:
+def test_failed_gang_does_not_block_a_run_that_can_spare_it() -> None:
     crew = msgspec.structs.replace(command("crew", 3, least=1), ranks=2, per_node=1)
     recovery = Recovery(per_node=9, per_replica=1, first_start=1)
     world = World(commands(crew, recovery=recovery, spares=3)).steady()
@@ -388,7 +392,7 @@ def test_a_gang_that_was_given_up_does_not_keep_a_run_that_can_do_without_it_eit
     assert world.decided(Finish)[0].why.evidence[0] == "1 of 3 commands are done"
 
 
-def test_a_command_that_was_given_up_below_the_least_ends_the_run() -> None:
+def test_failed_command_below_the_minimum_ends_the_run() -> None:
     world = World(commands(command("shard", 2), recovery=Recovery(per_replica=3, per_node=9))).steady()
     world.finish(A1)
     for _ in range(4):
@@ -398,7 +402,7 @@ def test_a_command_that_was_given_up_below_the_least_ends_the_run() -> None:
     assert_nothing_is_left(world, Outcome.FAILED)
 
 
-def test_the_node_of_a_command_that_is_done_is_given_back_where_it_was_a_request_of_its_own() -> None:
+def test_node_of_a_completed_command_is_released_if_it_was_an_own_request() -> None:
     world = World(commands(command("shard", 2), form="replica")).steady()
     world.finish(A0)
     world.play(timeout_s=60.0)
@@ -406,7 +410,7 @@ def test_the_node_of_a_command_that_is_done_is_given_back_where_it_was_a_request
     assert world.incarnations() == {A0: 1, A1: 1}
 
 
-def test_a_node_that_a_done_command_leaves_is_taken_by_another_whose_own_request_is_then_given_back() -> None:
+def test_freed_node_is_used_by_another_command_whose_request_is_then_released() -> None:
     world = World(commands(command("shard", 2), form="replica")).steady()
     world.closed["shard"] = "Priority"
     world.drop(f"{RUN}.shard-0")
@@ -418,7 +422,7 @@ def test_a_node_that_a_done_command_leaves_is_taken_by_another_whose_own_request
     assert (len(requests(world)), world.incarnations()) == (3, {A0: 2, A1: 1})
 
 
-def test_a_run_of_commands_whose_walltime_ends_says_how_many_were_done() -> None:
+def test_run_of_commands_out_of_walltime_reports_how_many_completed() -> None:
     world = World(msgspec.structs.replace(commands(command("shard", 2)), walltime=3600.0)).steady()
     world.finish(A0)
     world.play()

@@ -1,7 +1,7 @@
-"""The repair ladder: which rung is taken on which evidence, what is expected of it, and when the run as a whole
-restarts or ends.
+"""The repair ladder: which rung is taken on which evidence, with which expectation, and when the run restarts or ends.
 
-Who failed and what is decided are read from the decisions that :class:`World` records."""
+The tests read the decisions that :class:`World` records.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _AWAY = "exit_record: step: {} failed"
 
 
 def fences(world: World) -> list[Fence]:
-    """Of roles, in the order of their decision."""
+    """Return the fences of roles in the order of their decision."""
     return [fence for fence in world.decided(Fence) if role_of(fence.incarnation.replica) not in (AGENT, STANDBY_ROLE)]
 
 
@@ -52,7 +52,7 @@ def charged(world: World) -> list[tuple[str, Rung]]:
 
 
 def fail(world: World, replica: ReplicaId, detector: str = "exit_record") -> None:
-    """It is found to have failed, and nothing else happens before that is decided."""
+    """Record a finding of failure, and let the planner decide before anything else happens."""
     world.happen(found(world.state.replica(replica).incarnation, detector, world.now))
 
 
@@ -62,11 +62,11 @@ def at_step(world: World, step: int) -> World:
 
 
 def evidence_of(world: World, evidence: str) -> bool:
-    return any(evidence in one for action in world.actions for one in action.why.evidence)
+    return any(evidence in line for action in world.actions for line in action.why.evidence)
 
 
 # ── the ladder as data ───────────────────────────────────────────────────────────────────────────────────────────────
-def test_every_policy_that_job_toml_knows_is_a_ladder_that_goes_down_and_ends_with_the_runs_end() -> None:
+def test_every_policy_is_a_descending_ladder_that_ends_with_the_run() -> None:
     assert set(POLICIES) == set(RecoveryTable.model_fields["policy"].annotation.__args__)  # type: ignore[union-attr]
     for steps in POLICIES.values():
         depths = [severity(step.rung) for step in steps]
@@ -76,7 +76,7 @@ def test_every_policy_that_job_toml_knows_is_a_ladder_that_goes_down_and_ends_wi
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_every_decision_of_a_bad_day_names_evidence_rung_expectation_and_deadline(policy: str) -> None:
+def test_every_decision_names_evidence_rung_expectation_and_deadline(policy: str) -> None:
     recovery = Recovery(policy=policy, per_replica=4)
     world = World(gang_job(recovery=recovery, standbys=1), nodes=20).steady().warmed()
     for replica in (T1, R0, STORE, T0, T0, R1):
@@ -85,17 +85,17 @@ def test_every_decision_of_a_bad_day_names_evidence_rung_expectation_and_deadlin
     if world.state.finish is None:
         world.lose_node(world.node_of(T2))
         world.play(world.works, timeout_s=2000.0)
-    decided = [one for one in world.actions if isinstance(one, Fence | RestartAll | Finish)]
+    decided = [action for action in world.actions if isinstance(action, Fence | RestartAll | Finish)]
     assert len(decided) > 6
-    for one in decided:
-        assert one.why.evidence, one
-        assert one.why.rung, one
-        assert one.why.expects, one
-        assert one.why.deadline is not None, one
+    for action in decided:
+        assert action.why.evidence, action
+        assert action.why.rung, action
+        assert action.why.expects, action
+        assert action.why.deadline is not None, action
 
 
 # ── rung by rung ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_process_that_failed_on_a_good_node_restarts_in_place_and_has_a_deadline_to_join() -> None:
+def test_failed_process_on_a_good_node_restarts_in_place_with_a_deadline_to_join() -> None:
     world = World(job()).steady()
     incarnation = world.state.replica(R0).incarnation
     fail(world, R0)
@@ -105,51 +105,53 @@ def test_a_process_that_failed_on_a_good_node_restarts_in_place_and_has_a_deadli
     assert (fence.why.expects, fence.why.deadline) == (f"joins again on {N3}", world.now + world.state.job.limits.join)
 
 
-def test_in_place_a_ready_shadow_goes_on_and_has_the_time_that_an_adoption_takes() -> None:
+def test_ready_standby_on_the_same_node_is_promoted_with_a_deadline() -> None:
     world = World(gang_job(1, 1)).steady().warmed()
     home, limits = world.node_of(TRAINER), world.state.job.limits
     fail(world, TRAINER)
     (fence,) = fences(world)
-    assert (fence.rung, fence.why.expects) == (Rung.IN_PLACE, f"its shadow on {home} goes on as trainer/0")
+    assert (fence.rung, fence.why.expects) == (Rung.IN_PLACE, f"its standby process on {home} is promoted to trainer/0")
     assert fence.why.deadline == world.now + limits.step_grace + world.state.job.recovery.promote
     world.steady()
     assert world.node_of(TRAINER) == home
 
 
-def test_of_two_spares_the_one_with_a_ready_shadow_is_taken() -> None:
+def test_spare_with_a_ready_standby_is_preferred() -> None:
     world = World(gang_job(1, 1, spares=2)).steady().warmed()
     (warm,) = [node for node in world.ready_standbys() if node != world.node_of(TRAINER)]
     world.lose_node(world.node_of(TRAINER))
     world.steady()
     (fence,) = [fence for fence in fences(world) if fence.charged]
     assert (fence.rung, fence.target_node) == (Rung.SPARE, warm)
-    assert fence.why.expects == f"the shadow on the spare {warm} goes on as trainer/0"
+    assert fence.why.expects == f"the standby process on the spare node {warm} is promoted to trainer/0"
     assert world.node_of(TRAINER) == warm
 
 
-def test_without_a_warm_spare_a_rollouts_node_is_taken_and_the_rollout_is_made_up_for_in_the_background() -> None:
+def test_without_a_warm_spare_a_donor_leaves_its_node_and_restarts_elsewhere() -> None:
     world = World(gang_job(1, 1, standbys=1, spares=0), nodes=20).steady().warmed()
     (stands,) = [node for node in world.ready_standbys() if node != world.node_of(TRAINER)]
-    (rollout,) = [one for one in workers(world.state) if one.node == stands]
+    (rollout,) = [replica for replica in workers(world.state) if replica.node == stands]
     world.lose_node(world.node_of(TRAINER))
     world.steady()
     fence, driven = fences(world)
     assert (fence.rung, fence.target_node, fence.charged) == (Rung.DONOR, stands, True)
-    assert fence.why.expects == f"the shadow on {stands} goes on as trainer/0; its rollout moves"
+    assert fence.why.expects == f"the standby process on {stands} is promoted to trainer/0; its rollout moves"
     assert (driven.incarnation, driven.rung, driven.charged) == (rollout.incarnation, Rung.DONOR, False)
-    assert driven.why.evidence == (f"trainer/0 is wanted on {stands}, where a shadow waits to become it",)
+    assert driven.why.evidence == (f"trainer/0 is wanted on {stands}, where a standby process can be promoted to it",)
     assert world.node_of(TRAINER) == stands
     assert world.state.replica(rollout.id).failures == ()
     assert (len(requests(world)), world.requests[requests(world)[-1]].count) == (2, 1)
 
 
-def test_a_warm_rollouts_node_comes_before_a_cold_spare_which_the_rollout_then_takes() -> None:
+def test_donors_warm_node_is_preferred_to_a_cold_spare() -> None:
     world = World(gang_job(1, 1, standbys=1, spares=2)).steady().warmed()
-    spares = [node for node in world.ready_standbys() if node not in {one.node for one in workers(world.state)}]
+    spares = [node for node in world.ready_standbys() if node not in {replica.node for replica in workers(world.state)}]
     for node in spares:
         fail(world, ReplicaId(f"standby/{node}"))  # it is not ready for the moment
     stands = next(
-        one.node for one in workers(world.state) if one.role == "rollout" and one.node in world.ready_standbys()
+        replica.node
+        for replica in workers(world.state)
+        if replica.role == "rollout" and replica.node in world.ready_standbys()
     )
     world.happen(lost(world.node_of(TRAINER), world.now))
     assert [fence.rung for fence in fences(world)] == [Rung.DONOR, Rung.DONOR]
@@ -158,7 +160,7 @@ def test_a_warm_rollouts_node_comes_before_a_cold_spare_which_the_rollout_then_t
     assert requests(world) == [POOL]
 
 
-def test_the_last_rollout_that_the_run_needs_keeps_its_node() -> None:
+def test_required_rollout_keeps_its_node() -> None:
     world = World(gang_job(1, 1, standbys=1, spares=0, rollouts=1), nodes=20).steady().warmed()
     world.lose_node(world.node_of(TRAINER))
     world.steady()
@@ -166,7 +168,7 @@ def test_the_last_rollout_that_the_run_needs_keeps_its_node() -> None:
     assert world.incarnations()[R0] == 1
 
 
-def test_a_cold_spare_comes_before_a_replacement_and_that_has_the_time_that_a_request_takes() -> None:
+def test_cold_spare_is_preferred_to_a_replacement_with_its_deadline() -> None:
     world = World(job(), nodes=9).steady()
     world.lose_node(world.node_of(TRAINER))
     world.steady()
@@ -175,14 +177,14 @@ def test_a_cold_spare_comes_before_a_replacement_and_that_has_the_time_that_a_re
     spare, replacement = (fence for fence in fences(world))
     assert (spare.rung, spare.why.expects) == (Rung.SPARE, "joins again on a spare node")
     assert (replacement.rung, replacement.why.expects) == (
-        Rung.REPLACEMENT, "joins again once a replacement node is there",
+        Rung.REPLACEMENT, "joins again once a replacement node is available",
     )  # fmt: skip
     limits = world.state.job.limits
     began = next(s.at for s in world.events if isinstance(s.event, ev.Decided) and s.event.action is replacement)
     assert replacement.why.deadline == began + limits.allocation + limits.join
 
 
-def test_a_shadow_that_does_not_become_what_it_was_told_to_is_a_failed_restart_and_the_next_one_is_cold() -> None:
+def test_failed_promotion_counts_as_failed_restart_and_the_next_start_is_cold() -> None:
     world = World(gang_job(1, 1)).steady().warmed()
     world.unresponsive = {world.node_of(TRAINER)}
     world.kill(TRAINER)
@@ -193,25 +195,25 @@ def test_a_shadow_that_does_not_become_what_it_was_told_to_is_a_failed_restart_a
 
 
 # ── gangs ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_member_that_dies_takes_its_gang_with_it_and_alone_pays_for_it() -> None:
+def test_failed_member_restarts_its_gang_and_alone_is_charged() -> None:
     world = World(gang_job(warm=False)).steady()
-    homes = {one: world.node_of(one) for one in GANG}
-    others = {one.id: one.incarnation_number for one in workers(world.state) if one.role != "trainer"}
+    homes = {id: world.node_of(id) for id in GANG}
+    others = {replica.id: replica.incarnation_number for replica in workers(world.state) if replica.role != "trainer"}
     fail(world, T1)
     assert charged(world) == [("trainer/0.1#1", Rung.IN_PLACE)]
     rest = [fence for fence in fences(world) if not fence.charged]
-    assert [fence.incarnation for fence in rest] == [Incarnation(one, 1) for one in (T0, T2, T3)]
+    assert [fence.incarnation for fence in rest] == [Incarnation(id, 1) for id in (T0, T2, T3)]
     for fence in rest:
         assert fence.rung is Rung.IN_PLACE
         assert fence.why.evidence == (f"its gang restarts: trainer/0.1#1: {_AWAY.format('trainer/0.1#1')}",)
         assert fence.why.deadline == world.now + world.state.job.limits.join
     world.steady()
-    assert {one: world.node_of(one) for one in GANG} == homes
-    assert {one: len(world.state.replica(one).failures) for one in GANG} == {T0: 0, T1: 1, T2: 0, T3: 0}
+    assert {id: world.node_of(id) for id in GANG} == homes
+    assert {id: len(world.state.replica(id).failures) for id in GANG} == {T0: 0, T1: 1, T2: 0, T3: 0}
     assert world.incarnations() == others | dict.fromkeys(GANG, 2)
 
 
-def test_members_that_go_down_with_the_first_are_not_held_to_account() -> None:
+def test_members_that_fail_after_the_first_are_not_charged() -> None:
     world = World(gang_job(warm=False)).steady()
     for late, member in ((0.2, T0), (0.0, T3), (0.1, T1)):
         world.record(found(world.state.replica(member).incarnation, "exit_record", world.now + late))
@@ -219,19 +221,19 @@ def test_members_that_go_down_with_the_first_are_not_held_to_account() -> None:
     assert charged(world) == [("trainer/0.3#1", Rung.IN_PLACE)]
 
 
-def test_a_gang_that_loses_a_node_moves_those_that_were_there_and_the_others_keep_their_places() -> None:
+def test_gang_moves_only_the_members_of_a_lost_node() -> None:
     world = World(gang_job(warm=False), nodes=9).steady()
-    homes = {one: world.node_of(one) for one in GANG}
+    homes = {id: world.node_of(id) for id in GANG}
     gone = homes[T2]
     assert homes[T3] == gone
     world.lose_node(gone)
     world.steady()
     assert charged(world) == [("trainer/0.2#1", Rung.SPARE)]
-    assert {one: world.node_of(one) for one in (T0, T1)} == {one: homes[one] for one in (T0, T1)}
+    assert {id: world.node_of(id) for id in (T0, T1)} == {id: homes[id] for id in (T0, T1)}
     assert world.node_of(T2) == world.node_of(T3) not in (gone, homes[T0])
 
 
-def test_the_neighbours_of_a_member_that_goes_to_a_rollouts_node_go_there_too() -> None:
+def test_members_on_the_same_node_move_together_to_a_donors_node() -> None:
     view = gang_job(standbys=1, spares=0, recovery=Recovery(per_node=2), steps=99)
     world = World(view, nodes=20).steady().warmed()
     for _ in range(3):
@@ -242,7 +244,7 @@ def test_the_neighbours_of_a_member_that_goes_to_a_rollouts_node_go_there_too() 
     assert world.node_of(T2) == world.node_of(T3) == stand.target_node
 
 
-def test_a_node_that_fails_one_member_too_often_is_left_by_it_and_its_neighbour() -> None:
+def test_member_and_its_neighbour_leave_a_node_that_failed_it_too_often() -> None:
     world = World(gang_job(warm=False, recovery=Recovery(per_node=2), steps=99)).steady()
     home = world.node_of(T2)
     for step in range(1, 4):
@@ -253,18 +255,18 @@ def test_a_node_that_fails_one_member_too_often_is_left_by_it_and_its_neighbour(
     assert world.node_of(T2) == world.node_of(T3) != home
 
 
-def test_failures_of_other_members_of_a_gang_do_not_move_a_member_from_its_node() -> None:
+def test_failures_of_other_members_do_not_move_a_member() -> None:
     world = World(gang_job(warm=False, recovery=Recovery(per_node=2), steps=99)).steady()
-    homes = {one: world.node_of(one) for one in GANG}
+    homes = {id: world.node_of(id) for id in GANG}
     for step, member in enumerate((*GANG, *GANG), 1):
         world.commit(step)
         world.kill(member)
         world.steady()
-    assert {one: world.node_of(one) for one in GANG} == homes
+    assert {id: world.node_of(id) for id in GANG} == homes
     assert {rung for _, rung in charged(world)} == {Rung.IN_PLACE}
 
 
-def test_a_gang_is_gone_on_without_as_a_whole_and_never_a_member_of_it() -> None:
+def test_gang_is_retired_as_a_whole() -> None:
     crew = msgspec.structs.replace(command("crew", 2, least=1), ranks=2, per_node=1)
     view = commands(crew, command("other"), recovery=Recovery(per_node=9, per_replica=1), spares=2)
     world = World(view).steady()
@@ -272,7 +274,7 @@ def test_a_gang_is_gone_on_without_as_a_whole_and_never_a_member_of_it() -> None
     for _ in range(2):
         world.kill(member)
         world.play(timeout_s=30.0)
-    assert {world.state.replica(one).status for one in (its, member)} == {Status.RETIRED}
+    assert {world.state.replica(id).status for id in (its, member)} == {Status.RETIRED}
     assert [(str(fence.incarnation), fence.rung, fence.charged) for fence in fences(world)][-2:] == [
         ("crew/1.1#2", Rung.DEGRADED, True), ("crew/1#2", Rung.DEGRADED, False),
     ]  # fmt: skip
@@ -284,7 +286,7 @@ def test_a_gang_is_gone_on_without_as_a_whole_and_never_a_member_of_it() -> None
     assert "1 restarts of crew/0 within 600 s" in world.state.finish.why.evidence
 
 
-def test_members_do_not_make_a_gang_that_cannot_be_spared_one_that_can() -> None:
+def test_members_do_not_count_as_spare_replicas() -> None:
     crew = msgspec.structs.replace(command("crew", 2), ranks=2, per_node=1)
     world = World(commands(crew, recovery=Recovery(per_node=9, per_replica=1), spares=2)).steady()
     for _ in range(2):
@@ -295,7 +297,7 @@ def test_members_do_not_make_a_gang_that_cannot_be_spared_one_that_can() -> None
 
 
 @pytest.mark.parametrize("standbys", [0, 1])
-def test_whichever_record_a_manager_dies_before_the_gang_and_its_standby_come_to_the_same(standbys: int) -> None:
+def test_manager_failure_before_any_record_leads_to_the_same_gang_and_standby(standbys: int) -> None:
     def played(die_before: int) -> World:
         world = World(gang_job(2, 1, standbys=standbys, spares=0), nodes=20).steady().warmed()
         world.die_before = world.planned + die_before if die_before else 0
@@ -304,8 +306,13 @@ def test_whichever_record_a_manager_dies_before_the_gang_and_its_standby_come_to
         return world.wait(200.0)
 
     def ended(world: World) -> tuple[object, ...]:
-        gang = [world.state.replica(one) for one in (T0, T1)]
-        return world.incarnations()[T0], [len(one.failures) for one in gang], world.works(), world.state.full_restarts
+        gang = [world.state.replica(id) for id in (T0, T1)]
+        return (
+            world.incarnations()[T0],
+            [len(replica.failures) for replica in gang],
+            world.works(),
+            world.state.full_restarts,
+        )
 
     unharmed = played(0)
     assert ended(unharmed)[1:] == ([0, 1], True, ())
@@ -321,26 +328,29 @@ def test_whichever_record_a_manager_dies_before_the_gang_and_its_standby_come_to
 
 
 # ── down to the whole run ────────────────────────────────────────────────────────────────────────────────────────────
-def test_the_first_step_of_the_first_life_has_a_second_try_then_the_run_restarts_then_it_ends() -> None:
+def test_first_step_of_the_first_incarnation_has_a_second_try_before_a_full_restart() -> None:
     world = World(job(recovery=Recovery(per_replica=99))).steady()
     began = world.now
     world.kill(TRAINER)
     world.steady()
     assert charged(world) == [("trainer/0#1", Rung.IN_PLACE)]
     fail(world, TRAINER)
-    (whole,) = world.decided(RestartAll)
-    assert whole.failed == Incarnation(TRAINER, 2)
+    (restart,) = world.decided(RestartAll)
+    assert restart.failed == Incarnation(TRAINER, 2)
     second = "a second failure in the same step, the one after the start"
-    assert whole.why.evidence == (_AWAY.format("trainer/0#2"), second)
-    assert (whole.why.rung, whole.why.expects) == (Rung.FULL_RESTART, "every role joins again, and a step is committed")
-    assert whole.why.deadline == world.now + MAX_RESTART_BACKOFF_S + world.state.job.limits.join
+    assert restart.why.evidence == (_AWAY.format("trainer/0#2"), second)
+    assert (restart.why.rung, restart.why.expects) == (
+        Rung.FULL_RESTART,
+        "every role joins again, and a step is committed",
+    )
+    assert restart.why.deadline == world.now + MAX_RESTART_BACKOFF_S + world.state.job.limits.join
     world.steady()
     world.kill(TRAINER)
     world.play()
     assert world.now > began + MAX_RESTART_BACKOFF_S
     (end,) = world.decided(Finish)
     assert end.why.evidence[1:] == (
-        "its first step failed, the one after the start: an earlier life has worked up to there",
+        "its first step failed, the one after the start: an earlier incarnation worked up to there",
         "it failed again after a restart of the whole run, and no step was committed since step 0",
         f"rrl logs {RUN} --failed shows its last lines",
     )
@@ -348,18 +358,18 @@ def test_the_first_step_of_the_first_life_has_a_second_try_then_the_run_restarts
     assert_nothing_is_left(world, Outcome.FAILED)
 
 
-def test_a_first_step_that_fails_after_a_restart_which_a_node_made_necessary_restarts_the_run_at_once() -> None:
+def test_first_step_failing_after_a_node_caused_restart_restarts_the_run() -> None:
     world = at_step(World(job(), nodes=9).steady(), 1)
     world.lose_node(world.node_of(TRAINER))
     world.steady()
     fail(world, TRAINER)
-    (whole,) = world.decided(RestartAll)
-    assert whole.why.evidence[1:] == (
-        "its first step failed, the one after step 1: an earlier life has worked up to there",
+    (restart,) = world.decided(RestartAll)
+    assert restart.why.evidence[1:] == (
+        "its first step failed, the one after step 1: an earlier incarnation worked up to there",
     )
 
 
-def test_a_step_that_a_life_has_committed_before_it_failed_is_behind_it() -> None:
+def test_step_committed_before_a_failure_is_not_held_against_the_restart() -> None:
     world = World(job(steps=99, recovery=Recovery(per_replica=99, per_node=99))).steady()
     for step in range(1, 6):
         world.kill(TRAINER)
@@ -368,7 +378,7 @@ def test_a_step_that_a_life_has_committed_before_it_failed_is_behind_it() -> Non
     assert world.decided(RestartAll) == []
 
 
-def test_a_second_failure_in_the_same_step_restarts_the_run_whichever_member_it_is() -> None:
+def test_second_failure_of_any_member_in_a_step_restarts_the_run() -> None:
     world = at_step(World(gang_job(warm=False)).steady(), 1)
     world.kill(T1)
     world.steady()
@@ -378,24 +388,24 @@ def test_a_second_failure_in_the_same_step_restarts_the_run_whichever_member_it_
     world.steady()
     assert world.decided(RestartAll) == []  # a step later
     fail(world, T2)
-    (whole,) = world.decided(RestartAll)
-    assert whole.failed == Incarnation(T2, 3)
+    (restart,) = world.decided(RestartAll)
+    assert restart.failed == Incarnation(T2, 3)
 
 
-def test_one_failed_restart_is_borne_and_a_second_in_a_row_restarts_the_run() -> None:
+def test_second_failed_restart_in_a_row_restarts_the_run() -> None:
     world = at_step(World(job(recovery=Recovery(per_node=9))).steady(), 1)
     world.broken["trainer"] = "ImportError"
     world.kill(TRAINER)
     world.play(lambda: bool(world.decided(RestartAll)), timeout_s=100.0)
     assert charged(world)[:2] == [("trainer/0#1", Rung.IN_PLACE), ("trainer/0#2", Rung.IN_PLACE)]
-    (whole,) = world.decided(RestartAll)
-    assert whole.failed == Incarnation(TRAINER, 3)
-    assert whole.why.evidence[-1] == "two restarts after step 1 have failed, one after the other"
+    (restart,) = world.decided(RestartAll)
+    assert restart.failed == Incarnation(TRAINER, 3)
+    assert restart.why.evidence[-1] == "two restarts after step 1 have failed, one after the other"
     world.broken.clear()
     assert world.steady().state.finish is None
 
 
-def test_failed_restarts_with_a_life_that_worked_between_them_are_not_in_a_row() -> None:
+def test_failed_restarts_with_work_in_between_are_not_in_a_row() -> None:
     world = at_step(World(job(recovery=Recovery(per_node=9), steps=99)).steady(), 1)
     for step in (2, 3):
         world.broken["trainer"] = "ImportError"
@@ -444,7 +454,7 @@ def test_launches_that_the_cluster_refuses_say_nothing_about_the_software() -> N
     assert world.decided(RestartAll) == []
 
 
-def test_a_role_that_the_cluster_refuses_to_launch_ends_the_run_and_does_not_restart_it() -> None:
+def test_role_that_the_cluster_refuses_to_launch_ends_the_run_without_restart() -> None:
     world = World(job(recovery=Recovery(per_node=9, per_replica=2)))
     world.refuse_launch = {N1}
     world.play()
@@ -452,7 +462,7 @@ def test_a_role_that_the_cluster_refuses_to_launch_ends_the_run_and_does_not_res
     assert "its launches were refused" in world.decided(Finish)[0].why.evidence
 
 
-def test_a_run_restarts_as_often_as_it_may_within_the_window_and_then_gives_up() -> None:
+def test_run_restarts_as_often_as_allowed_within_the_window_then_ends() -> None:
     world = World(job(steps=99, recovery=Recovery(full_restarts=2, per_replica=99, per_node=99))).steady()
     for step in range(1, 4):
         world.commit(step)
@@ -466,7 +476,7 @@ def test_a_run_restarts_as_often_as_it_may_within_the_window_and_then_gives_up()
     assert_nothing_is_left(world, Outcome.FAILED)
 
 
-def test_restarts_of_the_run_that_lie_further_back_than_the_window_do_not_count() -> None:
+def test_full_restarts_older_than_the_window_do_not_count() -> None:
     world = World(job(steps=99, recovery=Recovery(full_restarts=1, per_replica=99, per_node=99))).steady()
     for step in range(1, 5):
         world.commit(step)
@@ -477,7 +487,7 @@ def test_restarts_of_the_run_that_lie_further_back_than_the_window_do_not_count(
     assert len(world.decided(RestartAll)) == 4
 
 
-def test_where_the_whole_run_is_never_to_restart_budgets_alone_decide() -> None:
+def test_without_full_restarts_budgets_alone_decide() -> None:
     world = World(job(recovery=Recovery(full_restarts=0, per_node=99))).steady()
     for _ in range(5):
         world.kill(TRAINER)
@@ -485,13 +495,13 @@ def test_where_the_whole_run_is_never_to_restart_budgets_alone_decide() -> None:
     assert (world.decided(RestartAll), world.state.finish) == ([], None)
 
 
-def test_a_role_that_cannot_be_spared_and_has_spent_its_budget_restarts_the_run_once_and_then_ends_it() -> None:
+def test_required_role_out_of_budget_restarts_the_run_once_and_then_ends_it() -> None:
     world = World(job(recovery=Recovery(per_node=9, per_replica=2))).steady()
     for _ in range(3):
         world.kill(STORE)
         world.play(world.works, timeout_s=200.0)
-    (whole,) = world.decided(RestartAll)
-    assert (whole.failed, whole.why.evidence[-1]) == (
+    (restart,) = world.decided(RestartAll)
+    assert (restart.failed, restart.why.evidence[-1]) == (
         Incarnation(STORE, 3),
         "2 restarts of trajectories/0 within 600 s",
     )
@@ -514,32 +524,40 @@ def test_a_run_without_a_trainer_has_no_checkpoint_to_restart_from() -> None:
     assert_nothing_is_left(world, Outcome.FAILED)
 
 
-def test_a_restart_of_the_run_fences_everybody_in_place_and_charges_only_who_led_to_it() -> None:
+def test_full_restart_fences_all_in_place_and_charges_only_the_failed_member() -> None:
     world = at_step(World(gang_job()).steady().warmed(), 2)
-    homes = {one.id: one.node for one in workers(world.state)}
-    before = {one.id: one.incarnation_number for one in workers(world.state)}
-    agents = {one.id: one.incarnation_number for one in world.state.replicas.values() if one.role == AGENT}
-    shadows = [one.incarnation for one in world.state.replicas.values() if one.role == STANDBY_ROLE and one.is_current]
-    assert shadows
+    homes = {replica.id: replica.node for replica in workers(world.state)}
+    before = {replica.id: replica.incarnation_number for replica in workers(world.state)}
+    agents = {
+        replica.id: replica.incarnation_number for replica in world.state.replicas.values() if replica.role == AGENT
+    }
+    standbys = [
+        replica.incarnation
+        for replica in world.state.replicas.values()
+        if replica.role == STANDBY_ROLE and replica.is_current
+    ]
+    assert standbys
     world.kill(T1)
     world.steady()
     fail(world, T1)
     assert len(world.decided(RestartAll)) == 1
     stopped = {action.incarnation for action in world.decided(StopStep)}
-    assert set(shadows) - {launch.standby for launch in world.decided(Launch)} <= stopped
+    assert set(standbys) - {launch.standby for launch in world.decided(Launch)} <= stopped
     adopted = [launch for launch in world.decided(Launch) if launch.standby is not None]
-    assert len(adopted) == 4  # at the first failure, and nobody is at the restart of all
+    assert len(adopted) == 4  # at the first failure; a full restart promotes none
     world.steady()
-    assert {one.id: one.node for one in workers(world.state)} == homes
+    assert {replica.id: replica.node for replica in workers(world.state)} == homes
     assert [launch for launch in world.decided(Launch) if launch.standby is not None] == adopted
-    charged_with = {one.id: len(one.failures) for one in workers(world.state) if one.failures}
+    charged_with = {replica.id: len(replica.failures) for replica in workers(world.state) if replica.failures}
     assert charged_with == {T1: 2}
-    assert {one.id: one.incarnation_number for one in world.state.replicas.values() if one.role == AGENT} == agents
+    assert {
+        replica.id: replica.incarnation_number for replica in world.state.replicas.values() if replica.role == AGENT
+    } == agents
     assert world.incarnations() == {id: n + (2 if id in GANG else 1) for id, n in before.items()}
 
 
 # ── one cause, many failures ─────────────────────────────────────────────────────────────────────────────────────────
-def test_a_trainer_that_fails_whenever_everybody_does_is_not_what_is_wrong() -> None:
+def test_trainer_failing_together_with_others_is_not_blamed() -> None:
     world = at_step(World(job(recovery=Recovery(per_node=99))).steady(), 1)
     for _ in range(4):
         for replica in (R0, STORE, R1, TRAINER, REWARD):
@@ -550,7 +568,7 @@ def test_a_trainer_that_fails_whenever_everybody_does_is_not_what_is_wrong() -> 
     assert (world.decided(RestartAll), world.state.finish) == ([], None)
 
 
-def test_a_second_failure_in_a_step_in_company_of_all_others_is_not_held_against_it_either() -> None:
+def test_second_failure_together_with_others_is_not_blamed_either() -> None:
     world = at_step(World(job(recovery=Recovery(per_node=99))).steady(), 1)
     world.kill(TRAINER)
     world.steady()
@@ -561,7 +579,7 @@ def test_a_second_failure_in_a_step_in_company_of_all_others_is_not_held_against
     assert world.decided(RestartAll) == []
 
 
-def test_company_that_comes_a_moment_after_the_trainer_counts_for_the_next_time() -> None:
+def test_correlated_failures_just_after_the_trainers_count_next_time() -> None:
     world = at_step(World(job(recovery=Recovery(per_node=99))).steady(), 1)
     for _ in range(3):
         for replica in (TRAINER, STORE, R0, REWARD, R1):
@@ -571,7 +589,7 @@ def test_company_that_comes_a_moment_after_the_trainer_counts_for_the_next_time(
     assert world.decided(RestartAll) == []
 
 
-def test_a_rollout_among_many_that_happens_to_fail_too_explains_nothing() -> None:
+def test_single_rollout_failure_among_many_explains_nothing() -> None:
     world = at_step(World(job(rollouts=30, recovery=Recovery(per_node=99))).steady(), 1)
     for _ in range(2):
         world.kill(R0)
@@ -587,10 +605,10 @@ def test_many_failures_at_once_restart_the_run_once(policy: str) -> None:
         world.record(found(world.state.replica(replica).incarnation, "exit_record", world.now))
     world.steady()
     assert len(world.decided(RestartAll)) == 1
-    assert sum(len(one.failures) for one in workers(world.state)) == 1
+    assert sum(len(replica.failures) for replica in workers(world.state)) == 1
 
 
-def test_many_nodes_that_are_lost_at_once_spend_one_restart_of_who_was_on_those_that_may_be_given_up() -> None:
+def test_many_lost_nodes_cost_one_restart_for_replicas_on_excludable_nodes() -> None:
     world = World(job(rollouts=8, spares=0), nodes=10).steady()
     for node in (N3, N4, N5, N6, N7):
         world.record(lost(node, world.now))
@@ -602,34 +620,34 @@ def test_many_nodes_that_are_lost_at_once_spend_one_restart_of_who_was_on_those_
 
 # ── policy: job ──────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("replica", ALL)
-def test_by_policy_job_any_failure_restarts_all_in_place_at_once(replica: ReplicaId) -> None:
+def test_policy_job_restarts_all_in_place_on_any_failure(replica: ReplicaId) -> None:
     world = at_step(World(job(recovery=Recovery(policy="job"))).steady(), 1)
-    homes = {one.id: one.node for one in workers(world.state)}
+    homes = {replica.id: replica.node for replica in workers(world.state)}
     fail(world, replica)
-    (whole,) = world.decided(RestartAll)
-    assert whole.failed == Incarnation(replica, 1)
-    assert (whole.why.rung, whole.why.evidence) == (Rung.FULL_RESTART, (_AWAY.format(f"{replica}#1"),))
-    assert whole.why.deadline == world.now + world.state.job.limits.join
+    (restart,) = world.decided(RestartAll)
+    assert restart.failed == Incarnation(replica, 1)
+    assert (restart.why.rung, restart.why.evidence) == (Rung.FULL_RESTART, (_AWAY.format(f"{replica}#1"),))
+    assert restart.why.deadline == world.now + world.state.job.limits.join
     began = world.now
     world.steady()
     assert world.now - began < 10.0
     assert world.incarnations() == dict.fromkeys(ALL, 2)
-    assert {one.id: one.node for one in workers(world.state)} == homes
+    assert {replica.id: replica.node for replica in workers(world.state)} == homes
     assert (requests(world), fences(world)) == ([POOL], [])
 
 
-def test_by_policy_job_a_bad_node_is_replaced_and_the_others_stay() -> None:
+def test_policy_job_replaces_a_bad_node_and_keeps_the_others() -> None:
     world = World(job(recovery=Recovery(policy="job"), spares=0), nodes=9).steady()
-    homes = {one.id: one.node for one in workers(world.state)}
+    homes = {replica.id: replica.node for replica in workers(world.state)}
     world.lose_node(N3)
     world.steady()
     assert world.incarnations() == dict.fromkeys(ALL, 2)
-    assert {one.id: one.node for one in workers(world.state)} == homes | {R0: N5}
+    assert {replica.id: replica.node for replica in workers(world.state)} == homes | {R0: N5}
     assert [exclude.node for exclude in world.decided(Exclude)] == [N3]
     assert len(requests(world)) == 2
 
 
-def test_by_policy_job_who_fails_too_often_on_a_node_is_placed_elsewhere() -> None:
+def test_policy_job_moves_a_member_that_fails_too_often_on_a_node() -> None:
     world = World(job(recovery=Recovery(policy="job", per_node=2))).steady()
     homes = []
     for _ in range(3):
@@ -639,7 +657,7 @@ def test_by_policy_job_who_fails_too_often_on_a_node_is_placed_elsewhere() -> No
 
 
 @pytest.mark.parametrize("policy", ["job", "requeue"])
-def test_by_the_other_policies_the_run_ends_when_one_member_has_spent_its_budget(policy: str) -> None:
+def test_policies_job_and_requeue_end_the_run_when_a_budget_is_exceeded(policy: str) -> None:
     world = World(job(recovery=Recovery(policy=policy, per_node=9, per_replica=3)), nodes=30).steady()
     for _ in range(4):
         world.kill(R0)
@@ -651,13 +669,13 @@ def test_by_the_other_policies_the_run_ends_when_one_member_has_spent_its_budget
 
 
 @pytest.mark.parametrize("policy", ["job", "requeue"])
-def test_by_no_other_policy_is_anything_kept_warm(policy: str) -> None:
+def test_only_policy_role_keeps_standbys(policy: str) -> None:
     world = World(gang_job(2, 1, standbys=1, recovery=Recovery(policy=policy))).steady().warmed()
     assert not world.ready_standbys()
 
 
 @pytest.mark.parametrize("policy", ["job", "requeue"])
-def test_by_no_policy_is_an_agent_more_than_an_agent(policy: str) -> None:
+def test_agent_failure_is_minor_under_every_policy(policy: str) -> None:
     world = World(job(recovery=Recovery(policy=policy))).steady()
     world.kill(ReplicaId("agent/n3"))
     world.wait(10.0)
@@ -666,7 +684,7 @@ def test_by_no_policy_is_an_agent_more_than_an_agent(policy: str) -> None:
 
 
 # ── policy: requeue ──────────────────────────────────────────────────────────────────────────────────────────────────
-def test_by_policy_requeue_everything_is_given_back_and_the_first_request_is_made_again() -> None:
+def test_policy_requeue_releases_everything_and_repeats_the_first_request() -> None:
     world = at_step(World(job(recovery=Recovery(policy="requeue")), nodes=12).steady(), 1)
     world.kill(R0)
     world.steady()
@@ -679,7 +697,7 @@ def test_by_policy_requeue_everything_is_given_back_and_the_first_request_is_mad
     assert world.state.step == 1
 
 
-def test_by_policy_requeue_the_queue_takes_as_long_as_it_takes() -> None:
+def test_policy_requeue_waits_in_the_queue_without_a_deadline() -> None:
     world = World(job(recovery=Recovery(policy="requeue"), limits=Limits(allocation=60.0))).steady()
     world.closed["pool"] = "Priority"
     world.kill(TRAINER)
@@ -691,7 +709,7 @@ def test_by_policy_requeue_the_queue_takes_as_long_as_it_takes() -> None:
     assert world.incarnations() == dict.fromkeys(ALL, 2)
 
 
-def test_by_policy_requeue_a_bad_node_is_not_asked_for_again() -> None:
+def test_policy_requeue_leaves_out_bad_nodes() -> None:
     world = World(job(recovery=Recovery(policy="requeue")), nodes=12).steady()
     world.lose_node(N3)
     world.steady()
@@ -700,7 +718,7 @@ def test_by_policy_requeue_a_bad_node_is_not_asked_for_again() -> None:
 
 
 @pytest.mark.parametrize("form", ["replica", "hetjob"])
-def test_by_policy_requeue_every_part_is_asked_for_again(form: str) -> None:
+def test_policy_requeue_requests_every_node_group_again(form: str) -> None:
     world = World(in_node_groups(form, recovery=Recovery(policy="requeue")), nodes=20).steady()
     before = set(world.state.allocations)
     world.kill(TRAINER)
@@ -716,7 +734,7 @@ def rung_order(world: World, target: ReplicaId) -> None:
     world.happen(ev.CommandReceived("restart", "ada", f"c{len(world.events)}", target=target))
 
 
-def test_who_is_asked_to_restart_does_so_in_place_and_nobody_pays() -> None:
+def test_requested_restart_is_in_place_and_uncharged() -> None:
     world = World(job()).steady()
     home = world.node_of(R0)
     rung_order(world, R0)
@@ -730,17 +748,17 @@ def test_who_is_asked_to_restart_does_so_in_place_and_nobody_pays() -> None:
 
 
 @pytest.mark.parametrize("target", [T0, T2])
-def test_a_gang_is_restarted_as_a_whole_whichever_member_is_named(target: ReplicaId) -> None:
+def test_requested_restart_of_any_member_restarts_the_gang(target: ReplicaId) -> None:
     world = World(gang_job(warm=False)).steady()
-    homes = {one: world.node_of(one) for one in GANG}
+    homes = {id: world.node_of(id) for id in GANG}
     rung_order(world, target)
     world.steady()
-    assert {one: world.incarnations()[one] for one in GANG} == dict.fromkeys(GANG, 2)
-    assert {one: world.node_of(one) for one in GANG} == homes
+    assert {id: world.incarnations()[id] for id in GANG} == dict.fromkeys(GANG, 2)
+    assert {id: world.node_of(id) for id in GANG} == homes
     assert charged(world) == []
 
 
-def test_asked_for_it_one_that_was_gone_on_without_is_wanted_again_with_a_fresh_budget() -> None:
+def test_requested_restart_brings_a_retired_replica_back_with_a_new_budget() -> None:
     world = World(job(recovery=Recovery(per_node=9, per_replica=1))).steady()
     for _ in range(2):
         world.kill(R0)
@@ -752,7 +770,7 @@ def test_asked_for_it_one_that_was_gone_on_without_is_wanted_again_with_a_fresh_
     assert world.play(world.works, timeout_s=10.0).works()
 
 
-def test_a_gang_that_was_gone_on_without_is_asked_for_as_a_whole_whichever_record_the_manager_dies_before() -> None:
+def test_requested_restart_of_a_retired_gang_survives_a_manager_failure() -> None:
     crew = msgspec.structs.replace(command("crew", 2, least=1), ranks=3, per_node=1)
     for die_before in range(7):
         world = World(commands(crew, recovery=Recovery(per_node=9, per_replica=1), spares=4)).steady()
@@ -765,7 +783,7 @@ def test_a_gang_that_was_gone_on_without_is_asked_for_as_a_whole_whichever_recor
         assert world.state.requested_restarts == {}
 
 
-def test_asked_for_it_one_that_pauses_starts_at_once() -> None:
+def test_requested_restart_ends_a_backoff() -> None:
     world = World(job(recovery=Recovery(backoff=60.0))).steady()
     for _ in range(2):
         world.kill(R0)
@@ -776,7 +794,7 @@ def test_asked_for_it_one_that_pauses_starts_at_once() -> None:
     assert world.state.requested_restarts == {}
 
 
-def test_asked_for_it_one_that_pauses_keeps_the_place_that_it_was_to_come_back_to() -> None:
+def test_requested_restart_in_backoff_keeps_the_preferred_node() -> None:
     world = World(job(spares=2, recovery=Recovery(backoff=60.0, per_node=9))).steady()
     left = world.node_of(R0)
     for command_ in ("drain", "undrain"):  # an earlier node than the one that it is on is free
@@ -792,26 +810,27 @@ def test_asked_for_it_one_that_pauses_keeps_the_place_that_it_was_to_come_back_t
     assert (world.state.replica(R0).status, world.state.replica(R0).node) == (Status.LAUNCHING, home)
 
 
-def test_an_order_about_one_that_rests_outlives_a_restart_of_the_whole_run() -> None:
+def test_requested_restart_of_a_retired_replica_outlasts_a_full_restart() -> None:
     world = World(job(recovery=Recovery(per_node=9, per_replica=1, policy="role"))).steady()
     for _ in range(2):
         world.kill(R0)
         world.play(timeout_s=30.0)
     assert world.state.replica(R0).status is Status.RETIRED
     why = Why(("because",), Rung.FULL_RESTART)
-    fences_ = tuple(Fence(one.incarnation, Rung.FULL_RESTART, why, one.node, charged=one.id == T0)
-                    for one in workers(world.state) if one.is_current)  # fmt: skip
+    fences_ = tuple(Fence(replica.incarnation, Rung.FULL_RESTART, why, replica.node, charged=replica.id == T0)
+                    for replica in workers(world.state) if replica.is_current)  # fmt: skip
     world.record(ev.CommandReceived("restart", "ada", "c1", target=R0))
     world.happen(ev.Decided(RestartAll(why, fences_)))
     world.play(world.works, timeout_s=120.0)
     assert world.works()
 
 
-def test_who_was_just_gone_on_without_is_not_brought_back_by_a_restart_of_the_whole_run() -> None:
+def test_replica_just_retired_is_not_brought_back_by_a_full_restart() -> None:
     world = World(job()).steady()
     why = Why(("because",), Rung.FULL_RESTART)
     everybody = tuple(
-        Fence(one.incarnation, Rung.FULL_RESTART, why, one.node, charged=one.id == T0) for one in workers(world.state)
+        Fence(replica.incarnation, Rung.FULL_RESTART, why, replica.node, charged=replica.id == T0)
+        for replica in workers(world.state)
     )
     world.record(ev.Decided(Fence(Incarnation(R0, 1), Rung.DEGRADED, Why(("it fails too often",), Rung.DEGRADED))))
     before = world.state.replica(R0)
@@ -820,7 +839,7 @@ def test_who_was_just_gone_on_without_is_not_brought_back_by_a_restart_of_the_wh
     assert before.status is Status.RETIRED
 
 
-def test_an_order_is_met_by_a_restart_that_was_due_anyway() -> None:
+def test_due_restart_fulfils_a_requested_one() -> None:
     world = World(job()).steady()
     incarnation = world.state.replica(R0).incarnation
     world.record(ev.CommandReceived("restart", "ada", "c1", target=R0))
@@ -838,9 +857,9 @@ def stops(world: World) -> list[ReplicaId]:
     return [action.incarnation.replica for action in world.decided(StopStep)]
 
 
-def test_of_a_run_that_fails_the_trainer_is_stopped_first_with_time_to_commit_what_is_in_hand() -> None:
+def test_failed_run_stops_the_trainer_first_with_time_to_commit() -> None:
     world = World(gang_job(2, 1)).steady().warmed()
-    shadows = {ReplicaId(f"standby/{node}") for node in world.ready_standbys()}
+    standbys = {ReplicaId(f"standby/{node}") for node in world.ready_standbys()}
     world.slow_to_stop = 3.0
     end(world, Outcome.FAILED)
     assert stops(world) == [T0, T1]
@@ -851,14 +870,14 @@ def test_of_a_run_that_fails_the_trainer_is_stopped_first_with_time_to_commit_wh
     world.happen(ev.StepCommitted(Incarnation(T0, 1), 2))  # while it leaves
     world.play()
     order = stops(world)
-    agents = [index for index, one in enumerate(order) if role_of(one) == AGENT]
-    assert shadows
-    assert shadows | {STORE, REWARD, R0} < set(order[2 : min(agents)])
+    agents = [index for index, id in enumerate(order) if role_of(id) == AGENT]
+    assert standbys
+    assert standbys | {STORE, REWARD, R0} < set(order[2 : min(agents)])
     assert final_reason(world.state) == f"because; rrl resume {RUN} goes on from step 2"
     assert (world.over, world.steps, world.held) == (True, {}, {})
 
 
-def test_a_trainer_that_does_not_leave_holds_the_end_up_for_as_long_as_it_may_and_no_longer() -> None:
+def test_trainer_that_does_not_leave_delays_the_end_within_its_limit() -> None:
     world = World(job()).steady()
     world.slow_to_stop = float("inf")
     began, grace = world.now, world.state.job.limits.step_grace
@@ -870,7 +889,7 @@ def test_a_trainer_that_does_not_leave_holds_the_end_up_for_as_long_as_it_may_an
 
 
 @pytest.mark.parametrize("outcome", [Outcome.COMPLETED, Outcome.REJECTED, Outcome.CANCELLED])
-def test_of_any_other_run_all_roles_are_stopped_at_once(outcome: Outcome) -> None:
+def test_other_runs_stop_all_roles_at_once(outcome: Outcome) -> None:
     world = World(job()).steady()
     end(world, outcome)
     assert set(stops(world)) == set(ALL)
@@ -886,7 +905,7 @@ def test_a_run_that_failed_after_its_last_step_has_nothing_to_resume() -> None:
     assert final_reason(world.state) == "because"
 
 
-def test_a_run_without_a_trainer_says_nothing_of_steps() -> None:
+def test_run_without_a_trainer_mentions_no_steps() -> None:
     world = World(commands(command("solver"))).steady()
     end(world, Outcome.FAILED)
     assert final_reason(world.state) == "because"
@@ -897,24 +916,24 @@ def cancelled(world: World) -> World:
     return world
 
 
-def test_a_run_that_is_cancelled_with_its_allocations_kept_stops_everything_and_gives_nothing_back() -> None:
+def test_cancelled_run_with_kept_allocations_stops_everything_and_releases_nothing() -> None:
     world = cancelled(World(gang_job(2, 1)).steady().warmed()).play()
     assert (world.over, world.steps, world.state.orphan_steps) == (True, {}, {})
     assert (world.decided(Release), list(world.held)) == ([], [POOL])
-    assert final_reason(world.state) == "asked by me; its nodes are kept, as asked: job 7"
+    assert final_reason(world.state) == "asked by me; its nodes are kept as requested: job 7"
 
 
-def test_a_request_that_still_waits_is_not_kept() -> None:
+def test_queued_request_is_not_kept() -> None:
     world = World(job(spares=0)).steady()
     world.lose_node(N3)
     world.play(lambda: len(requests(world)) == 2)
     cancelled(world).play()
     assert world.over
     assert [action.allocation for action in world.decided(Release)] == requests(world)[1:]
-    assert final_reason(world.state).endswith("job 7; what ran on n3, which did not answer, may still run")
+    assert final_reason(world.state).endswith("job 7; processes on n3, which did not respond, may still run")
 
 
-def test_an_allocation_in_which_something_may_still_run_is_not_kept() -> None:
+def test_allocation_with_an_orphan_step_is_not_kept() -> None:
     world = World(job()).steady()
     world.slow_to_stop = float("inf")
     cancelled(world).play()
@@ -923,7 +942,7 @@ def test_an_allocation_in_which_something_may_still_run_is_not_kept() -> None:
     assert final_reason(world.state) == "asked by me"
 
 
-def test_the_walltimes_end_says_how_the_run_goes_on() -> None:
+def test_end_of_walltime_names_how_to_resume() -> None:
     world = at_step(World(job(walltime=3600.0)).steady(), 2).play()
     assert final_reason(world.state) == (
         f"the walltime of 3600 s ends; 2 of 3 steps are committed; rrl resume {RUN} goes on from step 2"

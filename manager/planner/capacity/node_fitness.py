@@ -1,0 +1,80 @@
+"""Whether the run may use a node: by its status, the findings about it, and what its agent reports. Pure."""
+
+from __future__ import annotations
+
+from ....core.types import AGENT, Cause, Finding, NodeName, Remedy, Verdict, replica_id
+from ...cluster.base import NodeState
+from ...model.queries import requires_admission
+from ...model.reduce_nodes import GIVEN_BACK
+from ...model.state import Node, Replica, State, Status
+
+HARDWARE_CAUSES = frozenset({Cause.NODE, Cause.GPU, Cause.FABRIC, Cause.STORAGE})
+"""Causes for which a node is unusable for all jobs. What a process did says nothing about its node."""
+_NODE_STAYS_USABLE = frozenset({Remedy.NONE, Remedy.RESTART})
+"""Remedies that do not require leaving the node."""
+MAX_NAMED_NODES = 4
+"""Maximum number of nodes named in a reason; the others are counted."""
+
+
+def excludes_node(finding: Finding) -> bool:
+    """Return whether the finding is a node's hardware failure whose remedy requires leaving the node."""
+    of_node = finding.node is not None and finding.verdict is Verdict.FAIL
+    return of_node and finding.cause in HARDWARE_CAUSES and finding.remedy not in _NODE_STAYS_USABLE
+
+
+def is_usable(state: State, node: Node, now: float) -> bool:
+    """Return whether the node may get new processes: up, not excluded, and in a running allocation."""
+    allocation = state.allocations.get(node.allocation)
+    fit = node.status is None or node.status.state in (NodeState.UP, NodeState.UNKNOWN)
+    if allocation is None or not allocation.running or allocation.suspended or allocation.reclaimed:
+        return False
+    if now >= allocation.ends_at:  # the cluster may take it back a little later
+        return False
+    return node.excluded is None and fit and node.kept_because != GIVEN_BACK  # the next poll no longer lists it
+
+
+def needs_probe(state: State, node: Node) -> bool:
+    """Return whether roles are placed on the node only after its agent has reported the probe or admission checks."""
+    allocation = state.allocations.get(node.allocation)
+    return bool(state.job.env.probe) or (
+        allocation is not None and requires_admission(state.job, allocation.request.node.gpus)
+    )
+
+
+def probe_pending(state: State, node: NodeName, now: float) -> bool:
+    """Return whether the agent of this node may still report its probe.
+
+    It may while it runs or is about to be started, and has not failed as often as it can fail to join within the
+    window. Without that bound a replica would wait forever for the agent of a node that is cut off.
+    """
+    agent, recovery = state.replica(replica_id(AGENT, node)), state.job.recovery
+    limit = max(1, min(recovery.first_start, int(recovery.window / state.job.limits.join) - 1))
+    may_report = not restarts_exhausted(state, agent, now) and len(agent.recent_failures(recovery.window, now)) < limit
+    return may_report and not agent_never_started(state, node)
+
+
+def agent_never_started(state: State, node: NodeName) -> bool:
+    """Return whether the node's agent failed at each of its allowed starts, so that the node stays unprobed."""
+    return state.replica(replica_id(AGENT, node)).failed_starts >= state.job.recovery.first_start
+
+
+def unfit_nodes(state: State) -> dict[NodeName, str]:
+    """Return the nodes on which no role can run, with the probe's error or why the agent never started."""
+    reasons: dict[NodeName, str] = {}
+    for name, node in state.nodes.items():
+        if node.probe_error:
+            reasons[name] = node.probe_error
+        elif needs_probe(state, node) and agent_never_started(state, name):
+            failures = state.replica(replica_id(AGENT, name)).failures
+            reasons[name] = failures[-1].why if failures else "its agent never started"
+    return reasons
+
+
+def restarts_exhausted(state: State, helper: Replica, now: float) -> bool:
+    """Return whether an agent or standby process waits until a failure leaves the recovery window.
+
+    One that was retired because its node left the run does not wait: it is started as soon as the node is back.
+    """
+    recovery = state.job.recovery
+    failures = helper.recent_failures(recovery.window, now)
+    return helper.status is Status.RETIRED and len(failures) >= max(1, recovery.per_replica)
