@@ -13,11 +13,11 @@ from rrl.core.role_environment import prelude, select_variables, wrap
 from rrl.core.run_spec import EnvSpec
 
 GOLDEN = """\
-rrl_words=$1 rrl_report=$2 rrl_folder=$PWD
+rrl_messages=$1 rrl_report=$2 rrl_folder=$PWD
 shift 2
 rrl_command=("$@")
-set --  # a script that is sourced sees the arguments of whoever sources it
-exec {rrl_stderr}>&2 2>&"$rrl_words"
+set --  # a sourced script sees the arguments of the script that sources it
+exec {rrl_stderr}>&2 2>&"$rrl_messages"
 trap 'rrl_code=$?; printf "[env] %s failed (exit %s)" "$rrl_at" "$rrl_code" >&"$rrl_report"; exit "$rrl_code"' EXIT
 rrl_check() { local code=$?; [ "$code" = 0 ] || exit "$code"; }
 rrl_fail() { printf '%s\\n' "$1" >&2; exit 1; }
@@ -61,7 +61,7 @@ if ! type -P -- "${rrl_command[0]}" >/dev/null; then
     exit 127
 fi
 printf begun >&"$rrl_report"
-exec 2>&"$rrl_stderr" {rrl_stderr}>&- {rrl_words}>&- {rrl_report}>&-
+exec 2>&"$rrl_stderr" {rrl_stderr}>&- {rrl_messages}>&- {rrl_report}>&-
 exec "${rrl_command[@]}"
 """
 
