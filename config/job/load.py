@@ -1,9 +1,10 @@
-"""Read job.toml from the disk into a :class:`rrl.config.job.schema.Job`, or report what is wrong in it::
+"""Read job.toml from the disk into a :class:`rrl.config.job.schema.Job`, or report what is wrong in it.
+
+A report has one line per mistake, with its place and what would be right, and has all mistakes at once::
 
     job.toml:12: roles.rollout.replica: unknown key; did you mean "replicas"?
 
-All mistakes are reported at once, one line each: where it is and what would be right. Whatever the file contains, only
-SpecError is raised.
+Whatever the file contains, only SpecError is raised.
 """
 
 from __future__ import annotations

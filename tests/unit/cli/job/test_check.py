@@ -244,8 +244,8 @@ def test_a_models_folder_is_looked_at_where_the_job_is_checked(site: Site, capsy
         ("tokenizer_config.json", "{}", f"11: model.chat: {str(folder)!r} has no chat template; remove chat = true, or"
          " add chat_template.jinja"),
         ("config.json", "{}", f"10: model.path: {folder}/config.json does not exist, or is empty"),
-        ("config.json", '{"a": 1}', f"10: model.path: {folder}/config.json does not say how long a text may be"
-         " (max_position_embeddings); set max_length"),
+        ("config.json", '{"a": 1}', f"10: model.path: {folder}/config.json has no max_position_embeddings"
+         " (the maximum length of a text); set max_length"),
         ("config.json", "{", f"10: model.path: {folder}/config.json cannot be read: "),
         ("config.json", '{"n_ctx": 5, "eos_token_id": 0}', "sampling.max_new_tokens: 5 leaves no room for a prompt:"
          " the model of path takes 5 tokens in all; lower it"),

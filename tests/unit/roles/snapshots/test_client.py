@@ -30,9 +30,9 @@ from rrl.tests.support.roles.snapshots.keeping import FAR, keep, member, process
 from rrl.tests.support.roles.snapshots.writer import GANG, NODE
 from rrl.transport.keys import RunKeys
 from rrl.transport.streams import framing
+from rrl.transport.streams.connection import Connection, authenticate
 from rrl.transport.streams.framing import send_bulk
 from rrl.transport.weights import base
-from rrl.transport.weights.base import Connection, authenticate
 
 BIG = 24 * 2**20
 """bytes; more than two sockets hold"""

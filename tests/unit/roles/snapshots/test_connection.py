@@ -26,8 +26,8 @@ from rrl.tests.support.roles.snapshots.keeping import FAR, keep, member, snapsho
 from rrl.tests.support.roles.snapshots.writer import GANG, NODE, RUN
 from rrl.transport.keys import RunKeys
 from rrl.transport.streams import framing
+from rrl.transport.streams.connection import Connection, TransportError, authenticate
 from rrl.transport.streams.unix import UnixConnection, UnixListener, abstract_address, dial_unix
-from rrl.transport.weights.base import Connection, TransportError, authenticate
 from rrl.transport.weights.tcp import dial
 
 STRANGERS = 400

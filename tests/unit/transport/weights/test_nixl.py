@@ -32,10 +32,10 @@ from rrl.tests.support.weights.piping import (
     weight_source,
 )
 from rrl.tests.support.weights.source import VERSION, content, described
+from rrl.transport.streams.connection import Connection, TransportError, authenticate
 from rrl.transport.tcp_inspection import listening_addresses
 from rrl.transport.weights import base as pipes
 from rrl.transport.weights import nixl, nixl_memory, protocol, select
-from rrl.transport.weights.base import Connection, TransportError, authenticate
 from rrl.transport.weights.nixl import NixlTransport
 from rrl.transport.weights.nixl_memory import SLOT_BYTES, BufferClaim, NixlRuntime, Remote
 from rrl.transport.weights.pull import pull

@@ -33,10 +33,11 @@ from rrl.tests.support.weights.piping import (
 )
 from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.transport.messages import WeightSource
+from rrl.transport.streams.connection import TransportError
 from rrl.transport.weights import base as pipes
 from rrl.transport.weights import protocol
 from rrl.transport.weights import pull as swarm
-from rrl.transport.weights.base import TransportError, VersionUnavailable, WeightTransport
+from rrl.transport.weights.base import VersionUnavailable, WeightTransport
 from rrl.transport.weights.manifest import Manifest
 from rrl.transport.weights.pull import AdaptiveTimeout, PullFailed, pull
 from rrl.transport.weights.store import WeightStore

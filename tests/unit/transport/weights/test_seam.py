@@ -14,9 +14,9 @@ from rrl.core.types import Incarnation, ReplicaId
 from rrl.tests.support.weights.piping import KINDS
 from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.transport.messages import WeightSource
+from rrl.transport.streams.connection import TransportError, deadline
 from rrl.transport.weights import pull as swarm
 from rrl.transport.weights import select
-from rrl.transport.weights.base import TransportError, deadline
 from rrl.transport.weights.pull import pull
 from rrl.transport.weights.select import Capabilities, UntrustedNetwork, open_transport
 from rrl.transport.weights.store import WeightStore

@@ -14,8 +14,8 @@ import pytest
 
 from rrl.tests.support.weights.piping import SECRET, complete, holding, served, transport_for, weight_source
 from rrl.tests.support.weights.source import VERSION
+from rrl.transport.streams.connection import TransportError
 from rrl.transport.tcp_inspection import listening_addresses
-from rrl.transport.weights.base import TransportError
 from rrl.transport.weights.pull import pull
 from rrl.transport.weights.store import WeightStore
 from rrl.transport.weights.ucx import UcxTransport, _Worker
