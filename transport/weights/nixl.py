@@ -43,8 +43,8 @@ _MAX_METADATA_BYTES = 2**20
 _MAX_UNREAD_SLOTS = 3
 """Slots of one connection that are announced and not read yet: one is read, one waits, one is filled."""
 _MAX_STASHED, _MAX_STASHED_BYTES = 1024, 4096
-"""Requests that are stored while a connection waits for a slot, and the largest size of one in bytes (usually 33), which
-bound what a peer can make this process store."""
+"""Requests that are stored while a connection waits for a slot, and the largest size of one in bytes (usually 33):
+bounds for what a peer can make this process store."""
 _CONNECT_TIMEOUT_S = 2 * HANDSHAKE_TIMEOUT_S
 """Seconds for which NIXL's ports accept connections after a peer was told to connect."""
 _MAX_THREADS = 16

@@ -66,7 +66,7 @@ class Slot:
 
 
 class BufferClaim:
-    """The right of a connection to fill the buffers that it was given. Once it is revoked, none of them is written to."""
+    """The right of a connection to fill its buffers. Once it is revoked, none of them is written to."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

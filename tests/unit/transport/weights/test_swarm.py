@@ -27,7 +27,7 @@ from rrl.tests.support.weights.piping import (
 )
 from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.transport.messages import WeightSource
-from rrl.transport.weights import base as pipes
+from rrl.transport.streams import connection
 from rrl.transport.weights import pull, tcp, ucx
 from rrl.transport.weights.base import STARVATION_TIMEOUT_S
 from rrl.transport.weights.manifest import Manifest
@@ -42,7 +42,7 @@ NEWER = Version(4, 1)
 @pytest.fixture(autouse=True)
 def connections_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine. Nobody here is dead before it has been connected to, unless the kernel says so at once."""
-    for module, name in ((pipes, "HANDSHAKE_TIMEOUT_S"), (tcp, "CONNECT_TIMEOUT_S"), (ucx, "CONNECT_TIMEOUT_S"),
+    for module, name in ((connection, "HANDSHAKE_TIMEOUT_S"), (tcp, "CONNECT_TIMEOUT_S"), (ucx, "CONNECT_TIMEOUT_S"),
                          (pull, "FIRST_CHUNK_TIMEOUT_S")):  # fmt: skip
         monkeypatch.setattr(module, name, TIMEOUT_S)
 
@@ -230,7 +230,7 @@ def test_when_the_middle_one_falls_silent_it_is_left(kind: str, run: Run) -> Non
             await passing
             assert chain.last.chunks_from(silent.source) == HALF
             assert chain.last.chunks_from(chain.first.source) == CHUNKS - HALF
-            assert chain.last.spy.failed[silent.source.address][0].startswith("nothing within")
+            assert chain.last.spy.failed[silent.source.address][0].startswith("no reply within")
 
     run(test())
 
