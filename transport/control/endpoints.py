@@ -359,12 +359,12 @@ class Dialer:
         self._socket = AsyncSocket(socket, self._on_readable, self._flush)
         socket.connect(endpoint)
 
-    def _disconnect(self, linger: int = 0) -> None:
+    def _disconnect(self, flush_ms: int = 0) -> None:
         self._connection_up = self._hello_sent = False
         if self._raw_socket is not None and self._monitor is not None and self._socket is not None:
             self._raw_socket.disable_monitor()
             self._monitor.close()
-            self._socket.close(linger)
+            self._socket.close(flush_ms)
         self._raw_socket = self._monitor = self._socket = None
 
     def _on_monitor_event(self) -> None:

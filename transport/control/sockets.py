@@ -129,12 +129,12 @@ class AsyncSocket:
             self.process_events_soon()
         return True
 
-    def close(self, linger: int = 0) -> None:
-        """Close the socket; ``linger`` is the time (ms) that sent messages have to leave. Repeatable."""
+    def close(self, flush_ms: int = 0) -> None:
+        """Close the socket; ``flush_ms`` is the time (ms) that sent messages have to leave. Repeatable."""
         if self._open:
             self._open = False
             self._loop.remove_reader(self._fd)
-            self._socket.close(linger)
+            self._socket.close(flush_ms)
 
 
 def apply_socket_limits(socket: zmq.Socket[bytes], bounds: Bounds = CONTROL_BOUNDS) -> None:

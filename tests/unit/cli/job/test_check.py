@@ -97,7 +97,7 @@ def test_check_shows_on_how_many_spares_a_rollout_is_kept_ready(site: Site, caps
 def test_check_says_which_pipe_weights_would_move_over(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     site.job.write_text(JOB + '[transport]\nweights = "tcp"\n')
     assert main.run(["check", str(site.job)]) == 0
-    assert "over tcp: the job asks for tcp\n" in capsys.readouterr().out
+    assert "over tcp: the job requests tcp\n" in capsys.readouterr().out
 
 
 def test_a_pipe_that_is_asked_for_and_not_installed_is_said_before_anything_starts(
@@ -130,7 +130,7 @@ def test_ucx_over_tcp_on_a_network_that_is_not_trusted_is_refused_in_one_line(
         assert main.run([command, str(site.job)]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1
-        assert f"transport.weights: {kind} over TCP lets everybody who reaches its ports read and write" in lines[0]
+        assert f"transport.weights: {kind} over TCP lets every user who reaches its ports read and write" in lines[0]
         assert "trusted_network = true" in lines[0]
     assert not site.runs.exists()
     monkeypatch.setattr(check, "detect_capabilities", lambda: Capabilities(here.packages, ("mlx5_0:1",)))

@@ -20,7 +20,7 @@ from rrl.tests.support.job_toml import JOB
 from rrl.tests.support.plain_user import call_as
 
 
-def complaint(tmp_path: Path, text: str | bytes) -> str:
+def error_text(tmp_path: Path, text: str | bytes) -> str:
     path = tmp_path / "job.toml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(SpecError) as raised:
@@ -31,7 +31,7 @@ def complaint(tmp_path: Path, text: str | bytes) -> str:
 @pytest.mark.parametrize(
     ("given", "found"), [("models/a", "models/a"), ("../b", "../b"), ("/shared/c", "/shared/c"), ("~/d", "/home/me/d")]
 )
-def test_a_models_path_starts_where_the_job_lies_or_comes_from(
+def test_model_path_is_relative_to_the_job_or_the_given_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, found: str
 ) -> None:
     monkeypatch.setenv("HOME", "/home/me")
@@ -63,7 +63,7 @@ def test_a_valid_job_is_loaded_with_its_values(tmp_path: Path) -> None:
     assert job.faults.planned[0].target == "rollout/0"
 
 
-def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(tmp_path: Path) -> None:
+def test_byte_order_mark_and_windows_line_ends_are_accepted(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_bytes(b"\xef\xbb\xbf" + JOB.replace("\n", "\r\n").encode())
     assert load_job(tmp_path / "job.toml").run.name == "small"
 
@@ -91,7 +91,7 @@ def test_the_resolved_spec_names_every_field_and_is_json(tmp_path: Path) -> None
 
 
 WRONG: list[tuple[str, str, str]] = [
-    # (what is replaced in JOB, by what, the whole complaint)
+    # (what is replaced in JOB, by what, the whole error_text)
     ("replicas = 2", "replica = 2", 'job.toml:17: roles.rollout.replica: unknown key; did you mean "replicas"?'),
     ("[cluster]", "[clutser]", 'job.toml:5: clutser: unknown key; did you mean "cluster"?'),
     ("cpus = 4", "cpu = 4", 'job.toml:7: cluster.node.cpu: unknown key; did you mean "cpus"?'),
@@ -334,17 +334,17 @@ def test_renamed_key_is_reported_with_its_new_name(
 ) -> None:
     text = JOB.replace("[task]", f"[{header}]\n{old_key} = {value}\n[task]", 1)
     line = text.splitlines().index(f"{old_key} = {value}") + 1
-    assert complaint(tmp_path, text) == f'job.toml:{line}: {header}.{old_key}: was renamed; write "{new_key}" instead'
+    assert error_text(tmp_path, text) == f'job.toml:{line}: {header}.{old_key}: was renamed; write "{new_key}" instead'
     (tmp_path / "job.toml").write_text(text.replace(old_key, new_key, 1))
     load_job(tmp_path / "job.toml")
 
 
 @pytest.mark.parametrize(("old", "new", "expected"), WRONG)
-def test_each_mistake_is_told_with_file_line_key_and_what_is_right(
+def test_mistake_is_reported_with_file_line_key_and_correction(
     tmp_path: Path, old: str, new: str, expected: str
 ) -> None:
     assert old in JOB
-    assert complaint(tmp_path, JOB.replace(old, new, 1)) == expected
+    assert error_text(tmp_path, JOB.replace(old, new, 1)) == expected
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def test_each_mistake_is_told_with_file_line_key_and_what_is_right(
 )  # fmt: skip
 def test_a_rollout_is_kept_ready_where_there_are_spare_nodes(tmp_path: Path, old: str, new: str, expected: str) -> None:
     warm = JOB.replace("replicas = 2", "warm = true")
-    assert complaint(tmp_path, warm.replace(old, new)) == expected
+    assert error_text(tmp_path, warm.replace(old, new)) == expected
     (tmp_path / "job.toml").write_text(warm)
     assert {role.name for role in resolve(load_job(tmp_path / "job.toml"), "python").roles if role.warm} == {
         "trainer", "rollout"
@@ -392,12 +392,12 @@ _ROLLOUTS = "job.toml:18: roles.rollout"
         ("command = ['mine']\nvllm = { stream_interval = 8 }", ""),
     ],
 )  # fmt: skip
-def test_arguments_of_vllm_that_would_break_what_is_recorded_or_leave_gpus_idle_are_refused(
+def test_vllm_arguments_that_break_recording_or_leave_gpus_idle_are_refused(
     tmp_path: Path, written: str, expected: str
 ) -> None:
     text = JOB.replace("cpus = 4", "gpus = 8, cpus = 4").replace("replicas = 2", f'engine = "vllm"\n{written}')
     if expected:
-        assert complaint(tmp_path, text) == f"{_ROLLOUTS}{expected}"
+        assert error_text(tmp_path, text) == f"{_ROLLOUTS}{expected}"
     else:
         (tmp_path / "job.toml").write_text(text)
         load_job(tmp_path / "job.toml")
@@ -416,18 +416,18 @@ def test_arguments_of_vllm_that_would_break_what_is_recorded_or_leave_gpus_idle_
 )  # fmt: skip
 def test_gpus_that_nobody_would_compute_on_are_refused(tmp_path: Path, old: str, new: str, expected: str) -> None:
     text = JOB.replace("cpus = 4", "gpus = 8, cpus = 4")
-    assert complaint(tmp_path, text.replace(old, new)) == expected
+    assert error_text(tmp_path, text.replace(old, new)) == expected
 
 
-def test_several_mistakes_are_told_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
+def test_several_mistakes_are_reported_at_once_in_file_order(tmp_path: Path) -> None:
     text = JOB.replace("steps = 10", "step = 10").replace("cpus = 4", "cpus = 0").replace('"kill"', '"kil"')
-    assert [line.split(": ")[:2] for line in complaint(tmp_path, text).splitlines()] == [
+    assert [line.split(": ")[:2] for line in error_text(tmp_path, text).splitlines()] == [
         ["job.toml:3", "run.step"], ["job.toml:7", "cluster.node.cpus"], ["job.toml:21", "faults.planned[0].kind"],
     ]  # fmt: skip
 
 
-def test_an_empty_file_is_told_what_it_needs(tmp_path: Path) -> None:
-    assert complaint(tmp_path, "") == "job.toml: run: missing; add a table [run] with name"
+def test_empty_file_is_reported_with_the_missing_tables(tmp_path: Path) -> None:
+    assert error_text(tmp_path, "") == "job.toml: run: missing; add a table [run] with name"
 
 
 NOTHING = '[run]\nname = "x"\n'
@@ -448,7 +448,7 @@ UNFIT: list[tuple[str, str]] = [
 
 @pytest.mark.parametrize(("text", "expected"), UNFIT)
 def test_a_job_needs_something_to_do(tmp_path: Path, text: str, expected: str) -> None:
-    assert complaint(tmp_path, text) == expected
+    assert error_text(tmp_path, text) == expected
 
 
 def test_a_gang_is_for_the_trainer_and_for_programs_that_know_of_ranks(tmp_path: Path) -> None:
@@ -469,7 +469,7 @@ def test_a_role_that_shares_its_node_has_no_allocation_of_its_own(tmp_path: Path
     text = JOB.replace('"local"', '"slurm"\nform = "replica"').replace(
         "[task]", '[roles.reward]\nslurm.account = "x"\n[task]'
     )
-    assert complaint(tmp_path, text) == (
+    assert error_text(tmp_path, text) == (
         "job.toml:14: roles.reward.slurm: this role shares its nodes with others; set exclusive = true, or remove it"
     )
 
@@ -484,23 +484,23 @@ def test_a_job_may_consist_of_a_role_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_what_is_no_text_is_refused_with_the_line(tmp_path: Path) -> None:
-    assert complaint(tmp_path, b"[run]\nname = '\xff'") == "job.toml:2: byte 0xff is not UTF-8; save the file as UTF-8"
+    assert error_text(tmp_path, b"[run]\nname = '\xff'") == "job.toml:2: byte 0xff is not UTF-8; save the file as UTF-8"
 
 
 def test_control_characters_of_a_file_never_reach_the_terminal(tmp_path: Path) -> None:
-    told = complaint(tmp_path, JOB.replace("steps = 10", 'steps = 10\n"\\u001b[31m" = "\\u009b"'))
-    assert told.isprintable()
+    lines = error_text(tmp_path, JOB.replace("steps = 10", 'steps = 10\n"\\u001b[31m" = "\\u009b"'))
+    assert lines.isprintable()
 
 
 def test_what_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    told = []
+    lines = []
     for path in (tmp_path / "missing.toml", tmp_path / "there", tmp_path / "loop", Path("/dev/zero"), Path("a\0b")):
         with pytest.raises(SpecError) as raised:
             load_job(path)
-        told.append(str(raised.value).replace(f"{tmp_path}/", ""))
-    assert told == [
+        lines.append(str(raised.value).replace(f"{tmp_path}/", ""))
+    assert lines == [
         "missing.toml: no such file",
         'there: is a folder; name the file in it, for example "there/job.toml"',
         "loop: cannot be read: Too many levels of symbolic links",
@@ -534,8 +534,8 @@ def test_a_file_without_permission_is_one_line() -> None:
     ],
 )  # fmt: skip
 def test_hostile_text_is_refused_without_a_traceback(tmp_path: Path, text: str) -> None:
-    told = complaint(tmp_path, text)
-    assert all(line.startswith("job.toml") and len(line) < 1500 for line in told.splitlines())
+    lines = error_text(tmp_path, text)
+    assert all(line.startswith("job.toml") and len(line) < 1500 for line in lines.splitlines())
 
 
 _PIECES = st.one_of(
@@ -559,10 +559,10 @@ def test_no_mutation_of_a_valid_file_gives_anything_but_a_job_or_lines(
     path = tmp_path_factory.getbasetemp() / "mutated.toml"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     try:
-        told = json.dumps(resolved(load_job(path)), allow_nan=False)
+        lines = json.dumps(resolved(load_job(path)), allow_nan=False)
     except SpecError as error:
-        told = str(error)
-    assert all(line.isprintable() for line in told.split("\n"))
+        lines = str(error)
+    assert all(line.isprintable() for line in lines.split("\n"))
 
 
 @settings(max_examples=300, deadline=None)

@@ -161,5 +161,5 @@ def test_an_unknown_pipe_is_named_with_the_known_ones() -> None:
         select.select_transport("pigeon", NO_RDMA, trusted_network=False)
 
 
-def test_defaults_leave_room_for_a_retry_within_a_pull() -> None:
+def test_default_timeouts_allow_a_retry_within_a_pull() -> None:
     assert swarm.MAX_CHUNK_TIMEOUT_S * 2 < swarm.PULL_TIMEOUT_S

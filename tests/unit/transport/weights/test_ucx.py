@@ -53,10 +53,10 @@ def opened(**env: str) -> str:
 
 
 def test_every_setting_is_one_that_ucx_knows_and_the_environments_own_win() -> None:
-    said = opened(UCX_WARN_UNUSED_ENV_VARS="y", UCX_LOG_LEVEL="warn", UCX_TCP_KEEPIDLE="7s", UCX_NOT_A_SETTING="1")
+    output = opened(UCX_WARN_UNUSED_ENV_VARS="y", UCX_LOG_LEVEL="warn", UCX_TCP_KEEPIDLE="7s", UCX_NOT_A_SETTING="1")
     expected = SETTINGS | {"UCX_WARN_UNUSED_ENV_VARS": "y", "UCX_LOG_LEVEL": "warn", "UCX_TCP_KEEPIDLE": "7s"}
-    assert str(expected) in said
-    unused = [line for line in said.splitlines() if "unused environment variable" in line]
+    assert str(expected) in output
+    unused = [line for line in output.splitlines() if "unused environment variable" in line]
     assert unused, "it warns of none"
     assert all("UCX_NOT_A_SETTING" in line for line in unused)
     assert not any(name in line for line in unused for name in SETTINGS)
