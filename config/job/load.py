@@ -169,23 +169,26 @@ def _unsupported_values(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, st
 def _translate_errors(error: ValidationError, data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key, message) once per mistake: errors of a union's alternatives concern the same key and are joined."""
     wrong_values: dict[KeyPath, list[ErrorDetails]] = {}
-    for detail in error.errors(include_url=False):
-        if at := detail.get("ctx", {}).get("at"):
-            yield tuple(at), str(detail["msg"])
-        elif detail["type"] == "extra_forbidden":
-            yield detail["loc"], _unknown(detail["loc"])
-        elif detail["type"] == "missing":
-            yield detail["loc"], _missing(detail["loc"])
+    for pydantic_error in error.errors(include_url=False):
+        if at := pydantic_error.get("ctx", {}).get("at"):
+            yield tuple(at), str(pydantic_error["msg"])
+        elif pydantic_error["type"] == "extra_forbidden":
+            yield pydantic_error["loc"], _unknown(pydantic_error["loc"])
+        elif pydantic_error["type"] == "missing":
+            yield pydantic_error["loc"], _missing(pydantic_error["loc"])
         else:
-            wrong_values.setdefault(_existing(detail["loc"], data), []).append(detail)
-    for path, details in wrong_values.items():
+            wrong_values.setdefault(_existing(pydantic_error["loc"], data), []).append(pydantic_error)
+    for path, pydantic_errors in wrong_values.items():
         if any(deeper[: len(path)] == path != deeper for deeper in wrong_values):
             continue  # a union: the error deeper inside is the more specific one
-        if details[0]["type"] == "value_error":
-            yield path, details[0]["msg"].removeprefix("Value error, ")
+        if pydantic_errors[0]["type"] == "value_error":
+            yield path, pydantic_errors[0]["msg"].removeprefix("Value error, ")
         else:
-            expected = " or ".join(dict.fromkeys(_expected(detail) for detail in details))
-            yield path, f"must be {expected}, not {_format_value(_value_at(path, data))}{_suggestion(details[0])}"
+            expected = " or ".join(dict.fromkeys(_expected(pydantic_error) for pydantic_error in pydantic_errors))
+            yield (
+                path,
+                f"must be {expected}, not {_format_value(_value_at(path, data))}{_suggestion(pydantic_errors[0])}",
+            )
 
 
 def _existing(loc: KeyPath, data: Any) -> KeyPath:

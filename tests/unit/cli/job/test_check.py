@@ -250,7 +250,7 @@ def test_a_models_folder_is_looked_at_where_the_job_is_checked(site: Site, capsy
         ("config.json", '{"n_ctx": 5, "eos_token_id": 0}', "sampling.max_new_tokens: 5 leaves no room for a prompt:"
          " the model of path takes 5 tokens in all; lower it"),
         ("config.json", None, f"10: model.path: {str(folder)!r} has no config.json; name a folder that save_pretrained"
-         " of transformers made of a model"),
+         " of transformers wrote for a model"),
     ]:  # fmt: skip
         whole = (folder / name).read_text()
         (folder / name).unlink() if content is None else (folder / name).write_text(content)
