@@ -405,7 +405,7 @@ def test_a_pull_without_a_source_says_what_each_one_did(kind: str, run: Run) -> 
             await connected(pipe, newer, Version(4, 1))
             with pytest.raises(PullFailed, match="the source does not have"):
                 await pull(WeightStore(), VERSION, lambda: [weight_source(newer)], pipe, timeout=1.0)
-            with pytest.raises(PullFailed, match=r"not an address of a"):
+            with pytest.raises(PullFailed, match=r"not an address of the weight transport"):
                 await pull(WeightStore(), VERSION, lambda: [weight_source("pigeon://a:1")], pipe, timeout=0.3)
             with pytest.raises(PullFailed, match="there is no source"):
                 await pull(WeightStore(), VERSION, lambda: [], pipe, timeout=0.3)

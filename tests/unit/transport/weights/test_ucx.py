@@ -142,4 +142,4 @@ def test_ends_whose_ucx_does_not_reach_the_other_go_on_over_tcp(caplog: pytest.L
             await source.close()
 
     asyncio.run(test())
-    assert "weights from there come over TCP: ucx: unreachable" in caplog.text
+    assert "use TCP: ucx: unreachable" in caplog.text
