@@ -1,5 +1,6 @@
-"""The rules by which a node's checks judge: every threshold with its unit and source, what is expected of the node, and
-which checks act. Pure. A site's own lie in a TOML file, which :mod:`rrl.config.health_rules_file` reads:
+"""The rules of the node checks: every threshold with its unit and source, the expected node, and which checks act.
+
+A site's own rules are in a TOML file, which :mod:`rrl.config.health_rules_file` reads::
 
     [expect]
     gpus = 8
@@ -8,8 +9,8 @@ which checks act. Pure. A site's own lie in a TOML file, which :mod:`rrl.config.
     [checks]
     gpu_throttle = "off"
 
-Plain msgspec: ``rrl health check`` is run before each job, and must not wait for pydantic. The sources in brackets are
-those of docs/sources.md.
+The classes are plain msgspec, since ``rrl health check`` runs before each job and must not wait for pydantic. Names in
+brackets and parentheses are the sources in docs/sources.md; "ours" marks a value of rrl's own.
 """
 
 from __future__ import annotations
@@ -23,197 +24,217 @@ XidClass = Literal["node_out", "gpu_reset", "nvlink", "app", "ignore", "service"
 
 
 class Expect(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What is known of the node beforehand. What is not said here is not expected."""
+    """What is known about the node beforehand. A field that is not set is not checked."""
 
     gpus: int | None = None
-    """GPUs that NVML must see (gcm: 8)"""
+    """GPUs that NVML must list (gcm: 8)."""
     hcas: int | None = None
-    """InfiniBand or RoCE devices (gcm's example: 9)"""
+    """InfiniBand or RoCE devices (gcm's example: 9)."""
     ports: tuple[str, ...] = ()
-    """ports that must be ACTIVE: ``mlx5_0/1``; without them, the ports that were ACTIVE when we first looked"""
+    """Ports that must be ACTIVE: ``mlx5_0/1``; if empty, the ports that were ACTIVE at the first sample."""
     mounts: tuple[str, ...] = ()
-    """paths that must answer, besides those that the caller names"""
+    """Paths that must respond, in addition to those that the caller names."""
     driver: str = ""
-    """version of the GPU driver, the fleet's"""
+    """Version of the GPU driver of the fleet."""
     vbios: str = ""
-    """version of every GPU's VBIOS, the fleet's"""
+    """Version of every GPU's VBIOS in the fleet."""
     sm_clock: int | None = None
-    """MHz that every GPU's SM clock can reach at least (gcm, of the A100's time: 1155); take it from your GPU"""
+    """MHz that every GPU's SM clock must at least be able to reach (gcm, when it used A100s: 1155); take it from your
+    GPU."""
     memory: int | None = None
-    """bytes of main memory"""
+    """Bytes of main memory."""
     governor: str = ""
-    """of CPU frequency (gcm: ``performance``)"""
+    """CPU frequency governor (gcm: ``performance``)."""
     clock_source: str = ""
-    """of the kernel (``tsc``)"""
+    """Clock source of the kernel (``tsc``)."""
     readers: tuple[str, ...] = ()
-    """``nvml``, ``dcgm``, ``kernel``, ``fabric``, ``host``: those without which the node's verdict is UNKNOWN; nvml is
-    where GPUs are expected, and fabric where HCAs are"""
+    """Readers (``nvml``, ``dcgm``, ``kernel``, ``fabric``, ``host``) without which the node's verdict is UNKNOWN;
+    ``nvml`` is added if GPUs are expected, ``fabric`` if HCAs or ports are."""
 
 
 class Hysteresis(Struct, frozen=True, forbid_unknown_fields=True):
-    """How often a reading is needed where one is no proof [guard rail 2]."""
+    """How many equal samples are needed when one sample is no proof [guard rail 2]."""
 
     bad: int = 3
-    """readings in a row that condemn"""
+    """Bad samples in a row that raise a finding."""
     good: int = 2
-    """readings in a row that make trusted again"""
+    """Good samples in a row that clear it."""
 
 
 class GpuRules(Struct, frozen=True, forbid_unknown_fields=True):
+    """Thresholds of the GPU checks."""
+
     ecc_corrected: int = 50_000_000
-    """volatile corrected ECC errors above which is warned (gcm)"""
+    """Volatile corrected ECC errors above which the check warns (gcm)."""
     ecc_corrected_rate: float = 100.0
-    """a second, over a minute, above which is warned (ours: so many reach gcm's 50 million within six days)"""
+    """Corrected ECC errors per second, over a minute, above which the check warns (ours: this rate reaches gcm's 50
+    million within six days)."""
     retired_pages: int = 10
-    """pages above which is warned, of GPUs before Ampere (gcm)"""
+    """Retired pages above which the check warns, for GPUs before Ampere (gcm)."""
     retired_pages_most: int = 63
-    """pages from which a GPU is out (DCGM)"""
+    """Retired pages from which a GPU fails (DCGM)."""
     retired_pages_soft: int = 15
-    """pages from which it is out if more than one page was retired for a double-bit error since we look (DCGM: within
-    7 days)"""
+    """Retired pages from which a GPU fails if more than one page was retired for a double-bit error since the first
+    sample (DCGM: within 7 days)."""
     hot: float = 300.0
-    """s at or above the device's own slowdown temperature after which it is out (5 min: ours)"""
+    """Seconds at or above the device's own slowdown temperature after which it fails (5 min: ours)."""
     throttled: int = 10
-    """readings in a row with thermal or power-brake slowdown before it is told (ours: single ones come and go)"""
+    """Samples in a row with thermal or power-brake slowdown before it is reported (ours: single ones are normal)."""
     slow_clock: float = 0.75
-    """share of its highest SM clock below which a busy GPU is slow (NVRx's straggler score: 0.75)"""
+    """Share of its highest SM clock below which a busy GPU is slow (NVRx's straggler score: 0.75)."""
     busy: int = 50
-    """percent of utilization from which a GPU's clock and PCIe generation mean something (ours)"""
+    """Percent of utilization from which a GPU's clock and PCIe generation are meaningful (ours)."""
     memory_before_start: int = 512 * 2**20
-    """bytes that may be in use before a role starts (NVRx waits for 512 MB; gcm's 15 MiB is below what new drivers
-    reserve)"""
+    """Bytes that may be in use before a role starts (NVRx waits for 512 MB; gcm's 15 MiB is less than new drivers
+    reserve)."""
     reclaim: int = 10
-    """looks in a row, a second apart, for which a GPU may still be held before a role starts (gcm: 3 retries of 3 s):
-    what ended just now gives its memory back slowly"""
+    """Samples in a row, one second apart, for which a GPU's memory may still be in use before a role starts (gcm: 3
+    retries of 3 s): a process that has just ended frees its memory slowly."""
     unknown_error: int = 10
-    """readings in a row for which NVML says "Unknown Error" of a GPU until it is out (ours: a call fails so now and
-    then, and the GPU works on; what is lost for good says so in other words)"""
+    """Samples in a row with NVML's "Unknown Error" after which a GPU fails (ours: single calls fail this way on working
+    GPUs; a lost GPU has other error codes)."""
 
 
 class LinkRules(Struct, frozen=True, forbid_unknown_fields=True):
+    """Thresholds of the NVLink and PCIe checks."""
+
     window: float = 60.0
-    """s of one window of NVLink errors (NVRx)"""
+    """Seconds of one window of NVLink errors (NVRx)."""
     windows: int = 30
-    """windows that are remembered (NVRx)"""
+    """Windows that are stored (NVRx)."""
     flagged: int = 15
-    """a link is out if more of them than this have errors (NVRx)"""
+    """Windows with errors above which a link fails (NVRx)."""
     crc: float = 100.0
-    """CRC errors a second at which a link is out (DCGM)"""
+    """CRC errors per second at which a link fails (DCGM)."""
     pcie_replays: tuple[float, ...] = (0.15, 0.3, 0.48, 0.96, 1.92, 3.84)
-    """replays a minute and lane that are usual, of PCIe generations 1 to 6 (DCGM)"""
+    """Usual replays per minute and lane, for PCIe generations 1 to 6 (DCGM)."""
     fabric_registers: float = 120.0
-    """s that a GPU may take to register with the NVLink fabric after a boot or a reset (ours: the fabric manager trains
-    all links first)"""
+    """Seconds that a GPU may take to register with the NVLink fabric after a boot or a reset (ours: the fabric manager
+    trains all links first)."""
 
 
 class XidRules(Struct, frozen=True, forbid_unknown_fields=True):
+    """Windows, counts and classes by which Xid errors are judged."""
+
     burst: float = 180.0
-    """s in which one Xid on one GPU is one event, whoever tells it (docs/sources.md, Xids)"""
+    """Seconds in which one Xid on one GPU counts as one event, whichever source reports it (docs/sources.md, Xids)."""
     day: float = 86400.0
-    """s in which repeats are counted (docs/sources.md, Xids)"""
+    """Seconds in which repeated Xids are counted (docs/sources.md, Xids)."""
     repeats: int = 2
-    """of an application's or NVLink's Xid on one GPU within a day: suspect hardware (docs/sources.md, Xids)"""
+    """Xids of an application or of NVLink on one GPU within ``day`` that make the hardware suspect (docs/sources.md,
+    Xids)."""
     support: int = 5
-    """fatal Xids on one GPU within a day from which its maker is asked (docs/sources.md, Xids)"""
+    """Fatal Xids on one GPU within ``day`` from which the remedy is the vendor's support (docs/sources.md, Xids)."""
     kill: float = 60.0
-    """s after our own kill of a step in which only the two gravest classes act (docs/sources.md, Xids)"""
+    """Seconds after rrl's own kill of a step in which only the two most severe classes act (docs/sources.md, Xids)."""
     kill_lead: float = 10.0
-    """s before we hear of a kill that are its end too: a sweep takes as long (ours; others say 60 s, in which a crash
-    would be excused by the kill of what it left)"""
+    """Seconds before the reported end of a kill that count as part of it, since a sweep takes so long (ours; others use
+    60 s, which would excuse a crash by the kill of the processes that it left)."""
     died: float = 60.0
-    """s between a role's death and a rare Xid on its GPU that make the Xid the cause (docs/sources.md, Xids)"""
+    """Seconds between a role's death and a rare Xid on its GPU within which the Xid is the cause (docs/sources.md,
+    Xids)."""
     classes: dict[str, XidClass] = {}
-    """by code: where a site disagrees with the catalogue (109, 43, 44, 68, 94, 62 and 137 are disputed)"""
+    """Class by Xid code, where a site disagrees with the catalogue (109, 43, 44, 68, 94, 62 and 137 are disputed)."""
 
 
 class KernelRules(Struct, frozen=True, forbid_unknown_fields=True):
+    """Windows and counts by which the kernel log is judged."""
+
     window: float = 86400.0
-    """s for which an I/O error, a machine check or an OOM kill counts (ours)"""
+    """Seconds for which an I/O error, a machine check or an OOM kill counts (ours)."""
     flap_window: float = 3600.0
-    """s in which link flaps are counted [5a: 1 h]"""
+    """Seconds in which link flaps are counted [5a: 1 h]."""
     flaps: int = 3
-    """of one InfiniBand port within it: out [5a: three times in 1 h]"""
+    """Flaps of one InfiniBand port within ``flap_window`` at which it fails [5a: three times in 1 h]."""
     hung_window: float = 3600.0
-    """s for which is told that the kernel called a task hung (ours)"""
+    """Seconds for which a task that the kernel reported as hung stays reported (ours)."""
     quiet_devices: tuple[str, ...] = ("sr", "fd", "loop")
-    """devices whose errors, and those of their file systems, mean nothing: virtual CDs and floppies, and images of
-    users' containers (ours)"""
+    """Devices whose errors, and those of their file systems, are ignored: virtual CDs and floppies, and images of
+    users' containers (ours)."""
 
 
 class FabricRules(Struct, frozen=True, forbid_unknown_fields=True):
+    """Thresholds of the InfiniBand and RoCE counters."""
+
     link_downs: int = 2
-    """link_downed within an hour from which a port is out (ours; NVSentinel: any. Programs outlive a link that is down
-    for a moment, and of one that stays down its state tells)"""
+    """Increments of link_downed within an hour from which a port fails (ours; NVSentinel: any. Programs survive a short
+    interruption, and a link that stays down is reported by its state)."""
     symbol_errors_hour: int = 120
-    """an hour, above which a port is out (NVSentinel)"""
+    """Symbol errors per hour above which a port fails (NVSentinel)."""
     symbol_errors: float = 10.0
-    """a second, above which is warned; as all below (NVSentinel)"""
+    """Symbol errors per second above which the check warns, like all thresholds below (NVSentinel)."""
     recoveries: float = 5.0
-    """link_error_recovery a minute"""
+    """link_error_recovery per minute."""
     receive_errors: float = 10.0
-    """port_rcv_errors a second"""
+    """port_rcv_errors per second."""
     ack_timeouts: float = 1.0
-    """local_ack_timeout_err a second"""
+    """local_ack_timeout_err per second."""
     discards: float = 100.0
-    """port_xmit_discards a second"""
+    """port_xmit_discards per second."""
     slow_restarts: float = 10.0
-    """roce_slow_restart a second"""
+    """roce_slow_restart per second."""
     carrier_changes: int = 2
-    """within an hour"""
+    """Changes of the carrier within an hour."""
 
 
 class HostRules(Struct, frozen=True, forbid_unknown_fields=True):
+    """Thresholds of the checks of disk, memory, mounts, processes and clock."""
+
     disk: float = 0.80
-    """share of bytes or inodes in use above which is warned (gcm)"""
+    """Share of bytes or inodes in use above which the check warns (gcm)."""
     disk_full: float = 0.95
-    """of a file system of the node itself: out (ours; gcm is critical at 0.85, where a run still finds room). A shared
-    one is never the node's fault"""
+    """Share in use above which a file system of the node itself fails (ours; gcm is critical at 0.85, where a run still
+    has space). A shared file system is never the node's fault."""
     memory: float = 0.05
-    """share of memory that must be available at least, and by which memory may differ from what is expected (NHC)"""
+    """Share of memory that must at least be available, and by which memory may differ from the expected size (NHC)."""
     stuck: float = 300.0
-    """s in state D from which is warned (gcm)"""
+    """Seconds in state D from which the check warns (gcm)."""
     stuck_after_kill: float = 60.0
-    """s after our own kill that a process may still be in state D; then the node is out (ours)"""
+    """Seconds after rrl's own kill that a process may still be in state D; then the node fails (ours)."""
     mount_hung: float = 15.0
-    """s for which a path must not answer three processes, started one after another, to be out after one look; other
-    paths must answer meanwhile, or the whole node stands still (ours: longer than a path has in any other look, and
-    within the time that a prolog may take)"""
+    """Seconds without a response to three processes, started one after another, after which one sample suffices to fail
+    a path; other paths must respond in that time, or the whole node is stalled (ours: longer than a path has in any
+    other sample, and within the time that a prolog may take)."""
     zombies: int = 50
-    """older than 300 s, above which is warned (gcm: any; a container's first process often reaps none)"""
+    """Zombies older than 300 s above which the check warns (gcm: any; a container's first process often reaps none)."""
     clock_sources: tuple[str, ...] = ("hpet", "acpi_pm", "jiffies", "refined-jiffies")
-    """slow ones, of which is warned: the kernel gave up the better one (ours)"""
+    """Slow clock sources, which raise a warning: the kernel gave up the better one (ours)."""
 
 
 class ReaderRules(Struct, frozen=True, forbid_unknown_fields=True):
+    """Limits for the readers themselves."""
+
     stall: float = 60.0
-    """s from its first missed deadline for which NVML does not answer until a second witness of the driver condemns the
-    node, and for which DCGM does not until it is one (ours; 5a: 45 s. A reset of somebody else's GPU holds the driver's
-    lock for some 40 s)"""
+    """Seconds after the first missed deadline until a stalled NVML fails the node, if the driver has a second witness,
+    and until a stalled DCGM counts as such a witness (ours; 5a: 45 s. A reset of another user's GPU holds the driver's
+    lock for about 40 s)."""
     dcgm_user: str = ""
-    """user besides root who runs dcgm-exporter and DCGM's host engine here, and to whom ``dcgmi`` may belong: what
-    others listen on or install is not believed"""
+    """User besides root who runs dcgm-exporter and DCGM's host engine here, and who may own ``dcgmi``; the output of
+    other users' programs is ignored."""
 
 
 class HookRules(Struct, frozen=True, forbid_unknown_fields=True):
-    """How many nodes the prolog and the HealthCheckProgram may drain. Many nodes that fail together have been talked
-    into it, or share a cause that draining them does not mend."""
+    """How many nodes the prolog and the HealthCheckProgram may drain.
+
+    Many nodes that fail together share a cause that draining does not repair, or are the victims of a forged finding.
+    """
 
     share: float = 0.2
-    """of the cluster's nodes, one at least, that hooks may drain within ``window`` (as the breaker of a run; guard
-    rails)"""
+    """Share of the cluster's nodes, at least one node, that hooks may drain within ``window`` (same as the circuit
+    breaker of a run; guard rails)."""
     window: float = 600.0
-    """s (as the breaker of a run)"""
+    """Seconds (same as the circuit breaker of a run)."""
     standing: float = 0.25
-    """share of the cluster's nodes, one at least, that may stand drained by hooks (guard rails: none while more than
-    25 % is down)"""
+    """Share of the cluster's nodes, at least one node, that may be drained by hooks at any time (guard rails: none
+    while more than 25 % are down)."""
 
 
 class Rules(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """All of it. Times are s of the node's monotonic clock."""
+    """All rules of a site. Times are seconds of the node's monotonic clock."""
 
     expect: Expect = Expect()
     checks: dict[str, Mode] = {}
-    """by check's name: ``act``, ``observe`` (FAIL is told as WARN) or ``off``; default: act"""
+    """Mode by name of the check: ``act``, ``observe`` (FAIL is reported as WARN) or ``off``; default: ``act``."""
     hysteresis: Hysteresis = Hysteresis()
     gpu: GpuRules = GpuRules()
     links: LinkRules = LinkRules()
@@ -226,7 +247,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
 
     @property
     def required_readers(self) -> frozenset[str]:
-        """Readers that must be able to read here."""
+        """Return the readers that must work on this node."""
         readers = set(self.expect.readers)
         if self.expect.gpus:
             readers.add("nvml")

@@ -1,7 +1,7 @@
-"""On which line each key of a TOML document stands. Only for text that tomllib has accepted.
+"""Find the line of each key of a TOML document that tomllib has already accepted.
 
-No TOML library for Python tells this: tomlkit keeps every byte but no position, tomllib neither. The text is known to
-be valid, so a scanner that only has to find where keys, values and headers begin is enough.
+No TOML library for Python reports it: neither tomlkit, which keeps every byte, nor tomllib. Since the text is known to
+be valid, a scanner that only finds where keys, values and headers begin is sufficient.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Mapping
 
 Path = tuple[str | int, ...]
-"""Keys from the root; a number counts the elements of an array, from 0."""
+"""Keys from the root; a number is the index of an array element, from 0."""
 
 _SPACE = re.compile(r"[ \t]*")
 _BLANK = re.compile(r"(?:[ \t\r\n]+|#[^\n]*)*")
@@ -24,12 +24,12 @@ _SCALAR = re.compile(r"[^,\]}#\r\n]*")
 
 
 def lines_of(text: str) -> Mapping[Path, int]:
-    """The line (from 1) of every key, header and array element of a valid TOML document."""
+    """Return the line (from 1) of every key, header and array element of a valid TOML document."""
     return _Scanner(text).document()
 
 
 def nearest_line(lines: Mapping[Path, int], path: Path) -> int | None:
-    """The line of ``path``, or of the deepest table around it that is written down; None where nothing of it is."""
+    """Return the line of ``path``, or of the deepest table around it that the document has; None if it has none."""
     while path:
         if path in lines:
             return lines[path]
@@ -38,15 +38,18 @@ def nearest_line(lines: Mapping[Path, int], path: Path) -> int | None:
 
 
 class _Scanner:
+    """A recursive-descent scanner over one document."""
+
     def __init__(self, text: str) -> None:
         self._text = text
         self._position = 0
         self._newlines = [match.start() for match in re.finditer("\n", text)]
         self._lines: dict[Path, int] = {}
         self._elements: dict[Path, int] = {}
-        """how many [[headers]] each array of tables has had so far"""
+        """Number of [[headers]] that each array of tables has had so far."""
 
     def document(self) -> Mapping[Path, int]:
+        """Scan the document and return the lines of its keys."""
         table: Path = ()
         self._consume(_BLANK)
         while self._position < len(self._text):
@@ -75,7 +78,7 @@ class _Scanner:
         return self._newest(table, line)
 
     def _newest(self, path: Path, line: int) -> Path:
-        """``path`` as a table; for an array of tables its newest element, which is what a header then speaks of."""
+        """Return ``path`` as a table; for an array of tables, its newest element, to which a header then refers."""
         self._lines.setdefault(path, line)
         if path in self._elements:
             path = (*path, self._elements[path] - 1)
@@ -129,7 +132,7 @@ class _Scanner:
         self._position += 1
 
     def _key(self) -> list[str]:
-        """The parts of a dotted key, and the blanks around them."""
+        """Consume a dotted key with the spaces around its parts, and return the parts."""
         keys = []
         while True:
             self._consume(_SPACE)

@@ -1,7 +1,7 @@
-"""``[roles.rollout] vllm``: which arguments of vLLM's engine (EngineArgs) no user sets, because rrl does, or because a
-rollout would no longer record what it sampled; and which ones a vLLM has.
+"""Which arguments of vLLM's engine (EngineArgs) a job may set in ``[roles.rollout] vllm``.
 
-What is refused was read, and partly tried, in vLLM 0.32 (docs/sources.md, vLLM). No vLLM is imported here.
+Refused are those that rrl sets itself, and those with which a rollout would no longer record what it sampled. The list
+was read, and partly tried, in vLLM 0.32 (docs/sources.md, vLLM). This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 _ONE_NODE = "a rollout is one step on one node: use tensor_parallel_size"
-_REPLICAS = "ask for more replicas"
-_SAMPLING = "[sampling] says how to sample"
+_REPLICAS = "set replicas instead"
+_SAMPLING = "[sampling] defines the sampling"
 _TRAINER = "weights come from the trainer"
-_OLD_CACHE = "what was computed under older weights would be used again"
-_ONE_MODEL = "trainer and rollouts have one model: that of [model]"
-_DRAFT = "a draft model gets no new weights"
+_OLD_CACHE = "results computed with older weights would be reused"
+_ONE_MODEL = "trainer and rollouts share the model of [model]"
+_DRAFT = "a draft model would get no new weights"
 
 RESERVED_ARGUMENTS = {
     "model": "it is [model] path, or built from [model]",
@@ -34,14 +34,14 @@ RESERVED_ARGUMENTS = {
     "hf_config_path": _ONE_MODEL,
     "hf_overrides": _ONE_MODEL,
     "model_class_overrides": _ONE_MODEL,
-    "seed": "each life has one of its own, made of [run] seed",
-    "logprobs_mode": "the trainer needs those of the distribution sampled from",
+    "seed": "each incarnation has its own, derived from [run] seed",
+    "logprobs_mode": "the trainer needs those of the distribution that was sampled",
     "generation_config": _SAMPLING,
     "override_generation_config": _SAMPLING,
     "logits_processors": _SAMPLING,
     "watermark_config": _SAMPLING,
-    "async_scheduling": "new weights come between two steps",
-    "stream_interval": "tokens that vLLM holds back would count as the next version's",
+    "async_scheduling": "new weights are loaded between two steps",
+    "stream_interval": "tokens that vLLM holds back would be attributed to the next weight version",
     "speculative_config": _DRAFT,
     "spec_method": _DRAFT,
     "spec_model": _DRAFT,
@@ -49,8 +49,8 @@ RESERVED_ARGUMENTS = {
     "kv_transfer_config": _OLD_CACHE,
     "kv_offloading_size": _OLD_CACHE,
     "kv_offloading_backend": _OLD_CACHE,
-    "worker_cls": "rrl drives vLLM's own",
-    "scheduler_cls": "rrl drives vLLM's own",
+    "worker_cls": "rrl uses vLLM's own",
+    "scheduler_cls": "rrl uses vLLM's own",
     "distributed_executor_backend": _ONE_NODE,
     "pipeline_parallel_size": _ONE_NODE,
     "prefill_context_parallel_size": _ONE_NODE,
@@ -58,7 +58,7 @@ RESERVED_ARGUMENTS = {
     "node_rank": _ONE_NODE,
     "master_addr": _ONE_NODE,
     "master_port": _ONE_NODE,
-    "device_ids": "a rollout has the GPUs that it was given: gpus says how many",
+    "device_ids": "a rollout uses the GPUs that it was given; gpus sets their number",
     **dict.fromkeys(
         (
             "data_parallel_size", "data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local",
@@ -68,28 +68,36 @@ RESERVED_ARGUMENTS = {
         _REPLICAS,
     ),
 }  # fmt: skip
-"""arguments that no user sets, and why, or what says it instead"""
+"""Arguments that a job cannot set, with the reason or the key that replaces them."""
 TENSOR_PARALLEL_SIZE = "tensor_parallel_size"
 
 
 def installed_arguments() -> frozenset[str]:
-    """The arguments of the vLLM in this environment, read in its source: to import it takes 10 s. None at all where
-    there is no vLLM, or one whose EngineArgs stand elsewhere."""
+    """Return the arguments of the vLLM in this environment, parsed from its source, since importing it takes 10 s.
+
+    Empty if there is no vLLM, or if its EngineArgs are defined elsewhere.
+    """
     try:
-        found = find_spec("vllm")
-        if found is None or found.origin is None:
+        module = find_spec("vllm")
+        if module is None or module.origin is None:
             return frozenset()
-        source = (Path(found.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8")
-        classes = [each for each in ast.parse(source).body if isinstance(each, ast.ClassDef)]
+        source = (Path(module.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8")
+        classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     except (OSError, ValueError, SyntaxError):
         return frozenset()
-    fields = (each for one in classes if one.name == "EngineArgs" for each in one.body)
+    fields = (field for node in classes if node.name == "EngineArgs" for field in node.body)
     return frozenset(
-        each.target.id for each in fields if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+        field.target.id for field in fields if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     )
 
 
 def unknown_argument_text(name: str, known: Collection[str], owner: str) -> str:
-    """What is said of a name that is not among ``known``."""
+    """Return the message about an argument that is not in ``known``, with the nearest known one.
+
+    Args:
+        name: The argument.
+        known: All arguments of the installed vLLM.
+        owner: The vLLM that lacks the argument, as the message names it.
+    """
     close = difflib.get_close_matches(name, sorted(set(known) - RESERVED_ARGUMENTS.keys()), 1)
     return f"{owner} has no such argument (EngineArgs){f'; did you mean {close[0]}?' if close else ''}"

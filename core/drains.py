@@ -1,6 +1,7 @@
-"""Tell drains of Slurm nodes apart: Slurm keeps nothing about a drain but its reason, so rrl marks its own there.
+"""Tell apart who drained a Slurm node: a run of rrl, a site hook of rrl, or somebody else.
 
-The reason is written and read here and nowhere else; everybody else decides by :class:`DrainOwner`.
+Slurm stores only the reason of a drain, so rrl marks its own drains at the beginning of that text. Only this module
+writes and parses the mark; all other code decides by :class:`DrainOwner`.
 """
 
 from __future__ import annotations
@@ -8,24 +9,24 @@ from __future__ import annotations
 from enum import StrEnum
 
 RUN_PREFIX = "rrl:"
-"""beginning of the reason of every drain by rrl, of runs and of hooks"""
+"""Beginning of the reason of every drain by rrl, whether by a run or by a hook."""
 HOOK_PREFIX = f"{RUN_PREFIX}health:"
-"""beginning of the reason of every drain by a prolog or a HealthCheckProgram"""
+"""Beginning of the reason of every drain by a prolog or a HealthCheckProgram."""
 
 
 class DrainOwner(StrEnum):
-    """Who drained a node."""
+    """The origin of a node's drain."""
 
     RUN = "run"
-    """a run of rrl, or a person through ``rrl health``"""
+    """A run of rrl, or a person through ``rrl health``."""
     HOOK = "hook"
-    """the site's prolog or HealthCheckProgram, with rrl's check"""
+    """The site's prolog or HealthCheckProgram, through rrl's node check."""
     OTHER = "other"
-    """somebody else: rrl leaves such a drain alone"""
+    """Somebody else; rrl never removes such a drain."""
 
 
 def drain_owner(reason: str) -> DrainOwner:
-    """Return whose drain it is, by the mark at the beginning of its reason."""
+    """Return the owner of a drain, from the mark at the beginning of its ``reason``."""
     if reason.startswith(HOOK_PREFIX):
         return DrainOwner.HOOK
     return DrainOwner.RUN if reason.startswith(RUN_PREFIX) else DrainOwner.OTHER

@@ -1,6 +1,6 @@
-"""Faults on demand: their kinds, what each does to the world, what each may hit, and when.
+"""Faults that can be injected: their kinds, effects, permitted targets and triggers.
 
-The simulator and the scoring of detectors read the effect; ``rrl inject`` and ``[faults]`` of job.toml read the rest.
+The simulator and the scoring of detectors use the effect; ``rrl inject`` and ``[faults]`` of job.toml use the rest.
 """
 
 from __future__ import annotations
@@ -18,82 +18,87 @@ if TYPE_CHECKING:
     import random
 
 ANSWER_SENDING_S = 0.5
-"""Seconds between the answer to an injected fault and the end of the process that gave it: zmq sends in a thread of its
-own, within ms."""
+"""Seconds that a process waits between its reply to an injected fault and its own end: zmq sends in a background
+thread, within milliseconds."""
 
 
 class Effect(StrEnum):
-    """What the world sees of a fault."""
+    """What a fault looks like from outside."""
 
     DIES = "dies"
     HANGS = "hangs"
     SLOWS = "slows"
     CUT = "cut"
-    """alive, and nobody reaches it"""
+    """The target runs, but nothing can reach it."""
     STORAGE = "storage"
     CLUSTER = "cluster"
-    """Slurm itself does not answer"""
+    """Slurm itself does not reply."""
 
 
 class FaultKind(StrEnum):
+    """The kinds of faults that rrl can inject."""
+
     KILL = "kill"
-    """SIGKILL to the process group of the role"""
+    """SIGKILL to the process group of the role."""
     FREEZE = "freeze"
-    """SIGSTOP to the process group of the role; SIGCONT after ``seconds``, if given"""
+    """SIGSTOP to the process group of the role; SIGCONT after ``seconds``, if given."""
     SLOW = "slow"
-    """stopped and continued ten times a second, so that it runs ``amount`` (a share, 0 to 1) of the time"""
+    """SIGSTOP and SIGCONT ten times a second, so that the role runs for the share ``amount`` (0 to 1) of the time."""
     EXIT = "exit"
-    """the role ends itself with exit code ``amount``"""
+    """The role exits with code ``amount``."""
     EXCEPTION = "exception"
-    """an exception is raised in the role's own code"""
+    """An exception is raised in the role's own code."""
     OUT_OF_MEMORY = "out_of_memory"
-    """its next allocations fail: the address space is limited to what it has"""
+    """The role's next allocations fail: its address space is limited to the current size."""
     ENGINE_DEAD = "engine_dead"
-    """the process lives and beats, and works no more"""
+    """The process runs and sends heartbeats, but does no work."""
     KILL_STEP = "kill_step"
-    """SIGKILL to what holds the step: the role's launcher process, or its slurmstepd"""
+    """SIGKILL to the process that holds the step: the role's launcher, or its slurmstepd."""
     CRASH = "crash"
-    """the node is gone with everything on it"""
+    """The node is lost with everything on it."""
     CUT = "cut"
-    """the node's network is down for ``seconds``"""
+    """The node has no network for ``seconds``."""
     DELAY = "delay"
-    """each packet of the node comes ``amount`` ms later, for ``seconds``"""
+    """Each packet of the node is delayed by ``amount`` ms, for ``seconds``."""
     DISK_FULL = "disk_full"
-    """the run directory's file system is full for ``seconds``"""
+    """The run directory's file system is full for ``seconds``."""
     OUTAGE = "outage"
-    """slurmctld answers nobody for ``seconds``; on a test cluster only"""
+    """slurmctld does not reply for ``seconds``; on a test cluster only."""
 
 
 class TargetKind(StrEnum):
-    """What a fault is aimed at."""
+    """What kind of thing a fault is aimed at."""
 
     REPLICA = "replica"
-    """``role/index``, or one rank of a gang (``role/index.rank``); an agent (``agent/<node>``), a shadow
-    (``standby/<node>``) and the manager (``manager``) too, where the kind says so"""
+    """``role/index``, or one rank of a gang (``role/index.rank``). If the fault kind allows it, also an agent
+    (``agent/<node>``), a standby process (``standby/<node>``) or the manager (``manager``)."""
     NODE = "node"
-    """a node's name, or a replica, which stands for the node that it is on"""
+    """A node's name, or a replica, which stands for the node that it runs on."""
     RUN = "run"
-    """the run directory or the cluster: needs no target"""
+    """The run directory or the cluster: the fault takes no target."""
 
 
 class FaultTraits(Struct, frozen=True):
+    """What a kind of fault does, what it may be aimed at, and which parameters it takes."""
+
     effect: Effect
     target_kind: TargetKind
     by_signals: bool = False
-    """it is done from outside, by signals: agents and programs without the worker API can be hit too"""
+    """True if signals cause the fault from outside, so that agents and programs without the worker API can be targets
+    too."""
     takes_seconds: bool = False
-    """it ends by itself after ``seconds``, where they are given"""
+    """True if the fault ends by itself after ``seconds``, if these are given."""
     needs_seconds: bool = False
-    """it needs ``seconds``"""
+    """True if ``seconds`` is required."""
     amount: str = ""
-    """what ``amount`` means, which it then needs"""
+    """Meaning of ``amount``, which is then required; empty: the fault takes no amount."""
 
 
 FAULT_TRAITS: dict[FaultKind, FaultTraits] = {
     FaultKind.KILL: FaultTraits(Effect.DIES, TargetKind.REPLICA, by_signals=True),
     FaultKind.FREEZE: FaultTraits(Effect.HANGS, TargetKind.REPLICA, by_signals=True, takes_seconds=True),
     FaultKind.SLOW: FaultTraits(
-        Effect.SLOWS, TargetKind.REPLICA, by_signals=True, takes_seconds=True, amount="share of time left to it"
+        Effect.SLOWS, TargetKind.REPLICA, by_signals=True, takes_seconds=True, amount="share of the time it runs"
     ),
     FaultKind.EXIT: FaultTraits(Effect.DIES, TargetKind.REPLICA, amount="exit code"),
     FaultKind.EXCEPTION: FaultTraits(Effect.DIES, TargetKind.REPLICA),
@@ -108,22 +113,22 @@ FAULT_TRAITS: dict[FaultKind, FaultTraits] = {
 }
 
 MANAGER = "manager"
-"""The target that stands for the run's manager: it may be killed."""
+"""Target that stands for the run's manager, which can only be killed."""
 SUPPORT_ROLE_KINDS = (FaultKind.KILL, FaultKind.FREEZE, FaultKind.SLOW)
-"""what an agent or a shadow can be hit by"""
+"""Kinds of faults that can be aimed at an agent or a standby process."""
 MAX_EXIT_CODE = 255
-"""the largest exit code that a process can have"""
+"""Largest exit code that a process can have."""
 
 
 class FaultTrigger(Struct, frozen=True, omit_defaults=True):
-    """When a fault is due; nothing set: as soon as its target works."""
+    """The condition under which a fault is due; with no field set, as soon as its target has joined."""
 
     step: int | None = None
-    """the trainer has committed this step"""
+    """The training step whose commit triggers the fault."""
     time: float | None = None
-    """s since the run had its first nodes"""
+    """Seconds since the run had its first nodes."""
     phase: str | None = None
-    """its target is in this phase"""
+    """The phase that the target must be in."""
 
     def __str__(self) -> str:
         conditions = {"step": self.step, "time": None if self.time is None else f"{self.time:g}s", "phase": self.phase}
@@ -131,15 +136,19 @@ class FaultTrigger(Struct, frozen=True, omit_defaults=True):
 
 
 def parse_trigger(text: str) -> FaultTrigger:
-    """From ``step=5``, ``time=90s`` or ``phase=train``. Raises ValueError that says what would be right."""
+    """Parse ``step=5``, ``time=90s`` or ``phase=train``.
+
+    Raises:
+        ValueError: With the forms that are valid.
+    """
     match = re.fullmatch(r"(step|time|phase)=(.+)", text)
     if match is None:
-        raise ValueError(f'{text!r} is no moment; write "step=5", "time=90s" or "phase=train"')
+        raise ValueError(f'{text!r} is not a valid trigger; write "step=5", "time=90s" or "phase=train"')
     key, value = match.groups()
     if key == "phase":
         return FaultTrigger(phase=value)
     if key == "time":
-        from .units import seconds  # here, because it brings pydantic, which rrl status does without
+        from .units import seconds  # imported here because it imports pydantic, which rrl status must not wait for
 
         return FaultTrigger(time=seconds(value))
     if not re.fullmatch(r"[0-9]{1,9}", value):
@@ -148,23 +157,23 @@ def parse_trigger(text: str) -> FaultTrigger:
 
 
 class Fault(Struct, frozen=True, omit_defaults=True):
-    """One fault: ``kind`` hits ``target`` once ``at`` has come."""
+    """One fault: ``kind`` is injected into ``target`` once the trigger ``at`` holds."""
 
     id: str
     kind: FaultKind
     target: str = ""
-    """``role/index``, ``role/index.rank``, ``agent/<node>``, ``standby/<node>``, ``manager``, or the name of a node"""
+    """``role/index``, ``role/index.rank``, ``agent/<node>``, ``standby/<node>``, ``manager``, or the name of a node."""
     at: FaultTrigger = FaultTrigger()
     seconds: float = 0.0
-    """how long it lasts; 0: for good"""
+    """Duration in seconds; 0: permanent."""
     amount: float = 0.0
-    """what the kind makes of it: an exit code, a share, ms"""
+    """Parameter of the kind: an exit code, a share of time, or ms."""
     by: str = ""
-    """who ordered it; empty: the job spec"""
+    """User who requested the fault; empty: the job spec."""
 
 
 def resolve_target(target: str, kind: FaultKind, replicas: Mapping[str, int], draw: random.Random) -> str:
-    """A target that names one thing: of a role one replica is drawn, of nothing any replica."""
+    """Return a target that names one thing: a role name becomes one of its replicas, an empty target any replica."""
     if FAULT_TRAITS[kind].target_kind is TargetKind.RUN:
         return ""
     role = target or draw.choice(sorted(replicas))
@@ -172,32 +181,47 @@ def resolve_target(target: str, kind: FaultKind, replicas: Mapping[str, int], dr
 
 
 class FaultProblem(StrEnum):
-    """What is wrong with a fault that is asked for."""
+    """What is wrong with a requested fault."""
 
     NO_SECONDS = "no_seconds"
-    """its kind needs seconds"""
+    """The kind requires ``seconds``."""
     NO_AMOUNT = "no_amount"
-    """its kind needs an amount, or another one"""
+    """The kind requires ``amount``, or the given amount is out of range."""
     NO_SUCH_TARGET = "no_such_target"
-    """there is no such role, replica, rank or node"""
+    """The role, replica, rank or node does not exist."""
     OTHER = "other"
 
 
 class InvalidFault(Struct, frozen=True):
-    """Why a fault cannot be injected."""
+    """The reason why a fault cannot be injected."""
 
     problem: FaultProblem
     text: str
-    """what is wrong and what would be right, for people"""
+    """What is wrong and what would be right, for people."""
 
 
 def validate_fault(
-    kind: FaultKind, target: str, seconds: float, amount: float, replicas: Mapping[str, int], at: FaultTrigger = FaultTrigger(),
+    kind: FaultKind,
+    target: str,
+    seconds: float,
+    amount: float,
+    replicas: Mapping[str, int],
+    at: FaultTrigger = FaultTrigger(),
     ranks: Mapping[str, int] | None = None,
-) -> InvalidFault | None:  # fmt: skip
-    """Return why this kind cannot hit that target so; None when it can. Names of nodes are not known before the run.
+) -> InvalidFault | None:
+    """Return why a fault of this kind cannot be injected into that target, or None if it can.
 
-    ``replicas`` of each role, and ``ranks`` of each of these, where it is not one."""
+    Node names are not checked, since they are unknown before the run.
+
+    Args:
+        kind: Kind of the fault.
+        target: Target as in :class:`Fault`.
+        seconds: Duration in seconds; 0: not given.
+        amount: Parameter of the kind; 0: not given.
+        replicas: Number of replicas of each role.
+        at: Trigger of the fault.
+        ranks: Number of ranks of each replica of a role; a role that is not listed has one.
+    """
     if wrong := _invalid_numbers(kind, seconds, amount):
         return wrong
     if wrong := _invalid_target(kind, target, replicas, ranks or {}):
@@ -209,18 +233,18 @@ def validate_fault(
 def _invalid_numbers(kind: FaultKind, seconds: float, amount: float) -> InvalidFault | None:
     traits = FAULT_TRAITS[kind]
     if traits.needs_seconds and not seconds:
-        return InvalidFault(FaultProblem.NO_SECONDS, f"{kind} needs seconds: how long it lasts")
+        return InvalidFault(FaultProblem.NO_SECONDS, f"{kind} needs seconds: its duration")
     if seconds and not traits.takes_seconds:
-        return InvalidFault(FaultProblem.OTHER, f"{kind} is for good: it takes no seconds")
+        return InvalidFault(FaultProblem.OTHER, f"{kind} is permanent: it takes no seconds")
     if amount and not traits.amount:
         return InvalidFault(FaultProblem.OTHER, f"{kind} takes no amount")
     if kind is FaultKind.SLOW and not 0 < amount < 1:
-        share = "the share of time that is left to its target, between 0 and 1"
+        share = "the share of the time for which its target runs, between 0 and 1"
         return InvalidFault(FaultProblem.NO_AMOUNT, f"slow needs amount, {share}")
     if kind is FaultKind.EXIT and not (amount == int(amount) and 0 <= amount <= MAX_EXIT_CODE):
         return InvalidFault(FaultProblem.NO_AMOUNT, f"exit needs amount, the exit code, from 0 to {MAX_EXIT_CODE}")
     if kind is FaultKind.DELAY and not amount:
-        return InvalidFault(FaultProblem.NO_AMOUNT, "delay needs amount: ms")
+        return InvalidFault(FaultProblem.NO_AMOUNT, "delay needs amount, in ms")
     return None
 
 
@@ -230,15 +254,14 @@ def _invalid_target(
     traits = FAULT_TRAITS[kind]
     role, slash, _ = target.partition("/")
     if traits.target_kind is TargetKind.RUN:
-        return (
-            InvalidFault(FaultProblem.OTHER, f"{kind} needs no target: it is about the whole run") if target else None
-        )
+        return InvalidFault(FaultProblem.OTHER, f"{kind} takes no target: it affects the whole run") if target else None
     if target == MANAGER:
         wrong = InvalidFault(FaultProblem.OTHER, f"the manager can only be killed, not {kind}")
         return None if kind is FaultKind.KILL else wrong
     if role in (AGENT, STANDBY_ROLE) and slash:
-        who = "an agent" if role == AGENT else "a shadow"
-        wrong = InvalidFault(FaultProblem.OTHER, f"{who} can only have {', '.join(SUPPORT_ROLE_KINDS)}, not {kind}")
+        kinds = ", ".join(SUPPORT_ROLE_KINDS)
+        process = "an agent" if role == AGENT else "a standby process"
+        wrong = InvalidFault(FaultProblem.OTHER, f"{process} can only be the target of {kinds}, not of {kind}")
         return None if kind in SUPPORT_ROLE_KINDS else wrong
     if slash and role not in replicas:
         return InvalidFault(FaultProblem.NO_SUCH_TARGET, f'no role "{role}"; there are {", ".join(replicas)}')
@@ -252,20 +275,22 @@ def _invalid_target(
 
 
 def _invalid_replica(target: str, replicas: int, ranks: int) -> str:
-    """``target`` is ``role/index``, or ``role/index.rank`` of a gang, whose first rank bears the gang's own name."""
+    """Return what is wrong with a target ``role/index`` or ``role/index.rank``, or an empty text.
+
+    Rank 0 of a gang is written ``role/index``.
+    """
     role, _, index = target.partition("/")
     index, dot, rank = index.partition(".")
     if not (index.isdigit() and int(index) < replicas):
         return f'no replica "{target}"; of {role} there are {replicas}, so the last one is "{role}/{replicas - 1}"'
     if dot and not (rank.isdigit() and 0 < int(rank) < ranks):
-        whole = f"{role}/{index}"
-        known = f'"{whole}" is its first, "{whole}.{ranks - 1}" its last' if ranks > 1 else f"{whole} is one process"
+        gang = f"{role}/{index}"
+        known = f'the first is "{gang}", the last "{gang}.{ranks - 1}"' if ranks > 1 else f"{gang} is one process"
         return f'no rank "{target}"; {known}'
     return ""
 
 
 def _invalid_trigger(kind: FaultKind, target: str, at: FaultTrigger) -> str:
-    aimed = (
-        FAULT_TRAITS[kind].target_kind is TargetKind.REPLICA and target != MANAGER and not target.startswith("agent/")
-    )
-    return f"at {at} needs a replica as target: only replicas have phases" if at.phase and not aimed else ""
+    targets_replica = FAULT_TRAITS[kind].target_kind is TargetKind.REPLICA
+    has_phases = targets_replica and target != MANAGER and not target.startswith("agent/")
+    return f"at {at} needs a replica as target: only replicas have phases" if at.phase and not has_phases else ""

@@ -1,7 +1,7 @@
-"""What the manager hands to the first process of a step, and what that process leaves behind.
+"""The files through which the manager and the first process of a step communicate: launch file and exit record.
 
-Both are files in the run directory, so that they survive the death of either side. The launch file (0600) carries the
-environment: nothing of it goes through a command line or through Slurm.
+Both are in the run directory, so that they survive the end of either process. The launch file (mode 0600) carries the
+environment: no variable is passed on a command line or through Slurm.
 """
 
 from __future__ import annotations
@@ -15,81 +15,84 @@ from msgspec import Struct
 from .types import Incarnation, NodeName, role_of, standby_role_of
 
 HEARTBEAT_INTERVAL_ENV = "RRL_HEARTBEAT_INTERVAL"
-"""s between two beats of a worker, a step or an agent, in the launch file's environment"""
+"""Environment variable in the launch file: seconds between two heartbeats of a worker, a launcher or an agent."""
 LAUNCH_ENV = "RRL_LAUNCH"
-"""Environment variable of every process of a step: the path of its launch file. Sweeps find our processes by it."""
+"""Environment variable of every process of a step: the path of its launch file. Sweeps find the processes of a run by
+it."""
 
 
 class ExitReason(StrEnum):
-    """Why a step ended. The values are also what people read (:func:`exit_text`)."""
+    """Why a step ended. The values are also the text that people read (:func:`exit_text`)."""
 
     EXITED = "exited"
-    """the command ended by itself, whatever its exit code"""
+    """The command ended by itself, with any exit code."""
     SIGNALED = "signalled"
-    """a signal that rrl did not send ended the command"""
+    """A signal that rrl did not send ended the command."""
     STOPPED = "stopped on request"
-    """the step was asked to end: by the manager, or by a SIGTERM, whoever sent it"""
+    """The step was asked to end: by the manager, or by a SIGTERM of any sender."""
     NOT_ADMITTED = "not admitted"
-    """the manager refused the step, maybe as the second one under its tag, or no manager answered"""
+    """The manager refused the step, for example as the second one with its tag, or no manager replied."""
     FENCED = "fenced"
-    """the incarnation is no longer current"""
+    """The incarnation is no longer current."""
     LAUNCHER_DIED = "launcher died"
-    """the parent of the first process (slurmstepd) is gone"""
+    """The parent of the first process (slurmstepd) is gone."""
     NOT_STARTED = "not started"
-    """the command could not be started at all: proof that it is not there"""
+    """The command could not be started at all, which proves that it is missing."""
     GPUS_OCCUPIED = "no room on its GPUs"
-    """other processes hold memory of its GPUs: the command may start elsewhere, or later"""
+    """Other processes hold memory of its GPUs: the command may start on another node, or later."""
     LOST = "vanished"
-    """the first process is gone and left no exit record"""
+    """The first process is gone and left no exit record."""
 
 
 def exit_text(reason: ExitReason, detail: str = "") -> str:
-    """Return what people read about the end of a step; nothing is decided by it."""
+    """Return the text that people read about the end of a step; no decision depends on it."""
     return f"{reason.value}: {detail}" if detail else reason.value
 
 
 class Launch(Struct, frozen=True):
-    """One member to start."""
+    """The content of a launch file: one member to start."""
 
     tag: str
-    """unique for ever: ``<run>.<role>-<index>.<incarnation>``; also the step's name in Slurm"""
+    """Unique name ``<run>.<role>-<index>.<incarnation>``, never reused; also the step's name in Slurm."""
     run_dir: str
     incarnation: Incarnation
     node: NodeName
-    """where the manager wants it; the step says where it really runs"""
+    """The node that the manager chose; the step reports the node that it runs on."""
     argv: tuple[str, ...]
     env: dict[str, str]
-    """complete: nothing is inherited but what is listed here"""
+    """The complete environment: nothing else is inherited."""
     cwd: str
     grace: float
-    """s between SIGTERM and SIGKILL of the role's process group"""
+    """Seconds between SIGTERM and SIGKILL of the role's process group."""
     dies_with_launcher: bool
-    """true where the parent (slurmstepd) must not be outlived; false where roles outlive the manager (local)"""
+    """True if the step must end with its parent (slurmstepd); False on the local cluster, where roles outlive the
+    manager."""
     standby: bool = False
-    """the life is a shadow's: the command waits in :func:`rrl.join` until it is told which life it becomes"""
+    """True for a standby process: the command waits in :func:`rrl.join` until it is promoted to an incarnation of a
+    role."""
     watch: str = "api"
-    """``api``: the command joins by itself; ``activity``: its first process speaks for it"""
+    """``api``: the command joins by itself; ``activity``: its launcher reports in its place."""
     setup: str = ""
-    """bash (:mod:`rrl.core.role_environment`) that sets up the node for the command; empty: there is nothing to set
-    up"""
+    """Bash (:mod:`rrl.core.role_environment`) that sets up the node for the command; empty: nothing to set up."""
     network: str = ""
-    """interface or CIDR to listen on; empty: chosen on the node"""
+    """Interface or CIDR to listen on; empty: chosen on the node."""
     gpus: int = 0
-    """that it was given"""
+    """GPUs that the step was given."""
     in_image: bool = False
-    """the first process itself runs in a container: what the image sets in the environment reaches the command"""
+    """True if the first process itself runs in a container: the command then inherits the environment of the image."""
     probe: tuple[str, ...] = ()
-    """an agent's: command behind ``setup`` by which the node shows that roles can run here; empty: it need not"""
+    """Command of an agent, run behind ``setup``, that shows whether roles can run on the node; empty: no probe."""
     probe_timeout: float = 60.0
-    """s that it may take"""
+    """Seconds that the probe may take."""
     readers: tuple[str, ...] = ()
-    """an agent's: readers of node health that run beside it"""
+    """Node health readers that an agent starts as child processes."""
     admission_timeout: float = 0.0
-    """s that their first round may take before it says that its node is there; 0: it does not wait for them"""
+    """Seconds that an agent waits for the first round of its readers before it reports its node; 0: it does not
+    wait."""
 
     @property
     def role(self) -> str:
-        """The role that it is one of, or can become one of where it is kept warm."""
+        """Return the role of the member, or the role that a standby process can be promoted to."""
         return standby_role_of(self.incarnation.replica) if self.standby else role_of(self.incarnation.replica)
 
 
@@ -100,28 +103,38 @@ class ExitRecord(Struct, frozen=True):
     incarnation: Incarnation
     node: NodeName
     code: int | None
-    """exit code, or None when a signal ended it"""
+    """Exit code, or None if a signal ended the command."""
     signal: int | None
     reason: ExitReason
     at: float
-    """wall clock of the node, for display only"""
+    """Wall clock of the node (s since the epoch), for display only."""
     last_line: str = ""
-    """the last line that the command wrote, where it ended by itself and not well"""
+    """Last line that the command wrote, if it ended by itself with a failure."""
     detail: str = ""
-    """more about ``reason``, for people"""
+    """Details of ``reason``, for people."""
 
 
 def tag_of(run: str, incarnation: Incarnation) -> str:
+    """Return the tag of a launch: ``<run>.<role>-<index>.<incarnation>``."""
     return f"{run}.{incarnation.replica.replace('/', '-')}.{incarnation.number}"
 
 
 def read_launch(path: Path) -> Launch:
+    """Read a launch file.
+
+    Raises:
+        OSError: The file cannot be read.
+        msgspec.DecodeError: It is not a launch file.
+    """
     return msgspec.json.decode(path.read_bytes(), type=Launch)
 
 
 def read_exit(path: Path) -> ExitRecord | None:
-    """The record, or None when there is none (yet), or none that can be read: one bad file must not end its reader."""
+    """Return the exit record at ``path``, or None if it does not exist (yet) or is damaged.
+
+    A damaged file is treated as missing, since it must not end the process that reads it.
+    """
     try:
         return msgspec.json.decode(path.read_bytes(), type=ExitRecord)
-    except (OSError, ValueError):  # ValueError: no JSON, no record, no text
+    except (OSError, ValueError):  # ValueError: not JSON, not an exit record, or not UTF-8
         return None

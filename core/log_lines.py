@@ -1,12 +1,11 @@
-"""The lines of logs: of a replica's log, as its first process writes them and as they are read again, and of rrl's own
-messages.
+"""Write and parse log lines: those of replicas' logs, and those of rrl's own processes.
 
-``2026-11-20T09:00:00.123456Z text``: RFC 3339, UTC, by the clock of the node (they differ: for order and display, never
-for a decision). Within one life no time occurs twice and none goes back, so that a time names its line: that is how two
-copies of one log become one.
+A line is ``2026-11-20T09:00:00.123456Z text``: RFC 3339, UTC, from the clock of the node. Clocks of nodes differ, so
+times serve for order and display, never for a decision. Within one incarnation the times strictly increase, so that a
+time identifies its line; two copies of one log are merged by it.
 
-rrl's own processes log through ``logging.getLogger("rrl.<process>")``, in lines of the same form with level and logger
-before the text: :func:`start_logging`, which each process calls first in its ``main``.
+The processes of rrl log through ``logging.getLogger("rrl.<process>")``, in lines of the same form with level and logger
+before the text. Each process calls :func:`start_logging` first in its ``main``.
 """
 
 from __future__ import annotations
@@ -24,54 +23,62 @@ from .run_spec import DEFAULT_LOG_LEVEL, LogLevel
 from .text import escaped_lines
 
 LOG_LEVEL_ENV = "RRL_LOG_LEVEL"
-"""The :data:`LogLevel` of a process and of those that it starts, as an environment variable. ``rrl --verbose`` sets it,
-and it takes precedence over ``[manager] log_level``; the manager hands it on in the launch files."""
+"""Environment variable with the :data:`LogLevel` of a process and of the processes that it starts. ``rrl --verbose``
+sets it, and it takes precedence over ``[manager] log_level``; the manager passes it on in the launch files."""
 STAMP_BYTES = 27
-"""bytes of a time; a blank follows"""
+"""Bytes of a time stamp; a space follows."""
 _MICROS = 1_000_000
 _NOTICE = b"[rrl: "
 _STAMPED = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z ")
 
 
 def second_text(second: int) -> bytes:
-    """A time down to the point before its microseconds."""
+    """Return a time (s since the epoch) up to and including the point before its microseconds."""
     return time.strftime("%Y-%m-%dT%H:%M:%S.", time.gmtime(second)).encode()
 
 
 def stamp(micros: int) -> bytes:
-    """``micros``: µs since the epoch."""
+    """Return the time stamp of ``micros``, in µs since the epoch."""
     second, rest = divmod(micros, _MICROS)
     return b"%s%06dZ" % (second_text(second), rest)
 
 
 def stamp_of(line: bytes) -> bytes:
-    """The time of a line (times compare as bytes), or b"" where it has none."""
+    """Return the time stamp of a line (stamps compare as bytes), or b"" if the line has none."""
     return line[:STAMP_BYTES] if _STAMPED.match(line) else b""
 
 
 def first_stamp(lines: bytes) -> bytes:
+    """Return the time stamp of the first of some whole lines, or b""."""
     return stamp_of(lines[: STAMP_BYTES + 1])
 
 
 def last_stamp(lines: bytes) -> bytes:
-    """Of the last of some whole lines."""
+    """Return the time stamp of the last of some whole lines, or b""."""
     start = lines.rfind(b"\n", 0, -1) + 1
     return stamp_of(lines[start : start + STAMP_BYTES + 1])
 
 
 def seconds_of(stamp_text: bytes) -> float:
-    """s since the epoch. Raises ValueError when a digit group is out of range."""
+    """Return a time stamp as seconds since the epoch.
+
+    Raises:
+        ValueError: A group of digits is out of range.
+    """
     return datetime.strptime(stamp_text.decode(), "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=UTC).timestamp()
 
 
 def missing_notice(count: int) -> bytes:
-    """What stands where lines are missing. Where it takes the place of lines, it bears the time of the last of them: a
-    copy that has that line says so."""
+    """Return the text of the line that stands in for ``count`` missing bytes.
+
+    If the notice replaces lines, it carries the time stamp of the last of them, so that a copy which has that line
+    takes precedence.
+    """
     return b"%s%d bytes of this log are missing here]" % (_NOTICE, count)
 
 
 def is_notice(text: bytes) -> bool:
-    """Whether a line's text, its time cut off, is such a word."""
+    """Return whether a line's text, without its time stamp, is a notice of missing bytes."""
     return text.startswith(_NOTICE)
 
 
@@ -82,24 +89,26 @@ def start_logging(level: str = DEFAULT_LOG_LEVEL, *, stamped: bool = True) -> No
         level: The lowest :data:`LogLevel` that is written, unless :data:`LOG_LEVEL_ENV` names another.
         stamped: Begin each line with the time. A role's process leaves that to its launcher, which stamps every line.
     """
-    logger, chosen = logging.getLogger("rrl"), os.environ.get(LOG_LEVEL_ENV) or level
+    logger = logging.getLogger("rrl")
+    chosen = os.environ.get(LOG_LEVEL_ENV) or level
     if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
         logger.addHandler(_StderrHandler(stamped))
     known = chosen in get_args(LogLevel)
     logger.setLevel((chosen if known else level).upper())
     if not known:
-        logger.error("%s=%s is not a level; use one of %s", LOG_LEVEL_ENV, chosen, ", ".join(get_args(LogLevel)))
+        logger.error("%s=%s is not a log level; use one of %s", LOG_LEVEL_ENV, chosen, ", ".join(get_args(LogLevel)))
 
 
 class _StderrHandler(logging.Handler):
     """Writes to the current ``sys.stderr``, which rich replaces while ``rrl submit --foreground`` draws its view.
 
     It writes nothing while the root logger has handlers: a program that configures logging itself, for example a user's
-    role, gets each message once, in its own format."""
+    role, gets each message once, in its own format.
+    """
 
     def __init__(self, stamped: bool) -> None:
         super().__init__()
-        self.setFormatter(_Formatter(f"{'%(asctime)s ' if stamped else ''}%(levelname)s %(name)s: %(message)s"))
+        self.setFormatter(_Formatter(f"{'%(stamp)s ' if stamped else ''}%(levelname)s %(name)s: %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers:
@@ -115,11 +124,11 @@ class _StderrHandler(logging.Handler):
 
 
 class _Formatter(logging.Formatter):
-    """Stamps messages as roles' logs are stamped, and escapes control characters, since messages quote text of roles,
-    nodes and users, and stderr may be a terminal."""
+    """Stamps messages like the lines of roles' logs, and escapes control characters.
 
-    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
-        return stamp(int(record.created * _MICROS)).decode()
+    Messages quote text of roles, nodes and users, and stderr may be a terminal.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
+        record.__dict__["stamp"] = stamp(int(record.created * _MICROS)).decode()
         return escaped_lines(super().format(record))

@@ -1,13 +1,13 @@
-"""Every phase, declared once: what a replica says that it is doing, and what silence then means.
+"""Declare every phase once: what a replica reports that it is doing, and what missing progress means in it.
 
-The worker sends the name, detectors read the traits, views read the colour. A job may move the bounds of a phase
-(``[phases.<name>]``, :meth:`rrl.core.run_spec.Limits.phase`). A role may use names of its own: they are shown, who is
-silent in them is lost as in any phase, and who stays in them for long is warned of; it is restarted for that only where
-``[phases.<name>]`` says how long the phase may last.
+The worker sends the name, detectors read the traits, views read the colour. A job may change the bounds of a phase
+(``[phases.<name>]``, :meth:`rrl.core.run_spec.Limits.phase`). A role may report phases of its own: they are shown, and
+a replica that stops sending heartbeats in them is lost as in any other phase. A replica that stays in such a phase for
+long only gets a warning, unless ``[phases.<name>]`` says how long the phase may last.
 
-The bounds are wide because the two mistakes cost unequally: who is killed at healthy work is killed again at the same
-place, a hang costs its deadline once. NVRx waits 3600 s for a first heartbeat and 2700 s for each further one
-(docs/sources.md).
+The bounds are wide because the two errors have different costs: a replica that is restarted during healthy work is
+restarted at the same place again, while a hang costs its deadline once. NVRx waits 3600 s for the first heartbeat and
+2700 s for each further one (docs/sources.md).
 """
 
 from __future__ import annotations
@@ -18,47 +18,52 @@ from msgspec import Struct
 
 
 class Phase(Struct, frozen=True):
-    """Traits of a phase. ``shortest``/``longest`` (s) bound the adaptive no-progress deadline; ``longest`` also holds
-    as long as nothing usual is known."""
+    """Traits of a phase.
+
+    ``shortest`` and ``longest`` (s) bound the adaptive no-progress deadline; ``longest`` also applies as long as no
+    baseline is known.
+    """
 
     name: str
     progresses: bool = False
-    """progress (tokens, samples, steps) must be seen while in it"""
+    """True if progress (tokens, samples, steps) must be reported during the phase."""
     computes: bool = False
-    """the GPU must not idle in it"""
+    """True if the GPU must not be idle during the phase."""
     waits_for: str | None = None
-    """the role that it waits for: a stall here is charged to the end of the chain"""
+    """Role that the phase waits for: a stall is attributed to the end of the chain of waiting replicas."""
     own_work: bool = False
-    """though it waits, it may as well be at work itself: that it stands says nothing before its deadline"""
+    """True if a replica may also be working in a phase that waits: missing progress then means nothing before its
+    deadline."""
     useful: bool = False
-    """counts as effective training time (RobustRL's ETTR: rollout and actor update both count)"""
+    """True if the phase counts as effective training time (RobustRL's ETTR counts both rollout and actor update)."""
     shortest: float = 60.0
     longest: float = 900.0
-    """inf: it may last for ever, and only a standstill of the whole run can speak against it"""
+    """Upper bound of the no-progress deadline in seconds; inf: no deadline, only a stall of the whole run is a
+    failure."""
     colour: str = "white"
 
 
 STANDBY = "standby"
-"""what a shadow is in until it becomes something: nobody waits for it, and it is not judged for doing nothing"""
+"""Phase of a standby process until it is promoted: no replica waits for it, and it need not make progress."""
 _HOUR = 3600.0
 
 _ALL = (
     Phase("starting", longest=600.0, colour="cyan"),
-    # outside of every phase that the role names: mostly nothing, but an evaluation may be there
+    # outside of every phase that the role names: usually short, but it may contain an evaluation
     Phase("between", shortest=600.0, longest=6 * _HOUR, colour="bright_black"),
     Phase("loading_weights", waits_for="trainer", own_work=True, colour="cyan"),
     Phase("wait_weights", waits_for="trainer", colour="yellow"),
     Phase("wait_work", waits_for="trajectories", useful=True, colour="bright_black"),
     Phase("wait_data", waits_for="rollout", useful=True, colour="bright_black"),
-    # tools take minutes. Who can be asked for a token is judged by its answer long before this
+    # tools take minutes; a rollout that supports the probe is judged by its reply long before this deadline
     # (health/detection/detectors/probing.py)
     Phase("generate", progresses=True, computes=True, useful=True, shortest=300.0, longest=_HOUR, colour="green"),
-    # a usual step is no measure of one with an evaluation in it
+    # a step with an evaluation takes far longer than the baseline
     Phase("train", computes=True, useful=True, shortest=600.0, longest=6 * _HOUR, colour="green"),
-    # shared storage stalls for minutes
+    # shared storage may stall for minutes
     Phase("checkpoint", useful=True, shortest=300.0, longest=_HOUR, colour="blue"),
     Phase("publish", useful=True, shortest=300.0, longest=_HOUR, colour="blue"),
-    # a backlog, a judge model that is slow to answer
+    # there may be a backlog, or a slow judge model
     Phase("score", progresses=True, useful=True, shortest=300.0, longest=_HOUR, colour="green"),
     Phase("serve", useful=True, shortest=300.0, longest=inf, colour="green"),  # the store fsyncs to shared storage
     Phase(STANDBY, longest=inf, colour="bright_black"),
@@ -69,5 +74,5 @@ PHASES: dict[str, Phase] = {phase.name: phase for phase in _ALL}
 
 
 def phase(name: str) -> Phase:
-    """The declared phase, or a neutral one for a name that a newer or foreign worker sends."""
+    """Return the declared phase, or a phase without traits for an undeclared name."""
     return PHASES.get(name) or Phase(name)

@@ -1,9 +1,9 @@
 """Find the processes of a run on a node, end exactly those, and raise the limit on open files.
 
-Every process of a step carries two marks in its environment and hands them down to what it starts: its launch file, and
-the first process that started it. A process is named by its pid *and* its start time, and is signalled through a pidfd
-that was opened before the start time was compared, so that a reused pid is never hit. Only processes of our own user
-are considered. Shared by the agent and the step (roles) and by the local cluster (manager).
+Every process of a step carries two marks in its environment, which its children inherit: its launch file, and the first
+process of the step. A process is identified by its pid *and* its start time, and is signalled through a pidfd that was
+opened before the start time was compared, so that a reused pid is never hit. Only processes of the current user are
+considered. The agent and the launcher (roles) and the local cluster (manager) use this module.
 """
 
 from __future__ import annotations
@@ -20,53 +20,58 @@ from msgspec import Struct
 from .launch import LAUNCH_ENV
 
 STEP_ENV = "RRL_STEP"
-"""Mark of what a step's first process started: ``<pid>.<start time>`` of that first process."""
+"""Environment variable that marks what a step's first process started: ``<pid>.<start time>`` of that first process."""
+MAX_NOFILE = 1_048_576
+"""Highest limit on open files that is set (Linux's default fs.nr_open). Some containers allow 2**30: children inherit
+the limit, and programs that close all descriptors when they start would take minutes."""
 STEP_MODULE = "rrl.roles.launcher.step"
 AGENT_MODULE = "rrl.roles.agent.main"
 _EXEC_TIMEOUT_S = 0.05
-"""s; within execve a process shows neither environment nor words (seen: Popen returns before they are there)"""
+"""Seconds to wait for a process within execve, which shows neither environment nor arguments (observed: Popen returns
+before they are visible)."""
 _SCAN_TIMEOUT_S = 2.0
-"""s; a look takes some ms, but never ends where processes are born faster than we read them"""
+"""Seconds that one scan of /proc may take. It usually takes some ms, but would never end if processes started faster
+than it reads them."""
 _KTHREADD = 2
-"""parent of kernel threads, which never have either"""
+"""Pid of the parent of kernel threads, which have neither environment nor arguments."""
 
 
 class Process(Struct, frozen=True):
-    """One living process. ``launch`` and ``step`` are empty where the process carries no such mark."""
+    """One running process. ``launch`` and ``step`` are empty if the process carries no such mark."""
 
     pid: int
     started: int
-    """clock ticks after boot (proc(5), field 22)"""
+    """Start time in clock ticks after boot (proc(5), field 22)."""
     parent: int
     group: int
     launch: str = ""
-    """path of its launch file"""
+    """Path of the launch file."""
     step: str = ""
-    """name of the first process that started it"""
+    """Name of the first process of the step."""
     module: str = ""
-    """:data:`STEP_MODULE` or :data:`AGENT_MODULE` for a first process"""
+    """:data:`STEP_MODULE` or :data:`AGENT_MODULE` for the first process of a step, else empty."""
 
     @property
     def name(self) -> str:
-        """Unique while the node is up; what :data:`STEP_ENV` holds."""
+        """Return a name that is unique while the node is up; the value of :data:`STEP_ENV`."""
         return f"{self.pid}.{self.started}"
 
 
 def read_process(pid: int) -> Process | None:
-    """The living process ``pid`` without its marks; None when it is gone or only a zombie."""
+    """Return the running process ``pid`` without its marks; None if it is gone or a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = text[text.rindex(b")") + 2 :].split()  # the command's name may hold blanks and brackets
+    fields = text[text.rindex(b")") + 2 :].split()  # the command's name may contain spaces and parentheses
     if fields[0] in b"ZX":
         return None
     return Process(pid, started=int(fields[19]), parent=int(fields[1]), group=int(fields[2]))
 
 
 def with_marks(process: Process) -> Process:
-    """The same process with the marks that it carries; without any when it may not be read, or is gone."""
+    """Return the process with its marks; without marks if its environment may not be read, or if it is gone."""
     deadline = time.monotonic() + _EXEC_TIMEOUT_S
     try:
         while True:
@@ -76,27 +81,27 @@ def with_marks(process: Process) -> Process:
                 arguments = file.read()
             if environ or arguments or process.parent in (0, _KTHREADD):
                 break
-            if read_process(process.pid) is None or time.monotonic() > deadline:  # it was not beginning but ending
+            if read_process(process.pid) is None or time.monotonic() > deadline:  # it is exiting, not in execve
                 return process
             os.sched_yield()
     except OSError:  # gone, or not dumpable (it changed its user)
         return process
-    module, given = _first_process([os.fsdecode(argument) for argument in arguments.split(b"\0")])
+    module, launch_argument = _first_process([os.fsdecode(argument) for argument in arguments.split(b"\0")])
     return Process(
         process.pid, process.started, process.parent, process.group,
-        launch=_variable(environ, LAUNCH_ENV) or given, step=_variable(environ, STEP_ENV), module=module,
+        launch=_variable(environ, LAUNCH_ENV) or launch_argument, step=_variable(environ, STEP_ENV), module=module,
     )  # fmt: skip
 
 
 def pids() -> Iterator[int]:
-    """Pids of our own user, this process excepted. In rising order, and with those born meanwhile."""
-    me, user = os.getpid(), os.geteuid()
+    """Yield the pids of the current user, except this process: in rising order, and including new ones."""
+    own_pid, user = os.getpid(), os.geteuid()
     deadline = time.monotonic() + _SCAN_TIMEOUT_S
     with os.scandir("/proc") as entries:
         for entry in entries:
             if time.monotonic() > deadline:
                 return
-            if entry.name.isdigit() and (pid := int(entry.name)) != me:
+            if entry.name.isdigit() and (pid := int(entry.name)) != own_pid:
                 try:
                     if entry.stat().st_uid == user:
                         yield pid
@@ -105,32 +110,36 @@ def pids() -> Iterator[int]:
 
 
 def processes(steps: str) -> list[Process]:
-    """All living processes whose launch file lies in the folder ``steps``, this one excepted. Reads all of /proc."""
+    """Return all running processes whose launch file is in the folder ``steps``, except this one. Scan all of /proc."""
     candidates = (with_marks(process) for pid in pids() if (process := read_process(pid)) is not None)
     return [process for process in candidates if belongs_to_run(process, steps)]
 
 
 def belongs_to_run(process: Process, steps: str) -> bool:
+    """Return whether the launch file of a process is in the folder ``steps``."""
     return process.launch.startswith(steps.rstrip("/") + "/")
 
 
 def descendants(pid: int) -> list[Process]:
-    """All living processes of our user below ``pid``, nearest first, with their marks."""
+    """Return all running descendants of ``pid`` that belong to the current user, nearest first, with their marks."""
     children: dict[int, list[Process]] = {}
     for other in pids():
         if (process := read_process(other)) is not None:
             children.setdefault(process.parent, []).append(process)
-    below: list[Process] = []
-    edge = [pid]
-    while edge:
-        edge_processes = [child for parent in edge for child in children.pop(parent, ())]
-        below += edge_processes
-        edge = [process.pid for process in edge_processes]
-    return [with_marks(process) for process in below]
+    found: list[Process] = []
+    parents = [pid]
+    while parents:
+        generation = [child for parent in parents for child in children.pop(parent, ())]
+        found += generation
+        parents = [process.pid for process in generation]
+    return [with_marks(process) for process in found]
 
 
 def open_pidfd(process: Process) -> int | None:
-    """A pidfd of exactly this process (the caller closes it), or None when it is gone. Readable once it has ended."""
+    """Return a pidfd of exactly this process, or None if it is gone.
+
+    The caller closes it. It becomes readable when the process ends.
+    """
     try:
         fd = os.pidfd_open(process.pid)
     except ProcessLookupError:
@@ -143,7 +152,11 @@ def open_pidfd(process: Process) -> int | None:
 
 
 def send_signal(process: Process, number: signal.Signals) -> bool:
-    """Signal exactly this process; False when it is gone. Raises PermissionError."""
+    """Signal exactly this process. Return False if it is gone.
+
+    Raises:
+        PermissionError: The process belongs to another user.
+    """
     fd = open_pidfd(process)
     if fd is None:
         return False
@@ -157,7 +170,7 @@ def send_signal(process: Process, number: signal.Signals) -> bool:
 
 
 def kill_and_wait(victims: Iterable[Process], timeout: float) -> list[Process]:
-    """SIGKILL, and wait until they have ended, ``within`` s at most. Returns those that are still there."""
+    """Kill the processes and wait at most ``timeout`` s until they have ended. Return those that remain."""
     fds: dict[int, Process] = {}
     refused: list[Process] = []
     poll = select.poll()
@@ -189,9 +202,10 @@ def kill_and_wait(victims: Iterable[Process], timeout: float) -> list[Process]:
 
 
 def sweep(find: Callable[[], Iterable[Process]], timeout: float) -> tuple[list[Process], list[Process]]:
-    """End what ``find`` finds, again and again until it finds nothing (a victim may fork while we look).
+    """Kill the processes that ``find`` returns, repeatedly, until it returns none: a victim may fork during the search.
 
-    Returns those that were found, and those that are still there after ``within`` s.
+    Returns:
+        The processes that were found, and those that still exist after ``timeout`` s.
     """
     deadline = time.monotonic() + timeout
     swept: dict[str, Process] = {}
@@ -205,15 +219,14 @@ def sweep(find: Callable[[], Iterable[Process]], timeout: float) -> tuple[list[P
 
 
 def _first_process(argv: list[str]) -> tuple[str, str]:
-    """``python [-options] -m rrl.roles.launcher.step FILE`` → module and file. A srun with those words at its end is
-    none."""
-    for place, argument in enumerate(argv[1:], 1):
-        if (
-            argument == "-m"
-            and len(rest := argv[place + 1 : place + 3]) == 2
-            and rest[0] in (STEP_MODULE, AGENT_MODULE)
-        ):
-            return rest[0], rest[1]
+    """Return (module, launch file) from ``python [-options] -m rrl.roles.launcher.step FILE``, else two empty texts.
+
+    A srun that ends with the same words is not such a process.
+    """
+    for index, argument in enumerate(argv[1:], 1):
+        following = argv[index + 1 : index + 3]
+        if argument == "-m" and len(following) == 2 and following[0] in (STEP_MODULE, AGENT_MODULE):
+            return following[0], following[1]
         if not argument.startswith("-"):
             break
     return "", ""
@@ -228,13 +241,8 @@ def _variable(environ: bytes, name: str) -> str:
     return os.fsdecode(environ[start + len(key) : end if end >= 0 else None])
 
 
-MAX_NOFILE = 1_048_576
-"""Most open files that are asked for: Linux's fs.nr_open. Where containers allow 2**30, programs that go through all
-descriptors at their start take minutes, and children inherit the limit."""
-
-
 def raise_nofile() -> None:
-    """The soft limit, usually 1024, goes up to the hard one."""
+    """Raise the soft limit on open files, usually 1024, to the hard limit, but at most to :data:`MAX_NOFILE`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = MAX_NOFILE if hard == resource.RLIM_INFINITY else min(hard, MAX_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, enough), hard))

@@ -1,9 +1,9 @@
-"""Set up the environment of a role's command: the ``[env]`` table of a job as one bash text, and its variables.
+"""Set up the environment of a role's command: the ``[env]`` table of a job as a bash script, and its variables.
 
-The text runs as ``bash -c TEXT rrl-env WORDS REPORT COMMAND...``. WORDS is a file descriptor that receives stderr
-during the setup, REPORT one that receives what failed, or :data:`BEGUN`; COMMAND inherits neither. Each line is
-evaluated by itself (``eval``), so that a mistake in one cannot swallow the next; a line fails when its last command
-does. There is no ``set -e``: scripts of sites and of conda do not work under it.
+The script runs as ``bash -c SCRIPT rrl-env MESSAGES REPORT COMMAND...``. MESSAGES is a file descriptor that receives
+stderr during the setup; REPORT is one that receives what failed, or :data:`STARTED`. COMMAND inherits neither. Each
+line is evaluated by itself (``eval``), so that a syntax error in one cannot swallow the next; a line fails if its last
+command does. The script does not use ``set -e``, under which scripts of sites and of conda do not work.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from shlex import quote
 from .run_spec import EnvSpec
 
 STARTED = b"begun"
+"""Content of REPORT once the setup has succeeded and the command is about to start."""
 SHELL_NAME = "rrl-env"
-"""what bash calls itself in its messages"""
+"""Name by which bash identifies itself in its messages."""
 _MODULE_FILES = ("/etc/profile.d/z00_lmod.sh", "/etc/profile.d/lmod.sh", "/etc/profile.d/modules.sh")
-"""where Lmod (lmod.readthedocs.io, installing) and Environment Modules define ``module`` for login shells"""
+"""Files in which Lmod (lmod.readthedocs.io, installing) and Environment Modules define ``module`` for login shells."""
 
 _BEGIN = """\
-rrl_words=$1 rrl_report=$2 rrl_folder=$PWD
+rrl_messages=$1 rrl_report=$2 rrl_folder=$PWD
 shift 2
 rrl_command=("$@")
-set --  # a script that is sourced sees the arguments of whoever sources it
-exec {rrl_stderr}>&2 2>&"$rrl_words"
+set --  # a sourced script sees the arguments of the script that sources it
+exec {rrl_stderr}>&2 2>&"$rrl_messages"
 trap 'rrl_code=$?; printf "[env] %s failed (exit %s)" "$rrl_at" "$rrl_code" >&"$rrl_report"; exit "$rrl_code"' EXIT
 rrl_check() { local code=$?; [ "$code" = 0 ] || exit "$code"; }
 rrl_fail() { printf '%s\\n' "$1" >&2; exit 1; }
@@ -39,13 +40,13 @@ if ! type -P -- "${rrl_command[0]}" >/dev/null; then
     exit 127
 fi
 printf begun >&"$rrl_report"
-exec 2>&"$rrl_stderr" {rrl_stderr}>&- {rrl_words}>&- {rrl_report}>&-
+exec 2>&"$rrl_stderr" {rrl_stderr}>&- {rrl_messages}>&- {rrl_report}>&-
 exec "${rrl_command[@]}"
 """
 
 
 def prelude(env: EnvSpec) -> str:
-    """The text; empty when there is nothing to set up."""
+    """Return the bash script for an ``[env]`` table; empty if there is nothing to set up."""
     sections = [_section(f"setup line {number}", f"eval {quote(line)}") for number, line in enumerate(env.setup, 1)]
     if env.modules:
         sections.append(_modules(env.modules))
@@ -57,7 +58,7 @@ def prelude(env: EnvSpec) -> str:
 
 
 def wrap(text: str, messages_fd: int, report_fd: int, command: Sequence[str]) -> tuple[str, ...]:
-    """The command line that sets up and then becomes ``command``."""
+    """Return the command line that runs the setup script and then becomes ``command``."""
     return ("bash", "-c", text, SHELL_NAME, str(messages_fd), str(report_fd), *command)
 
 
@@ -102,7 +103,7 @@ def _conda(name: str) -> str:
 
 
 def _path(text: str) -> str:
-    """Quoted, but for a ``~`` in front, which is the home on the node."""
+    """Quote a path, except for a leading ``~``, which is the home directory on the node."""
     return f'"$HOME"/{quote(text[2:])}' if text.startswith("~/") else quote(text)
 
 
@@ -110,30 +111,34 @@ INHERITED_VARIABLES = (
     "PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "TMPDIR", "SHELL", "LD_LIBRARY_PATH", "VIRTUAL_ENV",
     "CONDA_EXE",
 )  # fmt: skip
-"""what roles inherit of the manager's environment; nothing passes that is not named"""
+"""Variables of the manager's environment that roles inherit; no others are passed on."""
 HOST_ONLY_VARIABLES = ("PATH", "HOME", "TMPDIR", "SHELL", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_EXE")
-"""those of them that name folders of the host: in a container that starts with our own process they mean nothing"""
+"""Those of the inherited variables that name folders of the host, and are therefore not set in containers."""
 _LAUNCHER_PREFIXES = frozenset((
     "SLURM", "SLURMD", "SBATCH", "SRUN", "SALLOC", "SPANK", "PMI", "PMI2", "PMIX", "OMPI", "ORTE", "PRTE", "RRL",
 ))  # fmt: skip
-"""What stands before the first ``_`` in variables of launchers. They are misread by torch, Hugging Face and mpi4py
-(docs/sources.md, sites), and never pass, whoever asks for them; ours are set anew for each role."""
+"""Text before the first ``_`` in names of launchers' variables. torch, Hugging Face and mpi4py misread them
+(docs/sources.md, sites), so they are never passed on, even if requested; rrl's own are set for each role."""
 
 
 def is_launcher_variable(name: str) -> bool:
+    """Return whether a variable belongs to a launcher (Slurm, PMI, MPI or rrl) and is never passed on."""
     return name.partition("_")[0] in _LAUNCHER_PREFIXES
 
 
 def select_variables(patterns: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables whose name is one of ``patterns``, or begins with one that ends in ``*``; but none of a launcher."""
-    names, starts = set(), []
+    """Return the variables whose name is in ``patterns``, or begins with a pattern that ends in ``*``.
+
+    Variables of launchers are excluded.
+    """
+    names, prefixes = set(), []
     for pattern in patterns:
         if pattern.endswith("*"):
-            starts.append(pattern[:-1])
+            prefixes.append(pattern[:-1])
         else:
             names.add(pattern)
     return {
         name: value
         for name, value in sorted(environ.items())
-        if (name in names or name.startswith(tuple(starts))) and not is_launcher_variable(name)
+        if (name in names or name.startswith(tuple(prefixes))) and not is_launcher_variable(name)
     }

@@ -1,7 +1,7 @@
-"""Where things lie in a run directory. Every path of a run is named here and nowhere else.
+"""Name every path of a run directory; no other module does.
 
-The run directory lies on storage that the login node, the manager and every node see; it is 0700 and owned by the
-run's user. Nothing of a run lies elsewhere, but for sockets and shared memory whose names carry the run id.
+The run directory is on storage that the login node, the manager and every node share. It has mode 0700 and belongs to
+the run's user. Nothing of a run is stored elsewhere, except sockets and shared memory whose names carry the run id.
 """
 
 from __future__ import annotations
@@ -12,67 +12,73 @@ from pathlib import Path
 
 RUNS_ENV = "RRL_RUNS_DIR"
 HISTORY_ENV = "RRL_HISTORY"
-"""the site's folder for the history across runs and users, for jobs that name none (``[health] history``)"""
+"""Environment variable: the site's folder for the history across runs and users, for jobs without ``[health]
+history``."""
 
 
 def runs_root() -> Path:
-    """The folder of all runs: ``$RRL_RUNS_DIR``, else ``~/rrl-runs``."""
+    """Return the folder of all runs: ``$RRL_RUNS_DIR``, else ``~/rrl-runs``."""
     given = os.environ.get(RUNS_ENV)
     return Path(given).expanduser().absolute() if given else Path.home() / "rrl-runs"
 
 
 class RunDir:
-    """Paths of one run; makes nothing by itself but for :meth:`create`."""
+    """The paths of one run. Only :meth:`create` writes to the disk."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.id = path.name
         self.job_toml = path / "job.toml"
-        """a copy of what the user wrote"""
+        """Copy of the job spec that the user wrote."""
         self.resolved = path / "resolved.json"
-        """the job spec with every default filled in"""
+        """The job spec with every default filled in."""
         self.run_spec = path / "run_spec.json"
-        """what the manager's core needs of it (:class:`rrl.core.run_spec.JobView`)"""
+        """The part of the job spec that the manager reads (:class:`rrl.core.run_spec.RunSpec`)."""
         self.keys = path / "keys.json"
-        """CURVE and HMAC material, 0600"""
+        """CURVE and HMAC keys, mode 0600."""
         self.passed_env = path / "passed.json"
-        """variables of the submitting shell that roles get, 0600: they may be secrets"""
+        """Variables of the submitting shell that roles get, mode 0600, since they may be secrets."""
         self.journal = path / "journal"
         self.epochs = path / "epochs"
-        """one file per manager epoch, created O_EXCL: who made it is that epoch's manager"""
+        """One file per manager epoch, created with O_EXCL: its creator is the manager of that epoch."""
         self.manager = path / "manager.json"
-        """where the current manager listens (:class:`rrl.transport.control.endpoints.Address`), replaced atomically"""
+        """Address of the current manager (:class:`rrl.transport.control.endpoints.Address`), replaced atomically."""
         self.log_collector = path / "logs.json"
-        """where it takes lines of logs, likewise; a socket of its own"""
+        """Address of the current manager's socket for log lines, replaced atomically."""
         self.mailbox = path / "mailbox"
-        """user commands, one file each"""
+        """User commands, one file each."""
         self.resume = path / "resume"
-        """the order that the run, which has ended, goes on: all that is needed for it, in one folder"""
+        """Request to resume a run that has ended: one folder with everything that is needed for it."""
         self.resume_claimed = path / "resuming"
-        """the same, once a manager has taken it"""
+        """The same folder after a manager has claimed it."""
         self.steps = path / "steps"
-        """``<tag>.launch`` (what to start) and ``<tag>.exit`` (how it ended)"""
+        """``<tag>.launch`` (what to start) and ``<tag>.exit`` (how it ended)."""
         self.hardware = path / "hardware"
-        """``<node>.json``: what its agent has seen there, for the next one; made by whoever writes first"""
+        """``<node>.json``: the hardware that an agent observed on its node, for the next agent there. The first writer
+        creates the folder."""
         self.logs = path / "logs"
         self.stacks = path / "stacks"
-        """``<life>-<epoch>.<n>.txt``, 0600: what the processes of a suspect and of its gang were doing"""
+        """``<incarnation>-<epoch>.<n>.txt``, mode 0600: stacks of the processes of a suspect and of its gang."""
         self.store = path / "trajectories"
         self.checkpoints = path / "checkpoints"
         self.summary = path / "summary.json"
         self.metrics = path / "metrics"
-        """``host:port`` where the current manager serves metrics, while it does"""
+        """``host:port`` at which the current manager serves metrics; exists only while it does."""
         self.submit = path / "submit"
-        """submitit's folder"""
+        """The folder of submitit."""
         self.disk_filler = path / "disk_filler"
-        """fills the file system while that fault lasts"""
+        """File that fills the file system while a ``disk_full`` fault lasts."""
         self.cluster = path / "cluster"
-        """the local cluster's records"""
+        """Records of the local cluster."""
         self.hf_model = path / "hf-model"
-        """config.json of a model that is built here, for engines that want a folder"""
+        """config.json of a model that rrl builds, for engines that expect a folder."""
 
     def create(self) -> None:
-        """Make the folders. Raises FileExistsError when the run exists already."""
+        """Create the folders.
+
+        Raises:
+            FileExistsError: The run exists already.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.mkdir(mode=0o700)
         for folder in (self.journal, self.epochs, self.mailbox, self.steps, self.logs, self.store,
@@ -80,30 +86,40 @@ class RunDir:
             folder.mkdir(mode=0o700)
 
     def removed(self) -> bool:
-        """Somebody removed it; storage that is away would take the folder of all runs along."""
+        """Return whether the run directory was deleted.
+
+        False if the folder of all runs is missing too: then the storage is unavailable.
+        """
         return not self.path.exists() and self.path.parent.is_dir()
 
     def launch_file(self, tag: str) -> Path:
+        """Return the path of the launch file of a step."""
         return self.steps / f"{tag}.launch"
 
     def exit_file(self, tag: str) -> Path:
+        """Return the path of the exit record of a step."""
         return self.steps / f"{tag}.exit"
 
     def hardware_file(self, node: str) -> Path:
+        """Return the path of the hardware record of a node."""
         return self.hardware / f"{node}.json"
 
     def log_file(self, tag: str) -> Path:
+        """Return the path of the log of a step."""
         return self.logs / f"{tag}.log"
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Replace ``path`` by ``data``: a reader sees the old bytes or the new ones. Durable when it returns.
+    """Replace the content of ``path`` by ``data``: a reader sees the old bytes or the new ones. Durable on return.
 
-    Raises OSError (no space, over quota); then the old bytes are still there, and nothing else is."""
+    Raises:
+        OSError: The file could not be written (no space, over quota). The old content is unchanged and no temporary
+            file remains.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-        with open(fd, "wb") as file:  # unlike os.write it goes on after a short write
+        with open(fd, "wb") as file:  # unlike os.write, it continues after a short write
             file.write(data)
             file.flush()
             os.fsync(fd)

@@ -1,7 +1,7 @@
-"""What the manager's core needs of a job spec, as plain values.
+"""The run spec: what the manager and the roles read of a job, as plain values.
 
 ``job.toml`` is read once, by pydantic (:mod:`rrl.config.job.schema`), at submission. From then on the run carries this
-view: it is part of the journal, so that ``rrl status`` needs neither pydantic nor the file.
+spec. It is part of the journal, so that ``rrl status`` needs neither pydantic nor the file.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from .phases import phase as declared_phase
 
 
 class Resources(Struct, frozen=True):
-    """What one member takes of one node."""
+    """What one member uses of one node."""
 
     cpus: int = 1
     gpus: int = 0
     mem: int = 0
-    """bytes; 0 = the cluster's default"""
+    """Bytes; 0: the cluster's default."""
 
 
 class RoleSpec(Struct, frozen=True):
-    """One role. ``exclusive`` replicas take a node of their own; the others share what is left."""
+    """One role. Replicas of an ``exclusive`` role have nodes of their own; those of other roles share nodes."""
 
     name: str
     kind: str
-    """``trainer``, ``rollout``, ``trajectories``, ``reward`` or ``command`` (a role of the user's own)"""
+    """``trainer``, ``rollout``, ``trajectories``, ``reward`` or ``command`` (a role that the user defines)."""
     replicas: int
     min_replicas: int
     per_member: Resources
@@ -38,70 +38,76 @@ class RoleSpec(Struct, frozen=True):
     argv: tuple[str, ...]
     env: dict[str, str] = {}
     launcher: str = "direct"
-    """``direct``, ``apptainer`` or ``pyxis``"""
+    """``direct``, ``apptainer`` or ``pyxis``."""
     image: str = ""
-    """of the container, where the launcher makes one"""
+    """Container image, if the launcher uses one."""
     watch: str = "api"
-    """``api``: it joins by :func:`rrl.join`; ``activity``: its launcher watches CPU, GPU and output in its stead"""
+    """``api``: the command calls :func:`rrl.join`; ``activity``: its launcher watches its CPU, GPU and output
+    instead."""
     service: bool = True
-    """it is to run as long as the others do; else its exit with code 0 completes it"""
+    """True if the role runs until the other roles are done; False if exit code 0 completes it."""
     ranks: int = 1
-    """members of each replica: a gang of so many processes that live and die together, each a step of its own"""
+    """Members of each replica: a gang of so many processes, launched and fenced together, each in a step of its own."""
     per_node: int = 1
-    """members that share a node"""
+    """Members of a replica that share a node."""
     warm: bool = False
-    """nodes keep shadows of it: its command, started and waiting in :func:`rrl.join` until it is needed"""
+    """True if nodes keep standby processes of the role: its command, started and waiting in :func:`rrl.join`."""
     donor_rollouts: int = 0
-    """nodes of rollouts that keep a shadow too, and can be taken over"""
+    """Number of rollouts whose nodes keep a standby process of the trainer too, and can be taken over by it."""
 
     @property
     def standby_shares_node(self) -> bool:
-        """Its shadows wait beside whoever works on a node and take nothing of it before they are needed: the trainer's.
-        Those of other roles hold all that one of the role takes, GPUs too, and wait on spare nodes only."""
+        """Return whether standby processes of this role wait on nodes where other roles work.
+
+        Those of the trainer do, and use nothing of the node until promoted. Those of other roles hold the resources of
+        a full member, GPUs included, and wait on spare nodes only.
+        """
         return self.kind == "trainer"
 
     @property
     def nodes(self) -> int:
-        """That each replica needs, where it takes whole nodes."""
+        """Return the number of nodes of each replica of an exclusive role."""
         return -(-self.ranks // self.per_node)
 
     @property
     def members_on_node(self) -> Resources:
-        """What its members on one node take together."""
+        """Return what the members of a replica on one node use together."""
         n = min(self.ranks, self.per_node)
         return Resources(self.per_member.cpus * n, self.per_member.gpus * n, self.per_member.mem * n)
 
     def replicas_fitting(self, node: Resources) -> int:
-        """Replicas of one process that an empty node carries."""
+        """Return how many replicas of one process fit on an empty node."""
         if self.exclusive:
             return 1
         pairs = ((node.cpus, self.per_member.cpus), (node.gpus, self.per_member.gpus), (node.mem, self.per_member.mem))
-        return min((self.replicas, *(has // takes for has, takes in pairs if takes)))
+        return min((self.replicas, *(available // needed for available, needed in pairs if needed)))
 
 
 class EnvSpec(Struct, frozen=True):
-    """What is set up on a node before anything of a role runs there."""
+    """What is set up on a node before a process of a role starts there."""
 
     setup: tuple[str, ...] = ()
-    """lines of bash"""
+    """Lines of bash."""
     modules: tuple[str, ...] = ()
     venv: str = ""
     conda: str = ""
     passed: tuple[str, ...] = ()
-    """names, or patterns with ``*``, of variables that roles get from the submitting shell"""
+    """Names, or patterns with ``*``, of variables that roles get from the submitting shell."""
     probe: tuple[str, ...] = ()
-    """Python modules whose import each node must manage before a role is placed there"""
+    """Python modules that each node must be able to import before a role is placed there."""
     python: str = ""
-    """the interpreter on the nodes that has rrl"""
+    """The interpreter on the nodes that has rrl installed."""
     probe_python: str = "python"
-    """the one that the probe's modules are for: [env] python, or that of the venv or conda environment"""
+    """The interpreter that must import the probe's modules: [env] python, or that of the venv or conda environment."""
 
 
 class ContainerSpec(Struct, frozen=True):
+    """The container of roles whose launcher uses one."""
+
     mounts: tuple[str, ...] = ()
-    """``source:target[:ro]``, besides the run directory and the job's folder"""
+    """``source:target[:ro]``, in addition to the run directory and the job's folder."""
     python: str = "python3"
-    """in the image, with rrl installed"""
+    """The interpreter in the image that has rrl installed."""
 
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -109,35 +115,38 @@ DEFAULT_LOG_LEVEL: LogLevel = "info"
 
 
 class ManagerSpec(Struct, frozen=True):
+    """Where the manager runs and what rrl's processes log."""
+
     where: str = "job"
-    """``job``: a small Slurm job of its own; ``pool``: on the pool's first node"""
+    """``job``: in a small Slurm job of its own; ``pool``: on the pool's first node."""
     sbatch: dict[str, str] = {}
     walltime: float = 0.0
-    """of its own job (s), which the next manager's follows; 0: the run's, and a margin"""
+    """Time limit (s) of the manager's own job, which the next manager's job follows; 0: that of the run, with a
+    margin."""
     log_level: LogLevel = DEFAULT_LOG_LEVEL
-    """of the manager's own messages, and those of agents, launchers and workers"""
+    """Lowest level of messages of the manager, the agents, the launchers and the workers."""
 
 
 class NodeGroup(Struct, frozen=True):
-    """Nodes of one shape that carry some of the roles: the whole pool, or in the other forms one role's nodes."""
+    """Nodes of one shape that carry some of the roles: the whole pool, or in other forms the nodes of one role."""
 
     name: str
-    """``pool``, the name of a role, or ``shared`` (the roles that share nodes)"""
+    """``pool``, the name of a role, or ``shared`` (the roles that share nodes)."""
     roles: tuple[str, ...]
     nodes: int
     node: Resources
     walltime: float = 86400.0
-    """of its allocations (s)"""
+    """Time limit of its allocations (s)."""
     sbatch: dict[str, str] = {}
-    """further sbatch options, name without dashes; an empty value is a flag"""
+    """Further sbatch options, names without dashes; an empty value is a flag."""
     separate_jobs: bool = False
-    """each node is a Slurm job of its own (form ``replica``)"""
+    """True if each node is a Slurm job of its own (form ``replica``)."""
     min_nodes: int = 0
-    """nodes without which the run does not start"""
+    """Number of nodes without which the run does not start."""
 
 
 class PhaseSpec(Struct, frozen=True):
-    """What the job says of one phase; None: as it is declared in :mod:`rrl.core.phases`, or neutral."""
+    """The settings of a phase in job.toml; None: as declared in :mod:`rrl.core.phases`, or neutral."""
 
     shortest: float | None = None
     longest: float | None = None
@@ -146,44 +155,52 @@ class PhaseSpec(Struct, frozen=True):
 
 
 class Limits(Struct, frozen=True):
-    """Deadlines and budgets, all in seconds unless said."""
+    """Deadlines and intervals, in seconds unless stated otherwise."""
 
     heartbeat: float = 1.0
-    """between two beats of a worker or agent"""
+    """Seconds between two heartbeats of a worker or agent."""
     silence: float = 10.0
-    """a replica or agent not heard for so long is lost; two independent witnesses condemn a node"""
+    """Seconds without a heartbeat after which a replica or agent counts as lost; two independent witnesses exclude a
+    node."""
     join: float = 120.0
-    """from launch to Hello; RobustRL 1.4 needs about 80 s for scheduling and container"""
+    """Seconds from the launch of a replica until it must have joined; RobustRL 1.4 needs about 80 s for scheduling and
+    container."""
     step_grace: float = 5.0
-    """between asking a step to stop and killing it"""
+    """Seconds between the request to a step to stop and SIGKILL."""
     allocation: float = 900.0
-    """from a request for replacement nodes to these; then the next rung. The first pool waits as long as it takes"""
+    """Seconds to wait for replacement nodes before the next rung of the repair ladder. The first allocation has no such
+    limit."""
     quiet: float = 60.0
-    """an intent without an answer stays open for so long: a timed-out sbatch can land later (measured)"""
+    """Seconds that an intent without a reply stays open: an sbatch that timed out can still take effect later
+    (measured)."""
     poll: float = 30.0
-    """between two reads of the cluster (sites ask for 60 to 120 s per squeue); liveness does not hang on it"""
+    """Seconds between two polls of the cluster (sites ask for 60 to 120 s between squeue calls); failures of processes
+    are detected without polls."""
     rotate: float = 600.0
-    """so long before an allocation's own end a successor is asked for, where the run goes on after it"""
+    """Seconds before the end of an allocation at which its successor is requested, if the run continues after that
+    end."""
     lease: float = 10.0
-    """a manager's lease that does not change for so long is free"""
+    """Seconds without renewal after which a manager's lease is free."""
     adaptive: float = 5.0
-    """no-progress deadline = so many times the usual duration of the phase (NVRx: 5), within the phase's bounds"""
+    """Factor: the no-progress deadline is so many times the usual duration of the phase (NVRx: 5), within the phase's
+    bounds."""
     first_pass: float = 1800.0
-    """grace added to the first pass of a phase in a life (compilation, warm-up; NVRx gives a start 1 h)"""
+    """Seconds added to the deadline of an incarnation's first pass of a phase (compilation, warm-up; NVRx allows 1 h
+    for a start)."""
     suspect: float = 60.0
-    """s without a token after which a rollout that generates is suspected and asked for one (RobustRL 1.2: 60 s); the
-    usual gap of its role raises it (``adaptive``)"""
+    """Seconds without a token after which a generating rollout is suspected and probed (RobustRL 1.2: 60 s); a longer
+    usual gap of its role raises it (``adaptive``)."""
     probe: float = 30.0
-    """s that a suspect has to answer; RobustRL does not say its own"""
+    """Seconds in which a suspect must reply to a probe; RobustRL does not publish its value."""
     idle: float = 60.0
-    """s without any work of CPU or GPU after which who must compute is suspected"""
+    """Seconds without CPU or GPU work after which a replica in a computing phase is suspected."""
     stragglers: str = "report"
-    """what to do about who stays slow: ``HealthView.stragglers``"""
+    """The consequence for persistently slow replicas: ``HealthSpec.stragglers``."""
     phases: dict[str, PhaseSpec] = {}
-    """by name: bounds that the job moves, and phases of its own"""
+    """Bounds of phases that the job changes, and phases of its own, by name."""
 
     def phase(self, name: str) -> Phase:
-        """The phase as this job has it."""
+        """Return a phase with the bounds that apply in this job."""
         declared = declared_phase(name)
         if (overrides := self.phases.get(name)) is None:
             return declared
@@ -191,7 +208,7 @@ class Limits(Struct, frozen=True):
         return msgspec.structs.replace(declared, **given)
 
     def is_known_phase(self, name: str) -> bool:
-        """Somebody said how long this phase may last."""
+        """Return whether rrl or the job defines how long this phase may last."""
         return name in PHASES or name in self.phases
 
 
@@ -199,120 +216,133 @@ class Recovery(Struct, frozen=True):
     """Budgets of the repair ladder."""
 
     window: float = 600.0
-    """sliding window (s) in which restarts are counted"""
+    """Length (s) of the sliding window in which restarts are counted."""
     per_node: int = 2
-    """restarts in place of one replica on one node within the window; then it moves"""
+    """Restarts in place of one replica on one node within the window; then it moves to another node."""
     per_replica: int = 10
-    """restarts of one replica within the window; then the run goes on without it for a window, or ends"""
+    """Restarts of one replica within the window; then the run continues without it for one window, or ends."""
     backoff: float = 1.0
-    """pause (s) before the second restart within the window; doubles with each further one, up to 60 s"""
+    """Seconds before the second restart within the window; doubles with each further restart, up to 60 s."""
     first_start: int = 3
-    """failed starts of a replica of which no life ever joined; then it is the job's mistake, not a node's"""
+    """Failed starts of a replica that has never joined, after which the job spec counts as wrong rather than a node."""
     breaker: float = 0.2
-    """at most max(1, this share) of the nodes are excluded within the window, of five nodes or more at least two
-    (docs/sources.md, guard rails)"""
+    """Share of the nodes that may be excluded within the window, but at least one node, and at least two if the run has
+    five or more (docs/sources.md, guard rails)."""
     policy: str = "role"
-    """``role``: only what failed comes back; ``job``: everything restarts in place from the last checkpoint (as
-    RobustRL configured ByteRobust); ``requeue``: all nodes are given back and asked for anew (plain Slurm)"""
+    """``role``: only what failed restarts; ``job``: all roles restart in place from the last checkpoint (as RobustRL
+    configured ByteRobust); ``requeue``: all nodes are given back and requested again (plain Slurm)."""
     promote: float = 10.0
-    """s within which a shadow that was told to take part must be heard as what it became; then the next candidate"""
+    """Seconds in which a standby process must join as the promoted incarnation; then the next candidate is promoted."""
     full_restarts: int = 2
-    """restarts of the whole run within the window, then it ends; 0: never, only budgets decide"""
+    """Restarts of the whole run within the window, after which the run ends; 0: no such limit, only the other budgets
+    apply."""
     drain: bool = True
-    """drain nodes on which we found a hardware fault, where Slurm lets us; else their drain is only asked for"""
+    """Drain nodes with a hardware fault if Slurm permits it; otherwise only request their drain."""
     exclusion: float = 3600.0
-    """s after which a node that was condemned without proof may be used again; doubles each time"""
+    """Seconds after which a node that was excluded without proof may be used again; doubles each time."""
     failure_rate: float = 0.0
-    """probability that a node fails on a day (Meta's RSC-1: 0.0065), for standbys = "auto"; 0: not known"""
+    """Probability that a node fails on a given day (Meta's RSC-1: 0.0065), for donor_rollouts = "auto"; 0: unknown."""
 
 
 class HealthSpec(Struct, frozen=True):
-    """How the nodes of a run are looked after (``[health]``)."""
+    """How the nodes of a run are monitored (``[health]``)."""
 
     observe_only: bool = False
-    """nothing is done for what a detector finds, but proof that a process or node is gone: it is told as WARN"""
+    """Report findings as WARN without consequences, except proof that a process or node is gone."""
     checks: dict[str, str] = {}
-    """by detector or check: ``act``, ``observe`` (told as WARN, nothing is done) or ``off``"""
+    """By detector or check: ``act``, ``observe`` (report as WARN, without consequences) or ``off``."""
     admission: bool = True
-    """a node is checked before the first role starts there; one that fails is not used"""
+    """Check a node before the first role starts there, and do not use it if it fails."""
     stragglers: str = "report"
-    """``report``, or ``exclude``: the node of a replica that stays slow is left for a spare, if there is one"""
+    """``report``, or ``exclude``: replace the node of a persistently slow replica by a spare, if there is one."""
     history: str = ""
-    """folder that this run's findings are appended to, for the administrators' report; empty: none"""
+    """Folder to which this run's findings are appended, for the administrators' report; empty: none."""
     metrics: str = ""
-    """``host:port`` where the manager serves Prometheus metrics; port 0: any free one; empty: it does not"""
+    """``host:port`` at which the manager serves Prometheus metrics; port 0: any free port; empty: no metrics."""
 
 
 class RunSpec(Struct, frozen=True):
+    """A whole job with every default filled in."""
+
     name: str
     steps: int
-    """optimizer steps after which the run is complete; 0: it has no trainer, and is complete when its commands are"""
+    """Optimizer steps after which the run is complete; 0: it has no trainer, and is complete when its commands are."""
     cluster: str
-    """``local`` or ``slurm``"""
+    """``local`` or ``slurm``."""
     roles: tuple[RoleSpec, ...]
     node_groups: tuple[NodeGroup, ...]
     walltime: float = 86400.0
-    """s from the first nodes to the end of the run; a part with a shorter one is asked for anew before its end"""
+    """Seconds from the first nodes to the end of the run; a node group with a shorter limit is renewed before its
+    end."""
     spares: int = 0
     form: str = "pool"
-    """``pool``, ``replica`` or ``hetjob`` (docs/architecture.md)"""
+    """``pool``, ``replica`` or ``hetjob`` (docs/architecture.md)."""
     start_within: float = 3600.0
-    """s after which nodes that have come are given back, where others that the run cannot start without have not"""
+    """Seconds after which the granted nodes are given back if others that the run needs to start have not been
+    granted."""
     env: EnvSpec = EnvSpec()
     container: ContainerSpec = ContainerSpec()
     network: str = ""
-    """name of an interface, or a CIDR, that everybody listens on; empty: chosen on each node"""
+    """Name of an interface, or a CIDR, that all processes listen on; empty: chosen on each node."""
     weights: str = "auto"
-    """how weights travel: ``auto``, ``ucx``, ``tcp`` or ``nixl``"""
+    """Weight transport: ``auto``, ``ucx``, ``tcp`` or ``nixl``."""
     staleness: int | None = None
-    """weight versions that a token may be old when it is trained on; None: no limit"""
+    """Weight versions by which a token may be older than the newest when it is trained; None: no limit."""
     manager: ManagerSpec = ManagerSpec()
     limits: Limits = Limits()
     recovery: Recovery = Recovery()
     health: HealthSpec = HealthSpec()
     faults: tuple[Fault, ...] = ()
-    """planned by the job itself"""
+    """Faults that the job itself plans."""
     faults_allowed: bool = False
-    """``rrl inject`` may add others"""
+    """True if ``rrl inject`` may add faults."""
 
     def role(self, name: str) -> RoleSpec:
+        """Return the role of this name."""
         return next(role for role in self.roles if role.name == name)
 
     def kind(self, kind: str) -> tuple[RoleSpec, ...]:
+        """Return the roles of this kind."""
         return tuple(role for role in self.roles if role.kind == kind)
 
     def node_group(self, name: str) -> NodeGroup:
-        return next(part for part in self.node_groups if part.name == name)
+        """Return the node group of this name."""
+        return next(group for group in self.node_groups if group.name == name)
 
     def node_group_of(self, role: str) -> NodeGroup:
-        """The nodes that carry this role."""
-        return next(part for part in self.node_groups if role in part.roles)
+        """Return the node group that carries this role."""
+        return next(group for group in self.node_groups if role in group.roles)
 
     @property
     def nodes(self) -> int:
-        """Nodes of the whole run, spares included."""
-        return sum(part.nodes for part in self.node_groups)
+        """Return the number of nodes of the whole run, spares included."""
+        return sum(group.nodes for group in self.node_groups)
 
 
 def pool_nodes(roles: tuple[RoleSpec, ...], node: Resources) -> int:
-    """Nodes that the roles need: one for each exclusive replica, and as many as hold the others (first fit)."""
+    """Return the number of nodes that the roles need: those of exclusive replicas, and as many as the others fill.
+
+    Replicas of roles that share nodes are placed first fit.
+    """
     exclusive = sum(role.replicas * role.nodes for role in roles if role.exclusive)
     shared: list[list[int]] = []
     for role in roles:
         if role.exclusive:
             continue
         for _ in range(role.replicas):
-            members = [0] * len(shared)  # of this gang, on each node
+            members = [0] * len(shared)  # members of this gang on each node
             for _ in range(role.ranks):
-                want = (role.per_member.cpus, role.per_member.gpus, role.per_member.mem)
-                fitting = (
-                    at for at, free in enumerate(shared)
-                    if members[at] < role.per_node and all(f >= w for f, w in zip(free, want, strict=True))
-                )  # fmt: skip
-                target = next(fitting, len(shared))
+                needs = (role.per_member.cpus, role.per_member.gpus, role.per_member.mem)
+                candidates = (
+                    index
+                    for index, free in enumerate(shared)
+                    if members[index] < role.per_node
+                    and all(has >= needed for has, needed in zip(free, needs, strict=True))
+                )
+                target = next(candidates, len(shared))
                 if target == len(shared):
                     shared.append([node.cpus, node.gpus, node.mem])
                     members.append(0)
-                shared[target] = [f - w for f, w in zip(shared[target], want, strict=True)]
+                shared[target] = [has - needed for has, needed in zip(shared[target], needs, strict=True)]
                 members[target] += 1
     return exclusive + len(shared)

@@ -1,8 +1,8 @@
-"""Text for people: one line instead of many, and never with characters that command a terminal.
+"""Make text safe and short for people: one line, without characters that control a terminal.
 
-A terminal obeys control characters (C0 and C1: cursor, colours, title, clipboard, answers typed into the shell) and
-reorders text by directional characters, so that a line may show something else than it says. :func:`escaped` and its
-variants make text of roles, nodes and users safe to print.
+A terminal obeys control characters (C0 and C1: cursor, colours, title, clipboard, input to the shell) and reorders text
+by directional characters, so that a line may display something else than it contains. :func:`escaped` and its variants
+make text of roles, nodes and users safe to print.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NoReturn
 
 _CONTROL_CHARS = re.compile(
     "["
-    "\x00-\x08\x0a-\x1f\x7f-\x9f"  # C0 but for the tab, DEL, C1: among them ESC, CSI and OSC
+    "\x00-\x08\x0a-\x1f\x7f-\x9f"  # C0 except the tab, DEL, C1: among them ESC, CSI and OSC
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # marks, embeddings, overrides and isolates of direction
     "\u2028\u2029"  # line and paragraph separators
     "\ud800-\udfff"  # halves of a surrogate pair, which no output can encode
@@ -25,19 +25,23 @@ _CONTROL_CHARS = re.compile(
 
 
 def escaped(text: str) -> str:
-    """One line: ``text`` with each such character as Python writes it in a literal (``\\x1b``, ``\\u202e``), a line
-    break included; a tab, and all other text, stays as it is."""
+    r"""Return ``text`` on one line, with control characters as Python escapes (``\x1b``, ``\u202e``).
+
+    Line breaks are escaped too; tabs and all other text stay as they are.
+    """
     return _CONTROL_CHARS.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)
 
 
 def escaped_lines(text: str) -> str:
-    """The same for text of several lines, whose line breaks stay."""
+    """Return ``text`` with control characters escaped as in :func:`escaped`, but with its line breaks."""
     return "\n".join(map(escaped, text.split("\n")))
 
 
 def escaped_json(document: str) -> str:
-    """A JSON document in which such a character stands as JSON writes it (``\\u001b``): it says what it said. Between
-    its strings a document has no such character but line breaks, which stay."""
+    r"""Return a JSON document with control characters as JSON escapes (``\u001b``), which leaves its value unchanged.
+
+    Outside of its strings a JSON document has no control characters except line breaks, which stay.
+    """
     return "\n".join(
         _CONTROL_CHARS.sub(lambda match: f"\\u{ord(match[0]):04x}", line) for line in document.split("\n")
     )  # fmt: skip
@@ -46,24 +50,24 @@ def escaped_json(document: str) -> str:
 _MAX_LINES = 3
 _MAX_CHARS = 400
 _TAIL_BYTES = 4096
-"""bytes of a file's end that are looked at"""
+"""Bytes at the end of a file that are read."""
 _MISSING_COMMAND_TEXTS = ("execve(): ", "No module named 'rrl'", "No module named rrl")
-"""slurmstepd on an interpreter that is not there; an interpreter without rrl"""
+"""Messages of slurmstepd for a missing interpreter, and of an interpreter without rrl."""
 
 
 def shows_missing_command(output: str) -> bool:
-    """They prove that what was to be started is not there, or cannot be started at all."""
+    """Return whether the output of a failed start proves that the command is missing or cannot be started at all."""
     return any(text in output for text in _MISSING_COMMAND_TEXTS)
 
 
 def last_lines(text: str) -> str:
-    """The last lines of a text that say something, joined by `` / `` and cut at the front."""
+    """Return the last non-empty lines of a text, joined by `` / `` and truncated at the front."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " / ".join(lines[-_MAX_LINES:])[-_MAX_CHARS:]
 
 
 def last_lines_of(path: Path) -> str:
-    """The same of a file; empty where there is none, or none that can be read."""
+    """Return :func:`last_lines` of a file; empty if it does not exist or cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(0, 2)
@@ -76,8 +80,9 @@ def last_lines_of(path: Path) -> str:
 def exit_invalid_config(reason: object) -> NoReturn:
     """End the process with exit code 2 and the reason in one line on stderr.
 
-    The line is no log message: the launcher reads the last line of a role's command and reports it as the reason of its
-    failure, and a person at a terminal reads it as that of any command."""
+    The line is not a log message: the launcher reports the last line of a role's command as the reason of its failure,
+    and the user of any command reads it at the terminal.
+    """
     sys.stderr.write(f"rrl: {' '.join(str(reason).split())}\n")
     sys.stderr.flush()
     raise SystemExit(2)
@@ -85,8 +90,10 @@ def exit_invalid_config(reason: object) -> NoReturn:
 
 @contextmanager
 def exits_on_invalid_config(errors: type[Exception] = ValueError) -> Iterator[None]:
-    """Inside, such an exception says what is wrong with job.toml. A user's own code goes elsewhere: of what that raises
-    the traceback is wanted."""
+    """Return a context manager that reports ``errors`` as mistakes in job.toml and exits with code 2.
+
+    A user's own code must run outside of it: the traceback of its errors is wanted.
+    """
     try:
         yield
     except errors as error:
@@ -94,5 +101,5 @@ def exits_on_invalid_config(errors: type[Exception] = ValueError) -> Iterator[No
 
 
 def on_one_line(value: object) -> str:
-    """Without line breaks and control characters: what is in a file must not drive a terminal."""
+    """Return the text of a value without line breaks and control characters, so that it cannot control a terminal."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in re.sub(r"\s+", " ", str(value)))

@@ -1,6 +1,6 @@
-"""The vocabulary of docs/glossary.md as types. Everybody may import this; it imports only msgspec.
+"""The vocabulary of docs/glossary.md as value types: frozen, comparable, decodable.
 
-Value types only: frozen, comparable, decodable. No behaviour beyond naming and ordering.
+Every module may import this one, which imports only msgspec. The types have no behaviour beyond naming and ordering.
 """
 
 from __future__ import annotations
@@ -13,55 +13,60 @@ from typing import NewType
 from msgspec import Struct
 
 ReplicaId = NewType("ReplicaId", str)
-"""``role/index``, for example ``rollout/1``; an agent's is ``agent/<node>``."""
+"""``role/index``, for example ``rollout/1``; an agent's id is ``agent/<node>``."""
 
 NodeName = NewType("NodeName", str)
 
 AGENT = "agent"
-"""The role name of the small process on each node that samples, witnesses and sweeps."""
+"""The role name of the agent, the process on each node that samples it, witnesses ends of steps and sweeps
+processes."""
 
 TRAINER = ReplicaId("trainer/0")
-"""The trainer, or its gang's first member."""
+"""The trainer, or the first member of its gang."""
 
 STANDBY_ROLE = "standby"
-"""The role name of the warm process on a node that becomes a member at once (:func:`shadow_id`)."""
+"""The role name of a standby process, which waits on a node to be promoted (:func:`standby_id`)."""
 
 
 _NAME_CACHE_SIZE = 65536
-"""names taken apart once: a plan for a thousand nodes asks some ten thousand times"""
+"""Parsed names that are cached: a plan for a thousand nodes parses names some ten thousand times."""
 
 
 def replica_id(role: str, index: int | str) -> ReplicaId:
+    """Return the id ``role/index``."""
     return ReplicaId(f"{role}/{index}")
 
 
 def member_id(replica: ReplicaId, rank: int) -> ReplicaId:
-    """One process of a gang. Its first member bears the gang's own name: it is who speaks for it."""
+    """Return the id of one process of a gang. The first member has the gang's own id and reports for the gang."""
     return replica if rank == 0 else ReplicaId(f"{replica}.{rank}")
 
 
 @lru_cache(maxsize=_NAME_CACHE_SIZE)
 def gang_of(member: ReplicaId) -> ReplicaId:
-    """The replica that this is a member of: ``trainer/0`` of ``trainer/0.3``. Whoever is no gang is its own."""
+    """Return the replica that ``member`` belongs to: ``trainer/0`` for ``trainer/0.3``."""
     role, _, index = member.partition("/")
     return member if role in (AGENT, STANDBY_ROLE) else ReplicaId(f"{role}/{index.partition('.')[0]}")
 
 
 def rank_of(member: ReplicaId) -> int:
-    """Of a member within its gang; 0 of whoever is no gang."""
+    """Return the rank of a member within its gang; 0 for a single process."""
     role, _, index = member.partition("/")
     return 0 if role in (AGENT, STANDBY_ROLE) else int(index.partition(".")[2] or 0)
 
 
 @lru_cache(maxsize=_NAME_CACHE_SIZE)
 def role_of(replica: ReplicaId) -> str:
+    """Return the role name in a replica id."""
     return replica.partition("/")[0]
 
 
 def standby_id(role: str, node: NodeName, slot: int | None = None) -> ReplicaId:
-    """Of the process that is kept warm on a node to become one of ``role``: ``standby/<node>`` of the trainer,
-    ``standby/<node>:rollout`` of another role; ``slot`` where several share the node: ``standby/<node>:<slot>``,
-    ``standby/<node>:rollout.<slot>``."""
+    """Return the id of the process on ``node`` that waits to be promoted to ``role``.
+
+    The id is ``standby/<node>`` for the trainer and ``standby/<node>:rollout`` for another role. ``slot`` tells apart
+    several on one node: ``standby/<node>:<slot>``, ``standby/<node>:rollout.<slot>``.
+    """
     parts = ("" if role == role_of(TRAINER) else role, "" if slot is None else str(slot))
     mark = ".".join(part for part in parts if part)
     return replica_id(STANDBY_ROLE, f"{node}:{mark}" if mark else node)
@@ -69,23 +74,24 @@ def standby_id(role: str, node: NodeName, slot: int | None = None) -> ReplicaId:
 
 @lru_cache(maxsize=_NAME_CACHE_SIZE)
 def standby_role_of(standby: ReplicaId) -> str:
-    """The role that a shadow can become one of."""
+    """Return the role that a standby process can be promoted to."""
     mark = index_of(standby).partition(":")[2].partition(".")[0]
     return role_of(TRAINER) if not mark or mark.isdigit() else mark
 
 
 def index_of(replica: ReplicaId) -> str:
+    """Return the part of a replica id after the slash: an index, ``index.rank``, or a node name."""
     return replica.partition("/")[2]
 
 
 @lru_cache(maxsize=_NAME_CACHE_SIZE)
 def natural_sort_key(name: str) -> tuple[tuple[int, str], ...]:
-    """Sort key of names as people count: n2 before n10."""
+    """Return a sort key that compares numbers in names by value: n2 sorts before n10."""
     return tuple((int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name))
 
 
 class Incarnation(Struct, frozen=True, order=True):
-    """One incarnation of one replica: the fencing token that every message carries."""
+    """One execution of one replica: the fencing token that every message carries."""
 
     replica: ReplicaId
     number: int
@@ -95,7 +101,7 @@ class Incarnation(Struct, frozen=True, order=True):
 
     @property
     def gang(self) -> Incarnation:
-        """The life that its gang shares: all members are launched with one incarnation, and fenced with it."""
+        """Return the incarnation of the gang: all members are launched with the same number, and fenced together."""
         return Incarnation(gang_of(self.replica), self.number)
 
 
@@ -110,6 +116,8 @@ class Version(Struct, frozen=True, order=True):
 
 
 class Verdict(StrEnum):
+    """The result of a detector or check."""
+
     OK = "OK"
     WARN = "WARN"
     FAIL = "FAIL"
@@ -120,12 +128,12 @@ WORST_FIRST = (Verdict.FAIL, Verdict.WARN, Verdict.UNKNOWN, Verdict.OK)
 
 
 class Cause(StrEnum):
-    """Whose fault a finding is."""
+    """What failed, according to a finding."""
 
     PROCESS = "process"
-    """the role's own process: it exited, was killed, raised"""
+    """The role's own process exited, was killed or raised an exception."""
     HANG = "hang"
-    """alive, yet not doing what its phase requires"""
+    """The process runs, but does not do what its phase requires."""
     NODE = "node"
     GPU = "gpu"
     FABRIC = "fabric"
@@ -135,6 +143,8 @@ class Cause(StrEnum):
 
 
 class Remedy(StrEnum):
+    """What would repair the failure of a finding."""
+
     NONE = "none"
     RESTART = "restart"
     EXCLUDE = "exclude"
@@ -145,36 +155,36 @@ class Remedy(StrEnum):
 
 
 class Flag(StrEnum):
-    """What is special about a finding, beside its verdict and cause: for whoever decides something by it."""
+    """Properties of a finding that decisions depend on, beside its verdict and cause."""
 
     NOT_STARTED = "not_started"
-    """a command could not be started at all; its first evidence says why"""
+    """A command could not be started at all; the first evidence contains the reason."""
     OBSERVED = "observe_only"
-    """the job's or the site's settings keep it from having consequences"""
+    """The settings of the job or the site prevent any consequence."""
     HELD_BACK = "held_back"
-    """it was downgraded, because something shared by several nodes is the likelier cause"""
+    """The finding was downgraded, because a cause shared by several nodes is more likely."""
     UNAVAILABLE = "unavailable"
-    """nothing on this node can answer the check"""
+    """The node has nothing that could perform the check."""
     ON_MOST_NODES = "on_most_nodes"
-    """the same was found on most nodes of the run at nearly the same time"""
+    """Most nodes of the run had the same finding at nearly the same time."""
 
 
 class ProbeResult(StrEnum):
-    """What a worker replies to a probe."""
+    """A worker's reply to a probe."""
 
     WORKS = "works"
     FAILED = "failed"
-    """the handler raised"""
+    """The handler raised an exception."""
     NO_HANDLER = "no_handler"
-    """the process lives; its role has registered nothing that a probe could call"""
+    """The process runs, but its role has registered no probe handler."""
 
 
 STACKS = "stacks"
-"""source of evidence that was read off the stacks of processes"""
+"""Source name of evidence from the stacks of processes."""
 
 
 class Evidence(Struct, frozen=True):
-    """One reading that speaks for or against a replica or node. ``at`` is the manager's receipt time (s)."""
+    """One observation for or against a replica or node. ``at`` is the manager's receipt time (s)."""
 
     source: str
     text: str
@@ -182,9 +192,9 @@ class Evidence(Struct, frozen=True):
 
 
 class Finding(Struct, frozen=True):
-    """What a detector concludes. ``life`` for a replica, else ``node``; neither where it is about the run as a whole.
+    """The conclusion of a detector or check about a replica (``incarnation``), a node (``node``) or the run (neither).
 
-    ``proof`` marks a reading that is enough by itself (an exit record, Slurm says DOWN, Xid 79).
+    ``proof`` means that this observation alone suffices to act (an exit record, Slurm reports DOWN, Xid 79).
     """
 
     detector: str
@@ -197,16 +207,16 @@ class Finding(Struct, frozen=True):
     node: NodeName | None = None
     proof: bool = False
     component: str = ""
-    """of the node, what it is about: a GPU's UUID, a port (``mlx5_0/1``), a path; empty: the whole"""
+    """Component of the node: a GPU's UUID, a port (``mlx5_0/1``) or a path; empty: the whole node."""
     flags: tuple[Flag, ...] = ()
-    """what decisions go by beside verdict, cause and remedy; never the text of the evidence"""
+    """Properties that decisions depend on, beside verdict, cause and remedy; the text of the evidence never decides."""
     shared: tuple[Cause, str, str] | None = None
-    """of a finding about the run as a whole: the cause, detector and part that findings of several nodes or replicas
-    have in common"""
+    """For a finding about the run: the cause, detector and component that findings of several nodes or replicas
+    share."""
 
     @property
     def key(self) -> str:
-        """Identity across time: the same detector about the same thing is the same finding."""
+        """Return the identity across time: findings of one detector about one component have the same key."""
         return f"{self.detector}:{self.incarnation or self.node or 'run'}" + (
             f":{self.component}" if self.component else ""
         )
@@ -219,4 +229,4 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"
     FAILED = "failed"
     REJECTED = "rejected"
-    """the job spec asks for what cannot be here: correct it and submit again"""
+    """The job spec requests something impossible on this cluster; it must be corrected and submitted again."""

@@ -1,4 +1,4 @@
-"""``"90s"``, ``"16GiB"`` and Slurm's ``days-hours:minutes:seconds``, both ways."""
+"""Parse and format durations (``"90s"``, Slurm's ``days-hours:minutes:seconds``) and sizes (``"16GiB"``)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ _BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 
 
 
 def seconds(text: str) -> float:
-    """``"500ms"``, ``"90s"``, ``"15min"``, ``"2h"``, ``"1d"`` or Slurm's ``"1-12:00:00"``, ``"30:00"`` in seconds.
+    """Return the seconds of a duration: ``"500ms"``, ``"90s"``, ``"2h"``, or Slurm's ``"1-12:00:00"`` or ``"30:00"``.
 
-    Raises ValueError with what would be right. A bare number is refused: its unit would be a guess.
+    A number without a unit is refused, since its unit would be a guess.
+
+    Raises:
+        ValueError: With examples of valid durations.
     """
     text = text.strip()
     if match := re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(ms|s|min|h|d)", text):
@@ -28,7 +31,11 @@ def seconds(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """``"16GiB"``, ``"512MiB"`` in bytes. Raises ValueError with what would be right."""
+    """Return the bytes of ``"16GiB"`` or ``"512MiB"``.
+
+    Raises:
+        ValueError: With examples of valid sizes.
+    """
     if (match := re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]{1,9})?)\s*([KMGT]?i?B)", text.strip())) and match[2] in _BYTES:
         number = float(match[1]) if "." in match[1] else int(match[1])
         nbytes = int(number * _BYTES[match[2]])
@@ -38,14 +45,14 @@ def size(text: str) -> int:
 
 
 def slurm_time(duration: float) -> str:
-    """Seconds as sbatch(1)'s ``days-hours:minutes:seconds``; rounded up to a whole second."""
+    """Return seconds in the form ``days-hours:minutes:seconds`` of sbatch(1), rounded up to a whole second."""
     whole = int(-(-duration // 1))
     days, rest = divmod(whole, 86400)
     return f"{days}-{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
 
 
 def slurm_mem(nbytes: int) -> str:
-    """Bytes as sbatch(1)'s ``--mem`` in MiB, rounded up."""
+    """Return bytes in the form of ``--mem`` of sbatch(1), in MiB, rounded up."""
     return f"{-(-nbytes // 2**20)}M"
 
 
@@ -62,7 +69,7 @@ def _size(value: object) -> object:
 
 
 def duration_text(duration: float) -> str:
-    """Seconds as job.toml has them, in the largest unit that divides them."""
+    """Return seconds in the form of job.toml, in the largest unit that divides them."""
     for unit, length in reversed(_SECONDS.items()):
         if length >= 1 and duration and duration % length == 0:
             return f"{duration / length:.0f}{unit}"
@@ -70,7 +77,7 @@ def duration_text(duration: float) -> str:
 
 
 def size_text(nbytes: int) -> str:
-    """Bytes as job.toml has them, in the largest unit that divides them."""
+    """Return bytes in the form of job.toml, in the largest unit that divides them."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if nbytes and nbytes % _BYTES[unit] == 0:
             return f"{nbytes // _BYTES[unit]}{unit}"
@@ -80,6 +87,6 @@ def size_text(nbytes: int) -> str:
 DURATION = BeforeValidator(_duration)
 SIZE = BeforeValidator(_size)
 Duration = Annotated[float, DURATION]
-"""Seconds in Python, a string with its unit in TOML."""
+"""Seconds in Python; a string with a unit in TOML."""
 Size = Annotated[int, SIZE]
-"""Bytes in Python, a string with its unit in TOML."""
+"""Bytes in Python; a string with a unit in TOML."""

@@ -1,9 +1,9 @@
-"""The text of an allocation of any form: #SBATCH lines and one exec line, and the same options for ``salloc``.
+"""Render the options and the batch script of an allocation of any form: #SBATCH lines and one exec line.
 
-A ``--no-kill`` job over nodes of one shape, or several such components of a heterogeneous job. It is never requeued
-(it would come back with nothing in it, about two minutes later). Nodes are asked for by what a node shall carry, one
-task a node, and not with ``--exclusive``: so a small job, such as the manager's own, may share a node that has more;
-whoever wants whole nodes passes ``exclusive`` on.
+An allocation is a ``--no-kill`` job over nodes of one shape, or several such components of a heterogeneous job. It is
+never requeued, since it would restart empty, about two minutes later. Nodes are requested by the resources that each
+must provide, with one task per node and without ``--exclusive``: a small job, such as the manager's own, may share a
+larger node. A user who wants whole nodes passes ``exclusive`` on.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ RESERVED_OPTIONS = frozenset({
     "no-requeue", "export-file", "get-user-env", "array", "wrap", "wait", "parsable", "test-only", "no-shell",
     "overcommit", "job", "jobid",
 })  # fmt: skip
-"""Options that cannot be passed on: rrl sets them, finds its jobs by them, or could not work with them."""
+"""Options that a user cannot pass on: rrl sets them, finds its jobs by them, or could not work with them."""
 
 _BATCH_SCRIPT_OPTIONS = ("--no-requeue", "--chdir=/", "--output=/dev/null")
-"""For the batch script, which is that of the first component, only. No ``--export``: the default passes the
-environment on; NONE would run a login shell to make one (sbatch(1)), and the NIL of later versions is unknown to
-22.05."""
+"""Options of the batch script, which belongs to the first component only. ``--export`` is not among them: the default
+passes the environment on; NONE would start a login shell to create one (sbatch(1)), and 22.05 does not know the NIL of
+later versions."""
 _HOLD_COMMENT = (
     "This script only holds the nodes. The manager, outside of this job, starts every step in it.",
     "Where Slurm's InactiveLimit is 0, `salloc --no-shell` holds them instead, with the options above.",
@@ -41,10 +41,20 @@ def allocation_options(
     *, tag: str, comment: str, nodes: int, node: Resources, walltime: float, exclude: Sequence[str] = (),
     extra: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:  # fmt: skip
-    """Long options for ``sbatch`` and ``salloc`` alike; ``extra`` (name without dashes; an empty value is a flag) last.
+    """Return long options for both ``sbatch`` and ``salloc``.
 
-    A ``gres`` in ``extra`` stands in for ours (typed GPUs), an ``exclude`` adds to it. Raises ValueError for an option
-    that cannot be passed on, or a name or value that no ``#SBATCH`` line can carry.
+    Args:
+        tag: Job name, by which rrl finds the job.
+        comment: Comment of the job.
+        nodes: Number of nodes.
+        node: What each node must provide.
+        walltime: Time limit (s).
+        exclude: Nodes that must not be allocated.
+        extra: The user's options, names without dashes; an empty value is a flag. They come last. A ``gres`` replaces
+            rrl's own (for typed GPUs), an ``exclude`` adds to it.
+
+    Raises:
+        ValueError: An option cannot be passed on, or a name or value does not fit into an ``#SBATCH`` line.
     """
     extra = dict(extra or {})
     for name, value in extra.items():
@@ -53,7 +63,7 @@ def allocation_options(
         if not re.fullmatch(r"[a-z][a-z0-9-]+", name):
             raise ValueError(f"{name!r} is not the long name of an sbatch option; write for example 'partition'")
         if not value.isprintable():
-            raise ValueError(f"the value of sbatch option {name!r} holds a character that cannot be printed")
+            raise ValueError(f"the value of sbatch option {name!r} contains a non-printable character; remove it")
     options = [f"--job-name={tag}", f"--comment={comment}", f"--nodes={nodes}", "--ntasks-per-node=1",
                f"--cpus-per-task={node.cpus}"]  # fmt: skip
     if node.mem:
@@ -67,8 +77,13 @@ def allocation_options(
 
 
 def allocation_script(*components: Sequence[str], command: Sequence[str] = ()) -> str:
-    """The batch script that holds an allocation: the options of each component. ``command`` manages the run in it, and
-    ends with it; without one the script only holds the nodes."""
+    """Return the batch script of an allocation.
+
+    Args:
+        components: The options of each component.
+        command: The command that manages the run in the allocation, which ends with it; empty: the script only holds
+            the nodes.
+    """
     given = {option.partition("=")[0] for option in components[0]}
     own_options = [option for option in _BATCH_SCRIPT_OPTIONS if option.partition("=")[0] not in given]
     lines = [[*components[0], *own_options], *([*component, "--no-requeue"] for component in components[1:])]
@@ -79,7 +94,10 @@ def allocation_script(*components: Sequence[str], command: Sequence[str] = ()) -
 
 
 def _quoted(option: str) -> str:
-    """As one word of an ``#SBATCH`` line: sbatch reads quotes and backslashes like a shell, and '#' as a comment."""
+    """Return an option as one word of an ``#SBATCH`` line.
+
+    sbatch parses quotes and backslashes like a shell, and '#' as a comment.
+    """
     if re.fullmatch(r"[\w@%+=:,./\[\]-]+", option, re.ASCII):
         return option
     name, equals, value = option.partition("=")

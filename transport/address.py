@@ -1,4 +1,4 @@
-"""Which of its addresses this host is reached at by the other nodes of a run."""
+"""Find the address at which the other nodes of a run can reach this host."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import struct
 from msgspec import Struct
 
 NETWORK_ENV = "RRL_NETWORK"
-"""An interface (``ib0``) or a network in CIDR form (``10.1.0.0/16``) to listen on, where the job spec names none."""
+"""Environment variable: an interface (``ib0``) or a network in CIDR form (``10.1.0.0/16``) to listen on, if the job
+spec names none."""
 _SIOCGIFCONF = 0x8912
-"""netdevice(7): the addresses of all interfaces, further ones of the same interface too"""
+"""Request number of ioctl (netdevice(7)): all addresses of all interfaces."""
 _IFREQ_BYTES = 40
-"""bytes of a struct ifreq: 16 of the name, then a struct sockaddr_in (two of family, two of port, the address)"""
+"""Bytes of a struct ifreq: 16 of the name, then a struct sockaddr_in (two of family, two of port, the address)."""
 _MAX_ADDRESSES = 256
-"""addresses asked for; nodes with bridges and virtual functions have some dozens"""
+"""Most addresses that are read; nodes with bridges and virtual functions have some dozens."""
 
 
 class NoAddress(OSError):
-    """This host has no address that it may be reached at."""
+    """This host has no address at which other nodes could reach it."""
 
 
 class Interface(Struct, frozen=True):
@@ -33,43 +34,51 @@ class Interface(Struct, frozen=True):
 
 
 def own_address(network: str = "") -> str:
-    """An IPv4 address on ``network`` (as :func:`interface_on`), or on ``$RRL_NETWORK``, if either is set. Otherwise the
-    first of these that an interface of this host has and that is not loopback: the address that the host name resolves
-    to (on Debian that is 127.0.1.1), the one of the default route, the only one that there is.
+    """Return the IPv4 address of this host that other nodes of the run can reach.
 
-    Raises NoAddress when none is left, or several without a default route: loopback is only taken by its name.
+    It is the address on ``network`` (see :func:`interface_on`), or on ``$RRL_NETWORK``, if either is set. Otherwise it
+    is the first of these that an interface of this host has and that is not a loopback address: the address that the
+    host name resolves to (127.0.1.1 on Debian), the address of the default route, the only address of the host.
+
+    Raises:
+        NoAddress: There is no such address, or several and no default route. Loopback is only used if it is named.
     """
     if network_name := network or os.environ.get(NETWORK_ENV, ""):
         return interface_on(network_name).address
-    outside = [one.address for one in interfaces() if not ipaddress.ip_address(one.address).is_loopback]
+    candidates = [item.address for item in interfaces() if not ipaddress.ip_address(item.address).is_loopback]
     for address in (_of_host_name(), _of_default_route()):
-        if address in outside:
+        if address in candidates:
             return address
-    if len(outside) == 1:
-        return outside[0]
-    none = "none of several addresses is that of the host name or of the default route" if outside else \
-        "no address that other nodes could reach"  # fmt: skip
-    raise NoAddress(f"{none}; there are {_interfaces_text()}; set [transport] network")
+    if len(candidates) == 1:
+        return candidates[0]
+    problem = "this host has no address that other nodes could reach"
+    if candidates:
+        problem = "none of this host's addresses is that of its name or of the default route"
+    raise NoAddress(f"{problem}; there are {_interfaces_text()}; set [transport] network")
 
 
 def interface_on(network: str) -> Interface:
-    """The first interface with an address in ``network`` (CIDR), or the one of that name. Raises NoAddress."""
-    found = interfaces()
+    """Return the first interface with an address in ``network`` (CIDR), or the interface of that name.
+
+    Raises:
+        NoAddress: There is no such interface.
+    """
+    candidates = interfaces()
     try:
-        within = ipaddress.ip_network(network, strict=False)
+        subnet = ipaddress.ip_network(network, strict=False)
     except ValueError:
-        one = next((one for one in found if one.name == network), None)
+        interface = next((item for item in candidates if item.name == network), None)
         problem = f"no interface {network} with an IPv4 address; there are {_interfaces_text()}"
     else:
-        one = next((one for one in found if ipaddress.ip_address(one.address) in within), None)
+        interface = next((item for item in candidates if ipaddress.ip_address(item.address) in subnet), None)
         problem = f"no interface with an address in {network}; there are {_interfaces_text()}"
-    if one is None:
+    if interface is None:
         raise NoAddress(problem)
-    return one
+    return interface
 
 
 def interfaces() -> list[Interface]:
-    """Every IPv4 address of this host, in the kernel's order. Without IPv4 there are none."""
+    """Return every IPv4 address of this host, in the kernel's order; empty without IPv4."""
     buffer = array.array("B", bytes(_MAX_ADDRESSES * _IFREQ_BYTES))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("iL", len(buffer), buffer.buffer_info()[0])
@@ -78,11 +87,11 @@ def interfaces() -> list[Interface]:
     return [
         Interface(entry[:16].rstrip(b"\0").decode(errors="replace").partition(":")[0], socket.inet_ntoa(entry[20:24]))
         for entry in entries
-    ]  # what follows a colon is the label of a further address
+    ]  # after a colon the name has the label of an additional address
 
 
 def _interfaces_text() -> str:
-    return ", ".join(f"{one.name} {one.address}" for one in interfaces()) or "none"
+    return ", ".join(f"{item.name} {item.address}" for item in interfaces()) or "none"
 
 
 def _of_host_name() -> str | None:

@@ -1,7 +1,8 @@
-"""What a run's processes know each other by: CURVE pairs for the control plane, an HMAC secret for the weight plane.
+"""The keys by which a run's processes authenticate each other.
 
-Made once per run, kept in one file of the run directory that only the run's user can read (0600). Who can read it
-belongs to the run; nothing else is ever believed on any port of ours.
+CURVE key pairs protect the control plane, an HMAC secret the weight plane. They are generated once per run and stored
+in one file of the run directory that only the run's user can read (0600). A process that can read it belongs to the
+run; messages of any other process are never accepted.
 """
 
 from __future__ import annotations
@@ -16,39 +17,46 @@ from msgspec import Struct
 from ..core.run_dir import write_atomically
 
 _SECRET_BYTES = 32
-"""as long as the output of SHA-256, with which the secret is used"""
+"""Bytes of the HMAC secret, as many as SHA-256 returns."""
 
 
 class RunKeys(Struct, frozen=True):
-    """CURVE keys are Z85 text (40 characters); ``secret`` is raw bytes. Its repr shows none of the secrets."""
+    """The keys of one run.
+
+    CURVE keys are Z85 text (40 characters); ``secret`` is raw bytes. The repr contains no secret.
+    """
 
     server_public: str
     server_secret: str
     client_public: str
     client_secret: str
     secret: bytes
-    """HMAC key of the weight plane: handshakes and manifests"""
+    """HMAC key of the weight plane: handshakes and manifests."""
 
     def __repr__(self) -> str:
         return f"RunKeys(server_public={self.server_public!r}, client_public={self.client_public!r}, ...)"
 
     @classmethod
     def make(cls) -> RunKeys:
-        """Fresh keys from the system's generator."""
-        import zmq  # here, because reading keys must not cost a command on the login node the import of zmq
+        """Generate keys with the system's random generator."""
+        import zmq  # imported here, so that commands that only read keys need not import zmq
 
         server_public, server_secret = (key.decode() for key in zmq.curve_keypair())
         client_public, client_secret = (key.decode() for key in zmq.curve_keypair())
         return cls(server_public, server_secret, client_public, client_secret, os.urandom(_SECRET_BYTES))
 
     def save(self, path: Path) -> None:
-        """Write to ``path``, readable by its owner alone, durable when it returns."""
+        """Write the keys to ``path``, readable only by its owner; durable on return."""
         write_atomically(path, msgspec.json.encode(self), mode=0o600)
 
     @classmethod
     def load(cls, path: Path) -> RunKeys:
-        """Read ``path``. Raises PermissionError when group or others may touch it: such keys are no longer secret; or
-        another OSError when it cannot be read or is damaged."""
+        """Read the keys from ``path``.
+
+        Raises:
+            PermissionError: Group or others may access the file, so that the keys are no longer secret.
+            OSError: The file cannot be read or is damaged.
+        """
         with path.open("rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             if mode & 0o077:
@@ -56,4 +64,4 @@ class RunKeys(Struct, frozen=True):
             try:
                 return msgspec.json.decode(file.read(), type=cls)
             except msgspec.MsgspecError as error:
-                raise OSError(f"{path} is damaged: {error}; without the run's keys nobody can join it") from None
+                raise OSError(f"{path} is damaged: {error}; no process can join the run without its keys") from None

@@ -1,8 +1,8 @@
-"""The conversation of agents, steps and workers with the manager: one tagged union each way, versioned.
+"""The messages between the manager and the agents, launchers and workers: one tagged union per direction, versioned.
 
-Upwards it is one-way: a beat is not answered. What a worker must know is pushed when it changes and carried again in
-``Welcome``. Whoever loses the manager says Hello again to the next one, and a Hello carries everything that the next
-manager needs to know: nothing sent before is counted on.
+Messages to the manager have no reply unless stated: a heartbeat is not acknowledged. What a worker must know is pushed
+when it changes, and repeated in ``Welcome``. A worker that loses the manager sends ``Hello`` to the next one, and a
+``Hello`` contains everything that the next manager needs to know: it does not rely on earlier messages.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from ..core.faults import Fault
 from ..core.launch import ExitReason
 from ..core.types import Finding, Incarnation, NodeName, ProbeResult, ReplicaId, Version
 
-PROTOCOL_VERSION = 2
-"""Version of this conversation; what a peer of another version says is dropped and counted."""
+PROTOCOL_VERSION = 3
+"""Version of this protocol; messages of a peer with another version are dropped and counted."""
 
 
-# ── upwards ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── to the manager ─────────────────────────────────────────────────────────────────────────────────────────────────
 class AdmissionRequest(Struct, frozen=True, tag=True):
-    """First word of every step, asked before it starts its command: am I (still) wanted? Answered ``Admitted``."""
+    """From every step, before it starts its command: may it (still) start? The reply is ``Admitted``."""
 
     incarnation: Incarnation
     tag: str
@@ -28,7 +28,7 @@ class AdmissionRequest(Struct, frozen=True, tag=True):
 
 
 class Hello(Struct, frozen=True, tag=True):
-    """A worker joins, or joins again after losing the manager. Answered ``Welcome`` or ``Fenced``."""
+    """From a worker that joins, or joins again after losing the manager. The reply is ``Welcome`` or ``Fenced``."""
 
     incarnation: Incarnation
     tag: str
@@ -37,26 +37,26 @@ class Hello(Struct, frozen=True, tag=True):
     pid: int
     phase: str
     listen_address: str | None = None
-    """``tcp://host:port`` of a service that this replica offers (the trajectory store)"""
+    """``tcp://host:port`` of a service that this replica offers (the trajectory store)."""
     weight_address: str | None = None
-    """``<pipe>://host:port`` where its weight versions can be pulled"""
+    """``<transport>://host:port`` at which its weight versions can be pulled."""
     weight_version: Version | None = None
     gpus: tuple[str, ...] = ()
 
 
 class Heartbeat(Struct, frozen=True, tag=True):
-    """I live. ``done`` counts units of work in this life (tokens, samples, steps), for progress detectors."""
+    """From a worker, periodically. ``done`` counts units of work of this incarnation (tokens, samples, steps)."""
 
     incarnation: Incarnation
     phase: str
     done: int
     waits_for: ReplicaId | None = None
     note: str = ""
-    """what `rrl status` shows beside the replica, for people only; empty: nothing"""
+    """Text that `rrl status` shows beside the replica, for people only."""
 
 
 class PhaseEntered(Struct, frozen=True, tag=True):
-    """The phase changed."""
+    """From a worker: its phase changed."""
 
     incarnation: Incarnation
     phase: str
@@ -65,20 +65,20 @@ class PhaseEntered(Struct, frozen=True, tag=True):
 
 
 class FirstWorkDone(Struct, frozen=True, tag=True):
-    """The first unit of work of this life is done (a rollout's first token after it joined)."""
+    """From a worker: this incarnation has done its first unit of work (a rollout's first token after it joined)."""
 
     incarnation: Incarnation
 
 
 class VersionAvailable(Struct, frozen=True, tag=True):
-    """A complete, verified weight version is here and is served."""
+    """From a worker: it has a complete, verified weight version and serves it."""
 
     incarnation: Incarnation
     version: Version
 
 
 class Committed(Struct, frozen=True, tag=True):
-    """The trainer's step counts: the store has recorded it. ``metrics`` are for people (``reward``, ``loss``, ...)."""
+    """From the trainer: the store has committed its step. ``metrics`` are for people (``reward``, ``loss``, ...)."""
 
     incarnation: Incarnation
     step: int
@@ -86,7 +86,7 @@ class Committed(Struct, frozen=True, tag=True):
 
 
 class StepExit(Struct, frozen=True, tag=True):
-    """From the step's first process: the exit record, told at once (the file is the durable copy)."""
+    """From the launcher of a step: its exit record, as a quick copy of the durable file."""
 
     incarnation: Incarnation
     tag: str
@@ -94,58 +94,62 @@ class StepExit(Struct, frozen=True, tag=True):
     signal: int | None
     reason: ExitReason
     last_line: str = ""
-    """the last line that the command wrote, where it ended by itself and not well"""
+    """Last line that the command wrote, if it ended by itself with a failure."""
     detail: str = ""
-    """more about ``reason``, for people"""
+    """Details of ``reason``, for people."""
 
 
 class AgentHello(Struct, frozen=True, tag=True):
+    """From an agent that joins, or joins again after losing the manager. The reply is ``Fenced`` or none."""
+
     incarnation: Incarnation
     tag: str
     node: NodeName
     host: str
     pid: int
     boot: str
-    """boot id of the node: tells a reboot from a network cut"""
+    """Boot id of the node, which tells a reboot from a network failure."""
     probe: str = ""
-    """what the node cannot do that roles need ([env] probe, the network to listen on); empty: it can"""
+    """What roles need and the node cannot do ([env] probe, the network to listen on); empty: nothing."""
     memlock: int = -1
-    """bytes that a role here may lock into memory, which RDMA does with all it registers; -1: no limit"""
+    """Bytes that a role on this node may lock into memory, as RDMA does with registered memory; -1: no limit."""
     nofile: int = -1
-    """files that it may have open; -1: no limit"""
+    """Files that a role on this node may have open; -1: no limit."""
     rdma: tuple[str, ...] = ()
-    """names of the node's RDMA devices"""
+    """Names of the node's RDMA devices."""
     snapshot_address: str = ""
-    """``tcp://host:port`` where its snapshots can be put and fetched"""
+    """``tcp://host:port`` at which the agent stores and returns snapshots."""
     findings: tuple[Finding, ...] = ()
-    """what its checks find on the node just now, but what is OK; times as in ``Found``"""
+    """Current findings of the node's checks, except OK; times as in ``FindingReport``."""
     now: float = 0.0
-    """the node's clock, as in ``Found``"""
+    """The node's clock, as in ``FindingReport``."""
 
 
 class Load(Struct, frozen=True):
-    """What the processes of one step took since the last beat that told loads."""
+    """The load of the processes of one step since the last heartbeat that reported loads."""
 
     tag: str
     cpu: float
-    """cores"""
+    """CPU time per second, in cores."""
     gpu: float | None = None
-    """share of the time in which a kernel ran on the busiest of its GPUs, 0 to 1; None: nobody can say"""
+    """Share of the time (0 to 1) in which a kernel ran on the busiest of its GPUs; None: unknown."""
     tensor: float | None = None
-    """share in which tensor cores worked, of the GPU where they did most; None: nobody can say"""
+    """Share of the time in which tensor cores worked, on the GPU where they worked most; None: unknown."""
 
 
 class AgentHeartbeat(Struct, frozen=True, tag=True):
+    """From an agent, periodically."""
+
     incarnation: Incarnation
     node: NodeName
     alive: tuple[str, ...] = ()
-    """tags of the steps whose first process lives on this node"""
+    """Tags of the steps whose first process runs on this node."""
     loads: tuple[Load, ...] = ()
-    """of those steps, each few beats; empty: not looked at since the last beat that told any"""
+    """Loads of those steps, every few heartbeats; empty: not sampled since the last heartbeat that had loads."""
 
 
 class StepVanished(Struct, frozen=True, tag=True):
-    """From the agent, as a witness: the first process of this step is no more and left no exit record."""
+    """From an agent, as a witness: the first process of this step is gone and left no exit record."""
 
     incarnation: Incarnation
     tag: str
@@ -153,53 +157,55 @@ class StepVanished(Struct, frozen=True, tag=True):
 
 
 class FindingReport(Struct, frozen=True, tag=True):
-    """From an agent: a check of its node concludes something else than before; OK clears it. Times in the finding are
-    of the node's clock, as is ``now``: the manager counts back from its own receipt."""
+    """From an agent: the result of a node check has changed; OK clears its finding.
+
+    Times in the finding are of the node's clock, as is ``now``: the manager converts them by its own receipt time.
+    """
 
     finding: Finding
     incarnation: Incarnation
-    """the agent's"""
+    """The incarnation of the agent."""
     node: NodeName
     now: float
 
 
 class ProbeReply(Struct, frozen=True, tag=True):
-    """From a worker: the answer to ``Probe``."""
+    """From a worker: the reply to ``Probe``."""
 
     incarnation: Incarnation
     id: int
     result: ProbeResult
     detail: str = ""
-    """what was done for it, or why it failed; for people"""
+    """What the probe handler did, or why it failed; for people."""
 
 
 class Stacks(Struct, frozen=True, tag=True):
-    """From an agent: the answer to ``TakeStacks``. ``dumps``: process id → py-spy's dump of it."""
+    """From an agent: the reply to ``DumpStacks``. ``dumps`` maps a process id to the output of py-spy for it."""
 
     incarnation: Incarnation
-    """the agent's"""
+    """The incarnation of the agent."""
     target: Incarnation
     id: int
     dumps: dict[int, str] = {}
     error: str = ""
-    """why there are none"""
+    """Why there are no dumps."""
 
 
 class Injected(Struct, frozen=True, tag=True):
-    """From the agent, or from the role that did it to itself: the fault was performed (or not, and why)."""
+    """From an agent or a role: a fault was injected (or not, and why)."""
 
     fault: Fault
     ok: bool
     detail: str = ""
     incarnation: Incarnation | None = None
-    """whose; None: no such life was found"""
+    """The incarnation that was hit; None: none was found."""
     node: NodeName = NodeName("")
     ended: bool = False
-    """it was performed before, and is over now"""
+    """True if the fault was injected before and has now ended."""
 
 
 class Goodbye(Struct, frozen=True, tag=True):
-    """A worker leaves of its own accord, its work done."""
+    """From a worker that leaves because its work is done."""
 
     incarnation: Incarnation
 
@@ -210,25 +216,29 @@ ToManager = (
 )  # fmt: skip
 
 
-# ── downwards ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── from the manager ───────────────────────────────────────────────────────────────────────────────────────────────
 class WeightSource(Struct, frozen=True):
-    """Who serves weights, and where they can be pulled."""
+    """A process that serves weights, and the address at which they can be pulled."""
 
     incarnation: Incarnation
     address: str
     version: Version | None = None
-    """its newest complete version; it may hold one more, and be receiving the newest"""
+    """Its newest complete version; it may have an older one too, and be receiving a newer one."""
 
 
 class Peer(Struct, frozen=True):
+    """A current incarnation, as other processes see it."""
+
     incarnation: Incarnation
     listen_address: str | None = None
     joined: bool = False
 
 
 class Peers(Struct, frozen=True, tag=True):
-    """Who is believed, and who serves weights: the publisher first, then the receivers in the order of their names.
-    ``seq`` orders within a manager epoch."""
+    """The current incarnations and the weight sources: first the publisher, then the receivers sorted by name.
+
+    ``seq`` orders the messages of one manager epoch.
+    """
 
     epoch: int
     seq: int
@@ -236,73 +246,84 @@ class Peers(Struct, frozen=True, tag=True):
     newest: Version | None = None
     weight_sources: tuple[WeightSource, ...] = ()
     snapshot_servers: dict[NodeName, str] = {}
-    """where snapshots can be kept, by node: those of the trainer and of its standbys"""
+    """Addresses at which snapshots can be stored, by node: those of the trainer's nodes and of its standby processes'
+    nodes."""
 
 
 class Admitted(Struct, frozen=True, tag=True):
+    """To a step: whether it may start its command."""
+
     tag: str
     ok: bool
     reason: str = ""
     duplicate: bool = False
-    """another process lives under this tag: leave no record, it would be taken for that one's"""
+    """True if another process runs with this tag: the receiver must not leave an exit record, which would be attributed
+    to it."""
 
 
 class Welcome(Struct, frozen=True, tag=True):
-    """The only place that ranks come from. The rendezvous of a gang is where its first member listens (``Peers``)."""
+    """To a worker: it has joined. Ranks are assigned by this message only.
+
+    A gang's rendezvous is at the address where its first member listens (``Peers``).
+    """
 
     incarnation: Incarnation
     peers: Peers
     rank: int = 0
     world: int = 1
     step: int = 0
-    """newest committed step that this manager knows of: the trainer reports those that follow"""
+    """Newest committed step that this manager knows: the trainer reports the following ones."""
 
 
 class Promote(Struct, frozen=True, tag=True):
-    """To a shadow: from now on you are this life. Say Hello as such, under the tag of the step that you are."""
+    """To a standby process: it becomes this incarnation.
+
+    The reply is the ``Hello`` of that incarnation, with the tag of the step that the process runs in.
+    """
 
     standby: Incarnation
     incarnation: Incarnation
     tag: str
     gpus: tuple[str, ...] = ()
-    """those of the node's that are its own from now on, as its Hello named them; empty: all that it has"""
+    """GPUs of the node that it uses from now on, as its ``Hello`` named them; empty: all that it has."""
 
 
 class Fenced(Struct, frozen=True, tag=True):
-    """You are not believed: stop working and leave."""
+    """To an incarnation that is no longer current: stop working and exit."""
 
     incarnation: Incarnation
     reason: str
     tag: str = ""
-    """of its step, which may have begun as a shadow's: told to the step's first process, or to the node's agent"""
+    """Tag of its step, which may have started as a standby process; set if sent to the step's launcher or to the node's
+    agent."""
 
 
 class Stop(Struct, frozen=True, tag=True):
-    """Finish what is in hand within ``grace`` s, then leave."""
+    """To a replica: finish the current work within ``grace`` s, then exit."""
 
     incarnation: Incarnation
     grace: float
     reason: str
     tag: str = ""
-    """as in ``Fenced``"""
+    """Tag as in ``Fenced``."""
 
 
 class Inject(Struct, frozen=True, tag=True):
-    """To the agent on the target's node, or to the role itself: perform this fault on the step ``tag``."""
+    """To the agent on the target's node, or to the role itself: inject this fault into the step ``tag``."""
 
     fault: Fault
     tag: str
 
 
 class Probe(Struct, frozen=True, tag=True):
-    """To a worker that is suspected: do a bit of your work, and say so (``Probed``)."""
+    """To a suspected worker: do a small unit of work and reply with ``ProbeReply``."""
 
     incarnation: Incarnation
     id: int
 
 
 class DumpStacks(Struct, frozen=True, tag=True):
-    """To the agent on its node: what are the processes of this step doing? Answered ``Stacks``."""
+    """To an agent: return the stacks of the processes of this step. The reply is ``Stacks``."""
 
     target: Incarnation
     tag: str

@@ -1,4 +1,4 @@
-"""TCP connections of this process that a library opened and keeps to itself: looked at, and ended, from outside."""
+"""Inspect and close TCP connections of this process that a library opened and does not expose."""
 
 from __future__ import annotations
 
@@ -10,38 +10,43 @@ import struct
 from collections.abc import Iterator
 
 _BYTES_RECEIVED = struct.Struct("=128xQ")
-"""``tcpi_bytes_received`` in ``struct tcp_info`` (linux/tcp.h, since 4.1)"""
+"""Field ``tcpi_bytes_received`` of ``struct tcp_info`` (linux/tcp.h, since 4.1)."""
 
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
-"""socket(7), asm-generic/socket.h"""
+"""Socket options of socket(7), asm-generic/socket.h."""
 _RETURN_0 = struct.pack("=HBBI", 0x06, 0, 0, 0)
-"""classic BPF, one instruction: of each packet keep 0 bytes (linux/filter.h, ``struct sock_filter``)"""
+"""Classic BPF program of one instruction: keep 0 bytes of each packet (linux/filter.h, ``struct sock_filter``)."""
 
 
 def listening_addresses() -> frozenset[tuple[str, int]]:
-    """(address, port) of every TCP socket that this process listens at."""
-    return frozenset(one.getsockname()[:2] for _, one in _borrow_all() if _is_listening(one))
+    """Return (address, port) of every TCP socket on which this process listens."""
+    return frozenset(sock.getsockname()[:2] for _, sock in _borrow_all() if _is_listening(sock))
 
 
 def try_packet_filter() -> str:
-    """Why this user may not have the kernel drop what comes to a socket of its own; empty where it may."""
-    with socket.socket() as own:
+    """Return why this user cannot attach a packet filter to its own sockets; empty if it can."""
+    with socket.socket() as sock:
         try:
-            _drop_everything(own)
+            _drop_everything(sock)
         except OSError as error:
             return error.strerror or str(error)
     return ""
 
 
 def set_port_blocked(port: int, blocked: bool) -> None:
-    """Have the kernel drop whatever comes to our listening ``port``, or no longer. Connections that are there already
-    are not touched. Raises OSError."""
-    for _, one in _borrow_all():  # looked at and told in one: its descriptor may be somebody else's a moment later
-        if one.getsockname()[1] == port and _is_listening(one):
+    """Make the kernel drop, or accept again, all packets to this process's listening ``port``.
+
+    Existing connections are not affected.
+
+    Raises:
+        OSError: The kernel refuses the filter.
+    """
+    for _, sock in _borrow_all():  # checked and changed at once: the descriptor may be reused a moment later
+        if sock.getsockname()[1] == port and _is_listening(sock):
             if blocked:
-                _drop_everything(one)
+                _drop_everything(sock)
             else:
-                one.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+                sock.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
 
 def _drop_everything(sock: socket.socket) -> None:
@@ -51,12 +56,12 @@ def _drop_everything(sock: socket.socket) -> None:
 
 
 def accepted_connections(ports: frozenset[int]) -> dict[int, int]:
-    """Descriptors of the connections at these of our ports, and the port of each."""
-    return {fd: port for fd, port, listens in _tcp_sockets() if not listens and port in ports}
+    """Return the connections that were accepted at these ports of this process: descriptor → port."""
+    return {fd: port for fd, port, is_listening in _tcp_sockets() if not is_listening and port in ports}
 
 
 def bytes_received(fd: int) -> int | None:
-    """Bytes that have come over the connection; None where the kernel does not tell, or it is none any more."""
+    """Return the bytes that a connection has received; None if the kernel does not report it or the socket is gone."""
     try:
         with _borrow(fd) as connection:
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
@@ -66,8 +71,10 @@ def bytes_received(fd: int) -> int | None:
 
 
 def shut_down(fd: int, port: int) -> bool:
-    """End the connection: whoever owns it sees its end and lets go of it. Only ever one to our own ``port``, for the
-    descriptor may be somebody else's by now. False when it is."""
+    """Shut down a connection, so that its owner notices its end and closes it. Return False if it is gone.
+
+    Only a connection at this process's ``port`` is shut down, since the descriptor may have been reused.
+    """
     with contextlib.suppress(OSError):
         with _borrow(fd) as connection:
             if connection.getsockname()[1] == port:
@@ -77,8 +84,8 @@ def shut_down(fd: int, port: int) -> bool:
 
 
 def _tcp_sockets() -> list[tuple[int, int, bool]]:
-    """(descriptor, local port, does it listen) of every TCP socket of this process."""
-    return [(fd, int(one.getsockname()[1]), _is_listening(one)) for fd, one in _borrow_all()]
+    """Return (descriptor, local port, is listening) of every TCP socket of this process."""
+    return [(fd, int(sock.getsockname()[1]), _is_listening(sock)) for fd, sock in _borrow_all()]
 
 
 def _is_listening(sock: socket.socket) -> bool:
@@ -86,16 +93,20 @@ def _is_listening(sock: socket.socket) -> bool:
 
 
 def _borrow_all() -> Iterator[tuple[int, socket.socket]]:
-    """Every TCP socket of this process and its descriptor; borrowed until the next one is asked for."""
+    """Yield every TCP socket of this process with its descriptor; each is valid until the next one is requested."""
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # no socket, or closed meanwhile
-            with _borrow(int(name)) as one:
-                if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
-                    yield int(name), one
+        with contextlib.suppress(OSError):  # not a socket, or closed in the meantime
+            with _borrow(int(name)) as sock:
+                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                    yield int(name), sock
 
 
 def _borrow(fd: int) -> socket.socket:
-    """The socket behind ``fd``, to be looked at; closing it leaves ``fd`` alone. Raises OSError if it is no socket."""
+    """Return the socket behind ``fd`` for inspection; closing it does not close ``fd``.
+
+    Raises:
+        OSError: ``fd`` is not a socket.
+    """
     copy = os.dup(fd)
     try:
         return socket.socket(fileno=copy)

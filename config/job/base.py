@@ -1,4 +1,4 @@
-"""What the tables of job.toml are made of: a strict model, values that several share, mistakes of several keys."""
+"""The base class of the tables of job.toml, types that several tables share, and errors that concern several keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from ...core.units import DURATION, Duration
 
 
 class Table(BaseModel):
-    """A table of job.toml. Strict: "10" is no number and true is no 1; the line under a field is its description."""
+    """A table of job.toml.
+
+    Strict: "10" is not a number, and true is not 1. The docstring under a field is its description.
+    """
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -20,28 +23,38 @@ class Table(BaseModel):
 
 
 def mistake(at: tuple[str | int, ...], message: str) -> PydanticCustomError:
-    """An error of several fields, to be shown at the key ``at`` (from the root of job.toml)."""
-    return PydanticCustomError("mistake", "{what}", {"at": at, "what": message})
+    """Return an error about several fields, to be reported at the key ``at`` (path from the root of job.toml)."""
+    return PydanticCustomError("mistake", "{message}", {"at": at, "message": message})
 
 
 def environment(env: dict[str, str]) -> dict[str, str]:
+    """Return a table of environment variables if all names are valid.
+
+    Raises:
+        ValueError: A name is not valid.
+    """
     for name in env:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ValueError(f"{name!r} is no name of an environment variable; use letters, digits and underscores")
+            raise ValueError(f"{name!r} is not a valid environment variable name; use letters, digits and underscores")
     return env
 
 
 def sbatch_options(options: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
+    """Return a table of sbatch options if all names and values are valid.
+
+    Raises:
+        ValueError: A name or value is not valid.
+    """
     for name, value in options.items():
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-            raise ValueError(f"{name!r} is no sbatch option; write its long name without dashes in front")
+            raise ValueError(f"{name!r} is not an sbatch option; write its long name without leading dashes")
         if isinstance(value, str) and not value.isprintable():
             raise ValueError(f"the value of {name} must be printable and on one line")
     return options
 
 
 Strings = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
-"""A list of strings; TOML has lists where Python has tuples, hence not strict itself."""
+"""A list of strings; not strict itself, since TOML has lists where Python has tuples."""
 Time = Annotated[Duration, Field(gt=0)]
 OptionalTime = Annotated[float | None, DURATION, Field(gt=0)]
 Count = Annotated[int, Field(ge=1, le=4096)]

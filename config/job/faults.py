@@ -1,4 +1,4 @@
-"""``[faults]`` of job.toml: faults that a run plans for itself, and whether people may order others."""
+"""``[faults]`` of job.toml: the faults that a run plans for itself, and whether users may inject others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ...core.units import Duration
 from .base import Table, Time
 
 MAX_RANDOM_FAULTS = 1000
-"""faults that one entry of [[faults.random]] gives at most: they lie in run_spec.json and in the journal, 80 bytes each"""
+"""Largest number of faults from one entry of [[faults.random]]: run_spec.json and the journal store them, 80 bytes
+each."""
 
 
 def _check_trigger(text: str) -> str:
@@ -22,76 +23,84 @@ def _check_trigger(text: str) -> str:
 
 
 class PlannedFault(Table):
-    """One fault, set off by the run itself: for demonstrations and tests."""
+    """A fault that the run injects itself: for demonstrations and tests."""
 
     kind: Annotated[FaultKind, Field(strict=False)]
-    """docs/faults.md says what each does"""
+    """Kind of the fault; docs/faults.md describes each."""
     target: str = ""
-    """a replica ("rollout/0"), a role (one of its replicas, drawn by the seed), "manager", "agent/NODE" or a node"""
+    """A replica ("rollout/0"), a role (one of its replicas, drawn by the seed), "manager", "agent/NODE" or a node."""
     at: Annotated[str, AfterValidator(_check_trigger)]
-    """"step=5": once the trainer has committed that step; "time=90s": after the first nodes came; "phase=train": once
-    its target is in it"""
+    """Trigger: "step=5" (the trainer has committed that step), "time=90s" (since the first nodes were granted) or
+    "phase=train" (its target is in that phase)."""
     seconds: Duration = 0.0
-    """how long it lasts, for those kinds that end by themselves"""
+    """Duration, for kinds that end by themselves."""
     amount: Annotated[float, Field(ge=0)] = 0.0
-    """slow: the share of time that is left to it; exit: its code; delay: ms"""
+    """For slow: the share of the time for which the target runs; for exit: the exit code; for delay: ms."""
 
 
 class RandomFaults(Table):
-    """Faults at random moments, drawn from the seed: the same job has the same ones."""
+    """Faults at random times, drawn from the seed: the same job always has the same faults."""
 
     kinds: Annotated[tuple[Annotated[FaultKind, Field(strict=False)], ...], Field(strict=False, min_length=1)]
-    """one of these each time"""
+    """Kinds, one of which is drawn each time."""
     target: str = ""
-    """as for a planned one; empty: any replica of any role"""
+    """Target as for a planned fault; empty: any replica of any role."""
     every: Time
-    """mean time between two; there are at most 1000"""
+    """Mean time between two faults; at most 1000 are planned."""
     seconds: Duration = 0.0
-    """how long each lasts"""
+    """Duration of each fault."""
     amount: Annotated[float, Field(ge=0)] = 0.0
-    """as for a planned one"""
+    """Amount as for a planned fault."""
 
 
 class FaultsTable(Table):
-    """Faults on demand. A run sets off none that its job spec does not name or allow."""
+    """Fault injection. A run has no faults that its job spec does not plan or allow."""
 
     allow: bool = False
-    """whether rrl inject may hit this run"""
+    """Whether rrl inject may inject faults into this run."""
     seed: int = 0
-    """of the random moments and targets"""
+    """Seed of the random times and targets."""
     planned: Annotated[tuple[PlannedFault, ...], Field(strict=False)] = ()
     random: Annotated[tuple[RandomFaults, ...], Field(strict=False)] = ()
 
 
 def plan_faults(table: FaultsTable, replicas: Mapping[str, int], horizon: float) -> tuple[Fault, ...]:
-    """Every fault of the run, drawn: ``replicas`` of each role, ``horizon`` (s) the longest that the run can be."""
+    """Return every fault of the run, with all random choices made.
+
+    Args:
+        table: The ``[faults]`` table.
+        replicas: Number of replicas of each role.
+        horizon: Longest duration of the run (s); later faults are not planned.
+    """
     draw = random.Random(table.seed)
     planned = [
         Fault(
-            f"f{i}",
-            one.kind,
-            resolve_target(one.target, one.kind, replicas, draw),
-            parse_trigger(one.at),
-            one.seconds,
-            one.amount,
+            f"f{index}",
+            entry.kind,
+            resolve_target(entry.target, entry.kind, replicas, draw),
+            parse_trigger(entry.at),
+            entry.seconds,
+            entry.amount,
         )
-        for i, one in enumerate(table.planned)
+        for index, entry in enumerate(table.planned)
     ]
-    for index, some in enumerate(table.random):
+    for index, random_entry in enumerate(table.random):
         at = 0.0
         for count in range(MAX_RANDOM_FAULTS):
-            at += draw.expovariate(1.0 / some.every)
+            at += draw.expovariate(1.0 / random_entry.every)
             if at > horizon:
                 break
-            kind = draw.choice(some.kinds)
-            target = resolve_target(some.target, kind, replicas, draw)
-            planned.append(
-                Fault(f"r{index}.{count}", kind, target, FaultTrigger(time=round(at, 1)), *values_for_kind(kind, some))
-            )
+            kind = draw.choice(random_entry.kinds)
+            target = resolve_target(random_entry.target, kind, replicas, draw)
+            trigger = FaultTrigger(time=round(at, 1))
+            planned.append(Fault(f"r{index}.{count}", kind, target, trigger, *values_for_kind(kind, random_entry)))
     return tuple(planned)
 
 
 def values_for_kind(kind: FaultKind, entry: RandomFaults) -> tuple[float, float]:
-    """seconds and amount of a drawn fault: what its kind does not take is for the other kinds of the entry."""
+    """Return (seconds, amount) of a drawn fault; 0 for a value that its kind does not take.
+
+    An entry may have values that only some of its kinds take.
+    """
     traits = FAULT_TRAITS[kind]
     return entry.seconds if traits.takes_seconds else 0.0, entry.amount if traits.amount else 0.0

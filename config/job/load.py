@@ -1,9 +1,10 @@
-"""job.toml from the disk to a :class:`rrl.config.job.schema.Job`, or to lines that say where the mistake is and what is
-right.
+"""Read job.toml from the disk into a :class:`rrl.config.job.schema.Job`, or report what is wrong in it.
+
+A report has one line per mistake, with its place and what would be right, and has all mistakes at once::
 
     job.toml:12: roles.rollout.replica: unknown key; did you mean "replicas"?
 
-Several mistakes are told at once, a line each. Whatever the file holds, nothing but SpecError is raised.
+Whatever the file contains, only SpecError is raised.
 """
 
 from __future__ import annotations
@@ -30,41 +31,54 @@ from .resolve import resolve
 from .schema import Job
 
 _MAX_FILE_BYTES = 2**20
-"""bytes; a job.toml is a page long, and /dev/zero has no end"""
+"""Largest accepted file in bytes: a job.toml is a page long, and /dev/zero has no end."""
 _MAX_DEPTH = 50
-"""tables and arrays in each other"""
+"""Deepest accepted nesting of tables and arrays."""
 _MAX_SHOWN_CHARS = 60
-"""characters of a wrong value that are repeated"""
+"""Characters of a wrong value that a message quotes."""
+_RENAMED_KEYS = {
+    ("limits", "beat"): "heartbeat",
+    ("recovery", "adopt"): "promote",
+    ("recovery", "whole"): "full_restarts",
+    ("roles", "trainer", "standbys"): "donor_rollouts",
+}
+"""New name of each key that an earlier version of rrl had under another name."""
 
 
 class SpecError(Exception):
-    """The job spec is wrong; the text has one line for each mistake: file, line, key, what is wrong, what is right."""
+    """The job spec is wrong. The text has one line per mistake: file, line, key, what is wrong, what would be right."""
 
 
 def load_job(path: Path, folder: Path | None = None) -> Job:
-    """Read and validate a job.toml. Raises SpecError and nothing else, whatever the file is.
+    """Read and validate a job.toml.
 
-    ``folder``: where a relative path of a model in it starts, as commands do; default: where the file lies."""
+    Args:
+        path: The file.
+        folder: Folder from which a relative model path is resolved, as for commands; default: the folder of the file.
+
+    Raises:
+        SpecError: The file cannot be read or is wrong. Nothing else is raised.
+    """
     text = _read(path)
     try:
         data = tomllib.loads(text)
-        complaints = list(_unsupported_values(data, ()))
-        if not complaints:
+        mistakes = list(_unsupported_values(data, ()))
+        if not mistakes:
             try:
                 return _with_absolute_model_path(Job.model_validate(data), folder or path.parent)
             except ValidationError as error:
-                complaints = list(_translate_errors(error, data))
+                mistakes = list(_translate_errors(error, data))
         lines = lines_of(text)
     except RecursionError:
         raise SpecError(f"{_one_line(path)}: tables or arrays are nested too deeply") from None
-    except ValueError as error:  # TOMLDecodeError, and what int() says of numbers with thousands of digits
+    except ValueError as error:  # TOMLDecodeError, or the ValueError of int() for numbers with thousands of digits
         raise SpecError(_syntax(path, text, error)) from None
-    located = sorted((nearest_line(lines, key) or 0, _dotted(key), what) for key, what in complaints)
-    raise SpecError("\n".join(_error_line(path, line, key, what) for line, key, what in located))
+    located = sorted((nearest_line(lines, key) or 0, _dotted(key), message) for key, message in mistakes)
+    raise SpecError("\n".join(_error_line(path, line, key, message) for line, key, message in located))
 
 
 def resolved(job: Job) -> dict[str, Any]:
-    """The spec with every default filled in, as JSON values: durations in seconds, sizes in bytes."""
+    """Return the spec with every default filled in, as JSON values: durations in seconds, sizes in bytes."""
     filled = job.model_dump(mode="json")
     for role in resolve(job, "python").roles:
         table, name = job.table_of(role.name)
@@ -77,11 +91,11 @@ def resolved(job: Job) -> dict[str, Any]:
 
 
 def _with_absolute_model_path(job: Job, folder: Path) -> Job:
-    """A model's path as whoever reads it in another folder, or on another node, finds it too."""
+    """Return the job with an absolute model path, which processes in other folders and on other nodes can open."""
     if job.model is None or job.model.path is None:
         return job
-    place = Path(os.path.abspath(folder / Path(job.model.path).expanduser()))  # a link in it stays one
-    return job.model_copy(update={"model": job.model.model_copy(update={"path": str(place)})})
+    absolute = Path(os.path.abspath(folder / Path(job.model.path).expanduser()))  # symbolic links are not resolved
+    return job.model_copy(update={"model": job.model.model_copy(update={"path": str(absolute)})})
 
 
 # ── reading ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -97,7 +111,7 @@ def _read(path: Path) -> str:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise SpecError(f"{shown}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(data) > _MAX_FILE_BYTES:
-        raise SpecError(f"{shown}: is larger than 1 MiB; that is no job.toml")
+        raise SpecError(f"{shown}: is larger than 1 MiB; that is not a job.toml")
     try:
         return data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
@@ -109,40 +123,40 @@ def _syntax(path: Path, text: str, error: ValueError) -> str:
     match = re.fullmatch(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", str(error), re.DOTALL)
     if match is None:
         return f"{_one_line(path)}: not valid TOML: {_one_line(error)}"
-    what, line, column = match.groups()
-    what = re.sub(r"Cannot declare \('(.*)',?\) twice", r"table [\1] is there twice", what).replace("', '", ".")
-    what = _PLAIN_MESSAGES.get(what, what[0].lower() + what[1:])
+    message, line, column = match.groups()
+    message = re.sub(r"Cannot declare \('(.*)',?\) twice", r"table [\1] is defined twice", message).replace("', '", ".")
+    message = _PLAIN_MESSAGES.get(message, message[0].lower() + message[1:])
     if line is None:
-        line, what = text.count("\n") + 1, f"{what}, up to the end of the file"
-        return f"{_one_line(path)}:{line}: not valid TOML: {_one_line(what)}"
-    return f"{_one_line(path)}:{line}:{column}: not valid TOML: {_one_line(what)}"
+        line, message = text.count("\n") + 1, f"{message}, up to the end of the file"
+        return f"{_one_line(path)}:{line}: not valid TOML: {_one_line(message)}"
+    return f"{_one_line(path)}:{line}:{column}: not valid TOML: {_one_line(message)}"
 
 
 _PLAIN_MESSAGES = {
-    "Cannot overwrite a value": "this key has a value already; write it once",
-    "Invalid value": 'this is no value; text needs quotes ("..."), booleans are true and false',
+    "Cannot overwrite a value": "this key already has a value; write it once",
+    "Invalid value": 'invalid value: strings need quotes ("..."), booleans are true or false',
     "Invalid statement": "expected key = value or a [table]",
     "Illegal character '\\n'": "the closing quote of this text is missing",
-    "Invalid initial character for a key part": "expected a key; an inline table {...} must stand on one line",
+    "Invalid initial character for a key part": "expected a key; an inline table {...} must be on one line",
     "Expected newline or end of document after a statement": "expected the end of the line after the value",
 }
-"""What tomllib says, where a newcomer would not understand it."""
+"""Plainer texts for messages of tomllib that a newcomer would not understand."""
 
 
 def _unsupported_values(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    """What TOML allows and no job can hold: journal, JSON and command lines would each choke on it later."""
+    """Yield what TOML allows but no job can contain: the journal, JSON or command lines would fail on it later."""
     if len(path) > _MAX_DEPTH:
-        yield path[:2], f"is nested more than {_MAX_DEPTH} deep"
+        yield path[:2], f"is nested more than {_MAX_DEPTH} levels deep"
     elif isinstance(value, dict):
         for key, inner in value.items():
             if "\0" in key:
-                yield path, f"the key {_format_value(key)} holds a NUL character"
+                yield path, f"the key {_format_value(key)} contains a NUL character"
             yield from _unsupported_values(inner, (*path, key))
     elif isinstance(value, list):
         for index, inner in enumerate(value):
             yield from _unsupported_values(inner, (*path, index))
     elif isinstance(value, str) and "\0" in value:
-        yield path, "holds a NUL character (\\u0000)"
+        yield path, "contains a NUL character (\\u0000)"
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
         yield path, "is a number beyond 64 bits"
     elif isinstance(value, float) and not math.isfinite(value):
@@ -151,31 +165,34 @@ def _unsupported_values(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, st
         yield path, "is a date or time; write it as text, in quotes"
 
 
-# ── what pydantic found, in plain words ────────────────────────────────────────────────────────────────────────────
+# ── pydantic's errors in plain words ───────────────────────────────────────────────────────────────────────────────
 def _translate_errors(error: ValidationError, data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
-    """Each mistake once: the alternatives of a union speak of the same key and are joined."""
-    unfit: dict[KeyPath, list[ErrorDetails]] = {}
-    for found in error.errors(include_url=False):
-        if at := found.get("ctx", {}).get("at"):
-            yield tuple(at), str(found["msg"])
-        elif found["type"] == "extra_forbidden":
-            yield found["loc"], _unknown(found["loc"])
-        elif found["type"] == "missing":
-            yield found["loc"], _missing(found["loc"])
+    """Yield (key, message) once per mistake: errors of a union's alternatives concern the same key and are joined."""
+    wrong_values: dict[KeyPath, list[ErrorDetails]] = {}
+    for pydantic_error in error.errors(include_url=False):
+        if at := pydantic_error.get("ctx", {}).get("at"):
+            yield tuple(at), str(pydantic_error["msg"])
+        elif pydantic_error["type"] == "extra_forbidden":
+            yield pydantic_error["loc"], _unknown(pydantic_error["loc"])
+        elif pydantic_error["type"] == "missing":
+            yield pydantic_error["loc"], _missing(pydantic_error["loc"])
         else:
-            unfit.setdefault(_existing(found["loc"], data), []).append(found)
-    for path, several in unfit.items():
-        if any(deeper[: len(path)] == path != deeper for deeper in unfit):
-            continue  # a union: the alternative that came further tells more
-        if several[0]["type"] == "value_error":
-            yield path, several[0]["msg"].removeprefix("Value error, ")
+            wrong_values.setdefault(_existing(pydantic_error["loc"], data), []).append(pydantic_error)
+    for path, pydantic_errors in wrong_values.items():
+        if any(deeper[: len(path)] == path != deeper for deeper in wrong_values):
+            continue  # a union: the error deeper inside is the more specific one
+        if pydantic_errors[0]["type"] == "value_error":
+            yield path, pydantic_errors[0]["msg"].removeprefix("Value error, ")
         else:
-            expected = " or ".join(dict.fromkeys(_expected(found) for found in several))
-            yield path, f"must be {expected}, not {_format_value(_value_at(path, data))}{_suggestion(several[0], path)}"
+            expected = " or ".join(dict.fromkeys(_expected(pydantic_error) for pydantic_error in pydantic_errors))
+            yield (
+                path,
+                f"must be {expected}, not {_format_value(_value_at(path, data))}{_suggestion(pydantic_errors[0])}",
+            )
 
 
 def _existing(loc: KeyPath, data: Any) -> KeyPath:
-    """The part of ``loc`` that the document has; pydantic puts the names of a union's alternatives in between."""
+    """Return the part of ``loc`` that exists in the document; pydantic inserts the names of a union's alternatives."""
     path: KeyPath = ()
     for part in loc:
         exists = part in data if isinstance(data, dict) else isinstance(data, list) and part in range(len(data))
@@ -198,7 +215,7 @@ def _expected(error: ErrorDetails) -> str:
     if kind in ("literal_error", "enum"):
         return str(context["expected"]).replace("'", '"')
     if kind == "string_pattern_mismatch":
-        return _described(error["loc"]) or f"text that matches {context['pattern']}"
+        return _described(error["loc"]) or f"a string that matches {context['pattern']}"
     if kind == "tuple_type" and table_at(error["loc"]):
         return f"a list of tables, each under [[{_dotted(error['loc'])}]]"
     return _KINDS.get(kind) or str(error["msg"]).removeprefix("Input should be ")
@@ -223,8 +240,8 @@ _KINDS = {
 }
 
 
-def _suggestion(error: ErrorDetails, path: KeyPath) -> str:
-    """A hint for a near miss of a fixed choice."""
+def _suggestion(error: ErrorDetails) -> str:
+    """Return a hint if the value nearly matches one of a fixed set of choices."""
     value, expected = error["input"], str(error.get("ctx", {}).get("expected", ""))
     near = difflib.get_close_matches(value, re.findall(r"'([^']+)'", expected), 1) if isinstance(value, str) else []
     return f"; did you mean {_format_value(near[0])}?" if near else ""
@@ -232,12 +249,14 @@ def _suggestion(error: ErrorDetails, path: KeyPath) -> str:
 
 def _unknown(loc: KeyPath) -> str:
     table, name = table_at(loc[:-1]), str(loc[-1])
-    assert table is not None  # only a table of ours forbids keys
+    assert table is not None  # only tables of the schema forbid unknown keys
+    if new_name := _RENAMED_KEYS.get(tuple(map(str, loc))):
+        return f'was renamed; write "{new_name}" instead'
     if near := difflib.get_close_matches(name, table.model_fields, 1):
         return f"unknown key; did you mean {_format_value(near[0])}?"
-    if len(tables := [home for home in _tables(Job, ()) if name in home[1].model_fields]) == 1:
-        home = tables[0][0]
-        return f"unknown key; it belongs in {_header(home)}" if home else f"unknown key; write [{name}] as a table"
+    if len(owners := [path for path, owner in _tables(Job, ()) if name in owner.model_fields]) == 1:
+        owner = owners[0]
+        return f"unknown key; it belongs in {_header(owner)}" if owner else f"unknown key; write [{name}] as a table"
     return f"unknown key; known here: {', '.join(table.model_fields)}"
 
 
@@ -247,18 +266,18 @@ def _missing(loc: KeyPath) -> str:
     inner = table_at(loc)
     if inner is not None:
         needs = " and ".join(_dotted(path) for path in _required(inner, ()))
-        purpose = (inner.__doc__ or "").partition("\n")[0]
+        purpose = (inner.__doc__ or "").partition("\n")[0].rstrip(".")
         return f"missing; add a table {_header(loc)}" + (f" with {needs}" if needs else f" ({purpose})")
     described = _described(loc)
     where = f" in {_header(loc[:-1])}" if loc[:-1] else ""
     return f"missing; add {name} = ...{where}" + (f" ({described})" if described else "")
 
 
-# ── the schema, walked ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── tables and fields of the schema ────────────────────────────────────────────────────────────────────────────────
 def table_at(path: KeyPath) -> type[BaseModel] | None:
-    """The table of the schema that ``path`` leads to; None where it leads to a value or to nothing of ours."""
+    """Return the table of the schema at ``path``; None if ``path`` leads to a value or to nothing in the schema."""
     model: type[BaseModel] = Job
-    named = False  # a name of the user's own follows
+    named = False  # True if the next part is a name that the user chose
     for part in path:
         if isinstance(part, int) or named:
             named = False
@@ -289,21 +308,26 @@ def _required(model: type[BaseModel], path: KeyPath) -> Iterator[KeyPath]:
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model in ``M``, ``M | None``, ``tuple[M, ...]`` or ``dict[str, M]``."""
+    """Return the model in ``M``, ``M | None``, ``tuple[M, ...]`` or ``dict[str, M]``; None if there is none."""
     candidates = (annotation, *get_args(annotation))
-    return next((one for one in candidates if isinstance(one, type) and issubclass(one, BaseModel)), None)
+    return next((model for model in candidates if isinstance(model, type) and issubclass(model, BaseModel)), None)
 
 
 def _described(loc: KeyPath) -> str:
+    """Return the description of a field as part of a sentence, at most 200 characters; empty if it has none."""
     owner = table_at(loc[:-1])
     field = owner.model_fields.get(str(loc[-1])) if owner else None
-    return _one_line(field.description, 200) if field and field.description else ""
+    if field is None or not field.description:
+        return ""
+    text = _one_line(field.description, 200).removesuffix(".")
+    is_acronym = text[:2].isalpha() and text[:2].isupper()
+    return text if is_acronym else text[0].lower() + text[1:]
 
 
 # ── lines ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _error_line(path: Path, line: int, key: str, message: str) -> str:
-    place = f"{_one_line(path)}:{line}" if line else _one_line(path)
-    return f"{place}: {key}: {_one_line(message, 400)}" if key else f"{place}: {_one_line(message, 400)}"
+    location = f"{_one_line(path)}:{line}" if line else _one_line(path)
+    return f"{location}: {key}: {_one_line(message, 400)}" if key else f"{location}: {_one_line(message, 400)}"
 
 
 def _dotted(path: KeyPath) -> str:
@@ -322,7 +346,7 @@ def _header(path: KeyPath) -> str:
 
 
 def _format_value(value: Any) -> str:
-    """A value as it would stand in the file, on one line and not too long."""
+    """Return a value as in TOML, on one line and truncated if it is long."""
     if isinstance(value, dict):
         return "a table"
     if isinstance(value, list) and value:

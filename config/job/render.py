@@ -1,4 +1,4 @@
-"""A job as job.toml again, with every default filled in: what it prints is a valid job.toml of the same job."""
+"""Write a job as job.toml with every default filled in: the result is a valid job.toml of the same job."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from .schema import Job
 
 
 def as_toml(job: Job) -> str:
-    """Round trip: loading the text gives an equal job (but for ``min_replicas``, whose default is spelt out, and
-    ``spares``, which are 0 where there is no pool)."""
+    """Return the TOML text of a job; loading it gives an equal job.
+
+    Two values may differ: ``min_replicas`` has its default written out, and ``spares`` is 0 if there is no pool.
+    """
     floors = {role.name: role.min_replicas for role in resolve(job, "python").roles}
     roles = {name: role.model_copy(update={"min_replicas": floors[name]}) for name, role in job.every_role().items()}
     built_in = {name: role for name, role in roles.items() if name not in job.commands}
     cluster = job.cluster if job.cluster.form == POOL else job.cluster.model_copy(update={"spares": 0})
     model = job.model
-    if model is not None and model.path is not None:  # its config.json has them; they would be refused beside path
+    if model is not None and model.path is not None:  # config.json has these keys; beside path they would be refused
         model = model.model_copy(update=dict.fromkeys(SHAPE_KEYS))
     sampling = job.sampling
-    if sampling.staleness == "unlimited":  # late would be refused beside it
+    if sampling.staleness == "unlimited":  # beside it, late would be refused
         sampling = sampling.model_copy(update={"late": None})
     filled = job.model_copy(update={
         "cluster": cluster,
@@ -41,7 +43,7 @@ def as_toml(job: Job) -> str:
 
 
 def _table(model: BaseModel, path: tuple[str, ...]) -> Iterator[str]:
-    """Plain keys first: after a [header] they would belong to another table."""
+    """Yield the lines of a table. Plain keys come first: after a [header] they would belong to another table."""
     fields = [(name, field, getattr(model, name)) for name, field in type(model).model_fields.items()]
     plain = [(name, field, value) for name, field, value in fields if value is not None and not _holds_tables(value)]
     if plain and path:
@@ -52,21 +54,21 @@ def _table(model: BaseModel, path: tuple[str, ...]) -> Iterator[str]:
         if isinstance(value, BaseModel):
             yield from _table(value, (*path, name))
         elif isinstance(value, dict) and _holds_tables(value):
-            for key, one in value.items():
-                yield from _table(one, (*path, name, key))
+            for key, table in value.items():
+                yield from _table(table, (*path, name, key))
         elif _holds_tables(value):
-            for one in value:
+            for table in value:
                 yield f"\n[[{'.'.join((*path, name))}]]"
-                yield from (line for line in _table(one, (*path, name)) if not line.startswith("\n["))
+                yield from (line for line in _table(table, (*path, name)) if not line.startswith("\n["))
 
 
 def _holds_tables(value: Any) -> bool:
-    several = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
-    return isinstance(value, BaseModel) or any(isinstance(one, BaseModel) for one in several)
+    elements = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
+    return isinstance(value, BaseModel) or any(isinstance(element, BaseModel) for element in elements)
 
 
 def field_text(field: FieldInfo, value: Any) -> str:
-    """A value of that field as job.toml has it, durations and sizes with their units."""
+    """Return a field's value as in job.toml, durations and sizes with their units."""
     if DURATION in field.metadata:
         return _value(duration_text(value))
     return _value(size_text(value)) if SIZE in field.metadata else _value(value)
@@ -74,7 +76,7 @@ def field_text(field: FieldInfo, value: Any) -> str:
 
 def _value(value: Any) -> str:
     if isinstance(value, dict):
-        inner = ", ".join(f"{_key(key)} = {_value(one)}" for key, one in value.items())
+        inner = ", ".join(f"{_key(key)} = {_value(element)}" for key, element in value.items())
         return f"{{ {inner} }}" if inner else "{}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_value, value))}]"
@@ -88,5 +90,5 @@ def _key(key: str) -> str:
 
 
 def _text(text: str) -> str:
-    """JSON's escapes are TOML's, but for DEL."""
+    """Quote a string. JSON's escapes are also TOML's, except for DEL."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

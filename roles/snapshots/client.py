@@ -14,8 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from ...core.types import NodeName, ReplicaId
 from ...transport.keys import RunKeys
+from ...transport.streams.connection import TransportError
 from ...transport.streams.framing import receive_bulk, receive_message, send_bulk
-from ...transport.weights.base import TransportError
 from . import messages as msg
 from .connection import LocalAgentClient, checked, remote_agent, retry_while_hung, run_blocking, send_request
 from .format import (

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from ...core.types import NodeName
 from ...transport.keys import RunKeys
+from ...transport.streams.connection import Connection, TransportError, authenticate
 from ...transport.streams.framing import derive_key, receive_message, send_message
 from ...transport.streams.unix import UnixConnection, dial_unix
-from ...transport.weights.base import Connection, TransportError, authenticate
 from ...transport.weights.tcp import dial
 from . import messages as msg
 from .format import Fenced, SnapshotError

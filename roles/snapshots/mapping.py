@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Callable
 
-from ...transport.weights.base import Connection
+from ...transport.streams.connection import Connection
 from .buffers import available_memory
 from .format import EMPTY_HEAD, HEAD_AREA_BYTES, HEAD_BYTES, PAYLOAD_OFFSET, Damaged, Head, SnapshotError, SnapshotInfo
 

@@ -20,9 +20,9 @@ import msgspec
 
 from ...core.types import Incarnation, NodeName
 from ...transport.keys import RunKeys
+from ...transport.streams.connection import Connection, TransportError
 from ...transport.streams.framing import CHUNK_BYTES, receive_bulk, receive_message, send_bulk, send_message
 from ...transport.streams.unix import UnixConnection, UnixListener
-from ...transport.weights.base import Connection, TransportError
 from ...transport.weights.protocol import Acceptor
 from ...transport.weights.tcp import listen
 from . import messages as msg

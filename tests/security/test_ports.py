@@ -31,7 +31,7 @@ from rrl.tests.support.weights.source import VERSION, content
 from rrl.transport.control.endpoints import Address, Dialer
 from rrl.transport.keys import RunKeys
 from rrl.transport.messages import AdmissionRequest, Admitted, FromManager
-from rrl.transport.weights.base import TransportError
+from rrl.transport.streams.connection import TransportError
 from rrl.transport.weights.select import open_transport
 
 SOON = 30.0

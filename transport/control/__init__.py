@@ -1,0 +1,1 @@
+"""Authenticated messages between the manager and all other processes: ``Listener`` and ``Dialer``."""

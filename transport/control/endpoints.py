@@ -1,11 +1,11 @@
-"""The control plane: ZeroMQ with CURVE, generic over any msgspec union. One listens, everybody else dials.
+"""The control plane: ZeroMQ with CURVE, generic over any msgspec union. One process listens, the others dial it.
 
-CURVE is always on and only the run's client key is let in; a frame that cannot be read is dropped and counted, never
-answered. Nothing blocks the loop: every socket operation is non-blocking, and what a slow or absent peer cannot take
-is dropped, oldest first, and counted. What must arrive is asked (:meth:`Dialer.ask`): an ask is sent again to the next
-listener until it is answered.
+CURVE is always on, and only the run's client key is accepted; a frame that cannot be decoded is dropped and counted,
+never answered. Nothing blocks the event loop: every socket operation is non-blocking, and messages that a slow or
+absent peer cannot take are dropped, oldest first, and counted. A message that must arrive is a request
+(:meth:`Dialer.request`), which is sent again to the next listener until it has a reply.
 
-All objects here belong to the asyncio loop in which they were opened; several may share one loop, in any thread.
+Every object belongs to the asyncio loop in which it was opened; several may share one loop, in any thread.
 """
 
 from __future__ import annotations
@@ -37,33 +37,36 @@ from .sockets import (
 )
 
 Send = Callable[[bytes, Any, int | None], Coroutine[Any, Any, None]]
-"""Type of :meth:`Listener.send`: takes a peer, a message, and the id of the request that it answers (None: of none)."""
+"""Type of :meth:`Listener.send`: takes a peer, a message, and the id of the request that it answers (None: not a
+reply)."""
 
 ADDRESS_POLL_S = 1.0
-"""s between two calls of ``find`` while nobody answers"""
+"""Seconds between two calls of ``find_address`` while there is no connection."""
 CONNECTED_ADDRESS_POLL_S = 5.0
-"""s between two calls of ``find`` while connected: a manager that lost its lease may still be answering"""
+"""Seconds between two calls of ``find_address`` while connected: a manager that lost its lease may still reply."""
 MAX_QUEUED_MESSAGES = 1000
-"""messages kept for a peer that does not take them; the oldest go first"""
+"""Messages that are queued for a peer that does not take them; the oldest are dropped."""
 _CONNECT_MS = 2000
 _RECONNECT_MS = 100
 _RECONNECT_MAX_MS = 1000
 _FLUSH_MS = 200
-"""at close, the last words (a Goodbye, a Stop) get so long to leave; then they are dropped"""
+"""Milliseconds that sent messages (a Goodbye, a Stop) have to leave when an endpoint closes; then they are dropped."""
 _MAX_FRAMES_PER_TURN = 100
-"""frames read in one turn of the loop, so that a flood leaves the other tasks their turn"""
+"""Frames read in one iteration of the event loop, so that a flood does not starve other tasks."""
 
 
 class Address(Struct, frozen=True):
-    """Where a listener can be dialled: ``tcp://host:port``. Of two addresses the one with the higher epoch counts."""
+    """Where a listener can be dialled: ``tcp://host:port``. Of two addresses the one with the higher epoch is valid."""
 
     epoch: int
     endpoint: str
 
     @classmethod
     def read(cls, path: Path) -> Address | None:
-        """What ``path`` says; None when it is absent or torn (a full disk, storage that shows a file before its bytes):
-        whoever looks, looks again in a moment."""
+        """Return the address in ``path``; None if the file is absent or incomplete.
+
+        A full disk, or storage that shows a file before its bytes, makes it incomplete; the caller tries again later.
+        """
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, ValueError):
@@ -71,7 +74,7 @@ class Address(Struct, frozen=True):
 
 
 class Incoming(Struct, frozen=True):
-    """One message at a listener. ``peer`` is where an answer goes; ``ask`` is the id to answer, None if none is due."""
+    """One message at a listener. ``peer`` is where a reply goes, ``request_id`` what it answers (None: no reply)."""
 
     peer: bytes
     request_id: int | None
@@ -79,10 +82,10 @@ class Incoming(Struct, frozen=True):
 
 
 class Listener:
-    """The side that is dialled: a ROUTER that only members of the run get through to.
+    """The end that is dialled: a ROUTER socket that only members of the run can connect to.
 
-    ``dropped`` counts frames that could not be read and answers that a slow peer did not take;
-    ``refused`` counts connections that failed to prove that they belong to the run.
+    ``dropped`` counts frames that could not be decoded and messages that a slow peer did not take; ``refused`` counts
+    connections that failed to authenticate.
     """
 
     def __init__(self, keys: RunKeys, incoming: Any, epoch: int, ip: str, bounds: Bounds = CONTROL_BOUNDS) -> None:
@@ -96,12 +99,12 @@ class Listener:
         self._authenticator = ZapAuthenticator(self._context, keys.client_public)
         socket = self._context.socket(zmq.ROUTER)
         apply_socket_limits(socket, bounds)
-        socket.set(zmq.ROUTER_MANDATORY, 1)  # else a full queue is a silent loss
-        socket.set(zmq.BACKLOG, 1024)  # a new manager is dialled by the whole run at once
+        socket.set(zmq.ROUTER_MANDATORY, 1)  # otherwise a full queue loses messages silently
+        socket.set(zmq.BACKLOG, 1024)  # the whole run dials a new manager at once
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, keys.server_secret.encode())
         socket.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-        socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no doorman, no entry
+        socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator every connection is refused
         self._handshake_limit = HandshakeLimiter(socket)
         try:
             socket.bind(f"tcp://{ip}:*")
@@ -119,34 +122,49 @@ class Listener:
     async def open(
         cls, keys: RunKeys, incoming: Any, *, epoch: int = 0, host: str = "127.0.0.1", bounds: Bounds = CONTROL_BOUNDS
     ) -> Listener:
-        """Listen on a free port of ``host``: a name or IPv4 address of this machine. ``up``: what may arrive.
+        """Listen on a free port of ``host``: a name or IPv4 address of this machine.
 
-        Raises OSError when the host cannot be resolved, zmq.ZMQError when it is not an address of this machine.
+        Args:
+            keys: The keys of the run.
+            incoming: Union of the messages that may arrive.
+            epoch: Manager epoch that is sent with each message.
+            host: Name or IPv4 address.
+            bounds: Limits for each peer.
+
+        Raises:
+            OSError: The host cannot be resolved.
+            zmq.ZMQError: It is not an address of this machine.
         """
-        found = await asyncio.get_running_loop().getaddrinfo(host, None, family=net.AF_INET, type=net.SOCK_STREAM)
-        return cls(keys, incoming, epoch, str(found[0][4][0]), bounds)
+        resolved = await asyncio.get_running_loop().getaddrinfo(host, None, family=net.AF_INET, type=net.SOCK_STREAM)
+        return cls(keys, incoming, epoch, str(resolved[0][4][0]), bounds)
 
     @property
     def refused(self) -> int:
+        """Return how many connections failed to authenticate."""
         return self._handshake_limit.refused
 
     @property
     def address(self) -> Address:
+        """Return where this listener can be dialled."""
         return Address(self.epoch, self.endpoint)
 
     async def receive(self) -> Incoming:
-        """The next message of a member of the run. Raises ConnectionError once closed."""
+        """Return the next message of a member of the run.
+
+        Raises:
+            ConnectionError: The listener was closed.
+        """
         while not self._closed:
             frames = self._socket.receive()
             if frames is None:
                 self._readable.clear()
                 await self._readable.wait()
                 continue
-            read = self._codec.decode(frames[1]) if len(frames) == 2 else None
-            if read is None:
+            decoded = self._codec.decode(frames[1]) if len(frames) == 2 else None
+            if decoded is None:
                 self.dropped += 1
                 continue
-            _, request_id, message = read
+            _, request_id, message = decoded
             self._frames_read += 1
             if self._frames_read % _MAX_FRAMES_PER_TURN == 0:
                 await asyncio.sleep(0)
@@ -154,12 +172,14 @@ class Listener:
         raise ConnectionError("the listener was closed")
 
     async def send(self, peer: bytes, message: Any, request_id: int | None = None) -> None:
-        """Push to ``peer``, or answer its ``ask``. Never waits: dropped (and counted) if the peer's queue is full,
-        dropped silently if the peer is gone."""
+        """Push to ``peer``, or answer its request. Never waits.
+
+        The message is dropped and counted if the peer's queue is full, and dropped silently if the peer is gone.
+        """
         self._send(peer, encode_frame(self.epoch, request_id, message))
 
     async def send_all(self, peers: Iterable[bytes], message: Any) -> None:
-        """Push the same to all of them, as :meth:`send` does to one: it is encoded once."""
+        """Push one message to several peers, as :meth:`send` does to one; it is encoded once."""
         data = encode_frame(self.epoch, None, message)
         for peer in peers:
             self._send(peer, data)
@@ -175,7 +195,7 @@ class Listener:
                 raise
 
     async def close(self) -> None:
-        """Stop listening; what was sent gets a moment to leave. Repeatable."""
+        """Stop listening; sent messages have a moment to leave. Repeatable."""
         if self._closed:
             return
         self._closed = True
@@ -187,6 +207,8 @@ class Listener:
 
 
 class _PendingRequest:
+    """A request that has no reply yet."""
+
     def __init__(self, message: Any, reply: asyncio.Future[Any]) -> None:
         self.message = message
         self.reply = reply
@@ -198,12 +220,12 @@ def _no_messages() -> Sequence[Any]:
 
 
 class Dialer:
-    """The side that dials one listener, loses it, and finds it or its successor again.
+    """The end that dials one listener, and finds it or its successor again when it loses it.
 
-    ``find`` gives the newest address, or None; it is called in a thread of its own (it may read shared storage) at
-    once after a loss and then every ``LOOK_EVERY`` s; an OSError in it counts as None. ``hello`` gives the messages
-    that are sent first on every connection. ``dropped`` counts messages that the bound of a queue cost, frames that
-    could not be read and frames of a listener older than the newest address seen.
+    ``find_address`` returns the newest address, or None. It is called in a thread (it may read shared storage) at once
+    after a loss and then every :data:`ADDRESS_POLL_S`; an OSError counts as None. ``hello`` returns the messages that
+    are sent first on every connection. ``dropped`` counts messages that exceeded the bound of a queue, frames that
+    could not be decoded, and frames of a listener older than the newest known address.
     """
 
     def __init__(
@@ -237,15 +259,15 @@ class Dialer:
 
     @property
     def connected(self) -> bool:
-        """The listener has let us in and we have greeted it."""
+        """Return whether the listener has accepted the connection and ``hello`` was sent on it."""
         return self._hello_sent
 
     def refresh_address(self) -> None:
-        """``find`` may have news: ask it now rather than at the next look."""
+        """Call ``find_address`` now rather than at the next poll, because it may return a new address."""
         self._changed.set()
 
     async def run(self) -> None:
-        """Connect, watch, reconnect: until closed or cancelled. Raises what ``hello`` raises."""
+        """Connect, monitor and reconnect until closed or cancelled. Raises what ``hello`` raises."""
         try:
             while not self._closed:
                 self._changed.clear()
@@ -260,14 +282,19 @@ class Dialer:
             self._disconnect(_FLUSH_MS if self._hello_sent else 0)
 
     async def send(self, message: Any) -> None:
-        """Say it once. Waits for nobody: queued (bounded) while the listener is away or slow."""
+        """Send a message once, without waiting. It is queued (bounded) while the listener is absent or slow."""
         self._enqueue(None, message)
 
     async def request(self, message: Any, timeout: float, resend_after: float | None = None) -> Any:
-        """Say it until it is answered (sent again after each reconnect: the listener may see it twice; and, for one
-        that may drop an answer, on the same connection too, ``again`` s after it was sent, then after twice as long).
+        """Send a message until it has a reply, and return the reply.
 
-        Raises TimeoutError after ``by`` s, ConnectionError when the dialer is closed meanwhile.
+        The message is sent again after each reconnect, so that the listener may receive it twice. With ``resend_after``
+        it is also sent again on the same connection after so many seconds, then after twice as long, and so on: for a
+        listener that may drop its reply.
+
+        Raises:
+            TimeoutError: There was no reply within ``timeout`` s.
+            ConnectionError: The dialer was closed.
         """
         self._last_request_id += 1
         request_id = self._last_request_id
@@ -284,42 +311,42 @@ class Dialer:
             del self._pending[request_id]
 
     async def next_push(self) -> Any:
-        """The next message that the listener sent of its own accord."""
+        """Return the next message from the listener that is not a reply."""
         return await self._pushes.get()
 
     async def close(self) -> None:
-        """Hang up; what was sent gets a moment to leave. Open asks raise ConnectionError. Repeatable."""
+        """Disconnect; sent messages have a moment to leave, and open requests raise ConnectionError. Repeatable."""
         if self._closed:
             return
         self._closed = True
         self._changed.set()
         self._disconnect(_FLUSH_MS if self._hello_sent else 0)
-        for ask in self._pending.values():
-            if not ask.reply.done():
-                ask.reply.set_exception(ConnectionError("the dialer was closed"))
+        for request in self._pending.values():
+            if not request.reply.done():
+                request.reply.set_exception(ConnectionError("the dialer was closed"))
         await asyncio.to_thread(self._context.term)
 
     # ── finding the listener ───────────────────────────────────────────────────────────────────────────────────────
     async def _find_listener(self) -> None:
         try:
-            found = await asyncio.to_thread(self._find_address)
+            address = await asyncio.to_thread(self._find_address)
         except OSError:
             return
-        if found is None or found == self._address or self._closed:
+        if address is None or address == self._address or self._closed:
             return
-        if self._address is not None and found.epoch < self._address.epoch:
-            return  # the file of a stale manager: whoever wrote it has been succeeded
-        if self._address is not None and found.endpoint == self._address.endpoint:
-            self._address = found  # the same socket serves a new epoch
+        if self._address is not None and address.epoch < self._address.epoch:
+            return  # written by a manager that has a successor
+        if self._address is not None and address.endpoint == self._address.endpoint:
+            self._address = address  # the same socket serves a new epoch
             return
         self._disconnect()
-        self._address = found
-        self._dial(found.endpoint)
+        self._address = address
+        self._dial(address.endpoint)
 
     def _dial(self, endpoint: str) -> None:
         socket = self._context.socket(zmq.DEALER)
         apply_socket_limits(socket, self._bounds)
-        socket.set(zmq.IMMEDIATE, 1)  # nothing is queued for a connection that is not there: hello must come first
+        socket.set(zmq.IMMEDIATE, 1)  # queue nothing before the connection exists: hello must be sent first
         socket.set(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
         socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
         socket.set(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
@@ -332,12 +359,12 @@ class Dialer:
         self._socket = AsyncSocket(socket, self._on_readable, self._flush)
         socket.connect(endpoint)
 
-    def _disconnect(self, linger: int = 0) -> None:
+    def _disconnect(self, flush_ms: int = 0) -> None:
         self._connection_up = self._hello_sent = False
         if self._raw_socket is not None and self._monitor is not None and self._socket is not None:
             self._raw_socket.disable_monitor()
             self._monitor.close()
-            self._socket.close(linger)
+            self._socket.close(flush_ms)
         self._raw_socket = self._monitor = self._socket = None
 
     def _on_monitor_event(self) -> None:
@@ -346,23 +373,23 @@ class Dialer:
             self._hello_sent = False
             self._changed.set()
 
-    # ── outwards ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── sending ────────────────────────────────────────────────────────────────────────────────────────────────────
     def _send_hello(self) -> None:
-        """First hello, then every ask that the last listener took and did not answer, then what has waited."""
+        """Send the hello messages, then every request that an earlier listener did not answer, then the queue."""
         unanswered: list[tuple[int | None, Any]] = [
-            (ask, entry.message) for ask, entry in self._pending.items() if entry.sent
+            (request_id, request.message) for request_id, request in self._pending.items() if request.sent
         ]
         self._hello_queue = deque([*((None, message) for message in self._hello()), *unanswered])
         self._hello_sent = True
         if self._socket is not None:
-            self._socket.process_events()  # lets zmq attach the new connection before the first send
+            self._socket.process_events()  # makes zmq attach the new connection before the first send
         self._flush()
 
     def _enqueue(self, request_id: int | None, message: Any) -> None:
         self._send_queue.append((request_id, message))
         if len(self._send_queue) > MAX_QUEUED_MESSAGES:
             oldest = next((i for i, (request_id, _) in enumerate(self._send_queue) if request_id is None), None)
-            if oldest is not None:  # asks stay: each has a deadline of its own
+            if oldest is not None:  # requests stay: each has a deadline of its own
                 del self._send_queue[oldest]
                 self.dropped += 1
         self._flush()
@@ -374,24 +401,24 @@ class Dialer:
                 return
             request_id, message = queue[0]
             entry = None if request_id is None else self._pending.get(request_id)
-            if request_id is None or entry is not None:  # else it has been answered or given up meanwhile
+            if request_id is None or entry is not None:  # otherwise it has been answered or given up
                 if not self._socket.send([encode_frame(self._address.epoch, request_id, message)]):
-                    return  # look() comes here again when there is room
+                    return  # process_events() calls this again when the socket is writable
                 if entry is not None:
                     entry.sent = True
             queue.popleft()
 
-    # ── inwards ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── receiving ──────────────────────────────────────────────────────────────────────────────────────────────────
     def _on_readable(self) -> None:
         for _ in range(_MAX_FRAMES_PER_TURN):
             frames = self._socket.receive() if self._socket is not None else None
             if frames is None:
                 return
-            read = self._codec.decode(frames[0]) if len(frames) == 1 else None
-            if read is None or (self._address is not None and read[0] < self._address.epoch):
+            decoded = self._codec.decode(frames[0]) if len(frames) == 1 else None
+            if decoded is None or (self._address is not None and decoded[0] < self._address.epoch):
                 self.dropped += 1
                 continue
-            _, request_id, message = read
+            _, request_id, message = decoded
             if request_id is None:
                 self._push(message)
             elif (entry := self._pending.get(request_id)) is not None and not entry.reply.done():

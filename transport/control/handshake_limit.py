@@ -1,9 +1,9 @@
-"""Who connects to a listening zmq socket and has not proved itself yet: counted, and never more than a few at once.
+"""Limit the connections to a listening zmq socket that have not authenticated yet.
 
-libzmq cuts off whoever has not finished the handshake within its deadline, but lets in any number meanwhile: one host
-that connects and says nothing would take every descriptor of the process. So the ones too many are cut off here, first
-those that said too little to have proved anything, then the oldest: a member of the run proves itself within some
-milliseconds, and one that is cut off dials again.
+libzmq closes a connection that does not finish the handshake in time, but accepts any number until then: one host that
+connects and sends nothing could take every descriptor of the process. So surplus connections are closed here, first
+those that have sent too little to have authenticated, then the oldest: a member of the run authenticates within some
+milliseconds, and dials again if it was closed.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from ..tcp_inspection import bytes_received, shut_down
 from .sockets import HANDSHAKE_TIMEOUT_MS, AsyncSocket
 
 MAX_UNAUTHENTICATED = 64
-"""connections at once that have not proved themselves; measured 14 KiB each in libzmq, so 1 MiB. Not fewer: of 900
-members that dial at once the last was in after 0.4 s without a limit, 0.6 s with one of 128, 1.0 s with 64, 2.7 s with
-16"""
+"""Unauthenticated connections at a time; measured 14 KiB each in libzmq, so 1 MiB. Not fewer: of 900 members that dial
+at once the last was accepted after 0.4 s without a limit, 0.6 s with one of 128, 1.0 s with 64, 2.7 s with 16."""
 MIN_HANDSHAKE_BYTES = 500
-"""a member says 567 to be let in (CURVE, ZMTP 3.1; measured): who said less than this certainly was not"""
+"""Bytes below which a connection cannot have authenticated: a member sends 567 (CURVE, ZMTP 3.1; measured)."""
 _EVENT = struct.Struct("=Hi")
-"""a monitor's first frame: event, value (zmq_socket_monitor(3))"""
+"""First frame of a monitor: event, value (zmq_socket_monitor(3))."""
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
 class HandshakeLimiter:
-    """Made before ``socket`` is bound; belongs to the running asyncio loop.
+    """Monitors a socket and closes surplus unauthenticated connections.
 
-    ``refused`` counts connections that failed to prove that they belong to the run, ``cut`` those that were one too
-    many.
+    It is created before ``socket`` is bound, and belongs to the running asyncio loop. ``refused`` counts connections
+    that failed to authenticate, ``cut_off`` those that were closed as surplus.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
@@ -40,23 +39,23 @@ class HandshakeLimiter:
         self._port = 0
         self._monitored = socket
         self._unauthenticated: dict[int, float] = {}
-        """descriptor of each connection that may still be in its handshake → when it was first seen"""
+        """Descriptor of each connection that may still be in its handshake → time of its acceptance."""
         self._authenticated_at: list[float] = []
-        """when connections proved themselves; which ones zmq does not say"""
+        """Times at which connections authenticated; zmq does not report which ones."""
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _REFUSED
         self._monitor_socket = AsyncSocket(_monitor(socket, events), self._on_events)
 
     def set_port(self, port: int) -> None:
-        """``socket`` listens at this port."""
+        """Set the port at which ``socket`` listens."""
         self._port = port
 
     def close(self) -> None:
-        """To be called before the watched socket is closed."""
+        """Stop monitoring; must be called before the monitored socket is closed."""
         self._monitored.disable_monitor()
         self._monitor_socket.close()
 
     def _on_events(self) -> None:
-        """Everything that has happened first, then a verdict: a descriptor may have changed hands in between."""
+        """Process all events before closing anything, since a descriptor may have been reused in between."""
         now = time.monotonic()
         while (frames := self._monitor_socket.receive()) is not None:
             event, value = _EVENT.unpack_from(frames[0])
@@ -72,7 +71,7 @@ class HandshakeLimiter:
             self._cut_off_excess(now)
 
     def _cut_off_excess(self, now: float) -> None:
-        oldest = now - HANDSHAKE_TIMEOUT_MS / 1000  # whoever is older and still here has proved itself
+        oldest = now - HANDSHAKE_TIMEOUT_MS / 1000  # an older connection has authenticated, or libzmq has closed it
         self._unauthenticated = {fd: since for fd, since in self._unauthenticated.items() if since > oldest}
         self._authenticated_at = [since for since in self._authenticated_at if since > oldest]
         if (surplus := len(self._unauthenticated) - len(self._authenticated_at) - MAX_UNAUTHENTICATED) <= 0:
@@ -87,8 +86,10 @@ class HandshakeLimiter:
 
 
 def _monitor(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
-    """Where what happens to ``socket`` is told, without a bound: at one, zmq's own thread would wait for our loop, and
-    hold a lock meanwhile that closing the socket needs."""
+    """Return a socket that receives the events of ``socket``, without a bound on its queue.
+
+    At a bound, zmq's own thread would wait for the event loop while holding a lock that closing the socket needs.
+    """
     address = "inproc://gate"
     socket.monitor(address, events)
     monitor: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)

@@ -1,7 +1,7 @@
-"""How lines of logs reach the manager: on a socket of their own, because a flood must never delay a beat.
+"""How log lines reach the manager: on a separate socket, so that a flood never delays a heartbeat.
 
-The first process of a step asks (:class:`Lines`) and is answered (:class:`Taken`) before it says more: one message of a
-life is under way at most, so that nothing queues up anywhere but in the :class:`Backlog` of whoever has the lines.
+The launcher of a step sends :class:`LogLines` as a request and waits for :class:`LogLinesAck` before it sends more: at
+most one message of an incarnation is in flight, so that lines queue up only in the :class:`Backlog` of their sender.
 """
 
 from __future__ import annotations
@@ -16,32 +16,33 @@ from ...core.types import Incarnation
 from .sockets import Bounds
 
 MAX_TEXT_BYTES = 64 * 2**10
-"""of one message"""
+"""Bytes of log text in one message."""
 TAIL_BYTES = 64 * 2**10
-"""newest lines of a life that its step and the manager each keep: some 700 lines, and 128 MiB for 2,000 lives"""
+"""Bytes of the newest lines of an incarnation that its launcher and the manager each keep: some 700 lines, and 128 MiB
+for 2,000 incarnations."""
 LOG_BOUNDS = Bounds(256 * 2**10, 16)
-"""a message carries a tail and a message's worth of new lines at most; 16 of them are 4 MiB a peer"""
+"""A message contains at most a tail and one message of new lines; 16 of them are 4 MiB per peer."""
 
 
 class LogLines(Struct, frozen=True, tag=True):
-    """Whole lines of a life's log, each with its time, oldest first; some may have been said before."""
+    """Whole lines of an incarnation's log, each with its time, oldest first; some may have been sent before."""
 
     incarnation: Incarnation
     text: bytes
     unsaved: bool = False
-    """the step cannot write them to the run directory now: whoever takes them shall"""
+    """True if the launcher cannot write them to the run directory now: then the receiver must."""
     is_last: bool = False
-    """the log ends here"""
+    """True if the log ends here."""
 
 
 class LogLinesAck(Struct, frozen=True, tag=True):
-    """Answer to every Lines."""
+    """The reply to :class:`LogLines`."""
 
 
 class Backlog:
-    """The newest lines of a log that somebody has yet to take, at most ``bound`` bytes. Thread-safe, waits for nobody.
+    """The newest lines of a log that have not been sent yet, at most ``bound`` bytes. Thread-safe and non-blocking.
 
-    What there is no room for goes, oldest first; one line with its number of bytes takes its place.
+    Lines that exceed the bound are dropped, oldest first; one line with the number of dropped bytes replaces them.
     """
 
     def __init__(self, bound: int) -> None:
@@ -51,9 +52,9 @@ class Backlog:
         self._missing = 0
         self._missing_at = b""
         self.size = 0
-        """bytes held"""
+        """Bytes that are stored."""
         self.lost = 0
-        """bytes that went, ever"""
+        """Bytes that were dropped in total."""
 
     def put(self, lines: bytes) -> None:
         """Add whole lines."""
@@ -69,7 +70,7 @@ class Backlog:
                     self._chunks.appendleft(rest)
 
     def pop_oldest(self, max_bytes: int) -> bytes:
-        """The oldest lines, about ``most`` bytes of them (one line at least); b"" when there are none."""
+        """Remove and return the oldest lines, about ``max_bytes`` but at least one line; b"" if there are none."""
         with self._lock:
             chunks: list[bytes] = []
             if self._missing:
@@ -89,12 +90,13 @@ class Backlog:
             return b"".join(chunks)
 
     def all(self) -> bytes:
-        """Everything that is held; it stays."""
+        """Return everything that is stored, without removing it."""
         with self._lock:
             return b"".join(self._chunks)
 
     @property
     def empty(self) -> bool:
+        """Return whether there is nothing to send, not even a notice of dropped lines."""
         return not self.size and not self._missing
 
     def _drop(self, lines: bytes) -> None:

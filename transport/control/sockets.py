@@ -1,6 +1,6 @@
-"""Below the control plane: non-blocking zmq sockets on an asyncio loop, the frame format, and who is let in.
+"""The layer below the control plane: non-blocking zmq sockets on an asyncio loop, the frame format, authentication.
 
-A frame is msgpack of ``(protocol version, epoch, ask id or nil, body)``.
+A frame is msgpack of ``(protocol version, epoch, request id or nil, body)``.
 """
 
 from __future__ import annotations
@@ -19,34 +19,36 @@ from ..messages import PROTOCOL_VERSION
 
 _HEARTBEAT_MS = 1000
 _HEARTBEAT_TIMEOUT_MS = 5000
-"""a peer whose zmq thread was not heard for so long is cut off; it does not hang on the peer's Python being busy"""
+"""Milliseconds without traffic from a peer's zmq thread after which it is disconnected; a peer whose Python code is
+busy is not affected."""
 HANDSHAKE_TIMEOUT_MS = 10_000
-"""who connects and has not proved itself by then is cut off"""
+"""Milliseconds after which a connection that has not authenticated is closed."""
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"rrl"
-"""ZAP domain: without a doorman for it nobody gets in"""
+"""ZAP domain; without an authenticator for it every connection is refused."""
 
 
 class Bounds(Struct, frozen=True):
-    """What one peer may make the other end hold."""
+    """Limits on the memory that one peer can make the other end use."""
 
     max_frame_bytes: int
-    """bytes of the largest message; who sends a larger one is cut off"""
+    """Bytes of the largest message; a peer that sends a larger one is disconnected."""
     max_queued: int
-    """messages in zmq's own queue, a peer and direction"""
+    """Messages in zmq's own queue, per peer and direction."""
 
 
 CONTROL_BOUNDS = Bounds(256 * 2**20, 1000)
-"""a batch of trajectories is the largest thing said here"""
+"""Default limits: a batch of trajectories is the largest message of the control plane."""
 MANAGER_BOUNDS = Bounds(2**20, 1000)
-"""a step's metrics or a finding's evidence are the largest; a stranger can make us hold a frame as large as this before
-it must prove anything"""
+"""Limits of the manager: a step's metrics or a finding's evidence are the largest messages. A stranger can make the
+manager allocate one such frame before it must authenticate."""
 STORE_BOUNDS = Bounds(64 * 2**20, 1000)
-"""whole trajectories of a rollout at once: 64 of 32,768 tokens, with versions and log-probabilities, are some 30 MiB"""
+"""Limits of the store: a rollout sends whole trajectories at once; 64 of 32,768 tokens, with versions and
+log-probabilities, are some 30 MiB."""
 
 
 class Codec:
-    """Frames of one direction. ``body`` is the msgspec union that may arrive."""
+    """Decodes frames of one direction. ``body`` is the msgspec union that may arrive."""
 
     def __init__(self, body: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[tuple[int, int, int | None, Any]] = msgspec.msgpack.Decoder(
@@ -54,7 +56,7 @@ class Codec:
         )
 
     def decode(self, frame: bytes) -> tuple[int, int | None, Any] | None:
-        """``(epoch, ask, message)``, or None when it cannot be read or is of another protocol version."""
+        """Return ``(epoch, request id, message)``, or None if the frame is invalid or of another protocol version."""
         try:
             version, epoch, request_id, message = self._decoder.decode(frame)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -63,6 +65,7 @@ class Codec:
 
 
 def encode_frame(epoch: int, request_id: int | None, message: Any) -> bytes:
+    """Encode a message with this process's protocol version."""
     return msgspec.msgpack.encode((PROTOCOL_VERSION, epoch, request_id, message))
 
 
@@ -75,8 +78,8 @@ def _int_option(socket: zmq.Socket[bytes], option: int) -> int:
 class AsyncSocket:
     """A non-blocking zmq socket on the running loop.
 
-    zmq's descriptor only tells that *something* changed, and any operation may swallow that: so EVENTS is read after
-    every wake-up and after every send. (zmq.asyncio does the same with a future and a timer for each operation.)
+    zmq's descriptor only signals that *something* changed, and any operation may consume that signal: so EVENTS is read
+    after every wake-up and after every send. (zmq.asyncio does the same with a future and a timer for each operation.)
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class AsyncSocket:
         self._loop.call_soon(self.process_events)
 
     def process_events(self) -> None:
+        """Call ``readable`` and ``writable`` if the socket is."""
         if not self._open:
             return
         events = _int_option(self._socket, zmq.EVENTS)
@@ -101,17 +105,22 @@ class AsyncSocket:
             self._writable()
 
     def process_events_soon(self) -> None:
+        """Call :meth:`process_events` in the next iteration of the loop."""
         self._loop.call_soon(self.process_events)
 
     def receive(self) -> list[bytes] | None:
-        """The next message's frames, or None when there is none now."""
+        """Return the frames of the next message, or None if there is none now."""
         try:
             return self._socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return None
 
     def send(self, frames: Sequence[bytes]) -> bool:
-        """False when the peer's queue is full. Raises zmq.ZMQError(EHOSTUNREACH) for a peer unknown to a ROUTER."""
+        """Send a message. Return False if the peer's queue is full.
+
+        Raises:
+            zmq.ZMQError: EHOSTUNREACH for a peer that a ROUTER does not know.
+        """
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
@@ -120,15 +129,16 @@ class AsyncSocket:
             self.process_events_soon()
         return True
 
-    def close(self, linger: int = 0) -> None:
+    def close(self, flush_ms: int = 0) -> None:
+        """Close the socket; ``flush_ms`` is the time (ms) that sent messages have to leave. Repeatable."""
         if self._open:
             self._open = False
             self._loop.remove_reader(self._fd)
-            self._socket.close(linger)
+            self._socket.close(flush_ms)
 
 
 def apply_socket_limits(socket: zmq.Socket[bytes], bounds: Bounds = CONTROL_BOUNDS) -> None:
-    """What both ends set alike, before bind or connect."""
+    """Set the options that both ends share, before bind or connect."""
     for option, value in (
         (zmq.LINGER, 0),
         (zmq.SNDHWM, bounds.max_queued),
@@ -143,7 +153,7 @@ def apply_socket_limits(socket: zmq.Socket[bytes], bounds: Bounds = CONTROL_BOUN
 
 
 class ZapAuthenticator:
-    """ZAP (ZeroMQ RFC 27) for one context: lets in the run's client key and nobody else."""
+    """ZAP (ZeroMQ RFC 27) for one context: accepts only the run's client key."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], client_public: str) -> None:
         self._client_key = z85.decode(client_public)

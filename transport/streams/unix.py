@@ -1,7 +1,7 @@
-"""Lines between two processes of one node and one user: abstract Unix sockets, over which descriptors can be passed.
+"""Connections between two processes of one node and one user: abstract Unix sockets, which can pass descriptors.
 
-An abstract name leaves no file and ends with its owner. It is no secret (``/proc/net/unix`` shows all of them), and
-whoever is first may take it: both ends look at the other's user, and shake hands.
+An abstract name leaves no file and disappears with its owner. It is not secret (``/proc/net/unix`` lists all names),
+and any process may bind it first: so both ends check the other's user, and authenticate each other.
 """
 
 from __future__ import annotations
@@ -14,24 +14,27 @@ import struct
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from ..weights.base import CONNECT_TIMEOUT_S, Connection, TransportError
+from .connection import CONNECT_TIMEOUT_S, Connection, TransportError
 
 _CREDENTIALS = struct.Struct("=iII")
-"""``struct ucred``: pid, uid, gid (unix(7))"""
+"""``struct ucred``: pid, uid, gid (unix(7))."""
 _BACKLOG = 1024
-"""connections that the kernel holds until they are accepted: strangers' too"""
+"""Connections that the kernel holds until they are accepted, those of strangers included."""
 _BACKLOG_RETRY_S = 0.01
-"""s until the next try where it is full"""
+"""Seconds until the next attempt if the listener's backlog is full."""
 _MAX_ACCEPTS_PER_TURN = 16
 _ACCEPT_RETRY_S = 1.0
-"""s until the next try, when there is no descriptor to accept with"""
+"""Seconds until the next attempt if no descriptor is available to accept with."""
 _MAX_NAME_BYTES = 107
-"""bytes of an abstract name (unix(7), ``sun_path`` less the leading zero)"""
+"""Bytes of an abstract name (unix(7), ``sun_path`` less the leading zero)."""
 T = TypeVar("T")
 
 
 class UnixConnection:
-    """See :class:`rrl.transport.weights.base.Line`. It may be used in one loop after another, never in two at once."""
+    """A :class:`rrl.transport.streams.connection.Connection` over a Unix socket.
+
+    It may be used in one event loop after another, but never in two at once.
+    """
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
@@ -39,36 +42,39 @@ class UnixConnection:
         self._operations = 0
         self._broken = False
         self.pid = peer_credentials(connected)[0]
-        """of the process that connected or listens; 0 where it cannot be seen from our pid namespace"""
+        """Process that connected or listens; 0 if it is outside of this process's pid namespace."""
 
     async def open(self) -> None:
-        """Nothing to agree on."""
+        """Do nothing: there is nothing to agree on."""
 
     async def send(self, data: bytes | memoryview) -> None:
+        """Send all of ``data``."""
         await self._run(asyncio.get_running_loop().sock_sendall(self._socket, data))
 
     async def receive(self, into: memoryview) -> None:
+        """Fill ``into``."""
         await self._run(self._fill(into))
 
     async def send_descriptors(self, descriptors: Sequence[int]) -> None:
-        """They stay open here."""
+        """Send copies of open file descriptors."""
         await self._run(self._send_fds(descriptors))
 
     async def receive_descriptors(self, count: int) -> list[int]:
-        """Exactly as many as one ``send_descriptors``; the caller closes them."""
+        """Receive the ``count`` descriptors of one ``send_descriptors``; the caller closes them."""
         return await self._run(self._receive_fds(count))
 
     def abort(self) -> None:
+        """Close the connection at once; a socket that an operation still uses is closed after it."""
         if not self._broken:
             self._broken = True
             with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # wakes whoever waits on it
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the operations that wait for it
         if not self._operations:
             self._socket.close()
 
     @property
     def broken(self) -> bool:
-        """Aborted here, or ended by the other end."""
+        """Return whether the connection was aborted here or closed by the peer."""
         if not self._broken:
             try:
                 return not self._socket.recv(1, socket.MSG_PEEK)
@@ -94,7 +100,7 @@ class UnixConnection:
         while into:
             count = await loop.sock_recv_into(self._socket, into)
             if not count:
-                raise TransportError("the connection was closed by the other end")
+                raise TransportError("the connection was closed by the peer")
             into = into[count:]
 
     async def _send_fds(self, descriptors: Sequence[int]) -> None:
@@ -107,7 +113,7 @@ class UnixConnection:
         if not byte or len(fds) != count:
             for fd in fds:
                 os.close(fd)
-            raise TransportError(f"{len(fds)} descriptors came, not {count}")
+            raise TransportError(f"received {len(fds)} descriptors instead of {count}")
         return list(fds)
 
     async def _wait_ready(self, add: Callable[..., None], remove: Callable[[int], bool]) -> None:
@@ -131,33 +137,41 @@ def _waker(woken: asyncio.Future[None]) -> Callable[[], None]:
 
 
 def abstract_address(name: str) -> str:
-    """The address of ``name``. Raises ValueError when it is too long."""
+    """Return the socket address of an abstract name.
+
+    Raises:
+        ValueError: The name is too long.
+    """
     if len(name.encode()) > _MAX_NAME_BYTES:
         raise ValueError(f"{name!r} is longer than {_MAX_NAME_BYTES} bytes")
     return "\0" + name
 
 
 def peer_credentials(connected: socket.socket) -> tuple[int, int]:
-    """Pid and user of who connected, or listened when we connected."""
+    """Return pid and user id of the process that connected, or that listened when this process connected."""
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(credentials)
     return pid, user
 
 
 async def dial_unix(name: str) -> UnixConnection:
-    """Raises PipeError, also when another user took the name."""
+    """Connect to an abstract name.
+
+    Raises:
+        TransportError: The connection fails, or a process of another user has the name.
+    """
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             await _connect(connected, abstract_address(name))
         if (user := peer_credentials(connected)[1]) != os.geteuid():
-            raise TransportError(f"{name} is held by user {user}")
+            raise TransportError(f"the Unix socket @{name} belongs to another user (uid {user})")
     except TimeoutError:
         connected.close()
-        raise TransportError(f"the Unix socket @{name} is not answered within {CONNECT_TIMEOUT_S:g} s") from None
+        raise TransportError(f"the Unix socket @{name} did not accept within {CONNECT_TIMEOUT_S:g} s") from None
     except OSError as error:
         connected.close()
-        raise TransportError(f"nobody listens at the Unix socket @{name}: {error.strerror or error}") from error
+        raise TransportError(f"cannot connect to the Unix socket @{name}: {error.strerror or error}") from error
     except TransportError:
         connected.close()
         raise
@@ -169,14 +183,15 @@ async def _connect(connecting: socket.socket, address: str) -> None:
         try:
             connecting.connect(address)
             return
-        except BlockingIOError:  # its backlog is full; the kernel tells nobody when it no longer is
+        except BlockingIOError:  # its backlog is full, and the kernel does not signal when it no longer is
             await asyncio.sleep(_BACKLOG_RETRY_S)
 
 
 class UnixListener:
-    """Listens at an abstract name in the running loop; whoever is of another user is let go unheard.
+    """Listens at an abstract name in the running event loop; connections of other users are closed unread.
 
-    Raises OSError (EADDRINUSE) when the name is taken.
+    Raises:
+        OSError: The name is in use (EADDRINUSE).
     """
 
     def __init__(self, name: str, on_connection: Callable[[Connection], object]) -> None:
@@ -193,6 +208,7 @@ class UnixListener:
         self._listen()
 
     def close(self) -> None:
+        """Stop listening."""
         if self._retry_timer is not None:
             self._retry_timer.cancel()
         self._loop.remove_reader(self._socket)
@@ -209,7 +225,7 @@ class UnixListener:
                 return
             except ConnectionError:
                 continue
-            except OSError:  # out of descriptors: it would be told again at once, for ever
+            except OSError:  # out of descriptors: the socket stays readable, so the loop would call this again at once
                 self._loop.remove_reader(self._socket)
                 self._retry_timer = self._loop.call_later(_ACCEPT_RETRY_S, self._listen)
                 return

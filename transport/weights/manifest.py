@@ -1,8 +1,8 @@
-"""A weight version described: which tensors lie where in one flat buffer, cut into chunks, each with its digest.
+"""The manifest of a weight version: where each tensor is in one flat buffer, and the digest of each chunk of it.
 
 Tensors are packed back to back (each starts at a multiple of 64 bytes) into one logical buffer; chunks cut that buffer
-without regard to tensors. The manifest carries an HMAC with the run's secret, so that a chunk is trusted because of
-its digest, whoever it came from.
+without regard to tensors. The manifest carries an HMAC with the run's secret, so that a chunk can be verified by its
+digest, whichever source sent it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from msgspec import Struct
 from ...core.types import Version
 
 CHUNK_BYTES = 8 * 2**20
-"""what a dead source costs at most per request in flight; as in the fan-out lab (docs/sources.md, UCX)"""
+"""Bytes of a chunk: what a dead source costs at most per request in flight; as in the fan-out lab (docs/sources.md,
+UCX)."""
 ALIGN_BYTES = 64
-"""bytes; a cache line, and enough for any dtype and vector load"""
+"""Alignment of tensors in bytes: a cache line, and sufficient for any dtype and vector load."""
 _DIGEST_BYTES = 16
 _MAX_DIGEST_THREADS = 8
-"""12 GB/s, were memory fast enough; the others of a node's cores are the role's"""
+"""Most threads that compute digests: together 12 GB/s, if memory is fast enough; the node's other cores are for the
+role."""
 
 
 class TensorSpec(Struct, frozen=True, array_like=True):
@@ -46,7 +48,7 @@ class Chunk(Struct, frozen=True, array_like=True):
 
 
 class Manifest(Struct, frozen=True):
-    """One version: ``nbytes`` in all. ``mac`` is HMAC-SHA256 over everything else, with the run's secret."""
+    """The description of one version of ``nbytes`` bytes. ``mac`` is HMAC-SHA256 over all other fields."""
 
     version: Version
     tensors: tuple[TensorSpec, ...]
@@ -56,8 +58,11 @@ class Manifest(Struct, frozen=True):
 
 
 def layout(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> tuple[tuple[TensorSpec, ...], int]:
-    """Place tensors, given as ``(name, dtype, shape, nbytes)``, one behind the other at aligned offsets. Return their
-    specs and the size (bytes) of the whole buffer."""
+    """Place tensors, given as ``(name, dtype, shape, nbytes)``, one after the other at aligned offsets.
+
+    Returns:
+        The specs of the tensors, and the size (bytes) of the whole buffer.
+    """
     specs, end = [], 0
     for name, dtype, shape, nbytes in tensors:
         offset = -(-end // ALIGN_BYTES) * ALIGN_BYTES
@@ -67,11 +72,12 @@ def layout(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> tuple[tu
 
 
 class ManifestBuilder:
-    """A manifest in the making: digests are computed in threads, side by side, while the buffer is still being filled.
-    1 GiB, measured on two cores: 0.98 s in one thread, 0.53 s in two. (Who receives verifies in threads, too, while the
-    next chunks come: 1 GiB over tcp takes 0.23 s of CPU in the loop, and 1.0 s in those threads, however many.)
+    """Builds a manifest while its buffer is still being filled: digests are computed in parallel threads.
 
-    ``flat`` holds ``tensors`` as :func:`layout` places them. Used as a context manager, which ends the threads."""
+    ``flat`` holds ``tensors`` as :func:`layout` places them. It is a context manager, which ends the threads. 1 GiB,
+    measured on two cores: 0.98 s in one thread, 0.53 s in two. (A receiver verifies in threads too, while the next
+    chunks arrive: 1 GiB over tcp takes 0.23 s of CPU in the loop, and 1.0 s in those threads, however many.)
+    """
 
     def __init__(
         self,
@@ -82,7 +88,7 @@ class ManifestBuilder:
         chunk_bytes: int = CHUNK_BYTES,
         threads: int | None = None,
     ) -> None:
-        """Raises ValueError when the buffer is not of the tensors' size."""
+        """Start the threads. Raises ValueError if the buffer does not have the size of the tensors."""
         specs, nbytes = layout(tensors)
         if flat.nbytes != nbytes:
             raise ValueError(f"{version}: the buffer has {flat.nbytes} bytes, its tensors need {nbytes}")
@@ -98,7 +104,7 @@ class ManifestBuilder:
         self._pool.shutdown(cancel_futures=True)
 
     def mark_filled(self, end: int) -> None:
-        """What lies before ``end`` does not change any more."""
+        """Declare that the bytes before ``end`` are final."""
         while len(self._digests) < len(self._chunks):
             start, chunk = self._chunks[len(self._digests)]
             if start + chunk.nbytes > end:
@@ -106,14 +112,14 @@ class ManifestBuilder:
             self._digests.append(self._pool.submit(digest, chunk))
 
     def sign(self) -> Manifest:
-        """The signed manifest: all of the buffer is filled."""
+        """Return the signed manifest; all of the buffer must be filled."""
         self.mark_filled(self._flat.nbytes)
         chunks = [
-            Chunk(start, part.nbytes, made.result())
-            for (start, part), made in zip(self._chunks, self._digests, strict=True)
+            Chunk(start, data.nbytes, future.result())
+            for (start, data), future in zip(self._chunks, self._digests, strict=True)
         ]
-        bare = Manifest(self._version, self._specs, self._flat.nbytes, tuple(chunks))
-        return msgspec.structs.replace(bare, mac=_mac(bare, self._secret))
+        unsigned = Manifest(self._version, self._specs, self._flat.nbytes, tuple(chunks))
+        return msgspec.structs.replace(unsigned, mac=_mac(unsigned, self._secret))
 
 
 def describe(
@@ -123,34 +129,40 @@ def describe(
     secret: bytes,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Manifest:
-    """The signed manifest of ``flat``, which holds ``tensors`` as :func:`layout` places them.
+    """Return the signed manifest of ``flat``, which holds ``tensors`` as :func:`layout` places them.
 
-    Raises ValueError when the buffer is not of that size.
+    Raises:
+        ValueError: The buffer does not have the size of the tensors.
     """
-    with ManifestBuilder(version, tensors, flat, secret, chunk_bytes) as describing:
-        return describing.sign()
+    with ManifestBuilder(version, tensors, flat, secret, chunk_bytes) as builder:
+        return builder.sign()
 
 
 def digest_threads() -> int:
-    """How many digests are computed at a time: hashlib lets other threads run meanwhile."""
+    """Return how many digests are computed in parallel: hashlib releases the interpreter lock."""
     return min(_MAX_DIGEST_THREADS, len(os.sched_getaffinity(0)))
 
 
 def digest(data: memoryview) -> bytes:
-    """blake2b-16: cryptographic, because a source may lie. 1.5 GB/s on one core (docs/sources.md, UCX), on any CPU;
-    SHA-256 made 2.2 there, but only with the CPU's SHA extensions."""
+    """Return the blake2b digest of 16 bytes.
+
+    It is cryptographic, because a source may send forged bytes. 1.5 GB/s on one core (docs/sources.md, UCX), on any
+    CPU; SHA-256 reached 2.2 GB/s there, but only with the CPU's SHA extensions.
+    """
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
 def encode(manifest: Manifest) -> bytes:
+    """Encode a manifest."""
     return msgspec.msgpack.encode(manifest)
 
 
 def decode(data: bytes | bytearray, version: Version, secret: bytes) -> Manifest:
-    """The manifest of ``version`` as a holder sent it.
+    """Decode and verify the manifest of ``version`` that a source sent.
 
-    Raises ValueError when it cannot be read, is not signed with the run's secret, is of another version, or its chunks
-    and tensors do not fit its buffer.
+    Raises:
+        ValueError: It is invalid, not signed with the run's secret, of another version, or its chunks and tensors do
+            not fit its buffer.
     """
     try:
         manifest = msgspec.msgpack.decode(data, type=Manifest)
@@ -159,16 +171,16 @@ def decode(data: bytes | bytearray, version: Version, secret: bytes) -> Manifest
     if not hmac.compare_digest(manifest.mac, _mac(manifest, secret)):
         raise ValueError("the manifest is not signed with this run's secret")
     if manifest.version != version:
-        raise ValueError(f"asked for {version}, got the manifest of {manifest.version}")
+        raise ValueError(f"requested {version}, received the manifest of {manifest.version}")
     end = 0
     for chunk in manifest.chunks:
         if chunk.offset != end or chunk.nbytes <= 0:
-            raise ValueError(f"{version}: chunks do not lie back to back at {end}")
+            raise ValueError(f"{version}: chunks are not contiguous at byte {end}")
         end += chunk.nbytes
     if end != manifest.nbytes:
         raise ValueError(f"{version}: chunks end at {end}, the buffer at {manifest.nbytes}")
     if any(spec.offset < 0 or spec.nbytes < 0 or spec.offset + spec.nbytes > end for spec in manifest.tensors):
-        raise ValueError(f"{version}: a tensor lies outside the buffer")
+        raise ValueError(f"{version}: a tensor is outside the buffer")
     return manifest
 
 

@@ -1,8 +1,8 @@
-"""How two ends agree on UCX over a TCP connection on which both have proved that they know the run's secret.
+"""How two ends agree on UCX, over a TCP connection on which both have proved that they know the run's secret.
 
-The end that dialled sends an offer. An offer with an empty address says that it has no UCX, and nothing more is
-agreed on. Else the other end answers with an offer of its own, which is empty where its UCX does not reach the first
-one. The first end then says whether its UCX reaches the second. Without UCX both go on over TCP.
+The end that dialled sends an offer. An empty offer means that it has no UCX, and nothing more is exchanged. Otherwise
+the other end replies with an offer of its own, which is empty if its UCX cannot reach the first end. The first end then
+reports whether its UCX can reach the second. Without UCX both continue over TCP.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import struct
 
 from msgspec import Struct
 
-from .base import Connection, TransportError
+from ..streams.connection import Connection, TransportError, receive_bytes
 
 _OFFER = struct.Struct("<QH")
-"""tag, bytes of the address that follows"""
+"""Tag, and the number of bytes of the address that follows."""
 _REACHED, _NOT_REACHED = b"\1", b"\0"
 
 
@@ -23,38 +23,32 @@ class Offer(Struct, frozen=True):
 
     tag: int
     address: bytes
-    """52 bytes over one TCP interface, 188 with shared memory (UCX 1.21); at most 65535"""
+    """Address of the worker: 52 bytes over one TCP interface, 188 with shared memory (UCX 1.21); at most 65535."""
 
 
 TCP_ONLY = Offer(0, b"")
-"""go on over TCP"""
+"""The empty offer: continue over TCP."""
 
 
 async def send_offer(connection: Connection, offer: Offer) -> None:
-    """Raises PipeError."""
+    """Send an offer. Raises TransportError."""
     await connection.send(_OFFER.pack(offer.tag, len(offer.address)) + offer.address)
 
 
 async def receive_offer(connection: Connection) -> Offer:
-    """Raises PipeError."""
-    tag, length = _OFFER.unpack(await _receive(connection, _OFFER.size))
-    return Offer(tag, await _receive(connection, length)) if length else TCP_ONLY
+    """Receive an offer. Raises TransportError."""
+    tag, length = _OFFER.unpack(await receive_bytes(connection, _OFFER.size))
+    return Offer(tag, await receive_bytes(connection, length)) if length else TCP_ONLY
 
 
 async def send_choice(connection: Connection, reached: bool) -> None:
-    """Raises PipeError."""
+    """Report whether this end's UCX reaches the other end. Raises TransportError."""
     await connection.send(_REACHED if reached else _NOT_REACHED)
 
 
 async def receive_choice(connection: Connection) -> bool:
-    """Whether the other end's UCX reaches this one. Raises PipeError."""
-    choice = await _receive(connection, 1)
+    """Return whether the other end's UCX reaches this one. Raises TransportError."""
+    choice = await receive_bytes(connection, 1)
     if choice not in (_REACHED, _NOT_REACHED):
-        raise TransportError(f"a choice that is none: {choice!r}")
+        raise TransportError(f"received an invalid choice: {choice!r}")
     return choice == _REACHED
-
-
-async def _receive(connection: Connection, nbytes: int) -> bytes:
-    buffer = bytearray(nbytes)
-    await connection.receive(memoryview(buffer))
-    return bytes(buffer)

@@ -1,10 +1,11 @@
-"""What is said on a line, both ends, alike for every pipe: request and answer, strictly in order.
+"""The request protocol on a connection, both ends, shared by all weight transports.
 
-A request is kind, version, offset, bytes; an answer is a status and a length, then that many bytes. Requests may be
-sent ahead of the answers. Who is asked for what it is still receiving says "not yet" until it has it: whoever says
-nothing at all is dead or hangs. A request that waits costs its connection, which answers one at a time, and nine bytes
-now and then. Lengths are ours in every pipe: UCX neither tells the length of a short message nor whether
-a completed send has arrived. What has arrived is known by its digest, which is the acknowledgement.
+A request is kind, version, offset and length; a reply is a status and a length, then that many bytes. Replies come in
+the order of the requests, which may be sent ahead of them. A source that is still receiving the requested chunk replies
+NOT_READY until it has it; a source that sends nothing is dead or hung. A waiting request blocks its connection, which
+answers one request at a time, and costs nine bytes per NOT_READY. The protocol sends lengths in every transport, since
+UCX reports neither the length of a short message nor whether a completed send has arrived. A chunk's digest proves that
+it has arrived.
 """
 
 from __future__ import annotations
@@ -17,18 +18,17 @@ from functools import partial
 from typing import TypeVar
 
 from ...core.types import Version
-from . import manifest as manifests
-from .base import (
+from ..streams.connection import (
     CONNECT_TIMEOUT_S,
     MAX_DEADLINE_EXTENSIONS,
-    STARVATION_TIMEOUT_S,
     TIMER_SLACK_S,
     Connection,
     TransportError,
-    VersionUnavailable,
     authenticate,
     deadline,
 )
+from . import manifest as manifests
+from .base import STARVATION_TIMEOUT_S, VersionUnavailable
 from .manifest import Manifest
 from .store import NotReady, VersionEvicted, VersionUnknown, WeightStore
 
@@ -37,16 +37,17 @@ _ANSWER = struct.Struct("<BQ")  # status, bytes
 _KIND_MANIFEST, _KIND_RANGE, _KIND_BYE = 1, 2, 3
 _STATUS_OK, _STATUS_UNAVAILABLE, _STATUS_NOT_READY = 0, 1, 2
 _MAX_MANIFEST_BYTES = 64 * 2**20
-"""bytes; bounds what a peer can make us allocate"""
+"""Largest manifest in bytes, which bounds what a peer can make this process allocate."""
 _SEND_TIMEOUT_S = 30.0
-"""s for one answer: who does not take it by then is cut off, so that it cannot hold an evicted version in memory"""
+"""Seconds for one reply: a client that does not accept it in time is disconnected, so that it cannot keep an evicted
+version in memory."""
 NOT_READY_INTERVAL_S = 0.05
-"""s between two "not yet": several within the shortest patience of who asks (pull.LEAST)"""
+"""Seconds between two NOT_READY replies: several within the shortest timeout of a client (pull.MIN_CHUNK_TIMEOUT_S)."""
 UNKNOWN_VERSION_TIMEOUT_S = 1.0
-"""s that a request for the manifest of a version waits which the holder has not heard of yet: the manager tells one
-after the other. Chunks are asked of those who have given the manifest"""
+"""Seconds that a request for the manifest of a version waits while the source does not know that version: the manager
+announces a version to one process after the other. Chunks are requested only from sources that sent the manifest."""
 _MAX_UNAUTHENTICATED = 128
-"""connections that have not proved themselves yet, at most; at a further one the oldest is dropped"""
+"""Most connections that have not authenticated; when a further one arrives, the oldest is closed."""
 
 T = TypeVar("T")
 
@@ -54,19 +55,24 @@ _log = logging.getLogger("rrl.weights")
 
 
 class Acceptor:
-    """Where connections come in: a task for each, few strangers at once; who proves itself is handed to ``serve``,
-    whose return (or PipeError) ends the connection."""
+    """Accepts connections, each in a task, with a limit on unauthenticated ones.
+
+    A connection that authenticates is passed to ``serve``; when that returns or raises TransportError, it is closed.
+    """
 
     def __init__(self, secret: bytes, serve: Callable[[Connection], Awaitable[None]]) -> None:
         self._secret = secret
         self._serve = serve
         self._unauthenticated: dict[Connection, None] = {}
-        """oldest first"""
+        """Connections that have not authenticated, oldest first."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def accept(self, connection: Connection) -> asyncio.Task[None]:
-        """A connection came in: serve it until either end leaves, in the task that is returned. The oldest stranger
-        makes room for it, if need be: a member has proved itself within milliseconds, who has not by now is none."""
+        """Serve a new connection until either end leaves, in the task that is returned.
+
+        If there are too many unauthenticated connections, the oldest is closed: a member authenticates within
+        milliseconds.
+        """
         if len(self._unauthenticated) >= _MAX_UNAUTHENTICATED:
             next(iter(self._unauthenticated)).abort()
             del self._unauthenticated[next(iter(self._unauthenticated))]
@@ -77,10 +83,11 @@ class Acceptor:
         return task
 
     async def close(self) -> None:
+        """Close all connections."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for connection in self._unauthenticated:  # of a task that was cancelled before its first step
+        for connection in self._unauthenticated:  # their tasks were cancelled before they began
             connection.abort()
         self._unauthenticated.clear()
 
@@ -92,13 +99,13 @@ class Acceptor:
                 self._unauthenticated.pop(connection, None)
             await self._serve(connection)
         except TransportError as error:
-            _log.debug("a weights connection ended: %s", error)
+            _log.debug("a weight connection ended: %s", error)
         finally:
             connection.abort()
 
 
 class WeightServer:
-    """The answering end: all connections of one store."""
+    """The serving end: all connections of one store."""
 
     def __init__(self, store: WeightStore, secret: bytes) -> None:
         self._store = store
@@ -115,9 +122,7 @@ class WeightServer:
 
     async def _answer(self, connection: Connection) -> bool:
         request = bytearray(_REQUEST.size)
-        await connection.receive(
-            memoryview(request)
-        )  # no deadline: a holder's clients may have nothing to ask for hours
+        await connection.receive(memoryview(request))  # no deadline: a client may have no request for hours
         kind, step, incarnation, offset, nbytes = _REQUEST.unpack(request)
         version = Version(step, incarnation)
         body: bytes | memoryview | None = None
@@ -141,7 +146,10 @@ class WeightServer:
         return True
 
     async def _when_ready(self, connection: Connection, read: Callable[[], T], unknown_timeout: float) -> T | None:
-        """What is asked for, once it is here; None when it does not come, or is not heard of within so many s."""
+        """Return what ``read`` returns once it is ready, sending NOT_READY until then.
+
+        None if the version is evicted, or still unknown after ``unknown_timeout`` s.
+        """
         now = asyncio.get_running_loop().time
         since = now()
         while True:
@@ -157,11 +165,11 @@ class WeightServer:
 
 
 class _Unavailable:
-    """An answer."""
+    """The reply VERSION_UNAVAILABLE."""
 
 
 class _ClientConnection:
-    """The asking end of one connection."""
+    """The requesting end of one connection."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -177,14 +185,15 @@ class _ClientConnection:
         timeout: float,
         starvation_timeout: float,
     ) -> bytearray:
-        """Returns the answer's bytes, or an empty one where they went ``into`` a buffer.
+        """Send a request and return the bytes of the reply; empty if they were written ``into`` a buffer.
 
-        When this raises anything but NotHeld, the line has been aborted, and with it all that were waiting on it.
+        If this raises anything but VersionUnavailable, the connection has been aborted, and all waiting requests with
+        it.
         """
         header = _REQUEST.pack(kind, version.step, version.incarnation, span.start, len(span))
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         async with self._sending:
-            before, self._turn = self._turn, done
+            previous, self._turn = self._turn, done
             try:
                 with deadline(self.connection, timeout):
                     await self.connection.send(header)
@@ -192,16 +201,16 @@ class _ClientConnection:
                 done.set_result(None)
                 raise
         try:
-            if before is not None:
-                await asyncio.shield(before)
+            if previous is not None:
+                await asyncio.shield(previous)
             body = await self._answer(into, timeout, starvation_timeout)
         except BaseException:
-            self.connection.abort()  # also when cancelled while waiting: the answer to come would be taken for the next one
+            self.connection.abort()  # also if cancelled: the next request would receive the reply to this one
             raise
         finally:
             done.set_result(None)
         if isinstance(body, _Unavailable):
-            raise VersionUnavailable(f"{version} is not held there")
+            raise VersionUnavailable(f"the source does not have {version}")
         return body
 
     async def _answer(
@@ -215,35 +224,37 @@ class _ClientConnection:
                     return body
             since = now() if since is None else since
             if now() > since + starvation_timeout:
-                raise TransportError(f"for {starvation_timeout:.3g} s it only said that it is waiting itself")
+                raise TransportError(f"the source replied only NOT_READY for {starvation_timeout:.3g} s")
 
     async def _body(self, into: memoryview | None) -> bytearray | _Unavailable | None:
-        """One answer; None: not yet."""
+        """Return one reply; None if it is NOT_READY."""
         head = bytearray(_ANSWER.size)
         await self.connection.receive(memoryview(head))
         status, nbytes = _ANSWER.unpack(head)
         if status in (_STATUS_UNAVAILABLE, _STATUS_NOT_READY):
             return _Unavailable() if status == _STATUS_UNAVAILABLE else None
         if status != _STATUS_OK or (nbytes > _MAX_MANIFEST_BYTES if into is None else nbytes != into.nbytes):
-            raise TransportError(f"an answer that was not asked for: status {status}, {nbytes} bytes")
+            raise TransportError(f"received an unexpected reply: status {status}, {nbytes} bytes")
         body = bytearray(0 if into is not None else nbytes)
         await self.connection.receive(memoryview(body) if into is None else into)
         return body
 
 
 class WeightClient:
-    """The asking end: one kept connection per address, made when needed, dropped on error."""
+    """The requesting end: one connection per address, opened when needed and dropped on error."""
 
     def __init__(self, dial: Callable[[str], Awaitable[Connection]], secret: bytes) -> None:
         self._dial = dial
         self._secret = secret
         self._connections: dict[str, _ClientConnection] = {}
         self._dialling: dict[str, asyncio.Task[_ClientConnection | str]] = {}
-        """why it came to nothing is a text: whoever waits raises an exception of its own"""
+        """Open connection attempts. The result of a failed one is its reason, from which each waiting task raises its
+        own exception."""
 
     async def manifest(
         self, address: str, version: Version, timeout: float, starvation_timeout: float = STARVATION_TIMEOUT_S
     ) -> Manifest:
+        """Return the verified manifest of a version: see ``WeightTransport.manifest``."""
         data = await (await self._connection_to(address, timeout)).request(
             _KIND_MANIFEST, version, range(0), None, timeout, starvation_timeout
         )
@@ -262,36 +273,41 @@ class WeightClient:
         timeout: float,
         starvation_timeout: float = STARVATION_TIMEOUT_S,
     ) -> None:
+        """Fetch bytes of a version: see ``WeightTransport.fetch``."""
         await (await self._connection_to(address, timeout)).request(
             _KIND_RANGE, version, span, into, timeout, starvation_timeout
         )
 
     def disconnect(self, address: str) -> None:
-        if (call := self._connections.pop(address, None)) is not None:
-            call.connection.abort()
+        """Drop the connection to an address."""
+        if (client := self._connections.pop(address, None)) is not None:
+            client.connection.abort()
 
     async def close(self) -> None:
-        """Say bye to those who still listen, then drop every connection."""
+        """Tell the sources that this client leaves, then drop every connection."""
         dialling = list(self._dialling.values())
         for attempt in dialling:
             attempt.cancel()
         await asyncio.gather(*dialling, return_exceptions=True)
-        for call in list(self._connections.values()):  # a pull that is still running may dial meanwhile
+        for client in list(self._connections.values()):  # a copy: a pull that is still running may add a connection
             try:
-                if not call.connection.broken:
-                    with deadline(call.connection, CONNECT_TIMEOUT_S):
-                        await call.connection.send(_REQUEST.pack(_KIND_BYE, 0, 0, 0, 0))
+                if not client.connection.broken:
+                    with deadline(client.connection, CONNECT_TIMEOUT_S):
+                        await client.connection.send(_REQUEST.pack(_KIND_BYE, 0, 0, 0, 0))
             except TransportError:
                 pass
-            call.connection.abort()
+            client.connection.abort()
         self._connections.clear()
 
     async def _connection_to(self, address: str, timeout: float) -> _ClientConnection:
-        """All who ask for one meanwhile wait for the same attempt: a source that hangs costs its patience once. Who
-        has waited for ``by`` s goes elsewhere; the attempt has its own deadlines, and may serve the next one."""
-        call = self._connections.get(address)
-        if call is not None and not call.connection.broken:
-            return call
+        """Return the connection to an address, after at most ``timeout`` s.
+
+        All tasks that need it wait for the same attempt, so that a hung source costs its timeout once. A task that has
+        waited for ``timeout`` s uses another source; the attempt has its own deadlines, and may serve a later task.
+        """
+        client = self._connections.get(address)
+        if client is not None and not client.connection.broken:
+            return client
         loop = asyncio.get_running_loop()
         dialling = self._dialling.get(address)
         if dialling is None:
@@ -303,19 +319,19 @@ class WeightClient:
             if dialling.done() or loop.time() <= due + TIMER_SLACK_S:
                 break
         if dialling.cancelled():
-            raise TransportError("the pipe is closed")
-        connected = dialling.result() if dialling.done() else f"{address} is not connected within {timeout:.3g} s"
+            raise TransportError("the weight transport is closed")
+        connected = dialling.result() if dialling.done() else f"no connection to {address} within {timeout:.3g} s"
         if isinstance(connected, str):
             raise TransportError(connected)
         return connected
 
     async def _connect(self, address: str) -> _ClientConnection | str:
-        for broken in [key for key, kept in self._connections.items() if kept.connection.broken]:
-            del self._connections[broken]
+        for key in [key for key, client in self._connections.items() if client.connection.broken]:
+            del self._connections[key]
         try:
             connection = await self._dial(address)
             await authenticate(connection, self._secret, dialled=True)
         except TransportError as error:
             return str(error)
-        call = self._connections[address] = _ClientConnection(connection)
-        return call
+        client = self._connections[address] = _ClientConnection(connection)
+        return client

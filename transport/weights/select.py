@@ -1,6 +1,6 @@
 """Select the weight transport of a process: what ``[transport] weights`` means on this machine, and why.
 
-:func:`choose` decides from values alone, so that ``rrl check`` can say what a role would do.
+:func:`select_transport` decides from values alone, so that ``rrl check`` can tell what a role would do.
 """
 
 from __future__ import annotations
@@ -9,50 +9,58 @@ import logging
 
 from msgspec import Struct
 
-from .base import PACKAGES, TransportError, WeightTransport, installed_package
+from ..streams.connection import TransportError
+from .base import PACKAGES, WeightTransport, installed_package
 from .ucx_settings import active_rdma_ports
 
 _log = logging.getLogger("rrl.weights")
 
 
 class Capabilities(Struct, frozen=True):
-    """What decides on this machine how weights travel."""
+    """What this machine has for weight transports."""
 
     packages: frozenset[str]
-    """kinds of pipes (``ucx``, ``nixl``) whose package is installed"""
+    """Kinds of transports (``ucx``, ``nixl``) whose package is installed."""
     rdma_ports: tuple[str, ...]
-    """active ports of RDMA devices: ``mlx5_0:1``"""
+    """Active ports of RDMA devices: ``mlx5_0:1``."""
 
 
 class Choice(Struct, frozen=True):
+    """The selected transport and the reason."""
+
     kind: str
-    """``tcp``, ``ucx`` or ``nixl``"""
+    """``tcp``, ``ucx`` or ``nixl``."""
     reason: str
     over_tcp: bool = False
-    """UCX may use its TCP transport"""
+    """True if UCX may use its TCP transport."""
 
 
 class UntrustedNetwork(TransportError):
-    """UCX over TCP on a network that the job does not call trusted."""
+    """UCX would use TCP on a network that the job does not declare as trusted."""
 
 
 def select_transport(kind: str, capabilities: Capabilities, trusted_network: bool) -> Choice:
-    """What ``[transport] weights`` means on a machine. Raises Untrusted, and ValueError for an unknown kind."""
+    """Return what ``[transport] weights`` means on a machine.
+
+    Raises:
+        UntrustedNetwork: The transport would use TCP on an untrusted network.
+        ValueError: The kind is unknown.
+    """
     if kind == "auto":
         return _select_auto(capabilities)
     if kind == "tcp":
-        return Choice("tcp", "the job asks for tcp")
+        return Choice("tcp", "the job requests tcp")
     if kind not in PACKAGES:
-        raise ValueError(f'pipe {kind!r} is unknown; write "auto", "ucx", "tcp" or "nixl"')
+        raise ValueError(f'unknown weight transport {kind!r}; write "auto", "ucx", "tcp" or "nixl"')
     if trusted_network:
-        return Choice(kind, f"the job asks for {kind}, and trusts its network", over_tcp=True)
+        return Choice(kind, f"the job requests {kind} and trusts its network", over_tcp=True)
     if not capabilities.rdma_ports:
         raise UntrustedNetwork(
-            f"{kind} over TCP lets everybody who reaches its ports read and write the memory of the roles, and this"
-            ' machine has no active RDMA port; write weights = "auto", or trusted_network = true where nobody else'
-            " is on that network or these machines (docs/sites.md)"
+            f"{kind} over TCP lets every user who reaches its ports read and write the memory of the roles, and this"
+            ' machine has no active RDMA port; write weights = "auto", or trusted_network = true if nobody else uses'
+            " that network and these machines (docs/sites.md)"
         )
-    return Choice(kind, f"the job asks for {kind}; it goes over {', '.join(capabilities.rdma_ports)} without TCP")
+    return Choice(kind, f"the job requests {kind}; it uses {', '.join(capabilities.rdma_ports)} without TCP")
 
 
 def _select_auto(capabilities: Capabilities) -> Choice:
@@ -60,8 +68,8 @@ def _select_auto(capabilities: Capabilities) -> Choice:
         return Choice("tcp", "this machine has no active RDMA port")
     ports = ", ".join(capabilities.rdma_ports)
     if "ucx" not in capabilities.packages:
-        return Choice("tcp", f"{ports} would serve RDMA, but ucxx is not installed here (docs/rdma.md)")
-    return Choice("ucx", f"{ports} may serve RDMA")
+        return Choice("tcp", f"{ports} would support RDMA, but ucxx is not installed here (docs/rdma.md)")
+    return Choice("ucx", f"{ports} may support RDMA")
 
 
 def detect_capabilities() -> Capabilities:
@@ -79,13 +87,20 @@ def open_transport(
     trusted_network: bool = False,
     capabilities: Capabilities | None = None,
 ) -> WeightTransport:
-    """The pipe that ``kind`` (``auto``, ``ucx``, ``tcp``, ``nixl``) means here; its ``kind`` says which, the log says
-    why.
+    """Open the transport that ``kind`` (``auto``, ``ucx``, ``tcp``, ``nixl``) means here, and log the reason.
 
-    ``host``: the address that this process serves at. Where ``trusted_network`` lets UCX use TCP, it listens there and
-    nowhere else. ``here``: this machine, unless the caller has looked already.
-    Must be called in the loop that will use the pipe. Raises ImportError when what is asked for by name is not
-    installed, and PipeError when it cannot be used here: ``auto`` takes tcp instead.
+    Must be called in the event loop that will use the transport. ``auto`` falls back to tcp if UCX cannot be used.
+
+    Args:
+        kind: ``[transport] weights``.
+        secret: HMAC secret of the run.
+        host: Address at which this process serves. If UCX may use TCP, it listens only there.
+        trusted_network: ``[transport] trusted_network``.
+        capabilities: What this machine has, if the caller knows already.
+
+    Raises:
+        ImportError: A transport that was requested by name is not installed.
+        TransportError: A transport that was requested by name cannot be used here.
     """
     from .tcp import TcpTransport
     from .ucx import UcxTransport
@@ -103,10 +118,10 @@ def open_transport(
         except (TransportError, ImportError) as error:
             if kind == "ucx":
                 raise
-            _log.warning("weights move over tcp, not over %s: %s", ", ".join(capabilities.rdma_ports), error)
+            _log.warning("weight transport: tcp, not UCX over %s: %s", ", ".join(capabilities.rdma_ports), error)
             return TcpTransport(secret)
     else:
         transport = TcpTransport(secret)
     level = logging.WARNING if kind == "auto" and choice.kind == "tcp" and capabilities.rdma_ports else logging.INFO
-    _log.log(level, "weights move over %s: %s", choice.kind, choice.reason)
+    _log.log(level, "weight transport: %s: %s", choice.kind, choice.reason)
     return transport

@@ -1,9 +1,8 @@
 """Weight versions in memory: at most two, of which at most one is still arriving.
 
-A version is complete and verified, or it is not current. Of one that is arriving, each chunk can be read by others from
-when it is verified; who asks for more is told that it will come, as long as it is being pulled. Evicting a version only
-drops the store's reference: who is reading it (a send in progress, an engine that loads it) keeps its buffer alive
-until done.
+A version is complete and verified, or it is not current. Each chunk of an arriving version can be read by others once
+it is verified; a request for a later chunk waits as long as the version is being pulled. Evicting a version only drops
+the store's reference: a reader (a send in progress, an engine that loads it) keeps its buffer alive until it is done.
 """
 
 from __future__ import annotations
@@ -23,19 +22,20 @@ from ...core.types import Version
 from .manifest import Manifest, digest
 
 MAX_VERSIONS = 2
-"""versions in memory, the arriving one included: each costs the size of the model"""
+"""Versions in memory, the arriving one included: each costs the size of the model."""
 READER_IDLE_TIMEOUT_S = 1.0
-"""s without a request after which a reader is taken to have left; between two chunks it verifies one: milliseconds"""
+"""Seconds without a request after which a reader counts as gone; between two chunks it verifies one, for
+milliseconds."""
 READ_TIMEOUT_S = 30.0
-"""s for which a reader can keep its version from being evicted before a newer one, beside what it takes at SLOW"""
+"""Seconds for which a reader can keep its version from eviction, in addition to its time at MIN_READER_BYTES_PER_S."""
 MIN_READER_BYTES_PER_S = 100e6
-"""bytes a second: a NIC of 1 Gbit/s; who is slower than that may lose its version"""
+"""Bytes per second of a NIC of 1 Gbit/s; a slower reader may lose its version."""
 
 T = TypeVar("T")
 
 
 class StoredVersion(Struct, frozen=True):
-    """A complete version. ``flat`` is read-only; hold on to this object for as long as you read it."""
+    """A complete version. ``flat`` is read-only; keep a reference to this object for as long as you read it."""
 
     manifest: Manifest
     flat: memoryview
@@ -46,33 +46,38 @@ class Superseded(Exception):
 
 
 class NotReady(Exception):
-    """This part is being received."""
+    """The requested part is still being received."""
 
 
 class VersionUnknown(NotReady):
-    """Nothing is known of this version, which is newer than all that is: it may be on its way."""
+    """The version is newer than all known ones, and may arrive later."""
 
 
 class VersionEvicted(Exception):
-    """This version, or such a part of it, is not here and is not being received."""
+    """The version, or that part of it, is neither in the store nor being received."""
 
 
 def fresh_memory(nbytes: int) -> memoryview:
-    """Pages that the kernel zeroes when they are touched. A bytearray would be zeroed here and now while no other
-    thread runs: 0.4 to 2.7 s a GiB (measured), in which no beat goes out."""
+    """Return pages that the kernel zeroes when they are touched.
+
+    A bytearray would be zeroed at once while no other thread runs: 0.4 to 2.7 s per GiB (measured), in which no
+    heartbeat is sent.
+    """
     return memoryview(mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))[:nbytes]
 
 
 def _unused(pages: mmap.mmap) -> bool:
-    """Nobody has a view of them."""
+    """Return whether no view of the pages exists."""
     try:
-        pages.resize(len(pages))  # changes nothing, and is refused while there are views
+        pages.resize(len(pages))  # changes nothing, and fails while a view exists
     except BufferError:
         return False
     return True
 
 
 class _Arriving:
+    """A version that is being received."""
+
     def __init__(self, manifest: Manifest, flat: memoryview) -> None:
         self.manifest = manifest
         self.flat = flat
@@ -80,6 +85,7 @@ class _Arriving:
         self._starts = [chunk.offset for chunk in manifest.chunks]
 
     def verified(self, span: range) -> bool:
+        """Return whether all chunks of these bytes are verified."""
         first = bisect_right(self._starts, span.start) - 1
         last = bisect_right(self._starts, max(span.start, span.stop - 1)) - 1
         return self.missing.isdisjoint(range(first, last + 1))
@@ -91,37 +97,45 @@ class _Reader:
     def __init__(self, version: Version, now: float) -> None:
         self.version, self.since, self.last, self.nbytes = version, now, now, 0
         self.sending = False
-        """it has asked, and not yet got all that it asked for"""
+        """True if it has requested bytes and not received all of them yet."""
 
 
 class WeightStore:
-    """Thread-safe: a trainer's thread offers while the loop's thread serves. Digests are computed outside the lock."""
+    """The weight versions of one process.
+
+    Thread-safe: a trainer's thread offers while the loop's thread serves. Digests are computed outside the lock.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._complete: dict[
             Version, StoredVersion
-        ] = {}  # in order of arrival: after a restart the newest may count lower
+        ] = {}  # in order of arrival: after a restart the newest may have a lower version
         self._arriving: _Arriving | None = None
         self._awaited: Version | None = None
         self._readers: dict[object, _Reader] = {}
         self._waiting: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
         self._spare: mmap.mmap | None = None
-        """of the version given up last, to be written to again: fresh pages cost 0.5 to 1 s a GiB (measured)"""
+        """Memory of the version that was dropped last, for the next one: fresh pages cost 0.5 to 1 s per GiB
+        (measured)."""
 
-    # ── what comes in ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── writing ────────────────────────────────────────────────────────────────────────────────────────────────────
     def offer(self, manifest: Manifest, flat: memoryview) -> None:
-        """Publish a complete version: from now on it is the current one. ``flat`` must not be written to any more.
+        """Publish a complete version, which becomes the current one. ``flat`` must not be written to afterwards.
 
-        Raises ValueError when the buffer is not of the manifest's size.
+        Raises:
+            ValueError: The buffer does not have the size in the manifest.
         """
         if flat.nbytes != manifest.nbytes:
-            raise ValueError(f"{manifest.version}: {flat.nbytes} bytes offered, {manifest.nbytes} described")
+            raise ValueError(f"{manifest.version}: {flat.nbytes} bytes offered, but its manifest has {manifest.nbytes}")
         with self._changing():
             self._add(StoredVersion(manifest, flat.toreadonly()))
 
     def allocate(self, nbytes: int) -> memoryview:
-        """Where to write a version that is to be offered. The oldest one makes room for it, unless it is being read."""
+        """Return memory for a version that will be offered.
+
+        The oldest version is evicted for it, unless it is being read.
+        """
         with self._changing():
             if len(self._complete) >= MAX_VERSIONS and not self._is_being_read(next(iter(self._complete))):
                 self._evict(MAX_VERSIONS - 1)
@@ -129,7 +143,7 @@ class WeightStore:
 
     @contextmanager
     def awaiting(self, version: Version) -> Generator[None]:
-        """Inside, this version is being pulled: who asks for what is not here yet is told that it will come."""
+        """Return a context manager during which the version is being pulled: requests for its missing parts wait."""
         with self._changing():
             self._awaited = version
         try:
@@ -139,16 +153,16 @@ class WeightStore:
                 self._awaited = None
 
     def begin(self, manifest: Manifest) -> list[int]:
-        """Make room for a version and say which chunks are missing; none when it is complete already.
+        """Prepare to receive a version, and return its missing chunks; none if it is complete already.
 
-        Another half-received version is dropped, the same one is gone on with.
+        Another partly received version is dropped; the same version continues.
         """
         with self._changing():
             stored = self._complete.get(manifest.version)
             if stored is not None and stored.manifest == manifest:
                 return []
             if self._arriving is None or self._arriving.manifest != manifest:
-                if self._arriving is not None:  # its buffer goes before the next one comes
+                if self._arriving is not None:  # free its buffer before the next one is allocated
                     self._recycle(self._arriving.flat)
                     self._arriving = None
                 self._evict(MAX_VERSIONS - 1)
@@ -156,12 +170,12 @@ class WeightStore:
             return sorted(self._arriving.missing)
 
     def span(self, version: Version, index: int) -> memoryview:
-        """Where chunk ``index`` of the arriving version is to be written. Raises Superseded."""
+        """Return where chunk ``index`` of the arriving version is to be written. Raises Superseded."""
         chunk = (arriving := self._receiving(version)).manifest.chunks[index]
         return arriving.flat[chunk.offset : chunk.offset + chunk.nbytes]
 
     def accept(self, version: Version, index: int) -> bool:
-        """Verify what was written for chunk ``index``; False when its digest is wrong. Raises Superseded."""
+        """Verify what was written for chunk ``index``. Return False if its digest is wrong. Raises Superseded."""
         arriving = self._receiving(version)
         chunk = arriving.manifest.chunks[index]
         if digest(arriving.flat[chunk.offset : chunk.offset + chunk.nbytes]) != chunk.digest:
@@ -171,9 +185,11 @@ class WeightStore:
         return True
 
     def commit(self, version: Version) -> StoredVersion:
-        """The arriving version is complete: from now on it is the current one.
+        """Make the arriving version, which must be complete, the current one.
 
-        Raises Superseded, or ValueError while chunks are missing.
+        Raises:
+            Superseded: The version is not being received.
+            ValueError: Chunks are missing.
         """
         with self._changing():
             stored = self._complete.get(version)
@@ -190,7 +206,7 @@ class WeightStore:
             return stored
 
     def discard(self, version: Version) -> None:
-        """Forget a version, complete or not."""
+        """Remove a version, complete or not."""
         with self._changing():
             if (stored := self._complete.pop(version, None)) is not None:
                 self._recycle(stored.flat)
@@ -199,25 +215,25 @@ class WeightStore:
             if self._awaited == version:
                 self._awaited = None
 
-    # ── what is here ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── reading ────────────────────────────────────────────────────────────────────────────────────────────────────
     def current(self) -> StoredVersion | None:
-        """The version that was completed last."""
+        """Return the version that was completed last."""
         with self._lock:
             return next(reversed(self._complete.values()), None)
 
     def get(self, version: Version) -> StoredVersion | None:
-        """A complete version, or None."""
+        """Return a complete version, or None."""
         with self._lock:
             return self._complete.get(version)
 
     def versions(self) -> tuple[Version, ...]:
-        """Everything in memory, the arriving one included."""
+        """Return all versions in memory, the arriving one included."""
         with self._lock:
             arriving = () if self._arriving is None else (self._arriving.manifest.version,)
             return (*self._complete, *arriving)
 
     def manifest(self, version: Version) -> Manifest:
-        """Also of an arriving version. Raises NotYet, Gone."""
+        """Return the manifest of a version, also of an arriving one. Raises NotReady or VersionEvicted."""
         with self._lock:
             if (stored := self._complete.get(version)) is not None:
                 return stored.manifest
@@ -226,9 +242,17 @@ class WeightStore:
             raise self._unavailable(version)
 
     def read(self, version: Version, span: range, reader: object) -> memoryview:
-        """These bytes, complete or arriving: read-only, verified, and good for as long as you hold on to them.
+        """Return bytes of a version, complete or arriving: read-only, verified, valid as long as a reference exists.
 
-        ``reader`` is whose request it is, until :meth:`sent` and :meth:`left`. Raises NotYet, Gone."""
+        Args:
+            version: The version.
+            span: The bytes.
+            reader: Identifies the connection, until :meth:`on_sent` and :meth:`on_reader_left`.
+
+        Raises:
+            NotReady: The bytes are still being received.
+            VersionEvicted: They are not in the store and not being received.
+        """
         with self._lock:
             if (stored := self._complete.get(version)) is not None:
                 manifest, flat = stored.manifest, stored.flat
@@ -244,19 +268,26 @@ class WeightStore:
             return flat[span.start : span.stop]
 
     def on_sent(self, reader: object) -> None:
-        """It has got what it asked for."""
+        """Note that a reader has received what it requested."""
         with self._lock:
             if (reading := self._readers.get(reader)) is not None:
                 reading.sending, reading.last = False, time.monotonic()
 
     def on_reader_left(self, reader: object) -> None:
-        """It reads nothing any more."""
+        """Note that a reader has left."""
         with self._lock:
             self._readers.pop(reader, None)
 
     async def wait_until_ready(self, timeout: float, read: Callable[[], T]) -> T:
-        """What ``look`` (:meth:`manifest` or :meth:`read`) gives as soon as it does not raise NotYet, tried again at
-        every change; that NotYet after ``by`` s."""
+        """Return the result of ``read``, which is retried at every change while it raises NotReady.
+
+        Args:
+            timeout: Seconds.
+            read: Calls :meth:`manifest` or :meth:`read`.
+
+        Raises:
+            NotReady: It was not ready within ``timeout`` s.
+        """
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout
         while True:
@@ -276,21 +307,21 @@ class WeightStore:
     # ── inside ─────────────────────────────────────────────────────────────────────────────────────────────────────
     @contextmanager
     def _changing(self) -> Generator[None]:
-        """The lock; who waits looks again afterwards, in its own loop."""
+        """Hold the lock, and wake all waiting tasks, each in its own loop, after it is released."""
         with self._lock:
             yield
             waiting, self._waiting = self._waiting, {}
         for changed, loop in waiting.items():
-            with suppress(RuntimeError):  # that loop has ended, and nobody waits in it
+            with suppress(RuntimeError):  # that loop has ended, so no task waits in it
                 loop.call_soon_threadsafe(_wake, changed)
 
     def _unavailable(self, version: Version) -> Exception:
         if version == self._awaited:
             return NotReady(f"{version} is being received")
         known = [*self._complete] if self._arriving is None else [*self._complete, self._arriving.manifest.version]
-        if all(version > each for each in known):
-            return VersionUnknown(f"nothing is known of {version}")
-        return VersionEvicted(f"{version} is not held")
+        if all(version > other for other in known):
+            return VersionUnknown(f"{version} is unknown")
+        return VersionEvicted(f"{version} is not in the store")
 
     def _note_request(self, reader: object, manifest: Manifest, nbytes: int) -> None:
         now = time.monotonic()
@@ -303,7 +334,7 @@ class WeightStore:
             del self._readers[reader]
 
     def _is_being_read(self, version: Version) -> bool:
-        """Somebody is in the middle of it."""
+        """Return whether a reader has received a part of the version."""
         now = time.monotonic()
         return any(
             reading.version == version
@@ -319,13 +350,15 @@ class WeightStore:
             return self._arriving
 
     def _add(self, stored: StoredVersion) -> None:
-        self._complete.pop(stored.manifest.version, None)  # offered again: it counts as the newest
+        self._complete.pop(stored.manifest.version, None)  # a version that is offered again becomes the newest
         self._complete[stored.manifest.version] = stored
         self._evict(MAX_VERSIONS - (self._arriving is not None))
 
     def _evict(self, max_versions: int) -> None:
-        """The oldest goes that nobody reads. Where all are being read, the oldest stays: one reader after the other
-        comes to an end, however fast new versions follow. The current one always stays."""
+        """Evict the oldest versions that are not being read, but never the current one.
+
+        If all are being read, the oldest stays, so that readers can finish however fast new versions follow.
+        """
         while len(self._complete) > max_versions:
             older = list(self._complete)[:-1]
             idle = [version for version in older if not self._is_being_read(version)]
@@ -335,7 +368,7 @@ class WeightStore:
         self._spare = flat.obj if isinstance(flat.obj, mmap.mmap) else None
 
     def _allocate(self, nbytes: int) -> memoryview:
-        """What was given up last, when it is of that size and nobody reads it or writes to it any more; else fresh."""
+        """Return the memory of the version that was dropped last, if it fits and is unused, or else fresh memory."""
         pages, self._spare = self._spare, None
         if pages is not None and len(pages) == max(1, nbytes) and _unused(pages):
             return memoryview(pages)[:nbytes]

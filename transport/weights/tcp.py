@@ -1,4 +1,4 @@
-"""The plain TCP pipe: always there, and the yardstick for the others."""
+"""The plain TCP transport: always available, and the reference for the others."""
 
 from __future__ import annotations
 
@@ -6,48 +6,52 @@ import asyncio
 import socket
 from collections.abc import Callable, Sequence
 
-from .base import CONNECT_TIMEOUT_S, Connection, TransportError, authenticate, deadline, parse_address
+from ..streams.connection import CONNECT_TIMEOUT_S, Connection, TransportError, authenticate, deadline
+from .base import parse_address
 from .offers import TCP_ONLY, send_offer
 from .protocol import WeightClient, WeightServer
 from .store import WeightStore
 
 _SLICE_BYTES = 256 * 2**10
-"""bytes handed to the transport at once: it copies what the kernel does not take (Python 3.11)"""
+"""Bytes passed to asyncio's transport at once: it copies what the kernel does not take (Python 3.11)."""
 _SPARE_BYTES = 4 * 2**10
-"""bytes of what comes while nothing is being received: requests are 33; a stranger must not cost more"""
+"""Bytes of the buffer for data that arrives while nothing is being received: requests have 33, and a stranger must not
+cost more."""
 _MAX_ACCEPTS_PER_TURN = 16
-"""connections that asyncio accepts in one go: it takes as many as the backlog that it is given before anybody looks"""
+"""Connections that asyncio accepts in one iteration of the loop: as many as the backlog that it is given."""
 _BACKLOG = 1024
-"""connections that the kernel holds until they are accepted: a new version is pulled by many at once"""
+"""Connections that the kernel holds until they are accepted: many processes pull a new version at once."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
-"""an idle connection over a cut link is noticed in 8 s; a hung peer only by our own deadlines"""
+"""TCP keepalive options: an idle connection over a cut link is noticed in 8 s. Only deadlines detect a hung peer."""
 
 
 _NOTHING = memoryview(b"")
 
 
 class TcpConnection(asyncio.BufferedProtocol):
-    """One connection; the kernel writes straight into the buffer that is being received.
+    """One connection; the kernel writes directly into the buffer that is being received.
 
-    What comes when nothing is being received goes to a small spare buffer, and then reading pauses.
+    Data that arrives while nothing is being received goes to a small spare buffer, and then reading pauses.
     """
 
     def __init__(self, on_connection: Callable[[Connection], object] | None = None) -> None:
         self._on_connection = on_connection
         self._transport: asyncio.Transport | None = None
         self._failure: str | None = None
-        """text, not an exception: one that is kept holds on to every frame that it passed, and so to us"""
+        """Reason of the failure as text: an exception would keep every frame that it passed alive, and so this
+        object."""
         self._spare = self._stash = _NOTHING
         self._target: memoryview | None = None
         self._received: asyncio.Future[None] | None = None
         self._drained: asyncio.Future[None] | None = None
         self._full = False
 
-    # ── Line ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── Connection ─────────────────────────────────────────────────────────────────────────────────────────────────
     async def open(self) -> None:
-        """Nothing to agree on."""
+        """Do nothing: there is nothing to agree on."""
 
     async def send(self, data: bytes | memoryview) -> None:
+        """Send all of ``data``."""
         view = memoryview(data)
         for start in range(0, view.nbytes, _SLICE_BYTES):
             transport = self._open_transport()
@@ -57,13 +61,14 @@ class TcpConnection(asyncio.BufferedProtocol):
                 await self._drained
 
     async def receive(self, into: memoryview) -> None:
-        have = min(len(self._stash), into.nbytes)
-        into[:have] = self._stash[:have]
-        self._stash = self._stash[have:]
-        if have == into.nbytes:
+        """Fill ``into``."""
+        stashed = min(len(self._stash), into.nbytes)
+        into[:stashed] = self._stash[:stashed]
+        self._stash = self._stash[stashed:]
+        if stashed == into.nbytes:
             return
         transport = self._open_transport()
-        self._target = into[have:]
+        self._target = into[stashed:]
         self._received = asyncio.get_running_loop().create_future()
         transport.resume_reading()
         try:
@@ -72,21 +77,24 @@ class TcpConnection(asyncio.BufferedProtocol):
             self._target = self._received = None
 
     def abort(self) -> None:
+        """Close the connection at once."""
         self._fail("the connection was aborted")
         if self._transport is not None:
             self._transport.abort()
 
     @property
     def broken(self) -> bool:
+        """Return whether the connection was aborted or has failed."""
         return self._failure is not None
 
     # ── asyncio ────────────────────────────────────────────────────────────────────────────────────────────────────
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Set the socket options and pass the connection on (called by asyncio)."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         transport.set_write_buffer_limits(high=0)
         sock = transport.get_extra_info("socket")
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio leaves it out where we made the listener
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio omits it if the caller made the listener
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -94,15 +102,18 @@ class TcpConnection(asyncio.BufferedProtocol):
             self._on_connection(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._fail(f"the connection was lost: {exc or 'closed by the other end'}")
+        """Fail all pending operations (called by asyncio)."""
+        self._fail(f"the connection was lost: {exc or 'closed by the peer'}")
 
     def get_buffer(self, sizehint: int) -> memoryview:
+        """Return the buffer for the next data (called by asyncio)."""
         if self._target is not None:
             return self._target
         self._spare = memoryview(bytearray(_SPARE_BYTES))
         return self._spare
 
     def buffer_updated(self, nbytes: int) -> None:
+        """Complete a receive, or stash data that was not requested (called by asyncio)."""
         if self._target is None:
             self._stash = self._spare[:nbytes]
             if self._transport is not None:
@@ -115,30 +126,31 @@ class TcpConnection(asyncio.BufferedProtocol):
                 self._received.set_result(None)
 
     def pause_writing(self) -> None:
+        """Note that asyncio's write buffer is full (called by asyncio)."""
         self._full = True
 
     def resume_writing(self) -> None:
+        """Continue a send (called by asyncio)."""
         self._full = False
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
 
     def _open_transport(self) -> asyncio.Transport:
         if self._failure is not None or self._transport is None or self._transport.is_closing():
-            raise TransportError(
-                self._failure or "not connected any more"
-            )  # asyncio tells of a failed write a turn later
+            # asyncio reports a failed write one iteration of the loop later
+            raise TransportError(self._failure or "the connection was closed")
         return self._transport
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, reason: str) -> None:
         if self._failure is None:
-            self._failure = why
+            self._failure = reason
             for waiting in (self._received, self._drained):
                 if waiting is not None and not waiting.done():
-                    waiting.set_exception(TransportError(why))
+                    waiting.set_exception(TransportError(reason))
 
 
 async def listen(on_connection: Callable[[Connection], object], host: str) -> tuple[asyncio.Server, int]:
-    """A server on a free port of ``host``, and the port. ``meet`` is given each connection."""
+    """Listen on a free port of ``host``, and call ``on_connection`` with each connection. Return (server, port)."""
     listening = socket.create_server((host, 0))
     server = await asyncio.get_running_loop().create_server(
         lambda: TcpConnection(on_connection), sock=listening, backlog=_MAX_ACCEPTS_PER_TURN
@@ -148,7 +160,11 @@ async def listen(on_connection: Callable[[Connection], object], host: str) -> tu
 
 
 async def dial(address: str, kinds: Sequence[str]) -> TcpConnection:
-    """Raises PipeError, also for an address of a pipe that is none of ``kinds``."""
+    """Connect to an address.
+
+    Raises:
+        TransportError: The connection fails, or the address is of none of these kinds of transport.
+    """
     host, port = parse_address(address, kinds)
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -159,8 +175,10 @@ async def dial(address: str, kinds: Sequence[str]) -> TcpConnection:
 
 
 class TcpTransport:
-    """See :class:`rrl.transport.weights.base.Pipe`. Addresses are ``tcp://host:port``. It also pulls from a UCX pipe,
-    which serves over TCP whoever has no UCX."""
+    """A :class:`rrl.transport.weights.base.WeightTransport` with addresses ``tcp://host:port``.
+
+    It can also pull from a UCX transport, which serves clients without UCX over TCP.
+    """
 
     kind = "tcp"
 
@@ -171,12 +189,14 @@ class TcpTransport:
         self._served: list[tuple[asyncio.Server, WeightServer]] = []
 
     async def serve(self, store: WeightStore, host: str) -> str:
+        """Serve ``store`` over TCP: see ``WeightTransport.serve``."""
         weight_server = WeightServer(store, self._secret)
         server, port = await listen(weight_server.accept, host)
         self._served.append((server, weight_server))
         return f"tcp://{host}:{port}"
 
     async def close(self) -> None:
+        """Stop serving and drop every connection. Repeatable."""
         await self._client.close()
         for server, weight_server in self._served:
             server.close()
@@ -185,7 +205,7 @@ class TcpTransport:
 
     async def _dial(self, address: str) -> TcpConnection:
         connection = await dial(address, ("tcp", "ucx"))
-        if address.startswith("ucx:"):  # its other end waits for the address of a UCX worker
+        if address.startswith("ucx:"):  # the peer waits for the address of a UCX worker
             await authenticate(connection, self._secret, dialled=True)
             with deadline(connection, CONNECT_TIMEOUT_S):
                 await send_offer(connection, TCP_ONLY)

@@ -214,7 +214,7 @@ class _Member:
         held, at = self.store.current(), time.monotonic()
         assert held is not None
         committed = Committed(version, self._announced_at.get(version, at), self.store.first.get(version, at), at, None)
-        self._announced_at = {newer: told for newer, told in self._announced_at.items() if newer > version}
+        self._announced_at = {newer: at for newer, at in self._announced_at.items() if newer > version}
         telling = asyncio.create_task(self._report_committed(committed, held))
         self._report_task.add(telling)
         telling.add_done_callback(self._report_task.discard)

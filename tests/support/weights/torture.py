@@ -107,7 +107,7 @@ class _Torture:
     async def _start(self, name: str) -> None:
         old = self._members.get(name)
         self._members[name] = await Member.start(
-            self._nursery, name, NBYTES, incarnation=old.incarnation.number + 1 if old else 1, check=True,
+            self._nursery, name, NBYTES, number=old.incarnation.number + 1 if old else 1, check=True,
             chunk_by=CHUNK_BY, on=self._on_report,
         )  # fmt: skip
         self._announce()
@@ -156,19 +156,19 @@ class _Torture:
         self._newest = version
         self._announce()
 
-    # ── harm ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── fault ───────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _inject_faults(self, faults: int, names: list[str]) -> None:
         while faults:
             await asyncio.sleep(self._chance.uniform(*_APART))
-            name, harm = self._chance.choice(names), self._chance.choice(_FAULT_KINDS)
+            name, fault = self._chance.choice(names), self._chance.choice(_FAULT_KINDS)
             before = self._harming.get(name)
-            if (before is not None and not before.done()) or (harm != "freeze" and name == WITNESS):
+            if (before is not None and not before.done()) or (fault != "freeze" and name == WITNESS):
                 continue
             if before is not None:
                 before.result()
             faults -= 1
-            self.tally.faults[f"{harm} {'source' if name == TRAINER else 'receiver'}"] += 1
-            self._harming[name] = asyncio.create_task(getattr(self, f"_{harm}")(name, self._members[name]))
+            self.tally.faults[f"{fault} {'source' if name == TRAINER else 'receiver'}"] += 1
+            self._harming[name] = asyncio.create_task(getattr(self, f"_{fault}")(name, self._members[name]))
 
     async def _kill(self, name: str, member: Member) -> None:
         await member.close()
@@ -209,8 +209,8 @@ class _Torture:
         try:
             await member.committed(newest, TIMEOUT_S)
         except TimeoutError as error:
-            said = [f"{one.incarnation}: {one.reports[-1:]}" for one in self._members.values()]
-            text = "\n".join([f"{member.incarnation} never got {newest} after {self.tally}", *said])
+            reports = [f"{one.incarnation}: {one.reports[-1:]}" for one in self._members.values()]
+            text = "\n".join([f"{member.incarnation} never got {newest} after {self.tally}", *reports])
             raise TimeoutError(text) from error
 
     def _flowed(self, flow: asyncio.Task[None]) -> None:

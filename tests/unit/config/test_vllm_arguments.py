@@ -41,7 +41,7 @@ def test_of_a_vllm_that_is_written_otherwise_nothing_is_known(tmp_path: Path, mo
     assert installed_arguments() == frozenset()
 
 
-def test_a_mistyped_argument_is_told_with_the_one_that_is_meant_if_the_user_may_set_it() -> None:
+def test_mistyped_argument_suggests_the_nearest_one_that_can_be_set() -> None:
     known = {"max_num_seqs", "stream_interval"}
     assert (
         unknown_argument_text("max_num_seq", known, "X")

@@ -68,7 +68,7 @@ def test_the_environment_takes_precedence_over_the_given_level(level: str, count
 
 def test_an_unknown_level_in_the_environment_is_named_and_the_given_one_counts() -> None:
     first, *rest = logged("'error'", level="loud", after="log.info('x')").splitlines()
-    assert "RRL_LOG_LEVEL=loud is not a level; use one of debug, info, warning, error" in first
+    assert "RRL_LOG_LEVEL=loud is not a log level; use one of debug, info, warning, error" in first
     assert len(rest) == 1
 
 

@@ -13,11 +13,11 @@ from rrl.core.role_environment import prelude, select_variables, wrap
 from rrl.core.run_spec import EnvSpec
 
 GOLDEN = """\
-rrl_words=$1 rrl_report=$2 rrl_folder=$PWD
+rrl_messages=$1 rrl_report=$2 rrl_folder=$PWD
 shift 2
 rrl_command=("$@")
-set --  # a script that is sourced sees the arguments of whoever sources it
-exec {rrl_stderr}>&2 2>&"$rrl_words"
+set --  # a sourced script sees the arguments of the script that sources it
+exec {rrl_stderr}>&2 2>&"$rrl_messages"
 trap 'rrl_code=$?; printf "[env] %s failed (exit %s)" "$rrl_at" "$rrl_code" >&"$rrl_report"; exit "$rrl_code"' EXIT
 rrl_check() { local code=$?; [ "$code" = 0 ] || exit "$code"; }
 rrl_fail() { printf '%s\\n' "$1" >&2; exit 1; }
@@ -61,7 +61,7 @@ if ! type -P -- "${rrl_command[0]}" >/dev/null; then
     exit 127
 fi
 printf begun >&"$rrl_report"
-exec 2>&"$rrl_stderr" {rrl_stderr}>&- {rrl_words}>&- {rrl_report}>&-
+exec 2>&"$rrl_stderr" {rrl_stderr}>&- {rrl_messages}>&- {rrl_report}>&-
 exec "${rrl_command[@]}"
 """
 
@@ -97,10 +97,10 @@ class PreludeResult:
 
 
 def test_lines_are_run_in_order_in_one_shell_and_the_command_sees_what_they_set() -> None:
-    said = PreludeResult(
+    result = PreludeResult(
         EnvSpec(setup=("A=1", "export B=$((A + 1))", "cd /usr")), "sh", "-c", "echo $B $A $PWD; echo own >&2"
     )
-    assert (said.report, said.out, said.err, said.stderr) == ("begun", "2 /tmp\n", "own\n", "")
+    assert (result.report, result.out, result.err, result.stderr) == ("begun", "2 /tmp\n", "own\n", "")
 
 
 @pytest.mark.parametrize(
@@ -115,43 +115,43 @@ def test_lines_are_run_in_order_in_one_shell_and_the_command_sees_what_they_set(
     ],
 )
 def test_a_line_that_fails_keeps_the_command_from_starting_and_is_named(line: str, code: str, word: str) -> None:
-    said = PreludeResult(EnvSpec(setup=("true", line, "echo on >&2")), "echo", "started")
-    assert said.report.startswith(f"[env] setup line 2 failed (exit {code})") or code == "1"
-    assert said.report.startswith("[env] setup line 2 failed (exit ")
-    assert word in said.stderr
-    assert "on" not in said.stderr.split()
-    assert said.out == ""
+    result = PreludeResult(EnvSpec(setup=("true", line, "echo on >&2")), "echo", "started")
+    assert result.report.startswith(f"[env] setup line 2 failed (exit {code})") or code == "1"
+    assert result.report.startswith("[env] setup line 2 failed (exit ")
+    assert word in result.stderr
+    assert "on" not in result.stderr.split()
+    assert result.out == ""
 
 
 def test_a_sourced_script_does_not_see_the_arguments_of_the_command(tmp_path: Path) -> None:
     (tmp_path / "setvars.sh").write_text('export SEEN="$#"\n')
-    said = PreludeResult(EnvSpec(setup=(f"source {tmp_path}/setvars.sh",)), "sh", "-c", "echo $SEEN")
-    assert said.out == "0\n"
+    result = PreludeResult(EnvSpec(setup=(f"source {tmp_path}/setvars.sh",)), "sh", "-c", "echo $SEEN")
+    assert result.out == "0\n"
 
 
 def test_modules_are_loaded_by_the_sites_own_function_and_one_that_is_missing_is_named() -> None:
     module = 'module() { [ "$2" != bad ] || { echo "Unable to locate \'$2\'" >&2; return 1; }; export HAS=$HAS.$2; }'
-    said = PreludeResult(EnvSpec(setup=(module,), modules=("gcc", "cuda/12")), "sh", "-c", "echo $HAS")
-    assert (said.report, said.out) == ("begun", ".gcc.cuda/12\n")
-    said = PreludeResult(EnvSpec(setup=(module,), modules=("gcc", "bad")))
-    assert said.report == "[env] module load bad failed (exit 1)"
-    assert "Unable to locate" in said.stderr
+    result = PreludeResult(EnvSpec(setup=(module,), modules=("gcc", "cuda/12")), "sh", "-c", "echo $HAS")
+    assert (result.report, result.out) == ("begun", ".gcc.cuda/12\n")
+    result = PreludeResult(EnvSpec(setup=(module,), modules=("gcc", "bad")))
+    assert result.report == "[env] module load bad failed (exit 1)"
+    assert "Unable to locate" in result.stderr
 
 
 def test_a_node_without_modules_says_so() -> None:
-    said = PreludeResult(EnvSpec(modules=("cuda",)))
-    assert said.report == "[env] modules failed (exit 1)"
-    assert 'there is no "module" on this node' in said.stderr
+    result = PreludeResult(EnvSpec(modules=("cuda",)))
+    assert result.report == "[env] modules failed (exit 1)"
+    assert 'there is no "module" on this node' in result.stderr
 
 
 def test_a_venv_is_activated_and_one_that_is_absent_is_named(tmp_path: Path) -> None:
     (tmp_path / "v/bin").mkdir(parents=True)
     (tmp_path / "v/bin/activate").write_text("export VIRTUAL_ENV=here PATH=/v:$PATH\n")
-    said = PreludeResult(EnvSpec(venv="~/v"), "sh", "-c", "echo $VIRTUAL_ENV $PATH", home=tmp_path)
-    assert said.out == "here /v:/usr/bin:/bin\n"
-    said = PreludeResult(EnvSpec(venv=str(tmp_path / "w")))
-    assert said.report == f"[env] venv {tmp_path}/w failed (exit 1)"
-    assert "no bin/activate" in said.stderr
+    result = PreludeResult(EnvSpec(venv="~/v"), "sh", "-c", "echo $VIRTUAL_ENV $PATH", home=tmp_path)
+    assert result.out == "here /v:/usr/bin:/bin\n"
+    result = PreludeResult(EnvSpec(venv=str(tmp_path / "w")))
+    assert result.report == f"[env] venv {tmp_path}/w failed (exit 1)"
+    assert "no bin/activate" in result.stderr
 
 
 def test_conda_is_found_by_its_variable_and_its_environment_is_activated(tmp_path: Path) -> None:
@@ -159,16 +159,16 @@ def test_conda_is_found_by_its_variable_and_its_environment_is_activated(tmp_pat
     conda = tmp_path / "fake_conda"
     conda.write_text("#!/bin/sh\necho 'conda() { [ \"$2\" = rl ] || return 1; export CONDA_DEFAULT_ENV=$2; }'\n")
     conda.chmod(0o755)
-    said = PreludeResult(EnvSpec(conda="rl"), "sh", "-c", "echo $CONDA_DEFAULT_ENV", CONDA_EXE=str(conda))
-    assert (said.report, said.out) == ("begun", "rl\n")
+    result = PreludeResult(EnvSpec(conda="rl"), "sh", "-c", "echo $CONDA_DEFAULT_ENV", CONDA_EXE=str(conda))
+    assert (result.report, result.out) == ("begun", "rl\n")
     assert PreludeResult(EnvSpec(conda="no"), CONDA_EXE=str(conda)).report == "[env] conda no failed (exit 1)"
     assert 'there is no "conda" on this node' in PreludeResult(EnvSpec(conda="rl")).stderr
 
 
-def test_a_command_that_is_not_there_is_told_with_where_it_was_looked_for() -> None:
-    said = PreludeResult(EnvSpec(setup=("PATH=/nowhere",)), "no-such-command")
-    assert said.report == "there is no command no-such-command on this node, after [env] with PATH=/nowhere"
-    assert said.code == 127
+def test_missing_command_is_reported_with_the_searched_path() -> None:
+    result = PreludeResult(EnvSpec(setup=("PATH=/nowhere",)), "no-such-command")
+    assert result.report == "there is no command no-such-command on this node, after [env] with PATH=/nowhere"
+    assert result.code == 127
 
 
 def test_variables_pass_by_name_or_beginning_but_never_those_of_a_launcher() -> None:

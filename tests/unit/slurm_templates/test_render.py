@@ -89,7 +89,7 @@ def test_a_heterogeneous_job_has_its_components_one_after_another_each_with_its_
     assert allocation_script(*components) == HETJOB
 
 
-def test_where_the_manager_lives_in_the_pool_its_script_ends_with_the_manager() -> None:
+def test_pool_script_with_manager_ends_with_the_manager() -> None:
     text = allocation_script(options(output="/runs/a b/pool.log"), command=("python", "-m", "x", "/runs/a b"))
     assert text.endswith("\n# The manager runs on the first of these nodes, and starts every step in this job.\n"
                          "exec python -m x '/runs/a b'\n")  # fmt: skip
@@ -103,8 +103,8 @@ def test_an_option_that_rrl_sets_cannot_be_passed_on(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("p", "main"), ("-p", "main"), ("par tition", "x"), ("account", "a\nb")])
-def test_what_no_line_can_carry_is_refused(name: str, value: str) -> None:
-    with pytest.raises(ValueError, match=r"not the long name|cannot be printed"):
+def test_option_that_does_not_fit_into_a_line_is_refused(name: str, value: str) -> None:
+    with pytest.raises(ValueError, match=r"not the long name|non-printable"):
         options(**{name: value})
 
 

@@ -40,7 +40,7 @@ def test_what_the_job_says_wins_over_the_environment(host: None, monkeypatch: py
     assert own_address("ib0") == "10.4.0.7"
 
 
-def test_a_network_that_no_interface_is_in_is_told_with_what_there_is(host: None) -> None:
+def test_network_without_interface_is_reported_with_the_existing_ones(host: None) -> None:
     there = "; there are lo 127.0.0.1, eth0 192.168.1.5, ib0 10.4.0.7, ib0 10.5.0.7"
     with pytest.raises(NoAddress, match=re.escape(f"no interface with an address in 203.0.113.0/24{there}")):
         own_address("203.0.113.0/24")

@@ -97,7 +97,7 @@ def test_check_shows_on_how_many_spares_a_rollout_is_kept_ready(site: Site, caps
 def test_check_says_which_pipe_weights_would_move_over(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     site.job.write_text(JOB + '[transport]\nweights = "tcp"\n')
     assert main.run(["check", str(site.job)]) == 0
-    assert "over tcp: the job asks for tcp\n" in capsys.readouterr().out
+    assert "over tcp: the job requests tcp\n" in capsys.readouterr().out
 
 
 def test_a_pipe_that_is_asked_for_and_not_installed_is_said_before_anything_starts(
@@ -130,7 +130,7 @@ def test_ucx_over_tcp_on_a_network_that_is_not_trusted_is_refused_in_one_line(
         assert main.run([command, str(site.job)]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1
-        assert f"transport.weights: {kind} over TCP lets everybody who reaches its ports read and write" in lines[0]
+        assert f"transport.weights: {kind} over TCP lets every user who reaches its ports read and write" in lines[0]
         assert "trusted_network = true" in lines[0]
     assert not site.runs.exists()
     monkeypatch.setattr(check, "detect_capabilities", lambda: Capabilities(here.packages, ("mlx5_0:1",)))
@@ -243,14 +243,14 @@ def test_a_models_folder_is_looked_at_where_the_job_is_checked(site: Site, capsy
     for name, content, told in [
         ("tokenizer_config.json", "{}", f"11: model.chat: {str(folder)!r} has no chat template; remove chat = true, or"
          " add chat_template.jinja"),
-        ("config.json", "{}", f"10: model.path: {folder}/config.json is not there, or empty"),
-        ("config.json", '{"a": 1}', f"10: model.path: {folder}/config.json does not say how long a text may be"
-         " (max_position_embeddings); write max_length"),
+        ("config.json", "{}", f"10: model.path: {folder}/config.json does not exist, or is empty"),
+        ("config.json", '{"a": 1}', f"10: model.path: {folder}/config.json has no max_position_embeddings"
+         " (the maximum length of a text); set max_length"),
         ("config.json", "{", f"10: model.path: {folder}/config.json cannot be read: "),
         ("config.json", '{"n_ctx": 5, "eos_token_id": 0}', "sampling.max_new_tokens: 5 leaves no room for a prompt:"
          " the model of path takes 5 tokens in all; lower it"),
         ("config.json", None, f"10: model.path: {str(folder)!r} has no config.json; name a folder that save_pretrained"
-         " of transformers made of a model"),
+         " of transformers wrote for a model"),
     ]:  # fmt: skip
         whole = (folder / name).read_text()
         (folder / name).unlink() if content is None else (folder / name).write_text(content)
@@ -265,25 +265,25 @@ def test_a_models_folder_is_looked_at_where_the_job_is_checked(site: Site, capsy
 
 @pytest.mark.parametrize(("name", "content", "expected_text"), [
     ("config.json", '{"architectures": ["BertModel"]}',
-     "path: {m}/config.json: BertModel is no causal language model; name a model whose architecture is one"),
+     "path: {m}/config.json: BertModel is not a causal language model; name one whose architecture is"),
     ("config.json", '{"max_position_embeddings": 128, "num_experts": 8}',
      "path: {m}/config.json: num_experts = 8: mixtures of experts are not supported; name a dense model"),
     ("config.json", '{"max_position_embeddings": 128, "model_type": "gpt_neox"}',
      "path: {m}/config.json: gpt_neox is not supported: "),
     ("config.json", '{"max_position_embeddings": 128, "quantization_config": {"bits": 4}}',
-     "path: {m}/config.json: its weights are quantized; name the folder of the model before that"),
+     "path: {m}/config.json: its weights are quantized; name the folder of the unquantized model"),
     ("config.json", '{"max_position_embeddings": 9, "eos_token_id": 0}',
      "max_length: max_length = 64 is more than the 9 that {m}/config.json allows; lower it"),
     ("config.json", '{"max_position_embeddings": 128, "eos_token_id": 0, "vocab_size": 2}',
-     "path: {m}/tokenizer.json has 3 tokens, the model of {m}/config.json embeds 2; name a folder where they fit"),
+     "path: {m}/tokenizer.json has 3 tokens, but the model of {m}/config.json embeds 2; name a"),
     ("config.json", '{"max_position_embeddings": 128}',
-     "path: '{m}' names no end of sequence; tokenizer_config.json needs eos_token"),
-    ("tokenizer.json", "{}", "path: {m}/tokenizer.json is no tokenizer; name a folder that save_pretrained"),
+     "path: '{m}' defines no end of sequence; tokenizer_config.json needs eos_token"),
+    ("tokenizer.json", "{}", "path: {m}/tokenizer.json is not a tokenizer; name a folder that save_pretrained"),
     ("model.safetensors.index.json", '{"weight_map": {"a": "b.safetensors"}}',
-     "path: '{m}' lacks b.safetensors, which model.safetensors.index.json names; copy it there"),
-    ("model.safetensors", "\x05\0\0\0\0\0\0\0{\"a\"", "path: {m}/model.safetensors is no safetensors file; copy it"),
+     "path: '{m}' lacks b.safetensors, which model.safetensors.index.json names; copy it into the folder"),
+    ("model.safetensors", "\x05\0\0\0\0\0\0\0{\"a\"", "path: {m}/model.safetensors is not a safetensors file; copy it"),
     ("model.safetensors", '\x1f\0\0\0\0\0\0\0{"a": {"data_offsets": [0, 9]}}',
-     "path: {m}/model.safetensors has 39 bytes of the 48 that its header speaks of; copy it there again"),
+     "path: {m}/model.safetensors has only 39 of the 48 bytes that its header declares; copy it again"),
 ])  # fmt: skip
 def test_a_model_that_cannot_be_trained_is_refused_before_a_queue_is_waited_in(
     site: Site, name: str, content: str, expected_text: str, capsys: pytest.CaptureFixture[str]

@@ -85,13 +85,13 @@ def test_a_role_or_nothing_is_one_replica_and_a_seed_draws_the_same_again(root: 
         (["kill", "--target", "rollout/2"], 'no replica "rollout/2"; of rollout there are 2'),
         (["crash", "--target", "n77"], 'no node "n77" in this run; it has n1, n2, n3, n4, n5'),
         (["kill", "--target", "agent/n77"], 'no node "n77" in this run'),
-        (["cut", "--target", "n1"], "cut needs seconds: how long it lasts; add --for 10s"),
-        (["slow", "--target", "rollout/0"], "slow needs amount, the share of time"),
-        (["kill", "--target", "rollout/0", "--for", "5s"], "kill is for good: it takes no seconds"),
+        (["cut", "--target", "n1"], "cut needs seconds: its duration; add --for 10s"),
+        (["slow", "--target", "rollout/0"], "slow needs amount, the share of the time"),
+        (["kill", "--target", "rollout/0", "--for", "5s"], "kill is permanent: it takes no seconds"),
         (["kill", "--target", "rollout/0", "--for", "soon"], "--for: 'soon' is not a duration; write for example"),
-        (["kill", "--target", "rollout/0", "--at", "noon"], "--at: 'noon' is no moment; write \"step=5\""),
+        (["kill", "--target", "rollout/0", "--at", "noon"], "--at: 'noon' is not a valid trigger; write \"step=5\""),
         (["crash", "--target", "n1", "--at", "phase=train"], "at phase=train needs a replica as target"),
-        (["outage", "--target", "n1", "--for", "5s"], "outage needs no target"),
+        (["outage", "--target", "n1", "--for", "5s"], "outage takes no target"),
     ],
 )
 def test_a_fault_that_cannot_be_is_refused_in_one_line_and_nothing_is_ordered(

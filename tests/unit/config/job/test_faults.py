@@ -107,44 +107,44 @@ def test_every_kind_fits_some_target(kind: FaultKind) -> None:
     ("target", "why"),
     [
         ("trainer/0", ""), ("trainer/0.1", ""), ("trainer/0.3", ""), ("standby/n1:1", ""),
-        ("trainer/0.0", 'no rank "trainer/0.0"; "trainer/0" is its first, "trainer/0.3" its last'),
-        ("trainer/0.4", 'no rank "trainer/0.4"; "trainer/0" is its first, "trainer/0.3" its last'),
-        ("trainer/0.x", 'no rank "trainer/0.x"; "trainer/0" is its first, "trainer/0.3" its last'),
+        ("trainer/0.0", 'no rank "trainer/0.0"; the first is "trainer/0", the last "trainer/0.3"'),
+        ("trainer/0.4", 'no rank "trainer/0.4"; the first is "trainer/0", the last "trainer/0.3"'),
+        ("trainer/0.x", 'no rank "trainer/0.x"; the first is "trainer/0", the last "trainer/0.3"'),
         ("trainer/1.1", 'no replica "trainer/1.1"; of trainer there are 1, so the last one is "trainer/0"'),
         ("rollout/1.1", 'no rank "rollout/1.1"; rollout/1 is one process'),
     ],
 )  # fmt: skip
-def test_each_rank_of_a_gang_and_each_shadow_can_be_hit(target: str, why: str) -> None:
+def test_every_rank_and_standby_process_is_a_valid_target(target: str, why: str) -> None:
     wrong = validate_fault(FaultKind.KILL, target, 0.0, 0.0, REPLICAS, ranks={"trainer": 4})
     assert wrong == (InvalidFault(FaultProblem.NO_SUCH_TARGET, why) if why else None)
 
 
-def test_a_shadow_is_hit_by_signals_only() -> None:
+def test_standby_process_accepts_only_signal_faults() -> None:
     wrong = validate_fault(FaultKind.EXIT, "standby/n1", 0.0, 3.0, REPLICAS)
     assert wrong is not None
-    assert wrong.text == "a shadow can only have kill, freeze, slow, not exit"
+    assert wrong.text == "a standby process can only be the target of kill, freeze, slow, not of exit"
 
 
 def test_the_run_itself_is_no_target_that_could_be_drawn() -> None:
     assert resolve_target("", FaultKind.OUTAGE, REPLICAS, random.Random(0)) == ""
 
 
-def test_a_program_that_is_only_watched_is_not_planned_to_do_anything_to_itself(tmp_path: Path) -> None:
+def test_program_without_worker_api_cannot_inject_faults_into_itself(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     own = '[commands.judge]\ncommand = ["judge"]\nwatch = "activity"\n'
     planned = JOB.replace('target = "rollout/0"', 'target = "judge/0"') + own
     path.write_text(planned)
     load_job(path)
     path.write_text(planned.replace('kind = "kill"', 'kind = "exception"'))
-    with pytest.raises(SpecError, match="exception needs the worker API, and judge/0 is only watched"):
+    with pytest.raises(SpecError, match="exception needs the worker API, but judge/0 does not use it"):
         load_job(path)
 
 
-def test_what_cannot_be_is_told_with_its_line(tmp_path: Path) -> None:
+def test_invalid_fault_is_reported_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     for old, new, why in (
-        ('kind = "kill"', 'kind = "cut"', "cut needs seconds: how long it lasts"),
-        ('at = "step=5"', 'at = "step=5"\nseconds = "3s"', "kill is for good: it takes no seconds"),
+        ('kind = "kill"', 'kind = "cut"', "cut needs seconds: its duration"),
+        ('at = "step=5"', 'at = "step=5"\nseconds = "3s"', "kill is permanent: it takes no seconds"),
         ('kind = "kill"', 'kind = "exit"\namount = 256', "exit needs amount, the exit code, from 0 to 255"),
     ):
         path.write_text(JOB.replace(old, new))

@@ -20,7 +20,7 @@ from rrl.tests.support.job_toml import JOB
 from rrl.tests.support.plain_user import call_as
 
 
-def complaint(tmp_path: Path, text: str | bytes) -> str:
+def error_text(tmp_path: Path, text: str | bytes) -> str:
     path = tmp_path / "job.toml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(SpecError) as raised:
@@ -31,7 +31,7 @@ def complaint(tmp_path: Path, text: str | bytes) -> str:
 @pytest.mark.parametrize(
     ("given", "found"), [("models/a", "models/a"), ("../b", "../b"), ("/shared/c", "/shared/c"), ("~/d", "/home/me/d")]
 )
-def test_a_models_path_starts_where_the_job_lies_or_comes_from(
+def test_model_path_is_relative_to_the_job_or_the_given_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, found: str
 ) -> None:
     monkeypatch.setenv("HOME", "/home/me")
@@ -63,7 +63,7 @@ def test_a_valid_job_is_loaded_with_its_values(tmp_path: Path) -> None:
     assert job.faults.planned[0].target == "rollout/0"
 
 
-def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(tmp_path: Path) -> None:
+def test_byte_order_mark_and_windows_line_ends_are_accepted(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_bytes(b"\xef\xbb\xbf" + JOB.replace("\n", "\r\n").encode())
     assert load_job(tmp_path / "job.toml").run.name == "small"
 
@@ -91,7 +91,7 @@ def test_the_resolved_spec_names_every_field_and_is_json(tmp_path: Path) -> None
 
 
 WRONG: list[tuple[str, str, str]] = [
-    # (what is replaced in JOB, by what, the whole complaint)
+    # (what is replaced in JOB, by what, the whole error_text)
     ("replicas = 2", "replica = 2", 'job.toml:17: roles.rollout.replica: unknown key; did you mean "replicas"?'),
     ("[cluster]", "[clutser]", 'job.toml:5: clutser: unknown key; did you mean "cluster"?'),
     ("cpus = 4", "cpu = 4", 'job.toml:7: cluster.node.cpu: unknown key; did you mean "cpus"?'),
@@ -105,8 +105,8 @@ WRONG: list[tuple[str, str, str]] = [
     ("steps = 10\n", "", "job.toml:1: run.steps: missing; add steps = ... in [run]"
      " (optimizer steps of a complete run)"),
     ('at = "step=5"\n', "", "job.toml:20: faults.planned[0].at: missing; add at = ... in [[faults.planned]]"
-     ' ("step=5": once the trainer has committed that step; "time=90s": after the first nodes came; "phase=train":'
-     " once its target is in it)"),
+     ' (trigger: "step=5" (the trainer has committed that step), "time=90s" (since the first nodes were granted)'
+     ' or "phase=train" (its target is in that phase))'),
     ('[model.tokenizer]\npieces = "0123456789+= "\n', "",
      "job.toml: model: missing; the built-in role trajectories needs path in [model], or [model.tokenizer] with"
      " pieces; or give it a command"),
@@ -116,12 +116,12 @@ WRONG: list[tuple[str, str, str]] = [
     ('[model.tokenizer]\npieces = "0123456789+= "\n', '[model]\npath = "m"\nlayers = 2\n',
      "job.toml:11: model.layers: comes from config.json of path; remove it, or remove path"),
     ("[model.tokenizer]", '[model]\npath = "m"\n[model.tokenizer]',
-     "job.toml:11: model.tokenizer: is that of the folder in path; remove it, or remove path"),
+     "job.toml:11: model.tokenizer: comes from the folder in path; remove it, or remove path"),
     ("[model.tokenizer]", "[model]\nchat = true\n[model.tokenizer]",
-     "job.toml:10: model.chat: needs path: a model that is built here has no chat template; remove it"),
+     "job.toml:10: model.chat: needs path: a model that rrl builds has no chat template; remove it"),
     ('[model.tokenizer]\npieces = "0123456789+= "\n', '[model]\npath = "m"\nmax_length = 5\n',
-     "job.toml: sampling.max_new_tokens: 5 leaves no room for a prompt in [model] max_length = 5; lower it or raise"
-     " max_length"),
+     "job.toml: sampling.max_new_tokens: 5 leaves no space for a prompt in [model] max_length = 5; lower it or"
+      " raise max_length"),
     ("[model.tokenizer]", '[model]\ndtype = "bf16"\n[model.tokenizer]', 'job.toml:10: model.dtype: must be "float32" or'
      ' "bfloat16", not "bf16"; did you mean "bfloat16"?'),
     ("steps = 10", 'steps = "10"', 'job.toml:3: run.steps: must be a whole number, not "10"'),
@@ -131,8 +131,8 @@ WRONG: list[tuple[str, str, str]] = [
     ("steps = 10", "steps = [1]", "job.toml:3: run.steps: must be a whole number, not a list"),
     ("steps = 10", "steps = 99999999999999999999", "job.toml:3: run.steps: is a number beyond 64 bits"),
     ("replicas = 2", "replicas = 20000", "job.toml:17: roles.rollout.replicas: must be at most 4096, not 20000"),
-    ('name = "small"', 'name = "Small one"', "job.toml:2: run.name: must be a letter, then up to 30 lower case"
-     ' letters, digits and dashes: it is part of job names, not "Small one"'),
+    ('name = "small"', 'name = "Small one"', "job.toml:2: run.name: must be a letter, then up to 30 lower-case"
+     ' letters, digits and dashes; part of the names of Slurm jobs, not "Small one"'),
     ('kind = "local"', 'kind = "slrum"', 'job.toml:6: cluster.kind: must be "local" or "slurm", not "slrum";'
      ' did you mean "slurm"?'),
     ('kind = "kill"', 'kind = "explode"', 'job.toml:21: faults.planned[0].kind: must be "kill", "freeze",'
@@ -146,69 +146,69 @@ WRONG: list[tuple[str, str, str]] = [
     ("[task]", '[limits]\njoin = "1 day"\n[task]', "job.toml:13: limits.join: '1 day' is not a duration;"
      ' write for example "90s", "15min", "2h" or "1-12:00:00"'),
     ("[task]", '[limits]\nheartbeat = "0s"\n[task]', 'job.toml:13: limits.heartbeat: must be more than 0, not "0s"'),
-    ("[task]", '[limits]\nheartbeat = "1s"\nsilence = "2s"\n[task]', 'job.toml:14: limits.silence: "2s" is less than three'
-     ' beats of "1s"; raise it to "3s"'),
+    ("[task]", '[limits]\nheartbeat = "1s"\nsilence = "2s"\n[task]', 'job.toml:14: limits.silence: "2s" is less'
+     ' than three heartbeats of "1s"; raise it to "3s"'),
     ("[task]", '[limits]\nheartbeat = "10s"\n[task]', 'job.toml:12: limits.silence: "10s" is less than three'
-     ' beats of "10s"; raise it to "30s"'),
+     ' heartbeats of "10s"; raise it to "30s"'),
     ("[task]", "[roles.trainer]\nlearning_rate = inf\n[task]",
      "job.toml:13: roles.trainer.learning_rate: is inf; write a finite number"),
     ("seeds = [1, 2]", "seeds = [1, 2024-01-01]",
      "job.toml:14: task.args.seeds[1]: is a date or time; write it as text, in quotes"),
     ('FOO = "bar"', "FOO = 3", "job.toml:18: roles.rollout.env.FOO: must be text in quotes, not 3"),
-    ('FOO = "bar"', '"F=" = "3"', "job.toml:18: roles.rollout.env: 'F=' is no name of an environment variable;"
+    ('FOO = "bar"', '"F=" = "3"', "job.toml:18: roles.rollout.env: 'F=' is not a valid environment variable name;"
      " use letters, digits and underscores"),
-    ('FOO = "bar"', r'FOO = "\u0000"', r"job.toml:18: roles.rollout.env.FOO: holds a NUL character (\u0000)"),
+    ('FOO = "bar"', r'FOO = "\u0000"', "job.toml:18: roles.rollout.env.FOO: contains a NUL character (\\u0000)"),
     ("replicas = 2", "command = []", "job.toml:17: roles.rollout.command: must be something that is not empty, not []"),
     ("replicas = 2", 'command = "x"', 'job.toml:17: roles.rollout.command: must be a list, as in ["a", "b"], not "x"'),
     ("replicas = 2", "min_replicas = 2", "job.toml:17: roles.rollout.min_replicas: 2 is more than replicas = 1;"
      " lower it or raise replicas"),
     ("replicas = 2", "replicas = 2\ncpus = 8", "job.toml:18: roles.rollout.cpus: 8 is more than a node has"
-     " ([cluster.node] cpus = 4); lower it or raise the node's"),
-    ("replicas = 2", 'replicas = 2\nmem = "8GiB"', 'job.toml:18: roles.rollout.mem: "8192MiB" is more than a node has'
-     ' ([cluster.node] mem = "4096MiB"); lower it or raise the node\'s'),
+     " ([cluster.node] cpus = 4); lower it or raise that of the node"),
+    ("replicas = 2", 'replicas = 2\nmem = "8GiB"', 'job.toml:18: roles.rollout.mem: "8192MiB" is more than a node'
+     ' has ([cluster.node] mem = "4096MiB"); lower it or raise that of the node'),
     ("rollout/0", "rollout/7", 'job.toml:22: faults.planned[0].target: no replica "rollout/7"; of rollout there are 2,'
      ' so the last one is "rollout/1"'),
     ("rollout/0", "judge/0", 'job.toml:22: faults.planned[0].target: no role "judge";'
      " there are trajectories, reward, trainer, rollout"),
     ("rollout/0", "rollouts", 'job.toml:22: faults.planned[0].target: no role "rollouts"; there are trajectories,'
      ' reward, trainer, rollout; a replica is written "rollout/0"'),
-    ("step=5", "step5", "job.toml:23: faults.planned[0].at: 'step5' is no moment; write \"step=5\", \"time=90s\" or"
+    ("step=5", "step5", "job.toml:23: faults.planned[0].at: 'step5' is not a valid trigger; write \"step=5\", \"time=90s\" or"
      ' "phase=train"'),
     ("step=5", "time=5", "job.toml:23: faults.planned[0].at: '5' is not a duration; write for example \"90s\", \"15min\","
      ' "2h" or "1-12:00:00"'),
-    ('kind = "kill"', 'kind = "cut"', "job.toml:21: faults.planned[0].kind: cut needs seconds: how long it lasts"),
-    ('kind = "kill"', 'kind = "slow"\namount = 2.0', "job.toml:21: faults.planned[0].kind: slow needs amount, the share of"
-     " time that is left to its target, between 0 and 1"),
+    ('kind = "kill"', 'kind = "cut"', "job.toml:21: faults.planned[0].kind: cut needs seconds: its duration"),
+    ('kind = "kill"', 'kind = "slow"\namount = 2.0', "job.toml:21: faults.planned[0].kind: slow needs amount, the"
+     " share of the time for which its target runs, between 0 and 1"),
     ("[[faults.planned]]", "[faults.planned]",
      "job.toml:20: faults.planned: must be a list of tables, each under [[faults.planned]], not a table"),
     ("[run]", "run.name = 1\n[rum]", 'job.toml:1: run.name: must be text in quotes, not 1\n'
      'job.toml:2: rum: unknown key; did you mean "run"?'),
-    ('dataset = "chain_sum"', "", 'job.toml:12: task: needs exactly one of: dataset = "<reasoning-gym name>",'
+    ('dataset = "chain_sum"', "", 'job.toml:12: task: must have exactly one of: dataset = "<reasoning-gym name>",'
      ' function = "module:function"'),
     ('dataset = "chain_sum"', 'function = "my task"', "job.toml:13: task.function: must be ``module:function``,"
      " importable from the folder of job.toml; returns an object with prompt, score and answer, not \"my task\""),
-    ('dataset = "chain_sum"', 'dataset = "chain_sum"\nprompt = "{question"', "job.toml:14: task.prompt: '{question' is"
-     " no format string: expected '}' before end of string; write {{ for a brace itself"),
+    ('dataset = "chain_sum"', 'dataset = "chain_sum"\nprompt = "{question"', "job.toml:14: task.prompt: '{question'"
+     " is not a valid format string: expected '}' before end of string; write {{ for a literal brace"),
     ('pieces = "0123456789+= "', "pieces = [1]",
      "job.toml:10: model.tokenizer.pieces[0]: must be text in quotes, not 1"),
     ('pieces = "0123456789+= "', "pieces = 1",
      'job.toml:10: model.tokenizer.pieces: must be text in quotes or a list, as in ["a", "b"], not 1'),
     ("[model.tokenizer]", "[model]\nheads = 4\nkv_heads = 3\n[model.tokenizer]",
-     "job.toml:11: model.kv_heads: 3 does not divide heads = 4; take a divisor"),
-    ("[task]", "[sampling]\nmax_new_tokens = 64\n[task]", "job.toml:13: sampling.max_new_tokens: 64 leaves no room for"
-     " a prompt in [model] max_length = 64; lower it or raise max_length"),
+     "job.toml:11: model.kv_heads: 3 does not divide heads = 4; use a divisor"),
+    ("[task]", "[sampling]\nmax_new_tokens = 64\n[task]", "job.toml:13: sampling.max_new_tokens: 64 leaves no space"
+     " for a prompt in [model] max_length = 64; lower it or raise max_length"),
     ("[task]", "[sampling]\nprompts_per_step = 64\ngroup_size = 64\nmax_new_tokens = 8000\n[model]\nmax_length = 9000\n"
-     "[task]", "job.toml:13: sampling.prompts_per_step: 64 groups of 64 answers of 8000 tokens are a batch of up to 254"
-     " MiB; 224 MiB is the most; lower prompts_per_step, group_size or max_new_tokens"),
-    ("[task]", '[slurm]\n"--account" = "x"\n[task]', "job.toml:12: slurm: '--account' is no sbatch option;"
-     " write its long name without dashes in front"),
+     "[task]", "job.toml:13: sampling.prompts_per_step: 64 groups of 64 answers of 8000 tokens make a batch of up"
+      " to 254 MiB; the limit is 224 MiB; lower prompts_per_step, group_size or max_new_tokens"),
+    ("[task]", '[slurm]\n"--account" = "x"\n[task]', "job.toml:12: slurm: '--account' is not an sbatch option;"
+     " write its long name without leading dashes"),
     ("[task]", '[slurm]\naccount = "x\\ny"\n[task]',
      "job.toml:12: slurm: the value of account must be printable and on one line"),
     ("[task]", "[slurm]\naccount = [1]\n[task]",
      "job.toml:13: slurm.account: must be text in quotes or a whole number or true or false, not a list"),
-    ("[task]", '[phases.trian]\nlongest = "8h"\n[task]', "job.toml:12: phases.trian: is no phase of rrl's;"
-     ' did you mean "train"? a phase of your own needs progresses and longest'),
-    ("[task]", '[phases.evaluate]\nlongest = "8h"\n[task]', "job.toml:12: phases.evaluate: is no phase of rrl's;"
+    ("[task]", '[phases.trian]\nlongest = "8h"\n[task]', "job.toml:12: phases.trian: is not a phase of rrl's; did"
+     ' you mean "train"? a phase of your own needs progresses and longest'),
+    ("[task]", '[phases.evaluate]\nlongest = "8h"\n[task]', "job.toml:12: phases.evaluate: is not a phase of rrl's;"
      " a phase of your own needs progresses and longest"),
     ("[task]", '[phases.train]\nlongst = "8h"\n[task]', "job.toml:13: phases.train.longst: unknown key;"
      ' did you mean "longest"?'),
@@ -217,129 +217,150 @@ WRONG: list[tuple[str, str, str]] = [
     ("[task]", '[phases.train]\nshortest = "0s"\n[task]', "job.toml:13: phases.train.shortest: must be more than 0,"
      ' not "0s"'),
     ("[task]", '[phases]\ntrain = 3\n[task]', "job.toml:13: phases.train: must be a table, not 3"),
-    ("[task]", "[phases.train]\n[task]", "job.toml:12: phases.train: says nothing; set shortest, longest or both"),
+    ("[task]", "[phases.train]\n[task]", "job.toml:12: phases.train: is empty; set shortest, longest or both"),
     ("[task]", '[phases.train]\nlongest = "5min"\n[task]', 'job.toml:13: phases.train.longest: shortest = "10min" is'
      ' more than longest = "5min"; set both'),
-    ("[task]", '[phases.serve]\nlongest = "5min"\n[task]', "job.toml:13: phases.serve.longest: this phase may last for"
-     " ever; remove it"),
+    ("[task]", '[phases.serve]\nlongest = "5min"\n[task]', "job.toml:13: phases.serve.longest: this phase has no"
+     " time limit; remove it"),
     ("[task]", '[phases.train]\nlongest = "9h"\nprogresses = true\n[task]', "job.toml:14: phases.train.progresses: is"
      " fixed for a phase of rrl's; remove it, or name a phase of your own"),
     ("[task]", '[phases.ask]\nlongest = "9h"\nprogresses = false\nwaits_for = "judge"\n[task]',
      'job.toml:15: phases.ask.waits_for: no role "judge"; there are trajectories, reward, trainer, rollout'),
     ("[task]", '[phases.ask]\nlongest = "9h"\nprogresses = true\nwaits_for = "reward"\n[task]',
-     "job.toml:14: phases.ask.progresses: must be false where waits_for is set: who waits makes no progress"),
-    ("[task]", '[phases."a\\nb"]\nlongest = "9h"\nprogresses = true\n[task]', "job.toml:12: phases: 'a\\nb' is no name"
-     " of a phase; use up to 60 printable characters"),
+     "job.toml:14: phases.ask.progresses: must be false if waits_for is set: a waiting role makes no progress"),
+    ("[task]", '[phases."a\\nb"]\nlongest = "9h"\nprogresses = true\n[task]', "job.toml:12: phases: 'a\\nb' is not a"
+     " valid phase name; use up to 60 printable characters"),
     ("steps = 10", 'shortest = "8h"', "job.toml:3: run.shortest: unknown key; it belongs in [phases.NAME]"),
     # how old tokens may be
-    ("[task]", '[sampling]\nstaleness = "unlimited"\nlate = "wait"\n[task]', "job.toml:14: sampling.late: needs a limit,"
-     ' and staleness = "unlimited"; remove it, or set staleness to a number'),
+    ("[task]", '[sampling]\nstaleness = "unlimited"\nlate = "wait"\n[task]', "job.toml:14: sampling.late: has no"
+     ' effect with staleness = "unlimited"; remove it, or set staleness to a number'),
     ("[task]", "[sampling]\nstaleness = -1\n[task]", 'job.toml:13: sampling.staleness: must be at least 0 or "unlimited",'
      " not -1"),
     ("[task]", '[sampling]\nlate = "never"\n[task]', 'job.toml:13: sampling.late: must be "wait" or "drop", not "never"'),
     # forms of allocations
-    ("[cluster]", '[cluster]\nform = "hetjob"', 'job.toml:6: cluster.form: "hetjob" is for kind = "slurm"; remove it'),
-    ('kind = "local"', 'kind = "slurm"\nform = "replica"\nspares = 2', 'job.toml:8: cluster.spares: form = "replica" has'
-     " no spares: what is lost is asked for anew; remove it"),
-    ('kind = "local"', 'kind = "slurm"\nform = "hetjob"', "job.toml:7: cluster.form: the components shared, trainer would"
-     " have one node each: Slurm kills them when a node of another component fails (measured); take form = \"replica\", or"
-     " consent with one_node_components = true"),
+    ("[cluster]", '[cluster]\nform = "hetjob"', 'job.toml:6: cluster.form: "hetjob" needs kind = "slurm"; remove it'),
+    ('kind = "local"', 'kind = "slurm"\nform = "replica"\nspares = 2', "job.toml:8: cluster.spares: form ="
+     ' "replica" has no spares: it requests a new node for each lost one; remove it'),
+    ('kind = "local"', 'kind = "slurm"\nform = "hetjob"', "job.toml:7: cluster.form: the components shared, trainer"
+     " would have one node each: Slurm kills them when a node of another component fails (measured); write form ="
+     ' "replica", or consent with one_node_components = true'),
     ("replicas = 2", 'replicas = 2\nwalltime = "1h"', 'job.toml:18: roles.rollout.walltime: form = "pool" has one'
      ' allocation for all roles; write it under [slurm] or [cluster], or set [cluster] form = "replica"'),
     ('kind = "local"\n', 'kind = "slurm"\nform = "replica"\nwalltime = "1h"\n[roles.trainer]\nwalltime = "2h"\n[cluster.node]'
-     "\n#", 'job.toml:10: roles.trainer.walltime: "2h" is more than the run has ([cluster] walltime = "1h"); lower it or'
-     " raise the run's"),
-    ("[cluster]", '[manager]\nwhere = "pool"\n[cluster]\njob_walltime = "1h"', "job.toml:8: cluster.job_walltime: the"
-     ' manager in the pool ends with its first job; write where = "job" in [manager], or remove it'),
-    ("[task]", '[manager]\nwhere = "pool"\n[recovery]\npolicy = "requeue"\n[task]', "job.toml:15: recovery.policy: a"
-     ' manager in the pool cannot give it back and go on; write where = "job" in [manager], or remove it'),
+     "\n#", 'job.toml:10: roles.trainer.walltime: "2h" is more than [cluster] walltime = "1h"; lower it or raise'
+      " that of the run"),
+    ("[cluster]", '[manager]\nwhere = "pool"\n[cluster]\njob_walltime = "1h"', "job.toml:8: cluster.job_walltime: a"
+     ' manager in the pool ends with its first job; write where = "job" in [manager], or remove this key'),
+    ("[task]", '[manager]\nwhere = "pool"\n[recovery]\npolicy = "requeue"\n[task]', "job.toml:15: recovery.policy:"
+     ' "requeue" gives back the pool that the manager runs in; write where = "job" in [manager], or remove it'),
     ("[task]", '[manager]\nwhere = "pol"\n[task]', 'job.toml:13: manager.where: must be "job" or "pool", not "pol"; did you'
      ' mean "pool"?'),
     # gangs and warm donor_rollouts
     ("[task]", "[roles.trainer]\nranks = 0\n[task]", "job.toml:13: roles.trainer.ranks: must be at least 1, not 0"),
-    ("[task]", "[roles.trainer]\nreplicas = 4\n[task]", "job.toml:13: roles.trainer.replicas: there is one trainer; for 4"
-     " processes of it write ranks = 4"),
+    ("[task]", "[roles.trainer]\nreplicas = 4\n[task]", "job.toml:13: roles.trainer.replicas: a run has one"
+     " trainer; for 4 processes of it write ranks = 4"),
     ("[task]", "[roles.trainer]\nranks = 2\nranks_per_node = 4\n[task]", "job.toml:14: roles.trainer.ranks_per_node: 4 is"
      " more than ranks = 2; lower it or raise ranks"),
-    ("[task]", "[roles.trainer]\nranks = 8\nranks_per_node = 8\n[task]", "job.toml:12: roles.trainer.cpus: 8 ranks on a node"
-     " take 8, which is more than a node has ([cluster.node] cpus = 4); lower it, lower ranks_per_node or raise the node's"),
-    ("[task]", '[roles.trainer]\nranks = 4\nranks_per_node = 2\nmem = "3GiB"\n[task]', "job.toml:15: roles.trainer.mem: 2 ranks"
-     ' on a node take "6144MiB", which is more than a node has ([cluster.node] mem = "4096MiB"); lower it, lower'
-     " ranks_per_node or raise the node's"),
+    ("[task]", "[roles.trainer]\nranks = 8\nranks_per_node = 8\n[task]", "job.toml:12: roles.trainer.cpus: 8 ranks"
+     " on a node need 8, which is more than a node has ([cluster.node] cpus = 4); lower it, lower ranks_per_node"
+     " or raise that of the node"),
+    ("[task]", '[roles.trainer]\nranks = 4\nranks_per_node = 2\nmem = "3GiB"\n[task]', "job.toml:15:"
+     ' roles.trainer.mem: 2 ranks on a node need "6144MiB", which is more than a node has ([cluster.node] mem ='
+     ' "4096MiB"); lower it, lower ranks_per_node or raise that of the node'),
     ("[task]", "[roles.trajectories]\nranks = 2\n[task]", "job.toml:13: roles.trajectories.ranks: the store is one process;"
      " remove it"),
-    ("replicas = 2", "ranks = 2", "job.toml:17: roles.rollout.ranks: the built-in rollout is one process; write replicas ="
-     " ..., or give it a command that knows of its ranks"),
-    ("[task]", "[roles.reward]\nranks = 2\n[task]", "job.toml:13: roles.reward.ranks: the built-in reward is one process;"
-     " write replicas = ..., or give it a command that knows of its ranks"),
-    ("[task]", '[commands.judge]\ncommand = ["x"]\nranks = 2\nwatch = "activity"\n[task]', "job.toml:14: commands.judge.ranks:"
-     ' only rrl.join() tells a process which rank it is; write watch = "api", or replicas = ...'),
-    ("[task]", "[roles.trainer]\ndonor_rollouts = 1\nwarm = false\n[task]", "job.toml:13: roles.trainer.donor_rollouts: nothing is kept"
-     " ready where warm = false; remove it, or write warm = true"),
-    ("[task]", "[roles.trainer]\ndonor_rollouts = 3\n[task]", "job.toml:13: roles.trainer.donor_rollouts: 3 is more than the rollouts"
-     " ([roles.rollout] replicas = 2), whose nodes would keep them; lower it"),
+    ("replicas = 2", "ranks = 2", "job.toml:17: roles.rollout.ranks: the built-in rollout is one process; write"
+     " replicas = ..., or set a command that supports ranks"),
+    ("[task]", "[roles.reward]\nranks = 2\n[task]", "job.toml:13: roles.reward.ranks: the built-in reward is one"
+     " process; write replicas = ..., or set a command that supports ranks"),
+    ("[task]", '[commands.judge]\ncommand = ["x"]\nranks = 2\nwatch = "activity"\n[task]', "job.toml:14:"
+     ' commands.judge.ranks: a process learns its rank only through rrl.join(); write watch = "api", or replicas ='
+     " ..."),
+    ("[task]", "[roles.trainer]\ndonor_rollouts = 1\nwarm = false\n[task]", "job.toml:13:"
+     " roles.trainer.donor_rollouts: has no effect with warm = false; remove it, or write warm = true"),
+    ("[task]", "[roles.trainer]\ndonor_rollouts = 3\n[task]", "job.toml:13: roles.trainer.donor_rollouts: 3 is more"
+     " than [roles.rollout] replicas = 2; lower it"),
     ("rollout/0", "trainer/0.1", 'job.toml:22: faults.planned[0].target: no rank "trainer/0.1"; trainer/0 is one process'),
-    ("replicas = 2", 'warm = true\nranks = 2\ncommand = ["x"]', "job.toml:17: roles.rollout.warm: only a rollout of one"
-     " process is kept ready, and it has ranks = 2; remove it"),
+    ("replicas = 2", 'warm = true\nranks = 2\ncommand = ["x"]', "job.toml:17: roles.rollout.warm: a standby rollout"
+     " has one process, but ranks = 2; remove it"),
     # the place
     ("replicas = 2", 'launcher = "apptainer"', 'job.toml:17: roles.rollout.launcher: "apptainer" needs an image; set'
      " [container] image"),
-    ("[task]", '[container]\nmounts = ["data"]\n[task]', "job.toml:13: container.mounts: 'data' is no mount; write"
-     ' "/source", "/source:/target" or "/source:/target:ro"'),
-    ("[task]", '[transport]\nnetwork = "10.4.0.0/99"\n[task]', "job.toml:13: transport.network: '10.4.0.0/99' is no"
-     ' interface and no network; write "ib0" or "10.4.0.0/16"'),
-    ("[task]", '[env]\npassed = ["A B"]\n[task]', "job.toml:13: env.passed: 'A B' is no name of an environment variable;"
-     ' write for example "WANDB_API_KEY" or "NCCL_*"'),
-    ("[task]", '[env]\nsetup = ["a\\nb"]\n[task]', "job.toml:13: env.setup: each entry is one line of bash, for example"
-     ' "source /opt/site/profile.sh"'),
-    ("[task]", '[env]\nprobe = ["a-b"]\n[task]', "job.toml:13: env.probe: 'a-b' is no name of a Python module; write for"
-     ' example "torch"'),
+    ("[task]", '[container]\nmounts = ["data"]\n[task]', "job.toml:13: container.mounts: 'data' is not a mount;"
+     ' write "/source", "/source:/target" or "/source:/target:ro"'),
+    ("[task]", '[transport]\nnetwork = "10.4.0.0/99"\n[task]', "job.toml:13: transport.network: '10.4.0.0/99' is"
+     ' neither an interface nor a network; write for example "ib0" or "10.4.0.0/16"'),
+    ("[task]", '[env]\npassed = ["A B"]\n[task]', "job.toml:13: env.passed: 'A B' is not a valid environment"
+     ' variable name; write for example "WANDB_API_KEY" or "NCCL_*"'),
+    ("[task]", '[env]\nsetup = ["a\\nb"]\n[task]', "job.toml:13: env.setup: each entry must be one line of bash,"
+     ' for example "source /opt/site/profile.sh"'),
+    ("[task]", '[env]\nprobe = ["a-b"]\n[task]', "job.toml:13: env.probe: 'a-b' is not a valid Python module name;"
+     ' write for example "torch"'),
     # roles of one's own
     ("[task]", "[commands.judge]\n[task]", "job.toml:12: commands.judge.command: missing; add command = ... in"
      " [commands.judge] (the program and its arguments; relative paths start at the folder of job.toml)"),
-    ("[task]", '[commands.trainer]\ncommand = ["x"]\n[task]', "job.toml:12: commands: 'trainer' is a name of rrl's own; take"
-     " another one for a role of yours"),
-    ("[task]", '[commands.standby]\ncommand = ["x"]\n[task]', "job.toml:12: commands: 'standby' is a name of rrl's own; take"
-     " another one for a role of yours"),
-    ("[task]", '[commands.Judge]\ncommand = ["x"]\n[task]', "job.toml:12: commands: 'Judge' is no name of a role; use up to"
-     " 30 lower case letters"),
+    ("[task]", '[commands.trainer]\ncommand = ["x"]\n[task]', "job.toml:12: commands: 'trainer' is reserved by rrl;"
+     " choose another name for your role"),
+    ("[task]", '[commands.standby]\ncommand = ["x"]\n[task]', "job.toml:12: commands: 'standby' is reserved by rrl;"
+     " choose another name for your role"),
+    ("[task]", '[commands.Judge]\ncommand = ["x"]\n[task]', "job.toml:12: commands: 'Judge' is not a valid role"
+     " name; use up to 30 lower-case letters"),
     # not TOML
-    ("steps = 10", "steps = ten", 'job.toml:3:9: not valid TOML: this is no value; text needs quotes ("..."), booleans'
-     " are true and false"),
+    ("steps = 10", "steps = ten", 'job.toml:3:9: not valid TOML: invalid value: strings need quotes ("..."),'
+     " booleans are true or false"),
     ("steps = 10", "steps = 10\nsteps = 11",
-     "job.toml:4:11: not valid TOML: this key has a value already; write it once"),
+     "job.toml:4:11: not valid TOML: this key already has a value; write it once"),
     ("steps = 10", "steps 10", "job.toml:3:7: not valid TOML: expected '=' after a key in a key/value pair"),
     ('"small"', '"small', "job.toml:2:14: not valid TOML: the closing quote of this text is missing"),
-    ("[cluster]", "[run]", "job.toml:5:5: not valid TOML: table [run] is there twice"),
-    ("cpus = 4,", "cpus = 4,\n", "job.toml:7:19: not valid TOML: expected a key; an inline table {...} must stand on"
+    ("[cluster]", "[run]", "job.toml:5:5: not valid TOML: table [run] is defined twice"),
+    ("cpus = 4,", "cpus = 4,\n", "job.toml:7:19: not valid TOML: expected a key; an inline table {...} must be on"
      " one line"),
-    ('at = "step=5"\n', "at = [", 'job.toml:23: not valid TOML: this is no value; text needs quotes ("..."),'
-     " booleans are true and false, up to the end of the file"),
+    ('at = "step=5"\n', "at = [", 'job.toml:23: not valid TOML: invalid value: strings need quotes ("..."),'
+     " booleans are true or false, up to the end of the file"),
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("header", "old_key", "value", "new_key"),
+    [
+        ("limits", "beat", '"1s"', "heartbeat"),
+        ("recovery", "adopt", '"10s"', "promote"),
+        ("recovery", "whole", "2", "full_restarts"),
+        ("roles.trainer", "standbys", "1", "donor_rollouts"),
+    ],
+)
+def test_renamed_key_is_reported_with_its_new_name(
+    tmp_path: Path, header: str, old_key: str, value: str, new_key: str
+) -> None:
+    text = JOB.replace("[task]", f"[{header}]\n{old_key} = {value}\n[task]", 1)
+    line = text.splitlines().index(f"{old_key} = {value}") + 1
+    assert error_text(tmp_path, text) == f'job.toml:{line}: {header}.{old_key}: was renamed; write "{new_key}" instead'
+    (tmp_path / "job.toml").write_text(text.replace(old_key, new_key, 1))
+    load_job(tmp_path / "job.toml")
+
+
 @pytest.mark.parametrize(("old", "new", "expected"), WRONG)
-def test_each_mistake_is_told_with_file_line_key_and_what_is_right(
+def test_mistake_is_reported_with_file_line_key_and_correction(
     tmp_path: Path, old: str, new: str, expected: str
 ) -> None:
     assert old in JOB
-    assert complaint(tmp_path, JOB.replace(old, new, 1)) == expected
+    assert error_text(tmp_path, JOB.replace(old, new, 1)) == expected
 
 
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("[[faults", '[recovery]\npolicy = "job"\n[[faults', 'job.toml:17: roles.rollout.warm: [recovery] policy = "job"'
-         ' restarts every role cold; remove it, or write policy = "role"'),
-        ("local", 'local"\nspares = 0 #', "job.toml:18: roles.rollout.warm: there are no spare nodes to keep one on; remove"
-         " it, or set [cluster] spares = 1 or more"),
-        ("local", 'slurm"\nform = "replica', 'job.toml:18: roles.rollout.warm: form = "replica" has no spare nodes to keep'
-         ' one on; remove it, or write form = "pool"'),
+        ("[[faults", '[recovery]\npolicy = "job"\n[[faults', "job.toml:17: roles.rollout.warm: [recovery] policy ="
+         ' "job" does not use standby processes; remove it, or write policy = "role"'),
+        ("local", 'local"\nspares = 0 #', "job.toml:18: roles.rollout.warm: there are no spare nodes for standby"
+         " rollouts; remove it, or set [cluster] spares = 1 or more"),
+        ("local", 'slurm"\nform = "replica', 'job.toml:18: roles.rollout.warm: form = "replica" has no spare nodes'
+         ' for standby rollouts; remove it, or write form = "pool"'),
     ],
 )  # fmt: skip
 def test_a_rollout_is_kept_ready_where_there_are_spare_nodes(tmp_path: Path, old: str, new: str, expected: str) -> None:
     warm = JOB.replace("replicas = 2", "warm = true")
-    assert complaint(tmp_path, warm.replace(old, new)) == expected
+    assert error_text(tmp_path, warm.replace(old, new)) == expected
     (tmp_path / "job.toml").write_text(warm)
     assert {role.name for role in resolve(load_job(tmp_path / "job.toml"), "python").roles if role.warm} == {
         "trainer", "rollout"
@@ -352,31 +373,31 @@ _ROLLOUTS = "job.toml:18: roles.rollout"
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
-        ("vllm = { stream_interval = 8 }", ".vllm.stream_interval: is not yours to set: tokens that vLLM holds back would"
-         " count as the next version's; remove it"),
-        ("vllm.speculative_config.method = 'ngram'", ".vllm.speculative_config: is not yours to set: a draft model gets no"
+        ("vllm = { stream_interval = 8 }", ".vllm.stream_interval: cannot be set: tokens that vLLM holds back would be"
+         " attributed to the next weight version; remove it"),
+        ("vllm.speculative_config.method = 'ngram'", ".vllm.speculative_config: cannot be set: a draft model would get no"
          " new weights; remove it"),
-        ("vllm = { logprobs_mode = 'raw_logprobs' }", ".vllm.logprobs_mode: is not yours to set: the trainer needs those of"
-         " the distribution sampled from; remove it"),
-        ("vllm = { tensor_parallel_size = 0 }", ".vllm.tensor_parallel_size: must be a whole number, 1 or more: how many"
-         " GPUs share the model"),
-        ("vllm = { tensor_parallel_size = true }", ".vllm.tensor_parallel_size: must be a whole number, 1 or more: how many"
-         " GPUs share the model"),
-        ("gpus = 4", ".gpus: vLLM would compute on 1 of the GPUs of each replica, and [roles.rollout] gpus = 4; make"
+        ("vllm = { logprobs_mode = 'raw_logprobs' }", ".vllm.logprobs_mode: cannot be set: the trainer needs those of"
+         " the distribution that was sampled; remove it"),
+        ("vllm = { tensor_parallel_size = 0 }", ".vllm.tensor_parallel_size: must be a whole number, 1 or more: the"
+         " GPUs that share the model"),
+        ("vllm = { tensor_parallel_size = true }", ".vllm.tensor_parallel_size: must be a whole number, 1 or more: the"
+         " GPUs that share the model"),
+        ("gpus = 4", ".gpus: vLLM would compute on 1 of the GPUs of each replica, but [roles.rollout] gpus = 4; make"
          " tensor_parallel_size and gpus the same number"),
         ("vllm = { tensor_parallel_size = 8 }\ngpus = 4", ".vllm.tensor_parallel_size: vLLM would compute on 8 of the GPUs"
-         " of each replica, and [roles.rollout] gpus = 4; make tensor_parallel_size and gpus the same number"),
+         " of each replica, but [roles.rollout] gpus = 4; make tensor_parallel_size and gpus the same number"),
         ("vllm = { tensor_parallel_size = 4 }\ngpus = 4", ""),
         ("vllm = { tensor_parallel_size = 2, gpu_memory_utilization = 0.5 }", ""),
         ("command = ['mine']\nvllm = { stream_interval = 8 }", ""),
     ],
 )  # fmt: skip
-def test_arguments_of_vllm_that_would_break_what_is_recorded_or_leave_gpus_idle_are_refused(
+def test_vllm_arguments_that_break_recording_or_leave_gpus_idle_are_refused(
     tmp_path: Path, written: str, expected: str
 ) -> None:
     text = JOB.replace("cpus = 4", "gpus = 8, cpus = 4").replace("replicas = 2", f'engine = "vllm"\n{written}')
     if expected:
-        assert complaint(tmp_path, text) == f"{_ROLLOUTS}{expected}"
+        assert error_text(tmp_path, text) == f"{_ROLLOUTS}{expected}"
     else:
         (tmp_path / "job.toml").write_text(text)
         load_job(tmp_path / "job.toml")
@@ -385,8 +406,8 @@ def test_arguments_of_vllm_that_would_break_what_is_recorded_or_leave_gpus_idle_
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("replicas = 2", "vllm = { max_num_seqs = 8 }", 'job.toml:17: roles.rollout.vllm: are arguments of vLLM, and'
-         ' engine = "torch"; remove it, or write engine = "vllm"'),
+        ("replicas = 2", "vllm = { max_num_seqs = 8 }", "job.toml:17: roles.rollout.vllm: has no effect with engine"
+         ' = "torch"; remove it, or write engine = "vllm"'),
         ("replicas = 2", "gpus = 2", 'job.toml:17: roles.rollout.gpus: engine = "torch" computes on one GPU; write gpus = 1'
          ' and more replicas, or engine = "vllm"'),
         ("[roles.rollout]", "[roles.trainer]\nranks = 2\ngpus = 4\n[roles.rollout]", "job.toml:18: roles.trainer.gpus:"
@@ -395,37 +416,39 @@ def test_arguments_of_vllm_that_would_break_what_is_recorded_or_leave_gpus_idle_
 )  # fmt: skip
 def test_gpus_that_nobody_would_compute_on_are_refused(tmp_path: Path, old: str, new: str, expected: str) -> None:
     text = JOB.replace("cpus = 4", "gpus = 8, cpus = 4")
-    assert complaint(tmp_path, text.replace(old, new)) == expected
+    assert error_text(tmp_path, text.replace(old, new)) == expected
 
 
-def test_several_mistakes_are_told_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
+def test_several_mistakes_are_reported_at_once_in_file_order(tmp_path: Path) -> None:
     text = JOB.replace("steps = 10", "step = 10").replace("cpus = 4", "cpus = 0").replace('"kill"', '"kil"')
-    assert [line.split(": ")[:2] for line in complaint(tmp_path, text).splitlines()] == [
+    assert [line.split(": ")[:2] for line in error_text(tmp_path, text).splitlines()] == [
         ["job.toml:3", "run.step"], ["job.toml:7", "cluster.node.cpus"], ["job.toml:21", "faults.planned[0].kind"],
     ]  # fmt: skip
 
 
-def test_an_empty_file_is_told_what_it_needs(tmp_path: Path) -> None:
-    assert complaint(tmp_path, "") == "job.toml: run: missing; add a table [run] with name"
+def test_empty_file_is_reported_with_the_missing_tables(tmp_path: Path) -> None:
+    assert error_text(tmp_path, "") == "job.toml: run: missing; add a table [run] with name"
 
 
 NOTHING = '[run]\nname = "x"\n'
 OWN = '[commands.judge]\ncommand = ["./judge"]\n'
 TASK = '[task]\ndataset = "chain_sum"\n'
 UNFIT: list[tuple[str, str]] = [
-    (NOTHING, "job.toml:1: run: there is nothing to do: add a [task] for the trainer and the rollouts, or a [commands.NAME]"),
+    (NOTHING, "job.toml:1: run: has nothing to do: add a [task] for the trainer and the rollouts, or a"
+     " [commands.NAME]"),
     (NOTHING + TASK, "job.toml:1: run.steps: missing; add steps = ... in [run] (optimizer steps of a complete run)"),
     (NOTHING + OWN + "[roles.rollout]\nreplicas = 2\n", "job.toml:5: roles.rollout: needs a [task]; a role of your own goes under"
      " [commands.NAME]"),
     (NOTHING + OWN + "service = true\n", "job.toml:3: commands: are all services: the run would never end; set service = false for"
      " one"),
-    (NOTHING + "steps = 3\n" + OWN, "job.toml:3: run.steps: counts the trainer's steps, and there is no [task]; remove it"),
+    (NOTHING + "steps = 3\n" + OWN, "job.toml:3: run.steps: counts the trainer's steps, but there is no [task];"
+     " remove it"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "expected"), UNFIT)
 def test_a_job_needs_something_to_do(tmp_path: Path, text: str, expected: str) -> None:
-    assert complaint(tmp_path, text) == expected
+    assert error_text(tmp_path, text) == expected
 
 
 def test_a_gang_is_for_the_trainer_and_for_programs_that_know_of_ranks(tmp_path: Path) -> None:
@@ -446,8 +469,8 @@ def test_a_role_that_shares_its_node_has_no_allocation_of_its_own(tmp_path: Path
     text = JOB.replace('"local"', '"slurm"\nform = "replica"').replace(
         "[task]", '[roles.reward]\nslurm.account = "x"\n[task]'
     )
-    assert complaint(tmp_path, text) == (
-        "job.toml:14: roles.reward.slurm: this role shares its node with others; set exclusive = true, or remove it"
+    assert error_text(tmp_path, text) == (
+        "job.toml:14: roles.reward.slurm: this role shares its nodes with others; set exclusive = true, or remove it"
     )
 
 
@@ -461,27 +484,27 @@ def test_a_job_may_consist_of_a_role_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_what_is_no_text_is_refused_with_the_line(tmp_path: Path) -> None:
-    assert complaint(tmp_path, b"[run]\nname = '\xff'") == "job.toml:2: byte 0xff is not UTF-8; save the file as UTF-8"
+    assert error_text(tmp_path, b"[run]\nname = '\xff'") == "job.toml:2: byte 0xff is not UTF-8; save the file as UTF-8"
 
 
 def test_control_characters_of_a_file_never_reach_the_terminal(tmp_path: Path) -> None:
-    told = complaint(tmp_path, JOB.replace("steps = 10", 'steps = 10\n"\\u001b[31m" = "\\u009b"'))
-    assert told.isprintable()
+    lines = error_text(tmp_path, JOB.replace("steps = 10", 'steps = 10\n"\\u001b[31m" = "\\u009b"'))
+    assert lines.isprintable()
 
 
 def test_what_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    told = []
+    lines = []
     for path in (tmp_path / "missing.toml", tmp_path / "there", tmp_path / "loop", Path("/dev/zero"), Path("a\0b")):
         with pytest.raises(SpecError) as raised:
             load_job(path)
-        told.append(str(raised.value).replace(f"{tmp_path}/", ""))
-    assert told == [
+        lines.append(str(raised.value).replace(f"{tmp_path}/", ""))
+    assert lines == [
         "missing.toml: no such file",
         'there: is a folder; name the file in it, for example "there/job.toml"',
         "loop: cannot be read: Too many levels of symbolic links",
-        "/dev/zero: is larger than 1 MiB; that is no job.toml",
+        "/dev/zero: is larger than 1 MiB; that is not a job.toml",
         "a\\x00b: cannot be read: embedded null byte",
     ]
 
@@ -511,8 +534,8 @@ def test_a_file_without_permission_is_one_line() -> None:
     ],
 )  # fmt: skip
 def test_hostile_text_is_refused_without_a_traceback(tmp_path: Path, text: str) -> None:
-    told = complaint(tmp_path, text)
-    assert all(line.startswith("job.toml") and len(line) < 1500 for line in told.splitlines())
+    lines = error_text(tmp_path, text)
+    assert all(line.startswith("job.toml") and len(line) < 1500 for line in lines.splitlines())
 
 
 _PIECES = st.one_of(
@@ -536,10 +559,10 @@ def test_no_mutation_of_a_valid_file_gives_anything_but_a_job_or_lines(
     path = tmp_path_factory.getbasetemp() / "mutated.toml"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     try:
-        told = json.dumps(resolved(load_job(path)), allow_nan=False)
+        lines = json.dumps(resolved(load_job(path)), allow_nan=False)
     except SpecError as error:
-        told = str(error)
-    assert all(line.isprintable() for line in told.split("\n"))
+        lines = str(error)
+    assert all(line.isprintable() for line in lines.split("\n"))
 
 
 @settings(max_examples=300, deadline=None)

@@ -126,11 +126,11 @@ def raw_dealer(context: zmq.Context[zmq.Socket[bytes]], keys: RunKeys | None = K
 def test_an_ask_gets_its_own_answer_and_a_push_arrives() -> None:
     async def test() -> None:
         async with listening() as listener, dialling(lambda: listener.address) as dialer:
-            asks = [asyncio.create_task(dialer.request(Ping(n), SOON)) for n in range(3)]
-            got = [await receive(listener) for _ in asks]
+            requests = [asyncio.create_task(dialer.request(Ping(n), SOON)) for n in range(3)]
+            got = [await receive(listener) for _ in requests]
             for incoming in reversed(got):
                 await listener.send(incoming.peer, Pong(incoming.message.n), incoming.request_id)
-            assert await asyncio.gather(*asks) == [Pong(0), Pong(1), Pong(2)]
+            assert await asyncio.gather(*requests) == [Pong(0), Pong(1), Pong(2)]
             await listener.send(got[0].peer, News("hi"))
             assert await dialer.next_push() == News("hi")
 
@@ -159,7 +159,7 @@ def test_an_ask_without_an_answer_times_out() -> None:
     run(test())
 
 
-def test_an_ask_that_is_said_again_is_the_same_ask_and_a_late_answer_to_it_counts() -> None:
+def test_resent_request_keeps_its_id_and_accepts_a_late_reply() -> None:
     async def test() -> None:
         async with listening() as listener, dialling(lambda: listener.address) as dialer:
             asked = asyncio.create_task(dialer.request(Ping(1), SOON, resend_after=0.05))
@@ -189,7 +189,7 @@ def test_an_ask_that_nobody_takes_is_kept_once() -> None:
     run(test())
 
 
-def test_closing_the_dialer_fails_its_open_asks_and_says_the_last_words() -> None:
+def test_closed_dialer_fails_open_requests_and_sends_its_last_messages() -> None:
     async def test() -> None:
         async with listening() as listener:
             dialer = Dialer(KEYS, DOWN, lambda: listener.address)
@@ -222,7 +222,7 @@ def test_a_client_key_that_is_not_the_runs_never_gets_through() -> None:
     run(test())
 
 
-def test_a_listener_without_the_runs_key_is_told_nothing() -> None:
+def test_listener_without_the_run_key_receives_nothing() -> None:
     async def test() -> None:
         async with listening(RunKeys.make()) as impostor:
             async with dialling(lambda: impostor.address, (Joined("me"),)) as dialer:
@@ -300,7 +300,7 @@ def test_frames_that_cannot_be_read_are_dropped_and_counted() -> None:
 
 
 # ── loss and return ────────────────────────────────────────────────────────────────────────────────────────────────
-def test_after_a_lost_connection_hello_is_said_again_and_open_asks_are_repeated() -> None:
+def test_reconnect_sends_hello_and_open_requests_again() -> None:
     async def test() -> None:
         async with listening() as listener, Proxy(port_of(listener)) as proxy:
             via = Address(1, f"tcp://127.0.0.1:{proxy.port}")
@@ -317,7 +317,7 @@ def test_after_a_lost_connection_hello_is_said_again_and_open_asks_are_repeated(
     run(test())
 
 
-def test_a_successor_at_another_address_is_greeted_and_answers_the_open_asks() -> None:
+def test_successor_at_another_address_gets_hello_and_open_requests() -> None:
     async def test() -> None:
         async with listening(epoch=1) as first, listening(epoch=2) as second:
             newest = [first.address]

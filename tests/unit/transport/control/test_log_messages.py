@@ -24,7 +24,7 @@ def test_what_is_put_is_taken_once_in_order() -> None:
     assert backlog.empty
 
 
-def test_what_there_is_no_room_for_goes_oldest_first_and_leaves_a_line_with_its_time() -> None:
+def test_excess_lines_are_dropped_oldest_first_with_a_stamped_notice() -> None:
     backlog = Backlog(3 * SIZE)
     for n in range(1, 6):
         backlog.put(line(n))
@@ -33,7 +33,7 @@ def test_what_there_is_no_room_for_goes_oldest_first_and_leaves_a_line_with_its_
     assert backlog.pop_oldest(2 * SIZE) == line(5)
 
 
-def test_more_than_there_is_room_for_at_once_leaves_its_end() -> None:
+def test_chunk_larger_than_the_bound_keeps_its_end() -> None:
     backlog = Backlog(2 * SIZE + 3)
     backlog.put(b"".join(line(n) for n in range(100)))
     assert backlog.size == 2 * SIZE

@@ -36,6 +36,6 @@ def run(kind: str) -> Generator[Callable[[Coroutine[Any, Any, None]], None]]:
         return open_transport(kind, SECRET, trusted_network=True)
 
     with asyncio.Runner() as runner:
-        keeper = runner.run(opened())
+        opener = runner.run(opened())
         yield lambda test: runner.run(bounded(test))
-        runner.run(keeper.close())
+        runner.run(opener.close())

@@ -45,7 +45,7 @@ def test_names_are_in_the_order_that_people_count_in() -> None:
     ]  # fmt: skip
 
 
-def test_the_first_in_a_chain_asks_the_publisher_and_each_other_the_one_before_it() -> None:
+def test_chain_head_pulls_from_publisher_and_others_from_predecessor() -> None:
     holders = [PUBLISHER, *rollouts(4)]
     assert requested_sources(0, holders) == ["trainer/0"]
     assert requested_sources(3, holders) == [*names(2, 1, 0), "trainer/0"]
@@ -62,7 +62,7 @@ def test_two_chains_begin_at_the_publisher_and_two_at_each_end_of_a_chain() -> N
     ]
 
 
-def test_who_comes_late_asks_its_neighbour_then_others_who_have_it_and_the_publisher_last() -> None:
+def test_late_receiver_prefers_neighbour_then_holders_then_publisher() -> None:
     holders = [PUBLISHER, *rollouts(6, complete=[0, 1, 2, 4, 5])]
     assert requested_sources(3, holders) == [*names(2, 4, 5, 0, 1), "trainer/0"]
     late = [PUBLISHER, *rollouts(6, complete=[1, 2, 3, 4, 5])]
@@ -86,7 +86,7 @@ def test_without_a_publisher_those_who_have_it_serve_the_others() -> None:
     assert requested_sources(3, holders) == names(2, 4, 1, 0)
 
 
-def test_whoever_was_overtaken_asks_the_publisher_first() -> None:
+def test_overtaken_receiver_pulls_from_the_publisher_first() -> None:
     holders = [PUBLISHER, *rollouts(3, complete=[0])]
     direct = select_sources(ReplicaId("rollout/2"), holders, NEW, 8, direct=True)
     assert [each.incarnation.replica for each in direct] == ["trainer/0", *names(1, 0)]
@@ -120,10 +120,10 @@ def test_nobody_ever_waits_for_itself_whatever_each_has_heard(
     complete = {index for index in there if chance.random() < 0.3}
     waits: dict[int, list[int]] = {}
     for index in there - complete:
-        seen = [rollout(one, NEW if one in complete and chance.random() < 0.5 else OLD)
+        announced = [rollout(one, NEW if one in complete and chance.random() < 0.5 else OLD)
                 for one in there if chance.random() < 0.8 or one == index]  # fmt: skip
-        chance.shuffle(seen)
-        plan = requested_sources(index, [PUBLISHER, *seen] if chance.random() < 0.5 else seen, chain)
+        chance.shuffle(announced)
+        plan = requested_sources(index, [PUBLISHER, *announced] if chance.random() < 0.5 else announced, chain)
         assert len(plan) == len(set(plan))
         assert f"rollout/{index}" not in plan
         numbers = [int(one.partition("/")[2]) for one in plan if one != "trainer/0"]

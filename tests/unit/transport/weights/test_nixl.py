@@ -32,10 +32,10 @@ from rrl.tests.support.weights.piping import (
     weight_source,
 )
 from rrl.tests.support.weights.source import VERSION, content, described
+from rrl.transport.streams.connection import Connection, TransportError, authenticate
 from rrl.transport.tcp_inspection import listening_addresses
 from rrl.transport.weights import base as pipes
 from rrl.transport.weights import nixl, nixl_memory, protocol, select
-from rrl.transport.weights.base import Connection, TransportError, authenticate
 from rrl.transport.weights.nixl import NixlTransport
 from rrl.transport.weights.nixl_memory import SLOT_BYTES, BufferClaim, NixlRuntime, Remote
 from rrl.transport.weights.pull import pull
@@ -67,9 +67,9 @@ class Other:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
-        name, told, address = process.stdout.readline().split()
+        name, metadata, address = process.stdout.readline().split()
         self.pid = process.pid
-        self.name, self.replies, self.address = name.encode(), bytes.fromhex(told), int(address)
+        self.name, self.replies, self.address = name.encode(), bytes.fromhex(metadata), int(address)
 
 
 @contextmanager
@@ -241,8 +241,8 @@ READER = """
 import sys, threading
 from rrl.transport.weights.nixl_memory import SLOT_BYTES, BufferClaim, NixlRuntime
 
-reads, (name, told, address) = NixlRuntime("127.0.0.1"), sys.argv[1:]
-remote = reads.add_remote(name.encode(), bytes.fromhex(told))
+reads, (name, metadata, address) = NixlRuntime("127.0.0.1"), sys.argv[1:]
+remote = reads.add_remote(name.encode(), bytes.fromhex(metadata))
 
 def land():
     reads.read_into(remote, int(address), memoryview(bytearray(SLOT_BYTES)), BufferClaim())
@@ -314,11 +314,11 @@ def test_who_cannot_be_reached_holds_up_nobody_else(reads: NixlRuntime) -> None:
         near.close()
 
 
-def test_what_is_told_of_somebody_else_is_refused(reads: NixlRuntime) -> None:
+def test_metadata_of_another_peer_is_refused(reads: NixlRuntime) -> None:
     with pytest.raises(TransportError):
         reads.add_remote(b"0" * 16, b"garbage")
     other = NixlRuntime("127.0.0.1")
-    with pytest.raises(TransportError, match="somebody else"):
+    with pytest.raises(TransportError, match="another peer"):
         reads.add_remote(b"0" * 16, other.local_metadata()[1])
     other.close()
 
@@ -432,9 +432,9 @@ def test_a_member_gone_mad_loses_its_connection_and_nobody_else_does() -> None:
     run(test())
 
 
-def test_a_holder_gone_mad_is_not_believed() -> None:
+def test_source_with_invalid_frames_is_refused() -> None:
     mad = [((nixl._KIND_METADATA, 100, bytes(100)), "not signed with this run's secret"),
-           ((nixl._KIND_PIECE, 5, bytes(8)), "not due"), ((nixl._KIND_METADATA, nixl._MAX_METADATA_BYTES + 1, b""), "not due")]  # fmt: skip
+           ((nixl._KIND_PIECE, 5, bytes(8)), "unexpected"), ((nixl._KIND_METADATA, nixl._MAX_METADATA_BYTES + 1, b""), "unexpected")]  # fmt: skip
 
     async def test() -> None:
         async with transport_for("nixl") as pipe:
@@ -445,11 +445,11 @@ def test_a_holder_gone_mad_is_not_believed() -> None:
                 await authenticate(line, SECRET, dialled=False)
                 await line._write(*frame)
 
-            for frame, told in mad:
+            for frame, metadata in mad:
                 answers = []
                 meet = partial(lambda frame, tcp: answers.append(asyncio.create_task(answer(tcp, frame))), frame)  # noqa: B023
                 server, port = await listen(meet, "127.0.0.1")
-                with pytest.raises(TransportError, match=told):
+                with pytest.raises(TransportError, match=metadata):
                     await pipe.fetch(
                         f"nixl://127.0.0.1:{port}", VERSION, range(10), memoryview(bytearray(10)), TIMEOUT_S
                     )
@@ -471,7 +471,7 @@ def test_the_loop_is_free_and_the_deadline_holds_while_nixl_blocks(monkeypatch: 
             await pipe.manifest(at, VERSION, TIMEOUT_S)
             monkeypatch.setattr(NixlRuntime, "read_into", blocked)
             into = memoryview(bytearray(SIZE))
-            with pytest.raises(TransportError, match=r"nothing within 0\.3 s"):
+            with pytest.raises(TransportError, match=r"no reply within 0\.3 s"):
                 await pipe.fetch(at, VERSION, range(SIZE), into, 0.3)
             released.set()
             monkeypatch.undo()

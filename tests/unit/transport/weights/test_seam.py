@@ -14,9 +14,9 @@ from rrl.core.types import Incarnation, ReplicaId
 from rrl.tests.support.weights.piping import KINDS
 from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.transport.messages import WeightSource
+from rrl.transport.streams.connection import TransportError, deadline
 from rrl.transport.weights import pull as swarm
 from rrl.transport.weights import select
-from rrl.transport.weights.base import TransportError, deadline
 from rrl.transport.weights.pull import pull
 from rrl.transport.weights.select import Capabilities, UntrustedNetwork, open_transport
 from rrl.transport.weights.store import WeightStore
@@ -54,7 +54,7 @@ class _HungConnection:
 def test_at_a_deadline_the_abort_comes_before_the_buffer_is_free() -> None:
     async def test() -> None:
         line = _HungConnection()
-        with pytest.raises(TransportError, match="nothing within"):
+        with pytest.raises(TransportError, match="no reply within"):
             with deadline(line, 0.01):
                 await line.receive(memoryview(bytearray(1)))
         assert line.sent[:2] == ["aborted", "buffer free"]
@@ -126,7 +126,7 @@ def test_a_missing_ucxx_fails_only_a_job_that_names_ucx(
         await pipe.close()
 
     asyncio.run(test())
-    assert "weights move over tcp, not over mlx5_0:1" in caplog.text
+    assert "weight transport: tcp, not UCX over mlx5_0:1" in caplog.text
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -161,5 +161,5 @@ def test_an_unknown_pipe_is_named_with_the_known_ones() -> None:
         select.select_transport("pigeon", NO_RDMA, trusted_network=False)
 
 
-def test_defaults_leave_room_for_a_retry_within_a_pull() -> None:
+def test_default_timeouts_allow_a_retry_within_a_pull() -> None:
     assert swarm.MAX_CHUNK_TIMEOUT_S * 2 < swarm.PULL_TIMEOUT_S

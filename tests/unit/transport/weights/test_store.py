@@ -57,7 +57,7 @@ def test_a_manifest_of_another_run_or_version_or_with_a_changed_byte_is_refused(
     data = manifests.encode(manifest)
     with pytest.raises(ValueError, match="not signed"):
         manifests.decode(data, V1, b"t" * 32)
-    with pytest.raises(ValueError, match="asked for"):
+    with pytest.raises(ValueError, match="requested"):
         manifests.decode(data, V2, SECRET)
     for place in range(0, len(data), 7):
         changed = bytearray(data)
@@ -257,7 +257,7 @@ def test_who_waits_for_a_part_has_it_the_moment_it_is_verified_in_another_thread
     asyncio.run(asyncio.wait_for(test(), SOON))
 
 
-def test_who_waits_for_a_version_that_is_given_up_is_told() -> None:
+def test_waiting_reader_fails_when_its_version_is_given_up() -> None:
     store = WeightStore()
 
     async def test() -> None:
@@ -273,7 +273,7 @@ def test_who_waits_for_a_version_that_is_given_up_is_told() -> None:
 
 
 # ── memory ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_version_that_is_being_read_stays_and_the_one_after_it_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_being_read_stays_and_the_next_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "READER_IDLE_TIMEOUT_S", SOON)
     store = WeightStore()
     store.offer(*made(V1))
@@ -375,11 +375,11 @@ def test_memory_of_another_size_is_not_used_again() -> None:
 def test_threads_offer_and_read_without_ever_seeing_a_third_version() -> None:
     store = WeightStore()
     many = [made(Version(step, 1)) for step in range(200)]
-    seen: list[int] = []
+    counts: list[int] = []
 
     def read() -> None:
         while (current := store.current()) is None or current.manifest.version.step < 199:
-            seen.append(len(store.versions()))
+            counts.append(len(store.versions()))
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -387,4 +387,4 @@ def test_threads_offer_and_read_without_ever_seeing_a_third_version() -> None:
         store.offer(manifest, flat)
     reader.join(20)
     assert not reader.is_alive()
-    assert set(seen) <= {0, 1, 2}
+    assert set(counts) <= {0, 1, 2}

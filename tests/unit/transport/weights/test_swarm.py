@@ -27,7 +27,7 @@ from rrl.tests.support.weights.piping import (
 )
 from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.transport.messages import WeightSource
-from rrl.transport.weights import base as pipes
+from rrl.transport.streams import connection
 from rrl.transport.weights import pull, tcp, ucx
 from rrl.transport.weights.base import STARVATION_TIMEOUT_S
 from rrl.transport.weights.manifest import Manifest
@@ -42,7 +42,7 @@ NEWER = Version(4, 1)
 @pytest.fixture(autouse=True)
 def connections_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine. Nobody here is dead before it has been connected to, unless the kernel says so at once."""
-    for module, name in ((pipes, "HANDSHAKE_TIMEOUT_S"), (tcp, "CONNECT_TIMEOUT_S"), (ucx, "CONNECT_TIMEOUT_S"),
+    for module, name in ((connection, "HANDSHAKE_TIMEOUT_S"), (tcp, "CONNECT_TIMEOUT_S"), (ucx, "CONNECT_TIMEOUT_S"),
                          (pull, "FIRST_CHUNK_TIMEOUT_S")):  # fmt: skip
         monkeypatch.setattr(module, name, TIMEOUT_S)
 
@@ -158,20 +158,20 @@ def test_a_source_that_is_itself_waiting_is_not_taken_for_a_hung_one(kind: str, 
         async with AsyncExitStack() as stack:
             chain = await chained(kind, stack)
             chain.named = False
-            said = 0
+            replies = 0
             within = chain.first.store.wait_until_ready
 
             async def counted(by: float, look: object) -> object:
-                nonlocal said
+                nonlocal replies
                 try:
                     return await within(by, look)  # type: ignore[arg-type]
                 finally:
-                    said += 1
+                    replies += 1
 
             chain.first.store.wait_until_ready = counted  # type: ignore[method-assign, assignment]
             first, last = await chain.half(stack, AdaptiveTimeout(TIMEOUT_S, 1.0))
-            before = said
-            await until(lambda: said > before + 30)  # 1.5 s of "not yet"
+            before = replies
+            await until(lambda: replies > before + 30)  # 1.5 s of "not yet"
             await chain.rest(first, last)
             assert chain.last.spy.failed == {}
 
@@ -180,9 +180,7 @@ def test_a_source_that_is_itself_waiting_is_not_taken_for_a_hung_one(kind: str, 
 
 # ── one that does not ──────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-def test_when_the_middle_one_dies_or_hangs_the_next_asks_the_one_before_it(
-    kind: str, run: Run, fault: signal.Signals
-) -> None:
+def test_receiver_skips_a_dead_or_hung_neighbour(kind: str, run: Run, fault: signal.Signals) -> None:
     async def test() -> None:
         async with AsyncExitStack() as stack:
             chain = await chained(kind, stack)
@@ -197,7 +195,7 @@ def test_when_the_middle_one_dies_or_hangs_the_next_asks_the_one_before_it(
     run(test())
 
 
-def test_when_the_middle_one_lies_its_chunks_are_fetched_again_and_it_is_asked_no_more(kind: str, run: Run) -> None:
+def test_corrupt_chunks_are_fetched_again_and_their_source_is_dropped(kind: str, run: Run) -> None:
     async def test() -> None:
         async with AsyncExitStack() as stack:
             chain = await chained(kind, stack)
@@ -230,7 +228,7 @@ def test_when_the_middle_one_falls_silent_it_is_left(kind: str, run: Run) -> Non
             await passing
             assert chain.last.chunks_from(silent.source) == HALF
             assert chain.last.chunks_from(chain.first.source) == CHUNKS - HALF
-            assert chain.last.spy.failed[silent.source.address][0].startswith("nothing within")
+            assert chain.last.spy.failed[silent.source.address][0].startswith("no reply within")
 
     run(test())
 
@@ -252,7 +250,7 @@ def test_a_source_that_only_ever_says_not_yet_is_left(kind: str, run: Run) -> No
     run(test())
 
 
-def test_when_the_first_one_is_gone_the_next_asks_the_publisher(kind: str, run: Run) -> None:
+def test_receiver_pulls_from_publisher_when_the_chain_head_is_gone(kind: str, run: Run) -> None:
     async def test() -> None:
         async with AsyncExitStack() as stack:
             chain = await chained(kind, stack)

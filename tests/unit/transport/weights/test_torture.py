@@ -13,7 +13,8 @@ import pytest
 from rrl.tests.support.weights.piping import TIMEOUT_S, Run, child, transport_for
 from rrl.tests.support.weights.source import VERSION
 from rrl.tests.support.weights.torture import NBYTES, RECEIVERS, Tally, torture
-from rrl.transport.weights.base import TransportError, WeightTransport
+from rrl.transport.streams.connection import TransportError
+from rrl.transport.weights.base import WeightTransport
 
 _HELD_UP = RECEIVERS * NBYTES
 """bytes: a reader that hangs keeps the version that it was reading, for up to 30 s (calls._SEND_BY)"""

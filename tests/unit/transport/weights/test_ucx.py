@@ -14,8 +14,8 @@ import pytest
 
 from rrl.tests.support.weights.piping import SECRET, complete, holding, served, transport_for, weight_source
 from rrl.tests.support.weights.source import VERSION
+from rrl.transport.streams.connection import TransportError
 from rrl.transport.tcp_inspection import listening_addresses
-from rrl.transport.weights.base import TransportError
 from rrl.transport.weights.pull import pull
 from rrl.transport.weights.store import WeightStore
 from rrl.transport.weights.ucx import UcxTransport, _Worker
@@ -53,10 +53,10 @@ def opened(**env: str) -> str:
 
 
 def test_every_setting_is_one_that_ucx_knows_and_the_environments_own_win() -> None:
-    said = opened(UCX_WARN_UNUSED_ENV_VARS="y", UCX_LOG_LEVEL="warn", UCX_TCP_KEEPIDLE="7s", UCX_NOT_A_SETTING="1")
+    output = opened(UCX_WARN_UNUSED_ENV_VARS="y", UCX_LOG_LEVEL="warn", UCX_TCP_KEEPIDLE="7s", UCX_NOT_A_SETTING="1")
     expected = SETTINGS | {"UCX_WARN_UNUSED_ENV_VARS": "y", "UCX_LOG_LEVEL": "warn", "UCX_TCP_KEEPIDLE": "7s"}
-    assert str(expected) in said
-    unused = [line for line in said.splitlines() if "unused environment variable" in line]
+    assert str(expected) in output
+    unused = [line for line in output.splitlines() if "unused environment variable" in line]
     assert unused, "it warns of none"
     assert all("UCX_NOT_A_SETTING" in line for line in unused)
     assert not any(name in line for line in unused for name in SETTINGS)
@@ -142,4 +142,4 @@ def test_ends_whose_ucx_does_not_reach_the_other_go_on_over_tcp(caplog: pytest.L
             await source.close()
 
     asyncio.run(test())
-    assert "weights from there come over TCP: ucx: unreachable" in caplog.text
+    assert "use TCP: ucx: unreachable" in caplog.text
