@@ -133,13 +133,11 @@ def test_replica_that_never_joins_is_reported_with_a_hint_at_join() -> None:
     world = World(job())
     world.broken["trainer"] = "waits"
     world._break = lambda action, why: None  # type: ignore[method-assign]
-    for incarnation in (1, 2, 3):
-        world.play(
-            lambda incarnation=incarnation: (
-                world.state.replica(TRAINER).status is Status.STARTING
-                and world.state.replica(TRAINER).incarnation_number == incarnation
-            )
-        )  # type: ignore[misc]
+    for number in (1, 2, 3):
+        replica = world.state.replica
+        world.play(  # type: ignore[misc]
+            lambda n=number: (replica(TRAINER).status, replica(TRAINER).incarnation_number) == (Status.STARTING, n)
+        )
         world.wait(120.0)
         replica = world.state.replica(TRAINER)
         world.happen(found(replica.incarnation, "never_joined", world.now, text="no Hello within 120 s of its launch"))
