@@ -51,15 +51,15 @@ from . import exchange
 _log = logging.getLogger("rrl.trainer")
 
 RENDEZVOUS_TIMEOUT_S = 60.0
-"""Seconds timeout_s which all members must have met once all have joined (until then the manager's deadlines apply).
+"""Seconds within which all members must have met once all have joined (until then the manager's deadlines apply).
 torch's own timeouts are unreliable: a rendezvous under used keys failed after 25 s with a timeout of 5 s
 (docs/sources.md)."""
 COLLECTIVE_TIMEOUT_S = 24 * 3600.0
-"""Seconds after which a collective operation fails that a member is missing from. Members wait in one for a member that
-still works (a step may take 6 h, a write 1 h: :mod:`rrl.core.phases`) or waits for a store that is away; the manager
-detects a hung member long before, even if a network drops all packets."""
+"""Seconds after which a collective operation fails that a member is missing from. Members wait in such an operation for
+a member that still works (a step may take 6 h, a write 1 h: :mod:`rrl.core.phases`) or waits for a store that is away;
+the manager detects a hung member long before, even if a network drops all packets."""
 FENCE_WAIT_S = 10.0
-"""Seconds that a member which lost another one waits to be fenced. Survivors fail timeout_s 30 ms after a death: the first
+"""Seconds that a member which lost another one waits to be fenced. Survivors fail within 30 ms after a death: the first
 of them to exit would be taken for its cause."""
 _STOP_POLL_S = 0.2
 """Seconds between two checks whether the manager has requested a stop."""
@@ -100,6 +100,9 @@ class Gang:
 
         Parameters of another dtype than ``compute_dtype`` keep it and are cast for each use; gradients are summed in
         float32.
+
+        Raises:
+            ValueError: Without a process group, a parameter has another dtype than ``compute_dtype``.
         """
         if self._mesh is None:
             if any(parameter.dtype != compute_dtype for parameter in model.parameters()):
@@ -144,7 +147,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def init_process_group(me: rrl.Worker, compute_dtype: torch.dtype = torch.float32) -> Gang:
     """Meet the other members, and return the gang.
 
-    Ends the process if they do not meet timeout_s ``RENDEZVOUS_TIMEOUT_S``, or if this process does not have the GPU that
+    Ends the process if they do not meet within ``RENDEZVOUS_TIMEOUT_S``, or if this process does not have the GPU that
     it was assigned. A single process needs a group too if it computes in another dtype than that of its float32
     parameters, because FSDP does the casting.
 
@@ -165,7 +168,7 @@ def init_process_group(me: rrl.Worker, compute_dtype: torch.dtype = torch.float3
     address = _await_members(me, first) if me.world > 1 else ""
     with _exit_after(
         RENDEZVOUS_TIMEOUT_S,
-        f"{me.launch.incarnation}: the {me.world} members of {first} did not meet timeout_s {RENDEZVOUS_TIMEOUT_S:g} s",
+        f"{me.launch.incarnation}: the {me.world} members of {first} did not meet within {RENDEZVOUS_TIMEOUT_S:g} s",
     ):
         store = store or _connect_store(address)
         keys = PrefixStore(_store_prefix(me.keys.secret, first), store)

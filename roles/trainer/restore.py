@@ -28,8 +28,7 @@ from .process_group import Gang, blocked_on_rank0
 _log = logging.getLogger("rrl.trainer")
 
 SnapshotKey = tuple[int, int]
-"""Step of a snapshot, and the incarnation that made it. The snapshots of all ranks with the same key belong
-together."""
+"""(step, incarnation that made it) of a snapshot. The snapshots of all ranks with the same key belong together."""
 
 
 class Commit(Struct, frozen=True):
@@ -46,7 +45,10 @@ class Commit(Struct, frozen=True):
 
 
 class RestorePoint(Struct, frozen=True):
-    """The state that all members agreed on: a snapshot (its description and its bytes on this node), else the commit."""
+    """The state that all members agreed on.
+
+    It is a snapshot (``meta`` and ``data``, its bytes on this node) or, without one, the commit.
+    """
 
     commit: Commit
     meta: SnapshotMeta | None = None

@@ -120,7 +120,7 @@ def write_metadata(folder: Path, pieces: Iterable[Piece]) -> Path:
 
 
 def read_shards(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Read this member's part of ``tensors`` in position; any number of members may have written them.
+    """Read this member's part of ``tensors`` in place; any number of members may have written them.
 
     Communicates with no other member.
 
