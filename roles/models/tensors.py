@@ -61,7 +61,7 @@ def _tensor(spec: TensorSpec, dtype: torch.dtype, flat: memoryview) -> Tensor:
         raise ValueError(f"{spec.name}: {spec.shape} of {spec.dtype} does not take {spec.nbytes} bytes")
     if not 0 <= spec.offset <= len(flat) - spec.nbytes:
         raise ValueError(
-            f"{spec.name}: {spec.nbytes} bytes at offset {spec.offset} exceed the buffer of {len(flat)} bytes"
+            f"{spec.name}: {spec.nbytes} bytes at offset {spec.offset} are outside of the buffer of {len(flat)} bytes"
         )
     if spec.nbytes == 0:
         return torch.empty(spec.shape, dtype=dtype)

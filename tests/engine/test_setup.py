@@ -35,11 +35,11 @@ def _configure(folder: Path, lease: int = 16, gpus: int = 0, **given: Any) -> An
     ("given", "expected_text"),
     [
         ({"max_num_seq": 8}, r"^\[roles.rollout\] vllm.max_num_seq: vLLM \S+ has no .*; did you mean max_num_seqs\?$"),
-        ({"model": "elsewhere"}, r"^\[roles.rollout\] vllm.model is not yours to set: it is \[model\] path"),
-        ({"stream_interval": 8}, r"vllm.stream_interval is not yours to set: tokens that vLLM holds back"),
-        ({"logprobs_mode": "raw_logprobs"}, r"vllm.logprobs_mode is not yours to set: the trainer needs"),
-        ({"max_num_seqs": -1}, r"^\[roles.rollout\] vllm = \{'max_num_seqs': -1\}: vLLM \S+ says: .*max_num_seqs"),
-        ({"kv_cache_dtype": "none such"}, r"vLLM \S+ says: .*"),
+        ({"model": "elsewhere"}, r"^\[roles.rollout\] vllm.model is reserved for rrl: it is \[model\] path"),
+        ({"stream_interval": 8}, r"vllm.stream_interval is reserved for rrl: tokens that vLLM holds back"),
+        ({"logprobs_mode": "raw_logprobs"}, r"vllm.logprobs_mode is reserved for rrl: the trainer needs"),
+        ({"max_num_seqs": -1}, r"^\[roles.rollout\] vllm = \{'max_num_seqs': -1\}: vLLM \S+ refuses it: .*max_num_seqs"),
+        ({"kv_cache_dtype": "none such"}, r"vLLM \S+ refuses it: .*"),
     ],
 )
 def test_an_argument_that_cannot_work_is_told_in_one_line(
@@ -52,7 +52,7 @@ def test_an_argument_that_cannot_work_is_told_in_one_line(
 
 def test_a_gpu_that_vllm_would_not_use_is_told_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(
-        InvalidEngineConfig, match=r"^\[roles.rollout\] gpus = 2, and vLLM \S+ computes on the CPU here"
+        InvalidEngineConfig, match=r"^\[roles.rollout\] gpus = 2, but the installed vLLM \S+ is for CPUs"
     ):
         _configure(tmp_path, gpus=2)
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
+import msgspec
 import pytest
 
 import rrl
 from rrl.config.job.schema import Job
 from rrl.core.launch import Launch
+from rrl.core.run_dir import RunDir
 from rrl.core.text import exits_on_invalid_config
 from rrl.core.types import Incarnation, NodeName, ReplicaId
 from rrl.roles import reward
@@ -18,6 +22,7 @@ from rrl.roles.models.tasks import TaskError
 from rrl.roles.rollout import main as rollout_main
 from rrl.roles.trainer import main as trainer_main
 from rrl.roles.trajectories import server
+from rrl.roles.trajectories.log import Log
 
 pytestmark = pytest.mark.torch
 
@@ -66,6 +71,26 @@ def test_a_task_that_cannot_be_is_too(
     said = capsys.readouterr().err
     assert said.startswith('rrl: [task] dataset = "no_such_dataset": ')
     assert said.count("\n") == 1
+
+
+def test_store_log_of_another_format_is_one_line_and_exit_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = Log(tmp_path / "store")
+    log.rewrite([msgspec.msgpack.encode(["head", 1, 0, 0])])
+    log.close()
+    sampling = {"group_size": 2, "prompts_per_step": 2, "ahead": 1, "max_new_tokens": 4, "staleness": 4, "late": "wait"}
+    job = {"sampling": sampling, "roles": {"trainer": {"uncommitted": 1}}}
+    me = MagicMock(job=job, run_dir=RunDir(tmp_path))
+    me.__exit__.return_value = False
+    monkeypatch.setattr(rrl, "join", lambda: me, raising=False)
+    monkeypatch.setattr(server, "_prompts", lambda _: None)
+    with pytest.raises(SystemExit) as ended:
+        server.main()
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"rrl: the trajectory log in {tmp_path / 'store'} has format 1, but")
+    assert message.count("\n") == 1
 
 
 def test_of_what_a_users_own_code_raises_the_traceback_is_kept() -> None:

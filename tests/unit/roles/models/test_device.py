@@ -43,8 +43,8 @@ def test_a_gpu_that_was_asked_for_and_is_not_found_is_one_line_and_exit_code_2(
         begin(SimpleNamespace(launch=_launch(role, 1), world=1))
     assert ended.value.code == 2
     told = capsys.readouterr().err
-    assert told.startswith(f"rrl: [roles.{role}] gpus = 1, and torch {torch.__version__}, built ")
-    assert told.endswith(" finds no GPU on n7: install a torch for its driver, or write gpus = 0\n")
+    assert told.startswith(f"rrl: [roles.{role}] gpus = 1, but torch {torch.__version__}, built ")
+    assert told.endswith(" finds no GPU on n7: install a torch for its driver, or set gpus = 0\n")
     assert told.count("\n") == 1
 
 
@@ -58,6 +58,6 @@ def test_a_rollout_in_torch_has_its_model_on_its_gpu(monkeypatch: pytest.MonkeyP
         launch=_launch("rollout", 1), settings={"segment_tokens": 1, "lease": 1},
         job={"run": {"seed": 0}, "sampling": {"temperature": 1.0}},
     )  # fmt: skip
-    nothing: Any = SimpleNamespace(ends=frozenset())
+    nothing: Any = SimpleNamespace(stop_tokens=frozenset())
     rollout_main._torch(me, nothing, nothing, nothing)()
     assert seen == [torch.device("cuda", 0)]

@@ -170,7 +170,7 @@ def test_a_probe_makes_the_engine_work_once_it_has_weights() -> None:
 
     engine = _Engine(1, on_step=ask)
     _roll(me, engine)
-    assert said == ["it has no weights yet", "the engine made a token"]
+    assert said == ["no weights have been loaded yet", "the engine generated a token"]
     assert engine.did == ["step", "v0.1", "probe", "probe", "step", "v0.1", "probe"]
 
 

@@ -236,7 +236,7 @@ def test_weights_of_another_model_are_refused_and_the_old_ones_stay() -> None:
     weights = harness.learner(seed=4).weights()
     wrong_shape = weights | {"lm_head.weight": torch.zeros(2, 2)}
     missing = {name: tensor for name, tensor in weights.items() if name != "lm_head.weight"}
-    for wrong, why in ((wrong_shape, r"lm_head.weight is \(2, 2\)"), (missing, "lm_head.weight")):
+    for wrong, why in ((wrong_shape, r"lm_head.weight has the shape \(2, 2\)"), (missing, "lm_head.weight")):
         with pytest.raises(ValueError, match=why):
             engine.load(Version(1, 1), wrong.items())
     assert harness.roll_out(engine, [_item(0)]) == expected
@@ -265,7 +265,7 @@ def test_a_probe_notices_weights_that_cannot_be_right() -> None:
     weights = harness.learner().weights()
     broken = weights | {"lm_head.weight": torch.full_like(weights["lm_head.weight"], torch.nan)}
     engine.load(Version(1, 1), broken.items())
-    with pytest.raises(RuntimeError, match=r"v1\.1 does not give finite logits"):
+    with pytest.raises(RuntimeError, match=r"v1\.1 returns logits that are not finite"):
         engine.probe()
 
 

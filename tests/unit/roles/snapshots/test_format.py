@@ -120,7 +120,7 @@ def test_all_snapshots_of_a_node_share_its_room_and_what_is_let_go_of_is_free_ag
             who = Member(GANG, rank, 1)
             shelf.attach(who, None, ended=True)
             shelf.resize(who, 0, size)
-        with pytest.raises(SnapshotError, match=r"has no room: snapshots may take 5 MB .* 4 MB of them are taken"):
+        with pytest.raises(SnapshotError, match=r"does not fit: snapshots may use 5 MB .* 4 MB of which are in use"):
             shelf.resize(Member(GANG, 1, 1), 1, 2_000_000)
         shelf.forget(Member(GANG, 0, 2))
         shelf.resize(Member(GANG, 1, 1), 1, 2_000_000)
@@ -135,7 +135,7 @@ def test_one_copy_of_a_rank_is_on_its_way_at_a_time() -> None:
         buffer, sequence = shelf.allocate_copy(who, kept)
         assert sequence == 1
         with buffer.in_use(writing=True):
-            with pytest.raises(SnapshotError, match="another snapshot of rank 0 is on its way"):
+            with pytest.raises(SnapshotError, match="another snapshot of rank 0 is being received"):
                 shelf.allocate_copy(who, kept)
             shelf.forget(Member(GANG, 0, 2))  # whoever still writes to it keeps its descriptor
             assert buffer.head is None

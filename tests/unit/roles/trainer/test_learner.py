@@ -152,7 +152,7 @@ def test_a_batch_of_another_step_is_refused() -> None:
     student = harness.learner()
     batch = _batch(1, student)
     student.step(batch)
-    with pytest.raises(ValueError, match="batch 1 is not the one after step 1"):
+    with pytest.raises(ValueError, match="expected the batch of step 2, got batch 1"):
         student.step(batch)
 
 

@@ -85,7 +85,7 @@ def test_gloo_is_not_left_to_choose_an_interface_where_none_has_the_runs_address
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")  # so that it is as before after the test
         monkeypatch.delenv(name)
-    with pytest.raises(NoAddress, match=r"no interface has the address 203\.0\.113\.1"):
+    with pytest.raises(NoAddress, match=r"no interface of this node has the address 203\.0\.113\.1"):
         gang_module._bind_to_address("203.0.113.1")
     gang_module._bind_to_address("127.0.0.1")
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")

@@ -146,7 +146,7 @@ def test_a_member_says_that_it_waits_for_the_first_one_which_asks_the_store() ->
 
 def test_members_that_stand_at_different_states_are_told_apart_by_rank() -> None:
     check_same([(4, "snapshot of batch x")] * 3)
-    with pytest.raises(RuntimeError, match="do not stand at the same state: rank 0: step 4, a; rank 1: step 5, a"):
+    with pytest.raises(RuntimeError, match="loaded different states: rank 0: step 4, a; rank 1: step 5, a"):
         check_same([(4, "a"), (5, "a")])
     with pytest.raises(RuntimeError, match="rank 1: step 4, b"):
         check_same([(4, "a"), (4, "b")])

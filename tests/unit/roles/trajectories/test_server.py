@@ -426,7 +426,7 @@ def test_a_batch_larger_than_a_message_is_refused_and_not_sent_in_vain(
         await script.until(lambda: 1 in script.replies)
         said = script.replies[1]
         assert isinstance(said, Denied)
-        assert "more than the 0 MiB of one message; lower prompts_per_step, group_size or max_new_tokens" in said.why
+        assert "but a message at most 0 MiB; lower prompts_per_step, group_size or max_new_tokens" in said.why
 
     _serve(tmp_path, play, store=_ready(tmp_path))
 
@@ -488,7 +488,7 @@ def _prompts(tmp_path: Path, **roles: Any) -> Callable[[int], Any]:
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_none_for_a_model_that_is_built_too(tmp_path: Path) -> None:
     prompts = _prompts(tmp_path)
     assert len(prompts(12).tokens) == 12
-    with pytest.raises(ValueError, match=r"a prompt of 13 tokens: .* more than the model takes \(max_length = 20\)"):
+    with pytest.raises(ValueError, match=r"13 tokens; .* exceeds max_length = 20"):
         prompts(13)
     with pytest.raises(ValueError, match="a prompt of no tokens"):
         prompts(0)
@@ -566,7 +566,7 @@ def test_where_nobody_gets_on_for_want_of_weights_that_are_not_published_it_is_s
     store = open_store(tmp_path, staleness=0)
     train(store, 1, at_most=BATCH * GROUP, weights=0)
     _serve(tmp_path, play, store=store)
-    assert caplog.text.count("the trainer waits for a batch, and the rollouts for newer weights") == 1
+    assert caplog.text.count("the trainer waits for a batch, and the rollouts wait for newer weights") == 1
 
 
 def test_note_says_what_a_waiting_trainer_waits_for_and_is_cleared_once_it_has_its_batch(
@@ -672,6 +672,6 @@ def test_a_store_that_is_asked_for_work_answers_from_its_own_loop(tmp_path: Path
                 await asyncio.sleep(0.01)
             stopping.set()
             await serving
-        assert answers == [ProbeReply(me.launch.incarnation, 3, ProbeResult.WORKS, "its loop goes round")]
+        assert answers == [ProbeReply(me.launch.incarnation, 3, ProbeResult.WORKS, "its loop is running")]
 
     asyncio.run(story())

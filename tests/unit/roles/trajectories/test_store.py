@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rrl.core.types import Version
-from rrl.roles.trajectories.log import Superseded
+from rrl.roles.trajectories.log import Log, Superseded
 from rrl.roles.trajectories.prompts import MAX_ITEMS_WITHOUT_PROMPT, NO_PROMPT
+from rrl.roles.trajectories.records import FORMAT, LogFormatError
 from rrl.roles.trajectories.types import (
     Bound,
     CommittedState,
@@ -189,7 +191,7 @@ def test_a_task_that_has_no_prompt_for_many_items_in_a_row_ends_the_store_and_lo
     bad = range(good, good + MAX_ITEMS_WITHOUT_PROMPT)
     store = open_store(tmp_path, max_ahead_batches=20, next_prompt=_without(*bad))
     with pytest.raises(
-        ValueError, match=rf"{MAX_ITEMS_WITHOUT_PROMPT} items of \[task\] in a row, up to item {bad[-1]}, have no"
+        ValueError, match=rf"{MAX_ITEMS_WITHOUT_PROMPT} consecutive items of \[task\], up to item {bad[-1]}, have no"
     ):
         lease(store)
     store.close()
@@ -650,3 +652,31 @@ def test_what_is_flushed_is_synced_after_it_is_written_and_a_new_log_before_it_g
     assert done == ["write", "fdatasync"]
     store.flush()
     assert done == ["write", "fdatasync"]  # nothing new: the disk is left alone
+
+
+# ── logs of other formats ──────────────────────────────────────────────────────────────────────────────────────────
+def _write_log(folder: Path, *records: object) -> None:
+    log = Log(folder)
+    log.rewrite(msgspec.msgpack.encode(record) for record in records)
+    log.close()
+
+
+def test_log_of_format_1_is_refused_in_one_line_and_left_unchanged(tmp_path: Path) -> None:
+    _write_log(tmp_path, ["head", 1, 1, 2], ["made", 0, 0, 2, 0, b""], ["grown", ["rollout/0", 1], [], [0]])
+    content = (tmp_path / "log.1").read_bytes()
+    with pytest.raises(LogFormatError) as refused:
+        open_store(tmp_path)
+    assert str(refused.value) == (
+        f"the trajectory log in {tmp_path} has format 1, but this version of rrl reads format {FORMAT} only; use the"
+        " version of rrl that wrote it, or start a new run"
+    )
+    assert (tmp_path / "log.1").read_bytes() == content
+
+
+def test_log_with_an_unknown_record_is_refused_in_one_line(tmp_path: Path) -> None:
+    _write_log(tmp_path, ["head", FORMAT, 1, 2], ["made", 0, 0, 2, 0, b""])
+    with pytest.raises(
+        LogFormatError, match="contains a record that this version of rrl cannot read: .*'made'"
+    ) as refused:
+        open_store(tmp_path)
+    assert "\n" not in str(refused.value)

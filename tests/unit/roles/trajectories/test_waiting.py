@@ -215,7 +215,8 @@ def test_trainer_whose_weights_are_too_old_for_rollouts_to_begin_is_told_to_publ
     answer = store.lease(ROLLOUT, 1, (), 0)
     assert answer == store.lease(ROLLOUT, 1, (), 0)
     assert store.wait_reason(3) == (
-        "the trainer waits for step 3, the rollouts for weights newer than step 0's: publish at least once in 2 steps"
+        "the trainer waits for step 3, the rollouts for weights newer than step 0's: the trainer"
+        " must publish at least once in 2 steps"
     )
 
 
