@@ -288,6 +288,6 @@ def test_a_divergence_holds_the_policy_near_its_reference() -> None:
 
 def test_a_divergence_without_a_reference_is_refused_before_anything_is_learnt() -> None:
     student = harness.learner(kl=0.1)
-    with pytest.raises(RuntimeError, match="a run that began without one has none"):
+    with pytest.raises(RuntimeError, match="this run has no reference model"):
         student.step(_batch(1, student))
     assert student.number == 0

@@ -83,9 +83,9 @@ def find_restore_point(client: Client | None, committed: Commit) -> RestorePoint
 def test_the_own_nodes_snapshot_is_taken_before_a_copy() -> None:
     client = Client({None: [stored_snapshot(5)], "tcp://b:1": [stored_snapshot(5)], "tcp://c:1": []})
     found = find_restore_point(client, commit(4, 1))
-    assert found.note is not None
-    assert found.uncommitted is found.note
-    assert (found.note.number, bytes(found.data)) == (5, b"None")
+    assert found.meta is not None
+    assert found.uncommitted is found.meta
+    assert (found.meta.number, bytes(found.data)) == (5, b"None")
     assert client.requests == [None]
 
 
@@ -98,18 +98,18 @@ def test_a_damaged_snapshot_is_had_from_another_node_and_an_older_one_where_ther
     assert bytes(find_restore_point(Client(shelves, spoiled=(None,)), commit(4, 1)).data) == b"tcp://c:1"
     client = Client({None: [stored_snapshot(5)], "tcp://b:1": [stored_snapshot(4)]}, spoiled=(None,))
     found = find_restore_point(client, commit(4, 1))
-    assert found.note is not None
-    assert (found.note.number, bytes(found.data), found.uncommitted) == (4, b"tcp://b:1", None)
+    assert found.meta is not None
+    assert (found.meta.number, bytes(found.data), found.uncommitted) == (4, b"tcp://b:1", None)
 
 
 def test_a_snapshot_of_another_rank_is_nobody_elses() -> None:
-    assert find_restore_point(Client({None: [stored_snapshot(5, rank=1)]}), commit(4, 1)).note is None
+    assert find_restore_point(Client({None: [stored_snapshot(5, rank=1)]}), commit(4, 1)).meta is None
 
 
 @pytest.mark.parametrize("client", [None, Client({}), Client({None: [stored_snapshot(9)]})])
 def test_without_a_usable_snapshot_the_commit_does(client: Client | None) -> None:
     found = find_restore_point(client, commit(4, 1))
-    assert found.note is None
+    assert found.meta is None
     assert not found.fresh
     assert str(found) == "the commit of step 4"
     assert find_restore_point(client, Commit(0, None)).fresh
