@@ -1,4 +1,4 @@
-"""Faults of nodes and of Slurm itself, where a test cluster lends itself to them (tests/support/slurm/harm.py).
+"""Faults of nodes and of Slurm itself, where a test cluster lends itself to them (tests/support/slurm/fault_service.py).
 
 It listens on a Unix socket that the environment names, and speaks one JSON line each way. On any other cluster nothing
 of the kind is ours to do: nodes and slurmctld belong to everybody.

@@ -137,7 +137,7 @@ from rrl.tests.integration.local import test_faults
 
 disk = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60m", "none", disk], check=True)
-test_faults.lives_through_a_full_disk(disk)
+test_faults.survives_a_full_disk(disk)
 """
 
 

@@ -31,7 +31,7 @@ R0 = ROLLOUTS[0]
 
 
 class Nodes:
-    """What a cluster answers to harm."""
+    """What a cluster answers to a fault request."""
 
     def __init__(self, answer: str | Exception) -> None:
         self.answer = answer
