@@ -200,12 +200,12 @@ class _RowBatch:
     def __init__(self, rows: Sequence[_Row], version: Version, device: torch.device) -> None:
         self.version = version
         unique: dict[tuple[int, ...], int] = {}
-        rows = [unique.setdefault(tuple(row.tokens), len(unique)) for row in rows]
+        prefix_of_row = [unique.setdefault(tuple(row.tokens), len(unique)) for row in rows]
         longest = max(len(prefix) for prefix in unique)
         padded = [[0] * (longest - len(prefix)) + list(prefix) for prefix in unique]
         self.unread = torch.tensor(padded, device=device)
         """Tokens to read next, [B, n]; at first of the unique prefixes."""
-        self._prefix_of_row: Tensor | None = torch.tensor(rows, device=device)
+        self._prefix_of_row: Tensor | None = torch.tensor(prefix_of_row, device=device)
         """Index of the prefix of each row; None once the cache has an entry for each row."""
         self._attention_mask: Tensor | None = None
         """Mask [B, tokens read and unread], 0 for padding; None without padding."""

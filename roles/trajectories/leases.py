@@ -1,4 +1,4 @@
-"""Which incarnations are current, and which trajectory is leased to which of them.
+"""Which incarnations are current, which trajectory is leased to which of them, and which one is leased next.
 
 Volatile: a store that restarts receives the membership again, and grants new leases.
 """
@@ -6,8 +6,11 @@ Volatile: a store that restarts receives the membership again, and grants new le
 from __future__ import annotations
 
 from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
 
 from ...core.types import Incarnation, ReplicaId
+from .staleness import StalenessLimit
+from .state import Group, State, TrajectoryState
 
 
 class Membership:
@@ -84,3 +87,61 @@ class Leases:
         for trajectory in freed:
             del self._holder[trajectory]
         return freed
+
+
+class WorkQueue:
+    """The unfinished trajectories of a store: which incarnation extends each, and which trajectory is leased next.
+
+    They are ordered by the last step that may train their group, then by number; without a limit by number alone.
+    """
+
+    def __init__(self, state: State, staleness: StalenessLimit) -> None:
+        self._state = state
+        self._staleness = staleness
+        self.leases = Leases()
+        self._heap: list[tuple[float, int]] = []
+        """(step of the weights that its group was begun with, trajectory); an outdated entry is skipped when it is
+        popped."""
+
+    def rebuild(self) -> None:
+        """Build the heap from the state."""
+        tracks = self._state.trajectories.values()
+        self._heap = [(self._staleness.begun_with(track.group), track.id) for track in tracks if not track.finished]
+        heapify(self._heap)
+
+    def first(self) -> TrajectoryState | None:
+        """Return the first unfinished trajectory that is not leased, and leave it in the queue."""
+        while self._heap:
+            begun, trajectory = self._heap[0]
+            track = self._state.trajectories.get(trajectory)
+            free = track is not None and not track.finished and self.leases.holder(trajectory) is None
+            if track is not None and free and begun == self._staleness.begun_with(track.group):
+                return track
+            heappop(self._heap)
+        return None
+
+    def pop(self) -> None:
+        """Remove the trajectory that :meth:`first` returned."""
+        heappop(self._heap)
+
+    def offer(self, track: TrajectoryState) -> None:
+        """Add an unfinished trajectory that is not leased."""
+        heappush(self._heap, (self._staleness.begun_with(track.group), track.id))
+
+    def mark_begun(self, group: Group, weights: int | None) -> None:
+        """Count the group as begun with these weights; its other trajectories move up in the queue."""
+        if self._staleness.mark_begun(group, weights):
+            for track in group.trajectories:
+                if not track.finished and self.leases.holder(track.id) is None:
+                    self.offer(track)
+
+    def may_write(self, incarnation: Incarnation, trajectory: int) -> bool:
+        """Return whether the trajectory exists and is leased to the incarnation.
+
+        A trajectory without a lease counts as leased to its last writer, or to any incarnation before its first token,
+        because the lease may have been lost in a restart of the store.
+        """
+        if (track := self._state.trajectories.get(trajectory)) is None:
+            return False
+        holder = self.leases.holder(trajectory)
+        return holder == incarnation or (holder is None and track.writer in (None, incarnation))

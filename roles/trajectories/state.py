@@ -197,6 +197,29 @@ class State:
             if number in self.commitments:
                 yield self.commitments[number]
 
+    def new_segments(
+        self, packed_segments: Iterable[PackedSegment], finished: Iterable[int], lost: set[int], max_new_tokens: int
+    ) -> tuple[list[PackedSegment], set[int]]:
+        """Return the segments and the ends of trajectories that an append adds.
+
+        Adds to ``lost`` the trajectories whose segments neither continue nor repeat what the store has.
+        """
+        new: list[PackedSegment] = []
+        lengths: dict[int, int] = {}
+        for packed in packed_segments:
+            if packed.trajectory in lost:
+                continue
+            track = self.trajectories[packed.trajectory]
+            length = lengths.get(track.id, track.length)
+            if packed.offset == length and length < packed.end <= max_new_tokens and not track.finished:
+                new.append(packed)
+                lengths[track.id] = packed.end
+            elif packed not in track.segments:
+                lost.add(track.id)
+        ends = {trajectory for trajectory, length in lengths.items() if length == max_new_tokens}
+        ends |= {t for t in finished if t not in lost and not self.trajectories[t].finished}
+        return new, ends
+
     def bind(self, number: int, groups: tuple[int, ...]) -> Binding:
         """Return the record that binds groups to a step.
 

@@ -17,7 +17,7 @@ import msgspec
 
 from ...core.types import Incarnation
 from ...transport.messages import WeightSource
-from .leases import Leases, Membership
+from .leases import Leases, Membership, WorkQueue
 from .log import DurableState
 from .prompts import NO_PROMPT, ItemPrompts
 from .records import (
@@ -71,7 +71,6 @@ class Store:
         max_new_tokens: Maximum number of tokens after a prompt.
         next_prompt: Returns the prompt of an item; an item for which it raises is dropped.
         keep_uncommitted: Number of finished, uncommitted steps that the trainer may have before the step it works on.
-            At most one binding more than that is ahead of the committed step.
         staleness: Limit on the age of tokens in weight versions (:mod:`.staleness`); None: no limit.
         wait_for_late: True if a step waits for the groups that no later step may train; else these are dropped.
         compact_from: Size of the log in bytes below which it is not compacted.
@@ -104,30 +103,25 @@ class Store:
         self._newest_weights: int | None = None
         """Step of the newest weights that a rollout reported with a request for work to this process."""
         self._membership = Membership()
-        self._work_leases = Leases()
         self._scoring_leases = Leases()
         self._versions = VersionDirectory()
         self._durable = DurableState(folder, compact_from)
         self._state = self._durable.state
         self._staleness = StalenessLimit(self._state, staleness, groups_per_batch, wait_for_late)
+        self._work = WorkQueue(self._state, self._staleness)
         self._index()
         self._drop_untrainable()  # the limit may have changed, or a crash may have prevented the drop after a binding
 
     def _index(self) -> None:
-        """Build heaps that yield the next trajectory or group; an outdated entry is skipped when it is popped.
-
-        Unfinished trajectories and complete groups are ordered by the last step that may train their group, then by
-        number; without a limit by number alone.
-        """
+        """Build the heaps of trajectories to score and of complete groups, the earliest last step first."""
         tracks, groups = self._state.trajectories.values(), self._state.groups
         begun = self._staleness.begun_with
-        self._unfinished = [(begun(track.group), track.id) for track in tracks if not track.finished]
         self._unscored = [track.id for track in tracks if track.finished and track.score is None]
         self._ready = [
             (begun(group), number) for number, group in groups.items() if group.bound is None and not group.unscored
         ]
         self._unbound = sum(group.bound is None for group in groups.values())
-        heapify(self._unfinished)
+        self._work.rebuild()
         heapify(self._unscored)
         heapify(self._ready)
 
@@ -156,8 +150,8 @@ class Store:
         for gang in {incarnation.gang for incarnation in self._membership.current}:
             if self._state.fences.get(gang.replica, gang.number) < gang.number:
                 self._durable.write(Fence(gang.replica, gang.number))
-        for trajectory in self._work_leases.release_departed(self._membership.current):
-            self._offer(self._state.trajectories[trajectory])
+        for trajectory in self._work.leases.release_departed(self._membership.current):
+            self._work.offer(self._state.trajectories[trajectory])
         for trajectory in self._scoring_leases.release_departed(self._membership.current):
             heappush(self._unscored, trajectory)
         self._versions.remove(lambda incarnation: self._membership.fenced_reason(incarnation) is not None)
@@ -214,72 +208,46 @@ class Store:
     ) -> Leased | Denied | NotReady:
         """Lease unfinished trajectories, those whose group has the earliest last step first.
 
-        No trajectory is leased whose new tokens, sampled with ``weights`` (a step's), would be too old when they are
-        trained.
+        A trajectory whose new tokens, sampled with ``weights`` (a step's), would be too old is not leased.
         """
         if rejection := self._check_worker(incarnation):
             return rejection
         for trajectory in holding:
-            track = self._state.trajectories.get(trajectory)
-            if track is not None and not track.finished and self._is_leased_to(track, incarnation):
-                self._work_leases.assign(trajectory, incarnation)  # its lease was lost when the store restarted
-                if self._staleness.allows(track.group, weights):
-                    self._mark_begun(track.group, weights)
+            if not self._work.may_write(incarnation, trajectory):
+                continue
+            current = self._state.trajectories[trajectory]
+            if not current.finished:
+                self._work.leases.assign(trajectory, incarnation)  # its lease was lost when the store restarted
+                if self._staleness.allows(current.group, weights):
+                    self._work.mark_begun(current.group, weights)
         if weights is not None:
             self._newest_weights = max(weights, self._newest_weights or 0)
-        again = sorted(self._work_leases.leased_to(incarnation).difference(holding))[:at_most]
+        again = sorted(self._work.leases.leased_to(incarnation).difference(holding))[:at_most]
         tracks = [self._state.trajectories[trajectory] for trajectory in again]
         while len(tracks) < at_most and (track := self._next_unfinished(weights)) is not None:
-            self._work_leases.assign(track.id, incarnation)
-            self._mark_begun(track.group, weights)
+            self._work.leases.assign(track.id, incarnation)
+            self._work.mark_begun(track.group, weights)
             tracks.append(track)
-        outdated = not tracks and at_most > 0 and (self._first_unfinished() is not None or self._may_create_group)
+        outdated = not tracks and at_most > 0 and (self._work.first() is not None or self._may_create_group)
         return Leased(tuple(as_item(track, self._max_new) for track in tracks), outdated)
 
     def _next_unfinished(self, weights: int | None) -> TrajectoryState | None:
         """Return the next trajectory that is not leased; create a group if there is none and another one is allowed.
 
-        Returns None also if a rollout with these weights may not work on it; then it may not work on any later one
-        either.
+        Returns None also if a rollout with these weights may not work on it, nor then on any later one.
         """
-        if (
-            (first := self._first_unfinished()) is None
-            and self._may_create_group
-            and self._staleness.allows(None, weights)
-        ):
+        if (first := self._work.first()) is None and self._may_create_group and self._staleness.allows(None, weights):
             self._create_group()
-            first = self._first_unfinished()
+            first = self._work.first()
         if first is None or not self._staleness.allows(first.group, weights):
             return None
-        heappop(self._unfinished)
+        self._work.pop()
         return first
-
-    def _first_unfinished(self) -> TrajectoryState | None:
-        """Return the first unfinished trajectory that is not leased, and leave it in the heap."""
-        while self._unfinished:
-            begun, trajectory = self._unfinished[0]
-            track = self._state.trajectories.get(trajectory)
-            free = track is not None and not track.finished and self._work_leases.holder(trajectory) is None
-            if track is not None and free and begun == self._staleness.begun_with(track.group):
-                return track
-            heappop(self._unfinished)
-        return None
 
     @property
     def _may_create_group(self) -> bool:
         """True if fewer groups are unbound than allowed."""
         return self._unbound < self._max_unbound
-
-    def _offer(self, track: TrajectoryState) -> None:
-        """Add an unfinished trajectory that is not leased to the heap."""
-        heappush(self._unfinished, (self._staleness.begun_with(track.group), track.id))
-
-    def _mark_begun(self, group: Group, weights: int | None) -> None:
-        """Count the group as begun with these weights; its other trajectories move up in the heap."""
-        if self._staleness.mark_begun(group, weights):
-            for track in group.trajectories:
-                if not track.finished and self._work_leases.holder(track.id) is None:
-                    self._offer(track)
 
     def _create_group(self) -> None:
         """Create the group of the next item that has a prompt; the items before it are dropped."""
@@ -289,7 +257,7 @@ class Store:
         self._durable.write(GroupCreated(number, first, self._group_size, prompt.item, pack_tokens(prompt.tokens)))
         self._unbound += 1
         for track in self._state.groups[number].trajectories:
-            self._offer(track)
+            self._work.offer(track)
 
     def _next_prompt(self, number: int) -> Prompt | None:
         """Return the prompt of an item; drop the item and return None if there is none.
@@ -302,15 +270,6 @@ class Store:
             self._durable.write(GroupCreated(number, self._state.next_trajectory, self._group_size, number, b""))
             self._durable.write(GroupDropped(number, self._group_size, NO_PROMPT))
         return prompt
-
-    def _is_leased_to(self, track: TrajectoryState, incarnation: Incarnation) -> bool:
-        """Return whether a trajectory is leased to an incarnation.
-
-        A trajectory without a lease counts as leased to its last writer, or to any incarnation before its first token,
-        because the lease may have been lost in a restart of the store.
-        """
-        holder = self._work_leases.holder(track.id)
-        return holder == incarnation or (holder is None and track.writer in (None, incarnation))
 
     def append(
         self, incarnation: Incarnation, segments: Sequence[Segment], finished: Sequence[int] = ()
@@ -328,21 +287,21 @@ class Store:
             return Denied(f"malformed segment: {error}")
         lost = {packed.trajectory for packed in packed_segments if not self._check_staleness(incarnation, packed)}
         lost.update(
-            packed.trajectory for packed in packed_segments if not self._may_write(incarnation, packed.trajectory)
+            packed.trajectory for packed in packed_segments if not self._work.may_write(incarnation, packed.trajectory)
         )
-        lost.update(trajectory for trajectory in finished if not self._may_write(incarnation, trajectory))
-        new, ends = self._new_segments(packed_segments, finished, lost)
+        lost.update(trajectory for trajectory in finished if not self._work.may_write(incarnation, trajectory))
+        new, ends = self._state.new_segments(packed_segments, finished, lost, self._max_new)
         if lost:
             return Denied(
-                f"some trajectories are not leased to {incarnation}, or have other tokens at the same offset",
+                f"not leased to {incarnation}, or other tokens at the same offset",
                 lost=tuple(sorted(lost)),
             )
         if new or ends:
             self._durable.write(SegmentsAppended(incarnation, tuple(new), tuple(sorted(ends))))
         for packed in new:
-            self._work_leases.assign(packed.trajectory, incarnation)
+            self._work.leases.assign(packed.trajectory, incarnation)
         for trajectory in ends:
-            self._work_leases.release(trajectory)
+            self._work.leases.release(trajectory)
             heappush(self._unscored, trajectory)
         return Done()
 
@@ -351,49 +310,22 @@ class Store:
 
         If not, the trajectory is offered to another rollout (``wait_for_late``), or its group is dropped.
         """
-        if not self._may_write(incarnation, packed.trajectory):
+        if not self._work.may_write(incarnation, packed.trajectory):
             return False
         track = self._state.trajectories[packed.trajectory]
         group = track.group
         if group.bound is not None or self._staleness.allows(group, packed.step):
-            self._mark_begun(group, packed.step)
+            self._work.mark_begun(group, packed.step)
             return True
         if self._staleness.wait_for_late:
-            self._work_leases.release(track.id)
-            self._offer(track)
+            self._work.leases.release(track.id)
+            self._work.offer(track)
             return False
         if self._staleness.too_old(packed.step):
             self._drop(group, self._staleness.reason, DropCause.STALE)
             return False
-        self._mark_begun(group, packed.step)
+        self._work.mark_begun(group, packed.step)
         return True
-
-    def _may_write(self, incarnation: Incarnation, trajectory: int) -> bool:
-        track = self._state.trajectories.get(trajectory)
-        return track is not None and self._is_leased_to(track, incarnation)
-
-    def _new_segments(
-        self, packed_segments: Iterable[PackedSegment], finished: Iterable[int], lost: set[int]
-    ) -> tuple[list[PackedSegment], set[int]]:
-        """Return the segments and the ends of trajectories that an append adds.
-
-        Adds to ``lost`` the trajectories whose segments neither continue nor repeat what the store has.
-        """
-        new: list[PackedSegment] = []
-        lengths: dict[int, int] = {}
-        for packed in packed_segments:
-            if packed.trajectory in lost:
-                continue
-            track = self._state.trajectories[packed.trajectory]
-            length = lengths.get(track.id, track.length)
-            if packed.offset == length and length < packed.end <= self._max_new and not track.finished:
-                new.append(packed)
-                lengths[track.id] = packed.end
-            elif packed not in track.segments:
-                lost.add(track.id)
-        ends = {trajectory for trajectory, length in lengths.items() if length == self._max_new}
-        ends |= {t for t in finished if t not in lost and not self._state.trajectories[t].finished}
-        return new, ends
 
     # ── reward ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def lease_scoring(
@@ -449,7 +381,7 @@ class Store:
                 heapify(self._ready)
             self._staleness.forget(group, complete=not group.unscored)
         for track in group.trajectories:
-            self._work_leases.release(track.id)
+            self._work.leases.release(track.id)
             self._scoring_leases.release(track.id)
         self._durable.write(GroupDropped(group.created.group, len(group.trajectories), reason, cause))
 
@@ -526,7 +458,7 @@ class Store:
         if self._state.latest - self._state.committed > self._keep_uncommitted:
             return f"the trainer waits for the commit of step {self._state.committed + 1}"
         if (weights := self._staleness.blocking_weights()) is not None:
-            return f"the trainer waits for {self._staleness.describe(weights, self._work_leases.holder)}"
+            return f"the trainer waits for {self._staleness.describe(weights, self._work.leases.holder)}"
         if (missing := self._per_batch - len(self._ready)) <= 0:
             return None
         oldest, newest = self._staleness.oldest_allowed, self._newest_weights

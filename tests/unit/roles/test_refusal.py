@@ -76,12 +76,13 @@ def test_a_task_that_cannot_be_is_too(
 def test_store_log_of_another_format_is_one_line_and_exit_code_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = Log(tmp_path / "store")
+    run_dir = RunDir(tmp_path)
+    log = Log(run_dir.store)
     log.rewrite([msgspec.msgpack.encode(["head", 1, 0, 0])])
     log.close()
     sampling = {"group_size": 2, "prompts_per_step": 2, "ahead": 1, "max_new_tokens": 4, "staleness": 4, "late": "wait"}
     job = {"sampling": sampling, "roles": {"trainer": {"uncommitted": 1}}}
-    me = MagicMock(job=job, run_dir=RunDir(tmp_path))
+    me = MagicMock(job=job, run_dir=run_dir)
     me.__exit__.return_value = False
     monkeypatch.setattr(rrl, "join", lambda: me, raising=False)
     monkeypatch.setattr(server, "_prompts", lambda _: None)
@@ -89,7 +90,7 @@ def test_store_log_of_another_format_is_one_line_and_exit_code_2(
         server.main()
     assert ended.value.code == 2
     message = capsys.readouterr().err
-    assert message.startswith(f"rrl: the trajectory log in {tmp_path / 'store'} has format 1, but")
+    assert message.startswith(f"rrl: the trajectory log in {run_dir.store} has format 1, but")
     assert message.count("\n") == 1
 
 
