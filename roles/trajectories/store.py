@@ -286,16 +286,11 @@ class Store:
         except (OverflowError, ValueError) as error:
             return Denied(f"malformed segment: {error}")
         lost = {packed.trajectory for packed in packed_segments if not self._check_staleness(incarnation, packed)}
-        lost.update(
-            packed.trajectory for packed in packed_segments if not self._work.may_write(incarnation, packed.trajectory)
-        )
-        lost.update(trajectory for trajectory in finished if not self._work.may_write(incarnation, trajectory))
+        written = {*(packed.trajectory for packed in packed_segments), *finished}
+        lost.update(trajectory for trajectory in written if not self._work.may_write(incarnation, trajectory))
         new, ends = self._state.new_segments(packed_segments, finished, lost, self._max_new)
         if lost:
-            return Denied(
-                f"not leased to {incarnation}, or other tokens at the same offset",
-                lost=tuple(sorted(lost)),
-            )
+            return Denied(f"not leased to {incarnation}, or other tokens at the offset", lost=tuple(sorted(lost)))
         if new or ends:
             self._durable.write(SegmentsAppended(incarnation, tuple(new), tuple(sorted(ends))))
         for packed in new:

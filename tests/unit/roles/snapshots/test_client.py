@@ -256,7 +256,7 @@ def test_more_than_the_node_has_room_for_is_refused_and_what_was_kept_stays(
     monkeypatch.setattr(here._buffers, "_free", lambda: 6 * 2**20)
     with member(keys, rank=1) as other, pytest.raises(SnapshotError, match="does not fit: snapshots may use 4 MB"):
         other.buffer(2**22, 1)
-    with pytest.raises(SnapshotError, match="a buffer of 4 MB has no room"):
+    with pytest.raises(SnapshotError, match="a buffer of 4 MB does not fit"):
         one.buffer(2**22, 3)
     assert steps(one.list_snapshots()) == [(2, 1), (1, 1)]
     keep(one, 3, 2**20)

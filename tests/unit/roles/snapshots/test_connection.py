@@ -227,7 +227,7 @@ def test_a_copy_in_the_name_of_another_life_and_one_that_is_not_there_are_refuse
             client._call_remote(here.address, msg.Upload(msg.Member(GANG, 1, 5), _STORED, 0))
         with pytest.raises(SnapshotError, match="meta has"):
             client._call_remote(here.address, msg.Upload(_WHO, _STORED, 2**40))
-        with pytest.raises(SnapshotError, match="has no room"):
+        with pytest.raises(SnapshotError, match="does not fit"):
             client._call_remote(here.address, msg.Upload(_WHO, SnapshotInfo(GANG, 0, 1, 5, 2**50, bytes(16), True), 0))
         with pytest.raises(SnapshotError, match="is not stored on this node"):
             client.fetch(here.address, _STORED)
