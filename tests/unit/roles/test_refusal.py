@@ -32,8 +32,8 @@ _NOWHERE = {"path": "/nowhere/model"}
 
 
 def _end(role: str, main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, **tables: Any) -> Any:
-    said = {"run": {"name": "x", "steps": 1}, "model": _RIGHT, "task": {"dataset": "no_such_dataset"}} | tables
-    job = Job.model_validate(said).model_dump(mode="json")
+    message_text = {"run": {"name": "x", "steps": 1}, "model": _RIGHT, "task": {"dataset": "no_such_dataset"}} | tables
+    job = Job.model_validate(message_text).model_dump(mode="json")
     launch = Launch("t", "/r", Incarnation(ReplicaId(f"{role}/0"), 1), NodeName("n"), (), {}, "/", 1.0, False)
     me = SimpleNamespace(job=job, settings=job["roles"][role], launch=launch)  # without __enter__: it cannot be joined
     monkeypatch.setattr(rrl, "join", lambda: me, raising=False)
@@ -58,9 +58,9 @@ def test_a_model_that_cannot_be_is_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     assert _end(role, main, monkeypatch, model=model) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(expected_text)
-    assert said.count("\n") == 1
+    message_text = capsys.readouterr().err
+    assert message_text.startswith(expected_text)
+    assert message_text.count("\n") == 1
 
 
 @pytest.mark.parametrize(("role", "main"), [("reward", reward.main), ("trajectories", server.main)])
@@ -68,9 +68,9 @@ def test_a_task_that_cannot_be_is_too(
     role: str, main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _end(role, main, monkeypatch) == 2
-    said = capsys.readouterr().err
-    assert said.startswith('rrl: [task] dataset = "no_such_dataset": ')
-    assert said.count("\n") == 1
+    message_text = capsys.readouterr().err
+    assert message_text.startswith('rrl: [task] dataset = "no_such_dataset": ')
+    assert message_text.count("\n") == 1
 
 
 def test_store_log_of_another_format_is_one_line_and_exit_code_2(

@@ -178,7 +178,9 @@ def _cut(folder: Path) -> None:
                      r"has the shape \(64, 32\), but \(16, 32\) by config.json", id="another shape"),
         pytest.param(lambda folder: folders.rewrite(folder / "config.json", model_type="bert"),
                      "is no causal language model that transformers knows|lacks", id="another kind of model"),
-        pytest.param(lambda folder: (folder / "model.safetensors").unlink(), "contains no \\*.safetensors", id="no weights"),
+        pytest.param(
+            lambda folder: (folder / "model.safetensors").unlink(), "contains no \\*.safetensors", id="no weights"
+        ),
         pytest.param(_cut, "model: ", id="a broken file"),
         pytest.param(lambda folder: folders.rewrite(folder / "config.json", vocab_size=99),
                      "tokenizer of .* has 260 ids, but its model embeds only 99", id="a smaller vocabulary"),

@@ -72,10 +72,10 @@ def stored_snapshot(step: int, incarnation: int = 1, rank: int = 0) -> SnapshotI
 
 
 def find_restore_point(client: Client | None, committed: Commit) -> RestorePoint:
-    keepers = {NodeName("here"): "tcp://here:1", NodeName("b"): "tcp://b:1", NodeName("c"): "tcp://c:1"}
+    server_nodes = {NodeName("here"): "tcp://here:1", NodeName("b"): "tcp://b:1", NodeName("c"): "tcp://c:1"}
     me: Any = SimpleNamespace(
         committed=committed.number or None, committed_manifest=committed.manifest, node=NodeName("here"),
-        peers=Peers(1, 1, {}, snapshot_servers=keepers),
+        peers=Peers(1, 1, {}, snapshot_servers=server_nodes),
     )  # fmt: skip
     return agree_on_restore_point(me, Gang(), client)  # type: ignore[arg-type]
 
@@ -89,7 +89,7 @@ def test_the_own_nodes_snapshot_is_taken_before_a_copy() -> None:
     assert client.requests == [None]
 
 
-def test_a_damaged_snapshot_is_had_from_another_node_and_an_older_one_where_there_is_none() -> None:
+def test_damaged_snapshot_falls_back_to_a_copy_then_to_an_older_one() -> None:
     shelves: dict[str | None, list[SnapshotInfo]] = {
         None: [stored_snapshot(5), stored_snapshot(4)],
         "tcp://b:1": [],
@@ -115,7 +115,7 @@ def test_without_a_usable_snapshot_the_commit_does(client: Client | None) -> Non
     assert find_restore_point(client, Commit(0, None)).fresh
 
 
-def test_a_member_says_that_it_waits_for_the_first_one_which_asks_the_store() -> None:
+def test_member_reports_waiting_for_rank_0_during_store_requests() -> None:
     waits: list[str] = []
 
     @contextmanager
@@ -144,7 +144,7 @@ def test_a_member_says_that_it_waits_for_the_first_one_which_asks_the_store() ->
     assert not any(Second.asked[1:])
 
 
-def test_members_that_stand_at_different_states_are_told_apart_by_rank() -> None:
+def test_different_states_of_members_are_listed_by_rank() -> None:
     check_same([(4, "snapshot of batch x")] * 3)
     with pytest.raises(RuntimeError, match="loaded different states: rank 0: step 4, a; rank 1: step 5, a"):
         check_same([(4, "a"), (5, "a")])
