@@ -85,7 +85,7 @@ def _users(one: DrainRequest) -> str:
 
 
 def _scontrol(one: DrainRequest, state: DrainState) -> str:
-    """A line to paste; empty where nothing is to be drained, or only one user says so."""
+    """Return an ``scontrol`` command to paste; empty if the node needs no drain, or only one user's records ask for it."""
     wanted = one.accused and not state.drained and state.booted <= one.at
     return drain_line(one.node, one.reason) if wanted else ""
 

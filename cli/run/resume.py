@@ -63,7 +63,7 @@ def _check_ended(run: RunDir, state: State | None) -> None:
 
 
 def _job(run: RunDir, changed: Path | None, steps: int | None, walltime: str | None) -> tuple[Job, bytes, Path]:
-    """The job as it goes on, its text, and where it came from: the folder of that is the roles' working folder."""
+    """Return the job to resume with, its text and its path, whose folder is the roles' working folder."""
     source = changed or Path(str(msgspec.json.decode(run.resolved.read_bytes())["source"]))
     if changed is None and not run.job_toml.exists():
         raise UsageError(f"{run.job_toml}: no such file; name the job spec that it was a copy of with --job")
@@ -99,7 +99,7 @@ def _seconds(text: str) -> float:
 
 
 def _check_fits(run: RunDir, state: State, job: Job, changed: Path | None) -> None:
-    """Raises BadInput where there is nothing to go on with, or it would be another run."""
+    """Check that the job continues this run. Raises BadInput if nothing is left to do, or it would be a different run."""
     steps = job.run.steps or 0
     if state.outcome is Outcome.COMPLETED and state.step >= steps:
         left = f"its {steps} steps are committed; to go on: --steps with more" if steps else "nothing is left to do"
@@ -125,7 +125,10 @@ def _value_at(job: dict[str, Any], key: str) -> Any:
 
 
 def _is_unchanged(before: Any, after: Any, key_path: str) -> bool:
-    """A key that an earlier rrl did not have yet makes no difference. ``at``: where these stand in job.toml."""
+    """Return whether two values of a key are equal; a key that an earlier rrl did not have makes no difference.
+
+    ``key_path`` says where the values stand in job.toml.
+    """
     if key_path in CHANGEABLE_KEYS:
         return True
     if isinstance(before, dict) and isinstance(after, dict):

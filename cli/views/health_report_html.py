@@ -1,5 +1,7 @@
-"""The health report as one HTML file that refers to nothing else. Pure: numbers of the plots are computed here, the
-template (cli/templates/health.html.j2) escapes whatever it is given."""
+"""The health report as one self-contained HTML file.
+
+Pure: the numbers of the plots are computed here, and the template (cli/templates/health.html.j2) escapes its input.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +33,7 @@ _TEMPLATES = jinja2.Environment(
 
 
 def page(report: Report, sources: Sources, drains_unknown: str) -> str:
+    """Return the HTML text of the report."""
     site = report.site
     quiet = [one.node for one in report.nodes if not is_notable(one)]
     return _TEMPLATES.get_template("health.html.j2").render(
