@@ -83,7 +83,7 @@ def _while_the_batch_is_shared(step: int) -> None:
         return next_(me, gang, number)
 
     process_group._next_batch = noted
-    for name in ("_send", "_receive"):
+    for name in ("_send_shards", "_receive_shard"):
         _before(process_group, name, lambda *_: now[0] == step)
 
 

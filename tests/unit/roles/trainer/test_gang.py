@@ -75,10 +75,9 @@ async def dies(stage: Stage, moment: str, step: int, rank: int = 0) -> None:
 
 
 def goes_on_from(stage: Stage) -> str:
-    """The newest life."""
-    return next(line for line in stage.log(stage.incarnation).splitlines() if "continues from" in line).split("from ")[
-        1
-    ]
+    """Return the state that the newest incarnation continued from."""
+    lines = stage.log(stage.incarnation).splitlines()
+    return next(line for line in lines if "continues from" in line).split("from ")[1]
 
 
 def test_two_members_learn_what_one_process_learns(tmp_path: Path, processes: ForkServerContext) -> None:
