@@ -115,7 +115,7 @@ def restored_step(run: RunDir, restart: Restart) -> int:
     assert restart.incarnation is not None
     log = run.log_file(tag_of(run.id, restart.incarnation)).read_text()
     matches = re.findall(
-        rf"{re.escape(str(restart.incarnation))} goes on from the (?:snapshot|commit) of step (\d+)", log
+        rf"{re.escape(str(restart.incarnation))} continues from the (?:snapshot|commit) of step (\d+)", log
     )
     assert matches, f"{restart.incarnation} does not say what it goes on from:\n{log[-2000:]}"
     return int(matches[-1])

@@ -1,8 +1,9 @@
-"""The tokenizer of a Hugging Face folder, from its files alone: tokenizer.json, and what tokenizer_config.json,
-generation_config.json and config.json say of special tokens.
+"""The tokenizer of a Hugging Face folder.
 
-Not by transformers, whose AutoTokenizer loads torch: 3.2 s of processor time in every store and reward process, against
-0.05 s for the library underneath, which does the work in both. What they give is compared in the tests.
+It reads tokenizer.json, and the special tokens in tokenizer_config.json, generation_config.json and config.json.
+
+It does not use transformers, whose AutoTokenizer loads torch: 3.2 s of processor time in every store and reward
+process, against 0.05 s for the underlying library, which does the work in both. The tests compare their results.
 """
 
 from __future__ import annotations
@@ -21,29 +22,36 @@ from tokenizers import Tokenizer
 from ...config.model_folder import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, eos_ids, read_json
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-"""names under which a chat template may ask for them"""
+"""Names by which a chat template may refer to special tokens."""
 
 
 class FolderTokenizer:
-    """``chat``: prompts are put into the folder's chat template, as what a user said. Raises ValueError, naming the
-    file, where the folder lacks what is needed."""
+    """The tokenizer of a Hugging Face folder.
+
+    Args:
+        folder: The folder.
+        chat: True to put prompts into the folder's chat template as a user's message.
+
+    Raises:
+        ValueError: The folder lacks something; the message names the file.
+    """
 
     def __init__(self, folder: Path, *, chat: bool) -> None:
         path = folder / TOKENIZER
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises plain ones, whatever is wrong
+        except Exception as error:  # tokenizers raises plain exceptions
             raise ValueError(f"[model] path: {path} cannot be read: {error}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = read_json(folder / TOKENIZER_CONFIG)
         self._special = {name: token for name in _SPECIAL_TOKENS if (token := _token_text(config.get(name)))}
-        own = self._id("eos_token")
-        self._stop_tokens = _stop_tokens(folder, own)
+        own_eos = self._id("eos_token")
+        self._stop_tokens = _stop_tokens(folder, own_eos)
         if not self._stop_tokens:
-            raise ValueError(f"[model] path: {folder} names no end of sequence: {TOKENIZER_CONFIG} has no eos_token,"
+            raise ValueError(f"[model] path: {folder} defines no end of sequence: {TOKENIZER_CONFIG} has no eos_token,"
                              " generation_config.json and config.json have no eos_token_id")  # fmt: skip
-        self._eos = min(self._stop_tokens) if own is None else own
+        self._eos = min(self._stop_tokens) if own_eos is None else own_eos
         pad = self._id("pad_token")
         self._pad = self._eos if pad is None else pad
         self._size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
@@ -55,73 +63,81 @@ class FolderTokenizer:
 
     @property
     def size(self) -> int:
-        """Ids in all; the model may embed more, to have a round number of them."""
+        """Number of ids; the model may embed more, to have a round number."""
         return self._size
 
     @property
     def eos(self) -> int:
+        """See :class:`.tokenizer.Tokenizer`."""
         return self._eos
 
     @property
     def stop_tokens(self) -> frozenset[int]:
+        """See :class:`.tokenizer.Tokenizer`."""
         return self._stop_tokens
 
     @property
     def pad(self) -> int:
+        """See :class:`.tokenizer.Tokenizer`."""
         return self._pad
 
     def prompt(self, text: str) -> tuple[int, ...]:
-        """With what the tokenizer puts around a text, or the chat template does. Raises ValueError where that refuses
-        it."""
+        """Encode a prompt, with what the tokenizer or the chat template adds to it.
+
+        Raises:
+            ValueError: The chat template refuses the text.
+        """
         if self._chat is None:
             return tuple(self._tokenizer.encode(text).ids)
         try:
-            asked = self._chat(messages=[{"role": "user", "content": text}], **self._special)
+            rendered = self._chat(messages=[{"role": "user", "content": text}], **self._special)
         except TemplateError as error:
             raise ValueError(f"the chat template refuses {text[:100]!r}: {error}") from None
-        return self.encode(asked)
+        return self.encode(rendered)
 
     def encode(self, text: str) -> tuple[int, ...]:
+        """See :class:`.tokenizer.Tokenizer`."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text up to the end of the sequence, without special tokens. An id that is no token is no text."""
-        end = next((place for place, token in enumerate(tokens) if token in self._stop_tokens), len(tokens))
+        """Return the text up to the end of the sequence, without special tokens; unknown ids are skipped."""
+        end = next((index for index, token in enumerate(tokens) if token in self._stop_tokens), len(tokens))
         text: str = self._tokenizer.decode(list(tokens[:end]), skip_special_tokens=True)
         return text
 
 
 def _stop_tokens(folder: Path, eos: int | None) -> frozenset[int]:
-    """The tokenizer's own end, and those that the model was made to stop at."""
+    """Return the tokenizer's own end of sequence, and the stop tokens that the model's files list."""
     given = eos_ids(folder)
     listed = given if isinstance(given, list) else [given]
-    return frozenset(each for each in (eos, *listed) if isinstance(each, int))
+    return frozenset(token for token in (eos, *listed) if isinstance(token, int))
 
 
 def _token_text(token: Any) -> str | None:
-    """A token as tokenizer_config.json writes it: its text, or a table of it."""
+    """Return the text of a token in tokenizer_config.json, which is a string or a table."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
 # ── the chat template ──────────────────────────────────────────────────────────────────────────────────────────────
 def _chat_template(folder: Path, config: dict[str, Any]) -> Callable[..., str]:
-    """Messages to text, ended so that the model answers. The file beside the configuration counts first, as it does for
-    transformers.
+    """Return a function from messages to text, which ends so that the model answers.
 
-    ``strftime_now`` is not offered: templates that would write today's date (Llama 3's) then write a fixed one, and the
-    prompt of an item is the same in every process on every day."""
+    The template file takes precedence over the one in the configuration, as in transformers. ``strftime_now`` is not
+    available: templates that would write today's date (Llama 3's) then write a fixed one, and the prompt of an item is
+    the same in every process on every day.
+    """
     file = folder / CHAT_TEMPLATE
     source = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
-    if isinstance(source, list):  # several, by name
-        source = next((each.get("template") for each in source if each.get("name") == "default"), None)
+    if isinstance(source, list):  # several templates by name
+        source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
     if not isinstance(source, str):
         raise ValueError(f"[model] chat: {folder} has no chat template; remove chat, or add {CHAT_TEMPLATE}")
     jinja = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     jinja.filters["tojson"] = _to_json
-    jinja.globals["raise_exception"] = _refuse
+    jinja.globals["raise_exception"] = _raise_template_error
     try:
         template = jinja.from_string(source)
     except TemplateError as error:
@@ -130,19 +146,20 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> Callable[..., str]:
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks what an assistant said, for training on it; here it is text like any other."""
+    """The tag ``{% generation %}``, which marks an assistant's message for training; here it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja2's own
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return the content of the tag."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    """Without jinja2's escapes for HTML."""
+    """Encode as JSON without jinja2's escapes for HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
-def _refuse(why: str) -> None:
-    raise TemplateError(why)
+def _raise_template_error(reason: str) -> None:
+    raise TemplateError(reason)

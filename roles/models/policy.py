@@ -1,8 +1,8 @@
-"""The policy as a torch module: a small Qwen3-architecture transformer that is built here with random weights, or any
-causal language model of a Hugging Face folder. Nothing is downloaded.
+"""The policy as a torch module: a small Qwen3-architecture transformer with random weights, or a model of a folder.
 
-Trainer and rollouts make it from the same ``[model]`` table, so that names and shapes agree: those of the Hugging Face
-files. The values that count come from the folder, a checkpoint, or the weight plane.
+The folder is a Hugging Face folder with any causal language model; nothing is downloaded. Trainer and rollouts build
+the model from the same ``[model]`` table, so that names and shapes agree: those of the Hugging Face files. The actual
+values come from the folder, a checkpoint, or the weight transport.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from .safetensors import copy_into
 
 
 class ModelSpec(Struct, frozen=True):
-    """The ``[model]`` table of job.toml (defaults and reasons: :class:`rrl.config.job.schema.ModelTable`). With
-    ``path`` the shape is that of its config.json, and what stands here of it counts for nothing."""
+    """The ``[model]`` table of job.toml (defaults and reasons: :class:`rrl.config.job.schema.ModelTable`).
+
+    With ``path`` the shape is that of its config.json, and the shape fields here are ignored.
+    """
 
     hidden_size: int = 0
     intermediate_size: int = 0
@@ -40,20 +42,22 @@ class ModelSpec(Struct, frozen=True):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Also the dtype in which weights are published and rollouts hold them."""
+        """Dtype in which the model computes, weights are published, and rollouts store them."""
         return cast(torch.dtype, getattr(torch, self.dtype))
 
 
 def model_spec(model: Mapping[str, Any]) -> ModelSpec:
-    """Of the resolved ``[model]``."""
+    """Return the spec of the resolved ``[model]`` table."""
     return msgspec.convert(model, ModelSpec)
 
 
 def build_model(spec: ModelSpec, vocabulary: int, seed: int) -> nn.Module:
-    """A float32 model on the CPU with its initial weights: those of ``path``, else random ones: the same seed gives the
-    same weights, bit for bit.
+    """Build a float32 model on the CPU with its initial weights, from ``path`` or random.
 
-    The global random state is left as it was. Raises ValueError when the folder is not fit.
+    Random weights depend on the seed only, bit for bit, and the global random state is unchanged.
+
+    Raises:
+        ValueError: The folder cannot be used.
     """
     if spec.path is not None:
         model = skeleton(spec, vocabulary)
@@ -66,57 +70,65 @@ def build_model(spec: ModelSpec, vocabulary: int, seed: int) -> nn.Module:
 
 
 def skeleton(spec: ModelSpec, vocabulary: int, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The same model without memory for its tensors: for whoever loads them (:func:`materialise`). Raises ValueError
-    when the folder is not fit, or the tokenizer has more than the ``vocabulary`` that the model embeds."""
+    """Build the model without memory for its tensors (see :func:`materialise`).
+
+    Raises:
+        ValueError: The folder cannot be used, or ``vocabulary`` exceeds the number of tokens that its model embeds.
+    """
     with torch.device("meta"):
         return _model(spec, vocabulary, dtype)
 
 
 def materialise(model: nn.Module, device: torch.device) -> None:
-    """Give a :func:`skeleton` (sharded or not) its memory. Parameters hold anything until they are loaded.
+    """Allocate the memory of a :func:`skeleton`, sharded or not; parameters are undefined until they are loaded.
 
-    Tied parameters are tied again: they get a memory each. Buffers that no state dict carries, such as rotary
-    frequencies, would stay uninitialised, and nothing would say so (docs/sources.md, torch): they are computed as
-    transformers does when it has loaded a model. Raises ValueError when there is one that it does not compute.
+    Tied parameters are tied again, because each gets its own memory. Buffers that no state dict contains, such as
+    rotary frequencies, would silently stay uninitialised (docs/sources.md, torch): they are computed as transformers
+    does after it has loaded a model.
+
+    Raises:
+        ValueError: There is such a buffer that transformers does not compute.
     """
     model.to_empty(device=device)
     if isinstance(model, PreTrainedModel):
         model.tie_weights()
     missing = []
-    for place, module in model.named_modules():
-        own = [f"{place}.{name}".lstrip(".") for name in _uncarried(module)]
-        if own and not _computed(_owner(model, place), module):
+    for path, module in model.named_modules():
+        own = [f"{path}.{name}".lstrip(".") for name in _non_persistent_buffers(module)]
+        if own and not _computed(_owner(model, path), module):
             missing += own
     if missing:
-        raise ValueError(f"buffers that no checkpoint carries and nobody computes: {sorted(missing)}")
+        raise ValueError(f"buffers that are in no checkpoint and that transformers does not compute: {sorted(missing)}")
 
 
-def _uncarried(module: nn.Module) -> list[str]:
-    """Its own buffers that are in no state dict."""
+def _non_persistent_buffers(module: nn.Module) -> list[str]:
+    """Return the names of the module's own buffers that are in no state dict."""
     return [name for name, buffer in module._buffers.items()
             if buffer is not None and name in module._non_persistent_buffers_set]  # fmt: skip
 
 
-def _owner(model: nn.Module, place: str) -> nn.Module:
-    """The innermost model that the module at ``place`` is a part of: it knows how to initialise it."""
-    parts = place.split(".") if place else []
-    above = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
-    return next((each for each in reversed(above) if isinstance(each, PreTrainedModel)), model)
+def _owner(model: nn.Module, path: str) -> nn.Module:
+    """Return the innermost model that contains the module at ``path``, which knows how to initialise it."""
+    parts = path.split(".") if path else []
+    ancestors = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
+    return next((module for module in reversed(ancestors) if isinstance(module, PreTrainedModel)), model)
 
 
 def _computed(owner: nn.Module, module: nn.Module) -> bool:
-    """Whether each of the module's uncarried buffers has got its values. What is not written stays as it is marked: all
-    NaN, or the smallest whole number."""
-    buffers = [module._buffers[name] for name in _uncarried(module)]
-    marks = [torch.nan if each.is_floating_point() else _smallest(each) for each in buffers if each is not None]
-    for each, mark in zip(buffers, marks, strict=True):
-        cast(Tensor, each).fill_(mark)
+    """Compute the module's non-persistent buffers, and return whether each was written.
+
+    A buffer that is not written keeps its mark: all NaN, or the smallest integer.
+    """
+    buffers = [module._buffers[name] for name in _non_persistent_buffers(module)]
+    marks = [torch.nan if buffer.is_floating_point() else _smallest(buffer) for buffer in buffers if buffer is not None]
+    for buffer, mark in zip(buffers, marks, strict=True):
+        cast(Tensor, buffer).fill_(mark)
     if isinstance(owner, PreTrainedModel):
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             owner._init_weights(module)
     return not any(
-        bool((each.isnan() if each.is_floating_point() else each == mark).all())
-        for each, mark in zip(cast("list[Tensor]", buffers), marks, strict=True)
+        bool((tensor.isnan() if tensor.is_floating_point() else tensor == mark).all())
+        for tensor, mark in zip(cast("list[Tensor]", buffers), marks, strict=True)
     )
 
 
@@ -146,69 +158,95 @@ def _model(spec: ModelSpec, vocabulary: int, dtype: torch.dtype) -> nn.Module:
 
 
 def _from_folder(folder: Path, vocabulary: int, dtype: torch.dtype) -> nn.Module:
-    """By config.json; no code of the folder is run."""
+    """Build the model of a folder's config.json; no code of the folder is run."""
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except (OSError, ValueError) as error:
-        why = str(error).strip().partition("\n")[0]
-        raise ValueError(f"[model] path: {folder} is no causal language model that transformers knows: {why}") from None
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"[model] path: {folder} is not a causal language model that transformers supports: {reason}"
+        ) from None
     if (embeds := model.get_input_embeddings().weight.shape[0]) < vocabulary:
-        raise ValueError(f"[model] path: the tokenizer of {folder} has {vocabulary} ids, and its model embeds {embeds}")
+        raise ValueError(
+            f"[model] path: the tokenizer of {folder} has {vocabulary} ids, but its model embeds only {embeds}"
+        )
     return cast(nn.Module, model.eval())
 
 
-# ── its tensors, by name ───────────────────────────────────────────────────────────────────────────────────────────
+# ── tensors by name ────────────────────────────────────────────────────────────────────────────────────────────────
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """What a version of the weights consists of: live tensors by Hugging Face's names, sharded if the model is. A tied
-    one is there once, under its first name, as in Hugging Face's files; whoever loads it has it tied too."""
+    """Return the tensors of a weight version: the live tensors by Hugging Face name, sharded if the model is.
+
+    A tied tensor is included once, under its first name, as in Hugging Face's files; it is tied again where it is
+    loaded.
+    """
     tied = _tied(model)
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def load_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy a complete set of :func:`weights` into the model, one after another: ``tensors`` may be views of memory that
-    goes away afterwards, and may be of another dtype. A tied one may be there under each of its names.
+    """Copy a complete set of :func:`weights` into the model, one tensor at a time.
 
-    Raises ValueError when names or shapes are not the model's; then nothing is loaded."""
-    have, given = weights(model), fitting(model, tensors)
+    ``tensors`` may be of another dtype, and views of memory that is freed afterwards. A tied tensor may be given under
+    each of its names.
+
+    Raises:
+        ValueError: Names or shapes do not fit the model; nothing is loaded then.
+    """
+    own, given = weights(model), fitting(model, tensors)
     with torch.no_grad():
-        for name, tensor in have.items():
+        for name, tensor in own.items():
             tensor.copy_(given[name])
 
 
 def fitting(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """The given ones in the order and under the names of the model's :func:`weights`. Raises ValueError when names or
-    shapes are not the model's."""
-    given, have = dict(tensors), weights(model)
-    if wrong := (given.keys() - _tied(model)) ^ have.keys():
-        raise ValueError(f"not this model's tensors: {sorted(wrong)[:4]} differ")
-    for name, tensor in have.items():
+    """Return the given tensors in the order and under the names of the model's :func:`weights`.
+
+    Raises:
+        ValueError: Names or shapes do not fit the model.
+    """
+    given, own = dict(tensors), weights(model)
+    if wrong := (given.keys() - _tied(model)) ^ own.keys():
+        raise ValueError(f"the tensors are not those of the model: {sorted(wrong)[:4]} are missing or unexpected")
+    for name, tensor in own.items():
         if given[name].shape != tensor.shape:
-            raise ValueError(f"{name} is {tuple(given[name].shape)}, here {tuple(tensor.shape)}")
-    return {name: given[name] for name in have}
+            raise ValueError(f"{name} has the shape {tuple(given[name].shape)}, but {tuple(tensor.shape)} in the model")
+    return {name: given[name] for name in own}
 
 
 def load_initial(model: nn.Module, spec: ModelSpec) -> None:
-    """The weights of ``path`` into the model, of which each process reads its own shards alone. Raises ValueError."""
+    """Load the weights of ``path`` into the model; each process reads only its own shards.
+
+    Raises:
+        ValueError: The folder does not fit the model.
+    """
     assert spec.path is not None
     ignored = (*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$")
     copy_into(weights(model), Path(spec.path), tied=_tied(model), ignored=ignored)
 
 
 def _tied(model: nn.Module) -> set[str]:
-    """Names of tensors that are another one's too, but for the first name of each."""
+    """Return the names of tied tensors, except the first name of each."""
     first = {name for name, _ in model.named_parameters()}
     return {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The transformer's layers: the longest way through a model, which is where it is divided."""
+    """Yield the transformer's layers, by which the model is sharded: the longest chain of modules."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if lists:
-        yield from max(lists, key=lambda each: sum(parameter.numel() for parameter in each.parameters()))
+        yield from max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
 
 
 def log_probs(logits: Tensor, temperature: float) -> Tensor:
-    """Log-probabilities of every token, ``[..., vocabulary]`` -> ``[..., vocabulary]``: what a rollout samples from."""
+    """Return the log-probabilities that a rollout samples from.
+
+    Args:
+        logits: [..., vocabulary], any floating dtype.
+        temperature: Sampling temperature.
+
+    Returns:
+        [..., vocabulary], float32.
+    """
     return torch.log_softmax(logits.float() / temperature, dim=-1)

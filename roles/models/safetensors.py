@@ -1,6 +1,7 @@
-"""Weights out of the safetensors of a Hugging Face folder, straight into a model's tensors: of a sharded one each
-process reads its own part alone, from files that are mapped and not read whole, so that no member of a gang ever has a
-copy of the model for itself.
+"""Reads the safetensors files of a Hugging Face folder directly into a model's tensors.
+
+Of a sharded tensor each process reads only its own part, from files that are mapped rather than read whole, so that no
+member of a gang has a complete copy of the model.
 """
 
 from __future__ import annotations
@@ -20,38 +21,46 @@ from ...config.model_folder import INDEX, WEIGHTS, read_json
 
 _SINGLE = "model.safetensors"
 _MAX_NAMES_SHOWN = 4
-"""names in a message"""
+"""Maximum number of tensor names in a message."""
 
 
 def copy_into(
     tensors: Mapping[str, Tensor], folder: Path, *, tied: Collection[str] = (), ignored: Sequence[str] = ()
 ) -> None:  # fmt: skip
-    """Fill ``tensors`` (by name; converted to their dtype) from the folder. ``also``: names that may be there too, of
-    tensors that are tied to one of them; where the files have only such a one, it is taken. ``ignored``: patterns of
-    names that count for nothing.
+    """Fill ``tensors`` (by name; converted to their dtype) from the folder.
 
-    Raises ValueError, naming them, when the folder lacks a tensor, has one that no tensor here is for, or one of
-    another shape."""
-    where = _files(folder)
-    missing = sorted(tensors.keys() - where.keys())
-    instead = sorted(where.keys() & set(tied)) if missing else []
-    source = {name: name for name in tensors if name in where}
-    if len(missing) == len(instead) == 1:  # a tied one, under its other name
-        source[missing[0]], missing = instead[0], []
+    Args:
+        tensors: The tensors to fill.
+        folder: The Hugging Face folder.
+        tied: Names that the files may also have, of tensors tied to one of ``tensors``; used if the files have no
+            other.
+        ignored: Patterns of names that are ignored.
+
+    Raises:
+        ValueError: The folder lacks a tensor, or has an unexpected one or one of another shape; the message names them.
+    """
+    files = _files(folder)
+    missing = sorted(tensors.keys() - files.keys())
+    alternatives = sorted(files.keys() & set(tied)) if missing else []
+    source = {name: name for name in tensors if name in files}
+    if len(missing) == len(alternatives) == 1:  # a tied tensor under its other name
+        source[missing[0]], missing = alternatives[0], []
     extra = sorted(
-        name for name in where.keys() - tensors.keys() - set(tied) if not any(re.search(each, name) for each in ignored)
+        name
+        for name in files.keys() - tensors.keys() - set(tied)
+        if not any(re.search(pattern, name) for pattern in ignored)
     )
     if missing or extra:
-        what = (
+        problem = (
             f"lacks {missing[:_MAX_NAMES_SHOWN]}"
             if missing
-            else f"has {extra[:_MAX_NAMES_SHOWN]}, and the model of config.json not"
+            else f"has {extra[:_MAX_NAMES_SHOWN]}, which the model of config.json does not have"
         )
-        raise ValueError(f"[model] path: {folder} {what}: its tensors are named otherwise than the model's, and such"
-                         " architectures are not supported")  # fmt: skip
+        raise ValueError(f"[model] path: {folder} {problem}: its tensors have other names than the model's, and"
+                         " such architectures are not supported")  # fmt: skip
     by_file: dict[Path, list[str]] = {}
     for name, stored in source.items():
-        by_file.setdefault(where[stored], []).append(name)
+        by_file.setdefault(files[stored], []).append(name)
     for path, names in by_file.items():
         with safe_open(path, framework="pt") as file, torch.no_grad():
             for name in names:
@@ -59,9 +68,11 @@ def copy_into(
 
 
 def _fill(tensor: Tensor, stored: Any, location: str) -> None:
-    """``stored`` gives parts of a tensor as they are asked for."""
-    if (there := tuple(stored.get_shape())) != tuple(tensor.shape):
-        raise ValueError(f"[model] path: {location} is {there}, and by config.json {tuple(tensor.shape)}")
+    """Read a tensor or this process's shard of it; ``stored`` reads the parts by slicing."""
+    if (shape_in_file := tuple(stored.get_shape())) != tuple(tensor.shape):
+        raise ValueError(
+            f"[model] path: {location} has the shape {shape_in_file}, but {tuple(tensor.shape)} by config.json"
+        )
     if not isinstance(tensor, DTensor):
         tensor.copy_(stored[...])
         return
@@ -72,19 +83,22 @@ def _fill(tensor: Tensor, stored: Any, location: str) -> None:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Which file has which tensor. What an index does not name is not read: other formats may lie beside it."""
+    """Return the file of each tensor.
+
+    Files that an index does not name are not read: they may contain the weights in another format.
+    """
     index = read_json(folder / INDEX).get("weight_map")
     try:
         if isinstance(index, dict):
             return {str(name): folder / str(file) for name, file in index.items()}
         single = folder / _SINGLE
         paths = [single] if single.exists() else sorted(folder.glob(WEIGHTS))
-        found: dict[str, Path] = {}
+        file_by_name: dict[str, Path] = {}
         for path in paths:
             with safe_open(path, framework="pt") as file:
-                found.update(dict.fromkeys(file.keys(), path))
+                file_by_name.update(dict.fromkeys(file.keys(), path))
     except (OSError, SafetensorError) as error:
         raise ValueError(f"[model] path: {folder}: {error}") from None
-    if not found:
-        raise ValueError(f"[model] path: {folder} has no {WEIGHTS}")
-    return found
+    if not file_by_name:
+        raise ValueError(f"[model] path: {folder} contains no {WEIGHTS}")
+    return file_by_name

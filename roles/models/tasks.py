@@ -1,4 +1,4 @@
-"""Where prompts and rewards come from: a reasoning-gym dataset, or a function of the user's."""
+"""The source of prompts and rewards: a reasoning-gym dataset, or a function of the user."""
 
 from __future__ import annotations
 
@@ -16,29 +16,38 @@ _SIZE = 200_000
 
 
 class Task(Protocol):
-    """Numbered items without end; the i-th is the same in every process of the run."""
+    """An unlimited number of items; item i is the same in every process of the run."""
 
-    def prompt(self, i: int) -> str: ...
+    def prompt(self, i: int) -> str:
+        """Return the prompt of item ``i``."""
+        ...
 
     def answer(self, i: int) -> str:
-        """A right answer, for a supervised warm start."""
+        """Return a right answer, for a supervised warm start."""
         ...
 
     def score(self, i: int, answer: str) -> tuple[float, float]:
-        """The reward that is reported, and the one that is learnt from."""
+        """Return the reward that is reported, and the reward that is trained on."""
         ...
 
 
 class TaskError(ValueError):
-    """``[task]`` cannot be used as it is written."""
+    """The ``[task]`` table is invalid."""
 
 
 def load_task(
     spec: Mapping[str, Any], seed: int, tokenizer: Tokenizer | None = None, folder: Path | None = None
 ) -> Task:
-    """The task of ``[task]``. ``folder``: where job.toml lies; a user's function is imported from there.
+    """Return the task of ``[task]``.
 
-    ``tokenizer`` decides what a token is where partial credit counts them; without it words do. Raises TaskError.
+    Args:
+        spec: The resolved ``[task]`` table.
+        seed: Seed of the run.
+        tokenizer: Splits answers into tokens for partial credit; None: they are split into words.
+        folder: Folder of job.toml, from which a user's function is imported.
+
+    Raises:
+        TaskError: The table is invalid.
     """
     if unknown := sorted(spec.keys() - _KEYS):
         raise TaskError(f"[task] has unknown keys: {', '.join(unknown)}")
@@ -58,31 +67,31 @@ def load_task(
 
 
 def _call(name: str, seed: int, args: Mapping[str, Any], folder: Path | None) -> Task:
-    """``module:function`` called with ``seed`` and ``args``."""
+    """Call ``module:function`` with ``seed`` and ``args``, and return the task that it returns."""
     module, _, function = name.partition(":")
     if not module or not function:
         raise TaskError(f'[task] function = "{name}" must be "module:function"')
     if folder is not None and str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     try:
-        made = getattr(importlib.import_module(module), function)(seed=seed, **args)
+        returned = getattr(importlib.import_module(module), function)(seed=seed, **args)
     except (ImportError, AttributeError, TypeError) as error:
         raise TaskError(f'[task] function = "{name}": {error}') from error
-    if missing := [method for method in ("prompt", "answer", "score") if not callable(getattr(made, method, None))]:
+    if missing := [method for method in ("prompt", "answer", "score") if not callable(getattr(returned, method, None))]:
         raise TaskError(f'[task] function = "{name}" returned an object without {", ".join(missing)}')
-    task: Task = made
+    task: Task = returned
     return task
 
 
 class DatasetTask:
     """A reasoning-gym dataset with its own scorer.
 
-    Item i of a dataset depends on its seed + i alone, so datasets whose seeds differ by less than their size overlap
-    (measured). Seeds of runs are therefore a whole size apart, and the first ``size`` seeds are used by no run whose
-    own seed is 0 or more: held-out items can be taken from there.
+    Item i of a dataset depends on its seed + i only, so datasets whose seeds differ by less than their size overlap
+    (measured). The seeds of runs are therefore multiples of the size, and no run with a seed of 0 or more uses the
+    first ``size`` seeds: held-out items can be taken from there.
 
-    A wrong answer of the right length gets ``partial_credit`` times its share of right tokens, added to what the
-    scorer gives, in the training reward only.
+    A wrong answer of the right length gets ``partial_credit`` times its share of right tokens, added to the scorer's
+    reward, in the training reward only.
     """
 
     def __init__(
@@ -96,7 +105,7 @@ class DatasetTask:
         partial_credit: float,
         split: Callable[[str], Sequence[object]],
     ) -> None:
-        import reasoning_gym  # here: whoever only names a Task need not have it
+        import reasoning_gym  # imported here: other tasks do not need it
 
         try:
             self._dataset = reasoning_gym.create_dataset(dataset, seed=(seed + 1) * size, size=size, **args)
@@ -106,7 +115,7 @@ class DatasetTask:
         self._size = size
         self._partial_credit = partial_credit
         self._split = split
-        self._item = lru_cache(maxsize=1024)(self._make)  # an item is asked for once a trajectory of its group
+        self._item = lru_cache(maxsize=1024)(self._make)  # an item is used once per trajectory of its group
         try:
             self.prompt(0)
         except (KeyError, IndexError, AttributeError, ValueError) as error:
@@ -117,12 +126,15 @@ class DatasetTask:
         return item
 
     def prompt(self, i: int) -> str:
+        """See :class:`Task`."""
         return self._prompt.format(**self._item(i % self._size))
 
     def answer(self, i: int) -> str:
+        """See :class:`Task`."""
         return str(self._item(i % self._size)["answer"])
 
     def score(self, i: int, answer: str) -> tuple[float, float]:
+        """See :class:`Task`."""
         reward = float(self._dataset.score_answer(answer, self._item(i % self._size)))
         if reward >= 1 or not self._partial_credit:
             return reward, reward

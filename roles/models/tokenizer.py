@@ -1,6 +1,7 @@
-"""Text to tokens and back: what the roles need of a tokenizer, how it is opened, and the vocabulary that is written
-down in job.toml. That of a Hugging Face folder stands in :mod:`rrl.roles.models.hf_tokenizer`. No torch: the store and
-the reward role open it too.
+"""Tokenizers: their interface, how one is opened, and the vocabulary that is written in job.toml.
+
+The tokenizer of a Hugging Face folder is in :mod:`.hf_tokenizer`. This module does not import torch, because the store
+and the reward role use it too.
 """
 
 from __future__ import annotations
@@ -12,58 +13,78 @@ from typing import Any, Protocol
 PAD = 0
 EOS = 1
 _SPECIAL = 2
-"""ids of a :class:`PieceTokenizer` below it are no text"""
+"""Number of ids of a :class:`VocabularyTokenizer` that are not text; they come first."""
 
 
 class Tokenizer(Protocol):
-    """Its ids are those that the model embeds."""
+    """Converts text to the token ids that the model embeds, and back."""
 
     @property
     def size(self) -> int:
-        """Ids in all, those that are no text included."""
+        """Number of ids, including those that are not text."""
         ...
 
     @property
     def eos(self) -> int:
-        """What ends an answer that is shown to the model (the supervised warm start)."""
+        """Id that ends an answer shown to the model (in the supervised warm start)."""
         ...
 
     @property
     def stop_tokens(self) -> frozenset[int]:
-        """What ends an answer of the model's; ``eos`` is one of them, and a chat model may have several."""
+        """Ids that end an answer of the model; ``eos`` is one of them, and a chat model may have several."""
         ...
 
     @property
-    def pad(self) -> int: ...
+    def pad(self) -> int:
+        """Id of padding."""
+        ...
 
     def prompt(self, text: str) -> tuple[int, ...]:
-        """What the model is asked with: as its kind wants it, in the chat template where ``[model] chat`` is set.
-        Raises ValueError for text that cannot be written in it."""
+        """Encode a prompt in the form that the model expects: with ``[model] chat``, in its chat template.
+
+        Raises:
+            ValueError: The text cannot be encoded.
+        """
         ...
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Plain text, nothing added. Raises ValueError for text that cannot be written in it."""
+        """Encode plain text, with nothing added.
+
+        Raises:
+            ValueError: The text cannot be encoded.
+        """
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text up to the first of ``ends``, without what is no text."""
+        """Return the text up to the first of ``stop_tokens``, without ids that are not text."""
         ...
 
 
 def open_tokenizer(model: Mapping[str, Any]) -> Tokenizer:
-    """That of the resolved ``[model]``: of the folder in ``path``, else ``[model.tokenizer]``. Raises ValueError for
-    one that cannot work."""
+    """Open the tokenizer of the resolved ``[model]`` table: from the folder ``path``, else from ``[model.tokenizer]``.
+
+    Raises:
+        ValueError: The tokenizer is unusable.
+    """
     if model.get("path") is None:
         return VocabularyTokenizer(model["tokenizer"])
-    from .hf_tokenizer import FolderTokenizer  # here: a model that is built locally needs no tokenizers
+    from .hf_tokenizer import FolderTokenizer  # imported here: a built model does not need tokenizers
 
     return FolderTokenizer(Path(model["path"]), chat=bool(model.get("chat")))
 
 
 class VocabularyTokenizer:
-    """``[model.tokenizer]``: ``pieces`` (the characters of a string, or strings), ``join`` (put between pieces when
-    tokens become text), ``ignore`` (characters of a text that are dropped). Ids: 0 pad, 1 end of sequence, then the
-    pieces in order. Raises ValueError for a vocabulary that cannot work."""
+    """The tokenizer of ``[model.tokenizer]``.
+
+    Ids: 0 is padding, 1 the end of sequence, then the pieces in order.
+
+    Args:
+        spec: ``pieces`` (the characters of a string, or a list of strings), ``join`` (put between pieces when tokens
+            are decoded), ``ignore`` (characters of a text that are dropped).
+
+    Raises:
+        ValueError: The vocabulary is unusable.
+    """
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self._pieces = tuple(spec["pieces"])
@@ -81,27 +102,34 @@ class VocabularyTokenizer:
 
     @property
     def size(self) -> int:
-        """Ids in all, pad and end of sequence included."""
+        """Number of ids, including padding and end of sequence."""
         return _SPECIAL + len(self._pieces)
 
     @property
     def eos(self) -> int:
+        """See :class:`Tokenizer`."""
         return EOS
 
     @property
     def stop_tokens(self) -> frozenset[int]:
+        """See :class:`Tokenizer`."""
         return frozenset({EOS})
 
     @property
     def pad(self) -> int:
+        """See :class:`Tokenizer`."""
         return PAD
 
     def prompt(self, text: str) -> tuple[int, ...]:
-        """As :meth:`encode`: such a model knows nothing but its task."""
+        """Encode a prompt like any text: such a model has no chat template."""
         return self.encode(text)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Longest piece first, from the left. Raises ValueError for what no piece begins."""
+        """Encode text, with the longest matching piece first, from the left.
+
+        Raises:
+            ValueError: No piece matches at some position.
+        """
         text = text.translate(self._dropped)
         tokens: list[int] = []
         at = 0
@@ -119,7 +147,11 @@ class VocabularyTokenizer:
         return tuple(tokens)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text up to the end of the sequence, without padding. Raises IndexError for an id beyond the vocabulary."""
+        """Return the text up to the end of the sequence, without padding.
+
+        Raises:
+            IndexError: An id is beyond the vocabulary.
+        """
         pieces: list[str] = []
         for token in tokens:
             if token == EOS:

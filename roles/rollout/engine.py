@@ -1,4 +1,7 @@
-"""What a rollout needs of an engine. ``torch_engine`` and ``vllm.engine`` are two; others live beside them."""
+"""The interface that a rollout needs of an engine.
+
+Implemented by :mod:`.torch_engine` and :mod:`.vllm.engine`; a further engine is another module beside them.
+"""
 
 from __future__ import annotations
 
@@ -12,59 +15,78 @@ from ...core.types import Version
 from ..trajectories.types import Item, Segment
 
 StepOutput = tuple[list[Segment], list[int]]
-"""What some trajectories grew by, and which of them are complete with it. The segments of one trajectory follow one
-another in this order."""
+"""New segments, and the trajectories that are complete with them. The segments of one trajectory are in their order."""
 
 
 class Sampling(Struct, frozen=True):
-    """How to sample. Recorded log-probabilities are those of the distribution sampled from, temperature included."""
+    """How to sample.
+
+    Recorded log-probabilities are those of the distribution that was sampled from, including the temperature.
+    """
 
     temperature: float = 1.0
     segment_tokens: int = 64
-    """tokens a trajectory grows by before its segment is handed over"""
+    """Number of new tokens after which a trajectory's segment is returned."""
     greedy: bool = False
-    """take the likeliest token (evaluation; recorded log-probabilities are still the policy's)"""
+    """True to take the most likely token (for evaluation; recorded log-probabilities are still the policy's)."""
 
 
 class Engine(Protocol):
-    """One model that grows trajectories, many at once, in steps. Used by one thread; :class:`Sampling` is given at
-    construction. An exception of :meth:`step`, :meth:`load` or :meth:`probe`, ValueError of ``load`` excepted, is the
-    engine's end: the process leaves with it, and the next life goes on from what was handed over."""
+    """A model that extends many trajectories at once, step by step; used by one thread.
+
+    :class:`Sampling` is given at construction. After an exception of :meth:`step`, :meth:`load` or :meth:`probe`,
+    except a ValueError of ``load``, the engine is unusable: the process ends, and the next incarnation continues from
+    the segments that were returned.
+    """
 
     @property
     def free_slots(self) -> int:
-        """How many more trajectories it would take now."""
+        """Number of further trajectories that the engine would accept now."""
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to grow, or to hand over: then :meth:`step` has something to do."""
+        """True if :meth:`step` has anything to generate or to return."""
 
     def add(self, items: Sequence[Item]) -> None:
-        """Grow these too, each from where it stands (prompt and so_far) to its end, the sooner the better.
+        """Extend these trajectories too, each from its end (prompt and so_far).
 
         A trajectory is complete with an end-of-sequence token or after ``max_new`` tokens. Each is reported finished
-        exactly once, with its last segment or without any when it had nowhere to grow."""
+        exactly once: with its last segment, or without one if it could not be extended.
+        """
 
     def step(self) -> StepOutput:
-        """Advance a bit: a token of each, or a segment. Often there is nothing to hand over yet. Raises RuntimeError
-        before the first :meth:`load`."""
+        """Advance by a token or a segment per trajectory; often there is nothing to return yet.
+
+        Raises:
+            RuntimeError: No weights were loaded before.
+        """
 
     def flush(self) -> StepOutput:
-        """What was made and not handed over yet: for whoever leaves now."""
+        """Return what was generated and not returned yet, because the process is about to end."""
 
     def abort(self, trajectories: Iterable[int]) -> None:
-        """Work no more on these, of those that were added: they are somebody else's by now. They are not reported
-        finished. Others are no error."""
+        """Stop extending these trajectories, because they are no longer leased to this rollout.
+
+        They are not reported finished. Trajectories that the engine does not have are ignored.
+        """
 
     def load(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over a complete set of weights, under their Hugging Face names. Running trajectories go on: their next
-        tokens are of the new version, and so is whatever was remembered of the tokens before (the key-value cache). The
-        tensors may be views of memory that goes away afterwards: they are copied.
+        """Load a complete set of weights by their Hugging Face names.
 
-        Raises ValueError when names or shapes are not the model's; then nothing is loaded."""
+        Running trajectories continue: their next tokens are of the new version, and so is everything cached for the
+        tokens before (the key-value cache). The tensors are copied: they may be views of memory that is freed
+        afterwards.
+
+        Raises:
+            ValueError: Names or shapes do not fit the model; nothing is loaded then.
+        """
 
     def probe(self) -> None:
-        """One token of real work. Raises RuntimeError when the result cannot be right."""
+        """Generate one token.
+
+        Raises:
+            RuntimeError: The result cannot be right.
+        """
 
     def close(self) -> None:
-        """Free what the engine holds. Nothing may be called afterwards."""
+        """Free the engine's resources. No method may be called afterwards."""

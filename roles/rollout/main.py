@@ -1,4 +1,4 @@
-"""The built-in rollout: take new weights when there are any, take work, sample, hand over. ``python -m`` runs it."""
+"""The built-in rollout: load new weights, lease work, sample, append the segments. Run by ``python -m``."""
 
 from __future__ import annotations
 
@@ -22,23 +22,27 @@ from .torch_engine import TorchEngine, seed_of
 _log = logging.getLogger("rrl.rollout")
 
 LOG_EVERY_VERSIONS = 10
-"""Versions between two lines in the log."""
+"""Number of versions between two lines in the log."""
 _VLLM_SEED_LIMIT = 2**31
-"""vLLM hands its seed on to numpy, which takes 32 bits"""
+"""Upper limit of the seed: vLLM passes it to numpy, which accepts 32 bits."""
 
 
 def main() -> None:
+    """Run the built-in rollout until the manager stops it."""
     me = rrl.join()
-    build = _builder(me)  # what cannot work at all is found before anybody counts on this rollout
+    build = _builder(me)  # an invalid configuration is found before the rollout joins
     engine = build() if me.launch.standby else None
     with me:
-        engine = engine or build()  # beside the first weights, which come in meanwhile
+        engine = engine or build()  # while the first weights are being received
         run(me, engine)
         engine.close()
 
 
 def run(me: rrl.Worker, engine: Engine) -> None:
-    """Until asked to stop. What was made is durable then, and the next rollout goes on from there."""
+    """Generate until the manager requests a stop.
+
+    Everything generated is durable on return, and the next rollout continues from there.
+    """
     probe = _EngineProbe(engine)
     me.on_probe(probe.answer)
     while not me.stopping.is_set():
@@ -53,18 +57,18 @@ def run(me: rrl.Worker, engine: Engine) -> None:
 
 
 def _generate(me: rrl.Worker, engine: Engine, probe: _EngineProbe) -> None:
-    """Until nothing is left, or asked to stop: more work is taken as soon as there is room for it."""
+    """Generate until no work is left or a stop is requested; lease more work as soon as there are free slots."""
     while engine.has_work and not me.stopping.is_set():
         segments, finished = engine.step()
         if segments or finished:
             engine.abort(me.append(segments, finished))
             if engine.has_work and engine.free_slots:
                 engine.add(me.lease(engine.free_slots, wait=False))
-        _update_weights(me, engine, probe)  # after the lease: work is given for the newest weights that are here
+        _update_weights(me, engine, probe)  # after the lease, which depends on the newest weights in this process
 
 
 def _update_weights(me: rrl.Worker, engine: Engine, probe: _EngineProbe) -> None:
-    """Between two steps: what is under way goes on with the new weights."""
+    """Load new weights, if there are any; running trajectories continue with them."""
     if new := me.new_weights():
         with me.phase("loading_weights"):
             engine.load(new.version, unpack(new.tensors, new.flat))
@@ -75,22 +79,29 @@ def _update_weights(me: rrl.Worker, engine: Engine, probe: _EngineProbe) -> None
 
 
 class _EngineProbe:
-    """What a rollout under suspicion shows. It is asked between two steps and while it waits for work, always in the
-    thread that the engine works in: one that is stuck in a step, or anywhere else, does not come to it."""
+    """Answers the manager's probe by generating a token.
+
+    It is called between two steps and while the rollout waits for work, always in the engine's thread: if that thread
+    hangs, the probe remains unanswered.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.loaded = False
 
     def answer(self) -> str:
+        """Return what the probe did, for people."""
         if not self.loaded:
-            return "it has no weights yet"
+            return "no weights have been loaded yet"
         self._engine.probe()
-        return "the engine made a token"
+        return "the engine generated a token"
 
 
 def _builder(me: rrl.Worker) -> Callable[[], Engine]:
-    """What makes the engine. Ends the process with exit code 2 and one line where it can never be made."""
+    """Return the function that builds the engine.
+
+    Ends the process with exit code 2 and one line if it can never be built.
+    """
     torch.set_num_threads(me.settings["threads"])
     with exits_on_invalid_config():
         spec, tokenizer = model_spec(me.job["model"]), open_tokenizer(me.job["model"])
@@ -116,12 +127,12 @@ def _torch(me: rrl.Worker, _: ModelSpec, model: nn.Module, tokenizer: Tokenizer)
 
 
 def _vllm(me: rrl.Worker, spec: ModelSpec, model: nn.Module, tokenizer: Tokenizer) -> Callable[[], Engine]:
-    from .vllm import config as vllm_setup  # here: whoever has no vLLM does without
+    from .vllm import config as vllm_config  # imported here: vLLM is optional
 
-    vllm_setup.set_environment(me.settings["threads"])
-    with exits_on_invalid_config(vllm_setup.InvalidEngineConfig):
-        config = vllm_setup.configure(
-            vllm_setup.write_config_folder(model, me.run_dir.hf_model) if spec.path is None else Path(spec.path),
+    vllm_config.set_environment(me.settings["threads"])
+    with exits_on_invalid_config(vllm_config.InvalidEngineConfig):
+        config = vllm_config.configure(
+            vllm_config.write_config_folder(model, me.run_dir.hf_model) if spec.path is None else Path(spec.path),
             dtype=spec.dtype, max_length=max_length(me.job["model"]),
             seed=seed_of(me.job["run"]["seed"], me.launch.incarnation) % _VLLM_SEED_LIMIT,
             lease=me.settings["lease"], memory=me.settings["mem"], gpus=me.launch.gpus, given=me.settings["vllm"],

@@ -1,7 +1,7 @@
 """An engine in plain torch: batched sampling with a key-value cache, a log-probability and a version per token.
 
-A trajectory that another life began is not special: its prefix is read like a longer prompt. That is also how running
-trajectories survive new weights: their prefix is read again under them.
+A trajectory that another incarnation began is not special: its prefix is read like a longer prompt. Running
+trajectories survive new weights in the same way: their prefix is read again with these.
 """
 
 from __future__ import annotations
@@ -21,15 +21,24 @@ from .engine import Sampling, StepOutput
 
 
 def seed_of(run_seed: int, incarnation: Incarnation) -> int:
-    """A seed for this life alone: a replacement that sampled what the dead one did would add nothing."""
+    """Return a seed for this incarnation only.
+
+    If a replacement sampled the same tokens as its predecessor, they would add nothing.
+    """
     digest = hashlib.sha256(f"{run_seed} {incarnation}".encode()).digest()
     return int.from_bytes(digest[:7], "big")
 
 
 class TorchEngine:
-    """``model`` is any transformers causal language model, on the device that is to compute; a token of ``ends`` ends a
-    trajectory; ``seed`` is this life's. At most ``lease`` trajectories grow at once, and there is room once all are
-    complete. A step is a segment of each."""
+    """Engine in plain torch; a step generates one segment of each trajectory.
+
+    Args:
+        model: Any transformers causal language model, on the device to compute on.
+        stop_tokens: Tokens that end a trajectory.
+        seed: Seed of this incarnation.
+        sampling: How to sample.
+        lease: Maximum number of trajectories that run at once; new ones are accepted when all are complete.
+    """
 
     def __init__(
         self,
@@ -54,16 +63,16 @@ class TorchEngine:
 
     @property
     def free_slots(self) -> int:
-        """See :class:`rrl.roles.rollout.engine.Engine`."""
+        """See :class:`.engine.Engine`."""
         return 0 if self.has_work else self._lease
 
     @property
     def has_work(self) -> bool:
-        """See :class:`rrl.roles.rollout.engine.Engine`."""
+        """See :class:`.engine.Engine`."""
         return bool(self._rows or self._already_complete)
 
     def add(self, items: Sequence[Item]) -> None:
-        """See :class:`rrl.roles.rollout.engine.Engine`. Those that run already are read again with the new ones."""
+        """See :class:`.engine.Engine`. The prefixes of running trajectories are read again, with the new ones."""
         for row in map(_Row, items):
             if row.is_complete(self._stop_tokens):
                 self._already_complete.append(row.trajectory)
@@ -72,9 +81,9 @@ class TorchEngine:
                 self._batch = None
 
     def step(self) -> StepOutput:
-        """See :class:`rrl.roles.rollout.engine.Engine`."""
+        """See :class:`.engine.Engine`."""
         if self._version is None:
-            raise RuntimeError("no weights were loaded yet")
+            raise RuntimeError("no weights have been loaded yet")
         finished, self._already_complete = self._already_complete, []
         if finished or not self._rows:
             return [], finished
@@ -82,104 +91,108 @@ class TorchEngine:
             self._batch = _RowBatch(self._rows, self._version, self._device)
         segments = self._generate(self._batch, self._rows)
         finished = [row.trajectory for row in self._rows if row.is_complete(self._stop_tokens)]
-        self._keep_rows([place for place, row in enumerate(self._rows) if not row.is_complete(self._stop_tokens)])
+        self._keep_rows([index for index, row in enumerate(self._rows) if not row.is_complete(self._stop_tokens)])
         return segments, finished
 
     def flush(self) -> StepOutput:
-        """See :class:`rrl.roles.rollout.engine.Engine`: every step hands over all that it made."""
+        """See :class:`.engine.Engine`. Always empty: every step returns everything that it generated."""
         return [], []
 
     def abort(self, trajectories: Iterable[int]) -> None:
-        """See :class:`rrl.roles.rollout.engine.Engine`."""
-        gone = set(trajectories)
-        self._already_complete = [trajectory for trajectory in self._already_complete if trajectory not in gone]
-        self._keep_rows([place for place, row in enumerate(self._rows) if row.trajectory not in gone])
+        """See :class:`.engine.Engine`."""
+        aborted = set(trajectories)
+        self._already_complete = [trajectory for trajectory in self._already_complete if trajectory not in aborted]
+        self._keep_rows([index for index, row in enumerate(self._rows) if row.trajectory not in aborted])
 
-    def _keep_rows(self, places: Sequence[int]) -> None:
-        if len(places) == len(self._rows):
+    def _keep_rows(self, rows: Sequence[int]) -> None:
+        if len(rows) == len(self._rows):
             return
-        self._rows = [self._rows[place] for place in places]
+        self._rows = [self._rows[index] for index in rows]
         if self._batch is not None:
-            self._batch.keep(places)
+            self._batch.keep(rows)
         if not self._rows:
             self._batch = None
 
     def _generate(self, batch: _RowBatch, rows: Sequence[_Row]) -> list[Segment]:
-        tokens, logprobs = self._decode(batch, torch.tensor([row.left for row in rows], device=self._device))
+        tokens, logprobs = self._decode(batch, torch.tensor([row.remaining for row in rows], device=self._device))
         return [
-            row.append(these, theirs, batch.version, self._stop_tokens)
-            for row, these, theirs in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)
+            row.append(row_tokens, row_logprobs, batch.version, self._stop_tokens)
+            for row, row_tokens, row_logprobs in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)
         ]
 
     @torch.inference_mode()
-    def _decode(self, batch: _RowBatch, left: Tensor) -> tuple[Tensor, Tensor]:
-        """The next tokens of every row and their log-probabilities, both [B, n]; a row that ends early is filled up."""
+    def _decode(self, batch: _RowBatch, remaining: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the next tokens of every row and their log-probabilities, both [B, n].
+
+        A row that ends early is filled up with further tokens, which the caller cuts off.
+        """
         sampling, tokens, logprobs = self._sampling, [], []
-        done = torch.zeros(len(left), dtype=torch.bool, device=self._device)
+        done = torch.zeros(len(remaining), dtype=torch.bool, device=self._device)
         for count in range(1, sampling.segment_tokens + 1):
-            every = log_probs(batch.read(self._model), sampling.temperature)
+            log_probabilities = log_probs(batch.read(self._model), sampling.temperature)
             if sampling.greedy:
-                chosen = every.argmax(-1)
+                chosen = log_probabilities.argmax(-1)
             else:
-                chosen = torch.multinomial(every.exp(), 1, generator=self._generator)[:, 0]
+                chosen = torch.multinomial(log_probabilities.exp(), 1, generator=self._generator)[:, 0]
             tokens.append(chosen)
-            logprobs.append(every.gather(1, chosen[:, None])[:, 0])
+            logprobs.append(log_probabilities.gather(1, chosen[:, None])[:, 0])
             batch.unread = chosen[:, None]
-            done |= torch.isin(chosen, self._stop_token_tensor) | (left <= count)
+            done |= torch.isin(chosen, self._stop_token_tensor) | (remaining <= count)
             if done.all():
                 break
         return torch.stack(tokens, 1), torch.stack(logprobs, 1)
 
     def load(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """See :class:`rrl.roles.rollout.engine.Engine`."""
+        """See :class:`.engine.Engine`."""
         try:
             load_weights(self._model, tensors)
         except ValueError as error:
             raise ValueError(f"{version}: {error}") from None
         self._version = version
-        self._batch = None  # what was read under the old weights is read again
+        self._batch = None  # prefixes that were read with the old weights are read again
 
     @torch.inference_mode()
     def probe(self) -> None:
-        """See :class:`rrl.roles.rollout.engine.Engine`."""
+        """See :class:`.engine.Engine`."""
         logits = self._model(input_ids=torch.tensor([[0]], device=self._device), use_cache=False).logits
         if not bool(torch.isfinite(logits).all()):
-            raise RuntimeError(f"the model with weights {self._version} does not give finite logits")
+            raise RuntimeError(f"the model with weights {self._version} returns logits that are not finite")
 
     def close(self) -> None:
-        """See :class:`rrl.roles.rollout.engine.Engine`."""
+        """See :class:`.engine.Engine`."""
         self._version = None
         self._batch = None
 
 
 class _Row:
-    """One trajectory that the engine is generating: its tokens so far, and how many may follow."""
+    """A trajectory that the engine generates: its tokens so far, and how many may follow."""
 
     def __init__(self, item: Item) -> None:
-        grown = [token for segment in item.so_far for token in segment.tokens]
+        generated = [token for segment in item.so_far for token in segment.tokens]
         self.trajectory = item.trajectory
-        self.tokens = [*item.prompt, *grown]
-        self.offset = len(grown)
-        self.left = item.max_new
+        self.tokens = [*item.prompt, *generated]
+        self.offset = len(generated)
+        self.remaining = item.max_new
 
     def is_complete(self, stop_tokens: frozenset[int]) -> bool:
-        return self.left <= 0 or (self.offset > 0 and self.tokens[-1] in stop_tokens)
+        """Return whether the trajectory has ended."""
+        return self.remaining <= 0 or (self.offset > 0 and self.tokens[-1] in stop_tokens)
 
     def append(
         self, tokens: list[int], logprobs: list[float], version: Version, stop_tokens: frozenset[int]
     ) -> Segment:
-        """Take what belongs to this row: up to its end of sequence, or to what it may still grow."""
-        end = next((place + 1 for place, token in enumerate(tokens) if token in stop_tokens), len(tokens))
-        end = min(end, self.left)
+        """Append tokens up to the end of sequence or the maximum length, and return them as a segment."""
+        end = next((index + 1 for index, token in enumerate(tokens) if token in stop_tokens), len(tokens))
+        end = min(end, self.remaining)
         segment = Segment(self.trajectory, self.offset, tuple(tokens[:end]), tuple(logprobs[:end]), version)
         self.tokens += tokens[:end]
         self.offset += end
-        self.left -= end
+        self.remaining -= end
         return segment
 
 
 class _RowBatch:
-    """A batch on its way: what the model has read of it (the cache) and what it is to read next.
+    """A running batch: what the model has read (the cache), and what it reads next.
 
     Rows of different length are padded on the left. Equal prefixes, as in a GRPO group, are read once.
     """
@@ -187,29 +200,29 @@ class _RowBatch:
     def __init__(self, rows: Sequence[_Row], version: Version, device: torch.device) -> None:
         self.version = version
         unique: dict[tuple[int, ...], int] = {}
-        places = [unique.setdefault(tuple(row.tokens), len(unique)) for row in rows]
+        prefix_of_row = [unique.setdefault(tuple(row.tokens), len(unique)) for row in rows]
         longest = max(len(prefix) for prefix in unique)
         padded = [[0] * (longest - len(prefix)) + list(prefix) for prefix in unique]
         self.unread = torch.tensor(padded, device=device)
-        """[B, n], of unique prefixes at first"""
-        self._prefix_of_row: Tensor | None = torch.tensor(places, device=device)
-        """which prefix each row has; None once the cache has a row for each row"""
+        """Tokens to read next, [B, n]; at first of the unique prefixes."""
+        self._prefix_of_row: Tensor | None = torch.tensor(prefix_of_row, device=device)
+        """Index of the prefix of each row; None once the cache has an entry for each row."""
         self._attention_mask: Tensor | None = None
-        """[B, tokens read and unread], 0 for padding; None when nothing is padded"""
+        """Mask [B, tokens read and unread], 0 for padding; None without padding."""
         if any(len(prefix) < longest for prefix in unique):
             padding = torch.tensor([[longest - len(prefix)] for prefix in unique], device=device)
             self._attention_mask = (torch.arange(longest, device=device)[None, :] >= padding).long()
         self._cache = DynamicCache()
 
     def read(self, model: nn.Module) -> Tensor:
-        """Logits of the token after what is unread: [B, vocabulary]."""
-        more: dict[str, Any] = {}
+        """Read the unread tokens, and return the logits of the token after them: [B, vocabulary]."""
+        extra: dict[str, Any] = {}
         if self._attention_mask is not None:
-            grown = self._cache.get_seq_length() + self.unread.shape[1] - self._attention_mask.shape[1]
-            self._attention_mask = torch.nn.functional.pad(self._attention_mask, (0, grown), value=1)
+            generated = self._cache.get_seq_length() + self.unread.shape[1] - self._attention_mask.shape[1]
+            self._attention_mask = torch.nn.functional.pad(self._attention_mask, (0, generated), value=1)
             position = (self._attention_mask.cumsum(1) - 1).clamp(min=0)
-            more = {"attention_mask": self._attention_mask, "position_ids": position[:, -self.unread.shape[1] :]}
-        output = model(input_ids=self.unread, past_key_values=self._cache, use_cache=True, logits_to_keep=1, **more)
+            extra = {"attention_mask": self._attention_mask, "position_ids": position[:, -self.unread.shape[1] :]}
+        output = model(input_ids=self.unread, past_key_values=self._cache, use_cache=True, logits_to_keep=1, **extra)
         logits: Tensor = output.logits[:, -1]
         if self._prefix_of_row is not None:
             logits = logits[self._prefix_of_row]
@@ -217,10 +230,10 @@ class _RowBatch:
             self._prefix_of_row = None
         return logits
 
-    def keep(self, places: Sequence[int]) -> None:
-        """Drop all rows but these."""
-        if places:
-            index = torch.tensor(places, device=self.unread.device)
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        if rows:
+            index = torch.tensor(rows, device=self.unread.device)
             self.unread = self.unread[index]
             self._select(index)
 

@@ -1,7 +1,7 @@
-"""Snapshot buffers of an agent: which snapshots it holds, which buffer is next, and how much memory they may take.
+"""Snapshot buffers of an agent: their contents, the order in which they are reused, and their limit of memory.
 
-No sockets here. The bytes lie in memfds, which have no name: they are freed when the agent ends, or when it releases
-them and no process maps them any more.
+Contains no socket code. The buffers are memfds without a name: their memory is freed when the agent ends, or when the
+agent has closed them and no process maps them.
 """
 
 from __future__ import annotations
@@ -21,40 +21,48 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
-    """Bytes: what the machine has available (``MemAvailable``), or less where a cgroup above this process allows less.
-    Memory is charged to whoever touches it first; at a cgroup's limit that one is killed, without an error before."""
-    left = _field(proc / "meminfo", "MemAvailable:") * 1024
+    """Return the bytes of memory that may still be used: ``MemAvailable``, or less if a cgroup allows less.
+
+    Memory is charged to the process that touches it first. A process that reaches its cgroup's limit is killed without
+    an error before, so the limit must be checked first.
+    """
+    available = _field(proc / "meminfo", "MemAvailable:") * 1024
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except OSError:
-        return left
+        return available
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            left = min(left, _left_in_cgroup(cgroups, path, "memory.max", "memory.current", "inactive_file"))
+            available = min(
+                available, _available_in_cgroup(cgroups, path, "memory.max", "memory.current", "inactive_file")
+            )
         elif "memory" in controllers.split(","):
             v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            left = min(left, _left_in_cgroup(cgroups / "memory", path, *v1))
-    return max(0, left)
+            available = min(available, _available_in_cgroup(cgroups / "memory", path, *v1))
+    return max(0, available)
 
 
-def _left_in_cgroup(mount: Path, path: str, limit: str, usage: str, cache: str) -> int:
-    """Left under the tightest limit from ``path`` up to the mount; without any, more than there can be. ``cache`` is
-    given back before anybody is killed."""
-    folder, least = mount / path.lstrip("/"), 2**63
+def _available_in_cgroup(mount: Path, path: str, limit: str, usage: str, cache: str) -> int:
+    """Return the bytes available below the tightest limit from ``path`` up to the mount, or 2**63 without a limit.
+
+    ``cache`` names the field of memory that the kernel reclaims before it kills a process.
+    """
+    folder, tightest = mount / path.lstrip("/"), 2**63
     while folder != mount.parent:
         try:
-            at_most = (folder / limit).read_text().strip()
-            if at_most != "max":
+            maximum = (folder / limit).read_text().strip()
+            if maximum != "max":
                 used = int((folder / usage).read_text()) - _field(folder / "memory.stat", cache)
-                least = min(least, int(at_most) - used)
-        except (OSError, ValueError):  # no such controller here, or outside of what a container sees
+                tightest = min(tightest, int(maximum) - used)
+        except (OSError, ValueError):  # the controller is absent, or hidden from this container
             pass
         folder = folder.parent
-    return least
+    return tightest
 
 
 def _field(file: Path, name: str) -> int:
+    """Return the value of a field of a file with lines ``name value``; 0 if the field is missing."""
     for line in file.read_text().splitlines():
         key, value, *_ = line.split()
         if key == name:
@@ -63,15 +71,18 @@ def _field(file: Path, name: str) -> int:
 
 
 MAX_MEMORY_SHARE = 0.5
-"""of the memory that this node would have without snapshots, for all of them together: the rest is for the next life
-of a trainer, whose state is read from here before the old one's place is free"""
+"""Share that all snapshots together may have of the memory that the node would have without them. The rest is for the
+next incarnation of a trainer, which reads its state from here before the memory of the old one is free."""
 
 
 class Buffer:
-    """One memfd. ``room`` is in bytes of payload."""
+    """One memfd with room for ``capacity`` bytes of payload. Its memory is allocated when it is written.
+
+    Raises:
+        OSError: The memfd cannot be created.
+    """
 
     def __init__(self, name: str, capacity: int) -> None:
-        """Raises OSError. Memory is taken as it is written."""
         self.capacity = capacity
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
@@ -80,30 +91,32 @@ class Buffer:
             os.close(self.fd)
             raise
         self.writing = False
-        """another node's snapshot is on its way into it"""
+        """True while a snapshot of another node is being received into the buffer."""
         self._users = 0
         self._closed = False
 
     @property
     def head(self) -> Head | None:
+        """Head of the snapshot in the buffer; None if there is no complete snapshot."""
         head = Head.decode(os.pread(self.fd, HEAD_BYTES, 0))
         return head if head is not None and head.nbytes <= self.capacity else None
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of memory that it really takes."""
+        """Bytes of memory that are allocated so far."""
         return os.fstat(self.fd).st_blocks * 512
 
     def clear(self) -> None:
+        """Invalidate the snapshot in the buffer."""
         os.pwrite(self.fd, EMPTY_HEAD, 0)
 
     def read_only(self) -> int:
-        """A descriptor, for the caller to close."""
+        """Return a new read-only descriptor, which the caller closes."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     @contextlib.contextmanager
     def in_use(self, *, writing: bool = False) -> Iterator[int]:
-        """Its descriptor, which stays what it is inside the block even if the buffer is let go of meanwhile."""
+        """Yield the descriptor, which stays open inside the block even if the buffer is closed in the meantime."""
         self._users += 1
         self.writing = writing or self.writing
         try:
@@ -115,6 +128,7 @@ class Buffer:
                 os.close(self.fd)
 
     def close(self) -> None:
+        """Close the descriptor, or have it closed by the last user of :meth:`in_use`."""
         if not self._closed:
             self._closed = True
             if not self._users:
@@ -122,15 +136,19 @@ class Buffer:
 
 
 class DoubleBuffer:
-    """The two buffers of one writer: of a member on this node (``own``), or of the one that sends copies here."""
+    """The two buffers of one writer.
+
+    The writer is a member on this node (``own``), or a member on another node that copies its snapshots here.
+    """
 
     def __init__(self, member: Member, own: bool) -> None:
         self.member, self.own = member, own
         self.buffers: list[Buffer | None] = [None, None]
         self.writer: int | None = None
-        """pidfd of the member that maps these buffers; None where it cannot be had"""
+        """pidfd of the member that maps these buffers; None if it cannot be opened."""
 
     def snapshots(self) -> Iterator[tuple[SnapshotInfo, Buffer]]:
+        """Yield the complete snapshots with their buffers."""
         for buffer in filter(None, self.buffers):
             if not buffer.writing and (head := buffer.head) is not None:
                 member = self.member
@@ -139,6 +157,7 @@ class DoubleBuffer:
                 ), buffer  # fmt: skip
 
     def close(self) -> None:
+        """Close both buffers and the pidfd."""
         for buffer in filter(None, self.buffers):
             buffer.close()
         self.buffers = [None, None]
@@ -148,60 +167,77 @@ class DoubleBuffer:
 
 
 class SnapshotBuffers:
-    """``name`` is what the memory is called in /proc. ``free`` says how many bytes could still be taken."""
+    """All snapshot buffers of an agent.
+
+    Args:
+        name: Name of the memory as shown in /proc.
+        free: Returns how many bytes of memory may still be used.
+    """
 
     def __init__(self, name: str, free: Callable[[], int] = available_memory) -> None:
         self._name, self._free = name, free
         self._pairs: dict[tuple[ReplicaId, int, bool], DoubleBuffer] = {}
         self._abandoned: dict[tuple[ReplicaId, int], DoubleBuffer] = {}
-        """of members that may still be alive although a later life has taken their place: what they left is read, and
-        never given to another writer"""
-        self._newest_incarnation: dict[ReplicaId, int] = {}
-        """incarnation by gang"""
+        """Buffers of members that may still run although a later incarnation has replaced them.
 
-    # ── who counts ─────────────────────────────────────────────────────────────────────────────────────────────────
+        They are read, and never given to another writer."""
+        self._newest_incarnation: dict[ReplicaId, int] = {}
+        """Newest known incarnation number by gang."""
+
+    # ── fencing ────────────────────────────────────────────────────────────────────────────────────────────────────
     def admit(self, member: Member) -> None:
-        """Raises Fenced for a life that has been succeeded."""
+        """Record the incarnation of a member that sent a request.
+
+        Raises:
+            Fenced: A newer incarnation of the gang is known.
+        """
         newest = max(member.incarnation, self._newest_incarnation.get(member.gang, 0))
         self._newest_incarnation[member.gang] = newest
         if member.incarnation < newest:
-            raise Fenced(f"{member.gang}#{member.incarnation} is fenced: #{newest} has taken its place")
+            raise Fenced(f"{member.gang}#{member.incarnation} is fenced: its successor is #{newest}")
 
     def fence(self, gang: ReplicaId, newest: int) -> None:
-        """Lives before ``newest`` no longer count."""
+        """Refuse requests of incarnations before ``newest`` from now on."""
         self._newest_incarnation[gang] = max(newest, self._newest_incarnation.get(gang, 0))
 
-    # ── finding ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── reading ────────────────────────────────────────────────────────────────────────────────────────────────────
     def snapshots(self, gang: ReplicaId) -> list[SnapshotInfo]:
-        """Newest first."""
-        found = [kept for pair in self._all() if pair.member.gang == gang for kept, _ in pair.snapshots()]
-        return sorted(found, key=lambda kept: kept.order, reverse=True)
+        """Return the complete snapshots of a gang, newest first."""
+        infos = [info for pair in self._all() if pair.member.gang == gang for info, _ in pair.snapshots()]
+        return sorted(infos, key=lambda info: info.order, reverse=True)
 
     def find(self, wanted: SnapshotInfo) -> Buffer:
-        """Raises SnapshotError."""
+        """Return the buffer of a snapshot.
+
+        Raises:
+            SnapshotError: The snapshot is not stored here.
+        """
         for pair in self._all():
             for snapshot, buffer in pair.snapshots():
                 if snapshot == wanted:
                     return buffer
-        raise SnapshotError(f"{wanted} is not kept here")
+        raise SnapshotError(f"{wanted} is not stored on this node")
 
-    # ── room ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── allocating ─────────────────────────────────────────────────────────────────────────────────────────────────
     def attached(self, member: Member) -> DoubleBuffer | None:
-        """The pair that a member of an earlier or the same life left."""
+        """Return the buffers that a member of this or an earlier incarnation of the rank attached, or None."""
         return self._pairs.get((member.gang, member.rank, True))
 
     def attach(self, member: Member, writer: int | None, *, ended: bool) -> DoubleBuffer:
-        """The buffers of this member from now on, and its pidfd. Where the last one is known to have ``ended`` these
-        are its own; else fresh ones, for it may still write to them."""
+        """Return the buffers of this member, and store its pidfd ``writer``.
+
+        If the previous member is known to have ``ended``, its buffers are reused. Otherwise the member gets new ones,
+        because the previous member may still write to the old ones.
+        """
         key = (member.gang, member.rank, True)
         if (pair := self._pairs.get(key)) is not None and not ended:
             before = self._abandoned.pop(key[:2], None)
-            keep, drop = (
+            newer, older = (
                 (pair, before) if before is None or _newest_order(pair) >= _newest_order(before) else (before, pair)
             )
-            self._abandoned[key[:2]] = keep
-            if drop is not None:
-                drop.close()
+            self._abandoned[key[:2]] = newer
+            if older is not None:
+                older.close()
             pair = None
         if pair is None:
             pair = self._pairs[key] = DoubleBuffer(member, True)
@@ -212,18 +248,26 @@ class SnapshotBuffers:
         return pair
 
     def resize(self, member: Member, slot: int, nbytes: int) -> Buffer:
-        """Raises SnapshotError: there is no room, or this member has not been attached."""
+        """Replace a buffer by a new one for ``nbytes`` of payload.
+
+        Raises:
+            SnapshotError: The memory is not available, or this member is not attached.
+        """
         pair = self.attached(member)
         if pair is None or pair.member != member or slot not in (0, 1):
             raise SnapshotError(f"rank {member.rank} of {member.gang}#{member.incarnation} has no buffers here")
         return self._allocate(pair, slot, nbytes)
 
     def allocate_copy(self, member: Member, snapshot: SnapshotInfo) -> tuple[Buffer, int]:
-        """Where this copy goes, and its sequence. Raises SnapshotError: there is no room, or one is on its way."""
+        """Return a buffer for a snapshot of another node, and the sequence number of its head.
+
+        Raises:
+            SnapshotError: The memory is not available, or another copy of this rank is being received.
+        """
         pair = self._pairs.setdefault((member.gang, member.rank, False), DoubleBuffer(member, False))
         pair.member = member
         if any(buffer is not None and buffer.writing for buffer in pair.buffers):
-            raise SnapshotError(f"another snapshot of rank {member.rank} is on its way here")
+            raise SnapshotError(f"another snapshot of rank {member.rank} is being received")
         heads = [buffer.head if buffer is not None else None for buffer in pair.buffers]
         slot = next_slot(heads, snapshot.step)
         buffer = pair.buffers[slot]
@@ -234,33 +278,38 @@ class SnapshotBuffers:
 
     def _allocate(self, pair: DoubleBuffer, slot: int, capacity: int) -> Buffer:
         old = pair.buffers[slot]
-        others = [buffer for each in self._all() for buffer in each.buffers if buffer is not None and buffer is not old]
+        others = [
+            buffer for other in self._all() for buffer in other.buffers if buffer is not None and buffer is not old
+        ]
         promised, taken = sum(buffer.capacity for buffer in others), sum(buffer.resident_bytes for buffer in others)
-        most = int(MAX_MEMORY_SHARE * (self._free() + taken + (old.resident_bytes if old else 0)))
-        if promised + capacity > most:
-            held = f", {_mb(promised)} of them are taken" if promised else ""
+        maximum = int(MAX_MEMORY_SHARE * (self._free() + taken + (old.resident_bytes if old else 0)))
+        if promised + capacity > maximum:
+            used = f", {_mb(promised)} of which are in use" if promised else ""
             raise SnapshotError(
-                f"a buffer of {_mb(capacity)} has no room: snapshots may take {_mb(most)} of this node's memory{held}"
+                f"a buffer of {_mb(capacity)} does not fit: snapshots may use {_mb(maximum)} of this node's memory"
+                f"{used}"
             )
         try:
             buffer = Buffer(self._name, capacity)
         except OSError as error:
             limit = " (ulimit -f)" if error.errno == errno.EFBIG else ""
-            raise SnapshotError(f"a buffer of {_mb(capacity)} cannot be made: {error.strerror}{limit}") from error
+            raise SnapshotError(f"a buffer of {_mb(capacity)} cannot be created: {error.strerror}{limit}") from error
         if old is not None:
             old.close()
         pair.buffers[slot] = buffer
         return buffer
 
-    # ── letting go ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── releasing ──────────────────────────────────────────────────────────────────────────────────────────────────
     def forget(self, member: Member) -> None:
-        """``who`` has complete snapshots of its own: what earlier lives left of its rank is of no more use."""
+        """Drop what earlier incarnations stored for this member's rank: it has complete snapshots of its own."""
         self._drop([
             pair for pair in self._all()
-            if (pair.member.gang, pair.member.rank) == (member.gang, member.rank) and pair.member.incarnation < member.incarnation
+            if (pair.member.gang, pair.member.rank) == (member.gang, member.rank)
+            and pair.member.incarnation < member.incarnation
         ])  # fmt: skip
 
     def close(self) -> None:
+        """Close all buffers."""
         self._drop(list(self._all()))
 
     def _drop(self, gone: list[DoubleBuffer]) -> None:
@@ -275,7 +324,8 @@ class SnapshotBuffers:
 
 
 def _newest_order(pair: DoubleBuffer) -> tuple[int, int]:
-    return max((kept.order for kept, _ in pair.snapshots()), default=(0, 0))
+    """Return the order of the newest snapshot; (0, 0) if there is none."""
+    return max((info.order for info, _ in pair.snapshots()), default=(0, 0))
 
 
 def _mb(nbytes: int) -> str:

@@ -1,9 +1,9 @@
-"""A member's side of snapshots: two buffers in the memory of its node's agent, so that they outlive the member.
+"""The trainer member's side of snapshots: two buffers in the memory of its node's agent, which outlive the member.
 
-A step's state is copied into the older buffer, which is all that the step waits for. The digest and the head are
-written in the background: from then on the snapshot counts, and :meth:`SnapshotClient.buffer` waits for that.
+A step's state is copied into the older buffer, which is all that the step waits for. Digest and head are written in the
+background; only then is the snapshot valid, and :meth:`SnapshotClient.buffer` waits for that.
 
-Everything blocks, and may be called in any thread that runs no loop of its own. No torch here: bytes only.
+All methods block, and may be called in any thread that runs no event loop. This module handles bytes only, not torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .mapping import MappedBuffer, Sending, anonymous_memory, map_snapshot
 
 
 class SnapshotClient:
-    """Of one member (``gang``, ``rank``) of this ``incarnation`` on ``node``. Connects when it is first needed."""
+    """Snapshots of one member (``gang``, ``rank``, ``incarnation``) on ``node``. Connects on first use."""
 
     def __init__(
         self, run: str, node: NodeName, keys: RunKeys, gang: ReplicaId, rank: int, incarnation: int
@@ -42,43 +42,50 @@ class SnapshotClient:
         self._secret = keys.secret
         self._agent = LocalAgentClient(run, node, keys)
         self._attached_generation = 0
-        """which agent the buffers are of"""
+        """Generation of the agent connection (``LocalAgentClient.generation``) that the buffers belong to."""
         self._member = msg.Member(gang, rank, incarnation)
         self._lock = threading.RLock()
-        """of the buffers"""
+        """Guards the buffers."""
         self._buffers: list[MappedBuffer | None] = [None, None]
         self._handed_out: tuple[int, int] | None = None
-        """slot and bytes of the view that is not sealed"""
+        """Slot and size of the view that was returned by :meth:`buffer` and is not sealed yet."""
         self._sealing: Future[SnapshotInfo] | None = None
         self._sealed: tuple[MappedBuffer, Head] | None = None
-        """the newest, of this life"""
+        """Buffer and head of the newest snapshot of this incarnation."""
         self._times_sealed = 0
         self._last_read: tuple[int, int] | None = None
-        """step and incarnation of what was had last: what this life goes on from"""
+        """Step and incarnation of the snapshot that was read last, from which this incarnation continues."""
         self._sealer = ThreadPoolExecutor(1, "rrl-seal")
 
     # ── writing ────────────────────────────────────────────────────────────────────────────────────────────────────
     def prepare(self, nbytes: int) -> None:
-        """Have memory for two snapshots ready, which takes longer than copying them: best in a thread of its own while
-        the first step computes. Raises as :meth:`buffer` does."""
+        """Allocate memory for two snapshots.
+
+        This takes longer than copying a snapshot: best called in a separate thread while the first step computes.
+        Raises the same exceptions as :meth:`buffer`.
+        """
         for slot in (0, 1):
             with self._lock:
                 self._attach()
                 self._ensure_buffer(slot, nbytes)
 
     def buffer(self, nbytes: int, step: int | None = None) -> memoryview:
-        """Writable memory for the next snapshot (of ``step``): the older of two buffers, whose snapshot no longer
-        counts; where a life does steps anew, rather the one of the later step, and before its first snapshot is sealed
-        never the one that it has read last. A view that was had and not sealed is had again.
+        """Return writable memory for the next snapshot, which is of ``step``.
 
-        Waits until the last snapshot is sealed, and ends a sending that still reads from this buffer. Raises
-        SnapshotError: no agent is reached, or there is no room (then a copy in private memory does for the checkpoint);
-        Fenced.
+        The memory is the older of two buffers, whose snapshot becomes invalid. If an incarnation repeats steps, the
+        buffer with the later step is taken instead; and before its first snapshot is sealed, never the buffer that it
+        read last. A view that was returned and not sealed is returned again. Waits until the last snapshot is sealed,
+        and aborts a copy to another node that still reads from this buffer.
+
+        Raises:
+            SnapshotError: No agent can be reached, or memory is not available (the checkpoint then uses private
+                memory).
+            Fenced: A newer incarnation exists.
         """
         self.wait_until_sealed()
         with self._lock:
             self._attach()
-            heads = [each.head if each is not None else None for each in self._buffers]
+            heads = [buffer.head if buffer is not None else None for buffer in self._buffers]
             slot = self._handed_out[0] if self._handed_out else self._next_slot(heads, 2**63 if step is None else step)
             mapped = self._ensure_buffer(slot, nbytes)
             mapped.invalidate()
@@ -94,16 +101,18 @@ class SnapshotClient:
         return 1 - slot if needed else slot
 
     def seal(self, step: int, meta: bytes = b"") -> Future[SnapshotInfo]:
-        """The view of :meth:`buffer` holds all of ``step`` now. Returns at once; the result is there when the snapshot
-        counts. Until then nobody may write to the view.
+        """Declare that the view of :meth:`buffer` contains the complete state of ``step``.
 
-        Raises ValueError: no view was had since the last one, or ``meta`` is longer than ``META_ROOM``.
+        Returns at once; the future is done when the snapshot is valid. Until then the view must not be written.
+
+        Raises:
+            ValueError: No view was returned since the last seal, or ``meta`` exceeds ``MAX_META_BYTES``.
         """
         if len(meta) > MAX_META_BYTES:
-            raise ValueError(f"{len(meta)} bytes of meta; {MAX_META_BYTES} are the most")
+            raise ValueError(f"meta has {len(meta)} bytes, but at most {MAX_META_BYTES} are allowed")
         with self._lock:
             if self._handed_out is None:
-                raise ValueError("nothing to seal: no view of a buffer was had since the last one")
+                raise ValueError("nothing to seal: call buffer() before each seal()")
             (slot, nbytes), self._handed_out = self._handed_out, None
             mapped = self._buffers[slot]
             assert mapped is not None
@@ -111,32 +120,43 @@ class SnapshotClient:
             return self._sealing
 
     def wait_until_sealed(self) -> None:
-        """Wait until what was sealed last counts. A gang whose ranks all do so before the last collective of each step
-        has, at any time, a step that all of them keep."""
+        """Wait until the snapshot that was sealed last is valid.
+
+        If every rank of a gang does this before the last collective of each step, there is always a step of which all
+        ranks have a snapshot.
+        """
         if self._sealing is not None:
-            with contextlib.suppress(Exception):  # whoever has the future hears of it
+            with contextlib.suppress(Exception):  # reported through the future
                 self._sealing.result()
 
     def _seal(self, mapped: MappedBuffer, step: int, meta: bytes, nbytes: int) -> SnapshotInfo:
         with mapped.view[PAYLOAD_OFFSET : PAYLOAD_OFFSET + nbytes] as payload:
             digest = digest_of(meta, payload)
         mapped.view[HEAD_AREA_BYTES : HEAD_AREA_BYTES + len(meta)] = meta
-        heads = [head for each in self._buffers if each is not None and (head := each.head) is not None]
+        heads = [head for buffer in self._buffers if buffer is not None and (head := buffer.head) is not None]
         sequence = 1 + max((head.sequence for head in heads), default=0)
         head = Head(sequence, step, self._member.incarnation, nbytes, len(meta), digest)
         mapped.commit(head)
         with self._lock:
             self._sealed = mapped, head
         self._times_sealed += 1
-        if self._times_sealed == 2:  # both are this life's: what earlier ones left of it here is of no more use
+        if (
+            self._times_sealed == 2
+        ):  # both buffers are of this incarnation: snapshots of earlier ones are no longer needed
             threading.Thread(target=self._forget_locally, name="rrl-forget", daemon=True).start()
         return self._snapshot_info(head, own=True)
 
     # ── copies on other nodes ──────────────────────────────────────────────────────────────────────────────────────
     def copy_to(self, address: str) -> SnapshotInfo:
-        """Send the newest snapshot of this life to another node's agent (``Peers.keepers``); returns once it counts
-        there. Raises SnapshotError: nothing is sealed yet, the agent is not reached, refuses or hangs, or the next
-        snapshot needed the buffer; Fenced."""
+        """Copy the newest snapshot of this incarnation to the agent of another node; return once it is valid there.
+
+        ``address`` is one of ``Peers.snapshot_servers``.
+
+        Raises:
+            SnapshotError: No snapshot is sealed, the agent is unreachable, refuses or hangs, or the next snapshot needs
+                the buffer.
+            Fenced: A newer incarnation exists.
+        """
         self.wait_until_sealed()
         with self._lock:
             if self._sealed is None:
@@ -148,7 +168,9 @@ class SnapshotClient:
             return run_blocking(address, self._send(address, mapped, head, sending))
         except SnapshotError:
             if sending.cancelled:
-                raise SnapshotError(f"step {head.step} was not copied in time: its memory is needed again") from None
+                raise SnapshotError(
+                    f"the copy of step {head.step} was aborted: the next snapshot needs its memory"
+                ) from None
             raise
         finally:
             mapped.sendings.discard(sending)
@@ -159,7 +181,7 @@ class SnapshotClient:
         async with remote_agent(address, self._secret) as connection:
             sending.begin(connection)
             answer = await send_request(connection, msg.Upload(self._member, snapshot, head.meta))
-            if not isinstance(answer, msg.SnapshotList):  # it had it already
+            if not isinstance(answer, msg.SnapshotList):  # otherwise the agent has the snapshot already
                 with (
                     mapped.view[HEAD_AREA_BYTES : HEAD_AREA_BYTES + head.meta] as meta,
                     mapped.view[PAYLOAD_OFFSET : PAYLOAD_OFFSET + head.nbytes] as payload,
@@ -170,8 +192,13 @@ class SnapshotClient:
         return snapshot
 
     def forget(self, address: str) -> None:
-        """An agent lets go of what earlier lives left of this rank there: for nodes that it has moved away from, once
-        all ranks have complete snapshots of this life. Raises SnapshotError."""
+        """Have an agent drop what earlier incarnations stored there for this rank.
+
+        Meant for nodes that the rank has left, once all ranks have complete snapshots of this incarnation.
+
+        Raises:
+            SnapshotError: The agent does not answer.
+        """
         self._call_remote(address, msg.Forget(self._member))
 
     def _forget_locally(self) -> None:
@@ -180,9 +207,15 @@ class SnapshotClient:
 
     # ── reading ────────────────────────────────────────────────────────────────────────────────────────────────────
     def list_snapshots(self, address: str | None = None) -> list[SnapshotInfo]:
-        """The gang's snapshots of all ranks that this node's agent, or the one at ``address``, keeps; newest first.
-        They have good heads; that their bytes are whole is known when they are read. From then on that agent takes
-        nothing from earlier lives. Raises SnapshotError, Fenced."""
+        """Return the gang's snapshots of all ranks on this node's agent, or on the one at ``address``, newest first.
+
+        Their heads are valid; their bytes are verified when they are read. Afterwards that agent refuses earlier
+        incarnations.
+
+        Raises:
+            SnapshotError: The agent does not answer.
+            Fenced: A newer incarnation exists.
+        """
         if address is None:
             answer, _ = self._agent.call(msg.ListSnapshots(self._member), retry=True)
         else:
@@ -190,37 +223,47 @@ class SnapshotClient:
         return list(answer.snapshots) if isinstance(answer, msg.SnapshotList) else []
 
     def read(self, snapshot: SnapshotInfo) -> tuple[bytes, memoryview]:
-        """A snapshot on this node, verified: its meta and its bytes, which lie in the agent's memory: good until
-        :meth:`buffer` gives it out again. Raises Damaged, another SnapshotError."""
+        """Return meta and bytes of a snapshot on this node, verified.
+
+        The bytes are in the agent's memory, and valid until :meth:`buffer` returns that buffer again.
+
+        Raises:
+            Damaged: The bytes do not match the digest.
+            SnapshotError: The snapshot cannot be read for another reason.
+        """
         _, fds = self._agent.call(msg.MapSnapshot(self._member, snapshot), retry=True)
         meta, payload = map_snapshot(fds[0], snapshot)
         if digest_of(meta, payload) != snapshot.digest:
-            raise Damaged(f"{snapshot} is damaged: its bytes are not those that were sealed")
+            raise Damaged(f"{snapshot} is damaged: its bytes do not match its digest")
         self._last_read = snapshot.order
         return meta, payload
 
     def fetch(self, address: str, snapshot: SnapshotInfo) -> tuple[bytes, memoryview]:
-        """A snapshot from another node's agent, verified: its meta and its bytes, in memory of this process. Raises
-        Damaged, another SnapshotError."""
+        """Return meta and bytes of a snapshot of another node's agent, verified, in memory of this process.
+
+        Raises:
+            Damaged: The bytes do not match the digest.
+            SnapshotError: The snapshot cannot be fetched for another reason.
+        """
         return retry_while_hung(lambda: run_blocking(address, self._fetch(address, snapshot)))
 
     async def _fetch(self, address: str, snapshot: SnapshotInfo) -> tuple[bytes, memoryview]:
         async with remote_agent(address, self._secret) as connection:
             answer = await send_request(connection, msg.Download(self._member, snapshot))
             if not isinstance(answer, msg.SnapshotFound) or answer.meta > MAX_META_BYTES:
-                raise TransportError(f"an answer that was not asked for: {answer}")
+                raise TransportError(f"unexpected answer: {answer}")
             meta, payload = bytearray(answer.meta), anonymous_memory(snapshot.nbytes)
             await receive_bulk(connection, memoryview(meta), lambda chunk: None)
             digest = Digest(meta)
             await receive_bulk(connection, payload, digest.add)
         if digest.value() != snapshot.digest:
-            raise Damaged(f"{snapshot} came damaged from {address}")
+            raise Damaged(f"{snapshot} was received damaged from {address}: its bytes do not match its digest")
         self._last_read = snapshot.order
         return bytes(meta), payload
 
     # ── the agent of this node ─────────────────────────────────────────────────────────────────────────────────────
     def _attach(self) -> None:
-        """Have the buffers of this node's agent: of the one that is there now, should it have changed."""
+        """Map the buffers of this node's agent, again if the agent was replaced."""
         if self._attached_generation == self._agent.generation and self._agent.is_connected:
             return
         self._release_buffers()
@@ -253,7 +296,7 @@ class SnapshotClient:
             mapped.close()
 
     def close(self) -> None:
-        """What is sealed stays with the agent. Repeatable."""
+        """Release the buffers; sealed snapshots stay in the agent. May be repeated."""
         self._sealer.shutdown()
         with self._lock:
             self._release_buffers()

@@ -1,5 +1,6 @@
-"""Connect a trainer rank to snapshot servers: to its own node's agent over a connection that it keeps, to others over
-one connection for each request. Names and keys of both endpoints are defined here.
+"""Connections of a trainer member to snapshot servers, and the names and keys of their endpoints.
+
+The member keeps one connection to its own node's agent, and opens one connection per request to any other agent.
 """
 
 from __future__ import annotations
@@ -22,40 +23,46 @@ from . import messages as msg
 from .format import Fenced, SnapshotError
 
 MAX_RUN_NAME_CHARS = 40
-"""characters of the run's name in names of sockets and of memory, which are short"""
+"""Maximum number of characters of the run's name in the names of sockets and memfds, which the kernel limits."""
 
 
 def socket_name(run: str, node: NodeName, secret: bytes) -> str:
-    """The abstract Unix socket for members on ``node``: not to be guessed before it is there, and unlike those of other
-    runs and of other virtual nodes on the same machine."""
+    """Return the name of the abstract Unix socket for the members on ``node``.
+
+    It cannot be guessed before it exists, and differs between runs and between virtual nodes of one machine.
+    """
     return f"rrl/{run[:MAX_RUN_NAME_CHARS]}/{hmac.digest(secret, f'snapshots {node}'.encode(), 'sha256').hex()[:16]}"
 
 
 def local_key(node: NodeName, secret: bytes) -> bytes:
+    """Return the key that authenticates members on ``node``."""
     return derive_key(secret, f"snapshots on {node}")
 
 
 def remote_key(secret: bytes) -> bytes:
+    """Return the key that authenticates members on other nodes."""
     return derive_key(secret, "snapshots")
 
 
 RETRY_DELAY_S = 5.0
-"""s after which an agent of this node that hung is asked for memory again: each try may cost a step a second"""
+"""Seconds after which a hung agent of this node is asked for memory again: each try may delay a step by a second."""
 HUNG_RETRY_TIMEOUT_S = 5.0
-"""s for which one that hangs is asked again what it keeps: a node on which many processes start is slow (seen: 1.7 s
-between two beats of 0.1 s, at 10 busy processes a core), and the answer saves more than that"""
+"""Seconds for which a hung agent is asked again for its list of snapshots. A node on which many processes start is slow
+(measured: 1.7 s between two heartbeats of 0.1 s, with 10 busy processes per core), and the answer saves more time than
+that."""
 _HUNG_AFTER_S = 0.5
-"""s after which one that did not answer has hung; one that is gone is noticed in milliseconds"""
+"""Seconds without an answer after which an agent counts as hung; an agent that is gone is noticed within
+milliseconds."""
 _LOCAL_AGENT = "the agent of this node"
 T = TypeVar("T")
 
 
 class AgentUnresponsive(SnapshotError):
-    """No answer came in time; it may come the next time."""
+    """The agent did not answer in time; a later request may succeed."""
 
 
 class LocalAgentClient:
-    """The agent of this node, or its successor. Any thread may ask; one does at a time."""
+    """Connection to the agent of this node or its successor. Thread-safe: one request at a time."""
 
     def __init__(self, run: str, node: NodeName, keys: RunKeys) -> None:
         self._name = socket_name(run, node, keys.secret)
@@ -64,16 +71,23 @@ class LocalAgentClient:
         self._lock = threading.Lock()
         self._not_before = 0.0
         self.generation = 0
-        """how often an agent was met: another number, another agent perhaps, which knows nothing of us"""
+        """Number of connections so far. After a change the agent may be another process, without these buffers."""
 
     @property
     def is_connected(self) -> bool:
-        """The one that was met last is still there, as far as can be seen without asking."""
+        """True if the connection is not known to be broken; sends nothing."""
         return self._connection is not None and not self._connection.broken
 
     def call(self, request: msg.Request, *, retry: bool = False) -> tuple[msg.Answer, list[int]]:
-        """The answer, and the descriptors that came with it, for the caller to close. ``patient``: see ``PATIENCE``,
-        ``RETRY``. Raises SnapshotError, Fenced."""
+        """Send a request, and return the answer with the descriptors that came with it, which the caller closes.
+
+        With ``retry`` the request is repeated while the agent hangs, for ``HUNG_RETRY_TIMEOUT_S``, and even shortly
+        after it hung before (``RETRY_DELAY_S``).
+
+        Raises:
+            SnapshotError: The agent refused the request or did not answer.
+            Fenced: A newer incarnation exists.
+        """
         with self._lock:
             if retry:
                 self._not_before = 0.0
@@ -88,6 +102,7 @@ class LocalAgentClient:
                 raise
 
     def close(self) -> None:
+        """Close the connection."""
         with self._lock:
             if self._connection is not None:
                 self._connection.abort()
@@ -95,12 +110,12 @@ class LocalAgentClient:
 
     async def _call(self, request: msg.Request) -> tuple[msg.Answer, list[int]]:
         if time.monotonic() < self._not_before:
-            raise TransportError(f"it did not answer, and is asked again {RETRY_DELAY_S:g} s after that")
+            raise TransportError(f"it did not answer; the next attempt is {RETRY_DELAY_S:g} s after the last one")
         connection = await self._connect()
         try:
             answer = await send_request(connection, request)
-            many = len(answer.slots) if isinstance(answer, msg.BuffersGranted) else 0
-            return answer, await connection.receive_descriptors(many) if many else []
+            count = len(answer.slots) if isinstance(answer, msg.BuffersGranted) else 0
+            return answer, await connection.receive_descriptors(count) if count else []
         except TransportError:
             connection.abort()
             raise
@@ -114,7 +129,7 @@ class LocalAgentClient:
         try:
             connection = await dial_unix(self._name)
         except TransportError as error:
-            raise TransportError(f"{error}; in a container, it must share the node's network") from error
+            raise TransportError(f"{error}; a container must share the node's network") from error
         await authenticate(connection, self._key, dialled=True)
         self._connection = connection
         self.generation += 1
@@ -123,7 +138,11 @@ class LocalAgentClient:
 
 @contextlib.asynccontextmanager
 async def remote_agent(address: str, secret: bytes) -> AsyncIterator[Connection]:
-    """A line to another node's agent. Raises PipeError."""
+    """Yield an authenticated connection to another node's agent.
+
+    Raises:
+        TransportError: The agent cannot be reached.
+    """
     connection = await dial(address, "tcp")
     try:
         await authenticate(connection, remote_key(secret), dialled=True)
@@ -133,20 +152,36 @@ async def remote_agent(address: str, secret: bytes) -> AsyncIterator[Connection]
 
 
 async def send_request(connection: Connection, request: msg.Request) -> msg.Answer:
-    """Raises PipeError, and what :func:`checked` does."""
+    """Send a request and return its answer.
+
+    Raises:
+        TransportError: The connection is lost.
+        SnapshotError: The agent refused the request.
+        Fenced: A newer incarnation exists.
+    """
     await send_message(connection, request)
     return checked(await receive_message(connection, msg.Answer))
 
 
 def checked(answer: msg.Answer) -> msg.Answer:
-    """Raises SnapshotError or Fenced for a refusal."""
+    """Return the answer unless it is a refusal.
+
+    Raises:
+        SnapshotError: The agent refused the request.
+        Fenced: A newer incarnation exists.
+    """
     if isinstance(answer, msg.Refused):
         raise Fenced(answer.why) if answer.fenced else SnapshotError(answer.why)
     return answer
 
 
 def run_blocking(peer: str, coroutine: Coroutine[Any, Any, T]) -> T:
-    """In a loop of its own. Raises SnapshotError for whatever keeps the other end from answering, Hung for silence."""
+    """Run a coroutine in a new event loop.
+
+    Raises:
+        SnapshotError: The connection failed.
+        AgentUnresponsive: The connection failed because the agent did not answer in time.
+    """
     began = time.monotonic()
     try:
         return asyncio.run(coroutine)
@@ -156,7 +191,7 @@ def run_blocking(peer: str, coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def retry_while_hung(attempt: Callable[[], T]) -> T:
-    """Again while it hangs, for ``PATIENCE`` s."""
+    """Repeat ``attempt`` while it raises AgentUnresponsive, for ``HUNG_RETRY_TIMEOUT_S``."""
     deadline = time.monotonic() + HUNG_RETRY_TIMEOUT_S
     while True:
         try:

@@ -1,8 +1,8 @@
-"""What a snapshot looks like in memory.
+"""The layout of a snapshot in memory.
 
-A buffer is one memfd of the agent: the head, room for the writer's own description (``meta``), then the bytes. The head
-is cleared before the first byte changes and written when all are there: a buffer with a good head holds a whole
-snapshot, whatever became of its writer. The digest, also in the head, is what a reader goes by.
+A buffer is one memfd of the agent: the head, space for the writer's own description (``meta``), then the bytes. The
+head is cleared before the first byte changes and written after the last one, so that a buffer with a valid head
+contains a complete snapshot even if its writer was killed. Readers verify the digest, which is also in the head.
 """
 
 from __future__ import annotations
@@ -18,48 +18,50 @@ from ...core.types import ReplicaId
 from ...transport.streams.framing import CHUNK_BYTES
 
 HEAD_AREA_BYTES = 4096
-"""bytes, so that what follows begins on a page"""
+"""Size of the head's area: one page, so that the data after it is page-aligned."""
 MAX_META_BYTES = 2**20
-"""bytes of ``meta`` at most: names, shapes and offsets of some thousands of tensors. What is not used costs nothing"""
+"""Maximum size of ``meta``: names, shapes and offsets of some thousands of tensors. Unused space takes no memory."""
 PAYLOAD_OFFSET = HEAD_AREA_BYTES + MAX_META_BYTES
+"""Offset of the snapshot's bytes in a buffer."""
 _MAGIC = b"rrlsnap1"
 _FIELDS = struct.Struct("<8s5Q16s")  # magic, sequence, step, incarnation, bytes, bytes of meta, digest
-_CHECK = 8
-"""bytes of the head's own digest: a kill in the middle of writing it leaves one that does not count"""
-HEAD_BYTES = _FIELDS.size + _CHECK
+_CHECK_BYTES = 8
+"""Size in bytes of the head's own digest: a writer killed while writing the head leaves an invalid one."""
+HEAD_BYTES = _FIELDS.size + _CHECK_BYTES
 EMPTY_HEAD = bytes(HEAD_BYTES)
 
 
 class SnapshotError(Exception):
-    """No snapshot could be kept, sent or had. Nothing that counted before is lost by it."""
+    """A snapshot could not be stored, sent or read. Snapshots that were valid before remain valid."""
 
 
 class Fenced(SnapshotError):
-    """A newer life of the gang is here: what this one says no longer counts."""
+    """A newer incarnation of the gang exists, so requests of this one are refused."""
 
 
 class Damaged(SnapshotError):
-    """The bytes are not those that the head describes."""
+    """The bytes do not match the head."""
 
 
 class Head(Struct, frozen=True):
-    """``sequence`` orders the two buffers of one writer."""
+    """The head of a buffer. ``sequence`` orders the two buffers of one writer."""
 
     sequence: int
     step: int
     incarnation: int
     nbytes: int
     meta: int
-    """bytes of it"""
+    """Size of the meta in bytes."""
     digest: bytes
 
     def encode(self) -> bytes:
+        """Return the head as bytes, with its own digest."""
         fields = _FIELDS.pack(_MAGIC, self.sequence, self.step, self.incarnation, self.nbytes, self.meta, self.digest)
         return fields + _check(fields)
 
     @classmethod
     def decode(cls, data: bytes) -> Head | None:
-        """None: cleared, torn, or never written."""
+        """Return the head, or None if it is cleared, incomplete or was never written."""
         fields, check = data[: _FIELDS.size], data[_FIELDS.size : HEAD_BYTES]
         if len(data) < HEAD_BYTES or check != _check(fields) or not fields.startswith(_MAGIC):
             return None
@@ -67,26 +69,30 @@ class Head(Struct, frozen=True):
 
 
 def next_slot(heads: Sequence[Head | None], step: int) -> int:
-    """Which of two buffers the snapshot of ``step`` replaces: one without any, one that a later life has gone back
-    behind, else the older one."""
+    """Return which of two buffers the snapshot of ``step`` replaces.
 
-    def worth(slot: int) -> tuple[int, int]:
+    An empty buffer comes first, then one whose step is not before ``step`` (the run was set back behind it), then the
+    older one.
+    """
+
+    def value(slot: int) -> tuple[int, int]:
         head = heads[slot]
         if head is None:
             return 0, 0
         return (1, -head.step) if head.step >= step else (2, head.sequence)
 
-    return min((0, 1), key=worth)
+    return min((0, 1), key=value)
 
 
 def _check(fields: bytes) -> bytes:
-    return blake2b(fields, digest_size=_CHECK).digest()
+    return blake2b(fields, digest_size=_CHECK_BYTES).digest()
 
 
 class Digest:
-    """Of ``meta``, then of the bytes in chunks of ``CHUNK``, given in order: crc32 of each, blake2b over those.
+    """Digest of ``meta`` and then of the bytes in chunks of ``CHUNK_BYTES``, added in order.
 
-    Against accidents, not forgers (those never get as far). Costs what crc32 does: 0.2 s for a GB (docs/sources.md).
+    It is the blake2b of each chunk's CRC-32: it protects against accidents, not against forgery, which authentication
+    prevents. It costs what CRC-32 costs: 0.2 s per GB (docs/sources.md).
     """
 
     def __init__(self, meta: bytes | bytearray | memoryview) -> None:
@@ -95,13 +101,16 @@ class Digest:
         self.add(meta)
 
     def add(self, chunk: bytes | bytearray | memoryview) -> None:
-        self._hash.update(zlib.crc32(chunk).to_bytes(4, "little"))  # in C, other threads run meanwhile
+        """Add the next chunk."""
+        self._hash.update(zlib.crc32(chunk).to_bytes(4, "little"))  # releases the GIL
 
     def value(self) -> bytes:
+        """Return the digest of everything added so far."""
         return self._hash.digest()
 
 
 def digest_of(meta: bytes | memoryview, payload: memoryview) -> bytes:
+    """Return the digest of a whole snapshot."""
     digest = Digest(meta)
     for start in range(0, payload.nbytes, CHUNK_BYTES):
         digest.add(payload[start : start + CHUNK_BYTES])
@@ -109,8 +118,10 @@ def digest_of(meta: bytes | memoryview, payload: memoryview) -> bytes:
 
 
 class SnapshotInfo(Struct, frozen=True):
-    """A whole snapshot that an agent has, by its head. Two of the same (step, incarnation) of all ranks fit together;
-    a step alone does not say that."""
+    """Description of a complete snapshot of one rank.
+
+    The snapshots of all ranks belong together if step and incarnation are equal; an equal step alone is not enough.
+    """
 
     gang: ReplicaId
     rank: int
@@ -119,11 +130,11 @@ class SnapshotInfo(Struct, frozen=True):
     nbytes: int
     digest: bytes
     own: bool
-    """written by a member on that node, not sent there by another node's"""
+    """True if a member on that node wrote it; False if it is a copy from another node."""
 
     @property
     def order(self) -> tuple[int, int]:
-        """Newest last. A later life's step counts more than the same one of an earlier life."""
+        """Sort key, newest last: the step, then the incarnation."""
         return self.step, self.incarnation
 
     def __str__(self) -> str:

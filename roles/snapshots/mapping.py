@@ -1,4 +1,4 @@
-"""An agent's memory as a member sees it: mapped, so that writing a snapshot is one copy."""
+"""Maps an agent's memory into a member, so that writing a snapshot takes one copy."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from .buffers import available_memory
 from .format import EMPTY_HEAD, HEAD_AREA_BYTES, HEAD_BYTES, PAYLOAD_OFFSET, Damaged, Head, SnapshotError, SnapshotInfo
 
 _PREFAULT_BYTES = 16 * 2**20
-"""bytes mapped at once: Python's other threads wait meanwhile, 5 ms"""
+"""Bytes that are populated per call: other Python threads wait for it, about 5 ms."""
 _MADV_POPULATE_WRITE = 23
-"""madvise(2), since Linux 5.14"""
+"""Advice number of madvise(2), available since Linux 5.14."""
 _SENDING_END_TIMEOUT_S = 5.0
-"""s; ended at its next chunk. Should it not, what it sends on has the wrong digest and counts nowhere"""
+"""Seconds for an aborted copy to end, which it does at its next chunk. A copy that does not end is harmless: its digest
+will not match."""
 
 
 class Sending:
-    """A snapshot on its way to another node, in a thread and loop of its own."""
+    """A copy of a snapshot to another node, which runs in a thread and event loop of its own."""
 
     def __init__(self) -> None:
         self.cancelled = False
@@ -30,14 +31,14 @@ class Sending:
         self._abort: Callable[[], object] = lambda: None
 
     def begin(self, connection: Connection) -> None:
-        """In its loop."""
+        """Register the connection; called in the loop of the copy."""
         loop = asyncio.get_running_loop()
         self._abort = lambda: loop.call_soon_threadsafe(connection.abort)
         if self.cancelled:
             connection.abort()
 
     def cancel(self) -> None:
-        """In any thread: it ends, and raises where it was begun."""
+        """Abort the copy, which raises in its own thread, and wait for its end. May be called in any thread."""
         self.cancelled = True
         with contextlib.suppress(RuntimeError):  # its loop has ended
             self._abort()
@@ -45,58 +46,68 @@ class Sending:
 
 
 class MappedBuffer:
-    """One buffer. ``room`` is in bytes of payload; ``fd`` is closed here."""
+    """One buffer of the agent, mapped, with room for ``capacity`` bytes of payload. Takes over the descriptor ``fd``.
+
+    Raises:
+        SnapshotError: The memory cannot be mapped.
+    """
 
     def __init__(self, fd: int, capacity: int) -> None:
-        """Raises SnapshotError."""
         self.capacity, self._fd, self._prefaulted = capacity, fd, False
         try:
             self._map = mmap.mmap(fd, PAYLOAD_OFFSET + capacity)
         except OSError as error:
             os.close(fd)
             raise SnapshotError(f"the agent's memory of {capacity / 1e6:.0f} MB cannot be mapped: {error}") from error
-        self._map.madvise(mmap.MADV_DONTFORK)  # a child that outlives us must not keep it
+        self._map.madvise(mmap.MADV_DONTFORK)  # a child that outlives this process must not keep the memory
         self.view = memoryview(self._map)
         self.sendings: set[Sending] = set()
 
     @property
     def head(self) -> Head | None:
+        """Head of the snapshot in the buffer; None if there is no complete snapshot."""
         head = Head.decode(bytes(self.view[:HEAD_BYTES]))
         return head if head is not None and head.nbytes <= self.capacity else None
 
     def invalidate(self) -> None:
-        """It is written anew: what was there counts no more."""
+        """Invalidate the snapshot before it is overwritten, and abort copies of it."""
         self._end_sendings()
         self.view[:HEAD_BYTES] = EMPTY_HEAD
 
     def commit(self, head: Head) -> None:
-        """From now on it counts. A kill in the middle of this leaves a head that is none."""
+        """Write the head, which makes the snapshot valid. A kill during this leaves an invalid head."""
         self.view[:HEAD_BYTES] = head.encode()
 
     def prefault(self) -> None:
-        """Have its memory really there, so that no copy pays for it, or is ended by a signal for want of it. Raises
-        SnapshotError."""
+        """Allocate all memory now, so that no copy is slowed down by page faults, or killed for lack of memory.
+
+        Raises:
+            SnapshotError: The memory is not available.
+        """
         if self._prefaulted:
             return
         missing = PAYLOAD_OFFSET + self.capacity - os.fstat(self._fd).st_blocks * 512
-        if missing > (left := available_memory()):
-            raise SnapshotError(f"a snapshot takes {missing / 1e6:.0f} MB more, {left / 1e6:.0f} MB are left here")
+        if missing > (available := available_memory()):
+            raise SnapshotError(
+                f"a snapshot needs {missing / 1e6:.0f} MB more, but this node has only {available / 1e6:.0f} MB left"
+            )
         try:
             for start in range(PAYLOAD_OFFSET, PAYLOAD_OFFSET + self.capacity, _PREFAULT_BYTES):
                 size = min(_PREFAULT_BYTES, PAYLOAD_OFFSET + self.capacity - start)
                 os.posix_fallocate(self._fd, start, size)
-                with contextlib.suppress(OSError):  # an older kernel: the first copy pays for it
+                with contextlib.suppress(OSError):  # older kernel: the first copy faults the pages in
                     self._map.madvise(_MADV_POPULATE_WRITE, start, size)
         except OSError as error:
             raise SnapshotError(
-                f"no memory for a snapshot of {self.capacity / 1e6:.0f} MB: {error.strerror}"
+                f"cannot allocate a snapshot of {self.capacity / 1e6:.0f} MB: {error.strerror}"
             ) from error
         self._prefaulted = True
 
     def close(self) -> None:
+        """Abort copies and unmap the buffer."""
         self._end_sendings()
         os.close(self._fd)
-        with contextlib.suppress(BufferError):  # a view that the caller has keeps it mapped
+        with contextlib.suppress(BufferError):  # the caller still has a view, which keeps it mapped
             self.view.release()
             self._map.close()
 
@@ -106,9 +117,14 @@ class MappedBuffer:
 
 
 def map_snapshot(fd: int, snapshot: SnapshotInfo) -> tuple[bytes, memoryview]:
-    """Meta and bytes of a buffer that was lent to be read; ``fd`` is closed here. What the reader changes in them it
-    changes for itself alone: torch wants memory that may be written. Raises Damaged when it is another snapshot's by
-    now, SnapshotError where it cannot be mapped (such memory counts against the limits of ``vm.overcommit_memory``)."""
+    """Return meta and bytes of a buffer that the agent granted for reading; takes over ``fd``.
+
+    The mapping is private and writable, because torch requires writable memory: changes are not visible to others.
+
+    Raises:
+        Damaged: The buffer contains another snapshot by now.
+        SnapshotError: The buffer cannot be mapped (private writable memory counts against ``vm.overcommit_memory``).
+    """
     try:
         mapped = memoryview(mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
     except OSError as error:
@@ -128,8 +144,10 @@ def map_snapshot(fd: int, snapshot: SnapshotInfo) -> tuple[bytes, memoryview]:
 
 
 def anonymous_memory(nbytes: int) -> memoryview:
-    """Fresh memory of this process alone, in huge pages where the kernel has them: half of the time to fill it goes to
-    page faults (measured)."""
+    """Return new private memory, in huge pages if the kernel has them.
+
+    With small pages, half of the time to fill it is spent on page faults (measured).
+    """
     mapped = mmap.mmap(-1, max(nbytes, 1))
     with contextlib.suppress(OSError):
         mapped.madvise(mmap.MADV_HUGEPAGE)

@@ -1,4 +1,4 @@
-"""What is said to an agent about snapshots, by members on its node and on others."""
+"""Messages between an agent's snapshot server and trainer members on its node and on others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .format import SnapshotInfo
 
 
 class Member(Struct, frozen=True, array_like=True):
-    """On whose behalf. Whoever speaks for a life fences the earlier ones of its gang."""
+    """The member that a request concerns. A request fences the earlier incarnations of its gang."""
 
     gang: ReplicaId
     rank: int
@@ -17,13 +17,13 @@ class Member(Struct, frozen=True, array_like=True):
 
 
 class Attach(Struct, frozen=True, tag=True):
-    """I write the snapshots of this rank here from now on. Answered ``Granted`` for the buffers that are there."""
+    """Request to write this rank's snapshots here. Answered with :class:`BuffersGranted` for the existing buffers."""
 
     member: Member
 
 
 class Resize(Struct, frozen=True, tag=True):
-    """Have this buffer made anew, with room for so many bytes. Answered ``Granted``."""
+    """Request to replace a buffer by one with ``nbytes`` of payload. Answered with :class:`BuffersGranted`."""
 
     member: Member
     slot: int
@@ -31,26 +31,34 @@ class Resize(Struct, frozen=True, tag=True):
 
 
 class MapSnapshot(Struct, frozen=True, tag=True):
-    """Let me read it. Answered ``Granted``."""
+    """Request to read a snapshot. Answered with :class:`BuffersGranted`."""
 
     member: Member
     snapshot: SnapshotInfo
 
 
 class ListSnapshots(Struct, frozen=True, tag=True):
-    """What is kept of this gang? Answered ``Listed``."""
+    """Request for the snapshots of the gang. Answered with :class:`SnapshotList`."""
 
     member: Member
 
 
 class Forget(Struct, frozen=True, tag=True):
-    """Drop what earlier lives left of this rank: mine are complete. Answered ``Listed`` with what is left."""
+    """Request to drop what earlier incarnations stored for this rank.
+
+    Answered with :class:`SnapshotList`: the remaining snapshots.
+    """
 
     member: Member
 
 
 class Upload(Struct, frozen=True, tag=True):
-    """Answered ``Ready``; then ``meta`` and the bytes follow, and ``Listed`` with it once it counts."""
+    """Request to store a copy of a snapshot.
+
+    Answered with :class:`ReadyForUpload`; then the sender sends ``meta`` and the bytes, which are answered with
+    :class:`SnapshotList` once the copy is valid. If the agent has the snapshot already, it answers
+    :class:`SnapshotList` at once.
+    """
 
     member: Member
     snapshot: SnapshotInfo
@@ -58,7 +66,7 @@ class Upload(Struct, frozen=True, tag=True):
 
 
 class Download(Struct, frozen=True, tag=True):
-    """Answered ``Here``, then ``meta`` and the bytes."""
+    """Request for a snapshot. Answered with :class:`SnapshotFound`, then ``meta`` and the bytes."""
 
     member: Member
     snapshot: SnapshotInfo
@@ -68,24 +76,30 @@ Request = Attach | Resize | MapSnapshot | ListSnapshots | Forget | Upload | Down
 
 
 class BuffersGranted(Struct, frozen=True, tag=True):
-    """``slots``: which of the buffers the descriptors that follow are, and the room of each in bytes."""
+    """Answer that is followed by one descriptor per buffer: ``slots`` has (slot, capacity in bytes) of each."""
 
     slots: tuple[tuple[int, int], ...]
 
 
 class SnapshotList(Struct, frozen=True, tag=True):
+    """Answer with snapshots of a gang."""
+
     snapshots: tuple[SnapshotInfo, ...]
 
 
 class ReadyForUpload(Struct, frozen=True, tag=True):
-    pass
+    """Answer to :class:`Upload`: the bytes may follow."""
 
 
 class SnapshotFound(Struct, frozen=True, tag=True):
+    """Answer to :class:`Download`; ``meta`` is the size of the meta in bytes."""
+
     meta: int
 
 
 class Refused(Struct, frozen=True, tag=True):
+    """Answer that refuses a request: ``why`` is the reason for people, ``fenced`` that a newer incarnation exists."""
+
     why: str
     fenced: bool = False
 

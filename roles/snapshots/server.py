@@ -1,9 +1,8 @@
-"""What an agent does for snapshots: it owns their memory, lends it to the members on its node, takes in the copies that
-other nodes' members send, and gives out what is asked for.
+"""The agent's snapshot server: it owns the memory, and serves members on its node and on others.
 
-All of it in a thread and a loop of its own, so that no copy delays a beat. Two doors: an abstract Unix socket for
-members on this node (descriptors), a TCP port for the others (bytes). Nobody is heard at either before it has proved
-that it belongs to the run.
+It runs in a thread and event loop of its own, so that no copy delays a heartbeat. It listens on an abstract Unix socket
+for members on this node (which receive descriptors) and on a TCP port for others (which receive bytes). A connection
+must prove that it belongs to the run before its first request is read.
 """
 
 from __future__ import annotations
@@ -43,53 +42,62 @@ from .format import (
 _log = logging.getLogger("rrl.agent")
 
 WRITER_END_TIMEOUT_S = 2.0
-"""s that a member waits here for its killed predecessor to be gone; then it is given other memory"""
+"""Seconds that an attaching member waits for the end of its killed predecessor; then it gets new memory."""
 _WRITER_POLL_S = 0.02
-"""s between two looks whether it is"""
+"""Seconds between two checks whether the predecessor has ended."""
 _NAME_RETRY_S = 1.0
-"""s between two tries to take the socket's name: a frozen agent before this one may hold it until it is ended"""
+"""Seconds between two attempts to bind the socket's name, which a frozen earlier agent may own until it is killed."""
 _START_TIMEOUT_S = 10.0
+"""Seconds for the server's thread to start."""
 _STOP_TIMEOUT_S = 2.0
-"""s; what is on its way then is dropped"""
+"""Seconds for the server's thread to stop; transfers that still run are dropped."""
 
 
 class SnapshotServer:
-    """Made and closed in any thread. ``host``: where to listen for other nodes; empty: not at all."""
+    """The snapshot server of a node. Its methods may be called in any thread.
+
+    Args:
+        run: Name of the run.
+        node: Name of the node.
+        keys: Keys of the run.
+        host: Address to listen on for other nodes; empty: do not listen for them.
+    """
 
     def __init__(self, run: str, node: NodeName, keys: RunKeys, host: str) -> None:
         self._secret, self._node, self._host = keys.secret, node, host
         self._name = socket_name(run, node, keys.secret)
         self._buffers = SnapshotBuffers(f"rrl/{run[:MAX_RUN_NAME_CHARS]}/snapshot")
         self.address = ""
-        """``tcp://host:port``, once started"""
+        """``tcp://host:port`` once started; empty without a TCP listener."""
         self._loop = asyncio.new_event_loop()
         self._stop_requested = asyncio.Event()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._main, name="rrl-snapshots", daemon=True)
 
     def start(self) -> None:
-        """What keeps one of its doors shut is said in the log; the other one opens."""
+        """Start the thread. If one of the two sockets cannot listen, that is logged, and the other one works."""
         self._thread.start()
         self._started.wait(_START_TIMEOUT_S)
 
     def fence(self, incarnation: Incarnation) -> None:
-        """This life and those before it no longer count."""
-        with contextlib.suppress(RuntimeError):  # it has ended
+        """Refuse requests of this incarnation and earlier ones."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._buffers.fence, incarnation.gang.replica, incarnation.number + 1)
 
     def close(self) -> None:
+        """Stop the server and free its memory."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._stop_requested.set)
         if self._thread.is_alive():
             self._thread.join(_STOP_TIMEOUT_S)
 
-    # ── its thread ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the server's thread ────────────────────────────────────────────────────────────────────────────────────────
     def _main(self) -> None:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._serve())
-        except Exception as error:  # the agent goes on without
-            _log.error("this node keeps no snapshots: %r", error)
+        except Exception as error:  # the agent continues without snapshots
+            _log.error("this node stores no snapshots: the snapshot server failed: %r", error)
         finally:
             self.address = ""
             self._started.set()
@@ -105,7 +113,7 @@ class SnapshotServer:
                     server, port = await listen(remote.accept, self._host)
                     self.address = f"tcp://{self._host}:{port}"
                 except OSError as error:
-                    failure = "this node keeps no snapshots of other nodes: cannot listen at %s: %s"
+                    failure = "this node stores no snapshots of other nodes: cannot listen at %s: %s"
                     _log.warning(failure, self._host, error)
             opening = asyncio.create_task(self._listen_local(local.accept))
             await asyncio.sleep(0)
@@ -133,7 +141,7 @@ class SnapshotServer:
 
 
 class _RequestHandler:
-    """The answering end of all connections."""
+    """Serves the requests of all connections."""
 
     def __init__(self, buffers: SnapshotBuffers) -> None:
         self._buffers = buffers
@@ -161,18 +169,18 @@ class _RequestHandler:
         match request:
             case msg.Attach():
                 pair = await self._attach(connection, request)
-                held = [(slot, buffer) for slot, buffer in enumerate(pair.buffers) if buffer is not None]
+                existing = [(slot, buffer) for slot, buffer in enumerate(pair.buffers) if buffer is not None]
                 await _send_buffers(
-                    connection, [(slot, buffer.capacity) for slot, buffer in held], [b.fd for _, b in held]
+                    connection, [(slot, buffer.capacity) for slot, buffer in existing], [b.fd for _, b in existing]
                 )
             case msg.Resize():
                 buffer = self._buffers.resize(request.member, request.slot, request.nbytes)
                 await _send_buffers(connection, [(request.slot, buffer.capacity)], [buffer.fd])
             case msg.MapSnapshot():
-                lent = self._buffers.find(request.snapshot)
-                fd = lent.read_only()
+                buffer = self._buffers.find(request.snapshot)
+                fd = buffer.read_only()
                 try:
-                    await _send_buffers(connection, [(0, lent.capacity)], [fd])
+                    await _send_buffers(connection, [(0, buffer.capacity)], [fd])
                 finally:
                     os.close(fd)
             case _:
@@ -197,7 +205,7 @@ class _RequestHandler:
 
     # ── members on this node ───────────────────────────────────────────────────────────────────────────────────────
     async def _attach(self, connection: UnixConnection, request: msg.Attach) -> DoubleBuffer:
-        """Waits for the end of the member before it, whose memory may then be used again."""
+        """Wait for the end of the member before this one, whose memory may then be reused, and return the buffers."""
         before = self._buffers.attached(request.member)
         ended = before is None or before.member == request.member
         loop = asyncio.get_running_loop()
@@ -208,13 +216,13 @@ class _RequestHandler:
                 break
             if not ended:
                 await asyncio.sleep(_WRITER_POLL_S)
-        self._buffers.admit(request.member)  # another one may have come meanwhile
+        self._buffers.admit(request.member)  # a newer member may have attached during the wait
         ended = ended and self._buffers.attached(request.member) is before
         return self._buffers.attach(request.member, _pidfd(connection.pid), ended=ended)
 
     # ── other nodes ────────────────────────────────────────────────────────────────────────────────────────────────
     async def _receive_upload(self, connection: Connection, upload: msg.Upload) -> msg.Answer | None:
-        """Two at most of a rank, and only complete ones count."""
+        """Receive a copy. At most two copies per rank are stored, and an incomplete one stays invalid."""
         snapshot = msgspec.structs.replace(upload.snapshot, own=False)
         if snapshot in self._buffers.snapshots(snapshot.gang):
             return msg.SnapshotList((snapshot,))
@@ -223,19 +231,19 @@ class _RequestHandler:
             upload.member.rank,
             upload.member.incarnation,
         ):
-            raise SnapshotError(f"{snapshot} is not its sender's")
+            raise SnapshotError(f"{snapshot} does not belong to the member that sent it")
         if upload.meta > MAX_META_BYTES:
-            raise SnapshotError(f"{upload.meta} bytes of meta; {MAX_META_BYTES} are the most")
+            raise SnapshotError(f"meta has {upload.meta} bytes, but at most {MAX_META_BYTES} are allowed")
         buffer, sequence = self._buffers.allocate_copy(upload.member, snapshot)
         with buffer.in_use(writing=True) as fd:
             await send_message(connection, msg.ReadyForUpload())
             try:
                 digest = await _write(connection, fd, upload.meta, snapshot.nbytes)
-            except OSError as error:  # the rest of the bytes would be taken for a request
-                raise TransportError(f"a snapshot could not be taken in: {error}") from error
+            except OSError as error:  # the remaining bytes would be read as a request
+                raise TransportError(f"a snapshot could not be received: {error}") from error
             if digest != snapshot.digest:
-                raise SnapshotError(f"{snapshot} arrived with other bytes than were sent")
-            self._buffers.admit(upload.member)  # it may have been fenced meanwhile
+                raise SnapshotError(f"{snapshot} was received damaged: its bytes do not match its digest")
+            self._buffers.admit(upload.member)  # the member may have been fenced during the transfer
             head = Head(sequence, snapshot.step, snapshot.incarnation, snapshot.nbytes, upload.meta, snapshot.digest)
             os.pwrite(fd, head.encode(), 0)
         return msg.SnapshotList((snapshot,))
@@ -254,7 +262,10 @@ class _RequestHandler:
 
 
 async def _write(connection: Connection, fd: int, meta: int, nbytes: int) -> bytes:
-    """Take a snapshot in; its digest. Through a small buffer: mapped, the memory would count as the agent's own."""
+    """Receive a snapshot into ``fd`` and return its digest.
+
+    It uses a small buffer: mapped memory would count as the agent's own.
+    """
     space = memoryview(bytearray(max(meta, min(CHUNK_BYTES, nbytes))))
     digest = None
     for start, stop in _spans(meta, nbytes):
@@ -271,7 +282,7 @@ async def _write(connection: Connection, fd: int, meta: int, nbytes: int) -> byt
 
 
 def _spans(meta: int, nbytes: int) -> list[tuple[int, int]]:
-    """Where ``meta`` lies in a buffer, and then each chunk of the bytes."""
+    """Return (start, stop) in a buffer of ``meta``, then of each chunk of the bytes."""
     chunks = [
         (PAYLOAD_OFFSET + at, PAYLOAD_OFFSET + min(at + CHUNK_BYTES, nbytes)) for at in range(0, nbytes, CHUNK_BYTES)
     ]
@@ -279,15 +290,15 @@ def _spans(meta: int, nbytes: int) -> list[tuple[int, int]]:
 
 
 async def _send_answer(connection: Connection, answering: Awaitable[msg.Answer | None]) -> None:
-    """Say the answer, or why there is none."""
+    """Send the answer, or a refusal if there is none."""
     try:
         answer = await answering
     except Fenced as error:
         answer = msg.Refused(str(error), fenced=True)
     except SnapshotError as error:
         answer = msg.Refused(str(error))
-    except OSError as error:  # no memory, no descriptor
-        answer = msg.Refused(f"the agent cannot: {error.strerror or error}")
+    except OSError as error:  # out of memory or descriptors
+        answer = msg.Refused(f"the agent failed: {error.strerror or error}")
     if answer is not None:
         await send_message(connection, answer)
 
@@ -305,6 +316,7 @@ def _has_ended(pidfd: int) -> bool:
 
 
 def _pidfd(pid: int) -> int | None:
+    """Return a pidfd of the process, or None if it cannot be opened."""
     try:
         return os.pidfd_open(pid) if pid > 0 else None
     except OSError:

@@ -1,8 +1,8 @@
-"""The trainer's second thread: what the training thread has copied to the host it writes to disk and commits, one step
-after another, while the next step runs.
+"""The trainer's saving thread: writes the state copied by the training thread to disk and commits it, step by step.
 
-The members do each step of it together, over a group of their own; two saves at once on one group would lock each other
-out (docs/sources.md, torch). An error here ends the process: a trainer that cannot save must not go on.
+It works while the next step runs. The members of a gang do each part of it together, over a group of their own: two
+saves at once on one group would deadlock (docs/sources.md, torch). An error here ends the process, because a trainer
+that cannot save must not continue.
 """
 
 from __future__ import annotations
@@ -32,46 +32,60 @@ from .process_group import COLLECTIVE_TIMEOUT_S, Gang, blocked_on_rank0, wait_to
 _log = logging.getLogger("rrl.trainer")
 
 COMMIT_TIMEOUT_S = COLLECTIVE_TIMEOUT_S
-"""s that the training thread waits for an older step's commit. The manager judges it before, as a checkpoint; and not
-at all while it is the store that is away, which may wait in Slurm's queue for a node"""
+"""Seconds that the training thread waits for the commit of an older step. The manager detects a hung save earlier, as a
+checkpoint that takes too long; except while the store itself is away, which may wait in Slurm's queue for a node."""
 MAX_UNCOMMITTED = 2
-"""steps done and not committed: so many host buffers there are"""
+"""Maximum number of steps that are done and not committed, which is the number of host buffers."""
 _DISK_FULL_RETRY_S = 5.0
-"""s before a full disk is tried again"""
+"""Seconds before another attempt to write to a full disk."""
 
 T = TypeVar("T")
 
 
 class SnapshotMeta(Struct, frozen=True):
-    """What a snapshot says of itself beside its bytes."""
+    """Description of a snapshot that is stored with its bytes."""
 
     number: int
     world: int
     layout: str
     extra_state: bytes
     digest: str
-    """of the batch that its last step learnt from"""
+    """Digest of the batch that the last step of the snapshot trained on."""
     metrics: dict[str, float]
 
 
 class _Staged(Struct, frozen=True):
-    note: SnapshotMeta
+    """A step whose state is copied to the host and not saved yet."""
+
+    meta: SnapshotMeta
     buffer: memoryview
 
 
 def end_process(error: BaseException) -> None:
-    """Log the error of the saving thread and end the process: the training thread may be anywhere, in torch too."""
-    _log.critical("a checkpoint could not be saved, this process ends", exc_info=error)
+    """Log the error of the saving thread and end the process.
+
+    The training thread cannot be interrupted: it may be inside torch.
+    """
+    _log.critical("a checkpoint could not be saved; ending this process", exc_info=error)
     os._exit(1)
 
 
 class AsyncSaver:
-    """Made with the learner as it is to be saved: its tensors never change their places. ``most``: steps that may be
-    done and not committed."""
+    """Saves the state of ``learner`` in a thread of its own.
+
+    Args:
+        me: The worker.
+        gang: The members of the trainer.
+        learner: The learner. Its tensors must stay the same objects from now on.
+        checkpoints: Where checkpoints are written.
+        buffers: Host memory for the copies.
+        max_uncommitted: Number of steps that may be done and not committed; at most ``MAX_UNCOMMITTED``.
+        fail: Called with the error of a save.
+    """
 
     def __init__(
-        self, me: rrl.Worker, gang: Gang, learner: Learner, checkpoints: Checkpoints, buffers: HostBuffers, max_uncommitted: int,
-        *, fail: Callable[[BaseException], None] = end_process,
+        self, me: rrl.Worker, gang: Gang, learner: Learner, checkpoints: Checkpoints, buffers: HostBuffers,
+        max_uncommitted: int, *, fail: Callable[[BaseException], None] = end_process,
     ) -> None:  # fmt: skip
         self._me, self._gang, self._learner = me, gang, learner
         self._checkpoints, self._buffers = checkpoints, buffers
@@ -89,34 +103,40 @@ class AsyncSaver:
 
     # ── the training thread ────────────────────────────────────────────────────────────────────────────────────────
     def save(self, digest: str, metrics: dict[str, float]) -> None:
-        """The learner's state as it is now: returns once it is copied, and as soon as so many steps are uncommitted
-        as may be. ``digest``: of the batch of its last step. Raises TimeoutError, or what kept an older one from
-        being saved."""
+        """Copy the learner's current state for saving; return once it is copied.
+
+        Waits first while too many steps are uncommitted. ``digest`` is the digest of the batch of the learner's last
+        step.
+
+        Raises:
+            TimeoutError: An older step was not committed within ``COMMIT_TIMEOUT_S``.
+            Exception: The error that prevented an older step from being saved.
+        """
         self._wait(self._max_uncommitted - 1)
         learner = self._learner
         buffer = self._buffers.buffer(self.layout.nbytes, learner.number)
         self.layout.fill(buffer, self._tensors)
-        note = SnapshotMeta(
+        meta = SnapshotMeta(
             learner.number, self._gang.world, self.layout.digest, learner.extra_state(), digest, metrics
         )
-        self._buffers.seal(learner.number, msgspec.msgpack.encode(note))
+        self._buffers.seal(learner.number, msgspec.msgpack.encode(meta))
         with self._changed:
             self._uncommitted += 1
-        self._todo.put(_Staged(note, buffer))
+        self._todo.put(_Staged(meta, buffer))
 
     def finish(self) -> None:
-        """Returns once all is committed. Raises as :meth:`save`."""
+        """Wait until everything is committed, and end the thread. Raises the same exceptions as :meth:`save`."""
         self._wait(0)
         self._todo.put(None)
         self._thread.join()
 
-    def _wait(self, at_most: int) -> None:
+    def _wait(self, limit: int) -> None:
         with self._changed:
-            settled = self._changed.wait_for(lambda: self._error or self._uncommitted <= at_most, COMMIT_TIMEOUT_S)
+            settled = self._changed.wait_for(lambda: self._error or self._uncommitted <= limit, COMMIT_TIMEOUT_S)
         if self._error is not None:
             raise self._error
         if not settled:
-            raise TimeoutError(f"{self._uncommitted} checkpoints have not been committed in {COMMIT_TIMEOUT_S:g} s")
+            raise TimeoutError(f"{self._uncommitted} checkpoints were not committed within {COMMIT_TIMEOUT_S:g} s")
 
     # ── the saving thread ──────────────────────────────────────────────────────────────────────────────────────────
     def _main(self) -> None:
@@ -136,40 +156,40 @@ class AsyncSaver:
                 self._changed.notify_all()
 
     def _write_and_commit(self, staged: _Staged) -> None:
-        note = staged.note
+        meta = staged.meta
         tensors = self.layout.views(staged.buffer)
         while True:
-            path, trouble = self._broadcast_from_rank0(lambda: self._fresh_folder(note.number), tuple[str, Written])
-            folder, written = Path(path), [trouble]
+            path, no_folder = self._broadcast_from_rank0(lambda: self._create_folder(meta.number), tuple[str, Written])
+            folder, written = Path(path), [no_folder]
             if path:
-                written = self._gather(self._checkpoints.write(folder, tensors, self._tensors, note.extra_state))
-            troubles = [each for each in written if each.trouble]
-            if not troubles:
+                written = self._gather(self._checkpoints.write(folder, tensors, self._tensors, meta.extra_state))
+            failures = [result for result in written if result.trouble]
+            if not failures:
                 break
-            if not all(each.disk_full for each in troubles) or self._me.stopping.is_set():
-                raise OSError(troubles[0].trouble)
+            if not all(failure.disk_full for failure in failures) or self._me.stopping.is_set():
+                raise OSError(failures[0].trouble)
             if self._gang.rank == 0:
-                _log.warning("%s; trying again", troubles[0].trouble)
+                _log.warning("%s; trying again", failures[0].trouble)
                 if path:
                     shutil.rmtree(folder, ignore_errors=True)
             time.sleep(_DISK_FULL_RETRY_S)
         with blocked_on_rank0(self._me, self._gang):
-            self._broadcast_from_rank0(lambda: self._commit(note, folder, written), None)
+            self._broadcast_from_rank0(lambda: self._commit(meta, folder, written), None)
 
-    def _fresh_folder(self, number: int) -> tuple[str, Written]:
-        """Its path; empty, with the reason, where there is none: a folder takes room too."""
+    def _create_folder(self, number: int) -> tuple[str, Written]:
+        """Return the path of a new folder; or an empty path and the reason, since the disk may be full."""
         try:
             return str(self._me.checkpoint_dir(number)), Written({})
         except OSError as error:
             return "", not_written(error)
 
-    def _commit(self, note: SnapshotMeta, folder: Path, written: list[Written]) -> None:
-        digests = {name: digest for each in written for name, digest in each.files.items()}
-        self._me.commit(note.number, [folder / name for name in digests], note.metrics, digests)
+    def _commit(self, meta: SnapshotMeta, folder: Path, written: list[Written]) -> None:
+        digests = {name: digest for result in written for name, digest in result.files.items()}
+        self._me.commit(meta.number, [folder / name for name in digests], meta.metrics, digests)
         self._checkpoints.on_committed(folder)
 
     def _broadcast_from_rank0(self, do: Callable[[], T], kind: Any) -> T:
-        """As :meth:`Gang.from_first`, on the group of this thread."""
+        """Like :meth:`Gang.broadcast_from_rank0`, on the group of this thread."""
         return exchange.broadcast_from_rank0(self._gang.file_group, self._gang.rank, do, kind)
 
     def _gather(self, mine: Written) -> list[Written]:

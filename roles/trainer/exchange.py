@@ -1,8 +1,8 @@
-"""How the members of a gang tell each other plain values: as msgpack of a known type, never as pickle.
+"""Exchange of plain values between the members of a gang: as msgpack of a known type, never as pickle.
 
 torch's object collectives (``all_gather_object``, ``broadcast_object_list`` …) unpickle what they receive, and gloo
-does not authenticate its connections: whoever reached a port of it could run code in every member. A value that is
-decoded here can be a wrong one, which fails the step, and nothing else.
+does not authenticate its connections: any process that reaches one of its ports could run code in every member. A
+forged value that is decoded here can only be wrong, which fails the step.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ import torch
 import torch.distributed as dist
 
 MAX_VALUE_BYTES = 64 * 2**20
-"""of one member's value. The largest are the places of the tensors in a checkpoint: about 150 bytes for each tensor of
-a member, of which a model of 100 layers has some thousands"""
+"""Maximum size of one member's value in bytes. The largest values are the positions of the tensors in a checkpoint:
+about 150 bytes per tensor and member, and a model of 100 layers has some thousands of tensors."""
 _RANK0 = 0
 
 T = TypeVar("T")
 
 
 def gather(group: dist.ProcessGroup | None, mine: T, kind: Any) -> list[T]:
-    """The value of each member of ``group``, by rank; ``[mine]`` without a group. All members must call it.
+    """Return the value of each member of ``group`` by rank; ``[mine]`` without a group. All members must call it.
 
-    ``kind`` is the type of the values, anything that msgspec decodes. Raises RuntimeError where another member is gone,
-    where a value is too large, and where one is not of that type."""
+    ``kind`` is the type of the values, which msgspec must be able to decode.
+
+    Raises:
+        RuntimeError: Another member is gone, or a value is too large or of another type.
+    """
     if group is None:
         return [mine]
     world = dist.get_world_size(group)
@@ -42,7 +45,10 @@ def gather(group: dist.ProcessGroup | None, mine: T, kind: Any) -> list[T]:
 
 
 def broadcast_from_rank0(group: dist.ProcessGroup | None, rank: int, do: Callable[[], T], kind: Any) -> T:
-    """What ``do`` gives in the first member, which alone calls it, in all members. Otherwise as :func:`gather`."""
+    """Return the result of ``do`` on rank 0, which alone calls it, in all members. All members must call it.
+
+    Otherwise like :func:`gather`.
+    """
     if group is None:
         return do()
     encoded = _encoded(do()) if rank == _RANK0 else torch.empty(0, dtype=torch.uint8)
@@ -50,8 +56,8 @@ def broadcast_from_rank0(group: dist.ProcessGroup | None, rank: int, do: Callabl
     dist.broadcast(size, group=group, group_src=_RANK0)
     data = encoded if rank == _RANK0 else torch.empty(_checked(int(size)), dtype=torch.uint8)
     dist.broadcast(data, group=group, group_src=_RANK0)
-    given: T = _decoded(data, kind)
-    return given
+    value: T = _decoded(data, kind)
+    return value
 
 
 def _encoded(value: object) -> torch.Tensor:
@@ -62,10 +68,12 @@ def _decoded(data: torch.Tensor, kind: Any) -> Any:
     try:
         return msgspec.msgpack.decode(data.contiguous().numpy().data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise RuntimeError(f"another member of the gang sent something else than was expected: {error}") from None
+        raise RuntimeError(f"another member of the gang sent an unexpected value: {error}") from None
 
 
 def _checked(nbytes: int) -> int:
     if not 0 < nbytes <= MAX_VALUE_BYTES:
-        raise RuntimeError(f"a member of the gang announces a value of {nbytes} bytes; at most {MAX_VALUE_BYTES} fit")
+        raise RuntimeError(
+            f"a member of the gang announced a value of {nbytes} bytes; at most {MAX_VALUE_BYTES} are allowed"
+        )
     return nbytes

@@ -1,8 +1,8 @@
-"""Host memory for the state of one step, and where each tensor of a rank lies in it.
+"""Host memory for the state of one step, and the position of each of a rank's tensors in it.
 
-The memory belongs to the agent where it keeps snapshots, and so outlives this process; else to this process. It is one
-flat buffer, filled in each step at the speed of a memcpy; files and snapshots are made from it while the next step
-runs.
+If the agent stores snapshots, the memory belongs to it and outlives this process; otherwise it belongs to this process.
+It is one flat buffer, which each step fills at the speed of a memcpy; files and snapshots are made from it while the
+next step runs.
 """
 
 from __future__ import annotations
@@ -29,9 +29,15 @@ _log = logging.getLogger("rrl.trainer")
 
 
 class HostBuffers:
-    """``client``: None where no snapshots are kept. ``own``: how many buffers of its own it takes turns with where the
-    agent has none; as many as may be uncommitted. ``buddy`` tells where copies go, if anywhere; ``others`` which other
-    nodes' agents may have snapshots of earlier lives, which moved."""
+    """Host memory for steps, in the agent or in this process.
+
+    Args:
+        client: The agent's snapshots; None if no snapshots are stored.
+        own: Number of buffers of this process that are used in turn if the agent provides none; as many as steps may be
+            uncommitted.
+        buddy: Returns the address of the agent that copies are sent to, or None.
+        others: Returns the addresses of other nodes' agents that may have snapshots of earlier incarnations.
+    """
 
     def __init__(
         self, client: SnapshotClient | None = None, own: int = 1, buddy: Callable[[], str | None] = lambda: None,
@@ -41,14 +47,14 @@ class HostBuffers:
         self._own: list[mmap.mmap | None] = [None] * own
         self._turn = 0
         self._in_agent_memory = False
-        """the memory given last is the agent's"""
+        """True if the last buffer is memory of the agent."""
         self._sending = threading.Lock()
         self._times_sealed = 0
         self._forgotten = False
         self._reported: dict[str, str] = {}
 
     def prepare(self, nbytes: int) -> None:
-        """Have the agent's memory ready, beside the first step."""
+        """Allocate the agent's memory in a thread of its own, during the first step."""
         if self._client is not None:
             threading.Thread(target=self._prepare, args=(self._client, nbytes), daemon=True).start()
 
@@ -56,27 +62,27 @@ class HostBuffers:
         try:
             client.prepare(nbytes)
         except SnapshotError as error:
-            self._report_once("keep", error)
+            self._report_once("store", error)
 
     def buffer(self, nbytes: int, step: int) -> memoryview:
-        """Writable; not what was given for the step before."""
+        """Return writable memory, which is not the one that was returned for the step before."""
         self._in_agent_memory = False
         if self._client is not None:
             try:
-                given = self._client.buffer(nbytes, step)
+                agent_memory = self._client.buffer(nbytes, step)
             except SnapshotError as error:
-                self._report_once("keep", error)
+                self._report_once("store", error)
             else:
                 self._in_agent_memory = True
-                return given
+                return agent_memory
         self._turn = (self._turn + 1) % len(self._own)
-        mine = self._own[self._turn]
-        if mine is None or len(mine) < nbytes:
-            mine = self._own[self._turn] = mmap.mmap(-1, max(1, nbytes))
-        return memoryview(mine)[:nbytes]
+        own = self._own[self._turn]
+        if own is None or len(own) < nbytes:
+            own = self._own[self._turn] = mmap.mmap(-1, max(1, nbytes))
+        return memoryview(own)[:nbytes]
 
     def seal(self, step: int, meta: bytes) -> None:
-        """The buffer given last holds the whole of ``step``: it counts soon, and a copy of it goes to the buddy."""
+        """Declare that the last buffer contains the complete ``step``: make it a snapshot, and copy it to the buddy."""
         if self._client is not None and self._in_agent_memory:
             self._client.seal(step, meta)
             self._times_sealed += 1
@@ -84,7 +90,7 @@ class HostBuffers:
 
     def _send(self, client: SnapshotClient) -> None:
         if not self._sending.acquire(blocking=False):
-            return  # the network is slower than the steps: this one is left out
+            return  # the network is slower than the steps: this step is not copied
         try:
             client.wait_until_sealed()
             if address := self._buddy():
@@ -97,46 +103,56 @@ class HostBuffers:
             self._sending.release()
 
     def _forget_others(self, client: SnapshotClient) -> None:
-        """Once both snapshots here are this life's, those of earlier ones are of no more use anywhere; the agent of
-        this node is told so by ``client``, and the buddy's memory is taken for new copies."""
+        """Have other nodes drop snapshots of earlier incarnations, once both snapshots here are of this incarnation.
+
+        ``client`` requests the same from this node's agent, and the buddy's memory is reused for new copies.
+        """
         if self._forgotten or self._times_sealed < 2:
             return
         self._forgotten = True
         for address in self._others():
-            with contextlib.suppress(SnapshotError):  # it keeps them until it ends
+            with contextlib.suppress(SnapshotError):  # then it stores them until it ends
                 client.forget(address)
 
     def _report_once(self, operation: str, error: SnapshotError) -> None:
-        """Once for each trouble, not in each step: a run goes on without snapshots, from its checkpoints."""
+        """Log each different error once, not in every step: the run continues with checkpoints only."""
         if self._reported.get(operation) != str(error):
             self._reported[operation] = str(error)
-            messages = {"keep": "no snapshot is kept of this step", "copy": "no other node has a copy of the snapshot"}
+            messages = {
+                "store": "no snapshot of this step is stored",
+                "copy": "the snapshot was not copied to another node",
+            }
             _log.warning("%s: %s", messages[operation], error)
 
 
 def buddy_of(node: NodeName, nodes: Sequence[NodeName], snapshot_servers: Mapping[NodeName, str]) -> str | None:
-    """Where the members on ``node`` send their copies: to the next of the gang's ``nodes`` (by rank), or, where it has
-    no other one, to the first keeper beside it: a standby's, which may become the trainer."""
+    """Return the address of the agent that the members on ``node`` send their copies to, or None.
+
+    It is on the next of the gang's ``nodes`` (by rank). If the gang has no other node, it is the first other snapshot
+    server: that of a standby, which may become the trainer.
+    """
     ring = list(dict.fromkeys(nodes))
-    at = ring.index(node)
-    others = [each for each in (*ring[at + 1 :], *ring[:at]) if each in snapshot_servers]
-    beside = sorted(each for each in snapshot_servers if each not in ring)
-    return next((snapshot_servers[each] for each in (*others, *beside)), None)
+    index = ring.index(node)
+    others = [peer for peer in (*ring[index + 1 :], *ring[:index]) if peer in snapshot_servers]
+    outside = sorted(peer for peer in snapshot_servers if peer not in ring)
+    return next((snapshot_servers[peer] for peer in (*others, *outside)), None)
 
 
-warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nobody writes to what is read
-_ALIGNED = 64
-"""bytes: a cache line, and more than any dtype needs"""
+warnings.filterwarnings("ignore", message="The given buffer is not writable")  # such tensors are only read
+_ALIGNMENT_BYTES = 64
+"""Alignment of each tensor in bytes: a cache line, and more than any dtype needs."""
 
 
 class _TensorSlot(Struct, frozen=True):
+    """Position of one tensor in a buffer."""
+
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
 
     def view(self, buffer: memoryview) -> Tensor:
-        """A view of its part of the buffer; its storage is that part alone, as torch.save writes whole storages."""
+        """Return the tensor's part of the buffer, whose storage is only that part: torch.save writes whole storages."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         count = torch.Size(self.shape).numel()
         if count == 0:
@@ -145,37 +161,38 @@ class _TensorSlot(Struct, frozen=True):
 
 
 class Layout:
-    """Of :meth:`rrl.roles.trainer.learner.Learner.tensors`: of a sharded tensor, this member's shard."""
+    """Positions of :meth:`.learner.Learner.tensors` in a buffer; of a sharded tensor, of this member's shard."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        places, offset = [], 0
+        slots, offset = [], 0
         for name, tensor in tensors.items():
             local = shard_of(tensor)
-            places.append(_TensorSlot(name, str(local.dtype).removeprefix("torch."), tuple(local.shape), offset))
-            offset += -(-local.numel() * local.element_size() // _ALIGNED) * _ALIGNED
-        self._places = tuple(places)
+            slots.append(_TensorSlot(name, str(local.dtype).removeprefix("torch."), tuple(local.shape), offset))
+            offset += -(-local.numel() * local.element_size() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self._slots = tuple(slots)
         self.nbytes = offset
-        self.digest = hashlib.sha256(msgspec.msgpack.encode(self._places)).hexdigest()
-        """two buffers with the same one hold the same tensors at the same places"""
+        self.digest = hashlib.sha256(msgspec.msgpack.encode(self._slots)).hexdigest()
+        """Digest of the positions: buffers with the same digest have the same tensors at the same positions."""
 
     def fill(self, buffer: memoryview, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the tensors into the buffer."""
         with torch.no_grad():
-            for place in self._places:
-                place.view(buffer).copy_(shard_of(tensors[place.name]))
+            for slot in self._slots:
+                slot.view(buffer).copy_(shard_of(tensors[slot.name]))
 
     def load(self, buffer: memoryview, tensors: Mapping[str, Tensor]) -> None:
-        """The other way round."""
+        """Copy the buffer into the tensors."""
         with torch.no_grad():
-            for name, held in self.views(buffer).items():
-                shard_of(tensors[name]).copy_(held)
+            for name, view in self.views(buffer).items():
+                shard_of(tensors[name]).copy_(view)
 
     def views(self, buffer: memoryview) -> dict[str, Tensor]:
-        """What lies there, by name, without copying."""
-        return {place.name: place.view(buffer) for place in self._places}
+        """Return the tensors in the buffer by name, without a copy."""
+        return {slot.name: slot.view(buffer) for slot in self._slots}
 
 
 def shard_of(tensor: Tensor) -> Tensor:
-    """This member's part of it."""
+    """Return this member's shard of a tensor; the tensor itself if it is not sharded."""
     with torch.no_grad():
         local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local

@@ -1,9 +1,9 @@
-"""The learner: a model, its optimizer, and one GRPO step over a batch of trajectories. It knows no run.
+"""The learner: a model, its optimizer, and one GRPO step on a batch of trajectories, independent of any run.
 
-Where it is spread over a gang each member learns from its share of the batch, and all make the same step as one process
-would with the whole. Everything that the next step depends on is in :meth:`Learner.tensors` and :meth:`Learner.rest`;
-restored from them, a learner goes on bit for bit as if nothing had happened (docs/sources.md, torch: leaving one piece
-out breaks that at once).
+In a gang each member trains on its share of the batch, and all together make the same step as one process would with
+the whole batch. Everything that the next step depends on is in :meth:`Learner.tensors` and :meth:`Learner.extra_state`:
+a learner restored from them continues bit for bit as if uninterrupted (docs/sources.md, torch: a missing piece breaks
+that at once).
 """
 
 from __future__ import annotations
@@ -47,78 +47,94 @@ class LearnerSettings(Struct, frozen=True):
 
 
 class _ExtraState(Struct, frozen=True):
-    """What is no tensor of the model's shape. Random states are a member's own."""
+    """The state of a learner beside its tensors. Random states differ between members."""
 
     number: int
     steps: list[float]
-    """of the optimizer, by parameter"""
+    """The optimizer's step counts, by parameter."""
     torch_rng: bytes
     cuda_rng: bytes
-    """empty on a CPU"""
+    """Random state of the GPU; empty on a CPU."""
     python_rng: tuple[int, tuple[int, ...], float | None]
     numpy_rng: tuple[bytes, int, int, float]
     reference: StoredFiles | None = None
 
 
 class _MicroBatch(Struct, frozen=True):
-    """Some examples as one rectangle: tokens [B, L], the mask of answer tokens [B, T] with T = L - ``first``, where
-    each of them stands among the member's own, and whether they count."""
+    """Some examples of a member, padded to one rectangle."""
 
     tokens: Tensor
+    """Tokens, [B, L]."""
     mask: Tensor
+    """Mask of the answer tokens, [B, T] with T = L - ``first``."""
     first: int
-    places: Sequence[int]
+    """Length of the shortest prompt: no logits are needed before it."""
+    indices: Sequence[int]
+    """Indices of the examples among the member's own."""
     counts: bool
+    """False for padding that keeps the number of micro-batches equal in all members."""
 
 
 class Learner:
-    """``steps`` is the length of the run, over which the learning rate falls; ``temperature`` is the rollouts'.
+    """A model with its optimizer.
 
-    ``model`` is already where ``gang`` wants it, and sharded over it."""
+    Args:
+        model: The model, on the device of ``gang`` and sharded over it.
+        settings: The settings of ``[roles.trainer]``.
+        steps: Length of the run, over which the learning rate decreases.
+        temperature: Sampling temperature of the rollouts.
+        gang: The members of the trainer.
+    """
 
     reference: nn.Module | None = None
-    """The initial policy, frozen, sharded as the model is: needed where ``kl`` is above 0"""
+    """The initial policy, frozen and sharded like the model; required if ``kl`` is above 0."""
     reference_files: StoredFiles | None = None
-    """where its weights are, for whoever goes on from this learner's state"""
+    """Files of the reference's weights, for the incarnation that restores this learner's state."""
 
     def __init__(
         self, model: nn.Module, settings: LearnerSettings, *, steps: int, temperature: float, gang: Gang | None = None
     ) -> None:
         self.model = model
         self.number = 0
-        """the last step done; 0 before the first"""
+        """Last completed step; 0 before the first."""
         self._gang = gang or Gang()
         self._settings = settings
         self._steps = steps
         self._temperature = temperature
-        self._optimizer = self._fresh_optimizer(settings.learning_rate)
+        self._optimizer = self._new_optimizer(settings.learning_rate)
 
-    def _fresh_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
-        """With its moments, which torch would make at the first step: what is saved always has the same shape."""
+    def _new_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
+        """Return an optimizer with its moments, which torch would create at the first step.
+
+        A saved state thereby always has the same shape.
+        """
         parameters = self.model.parameters()
         optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=_BETAS, weight_decay=0.0, fused=True)
-        for each in self.model.parameters():
-            optimizer.state[each] = {
+        for parameter in self.model.parameters():
+            optimizer.state[parameter] = {
                 "step": torch.zeros((), device=self._gang.device),
-                "exp_avg": torch.zeros_like(each),
-                "exp_avg_sq": torch.zeros_like(each),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
             }
         return optimizer
 
     def seed_rng(self, seed: int) -> None:
-        """A fresh one: every source of chance begins from the run's seed, for each member at another place, so that who
-        dies before its first commit begins as it did."""
-        seed = (seed + self._gang.rank) % 2**32  # numpy takes no other
+        """Seed every random generator from the run's seed, differently for each member.
+
+        A trainer that dies before its first commit thereby starts again with the same random states.
+        """
+        seed = (seed + self._gang.rank) % 2**32  # the range that numpy accepts
         torch.manual_seed(seed)
         random.seed(seed)
         numpy.random.seed(seed)
 
     def warm_start(self, batches: Iterable[Sequence[Example]]) -> float:
-        """One supervised step on the answers of each batch, before the first policy update; the last loss (nats).
+        """Take one supervised step on the answers of each batch and return the last loss (nats).
 
-        Its optimizer is thrown away: moments of another loss would only mislead the policy gradient.
+        Done before the first policy update. The optimizer is discarded: moments of another loss would mislead the
+        policy gradient.
         """
-        optimizer = self._fresh_optimizer(self._settings.warm_start_learning_rate)
+        optimizer = self._new_optimizer(self._settings.warm_start_learning_rate)
         loss = 0.0
         for batch in batches:
             losses: list[float] = []
@@ -127,80 +143,103 @@ class Learner:
         return loss
 
     def _supervised_losses(self, batch: Sequence[Example], losses: list[float]) -> Iterator[Tensor]:
-        """As :meth:`_policy_losses`: cross entropy, mean over the batch's answer tokens."""
+        """Like :meth:`_policy_losses`, with the cross entropy as loss: the mean over the batch's answer tokens."""
         answers = sum(len(answer) for _, answer in batch)
-        for part in self._micro_batches(batch):
-            chosen, _ = self._likelihood(self.model, part, 1.0)
-            loss = -torch.where(part.mask, chosen, 0.0).sum() / answers
+        for micro_batch in self._micro_batches(batch):
+            chosen, _ = self._likelihood(self.model, micro_batch, 1.0)
+            loss = -torch.where(micro_batch.mask, chosen, 0.0).sum() / answers
             losses.append(loss.item())
             yield loss
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Learn from the batch of step ``number + 1``; metrics for people, all finite.
+        """Train on the batch of step ``number + 1``, and return metrics for people, all finite.
 
-        Raises ValueError for any other step's batch, RuntimeError when a gradient is not finite (then nothing of this
-        learner may be committed).
+        Raises:
+            ValueError: The batch is of another step.
+            RuntimeError: A gradient is not finite; nothing of this learner may be committed then.
         """
         if batch.number != self.number + 1:
-            raise ValueError(f"batch {batch.number} is not the one after step {self.number}")
+            raise ValueError(f"expected the batch of step {self.number + 1}, got batch {batch.number}")
         if self._settings.kl and self.reference is None:
-            raise RuntimeError("kl is above 0, and there is no reference: a run that began without one has none")
+            raise RuntimeError("kl is above 0, but this run has no reference model: it was started with kl = 0")
         statistics: list[dict[str, float]] = []
         for group in self._optimizer.param_groups:
             group["lr"] = self._settings.learning_rate * self._share_of_learning_rate(batch.number)
         self._update(self._optimizer, self._policy_losses(batch, statistics))
         self.number = batch.number
-        parts = {name: sum(each[name] for each in statistics) for name in statistics[0]}
+        parts = {name: sum(values[name] for values in statistics) for name in statistics[0]}
         return {**dict(zip(parts, self._gang.sum(list(parts.values())), strict=True)), **_describe(batch)}
 
     def _policy_losses(self, batch: Batch, statistics: list[dict[str, float]]) -> Iterator[Tensor]:
-        """One for each part of this member's share; what there is to be told of each goes into ``told``. Their sum over
-        parts and members is the loss of the batch."""
+        """Yield the loss of each micro-batch of this member's share, and add its statistics to ``statistics``.
+
+        The sum over micro-batches and members is the loss of the batch.
+        """
         settings, trajectories = self._settings, batch.trajectories
-        rewards = torch.tensor([each.training for each in trajectories], dtype=torch.float32)
-        groups = torch.tensor([each.group for each in trajectories])
-        advantages = group_advantages(rewards, groups, settings.advantage_floor)  # of whole groups
+        rewards = torch.tensor([trajectory.training for trajectory in trajectories], dtype=torch.float32)
+        groups = torch.tensor([trajectory.group for trajectory in trajectories])
+        advantages = group_advantages(rewards, groups, settings.advantage_floor)  # computed over whole groups
         mine = range(len(trajectories))[self._gang.rank :: self._gang.world] or range(1)
-        answers = float(sum(len(each.tokens) for each in trajectories))
-        for part in self._micro_batches([(each.prompt, each.tokens) for each in trajectories]):
-            these = [mine[place] for place in part.places]
-            old = _place([trajectories[i].logprobs for i in these] if part.counts else [], part.mask)
-            gain = advantages[these].to(self._gang.device)
+        answers = float(sum(len(trajectory.tokens) for trajectory in trajectories))
+        for micro_batch in self._micro_batches([(trajectory.prompt, trajectory.tokens) for trajectory in trajectories]):
+            chosen_indices = [mine[index] for index in micro_batch.indices]
+            old = _scatter(
+                [trajectories[i].logprobs for i in chosen_indices] if micro_batch.counts else [], micro_batch.mask
+            )
+            advantage = advantages[chosen_indices].to(self._gang.device)
             reference = None
             if settings.kl and self.reference is not None:
                 with torch.no_grad():
-                    reference, _ = self._likelihood(self.reference, part, self._temperature)
-            chosen, entropy = self._likelihood(self.model, part, self._temperature)
+                    reference, _ = self._likelihood(self.reference, micro_batch, self._temperature)
+            chosen, entropy = self._likelihood(self.model, micro_batch, self._temperature)
             loss, stats = grpo_loss(
-                chosen, old, gain, part.mask, settings.clip, entropy, settings.entropy, answers, reference, settings.kl
+                chosen,
+                old,
+                advantage,
+                micro_batch.mask,
+                settings.clip,
+                entropy,
+                settings.entropy,
+                answers,
+                reference,
+                settings.kl,
             )
             statistics.append({"loss": loss.item(), **stats})
             yield loss
 
     def _micro_batches(self, pairs: Sequence[Example]) -> Iterator[_MicroBatch]:
-        """This member's examples, so many at a time as ``micro_batch`` says. All members have as many parts: who has no
-        more examples takes part with one that does not count."""
-        rank, world = self._gang.rank, self._gang.world
-        mine, most = pairs[rank::world], len(pairs[::world])
-        size = self._settings.micro_batch or most
-        for start in range(0, most, size):
-            places = range(len(mine))[start : start + size]
-            tokens, mask, first = _pad([mine[place] for place in places] or pairs[:1])
-            mask = mask & bool(places)
-            tokens, mask = tokens.to(self._gang.device), mask.to(self._gang.device)
-            yield _MicroBatch(tokens, mask, first, places or range(1), bool(places))
+        """Yield this member's examples, ``micro_batch`` at a time.
 
-    def _likelihood(self, model: nn.Module, part: _MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        logits = _logits(model, part.tokens, part.first)
-        return likelihood(logits, part.tokens[:, part.first :], temperature)
+        All members yield equally many: a member without further examples yields one that does not count.
+        """
+        rank, world = self._gang.rank, self._gang.world
+        mine, largest_share = pairs[rank::world], len(pairs[::world])
+        size = self._settings.micro_batch or largest_share
+        for start in range(0, largest_share, size):
+            indices = range(len(mine))[start : start + size]
+            tokens, mask, first = _pad([mine[index] for index in indices] or pairs[:1])
+            mask = mask & bool(indices)
+            tokens, mask = tokens.to(self._gang.device), mask.to(self._gang.device)
+            yield _MicroBatch(tokens, mask, first, indices or range(1), bool(indices))
+
+    def _likelihood(self, model: nn.Module, micro_batch: _MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        logits = _logits(model, micro_batch.tokens, micro_batch.first)
+        return likelihood(logits, micro_batch.tokens[:, micro_batch.first :], temperature)
 
     def _share_of_learning_rate(self, number: int) -> float:
-        """Falls linearly from 1 at step 1. A function of the step alone: there is no scheduler whose state to save."""
+        """Return the factor of the learning rate, which decreases linearly from 1 at step 1.
+
+        It depends on the step only, so there is no scheduler state to save.
+        """
         return max(self._settings.final_learning_rate, 1 - (number - 1) / self._steps)
 
     def _update(self, optimizer: torch.optim.Optimizer, losses: Iterable[Tensor]) -> None:
-        """``losses``: the parts of this member's part of the sum, each made when the one before it is done with. FSDP
-        takes the mean of the members' gradients, and adds up those of one member's parts, sharded, in float32."""
+        """Take one optimizer step.
+
+        ``losses`` yields the losses of this member's micro-batches; each is created after the one before it was
+        processed. FSDP averages the gradients over the members, and adds up those of one member's micro-batches,
+        sharded, in float32.
+        """
         optimizer.zero_grad()
         for loss in losses:
             (loss * self._gang.world).backward()  # type: ignore[no-untyped-call]
@@ -209,13 +248,14 @@ class Learner:
         optimizer.step()
 
     def weights(self) -> dict[str, Tensor]:
-        """The model's tensors by name, live, and sharded if it is."""
+        """Return the model's tensors by name: the live tensors, sharded if the model is."""
         return weights(self.model)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the model's weights and the optimizer's moments by name: the live tensors, sharded if the model is.
 
-        To keep a state, copy them before the next step. To restore one, copy into them and call :meth:`resume`."""
+        To save a state, copy them before the next step. To restore one, copy into them and call :meth:`resume`.
+        """
         moments = {
             f"{kind}.{name}": self._optimizer.state[parameter][kind]
             for kind in ("exp_avg", "exp_avg_sq")
@@ -224,25 +264,35 @@ class Learner:
         return {f"model.{name}": tensor for name, tensor in self.weights().items()} | moments
 
     def extra_state(self) -> bytes:
-        """What else the next step depends on, of this member."""
-        state = numpy.random.get_state(legacy=False)
-        numpy_rng = (state["state"]["key"].tobytes(), int(state["state"]["pos"]), state["has_gauss"], state["gauss"])
+        """Return everything else of this member that the next step depends on."""
+        numpy_state = numpy.random.get_state(legacy=False)
+        generator = numpy_state["state"]
+        numpy_rng = (generator["key"].tobytes(), int(generator["pos"]), numpy_state["has_gauss"], numpy_state["gauss"])
         on_gpu = self._gang.device.type == "cuda"
         version, words, gauss = random.getstate()
-        rest = _ExtraState(
+        state = _ExtraState(
             number=self.number,
-            steps=torch.stack([self._optimizer.state[each]["step"] for each in self.model.parameters()]).tolist(),
+            steps=torch.stack(
+                [self._optimizer.state[parameter]["step"] for parameter in self.model.parameters()]
+            ).tolist(),
             torch_rng=torch.get_rng_state().numpy().tobytes(),
             cuda_rng=torch.cuda.get_rng_state(self._gang.device).numpy().tobytes() if on_gpu else b"",
             python_rng=(version, words, gauss),
             numpy_rng=numpy_rng,
             reference=self.reference_files,
         )
-        return msgspec.msgpack.encode(rest)
+        return msgspec.msgpack.encode(state)
 
     def resume(self, extra_state: bytes, *, random_states: bool = True) -> None:
-        """Take over what :meth:`rest` told; without ``chance`` all but the random states, which were another member's.
-        Raises ValueError when it is of another model."""
+        """Restore what :meth:`extra_state` returned.
+
+        Args:
+            extra_state: The saved state.
+            random_states: False to keep the current random states, because the saved ones are another member's.
+
+        Raises:
+            ValueError: The state is of another model.
+        """
         state = msgspec.msgpack.decode(extra_state, type=_ExtraState)
         for parameter, step in zip(self.model.parameters(), state.steps, strict=True):
             self._optimizer.state[parameter]["step"].fill_(step)
@@ -263,10 +313,11 @@ def _as_tensor(content: bytes) -> Tensor:
 
 
 def _pad(pairs: Sequence[Example]) -> tuple[Tensor, Tensor, int]:
-    """Prompts with their answers as one rectangle, padded on the right.
+    """Pad prompts with their answers on the right to one rectangle.
 
-    Returns tokens [B, L], the mask of answer tokens [B, L - first], and ``first``, the length of the shortest prompt:
-    nothing before it needs logits. Padding holds token 0; attention is causal, so nothing real ever sees it.
+    Returns:
+        Tokens [B, L], the mask of answer tokens [B, L - first], and ``first``, the length of the shortest prompt: no
+            logits are needed before it. Padding is token 0; attention is causal, so it does not influence real tokens.
     """
     rows = [torch.tensor([*prompt, *answer]) for prompt, answer in pairs]
     tokens = pad_sequence(rows, batch_first=True)
@@ -277,28 +328,31 @@ def _pad(pairs: Sequence[Example]) -> tuple[Tensor, Tensor, int]:
     return tokens, (position >= start) & (position < end), first
 
 
-def _place(rows: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
-    """Values per answer token, put where the mask says; row by row, zeros elsewhere. [B, T] float."""
+def _scatter(rows: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
+    """Put one value per answer token where the mask is set, row by row, and zeros elsewhere: [B, T] float."""
     flat = torch.tensor([value for row in rows for value in row], dtype=torch.float32, device=mask.device)
     return torch.zeros(mask.shape, device=mask.device).masked_scatter_(mask, flat)
 
 
 def _logits(model: nn.Module, tokens: Tensor, first: int) -> Tensor:
-    """Logits of the tokens from ``first`` on, each from what stands before it: [B, L - first, vocabulary]."""
-    wanted = tokens.shape[1] - first
-    kept = max(1, wanted)  # 0 are all; an answer without tokens that is alone wants none
+    """Return the logits of the tokens from ``first`` on, from the tokens before each: [B, L - first, vocabulary]."""
+    needed = tokens.shape[1] - first
+    kept = max(1, needed)  # logits_to_keep=0 means all; a lone answer without tokens needs none
     logits: Tensor = model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=kept).logits
-    surplus = logits.shape[1] - wanted  # not every model knows the word
+    surplus = logits.shape[1] - needed  # some models ignore logits_to_keep
     return logits[:, surplus:].contiguous() if surplus else logits
 
 
 def _describe(batch: Batch) -> dict[str, float]:
-    """What the batch itself tells. ``staleness``: weight versions between sampling and training, mean over tokens."""
+    """Return metrics of the batch itself.
+
+    ``staleness`` is the number of weight versions between sampling and training, averaged over tokens.
+    """
     trajectories: Sequence[Trajectory] = batch.trajectories
-    lags = [batch.number - 1 - version.step for each in trajectories for version in each.versions]
+    lags = [batch.number - 1 - version.step for trajectory in trajectories for version in trajectory.versions]
     return {
-        "reward": sum(each.reward for each in trajectories) / len(trajectories),
-        "training_reward": sum(each.training for each in trajectories) / len(trajectories),
+        "reward": sum(trajectory.reward for trajectory in trajectories) / len(trajectories),
+        "training_reward": sum(trajectory.training for trajectory in trajectories) / len(trajectories),
         "tokens": float(len(lags)),
         "staleness": sum(lags) / len(lags),
     }

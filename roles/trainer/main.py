@@ -1,14 +1,14 @@
-"""The built-in trainer: GRPO in one process, or in as many as ``[roles.trainer] ranks`` says. ``python -m`` runs it.
+"""The built-in trainer: GRPO in one process, or in ``[roles.trainer] ranks`` processes. Run by ``python -m``.
 
 Everything that needs no message of the manager is done before the trainer joins, so that a warm standby has done it in
-advance. A step counts when its checkpoint is committed. A restarted trainer continues from the newest state that can be
-verified, publishes its weights at once, and gets the batches after it: the same ones, if its predecessor had already
-requested them.
+advance. A step is valid when its checkpoint is committed. A restarted trainer continues from the newest state that can
+be verified, publishes its weights at once, and requests the batches after it: the same ones as its predecessor, if that
+had requested them already.
 
 A warm standby also runs one step of a tiny model, in a process group of its own: the first step of a process pays for
 what torch sets up at first use (0.43 s against 0.08 s afterwards, for a tiny model on two CPU ranks; no gain was shown
-for a large one; docs/sources.md, torch). It does not where the trainer has GPUs: torch's first ``backward`` initialises
-CUDA, even on a CPU model, and the process could no longer choose its devices, which are not known yet.
+for a large one; docs/sources.md, torch). It does not if the trainer has GPUs: torch's first ``backward`` initialises
+CUDA, even on a CPU model, and the process could no longer select its devices, which are not known yet.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint  # what the first checkpoint would load
+import torch.distributed.checkpoint  # loaded now, because the first checkpoint would load it
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch does not list it
 from torch.distributed.device_mesh import init_device_mesh
@@ -51,7 +51,7 @@ _VOCABULARY = 16
 
 
 def warmup() -> None:
-    """One step; the process is as before but for what is loaded. Random states too."""
+    """Run one training step of a tiny model; afterwards only loaded code differs, not even random states."""
     with torch.random.fork_rng(devices=[]):
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         try:
@@ -67,14 +67,15 @@ def warmup() -> None:
 
 
 _SEED_OFFSET = 10_000
-"""between the task's seeds of warm start and run: no two runs of a study are so far apart, and datasets' seeds, which
-are a multiple of it, stay below the 2**32 that some generators take"""
+"""Difference between the task's seeds of warm start and run: no two runs of a study are that far apart, and the seeds
+of datasets, which are a multiple of it, stay below the 2**32 that some generators accept."""
 
 LOG_EVERY_STEPS = 10
-"""Steps between two lines in the log."""
+"""Number of steps between two lines in the log."""
 
 
 def main() -> None:
+    """Run the built-in trainer to the end of the run."""
     me = rrl.join()
     torch.set_num_threads(me.settings["threads"])
     with exits_on_invalid_config():
@@ -89,7 +90,7 @@ def main() -> None:
         checkpoints = Checkpoints(me.run_dir, me.launch.incarnation.number, me.settings["keep_checkpoints"], gang)
         restore_point = restore.agree_on_restore_point(me, gang, client)
         if gang.rank == 0:
-            _log.info("%s goes on from %s", me.launch.incarnation, restore_point)
+            _log.info("%s continues from %s", me.launch.incarnation, restore_point)
         learner = _learner(
             me, _model(spec, empty, tokenizer.size, me.job["run"]["seed"], restore_point.fresh, gang), gang
         )
@@ -107,7 +108,7 @@ def main() -> None:
                 restore.load(restore_point, learner, checkpoints, gang)
             restore_point = msgspec.structs.replace(
                 restore_point, data=memoryview(b"")
-            )  # else as much memory as the state, to the end
+            )  # frees as much memory as the state takes
         if me.settings["kl"] and learner.reference_files is not None:
             with me.phase("checkpoint"):
                 learner.reference = gang.shard(skeleton(spec, tokenizer.size, spec.compute_dtype), spec.compute_dtype)
@@ -117,7 +118,10 @@ def main() -> None:
 
 
 def _model(spec: ModelSpec, empty: nn.Module, vocabulary: int, seed: int, fresh: bool, gang: Gang) -> nn.Module:
-    """Where the gang wants it. A ``fresh`` one has its initial weights: of a folder's each member reads its part."""
+    """Return the model on the gang's devices.
+
+    A ``fresh`` model has its initial weights; each member reads its own part of a model folder.
+    """
     if fresh and spec.path is None:
         return gang.shard(build_model(spec, vocabulary, seed).to(gang.device), spec.compute_dtype)
     model = gang.shard(empty, spec.compute_dtype)
@@ -131,17 +135,19 @@ def _train(
     me: rrl.Worker, gang: Gang, learner: Learner, checkpoints: Checkpoints, saver: AsyncSaver, spec: ModelSpec,
     restore_point: restore.RestorePoint,
 ) -> None:  # fmt: skip
-    """From the learner's state to the end of the run."""
+    """Train from the learner's state to the end of the run."""
     if gang.rank == 0:
         checkpoints.remove_garbage()
     with me.phase("publish"):
         _publish(me, gang, learner, spec.compute_dtype)
-    if (note := restore_point.uncommitted) is not None:
-        for batch in batches(me, gang, after=note.number - 1):  # the one that it has learnt from
-            if batch.digest != note.digest:
-                raise RuntimeError(f"the snapshot of step {note.number} learnt from another batch than is bound to it")
+    if (meta := restore_point.uncommitted) is not None:
+        for batch in batches(me, gang, after=meta.number - 1):  # the batch that the snapshot was trained on
+            if batch.digest != meta.digest:
+                raise RuntimeError(
+                    f"the snapshot of step {meta.number} was trained on another batch than the bound one"
+                )
             with me.phase("checkpoint"):
-                saver.save(note.digest, note.metrics)
+                saver.save(meta.digest, meta.metrics)
             break
     for batch in batches(me, gang, after=learner.number):
         with me.phase("train"):
@@ -188,10 +194,13 @@ def _buffers(me: rrl.Worker, gang: Gang, client: SnapshotClient | None) -> HostB
 
 
 def _publish(me: rrl.Worker, gang: Gang, learner: Learner, dtype: torch.dtype) -> None:
-    """The first member serves the whole, in what rollouts compute with. Beside the version itself, and the shards, it
-    holds one tensor at a time: each is cast where it is, gathered, copied, and let go of."""
+    """Publish the learner's weights; rank 0 serves the whole version in the dtype that rollouts compute with.
+
+    Beside the version itself and the shards, rank 0 has one tensor at a time in memory: each is cast on its device,
+    gathered, copied and released.
+    """
     weights = learner.weights()
-    if gang.rank > 0:  # it gives its shards, and has no use for the whole: nothing is copied off its device
+    if gang.rank > 0:  # only takes part in gathering: nothing is copied to its host
         for tensor in weights.values():
             full_tensor(_cast(tensor, dtype))
         return
@@ -203,7 +212,7 @@ def _publish(me: rrl.Worker, gang: Gang, learner: Learner, dtype: torch.dtype) -
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Whole numbers stay what they are."""
+    """Cast a tensor to ``dtype`` unless it contains integers."""
     return tensor.detach().to(dtype) if tensor.is_floating_point() else tensor
 
 

@@ -1,16 +1,16 @@
-"""The process group of one trainer, always from a fresh rendezvous, and how its ranks share a batch.
+"""The process group of one trainer incarnation, with a new rendezvous each, and how its ranks share a batch.
 
 Rank 0 opens a torch key-value store and announces it through the manager; the others wait for the announcement. torch's
 store and gloo authenticate nobody. Both listen only at the run's own address (the store on a socket that is bound
-there: torch itself binds every interface), and nothing that arrives is unpickled (:mod:`rrl.roles.trainer.exchange`).
-Whoever reaches that address can still list and change the keys of the store, and read and change what ranks exchange.
-Keys differ between incarnations, so that no two process groups meet by mistake. All groups are created at the start:
-none can be created once rank 0's store is gone (docs/sources.md, torch).
+there: torch itself binds every interface), and nothing that arrives is unpickled (:mod:`.exchange`). A process that
+reaches that address can still list and change the keys of the store, and read and change what ranks exchange. Keys
+differ between incarnations, so that no two process groups meet by mistake. All groups are created at the start: none
+can be created once rank 0's store is gone (docs/sources.md, torch).
 
-Rank 0 asks the trajectory store for a batch once and sends each rank its share: the tokens of the rank's own
-trajectories, and what the step as a whole needs of all others (:func:`rrl.roles.trajectories.batches.share`). A share
-is sent as it came from the store, 8 bytes a token, one rank at a time: no process holds more than the batch and one
-share.
+Rank 0 requests a batch from the trajectory store once and sends each rank its share: the tokens of the rank's own
+trajectories, and what the step as a whole needs of all others (:func:`rrl.roles.trajectories.batches.shard_for`). A
+share is sent as it came from the store, 8 bytes per token, to one rank at a time: no process has more in memory than
+the batch and one share.
 """
 
 from __future__ import annotations
@@ -51,17 +51,18 @@ from . import exchange
 _log = logging.getLogger("rrl.trainer")
 
 RENDEZVOUS_TIMEOUT_S = 60.0
-"""s within which all members must have met once all have joined (until then the manager's deadlines hold). torch's own
-are not kept: a rendezvous under used keys failed after 25 s with a timeout of 5 (docs/sources.md)"""
+"""Seconds within which all members must have met once all have joined (until then the manager's deadlines apply).
+torch's own timeouts are unreliable: a rendezvous under used keys failed after 25 s with a timeout of 5 s
+(docs/sources.md)."""
 COLLECTIVE_TIMEOUT_S = 24 * 3600.0
-"""s after which a collective operation that a member is missing from fails. Members wait in one for whoever is still at
-work (a step may take 6 h, a write 1 h: :mod:`rrl.core.phases`) or waits for a store that is away; the manager finds who
-hangs long before, also where a network swallows what is sent"""
+"""Seconds after which a collective operation fails that a member is missing from. Members wait in such an operation for
+a member that still works (a step may take 6 h, a write 1 h: :mod:`rrl.core.phases`) or waits for a store that is away;
+the manager detects a hung member long before, even if a network drops all packets."""
 FENCE_WAIT_S = 10.0
-"""s that a member which lost another one waits to be told so. Survivors fail 30 ms after a death: who leaves first by
-itself would be taken for its cause"""
+"""Seconds that a member which lost another one waits to be fenced. Survivors fail within 30 ms after a death: the first
+of them to exit would be taken for its cause."""
 _STOP_POLL_S = 0.2
-"""s between two looks whether the manager asked us to stop"""
+"""Seconds between two checks whether the manager has requested a stop."""
 _LOST_MEMBER_TEXTS = (
     "gloo",
     "Gloo",
@@ -71,15 +72,17 @@ _LOST_MEMBER_TEXTS = (
     "Timed out waiting",
     "Broken pipe",
 )
-"""parts of messages of torch's when another member is gone: it raises plain RuntimeErrors"""
+"""Parts of torch's error messages when another member is gone: torch raises plain RuntimeErrors."""
 
 T = TypeVar("T")
 
 
 class Gang:
-    """``world`` processes, of which this is ``rank``; alone (the default) it needs nothing of torch.distributed.
+    """The ``world`` processes of a trainer, of which this one is ``rank``.
 
-    ``talk`` is the gloo group of the main thread, ``files`` that of the thread that writes checkpoints."""
+    A single process (the default) needs no torch.distributed. ``control_group`` is the gloo group of the main thread,
+    ``file_group`` that of the thread that writes checkpoints.
+    """
 
     def __init__(
         self, rank: int = 0, world: int = 1, device: torch.device | None = None, *, mesh: DeviceMesh | None = None,
@@ -90,14 +93,20 @@ class Gang:
         self.control_group, self.file_group = control_group, file_group
         self._mesh = mesh
         self.file_mesh = DeviceMesh.from_group(file_group, "cpu") if file_group is not None else None
-        """for host copies of shards"""
+        """Mesh of host copies of shards."""
 
     def shard(self, model: nn.Module, compute_dtype: torch.dtype = torch.float32) -> nn.Module:
-        """Spread the parameters over the members (FSDP2), a layer at a time. Parameters of another dtype than
-        ``computes_in`` stay what they are, and are cast for each use; gradients are summed up in float32."""
+        """Shard the parameters over the members (FSDP2), layer by layer.
+
+        Parameters of another dtype than ``compute_dtype`` keep it and are cast for each use; gradients are summed in
+        float32.
+
+        Raises:
+            ValueError: Without a process group, a parameter has another dtype than ``compute_dtype``.
+        """
         if self._mesh is None:
             if any(parameter.dtype != compute_dtype for parameter in model.parameters()):
-                raise ValueError(f"without a group of processes a model computes in what its parameters are, not in"
+                raise ValueError(f"without a process group a model computes in the dtype of its parameters, not in"
                                  f" {compute_dtype}")  # fmt: skip
             return model
         policy = MixedPrecisionPolicy()
@@ -109,7 +118,7 @@ class Gang:
         return model
 
     def sum(self, values: list[float]) -> list[float]:
-        """Of all members, place by place."""
+        """Return the element-wise sum over all members."""
         if self.control_group is None:
             return values
         total = torch.tensor(values, dtype=torch.float64)
@@ -117,30 +126,34 @@ class Gang:
         return [float(value) for value in total]
 
     def all(self, mine: bool) -> bool:
-        """Whether it is so for each member."""
+        """Return whether ``mine`` is true in all members."""
         return self.sum([float(mine)])[0] == self.world
 
     def gather(self, mine: T, kind: Any) -> list[T]:
-        """The value of each member, by rank; ``kind`` is their type (:func:`rrl.roles.trainer.exchange.gather`)."""
+        """Return the value of each member by rank; ``kind`` is their type (:func:`.exchange.gather`)."""
         return exchange.gather(self.control_group, mine, kind)
 
     def broadcast_from_rank0(self, do: Callable[[], T], kind: Any) -> T:
-        """What ``do``, called by the first member alone, gives, in all members; ``kind`` is its type."""
+        """Return the result of ``do``, which only rank 0 calls, in all members; ``kind`` is its type."""
         return exchange.broadcast_from_rank0(self.control_group, self.rank, do, kind)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor; all members must call it."""
+    """Return the whole of a sharded tensor; all members must call it."""
     whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole
 
 
 def init_process_group(me: rrl.Worker, compute_dtype: torch.dtype = torch.float32) -> Gang:
-    """Meet the other members. Ends the process when that takes longer than FORMED_BY, and when it has not got the GPU
-    that it was given. Raises Stopping.
+    """Meet the other members, and return the gang.
 
-    One that is alone needs a group too where it computes in another dtype than its float32 parameters are of: it is
-    FSDP that casts them."""
+    Ends the process if they do not meet within ``RENDEZVOUS_TIMEOUT_S``, or if this process does not have the GPU that
+    it was assigned. A single process needs a group too if it computes in another dtype than that of its float32
+    parameters, because FSDP does the casting.
+
+    Raises:
+        Stopping: The manager has requested a stop.
+    """
     device = assigned_device(me.launch)
     if me.world == 1 and compute_dtype == torch.float32:
         return Gang(device=device)
@@ -152,12 +165,12 @@ def init_process_group(me: rrl.Worker, compute_dtype: torch.dtype = torch.float3
         store = HashStore()
     elif me.rank == 0:
         store = _open_store(me)
-    place = _await_members(me, first) if me.world > 1 else ""
+    address = _await_members(me, first) if me.world > 1 else ""
     with _exit_after(
         RENDEZVOUS_TIMEOUT_S,
-        f"{me.launch.incarnation}: the {me.world} members of {first} have not met in {RENDEZVOUS_TIMEOUT_S:g} s",
+        f"{me.launch.incarnation}: the {me.world} members of {first} did not meet within {RENDEZVOUS_TIMEOUT_S:g} s",
     ):
-        store = store or _connect_store(place)
+        store = store or _connect_store(address)
         keys = PrefixStore(_store_prefix(me.keys.secret, first), store)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=keys, rank=me.rank, world_size=me.world, timeout=timeout)
@@ -168,13 +181,16 @@ def init_process_group(me: rrl.Worker, compute_dtype: torch.dtype = torch.float3
 
 
 def is_lost_member(error: BaseException) -> bool:
-    """Whether this says that another member is gone."""
+    """Return whether the error means that another member is gone."""
     return isinstance(error, RuntimeError) and any(part in str(error) for part in _LOST_MEMBER_TEXTS)
 
 
 @contextmanager
 def wait_to_be_fenced(me: rrl.Worker) -> Iterator[None]:
-    """Let whoever really failed be found first: a survivor is fenced within TOLD_BY, which ends it, or ends itself."""
+    """Wait up to ``FENCE_WAIT_S`` before an error about the loss of another member is raised.
+
+    The manager thereby finds the member that failed first, and ends the survivors by fencing them.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -185,19 +201,24 @@ def wait_to_be_fenced(me: rrl.Worker) -> Iterator[None]:
 
 
 def blocked_on_rank0(me: rrl.Worker, gang: Gang) -> AbstractContextManager[None]:
-    """Inside, the first member asks the store for all: the others wait for it, however long the store is away."""
+    """Report that the others wait for rank 0, which alone requests from the store, however long that is away."""
     return me.blocked_on(me.launch.incarnation.gang.replica) if gang.rank > 0 else nullcontext()
 
 
 def _bind_to_address(address: str) -> None:
-    """Have gloo and NCCL listen at the run's own address: they take an interface by its name. What the job's own
-    environment names stays. Raises NoAddress where no interface has the address: gloo would choose one by itself."""
-    name = next((one.name for one in interfaces() if one.address == address), None)
+    """Make gloo and NCCL listen at the run's own address, by the name of its interface.
+
+    Names that the job's own environment sets are kept.
+
+    Raises:
+        NoAddress: No interface has the address; gloo would then choose one by itself.
+    """
+    name = next((interface.name for interface in interfaces() if interface.address == address), None)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
     elif "GLOO_SOCKET_IFNAME" not in os.environ:
-        raise NoAddress(f"no interface has the address {address} that the ranks are to meet at")
+        raise NoAddress(f"no interface of this node has the address {address}, at which the ranks must meet")
 
 
 def _store_prefix(secret: bytes, gang: Incarnation) -> str:
@@ -205,7 +226,7 @@ def _store_prefix(secret: bytes, gang: Incarnation) -> str:
 
 
 def _open_store(me: rrl.Worker) -> TCPStore:
-    """On a socket of ours: told an address, torch listens on every interface all the same."""
+    """Open torch's store on a bound socket of this process: torch itself would listen on every interface."""
     with socket.create_server((me.host, 0), backlog=max(128, me.world)) as listening:
         port = int(listening.getsockname()[1])
         fd = os.dup(listening.fileno())
@@ -216,38 +237,41 @@ def _open_store(me: rrl.Worker) -> TCPStore:
 
 
 def _await_members(me: rrl.Worker, first: Incarnation) -> str:
-    """Where the first one's store is."""
+    """Wait until all members have joined, and return the address of rank 0's store."""
     members = [Incarnation(member_id(first.replica, rank), first.number) for rank in range(me.world)]
-    place: list[str] = []
+    address: list[str] = []
     complete = threading.Event()
 
     def on_peers(peers: Peers) -> None:
         joined = {peer.incarnation: peer.listen_address for peer in peers.peers.values() if peer.joined}
         if joined.keys() >= set(members) and (listens := joined[first]):
-            place.append(listens)
+            address.append(listens)
             complete.set()
 
     me.on_peers(on_peers)
     while not complete.wait(_STOP_POLL_S):
         if me.stopping.is_set():
             raise Stopping
-    return place[0]
+    return address[0]
 
 
-def _connect_store(place: str) -> TCPStore:
-    host, _, port = place.removeprefix("tcp://").rpartition(":")
+def _connect_store(address: str) -> TCPStore:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
     return TCPStore(host, int(port), None, False, timedelta(seconds=RENDEZVOUS_TIMEOUT_S), wait_for_workers=False)
 
 
 @contextmanager
-def _exit_after(within: float, why: str) -> Iterator[None]:
-    """torch waits where no exception reaches it: when it is too late the process ends."""
+def _exit_after(timeout_s: float, message: str) -> Iterator[None]:
+    """End the process with a log message if the block takes longer than ``timeout_s`` seconds.
+
+    torch waits in places that no exception reaches.
+    """
 
     def end() -> None:
-        _log.critical("%s", why)
+        _log.critical("%s", message)
         os._exit(1)
 
-    timer = threading.Timer(within, end)
+    timer = threading.Timer(timeout_s, end)
     timer.daemon = True
     timer.start()
     try:
@@ -261,9 +285,11 @@ _decoder = msgspec.msgpack.Decoder(PackedBatch)
 
 
 def batches(me: rrl.Worker, gang: Gang, after: int) -> Iterator[Batch]:
-    """As ``me.batches()``, the same ones for all members, each with its share. All must call it.
+    """Yield batches like ``me.batches()``, the same ones in all members, each with its share. All must call it.
 
-    They end together: when one of them is asked to stop, which another may hear a step later."""
+    It ends in all members together, as soon as one of them has received a stop request, which others may receive a step
+    later.
+    """
     if gang.world == 1:
         yield from me.batches(after=after)
         return
@@ -276,7 +302,7 @@ def batches(me: rrl.Worker, gang: Gang, after: int) -> Iterator[Batch]:
 
 
 def _next_batch(me: rrl.Worker, gang: Gang, number: int) -> Batch | None:
-    """The others wait for the first member, however long the store is away."""
+    """Return the next batch; the others wait for rank 0, however long the store is away."""
     first = gang.rank == _RANK0
     whole = me.packed_batch(number) if first else None
     with nullcontext() if first else me.phase("wait_data", waits_for=me.launch.incarnation.gang.replica):
@@ -286,7 +312,7 @@ def _next_batch(me: rrl.Worker, gang: Gang, number: int) -> Batch | None:
 
 
 def _send_shards(gang: Gang, whole: PackedBatch) -> PackedBatch:
-    """Returns the sender's own share."""
+    """Send each rank its share, and return the sender's own."""
     for rank in range(gang.world):
         if rank != _RANK0:
             data = bytearray()

@@ -1,7 +1,7 @@
-"""What a trainer goes on from: the newest state that every member can get and verify.
+"""Selects the state that a trainer continues from: the newest one that every member can read and verify.
 
-That is a snapshot of the committed step or of the one after it, whose commit is then finished, else the last commit.
-All members agree before anything is loaded, and compare afterwards what they have.
+That is a snapshot of the committed step, or of the step after it, whose commit is then completed; otherwise the last
+commit. All members agree before anything is loaded, and compare afterwards what they have loaded.
 """
 
 from __future__ import annotations
@@ -28,115 +28,134 @@ from .process_group import Gang, blocked_on_rank0
 _log = logging.getLogger("rrl.trainer")
 
 SnapshotKey = tuple[int, int]
-"""Of a snapshot: the step, and the incarnation that made it. Two of one name fit together."""
+"""(step, incarnation that made it) of a snapshot. The snapshots of all ranks with the same key belong together."""
 
 
 class Commit(Struct, frozen=True):
-    """The last one; before the first ``number`` is 0 and ``manifest`` None."""
+    """The last commit; before the first, ``number`` is 0 and ``manifest`` None."""
 
     number: int
     manifest: dict[str, Any] | None
 
     @property
     def incarnation(self) -> int:
-        """That made it; -1: there is none."""
+        """Number of the incarnation that made the commit; -1 before the first."""
         name = self.manifest["folder"].rpartition("/")[2] if self.manifest else ""
-        return -1 if (made_by := incarnation_of(name)) is None else made_by
+        return -1 if (incarnation := incarnation_of(name)) is None else incarnation
 
 
 class RestorePoint(Struct, frozen=True):
-    """What all members agreed on: a snapshot (its note, its bytes here), else the commit."""
+    """The state that all members agreed on.
+
+    It is a snapshot (``meta`` and ``data``, its bytes on this node) or, without one, the commit.
+    """
 
     commit: Commit
-    note: SnapshotMeta | None = None
+    meta: SnapshotMeta | None = None
     data: memoryview = memoryview(b"")
 
     @property
     def fresh(self) -> bool:
-        return self.note is None and self.commit.manifest is None
+        """True if there is neither a snapshot nor a commit."""
+        return self.meta is None and self.commit.manifest is None
 
     def __str__(self) -> str:
-        if self.note is not None:
-            return f"the snapshot of step {self.note.number}; committed is {self.commit.number}"
+        if self.meta is not None:
+            return f"the snapshot of step {self.meta.number}; committed is {self.commit.number}"
         return f"the commit of step {self.commit.number}" if self.commit.manifest else "a fresh model"
 
     @property
     def uncommitted(self) -> SnapshotMeta | None:
-        """The commit of this one is still to be finished."""
-        return self.note if self.note is not None and self.note.number > self.commit.number else None
+        """The snapshot if its commit must still be completed, else None."""
+        return self.meta if self.meta is not None and self.meta.number > self.commit.number else None
 
 
 def candidates(names: Iterable[SnapshotKey], commit: Commit) -> list[SnapshotKey]:
-    """Newest first. A step beyond the next cannot be committed yet. What an earlier life made of the committed step, or
-    of a later one, does not descend from what was committed, unless the same life did that too."""
-    fit = [
+    """Return the snapshots that may be restored, newest first.
+
+    Of the committed step, only the snapshot of the incarnation that committed it may be restored; of the next step,
+    only those of that or a later incarnation. All others diverge from the committed history. A later step cannot be
+    committed yet.
+    """
+    usable = [
         (step, incarnation)
         for step, incarnation in set(names)
         if (step == commit.number and incarnation == commit.incarnation)
         or (step == commit.number + 1 and incarnation >= commit.incarnation)
     ]
-    return sorted(fit, reverse=True)
+    return sorted(usable, reverse=True)
 
 
 def agree_on_restore_point(me: rrl.Worker, gang: Gang, client: SnapshotClient | None) -> RestorePoint:
-    """Ask who has what, agree, get it and verify it."""
+    """Find the snapshots of all members, agree on one, and read and verify it."""
     with blocked_on_rank0(me, gang):
         commit = gang.broadcast_from_rank0(lambda: Commit(me.committed or 0, me.committed_manifest), Commit)
-    places = _locations(me, gang, client)
-    everybody = gang.gather(set(places), set[SnapshotKey])
-    for name in candidates(set.intersection(*everybody), commit):
-        got = _fetch(client, places[name], gang.world)
-        if gang.all(got is not None) and got is not None:
-            return RestorePoint(commit, *got)
+    locations = _locations(me, gang, client)
+    available = gang.gather(set(locations), set[SnapshotKey])
+    for name in candidates(set.intersection(*available), commit):
+        snapshot_data = _fetch(client, locations[name], gang.world)
+        if gang.all(snapshot_data is not None) and snapshot_data is not None:
+            return RestorePoint(commit, *snapshot_data)
     return RestorePoint(commit)
 
 
 def load(restore_point: RestorePoint, learner: Learner, checkpoints: Checkpoints, gang: Gang) -> None:
-    """Make the learner what was found. Raises DamagedCheckpoint, and RuntimeError where members differ."""
-    if restore_point.note is None:
+    """Load the restore point into the learner.
+
+    Raises:
+        DamagedCheckpoint: The checkpoint does not match its manifest.
+        RuntimeError: The snapshot is of another model, or members have loaded different states.
+    """
+    if restore_point.meta is None:
         assert restore_point.commit.manifest is not None
         checkpoints.read(restore_point.commit.manifest, learner)
         state = f"checkpoint {restore_point.commit.manifest['folder']}"
     else:
         tensors = learner.tensors()
         layout = Layout(tensors)
-        if layout.digest != restore_point.note.layout:
-            raise RuntimeError(f"the snapshot of step {restore_point.note.number} is of another model than job.toml's")
+        if layout.digest != restore_point.meta.layout:
+            raise RuntimeError(f"the snapshot of step {restore_point.meta.number} does not fit the model in job.toml")
         layout.load(restore_point.data, tensors)
-        learner.resume(restore_point.note.extra_state)
+        learner.resume(restore_point.meta.extra_state)
         if restore_point.commit.manifest is not None:
             checkpoints.set_committed(restore_point.commit.manifest)
-        state = f"snapshot of batch {restore_point.note.digest}"
+        state = f"snapshot of batch {restore_point.meta.digest}"
     check_same(gang.gather((learner.number, state), tuple[int, str]))
 
 
 def check_same(states: Sequence[tuple[int, str]]) -> None:
-    """By rank: the step that each member stands at, and what it loaded. Raises RuntimeError when they differ."""
+    """Compare the step and the loaded state of each rank.
+
+    Raises:
+        RuntimeError: They differ.
+    """
     if len(set(states)) > 1:
         text = "; ".join(f"rank {rank}: step {step}, {state}" for rank, (step, state) in enumerate(states))
-        raise RuntimeError(f"the members of the trainer do not stand at the same state: {text}")
+        raise RuntimeError(f"the members of the trainer loaded different states: {text}")
 
 
 _Location = tuple[str | None, SnapshotInfo]
-"""An agent's address, None for that of this node; and what it keeps."""
+"""Address of an agent (None: this node's), and a snapshot that it stores."""
 
 
 def _locations(me: rrl.Worker, gang: Gang, client: SnapshotClient | None) -> dict[SnapshotKey, list[_Location]]:
-    """Where this member's snapshots are, at its own node first. Each member asks the agent beside it; the first one
-    asks those of standbys too."""
+    """Return where the snapshots of this member's rank are, those on its own node first.
+
+    Each member queries its own node's agent; rank 0 also queries the agents of standbys.
+    """
     snapshot_servers = dict(me.peers.snapshot_servers) if me.peers is not None else {}
-    here = [(me.node, kept) for kept in _list_snapshots(client, None)]
-    ours = set(gang.gather(me.node, NodeName))
+    found = [(me.node, info) for info in _list_snapshots(client, None)]
+    gang_nodes = set(gang.gather(me.node, NodeName))
     if gang.rank == 0:
-        beside = {node: address for node, address in sorted(snapshot_servers.items()) if node not in ours}
-        here += [(node, kept) for node, address in beside.items() for kept in _list_snapshots(client, address)]
-    places: dict[SnapshotKey, list[_Location]] = {}
-    everywhere = set().union(*gang.gather(here, list[tuple[NodeName, SnapshotInfo]]))
-    for node, kept in sorted(everywhere, key=lambda each: each[0] != me.node):
-        if kept.rank == gang.rank and (node == me.node or node in snapshot_servers):
+        others = {node: address for node, address in sorted(snapshot_servers.items()) if node not in gang_nodes}
+        found += [(node, info) for node, address in others.items() for info in _list_snapshots(client, address)]
+    locations: dict[SnapshotKey, list[_Location]] = {}
+    everywhere = set().union(*gang.gather(found, list[tuple[NodeName, SnapshotInfo]]))
+    for node, info in sorted(everywhere, key=lambda entry: entry[0] != me.node):
+        if info.rank == gang.rank and (node == me.node or node in snapshot_servers):
             address = None if node == me.node else snapshot_servers[node]
-            places.setdefault((kept.step, kept.incarnation), []).append((address, kept))
-    return places
+            locations.setdefault((info.step, info.incarnation), []).append((address, info))
+    return locations
 
 
 def _list_snapshots(client: SnapshotClient | None, address: str | None) -> Collection[SnapshotInfo]:
@@ -150,17 +169,17 @@ def _list_snapshots(client: SnapshotClient | None, address: str | None) -> Colle
 
 
 def _fetch(
-    client: SnapshotClient | None, places: Sequence[_Location], world: int
+    client: SnapshotClient | None, locations: Sequence[_Location], world: int
 ) -> tuple[SnapshotMeta, memoryview] | None:
-    """From the first place that gives all of it, unchanged."""
+    """Return description and bytes of a snapshot from the first location where it can be read and verified."""
     assert client is not None
-    for address, snapshot in places:
+    for address, snapshot in locations:
         try:
-            meta, data = client.read(snapshot) if address is None else client.fetch(address, snapshot)
-            note = msgspec.msgpack.decode(meta, type=SnapshotMeta)
+            encoded, data = client.read(snapshot) if address is None else client.fetch(address, snapshot)
+            meta = msgspec.msgpack.decode(encoded, type=SnapshotMeta)
         except (SnapshotError, msgspec.MsgspecError) as error:
             _log.warning("cannot read %s from %s: %s", snapshot, address or "this node", error)
             continue
-        if note.world == world:
-            return note, memoryview(data)
+        if meta.world == world:
+            return meta, memoryview(data)
     return None

@@ -1,9 +1,9 @@
-"""Files of torch.distributed.checkpoint, written and read by a gang without its object collectives.
+"""Files of torch.distributed.checkpoint, written and read by a gang without torch's object collectives.
 
-``save`` and ``load`` of torch exchange their plans by pickle over gloo (:mod:`rrl.roles.trainer.exchange` says what is
-wrong with that). Here each member saves and loads as if it were alone; the members tell each other by msgpack which
-pieces of which tensors they wrote, and the first one writes ``.metadata`` from that. The files are those that torch
-would have written, and torch's own tools read them.
+torch's ``save`` and ``load`` exchange their plans by pickle over gloo (:mod:`.exchange` explains the risk). Here each
+member saves and loads as if it were alone; the members report by msgpack which pieces of which tensors they wrote, and
+rank 0 writes ``.metadata`` from that. The files are those that torch would have written, and torch's own tools read
+them.
 """
 
 from __future__ import annotations
@@ -31,26 +31,27 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 METADATA = ".metadata"
-"""which file holds which part of which tensor; torch reads it by pickle, so its digest is verified before"""
+"""Name of the file that says which file has which part of which tensor. torch unpickles it, so its digest is verified
+before."""
 
 
 class Piece(Struct, frozen=True, array_like=True):
-    """A part of a tensor, and where it lies."""
+    """A part of a tensor, and its position in a file."""
 
     name: str
     dtype: str
     whole: tuple[int, ...]
-    """shape of the tensor that it is a part of"""
+    """Shape of the tensor that it is a part of."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
     at: int
-    """bytes from the beginning of the file"""
+    """Offset in bytes from the beginning of the file."""
     nbytes: int
 
 
 class _OwnWriter(FileSystemWriter):
-    """Writes the files of one member under the names that torch gives them, and keeps the metadata to itself."""
+    """Writes the files of one member under torch's names for them, and stores the metadata in ``pieces``."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         super().__init__(folder, sync_files=True, overwrite=False)
@@ -61,23 +62,29 @@ class _OwnWriter(FileSystemWriter):
         super().set_up_storage_writer(is_coordinator, rank=self._own_rank, use_collectives=False)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        places = {result.index: result.storage_data for result in results[0]}
+        positions = {result.index: result.storage_data for result in results[0]}
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata)
             dtype = str(tensor.properties.dtype).removeprefix("torch.")
             for chunk in tensor.chunks:
-                place = places[MetadataIndex(name, chunk.offsets)]
+                position = positions[MetadataIndex(name, chunk.offsets)]
                 self.pieces.append(
                     Piece(name, dtype, tuple(tensor.size), tuple(chunk.offsets), tuple(chunk.sizes),
-                          place.relative_path, place.offset, place.length)
+                          position.relative_path, position.offset, position.length)
                 )  # fmt: skip
 
 
 def write_shards(state: Mapping[str, Tensor], folder: Path, rank: int) -> list[Piece]:
-    """Write this member's part of ``state`` into ``folder``, and fsync it; the first member writes all that is not
-    sharded. Tells nobody. Raises OSError, or torch's CheckpointException around one."""
-    if there := next(folder.glob(f"__{rank}_*"), None):
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(there))
+    """Write this member's part of ``state`` into ``folder``, and fsync it; return its pieces.
+
+    Rank 0 writes all tensors that are not sharded. Communicates with no other member.
+
+    Raises:
+        OSError: A file could not be written.
+        CheckpointException: torch's wrapper of such an error.
+    """
+    if existing := next(folder.glob(f"__{rank}_*"), None):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(existing))
     writer = _OwnWriter(folder, rank)
     mine = {name: tensor for name, tensor in state.items() if rank == 0 or isinstance(tensor, DTensor)}
     save(mine, storage_writer=writer, no_dist=True)
@@ -85,30 +92,40 @@ def write_shards(state: Mapping[str, Tensor], folder: Path, rank: int) -> list[P
 
 
 def write_metadata(folder: Path, pieces: Iterable[Piece]) -> Path:
-    """Write the file from which the ``pieces`` of all members are read again; returns its path. Raises OSError, and
-    RuntimeError where a piece is none that :func:`write_shards` gives: it came over a network."""
+    """Write the file from which the ``pieces`` of all members are read again; return its path.
+
+    Raises:
+        OSError: The file could not be written.
+        RuntimeError: A piece is not one that :func:`write_shards` returns; pieces were received over a network.
+    """
     tensors: dict[str, TensorStorageMetadata] = {}
-    places: dict[MetadataIndex, WriteResult] = {}
+    positions: dict[MetadataIndex, WriteResult] = {}
     for piece in pieces:
         chunk = ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
         index = MetadataIndex(piece.name, chunk.offsets)
-        if index in places:
-            continue  # empty shards, of a tensor with fewer rows than there are members, all lie at its end
-        places[index] = WriteResult(index, piece.nbytes, _StorageInfo(piece.file, piece.at, piece.nbytes))
+        if index in positions:
+            continue  # a tensor with fewer rows than members has several empty shards, all at its end
+        positions[index] = WriteResult(index, piece.nbytes, _StorageInfo(piece.file, piece.at, piece.nbytes))
         dtype = getattr(torch, piece.dtype, None)
         if not isinstance(dtype, torch.dtype) or Path(piece.file).name != piece.file:
-            raise RuntimeError(f"another member of the gang says that it wrote {piece}")
+            raise RuntimeError(f"another member of the gang reported an invalid piece: {piece}")
         properties = TensorProperties(dtype=dtype)
         whole = TensorStorageMetadata(properties, torch.Size(piece.whole), [])
         tensors.setdefault(piece.name, whole).chunks.append(chunk)
     writer = FileSystemWriter(folder, sync_files=True)
     writer.set_up_storage_writer(True)
-    paths = {name: (name,) for name in tensors}  # in the state, which has no levels
-    writer.finish(Metadata({**tensors}, planner_data=paths), [list(places.values())])
+    paths = {name: (name,) for name in tensors}  # paths in the state, which is not nested
+    writer.finish(Metadata({**tensors}, planner_data=paths), [list(positions.values())])
     return folder / METADATA
 
 
 def read_shards(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Read this member's part of ``tensors`` in place, by however many members they were written. Tells nobody. Raises
-    OSError, or torch's CheckpointException."""
+    """Read this member's part of ``tensors`` in place; any number of members may have written them.
+
+    Communicates with no other member.
+
+    Raises:
+        OSError: A file could not be read.
+        CheckpointException: torch's wrapper of such an error.
+    """
     load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)

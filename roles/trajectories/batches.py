@@ -1,7 +1,7 @@
-"""A batch between the store and who learns from it: packed on its way, plain tuples where it is read.
+"""Batches between the store and a trainer: packed in messages, plain tuples where they are read.
 
-In a gang each member reads its share alone. Of the other trajectories it knows what the whole step depends on: groups,
-scores, lengths, and the versions that sampled them.
+Each member of a gang receives the tokens of its own share only. Of all other trajectories it receives what the whole
+step depends on: groups, scores, lengths, and the versions that sampled them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .types import Batch, PackedBatch, PackedTrajectory, Trajectory
 
 
 class NotLocal(Sequence[Any]):
-    """So many values that another member of the gang has."""
+    """A sequence of known length whose values another member of the gang has."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -32,7 +32,7 @@ class NotLocal(Sequence[Any]):
 
 
 class _Versions(Sequence[Version]):
-    """One for each token, and no memory for each."""
+    """The version of each token, computed from runs without memory per token."""
 
     def __init__(self, packed: PackedTrajectory) -> None:
         self._packed = packed
@@ -50,33 +50,36 @@ class _Versions(Sequence[Version]):
 
 
 def decode(batch: PackedBatch) -> Batch:
-    """For reading: some 90 bytes for each token that is here."""
+    """Unpack a batch for reading, which takes some 90 bytes of memory per token."""
     prompts = {group: unpack_tokens(prompt) for group, prompt in zip(batch.groups, batch.prompts, strict=True)}
-    trajectories = tuple(_decode_trajectory(each, prompts[each.group]) for each in batch.trajectories)
+    trajectories = tuple(_decode_trajectory(packed, prompts[packed.group]) for packed in batch.trajectories)
     return Batch(batch.number, batch.groups, batch.digest, trajectories, batch.stale, batch.max_age)
 
 
 def _decode_trajectory(packed: PackedTrajectory, prompt: tuple[int, ...]) -> Trajectory:
-    here = bool(packed.tokens) or not packed.length
+    is_local = bool(packed.tokens) or not packed.length
     versions = _Versions(packed)
     return Trajectory(
         id=packed.id,
         group=packed.group,
         prompt=prompt,
-        tokens=unpack_tokens(packed.tokens) if here else cast(Any, NotLocal(packed.length)),
-        logprobs=tuple(array("f", packed.logprobs)) if here else cast(Any, NotLocal(packed.length)),
-        versions=tuple(versions) if here else cast(Any, versions),
+        tokens=unpack_tokens(packed.tokens) if is_local else cast(Any, NotLocal(packed.length)),
+        logprobs=tuple(array("f", packed.logprobs)) if is_local else cast(Any, NotLocal(packed.length)),
+        versions=tuple(versions) if is_local else cast(Any, versions),
         reward=packed.reward,
         training=packed.training,
     )
 
 
 def shard_for(batch: PackedBatch, rank: int, world: int) -> PackedBatch:
-    """What member ``rank`` of ``world`` needs: the tokens of ``trajectories[rank::world]``, and of the first one, which
-    takes the place of an example where a member has one less than the others."""
+    """Return the batch with the tokens that member ``rank`` of ``world`` needs.
+
+    These are the tokens of ``trajectories[rank::world]``, and of the first trajectory, which serves as the padding
+    example of a member that has one trajectory less than the others.
+    """
     included = {0, *range(rank, len(batch.trajectories), world)}
     trajectories = tuple(
-        each if place in included else msgspec.structs.replace(each, tokens=b"", logprobs=b"")
-        for place, each in enumerate(batch.trajectories)
+        packed if index in included else msgspec.structs.replace(packed, tokens=b"", logprobs=b"")
+        for index, packed in enumerate(batch.trajectories)
     )
     return msgspec.structs.replace(batch, trajectories=trajectories)

@@ -1,6 +1,6 @@
-"""The store as its users see it: one method a request, said with the same words until it is answered.
+"""Client of the trajectory store: one method per request, each repeated unchanged until it is answered.
 
-A store that restarts is not noticed here, but for the time that it takes.
+A restart of the store is invisible to the caller, except for the time it takes.
 """
 
 from __future__ import annotations
@@ -42,28 +42,31 @@ from .types import (
 )
 
 _RESEND_AFTER_S = 5.0
-"""s beyond a request's own wait after which it is said again, and then less and less often: an answer can be lost
-without the connection"""
+"""Seconds beyond a request's own wait after which it is sent again, then at growing intervals: an answer can be lost
+although the connection is not."""
 _RETRY_PAUSE_S = 0.1
-"""s before a request is said again that the store could not judge yet"""
+"""Seconds before a request is repeated that the store answered with NotReady."""
 FOLLOW_WAIT_S = 10.0
-"""s after which a rollout asks anew which version is the newest, and so hears which replicas serve it by now: short
-against the 120 s for which a pull looks for a source; 1,024 rollouts that ask so often take 3 ms of each second of the
-store (30 us a request, measured)"""
+"""Seconds after which a rollout repeats its request for the newest version, and so learns which replicas serve it by
+then. Short compared with the 120 s for which a pull looks for a source; 1,024 rollouts that repeat it so often take 3
+ms of each second of the store (30 us per request, measured)."""
 _WEIGHTS_POLL_S = 0.01
-"""s between two looks whether newer weights are here; nobody is asked for it"""
+"""Seconds between two checks, inside this process, whether newer weights have arrived."""
 
 
 class Refused(RuntimeError):
-    """The store denied a request for good."""
+    """The store denied a request, and will do so again."""
 
 
 class Fenced(Refused):
-    """This life is not believed any more: it must leave."""
+    """This incarnation is no longer current and must exit."""
 
 
 def store_address(peers: Peers | None, role: str = "trajectories") -> Address | None:
-    """Where the store listens; its incarnation is the epoch, so that an older store is not listened to."""
+    """Return the address of the store, or None while it has none.
+
+    The address carries the store's incarnation as epoch, so that answers of an older store are ignored.
+    """
     for replica, peer in (peers.peers if peers else {}).items():
         if role_of(replica) == role and peer.listen_address:
             return Address(peer.incarnation.number, peer.listen_address)
@@ -71,12 +74,18 @@ def store_address(peers: Peers | None, role: str = "trajectories") -> Address | 
 
 
 class TrajectoryClient:
-    """The store, asked as ``life``. Belongs to the asyncio loop in which it is made; :meth:`run` is its task.
+    """Client of the store for one incarnation.
 
+    It belongs to the asyncio loop in which it is created, and :meth:`run` must run as a task of that loop. Every method
+    that sends a request raises TimeoutError if the store does not answer within ``timeout`` seconds (plus the request's
+    ``wait``), Fenced if this incarnation must exit, and Refused for any other denial.
 
-    ``weights`` gives the step of the newest weights that are here (None: there are none, or nobody asks for them).
-    Every method raises TimeoutError when the store does not answer within ``patience`` s (beyond a ``wait``),
-    Fenced when this life must leave, and Refused for any other denial.
+    Args:
+        keys: Keys of the run.
+        incarnation: Sender of the requests.
+        find_store: Returns the current address of the store, or None.
+        timeout: Seconds for which a request is repeated.
+        weights: Returns the step of the newest weights that this process has; None if it has none or uses none.
     """
 
     def __init__(
@@ -89,21 +98,23 @@ class TrajectoryClient:
         self._dialer = Dialer(keys, Answer, find_store)
 
     async def run(self) -> None:
-        """Find the store, lose it, find it again; until closed or cancelled."""
+        """Connect to the store, and reconnect whenever the connection is lost, until closed or cancelled."""
         await self._dialer.run()
 
     def refresh_address(self) -> None:
-        """Where the store is may have changed."""
+        """Look up the store's address again, because it may have changed."""
         self._dialer.refresh_address()
 
     async def close(self) -> None:
+        """Close the connection."""
         await self._dialer.close()
 
     async def lease(self, at_most: int, wait: float = 1.0, holding: Sequence[int] = ()) -> tuple[Item, ...]:
-        """Up to ``at_most`` trajectories; none when there is no work within ``wait`` s, or none that the weights here
-        are new enough for.
+        """Lease up to ``at_most`` unfinished trajectories.
 
-        What was leased before is given again, as far as it is not finished and not in ``holding``."""
+        Trajectories leased before that are unfinished and not in ``holding`` are returned again. The result is empty if
+        within ``wait`` seconds there is no work, or none that this process's weights are new enough for.
+        """
         loop = asyncio.get_running_loop()
         until = loop.time() + wait
         while True:
@@ -117,7 +128,11 @@ class TrajectoryClient:
                 return answer.items
 
     async def append(self, segments: Sequence[Segment], finished: Sequence[int] = ()) -> tuple[int, ...]:
-        """Durable when it returns. Returns the trajectories that are not ours any more: stop working on them."""
+        """Append segments, which are durable on return.
+
+        Returns:
+            The trajectories that are no longer leased to this incarnation; the caller must stop working on them.
+        """
         lost: set[int] = set()
         while True:
             remaining = tuple(segment for segment in segments if segment.trajectory not in lost)
@@ -131,35 +146,41 @@ class TrajectoryClient:
         return tuple(sorted(lost))
 
     async def lease_scoring(self, at_most: int, wait: float = 1.0, holding: Sequence[int] = ()) -> tuple[ToScore, ...]:
-        """Up to ``at_most`` complete trajectories to score; ``holding`` as in :meth:`lease`."""
+        """Lease up to ``at_most`` complete trajectories for scoring; ``holding`` as in :meth:`lease`."""
         answer = await self._ask(LeaseScoring(self._incarnation, at_most, wait, tuple(holding)), wait)
         return answer.items if isinstance(answer, Scoring) else ()
 
     async def post_scores(self, scores: Sequence[Score], failed: dict[int, str] | None = None) -> None:
-        """Durable when it returns. ``failed``: what cannot be scored, and why; its group is dropped."""
+        """Post scores, which are durable on return.
+
+        ``failed`` maps each trajectory that cannot be scored to the reason; its group is dropped.
+        """
         answer = await self._send_until_decided(PostScores(self._incarnation, tuple(scores), failed or {}))
         if isinstance(answer, Denied):
             self._raise(answer)
 
     async def batch(self, number: int, wait: float = 5.0) -> PackedBatch | None:
-        """The batch of step ``number``; None when there is none within ``wait`` s."""
+        """Return the batch of step ``number``, or None if it cannot be bound within ``wait`` seconds."""
         answer = await self._ask(GetBatch(self._incarnation, number, wait), wait)
         return answer.batch if isinstance(answer, Bound) else None
 
     async def commit(
         self, number: int, manifest: dict[str, Any], digest: str, metrics: dict[str, float] | None = None
     ) -> None:
-        """Step ``number`` counts when it returns."""
+        """Commit step ``number``; the commit is durable on return."""
         await self._ask(Commit(self._incarnation, number, manifest, digest, metrics or {}), 0.0)
 
     async def metrics(self, after: int) -> tuple[StepMetrics, ...]:
-        """Metrics of committed steps after ``after``, in order; those that follow the last one are asked for anew."""
+        """Return stored metrics of committed steps after ``after``, in order.
+
+        One answer may not contain all of them: repeat the call with the last step that was returned.
+        """
         answer = await self._ask(GetMetrics(self._incarnation, after), 0.0)
         assert isinstance(answer, StoredMetrics), answer
         return answer.commits
 
     async def committed(self) -> CommittedState:
-        """What counts; from here on no older incarnation of this trainer can change it."""
+        """Return the newest commit. Afterwards no older incarnation of this trainer can commit."""
         answer = await self._ask(GetCommitted(self._incarnation), 0.0)
         assert isinstance(answer, CommittedState), answer
         return answer
@@ -171,9 +192,12 @@ class TrajectoryClient:
         known: Version | None,
         wait: float = FOLLOW_WAIT_S,
     ) -> NewestVersion | None:
-        """Report that ``holds`` is served at ``serves``, and wait until the newest version is another one than
-        ``known``, for ``wait`` s at most. Return the newest version, which may be ``known`` with other holders, or
-        None where the store knows of no version."""
+        """Report the version that this process serves, and wait for a version other than ``known``.
+
+        Returns:
+            The newest version: after ``wait`` seconds possibly ``known`` with other sources; None if the store knows no
+                version.
+        """
         answer = await self._ask(FollowVersions(self._incarnation, weight_address, weight_version, known, wait), wait)
         return answer if isinstance(answer, NewestVersion) else None
 
@@ -184,14 +208,17 @@ class TrajectoryClient:
         return answer
 
     async def _send_until_decided(self, request: Request) -> Answer:
-        """For what must be done: not yet known to the store is not an answer."""
+        """Send a request that must be carried out, and repeat it while the answer is NotReady."""
         async with asyncio.timeout(self._timeout):
             while isinstance(answer := await self._send(request, 0.0), NotReady):
                 await asyncio.sleep(_RETRY_PAUSE_S)
             return answer
 
     async def _send(self, request: Request, wait: float) -> Answer:
-        """Said again it is the same question: an answer that takes long, as a large batch does, is never too late."""
+        """Send a request, and send it again if no answer arrives in time.
+
+        A repeated request has the same id, so an answer that takes long, such as a large batch, is never too late.
+        """
         answer: Answer = await self._dialer.request(request, wait + self._timeout, wait + _RESEND_AFTER_S)
         return answer
 

@@ -1,12 +1,15 @@
-"""The trajectory store's file: framed, checksummed records; one writer; durable when :meth:`Log.flush` returns.
+"""The trajectory store's log: framed, checksummed records from one writer, durable when :meth:`Log.flush` returns.
 
-A folder holds ``log.<k>``, where k counts the openings. A new writer claims k by creating its file, exclusively and
-empty, *then* reads the newest log before it, then writes what still matters into its own, which appears whole, by
-rename. A predecessor that still runs (on a node that was cut off) sees the claim when it flushes, and stops before it
-acknowledges: either it sees the new writer, or the new writer saw its bytes. On NFS a cached directory entry may hide
-the claim for as long as the site's ``acdirmax``; the manager's fencing covers that. O_APPEND between NFS clients, flock
-and mtime are not relied upon (docs/sources.md, sites). :class:`Durable` keeps the store's state and its log in step: a
-record is folded at once, and durable at the next flush.
+A folder contains ``log.<k>``, where k counts how often the log was opened. A new writer claims k by creating the file,
+exclusively and empty; *then* it reads the newest log before it, and writes the records that are still needed into its
+own log, which appears complete, by rename. An earlier writer that still runs, for example on a node that lost its
+network, finds the claim when it flushes, and stops before it acknowledges anything: either it sees the new writer's
+file, or the new writer has read its bytes. On NFS a cached directory entry can hide the claim for as long as the site's
+``acdirmax``; the manager's fencing covers that time. The log does not rely on O_APPEND between NFS clients, on flock or
+on mtime (docs/sources.md, sites).
+
+:class:`DurableState` keeps the store's state consistent with its log: a record changes the state at once, and is
+durable at the next flush.
 """
 
 from __future__ import annotations
@@ -18,26 +21,30 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from .records import Audit, Binding, BindingRetired, GroupDropped, Record, audit, decode, encode
+from .records import Audit, Binding, BindingRetired, GroupDropped, LogFormatError, Record, audit, decode, encode
 from .state import State
 
 _HEADER = struct.Struct("<4sIII")
-"""magic, twice the number of the flush that wrote it (plus one on its last frame), length, crc32 of the rest"""
+"""Header of a frame: magic bytes; twice the number of the flush that wrote it, plus one on the last frame of the flush;
+length of the payload; CRC-32 of the other fields and the payload."""
 _MAGIC = b"rrlT"
 
 
 class LogDamaged(RuntimeError):
-    """Bytes that had been made durable cannot be read: nothing may be decided from the rest."""
+    """Bytes of the log that were durable cannot be read, so its state is unknown."""
 
 
 class Superseded(RuntimeError):
-    """Another process opened this folder: nothing of ours may be acknowledged any more."""
+    """Another process opened this folder: this one must not acknowledge anything that it has not flushed."""
 
 
 def read_frames(path: Path) -> Iterator[bytes]:
-    """Payloads in order, up to a torn tail: what a crash left of the last flush, which nobody was told of.
+    """Yield the payloads in order, except an incomplete last flush.
 
-    Raises LogDamaged where that cannot be the explanation, because a later flush lies behind the bad bytes.
+    A crash may leave such a flush behind; none of it was acknowledged.
+
+    Raises:
+        LogDamaged: Bytes cannot be read although a later flush follows them, so a crash is not the explanation.
     """
     torn = 0
     with path.open("rb") as file:
@@ -47,17 +54,20 @@ def read_frames(path: Path) -> Iterator[bytes]:
             if frame is None:
                 break
             mark, payload = frame
-            torn = (mark + 1) // 2  # the flush that the next frame belongs to: this one, or after its last the next
+            torn = (
+                mark + 1
+            ) // 2  # flush of the next frame: the same one, or the one after it if this frame was its last
             yield payload
         file.seek(at)
         rest = file.read()
     if torn == 0:
-        raise LogDamaged(f"{path}: cannot be read from byte {at} on, although it was complete when it got its name")
+        raise LogDamaged(f"{path}: unreadable from byte {at} on, although the file was complete when it was renamed")
     if (later := _later_flush(rest, torn)) is not None:
-        raise LogDamaged(f"{path}: cannot be read at byte {at}, yet flush {later} lies behind; restore it from a copy")
+        raise LogDamaged(f"{path}: unreadable at byte {at}, but flush {later} follows; restore the file from a copy")
 
 
 def _read_frame(file: BinaryIO) -> tuple[int, bytes] | None:
+    """Return (mark, payload) of the next frame, or None if no complete frame follows."""
     header = file.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None
@@ -73,7 +83,7 @@ def _read_frame(file: BinaryIO) -> tuple[int, bytes] | None:
 
 
 def _frames(flush: int, payloads: Iterable[bytes]) -> Iterator[bytes]:
-    """The frames of one flush; the last one says that it is."""
+    """Yield the frames of one flush; the last one is marked as the last."""
     last: bytes | None = None
     for payload in payloads:
         if last is not None:
@@ -89,7 +99,7 @@ def _frame(mark: int, payload: bytes) -> bytes:
 
 
 def _later_flush(rest: bytes, torn: int) -> int | None:
-    """Number of a whole frame in ``rest`` that a flush after ``torn`` wrote, if there is one."""
+    """Return the number of a flush after ``torn`` that wrote a complete frame in ``rest``, or None."""
     at = rest.find(_MAGIC)
     while at >= 0:
         view = memoryview(rest)[at:]
@@ -103,7 +113,10 @@ def _later_flush(rest: bytes, torn: int) -> int | None:
 
 
 class Log:
-    """The one log of ``folder``. First ``rewrite`` (from what ``inherited`` says), then ``append`` and ``flush``."""
+    """The log of ``folder``.
+
+    Call :meth:`rewrite` first, from the payloads of :meth:`inherited`; then :meth:`append` and :meth:`flush`.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -114,46 +127,50 @@ class Log:
         self._pending: list[bytes] = []
         self._flush = 0
         self.size = 0
-        """bytes in the file"""
+        """Size of the file in bytes."""
 
     def inherited(self) -> Iterator[bytes]:
-        """What the newest opening before ours left durable; nothing in a fresh folder."""
+        """Yield the durable payloads of the newest log before this one; nothing in a new folder."""
         older = [n for n in _numbers(self._folder) if n < self._number and (self._folder / f"log.{n}").stat().st_size]
         return read_frames(self._folder / f"log.{max(older)}") if older else iter(())
 
     def scan(self) -> Iterator[bytes]:
-        """What is durable in our own file."""
+        """Yield the durable payloads of this log."""
         return read_frames(self._path)
 
     def rewrite(self, payloads: Iterable[bytes]) -> None:
-        """Replace all by ``payloads`` (at least one), whole or not at all; durable when it returns.
+        """Replace the whole log by ``payloads`` (at least one) atomically; durable on return.
 
-        What waits is flushed before."""
+        Payloads that were appended before are flushed first.
+        """
         self.flush()
-        fresh = self._path.with_suffix(f".{self._number}.new")
-        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        replacement = self._path.with_suffix(f".{self._number}.new")
+        with open(os.open(replacement, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.writelines(_frames(0, payloads))
             file.flush()
             os.fsync(file.fileno())
         self._check_ours()
-        os.replace(fresh, self._path)
+        os.replace(replacement, self._path)
         _sync_folder(self._folder)
         self.close()
         self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND)
         self._flush = 0
         self.size = os.fstat(self._fd).st_size
-        for stale in self._folder.glob("log.*"):
-            if stale != self._path and _number(stale.name) < self._number:
-                stale.unlink(missing_ok=True)
+        for old_log in self._folder.glob("log.*"):
+            if old_log != self._path and _number(old_log.name) < self._number:
+                old_log.unlink(missing_ok=True)
 
     def append(self, payload: bytes) -> None:
-        """To be written by the next ``flush``."""
+        """Queue a payload for the next :meth:`flush`."""
         self._pending.append(payload)
 
     def flush(self) -> None:
-        """Make all that was appended durable: one write, one sync. Raises Superseded when this folder is not ours.
+        """Make all appended payloads durable with one write and one sync.
 
-        After any error here the object is useless: what the file holds is known only by reading it again.
+        After any exception this object is unusable: the contents of the file are unknown until it is read again.
+
+        Raises:
+            Superseded: Another process has opened the folder.
         """
         if self._pending:
             assert self._fd is not None
@@ -168,15 +185,17 @@ class Log:
 
     def _check_ours(self) -> None:
         if (self._folder / f"log.{self._number + 1}").exists() or not self._path.exists():
-            raise Superseded(f"{self._folder} was opened again, after our opening number {self._number}")
+            raise Superseded(f"{self._folder}: another process opened this store after opening {self._number}")
 
     def close(self) -> None:
+        """Close the file, without flushing."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
 
 def _claim(folder: Path) -> int:
+    """Create the next log file of the folder and return its number."""
     while True:
         number = max(_numbers(folder), default=0) + 1
         try:
@@ -204,34 +223,50 @@ def _sync_folder(folder: Path) -> None:
 
 
 _RETAINED_STEPS = 2
-"""committed steps whose token data stays (rule 9)"""
+"""Number of committed steps whose token data is kept (rule 9)."""
 _COMPACT_GROWTH = 4
-"""the log is compacted once it has grown so many times since the last time: rewriting stays a fixed share of writing"""
+"""Growth factor of the log after which it is compacted, so that rewriting stays a fixed share of all writing."""
 
 
 class DurableState:
-    """``compact_from``: bytes of log below which it is not compacted."""
+    """The store's state and its log.
+
+    Args:
+        folder: Folder of the log; an earlier writer of it is superseded.
+        compact_from: Size of the log in bytes below which it is not compacted.
+
+    Raises:
+        LogDamaged: The log cannot be read completely.
+        LogFormatError: The log was written by a version of rrl whose records this version cannot read.
+    """
 
     def __init__(self, folder: Path, compact_from: int) -> None:
         self.state = State(_RETAINED_STEPS)
         self._compact_from = compact_from
         self._log = Log(folder)
         for payload in self._log.inherited():
-            self.state.apply(decode(payload))
+            try:
+                self.state.apply(decode(payload))
+            except LogFormatError as error:
+                raise LogFormatError(f"the trajectory log in {folder} {error}") from error
         self._rewrite(self._log.inherited())
 
     def write(self, record: Record) -> None:
+        """Apply a record to the state and queue it for the next :meth:`flush`."""
         self._log.append(encode(record))
         self.state.apply(record)
 
     def flush(self) -> None:
-        """Raises OSError or Superseded: then what the disk holds is not known, and this object is useless."""
+        """Make all records durable.
+
+        After OSError or Superseded this object is unusable: the contents of the disk are unknown.
+        """
         self._log.flush()
         if self._log.size >= max(self._compact_from, _COMPACT_GROWTH * self._rewritten):
             self._rewrite(self._log.scan())
 
     def _rewrite(self, past: Iterable[bytes]) -> None:
-        """Leave only what the state needs, and of the ``past`` what the audit needs."""
+        """Keep only the records that the state needs, and of the ``past`` ones those that the audit needs."""
 
         def records() -> Iterator[Record]:
             yield self.state.head()
@@ -250,8 +285,10 @@ class DurableState:
                     yield BindingRetired(number, groups, trajectories)
 
     def audit(self) -> Audit:
+        """Compute the audit from the durable records."""
         self.flush()
         return audit(map(decode, self._log.scan()))
 
     def close(self) -> None:
+        """Close the log."""
         self._log.close()

@@ -1,4 +1,7 @@
-"""The trajectory store as a process: the store's rules behind a socket. ``python -m rrl.roles.trajectories.server``"""
+"""The trajectory store's process: the store behind a socket.
+
+Started as ``python -m rrl.roles.trajectories.server``.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ from ...transport.control.sockets import CONTROL_BOUNDS, STORE_BOUNDS
 from ...transport.messages import Peers, WeightSource
 from ..models.tasks import TaskError, load_task
 from ..models.tokenizer import open_tokenizer
+from .records import LogFormatError
 from .store import Store
 from .types import (
     Answer,
@@ -48,6 +52,7 @@ _log = logging.getLogger("rrl.trajectories")
 
 
 def answer(store: Store, request: Request) -> Answer:
+    """Pass a request to the store and return its answer."""
     match request:
         case LeaseWork(incarnation, at_most, _, holding, weights):
             return store.lease(incarnation, at_most, holding, weights)
@@ -70,7 +75,7 @@ def answer(store: Store, request: Request) -> Answer:
 
 
 def report_and_read(store: Store, request: FollowVersions) -> NewestVersion | NotReady | Denied:
-    """Report what the asker serves, and return the newest version that is known then."""
+    """Report the version that the sender serves, and return the newest known version."""
     source = WeightSource(
         request.incarnation, request.weight_address or "", request.weight_version if request.weight_address else None
     )
@@ -78,48 +83,49 @@ def report_and_read(store: Store, request: FollowVersions) -> NewestVersion | No
 
 
 _STOP_POLL_S = 0.2
-"""s between two looks whether the manager asked us to stop"""
+"""Seconds between two checks whether the manager has requested a stop."""
 
 
 _EMPTY = (NotReady(), Leased(()), Scoring(()))
-"""Answers that give nothing: a request waits before it gets one"""
+"""Answers without a result: a request waits for its time before it is answered with one of them."""
 _OUTDATED = Leased((), outdated=True)
-"""Told at once: whoever must get newer weights first asks again with those"""
+"""Answer that is sent without a wait: the rollout must receive newer weights before it repeats its request."""
 _NO_WORK = (*_EMPTY, _OUTDATED)
-"""Answers that are no work done"""
+"""Answers that do not count as progress of the store."""
 WEIGHTS_WARNING_AFTER_S = 300.0
-"""s that newer weights may be on their way while nothing else happens before it is said that they are waited for:
-longer than the largest models take"""
+"""Seconds for which trainer and rollouts may both wait before the missing newer weights are reported: longer than the
+transfer of the largest models takes."""
 
 
 NOTE_AFTER_S = 5.0
-"""s that the trainer waits for a batch before `rrl status` says for what: shorter waits are part of every step"""
+"""Seconds for which the trainer waits for a batch before `rrl status` shows the reason: shorter waits are part of every
+step."""
 NOTE_INTERVAL_S = 30.0
-"""s between two notes on the same step: each is a record in the manager's journal"""
+"""Seconds between two notes on the same step, because each one is a record in the manager's journal."""
 _FRAME_OVERHEAD_BYTES = 1024
-"""bytes of a frame that are not the answer, and more"""
+"""Upper bound of the bytes in a frame that are not part of the answer."""
 
 
 class _Parked(msgspec.Struct):
-    """A request that could not be served yet, and until when it waits."""
+    """A request that could not be served yet, and the loop time (s) until which it waits."""
 
     incoming: Incoming
     until: float
 
 
 class _Following(msgspec.Struct):
-    """An open request for newer versions than the asker knows, and until when it waits (loop time, s)."""
+    """An open request for a version newer than the sender knows, and the loop time (s) until which it waits."""
 
     incoming: Incoming
     until: float
 
 
 class Followers:
-    """The open ``FollowVersions`` requests at ``store``: one of each trainer and rollout, nearly all of the time.
+    """The open ``FollowVersions`` requests at ``store``: nearly always one of each trainer and rollout.
 
-    They are kept apart from the requests that wait for work or batches: those are judged anew in every round of the
-    store, these only when the newest version or the membership changed, or when their wait is over. ``now`` is the
-    time of the server's loop, in seconds.
+    They are stored apart from requests for work or batches. Those are evaluated in every round of the server; these
+    only when the newest version or the membership has changed, or when their wait is over. ``now`` is the time of the
+    server's loop in seconds.
     """
 
     def __init__(self, store: Store) -> None:
@@ -127,32 +133,32 @@ class Followers:
         self._waiting: dict[Incarnation, _Following] = {}
         self._arrived: set[Incarnation] = set()
         self._answered_version: NewestVersion | None = None
-        """the newest version when all requests were judged last"""
-        self._judge_all = False
+        """Newest version when all requests were last evaluated."""
+        self._evaluate_all = False
 
     def add(self, incoming: Incoming, now: float) -> None:
-        """Take in a request. An earlier one of the same life is dropped: its asker waits for this one."""
+        """Add a request. An earlier one of the same incarnation is dropped, because its sender waits for this one."""
         incarnation = incoming.message.incarnation
         self._waiting[incarnation] = _Following(incoming, now + incoming.message.wait)
         self._arrived.add(incarnation)
 
     def membership_changed(self) -> None:
-        """Judge every request anew: a life that was unknown may be current by now, another one fenced."""
-        self._judge_all = True
+        """Evaluate every request again: an unknown incarnation may have become current, and another one fenced."""
+        self._evaluate_all = True
 
     @property
     def due(self) -> float:
-        """When the first wait is over; inf: nobody waits."""
+        """Loop time (s) at which the first wait is over; inf without requests."""
         return min((waiting.until for waiting in self._waiting.values()), default=math.inf)
 
     def answers(self, now: float) -> list[tuple[Incoming, Answer]]:
-        """Return the answers that can be given now; their requests do not wait any more."""
+        """Return the answers that can be given now, and remove their requests."""
         for incarnation in self._arrived:
             report_and_read(self._store, self._waiting[incarnation].incoming.message)
         changed = self._store.newest_version is not self._answered_version
         self._answered_version = self._store.newest_version
-        incarnations = list(self._waiting) if changed or self._judge_all or self.due <= now else list(self._arrived)
-        self._judge_all = False
+        incarnations = list(self._waiting) if changed or self._evaluate_all or self.due <= now else list(self._arrived)
+        self._evaluate_all = False
         self._arrived.clear()
         answers: list[tuple[Incoming, Answer]] = []
         for incarnation in incarnations:
@@ -167,11 +173,15 @@ class Followers:
 
 
 class Server:
-    """Serves ``store`` at ``listener``. All methods belong to one asyncio loop.
+    """Serves ``store`` at ``listener``. All methods must be called in one asyncio loop.
 
-    ``done`` is told after each round how many requests it served. Those that wait in vain are not served: a store that
-    only says so stands still, however often it is asked. ``note`` is given what a trainer that has waited for
-    ``NOTE_AFTER_S`` waits for, in words for people, and an empty text once it has its batch.
+    Args:
+        store: The store.
+        listener: The socket.
+        on_served: Called after each round with the number of requests served. Requests that waited in vain do not
+            count: a store that cannot serve any request makes no progress.
+        note: Called with the reason, for people, why the trainer has waited for a batch for ``NOTE_AFTER_S``; with an
+            empty text once it has the batch.
     """
 
     def __init__(
@@ -183,9 +193,9 @@ class Server:
         self._on_served = on_served
         self._note = note
         self._unbound: int | None = None
-        """step of the batch that the trainer asks for and that is not bound yet"""
+        """Step whose batch the trainer has requested and that is not bound yet."""
         self._note_at = 0.0
-        """loop time (s) of the next note on it"""
+        """Loop time (s) of the next note on that step."""
         self._noted = False
         self._arrived: list[Incoming] = []
         self._parked: list[_Parked] = []
@@ -193,20 +203,26 @@ class Server:
         self._woken = asyncio.Event()
         self._stopping = False
         self._weights_missing_since: float | None = None
-        """since when nothing but newer weights has been waited for, also by the trainer; inf: that was said"""
+        """Loop time (s) since which trainer and rollouts wait only for newer weights; inf once that was reported."""
 
     def update_membership(self, current: frozenset[Incarnation]) -> None:
-        """Who lives, from the manager; durable with the next round, before any later answer."""
+        """Replace the current incarnations by those of the manager; durable before any later answer is sent."""
         self._store.update_membership(current)
         self._followers.membership_changed()
         self._woken.set()
 
     def stop(self) -> None:
+        """End :meth:`run` after the current round."""
         self._stopping = True
         self._woken.set()
 
     async def run(self) -> None:
-        """Serve until stopped. Raises OSError or Superseded when nothing can be made durable here any more."""
+        """Serve until stopped.
+
+        Raises:
+            OSError: Records cannot be made durable.
+            Superseded: Another process has opened the store.
+        """
         reading = asyncio.create_task(self._read())
         try:
             while not self._stopping:
@@ -219,7 +235,7 @@ class Server:
 
     async def _read(self) -> None:
         while True:
-            incoming = await self._listener.receive()  # first: the list may be another one after the wait
+            incoming = await self._listener.receive()  # before the list is read: a round replaces the list
             self._arrived.append(incoming)
             self._woken.set()
 
@@ -231,12 +247,12 @@ class Server:
             async with asyncio.timeout(left if left < math.inf else None):
                 await self._woken.wait()
         self._woken.clear()
-        await asyncio.sleep(0)  # whoever came at the same time is read now, and shares our flush
+        await asyncio.sleep(0)  # requests that arrived at the same time are read now and share one flush
         if reading.done():
             reading.result()
 
     async def _round(self) -> None:
-        """Answer all that is here, make it durable by one flush, and only then tell."""
+        """Evaluate all requests, make the answers durable with one flush, and only then send them."""
         now = asyncio.get_running_loop().time()
         waiting = self._parked
         for incoming in self._arrived:
@@ -247,13 +263,13 @@ class Server:
         self._arrived, self._parked = [], []
         answers: list[tuple[Incoming, Answer | msgspec.Raw]] = []
         batches: dict[int, msgspec.Raw | Denied] = {}
-        for each in _once(waiting):
-            reply = self._answer(each.incoming.message, batches, now)
-            if now < each.until and reply in _EMPTY:
-                self._parked.append(each)
+        for parked in _once(waiting):
+            reply = self._answer(parked.incoming.message, batches, now)
+            if now < parked.until and reply in _EMPTY:
+                self._parked.append(parked)
             else:
-                answers.append((each.incoming, reply))
-        version_answers = self._followers.answers(now)  # no work done: a store that tells of versions only stands still
+                answers.append((parked.incoming, reply))
+        version_answers = self._followers.answers(now)  # not counted as served: answers about versions are not progress
         self._store.flush()
         for incoming, reply in (*answers, *version_answers):
             await self._listener.send(incoming.peer, reply, incoming.request_id)
@@ -267,13 +283,16 @@ class Server:
     def _answer(
         self, request: Request, batches: dict[int, msgspec.Raw | Denied], now: float
     ) -> Answer | msgspec.Raw:  # fmt: skip
-        """A batch, of which every member of a trainer may want its own copy, is made and encoded once a round."""
+        """Return the answer to a request.
+
+        Each member of a gang requests the batch, so it is built and encoded only once per round.
+        """
         if not isinstance(request, GetBatch):
             return answer(self._store, request)
-        if no := self._store.bind(request.incarnation, request.number):
-            if isinstance(no, NotReady) and self._unbound != request.number:
+        if rejection := self._store.bind(request.incarnation, request.number):
+            if isinstance(rejection, NotReady) and self._unbound != request.number:
                 self._unbound, self._note_at = request.number, now + NOTE_AFTER_S
-            return no
+            return rejection
         if request.number == self._unbound:
             self._unbound = None
         if request.number not in batches:
@@ -281,7 +300,7 @@ class Server:
         return batches[request.number]
 
     def _note_wait(self, now: float) -> None:
-        """Say what the trainer waits for, once in a while, and that it waits no more."""
+        """Note what the trainer waits for, at intervals, and when it no longer waits."""
         if self._unbound is None and self._noted:
             self._noted = False
             self._note("")
@@ -290,38 +309,40 @@ class Server:
             self._note(self._store.wait_reason(self._unbound) or "")
 
     def _warn_missing_weights(self, now: float, served: int, answers: Sequence[Answer | msgspec.Raw]) -> None:
-        """A trainer that waits for a batch has published, or should have, what the rollouts wait for."""
+        """Log a warning if the trainer waits for a batch while the rollouts wait for newer weights from it."""
         if served:
             self._weights_missing_since = None
-        elif _OUTDATED in answers and any(isinstance(one.incoming.message, GetBatch) for one in self._parked):
+        elif _OUTDATED in answers and any(isinstance(parked.incoming.message, GetBatch) for parked in self._parked):
             if self._weights_missing_since is None:
                 self._weights_missing_since = now
             elif now - self._weights_missing_since >= WEIGHTS_WARNING_AFTER_S:
                 self._weights_missing_since = math.inf
                 _log.warning(
-                    "the trainer waits for a batch, and the rollouts for newer weights than they have: with [sampling]"
-                    " staleness = N a trainer must publish at least once in N + 1 steps"
+                    "the trainer waits for a batch, and the rollouts wait for newer weights: with [sampling]"
+                    " staleness = N the trainer must publish at least once in N + 1 steps"
                 )
 
 
 def _once(waiting: Iterable[_Parked]) -> Iterator[_Parked]:
-    """Whoever says the same again while he waits is answered once."""
+    """Yield each request once: a peer that repeats a waiting request receives one answer."""
     answered: set[tuple[bytes, int]] = set()
-    for each in waiting:
-        peer, ask = each.incoming.peer, each.incoming.request_id
-        if ask is not None and (peer, ask) in answered:
+    for parked in waiting:
+        peer, request_id = parked.incoming.peer, parked.incoming.request_id
+        if request_id is not None and (peer, request_id) in answered:
             continue
-        if ask is not None:
-            answered.add((peer, ask))
-        yield each
+        if request_id is not None:
+            answered.add((peer, request_id))
+        yield parked
 
 
 def _encoded(batch: Answer) -> msgspec.Raw | Denied:
+    """Encode a batch, or deny it if it does not fit into one message."""
     data = msgspec.msgpack.encode(batch)
     if len(data) + _FRAME_OVERHEAD_BYTES <= CONTROL_BOUNDS.max_frame_bytes:
         return msgspec.Raw(data)
-    return Denied(f"the batch is {len(data) >> 20} MiB, more than the {CONTROL_BOUNDS.max_frame_bytes >> 20} MiB of one message; lower"
-                  " prompts_per_step, group_size or max_new_tokens in [sampling]")  # fmt: skip
+    return Denied(f"the batch has {len(data) >> 20} MiB, but a message at most"
+                  f" {CONTROL_BOUNDS.max_frame_bytes >> 20} MiB; lower prompts_per_step, group_size or max_new_tokens"
+                  " in [sampling]")  # fmt: skip
 
 
 def _current_incarnations(peers: Peers) -> frozenset[Incarnation]:
@@ -329,29 +350,35 @@ def _current_incarnations(peers: Peers) -> frozenset[Incarnation]:
 
 
 def _prompts(me: rrl.Worker) -> Callable[[int], Prompt]:
-    """Ends the process where model or task can never work. Called, it raises ValueError for a prompt that cannot be
-    written in tokens, or leaves no room for an answer, and whatever the task does."""
+    """Return the function that makes the prompt of an item.
+
+    Ends the process if the model or task is invalid. The returned function raises ValueError for a prompt that is empty
+    or leaves no room for an answer, and whatever the task raises.
+    """
     with exits_on_invalid_config():
         tokenizer = open_tokenizer(me.job["model"])
     with exits_on_invalid_config(TaskError):
         task = load_task(me.job["task"], me.job["run"]["seed"], tokenizer, Path(me.launch.cwd))
-    answer = me.job["sampling"]["max_new_tokens"]
+    max_new_tokens = me.job["sampling"]["max_new_tokens"]
     longest = _longest(me.job)
 
     def prompt(index: int) -> Prompt:
         tokens = tokenizer.prompt(task.prompt(index))
         if not tokens:
-            raise ValueError(f"item {index} of [task] is a prompt of no tokens")
-        if len(tokens) + answer > longest:
-            raise ValueError(f"item {index} of [task] is a prompt of {len(tokens)} tokens: with max_new_tokens ="
-                             f" {answer} that is more than the model takes (max_length = {longest:g})")  # fmt: skip
+            raise ValueError(f"the prompt of item {index} of [task] has no tokens")
+        if len(tokens) + max_new_tokens > longest:
+            raise ValueError(f"the prompt of item {index} of [task] has {len(tokens)} tokens; with max_new_tokens"
+                             f" = {max_new_tokens} this exceeds max_length = {longest:g} of the model")  # fmt: skip
         return Prompt(index, tokens)
 
     return prompt
 
 
 def _longest(job: Mapping[str, Any]) -> float:
-    """Tokens of prompt and answer that the model takes; inf where [model] is but the tokenizer of a user's own one."""
+    """Return how many tokens prompt and answer may have together.
+
+    inf if [model] has only the tokenizer, because the model is the user's own.
+    """
     model, roles = job["model"], job["roles"]
     built_in = roles["trainer"]["command"] is None or roles["rollout"]["command"] is None
     return max_length(model) if built_in or model.get("path") is not None else math.inf
@@ -359,7 +386,7 @@ def _longest(job: Mapping[str, Any]) -> float:
 
 def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt]) -> Store:
     sampling = me.job["sampling"]
-    staleness = sampling.get("staleness")  # of a run that an earlier rrl began: None, or no such key
+    staleness = sampling.get("staleness")  # None or absent in the job.toml of a run that an older rrl created
     return Store(
         me.run_dir.store,
         group_size=sampling["group_size"],
@@ -380,7 +407,7 @@ async def _serve(me: rrl.Worker, store: Store) -> None:
     server = Server(store, listener, me.progress, me.note)
 
     def on_peers(peers: Peers) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody is served any more
+        with contextlib.suppress(RuntimeError):  # the loop has ended: there is nothing left to update
             loop.call_soon_threadsafe(server.update_membership, _current_incarnations(peers))
 
     async def watch() -> None:
@@ -389,7 +416,7 @@ async def _serve(me: rrl.Worker, store: Store) -> None:
             me.answer_probe()
         server.stop()
 
-    me.on_probe(lambda: store.warning() or "its loop goes round")  # in the thread that this loop needs
+    me.on_probe(lambda: store.warning() or "its loop is running")  # called in the thread of this loop
     watching = asyncio.create_task(watch())
     try:
         if me.peers is not None:
@@ -403,10 +430,12 @@ async def _serve(me: rrl.Worker, store: Store) -> None:
 
 
 def main() -> None:
+    """Run the trajectory store until the manager stops it, then write the audit."""
     me = rrl.join()
     prompts = _prompts(me)
     with me:
-        store = _open_store(me, prompts)
+        with exits_on_invalid_config(LogFormatError):
+            store = _open_store(me, prompts)
         with me.phase("serve"):
             asyncio.run(_serve(me, store))
         if store.audit().committed >= me.job["run"]["steps"]:

@@ -1,33 +1,34 @@
-"""How old tokens may be when they are trained on: ``[sampling] staleness`` (N below) and ``late``.
+"""The limit on the age of trained tokens: ``[sampling] staleness`` (N below) and ``late``.
 
 When step n is bound, the newest weights are those of step n - 1. A token that was sampled with the weights of step v
-has the age n - 1 - v there, so the last step that may train a group is v + 1 + N, where v is the step of the oldest
-weights that any of its tokens was sampled with. Weights that a later incarnation publishes again are of the same step.
+has the age n - 1 - v then. The last step that may train a group is therefore v + 1 + N, where v is the step of the
+oldest weights that sampled any of its tokens. If a later incarnation publishes weights of the same step again, v is the
+same.
 
-A group counts as *begun with* v from the moment that a rollout which holds the weights of step v leases one of its
-trajectories: its first token is still to come, but its last step is known. Let B(v) be the number of unbound groups
-begun with v or older weights, P the groups of a step, and L the newest bound step. All of them can be trained in time
-exactly if
+A group counts as *begun with* v from the moment that a rollout with the weights of step v leases one of its
+trajectories: its first token does not exist yet, but its last step is known. Let B(v) be the number of unbound groups
+begun with v or older weights, P the number of groups per step, and L the newest bound step. All of these groups can be
+trained in time if and only if
 
     B(v) <= P * (v + 1 + N - L)   for every v,                                                              (*)
 
-since the steps L + 1 to v + 1 + N have so many places (earliest last step first; Hall's condition). With
-``late = "wait"`` every change keeps (*), hence no group is ever too old:
+because the steps L + 1 to v + 1 + N have that many places (earliest last step first; Hall's condition). With ``late =
+"wait"`` every change preserves (*), so no group ever becomes too old:
 
-- A lease that would break it is not given. The rollout waits for newer weights.
-- A binding takes the groups with the earliest last step first, and is put off while the groups that it would leave do
-  not fit into the steps after it. In particular it is never made without the groups whose last step it is.
-- An append with older weights than the lease was given for would break it only after the store has restarted, which
-  forgets leases. The trajectory is taken away then and leased anew; one append is lost, not the group.
-- A store that is opened with a smaller limit, or with smaller steps, drops the groups that do not fit any more.
+- A lease that would violate it is not granted. The rollout waits for newer weights.
+- A binding takes the groups with the earliest last step, and is postponed while the remaining groups would not fit into
+  the steps after it. In particular, a step is never bound without the groups whose last step it is.
+- An append with older weights than the lease was granted for can violate it only after a restart of the store, which
+  forgets leases. The store then takes the trajectory away and leases it again; one append is lost, not the group.
+- A store that is opened with a smaller limit, or with fewer groups per step, drops the groups that no longer fit.
 
-Nothing waits for ever. While the trainer waits for step L + 1, a rollout with weights of step L - N or newer can lease
-every trajectory that is begun and that nobody holds; and if all begun groups are complete but fewer than P, it can
-begin another one, because P * (v + 1 + N - L) >= P. So N also says how often the trainer must publish: at least once in
+No process waits forever. While the trainer waits for step L + 1, a rollout with weights of step L - N or newer can
+lease every begun trajectory that is not leased. If all begun groups are complete but fewer than P, it can begin another
+one, because P * (v + 1 + N - L) >= P. N therefore also determines how often the trainer must publish: at least once in
 N + 1 steps.
 
-With ``late = "drop"`` a binding waits for no group. A group that has become too old for the next step is dropped, which
-trains short answers more often than long ones.
+With ``late = "drop"`` a binding waits for no group. A group that has become too old for the next step is dropped, so
+that short answers are trained more often than long ones.
 """
 
 from __future__ import annotations
@@ -40,14 +41,18 @@ from ...core.types import Incarnation
 from .state import Group, State
 
 _WARNING_WINDOW_BATCHES = 10
-"""batches' worth of groups, trained and dropped, after which it is judged whether most were dropped"""
+"""Number of batches' worth of groups, trained or dropped, after which the share of dropped groups is evaluated."""
 
 
 class StalenessLimit:
-    """The unbound groups by the weights that they were begun with.
+    """Counts the unbound groups by the weights that they were begun with, and decides what may be leased and bound.
 
-    ``most``: weight versions that a token may be behind the newest; None: no limit, and nothing is counted.
-    ``waits``: ``late = "wait"``."""
+    Args:
+        state: The store's state, which this class only reads.
+        limit: Number of versions that a token may be older than the newest version; None: no limit, nothing is counted.
+        groups_per_batch: Number of groups that a step trains.
+        wait_for_late: True for ``late = "wait"``.
+    """
 
     def __init__(self, state: State, limit: int | None, groups_per_batch: int, wait_for_late: bool) -> None:
         self._state = state
@@ -59,25 +64,25 @@ class StalenessLimit:
             else f"stale: a token is more than {limit} weight versions old"
         )  # fmt: skip
         self._begun: dict[int, int] = {}
-        """step of the weights that a group was begun with, by number of the group"""
+        """Step of the weights that a group was begun with, by group number."""
         self._counts: Counter[int] = Counter()
-        """groups by that step"""
+        """Number of groups by that step."""
         self._complete_counts: Counter[int] = Counter()
-        """of these, groups that can be bound"""
-        self._judged = state.latest, state.stale
+        """Number of complete groups (which can be bound) by that step."""
+        self._evaluated_at = state.latest, state.stale
         for group in state.groups.values():
             if group.bound is None and group.oldest is not None:
                 self.mark_begun(group, group.oldest)
                 if not group.unscored:
                     self.mark_complete(group)
 
-    # ── what is begun ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── counting ───────────────────────────────────────────────────────────────────────────────────────────────────
     def begun_with(self, group: Group) -> float:
-        """Step of the oldest weights that a token of the group has or may get; inf: not begun, or no limit."""
+        """Return the step of the oldest weights that a token of the group has or may get; inf if none or no limit."""
         return self._begun.get(group.created.group, inf)
 
     def mark_begun(self, group: Group, weights: int | None) -> bool:
-        """Count the group as begun with the weights of this step. Returns whether they are older than it had before."""
+        """Count the group as begun with these weights, and return whether they are older than those counted before."""
         if self._limit is None or weights is None or group.bound is not None or self.begun_with(group) <= weights:
             return False
         self._uncount(group)
@@ -86,12 +91,12 @@ class StalenessLimit:
         return True
 
     def mark_complete(self, group: Group) -> None:
-        """Count the group among those that can be bound."""
+        """Count the group as complete."""
         if (weights := self._begun.get(group.created.group)) is not None:
             self._complete_counts[weights] += 1
 
     def forget(self, group: Group, *, complete: bool) -> None:
-        """The group was bound or dropped; ``complete``: it could be bound."""
+        """Stop counting a group that was bound or dropped; ``complete`` says whether it counted as complete."""
         if complete and (weights := self._begun.get(group.created.group)) is not None:
             _decrease(self._complete_counts, weights)
         self._uncount(group)
@@ -100,11 +105,12 @@ class StalenessLimit:
         if (weights := self._begun.pop(group.created.group, None)) is not None:
             _decrease(self._counts, weights)
 
-    # ── what may happen ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── deciding ───────────────────────────────────────────────────────────────────────────────────────────────────
     def allows(self, group: Group | None, weights: int | None) -> bool:
-        """Whether a rollout with the weights of this step may work on ``group`` (None: on a new one).
+        """Return whether a rollout with weights of this step may work on ``group`` (None: on a new group).
 
-        ``weights`` None: the rollout does not say, and is not held back."""
+        A rollout that did not report its weights (None) may work on any group.
+        """
         before = inf if group is None else self.begun_with(group)
         if self._limit is None or weights is None or before <= weights:
             return True
@@ -116,13 +122,15 @@ class StalenessLimit:
         return True
 
     def too_old(self, weights: int) -> bool:
-        """A token of these weights is too old for the next step, and for every later one."""
+        """Return whether a token sampled with these weights is too old for the next step and every later one."""
         return self._limit is not None and self._places(weights) <= 0
 
     def blocking_weights(self) -> int | None:
-        """With ``late = "wait"``, the step of the weights whose groups must be complete before the next step can be
-        bound: more groups begun with these or older weights are incomplete than the steps after it have places for.
-        None: it need not wait."""
+        """Return the step of the weights whose groups must be complete before the next step can be bound.
+
+        More groups begun with these or older weights are incomplete than the steps after the next one have places for.
+        None: the next step can be bound, in particular with ``late = "drop"``.
+        """
         if self._limit is None or not self.wait_for_late:
             return None
         begun = complete = 0
@@ -134,8 +142,10 @@ class StalenessLimit:
         return None
 
     def untrainable(self) -> Iterator[Group]:
-        """The groups that no step can train in time, judged by the tokens they have. With ``late = "wait"`` there are
-        none unless the store was opened with a smaller limit or with smaller steps."""
+        """Yield the groups that no step can train in time, according to the tokens they have.
+
+        With ``late = "wait"`` there are none unless the store was opened with a smaller limit or fewer groups per step.
+        """
         fitted = 0
         for group in sorted(self._unbound(), key=lambda group: (self.begun_with(group), group.created.group)):
             places = self._places(self._begun[group.created.group])
@@ -145,15 +155,15 @@ class StalenessLimit:
                 fitted += 1
 
     def incomplete(self, weights: int) -> list[Group]:
-        """The groups begun with these or older weights that cannot be bound yet, earliest last step first."""
+        """Return the incomplete groups begun with these or older weights, those with the earliest last step first."""
         late = [group for group in self._unbound() if group.unscored and self.begun_with(group) <= weights]
         return sorted(late, key=lambda group: (self.begun_with(group), group.created.group))
 
     def describe(self, weights: int, holder: Callable[[int], Incarnation | None]) -> str:
-        """Describe the groups of :meth:`incomplete`, of which there must be one, for a person.
+        """Describe the groups of :meth:`incomplete` for a person; there must be at least one.
 
-        Names them, who works on the first of them (``holder`` gives the life that a trajectory is leased to), and the
-        last steps that may train them.
+        The text names the groups, the last steps that may train them, and the incarnations that work on the first of
+        them. ``holder`` returns the incarnation that a trajectory is leased to.
         """
         groups = self.incomplete(weights)
         first, last = groups[0], groups[-1]
@@ -169,17 +179,17 @@ class StalenessLimit:
         return f"group {first.created.group}{working} and {len(groups) - 1} more: their last step is {steps}"
 
     def last_step(self, group: Group) -> float:
-        """The last step that may train the group; inf: any."""
+        """Return the last step that may train the group; inf without a limit."""
         return inf if self._limit is None else self.begun_with(group) + 1 + self._limit
 
     @property
     def oldest_allowed(self) -> int | None:
-        """Step of the oldest weights whose tokens the next step takes; None: no limit."""
+        """Step of the oldest weights whose tokens the next step may train; None without a limit."""
         return None if self._limit is None else self._state.latest - self._limit
 
     @property
     def publish_every(self) -> float:
-        """Steps in which the trainer must publish at least once; inf: no limit."""
+        """Number of steps in which the trainer must publish at least once; inf without a limit."""
         return inf if self._limit is None else self._limit + 1
 
     def _places(self, weights: int) -> int:
@@ -190,14 +200,14 @@ class StalenessLimit:
     def _unbound(self) -> Iterator[Group]:
         return (self._state.groups[number] for number in self._begun)
 
-    # ── what a person should know ──────────────────────────────────────────────────────────────────────────────────
+    # ── warning ────────────────────────────────────────────────────────────────────────────────────────────────────
     def warning(self) -> str | None:
-        """Once in a while, where more than half of what was made was dropped: what could be done about it."""
-        steps, stale = self._state.latest - self._judged[0], self._state.stale - self._judged[1]
+        """Return a warning with possible remedies if more than half of the groups of the last window were dropped."""
+        steps, stale = self._state.latest - self._evaluated_at[0], self._state.stale - self._evaluated_at[1]
         made = steps * self._per_batch + stale
         if made < _WARNING_WINDOW_BATCHES * self._per_batch:
             return None
-        self._judged = self._state.latest, self._state.stale
+        self._evaluated_at = self._state.latest, self._state.stale
         if 2 * stale <= made:
             return None
         return (
@@ -208,7 +218,7 @@ class StalenessLimit:
 
 
 def _decrease(counts: Counter[int], key: int) -> None:
-    """One less; a key without a count goes, so that the number of keys stays about N."""
+    """Subtract one; a count of zero is removed, so that the number of keys stays about N."""
     counts[key] -= 1
     if not counts[key]:
         del counts[key]

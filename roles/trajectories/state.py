@@ -1,4 +1,4 @@
-"""What the store knows durably: a fold over its records. Who leases what is not here: that is volatile."""
+"""The durable state of the store, computed from its records. Leases are volatile and not part of it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from .records import (
     GroupCreated,
     GroupDropped,
     Head,
+    LogFormatError,
     Metrics,
     PackedSegment,
     Record,
@@ -31,39 +32,46 @@ from .records import (
 from .types import Item, PackedBatch, PackedTrajectory, Score, ToScore
 
 METRICS_RETAINED_STEPS = 4096
-"""newest steps whose metrics are kept for a manager that does not live: at 10 s a step those of eleven hours, in a
-few MB"""
+"""Number of newest steps whose metrics are kept for a manager that is not running: at 10 s per step, eleven hours, in a
+few MB."""
 
 
 class TrajectoryState(Struct, eq=False):
-    """A trajectory on its way."""
+    """A trajectory that is neither retired nor dropped."""
 
     id: int
     group: Group
     segments: list[PackedSegment] = []
     writer: Incarnation | None = None
-    """whose words came last"""
+    """Incarnation that appended the last segment."""
     finished: bool = False
     score: Score | None = None
 
     @property
     def length(self) -> int:
+        """Number of tokens after the prompt."""
         return self.segments[-1].end if self.segments else 0
 
 
 class Group(Struct, eq=False):
+    """A group that is neither retired nor dropped."""
+
     created: GroupCreated
     trajectories: list[TrajectoryState] = []
     unscored: int = 0
+    """Number of trajectories of the group without a score."""
     bound: int | None = None
-    """the step it is bound to"""
+    """Training step that the group is bound to."""
     oldest: int | None = None
-    """step of the oldest weights that a token of it was sampled with; None: it has no token yet"""
+    """Training step of the oldest weights that sampled a token of the group; None before the first token."""
 
 
 class State:
-    """``apply`` trusts its records: what may be written is the store's to judge. ``keep``: committed steps whose token
-    data stays."""
+    """The state that a log's records describe.
+
+    Args:
+        retained_steps: Number of committed steps whose token data is kept.
+    """
 
     def __init__(self, retained_steps: int) -> None:
         self._retained_steps = retained_steps
@@ -74,17 +82,22 @@ class State:
         self.bindings: dict[int, Binding] = {}
         self.commitments: dict[int, StepCommitted] = {}
         self.metrics: dict[int, dict[str, float]] = {}
-        """of the newest steps"""
+        """Metrics of the newest steps, by step."""
         self.committed = 0
-        """0 before the first commit: steps count from 1"""
+        """Newest committed step; 0 before the first commit, since steps are numbered from 1."""
         self.fences: dict[ReplicaId, int] = {}
         self.stale = 0
-        """groups dropped for the age of their tokens, ever"""
+        """Number of groups that the run has dropped because their tokens were too old."""
 
     def apply(self, record: Record) -> None:
+        """Apply one record, without judging it: the store decides what may be written.
+
+        Raises:
+            LogFormatError: The record is a head of another format.
+        """
         match record:
-            case SegmentsAppended(incarnation, pieces, finished):
-                self._append_segments(incarnation, pieces, finished)
+            case SegmentsAppended(incarnation, segments, finished):
+                self._append_segments(incarnation, segments, finished)
             case ScoresRecorded(scores):
                 for score in scores:
                     track = self.trajectories[score.trajectory]
@@ -105,7 +118,7 @@ class State:
                 self._retire(number - self._retained_steps)
             case GroupDropped(group, cause=cause):
                 self.stale += cause is DropCause.STALE
-                if group in self.groups:  # else it is history, carried on for the audit
+                if group in self.groups:  # otherwise the record was only copied for the audit
                     self.bindings.pop(self.groups[group].bound or 0, None)
                     self._forget(group)
             case Fence(replica, oldest_allowed):
@@ -114,7 +127,8 @@ class State:
                 pass
             case Head(format, groups, trajectories):
                 if format != FORMAT:
-                    raise ValueError(f"trajectory log of format {format}; this version of rrl reads {FORMAT}")
+                    raise LogFormatError(f"has format {format}, but this version of rrl reads format {FORMAT} only;"
+                                         " use the version of rrl that wrote it, or start a new run")  # fmt: skip
                 self.next_group, self.next_trajectory = groups, trajectories
 
     def _create_group(self, created: GroupCreated) -> None:
@@ -126,14 +140,14 @@ class State:
         self.next_trajectory = max(self.next_trajectory, created.first + created.size)
 
     def _append_segments(
-        self, incarnation: Incarnation, pieces: Iterable[PackedSegment], finished: Iterable[int]
+        self, incarnation: Incarnation, segments: Iterable[PackedSegment], finished: Iterable[int]
     ) -> None:
-        for piece in pieces:
-            track = self.trajectories[piece.trajectory]
-            track.segments.append(piece)
+        for segment in segments:
+            track = self.trajectories[segment.trajectory]
+            track.segments.append(segment)
             track.writer = incarnation
             oldest = track.group.oldest
-            track.group.oldest = piece.step if oldest is None else min(oldest, piece.step)
+            track.group.oldest = segment.step if oldest is None else min(oldest, segment.step)
         for trajectory in finished:
             track = self.trajectories[trajectory]
             track.finished, track.writer = True, incarnation
@@ -150,20 +164,23 @@ class State:
 
     @property
     def latest(self) -> int:
-        """The newest bound step, or the committed one."""
+        """Newest bound step, or the committed one if no step is bound."""
         return max(self.bindings, default=self.committed)
 
     @property
     def max_age(self) -> int:
-        """Age of the oldest token of all steps up to the latest one, in weight versions. Each binding carries the
-        maximum of those before it, and that of the committed step is always here."""
+        """Age, in weight versions, of the oldest token of all steps up to the latest.
+
+        Each binding carries the maximum of all before it, and the binding of the committed step is always retained.
+        """
         return max((binding.max_age for binding in self.bindings.values()), default=0)
 
     def head(self) -> Head:
+        """Return the first record of a log that describes this state."""
         return Head(FORMAT, self.next_group, self.next_trajectory)
 
     def records(self) -> Iterator[Record]:
-        """The shortest log that folds into this state, after its ``head``."""
+        """Yield the shortest log that results in this state, without its head."""
         for replica, incarnation in self.fences.items():
             yield Fence(replica, incarnation)
         for group in self.groups.values():
@@ -180,8 +197,34 @@ class State:
             if number in self.commitments:
                 yield self.commitments[number]
 
+    def new_segments(
+        self, packed_segments: Iterable[PackedSegment], finished: Iterable[int], lost: set[int], max_new_tokens: int
+    ) -> tuple[list[PackedSegment], set[int]]:
+        """Return the segments and the ends of trajectories that an append adds.
+
+        Adds to ``lost`` the trajectories whose segments neither continue nor repeat what the store has.
+        """
+        new: list[PackedSegment] = []
+        lengths: dict[int, int] = {}
+        for packed in packed_segments:
+            if packed.trajectory in lost:
+                continue
+            track = self.trajectories[packed.trajectory]
+            length = lengths.get(track.id, track.length)
+            if packed.offset == length and length < packed.end <= max_new_tokens and not track.finished:
+                new.append(packed)
+                lengths[track.id] = packed.end
+            elif packed not in track.segments:
+                lost.add(track.id)
+        ends = {trajectory for trajectory, length in lengths.items() if length == max_new_tokens}
+        ends |= {t for t in finished if t not in lost and not self.trajectories[t].finished}
+        return new, ends
+
     def bind(self, number: int, groups: tuple[int, ...]) -> Binding:
-        """The digest is over every token, log-probability, version and score that the step will see."""
+        """Return the record that binds groups to a step.
+
+        Its digest covers every token, log-probability, version and score that the step will train on.
+        """
         tracks = self._trajectories_of(groups)
         content_hash = hashlib.sha256(str(number).encode())
         for track in tracks:
@@ -191,6 +234,7 @@ class State:
         return Binding(number, groups, len(tracks), content_hash.hexdigest(), self.stale, max([self.max_age, *ages]))
 
     def batch(self, number: int) -> PackedBatch:
+        """Return the batch of a bound step."""
         binding = self.bindings[number]
         prompts = tuple(self.groups[group].created.prompt for group in binding.groups)
         trajectories = tuple(as_packed(track) for track in self._trajectories_of(binding.groups))
@@ -202,25 +246,25 @@ class State:
         return [track for group in groups for track in self.groups[group].trajectories]
 
 
-# ── as others see them ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── as other processes receive them ────────────────────────────────────────────────────────────────────────────────
 def as_item(track: TrajectoryState, max_new_tokens: int) -> Item:
-    """As a rollout gets it: with what earlier lives made of it."""
-    made = track.group.created
-    so_far = tuple(unpack(piece) for piece in track.segments)
-    return Item(track.id, made.group, unpack_tokens(made.prompt), so_far, max(0, max_new_tokens - track.length))
+    """Return an unfinished trajectory as a rollout receives it, with the segments it has so far."""
+    created = track.group.created
+    so_far = tuple(unpack(segment) for segment in track.segments)
+    return Item(track.id, created.group, unpack_tokens(created.prompt), so_far, max(0, max_new_tokens - track.length))
 
 
 def as_packed(track: TrajectoryState) -> PackedTrajectory:
-    """As the trainer gets it; only of a scored one."""
+    """Return a scored trajectory as the trainer receives it."""
     assert track.score is not None
     return PackedTrajectory(
         id=track.id,
         group=track.group.created.group,
-        tokens=b"".join(piece.tokens for piece in track.segments),
-        logprobs=b"".join(piece.logprobs for piece in track.segments),
+        tokens=b"".join(segment.tokens for segment in track.segments),
+        logprobs=b"".join(segment.logprobs for segment in track.segments),
         runs=tuple(
-            (sum(piece.end - piece.offset for piece in pieces), *version)
-            for version, pieces in groupby(track.segments, lambda piece: (piece.step, piece.incarnation))
+            (sum(segment.end - segment.offset for segment in segments), *version)
+            for version, segments in groupby(track.segments, lambda segment: (segment.step, segment.incarnation))
         ),
         reward=track.score.reward,
         training=track.score.training,
@@ -228,6 +272,6 @@ def as_packed(track: TrajectoryState) -> PackedTrajectory:
 
 
 def as_to_score(track: TrajectoryState) -> ToScore:
-    """As a reward replica gets it."""
-    tokens = tuple(token for piece in track.segments for token in unpack_tokens(piece.tokens))
+    """Return a complete trajectory as a reward replica receives it."""
+    tokens = tuple(token for segment in track.segments for token in unpack_tokens(segment.tokens))
     return ToScore(track.id, track.group.created.item, tokens)

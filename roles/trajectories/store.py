@@ -1,8 +1,8 @@
-"""The rules of the trajectory store: what is made, leased, grown, scored, bound, committed, dropped, and for whom.
+"""The rules of the trajectory store: how it creates, leases, scores, binds, commits and drops trajectories.
 
-Single-threaded and synchronous. Each method judges a request and answers; nothing that it answered may be told to
-anybody before :meth:`Store.flush`, which makes all of it durable at once. The rules on the way of a batch are numbered
-as in docs/architecture.md, "Exactly once".
+Single-threaded and synchronous. Each method evaluates one request and returns its answer. An answer may be sent only
+after :meth:`Store.flush`, which makes everything durable at once. The rules on a batch are numbered as in
+docs/architecture.md, "Exactly once".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 
 from ...core.types import Incarnation
 from ...transport.messages import WeightSource
-from .leases import Leases, Membership
+from .leases import Leases, Membership, WorkQueue
 from .log import DurableState
 from .prompts import NO_PROMPT, ItemPrompts
 from .records import (
@@ -54,20 +54,30 @@ from .types import (
 from .versions import VersionDirectory, is_publisher
 
 METRICS_PER_ANSWER = 256
-"""steps: about 100 KB, where a trainer tells a dozen figures"""
+"""Maximum number of steps in one answer: about 100 KB if a trainer reports a dozen metrics per step."""
 
 
 class Store:
-    """All trajectories of a run, in ``folder``. ``next_prompt(i)`` gives the i-th prompt; an item that it fails at is
-    dropped.
+    """All trajectories of a run.
 
-    At most ``(max_ahead_batches + 1) * groups_per_batch`` groups are under way beyond what is bound: back-pressure on
-    the rollouts. ``staleness`` bounds the age of tokens (:mod:`rrl.roles.trajectories.staleness`; None: no limit);
-    ``waits``: a step waits for the groups that no later step may train, else these are dropped.
-    The trainer may be in a step while ``keep_uncommitted`` before it are done and not committed: so many bindings, and
-    one more, are ahead of the committed step.
-    Opening it supersedes whoever has it open. Raises LogDamaged when what was durable cannot be read.
-    ``compact_from``: bytes of log below which it is not compacted.
+    Opening a store supersedes the process that has it open. At most ``(max_ahead_batches + 1) * groups_per_batch``
+    groups are unbound at a time, which limits how far the rollouts run ahead of the trainer.
+
+    Args:
+        folder: Folder of the log.
+        group_size: Number of trajectories per prompt.
+        groups_per_batch: Number of groups that a step trains.
+        max_ahead_batches: Number of batches that the rollouts may prepare beyond the next one.
+        max_new_tokens: Maximum number of tokens after a prompt.
+        next_prompt: Returns the prompt of an item; an item for which it raises is dropped.
+        keep_uncommitted: Number of finished, uncommitted steps that the trainer may have before the step it works on.
+        staleness: Limit on the age of tokens in weight versions (:mod:`.staleness`); None: no limit.
+        wait_for_late: True if a step waits for the groups that no later step may train; else these are dropped.
+        compact_from: Size of the log in bytes below which it is not compacted.
+
+    Raises:
+        LogDamaged: Durable records cannot be read.
+        LogFormatError: The log was written by a version of rrl whose records this version cannot read.
     """
 
     def __init__(
@@ -91,74 +101,80 @@ class Store:
         self._prompts = ItemPrompts(next_prompt)
         self._keep_uncommitted = keep_uncommitted
         self._newest_weights: int | None = None
-        """step of the newest weights that a rollout had when it asked for work, in this life"""
+        """Step of the newest weights that a rollout reported with a request for work to this process."""
         self._membership = Membership()
-        self._work_leases = Leases()
         self._scoring_leases = Leases()
         self._versions = VersionDirectory()
         self._durable = DurableState(folder, compact_from)
         self._state = self._durable.state
         self._staleness = StalenessLimit(self._state, staleness, groups_per_batch, wait_for_late)
+        self._work = WorkQueue(self._state, self._staleness)
         self._index()
-        self._drop_untrainable()  # the run goes on with another limit, or a crash came between a binding and the drop
+        self._drop_untrainable()  # the limit may have changed, or a crash may have prevented the drop after a binding
 
     def _index(self) -> None:
-        """Heaps for finding quickly what comes first; entries that no longer fit are skipped when they come up.
-
-        Unfinished trajectories and complete groups come in the order of their group's last step, then of their number:
-        without a limit by number alone."""
+        """Build the heaps of trajectories to score and of complete groups, the earliest last step first."""
         tracks, groups = self._state.trajectories.values(), self._state.groups
         begun = self._staleness.begun_with
-        self._unfinished = [(begun(track.group), track.id) for track in tracks if not track.finished]
         self._unscored = [track.id for track in tracks if track.finished and track.score is None]
         self._ready = [
             (begun(group), number) for number, group in groups.items() if group.bound is None and not group.unscored
         ]
         self._unbound = sum(group.bound is None for group in groups.values())
-        heapify(self._unfinished)
+        self._work.rebuild()
         heapify(self._unscored)
         heapify(self._ready)
 
     def flush(self) -> None:
-        """Make everything answered so far durable. After OSError or Superseded this store must be thrown away and
-        none of those answers may be told."""
+        """Make everything answered so far durable.
+
+        After OSError or Superseded this store is unusable, and none of those answers may be sent.
+        """
         self._durable.flush()
 
     def audit(self) -> Audit:
-        """What became of every trajectory, from the durable records."""
+        """Compute the fate of every trajectory from the durable records."""
         return self._durable.audit()
 
     def close(self) -> None:
+        """Close the log."""
         self._durable.close()
 
-    # ── who is believed ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── membership ─────────────────────────────────────────────────────────────────────────────────────────────────
     def update_membership(self, current: Iterable[Incarnation]) -> None:
-        """The manager's word on who lives. What others have leased is free again; older trainers are fenced."""
+        """Replace the current incarnations by those that the manager reports.
+
+        Leases of all other incarnations end, and older trainers are fenced.
+        """
         self._membership.update(current)
         for gang in {incarnation.gang for incarnation in self._membership.current}:
             if self._state.fences.get(gang.replica, gang.number) < gang.number:
                 self._durable.write(Fence(gang.replica, gang.number))
-        for trajectory in self._work_leases.release_departed(self._membership.current):
-            self._offer(self._state.trajectories[trajectory])
+        for trajectory in self._work.leases.release_departed(self._membership.current):
+            self._work.offer(self._state.trajectories[trajectory])
         for trajectory in self._scoring_leases.release_departed(self._membership.current):
             heappush(self._unscored, trajectory)
         self._versions.remove(lambda incarnation: self._membership.fenced_reason(incarnation) is not None)
 
     def _check_worker(self, incarnation: Incarnation) -> Denied | NotReady | None:
-        if why := self._membership.fenced_reason(incarnation):
-            return Denied(why, fenced=True)
+        """Return why a request of a rollout or reward replica is not served, or None."""
+        if reason := self._membership.fenced_reason(incarnation):
+            return Denied(reason, fenced=True)
         return None if incarnation in self._membership.current else NotReady()
 
     def _check_trainer(self, incarnation: Incarnation) -> Denied | None:
-        """Rule 7: the first word of a newer trainer fences the older ones, durably, before it is answered. The members
-        of a gang share an incarnation, and are fenced as one."""
+        """Return why a request of a trainer is denied, or None.
+
+        Rule 7: the first request of a newer trainer durably fences the older ones before it is answered. The members of
+        a gang share an incarnation number and are fenced together.
+        """
         gang = incarnation.gang
-        why = self._membership.fenced_reason(gang)
+        reason = self._membership.fenced_reason(gang)
         fence = self._state.fences.get(gang.replica, -1)
         if gang.number < fence:
-            why = f"{incarnation} was succeeded by incarnation {fence}"
-        if why:
-            return Denied(why, fenced=True)
+            reason = f"{incarnation} was succeeded by incarnation {fence}"
+        if reason:
+            return Denied(reason, fenced=True)
         if gang.number > fence:
             self._membership.observe(gang)
             self._durable.write(Fence(gang.replica, gang.number))
@@ -167,190 +183,152 @@ class Store:
     # ── weight versions ────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def newest_version(self) -> NewestVersion | None:
-        """The newest weight version and who serves it; another object after each change."""
+        """The newest weight version and its sources: a new object after each change."""
         return self._versions.newest
 
     def report_version(self, source: WeightSource) -> Denied | NotReady | None:
-        """Take note of the version that ``holder`` serves, if it serves one. None: the report counts. A trainer that
-        was succeeded is denied, and so is a version that its trainer says another incarnation published."""
+        """Record the version that ``source`` serves, if any, and return why the report is rejected, or None.
+
+        A fenced trainer is denied, and so is a trainer that reports a version of another incarnation.
+        """
         incarnation, version = source.incarnation, source.version
         if not is_publisher(incarnation):
-            no: Denied | NotReady | None = self._check_worker(incarnation)
+            rejection: Denied | NotReady | None = self._check_worker(incarnation)
         elif incarnation != incarnation.gang or (version is not None and version.incarnation != incarnation.number):
-            no = Denied(f"{incarnation} does not publish {version}")
+            rejection = Denied(f"{incarnation} does not publish {version}")
         else:
-            no = self._check_trainer(incarnation)
-        if no is None:
+            rejection = self._check_trainer(incarnation)
+        if rejection is None:
             self._versions.report(source)
-        return no
+        return rejection
 
     # ── rollouts ───────────────────────────────────────────────────────────────────────────────────────────────────
     def lease(
         self, incarnation: Incarnation, at_most: int, holding: Sequence[int] = (), weights: int | None = None
     ) -> Leased | Denied | NotReady:
-        """Unfinished trajectories, those of the group with the earliest last step first, with what was made of them;
-        new groups as far as there is room. None that a rollout with these ``weights`` (a step's) may not work on."""
-        if no := self._check_worker(incarnation):
-            return no
+        """Lease unfinished trajectories, those whose group has the earliest last step first.
+
+        A trajectory whose new tokens, sampled with ``weights`` (a step's), would be too old is not leased.
+        """
+        if rejection := self._check_worker(incarnation):
+            return rejection
         for trajectory in holding:
-            track = self._state.trajectories.get(trajectory)
-            if track is not None and not track.finished and self._is_leased_to(track, incarnation):
-                self._work_leases.assign(trajectory, incarnation)  # again, after we restarted
-                if self._staleness.allows(track.group, weights):
-                    self._mark_begun(track.group, weights)
+            if not self._work.may_write(incarnation, trajectory):
+                continue
+            current = self._state.trajectories[trajectory]
+            if not current.finished:
+                self._work.leases.assign(trajectory, incarnation)  # its lease was lost when the store restarted
+                if self._staleness.allows(current.group, weights):
+                    self._work.mark_begun(current.group, weights)
         if weights is not None:
             self._newest_weights = max(weights, self._newest_weights or 0)
-        again = sorted(self._work_leases.leased_to(incarnation).difference(holding))[:at_most]
+        again = sorted(self._work.leases.leased_to(incarnation).difference(holding))[:at_most]
         tracks = [self._state.trajectories[trajectory] for trajectory in again]
         while len(tracks) < at_most and (track := self._next_unfinished(weights)) is not None:
-            self._work_leases.assign(track.id, incarnation)
-            self._mark_begun(track.group, weights)
+            self._work.leases.assign(track.id, incarnation)
+            self._work.mark_begun(track.group, weights)
             tracks.append(track)
-        outdated = not tracks and at_most > 0 and (self._first_unfinished() is not None or self._may_create_group)
+        outdated = not tracks and at_most > 0 and (self._work.first() is not None or self._may_create_group)
         return Leased(tuple(as_item(track, self._max_new) for track in tracks), outdated)
 
     def _next_unfinished(self, weights: int | None) -> TrajectoryState | None:
-        """The next trajectory that nobody holds; one of a new group if there is none and there is room for a group.
-        None also where a rollout with these weights may not work on it: then it may not work on any later one."""
-        if (
-            (first := self._first_unfinished()) is None
-            and self._may_create_group
-            and self._staleness.allows(None, weights)
-        ):
+        """Return the next trajectory that is not leased; create a group if there is none and another one is allowed.
+
+        Returns None also if a rollout with these weights may not work on it, nor then on any later one.
+        """
+        if (first := self._work.first()) is None and self._may_create_group and self._staleness.allows(None, weights):
             self._create_group()
-            first = self._first_unfinished()
+            first = self._work.first()
         if first is None or not self._staleness.allows(first.group, weights):
             return None
-        heappop(self._unfinished)
+        self._work.pop()
         return first
-
-    def _first_unfinished(self) -> TrajectoryState | None:
-        """The unfinished trajectory that nobody holds and that comes first; it stays in the heap."""
-        while self._unfinished:
-            begun, trajectory = self._unfinished[0]
-            track = self._state.trajectories.get(trajectory)
-            free = track is not None and not track.finished and self._work_leases.holder(trajectory) is None
-            if track is not None and free and begun == self._staleness.begun_with(track.group):
-                return track
-            heappop(self._unfinished)
-        return None
 
     @property
     def _may_create_group(self) -> bool:
-        """Whether another group may be made."""
+        """True if fewer groups are unbound than allowed."""
         return self._unbound < self._max_unbound
 
-    def _offer(self, track: TrajectoryState) -> None:
-        """Put an unfinished trajectory that nobody holds into the heap."""
-        heappush(self._unfinished, (self._staleness.begun_with(track.group), track.id))
-
-    def _mark_begun(self, group: Group, weights: int | None) -> None:
-        """Count the group as begun with these weights; its other trajectories move up in the heap."""
-        if self._staleness.mark_begun(group, weights):
-            for track in group.trajectories:
-                if not track.finished and self._work_leases.holder(track.id) is None:
-                    self._offer(track)
-
     def _create_group(self) -> None:
-        """Of the next item that has a prompt; those before it are dropped, and take nobody's turn."""
+        """Create the group of the next item that has a prompt; the items before it are dropped."""
         while (prompt := self._next_prompt(self._state.next_group)) is None:
             pass
         number, first = self._state.next_group, self._state.next_trajectory
         self._durable.write(GroupCreated(number, first, self._group_size, prompt.item, pack_tokens(prompt.tokens)))
         self._unbound += 1
         for track in self._state.groups[number].trajectories:
-            self._offer(track)
+            self._work.offer(track)
 
     def _next_prompt(self, number: int) -> Prompt | None:
-        """None: there is none, and the item is dropped. Raises ValueError when that is so of ALL_UNASKABLE in a row."""
+        """Return the prompt of an item; drop the item and return None if there is none.
+
+        Raises:
+            ValueError: ``MAX_ITEMS_WITHOUT_PROMPT`` consecutive items have no prompt.
+        """
         prompt = self._prompts.prompt(number)
         if prompt is None:
             self._durable.write(GroupCreated(number, self._state.next_trajectory, self._group_size, number, b""))
             self._durable.write(GroupDropped(number, self._group_size, NO_PROMPT))
         return prompt
 
-    def _is_leased_to(self, track: TrajectoryState, incarnation: Incarnation) -> bool:
-        """Leased to it; or to nobody, and nobody else has written since: its lease was lost when we restarted."""
-        holder = self._work_leases.holder(track.id)
-        return holder == incarnation or (holder is None and track.writer in (None, incarnation))
-
     def append(
         self, incarnation: Incarnation, segments: Sequence[Segment], finished: Sequence[int] = ()
     ) -> Done | Denied | NotReady:
-        """All of it or nothing. The same words again change nothing. A trajectory whose new tokens are too old for its
-        group to be trained in time is lost to whoever works on it (:meth:`_keep_fresh`)."""
-        if no := self._check_worker(incarnation):
-            return no
+        """Append all segments, or none; repeating the request changes nothing.
+
+        A trajectory whose new tokens are too old for its group to be trained in time is taken away from its rollout
+        (see :meth:`_check_staleness`).
+        """
+        if rejection := self._check_worker(incarnation):
+            return rejection
         try:
-            pieces = [pack(segment) for segment in segments]
+            packed_segments = [pack(segment) for segment in segments]
         except (OverflowError, ValueError) as error:
             return Denied(f"malformed segment: {error}")
-        lost = {piece.trajectory for piece in pieces if not self._check_staleness(incarnation, piece)}
-        lost.update(piece.trajectory for piece in pieces if not self._may_write(incarnation, piece.trajectory))
-        lost.update(trajectory for trajectory in finished if not self._may_write(incarnation, trajectory))
-        fresh, ends = self._new_segments(pieces, finished, lost)
+        lost = {packed.trajectory for packed in packed_segments if not self._check_staleness(incarnation, packed)}
+        written = {*(packed.trajectory for packed in packed_segments), *finished}
+        lost.update(trajectory for trajectory in written if not self._work.may_write(incarnation, trajectory))
+        new, ends = self._state.new_segments(packed_segments, finished, lost, self._max_new)
         if lost:
-            return Denied(f"not leased to {incarnation}, or grown otherwise", lost=tuple(sorted(lost)))
-        if fresh or ends:
-            self._durable.write(SegmentsAppended(incarnation, tuple(fresh), tuple(sorted(ends))))
-        for piece in fresh:
-            self._work_leases.assign(piece.trajectory, incarnation)
+            return Denied(f"not leased to {incarnation}, or other tokens at the offset", lost=tuple(sorted(lost)))
+        if new or ends:
+            self._durable.write(SegmentsAppended(incarnation, tuple(new), tuple(sorted(ends))))
+        for packed in new:
+            self._work.leases.assign(packed.trajectory, incarnation)
         for trajectory in ends:
-            self._work_leases.release(trajectory)
+            self._work.leases.release(trajectory)
             heappush(self._unscored, trajectory)
         return Done()
 
-    def _check_staleness(self, incarnation: Incarnation, piece: PackedSegment) -> bool:
-        """Whether the trajectory's group can still be trained in time with this piece in it. If not, the trajectory is
-        offered to another rollout (``waits``), or the group is dropped."""
-        if not self._may_write(incarnation, piece.trajectory):
+    def _check_staleness(self, incarnation: Incarnation, packed: PackedSegment) -> bool:
+        """Return whether the trajectory's group can still be trained in time with this segment.
+
+        If not, the trajectory is offered to another rollout (``wait_for_late``), or its group is dropped.
+        """
+        if not self._work.may_write(incarnation, packed.trajectory):
             return False
-        track = self._state.trajectories[piece.trajectory]
+        track = self._state.trajectories[packed.trajectory]
         group = track.group
-        if group.bound is not None or self._staleness.allows(group, piece.step):
-            self._mark_begun(group, piece.step)
+        if group.bound is not None or self._staleness.allows(group, packed.step):
+            self._work.mark_begun(group, packed.step)
             return True
         if self._staleness.wait_for_late:
-            self._work_leases.release(track.id)
-            self._offer(track)
+            self._work.leases.release(track.id)
+            self._work.offer(track)
             return False
-        if self._staleness.too_old(piece.step):
+        if self._staleness.too_old(packed.step):
             self._drop(group, self._staleness.reason, DropCause.STALE)
             return False
-        self._mark_begun(group, piece.step)
+        self._work.mark_begun(group, packed.step)
         return True
-
-    def _may_write(self, incarnation: Incarnation, trajectory: int) -> bool:
-        track = self._state.trajectories.get(trajectory)
-        return track is not None and self._is_leased_to(track, incarnation)
-
-    def _new_segments(
-        self, pieces: Iterable[PackedSegment], finished: Iterable[int], lost: set[int]
-    ) -> tuple[list[PackedSegment], set[int]]:
-        """What is new in an append: pieces and ends. Adds to ``lost`` what neither continues nor repeats."""
-        fresh: list[PackedSegment] = []
-        lengths: dict[int, int] = {}
-        for piece in pieces:
-            if piece.trajectory in lost:
-                continue
-            track = self._state.trajectories[piece.trajectory]
-            length = lengths.get(track.id, track.length)
-            if piece.offset == length and length < piece.end <= self._max_new and not track.finished:
-                fresh.append(piece)
-                lengths[track.id] = piece.end
-            elif piece not in track.segments:
-                lost.add(track.id)
-        ends = {trajectory for trajectory, length in lengths.items() if length == self._max_new}
-        ends |= {t for t in finished if t not in lost and not self._state.trajectories[t].finished}
-        return fresh, ends
 
     # ── reward ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def lease_scoring(
         self, incarnation: Incarnation, at_most: int, holding: Sequence[int] = ()
     ) -> Scoring | Denied | NotReady:
-        """The oldest finished trajectories without a score."""
-        if no := self._check_worker(incarnation):
-            return no
+        """Lease the oldest finished trajectories without a score."""
+        if rejection := self._check_worker(incarnation):
+            return rejection
         again = sorted(self._scoring_leases.leased_to(incarnation).difference(holding))[:at_most]
         tracks = [self._state.trajectories[trajectory] for trajectory in again]
         while len(tracks) < at_most and self._unscored:
@@ -363,31 +341,34 @@ class Store:
     def post_scores(
         self, incarnation: Incarnation, scores: Sequence[Score], failed: Mapping[int, str] | None = None
     ) -> Done | Denied | NotReady:
-        """The first score of a trajectory stands; one of a trajectory that is no more is ignored."""
-        if no := self._check_worker(incarnation):
-            return no
+        """Record scores; a second score is ignored, and so is the score of a trajectory that was dropped."""
+        if rejection := self._check_worker(incarnation):
+            return rejection
         tracks = self._state.trajectories
         by_trajectory = {score.trajectory: score for score in reversed(scores) if score.trajectory in tracks}
         if not all(tracks[trajectory].finished for trajectory in by_trajectory):
-            return Denied("a score of an unfinished trajectory")
+            return Denied("one of the scored trajectories is not finished")
         if not all(math.isfinite(score.reward) and math.isfinite(score.training) for score in by_trajectory.values()):
-            return Denied("a score that is not finite; say why it failed instead")
-        fresh = tuple(score for score in by_trajectory.values() if tracks[score.trajectory].score is None)
-        if fresh:
-            self._durable.write(ScoresRecorded(fresh))
-        for score in fresh:
+            return Denied("a score is not finite; report the trajectory as failed instead")
+        new = tuple(score for score in by_trajectory.values() if tracks[score.trajectory].score is None)
+        if new:
+            self._durable.write(ScoresRecorded(new))
+        for score in new:
             self._scoring_leases.release(score.trajectory)
-        for group in {tracks[score.trajectory].group for score in fresh}:
+        for group in {tracks[score.trajectory].group for score in new}:
             if not group.unscored:
                 self._staleness.mark_complete(group)
                 heappush(self._ready, (self._staleness.begun_with(group), group.created.group))
-        for trajectory, why in (failed or {}).items():
+        for trajectory, reason in (failed or {}).items():
             if trajectory in tracks and tracks[trajectory].finished and tracks[trajectory].score is None:
-                self._drop(tracks[trajectory].group, why)
+                self._drop(tracks[trajectory].group, reason)
         return Done()
 
     def _drop(self, group: Group, reason: str, cause: DropCause = DropCause.OTHER) -> None:
-        """Rule 8: the other end of a trajectory. A GRPO group is whole or of no use."""
+        """Drop a group without training on it (rule 8).
+
+        GRPO compares the trajectories of a group with each other, so an incomplete group cannot be trained.
+        """
         if group.bound is None:
             self._unbound -= 1
             if not group.unscored:
@@ -395,7 +376,7 @@ class Store:
                 heapify(self._ready)
             self._staleness.forget(group, complete=not group.unscored)
         for track in group.trajectories:
-            self._work_leases.release(track.id)
+            self._work.leases.release(track.id)
             self._scoring_leases.release(track.id)
         self._durable.write(GroupDropped(group.created.group, len(group.trajectories), reason, cause))
 
@@ -404,11 +385,11 @@ class Store:
             self._drop(group, self._staleness.reason, DropCause.STALE)
 
     def warning(self) -> str | None:
-        """Something that a person should know of, once."""
+        """Return a warning for the log, once; otherwise None."""
         return self._prompts.warning() or self._staleness.warning()
 
     def drop_uncommitted(self, reason: str) -> None:
-        """The run is complete: drop all that no committed step holds."""
+        """Drop all groups that no committed step trained, because the run is complete."""
         for group in list(self._state.groups.values()):
             if group.bound is None or group.bound > self._state.committed:
                 self._drop(group, reason)
@@ -416,31 +397,37 @@ class Store:
 
     # ── trainer ────────────────────────────────────────────────────────────────────────────────────────────────────
     def committed(self, incarnation: Incarnation) -> CommittedState | Denied:
-        """What counts. Asking makes the asker the current incarnation: nothing can be committed behind its back."""
-        if no := self._check_trainer(incarnation):
-            return no
+        """Return the newest commit.
+
+        The request fences all older trainers, so that none of them can commit afterwards.
+        """
+        if rejection := self._check_trainer(incarnation):
+            return rejection
         newest = self._state.commitments.get(self._state.committed)
         return CommittedState(newest.number, newest.manifest) if newest else CommittedState(None, None)
 
     def metrics(self, incarnation: Incarnation, after: int) -> StoredMetrics | Denied:
-        """Metrics of committed steps after ``after``, as many as one answer holds."""
-        if no := self._check_trainer(incarnation):
-            return no
-        kept = self._state.metrics
-        steps = range(max(after, min(kept, default=0) - 1) + 1, self._state.committed + 1)
-        return StoredMetrics(tuple(StepMetrics(step, kept.get(step, {})) for step in steps[:METRICS_PER_ANSWER]))
+        """Return stored metrics of the committed steps after ``after``, as many as fit into one answer."""
+        if rejection := self._check_trainer(incarnation):
+            return rejection
+        stored = self._state.metrics
+        steps = range(max(after, min(stored, default=0) - 1) + 1, self._state.committed + 1)
+        return StoredMetrics(tuple(StepMetrics(step, stored.get(step, {})) for step in steps[:METRICS_PER_ANSWER]))
 
     def batch(self, incarnation: Incarnation, number: int) -> Bound | NotReady | Denied:
-        """The batch of step ``number``, the same one for ever; each member of a gang may ask."""
+        """Return the batch of step ``number``, always the same one; each member of a gang may request it."""
         return self.bind(incarnation, number) or Bound(self._state.batch(number))
 
     def bind(self, incarnation: Incarnation, number: int) -> NotReady | Denied | None:
-        """Rule 2: choose the groups of step ``number``, those with the earliest last step first; they stay its groups
-        for ever. Returns None once they are chosen, and :meth:`batch` has them. NotYet while too few are complete, or
-        while a group is not that no later step can train in time. Where steps do not wait for such groups
-        (``waits``), those that are too old for the step after ``number`` are dropped."""
-        if no := self._check_trainer(incarnation):
-            return no
+        """Bind the complete groups with the earliest last step to step ``number`` (rule 2), unless it is bound already.
+
+        Returns:
+            None if the step is bound. NotReady while too few groups are complete, or while a group is incomplete that
+                no later step can train in time. With ``wait_for_late`` false there is no such wait: groups that are too
+                old for the step after ``number`` are dropped.
+        """
+        if rejection := self._check_trainer(incarnation):
+            return rejection
         if number in self._state.bindings:
             return None
         committed, latest = self._state.committed, self._state.latest
@@ -460,20 +447,20 @@ class Store:
         return None
 
     def wait_reason(self, number: int) -> str | None:
-        """What a trainer that asks for batch ``number`` waits for, in words for a person; None: the batch is there."""
+        """Return, for a person, why batch ``number`` cannot be bound yet, or None."""
         if number in self._state.bindings:
             return None
         if self._state.latest - self._state.committed > self._keep_uncommitted:
             return f"the trainer waits for the commit of step {self._state.committed + 1}"
         if (weights := self._staleness.blocking_weights()) is not None:
-            return f"the trainer waits for {self._staleness.describe(weights, self._work_leases.holder)}"
+            return f"the trainer waits for {self._staleness.describe(weights, self._work.leases.holder)}"
         if (missing := self._per_batch - len(self._ready)) <= 0:
             return None
         oldest, newest = self._staleness.oldest_allowed, self._newest_weights
         if oldest is not None and newest is not None and newest < oldest:
             return (
-                f"the trainer waits for step {number}, the rollouts for weights newer than step {newest}'s: publish at"
-                f" least once in {self._staleness.publish_every} steps"
+                f"the trainer waits for step {number}, the rollouts for weights newer than step {newest}'s: the"
+                f" trainer must publish at least once in {self._staleness.publish_every} steps"
             )
         return f"the trainer waits for {missing} more of the {self._per_batch} groups of step {number}"
 
@@ -485,17 +472,19 @@ class Store:
         digest: str,
         metrics: dict[str, float] | None = None,
     ) -> Done | Denied:
-        """Rule 4: checkpoint and consumption of step ``number`` in one record. The same words again are right. The
-        ``metrics`` come before: of a step that is not committed nobody asks."""
-        if no := self._check_trainer(incarnation):
-            return no
+        """Commit checkpoint and consumption of step ``number`` in one record (rule 4); may be repeated.
+
+        The metrics are written before the commit: metrics of an uncommitted step are never read.
+        """
+        if rejection := self._check_trainer(incarnation):
+            return rejection
         if incarnation != incarnation.gang:
-            return Denied(f"{incarnation} cannot commit: {incarnation.gang} does for its gang")
+            return Denied(f"{incarnation} cannot commit: {incarnation.gang} commits for the gang")
         before, binding = self._state.commitments.get(number), self._state.bindings.get(number)
         if number <= self._state.committed:
             if before and before.digest == digest and _canonical(before.manifest) == _canonical(manifest):
                 return Done()
-            return Denied(f"step {number} was committed with other words")
+            return Denied(f"step {number} was committed with another manifest or digest")
         if number != self._state.committed + 1 or binding is None:
             return Denied(f"commit of step {number} is out of order: {self._state.committed} is committed")
         if digest != binding.digest:
@@ -506,4 +495,5 @@ class Store:
 
 
 def _canonical(manifest: dict[str, Any]) -> bytes:
+    """Encode a manifest so that equal manifests have equal bytes."""
     return msgspec.msgpack.encode(manifest, order="deterministic")

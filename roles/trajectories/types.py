@@ -1,8 +1,8 @@
-"""Trajectories as values, and the conversation of workers with the store.
+"""Trajectories as values, and the messages between workers and the trajectory store.
 
-A star: the store listens, everybody dials it, nobody else speaks of trajectories. Every request carries the life that
-asks, so that what a fenced incarnation still sends is refused at the store. Every request is idempotent: a client that
-got no answer asks again, with the same words.
+The store listens, and every worker connects to it; workers do not exchange trajectories with each other. Every request
+carries the incarnation of its sender, so that the store can refuse a fenced one. Every request is idempotent: a client
+that receives no answer sends the same request again.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from ...transport.messages import WeightSource
 
 
 class Segment(Struct, frozen=True, array_like=True):
-    """Tokens of one trajectory, sampled under one weight version, starting at ``offset`` tokens after the prompt."""
+    """Tokens of one trajectory, sampled under one weight version, starting ``offset`` tokens after the prompt."""
 
     trajectory: int
     offset: int
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """of the sampled tokens under the policy that sampled them; same length; kept as float32"""
+    """Log-probabilities of ``tokens`` under the policy that sampled them, stored as float32; as long as ``tokens``."""
     version: Version
 
 
 class Item(Struct, frozen=True):
-    """One trajectory leased to a rollout: the prompt, and what earlier (perhaps dead) lives already made of it."""
+    """A trajectory leased to a rollout: its prompt, and the segments that earlier incarnations appended."""
 
     trajectory: int
     group: int
     prompt: tuple[int, ...]
     so_far: tuple[Segment, ...] = ()
     max_new: int = 0
-    """tokens that it may still grow by"""
+    """Number of tokens that may still be appended."""
 
 
 class ToScore(Struct, frozen=True):
-    """One complete trajectory leased to a reward replica. ``item`` is the task's index of the prompt."""
+    """A complete trajectory leased to a reward replica. ``item`` is the index of its prompt in the task."""
 
     trajectory: int
     item: int
@@ -46,7 +46,7 @@ class ToScore(Struct, frozen=True):
 
 
 class Score(Struct, frozen=True, array_like=True):
-    """``reward`` is the task's own score (reported); ``training`` is what the trainer learns from."""
+    """The score of a trajectory: ``reward`` is reported, ``training`` is what the trainer learns from."""
 
     trajectory: int
     reward: float
@@ -54,7 +54,10 @@ class Score(Struct, frozen=True, array_like=True):
 
 
 class Trajectory(Struct, frozen=True):
-    """A complete, scored trajectory as the trainer gets it. ``tokens``, ``logprobs``, ``versions`` are parallel."""
+    """A complete, scored trajectory as the trainer reads it.
+
+    ``tokens``, ``logprobs`` and ``versions`` have one entry per token.
+    """
 
     id: int
     group: int
@@ -67,38 +70,45 @@ class Trajectory(Struct, frozen=True):
 
 
 class Batch(Struct, frozen=True):
-    """Complete GRPO groups bound to trainer step ``number`` for ever. ``digest`` names the binding."""
+    """The complete groups that are bound to training step ``number``.
+
+    A binding never changes; ``digest`` identifies its content.
+    """
 
     number: int
     groups: tuple[int, ...]
     digest: str
     trajectories: tuple[Trajectory, ...]
     stale: int = 0
-    """groups of the run that had been dropped for the age of their tokens before this batch was chosen"""
+    """Number of groups that the run had dropped as too old before this batch was bound."""
     max_age: int = 0
-    """age of the oldest token of this and all earlier batches of the run, in weight versions"""
+    """Age, in weight versions, of the oldest token of this batch and all earlier ones of the run."""
 
 
 class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
-    """A :class:`Trajectory` on its way, 8 bytes a token; its prompt is its group's. ``tokens`` as int32, ``logprobs``
-    as float32, in this machine's byte order; both empty where another member of a gang has them."""
+    """A :class:`Trajectory` in a message: 8 bytes per token, without its prompt (see :class:`PackedBatch`).
+
+    ``tokens`` is int32 and ``logprobs`` float32, in the byte order of the machine. In a gang both are empty if another
+    member trains on them.
+    """
 
     id: int
     group: int
     tokens: bytes
     logprobs: bytes
     runs: tuple[tuple[int, int, int], ...]
-    """tokens in a row that were sampled under one version: how many, its step, its incarnation"""
+    """Consecutive tokens that were sampled under one version, as (token count, training step, incarnation number)."""
     reward: float
     training: float
 
     @property
     def length(self) -> int:
+        """Number of tokens after the prompt."""
         return sum(count for count, _, _ in self.runs)
 
 
 class PackedBatch(Struct, frozen=True, array_like=True):
-    """A :class:`Batch` on its way. ``prompts`` are those of ``groups``, as int32."""
+    """A :class:`Batch` in a message. ``prompts`` has the prompt of each of ``groups``, as int32."""
 
     number: int
     groups: tuple[int, ...]
@@ -110,7 +120,7 @@ class PackedBatch(Struct, frozen=True, array_like=True):
 
 
 class Prompt(Struct, frozen=True):
-    """What a task gives the store: the ``item``-th prompt as tokens."""
+    """The prompt that the task made of item ``item``, as tokens."""
 
     item: int
     tokens: tuple[int, ...]
@@ -118,11 +128,14 @@ class Prompt(Struct, frozen=True):
 
 # ── requests ───────────────────────────────────────────────────────────────────────────────────────────────────────
 class LeaseWork(Struct, frozen=True, tag=True):
-    """A rollout asks for up to ``at_most`` trajectories. Answered ``Leased``; empty after ``wait`` s without work.
+    """Request of a rollout for up to ``at_most`` trajectories.
 
-    ``holding``: what it works on already. Whatever else is leased to this life is given again: an answer got lost.
-    ``weights``: step of the newest weights that it holds; nothing is begun with weights that will be too old when it is
-    trained on. None: not told, and nothing is held back."""
+    Answered with :class:`Leased`, which is empty if there is no work within ``wait`` seconds. ``holding`` lists the
+    trajectories that the rollout works on already; any other trajectory leased to this incarnation is sent again,
+    because the answer that contained it was lost. ``weights`` is the training step of the newest weights that the
+    rollout has: the store does not lease a trajectory whose new tokens would be too old when they are trained. None: no
+    trajectory is withheld.
+    """
 
     incarnation: Incarnation
     at_most: int
@@ -132,7 +145,10 @@ class LeaseWork(Struct, frozen=True, tag=True):
 
 
 class Append(Struct, frozen=True, tag=True):
-    """Segments, durable once answered ``Done``; idempotent by (trajectory, offset). ``finished`` are complete now."""
+    """Request of a rollout to append segments, which are durable once it is answered with :class:`Done`.
+
+    Idempotent by (trajectory, offset). ``finished`` lists the trajectories that are complete with these segments.
+    """
 
     incarnation: Incarnation
     segments: tuple[Segment, ...]
@@ -140,7 +156,10 @@ class Append(Struct, frozen=True, tag=True):
 
 
 class LeaseScoring(Struct, frozen=True, tag=True):
-    """A reward replica asks for complete trajectories. Answered ``Scoring``. ``holding`` as in ``LeaseWork``."""
+    """Request of a reward replica for complete trajectories.
+
+    Answered with :class:`Scoring`. ``holding`` as in :class:`LeaseWork`.
+    """
 
     incarnation: Incarnation
     at_most: int
@@ -149,9 +168,11 @@ class LeaseScoring(Struct, frozen=True, tag=True):
 
 
 class PostScores(Struct, frozen=True, tag=True):
-    """Scores, durable once answered ``Done``; the first score of a trajectory stands.
+    """Scores of a reward replica, which are durable once it is answered with :class:`Done`.
 
-    ``failed``: trajectories that cannot be scored, and why. Their groups are dropped: nothing is scored zero for it."""
+    The first score of a trajectory is final. ``failed`` maps each trajectory that cannot be scored to the reason; its
+    group is dropped rather than scored zero.
+    """
 
     incarnation: Incarnation
     scores: tuple[Score, ...]
@@ -159,8 +180,11 @@ class PostScores(Struct, frozen=True, tag=True):
 
 
 class GetBatch(Struct, frozen=True, tag=True):
-    """The trainer asks for the batch of step ``number``: the existing binding unchanged, else a new one once there are
-    enough complete groups. Answered ``Bound``, or ``NotYet`` after ``wait`` s, or ``Denied``."""
+    """Request of a trainer for the batch of step ``number``.
+
+    Answered with :class:`Bound` if the step is bound or enough groups are complete to bind it, with :class:`NotReady`
+    after ``wait`` seconds, or with :class:`Denied`.
+    """
 
     incarnation: Incarnation
     number: int
@@ -168,11 +192,12 @@ class GetBatch(Struct, frozen=True, tag=True):
 
 
 class Commit(Struct, frozen=True, tag=True):
-    """One record commits the checkpoint and the consumption of batch ``number``. Repeatable.
+    """Request of a trainer to commit a checkpoint and the consumption of batch ``number`` in one record.
 
-    Accepted only from the current incarnation and for ``number`` = committed + 1. ``manifest`` names the checkpoint
-    (folder relative to the run directory, files with digests). ``metrics`` are for people; the store keeps them for a
-    manager that does not live now."""
+    Accepted only from the current incarnation and for the step after the committed one; may be repeated. ``manifest``
+    names the checkpoint: its folder relative to the run directory, and its files with their digests. ``metrics`` are
+    informational; the store keeps them for a manager that is not running at the time.
+    """
 
     incarnation: Incarnation
     number: int
@@ -182,31 +207,33 @@ class Commit(Struct, frozen=True, tag=True):
 
 
 class GetCommitted(Struct, frozen=True, tag=True):
-    """What counts? Answered ``CommittedState``."""
+    """Request of a trainer for the newest commit. Answered with :class:`CommittedState`."""
 
     incarnation: Incarnation
 
 
 class GetMetrics(Struct, frozen=True, tag=True):
-    """Metrics of the commits after step ``after``, as far as they are kept. Answered ``KeptMetrics``."""
+    """Request of a trainer for stored metrics of the steps after ``after``. Answered with :class:`StoredMetrics`."""
 
     incarnation: Incarnation
     after: int
 
 
 class FollowVersions(Struct, frozen=True, tag=True):
-    """A trainer or a rollout reports which weight version it serves, and asks which one is the newest. Answered
-    ``NewestVersion`` as soon as that is another one than ``known``, and after ``wait`` s in any case, so that its
-    holders are told again; ``NotYet`` after ``wait`` s where no version is known.
+    """Report of a trainer or rollout which weight version it serves, and request for the newest one.
 
-    Of one life the latest request counts; an earlier one that still waits is not answered any more."""
+    Answered with :class:`NewestVersion` as soon as the newest version is not ``known``, and otherwise after ``wait``
+    seconds, so that the sender learns of new sources. If the store knows no version by then, it answers
+    :class:`NotReady`. Only the latest request of an incarnation is answered.
+    """
 
     incarnation: Incarnation
     weight_address: str | None = None
-    """``<pipe>://host:port`` where ``holds`` can be pulled"""
+    """Address (``<transport>://host:port``) from which ``weight_version`` can be pulled; None if the sender serves no
+    weights."""
     weight_version: Version | None = None
     known: Version | None = None
-    """the newest version that the asker has heard of from the store"""
+    """Newest version that the sender has learned of from the store."""
     wait: float = 10.0
 
 
@@ -217,58 +244,78 @@ Request = (
 
 # ── answers ────────────────────────────────────────────────────────────────────────────────────────────────────────
 class Leased(Struct, frozen=True, tag=True):
+    """Answer to :class:`LeaseWork`."""
+
     items: tuple[Item, ...]
     outdated: bool = False
-    """nothing may be begun with the asker's weights: newer ones come first"""
+    """True if there is work, but none that may be done with the rollout's weights: it must receive newer ones first."""
 
 
 class Scoring(Struct, frozen=True, tag=True):
+    """Answer to :class:`LeaseScoring`."""
+
     items: tuple[ToScore, ...]
 
 
 class Done(Struct, frozen=True, tag=True):
-    pass
+    """Answer to a request that was carried out and is durable."""
 
 
 class Bound(Struct, frozen=True, tag=True):
+    """Answer to :class:`GetBatch`."""
+
     batch: PackedBatch
 
 
 class NotReady(Struct, frozen=True, tag=True):
-    """Ask again: not enough complete groups, or nobody has told the store of this life yet."""
+    """Answer that asks the sender to repeat its request later.
+
+    Too few groups are complete, or the manager has not reported this incarnation to the store yet.
+    """
 
 
 class Denied(Struct, frozen=True, tag=True):
-    """Refused for good, all of it: an older incarnation, a batch out of order, a digest that is not the binding's."""
+    """Answer that refuses a request as a whole; repeating it unchanged does not help.
+
+    Examples: a fenced incarnation, a batch out of order, a digest that is not the binding's.
+    """
 
     why: str
     fenced: bool = False
-    """this life is not believed: it must leave"""
+    """True if the incarnation is no longer current (fenced) and must exit."""
     lost: tuple[int, ...] = ()
-    """of an ``Append``: these trajectories are not this life's (any more); the rest may be said again without them"""
+    """Trajectories of an :class:`Append` that are not leased to this incarnation. The request may be repeated without
+    them."""
 
 
 class CommittedState(Struct, frozen=True, tag=True):
-    """``number`` is None before the first commit."""
+    """Answer to :class:`GetCommitted`. Both fields are None before the first commit."""
 
     number: int | None
     manifest: dict[str, Any] | None
 
 
 class StepMetrics(Struct, frozen=True):
+    """What the trainer measured in one step."""
+
     step: int
     metrics: dict[str, float]
 
 
 class StoredMetrics(Struct, frozen=True, tag=True):
-    """In the order of the steps, without gaps; those that follow are asked for with the last one's step."""
+    """Answer to :class:`GetMetrics`: consecutive steps in order.
+
+    To read the steps that follow, repeat the request with the last step of this answer.
+    """
 
     commits: tuple[StepMetrics, ...]
 
 
 class NewestVersion(Struct, frozen=True, tag=True):
-    """The newest version that the current trainer published, and replicas that serve it: all that are known where they
-    are few, never none."""
+    """The newest version that the current trainer published, and at least one replica that serves it.
+
+    ``sources`` is complete unless more than ``MAX_SOURCES`` replicas serve the version.
+    """
 
     version: Version
     sources: tuple[WeightSource, ...]

@@ -1,11 +1,12 @@
 """The newest weight version of a run and the replicas that serve it, as trainer and rollouts report it to the store.
 
-News of a version travels this way beside the manager's ``Peers``, so that rollouts go on receiving weights while the
-manager is frozen or dead. The current trainer alone says which version is the newest; rollouts add that they serve it
-too, for the case that the trainer dies right after it published.
+Versions are announced this way in addition to the manager's ``Peers`` message, so that rollouts keep receiving weights
+while the manager is frozen or dead. Only the current trainer determines which version is the newest; rollouts report
+that they serve it too, in case the trainer dies right after it published.
 
-Nothing here is durable. A trainer or rollout keeps one request open at the store, which carries what it serves and is
-sent again on every reconnect: a store that restarts knows the newest version within one round trip of its trainer.
+The directory is not durable. A trainer or rollout keeps one request open at the store, which carries the version it
+serves and is sent again on every reconnect: a store that restarts knows the newest version within one round trip of its
+trainer.
 """
 
 from __future__ import annotations
@@ -17,29 +18,33 @@ from ...transport.messages import WeightSource
 from .types import NewestVersion
 
 MAX_SOURCES = 8
-"""holders that are named to a rollout, some 100 bytes each in every answer. They are asked one after another, after the
-relays that the manager named: more would only matter if all of these had died at once"""
+"""Maximum number of sources that are named to a rollout, some 100 bytes each in every answer. A rollout tries them one
+after another, after the relays that the manager named: more would only help if all of these had died at once."""
 
 
 def is_publisher(incarnation: Incarnation) -> bool:
-    """Return whether ``life`` is a trainer's: the other replicas that serve weights received them first."""
+    """Return whether an incarnation is a trainer's.
+
+    Other replicas serve only versions that they received.
+    """
     return role_of(incarnation.replica) == role_of(TRAINER)
 
 
 class VersionDirectory:
-    """Names the newest version that the current trainer published, and up to :data:`MAX_HOLDERS` lives that serve it.
+    """The newest version that the current trainer published, and up to :data:`MAX_SOURCES` replicas that serve it.
 
-    The caller checks that the reporting lives are current (not fenced) before it reports them here."""
+    The caller checks that reporting incarnations are current before it reports them here.
+    """
 
     def __init__(self) -> None:
         self._version: Version | None = None
         self._sources: dict[Incarnation, WeightSource] = {}
-        """who serves exactly ``_version``; the publisher first, as it reports first"""
+        """Replicas that serve ``_version``; the publisher is the first, because it reports first."""
         self.newest: NewestVersion | None = None
-        """the answer to rollouts; None: no version is known. Another object after each change"""
+        """The answer to rollouts: a new object after each change, None while no version is known."""
 
     def report(self, source: WeightSource) -> None:
-        """Take note that ``holder`` serves the version ``holder.holds``. Repeating a report changes nothing."""
+        """Record which version ``source`` serves. Repeating a report changes nothing."""
         version = source.version
         if version is None:
             return
@@ -51,8 +56,8 @@ class VersionDirectory:
             self._update_newest()
 
     def remove(self, is_fenced: Callable[[Incarnation], bool]) -> None:
-        """Forget holders that are fenced. A version that nobody serves any more is forgotten with its last holder."""
-        remaining = {incarnation: holder for incarnation, holder in self._sources.items() if not is_fenced(incarnation)}
+        """Remove fenced sources. A version whose last source is removed is forgotten."""
+        remaining = {incarnation: source for incarnation, source in self._sources.items() if not is_fenced(incarnation)}
         if remaining != self._sources:
             self._sources = remaining
             self._update_newest()
@@ -64,6 +69,9 @@ class VersionDirectory:
 
 
 def _succeeds(version: Version, other: Version) -> bool:
-    """Return whether ``version`` was published after ``other``: a trainer that restarted may have gone back some steps,
-    and still its versions are the newer ones."""
+    """Return whether ``version`` was published after ``other``.
+
+    The incarnation is compared first: a restarted trainer may have gone back some steps, and its versions are still
+    newer.
+    """
     return (version.incarnation, version.step) > (other.incarnation, other.step)

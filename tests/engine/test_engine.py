@@ -45,7 +45,7 @@ def engine(shared: Engine) -> Iterator[Engine]:
     assert not shared.has_work
 
 
-def test_recorded_logprobs_are_those_of_the_distribution_sampled_from_before_and_after_an_update(
+def test_logprobs_match_the_sampled_distribution_across_an_update(
     engine: Engine,
 ) -> None:
     for step, model in enumerate((_A, _B, _A)):
@@ -59,7 +59,7 @@ def test_recorded_logprobs_are_those_of_the_distribution_sampled_from_before_and
         assert made.worst(given, {step: model}, 1.0)[step] > 0.1, "the temperature does not show"
 
 
-def test_running_trajectories_go_on_with_the_new_weights_and_each_segment_says_which_made_it(engine: Engine) -> None:
+def test_running_trajectories_continue_with_new_weights_per_segment(engine: Engine) -> None:
     given, made = engines.items(LEASE, max_new=200), Made()
     engine.add(given)
     usual, pauses = [], []
@@ -97,7 +97,7 @@ def test_segments_are_as_long_as_asked_for_and_a_trajectory_ends_once(engine: En
         assert lengths[-1] <= SEGMENT
 
 
-def test_a_trajectory_that_another_life_began_goes_on_where_it_stands(engine: Engine) -> None:
+def test_trajectory_of_another_incarnation_is_continued(engine: Engine) -> None:
     so_far = (Segment(7, 0, (5, 6, 7), (-1.0, -1.0, -1.0), Version(0, 1)),)
     item, made = Item(7, 1, (2, 3, 4), so_far, max_new=12), Made()
     made.segments[7] = list(so_far)
@@ -126,7 +126,7 @@ def test_a_trajectory_ends_where_the_models_length_does(engine: Engine) -> None:
     assert len(made.tokens(1)) <= 6
 
 
-def test_it_has_room_for_a_lease_and_takes_more_as_trajectories_end(engine: Engine) -> None:
+def test_free_slots_grow_as_trajectories_end(engine: Engine) -> None:
     assert engine.free_slots == LEASE
     given, made = engines.items(LEASE, max_new=200), Made()
     engine.add(given[:3])

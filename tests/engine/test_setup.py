@@ -35,24 +35,25 @@ def _configure(folder: Path, lease: int = 16, gpus: int = 0, **given: Any) -> An
     ("given", "expected_text"),
     [
         ({"max_num_seq": 8}, r"^\[roles.rollout\] vllm.max_num_seq: vLLM \S+ has no .*; did you mean max_num_seqs\?$"),
-        ({"model": "elsewhere"}, r"^\[roles.rollout\] vllm.model is not yours to set: it is \[model\] path"),
-        ({"stream_interval": 8}, r"vllm.stream_interval is not yours to set: tokens that vLLM holds back"),
-        ({"logprobs_mode": "raw_logprobs"}, r"vllm.logprobs_mode is not yours to set: the trainer needs"),
-        ({"max_num_seqs": -1}, r"^\[roles.rollout\] vllm = \{'max_num_seqs': -1\}: vLLM \S+ says: .*max_num_seqs"),
-        ({"kv_cache_dtype": "none such"}, r"vLLM \S+ says: .*"),
+        ({"model": "elsewhere"}, r"^\[roles.rollout\] vllm.model is reserved for rrl: it is \[model\] path"),
+        ({"stream_interval": 8}, r"vllm.stream_interval is reserved for rrl: tokens that vLLM holds back"),
+        ({"logprobs_mode": "raw_logprobs"}, r"vllm.logprobs_mode is reserved for rrl: the trainer needs"),
+        (
+            {"max_num_seqs": -1},
+            r"^\[roles.rollout\] vllm = \{'max_num_seqs': -1\}: vLLM \S+ refuses it: .*max_num_seqs",
+        ),
+        ({"kv_cache_dtype": "none such"}, r"vLLM \S+ refuses it: .*"),
     ],
 )
-def test_an_argument_that_cannot_work_is_told_in_one_line(
-    tmp_path: Path, given: dict[str, Any], expected_text: str
-) -> None:
+def test_invalid_argument_is_reported_in_one_line(tmp_path: Path, given: dict[str, Any], expected_text: str) -> None:
     with pytest.raises(InvalidEngineConfig, match=expected_text) as caught:
         _configure(tmp_path, **given)
     assert "\n" not in str(caught.value)
 
 
-def test_a_gpu_that_vllm_would_not_use_is_told_in_one_line(tmp_path: Path) -> None:
+def test_unused_gpu_is_reported_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(
-        InvalidEngineConfig, match=r"^\[roles.rollout\] gpus = 2, and vLLM \S+ computes on the CPU here"
+        InvalidEngineConfig, match=r"^\[roles.rollout\] gpus = 2, but the installed vLLM \S+ is for CPUs"
     ):
         _configure(tmp_path, gpus=2)
 
@@ -64,7 +65,7 @@ def test_the_arguments_that_vllm_has_are_known_without_importing_it() -> None:
     assert RESERVED_ARGUMENTS.keys() <= installed_arguments()
 
 
-def test_workers_are_spawned_and_meet_on_the_loopback_whatever_the_nodes_environment_says(
+def test_workers_are_spawned_and_meet_on_loopback_in_any_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     right = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
@@ -87,7 +88,7 @@ def test_the_users_arguments_reach_vllm_and_the_rest_fits_a_rollout_on_cpu(tmp_p
     assert many.cache_config.kv_cache_memory_bytes == pytest.approx(MEMORY / 2, rel=0.01)
 
 
-def test_a_rollout_whose_engine_cannot_work_ends_before_it_joins_with_code_2_and_one_line(
+def test_invalid_engine_ends_the_rollout_before_it_joins_with_code_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = msgspec.to_builtins(SPEC) | {"head_dim": 16, "tokenizer": {"pieces": "0123456789"}}
@@ -101,5 +102,5 @@ def test_a_rollout_whose_engine_cannot_work_ends_before_it_joins_with_code_2_and
     with pytest.raises(SystemExit) as ended:
         rollout_main.main()
     assert ended.value.code == 2
-    told = capsys.readouterr().err.splitlines()
-    assert told[-1].startswith("rrl: [model] head_dim is 16: on CPU vLLM has kernels for [32, 64,")
+    message_text = capsys.readouterr().err.splitlines()
+    assert message_text[-1].startswith("rrl: [model] head_dim is 16: on CPU vLLM has kernels for [32, 64,")

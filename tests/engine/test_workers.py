@@ -69,21 +69,21 @@ def test_running_trajectories_go_on_with_the_new_weights_in_several_processes(en
     assert max(worst.values()) < ATOL, worst
 
 
-def test_no_worker_is_sent_a_copy_of_the_weights_and_nothing_of_them_is_left_in_memory(
+def test_weights_are_shared_not_copied_and_their_memory_is_freed(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[bytes] = []
+    calls_made: list[bytes] = []
     llm = cast(Any, engine)._llm
     ask = llm.collective_rpc
 
     def listening(method: str, **more: Any) -> Any:
-        told.append(pickle.dumps((method, more)))
+        calls_made.append(pickle.dumps((method, more)))
         return ask(method, **more)
 
     monkeypatch.setattr(llm, "collective_rpc", listening)
     engines.load(engine, 1, _B)
-    assert len(told) > 10
-    assert sum(map(len, told)) < _MESSAGE
+    assert len(calls_made) > 10
+    assert sum(map(len, calls_made)) < _MESSAGE
     for pid in (os.getpid(), *_workers()):
         open_files = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
         assert not [name for name in open_files if MEMFD_NAME in name]

@@ -1,10 +1,10 @@
-"""Load new weights into a running vLLM engine: the weight-transfer backend ``rrl``.
+"""Loads new weights into a running vLLM engine: the weight-transfer backend ``rrl``.
 
 vLLM's worker processes load :class:`Extension` (``worker_extension_cls``) and with it this module, which registers the
 backend. An update is start, one or more buckets, finish; if any of it fails, the model is half new and half old and
-must not be used: the error ends the process. Seen on vLLM 0.32 (docs/sources.md, vLLM).
+must not be used: the error ends the process. Observed on vLLM 0.32 (docs/sources.md, vLLM).
 
-A bucket of weights lies once in shared memory, and each worker maps it; vLLM's own queue would send each worker a copy
+A bucket of weights is once in shared memory, and each worker maps it; vLLM's own queue would send each worker a copy
 through one socket. Measured for 256 MiB and 8 readers on two busy cores: 1.5 s by vLLM's queue, 0.7 s here, of which
 0.1 to 0.4 s are the writing. The memory has no name in any file system: a killed process leaves nothing behind.
 """
@@ -35,13 +35,13 @@ from ....transport.weights.manifest import TensorSpec, layout
 from ...models.tensors import pack, unpack
 
 BUCKET_BYTES = 256 * 2**20
-"""bytes of tensors that lie there at once, or one tensor that is larger"""
+"""Bytes of tensors in one bucket; a larger tensor is a bucket of its own."""
 MEMFD_NAME = "rrl-weights"
-"""in /proc/PID/fd, for people"""
+"""Name of the memory in /proc/PID/fd, for people."""
 
 
 def buckets(tensors: Iterable[tuple[str, Tensor]], nbytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """In order, so many in each as ``nbytes`` allow, and at least one."""
+    """Group tensors in order into buckets of at most ``nbytes``, with at least one tensor each."""
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in tensors:
@@ -56,9 +56,11 @@ def buckets(tensors: Iterable[tuple[str, Tensor]], nbytes: int) -> Iterator[list
 
 @contextmanager
 def shared_bucket(bucket: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Any]]:
-    """Inside, other processes of this user can map the bucket: what :func:`mapped` is to be told. Its memory is given
-    back once this is left and nobody has it mapped any more: vLLM holds on to tensors of a layer until it has them
-    all, hence a new one for each bucket."""
+    """Write a bucket to shared memory and yield the arguments of :class:`Bucket`, which other processes map it by.
+
+    The memory is freed once the block is left and no process maps it. vLLM retains tensors of a layer until it has all
+    of them, so each bucket needs new memory.
+    """
     packed = pack(dict(bucket))
     specs, nbytes = layout([(name, dtype, shape, content.nbytes) for name, dtype, shape, content in packed])
     fd = os.memfd_create(MEMFD_NAME)
@@ -66,7 +68,7 @@ def shared_bucket(bucket: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, An
         os.ftruncate(fd, max(1, nbytes))
         for spec, (*_, content) in zip(specs, packed, strict=True):
             done = 0
-            while done < len(content):  # written, not copied into a mapping: no page is zeroed first
+            while done < len(content):  # pwrite instead of a mapping: no page is zeroed first
                 done += os.pwrite(fd, content[done:], spec.offset + done)
         yield {"path": f"/proc/{os.getpid()}/fd/{fd}", "specs": specs}
     finally:
@@ -74,7 +76,11 @@ def shared_bucket(bucket: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, An
 
 
 def map_bucket(path: str, specs: Sequence[TensorSpec]) -> list[tuple[str, Tensor]]:
-    """The tensors of a :func:`shared` bucket, as views of it. Raises OSError where it is not there any more."""
+    """Return the tensors of a :func:`shared_bucket` as views of it.
+
+    Raises:
+        OSError: The bucket no longer exists.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         pages = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
@@ -93,8 +99,10 @@ class _Init(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Whole tensors under their Hugging Face names; each rank takes its share of them. They are here, or all that
-    ``specs`` describe lie in the file ``place``."""
+    """Whole tensors by their Hugging Face names, of which each rank takes its share.
+
+    They are in ``tensors``, or in the file ``path`` as ``specs`` describes.
+    """
 
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
     path: str = ""
@@ -102,55 +110,66 @@ class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class RrlWeightTransferEngine(WeightTransferEngine[_Init, Bucket]):  # type: ignore[misc]
-    """vLLM's side of the backend, in each of its workers."""
+    """The backend in each of vLLM's workers."""
 
     init_info_cls, update_info_cls = _Init, Bucket
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
+    def __init__(self, *args: Any, **mapped: Any) -> None:
+        super().__init__(*args, **mapped)
         self._missing: set[str] = set()
         if multiprocessing.parent_process() is not None:
-            # A worker process. SIGTERM, the wish to stop, goes to the whole process group. The role finishes what is in
-            # hand, and needs its workers for that; they end when it closes the engine, or with it.
+            # This is a worker process. SIGTERM requests a stop of the whole process group, but the role first finishes
+            # its work and needs its workers for that. They end when it closes the engine, or with it.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def init_transfer_engine(self, init_info: _Init) -> None:
-        """There is nothing to dial: the plane is in the role's own process."""
+        """Do nothing: the weights are in the role's own process, without a connection."""
 
     def start_weight_update(self) -> None:
-        tied = _names(self.model, True) - _names(self.model, False)  # not told from others any more after the next line
-        initialize_layerwise_reload(self.model)  # what vLLM made of loaded weights, as the scales of fp8, is gone then
+        """Prepare the model for new weights."""
+        tied = _names(self.model, True) - _names(self.model, False)  # cannot be told apart after the next line
+        initialize_layerwise_reload(self.model)  # discards what vLLM derived from the old weights, such as fp8 scales
         self._missing = _names(self.model, False) - tied
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load one bucket, and wait until the device has it."""
         self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":  # the base asks for an accelerator, which a CPU is not
+        if self.device.type != "cpu":  # the base class requires an accelerator
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Bucket) -> None:
-        more = map_bucket(update_info.path, update_info.specs) if update_info.path else []
-        loaded = self.model.load_weights(iter([*update_info.tensors, *more]))
-        self._missing -= self._missing if loaded is None else set(loaded)  # None: a model that does not tell
+        """Load one bucket."""
+        mapped = map_bucket(update_info.path, update_info.specs) if update_info.path else []
+        loaded = self.model.load_weights(iter([*update_info.tensors, *mapped]))
+        self._missing -= self._missing if loaded is None else set(loaded)  # None: the model does not report names
 
     def finish_weight_update(self) -> None:
+        """Complete the update.
+
+        Raises:
+            RuntimeError: A tensor of the model was in no bucket.
+        """
         if self._missing:
-            raise RuntimeError(f"vLLM's model got no weights for {sorted(self._missing)[:4]}")
+            raise RuntimeError(f"vLLM's model received no weights for {sorted(self._missing)[:4]}")
         finalize_layerwise_reload(self.model, self.model_config)
         repack_embeddings(self.model)
 
     def shutdown(self) -> None:
-        """There is nothing to hang up."""
+        """Do nothing: there is no connection to close."""
 
 
 def _names(model: nn.Module, all_names: bool) -> set[str]:
-    """Of its parameters; a tied one has several."""
+    """Return the names of the parameters; with ``all_names`` every name of a tied one, else the first."""
     return {name for name, _ in model.named_parameters(remove_duplicate=not all_names)}
 
 
 def repack_embeddings(model: nn.Module) -> None:
-    """On CPU vLLM multiplies by a copy of the embeddings that it packs once they are loaded. With tied embeddings a
-    layerwise reload packs it while the output layer's weights are still the old ones: log-probabilities are off by
-    about 12 then, and nothing says so (docs/sources.md, vLLM)."""
+    """Have vLLM pack its embeddings again.
+
+    On CPU vLLM multiplies by a packed copy of the embeddings. With tied embeddings a layerwise reload packs it while
+    the output layer still has the old weights: log-probabilities are then off by about 12, without any error
+    (docs/sources.md, vLLM).
+    """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, UnquantizedEmbeddingMethod):
@@ -158,7 +177,7 @@ def repack_embeddings(model: nn.Module) -> None:
 
 
 class Extension:
-    """Nothing is added to vLLM's worker; to name it is to import this module there."""
+    """Adds nothing to vLLM's worker: its name makes the worker import this module."""
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

@@ -53,8 +53,8 @@ def _saved(kind: Any, config: Any, path: Path, seed: int) -> Path:
 
 def tokenizer(path: Path) -> None:
     """Byte for byte, a start put in front of plain prompts, and a chat template."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: place for place, token in enumerate((*SPECIAL, *letters))}
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: place for place, token in enumerate((*SPECIAL, *characters))}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -69,5 +69,5 @@ def tokenizer(path: Path) -> None:
 
 def rewrite(file: Path, **changes: Any) -> None:
     """Keys of a JSON file; None removes one."""
-    said = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps({key: value for key, value in (said | changes).items() if value is not None}))
+    template = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({key: value for key, value in (template | changes).items() if value is not None}))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
+import msgspec
 import pytest
 
 import rrl
 from rrl.config.job.schema import Job
 from rrl.core.launch import Launch
+from rrl.core.run_dir import RunDir
 from rrl.core.text import exits_on_invalid_config
 from rrl.core.types import Incarnation, NodeName, ReplicaId
 from rrl.roles import reward
@@ -18,6 +22,7 @@ from rrl.roles.models.tasks import TaskError
 from rrl.roles.rollout import main as rollout_main
 from rrl.roles.trainer import main as trainer_main
 from rrl.roles.trajectories import server
+from rrl.roles.trajectories.log import Log
 
 pytestmark = pytest.mark.torch
 
@@ -27,8 +32,8 @@ _NOWHERE = {"path": "/nowhere/model"}
 
 
 def _end(role: str, main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, **tables: Any) -> Any:
-    said = {"run": {"name": "x", "steps": 1}, "model": _RIGHT, "task": {"dataset": "no_such_dataset"}} | tables
-    job = Job.model_validate(said).model_dump(mode="json")
+    message_text = {"run": {"name": "x", "steps": 1}, "model": _RIGHT, "task": {"dataset": "no_such_dataset"}} | tables
+    job = Job.model_validate(message_text).model_dump(mode="json")
     launch = Launch("t", "/r", Incarnation(ReplicaId(f"{role}/0"), 1), NodeName("n"), (), {}, "/", 1.0, False)
     me = SimpleNamespace(job=job, settings=job["roles"][role], launch=launch)  # without __enter__: it cannot be joined
     monkeypatch.setattr(rrl, "join", lambda: me, raising=False)
@@ -53,9 +58,9 @@ def test_a_model_that_cannot_be_is_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     assert _end(role, main, monkeypatch, model=model) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(expected_text)
-    assert said.count("\n") == 1
+    message_text = capsys.readouterr().err
+    assert message_text.startswith(expected_text)
+    assert message_text.count("\n") == 1
 
 
 @pytest.mark.parametrize(("role", "main"), [("reward", reward.main), ("trajectories", server.main)])
@@ -63,9 +68,30 @@ def test_a_task_that_cannot_be_is_too(
     role: str, main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _end(role, main, monkeypatch) == 2
-    said = capsys.readouterr().err
-    assert said.startswith('rrl: [task] dataset = "no_such_dataset": ')
-    assert said.count("\n") == 1
+    message_text = capsys.readouterr().err
+    assert message_text.startswith('rrl: [task] dataset = "no_such_dataset": ')
+    assert message_text.count("\n") == 1
+
+
+def test_store_log_of_another_format_is_one_line_and_exit_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = RunDir(tmp_path)
+    log = Log(run_dir.store)
+    log.rewrite([msgspec.msgpack.encode(["head", 1, 0, 0])])
+    log.close()
+    sampling = {"group_size": 2, "prompts_per_step": 2, "ahead": 1, "max_new_tokens": 4, "staleness": 4, "late": "wait"}
+    job = {"sampling": sampling, "roles": {"trainer": {"uncommitted": 1}}}
+    me = MagicMock(job=job, run_dir=run_dir)
+    me.__exit__.return_value = False
+    monkeypatch.setattr(rrl, "join", lambda: me, raising=False)
+    monkeypatch.setattr(server, "_prompts", lambda _: None)
+    with pytest.raises(SystemExit) as ended:
+        server.main()
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"rrl: the trajectory log in {run_dir.store} has format 1, but")
+    assert message.count("\n") == 1
 
 
 def test_of_what_a_users_own_code_raises_the_traceback_is_kept() -> None:

@@ -83,7 +83,7 @@ def _while_the_batch_is_shared(step: int) -> None:
         return next_(me, gang, number)
 
     process_group._next_batch = noted
-    for name in ("_send", "_receive"):
+    for name in ("_send_shards", "_receive_shard"):
         _before(process_group, name, lambda *_: now[0] == step)
 
 
@@ -100,7 +100,7 @@ def _once_it_is_sealed(step: int, dies: bool) -> None:
     keep = AsyncSaver._write_and_commit
 
     def wrapped(saver: AsyncSaver, staged: Any) -> None:
-        if staged.note.number == step:
+        if staged.meta.number == step:
             client, buddy = saver._buffers._client, saver._buffers._buddy()
             if client is not None and buddy is not None:
                 client.wait_until_sealed()

@@ -43,17 +43,19 @@ def play(rank: int, world: int, folder: str, dtype: str) -> None:
     learner: Any = SimpleNamespace(weights=lambda: live, number=1)
     me = _Me()
     gang.all(True)
-    said = {"publishing": _growth(lambda: main._publish(me, gang, learner, getattr(torch, dtype)))}  # type: ignore[arg-type]
+    outputs = {"publishing": _growth(lambda: main._publish(me, gang, learner, getattr(torch, dtype)))}  # type: ignore[arg-type]
     if rank == 0:
-        said |= {"version": len(me.flat), "model": sum(tensor.numel() * 4 for tensor in live.values())}
+        outputs |= {"version": len(me.flat), "model": sum(tensor.numel() * 4 for tensor in live.values())}
         taker = skeleton(SPEC, VOCABULARY)
         materialise(taker, gang.device)
         for tensor in weights(taker).values():
             tensor.zero_()
         engine = TorchEngine(taker, stop_tokens=frozenset({1}), seed=0)
-        said["loading"] = _growth(lambda: engine.load(Version(1, 1), unpack(me.specs, memoryview(me.flat))))
-        said["right"] = all(bool((tensor == place + 1).all()) for place, tensor in enumerate(weights(taker).values()))
-    Path(folder, f"rank-{rank}.json").write_text(json.dumps(said))
+        outputs["loading"] = _growth(lambda: engine.load(Version(1, 1), unpack(me.specs, memoryview(me.flat))))
+        outputs["right"] = all(
+            bool((tensor == place + 1).all()) for place, tensor in enumerate(weights(taker).values())
+        )
+    Path(folder, f"rank-{rank}.json").write_text(json.dumps(outputs))
     gang.all(True)
 
 

@@ -120,8 +120,8 @@ class Stage:
             self.store.close()
 
     def agent_starts(self, node: NodeName) -> None:
-        keeper = self._snapshot_servers[node] = SnapshotServer(self.lab.run.id, node, self.lab.keys, "127.0.0.1")
-        keeper.start()
+        server = self._snapshot_servers[node] = SnapshotServer(self.lab.run.id, node, self.lab.keys, "127.0.0.1")
+        server.start()
 
     def agent_dies(self, node: NodeName) -> None:
         """And all that it kept."""
@@ -192,8 +192,8 @@ class Stage:
 
     def _snapshot_servers_message(self) -> Peers:
         self._seq += 1
-        keepers = {node: keeper.address for node, keeper in self._snapshot_servers.items()}
-        return Peers(1, self._seq, dict(self._peers), snapshot_servers=keepers)
+        servers = {node: server.address for node, server in self._snapshot_servers.items()}
+        return Peers(1, self._seq, dict(self._peers), snapshot_servers=servers)
 
     async def _send(self, incarnation: Incarnation, message: Any) -> None:
         if incarnation in self._lines:

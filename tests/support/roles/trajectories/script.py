@@ -193,8 +193,8 @@ def check(
     for request, given in repeated:
         fenced = request.incarnation == TRAINER and promised.fence > TRAINER.number
         if not isinstance(given, Leased):  # what was leased is forgotten, and given to whoever asks first
-            said = answer(store, request)
-            assert isinstance(said, Denied) if fenced else said == given, (request, said)
+            sent_words = answer(store, request)
+            assert isinstance(sent_words, Denied) if fenced else sent_words == given, (request, sent_words)
     store.flush()
     if promised.fence > TRAINER.number:
         assert isinstance(store.committed(TRAINER), Denied)
@@ -206,16 +206,16 @@ def check(
             kept = store.batch(who, number)
             assert isinstance(kept, Bound)
             assert kept.batch == batch
-    seen = {t.id: t for batch in _go_on(store, who, to) for t in batch.trajectories}
+    observed = {t.id: t for batch in _go_on(store, who, to) for t in batch.trajectories}
     for trajectory, offset in promised.segments:
-        if trajectory in seen:
+        if trajectory in observed:
             words = promised.segments[trajectory, offset]
             end = offset + len(words.tokens)
-            assert seen[trajectory].tokens[offset:end] == words.tokens
-            assert seen[trajectory].versions[offset] == words.version
+            assert observed[trajectory].tokens[offset:end] == words.tokens
+            assert observed[trajectory].versions[offset] == words.version
     for trajectory, reward in promised.scored.items():
-        if trajectory in seen:
-            assert seen[trajectory].reward == reward
+        if trajectory in observed:
+            assert observed[trajectory].reward == reward
     audit = store.audit()
     store.close()
     groups = [group for number in sorted(audit.steps) for group in audit.steps[number]]

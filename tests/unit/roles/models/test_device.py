@@ -42,17 +42,17 @@ def test_a_gpu_that_was_asked_for_and_is_not_found_is_one_line_and_exit_code_2(
     with pytest.raises(SystemExit) as ended:
         begin(SimpleNamespace(launch=_launch(role, 1), world=1))
     assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"rrl: [roles.{role}] gpus = 1, and torch {torch.__version__}, built ")
-    assert told.endswith(" finds no GPU on n7: install a torch for its driver, or write gpus = 0\n")
-    assert told.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith(f"rrl: [roles.{role}] gpus = 1, but torch {torch.__version__}, built ")
+    assert message.endswith(" finds no GPU on n7: install a torch for its driver, or set gpus = 0\n")
+    assert message.count("\n") == 1
 
 
 def test_a_rollout_in_torch_has_its_model_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as that can be seen without one: where the weights are to lie."""
-    seen: list[torch.device] = []
+    devices_used: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(rollout_main, "materialise", lambda model, device: seen.append(device))
+    monkeypatch.setattr(rollout_main, "materialise", lambda model, device: devices_used.append(device))
     monkeypatch.setattr(rollout_main, "TorchEngine", lambda *_, **__: None)
     me: Any = SimpleNamespace(
         launch=_launch("rollout", 1), settings={"segment_tokens": 1, "lease": 1},
@@ -60,4 +60,4 @@ def test_a_rollout_in_torch_has_its_model_on_its_gpu(monkeypatch: pytest.MonkeyP
     )  # fmt: skip
     nothing: Any = SimpleNamespace(stop_tokens=frozenset())
     rollout_main._torch(me, nothing, nothing, nothing)()
-    assert seen == [torch.device("cuda", 0)]
+    assert devices_used == [torch.device("cuda", 0)]

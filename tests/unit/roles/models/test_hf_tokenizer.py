@@ -56,7 +56,7 @@ def test_where_generation_config_says_nothing_config_and_the_tokenizer_do(folder
         folders.TURN,
     )
     folders.rewrite(folder / "config.json", eos_token_id=None)
-    with pytest.raises(ValueError, match="names no end of sequence"):
+    with pytest.raises(ValueError, match="defines no end of sequence"):
         open_tokenizer({"path": str(folder)})
 
 

@@ -114,9 +114,12 @@ def test_a_tied_tensor_may_come_under_each_of_its_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda given: given.pop("model.norm.weight"), r"\['model.norm.weight'\] differ"),
-        (lambda given: given.update(more=torch.zeros(1)), r"\['more'\] differ"),
-        (lambda given: given.update({"model.norm.weight": torch.zeros(7)}), r"norm.weight is \(7,\), here \(32,\)"),
+        (lambda given: given.pop("model.norm.weight"), r"\['model.norm.weight'\] are missing or unexpected"),
+        (lambda given: given.update(more=torch.zeros(1)), r"\['more'\] are missing or unexpected"),
+        (
+            lambda given: given.update({"model.norm.weight": torch.zeros(7)}),
+            r"norm.weight has the shape \(7,\), but \(32,\)",
+        ),
     ],
 )
 def test_weights_of_another_model_are_refused_and_nothing_of_them_is_loaded(
@@ -172,13 +175,15 @@ def _cut(folder: Path) -> None:
     [
         pytest.param(_without("model.norm.weight"), r"lacks \['model.norm.weight'\]", id="a tensor less"),
         pytest.param(lambda folder: folders.rewrite(folder / "config.json", intermediate_size=16),
-                     r"is \(64, 32\), and by config.json \(16, 32\)", id="another shape"),
+                     r"has the shape \(64, 32\), but \(16, 32\) by config.json", id="another shape"),
         pytest.param(lambda folder: folders.rewrite(folder / "config.json", model_type="bert"),
                      "is no causal language model that transformers knows|lacks", id="another kind of model"),
-        pytest.param(lambda folder: (folder / "model.safetensors").unlink(), "has no \\*.safetensors", id="no weights"),
+        pytest.param(
+            lambda folder: (folder / "model.safetensors").unlink(), "contains no \\*.safetensors", id="no weights"
+        ),
         pytest.param(_cut, "model: ", id="a broken file"),
         pytest.param(lambda folder: folders.rewrite(folder / "config.json", vocab_size=99),
-                     "tokenizer of .* has 260 ids, and its model embeds 99", id="a smaller vocabulary"),
+                     "tokenizer of .* has 260 ids, but its model embeds only 99", id="a smaller vocabulary"),
         pytest.param(lambda folder: shutil.copytree(_of(MOE)(folder / "moe"), folder, dirs_exist_ok=True),
                      r"lacks \[.*experts.*such architectures are not supported", id="a mixture of experts"),
     ],

@@ -68,7 +68,7 @@ def test_items_of_different_seeds_do_not_overlap() -> None:
     assert len(prompts[0] | prompts[1] | prompts[2]) == 150
 
 
-def test_partial_credit_is_for_wrong_answers_of_the_right_length_and_only_in_training() -> None:
+def test_partial_credit_applies_to_wrong_answers_in_training_only() -> None:
     pytest.importorskip("reasoning_gym")
     task = load_task(SPIRAL, 0, DIGITS)
     right = task.answer(3).split()

@@ -107,9 +107,9 @@ def test_read_only_memory_is_read_without_a_warning() -> None:
     [
         (_spec("float99", (1,), 0, 4), "no dtype 'float99'"),
         (_spec("nn", (1,), 0, 4), "no dtype 'nn'"),
-        (_spec("float32", (3,), 0, 12), "not within 8"),
-        (_spec("float32", (1,), 5, 4), "not within 8"),
-        (_spec("float32", (1,), -4, 4), "not within 8"),
+        (_spec("float32", (3,), 0, 12), "outside of the buffer of 8 bytes"),
+        (_spec("float32", (1,), 5, 4), "outside of the buffer of 8 bytes"),
+        (_spec("float32", (1,), -4, 4), "outside of the buffer of 8 bytes"),
         (_spec("float32", (2,), 0, 4), "does not take 4"),
         (_spec("float32", (-1, -1), 0, 4), "does not take 4"),
     ],

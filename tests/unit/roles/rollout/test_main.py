@@ -126,7 +126,7 @@ def _roll(me: _Worker, engine: _Engine) -> None:
     run(cast(rrl.Worker, me), engine)
 
 
-def test_an_engine_at_work_is_given_more_as_room_comes_free_and_stays_in_its_phase() -> None:
+def test_busy_engine_gets_more_work_without_leaving_its_phase() -> None:
     me, engine = _Worker(_items(1, 3, 2)), _Engine(places=2)
     _roll(me, engine)
     assert me.leased == [
@@ -161,16 +161,16 @@ def test_a_rollout_asked_to_stop_hands_over_what_was_made_and_works_no_more() ->
 
 
 def test_a_probe_makes_the_engine_work_once_it_has_weights() -> None:
-    me, said = _Worker(_items(2)), []
+    me, probe_texts = _Worker(_items(2)), []
     me.new = []
 
     def ask(_: int) -> None:
-        said.append(me.probe())
+        probe_texts.append(me.probe())
         me.new.append(FIRST)
 
     engine = _Engine(1, on_step=ask)
     _roll(me, engine)
-    assert said == ["it has no weights yet", "the engine made a token"]
+    assert probe_texts == ["no weights have been loaded yet", "the engine generated a token"]
     assert engine.did == ["step", "v0.1", "probe", "probe", "step", "v0.1", "probe"]
 
 

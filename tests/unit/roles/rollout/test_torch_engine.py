@@ -138,7 +138,7 @@ def test_a_trajectory_with_nowhere_to_grow_is_finished_without_a_segment() -> No
     assert len(rolled[3]) == 1
 
 
-def test_it_has_room_for_a_lease_and_for_nothing_more_until_all_of_it_is_complete() -> None:
+def test_free_slots_are_zero_until_the_whole_lease_is_complete() -> None:
     engine = _endless(Sampling(segment_tokens=2), lease=5)
     assert (engine.free_slots, engine.has_work) == (5, False)
     engine.add([_item(0, max_new=1), _item(1, max_new=4)])
@@ -212,7 +212,7 @@ def test_a_dropped_trajectory_grows_no_more_and_the_others_are_untouched_by_it()
     assert harness.roll_out(engine, items) == expected
 
 
-def test_lives_sample_differently_and_a_seed_repeats() -> None:
+def test_incarnations_sample_differently_and_a_seed_is_reproducible() -> None:
     items = [_item(n, max_new=8) for n in range(8)]
     incarnations = [
         Incarnation(ReplicaId("rollout/0"), 1),
@@ -236,7 +236,7 @@ def test_weights_of_another_model_are_refused_and_the_old_ones_stay() -> None:
     weights = harness.learner(seed=4).weights()
     wrong_shape = weights | {"lm_head.weight": torch.zeros(2, 2)}
     missing = {name: tensor for name, tensor in weights.items() if name != "lm_head.weight"}
-    for wrong, why in ((wrong_shape, r"lm_head.weight is \(2, 2\)"), (missing, "lm_head.weight")):
+    for wrong, why in ((wrong_shape, r"lm_head.weight has the shape \(2, 2\)"), (missing, "lm_head.weight")):
         with pytest.raises(ValueError, match=why):
             engine.load(Version(1, 1), wrong.items())
     assert harness.roll_out(engine, [_item(0)]) == expected
@@ -265,7 +265,7 @@ def test_a_probe_notices_weights_that_cannot_be_right() -> None:
     weights = harness.learner().weights()
     broken = weights | {"lm_head.weight": torch.full_like(weights["lm_head.weight"], torch.nan)}
     engine.load(Version(1, 1), broken.items())
-    with pytest.raises(RuntimeError, match=r"v1\.1 does not give finite logits"):
+    with pytest.raises(RuntimeError, match=r"v1\.1 returns logits that are not finite"):
         engine.probe()
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from rrl.core.types import Incarnation, ReplicaId
 from rrl.roles.snapshots import connection
-from rrl.roles.snapshots import server as keepers
+from rrl.roles.snapshots import server as server_module
 from rrl.roles.snapshots.client import SnapshotClient
 from rrl.roles.snapshots.format import (
     MAX_META_BYTES,
@@ -70,7 +70,7 @@ def one(keys: RunKeys, here: SnapshotServer) -> Iterator[SnapshotClient]:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Members of a test are threads of one process, which does not end: it is not waited for."""
-    monkeypatch.setattr(keepers, "WRITER_END_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(server_module, "WRITER_END_TIMEOUT_S", 0.0)
 
 
 def steps(stored: list[SnapshotInfo]) -> list[tuple[int, int]]:
@@ -144,11 +144,11 @@ def test_sealing_goes_on_beside_the_next_step_and_the_next_buffer_waits_for_it(
     assert steps(one.list_snapshots()) == [(2, 1)]
 
 
-def test_what_cannot_be_sealed_is_said(one: SnapshotClient) -> None:
+def test_invalid_seal_raises(one: SnapshotClient) -> None:
     with pytest.raises(ValueError, match="nothing to seal"):
         one.seal(1)
     one.buffer(10)
-    with pytest.raises(ValueError, match="bytes of meta"):
+    with pytest.raises(ValueError, match=r"meta has \d+ bytes"):
         one.seal(1, bytes(MAX_META_BYTES + 1))
     one.seal(1, bytes(MAX_META_BYTES)).result()
     assert len(one.read(one.list_snapshots()[0])[0]) == MAX_META_BYTES
@@ -221,7 +221,7 @@ def test_a_hanging_agent_is_not_asked_at_every_step(
         with pytest.raises(SnapshotError, match="no reply within"):
             client.buffer(1000, 1)
         for step in (2, 3):
-            with pytest.raises(SnapshotError, match="it did not answer, and is asked again 5 s after that"):
+            with pytest.raises(SnapshotError, match="it did not answer; the next attempt is 5 s after the last one"):
                 client.buffer(1000, step)
         asked = threading.Event()
 
@@ -248,15 +248,15 @@ def test_an_agent_that_hangs_costs_a_member_nothing_once_it_has_its_memory(keys:
 
 
 # ── room ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_more_than_the_node_has_room_for_is_refused_and_what_was_kept_stays(
+def test_buffer_beyond_memory_share_is_refused_and_snapshots_stay(
     keys: RunKeys, one: SnapshotClient, here: SnapshotServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(one, 1, 2**20)
     keep(one, 2, 2**20)
     monkeypatch.setattr(here._buffers, "_free", lambda: 6 * 2**20)
-    with member(keys, rank=1) as other, pytest.raises(SnapshotError, match="has no room: snapshots may take 4 MB"):
+    with member(keys, rank=1) as other, pytest.raises(SnapshotError, match="does not fit: snapshots may use 4 MB"):
         other.buffer(2**22, 1)
-    with pytest.raises(SnapshotError, match="a buffer of 4 MB has no room"):
+    with pytest.raises(SnapshotError, match="a buffer of 4 MB does not fit"):
         one.buffer(2**22, 3)
     assert steps(one.list_snapshots()) == [(2, 1), (1, 1)]
     keep(one, 3, 2**20)
@@ -267,7 +267,7 @@ def test_a_member_takes_no_memory_that_its_own_step_does_not_have(
     one: SnapshotClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rrl.roles.snapshots.mapping.available_memory", lambda: 10**6)
-    with pytest.raises(SnapshotError, match="a snapshot takes 41 MB more, 1 MB are left here"):
+    with pytest.raises(SnapshotError, match="a snapshot needs 41 MB more, but this node has only 1 MB left"):
         one.buffer(40 * 10**6, 1)
 
 
@@ -316,12 +316,12 @@ def test_a_copy_is_kept_by_another_nodes_agent_and_fetched_from_there(
         contents[step] = keep(one, step, 9 * 2**20 + step)
         sent = one.copy_to(far.address)
         assert (sent.step, sent.own) == (step, False)
-    with member(keys, 2, node=FAR) as next_life:
-        kept = next_life.list_snapshots()
-        assert kept == next_life.list_snapshots(far.address)
+    with member(keys, 2, node=FAR) as successor:
+        kept = successor.list_snapshots()
+        assert kept == successor.list_snapshots(far.address)
         assert steps(kept) == [(3, 1), (2, 1)]
         for each in kept:
-            for meta, data in (next_life.read(each), next_life.fetch(far.address, each)):
+            for meta, data in (successor.read(each), successor.fetch(far.address, each)):
                 assert (meta, bytes(data)) == (b"step %d" % each.step, contents[each.step])
 
 
@@ -394,7 +394,7 @@ def test_a_copy_that_arrived_otherwise_does_not_count(
         await send_bulk(line, memoryview(bytes(len(data))))
 
     monkeypatch.setattr("rrl.roles.snapshots.client.send_bulk", garbles)
-    with pytest.raises(SnapshotError, match="arrived with other bytes"):
+    with pytest.raises(SnapshotError, match="was received damaged"):
         one.copy_to(far.address)
     assert one.list_snapshots(far.address) == []
 
@@ -431,7 +431,7 @@ def test_the_next_snapshot_does_not_wait_for_a_slow_copy_of_an_older_one(
         assert copying.is_alive(), "it reads from the other buffer"
         keep(one, 3, BIG)
         copying.join(TIMEOUT_S)
-        assert failed == ["step 1 was not copied in time: its memory is needed again"]
+        assert failed == ["the copy of step 1 was aborted: the next snapshot needs its memory"]
     assert steps(one.list_snapshots()) == [(3, 1), (2, 1)]
 
 
@@ -464,7 +464,7 @@ def test_a_fenced_member_cannot_touch_what_its_successor_keeps(
         assert second.read(second.list_snapshots()[0])[1] == content
         second.list_snapshots(far.address)
         for say in (one.list_snapshots, lambda: one.copy_to(far.address), lambda: one.list_snapshots(far.address)):
-            with pytest.raises(Fenced, match="trainer/0#1 is fenced: #2 has taken its place"):
+            with pytest.raises(Fenced, match="trainer/0#1 is fenced: its successor is #2"):
                 say()
         keep(second, 4)
         wait_until(lambda: steps(second.list_snapshots()) == [(4, 2), (3, 2)])  # what the first one left is gone
@@ -497,7 +497,7 @@ def test_a_copy_whose_sender_is_fenced_meanwhile_does_not_count(
 
 
 @pytest.mark.usefixtures("hasty")
-def test_a_life_that_goes_back_replaces_the_steps_that_it_does_anew(
+def test_incarnation_set_back_replaces_the_steps_it_repeats(
     keys: RunKeys, one: SnapshotClient, far: SnapshotServer
 ) -> None:
     for step in (1, 2):
@@ -514,12 +514,12 @@ def test_a_life_that_goes_back_replaces_the_steps_that_it_does_anew(
 
 
 @pytest.mark.parametrize("goes_on_from", [1, 2])
-def test_a_life_does_not_overwrite_what_it_goes_on_from_before_it_has_a_snapshot_of_its_own(
+def test_restored_snapshot_is_not_overwritten_before_the_first_own_snapshot(
     keys: RunKeys, one: SnapshotClient, here: SnapshotServer, monkeypatch: pytest.MonkeyPatch, goes_on_from: int
 ) -> None:
     keep(one, 1)
     keep(one, 2)
-    monkeypatch.setattr(keepers, "_has_ended", lambda pidfd: True)
+    monkeypatch.setattr(server_module, "_has_ended", lambda pidfd: True)
     with member(keys, 2) as second:
         second.read(next(kept for kept in second.list_snapshots() if kept.step == goes_on_from))
         second.buffer(1000, 2)  # the step is done anew, or its commit is finished

@@ -128,10 +128,10 @@ def test_a_proof_for_weights_or_for_another_node_opens_no_door(keys: RunKeys, he
 
 def test_who_took_the_name_of_an_agent_learns_and_gives_nothing(keys: RunKeys) -> None:
     async def impostor() -> None:
-        said = []
+        answering = []
 
         def meet(line: Connection) -> None:
-            said.append(asyncio.create_task(answer(line)))
+            answering.append(asyncio.create_task(answer(line)))
 
         async def answer(line: Connection) -> bytes:
             heard = bytearray(32)
@@ -145,7 +145,7 @@ def test_who_took_the_name_of_an_agent_learns_and_gives_nothing(keys: RunKeys) -
         try:
             with member(keys) as client, pytest.raises(SnapshotError, match="does not know this run's secret"):
                 await asyncio.to_thread(client.buffer, 1000, 1)
-            await asyncio.gather(*said)
+            await asyncio.gather(*answering)
         finally:
             listener.close()
 
@@ -170,19 +170,17 @@ def test_a_name_that_is_still_taken_is_tried_again(keys: RunKeys) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_another_user_is_let_go_unheard_and_an_agent_of_another_user_is_not_spoken_to(
-    keys: RunKeys, here: SnapshotServer
-) -> None:
+def test_connections_between_different_users_are_refused(keys: RunKeys, here: SnapshotServer) -> None:
     code = (
         "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect('\\0' + sys.argv[1])\n"
         "try:\n s.sendall(bytes(32)); s.settimeout(30); print(s.recv(1) or 'let go')\n"
         "except ConnectionError: print('let go')"
     )
     nobody: Any = {"user": 65534, "group": 65534, "extra_groups": []}
-    told = subprocess.run(
+    received = subprocess.run(
         ["/usr/bin/env", "python3", "-I", "-c", code, name_of(keys)], capture_output=True, text=True, cwd="/", **nobody
     )
-    assert told.stdout == "let go\n", told
+    assert received.stdout == "let go\n", received
     code = (
         "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind('\\0' + sys.argv[1]); s.listen();"
         "print(flush=True); sys.stdin.read()"
@@ -207,7 +205,7 @@ _STORED = SnapshotInfo(GANG, 0, 1, 5, 10, bytes(16), True)
 @pytest.mark.parametrize(
     ("request_", "why"),
     [
-        (msg.MapSnapshot(_WHO, _STORED), "step 1 of trainer/0#5, rank 0 is not kept here"),
+        (msg.MapSnapshot(_WHO, _STORED), "step 1 of trainer/0#5, rank 0 is not stored on this node"),
         (msg.Resize(_WHO, 0, 10), "rank 0 of trainer/0#5 has no buffers here"),
         (msg.Resize(_WHO, 7, 10), "has no buffers here"),
     ],
@@ -222,17 +220,15 @@ def test_what_cannot_be_is_refused_and_the_line_goes_on(
         assert client.list_snapshots() == []
 
 
-def test_a_copy_in_the_name_of_another_life_and_one_that_is_not_there_are_refused(
-    keys: RunKeys, here: SnapshotServer
-) -> None:
+def test_copy_of_another_incarnation_and_missing_snapshot_are_refused(keys: RunKeys, here: SnapshotServer) -> None:
     with member(keys, 5) as client:
-        with pytest.raises(SnapshotError, match="is not its sender's"):
+        with pytest.raises(SnapshotError, match="does not belong to the member that sent it"):
             client._call_remote(here.address, msg.Upload(msg.Member(GANG, 1, 5), _STORED, 0))
-        with pytest.raises(SnapshotError, match="bytes of meta"):
+        with pytest.raises(SnapshotError, match="meta has"):
             client._call_remote(here.address, msg.Upload(_WHO, _STORED, 2**40))
-        with pytest.raises(SnapshotError, match="has no room"):
+        with pytest.raises(SnapshotError, match="does not fit"):
             client._call_remote(here.address, msg.Upload(_WHO, SnapshotInfo(GANG, 0, 1, 5, 2**50, bytes(16), True), 0))
-        with pytest.raises(SnapshotError, match="is not kept here"):
+        with pytest.raises(SnapshotError, match="is not stored on this node"):
             client.fetch(here.address, _STORED)
 
 

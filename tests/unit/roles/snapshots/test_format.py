@@ -36,14 +36,14 @@ def test_what_is_no_head_is_none(junk: bytes) -> None:
 def test_a_digest_sees_each_byte_the_order_of_chunks_and_where_the_meta_ends() -> None:
     payload = bytearray(2 * CHUNK_BYTES + 5)
     payload[7] = 1
-    seen = {digest_of(b"", memoryview(payload))}
+    observed = {digest_of(b"", memoryview(payload))}
     for at in (0, CHUNK_BYTES - 1, CHUNK_BYTES, 2 * CHUNK_BYTES + 4):
         payload[at] ^= 1
-        seen.add(digest_of(b"", memoryview(payload)))
+        observed.add(digest_of(b"", memoryview(payload)))
         payload[at] ^= 1
     swapped = payload[CHUNK_BYTES : 2 * CHUNK_BYTES] + payload[:CHUNK_BYTES] + payload[2 * CHUNK_BYTES :]
-    seen |= {digest_of(b"", memoryview(swapped)), digest_of(b"\0", memoryview(payload)[1:])}
-    assert len(seen) == 7
+    observed |= {digest_of(b"", memoryview(swapped)), digest_of(b"\0", memoryview(payload)[1:])}
+    assert len(observed) == 7
     piecewise = Digest(b"m")
     for start in range(0, len(payload), CHUNK_BYTES):
         piecewise.add(memoryview(payload)[start : start + CHUNK_BYTES])
@@ -66,7 +66,7 @@ def _head(sequence: int, step: int) -> Head:
         ((_head(1, 7), _head(2, 8)), 1, 1),  # and one that began anew
     ],
 )
-def test_the_older_snapshot_gives_way_or_the_one_that_a_life_has_gone_back_behind(
+def test_next_slot_is_the_older_snapshot_or_one_of_a_later_step(
     heads: tuple[Head | None, Head | None], step: int, selector: int
 ) -> None:
     assert next_slot(heads, step) == selector
@@ -113,48 +113,48 @@ def test_this_machine_has_memory() -> None:
 
 
 # ── what the agent holds ───────────────────────────────────────────────────────────────────────────────────────────
-def test_all_snapshots_of_a_node_share_its_room_and_what_is_let_go_of_is_free_again() -> None:
-    shelf = SnapshotBuffers("rrl/test", lambda: 10_000_000)
+def test_snapshots_of_a_node_share_its_memory_and_closed_ones_free_it() -> None:
+    snapshot_buffers = SnapshotBuffers("rrl/test", lambda: 10_000_000)
     try:
         for rank, size in ((0, 2_000_000), (1, 2_000_000)):
             who = Member(GANG, rank, 1)
-            shelf.attach(who, None, ended=True)
-            shelf.resize(who, 0, size)
-        with pytest.raises(SnapshotError, match=r"has no room: snapshots may take 5 MB .* 4 MB of them are taken"):
-            shelf.resize(Member(GANG, 1, 1), 1, 2_000_000)
-        shelf.forget(Member(GANG, 0, 2))
-        shelf.resize(Member(GANG, 1, 1), 1, 2_000_000)
+            snapshot_buffers.attach(who, None, ended=True)
+            snapshot_buffers.resize(who, 0, size)
+        with pytest.raises(SnapshotError, match=r"does not fit: snapshots may use 5 MB .* 4 MB of which are in use"):
+            snapshot_buffers.resize(Member(GANG, 1, 1), 1, 2_000_000)
+        snapshot_buffers.forget(Member(GANG, 0, 2))
+        snapshot_buffers.resize(Member(GANG, 1, 1), 1, 2_000_000)
     finally:
-        shelf.close()
+        snapshot_buffers.close()
 
 
 def test_one_copy_of_a_rank_is_on_its_way_at_a_time() -> None:
-    shelf, who = SnapshotBuffers("rrl/test"), Member(GANG, 0, 1)
+    snapshot_buffers, who = SnapshotBuffers("rrl/test"), Member(GANG, 0, 1)
     kept = SnapshotInfo(GANG, 0, 1, 1, 10, bytes(16), False)
     try:
-        buffer, sequence = shelf.allocate_copy(who, kept)
+        buffer, sequence = snapshot_buffers.allocate_copy(who, kept)
         assert sequence == 1
         with buffer.in_use(writing=True):
-            with pytest.raises(SnapshotError, match="another snapshot of rank 0 is on its way"):
-                shelf.allocate_copy(who, kept)
-            shelf.forget(Member(GANG, 0, 2))  # whoever still writes to it keeps its descriptor
+            with pytest.raises(SnapshotError, match="another snapshot of rank 0 is being received"):
+                snapshot_buffers.allocate_copy(who, kept)
+            snapshot_buffers.forget(Member(GANG, 0, 2))  # whoever still writes to it keeps its descriptor
             assert buffer.head is None
         with pytest.raises(OSError, match="Bad file"):
             buffer.clear()
     finally:
-        shelf.close()
+        snapshot_buffers.close()
 
 
-def test_of_two_lives_that_may_still_live_the_newer_snapshot_is_kept() -> None:
-    shelf = SnapshotBuffers("rrl/test")
+def test_two_abandoned_incarnations_keep_the_newer_snapshot() -> None:
+    snapshot_buffers = SnapshotBuffers("rrl/test")
     try:
         for incarnation in (1, 2, 3):
             who = Member(GANG, 0, incarnation)
-            shelf.admit(who)
-            shelf.attach(who, None, ended=False)
+            snapshot_buffers.admit(who)
+            snapshot_buffers.attach(who, None, ended=False)
             if incarnation < 3:
-                buffer = shelf.resize(who, 0, 10)
+                buffer = snapshot_buffers.resize(who, 0, 10)
                 os.pwrite(buffer.fd, Head(1, 9 - incarnation, incarnation, 10, 0, bytes(16)).encode(), 0)
-        assert [(each.step, each.incarnation) for each in shelf.snapshots(GANG)] == [(8, 1)]
+        assert [(each.step, each.incarnation) for each in snapshot_buffers.snapshots(GANG)] == [(8, 1)]
     finally:
-        shelf.close()
+        snapshot_buffers.close()

@@ -77,7 +77,7 @@ def test_agents_say_where_they_keep_and_keep_until_they_leave(tmp_path: Path) ->
         asyncio.run(story(at))
 
 
-def test_a_life_that_the_manager_fenced_leaves_nothing_more_with_the_agent(tmp_path: Path) -> None:
+def test_fenced_incarnation_cannot_store_snapshots(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             launch = agent_on(at, "local1")

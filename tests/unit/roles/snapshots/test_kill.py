@@ -71,11 +71,11 @@ def live_and_die(members: Members, incarnation: int, where: str, chance: random.
 def check(members: Members, incarnation: int, where: str) -> None:
     """What is there for the next life is good, all of it."""
     begun = members.begun
-    with member(members.keys, incarnation + 1) as next_life:
-        kept = next_life.list_snapshots()
+    with member(members.keys, incarnation + 1) as successor:
+        kept = successor.list_snapshots()
         assert kept or begun == 1, (where, begun)
         for each in kept:
-            meta, data = next_life.read(each)
+            meta, data = successor.read(each)
             assert struct.unpack("<Q", meta) == (each.step,)
             assert data == bytes([each.step % 251]) * SIZE, f"a mixture of {each.step} after {where}"
         if kept:

@@ -15,7 +15,7 @@ STORED = SnapshotInfo(ReplicaId("trainer/0"), 0, 1, 1, 8, b"", own=True)
 @pytest.mark.parametrize(
     "use", [lambda fd: map_snapshot(fd, STORED), lambda fd: MappedBuffer(fd, 8)], ids=["read", "written"]
 )
-def test_memory_that_cannot_be_mapped_costs_the_snapshot_and_neither_the_member_nor_a_descriptor(
+def test_unmappable_memory_loses_only_the_snapshot_and_leaks_no_descriptor(
     use: Callable[[int], object],
 ) -> None:
     """As under ``vm.overcommit_memory = 2``, or a limit of address space. A pipe cannot be mapped anywhere."""

@@ -92,9 +92,7 @@ def test_nobody_gives_up_waiting_before_the_manager_judges_whoever_is_at_work() 
 
 
 @pytest.mark.parametrize("scene", [1, 2], indirect=True, ids=str)
-def test_a_step_is_saved_beside_the_next_ones_until_as_many_are_uncommitted_as_may_be(
-    scene: Scene, request: pytest.FixtureRequest
-) -> None:
+def test_steps_are_saved_concurrently_up_to_the_uncommitted_limit(scene: Scene, request: pytest.FixtureRequest) -> None:
     most = request.node.callspec.params["scene"]
     for number in range(1, most + 1):
         scene.save(number)
@@ -150,7 +148,7 @@ def test_a_member_that_waits_for_the_commit_says_that_it_waits_for_the_first_one
     assert given == [[], ["trainer/0"]]  # a folder, and the commit
 
 
-def test_an_error_of_the_saving_thread_ends_the_process_and_is_told_to_whoever_saves_next(scene: Scene) -> None:
+def test_saving_error_ends_the_process_and_is_raised_by_the_next_save(scene: Scene) -> None:
     scene.me.raises = RuntimeError("refused for good")
     scene.me.may_commit.set()
     scene.save(1)

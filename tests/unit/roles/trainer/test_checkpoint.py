@@ -98,11 +98,11 @@ def test_a_missing_or_a_cut_off_file_is_noticed(run_dir: RunDir) -> None:
 def test_a_manifest_without_our_files_is_refused(run_dir: RunDir) -> None:
     other = fresh_folder(run_dir.checkpoints, 1, 1) / "other.bin"
     other.write_bytes(b"x")
-    with pytest.raises(DamagedCheckpoint, match=r"no \.metadata was committed, but \['other\.bin'\]"):
+    with pytest.raises(DamagedCheckpoint, match=r"\.metadata is missing in the commit, which has \['other\.bin'\]"):
         _read(Checkpoints(run_dir, 1, retained=2), describe(run_dir.path, [other]))
 
 
-def test_what_cannot_be_written_is_told_and_a_full_disk_is_told_apart(
+def test_write_error_is_returned_and_a_full_disk_is_distinguished(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     student, checkpoints = _learner(1), Checkpoints(run_dir, 1, retained=2)
@@ -147,7 +147,7 @@ def test_the_last_two_commits_are_kept(run_dir: RunDir) -> None:
     assert _there(run_dir) == {"step-3.1.0", "step-4.1.0"}
 
 
-def test_a_restarted_trainer_keeps_what_was_committed_before_it_and_removes_the_leftovers(run_dir: RunDir) -> None:
+def test_restarted_trainer_keeps_commits_and_removes_garbage(run_dir: RunDir) -> None:
     first = Checkpoints(run_dir, 1, retained=2)
     manifests = [_commit(first, run_dir, number) for number in (1, 2, 3)]
     _write(first, run_dir, 4)  # and killed before the commit

@@ -63,11 +63,11 @@ class Payload:
 
 
 def _exchange(rank: int, group: dist.ProcessGroup, folder: Path) -> None:
-    told = exchange.gather(group, ("x" * rank, {rank: [rank]}), tuple[str, dict[int, list[int]]])
-    assert told == [("x" * each, {each: [each]}) for each in range(WORLD)]
+    received = exchange.gather(group, ("x" * rank, {rank: [rank]}), tuple[str, dict[int, list[int]]])
+    assert received == [("x" * each, {each: [each]}) for each in range(WORLD)]
     assert exchange.broadcast_from_rank0(group, rank, lambda: f"of {rank}", str) == "of 0"
     assert exchange.broadcast_from_rank0(group, rank, lambda: None, None) is None
-    with pytest.raises(RuntimeError, match="sent something else than was expected"):
+    with pytest.raises(RuntimeError, match="sent an unexpected value"):
         exchange.gather(group, rank if rank == 1 else "text", str)
     stranger = pickle.dumps(Payload(f"{folder}/executed-{rank}"))
     _send_raw(group, rank, stranger)
@@ -79,7 +79,7 @@ def _send_raw(group: dist.ProcessGroup, rank: int, data: bytes) -> None:
     if rank == WORLD - 1:
         exchange._encoded = lambda value: torch.frombuffer(bytearray(data), dtype=torch.uint8)
     try:
-        with pytest.raises(RuntimeError, match="sent something else than was expected"):
+        with pytest.raises(RuntimeError, match="sent an unexpected value"):
             exchange.gather(group, "text", str)
     finally:
         exchange._encoded = real
@@ -89,10 +89,10 @@ def test_members_tell_each_other_values_and_a_pickle_among_them_is_refused(playe
     assert not list(played.glob("executed-*"))
 
 
-def test_a_value_that_is_announced_too_large_is_refused_before_memory_is_taken_for_it() -> None:
+def test_value_announced_too_large_is_refused_before_allocation() -> None:
     assert exchange._checked(exchange.MAX_VALUE_BYTES) == exchange.MAX_VALUE_BYTES
     for nbytes in (exchange.MAX_VALUE_BYTES + 1, 0, -1):
-        with pytest.raises(RuntimeError, match=f"announces a value of {nbytes} bytes"):
+        with pytest.raises(RuntimeError, match=f"announced a value of {nbytes} bytes"):
             exchange._checked(nbytes)
 
 
@@ -153,7 +153,7 @@ def test_a_checkpoint_that_is_written_without_pickled_messages_is_what_torch_wri
 
 @pytest.mark.parametrize(("dtype", "file"), [("load", "__0_0.distcp"), ("float32", "../../keys.json")])
 def test_a_piece_that_no_member_wrote_is_refused(tmp_path: Path, dtype: str, file: str) -> None:
-    with pytest.raises(RuntimeError, match="another member of the gang says that it wrote"):
+    with pytest.raises(RuntimeError, match="another member of the gang reported an invalid piece"):
         write_metadata(tmp_path, [Piece("weight", dtype, (2,), (0,), (2,), file, 0, 8)])
     assert list(tmp_path.iterdir()) == []
 
@@ -196,10 +196,10 @@ def unpickles(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("room", ["roles", "transport", "manager", "core", "config", "health", "cli", "examples"])
-def test_no_module_unpickles_what_comes_from_outside(room: str) -> None:
+def test_no_module_unpickles_what_comes_from_outside(losses: str) -> None:
     found = {
         str(path.relative_to(_PACKAGE)): places
-        for path in sorted((_PACKAGE / room).rglob("*.py"))
+        for path in sorted((_PACKAGE / losses).rglob("*.py"))
         if (places := unpickles(path.read_text()))
     }
     assert found == {}

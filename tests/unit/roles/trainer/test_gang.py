@@ -75,8 +75,9 @@ async def dies(stage: Stage, moment: str, step: int, rank: int = 0) -> None:
 
 
 def goes_on_from(stage: Stage) -> str:
-    """The newest life."""
-    return next(line for line in stage.log(stage.incarnation).splitlines() if "goes on from" in line).split("from ")[1]
+    """Return the state that the newest incarnation continued from."""
+    lines = stage.log(stage.incarnation).splitlines()
+    return next(line for line in lines if "continues from" in line).split("from ")[1]
 
 
 def test_two_members_learn_what_one_process_learns(tmp_path: Path, processes: ForkServerContext) -> None:
@@ -88,7 +89,7 @@ def test_two_members_learn_what_one_process_learns(tmp_path: Path, processes: Fo
     asyncio.run(story())
 
 
-def test_the_first_member_alone_asks_for_the_batch_and_each_gets_its_share(
+def test_only_rank_0_requests_the_batch_and_each_member_gets_its_share(
     tmp_path: Path, processes: ForkServerContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[Incarnation, int]] = []
@@ -111,7 +112,7 @@ def test_the_first_member_alone_asks_for_the_batch_and_each_gets_its_share(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_member_killed_while_the_batch_is_shared_is_the_one_that_is_found_and_all_get_the_same_batch_again(
+def test_member_killed_during_batch_sharing_is_blamed_and_the_batch_repeats(
     tmp_path: Path, processes: ForkServerContext, rank: int
 ) -> None:
     async def story() -> None:
@@ -157,7 +158,7 @@ def test_a_gang_goes_on_from_its_snapshots_and_finishes_their_commit(
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("uncommitted", [1, 2])
 @pytest.mark.parametrize("snapshots", [False, True])
-def test_wherever_it_dies_and_dies_again_a_trainer_ends_bit_equal_to_one_that_did_not(
+def test_trainer_killed_repeatedly_ends_bit_equal(
     tmp_path: Path, processes: ForkServerContext, world: int, uncommitted: int, snapshots: bool
 ) -> None:
     async def story() -> None:

@@ -83,7 +83,7 @@ def test_the_agents_memory_is_used_and_sealed_and_its_copy_sent_on() -> None:
 
 
 @pytest.mark.parametrize("copies", [True, False])
-def test_once_two_snapshots_are_kept_here_other_agents_let_go_of_what_earlier_lives_left(copies: bool) -> None:
+def test_two_own_snapshots_make_other_agents_drop_earlier_incarnations(copies: bool) -> None:
     client = Client()
     client.unreachable = "tcp://c:1"
     others = ["tcp://c:1", "tcp://d:1"]
@@ -97,7 +97,7 @@ def test_once_two_snapshots_are_kept_here_other_agents_let_go_of_what_earlier_li
         assert client.forgotten == ([] if step == 1 else others)
 
 
-def test_without_an_agent_a_step_is_copied_all_the_same_and_the_trouble_is_told_once(
+def test_missing_agent_is_logged_once_and_the_step_is_still_copied(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     client = Client()

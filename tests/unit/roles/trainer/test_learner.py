@@ -152,7 +152,7 @@ def test_a_batch_of_another_step_is_refused() -> None:
     student = harness.learner()
     batch = _batch(1, student)
     student.step(batch)
-    with pytest.raises(ValueError, match="batch 1 is not the one after step 1"):
+    with pytest.raises(ValueError, match="expected the batch of step 2, got batch 1"):
         student.step(batch)
 
 
@@ -209,18 +209,18 @@ def test_a_warm_start_teaches_the_answer_and_not_the_prompt() -> None:
 
 def _gradient_of(student: Learner, batch: Batch) -> dict[str, Tensor]:
     """What the step's optimizer is given, before it is clipped."""
-    seen: dict[str, Tensor] = {}
+    observed: dict[str, Tensor] = {}
     clip = torch.nn.utils.clip_grad_norm_
 
     def look(*words: Any, **named: Any) -> Tensor:
         gradients = {name: each.grad for name, each in student.model.named_parameters()}
-        seen.update({name: gradient.clone() for name, gradient in gradients.items() if gradient is not None})
+        observed.update({name: gradient.clone() for name, gradient in gradients.items() if gradient is not None})
         return clip(*words, **named)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch.nn.utils, "clip_grad_norm_", look)
         student.step(batch)
-    return seen
+    return observed
 
 
 @pytest.mark.parametrize("size", [1, 3, 16, 100])
@@ -257,17 +257,17 @@ def test_a_warm_start_in_parts_is_the_same_too() -> None:
     assert parts.warm_start(examples) == pytest.approx(whole.warm_start(examples), rel=1e-4)
 
 
-def test_an_answer_without_tokens_counts_for_nothing_also_where_it_is_a_part_by_itself() -> None:
+def test_answer_without_tokens_counts_for_nothing_even_alone() -> None:
     made = _batch(1, harness.learner())
     empty = msgspec.structs.replace(made.trajectories[2], tokens=(), logprobs=(), versions=())
     batch = msgspec.structs.replace(made, trajectories=(*made.trajectories[:2], empty, *made.trajectories[3:]))
     whole, parts = harness.learner(kl=0.1), harness.learner(kl=0.1, micro_batch=1)
     for student in (whole, parts):
         student.reference = build_model(harness.SMALL, 13, seed=7)
-    expected, told = whole.step(batch), parts.step(batch)
-    assert told.keys() == expected.keys()
+    expected, metrics_reported = whole.step(batch), parts.step(batch)
+    assert metrics_reported.keys() == expected.keys()
     for name, value in expected.items():
-        assert told[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+        assert metrics_reported[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
 def test_a_divergence_holds_the_policy_near_its_reference() -> None:
@@ -288,6 +288,6 @@ def test_a_divergence_holds_the_policy_near_its_reference() -> None:
 
 def test_a_divergence_without_a_reference_is_refused_before_anything_is_learnt() -> None:
     student = harness.learner(kl=0.1)
-    with pytest.raises(RuntimeError, match="a run that began without one has none"):
+    with pytest.raises(RuntimeError, match="this run has no reference model"):
         student.step(_batch(1, student))
     assert student.number == 0

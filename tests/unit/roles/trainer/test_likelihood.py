@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rrl.roles.models.policy import log_probs
-from rrl.roles.trainer import losses as room
+from rrl.roles.trainer import losses as losses_module
 from rrl.roles.trainer.losses import likelihood
 
 pytestmark = pytest.mark.torch
@@ -22,11 +22,11 @@ def _plainly(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("piece", [room._LOGITS_PER_PIECE, 40])
+@pytest.mark.parametrize("piece", [losses_module._LOGITS_PER_PIECE, 40])
 def test_values_and_gradients_are_those_of_the_plain_formula(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, temperature: float, piece: int
 ) -> None:
-    monkeypatch.setattr(room, "_LOGITS_PER_PIECE", piece)
+    monkeypatch.setattr(losses_module, "_LOGITS_PER_PIECE", piece)
     dice = torch.Generator().manual_seed(0)
     given = 5 * torch.randn(3, 5, 17, generator=dice).to(dtype)
     tokens = torch.randint(17, (3, 5), generator=dice)

@@ -169,7 +169,7 @@ def test_each_step_is_trained_committed_and_published_in_this_order(
     ]
 
 
-def test_a_trainer_that_died_before_a_commit_comes_back_and_ends_with_the_same_weights(
+def test_trainer_killed_before_a_commit_ends_with_the_same_weights(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     batches = _batches()
@@ -208,12 +208,12 @@ def test_the_memory_of_a_snapshot_is_let_go_of_once_it_is_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """One that was fetched is as large as the member's state; one of the own node is the agent's to use again."""
-    held, seen = [memoryview(bytearray(8))], list[bool]()
+    held, observed = [memoryview(bytearray(8))], list[bool]()
     memory = weakref.ref(held[0])
     note = SnapshotMeta(0, 1, "layout", b"", "digest", {})
 
     def train(*words: Any) -> None:
-        seen.append(memory() is None)
+        observed.append(memory() is None)
         words[4].finish()  # the saver's thread
 
     monkeypatch.setattr(restore, "agree_on_restore_point", lambda *_: RestorePoint(Commit(0, None), note, held.pop()))
@@ -221,11 +221,11 @@ def test_the_memory_of_a_snapshot_is_let_go_of_once_it_is_loaded(
     monkeypatch.setattr(trainer_main, "_train", train)
     monkeypatch.setattr(rrl, "join", lambda: _Worker("trainer/0", 2, _run_dir(tmp_path / "run"), {}), raising=False)
     trainer_main.main()
-    assert seen == [True]
+    assert observed == [True]
 
 
 @pytest.mark.parametrize(("gpus", "practised"), [(0, True), (1, False)])
-def test_a_shadow_whose_gpus_are_not_known_yet_does_not_have_torch_ask_for_them(
+def test_standby_without_known_gpus_does_not_initialise_cuda(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpus: int, practised: bool
 ) -> None:
     worker, asked = _Worker("trainer/0", 1, _run_dir(tmp_path / "run"), {}), list[int]()
@@ -255,9 +255,7 @@ class _Sums:
         raise AssertionError("a warm start scores nothing")
 
 
-def test_a_fresh_trainer_learns_the_answers_of_other_items_than_the_runs_before_it_publishes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_warm_start_uses_items_that_the_run_never_samples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     worker = _Worker("trainer/0", 1, _run_dir(tmp_path / "run"), {})
     worker.settings = worker.settings | {"warm_start_steps": 60, "warm_start_batch": 10}
     _Sums.requested.clear()

@@ -85,7 +85,7 @@ def test_gloo_is_not_left_to_choose_an_interface_where_none_has_the_runs_address
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")  # so that it is as before after the test
         monkeypatch.delenv(name)
-    with pytest.raises(NoAddress, match=r"no interface has the address 203\.0\.113\.1"):
+    with pytest.raises(NoAddress, match=r"no interface of this node has the address 203\.0\.113\.1"):
         gang_module._bind_to_address("203.0.113.1")
     gang_module._bind_to_address("127.0.0.1")
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
@@ -116,7 +116,7 @@ def test_no_two_gangs_of_any_run_meet_under_the_same_keys() -> None:
     assert len(set(names)) == 4
 
 
-def test_the_loss_of_a_member_is_told_from_an_error_of_ones_own() -> None:
+def test_loss_of_a_member_is_distinguished_from_an_own_error() -> None:
     assert is_lost_member(RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3"))
     assert not is_lost_member(RuntimeError("The total norm of order 2.0 for gradients is non-finite"))
     assert not is_lost_member(OSError("Connection reset by peer"))

@@ -72,10 +72,10 @@ def stored_snapshot(step: int, incarnation: int = 1, rank: int = 0) -> SnapshotI
 
 
 def find_restore_point(client: Client | None, committed: Commit) -> RestorePoint:
-    keepers = {NodeName("here"): "tcp://here:1", NodeName("b"): "tcp://b:1", NodeName("c"): "tcp://c:1"}
+    server_nodes = {NodeName("here"): "tcp://here:1", NodeName("b"): "tcp://b:1", NodeName("c"): "tcp://c:1"}
     me: Any = SimpleNamespace(
         committed=committed.number or None, committed_manifest=committed.manifest, node=NodeName("here"),
-        peers=Peers(1, 1, {}, snapshot_servers=keepers),
+        peers=Peers(1, 1, {}, snapshot_servers=server_nodes),
     )  # fmt: skip
     return agree_on_restore_point(me, Gang(), client)  # type: ignore[arg-type]
 
@@ -83,13 +83,13 @@ def find_restore_point(client: Client | None, committed: Commit) -> RestorePoint
 def test_the_own_nodes_snapshot_is_taken_before_a_copy() -> None:
     client = Client({None: [stored_snapshot(5)], "tcp://b:1": [stored_snapshot(5)], "tcp://c:1": []})
     found = find_restore_point(client, commit(4, 1))
-    assert found.note is not None
-    assert found.uncommitted is found.note
-    assert (found.note.number, bytes(found.data)) == (5, b"None")
+    assert found.meta is not None
+    assert found.uncommitted is found.meta
+    assert (found.meta.number, bytes(found.data)) == (5, b"None")
     assert client.requests == [None]
 
 
-def test_a_damaged_snapshot_is_had_from_another_node_and_an_older_one_where_there_is_none() -> None:
+def test_damaged_snapshot_falls_back_to_a_copy_then_to_an_older_one() -> None:
     shelves: dict[str | None, list[SnapshotInfo]] = {
         None: [stored_snapshot(5), stored_snapshot(4)],
         "tcp://b:1": [],
@@ -98,24 +98,24 @@ def test_a_damaged_snapshot_is_had_from_another_node_and_an_older_one_where_ther
     assert bytes(find_restore_point(Client(shelves, spoiled=(None,)), commit(4, 1)).data) == b"tcp://c:1"
     client = Client({None: [stored_snapshot(5)], "tcp://b:1": [stored_snapshot(4)]}, spoiled=(None,))
     found = find_restore_point(client, commit(4, 1))
-    assert found.note is not None
-    assert (found.note.number, bytes(found.data), found.uncommitted) == (4, b"tcp://b:1", None)
+    assert found.meta is not None
+    assert (found.meta.number, bytes(found.data), found.uncommitted) == (4, b"tcp://b:1", None)
 
 
 def test_a_snapshot_of_another_rank_is_nobody_elses() -> None:
-    assert find_restore_point(Client({None: [stored_snapshot(5, rank=1)]}), commit(4, 1)).note is None
+    assert find_restore_point(Client({None: [stored_snapshot(5, rank=1)]}), commit(4, 1)).meta is None
 
 
 @pytest.mark.parametrize("client", [None, Client({}), Client({None: [stored_snapshot(9)]})])
 def test_without_a_usable_snapshot_the_commit_does(client: Client | None) -> None:
     found = find_restore_point(client, commit(4, 1))
-    assert found.note is None
+    assert found.meta is None
     assert not found.fresh
     assert str(found) == "the commit of step 4"
     assert find_restore_point(client, Commit(0, None)).fresh
 
 
-def test_a_member_says_that_it_waits_for_the_first_one_which_asks_the_store() -> None:
+def test_member_reports_waiting_for_rank_0_during_store_requests() -> None:
     waits: list[str] = []
 
     @contextmanager
@@ -144,9 +144,9 @@ def test_a_member_says_that_it_waits_for_the_first_one_which_asks_the_store() ->
     assert not any(Second.asked[1:])
 
 
-def test_members_that_stand_at_different_states_are_told_apart_by_rank() -> None:
+def test_different_states_of_members_are_listed_by_rank() -> None:
     check_same([(4, "snapshot of batch x")] * 3)
-    with pytest.raises(RuntimeError, match="do not stand at the same state: rank 0: step 4, a; rank 1: step 5, a"):
+    with pytest.raises(RuntimeError, match="loaded different states: rank 0: step 4, a; rank 1: step 5, a"):
         check_same([(4, "a"), (5, "a")])
     with pytest.raises(RuntimeError, match="rank 1: step 4, b"):
         check_same([(4, "a"), (4, "b")])

@@ -106,7 +106,7 @@ def _play(monkeypatch: pytest.MonkeyPatch, **stops: int) -> tuple[list[_Member],
     return members, given
 
 
-def test_all_get_the_same_batches_and_the_first_alone_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_members_get_the_same_batches_and_only_rank_0_requests_them(monkeypatch: pytest.MonkeyPatch) -> None:
     members, given = _play(monkeypatch)
     assert given == [["digest 1", "digest 2", "digest 3"]] * WORLD
     assert [member.requests for member in members] == [[1, 2, 3], [], []]

@@ -51,7 +51,7 @@ def test_a_batch_is_read_as_plain_tuples_whatever_its_way() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, 6])
-def test_a_member_has_the_tokens_of_its_own_trajectories_and_of_the_others_all_that_the_step_depends_on(
+def test_shard_has_own_tokens_and_the_metadata_of_all_trajectories(
     world: int,
 ) -> None:
     for rank in range(world):

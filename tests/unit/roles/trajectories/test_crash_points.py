@@ -85,28 +85,26 @@ def test_the_script_meets_every_kind_of_record_and_of_call(lived: Recorded) -> N
 def _crash_everywhere(recorded: Recorded, tmp_path: Path, cuts: Callable[[int, int], Iterable[int]]) -> int:
     """How many different folders a crash could leave; every one of them is opened and gone on with."""
     script, disk = recorded
-    seen: set[bytes] = set()
+    observed: set[bytes] = set()
     for moment in disk.moments:
         for image in moment.images(cuts):
             mark = hashlib.sha256(repr((sorted(image.items()), moment.note)).encode()).digest()
-            if mark in seen:
+            if mark in observed:
                 continue
-            seen.add(mark)
+            observed.add(mark)
             again = script.calls[max(0, moment.note - 1) : moment.note + 1]
             try:
-                folder = _laid_out(tmp_path / str(len(seen)), image)
+                folder = _laid_out(tmp_path / str(len(observed)), image)
                 check(folder, script.promised[moment.note], STEPS, again, staleness=STALENESS, wait_for_late=False)
             except BaseException as error:
                 error.add_note(
                     f"{moment.number}: {moment.call}; { ({name: len(data) for name, data in image.items()}) }"
                 )
                 raise
-    return len(seen)
+    return len(observed)
 
 
-def test_dead_at_any_call_it_keeps_what_it_promised_and_the_same_words_are_right_again(
-    lived: Recorded, tmp_path: Path
-) -> None:
+def test_crash_at_any_call_keeps_answers_and_requests_can_be_repeated(lived: Recorded, tmp_path: Path) -> None:
     assert _crash_everywhere(lived, tmp_path, lambda start, end: (start + 1, (start + end) // 2, end - 1)) > 200
 
 
@@ -116,7 +114,7 @@ def test_torn_at_every_byte_of_every_write_it_keeps_what_it_promised(lived: Reco
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
-def test_any_call_may_fail_and_nothing_is_told_that_is_not_durable(lived: Recorded, tmp_path: Path, error: int) -> None:
+def test_failed_system_call_leaves_no_answer_that_is_not_durable(lived: Recorded, tmp_path: Path, error: int) -> None:
     whole, disk = lived
     for number in range(len(disk.calls)):
         folder = tmp_path / str(number)

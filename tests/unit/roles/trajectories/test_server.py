@@ -163,7 +163,7 @@ def test_a_run_goes_on_exactly_once_while_the_store_is_killed_again_and_again(pr
                 assert acknowledged is None or acknowledged.tokens == (token,)
 
 
-def test_work_of_a_dead_rollout_goes_on_elsewhere_from_its_prefix_and_the_dead_is_refused(
+def test_work_of_a_dead_rollout_continues_elsewhere_and_it_is_refused(
     process: StoreProcess,
 ) -> None:
     async def run() -> None:
@@ -315,7 +315,7 @@ def test_requests_that_come_together_share_one_flush(tmp_path: Path) -> None:
     _serve(tmp_path, play)
 
 
-def test_nothing_is_told_that_could_not_be_made_durable(tmp_path: Path) -> None:
+def test_answer_that_cannot_be_made_durable_is_not_sent(tmp_path: Path) -> None:
     async def run() -> None:
         store = open_store(tmp_path)
         script = Script(store)
@@ -374,14 +374,14 @@ def test_a_batch_that_many_members_ask_for_is_made_once_a_round(
             script.send_request(ask, GetBatch(incarnation_of(member_id(TRAINER.replica, ask)), 1))
         await script.until(lambda: len(script.replies) == 16)
         assert len(made) < 16 / 2, "as many as there were rounds, and most came together"
-        assert {bytes(cast(msgspec.Raw, said)) for said in script.replies.values()} == {
+        assert {bytes(cast(msgspec.Raw, denial)) for denial in script.replies.values()} == {
             msgspec.msgpack.encode(store.batch(TRAINER, 1))
         }
 
     _serve(tmp_path, play, store=_ready(tmp_path))
 
 
-def test_a_member_that_was_succeeded_is_told_so_though_the_batch_is_there_for_others(tmp_path: Path) -> None:
+def test_fenced_member_is_denied_a_batch_that_others_get(tmp_path: Path) -> None:
     async def play(store: Store, server: Server, script: Script) -> None:
         script.send_request(1, GetBatch(incarnation_of("trainer/0", 2), 1))
         script.send_request(2, GetBatch(TRAINER, 1))
@@ -393,13 +393,13 @@ def test_a_member_that_was_succeeded_is_told_so_though_the_batch_is_there_for_ot
 
 
 def test_who_says_the_same_again_while_it_waits_is_answered_once(tmp_path: Path) -> None:
-    told: list[int | None] = []
+    answers_sent: list[int | None] = []
 
     async def play(store: Store, server: Server, script: Script) -> None:
         send = script.send
 
         async def counted(peer: bytes, message: Answer, request: int | None = None) -> None:
-            told.append(request)
+            answers_sent.append(request)
             await send(peer, message, request)
 
         script.send = counted  # type: ignore[method-assign]
@@ -411,7 +411,7 @@ def test_who_says_the_same_again_while_it_waits_is_answered_once(tmp_path: Path)
         score(store)
         script.send_request(2, LeaseWork(ROLLOUT, 0, 0.0))
         await script.until(lambda: {1, 2} <= script.replies.keys())
-        assert told.count(1) == 1
+        assert answers_sent.count(1) == 1
 
     _serve(tmp_path, play)
 
@@ -424,9 +424,9 @@ def test_a_batch_larger_than_a_message_is_refused_and_not_sent_in_vain(
     async def play(store: Store, server: Server, script: Script) -> None:
         script.send_request(1, GetBatch(TRAINER, 1))
         await script.until(lambda: 1 in script.replies)
-        said = script.replies[1]
-        assert isinstance(said, Denied)
-        assert "more than the 0 MiB of one message; lower prompts_per_step, group_size or max_new_tokens" in said.why
+        denial = script.replies[1]
+        assert isinstance(denial, Denied)
+        assert "but a message at most 0 MiB; lower prompts_per_step, group_size or max_new_tokens" in denial.why
 
     _serve(tmp_path, play, store=_ready(tmp_path))
 
@@ -485,12 +485,12 @@ def _prompts(tmp_path: Path, **roles: Any) -> Callable[[int], Any]:
     return server_module._prompts(cast(Any, SimpleNamespace(job=job, launch=SimpleNamespace(cwd=str(tmp_path)))))
 
 
-def test_a_prompt_that_leaves_no_room_for_an_answer_is_none_for_a_model_that_is_built_too(tmp_path: Path) -> None:
+def test_prompt_too_long_for_an_answer_is_refused_for_a_built_model(tmp_path: Path) -> None:
     prompts = _prompts(tmp_path)
     assert len(prompts(12).tokens) == 12
-    with pytest.raises(ValueError, match=r"a prompt of 13 tokens: .* more than the model takes \(max_length = 20\)"):
+    with pytest.raises(ValueError, match=r"13 tokens; .* exceeds max_length = 20"):
         prompts(13)
-    with pytest.raises(ValueError, match="a prompt of no tokens"):
+    with pytest.raises(ValueError, match="has no tokens"):
         prompts(0)
 
 
@@ -532,7 +532,7 @@ def test_a_rollout_whose_weights_are_too_old_gets_work_as_soon_as_it_has_newer_o
     asyncio.run(run())
 
 
-def test_to_be_told_to_get_newer_weights_is_no_work_done_and_is_told_at_once(tmp_path: Path) -> None:
+def test_outdated_answer_is_sent_at_once_and_is_not_counted_as_served(tmp_path: Path) -> None:
     served: list[int] = []
 
     async def play(store: Store, server: Server, script: Script) -> None:
@@ -546,7 +546,7 @@ def test_to_be_told_to_get_newer_weights_is_no_work_done_and_is_told_at_once(tmp
     assert sum(served) == 0
 
 
-def test_where_nobody_gets_on_for_want_of_weights_that_are_not_published_it_is_said_once(
+def test_missing_newer_weights_are_warned_about_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(server_module, "WEIGHTS_WARNING_AFTER_S", 0.0)
@@ -566,10 +566,10 @@ def test_where_nobody_gets_on_for_want_of_weights_that_are_not_published_it_is_s
     store = open_store(tmp_path, staleness=0)
     train(store, 1, at_most=BATCH * GROUP, weights=0)
     _serve(tmp_path, play, store=store)
-    assert caplog.text.count("the trainer waits for a batch, and the rollouts for newer weights") == 1
+    assert caplog.text.count("the trainer waits for a batch, and the rollouts wait for newer weights") == 1
 
 
-def test_note_says_what_a_waiting_trainer_waits_for_and_is_cleared_once_it_has_its_batch(
+def test_note_gives_the_wait_reason_and_is_cleared_with_the_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "NOTE_AFTER_S", 0.0)
@@ -640,7 +640,7 @@ def test_a_store_that_only_tells_of_weight_versions_does_no_work(tmp_path: Path)
     assert sum(served) == 0
 
 
-def test_a_rollout_is_told_of_versions_once_the_manager_has_named_it_to_the_store(tmp_path: Path) -> None:
+def test_rollout_gets_versions_once_the_manager_has_reported_it(tmp_path: Path) -> None:
     async def play(store: Store, server: Server, script: Script) -> None:
         late, version = incarnation_of("rollout/7"), Version(4, 1)
         script.send_request(0, FollowVersions(late, wait=DEADLINE))
@@ -659,7 +659,8 @@ def test_a_store_that_is_asked_for_work_answers_from_its_own_loop(tmp_path: Path
         answers: list[ProbeReply] = []
         probes, stopping, announced = ProbeResponder(answers.append), threading.Event(), asyncio.Event()
         me = SimpleNamespace(
-            launch=SimpleNamespace(incarnation=incarnation_of("trajectories/0")), keys=RunKeys.make(), host="127.0.0.1", peers=None,
+            launch=SimpleNamespace(incarnation=incarnation_of("trajectories/0")), keys=RunKeys.make(), host="127.0.0.1",
+            peers=None,
             stopping=stopping, progress=lambda units: None, on_peers=lambda callback: None,
             announce=lambda listens: announced.set(), on_probe=probes.on_probe, answer_probe=probes.answer,
             note=lambda text: None,
@@ -672,6 +673,6 @@ def test_a_store_that_is_asked_for_work_answers_from_its_own_loop(tmp_path: Path
                 await asyncio.sleep(0.01)
             stopping.set()
             await serving
-        assert answers == [ProbeReply(me.launch.incarnation, 3, ProbeResult.WORKS, "its loop goes round")]
+        assert answers == [ProbeReply(me.launch.incarnation, 3, ProbeResult.WORKS, "its loop is running")]
 
     asyncio.run(story())

@@ -58,7 +58,7 @@ def _outdated(store: Store, weights: int, who: Incarnation = ROLLOUT) -> bool:
 
 
 # ── what is dropped ────────────────────────────────────────────────────────────────────────────────────────────────
-def test_groups_too_old_for_the_next_step_are_dropped_with_the_binding_of_the_one_before(tmp_path: Path) -> None:
+def test_groups_too_old_for_the_next_step_are_dropped_at_the_binding(tmp_path: Path) -> None:
     store = open_store(tmp_path, staleness=1, max_ahead_batches=3)
     generate(store)
     score(store)
@@ -103,7 +103,7 @@ def test_one_old_token_of_one_trajectory_costs_the_whole_group_and_no_other(tmp_
     assert store.audit().dropped == {_too_old(0): GROUP}
 
 
-def test_what_is_half_made_and_can_be_in_time_no_more_is_dropped_and_leased_to_nobody(tmp_path: Path) -> None:
+def test_unfinished_group_that_is_too_old_is_dropped_and_not_leased(tmp_path: Path) -> None:
     store = open_store(tmp_path, staleness=0)
     generate(store, at_most=SIZE)
     half = [item.trajectory for item in lease(store, ROLLOUT, GROUP)]
@@ -148,7 +148,7 @@ def test_without_a_limit_nothing_is_dropped_and_nobody_is_held_back(tmp_path: Pa
 
 
 # ── bindings stand ─────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_trainer_that_goes_back_to_an_older_step_is_given_the_same_batches_of_the_same_versions(
+def test_trainer_set_back_gets_the_same_batches_and_versions(
     tmp_path: Path,
 ) -> None:
     store = open_store(tmp_path, staleness=0, keep_uncommitted=2)
@@ -211,7 +211,7 @@ def test_a_rollout_waits_for_newer_weights_rather_than_begin_what_will_be_too_ol
     assert store.audit().dropped == {}
 
 
-def test_with_weights_of_each_age_a_rollout_works_as_far_ahead_as_they_will_be_in_time(tmp_path: Path) -> None:
+def test_rollout_leases_as_far_ahead_as_its_weights_stay_fresh(tmp_path: Path) -> None:
     third = incarnation_of("rollout/2")
     store = open_store(tmp_path, staleness=2, max_ahead_batches=9, members=(ROLLOUT, OTHER, third, REWARD, TRAINER))
     for number in (1, 2, 3):
@@ -226,7 +226,7 @@ def test_with_weights_of_each_age_a_rollout_works_as_far_ahead_as_they_will_be_i
     assert _outdated(store, 3, incarnation_of("rollout/2")) is False, "its own is given again"
 
 
-def test_where_there_is_no_room_newer_weights_would_not_help_and_are_not_waited_for(tmp_path: Path) -> None:
+def test_full_store_does_not_ask_for_newer_weights(tmp_path: Path) -> None:
     store = open_store(tmp_path, staleness=5)
     assert len(lease(store, weights=0)) == 2 * SIZE
     assert not _outdated(store, 0, OTHER)
@@ -288,9 +288,9 @@ class _Run:
         self.incarnations[name] += 1
         self.store.update_membership(self.members())
         if name == "trainer/0":
-            said = self.store.committed(incarnation_of(name, self.incarnations[name]))
-            assert isinstance(said, CommittedState)
-            self.published = said.number or 0
+            warning_text = self.store.committed(incarnation_of(name, self.incarnations[name]))
+            assert isinstance(warning_text, CommittedState)
+            self.published = warning_text.number or 0
 
     def lease(self, name: str, at_most: int) -> None:
         who = incarnation_of(name, self.incarnations[name])
@@ -322,9 +322,9 @@ class _Run:
         return True
 
     def commit(self) -> None:
-        said = self.store.committed(incarnation_of("trainer/0", self.incarnations["trainer/0"]))
-        assert isinstance(said, CommittedState)
-        if (number := (said.number or 0) + 1) <= self.published:
+        warning_text = self.store.committed(incarnation_of("trainer/0", self.incarnations["trainer/0"]))
+        assert isinstance(warning_text, CommittedState)
+        if (number := (warning_text.number or 0) + 1) <= self.published:
             commit(self.store, self.batches[number], incarnation_of("trainer/0", self.incarnations["trainer/0"]))
 
 
@@ -336,7 +336,7 @@ _Move = st.tuples(
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(moves=st.lists(_Move, max_size=80), most=st.integers(0, 2), ahead=st.integers(0, 2))
-def test_whatever_happened_before_each_step_is_fresh_and_a_rollout_with_current_weights_gets_the_run_on(
+def test_steps_stay_fresh_after_any_history_with_current_weights(
     tmp_path_factory: pytest.TempPathFactory, moves: list[tuple[str, int]], most: int, ahead: int
 ) -> None:
     run = _Run(tmp_path_factory.mktemp("any"), most, ahead)
@@ -382,7 +382,7 @@ def test_whatever_happened_before_each_step_is_fresh_and_a_rollout_with_current_
     run.store.close()
 
 
-def test_metrics_of_a_batch_tell_the_ages_of_its_tokens_and_where_limited_what_was_dropped(tmp_path: Path) -> None:
+def test_batch_metrics_have_token_ages_and_dropped_groups(tmp_path: Path) -> None:
     store = open_store(tmp_path, staleness=1)
     items = [item.trajectory for item in lease(store, at_most=2 * SIZE, weights=0)]
     assert store.append(ROLLOUT, [segment(t, 0, (5, 1), 0) for t in items[:SIZE]], items[:SIZE]) == Done()
@@ -407,7 +407,7 @@ def test_metrics_of_a_batch_tell_the_ages_of_its_tokens_and_where_limited_what_w
 @pytest.mark.parametrize(("vain", "warned"), [(1, 0), (2, 1)])
 def test_it_is_warned_of_once_when_most_of_what_is_made_is_dropped(tmp_path: Path, vain: int, warned: int) -> None:
     store = open_store(tmp_path, staleness=0)
-    told = []
+    warnings_given = []
     for number in range(1, 8):
         for _ in range(vain if number > 1 else 0):
             items = [item.trajectory for item in lease(store, at_most=SIZE)]
@@ -415,6 +415,9 @@ def test_it_is_warned_of_once_when_most_of_what_is_made_is_dropped(tmp_path: Pat
         generate(store, at_most=SIZE, weights=number - 1)
         score(store)
         commit(store, bind(store, number))
-        told += [said for said in [store.warning()] if said is not None]
-    assert len(told) == warned
-    assert all("were dropped" in said and "raise [sampling] staleness" in said for said in told)
+        warnings_given += [warning_text for warning_text in [store.warning()] if warning_text is not None]
+    assert len(warnings_given) == warned
+    assert all(
+        "were dropped" in warning_text and "raise [sampling] staleness" in warning_text
+        for warning_text in warnings_given
+    )

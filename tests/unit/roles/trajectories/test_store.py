@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rrl.core.types import Version
-from rrl.roles.trajectories.log import Superseded
+from rrl.roles.trajectories.log import Log, Superseded
 from rrl.roles.trajectories.prompts import MAX_ITEMS_WITHOUT_PROMPT, NO_PROMPT
+from rrl.roles.trajectories.records import FORMAT, LogFormatError
 from rrl.roles.trajectories.types import (
     Bound,
     CommittedState,
@@ -80,7 +82,7 @@ def test_no_more_groups_are_under_way_than_batches_ahead_allow(tmp_path: Path) -
     assert lease(store, OTHER) == ()
 
 
-def test_room_for_new_groups_comes_with_a_binding_not_with_a_commit(tmp_path: Path) -> None:
+def test_new_groups_are_created_after_a_binding_not_a_commit(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     assert len(generate(store)) == 2 * BATCH * GROUP
     score(store)
@@ -120,7 +122,7 @@ def test_a_lease_of_the_dead_goes_to_the_next_with_all_that_was_made(tmp_path: P
     assert taken.max_new == MAX_NEW - 3
 
 
-def test_a_trajectory_over_two_lives_keeps_the_version_of_each_token(tmp_path: Path) -> None:
+def test_trajectory_of_two_incarnations_keeps_the_version_of_each_token(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     lease(store, ROLLOUT)
     store.append(ROLLOUT, [segment(0, 0, (5, 6), step=3)])
@@ -173,23 +175,21 @@ def test_items_without_a_prompt_take_nobodys_turn_where_age_is_limited(tmp_path:
     assert len(answer.items) + len(more) == BATCH * GROUP, "as much as the step takes"
 
 
-def test_that_an_item_has_no_prompt_is_said_once(tmp_path: Path) -> None:
+def test_item_without_prompt_is_warned_about_once(tmp_path: Path) -> None:
     store = open_store(tmp_path, next_prompt=_without(0, 1))
     lease(store)
-    said = store.warning()
-    assert said is not None
-    assert "item 0 of [task] is dropped: item 0 is too long" in said
+    warning_text = store.warning()
+    assert warning_text is not None
+    assert "item 0 of [task] is dropped: item 0 is too long" in warning_text
     assert store.warning() is None
 
 
 @pytest.mark.parametrize("good", [0, 5])
-def test_a_task_that_has_no_prompt_for_many_items_in_a_row_ends_the_store_and_loses_none_of_them(
-    tmp_path: Path, good: int
-) -> None:
+def test_task_without_prompts_ends_the_store_and_records_every_item(tmp_path: Path, good: int) -> None:
     bad = range(good, good + MAX_ITEMS_WITHOUT_PROMPT)
     store = open_store(tmp_path, max_ahead_batches=20, next_prompt=_without(*bad))
     with pytest.raises(
-        ValueError, match=rf"{MAX_ITEMS_WITHOUT_PROMPT} items of \[task\] in a row, up to item {bad[-1]}, have no"
+        ValueError, match=rf"{MAX_ITEMS_WITHOUT_PROMPT} consecutive items of \[task\], up to item {bad[-1]}, have no"
     ):
         lease(store)
     store.close()
@@ -296,7 +296,7 @@ def test_one_that_the_manager_has_not_named_yet_waits(tmp_path: Path) -> None:
     assert isinstance(store.lease(new, 1), Leased)
 
 
-def test_a_trajectory_at_its_longest_is_finished_without_being_told(tmp_path: Path) -> None:
+def test_trajectory_at_its_maximum_length_is_finished(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     lease(store)
     assert store.append(ROLLOUT, [segment(0, 0, (5,) * MAX_NEW)]) == Done()
@@ -384,7 +384,7 @@ def test_a_score_that_is_not_finite_is_denied(tmp_path: Path) -> None:
     assert isinstance(store.post_scores(REWARD, [Score(0, 0.0, math.inf)]), Denied)
 
 
-def test_a_group_that_cannot_be_scored_is_dropped_with_its_reason_and_another_takes_its_place(tmp_path: Path) -> None:
+def test_unscorable_group_is_dropped_with_its_reason_and_replaced(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     generate(store)
     assert store.post_scores(REWARD, [Score(0, 1.0, 1.0)], {1: "scorer raised KeyError"}) == Done()
@@ -409,7 +409,7 @@ def test_a_batch_is_the_oldest_complete_scored_groups(tmp_path: Path) -> None:
     assert bind(store, 1).groups == (2, 3)
 
 
-def test_a_batch_asked_again_is_the_same_for_whoever_asks_and_after_a_restart(tmp_path: Path) -> None:
+def test_repeated_batch_request_returns_the_same_batch_after_a_restart(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     generate(store)
     score(store)
@@ -459,7 +459,7 @@ def test_a_step_can_begin_while_as_many_as_asked_for_are_done_and_not_committed(
     assert store.batch(TRAINER, most + 3) == NotReady()
 
 
-def test_a_commit_counts_once_it_is_said_and_can_be_said_again(tmp_path: Path) -> None:
+def test_commit_may_be_repeated_and_counts_once(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     assert store.committed(TRAINER) == CommittedState(None, None)
     batch = train(store, 1)
@@ -629,7 +629,7 @@ def test_who_was_succeeded_acknowledges_nothing_more(tmp_path: Path) -> None:
     third.flush()
 
 
-def test_what_is_flushed_is_synced_after_it_is_written_and_a_new_log_before_it_gets_its_name(
+def test_flush_syncs_after_writing_and_a_new_log_before_its_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
@@ -650,3 +650,31 @@ def test_what_is_flushed_is_synced_after_it_is_written_and_a_new_log_before_it_g
     assert done == ["write", "fdatasync"]
     store.flush()
     assert done == ["write", "fdatasync"]  # nothing new: the disk is left alone
+
+
+# ── logs of other formats ──────────────────────────────────────────────────────────────────────────────────────────
+def _write_log(folder: Path, *records: object) -> None:
+    log = Log(folder)
+    log.rewrite(msgspec.msgpack.encode(record) for record in records)
+    log.close()
+
+
+def test_log_of_format_1_is_refused_in_one_line_and_left_unchanged(tmp_path: Path) -> None:
+    _write_log(tmp_path, ["head", 1, 1, 2], ["made", 0, 0, 2, 0, b""], ["grown", ["rollout/0", 1], [], [0]])
+    content = (tmp_path / "log.1").read_bytes()
+    with pytest.raises(LogFormatError) as refused:
+        open_store(tmp_path)
+    assert str(refused.value) == (
+        f"the trajectory log in {tmp_path} has format 1, but this version of rrl reads format {FORMAT} only; use the"
+        " version of rrl that wrote it, or start a new run"
+    )
+    assert (tmp_path / "log.1").read_bytes() == content
+
+
+def test_log_with_an_unknown_record_is_refused_in_one_line(tmp_path: Path) -> None:
+    _write_log(tmp_path, ["head", FORMAT, 1, 2], ["made", 0, 0, 2, 0, b""])
+    with pytest.raises(
+        LogFormatError, match=r"contains a record that this version of rrl cannot read: .*'made'"
+    ) as refused:
+        open_store(tmp_path)
+    assert "\n" not in str(refused.value)

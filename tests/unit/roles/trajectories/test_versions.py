@@ -83,7 +83,7 @@ def test_of_a_gang_only_the_first_member_names_versions(store: Store) -> None:
     assert newest(store) is None
 
 
-def test_a_rollout_that_the_manager_has_not_named_yet_is_told_to_ask_again(store: Store) -> None:
+def test_unreported_rollout_is_answered_not_ready(store: Store) -> None:
     store.report_version(weight_source(TRAINER, 4))
     late = incarnation_of("rollout/7")
     assert store.report_version(weight_source(late, 4)) == NotReady()
@@ -134,17 +134,17 @@ class StoreFollowers:
         return {incoming.request_id or 0: answer for incoming, answer in self.followers.answers(self.now)}
 
 
-def test_a_waiting_rollout_hears_of_a_version_as_soon_as_the_trainer_has_published_it(store: Store) -> None:
+def test_waiting_rollout_receives_a_version_once_it_is_published(store: Store) -> None:
     asking = StoreFollowers(store)
     assert asking.poll(ROLLOUT) == {}
-    told = asking.poll(TRAINER, Version(4, 1), Version(4, 1))
-    assert told == {1: NewestVersion(Version(4, 1), (weight_source(TRAINER, 4),))}
+    answer_sent = asking.poll(TRAINER, Version(4, 1), Version(4, 1))
+    assert answer_sent == {1: NewestVersion(Version(4, 1), (weight_source(TRAINER, 4),))}
     assert asking.poll(ROLLOUT, Version(4, 1), Version(4, 1)) == {}
-    told = asking.poll(TRAINER, Version(5, 1), Version(5, 1))
-    assert told == {3: NewestVersion(Version(5, 1), (weight_source(TRAINER, 5),))}
+    answer_sent = asking.poll(TRAINER, Version(5, 1), Version(5, 1))
+    assert answer_sent == {3: NewestVersion(Version(5, 1), (weight_source(TRAINER, 5),))}
 
 
-def test_a_rollout_that_waits_in_vain_is_told_who_serves_the_version_by_now(store: Store) -> None:
+def test_wait_without_a_new_version_returns_the_current_sources(store: Store) -> None:
     asking = StoreFollowers(store)
     asking.poll(TRAINER, Version(4, 1), Version(4, 1))
     asking.poll(ROLLOUT, Version(4, 1))
@@ -155,7 +155,7 @@ def test_a_rollout_that_waits_in_vain_is_told_who_serves_the_version_by_now(stor
     assert asking.followers.due > 1e9, "somebody still waits"
 
 
-def test_of_one_life_only_the_latest_request_is_answered(store: Store) -> None:
+def test_only_the_latest_request_of_an_incarnation_is_answered(store: Store) -> None:
     asking = StoreFollowers(store)
     asking.poll(ROLLOUT)
     asking.poll(ROLLOUT)
@@ -171,9 +171,9 @@ def test_where_no_version_is_known_the_wait_ends_without_one(store: Store) -> No
 def test_a_trainer_that_is_succeeded_while_it_waits_is_refused_at_once(store: Store) -> None:
     asking = StoreFollowers(store)
     asking.poll(TRAINER, Version(4, 1), Version(4, 1))
-    told = asking.poll(NEXT_TRAINER, Version(2, 2), Version(2, 2))
-    assert isinstance(told[1], Denied)
-    assert told[1].fenced
+    answer_sent = asking.poll(NEXT_TRAINER, Version(2, 2), Version(2, 2))
+    assert isinstance(answer_sent[1], Denied)
+    assert answer_sent[1].fenced
 
 
 def test_a_rollout_that_the_store_did_not_know_hears_of_the_version_once_it_is_named(store: Store) -> None:

@@ -205,7 +205,7 @@ def test_store_opened_with_a_smaller_limit_drops_only_what_no_step_can_take(tmp_
     assert [bind(store, number).groups for number in (2, 3)] == [(2, 3), (4, 5)]
 
 
-def test_trainer_whose_weights_are_too_old_for_rollouts_to_begin_is_told_to_publish(tmp_path: Path) -> None:
+def test_wait_reason_of_outdated_rollouts_says_to_publish(tmp_path: Path) -> None:
     """A trainer that publishes once and never again: the store says why nothing goes on."""
     store = open_store(tmp_path, staleness=1, max_ahead_batches=9)
     for number in (1, 2):
@@ -215,7 +215,8 @@ def test_trainer_whose_weights_are_too_old_for_rollouts_to_begin_is_told_to_publ
     answer = store.lease(ROLLOUT, 1, (), 0)
     assert answer == store.lease(ROLLOUT, 1, (), 0)
     assert store.wait_reason(3) == (
-        "the trainer waits for step 3, the rollouts for weights newer than step 0's: publish at least once in 2 steps"
+        "the trainer waits for step 3, the rollouts for weights newer than step 0's: the trainer"
+        " must publish at least once in 2 steps"
     )
 
 
