@@ -1,4 +1,4 @@
-"""What is kept of one replica and of one node: written by :class:`rrl.health.detection.watch.Watch`, read by detectors.
+"""What is kept of one replica and of one node: written by :class:`rrl.health.detection.health_monitor.Watch`, read by detectors.
 
 Times are the manager's clock (s) at receipt. Loads of CPU and GPU come from the node's agent every few seconds. They
 count as evidence only while they arrive without a gap: an agent that is silent or cannot measure says nothing about who

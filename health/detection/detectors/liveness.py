@@ -12,7 +12,7 @@ from ....core.launch import ExitReason, exit_text
 from ....core.run_spec import Limits
 from ....core.types import Cause, Finding, Flag, Incarnation, NodeName, Remedy, Verdict
 from ..records import ReplicaView
-from ..watch import HealthMonitor
+from ..health_monitor import HealthMonitor
 from .base import (  # fmt: skip
     NO_FINDING,
     SLOW_START_FACTOR,

@@ -22,7 +22,7 @@ from rrl.health.detection.detect import detect
 from rrl.health.detection.detectors.liveness import missing_heartbeats
 from rrl.health.detection.detectors.node_liveness import silent_nodes
 from rrl.health.detection.detectors.probing import due_probes
-from rrl.health.detection.watch import HealthMonitor
+from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.health.readers.samples import READERS, Reading
 from rrl.manager.intake.finding_gate import BaselineRecorder, apply_settings
 from rrl.manager.model.events import BaselinesLearned

@@ -6,7 +6,7 @@ import pytest
 
 from rrl.core.types import Incarnation, NodeName, ReplicaId
 from rrl.health.detection.baselines import DurationStats, PhaseDurations, RoleBaseline, changed_noticeably
-from rrl.health.detection.watch import HealthMonitor
+from rrl.health.detection.health_monitor import HealthMonitor
 
 N1 = NodeName("n1")
 TRAINER = Incarnation(ReplicaId("trainer/0"), 1)

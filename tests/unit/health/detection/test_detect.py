@@ -18,7 +18,7 @@ from rrl.health.detection.detect import detect
 from rrl.health.detection.detectors.probing import due_probes
 from rrl.health.detection.detectors.progress import ENDLESS_WAIT_FACTOR
 from rrl.health.detection.detectors.registry import is_waiting
-from rrl.health.detection.watch import HealthMonitor
+from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.tests.support.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, Trace, agent_of, detect_fresh, fail
 
 SHORT = Limits(

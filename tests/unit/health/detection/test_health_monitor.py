@@ -6,7 +6,7 @@ import pytest
 
 from rrl.core.launch import ExitReason
 from rrl.core.types import Incarnation, NodeName, ReplicaId
-from rrl.health.detection.watch import HealthMonitor
+from rrl.health.detection.health_monitor import HealthMonitor
 
 N1, N2 = NodeName("n1"), NodeName("n2")
 ONE = Incarnation(ReplicaId("rollout/0"), 1)
