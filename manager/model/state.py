@@ -1,7 +1,8 @@
 """Everything the manager believes; :func:`rrl.manager.model.reducer.fold` is the only function that makes it.
 
 State is also the head of each journal segment and what ``rrl status`` draws. It holds what was recorded, not what was
-merely seen: silence lives in :class:`rrl.health.detection.health_monitor.HealthMonitor` and becomes state only as a finding.
+merely seen: heartbeats are kept in :class:`rrl.health.detection.health_monitor.HealthMonitor`, and silence becomes state
+only as a finding.
 """
 
 from __future__ import annotations
