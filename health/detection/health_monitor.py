@@ -26,13 +26,13 @@ from .records import (  # fmt: skip
 )
 
 __all__ = [
-    "SUSPEND_CHECK_HEARTBEATS",
     "FLAP_COUNT",
     "FLAP_WINDOW_S",
+    "SUSPEND_CHECK_HEARTBEATS",
+    "HealthMonitor",
     "NodeView",
     "ReplicaView",
     "StepEnd",
-    "HealthMonitor",
 ]
 
 _IGNORED_REASONS = frozenset({ExitReason.NOT_ADMITTED, ExitReason.FENCED})

@@ -13,8 +13,8 @@ import msgspec
 
 from ....core.types import Evidence, Finding, Incarnation, Remedy, Verdict, rank_of
 from ..detectors.idleness import is_inactive, must_compute
-from ..records import MAX_LOAD_GAP_S, ReplicaView
 from ..health_monitor import HealthMonitor
+from ..records import MAX_LOAD_GAP_S, ReplicaView
 
 _RAW_DETECTORS = ("computes_nothing", "computes_nothing_long")
 _LOAD_DETECTOR = "load_stalled"

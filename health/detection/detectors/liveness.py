@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from ....core.launch import ExitReason, exit_text
 from ....core.run_spec import Limits
 from ....core.types import Cause, Finding, Flag, Incarnation, NodeName, Remedy, Verdict
-from ..records import ReplicaView
 from ..health_monitor import HealthMonitor
+from ..records import ReplicaView
 from .base import (  # fmt: skip
     NO_FINDING,
     SLOW_START_FACTOR,

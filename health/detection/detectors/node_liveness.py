@@ -7,8 +7,8 @@ from math import inf
 
 from ....core.run_spec import Limits
 from ....core.types import Cause, Evidence, Finding, NodeName, Remedy, Verdict
-from ..records import FLAP_COUNT, FLAP_WINDOW_S, NodeView, ReplicaView
 from ..health_monitor import HealthMonitor
+from ..records import FLAP_COUNT, FLAP_WINDOW_S, NodeView, ReplicaView
 from .base import NO_FINDING, Result, expects_heartbeats, heartbeat_slack, silence_deadline
 
 _SUSPEND_CHECK_TIMEOUT_S = 30.0

@@ -13,8 +13,8 @@ from math import inf
 
 from ....core.run_spec import Limits
 from ....core.types import Cause, Incarnation, Remedy, Verdict
-from ..records import MAX_WAIT_PROBES, NodeView, ReplicaView, is_polling
 from ..health_monitor import HealthMonitor
+from ..records import MAX_WAIT_PROBES, NodeView, ReplicaView, is_polling
 from .base import MIN_HEARTBEATS, NO_FINDING, Result, finding_about, is_waiting, is_working
 
 EARLY_PROBE_S = 10.0
