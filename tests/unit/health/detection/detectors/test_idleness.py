@@ -69,7 +69,7 @@ def test_a_trainer_that_does_nothing_in_a_training_step_hangs_in_a_third_of_robu
     assert delay <= IDLE_FACTOR * LIMITS.idle + 4 <= ROBUSTRL / 3
     finding = trace.only()
     assert (finding.cause, finding.remedy) == (Cause.HANG, Remedy.RESTART)
-    assert finding.evidence[0].text == "phase train: neither its CPU nor its GPU works for 90 s and more"
+    assert finding.evidence[0].text == "phase train: neither its CPU nor its GPU has worked for 90 s"
     found = trace.findings()
     trace.play(300)
     assert trace.findings() == found, "it says nothing that runs"
@@ -423,7 +423,7 @@ def test_who_tells_of_progress_in_a_step_and_does_nothing_for_far_longer_hangs()
     loads(trace, r0=IDLE)
     reports_progress(trace, FALSE_PROGRESS_FACTOR * LIMITS.idle + 10)
     assert trace.found() == {fail("idle_hang", TRAINER)}
-    text = "phase train: neither its CPU nor its GPU works for 300 s and more, though it tells of progress"
+    text = "phase train: neither its CPU nor its GPU has worked for 300 s, although it reports progress"
     assert trace.only().evidence[0].text == text
     assert FALSE_PROGRESS_FACTOR * LIMITS.idle <= ROBUSTRL
 

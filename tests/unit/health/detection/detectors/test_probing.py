@@ -84,7 +84,7 @@ def test_a_dead_engine_in_a_living_process_fails_within_half_a_minute_where_noth
     finding = trace.only()
     assert (finding.cause, finding.remedy, finding.proof) == (Cause.HANG, Remedy.RESTART, False)
     assert finding.evidence[0].text == (
-        "phase generate: asked for work, it beats and does not answer within 15 s, its CPU and GPU idle"
+        "phase generate: it sends heartbeats but has not answered a probe within 15 s, CPU and GPU idle"
     )
 
 
@@ -162,7 +162,7 @@ def test_who_tells_of_tokens_while_nothing_works_is_warned_of_and_fails_when_it_
     assert trace.found() == set()
     trace.play(8)
     assert trace.found() == {warn("suspected", ROLLOUT)}
-    assert "it tells of progress, and no kernel runs" in trace.only().evidence[0].text
+    assert "it reports progress, but no GPU kernel runs" in trace.only().evidence[0].text
     assert until_found(trace, 40) <= IDLE_ANSWER_SHARE * LIMITS.probe
     assert trace.found() == {fail("no_answer", ROLLOUT)}
 

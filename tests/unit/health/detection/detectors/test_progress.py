@@ -183,7 +183,7 @@ def test_a_silent_worker_whose_cpu_is_seen_at_work_has_three_times_as_long() -> 
     assert trace.found() == set()
     trace.play(1)
     assert trace.found() == {fail("worker_silence", ROLLOUT)}
-    assert trace.only().evidence[0].text == "no beat for 30 s after its last one, in phase generate"
+    assert trace.only().evidence[0].text == "no heartbeat for 30 s, in phase generate"
     assert trace.now == last + CPU_ACTIVE_SILENCE_FACTOR * LIMITS.silence
 
 
@@ -299,7 +299,7 @@ def test_a_shadow_that_is_not_heard_as_what_it_became_fails_long_before_a_launch
     assert trace.found(before(due)) == set()
     assert trace.found(due) == {fail("promotion_overdue", TRAINER)}
     (finding,) = trace.findings()
-    assert finding.evidence[0].text == "standby/n1#3 on n1 was told to become it, and no Hello came within 4 s"
+    assert finding.evidence[0].text == "standby/n1#3 on n1 was promoted to it, but sent no Hello within 4 s"
     assert trace.monitor.replicas.keys() == {TRAINER.replica, agent_of("n1").replica}, "the shadow is no more"
 
 
