@@ -91,7 +91,7 @@ def test_when_the_whole_run_stands_the_service_at_the_end_of_the_chain_is_charge
     assert finding.cause == Cause.HANG
     assert not finding.proof
     assert [one.text.split(":")[0] for one in finding.evidence] == [
-        "trajectories/0", "reward/0", "rollout/0", "rollout/1", "rollout/2", "and 1 more wait"
+        "trajectories/0", "reward/0", "rollout/0", "rollout/1", "rollout/2", "further waiting replicas"
     ]  # fmt: skip
 
 

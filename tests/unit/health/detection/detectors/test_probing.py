@@ -115,7 +115,7 @@ def test_an_engine_that_says_that_it_is_dead_fails_at_once() -> None:
     stop_heartbeats(trace, IDLE)
     assert until_found(trace, 40) <= EARLY_PROBE_S + 4
     assert trace.found() == {fail("engine_dead", ROLLOUT)}
-    assert trace.only().evidence[0].text.endswith("it says that it cannot: EngineDeadError")
+    assert trace.only().evidence[0].text.endswith("it answered a probe with a failure: EngineDeadError")
 
 
 def test_who_keeps_its_gpu_and_does_not_answer_fails_when_no_prefill_lasts_so_long() -> None:
