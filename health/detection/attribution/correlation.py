@@ -44,10 +44,10 @@ STALL_GRACE_S = 120.0
 STALL_SPREAD_S = 30.0
 """Longest time between the first and the last of these stalls."""
 SILENCE_GRACE_S = 30.0
-"""Time for which workers or nodes that fall silent at once are left alone (our choice: three times the silence limit)."""
+"""Time for which workers or nodes that fall silent at once are left alone (ours: three times the silence limit)."""
 MIN_SILENT_NODES = 3
-"""Nodes, and for workers also gangs, that must fall silent at once: two may be a coincidence, and the members of one gang
-may hang together."""
+"""Nodes, and for workers also gangs, that must fall silent at once: two may be a coincidence, and the members of one
+gang may hang together."""
 SILENCE_SPREAD_S = 10.0
 """Longest time between the first and the last of them."""
 _SHAREABLE_CAUSES = frozenset({Cause.FABRIC, Cause.STORAGE})
@@ -110,7 +110,7 @@ class CorrelationContext(Struct, frozen=True):
     excluded: AbstractSet[NodeName] = frozenset()
     """Excluded nodes; their findings do not count towards an event."""
     silent_workers: Mapping[Incarnation, tuple[NodeName, float]] = {}
-    """Node and time of the last message of workers that miss heartbeats while their nodes do not (``missing_heartbeats``)."""
+    """Node and last message time of workers that miss heartbeats while their nodes do not (``missing_heartbeats``)."""
     silent_nodes: Mapping[NodeName, float] = {}
     """Time of the last message of nodes that miss heartbeats (``silent_nodes``)."""
 
@@ -201,7 +201,7 @@ def _is_silent(finding: Finding) -> bool:
 
 
 def _awaits_other_nodes(finding: Finding, context: CorrelationContext) -> bool:
-    """Return whether the finding must wait for other nodes: its cause is shareable, and a role would be moved for it."""
+    """Return whether the finding waits for other nodes: its cause is shareable, and a role would be moved for it."""
     return (
         not finding.proof
         and finding.cause in _SHAREABLE_CAUSES
@@ -338,7 +338,7 @@ def _run_wide(kind: EventKind, names: AbstractSet[str], now: float, most: bool =
     if kind == _STALL:
         text = f"all rollouts stall at once: {_few(names)}; suspected: storage, fabric or a service that they wait for"
     elif kind == _SILENCE:
-        text = f"workers silent at once although their nodes are not: {_few(names)}; suspected: the network or this manager"
+        text = f"workers silent at once, but not their nodes: {_few(names)}; suspected: the network or this manager"
     elif kind == _LOST:
         text = f"nodes silent at once: {_few(names)}; suspected: the network between them and this manager"
     else:
