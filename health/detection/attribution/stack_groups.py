@@ -55,8 +55,8 @@ class Thread(Struct, frozen=True):
 
     id: str
     state: str
-    """``active``, ``idle`` (waiting in the kernel), ``active+gil``, …; the state letter of /proc for a process that py-spy
-    could not read."""
+    """``active``, ``idle`` (waiting in the kernel), ``active+gil``, …; the state letter of /proc if py-spy
+    could not read the process."""
     frames: tuple[Frame, ...]
     """Frames, innermost first."""
     name: str = ""
