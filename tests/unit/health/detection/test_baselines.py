@@ -37,7 +37,7 @@ def inherited(baselines: dict[str, RoleBaseline], passed: tuple[str, ...]) -> He
     return watch
 
 
-def test_another_watch_knows_what_was_usual_from_the_first_word_that_it_hears() -> None:
+def test_restored_baselines_apply_from_the_first_message() -> None:
     first = learned()
     watch = inherited(first.baselines(), ("starting", "train"))
     seen = watch.replicas[TRAINER.replica]
@@ -46,21 +46,21 @@ def test_another_watch_knows_what_was_usual_from_the_first_word_that_it_hears() 
     assert watch.baselines() == first.baselines(), "and hands on as much"
 
 
-def test_nothing_is_learned_of_who_was_not_seen_long_enough() -> None:
+def test_too_few_passes_give_no_baseline() -> None:
     assert learned(passes=2, tensor=None).baselines() == {}
 
 
-def test_who_went_through_a_phase_under_an_earlier_watch_is_not_in_its_first_pass() -> None:
+def test_phase_passed_under_earlier_manager_is_not_a_first_pass() -> None:
     assert not inherited({}, ("starting", "train")).replicas[TRAINER.replica].first_pass
 
 
-def test_who_has_not_left_its_first_step_yet_goes_on_compiling() -> None:
+def test_replica_still_in_its_first_step_keeps_first_pass_grace() -> None:
     seen = inherited({"trainer": BASELINE}, ("starting", "wait_data")).replicas[TRAINER.replica]
     assert seen.first_pass
     assert not seen.loads.uses_tensor_cores
 
 
-def test_a_phase_that_progresses_is_no_first_one_only_where_its_count_says_so() -> None:
+def test_restored_progressing_phase_is_a_first_pass_unless_its_count_is_above_zero() -> None:
     rollout = Incarnation(ReplicaId("rollout/0"), 1)
     for done, first in ((0, True), (7, False)):
         watch = HealthMonitor()
@@ -71,7 +71,7 @@ def test_a_phase_that_progresses_is_no_first_one_only_where_its_count_says_so() 
         assert watch.replicas[rollout.replica].first_pass is first
 
 
-def test_what_was_remembered_gives_way_to_what_is_seen_and_its_longest_last() -> None:
+def test_restored_durations_are_replaced_by_new_ones_and_the_longest_goes_last() -> None:
     usual = PhaseDurations()
     usual.restore("trainer", "train", DurationStats(32, 60.0, 300.0))
     for _ in range(31):
@@ -101,5 +101,5 @@ def test_what_was_remembered_gives_way_to_what_is_seen_and_its_longest_last() ->
         "twice as many", "less than a second", "loads",
     ],
 )  # fmt: skip
-def test_a_change_is_worth_a_record_when_a_deadline_moves(after: dict[str, RoleBaseline], worth: bool) -> None:
+def test_baseline_change_is_recorded_when_a_deadline_moves(after: dict[str, RoleBaseline], worth: bool) -> None:
     assert changed_noticeably({"trainer": BASELINE}, after) is worth

@@ -31,17 +31,17 @@ SHORT = Limits(
 
 
 # ── by example ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_nothing_seen_finds_nothing_and_need_not_be_looked_at() -> None:
+def test_monitor_without_observations_has_no_findings_and_no_next_evaluation() -> None:
     assert detect(HealthMonitor(), LIMITS, 5.0) == ([], inf)
 
 
-def test_a_healthy_run_has_to_be_looked_at_when_the_first_silence_could_be_too_long() -> None:
+def test_healthy_run_is_evaluated_again_at_the_first_silence_deadline() -> None:
     trace = Trace().node("n1", ROLLOUT)
     trace.play(10)
     assert detect(trace.monitor, LIMITS, trace.now) == ([], trace.now + LIMITS.silence)
 
 
-def test_looking_again_at_the_time_that_was_named_finds_what_came_due() -> None:
+def test_evaluation_at_the_returned_time_finds_what_became_due() -> None:
     trace = Trace().node("n1", ROLLOUT)
     trace.play(10)
     trace.heartbeat_missing.add(ROLLOUT)
@@ -52,7 +52,7 @@ def test_looking_again_at_the_time_that_was_named_finds_what_came_due() -> None:
     assert [f.detector for f in found] == ["worker_silence"]
 
 
-def test_a_replica_that_hangs_is_looked_at_again_when_it_could_fall_silent() -> None:
+def test_hung_replica_is_evaluated_again_at_its_silence_deadline() -> None:
     trace = Trace().node("n1", ROLLOUT)
     trace.play(10)
     trace.still.add(ROLLOUT)
@@ -63,13 +63,13 @@ def test_a_replica_that_hangs_is_looked_at_again_when_it_could_fall_silent() -> 
     assert [f.detector for f in detect(trace.monitor, LIMITS, again)[0]] == ["worker_silence"]
 
 
-def test_a_clock_that_ran_backwards_costs_a_full_look_and_no_wrong_answer() -> None:
+def test_clock_that_runs_backwards_causes_a_full_evaluation() -> None:
     trace = Trace().node("n1", ROLLOUT)
     assert detect(trace.monitor, LIMITS, trace.now + 60)[0]
     assert detect(trace.monitor, LIMITS, trace.now)[0] == []
 
 
-def test_limits_that_change_are_heeded_at_once() -> None:
+def test_changed_limits_apply_at_once() -> None:
     trace = Trace().node("n1", ROLLOUT)
     trace.heartbeat_missing.add(ROLLOUT)
     trace.play(7)
@@ -77,7 +77,7 @@ def test_limits_that_change_are_heeded_at_once() -> None:
     assert [f.detector for f in detect(trace.monitor, SHORT, trace.now)[0]] == ["worker_silence"]
 
 
-def test_a_replica_that_is_forgotten_takes_its_finding_with_it() -> None:
+def test_removed_replica_has_no_finding() -> None:
     trace = Trace().node("n1", *ROLLOUTS)
     trace.monitor.on_step_ended(ROLLOUT, 1, None, ExitReason.EXITED, trace.now)
     assert len(detect(trace.monitor, LIMITS, trace.now)[0]) == 1
@@ -85,7 +85,7 @@ def test_a_replica_that_is_forgotten_takes_its_finding_with_it() -> None:
     assert detect(trace.monitor, LIMITS, trace.now)[0] == []
 
 
-def test_a_node_that_is_given_back_takes_its_findings_with_it() -> None:
+def test_released_node_has_no_findings() -> None:
     trace = Trace().node("n1", *ROLLOUTS)
     trace.monitor.on_node_status(NodeName("n1"), "down", "", trace.now)
     assert len(detect(trace.monitor, LIMITS, trace.now)[0]) == 1
@@ -93,7 +93,7 @@ def test_a_node_that_is_given_back_takes_its_findings_with_it() -> None:
     assert detect(trace.monitor, LIMITS, trace.now) == ([], inf)
 
 
-def test_a_node_on_which_nobody_is_believed_any_more_takes_its_findings_with_it_too() -> None:
+def test_node_without_current_incarnations_has_no_findings() -> None:
     trace = Trace().node("n1")
     trace.monitor.remove(agent_of("n1"))
     assert len(detect(trace.monitor, LIMITS, trace.now + 60)[0]) == 1
@@ -101,14 +101,14 @@ def test_a_node_on_which_nobody_is_believed_any_more_takes_its_findings_with_it_
     assert detect(trace.monitor, LIMITS, trace.now + 60) == ([], inf)
 
 
-def test_the_returned_list_belongs_to_the_caller() -> None:
+def test_returned_list_belongs_to_the_caller() -> None:
     trace = Trace().node("n1", ROLLOUT)
     trace.monitor.on_step_ended(ROLLOUT, 1, None, ExitReason.EXITED, trace.now)
     detect(trace.monitor, LIMITS, trace.now)[0].clear()
     assert len(detect(trace.monitor, LIMITS, trace.now)[0]) == 1
 
 
-def test_a_beat_has_only_its_own_node_judged_again(monkeypatch: Any) -> None:
+def test_heartbeat_causes_evaluation_of_its_own_node_only(monkeypatch: Any) -> None:
     judged: list[str] = []
     judge = guards._run_detectors
 
@@ -127,7 +127,7 @@ def test_a_beat_has_only_its_own_node_judged_again(monkeypatch: Any) -> None:
     assert judged == ["n7"]
 
 
-def test_beats_do_not_pile_up_in_the_queue() -> None:
+def test_heartbeats_do_not_grow_the_queue() -> None:
     trace = Trace().node("n1", ROLLOUT).node("n2", TRAINER, phase="train")
     for _ in range(300):
         trace.play(1)
@@ -137,7 +137,7 @@ def test_beats_do_not_pile_up_in_the_queue() -> None:
     assert len(memo.queue) <= 4
 
 
-def test_a_day_of_a_healthy_run_finds_nothing() -> None:
+def test_day_of_a_healthy_run_has_no_findings() -> None:
     trace = Trace().node("n1", TRAINER, phase="wait_data").node("n2", *ROLLOUTS)
     for _ in range(12):
         trace.enter(TRAINER, "train")
@@ -283,7 +283,7 @@ _few = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCh
 
 @_few
 @given(traces)
-def test_the_memory_changes_no_answer(trace: Any) -> None:
+def test_memo_gives_the_same_findings_as_a_full_evaluation(trace: Any) -> None:
     for watch, now in played(trace):
         full = detect_fresh(watch, now, SHORT)
         assert detect(watch, SHORT, now) == full
@@ -292,7 +292,7 @@ def test_the_memory_changes_no_answer(trace: Any) -> None:
 
 @_few
 @given(traces, st.floats(0.0, 1.0, exclude_max=True))
-def test_no_finding_changes_before_the_time_to_look_again(trace: Any, share: float) -> None:
+def test_findings_do_not_change_before_the_next_evaluation(trace: Any, share: float) -> None:
     *_, (watch, now) = played(trace)
     found, again = detect_fresh(watch, now, SHORT)
     assert again > now
@@ -318,7 +318,7 @@ def _to_probe(monitor: HealthMonitor, now: float, found: list[Finding]) -> set[I
 
 @_few
 @given(traces)
-def test_who_is_to_be_asked_is_remembered_right(trace: Any) -> None:
+def test_due_probes_are_the_same_with_and_without_memo(trace: Any) -> None:
     for watch, now in played(trace):
         detect(watch, SHORT, now)
         remembered = due_probes(watch, SHORT, now)
@@ -329,7 +329,7 @@ def test_who_is_to_be_asked_is_remembered_right(trace: Any) -> None:
 
 @_few
 @given(traces)
-def test_findings_are_about_who_is_believed_and_each_subject_has_one(trace: Any) -> None:
+def test_findings_are_about_current_incarnations_with_one_per_subject(trace: Any) -> None:
     for watch, now in played(trace):
         found, _ = detect(watch, SHORT, now)
         subjects = [f.incarnation or f.node for f in found]
@@ -350,7 +350,7 @@ def test_findings_are_about_who_is_believed_and_each_subject_has_one(trace: Any)
 
 @_few
 @given(traces)
-def test_a_waiter_is_never_charged_but_in_a_circle_and_only_where_the_whole_run_stands_or_a_call_is_stuck(
+def test_waiting_replica_is_blamed_only_in_a_cycle_or_a_stalled_run(
     trace: Any,
 ) -> None:
     for watch, now in played(trace):
@@ -393,7 +393,9 @@ def _in_a_circle(monitor: HealthMonitor, start: ReplicaId) -> bool:
 
 @_few
 @given(st.lists(st.integers(1, 4), max_size=60), st.sets(st.sampled_from(ROLLOUTS)))
-def test_who_beats_and_makes_progress_is_never_found(seconds: list[int], trouble: set[Incarnation]) -> None:
+def test_replica_with_heartbeats_and_progress_never_has_a_finding(
+    seconds: list[int], trouble: set[Incarnation]
+) -> None:
     trace = Trace().node("n1", *ROLLOUTS).node("n2", TRAINER, phase="train")
     trace.play(5)
     trace.heartbeat_missing |= trouble
@@ -405,7 +407,7 @@ def test_who_beats_and_makes_progress_is_never_found(seconds: list[int], trouble
 
 @_few
 @given(traces)
-def test_after_a_restart_only_proof_is_found_before_full_grace_is_over(trace: Any) -> None:
+def test_only_proof_is_found_before_the_grace_after_a_restart_ends(trace: Any) -> None:
     *_, (watch, now) = played(trace)
     watch.restart(now)
     for moment in (now, nextafter(now + SHORT.join, 0.0)):
@@ -413,7 +415,7 @@ def test_after_a_restart_only_proof_is_found_before_full_grace_is_over(trace: An
         assert all(f.detector in ("exit_record", "step_gone") for f in found)
 
 
-def test_detect_is_pure_but_for_its_memory() -> None:
+def test_detect_changes_nothing_but_its_memo() -> None:
     trace = Trace().node("n1", *ROLLOUTS)
     trace.heartbeat_missing |= {ROLLOUT, agent_of("n1")}
     trace.play(30)

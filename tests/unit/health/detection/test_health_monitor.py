@@ -23,7 +23,7 @@ def monitor_with(*incarnations: Incarnation, phase: str = "generate") -> HealthM
     return watch
 
 
-def test_a_newer_life_takes_the_place_of_an_older_one_and_the_older_one_is_not_heard_any_more() -> None:
+def test_newer_incarnation_replaces_older_one_whose_messages_are_then_ignored() -> None:
     watch = monitor_with(ONE)
     watch.on_launched(TWO, N2, 10.0)
     watch.on_heartbeat(ONE, "generate", 99, None, 11.0)
@@ -40,7 +40,7 @@ def test_a_newer_life_takes_the_place_of_an_older_one_and_the_older_one_is_not_h
     assert not watch.nodes[N1].residents
 
 
-def test_a_forgotten_life_stays_forgotten_whatever_it_still_says() -> None:
+def test_messages_of_a_removed_incarnation_are_ignored() -> None:
     watch = monitor_with(TWO)
     watch.remove(TWO)
     watch.on_heartbeat(TWO, "generate", 1, None, 5.0)
@@ -51,13 +51,13 @@ def test_a_forgotten_life_stays_forgotten_whatever_it_still_says() -> None:
     assert watch.replicas
 
 
-def test_forgetting_an_older_life_leaves_the_newer_one_alone() -> None:
+def test_removing_an_older_incarnation_keeps_the_newer_one() -> None:
     watch = monitor_with(TWO)
     watch.remove(ONE)
     assert watch.replicas[TWO.replica].incarnation == TWO
 
 
-def test_nobody_is_believed_who_was_neither_launched_nor_welcomed() -> None:
+def test_incarnation_neither_launched_nor_admitted_is_ignored() -> None:
     watch = HealthMonitor()
     watch.on_heartbeat(ONE, "generate", 1, None, 1.0)
     watch.on_phase(ONE, "generate", 1, None, 1.0)
@@ -65,13 +65,13 @@ def test_nobody_is_believed_who_was_neither_launched_nor_welcomed() -> None:
     assert not watch.replicas
 
 
-def test_launched_again_for_the_same_life_changes_nothing() -> None:
+def test_second_launch_of_the_same_incarnation_changes_nothing() -> None:
     watch = monitor_with(ONE)
     watch.on_launched(ONE, N1, 50.0)
     assert (watch.replicas[ONE.replica].launched_at, watch.replicas[ONE.replica].status) == (0.0, "joined")
 
 
-def test_hello_tells_where_a_life_really_runs() -> None:
+def test_hello_moves_incarnation_to_the_node_it_names() -> None:
     watch = HealthMonitor()
     watch.on_launched(ONE, N1, 0.0)
     watch.on_hello(ONE, N2, "starting", 1.0)
@@ -90,14 +90,14 @@ def test_only_a_rise_of_done_is_progress() -> None:
     assert (seen.done, seen.done_changed_at, seen.heartbeats) == (6, 6.0, 0)
 
 
-def test_a_phase_whose_beginning_was_lost_begins_with_the_beat_that_tells_it() -> None:
+def test_phase_whose_message_was_lost_begins_with_the_next_heartbeat() -> None:
     watch = monitor_with(ONE, phase="wait_work")
     watch.on_heartbeat(ONE, "generate", 0, None, 7.0)
     watch.on_heartbeat(ONE, "generate", 0, None, 8.0)
     assert watch.replicas[ONE.replica].phase_since == 7.0
 
 
-def test_entering_the_phase_that_it_was_in_is_a_new_pass() -> None:
+def test_entering_the_same_phase_again_begins_a_new_pass() -> None:
     watch = monitor_with(ONE, phase="train")
     watch.on_phase(ONE, "train", 1, None, 30.0)
     assert watch.replicas[ONE.replica].phase_since == 30.0
@@ -111,14 +111,14 @@ def passes(monitor: HealthMonitor, incarnation: Incarnation, phase: str, duratio
     return now
 
 
-def test_the_usual_duration_is_the_median_without_the_first_pass_and_one_outlier_does_not_move_it() -> None:
+def test_usual_duration_is_the_median_without_the_first_pass() -> None:
     watch = monitor_with(ONE, phase="wait_data")
     now = passes(watch, ONE, "train", [500.0, 10.0, 11.0, 300.0, 12.0, 11.0], 2.0)
     watch.on_phase(ONE, "train", 0, None, now)
     assert watch.replicas[ONE.replica].usual_duration == pytest.approx(11.0)
 
 
-def test_there_is_no_usual_duration_before_three_passes_were_seen_from_their_beginning() -> None:
+def test_usual_duration_needs_three_passes_observed_from_their_start() -> None:
     watch = monitor_with(ONE, phase="wait_data")
     now = passes(watch, ONE, "train", [10.0, 10.0, 10.0], 2.0)  # the first is not usual
     watch.on_phase(ONE, "train", 0, None, now)
@@ -129,7 +129,7 @@ def test_there_is_no_usual_duration_before_three_passes_were_seen_from_their_beg
     assert watch.replicas[ONE.replica].usual_duration is None
 
 
-def test_a_replacement_and_its_siblings_inherit_what_is_usual_in_their_role() -> None:
+def test_replacement_and_siblings_share_the_usual_duration_of_their_role() -> None:
     watch = monitor_with(ONE, TWIN, phase="wait_data")
     now = passes(watch, ONE, "train", [10.0] * 5, 2.0)
     watch.on_phase(TWIN, "train", 0, None, now)
@@ -140,14 +140,14 @@ def test_a_replacement_and_its_siblings_inherit_what_is_usual_in_their_role() ->
     assert watch.replicas[TWO.replica].usual_duration == pytest.approx(10.0)
 
 
-def test_where_progress_counts_the_gap_between_two_rises_is_what_is_usual() -> None:
+def test_usual_duration_of_progressing_phase_is_the_time_between_rises() -> None:
     watch = monitor_with(ONE)
     for tick in range(1, 7):
         watch.on_heartbeat(ONE, "generate", tick, None, 2.0 + 3 * tick)
     assert watch.replicas[ONE.replica].usual_duration == pytest.approx(3.0)
 
 
-def test_time_that_another_replica_took_does_not_count_as_usual() -> None:
+def test_time_blocked_by_another_replica_is_not_learned() -> None:
     watch = monitor_with(ONE, phase="wait_data")
     now = passes(watch, ONE, "train", [10.0] * 4, 2.0)
     for _ in range(9):
@@ -158,7 +158,7 @@ def test_time_that_another_replica_took_does_not_count_as_usual() -> None:
     assert watch.replicas[ONE.replica].usual_duration == pytest.approx(10.0)
 
 
-def test_who_waits_anyway_goes_on_waiting_between_two_questions_to_the_store() -> None:
+def test_wait_continues_between_two_requests_to_the_store() -> None:
     watch = monitor_with(ONE, phase="wait_work")
     for at in range(10, 100, 10):
         watch.on_heartbeat(ONE, "wait_work", 0, ReplicaId("trajectories/0") if at % 20 else None, float(at))
@@ -166,7 +166,7 @@ def test_who_waits_anyway_goes_on_waiting_between_two_questions_to_the_store() -
     assert (seen.last_change_at, seen.heartbeats) == (2.0, 9)
 
 
-def test_an_unknown_answer_of_the_cluster_changes_nothing() -> None:
+def test_unknown_node_state_changes_nothing() -> None:
     watch = HealthMonitor()
     watch.on_node_status(N1, "down", "not responding", 5.0)
     watch.on_node_status(N1, "unknown", "timed out", 6.0)
@@ -174,7 +174,7 @@ def test_an_unknown_answer_of_the_cluster_changes_nothing() -> None:
     assert (seen.state, seen.detail, seen.since, seen.observations) == ("down", "not responding", 5.0, 1)
 
 
-def test_a_node_given_back_is_forgotten_with_all_that_was_on_it() -> None:
+def test_released_node_is_removed_with_its_incarnations() -> None:
     watch = monitor_with(ONE)
     agent = Incarnation(ReplicaId("agent/n1"), 1)
     watch.on_agent_message(N1, agent, 3.0)
@@ -183,7 +183,7 @@ def test_a_node_given_back_is_forgotten_with_all_that_was_on_it() -> None:
     assert not watch.replicas
 
 
-def test_the_boot_id_of_a_hello_is_kept_through_beats_that_carry_none() -> None:
+def test_boot_id_of_hello_is_kept_through_heartbeats() -> None:
     watch = HealthMonitor()
     agent = Incarnation(ReplicaId("agent/n1"), 1)
     watch.on_agent_message(N1, agent, 1.0, "b1")
