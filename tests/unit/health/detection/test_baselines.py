@@ -1,4 +1,4 @@
-"""What one watch has learned, another one may begin with."""
+"""Baselines: what one monitor learned is restored in the next one."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ BASELINE = RoleBaseline(
 
 
 def learned(passes: int = 6, tensor: float | None = 0.5) -> HealthMonitor:
-    """A trainer that has trained so often, for 60 s each."""
-    watch = HealthMonitor()
-    watch.on_launched(TRAINER, N1, 0.0)
-    watch.on_hello(TRAINER, N1, "starting", 1.0)
+    """Return a monitor that observed a trainer in ``passes`` training passes of 60 s."""
+    monitor = HealthMonitor()
+    monitor.on_launched(TRAINER, N1, 0.0)
+    monitor.on_hello(TRAINER, N1, "starting", 1.0)
     for index in range(passes):
-        watch.on_phase(TRAINER, "train", index, None, 100.0 * index)
-        watch.on_load(TRAINER, 1.0, 0.9, 100.0 * index + 2.0, tensor)
-        watch.on_phase(TRAINER, "wait_data", index + 1, None, 100.0 * index + 60.0)
-    return watch
+        monitor.on_phase(TRAINER, "train", index, None, 100.0 * index)
+        monitor.on_load(TRAINER, 1.0, 0.9, 100.0 * index + 2.0, tensor)
+        monitor.on_phase(TRAINER, "wait_data", index + 1, None, 100.0 * index + 60.0)
+    return monitor
 
 
 def inherited(baselines: dict[str, RoleBaseline], passed: tuple[str, ...]) -> HealthMonitor:
-    """A watch that finds the trainer in a step."""
-    watch = HealthMonitor()
-    watch.restore_baselines(baselines)
-    watch.on_launched(TRAINER, N1, 1000.0)
-    watch.restore_passed_phases(TRAINER, passed)
-    watch.on_hello(TRAINER, N1, "train", 1001.0)
-    return watch
+    """Return a monitor that restores baselines and receives a Hello from a trainer in a training step."""
+    monitor = HealthMonitor()
+    monitor.restore_baselines(baselines)
+    monitor.on_launched(TRAINER, N1, 1000.0)
+    monitor.restore_passed_phases(TRAINER, passed)
+    monitor.on_hello(TRAINER, N1, "train", 1001.0)
+    return monitor
 
 
 def test_restored_baselines_apply_from_the_first_message() -> None:
     first = learned()
-    watch = inherited(first.baselines(), ("starting", "train"))
-    seen = watch.replicas[TRAINER.replica]
-    assert (seen.usual_duration, seen.slowest_duration) == (60.0, 60.0)
-    assert seen.loads.uses_tensor_cores
-    assert watch.baselines() == first.baselines(), "and hands on as much"
+    monitor = inherited(first.baselines(), ("starting", "train"))
+    view = monitor.replicas[TRAINER.replica]
+    assert (view.usual_duration, view.slowest_duration) == (60.0, 60.0)
+    assert view.loads.uses_tensor_cores
+    assert monitor.baselines() == first.baselines(), "and hands on as much"
 
 
 def test_too_few_passes_give_no_baseline() -> None:
@@ -55,20 +55,20 @@ def test_phase_passed_under_earlier_manager_is_not_a_first_pass() -> None:
 
 
 def test_replica_still_in_its_first_step_keeps_first_pass_grace() -> None:
-    seen = inherited({"trainer": BASELINE}, ("starting", "wait_data")).replicas[TRAINER.replica]
-    assert seen.first_pass
-    assert not seen.loads.uses_tensor_cores
+    view = inherited({"trainer": BASELINE}, ("starting", "wait_data")).replicas[TRAINER.replica]
+    assert view.first_pass
+    assert not view.loads.uses_tensor_cores
 
 
 def test_restored_progressing_phase_is_a_first_pass_unless_its_count_is_above_zero() -> None:
     rollout = Incarnation(ReplicaId("rollout/0"), 1)
     for done, first in ((0, True), (7, False)):
-        watch = HealthMonitor()
-        watch.on_launched(rollout, N1, 0.0)
-        watch.restore_passed_phases(rollout, ("generate",))
-        watch.on_hello(rollout, N1, "generate", 1.0)
-        watch.on_heartbeat(rollout, "generate", done, None, 2.0)
-        assert watch.replicas[rollout.replica].first_pass is first
+        monitor = HealthMonitor()
+        monitor.on_launched(rollout, N1, 0.0)
+        monitor.restore_passed_phases(rollout, ("generate",))
+        monitor.on_hello(rollout, N1, "generate", 1.0)
+        monitor.on_heartbeat(rollout, "generate", done, None, 2.0)
+        assert monitor.replicas[rollout.replica].first_pass is first
 
 
 def test_restored_durations_are_replaced_by_new_ones_and_the_longest_goes_last() -> None:

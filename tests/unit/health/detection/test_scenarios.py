@@ -1,4 +1,4 @@
-"""The detectors against scripted scenarios in virtual time (tests/data/scenarios), and the player and its scoring."""
+"""Detectors on scripted scenarios in virtual time (tests/data/scenarios), and the player and its scoring."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parents[3] / "data" / "scenarios"
 SCENARIOS = load_all(FOLDER)
 SEEDS = 20
 LIGHT = 5000.0
-"""s times processes: what takes longer is played by ``make test-long`` only"""
+"""Weight (seconds x processes) above which only ``make test-long`` plays a scenario."""
 HANG = """
 about = "A rollout hangs while it generates"
 lasts = "12min"
@@ -144,14 +144,14 @@ def test_robustrl_misses_a_dead_engine_in_a_process_that_answers(tmp_path: Path)
 
 # ── the scoring ──────────────────────────────────────────────────────────────────────────────────────────────────────
 class Deaf(RrlDetectors):
-    """Finds nothing at all."""
+    """Detectors that find nothing."""
 
     def findings(self, now: float) -> list[Finding]:
         return []
 
 
 class Nervous(RrlDetectors):
-    """Accuses whom it hears of, however well that one is."""
+    """Detectors with a finding for every replica that sends a Hello."""
 
     def hello(self, incarnation: Incarnation, node: object, phase: str, now: float) -> None:
         super().hello(incarnation, node, phase, now)  # type: ignore[arg-type]
@@ -215,7 +215,7 @@ def test_confusion_counts_misses_false_alarms_and_correct_silence() -> None:
 
 
 def test_each_hang_is_compared_with_itself() -> None:
-    """A rollout's and two trainers': one ratio each, whatever is the median of all delays."""
+    """Give one ratio for each of three hangs, independent of the median of all delays."""
 
     def plays(*delays: float) -> list[Played]:
         found = [Outcome("x", "hang", "FAIL", 0.0, delay, True, "hang") for delay in delays]

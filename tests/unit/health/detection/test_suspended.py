@@ -1,4 +1,4 @@
-"""A job that Slurm suspends (gang scheduling, an administrator) looks hung, or its node lost, and is neither."""
+"""Suspended jobs (gang scheduling, an administrator) look hung or lost, but are neither."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONG = 10_000.0
 
 
 def judged(trace: Trace) -> set[Observed]:
-    """What is found of it that means something."""
+    """Return the findings other than UNKNOWN."""
     return {one for one in trace.found() if one[2] != Verdict.UNKNOWN.value}
 
 
@@ -33,7 +33,7 @@ def report_suspended(trace: Trace, node: NodeName, suspended: bool) -> None:
 
 
 def one_suspended() -> Trace:
-    """Everything on n1 stands still; the cluster has said so."""
+    """Return a trace in which n1 is suspended and reported as such by the cluster."""
     trace = Trace().node("n1", *ROLLOUTS[:2]).node("n2", ROLLOUTS[2])
     report_suspended(trace, N1, False)
     trace.play(5)

@@ -1,4 +1,4 @@
-"""Many at once are not each to blame: what nodes share is held back, remembered, and named once."""
+"""Correlation: findings with a shared cause are held back, remembered, and reported once for the run."""
 
 from __future__ import annotations
 
@@ -36,21 +36,23 @@ def stalls(index: int, since: float = 0.0) -> Finding:
 
 
 class Run:
-    """A run of so many nodes, on all of which a role works, and time."""
+    """A run with roles on all of its nodes, and its clock."""
 
     def __init__(self, nodes: int = 10, rollouts: int = 0, idle: Sequence[str] = ()) -> None:
         occupied = {NodeName(f"n{i}") for i in range(nodes)} - {NodeName(name) for name in idle}
-        self.here = CorrelationContext(
+        self.context = CorrelationContext(
             nodes, occupied, {Incarnation(ReplicaId(f"rollout/{i}"), 1) for i in range(rollouts)}
         )
-        self.memory, self.now, self.next_check = CorrelationState(), 1000.0, 0.0
+        self.state, self.now, self.next_check = CorrelationState(), 1000.0, 0.0
 
     def finds(self, *findings: Finding, after: float = 0.0) -> dict[str, Verdict]:
-        """What becomes of them, by node or replica; the run's own under ``run``."""
+        """Correlate findings; return verdicts by node or replica, and that of the run under ``run``."""
         self.now += after
-        told, self.memory, self.next_check = correlate(findings, self.here, self.memory, self.now)
-        self.published = told
-        return {str(one.node or (one.incarnation.replica if one.incarnation else "run")): one.verdict for one in told}
+        reported, self.state, self.next_check = correlate(findings, self.context, self.state, self.now)
+        self.published = reported
+        return {
+            str(one.node or (one.incarnation.replica if one.incarnation else "run")): one.verdict for one in reported
+        }
 
 
 FAIL, WARN = Verdict.FAIL, Verdict.WARN
@@ -90,8 +92,8 @@ def test_finding_on_an_unoccupied_node_does_not_wait() -> None:
 def test_gpu_finding_does_not_wait_but_on_many_nodes_blames_the_driver() -> None:
     run = Run()
     assert run.finds(on("n1", Cause.GPU, "ecc", "GPU-1")) == {"n1": FAIL}
-    seen = run.finds(on("n1", Cause.GPU, "ecc", "GPU-1"), on("n2", Cause.GPU, "ecc", "GPU-2"), after=10.0)
-    assert seen == {"n1": WARN, "n2": WARN, "run": WARN}
+    verdicts = run.finds(on("n1", Cause.GPU, "ecc", "GPU-1"), on("n2", Cause.GPU, "ecc", "GPU-2"), after=10.0)
+    assert verdicts == {"n1": WARN, "n2": WARN, "run": WARN}
     assert next(one for one in run.published if one.node is None).cause is Cause.SOFTWARE
 
 
@@ -153,7 +155,7 @@ def lost(index: int, since: float = 990.0, detector: str = "node_lost", proof: b
 
 def test_nodes_silent_at_once_are_held_back_for_a_while_and_only_once() -> None:
     run, every = Run(), [lost(1), lost(2, 991.0), lost(3, 992.0)]
-    run.here = replace(run.here, silent_nodes={NodeName(f"n{i}"): 990.0 for i in (1, 2, 3)})
+    run.context = replace(run.context, silent_nodes={NodeName(f"n{i}"): 990.0 for i in (1, 2, 3)})
     assert run.finds(every[0]) == {"n1": WARN, "run": WARN}, "the others are not heard either, and will be condemned"
     (shared,) = [one for one in run.published if one.node is None]
     assert (shared.cause, shared.key) == (Cause.NODE, "correlated:run:node:node_lost")
@@ -182,14 +184,14 @@ def test_nodes_reported_down_are_not_held_back() -> None:
 
 def test_excluded_nodes_do_not_hold_back_findings_of_others() -> None:
     run, every = Run(), [lost(1), lost(2), lost(3)]
-    run.here = replace(run.here, excluded={NodeName("n1"), NodeName("n2")})
+    run.context = replace(run.context, excluded={NodeName("n1"), NodeName("n2")})
     assert run.finds(*every) == {"n1": FAIL, "n2": FAIL, "n3": FAIL}
 
 
 def test_next_manager_holds_silent_nodes_back_no_longer() -> None:
     run, every = Run(), [lost(1), lost(2), lost(3)]
     run.finds(*every)
-    run.memory = restore_state(run.published, run.now)
+    run.state = restore_state(run.published, run.now)
     assert run.finds(*every, after=SILENCE_GRACE_S - 1.0)["n1"] is WARN
     assert run.finds(*every, after=1.0)["n1"] is FAIL
 
@@ -216,8 +218,8 @@ def test_rollouts_stalled_one_after_another_are_not_an_event() -> None:
 
 
 def _without_heartbeats(run: Run, began: dict[str, float]) -> None:
-    """Not heard since then, though their nodes are: by replica; each of a gang is on a node of its own."""
-    run.here = replace(run.here, silent_workers={
+    """Let workers be silent since the given times while their nodes are not; each member has its own node."""
+    run.context = replace(run.context, silent_workers={
         Incarnation(ReplicaId(name), 1): (NodeName(f"n{index}"), at) for index, (name, at) in enumerate(began.items())
     })  # fmt: skip
 
@@ -258,8 +260,8 @@ def test_workers_silent_independently_fail(began: dict[str, float]) -> None:
 
 def test_silent_workers_of_one_node_are_not_held_back() -> None:
     run, names = Run(), ("rollout/0", "rollout/1", "rollout/2")
-    run.here = replace(
-        run.here, silent_workers={Incarnation(ReplicaId(name), 1): (NodeName("n1"), 990.0) for name in names}
+    run.context = replace(
+        run.context, silent_workers={Incarnation(ReplicaId(name), 1): (NodeName("n1"), 990.0) for name in names}
     )
     assert set(run.finds(*(silence(name, 990.0) for name in names)).values()) == {FAIL}
 
@@ -272,8 +274,8 @@ def test_two_stalled_rollouts_are_not_an_event() -> None:
 def test_first_failed_rollout_is_held_back_while_all_others_are_suspected() -> None:
     run = Run(rollouts=3)
     suspected = [replace(stalls(i, since=990.0), verdict=WARN, detector="suspected") for i in (1, 2)]
-    seen = run.finds(stalls(0, since=985.0), *suspected)
-    assert seen == {"rollout/0": WARN, "rollout/1": WARN, "rollout/2": WARN, "run": WARN}
+    verdicts = run.finds(stalls(0, since=985.0), *suspected)
+    assert verdicts == {"rollout/0": WARN, "rollout/1": WARN, "rollout/2": WARN, "run": WARN}
     assert run.finds(stalls(0, since=985.0), *suspected, after=STALL_GRACE_S)["rollout/0"] is FAIL
 
 
@@ -286,7 +288,7 @@ def test_excluded_node_does_not_hold_back_findings_indefinitely() -> None:
     run = Run()
     both = (on("n1", Cause.GPU, "ecc"), on("n2", Cause.GPU, "ecc"))
     run.finds(both[0])
-    run.here = replace(run.here, excluded={NodeName("n1")})
+    run.context = replace(run.context, excluded={NodeName("n1")})
     assert run.finds(*both, after=10.0)["n2"] is WARN
     assert run.finds(*both, after=EVENT_LIFETIME_S)["n2"] is FAIL
 
@@ -296,17 +298,17 @@ def test_proof_on_most_nodes_is_held_back(nodes: int, most: int) -> None:
     run = Run(nodes)
     proofs = [on(f"n{i}", Cause.GPU, "gpu_count", "", proof=True) for i in range(nodes)]
     assert set(run.finds(*proofs[: most - 1]).values()) == {FAIL}
-    seen = run.finds(*proofs[:most], after=1.0)
-    assert set(seen.values()) == {WARN}
+    verdicts = run.finds(*proofs[:most], after=1.0)
+    assert set(verdicts.values()) == {WARN}
     (shared,) = [one for one in run.published if one.node is None]
-    assert "a site's rule is wrong" in shared.evidence[0].text
+    assert "a rule of the site" in shared.evidence[0].text
 
 
 @pytest.mark.parametrize(
     ("cause", "detector", "shared"),
     [
-        (Cause.FABRIC, "port_down", "the fabric that they share"),
-        (Cause.STORAGE, "mount", "the storage that they share"),
+        (Cause.FABRIC, "port_down", "the shared fabric"),
+        (Cause.STORAGE, "mount", "the shared storage"),
     ],
 )
 def test_fabric_or_storage_proof_on_most_nodes_blames_the_shared_cause(
@@ -314,10 +316,10 @@ def test_fabric_or_storage_proof_on_most_nodes_blames_the_shared_cause(
 ) -> None:
     run = Run(4)
     run.finds(*(on(f"n{i}", cause, detector, proof=True) for i in range(3)))
-    (told,) = [one for one in run.published if one.node is None]
-    assert shared in told.evidence[0].text
-    assert "rule" not in told.evidence[0].text
-    run.memory = restore_state(run.published, run.now)
+    (shared_finding,) = [one for one in run.published if one.node is None]
+    assert shared in shared_finding.evidence[0].text
+    assert "rule" not in shared_finding.evidence[0].text
+    run.state = restore_state(run.published, run.now)
     assert run.finds(on("n0", cause, detector, proof=True))["n0"] is WARN, "the next manager knows that most say so"
 
 
@@ -326,8 +328,8 @@ def test_next_manager_restores_events_and_starts_of_failures() -> None:
     shared = (on("n1", component="/a:b"), on("n2", component="/a:b"))
     run.finds(*shared, on("n3", Cause.GPU, "ecc"))
     before = {one.key: one for one in run.published}
-    run.memory = restore_state(run.published, run.now)
+    run.state = restore_state(run.published, run.now)
     assert run.finds(shared[0], after=1.0)["n1"] is WARN
     assert all(before[one.key] == one for one in run.published)
-    run.memory = restore_state([on("n3", Cause.GPU, "ecc")], run.now)  # since the beginning
+    run.state = restore_state([on("n3", Cause.GPU, "ecc")], run.now)  # since the beginning
     assert run.finds(on("n3", Cause.GPU, "ecc"), on("n4", Cause.GPU, "ecc"))["n4"] is FAIL

@@ -1,4 +1,4 @@
-"""Dumps of py-spy read and grouped: who stands where, and who stands apart."""
+"""Parsing and grouping of py-spy dumps, and the choice of outliers."""
 
 from __future__ import annotations
 

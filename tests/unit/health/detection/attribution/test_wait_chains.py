@@ -1,4 +1,4 @@
-"""Who is charged when replicas wait for each other."""
+"""Wait-for blame: which replica is blamed when replicas wait for each other."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rrl.health.detection.detectors.progress import ENDLESS_WAIT_FACTOR
 from rrl.tests.support.health.traces import LIMITS, REWARD, ROLLOUTS, STORE, TRAINER, Trace, fail
 
 LONG = 900 + LIMITS.first_pass + 5
-"""no wait is allowed to last longer"""
+"""Time (s) longer than any allowed wait."""
 
 
 def job(trainer: str, rollouts: str, reward: str = "wait_work") -> Trace:
-    """Trainer, store, reward and three rollouts on two nodes, each in its phase; nobody makes progress."""
+    """Return a trainer, a store, a reward role and three rollouts on two nodes, none of which makes progress."""
     trace = Trace().node("n1", TRAINER, phase=trainer).node("n2", *ROLLOUTS, phase=rollouts)
     trace.node("n3", STORE, phase="serve").node("n4", REWARD, phase=reward)
     trace.still |= {TRAINER, STORE, REWARD, *ROLLOUTS}
@@ -26,8 +26,8 @@ def job(trainer: str, rollouts: str, reward: str = "wait_work") -> Trace:
 
 def test_standby_process_is_neither_blamed_nor_counted_as_working() -> None:
     trace = job("wait_data", "wait_work")
-    shadow = Incarnation(ReplicaId("standby/n1"), 1)
-    trace.node("n5", shadow, phase="standby")
+    standby = Incarnation(ReplicaId("standby/n1"), 1)
+    trace.node("n5", standby, phase="standby")
     without = job("wait_data", "wait_work")
     for one in (trace, without):
         one.play(LONG)
@@ -228,8 +228,8 @@ def test_blame_does_not_depend_on_the_order_of_findings() -> None:
 
     trace = job("wait_data", "wait_work")
     trace.play(LONG)
-    raw = [next(f for detector in PROGRESS_DETECTORS if (f := detector(seen, LIMITS, trace.now)[0]))
-           for seen in trace.monitor.workers()]  # fmt: skip
+    raw = [next(f for detector in PROGRESS_DETECTORS if (f := detector(view, LIMITS, trace.now)[0]))
+           for view in trace.monitor.workers()]  # fmt: skip
     assert len(raw) == 6
     assert attribute(raw, trace.monitor) == attribute(raw[::-1], trace.monitor) == trace.findings()
 
@@ -241,8 +241,8 @@ def test_thousand_waiting_replicas_are_visited_once_and_named_in_five_lines() ->
     for before, after in zip(chain, [*chain[1:], STORE], strict=True):
         trace.waiting[before] = after.replica
     trace.play(3)
-    for seen in trace.monitor.workers():
-        seen.heartbeats, seen.phase_since, seen.done_changed_at = 3, -1e4, -1e4
+    for view in trace.monitor.workers():
+        view.heartbeats, view.phase_since, view.done_changed_at = 3, -1e4, -1e4
     (finding,) = [f for f in trace.findings(trace.now) if f.detector == "standstill"]
     assert finding.incarnation == STORE
     assert len(finding.evidence) == 6

@@ -1,4 +1,4 @@
-"""Who must compute and does nothing is found early; a gang is judged as one; what else explains it is heard first."""
+"""Detectors by load: idle replicas are found early, gangs are judged as a whole, and other explanations win."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from rrl.tests.unit.health.detection.detectors.test_probing import until_found
 RANKS = (TRAINER, *(Incarnation(ReplicaId(f"trainer/0.{rank}"), 1) for rank in range(1, 4)))
 COMPILING = (1.0, 0.0, 0.0)
 ROBUSTRL = 300.0
-"""s of zero TensorCore activity in RobustRL's training phase (docs/sources.md)"""
+"""Time (s) of zero tensor core activity that RobustRL allows in training (docs/sources.md)."""
 
 
 def training(ranks: int = 1) -> Trace:
-    """A gang, a node each, that has been through five training passes of 20 s and is in the next, all at work."""
+    """Return a gang, one member per node, that completed five training passes of 20 s and works in the next one."""
     trace = Trace()
     gang = RANKS[:ranks]
     for rank, incarnation in enumerate(gang):
@@ -55,7 +55,7 @@ def training(ranks: int = 1) -> Trace:
 
 
 def loads(trace: Trace, **of: tuple[float, float | None, float | None]) -> None:
-    """``r0`` is the first rank."""
+    """Set the loads of the ranks; ``r0`` is the first."""
     for name, load in of.items():
         trace.loads[RANKS[int(name[1:])]] = load
 
@@ -143,7 +143,7 @@ def test_rank_idle_in_its_first_step_has_twice_as_long() -> None:
 
 
 def loading(*idle: Incarnation) -> Trace:
-    """Three rollouts that have loaded weights in 5 s a few times; these load again, and do nothing."""
+    """Return three rollouts with several loads of 5 s, of which the given ones load again and are idle."""
     trace = Trace().node("n1", *ROLLOUTS)
     trace.loads = dict.fromkeys(ROLLOUTS, BUSY)
     for _ in range(3):
@@ -181,7 +181,7 @@ def test_idle_load_is_no_hang_if_others_idle_too_or_none_has_loaded_since(idle: 
         trace.play(PHASES["loading_weights"].longest - 31)
     assert trace.found() == set()
     trace.play(2)
-    assert {seen[0] for seen in trace.found()} == {"phase_overdue"}
+    assert {observed[0] for observed in trace.found()} == {"phase_overdue"}
 
 
 def test_working_or_first_load_of_weights_is_no_hang() -> None:
@@ -216,7 +216,7 @@ def test_hung_first_load_is_found_once_others_have_completed_theirs() -> None:
 
 
 def replaced(load: tuple[float, float | None, float | None]) -> tuple[Trace, Incarnation]:
-    """Of a trainer whose tensor cores were seen at work, the next life, in its first step."""
+    """Return the next incarnation, in its first step, of a trainer whose tensor cores were observed at work."""
     trace = training()
     second = Incarnation(TRAINER.replica, 2)
     trace.launch(second, "n0")
@@ -387,7 +387,7 @@ def test_silent_agent_gives_no_evidence_of_idleness() -> None:
     trace.play(30)
     trace.heartbeat_missing.add(agent_of("n0"))
     trace.play(400)
-    assert all(seen[1] != str(TRAINER) for seen in trace.found())
+    assert all(observed[1] != str(TRAINER) for observed in trace.found())
 
 
 def test_pauses_of_half_a_minute_are_no_hang_and_do_not_add_up() -> None:
@@ -401,7 +401,7 @@ def test_pauses_of_half_a_minute_are_no_hang_and_do_not_add_up() -> None:
 
 
 def reports_progress(trace: Trace, seconds: float) -> None:
-    """Every few seconds, whatever it does."""
+    """Let the replica report progress every few seconds, regardless of its load."""
     for _ in range(int(seconds / 4)):
         trace.done[TRAINER] = trace.done.get(TRAINER, 0) + 1
         trace.play(4)

@@ -1,4 +1,4 @@
-"""Which nodes are not heard, condemned or not yet: what tells one that died from a network that is away."""
+"""``silent_nodes``: the nodes without messages, which distinguish a failed node from a network loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The detectors of nodes: what condemns one, what only warns, and what is folded into it."""
+"""Detectors of nodes: what fails a node, what only warns, and which findings a failed node suppresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts are asked before they are condemned: what an answer, its absence and the loads each mean."""
+"""Probing: the effect of an answer, of a missing answer, and of loads."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from rrl.tests.support.health.traces import (
 )  # fmt: skip
 
 ROBUSTRL = 60.0
-"""s of zero tokens before RobustRL sends its heartbeat (docs/sources.md)"""
+"""Time (s) without tokens after which RobustRL sends its heartbeat (docs/sources.md)."""
 
 
 def generating(probes: bool = True, load: tuple[float, float | None, float | None] | None = BUSY) -> Trace:
-    """A rollout that makes tokens, and is known to make one a second."""
+    """Return a rollout that makes tokens, with a baseline of one per second."""
     trace = Trace().node("n1", *ROLLOUTS[:2])
     if probes:
         trace.answers = {}
@@ -64,9 +64,9 @@ def stop_heartbeats(trace: Trace, load: tuple[float, float | None, float | None]
 
 
 def until_found(trace: Trace, timeout_s: float) -> float:
-    """s until it fails."""
+    """Return the time (s) until a FAIL."""
     for passed in range(int(timeout_s) + 1):
-        if any(seen[2] == "FAIL" for seen in trace.found()):
+        if any(observed[2] == "FAIL" for observed in trace.found()):
             return float(passed)
         trace.play(1)
     raise AssertionError(f"nothing found within {timeout_s:g} s: {trace.found()}")
@@ -277,7 +277,7 @@ def test_replica_with_a_late_probe_handler_is_probed_in_its_next_phase() -> None
 
 # ── who merely waits ─────────────────────────────────────────────────────────────────────────────────────────────────
 def waiting_rollouts(answer: tuple[ProbeResult, str] | None = WORKS) -> Trace:
-    """Two rollouts out of work, idle and well; all are asked, and answer so."""
+    """Return two idle, healthy rollouts without work that answer probes as given."""
     trace = Trace().node("n1", *ROLLOUTS[:2], phase="wait_work")
     trace.answers = dict.fromkeys(ROLLOUTS[:2], answer)
     trace.loads = dict.fromkeys(ROLLOUTS[:2], IDLE)
@@ -304,7 +304,7 @@ def test_waiting_replica_that_works_may_answer_late() -> None:
     trace.answers[ROLLOUT] = None
     trace.loads[ROLLOUT] = (1.0, 0.0, 0.0)
     trace.play(BUSY_ANSWER_FACTOR * LIMITS.probe - 5)
-    assert all(seen[2] != "FAIL" for seen in trace.found())
+    assert all(observed[2] != "FAIL" for observed in trace.found())
     assert until_found(trace, 200) <= MAX_PROBE_INTERVAL_S + 5, "it polls for ever"
     assert trace.found() == {fail("no_answer", ROLLOUT)}
 
@@ -317,7 +317,7 @@ def test_waiting_replica_has_the_probe_limit_from_the_end_of_its_work() -> None:
     trace.play(MAX_PROBE_INTERVAL_S + LIMITS.probe + 5)  # it is asked once in this time, and long ago
     trace.loads[ROLLOUT] = IDLE
     trace.play(LIMITS.probe - 5)
-    assert all(seen[2] != "FAIL" for seen in trace.found())
+    assert all(observed[2] != "FAIL" for observed in trace.found())
     trace.play(10)
     assert trace.found() == {fail("no_answer", ROLLOUT)}
 

@@ -1,4 +1,4 @@
-"""The detectors of replicas: each fires, not a moment before, and not where silence or standing still is normal."""
+"""Detectors of replicas: each fires at its deadline, and not where silence or standstill is normal."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ PROMOTE = 4 * LIMITS.heartbeat
 
 
 def promoted() -> Trace:
-    """A shadow of n1, which stood by, was told to become the trainer."""
+    """Return a trace in which the standby process of n1 is promoted to the trainer."""
     trace = Trace().node("n1", STANDBY_PROCESS, phase="standby")
     trace.play(2 * PHASES["generate"].longest)
     assert trace.found() == set(), "it may do nothing for ever"
@@ -300,7 +300,7 @@ def test_promoted_standby_without_hello_fails_long_before_a_launch() -> None:
     assert trace.found(due) == {fail("promotion_overdue", TRAINER)}
     (finding,) = trace.findings()
     assert finding.evidence[0].text == "standby/n1#3 on n1 was promoted to it, but sent no Hello within 4 s"
-    assert trace.monitor.replicas.keys() == {TRAINER.replica, agent_of("n1").replica}, "the shadow is no more"
+    assert trace.monitor.replicas.keys() == {TRAINER.replica, agent_of("n1").replica}, "the standby process is removed"
 
 
 def test_running_step_does_not_extend_the_deadline_of_a_promotion() -> None:
@@ -329,7 +329,7 @@ def test_promoted_standby_with_hello_is_judged_as_any_replica() -> None:
 
 
 def alive(trace: Trace, seconds: float) -> None:
-    """The agent of n1 beats, and says that the rollout's step lives."""
+    """Let the agent of n1 send heartbeats and report the rollout's step as running."""
     for _ in range(int(seconds)):
         trace.play(1)
         trace.monitor.on_step_alive(ROLLOUT, trace.now)
@@ -356,9 +356,9 @@ def test_step_reported_running_long_ago_has_no_extra_time() -> None:
     trace = Trace().node("n1")
     trace.launch(ROLLOUT, "n1")
     alive(trace, 150)
-    seen = trace.now
+    reported_at = trace.now
     trace.play(LIMITS.join)
-    assert trace.found(before(seen + LIMITS.join)) == {warn("never_joined", ROLLOUT)}
+    assert trace.found(before(reported_at + LIMITS.join)) == {warn("never_joined", ROLLOUT)}
     assert trace.found() == {fail("never_joined", ROLLOUT)}
 
 
@@ -367,9 +367,9 @@ def test_slow_start_is_no_witness_before_its_own_deadline() -> None:
     trace.launch(ROLLOUT, "n1")
     alive(trace, 150)
     trace.heartbeat_missing.add(agent_of("n1"))
-    seen = trace.now
-    assert trace.found(seen + 60) == {warn("never_joined", ROLLOUT), warn("node_lost", "n1")}
-    assert trace.found(seen + LIMITS.join) == {fail("node_lost", "n1")}
+    reported_at = trace.now
+    assert trace.found(reported_at + 60) == {warn("never_joined", ROLLOUT), warn("node_lost", "n1")}
+    assert trace.found(reported_at + LIMITS.join) == {fail("node_lost", "n1")}
 
 
 def test_running_step_is_neither_joined_nor_responsive() -> None:
@@ -421,7 +421,7 @@ def test_idle_first_pass_has_no_grace_for_compiling(phase: str) -> None:
     trace.play(due - 2)
     assert trace.found() == set()
     trace.play(4)
-    assert [seen[1:] for seen in trace.found()] == [(str(ROLLOUT), "FAIL")]
+    assert [observed[1:] for observed in trace.found()] == [(str(ROLLOUT), "FAIL")]
     assert due <= 900
 
 
@@ -706,7 +706,7 @@ def test_restart_gives_full_grace_and_ignores_earlier_silence() -> None:
     trace.play(59)
     assert trace.found() == set()
     trace.play(LIMITS.join - 59)
-    assert trace.found(before(began + LIMITS.join)) == {warn("suspected", ROLLOUTS[1])}, "seen since the restart"
+    assert trace.found(before(began + LIMITS.join)) == {warn("suspected", ROLLOUTS[1])}, "observed since the restart"
     assert trace.found() == {
         fail("never_joined", ROLLOUTS[0]), warn("suspected", ROLLOUTS[1]), fail("node_lost", "n2"),
     }  # fmt: skip

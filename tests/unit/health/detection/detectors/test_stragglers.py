@@ -1,4 +1,4 @@
-"""Slow is held against peers, for minutes, and only where it can be told."""
+"""Stragglers: slowness relative to peers, over minutes, where it can be measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLOW = ROLLOUTS[4]
 
 
 class Paced(Trace):
-    """Rollouts that make so many tokens a second; 7 unless said."""
+    """Rollouts with given tokens per second (7 by default)."""
 
     rates: dict[Incarnation, float]
 
@@ -107,7 +107,7 @@ def test_rollouts_with_little_work_are_not_compared() -> None:
     trace = generating()
     trace.rates = dict.fromkeys(ROLLOUTS, 1.0) | {SLOW: 0.0}
     trace.play(LONG)
-    assert all(seen[0] != "straggler" for seen in trace.found())
+    assert all(observed[0] != "straggler" for observed in trace.found())
 
 
 def test_replacement_starts_without_the_slow_rounds_of_its_predecessor() -> None:
@@ -132,7 +132,7 @@ def test_rounds_start_again_after_a_manager_restart() -> None:
 
 
 def gang(slow: float, passes: int, reported: bool) -> Trace:
-    """Passes of 20 s in which the last rank needs ``slow`` of them; ``told``: it is seen when each is done."""
+    """Play passes of 20 s in which the last rank takes ``slow``; ``reported``: ranks report progress when done."""
     trace = Trace()
     for rank, incarnation in enumerate(RANKS):
         trace.node(f"n{rank}", incarnation, phase="publish")
