@@ -15,6 +15,10 @@ BASELINE = RoleBaseline(
 )
 
 
+def with_phase(name: str, stats: DurationStats) -> RoleBaseline:
+    return RoleBaseline({**BASELINE.phases, name: stats}, uses_tensor_cores=True)
+
+
 def learned(passes: int = 6, tensor: float | None = 0.5) -> HealthMonitor:
     """Return a monitor that observed a trainer in ``passes`` training passes of 60 s."""
     monitor = HealthMonitor()
@@ -90,10 +94,10 @@ def test_restored_durations_are_replaced_by_new_ones_and_the_longest_goes_last()
         ({"trainer": BASELINE, "reward": RoleBaseline(answers_probes=True)}, True),
         ({"trainer": RoleBaseline(BASELINE.phases)}, True),
         ({"trainer": RoleBaseline({"train": DurationStats(8, 60.0, 90.0)}, uses_tensor_cores=True)}, True),
-        ({"trainer": RoleBaseline({**BASELINE.phases, "train": DurationStats(9, 62.0, 95.0)}, uses_tensor_cores=True)}, False),
-        ({"trainer": RoleBaseline({**BASELINE.phases, "train": DurationStats(9, 62.0, 190.0)}, uses_tensor_cores=True)}, True),
-        ({"trainer": RoleBaseline({**BASELINE.phases, "train": DurationStats(16, 60.0, 90.0)}, uses_tensor_cores=True)}, True),
-        ({"trainer": RoleBaseline({**BASELINE.phases, "checkpoint": DurationStats(8, 5.9, 8.0)}, uses_tensor_cores=True)}, False),
+        ({"trainer": with_phase("train", DurationStats(9, 62.0, 95.0))}, False),
+        ({"trainer": with_phase("train", DurationStats(9, 62.0, 190.0))}, True),
+        ({"trainer": with_phase("train", DurationStats(16, 60.0, 90.0))}, True),
+        ({"trainer": with_phase("checkpoint", DurationStats(8, 5.9, 8.0))}, False),
         ({"trainer": RoleBaseline(BASELINE.phases, uses_tensor_cores=True, slowest_load=9.0)}, True),
     ],
     ids=[
