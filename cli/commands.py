@@ -35,15 +35,15 @@ def _global(
     ] = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
 ) -> None:
-    """Reinforcement-learning post-training on Slurm that goes on when machines fail.
+    """Reinforcement-learning post-training on Slurm that continues when machines fail.
 
     \b
-    rrl check job.toml           is the job spec right, and what would be started?
+    rrl check job.toml           check the job spec, and show what would be started
     rrl submit job.toml --wait   start it and watch
-    rrl status                   how is the newest run?
-    rrl logs RUN rollout/0 -f    what does that replica say?
-    rrl cancel RUN               end it and give everything back
-    rrl resume RUN               go on from its last step
+    rrl status                   show the newest run
+    rrl logs RUN rollout/0 -f    follow the log of one replica
+    rrl cancel RUN               end it and release its nodes
+    rrl resume RUN               continue from its last step
     """
     if version:
         from .common.output import print_version
@@ -135,10 +135,10 @@ def logs(
 
     \b
     rrl logs quick                         the end of every log
-    rrl logs quick rollout/0 -f            all lives of one replica, and those to come
-    rrl logs quick rollout/0#2             one life
-    rrl logs quick --failed                why did something fail?
-    rrl logs quick --since 10m --grep OOM  who ran out of memory lately?
+    rrl logs quick rollout/0 -f            all incarnations of one replica, and later ones
+    rrl logs quick rollout/0#2             one incarnation
+    rrl logs quick --failed                each failure, with the lines before it
+    rrl logs quick --since 10m --grep OOM  lines about memory of the last 10 minutes
     """
     from .logs import command
 
@@ -181,8 +181,7 @@ def resume(
     wait: Annotated[bool, typer.Option(help="Watch until the run ends; Ctrl-C stops watching only.")] = False,
     json: Json = False,
 ) -> None:  # fmt: skip
-    """Have a run that has ended (failed, cancelled, out of walltime) go on from its last committed step, under the same
-    id.
+    """Continue an ended run (failed, cancelled, out of walltime) from its last committed step, under the same id.
 
     \b
     rrl resume quick                   as it was
@@ -201,8 +200,10 @@ def restart(
     replica: Annotated[str, typer.Argument(metavar="ROLE/REPLICA", show_default=False, help="trainer/0, rollout/3.")],
     wait: Annotated[bool, typer.Option(help="Wait until it has joined again.")] = True,
 ) -> None:
-    """Restart one replica, and only that: its process is ended, and a new one started in its place. A trainer restarts
-    with all its ranks, and no committed step is lost."""
+    """Restart one replica.
+
+    Its process is ended and a new one started. A trainer restarts with all its ranks; no committed step is lost.
+    """
     from .run import control as command
 
     raise typer.Exit(command.restart(run, replica, wait=wait))
@@ -220,8 +221,10 @@ def drain(
     ] = "",
     wait: Annotated[bool, typer.Option(help="Wait until it is done, and say what was.")] = True,
 ) -> None:
-    """Have a run leave a node: who is on it moves first, then the run uses it no more and drains it in Slurm. Where we
-    may not do that, the drain is asked for in the run's summary.json.
+    """Have a run leave a node and drain it in Slurm.
+
+    Its replicas move to other nodes first. Without the right to drain nodes, the run requests the drain in its
+    summary.json.
 
     \b
     rrl drain quick n042 --reason "fan is loud"
@@ -238,8 +241,10 @@ def undrain(
     node: Node,
     wait: Annotated[bool, typer.Option(help="Wait until it is done, and say what was.")] = True,
 ) -> None:
-    """Have a run use a node again that it has left: its own drain is taken back, nobody else's, and roles go there once
-    the node's agent has joined."""
+    """Have a run use a node again that it has left.
+
+    The run's own drain is taken back, nobody else's. Replicas are placed there once the node's agent has joined.
+    """
     from .run import control as command
 
     raise typer.Exit(command.undrain(run, node, wait=wait))
@@ -272,7 +277,7 @@ def inject(
     wait: Annotated[bool, typer.Option("--wait", help="Wait until it is performed; exit code 0 if it was.")] = False,
     json: Json = False,
 ) -> None:  # fmt: skip
-    """Have a fault happen to a run whose job spec allows it ([faults] allow = true).
+    """Inject a fault into a run whose job spec allows it ([faults] allow = true).
 
     \b
     rrl inject quick kill --target rollout/0                at once
@@ -313,7 +318,7 @@ Consent = Annotated[
 def doctor(
     partition: Partition = "", account: Account = "", qos: Qos = "", yes: Consent = None, json: Json = False
 ) -> None:
-    """Find out what works here, and how to fix what does not. Changes nothing; exit code 1 if something fails.
+    """Check what works here, and say how to fix what does not. Changes nothing; exit code 1 if a check fails.
 
     \b
     rrl doctor             this machine, the folder of runs, Slurm
@@ -373,8 +378,10 @@ def report(
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", show_default=False,
                                                 help="Write it there instead.")] = None,
 ) -> None:  # fmt: skip
-    """How nodes and site have been doing, from what the runs of all users found: each node's verdict, evidence, cost,
-    drain and what to do about it; the site's failure rate, mean time between failures and causes.
+    """Report on the health of nodes and site, from the findings of all users' runs.
+
+    For each node: verdict, evidence, cost, drain and what to do. For the site: failure rate, mean time between
+    failures, causes.
 
     \b
     rrl health report                           the last week, worst nodes first
@@ -407,8 +414,9 @@ def health_check(
     ] = None,
     rates: Annotated[bool, typer.Option("--rates", help="Read twice, 2 s apart: also see what is rising now.")] = False,
 ) -> None:  # fmt: skip
-    """Look at this node: GPUs, links, kernel log, network, mounts, host. Changes nothing. Exit code: 0 OK, 1 WARN,
-    2 FAIL, 3 UNKNOWN, or the check itself could not be made.
+    """Check this node: GPUs, links, kernel log, network, mounts, host. Changes nothing.
+
+    Exit code: 0 OK, 1 WARN, 2 FAIL, 3 UNKNOWN or an error of the check itself.
 
     \b
     rrl health check                                   everything
@@ -435,9 +443,10 @@ def drain_node(
                      help="The site's rules. Default: $RRL_HEALTH_CONFIG, else /etc/rrl/health.toml if it is there."),
     ] = None,
 ) -> None:  # fmt: skip
-    """Drain a node that failed its check, with the reason "rrl:health: TEXT", unless hooks have drained too many nodes
-    of the cluster lately ([hooks] of the site's rules). Exit code: 0 the node is drained, 1 held back by that limit,
-    3 Slurm did not answer or refused; what came of it is printed.
+    """Drain a node that failed its check, with the reason "rrl:health: TEXT".
+
+    The limit on nodes that hooks may drain ([hooks] of the site's rules) applies. Exit code: 0 drained, 1 not drained
+    because of that limit, 3 Slurm refused or did not answer. The outcome is printed.
 
     \b
     rrl health drain-node --why "mounts: /scratch: did not answer within 15 s"
@@ -454,7 +463,7 @@ def drain_requests(
     history: Histories = None,
     json: Json = False,
 ) -> None:
-    """Nodes that runs found broken and may not drain themselves, each as a line for an administrator to paste.
+    """List nodes that runs found broken and may not drain themselves, each as a command for an administrator to paste.
 
     \b
     rrl health drain-requests            what is asked for, and why

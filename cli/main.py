@@ -19,7 +19,7 @@ DEBUG_ENV = "RRL_DEBUG"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one command and exits with its code."""
+    """Run one command and exit with its code."""
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -40,7 +40,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    """The two commands that are typed most do without typer: since 0.26 it imports pydantic to read any argument."""
+    """Run a command; the two most frequent ones without typer.
+
+    Imports pydantic since 0.26 to parse any argument.
+    """
     if arguments == ["--version"]:
         from .common.output import print_version
 
@@ -58,7 +61,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _exit_code(arguments: Sequence[str], code: int) -> int:
-    """The exit code of a command that went wrong: a node is not drained because its check was called wrongly."""
+    """Return the exit code of a command that failed: a check that was called wrongly must not drain a node."""
     return code if list(arguments[:2]) != ["health", "check"] else 0 if "--prolog" in arguments else 3
 
 

@@ -38,13 +38,13 @@ class ManagerPresence:
         self._holder, self._renewed_at = holder(run), time.monotonic()
 
     def is_gone(self) -> bool:
-        """The lease has stood still for longer than a manager leaves it."""
+        """Return whether the lease has stood still for longer than any living manager leaves it."""
         if (now := holder(self._run)) != self._holder:
             self._holder, self._renewed_at = now, time.monotonic()
         return time.monotonic() - self._renewed_at > self._timeout_s
 
     def absent_message(self, action: str) -> str:
-        """That nobody is there to do ``what``, and who would."""
+        """Return the message that no manager is there to carry out ``action``, and how one is started."""
         waiting = ""
         if self._job is not None and self._job.cluster == "slurm":
             from ...manager.bootstrap.manager_job import job_name
@@ -58,8 +58,10 @@ class ManagerPresence:
 
 
 def wait_until_taken(run: RunDir, name: str, action: str) -> None:
-    """Until the manager has taken the letter. Raises Failed when its lease stands still meanwhile: nobody is there to
-    do ``what``."""
+    """Wait until the manager has taken the command file ``name``.
+
+    Raises Failed, naming ``action``, when the manager's lease stops moving: then no manager is there to carry it out.
+    """
     manager = ManagerPresence(run)
     while (run.mailbox / name).exists():
         if manager.is_gone():

@@ -37,14 +37,18 @@ def all_runs() -> list[RunDir]:
 
 
 def _is_visible_folder(entry: os.DirEntry[str]) -> bool:
-    """A folder; one with a dot is a run that is being made, or whose rrl submit died over it."""
+    """Return whether the entry is a folder.
+
+    A dot begins the name of a run that ``rrl submit`` has not finished creating.
+    """
     return entry.is_dir() and not entry.name.startswith(".")
 
 
 def find_run(name: str | None) -> RunDir:
-    """The run of that id, of that unambiguous beginning of an id, or in that folder; without a name the newest one.
+    """Return the run with this id, unambiguous prefix of an id, or folder; without a name the newest run.
 
-    Raises BadInput that names the candidates, Failed when it is a run that this user cannot read."""
+    Raises BadInput, which names the candidates, and Failed for a run that this user cannot read.
+    """
     run = _resolve(name)
     if not os.access(run.journal, os.R_OK | os.X_OK):
         raise OperationFailed(_no_access_message(run))
@@ -73,7 +77,10 @@ def _resolve(name: str | None) -> RunDir:
 
 
 def read_state(run: RunDir) -> State | None:
-    """What the journal says of ``run``; None before its manager has written anything. Raises BadInput, Failed."""
+    """Return the state that the journal of ``run`` gives; None before its manager has written anything.
+
+    Raises BadInput, Failed.
+    """
     return StateReader(run).state()
 
 
@@ -90,7 +97,10 @@ class StateReader:
         return self._follower.torn_bytes
 
     def state(self) -> State | None:
-        """Raises BadInput when the journal is damaged, Failed when its folder cannot be read."""
+        """Return the state by the journal's records so far.
+
+        Raises BadInput when the journal is damaged, Failed when its folder cannot be read.
+        """
         try:
             return self._follower.state()
         except JournalError as error:
@@ -102,7 +112,7 @@ class StateReader:
 
 
 def job_of(run: RunDir) -> RunSpec | None:
-    """The job as submitted; None where it cannot be read."""
+    """Return the job as it was submitted; None if it cannot be read."""
     try:
         return msgspec.json.decode(run.run_spec.read_bytes(), type=RunSpec)
     except (OSError, msgspec.MsgspecError):
@@ -110,7 +120,7 @@ def job_of(run: RunDir) -> RunSpec | None:
 
 
 def summary_of(run: RunDir) -> dict[str, Any] | None:
-    """The decoded summary.json; None while there is none."""
+    """Return the decoded summary.json; None while there is none."""
     try:
         return msgspec.json.decode(run.summary.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError):
@@ -118,7 +128,10 @@ def summary_of(run: RunDir) -> dict[str, Any] | None:
 
 
 def check_manageable(run: RunDir) -> None:
-    """Raises Failed where a manager of ``run`` could not begin: what it needs is missing, damaged or not ours."""
+    """Check that a manager of ``run`` could start.
+
+    Raises Failed if a file that it needs is missing, damaged or another user's.
+    """
     from ...transport.keys import RunKeys
 
     for path, kind in ((run.run_spec, RunSpec), (run.resolved, dict[str, Any])):

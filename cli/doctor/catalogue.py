@@ -223,14 +223,17 @@ MEANINGS: dict[str, Meaning] = {
 
 
 def ok(name: str, found: str) -> Check:
+    """Return a passed check."""
     return Check(name, Verdict.OK, found)
 
 
 def warn(name: str, found: str, fix: str | None = None) -> Check:
+    """Return a check with a warning; ``fix`` replaces the catalogue's advice."""
     return Check(name, Verdict.WARN, found, MEANINGS[name].fix if fix is None else fix)
 
 
 def fail(name: str, found: str, fix: str | None = None) -> Check:
+    """Return a failed check; ``fix`` replaces the catalogue's advice."""
     return Check(name, Verdict.FAIL, found, MEANINGS[name].fix if fix is None else fix)
 
 
@@ -248,4 +251,5 @@ def size(nbytes: int) -> str:
 
 
 def limit(value: int) -> str:
+    """Return a resource limit as text; a negative value means unlimited."""
     return "unlimited" if value < 0 else str(value)

@@ -1,6 +1,8 @@
-"""Asks Slurm and the file system. Each reader has a deadline and runs beside the others; all I/O of ``rrl doctor`` that
-is not about this host (:mod:`rrl.roles.node_probe.host`) or about a node (:mod:`rrl.cli.doctor.node_visit`) is here.
-Nothing is changed but for one small file, made and removed in the folder of all runs.
+"""Reads Slurm and the file system for ``rrl doctor``.
+
+The host itself is read by :mod:`rrl.roles.node_probe.host`, a compute node by :mod:`rrl.cli.doctor.node_visit`. Each
+reader has a deadline and runs beside the others. The only change is one small file, made and removed in the folder of
+all runs.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import msgspec
 
 from ...core.run_dir import runs_root
 from ...manager.bootstrap import manager_job
-from ...manager.cluster.slurm.commands import NO_CLUSTER, environment
+from ...manager.cluster.slurm.commands import environment, reports_no_cluster
 from ...manager.cluster.slurm.limits import read_limits
 from ...roles.node_probe.host import (
     CommandResult,
@@ -89,12 +91,12 @@ def read_facts(wanted: DoctorOptions) -> Facts:
 
 # ── Slurm ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def run_slurm(*argv: str, stdin: str = "", timeout_s: float = SLURM_TIMEOUT_S) -> CommandResult:
-    """A command of Slurm's, told nothing by a job or by habits that we are in. Raises OSError, TimeoutError."""
+    """Run a Slurm command without the environment of a job or the user's defaults. Raises OSError, TimeoutError."""
     return run_command(argv, timeout_s, environment(os.environ), stdin)
 
 
 def read_slurm(wanted: DoctorOptions) -> Slurm | str:
-    """A text says why there is no cluster here."""
+    """Return what Slurm reports, or a text that says why there is no cluster here."""
     if absent := [name for name in ("sbatch", "scontrol") if shutil.which(name) is None]:
         return f"no {' and no '.join(absent)} on PATH"
     user = getpass.getuser()
@@ -123,7 +125,7 @@ def read_slurm(wanted: DoctorOptions) -> Slurm | str:
 def _output_of(*argv: str) -> str:
     ended = run_slurm(*argv)
     if ended.code:
-        cause = UnavailableCause.NO_CLUSTER if NO_CLUSTER in ended.message else UnavailableCause.OTHER
+        cause = UnavailableCause.NO_CLUSTER if reports_no_cluster(ended.message) else UnavailableCause.OTHER
         raise ReadError(f"{argv[0]}: {ended.message or f'exit code {ended.code}'}", cause)
     return ended.out
 
@@ -163,7 +165,7 @@ def would_take(options: Sequence[str], script: str) -> CommandResult | Unavailab
 
 
 def _trials(wanted: DoctorOptions, partitions: Partitions | Unavailable, nodes: Nodes | Unavailable) -> Trials:
-    """The smallest job of each form, and the manager's in the first partition that takes it."""
+    """Test the smallest job of each form, and the manager's job in the first partition that accepts it."""
     known = [] if isinstance(partitions, Unavailable) else [one for one in partitions.partitions if one.up]
     chosen = wanted.partition or next((one.name for one in known if one.default), "")
     usable = 2 if isinstance(nodes, Unavailable) or not chosen else len(nodes.usable(chosen))
@@ -193,7 +195,7 @@ def _manager(wanted: DoctorOptions, candidates: Sequence[str]) -> dict[str, Comm
 
 # ── the folder of all runs ─────────────────────────────────────────────────────────────────────────────────────────
 def read_storage(root: Path) -> Storage:
-    """Raises OSError where not even its file system can be asked."""
+    """Return the state of the folder of all runs. Raises OSError if even its file system cannot be queried."""
     existing = root
     while not existing.is_dir() and existing != existing.parent:
         existing = existing.parent

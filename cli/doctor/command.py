@@ -83,12 +83,12 @@ def doctor_view(checks: Sequence[Check]) -> RenderableType:
 
 
 def tally(checks: Sequence[Check]) -> str:
-    """``24 OK, 3 WARN, 0 FAIL, 15 UNKNOWN``"""
+    """Return the number of checks by verdict, as ``24 OK, 3 WARN, 0 FAIL, 15 UNKNOWN``."""
     return ", ".join(f"{sum(check.verdict is one for check in checks)} {one.value}" for one in Verdict)
 
 
 def _group_key(check: Check) -> tuple[Verdict, str, str, str]:
-    """What lines that are drawn as one have in common: only what is unknown has the same reason again and again."""
+    """Return the key of checks that are drawn as one line: several unknown checks often share one reason."""
     return check.verdict, check.found, check.fix, "" if check.verdict is Verdict.UNKNOWN else check.name
 
 

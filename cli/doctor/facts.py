@@ -1,7 +1,7 @@
-"""What ``rrl doctor`` found out, as values. What could not be read is :class:`~rrl.roles.node_probe.host.Unread`, with
-a reason.
+"""The facts that ``rrl doctor`` collects, as values.
 
-Readers make these, checks judge them, and ``rrl init`` writes a job.toml from them.
+A fact that could not be read is :class:`~rrl.roles.node_probe.host.Unavailable`, with a reason. Readers create the
+facts, checks judge them, and ``rrl init`` writes a job.toml from them.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class Partition(Struct, frozen=True):
 
 
 class Partitions(Struct, frozen=True, tag=True):
+    """The partitions of the cluster."""
+
     partitions: tuple[Partition, ...]
 
 
@@ -72,15 +74,20 @@ class Node(Struct, frozen=True):
 
 
 class Nodes(Struct, frozen=True, tag=True):
+    """The nodes of the cluster."""
+
     nodes: tuple[Node, ...]
 
     def usable(self, partition: str) -> tuple[Node, ...]:
+        """Return the nodes of ``partition`` that are up."""
         return tuple(node for node in self.nodes if partition in node.partitions and node.state is NodeState.UP)
 
 
 class Accounts(Struct, frozen=True, tag=True):
-    """What Slurm's accounting knows of the user. ``admin``: ``None``, ``Operator`` or ``Administrator``; ``default``:
-    the account of jobs that name none."""
+    """The user's entry in Slurm's accounting.
+
+    ``admin`` is ``None``, ``Operator`` or ``Administrator``; ``default`` is the account of jobs that name none.
+    """
 
     admin: str
     default: str
@@ -117,8 +124,11 @@ class Slurm(Struct, frozen=True):
 
 # ── the run directory, and a node ──────────────────────────────────────────────────────────────────────────────────
 class Storage(Struct, frozen=True, tag=True):
-    """The folder of all runs, or the one above it that is there already (``exists``). ``trouble``: why nothing can be
-    written in it. Bytes, inodes (-1 = not counted there) and s."""
+    """The folder of all runs, or its nearest parent that exists (``exists``).
+
+    ``trouble`` says why nothing can be written there. Sizes are in bytes, times in s; -1 inodes means that the file
+    system does not count them.
+    """
 
     root: str
     at: str
@@ -132,9 +142,12 @@ class Storage(Struct, frozen=True, tag=True):
 
 
 class Visit(Struct, frozen=True, tag=True):
-    """What the job on a compute node brought back. ``seen``: s after the job was over, or its report had come by TCP,
-    until the login node saw the file that it wrote; None = never. ``skew``: s that the node's clock is ahead, give or
-    take ``bound``; None where no connection was there to measure it on."""
+    """The report of the job on a compute node.
+
+    ``visible_after_s`` is the time (s) from the end of the job, or from the arrival of its report by TCP, until the
+    login node saw the file that the job wrote; None if it never did. ``skew`` is how far (s) the node's clock is ahead,
+    give or take ``bound``; None without a connection to measure it on.
+    """
 
     report: NodeReport
     visible_after_s: float | None

@@ -41,6 +41,7 @@ _BUILT_IN_PACKAGES = ("torch", "transformers", "reasoning-gym")
 
 
 def host_checks(facts: Facts) -> list[Check]:
+    """Return the checks of this machine."""
     host, cluster = facts.host, facts.slurm is not None
     return [
         _machine(host.machine, cluster),
@@ -60,6 +61,7 @@ def host_checks(facts: Facts) -> list[Check]:
 
 
 def storage_checks(facts: Facts) -> list[Check]:
+    """Return the checks of the folder of all runs."""
     storage = facts.storage
     names = ("runs.writable", "runs.kind", "runs.space", "runs.durable")
     if isinstance(storage, Unavailable):
@@ -111,6 +113,7 @@ def _durable(storage: Storage) -> Check:
 
 # ── for nodes too ──────────────────────────────────────────────────────────────────────────────────────────────────
 def nofile(name: str, limits: Limits | Unavailable) -> Check:
+    """Check the limit of open files."""
     if isinstance(limits, Unavailable):
         return unknown(name, limits)
     text = f"{limit(limits.nofile)} (may be raised to {limit(limits.nofile_hard)})"
@@ -120,6 +123,7 @@ def nofile(name: str, limits: Limits | Unavailable) -> Check:
 def memlock(
     name: str, limits: Limits | Unavailable, network: Network | Unavailable, ucx_info: Ucx | Unavailable
 ) -> Check:
+    """Check the limit of locked memory, which RDMA needs."""
     if isinstance(limits, Unavailable):
         return unknown(name, limits)
     if limits.memlock < 0:
@@ -135,6 +139,7 @@ def memlock(
 
 
 def tmp(name: str, scratch: Scratch | Unavailable) -> Check:
+    """Check the node-local folder for temporary files."""
     if isinstance(scratch, Unavailable):
         return unknown(name, scratch)
     text = f"{scratch.tmp} ({scratch.tmp_filesystem}), {size(scratch.tmp_free)} free; /dev/shm {size(scratch.shm_free)}"
@@ -182,7 +187,7 @@ def packet_filter(name: str, network: Network | Unavailable, python: Python | Un
 
 
 def rdma_transports(ucx_info: Ucx) -> list[str]:
-    """The transports that go over RDMA: ``rc_verbs``, ``rc_mlx5``, ``dc_mlx5`` and so on."""
+    """Return UCX's transports that use RDMA: ``rc_verbs``, ``rc_mlx5``, ``dc_mlx5`` and so on."""
     return [
         one
         for one in ucx_info.transports
@@ -191,8 +196,10 @@ def rdma_transports(ucx_info: Ucx) -> list[str]:
 
 
 def candidate_networks(network: Network) -> dict[str, str]:
-    """Networks that other machines could be on: CIDR → interface. Without loopback, links that nobody configured
-    (169.254/16), and bridges of containers."""
+    """Return the networks that other machines may be on, as CIDR → interface.
+
+    Loopback, unconfigured links (169.254/16) and bridges of containers are left out.
+    """
     bridges = ("docker", "virbr", "veth", "cni", "podman", "lxc", "br-")
     return {
         one.network: one.name
@@ -204,6 +211,7 @@ def candidate_networks(network: Network) -> dict[str, str]:
 
 
 def networks_text(network: Network) -> str:
+    """Return the candidate networks as text."""
     return ", ".join(f"{name} {cidr}" for cidr, name in candidate_networks(network).items()) or "none but loopback"
 
 

@@ -91,9 +91,13 @@ def _rrl(report: NodeReport, facts: Facts) -> Check:
 def _packages(node_python: Python | Unavailable, login_python: Python | Unavailable) -> Check:
     if isinstance(login_python, Unavailable) or isinstance(node_python, Unavailable):
         return unknown("node.packages", login_python if isinstance(login_python, Unavailable) else node_python)  # type: ignore[arg-type]
-    names = sorted({*login_python.packages, *node_python.packages})
-    differ = [f"{one} {node_python.packages.get(one, 'absent')} (here {login_python.packages.get(one, 'absent')})" for one in names
-              if login_python.packages.get(one) != node_python.packages.get(one)]  # fmt: skip
+    there, here = node_python.packages, login_python.packages
+    names = sorted({*here, *there})
+    differ = [
+        f"{name} {there.get(name, 'absent')} (here {here.get(name, 'absent')})"
+        for name in names
+        if here.get(name) != there.get(name)
+    ]
     return warn("node.packages", "; ".join(differ)) if differ else ok("node.packages", f"the same {len(names)} as here")
 
 
@@ -124,8 +128,8 @@ def _address(node_network: Network | Unavailable, login_network: Network | Unava
         return unknown(name, node_network)
     if node_network.trouble:
         return fail(name, f"{node_network.host}: {node_network.trouble}")
-    text = f"{node_network.host} resolves to {node_network.resolves or 'nothing'} there; a role listens at {node_network.chosen}"
-    text += f" of {networks_text(node_network)}"
+    text = f"{node_network.host} resolves to {node_network.resolves or 'nothing'} there"
+    text += f"; a role listens at {node_network.chosen} of {networks_text(node_network)}"
     if len(candidate_networks(node_network)) > 1 and not node_network.requested:
         both = (
             []

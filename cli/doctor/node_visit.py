@@ -135,7 +135,8 @@ class _VisitJob:
     def run(self, addresses: Sequence[str]) -> Visit | Unavailable:
         (self._folder / NONCE_FILE).write_text(self._listener.nonce)
         script = _SCRIPT.format(
-            within=PROBE_TIMEOUT_S, nonce_env=NONCE_ENV, nonce=self._listener.nonce, folder=shlex.quote(str(self._folder)),
+            within=PROBE_TIMEOUT_S, nonce_env=NONCE_ENV, nonce=self._listener.nonce,
+            folder=shlex.quote(str(self._folder)),
             python=shlex.quote(sys.executable), no_python=_NO_PYTHON_EXIT_CODE, addresses=shlex.join(addresses),
         )  # fmt: skip
         tag = f"rrl-doctor-{secrets.token_hex(4)}"
@@ -179,7 +180,11 @@ class _VisitJob:
             self._listener.wait(_POLL_INTERVAL_S)
 
     def _read_report(self) -> NodeReport | None:
-        """A listing first: it makes NFS ask its server again, where a lookup would believe an old "not there"."""
+        """Read the report file of the job.
+
+        The folder is listed first, since that makes NFS query its server again; a lookup alone may return a cached "not
+        there".
+        """
         try:
             if REPORT not in os.listdir(self._folder):
                 return None
@@ -212,8 +217,10 @@ class _VisitJob:
 
 
 class ReportListener:
-    """Where the node dials in: any address, a free port, for as long as the job lives. Whoever does not know the nonce
-    is hung up on; nothing that is heard is believed but for the report of one who does."""
+    """Listens for the report of the node's job: on any address, at a free port, while the job exists.
+
+    A connection that does not present the nonce is closed, and nothing that it sent is used.
+    """
 
     def __init__(self) -> None:
         self.nonce = secrets.token_hex(16)

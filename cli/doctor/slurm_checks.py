@@ -32,6 +32,7 @@ _HETJOB_WARNING = (
 
 
 def slurm_checks(facts: Facts) -> list[Check]:
+    """Return the checks of Slurm."""
     slurm, wanted = facts.slurm, facts.wanted
     if slurm is None:
         return [warn("slurm.here", f'{facts.no_slurm}: kind = "local" works, kind = "slurm" does not')]
@@ -55,7 +56,7 @@ def slurm_checks(facts: Facts) -> list[Check]:
 
 
 def chosen_partition(slurm: Slurm, wanted: DoctorOptions) -> Partition | Unavailable:
-    """The partition that jobs would go to: the one that was named, else Slurm's default."""
+    """Return the partition that jobs would go to: the one that the user named, else Slurm's default."""
     if isinstance(slurm.partitions, Unavailable):
         return slurm.partitions
     for one in slurm.partitions.partitions:
@@ -73,7 +74,7 @@ def gpu_shapes(nodes: tuple[Node, ...]) -> str:
 
 
 def account_for(slurm: Slurm, wanted: DoctorOptions) -> str:
-    """The one account of the user, where there is exactly one; else what he named; else nothing."""
+    """Return the user's only account; if there are several, the one that the user named; else an empty string."""
     if wanted.account or isinstance(slurm.accounts, Unavailable):
         return wanted.account
     return slurm.accounts.names[0] if len(slurm.accounts.names) == 1 else ""
@@ -94,7 +95,7 @@ def _form(slurm: Slurm, wanted: DoctorOptions, form: str) -> Check:
 
 
 def _answer_text(answer: CommandResult) -> str:
-    """What sbatch said, without the number of a job that was never made."""
+    """Return sbatch's message without the number of the test job, which was never created."""
     return re.sub(r"^sbatch: Job \d+ to start at .*? using", "would take", answer.message)[:200]
 
 
@@ -369,7 +370,7 @@ def _filters(config: Config) -> Check:
 
 
 def _prolog(config: Config) -> Check:
-    """A prolog that fails, as examples/health/prolog.sh does, leaves its job held unless the site says otherwise."""
+    """Check what Slurm does with a job whose prolog fails, as examples/health/prolog.sh does: by default it is held."""
     if not any(value for name, value in config.values.items() if re.fullmatch(r"Prolog(\[\d+\])?", name)):
         return ok("slurm.prolog", "no prolog")
     if _NO_HOLD in config.values.get("SchedulerParameters", "").split(","):

@@ -25,7 +25,7 @@ def read_config(text: str) -> dict[str, str]:
 
 
 def read_pairs(text: str) -> dict[str, str]:
-    """A file of Slurm's, as cgroup.conf: ``Name=value`` lines, with comments."""
+    """Parse one of Slurm's configuration files, such as cgroup.conf: ``Name=value`` lines, with comments."""
     return dict(re.findall(r"^\s*(\w+)\s*=\s*([^\s#]*)", text, re.MULTILINE))
 
 

@@ -1,8 +1,10 @@
-"""``rrl health check``: is this node fit, now. Also a prolog's and a HealthCheckProgram's question, so it needs no run,
-no home and no shared file system, and nothing that goes wrong with the tool itself looks like a failed node.
+"""``rrl health check``: judges whether this node is fit now.
 
-Exit codes: 0 OK, 1 WARN, 2 FAIL, 3 UNKNOWN, or the check itself went wrong (as Nagios has it); with ``--prolog`` 2 for
-FAIL, else 0.
+A prolog and Slurm's HealthCheckProgram run it too. It therefore needs no run, no home and no shared file system, and an
+error of the tool itself never looks like a failed node.
+
+Exit codes as in Nagios: 0 OK, 1 WARN, 2 FAIL, 3 UNKNOWN or an error of the check itself. With ``--prolog``: 2 for FAIL,
+else 0.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ def check(
     *, json: bool, prolog: bool, time_limit: str, config: Path | None, only: str | None, mounts: Sequence[str],
     rates: bool,
 ) -> int:  # fmt: skip
-    """Raises BadInput. Prints one line with the verdict, then what was found, the worst first."""
+    """Check this node, print one line with the verdict and then the findings, the most severe first.
+
+    Returns the exit code. Raises BadInput.
+    """
     rules, names = _rules(config), _names(only)
     try:
         limit = seconds(time_limit)
@@ -75,7 +80,7 @@ def drain_node(why: str, node: str | None, config: Path | None) -> int:
 
 
 def _this_node() -> NodeName:
-    """The name by which Slurm knows this machine."""
+    """Return the name by which Slurm knows this machine."""
     return NodeName(os.environ.get("SLURMD_NODENAME") or platform.node().partition(".")[0])
 
 
@@ -122,8 +127,11 @@ def _no_check(name: str) -> str:
 
 
 def _job_gpus(text: str) -> tuple[str, ...]:
-    """GPUs of a job as slurmd tells its prolog: ``0,2-3``. None: it has none, or they are told in a way that is new to
-    us; nothing is then said of GPUs, for those of others may be in use."""
+    """Return the GPUs of a job as slurmd passes them to its prolog: ``0,2-3``.
+
+    The result is empty if the job has none, or if slurmd uses an unknown notation. GPUs are then not checked, since
+    other jobs may be using them.
+    """
     found: list[str] = []
     for item in filter(None, text.split(",")):
         if match := re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", item.strip()):
@@ -134,7 +142,7 @@ def _job_gpus(text: str) -> tuple[str, ...]:
 
 
 def _as_json(node: NodeName, verdict: Verdict, findings: Sequence[Finding]) -> dict[str, Any]:
-    """Times are s since 1970: a node's monotonic clock means nothing to others."""
+    """Return the result as JSON. Times are s since 1970, because a node's monotonic clock means nothing elsewhere."""
     offset = time.time() - time.monotonic()
     dated = [_dated(finding, offset) for finding in findings]
     return {"node": node, "verdict": verdict, "code": EXIT_CODES[verdict], "checked_at": time.time(), "findings": dated}

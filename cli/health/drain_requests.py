@@ -85,7 +85,7 @@ def _users(one: DrainRequest) -> str:
 
 
 def _scontrol(one: DrainRequest, state: DrainState) -> str:
-    """A line to paste; empty where nothing is to be drained, or only one user says so."""
+    """Return an ``scontrol`` command to paste; empty without a drain, or if only one user's records request it."""
     wanted = one.accused and not state.drained and state.booted <= one.at
     return drain_line(one.node, one.reason) if wanted else ""
 
@@ -93,6 +93,7 @@ def _scontrol(one: DrainRequest, state: DrainState) -> str:
 def _as_json(one: DrainRequest, state: DrainState) -> dict[str, object]:
     return {
         "node": one.node, "reason": one.reason, "cause": one.cause, "evidence": list(one.evidence), "at": one.at,
-        "users": list(one.users), "runs": list(one.runs), "requested_by": one.by, "rejection": one.rejection, "state": state.state,
+        "users": list(one.users), "runs": list(one.runs), "requested_by": one.by, "rejection": one.rejection,
+        "state": state.state,
         "drained": state.drained, "owner": state.owner, "accused": one.accused, "scontrol": _scontrol(one, state),
     }  # fmt: skip

@@ -198,7 +198,7 @@ async def _write(argv: tuple[str, ...]) -> CommandResult:
 
 
 async def _run(argv: tuple[str, ...], timeout_s: float) -> CommandResult:
-    """Raises NotAsked where there is no Slurm, Unanswered where it does not answer."""
+    """Run a Slurm command. Raises NotAsked if there is no Slurm, Unanswered if it does not answer."""
     try:
         return await execute(argv, timeout_s)
     except Refused as error:

@@ -47,8 +47,10 @@ class _Checked(Struct, frozen=True):
 
 
 def check(nodes: Mapping[str, DrainState]) -> dict[str, tuple[Finding, ...] | NotChecked]:
-    """What ``rrl health check`` finds on each of these nodes, as the user of this process. Takes about 5 s where nodes
-    are free; each check ends after 2 x (START_S + CHECK_S + _SLACK_S) at the latest."""
+    """Run ``rrl health check`` on each of these nodes, as the user of this process.
+
+    It takes about 5 s if the nodes are free. Each check ends after 2 x (START_S + CHECK_S + _SLACK_S) at the latest.
+    """
     return asyncio.run(_check(dict(list(nodes.items())[:MAX_NODES]))) | {
         node: NotChecked(f"this command has checked {MAX_NODES} others: call it again")
         for node in list(nodes)[MAX_NODES:]

@@ -39,7 +39,7 @@ NO_HISTORY_MESSAGE = (
 
 
 def read_records(folders: Sequence[Path], since: float) -> tuple[list[SourcedRecord], Sources]:
-    """Records from ``since`` on, and what was read. Raises BadInput where there is no history."""
+    """Return the records since ``since`` and what was read. Raises BadInput if there is no history."""
     named = list(folders) or [Path(one) for one in os.environ.get(HISTORY_ENV, "").split(os.pathsep) if one]
     if not named:
         raise UsageError(NO_HISTORY_MESSAGE)
@@ -60,7 +60,7 @@ def read_records(folders: Sequence[Path], since: float) -> tuple[list[SourcedRec
 def without_implausible(
     records: Sequence[SourcedRecord], sources: Sources, now: float, drains: Mapping[str, DrainState]
 ) -> tuple[list[SourcedRecord], Sources]:
-    """Records that can be true at ``now`` (s since 1970) on nodes as Slurm knows them, and what was left out."""
+    """Return the records that can be true at ``now`` (s since 1970) on nodes that Slurm knows, and the rest."""
     plausible_records, left_out = plausible(
         records, now, {node: one.gpus for node, one in drains.items() if one.gpus is not None}
     )
@@ -138,7 +138,7 @@ def _selected_nodes(nodes: str | None) -> frozenset[str] | None:
 
 
 def _write(document: Document, format: str, output: Path | None) -> None:
-    """A table is as wide as the terminal that it goes to."""
+    """Write the report; a table is as wide as the terminal that it goes to."""
     if format == "table" and output is None:
         show(report_view(document.report, document.sources, document.drains_unknown))
         sys.stdout.write(to_paste(document.report))

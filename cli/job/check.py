@@ -1,5 +1,7 @@
-"""``rrl check``: is the job spec right, what does it say with every default, what would be submitted, and would Slurm
-take it. Asks, and starts nothing."""
+"""``rrl check``: validates a job spec, shows it with every default and what would be submitted, and has Slurm test it.
+
+Nothing is started.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ from ..common.runs import UsageError
 
 
 def preview_or_fail(job: Job, path: Path) -> list[tuple[str, str]]:
-    """What would be submitted, as (title, text). Raises BadInput where an option cannot be passed on to Slurm."""
+    """Return what would be submitted, as (title, text).
+
+    Raises BadInput for an option that cannot be passed on to Slurm.
+    """
     try:
         return preview(job)
     except ValueError as error:
@@ -35,9 +40,11 @@ def preview_or_fail(job: Job, path: Path) -> list[tuple[str, str]]:
 
 
 def preflight(job: Job, path: Path, foreground: bool = False) -> tuple[list[str], str]:
-    """Has Slurm say whether it would take the job: what is doubtful, a line each, and the most that the run can have.
+    """Have Slurm test the job. Returns warnings, one line each, and the peak size of the run.
 
-    Raises BadInput, with the key to change, for what could never start. ``foreground``: the manager is no job."""
+    Raises BadInput, with the key to change, for a job that could never start. With ``foreground`` no manager job is
+    tested.
+    """
     warnings = [
         *_missing_paths(job),
         *_python_mismatch(job),
@@ -67,7 +74,7 @@ async def _ask_slurm(job: Job, view: RunSpec, foreground: bool) -> tuple[list[Pr
 
 
 def check(path: Path, *, json: bool) -> int:
-    """Raises SpecError, and BadInput. Touches nothing."""
+    """Check the job spec and print the result; nothing is changed. Raises SpecError, BadInput."""
     job = load_job(path)
     plan = [*preview_or_fail(job, path), ("weights", _transport_text(job))]
     if json:
@@ -93,6 +100,7 @@ def _print(*texts: tuple[str, str]) -> None:
 
 
 def print_warnings(warnings: list[str]) -> None:
+    """Print each warning on standard error."""
     for warning in warnings:
         print(f"rrl: warning: {warning}", file=sys.stderr, flush=True)
 
@@ -116,7 +124,7 @@ def _missing_paths(job: Job) -> list[str]:
 
 
 def _python_mismatch(job: Job) -> list[str]:
-    """What [env] activates is not what runs the built-in roles."""
+    """Return a warning if [env] activates another Python than the one that runs the built-in roles."""
     active = "venv" if job.env.venv else "conda" if job.env.conda else ""
     built_in = any(role.command is None for role in job.every_role().values())
     if not active or job.env.python or not built_in:
@@ -135,8 +143,10 @@ def _transport_text(job: Job) -> str:
 
 
 def _check_trusted_network(job: Job, path: Path) -> list[str]:
-    """UCX over TCP on a network that the job does not call trusted. Raises BadInput where the roles run on this
-    machine; other nodes may have RDMA ports, and each decides for itself."""
+    """Warn of UCX over TCP on a network that the job does not declare trusted.
+
+    Raises BadInput if the roles run on this machine. Other nodes may have RDMA ports, and each node decides for itself.
+    """
     kind = job.transport.weights
     try:
         select_transport(kind, detect_capabilities(), job.transport.trusted_network)
@@ -149,8 +159,10 @@ def _check_trusted_network(job: Job, path: Path) -> list[str]:
 
 
 def _check_transport_installed(job: Job, path: Path) -> list[str]:
-    """A pipe that is asked for by name, and whose package this machine does not have. Raises BadInput where roles run
-    in this very environment."""
+    """Warn of a weight transport that is named in the job and whose package is not installed here.
+
+    Raises BadInput if the roles run in this environment.
+    """
     kind = job.transport.weights
     if kind not in PACKAGES or installed_package(kind) is not None:
         return []
@@ -163,8 +175,10 @@ def _check_transport_installed(job: Job, path: Path) -> list[str]:
 
 
 def _check_engine_installed(job: Job, path: Path) -> list[str]:
-    """vLLM, which rollouts need and this machine does not have, or arguments that the one here does not know. Raises
-    BadInput where rollouts run in this very environment."""
+    """Warn of a missing vLLM that rollouts need, or of arguments that the installed one does not know.
+
+    Raises BadInput if the rollouts run in this environment.
+    """
     rollout, elsewhere = job.roles.rollout, job.cluster.kind != "local" or bool(job.env.python)
     if job.task is None or rollout.command is not None or rollout.engine != "vllm":
         return []
@@ -186,8 +200,11 @@ def _check_engine_installed(job: Job, path: Path) -> list[str]:
 
 
 def _check_model(job: Job, path: Path) -> list[str]:
-    """Raises BadInput for a model that cannot be what [model] path means. One that only the nodes have (their own disk,
-    a container's) cannot be looked at here: of that it is only said that this machine does not have it."""
+    """Check the folder of [model] path. Raises BadInput for a model that cannot be used.
+
+    A model that only the nodes have (on their own disks, or in a container) cannot be read here: a warning says that
+    this machine does not have it.
+    """
     model = job.model
     if model is None or model.path is None:
         return []
@@ -225,7 +242,7 @@ def _exceeded_limits(worst: WorstCase, observed: JobLimits) -> list[Problem]:
 
 
 def _limits_summary(worst: WorstCase, observed: JobLimits) -> str:
-    """The most that the run can have and make, beside the limits that can be seen."""
+    """Return the peak number of jobs and steps of the run, beside Slurm's limits that could be read."""
     lines = [
         f"jobs    {worst.jobs_to_start} to start; {worst.jobs} at once; {worst.jobs_per_hour} submitted within an hour",
         f"steps   {worst.steps} at once; {worst.steps_per_hour} started within an hour",

@@ -48,8 +48,10 @@ _SHARED_SHAPES = (JobShape(2, 1, False, 6, "6GiB"), JobShape(2, 0, False, 6, "6G
 
 
 def init(out: Path, wanted: DoctorOptions, *, force: bool, consent: bool | None) -> int:
-    """Writes ``out``. Raises BadInput where that is there already, or its folder is not, Failed where it cannot be
-    written."""
+    """Write ``out``.
+
+    Raises BadInput if the file exists or its folder does not, Failed if it cannot be written.
+    """
     if not force and os.path.lexists(out):
         raise UsageError(f"{out} is there already; name another file with --out, or replace it with --force")
     if not out.parent.is_dir():
@@ -72,7 +74,7 @@ def init(out: Path, wanted: DoctorOptions, *, force: bool, consent: bool | None)
 
 
 def job_toml(facts: Facts, out: Path) -> str:
-    """The text. Pure."""
+    """Return the text of the job spec. Pure."""
     slurm = facts.slurm
     why = f"there is no Slurm here: {facts.no_slurm}" if slurm is None else _why_local(slurm, facts.wanted)
     place: dict[str, Any] = {"slurm": None, "why_local": why, "place": "this machine", "shape": _SEPARATE_SHAPES[0]}
@@ -88,7 +90,10 @@ def job_toml(facts: Facts, out: Path) -> str:
 
 
 def choose_shape(slurm: Slurm, wanted: DoctorOptions) -> JobShape:
-    """The best that the nodes which are up can carry; the least of all, marked, where even that is too much."""
+    """Return the largest job that the nodes which are up can carry.
+
+    If even the smallest is too large, that one, marked.
+    """
     nodes = usable_nodes(slurm, wanted)
     for one in (*_SEPARATE_SHAPES, *_SHARED_SHAPES):
         needs = (2 + one.rollouts if one.exclusive else 1) + one.spares
@@ -110,7 +115,7 @@ def _why_local(slurm: Slurm, wanted: DoctorOptions) -> str:
 
 
 def _slurm(slurm: Slurm, facts: Facts) -> dict[str, Any]:
-    """What the template says of a cluster; strings that become values are TOML already."""
+    """Return the template's values for a cluster; strings are encoded as TOML already."""
     partition, wanted = chosen_partition(slurm, facts.wanted), facts.wanted
     assert not isinstance(partition, Unavailable)
     nodes, config = usable_nodes(slurm, wanted), slurm.config.values if isinstance(slurm.config, Config) else {}
@@ -141,7 +146,7 @@ def _slurm(slurm: Slurm, facts: Facts) -> dict[str, Any]:
 
 
 def _smallest(nodes: Sequence[Node], partition: str, job_shape: JobShape) -> str:
-    """What the nodes that are up have, and whether this job fits there at all."""
+    """Return the resources of the smallest node that is up, and whether this job fits there."""
     if not nodes:
         return f"no node of {partition} is up now, as far as rrl knows"
     text = f"the smallest node of {partition} has {min(one.cpus for one in nodes)} cores and"
@@ -150,7 +155,10 @@ def _smallest(nodes: Sequence[Node], partition: str, job_shape: JobShape) -> str
 
 
 def _manager(slurm: Slurm) -> str | None:
-    """The partition that takes the manager's job; '' if none does; None if nobody knows, or it is the first anyway."""
+    """Return the partition that accepts the manager's job.
+
+    Empty if none does; None if that is unknown, or it is the first partition anyway.
+    """
     if isinstance(slurm.trials, Unavailable):
         return None
     answers = slurm.trials.manager

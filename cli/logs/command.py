@@ -1,5 +1,8 @@
-"""``rrl logs``: what a run's processes wrote, merged by time: the ends of their logs, or as it comes, or what came
-before each failure. Following goes on over rotations and into new incarnations."""
+"""``rrl logs``: prints the logs of a run's processes, merged by time.
+
+It prints the ends of the logs, follows them over rotations and into new incarnations, or prints the lines before each
+failure.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +99,7 @@ def _selected_logs(run: RunDir, selector: str | None) -> list[Log]:
 
 
 def _may_log_later(run: RunDir, selector: str) -> bool:
-    """The job has this role or replica, and it only has not written anything yet."""
+    """Return whether the job has this role or replica, which only has not written anything yet."""
     state = StateReader(run).state()
     return state is not None and any(selector in (replica.id, replica.role) for replica in state.replicas.values())
 

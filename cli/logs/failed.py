@@ -41,7 +41,7 @@ def show_failures(run: RunDir, selector: str | None, wanted: LineFilter, newest:
 
 
 def _last_lines(failure: Failure, logs: list[Log], wanted: LineFilter) -> Iterator[tuple[Log, Line]]:
-    """The newest lines of the life; if it never spoke, those of its launcher."""
+    """Return the newest lines of the incarnation; if it wrote none, those of its launcher."""
     if failure.incarnation is None:
         return
     own_logs = [log for log in logs if log.owner == str(failure.incarnation) and log.kind != "manager"]

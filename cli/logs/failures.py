@@ -1,5 +1,7 @@
-"""What failed in a run, from its events alone: findings, ends that nobody asked for, launches that were refused, and
-how each was got over."""
+"""The failures of a run, from its events alone.
+
+A failure is a finding, an unrequested end of a step or a rejected launch, with the recovery from it.
+"""
 
 from __future__ import annotations
 

@@ -97,7 +97,10 @@ def all_logs(run: RunDir) -> list[Log]:
 
 
 def _promotions(run: RunDir) -> dict[Incarnation, Incarnation]:
-    """What shadows became, told by links. They are not followed, only their names are read."""
+    """Return what each standby process was promoted to, from the names of links to its logs.
+
+    The links are not followed.
+    """
     promotions: dict[Incarnation, Incarnation] = {}
     with suppress(OSError):
         for entry in os.scandir(run.logs):
@@ -118,7 +121,7 @@ def _incarnation_of_log(run: RunDir, name: str) -> Incarnation | None:
 
 
 def rotated_files(path: Path) -> list[Path]:
-    """The names of a log's files, oldest first; not all need be there."""
+    """Return the names of a log's files, oldest first; not all of them need exist."""
     return [*(path.with_name(f"{path.name}.{n}") for n in range(FILES - 1, 0, -1)), path]
 
 

@@ -24,6 +24,8 @@ _MAX_LINE_BYTES = 64 * 2**10
 
 
 class Line(NamedTuple):
+    """A line of a log, with the key that orders it among the lines of other logs."""
+
     order: bytes
     """a time of :mod:`rrl.core.log_lines`, of the line or near it"""
     stamp: bytes
@@ -34,8 +36,10 @@ class Line(NamedTuple):
 
 
 class LineFilter(NamedTuple):
-    """Which lines: the newest ``newest`` (None: all) of those from ``since`` to ``until`` (b"": for ever) that
-    ``match``."""
+    """Selects lines: the newest ``newest`` (None.
+
+    All) that ``match``, from ``since`` to ``until`` (``b""``: no limit).
+    """
 
     newest: int | None = None
     since: bytes = b""
@@ -43,6 +47,7 @@ class LineFilter(NamedTuple):
     until: bytes = b""
 
     def matches(self, line: Line) -> bool:
+        """Return whether the line is within the time range and matches the pattern."""
         if line.order < self.since or (self.until and line.order > self.until):
             return False
         return self.match is None or bool(self.match(line.text))
@@ -60,7 +65,7 @@ class Tail:
             self._seek_to_start()
 
     def new_lines(self) -> Iterator[Line]:
-        """The lines that have come since the last call."""
+        """Yield the lines that were written since the last call."""
         if not self._files and (file := _open(self._path)) is not None:
             self._files.append(file)
             self._order = _modified_at(file)
@@ -82,7 +87,7 @@ class Tail:
                 yield from self._finish_line()
 
     def close(self) -> Iterator[Line]:
-        """An unfinished last line."""
+        """Yield an unfinished last line."""
         if self._partial:
             yield from self._finish_line()
         while self._files:
@@ -131,7 +136,7 @@ class LogTail:
         """times of the lines that were shown from a copy only; as many as the copies' files hold"""
 
     def first_lines(self) -> Iterator[Line]:
-        """The lines that are wanted and there."""
+        """Yield the selected lines that are there already."""
         if self._wanted.newest is None or not self._copies:
             yield from self.new_lines()
             return
@@ -140,7 +145,7 @@ class LogTail:
         yield from islice(self.new_lines(), max(0, count - self._wanted.newest), None)
 
     def new_lines(self, copies: tuple[Path, ...] = ()) -> Iterator[Line]:
-        """What has come since; ``copies``: those that are there by now."""
+        """Yield the lines that were written since; ``copies`` are the copied files that exist by now."""
         for path in copies:
             if path not in self._copies:
                 self._copies[path] = Tail(path, LineFilter(None, b"", self._wanted.match), True)
@@ -165,8 +170,10 @@ class LogTail:
 
 
 def _without_duplicates(lines: Iterator[Line]) -> Iterator[Line]:
-    """Of lines of one time the one that says most: a real one before a word of what is missing, a whole one before
-    a torn one."""
+    """Keep of several lines of one time the most complete one.
+
+    A written line comes before a note that lines are missing, a complete line before a torn one.
+    """
     best: Line | None = None
     for line in lines:
         if best is not None and best.stamp and best.stamp == line.stamp:
@@ -218,7 +225,7 @@ def _open(path: Path) -> BinaryIO | None:
 
 
 def _successor(file: BinaryIO, path: Path) -> BinaryIO | None:
-    """The file that was begun after ``file``, which may have been rotated more than once."""
+    """Return the file that was begun after ``file``, which may have been rotated more than once."""
     names = rotated_files(path)
     after = next((n + 1 for n, name in enumerate(names) if _is_same_file(file, name)), 0)
     return next((found for name in names[after:] if (found := _open(name)) is not None), None)

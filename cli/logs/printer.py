@@ -19,10 +19,10 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 class Printer:
-    """Writes lines to stdout: with their times, labelled where they could come from several logs; or as JSON, one
-    object a line.
+    """Writes log lines to standard output, as text with times and labels, or as JSON with one object a line.
 
-    ``raw``: control characters, which could command the terminal, are not escaped.
+    Lines are labelled if they may come from several logs. With ``raw``, control characters, which could command the
+    terminal, are not escaped.
     """
 
     def __init__(self, json: bool, raw: bool) -> None:
@@ -35,11 +35,13 @@ class Printer:
         self._local_second = ""
 
     def print(self, lines: Iterator[tuple[Log, Line]]) -> None:
+        """Print the lines in their order."""
         for log, line in lines:
             sys.stdout.write(self.format_line(log, line) + "\n")
         sys.stdout.flush()
 
     def format_line(self, log: Log, line: Line) -> str:
+        """Return one line as it is printed."""
         text = line.text.decode("utf-8", "replace")
         if self.json:
             at = line.stamp.decode() or None

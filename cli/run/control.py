@@ -29,8 +29,11 @@ DRAIN_TIMEOUT_S = 120.0
 
 
 def drain(name: str, node: str, reason: str, *, wait: bool) -> int:
-    """Exit code 0 when this run uses the node no more, whether it is drained in Slurm or that is only asked for; or,
-    without ``wait``, when the command was left for its manager."""
+    """Have the run stop using a node and drain it.
+
+    Exit code 0 once the run no longer uses the node, whether Slurm drained it or the drain is only requested; without
+    ``wait`` once the command is written for the manager.
+    """
     return _send_node_command(name, DRAIN, node, reason, _drain_outcome, wait)
 
 
@@ -91,7 +94,7 @@ def _print_moving(state: State, node: NodeName, printed: str) -> str:
 
 
 def _drain_outcome(state: State, node: NodeName) -> str:
-    """What has become of it; empty while that is open."""
+    """Return the outcome of the drain; empty while it is open."""
     one = state.nodes.get(node)
     if one is None:
         return f"{node} has left the run"
@@ -131,8 +134,11 @@ CANCEL_TIMEOUT_S = 120.0
 
 
 def cancel(name: str, *, wait: bool, keep: bool = False) -> int:
-    """Exit code 0 when the run has ended, or, without ``wait``, when the command was left for its manager. ``keep``:
-    its nodes are not given back."""
+    """End a run.
+
+    Exit code 0 when the run has ended; without ``wait`` once the command is written for its manager. With ``keep`` its
+    nodes are not given back.
+    """
     run = find_run(name)
     if keep:
         _check_keep_allowed(run)
@@ -163,7 +169,7 @@ def _check_keep_allowed(run: RunDir) -> None:
 
 
 def _cancel_pending_managers(run: RunDir) -> bool:
-    """Managers that wait in Slurm's queue are taken from it, and none is there any more."""
+    """Cancel pending manager jobs in Slurm; return whether none is left."""
     job = job_of(run)
     if job is None or job.cluster != "slurm":
         return False

@@ -41,10 +41,11 @@ def show_live(name: str | None) -> int:
 def follow(
     run: RunDir, *, keys: bool, stop: threading.Event | None = None, require_manager: bool = False
 ) -> State | None:
-    """Look until the run has ended, ``q`` was pressed (``keys``), or ``stop`` was set. Ctrl-C passes through.
+    """Follow a run until it has ended, ``q`` was pressed (``keys``), or ``stop`` was set. Ctrl-C passes through.
 
-    Returns the last state seen; its ``outcome`` is None when somebody stopped looking before the end. ``insist``
-    raises Failed when nothing on this machine manages the run any more, and so nothing would ever end it."""
+    Returns the last state read; its ``outcome`` is None when following stopped before the end. With ``require_manager``
+    it raises Failed when no manager on this machine is left to end the run.
+    """
     watcher = _Watcher(run, require_manager)
     stop = stop or threading.Event()
     if sys.stdout.isatty():
@@ -72,7 +73,7 @@ class _Watcher:
         self._slurm_polled_at = 0.0
 
     def poll(self) -> bool:
-        """True once the run has ended and its summary is there."""
+        """Return True once the run has ended and its summary exists."""
         self.state = self._reader.state()
         try:
             current = holder(self.run)
@@ -98,7 +99,7 @@ class _Watcher:
 
     @property
     def silence_s(self) -> float:
-        """s since the manager's lease last moved; 0 while that is nothing unusual."""
+        """Return the seconds since the manager's lease last moved; 0 while that is not unusual."""
         silent = time.monotonic() - self._renewed_at
         patience = SILENT_AFTER_LEASES * self.state.job.limits.lease if self.state is not None else 60.0
         return silent if silent > patience else 0.0
@@ -129,7 +130,7 @@ def _draw(watcher: _Watcher, stop: threading.Event, keys: bool) -> None:
 
 
 def _print_progress(watcher: _Watcher, stop: threading.Event) -> None:
-    """A line whenever something but the step has changed, and now and then the step."""
+    """Print a line whenever something other than the step has changed, and the step now and then."""
     printed, printed_at, printed_about = "", 0.0, ""
     while True:
         over = watcher.poll()
@@ -161,7 +162,7 @@ def _runs_on_slurm(run: RunDir) -> bool:
 
 @contextmanager
 def _key_reader(wanted: bool) -> Iterator[Callable[[float], str]]:
-    """Gives a function that waits so many s for a key, without Return; the terminal is set back however this ends."""
+    """Yield a function that waits some seconds for a key, without Return; the terminal is restored on every exit."""
     if not wanted or not sys.stdin.isatty():
         yield _no_key
         return

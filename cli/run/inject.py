@@ -64,7 +64,7 @@ def inject(
 def _fault(
     job: RunSpec, kind: str, target: str, at: str | None, seconds: str | None, amount: float, seed: int | None
 ) -> Fault:
-    """Raises BadInput."""
+    """Return the fault that the arguments describe. Raises BadInput."""
     if kind not in set(FaultKind):
         raise UsageError(f'no fault "{kind}"; there are {", ".join(FaultKind)}')
     moment = FaultTrigger() if at is None else _parse_flag(parse_trigger, at, "--at")
@@ -89,7 +89,7 @@ def _seconds(text: str) -> float:
 
 
 def _await_result(run: RunDir, reader: StateReader, fault: Fault, verbose: bool) -> ev.FaultInjected:
-    """What was told of it first. Raises Failed when the run ends before that, or no manager is left to tell."""
+    """Wait for the first report of the fault. Raises Failed if the run or its last manager ends before that."""
     announced = not verbose
     manager = ManagerPresence(run)
     while True:

@@ -1,8 +1,7 @@
-"""What is true of a run that has not ended: whether a manager renews its lease and, where none does, what Slurm knows
-of the run's jobs.
+"""Whether a manager renews the lease of a run that has not ended and, if none does, what Slurm knows of the run's jobs.
 
-Slurm is asked only about runs whose lease stands still: at most one ``squeue`` for each ``rrl status`` or ``rrl list``,
-and one in :data:`SQUEUE_EVERY_S` while a run is followed.
+Slurm is queried only for runs whose lease stands still: with one ``squeue`` at most for each ``rrl status`` or
+``rrl list``, and one in :data:`SQUEUE_EVERY_S` while a run is followed.
 """
 
 from __future__ import annotations
@@ -37,9 +36,12 @@ UNKNOWN = "unknown"
 
 
 class Liveness(Struct, frozen=True):
-    """``note`` says what is wrong with the manager, empty where nothing is, and ``advice`` what follows from it.
-    ``standing`` replaces where the run stands by its journal, which nobody writes any more: :data:`INTERRUPTED`, or
-    :data:`UNKNOWN`; empty where the roles may well go on."""
+    """Whether a run still has a manager.
+
+    ``note`` says what is wrong with the manager (empty if nothing is), ``advice`` what to do. ``standing`` replaces the
+    run's standing by its journal, which no process writes any more: :data:`INTERRUPTED` or :data:`UNKNOWN`; empty if
+    the roles may well continue.
+    """
 
     note: str = ""
     advice: str = ""
@@ -88,15 +90,17 @@ def stale_lease(run: RunDir, state: State) -> str:
 
 
 def surely_gone(lease_holder: LeaseHolder | None) -> bool:
-    """Return whether this machine can tell for certain that no manager lives: nobody holds the lease, or its holder's
-    process ran here and has ended."""
+    """Return whether certainly no manager runs.
+
+    The lease has no holder, or its process ran on this machine and has ended.
+    """
     return lease_holder is None or (
         lease_holder.host == socket.gethostname() and not os.path.exists(f"/proc/{lease_holder.pid}")
     )
 
 
 def owner_of(run: RunDir) -> int:
-    """The uid whose jobs are the run's. Raises Failed."""
+    """Return the uid whose jobs belong to the run. Raises Failed."""
     try:
         return run.path.stat().st_uid
     except OSError as error:
@@ -159,7 +163,7 @@ def _manager_runs(state: State, slurm: SlurmJobs) -> bool:
 
 
 def _managers_text(managers: Sequence[Job]) -> str:
-    """What Slurm says of the jobs that bring a manager: the running one first."""
+    """Return Slurm's view of the manager jobs, the running one first."""
     from ...manager.cluster.base import AllocationState
 
     job = min(managers, key=lambda one: one.state is not AllocationState.RUNNING)

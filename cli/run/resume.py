@@ -63,7 +63,7 @@ def _check_ended(run: RunDir, state: State | None) -> None:
 
 
 def _job(run: RunDir, changed: Path | None, steps: int | None, walltime: str | None) -> tuple[Job, bytes, Path]:
-    """The job as it goes on, its text, and where it came from: the folder of that is the roles' working folder."""
+    """Return the job to resume with, its text and its path, whose folder is the roles' working folder."""
     source = changed or Path(str(msgspec.json.decode(run.resolved.read_bytes())["source"]))
     if changed is None and not run.job_toml.exists():
         raise UsageError(f"{run.job_toml}: no such file; name the job spec that it was a copy of with --job")
@@ -99,7 +99,10 @@ def _seconds(text: str) -> float:
 
 
 def _check_fits(run: RunDir, state: State, job: Job, changed: Path | None) -> None:
-    """Raises BadInput where there is nothing to go on with, or it would be another run."""
+    """Check that the job continues this run.
+
+    Raises BadInput if nothing is left to do, or it would be a different run.
+    """
     steps = job.run.steps or 0
     if state.outcome is Outcome.COMPLETED and state.step >= steps:
         left = f"its {steps} steps are committed; to go on: --steps with more" if steps else "nothing is left to do"
@@ -113,8 +116,10 @@ def _check_fits(run: RunDir, state: State, job: Job, changed: Path | None) -> No
         if not _is_unchanged(_value_at(before, key), _value_at(after, key), key):
             raise UsageError(f"{changed}: {key} is not that of {run.id}; to change it start a new run")
     if not _value_at(before, "roles.trainer").get("kl") and _value_at(after, "roles.trainer.kl"):
-        raise UsageError(f"{changed}: roles.trainer.kl is 0 in {run.id}, which has kept no initial model to stay near; to"
-                       " change it start a new run")  # fmt: skip
+        raise UsageError(
+            f"{changed}: roles.trainer.kl is 0 in {run.id}, which therefore kept no reference model;"
+            " to change it start a new run"
+        )
 
 
 def _value_at(job: dict[str, Any], key: str) -> Any:
@@ -125,7 +130,10 @@ def _value_at(job: dict[str, Any], key: str) -> Any:
 
 
 def _is_unchanged(before: Any, after: Any, key_path: str) -> bool:
-    """A key that an earlier rrl did not have yet makes no difference. ``at``: where these stand in job.toml."""
+    """Return whether two values of a key are equal; a key that an earlier rrl did not have makes no difference.
+
+    ``key_path`` says where the values stand in job.toml.
+    """
     if key_path in CHANGEABLE_KEYS:
         return True
     if isinstance(before, dict) and isinstance(after, dict):

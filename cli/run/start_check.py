@@ -28,8 +28,10 @@ class StartCheck:
         self._failure = ""
 
     def failure(self, state: State | None) -> str:
-        """Why the run, whose journal says ``state``, will never begin (or go on, where that was ordered). Empty while
-        it may, once it has, and where that cannot be told."""
+        """Return why the run with this ``state`` will never start, or resume if that was requested.
+
+        Empty while it still may, once it has, and if that is unknown.
+        """
         try:
             if not awaits_manager(self._run, state) or (job := job_of(self._run)) is None:
                 return ""

@@ -64,7 +64,7 @@ def _current_liveness(run: RunDir, state: State) -> Liveness:
 
 
 def _as_json(run: RunDir, state: State) -> dict[str, Any]:
-    """The state, and where the run stands by its journal and by what is known of its manager and its jobs."""
+    """Return the state, with the run's standing by its journal, its manager and its jobs."""
     judged = _current_liveness(run, state)
     standing_keys = {"standing": judged.standing or standing(state)[0], "note": str(judged)}
     decoded: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(state))
@@ -72,7 +72,7 @@ def _as_json(run: RunDir, state: State) -> dict[str, Any]:
 
 
 def picture(run: RunDir, state: State, width: int, manager_liveness: Liveness = Liveness()) -> RenderableType:
-    """The status view, and what the summary adds once the run has ended."""
+    """Return the status view, with the summary once the run has ended."""
     view = status_view(
         state, time.time(), width, (manager_liveness.note, manager_liveness.advice), manager_liveness.standing
     )
@@ -83,7 +83,7 @@ def picture(run: RunDir, state: State, width: int, manager_liveness: Liveness = 
 
 
 def waiting_text(run: RunDir, start_failure: str) -> str:
-    """What a run without a journal waits for, or why that will never come."""
+    """Return what a run without a journal waits for, or why it will never start."""
     if start_failure:
         return f"rejected: {start_failure}"
     job = job_of(run)
@@ -96,8 +96,10 @@ def waiting_text(run: RunDir, start_failure: str) -> str:
 
 
 def storage_trouble(run: RunDir) -> str:
-    """Why nothing can be written to the run directory, as far as this machine can tell; empty: it can. What a manager
-    cannot write down it does not do, and its journal cannot say so."""
+    """Return why the run directory cannot be written, as far as this machine can tell; empty if it can.
+
+    A manager acts only on what it has written down, and its journal cannot report this.
+    """
     try:
         file_system = os.statvfs(run.path)
     except OSError as error:
@@ -110,6 +112,7 @@ def storage_trouble(run: RunDir) -> str:
 
 
 def list_runs(*, json: bool) -> int:
+    """Print all runs."""
     slurm: dict[int, SlurmJobs] = {}
     rows = [_row(run, slurm) for run in all_runs()]
     if json:
@@ -122,8 +125,10 @@ def list_runs(*, json: bool) -> int:
 
 
 def _row(run: RunDir, slurm: dict[int, SlurmJobs]) -> dict[str, Any]:
-    """One run as plain values; a run that cannot be read says so instead of hiding the others. ``slurm``: what Slurm
-    said of each user's jobs, asked once for all runs and only where a lease stands still."""
+    """Return one run as plain values; an unreadable run is a row that says so.
+
+    ``slurm`` holds each user's jobs. Slurm is queried once for all runs, and only if a lease stands still.
+    """
     job = job_of(run)
     row: dict[str, Any] = {
         "run": run.id, "name": job.name if job else "", "outcome": None, "standing": "submitted", "step": 0,

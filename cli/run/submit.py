@@ -29,8 +29,11 @@ from .start_check import NeverBegan, StartCheck
 
 
 def submit(path: Path, *, foreground: bool, wait: bool, json: bool) -> int:
-    """Exit code: 0 when started (or, if waited for, completed), 1 when it failed or was cancelled, 2 when the cluster
-    refuses what the job spec asks for."""
+    """Start a run.
+
+    Exit code: 0 when started (with ``wait``: completed), 1 when it failed or was cancelled, 2 when the cluster rejects
+    the job.
+    """
     job = load_job(path)
     preview_or_fail(job, path)  # what could not be submitted is refused before there is a run
     warnings, _ = preflight(job, path, foreground)
@@ -97,7 +100,7 @@ def manage(name: str) -> int:
 
 
 def _foreground(run: RunDir, json: bool) -> int:
-    """The manager in this thread, which gets the signals; the picture in another."""
+    """Run the manager in this thread, which receives the signals, and draw the status view in another."""
     print(f"{run.id}  ({run.path}); Ctrl-C cancels it", file=sys.stderr, flush=True)
     stop = threading.Event()
     watching = threading.Thread(target=_watch, args=(run, stop), daemon=True)
@@ -134,7 +137,7 @@ def _manager(run: RunDir, *, foreground: bool) -> str | None:
 
 
 def print_started(run: RunDir, json: bool) -> int:
-    """It was started, and is left alone."""
+    """Print that the run was started."""
     if json:
         print_json({"run": run.id, "run_dir": str(run.path)})
     else:

@@ -34,7 +34,10 @@ def headline(verdict: Verdict, findings: Sequence[Finding]) -> str:
 
 
 def health_check_view(findings: Sequence[Finding]) -> RenderableType:
-    """A line for each finding, the worst first; those that are well are one, those unknown for one reason too."""
+    """Return one line for each finding, the most severe first.
+
+    Passed checks share a line, and so do checks that are unknown for the same reason.
+    """
     table = Table.grid(padding=(0, 1), expand=True)
     table.add_column(width=7, no_wrap=True)
     table.add_column(width=19, no_wrap=True)
@@ -66,7 +69,7 @@ def _finding_lines(findings: Sequence[Finding], verdict: Verdict) -> Iterator[tu
 
 
 def _tally(findings: Sequence[Finding]) -> str:
-    """``18 checks; 21 not to be known here``"""
+    """Return the number of checks, as ``18 checks; 21 unknown here``."""
     well = sum(finding.verdict is Verdict.OK for finding in findings)
     unknown = sum(finding.verdict is Verdict.UNKNOWN for finding in findings)
     return f"{well} checks" + (f"; {unknown} not to be known here" if unknown else "")
@@ -75,6 +78,7 @@ def _tally(findings: Sequence[Finding]) -> str:
 def requests_view(
     requests: Sequence[DrainRequest], drains: Mapping[str, DrainState], unknown: str, now: float
 ) -> RenderableType:
+    """Return the drain requests as a table."""
     if not requests:
         return Text("no run asks for a drain", "green")
     table = Table.grid(padding=(0, 2))

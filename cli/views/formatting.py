@@ -8,7 +8,7 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def span(seconds: float) -> str:
-    """A length of time, two units at most: ``7s``, ``2m14s``, ``3h05m``, ``2d04h``."""
+    """Format a duration with two units at most: ``7s``, ``2m14s``, ``3h05m``, ``2d04h``."""
     whole = max(0, int(seconds))
     for size, unit, smaller, name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
         if whole >= size:
@@ -17,16 +17,17 @@ def span(seconds: float) -> str:
 
 
 def stage(seconds: float | None) -> str:
-    """A measured stage, in s with two digits; a dash where it has not happened."""
+    """Format a measured stage in s with two digits; a dash if it has not happened."""
     return "–" if seconds is None else f"{seconds:.2f}s" if seconds < 100 else span(seconds)
 
 
 def number(value: float | None) -> str:
+    """Format a number with two digits; a dash for None."""
     return "–" if value is None else f"{value:.2f}"
 
 
 def curve(values: Sequence[float], width: int) -> str:
-    """The newest ``width`` values as blocks: between 0 and 1 when all lie there, else between their extremes."""
+    """Draw the newest ``width`` values as blocks, scaled to 0..1 if all lie within it, else to their extremes."""
     shown = values[-width:]
     if not shown:
         return ""
@@ -36,7 +37,7 @@ def curve(values: Sequence[float], width: int) -> str:
 
 
 def bar(done: int, of: int, width: int) -> tuple[str, str]:
-    """The full and the empty part of a progress bar."""
+    """Return the full and the empty part of a progress bar."""
     full = min(width, width * done // max(1, of))
     return "━" * full, "─" * (width - full)
 

@@ -45,7 +45,7 @@ def to_paste(report: Report) -> str:
 
 
 def drain_text(drain: DrainState) -> str:
-    """The drain that stands on a node, in one line."""
+    """Describe the drain of a node in one line."""
     if not drain.state:
         return "–"
     if not drain.drained:
@@ -170,7 +170,7 @@ def _details(nodes: Sequence[NodeReport]) -> RenderableType:
 
 
 def rows_of(one: NodeReport) -> list[tuple[str, str]]:
-    """What its verdict rests on, what was done, and whose its drain is; each with a word for it."""
+    """Return labelled lines: the evidence for the verdict, the actions, and the owner of the drain."""
     rows = [("seen", f"{line.source}: {line.text}  {utc_time(line.at)}") for line in one.evidence]
     if one.components:
         rows.append(("about", ", ".join(one.components)))

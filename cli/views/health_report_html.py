@@ -1,5 +1,7 @@
-"""The health report as one HTML file that refers to nothing else. Pure: numbers of the plots are computed here, the
-template (cli/templates/health.html.j2) escapes whatever it is given."""
+"""The health report as one self-contained HTML file.
+
+Pure: the numbers of the plots are computed here, and the template (cli/templates/health.html.j2) escapes its input.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +33,7 @@ _TEMPLATES = jinja2.Environment(
 
 
 def page(report: Report, sources: Sources, drains_unknown: str) -> str:
+    """Return the HTML text of the report."""
     site = report.site
     quiet = [one.node for one in report.nodes if not is_notable(one)]
     return _TEMPLATES.get_template("health.html.j2").render(
@@ -109,7 +112,8 @@ def _row(one: NodeReport) -> dict[str, Any]:
     return {
         "node": one.node, "verdict": one.verdict, "cause": one.cause, "count": one.count, "incidents": one.incidents,
         "last": "" if one.last_seen is None else utc_time(one.last_seen), "gpu_hours": f"{one.gpu_hours_lost:.1f}",
-        "score": f"{one.lemon.score:.2f}", "lemon": one.lemon.lemon, "drain": drain_text(one.drain), "action": one.action,
+        "score": f"{one.lemon.score:.2f}", "lemon": one.lemon.lemon, "drain": drain_text(one.drain),
+        "action": one.action,
         "scontrol": one.scontrol,
         "details": [*rows_of(one), ("known", ", ".join(filter(None, (first, held_text))))],
     }  # fmt: skip

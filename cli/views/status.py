@@ -47,8 +47,11 @@ _VERDICT = {Verdict.FAIL: "red", Verdict.WARN: "yellow"}
 def status_view(
     state: State, now: float, width: int = 100, notes: Sequence[str] = (), known_standing: str = ""
 ) -> RenderableType:
-    """The whole picture of a run. ``now``: wall clock (s); ``notes``: lines about its manager that take the place of
-    what the journal says of it; ``known_standing``: where the run stands, if more is known than its journal says."""
+    """Return the status view of a run.
+
+    ``now`` is the wall clock (s). ``notes`` are lines about its manager that replace the journal's. ``known_standing``
+    is the standing of the run if more is known than its journal says.
+    """
     until = now if state.ended is None else state.ended
     title = Text.assemble(*_title(state, until, width, known_standing), overflow="ellipsis", no_wrap=True)
     parts: list[RenderableType] = [title]
@@ -63,7 +66,7 @@ def status_view(
 
 
 def one_line(state: State, silent: bool = False, known_standing: str = "") -> str:
-    """The same for a log: where the run stands, and who is not at work."""
+    """Return the status in one line for a log: the run's standing, and the replicas that do not work."""
     parts = [f"{state.run}: {known_standing or standing(state)[0]}", _progress_text(state)]
     if state.rewards.latest is not None:
         parts.append(f"reward {number(state.rewards.latest)}")
@@ -167,7 +170,8 @@ def _held_back_nodes(state: State, now: float) -> Iterator[str]:
         until = (
             "until Slurm says otherwise" if held_exclusion.until == inf else f"for {span(held_exclusion.until - now)}"
         )
-        yield f"{held_exclusion.exclude.node} stays in use {until}: {held_exclusion.why} ({'; '.join(held_exclusion.exclude.why.evidence)})"
+        evidence = "; ".join(held_exclusion.exclude.why.evidence)
+        yield f"{held_exclusion.exclude.node} stays in use {until}: {held_exclusion.why} ({evidence})"
 
 
 def _token_ages(state: State) -> Text:
@@ -185,7 +189,7 @@ def retained_jobs(state: State) -> str:
 
 
 def _metrics(state: State, width: int) -> str:
-    """What the trainer said of its newest step, as much of it as fits in ``width`` columns: no figure is cut off."""
+    """Return as many metrics of the trainer's newest step as fit in ``width`` columns; no number is cut off."""
     text = ""
     for name, value in sorted(state.metrics.items()):
         figure = f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
@@ -224,7 +228,7 @@ def _nodes(state: State) -> Text:
 
 
 def _allocation_trouble(allocation: Allocation) -> str:
-    """What the cluster does with it that a person may want to know of."""
+    """Return what the cluster does with the allocation, such as preempting or suspending it."""
     if allocation.status is None or allocation.releasing or allocation.orphan:
         return ""
     nodes = folded(allocation.status.nodes)
@@ -333,7 +337,7 @@ def _detector_text(finding: Finding) -> str:
 
 
 def _failures(state: State, now: float) -> RenderableType | None:
-    """What failed of late and how far its replacement is."""
+    """Return the recent failures and how far each replacement is."""
     recent = [
         (failure, replica)
         for replica in workers(state)

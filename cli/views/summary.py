@@ -19,8 +19,10 @@ _STAGES = ("detect_s", "decide_s", "start_s", "weights_s", "first_work_s", "tota
 
 
 def summary_view(summary: dict[str, Any]) -> RenderableType:
-    """``summary``: the decoded summary.json (:class:`rrl.manager.reporting.summary.Summary`); fields that it lacks are
-    dashes."""
+    """Return the view of a decoded summary.json (:class:`rrl.manager.reporting.summary.Summary`).
+
+    Missing fields are shown as dashes.
+    """
     outcome = str(summary.get("outcome", "unknown"))
     title = Text(str(summary.get("run", "run")), "bold")
     title.append(f"  ● {outcome}", _OUTCOME_COLOUR.get(outcome, "white"))
@@ -51,7 +53,7 @@ def summary_view(summary: dict[str, Any]) -> RenderableType:
 
 
 def recoveries_view(recoveries: list[dict[str, Any]]) -> RenderableType:
-    """The stage times of each recovery, and below them why each was needed."""
+    """Return the stage times of each recovery and, below them, its cause."""
     table = Table(
         box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False,
         header_style="bright_black", border_style="bright_black",
@@ -122,5 +124,5 @@ def runs_view(rows: Sequence[dict[str, Any]], now: float) -> RenderableType:
 
 
 def _steps(step: int, steps: int | None) -> str:
-    """A run of commands alone has none."""
+    """Return the number of steps; a run of user commands alone has none."""
     return "–" if steps == 0 else f"{step}/{'?' if steps is None else steps}"

@@ -74,7 +74,7 @@ def _filesystems(state: NodeState, rules: Rules, now: float) -> Iterator[CheckRe
         make = fail if grave else warn
         remedy = Remedy.EXCLUDE if grave else Remedy.NONE
         text = f"file system{f' on {device}' if device else ''}: {shown.event.text}"
-        yield make(Cause.STORAGE, remedy, text, part=device, failures_to_raise=1, at=shown.at)
+        yield make(Cause.STORAGE, remedy, text, component=device, failures_to_raise=1, at=shown.at)
 
 
 def _machine_checks(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:

@@ -1,11 +1,11 @@
-"""The Slurm jobs that a run's managers are: one runs, the next one waits until it has ended, whatever ended it.
+"""The Slurm jobs of a run's managers: one runs, and the next one is pending until it has ended for whatever reason.
 
 Slurm's own requeue would start the same job again after about 120 s (measured). A successor with
-``--dependency=singleton`` waits in the queue under the same name and starts within seconds. It is queued beforehand:
-by ``rrl submit`` the first, by each manager the one after its own; some sites let no job submit jobs, and then the one
-from the login node is what there is. At the end of the run whoever waits is taken from the queue.
+``--dependency=singleton`` waits in the queue under the same name and starts within seconds. It is queued in advance:
+``rrl submit`` queues the first, and each manager the one after it. Some sites do not let a job submit jobs; there the
+only successor is the one from the login node. At the end of the run the pending successor is cancelled.
 
-``[manager] where = "pool"`` has none of these: there the pool's own script keeps a manager
+With ``[manager] where = "pool"`` there are no such jobs: the pool's own script keeps a manager running
 (:mod:`rrl.manager.bootstrap.pool_supervisor`).
 """
 
@@ -32,25 +32,28 @@ from .pool_supervisor import MANAGER_PROGRAM
 _log = logging.getLogger("rrl.manager")
 
 POOL_LOG = "pool.log"
-"""in the folder of submitit: output of the pool's script and of the managers that it keeps"""
+"""File in submitit's folder with the output of the pool's script and of the managers that it starts."""
 CPUS = 1
+"""CPUs of the manager's own job."""
 MEM_GB = 1
+"""Memory of the manager's own job, in GB."""
 WALLTIME_MARGIN_S = 600.0
-"""s that the manager's own job outlives the run's walltime"""
+"""Seconds by which the manager's own job outlasts the run's walltime."""
 MIN_WALLTIME_S = 600.0
-"""s that it has at least: a manager leaves 90 s before its end (submitit), and has queued the next one by then"""
+"""Shortest walltime (s) of the manager's job. A manager exits 90 s before its end (submitit), and has queued the next
+one by then."""
 STABLE_AFTER_S = 60.0
-"""s that a manager goes on before it queues the next one: what ends it sooner would end its successors, too"""
+"""Seconds that a manager runs before it queues the next one: what ends it earlier would end its successors too."""
 _SLURM_LIMITS = SlurmLimits()
 
 
 def manager_job_name(run_id: str) -> str:
-    """Of the jobs of all managers of a run: Slurm lets one of a name run at a time."""
+    """Return the name of all manager jobs of a run, of which Slurm runs only one at a time."""
     return f"{run_id}.{MANAGER}"
 
 
 def parameters(run_id: str, spec: RunSpec) -> dict[str, Any]:
-    """submitit's, for the manager's own job."""
+    """Return submitit's parameters for the manager's own job."""
     return {
         "job_name": manager_job_name(run_id),
         "comment": f"rrl {run_id} {MANAGER}",
@@ -65,7 +68,10 @@ def parameters(run_id: str, spec: RunSpec) -> dict[str, Any]:
 
 
 def _walltime(spec: RunSpec) -> float:
-    """s: the run's and a margin; where the site allows less, one manager follows the other."""
+    """Return the walltime of the manager's job (s): that of the run and a margin, unless the site allows less.
+
+    If it is shorter than the run, one manager follows another.
+    """
     max_walltime = spec.walltime + WALLTIME_MARGIN_S
     return min(max_walltime, max(spec.manager.walltime, MIN_WALLTIME_S)) if spec.manager.walltime else max_walltime
 
@@ -75,18 +81,22 @@ def _flags(options: dict[str, str]) -> dict[str, str | bool]:
 
 
 def submit(run: RunDir, spec: RunSpec, manage: Callable[[RunDir], Any]) -> None:
-    """Submit one manager's job, which does what ``manage(run)`` would. Raises RuntimeError with Slurm's words, or
-    OSError."""
+    """Submit the job of one manager, which does what ``manage(run)`` would do.
+
+    Raises:
+        RuntimeError: Slurm rejected the job; the text quotes Slurm.
+        OSError: the submission cannot be written or started.
+    """
     import submitit
 
-    # submitit's own command waits for a file that is put in place only after sbatch has answered: whoever dies in
-    # between, as a login node may, would leave a job that gives up after a minute.
+    # submitit's own command waits for a file that appears only after sbatch has answered: if this process died in
+    # between, as a login node may, the job would give up after a minute.
     python = spec.env.python or sys.executable
     command = {"_submitit_command_str": shlex.join((python, "-u", "-P", "-c", MANAGER_PROGRAM, str(run.path)))}
     executor = type("SlurmExecutor", (submitit.SlurmExecutor,), command)(folder=run.submit, python=python)
     executor.update_parameters(**parameters(run.id, spec))
     try:
-        with contextlib.redirect_stderr(io.StringIO()), _outside_of_a_job():  # submitit repeats there what it raises
+        with contextlib.redirect_stderr(io.StringIO()), _outside_of_a_job():  # submitit also prints what it raises
             executor.submit(manage, run)
     except RuntimeError as error:
         raise RuntimeError("; ".join(dict.fromkeys(str(error).split("\n")))) from error
@@ -94,7 +104,10 @@ def submit(run: RunDir, spec: RunSpec, manage: Callable[[RunDir], Any]) -> None:
 
 @contextlib.contextmanager
 def _outside_of_a_job() -> Iterator[None]:
-    """sbatch takes the variables of the job that it is called in for options, and submitit passes on what it finds."""
+    """Hide the variables of a surrounding Slurm job.
+
+    sbatch takes them for options, and submitit passes its environment on.
+    """
     allowed = environment(os.environ)
     hidden = {key: os.environ.pop(key) for key in set(os.environ) - set(allowed)}
     try:
@@ -104,7 +117,7 @@ def _outside_of_a_job() -> Iterator[None]:
 
 
 async def submit_pool(run: RunDir, spec: RunSpec) -> None:
-    """Submit the pool whose script keeps the manager. Raises RuntimeError with Slurm's words."""
+    """Submit the pool whose script keeps the manager running. Raises RuntimeError, which quotes Slurm."""
     try:
         ended = await execute(
             ("sbatch", "--parsable"), _SLURM_LIMITS.write_timeout_s, pool_script(run.id, spec, str(run.path))
@@ -113,19 +126,19 @@ async def submit_pool(run: RunDir, spec: RunSpec) -> None:
             raise failure("sbatch", ended)
     except (Refused, Unanswered) as error:
         raise RuntimeError(str(error)) from error
-    with contextlib.suppress(OSError):  # the job is queued all the same
+    with contextlib.suppress(OSError):  # the job is queued in any case
         write_atomically(run.submit / f"{ended.out.strip().partition(';')[0]}_submitted", b"")  # as submitit does
 
 
 def pool_script(run_id: str, spec: RunSpec, run_dir: str) -> str:
-    """Raises ValueError for an option that cannot be passed on."""
+    """Return the batch script of the pool. Raises ValueError for an sbatch option that cannot be passed on."""
     (request,) = initial_requests(run_id, spec)
     command = (spec.env.python or sys.executable, "-P", "-m", "rrl.manager.bootstrap.pool_supervisor", run_dir)
     return batch_script(request, command, output=f"{run_dir}/submit/{POOL_LOG}")
 
 
 def own_allocation_tag(run_id: str, spec: RunSpec) -> str:
-    """Tag of the allocation that this process runs in as its manager; empty where it does not."""
+    """Return the tag of the allocation in which this process runs as the manager; empty if it runs elsewhere."""
     if spec.cluster != "slurm" or spec.manager.where != "pool":
         return ""
     (request,) = initial_requests(run_id, spec)
@@ -133,7 +146,10 @@ def own_allocation_tag(run_id: str, spec: RunSpec) -> str:
 
 
 async def ensure_successor(run: RunDir, spec: RunSpec, manage: Callable[[RunDir], Any]) -> None:
-    """From within a manager's job: once it has gone on for a while, see to it that another one waits."""
+    """Queue the next manager's job, unless one is pending, once this manager has run for ``STABLE_AFTER_S`` seconds.
+
+    Does nothing outside of a manager's job. Retries while Slurm does not answer.
+    """
     if os.environ.get("SLURM_JOB_NAME") != manager_job_name(run.id):
         return
     while True:
@@ -144,16 +160,20 @@ async def ensure_successor(run: RunDir, spec: RunSpec, manage: Callable[[RunDir]
             return
         except (Refused, Unanswered, RuntimeError, OSError) as error:
             if isinstance(error, Unanswered) or unanswered(str(error)):
-                continue  # Slurm is away for a while, or has queued it after all: the next look tells
+                continue  # Slurm is not reachable, or has queued the job after all: the next attempt finds out
             _log.warning(
-                "cannot queue a successor, this is the last manager that starts by itself: %s; if it ends before the"
-                " run does: rrl manage %s", error, run.id,
+                "cannot queue a successor, so no manager will start by itself after this one: %s; if this one ends"
+                " before the run does: rrl manage %s", error, run.id,
             )  # fmt: skip
             return
 
 
 async def is_queued(job: str, *options: str) -> bool:
-    """A job of that name waits or runs."""
+    """Return whether a job of that name is pending or running. Further squeue ``options`` narrow the search.
+
+    Raises:
+        Refused, Unanswered: squeue failed.
+    """
     ended = await execute(("squeue", "--me", "-h", f"--name={job}", "-o", "%A", *options), _SLURM_LIMITS.read_timeout_s)
     if ended.code:
         raise failure("squeue", ended)
@@ -161,8 +181,10 @@ async def is_queued(job: str, *options: str) -> bool:
 
 
 async def cancel_pending(run_id: str, spec: RunSpec) -> str:
-    """Take from the queue what would start a manager. Returns why that could not be done: such a manager leaves by
-    itself when its turn comes."""
+    """Cancel pending manager jobs.
+
+    Returns an error text on failure (harmless: a late manager exits at once), else "".
+    """
     try:
         ended = await execute(
             ("scancel", "--state=PENDING", f"--name={job_name(run_id, spec)}"), _SLURM_LIMITS.write_timeout_s
@@ -173,7 +195,7 @@ async def cancel_pending(run_id: str, spec: RunSpec) -> str:
 
 
 async def none_pending(run_id: str, spec: RunSpec) -> bool:
-    """:func:`cancel_pending`, and certainly no manager of this run is in the queue any more, waiting or running."""
+    """Cancel pending manager jobs and return whether certainly no manager job of this run is pending or running."""
     if await cancel_pending(run_id, spec):
         return False
     try:
@@ -183,5 +205,5 @@ async def none_pending(run_id: str, spec: RunSpec) -> bool:
 
 
 def job_name(run_id: str, spec: RunSpec) -> str:
-    """Name of the job that starts a manager."""
+    """Return the name of the job that starts a manager: the pool's, or that of the manager jobs."""
     return initial_requests(run_id, spec)[0].tag if spec.manager.where == "pool" else manager_job_name(run_id)

@@ -1,10 +1,10 @@
-"""``python -P -m rrl.manager.bootstrap.pool_supervisor RUN_DIR``: what the batch script of a pool runs where the
-manager lives in the pool.
+"""Keep one manager running on a pool's first node: ``python -P -m rrl.manager.bootstrap.pool_supervisor RUN_DIR``.
 
-It holds the nodes, and keeps one manager: should that die, another one goes on. It ends with the run, and the pool with
-it; and once ``MAX_FUTILE_STARTS`` managers in a row have ended before they began the run, as with a broken environment.
-When the pool's first node is lost this is lost, too, and no manager comes by itself any more: the roles on the other
-nodes go on, and ``rrl manage RUN`` on the login node takes over.
+The batch script of a pool runs this program if the manager is to run in the pool. It holds the nodes and restarts a
+manager that dies. It ends with the run, and the pool ends with it. It also ends once ``MAX_FUTILE_STARTS`` managers in
+a row have ended before they began the run, for example in a broken environment. If the pool's first node fails, this
+program is lost too, and no manager starts by itself: the roles on the other nodes keep running, and ``rrl manage RUN``
+on the login node takes over.
 """
 
 from __future__ import annotations
@@ -22,22 +22,25 @@ from ..storage.journal import Follower, JournalError
 from ..storage.resume_request import read_pending
 
 RESTART_DELAY_S = 1.0
-"""s before a manager that died is followed by another one; doubles with each that lived shorter than ``STABLE_AFTER_S``"""
+"""Seconds before a manager that died is restarted. Doubles with each manager that ran for less than
+``STABLE_AFTER_S``."""
 MAX_RESTART_DELAY_S = 60.0
+"""Upper limit of that delay in seconds."""
 STABLE_AFTER_S = 60.0
-"""s"""
+"""Seconds after which a manager's start counts as successful, so that the delay starts again at ``RESTART_DELAY_S``."""
 MAX_FUTILE_STARTS = 5
-"""managers in a row that ended with nothing to hold the nodes for: somebody removed the run directory, or none of them
-could begin the run. With the pauses between them they take 15 s, so that no single moment decides"""
+"""Managers in a row that may end with nothing to hold the nodes for, because the run directory was removed or none of
+them could begin the run. The delays between them add up to 15 s, so that no single moment decides."""
 LOGGER = "rrl.pool_supervisor"
-"""names the lines of this process, which share a file with the output of its managers"""
+"""Name in the log lines of this process, which share a file with the output of its managers."""
 _log = logging.getLogger(LOGGER)
 MANAGER_PROGRAM = "import sys; from pathlib import Path; from rrl.core.run_dir import RunDir; " \
           "from rrl.manager.bootstrap.start import run_manager; run_manager(RunDir(Path(sys.argv[1])))"  # fmt: skip
-"""a program whose argument is the run directory: one manager"""
+"""Python program that runs one manager; its argument is the run directory."""
 
 
 def main() -> int:
+    """Run managers until the run has ended; return the exit code."""
     start_logging()
     run = RunDir(Path(sys.argv[1]))
     pause, futile = RESTART_DELAY_S, 0
@@ -48,17 +51,21 @@ def main() -> int:
             break
         futile = futile + 1 if _nothing_runs(run) else 0
         if futile >= MAX_FUTILE_STARTS:
-            _log.error("%d managers in a row ended before the run began; its nodes are given back", futile)
+            _log.error("%d managers in a row ended before the run began; the pool's nodes are released", futile)
             return 1
         pause = RESTART_DELAY_S if time.monotonic() - began > STABLE_AFTER_S else pause
-        _log.warning("the manager ended with %d before the run did; another one follows in %g s", code, pause)
+        _log.warning("the manager exited with code %d before the run ended; the next one starts in %g s", code, pause)
         time.sleep(pause)
         pause = min(2 * pause, MAX_RESTART_DELAY_S)
     return 0
 
 
 def _surely_ended(run: RunDir) -> bool:
-    """Storage that is away, or a journal that cannot be read, is no reason to give the nodes back: the roles live."""
+    """Return whether the run has certainly ended.
+
+    Storage that is unavailable, or a journal that cannot be read, is no reason to release the nodes: roles may be
+    running.
+    """
     try:
         return run_ended(run)
     except (JournalError, OSError) as error:
@@ -67,8 +74,10 @@ def _surely_ended(run: RunDir) -> bool:
 
 
 def _nothing_runs(run: RunDir) -> bool:
-    """Whether certainly no role runs on the nodes: the run was removed, or no manager has begun it. A journal that
-    cannot be read may be that of a run whose roles live."""
+    """Return whether certainly no role runs on the nodes: the run was removed, or no manager has begun it.
+
+    A journal that cannot be read may belong to a run whose roles are running.
+    """
     try:
         return run.removed() or awaits_manager(run, Follower(run).state())
     except (JournalError, OSError):
@@ -76,14 +85,19 @@ def _nothing_runs(run: RunDir) -> bool:
 
 
 def awaits_manager(run: RunDir, state: State | None) -> bool:
-    """Whether no manager has begun the run yet, or has taken the order that it goes on (``state``: of its journal).
-    Raises OSError."""
+    """Return whether no manager has begun the run yet, or has claimed the request to resume it.
+
+    ``state`` is the state of the run's journal. Raises OSError.
+    """
     return state is None or (state.outcome is not None and read_pending(run) is not None)
 
 
 def run_ended(run: RunDir) -> bool:
-    """The journal has the run's end, and nobody has ordered that it goes on. Raises JournalError or OSError where that
-    cannot be read."""
+    """Return whether the journal records the run's end and no request to resume it is pending.
+
+    Raises:
+        JournalError, OSError: that cannot be read.
+    """
     state = Follower(run).state()
     return state is not None and state.outcome is not None and read_pending(run) is None
 

@@ -1,9 +1,9 @@
-"""Would Slurm take what a job spec asks for? Asked beforehand, without starting anything (``sbatch --test-only``).
+"""Check before a submission whether Slurm would accept what a job spec requests, without starting anything.
 
-Not everything that it says no to is a mistake: nodes that are down or drained make it say what an impossible size does
-(measured on 22.05: "Requested node configuration is not available"). And not every mistake is said no to: where
-EnforcePartLimits is NO, a walltime beyond the partition's is taken and then waits for ever. So the sizes are compared
-with what the partitions have, too.
+``sbatch --test-only`` is not enough. It rejects jobs without a mistake: with nodes down or drained it reports the same
+as for an impossible size (measured on 22.05: "Requested node configuration is not available"). And it accepts jobs with
+one: if EnforcePartLimits is NO, a job with a walltime beyond the partition's limit is accepted and then stays pending
+forever. So the sizes are also compared with the partitions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...config.job.schema import Job
 from ...core.run_spec import RunSpec
 from ...core.units import duration_text
 from ..cluster.base import AllocationRequest, Refused, Unanswered
-from ..cluster.slurm.commands import NO_CLUSTER, SlurmLimits, execute, failure, unanswered
+from ..cluster.slurm.commands import NoCluster, SlurmLimits, execute, failure, unanswered
 from ..cluster.slurm.parsing import Unreadable, fields
 from ..cluster.slurm.requests import (
     SHAPES_FORMAT,
@@ -42,53 +42,61 @@ _KEYS = (
     (r"time limit", "walltime"), (r"memory", "mem"), (r"node name", "nodelist"),
     (r"node configuration|node count|processors", "cpus"),
 )  # fmt: skip
-"""Words of Slurm's, and the key of job.toml that they are about: an sbatch option, or one of rrl's in its place."""
+"""Words in Slurm's messages, and the key of job.toml that they concern: an sbatch option, or rrl's own key in its
+place."""
 _PERHAPS_DOWN = re.compile(r"configuration (is )?not available|nodes are busy|node not available", re.IGNORECASE)
-"""said of nodes that are down or drained, too"""
+"""Messages that Slurm also gives if nodes are down or drained."""
 
 
 _NARROWING = ("gres", "constraint", "nodelist", "exclude")
+"""sbatch options that restrict the nodes on which a job may run."""
 
 
 class Problem(Struct, frozen=True):
+    """Something in a job spec that Slurm would not accept, or that could not be checked."""
+
     key: tuple[str, ...]
-    """where job.toml is to be changed; empty: nowhere"""
+    """Key of job.toml that has to change; empty: none."""
     text: str
     certain: bool = True
-    """it could never start so"""
+    """Whether the job could never start as it is."""
 
 
 async def check_with_slurm(job: Job, foreground: bool = False) -> list[Problem]:
-    """What Slurm would not take, or did not say. Raises ValueError for an sbatch option that cannot be passed on.
+    """Return what Slurm would not accept, or did not answer. With ``foreground`` the manager is not a Slurm job.
 
-    ``foreground``: the manager is no Slurm job."""
+    Raises:
+        ValueError: an sbatch option cannot be passed on.
+    """
     spec = resolve(job, sys.executable)
-    requests = {
-        request.node_group: request for request in initial_requests(_RUN_ID, spec)
-    }  # those of one part differ by their tags only
+    # requests of one node group differ only by their tags
+    requests = {request.node_group: request for request in initial_requests(_RUN_ID, spec)}
     try:
         partitions = await _partitions()
     except (Refused, Unanswered) as error:
         return [_unreachable(error)]
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for request in requests.values():
         too_large = [
-            one
+            problem
             for component in (request, *request.further_components)
-            for one in _check_sizes(job, spec, component, partitions)
+            for problem in _check_sizes(job, spec, component, partitions)
         ]
-        found += too_large or await _test_only(
+        problems += too_large or await _test_only(
             job, spec, request, (), batch_script(request), _partition_fits(request, partitions)
         )
     if spec.manager.where == "job" and not foreground:
-        found += await _test_only(job, spec, None, _manager_options(spec), "#!/bin/sh\nexec true\n", nodes_suffice=True)
-    return list({(one.key or one.text, one.certain): one for one in reversed(found)}.values())[::-1]
+        script = "#!/bin/sh\nexec true\n"
+        problems += await _test_only(job, spec, None, _manager_options(spec), script, nodes_suffice=True)
+    first_of_each = {(problem.key or problem.text, problem.certain): problem for problem in reversed(problems)}
+    return list(first_of_each.values())[::-1]
 
 
 def _unreachable(error: Refused | Unanswered) -> Problem:
-    if NO_CLUSTER in str(error):
-        return Problem(("cluster", "kind"), "Slurm is installed here, and no cluster is configured; use a login node")
-    return Problem((), f"Slurm cannot be asked: {error}", certain=False)
+    if isinstance(error, NoCluster):
+        text = "Slurm is installed on this machine, but no cluster is configured; use a login node"
+        return Problem(("cluster", "kind"), text)
+    return Problem((), f"cannot check the job with Slurm: {error}", certain=False)
 
 
 async def _partitions() -> list[Partition]:
@@ -102,33 +110,37 @@ async def _partitions() -> list[Partition]:
 
 
 def _check_sizes(job: Job, spec: RunSpec, request: AllocationRequest, partitions: list[Partition]) -> list[Problem]:
-    """More than the partition has, whatever its nodes' state: Slurm would refuse it, or let it wait for ever."""
-    fit = eligible(partitions, request.sbatch)
-    if not fit or not any(one.shapes for one in fit):
-        return []  # sbatch has better words for it
+    """Return requests beyond what the partitions have, whatever the state of their nodes.
+
+    Slurm would reject them, or leave the job pending forever.
+    """
+    allowed = eligible(partitions, request.sbatch)
+    if not allowed or not any(partition.shapes for partition in allowed):
+        return []  # sbatch explains this better
     node, nodes = required_resources(request), "nodes" if request.count > 1 else "node"
-    best = max(fit, key=lambda one: one.fitting(node))
+    best = max(allowed, key=lambda partition: partition.fitting(node))
     if request.count > (possible := best.fitting(node)):
         key = _key(job, spec, request, "replicas" if possible else best.missing_resource(node))
         requested = f"{request.count} {nodes} of {resources_text(node)} for {request.node_group}"
         return [Problem(key, f"{requested}: partition {best.name} has {best.description()}")]
-    never = "qos" not in request.sbatch  # a QOS may lift the limits of a partition
-    found = []
-    if request.walltime > (max_walltime := max(one.max_walltime_s for one in fit)):
-        text = f"{duration_text(request.walltime)} for {request.node_group}: partition {best.name} allows {duration_text(max_walltime)}"
-        found.append(Problem(_key(job, spec, request, "walltime"), text, never))
-    if request.count > (max_nodes := max(one.max_nodes for one in fit)):
+    certain = "qos" not in request.sbatch  # a QOS may lift the limits of a partition
+    problems = []
+    if request.walltime > (max_walltime := max(partition.max_walltime_s for partition in allowed)):
+        requested = f"{duration_text(request.walltime)} for {request.node_group}"
+        text = f"{requested}: partition {best.name} allows {duration_text(max_walltime)}"
+        problems.append(Problem(_key(job, spec, request, "walltime"), text, certain))
+    if request.count > (max_nodes := max(partition.max_nodes for partition in allowed)):
         text = f"{request.count} {nodes} for {request.node_group}: partition {best.name} allows a job {max_nodes:g}"
-        found.append(Problem(_key(job, spec, request, "replicas"), text, never))
-    return found
+        problems.append(Problem(_key(job, spec, request, "replicas"), text, certain))
+    return problems
 
 
 def _partition_fits(request: AllocationRequest, partitions: list[Partition]) -> bool:
-    """Enough nodes of each component's shape are up: then it is not for want of nodes that Slurm says no."""
+    """Return whether enough nodes for each component are up, so that Slurm does not reject it for lack of nodes."""
     return all(
         any(
-            one.fitting(required_resources(component), usable=True) >= component.count
-            for one in eligible(partitions, component.sbatch)
+            partition.fitting(required_resources(component), usable=True) >= component.count
+            for partition in eligible(partitions, component.sbatch)
         )
         for component in (request, *request.further_components)
     )
@@ -137,30 +149,26 @@ def _partition_fits(request: AllocationRequest, partitions: list[Partition]) -> 
 async def _test_only(
     job: Job, spec: RunSpec, request: AllocationRequest | None, options: Sequence[str], text: str, nodes_suffice: bool
 ) -> list[Problem]:
-    """What ``sbatch --test-only`` says; ``request`` is None for the manager's own job."""
-    whose = (
-        "the manager's job"
-        if request is None
-        else ", ".join(one.node_group for one in (request, *request.further_components))
-    )
+    """Return what ``sbatch --test-only`` reports; ``request`` is None for the manager's own job."""
+    components = () if request is None else (request, *request.further_components)
+    subject = ", ".join(component.node_group for component in components) or "the manager's job"
     try:
         ended = await execute(("sbatch", "--test-only", *options), _SLURM_LIMITS.write_timeout_s, text)
     except (Refused, Unanswered) as error:
         return [_unreachable(error)]
     if not ended.code:
         return []
-    meant = failure("sbatch", ended)
-    if unanswered(ended.err) or (isinstance(meant, Unanswered) and "allocation failure" not in ended.err):
-        return [_unreachable(meant)]
+    reported = failure("sbatch", ended)
+    if unanswered(ended.err) or (isinstance(reported, Unanswered) and "allocation failure" not in ended.err):
+        return [_unreachable(reported)]
     message = "; ".join(dict.fromkeys(map(_without_prefixes, filter(_is_informative, ended.err.splitlines()))))
     certain = nodes_suffice or _PERHAPS_DOWN.search(message) is None
     name = next(
         (key or match[1] for pattern, key in _KEYS if (match := re.search(pattern, message, re.IGNORECASE))), ""
     )
-    note = "" if certain else " (so many of its nodes are not up now; it would wait for them)"
-    return [
-        Problem(_key(job, spec, request, name) if certain else (), f"Slurm says for {whose}: {message}{note}", certain)
-    ]
+    note = "" if certain else " (fewer nodes are up at present; the job would wait for them)"
+    key = _key(job, spec, request, name) if certain else ()
+    return [Problem(key, f"Slurm says for {subject}: {message}{note}", certain)]
 
 
 def _is_informative(line: str) -> bool:
@@ -174,8 +182,10 @@ def _without_prefixes(line: str) -> str:
 
 
 def _key(job: Job, spec: RunSpec, request: AllocationRequest | None, name: str) -> tuple[str, ...]:
-    """Where job.toml says ``name`` of this allocation: an sbatch option, ``cpus``, ``gpus``, ``mem``, ``walltime`` or
-    ``replicas``; ``request`` is None for the manager's job."""
+    """Return the key of job.toml that sets ``name`` for this allocation; ``request`` is None for the manager's job.
+
+    ``name`` is an sbatch option, ``cpus``, ``gpus``, ``mem``, ``walltime`` or ``replicas``.
+    """
     if request is None:
         own = name in job.manager.slurm or name not in job.slurm
         return ("manager", "slurm", name) if own else ("slurm", name)
@@ -195,20 +205,22 @@ def _key(job: Job, spec: RunSpec, request: AllocationRequest | None, name: str) 
 
 
 def _option_key(job: Job, spec: RunSpec, request: AllocationRequest, name: str) -> tuple[str, ...]:
-    """Of an sbatch option that is given, with the role that it is for; of nodes that are not to be had, of the first
-    that narrows them down."""
-    for one in (request, *request.further_components):
-        own = {role: job.every_role()[role].slurm for role in spec.node_group(one.node_group).roles}
+    """Return the key of the sbatch option ``name`` if the job spec sets it, in the table of its role; else ().
+
+    For ``cpus``, the options that restrict the nodes count too.
+    """
+    for component in (request, *request.further_components):
+        own = {role: job.every_role()[role].slurm for role in spec.node_group(component.node_group).roles}
         for option in (name, *(_NARROWING if name == "cpus" else ())):
-            if of := next((role for role, options in own.items() if option in options), ""):
-                return (*job.table_of(of), "slurm", option)
+            if owner := next((role for role, options in own.items() if option in options), ""):
+                return (*job.table_of(owner), "slurm", option)
             if option in job.slurm:
                 return ("slurm", option)
     return ()
 
 
 def _manager_options(spec: RunSpec) -> list[str]:
-    """submitit writes the same into its script."""
+    """Return the sbatch options of the manager's job, as submitit writes them into its script."""
     given = manager_job.parameters(_RUN_ID, spec)
     given |= given.pop("additional_parameters")
     return [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in given.items()]

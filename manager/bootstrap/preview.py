@@ -1,4 +1,4 @@
-"""What ``rrl submit`` would start, as text, and the most jobs and steps that a run can have. Pure."""
+"""Describe what ``rrl submit`` would start, and compute the most jobs and steps that a run can have. Pure."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ HOUR_S = 3600.0
 
 
 class WorstCase(Struct, frozen=True):
-    """Components of a heterogeneous job count as jobs, as they do for Slurm's limits."""
+    """The most jobs and steps of a run. Components of a heterogeneous job count as jobs, as for Slurm's limits."""
 
     jobs_to_start: int
-    """with fewer the run does not start"""
+    """Jobs without which the run does not start."""
     jobs: int
-    """at once: the manager and its successor, every allocation, and a replacement or successor of each"""
+    """Jobs at the same time: the manager and its successor, every allocation, and a replacement or successor of
+    each."""
     jobs_per_hour: int
     steps: int
-    """at once: a step for each rank of each replica, an agent on each node, and a shadow for each rank that may go on
-    somewhere"""
+    """Steps at the same time: one for each rank of each replica, an agent on each node, and the standby processes."""
     steps_per_hour: int
 
 
 def worst_case(spec: RunSpec, foreground: bool = False) -> WorstCase:
-    """``foreground``: the manager is no Slurm job."""
+    """Return the most jobs and steps of a run; with ``foreground`` the manager is not a Slurm job."""
     managers = 0 if foreground or spec.manager.where == "pool" else 2
     allocations = sum(_jobs(node_group) for node_group in spec.node_groups)
     start = sum(node_group.min_nodes if node_group.separate_jobs else 1 for node_group in spec.node_groups) + min(
@@ -46,7 +46,7 @@ def worst_case(spec: RunSpec, foreground: bool = False) -> WorstCase:
     at_once = sum(role.replicas * role.ranks for role in spec.roles) + spec.nodes + max_standbys(spec)
     restarts = math.ceil(windows * spec.recovery.per_replica)
     renewals = sum(_rotations(node_group, spec) for node_group in spec.node_groups)
-    if spec.recovery.policy == "requeue":  # each failure gives everything back
+    if spec.recovery.policy == "requeue":  # each failure releases and requests all allocations
         renewals += restarts * allocations
     return WorstCase(
         jobs_to_start=start,
@@ -58,13 +58,16 @@ def worst_case(spec: RunSpec, foreground: bool = False) -> WorstCase:
 
 
 def max_standbys(spec: RunSpec) -> int:
-    """As many as there are at most."""
+    """Return the most standby processes that a run has at the same time."""
     return sum(max_standbys_of(spec, role) for role in spec.roles)
 
 
 def max_standbys_of(spec: RunSpec, role: RoleSpec) -> int:
-    """Of the trainer one beside each rank, and on spares and rollouts' nodes as many as share a node; of rollouts as
-    many on each spare as it carries."""
+    """Return the most standby processes of a role.
+
+    For the trainer: one beside each rank, and on each spare or donor rollout's node as many as ranks share a node. For
+    rollouts: on each spare as many as it can host.
+    """
     if not role.warm or spec.recovery.policy != "role":
         return 0
     if not role.standby_shares_node:
@@ -73,10 +76,10 @@ def max_standbys_of(spec: RunSpec, role: RoleSpec) -> int:
 
 
 def standby_nodes(spec: RunSpec, role: RoleSpec) -> tuple[int, int]:
-    """On so many spares, and on so many rollouts' nodes, there are shadows of this role, which is kept warm."""
+    """Return on how many (spares, rollouts' nodes) standby processes of this role run. The role must be ``warm``."""
     if not role.standby_shares_node:
         return min(spec.spares, role.replicas), 0
-    rollouts = sum(one.replicas for one in spec.kind("rollout"))
+    rollouts = sum(rollout.replicas for rollout in spec.kind("rollout"))
     return min(spec.spares, role.nodes), min(role.donor_rollouts, rollouts)
 
 
@@ -85,12 +88,16 @@ def _jobs(node_group: NodeGroup) -> int:
 
 
 def _rotations(node_group: NodeGroup, spec: RunSpec) -> int:
-    """Requests within an hour because allocations end before the run does."""
+    """Return the requests per hour that are made because allocations end before the run does."""
     return math.ceil(HOUR_S / node_group.walltime) * _jobs(node_group) if node_group.walltime < spec.walltime else 0
 
 
 def preview(job: Job) -> list[tuple[str, str]]:
-    """(title, text) of each thing. Raises ValueError for an sbatch option that cannot be passed on."""
+    """Return (title, text) of each thing that would be started.
+
+    Raises:
+        ValueError: an sbatch option cannot be passed on.
+    """
     spec = resolve(job, sys.executable)
     steps = "\n".join([*(_steps(role) for role in spec.roles), *_standby_lines(spec)])
     if spec.cluster == "slurm":
@@ -100,7 +107,7 @@ def preview(job: Job) -> list[tuple[str, str]]:
 
 
 def _steps(role: RoleSpec) -> str:
-    """A role's steps in one line."""
+    """Return a role's steps in one line."""
     own = ", a node of its own" if role.exclusive else ""
     times = f"{role.replicas} x"
     if role.ranks > 1:
@@ -111,7 +118,7 @@ def _steps(role: RoleSpec) -> str:
 
 
 def _standby_lines(spec: RunSpec) -> Iterator[str]:
-    """Shadows: how many, and where."""
+    """Yield a line for each role with standby processes: how many, and where."""
     for role in spec.roles:
         if not (limit := max_standbys_of(spec, role)):
             continue
@@ -129,11 +136,11 @@ def _manager(spec: RunSpec) -> list[tuple[str, str]]:
         return []
     job = manager_job.parameters(_example_run_id(spec), spec)
     text = "\n".join(f"{key} = {value}" for key, value in job.items())
-    return [("manager (submitit; this small Slurm job, and another one that waits until it ends)", text)]
+    return [("manager (submitit; this small Slurm job, and another one that is pending until it ends)", text)]
 
 
 def allocations(spec: RunSpec) -> list[tuple[str, str]]:
-    """The batch script of each allocation that differs by more than its number."""
+    """Return (title, batch script) of each allocation; of those that differ only by their number, the first."""
     if spec.manager.where == "pool":
         return [
             (

@@ -1,6 +1,6 @@
-"""From a job spec to a living manager: make the run directory, start the manager, say what would be done.
+"""Create a run and start its manager, here, in a Slurm job, or in the run's pool.
 
-The manager is submitted through submitit, to Slurm or to this machine; its state is never asked from submitit.
+The manager is submitted through submitit, to Slurm or to this machine; submitit is never asked for its state.
 """
 
 from __future__ import annotations
@@ -45,25 +45,29 @@ from .start_failure import CONTROLLER_LOG, HOST_FILE
 _log = logging.getLogger("rrl.manager")
 
 MAX_RETRIES = 3
-"""times that a manager which ended by an error of its own is followed by another one in the same process"""
+"""Times that a manager which failed with an exception is started again in the same process."""
 RETRY_DELAY_S = 5.0
-"""s before that"""
+"""Seconds before each retry."""
 STORAGE_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""errors of storage that cannot be written to now"""
+"""Error numbers of storage that cannot be written at present."""
 WALLTIME_REASON = "its walltime ends"
+"""Reason that a manager gives for its exit when submitit announces the end of its Slurm job."""
 LOCAL_TIMEOUT_MIN = 60 * 24 * 365
-"""min; nothing ends a manager of the local cluster but the end of its run"""
+"""Minutes; so long that a manager of the local cluster ends only with its run."""
 
 
 def create(job: Job, source: Path) -> RunDir:
-    """A fresh run directory with everything that a manager needs. Raises OSError when it cannot be written (no rights,
-    no space, over quota): then nothing of it is left."""
-    # Chance in it, because Slurm's jobs are found by it: two folders of runs must not share an id.
+    """Create a run directory with everything that a manager needs.
+
+    Raises:
+        OSError: the directory cannot be written (no permission, no space, over quota); nothing of it is left then.
+    """
+    # Slurm's jobs are found by the run's id, so its random part keeps runs of different folders apart.
     run = RunDir(runs_root() / f"{job.run.name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}")
     staging = RunDir(run.path.with_name(f".{run.id}"))
     try:
         _write_run_dir(staging, job, source)
-        os.rename(staging.path, run.path)  # whoever dies before leaves no run, and after it one that can be managed
+        os.rename(staging.path, run.path)  # a crash before this leaves no run; after it, a run that can be managed
     except BaseException:
         shutil.rmtree(staging.path, ignore_errors=True)
         raise
@@ -77,7 +81,7 @@ def _write_run_dir(run: RunDir, job: Job, source: Path) -> None:
 
 
 def _write_spec(run: RunDir, job: Job, text: bytes, source: Path) -> None:
-    """What was asked for, and what manager and roles read of it."""
+    """Write the job file, its resolved form, the run spec that manager and roles read, and the passed environment."""
     write_atomically(run.job_toml, text)
     record = {"source": str(source.resolve()), "job": resolved(job), "user": getpass.getuser()}
     write_atomically(run.resolved, msgspec.json.format(msgspec.json.encode(record), indent=2))
@@ -87,7 +91,7 @@ def _write_spec(run: RunDir, job: Job, text: bytes, source: Path) -> None:
 
 
 def _resolve_spec(job: Job) -> RunSpec:
-    """The job, with what the site says of every job: its module file may name a folder for the history."""
+    """Resolve the job, with the history folder that the site's module file may name."""
     spec = resolve(job, sys.executable)
     folder = spec.health.history or os.environ.get(HISTORY_ENV, "")
     history = str(Path(folder).expanduser().absolute()) if folder else ""
@@ -95,12 +99,16 @@ def _resolve_spec(job: Job) -> RunSpec:
 
 
 def start(run: RunDir, job: Job) -> str:
-    """Start the manager of a fresh run in the background; returns at once, with what there is to be warned of. Raises
-    OSError or RuntimeError when it could not be started: then nothing of the run is left."""
+    """Start the manager of a new run in the background; return warnings.
+
+    Raises:
+        OSError: the manager cannot be started; nothing of the run is left then.
+        RuntimeError: the same, reported by Slurm.
+    """
     spec = _resolve_spec(job)
     try:
         if spec.cluster == "local" and spec.network:
-            own_address(spec.network)  # the manager will be here: it need not be started to find out
+            own_address(spec.network)  # the manager runs on this host, so the address can be checked before its start
         return start_manager(run, spec)
     except (OSError, RuntimeError):
         shutil.rmtree(run.path, ignore_errors=True)
@@ -108,26 +116,36 @@ def start(run: RunDir, job: Job) -> str:
 
 
 def resume(run: RunDir, job: Job, text: bytes, source: Path, end: float) -> str:
-    """Have a run that ended at ``end`` (manager's time) go on, with this job. Returns what there is to be warned of.
-    Raises OSError or RuntimeError when no manager could be started, or somebody else was first: then nothing of the run
-    was changed."""
+    """Resume a run that ended at ``end`` (manager's time) with this job; return warnings.
+
+    Raises:
+        OSError: no manager could be started; nothing of the run was changed.
+        RuntimeError: the same, reported by Slurm, or another user resumed the run first.
+    """
     spec = _resolve_spec(job)
     request = ResumeRequest(getpass.getuser(), f"{time.time_ns()}-{os.getpid()}", spec, str(source.resolve()), end)
     write_request(run, request, lambda making: _write_spec(making, job, text, source))
     try:
         state = Follower(run).state()
-        if state is None or state.ended != end:  # another order was taken since we looked
-            raise RuntimeError(f"it goes on already; see: rrl status {run.id}")
+        if state is None or state.ended != end:  # another request has been claimed in the meantime
+            raise RuntimeError(f"it has been resumed already; see: rrl status {run.id}")
         return start_manager(run, spec)
     except (OSError, RuntimeError, JournalError) as error:
         if withdraw(run):
             raise
-        return f"a manager has begun, though its start was reported as failed: {error}"
+        return f"a manager has begun the run, although its start was reported as failed: {error}"
 
 
 def start_manager(run: RunDir, spec: RunSpec) -> str:
-    """Start a manager for ``run``: as a Slurm job of its own with a successor in the queue, in the pool, or as a
-    process of this machine. Returns what could not be done and is not needed now. Raises OSError or RuntimeError."""
+    """Start a manager for ``run``; return a warning about anything that failed without preventing that, or "".
+
+    Depending on the run spec the manager is a Slurm job of its own with a successor in the queue, a process in the
+    run's pool, or a process on this machine.
+
+    Raises:
+        OSError: it could not be started.
+        RuntimeError: the same, reported by Slurm.
+    """
     if spec.cluster == "slurm" and spec.manager.where == "pool":
         asyncio.run(manager_job.submit_pool(run, spec))
     elif spec.cluster == "slurm":
@@ -135,25 +153,27 @@ def start_manager(run: RunDir, spec: RunSpec) -> str:
         try:
             manager_job.submit(run, spec, run_manager)
         except (OSError, RuntimeError) as error:
-            return f"no second manager could be queued, which would go on should the first one's node die: {error}"
+            return f"cannot queue a second manager, which would take over if the first one's node failed: {error}"
     else:
         _start_locally(run)
     return ""
 
 
 def _start_locally(run: RunDir) -> None:
-    """As a process of this machine. Raises OSError with the last line of a submission that failed."""
+    """Start a manager on this machine. Raises OSError with the last line of a submission that failed."""
     write_atomically(run.submit / HOST_FILE, socket.gethostname().encode())
     if (child := os.fork()) == 0:
         _submit_locally(run)
     if os.waitpid(child, 0)[1] != 0:
         lines = (run.submit / CONTROLLER_LOG).read_text(errors="replace").split("\n")
-        raise OSError(next((line for line in reversed(lines) if line), "its submission died without a word"))
+        raise OSError(next((line for line in reversed(lines) if line), "its submission failed without any output"))
 
 
 def _submit_locally(run: RunDir) -> NoReturn:
-    """In a child of its own session, without our terminal: submitit's local controller must outlive this command and
-    not be reached by its Ctrl-C."""
+    """Submit the manager with submitit from a child process in its own session, without a terminal.
+
+    submitit's local controller must outlive this command and must not receive its Ctrl-C.
+    """
     code = 1
     try:
         os.setsid()
@@ -174,11 +194,20 @@ def _submit_locally(run: RunDir) -> NoReturn:
 
 
 def run_manager(run: RunDir, foreground: bool = False, by_hand: bool = False) -> str | None:
-    """Run a manager for ``run`` in this process until the run has ended. Returns the outcome, or None if it left.
+    """Run a manager for ``run`` in this process until the run has ended.
 
-    A manager that ends by an error of its own is followed by another. ``by_hand``: somebody waits for it, who is told
-    at once where storage has no room, with an OSError; unattended, it tries again, for there may be room by then.
-    SIGTERM makes it leave in order (roles go on, the next manager adopts them); SIGINT in the foreground cancels."""
+    A manager that fails with an exception is started again. On SIGTERM it exits in order; the roles keep running, and
+    the next manager takes them over.
+
+    Args:
+        run: the run's directory.
+        foreground: whether SIGINT cancels the run.
+        by_hand: whether a person started it and waits: full storage is then an OSError at once. An unattended manager
+            retries, because space may become free.
+
+    Returns:
+        The outcome of the run, or None if the manager exited before the run had ended.
+    """
     start_logging()
     raise_nofile()  # a descriptor for each step, agent and worker
     for attempt in range(MAX_RETRIES + 1):
@@ -195,12 +224,12 @@ def run_manager(run: RunDir, foreground: bool = False, by_hand: bool = False) ->
                 _log.error("%s; the manager tries again in %.0f s", error, RETRY_DELAY_S)
             else:
                 _log.exception("the manager failed; another one starts in %.0f s", RETRY_DELAY_S)
-            time.sleep(RETRY_DELAY_S)  # the next epoch adopts what lives, as it would after any death of a manager
+            time.sleep(RETRY_DELAY_S)  # the next epoch takes over the running steps, as after any death of a manager
     raise AssertionError
 
 
 async def _run(run: RunDir, foreground: bool) -> Outcome | None:
-    if run_ended(run):  # a successor whose turn came too late
+    if run_ended(run):  # a queued successor that started after the run's end
         return None
     if (request := read_pending(run)) is not None:
         spec, source = request.job, request.source
@@ -224,14 +253,14 @@ async def _run(run: RunDir, foreground: bool) -> Outcome | None:
     finally:
         succession.cancel()
         await asyncio.gather(succession, return_exceptions=True)
-    queued = outcome is not None and spec.cluster == "slurm" and spec.manager.where == "job"
-    if queued and (left := await manager_job.cancel_pending(run.id, spec)):
-        _log.warning("cannot cancel the pending manager job; it will leave as soon as it starts: %s", left)
+    has_successor = outcome is not None and spec.cluster == "slurm" and spec.manager.where == "job"
+    if has_successor and (error_text := await manager_job.cancel_pending(run.id, spec)):
+        _log.warning("cannot cancel the pending manager job; it will exit as soon as it starts: %s", error_text)
     return outcome
 
 
 def _cluster(run: RunDir, spec: RunSpec) -> tuple[Cluster, str]:
-    """The backend, and the address to listen on."""
+    """Return the cluster and the address on which the manager listens."""
     if spec.cluster == "slurm":
         from ..cluster.slurm.cluster import SlurmCluster
 

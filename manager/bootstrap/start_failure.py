@@ -1,7 +1,7 @@
-"""Whether the managers that ``rrl submit`` or ``rrl resume`` submitted have all ended before any of them began the run.
+"""Find out whether all managers that were submitted for a run have ended before any of them began it.
 
-Such a run has no journal (or, resumed, only that of its earlier life), so no event can say so: what is known lies in
-the folder of submitit and in Slurm's queue.
+Such a run has no journal (or, if it is resumed, only the journal up to its previous end), so no event can say so. The
+evidence is in submitit's folder and in Slurm's queue.
 """
 
 from __future__ import annotations
@@ -21,44 +21,48 @@ from . import manager_job
 from .pool_supervisor import LOGGER
 
 HOST_FILE = "host"
-"""in the folder of submitit: name of the machine that the manager of a local run was started on"""
+"""File in submitit's folder with the name of the machine on which the manager of a local run was started."""
 CONTROLLER_LOG = "controller.log"
-"""there too: what the submission of a local manager wrote, and submitit's process that watches it"""
+"""File in submitit's folder with the output of a local manager's submission and of the submitit process that watches
+it."""
 _FOREIGN_LINES = (
     re.compile(rf"(srun|slurmstepd|slurmd|submitit|\S+ [A-Z]+ {re.escape(LOGGER)}:)"),
     re.compile("srun|submitit"),
 )
-"""How lines begin that Slurm, submitit and the pool's script add to the log of a manager. Of a program that could not
-be started slurmstepd says why; srun, which comes last, only that it ended."""
+"""Beginnings of the lines that Slurm, submitit and the pool's script add to a manager's log. If a program cannot be
+started, slurmstepd prints why; srun, which comes last, only prints that it ended."""
 _TAIL_BYTES = 64 * 1024
-"""of a log that are searched for its last line: a traceback is a few KiB"""
+"""Bytes of a log that are searched for its last line. A traceback takes a few KiB."""
 
 
 def start_failure(run: RunDir, spec: RunSpec) -> str:
-    """Why no manager will begin a run that awaits one (:func:`rrl.manager.bootstrap.pool_supervisor.awaits_manager`):
-    all that were submitted have ended. One line, with the last line that a manager wrote; empty while one may still
-    begin the run, and where that cannot be told.
+    """Return why no manager will begin a run that awaits one; empty while one may still do so, or if that is unknown.
 
-    Asks Slurm once, and blocks for the deadline of a read (10 s) where Slurm does not answer. Raises OSError."""
+    A run awaits a manager according to :func:`rrl.manager.bootstrap.pool_supervisor.awaits_manager`. The text is one
+    line with the last line that a manager logged. Queries Slurm once, and blocks up to the deadline of a read (10 s) if
+    Slurm does not answer. Raises OSError.
+    """
     marks = _submitted(run)
     if not marks or _any_alive(run, spec, marks):
         return ""
     line = _last_line(run, marks)
     wrote = f"the last line logged: {line}" if line else "nothing was logged"
-    number = "its manager" if len(marks) == 1 else f"all {len(marks)} managers"
-    return f"{number} ended before the run began; {wrote} (logs: {run.submit})"
+    managers = "its manager" if len(marks) == 1 else f"all {len(marks)} managers"
+    return f"{managers} ended before the run began; {wrote} (logs: {run.submit})"
 
 
 def _submitted(run: RunDir) -> list[str]:
-    """Ids of the submitted managers that were to begin the run, the oldest first: the Slurm job's, or the pid of the
-    process that submitit started."""
+    """Return the ids of the submitted managers that were to begin the run, oldest first.
+
+    An id is that of the Slurm job, or the pid of the process that submitit started.
+    """
     since = requested_at(run)
     marks = [path for path in run.submit.glob("*_submitted*") if path.stat().st_mtime >= since]
     return [path.name.partition("_")[0] for path in sorted(marks, key=lambda path: path.stat().st_mtime)]
 
 
 def _any_alive(run: RunDir, spec: RunSpec, ids: list[str]) -> bool:
-    """Whether one of them waits or runs, as far as can be told: what is unknown may live."""
+    """Return whether one of them may be pending or running. A manager whose state is unknown counts as running."""
     if spec.cluster == "slurm":
         try:
             return asyncio.run(manager_job.is_queued(manager_job.job_name(run.id, spec)))
@@ -73,10 +77,11 @@ def _any_alive(run: RunDir, spec: RunSpec, ids: list[str]) -> bool:
 
 
 def _is_submitit_of(process: Path, run: RunDir) -> bool:
-    """Whether a process may be submitit's for this run; its pid may be that of another one by now.
+    """Return whether a process may be submitit's for this run; another process may have its pid by now.
 
-    Within execve(2) a process has no command line for a moment, as a zombie has none: seen on a busy machine, right
-    after Popen had returned."""
+    During execve(2) a process has no command line for a moment, like a zombie: observed on a busy machine, right after
+    Popen had returned.
+    """
     try:
         line = process.joinpath("cmdline").read_bytes()
         state = process.joinpath("stat").read_text().rpartition(")")[2].split()[0]
@@ -92,7 +97,7 @@ def _is_submitit_of(process: Path, run: RunDir) -> bool:
 
 
 def _last_line(run: RunDir, ids: list[str]) -> str:
-    """What the newest manager that wrote anything wrote last; where none did, what Slurm or submitit wrote of it."""
+    """Return the last line of the newest manager that logged anything, else what Slurm or submitit logged about it."""
     logs = [*(run.submit / f"{id}_0_log.{kind}" for id in reversed(ids) for kind in ("err", "out")),
             run.submit / manager_job.POOL_LOG, run.submit / CONTROLLER_LOG]  # fmt: skip
     lines = [line for log in logs for line in reversed(_tail(log))]

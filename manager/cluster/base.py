@@ -1,7 +1,8 @@
-"""The cluster seam: a few verbs and what can be observed. ``local`` and ``slurm`` are its two implementations.
+"""Define the interface between the manager and a cluster, which ``local`` and ``slurm`` implement.
 
-Every ask carries the tag that it is found again by. There is no return value to trust: ``Refused`` = certainly not
-done; ``Unanswered`` = nobody knows, the next :meth:`Cluster.observe` settles it by tag. No third outcome.
+Every request carries a tag, by which its result is found later. A call has one of three outcomes: it returns, which
+means that the cluster accepted it; it raises ``Refused``, which means that it was certainly not done; or it raises
+``Unanswered``, which means that nobody knows, and that a later :meth:`Cluster.observe` settles it by tag.
 """
 
 from __future__ import annotations
@@ -18,35 +19,41 @@ from ...core.types import NodeName
 
 
 class RejectReason(StrEnum):
-    """Why something that was asked of the cluster was certainly not done."""
+    """Why a request to the cluster was certainly not carried out."""
 
     REFUSED = "refused"
-    """the cluster said no"""
+    """The cluster rejected the request."""
     ALLOCATION_NOT_RUNNING = "allocation_not_running"
-    """the cluster does not list the allocation as running"""
+    """The cluster does not list the allocation as running."""
     NEVER_APPEARED = "never_appeared"
-    """the cluster never listed it"""
+    """The cluster never listed the allocation or step."""
     NOT_STARTED = "not_started"
-    """the command could not be started at all: proof that it is not there"""
+    """The command could not be started at all, which proves that it does not exist on the node."""
     EXITED_AT_ONCE = "exited_at_once"
-    """the first process of the step ended before it reported anything"""
+    """The first process of the step ended before it reported anything."""
 
 
 class Refused(Exception):
-    """Certainly not done. The text says what the cluster said, for people; ``reason`` is what decisions go by."""
+    """A request that was certainly not carried out.
+
+    The text quotes the cluster and is meant for people; decisions use ``reason``.
+    """
 
     reason = RejectReason.REFUSED
 
 
 class AllocationNotRunning(Refused):
-    """Certainly not done, because the cluster does not list the allocation as running now. That is not a failure of
-    what was to be started, nor of its node: the next looks at the cluster tell what has become of the allocation."""
+    """A request that was not carried out because the cluster does not list its allocation as running.
+
+    This counts neither against the replica to be launched nor against its node: the next polls show what happened to
+    the allocation.
+    """
 
     reason = RejectReason.ALLOCATION_NOT_RUNNING
 
 
 class NotStarted(Refused):
-    """A step whose first process, or whose command, is not there or cannot be started at all."""
+    """A step whose first process, or whose command, does not exist or cannot be started."""
 
     reason = RejectReason.NOT_STARTED
 
@@ -64,50 +71,55 @@ class ExitedAtOnce(Refused):
 
 
 class Unanswered(Exception):
-    """Nobody knows whether it was done: a timeout, a lost connection, an answer that cannot be read."""
+    """A request of which nobody knows whether it was carried out: a timeout, a lost connection, an unreadable reply."""
 
 
 class AllocationRequest(Struct, frozen=True):
-    """Nodes wanted: ``count`` of one shape under one tag."""
+    """A request for ``count`` nodes of one shape under one tag."""
 
     tag: str
     count: int
     node: Resources
     walltime: float
+    """Seconds for which the nodes are requested."""
     exclude: tuple[NodeName, ...] = ()
     sbatch: dict[str, str] = {}
-    """further sbatch options, name without dashes"""
+    """Further sbatch options: name without dashes → value."""
     comment: str = ""
     node_group: str = "pool"
-    """of the job's parts (:class:`rrl.core.run_spec.Part`), the one that these nodes are for"""
+    """Name of the node group (:class:`rrl.core.run_spec.NodeGroup`) that these nodes are for."""
     may_reuse_own_nodes: bool = False
-    """nodes that we hold now may serve it, too, once they are free: an allocation of ours comes to its end"""
+    """Whether nodes that this run holds now may serve the request once they are free, because an allocation of the run
+    is about to end."""
     further_components: tuple[AllocationRequest, ...] = ()
-    """further components of the same heterogeneous job, each under a tag of its own; its first one is this ask"""
+    """Further components of the same heterogeneous job, each with its own tag. This request is the first component."""
 
 
 class Step(Struct, frozen=True):
-    """One member to launch on one node of an allocation. What it runs is in its launch file."""
+    """One member to launch on one node of an allocation. Its launch file says what to run."""
 
     tag: str
     allocation: str
-    """tag of the allocation"""
+    """Tag of the allocation."""
     node: NodeName
     resources: Resources
     launch_file: Path
     log_file: Path
     overlap: bool = False
-    """only for agents: share the node's resources instead of taking some"""
+    """Whether the step shares the node's resources with other steps instead of taking its own (agents, trainer
+    standbys)."""
     agent: bool = False
-    """run the node agent (:mod:`rrl.roles.agent.main`) rather than the step launcher
-    (:mod:`rrl.roles.launcher.step`)"""
+    """Whether to run the node agent (:mod:`rrl.roles.agent.main`) instead of the step launcher
+    (:mod:`rrl.roles.launcher.step`)."""
     container: tuple[str, ...] = ()
-    """further options of srun (pyxis)"""
+    """Further options of srun, which start the step in a container (pyxis)."""
     python: str = ""
-    """runs the first process, in that container; empty: the cluster's own does"""
+    """Python interpreter that runs the first process in that container; empty: the cluster's default interpreter."""
 
 
 class NodeState(StrEnum):
+    """Whether a node can be used, as the cluster reports it."""
+
     UP = "up"
     DRAINING = "draining"
     DOWN = "down"
@@ -115,95 +127,124 @@ class NodeState(StrEnum):
 
 
 class AllocationState(StrEnum):
+    """Where an allocation is in its life cycle, as the cluster reports it."""
+
     PENDING = "pending"
     RUNNING = "running"
     SUSPENDED = "suspended"
-    """its nodes are ours, and everything on them stands still until the cluster lets it go on"""
+    """The run holds the nodes, but no process on them executes until the cluster resumes the allocation."""
     ENDING = "ending"
-    """it comes to its end, for a reason that is not known yet: nothing can be started in it any more"""
+    """The allocation is ending for a reason that is not known yet; nothing can be started in it."""
     ENDED = "ended"
 
 
 class NodeStatus(Struct, frozen=True):
+    """State of one node as the cluster reports it."""
+
     state: NodeState
     detail: str = ""
-    """the cluster's own words: state with flags, reason"""
+    """The cluster's own text: state with flags, and the reason."""
     reason: str = ""
-    """the reason that whoever drained it gave: equal to that of a drain of ours where the drain is ours"""
+    """Reason given by the author of the drain. It equals the reason of a drain by this run if the drain is the
+    run's."""
 
 
 class AllocationStatus(Struct, frozen=True):
+    """State of one allocation as the cluster reports it."""
+
     state: AllocationState
     job: str
-    """the cluster's id: a Slurm job id"""
+    """The cluster's id of the allocation (a Slurm job id)."""
     nodes: tuple[NodeName, ...] = ()
     detail: str = ""
-    """pending reason, end state"""
+    """Pending reason or end state, in the cluster's own text."""
     unsatisfiable_reason: str = ""
-    """while it pends: the reason why it never starts by itself, in the cluster's word; empty while it may"""
+    """Reason, as the cluster names it, for which a pending allocation never starts by itself; empty if it may start."""
     time_left_s: float | None = None
-    """s until the cluster takes it back, as of this look; None: it does not say"""
+    """Seconds until the cluster ends the allocation, as of this poll; None if the cluster does not say."""
     reclaimed: bool = False
-    """it takes it back before the time that was agreed, or has: it is preempted; or its time was over"""
+    """Whether the cluster takes the allocation back or has done so: by preemption, or because its time limit was
+    reached."""
     cancelled: bool = False
-    """it ended because somebody cancelled it"""
+    """Whether the allocation ended because somebody cancelled it."""
 
 
 class ClusterSnapshot(Struct, frozen=True):
-    """One look at the cluster. A part that could not be read is None: unknown, which is neither healthy nor gone.
+    """The result of one poll of the cluster.
 
-    An allocation or step that is absent from a part that *was* read is not (or no longer) listed by the cluster.
+    A part that could not be read is None: unknown, which means neither healthy nor gone. An allocation or step that is
+    absent from a part that *was* read is not, or no longer, listed by the cluster.
     """
 
     nodes: dict[NodeName, NodeStatus] | None
     allocations: dict[str, AllocationStatus] | None
-    """by tag"""
+    """Status of each listed allocation, by tag."""
     steps: dict[str, NodeName] | None
-    """tag of each listed step of this run, and its node"""
+    """Node of each listed step of this run, by tag."""
     unknown: str = ""
-    """why a part is None"""
+    """Why a part is None."""
     launchers_ended: frozenset[str] = frozenset()
-    """tags of launches whose command had ended before this look began, and said neither that they were done nor that
-    they were refused: without that command nothing starts their step any more, so that one which is not listed never
-    will be"""
+    """Tags of launches whose command (srun) failed before this poll began and before their step connected. Nothing can
+    start these steps any longer: one that is not listed will never appear."""
 
 
 class Cluster(Protocol):
-    """All methods raise only Refused or Unanswered, and return within a deadline of their own."""
+    """What the manager requests from a cluster.
+
+    All methods raise only Refused or Unanswered, and return within a deadline of their own.
+    """
 
     async def request(self, request: AllocationRequest) -> None:
-        """Ask for nodes; they appear in :meth:`observe` under ``ask.tag``."""
+        """Request nodes, which :meth:`observe` then lists under ``request.tag``."""
 
     async def release(self, tag: str) -> None:
-        """Give an allocation back with everything that runs in it. Releasing what is gone is done."""
+        """Give an allocation back with everything that runs in it. Does nothing if it has ended."""
 
     async def launch(self, step: Step) -> None:
-        """Start a step. Returns once it was handed over; that it runs is known from its own ``Wanted``. NotHeld where
-        its allocation does not run (any more)."""
+        """Start a step, and return once the cluster has accepted it.
+
+        Only the step's own ``AdmissionRequest`` message shows that it runs.
+
+        Raises:
+            AllocationNotRunning: the allocation of the step is not running.
+        """
 
     async def release_launcher(self, tag: str) -> None:
-        """The step's first process has spoken to us: whatever only carried the launch can go (srun is killed -9)."""
+        """Release what was only needed to launch a step whose first process has connected (on Slurm: kill its srun)."""
 
     async def stop(self, tag: str, grace: float) -> None:
-        """End a step: SIGTERM, ``grace`` s, SIGKILL. Stopping what is gone is done."""
+        """End a step: SIGTERM, then SIGKILL after ``grace`` seconds. Does nothing if the step has ended."""
 
     async def drain(self, node: NodeName, reason: str) -> None:
         """Drain the node, so that the cluster places no new job there. ``reason`` begins with ``rrl:``.
 
-        Raises Refused where that is not permitted, or where somebody else has drained the node."""
+        Raises:
+            Refused: draining is not permitted, or somebody else has drained the node.
+        """
 
     async def undrain(self, node: NodeName, reason: str) -> None:
-        """Take back a drain with exactly this reason; one with another reason is not ours: Refused. None: done."""
+        """Remove a drain with exactly this reason. Does nothing if the node is not drained.
+
+        Raises:
+            Refused: the drain has another reason, so this run did not set it.
+        """
 
     async def shrink(self, tag: str, nodes: tuple[NodeName, ...]) -> None:
-        """Give single nodes of a running allocation back. Refused where that would hurt the others."""
+        """Give single nodes of a running allocation back.
+
+        Raises:
+            Refused: this would affect the other nodes.
+        """
 
     async def inject_fault(self, fault: Fault) -> str:
-        """Perform a fault that is about a node or the cluster itself, and end it after ``fault.seconds``; says what was
-        done. Refused where it is not ours to do: on Slurm anywhere but on a test cluster."""
+        """Inject a fault into a node or the cluster itself, end it after ``fault.seconds``, and return what was done.
+
+        Raises:
+            Refused: this cluster does not permit it (Slurm permits it on a test cluster only).
+        """
 
     async def observe(self) -> ClusterSnapshot:
-        """Nodes, allocations and steps of this run as the cluster tells them now. Raises nothing."""
+        """Return the nodes, allocations and steps of this run as the cluster reports them now. Never raises."""
 
     async def close(self) -> None:
-        """Let go of local resources (child processes that only carried launches). Leaves steps running."""
+        """Release local resources, such as child processes that carry launches. The steps keep running."""

@@ -1,9 +1,9 @@
-"""The embedded cluster: virtual nodes on this machine. A node is a name; a step is a process in its own session.
+"""The local cluster: virtual nodes on this machine. A node is only a name; a step is a process in its own session.
 
-Everything that it knows lies in ``run_dir/cluster``, so that the next manager finds it again after a kill -9:
-``<tag>.json`` an allocation, ``steps/<tag>.json`` a step (written before its launch and again after it),
-``down/<node>`` a mark that the node is down. A step whose second record is missing is settled by the mark that its
-processes carry.
+All of its state is in ``run_dir/cluster``, so that the next manager finds it after a kill -9 of this one:
+``<tag>.json`` is an allocation, ``steps/<tag>.json`` a step (written before its launch and again after it), and
+``down/<node>`` marks a node that is down. If the second record of a step is missing, its first process is found by the
+launch file in the process's environment.
 """
 
 from __future__ import annotations
@@ -49,14 +49,15 @@ from .base import (  # fmt: skip
 )
 
 STOP_MARGIN_S = 2.0
-"""s beyond the grace: the step, told to stop, kills its own group at the end of the grace and writes the exit record;
-killing it in that moment would lose the record"""
+"""Seconds beyond the grace. A step that received SIGTERM kills its own process group at the end of the grace and then
+writes the exit record; SIGKILL at that moment would lose the record."""
 RELEASE_GRACE_S = 5.0
-"""s for steps to end when their allocation is given back under them; the manager normally stops them before"""
+"""Seconds for steps to end when their allocation is released. The manager normally stops them before."""
 SWEEP_TIMEOUT_S = 10.0
-"""s for SIGKILLed processes to end; after that they hang in the kernel and nobody knows"""
+"""Seconds for processes to end after SIGKILL. One that takes longer hangs in the kernel, and its end is unknown."""
 _INHERITED_ENV = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
-"""what the first process of a step gets from us; the role's own environment is in the launch file"""
+"""Variables that the first process of a step inherits from the manager. The role's own environment is in the launch
+file."""
 
 
 _Record = TypeVar("_Record", bound=Struct)
@@ -71,18 +72,28 @@ class _StepRecord(Struct, frozen=True):
     node: NodeName
     launch_file: str
     pid: int = 0
-    """0: about to be launched"""
+    """Process id of the step's first process; 0 before its launch."""
     started: int = 0
+    """Start time of that process in clock ticks since boot, by which a reused pid is recognised."""
 
 
 def down_mark(run_dir: RunDir, node: NodeName) -> Path:
-    """While this file exists, the virtual node is down: seen as such, and nothing is launched there. Empty: for good;
-    else it holds the wall clock (s) at which the node is back."""
+    """Return the path of the file that marks a virtual node as down while it exists.
+
+    A node that is down is listed as such, and nothing is launched there. An empty file holds until it is removed;
+    otherwise the file contains the wall-clock time (s) at which the node comes back.
+    """
     return run_dir.cluster / "down" / node
 
 
 class LocalCluster:
-    """``nodes``: how many virtual nodes ``local1``, ``local2`` ... there are; None = as many as are asked for."""
+    """The virtual nodes ``local1``, ``local2`` … of one run.
+
+    Args:
+        run_dir: the run's directory, which contains the cluster's records.
+        nodes: how many virtual nodes there are; None: as many as are requested.
+        python: the interpreter that runs the first process of each step.
+    """
 
     def __init__(self, run_dir: RunDir, nodes: int | None = None, python: str = sys.executable) -> None:
         self._run = run_dir
@@ -90,22 +101,24 @@ class LocalCluster:
         self._python = python
         self._steps = run_dir.cluster / "steps"
         self._children: dict[int, tuple[subprocess.Popen[bytes], asyncio.AbstractEventLoop]] = {}
-        """by pidfd, so that none stays a zombie"""
+        """Child process and event loop by pidfd; each child is reaped when its pidfd becomes readable."""
         for folder in (self._steps, run_dir.cluster / "down"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     async def request(self, request: AllocationRequest) -> None:
+        """Assign free nodes that are up; does nothing if the tag has nodes already."""
         if self._allocation_file(request.tag).exists():
             return
         used = {node for allocation in self._allocations().values() for node in allocation.nodes}
-        bad = used | set(request.exclude) | self._down()
-        last = self._limit if self._limit is not None else len(bad) + request.count
-        free = [node for n in range(1, last + 1) if (node := NodeName(f"local{n}")) not in bad]
+        unusable = used | set(request.exclude) | self._down()
+        last = self._limit if self._limit is not None else len(unusable) + request.count
+        free = [node for n in range(1, last + 1) if (node := NodeName(f"local{n}")) not in unusable]
         if len(free) < request.count:
-            raise Refused(f"{request.count} nodes wanted, {len(free)} of {last} are free and up")
+            raise Refused(f"{request.count} nodes requested, {len(free)} of {last} are free and up")
         self._write(self._allocation_file(request.tag), _Allocation(tuple(free[: request.count])))
 
     async def release(self, tag: str) -> None:
+        """Stop the steps of the allocation and remove its record."""
         steps = [step for step, launched in self._step_records().items() if launched.allocation == tag]
         ends = await asyncio.gather(*(self.stop(step, RELEASE_GRACE_S) for step in steps), return_exceptions=True)
         if failed := [end for end in ends if isinstance(end, BaseException)]:
@@ -113,6 +126,7 @@ class LocalCluster:
         self._remove_record(self._allocation_file(tag))
 
     async def launch(self, step: Step) -> None:
+        """Record the step, start its first process, and record the process id."""
         allocation = self._allocations().get(step.allocation)
         if allocation is None or step.node not in allocation.nodes:
             raise AllocationNotRunning(f"{step.node} is not in an allocation {step.allocation}")
@@ -121,7 +135,7 @@ class LocalCluster:
         record = self._step_file(step.tag)
         before = self._step_records().get(step.tag)
         if before is not None and (before.pid or self._first_process(before)):
-            raise Refused(f"{step.tag} was launched before")
+            raise Refused(f"{step.tag} has already been launched")
         launched = _StepRecord(step.allocation, step.node, str(step.launch_file))
         self._write(record, launched)
         try:
@@ -133,9 +147,10 @@ class LocalCluster:
             self._write(record, msgspec.structs.replace(launched, pid=first.pid, started=first.started))
 
     async def release_launcher(self, tag: str) -> None:
-        """Nothing carries a local launch."""
+        """Do nothing: a local launch needs no helper process."""
 
     async def stop(self, tag: str, grace: float) -> None:
+        """Send SIGTERM to the step's first process, wait, then kill what is left of the step."""
         launched = self._step_records().get(tag)
         if launched is None:
             return
@@ -145,38 +160,45 @@ class LocalCluster:
         def leftovers() -> list[Process]:
             return [process for process in processes(str(self._run.steps)) if process.launch == launched.launch_file]
 
-        _, alive = await asyncio.to_thread(sweep, leftovers, SWEEP_TIMEOUT_S)
-        if alive:
-            raise Unanswered(f"{tag}: pid {alive[0].pid} does not end on SIGKILL")
+        _, remaining = await asyncio.to_thread(sweep, leftovers, SWEEP_TIMEOUT_S)
+        if remaining:
+            raise Unanswered(f"{tag}: pid {remaining[0].pid} has not ended {SWEEP_TIMEOUT_S:g} s after SIGKILL")
         self._remove_record(self._step_file(tag))
 
     async def drain(self, node: NodeName, reason: str) -> None:
-        raise Refused("there is nobody to give a virtual node to")
+        """Refuse: virtual nodes belong to this run only."""
+        raise Refused("the local cluster cannot drain nodes: its virtual nodes belong to this run only")
 
     async def undrain(self, node: NodeName, reason: str) -> None:
-        raise Refused("there is nobody to give a virtual node to")
+        """Refuse: virtual nodes belong to this run only."""
+        raise Refused("the local cluster cannot undrain nodes: its virtual nodes belong to this run only")
 
     async def shrink(self, tag: str, nodes: tuple[NodeName, ...]) -> None:
-        raise Refused("there is nobody to give a virtual node to")
+        """Refuse: virtual nodes belong to this run only."""
+        raise Refused("the local cluster cannot give single nodes back: its virtual nodes belong to this run only")
 
     async def inject_fault(self, fault: Fault) -> str:
-        """A crash only: virtual nodes share one network and one disk, and there is no slurmctld."""
+        """Inject a crash of a node.
+
+        Other faults are refused: all virtual nodes share one network and one disk, and there is no slurmctld.
+        """
         if fault.kind is not FaultKind.CRASH:
-            raise Refused(f"the local cluster has no network, disk or slurmctld of a node's own for {fault.kind}")
+            raise Refused(f"the local cluster cannot inject {fault.kind}: its nodes share one network and disk")
         node = NodeName(fault.target)
         if node not in {name for allocation in self._allocations().values() for name in allocation.nodes}:
             raise Refused(f"{node} is in no allocation of this run")
         until = f"{time.time() + fault.seconds:.3f}" if fault.seconds else ""
         try:
-            down_mark(self._run, node).write_text(until)  # first: nothing is launched there any more
+            down_mark(self._run, node).write_text(until)  # before the kill, so that nothing new is launched there
         except OSError as error:
             raise Refused(str(error)) from error
-        ended, left = await asyncio.to_thread(sweep, lambda: self._processes_on(node), SWEEP_TIMEOUT_S)
-        if left:
-            raise Unanswered(f"{node}: pid {left[0].pid} does not end on SIGKILL")
-        return f"{node} is down, {len(ended)} processes of it were killed"
+        ended, remaining = await asyncio.to_thread(sweep, lambda: self._processes_on(node), SWEEP_TIMEOUT_S)
+        if remaining:
+            raise Unanswered(f"{node}: pid {remaining[0].pid} has not ended {SWEEP_TIMEOUT_S:g} s after SIGKILL")
+        return f"{node} is marked down and {len(ended)} of its processes were killed"
 
     async def observe(self) -> ClusterSnapshot:
+        """Return the recorded allocations and nodes, and the steps whose first process runs."""
         try:
             allocations = self._allocations()
             steps = {
@@ -196,11 +218,12 @@ class LocalCluster:
         )  # fmt: skip
 
     async def close(self) -> None:
+        """Release the pidfds of the child processes, which keep running."""
         for fd, (child, loop) in list(self._children.items()):
             loop.remove_reader(fd)
             os.close(fd)
             if child.poll() is None:
-                child.returncode = 0  # it is meant to live: no ResourceWarning
+                child.returncode = 0  # the process keeps running on purpose: avoid the ResourceWarning
         self._children.clear()
 
     # ── records ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -236,12 +259,12 @@ class LocalCluster:
 
     # ── processes ──────────────────────────────────────────────────────────────────────────────────────────────────
     def _start(self, step: Step) -> Process | None:
-        """The first process; None when it has ended already."""
+        """Start the first process of a step and return it; None if it has ended already."""
         module = AGENT_MODULE if step.agent else STEP_MODULE
         env = {LAUNCH_ENV: str(step.launch_file)}
         env |= {name: os.environ[name] for name in _INHERITED_ENV if name in os.environ}
         with open(os.open(step.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
-            # -P: the folder that we happen to be in is not searched for modules
+            # -P: do not search the working directory for modules
             child = subprocess.Popen(
                 [self._python, "-P", "-m", module, str(step.launch_file)], env=env, cwd=self._run.path,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
@@ -258,11 +281,11 @@ class LocalCluster:
         child.wait()
 
     def _processes_on(self, node: NodeName) -> list[Process]:
-        """Everything of the run that lives on a virtual node."""
+        """Return all processes of the run on a virtual node."""
         return [process for process in processes(str(self._run.steps)) if _node_of(process.launch) == node]
 
     def _first_process(self, launched: _StepRecord) -> Process | None:
-        """The living first process of a step."""
+        """Return the first process of a step; None if it has ended."""
         if launched.pid:
             process = read_process(launched.pid)
             return process if process is not None and process.started == launched.started else None
@@ -271,7 +294,7 @@ class LocalCluster:
 
 
 def _is_in_force(mark: Path) -> bool:
-    """A mark holds for good, or until the time in it; then it is removed."""
+    """Return whether the node is still marked as down, and remove a mark whose time has passed."""
     until = mark.read_text()
     if until and time.time() >= float(until):
         mark.unlink(missing_ok=True)
@@ -287,7 +310,11 @@ def _node_of(launch_file: str) -> NodeName | None:
 
 
 def _records(folder: Path, kind: type[_Record]) -> dict[str, _Record]:
-    """By tag. Raises Refused: nothing is done from records that cannot be read."""
+    """Read all records of a folder, by tag.
+
+    Raises:
+        Refused: a record cannot be read; nothing may be done on incomplete records.
+    """
     try:
         return {path.stem: msgspec.json.decode(path.read_bytes(), type=kind)
                 for path in sorted(folder.iterdir()) if path.suffix == ".json" and path.name[0] != "."}  # fmt: skip
@@ -296,16 +323,16 @@ def _records(folder: Path, kind: type[_Record]) -> dict[str, _Record]:
 
 
 async def _wait_for_end(process: Process, timeout_s: float) -> None:
-    """Returns when the process has ended, or after ``timeout_s`` s."""
+    """Wait until the process has ended, for at most ``timeout_s`` seconds."""
     fd = open_pidfd(process)
     if fd is None:
         return
     loop = asyncio.get_running_loop()
-    over = asyncio.Event()
-    loop.add_reader(fd, over.set)
+    ended = asyncio.Event()
+    loop.add_reader(fd, ended.set)
     try:
         async with asyncio.timeout(timeout_s):
-            await over.wait()
+            await ended.wait()
     except TimeoutError:
         pass
     finally:

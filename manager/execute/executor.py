@@ -1,8 +1,9 @@
-"""Carry out planned and journaled actions: the only caller of the cluster's verbs that change something.
+"""Carry out planned and journaled actions: the only caller of the cluster's methods that change something.
 
-Every action here was recorded as an intent and fsynced. Its result comes back as a ``Done`` event or, where nobody
-knows (``Unanswered``), not at all: the next poll of the cluster then settles it by its tag. What an action needs beyond
-the cluster is done here too: write launch files, send requests to steps and agents, and handle their answers.
+Every action was recorded as an intent and fsynced before. Its result is recorded as an ``IntentSettled`` event or, if
+nobody knows it (``Unanswered``), not at all: the next poll of the cluster then settles the intent by its tag. Work that
+an action needs besides the cluster is done here too: write launch files, send requests to steps and agents, and handle
+their answers.
 """
 
 from __future__ import annotations
@@ -25,17 +26,25 @@ from .launch import job_dir_of, write_launch
 _log = logging.getLogger("rrl.manager")
 
 RETRY_INTERVAL_S = 5.0
-"""s before a stop or a release that nobody answered is asked for again: both are repeatable"""
+"""Seconds before an unanswered stop, release, drain, undrain or shrink is tried again; all of them may be repeated."""
 MAX_RETRY_INTERVAL_S = 60.0
-"""s that this pause doubles up to"""
+"""Upper limit of that pause, which doubles with each attempt."""
 STEP_MARGIN_S = 3.0
-"""s beyond a step's own grace before the cluster is asked to end it"""
+"""Seconds beyond a step's own grace before the cluster is requested to end it."""
 
 
 class Executor:
-    """``record`` takes the resulting events, ``prepare_launch`` writes a launch file, ``request_stop`` asks a step to stop and returns
-    once it has ended (False: it did not), ``inject_fault`` has a fault performed and tells what became of it, ``check_lease``
-    raises LeaseLost, ``promote`` tells a shadow what it becomes (Refused: there is none to tell)."""
+    """Runs each external action as a background task.
+
+    Args:
+        cluster: where allocations are requested and steps launched.
+        record: records the resulting events.
+        prepare_launch: writes a launch file and returns the step to launch.
+        request_stop: asks a step to stop and returns whether it has ended within the given seconds.
+        inject_fault: injects a fault and records the result.
+        check_lease: raises LeaseLost if another manager has taken over.
+        promote: promotes a standby process; raises Refused if there is none.
+    """
 
     def __init__(
         self,
@@ -58,11 +67,11 @@ class Executor:
 
     @property
     def busy(self) -> frozenset[str]:
-        """Tags of the actions that are being carried out."""
+        """Return the tags of the actions that are being carried out."""
         return frozenset(self._running)
 
     def start(self, action: ExternalAction) -> None:
-        """Carry out one journaled action in the background; the same one is not started twice at a time."""
+        """Carry out a journaled action in the background. An action that is being carried out is not started again."""
         if action.tag in self._running:
             return
         task = asyncio.create_task(self._run_until_settled(action), name=action.tag)
@@ -70,7 +79,7 @@ class Executor:
         task.add_done_callback(lambda _: self._running.pop(action.tag, None))
 
     async def close(self) -> None:
-        """Stop carrying out; what was begun is settled by the next manager."""
+        """Cancel all running actions. The next manager settles their intents."""
         tasks = list(self._running.values())
         for task in tasks:
             task.cancel()
@@ -91,15 +100,19 @@ class Executor:
                 return
             except Unanswered:
                 pass
-            except Exception:  # whatever a cluster can come up with must not leave an intent open for ever
+            except Exception:  # an unexpected error must not leave an intent open forever
                 _log.exception("action %s of %s failed unexpectedly", type(action).__name__, action.tag)
             if isinstance(action, Request | Launch | InjectFault):
-                return  # settled by its tag, or not worth a second try: asking twice could give two
+                return  # settled by its tag, or not repeatable: a second attempt could have a second effect
             await asyncio.sleep(pause)
-            pause = min(2 * pause, MAX_RETRY_INTERVAL_S)  # whoever is away is not called back by asking more often
+            pause = min(2 * pause, MAX_RETRY_INTERVAL_S)  # more frequent attempts would only load a cluster that hangs
 
     async def _may_act(self) -> bool:
-        """False while the run directory is away: nobody can tell then. Raises LeaseLost."""
+        """Return whether this manager still holds the lease; False while the run directory cannot be read.
+
+        Raises:
+            LeaseLost: a successor has taken over.
+        """
         try:
             await self._check_lease()
         except OSError:
@@ -114,13 +127,13 @@ class Executor:
             await self._cluster.release(action.allocation)
             self._record(IntentSettled(action.tag, True))
         elif isinstance(action, Launch) and action.standby is not None:
-            await self._promote(action)  # settled when it is heard as what it became
+            await self._promote(action)  # settled when the promoted process reports as its new incarnation
         elif isinstance(action, Launch):
             try:
                 step = await asyncio.to_thread(self._prepare_launch, action)
-            except OSError as error:  # the run directory: nothing was handed to the cluster
+            except OSError as error:  # nothing was handed to the cluster
                 raise Refused(f"the run directory cannot be written: {error}") from error
-            await self._cluster.launch(step)  # settled by the step's own Wanted, or by the cluster's listing
+            await self._cluster.launch(step)  # settled by the step's AdmissionRequest, or by a poll that lists it
         elif isinstance(action, StopStep):
             if not await self._request_stop(action, action.grace + STEP_MARGIN_S):
                 await self._cluster.stop(action.step, action.grace)
@@ -141,7 +154,16 @@ class Executor:
 
 
 class StepControl:
-    """``state`` gives the newest state, ``step_peers`` where each step's first process can be told something."""
+    """Communicates with the steps of this run: prepares their launch, and requests that they stop.
+
+    Args:
+        run: the run's directory.
+        cluster: where the steps run.
+        source: path of the job spec.
+        state: returns the newest state.
+        send: sends a message to a peer.
+        step_peers: peer of each step's first process, by the step's tag.
+    """
 
     def __init__(
         self,
@@ -158,22 +180,22 @@ class StepControl:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_event(self, event: ev.Event) -> None:
-        """An event was recorded: somebody may be waiting for it."""
+        """Handle a recorded event: wake a stop that waits for the end of its step."""
         if isinstance(event, ev.StepEnded) and event.step in self._ended:
             self._ended[event.step].set()
 
     def prepare_launch(self, action: Launch) -> Step:
-        """The launch file is written when it returns (blocking). Raises OSError."""
+        """Write the launch file and return the step to launch. Blocks. Raises OSError or Refused."""
         return write_launch(self._run, self._state(), action, job_dir_of(self._source))
 
     def on_step_admitted(self, tag: str) -> None:
-        """What only carried the launch of this step can go."""
+        """Release the resources that were only needed to launch this step (on Slurm: kill its ``srun``)."""
         task = asyncio.create_task(self._cluster.release_launcher(tag))
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
 
     async def request_stop(self, action: StopStep, timeout_s: float) -> bool:
-        """Ask the step's first process itself to leave; True once it has ended."""
+        """Ask the step's first process to stop; return whether the step has ended within ``timeout_s`` seconds."""
         peer = self._step_peers.get(action.step)
         if peer is None:
             return False
@@ -188,7 +210,7 @@ class StepControl:
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            _log.error("an action failed: %s", task.exception())
+            _log.error("cannot release the launcher of a step: %s", task.exception())
 
 
 async def _wait_for(event: asyncio.Event, timeout_s: float) -> bool:

@@ -1,11 +1,11 @@
 """Inject requested faults: through the agent of the target's node, the role itself, the cluster, or this manager.
 
-Each fault ends in one ``FaultInjected`` event that says whether it was performed; one that lasts gets a second event at
-its end. A fault is tried once; if the manager died in between, its result is recorded as unknown.
+Each fault is recorded as one ``FaultInjected`` event that says whether it was injected; a fault with a duration gets a
+second event at its end. A fault is tried once; if the manager died in between, its result is recorded as unknown.
 
 ``disk_full`` writes a file that fills the run directory's file system (blocking). Because others use that file system
-too, it is done only where little room is left; whoever comes after a killed manager, the next manager or an agent that
-misses it, removes the file.
+too, it is done only if little space is left. If the manager is killed, the next manager removes the file, or an agent
+that misses the manager.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from ..cluster.base import Cluster, Refused, Unanswered
 from ..model import events as ev
 from ..model.actions import InjectFault
 from ..model.state import State
-from . import fault_injection
 
 ANSWER_TIMEOUT_S = 20.0
-"""s for an agent to say that it performed a fault, and for a role that can at once"""
+"""Seconds for an agent, or a role that can do so at once, to confirm that it injected a fault."""
 ANSWER_DELAY_S = 2.0
-"""s that the answer may come after its target's end: it takes another way than the news of that"""
+"""Seconds by which the confirmation may arrive after the end of its target, because the two arrive by different
+connections."""
 
 
 def injected_event(
     action: InjectFault, ok: bool, detail: str, *, ended: bool = False, unknown: bool = False
 ) -> ev.FaultInjected:
+    """Return the event that records the result of a fault, or with ``ended`` its end."""
     fault = action.fault
     return ev.FaultInjected(
         fault.id, action.incarnation, ok, detail, fault.kind, fault.target, action.node, ended=ended, unknown=unknown
@@ -44,14 +45,26 @@ def injected_event(
 
 
 def interrupted_event(action: InjectFault, epoch: int) -> ev.FaultInjected:
-    """What the next manager tells of an intent whose manager died over it."""
+    """Return the event that the next manager records for a fault whose manager died before recording a result."""
     if action.fault.target == MANAGER:
-        return injected_event(action, True, f"the manager before epoch {epoch} is gone")
-    return injected_event(action, False, "its manager died over it; it is not tried again", unknown=True)
+        return injected_event(action, True, f"the manager before epoch {epoch} was killed")
+    return injected_event(
+        action, False, "the manager died before it recorded a result; the fault is not tried again", unknown=True
+    )
 
 
 class FaultInjector:
-    """``step_peers`` and ``worker_peer`` say where agents and workers can be told something; ``record`` takes what was done."""
+    """Injects one run's faults.
+
+    Args:
+        run: the run's directory.
+        cluster: injects faults of nodes and of the cluster itself.
+        state: returns the newest state.
+        record: records the resulting events.
+        send: sends a message to a peer.
+        step_peers: peer of each step's first process (agents included), by the step's tag.
+        worker_peer: returns the peer of a worker, or None if it is not connected.
+    """
 
     def __init__(
         self,
@@ -66,12 +79,12 @@ class FaultInjector:
         self._run, self._cluster, self._state, self._record, self._send = run, cluster, state, record, send
         self._step_peers, self._worker_peer = step_peers, worker_peer
         self._pending: dict[str, tuple[InjectFault, asyncio.Event]] = {}
-        """by fault: it was answered, or its target is gone"""
+        """Action and event by fault id. The event is set once the fault is confirmed, or its target has ended."""
         self._exit_codes: dict[str, int] = {}
-        """by step: with which a target ended meanwhile"""
+        """Exit code of a target that ended before its fault was confirmed, by step."""
 
     def on_event(self, event: ev.Event) -> None:
-        """An event was recorded: somebody may be waiting for it."""
+        """Handle a recorded event: wake a fault that waits for its confirmation or for the end of its target."""
         for fault, (action, settled) in self._pending.items():
             if isinstance(event, ev.StepEnded) and event.step == action.step and event.code is not None:
                 self._exit_codes[action.step] = event.code
@@ -81,11 +94,14 @@ class FaultInjector:
                 asyncio.get_running_loop().call_later(ANSWER_DELAY_S, settled.set)
 
     async def inject(self, action: InjectFault) -> None:
-        """Returns once it is told what was done, and, of what this manager or the cluster holds, that it is over."""
+        """Inject the fault and record the result.
+
+        Returns once the result is known and, for faults injected by this manager or the cluster, once they have ended.
+        """
         fault = action.fault
         try:
             if fault.target == MANAGER:
-                os.kill(os.getpid(), signal.SIGKILL)  # its intent is durable: the next manager tells
+                os.kill(os.getpid(), signal.SIGKILL)  # the intent is durable: the next manager records the result
             elif fault.kind is FaultKind.DISK_FULL:
                 await self._fill_disk(action)
             elif FAULT_TRAITS[fault.kind].target_kind is not TargetKind.REPLICA:
@@ -106,18 +122,18 @@ class FaultInjector:
         loop = asyncio.get_running_loop()
         began = loop.time()
         self._record(injected_event(action, True, await self._cluster.inject_fault(fault)))
-        if fault.seconds:  # some clusters tell of an outage when it is over
+        if fault.seconds:  # measured from the beginning: some clusters confirm an outage only when it is over
             await asyncio.sleep(began + fault.seconds - loop.time())
-            self._record(injected_event(action, True, f"{fault.seconds:g} s are over", ended=True))
+            self._record(injected_event(action, True, f"ended after {fault.seconds:g} s", ended=True))
 
     async def _fill_disk(self, action: InjectFault) -> None:
         try:
-            self._record(injected_event(action, True, await asyncio.to_thread(fault_injection.fill_disk, self._run)))
+            self._record(injected_event(action, True, await asyncio.to_thread(fill_disk, self._run)))
             await asyncio.sleep(action.fault.seconds)
         finally:
-            removed = fault_injection.remove_disk_filler(self._run)
+            removed = remove_disk_filler(self._run)
         if removed:
-            self._record(injected_event(action, True, "the room is given back", ended=True))
+            self._record(injected_event(action, True, "the disk space is free again", ended=True))
 
     async def _by_agent(self, action: InjectFault) -> None:
         agent = self._state().replica(replica_id(AGENT, action.node))
@@ -126,16 +142,19 @@ class FaultInjector:
             raise Refused(f"the agent of {action.node} is not connected")
         await self._send_and_wait(action, peer, ANSWER_TIMEOUT_S)
         if action.fault.kind is FaultKind.OUT_OF_MEMORY and action.incarnation is not None:
-            worker = self._worker_peer(action.incarnation)  # who lives on what it has needs more now, too
+            # the agent has limited the worker's memory; this message makes the worker allocate more than that
+            worker = self._worker_peer(action.incarnation)
             if worker is not None:
                 await self._send(worker, msg.Inject(action.fault, action.step), None)
 
     async def _by_role(self, action: InjectFault) -> None:
-        """Most strike at the role's next call of the worker API, however long that takes."""
+        """Have the role inject the fault: most take effect at its next call of the worker API, however late that is."""
         assert action.incarnation is not None
         peer = self._worker_peer(action.incarnation)
         if peer is None or self._state().job.role(role_of(action.incarnation.replica)).watch != "api":
-            raise Refused(f"{action.incarnation} cannot be told: {action.fault.kind} needs the worker API")
+            raise Refused(
+                f"{action.incarnation} is not connected through the worker API, which {action.fault.kind} needs"
+            )
         await self._send_and_wait(action, peer, ANSWER_TIMEOUT_S if action.fault.kind is FaultKind.EXIT else None)
 
     async def _send_and_wait(self, action: InjectFault, peer: bytes, timeout_s: float | None) -> None:
@@ -146,33 +165,37 @@ class FaultInjector:
             async with asyncio.timeout(timeout_s):
                 await settled.wait()
         except TimeoutError:
-            raise Unanswered(f"nobody said within {timeout_s:g} s that it was performed") from None
+            raise Unanswered(f"no confirmation within {timeout_s:g} s that the fault was injected") from None
         finally:
             del self._pending[action.fault.id]
         if action.tag not in self._state().intents:
             return
         code = self._exit_codes.pop(action.step, None)
-        if action.fault.kind is FaultKind.EXIT and code == action.fault.amount:  # its answer was lost with it
+        if action.fault.kind is FaultKind.EXIT and code == action.fault.amount:  # the confirmation was lost with it
             self._record(injected_event(action, True, f"its step ended with exit code {code}"))
-        else:  # its target ended first: perhaps of it, perhaps not
-            raise Unanswered(f"{action.incarnation} was gone before anybody said that it was performed")
+        else:  # the target ended first, perhaps because of the fault
+            raise Unanswered(f"{action.incarnation} ended before it confirmed that the fault was injected")
 
 
 MAX_FILL_BYTES = 2**30
-"""bytes: where more is free, filling the file system would take minutes and room that others count on"""
+"""Bytes of free space above which no disk is filled: it would take minutes, and other users count on the space."""
 _BLOCK_SIZES = (2**20, 2**12, 1)
-"""bytes written at once, smaller and smaller as the last of the room goes"""
+"""Bytes written at a time, smaller and smaller as the last of the space is used up."""
 
 
 def fill_disk(run: RunDir) -> str:
-    """Take all the room; says how much. Raises Refused when there is too much of it."""
+    """Write a file that uses up the free space of the run directory's file system; return its size in words. Blocks.
+
+    Raises:
+        Refused: more than ``MAX_FILL_BYTES`` are free, or the file cannot be created.
+    """
     try:
         file_system = os.statvfs(run.path)
         free = file_system.f_bavail * file_system.f_frsize
         if free > MAX_FILL_BYTES:
             raise Refused(
-                f"{free / 2**30:.1f} GiB are free on the file system of {run.path}, and no more than"
-                f" {MAX_FILL_BYTES / 2**30:g} GiB are ever filled: others need them too"
+                f"{free / 2**30:.1f} GiB are free on the file system of {run.path}; rrl fills at most"
+                f" {MAX_FILL_BYTES / 2**30:g} GiB, because others use it too"
             )
         fd = os.open(run.disk_filler, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     except OSError as error:
@@ -182,15 +205,15 @@ def fill_disk(run: RunDir) -> str:
         for block in _BLOCK_SIZES:
             written += _write(fd, block, MAX_FILL_BYTES - written)
         os.fsync(fd)
-    except OSError:  # it is as full as it gets
+    except OSError:  # the disk is full, which is the purpose
         pass
     finally:
         os.close(fd)
-    return f"{run.disk_filler} takes {written / 2**20:.1f} MiB: nothing is left"
+    return f"{run.disk_filler} takes {written / 2**20:.1f} MiB; no space is left"
 
 
 def remove_disk_filler(run: RunDir) -> bool:
-    """Remove the file; True when there was one."""
+    """Remove the file; return whether there was one."""
     try:
         run.disk_filler.unlink()
     except FileNotFoundError:
@@ -199,7 +222,7 @@ def remove_disk_filler(run: RunDir) -> bool:
 
 
 def _write(fd: int, block: int, max_bytes: int) -> int:
-    """Blocks until none fits, or so many bytes are written."""
+    """Write blocks until none fits or ``max_bytes`` are written; return the bytes written."""
     data, written = b"\1" * block, 0
     while written + block <= max_bytes:
         try:

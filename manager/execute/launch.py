@@ -1,9 +1,9 @@
-"""Build what the first process of a step reads: its launch file, the cluster's step and, in a container, its command.
+"""Write what the first process of a step reads: its launch file, with the command line of a container if there is one.
 
 With apptainer the first process stays on the node and only the command runs in the image; with pyxis, a plugin of srun,
-the whole step runs in it. Neither creates a process namespace, so the processes of a role are found and ended by their
-marks as everywhere else. Sources: apptainer-exec(1) of 1.4 (man.archlinux.org), apptainer.org/docs/user/latest (bind
-paths, environment), github.com/NVIDIA/pyxis (README, wiki/Usage).
+the whole step runs in it. Neither creates a process namespace, so the processes of a role are found and ended by the
+marks in their environment as everywhere else. Sources: apptainer-exec(1) of 1.4 (man.archlinux.org),
+apptainer.org/docs/user/latest (bind paths, environment), github.com/NVIDIA/pyxis (README, wiki/Usage).
 """
 
 from __future__ import annotations
@@ -28,17 +28,24 @@ from ..model.state import State
 
 APPTAINER, PYXIS = "apptainer", "pyxis"
 _SHARED_MEMORY = "/dev/shm"
-"""torch's data loaders and UCX meet there; pyxis's images have one of their own otherwise"""
+"""Folder through which torch's data loaders and UCX share memory. Images of pyxis would otherwise have a
+separate one."""
 _IMAGE_SUFFIXES = (".sif", ".sqsh", ".squashfs", ".img")
-"""An image with such a name is a file, and like every path in job.toml it starts at the folder of job.toml. apptainer
-would find it there by itself, pyxis takes a name without a slash for one in a registry."""
+"""Suffixes by which an image is a file. Like every path in job.toml, its path is relative to the folder of job.toml:
+apptainer would resolve it so by itself, pyxis takes a name without a slash for an image in a registry."""
 NO_USER_SITE = {"PYTHONNOUSERSITE": "1"}
-"""For every container: ~/.local of the host holds packages for the host's Python."""
+"""Variables for every container: the host's ~/.local contains packages for the host's Python."""
 
 
 def mounts(container: ContainerSpec, run_dir: str, job_dir: str) -> tuple[tuple[str, str, str], ...]:
-    """(source, target, flag) of each mount, the flag empty, ``ro`` or ``rw``: run directory, job folder, shared memory,
-    and the job's own, which win where they have the same target. Raises NotStarted for a folder that cannot be one."""
+    """Return (source, target, flag) of each mount; the flag is empty, ``ro`` or ``rw``.
+
+    These are the run directory, the job folder, shared memory, and the job's own mounts, which take precedence for the
+    same target.
+
+    Raises:
+        NotStarted: the name of a folder has a character that a mount cannot express.
+    """
     for folder in (run_dir, job_dir):
         if set(folder) & set(":,+"):
             raise NotStarted(f"{folder} cannot be mounted into a container: its name has one of : , +")
@@ -53,16 +60,22 @@ def mounts(container: ContainerSpec, run_dir: str, job_dir: str) -> tuple[tuple[
 def apptainer(
     role: RoleSpec, container: ContainerSpec, run_dir: str, job_dir: str, argv: Sequence[str]
 ) -> tuple[str, ...]:
-    """``argv`` in the role's image. The environment that apptainer is started with reaches it, but for PATH and
-    LD_LIBRARY_PATH, which are the image's (apptainer.org, environment and metadata); values are not evaluated
-    (``--no-eval``): a password may hold a dollar sign. The site's default decides whether the home is mounted."""
+    """Return the command that runs ``argv`` in the role's image.
+
+    The container inherits the environment of apptainer, except PATH and LD_LIBRARY_PATH, which are the image's
+    (apptainer.org, environment and metadata). ``--no-eval`` keeps values as they are: a password may contain a dollar
+    sign. The site's default decides whether the home directory is mounted.
+    """
     binds = (f"--bind={':'.join(filter(None, mount))}" for mount in mounts(container, run_dir, job_dir))
     gpus = ("--nv",) if role.per_member.gpus else ()
     return ("apptainer", "exec", "--no-eval", *binds, f"--pwd={job_dir}", *gpus, _image(role, job_dir), *argv)
 
 
 def pyxis(role: RoleSpec, container: ContainerSpec, run_dir: str, job_dir: str) -> tuple[str, ...]:
-    """Options of srun. No entry point and no home: a site's enroot.conf may have both, and the first is not ours."""
+    """Return the options by which srun starts a step in the role's image.
+
+    The image's entry point and the home directory are switched off, because a site's enroot.conf may enable them.
+    """
     listed = ",".join(":".join(filter(None, mount)) for mount in mounts(container, run_dir, job_dir))
     return (
         f"--container-image={_image(role, job_dir)}", f"--container-mounts={listed}", f"--container-workdir={job_dir}",
@@ -77,22 +90,27 @@ def _image(role: RoleSpec, job_dir: str) -> str:
 
 
 AGENT_CPUS = 1
-"""of a step that overlaps: an agent takes nothing of its own, but sees all of its node's GPUs"""
+"""CPUs of an agent's step. It overlaps with other steps and takes no resources of its own, but sees all GPUs of its
+node."""
 PROBE_TIMEOUT_S = 180.0
-"""s for [env] probe; importing torch from a file server that a hundred nodes ask at once takes a minute or two"""
+"""Seconds for ``[env] probe``. Importing torch takes a minute or two if a hundred nodes read it from a file server at
+once."""
 PROBE_SHARE = 0.5
-"""of ``limits.join``: the agent says only after the probe that it is there"""
+"""Fraction of ``limits.join`` that the probe may take, because the agent joins only after it."""
 
 ADMISSION_TIMEOUT_S = 30.0
-"""s for a first round of the readers (docs/health.md); each has a deadline of its own"""
+"""Seconds for the first round of the readers (docs/health.md), each of which has a deadline of its own."""
 ADMISSION_SHARE = 0.25
-"""of ``limits.join``, as above"""
+"""Fraction of ``limits.join`` that this round may take, because the agent joins only after it."""
 
 
 def write_launch(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> Step:
-    """Write the launch file of ``action`` (0600, durable) and return the step for the cluster.
+    """Write the launch file of ``action`` (mode 0600, durable) and return the step for the cluster.
 
-    Raises OSError when the run directory cannot be read or written, Refused when there can be no such step."""
+    Raises:
+        OSError: the run directory cannot be read or written.
+        Refused: the step cannot be started in its container.
+    """
     name = role_of(action.incarnation.replica)
     if name == AGENT:
         launch, step = _agent(run, state, action, job_dir)
@@ -113,7 +131,7 @@ def _role(run: RunDir, state: State, action: LaunchAction, job_dir: str, role: R
         gpus=role.per_member.gpus,
     )
     step = _step(run, action, role.per_member)
-    if role.launcher == PYXIS:  # what [env] sets up is the host's, and the step is not on it
+    if role.launcher == PYXIS:  # [env] sets up the host, but the step runs in the image
         options = pyxis(role, state.job.container, str(run.path), job_dir)
         launch = msgspec.structs.replace(launch, setup="", in_image=True)
         step = msgspec.structs.replace(step, container=options, python=state.job.container.python)
@@ -121,10 +139,13 @@ def _role(run: RunDir, state: State, action: LaunchAction, job_dir: str, role: R
 
 
 def _standby(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tuple[Launch, Step]:
-    """The command of the role that is kept warm. A rollout's has its engine running, and what it takes of the node to
-    itself, as the rollout that it becomes. The trainer's waits beside whatever works there. Steps that overlap are all
-    given the node's first CPUs and GPUs (measured): so it gets all of them, to have its share of whatever is free once
-    it has become something; of the GPUs it is then told which."""
+    """Return the launch of a standby process, which runs the command of the role that it stands by for.
+
+    A rollout standby has its engine running and takes the same resources as the rollout that it will become. A trainer
+    standby shares its node with other steps. Slurm assigns the first CPUs and GPUs of the node to all overlapping steps
+    (measured), so the standby requests all of them, in order to reach those that are free when it is promoted. The
+    promotion names its GPUs.
+    """
     role = state.job.role(standby_role_of(action.incarnation.replica))
     launch, step = _role(run, state, action, job_dir, role)
     launch = msgspec.structs.replace(launch, standby=True)
@@ -137,7 +158,7 @@ def _standby(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> t
 
 
 def _node(state: State, action: LaunchAction) -> Resources:
-    """What we asked for of each node of the allocation."""
+    """Return the resources that were requested of each node of the allocation."""
     allocation = state.allocations.get(action.allocation)
     return allocation.request.node if allocation is not None else Resources()
 
@@ -189,8 +210,11 @@ def _argv(role: RoleSpec, job: RunSpec, run_dir: str, job_dir: str) -> tuple[str
 
 
 def _probe(job: RunSpec, run_dir: str, job_dir: str) -> tuple[str, ...]:
-    """The command by which a node shows that [env] probe can be imported: on the host, or where no role runs on it in
-    apptainer's container. In pyxis's there is no looking from outside."""
+    """Return the command that checks on a node whether the modules of ``[env] probe`` can be imported.
+
+    Empty: no check. The check runs on the host or, if no role runs there, in apptainer's container. An agent cannot
+    start a process in pyxis's container.
+    """
     modules = f"import {', '.join(job.env.probe)}"
     if not job.env.probe or all(role.launcher == PYXIS for role in job.roles):
         return ()
@@ -208,9 +232,9 @@ def _role_environment(role: RoleSpec, job: RunSpec, job_dir: str, passed: dict[s
 
 
 def environment(job: RunSpec, resources: Resources, job_dir: str) -> dict[str, str]:
-    """The environment of a role but for what the submitting shell, its spec and its node add."""
+    """Return a role's environment, without the variables of the submitting shell and of the role's own spec."""
     inherited = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
-    if folder := os.path.dirname(job.env.python):  # "python" in a command is the one that has rrl
+    if folder := os.path.dirname(job.env.python):  # "python" in a command is the interpreter that has rrl
         inherited["PATH"] = os.pathsep.join((folder, inherited.get("PATH", os.defpath)))
     return inherited | {
         HEARTBEAT_INTERVAL_ENV: str(job.limits.heartbeat),
@@ -219,20 +243,26 @@ def environment(job: RunSpec, resources: Resources, job_dir: str) -> dict[str, s
         "OMP_NUM_THREADS": str(resources.cpus),
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",  # nothing that a run needs may depend on a download in the middle of it
+        "HF_HUB_OFFLINE": "1",  # a run must not depend on downloads while it is running
     }
 
 
 def _load_passed_env(run: RunDir, job: RunSpec) -> dict[str, str]:
-    """What ``rrl submit`` kept of its shell. It is read for each launch: the journal and our memory stay free of it."""
+    """Read the variables that ``rrl submit`` saved from its shell.
+
+    They are read for each launch, so that neither the journal nor the manager's memory contains them.
+    """
     return msgspec.json.decode(run.passed_env.read_bytes(), type=dict[str, str]) if job.env.passed else {}
 
 
 def save_passed_env(run: RunDir, job: RunSpec) -> None:
-    """Keep the variables of this shell that roles get, 0600: the manager may run elsewhere. Raises OSError."""
+    """Save the variables of this shell that roles receive, with mode 0600.
+
+    They are saved because the manager may run on another host. Raises OSError.
+    """
     write_atomically(run.passed_env, msgspec.json.encode(select_variables(job.env.passed, os.environ)))
 
 
 def job_dir_of(source: str) -> str:
-    """The folder of the job file: the roles' working folder, where a user's module is found."""
+    """Return the folder of the job file: the roles' working folder, where the user's modules are found."""
     return str(Path(source).parent)

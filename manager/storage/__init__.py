@@ -1,0 +1,1 @@
+"""Durable files of a run's managers: the journal, the epoch lease and the resume request."""

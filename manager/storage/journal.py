@@ -1,10 +1,12 @@
-"""The journal: framed, checksummed, segmented; events in, events out.
+"""The journal: all events of a run, durable and in order, as checksummed frames in segment files.
 
-One segment per manager epoch and per ``SEGMENT_RECORDS`` records, each created O_EXCL by its one writer and headed by
-a snapshot of the state, so that ``rrl status`` never folds weeks. A successor seals what it read: its head names the
-length that it accepted of the segment before, so that what a frozen predecessor still writes is never read.
+Each manager epoch begins a segment, and begins another one after ``SEGMENT_RECORDS`` records. A segment is created
+O_EXCL by its only writer and begins with a snapshot of the state, so that ``rrl status`` never has to fold weeks of
+events. The head of a segment also records how much of the previous segment its writer has read: whatever a predecessor
+that was frozen writes after that is ignored.
 
-Frame: u32 length, u32 crc32, payload (msgpack). A torn last frame is a write that nobody was told of: it is ignored.
+Frame: u32 length, u32 crc32, payload (msgpack). A torn last frame is an unfinished write, on which nothing has been
+decided: it is ignored.
 """
 
 from __future__ import annotations
@@ -29,39 +31,40 @@ from ..model.state import State
 
 _log = logging.getLogger("rrl.manager")
 
-SCHEMA = 2
-"""Version of the records. A journal of another version is refused in one line: nothing is decided from it.
+SCHEMA = 3
+"""Version of the records. A journal of another version is refused with one line: nothing is decided from it.
 
-2: ends of steps and rejected intents carry a reason as an enum, findings carry flags."""
+2: ends of steps and rejected intents carry a reason as an enum, findings carry flags.
+3: events, actions and fields of the state have the names of docs/glossary.md."""
 SEGMENT_RECORDS = 4000
-"""Records in a segment before the next one: folding so many takes about 50 ms."""
+"""Records in a segment before the next one begins. Folding that many takes about 50 ms."""
 MAGIC = b"RRLJ\n"
 _FRAME = struct.Struct("<II")
 
 
 class JournalError(Exception):
-    """The journal cannot be read; the text says in one line which segment, where in it, and why."""
+    """The journal cannot be read. The text says in one line which segment, where in it, and why."""
 
 
-RECOVERY_ADVICE = "restore the file from a backup, or submit the run anew"
-"""for a journal with a damaged record: what follows the record cannot be known"""
+RECOVERY_ADVICE = "restore the file from a backup, or submit the job again"
+"""Advice for a journal with a damaged record. The events after that record cannot be trusted."""
 
 
 class Head(Struct, frozen=True):
-    """First frame of a segment."""
+    """The first frame of a segment."""
 
     schema: int
     epoch: int
     state: State | None
-    """as of the segment's start; None only at the very beginning"""
+    """State at the start of the segment; None only in a run's first segment."""
     previous: str = ""
-    """name of the segment before"""
+    """Name of the previous segment."""
     previous_bytes: int = 0
-    """bytes of it that count"""
+    """Number of bytes of the previous segment that count."""
 
 
 class _Schema(Struct, frozen=True):
-    """Of a head by whomever: all that is read before it is known that the rest can be."""
+    """The one field of a head that every version of rrl can read. The rest is decoded only if the schema matches."""
 
     schema: int
 
@@ -71,13 +74,15 @@ _decode_schema = msgspec.msgpack.Decoder(_Schema).decode
 _decode_head = msgspec.msgpack.Decoder(Head).decode
 _decode_event = msgspec.msgpack.Decoder(Stamped).decode
 _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""what msgspec raises for damaged bytes: text that is not UTF-8 is no DecodeError"""
+"""Exceptions that msgspec raises for damaged bytes. Text that is not UTF-8 does not raise a DecodeError."""
 
 
 class Journal:
-    """The writer of one manager epoch. :meth:`append` is cheap; nothing counts before :meth:`flush` returned.
+    """The writer of one manager epoch.
 
-    :meth:`flush` and :meth:`rotate` may run in threads beside the loop that appends."""
+    :meth:`append` only buffers; a record is durable once :meth:`flush` has returned. :meth:`flush` and :meth:`rotate`
+    may run in threads while the event loop appends.
+    """
 
     def __init__(self, run: RunDir, epoch: int) -> None:
         self._run = run
@@ -85,42 +90,47 @@ class Journal:
         self._segment_number = 0
         self._writing = threading.Lock()
         self._buffer: list[tuple[int, bytes]] = []
-        """(seq, frame); only ever appended to and cut at its front, so that a flush beside it loses nothing"""
+        """Pairs of (seq, frame). It is only appended to and cut at its front, so that a concurrent flush loses
+        nothing."""
         self._records = 0
         follower = Follower(run)
         self.state = follower.state()
-        """what the journal said when this epoch took it over; None for a new run"""
+        """State of the journal when this epoch took it over; None for a new run."""
         if torn := follower.torn_bytes:
             position = follower.position[0]
-            _log.warning("%s: %d bytes of an unfinished record are ignored; no action was taken on it", position, torn)
+            _log.warning("%s: ignored %d bytes of an unfinished record; no action was taken on it", position, torn)
         before, accepted = follower.position
         if before:
-            _sync(run.journal / before)  # its writer may have died between a write and its sync, and we count on both
+            _sync(run.journal / before)  # its writer may have died after writing what we read and before syncing it
         self._path, self._fd = self._open(self.state, before, accepted)
 
     def append(self, stamped: Stamped) -> None:
+        """Add an event to the buffer; :meth:`flush` makes it durable."""
         frame = _framed(_encode(stamped))
         self._buffer.append((stamped.seq, frame))
         self._records += 1
 
     def flush(self) -> None:
-        """Write and fsync what was appended (blocking: called off the loop). Raises OSError when the disk is full."""
+        """Write and fsync all buffered records. Blocks. Raises OSError if the disk is full."""
         with self._writing:
             self._write(len(self._buffer))
 
     @property
     def unwritten(self) -> int:
-        """Records that are not durable yet."""
+        """Return the number of records that are not durable yet."""
         return len(self._buffer)
 
     @property
     def full(self) -> bool:
+        """Return whether the segment has ``SEGMENT_RECORDS`` records, so that the next one should begin."""
         return self._records >= SEGMENT_RECORDS
 
     def rotate(self, state: State) -> None:
-        """Go on in a fresh segment headed by ``state``; what was appended after it follows there.
+        """Begin a new segment headed by ``state``; records appended after it follow there.
 
-        Raises OSError when there is no room for one: then the old segment goes on."""
+        Raises:
+            OSError: there is no space for a segment. The old segment then stays in use.
+        """
         with self._writing:
             self._write(sum(seq <= state.seq for seq, _ in self._buffer))
             length = os.lseek(self._fd, 0, os.SEEK_CUR)
@@ -129,13 +139,14 @@ class Journal:
             self._path, self._fd, self._records = path, fd, len(self._buffer)
 
     def close(self) -> None:
+        """Flush the buffer and close the segment."""
         try:
             self.flush()
         finally:
             os.close(self._fd)
 
     def _write(self, count: int) -> None:
-        """The first ``count`` frames of the buffer; they stay there unless they are durable."""
+        """Write and fsync the first ``count`` frames of the buffer; keep them in the buffer if that fails."""
         if not count:
             return
         start = os.lseek(self._fd, 0, os.SEEK_CUR)
@@ -159,7 +170,7 @@ class Journal:
             _sync(self._run.journal)
         except OSError:
             with contextlib.suppress(OSError):
-                os.ftruncate(fd, 0)  # without a head it counts for nothing, should it not go or come back
+                os.ftruncate(fd, 0)  # a segment without a head is ignored, should its removal fail or be undone
             os.close(fd)
             path.unlink(missing_ok=True)
             raise
@@ -167,25 +178,27 @@ class Journal:
 
 
 def replay(run: RunDir) -> Iterator[Stamped]:
-    """Every event of the run in order. Raises JournalError."""
+    """Yield every event of the run in order. Raises JournalError."""
     for path, end in _chain(run):
         head, offset = _head(path)
         if head is None:
             continue
         read = offset
-        for stamped, read in _framed_events(path, offset, end):  # noqa: B007 (where the last one ends)
+        for stamped, read in _framed_events(path, offset, end):  # noqa: B007 (end of the last event)
             yield stamped
         if end is not None and read != end:
-            raise JournalError(f"{path}: it cannot be read beyond byte {read}, though {end} bytes of it count")
+            raise JournalError(
+                f"{path}: cannot be read beyond byte {read}, but the next segment counts {end} bytes of it"
+            )
 
 
 def read_state(run: RunDir) -> State | None:
-    """The state as of the newest record; None when there is no journal yet. Raises JournalError."""
+    """Return the state after the newest record; None if there is no journal yet. Raises JournalError."""
     return Follower(run).state()
 
 
 class Follower:
-    """Reads the state again and again at the price of what is new (for ``rrl status --live`` and logs)."""
+    """Reads the state repeatedly; each read costs only what is new (for ``rrl status --live`` and logs)."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -195,12 +208,15 @@ class Follower:
 
     @property
     def position(self) -> tuple[str, int]:
-        """Name of the segment that was read last, and how much of it."""
+        """Return the name of the segment that was read last, and the number of bytes read from it."""
         return (self._segment.name, self._offset) if self._segment else ("", 0)
 
     @property
     def torn_bytes(self) -> int:
-        """Bytes behind the last whole record: of one that is being written, or whose writer died over it."""
+        """Return the number of bytes after the last complete record.
+
+        They belong to a record that is being written, or whose writer died while writing it.
+        """
         if self._segment is None:
             return 0
         try:
@@ -209,6 +225,12 @@ class Follower:
             return 0
 
     def state(self) -> State | None:
+        """Return the state after the newest record; None if there is no journal yet.
+
+        Raises:
+            JournalError: a segment is damaged, of another schema, or of another run.
+            OSError: the journal's folder cannot be listed, or a segment cannot be read.
+        """
         segments = _segments(self._run)
         if not segments or segments[-1] != self._segment:
             newest = _newest(self._run)
@@ -220,16 +242,20 @@ class Follower:
         for stamped, end in _framed_events(self._segment, self._offset, None):
             try:
                 self._state = fold(self._state, stamped)
-            except Exception as error:  # no event that a manager wrote does that, and a damaged one can do anything
+            except Exception as error:  # an event written by a manager never fails to fold, but a damaged one may
                 raise _damaged(self._segment, f"the record that ends at byte {end}", error) from error
             self._offset = end
         if self._state is not None and self._state.run != self._run.id:
-            raise JournalError(f"{self._segment}: it is the journal of {self._state.run}, not of {self._run.id}")
+            raise JournalError(f"{self._segment}: this is the journal of {self._state.run}, not of {self._run.id}")
         return self._state
 
 
 def _segments(run: RunDir) -> list[Path]:
-    """By name. Raises OSError where the folder cannot be listed: that is not the same as an empty one."""
+    """Return the run's segments, sorted by name.
+
+    Raises:
+        OSError: the folder cannot be listed, which does not mean that it is empty.
+    """
     try:
         names = os.listdir(run.journal)
     except FileNotFoundError:
@@ -238,8 +264,11 @@ def _segments(run: RunDir) -> list[Path]:
 
 
 def _newest(run: RunDir) -> tuple[Path, Head, int] | None:
-    """The newest segment that has a whole head, and where its records begin. One without is being created at this
-    moment, or its manager died over it: nothing was ever told from it."""
+    """Return (path, head, offset of the records) of the newest segment with a complete head, or None.
+
+    A segment without one is being created at this moment, or its manager died while creating it: nothing was decided on
+    it.
+    """
     for path in reversed(_segments(run)):
         head, offset = _head(path)
         if head is not None:
@@ -248,9 +277,10 @@ def _newest(run: RunDir) -> tuple[Path, Head, int] | None:
 
 
 def _chain(run: RunDir) -> list[tuple[Path, int | None]]:
-    """The segments that count, oldest first, and where each ends: followed back from the newest one's head.
+    """Return (path, end) of the segments that count, oldest first, following each head to its previous segment.
 
-    A segment that no successor names was written by a manager that had already been succeeded."""
+    A segment that no later segment names was written by a manager that had already been succeeded.
+    """
     chain: list[tuple[Path, int | None]] = []
     newest = _newest(run)
     name, end = newest[0].name if newest is not None else "", None
@@ -258,7 +288,7 @@ def _chain(run: RunDir) -> list[tuple[Path, int | None]]:
         chain.append((run.journal / name, end))
         head = _head(run.journal / name)[0]
         if head is None:
-            raise JournalError(f"{run.journal / name}: its head is torn, though a later segment counts on it")
+            raise JournalError(f"{run.journal / name}: its head is incomplete, but a later segment refers to it")
         name, end = head.previous, head.previous_bytes
     return chain[::-1]
 
@@ -268,22 +298,23 @@ def _framed(payload: bytes) -> bytes:
 
 
 def _frame_at(data: bytes, offset: int) -> tuple[bytes, int] | None:
-    """The payload at ``offset`` and the end of its frame, or None where no whole frame lies."""
+    """Return the payload at ``offset`` and the end of its frame, or None if there is no complete frame."""
     if offset + _FRAME.size > len(data):
         return None
     length, crc = _FRAME.unpack_from(data, offset)
     payload = data[offset + _FRAME.size : offset + _FRAME.size + length]
-    if not payload or len(payload) < length or zlib.crc32(payload) != crc:  # zeros are a file that grew and no more
+    # zeros: the file grew before a power cut, but its data was not written
+    if not payload or len(payload) < length or zlib.crc32(payload) != crc:
         return None
     return payload, offset + _FRAME.size + length
 
 
 def _head(path: Path) -> tuple[Head | None, int]:
-    """The head and where the records begin; None where it is not (yet) whole."""
+    """Return the head and the offset of the records; the head is None if it is not (yet) complete."""
     try:
         with path.open("rb") as file:
             start = file.read(len(MAGIC) + _FRAME.size)
-            if start and not start.strip(b"\0"):  # after a power cut: the file grew, and its bytes did not come
+            if start and not start.strip(b"\0"):  # the file grew before a power cut, but its data was not written
                 return None, 0
             if not start.startswith(MAGIC[: len(start)]):
                 raise JournalError(f"{path}: not a journal of rrl (it starts with {start[:5]!r})")
@@ -292,7 +323,7 @@ def _head(path: Path) -> tuple[Head | None, int]:
             length = _FRAME.unpack_from(start, len(MAGIC))[0]
             frame = _frame_at(start[len(MAGIC) :] + file.read(length), 0)
     except FileNotFoundError:
-        raise JournalError(f"{path}: it is missing, though a later segment counts on it") from None
+        raise JournalError(f"{path}: the segment is missing, but a later segment refers to it") from None
     if frame is None:
         return None, 0
     try:
@@ -302,7 +333,7 @@ def _head(path: Path) -> tuple[Head | None, int]:
         if schema < SCHEMA:
             raise JournalError(
                 f"{path}: written by an older rrl (schema {schema}, this one reads schema {SCHEMA}); "
-                f"use the version of rrl that wrote it, or submit the run anew"
+                f"use the version of rrl that wrote it, or submit the job again"
             )
         return _decode_head(frame[0]), len(MAGIC) + frame[1]
     except _UNDECODABLE as error:
@@ -325,13 +356,13 @@ def _framed_events(path: Path, offset: int, end: int | None) -> Iterator[tuple[S
 
 
 def _damaged(path: Path, record: str, error: Exception) -> JournalError:
-    """``record``: the record. One line, whatever the damaged bytes put into the error's text."""
+    """Return the error for a damaged record, in one line whatever the damaged bytes add to the text of ``error``."""
     why = " ".join(str(error).split()) or type(error).__name__
     return JournalError(f"{path}: {record} cannot be read: {escaped(why)}; {RECOVERY_ADVICE}")
 
 
 def _sync(path: Path) -> None:
-    """Of a file, or of a folder's names; whoever wrote them."""
+    """Fsync a file, or the names in a folder, whichever process wrote them."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -1,7 +1,8 @@
-"""One manager at a time: an epoch is claimed by creating its file, and kept by a counter that goes on changing.
+"""The epoch lease: the proof that a manager is the only one of its run.
 
-Nobody's clock is compared with anybody else's: whoever wants to succeed watches the counter for a while by its own
-monotonic clock. Creating the next epoch's file O_EXCL has exactly one winner, on any file system; flock may be absent.
+An epoch is claimed by creating its file and held by increasing a counter in it. No clocks of different hosts are
+compared: a manager that wants to succeed another one watches the counter for a while by its own monotonic clock.
+Creating the next epoch's file O_EXCL has exactly one winner on any file system; flock may not be available.
 """
 
 from __future__ import annotations
@@ -23,33 +24,36 @@ from ...core.run_dir import RunDir, write_atomically
 _log = logging.getLogger("rrl.manager")
 
 RELEASED = -1
-"""Counter of a manager that left in order: its successor need not wait."""
+"""Counter of a manager that exited in order; its successor need not wait."""
 
 
 CHECKS_PER_TIMEOUT = 20
-"""within the patience, so that no single moment decides"""
+"""Reads of the counter within the lease timeout, so that no single read decides."""
 CHECK_TIMEOUT_S = 1.0
-"""s that whoever wants to decide or say something waits for a look; shared storage answers within 10 ms, or hangs"""
+"""Seconds that a decision or message waits for a check of the lease. Shared storage answers within 10 ms, or hangs."""
 
 
 class LeaseHolder(Struct, frozen=True):
+    """The manager that holds an epoch, as recorded in the epoch's file."""
+
     host: str
     pid: int
     counter: int
+    """Number of renewals so far, or ``RELEASED``."""
     job: str = ""
-    """the manager's own Slurm job"""
+    """Id of the manager's own Slurm job; empty if it has none."""
 
 
 class LeaseHeld(Exception):
-    """Another manager lives; the text says where."""
+    """Another manager is running; the text says where."""
 
 
 class LeaseLost(Exception):
-    """A successor has taken over: decide nothing, touch nothing, leave."""
+    """A successor has taken over. This manager must decide nothing more, change nothing, and exit."""
 
 
 class Lease:
-    """The claim on one epoch. Make it with :meth:`acquire`."""
+    """The claim on one epoch, made by :meth:`acquire`."""
 
     def __init__(self, run: RunDir, epoch: int, holder: LeaseHolder, timeout_s: float) -> None:
         self.epoch = epoch
@@ -57,17 +61,20 @@ class Lease:
         self._holder = holder
         self._timeout_s = timeout_s
         self._checked_at = time.monotonic()
-        """when it was last seen that there is no successor"""
+        """Monotonic time (s) at which a check last found no successor."""
         self._check_task: asyncio.Task[None] | None = None
         self._check_began = 0.0
         self._checking = asyncio.Lock()
 
     @classmethod
     async def acquire(cls, run: RunDir, timeout_s: float, job: str = "") -> Lease:
-        """Claim the next epoch once the holder of the last one has been seen still for ``timeout_s`` s. Time in which
-        its file cannot be read, or in which we were frozen ourselves, is not seen.
+        """Claim the next epoch once the counter of the last one has not changed for ``timeout_s`` seconds.
 
-        Raises LeaseHeld when its counter moves, or when somebody else claims first."""
+        Time during which the counter cannot be read, or during which this process was frozen, does not count.
+
+        Raises:
+            LeaseHeld: the counter changes, or another manager claims the epoch first.
+        """
         epoch = _newest(run)
         if epoch:
             await _wait_until_still(run, epoch, timeout_s)
@@ -79,22 +86,32 @@ class Lease:
         return cls(run, epoch + 1, holder, timeout_s)
 
     def check(self) -> None:
-        """Raises LeaseLost when a successor exists. Raises OSError where that cannot be seen. Blocks for as long as the
-        storage does."""
+        """Look for a successor. Blocks for as long as the storage does.
+
+        Raises:
+            LeaseLost: a successor exists.
+            OSError: the storage cannot be read.
+        """
         if _file(self._run, self.epoch + 1).exists():
             raise LeaseLost(f"epoch {self.epoch + 1} has begun: another manager of {self._run.id} took over")
         self._checked_at = time.monotonic()
 
     async def check_in_thread(self) -> None:
-        """:meth:`check` in a thread, one at a time: called before every mutation, which waits while storage hangs."""
+        """Run :meth:`check` in a thread, one at a time.
+
+        Called before every external action, which waits while the storage hangs.
+        """
         async with self._checking:
             await asyncio.to_thread(self.check)
 
     async def ensure_current(self) -> None:
-        """Raises LeaseLost when a successor exists, and looks only where nobody has for half a lease: who is renewed
-        has, who was frozen has not. Called before anything is decided or said. Storage that is away says nothing, nor
-        does storage that hangs: the look is waited for by whoever comes within ``CHECK_TIMEOUT_S`` of its beginning, and what
-        it sees in the end is heeded then."""
+        """Check the lease if the last check is older than half the timeout; raise LeaseLost if a successor exists.
+
+        Called before the manager decides or sends anything. A manager that renews its lease needs no check; one that
+        was frozen does. Storage that is unavailable or hangs neither confirms nor denies the lease: each caller waits
+        at most until ``CHECK_TIMEOUT_S`` after the check began, and a later call raises what the check finds in the
+        end.
+        """
         if self._check_task is None and time.monotonic() - self._checked_at >= self._timeout_s / 2:
             self._check_task, self._check_began = asyncio.create_task(asyncio.to_thread(self.check)), time.monotonic()
         if (task := self._check_task) is None:
@@ -107,30 +124,41 @@ class Lease:
 
     @property
     def age(self) -> float:
-        """s since it was last seen that there is no successor."""
+        """Return the seconds since a check last found no successor."""
         return time.monotonic() - self._checked_at
 
     def renew(self) -> None:
-        """Move the counter (blocking, about a write). Raises LeaseLost, or OSError when it cannot be written."""
+        """Increase the counter. Blocks for about one write.
+
+        Raises:
+            LeaseLost: a successor exists.
+            OSError: the counter cannot be written.
+        """
         self.check()
         self._holder = msgspec.structs.replace(self._holder, counter=self._holder.counter + 1)
         write_atomically(_file(self._run, self.epoch), msgspec.json.encode(self._holder))
-        self.check()  # an NFS client may have answered the first time from what it remembered of the folder
+        self.check()  # an NFS client may have answered the first check from its cache of the folder
 
     def release(self) -> None:
+        """Mark the epoch as released, so that a successor need not wait. Blocks for a write."""
         released = msgspec.structs.replace(self._holder, counter=RELEASED)
         write_atomically(_file(self._run, self.epoch), msgspec.json.encode(released))
 
 
 def holder(run: RunDir) -> LeaseHolder | None:
-    """Who holds, or last held, the newest epoch; None before the first manager or after one that left in order."""
+    """Return the holder of the newest epoch, running or not.
+
+    None before the first manager, and after one that exited in order.
+    """
     newest = _read(run, _newest(run))
     return None if newest is None or newest.counter == RELEASED else newest
 
 
 def renewed_at(run: RunDir) -> float:
-    """When the newest epoch's file was last written (s since the epoch, by the clock of the storage); -inf before the
-    first manager. Raises OSError."""
+    """Return when the newest epoch's file was last written (s since 1970, by the storage's clock).
+
+    Returns -inf before the first manager. Raises OSError.
+    """
     newest = _newest(run)
     return _file(run, newest).stat().st_mtime if newest else -math.inf
 
@@ -140,7 +168,7 @@ def _file(run: RunDir, epoch: int) -> Path:
 
 
 def _create(path: Path, data: bytes) -> None:
-    """Raises FileExistsError: on any file system exactly one creates it."""
+    """Create a file with ``data``, durably. Raises FileExistsError: on any file system only one process creates it."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
         file.flush()
@@ -159,13 +187,17 @@ def _read(run: RunDir, epoch: int) -> LeaseHolder | None:
 
 
 async def _wait_until_still(run: RunDir, epoch: int, timeout_s: float) -> None:
-    """Returns once the counter was seen to stand for ``timeout_s`` s, between the first and the last of many looks."""
+    """Return once many reads over ``timeout_s`` seconds have found the counter unchanged.
+
+    Raises:
+        LeaseHeld: the counter changes, or a newer epoch appears.
+    """
     last_holder: LeaseHolder | None = None
     since = last = time.monotonic()
     logged_error = ""
     while True:
         now = time.monotonic()
-        if now - last > timeout_s / 2:  # we were frozen, and perhaps the holder with us
+        if now - last > timeout_s / 2:  # this process was frozen, and perhaps the holder too
             since = now
         last = now
         try:
@@ -177,7 +209,7 @@ async def _wait_until_still(run: RunDir, epoch: int, timeout_s: float) -> None:
             if str(error) != logged_error:
                 logged_error = str(error)
                 _log.warning(
-                    "cannot see whether a manager of %s is running, waiting until it can be seen: %s",
+                    "cannot read whether another manager of %s is running, waiting until it can be read: %s",
                     run.id,
                     logged_error,
                 )
@@ -185,8 +217,8 @@ async def _wait_until_still(run: RunDir, epoch: int, timeout_s: float) -> None:
             if holder is not None and holder.counter == RELEASED:
                 return
             if holder is not None and last_holder is not None and holder != last_holder:
-                raise LeaseHeld(f"a manager of {run.id} lives on {holder.host} (pid {holder.pid})")
-            if holder != last_holder:  # its first word
+                raise LeaseHeld(f"a manager of {run.id} is running on {holder.host} (pid {holder.pid})")
+            if holder != last_holder:  # the first time that the file can be read
                 since = now
             last_holder, since = holder or last_holder, min(since, now)
             if now - since >= timeout_s:

@@ -1,9 +1,9 @@
-"""The order that a run which has ended goes on: all that its next manager needs, in a folder which appears whole.
+"""The request to resume a run that has ended: a folder with everything that the next manager needs, created atomically.
 
-``rrl resume`` gives ``resume/`` its name by a rename: of two at once one wins, on any file system, with its own files
-and none of the other's. Until a manager takes the order, by another rename, nothing of the run is changed, and it can
-be withdrawn; then it is journaled, and its files are put in the place of the old ones. A manager that dies between any
-two of these is followed by one that goes on there.
+``rrl resume`` prepares a folder and renames it to ``resume/``: of two concurrent requests one wins, on any file system,
+with its own files only. Until a manager claims the request by another rename, nothing in the run has changed and the
+request can be withdrawn. The manager then journals it and moves its files to the place of the old ones. If a manager
+dies between any two of these steps, its successor continues there.
 """
 
 from __future__ import annotations
@@ -29,22 +29,33 @@ _REQUEST_FILE = "request.json"
 
 
 class ResumeRequest(Struct, frozen=True):
+    """Who wants to resume the run, with which job spec."""
+
     by: str
+    """Name of the user."""
     id: str
     job: RunSpec
-    """as it goes on"""
+    """The run spec with which the run resumes."""
     source: str
-    """path of the job spec: the roles work in its folder"""
+    """Path of the job spec; the roles work in its folder."""
     ended: float
-    """when the run ended (manager's time) that goes on: an order that comes late is none for the next end"""
+    """Manager's time (s) of the end after which the run is to resume. A request that arrives late does not apply to the
+    next end."""
 
 
 class AlreadyRequested(RuntimeError):
-    """Somebody was first."""
+    """Another user has requested to resume the run before."""
 
 
 def write_request(run: RunDir, request: ResumeRequest, write_files: Callable[[RunDir], None]) -> None:
-    """Leave the order, with the files that ``write_files`` makes. Raises AlreadyOrdered, or OSError; then there is nothing."""
+    """Create the request with the files that ``write_files`` writes into the folder of the RunDir that it receives.
+
+    If this raises, no request is left.
+
+    Raises:
+        AlreadyRequested: there is a request already.
+        OSError: the run directory cannot be written.
+    """
     if (before := read_pending(run)) is not None:
         raise _already(run, before)
     staging = _temporary_path(run)
@@ -62,24 +73,31 @@ def write_request(run: RunDir, request: ResumeRequest, write_files: Callable[[Ru
 
 def _already(run: RunDir, before: ResumeRequest | None) -> AlreadyRequested:
     by = before.by if before is not None else "somebody"
-    return AlreadyRequested(f"{by} has ordered that already; should no manager take it up: rrl manage {run.id}")
+    return AlreadyRequested(f"{by} has already requested to resume it; if no manager starts: rrl manage {run.id}")
 
 
 def read_pending(run: RunDir) -> ResumeRequest | None:
-    """What has been ordered and is not in its place yet. Raises OSError where that cannot be seen."""
+    """Return the request that has been made and is not installed yet, or None. Raises OSError if that cannot be read.
+
+    A request that cannot be decoded is moved aside.
+    """
     for folder in (run.resume_claimed, run.resume):
         try:
             return msgspec.json.decode((folder / _REQUEST_FILE).read_bytes(), type=ResumeRequest)
         except FileNotFoundError:
             continue
         except msgspec.MsgspecError as error:
-            _log.warning("%s does not hold a valid resume request, it is set aside: %s", folder, error)
+            _log.warning("%s does not contain a valid resume request and is removed: %s", folder, error)
             _move_aside(run, folder)
     return None
 
 
 def requested_at(run: RunDir) -> float:
-    """When the pending order was left, by the file server's clock; 0 where there is none. Raises OSError."""
+    """Return when the pending request was made (s since 1970, by the file server's clock); 0 without a request.
+
+    Raises:
+        OSError: the run directory cannot be read.
+    """
     for folder in (run.resume_claimed, run.resume):
         with contextlib.suppress(FileNotFoundError):
             return (folder / _REQUEST_FILE).stat().st_mtime
@@ -87,12 +105,12 @@ def requested_at(run: RunDir) -> float:
 
 
 def withdraw(run: RunDir) -> bool:
-    """False when a manager has taken it already."""
+    """Remove the request; return False if a manager has claimed it already."""
     return _move_aside(run, run.resume)
 
 
 def claim(run: RunDir) -> ResumeRequest | None:
-    """For the run's manager: from here on the order cannot be withdrawn."""
+    """Claim the request on behalf of the run's manager, after which it cannot be withdrawn; return it, or None."""
     if not (run.resume_claimed / _REQUEST_FILE).exists():
         with contextlib.suppress(FileNotFoundError):
             os.rename(run.resume, run.resume_claimed)
@@ -100,7 +118,10 @@ def claim(run: RunDir) -> ResumeRequest | None:
 
 
 def install(run: RunDir) -> None:
-    """It is in the journal: its files are the run's from now on. The same again is right."""
+    """Move the files of the claimed request into the run directory. Repeating it is harmless.
+
+    Called once the request is journaled.
+    """
     for path in run.resume_claimed.iterdir() if run.resume_claimed.exists() else ():
         if path.name != _REQUEST_FILE:
             os.replace(path, run.path / path.name)
@@ -108,8 +129,8 @@ def install(run: RunDir) -> None:
 
 
 def discard(run: RunDir) -> None:
-    """What was taken is done with."""
-    (run.resume_claimed / _REQUEST_FILE).unlink(missing_ok=True)  # first: without it the rest means nothing
+    """Remove the claimed request."""
+    (run.resume_claimed / _REQUEST_FILE).unlink(missing_ok=True)  # first: without it the other files are ignored
     shutil.rmtree(run.resume_claimed, ignore_errors=True)
 
 

@@ -80,7 +80,7 @@ def test_half_a_record_at_the_end_is_ignored_and_said(
         "rrl: the journal ends in 50 bytes of an unfinished record, which are ignored: nobody was told of it\n"
     )
     Journal(run, 9).close()
-    assert ": 50 bytes of an unfinished record are ignored" in caplog.text, "its next manager says so too"
+    assert ": ignored 50 bytes of an unfinished record" in caplog.text, "its next manager says so too"
 
 
 def test_a_journal_of_another_run_is_not_taken_for_this_ones(
@@ -90,7 +90,7 @@ def test_a_journal_of_another_run_is_not_taken_for_this_ones(
     newest(run).write_bytes(newest(other).read_bytes())
     for command in ("status", "manage", "cancel"):
         assert error_line(capsys, 2, command, "mine-1") == (
-            f"rrl: {newest(run)}: it is the journal of other-1, not of mine-1\n"
+            f"rrl: {newest(run)}: this is the journal of other-1, not of mine-1\n"
         )
     assert not list(run.mailbox.iterdir())
     assert len(list(run.journal.iterdir())) == 1, "a manager began upon it"
@@ -163,7 +163,7 @@ def test_a_second_manager_says_where_the_first_one_is_and_leaves_it_alone(
 
     real = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", read)
-    assert error_line(capsys, 1, "manage", "mine-1") == "rrl: a manager of mine-1 lives on node7 (pid 4711)\n"
+    assert error_line(capsys, 1, "manage", "mine-1") == "rrl: a manager of mine-1 is running on node7 (pid 4711)\n"
     assert [path.name for path in run.epochs.iterdir()] == ["000001"]
 
 

@@ -1,16 +1,17 @@
-"""Slurm through its commands: held allocations, one step per member, everything found by its tag.
+"""The Slurm cluster: allocations that hold nodes, one step per member, everything found by its tag.
 
-An allocation is a job, or a component of a heterogeneous one. Each component carries its own tag, has an id of its own
-and can be given back by itself once it runs; but the end of the first one is that of all.
+An allocation is a job, or one component of a heterogeneous job. Each component carries its own tag, has its own job id
+and can be given back alone once it runs; but the end of the first component ends all of them.
 
 Measured on 22.05 (docs/architecture.md):
 
-- A pool held by a batch script ends, healthy nodes and all, when the node of that script was cut off and comes back;
-  one made by ``salloc --no-shell`` goes on. So salloc holds nodes that are free, where InactiveLimit lets it live.
-- A step whose srun was killed stays listed, and keeps its resources, 2.3 s longer when it ends (slurmstepd tries to
-  tell its srun): a replacement on the same node needs room for one more, or waits for so long.
+- A pool held by a batch script ends, including its healthy nodes, when the node of that script is cut off and comes
+  back; one made by ``salloc --no-shell`` continues. So salloc holds nodes that are free, where InactiveLimit permits
+  it.
+- A step whose srun was killed stays listed, and keeps its resources, for 2.3 s after its end (slurmstepd tries to
+  report to its srun): a replacement on the same node needs resources for one more step, or waits that long.
 - Steps stay listed on nodes that Slurm has taken from their job: they are not counted.
-- ``salloc --no-shell A : B`` works as with one job: the loss of the first component's first node ends nothing else.
+- ``salloc --no-shell A : B`` behaves like a single job: the loss of the first component's first node ends nothing else.
 """
 
 from __future__ import annotations
@@ -46,20 +47,26 @@ from .requests import request_options
 from .steps import Sruns
 
 STOP_MARGIN_S = 2.0
-"""s beyond the grace: a step that was told to stop kills its own group at the end of it and writes its exit record"""
-_WAITED = re.compile(r"Pending job allocation (\d+)")
-_TOO_FEW = "Requested node configuration is not available"
-"""what Slurm says where all nodes that there are, but for the excluded ones, are too few"""
-_NOT_NOW = "Unable to allocate resources: "
-"""what salloc says of a job that could not start at once; sbatch then says whether it ever can"""
+"""Seconds beyond the grace: a step that received SIGTERM kills its own process group at the end of the grace and then
+writes its exit record."""
+_PENDING_JOB_LINE = re.compile(r"Pending job allocation (\d+)")
+"""Line of salloc with the id of a job that has to wait."""
+_TOO_FEW_NODES = "Requested node configuration is not available"
+"""Slurm's message if too few nodes exist, apart from the excluded ones."""
+_NO_IMMEDIATE_START = "Unable to allocate resources: "
+"""salloc's message for a job that could not start immediately; sbatch then reports whether it can start at all."""
 
 
 class SlurmCluster:
-    """Allocations and steps whose tags start with ``<run_id>.``.
+    """The allocations and steps of one run: those whose tags start with ``<run_id>.``.
 
-    ``python`` runs the first process of a step, ``prefix``: instead of ``python -P -m <module>`` (for tests).
-    ``allocate_with``: ``salloc`` or ``sbatch`` instead of asking Slurm which of them is safe. ``own_tag``: tag of the allocation
-    that we run in ourselves, which need not be asked for.
+    Args:
+        run_id: the run's id.
+        python: the interpreter that runs the first process of each step.
+        limits: deadlines and budgets of Slurm's commands.
+        prefix: the command in place of ``python -P -m <module>`` in front of the launch file (for tests).
+        allocate_with: ``salloc`` or ``sbatch``; None: read Slurm's configuration to find out which of them is safe.
+        own_tag: tag of the allocation that the manager itself runs in, which need not be requested.
     """
 
     def __init__(
@@ -71,45 +78,47 @@ class SlurmCluster:
         self._allocate_with = allocate_with
         self._own_tag = own_tag
         self._released_tags: set[str] = set()
-        """tags that we were told to give back"""
+        """Tags that the manager has released."""
         self._own_released = False
-        """we were told to give back the allocation that we run in: it ends with us"""
+        """Whether the manager has released the allocation that it runs in itself, which ends together with the
+        manager."""
         self._budget = Budget(limits.reads_per_minute)
         self._sruns = Sruns(python, limits, prefix)
         self._nodes = SlurmNodes(lambda argv: self._read(argv, unless="not found"), self._execute_change)
         self._shrink_damage = ""
-        """what a shrunk allocation cost: none is shrunk again"""
+        """Steps that ended when an allocation was shrunk, as text; if not empty, no allocation is shrunk again."""
         self._jobs: dict[str, list[text.Job]] = {}
-        """by tag, as last read"""
+        """Jobs by tag, as last read."""
         self._failed_sallocs: set[str] = set()
-        """jobs of sallocs that found no free nodes: their end is not that of what sbatch then asks for"""
+        """Ids of the jobs of sallocs that found no free nodes. Their end is not the end of the job that sbatch then
+        submits under the same tag."""
         self._known_nodes: set[NodeName] = set()
-        """nodes of our allocations, lost ones too: what became of them is worth knowing"""
+        """Nodes that are or were in an allocation of the run. Nodes that the run has lost are polled too."""
         self._poll_lock = asyncio.Lock()
-        self._last_snapshot = ClusterSnapshot(None, None, None, "not looked yet")
+        self._last_snapshot = ClusterSnapshot(None, None, None, "the cluster has not been polled yet")
         self._polled_at = float("-inf")
         self._changes = 0
         self._changes_at_poll = -1
 
     # ── allocations ─────────────────────────────────────────────────────────────────────────────────────────────────
     async def request(self, request: AllocationRequest) -> None:
-        """Hold nodes. Returns once Slurm has the job, which may be pending for long.
+        """Allocate nodes, and return once Slurm has accepted the job, which may be pending for a long time.
 
-        Nodes that are free are held by ``salloc --no-shell`` where that is safe, others are waited for by a batch
-        job."""
+        ``salloc --no-shell`` allocates nodes that are free, where that is safe; otherwise a batch job waits for nodes.
+        """
         if request.tag == self._own_tag:
             return
         try:
             await self._allocate(self._avoiding_own_nodes(request))
         except Refused as error:
-            if not request.may_reuse_own_nodes or _TOO_FEW not in str(error):
+            if not request.may_reuse_own_nodes or _TOO_FEW_NODES not in str(error):
                 raise
-            options = {**request.sbatch, "exclusive": ""}  # Slurm itself keeps it from our nodes until they are free
+            options = {**request.sbatch, "exclusive": ""}  # Slurm then keeps it off our nodes until they are free
             await self._allocate(msgspec.structs.replace(request, sbatch=options))
 
     async def _allocate(self, request: AllocationRequest) -> None:
         try:
-            components = [request_options(one) for one in (request, *request.further_components)]
+            components = [request_options(component) for component in (request, *request.further_components)]
         except ValueError as error:
             raise Refused(str(error)) from error
         if self._allocate_with is None:
@@ -119,46 +128,55 @@ class SlurmCluster:
             await self._write(("sbatch", "--parsable"), allocation_script(*components))
 
     def _avoiding_own_nodes(self, request: AllocationRequest) -> AllocationRequest:
-        """Not on nodes that we hold already: a node is in one allocation of ours, or its agents, roles and what becomes
-        of it could not be told apart. Slurm itself would put two small jobs on one node."""
+        """Exclude the nodes that the run holds already from a request.
+
+        Slurm would put two small jobs on one node. But a node belongs to one allocation of a run: otherwise its agents
+        and steps, and the causes of their ends, could not be told apart.
+        """
         occupying_states = (AllocationState.RUNNING, AllocationState.SUSPENDED)
         own_nodes = {
             node for jobs in self._jobs.values() for job in jobs if job.state in occupying_states for node in job.nodes
         }
-        more = tuple(self._avoiding_own_nodes(one) for one in request.further_components)
-        return msgspec.structs.replace(
-            request, exclude=tuple(sorted(own_nodes.union(request.exclude))), further_components=more
-        )
+        excluded = tuple(sorted(own_nodes.union(request.exclude)))
+        further = tuple(self._avoiding_own_nodes(component) for component in request.further_components)
+        return msgspec.structs.replace(request, exclude=excluded, further_components=further)
 
     async def release(self, tag: str) -> None:
-        """What has not begun goes with the whole of its heterogeneous job: Slurm gives no part of it back (measured),
-        nor would it start without. The first component waits for the others, as its end ends them: Refused while
-        one of them is not given back too, Unanswered if that takes longer than ``limits.write`` s."""
+        """Give an allocation back by cancelling its job.
+
+        A pending component is cancelled together with its whole heterogeneous job: Slurm cannot cancel a part of it
+        (measured), nor would the job start without it. The first component of a running job waits until the others have
+        ended, because its end ends them.
+
+        Raises:
+            Refused: another component of the job, which is not released, would end too.
+            Unanswered: the other components have not ended within ``limits.write_timeout_s`` seconds.
+        """
         self._released_tags.add(tag)
-        if tag == self._own_tag:  # to cancel it now would end the manager before it has written down the run's end
+        if tag == self._own_tag:  # cancelling it now would end the manager before it has journaled the run's end
             self._own_released = True
             self._changes += 1
             return
         deadline, pause = time.monotonic() + self._limits.write_timeout_s, 0.1
         while True:
             await self._read_jobs()
-            alive = [job for job in self._jobs.get(tag, []) if job.state is not AllocationState.ENDED]
-            others = self._would_end_with(alive)
+            unfinished = [job for job in self._jobs.get(tag, []) if job.state is not AllocationState.ENDED]
+            others = self._would_end_with(unfinished)
             if not others:
                 break
             if not_released := [other for other in others if other not in self._released_tags]:
                 raise Refused(f"{tag} is the first component of its job: {', '.join(not_released)} would end with it")
             if time.monotonic() + pause > deadline:
-                raise Unanswered(f"{', '.join(others)} would end with {tag}, and did not end before it")
+                raise Unanswered(f"{tag} cannot be released before {', '.join(others)}, which have not ended yet")
             await asyncio.sleep(pause)
             pause = min(2 * pause, 2.0)
-        if alive:
-            await self._cancel(*{job.leader if job.leader and self._is_pending(job) else job.id for job in alive})
+        if unfinished:
+            await self._cancel(*{job.leader if job.leader and self._is_pending(job) else job.id for job in unfinished})
         for job in self._jobs.get(tag, []):
             self._known_nodes.difference_update(set(job.nodes) - self._nodes.drained)
 
     def _would_end_with(self, jobs: Sequence[text.Job]) -> list[str]:
-        """Tags of living allocations that would end if these jobs were cancelled."""
+        """Return the tags of unfinished allocations that would end if these jobs were cancelled."""
         first = {job.leader for job in jobs if job.leader == job.id and not self._is_pending(job)}
         return sorted(
             tag for tag, component_jobs in self._jobs.items() for job in component_jobs
@@ -180,11 +198,12 @@ class SlurmCluster:
             raise Unanswered(str(error)) from error
 
     async def _salloc(self, components: Sequence[Sequence[str]]) -> bool:
-        """Hold nodes that are free now; False when they are not, and nothing is queued.
+        """Allocate nodes that are free now; return False if there are none, and leave nothing in the queue.
 
-        A salloc that waits cannot be left: slurmctld ends the job some seconds after its start when it does not reach
-        its salloc (measured: "Killing interactive JobId"), and a SIGTERM (from a scancel of the manager's job) to a
-        salloc that waits takes the job along. Once the nodes are granted it has ended by itself."""
+        A waiting salloc must not be left behind: slurmctld ends its job some seconds after the start if it cannot reach
+        the salloc (measured: "Killing interactive JobId"), and a SIGTERM to a waiting salloc (from a scancel of the
+        manager's job) cancels the job. Once the nodes are granted, salloc has ended by itself.
+        """
         first, *more = components
         timeout_s = self._limits.immediate_timeout_het_s if more else self._limits.immediate_timeout_s
         argv = ("salloc", "--no-shell", f"--immediate={timeout_s}", *first,
@@ -192,35 +211,43 @@ class SlurmCluster:
         ended = await commands.execute(argv, timeout_s + self._limits.write_timeout_s)
         if not ended.code:
             return True
-        if waited := _WAITED.search(ended.err):  # it has taken its job from the queue, unless that was not answered
-            self._failed_sallocs.add(waited[1])
-            await self._cancel(waited[1])
+        if pending := _PENDING_JOB_LINE.search(ended.err):  # salloc cancels its job, unless Slurm did not answer
+            self._failed_sallocs.add(pending[1])
+            await self._cancel(pending[1])
             return False
-        if _NOT_NOW in ended.err and not commands.unanswered(ended.err):
+        if _NO_IMMEDIATE_START in ended.err and not commands.unanswered(ended.err):
             return False
         raise commands.failure("salloc", ended)
 
     # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────────
     async def launch(self, step: Step) -> None:
-        """Returns once the step runs, or after ``limits.launch`` s; an srun that says no by then is Refused."""
+        """Start a step with srun.
+
+        Returns once the step runs, or after ``limits.launch_watch_s`` seconds.
+
+        Raises:
+            Refused: srun has reported an error by then.
+        """
         if step.tag in self._sruns:
-            raise Refused(f"{step.tag} is being launched already")
+            raise Refused(f"{step.tag} is already being launched")
         job = await self._running_job(step.allocation)
         self._changes += 1
         await self._sruns.start(job.target, step)
 
     async def release_launcher(self, tag: str) -> None:
+        """Kill the step's srun once slurmstepd does not need it."""
         await self._sruns.on_step_joined(tag)
 
     async def stop(self, tag: str, grace: float) -> None:
+        """Signal the step with scancel; kill its srun first if the step has not started."""
         step = await self._find_step(tag)
-        if step is None and tag in self._sruns:  # it still waits for resources, or is just being served
+        if step is None and tag in self._sruns:  # srun still waits for resources, or is just being served
             await self._sruns.kill(tag)
             step = await self._find_step(tag)
         if step is None:
             return
         if grace > 0:
-            with contextlib.suppress(Unanswered):  # it may have been heard, and SIGKILL follows
+            with contextlib.suppress(Unanswered):  # SIGTERM may have arrived, and SIGKILL follows
                 await self._cancel("--signal=TERM", step.id)
             if await self._wait_for_end(tag, grace + STOP_MARGIN_S):
                 return
@@ -237,14 +264,20 @@ class SlurmCluster:
 
     # ── single nodes ────────────────────────────────────────────────────────────────────────────────────────────────
     async def drain(self, node: NodeName, reason: str) -> None:
+        """Drain a node, and poll it from now on even if it leaves the run's allocations."""
         await self._nodes.drain(node, reason)
         self._known_nodes.add(node)
 
     async def undrain(self, node: NodeName, reason: str) -> None:
+        """Remove this run's drain of a node."""
         await self._nodes.undrain(node, reason)
 
     async def shrink(self, tag: str, nodes: tuple[NodeName, ...]) -> None:
-        """Refused, too, once somebody else's steps were gone after it, in whatever job."""
+        """Give single nodes of a running allocation back.
+
+        Raises:
+            Refused: also if an earlier shrink, of any allocation, ended steps on the nodes that remained.
+        """
         await self._read_jobs()
         job = await self._running_job(tag)
         if not set(nodes) & set(job.nodes):
@@ -256,17 +289,22 @@ class SlurmCluster:
         await self._read_jobs()
         if set(nodes) & set((after := await self._running_job(tag)).nodes):
             raise Unanswered(f"{tag} still has {', '.join(after.nodes)}")
-        still = {step.name for step in await self._read_steps()}
-        gone = [step.name for step in before if set(step.nodes) & set(after.nodes) and step.name not in still]
-        if gone:
-            self._shrink_damage = f"{', '.join(gone)} ended when {tag} was shrunk"
+        listed = {step.name for step in await self._read_steps()}
+        lost = [step.name for step in before if set(step.nodes) & set(after.nodes) and step.name not in listed]
+        if lost:
+            self._shrink_damage = f"{', '.join(lost)} ended when {tag} was shrunk"
 
-    # ── looking ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── polling ─────────────────────────────────────────────────────────────────────────────────────────────────────
     async def inject_fault(self, fault: Fault) -> str:
+        """Have a test cluster inject the fault; any other cluster refuses."""
         return await inject_fault(fault)
 
     async def observe(self) -> ClusterSnapshot:
-        """As the Protocol says. At most three commands; nodes are those that our allocations have or had."""
+        """Poll Slurm with at most three commands.
+
+        A poll within ``limits.min_poll_interval_s`` of the one before returns the same snapshot, unless this process
+        changed something since. The nodes are those that the run's allocations have or had.
+        """
         async with self._poll_lock:
             fresh = (
                 self._changes == self._changes_at_poll
@@ -303,7 +341,7 @@ class SlurmCluster:
         return msgspec.structs.replace(snapshot, allocations=self._allocations(), launchers_ended=launchers_ended)
 
     def _allocations(self) -> dict[str, AllocationStatus]:
-        """By tag, as last read; what salloc tried in vain is not there."""
+        """Return the status of each allocation by tag, as last read, without the jobs of failed sallocs."""
         allocations = {}
         for tag, jobs in self._jobs.items():
             if counted := [job for job in jobs if not self._is_failed_salloc(job)]:
@@ -331,13 +369,17 @@ class SlurmCluster:
             raise Unanswered(f"scontrol: {error}") from error
 
     def _allocation(self, jobs: list[text.Job]) -> AllocationStatus:
-        """What a tag has: the job that is alive; should a lost answer have made two, the second is named."""
+        """Return the status of the allocation with a tag.
+
+        Several jobs may carry the tag. An unfinished job counts before one that has ended; if a lost answer led to two
+        unfinished jobs, ``detail`` names the second.
+        """
         order = (
             AllocationState.RUNNING, AllocationState.SUSPENDED, AllocationState.PENDING, AllocationState.ENDED
         )  # fmt: skip
         first, *others = sorted(jobs, key=lambda job: (order.index(job.state), int(job.id)))
-        alive = [job.id for job in others if job.state is not AllocationState.ENDED]
-        detail = first.detail + (f"; also job {', '.join(alive)}" if alive else "")
+        unfinished = [job.id for job in others if job.state is not AllocationState.ENDED]
+        detail = first.detail + (f"; also job {', '.join(unfinished)}" if unfinished else "")
         state = AllocationState.ENDING if first.end is text.JobEnd.COMPLETING else first.state
         reclaimed = first.reclaimed or first.end is text.JobEnd.RECLAIMED
         cancelled = first.end is text.JobEnd.CANCELLED
@@ -358,8 +400,11 @@ class SlurmCluster:
                 self._jobs.setdefault(tag, []).append(job)
 
     def _tag(self, job: text.Job) -> str | None:
-        """The tag of an allocation of this run: the last word of its comment, or the name where a site has changed the
-        comment. The manager's own jobs are none."""
+        """Return the tag of an allocation of this run, or None for any other job.
+
+        The tag is the last word of the job's comment, or the job's name where a site has changed the comment. The jobs
+        that run managers have no tag.
+        """
         own = job.name == f"{self._prefix}{MANAGER}"
         last = job.comment.rpartition(" ")[2]
         tag = last if last.startswith(self._prefix) else "" if job.comment.startswith("rrl ") else job.name
@@ -376,7 +421,7 @@ class SlurmCluster:
         return next((line for line in await self._read_steps() if line.name == tag), None)
 
     async def _running_job(self, tag: str) -> text.Job:
-        """An allocation's job, as last seen; looked up if it was not seen running."""
+        """Return the running job of an allocation, as last read; read the jobs again if it was not running then."""
         for attempt in range(2):
             for job in self._jobs.get(tag, []):
                 if job.state is AllocationState.RUNNING:
@@ -404,7 +449,7 @@ class SlurmCluster:
             raise commands.failure(argv[0], ended)
 
     async def _cancel(self, *argv: str) -> None:
-        """scancel; what is gone already is done."""
+        """Run scancel. A job or step that has already ended is not an error."""
         try:
             await self._write(("scancel", *argv))
         except Refused as error:
@@ -412,4 +457,5 @@ class SlurmCluster:
                 raise
 
     async def close(self) -> None:
+        """Kill the sruns that are still running. Their steps keep running."""
         await self._sruns.close()

@@ -1,8 +1,8 @@
-"""Runs Slurm's commands: no shell, a deadline each, a clean environment, a budget of reads, and one of two failures.
+"""Run Slurm's commands: without a shell, each with a deadline, in a clean environment, within a budget of reads.
 
-What Slurm said decides between :class:`Refused` and :class:`Unanswered`: only texts that are known to mean "certainly
-not done" refuse. A timeout, a broken connection or a text that we do not know leaves it open; an ``sbatch`` whose
-answer timed out was seen to land later.
+A failed command is either :class:`Refused` or :class:`Unanswered`, depending on what Slurm printed: only texts that are
+known to mean "certainly not done" are Refused. A timeout, a broken connection or an unknown text leaves the result
+open: an ``sbatch`` whose answer timed out was observed to take effect later.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ from msgspec import Struct
 from ..base import Refused, Unanswered
 
 MANAGER = "manager"
-"""``<run>.manager`` is the name of the jobs that run the managers of a run, one at a time"""
+"""Last part of ``<run>.manager``, the name of the jobs that run a run's managers, one at a time."""
 _SCRUBBED = ("SLURM", "SBATCH", "SRUN", "SALLOC", "SQUEUE", "SCANCEL", "SINFO", "SCONTROL", "PMI", "PMIX", "OMPI")
-"""Prefixes of what Slurm sets inside a job, and of what changes its commands' defaults and formats."""
+"""Prefixes of the variables that Slurm sets inside a job, and of those that change the defaults and formats of its
+commands."""
 
 _EPOCH_TIMES_ENV = {"SLURM_TIME_FORMAT": "%s"}
-"""Times as seconds since 1970, where programs read them; what other commands say of times, people read."""
+"""Makes squeue print times in seconds since 1970, because a program reads them. Times of other commands are for
+people."""
 
-NO_CLUSTER = "Could not establish a configuration source"
-"""what Slurm's commands say where they are installed and no cluster is configured"""
+_NO_CLUSTER = "Could not establish a configuration source"
+"""Message of Slurm's commands on a machine where they are installed but no cluster is configured."""
 _REFUSED = re.compile(
     "|".join((
-        # the command did not even ask
+        # the command rejected its own arguments
         r"(unrecognized|invalid) option|option .* requires an argument|option .* is ambiguous",
         r"Invalid --\S+ specification|Invalid (generic resource|numeric value|time specification|argument)",
         r"Expired or invalid job",
-        # slurmctld answered, and said no
+        # slurmctld rejected the request
         r"Batch job submission failed: |Job submit/allocate failed: |Unable to confirm allocation for job \d+: ",
         r"Unable to create step for job \d+: |Access/permission denied|Invalid job id specified",
     )),
@@ -47,11 +49,16 @@ _UNANSWERED = re.compile(
     r"submission failed: .*temporarily un|allocate failed: .*temporarily un",  # MaxJobCount, for now
     re.IGNORECASE,
 )
-"""Wins over a refusal: the same sentences carry lost answers ("Batch job submission failed: Socket timed out ...")."""
+"""Errors after which the result is unknown. They take precedence over `_REFUSED`, because the same sentences report
+lost answers ("Batch job submission failed: Socket timed out …")."""
+
+
+class NoCluster(Unanswered):
+    """Slurm's commands are installed on this machine, but no cluster is configured."""
 
 
 class CommandResult(Struct, frozen=True):
-    """How a command ended, and what it wrote."""
+    """The exit code and the output of a command that has ended."""
 
     code: int
     out: str
@@ -59,36 +66,42 @@ class CommandResult(Struct, frozen=True):
 
 
 class SlurmLimits(Struct, frozen=True):
-    """Deadlines (s) and budgets of the Slurm backend."""
+    """Deadlines and budgets of the Slurm cluster."""
 
     read_timeout_s: float = 10.0
-    """for squeue and scontrol show; Slurm's own MessageTimeout is 10 s by default"""
+    """Seconds for squeue and ``scontrol show``. Slurm's own MessageTimeout is 10 s by default."""
     write_timeout_s: float = 30.0
-    """for sbatch, salloc and scancel: killing one early leaves an open question"""
+    """Seconds for sbatch, salloc, scancel and ``scontrol update``. If such a command is killed early, its result is
+    unknown."""
     immediate_timeout_s: int = 10
-    """salloc waits so long for nodes that are free; by default Slurm's scheduler runs 2 s after a submission"""
+    """Seconds that salloc waits for free nodes. By default Slurm's scheduler runs 2 s after a submission."""
     immediate_timeout_het_s: int = 45
-    """for several components: only the backfill scheduler starts those, every 30 s by default (slurm.conf(5))"""
+    """The same for several components: only the backfill scheduler starts those, every 30 s by default
+    (slurm.conf(5))."""
     launch_watch_s: float = 2.0
-    """so long a fresh srun is watched for a refusal; a step that starts is seen before (median 0.04 s in the lab)"""
+    """Seconds for which a new srun is watched for an error. A step that starts is noticed sooner (median 0.04 s in the
+    lab)."""
     interpreter_watch_s: float = 0.25
-    """once slurmstepd has opened a step's output, so long it is watched for an interpreter that is not there"""
+    """Seconds for which the output of a step is watched, once slurmstepd has opened it, for a missing interpreter."""
     srun_release_delay_s: float = 1.0
-    """an srun lives on for so long after its step has joined, until slurmstepd surely needs it no more"""
+    """Seconds that an srun is kept after its step has connected, until slurmstepd certainly does not need it."""
     step_queue_timeout_s: float = 60.0
-    """after so long srun gives up waiting for resources of the allocation: for ever is its default (measured)"""
+    """Seconds after which srun stops waiting for resources of the allocation. By default it waits without limit
+    (measured)."""
     min_poll_interval_s: float = 1.0
-    """a look asked for sooner than this gets the answer of the one before, unless we changed something since"""
+    """Seconds within which a second poll returns the snapshot of the first, unless this process changed something
+    since."""
     reads_per_minute: int = 60
-    """commands of all managers of a user, of which a look takes three; above its share of them, a manager's answer is:
-    unknown"""
+    """Commands per minute for all managers of a user together, of which a poll takes three. A manager that has used up
+    its share returns a snapshot in which everything is unknown."""
 
 
 class Budget:
-    """A bucket of reads that refills steadily. What must be read to carry out an action is taken on credit.
+    """A token bucket of reads, which refills at a constant rate.
 
-    The managers of a user share ``per_minute`` by their number, which each reads off the queue that it looks at anyhow:
-    no file to agree on between hosts, and a manager that died holds nothing.
+    Reads that are needed to carry out an action are taken on credit. The managers of a user divide ``per_minute`` by
+    their number, which each of them counts in the queue that it polls anyway: this needs no file shared between hosts,
+    and a manager that died holds nothing.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -99,16 +112,16 @@ class Budget:
 
     @property
     def per_minute(self) -> float:
-        """This manager's share."""
+        """Return this manager's share, in reads per minute."""
         return self._share
 
     def share(self, managers: int) -> None:
-        """So many managers of this user live, this one included."""
+        """Set the number of running managers of this user, including this one."""
         self._share = self._user_total / max(1, managers)
         self._available = min(self._available, self._share)
 
     def spend(self, count: int, credit: bool = False) -> bool:
-        """Whether ``count`` reads may be made now; they are counted if so."""
+        """Return whether ``count`` reads may be made now, and count them if so. With ``credit`` they always may."""
         now = self._clock()
         self._available = min(self._share, self._available + (now - self._refilled_at) * self._share / 60.0)
         self._refilled_at = now
@@ -119,26 +132,38 @@ class Budget:
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """``given`` without what a surrounding Slurm job or a user's habits would tell Slurm's commands."""
+    """Return ``given`` without the variables of a surrounding job and without user defaults of Slurm's commands."""
     result = {k: v for k, v in given.items() if k == "SLURM_CONF" or k.partition("_")[0] not in _SCRUBBED}
     return result | {"LC_ALL": "C"}
 
 
 def failure(command: str, result: CommandResult) -> Refused | Unanswered:
-    """What a command that ended with an error means."""
+    """Return the exception for a command that ended with an error."""
     text = " / ".join(line for line in result.err.splitlines() if line.strip()) or f"exit code {result.code}"
+    if reports_no_cluster(result.err):
+        return NoCluster(f"{command}: {text}")
     if _REFUSED.search(result.err) and not unanswered(result.err):
         return Refused(f"{command}: {text}")
     return Unanswered(f"{command}: {text}")
 
 
+def reports_no_cluster(text: str) -> bool:
+    """Return whether the output of a Slurm command says that no cluster is configured on this machine."""
+    return _NO_CLUSTER in text
+
+
 def unanswered(text: str) -> bool:
-    """A command says that it had no answer, whatever else it says."""
+    """Return whether the output of a command says that it received no answer, whatever else it says."""
     return _UNANSWERED.search(text) is not None
 
 
 async def execute(argv: tuple[str, ...], timeout_s: float, stdin_text: str = "") -> CommandResult:
-    """Run a command to its end. Raises Unanswered when it does not end in time, Refused when it cannot be started."""
+    """Run a command to its end.
+
+    Raises:
+        Unanswered: it has not ended within ``timeout_s`` seconds, and was killed.
+        Refused: it cannot be started.
+    """
     try:
         process = await asyncio.create_subprocess_exec(
             *argv, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
@@ -147,7 +172,7 @@ async def execute(argv: tuple[str, ...], timeout_s: float, stdin_text: str = "")
     except OSError as error:
         raise Refused(f"{argv[0]} cannot be started: {error}") from error
     try:
-        async with asyncio.timeout(timeout_s):  # Python 3.11's wait_for may forget a cancellation
+        async with asyncio.timeout(timeout_s):  # Python 3.11's wait_for may lose a cancellation
             out, err = await process.communicate(stdin_text.encode())
     except TimeoutError:
         raise Unanswered(f"{argv[0]}: no answer within {timeout_s:g} s") from None
@@ -159,10 +184,10 @@ async def execute(argv: tuple[str, ...], timeout_s: float, stdin_text: str = "")
 
 
 def kill_session(process: asyncio.subprocess.Process) -> None:
-    """SIGKILL a command and its children at once (it leads a session of its own).
+    """Stop, then SIGKILL a command and its children, which share a session.
 
-    For srun this is a matter of life: it has a child that ends the step when srun alone is killed (measured: the step
-    is gone 2.5 s later), so both are stopped first and neither sees the other die. Then the step goes on.
+    This order matters for srun: if srun alone is killed, its child ends the step (measured: 2.5 s later). When both are
+    stopped first, neither notices the death of the other, and the step continues.
     """
     for number in (signal.SIGSTOP, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):

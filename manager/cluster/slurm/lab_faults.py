@@ -1,7 +1,7 @@
-"""Faults of nodes and of Slurm itself, where a test cluster lends itself to them (tests/support/slurm/harm.py).
+"""Inject faults into nodes and Slurm itself, on a test cluster that permits it (tests/support/slurm/fault_service.py).
 
-It listens on a Unix socket that the environment names, and speaks one JSON line each way. On any other cluster nothing
-of the kind is ours to do: nodes and slurmctld belong to everybody.
+The test cluster listens on a Unix socket that the environment names, and exchanges one JSON line in each direction. Any
+other cluster refuses: its nodes and its slurmctld serve other users too.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ....core.faults import Fault, FaultKind
 from ..base import Refused, Unanswered
 
 LAB_FAULTS_ENV = "RRL_LAB_FAULTS"
-"""Names the socket of a test cluster that may be harmed."""
+"""Environment variable with the socket path of a test cluster that permits fault injection."""
 START_TIMEOUT_S = 30.0
-"""s for the test cluster to begin it"""
+"""Seconds for the test cluster to begin a fault."""
 _DONE_BY_LAB = (FaultKind.CRASH, FaultKind.CUT, FaultKind.DELAY, FaultKind.OUTAGE)
 
 
@@ -29,11 +29,16 @@ class _Answer(Struct):
 
 
 async def inject_fault(fault: Fault) -> str:
-    """Have the test cluster do it, which also ends it after ``fault.seconds``; says what was done."""
+    """Have the test cluster inject a fault, and end it after ``fault.seconds``; return what was done.
+
+    Raises:
+        Refused: this is not a test cluster, or the fault does not concern a cluster.
+        Unanswered: the test cluster did not answer in time.
+    """
     path = os.environ.get(LAB_FAULTS_ENV)
     if not path or fault.kind not in _DONE_BY_LAB:
-        raise Refused(f"{fault.kind} can be performed on a test cluster only" if not path else
-                      f"{fault.kind} is nothing that a cluster does")  # fmt: skip
+        raise Refused(f"{fault.kind} can be injected on a test cluster only" if not path else
+                      f"{fault.kind} is not a fault of a cluster")  # fmt: skip
     request: dict[str, Any] = {"do": fault.kind.value}
     if fault.seconds:
         request["seconds"] = fault.seconds
@@ -41,9 +46,8 @@ async def inject_fault(fault: Fault) -> str:
         request["node"] = fault.target
     if fault.kind is FaultKind.DELAY:
         request["ms"] = fault.amount
-    timeout_s = START_TIMEOUT_S + (
-        fault.seconds if fault.kind is FaultKind.OUTAGE else 0
-    )  # that is answered when it is over
+    # an outage is answered when it is over
+    timeout_s = START_TIMEOUT_S + (fault.seconds if fault.kind is FaultKind.OUTAGE else 0)
     try:
         async with asyncio.timeout(timeout_s):
             answer = await _send_request(path, msgspec.json.encode(request) + b"\n")
@@ -67,4 +71,4 @@ async def _send_request(path: str, line: bytes) -> _Answer:
     try:
         return msgspec.json.decode(reply, type=_Answer)
     except msgspec.MsgspecError:
-        raise Unanswered(f"the test cluster said {reply[:80]!r}") from None
+        raise Unanswered(f"the test cluster sent an invalid answer: {reply[:80]!r}") from None

@@ -1,7 +1,7 @@
-"""How many jobs Slurm lets this user have, as far as a user can see it; what cannot be seen is unknown, and why.
+"""Read how many jobs Slurm permits this user, as far as a user can see it.
 
-Limits hang on the user's association (account, maybe partition) and on a QOS, and hold only where
-AccountingStorageEnforce names ``limits`` (slurm.conf(5), sacctmgr(1)).
+Limits belong to the user's association (account, maybe partition) and to a QOS, and hold only where
+AccountingStorageEnforce contains ``limits`` (slurm.conf(5), sacctmgr(1)).
 """
 
 from __future__ import annotations
@@ -21,25 +21,29 @@ _QOS = ("name", "maxjobspu", "maxsubmitpu", "grpjobs", "grpsubmitjobs")
 
 
 class Limit(Struct, frozen=True):
+    """A limit on the number of jobs."""
+
     max_jobs: int
     running_only: bool
-    """of jobs that run; else of those in the queue, running or not"""
+    """Whether only running jobs count; otherwise pending ones count too."""
     per_user: bool
-    """counted for this user alone; else together with others, who may use it up"""
+    """Whether only this user's jobs count; otherwise other users share the limit and may exhaust it."""
     name: str
-    """as an administrator would say it: ``MaxSubmitJobs of account astro``"""
+    """The limit as an administrator would name it: ``MaxSubmitJobs of account astro``."""
 
 
 class JobLimits(Struct, frozen=True):
+    """All limits on the number of jobs and steps that could be read."""
+
     limits: tuple[Limit, ...] = ()
     unknown: str = ""
-    """why they could not be seen"""
+    """Why the limits could not be read; empty if they were."""
     steps_per_job: int = 0
-    """MaxStepCount; 0: not seen"""
+    """MaxStepCount of Slurm's configuration; 0 if unknown."""
 
 
 async def read_limits(options: Mapping[str, str]) -> JobLimits:
-    """Of jobs with these sbatch options (account, partition, qos). Raises nothing."""
+    """Read the limits for jobs with these sbatch options (account, partition, qos). Never raises."""
     try:
         config = (await _read("scontrol", "show", "config")).out
         steps = re.search(r"^MaxStepCount\s*=\s*(\d+)", config, re.MULTILINE)
@@ -58,14 +62,16 @@ async def read_limits(options: Mapping[str, str]) -> JobLimits:
 
 
 def enforced(config: str) -> bool:
-    """From ``scontrol show config``: limits on jobs hold."""
+    """Return whether Slurm enforces limits on jobs, from ``scontrol show config``."""
     match = re.search(r"^AccountingStorageEnforce\s*=\s*(\S+)", config, re.MULTILINE)
     return match is not None and bool({"limits", "safe", "all", "2"} & set(match[1].lower().split(",")))
 
 
 def association_limits(text: str, account: str, partition: str) -> tuple[list[Limit], str]:
-    """From ``sacctmgr show assoc``: limits of this account (where it has one for the partition, of that), and its
-    default QOS."""
+    """Return (limits of an account, its default QOS) from ``sacctmgr show assoc``.
+
+    If the account has an association for the partition, its limits apply.
+    """
     rows = [dict(zip(_ASSOC, line.split("|"), strict=False)) for line in text.splitlines() if line.strip()]
     fitting = [row for row in rows if row["account"] == account and row.get("partition", "") in ("", partition)]
     if not fitting:
@@ -82,7 +88,7 @@ def association_limits(text: str, account: str, partition: str) -> tuple[list[Li
 
 
 def qos_limits(text: str, name: str) -> list[Limit]:
-    """From ``sacctmgr show qos``: those of the QOS of that name."""
+    """Return the limits of the QOS ``name`` from ``sacctmgr show qos``."""
     rows = [dict(zip(_QOS, line.split("|"), strict=False)) for line in text.splitlines() if line.strip()]
     return [
         limit

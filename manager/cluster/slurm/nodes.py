@@ -1,16 +1,17 @@
-"""Single nodes of Slurm: drained with our reason, taken back if that reason still stands, given back from a job.
+"""Drain, undrain and give back single nodes of Slurm.
 
 Measured on 22.05, 24.11 and 26.05 (docs/architecture.md):
 
-- Root, SlurmUser and users with AdminLevel Administrator may drain. To all others, Operators too, slurmctld says
-  "Invalid user id" whatever else is wrong, and logs a security violation: after the first no it is not asked again.
-- ``State=RESUME`` also ends somebody's DOWN; ``State=UNDRAIN`` takes back the drain alone. 24.11 keeps the reason after
-  either: only together with the state does it say something.
-- A node that is drained and then lost has its reason prolonged by 24.11 and 26.05 (" : Not responding").
-- ``scontrol update JobId=J NodeList=<the rest>`` gives nodes of an own job back within 2 s: their tasks are killed,
-  those on the others go on, and steps can be started there. 22.05 does it once for each job (without accounting). No
-  version gives the node of a batch script back, or one of a heterogeneous job's first component; of another component
-  that is left with one node Slurm would end that, too, as soon as any node of the job fails.
+- Root, SlurmUser and users with AdminLevel Administrator may drain. For all others, Operators included, slurmctld
+  reports "Invalid user id" whatever else is wrong, and logs a security violation: after the first such answer rrl does
+  not try again.
+- ``State=RESUME`` also ends a DOWN that somebody set; ``State=UNDRAIN`` removes the drain alone. 24.11 keeps the reason
+  after either: it means something only together with the state.
+- 24.11 and 26.05 append " : Not responding" to the reason of a drained node that is then lost.
+- ``scontrol update JobId=J NodeList=<the rest>`` gives nodes of one's own job back within 2 s: their tasks are killed,
+  those on the other nodes continue, and steps can be started there. 22.05 does it once for each job (without
+  accounting). No version gives back the node of a batch script, or a node of a heterogeneous job's first component. If
+  another component is left with one node, Slurm ends it as soon as any node of the job fails.
 """
 
 from __future__ import annotations
@@ -27,71 +28,86 @@ from . import parsing as text
 from .commands import CommandResult, unanswered
 
 NOT_RESPONDING_SUFFIX = " : Not responding"
-"""what slurmctld appends to the reason of a node that it loses"""
+"""Text that slurmctld appends to the reason of a node that it loses."""
 _NO_RIGHTS = re.compile(r"Invalid user id|Access/permission denied", re.IGNORECASE)
 _NO_RESIZE = re.compile(
     r"Unexpected message received for job|no longer pending execution|Job update not available right now|"
     r"resizing not supported|Invalid node name specified for job|not supported on this system",
     re.IGNORECASE,
 )
-"""slurmctld answered that it does not shrink this job, or not by this node"""
+"""Answers by which slurmctld refuses to shrink this job, or to shrink it by this node."""
 
 RunCommand = Callable[[tuple[str, ...]], Awaitable[CommandResult]]
 
 
 class SlurmNodes:
-    """``read`` and ``write`` run a command and return how it ended; both raise Unanswered when it does not."""
+    """Drains, undrains and gives back nodes on behalf of one run.
+
+    ``read`` and ``write`` run a command and return how it ended; both raise Unanswered if it does not end in time.
+    """
 
     def __init__(self, read: RunCommand, write: RunCommand) -> None:
         self._read, self._write = read, write
         self._no_rights = ""
-        """slurmctld's words, once it has said no"""
+        """slurmctld's message once it has denied a drain; empty before."""
         self.drained: set[NodeName] = set()
-        """by us: what becomes of them is worth knowing, whosever they are by then"""
+        """Nodes that this run has drained. They stay polled, whichever job they belong to."""
 
     async def drain(self, node: NodeName, reason: str) -> None:
+        """Drain a node with ``reason``; see :meth:`rrl.manager.cluster.base.Cluster.drain`."""
         if drain_owner(reason) is DrainOwner.OTHER:
-            raise ValueError(f"the reason of a drain by rrl begins with {RUN_PREFIX}: {reason!r}")
+            raise ValueError(f"the reason of a drain by rrl must begin with {RUN_PREFIX}: {reason!r}")
         before = await self._read_node(node)
         if before.draining and _without_suffix(before.reason) == reason:
             self.drained.add(node)
             return
         if before.set_aside:
-            raise Refused(f"{node} is {before.description}: somebody else's matter")
+            raise Refused(f"{node} is {before.description}: set by somebody else")
         if self._no_rights:
             raise Refused(self._no_rights)
         await self._update(node, "State=DRAIN", f"Reason={reason}")
         after = await self._read_node(node)
         if after.draining and _without_suffix(after.reason) != reason:
-            raise Refused(f"{node} is {after.description}: somebody else's by now")
+            raise Refused(f"{node} is {after.description}: drained by somebody else at the same time")
         if not after.draining:
             raise Unanswered(f"{node} is {after.description} after it was drained")
         self.drained.add(node)
 
     async def undrain(self, node: NodeName, reason: str) -> None:
+        """Remove this run's drain with ``reason``; see :meth:`rrl.manager.cluster.base.Cluster.undrain`."""
         before = await self._read_node(node)
         if before.draining:
             if _without_suffix(before.reason) != reason:
-                raise Refused(f"{node} is {before.description}: not our drain")
+                raise Refused(f"{node} is {before.description}: this run did not set that drain")
             await self._update(node, "State=UNDRAIN")
             if (after := await self._read_node(node)).draining and _without_suffix(after.reason) == reason:
-                raise Unanswered(f"{node} is {after.description} after its drain was taken back")
+                raise Unanswered(f"{node} is still {after.description} after its drain was removed")
         self.drained.discard(node)
 
     async def shrink(self, job: text.Job, nodes: Sequence[NodeName]) -> None:
-        """Ask for it; the caller sees to it that it was done. Raises Refused where it would hurt the others."""
+        """Request that Slurm takes ``nodes`` from a job; the caller checks the result.
+
+        Raises:
+            Refused: Slurm cannot do it, or it would affect the other nodes.
+        """
         rest = [node for node in job.nodes if node not in nodes]
         if not rest:
-            raise Refused(f"nothing of job {job.id} would be left: it is to be given back whole")
+            raise Refused(f"no node of job {job.id} would be left: cancel the job instead")
         if job.leader == job.id:
-            raise Refused("Slurm gives no single node of a heterogeneous job's first component back")
+            raise Refused(
+                "cannot release a single node: Slurm does not support shrinking the first component of a"
+                " heterogeneous job"
+            )
         if job.leader and len(rest) == 1:
-            raise Refused("a component with one node ends with the next node that its heterogeneous job loses")
+            raise Refused(
+                "cannot release a single node: a component with one node left would end as soon as any node of its"
+                " heterogeneous job fails"
+            )
         ended = await self._write(("scontrol", "update", f"JobId={job.id}", f"NodeList={NodeSet(','.join(rest))}"))
         if ended.code:
             reply = _one_line(ended)
             if _NO_RESIZE.search(ended.err) or _NO_RIGHTS.search(ended.err):
-                raise Refused(f"Slurm does not shrink job {job.id}: {reply}")
+                raise Refused(f"Slurm cannot shrink job {job.id}: {reply}")
             raise Unanswered(f"scontrol: {reply}")
 
     async def _read_node(self, node: NodeName) -> text.NodeInfo:
@@ -109,7 +125,7 @@ class SlurmNodes:
             return
         reply = _one_line(ended)
         if _NO_RIGHTS.search(ended.err):
-            self._no_rights = f"we may not drain nodes here: {reply}"
+            self._no_rights = f"this user may not drain nodes: {reply}"
             raise Refused(self._no_rights)
         if "slurm_update error" in ended.err and not unanswered(ended.err):
             raise Refused(f"scontrol: {reply}")

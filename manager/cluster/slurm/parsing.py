@@ -1,7 +1,8 @@
-"""Reads what Slurm's commands print: pure, over their delimited text forms, which are alike in every version.
+"""Parse what Slurm's commands print. Pure; reads delimited text formats, which are the same in every version.
 
-Records start with ASCII RS and fields are split by US: bars, spaces and line ends in names, comments and reasons do no
-harm. What cannot be understood raises :class:`Unreadable`: unknown, which is neither there nor gone.
+Records start with ASCII RS and their fields are separated by US, so bars, spaces and line ends in names, comments and
+reasons do no harm. Text that cannot be parsed raises :class:`Unreadable`: the state is then unknown, neither present
+nor absent.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from .commands import MANAGER
 
 _RS, _US = "\x1e", "\x1f"
 JOBS_FORMAT = _RS + _US.join(("%A", "%i", "%T", "%N", "%j", "%r", "%L", "%l", "%S", "%e", "%k"))
-"""for ``squeue -h -o``: id, id as shown (``12+1``: component 1 of 12), state, nodes, name, reason, what is left of the
-time limit, that limit, start, expected end (both in s since 1970 by SLURM_TIME_FORMAT), comment"""
+"""Format for ``squeue -h -o``: id, displayed id (``12+1``: component 1 of job 12), state, nodes, name, reason, time
+left, time limit, start, expected end (both in s since 1970 by SLURM_TIME_FORMAT), comment."""
 STEPS_FORMAT = _RS + _US.join(("%i", "%N", "%j"))
-"""for ``squeue -h -s -o``: id, nodes, name"""
+"""Format for ``squeue -h -s -o``: id, nodes, name."""
 
 _PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 _RUNNING = {"RUNNING", "RESIZING", "SIGNALING", "STAGE_OUT"}
@@ -32,13 +33,14 @@ _ENDED = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "COMPLETING", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL",
     "OUT_OF_MEMORY", "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT",
 }  # fmt: skip
-"""Job states of squeue(1). COMPLETING has ended for us: nothing can be started in it any more."""
+"""Job states of squeue(1). A COMPLETING job counts as ended, because nothing can be started in it."""
 
 _DOWN = {"DOWN", "ERROR", "POWERED_DOWN", "POWERING_DOWN", "POWER_DOWN", "REBOOT", "REBOOT_ISSUED", "REBOOT_REQUESTED"}
 _DRAINING = {"DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "INVAL", "INVALID_REG"}
 _UP = {"ALLOCATED", "COMPLETING", "IDLE", "MIXED"}
 _UNKNOWN = {"NOT_RESPONDING", "NO_RESPOND", "UNKNOWN", "FUTURE", "POWERING_UP", "POWER_UP"}
-"""Base states and flags of a node (sinfo(1), scontrol(1)), worst first. A pending reboot takes no new work."""
+"""Base states and flags of a node (sinfo(1), scontrol(1)), from DOWN to UNKNOWN in order of precedence. A node with a
+pending reboot accepts no work and counts as down."""
 
 
 _NEVER_CLEARS = re.compile(
@@ -46,42 +48,42 @@ _NEVER_CLEARS = re.compile(
         "AccountNotAllowed", "BadConstraints", "DependencyNeverSatisfied", "InvalidAccount", "InvalidQOS",
         "JobHoldMaxRequeue", "MaxMemPerLimit", "PartitionNodeLimit",
         "PartitionTimeLimit", "QOSNotAllowed", "ReservationDeleted", "launch failed requeued held",
-        r"(Assoc|QOS)Max\w*Per(Job|Node)\w*",  # the job itself is larger than it may be
+        r"(Assoc|QOS)Max\w*Per(Job|Node)\w*",  # the job itself is larger than permitted
         r"QOSMin\w+",  # or smaller
         r"(Assoc|QOS)Grp\w*(?<!Run)Minutes(Limit)?|(Assoc|QOS)GrpWallLimit",  # a budget is used up
         r"Job's (account|QOS) not (known|permitted).*",
     ))
 )  # fmt: skip
-"""Reasons for which a job pends until somebody changes the job, an association or a QOS (squeue(1), JOB REASON CODES;
-the names are those in libslurm 22.05.8). All others may clear: Resources and Priority, limits on what runs at a time
-(AssocGrpJobsLimit, QOSMaxJobsPerUserLimit, AssocGrpCpuLimit ...), since somebody's job may end, nodes that are down or
-drained (ReqNodeNotAvail; measured: PartitionNodeLimit is not said of those), partitions that are down or inactive. A
-job that is held has somebody who means to let it go."""
+"""Reasons for which a job stays pending until somebody changes the job, an association or a QOS (squeue(1), JOB REASON
+CODES; the names are those in libslurm 22.05.8). All other reasons may clear: Resources and Priority; limits on what
+runs at the same time (AssocGrpJobsLimit, QOSMaxJobsPerUserLimit, AssocGrpCpuLimit …), because other jobs end; nodes
+that are down or drained (ReqNodeNotAvail; measured: Slurm does not report PartitionNodeLimit for those); and
+partitions that are down or inactive. A held job is expected to be released by the person who holds it."""
 _HOLD_REASONS = {
     "JobHeldAdmin": "held by an administrator (scontrol release)",
     "JobHeldUser": "held by its user (scontrol release)",
 }
 PREEMPTED_EARLY_S = 5.0
-"""s before the end of its time limit that a job's expected end tells of preemption; without it they differ by none
-(measured on 22.05)"""
+"""Seconds by which a job's expected end must precede the end of its time limit to indicate preemption. Without
+preemption the two are equal (measured on 22.05)."""
 
 
 _REASON = re.compile(r" Reason=(.+?)(?: \[(\S+@\S+)\]| [A-Z]\w+=|$)")
 _RESERVED = {"MAINT", "PLANNED_MAINT", "RESERVED"}
-"""flags by which somebody has other plans with a node that is up"""
+"""Flags of a node that is up but reserved for another purpose."""
 
 
 class Unreadable(Exception):
-    """Slurm printed something that we do not understand."""
+    """Slurm printed text that cannot be parsed."""
 
 
 class JobEnd(StrEnum):
-    """How a job ends, or has ended."""
+    """How a job is ending or has ended."""
 
     COMPLETING = "completing"
-    """it ends; Slurm says why once all of it has ended"""
+    """The job is ending; Slurm reports the cause once all of it has ended."""
     RECLAIMED = "reclaimed"
-    """by no fault of what ran in it: preempted, or its time was over"""
+    """The job was preempted or reached its time limit; nothing that ran in it failed."""
     CANCELLED = "cancelled"
     OTHER = "other"
 
@@ -90,132 +92,156 @@ _ENDS = {
     "COMPLETING": JobEnd.COMPLETING, "PREEMPTED": JobEnd.RECLAIMED, "TIMEOUT": JobEnd.RECLAIMED,
     "DEADLINE": JobEnd.RECLAIMED, "CANCELLED": JobEnd.CANCELLED,
 }  # fmt: skip
-"""by squeue's word for the state"""
+"""End of a job by squeue's name for its state."""
 
 
 class Job(Struct, frozen=True):
+    """One line of squeue: a job, or a component of a heterogeneous job."""
+
     id: str
-    """its own, for a component of a heterogeneous job too: its steps are listed under it"""
+    """The job's own id. A component has one too; its steps are listed under it."""
     state: AllocationState
     nodes: tuple[NodeName, ...]
     name: str
     detail: str
     comment: str
     unsatisfiable_reason: str = ""
-    """the reason why it pends and never starts by itself"""
+    """Reason for which the job is pending and never starts by itself; empty if it may start."""
     time_left_s: float | None = None
-    """s until Slurm takes it back: by its time limit, or sooner if it is preempted"""
+    """Seconds until Slurm ends the job: at its time limit, or earlier if it is preempted."""
     reclaimed: bool = False
-    """it is preempted, and has GraceTime left"""
+    """Whether the job is being preempted and runs only until its GraceTime is over."""
     leader: str = ""
-    """of a component: the id of the heterogeneous job, which is that of its first component"""
+    """For a component: id of the heterogeneous job, which is the id of its first component."""
     offset: int = 0
-    """of a component: its number, from 0"""
+    """For a component: its number, from 0."""
     end: JobEnd | None = None
-    """None: it has not ended"""
+    """How the job ended; None if it has not."""
 
     @property
     def target(self) -> tuple[str, ...]:
-        """What srun needs to start a step in it. A component's own id is refused (measured)."""
+        """Return the options by which srun starts a step in this job. It rejects a component's own id (measured)."""
         return (f"--jobid={self.leader}", f"--het-group={self.offset}") if self.leader else (f"--jobid={self.id}",)
 
 
 class StepLine(Struct, frozen=True):
+    """One line of ``squeue -s``: a numbered job step."""
+
     id: str
-    """``<job>.<step>``"""
+    """Id of the step: ``<job>.<step>``."""
     nodes: tuple[NodeName, ...]
     name: str
 
     @property
     def job(self) -> str:
+        """Return the id of the step's job."""
         return self.id.partition(".")[0]
 
 
 class NodeInfo(Struct, frozen=True):
-    """What people and slurmctld have laid down about a node."""
+    """Administrative state of a node: its state with flags, and the reason that a person or slurmctld recorded."""
 
     state: str
-    """with its flags, as Slurm writes it"""
+    """State with its flags, as Slurm prints it."""
     reason: str
     reason_by: str
-    """who gave the reason, and when"""
+    """Who recorded the reason, and when."""
 
     @property
     def flags(self) -> set[str]:
+        """Return the base state and the flags."""
         return _flags(self.state)
 
     @property
     def draining(self) -> bool:
+        """Return whether the node is draining or drained."""
         return bool(self.flags & {"DRAIN", "DRAINED", "DRAINING"})
 
     @property
     def set_aside(self) -> bool:
-        """It is drained, down, reserved or about to be rebooted, by somebody. (That it does not respond is nobody's
-        doing.)"""
+        """Return whether somebody has drained, downed or reserved the node, or scheduled its reboot.
+
+        A node that does not respond is not set aside: nobody caused that on purpose.
+        """
         return bool(self.flags & (_DOWN | _DRAINING | _RESERVED))
 
     @property
     def description(self) -> str:
+        """Return state, reason and author in one line."""
         given = f" ({self.reason_by})" if self.reason_by else ""
         return f"{self.state}: {self.reason}{given}" if self.reason else self.state
 
 
 def read_jobs(text: str) -> list[Job]:
-    """From ``squeue -h -t all -o`` :data:`JOBS_FORMAT`. ``detail``: Slurm's state, and the reason if it gives one."""
+    """Parse the output of ``squeue -h -t all -o`` :data:`JOBS_FORMAT`.
+
+    ``detail`` of a job is Slurm's state, followed by the reason if there is one.
+    """
     jobs = []
-    for number, shown, state_name, nodes, name, reason, time_left, limit, start, end, comment in records(text, 11):
+    for job_id, displayed_id, state_name, nodes, name, reason, time_left, limit, start, end, comment in records(
+        text, 11
+    ):
         state = _allocation_state(state_name)
         detail = state_name if reason in ("None", "") else f"{state_name}: {_HOLD_REASONS.get(reason, reason)}"
         comment = "" if comment == "(null)" else comment
-        never = reason if state is AllocationState.PENDING and never_clears(reason) else ""
-        leader, plus, offset = shown.partition("+")
+        unsatisfiable = reason if state is AllocationState.PENDING and never_clears(reason) else ""
+        leader, plus, offset = displayed_id.partition("+")
         component = (leader, int(offset)) if plus and offset.isdigit() else ("", 0)
         time_left_s, reclaimed = (
             _time_left(time_left, limit, start, end) if state is AllocationState.RUNNING else (None, False)
         )
-        how_it_ended = _ENDS.get(state_name, JobEnd.OTHER) if state is AllocationState.ENDED else None
-        jobs.append(Job(number, state, _expand(nodes), name, detail, comment, never, time_left_s, reclaimed, *component,
-                        how_it_ended))  # fmt: skip
+        job_end = _ENDS.get(state_name, JobEnd.OTHER) if state is AllocationState.ENDED else None
+        jobs.append(Job(job_id, state, _expand(nodes), name, detail, comment, unsatisfiable, time_left_s, reclaimed,
+                        *component, job_end))  # fmt: skip
     return jobs
 
 
 def _time_left(left: str, limit: str, start: str, end: str) -> tuple[float | None, bool]:
-    """How long a running job goes on, and whether it is preempted. ``left`` counts down to the time limit whatever
-    happens; at preemption only the expected end moves to now + GraceTime, and at the end of a suspension it moves on
-    (both measured on 22.05). Durations only: no clock but Slurm's own is read."""
+    """Return (seconds that a running job has left, whether it is being preempted).
+
+    ``left`` counts down to the time limit in every case. Preemption changes only the expected end, to now + GraceTime,
+    and the end of a suspension moves it to a later time (both measured on 22.05). Only durations are used, so no clock
+    but Slurm's own matters.
+    """
     try:
         by_limit = float(seconds(left))
         early = float(start) + float(seconds(limit)) - float(end)
-    except ValueError:  # UNLIMITED, NOT_SET, INVALID, or times that are not told in seconds
+    except ValueError:  # UNLIMITED, NOT_SET, INVALID, or times that are not in seconds
         return None, False
     return max(0.0, by_limit - max(0.0, early)), early > PREEMPTED_EARLY_S
 
 
 def never_clears(reason: str) -> bool:
-    """A job that pends for this reason does so until somebody changes something."""
+    """Return whether a job that is pending for this reason cannot start before somebody changes something."""
     return _NEVER_CLEARS.fullmatch(reason) is not None
 
 
 def managed_runs(jobs: Iterable[Job]) -> set[str]:
-    """Runs that a manager looks after, by the jobs of their user: all that have one in the queue, wherever the manager
-    itself is, but for those whose first manager still waits there. Their names are in the comments."""
+    """Return the ids of the runs that have a manager, from the jobs of their user.
+
+    These are all runs with an unfinished job, wherever their manager runs, except those of which only the first
+    manager's job is pending. The run's id is in the job's comment.
+    """
     runs = set()
     for job in jobs:
         tokens = job.comment.split()
-        waiting = tokens[-1:] == [MANAGER] and job.state is AllocationState.PENDING
-        if len(tokens) > 1 and tokens[0] == "rrl" and job.state is not AllocationState.ENDED and not waiting:
+        pending_manager = tokens[-1:] == [MANAGER] and job.state is AllocationState.PENDING
+        if len(tokens) > 1 and tokens[0] == "rrl" and job.state is not AllocationState.ENDED and not pending_manager:
             runs.add(tokens[1])
     return runs
 
 
 def read_steps(text: str) -> list[StepLine]:
-    """From ``squeue -h -s -o`` :data:`STEPS_FORMAT`: numbered steps, not batch, extern, interactive or pending ones."""
+    """Parse ``squeue -h -s -o`` :data:`STEPS_FORMAT` into numbered steps.
+
+    Batch, extern, interactive and pending steps are skipped.
+    """
     lines = [StepLine(number, _expand(nodes), name) for number, nodes, name in records(text, 3)]
     return [line for line in lines if re.fullmatch(r"\d+\.\d+", line.id)]
 
 
 def read_nodes(text: str) -> dict[NodeName, NodeStatus]:
-    """From ``scontrol show node -o``. A line for a name that Slurm does not know makes it UNKNOWN."""
+    """Parse the output of ``scontrol show node -o``. A node that Slurm does not know is UNKNOWN."""
     nodes = {}
     for line in text.splitlines():
         if missing := re.fullmatch(r"Node (\S+) not found", line):
@@ -233,7 +259,7 @@ def read_nodes(text: str) -> dict[NodeName, NodeStatus]:
 
 
 def read_node_info(text: str) -> NodeInfo:
-    """From ``scontrol show node -o`` of one node."""
+    """Parse the output of ``scontrol show node -o`` for one node."""
     state = re.search(r" State=(\S+)", text)
     if state is None:
         raise Unreadable(f"no node in {text.strip()[:80]!r}")
@@ -242,9 +268,9 @@ def read_node_info(text: str) -> NodeInfo:
 
 
 def node_state(text: str) -> NodeState:
-    """From ``MIXED+DRAIN``, ``DOWN*``, ``idle~``: the worst that base state and flags say.
+    """Return the worst state that base state and flags of ``MIXED+DRAIN``, ``DOWN*`` or ``idle~`` indicate.
 
-    A node that only does not respond (yet) is UNKNOWN: Slurm itself waits for SlurmdTimeout before it says DOWN.
+    A node that only does not respond (yet) is UNKNOWN: Slurm itself waits for SlurmdTimeout before it reports DOWN.
     """
     flags = _flags(text)
     for state, names in ((NodeState.DOWN, _DOWN), (NodeState.DRAINING, _DRAINING), (NodeState.UNKNOWN, _UNKNOWN)):
@@ -263,10 +289,10 @@ def _flags(text: str) -> set[str]:
 
 
 def inactive_limit(text: str) -> int:
-    """Seconds, from ``scontrol show config``: 0 = a job without a living salloc is left alone."""
+    """Return InactiveLimit in seconds from ``scontrol show config``; 0: a job without a running salloc goes on."""
     if match := re.search(r"^InactiveLimit\s*=\s*(\d+)", text, re.MULTILINE):
         return int(match[1])
-    raise Unreadable("scontrol show config tells no InactiveLimit")
+    raise Unreadable("the output of scontrol show config has no InactiveLimit")
 
 
 def _allocation_state(state_name: str) -> AllocationState:
@@ -276,22 +302,22 @@ def _allocation_state(state_name: str) -> AllocationState:
     ):  # fmt: skip
         if state_name in state_names:
             return state
-    raise Unreadable(f"{state_name!r} is no state of a job")
+    raise Unreadable(f"{state_name!r} is not a known job state")
 
 
 def fields(*names: str) -> str:
-    """The format for ``-o`` that :func:`records` reads."""
+    """Return the format for ``-o`` whose output :func:`records` reads."""
     return _RS + _US.join(names)
 
 
 def records(text: str, fields: int) -> list[list[str]]:
-    """Raises Unreadable when it is not records of so many fields."""
-    head, *records = text.split(_RS)
+    """Split the output into records of exactly ``fields`` fields. Raises Unreadable if it has another form."""
+    head, *lines = text.split(_RS)
     if head.strip():
         raise Unreadable(f"unexpected output: {head.strip()[:80]!r}")
-    split = [record.removesuffix("\n").split(_US, fields - 1) for record in records]
+    split = [line.removesuffix("\n").split(_US, fields - 1) for line in lines]
     if short := next((record for record in split if len(record) != fields), None):
-        raise Unreadable(f"{len(short)} fields where {fields} were asked for")
+        raise Unreadable(f"a record has {len(short)} fields, expected {fields}")
     return split
 
 

@@ -1,6 +1,4 @@
-"""Translate allocation requests into Slurm's options and batch scripts, and read from ``sinfo`` what each partition
-offers. Pure.
-"""
+"""Translate allocation requests into Slurm's options and scripts, and parse what each partition offers. Pure."""
 
 from __future__ import annotations
 
@@ -16,49 +14,52 @@ from ..base import AllocationRequest, NodeState
 from .parsing import Unreadable, node_state, records
 
 SHAPES_FORMAT = ("%P", "%D", "%c", "%m", "%G", "%T", "%l", "%s")
-"""for ``sinfo -e -h -o``: partition, nodes of one kind, CPUs, MiB, gres, state, longest time, nodes a job may have"""
+"""Fields for ``sinfo -e -h -o``: partition, number of nodes of one shape, CPUs, MiB, gres, state, time limit, nodes per
+job."""
 
 
 class Shape(Struct, frozen=True):
-    """So many nodes of one kind."""
+    """A number of nodes of a partition that have the same resources."""
 
     count: int
     node: Resources
     usable: bool
-    """up, not down or drained now"""
+    """Whether the nodes are up, neither down nor drained, at this moment."""
 
 
 class Partition(Struct, frozen=True):
+    """A partition as ``sinfo`` describes it: its nodes and the limits of a job in it."""
+
     name: str
     default: bool
     shapes: tuple[Shape, ...]
     max_walltime_s: float
-    """s that a job may ask for; inf"""
+    """Longest time limit of a job, in seconds; inf if unlimited."""
     max_nodes: float
-    """nodes that a job may have; inf"""
+    """Most nodes of a job; inf if unlimited."""
 
     def fitting(self, node: Resources, usable: bool = False) -> int:
-        """How many nodes could carry ``node``; ``usable``: of those that are up."""
+        """Return how many nodes have at least the resources ``node``; with ``usable`` only of those that are up."""
         return sum(shape.count for shape in self.shapes if _fits(shape.node, node) and (shape.usable or not usable))
 
     def missing_resource(self, node: Resources) -> str:
-        """The key of job.toml that no node here is large enough for: ``cpus``, ``gpus`` or ``mem``."""
+        """Return the key of job.toml of which no node has enough: ``cpus``, ``gpus`` or ``mem``."""
         for key in ("gpus", "mem", "cpus"):
             if all(getattr(shape.node, key) < getattr(node, key) for shape in self.shapes):
                 return key
         return "cpus"
 
     def description(self) -> str:
+        """Return the partition's nodes in words: how many of which resources."""
         kinds = {(shape.node.cpus, shape.node.gpus, shape.node.mem): 0 for shape in self.shapes}
         for shape in self.shapes:
             kinds[shape.node.cpus, shape.node.gpus, shape.node.mem] += shape.count
-        return (
-            ", ".join(f"{count} of {resources_text(Resources(*kind))}" for kind, count in kinds.items()) or "no nodes"
-        )
+        texts = [f"{count} of {resources_text(Resources(*kind))}" for kind, count in kinds.items()]
+        return ", ".join(texts) or "no nodes"
 
 
 def read_partitions(text: str) -> list[Partition]:
-    """Raises Unreadable."""
+    """Parse the output of ``sinfo`` in :data:`SHAPES_FORMAT`. Raises Unreadable."""
     rows: dict[str, list[list[str]]] = {}
     for record in records(text, len(SHAPES_FORMAT)):
         rows.setdefault(record[0], []).append(record[1:])
@@ -75,33 +76,34 @@ def read_partitions(text: str) -> list[Partition]:
 
 
 def gpus_by_type(gres: str) -> dict[str, int]:
-    """GPUs of a node, from ``gpu:h100:8(S:0-1),gpu:2,shard:16`` or ``(null)``: type → count."""
+    """Parse a gres such as ``gpu:h100:8(S:0-1),gpu:2,shard:16`` or ``(null)`` into GPUs of a node: type → count."""
     gpus: dict[str, int] = {}
-    for one in re.sub(r"\([^)]*\)", "", gres).split(","):
-        if match := re.fullmatch(r"gpu(?::([^:]+?))??(?::(\d+))?", one):
+    for resource in re.sub(r"\([^)]*\)", "", gres).split(","):
+        if match := re.fullmatch(r"gpu(?::([^:]+?))??(?::(\d+))?", resource):
             kind = match[1] or ""
             gpus[kind] = gpus.get(kind, 0) + int(match[2] or 1)
     return gpus
 
 
 def seconds_of(text: str) -> float:
-    """From ``infinite``, ``30:00``, ``12:00:00`` or ``1-00:00:00`` (squeue(1)). Raises ValueError."""
+    """Return the seconds of ``infinite``, ``30:00``, ``12:00:00`` or ``1-00:00:00`` (squeue(1)). Raises ValueError."""
     return float("inf") if text in ("infinite", "UNLIMITED", "n/a") else float(seconds(text))
 
 
 def eligible(partitions: list[Partition], options: Mapping[str, str]) -> list[Partition]:
-    """Those that a job with these sbatch options may run in."""
+    """Return the partitions in which a job with these sbatch options may run."""
     names = [name for name in options.get("partition", "").split(",") if name]
-    return [one for one in partitions if (one.name in names if names else one.default)]
+    return [partition for partition in partitions if (partition.name in names if names else partition.default)]
 
 
 def required_resources(request: AllocationRequest) -> Resources:
-    """What each node must carry; GPUs that the job spec asks for by an sbatch option are left to Slurm."""
+    """Return what each node must have. GPUs that the job spec requests by an sbatch option are left to Slurm."""
     gpus = 0 if "gres" in request.sbatch else request.node.gpus
     return Resources(request.node.cpus, gpus, request.node.mem)
 
 
 def resources_text(node: Resources) -> str:
+    """Return the resources of a node in words."""
     gpus = f", {node.gpus} GPUs" if node.gpus else ""
     return f"{node.cpus} CPUs, {node.mem / 2**20:g} MiB{gpus}"
 
@@ -116,7 +118,11 @@ def _fits(has: Resources, node: Resources) -> bool:
 
 
 def request_options(request: AllocationRequest) -> tuple[str, ...]:
-    """Of one component, its ``more`` left aside. Raises ValueError for an option that cannot be passed on."""
+    """Return the sbatch options of one component, without its further components.
+
+    Raises:
+        ValueError: an sbatch option of the job spec cannot be passed on.
+    """
     return allocation_options(
         tag=request.tag, comment=f"{request.comment} {request.tag}".strip(), nodes=request.count, node=request.node,
         walltime=request.walltime, exclude=request.exclude, extra=request.sbatch,
@@ -124,9 +130,17 @@ def request_options(request: AllocationRequest) -> tuple[str, ...]:
 
 
 def batch_script(request: AllocationRequest, command: Sequence[str] = (), output: str = "") -> str:
-    """The batch script of an ask with all its components; ``command`` runs in it, and writes to ``output``, unless the
-    job spec says where. Raises ValueError."""
-    first, *more = (request_options(one) for one in (request, *request.further_components))
+    """Return the batch script of a request with all its components.
+
+    Args:
+        request: the first component.
+        command: what the script runs on the first node; empty: it only holds the nodes.
+        output: file for the script's output, unless the job spec names one.
+
+    Raises:
+        ValueError: an sbatch option of the job spec cannot be passed on.
+    """
+    first, *further = (request_options(component) for component in (request, *request.further_components))
     if output and "output" not in request.sbatch:
         first = (*first, f"--output={output}")
-    return allocation_script(first, *more, command=command)
+    return allocation_script(first, *further, command=command)

@@ -1,7 +1,8 @@
-"""The sruns that carry launches: started, watched until their step has joined, and then killed for good reason.
+"""Manage the sruns that launch steps: start them, watch them until their step has connected, then kill them.
 
-SIGTERM to an srun, which any ``scancel`` of the manager's own job sends, kills its step. SIGKILL to it alone does too
-(its child sees to that); SIGKILL to both does not, and output to one file a task goes on (measured on 22.05).
+A SIGTERM to an srun, which any ``scancel`` of the manager's own job sends, kills its step. So does SIGKILL to the srun
+alone, because its child ends the step. SIGKILL to both leaves the step running, and each task's output file is still
+written (measured on 22.05).
 """
 
 from __future__ import annotations
@@ -24,14 +25,20 @@ from .commands import CommandResult, SlurmLimits, environment, failure, kill_ses
 
 
 class _Srun(Struct):
+    """A running srun, which is launching one step."""
+
     process: asyncio.subprocess.Process
     stderr_file: Path
-    """its standard error: in the run directory, so that it needs nobody to read a pipe"""
+    """File with srun's standard error, in the run directory: unlike a pipe, it needs no reader."""
     joined: asyncio.Event
+    """Set once the step has connected to the manager, or the srun is to be killed."""
 
 
 class Sruns:
-    """``prefix`` replaces ``python -P -m <module>`` in front of the launch file (for tests)."""
+    """The sruns of one manager, by the tag of their step.
+
+    ``prefix`` replaces ``python -P -m <module>`` in front of the launch file (for tests).
+    """
 
     def __init__(self, python: str, limits: SlurmLimits, prefix: Sequence[str] | None = None) -> None:
         self._python = python
@@ -42,35 +49,41 @@ class Sruns:
         self._watchers: set[asyncio.Task[None]] = set()
 
     def __contains__(self, tag: str) -> bool:
-        """An srun still carries this tag's launch."""
+        """Return whether an srun for this tag is still running."""
         return tag in self._running
 
     @property
     def failed(self) -> frozenset[str]:
-        """Tags whose srun ended with an error before their step had joined. It is srun itself that has slurmd start the
-        tasks of a step: once it has ended, a step that does not exist by then never will, even if slurmctld still
-        answers the request for it."""
+        """Return the tags whose srun ended with an error before their step had connected.
+
+        srun itself has slurmd start the tasks of a step: once it has ended, a step that does not exist by then never
+        will, even if slurmctld still grants the request for it.
+        """
         return frozenset(self._failed)
 
     def command(self, job: Sequence[str], step: Step) -> tuple[str, ...]:
-        """The srun of a step; ``job`` are the options that name its job. Roles take their share of the node
-        (``--exact``); only an agent overlaps. The limits (memlock, nofile) are the node's own, not the manager's."""
+        """Return the srun command of a step; ``job`` are the options that identify its job.
+
+        A role takes its own share of the node (``--exact``); agents and trainer standbys overlap with other steps.
+        Resource limits (memlock, nofile) are those of the node, not of the manager.
+        """
         prefix = self._prefix
-        if prefix is None:  # -P: no module of the working directory may stand in for ours
+        if prefix is None:  # -P: do not search the working directory for modules
             prefix = (step.python or self._python, "-P", "-m", AGENT_MODULE if step.agent else STEP_MODULE)
         output = str(step.log_file).replace("%", "%%")
         return (
             "srun", *job, f"--job-name={step.tag}", "--nodes=1", "--ntasks=1", f"--nodelist={step.node}",
             "--exact", *(("--overlap",) if step.overlap else ()), f"--cpus-per-task={step.resources.cpus}",
-            f"--mem={slurm_mem(step.resources.mem) if step.resources.mem else 0}",  # 0: of the job's, without counting
+            f"--mem={slurm_mem(step.resources.mem) if step.resources.mem else 0}",  # 0: share the job's memory
             f"--gres={f'gpu:{step.resources.gpus}' if step.resources.gpus else 'none'}",
-            "--mpi=none", "--kill-on-bad-exit=0", "--no-kill", "--wait=0", f"--immediate={int(self._limits.step_queue_timeout_s)}",
+            "--mpi=none", "--kill-on-bad-exit=0", "--no-kill", "--wait=0",
+            f"--immediate={int(self._limits.step_queue_timeout_s)}",
             "--export=NONE", "--propagate=NONE", "--input=none", f"--output={output}.%t",
             f"--chdir={step.launch_file.parent}", "--quiet", *step.container, *prefix, str(step.launch_file),
         )  # fmt: skip
 
     async def start(self, job: Sequence[str], step: Step) -> None:
-        """Start srun and watch it until the step runs, it refuses, or ``limits.launch`` s are over."""
+        """Start srun and watch it until the step runs, srun fails, or ``limits.launch_watch_s`` seconds have passed."""
         stderr_file = step.log_file.with_name(f"{step.log_file.name}.srun")
         try:
             fd = os.open(stderr_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -92,12 +105,15 @@ class Sruns:
         await self._await_start(step, srun)
 
     async def _await_start(self, step: Step, srun: _Srun) -> None:
-        """Wait for the first sign: the step's own word (:meth:`on_step_joined`), the end of srun, or its output file, and then
-        a moment longer: an interpreter that is absent on the node is told there at once."""
+        """Wait until the step connects (:meth:`on_step_joined`), srun ends, or the step's output file appears.
+
+        Once the output file appears, wait a moment longer: an interpreter that is missing on the node is reported at
+        once.
+        """
         output = step.log_file.with_name(f"{step.log_file.name}.0")
         deadline, opened = time.monotonic() + self._limits.launch_watch_s, False
         while time.monotonic() < deadline and not srun.joined.is_set():
-            if not opened and await asyncio.to_thread(output.exists):  # the run directory may hang, and we must not
+            if not opened and await asyncio.to_thread(output.exists):  # in a thread: the run directory may hang
                 deadline, opened = time.monotonic() + self._limits.interpreter_watch_s, True
             if code := srun.process.returncode:
                 raise _early_failure(code, srun, output)
@@ -106,7 +122,7 @@ class Sruns:
             await asyncio.sleep(0.01)
 
     async def _watch(self, tag: str, srun: _Srun) -> None:
-        """Reap an srun, whenever it ends."""
+        """Reap an srun when it ends, and note a failure."""
         code = await srun.process.wait()
         if self._running.get(tag) is srun:
             del self._running[tag]
@@ -117,10 +133,11 @@ class Sruns:
                 srun.stderr_file.unlink()
 
     async def on_step_joined(self, tag: str) -> None:
-        """The step has joined: its srun goes, and is gone when this returns.
+        """Kill the srun of a step that has connected, and return once it is gone.
 
-        Not at once: slurmstepd still has to tell it that the task started, and keeps trying for 2.3 s, deaf to signals,
-        if it cannot (measured with an srun killed some ms after its task began).
+        srun is kept for ``limits.srun_release_delay_s`` seconds: slurmstepd still has to report the task's start to it,
+        and if it cannot, retries for 2.3 s and ignores signals (measured with an srun killed some ms after its task
+        began).
         """
         if srun := self._running.get(tag):
             srun.joined.set()
@@ -130,20 +147,20 @@ class Sruns:
             await self.kill(tag)
 
     async def kill(self, tag: str) -> None:
-        """What was carried shall be left alone, or never arrive: the srun is ended, a step that it started stays."""
+        """Kill the srun of a tag. A step that it has started keeps running; one that it has not started never will."""
         if srun := self._running.get(tag):
             srun.joined.set()
             kill_session(srun.process)
             await srun.process.wait()
 
     async def close(self) -> None:
-        """Kill all; their steps go on."""
+        """Kill all sruns. Their steps keep running."""
         await asyncio.gather(*(self.kill(tag) for tag in list(self._running)))
         await asyncio.gather(*self._watchers, return_exceptions=True)
 
 
 def _early_failure(code: int, srun: _Srun, output: Path) -> Refused | Unanswered:
-    """What an srun that ended so early means: its own word, or that of the step's first process."""
+    """Return the exception for an srun that ended early, from its own output or that of the step's first process."""
     srun_output, step_output = _tail(srun.stderr_file), last_lines_of(output)
     if shows_missing_command(step_output):
         return NotStarted(step_output)

@@ -118,7 +118,7 @@ def test_a_run_goes_on_through_every_fault_and_tells_each_from_what_was_real(tmp
     assert [detail.partition(":")[0] for detail in refused] == ["refused"] * 2, refused
     assert 'no role "judge"' in refused[1]
     assert [told.detail for told in performed.values() if told.target == "manager"] == [
-        "the manager before epoch 2 is gone"
+        "the manager before epoch 2 was killed"
     ]
 
     summary = run.summary()
@@ -137,7 +137,7 @@ from rrl.tests.integration.local import test_faults
 
 disk = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60m", "none", disk], check=True)
-test_faults.lives_through_a_full_disk(disk)
+test_faults.survives_a_full_disk(disk)
 """
 
 

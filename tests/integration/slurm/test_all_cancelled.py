@@ -1,4 +1,4 @@
-"""Everything of a run is cancelled on a real Slurm, roles and managers, and a person has it go on."""
+"""All jobs of a run, roles and managers, are cancelled on a real Slurm, and a person resumes its management."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLEAR_DEADLINE_S = 60.0
 
 
 def _cancel_everything(lab: SlurmLab) -> None:
-    """What a user does who wants to be rid of it all: ``scancel -u``; return once no job and no manager is left."""
+    """Cancel all jobs of the user with ``scancel -u``; return once no job and no manager is left."""
     lab.run_as_user(["scancel", "-u", lab.user])
     lab.clear(CLEAR_DEADLINE_S)
 
@@ -37,15 +37,14 @@ def _status(run: TestRun) -> dict[str, Any]:
     return status
 
 
-def test_managing_a_cancelled_run_again_asks_for_one_pool_only(slurm_lab: SlurmLab) -> None:
+def test_rrl_manage_on_a_cancelled_run_requests_one_pool_only(slurm_lab: SlurmLab) -> None:
     run = submit_on(slurm_lab, "all-cancelled", light_job("slurm", 100_000, spares=0))
     before = run.wait_steps(2)
     _cancel_everything(slurm_lab)
     run.wait_gone()
-    told = _status(run)
-    assert (told["standing"], told["note"].endswith(f"rrl manage {run.run.id} goes on from step {told['step']}")) == (
-        "interrupted", True
-    ), told["note"]  # fmt: skip
+    status = _status(run)
+    assert status["standing"] == "interrupted"
+    assert status["note"].endswith(f"rrl manage {run.run.id} goes on from step {status['step']}"), status["note"]
     with slurm_lab.controller_stopped():
         assert _status(run)["standing"] == "unknown"
     with run.call("manage", run.run.id, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as manager:
@@ -55,7 +54,9 @@ def test_managing_a_cancelled_run_again_asks_for_one_pool_only(slurm_lab: SlurmL
             assert len(_requests(run)) == 2, f"the first pool and the one that follows it, not {_requests(run)}"
             assert len(state.allocations) == 1, list(state.allocations)
             assert len(pools) == 1, pools
-            assert not [one for one in workers(state) if one.failures], "a cancellation was taken for a failure"
+            assert not [replica for replica in workers(state) if replica.failures], (
+                "a cancellation was taken for a failure"
+            )
             with run.call("cancel", run.run.id) as cancel:
                 assert cancel.wait(90) == 0
             assert run.wait_end().outcome == "cancelled"

@@ -1,4 +1,4 @@
-"""Runs on nodes that are cut off: alive, unheard, and back later. Collected where network namespaces are possible."""
+"""Runs on nodes that are cut off from the network and come back. Collected where network namespaces are possible."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.long  # and part of make test-slurm-versions
 ROLLOUTS = (ReplicaId("rollout/0"), ReplicaId("rollout/1"))
 
 
-def test_a_late_rollout_is_kept_a_cut_off_one_replaced_and_its_old_life_is_sent_away_when_the_link_is_back(
+def test_delayed_rollout_is_kept_and_a_cut_off_one_is_replaced_and_stopped_later(
     isolated_lab: SlurmLab,
 ) -> None:
     run = submit_on(isolated_lab, "cut", light_job("slurm", 100_000, spares=1))
@@ -36,21 +36,21 @@ def test_a_late_rollout_is_kept_a_cut_off_one_replaced_and_its_old_life_is_sent_
     assert step is not None
     isolated_lab.delay(node, 100)
     begun = run.state().step
-    late = current_incarnations(run.wait(lambda state: state.step > begun + 5))
-    assert late == before, "a node that is late is waited for"
+    delayed = current_incarnations(run.wait(lambda state: state.step > begun + 5))
+    assert delayed == before, "a node that is delayed is waited for"
     isolated_lab.cut(node)
     try:
         after = run.wait_back_alone(before, victim, ReplicaId(f"agent/{node}"))
         assert after[victim][2] != node
-        assert Path(f"/proc/{pid}").exists(), "nobody can have told it: it lives on behind the cut"
+        assert Path(f"/proc/{pid}").exists(), "the process ended although nothing can reach its node"
     finally:
         isolated_lab.heal(node)
-    isolated_lab.wait_for(lambda: not Path(f"/proc/{pid}").exists(), f"{incarnation} is not sent away")
-    assert _who_sent_it_away(run, incarnation, node, step), (read_exit(run.run.exit_file(step)), run.events()[-100:])
-    goes_on = run.state().step
-    run.wait(lambda state: state.step > goes_on + 3)
+    isolated_lab.wait_for(lambda: not Path(f"/proc/{pid}").exists(), f"{incarnation} keeps running")
+    assert _ended_by(run, incarnation, node, step), (read_exit(run.run.exit_file(step)), run.events()[-100:])
+    healed_at = run.state().step
+    run.wait(lambda state: state.step > healed_at + 3)
     kept, now = without_replicas(after, current_incarnations(run.state()), [ReplicaId(f"agent/{node}")])
-    assert now == kept, "somebody was touched by the one that came back"
+    assert now == kept, "another replica was affected by the one that came back"
     with run.call("cancel", run.run.id) as process:
         assert process.wait(90) == 0
     assert run.wait_end().outcome == "cancelled"
@@ -58,14 +58,17 @@ def test_a_late_rollout_is_kept_a_cut_off_one_replaced_and_its_old_life_is_sent_
     check_sound(run.run)
 
 
-def _who_sent_it_away(run: TestRun, incarnation: Incarnation, node: str, step: str) -> str:
-    """Return who ended the incarnation that came back; '' where nobody did. Its first process records how it ended,
-    unless Slurm kills the whole step: on the manager's order, or because it had set the node down."""
+def _ended_by(run: TestRun, incarnation: Incarnation, node: str, step: str) -> str:
+    """Return which component ended the incarnation that came back, or "".
+
+    Its first process records how it ended, unless Slurm kills the whole step: on the manager's request, or because it
+    had set the node down.
+    """
     until = time.monotonic() + 120
     while (record := read_exit(run.run.exit_file(step))) is None and time.monotonic() < until:
         for stamped in run.events():
             match stamped.event:
-                case ev.NodeChanged(node=changed, status=seen) if (changed, seen.state) == (node, NodeState.DOWN):
+                case ev.NodeChanged(node=changed, status=status) if (changed, status.state) == (node, NodeState.DOWN):
                     return "Slurm"
                 case ev.Intended(action=StopStep(step=stopped)) if stopped == step:
                     return "Slurm"
@@ -74,5 +77,5 @@ def _who_sent_it_away(run: TestRun, incarnation: Incarnation, node: str, step: s
         return ""
     if record.code == FENCED_EXIT or record.reason in (ExitReason.NOT_ADMITTED, ExitReason.FENCED, ExitReason.STOPPED):
         return "the manager"  # itself, or through Slurm
-    said = "".join(path.read_text() for path in run.run.logs.glob(f"{step}*"))
-    return "the store" if f"{incarnation} was succeeded" in said else ""
+    logs = "".join(path.read_text() for path in run.run.logs.glob(f"{step}*"))
+    return "the store" if f"{incarnation} was succeeded" in logs else ""

@@ -1,4 +1,4 @@
-"""The doctor on a real Slurm, as a plain user: what it finds is so, and it leaves nothing behind."""
+"""rrl doctor on a real Slurm, as a plain user: its findings are true, and it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slurm
 
 TIMEOUT_S = 30.0
 TORCH = "__version__ = '9.9'\nclass cuda:\n    is_available = staticmethod(lambda: False)\n"
-"""in torch's place: importing that takes two seconds of two cores"""
+"""A replacement for torch, whose import takes two seconds on two cores."""
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def lab(slurm_lab: SlurmLab) -> Iterator[SlurmLab]:
 
 @pytest.fixture
 def env(lab: SlurmLab) -> dict[str, str]:
-    """A folder of runs of this test's own, which is not there yet."""
+    """Return an environment with a folder of runs that does not exist yet."""
     light = lab.dir / "light"
     light.mkdir(exist_ok=True)
     (light / "torch.py").write_text(TORCH)
@@ -42,7 +42,7 @@ def env(lab: SlurmLab) -> dict[str, str]:
 
 
 MAY_FAIL = {"host.filter", "node.filter"}
-"""of NIXL over TCP, which no job uses by default: a kernel may refuse its packet filter to plain users"""
+"""Checks of NIXL over TCP, which no job uses by default: a kernel may deny its packet filter to plain users."""
 
 
 def doctor(lab: SlurmLab, env: dict[str, str], *arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
@@ -62,19 +62,19 @@ def no_jobs(lab: SlurmLab) -> None:
         time.sleep(0.05)
 
 
-def test_with_consent_a_node_is_looked_at_and_nothing_is_left(lab: SlurmLab, env: dict[str, str]) -> None:
+def test_doctor_with_consent_checks_a_node_and_leaves_nothing(lab: SlurmLab, env: dict[str, str]) -> None:
     code, checks = doctor(lab, env, "--yes")
-    found = verdicts(checks)
-    failed = {name for name, verdict in found.items() if verdict == "FAIL"}
+    verdict_of = verdicts(checks)
+    failed = {name for name, verdict in verdict_of.items() if verdict == "FAIL"}
     assert failed <= MAY_FAIL
     assert code == bool(failed)
-    assert [name for name, verdict in found.items() if verdict == "UNKNOWN"] in ([], ["slurm.confined"])
+    assert [name for name, verdict in verdict_of.items() if verdict == "UNKNOWN"] in ([], ["slurm.confined"])
     for name in ("slurm.pool", "slurm.replica", "slurm.manager", "slurm.answers", "slurm.hold", "slurm.select",
                  "node.visit", "node.folder", "node.answer", "node.rrl", "node.packages", "node.torch", "node.reach",
                  "node.clock", "node.sbatch"):  # fmt: skip
-        assert found[name] == "OK", checks[name]
-    assert found["slurm.hetjob"] == "WARN"
-    assert found["slurm.drain"] == ("OK" if lab.user == "root" else "WARN")
+        assert verdict_of[name] == "OK", checks[name]
+    assert verdict_of["slurm.hetjob"] == "WARN"
+    assert verdict_of["slurm.drain"] == ("OK" if lab.user == "root" else "WARN")
     assert "with 2 GPU" in checks["slurm.gpus"]["found"]
     assert "9.9" in checks["node.torch"]["found"]
     assert "Slurm gave the job GPU" in checks["node.gpus"]["found"]  # false ones, which no driver knows
@@ -82,7 +82,7 @@ def test_with_consent_a_node_is_looked_at_and_nothing_is_left(lab: SlurmLab, env
     assert not Path(env[RUNS_ENV]).exists()
 
 
-def test_without_consent_nothing_is_known_of_nodes_and_nothing_is_submitted(lab: SlurmLab, env: dict[str, str]) -> None:
+def test_doctor_without_consent_submits_nothing(lab: SlurmLab, env: dict[str, str]) -> None:
     code, checks = doctor(lab, env)
     failed = {name for name, verdict in verdicts(checks).items() if verdict == "FAIL"}
     assert failed <= MAY_FAIL
@@ -92,7 +92,7 @@ def test_without_consent_nothing_is_known_of_nodes_and_nothing_is_submitted(lab:
     assert lab.jobs() == []
 
 
-def test_a_partition_that_is_not_there_is_a_failure_with_what_sbatch_said(lab: SlurmLab, env: dict[str, str]) -> None:
+def test_doctor_reports_a_missing_partition_with_sbatchs_message(lab: SlurmLab, env: dict[str, str]) -> None:
     code, checks = doctor(lab, env, "--partition", "nope", "--yes")
     assert code == 1
     assert checks["slurm.pool"]["verdict"] == "FAIL"
@@ -103,7 +103,7 @@ def test_a_partition_that_is_not_there_is_a_failure_with_what_sbatch_said(lab: S
     assert checks["node.visit"]["verdict"] == "UNKNOWN"
 
 
-def test_a_controller_that_does_not_answer_makes_nothing_good(lab: SlurmLab, env: dict[str, str]) -> None:
+def test_doctor_with_an_unanswering_controller_reports_nothing_as_ok(lab: SlurmLab, env: dict[str, str]) -> None:
     with lab.controller_stopped():
         _, checks = doctor(lab, env)
     lab.wait_states(dict.fromkeys(lab.nodes, "idle"))
@@ -113,41 +113,41 @@ def test_a_controller_that_does_not_answer_makes_nothing_good(lab: SlurmLab, env
 
 
 def _visit(lab: SlurmLab, env: dict[str, str], expected: str, **changes: object) -> None:
-    """Visit as the plain user, with a few things of the module or of sys changed; what is told holds ``expected``."""
+    """Visit a node as the plain user, with changed attributes of the module or of sys; check the resulting text."""
 
-    def go() -> None:
+    def visit_as_user() -> None:
         import os
 
         os.environ.update(env)
         for name, value in changes.items():
             setattr(sys if name == "executable" else visiting, name, value)
         facts: Facts = read_facts(DoctorOptions())
-        told = visiting.visit_node(facts)
-        assert isinstance(told, Unavailable | Visit)
-        why = told.why if isinstance(told, Unavailable) else f"visited {told.report.node}: {told.report.folder}"
+        visit = visiting.visit_node(facts)
+        assert isinstance(visit, Unavailable | Visit)
+        why = visit.why if isinstance(visit, Unavailable) else f"visited {visit.report.node}: {visit.report.folder}"
         assert expected in why, why
 
-    lab.call_as_user(go)
+    lab.call_as_user(visit_as_user)
     assert not Path(env[RUNS_ENV]).exists()
 
 
-def test_an_interpreter_that_a_node_does_not_have_is_named(lab: SlurmLab, env: dict[str, str]) -> None:
+def test_node_visit_names_an_interpreter_missing_on_the_node(lab: SlurmLab, env: dict[str, str]) -> None:
     _visit(lab, env, "/nonexistent/python is not there on the node", executable="/nonexistent/python")
     no_jobs(lab)
 
 
-def test_a_job_that_ends_without_a_word_is_told_with_its_last_line(lab: SlurmLab, env: dict[str, str]) -> None:
+def test_node_visit_that_ends_early_is_reported_with_its_last_line(lab: SlurmLab, env: dict[str, str]) -> None:
     script = "#!/bin/sh\nexec >{folder}/job.log 2>&1; echo no module rrl; exit 1\n"
     _visit(lab, env, "no module rrl", _SCRIPT=script)
     no_jobs(lab)
 
 
-def test_a_job_that_does_not_begin_is_cancelled(lab: SlurmLab, env: dict[str, str]) -> None:
+def test_node_visit_that_does_not_start_is_cancelled(lab: SlurmLab, env: dict[str, str]) -> None:
     _visit(lab, env, "PENDING", _JOB_OPTIONS=(*visiting._JOB_OPTIONS, "--hold"), MAX_QUEUE_S=1.0)
     no_jobs(lab)
 
 
-def test_where_every_node_is_busy_no_job_is_submitted(lab: SlurmLab, env: dict[str, str]) -> None:
+def test_doctor_submits_no_job_while_every_node_is_busy(lab: SlurmLab, env: dict[str, str]) -> None:
     lab.run_as_user(["sbatch", f"--nodes={len(lab.nodes)}", "--exclusive", "--time=60", "--output=/dev/null",
                      "--job-name=full", "--wrap=sleep 3600"])  # fmt: skip
     lab.wait_states(dict.fromkeys(lab.nodes, "alloc"))
@@ -155,7 +155,7 @@ def test_where_every_node_is_busy_no_job_is_submitted(lab: SlurmLab, env: dict[s
     assert [job.split()[1] for job in lab.jobs()] == ["full"]
 
 
-def test_a_folder_that_nodes_do_not_see_is_found_out_over_the_network(lab: SlurmLab, env: dict[str, str]) -> None:
+def test_node_visit_finds_a_folder_that_is_not_shared(lab: SlurmLab, env: dict[str, str]) -> None:
     script = visiting._SCRIPT.replace(
         "rrl.roles.node_probe.main {folder}", "rrl.roles.node_probe.main {folder}/elsewhere"
     )
@@ -163,7 +163,7 @@ def test_a_folder_that_nodes_do_not_see_is_found_out_over_the_network(lab: Slurm
     no_jobs(lab)
 
 
-def test_init_writes_a_job_for_this_cluster_that_check_takes(lab: SlurmLab, env: dict[str, str]) -> None:
+def test_rrl_init_writes_a_job_that_rrl_check_accepts(lab: SlurmLab, env: dict[str, str]) -> None:
     job = lab.user_home / f"init-{time.monotonic_ns()}.toml"
     lab.run_as_user([RRL, "init", "--no", "--out", str(job)], env=env)
     text = job.read_text()
@@ -172,6 +172,6 @@ def test_init_writes_a_job_for_this_cluster_that_check_takes(lab: SlurmLab, env:
     assert "spares = 1" in text
     checked = lab.run_as_user([RRL, "check", str(job)], env=env, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
-    again = lab.run_as_user([RRL, "init", "--no", "--out", str(job)], env=env, check=False)
-    assert (again.returncode, again.stdout) == (2, "")
+    second = lab.run_as_user([RRL, "init", "--no", "--out", str(job)], env=env, check=False)
+    assert (second.returncode, second.stdout) == (2, "")
     assert lab.jobs() == []

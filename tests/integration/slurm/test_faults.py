@@ -1,4 +1,4 @@
-"""Faults on demand on a real Slurm, ordered by the plain user: signals by agents, the rest by the test cluster."""
+"""Faults that a plain user injects on a real Slurm: signals by agents, the rest by the test cluster."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ ALLOWED = '[recovery]\nbackoff = "100ms"\n[faults]\nallow = true\n'
 
 
 def inject(run: TestRun, *words: str) -> str:
-    """What was performed."""
+    """Inject a fault and return what was done."""
     process = run.call("inject", run.run.id, *words, "--wait", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     return str(out)
 
 
-def test_what_is_ordered_is_done_on_slurm_too_and_the_run_goes_on(slurm_lab: SlurmLab) -> None:
+def test_injected_faults_take_effect_on_slurm_and_the_run_continues(slurm_lab: SlurmLab) -> None:
     run = submit_on(slurm_lab, "faults", light_job("slurm", 100_000, spares=1, extra=ALLOWED))
     run.wait_steps(2)
     assert "SIGSTOP to process group" in inject(run, "freeze", "--target", "reward/0", "--for", "500ms")
@@ -47,9 +47,15 @@ def test_what_is_ordered_is_done_on_slurm_too_and_the_run_goes_on(slurm_lab: Slu
     finally:
         slurm_lab.clear()
     check_sound(run.run)
-    told = [s.event for s in run.events() if isinstance(s.event, ev.FaultInjected)]
-    assert [one.kind for one in told if one.ok and not one.ended] == ["freeze", "exit", "kill", "outage", "crash"]
-    assert sum(one.ended for one in told) == 2
+    faults = [s.event for s in run.events() if isinstance(s.event, ev.FaultInjected)]
+    assert [fault.kind for fault in faults if fault.ok and not fault.ended] == [
+        "freeze",
+        "exit",
+        "kill",
+        "outage",
+        "crash",
+    ]
+    assert sum(fault.ended for fault in faults) == 2
     summary = run.summary()
     injected = Counter(r["replica"] for r in summary["recoveries"] if r["injected"])
     assert injected == {"reward/0": 1, "rollout/0": 1, "rollout/1": 1}, summary["recoveries"]

@@ -1,4 +1,4 @@
-"""examples/health in a real Slurm: which verdicts drain a node or keep a job off it, and whose drains stay."""
+"""examples/health in a real Slurm: which verdicts drain a node or keep jobs off it, and which drains stay."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.slurm
 EXAMPLES = Path(__file__).parents[3] / "examples/health"
-EVERY = 3
-"""s between two runs of the HealthCheckProgram"""
+CHECK_INTERVAL_S = 3
+"""Seconds between two runs of the HealthCheckProgram."""
 TIMEOUT_S = 120.0
-"""s for some of them, on a machine that does much else"""
+"""Seconds for several of them on a busy machine."""
 
 
-class Hooked:
-    """A lab of two nodes with both scripts installed. Each node has rules of its own, and a folder that they expect."""
+class HookedLab:
+    """A lab of two nodes with both scripts installed. Each node has its own rules, and a folder that they expect."""
 
     def __init__(self, lab: SlurmLab) -> None:
         self.lab, self.dir = lab, lab.dir / "health"
@@ -30,7 +30,7 @@ class Hooked:
         self.restore()
 
     def restore(self) -> None:
-        """No hook, healthy nodes, no drain."""
+        """Remove all hooks and drains, and make the nodes healthy."""
         self.configure()
         for node in self.lab.nodes:
             self.mount(node).mkdir(exist_ok=True)
@@ -42,7 +42,7 @@ class Hooked:
         return self.dir / f"scratch-{node}"
 
     def rules(self, node: str, text: str = "") -> None:
-        """Only what the test is about is checked: this machine is busy, and its log belongs to others."""
+        """Enable only the checks that the test needs: this machine is busy, and other programs write its log."""
         new = self.dir / f"{node}.new"
         new.write_text(f'[expect]\nmounts = ["{self.mount(node)}"]\n{text}\n[checks]\n{_OFF}\n')
         new.rename(self.dir / f"{node}.toml")
@@ -57,12 +57,12 @@ class Hooked:
         return next((line.strip()[len("Reason=") :] for line in shown.splitlines() if "Reason=" in line), "")
 
     def check_count(self, node: str) -> int:
-        """How often the check was made there."""
+        """Return how often the node was checked."""
         log = self.dir / f"{node}.looks"
         return log.read_text().count("\n") if log.exists() else 0
 
     def wait_for_checks(self, node: str, times: int = 2) -> None:
-        """Wait until it was made so often again, the last time to its end."""
+        """Wait until the node was checked ``times`` more times, the last check to its end."""
         before = self.check_count(node)
         deadline = time.monotonic() + TIMEOUT_S
         while self.check_count(node) <= before + times:
@@ -78,12 +78,12 @@ class Hooked:
         )
         rrl.chmod(0o755)
         text = (EXAMPLES / name).read_text()
-        for was, now in (
+        for old, new in (
             ("RRL=/opt/rrl/bin/rrl ", f"export SLURM_CONF={self.lab.conf}\nRRL={rrl} "),
             ("CONFIG=/etc/rrl/health.toml ", "CONFIG=/no/such "),
         ):
-            assert was in text
-            text = text.replace(was, now)
+            assert old in text
+            text = text.replace(old, new)
         (self.dir / name).write_text(text)
         (self.dir / name).chmod(0o755)
 
@@ -96,23 +96,25 @@ _OFF = "\n".join(
 
 
 @pytest.fixture(scope="module")
-def _hooked_lab(slurm_lab: SlurmLab) -> Iterator[Hooked]:
-    """Skips, or fails, as ``slurm_lab`` does; a lab of its own, for it is configured anew."""
+def _hooked_lab(slurm_lab: SlurmLab) -> Iterator[HookedLab]:
+    """Skip, or fail, as ``slurm_lab`` does. The lab is a separate one because the test changes its configuration."""
     with SlurmLab.start(nodes=2) as lab:
-        yield Hooked(lab)
+        yield HookedLab(lab)
 
 
 @pytest.fixture
-def hooked(_hooked_lab: Hooked) -> Iterator[Hooked]:
+def hooked(_hooked_lab: HookedLab) -> Iterator[HookedLab]:
     yield _hooked_lab
     _hooked_lab.restore()
 
 
 @pytest.mark.long
-def test_the_health_check_program_drains_what_fails_and_undrains_only_its_own(hooked: Hooked) -> None:
+def test_health_check_program_drains_failing_nodes_and_undrains_only_its_own(hooked: HookedLab) -> None:
     lab = hooked.lab
     hooked.configure(
-        f"HealthCheckProgram={hooked.dir}/healthcheck.sh", f"HealthCheckInterval={EVERY}", "HealthCheckNodeState=ANY"
+        f"HealthCheckProgram={hooked.dir}/healthcheck.sh",
+        f"HealthCheckInterval={CHECK_INTERVAL_S}",
+        "HealthCheckNodeState=ANY",
     )
     hooked.wait_for_checks("n1")
     assert lab.states() == {"n1": "idle", "n2": "idle"}, "a healthy node stays"
@@ -141,7 +143,7 @@ def test_the_health_check_program_drains_what_fails_and_undrains_only_its_own(ho
     assert hooked.reason("n2").startswith("the fan is loud")
 
 
-def test_a_prolog_keeps_jobs_from_a_node_that_fails_and_from_no_other(hooked: Hooked) -> None:
+def test_prolog_keeps_jobs_from_a_failing_node_and_from_no_other(hooked: HookedLab) -> None:
     lab = hooked.lab
     hooked.configure(f"Prolog={hooked.dir}/prolog.sh", "PrologFlags=Alloc")
     run = ["srun", "-n1", "-w", "n1", "--mem=100M", "true"]

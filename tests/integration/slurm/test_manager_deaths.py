@@ -1,4 +1,4 @@
-"""Deaths of the manager on a real Slurm: whoever dies, however often, no role notices, and nothing is doubled."""
+"""Deaths of the manager on a real Slurm: no role is affected, and nothing is started twice."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ from rrl.tests.support.slurm.lab import SlurmLab
 pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.timeout(900)]
 VICTIM = ReplicaId("rollout/1")
 KILLS = 12
-LONG = 100_000
-"""steps; such a run is cancelled when the test has seen enough"""
+MANY_STEPS = 100_000
+"""Steps of a run that the test cancels."""
 
 
 @pytest.fixture(autouse=True)
 def _idle(slurm_lab: SlurmLab) -> Iterator[None]:
-    """A test that fails leaves nothing to the next."""
+    """Remove what a failed test leaves."""
     yield
     slurm_lab.clear(60.0)
 
 
-def _until(what: Callable[[], bool], failure_text: str, timeout_s: float = TIMEOUT_S) -> None:
-    until = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < until, failure_text
+def _until(condition: Callable[[], bool], failure_text: str, timeout_s: float = TIMEOUT_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, failure_text
         time.sleep(0.02)
 
 
@@ -75,7 +75,7 @@ def _left_nothing(run: TestRun, lab: SlurmLab) -> None:
 
 
 def _launched_once(run: TestRun, requests: int = 1) -> None:
-    """No tag was launched twice, and nodes were asked for so often."""
+    """Check that no tag was launched twice, and that nodes were requested ``requests`` times."""
     intended = [s.event.action for s in run.events() if isinstance(s.event, ev.Intended)]
     tags = [action.tag for action in intended if isinstance(action, Launch)]
     assert len(tags) == len(set(tags))
@@ -84,15 +84,17 @@ def _launched_once(run: TestRun, requests: int = 1) -> None:
 
 def _nobody_noticed(before: Incarnations, run: TestRun) -> None:
     kept, now = without_replicas(before, current_incarnations(run.state()), [])
-    assert now == kept, "the roles noticed"
+    assert now == kept, "a role was affected"
 
 
 def _manager(run: TestRun) -> int:
-    """The pid of the manager of now, which has begun."""
-    run.wait(lambda state: (held := holder(run.run)) is not None and _epoch(run.run) == state.epoch and held.pid > 0)
-    held = holder(run.run)
-    assert held is not None
-    return held.pid
+    """Return the pid of the current manager once it has begun."""
+    run.wait(
+        lambda state: (current := holder(run.run)) is not None and _epoch(run.run) == state.epoch and current.pid > 0
+    )
+    current = holder(run.run)
+    assert current is not None
+    return current.pid
 
 
 def _has(records: int, state: State) -> bool:
@@ -118,23 +120,22 @@ def _ended(processes: list[subprocess.Popen[str]]) -> Iterator[None]:
 
 
 def _free_of_successors(lab: SlurmLab, run: TestRun) -> None:
-    """None of Slurm's queue: whoever manages next is started by hand."""
+    """Cancel pending managers: the next one is started by hand."""
     lab.run_as_user(["scancel", "--state=PENDING", f"--name={run.run.id}.manager"])
 
 
-def test_managers_that_are_killed_over_random_records_of_one_run_are_never_noticed(slurm_lab: SlurmLab) -> None:
-    """A dozen in a row, each killed so many records after it began: some before they have done anything, others in the
-    middle of their work. Every third one is killed by the cancellation of its own job, as long as it has one."""
+def test_managers_killed_at_random_records_have_no_effect_on_the_run(slurm_lab: SlurmLab) -> None:
+    """Kill a dozen managers in a row, each after a random number of records. The second one dies with its own job."""
     chance = random.Random(4)
-    run = submit_on(slurm_lab, "deaths", light_job("slurm", LONG, spares=0))
+    run = submit_on(slurm_lab, "deaths", light_job("slurm", MANY_STEPS, spares=0))
     before = current_incarnations(run.wait_steps(2))
     managers: list[subprocess.Popen[str]] = []
     with _ended(managers):
         for kill in range(KILLS):
-            pid, epoch, begun = _manager(run), run.state().epoch, run.state().seq
+            pid, epoch, first_record = _manager(run), run.state().epoch, run.state().seq
             after = chance.choice([0, 1, 2, 5, 20, 60])
-            run.wait(partial(_has, begun + after))
-            if kill == 1:  # that of the queue: the first one's successor
+            run.wait(partial(_has, first_record + after))
+            if kill == 1:  # the queued successor of the first manager
                 jobs = (line.split() for line in slurm_lab.jobs())
                 own = [id for id, name, state in jobs if name == f"{run.run.id}.manager" and state == "RUNNING"]
                 slurm_lab.run_as_user(["scancel", *own])
@@ -153,9 +154,9 @@ def test_managers_that_are_killed_over_random_records_of_one_run_are_never_notic
     assert run.summary()["recoveries"] == []
 
 
-def test_the_node_of_the_manager_is_lost_and_the_waiting_one_goes_on_elsewhere(slurm_lab: SlurmLab) -> None:
-    apart = '[slurm]\nexclude = "n4,n5"\n[manager]\nslurm = { exclude = "n1,n2,n3" }\n'
-    run = submit_on(slurm_lab, "node", light_job("slurm", LONG, rollouts=1, spares=0, extra=apart))
+def test_pending_manager_takes_over_after_the_loss_of_the_managers_node(slurm_lab: SlurmLab) -> None:
+    separate_nodes = '[slurm]\nexclude = "n4,n5"\n[manager]\nslurm = { exclude = "n1,n2,n3" }\n'
+    run = submit_on(slurm_lab, "node", light_job("slurm", MANY_STEPS, rollouts=1, spares=0, extra=separate_nodes))
     before = current_incarnations(run.wait_steps(2))
     jobs = slurm_lab.slurm("squeue", "-h", "-t", "R", "-n", f"{run.run.id}.manager", "-o", "%N").split()
     assert jobs in (["n4"], ["n5"])
@@ -172,10 +173,11 @@ def test_the_node_of_the_manager_is_lost_and_the_waiting_one_goes_on_elsewhere(s
 
 
 @pytest.mark.parametrize("first", ["srun", "manager"])
-def test_a_manager_that_thaws_after_it_was_succeeded_does_nothing_and_leaves(slurm_lab: SlurmLab, first: str) -> None:
-    """With it thaws an srun that it had started. If that comes first, what it launches is not wanted any more, and
-    leaves; if the manager does, it ends its srun as it leaves."""
-    run = submit_on(slurm_lab, f"thaw-{first}", light_job("slurm", LONG, spares=0))
+def test_thawed_manager_that_was_succeeded_does_nothing_and_exits(slurm_lab: SlurmLab, first: str) -> None:
+    """An srun that the manager had started thaws too. If it does so first, the step that it launches is rejected and
+    exits; if the manager thaws first, it ends its srun when it exits.
+    """
+    run = submit_on(slurm_lab, f"thaw-{first}", light_job("slurm", MANY_STEPS, spares=0))
     before = current_incarnations(run.wait_steps(2))
     frozen, pid = _manager(run), before[VICTIM][1]
     assert pid is not None
@@ -193,32 +195,32 @@ def test_a_manager_that_thaws_after_it_was_succeeded_does_nothing_and_leaves(slu
         if first == "srun":
             for srun in sruns:
                 os.kill(srun, signal.SIGCONT)
-            _until(lambda: _ended_unwanted(run.run, tag), "what the thawed srun launched stays, or never came")
+            _until(lambda: _ended_unwanted(run.run, tag), "the step of the thawed srun keeps running, or never started")
         os.kill(frozen, signal.SIGCONT)
-        _until(lambda: read_process(frozen) is None, "the thawed manager stays")
-        _until(lambda: all(read_process(srun) is None for srun in sruns), "its srun stays")
+        _until(lambda: read_process(frozen) is None, "the thawed manager keeps running")
+        _until(lambda: all(read_process(srun) is None for srun in sruns), "its srun keeps running")
         assert first == "srun" or not run.run.exit_file(tag).exists()
         run.wait(lambda s: s.step > state.step + 5 and all_work(s))
         assert run.state().epoch == 2
         kept, now = without_replicas(current_incarnations(state), current_incarnations(run.state()), [])
-        assert now == kept, "the roles noticed"
+        assert now == kept, "a role was affected"
         assert [s.epoch for s in run.events() if s.seq > seq] == [2] * (run.state().seq - seq)
         _launched_once(run)
         _cancelled_well(run, slurm_lab)
 
 
 def _stopped_at_birth(run: RunDir, tag: str) -> list[int]:
-    """The sruns of this tag, stopped as soon as they are seen."""
+    """Stop the sruns of this tag as soon as they appear; return their pids."""
     until = time.monotonic() + TIMEOUT_S
     while time.monotonic() < until:
         mark = f"--job-name={tag} "
-        found = [pid for pid, command in processes_of(run) if command.startswith("srun ") and mark in command]
-        for pid in found:
+        pids = [pid for pid, command in processes_of(run) if command.startswith("srun ") and mark in command]
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
-        if found:
-            return found
-    raise AssertionError(f"no srun of {tag} was seen")
+        if pids:
+            return pids
+    raise AssertionError(f"no srun of {tag} appeared")
 
 
 def _ended_unwanted(run: RunDir, tag: str) -> bool:
@@ -226,20 +228,20 @@ def _ended_unwanted(run: RunDir, tag: str) -> bool:
     return record is not None and record.reason in (ExitReason.NOT_ADMITTED, ExitReason.FENCED)
 
 
-def test_of_two_managers_that_are_started_at_once_one_leaves_with_one_line(slurm_lab: SlurmLab) -> None:
-    run = submit_on(slurm_lab, "two", light_job("slurm", LONG, spares=0))
+def test_second_of_two_concurrent_managers_exits_with_one_line(slurm_lab: SlurmLab) -> None:
+    run = submit_on(slurm_lab, "managers", light_job("slurm", MANY_STEPS, spares=0))
     before = current_incarnations(run.wait_steps(2))
     pid = _manager(run)
     _free_of_successors(slurm_lab, run)
     os.kill(pid, signal.SIGKILL)
-    two = [run.call("manage", run.run.id, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(2)]
-    with _ended(two):
-        _until(lambda: any(one.poll() is not None for one in two), "both stay")
-        gone = next(one for one in two if one.poll() is not None)
+    managers = [run.call("manage", run.run.id, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(2)]
+    with _ended(managers):
+        _until(lambda: any(manager.poll() is not None for manager in managers), "neither exits")
+        gone = next(manager for manager in managers if manager.poll() is not None)
         assert gone.returncode == 1
         assert gone.stderr is not None
-        (said,) = [line for line in gone.stderr.read().splitlines() if line]
-        assert f"manager of {run.run.id}" in said
+        (line,) = [line for line in gone.stderr.read().splitlines() if line]
+        assert f"manager of {run.run.id}" in line
         step = run.state().step
         run.wait(lambda s: s.step > step + 3)
         _nobody_noticed(before, run)
@@ -248,26 +250,26 @@ def test_of_two_managers_that_are_started_at_once_one_leaves_with_one_line(slurm
 
 
 def _group_of(leader: int) -> list[int]:
-    """Everything of a session, all of which a login node that dies takes along."""
-    found = []
+    """Return all processes of a session, which a dying login node ends together."""
+    pids = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
             if int((entry / "stat").read_text().rpartition(")")[2].split()[3]) == os.getsid(leader):
-                found.append(int(entry.name))
-    return found if os.getsid(leader) != os.getsid(0) else [leader]
+                pids.append(int(entry.name))
+    return pids if os.getsid(leader) != os.getsid(0) else [leader]
 
 
 MOMENTS: dict[str, Callable[[Path], bool]] = {
-    "a folder is begun": lambda runs: runs.is_dir() and any(runs.iterdir()),
+    "a folder is first_record": lambda runs: runs.is_dir() and any(runs.iterdir()),
     "the run is there": lambda runs: any(runs.glob("[!.]*/run_spec.json")),
     "sbatch is about to be called": lambda runs: any(runs.glob("[!.]*/submit/*.sh")),
     "it is submitted": lambda runs: any(runs.glob("[!.]*/submit/*_submission.sh")),
 }  # fmt: skip
-"""At which rrl submit dies, with all that it has started."""
+"""Moments at which rrl submit and everything that it has started is killed."""
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_login_node_that_dies_over_rrl_submit_leaves_a_sound_run_or_none(slurm_lab: SlurmLab, moment: str) -> None:
+def test_login_node_death_during_rrl_submit_leaves_a_valid_run_or_none(slurm_lab: SlurmLab, moment: str) -> None:
     folder = slurm_lab.user_home / f"login-{moment.replace(' ', '-')}"
     slurm_lab.call_as_user(folder.mkdir)
     runs = folder / "runs"

@@ -1,4 +1,4 @@
-"""Nodes that a run leaves, on a real Slurm: moved away from, drained where we may, given back, and used again."""
+"""Nodes that a run excludes on a real Slurm: vacated, drained where permitted, released, and used again."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def shown(lab: SlurmLab, node: str) -> str:
 
 
 def node_actions(run: TestRun) -> list[str]:
-    """About single nodes."""
+    """Return the tags of the run's actions on single nodes."""
     kinds = (Exclude, Readmit, Drain, Undrain, Shrink)
-    told = [s.event.action for s in run.events() if isinstance(s.event, ev.Intended | ev.Decided)]
-    return [action.tag for action in told if isinstance(action, kinds)]
+    actions = [s.event.action for s in run.events() if isinstance(s.event, ev.Intended | ev.Decided)]
+    return [action.tag for action in actions if isinstance(action, kinds)]
 
 
 def node_of(run: TestRun, replica: ReplicaId) -> NodeName:
@@ -58,7 +58,7 @@ def end(run: TestRun) -> None:
     check_sound(run.run)
 
 
-def test_a_plain_user_has_a_run_leave_a_node_which_goes_back_while_the_others_work_on(slurm_lab: SlurmLab) -> None:
+def test_plain_user_can_exclude_a_node_which_the_run_gives_back(slurm_lab: SlurmLab) -> None:
     run = submit_on(slurm_lab, "leave", light_job("slurm", 100_000, spares=1))
     before = current_incarnations(run.wait_steps(3))
     node = node_of(run, R0)
@@ -71,7 +71,7 @@ def test_a_plain_user_has_a_run_leave_a_node_which_goes_back_while_the_others_wo
         assert node_of(run, R0) != node
         assert state.replica(R0).failures == ()
         kept, now = without_replicas(before, current_incarnations(state), [R0, ReplicaId(f"agent/{node}")])
-        assert now == kept, "somebody else was touched"
+        assert now == kept, "another replica was affected"
         assert node_actions(run) == [f"{node}!exclude", f"{node}!drain", f"{run.run.id}.pool!shrink:{node}"]
         slurm_lab.wait_states({node: "idle"})
         run.wait_steps(state.step + 3)
@@ -80,20 +80,20 @@ def test_a_plain_user_has_a_run_leave_a_node_which_goes_back_while_the_others_wo
         slurm_lab.clear()
     (request,) = run.summary()["drain_requests"]
     assert (request["node"], request["requested_by"]) == (node, f"{slurm_lab.user}: fan is loud")
-    assert "we may not drain nodes here" in request["drain_error"]
+    assert "this user may not drain nodes" in request["drain_error"]
 
 
-def test_an_administrators_run_drains_a_lost_node_takes_that_back_and_leaves_other_drains_alone() -> None:
+def test_administrators_run_drains_and_undrains_a_lost_node_but_no_other() -> None:
     recovery = '[recovery]\nbackoff = "100ms"\nexclusion = "15s"\nbreaker = 1.0\n'
     with SlurmLab.start(nodes=6, accounting=True) as lab:
         lab.slurm("sacctmgr", "-i", "modify", "user", lab.user, "set", "adminlevel=Administrator")
         run = submit_on(lab, "admin", light_job("slurm", 100_000, spares=1, extra=recovery))
         run.wait_steps(2)
         node = node_of(run, R0)
-        ours = f"rrl:{run.run.id}:node: node_lost: manager: agent agent/{node} 1 is silent"[:60]
+        own_reason = f"rrl:{run.run.id}:node: node_lost: manager: agent agent/{node} 1 is silent"[:60]
         lab.crash(node)
         run.wait(lambda s: s.nodes[node].drain_reason)
-        assert shown(lab, node).partition(": ")[2].startswith(ours.partition(" agent/")[0])
+        assert shown(lab, node).partition(": ")[2].startswith(own_reason.partition(" agent/")[0])
         run.wait(lambda s: all_work(s) and s.nodes[node].allocation == "")
         lab.up(node)
         run.wait(lambda s: s.nodes[node].excluded is None and not s.nodes[node].drain_reason)

@@ -54,7 +54,7 @@ def _let_all_go(run: TestRun) -> None:
         run.let_go(index)
 
 
-def test_a_killed_rollout_alone_comes_back_and_its_unfinished_prompts_go_on_from_their_prefix(
+def test_killed_rollout_alone_restarts_and_its_prompts_continue_from_their_prefix(
     slurm_lab: SlurmLab,
 ) -> None:
     run = submit_on(slurm_lab, "kill-role", light_job("slurm", 30, spares=0))
@@ -70,7 +70,7 @@ def test_a_killed_rollout_alone_comes_back_and_its_unfinished_prompts_go_on_from
 
 
 @pytest.mark.long
-def test_a_killed_slurmstepd_takes_its_role_along_and_only_that_replica_comes_back(slurm_lab: SlurmLab) -> None:
+def test_killed_slurmstepd_restarts_only_its_own_replica(slurm_lab: SlurmLab) -> None:
     run = submit_on(slurm_lab, "kill-stepd", light_job("slurm", 40, spares=0))
     before = current_incarnations(run.wait_steps(3))
     step = run.state().replica(VICTIM).step
@@ -81,7 +81,7 @@ def test_a_killed_slurmstepd_takes_its_role_along_and_only_that_replica_comes_ba
     _end_well(run, slurm_lab)
 
 
-def test_a_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(slurm_lab: SlurmLab) -> None:
+def test_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(slurm_lab: SlurmLab) -> None:
     run = submit_on(slurm_lab, "crash", light_job("slurm", 100, spares=1))
     before = current_incarnations(run.wait_steps(3))
     node = before[VICTIM][2]
@@ -113,7 +113,7 @@ def _running_manager(lab: SlurmLab, run: TestRun) -> str:
 
 
 @pytest.mark.long
-def test_in_a_heterogeneous_job_the_waiting_manager_takes_over_from_one_that_is_cancelled(slurm_lab: SlurmLab) -> None:
+def test_pending_manager_takes_over_from_a_cancelled_one_with_a_hetjob(slurm_lab: SlurmLab) -> None:
     toml = _form("hetjob", 60, rollouts=2).replace("[task]", "one_node_components = true\n[task]", 1)
     run = submit_on(slurm_lab, "hetjob", toml)
     before = current_incarnations(run.wait_steps(3))
@@ -127,7 +127,7 @@ def test_in_a_heterogeneous_job_the_waiting_manager_takes_over_from_one_that_is_
 
 
 @pytest.mark.long
-def test_a_crashed_nodes_replica_gets_a_job_of_its_own_from_the_manager_after_the_one_whose_walltime_ends(
+def test_replica_of_a_crashed_node_gets_a_new_job_from_the_next_manager(
     slurm_lab: SlurmLab,
 ) -> None:
     victim = ReplicaId("rollout/0")
@@ -155,7 +155,7 @@ def test_a_crashed_nodes_replica_gets_a_job_of_its_own_from_the_manager_after_th
 
 
 @pytest.mark.long
-def test_a_manager_in_the_pool_that_is_killed_is_followed_there_and_the_pool_ends_with_the_run(
+def test_killed_manager_in_the_pool_is_restarted_there(
     slurm_lab: SlurmLab,
 ) -> None:
     run = submit_on(slurm_lab, "within", light_job("slurm", 60, spares=0, extra='[manager]\nwhere = "pool"\n'))
@@ -169,7 +169,7 @@ def test_a_manager_in_the_pool_that_is_killed_is_followed_there_and_the_pool_end
     _end_well(run, slurm_lab)
 
 
-def test_a_cancelled_run_leaves_no_job_no_step_and_no_process(slurm_lab: SlurmLab) -> None:
+def test_cancelled_run_leaves_no_job_no_step_and_no_process(slurm_lab: SlurmLab) -> None:
     run = submit_on(slurm_lab, "cancel", light_job("slurm", 10_000, spares=0))
     run.wait_steps(2)
     with run.call("cancel", run.run.id) as process:
@@ -182,9 +182,7 @@ def test_a_cancelled_run_leaves_no_job_no_step_and_no_process(slurm_lab: SlurmLa
 
 
 @pytest.mark.parametrize("how", ["--foreground", "--wait"])
-def test_an_unknown_partition_is_refused_with_slurms_own_words_before_there_is_a_run(
-    slurm_lab: SlurmLab, how: str
-) -> None:
+def test_unknown_partition_is_refused_with_slurms_message_before_a_run_exists(slurm_lab: SlurmLab, how: str) -> None:
     toml = light_job("slurm", 10, extra='[slurm]\npartition = "nowhere"\n')
     folder = slurm_lab.user_home / f"nowhere{how}"
     slurm_lab.call_as_user(folder.mkdir)
@@ -199,7 +197,7 @@ def test_an_unknown_partition_is_refused_with_slurms_own_words_before_there_is_a
     assert slurm_lab.jobs() == []
 
 
-def test_a_run_that_has_not_begun_is_taken_from_the_queue(slurm_lab: SlurmLab) -> None:
+def test_cancel_removes_a_run_that_has_not_begun_from_the_queue(slurm_lab: SlurmLab) -> None:
     blocker = slurm_lab.run_as_user(["sbatch", "--parsable", "-N5", "--exclusive", "-o/dev/null", "--wrap=sleep 600"])
     run = submit_on(slurm_lab, "queued", light_job("slurm", 10))
     assert set(_managers(slurm_lab, run).values()) == {"PENDING"}

@@ -1,5 +1,7 @@
-"""A Slurm that is away, slow, forgetful or out of date: nobody is condemned for it, nothing is started twice, and the
-roles go on. On a real Slurm; what its commands do wrong is in tests/support/slurm/fake_slurm_commands."""
+"""Slurm unreachable, slow, incomplete or out of date: no node is excluded, nothing starts twice, the roles continue.
+
+On a real Slurm; tests/support/slurm/fake_slurm_commands makes its commands fail.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ from rrl.tests.support.slurm.lab import SlurmLab
 pytestmark = pytest.mark.long
 
 VICTIM = ReplicaId("rollout/1")
-AWAY = 60.0
-"""s"""
+OUTAGE_S = 60.0
+"""Seconds without slurmctld."""
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def no_job_is_doubled(lab: SlurmLab, run: TestRun) -> None:
     assert names == [f"{run.run.id}.manager", f"{run.run.id}.manager", f"{run.run.id}.pool"]
 
 
-def test_a_launch_whose_srun_gave_up_on_a_frozen_slurmctld_is_made_again_without_the_quiet_period(
+def test_launch_lost_to_a_frozen_slurmctld_is_repeated_without_the_quiet_period(
     lab: SlurmLab,
 ) -> None:
     toml = light_job("slurm", 100_000, spares=0).replace('quiet = "10s"', 'quiet = "1h"')
@@ -78,32 +80,32 @@ def test_a_launch_whose_srun_gave_up_on_a_frozen_slurmctld_is_made_again_without
 
 
 @pytest.mark.parametrize("how", ["deaf", "down"])
-def test_a_slurmctld_that_is_away_for_a_minute_is_waited_for_while_the_roles_go_on(lab: SlurmLab, how: str) -> None:
+def test_outage_of_slurmctld_is_waited_out_while_roles_keep_running(lab: SlurmLab, how: str) -> None:
     fake = FakeSlurm(lab, f"away-{how}")
     toml = light_job("slurm", 100_000, spares=1, extra="").replace('poll = "1s"', 'poll = "5s"')
     run = submit_on(lab, f"away-{how}", toml, fake.shell)
     before = current_incarnations(run.wait_steps(3))
     calm = time.time()
-    time.sleep(AWAY / 2)
-    asked = len([at for at in fake.calls("squeue") if at > calm])
-    assert asked, "the manager does not use the commands that are counted"
+    time.sleep(OUTAGE_S / 2)
+    calm_calls = len([at for at in fake.calls("squeue") if at > calm])
+    assert calm_calls, "the manager does not use the commands that are counted"
     with lab.controller_stopped() if how == "deaf" else lab.controller_down():
         began = time.time()
         kill(run, VICTIM)
         step = run.state().step
         run.wait(lambda s: s.step > step + 10)
-        time.sleep(max(0.0, began + AWAY - time.time()))
-        away = len([at for at in fake.calls("squeue") if at > began])
-    assert away <= 2 * asked + 2, "it is asked more often than when all is well"
+        time.sleep(max(0.0, began + OUTAGE_S - time.time()))
+        outage_calls = len([at for at in fake.calls("squeue") if at > began])
+    assert outage_calls <= 2 * calm_calls + 2, "Slurm is polled more often during the outage than before"
     state = run.wait(lambda s: s.replica(VICTIM).incarnation_number > 1 and all_work(s))
     kept, now = without_replicas(before, current_incarnations(state), [VICTIM])
-    assert now == kept, "somebody was touched because Slurm was away"
+    assert now == kept, "another replica was affected by the outage of Slurm"
     no_node_was_excluded(run)
     no_job_is_doubled(lab, run)
     cancel(run)
 
 
-def test_commands_that_take_half_a_minute_start_nothing_twice(lab: SlurmLab) -> None:
+def test_slow_slurm_commands_start_nothing_twice(lab: SlurmLab) -> None:
     fake = FakeSlurm(lab, "slow")
     run = submit_on(lab, "slow", light_job("slurm", 100_000, spares=1), fake.shell)
     before = current_incarnations(run.wait_steps(3))
@@ -111,7 +113,7 @@ def test_commands_that_take_half_a_minute_start_nothing_twice(lab: SlurmLab) -> 
         kill(run, VICTIM)
         step = run.state().step
         run.wait(lambda s: s.step > step + 10)
-        time.sleep(AWAY)
+        time.sleep(OUTAGE_S)
     state = run.wait(lambda s: s.replica(VICTIM).incarnation_number > 1 and all_work(s))
     kept, now = without_replicas(before, current_incarnations(state), [VICTIM])
     assert now == kept
@@ -122,19 +124,17 @@ def test_commands_that_take_half_a_minute_start_nothing_twice(lab: SlurmLab) -> 
     cancel(run)
 
 
-@pytest.mark.parametrize("order", ["fail Unable to contact slurm controller", "fail Unspecified error"])
-def test_commands_that_fail_for_a_while_are_not_believed_to_have_done_or_refused_anything(
-    lab: SlurmLab, order: str
-) -> None:
-    name = f"fails-{len(order)}"
+@pytest.mark.parametrize("fault", ["fail Unable to contact slurm controller", "fail Unspecified error"])
+def test_failing_slurm_commands_count_neither_as_done_nor_as_refused(lab: SlurmLab, fault: str) -> None:
+    name = f"fails-{len(fault)}"
     fake = FakeSlurm(lab, name)
     run = submit_on(lab, name, light_job("slurm", 100_000, spares=1), fake.shell)
     before = current_incarnations(run.wait_steps(3))
-    with fake.doing(order, "sbatch", "salloc", "srun", "scancel", "scontrol", "squeue"):
+    with fake.doing(fault, "sbatch", "salloc", "srun", "scancel", "scontrol", "squeue"):
         kill(run, VICTIM)
         step = run.state().step
         run.wait(lambda s: s.step > step + 10)
-        time.sleep(AWAY / 2)
+        time.sleep(OUTAGE_S / 2)
     state = run.wait(lambda s: s.replica(VICTIM).incarnation_number > 1 and all_work(s))
     kept, now = without_replicas(before, current_incarnations(state), [VICTIM])
     assert now == kept
@@ -144,11 +144,10 @@ def test_commands_that_fail_for_a_while_are_not_believed_to_have_done_or_refused
 
 
 @pytest.mark.parametrize(("late", "in_time"), [(4, True), (25, False)])
-def test_a_request_whose_answer_timed_out_and_that_lands_later_is_used_or_given_back(
-    lab: SlurmLab, late: int, in_time: bool
-) -> None:
-    """``limits.quiet`` is 10 s here: what lands within it is found by its tag; what lands later has been made up for,
-    and is given back."""
+def test_timed_out_request_that_takes_effect_later_is_used_or_released(lab: SlurmLab, late: int, in_time: bool) -> None:
+    """``limits.quiet`` is 10 s. A request that takes effect within it is found by its tag; one that takes effect later
+    has been replaced, and is released.
+    """
     fake = FakeSlurm(lab, f"late-{late}")
     run = submit_on(lab, f"late-{late}", light_job("slurm", 100_000, rollouts=1, spares=0), fake.shell)
     run.wait_steps(2)
@@ -162,34 +161,32 @@ def test_a_request_whose_answer_timed_out_and_that_lands_later_is_used_or_given_
         run.wait(lambda s: s.replica(ReplicaId("rollout/0")).incarnation_number > 1 and all_work(s))
         time.sleep(max(0.0, late + 5.0))
     run.wait(lambda s: not any(allocation.orphan for allocation in s.allocations.values()))
-    strays = [
+    orphans = [
         s.event.action.allocation
         for s in run.events()
         if isinstance(s.event, ev.Intended)
         and isinstance(s.event.action, Release)
         and "landed after" in s.event.action.why.evidence[0]
     ]
-    assert bool(strays) is not in_time, strays
+    assert bool(orphans) is not in_time, orphans
     names = [line.split()[1] for line in lab.jobs() if "COMPLETING" not in line]
     assert sum(".more" in name for name in names) == 1, names
     cancel(run)
     lab.up(node)
 
 
-@pytest.mark.parametrize("order", ["omit .pool", "omit rollout-1", "old 8"])
-def test_a_squeue_that_leaves_something_out_or_answers_from_an_old_cache_changes_nothing(
-    lab: SlurmLab, order: str
-) -> None:
-    name = f"lies-{order.split()[0]}-{order.split()[1].strip('.')}"
+@pytest.mark.parametrize("fault", ["omit .pool", "omit rollout-1", "old 8"])
+def test_incomplete_or_stale_squeue_output_changes_nothing(lab: SlurmLab, fault: str) -> None:
+    name = f"squeue-{fault.split()[0]}-{fault.split()[1].strip('.')}"
     fake = FakeSlurm(lab, name)
     run = submit_on(lab, name, light_job("slurm", 100_000, spares=1), fake.shell)
     before = current_incarnations(run.wait_steps(3))
     for _ in range(3):
-        with fake.doing(order, "squeue"):
-            time.sleep(6.0)  # several looks, less than limits.quiet
+        with fake.doing(fault, "squeue"):
+            time.sleep(6.0)  # several polls, less than limits.quiet
         time.sleep(2.0)
     assert current_incarnations(run.state()) == before
-    with fake.doing(order if order.startswith("old") else "omit rollout", "squeue"):
+    with fake.doing(fault if fault.startswith("old") else "omit rollout", "squeue"):
         kill(run, VICTIM)
         state = run.wait(lambda s: s.replica(VICTIM).incarnation_number == 2 and all_work(s))
     kept, now = without_replicas(before, current_incarnations(state), [VICTIM])

@@ -1,4 +1,4 @@
-"""Managers on a real Slurm that die before they begin the run, and rrl submit --wait, which then ends."""
+"""rrl submit --wait ends if the managers die on a real Slurm before they begin the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slurm
         ("pool", "[task]", '[env]\npython = "/nowhere/bin/python"\n[task]', "/nowhere/bin/python"),
     ],
 )
-def test_managers_that_die_at_their_start_end_the_wait_as_rejected(
+def test_managers_that_die_at_their_start_reject_the_run(
     slurm_lab: SlurmLab, where: str, old: str, new: str, last_line: str
 ) -> None:
     folder = slurm_lab.user_home / f"no-manager-{where}"
@@ -39,7 +39,7 @@ def test_managers_that_die_at_their_start_end_the_wait_as_rejected(
     assert ended["outcome"] == "rejected"
     assert last_line in ended["why"]
     assert last_line in done.stderr.splitlines()[-1]
-    told = rrl("status").stdout
-    assert told.startswith(f"{ended['run']}: rejected: ")
-    assert last_line in told
+    status = rrl("status").stdout
+    assert status.startswith(f"{ended['run']}: rejected: ")
+    assert last_line in status
     slurm_lab.wait_for(lambda: not slurm_lab.jobs(), "the jobs of the managers did not leave the queue")

@@ -1,6 +1,7 @@
-"""What Slurm takes back from a run that goes on: preempted, suspended, cancelled jobs, and those out of walltime.
+"""Allocations that Slurm takes back while the run continues: preempted, suspended, cancelled or at their walltime.
 
-On a real Slurm, as a plain user; an administrator's deeds are the lab's."""
+On a real Slurm, as a plain user; the lab does what an administrator would.
+"""
 
 from __future__ import annotations
 
@@ -50,17 +51,17 @@ def cancel(run: TestRun) -> None:
 
 
 def job_of(state: State, replica: ReplicaId) -> str:
-    seen = state.allocations[state.replica(replica).allocation or ""].status
-    assert seen is not None
-    return seen.job
+    status = state.allocations[state.replica(replica).allocation or ""].status
+    assert status is not None
+    return status.job
 
 
-def waits(state: State) -> bool:
+def is_waiting(state: State) -> bool:
     return state.replica(VICTIM).status is Status.WANTED
 
 
 def preempt(lab: SlurmLab, node: str) -> str:
-    """Somebody with more right to it wants the node; the id of his job."""
+    """Submit a job with a higher priority for the node; return its id."""
     done = lab.run_as_user(
         ["sbatch", "--parsable", "-p", "main", "-w", node, "--exclusive", "-o/dev/null", "--wrap=sleep 600"]
     )
@@ -69,10 +70,10 @@ def preempt(lab: SlurmLab, node: str) -> str:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("partition", "times"), [("low", 1), ("lowest", 3)], ids=["cancel", "requeue"])
-def test_a_preempted_rollout_leaves_within_its_grace_hands_over_and_comes_back_when_it_gets_a_node(
+def test_preempted_rollout_exits_within_its_grace_and_returns_with_a_new_node(
     lab: SlurmLab, partition: str, times: int
 ) -> None:
-    """However often: one restart that counted would end the run (per_replica = 0)."""
+    """With ``per_replica = 0`` a single restart that is charged would end the run."""
     toml = replicas(100_000, partition, "[recovery]\nper_replica = 0\n", rollouts=3)  # no node of the lab stays free
     run = submit_on(lab, f"preempted-{partition}", toml)
     before = current_incarnations(run.wait_steps(3))
@@ -82,29 +83,29 @@ def test_a_preempted_rollout_leaves_within_its_grace_hands_over_and_comes_back_w
         run.hold_in_the_middle(1)
         began = time.time()
         wanted = preempt(lab, node)
-        run.wait(waits)
+        run.wait(is_waiting)
         fence = next(s for s in reversed(run.events()) if isinstance(s.event, ev.Decided))
-        assert fence.at - began < 6.0, "Slurm's grace: by then it would have been killed"
+        assert fence.at - began < 6.0, "the replica was fenced later than Slurm's grace"
         run.let_go(1)
         lab.wait_job(wanted, "RUNNING None")
         step = run.state().step
         run.wait(lambda s, step=step: s.step > step + 3)  # type: ignore[misc]
-        assert waits(run.state())
+        assert is_waiting(run.state())
         lab.slurm("scancel", wanted)
         run.wait(lambda s, incarnation=incarnation: s.replica(VICTIM).incarnation_number == incarnation and all_work(s))  # type: ignore[misc]
     after = current_incarnations(run.state())
     kept, now = without_replicas(before, after, [VICTIM, ReplicaId(f"agent/{before[VICTIM][2]}")])
-    assert now == kept, "somebody else was touched"
+    assert now == kept, "another replica was affected"
     assert run.state().replica(VICTIM).failures == ()
     decided = [s.event.action for s in run.events() if isinstance(s.event, ev.Decided)]
-    fences = [one for one in decided if isinstance(one, Fence) and one.incarnation.replica == VICTIM]
+    fences = [action for action in decided if isinstance(action, Fence) and action.incarnation.replica == VICTIM]
     assert [fence.charged for fence in fences] == [False] * times
     cancel(run)
-    assert run.continued(dead=-101.0), "nothing that the preempted rollout began was gone on with"
+    assert run.continued(dead=-101.0), "no trajectory that the preempted rollout began was continued"
 
 
 @pytest.mark.long
-def test_a_suspended_rollout_and_then_a_suspended_trainer_are_waited_for_and_nobody_is_fenced(lab: SlurmLab) -> None:
+def test_suspended_rollout_and_trainer_are_waited_for_and_not_fenced(lab: SlurmLab) -> None:
     run = submit_on(lab, "suspended", replicas(100_000, "main"))
     before = current_incarnations(run.wait_steps(3))
     for replica in (VICTIM, TRAINER):
@@ -112,8 +113,8 @@ def test_a_suspended_rollout_and_then_a_suspended_trainer_are_waited_for_and_nob
         tag = run.state().replica(replica).allocation or ""
         lab.slurm("scontrol", "suspend", job)
         run.wait(lambda s, tag=tag: s.allocations[tag].suspended)  # type: ignore[misc]
-        stood = run.state()
-        time.sleep(4 * stood.job.limits.silence)
+        suspended = run.state()
+        time.sleep(4 * suspended.job.limits.silence)
         assert run.state().allocations[tag].suspended
         lab.slurm("scontrol", "resume", job)
         step = run.state().step
@@ -124,15 +125,15 @@ def test_a_suspended_rollout_and_then_a_suspended_trainer_are_waited_for_and_nob
 
 
 @pytest.mark.long
-def test_jobs_that_take_turns_on_a_node_are_no_failures(lab: SlurmLab) -> None:
-    """Gang scheduling: every five seconds, whether the manager looks at that moment or not."""
+def test_jobs_that_take_turns_on_a_node_are_not_failures(lab: SlurmLab) -> None:
+    """Gang scheduling suspends the job every five seconds, whether or not the manager polls at that moment."""
     run = submit_on(lab, "turns", replicas(100_000, "timeslice"))
     before = current_incarnations(run.wait_steps(3))
     node = run.state().replica(VICTIM).node
     other = ["sbatch", "-p", "timeslice", "-w", str(node), "-c8", "--mem=100", "-o/dev/null", "--wrap=sleep 600"]
     lab.run_as_user(other)
     time.sleep(45)
-    seen = {
+    states = {
         s.event.status.state
         for s in run.events()
         if isinstance(s.event, ev.AllocationChanged) and s.event.status is not None
@@ -140,14 +141,16 @@ def test_jobs_that_take_turns_on_a_node_are_no_failures(lab: SlurmLab) -> None:
     step = run.state().step
     run.wait(lambda s: s.step > step + 3)
     assert current_incarnations(run.state()) == before
-    assert AllocationState.SUSPENDED in seen
+    assert AllocationState.SUSPENDED in states
     cancel(run)
 
 
 @pytest.mark.long
-def test_a_pool_that_reaches_its_walltime_is_followed_by_another_and_the_run_goes_on(lab: SlurmLab) -> None:
-    term = 'spares = 0\nwalltime = "1h"\njob_walltime = "2min"'
-    toml = light_job("slurm", 100_000, rollouts=1, spares=0, extra='rotate = "60s"').replace("spares = 0", term)
+def test_pool_at_its_walltime_is_replaced_and_the_run_continues(lab: SlurmLab) -> None:
+    limited_walltime = 'spares = 0\nwalltime = "1h"\njob_walltime = "2min"'
+    toml = light_job("slurm", 100_000, rollouts=1, spares=0, extra='rotate = "60s"').replace(
+        "spares = 0", limited_walltime
+    )
     run = submit_on(lab, "rotates", toml)
     before = run.wait_steps(3)
     first = {replica.allocation for replica in before.replicas.values()}
@@ -166,7 +169,7 @@ def test_a_pool_that_reaches_its_walltime_is_followed_by_another_and_the_run_goe
 
 
 @pytest.mark.long
-def test_a_pool_that_an_administrator_cancels_is_asked_for_once_more_and_then_the_run_is_over(lab: SlurmLab) -> None:
+def test_pool_cancelled_by_an_administrator_is_requested_once_more(lab: SlurmLab) -> None:
     run = submit_on(lab, "cancelled", light_job("slurm", 100_000, rollouts=1, spares=0))
     run.wait_steps(3)
     for _ in range(2):
@@ -182,11 +185,11 @@ def test_a_pool_that_an_administrator_cancels_is_asked_for_once_more_and_then_th
 
 
 @pytest.mark.long
-def test_a_replacement_that_an_administrator_holds_waits_and_comes_when_it_is_let_go(lab: SlurmLab) -> None:
+def test_held_replacement_job_is_waited_for_until_it_is_released(lab: SlurmLab) -> None:
     run = submit_on(lab, "held", replicas(100_000, "low", rollouts=3))
     before = current_incarnations(run.wait_steps(3))
     wanted = preempt(lab, str(before[VICTIM][2]))
-    run.wait(waits)
+    run.wait(is_waiting)
     asked = run.wait(lambda s: any(a.pending and a.status is not None for a in s.allocations.values()))
     (job,) = [a.status.job for a in asked.allocations.values() if a.pending and a.status is not None]
     lab.slurm("scontrol", "hold", job)
@@ -194,7 +197,7 @@ def test_a_replacement_that_an_administrator_holds_waits_and_comes_when_it_is_le
     lab.slurm("scancel", wanted)
     step = run.state().step
     run.wait(lambda s: s.step > step + 10)
-    assert waits(run.state())
+    assert is_waiting(run.state())
     lab.slurm("scontrol", "release", job)
     after = current_incarnations(run.wait(lambda s: s.replica(VICTIM).incarnation_number == 2 and all_work(s)))
     kept, now = without_replicas(before, after, [VICTIM, ReplicaId(f"agent/{before[VICTIM][2]}")])

@@ -1,4 +1,4 @@
-"""``python -m rrl.tests.support.slurm.lab``: install, start, stop, status, env, root, and harm to a running lab."""
+"""``python -m rrl.tests.support.slurm.lab``: install, start, stop, status, env, root, and faults for a running lab."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rrl.tests.support.plain_user import plain_user
 from rrl.tests.support.slurm import accounting as slurm_accounting
-from rrl.tests.support.slurm import harm
+from rrl.tests.support.slurm import fault_service
 from rrl.tests.support.slurm import root as slurm_root
 from rrl.tests.support.slurm.lab import SlurmLab, missing
 
@@ -101,13 +101,13 @@ def _perform(options: argparse.Namespace) -> str:
         lab.stop()
         return "stopped"
     if options.command == "env":
-        of_user = {name: lab.user_env()[name] for name in ("SLURM_CONF", "RRL_NETWORK", harm.ENV)}
+        of_user = {name: lab.user_env()[name] for name in ("SLURM_CONF", "RRL_NETWORK", fault_service.ENV)}
         if lab.root:
             of_user["PATH"] = f"{slurm_root.programs_of(lab.root)}:$PATH"
         return "\n".join(f"export {name}={value}" for name, value in of_user.items())
     if options.command in _FAULTS:
-        answer = harm.request_fault(
-            harm.socket_of(lab.dir), do=options.command, node=getattr(options, "node", None),
+        answer = fault_service.request_fault(
+            fault_service.socket_of(lab.dir), do=options.command, node=getattr(options, "node", None),
             ms=getattr(options, "ms", None), seconds=options.seconds,
         )  # fmt: skip
         if not answer.ok:

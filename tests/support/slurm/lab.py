@@ -33,7 +33,7 @@ import msgspec
 
 from rrl.tests.support.plain_user import call_as, plain_user, popen_as
 from rrl.tests.support.slurm import accounting as accounting_of
-from rrl.tests.support.slurm import files, harm, netns, processes
+from rrl.tests.support.slurm import fault_service, files, netns, processes
 from rrl.tests.support.slurm.files import Settings, search_path
 from rrl.tests.support.slurm.processes import MARK, Process
 from rrl.tests.support.slurm.root import programs_of
@@ -135,7 +135,7 @@ class SlurmLab:
             "munged", f"--key-file={munge}/key", f"--socket={munge}/socket", f"--pid-file={munge}/pid",
             f"--log-file={munge}/log", f"--seed-file={munge}/seed",
         )  # fmt: skip
-        harm.serve(self)
+        fault_service.serve(self)
         if self.network:
             netns.make(self.network, self.nodes)
         if self.settings.accounting:
@@ -230,7 +230,7 @@ class SlurmLab:
                 self.up(node)
         self.wait_states(dict.fromkeys(self.nodes, "idle"), timeout_s)
 
-    # ── harm ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── faults ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def crash(self, node: str) -> None:
         """The node is gone at once: slurmd, slurmstepds and all their tasks are killed."""
         processes.kill_all(lambda: processes.of_node(self.dir, node))
@@ -315,7 +315,11 @@ class SlurmLab:
         """The environment of the plain user's login shell, so to say."""
         account = {"HOME": str(self.user_home), "USER": self.user, "LOGNAME": self.user}
         network = self.network.cidr if self.network else "127.0.0.0/8"  # every node is this machine
-        return self.environment() | account | {NETWORK_ENV: network, harm.ENV: str(harm.socket_of(self.dir))}
+        return (
+            self.environment()
+            | account
+            | {NETWORK_ENV: network, fault_service.ENV: str(fault_service.socket_of(self.dir))}
+        )
 
     def run_as_user(
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None,

@@ -135,8 +135,8 @@ class Unresponsive(WeightStore):
         self._requested = span.start
         return super().read(version, span, reader)
 
-    async def wait_for_request(self, by: float, interval_s: Callable[[], T]) -> T:
-        found = await super().wait_until_ready(by, interval_s)
+    async def wait_until_ready(self, timeout: float, read: Callable[[], T]) -> T:
+        found = await super().wait_until_ready(timeout, read)
         if self._requested >= self._after:
             await asyncio.Event().wait()
         return found

@@ -79,7 +79,7 @@ def test_a_record_whose_text_is_not_utf8_is_one_line_from_every_command(
             continue
         assert (code, out) == (2, ""), command
         assert err.startswith(f"rrl: {segment}: the record at byte "), command
-        assert err.endswith("; restore the file from a backup, or submit the run anew\n")
+        assert err.endswith("; restore the file from a backup, or submit the job again\n")
         assert err.count("\n") == 1
 
 

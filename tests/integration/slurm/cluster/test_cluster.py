@@ -1,4 +1,4 @@
-"""SlurmCluster on a real Slurm, as a plain user. What runs as that user runs in a forked child, as a manager would."""
+"""SlurmCluster on a real Slurm. Scenarios run as a plain user in a forked child, as a manager would."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ FAST = SlurmLimits(
     reads_per_minute=100_000,
 )
 TIMEOUT_S = 30.0
-SCRIPT = """trap "echo TERM >> $1.said; exit 0" TERM
+SCRIPT = """trap "echo TERM >> $1.signals; exit 0" TERM
 echo $$ > $1.pid.new; mv $1.pid.new $1.pid
 while :; do sleep 0.1; done"""
-"""a step that says who it is and when it is told to end; $1 is its launch file"""
-STUBBORN = SCRIPT.replace("; exit 0", "")
+"""A step that writes its pid, and each SIGTERM that it receives; $1 is its launch file."""
+SCRIPT_IGNORING_SIGTERM = SCRIPT.replace("; exit 0", "")
 
 
 class Run:
@@ -71,14 +71,14 @@ class Run:
         return Step(self.tag(name), self.pool, NodeName(node), Resources(cpus, gpus, mem * 2**20), *files, agent, agent)
 
     async def hold(self, slurm: SlurmCluster, count: int) -> tuple[NodeName, ...]:
-        """A pool of ``count`` nodes, once it runs."""
+        """Allocate a pool of ``count`` nodes and return them once it runs."""
         await slurm.request(self.allocation_request(count))
-        observed = await until(slurm, lambda seen: state(seen, self.pool) is AllocationState.RUNNING)
+        observed = await until(slurm, lambda snapshot: state(snapshot, self.pool) is AllocationState.RUNNING)
         assert observed.allocations is not None
         return observed.allocations[self.pool].nodes
 
     async def pid(self, name: str) -> int:
-        """Of a step's process, once it runs."""
+        """Return the pid of a step's process once it runs."""
         path = self.folder / f"{name}.launch.pid"
         await until_file(path)
         return int(path.read_text())
@@ -106,7 +106,7 @@ def as_user(lab: SlurmLab, scenario: Callable[[], Coroutine[None, None, None]]) 
 async def until(slurm: SlurmCluster, condition: Callable[[ClusterSnapshot], object]) -> ClusterSnapshot:
     deadline = time.monotonic() + TIMEOUT_S
     while not condition(observed := await slurm.observe()):
-        assert time.monotonic() < deadline, f"not seen within {TIMEOUT_S:.0f} s: {observed}"
+        assert time.monotonic() < deadline, f"not observed within {TIMEOUT_S:.0f} s: {observed}"
         await asyncio.sleep(0.05)
     return observed
 
@@ -126,7 +126,7 @@ def is_alive(pid: int) -> bool:
     return pid in slurm_processes.running_processes()
 
 
-def test_a_pool_is_asked_for_seen_used_and_given_back(lab: SlurmLab, run: Run) -> None:
+def test_pool_is_requested_listed_used_and_released(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
         slurm = run.cluster()
         nodes = await run.hold(slurm, 2)
@@ -141,19 +141,19 @@ def test_a_pool_is_asked_for_seen_used_and_given_back(lab: SlurmLab, run: Run) -
             run.tag("rollout-2.1"): nodes[1],
         }  # fmt: skip
         assert observed.nodes is not None
-        assert {name: seen.state for name, seen in observed.nodes.items()} == dict.fromkeys(nodes, NodeState.UP)
+        assert {name: status.state for name, status in observed.nodes.items()} == dict.fromkeys(nodes, NodeState.UP)
         pids = [await run.pid(name) for name in ("agent-a.1", "rollout-0.1", "rollout-1.1", "rollout-2.1")]
         gpus = [slurm_processes.running_processes()[pid].environ.get("CUDA_VISIBLE_DEVICES") for pid in pids]
         assert gpus == ["0,1", "0", "1", None]
         await slurm.release(run.pool)
-        await until(slurm, lambda seen: state(seen, run.pool) is AllocationState.ENDED and seen.steps == {})
+        await until(slurm, lambda snapshot: state(snapshot, run.pool) is AllocationState.ENDED and snapshot.steps == {})
         await slurm.release(run.pool)
         await slurm.close()
 
     as_user(lab, scenario)
 
 
-def test_a_step_lives_on_when_its_srun_is_killed_after_joining_and_still_stops(lab: SlurmLab, run: Run) -> None:
+def test_step_survives_the_kill_of_its_srun_and_can_be_stopped(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
         slurm = run.cluster()
         node = (await run.hold(slurm, 1))[0]
@@ -168,12 +168,12 @@ def test_a_step_lives_on_when_its_srun_is_killed_after_joining_and_still_stops(l
         await slurm.release_launcher(run.tag("rollout-0.1"))
         while any(is_alive(srun) for srun in sruns):  # the test's own deadline bounds it
             await asyncio.sleep(0.05)
-        await asyncio.sleep(4.0)  # one whose srun died the wrong way ends 2.5 s later (measured): no event to wait for
+        await asyncio.sleep(4.0)  # a step whose srun was killed alone ends 2.5 s later (measured): no event to wait for
         assert is_alive(pid)
         assert (await slurm.observe()).steps == {run.tag("rollout-0.1"): node}
         await slurm.stop(run.tag("rollout-0.1"), grace=10.0)
         assert not is_alive(pid)
-        assert (run.folder / "rollout-0.1.launch.said").read_text() == "TERM\n"
+        assert (run.folder / "rollout-0.1.launch.signals").read_text() == "TERM\n"
         assert (await slurm.observe()).steps == {}
         await slurm.stop(run.tag("rollout-0.1"), grace=10.0)
         assert [name for name in os.listdir(run.folder) if name.endswith(".srun")] == []
@@ -181,22 +181,22 @@ def test_a_step_lives_on_when_its_srun_is_killed_after_joining_and_still_stops(l
     as_user(lab, scenario)
 
 
-def test_a_step_that_ignores_sigterm_is_killed_after_its_grace(lab: SlurmLab, run: Run) -> None:
+def test_step_that_ignores_sigterm_is_killed_after_its_grace(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
-        slurm = run.cluster(script=STUBBORN)
+        slurm = run.cluster(script=SCRIPT_IGNORING_SIGTERM)
         node = (await run.hold(slurm, 1))[0]
         await slurm.launch(run.step("rollout-0.1", node))
         pid = await run.pid("rollout-0.1")
         await slurm.stop(run.tag("rollout-0.1"), grace=0.2)
-        await until(slurm, lambda seen: seen.steps == {})
+        await until(slurm, lambda snapshot: snapshot.steps == {})
         assert not is_alive(pid)
-        assert (run.folder / "rollout-0.1.launch.said").exists()
+        assert (run.folder / "rollout-0.1.launch.signals").exists()
         await slurm.close()
 
     as_user(lab, scenario)
 
 
-def test_what_slurm_says_no_to_is_refused(lab: SlurmLab, run: Run) -> None:
+def test_request_that_slurm_rejects_is_refused(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
         for hold in ("salloc", "sbatch"):
             slurm = run.cluster(hold=hold)
@@ -220,7 +220,7 @@ def test_what_slurm_says_no_to_is_refused(lab: SlurmLab, run: Run) -> None:
     as_user(lab, scenario)
 
 
-def test_a_launch_that_waits_for_resources_is_withdrawn_by_stop(lab: SlurmLab, run: Run) -> None:
+def test_stop_withdraws_a_launch_that_waits_for_resources(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
         slurm = run.cluster(SlurmLimits(min_poll_interval_s=0.05, launch_watch_s=1.0, reads_per_minute=100_000))
         node = (await run.hold(slurm, 1))[0]
@@ -238,12 +238,12 @@ def test_a_launch_that_waits_for_resources_is_withdrawn_by_stop(lab: SlurmLab, r
     as_user(lab, scenario)
 
 
-def test_a_request_that_cannot_be_met_yet_waits_in_the_queue_and_can_be_withdrawn(lab: SlurmLab, run: Run) -> None:
+def test_request_without_free_nodes_is_queued_and_can_be_released(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
         slurm = run.cluster()
         await slurm.request(run.allocation_request(5))
         await slurm.request(run.allocation_request(5, "more-1"))
-        observed = await until(slurm, lambda seen: state(seen, run.pool) is AllocationState.RUNNING)
+        observed = await until(slurm, lambda snapshot: state(snapshot, run.pool) is AllocationState.RUNNING)
         assert observed.allocations is not None
         waiting = observed.allocations[run.tag("more-1")]
         assert (waiting.state, waiting.nodes) == (AllocationState.PENDING, ())
@@ -251,13 +251,13 @@ def test_a_request_that_cannot_be_met_yet_waits_in_the_queue_and_can_be_withdraw
             p for p in slurm_processes.running_processes().values() if p.comm == "salloc" and run.id in p.command
         ]
         await slurm.release(run.tag("more-1"))
-        observed = await until(slurm, lambda seen: state(seen, run.tag("more-1")) is AllocationState.ENDED)
+        observed = await until(slurm, lambda snapshot: state(snapshot, run.tag("more-1")) is AllocationState.ENDED)
         assert state(observed, run.pool) is AllocationState.RUNNING
 
     as_user(lab, scenario)
 
 
-def test_what_waits_in_the_queue_outlives_its_manager_and_starts_when_there_is_room(lab: SlurmLab, run: Run) -> None:
+def test_pending_request_outlives_its_manager_and_starts_once_nodes_are_free(lab: SlurmLab, run: Run) -> None:
     async def first() -> None:
         slurm = run.cluster()
         await slurm.request(run.allocation_request(5))
@@ -267,15 +267,15 @@ def test_what_waits_in_the_queue_outlives_its_manager_and_starts_when_there_is_r
     async def second() -> None:
         slurm = run.cluster()
         await slurm.release(run.pool)
-        await until(slurm, lambda seen: state(seen, run.tag("more-1")) is AllocationState.RUNNING)
-        await asyncio.sleep(5.0)  # one that slurmctld cannot reach is ended 3 s after its start (measured): no event
+        await until(slurm, lambda snapshot: state(snapshot, run.tag("more-1")) is AllocationState.RUNNING)
+        await asyncio.sleep(5.0)  # a job whose salloc is unreachable is ended 3 s after its start (measured): no event
         assert state(await slurm.observe(), run.tag("more-1")) is AllocationState.RUNNING
 
     as_user(lab, first)
     as_user(lab, second)
 
 
-def test_each_component_of_a_heterogeneous_job_is_an_allocation_of_its_own(lab: SlurmLab, run: Run) -> None:
+def test_each_hetjob_component_is_an_allocation_of_its_own(lab: SlurmLab, run: Run) -> None:
     first, second, third = (run.tag(name) for name in ("rollout", "trainer", "shared"))
 
     async def scenario() -> None:
@@ -286,11 +286,11 @@ def test_each_component_of_a_heterogeneous_job_is_an_allocation_of_its_own(lab: 
             run.allocation_request(1, "shared"),
         ]
         await slurm.request(msgspec.structs.replace(parts[0], further_components=tuple(parts[1:])))
-        observed = await until(slurm, lambda seen: state(seen, third) is AllocationState.RUNNING)
+        observed = await until(slurm, lambda snapshot: state(snapshot, third) is AllocationState.RUNNING)
         assert observed.allocations is not None
-        nodes = {tag: seen.nodes for tag, seen in observed.allocations.items()}
-        assert {tag: len(held) for tag, held in nodes.items()} == {first: 2, second: 1, third: 1}
-        assert len({node for held in nodes.values() for node in held}) == 4
+        nodes = {tag: status.nodes for tag, status in observed.allocations.items()}
+        assert {tag: len(names) for tag, names in nodes.items()} == {first: 2, second: 1, third: 1}
+        assert len({node for names in nodes.values() for node in names}) == 4
         for index, tag in enumerate(nodes):
             step = run.step(f"role-{index}.1", nodes[tag][0], gpus=1)
             await slurm.launch(msgspec.structs.replace(step, allocation=tag))
@@ -300,20 +300,20 @@ def test_each_component_of_a_heterogeneous_job_is_an_allocation_of_its_own(lab: 
         with pytest.raises(Refused, match="is the first component of its job"):
             await slurm.release(first)
         await slurm.stop(run.tag("role-1.1"), grace=10.0)
-        assert (run.folder / "role-1.1.launch.said").read_text() == "TERM\n"
+        assert (run.folder / "role-1.1.launch.signals").read_text() == "TERM\n"
         await slurm.release(second)
-        observed = await until(slurm, lambda seen: state(seen, second) is AllocationState.ENDED)
+        observed = await until(slurm, lambda snapshot: state(snapshot, second) is AllocationState.ENDED)
         assert {state(observed, tag) for tag in (first, third)} == {AllocationState.RUNNING}
         await slurm.launch(msgspec.structs.replace(run.step("role-2.2", nodes[third][0]), allocation=third))
         await run.pid("role-2.2")
         await asyncio.gather(slurm.release(first), slurm.release(third))  # the first one waits for the others
-        await until(slurm, lambda seen: seen.steps == {} and state(seen, first) is AllocationState.ENDED)
+        await until(slurm, lambda snapshot: snapshot.steps == {} and state(snapshot, first) is AllocationState.ENDED)
         await slurm.close()
 
     as_user(lab, scenario)
 
 
-def test_what_has_not_begun_is_given_back_as_a_whole_and_says_who_holds_it(lab: SlurmLab, run: Run) -> None:
+def test_pending_hetjob_is_released_as_a_whole_and_names_its_holder(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
         slurm = run.cluster(hold="sbatch")
         await run.hold(slurm, 3)
@@ -323,24 +323,26 @@ def test_what_has_not_begun_is_given_back_as_a_whole_and_says_who_holds_it(lab: 
                 further_components=(run.allocation_request(1, "trainer", hold=""),),
             )
         )
-        observed = await until(slurm, lambda seen: state(seen, run.tag("trainer")) is AllocationState.PENDING)
+        observed = await until(slurm, lambda snapshot: state(snapshot, run.tag("trainer")) is AllocationState.PENDING)
         assert observed.allocations is not None
         assert observed.allocations[run.tag("trainer")].detail == "PENDING: held by its user (scontrol release)"
         await slurm.release(run.tag("trainer"))
-        observed = await until(slurm, lambda seen: state(seen, run.tag("rollout")) is not AllocationState.PENDING)
+        observed = await until(
+            slurm, lambda snapshot: state(snapshot, run.tag("rollout")) is not AllocationState.PENDING
+        )
         assert state(observed, run.pool) is AllocationState.RUNNING
 
     as_user(lab, scenario)
 
 
-def test_no_second_allocation_comes_onto_a_node_of_ours(lab: SlurmLab, run: Run) -> None:
+def test_second_allocation_avoids_the_runs_own_nodes(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
         slurm = run.cluster()
         await run.hold(slurm, 2)  # which take half of each node
         await slurm.request(run.allocation_request(3, "more-1"))
-        observed = await until(slurm, lambda seen: state(seen, run.tag("more-1")) is AllocationState.RUNNING)
+        observed = await until(slurm, lambda snapshot: state(snapshot, run.tag("more-1")) is AllocationState.RUNNING)
         assert observed.allocations is not None
-        nodes = [node for seen in observed.allocations.values() for node in seen.nodes]
+        nodes = [node for snapshot in observed.allocations.values() for node in snapshot.nodes]
         assert len(set(nodes)) == 5
         with pytest.raises(Refused, match="Requested node configuration is not available"):
             await slurm.request(run.allocation_request(1, "more-2"))
@@ -348,7 +350,7 @@ def test_no_second_allocation_comes_onto_a_node_of_ours(lab: SlurmLab, run: Run)
     as_user(lab, scenario)
 
 
-def test_the_pool_that_a_manager_lives_in_is_not_asked_for_and_ends_with_it(lab: SlurmLab, run: Run) -> None:
+def test_managers_own_pool_is_not_requested_and_ends_with_the_manager(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
         await run.hold(run.cluster(), 1)
         slurm = SlurmCluster(run.id, sys.executable, FAST, own_tag=run.pool)
@@ -366,7 +368,7 @@ def test_the_pool_that_a_manager_lives_in_is_not_asked_for_and_ends_with_it(lab:
     as_user(lab, scenario)
 
 
-def test_nobody_knows_while_the_controller_is_deaf_and_the_tag_settles_it_later(lab: SlurmLab, run: Run) -> None:
+def test_unanswered_request_is_settled_by_its_tag_later(lab: SlurmLab, run: Run) -> None:
     async def deaf() -> None:
         slurm = run.cluster(hold="sbatch")
         observed, *others = await asyncio.gather(
@@ -383,14 +385,14 @@ def test_nobody_knows_while_the_controller_is_deaf_and_the_tag_settles_it_later(
         assert re.search(r"no answer within 0.5 s|timed out", str(others[3]))  # the latter if we were kept waiting
 
     async def later() -> None:  # it landed, and is found by its tag
-        await until(run.cluster(), lambda seen: state(seen, run.pool) is AllocationState.RUNNING)
+        await until(run.cluster(), lambda snapshot: state(snapshot, run.pool) is AllocationState.RUNNING)
 
     with lab.controller_stopped():
         as_user(lab, deaf)
     as_user(lab, later)
 
 
-def test_the_form_of_the_allocation_follows_the_sites_inactive_limit(lab: SlurmLab, run: Run) -> None:
+def test_inactive_limit_decides_between_salloc_and_sbatch(lab: SlurmLab, run: Run) -> None:
     async def one_pool() -> None:
         await run.hold(run.cluster(), 1)
 
@@ -413,7 +415,7 @@ def batch_flags(lab: SlurmLab) -> list[str]:
     return [next(word for word in job.split() if word.startswith("BatchFlag=")) for job in shown]
 
 
-def test_steps_outlive_a_manager_that_was_killed_and_the_next_one_finds_them(lab: SlurmLab, run: Run) -> None:
+def test_steps_outlive_a_killed_manager_and_are_found_by_the_next_one(lab: SlurmLab, run: Run) -> None:
     async def first() -> None:
         slurm = run.cluster()
         node = (await run.hold(slurm, 1))[0]
@@ -428,9 +430,9 @@ def test_steps_outlive_a_manager_that_was_killed_and_the_next_one_finds_them(lab
         observed = await slurm.observe()
         assert sorted(observed.steps or {}) == [run.tag("rollout-0.1"), run.tag("rollout-1.1")]
         await slurm.stop(run.tag("rollout-1.1"), grace=5.0)
-        await until(slurm, lambda seen: list(seen.steps or {}) == [run.tag("rollout-0.1")])
+        await until(slurm, lambda snapshot: list(snapshot.steps or {}) == [run.tag("rollout-0.1")])
         await slurm.release(run.pool)
-        await until(slurm, lambda seen: state(seen, run.pool) is AllocationState.ENDED and seen.steps == {})
+        await until(slurm, lambda snapshot: state(snapshot, run.pool) is AllocationState.ENDED and snapshot.steps == {})
 
     as_user(lab, first)
     as_user(lab, second)
@@ -446,14 +448,14 @@ async def main(run):
     for name in ("rollout-0.1", "rollout-1.1"):
         await slurm.launch(run.step(name, node))
         await run.pid(name)
-    await slurm.joined(run.tag("rollout-0.1"))
+    await slurm.release_launcher(run.tag("rollout-0.1"))
     (run.folder / "ready").touch()
     await asyncio.sleep(1000)
 asyncio.run(main(Run(Path(sys.argv[1]))))
 """
 
 
-def test_steps_that_joined_outlive_a_scancel_of_the_managers_own_job(lab: SlurmLab, run: Run) -> None:
+def test_connected_steps_outlive_a_scancel_of_the_managers_job(lab: SlurmLab, run: Run) -> None:
     path = run.folder / "manager.sh"
     path.write_text(f"#!/bin/sh\nexec {sys.executable} - {run.folder} <<'EOF'\n{MANAGER}EOF\n")
     path.chmod(0o644)
@@ -464,17 +466,17 @@ def test_steps_that_joined_outlive_a_scancel_of_the_managers_own_job(lab: SlurmL
         slurm = run.cluster()
         await until_file(run.folder / "ready")
         observed = await slurm.observe()
-        assert list(observed.allocations or {}) == [run.pool], "the manager's own job is no allocation"
+        assert list(observed.allocations or {}) == [run.pool], "the manager's own job counts as an allocation"
         joined, carried = await run.pid("rollout-0.1"), await run.pid("rollout-1.1")
         await asyncio.to_thread(subprocess.run, ["scancel", "--name", run.tag("manager")], check=True)
-        await until(slurm, lambda seen: list(seen.steps or {}) == [run.tag("rollout-0.1")])
+        await until(slurm, lambda snapshot: list(snapshot.steps or {}) == [run.tag("rollout-0.1")])
         assert is_alive(joined)
         assert not is_alive(carried)
 
     as_user(lab, scenario)
 
 
-def test_a_crashed_node_is_seen_down_its_step_is_gone_and_the_rest_of_the_pool_goes_on(lab: SlurmLab, run: Run) -> None:
+def test_crashed_node_is_down_and_the_rest_of_the_pool_continues(lab: SlurmLab, run: Run) -> None:
     node = ""
 
     async def first() -> None:
@@ -492,11 +494,15 @@ def test_a_crashed_node_is_seen_down_its_step_is_gone_and_the_rest_of_the_pool_g
         assert observed.allocations is not None
         nodes = observed.allocations[run.pool].nodes
         assert node in nodes
-        observed = await until(slurm, lambda seen: seen.nodes and seen.nodes[NodeName(node)].state is NodeState.DOWN)
+        observed = await until(
+            slurm, lambda snapshot: snapshot.nodes and snapshot.nodes[NodeName(node)].state is NodeState.DOWN
+        )
         assert observed.nodes is not None
         assert observed.nodes[NodeName(node)].detail == "DOWN+NOT_RESPONDING: Not responding"
         left = [name for name in nodes if name != node]
-        observed = await until(slurm, lambda seen: seen.allocations and len(seen.allocations[run.pool].nodes) == 2)
+        observed = await until(
+            slurm, lambda snapshot: snapshot.allocations and len(snapshot.allocations[run.pool].nodes) == 2
+        )
         assert observed.steps == {run.tag("rollout-1.1"): left[0], run.tag("rollout-2.1"): left[1]}
         await slurm.launch(run.step("rollout-0.2", left[0]))
         await run.pid("rollout-0.2")
@@ -508,7 +514,7 @@ def test_a_crashed_node_is_seen_down_its_step_is_gone_and_the_rest_of_the_pool_g
     as_user(lab, second)
 
 
-def test_looks_are_rationed_and_never_stale_after_a_change(lab: SlurmLab, run: Run) -> None:
+def test_polls_are_rationed_and_never_stale_after_a_change(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
         seldom = run.cluster(SlurmLimits(min_poll_interval_s=3600.0, reads_per_minute=6))
         before = await seldom.observe()

@@ -1,4 +1,4 @@
-"""First processes on a real Slurm, as a plain user: what they get of it, what roles see of it, one that is absent."""
+"""First processes of steps on a real Slurm, as a plain user: their GPUs and environment, and a missing interpreter."""
 
 from __future__ import annotations
 
@@ -49,24 +49,26 @@ def as_user(site: SlurmLab, name: str, story: Callable[[Lab], Coroutine[None, No
 
 
 async def hold(slurm: SlurmCluster, at: Lab) -> NodeName:
-    """A pool of one node, once it runs."""
+    """Allocate a pool of one node and return the node once it runs."""
     pool = f"{at.run.id}.pool"
     await slurm.request(AllocationRequest(pool, 1, NODE, walltime=600.0, comment=f"rrl {at.run.id}"))
     deadline = time.monotonic() + TIMEOUT_S
     while True:
-        seen = (await slurm.observe()).allocations or {}
-        if pool in seen and seen[pool].state is AllocationState.RUNNING:
-            return seen[pool].nodes[0]
-        assert time.monotonic() < deadline, seen
+        allocations = (await slurm.observe()).allocations or {}
+        if pool in allocations and allocations[pool].state is AllocationState.RUNNING:
+            return allocations[pool].nodes[0]
+        assert time.monotonic() < deadline, allocations
         await asyncio.sleep(0.05)
 
 
-def step(at: Lab, launch: Launch, each: Resources, agent: bool = False) -> Step:
+def step(at: Lab, launch: Launch, resources: Resources, agent: bool = False) -> Step:
     log = at.run.log_file(f"{launch.tag}.step")
-    return Step(launch.tag, f"{at.run.id}.pool", launch.node, each, at.run.launch_file(launch.tag), log, agent, agent)
+    return Step(
+        launch.tag, f"{at.run.id}.pool", launch.node, resources, at.run.launch_file(launch.tag), log, agent, agent
+    )
 
 
-def test_roles_have_gpus_of_their_own_beside_an_agent_that_sees_all_and_nothing_of_slurm_or_mpi(site: SlurmLab) -> None:
+def test_roles_have_own_gpus_beside_an_agent_and_no_slurm_or_mpi_variables(site: SlurmLab) -> None:
     async def story(at: Lab) -> None:
         os.environ.update(HOSTILE)
         slurm = SlurmCluster(at.run.id, sys.executable, FAST)
@@ -88,11 +90,15 @@ def test_roles_have_gpus_of_their_own_beside_an_agent_that_sees_all_and_nothing_
                 for role in roles:
                     await slurm.launch(step(at, role, Resources(cpus=1, gpus=1, mem=100 * 2**20)))
                 await manager.wait_for(StepExit, lambda end: end.incarnation == roles[1].incarnation)
-                seen = [await environment(at, role) for role in roles]
-            assert not [name for one in seen for name in one if re.match(r"SLURM|SRUN|PMI|OMPI", name)]
-            assert sorted(one["RRL_GPUS"] for one in seen) == ["0", "1"]
-            assert sorted(one["CUDA_VISIBLE_DEVICES"] for one in seen) == ["0", "1"]
-            assert {(one["GLOO_SOCKET_IFNAME"], one["RRL_ADDRESS"]) for one in seen} == {("lo", "127.0.0.1")}
+                environments = [await environment(at, role) for role in roles]
+            assert not [
+                name for variables in environments for name in variables if re.match(r"SLURM|SRUN|PMI|OMPI", name)
+            ]
+            assert sorted(variables["RRL_GPUS"] for variables in environments) == ["0", "1"]
+            assert sorted(variables["CUDA_VISIBLE_DEVICES"] for variables in environments) == ["0", "1"]
+            assert {(variables["GLOO_SOCKET_IFNAME"], variables["RRL_ADDRESS"]) for variables in environments} == {
+                ("lo", "127.0.0.1")
+            }
         finally:
             await slurm.release(f"{at.run.id}.pool")
             await slurm.close()
@@ -100,14 +106,14 @@ def test_roles_have_gpus_of_their_own_beside_an_agent_that_sees_all_and_nothing_
     as_user(site, "gpus", story)
 
 
-def test_an_interpreter_that_is_absent_on_the_node_is_refused_in_slurms_own_words(site: SlurmLab) -> None:
+def test_missing_interpreter_on_the_node_is_refused_with_slurms_message(site: SlurmLab) -> None:
     async def story(at: Lab) -> None:
         patient = msgspec.structs.replace(FAST, launch_watch_s=TIMEOUT_S, interpreter_watch_s=TIMEOUT_S)
         slurm = SlurmCluster(at.run.id, "/no/such/venv/bin/python", patient)
         try:
             node = await hold(slurm, at)
-            said = r"^not started: .*execve\(\): /no/such/venv/bin/python: No such file or directory"
-            with pytest.raises(Refused, match=said):
+            message = r"^not started: .*execve\(\): /no/such/venv/bin/python: No such file or directory"
+            with pytest.raises(Refused, match=message):
                 await slurm.launch(step(at, at.launch("true", node=node), Resources(cpus=1)))
         finally:
             await slurm.release(f"{at.run.id}.pool")
@@ -117,7 +123,7 @@ def test_an_interpreter_that_is_absent_on_the_node_is_refused_in_slurms_own_word
 
 
 def hold_gpu(at: Lab, role: Launch) -> Launch:
-    """It keeps what it was given until the lab is closed."""
+    """Make the role keep its GPU until the lab is closed."""
     role = msgspec.structs.replace(role, argv=("sh", "-c", "env; exec sleep 1005"))
     write_atomically(at.run.launch_file(role.tag), msgspec.json.encode(role))
     return role

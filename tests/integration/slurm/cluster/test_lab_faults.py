@@ -1,4 +1,4 @@
-"""Faults that a test cluster performs for us, and no other cluster."""
+"""Faults that a test cluster injects on request; any other cluster refuses."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from rrl.tests.support.slurm.lab import SlurmLab
 CRASH = Fault("f1", FaultKind.CRASH, "n2", seconds=1.0)
 
 
-def test_on_any_other_cluster_nodes_and_slurm_are_not_ours_to_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_fault_outside_of_a_test_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(LAB_FAULTS_ENV, raising=False)
-    with pytest.raises(Refused, match="crash can be performed on a test cluster only"):
+    with pytest.raises(Refused, match="crash can be injected on a test cluster only"):
         asyncio.run(inject_fault(CRASH))
 
 
-def test_a_test_cluster_that_is_gone_does_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unreachable_test_cluster_refuses_the_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(LAB_FAULTS_ENV, str(tmp_path / "harm"))
     with pytest.raises(Refused, match=r"cannot be reached at .*harm: No such file"):
         asyncio.run(inject_fault(CRASH))
-    with pytest.raises(Refused, match="kill is nothing that a cluster does"):
+    with pytest.raises(Refused, match="kill is not a fault of a cluster"):
         asyncio.run(inject_fault(Fault("f1", FaultKind.KILL, "rollout/0")))
 
 
@@ -36,13 +36,13 @@ def test_a_test_cluster_that_is_gone_does_nothing(monkeypatch: pytest.MonkeyPatc
     ("expected_text", "kind"),
     [(b"", Unanswered), (b"what?\n", Unanswered), (b'{"ok": false, "detail": "no"}\n', Refused)],
 )
-def test_whatever_it_answers_is_one_of_three(
+def test_each_answer_of_the_test_cluster_has_one_of_three_outcomes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, expected_text: bytes, kind: type[Exception]
 ) -> None:
-    heard: list[bytes] = []
+    requests: list[bytes] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        heard.append(await reader.readline())
+        requests.append(await reader.readline())
         writer.write(expected_text)
         writer.close()
 
@@ -54,19 +54,19 @@ def test_whatever_it_answers_is_one_of_three(
 
     monkeypatch.setenv(LAB_FAULTS_ENV, str(tmp_path / "harm"))
     asyncio.run(scenario())
-    assert heard == [b'{"do":"delay","seconds":5.0,"node":"n2","ms":50.0}\n']
+    assert requests == [b'{"do":"delay","seconds":5.0,"node":"n2","ms":50.0}\n']
 
 
 @pytest.mark.slurm
-def test_a_node_of_the_lab_crashes_and_comes_up_again_for_its_user(slurm_lab: SlurmLab) -> None:
-    def hurt() -> None:
+def test_node_of_the_lab_crashes_and_comes_up_again(slurm_lab: SlurmLab) -> None:
+    def inject_faults() -> None:
         assert os.environ[LAB_FAULTS_ENV]
         assert asyncio.run(inject_fault(CRASH)) == "crash n2 for 1 s"
         with pytest.raises(Refused, match="no node n77 in this lab"):
             asyncio.run(inject_fault(Fault("f2", FaultKind.CRASH, "n77")))
 
     before = slurm_processes.of_node(slurm_lab.dir, "n2")
-    slurm_lab.call_as_user(hurt)
+    slurm_lab.call_as_user(inject_faults)
     deadline = time.monotonic() + 30
     while set(now := slurm_processes.of_node(slurm_lab.dir, "n2")) & set(before) or not now:
         assert time.monotonic() < deadline

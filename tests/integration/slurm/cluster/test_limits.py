@@ -1,4 +1,4 @@
-"""Limits on a user's jobs: what sacctmgr prints, and what a real Slurm with slurmdbd lets a plain user see."""
+"""Limits on a user's jobs: what sacctmgr prints, and what a plain user can read on a real Slurm with slurmdbd."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rrl.tests.support.slurm.lab import SlurmLab
 ASSOC = "astro||4|10||40|normal\nastro|gpu|2|||\nphysics|||||\n"
 
 
-def test_an_associations_limits_are_its_own_and_its_accounts() -> None:
+def test_association_limits_are_parsed_for_account_and_partition() -> None:
     limits, qos = association_limits(ASSOC, "astro", "main")
     assert limits == [
         Limit(4, True, True, "MaxJobs of account astro"), Limit(10, False, True, "MaxSubmitJobs of account astro"),
@@ -24,7 +24,7 @@ def test_an_associations_limits_are_its_own_and_its_accounts() -> None:
     assert association_limits(ASSOC, "nobody", "") == ([], "")
 
 
-def test_a_qos_limits_each_user_and_all_together() -> None:
+def test_qos_limits_are_parsed_for_each_user_and_for_all() -> None:
     assert qos_limits("normal||||\nlow|3|6|100|\n", "low") == [
         Limit(3, True, True, "MaxJobsPerUser of QOS low"), Limit(6, False, True, "MaxSubmitJobsPerUser of QOS low"),
         Limit(100, True, False, "GrpJobs of QOS low"),
@@ -38,23 +38,23 @@ def test_limits_hold_only_where_they_are_enforced(text: str, holds: bool) -> Non
     assert enforced(f"AccountingStorageEnforce = {text}\nMaxStepCount = 1") is holds
 
 
-def test_where_slurm_does_not_answer_limits_are_unknown_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_without_an_answer_are_unknown_with_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert "scontrol cannot be started" in asyncio.run(read_limits({})).unknown
 
 
 @pytest.mark.slurm
-def test_a_plain_user_sees_its_own_limits(accounting_lab: SlurmLab) -> None:
+def test_plain_user_can_read_its_own_limits(accounting_lab: SlurmLab) -> None:
     accounting.limit(accounting_lab, MaxJobs=3, MaxSubmitJobs=7)
 
-    def seen() -> None:
-        found = asyncio.run(read_limits({}))
-        assert found.unknown == ""
-        assert found.steps_per_job == 40000
-        mine = {limit.name.partition(" ")[0]: limit for limit in found.limits}
-        assert (mine["MaxJobs"].max_jobs, mine["MaxSubmitJobs"].max_jobs) == (3, 7)
+    def check_limits() -> None:
+        limits = asyncio.run(read_limits({}))
+        assert limits.unknown == ""
+        assert limits.steps_per_job == 40000
+        by_name = {limit.name.partition(" ")[0]: limit for limit in limits.limits}
+        assert (by_name["MaxJobs"].max_jobs, by_name["MaxSubmitJobs"].max_jobs) == (3, 7)
 
     try:
-        accounting_lab.call_as_user(seen)
+        accounting_lab.call_as_user(check_limits)
     finally:
         accounting.limit(accounting_lab, MaxJobs=-1, MaxSubmitJobs=-1)

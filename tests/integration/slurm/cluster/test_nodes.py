@@ -1,4 +1,4 @@
-"""Single nodes of a real Slurm: drained, taken back and given back, with the rights that we have and without."""
+"""Single nodes of a real Slurm: drained, undrained and released, with and without the right to drain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rrl.tests.support.plain_user import call_as
 from rrl.tests.support.slurm.lab import SlurmLab
 
 N1, N2, N3, N4 = (NodeName(f"n{i}") for i in range(1, 5))
-OURS = "rrl:run-1:gpu: xid: agent: Xid 79, GPU 3 has fallen off the bus"
+REASON = "rrl:run-1:gpu: xid: agent: Xid 79, GPU 3 has fallen off the bus"
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def run(lab: SlurmLab) -> Run:
 
 
 def shown(lab: SlurmLab, node: str) -> str:
-    """State and reason, as Slurm has them."""
+    """Return state and reason, as Slurm reports them."""
     text = lab.slurm("scontrol", "show", "node", "-o", node)
     reason = text.partition(" Reason=")[2].partition(" [")[0].strip()
     return text.partition(" State=")[2].split()[0] + (f": {reason}" if reason else "")
@@ -50,28 +50,28 @@ def set_down(lab: SlurmLab, node: str, state: str, reason: str) -> None:
 
 
 def as_admin(lab: SlurmLab, scenario: Callable[[SlurmCluster], Coroutine[None, None, None]]) -> None:
-    """With the daemons' rights."""
+    """Run the scenario with the daemons' rights."""
     cluster = SlurmCluster("run-1", "python", FAST)
     call_as(getpass.getuser(), lambda: asyncio.run(scenario(cluster)), lab.environment(), lab.dir, 60.0)
 
 
 # ── drained ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_drain_of_ours_can_be_repeated_is_seen_and_taken_back(lab: SlurmLab) -> None:
+def test_own_drain_can_be_repeated_is_listed_and_is_removed(lab: SlurmLab) -> None:
     async def scenario(slurm: SlurmCluster) -> None:
         for _ in range(2):
-            await slurm.drain(N1, OURS)
-        assert shown(lab, N1) == f"IDLE+DRAIN: {OURS}"
+            await slurm.drain(N1, REASON)
+        assert shown(lab, N1) == f"IDLE+DRAIN: {REASON}"
         observed = await slurm.observe()
         assert observed.nodes is not None
-        assert observed.nodes[N1].detail == f"IDLE+DRAIN: {OURS}"
+        assert observed.nodes[N1].detail == f"IDLE+DRAIN: {REASON}"
         for _ in range(2):
-            await slurm.undrain(N1, OURS)
+            await slurm.undrain(N1, REASON)
         assert "DRAIN" not in shown(lab, N1)
 
     as_admin(lab, scenario)
 
 
-def test_what_somebody_else_has_laid_down_stays_and_is_named(lab: SlurmLab) -> None:
+def test_drain_by_somebody_else_stays_and_is_named(lab: SlurmLab) -> None:
     set_down(lab, N1, "DOWN", "bad fan")
     set_down(lab, N2, "DRAIN", "bad disk")
     set_down(lab, N3, "DRAIN", "rrl:run-2:gpu: another run")
@@ -80,25 +80,25 @@ def test_what_somebody_else_has_laid_down_stays_and_is_named(lab: SlurmLab) -> N
     async def scenario(slurm: SlurmCluster) -> None:
         for node, reason in ((N1, "bad fan"), (N2, "bad disk"), (N3, "rrl:run-2:gpu: another run")):
             with pytest.raises(Refused, match=reason):
-                await slurm.drain(node, OURS)
-        await slurm.undrain(N1, OURS)  # it is not drained
+                await slurm.drain(node, REASON)
+        await slurm.undrain(N1, REASON)  # it is not drained
         for node in (N2, N3):
-            with pytest.raises(Refused, match="not our drain"):
-                await slurm.undrain(node, OURS)
+            with pytest.raises(Refused, match="did not set that drain"):
+                await slurm.undrain(node, REASON)
         assert [shown(lab, node) for node in (N1, N2, N3)] == before
-        await slurm.drain(N4, OURS)
-        set_down(lab, N4, "DOWN", OURS)  # whoever does that keeps the drain
-        await slurm.undrain(N4, OURS)
+        await slurm.drain(N4, REASON)
+        set_down(lab, N4, "DOWN", REASON)  # this keeps the drain
+        await slurm.undrain(N4, REASON)
         assert shown(lab, N4).startswith("DOWN")
         assert "DRAIN" not in shown(lab, N4)
         with pytest.raises(Refused, match="not known to Slurm"):
-            await slurm.drain(NodeName("nowhere"), OURS)
+            await slurm.drain(NodeName("nowhere"), REASON)
 
     as_admin(lab, scenario)
 
 
-def test_without_rights_slurmctld_is_asked_once_and_says_no(lab: SlurmLab, run: Run) -> None:
-    """Where root starts the lab; else the plain user is SlurmUser, who may."""
+def test_drain_without_rights_is_tried_once_and_refused(lab: SlurmLab, run: Run) -> None:
+    """Only where root starts the lab; otherwise the plain user is SlurmUser and may drain."""
     if lab.user == getpass.getuser():
         return
 
@@ -110,15 +110,15 @@ def test_without_rights_slurmctld_is_asked_once_and_says_no(lab: SlurmLab, run: 
     async def scenario() -> None:
         slurm = run.cluster()
         for node in (N1, N2):
-            with pytest.raises(Refused, match="we may not drain nodes here"):
-                await slurm.drain(node, OURS)
+            with pytest.raises(Refused, match="this user may not drain nodes"):
+                await slurm.drain(node, REASON)
 
     as_user(lab, scenario)
     assert violations() == before + 1
     assert "DRAIN" not in shown(lab, N1)
 
 
-def test_a_silent_slurmctld_leaves_a_drain_open() -> None:
+def test_drain_without_an_answer_stays_open() -> None:
     async def scenario() -> None:
         async def silent(argv: tuple[str, ...]) -> CommandResult:
             raise Unanswered("scontrol: no answer within 10 s")
@@ -128,14 +128,14 @@ def test_a_silent_slurmctld_leaves_a_drain_open() -> None:
 
         for nodes in (SlurmNodes(silent, silent), SlurmNodes(idle, silent), SlurmNodes(idle, idle)):
             with pytest.raises(Unanswered):
-                await nodes.drain(N1, OURS)
+                await nodes.drain(N1, REASON)
 
     asyncio.run(scenario())
 
 
-# ── given back ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_node_goes_back_to_others_and_the_rest_of_the_pool_works_on(lab: SlurmLab, run: Run) -> None:
-    again = lab.version >= (24, 11)
+# ── released ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_shrink_releases_a_node_and_the_rest_of_the_pool_continues(lab: SlurmLab, run: Run) -> None:
+    shrinks_twice = lab.version >= (24, 11)
 
     async def scenario() -> None:
         slurm = run.cluster()
@@ -145,38 +145,40 @@ def test_a_node_goes_back_to_others_and_the_rest_of_the_pool_works_on(lab: Slurm
         pids = [await run.pid(f"s{number}") for number in range(3)]
         for _ in range(2):
             await slurm.shrink(run.pool, (first,))
-        await until(slurm, lambda seen: seen.allocations and seen.allocations[run.pool].nodes == (second, third))
-        await until(slurm, lambda seen: set(seen.steps or ()) == {run.tag("s1"), run.tag("s2")})
-        lab.wait_states({first: "idle"})  # whose processes have ended then
+        await until(
+            slurm, lambda snapshot: snapshot.allocations and snapshot.allocations[run.pool].nodes == (second, third)
+        )
+        await until(slurm, lambda snapshot: set(snapshot.steps or ()) == {run.tag("s1"), run.tag("s2")})
+        lab.wait_states({first: "idle"})  # its processes have ended then
         assert [is_alive(pid) for pid in pids] == [False, True, True]
         await slurm.launch(run.step("s3", third))
         assert is_alive(await run.pid("s3"))
-        with pytest.raises(Refused, match="nothing of job"):
+        with pytest.raises(Refused, match="no node of job"):
             await slurm.shrink(run.pool, (second, third))
-        if again:
+        if shrinks_twice:
             await slurm.shrink(run.pool, (second,))
         else:
-            with pytest.raises(Refused, match="Slurm does not shrink"):
+            with pytest.raises(Refused, match="Slurm cannot shrink"):
                 await slurm.shrink(run.pool, (second,))
-        assert [is_alive(pid) for pid in pids] == [False, not again, True]
+        assert [is_alive(pid) for pid in pids] == [False, not shrinks_twice, True]
         await slurm.release(run.pool)
-        await until(slurm, lambda seen: state(seen, run.pool) is AllocationState.ENDED)
+        await until(slurm, lambda snapshot: state(snapshot, run.pool) is AllocationState.ENDED)
         await slurm.close()
 
     as_user(lab, scenario)
 
 
-def test_the_node_of_a_batch_script_stays(lab: SlurmLab, run: Run) -> None:
+def test_shrink_refuses_the_node_of_a_batch_script(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
         slurm = run.cluster(hold="sbatch")
         first, second = await run.hold(slurm, 2)
         await slurm.launch(run.step("s1", second))
         pid = await run.pid("s1")
-        with pytest.raises(Refused, match="Slurm does not shrink"):
+        with pytest.raises(Refused, match="Slurm cannot shrink"):
             await slurm.shrink(run.pool, (first,))
-        seen = await slurm.observe()
-        assert seen.allocations is not None
-        assert seen.allocations[run.pool].nodes == (first, second)
+        snapshot = await slurm.observe()
+        assert snapshot.allocations is not None
+        assert snapshot.allocations[run.pool].nodes == (first, second)
         assert is_alive(pid)
         await slurm.release(run.pool)
         await slurm.close()
@@ -184,7 +186,7 @@ def test_the_node_of_a_batch_script_stays(lab: SlurmLab, run: Run) -> None:
     as_user(lab, scenario)
 
 
-def test_of_a_heterogeneous_job_nothing_is_given_back_that_would_cost_the_others() -> None:
+def test_shrink_refuses_hetjob_nodes_whose_release_would_affect_others() -> None:
     async def never(argv: tuple[str, ...]) -> CommandResult:
         raise AssertionError(argv)
 
@@ -195,7 +197,7 @@ def test_of_a_heterogeneous_job_nothing_is_given_back_that_would_cost_the_others
         nodes = SlurmNodes(never, never)
         with pytest.raises(Refused, match="first component"):
             await nodes.shrink(first, (N1,))
-        with pytest.raises(Refused, match="with one node ends"):
+        with pytest.raises(Refused, match="component with one node left"):
             await nodes.shrink(second, (N3,))
 
     asyncio.run(scenario())
@@ -206,11 +208,11 @@ def test_of_a_heterogeneous_job_nothing_is_given_back_that_would_cost_the_others
     ("Job is no longer pending execution for job 1", Refused), ("slurm_update error: Invalid user id", Refused),
     ("Unable to contact slurm controller (connect failure)", Unanswered), ("Socket timed out", Unanswered),
 ])  # fmt: skip
-def test_what_slurm_says_to_a_shrinking_job(expected_text: str, kind: type[Exception]) -> None:
-    async def saying(argv: tuple[str, ...]) -> CommandResult:
+def test_shrink_distinguishes_refused_from_unanswered(expected_text: str, kind: type[Exception]) -> None:
+    async def answer(argv: tuple[str, ...]) -> CommandResult:
         assert argv == ("scontrol", "update", "JobId=7", "NodeList=n[2-3]")
         return CommandResult(1, "", expected_text)
 
     job = Job("7", AllocationState.RUNNING, (N1, N2, N3), "", "", "")
     with pytest.raises(kind):
-        asyncio.run(SlurmNodes(saying, saying).shrink(job, (N1,)))
+        asyncio.run(SlurmNodes(answer, answer).shrink(job, (N1,)))

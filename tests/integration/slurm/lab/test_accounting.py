@@ -1,4 +1,4 @@
-"""A lab with slurmdbd: Slurm itself refuses, holds back and remembers as a site's does."""
+"""A lab with slurmdbd: Slurm enforces limits and records jobs as at a real site."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def lab(accounting_lab: SlurmLab) -> Iterator[SlurmLab]:
 @pytest.mark.parametrize(
     ("option", "why"), [("--account=nobody", "Invalid account"), ("--qos=golden", "Invalid qos specification")]
 )
-def test_an_unknown_account_or_qos_is_refused(lab: SlurmLab, option: str, why: str) -> None:
+def test_unknown_account_or_qos_is_refused(lab: SlurmLab, option: str, why: str) -> None:
     done = lab.run_as_user(["sbatch", option, *SLEEP], check=False)
     assert done.returncode != 0
     assert why in done.stderr
     assert lab.jobs() == []
 
 
-def test_an_account_and_a_qos_that_were_added_are_taken(lab: SlurmLab) -> None:
+def test_added_account_and_qos_are_accepted(lab: SlurmLab) -> None:
     accounting.add_account(lab, "physics")
     accounting.add_qos(lab, "fast")
     refused = lab.run_as_user(["sbatch", "--account=physics", "--qos=fast", *SLEEP], check=False)
-    assert "Invalid qos" in refused.stderr, "it exists, and is not the user's"
+    assert "Invalid qos" in refused.stderr, "the QOS exists, but the user may not use it"
     accounting.limit(lab, "physics", qos="+fast")
     job = lab.run_as_user(["sbatch", "--account=physics", "--qos=fast", *SLEEP]).stdout.strip()
     assert lab.slurm("squeue", "-h", "-j", job, "-o", "%a %q") == "physics fast\n"
 
 
-def test_a_job_above_a_limit_waits_with_slurms_reason_or_is_refused(lab: SlurmLab) -> None:
+def test_job_above_a_limit_is_pending_with_its_reason_or_refused(lab: SlurmLab) -> None:
     accounting.limit(lab, MaxJobs=1, MaxSubmitJobs=2)
     try:
         jobs = [lab.run_as_user(["sbatch", *SLEEP]).stdout.strip() for _ in range(2)]
@@ -51,7 +51,7 @@ def test_a_job_above_a_limit_waits_with_slurms_reason_or_is_refused(lab: SlurmLa
         accounting.limit(lab, MaxJobs=-1, MaxSubmitJobs=-1)
 
 
-def test_what_ran_is_remembered(lab: SlurmLab) -> None:
+def test_accounting_remembers_ended_jobs(lab: SlurmLab) -> None:
     job = lab.run_as_user(["sbatch", "--wait", "--parsable", "--mem=100M", "-o", "/dev/null", "--wrap", "exit 3"],
                           check=False).stdout.strip()  # fmt: skip
     lab.wait_for(

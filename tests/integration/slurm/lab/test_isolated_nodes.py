@@ -20,11 +20,11 @@ pytestmark = pytest.mark.long  # and part of make test-slurm-versions
 @pytest.fixture
 def lab(isolated_lab: SlurmLab) -> Iterator[SlurmLab]:
     yield isolated_lab
-    isolated_lab.clear(timeout_s=90)  # what Slurm missed while a link was down it asks for seldom
+    isolated_lab.clear(timeout_s=90)  # Slurm polls nodes rarely after a link was down
 
 
 def answers(lab: SlurmLab, node: str, timeout_s: float = 1.0) -> bool:
-    """The node's slurmd takes a connection."""
+    """Return whether the node's slurmd accepts a connection."""
     assert lab.network is not None
     try:
         socket.create_connection((lab.network.address(node), lab.settings.port + 1), timeout_s).close()
@@ -33,41 +33,41 @@ def answers(lab: SlurmLab, node: str, timeout_s: float = 1.0) -> bool:
     return True
 
 
-def test_each_node_has_its_own_name_and_address_and_the_user_reaches_all_of_them(lab: SlurmLab) -> None:
+def test_each_isolated_node_has_its_own_address_and_is_reachable(lab: SlurmLab) -> None:
     code = "import socket; from rrl.transport.address import own_address; print(socket.gethostname(), own_address())"
     out = lab.run_as_user(["srun", "-N5", "-n5", "--mem=100M", sys.executable, "-c", code]).stdout
     assert lab.network is not None
     assert sorted(out.splitlines()) == [f"{node} {lab.network.address(node)}" for node in lab.nodes]
-    mine = lab.run_as_user([sys.executable, "-c", code]).stdout
-    assert mine == f"{socket.gethostname()} {lab.network.controller}\n"
+    output = lab.run_as_user([sys.executable, "-c", code]).stdout
+    assert output == f"{socket.gethostname()} {lab.network.controller}\n"
 
 
-def test_a_cut_node_lives_on_unheard_is_seen_down_and_is_itself_again_when_healed(lab: SlurmLab) -> None:
+def test_cut_node_keeps_running_is_down_in_slurm_and_recovers_when_healed(lab: SlurmLab) -> None:
     step = lab.popen_as_user(["srun", "-N1", "-n1", "-w", "n2", "--mem=100M", "--no-kill", "sleep", "1003"],
                              stderr=subprocess.DEVNULL)  # fmt: skip
 
-    def asleep() -> list[int]:
-        return [pid for pid, one in slurm_processes.of_node(lab.dir, "n2").items() if one.comm == "sleep"]
+    def sleeping_pids() -> list[int]:
+        return [pid for pid, process in slurm_processes.of_node(lab.dir, "n2").items() if process.comm == "sleep"]
 
     try:
-        lab.wait_for(lambda: asleep() != [], "no step")
-        task = asleep()
+        lab.wait_for(lambda: sleeping_pids() != [], "no step")
+        task = sleeping_pids()
         assert answers(lab, "n2")
         lab.cut("n2")
         assert not answers(lab, "n2")
         assert answers(lab, "n3")
         lab.wait_states({"n2": "down*"})
-        assert asleep() == task, "Slurm cannot reach it either"
+        assert sleeping_pids() == task, "the step ended although Slurm cannot reach its node"
         assert lab.states()["n3"] == "idle"
     finally:
         lab.heal("n2")
     assert answers(lab, "n2", timeout_s=10.0)
-    lab.crash("n2")  # Slurm asks a node that it has set down every half minute; one that starts tells it at once
+    lab.crash("n2")  # Slurm polls a node that is down every half minute; a node that starts registers at once
     lab.clear()
     step.wait(timeout=60)
 
 
-def test_a_delayed_node_answers_late_and_healing_ends_that(lab: SlurmLab) -> None:
+def test_delayed_node_answers_late_until_it_is_healed(lab: SlurmLab) -> None:
     def seconds() -> float:
         began = time.monotonic()
         assert answers(lab, "n4", timeout_s=30.0)
@@ -75,11 +75,11 @@ def test_a_delayed_node_answers_late_and_healing_ends_that(lab: SlurmLab) -> Non
 
     lab.delay("n4", 50)
     try:
-        assert seconds() >= 0.1  # there and back; more is the machine's load
+        assert seconds() >= 0.1  # the round trip; the rest is the machine's load
         lab.delay("n4", 100)
         assert seconds() >= 0.2
         out = lab.run_as_user(["srun", "-n1", "-w", "n4", "--mem=100M", "head", "-c", "500000", "/dev/zero"]).stdout
-        assert len(out) == 500_000, "what is late is whole"
+        assert len(out) == 500_000, "delayed data is incomplete"
         lab.wait_states({"n4": "idle"})
     finally:
         lab.heal("n4")
@@ -88,7 +88,7 @@ def test_a_delayed_node_answers_late_and_healing_ends_that(lab: SlurmLab) -> Non
     assert [name for name in netns.left(lab.network) if name.endswith(("dn4", "en4"))] == []
 
 
-def test_nothing_of_the_network_is_left_by_a_lab_that_stops_or_is_swept() -> None:
+def test_stopped_or_swept_lab_leaves_no_network_devices() -> None:
     with SlurmLab.start(nodes=2, isolated=True) as lab:
         network = lab.network
         lab.delay("n1", 50)

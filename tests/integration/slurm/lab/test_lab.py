@@ -1,4 +1,4 @@
-"""The laboratory itself: a real cluster whose jobs have no rights, and of which nothing is left."""
+"""The lab: a real cluster whose jobs run without privileges, and which leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ LAB = (sys.executable, "-m", "rrl.tests.support.slurm.lab")
 
 @pytest.fixture(autouse=True)
 def _needs_slurm(slurm_lab: SlurmLab) -> None:
-    """Skip, or fail, as the fixture does. Its lab runs on beside those that are started here."""
+    """Skip, or fail, as ``slurm_lab`` does. Its lab keeps running beside those that the tests start."""
 
 
 def lab_command(*argv: str | Path) -> str:
     return subprocess.run([*LAB, *map(str, argv)], check=True, capture_output=True, text=True, timeout=60).stdout
 
 
-def test_a_stopped_lab_leaves_no_process_and_no_file() -> None:
+def test_stopped_lab_leaves_no_process_and_no_file() -> None:
     lab = SlurmLab.start(nodes=2)
     lab.run_as_user(["sbatch", "--wrap", "setsid sleep 1000 & sleep 1000", "-N2", "--mem=100M", "-o", "/dev/null"])
     sleeping = lab.popen_as_user(["srun", "-n1", "--mem=100M", "sleep", "1000"])
@@ -41,7 +41,7 @@ def test_a_stopped_lab_leaves_no_process_and_no_file() -> None:
     assert str(lab.dir) not in Path("/proc/net/unix").read_text()
 
 
-def test_a_lab_whose_keeper_and_supervisor_were_killed_is_swept() -> None:
+def test_lab_with_killed_owner_and_supervisor_is_swept() -> None:
     code = """
 import os, signal
 from rrl.tests.support import supervisor
@@ -58,11 +58,11 @@ os.kill(os.getpid(), signal.SIGKILL)
         assert slurm_processes.of_lab(left) == {}
 
 
-def test_jobs_run_as_a_plain_user_who_cannot_drain_a_node(slurm_lab: SlurmLab) -> None:
+def test_lab_jobs_run_as_a_plain_user_without_the_right_to_drain(slurm_lab: SlurmLab) -> None:
     assert slurm_lab.run_as_user(["srun", "-n1", "--mem=100M", "id", "-un"]).stdout == f"{slurm_lab.user}\n"
     if os.geteuid() != 0:
         return
-    if not others_can_run_us():  # a checkout in a private folder: it was warned that root submits
+    if not others_can_run_us():  # a checkout in a private folder: the lab has warned that root submits
         assert slurm_lab.user == "root"
         return
     assert slurm_lab.user != "root"
@@ -70,7 +70,7 @@ def test_jobs_run_as_a_plain_user_who_cannot_drain_a_node(slurm_lab: SlurmLab) -
         slurm_lab.run_as_user(["scontrol", "update", "nodename=n1", "state=drain", "reason=x"])
 
 
-def test_a_crash_kills_everything_of_one_node_and_nothing_else(slurm_lab: SlurmLab) -> None:
+def test_crash_kills_all_processes_of_one_node_only(slurm_lab: SlurmLab) -> None:
     script = "sleep 1001 & setsid sleep 1002 & wait"
     step = slurm_lab.popen_as_user(["srun", "-N2", "-n2", "--mem=100M", "--no-kill", "sh", "-c", script])
     try:
@@ -86,7 +86,7 @@ def test_a_crash_kills_everything_of_one_node_and_nothing_else(slurm_lab: SlurmL
         step.wait(timeout=20)
 
 
-def test_a_step_whose_memory_does_not_fit_waits_until_it_does(slurm_lab: SlurmLab) -> None:
+def test_step_without_enough_memory_waits_until_it_is_free(slurm_lab: SlurmLab) -> None:
     granted = slurm_lab.run_as_user(["salloc", "--no-shell", "-N1", "-n4", "--mem=1000M"]).stderr
     job = re.findall(r"Granted job allocation (\d+)", granted)[0]
     argv = ["srun", f"--jobid={job}", "--exact", "-n1", "-c1", "--mem=600M"]
@@ -103,7 +103,7 @@ def test_a_step_whose_memory_does_not_fit_waits_until_it_does(slurm_lab: SlurmLa
         first.wait(timeout=20)
 
 
-def test_jobs_outlive_a_controller_that_is_down_for_a_while(slurm_lab: SlurmLab) -> None:
+def test_jobs_outlive_an_outage_of_the_controller(slurm_lab: SlurmLab) -> None:
     job = slurm_lab.run_as_user(["sbatch", "--parsable", "--mem=100M", "-o", "/dev/null", "--wrap", "sleep 1007"])
     slurm_lab.wait_job(job.stdout.strip(), "RUNNING None")
     try:
@@ -115,7 +115,7 @@ def test_jobs_outlive_a_controller_that_is_down_for_a_while(slurm_lab: SlurmLab)
         slurm_lab.clear()
 
 
-def test_the_command_line_starts_uses_harms_and_stops_a_lab(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_lab_command_starts_uses_faults_and_stops_a_lab(tmp_path_factory: pytest.TempPathFactory) -> None:
     where = Path(f"/tmp/rrl-cli-{os.getpid()}")
     assert lab_command("start", "--dir", where, "--nodes", "2").startswith("2 nodes idle")
     try:
@@ -132,8 +132,8 @@ def test_the_command_line_starts_uses_harms_and_stops_a_lab(tmp_path_factory: py
     assert not where.exists()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_a_plain_user_can_have_a_lab_of_its_own(slurm_lab: SlurmLab) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_plain_user_can_start_a_lab(slurm_lab: SlurmLab) -> None:
     def own_lab() -> None:
         with SlurmLab.start(nodes=2, gpus=1) as lab:
             assert lab.user == slurm_lab.user

@@ -1,4 +1,4 @@
-"""Other versions of Slurm: what is refused, and that a lab runs the version it was asked for."""
+"""Other versions of Slurm: a lab runs the requested version, or the request is refused."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rrl.tests.support.slurm import root as slurm_root
 from rrl.tests.support.slurm.lab import ROOT_ENV, SlurmLab
 
 
-def test_a_version_that_no_suite_has_is_refused() -> None:
+def test_slurm_version_without_a_debian_suite_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"no Debian suite is known for Slurm 17.02; there are 22.05, 24.11, 26.05"):
         slurm_root.ensure("17.02")
 
 
-def test_a_machine_without_debians_tools_is_told_so_and_nothing_is_left(
+def test_machine_without_debian_tools_gets_an_error_and_keeps_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(slurm_root.ROOTS_ENV, str(tmp_path / "roots"))
@@ -26,11 +26,11 @@ def test_a_machine_without_debians_tools_is_told_so_and_nothing_is_left(
     assert [path.name for path in (tmp_path / "roots").iterdir()] == ["trixie.lock"]
 
 
-def test_a_half_made_root_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
+def test_unfinished_root_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
 
-    def make(suite: str, root: Path) -> None:
-        made.append(suite)
+    def build(suite: str, root: Path) -> None:
+        built.append(suite)
         (root / "programs").mkdir(parents=True)
         program = root / "programs/slurmctld"
         program.write_text("#!/bin/sh\necho slurm-wlm 24.11.5\n")
@@ -38,19 +38,19 @@ def test_a_half_made_root_is_made_anew(tmp_path: Path, monkeypatch: pytest.Monke
         (root / "ready").touch()
 
     monkeypatch.setenv(slurm_root.ROOTS_ENV, str(tmp_path))
-    monkeypatch.setattr(slurm_root, "_make", make)
+    monkeypatch.setattr(slurm_root, "_make", build)
     (tmp_path / "trixie").mkdir()
     (tmp_path / "trixie/half").touch()
     assert slurm_root.ensure("24.11") == tmp_path / "trixie"
     assert not (tmp_path / "trixie/half").exists()
     assert slurm_root.ensure("24.11") == tmp_path / "trixie"
-    assert made == ["trixie"]
+    assert built == ["trixie"]
     (tmp_path / "trixie/programs/slurmctld").write_text("#!/bin/sh\necho slurm-wlm 25.11.1\n")
     with pytest.raises(RuntimeError, match=r"Debian's trixie has Slurm 25.11 now, not 24.11"):
         slurm_root.ensure("24.11")
 
 
-def test_the_daemons_and_the_users_commands_are_of_the_version_that_was_asked_for(slurm_lab: SlurmLab) -> None:
+def test_daemons_and_commands_have_the_requested_slurm_version(slurm_lab: SlurmLab) -> None:
     given = os.environ.get(ROOT_ENV)
     version = slurm_root.version_of(Path(given) if given else None)
     assert slurm_lab.version == tuple(map(int, version.split(".")))

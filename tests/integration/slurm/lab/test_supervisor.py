@@ -1,4 +1,4 @@
-"""What a killed test or benchmark started ends with it, whatever killed it."""
+"""Everything that a killed test or benchmark started ends with it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_of_a_long_run(tmp_path_factory, request):
 
 
 def _started(code: str, *argv: str | Path) -> tuple[subprocess.Popen[str], Path]:
-    """A child that runs ``code``, and the path that it prints when it is ready."""
+    """Start a child that runs ``code``; return it and the path that it prints once it is ready."""
     child = subprocess.Popen([sys.executable, "-c", code, *argv], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     return child, Path(child.stdout.readline().strip())
@@ -72,7 +72,9 @@ def test_lab_of_a_killed_process_ends_with_its_jobs(slurm_lab: SlurmLab, number:
     child, lab = _started(LAB)
     try:
         wait_until(
-            lambda: {"slurmctld", "slurmd", "sleep"} <= {one.comm for one in slurm_processes.of_lab(lab).values()}
+            lambda: (
+                {"slurmctld", "slurmd", "sleep"} <= {process.comm for process in slurm_processes.of_lab(lab).values()}
+            )
         )
         _ended(child, number)
         wait_until(lambda: not slurm_processes.of_lab(lab) and not lab.exists())
@@ -120,7 +122,7 @@ def test_sigterm_tears_the_fixtures_of_a_pytest_session_down(tmp_path: Path) -> 
     ]
     child = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
     assert child.stdout is not None
-    there = Path(next(line for line in child.stdout if line.startswith("/")).strip())
-    assert there.exists()
+    kept_file = Path(next(line for line in child.stdout if line.startswith("/")).strip())
+    assert kept_file.exists()
     assert _ended(child, signal.SIGTERM) == 128 + signal.SIGTERM
-    assert not there.exists()
+    assert not kept_file.exists()

@@ -56,7 +56,7 @@ def _member(keys: RunKeys, progress: mmap.mmap, incarnation: int, where: str) ->
         if step == last and where == "digest":
             mock.patch("rrl.roles.snapshots.client.digest_of", _die).start()
         if step == last and where == "head":
-            mock.patch.object(MappedBuffer, "seal", _half_a_head).start()
+            mock.patch.object(MappedBuffer, "commit", _half_a_head).start()
         view = client.buffer(SIZE, step)  # the step before is sealed now
         struct.pack_into("<Q", progress, 0, step)
         whole = bytes([step % 251]) * _CHUNK_BYTES

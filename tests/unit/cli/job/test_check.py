@@ -193,7 +193,7 @@ def test_check_as_json_has_the_warnings_too(site: Site, capsys: pytest.CaptureFi
     [
         ({}, "", 'cluster.kind is "slurm", and there is no sbatch on PATH'),
         ({"sbatch": "exit 1", "sinfo": "echo 'fatal: Could not establish a configuration source' >&2; exit 1"}, "",
-         ":6: cluster.kind: Slurm is installed here, and no cluster is configured; use a login node"),
+         ":6: cluster.kind: Slurm is installed on this machine, but no cluster is configured; use a login node"),
         ({"sinfo": SINFO, "sbatch": "echo 'allocation failure: Invalid partition name specified' >&2; exit 1"},
          '[slurm]\npartition = "x"\n', ":25: slurm.partition: Slurm says for pool: Invalid partition name specified"),
         ({"sinfo": SINFO, "sbatch": "exit 0", "scontrol": CONFIG, "sacctmgr":

@@ -96,7 +96,7 @@ def test_a_manager_that_took_the_order_goes_on_though_its_start_was_reported_as_
 
     ended.starts = unanswered
     assert main.run(["resume", RUN, "--steps", "50"]) == 0
-    assert "though its start was reported as failed: sbatch: timed out" in capsys.readouterr().err
+    assert "although its start was reported as failed: sbatch: timed out" in capsys.readouterr().err
     assert load_job(ended.run.job_toml).run.steps == 50
 
 
@@ -130,7 +130,7 @@ def test_of_two_at_once_one_goes_on_and_the_other_is_told_so_in_one_line(
     ended.begin()
     wins, loses = ("second", "first") if "prepares" in when else ("first", "second")
     assert told[wins][0] == 0
-    ordered = "has ordered that already; should no manager take it up: rrl manage"
+    ordered = "has already requested to resume it; if no manager starts: rrl manage"
     assert told[loses] == (1, f"rrl: {RUN} could not be resumed: {getpass.getuser()} {ordered} {RUN}\n")
     steps = load_job(ended.run.job_toml).run.steps
     assert steps == (77 if wins == "second" else 50)
@@ -151,7 +151,7 @@ def test_an_order_that_no_manager_took_up_is_taken_up_by_one_that_is_started_by_
 
 def test_who_was_overtaken_by_another_resume_that_works_already_starts_nothing(ended: Ended) -> None:
     before, job = ended.everything(), load_job(ended.job)
-    with pytest.raises(RuntimeError, match="it goes on already"):
+    with pytest.raises(RuntimeError, match="it has been resumed already"):
         starting.resume(ended.run, job, ended.job.read_bytes(), ended.job, end=-1.0)
     assert (ended.everything(), ended.started) == (before, 0)
 

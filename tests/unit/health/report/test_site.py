@@ -213,7 +213,7 @@ def test_a_broken_node_is_told_with_all_that_an_administrator_needs() -> None:
     assert (one.runs, one.users) == (["code-2", "math-1"], ["anna", "ben"])
     assert one.gpu_hours_lost == 8.0
     assert "reset its GPU" in one.action
-    assert [line.text.partition(":")[0] for line in one.actions] == ["excluded", "drain_requested", "excluded"]
+    assert [line.text.partition(":")[0] for line in one.actions] == ["excluded", "drain requested", "excluded"]
     assert shlex.split(one.scontrol) == [
         "scontrol", "update", "nodename=n3", "state=drain", "reason=rrl:math-1: gpu: Xid 48: double-bit ECC error",
     ]  # fmt: skip

@@ -1,6 +1,7 @@
-"""The jobs that managers are, who queues the next one, and what keeps one in a pool.
+"""The manager's own Slurm jobs, how successors are queued, and the supervisor of a manager in a pool.
 
-Slurm's part is in tests/integration/slurm."""
+What needs a real Slurm is tested in tests/integration/slurm.
+"""
 
 from __future__ import annotations
 
@@ -25,105 +26,105 @@ from rrl.tests.support.job_toml import JOB
 RUN = "small-7"
 
 
-def view(tmp_path: Path, extra: str = "", cluster: str = "") -> RunSpec:
+def run_spec(tmp_path: Path, extra: str = "", cluster: str = "") -> RunSpec:
     path = tmp_path / "job.toml"
     path.write_text(JOB.replace('"local"', f'"slurm"\n{cluster}') + extra)
     return resolve(load_job(path), "python")
 
 
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> Path:
-    """Slurm's commands as shell scripts; each call is a line of the file that is returned."""
-    told = tmp_path / "told"
-    told.touch()
+    """Install shell scripts as Slurm's commands; return a file that gets one line for each call."""
+    log = tmp_path / "log"
+    log.touch()
     for name, script in scripts.items():
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)
-        path.write_text(f'#!/bin/sh\necho "{name} $*" >> {told}\n{script}\n')
+        path.write_text(f'#!/bin/sh\necho "{name} $*" >> {log}\n{script}\n')
         path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
-    return told
+    return log
 
 
-def test_all_managers_of_a_run_have_one_name_wait_for_each_other_and_are_not_requeued(tmp_path: Path) -> None:
+def test_manager_jobs_share_a_name_run_one_at_a_time_and_are_not_requeued(tmp_path: Path) -> None:
     extra = '[slurm]\npartition = "gpu"\naccount = "a"\n[manager]\nslurm = { partition = "cpu", exclusive = true }\n'
-    job = manager_job.parameters(RUN, view(tmp_path, extra))
+    job = manager_job.parameters(RUN, run_spec(tmp_path, extra))
     assert (job["job_name"], job["dependency"]) == (f"{RUN}.manager", "singleton")
     passed = {"no-requeue": True, "partition": "cpu", "account": "a", "exclusive": True}
     assert job["additional_parameters"] == passed
     assert job["time"] == (86400 + manager_job.WALLTIME_MARGIN_S) // 60
 
 
-def test_where_jobs_may_not_last_as_long_as_the_run_managers_and_pools_follow_each_other(tmp_path: Path) -> None:
-    small = view(tmp_path, cluster='walltime = "3d"\njob_walltime = "1d"')
-    assert (small.walltime, {part.walltime for part in small.node_groups}) == (3 * 86400.0, {86400.0})
+def test_walltime_limit_below_the_run_makes_managers_and_pools_follow_each_other(tmp_path: Path) -> None:
+    small = run_spec(tmp_path, cluster='walltime = "3d"\njob_walltime = "1d"')
+    assert (small.walltime, {node_group.walltime for node_group in small.node_groups}) == (3 * 86400.0, {86400.0})
     assert manager_job.parameters(RUN, small)["time"] == 1440
-    short = view(tmp_path, cluster='walltime = "3d"\njob_walltime = "5min"')
+    short = run_spec(tmp_path, cluster='walltime = "3d"\njob_walltime = "5min"')
     assert manager_job.parameters(RUN, short)["time"] == manager_job.MIN_WALLTIME_S // 60
 
 
-def test_a_pool_with_its_manager_is_the_pool_and_one_exec_line(tmp_path: Path) -> None:
-    text = manager_job.pool_script(RUN, view(tmp_path, '[manager]\nwhere = "pool"\n'), "/runs/small-7")
+def test_pool_script_with_manager_adds_one_exec_line(tmp_path: Path) -> None:
+    text = manager_job.pool_script(RUN, run_spec(tmp_path, '[manager]\nwhere = "pool"\n'), "/runs/small-7")
     assert f"#SBATCH --job-name={RUN}.pool\n" in text
     assert "#SBATCH --output=/runs/small-7/submit/pool.log\n" in text
     assert text.splitlines()[-1].endswith(" -P -m rrl.manager.bootstrap.pool_supervisor /runs/small-7")
 
 
-def test_a_manager_knows_the_pool_that_it_lives_in_by_its_own_jobs_name(
+def test_manager_in_pool_finds_its_allocation_by_the_name_of_its_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool, job = view(tmp_path, '[manager]\nwhere = "pool"\n'), view(tmp_path)
+    pool, job = run_spec(tmp_path, '[manager]\nwhere = "pool"\n'), run_spec(tmp_path)
     monkeypatch.setenv("SLURM_JOB_NAME", f"{RUN}.pool")
     assert manager_job.own_allocation_tag(RUN, pool) == f"{RUN}.pool"
     assert manager_job.own_allocation_tag(RUN, job) == ""
-    monkeypatch.setenv("SLURM_JOB_NAME", "bash")  # started by hand, in somebody's interactive job
+    monkeypatch.setenv("SLURM_JOB_NAME", "bash")  # started by hand, in an interactive job
     assert manager_job.own_allocation_tag(RUN, pool) == ""
 
 
-def follow(run: RunDir, job: RunSpec, queued: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def ensure_successor(run: RunDir, job: RunSpec, queued: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager_job, "STABLE_AFTER_S", 0.0)
-    monkeypatch.setattr(manager_job, "submit", lambda run, view, manage: queued())
+    monkeypatch.setattr(manager_job, "submit", lambda run, spec, manage: queued())
     asyncio.run(manager_job.ensure_successor(run, job, lambda run: None))
 
 
 @pytest.mark.parametrize(("waiting", "queued"), [("", 1), ("echo 77", 0)])
-def test_a_manager_that_goes_on_queues_the_next_one_unless_one_waits(
+def test_stable_manager_queues_a_successor_unless_one_is_pending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waiting: str, queued: int
 ) -> None:
-    told = commands(tmp_path, monkeypatch, squeue=waiting)
+    log = commands(tmp_path, monkeypatch, squeue=waiting)
     monkeypatch.setenv("SLURM_JOB_NAME", f"{RUN}.manager")
-    made: list[None] = []
-    follow(RunDir(tmp_path / RUN), view(tmp_path), lambda: made.append(None), monkeypatch)
-    assert len(made) == queued
-    assert told.read_text() == f"squeue --me -h --name={RUN}.manager -o %A -t PENDING\n"
+    submissions: list[None] = []
+    ensure_successor(RunDir(tmp_path / RUN), run_spec(tmp_path), lambda: submissions.append(None), monkeypatch)
+    assert len(submissions) == queued
+    assert log.read_text() == f"squeue --me -h --name={RUN}.manager -o %A -t PENDING\n"
 
 
 @pytest.mark.parametrize("lost", ["squeue", "sbatch"])
-def test_a_slurm_that_does_not_answer_is_asked_again_whether_the_next_one_waits(
+def test_unanswered_squeue_is_repeated_before_a_successor_is_queued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lost: str
 ) -> None:
-    away = f"[ -e {tmp_path}/asked ] || {{ touch {tmp_path}/asked; echo Socket timed out >&2; exit 1; }}"
-    commands(tmp_path, monkeypatch, squeue=away if lost == "squeue" else "")
+    fails_once = f"[ -e {tmp_path}/asked ] || {{ touch {tmp_path}/asked; echo Socket timed out >&2; exit 1; }}"
+    commands(tmp_path, monkeypatch, squeue=fails_once if lost == "squeue" else "")
     monkeypatch.setenv("SLURM_JOB_NAME", f"{RUN}.manager")
-    made: list[None] = []
+    submissions: list[None] = []
 
     def queued() -> None:
-        made.append(None)
-        if lost == "sbatch" and len(made) == 1:
+        submissions.append(None)
+        if lost == "sbatch" and len(submissions) == 1:
             raise RuntimeError("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation")
 
-    follow(RunDir(tmp_path / RUN), view(tmp_path), queued, monkeypatch)
-    assert len(made) == (1 if lost == "squeue" else 2)
+    ensure_successor(RunDir(tmp_path / RUN), run_spec(tmp_path), queued, monkeypatch)
+    assert len(submissions) == (1 if lost == "squeue" else 2)
     assert not caplog.records
 
 
-def test_a_manager_that_is_no_job_queues_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = commands(tmp_path, monkeypatch, squeue="")
+def test_manager_outside_of_a_job_queues_no_successor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = commands(tmp_path, monkeypatch, squeue="")
     monkeypatch.delenv("SLURM_JOB_NAME", raising=False)
-    follow(RunDir(tmp_path / RUN), view(tmp_path), lambda: pytest.fail("queued"), monkeypatch)
-    assert told.read_text() == ""
+    ensure_successor(RunDir(tmp_path / RUN), run_spec(tmp_path), lambda: pytest.fail("queued"), monkeypatch)
+    assert log.read_text() == ""
 
 
-def test_where_jobs_may_not_submit_jobs_the_log_says_that_this_manager_is_the_last(
+def test_forbidden_submission_from_a_job_is_logged_as_no_successor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def forbidden() -> None:
@@ -131,26 +132,24 @@ def test_where_jobs_may_not_submit_jobs_the_log_says_that_this_manager_is_the_la
 
     commands(tmp_path, monkeypatch, squeue="")
     monkeypatch.setenv("SLURM_JOB_NAME", f"{RUN}.manager")
-    follow(RunDir(tmp_path / RUN), view(tmp_path), forbidden, monkeypatch)
-    said = caplog.text
-    assert "this is the last manager that starts by itself: sbatch: error: Access/permission denied" in said
-    assert f"rrl manage {RUN}" in said
+    ensure_successor(RunDir(tmp_path / RUN), run_spec(tmp_path), forbidden, monkeypatch)
+    warning = caplog.text
+    assert "so no manager will start by itself after this one: sbatch: error: Access/permission denied" in warning
+    assert f"rrl manage {RUN}" in warning
 
 
-def test_what_waits_is_taken_from_the_queue_and_what_runs_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = commands(tmp_path, monkeypatch, scancel="", squeue="echo 77")
-    assert asyncio.run(manager_job.cancel_pending(RUN, view(tmp_path))) == ""
-    assert told.read_text() == f"scancel --state=PENDING --name={RUN}.manager\n"
-    assert not asyncio.run(manager_job.none_pending(RUN, view(tmp_path))), "one runs"
+def test_pending_manager_is_cancelled_and_a_running_one_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = commands(tmp_path, monkeypatch, scancel="", squeue="echo 77")
+    assert asyncio.run(manager_job.cancel_pending(RUN, run_spec(tmp_path))) == ""
+    assert log.read_text() == f"scancel --state=PENDING --name={RUN}.manager\n"
+    assert not asyncio.run(manager_job.none_pending(RUN, run_spec(tmp_path))), "one is running"
     commands(tmp_path, monkeypatch, scancel="", squeue="")
-    assert asyncio.run(manager_job.none_pending(RUN, view(tmp_path)))
+    assert asyncio.run(manager_job.none_pending(RUN, run_spec(tmp_path)))
     commands(tmp_path, monkeypatch, scancel="echo no >&2; exit 1")
-    assert asyncio.run(manager_job.cancel_pending(RUN, view(tmp_path))) == "scancel: no"
+    assert asyncio.run(manager_job.cancel_pending(RUN, run_spec(tmp_path))) == "scancel: no"
 
 
-def test_a_submission_from_within_a_job_is_not_shaped_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submission_from_within_a_job_ignores_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SBATCH_PARTITION", "gpu")
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
@@ -160,28 +159,26 @@ def test_a_submission_from_within_a_job_is_not_shaped_by_it(monkeypatch: pytest.
     assert os.environ["SLURM_JOB_ID"] == "7"
 
 
-def test_a_second_manager_that_cannot_be_queued_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unqueued_second_manager_gives_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [None, RuntimeError("AssocMaxSubmitJobLimit")]
 
-    def queue(run: RunDir, view: RunSpec, manage: Callable[[RunDir], object]) -> None:
+    def queue(run: RunDir, spec: RunSpec, manage: Callable[[RunDir], object]) -> None:
         if isinstance(answer := answers.pop(0), Exception):
             raise answer
 
     monkeypatch.setattr(manager_job, "submit", queue)
-    warning = starting.start_manager(RunDir(tmp_path / RUN), view(tmp_path))
-    assert warning.startswith("no second manager could be queued")
+    warning = starting.start_manager(RunDir(tmp_path / RUN), run_spec(tmp_path))
+    assert warning.startswith("cannot queue a second manager")
     assert warning.endswith(": AssocMaxSubmitJobLimit")
 
 
-def test_a_manager_whose_turn_comes_after_the_end_leaves_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_manager_that_starts_after_the_end_exits_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RUNS_ENV, str(tmp_path / "runs"))
     path = tmp_path / "job.toml"
     path.write_text(JOB)
     job: Job = load_job(path)
     run = starting.create(job, path)
-    for segment in completed(run.id).written(tmp_path / "told").journal.iterdir():
+    for segment in completed(run.id).written(tmp_path / "other").journal.iterdir():
         (run.journal / segment.name).write_bytes(segment.read_bytes())
     before = sorted(os.listdir(run.path / "journal"))
     assert starting.run_manager(run) is None
@@ -189,34 +186,34 @@ def test_a_manager_whose_turn_comes_after_the_end_leaves_at_once(
     assert os.listdir(run.epochs) == []
 
 
-def test_a_pools_script_keeps_a_manager_until_the_run_has_ended(
+def test_pool_supervisor_restarts_managers_until_the_run_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     story = Story(RUN).works()
     run = story.written(tmp_path)
-    incarnations: list[list[str]] = []
+    calls: list[list[str]] = []
 
     def call(argv: list[str]) -> int:
-        incarnations.append(argv)
-        if len(incarnations) == 3:
-            completed(RUN).written(tmp_path / "told")
-            for segment in (tmp_path / "told" / RUN / "journal").iterdir():
+        calls.append(argv)
+        if len(calls) == 3:
+            completed(RUN).written(tmp_path / "other")
+            for segment in (tmp_path / "other" / RUN / "journal").iterdir():
                 (run.journal / segment.name).write_bytes(segment.read_bytes())
             return 0
         return -9
 
     monkeypatch.setattr("subprocess.call", call)
     monkeypatch.setattr(pool_supervisor, "RESTART_DELAY_S", 0.0)
-    monkeypatch.setattr("sys.argv", ["hold", str(run.path)])
+    monkeypatch.setattr("sys.argv", ["pool_supervisor", str(run.path)])
     assert pool_supervisor.main() == 0
-    assert len(incarnations) == 3
-    assert incarnations[0][-1] == str(run.path)
-    assert caplog.text.count("the manager ended with -9 before the run did") == 2
+    assert len(calls) == 3
+    assert calls[0][-1] == str(run.path)
+    assert caplog.text.count("the manager exited with code -9 before the run ended") == 2
     assert pool_supervisor.main() == 0
-    assert len(incarnations) == 3, "a manager was started for a run that has ended"
+    assert len(calls) == 3, "a manager was started for a run that has ended"
 
 
-def test_a_journal_that_cannot_be_read_gives_no_nodes_back(
+def test_pool_supervisor_keeps_nodes_while_the_journal_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Story(RUN).works().written(tmp_path)
@@ -230,23 +227,21 @@ def test_a_journal_that_cannot_be_read_gives_no_nodes_back(
     monkeypatch.setattr(pool_supervisor, "run_ended", ended)
     monkeypatch.setattr(pool_supervisor, "RESTART_DELAY_S", 0.0)
     monkeypatch.setattr("subprocess.call", lambda argv: 1)
-    monkeypatch.setattr("sys.argv", ["hold", str(run.path)])
+    monkeypatch.setattr("sys.argv", ["pool_supervisor", str(run.path)])
     assert pool_supervisor.main() == 0
     assert [record.message for record in caplog.records][:2] == ["torn", "[Errno 116] Stale file handle"]
 
 
-def test_a_pool_whose_run_was_removed_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    incarnations: list[list[str]] = []
+def test_pool_supervisor_ends_after_the_run_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
 
     def call(argv: list[str]) -> int:
-        incarnations.append(argv)
-        assert len(incarnations) <= pool_supervisor.MAX_FUTILE_STARTS, (
-            "the pool is held for a run that nobody can manage"
-        )
+        calls.append(argv)
+        assert len(calls) <= pool_supervisor.MAX_FUTILE_STARTS, "the pool is held for a removed run"
         return 1
 
     monkeypatch.setattr("subprocess.call", call)
     monkeypatch.setattr(pool_supervisor, "RESTART_DELAY_S", 0.0)
-    monkeypatch.setattr("sys.argv", ["hold", str(tmp_path / "removed")])
+    monkeypatch.setattr("sys.argv", ["pool_supervisor", str(tmp_path / "removed")])
     assert pool_supervisor.main() == 1
-    assert len(incarnations) == pool_supervisor.MAX_FUTILE_STARTS
+    assert len(calls) == pool_supervisor.MAX_FUTILE_STARTS

@@ -1,4 +1,4 @@
-"""What a real Slurm would not take, told with the key of job.toml to change, and nothing started."""
+"""What a real Slurm would reject is reported with the key of job.toml to change, and nothing is started."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def lab(slurm_lab: SlurmLab) -> Iterator[SlurmLab]:
     assert slurm_lab.jobs() == [], "something was started"
 
 
-def tried(lab: SlurmLab, tomls: dict[str, str]) -> dict[str, list[Problem]]:
-    """The troubles with each job.toml, as the plain user is told."""
+def problems_of(lab: SlurmLab, tomls: dict[str, str]) -> dict[str, list[Problem]]:
+    """Return the problems of each job.toml, as a plain user gets them."""
     folder = lab.user_home / "trial"
-    found: dict[str, list[Problem]] = {}
+    results: dict[str, list[Problem]] = {}
     path = Path(folder, "found")
 
-    def ask() -> None:
+    def check() -> None:
         folder.mkdir(exist_ok=True)
         answers = {}
         for name, toml in tomls.items():
@@ -40,21 +40,21 @@ def tried(lab: SlurmLab, tomls: dict[str, str]) -> dict[str, list[Problem]]:
             answers[name] = asyncio.run(check_with_slurm(load_job(folder / f"{name}.toml")))
         path.write_bytes(msgspec.json.encode(answers))
 
-    lab.call_as_user(ask)
-    found = msgspec.json.decode(path.read_bytes(), type=dict[str, list[Problem]])
-    return found
+    lab.call_as_user(check)
+    results = msgspec.json.decode(path.read_bytes(), type=dict[str, list[Problem]])
+    return results
 
 
-def test_every_form_of_a_sound_job_would_be_taken(lab: SlurmLab) -> None:
+def test_valid_job_of_every_form_passes_preflight(lab: SlurmLab) -> None:
     het = SLURM.replace(FORM, 'form = "hetjob"\none_node_components = true')
     forms = {"pool": SLURM, "replica": SLURM.replace(FORM, 'form = "replica"'), "hetjob": het}
-    assert tried(lab, forms) == {"pool": [], "replica": [], "hetjob": []}
+    assert problems_of(lab, forms) == {"pool": [], "replica": [], "hetjob": []}
 
 
-def test_a_mistake_is_told_with_its_key_and_slurms_words(lab: SlurmLab) -> None:
+def test_mistake_is_reported_with_its_key_and_slurms_message(lab: SlurmLab) -> None:
     own = '[roles.rollout]\nslurm.partition = "spot"'
     replica = SLURM.replace(FORM, 'form = "replica"').replace("[roles.rollout]", own)
-    found = tried(lab, {
+    results = problems_of(lab, {
         "partition": SLURM + '[slurm]\npartition = "nowhere"\n',
         "manager": SLURM + '[manager]\nslurm = { partition = "nowhere" }\n',
         "constraint": SLURM + '[slurm]\nconstraint = "v100"\n',
@@ -63,9 +63,12 @@ def test_a_mistake_is_told_with_its_key_and_slurms_words(lab: SlurmLab) -> None:
         "typed": SLURM + '[slurm]\ngres = "gpu:a100:1"\n',
         "role": replica,
     })  # fmt: skip
-    told = {name: [(".".join(one.key), one.text, one.certain) for one in those] for name, those in found.items()}
+    reported = {
+        name: [(".".join(problem.key), problem.text, problem.certain) for problem in problems]
+        for name, problems in results.items()
+    }
     invalid = "Slurm says for {}: invalid partition specified: {}; Invalid partition name specified"
-    assert told == {
+    assert reported == {
         "partition": [("slurm.partition", invalid.format("pool", "nowhere"), True)],
         "manager": [("manager.slurm.partition", invalid.format("the manager's job", "nowhere"), True)],
         "constraint": [("slurm.constraint", "Slurm says for pool: Invalid feature specification", True)],
@@ -76,16 +79,19 @@ def test_a_mistake_is_told_with_its_key_and_slurms_words(lab: SlurmLab) -> None:
     }
 
 
-def test_more_than_a_partition_has_is_told_in_figures(lab: SlurmLab) -> None:
+def test_request_beyond_the_partition_is_reported_with_numbers(lab: SlurmLab) -> None:
     has = "partition main has 5 of 8 CPUs, 8000 MiB, 2 GPUs"
     three = 'replicas = 2\ngpus = 3\nengine = "vllm"\nvllm = { tensor_parallel_size = 3 }'
-    found = tried(lab, {
+    results = problems_of(lab, {
         "cpus": SLURM.replace("cpus = 2", "cpus = 9"), "mem": SLURM.replace("1GiB", "9GiB"),
         "gpus": SLURM.replace("cpus = 2", "cpus = 2, gpus = 3"), "nodes": SLURM.replace("replicas = 2", "replicas = 9"),
         "rollout": SLURM.replace(FORM, 'form = "replica"').replace("replicas = 2", three),
     })  # fmt: skip
-    told = {name: [(".".join(one.key), one.text, one.certain) for one in those] for name, those in found.items()}
-    assert told == {
+    reported = {
+        name: [(".".join(problem.key), problem.text, problem.certain) for problem in problems]
+        for name, problems in results.items()
+    }
+    assert reported == {
         "cpus": [("cluster.node.cpus", f"5 nodes of 9 CPUs, 1024 MiB for pool: {has}", True)],
         "mem": [("cluster.node.mem", f"4 nodes of 2 CPUs, 9216 MiB for pool: {has}", True)],
         "gpus": [("cluster.node.gpus", f"5 nodes of 2 CPUs, 1024 MiB, 3 GPUs for pool: {has}", True)],
@@ -94,43 +100,45 @@ def test_more_than_a_partition_has_is_told_in_figures(lab: SlurmLab) -> None:
     }
 
 
-def test_what_slurm_would_let_wait_for_ever_is_told_too(lab: SlurmLab) -> None:
+def test_request_that_would_stay_pending_forever_is_reported(lab: SlurmLab) -> None:
     lab.slurm("scontrol", "create", "partitionname=short", "nodes=n[1-5]", "maxtime=10", "maxnodes=2")
     try:
-        (found,) = tried(lab, {"short": SLURM + '[slurm]\npartition = "short"\n'}).values()
+        (results,) = problems_of(lab, {"short": SLURM + '[slurm]\npartition = "short"\n'}).values()
     finally:
         lab.slurm("scontrol", "delete", "partitionname=short")
-    assert [(".".join(one.key), one.text, one.certain) for one in found] == [
+    assert [(".".join(problem.key), problem.text, problem.certain) for problem in results] == [
         ("cluster.walltime", "1d for pool: partition short allows 10min", True),
         ("cluster", "5 nodes for pool: partition short allows a job 2", True),
     ]
 
 
-def test_nodes_that_are_only_down_now_are_no_mistake(lab: SlurmLab) -> None:
+def test_nodes_that_are_down_at_present_are_not_a_certain_problem(lab: SlurmLab) -> None:
     lab.slurm("scontrol", "update", "nodename=n[2-5]", "state=drain", "reason=test")
     try:
-        (found,) = tried(lab, {"pool": SLURM}).values()
+        (results,) = problems_of(lab, {"pool": SLURM}).values()
     finally:
         lab.slurm("scontrol", "update", "nodename=n[2-5]", "state=resume")
         lab.clear()
-    assert [one.certain for one in found] == [False]
-    assert "so many of its nodes are not up now; it would wait for them" in found[0].text
+    assert [problem.certain for problem in results] == [False]
+    assert "fewer nodes are up at present; the job would wait for them" in results[0].text
 
 
-def test_a_slurm_that_does_not_answer_has_said_nothing(lab: SlurmLab) -> None:
+def test_unanswered_check_is_not_a_certain_problem(lab: SlurmLab) -> None:
     with lab.controller_stopped():
-        (found,) = tried(lab, {"pool": SLURM}).values()
-    assert [one.certain for one in found] == [False]
-    assert found[0].text.startswith("Slurm cannot be asked: sinfo: ")
+        (results,) = problems_of(lab, {"pool": SLURM}).values()
+    assert [problem.certain for problem in results] == [False]
+    assert results[0].text.startswith("cannot check the job with Slurm: sinfo: ")
 
 
-def test_an_unknown_account_and_qos_are_told_where_accounts_are_enforced(accounting_lab: SlurmLab) -> None:
+def test_unknown_account_and_qos_are_reported_where_accounts_are_enforced(accounting_lab: SlurmLab) -> None:
     small = SLURM.replace("replicas = 2", "exclusive = false").replace('2, mem = "1GiB"', '4, mem = "4GiB"')
     small = small.replace("[roles.rollout]", "[roles.trainer]\nexclusive = false\n[roles.rollout]")
-    found = tried(accounting_lab, {
+    results = problems_of(accounting_lab, {
         "account": small + '[slurm]\naccount = "nobody"\n', "qos": small + '[slurm]\nqos = "golden"\n',
     })  # fmt: skip
-    told = {name: [".".join(one.key) for one in those if one.certain] for name, those in found.items()}
-    assert told == {"account": ["slurm.account"], "qos": ["slurm.qos"]}
-    assert "Invalid account" in found["account"][0].text
-    assert "Invalid qos specification" in found["qos"][0].text
+    reported = {
+        name: [".".join(problem.key) for problem in problems if problem.certain] for name, problems in results.items()
+    }
+    assert reported == {"account": ["slurm.account"], "qos": ["slurm.qos"]}
+    assert "Invalid account" in results["account"][0].text
+    assert "Invalid qos specification" in results["qos"][0].text

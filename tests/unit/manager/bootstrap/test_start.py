@@ -1,4 +1,4 @@
-"""From a job spec to a manager: what is left when that fails, and what follows a manager that ends by an error."""
+"""From a job spec to a manager: what a failed start leaves, and how a manager that raised is started again."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def job(source: Path) -> Job:
     return load_job(source)
 
 
-def test_two_runs_of_one_second_have_two_ids(job: Job, source: Path) -> None:
+def test_runs_created_in_the_same_second_have_different_ids(job: Job, source: Path) -> None:
     runs = [start.create(job, source) for _ in range(5)]
     assert len({run.id for run in runs}) == 5
     assert all(run.path.stat().st_mode & 0o777 == 0o700 for run in runs)
 
 
-def test_a_manager_that_cannot_be_started_leaves_no_run_and_says_why(
+def test_failed_start_leaves_no_run_and_names_the_cause(
     job: Job, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(run: RunDir, view: RunSpec) -> str:
+    def fail(run: RunDir, spec: RunSpec) -> str:
         raise OSError("no such partition")
 
     monkeypatch.setattr(start, "start_manager", fail)
@@ -50,7 +50,7 @@ def test_a_manager_that_cannot_be_started_leaves_no_run_and_says_why(
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_a_run_directory_that_becomes_full_while_it_is_made_is_removed(
+def test_disk_full_during_creation_removes_the_run_directory(
     job: Job, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, data: bytes, mode: int = 0o600) -> None:
@@ -62,43 +62,43 @@ def test_a_run_directory_that_becomes_full_while_it_is_made_is_removed(
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_a_submission_that_dies_tells_its_last_words(job: Job, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_local_submission_reports_its_last_line(job: Job, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start.create(job, source)
-    monkeypatch.setattr(start, "LOCAL_TIMEOUT_MIN", None)  # submitit cannot reckon with it
+    monkeypatch.setattr(start, "LOCAL_TIMEOUT_MIN", None)  # makes submitit raise a TypeError
     with pytest.raises(OSError, match=r"^TypeError: "):
         start.start_manager(run, resolve(job, "python"))
 
 
-def test_a_manager_that_ended_by_an_error_of_its_own_is_followed_by_another(
+def test_manager_that_raised_is_started_again(
     job: Job, source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ends: list[Exception | Outcome] = [ZeroDivisionError("a bug"), OSError("storage"), Outcome.COMPLETED]
 
-    async def one(run: RunDir, foreground: bool) -> Outcome:
+    async def run_once(run: RunDir, foreground: bool) -> Outcome:
         end = ends.pop(0)
         if isinstance(end, Exception):
             raise end
         return end
 
-    monkeypatch.setattr(start, "_run", one)
+    monkeypatch.setattr(start, "_run", run_once)
     monkeypatch.setattr(start, "RETRY_DELAY_S", 0.0)
     assert start.run_manager(start.create(job, source)) == "completed"
     assert "ZeroDivisionError: a bug" in caplog.text
 
 
-@pytest.mark.parametrize(("error", "incarnations"), [(LeaseHeld("another lives"), 1), (ZeroDivisionError(), 4)])
-def test_it_is_not_followed_for_ever_nor_where_another_lives(
-    job: Job, source: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, incarnations: int
+@pytest.mark.parametrize(("error", "starts"), [(LeaseHeld("another is running"), 1), (ZeroDivisionError(), 4)])
+def test_manager_retries_are_limited_and_end_if_another_holds_the_lease(
+    job: Job, source: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, starts: int
 ) -> None:
-    begun = 0
+    started = 0
 
-    async def one(run: RunDir, foreground: bool) -> None:
-        nonlocal begun
-        begun += 1
+    async def run_once(run: RunDir, foreground: bool) -> None:
+        nonlocal started
+        started += 1
         raise error
 
-    monkeypatch.setattr(start, "_run", one)
+    monkeypatch.setattr(start, "_run", run_once)
     monkeypatch.setattr(start, "RETRY_DELAY_S", 0.0)
     with pytest.raises(type(error)):
         start.run_manager(start.create(job, source))
-    assert begun == incarnations
+    assert started == starts

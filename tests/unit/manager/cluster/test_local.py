@@ -1,3 +1,5 @@
+"""The local cluster, with real processes as steps."""
+
 from __future__ import annotations
 
 import asyncio
@@ -45,77 +47,77 @@ def step_of(at: Lab, launch: Launch, allocation: str = "pool", agent: bool = Fal
 
 
 def play(tmp_path: Path, story: Callable[[Lab, LocalCluster], Awaitable[None]], nodes: int | None = None) -> None:
-    async def scene(at: Lab) -> None:
+    async def run_story(at: Lab) -> None:
         cluster = LocalCluster(at.run, nodes)
         await story(at, cluster)
         await cluster.close()
 
     with lab(tmp_path) as at:
-        asyncio.run(scene(at))
+        asyncio.run(run_story(at))
 
 
 async def steps(cluster: LocalCluster) -> dict[str, NodeName]:
-    seen = await cluster.observe()
-    assert seen.steps is not None
-    return seen.steps
+    snapshot = await cluster.observe()
+    assert snapshot.steps is not None
+    return snapshot.steps
 
 
 async def nodes_of(cluster: LocalCluster, tag: str) -> tuple[NodeName, ...]:
-    seen = await cluster.observe()
-    assert seen.allocations is not None
-    return seen.allocations[tag].nodes
+    snapshot = await cluster.observe()
+    assert snapshot.allocations is not None
+    return snapshot.allocations[tag].nodes
 
 
-async def until_unlisted(cluster: LocalCluster) -> None:
-    """No step is listed any more."""
+async def wait_until_unlisted(cluster: LocalCluster) -> None:
+    """Wait until no step is listed."""
     async with asyncio.timeout(TIMEOUT_S):
         while await steps(cluster):
             await asyncio.sleep(0.01)
 
 
-async def wanted(manager: Manager, launch: Launch) -> None:
+async def wait_for_admission(manager: Manager, launch: Launch) -> None:
     await manager.wait_for(AdmissionRequest, lambda message: message.tag == launch.tag)
 
 
-async def running(at: Lab, launch: Launch, count: int) -> None:
-    """So many processes of this step live."""
+async def wait_for_processes(at: Lab, launch: Launch, count: int) -> None:
+    """Wait until the step has ``count`` processes."""
     await eventually(lambda: len(at.processes(launch)) == count, f"{count} processes of {launch.tag}")
 
 
-def test_nodes_are_handed_out_lowest_first_without_the_excluded_the_taken_and_those_down(tmp_path: Path) -> None:
+def test_request_gets_the_lowest_free_nodes_that_are_up_and_not_excluded(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         await cluster.request(allocation_request("pool", 2, "local2"))
         crash(at.run, NodeName("local4"))
         await cluster.request(allocation_request("more", 2))
-        seen = await cluster.observe()
-        assert seen.allocations == {
+        snapshot = await cluster.observe()
+        assert snapshot.allocations == {
             "pool": AllocationStatus(AllocationState.RUNNING, "pool", (NodeName("local1"), NodeName("local3"))),
             "more": AllocationStatus(AllocationState.RUNNING, "more", (NodeName("local2"), NodeName("local5"))),
         }
-        assert seen.nodes is not None
-        assert seen.nodes[NodeName("local1")].state is NodeState.UP
-        assert seen.nodes[NodeName("local4")] == NodeStatus(NodeState.DOWN, "marked down")
+        assert snapshot.nodes is not None
+        assert snapshot.nodes[NodeName("local1")].state is NodeState.UP
+        assert snapshot.nodes[NodeName("local4")] == NodeStatus(NodeState.DOWN, "marked down")
 
     play(tmp_path, story)
 
 
-def test_a_request_that_cannot_be_met_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_request_beyond_the_free_nodes_is_refused_without_a_record(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
-        with pytest.raises(Refused, match="4 nodes wanted, 3 of 3"):
+        with pytest.raises(Refused, match="4 nodes requested, 3 of 3"):
             await cluster.request(allocation_request("pool", 4))
         await cluster.request(allocation_request("pool", 3))
-        with pytest.raises(Refused, match="1 nodes wanted, 0 of 3"):
+        with pytest.raises(Refused, match="1 nodes requested, 0 of 3"):
             await cluster.request(allocation_request("spare", 1))
         await cluster.release("pool")
         await cluster.request(allocation_request("spare", 1))
-        seen = await cluster.observe()
-        assert seen.allocations is not None
-        assert seen.allocations.keys() == {"spare"}
+        snapshot = await cluster.observe()
+        assert snapshot.allocations is not None
+        assert snapshot.allocations.keys() == {"spare"}
 
     play(tmp_path, story, nodes=3)
 
 
-def test_asking_again_with_the_same_tag_gives_the_same_nodes(tmp_path: Path) -> None:
+def test_repeated_request_with_the_same_tag_keeps_its_nodes(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         await cluster.request(allocation_request("pool", 2))
         await cluster.request(allocation_request("pool", 2))
@@ -124,26 +126,26 @@ def test_asking_again_with_the_same_tag_gives_the_same_nodes(tmp_path: Path) -> 
     play(tmp_path, story)
 
 
-def test_a_launched_step_runs_and_is_listed_until_it_ends(tmp_path: Path) -> None:
+def test_launched_step_is_listed_until_it_ends(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager() as manager:
             await cluster.request(allocation_request("pool", 2))
             launch = at.launch("sh", "-c", "read line < go", node="local2")
             os.mkfifo(at.run.path / "go")
             await cluster.launch(step_of(at, launch))
-            await wanted(manager, launch)
+            await wait_for_admission(manager, launch)
             await cluster.release_launcher(launch.tag)
             assert await steps(cluster) == {launch.tag: "local2"}
             await asyncio.to_thread((at.run.path / "go").write_text, "\n")
             assert (await manager.wait_for(StepExit)).code == 0
-            await until_unlisted(cluster)
-            with pytest.raises(Refused, match="launched before"):
+            await wait_until_unlisted(cluster)
+            with pytest.raises(Refused, match="already been launched"):
                 await cluster.launch(step_of(at, launch))
 
     play(tmp_path, story)
 
 
-def test_an_agent_is_launched_like_a_step(tmp_path: Path) -> None:
+def test_agent_is_launched_like_a_step(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager() as manager:
             await cluster.request(allocation_request("pool", 1))
@@ -158,7 +160,7 @@ def test_an_agent_is_launched_like_a_step(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_a_launch_that_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_impossible_launch_is_refused(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         await cluster.request(allocation_request("pool", 2))
         crash(at.run, NodeName("local2"))
@@ -173,19 +175,19 @@ def test_a_launch_that_cannot_be_is_refused(tmp_path: Path) -> None:
         assert await steps(cluster) == {}
         launch = at.launch(*SLEEP)
         await cluster.launch(step_of(at, launch))
-        with pytest.raises(Refused, match="launched before"):
+        with pytest.raises(Refused, match="already been launched"):
             await cluster.launch(step_of(at, launch))
 
     play(tmp_path, story)
 
 
-def test_a_stopped_step_leaves_its_record_and_nothing_else(tmp_path: Path) -> None:
+def test_stopped_step_leaves_its_exit_record_and_no_process(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager():
             await cluster.request(allocation_request("pool", 1))
             launch = at.launch(*DAEMON)
             await cluster.launch(step_of(at, launch))
-            await running(at, launch, 3)
+            await wait_for_processes(at, launch, 3)
             await cluster.stop(launch.tag, grace=5.0)
             assert at.processes(launch) == []
             assert await steps(cluster) == {}
@@ -199,7 +201,9 @@ def test_a_stopped_step_leaves_its_record_and_nothing_else(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("victim", ["frozen", "dead"])
-def test_a_step_that_cannot_obey_is_swept(tmp_path: Path, victim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_that_ignores_sigterm_is_killed_with_its_processes(
+    tmp_path: Path, victim: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rrl.manager.cluster.local.STOP_MARGIN_S", 0.1)
 
     async def story(at: Lab, cluster: LocalCluster) -> None:
@@ -207,7 +211,7 @@ def test_a_step_that_cannot_obey_is_swept(tmp_path: Path, victim: str, monkeypat
             await cluster.request(allocation_request("pool", 1))
             launch = at.launch(*DAEMON)
             await cluster.launch(step_of(at, launch))
-            await running(at, launch, 3)
+            await wait_for_processes(at, launch, 3)
             first = next(process for process in at.processes(launch) if process.module)
             os.kill(first.pid, signal.SIGSTOP if victim == "frozen" else signal.SIGKILL)
             await cluster.stop(launch.tag, grace=0.1)
@@ -216,14 +220,14 @@ def test_a_step_that_cannot_obey_is_swept(tmp_path: Path, victim: str, monkeypat
     play(tmp_path, story)
 
 
-def test_an_unkillable_step_is_unanswered_and_stays_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unkillable_step_is_unanswered_and_keeps_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         await cluster.request(allocation_request("pool", 1))
         launch = at.launch(*SLEEP)
         await cluster.launch(step_of(at, launch))
         with monkeypatch.context() as patch:
             patch.setattr("rrl.manager.cluster.local.sweep", lambda find, within: (list(find()), list(find())))
-            with pytest.raises(Unanswered, match="does not end"):
+            with pytest.raises(Unanswered, match="has not ended"):
                 await cluster.release("pool")
         assert await steps(cluster) == {launch.tag: "local1"}
         assert await nodes_of(cluster, "pool") == ("local1",)
@@ -232,31 +236,31 @@ def test_an_unkillable_step_is_unanswered_and_stays_on_record(tmp_path: Path, mo
     play(tmp_path, story)
 
 
-def test_a_release_leaves_nothing_of_its_allocation_and_touches_no_other(tmp_path: Path) -> None:
+def test_release_ends_its_allocation_and_no_other(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager():
             await cluster.request(allocation_request("pool", 2))
             await cluster.request(allocation_request("other", 1))
-            held = [at.launch(*DAEMON, replica=f"rollout/{n}", node=f"local{n + 1}") for n in range(2)]
+            released = [at.launch(*DAEMON, replica=f"rollout/{n}", node=f"local{n + 1}") for n in range(2)]
             other = at.launch(*DAEMON, replica="trainer/0", node="local3")
-            for launch in held:
+            for launch in released:
                 await cluster.launch(step_of(at, launch))
             await cluster.launch(step_of(at, other, allocation="other"))
-            for launch in (*held, other):
-                await running(at, launch, 3)
+            for launch in (*released, other):
+                await wait_for_processes(at, launch, 3)
             await cluster.release("pool")
-            assert [at.processes(launch) for launch in held] == [[], []]
+            assert [at.processes(launch) for launch in released] == [[], []]
             assert len(at.processes(other)) == 3
-            seen = await cluster.observe()
-            assert seen.allocations is not None
-            assert seen.allocations.keys() == {"other"}
+            snapshot = await cluster.observe()
+            assert snapshot.allocations is not None
+            assert snapshot.allocations.keys() == {"other"}
             await cluster.release("pool")
 
     play(tmp_path, story)
 
 
-def test_the_next_manager_finds_the_steps_of_a_killed_one(tmp_path: Path) -> None:
-    """The first one runs in a process of its own and is killed -9."""
+def test_steps_of_a_killed_manager_are_found_by_the_next_one(tmp_path: Path) -> None:
+    """The first manager runs in its own process and is killed with SIGKILL."""
     code = """
 import asyncio, sys, pathlib
 from rrl.manager.cluster.local import LocalCluster
@@ -285,12 +289,12 @@ asyncio.run(main())
             await killed.wait()
             record = at.run.cluster / "steps" / f"{unrecorded.tag}.json"
             half = record.read_text().replace('"pid":', '"was":').replace('"started":', '"then":')
-            record.write_text(half)  # as if it had died before it could write who was started
+            record.write_text(half)  # as if it had died before it recorded the process id
             for launch in (recorded, unrecorded):
-                await wanted(manager, launch)
-                await running(at, launch, 3)
+                await wait_for_admission(manager, launch)
+                await wait_for_processes(at, launch, 3)
             assert await steps(cluster) == {recorded.tag: "local1", unrecorded.tag: "local1"}
-            with pytest.raises(Refused, match="launched before"):
+            with pytest.raises(Refused, match="already been launched"):
                 await cluster.launch(step_of(at, unrecorded))
             await cluster.release("pool")
             assert at.processes() == []
@@ -298,7 +302,7 @@ asyncio.run(main())
     play(tmp_path, story)
 
 
-def test_a_launch_that_never_came_to_be_may_be_made_again(tmp_path: Path) -> None:
+def test_launch_without_a_process_may_be_repeated(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager() as manager:
             await cluster.request(allocation_request("pool", 1))
@@ -314,21 +318,21 @@ def test_a_launch_that_never_came_to_be_may_be_made_again(tmp_path: Path) -> Non
     play(tmp_path, story)
 
 
-def test_a_crashed_node_takes_everything_on_it_and_nothing_else(tmp_path: Path) -> None:
+def test_node_marked_down_loses_its_steps_and_no_others(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager():
             await cluster.request(allocation_request("pool", 2))
-            one, two = (at.launch(*DAEMON, replica=f"rollout/{n}", node=f"local{n}") for n in (1, 2))
-            for launch in (one, two):
+            first, second = (at.launch(*DAEMON, replica=f"rollout/{n}", node=f"local{n}") for n in (1, 2))
+            for launch in (first, second):
                 await cluster.launch(step_of(at, launch))
-                await running(at, launch, 3)
+                await wait_for_processes(at, launch, 3)
             await asyncio.to_thread(crash, at.run, NodeName("local1"))
             assert processes_on(at.run, NodeName("local1")) == []
-            assert len(at.processes(two)) == 3
-            seen = await cluster.observe()
-            assert seen.steps == {two.tag: "local2"}
-            assert seen.nodes is not None
-            assert seen.nodes[NodeName("local1")].state is NodeState.DOWN
+            assert len(at.processes(second)) == 3
+            snapshot = await cluster.observe()
+            assert snapshot.steps == {second.tag: "local2"}
+            assert snapshot.nodes is not None
+            assert snapshot.nodes[NodeName("local1")].state is NodeState.DOWN
 
     play(tmp_path, story)
 
@@ -339,14 +343,14 @@ def test_steps_outlive_the_cluster_object(tmp_path: Path) -> None:
             await cluster.request(allocation_request("pool", 1))
             launch = at.launch(*SLEEP)
             await cluster.launch(step_of(at, launch))
-            await running(at, launch, 2)
+            await wait_for_processes(at, launch, 2)
             await cluster.close()
             assert len(at.processes(launch)) == 2
 
     play(tmp_path, story)
 
 
-def test_an_ended_step_leaves_no_zombie(tmp_path: Path) -> None:
+def test_ended_step_leaves_no_zombie(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager() as manager:
             await cluster.request(allocation_request("pool", 1))
@@ -359,20 +363,20 @@ def test_an_ended_step_leaves_no_zombie(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_records_that_cannot_be_read_are_unknown_and_not_gone(tmp_path: Path) -> None:
+def test_unreadable_records_make_the_snapshot_unknown(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         await cluster.request(allocation_request("pool", 1))
         (at.run.cluster / "pool.json").write_text("garbage")
-        seen = await cluster.observe()
-        assert (seen.nodes, seen.allocations, seen.steps) == (None, None, None)
-        assert "pool" in seen.unknown or "JSON" in seen.unknown
+        snapshot = await cluster.observe()
+        assert (snapshot.nodes, snapshot.allocations, snapshot.steps) == (None, None, None)
+        assert "pool" in snapshot.unknown or "JSON" in snapshot.unknown
         with pytest.raises(Refused):
             await cluster.launch(step_of(at, at.launch(*SLEEP)))
 
     play(tmp_path, story)
 
 
-def test_a_harmed_node_dies_with_everything_on_it_and_is_back_after_its_time(tmp_path: Path) -> None:
+def test_injected_crash_kills_the_nodes_processes_and_ends_after_its_time(tmp_path: Path) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         async with at.manager():
             await cluster.request(allocation_request("pool", 2))
@@ -381,11 +385,14 @@ def test_a_harmed_node_dies_with_everything_on_it_and_is_back_after_its_time(tmp
                 await cluster.launch(step_of(at, launch))
                 await eventually(lambda launch=launch: len(at.processes(launch)) == 3)  # type: ignore[misc]
             crash = Fault("f0", FaultKind.CRASH, "local1", seconds=2.0)
-            assert await cluster.inject_fault(crash) == "local1 is down, 3 processes of it were killed"
+            assert await cluster.inject_fault(crash) == "local1 is marked down and 3 of its processes were killed"
             assert (at.processes(launches[0]), len(at.processes(launches[1]))) == ([], 3)
-            seen = (await cluster.observe()).nodes
-            assert seen is not None
-            assert (seen[NodeName("local1")].state, seen[NodeName("local2")].state) == (NodeState.DOWN, NodeState.UP)
+            snapshot = (await cluster.observe()).nodes
+            assert snapshot is not None
+            assert (snapshot[NodeName("local1")].state, snapshot[NodeName("local2")].state) == (
+                NodeState.DOWN,
+                NodeState.UP,
+            )
             deadline = asyncio.get_running_loop().time() + TIMEOUT_S
             while ((await cluster.observe()).nodes or {})[NodeName("local1")].state is NodeState.DOWN:
                 assert asyncio.get_running_loop().time() < deadline
@@ -396,9 +403,15 @@ def test_a_harmed_node_dies_with_everything_on_it_and_is_back_after_its_time(tmp
 
 @pytest.mark.parametrize(
     ("kind", "node", "why"),
-    [(FaultKind.CUT, "local1", "no network"), (FaultKind.OUTAGE, "", "slurmctld"), (FaultKind.CRASH, "n9", "n9 is in")],
+    [
+        (FaultKind.CUT, "local1", "inject cut"),
+        (FaultKind.OUTAGE, "", "inject outage"),
+        (FaultKind.CRASH, "n9", "n9 is in"),
+    ],
 )
-def test_what_cannot_be_harmed_here_is_refused(tmp_path: Path, kind: FaultKind, node: str, why: str) -> None:
+def test_fault_that_the_local_cluster_cannot_inject_is_refused(
+    tmp_path: Path, kind: FaultKind, node: str, why: str
+) -> None:
     async def story(at: Lab, cluster: LocalCluster) -> None:
         await cluster.request(allocation_request("pool", 1))
         with pytest.raises(Refused, match=why):

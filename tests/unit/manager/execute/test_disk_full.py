@@ -1,3 +1,5 @@
+"""Filling the run directory's disk and freeing it again."""
+
 from __future__ import annotations
 
 import errno
@@ -21,54 +23,54 @@ def run(tmp_path: Path) -> RunDir:
     return made
 
 
-def test_where_others_have_much_room_none_is_taken(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_with_much_free_space_is_not_filled(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fault_injection, "MAX_FILL_BYTES", 0)
-    with pytest.raises(Refused, match=r"GiB are free on the file system of .*run-1, and no more than 0 GiB"):
+    with pytest.raises(Refused, match=r"GiB are free on the file system of .*run-1; rrl fills at most 0 GiB"):
         fault_injection.fill_disk(run)
     assert not run.disk_filler.exists()
 
 
-def test_a_run_directory_that_is_away_is_refused(tmp_path: Path) -> None:
+def test_unavailable_run_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="No such file"):
         fault_injection.fill_disk(RunDir(tmp_path / "nothing"))
 
 
-def test_the_file_is_written_to_the_last_byte_and_given_back(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    room = 3 * 2**20 + 5000
+def test_disk_filler_takes_the_last_byte_and_is_removed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    capacity = 3 * 2**20 + 5000
     write = os.write
 
     def bounded(fd: int, data: bytes) -> int:
-        if os.fstat(fd).st_size + len(data) > room:
+        if os.fstat(fd).st_size + len(data) > capacity:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(fd, data)
 
     monkeypatch.setattr(fault_injection, "MAX_FILL_BYTES", 2**60)
     monkeypatch.setattr(os, "write", bounded)
-    assert fault_injection.fill_disk(run) == f"{run.disk_filler} takes 3.0 MiB: nothing is left"
-    assert run.disk_filler.stat().st_size == room
+    assert fault_injection.fill_disk(run) == f"{run.disk_filler} takes 3.0 MiB; no space is left"
+    assert run.disk_filler.stat().st_size == capacity
     assert fault_injection.remove_disk_filler(run)
     assert not run.disk_filler.exists()
     assert not fault_injection.remove_disk_filler(run)
 
 
-FILLS_A_REAL_ONE = """
+FILL_REAL_FILE_SYSTEM = """
 import subprocess, sys
 from pathlib import Path
-from rrl.manager.execute import fault_injection as ballast
+from rrl.manager.execute import fault_injection
 from rrl.core.run_dir import RunDir
 run = RunDir(Path(sys.argv[1]))
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", run.path], check=True)
 try:
-    (run.path / "held").write_bytes(b"1" * 1000)
-    ballast.fill(run)
+    (run.path / "existing").write_bytes(b"1" * 1000)
+    fault_injection.fill_disk(run)
     try:
         (run.path / "more").write_bytes(b"1" * 100_000)
-        raise SystemExit("there is room left")
+        raise SystemExit("there is space left")
     except OSError as error:
         print(error.strerror)
-    ballast.give_back(run)
+    fault_injection.remove_disk_filler(run)
     (run.path / "more").write_bytes(b"1" * 100_000)
-    assert (run.path / "held").read_bytes() == b"1" * 1000
+    assert (run.path / "existing").read_bytes() == b"1" * 1000
 finally:
     subprocess.run(["umount", run.path], check=True)
 """
@@ -76,7 +78,7 @@ finally:
 
 if own_mounts():  # collected only where it can run: nothing is skipped
 
-    def test_a_real_file_system_is_full_and_has_room_again(run: RunDir) -> None:
-        argv = [*own_mounts(), sys.executable, "-c", FILLS_A_REAL_ONE, str(run.path)]
+    def test_real_file_system_is_filled_and_freed(run: RunDir) -> None:
+        argv = [*own_mounts(), sys.executable, "-c", FILL_REAL_FILE_SYSTEM, str(run.path)]
         done = subprocess.run(argv, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout) == (0, "No space left on device\n"), done.stderr

@@ -1,4 +1,4 @@
-"""Actions are carried out once, and their results told as far as anybody knows them."""
+"""Actions are carried out once, and their results are recorded as far as they are known."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ REQUEST = Request(AllocationRequest("pool", 1, NODE, 60.0), WHY)
 RELEASE = Release("pool", WHY)
 LAUNCH = Launch(R1, "step", "pool", NodeName("n1"), WHY)
 STOP = StopStep("step", R1, 5.0, WHY)
-PERFORM = InjectFault(Fault("f0", FaultKind.KILL, R1.replica, FaultTrigger(step=0)), "step", NodeName("n1"), WHY)
-ALL = (REQUEST, RELEASE, LAUNCH, STOP, PERFORM)
+INJECT = InjectFault(Fault("f0", FaultKind.KILL, R1.replica, FaultTrigger(step=0)), "step", NodeName("n1"), WHY)
+ALL = (REQUEST, RELEASE, LAUNCH, STOP, INJECT)
 
 
 class Scripted:
-    """A cluster that answers as the script says (an error to raise, or None), and does what it is asked otherwise."""
+    """A cluster that raises the given errors in turn (None: no error), and then accepts every call."""
 
     def __init__(self, *answers: Exception | None) -> None:
         self.requests: list[tuple[str, str]] = []
@@ -85,11 +85,11 @@ class Bench:
         self.cluster = Scripted(*answers)
         self.recorded: list[ev.Event] = []
         self.stops_itself = False
-        self.performed: list[InjectFault] = []
+        self.injected: list[InjectFault] = []
         self.promoted: list[Launch] = []
         self.lost = False
-        self.away = 0
-        """so many times the run directory cannot be read"""
+        self.failing_checks = 0
+        """How often the run directory cannot be read."""
         self.cannot_prepare: OSError | None = None
         self.sent: list[float] = []
         self.executor = Executor(
@@ -101,19 +101,19 @@ class Bench:
             raise self.cannot_prepare
         return Step(action.step, action.allocation, action.node, NODE, Path("launch"), Path("log"))
 
-    async def _send(self, action: StopStep, patience: float) -> bool:
-        self.sent.append(patience)
+    async def _send(self, action: StopStep, timeout_s: float) -> bool:
+        self.sent.append(timeout_s)
         return self.stops_itself
 
     async def _promote(self, action: Launch) -> None:
         self.promoted.append(action)
 
     async def _inject(self, action: InjectFault) -> None:
-        self.performed.append(action)
+        self.injected.append(action)
 
     async def _check(self) -> None:
-        if self.away:
-            self.away -= 1
+        if self.failing_checks:
+            self.failing_checks -= 1
             raise OSError(errno.ESTALE, "Stale file handle")
         if self.lost:
             raise LeaseLost("epoch 2 has begun")
@@ -121,9 +121,9 @@ class Bench:
     def carry_out(
         self, *actions: ExternalAction, during: Callable[[], Awaitable[None]] | None = None
     ) -> list[ev.Event]:
-        """Start them, let an hour pass, and return what was recorded."""
+        """Start the actions, let an hour pass, and return the recorded events."""
 
-        async def go() -> None:
+        async def carry_out_all() -> None:
             for action in actions:
                 self.executor.start(action)
             if during is not None:
@@ -132,24 +132,24 @@ class Bench:
             assert self.executor.busy == frozenset()
             await self.executor.close()
 
-        virtual.run(go())
+        virtual.run(carry_out_all())
         return self.recorded
 
 
-def test_done_is_told_of_what_the_cluster_has_answered() -> None:
+def test_action_that_the_cluster_confirmed_is_settled() -> None:
     assert Bench().carry_out(REQUEST) == [ev.IntentSettled("pool", True)]
     assert Bench().carry_out(RELEASE) == [ev.IntentSettled("pool!release", True)]
     assert Bench().carry_out(STOP) == [ev.IntentSettled("step!stop", True)]
 
 
-def test_a_launch_that_was_handed_over_is_not_done_before_its_step_speaks() -> None:
+def test_accepted_launch_stays_open_until_its_step_connects() -> None:
     bench = Bench()
     assert bench.carry_out(LAUNCH) == []
     assert bench.cluster.requests == [("launch", "step")]
 
 
 @pytest.mark.parametrize("action", [REQUEST, RELEASE, LAUNCH, STOP], ids=lambda action: type(action).__name__)
-def test_refused_is_certainly_not_done_and_says_what_the_cluster_said(action: ExternalAction) -> None:
+def test_refused_action_is_settled_with_the_clusters_text_and_reason(action: ExternalAction) -> None:
     bench = Bench(Refused("Invalid partition"))
     assert bench.carry_out(action) == [
         ev.IntentSettled(action.tag, False, "Invalid partition", reason=RejectReason.REFUSED)
@@ -158,39 +158,39 @@ def test_refused_is_certainly_not_done_and_says_what_the_cluster_said(action: Ex
 
 
 @pytest.mark.parametrize("action", [REQUEST, LAUNCH], ids=lambda action: type(action).__name__)
-def test_what_could_happen_twice_is_asked_once_and_left_open_when_nobody_answers(action: ExternalAction) -> None:
+def test_unanswered_request_or_launch_is_not_repeated_and_stays_open(action: ExternalAction) -> None:
     bench = Bench(Unanswered("timed out"))
     assert bench.carry_out(action) == []
     assert len(bench.cluster.requests) == 1
 
 
 @pytest.mark.parametrize("action", [STOP, RELEASE], ids=lambda action: type(action).__name__)
-def test_what_is_repeatable_is_asked_again_until_somebody_answers(action: ExternalAction) -> None:
+def test_unanswered_repeatable_action_is_retried(action: ExternalAction) -> None:
     bench = Bench(Unanswered("timed out"), Unanswered("timed out"), None)
     assert bench.carry_out(action) == [ev.IntentSettled(action.tag, True)]
     assert len(bench.cluster.requests) == 3
 
 
 @pytest.mark.parametrize("action", [RELEASE, STOP], ids=lambda action: type(action).__name__)
-def test_an_error_that_nobody_foresaw_leaves_no_end_undone(
+def test_unexpected_error_of_a_repeatable_action_is_retried(
     action: ExternalAction, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bench = Bench(ValueError("unforeseen"), PermissionError("neither"))
+    bench = Bench(ValueError("unexpected"), PermissionError("unexpected too"))
     assert bench.carry_out(action) == [ev.IntentSettled(action.tag, True)]
     assert len(bench.cluster.requests) == 3
-    assert "ValueError: unforeseen" in caplog.text
+    assert "ValueError: unexpected" in caplog.text
 
 
 @pytest.mark.parametrize("action", [REQUEST, LAUNCH], ids=lambda action: type(action).__name__)
-def test_an_error_that_nobody_foresaw_is_no_reason_to_ask_twice_for_what_could_happen_twice(
+def test_unexpected_error_of_a_request_or_launch_is_not_retried(
     action: ExternalAction,
 ) -> None:
-    bench = Bench(ValueError("unforeseen"))
+    bench = Bench(ValueError("unexpected"))
     assert bench.carry_out(action) == []
     assert len(bench.cluster.requests) == 1
 
 
-def test_between_two_tries_there_is_a_pause() -> None:
+def test_retries_are_separated_by_a_pause() -> None:
     bench = Bench(Unanswered("timed out"), Unanswered("timed out"), None)
 
     async def before_the_third() -> None:
@@ -200,26 +200,26 @@ def test_between_two_tries_there_is_a_pause() -> None:
     bench.carry_out(RELEASE, during=before_the_third)
 
 
-def test_a_step_that_ends_when_it_is_told_to_is_not_ended_by_the_cluster() -> None:
+def test_step_that_ends_on_request_is_not_stopped_by_the_cluster() -> None:
     bench = Bench()
     bench.stops_itself = True
     assert bench.carry_out(STOP) == [ev.IntentSettled("step!stop", True)]
     assert (bench.cluster.requests, bench.sent) == ([], [STOP.grace + STEP_MARGIN_S])
 
 
-def test_a_step_that_does_not_is() -> None:
+def test_step_that_ignores_the_request_is_stopped_by_the_cluster() -> None:
     bench = Bench()
     bench.carry_out(STOP)
     assert bench.cluster.requests == [("stop", "step")]
 
 
-def test_a_fault_is_settled_by_the_word_of_whoever_performs_it() -> None:
+def test_fault_action_is_settled_by_the_fault_injector() -> None:
     bench = Bench()
-    assert bench.carry_out(PERFORM) == []
-    assert bench.performed == [PERFORM]
+    assert bench.carry_out(INJECT) == []
+    assert bench.injected == [INJECT]
 
 
-def test_a_launch_file_that_cannot_be_written_is_a_launch_that_was_not_done() -> None:
+def test_unwritable_launch_file_refuses_the_launch() -> None:
     bench = Bench()
     bench.cannot_prepare = OSError(28, "No space left on device")
     (done,) = bench.carry_out(LAUNCH)
@@ -229,14 +229,14 @@ def test_a_launch_file_that_cannot_be_written_is_a_launch_that_was_not_done() ->
 
 
 @pytest.mark.parametrize("action", ALL, ids=lambda action: type(action).__name__)
-def test_who_has_lost_the_lease_does_nothing_and_says_nothing(action: ExternalAction) -> None:
+def test_manager_without_the_lease_carries_out_and_records_nothing(action: ExternalAction) -> None:
     bench = Bench()
     bench.lost = True
     assert bench.carry_out(action) == []
     assert (bench.cluster.requests, bench.sent) == ([], [])
 
 
-def test_who_loses_the_lease_between_two_tries_does_not_try_again() -> None:
+def test_lease_lost_between_retries_ends_them() -> None:
     bench = Bench(Unanswered("timed out"))
 
     async def lose() -> None:
@@ -248,25 +248,25 @@ def test_who_loses_the_lease_between_two_tries_does_not_try_again() -> None:
 
 
 @pytest.mark.parametrize("action", [REQUEST, RELEASE, LAUNCH, STOP], ids=lambda action: type(action).__name__)
-def test_while_the_run_directory_is_away_nothing_is_done_and_when_it_is_back_it_is_done_once(
+def test_action_waits_for_the_run_directory_and_is_done_once(
     action: ExternalAction,
 ) -> None:
     bench = Bench()
-    bench.away = 3
+    bench.failing_checks = 3
 
-    async def look() -> None:
+    async def check_waiting() -> None:
         await asyncio.sleep(2.5 * RETRY_INTERVAL_S)
         assert bench.cluster.requests == []
-        assert bench.executor.busy == {action.tag}, "nobody must take it for settled"
+        assert bench.executor.busy == {action.tag}, "the action counts as settled"
 
-    bench.carry_out(action, during=look)
+    bench.carry_out(action, during=check_waiting)
     assert len(bench.cluster.requests) == 1
 
 
-def test_an_action_that_is_being_carried_out_is_not_started_a_second_time() -> None:
+def test_running_action_is_not_started_twice() -> None:
     bench = Bench()
 
-    async def go() -> None:
+    async def carry_out_all() -> None:
         bench.cluster.blocked = asyncio.Event()
         bench.executor.start(REQUEST)
         await asyncio.sleep(1.0)
@@ -277,15 +277,15 @@ def test_an_action_that_is_being_carried_out_is_not_started_a_second_time() -> N
         await asyncio.sleep(1.0)
         assert bench.executor.busy == frozenset()
 
-    virtual.run(go())
+    virtual.run(carry_out_all())
     assert bench.cluster.requests == [("request", "pool")]
     assert bench.recorded == [ev.IntentSettled("pool", True)]
 
 
-def test_different_actions_run_beside_each_other() -> None:
+def test_different_actions_run_concurrently() -> None:
     bench = Bench()
 
-    async def go() -> None:
+    async def carry_out_all() -> None:
         bench.cluster.blocked = asyncio.Event()
         for action in (REQUEST, LAUNCH, STOP):
             bench.executor.start(action)
@@ -293,18 +293,18 @@ def test_different_actions_run_beside_each_other() -> None:
         assert len(bench.cluster.requests) == 3
         await bench.executor.close()
 
-    virtual.run(go())
+    virtual.run(carry_out_all())
 
 
-def test_closing_abandons_what_was_begun_without_a_word() -> None:
+def test_close_cancels_running_actions_without_an_event() -> None:
     bench = Bench()
 
-    async def go() -> None:
+    async def carry_out_all() -> None:
         bench.cluster.blocked = asyncio.Event()
         bench.executor.start(REQUEST)
         await asyncio.sleep(1.0)
         await bench.executor.close()
         assert bench.executor.busy == frozenset()
 
-    virtual.run(go())
+    virtual.run(carry_out_all())
     assert bench.recorded == []

@@ -1,5 +1,7 @@
-"""The journal's writers die at any call that they make of their disk, by a kill or with the power, or that call fails:
-what was flushed is read again, in order and whole, and the next manager goes on behind it."""
+"""The journal's writers are killed, lose power or get an error at any disk call.
+
+Whatever was flushed is read again, complete and in order, and the next manager continues after it.
+"""
 
 from __future__ import annotations
 
@@ -22,60 +24,63 @@ from rrl.tests.support.manager.jobs import RUN
 from rrl.tests.support.manager.journal_writer import BEGUN, Writer
 
 FIRST = "000001-000001.seg"
-RECORDS = 1000
-"""bytes; more is written at once only as a segment's head"""
+MAX_FRAME_BYTES = 1000
+"""Bytes. Only the head of a segment is a longer write."""
 
 
-class Story:
-    """Two managers: the first one goes over into a second segment and dies over a write, the other one follows; the
-    first one thaws and writes on, which nobody shall ever read. ``flushed[i]``: the records that were flushed when
-    ``disk.note`` was i; the next manager may have found more."""
+class RecordedRun:
+    """Two managers on a fake disk.
+
+    The first one rotates into a second segment and dies during a write; the second one follows. Then the first one
+    thaws and keeps writing, which nothing may ever read. ``flushed[i]`` are the records that were flushed when
+    ``disk.note`` was i; the next manager may have found more.
+    """
 
     def __init__(self, run: RunDir, disk: FakeDisk) -> None:
         self.run, self.disk = run, disk
         self.flushed: list[list[ev.Stamped]] = [[]]
         self.timelines: list[list[ev.Stamped]] = []
-        """of each manager: all that could be read while it wrote"""
+        """For each manager: all records that could be read while it wrote."""
 
-    def _noted(self, records: list[ev.Stamped]) -> None:
+    def _note_flushed(self, records: list[ev.Stamped]) -> None:
         self.flushed.append(list(records))
         self.disk.note = len(self.flushed) - 1
 
     def record(self) -> None:
         first = Writer(self.run).begin()
         self.timelines.append(first.written)
-        self._noted(first.written)
+        self._note_flushed(first.written)
         for step in (1, 2):
-            self._noted(first.steps(2 * step - 1, 2 * step).flush().written)
-        self._noted(first.steps(5).rotate().written)
-        self._noted(first.flush().written)
+            self._note_flushed(first.steps(2 * step - 1, 2 * step).flush().written)
+        self._note_flushed(first.steps(5).rotate().written)
+        self._note_flushed(first.flush().written)
         self.disk.die_before = f"fsync {FIRST.replace('1.seg', '2.seg')}"
         with pytest.raises(Died):
             first.steps(6, 7).flush()
-        found = list(replay(self.run))
+        readable = list(replay(self.run))
         second = Writer(self.run, 2)
-        second.written = found
-        self.timelines.append(found)
-        self._noted(found)
-        self._noted(second.steps(8).flush().written)
+        second.written = readable
+        self.timelines.append(readable)
+        self._note_flushed(readable)
+        self._note_flushed(second.steps(8).flush().written)
         first.flush()  # thawed
         first.steps(9).rotate().steps(10).flush()
-        self._noted(second.rotate().steps(11).flush().written)
+        self._note_flushed(second.rotate().steps(11).flush().written)
         second.journal.close()
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
-    run = _run(tmp_path_factory.mktemp("story"))
+def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    run = _run(tmp_path_factory.mktemp("recorded_run"))
     with pytest.MonkeyPatch.context() as patch:
-        told = Story(run, FakeDisk(run.journal, patch))
-        told.record()
-    return told
+        recorded = RecordedRun(run, FakeDisk(run.journal, patch))
+        recorded.record()
+    return recorded
 
 
 @pytest.fixture(autouse=True)
 def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a power cut would leave is reckoned, not tried: nothing has to reach the real disk."""
+    """Skip real syncs: what a power cut would leave is computed."""
     for name in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, name, lambda fd: None)
 
@@ -86,7 +91,7 @@ def _run(folder: Path) -> RunDir:
     return run
 
 
-def _left(folder: Path, image: Image) -> RunDir:
+def _restored(folder: Path, image: Image) -> RunDir:
     folder.mkdir()
     run = _run(folder)
     for name, data in image.items():
@@ -102,10 +107,10 @@ def _folded(records: list[ev.Stamped]) -> State | None:
 
 
 def _check(run: RunDir, flushed: list[ev.Stamped], timelines: list[list[ev.Stamped]]) -> None:
-    """All of ``flushed`` is read, perhaps followed by what was written and not yet flushed, and a manager goes on."""
+    """Check that all of ``flushed`` is read, maybe with later unflushed records, and that a manager can continue."""
     read = list(replay(run))
     assert read[: len(flushed)] == flushed
-    assert any(read == timeline[: len(read)] for timeline in timelines), "somebody else's records"
+    assert any(read == timeline[: len(read)] for timeline in timelines), "records of another manager"
     assert read_state(run) == _folded(read)
     if not read:
         return
@@ -117,45 +122,51 @@ def _check(run: RunDir, flushed: list[ev.Stamped], timelines: list[list[ev.Stamp
     assert read_state(run) == following.state
 
 
-def test_the_story_meets_every_kind_of_call(story: Story) -> None:
-    assert {call.split()[0] for call in story.disk.calls} == {"open", "write", "fsync"}
-    assert [stamped.epoch for stamped in story.timelines[1]].count(2) == 2
-    assert len(story.timelines[1]) == len(story.flushed[5]) + 4, "what was written and not flushed was found"
+def test_recorded_run_covers_every_kind_of_disk_call(recorded_run: RecordedRun) -> None:
+    assert {call.split()[0] for call in recorded_run.disk.calls} == {"open", "write", "fsync"}
+    assert [stamped.epoch for stamped in recorded_run.timelines[1]].count(2) == 2
+    assert len(recorded_run.timelines[1]) == len(recorded_run.flushed[5]) + 4, (
+        "records written and not flushed were found"
+    )
 
 
-def _die_everywhere(story: Story, tmp_path: Path, cuts: Callable[[int, int], Iterable[int]]) -> int:
-    """How many different folders a crash could leave; each of them is read, and a manager goes on in it."""
-    seen: set[bytes] = set()
-    for moment in story.disk.moments:
+def _die_everywhere(recorded_run: RecordedRun, tmp_path: Path, cuts: Callable[[int, int], Iterable[int]]) -> int:
+    """Check every folder that a crash could leave; return how many different ones there are."""
+    checked: set[bytes] = set()
+    for moment in recorded_run.disk.moments:
         for image in moment.images(cuts):
             mark = hashlib.sha256(repr((sorted(image.items()), moment.note)).encode()).digest()
-            if mark in seen:
+            if mark in checked:
                 continue
-            seen.add(mark)
+            checked.add(mark)
             try:
-                _check(_left(tmp_path / str(len(seen)), image), story.flushed[moment.note], story.timelines)
+                _check(
+                    _restored(tmp_path / str(len(checked)), image),
+                    recorded_run.flushed[moment.note],
+                    recorded_run.timelines,
+                )
             except BaseException as error:
                 error.add_note(
                     f"{moment.number}: {moment.call}; { ({name: len(data) for name, data in image.items()}) }"
                 )
                 raise
-    return len(seen)
+    return len(checked)
 
 
-def test_dead_at_any_call_what_was_flushed_is_there_and_the_next_manager_goes_on(story: Story, tmp_path: Path) -> None:
-    assert _die_everywhere(story, tmp_path, lambda start, end: (start + 1, (start + end) // 2, end - 1)) > 80
+def test_crash_at_any_disk_call_keeps_all_flushed_records(recorded_run: RecordedRun, tmp_path: Path) -> None:
+    assert _die_everywhere(recorded_run, tmp_path, lambda start, end: (start + 1, (start + end) // 2, end - 1)) > 80
 
 
 @pytest.mark.long
-def test_torn_at_every_byte_of_every_write_it_is_read_all_the_same(story: Story, tmp_path: Path) -> None:
+def test_write_torn_at_any_byte_keeps_all_flushed_records(recorded_run: RecordedRun, tmp_path: Path) -> None:
     def cuts(start: int, end: int) -> range:
-        return range(start, end, 1 if end - start < RECORDS else 17)
+        return range(start, end, 1 if end - start < MAX_FRAME_BYTES else 17)
 
-    assert _die_everywhere(story, tmp_path, cuts) > 800
+    assert _die_everywhere(recorded_run, tmp_path, cuts) > 800
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
-def test_any_call_may_fail_and_what_waits_is_written_as_soon_as_it_can_be(tmp_path: Path, error: int) -> None:
+def test_failed_disk_call_keeps_buffered_records_for_a_later_flush(tmp_path: Path, error: int) -> None:
     number, failed = 0, True
     while failed:
         folder = tmp_path / str(number)
@@ -175,7 +186,7 @@ def test_any_call_may_fail_and_what_waits_is_written_as_soon_as_it_can_be(tmp_pa
 
 
 def _written_whatever_fails(run: RunDir) -> list[ev.Stamped]:
-    """A manager that tries again what failed, as the real one does: with the next flush, or as the next epoch."""
+    """Write with a manager that retries failed calls like the real one: by the next flush, or as the next epoch."""
     epoch = 1
     while True:
         try:

@@ -1,4 +1,4 @@
-"""One manager at a time."""
+"""The epoch lease: one manager at a time, even while storage or processes are frozen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rrl.manager.storage import lease as lease_module
 from rrl.manager.storage.lease import Lease, LeaseHeld, LeaseLost, holder
 from rrl.tests.support.manager import virtual
 
-PATIENCE = 10.0
+TIMEOUT_S = 10.0
 
 
 @pytest.fixture
@@ -29,12 +29,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 def acquire(run: RunDir) -> Lease:
-    return virtual.run(Lease.acquire(run, PATIENCE))
+    return virtual.run(Lease.acquire(run, TIMEOUT_S))
 
 
-async def live(lease: Lease) -> None:
+async def keep_renewing(lease: Lease) -> None:
     while True:
-        await asyncio.sleep(PATIENCE / 5)
+        await asyncio.sleep(TIMEOUT_S / 5)
         lease.renew()
 
 
@@ -43,28 +43,28 @@ async def seconds(coroutine: Coroutine[None, None, Lease]) -> tuple[Lease, float
     return await coroutine, asyncio.get_running_loop().time() - began
 
 
-def test_the_first_manager_need_not_wait(run: RunDir) -> None:
-    lease, waited = virtual.run(seconds(Lease.acquire(run, PATIENCE)))
+def test_first_manager_acquires_the_lease_without_waiting(run: RunDir) -> None:
+    lease, waited = virtual.run(seconds(Lease.acquire(run, TIMEOUT_S)))
     assert (lease.epoch, waited) == (1, 0.0)
-    held = holder(run)
-    assert held is not None
-    assert held.counter == 0
+    current = holder(run)
+    assert current is not None
+    assert current.counter == 0
 
 
 @pytest.mark.parametrize("held_before", [False, True], ids=["new run", "silent holder"])
-def test_of_many_tasks_that_start_at_once_one_wins(run: RunDir, held_before: bool) -> None:
+def test_concurrent_tasks_have_one_winner(run: RunDir, held_before: bool) -> None:
     if held_before:
         acquire(run)
 
-    async def contend(living: list[asyncio.Task[None]]) -> Lease:
-        lease = await Lease.acquire(run, PATIENCE)
-        living.append(asyncio.create_task(live(lease)))
+    async def contend(renewing: list[asyncio.Task[None]]) -> Lease:
+        lease = await Lease.acquire(run, TIMEOUT_S)
+        renewing.append(asyncio.create_task(keep_renewing(lease)))
         return lease
 
     async def race() -> list[Lease | BaseException]:
-        living: list[asyncio.Task[None]] = []
-        results = await asyncio.gather(*(contend(living) for _ in range(5)), return_exceptions=True)
-        for task in living:
+        renewing: list[asyncio.Task[None]] = []
+        results = await asyncio.gather(*(contend(renewing) for _ in range(5)), return_exceptions=True)
+        for task in renewing:
             task.cancel()
         return results
 
@@ -75,7 +75,7 @@ def test_of_many_tasks_that_start_at_once_one_wins(run: RunDir, held_before: boo
     assert all(isinstance(loser, LeaseHeld) for loser in losers), losers
 
 
-def test_of_two_that_saw_the_same_newest_epoch_one_wins(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claims_of_the_same_epoch_have_one_winner(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_module, "_newest", lambda run: 0)
     acquire(run)
     with pytest.raises(LeaseHeld, match="another manager of small-1 has just started"):
@@ -95,7 +95,7 @@ except LeaseHeld:
 """
 
 
-def test_of_many_processes_that_start_at_once_one_wins(run: RunDir) -> None:
+def test_concurrent_processes_have_one_winner(run: RunDir) -> None:
     racers = [
         subprocess.Popen(
             [sys.executable, "-c", _CLAIM, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -112,108 +112,104 @@ def test_of_many_processes_that_start_at_once_one_wins(run: RunDir) -> None:
     assert sorted(path.name for path in run.epochs.iterdir()) == [f"{epoch:06}" for epoch in epochs]
 
 
-def test_a_living_holder_is_respected_and_named(run: RunDir) -> None:
+def test_running_holder_is_respected_and_named(run: RunDir) -> None:
     async def challenge() -> None:
-        lease = await Lease.acquire(run, PATIENCE)
+        lease = await Lease.acquire(run, TIMEOUT_S)
 
-        living = asyncio.create_task(live(lease))
+        renewing = asyncio.create_task(keep_renewing(lease))
         for _ in range(3):
-            with pytest.raises(LeaseHeld, match=r"a manager of small-1 lives on .* \(pid \d+\)"):
-                await Lease.acquire(run, PATIENCE)
-        living.cancel()
+            with pytest.raises(LeaseHeld, match=r"a manager of small-1 is running on .* \(pid \d+\)"):
+                await Lease.acquire(run, TIMEOUT_S)
+        renewing.cancel()
 
     virtual.run(challenge())
 
 
-def test_a_silent_holder_is_succeeded_after_the_patience_and_not_before(run: RunDir) -> None:
+def test_silent_holder_is_succeeded_after_the_timeout_and_not_before(run: RunDir) -> None:
     acquire(run)
-    lease, waited = virtual.run(seconds(Lease.acquire(run, PATIENCE)))
+    lease, waited = virtual.run(seconds(Lease.acquire(run, TIMEOUT_S)))
     assert lease.epoch == 2
-    assert waited >= PATIENCE
+    assert waited >= TIMEOUT_S
 
 
-def test_a_holder_that_died_before_its_first_word_is_succeeded(run: RunDir) -> None:
+def test_holder_that_died_before_writing_its_file_is_succeeded(run: RunDir) -> None:
     (run.epochs / "000001").touch()
-    lease, waited = virtual.run(seconds(Lease.acquire(run, PATIENCE)))
+    lease, waited = virtual.run(seconds(Lease.acquire(run, TIMEOUT_S)))
     assert lease.epoch == 2
-    assert waited >= PATIENCE
+    assert waited >= TIMEOUT_S
 
 
 @pytest.mark.parametrize("share", [0.25, 0.9])
-def test_a_holder_that_begins_to_speak_while_it_is_watched_is_respected(run: RunDir, share: float) -> None:
+def test_holder_that_renews_while_it_is_watched_is_respected(run: RunDir, share: float) -> None:
     async def challenge() -> None:
-        first = await Lease.acquire(run, PATIENCE)
+        first = await Lease.acquire(run, TIMEOUT_S)
         text = (run.epochs / "000001").read_bytes()
         (run.epochs / "000001").write_bytes(b"")
-        rival = asyncio.create_task(Lease.acquire(run, PATIENCE))
-        await asyncio.sleep(share * PATIENCE)
+        rival = asyncio.create_task(Lease.acquire(run, TIMEOUT_S))
+        await asyncio.sleep(share * TIMEOUT_S)
         (run.epochs / "000001").write_bytes(text)
-        await asyncio.sleep(PATIENCE / 4)
+        await asyncio.sleep(TIMEOUT_S / 4)
         first.renew()
-        with pytest.raises(LeaseHeld, match="lives on"):
+        with pytest.raises(LeaseHeld, match="is running on"):
             await rival
 
     virtual.run(challenge())
 
 
-def test_a_released_lease_needs_no_wait_and_has_no_holder(run: RunDir) -> None:
+def test_released_lease_needs_no_wait_and_has_no_holder(run: RunDir) -> None:
     acquire(run).release()
     assert holder(run) is None
-    lease, waited = virtual.run(seconds(Lease.acquire(run, PATIENCE)))
+    lease, waited = virtual.run(seconds(Lease.acquire(run, TIMEOUT_S)))
     assert (lease.epoch, waited) == (2, 0.0)
 
 
-def test_a_lease_that_is_released_while_it_is_watched_is_taken_soon(run: RunDir) -> None:
+def test_lease_released_while_it_is_watched_is_acquired_soon(run: RunDir) -> None:
     async def hand_over() -> float:
-        first = await Lease.acquire(run, PATIENCE)
-        asyncio.get_running_loop().call_later(PATIENCE / 4, first.release)
-        return (await seconds(Lease.acquire(run, PATIENCE)))[1]
+        first = await Lease.acquire(run, TIMEOUT_S)
+        asyncio.get_running_loop().call_later(TIMEOUT_S / 4, first.release)
+        return (await seconds(Lease.acquire(run, TIMEOUT_S)))[1]
 
-    assert virtual.run(hand_over()) < PATIENCE / 2
+    assert virtual.run(hand_over()) < TIMEOUT_S / 2
 
 
-def test_who_was_succeeded_may_neither_act_nor_renew(run: RunDir) -> None:
+def test_succeeded_manager_may_neither_act_nor_renew(run: RunDir) -> None:
     async def succeed() -> None:
-        first = await Lease.acquire(run, PATIENCE)
+        first = await Lease.acquire(run, TIMEOUT_S)
         first.check()
         first.renew()
-        second = await Lease.acquire(run, PATIENCE)
-        told = "epoch 2 has begun: another manager of small-1 took over"
+        second = await Lease.acquire(run, TIMEOUT_S)
+        text = "epoch 2 has begun: another manager of small-1 took over"
         for forbidden in (first.check, first.renew):
-            with pytest.raises(LeaseLost, match=told):
+            with pytest.raises(LeaseLost, match=text):
                 forbidden()
         for waited_for in (first.check_in_thread, first.ensure_current):
-            with pytest.raises(LeaseLost, match=told):
+            with pytest.raises(LeaseLost, match=text):
                 await waited_for()
         await second.check_in_thread()
         await second.ensure_current()
 
     virtual.run(succeed())
-    held = holder(run)
-    assert held is not None
-    assert held.counter == 0
+    current = holder(run)
+    assert current is not None
+    assert current.counter == 0
 
 
-def test_who_is_renewed_looks_for_a_successor_only_then_and_who_was_frozen_at_once(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lease_is_checked_at_renewals_and_at_once_after_a_freeze(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     async def freeze() -> list[int]:
-        first, looks = await Lease.acquire(run, PATIENCE), []
-        monkeypatch.setattr(Lease, "check", lambda lease: looks.append(1))
+        first, reads = await Lease.acquire(run, TIMEOUT_S), []
+        monkeypatch.setattr(Lease, "check", lambda lease: reads.append(1))
         for pause in (0.0, 0.4, 0.2):
-            await asyncio.sleep(pause * PATIENCE)
+            await asyncio.sleep(pause * TIMEOUT_S)
             await first.ensure_current()
-            looks.append(0)
-        return looks
+            reads.append(0)
+        return reads
 
     assert virtual.run(freeze()) == [0, 0, 1, 0]
 
 
-def test_a_successor_that_comes_while_the_counter_is_moved_is_seen(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_successor_that_appears_during_a_renewal_is_noticed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     async def renew() -> None:
-        first = await Lease.acquire(run, PATIENCE)
+        first = await Lease.acquire(run, TIMEOUT_S)
 
         def slow(path: Path, data: bytes) -> None:
             (run.epochs / "000002").touch()
@@ -227,9 +223,9 @@ def test_a_successor_that_comes_while_the_counter_is_moved_is_seen(
 
 
 class Storage:
-    """``os.listdir`` of the epochs, or the reading of one, fails as long as ``away`` says so."""
+    """Makes ``os.listdir`` of the epochs, or reading one of them, fail while ``away`` is set."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, what: str, number: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, failing_call: str, number: int) -> None:
         self.away = False
         self.failed = 0
         listdir, read = os.listdir, Path.read_bytes
@@ -247,107 +243,105 @@ class Storage:
             fail(str(path))
             return read(path)
 
-        if what == "list":
+        if failing_call == "list":
             monkeypatch.setattr(os, "listdir", listing)
         else:
             monkeypatch.setattr(Path, "read_bytes", reading)
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
-@pytest.mark.parametrize("what", ["list", "read"])
-def test_time_in_which_the_lease_cannot_be_read_is_no_time_in_which_it_stood_still(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, what: str, number: int, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("failing_call", ["list", "read"])
+def test_time_without_a_readable_lease_does_not_count_as_silence(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, failing_call: str, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def outage() -> None:
-        first = await Lease.acquire(run, PATIENCE)
-        living = asyncio.create_task(live(first))
-        rival = asyncio.create_task(Lease.acquire(run, PATIENCE))
-        await asyncio.sleep(PATIENCE / 20)
-        storage = Storage(monkeypatch, what, number)
+        first = await Lease.acquire(run, TIMEOUT_S)
+        renewing = asyncio.create_task(keep_renewing(first))
+        rival = asyncio.create_task(Lease.acquire(run, TIMEOUT_S))
+        await asyncio.sleep(TIMEOUT_S / 20)
+        storage = Storage(monkeypatch, failing_call, number)
         storage.away = True
-        await asyncio.sleep(3 * PATIENCE)
+        await asyncio.sleep(3 * TIMEOUT_S)
         assert storage.failed > 3
         assert not rival.done()
         storage.away = False
-        with pytest.raises(LeaseHeld, match="lives on"):
+        with pytest.raises(LeaseHeld, match="is running on"):
             await rival
-        living.cancel()
+        renewing.cancel()
 
     virtual.run(outage())
     assert len(caplog.records) == 1, "logged once"
-    assert "cannot see whether a manager of small-1 is running" in caplog.text
+    assert "cannot read whether another manager of small-1 is running" in caplog.text
 
 
-def test_a_silent_holder_is_succeeded_once_its_lease_can_be_read_again_for_long_enough(
+def test_silent_holder_is_succeeded_after_storage_is_back_for_the_timeout(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     acquire(run)
 
     async def outage() -> float:
         storage = Storage(monkeypatch, "read", errno.EIO)
-        for moment, away in ((PATIENCE / 3, True), (2 * PATIENCE, False)):
+        for moment, away in ((TIMEOUT_S / 3, True), (2 * TIMEOUT_S, False)):
             asyncio.get_running_loop().call_later(moment, setattr, storage, "away", away)
-        return (await seconds(Lease.acquire(run, PATIENCE)))[1]
+        return (await seconds(Lease.acquire(run, TIMEOUT_S)))[1]
 
-    assert 3 * PATIENCE <= virtual.run(outage()) < 3.5 * PATIENCE
+    assert 3 * TIMEOUT_S <= virtual.run(outage()) < 3.5 * TIMEOUT_S
 
 
-@pytest.mark.parametrize("flickers", [lambda look: look % 2 == 0, lambda look: look % 7 != 0], ids=["half", "mostly"])
-def test_a_lease_that_can_be_read_only_now_and_then_is_respected(
+@pytest.mark.parametrize("flickers", [lambda read: read % 2 == 0, lambda read: read % 7 != 0], ids=["half", "mostly"])
+def test_lease_that_is_readable_only_at_times_is_respected(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, flickers: Callable[[int], bool]
 ) -> None:
     async def challenge() -> None:
-        living = asyncio.create_task(live(await Lease.acquire(run, PATIENCE)))
-        looks, read = 0, lease_module._read
+        renewing = asyncio.create_task(keep_renewing(await Lease.acquire(run, TIMEOUT_S)))
+        reads, read = 0, lease_module._read
 
         def torn(run: RunDir, epoch: int) -> lease_module.LeaseHolder | None:
-            nonlocal looks
-            looks += 1
-            return None if flickers(looks) else read(run, epoch)
+            nonlocal reads
+            reads += 1
+            return None if flickers(reads) else read(run, epoch)
 
         monkeypatch.setattr(lease_module, "_read", torn)
-        with pytest.raises(LeaseHeld, match="lives on"):
-            await Lease.acquire(run, PATIENCE)
-        living.cancel()
+        with pytest.raises(LeaseHeld, match="is running on"):
+            await Lease.acquire(run, TIMEOUT_S)
+        renewing.cancel()
 
     virtual.run(challenge())
 
 
-def test_who_was_frozen_while_it_watched_begins_to_watch_anew(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The holder may have been frozen with it, by whatever stopped both."""
+def test_challenger_that_was_frozen_restarts_its_watch(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holder may have been frozen at the same time, and by the same cause."""
 
     async def challenge() -> None:
-        first = await Lease.acquire(run, PATIENCE)
-        rival = asyncio.create_task(Lease.acquire(run, PATIENCE))
-        await asyncio.sleep(PATIENCE / 10)
+        first = await Lease.acquire(run, TIMEOUT_S)
+        rival = asyncio.create_task(Lease.acquire(run, TIMEOUT_S))
+        await asyncio.sleep(TIMEOUT_S / 10)
         passed = virtual.Clock.monotonic
-        monkeypatch.setattr(virtual.Clock, "monotonic", staticmethod(lambda: passed() + 100 * PATIENCE))
-        await asyncio.sleep(PATIENCE / 4)
+        monkeypatch.setattr(virtual.Clock, "monotonic", staticmethod(lambda: passed() + 100 * TIMEOUT_S))
+        await asyncio.sleep(TIMEOUT_S / 4)
         first.renew()
-        with pytest.raises(LeaseHeld, match="lives on"):
+        with pytest.raises(LeaseHeld, match="is running on"):
             await rival
 
     virtual.run(challenge())
 
 
 @pytest.mark.parametrize("hours", [-1, 1])
-def test_the_hosts_clock_may_jump_by_an_hour_and_nobody_loses_his_lease_for_it(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, hours: int
-) -> None:
+def test_jump_of_the_wall_clock_loses_no_lease(run: RunDir, monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
     async def jump() -> None:
-        first = await Lease.acquire(run, PATIENCE)
-        living = asyncio.create_task(live(first))
-        rival = asyncio.create_task(Lease.acquire(run, PATIENCE))
-        await asyncio.sleep(PATIENCE / 10)
+        first = await Lease.acquire(run, TIMEOUT_S)
+        renewing = asyncio.create_task(keep_renewing(first))
+        rival = asyncio.create_task(Lease.acquire(run, TIMEOUT_S))
+        await asyncio.sleep(TIMEOUT_S / 10)
         wall = virtual.Clock.time
         monkeypatch.setattr(virtual.Clock, "time", staticmethod(lambda: wall() + 3600 * hours))
-        with pytest.raises(LeaseHeld, match="lives on"):
+        with pytest.raises(LeaseHeld, match="is running on"):
             await rival
         await first.ensure_current()
-        living.cancel()
+        renewing.cancel()
 
     virtual.run(jump())
 
 
-def test_before_the_first_manager_nobody_holds(run: RunDir) -> None:
+def test_run_without_a_manager_has_no_holder(run: RunDir) -> None:
     assert holder(run) is None

@@ -1,4 +1,4 @@
-"""The order that a run goes on: whole or not at all, taken once, and gone on with whoever dies over it."""
+"""The resume request: created atomically, claimed once, and installed even if a manager dies in between."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def _request_resume(by: str = "ada") -> ResumeRequest:
     return ResumeRequest(by, f"id-{by}", job(), "/home/job.toml", 7.0)
 
 
-def _fill(making: RunDir) -> None:
+def _fill(staging: RunDir) -> None:
     for name in FILES:
-        (making.path / name).write_text("new")
+        (staging.path / name).write_text("new")
 
 
 def _files(run: RunDir) -> set[str]:
     return {(run.path / name).read_text() for name in FILES}
 
 
-def test_an_order_changes_nothing_until_it_is_taken_and_placed(run: RunDir) -> None:
+def test_resume_request_changes_nothing_until_it_is_installed(run: RunDir) -> None:
     resume_request.write_request(run, _request_resume(), _fill)
     assert (resume_request.read_pending(run), _files(run)) == (_request_resume(), {"old"})
     assert (resume_request.claim(run), _files(run)) == (_request_resume(), {"old"})
@@ -55,7 +55,7 @@ def test_an_order_changes_nothing_until_it_is_taken_and_placed(run: RunDir) -> N
     assert not [path for path in run.path.iterdir() if "resum" in path.name]
 
 
-def test_one_that_is_withdrawn_leaves_nothing_and_one_that_is_taken_cannot_be(run: RunDir) -> None:
+def test_resume_request_can_be_withdrawn_until_it_is_claimed(run: RunDir) -> None:
     before = sorted(run.path.iterdir())
     resume_request.write_request(run, _request_resume(), _fill)
     assert resume_request.withdraw(run)
@@ -63,13 +63,13 @@ def test_one_that_is_withdrawn_leaves_nothing_and_one_that_is_taken_cannot_be(ru
     resume_request.write_request(run, _request_resume("bob"), _fill)
     assert resume_request.claim(run) == _request_resume("bob")
     assert not resume_request.withdraw(run)
-    with pytest.raises(AlreadyRequested, match="bob has ordered that already"):
+    with pytest.raises(AlreadyRequested, match="bob has already requested to resume it"):
         resume_request.write_request(run, _request_resume(), _fill)
 
 
-def test_one_that_cannot_be_written_leaves_nothing(run: RunDir) -> None:
-    def full(making: RunDir) -> None:
-        _fill(making)
+def test_failed_resume_request_leaves_nothing(run: RunDir) -> None:
+    def full(staging: RunDir) -> None:
+        _fill(staging)
         raise OSError(28, "No space left on device")
 
     before = sorted(run.path.iterdir())
@@ -79,20 +79,20 @@ def test_one_that_cannot_be_written_leaves_nothing(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize("moved", range(len(FILES)))
-def test_a_manager_that_dies_while_it_puts_the_files_in_place_is_followed_by_one_that_does_the_rest(
+def test_interrupted_installation_is_completed_by_the_next_manager(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, moved: int
 ) -> None:
     resume_request.write_request(run, _request_resume(), _fill)
     resume_request.claim(run)
     done: list[Any] = []
 
-    def dies(source: Any, target: Any, really: Any = os.replace) -> None:
+    def interrupted(source: Any, target: Any, replace: Any = os.replace) -> None:
         if len(done) == moved:
             raise KeyboardInterrupt
-        done.append(really(source, target))
+        done.append(replace(source, target))
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", dies)
+        patch.setattr(os, "replace", interrupted)
         with pytest.raises(KeyboardInterrupt):
             resume_request.install(run)
     assert resume_request.claim(run) == _request_resume(), "the next manager finds it"
@@ -100,33 +100,35 @@ def test_a_manager_that_dies_while_it_puts_the_files_in_place_is_followed_by_one
     assert (_files(run), resume_request.read_pending(run)) == ({"new"}, None)
 
 
-def test_what_is_no_order_is_put_aside_and_the_next_one_counts(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_resume_request_is_removed_and_the_next_one_counts(
+    run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
     run.resume.mkdir()
     (run.resume / "request.json").write_text('{"by": 7}')
     assert resume_request.read_pending(run) is None
-    assert "does not hold a valid resume request" in caplog.text
+    assert "does not contain a valid resume request" in caplog.text
     resume_request.write_request(run, _request_resume(), _fill)
     assert resume_request.claim(run) == _request_resume()
 
 
-def test_an_order_that_comes_too_late_is_put_aside_by_the_manager(
+def test_late_resume_request_is_discarded_by_the_manager(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = RunDir(tmp_path / RUN)
     run.create()
     RunKeys.make().save(run.keys)
 
-    async def live() -> None:
+    async def run_managers() -> None:
         site = Site(run, job(spares=0, limits=Limits(heartbeat=2.0, silence=8.0, join=40.0, lease=10.0)), 8, -1, -1)
         prepare(site, monkeypatch)
         outcome = await site.manage()
         await site.to_rest()
         resume_request.write_request(run, _request_resume(), lambda _: None)
-        assert not run_ended(run), "a manager is to look at it"
+        assert not run_ended(run), "the request is pending"
         assert await site.manage() == outcome
         await site.to_rest()
 
-    virtual.run(live())
+    virtual.run(run_managers())
     state = Follower(run).state()
     assert state is not None
     assert isinstance(state.outcome, Outcome)

@@ -181,7 +181,7 @@ def test_readers_that_cannot_be_started_are_said_once_and_the_agent_goes_on(tmp_
 def test_checks_that_fail_are_said_once_and_the_agent_goes_on(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
-            here.start("nvml", patch="import rrl.roles.agent.node_monitor as n; n.judge = None; ")
+            here.start("nvml", patch="import rrl.roles.agent.node_monitor as n; n.evaluate = None; ")
             assert [one.detector for one in (await here.manager.wait_for(AgentHello)).findings] == ["watching"]
             here.manager.received.clear()
             await here.manager.wait_for(AgentHeartbeat)
@@ -194,8 +194,8 @@ def test_checks_that_fail_later_are_said_then(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             here.start("nvml", patch=(
-                "import time; import rrl.roles.agent.node_monitor as n; real = n.judge; "
-                "n.judge = lambda *given: real(*given) if time.monotonic() < until else None; "
+                "import time; import rrl.roles.agent.node_monitor as n; real = n.evaluate; "
+                "n.evaluate = lambda *given: real(*given) if time.monotonic() < until else None; "
                 "until = time.monotonic() + 6.0; "
             ))  # fmt: skip
             assert (await here.manager.wait_for(AgentHello)).findings == ()

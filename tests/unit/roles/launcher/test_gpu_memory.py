@@ -30,7 +30,7 @@ async def step(at: Lab, driver: FakeDriver, waits: float, patch: str = SLURMS, *
     times = f"from rrl.roles.launcher import gpu_memory as gpu_room; gpu_room.FREE_TIMEOUT_S, gpu_room.POLL_INTERVAL_S = {waits}, 0.1"
     asker = (
         "gpu_room.CHECK_SCRIPT = f'from rrl.roles.launcher import gpu_memory as g;"
-        " g.WAITS, g.POLL = {gpu_room.FREE_TIMEOUT_S}, 0.1; g.main()'"
+        " g.FREE_TIMEOUT_S, g.POLL_INTERVAL_S = {gpu_room.FREE_TIMEOUT_S}, 0.1; g.main()'"
     )
     at.start(launch, "launcher.step", f"import os; os.environ.update({driver.env()!r}); {patch}; {times}; {asker}")
     yield launch

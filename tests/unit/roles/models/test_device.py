@@ -58,6 +58,6 @@ def test_a_rollout_in_torch_has_its_model_on_its_gpu(monkeypatch: pytest.MonkeyP
         launch=_launch("rollout", 1), settings={"segment_tokens": 1, "lease": 1},
         job={"run": {"seed": 0}, "sampling": {"temperature": 1.0}},
     )  # fmt: skip
-    nothing: Any = SimpleNamespace(ends=frozenset())
+    nothing: Any = SimpleNamespace(stop_tokens=frozenset())
     rollout_main._torch(me, nothing, nothing, nothing)()
     assert seen == [torch.device("cuda", 0)]

@@ -131,7 +131,7 @@ def test_a_member_says_that_it_waits_for_the_first_one_which_asks_the_store() ->
             self.asked.append(list(waits))
             return [mine]
 
-        def from_first(self, do: Any, kind: Any) -> Any:
+        def broadcast_from_rank0(self, do: Any, kind: Any) -> Any:
             self.asked.append(list(waits))
             return commit(4, 1)
 

@@ -33,7 +33,7 @@ def _scripted(folder: Path, disk: FakeDisk) -> Script:
     def noted(promise: int) -> None:
         disk.note = promise
 
-    script = Script(folder, noted, compact_from=COMPACTS, staleness=STALENESS, waits=False)
+    script = Script(folder, noted, compact_from=COMPACTS, staleness=STALENESS, wait_for_late=False)
     try:
         script.run(STEPS - 2)
         disk.recording = False
@@ -95,7 +95,7 @@ def _crash_everywhere(recorded: Recorded, tmp_path: Path, cuts: Callable[[int, i
             again = script.calls[max(0, moment.note - 1) : moment.note + 1]
             try:
                 folder = _laid_out(tmp_path / str(len(seen)), image)
-                check(folder, script.promised[moment.note], STEPS, again, staleness=STALENESS, waits=False)
+                check(folder, script.promised[moment.note], STEPS, again, staleness=STALENESS, wait_for_late=False)
             except BaseException as error:
                 error.add_note(
                     f"{moment.number}: {moment.call}; { ({name: len(data) for name, data in image.items()}) }"
@@ -134,7 +134,7 @@ def test_any_call_may_fail_and_nothing_is_told_that_is_not_durable(lived: Record
                 open_store(folder)  # started again while there is no room yet
         again = whole.calls[max(0, promised - 1) : promised + 1]
         try:
-            check(folder, whole.promised[promised], STEPS, again, staleness=STALENESS, waits=False)
+            check(folder, whole.promised[promised], STEPS, again, staleness=STALENESS, wait_for_late=False)
         except BaseException as wrong:
             wrong.add_note(f"{number}: {disk.calls[number]}")
             raise

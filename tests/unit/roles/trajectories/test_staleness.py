@@ -43,7 +43,7 @@ SIZE = BATCH * GROUP
 
 
 def open_store(folder: Path, members: Sequence[Incarnation] = ALL, **changed: Any) -> Store:
-    return _open_store(folder, members, waits=False, **changed)
+    return _open_store(folder, members, wait_for_late=False, **changed)
 
 
 def _too_old(limit: int) -> str:

@@ -239,15 +239,15 @@ def test_a_peer_that_is_killed_costs_one_read_and_the_next_one_is_read(reads: Ni
 
 READER = """
 import sys, threading
-from rrl.transport.weights.nixl_memory import SLOT_BYTES, Claim, Reads
+from rrl.transport.weights.nixl_memory import SLOT_BYTES, BufferClaim, NixlRuntime
 
-reads, (name, told, address) = Reads("127.0.0.1"), sys.argv[1:]
-remote = reads.meet(name.encode(), bytes.fromhex(told))
+reads, (name, told, address) = NixlRuntime("127.0.0.1"), sys.argv[1:]
+remote = reads.add_remote(name.encode(), bytes.fromhex(told))
 
 def land():
-    reads.land(remote, int(address), memoryview(bytearray(SLOT_BYTES)), Claim())
+    reads.read_into(remote, int(address), memoryview(bytearray(SLOT_BYTES)), BufferClaim())
 
-def looked(ask, read, look=reads._look):
+def looked(ask, read, look=reads._poll):
     outcome = look(ask, read)
     print("asked", flush=True)
     return outcome
@@ -255,7 +255,7 @@ def looked(ask, read, look=reads._look):
 land()
 print("read", flush=True)
 sys.stdin.readline()
-reads._look = looked
+reads._poll = looked
 land()
 """
 

@@ -72,13 +72,13 @@ def test_version_after_version_comes_over_one_connection(kind: str, run: Run) ->
         source, mine = WeightStore(), WeightStore()
         async with served(kind, source) as at, transport_for(kind) as pipe:
             dialled = []
-            dial = pipe._calls._dial  # type: ignore[attr-defined]
+            dial = pipe._client._dial  # type: ignore[attr-defined]
 
             async def counted(at: str) -> Any:
                 dialled.append(at)
                 return await dial(at)
 
-            pipe._calls._dial = counted  # type: ignore[attr-defined]
+            pipe._client._dial = counted  # type: ignore[attr-defined]
             for step in range(10):
                 flat = content(2**19, seed=step)
                 source.offer(described(Version(step, 1), flat, SECRET, CHUNK), flat)

@@ -24,12 +24,12 @@ from rrl.transport.weights.ucx_settings import SETTINGS
 SOON = 60.0
 OPEN = """
 import asyncio, os
-from rrl.transport.weights.select import open_pipe
+from rrl.transport.weights.select import open_transport
 from rrl.transport.weights.store import WeightStore
 from rrl.transport.weights.ucx_settings import SETTINGS
 
 async def main():
-    pipe = open_pipe("ucx", b"s" * 32, trusted_network=True)
+    pipe = open_transport("ucx", b"s" * 32, trusted_network=True)
     await pipe.serve(WeightStore(), "127.0.0.1")
     print({name: os.environ[name] for name in SETTINGS})
     await pipe.close()

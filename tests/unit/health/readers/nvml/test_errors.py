@@ -234,7 +234,7 @@ def test_one_gpu_without_events_leaves_the_others_heard(driver: FakeDriver, read
 # ── drivers that are absent, go, and come ────────────────────────────────────────────────────────────────────────────
 def test_without_the_library_there_is_nothing_to_read() -> None:
     said = result_of_child({})
-    assert said == "Absent: libnvidia-ml.so.1 is not found: no NVIDIA driver is installed"
+    assert said == "NotInstalled: libnvidia-ml.so.1 is not found: no NVIDIA driver is installed"
 
 
 def test_without_a_loaded_driver_there_is_nothing_to_read(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

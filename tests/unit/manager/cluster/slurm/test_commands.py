@@ -1,4 +1,4 @@
-"""Which words of Slurm mean "certainly not done", what is scrubbed, deadlines, and the budget of reads."""
+"""Slurm's commands: which errors mean "certainly not done", the environment, deadlines, and the budget of reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from rrl.manager.cluster.base import Refused, Unanswered
-from rrl.manager.cluster.slurm.commands import Budget, CommandResult, environment, execute, failure
+from rrl.manager.cluster.slurm.commands import (  # fmt: skip
+    Budget,
+    CommandResult,
+    NoCluster,
+    environment,
+    execute,
+    failure,
+)
 
 REFUSALS = """\
 sbatch: error: invalid partition specified: nope / sbatch: error: Batch job submission failed: Invalid partition name specified
@@ -27,7 +34,7 @@ srun: error: Unable to confirm allocation for job 34: Job is pending execution
 srun: error: Unable to create step for job 33: Memory required by task is not available
 srun: error: Unable to create step for job 1: Requested nodes are busy
 """  # noqa: E501
-OPEN = """\
+UNKNOWN_RESULTS = """\
 sbatch: error: Batch job submission failed: Socket timed out on send/recv operation
 sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)
 sbatch: error: Batch job submission failed: Zero Bytes were transmitted or received
@@ -38,7 +45,7 @@ sbatch: error: Batch job submission failed: Resource temporarily unavailable
 salloc: error: Job submit/allocate failed: Slurm temporarily unable to accept job, sleeping and retrying
 slurm_load_jobs error: Unable to contact slurm controller (connect failure)
 scancel: error: Kill job error on job id 5: Socket timed out on send/recv operation
-a sentence that nobody has seen before
+a message that is not known
 """  # noqa: E501
 
 
@@ -47,22 +54,28 @@ def stderr_of(text: str) -> CommandResult:
 
 
 @pytest.mark.parametrize("line", REFUSALS.splitlines())
-def test_what_slurm_answered_with_no_is_certainly_not_done(line: str) -> None:
+def test_known_rejections_of_slurm_are_refused(line: str) -> None:
     assert isinstance(failure("x", stderr_of(line)), Refused)
 
 
-@pytest.mark.parametrize("line", OPEN.splitlines())
-def test_a_lost_answer_or_unknown_words_leave_it_open(line: str) -> None:
+@pytest.mark.parametrize("line", UNKNOWN_RESULTS.splitlines())
+def test_lost_answer_or_unknown_text_is_unanswered(line: str) -> None:
     assert isinstance(failure("x", stderr_of(line)), Unanswered)
 
 
-def test_a_surrounding_jobs_variables_do_not_reach_slurm_but_its_configuration_does() -> None:
+def test_missing_configuration_is_reported_as_no_cluster() -> None:
+    text = "sinfo: fatal: Could not establish a configuration source"
+    assert isinstance(failure("sinfo", stderr_of(text)), NoCluster)
+    assert not any(isinstance(failure("x", stderr_of(line)), NoCluster) for line in UNKNOWN_RESULTS.splitlines())
+
+
+def test_environment_drops_job_variables_and_keeps_slurm_conf() -> None:
     given = {"SLURM_CONF": "/c", "SLURM_JOB_ID": "7", "SBATCH_PARTITION": "p", "SQUEUE_FORMAT": "%i", "SRUN_X": "1",
              "PMIX_RANK": "0", "PATH": "/bin", "SLURMISH": "kept", "LC_ALL": "de_DE"}  # fmt: skip
     assert environment(given) == {"SLURM_CONF": "/c", "PATH": "/bin", "SLURMISH": "kept", "LC_ALL": "C"}
 
 
-def test_a_command_beyond_its_deadline_is_killed_with_its_children_and_unanswered(tmp_path: Path) -> None:
+def test_command_beyond_its_deadline_is_killed_with_its_children(tmp_path: Path) -> None:
     code = ("import os, subprocess, sys; p = subprocess.Popen(['sleep', '1000']);"
             "open(sys.argv[1], 'w').write(f'{os.getpid()} {p.pid}'); p.wait()")  # fmt: skip
     pids = tmp_path / "pids"
@@ -81,8 +94,8 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_cancellation_in_the_moment_of_the_commands_end_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Command:
+def test_cancellation_as_the_command_ends_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FakeProcess:
         returncode = 0
 
         def __init__(self) -> None:
@@ -91,19 +104,19 @@ def test_a_cancellation_in_the_moment_of_the_commands_end_is_not_forgotten(monke
         async def communicate(self, given: bytes) -> tuple[bytes, bytes]:
             return await self.ended
 
-    async def cancelled(turns: int) -> None:
-        command = Command()
+    async def cancel_after(turns: int) -> None:
+        command = FakeProcess()
 
-        async def start(*argv: str, **how: object) -> Command:
+        async def start(*argv: str, **how: object) -> FakeProcess:
             return command
 
-        async def for_ever() -> None:
+        async def execute_repeatedly() -> None:
             while True:
                 await execute(("squeue",), 10.0)
                 command.ended = asyncio.get_running_loop().create_future()
 
         monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
-        task = asyncio.create_task(for_ever())
+        task = asyncio.create_task(execute_repeatedly())
         for _ in range(5):
             await asyncio.sleep(0)
         command.ended.set_result((b"", b""))
@@ -115,21 +128,21 @@ def test_a_cancellation_in_the_moment_of_the_commands_end_is_not_forgotten(monke
         assert task.cancelled(), turns
 
     for turns in range(4):
-        asyncio.run(cancelled(turns))
+        asyncio.run(cancel_after(turns))
 
 
-def test_a_command_that_is_not_there_was_certainly_not_run() -> None:
+def test_missing_command_is_refused() -> None:
     with pytest.raises(Refused, match="cannot be started"):
         asyncio.run(execute((f"{os.getpid()}-no-such-command",), timeout_s=5.0))
 
 
-def test_input_output_errors_and_code_come_back() -> None:
+def test_command_result_has_output_errors_and_exit_code() -> None:
     code = "import sys; print(sys.stdin.read()); print('e', file=sys.stderr); sys.exit(3)"
     ended = asyncio.run(execute((sys.executable, "-c", code), 20.0, "given"))
     assert (ended.code, ended.out, ended.err) == (3, "given\n", "e\n")
 
 
-def test_the_budget_refills_steadily_and_actions_read_on_credit() -> None:
+def test_budget_refills_steadily_and_actions_read_on_credit() -> None:
     now = 0.0
     budget = Budget(6, clock=lambda: now)
     assert budget.spend(3)
@@ -146,7 +159,7 @@ def test_the_budget_refills_steadily_and_actions_read_on_credit() -> None:
     assert budget.spend(3)
 
 
-def test_the_managers_of_a_user_share_one_budget_by_their_number() -> None:
+def test_managers_of_a_user_share_one_budget_by_their_number() -> None:
     now = 0.0
     budget = Budget(60, clock=lambda: now)
     budget.share(3)

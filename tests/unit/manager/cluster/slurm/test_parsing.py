@@ -1,4 +1,4 @@
-"""What Slurm printed (recorded on 22.05.8 in the lab) and what cannot be understood."""
+"""Output of Slurm's commands (recorded on 22.05.8 in the lab), and output that cannot be parsed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def jobs(name: str) -> dict[str, Job]:
     return {job.id: job for job in read_jobs(recorded(name))}
 
 
-def test_a_running_pool_has_its_nodes_and_its_tag() -> None:
+def test_running_pool_has_its_nodes_and_its_tag() -> None:
     pool = jobs("jobs")["37"]
     nodes = (NodeName("n1"), NodeName("n2"))
     assert pool.target == ("--jobid=37",)
@@ -39,27 +39,31 @@ def test_a_running_pool_has_its_nodes_and_its_tag() -> None:
     )
 
 
-def test_a_pending_job_says_why_it_waits() -> None:
-    waiting = jobs("jobs")
-    assert (waiting["40"].state, waiting["40"].nodes) == (AllocationState.PENDING, ())
-    assert waiting["40"].detail == "PENDING: Resources"
-    assert waiting["41"].detail == "PENDING: PartitionConfig"
-    assert waiting["41"].comment == ""
+def test_pending_job_has_its_reason() -> None:
+    pending_jobs = jobs("jobs")
+    assert (pending_jobs["40"].state, pending_jobs["40"].nodes) == (AllocationState.PENDING, ())
+    assert pending_jobs["40"].detail == "PENDING: Resources"
+    assert pending_jobs["41"].detail == "PENDING: PartitionConfig"
+    assert pending_jobs["41"].comment == ""
 
 
-def test_components_have_their_own_ids_tags_and_nodes_and_are_aimed_at_through_their_leader() -> None:
-    seen = jobs("hetjobs")
-    assert (seen["62"].name, seen["62"].nodes, seen["62"].leader) == ("demo.rollout", ("n3", "n4"), "61")
-    assert seen["61"].target == ("--jobid=61", "--het-group=0")
-    assert seen["62"].target == ("--jobid=61", "--het-group=1")
+def test_components_have_own_ids_tags_and_nodes_and_are_addressed_by_their_leader() -> None:
+    components = jobs("hetjobs")
+    assert (components["62"].name, components["62"].nodes, components["62"].leader) == (
+        "demo.rollout",
+        ("n3", "n4"),
+        "61",
+    )
+    assert components["61"].target == ("--jobid=61", "--het-group=0")
+    assert components["62"].target == ("--jobid=61", "--het-group=1")
     steps = {step.name: (step.job, step.nodes) for step in read_steps(recorded("hetsteps"))}
     assert steps == {"demo.x-0.1": ("61", ("n1",)), "demo.x-1.1": ("62", ("n3",))}
 
 
-def test_a_job_that_never_starts_by_itself_says_for_what_reason() -> None:
+def test_job_that_never_starts_by_itself_has_its_reason() -> None:
     assert jobs("jobs")["41"].unsatisfiable_reason == ""  # PartitionConfig may clear
     assert jobs("jobs")["40"].unsatisfiable_reason == ""
-    assert jobs("jobs")["13"].unsatisfiable_reason == ""  # PartitionNodeLimit, and cancelled: it waits no more
+    assert jobs("jobs")["13"].unsatisfiable_reason == ""  # PartitionNodeLimit, but cancelled and so not pending
 
 
 @pytest.mark.parametrize(
@@ -70,7 +74,7 @@ def test_a_job_that_never_starts_by_itself_says_for_what_reason() -> None:
      "QOSMaxCpuPerNode", "QOSMinCpuNotSatisfied", "AssocGrpCPUMinutesLimit", "QOSGrpGRESMinutes", "QOSGrpWallLimit",
      "Job's account not known, so it can't use this partition (short allows foo)"],
 )  # fmt: skip
-def test_reasons_that_nobody_waits_out(reason: str) -> None:
+def test_reasons_that_never_clear_are_recognised(reason: str) -> None:
     assert never_clears(reason)
 
 
@@ -82,11 +86,11 @@ def test_reasons_that_nobody_waits_out(reason: str) -> None:
      "ReqNodeNotAvail, UnavailableNodes:n[2-4]", "SomethingNew", "JobHeldAdmin", "JobHeldUser",
      "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions"],
 )  # fmt: skip
-def test_reasons_that_may_clear_by_themselves(reason: str) -> None:
+def test_reasons_that_may_clear_are_recognised(reason: str) -> None:
     assert not never_clears(reason)
 
 
-def test_the_runs_with_a_manager_are_those_with_a_job_but_for_one_whose_manager_waits() -> None:
+def test_managed_runs_exclude_one_whose_first_manager_is_pending() -> None:
     def job(state: AllocationState, comment: str) -> Job:
         return Job("1", state, (), "x", "", comment)
 
@@ -98,11 +102,11 @@ def test_the_runs_with_a_manager_are_those_with_a_job_but_for_one_whose_manager_
     ]) == {"a", "b"}  # fmt: skip
 
 
-def test_a_long_reason_with_commas_and_spaces_stays_in_its_field() -> None:
+def test_long_reason_with_commas_and_spaces_stays_in_its_field() -> None:
     assert jobs("jobs-after-crash")["40"].detail.endswith("reserved for jobs in higher priority partitions")
 
 
-def test_completing_and_every_kind_of_end_have_ended() -> None:
+def test_completing_and_every_end_state_count_as_ended() -> None:
     ended = jobs("jobs")
     assert {ended[job].detail.split(":")[0] for job in ("38", "39", "42")} == {"COMPLETING", "FAILED", "COMPLETED"}
     assert {ended[job].state for job in ("13", "36", "38", "39", "42")} == {AllocationState.ENDED}
@@ -110,42 +114,42 @@ def test_completing_and_every_kind_of_end_have_ended() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "end"),
+    ("state_name", "end"),
     [
         ("PREEMPTED", JobEnd.RECLAIMED), ("TIMEOUT", JobEnd.RECLAIMED), ("DEADLINE", JobEnd.RECLAIMED),
         ("CANCELLED", JobEnd.CANCELLED), ("COMPLETING", JobEnd.COMPLETING), ("NODE_FAIL", JobEnd.OTHER),
         ("RUNNING", None), ("PENDING", None),
     ],
 )  # fmt: skip
-def test_each_end_of_a_job_is_told_by_a_value(word: str, end: JobEnd | None) -> None:
-    assert _line(word, "59:58", "1:00:00", "1795178747", "1795182347").end is end
+def test_each_end_state_maps_to_a_job_end(state_name: str, end: JobEnd | None) -> None:
+    assert _line(state_name, "59:58", "1:00:00", "1795178747", "1795182347").end is end
 
 
-def test_the_reason_of_a_drain_is_read_apart_from_the_state() -> None:
+def test_drain_reason_is_parsed_apart_from_the_state() -> None:
     line = "NodeName=n1 Arch=x86_64 State=IDLE+DRAIN ThreadsPerCore=1 Reason=rrl:run-1:gpu: Xid 79 [root@2026-11-22]"
-    seen = read_nodes(line)[NodeName("n1")]
-    assert (seen.state, seen.reason) == (NodeState.DRAINING, "rrl:run-1:gpu: Xid 79")
+    status = read_nodes(line)[NodeName("n1")]
+    assert (status.state, status.reason) == (NodeState.DRAINING, "rrl:run-1:gpu: Xid 79")
 
 
-def test_bars_quotes_and_line_ends_in_a_strangers_name_do_no_harm() -> None:
-    odd = jobs("jobs")["42"]
-    assert (odd.name, odd.comment) == ("odd | name\ndemo.pool", 'a|b "c" d')
+def test_bars_quotes_and_line_ends_in_a_job_name_are_parsed() -> None:
+    job = jobs("jobs")["42"]
+    assert (job.name, job.comment) == ("odd | name\ndemo.pool", 'a|b "c" d')
 
 
-def test_a_lost_node_leaves_the_job_and_its_step_stays_listed() -> None:
+def test_lost_node_leaves_the_job_and_its_step_stays_listed() -> None:
     assert jobs("jobs-after-crash")["37"].nodes == ("n1",)
     assert {step.name: step.nodes for step in read_steps(recorded("steps-after-crash"))}["demo.agent-n2.1"] == ("n2",)
 
 
-def test_numbered_steps_are_read_and_the_batch_step_is_not() -> None:
+def test_numbered_steps_are_parsed_and_the_batch_step_is_skipped() -> None:
     steps = {step.id: (step.job, step.name) for step in read_steps(recorded("steps"))}
     assert steps == {
         "37.0": ("37", "demo.agent-n1.1"), "37.1": ("37", "demo.agent-n2.1"), "37.2": ("37", "demo.rollout-0.2"),
     }  # fmt: skip
 
 
-def test_node_states_come_with_slurms_own_words() -> None:
-    nodes = {name: (seen.state, seen.detail) for name, seen in read_nodes(recorded("nodes")).items()}
+def test_node_states_include_slurms_own_text() -> None:
+    nodes = {name: (status.state, status.detail) for name, status in read_nodes(recorded("nodes")).items()}
     assert nodes == {
         "n1": (NodeState.DRAINING, "MIXED+DRAIN: admin: look"),
         "n2": (NodeState.DOWN, "DOWN+NOT_RESPONDING: Not responding"),
@@ -155,12 +159,12 @@ def test_node_states_come_with_slurms_own_words() -> None:
     }
 
 
-def test_a_node_that_only_does_not_respond_yet_is_unknown() -> None:
-    seen = read_nodes(recorded("nodes-not-responding"))[NodeName("n2")]
-    assert (seen.state, seen.detail) == (NodeState.UNKNOWN, "MIXED+NOT_RESPONDING")
+def test_node_that_does_not_respond_yet_is_unknown() -> None:
+    status = read_nodes(recorded("nodes-not-responding"))[NodeName("n2")]
+    assert (status.state, status.detail) == (NodeState.UNKNOWN, "MIXED+NOT_RESPONDING")
 
 
-def test_a_name_that_slurm_does_not_know_is_unknown() -> None:
+def test_node_that_slurm_does_not_know_is_unknown() -> None:
     assert read_nodes(recorded("nodes-not-responding"))[NodeName("n9")].state is NodeState.UNKNOWN
 
 
@@ -174,7 +178,7 @@ def test_a_name_that_slurm_does_not_know_is_unknown() -> None:
         ("MIXED+REBOOT_REQUESTED", NodeState.DOWN), ("FUTURE", NodeState.UNKNOWN), ("NEWSTATE", NodeState.UNKNOWN),
     ],
 )  # fmt: skip
-def test_suffixes_and_flags_of_a_node_state(text: str, state: NodeState) -> None:
+def test_node_state_accounts_for_suffixes_and_flags(text: str, state: NodeState) -> None:
     assert node_state(text) is state
 
 
@@ -183,17 +187,17 @@ def test_suffixes_and_flags_of_a_node_state(text: str, state: NodeState) -> None
     ["slurm_load_jobs error: something new", "\x1e37\x1fRUNNING\x1fn1", "\x1e37\x1fDREAMING\x1fn1\x1fa\x1fNone\x1fx\n",
      "\x1e37\x1fRUNNING\x1fn[1-\x1fa\x1fNone\x1fx\n"],
 )  # fmt: skip
-def test_what_is_not_understood_is_neither_there_nor_gone(text: str) -> None:
+def test_unknown_output_is_unreadable(text: str) -> None:
     with pytest.raises(Unreadable):
         read_jobs(text)
 
 
-def test_nothing_listed_is_an_answer_too() -> None:
+def test_empty_output_is_a_valid_answer() -> None:
     assert read_jobs("") == []
     assert read_steps("") == []
 
 
-def test_the_inactive_limit_is_found_in_the_configuration() -> None:
+def test_inactive_limit_is_parsed_from_the_configuration() -> None:
     assert inactive_limit("HealthCheckInterval     = 0 sec\nInactiveLimit           = 120 sec\nJobAcct = x") == 120
     with pytest.raises(Unreadable):
         inactive_limit("")
@@ -206,30 +210,30 @@ def _line(state: str, left: str, limit: str, start: str, end: str, reason: str =
     return job
 
 
-def test_a_running_job_says_how_long_it_goes_on() -> None:
+def test_running_job_has_its_time_left() -> None:
     job = _line("RUNNING", "59:58", "1:00:00", "1795178747", "1795182347")
     assert (job.time_left_s, job.reclaimed) == (3598.0, False)
 
 
-def test_a_preempted_job_goes_on_running_and_only_its_expected_end_comes_forward() -> None:
+def test_preempted_job_is_recognised_by_its_earlier_expected_end() -> None:
     job = _line("RUNNING", "59:58", "1:00:00", "1795178747", "1795178755")
     assert (job.state, job.time_left_s, job.reclaimed) == (AllocationState.RUNNING, 6.0, True)
     assert _line("SIGNALING", "59:58", "1:00:00", "1795178747", "1795178755").reclaimed
 
 
-def test_a_job_that_was_suspended_ends_later_and_is_not_taken_back() -> None:
+def test_job_that_was_suspended_is_not_taken_for_preempted() -> None:
     job = _line("RUNNING", "59:50", "1:00:00", "1795178747", "1795182355")
     assert (job.time_left_s, job.reclaimed) == (3590.0, False)
     assert _line("SUSPENDED", "59:58", "1:00:00", "1795178747", "1795182347").state is AllocationState.SUSPENDED
 
 
-def test_a_job_without_a_limit_or_with_times_that_are_not_told_in_seconds_has_no_known_end() -> None:
+def test_job_without_limit_or_with_times_not_in_seconds_has_no_known_end() -> None:
     assert _line("RUNNING", "UNLIMITED", "UNLIMITED", "1795178747", "NONE").time_left_s is None
     assert _line("RUNNING", "59:58", "1:00:00", "2026-11-20T12:00:00", "2026-11-20T13:00:00").time_left_s is None
     assert _line("RUNNING", "INVALID", "1:00:00", "1795178747", "1795182347").time_left_s is None
 
 
-@pytest.mark.parametrize(("reason", "who"), [("JobHeldAdmin", "an administrator"), ("JobHeldUser", "its user")])
-def test_a_job_that_is_held_says_by_whom_and_may_yet_start(reason: str, who: str) -> None:
+@pytest.mark.parametrize(("reason", "holder"), [("JobHeldAdmin", "an administrator"), ("JobHeldUser", "its user")])
+def test_held_job_names_its_holder_and_may_still_start(reason: str, holder: str) -> None:
     job = _line("PENDING", "1:00:00", "1:00:00", "N/A", "NONE", reason)
-    assert (job.unsatisfiable_reason, job.detail) == ("", f"PENDING: held by {who} (scontrol release)")
+    assert (job.unsatisfiable_reason, job.detail) == ("", f"PENDING: held by {holder} (scontrol release)")

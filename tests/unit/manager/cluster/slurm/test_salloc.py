@@ -1,4 +1,4 @@
-"""What SlurmCluster makes of a request that salloc cannot serve at once, with commands that say what Slurm's do."""
+"""Requests that salloc cannot serve at once, with scripts that print what Slurm's commands print."""
 
 from __future__ import annotations
 
@@ -31,45 +31,47 @@ def commands(folder: Path, **scripts: str) -> None:
         (folder / name).chmod(0o755)
 
 
-def test_what_salloc_tried_in_vain_is_not_the_end_of_what_sbatch_asks_for(
+def test_failed_salloc_does_not_end_the_job_that_sbatch_submits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = "salloc: Pending job allocation 5\nsalloc: error: Unable to allocate resources: Connection timed out"
-    commands(tmp_path / "bin", salloc=f"echo '{said}' >&2; exit 1", scancel="", sbatch="echo 6", squeue=squeue(TRIED))
+    output = "salloc: Pending job allocation 5\nsalloc: error: Unable to allocate resources: Connection timed out"
+    commands(tmp_path / "bin", salloc=f"echo '{output}' >&2; exit 1", scancel="", sbatch="echo 6", squeue=squeue(TRIED))
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
 
-    async def asked() -> None:
+    async def scenario() -> None:
         slurm = SlurmCluster("run-1", "python", SlurmLimits(min_poll_interval_s=0.0), allocate_with="salloc")
         await slurm.request(REQUEST)
         early = await slurm.observe()  # squeue lists it before sbatch's job
         assert early.allocations == {}, early
         commands(tmp_path / "bin", squeue=squeue(TRIED, QUEUED))
-        seen = (await slurm.observe()).allocations
-        assert seen is not None
-        assert (seen["run-1.pool"].state, seen["run-1.pool"].job) == (AllocationState.PENDING, "6")
+        allocations = (await slurm.observe()).allocations
+        assert allocations is not None
+        assert (allocations["run-1.pool"].state, allocations["run-1.pool"].job) == (AllocationState.PENDING, "6")
         await slurm.close()
 
-    asyncio.run(asked())
+    asyncio.run(scenario())
 
 
-def test_a_follow_up_that_finds_too_few_nodes_beside_ours_waits_for_ours_and_any_other_request_is_refused(
+def test_request_with_too_few_other_nodes_waits_for_own_ones_only_if_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no = "sbatch: error: Batch job submission failed: Requested node configuration is not available"
-    picky = f'text=$(cat); echo "$text" >> {tmp_path}/told; case $text in *exclude=*) echo "{no}" >&2; exit 1 ;; esac'
+    picky = (
+        f'text=$(cat); echo "$text" >> {tmp_path}/scripts; case $text in *exclude=*) echo "{no}" >&2; exit 1 ;; esac'
+    )
     commands(tmp_path / "bin", sbatch=picky, squeue=squeue(HELD), scontrol="")
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     more = msgspec.structs.replace(REQUEST, tag="run-1.more-1")
 
-    async def asked() -> None:
+    async def scenario() -> None:
         slurm = SlurmCluster("run-1", "python", SlurmLimits(min_poll_interval_s=0.0), allocate_with="sbatch")
         await slurm.observe()
         with pytest.raises(Refused, match="not available"):
             await slurm.request(more)
         await slurm.request(msgspec.structs.replace(more, may_reuse_own_nodes=True))
-        *_, last = (tmp_path / "told").read_text().split("#!")
+        *_, last = (tmp_path / "scripts").read_text().split("#!")
         assert "--exclusive" in last
         assert "--exclude" not in last
         await slurm.close()
 
-    asyncio.run(asked())
+    asyncio.run(scenario())

@@ -1,4 +1,4 @@
-"""Harm on request: the plain user may have its own lab hurt, and nothing else; strangers may ask for nothing."""
+"""Faults on request: the plain user may inject them into its own lab only, and other users not at all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rrl.tests.support.slurm import harm
+from rrl.tests.support.slurm import fault_service
 from rrl.tests.support.slurm import processes as slurm_processes
 from rrl.tests.support.slurm.lab import SlurmLab
 
@@ -24,17 +24,17 @@ def lab(slurm_lab: SlurmLab) -> Iterator[SlurmLab]:
 
 
 @pytest.fixture
-def door(lab: SlurmLab) -> str:
-    """As the user's environment names it."""
-    return lab.user_env()[harm.ENV]
+def socket_path(lab: SlurmLab) -> str:
+    """Return the socket that the user's environment names."""
+    return lab.user_env()[fault_service.ENV]
 
 
-def test_the_user_has_a_node_crashed_and_it_comes_up_by_itself(lab: SlurmLab, door: str) -> None:
-    def hurt() -> None:
-        told = harm.request_fault(os.environ[harm.ENV], do="crash", node="n3", seconds=1)
-        assert told == harm.Answer(True, "crash n3 for 1 s")
+def test_user_request_crashes_a_node_that_comes_up_by_itself(lab: SlurmLab, socket_path: str) -> None:
+    def crash_node() -> None:
+        answer = fault_service.request_fault(os.environ[fault_service.ENV], do="crash", node="n3", seconds=1)
+        assert answer == fault_service.Answer(True, "crash n3 for 1 s")
 
-    lab.call_as_user(hurt)
+    lab.call_as_user(crash_node)
     deadline = time.monotonic() + 30
     while not slurm_processes.of_node(lab.dir, "n3"):
         assert time.monotonic() < deadline
@@ -42,10 +42,12 @@ def test_the_user_has_a_node_crashed_and_it_comes_up_by_itself(lab: SlurmLab, do
     lab.wait_states({"n3": "idle"})
 
 
-def test_an_outage_of_the_controller_ends_by_itself_and_jobs_go_on(lab: SlurmLab, door: str) -> None:
+def test_controller_outage_ends_by_itself_and_jobs_keep_running(lab: SlurmLab, socket_path: str) -> None:
     job = lab.run_as_user(["sbatch", "--parsable", "--mem=100M", "-o", "/dev/null", "--wrap", "sleep 1004"]).stdout
     before = lab.controller()
-    assert harm.request_fault(door, do="outage", seconds=0.2) == harm.Answer(True, "outage of 0.2 s")
+    assert fault_service.request_fault(socket_path, do="outage", seconds=0.2) == fault_service.Answer(
+        True, "outage of 0.2 s"
+    )
     assert lab.controller() != before
     assert any(line.startswith(f"{job.strip()} ") for line in lab.jobs())
 
@@ -66,26 +68,27 @@ def test_an_outage_of_the_controller_ends_by_itself_and_jobs_go_on(lab: SlurmLab
         ({"do": "delay", "node": "n1", "ms": 1e9}, "ms must be from 0 to 60000"),
     ],
 )
-def test_what_is_not_the_labs_own_is_refused_and_nothing_happens(
-    slurm_lab: SlurmLab, request_: dict[str, object], why: str
-) -> None:
-    before = {pid for pid, one in slurm_lab.processes().items() if one.comm in ("slurmd", "slurmctld")}
-    told = harm.request_fault(harm.socket_of(slurm_lab.dir), **request_)
-    assert not told.ok
-    assert why in told.detail
+def test_fault_outside_of_the_lab_is_refused(slurm_lab: SlurmLab, request_: dict[str, object], why: str) -> None:
+    before = {pid for pid, process in slurm_lab.processes().items() if process.comm in ("slurmd", "slurmctld")}
+    answer = fault_service.request_fault(fault_service.socket_of(slurm_lab.dir), **request_)
+    assert not answer.ok
+    assert why in answer.detail
     assert before <= slurm_lab.processes().keys()
 
 
-def test_noise_and_silence_on_the_socket_keep_nobody_else_from_asking(slurm_lab: SlurmLab) -> None:
+def test_invalid_and_silent_connections_do_not_block_other_requests(slurm_lab: SlurmLab) -> None:
     with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as noisy:
-        silent.connect(str(harm.socket_of(slurm_lab.dir)))
-        noisy.connect(str(harm.socket_of(slurm_lab.dir)))
+        silent.connect(str(fault_service.socket_of(slurm_lab.dir)))
+        noisy.connect(str(fault_service.socket_of(slurm_lab.dir)))
         noisy.sendall(b"\xff" * 10_000 + b"\n")
         assert b'"ok":false' in noisy.recv(1000)
-        assert "no node x" in harm.request_fault(harm.socket_of(slurm_lab.dir), do="crash", node="x").detail
+        assert (
+            "no node x"
+            in fault_service.request_fault(fault_service.socket_of(slurm_lab.dir), do="crash", node="x").detail
+        )
 
 
-def test_only_the_labs_user_may_open_the_socket(slurm_lab: SlurmLab, door: str) -> None:
-    kept = Path(door).stat()
-    assert stat.S_IMODE(kept.st_mode) == 0o600
-    assert kept.st_uid == pwd.getpwnam(slurm_lab.user).pw_uid
+def test_fault_socket_is_open_to_the_labs_user_only(slurm_lab: SlurmLab, socket_path: str) -> None:
+    status = Path(socket_path).stat()
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_uid == pwd.getpwnam(slurm_lab.user).pw_uid

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 ENV = "RRL_LAB_FAULTS"
 _MAX_DURATION_S = 3600.0
-"""s; no harm lasts longer"""
+"""s; no fault lasts longer"""
 _MAX_DELAY_MS = 60_000.0
 """ms"""
 _MAX_LINE_BYTES = 4096
@@ -54,7 +54,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def socket_of(lab: Path) -> Path:
-    return lab / "harm"
+    return lab / "faults"
 
 
 def serve(lab: SlurmLab) -> None:
@@ -68,12 +68,12 @@ def serve(lab: SlurmLab) -> None:
             os.umask(old)
         os.chown(socket_of(lab.dir), account.pw_uid, account.pw_gid)
         listening.listen()
-        service = (sys.executable, "-m", "rrl.tests.support.slurm.harm", str(lab.dir))
-        lab.background(*service, log="harm.log", stdin=listening.fileno())
+        service = (sys.executable, "-m", "rrl.tests.support.slurm.fault_service", str(lab.dir))
+        lab.background(*service, log="fault_service.log", stdin=listening.fileno())
 
 
 def request_fault(path: str | Path, **request: object) -> Answer:
-    """Ask for harm and wait until it is done. Raises OSError when nobody serves."""
+    """Request a fault and wait until it is done. Raises OSError when nobody serves."""
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(path))
         client.sendall(json.dumps(request).encode() + b"\n")
