@@ -23,7 +23,7 @@ from ..core.types import STANDBY_ROLE, TRAINER, Incarnation, NodeName, Outcome, 
 from ..health.detection.detect import detect
 from ..health.detection.detectors.liveness import missing_heartbeats
 from ..health.detection.detectors.node_liveness import silent_nodes
-from ..health.detection.watch import HealthMonitor
+from ..health.detection.health_monitor import HealthMonitor
 from ..transport import messages as msg
 from ..transport.control.endpoints import Listener
 from ..transport.control.sockets import MANAGER_BOUNDS

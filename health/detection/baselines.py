@@ -1,10 +1,10 @@
-"""What is usual in a run: durations of phases, gaps between signs of progress, and throughput against peers.
+"""What is usual in a run: durations of phases, times between signs of progress, and throughput relative to peers.
 
-Durations are kept per role and phase (:class:`Usual`). Throughput is compared in rounds: at the end of a round all
-replicas of a role are compared, and the result is stored with each replica, so that a detector needs only that replica.
-For rollouts it is tokens per second, over a minute, while they generate and are not idle (waiting for a tool is not
-slow). For members of a gang it is the time from the start of a training pass to its last sign of progress, or to its
-end where there is none; members in lockstep cannot be told apart, and none is called slow. Thresholds: docs/sources.md
+:class:`PhaseDurations` keeps durations per role and phase. :class:`ThroughputRounds` compares the replicas of a role at
+the end of each round and stores the result with each replica, so that a detector needs only that replica. For rollouts
+it compares tokens per second, over a minute, while they generate and are not idle (waiting for a tool is not slowness).
+For members of a gang it compares the time from the start of a training pass to its last sign of progress or, without
+such signs, to its end; members in lockstep cannot be told apart, and none is called slow. Thresholds: docs/sources.md
 (NVRx: < 0.75). Baselines are journaled, so that the next manager does not have to learn them again.
 """
 
@@ -20,38 +20,40 @@ from msgspec import Struct
 from ...core.types import Incarnation
 
 THROUGHPUT_WINDOW_S = 60.0
-"""s of one round of a role that makes tokens"""
+"""Length of a round of a role that makes tokens."""
 SLOW_ROLLOUT_SHARE = 0.5
-"""of the median of its peers. NVRx says 0.75 of ranks that do the same; rollouts do not: fewer answers at once are
-fewer tokens"""
+"""Share of its peers' median rate below which a rollout is slow. NVRx uses 0.75 for ranks with equal work; rollouts
+have unequal work: fewer concurrent answers give fewer tokens."""
 SLOW_RANK_SHARE = 0.75
-"""of the median of its gang (NVRx)"""
+"""Share of a rank's pass time below which the median of the other ranks makes it slow (NVRx)."""
 STRAGGLER_ROUNDS = 5
-"""in a row before one speaks of a straggler"""
+"""Consecutive slow rounds from which a replica is a straggler."""
 _MIN_ACTIVE_SHARE = 0.5
-"""of a window that must have been spent generating"""
+"""Share of a round that a rollout must have spent generating to be compared."""
 _MIN_MEDIAN_WORK = 64
-"""units (tokens) of the median of a window; below it nobody works enough to be compared"""
+"""Median work (tokens) per round below which the rollouts do too little to be compared."""
 _MIN_PEERS = 2
+"""Other rollouts that a comparison needs."""
 _MIN_SLOWER_BY_S = 2.0
-"""s that a rank must be slower by: its beats come once in a second"""
+"""Time by which a slow rank must exceed the others' median: heartbeats date its progress only to the second."""
 
 
 @dataclass(slots=True)
 class Throughput:
-    """Of one life."""
+    """Throughput of one incarnation in the current round, and how often it was slow."""
 
     work: int = 0
-    """units done in this round"""
+    """Units done in this round (tokens)."""
     seconds: float = 0.0
-    """s at it in this round"""
+    """Time (s) spent working in this round."""
     last_added_at: float | None = None
-    """when it was last added to"""
+    """Time of the last addition."""
     slow_rounds: int = 0
-    """rounds in a row in which it was"""
+    """Consecutive rounds in which it was slow."""
     slow_since: float = 0.0
+    """End of the first of these rounds."""
     by_tokens: bool = True
-    """else: by passes of its gang"""
+    """Whether it is compared by tokens per second; otherwise by the passes of its gang."""
 
 
 @dataclass(slots=True)
@@ -61,56 +63,77 @@ class _Round:
 
 
 class ThroughputRounds:
-    """The rounds that run. ``add`` and ``passed`` return whom a detector has to look at again."""
+    """The current rounds. ``add`` and ``on_pass`` return the incarnations that detectors must evaluate again."""
 
     def __init__(self) -> None:
         self._rounds: dict[str, _Round] = {}
         self._passes: dict[Incarnation, dict[Incarnation, tuple[Throughput, float]]] = {}
 
     def add(
-        self, role: str, incarnation: Incarnation, pace: Throughput, work: int, working: bool, now: float
+        self, role: str, incarnation: Incarnation, throughput: Throughput, work: int, working: bool, now: float
     ) -> list[Incarnation]:
-        """``work`` more is done; ``working``: it was at it since last time. Returns whose standing has changed."""
+        """Add work of a rollout, and compare its role if the round is over.
+
+        Args:
+            role: The role whose replicas are compared.
+            incarnation: The rollout.
+            throughput: Its throughput, updated here.
+            work: Units done since the last call.
+            working: Whether it worked all the time since the last call.
+            now: Manager's clock (s).
+
+        Returns:
+            Incarnations that became stragglers or ceased to be.
+        """
         running = self._rounds.setdefault(role, _Round(now))
         changed: list[Incarnation] = []
         if now - running.began >= THROUGHPUT_WINDOW_S:
             changed = _compare(running.members, now)
             self._rounds[role] = running = _Round(now)
-        if working and pace.last_added_at is not None and 0 < now - pace.last_added_at < THROUGHPUT_WINDOW_S / 4:
-            pace.work += work
-            pace.seconds += now - pace.last_added_at
-        pace.last_added_at = now
-        running.members[incarnation] = pace
+        if (
+            working
+            and throughput.last_added_at is not None
+            and 0 < now - throughput.last_added_at < THROUGHPUT_WINDOW_S / 4
+        ):
+            throughput.work += work
+            throughput.seconds += now - throughput.last_added_at
+        throughput.last_added_at = now
+        running.members[incarnation] = throughput
         return changed
 
     def on_pass(
-        self, gang: Incarnation, incarnation: Incarnation, pace: Throughput, seconds: float, now: float
+        self, gang: Incarnation, incarnation: Incarnation, throughput: Throughput, seconds: float, now: float
     ) -> list[Incarnation]:
-        """A member came through a pass of training in so many s; the round ends when one comes for the second time."""
+        """Add a training pass of a gang's member; a round ends when a member completes its second pass.
+
+        Returns the incarnations that became stragglers or ceased to be.
+        """
         members = self._passes.setdefault(gang, {})
         changed: list[Incarnation] = []
         if incarnation in members:
             changed = _compare_ranks(members, now)
             members.clear()
-        members[incarnation] = pace, seconds
-        pace.by_tokens = False
+        members[incarnation] = throughput, seconds
+        throughput.by_tokens = False
         return changed
 
     def remove(self, incarnation: Incarnation, gang: Incarnation) -> None:
+        """Take an incarnation out of its round, and discard the round of its gang."""
         for running in self._rounds.values():
             running.members.pop(incarnation, None)
         self._passes.pop(gang, None)
 
     def reset(self) -> None:
+        """Discard all rounds."""
         self._rounds.clear()
         self._passes.clear()
 
 
 def _compare(members: Mapping[Incarnation, Throughput], now: float) -> list[Incarnation]:
     rates = {
-        incarnation: pace.work / pace.seconds
-        for incarnation, pace in members.items()
-        if pace.seconds >= _MIN_ACTIVE_SHARE * THROUGHPUT_WINDOW_S
+        incarnation: throughput.work / throughput.seconds
+        for incarnation, throughput in members.items()
+        if throughput.seconds >= _MIN_ACTIVE_SHARE * THROUGHPUT_WINDOW_S
     }
     changed: list[Incarnation] = []
     if len(rates) > _MIN_PEERS and median(members[incarnation].work for incarnation in rates) >= _MIN_MEDIAN_WORK:
@@ -120,8 +143,8 @@ def _compare(members: Mapping[Incarnation, Throughput], now: float) -> list[Inca
                 members[incarnation], rate < SLOW_ROLLOUT_SHARE * _median_without(ordered, rate), now
             ):
                 changed.append(incarnation)
-    for pace in members.values():
-        pace.work, pace.seconds = 0, 0.0
+    for throughput in members.values():
+        throughput.work, throughput.seconds = 0, 0.0
     return changed
 
 
@@ -130,35 +153,38 @@ def _compare_ranks(members: Mapping[Incarnation, tuple[Throughput, float]], now:
         return []
     ordered = sorted(seconds for _, seconds in members.values())
     changed: list[Incarnation] = []
-    for incarnation, (pace, seconds) in members.items():
+    for incarnation, (throughput, seconds) in members.items():
         others = _median_without(ordered, seconds)
-        if _update_slow_rounds(pace, others < SLOW_RANK_SHARE * seconds and seconds - others >= _MIN_SLOWER_BY_S, now):
+        if _update_slow_rounds(
+            throughput, others < SLOW_RANK_SHARE * seconds and seconds - others >= _MIN_SLOWER_BY_S, now
+        ):
             changed.append(incarnation)
     return changed
 
 
 def _median_without(ordered: list[float], value: float) -> float:
-    """Of its peers: all but itself. ``ordered`` ascending, ``one`` of them; the upper of two middle ones."""
+    """Return the median of ``ordered`` (ascending) without one ``value`` in it; the upper one of two middle values."""
     middle = (len(ordered) - 1) // 2
     return ordered[middle + 1] if value <= ordered[middle] else ordered[middle]
 
 
-def _update_slow_rounds(pace: Throughput, slow: bool, now: float) -> bool:
-    before = pace.slow_rounds >= STRAGGLER_ROUNDS
-    if slow and pace.slow_rounds == 0:
-        pace.slow_since = now
-    pace.slow_rounds = pace.slow_rounds + 1 if slow else 0
-    return before != (pace.slow_rounds >= STRAGGLER_ROUNDS)
+def _update_slow_rounds(throughput: Throughput, slow: bool, now: float) -> bool:
+    """Count a round, and return whether the replica became a straggler or ceased to be."""
+    before = throughput.slow_rounds >= STRAGGLER_ROUNDS
+    if slow and throughput.slow_rounds == 0:
+        throughput.slow_since = now
+    throughput.slow_rounds = throughput.slow_rounds + 1 if slow else 0
+    return before != (throughput.slow_rounds >= STRAGGLER_ROUNDS)
 
 
 _MAX_DURATIONS = 32
-"""durations remembered per role and phase"""
+"""Durations kept per role and phase."""
 _MIN_DURATIONS = 3
-"""durations before one speaks of usual (docs/sources.md, guard rails: three in a row)"""
+"""Durations from which a usual duration is known (docs/sources.md, guard rails: three in a row)."""
 
 
 class DurationStats(Struct, frozen=True):
-    """So many durations in a few words: their median and the longest of them (s)."""
+    """A summary of durations: their count, their median (s) and the longest of them (s)."""
 
     count: int
     median: float
@@ -166,7 +192,7 @@ class DurationStats(Struct, frozen=True):
 
 
 class TypicalDuration(Struct, frozen=True):
-    """``median`` (s; None: too few are known) and the longest of them."""
+    """The usual duration of a phase: the median (s; None: too few are known) and the longest (s)."""
 
     median: float | None = None
     longest: float = 0.0
@@ -176,25 +202,29 @@ _UNKNOWN = TypicalDuration()
 
 
 class PhaseDurations:
-    """Over all replicas of a role: a replacement inherits it, and one outlier does not move it."""
+    """Durations of phases over all replicas of a role.
+
+    A replacement inherits them, and a single outlier does not change the median.
+    """
 
     def __init__(self) -> None:
         self._durations: dict[tuple[str, str], deque[float]] = {}
         self._typical: dict[tuple[str, str], TypicalDuration] = {}
 
     def add(self, role: str, phase: str, seconds: float) -> None:
+        """Add one duration; the oldest is dropped once ``_MAX_DURATIONS`` are kept."""
         key = role, phase
         self._durations.setdefault(key, deque(maxlen=_MAX_DURATIONS)).append(seconds)
         self._typical.pop(key, None)
 
     def restore(self, role: str, phase: str, stats: DurationStats) -> None:
-        """What was usual before anything is added. The longest counts as the newest: it is forgotten last."""
+        """Start with an earlier manager's summary; its longest duration counts as the newest and is dropped last."""
         count = min(max(stats.count, _MIN_DURATIONS), _MAX_DURATIONS)
         self._durations[role, phase] = deque([stats.median] * (count - 1) + [stats.longest], maxlen=_MAX_DURATIONS)
         self._typical.pop((role, phase), None)
 
     def stats(self) -> dict[str, dict[str, DurationStats]]:
-        """By role and phase, where enough is known."""
+        """Return the summary by role and phase, without phases of which too little is known."""
         known: dict[str, dict[str, DurationStats]] = {}
         for (role, phase), durations in self._durations.items():
             if (typical := self.typical(role, phase)).median is not None:
@@ -202,7 +232,7 @@ class PhaseDurations:
         return known
 
     def typical(self, role: str, phase: str) -> TypicalDuration:
-        """Sorted once for each new duration, not for each that asks."""
+        """Return what is usual for a phase of a role; computed once per added duration."""
         key = role, phase
         if (known := self._typical.get(key)) is None:
             durations = sorted(self._durations.get(key, ()))
@@ -216,25 +246,27 @@ class PhaseDurations:
 
 
 MIN_CHANGE_SHARE = 0.2
-"""share by which a duration must change to be worth a record (ours: a tenth of what ``adaptive`` leaves)"""
+"""Share by which a duration must change to be recorded. Our choice: small against the factor ``adaptive`` (5) of the
+deadlines."""
 MIN_CHANGE_S = 1.0
-"""s by which it must, too: below it no deadline moves"""
+"""Time by which a duration must also change: smaller changes do not matter to any deadline."""
 
 
 class RoleBaseline(Struct, frozen=True):
-    """Of one role."""
+    """What was learned about one role, as the journal keeps it for the next manager."""
 
     phases: dict[str, DurationStats] = {}
+    """Durations by phase."""
     uses_tensor_cores: bool = False
-    """tensor cores were seen at work: where they can be seen, their rest says something"""
+    """Whether tensor cores were observed at work, so that their idleness is evidence."""
     answers_probes: bool = False
-    """it answers probes while it waits"""
+    """Whether its replicas answer probes while they wait."""
     slowest_load: float = 0.0
-    """s: the longest that it lately took to load weights"""
+    """Longest recent time (s) to load weights."""
 
 
 def changed_noticeably(before: Mapping[str, RoleBaseline], after: Mapping[str, RoleBaseline]) -> bool:
-    """A deadline would be another one, or rest on twice as much."""
+    """Return whether a deadline would change, or rests on at least twice as many durations."""
     return before.keys() != after.keys() or any(_differs(before[role], baseline) for role, baseline in after.items())
 
 

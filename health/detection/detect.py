@@ -1,7 +1,8 @@
-"""``detect``: detectors, blame and guards tied together; sightings in, findings out, and when to look again.
+"""``detect``: runs the detectors over the observation table, attributes stalls, and returns the findings.
 
-It remembers per node what it concluded (in ``Watch.memo``), so that a call costs as much as has been seen or has come
-due since the last one, not as much as the run is big. That changes no answer: a test holds it against a full look.
+It keeps its conclusions per node (in ``HealthMonitor.memo``), so that the cost of a call depends on what was observed
+or became due since the last call and not on the size of the run. The result is the same as that of a full evaluation,
+which a test checks.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from .attribution import gangs
 from .attribution.wait_chains import attribute
 from .detectors.probing import next_probe_on_node
 from .detectors.registry import NODE_DETECTORS, PRESENCE_DETECTORS, PROGRESS_DETECTORS
-from .watch import HealthMonitor, NodeView
+from .health_monitor import HealthMonitor, NodeView
 
-S = TypeVar("S")
+View = TypeVar("View")
 
 
 @dataclass(slots=True)
@@ -28,21 +29,31 @@ class _Memo:
     limits: Limits
     now: float
     raw: dict[NodeName, list[Finding]] = field(default_factory=dict)
-    """of the nodes that have any"""
+    """Findings of the detectors, before attribution, of each node that has some."""
     next_evaluation: dict[NodeName, float] = field(default_factory=dict)
+    """Time at which the findings of each node may change without a new observation."""
     queue: list[tuple[float, NodeName]] = field(default_factory=list)
-    """an entry lies at or before its node's ``look``: a beat moves only ``look``, the entry is put right when first"""
+    """Heap of (time, node), with the time at or before the node's ``next_evaluation``. A heartbeat moves only
+    ``next_evaluation``; the entry is corrected when it comes first."""
     queued: dict[NodeName, float] = field(default_factory=dict)
-    """its entry that counts; the queue may hold later ones, which do not"""
+    """Time of each node's valid entry in ``queue``; later entries of the node are obsolete."""
     findings: list[Finding] = field(default_factory=list)
+    """Result of the last call."""
 
 
 def detect(monitor: HealthMonitor, limits: Limits, now: float) -> tuple[list[Finding], float]:
-    """All findings that hold now, in the order of their keys, and the next time (s, later than ``now``; inf = none) at
-    which one could change though nothing new is seen.
+    """Return the findings that hold now, and the time at which they may change without a new observation.
 
-    ``now`` must not run backwards (it costs a full look). A manager that was itself paused calls ``Watch.restart``
-    first: it cannot tell the world's silence from its own.
+    A manager that was itself stopped for a while calls ``HealthMonitor.restart`` first: it cannot tell the silence of
+    others from its own.
+
+    Args:
+        monitor: The observation table. Its memo, its limits and its set of dirty nodes are updated.
+        limits: The job's deadlines.
+        now: Manager's clock (s). A step backwards causes a full evaluation.
+
+    Returns:
+        The findings in the order of their keys, and a time (s) later than ``now`` (inf if there is none).
     """
     memo = monitor.memo
     if not isinstance(memo, _Memo) or memo.limits != limits or now < memo.now:
@@ -50,12 +61,12 @@ def detect(monitor: HealthMonitor, limits: Limits, now: float) -> tuple[list[Fin
         monitor.set_limits(limits)
         monitor.dirty.update(monitor.nodes)
     memo.now = now
-    again = monitor.dirty | set(_due_nodes(memo, now))
+    nodes = monitor.dirty | set(_due_nodes(memo, now))
     monitor.dirty.clear()
-    before = bool(memo.raw)
-    for node in again:
+    had_findings = bool(memo.raw)
+    for node in nodes:
         _evaluate_node(monitor, memo, node)
-    if again and (before or memo.raw):
+    if nodes and (had_findings or memo.raw):
         raw = sorted((finding for found in memo.raw.values() for finding in found), key=lambda finding: finding.key)
         memo.findings = sorted(
             _suppress_on_failed_nodes(attribute(gangs.judge(raw, monitor), monitor), monitor),
@@ -65,9 +76,9 @@ def detect(monitor: HealthMonitor, limits: Limits, now: float) -> tuple[list[Fin
 
 
 def _evaluate_node(monitor: HealthMonitor, memo: _Memo, node: NodeName) -> None:
-    """One node with everything on it: they witness for each other, so that they are judged together."""
+    """Run the detectors on a node and everything on it: each may be a witness for the others."""
     node_view = monitor.nodes.get(node)
-    if node_view is None:  # forgotten
+    if node_view is None:  # removed
         memo.raw.pop(node, None)
         memo.next_evaluation.pop(node, None)
         monitor.probes_due.pop(node, None)
@@ -87,13 +98,16 @@ def _run_detectors(node_view: NodeView, limits: Limits, now: float) -> tuple[lis
     if node_view.agent:
         results.append(_first_match(PRESENCE_DETECTORS, node_view.agent, limits, now))
     results.append(_first_match(NODE_DETECTORS, node_view, limits, now))
-    return [finding for finding, _ in results if finding], min(look for _, look in results)
+    return [finding for finding, _ in results if finding], min(then for _, then in results)
 
 
 def _first_match(
-    ladder: Iterable[Callable[[S, Limits, float], tuple[Finding | None, float]]], view: S, limits: Limits, now: float
+    ladder: Iterable[Callable[[View, Limits, float], tuple[Finding | None, float]]],
+    view: View,
+    limits: Limits,
+    now: float,
 ) -> tuple[Finding | None, float]:
-    """The first detector that speaks. What weaker evidence would add is not heard while better evidence stands."""
+    """Return the first finding of a ladder of detectors; weaker evidence is ignored while better evidence holds."""
     next_evaluation = inf
     for detector in ladder:
         finding, then = detector(view, limits, now)
@@ -104,16 +118,18 @@ def _first_match(
 
 
 def _suppress_on_failed_nodes(findings: list[Finding], monitor: HealthMonitor) -> list[Finding]:
-    """Where a node has failed, what is on it is replaced anyway: only proof about its replicas is worth saying."""
+    """Drop findings about replicas on failed nodes unless they are proof: these replicas are replaced anyway."""
     failed = {finding.node for finding in findings if finding.node and finding.verdict is Verdict.FAIL}
     return [
-        f
-        for f in findings
-        if f.incarnation is None or f.proof or monitor.replicas[f.incarnation.replica].node not in failed
+        finding
+        for finding in findings
+        if finding.incarnation is None
+        or finding.proof
+        or monitor.replicas[finding.incarnation.replica].node not in failed
     ]
 
 
-# ── when to look again ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── time of the next evaluation ──────────────────────────────────────────────────────────────────────────────────────
 def _enqueue(memo: _Memo, node: NodeName) -> None:
     due = memo.next_evaluation.get(node, inf)
     if due < memo.queued.get(node, inf):
@@ -122,7 +138,7 @@ def _enqueue(memo: _Memo, node: NodeName) -> None:
 
 
 def _next_evaluation(memo: _Memo) -> float:
-    """The earliest ``look``; puts entries right that turn out to be first and early."""
+    """Return the earliest ``next_evaluation`` of all nodes; outdated entries at the head of the queue are corrected."""
     while memo.queue:
         at, node = memo.queue[0]
         if memo.queued.get(node) == at == memo.next_evaluation.get(node):

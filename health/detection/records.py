@@ -1,9 +1,10 @@
-"""What is kept of one replica and of one node: written by :class:`rrl.health.detection.watch.Watch`, read by detectors.
+"""The observation table's entries: the last observed state of one replica, of one role and of one node.
 
-Times are the manager's clock (s) at receipt. Loads of CPU and GPU come from the node's agent every few seconds. They
-count as evidence only while they arrive without a gap: an agent that is silent or cannot measure says nothing about who
-is idle. A busy GPU is no proof of progress either, where a collective spins (``spins``). A probe asks a replica for a
-small piece of real work; its answer is stronger evidence than a heartbeat, which a thread of its own sends.
+:class:`rrl.health.detection.health_monitor.HealthMonitor` writes them, detectors read them. Times are the manager's
+clock (s) at receipt. The node's agent measures CPU and GPU loads every few seconds. Loads are evidence only while they
+arrive without a gap: an agent that is silent or cannot measure proves nothing about idleness. A busy GPU does not prove
+progress, because a collective that waits for a peer spins on it. A probe requests a small piece of real work; its
+answer is stronger evidence than a heartbeat, which a separate thread sends.
 """
 
 from __future__ import annotations
@@ -22,55 +23,70 @@ from ...core.types import AGENT, Incarnation, NodeName, ProbeResult, ReplicaId, 
 from .baselines import Throughput
 
 MAX_LOAD_GAP_S = 15.0
-"""s between two loads after which nobody knows what was in between; the agent tells some every 2 s"""
+"""Time between two loads above which they are not continuous: the time between them is unknown. Agents send loads every
+2 s."""
 IDLE_CPU_CORES = 0.05
-"""cores: who does nothing but beat takes less than 0.01 (measured), an idle engine of several processes 0.02 to 0.04"""
+"""CPU cores below which a replica is idle. A process that only sends heartbeats uses less than 0.01 (measured), an idle
+engine of several processes 0.02 to 0.04."""
 IDLE_GPU_SHARE = 0.02
-"""share of the time in which a kernel ran"""
+"""Share of the time in which a kernel ran, below which a GPU is idle."""
 HOST_WORK_CPU_CORES = 0.5
-"""cores from which a CPU counts as at work for a GPU that idles: an evaluation, advantages, a batch that is prepared"""
+"""CPU cores from which a replica with an idle GPU counts as working on its CPU: an evaluation, advantages, batch
+preparation."""
 SPIN_GPU_SHARE = 0.9
-"""share from which a GPU counts as kept by a kernel; NCCL's that waits for a peer keeps it wholly"""
+"""Share of the time with a running kernel from which a GPU may be spinning; an NCCL kernel that waits for a peer never
+returns."""
 SPIN_TENSOR_SHARE = 0.01
-"""share of the time in which tensor cores worked, below which they do not"""
+"""Share of the time in which tensor cores worked, below which they count as idle."""
 
 
 @dataclass(slots=True)
 class LoadHistory:
-    """Of one life. Times are those at which a load said so: silence of the agent moves nothing."""
+    """The CPU and GPU loads of one incarnation.
+
+    Times are those of loads: while the agent is silent, no interval grows.
+    """
 
     latest_at: float | None = None
-    """of the newest load"""
+    """Time of the newest load."""
     idle_since: float | None = None
-    """neither CPU nor GPU has worked since, in all loads without a gap"""
+    """Time since which neither CPU nor GPU has worked, by all loads without a gap."""
     idle_loads: int = 0
-    """loads in a row that say so"""
+    """Consecutive loads that were idle."""
     gpu_idle_since: float | None = None
-    """no kernel has run since; of who has no GPU, the same as ``idle_since``. Enough against who tells of tokens"""
+    """Time since which no kernel has run; without a GPU the same as ``idle_since``. It contradicts reported tokens."""
     spinning_since: float | None = None
-    """its GPU has been kept since by kernels that compute nothing"""
+    """Time since which only kernels that compute nothing have occupied the GPU (busy-waiting collectives)."""
     spinning_loads: int = 0
+    """Consecutive loads that were spinning."""
     working: bool = False
-    """by the newest load: a kernel ran; of who has no GPU, the CPU worked"""
+    """Whether the newest load shows a running kernel; without a GPU, whether it shows a working CPU."""
     kernel_active: bool = False
-    """by the newest load, a kernel ran"""
+    """Whether the newest load shows a running kernel."""
     cpu_bound: bool = False
-    """by the newest load, its GPU idled and its CPU did not"""
+    """Whether the newest load shows an idle GPU and a CPU at work (``HOST_WORK_CPU_CORES``)."""
     cpu_active: bool = False
-    """by the newest load, its CPU worked, as that of a stopped process does not, whatever keeps its GPU"""
+    """Whether the newest load shows CPU use at all. A stopped process has none, even if a kernel occupies its GPU."""
     ran_kernel: bool = False
-    """a kernel has run before"""
+    """Whether any load has shown a running kernel."""
     uses_tensor_cores: bool = False
-    """its tensor cores have worked before: without that their silence says nothing"""
+    """Whether any load has shown working tensor cores. Otherwise their idleness proves nothing."""
     tensor_active_at: float | None = None
-    """of the newest load that says that they worked"""
+    """Time of the newest load that shows working tensor cores."""
 
     def add(
         self, cpu: float, gpu: float | None, now: float, tensor: float | None = None, needs_tensor_cores: bool = False
     ) -> None:
-        """A load: cores taken, the share of the time (0 to 1) in which a kernel ran and in which tensor cores worked,
-        both None where nobody can say; all since the load before. ``must_show``: its work is known to need tensor
-        cores, though its own were not seen at work yet."""
+        """Add one load, measured since the previous one.
+
+        Args:
+            cpu: CPU cores in use.
+            gpu: Share of the time (0 to 1) in which a kernel ran; None: not measurable.
+            now: Manager's clock (s).
+            tensor: Share of the time (0 to 1) in which tensor cores worked; None: not measurable.
+            needs_tensor_cores: Whether the role's work is known to need tensor cores, although this incarnation's have
+                not been observed at work yet.
+        """
         if self.latest_at is None or now - self.latest_at > MAX_LOAD_GAP_S:
             self.reset()
         since = now if self.latest_at is None else self.latest_at
@@ -93,23 +109,25 @@ class LoadHistory:
         self.latest_at = now
 
     def reset(self) -> None:
-        """Nothing is known any more."""
+        """Discard the intervals and the newest load; what was ever observed of GPU and tensor cores is kept."""
         self.latest_at = self.idle_since = self.gpu_idle_since = self.spinning_since = self.tensor_active_at = None
         self.idle_loads = self.spinning_loads = 0
         self.working = self.kernel_active = self.cpu_bound = self.cpu_active = False
 
     def idle_for(self, since: float) -> float:
-        """s that it was seen idle, counted from ``since`` on; below 0: not at all."""
+        """Return the time (s) from ``since`` on that CPU and GPU have been idle; negative: not idle."""
         if self.latest_at is None or self.idle_since is None:
             return -1.0
         return self.latest_at - max(self.idle_since, since)
 
     def gpu_idle_for(self, since: float) -> float:
+        """Return the time (s) from ``since`` on that no kernel has run; negative: one runs."""
         if self.latest_at is None or self.gpu_idle_since is None:
             return -1.0
         return self.latest_at - max(self.gpu_idle_since, since)
 
     def spinning_for(self, since: float) -> float:
+        """Return the time (s) from ``since`` on that the GPU has been spinning; negative: not spinning."""
         if self.latest_at is None or self.spinning_since is None:
             return -1.0
         return self.latest_at - max(self.spinning_since, since)
@@ -122,28 +140,30 @@ def _extend_run(condition: bool, since: float | None, loads: int, began: float) 
 
 
 MAX_WAIT_PROBES = 16
-"""questions to a role that waits, after which it counts as one that does not answer then"""
+"""Unanswered probes to waiting replicas of a role, after which the role counts as one that does not answer while it
+waits."""
 
 
 @dataclass(slots=True)
 class ProbeState:
-    """Since the replica last moved. Whoever moves needs no probe: ``rest``."""
+    """Probes of one replica since it last made progress; progress resets it."""
 
     pending_since: float | None = None
-    """when it was first asked without having answered since"""
+    """Time of the first probe that is unanswered."""
     last_sent_at: float = 0.0
     heartbeats: int = 0
-    """beats heard since ``asked_at``: it lives, and could have answered"""
+    """Heartbeats received since ``pending_since``: the process runs and could have answered."""
     answered_at: float | None = None
-    """when it last answered that it works"""
+    """Time of the last answer that the replica works."""
     answer_count: int = 0
-    """so often in a row, in this standstill"""
+    """Such answers in a row since the last progress."""
     failed: tuple[float, str] | None = None
-    """when it said that it does not work, and why"""
+    """Time and text of an answer that the replica does not work."""
     no_probe_handler: bool = False
-    """its role cannot be asked: time alone judges it"""
+    """Whether the role has no probe handler, so that only deadlines judge it."""
 
     def sent(self, now: float) -> None:
+        """Record a probe that was sent."""
         if self.pending_since is None:
             self.pending_since, self.heartbeats = now, 0
         self.last_sent_at = now
@@ -162,183 +182,198 @@ class ProbeState:
             self.pending_since, self.failed = None, (now, detail)
 
     def reset(self) -> None:
+        """Discard open probes and answers."""
         self.pending_since = self.answered_at = self.failed = None
         self.last_sent_at, self.heartbeats, self.answer_count = 0.0, 0, 0
 
 
 SUSPEND_CHECK_HEARTBEATS = 4
-"""beats without a word after which the cluster surely tells a job as suspended, if it is: at once (measured)"""
+"""Missed heartbeats after which the cluster certainly reports a suspended job as suspended (measured: at once)."""
 FLAP_COUNT = 4
-"""Times that the cluster must cease to call a node up within ``FLAP_WINDOW`` before it counts as one that flaps: what a
-restart of slurmd or of slurmctld does to it once or twice is not that."""
+"""Losses of the state ``up`` within ``FLAP_WINDOW_S`` from which a node flaps. A restart of slurmd or slurmctld causes
+one or two."""
 FLAP_WINDOW_S = 600.0
-"""s, as ``recovery.window`` is by default"""
+"""Time within which flaps are counted; equal to the default of ``recovery.window``."""
 _NO_PHASE = Phase("")
 
 
 class StepEnd(Struct, frozen=True):
-    """How the step of a life ended; ``at`` is when the manager learned it."""
+    """How the step of an incarnation ended; ``at`` is when the manager learned it."""
 
     code: int | None
     signal: int | None
     reason: ExitReason
     at: float
     last_line: str = ""
-    """its command's last line"""
+    """Last line of output of the command."""
     detail: str = ""
-    """more about ``reason``, for people"""
+    """Details of ``reason``, for people."""
 
 
 @dataclass(slots=True, eq=False)
 class RoleView:
-    """What one replica of a role teaches of all."""
+    """What was learned from any replica of a role; all replicas of the role share it."""
 
     answers_probes: bool = False
-    """The thread that waits for work is the one that answers probes. A program may well wait in another one: then its
-    silence means nothing, however long. It is asked now and then, until an answer proves it."""
+    """Whether the thread that waits for work also answers probes, proven by an answer. If a program waits in another
+    thread, a missing answer proves nothing."""
     probes_sent: int = 0
-    """so often it was asked for that"""
+    """Probes sent to find that out (at most ``MAX_WAIT_PROBES``)."""
     slowest_load: float = 0.0
-    """s: the longest that such a phase lately took"""
+    """Longest recent duration (s) of a phase with work of its own (weights are loaded)."""
     uses_tensor_cores: bool = False
-    """tensor cores of one of it have worked: its work needs them"""
+    """Whether tensor cores of any replica of the role have worked: its work needs them."""
     newest_load_began: float = -inf
-    """when the newest pass of a phase of its own work (weights are loaded) began that came to its end"""
+    """Start of the newest completed pass of such a phase."""
 
 
 @dataclass(slots=True, eq=False)
 class ReplicaView:
-    """One life of one replica (an agent is one too), as last seen."""
+    """The last observed state of one incarnation of a replica; agents are replicas too."""
 
     incarnation: Incarnation
     node_view: NodeView = field(repr=False)
     launched_at: float
-    """or when this manager began to listen, if that is later"""
+    """Time of the launch, or of the start of this manager if that is later."""
     last_message_at: float
     last_message: str = "launch"
     status: Literal["launched", "joined"] = "launched"
     joined_at: float | None = None
     standby: Incarnation | None = None
-    """it has not been launched, but was told to become this life, and has not been heard as such since"""
+    """Standby process that was promoted to this incarnation and has not sent a Hello as such."""
     join_timeout_s: float = 0.0
-    """s for that"""
+    """Time (s) that the promoted standby process has for that Hello."""
     phase: str | None = None
     declared: Phase = _NO_PHASE
-    """what the job says of ``phase``"""
+    """Traits of ``phase`` in this job."""
     phase_since: float = 0.0
-    """or since when it is not blocked by another replica any more, if that is later"""
+    """Start of the phase, or the time when another replica stopped blocking it if that is later."""
     done: int | None = None
+    """Progress reported by the replica (tokens, samples or steps, by phase)."""
     done_changed_at: float = 0.0
-    """when ``done`` last rose"""
+    """Time when ``done`` last rose."""
     waits_for: ReplicaId | None = None
+    """Replica that it reports to be blocked by."""
     heartbeats: int = 0
-    """beats heard since ``clock``: so many observations say that it stands still"""
+    """Heartbeats received since ``last_change_at``: observations that show no progress."""
     blocked_since: float | None = None
-    """since when ``waits_for`` names somebody"""
+    """Time since which ``waits_for`` has named a replica."""
     worked_before: bool = False
-    """when it was first heard it had made progress already: under an earlier manager it has had its first pass"""
+    """Whether its first report already showed progress: its first pass was under an earlier manager."""
     usual_duration: float | None = None
-    """robust usual duration of this phase (s), frozen when ``clock`` started: a running deadline never moves"""
+    """Usual duration (s) of this phase, fixed at ``last_change_at``: a running deadline never moves. None: unknown."""
     slowest_duration: float = 0.0
-    """the longest of the durations that ``usual`` is of (s)"""
+    """Longest of the durations (s) behind ``usual_duration``."""
     passed_phases: set[str] = field(default_factory=set)
-    """phases that this life has been through once: their first-pass grace is spent"""
+    """Phases that this incarnation has completed once: they have no first-pass grace."""
     start_observed: bool = False
-    """the beginning of what ``clock`` measures was seen, so that its duration means something"""
+    """Whether the start of the current pass was observed, so that its duration can be learned."""
     exit: StepEnd | None = None
+    """Exit record of its step."""
     gone_witnessed_at: float | None = None
+    """Time when the agent found the step's first process gone, without an exit record."""
     step_alive_at: float | None = None
-    """when its node's agent last said that its step lives"""
+    """Time when the agent last found the step's first process running."""
     goodbye_at: float | None = None
-    """it said Goodbye: its silence is expected; its end is not, for nobody asked for it"""
+    """Time of its Goodbye. Silence is expected from then on; an end without a stop request is not."""
     stop_requested_at: float | None = None
-    """it was asked to stop: from then on its end and its silence are expected"""
+    """Time of the manager's stop request. Silence and its end are expected from then on."""
     gang_suspended: bool = False
-    """a member of its gang is suspended: none of them can go on"""
+    """Whether a member of its gang is suspended, so that no member can make progress."""
     in_gang: bool = False
-    """its gang has other members"""
+    """Whether its gang has other members."""
     loads: LoadHistory = field(default_factory=LoadHistory, repr=False)
     probe: ProbeState = field(default_factory=ProbeState, repr=False)
     role: RoleView = field(default_factory=RoleView, repr=False)
-    """all replicas of a role share it"""
+    """What is known of its role; shared by all replicas of the role."""
     throughput: Throughput = field(default_factory=Throughput, repr=False)
 
     @property
     def node(self) -> NodeName:
+        """Node that the incarnation runs on."""
         return self.node_view.node
 
     @property
     def is_agent(self) -> bool:
+        """Whether this is a node's agent."""
         return role_of(self.incarnation.replica) == AGENT
 
     @property
     def ended(self) -> bool:
+        """Whether its process ended, by an exit record or by its agent."""
         return self.exit is not None or self.gone_witnessed_at is not None
 
     @property
     def left_at(self) -> float | None:
-        """Since when nothing need be heard of it."""
+        """Time since which no heartbeats are expected; None: they are."""
         if self.goodbye_at is None or self.stop_requested_at is None:
             return self.goodbye_at if self.stop_requested_at is None else self.stop_requested_at
         return min(self.goodbye_at, self.stop_requested_at)
 
     @property
     def last_change_at(self) -> float:
-        """Since when nothing has moved: the phase began, ``done`` last rose, or another replica last blocked it."""
+        """Time of the last progress: start of the phase, last rise of ``done``, or end of a blocked call."""
         return max(self.phase_since, self.done_changed_at)
 
     @property
     def first_pass(self) -> bool:
+        """Whether the incarnation is in its first pass of this phase."""
         return self.phase not in self.passed_phases and not (self.worked_before and self.declared.progresses)
 
 
 def is_polling(view: ReplicaView) -> bool:
-    """It is in a phase in which it merely waits for others, and asks again and again whether they are ready."""
+    """Return whether the replica only waits for others in this phase, polling whether they are ready."""
     return view.declared.waits_for is not None and not view.declared.own_work
 
 
 @dataclass(slots=True, eq=False)
 class NodeView:
-    """One node: who lives there, when anything there was last heard, and what the cluster says of it."""
+    """The last observed state of one node: its replicas, its last message, and its state in the cluster."""
 
     node: NodeName
     agent: ReplicaView | None = None
     former_agent: ReplicaView | None = field(default=None, repr=False)
-    """forgotten since anything here was last heard, like ``departed``"""
+    """Agent that was removed since the last message from this node; see ``departed``."""
     boot_id: str = ""
     last_message_at: float | None = None
-    """of anything on it, agent or replica"""
+    """Time of the last message from the agent or any replica on it."""
     residents: dict[Incarnation, ReplicaView] = field(default_factory=dict, repr=False)
     departed: dict[Incarnation, ReplicaView] = field(default_factory=dict, repr=False)
-    """replaced or forgotten since anything here was last heard. Without them a lost node would look well as soon as its
-    replicas are started elsewhere"""
+    """Incarnations that were replaced or removed since the last message from this node. Without them a lost node would
+    look healthy as soon as its replicas are started elsewhere."""
     state: str | None = None
-    """the cluster's last word; None = it has not spoken yet"""
+    """State last reported by the cluster; None: none was reported."""
     detail: str = ""
-    """its words when it first said so"""
+    """Reason that the cluster gave when it first reported this state."""
     since: float = 0.0
+    """Time since which the cluster has reported this state."""
     observations: int = 0
-    """readings in a row that said so"""
+    """Consecutive readings with this state."""
     reported_down: tuple[float, str] | None = None
-    """since when, and with which words, it was last called down"""
+    """Time and reason since which the cluster reports the node as down; cleared after two other readings."""
     suspended_at: float | None = None
-    """the cluster said that everything on it is suspended, and nothing was heard of it since"""
+    """Time of the poll that reported its job as suspended; cleared by any message from the node."""
     suspension_checked_at: float | None = None
-    """when the cluster was last asked what becomes of it, and answered; None: it never has"""
+    """Time of the last poll that reported whether its job is suspended; None: there was none."""
     reported_up: bool = False
-    """by the newest reading"""
+    """Whether the last reading (other than one in which most nodes were lost at once) was ``up``."""
     flaps: deque[float] = field(default_factory=lambda: deque(maxlen=FLAP_COUNT), repr=False)
-    """when the cluster last ceased to call it up"""
+    """Times of the last losses of the state ``up``."""
+
+    def all_replicas(self) -> list[ReplicaView]:
+        """Return the views of everything on the node, its agent included."""
+        return [*self.residents.values(), *([self.agent] if self.agent else [])]
+
+    def forget_departed(self) -> None:
+        """Drop departed incarnations: they no longer witness for the silence of the node."""
+        self.departed.clear()
+        self.former_agent = None
 
     def suspension_checked(self, limits: Limits) -> bool:
-        """The cluster has said, since everything here fell silent, what becomes of its job."""
-        since = (
-            self.last_message_at
-            if self.last_message_at is not None
-            else self.agent.last_message_at
-            if self.agent
-            else 0.0
-        )
+        """Return whether a poll after the node fell silent reported whether its job is suspended."""
+        since = self.last_message_at
+        if since is None:
+            since = self.agent.last_message_at if self.agent else 0.0
         return (
             self.suspension_checked_at is not None
             and self.suspension_checked_at >= since + SUSPEND_CHECK_HEARTBEATS * limits.heartbeat

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from ...core.types import NodeName
-from ...health.detection.watch import HealthMonitor
+from ...health.detection.health_monitor import HealthMonitor
 from ..cluster.base import AllocationState, AllocationStatus, Cluster, ClusterSnapshot, NodeState, NodeStatus
 from ..model.actions import Launch
 from ..model.events import Event

@@ -31,7 +31,7 @@ from ...core.types import (
 from ...health.detection.attribution.correlation import CorrelationContext, CorrelationState, correlate, restore_state
 from ...health.detection.baselines import RoleBaseline, changed_noticeably
 from ...health.detection.detectors.registry import NODE_DETECTORS
-from ...health.detection.watch import HealthMonitor
+from ...health.detection.health_monitor import HealthMonitor
 from ...transport.messages import AgentHello, FindingReport
 from ..model import events as ev
 from ..model.events import BaselinesLearned

@@ -42,7 +42,7 @@ from ...core.types import (
 from ...health.detection.attribution.stack_groups import GroupedStacks, group, main_threads_only, summary_lines
 from ...health.detection.detectors.liveness import worker_silence
 from ...health.detection.detectors.probing import due_probes
-from ...health.detection.watch import HealthMonitor
+from ...health.detection.health_monitor import HealthMonitor
 from ...transport import messages as msg
 from ...transport.control.endpoints import Send
 from ..model import events as ev

@@ -17,7 +17,7 @@ from ...core.launch import ExitReason, ExitRecord, read_exit, tag_of
 from ...core.run_dir import RunDir
 from ...core.text import escaped, last_lines_of, shows_missing_command
 from ...core.types import AGENT, STANDBY_ROLE, Incarnation, ReplicaId, replica_id, role_of, standby_role_of
-from ...health.detection.watch import HealthMonitor
+from ...health.detection.health_monitor import HealthMonitor
 from ...transport import messages as msg
 from ...transport.control.endpoints import Incoming, Send
 from ..cluster.base import NotStarted, RejectReason

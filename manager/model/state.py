@@ -1,7 +1,7 @@
 """The state of a run, as the manager knows it. Only :func:`rrl.manager.model.reducer.fold` makes one.
 
 The state is also the head of each journal segment and what ``rrl status`` draws. It holds recorded facts only: a missed
-heartbeat is kept in :class:`rrl.health.detection.watch.HealthMonitor` and reaches the state as a finding.
+heartbeat is kept in :class:`rrl.health.detection.health_monitor.HealthMonitor` and reaches the state as a finding.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from ...core.phases import phase
 from ...core.types import AGENT, STANDBY_ROLE, Incarnation, Outcome, ReplicaId, Verdict, gang_of, role_of
-from ...health.detection.watch import HealthMonitor
+from ...health.detection.health_monitor import HealthMonitor
 from ..cluster.base import NodeState
 from ..model import events as ev
 from ..model.actions import Exclude

@@ -64,7 +64,7 @@ def test_every_import_goes_downwards_and_the_core_is_pure() -> None:
         ),
         (
             "health/checks/xid.py",
-            "import rrl.health.detection.watch",
+            "import rrl.health.detection.health_monitor",
             "rrl.health.checks is not allowed to import rrl.health.detection",
         ),
         (

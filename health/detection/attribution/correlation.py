@@ -1,16 +1,18 @@
-"""Many at once: the same finding on several nodes within two minutes is the fabric, the storage or the software that
-they share, not each of these nodes; nor is it each rollout's fault that all of them stall at once, nor each worker's
-that many on different nodes are not heard any more while their agents are: a flood of lines, a manager that is late;
-nor each node's that several fall silent in one moment: a switch that fails over is back within half a minute.
+"""Holds back findings that many nodes or replicas have at once, because their cause is likely shared.
 
-Such findings are held back: they become WARN without a remedy, and one finding of the whole run, ``correlated``, names
-what they share. Proof passes: a GPU that fell off its bus is gone, whoever else has lost one (the planner's brake
-bounds what is done about many); but not where most nodes say the same at once, which is a driver or a rule that is
-wrong, or what they share.
+The same finding on several nodes within two minutes points at the fabric, the storage or the software that they share,
+not at each node. All rollouts that stall at once, workers on many nodes that miss heartbeats while their agents do not
+(a flood of log lines, a delayed manager), and several nodes that fall silent at once (a switch that fails over is back
+within half a minute) are such cases too.
 
-What nodes may share (fabric, storage) waits a moment before it counts against the first node that says so, for the
-others look at other times; not where nobody works on that node yet. What was shared is remembered for a while, for
-those that find it late, also by the next manager (:func:`remembered`). Pure: memory and clock are handed in.
+A finding that is held back becomes a WARN without a remedy, and one finding about the whole run, ``correlated``, names
+the shared cause. Proof is not held back: a GPU that fell off its bus is gone, even if other nodes lost one too (the
+planner limits how many nodes it excludes). The exception is proof on most nodes at once, which points at a driver, a
+wrong rule or a shared cause.
+
+A first finding of fabric or storage waits briefly before it counts against an occupied node, because other nodes are
+sampled at other times. Shared causes are remembered for a while, for nodes that notice late, also by the next manager
+(:func:`restore_state`). The module is pure: state and time are arguments.
 """
 
 from __future__ import annotations
@@ -27,96 +29,107 @@ from ..detectors.liveness import worker_silence
 from ..detectors.node_liveness import node_lost
 
 WINDOW_S = 120.0
-"""s within which the same on several nodes is one event"""
+"""Time within which equal findings on several nodes belong to one event."""
 CORRELATED_SHARE = 0.2
-"""of the run's nodes: so many, and two at least (docs/sources.md, guard rails: the breaker's share)"""
+"""Share of the run's nodes, two at least, that makes an event (docs/sources.md: the circuit breaker's share)."""
 SETTLE_S = 30.0
-"""s that a first finding of what nodes may share waits for others: readers of fabric (5 s) and host (10 s) say it after
-up to three looks in a row"""
+"""Time that a first finding of a shareable cause waits for other nodes: fabric (5 s) and host (10 s) readers need up to
+three samples."""
 MOST_SHARE = 0.5
-"""of the run's nodes: if more of them, and two at least, say the same, not even proof passes"""
+"""Share of the run's nodes, two at least, above which equal findings are held back even if they are proof."""
 EVENT_LIFETIME_S = 600.0
-"""s after it was last said by enough of them that it still explains who finds the same"""
+"""Time after the last report by enough nodes during which an event still explains equal findings."""
 STALL_GRACE_S = 120.0
-"""s for which rollouts that all stall at once are left alone; then somebody must act, whatever the cause"""
+"""Time for which rollouts that all stall at once are left alone; then they are repaired, whatever the cause."""
 STALL_SPREAD_S = 30.0
-"""s between the first and the last of them"""
+"""Longest time between the first and the last of these stalls."""
 SILENCE_GRACE_S = 30.0
-"""s for which workers, or whole nodes, that fall silent at once are left alone (ours: three times the silence that
-condemns one)"""
+"""Time for which workers or nodes that fall silent at once are left alone (ours: three times the silence limit)."""
 MIN_SILENT_NODES = 3
-"""nodes, and of workers gangs, that fall silent at once: of two it may be a coincidence, and one gang may be stuck
-together"""
+"""Nodes, and for workers also gangs, that must fall silent at once: two may be a coincidence, and the members of one
+gang may hang together."""
 SILENCE_SPREAD_S = 10.0
-"""s between the first and the last of them"""
+"""Longest time between the first and the last of them."""
 _SHAREABLE_CAUSES = frozenset({Cause.FABRIC, Cause.STORAGE})
 _NODE_CAUSES = frozenset({Cause.GPU, Cause.FABRIC, Cause.STORAGE})
-"""causes of findings that agents make"""
+"""Causes of findings by node agents."""
 _MAX_NODES_NAMED = 4
-"""nodes named in the evidence"""
+"""Nodes named in the evidence; more are only mentioned."""
 DETECTOR = "correlated"
-_DEFAULT_SUSPECT = "a driver or a site's rule is wrong"
+_DEFAULT_SUSPECT = "a driver or a rule of the site"
 _SUSPECTS = {
-    Cause.FABRIC: "the fabric that they share, a switch perhaps, has failed",
-    Cause.STORAGE: "the storage that they share has failed",
+    Cause.FABRIC: "the shared fabric (a switch)",
+    Cause.STORAGE: "the shared storage",
 }
-"""what is to blame where most nodes say the same"""
+"""Suspected cause of equal findings on most nodes."""
 
 EventKind = tuple[Cause, str, str]
-"""cause, detector, and of storage the path: what several can have in common"""
+"""What findings have in common: cause, detector and, for storage, the path."""
 _STALL: EventKind = (Cause.HANG, "", "")
-"""what all rollouts do at once"""
+"""All rollouts stall at once."""
 _SILENCE: EventKind = (Cause.PROCESS, worker_silence.__name__, "")
-"""what workers of different nodes do at once"""
+"""Workers on different nodes fall silent at once."""
 _LOST: EventKind = (Cause.NODE, node_lost.__name__, "")
-"""what several nodes do at once"""
+"""Several nodes fall silent at once."""
 _GRACE_S = {_STALL: STALL_GRACE_S, _SILENCE: SILENCE_GRACE_S, _LOST: SILENCE_GRACE_S}
-"""s; such events are told until there is nobody of whom they could be, so that each comes but once"""
+"""Time (s) for which each of these events holds findings back. The event itself is kept until no finding of its kind is
+left, so that it occurs once."""
 
 
 class CorrelatedEvent(Struct, frozen=True):
-    """Something that several have in common."""
+    """A cause that several nodes or replicas share."""
 
     last_reported_at: float
-    """when enough of them last said so"""
+    """Time when enough of them last reported it."""
     finding: Finding
-    """of the whole run; since it began"""
+    """Finding about the whole run; ``since`` is when the event began."""
     on_most_nodes: bool = False
-    """most nodes say so: proof does not pass either"""
+    """Whether most nodes report it, so that even proof is held back."""
 
 
 class CorrelationState(Struct, frozen=True):
-    """What :func:`correlate` knows from before; hand in what it gave back. Times are the caller's clock (s)."""
+    """State of :func:`correlate` between calls: pass what it returned last. Times are the caller's clock (s)."""
 
     first_reported: dict[str, float] = {}
-    """by finding's key: since when it is said without a break"""
+    """Time since which each finding, by key, has been reported without a break."""
     recent: dict[EventKind, dict[NodeName, float]] = {}
-    """when each node last began to say so"""
+    """Time when each node last began to report it, by kind."""
     events: dict[EventKind, CorrelatedEvent] = {}
+    """Current events."""
 
 
 class CorrelationContext(Struct, frozen=True):
-    """What the run looks like at this moment."""
+    """The run at the time of a call."""
 
     node_count: int
-    """that it has"""
+    """Number of the run's nodes."""
     occupied: AbstractSet[NodeName] = frozenset()
-    """those on which a role works"""
+    """Nodes on which a role runs."""
     rollouts: AbstractSet[Incarnation] = frozenset()
-    """that have joined"""
+    """Rollouts that have joined."""
     excluded: AbstractSet[NodeName] = frozenset()
-    """nodes that are excluded: what they say of themselves keeps nobody else's finding back"""
+    """Excluded nodes; their findings do not count towards an event."""
     silent_workers: Mapping[Incarnation, tuple[NodeName, float]] = {}
-    """workers that are not heard though their nodes are, whether it condemns them yet or not: where, and since when"""
+    """Node and last message time of workers that miss heartbeats while their nodes do not (``missing_heartbeats``)."""
     silent_nodes: Mapping[NodeName, float] = {}
-    """nodes that are not heard, likewise: since when"""
+    """Time of the last message of nodes that miss heartbeats (``silent_nodes``)."""
 
 
 def correlate(
     findings: Sequence[Finding], context: CorrelationContext, state: CorrelationState, now: float
 ) -> tuple[list[Finding], CorrelationState, float]:
-    """The findings with what is shared held back, the new memory, and when (s; inf: not by itself) the answer changes
-    though nothing new is found."""
+    """Hold back the findings that have a shared cause, and add one about the whole run for each such cause.
+
+    Args:
+        findings: All current findings.
+        context: The run now.
+        state: What the previous call returned.
+        now: Caller's clock (s).
+
+    Returns:
+        The findings, the updated state, and the time (s) at which the result may change without new findings (inf:
+        never).
+    """
     suspects = {finding.key: finding for finding in findings if _may_be_shared(finding, context)}
     if not suspects and not state.events and not state.first_reported:
         return list(findings), state, inf
@@ -134,14 +147,14 @@ def correlate(
             and now < _expires_at(_kind(finding), event)
             and (event.on_most_nodes or not finding.proof)
         ):
-            reported.append(_hold_back(finding, f"others find the same: see {DETECTOR}", event.finding.since))
+            reported.append(_hold_back(finding, f"others have the same finding: see {DETECTOR}", event.finding.since))
         elif (
             finding.key in suspects
             and _awaits_other_nodes(finding, context)
             and now < (until := first[finding.key] + SETTLE_S)
         ):
             reported.append(
-                _hold_back(finding, f"waits {SETTLE_S:g} s whether other nodes find the same", first[finding.key])
+                _hold_back(finding, f"waiting {SETTLE_S:g} s for the same finding on other nodes", first[finding.key])
             )
             next_check = min(next_check, until)
         else:
@@ -151,8 +164,10 @@ def correlate(
 
 
 def restore_state(findings: Iterable[Finding], now: float) -> CorrelationState:
-    """What an earlier manager knew, from what it told: who was condemned since when, and what was shared. What waited
-    for others waits anew."""
+    """Rebuild the state of an earlier manager from the findings that it recorded.
+
+    These give the events and the start of each failure. Findings that waited for other nodes start to wait again.
+    """
     first, events = dict[str, float](), dict[EventKind, CorrelatedEvent]()
     for finding in findings:
         if finding.detector == DETECTOR and finding.shared is not None:
@@ -163,6 +178,7 @@ def restore_state(findings: Iterable[Finding], now: float) -> CorrelationState:
 
 
 def _may_be_shared(finding: Finding, context: CorrelationContext) -> bool:
+    """Return whether the finding could have a cause that others share."""
     if finding.verdict is not Verdict.FAIL:
         return False
     if finding.incarnation is not None:
@@ -185,7 +201,7 @@ def _is_silent(finding: Finding) -> bool:
 
 
 def _awaits_other_nodes(finding: Finding, context: CorrelationContext) -> bool:
-    """It could be shared, nobody else has said so yet, and somebody would be moved for it."""
+    """Return whether the finding waits for other nodes: its cause is shareable, and a role would be moved for it."""
     return (
         not finding.proof
         and finding.cause in _SHAREABLE_CAUSES
@@ -195,6 +211,7 @@ def _awaits_other_nodes(finding: Finding, context: CorrelationContext) -> bool:
 
 
 def _kind(finding: Finding) -> EventKind:
+    """Return what this finding would have in common with equal ones."""
     if finding.incarnation is not None:
         return _SILENCE if _is_silent(finding) else _STALL
     if _is_lost(finding):
@@ -205,7 +222,7 @@ def _kind(finding: Finding) -> EventKind:
 def _recent(
     suspects: Collection[Finding], first: Mapping[str, float], state: CorrelationState, now: float
 ) -> dict[EventKind, dict[NodeName, float]]:
-    """Which nodes said it of late, also those that do not any more."""
+    """Return the nodes that began to report each kind within ``WINDOW_S``, even if they no longer report it."""
     recent: dict[EventKind, dict[NodeName, float]] = {}
     for kind, nodes in state.recent.items():
         if within_window := {node: at for node, at in nodes.items() if now - at <= WINDOW_S}:
@@ -221,7 +238,7 @@ def _events(
     findings: Sequence[Finding], suspects: Collection[Finding], recent: Mapping[EventKind, Mapping[NodeName, float]],
     context: CorrelationContext, state: CorrelationState, now: float,
 ) -> dict[EventKind, CorrelatedEvent]:  # fmt: skip
-    """What is shared now, or was within its time."""
+    """Return the events that exist now: new ones, and earlier ones that have not expired."""
     enough, most = max(2, ceil(CORRELATED_SHARE * context.node_count)), max(2, int(MOST_SHARE * context.node_count) + 1)
     events = {kind: event for kind, event in state.events.items() if now < _expires_at(kind, event) or kind in _GRACE_S}
     unproven: dict[EventKind, set[NodeName]] = {}
@@ -232,14 +249,14 @@ def _events(
     for kind, nodes in recent.items():
         newest = max(nodes.values())
         near = {str(node) for node, at in nodes.items() if newest - at <= WINDOW_S}
-        doubtful, every = unproven.get(kind, set()), unproven.get(kind, set()) | proved.get(kind, set())
+        without_proof, reporting = unproven.get(kind, set()), unproven.get(kind, set()) | proved.get(kind, set())
         event = events.get(kind)
-        if event is not None and len(every if event.on_most_nodes else doubtful) >= enough:
+        if event is not None and len(reporting if event.on_most_nodes else without_proof) >= enough:
             event = replace(event, last_reported_at=now)
-        fresh = now - newest <= WINDOW_S  # one that is over does not begin anew by itself
-        if every and fresh and len(near) >= most and (event is None or not event.on_most_nodes):
+        fresh = now - newest <= WINDOW_S  # an event that is over does not start again without a new report
+        if reporting and fresh and len(near) >= most and (event is None or not event.on_most_nodes):
             event = CorrelatedEvent(now, _run_wide(kind, near, now, most=True), on_most_nodes=True)
-        elif event is None and doubtful and fresh and len(near) >= enough:
+        elif event is None and without_proof and fresh and len(near) >= enough:
             event = CorrelatedEvent(now, _run_wide(kind, near, now))
         if event is not None:
             events[kind] = event
@@ -250,7 +267,7 @@ def _events(
     silent = [finding for finding in suspects if _kind(finding) == _SILENCE]
     silent_group = _silent_group(silent, context)
     _update_group_event(events, _SILENCE, silent_group, _on_several_nodes(silent_group, context), now)
-    lost = _lost_group([one for one in suspects if _kind(one) == _LOST], context)
+    lost = _lost_group([finding for finding in suspects if _kind(finding) == _LOST], context)
     _update_group_event(events, _LOST, lost, len(lost) >= MIN_SILENT_NODES, now)
     return events
 
@@ -262,37 +279,35 @@ def _update_group_event(
     correlated: bool,
     now: float,
 ) -> None:
-    """What workers or nodes do at once begins once it is so, and is over when none of them does it."""
+    """Start an event of several workers or nodes when they are correlated; end it when no member is left."""
     if not members:
         events.pop(kind, None)
     elif correlated and kind not in events:
-        events[kind] = CorrelatedEvent(now, _run_wide(kind, {str(one) for one in members}, now))
+        events[kind] = CorrelatedEvent(now, _run_wide(kind, {str(member) for member in members}, now))
 
 
 def _silent_group(silent: Collection[Finding], context: CorrelationContext) -> set[Incarnation]:
-    """Those who are condemned, and who fell silent when one of them did and will be condemned next."""
+    """Return the workers found silent, and those that miss heartbeats since about the same time."""
     silent_group = {finding.incarnation for finding in silent if finding.incarnation is not None}
     began = [finding.since for finding in silent]
     return silent_group | {
         incarnation
         for incarnation, (_, at) in context.silent_workers.items()
-        if any(abs(at - one) <= SILENCE_SPREAD_S for one in began)
+        if any(abs(at - since) <= SILENCE_SPREAD_S for since in began)
     }
 
 
 def _lost_group(lost: Collection[Finding], context: CorrelationContext) -> set[NodeName]:
-    """Likewise of nodes; the most that did so in one moment. One that was condemned long before is alone."""
-    began = {one.node: one.since for one in lost if one.node is not None}
-    began = (
-        {**{node: at for node, at in context.silent_nodes.items() if node not in context.excluded}, **began}
-        if began
-        else {}
-    )
-    moments = ({node for node, at in began.items() if abs(at - one.since) <= SILENCE_SPREAD_S} for one in lost)
-    return max(moments, key=len, default=set())
+    """Return the largest group of nodes that fell silent at about the same time, at least one of them found lost."""
+    began = {finding.node: finding.since for finding in lost if finding.node is not None}
+    if began:
+        began = {**{node: at for node, at in context.silent_nodes.items() if node not in context.excluded}, **began}
+    groups = ({node for node, at in began.items() if abs(at - finding.since) <= SILENCE_SPREAD_S} for finding in lost)
+    return max(groups, key=len, default=set())
 
 
 def _on_several_nodes(incarnations: Collection[Incarnation], context: CorrelationContext) -> bool:
+    """Return whether these workers belong to enough nodes and gangs."""
     nodes = {
         context.silent_workers[incarnation][0] for incarnation in incarnations if incarnation in context.silent_workers
     }
@@ -300,14 +315,14 @@ def _on_several_nodes(incarnations: Collection[Incarnation], context: Correlatio
 
 
 def _all_rollouts_stall(stalling: Collection[Finding], context: CorrelationContext) -> bool:
-    """Every rollout, three at least, within a moment, though some are only suspected yet: of two it may be a
-    coincidence."""
+    """Return whether every rollout, and at least three, stalled at about the same time; ``suspected`` counts too."""
     since = [finding.since for finding in stalling]
     incarnations = {finding.incarnation for finding in stalling}
     return len(incarnations) >= max(3, len(context.rollouts)) and max(since) - min(since) <= STALL_SPREAD_S
 
 
 def _expires_at(kind: EventKind, event: CorrelatedEvent) -> float:
+    """Return the time (s) until which the event holds findings back."""
     return event.finding.since + _GRACE_S[kind] if kind in _GRACE_S else event.last_reported_at + EVENT_LIFETIME_S
 
 
@@ -318,25 +333,25 @@ def _hold_back(finding: Finding, reason: str, since: float) -> Finding:
 
 
 def _run_wide(kind: EventKind, names: AbstractSet[str], now: float, most: bool = False) -> Finding:
-    """Return the finding about the whole run: ``names`` have ``kind`` in common. ``most``: most nodes do."""
+    """Return the finding about the whole run: the nodes or replicas ``names`` have ``kind`` in common."""
     cause, detector, component = kind
     if kind == _STALL:
-        text = f"all rollouts stall at once: {_few(names)}; storage, fabric or what they wait for"
+        text = f"all rollouts stall at once: {_few(names)}; suspected: storage, fabric or a service that they wait for"
     elif kind == _SILENCE:
-        text = f"silent at once, though their nodes are heard: {_few(names)}; the network, or this manager, is late"
+        text = f"workers silent at once, but not their nodes: {_few(names)}; suspected: the network or this manager"
     elif kind == _LOST:
-        text = f"whole nodes silent at once: {_few(names)}; the network that they share, or its way to this manager"
+        text = f"nodes silent at once: {_few(names)}; suspected: the network between them and this manager"
     else:
-        how_many = "on many nodes"
-        if most:
-            how_many = f"on most nodes, so that {_SUSPECTS.get(cause, _DEFAULT_SUSPECT)} rather than they,"
-        text = f"{how_many} at once: {detector}{f' of {component}' if component else ''}: {_few(names)}"
-    whose = Cause.SOFTWARE if cause in (Cause.GPU, Cause.HANG, Cause.PROCESS) else cause
+        text = f"{detector}{f' of {component}' if component else ''}"
+        text += f" on {'most' if most else 'many'} nodes at once: {_few(names)}"
+        text += f"; suspected: {_SUSPECTS.get(cause, _DEFAULT_SUSPECT)}" if most else ""
     component_key = ":".join((cause.value, detector, component)).rstrip(":")
+    cause = Cause.SOFTWARE if cause in (Cause.GPU, Cause.HANG, Cause.PROCESS) else cause
+    evidence = (Evidence("correlation", text, now),)
+    flags = (Flag.ON_MOST_NODES,) if most else ()
     return Finding(
-        DETECTOR, Verdict.WARN, whose, Remedy.SUPPORT, now, (Evidence("correlation", text, now),), component=component_key,
-        flags=(Flag.ON_MOST_NODES,) if most else (), shared=kind,
-    )  # fmt: skip
+        DETECTOR, Verdict.WARN, cause, Remedy.SUPPORT, now, evidence, component=component_key, flags=flags, shared=kind
+    )
 
 
 def _few(names: AbstractSet[str]) -> str:

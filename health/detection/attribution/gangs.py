@@ -1,8 +1,9 @@
-"""One member of a gang stands, and all stand: they wait for it in a collective. So they are judged together.
+"""Finds the member of a gang that blocks the others: when it stalls, all of them wait for it in a collective.
 
-Loads tell who: who is idle while the others' GPUs are kept by a collective is the one they wait for. Where all rest,
-the one that is behind. Where one works and the others rest, they wait for it, and it may well be at work (an evaluation
-by the first rank alone): time judges that.
+Loads show which member it is. If some members are idle while the GPUs of the others are busy in a collective, the idle
+ones are waited for. If all are inactive, it is the one with the least progress. If one works while the others are
+inactive, they wait for it, and it may be at legitimate work (an evaluation by the first rank only); then only the
+deadline of the phase applies.
 """
 
 from __future__ import annotations
@@ -13,21 +14,24 @@ import msgspec
 
 from ....core.types import Evidence, Finding, Incarnation, Remedy, Verdict, rank_of
 from ..detectors.idleness import is_inactive, must_compute
+from ..health_monitor import HealthMonitor
 from ..records import MAX_LOAD_GAP_S, ReplicaView
-from ..watch import HealthMonitor
 
 _RAW_DETECTORS = ("computes_nothing", "computes_nothing_long")
 _LOAD_DETECTOR = "load_stalled"
 MIN_INACTIVE_S = 45.0
-"""s of rest after which a member counts as one that rests, where others have rested for long: what DCGM says of tensor
-cores is up to 15 s old, what NVML says of kernels is not, so that who has just gone on to work looks as if it spun"""
+"""Time after which a member counts as inactive while others have been inactive for long. DCGM's tensor core activity is
+up to 15 s old and NVML's kernel activity is not, so a member that has just resumed work looks as if it spins."""
 _ONE_PER_GANG_DETECTORS = ("phase_overdue",)
-"""found of every member of a gang that stands; one of them is enough"""
+"""Detectors that find every member of a stalled gang; one finding is kept."""
 
 
 def judge(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
-    """The findings; those of ``idleness.stands_idle`` become ``idle_hang`` of whom they speak against, or nothing, and
-    so do those of ``idleness.loads_idle``."""
+    """Return the findings, with those of ``computes_nothing`` and ``load_stalled`` resolved.
+
+    Each group of them becomes an ``idle_hang`` of the member to blame, or is dropped. Of findings that every member of
+    a gang has, one is kept.
+    """
     findings = _resolve_loading(findings, monitor)
     raw = {
         finding.incarnation: finding
@@ -50,23 +54,26 @@ def judge(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
 
 
 def _resolve_loading(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
-    """Who loads weights and does nothing hangs where another one has begun later and come to the end of it, and few do
-    nothing there. Else all may wait for the same, storage or whoever has the weights: time judges that."""
+    """Turn ``load_stalled`` into ``idle_hang`` if another replica began later and completed, and few replicas are idle.
+
+    Otherwise all may wait for the same storage or weight source, and only the deadline of the phase applies.
+    """
     others = [finding for finding in findings if finding.detector != _LOAD_DETECTOR]
     for finding in findings:
         if finding.incarnation is None or finding.detector != _LOAD_DETECTOR:
             continue
         view = monitor.replicas[finding.incarnation.replica]
-        peers = [one for one in monitor.workers() if one.role is view.role]
-        alike = sum(one.declared.own_work and one.loads.idle_since is not None for one in peers)
-        if (alike == 1 or 2 * alike < len(peers)) and view.role.newest_load_began >= view.last_change_at:
-            others.append(msgspec.structs.replace(
-                finding, detector="idle_hang", verdict=Verdict.FAIL, remedy=Remedy.RESTART
-            ))  # fmt: skip
+        peers = [peer for peer in monitor.workers() if peer.role is view.role]
+        idle_count = sum(peer.declared.own_work and peer.loads.idle_since is not None for peer in peers)
+        if (idle_count == 1 or 2 * idle_count < len(peers)) and view.role.newest_load_began >= view.last_change_at:
+            others.append(
+                msgspec.structs.replace(finding, detector="idle_hang", verdict=Verdict.FAIL, remedy=Remedy.RESTART)
+            )
     return others
 
 
 def _members(monitor: HealthMonitor, gangs: set[Incarnation]) -> dict[Incarnation, list[ReplicaView]]:
+    """Return the members of each gang that have not left."""
     members: dict[Incarnation, list[ReplicaView]] = {}
     for view in monitor.replicas.values():
         if view.incarnation.gang in gangs and view.left_at is None:
@@ -75,18 +82,19 @@ def _members(monitor: HealthMonitor, gangs: set[Incarnation]) -> dict[Incarnatio
 
 
 def _culprit(members: Sequence[ReplicaView], raw: Mapping[Incarnation, Finding]) -> ReplicaView | None:
-    standing = [view for view in members if view.incarnation in raw]
-    if any(view.phase != standing[0].phase or not must_compute(view) for view in members):
-        return None  # one is elsewhere, and may be who is waited for
+    """Return the member that the others wait for; None if the loads do not show it."""
+    stalled = [view for view in members if view.incarnation in raw]
+    if any(view.phase != stalled[0].phase or not must_compute(view) for view in members):
+        return None  # a member is in another phase, and may be the one that is waited for
     if all(is_inactive(view) for view in members):
-        rested = all(view.incarnation in raw or _inactive_for_long(view) for view in members)
-        return _slowest(standing, idle_first=True) if rested else None
+        all_long = all(view.incarnation in raw or _inactive_for_long(view) for view in members)
+        return _slowest(stalled, idle_first=True) if all_long else None
     idle = [view for view in members if view.loads.idle_since is not None]
     suspects = [view for view in idle if view.incarnation in raw]
     if not suspects or any(view.loads.latest_at is None for view in members):
         return None
     if any(_tensor_cores_active(view, members) for view in members):
-        return None  # it does not wait in a collective: it is who they wait for, and at work
+        return None  # it works instead of waiting in a collective: the others wait for it
     busy_done = min((view.done or 0) for view in members if view not in idle)
     behind = all((view.done or 0) < busy_done for view in idle)
     even = 2 * len(idle) == len(members)
@@ -97,18 +105,22 @@ def _culprit(members: Sequence[ReplicaView], raw: Mapping[Incarnation, Finding])
 
 
 def _inactive_for_long(view: ReplicaView) -> bool:
-    activity = view.loads
-    return max(activity.idle_for(view.last_change_at), activity.spinning_for(view.last_change_at)) >= MIN_INACTIVE_S
+    since = view.last_change_at
+    return max(view.loads.idle_for(since), view.loads.spinning_for(since)) >= MIN_INACTIVE_S
 
 
 def _tensor_cores_active(view: ReplicaView, members: Iterable[ReplicaView]) -> bool:
-    """By its newest loads, as fresh as those of the others."""
-    worked = view.loads.tensor_active_at
-    return worked is not None and worked >= max(one.loads.latest_at or 0.0 for one in members) - MAX_LOAD_GAP_S
+    """Return whether loads as recent as those of the other members show working tensor cores."""
+    active_at = view.loads.tensor_active_at
+    newest_load_at = max(member.loads.latest_at or 0.0 for member in members)
+    return active_at is not None and active_at >= newest_load_at - MAX_LOAD_GAP_S
 
 
 def _slowest(members: Iterable[ReplicaView], idle_first: bool = False) -> ReplicaView:
-    """Who has done least; then who has stood longest; then the first. An idle one before one that spins."""
+    """Return the member with the least progress, then the longest stall, then the lowest rank.
+
+    With ``idle_first`` an idle member comes before a spinning one.
+    """
 
     def key(view: ReplicaView) -> tuple[bool, int, float, int]:
         spinning = idle_first and view.loads.idle_since is None
@@ -118,43 +130,51 @@ def _slowest(members: Iterable[ReplicaView], idle_first: bool = False) -> Replic
 
 
 def _hang_finding(culprit: ReplicaView, raw: Mapping[Incarnation, Finding], members: Sequence[ReplicaView]) -> Finding:
-    found = raw[culprit.incarnation]
-    evidence = found.evidence
+    finding = raw[culprit.incarnation]
+    evidence = finding.evidence
     if len(members) > 1:
-        text = f"the other {len(members) - 1} of its gang rest too, or are kept waiting"
-        evidence += (Evidence("blame", text, found.since),)
+        text = f"the other {len(members) - 1} members of its gang are idle too, or wait for it in a collective"
+        evidence += (Evidence("blame", text, finding.since),)
     return msgspec.structs.replace(
-        found, detector="idle_hang", verdict=Verdict.FAIL, remedy=Remedy.RESTART, evidence=evidence
+        finding, detector="idle_hang", verdict=Verdict.FAIL, remedy=Remedy.RESTART, evidence=evidence
     )
 
 
 def _one_per_gang(findings: list[Finding], monitor: HealthMonitor) -> list[Finding]:
-    """Of the members of a gang that stand for too long all alike, the one that is behind; nobody where another member
-    is at work within its own deadline, and so explains why they stand."""
-    alike: dict[Incarnation, list[Finding]] = {}
+    """Keep, of the overdue members of a gang, the finding about the one with the least progress.
+
+    Drop all of them if another member works within its own deadline, which explains why they wait.
+    """
+    overdue: dict[Incarnation, list[Finding]] = {}
     for finding in findings:
         if (
             finding.incarnation is not None
             and finding.detector in _ONE_PER_GANG_DETECTORS
             and finding.verdict is Verdict.FAIL
         ):
-            alike.setdefault(finding.incarnation.gang, []).append(finding)
-    gangs = _members(monitor, set(alike)) if alike else {}
+            overdue.setdefault(finding.incarnation.gang, []).append(finding)
+    gangs = _members(monitor, set(overdue)) if overdue else {}
     culprits: set[Incarnation] = set()
-    for gang, found in alike.items():
-        if _has_busy_member(gangs.get(gang, ()), {finding.incarnation for finding in found}):
+    for gang, of_gang in overdue.items():
+        if _has_busy_member(gangs.get(gang, ()), {finding.incarnation for finding in of_gang}):
             continue
-        views = [monitor.replicas[finding.incarnation.replica] for finding in found if finding.incarnation is not None]
-        inactive = [one for one in views if is_inactive(one)]
-        outliers = inactive if 2 * len(inactive) < len(views) else [one for one in views if one not in inactive]
+        views = [
+            monitor.replicas[finding.incarnation.replica] for finding in of_gang if finding.incarnation is not None
+        ]
+        inactive = [view for view in views if is_inactive(view)]
+        outliers = inactive if 2 * len(inactive) < len(views) else [view for view in views if view not in inactive]
         culprits.add(_slowest(outliers or views).incarnation)
-    dropped = {finding.key for found in alike.values() for finding in found if finding.incarnation not in culprits}
+    dropped = {
+        finding.key for of_gang in overdue.values() for finding in of_gang if finding.incarnation not in culprits
+    }
     return [finding for finding in findings if finding.key not in dropped]
 
 
 def _has_busy_member(members: Sequence[ReplicaView], overdue: Collection[Incarnation | None]) -> bool:
-    """The tensor cores of one work that is not overdue, and it is in the pass in which the others came to stand: one
-    that goes on from pass to pass without them is not who they wait for."""
+    """Return whether a member that is not overdue uses its tensor cores, in the pass in which the others stalled.
+
+    A member that goes on from pass to pass without the others is not the one that they wait for.
+    """
     since = min((view.last_change_at for view in members if view.incarnation in overdue), default=0.0)
     halfway = (since + max((view.loads.latest_at or 0.0 for view in members), default=0.0)) / 2
     return any(

@@ -1,9 +1,9 @@
-"""What processes that hang are doing: py-spy's dumps read, and ranks grouped by them as ByteRobust does.
+"""Reads py-spy's stack dumps of hung processes and groups ranks with equal stacks, as ByteRobust does.
 
-Ranks of one gang that are healthy mostly wait in the same place for the one that is not: stacks that are equal form a
-group, the dominant groups are taken for healthy, the ranks of all others are the outliers (ByteRobust 2.2). Each rank
-is represented by the main threads of all its processes: helper threads (ours that beats, autograd's, a pool's) differ
-from moment to moment and say nothing. Pure.
+Healthy ranks of a gang mostly wait in the same place for the one that hangs. Ranks with equal stacks form a group, the
+dominant groups are taken to be healthy, and the ranks of all other groups are outliers (ByteRobust 2.2). A rank is
+represented by the main threads of all its processes: helper threads (heartbeats, autograd, thread pools) change from
+moment to moment. The module is pure.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from msgspec import Struct
 from ....core.types import Incarnation
 
 Dumps = Mapping[Incarnation, Mapping[int, str]]
-"""By life: process id → what py-spy said of it, or in its place :mod:`rrl.roles.agent.stack_dumps`."""
+"""Incarnation → process id → py-spy's dump, or the substitute of :mod:`rrl.roles.agent.stack_dumps`."""
 Stack = tuple[str, ...]
-"""``function (file:line)`` or ``function (file)``, innermost first"""
+"""Frames as ``function (file:line)`` or ``function (file)``, innermost first."""
 
 MAIN = "MainThread"
+"""Name of the main thread in a dump."""
 KERNEL = "kernel"
-"""the function of the one frame that stands for a process that could not be looked into"""
-_DOMINANT = 0.5
-"""a group of at least this share of the largest is dominant too: the stages of a pipeline wait in different places"""
+"""Function name of the single frame of a process that py-spy could not read: it is blocked in the kernel."""
+_DOMINANT_SHARE = 0.5
+"""Share of the largest group from which a group is dominant too: pipeline stages wait in different places."""
 _MAX_FRAMES_NAMED = 6
-"""innermost frames that evidence names; the whole stack is in the file"""
+"""Innermost frames that evidence names; the dump file has the whole stack."""
 _MAX_INCARNATIONS_NAMED = 3
-"""outliers that one line names; the others are counted"""
+"""Incarnations that one line names; the others are counted."""
 _MAX_LINES = 5
-"""docs/sources.md: at most five lines of evidence"""
+"""Lines of evidence (docs/sources.md)."""
 _THREAD = re.compile(r'Thread (?P<id>\S+) \((?P<state>[^)]*)\)(?:: "(?P<name>.*)")?$')
 _FRAME = re.compile(r"    (?P<function>.+) \((?P<file>.*?)(?::(?P<line>\d+))?\)$")
 _IN_KERNEL = re.compile(r"state (?P<state>\S) .*; kernel: (?P<where>\S+)$")
@@ -38,9 +39,11 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
 class Frame(Struct, frozen=True):
+    """One frame of a stack."""
+
     function: str
     file: str
-    """its name without folders: two nodes may have the same program under two paths"""
+    """Name of the file without folders: two nodes may have the same program at different paths."""
     line: int | None = None
 
     def __str__(self) -> str:
@@ -48,32 +51,36 @@ class Frame(Struct, frozen=True):
 
 
 class Thread(Struct, frozen=True):
+    """One thread of a dump."""
+
     id: str
     state: str
-    """``active``, ``idle`` (waits in the kernel), ``active+gil``, ...; of a process that could not be looked into its
-    state letter"""
+    """``active``, ``idle`` (waiting in the kernel), ``active+gil``, …; the state letter of /proc if py-spy
+    could not read the process."""
     frames: tuple[Frame, ...]
-    """innermost first"""
+    """Frames, innermost first."""
     name: str = ""
 
 
 class StackGroup(Struct, frozen=True):
-    """Lives whose stacks are equal."""
+    """Incarnations with equal stacks."""
 
     incarnations: tuple[Incarnation, ...]
     stack: Stack
-    """of the process that says most: the one in which these differ from the largest group, else the command's own"""
+    """Stack of the most informative process: the one that differs from the largest group, else the oldest process."""
 
 
 class GroupedStacks(Struct, frozen=True):
+    """The groups of a gang's stacks."""
+
     groups: tuple[StackGroup, ...] = ()
-    """the largest first"""
+    """Groups, the largest first."""
     outliers: tuple[Incarnation, ...] = ()
-    """in none of the dominant groups; nobody where no group dominates"""
+    """Incarnations that are not in a dominant group; empty if no group dominates."""
 
 
 def parse(dump: str) -> list[Thread]:
-    """The threads in py-spy's text. Lines that are none of a thread are passed over: nothing raises."""
+    """Return the threads of a dump. Lines that do not belong to a thread are skipped; nothing raises."""
     threads: list[Thread] = []
     frames: list[Frame] = []
     for line in dump.splitlines():
@@ -89,43 +96,49 @@ def parse(dump: str) -> list[Thread]:
 
 
 def main_thread(dump: str) -> Thread | None:
-    """The one called so; in a program that never imported ``threading`` none has a name, and it is the last one."""
+    """Return the main thread of a dump, or None if there are no threads.
+
+    If the program never imported ``threading``, no thread has a name, and the main thread is the last one.
+    """
     threads = parse(dump)
     named = [thread for thread in threads if thread.name == MAIN and thread.frames]
     return next(iter(named), threads[-1] if threads else None)
 
 
 def group(dumps: Dumps) -> GroupedStacks:
-    """Who is where. Line numbers count only where nothing else tells ranks apart, and most of them still agree then:
-    ranks that compute pass through the lines of one loop, those that wait for one another stand still."""
+    """Group incarnations by their stacks.
+
+    Line numbers are compared only if the stacks are otherwise all equal, and only if most ranks then still agree: ranks
+    that compute are at different lines of a loop, ranks that wait for each other are at the same line.
+    """
     coarse = _grouped(dumps, lines=False)
     if len(coarse.groups) > 1:
         return coarse
     fine = _grouped(dumps, lines=True)
-    largest = max((len(one.incarnations) for one in fine.groups), default=0)
+    largest = max((len(stack_group.incarnations) for stack_group in fine.groups), default=0)
     return fine if largest > len(dumps) / 2 else coarse
 
 
 def summary_lines(grouped: GroupedStacks, max_lines: int = _MAX_LINES) -> tuple[str, ...]:
-    """At most ``most`` lines for people: the outliers first, then where the others are."""
+    """Describe the groups in at most ``max_lines`` lines for people, outliers first."""
     outliers = set(grouped.outliers)
-    total = sum(len(one.incarnations) for one in grouped.groups)
-    ordered = sorted(grouped.groups, key=lambda one: not outliers.issuperset(one.incarnations))
+    total = sum(len(stack_group.incarnations) for stack_group in grouped.groups)
+    ordered = sorted(grouped.groups, key=lambda stack_group: not outliers.issuperset(stack_group.incarnations))
     lines = []
-    for one in ordered:
-        names = _names(one.incarnations)
-        if outliers and outliers.isdisjoint(one.incarnations):
-            names = f"{len(one.incarnations)} of {total} alike" if len(one.incarnations) > 1 else names
+    for stack_group in ordered:
+        count, names = len(stack_group.incarnations), _names(stack_group.incarnations)
+        if outliers and outliers.isdisjoint(stack_group.incarnations):
+            names = f"{count} of {total} alike" if count > 1 else names
         elif outliers:
             names = f"outlier {names}"
-        lines.append(f"{names}: {_stack_text(one.stack)}")
+        lines.append(f"{names}: {_stack_text(stack_group.stack)}")
     if len(lines) > max_lines:
         lines = [*lines[: max_lines - 1], f"and {len(lines) - max_lines + 1} more groups"]
     return tuple(lines)
 
 
 def main_threads_only(dumps: Mapping[int, str]) -> dict[int, str]:
-    """What :func:`group` needs of the dumps of one life, for who cannot keep the whole."""
+    """Reduce the dumps of one incarnation to their main threads, which is all that :func:`group` uses."""
     short = {}
     for pid, dump in dumps.items():
         if (thread := main_thread(dump)) is not None:
@@ -138,13 +151,14 @@ def main_threads_only(dumps: Mapping[int, str]) -> dict[int, str]:
 
 
 def _grouped(dumps: Dumps, lines: bool) -> GroupedStacks:
+    """Group by equal stacks, with or without line numbers."""
     stacks = {incarnation: _stacks(texts.values(), lines) for incarnation, texts in dumps.items()}
     members: dict[frozenset[Stack], list[Incarnation]] = {}
     for incarnation in sorted(stacks):
         members.setdefault(stacks[incarnation], []).append(incarnation)
-    ordered = sorted(members.items(), key=lambda one: (-len(one[1]), one[1]))
+    ordered = sorted(members.items(), key=lambda item: (-len(item[1]), item[1]))
     largest = len(ordered[0][1]) if ordered else 0
-    enough = max(2.0, _DOMINANT * largest)
+    dominant_size = max(2.0, _DOMINANT_SHARE * largest)
     groups = tuple(
         StackGroup(tuple(incarnations), _distinguishing(dumps[incarnations[0]], signature, ordered[0][0]))
         for signature, incarnations in ordered
@@ -152,33 +166,33 @@ def _grouped(dumps: Dumps, lines: bool) -> GroupedStacks:
     if largest < 2:
         return GroupedStacks(groups)
     outliers = [
-        incarnation for _, incarnations in ordered if len(incarnations) < enough for incarnation in incarnations
+        incarnation for _, incarnations in ordered if len(incarnations) < dominant_size for incarnation in incarnations
     ]
     return GroupedStacks(groups, tuple(sorted(outliers)))
 
 
 def _stacks(texts: Iterable[str], lines: bool) -> frozenset[Stack]:
-    """Of all processes of a life; workers of a pool that stand in the same place count once."""
-    found = set()
+    """Return the distinct main-thread stacks of an incarnation's processes."""
+    stacks = set()
     for text in texts:
         thread = main_thread(text)
         if thread is not None:
-            found.add(tuple(_normal(frame, lines) for frame in thread.frames))
-    return frozenset(found)
+            stacks.add(tuple(_normal(frame, lines) for frame in thread.frames))
+    return frozenset(stacks)
 
 
 def _normal(frame: Frame, lines: bool) -> str:
-    """What two processes of one program have in common: no address, no folder."""
+    """Return the text of a frame without what differs between processes of one program (addresses)."""
     plain = Frame(_ADDRESS.sub("0x", frame.function), _ADDRESS.sub("0x", frame.file), frame.line if lines else None)
     return str(plain)
 
 
 def _distinguishing(dumps: Mapping[int, str], signature: frozenset[Stack], largest: frozenset[Stack]) -> Stack:
-    """With line numbers: the stack that the largest group does not have; else that of the oldest process."""
+    """Return, with line numbers, a stack that the largest group does not have; else that of the oldest process."""
     threads = [thread for pid in sorted(dumps) if (thread := main_thread(dumps[pid])) is not None]
-    odd = signature - largest
+    different = signature - largest
     for thread in threads:
-        if {tuple(_normal(frame, lines) for frame in thread.frames) for lines in (False, True)} & odd:
+        if {tuple(_normal(frame, lines) for frame in thread.frames) for lines in (False, True)} & different:
             return tuple(map(str, thread.frames))
     return tuple(map(str, threads[0].frames)) if threads else ()
 
@@ -192,11 +206,8 @@ def _stack_text(stack: Sequence[str]) -> str:
 
 def _names(incarnations: Sequence[Incarnation]) -> str:
     shown = ", ".join(map(str, incarnations[:_MAX_INCARNATIONS_NAMED]))
-    return (
-        shown
-        if len(incarnations) <= _MAX_INCARNATIONS_NAMED
-        else f"{shown} and {len(incarnations) - _MAX_INCARNATIONS_NAMED} more"
-    )
+    unnamed = len(incarnations) - _MAX_INCARNATIONS_NAMED
+    return f"{shown} and {unnamed} more" if unnamed > 0 else shown
 
 
 def _base(file: str) -> str:

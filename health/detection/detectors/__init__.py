@@ -1,0 +1,1 @@
+"""Detectors: pure functions that judge the view of one replica or node. ``registry`` lists them in their order."""

@@ -1,11 +1,11 @@
-"""What detectors are, and what they share: who is expected to speak, who is at work, and by when.
+"""The types of detectors, and the predicates and deadlines that several of them use.
 
-A detector is a pure function of one sighting, the limits and now. It returns a finding or None, and when it could next
-change its mind though nothing new is seen (inf: never). Text and ``since`` never carry running seconds, so that an
-unchanged situation is an equal finding.
+A detector is a pure function of one view, the limits and the time (s). It returns a finding or None, and the time at
+which its result may change without a new observation (inf: never). Neither text nor ``since`` contains running
+seconds, so that an unchanged situation gives an equal finding.
 
-What condemns without proof needs time and observations both (docs/sources.md): silence is at least ``MISSES`` beats
-that did not come, standing still at least as many beats that came and showed it.
+A FAIL without proof needs both time and observations (docs/sources.md): silence means at least ``MIN_HEARTBEATS``
+missed heartbeats, standstill means at least as many heartbeats received without progress.
 """
 
 from __future__ import annotations
@@ -22,30 +22,36 @@ Detector = Callable[[ReplicaView, Limits, float], Result]
 NodeDetector = Callable[[NodeView, Limits, float], Result]
 
 MIN_HEARTBEATS = 3
+"""Heartbeats that must be missed, or received without progress, before a replica fails."""
 SLOW_START_FACTOR = 5
-"""times ``limits.join``: so long may a step take to join of which the agent says that it lives"""
+"""Multiple of ``limits.join`` after which a step fails to join although its agent finds it running."""
 SLOWEST_FACTOR = 1.5
-"""times the longest that was ever seen: no less is a deadline"""
+"""Multiple of the longest known duration that a deadline is at least."""
 NO_FINDING: Result = (None, inf)
+"""Result of a detector that does not apply; only a new observation changes it."""
 
 
 def heartbeat_slack(limits: Limits) -> float:
-    """``MISSES`` beats, and one more for the last of them to arrive."""
+    """Return the time (s) of ``MIN_HEARTBEATS`` heartbeats, and one more for the last of them to arrive."""
     return (MIN_HEARTBEATS + 1) * limits.heartbeat
 
 
 def silence_limit(limits: Limits) -> float:
+    """Return the time (s) without a message after which a replica is silent."""
     return max(limits.silence, heartbeat_slack(limits))
 
 
 def silence_deadline(view: ReplicaView, limits: Limits) -> float:
-    """When its silence becomes a fact."""
+    """Return the time (s) from which missing messages count as silence."""
     return join_deadline(view, limits) if view.status == "launched" else view.last_message_at + silence_limit(limits)
 
 
 def join_deadline(view: ReplicaView, limits: Limits) -> float:
-    """``limits.join`` after its launch or its step's last sign of life, but not for ever; of a shadow that was told to
-    become it, when that is overdue."""
+    """Return the time (s) by which the incarnation must have sent a Hello.
+
+    It is ``limits.join`` after the launch or the last report that the step runs, but at most ``SLOW_START_FACTOR``
+    times ``limits.join`` after the launch. A promoted standby process has ``join_timeout_s``.
+    """
     if view.standby is not None:
         return view.launched_at + view.join_timeout_s
     alive_at = view.launched_at if view.step_alive_at is None else view.step_alive_at
@@ -53,16 +59,18 @@ def join_deadline(view: ReplicaView, limits: Limits) -> float:
 
 
 def expects_heartbeats(view: ReplicaView) -> bool:
+    """Return whether the incarnation should send heartbeats: it has not ended, left or been suspended."""
     return not view.ended and view.left_at is None and view.node_view.suspended_at is None
 
 
 def is_working(view: ReplicaView) -> bool:
-    expected = expects_heartbeats(view) and view.status == "joined" and not view.is_agent
-    return expected and view.phase is not None and not view.gang_suspended
+    """Return whether its progress can be judged: a joined worker in a known phase, with no member suspended."""
+    joined = expects_heartbeats(view) and view.status == "joined" and not view.is_agent
+    return joined and view.phase is not None and not view.gang_suspended
 
 
 def is_waiting(view: ReplicaView) -> bool:
-    """Whatever stops it is somebody else's: it says so, or its phase does."""
+    """Return whether the replica waits for another one, as it reports or as its phase declares."""
     return view.waits_for is not None or view.declared.waits_for is not None
 
 
@@ -70,5 +78,6 @@ def finding_about(
     view: ReplicaView, detector: str, verdict: Verdict, cause: Cause, remedy: Remedy, since: float, source: str,
     text: str, proof: bool = False,
 ) -> Finding:  # fmt: skip
+    """Return a finding about an incarnation with one line of evidence."""
     evidence = (Evidence(source, text, since),)
     return Finding(detector, verdict, cause, remedy, since, evidence, incarnation=view.incarnation, proof=proof)

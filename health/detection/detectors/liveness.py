@@ -1,4 +1,4 @@
-"""Detectors of whether a replica is there at all: its end, its silence, its start and the end that does not come."""
+"""Detectors of whether a replica runs at all: its end, an overdue stop, its silence and its start."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from ....core.launch import ExitReason, exit_text
 from ....core.run_spec import Limits
 from ....core.types import Cause, Finding, Flag, Incarnation, NodeName, Remedy, Verdict
+from ..health_monitor import HealthMonitor
 from ..records import ReplicaView
-from ..watch import HealthMonitor
 from .base import (  # fmt: skip
     NO_FINDING,
     SLOW_START_FACTOR,
@@ -25,16 +25,19 @@ from .base import (  # fmt: skip
 )
 
 CPU_ACTIVE_SILENCE_FACTOR = 3.0
-"""times the silence of a worker of which its node's agent says that its CPU works: what it says may come late, behind
-its logs. A stopped process takes no CPU, though a kernel may keep its GPU"""
+"""Multiple of the silence limit for a worker whose CPU is at work by its agent's loads: its messages may be delayed
+behind its logs. A stopped process uses no CPU, even if a kernel occupies its GPU."""
 _AGENT_SILENCE_FACTOR = 2
-"""times the silence of an agent: by then node_lost has judged whether its node went with it"""
+"""Multiple of the silence limit for an agent: by then ``node_lost`` has judged whether its node failed with it."""
 
 
 # ── proof ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def exit_record(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Its step ended. When it was asked to stop, only an exit code of its own is worth a warning; else the end is a
-    failure, with a goodbye or without: a role works until it is told that it is over."""
+    """Find a step that ended.
+
+    Without a stop request the end is a failure, even after a Goodbye: a role works until the manager stops it. After a
+    stop request only an exit code other than 0 gives a warning.
+    """
     end = view.exit
     if end is None:
         return NO_FINDING
@@ -42,30 +45,34 @@ def exit_record(view: ReplicaView, limits: Limits, now: float) -> Result:
     if stop_requested and (not end.code or end.reason is ExitReason.STOPPED):
         return NO_FINDING
     if (end.code == 0 or end.reason is ExitReason.STOPPED) and now < (due := end.at + heartbeat_slack(limits)):
-        return None, due  # that the run is complete may still be on its way, or that the cluster takes the node back
+        return None, due  # the run may be complete, or the cluster may reclaim the node: the report may be on its way
     text = _exit_description(end.code, end.signal, exit_text(end.reason, end.detail))
     text += f": {end.last_line}" if end.last_line else ""
     if stop_requested:
         return finding_about(view, "exit_record", Verdict.WARN, Cause.PROCESS, Remedy.NONE, end.at, "step", text), inf
-    found = finding_about(view, "exit_record", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, end.at, "step", text, True)
+    finding = finding_about(
+        view, "exit_record", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, end.at, "step", text, True
+    )
     if end.reason is ExitReason.NOT_STARTED:
-        found = replace(found, flags=(Flag.NOT_STARTED,))
-    return found, inf
+        finding = replace(finding, flags=(Flag.NOT_STARTED,))
+    return finding, inf
 
 
 def step_gone(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """The agent, a witness on the same node, says that the process is no more."""
+    """Find a step whose first process is gone, as the agent of its node reports, without an exit record."""
     at = view.gone_witnessed_at
     if at is None or view.exit is not None or view.stop_requested_at is not None:
         return NO_FINDING
-    text = "its process is no more, and left no exit record"
+    text = "its process is gone and left no exit record"
     return finding_about(view, "step_gone", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, at, "agent", text, True), inf
 
 
-# ── the end that does not come ───────────────────────────────────────────────────────────────────────────────────────
+# ── overdue stop ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def stop_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """It said Goodbye, nobody asked it to, and it has not ended: stuck in its own cleaning up, it would be missed by
-    every other detector."""
+    """Find a replica that sent a Goodbye without a stop request and does not end.
+
+    No other detector judges it: after a Goodbye no heartbeats are expected.
+    """
     if (
         view.goodbye_at is None
         or view.stop_requested_at is not None
@@ -77,7 +84,7 @@ def stop_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
     due = view.goodbye_at + longest
     if now < due:
         return None, due
-    text = f"it has not ended within {longest:g} s of its goodbye"
+    text = f"its process has not ended within {longest:g} s of its Goodbye"
     return finding_about(
         view, "stop_overdue", Verdict.FAIL, Cause.HANG, Remedy.RESTART, view.goodbye_at, "worker", text
     ), inf
@@ -85,19 +92,19 @@ def stop_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 # ── silence ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def worker_silence(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """It joined, and is not heard any more. An agent's silence is the node's matter (``node_lost``)."""
+    """Find a joined worker that sends no messages. The silence of agents is judged by ``node_lost``."""
     if not expects_heartbeats(view) or view.status != "joined" or view.is_agent:
         return NO_FINDING
     longest = silence_limit(limits) * (CPU_ACTIVE_SILENCE_FACTOR if _cpu_active(view, limits) else 1.0)
     due = view.last_message_at + longest
     if now < due:
         return None, due
-    text = f"no beat for {longest:g} s after its last one, in phase {view.phase}"
+    text = f"no heartbeat for {longest:g} s, in phase {view.phase}"
     return _silence_finding(view, limits, "worker_silence", view.last_message_at, text), inf
 
 
 def _cpu_active(view: ReplicaView, limits: Limits) -> bool:
-    """By a load that came well after its last beat: it speaks of the time since."""
+    """Return whether a load measured well after the last message shows CPU use."""
     at = view.loads.latest_at
     return view.loads.cpu_active and at is not None and at >= view.last_message_at + heartbeat_slack(limits)
 
@@ -105,17 +112,25 @@ def _cpu_active(view: ReplicaView, limits: Limits) -> bool:
 def missing_heartbeats(
     findings: Collection[Finding], monitor: HealthMonitor, limits: Limits, now: float
 ) -> dict[Incarnation, tuple[NodeName, float]]:
-    """Workers that have missed some beats though their nodes are heard: where each is, and since when (s). Looked for
-    only where the silence of one was found."""
+    """Return workers that miss heartbeats while other messages of their nodes arrive, if one of them is silent.
+
+    Returns:
+        Incarnation → its node and the time (s) of its last message; empty if no ``worker_silence`` was found.
+    """
     if all(finding.detector != worker_silence.__name__ for finding in findings):
         return {}
-    return {view.incarnation: (view.node, view.last_message_at) for view in monitor.workers()
-            if expects_heartbeats(view) and view.status == "joined" and now >= view.last_message_at + heartbeat_slack(limits)
-            and _node_responsive(view, limits, view.last_message_at)}  # fmt: skip
+    return {
+        view.incarnation: (view.node, view.last_message_at)
+        for view in monitor.workers()
+        if expects_heartbeats(view)
+        and view.status == "joined"
+        and now >= view.last_message_at + heartbeat_slack(limits)
+        and _node_responsive(view, limits, view.last_message_at)
+    }
 
 
 def agent_silence(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """An agent is not heard any more, and for as long again somebody else on its node still is: it is the agent."""
+    """Find an agent that sends no messages while other processes on its node still do."""
     if not view.is_agent or not expects_heartbeats(view) or view.status != "joined":
         return NO_FINDING
     due = view.last_message_at + _AGENT_SILENCE_FACTOR * silence_limit(limits)
@@ -123,24 +138,26 @@ def agent_silence(view: ReplicaView, limits: Limits, now: float) -> Result:
         return None, due
     last_message_at = view.node_view.last_message_at
     if last_message_at is None or now >= last_message_at + heartbeat_slack(limits):
-        return NO_FINDING  # nobody is: node_lost judges that
-    silent = _AGENT_SILENCE_FACTOR * silence_limit(limits)
-    text = f"no beat for {silent:g} s after its last one, though others on {view.node} are heard"
-    found = finding_about(
+        return NO_FINDING  # the whole node is silent: node_lost judges that
+    silence_s = _AGENT_SILENCE_FACTOR * silence_limit(limits)
+    text = f"no heartbeat for {silence_s:g} s, although other processes on {view.node} send messages"
+    finding = finding_about(
         view, "agent_silence", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, view.last_message_at, "manager", text
     )
-    return found, last_message_at + heartbeat_slack(limits)
+    return finding, last_message_at + heartbeat_slack(limits)
 
 
 def promotion_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """A shadow was told to become it, and is not heard as that. It had imported and built everything: it is not slow,
-    it is gone or stuck, and whoever waits for it had better take the next one."""
+    """Find a promoted standby process that does not send a Hello as the incarnation.
+
+    It had imported and built everything before, so it is not slow but gone or hung, and is replaced early.
+    """
     if view.standby is None or not expects_heartbeats(view) or view.status != "launched":
         return NO_FINDING
     due = view.launched_at + view.join_timeout_s
     if now < due:
         return None, due
-    text = f"{view.standby} on {view.node} was told to become it, and no Hello came within {view.join_timeout_s:g} s"
+    text = f"{view.standby} on {view.node} was promoted to it, but sent no Hello within {view.join_timeout_s:g} s"
     at = view.launched_at
     return finding_about(
         view, "promotion_overdue", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, at, "manager", text
@@ -148,7 +165,7 @@ def promotion_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 
 def never_joined(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """It was launched, and never said Hello. As long as the agent says that its step lives, it may just be slow."""
+    """Find a launched incarnation without a Hello; only warn while its agent reports that its step runs."""
     if not expects_heartbeats(view) or view.status != "launched" or view.standby is not None:
         return NO_FINDING
     since = view.launched_at
@@ -157,24 +174,25 @@ def never_joined(view: ReplicaView, limits: Limits, now: float) -> Result:
         return None, due
     text = f"no Hello within {limits.join:g} s of its launch or of this manager's start"
     if now < (last := join_deadline(view, limits)):
-        text += f"; the agent says that its step lives: it has {SLOW_START_FACTOR} times as long"
+        text += f"; the agent reports that its step runs, so the limit is {SLOW_START_FACTOR} times as long"
         return finding_about(view, "never_joined", Verdict.WARN, Cause.PROCESS, Remedy.NONE, since, "agent", text), last
     return _silence_finding(view, limits, "never_joined", since, text), inf
 
 
 def _silence_finding(view: ReplicaView, limits: Limits, detector: str, since: float, text: str) -> Finding:
-    """Charged to the process when something else on its node was heard well after it fell silent; else nobody knows.
+    """Return a FAIL of the process if another one on its node sent a message well after ``since``, else an UNKNOWN.
 
-    "After" means some beats later: when a node dies, the last beats of those on it differ by up to one.
+    "Well after" means several heartbeats later: when a node fails, the last heartbeats of its processes differ by up
+    to one interval.
     """
     if _node_responsive(view, limits, since) or (view.is_agent and detector == "never_joined"):
         return finding_about(view, detector, Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, since, "manager", text)
-    text += f"; nothing else on {view.node} was heard since"
+    text += f"; no other message from {view.node} since"
     return finding_about(view, detector, Verdict.UNKNOWN, Cause.NODE, Remedy.NONE, since, "manager", text)
 
 
 def _node_responsive(view: ReplicaView, limits: Limits, since: float) -> bool:
-    """Somebody else on its node is, and was well after ``since``."""
+    """Return whether another process on its node sent a message well after ``since``."""
     last_message_at = view.node_view.last_message_at
     return last_message_at is not None and last_message_at >= since + heartbeat_slack(limits)
 
@@ -185,4 +203,4 @@ def _exit_description(code: int | None, signal: int | None, reason: str) -> str:
         return f"ended by signal {signal} ({name}); {reason}"
     if code is None:
         return reason
-    return f"exited with code {code}" + (", but nobody asked it to" if code == 0 else "") + f"; {reason}"
+    return f"exited with code {code}" + (" without a stop request" if code == 0 else "") + f"; {reason}"

@@ -1,10 +1,10 @@
-"""Detectors by time: replicas that send heartbeats but make no progress, exceed a phase's limit, wait too long, or are
-slower than their peers.
+"""Detectors by time: replicas that send heartbeats but make no progress, or are slower than their peers.
 
-A deadline is a multiple of the usual duration, within the bounds of the phase. It decides only where nothing better is
-known: a replica that answers probes is judged by its answers (:mod:`rrl.health.detection.detectors.probing`), one that
-must compute also by its CPU and GPU load (:mod:`rrl.health.detection.detectors.idleness`). A straggler gets a WARN; the
-job decides whether its node is left for that.
+No progress means that a count does not rise, a phase exceeds its limit, or a wait lasts too long. A deadline is a
+multiple of the usual duration, within the bounds of the phase. It decides only where no better evidence exists: a
+replica that answers probes is judged by its answers (:mod:`rrl.health.detection.detectors.probing`), one that must
+compute also by its CPU and GPU load (:mod:`rrl.health.detection.detectors.idleness`). A straggler gets a WARN; the job
+decides whether its node is excluded for that.
 """
 
 from __future__ import annotations
@@ -18,33 +18,34 @@ from ..records import MAX_LOAD_GAP_S, ReplicaView, is_polling
 from .base import MIN_HEARTBEATS, NO_FINDING, SLOWEST_FACTOR, Result, finding_about, is_waiting, is_working
 
 BUSY_DEADLINE_FACTOR = 6.0
-"""times its deadline has whose GPU (without one: CPU) is seen at work: it is slow, not hung"""
+"""Multiple of the deadline for a replica whose GPU (without one: CPU) is at work: it is slow, not hung."""
 MAX_BLIND_TRAINING_S = 7200.0
-"""s, the most to which work of a GPU raises a deadline in training where nobody has seen its tensor cores: a collective
-that waits for ever looks the same, and an evaluation rarely lasts longer"""
+"""Deadline (s) up to which a busy GPU extends a training pass whose tensor cores were never observed: a collective that
+hangs looks the same, and an evaluation rarely takes longer."""
 FIRST_PASS_IDLE_SHARE = 0.25
-"""of ``longest`` may who is idle be in a first pass of ``_WARMED``, where nothing usual is known: 15 min by default"""
+"""Fraction of ``longest`` that a replica may be idle in the first pass of a ``_WARMUP_PHASES`` phase without a baseline
+(default: 15 min)."""
 _WARMUP_PHASES = ("publish", "score")
-"""phases whose first pass takes long only at work: compiling and packing take CPU or GPU. A first checkpoint may wait
-for storage, and idle then"""
+"""Phases whose first pass is long only while it works: compiling and packing use CPU or GPU. A first checkpoint, in
+contrast, may idle while it waits for storage."""
 ENDLESS_WAIT_FACTOR = 1.25
-"""times ``longest`` of a phase that waits (19 min by default), after which services at work explain no wait"""
+"""Multiple of ``longest`` of a waiting phase (19 min by default) after which a busy service does not explain a wait."""
 _SERVE_PHASE = "serve"
 
 
 def no_progress(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Beats go on, ``done`` does not rise, in a phase that must progress."""
+    """Find a replica whose ``done`` does not rise in a phase that must progress."""
     if not is_working(view) or is_waiting(view) or not view.declared.progresses:
         return NO_FINDING
     if view.probe.answer_count or (view.probe.pending_since is not None and not view.first_pass):
         return _overdue_despite_answers(view, limits, now)
-    return _overdue(view, limits, now, "no_progress", Verdict.FAIL, "no progress")
+    return _overdue(view, limits, now, "no_progress", Verdict.FAIL, "no progress within")
 
 
 def phase_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """It does not come out of a phase that must end, and shows no progress in it either.
+    """Find a replica that does not complete a phase that must end, and shows no progress in it either.
 
-    Of a phase that neither rrl nor the job declares nobody knows how long it may last: a warning, no more.
+    A phase that neither rrl nor the job declares has no known limit and gives only a warning.
     """
     declared = view.declared
     if is_working(view) and declared.own_work and is_waiting(view):
@@ -52,28 +53,33 @@ def phase_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
     if not is_working(view) or is_waiting(view) or declared.progresses or declared.longest == inf:
         return NO_FINDING
     verdict = Verdict.FAIL if limits.is_known_phase(declared.name) else Verdict.WARN
-    return _overdue(view, limits, now, "phase_overdue", verdict, "it does not end")
+    return _overdue(view, limits, now, "phase_overdue", verdict, "it has not ended within")
 
 
 def wait_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """It waits for too long; ``wait_endless``: for ``ENDLESS`` times the longest. For ``wait_chains.charge``,
-    which never lets it through as it is."""
+    """Find a replica that waits too long; input of ``wait_chains.attribute``, which never passes it on.
+
+    The finding is ``wait_endless`` after ``ENDLESS_WAIT_FACTOR`` times the longest time of the phase.
+    """
     if not is_working(view) or not is_waiting(view):
         return NO_FINDING
-    found, look = _overdue(view, limits, now, "wait_overdue", Verdict.UNKNOWN, f"it waits for {_awaited_name(view)}")
+    problem = f"it has waited for {_awaited_name(view)} for more than"
+    finding, then = _overdue(view, limits, now, "wait_overdue", Verdict.UNKNOWN, problem)
     due = view.last_change_at + ENDLESS_WAIT_FACTOR * view.declared.longest + _grace(view, limits)
-    if found is None or not is_polling(view) or now < due:
-        return found, min(look, due) if found is not None and is_polling(view) else look
-    text = f"phase {view.phase}: it waits for {_awaited_name(view)}, for {due - view.last_change_at:g} s and more"
+    if finding is None or not is_polling(view) or now < due:
+        return finding, min(then, due) if finding is not None and is_polling(view) else then
+    text = f"phase {view.phase}: {problem} {due - view.last_change_at:g} s"
     return finding_about(
         view, "wait_endless", Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, view.last_change_at, "worker", text
-    ), look
+    ), then
 
 
 def wait_long(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """It waits, and has for longer than the least that its phase allows. For ``wait_chains.charge``: enough
-    against a service that all wait for. Where the phase means work of its own too, its wait says nothing yet; where the
-    phase by itself waits for nobody, a call is stuck, and the service has as long as services may stand still."""
+    """Find a replica that has waited for longer than ``shortest`` of its phase; input of ``wait_chains.attribute``.
+
+    That suffices against a service that all others wait for. In a phase that may also do work of its own a wait is not
+    evidence yet. In a phase that declares no wait a call is blocked, and the limit is that of the service's phase.
+    """
     if not is_working(view) or not is_waiting(view) or view.declared.own_work:
         return NO_FINDING
     least = (view.declared if view.declared.waits_for is not None else limits.phase(_SERVE_PHASE)).shortest
@@ -82,17 +88,17 @@ def wait_long(view: ReplicaView, limits: Limits, now: float) -> Result:
         return None, due
     if view.heartbeats < MIN_HEARTBEATS:
         return NO_FINDING
-    text = f"phase {view.phase}: it waits for {_awaited_name(view)}, for {least:g} s and more"
+    text = f"phase {view.phase}: it has waited for {_awaited_name(view)} for more than {least:g} s"
     return finding_about(
         view, "wait_long", Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, _stalled_since(view), "worker", text
     ), inf
 
 
 def idle(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """A service does nothing: mostly because nobody asks. For ``wait_chains.charge``, like ``wait_overdue``."""
+    """Find a service that does nothing, mostly for lack of requests; input of ``wait_chains.attribute``."""
     if not is_working(view) or is_waiting(view) or view.declared.longest != inf or view.declared.progresses:
         return NO_FINDING
-    return _overdue(view, limits, now, "idle", Verdict.UNKNOWN, "it does nothing")
+    return _overdue(view, limits, now, "idle", Verdict.UNKNOWN, "it has done nothing for more than")
 
 
 def _awaited_name(view: ReplicaView) -> str:
@@ -100,39 +106,49 @@ def _awaited_name(view: ReplicaView) -> str:
 
 
 def _own_work_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """It may wait for another or be at work itself: only the longest that the phase may last speaks against it."""
+    """Judge a phase in which a replica may either wait or work itself: only ``longest`` limits it."""
     due = view.last_change_at + view.declared.longest + _grace(view, limits)
     if now < due:
         return None, due
     if view.heartbeats < MIN_HEARTBEATS:
         return NO_FINDING
-    text = f"phase {view.phase}: it does not end within {due - view.last_change_at:g} s"
+    text = f"phase {view.phase}: it has not ended within {due - view.last_change_at:g} s"
     return finding_about(
         view, "phase_overdue", Verdict.FAIL, Cause.HANG, Remedy.RESTART, view.last_change_at, "worker", text
     ), inf
 
 
 def _stalled_since(view: ReplicaView) -> float:
-    """Nothing has moved since; in a call, not since before that."""
+    """Return the time (s) since which nothing has changed, at the earliest the start of a blocked call."""
     in_a_call = view.declared.waits_for is None and view.blocked_since is not None
     return max(view.last_change_at, view.blocked_since or 0.0) if in_a_call else view.last_change_at
 
 
 def _overdue_despite_answers(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """It was asked, and what it answers or not says more than time does; but no phase lasts for ever."""
+    """Judge a replica that has been probed only by ``longest``: its answer, or its absence, is better evidence."""
     longest = view.declared.longest
     due = view.last_change_at + longest + _grace(view, limits)
     if now < due:
         return None, due
     if view.heartbeats < MIN_HEARTBEATS:
         return NO_FINDING
-    text = f"phase {view.phase}: no progress within {longest:g} s, though it answers"
+    text = f"phase {view.phase}: no progress within {longest:g} s, the limit of the phase"
     return finding_about(
         view, "no_progress", Verdict.FAIL, Cause.HANG, Remedy.RESTART, view.last_change_at, "worker", text
     ), inf
 
 
 def _overdue(view: ReplicaView, limits: Limits, now: float, detector: str, verdict: Verdict, problem: str) -> Result:
+    """Compare the time without progress with the deadline, which work of CPU or GPU extends.
+
+    Args:
+        view: The replica.
+        limits: The job's deadlines.
+        now: Manager's clock (s).
+        detector: Name in the finding.
+        verdict: Verdict of the finding; only a FAIL is deferred by work.
+        problem: What is wrong, as text that the deadline completes.
+    """
     deadline, how = _deadline(view, limits)
     since = _stalled_since(view)
     due = since + deadline
@@ -140,7 +156,7 @@ def _overdue(view: ReplicaView, limits: Limits, now: float, detector: str, verdi
         due, how = idle_deadline
     if now < due:
         return None, due
-    if view.heartbeats < MIN_HEARTBEATS:  # too few have looked; the next beat will be looked at
+    if view.heartbeats < MIN_HEARTBEATS:  # too few observations; the next heartbeat is evaluated again
         return NO_FINDING
     if verdict is Verdict.FAIL and (_busy_at_deadline(view, due) or _cannot_be_probed(view)):
         most = (
@@ -152,50 +168,55 @@ def _overdue(view: ReplicaView, limits: Limits, now: float, detector: str, verdi
         if now < later:
             return None, later
     remedy = Remedy.RESTART if verdict is Verdict.FAIL else Remedy.NONE
-    text = f"phase {view.phase}: {problem} within {how}"
+    text = f"phase {view.phase}: {problem} {how}"
     return finding_about(view, detector, verdict, Cause.HANG, remedy, since, "worker", text), inf
 
 
 def _gpu_busy_without_tensor_signal(view: ReplicaView) -> bool:
-    """All that is known of its work is that kernels keep its GPU."""
-    activity = view.loads
+    """Return whether a training replica's running kernels are the only sign of its work."""
     return (
         view.declared.computes
         and not view.declared.progresses
-        and not activity.uses_tensor_cores
-        and not activity.cpu_bound
+        and not view.loads.uses_tensor_cores
+        and not view.loads.cpu_bound
     )
 
 
 def _busy_at_deadline(view: ReplicaView, due: float) -> bool:
-    """By a load that came no longer than ``GAP`` before its deadline, or since. The GPU of a gang's member that trains
-    may be kept by a collective that waits: only tensor cores say that it works, and so they do where they can be seen.
-    A CPU says so only in phases that compute, for one that loops looks the same; beside a GPU only of who trains alone:
-    an evaluation, or a batch that is prepared. (Ranks that wait in a collective keep their CPUs too.)"""
-    activity = view.loads
+    """Return whether a load measured at most ``MAX_LOAD_GAP_S`` before the deadline, or later, shows work.
+
+    The GPU of a gang's member in training may be occupied by a collective that waits, so only its tensor cores count;
+    so do those of any replica that has been observed using them. The CPU counts only in phases that compute, because a
+    busy loop looks the same; with a GPU it counts only for a replica that trains alone (an evaluation, or batch
+    preparation), because ranks that wait in a collective use their CPUs too.
+    """
+    loads = view.loads
     trains = view.declared.computes and not view.declared.progresses
-    if trains and not view.in_gang and activity.cpu_bound:
-        works_now, at = True, activity.latest_at
-    elif trains and (view.in_gang or activity.uses_tensor_cores):
-        works_now, at = True, activity.tensor_active_at
+    if trains and not view.in_gang and loads.cpu_bound:
+        works, at = True, loads.latest_at
+    elif trains and (view.in_gang or loads.uses_tensor_cores):
+        works, at = True, loads.tensor_active_at
     else:
-        works_now, at = activity.working if view.declared.computes else activity.kernel_active, activity.latest_at
-    return works_now and at is not None and at >= due - MAX_LOAD_GAP_S
+        works, at = loads.working if view.declared.computes else loads.kernel_active, loads.latest_at
+    return works and at is not None and at >= due - MAX_LOAD_GAP_S
 
 
 def _cannot_be_probed(view: ReplicaView) -> bool:
-    """It makes tokens and has nothing that could be asked: a tool that it waits for looks like a hang, and who is
-    killed at healthy work is killed again at the same place."""
+    """Return whether the replica makes tokens and has no probe handler.
+
+    A tool that it waits for looks like a hang, and a replica that is killed at healthy work will be killed again at the
+    same place.
+    """
     return view.probe.no_probe_handler and view.declared.computes and view.declared.progresses
 
 
 def _deadline(view: ReplicaView, limits: Limits) -> tuple[float, str]:
-    """Seconds that the clock may run, and where the number comes from."""
+    """Return the time (s) without progress that is allowed, and a text with its source."""
     declared = view.declared
     if declared.longest == inf:
         return declared.shortest, f"{declared.shortest:g} s"
     deadline, how = (
-        (declared.longest, "no usual duration yet") if view.usual_duration is None else _usual_deadline(view, limits)
+        (declared.longest, "no baseline yet") if view.usual_duration is None else _usual_deadline(view, limits)
     )
     if grace := _grace(view, limits):
         deadline, how = deadline + grace, f"{how}; first pass + {grace:g} s"
@@ -203,53 +224,57 @@ def _deadline(view: ReplicaView, limits: Limits) -> tuple[float, str]:
 
 
 def _usual_deadline(view: ReplicaView, limits: Limits) -> tuple[float, str]:
+    """Return the deadline (s) by the baseline, within the bounds of the phase, and a text with its source."""
     declared = view.declared
     usual = view.usual_duration or 0.0
     most = max(limits.adaptive * usual, SLOWEST_FACTOR * view.slowest_duration)
     how = f"{limits.adaptive:g} x usual {usual:.3g} s"
     if SLOWEST_FACTOR * view.slowest_duration > limits.adaptive * usual:
-        how = f"{SLOWEST_FACTOR:g} x the longest yet, {view.slowest_duration:.3g} s"
+        how = f"{SLOWEST_FACTOR:g} x longest {view.slowest_duration:.3g} s"
     how += f", within {declared.shortest:g} to {declared.longest:g} s"
     return min(max(most, declared.shortest), declared.longest), how
 
 
 def _first_pass_idle_deadline(view: ReplicaView, limits: Limits, since: float) -> tuple[float, str] | None:
-    """When that has lasted too long, and how: there is no grace for who neither compiles nor packs. Only as long as
-    loads say so."""
-    declared, activity = view.declared, view.loads
+    """Return when a replica has been idle for too long in a first pass, and a text with the limit; None: it is not.
+
+    An idle replica gets no first-pass grace, since it neither compiles nor packs.
+    """
+    declared, loads = view.declared, view.loads
     if (
         not view.first_pass
         or declared.name not in _WARMUP_PHASES
-        or activity.idle_since is None
-        or activity.latest_at is None
+        or loads.idle_since is None
+        or loads.latest_at is None
     ):
         return None
-    if activity.latest_at < view.last_message_at - MAX_LOAD_GAP_S:
+    if loads.latest_at < view.last_message_at - MAX_LOAD_GAP_S:
         return None
     if view.usual_duration is None:
         most = max(declared.shortest, FIRST_PASS_IDLE_SHARE * declared.longest)
-        how = f"no usual duration yet, {FIRST_PASS_IDLE_SHARE:g} of {declared.longest:g} s"
+        how = f"no baseline yet, {FIRST_PASS_IDLE_SHARE:g} of {declared.longest:g} s"
     else:
         most, how = _usual_deadline(view, limits)
-    return max(since, activity.idle_since) + most, f"{most:.4g} s of idleness ({how})"
+    return max(since, loads.idle_since) + most, f"{most:.4g} s of idleness ({how})"
 
 
 def _grace(view: ReplicaView, limits: Limits) -> float:
-    """Who merely waits compiles nothing and warms nothing up, be it the first time or not."""
-    merely = is_waiting(view) and not view.declared.own_work
-    return limits.first_pass if view.first_pass and not merely else 0.0
+    """Return the first-pass grace (s); a replica that only waits has none, since it neither compiles nor warms up."""
+    only_waits = is_waiting(view) and not view.declared.own_work
+    return limits.first_pass if view.first_pass and not only_waits else 0.0
 
 
 def straggler(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """It has been slow in ``ROUNDS`` comparisons in a row (:mod:`rrl.health.detection.baselines`)."""
+    """Find a replica that was slow in ``STRAGGLER_ROUNDS`` consecutive comparisons (:mod:`..baselines`)."""
     if view.throughput.slow_rounds < STRAGGLER_ROUNDS or not is_working(view):
         return NO_FINDING
-    peers = role_of(view.incarnation.replica)
+    role = role_of(view.incarnation.replica)
     if view.throughput.by_tokens:
-        text = f"fewer than {SLOW_ROLLOUT_SHARE:g} of the tokens per second of the other {peers}s"
-        text += f", in {STRAGGLER_ROUNDS} spans of {THROUGHPUT_WINDOW_S:g} s in a row"
+        text = f"less than {SLOW_ROLLOUT_SHARE:g} of the median tokens per second of the other {role} replicas"
+        text += f", in {STRAGGLER_ROUNDS} consecutive rounds of {THROUGHPUT_WINDOW_S:g} s"
     else:
-        text = f"the others of its gang need less than {SLOW_RANK_SHARE:g} of its time, in {STRAGGLER_ROUNDS} passes in a row"
+        text = f"the other ranks of its gang need less than {SLOW_RANK_SHARE:g} of its time"
+        text += f", in {STRAGGLER_ROUNDS} consecutive training passes"
     remedy = Remedy.EXCLUDE if limits.stragglers == "exclude" else Remedy.NONE
     return finding_about(
         view, "straggler", Verdict.WARN, Cause.NODE, remedy, view.throughput.slow_since, "worker", text

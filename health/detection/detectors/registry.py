@@ -1,5 +1,8 @@
-"""All detectors of what a replica does and of whether a node is there. The tuples are ladders, best evidence first: of
-one replica or node, the first that speaks is heard. ``rrl.health.detection.detectors.base`` says what a detector is."""
+"""All detectors, as ladders: tuples in the order of their evidence, best first.
+
+For one replica or node only the first finding of a ladder counts. :mod:`rrl.health.detection.detectors.base` defines
+what a detector is.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +26,20 @@ __all__ = [
     "PRESENCE_DETECTORS",
     "PROGRESS_DETECTORS",
     "Detector",
-    "Result",
     "NodeDetector",
+    "Result",
     "is_waiting",
 ]
 
 PRESENCE_DETECTORS: tuple[Detector, ...] = (
     exit_record, step_gone, stop_overdue, promotion_overdue, never_joined, worker_silence, agent_silence,
 )  # fmt: skip
-"""all that there is to say of an agent"""
+"""Detectors that use only messages and ends; agents have no others."""
 PROGRESS_DETECTORS: tuple[Detector, ...] = (
     *PRESENCE_DETECTORS,
     engine_dead, no_answer, no_progress, phase_overdue, computes_nothing, load_stalled, wait_overdue, wait_long,
     idle, suspected, straggler,
 )  # fmt: skip
-
+"""Detectors of all other replicas."""
 NODE_DETECTORS: tuple[NodeDetector, ...] = (node_down, node_lost, node_flaps)
+"""Detectors of nodes."""

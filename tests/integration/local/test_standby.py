@@ -159,7 +159,7 @@ def test_a_shadow_that_does_not_answer_in_time_is_given_up_and_the_trainer_comes
     run.wait(lambda state: state.replica(TRAINER).incarnation_number >= 3 and all_work(state))
     fenced = [s.event.action.why.evidence for s in run.events()
               if isinstance(s.event, ev.Decided) and s.event.action.tag == "trainer/0#2!fence"]  # fmt: skip
-    assert f"{shadow.incarnation} on {shadow.node} was told to become it" in str(fenced)
+    assert f"{shadow.incarnation} on {shadow.node} was promoted to it" in str(fenced)
     end_well(run)
 
 

@@ -1,4 +1,4 @@
-"""A small site told by its histories: what several runs of several users met in a week."""
+"""History files of a small site: a week with several runs of several users."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rrl.health.history.records import (
 )
 
 BEGAN = 1_767_225_600.0
-"""s: 2026-01-01, midnight UTC; in the past, for records of the future are left out"""
+"""Time (s) of 2026-01-01, midnight UTC: in the past, because reports leave out records of the future."""
 HOUR = 3600.0
 GPU = "GPU-5a3c1f00-9d2e-4b11-8c07-0123456789ab"
 ANNA, BEN, CARL = "anna", "ben", "carl"
@@ -45,9 +45,9 @@ def found(
     text: str = "Xid 48: double-bit ECC error", component: str = GPU,
     incarnation: str = "", count: int = 1, proof: bool = True, flags: tuple[Flag, ...] = (),
 ) -> FindingRecord:  # fmt: skip
-    said = (EvidenceLine(BEGAN + at, "kernel", text),) if verdict is not Verdict.OK else ()
+    evidence = (EvidenceLine(BEGAN + at, "kernel", text),) if verdict is not Verdict.OK else ()
     return FindingRecord(
-        BEGAN + at, node, detector, verdict, cause, remedy, BEGAN + at, incarnation, component, proof, count, said,
+        BEGAN + at, node, detector, verdict, cause, remedy, BEGAN + at, incarnation, component, proof, count, evidence,
         flags=flags,
     )  # fmt: skip
 
@@ -58,7 +58,8 @@ def failed(
     evidence: str = "it ended by signal 9",
 ) -> Failed:  # fmt: skip
     gangs = (who.partition("#")[0],) if who else ()
-    return Failed(BEGAN + at, node, who, gangs if duration is None else duration, cause, detector, "restart", BEGAN + at,
+    restarted = gangs if duration is None else duration
+    return Failed(BEGAN + at, node, who, restarted, cause, detector, "restart", BEGAN + at,
                   node_lost=lost, injected=injected, evidence=(evidence,))  # fmt: skip
 
 
@@ -87,8 +88,11 @@ def sourced(user: str, run: str, *records: Record | Sequence[Any], trusted: bool
 
 
 def week() -> list[SourcedRecord]:
-    """Ten nodes, three runs. n3's GPU has double-bit errors for two users; n7 was lost once; n5 and n6 lost their
-    fabric at the same time; a rollout crashed by itself on n1; one fault was injected on n2."""
+    """Return a week of three runs on ten nodes.
+
+    The GPU of n3 has double-bit errors for two users; n7 is lost once; n5 and n6 lose their fabric at the same time; a
+    rollout crashes on n1; one fault is injected on n2.
+    """
     nodes = [f"n{i}" for i in range(1, 11)]
     reason = "rrl:math-1: gpu: Xid 48: double-bit ECC error"
     first = sourced(
@@ -103,8 +107,8 @@ def week() -> list[SourcedRecord]:
         mended(2.5 * DAY_S + 360, "rollout/1", "n2", 2.5 * DAY_S, 0.8),
         found(3 * DAY_S, "n5", cause=Cause.FABRIC, remedy=Remedy.EXCLUDE, detector="port_state", component="mlx5_0/1",
               text="mlx5_0/1 is DOWN, was ACTIVE"),
-        found(3 * DAY_S + 5, "n6", cause=Cause.FABRIC, remedy=Remedy.EXCLUDE, detector="port_state", component="mlx5_0/1",
-              text="mlx5_0/1 is DOWN, was ACTIVE"),
+        found(3 * DAY_S + 5, "n6", cause=Cause.FABRIC, remedy=Remedy.EXCLUDE, detector="port_state",
+              component="mlx5_0/1", text="mlx5_0/1 is DOWN, was ACTIVE"),
         failed(3 * DAY_S + 10, "n5", "rollout/3#1", cause="fabric"),
         failed(3 * DAY_S + 12, "n6", "rollout/4#1", cause="fabric"),
         found(3 * DAY_S + 300, "n5", Verdict.OK, cause=Cause.FABRIC, detector="port_state", component="mlx5_0/1"),
@@ -116,7 +120,8 @@ def week() -> list[SourcedRecord]:
     second = sourced(
         BEN, "code-2", began(4 * DAY_S, "code-2", BEN), held(4 * DAY_S, "n3", "n4", "n7"),
         found(4.5 * DAY_S, "n3", count=2, text="Xid 48: double-bit ECC error again"),
-        failed(4.5 * DAY_S + 5, "n3", "rollout/0#1", cause="gpu", detector="xid"), acted(4.5 * DAY_S + 6, "n3", "excluded"),
+        failed(4.5 * DAY_S + 5, "n3", "rollout/0#1", cause="gpu", detector="xid"),
+        acted(4.5 * DAY_S + 6, "n3", "excluded"),
         mended(4.5 * DAY_S + 1805, "rollout/0", "n3", 4.5 * DAY_S + 5, 4.0),
         failed(5 * DAY_S, "n7", "trainer/0#1", cause="node", detector="node_lost", lost=True,
                evidence="node_lost: Slurm says DOWN"),
@@ -131,7 +136,7 @@ def week() -> list[SourcedRecord]:
 
 
 def write(folder: Path, user: str, run: str, records: Iterable[Record], epoch: int = 1) -> Path:
-    """One file of a history folder."""
+    """Write one file of a history folder."""
     path = folder / user / file_name(run, epoch)
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"".join(map(encode_line, records)))

@@ -1,4 +1,4 @@
-"""Detection traces in virtual time: a few nodes whose agents and replicas beat, and what is found at the end."""
+"""Detection traces in virtual time: nodes whose agents and replicas send heartbeats, and the findings about them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rrl.core.run_spec import Limits
 from rrl.core.types import AGENT, Finding, Incarnation, NodeName, ProbeResult, ReplicaId, Verdict, role_of
 from rrl.health.detection.detect import detect
 from rrl.health.detection.detectors.probing import due_probes
-from rrl.health.detection.watch import HealthMonitor, ReplicaView
+from rrl.health.detection.health_monitor import HealthMonitor, ReplicaView
 
 LIMITS = Limits()
 STORE, TRAINER, REWARD = (Incarnation(ReplicaId(f"{role}/0"), 1) for role in ("trajectories", "trainer", "reward"))
@@ -17,17 +17,17 @@ ROLLOUTS = tuple(Incarnation(ReplicaId(f"rollout/{index}"), 1) for index in rang
 ROLLOUT = ROLLOUTS[0]
 
 Observed = tuple[str, str, str]
-"""detector, about whom, verdict"""
+"""Detector, subject and verdict of a finding."""
 BUSY, IDLE, SPINNING = (1.0, 0.97, 0.4), (0.01, 0.0, 0.0), (1.0, 1.0, 0.0)
-"""loads: cores, share of the time with a kernel, with tensor cores at work"""
+"""Loads: CPU cores, share of the time with a running kernel, share with working tensor cores."""
 WORKS, DEAD, NO_PROBE_HANDLER = (
     (ProbeResult.WORKS, "1 token"),
     (ProbeResult.FAILED, "EngineDeadError"),
     (ProbeResult.NO_HANDLER, ""),
 )
-"""answers to a probe"""
-_LOADS = 2.0
-"""s between two loads that agents tell"""
+"""Answers to a probe."""
+_LOAD_INTERVAL_S = 2.0
+"""Time between two loads that an agent sends."""
 
 
 def agent_of(node: str) -> Incarnation:
@@ -35,7 +35,7 @@ def agent_of(node: str) -> Incarnation:
 
 
 def detect_fresh(monitor: HealthMonitor, now: float, limits: Limits = LIMITS) -> tuple[list[Finding], float]:
-    """A full look by somebody who remembers nothing; leaves the watch as it is."""
+    """Evaluate a copy of the monitor without its memo; the monitor is not changed."""
     copy = deepcopy(monitor)
     copy.memo = None
     return detect(copy, limits, now)
@@ -46,7 +46,10 @@ def brief(findings: Collection[Finding]) -> set[Observed]:
 
 
 class Trace:
-    """``play`` lets a beat pass at a time; who is named as silent says nothing, who is still makes no progress."""
+    """A monitor and a clock; ``play`` advances by one heartbeat interval at a time.
+
+    Replicas in ``heartbeat_missing`` send nothing, those in ``still`` make no progress.
+    """
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.limits, self.monitor, self.now = limits, HealthMonitor(), 1000.0
@@ -56,13 +59,13 @@ class Trace:
         self.still: set[Incarnation] = set()
         self.waiting: dict[Incarnation, ReplicaId] = {}
         self.loads: dict[Incarnation, tuple[float, float | None, float | None]] = {}
-        """what agents tell, each while it is not silent"""
+        """Loads that agents send while they are not silent."""
         self.answers: dict[Incarnation, tuple[ProbeResult, str] | None] | None = None
-        """None: nobody asks; of who is asked and has none, ``WORKS``"""
+        """Answers to probes; None: no probes are sent. A replica without an entry answers ``WORKS``."""
         self.probed_at: list[tuple[float, Incarnation]] = []
 
     def node(self, name: str, *incarnations: Incarnation, phase: str = "generate") -> Trace:
-        """A node with its agent and replicas, all joined and in ``phase``."""
+        """Add a node with its agent and replicas, all joined and in ``phase``."""
         agent = agent_of(name)
         self.monitor.on_launched(agent, NodeName(name), self.now)
         self.monitor.on_agent_message(NodeName(name), agent, self.now, "boot-1")
@@ -84,9 +87,9 @@ class Trace:
         until = self.now + seconds
         while self.now + self.limits.heartbeat <= until + 1e-9:
             self.now += self.limits.heartbeat
-            for seen in list(self.monitor.replicas.values()):
-                if seen.incarnation not in self.heartbeat_missing:
-                    self._heartbeat(seen)
+            for view in list(self.monitor.replicas.values()):
+                if view.incarnation not in self.heartbeat_missing:
+                    self._heartbeat(view)
             if self.answers is not None:
                 self._probe(self.answers)
 
@@ -97,29 +100,29 @@ class Trace:
             if incarnation not in self.heartbeat_missing and (answer := answers.get(incarnation, WORKS)) is not None:
                 self.monitor.on_probe_answered(incarnation, *answer, self.now)
 
-    def _heartbeat(self, observed: ReplicaView) -> None:
-        incarnation = observed.incarnation
+    def _heartbeat(self, view: ReplicaView) -> None:
+        incarnation = view.incarnation
         if role_of(incarnation.replica) == AGENT:
-            self.monitor.on_agent_message(observed.node, incarnation, self.now)
-            if self.now % _LOADS == 0.0:
-                for one in self.monitor.incarnations_on(observed.node):
-                    if (load := self.loads.get(one)) is not None:
-                        self.monitor.on_load(one, load[0], load[1], self.now, load[2])
-        elif observed.status == "joined" and not observed.ended:
-            assert observed.phase is not None
-            if self.limits.phase(observed.phase).progresses and incarnation not in self.still:
+            self.monitor.on_agent_message(view.node, incarnation, self.now)
+            if self.now % _LOAD_INTERVAL_S == 0.0:
+                for resident in self.monitor.incarnations_on(view.node):
+                    if (load := self.loads.get(resident)) is not None:
+                        self.monitor.on_load(resident, load[0], load[1], self.now, load[2])
+        elif view.status == "joined" and not view.ended:
+            assert view.phase is not None
+            if self.limits.phase(view.phase).progresses and incarnation not in self.still:
                 self.done[incarnation] = self.done.get(incarnation, 0) + 7
             self.monitor.on_heartbeat(
-                incarnation, observed.phase, self.done.get(incarnation, 0), self.waiting.get(incarnation), self.now
+                incarnation, view.phase, self.done.get(incarnation, 0), self.waiting.get(incarnation), self.now
             )
 
     def restart(self) -> None:
-        """A new manager; whoever is not silent says Hello to it."""
+        """Restart the manager; replicas that are not silent send a Hello."""
         self.monitor.restart(self.now)
-        for seen in self.monitor.workers():
-            if seen.incarnation not in self.heartbeat_missing:
-                assert seen.phase is not None
-                self.monitor.on_hello(seen.incarnation, seen.node, seen.phase, self.now)
+        for view in self.monitor.workers():
+            if view.incarnation not in self.heartbeat_missing:
+                assert view.phase is not None
+                self.monitor.on_hello(view.incarnation, view.node, view.phase, self.now)
 
     def found(self, at: float | None = None) -> set[Observed]:
         return brief(self.findings(at))
@@ -134,7 +137,7 @@ class Trace:
     def learn(
         self, incarnation: Incarnation, name: str, seconds: float, passes: int = 4, between: str = "publish"
     ) -> None:
-        """Take the replica through a phase a few times, so that its usual duration is known and its first pass past."""
+        """Take the replica through passes of a phase, so that a baseline exists and the first pass is over."""
         for _ in range(passes):
             self.enter(incarnation, name)
             self.play(seconds)

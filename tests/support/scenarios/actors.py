@@ -1,4 +1,4 @@
-"""Who lives in a scenario: nodes with their agents, and gangs of members that walk through their role's rhythm."""
+"""The actors of a scenario: nodes with their agents, and gangs whose members go through the rhythm of their role."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rrl.tests.support.scenarios.values import fixed
 STORE = ReplicaId("trajectories/0")
 STARTING = RhythmPhase(phase="starting", lasts=fixed(1.0))
 STORE_PHASES = frozenset({"generate", "wait_work", "wait_data", "score"})
-"""phases that stand still when the store does; while they do, beats say that it is waited for"""
+"""Phases that stop while the store does; heartbeats then name the store as blocking."""
 COLLECTIVE = frozenset({"train", "checkpoint", "publish"})
 _MAX_PROBE_ANSWER_S = 2.0
-"""s that a healthy worker takes at most to answer a probe"""
+"""Longest time that a healthy worker takes to answer a probe."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +41,7 @@ class Node:
     state_until: float = inf
     excluded: bool = False
     introduced: bool = False
-    """its agent said Hello to this manager"""
+    """Whether its agent has sent a Hello to this manager."""
 
     def is_running(self, now: float) -> bool:
         return self.dead_at is None and now >= self.suspended
@@ -61,7 +61,7 @@ def node_named(name: str, seed: int) -> Node:
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One process."""
+    """One process of a replica."""
 
     incarnation: Incarnation
     node: Node
@@ -73,7 +73,7 @@ class Member:
     """which, since its launch"""
     ended: bool = False
     welcomed: bool = False
-    """its Hello has been said to this manager"""
+    """Whether it has sent a Hello to this manager."""
     stuck: float = 0.0
     """until then its work stands still"""
     stuck_how: str = ""
@@ -81,7 +81,7 @@ class Member:
     false_progress_until: float = 0.0
     """until then its progress counter rises though it does nothing"""
     loads: Loads | None = None
-    """in place of the phase's, while ``stuck`` or ``lies``"""
+    """Load in place of the phase's while it is stuck or reports false progress."""
     slow: float = 1.0
     slow_until: float = 0.0
     muted_until: float = 0.0
@@ -90,27 +90,30 @@ class Member:
     answers_after: Callable[[], float] | None = None
     answers_until: float = 0.0
     answer: str = "no"
-    said_goodbye: bool = False
-    """it said Goodbye"""
+    sent_goodbye: bool = False
+    """Whether it has sent a Goodbye."""
     end: tuple[str, int | None, int | None, str] | None = None
-    """how it ended: ``exit`` or ``vanish``, code, signal, its last line"""
+    """How it ended: ``exit`` or ``vanish``, exit code, signal, last line of output."""
     outbox: deque[tuple[float, str, tuple[object, ...]]] = field(default_factory=deque)
-    """what is on its way: due, method of the judge, arguments"""
+    """Messages under way: due time, method of the judge, arguments."""
 
     def runs(self, now: float) -> bool:
-        """It is scheduled: neither ended, nor stopped, nor on a node that is."""
+        """Return whether the process is scheduled: neither it nor its node has ended or been stopped."""
         frozen = self.stuck_how == "freeze" and now < self.stuck
         return not self.ended and not frozen and self.node.is_running(now)
 
     def works(self, now: float) -> bool:
-        return self.runs(now) and now >= self.stuck and now >= self.false_progress_until and not self.said_goodbye
+        return self.runs(now) and now >= self.stuck and now >= self.false_progress_until and not self.sent_goodbye
 
     def speed(self, now: float) -> float:
         return self.slow if now < self.slow_until else 1.0
 
     def reply(self, now: float, random: Random, work: bool) -> tuple[float, bool] | None:
-        """When, and whether well, it answers a question that reaches it now; None: never. ``work``: it is asked for a
-        bit of work, which a dead engine cannot do; else only whether it hears, which a stuck main thread does not."""
+        """Return when a request that arrives now is answered, and whether with success; None: never.
+
+        With ``work`` it is a probe for work, which a dead engine cannot answer; else a liveness request, which a stuck
+        main thread cannot answer.
+        """
         if not self.runs(now):
             return None
         soon = now + random.uniform(0.0, _MAX_PROBE_ANSWER_S)
@@ -125,7 +128,7 @@ class Member:
 
 @dataclass(slots=True, eq=False)
 class Gang:
-    """One replica: its members are in the same phase, and go on together."""
+    """One replica; its members are in the same phase and proceed together."""
 
     id: ReplicaId
     role: str
@@ -136,7 +139,7 @@ class Gang:
     joins_at: float = inf
     joined: bool = False
     launch_at: float = inf
-    """when its next life is to be launched"""
+    """Time of the launch of its next incarnation."""
     round: list[RhythmPhase] = field(default_factory=list)
     """phases to come"""
     rhythm_phase: RhythmPhase = STARTING
@@ -163,7 +166,7 @@ class Gang:
         return self.joined and not any(member.ended for member in self.members)
 
     def productive(self, now: float) -> bool:
-        """Others get from it what they wait for."""
+        """Return whether other roles get from it what they wait for."""
         return self.alive and all(member.works(now) and now >= member.node.cut for member in self.members)
 
     def next_phase(self, now: float) -> None:
@@ -222,8 +225,8 @@ class Gang:
     def reported_waits_for(self, member: Member, store_stands: bool) -> ReplicaId | None:
         if rank_of(member.incarnation.replica) and self.rhythm_phase.phase.startswith("wait"):
             return self.id
-        asks = self.rhythm_phase.phase in STORE_PHASES and self.role != "trajectories"
-        return STORE if asks and (store_stands or self.rhythm_phase.reports_waits_for) else None
+        polls_store = self.rhythm_phase.phase in STORE_PHASES and self.role != "trajectories"
+        return STORE if polls_store and (store_stands or self.rhythm_phase.reports_waits_for) else None
 
 
 def members_of(gang: ReplicaId, incarnation: int, nodes: list[Node], gpus: int, probed: bool) -> list[Member]:

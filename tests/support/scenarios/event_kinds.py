@@ -7,7 +7,8 @@ from typing import Literal, get_args
 Target = Literal["process", "node", "manager"]
 
 PROCESS_EVENTS = Literal[
-    "crash", "exit", "vanish", "goodbye", "hang", "wedge", "freeze", "false_progress", "quiet", "stretch", "slow", "late_heartbeats",
+    "crash", "exit", "vanish", "goodbye", "hang", "wedge", "freeze", "false_progress", "quiet", "stretch",
+    "slow", "late_heartbeats",
     "disconnect", "busy", "restart", "start_takes",
 ]  # fmt: skip
 NODE_EVENTS = Literal[
@@ -60,7 +61,8 @@ KEYS: dict[str, tuple[str, ...]] = {
 }
 """key of the file → who may have it; ``at``, ``after``, ``do``, ``who`` and ``name`` are everybody's"""
 NEEDED: dict[str, str] = {
-    "stretch": "for", "slow": "factor", "late_heartbeats": "by", "busy": "answers_after", "start_takes": "for", "xid": "xid",
+    "stretch": "for", "slow": "factor", "late_heartbeats": "by", "busy": "answers_after", "start_takes": "for",
+    "xid": "xid",
 }  # fmt: skip
 """what it does nothing without"""
 CHANGES = frozenset({"gpu", "port", "mount", "host"})

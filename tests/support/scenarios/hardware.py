@@ -254,9 +254,11 @@ def _is_gone(times: tuple[float, float] | None, now: float) -> bool:
 
 
 def _dcgm_gpu(machine: _Machine, gpu: r.Gpu, now: float) -> r.DcgmGpu:
-    told = [xid.xid for at, xid, by in machine.xids
+    counted_xids = [xid.xid for at, xid, by in machine.xids
             if xid.uuid == gpu.uuid and "dcgm" in by and now - _COUNTED < at < now]  # fmt: skip
-    return r.DcgmGpu(uuid=gpu.uuid, index=gpu.index, xid_counts={code: told.count(code) for code in told})
+    return r.DcgmGpu(
+        uuid=gpu.uuid, index=gpu.index, xid_counts={code: counted_xids.count(code) for code in counted_xids}
+    )
 
 
 def _healthy_mount(path: str) -> r.Mount:
@@ -368,5 +370,5 @@ def uuid_of(node: str, index: int) -> str:
 
 
 def hash_of(text: str) -> int:
-    """The same in every process."""
-    return sum(ord(letter) * (index + 1) for index, letter in enumerate(text))
+    """Return a hash that is the same in every process."""
+    return sum(ord(character) * (index + 1) for index, character in enumerate(text))

@@ -15,12 +15,11 @@ from rrl.tests.support.scenarios.validation import mistakes
 
 
 class ScenarioError(Exception):
-    """The file is wrong; a line for each mistake: file, line, key, what is wrong."""
+    """An invalid scenario file; one line per mistake: file, line, key, what is wrong."""
 
 
 def load_all(folder: Path) -> dict[str, Scenario]:
-    """All ``*.toml`` below a folder, by their path in it without the suffix, in order; or one file. Raises
-    ScenarioError."""
+    """Load all ``*.toml`` below a folder, or one file, by their path without the suffix. Raises ScenarioError."""
     if folder.is_file():
         return {folder.stem: load(folder)}
     paths = sorted(folder.rglob("*.toml")) if folder.is_dir() else []
@@ -39,7 +38,7 @@ def load_all(folder: Path) -> dict[str, Scenario]:
 
 
 def load(path: Path) -> Scenario:
-    """Raises ScenarioError and nothing else."""
+    """Load one file; raises nothing but ScenarioError."""
     try:
         text = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
         data = tomllib.loads(text)
@@ -51,8 +50,8 @@ def load(path: Path) -> Scenario:
     try:
         scenario = Scenario.model_validate(data)
     except ValidationError as error:
-        told = dict.fromkeys(_line_number(path, lines, one, data) for one in error.errors(include_url=False))
-        raise ScenarioError("\n".join(told)) from None
+        lines_of_errors = dict.fromkeys(_line_number(path, lines, one, data) for one in error.errors(include_url=False))
+        raise ScenarioError("\n".join(lines_of_errors)) from None
     wrong = []
     for loc, words in mistakes(scenario):
         keys = _existing(loc, data)

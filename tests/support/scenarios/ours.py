@@ -1,7 +1,8 @@
-"""rrl's own detectors as a judge: the watch and ``detect`` as the manager drives them, the checks as agents do, and
-between both the gates of ``[health]`` and of correlation (rrl.manager.intake.finding_gate).
+"""rrl's own detectors as a judge, driven as in a run.
 
-``factor`` multiplies the bounds in time, for the curve over thresholds.
+The manager drives ``HealthMonitor`` and ``detect``, agents drive the checks, and their findings pass the settings of
+``[health]`` and correlation (rrl.manager.intake.finding_gate). ``factor`` multiplies all deadlines, for the curve over
+thresholds.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from rrl.health.detection.detect import detect
 from rrl.health.detection.detectors.liveness import missing_heartbeats
 from rrl.health.detection.detectors.node_liveness import silent_nodes
 from rrl.health.detection.detectors.probing import due_probes
-from rrl.health.detection.watch import HealthMonitor
+from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.health.readers.samples import READERS, Reading
 from rrl.manager.intake.finding_gate import BaselineRecorder, apply_settings
 from rrl.manager.model.events import BaselinesLearned
@@ -33,9 +34,9 @@ from rrl.tests.support.scenarios.rhythms import Loads, roles_of
 
 _SCALED = ("silence", "join", "first_pass", "suspect", "probe", "idle")
 _MAX_TICKS_BETWEEN_CHECKS = 8
-"""beats between two looks while nothing but beats is heard and nothing is due; what is due is looked at in time"""
+"""Heartbeat intervals between two calls of ``detect`` while only heartbeats arrive and nothing is due."""
 _ADMISSION_TIMEOUT_S = 30.0
-"""s that a node is looked at at most before a role may start there (rrl.manager.execute.launch)"""
+"""Longest time that a node is checked before a role may start on it (rrl.manager.execute.launch)."""
 
 
 def limits_of(scenario: Scenario, factor: float = 1.0) -> Limits:
@@ -66,24 +67,24 @@ class RrlDetectors:
         self._rollouts = {name for name in roles_of(scenario) if name == "rollout"}
         self._rules = Rules(expect=scenario.expect)
         self._tenants: dict[Incarnation, tuple[NodeName, list[str]]] = {}
-        """whose are which GPUs (UUIDs)"""
+        """Incarnation → its node and GPUs (UUIDs)."""
         self._admitting_since: dict[NodeName, float] = {}
-        """nodes that are being admitted: since when"""
+        """Nodes under admission → start time."""
         self._tensor = "dcgm" in scenario.cluster.readers
         self._tensors: dict[Incarnation, tuple[float, float]] = {}
         self._monitor = HealthMonitor()
         self._monitor.set_limits(self._limits)
         self._journal = BaselinesLearned({})
-        """what is usual, as recorded last"""
+        """Baselines as last recorded."""
         self._baselines = BaselineRecorder(self._monitor, {}, self._record)
         self._memory = CorrelationState()
         self._node_states: dict[NodeName, NodeState] = {}
         self._past: dict[NodeName, HardwareInventory] = {}
-        """what agents that are gone had seen"""
+        """Hardware inventory of each node whose agent ended."""
         self._boots: dict[NodeName, str] = {}
         self._reported: dict[NodeName, dict[str, Finding]] = {}
         self._fresh: set[NodeName] = set()
-        """nodes with a reading that their agent has not judged yet"""
+        """Nodes with a reading that their agent has not checked yet."""
         self._agent_heartbeat_at: dict[NodeName, float] = {}
         self._has_new_input = True
         self._next_check = 0.0
@@ -144,13 +145,13 @@ class RrlDetectors:
         self._monitor.on_load(incarnation, loads.cpu, loads.gpu if has_gpu else None, now, tensor)
 
     def _sampled(self, incarnation: Incarnation, tensor: float, now: float) -> float:
-        """As DCGM told it last."""
+        """Return the last load that DCGM reported."""
         if incarnation not in self._tensors or now - self._tensors[incarnation][0] >= PACE["dcgm"]:
             self._tensors[incarnation] = now, tensor
         return self._tensors[incarnation][1]
 
     def cluster(self, states: dict[NodeName, tuple[str, str, bool]], polled_at: float, now: float) -> None:
-        """As rrl.manager.intake.cluster_poller tells it."""
+        """Report a node status as rrl.manager.intake.cluster_poller does."""
         known = self._monitor.nodes
         gone = [name for name, (state, _, _) in states.items() if state in ("down", "unknown")]
         newly_down = [name for name in gone if (home := known.get(name)) is not None and home.reported_up]
@@ -180,7 +181,7 @@ class RrlDetectors:
     def forget(self, incarnation: Incarnation, now: float) -> None:
         self._monitor.remove(incarnation)
         self._tenants.pop(incarnation, None)
-        if role_of(incarnation.replica) == AGENT:  # what it had seen goes with it, but for what it has written
+        if role_of(incarnation.replica) == AGENT:  # its node state is lost, except for what it wrote
             node = NodeName(index_of(incarnation.replica))
             if (node_state := self._node_states.pop(node, None)) is not None:
                 self._past[node] = hardware_inventory(node_state)
@@ -235,31 +236,34 @@ class RrlDetectors:
             self._fresh.add(node)
 
     def _judge_nodes(self, now: float) -> None:
-        """Agents judge once a second; one that is silent tells nothing."""
+        """Run the checks of each agent once per second; a silent agent reports nothing."""
         rules = self._rules
         for node in list(self._fresh):
             if now - self._agent_heartbeat_at.get(node, -inf) > self._limits.heartbeat:
                 continue
             self._fresh.discard(node)
-            seen = self._node_states[node]
+            node_state = self._node_states[node]
             for incarnation, (home, uuids) in self._tenants.items():
                 if home == node:
-                    seen.set_tenant(uuids, role_of(incarnation.replica), str(incarnation))
-            told = [_by_our_clock(one) for one in evaluate(seen, node, rules, UPTIME + now)
+                    node_state.set_tenant(uuids, role_of(incarnation.replica), str(incarnation))
+            reported = [_by_our_clock(one) for one in evaluate(node_state, node, rules, UPTIME + now)
                     if one.verdict in (Verdict.WARN, Verdict.FAIL)]  # fmt: skip
             since = self._admitting_since.get(node)
-            if since is not None and (now - since >= _ADMISSION_TIMEOUT_S or (len(seen.newest) == len(READERS)
-                                                                    and not pending(seen))):  # fmt: skip
+            if since is not None and (now - since >= _ADMISSION_TIMEOUT_S or (len(node_state.newest) == len(READERS)
+                                                                    and not pending(node_state))):  # fmt: skip
                 self._admitted(node)
-            found = {one.key: one for one in told}
+            found = {one.key: one for one in reported}
             if found != self._reported.get(node, {}):
                 self._reported[node] = found
                 self._has_new_input = True
 
     def _admitted(self, node: NodeName) -> None:
-        """A role may start there, or has: nobody is asked any more whether its GPUs are free."""
-        if self._admitting_since.pop(node, None) is not None and (seen := self._node_states.get(node)) is not None:
-            seen.set_expected_free(())
+        """End the admission of a node: its GPUs need no longer be free."""
+        if (
+            self._admitting_since.pop(node, None) is not None
+            and (node_state := self._node_states.get(node)) is not None
+        ):
+            node_state.set_expected_free(())
 
     # ── found ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def findings(self, now: float) -> list[Finding]:
@@ -297,6 +301,6 @@ class RrlDetectors:
 
 
 def _by_our_clock(finding: Finding) -> Finding:
-    """With its times by the manager's clock."""
+    """Return the finding with times of the manager's clock."""
     evidence = tuple(msgspec.structs.replace(one, at=one.at - UPTIME) for one in finding.evidence)
     return msgspec.structs.replace(finding, since=finding.since - UPTIME, evidence=evidence)

@@ -1,4 +1,4 @@
-"""One scenario with one seed before one judge: what it said, held against the truth."""
+"""Plays a scenario with one seed to one judge and compares its alarms with the expected findings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rrl.tests.support.scenarios.world import World
 
 
 class Alarm(Struct, frozen=True):
-    """Something that a judge said for the first time, or in other words: FAIL, or WARN where the truth asks for one."""
+    """A new or changed finding of a judge: FAIL, or WARN where the scenario expects one."""
 
     at: float
     verdict: str
@@ -30,21 +30,21 @@ class Alarm(Struct, frozen=True):
     """0 for nodes"""
     text: str = ""
     until: float = inf
-    """when it was not said any more"""
+    """Time when the judge no longer reported it."""
 
 
 class Outcome(Struct, frozen=True):
-    """Of one entry of the truth."""
+    """Result for one expected finding."""
 
     who: str
     cause: str
     verdict: str
     since: float
     found_at: float | None
-    """when the first alarm about it came, in time or late"""
+    """Time of the first alarm about it, in time or late."""
     in_time: bool
     named: str
-    """the cause that the alarm gave"""
+    """Cause in that alarm."""
     detector: str = ""
 
 
@@ -53,11 +53,11 @@ class Played(Struct, frozen=True):
     seed: int
     outcomes: tuple[Outcome, ...]
     false: tuple[Alarm, ...]
-    """FAIL about somebody who had not failed"""
+    """FAIL about a replica or node that had not failed."""
     lasts: float = 0.0
-    """s of virtual time"""
+    """Virtual time (s)."""
     broken: str = ""
-    """the scenario does not do what it says: an event struck nobody"""
+    """Events without a target: the scenario does not do what it declares."""
 
 
 def play(name: str, scenario: Scenario, seed: int, judge: Judge) -> Played:
@@ -77,9 +77,9 @@ def play(name: str, scenario: Scenario, seed: int, judge: Judge) -> Played:
                 machines.expect(node.name, one.event, first)
     following = [one for one in events if one.event.after]
     alarms: list[Alarm] = []
-    told: set[str] = set()
+    previous: set[str] = set()
     standing: dict[str, int] = {}
-    """what is said now: which of the alarms"""
+    """Text of each current finding → index of its alarm."""
     while world.now < scenario.lasts:
         for one in events:
             if world.now >= one.due:
@@ -96,11 +96,11 @@ def play(name: str, scenario: Scenario, seed: int, judge: Judge) -> Played:
                     judge.reading(node.name, reading, world.now)
         findings = judge.findings(world.now)
         current = {_alarm_text(one) for one in findings} if findings else set()
-        new = [one for one in findings if _alarm_text(one) not in told] if current else []
-        for words in told - current:
+        new = [one for one in findings if _alarm_text(one) not in previous] if current else []
+        for words in previous - current:
             if (index := standing.pop(words, None)) is not None:
                 alarms[index] = replace(alarms[index], until=world.now)
-        told = current
+        previous = current
         for finding in new:
             if finding.verdict in (Verdict.FAIL, Verdict.WARN):
                 standing[_alarm_text(finding)] = len(alarms)
@@ -112,7 +112,7 @@ def play(name: str, scenario: Scenario, seed: int, judge: Judge) -> Played:
 
 
 def _alarm_text(finding: Finding) -> str:
-    """What makes it another thing to be told: of a warning also what it says first, which becomes graver by and by."""
+    """Return the text by which a finding counts as new; for a warning, with its first line of evidence."""
     first = finding.evidence[0].text if finding.verdict is Verdict.WARN and finding.evidence else ""
     return f"{finding.verdict}:{finding.key}:{first}"
 
@@ -128,7 +128,7 @@ def _whom(incarnation: Incarnation) -> tuple[str, int]:
 
 
 def _repair(world: World, finding: Finding) -> None:
-    """Roughly what the planner does."""
+    """Repair what failed, approximately as the planner does."""
     if finding.node is not None:
         node = world.nodes.get(finding.node)
         if node is not None and not node.excluded:
@@ -189,12 +189,12 @@ def _scored(
 
 
 def _once(alarms: Iterable[Alarm]) -> list[Alarm]:
-    """One for each gang that is restarted at one time, however many of its members were named."""
-    seen: dict[tuple[str, int, float], Alarm] = {}
+    """Return one alarm per gang and time, even if several of its members have one."""
+    first: dict[tuple[str, int, float], Alarm] = {}
     for one in alarms:
         gang = str(gang_of(ReplicaId(one.who))) if "/" in one.who else one.who
-        seen.setdefault((gang, one.incarnation, one.at), one)
-    return list(seen.values())
+        first.setdefault((gang, one.incarnation, one.at), one)
+    return list(first.values())
 
 
 def _accepted(truth: Truth, happening: ScenarioEvent | None) -> tuple[dict[str, int], dict[str, int]]:

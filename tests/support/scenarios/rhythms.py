@@ -1,4 +1,4 @@
-"""What roles do when a scenario does not say: phases, how long, how much work, and what it takes of CPU and GPU."""
+"""Default rhythms of roles: phases with their durations, work, and CPU and GPU load."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IDLE = Loads(0.0, 0.0, 0.0)
 WAITING = Loads(0.02, 0.0, 0.0)
 COMPILING = Loads(1.0, 0.0, 0.0)
 IN_COLLECTIVE = Loads(1.0, 1.0, 0.0)
-"""of a rank that waits for another one in NCCL: its kernel spins"""
+"""Load of a rank that waits for another one in NCCL: its kernel spins."""
 _LOADS = {
     "generate": Loads(1.0, 0.9, 0.4),
     "train": Loads(1.2, 0.95, 0.5),
@@ -98,9 +98,10 @@ def roles_of(scenario: Scenario) -> dict[str, RoleTable]:
 def _filled(name: str, table: RoleTable) -> RoleTable:
     gpus = table.gpus if table.gpus is not None else 8 if name in ("trainer", "rollout") else 0
     once = table.once if table.once is not None else () if table.rhythm else _ONCE.get(name, ())
-    said = table if "replicas" in table.model_fields_set else _DEFAULT_ROLES.get(name, table)
+    effective = table if "replicas" in table.model_fields_set else _DEFAULT_ROLES.get(name, table)
     update = {
-        "replicas": said.replicas, "gpus": gpus, "once": once, "rhythm": table.rhythm or _RHYTHMS.get(name, _OTHER),
+        "replicas": effective.replicas, "gpus": gpus, "once": once,
+        "rhythm": table.rhythm or _RHYTHMS.get(name, _OTHER),
         "starts": table.starts or _STARTS,
     }  # fmt: skip
     return table.model_copy(update=update)

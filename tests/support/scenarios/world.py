@@ -1,4 +1,4 @@
-"""The simulated run: everybody beats once a second, events strike, and one judge hears all of it."""
+"""The simulated run: all processes send heartbeats every second, events occur, and one judge receives the messages."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from rrl.tests.support.scenarios.places import placed
 from rrl.tests.support.scenarios.questions import ProbeExchange
 
 HEARTBEAT_S = 1.0
-"""s, as limits.beat is by default"""
+"""Heartbeat interval (s): the default of ``limits.heartbeat``."""
 HEARTBEATS_PER_LOAD_REPORT = 2
-"""beats between two that tell loads"""
+"""Heartbeats between two loads of an agent."""
 CONNECTION_KEEPS_S = 30.0
-"""s that a cut connection keeps what was said; after a longer one whoever spoke says Hello again"""
+"""Time that a cut connection keeps messages; after a longer cut the sender starts with a Hello."""
 _RECONNECT_S = (0.5, 3.0)
-"""s until a worker has found the manager again"""
+"""Time until a worker has connected to the manager again."""
 _MIN_REPORTED_PHASE_S = 0.25
-"""s that a phase must last to be told by itself"""
+"""Time that a phase must last to be reported by a message of its own."""
 
 
 class World:
@@ -64,7 +64,7 @@ class World:
 
     # ── who is who ────────────────────────────────────────────────────────────────────────────────────────────────────
     def members(self, patterns: Iterable[str]) -> list[Member]:
-        """Members of believed lives by their replica's name; a bare gang's name is its first member."""
+        """Return the members of current incarnations by replica; the name of a gang is its first member."""
         wanted = tuple(patterns)
         return [one for gang in self.gangs.values() for one in gang.members
                 if any(fnmatchcase(one.incarnation.replica, each) for each in wanted)]  # fmt: skip
@@ -90,7 +90,7 @@ class World:
         return self.now < self.deaf_until
 
     def tick(self) -> None:
-        """Everything that happens within one beat, and what is heard of it."""
+        """Play one heartbeat interval and deliver its messages."""
         self.now += HEARTBEAT_S
         self._ticks += 1
         if self.deaf_how and not self.is_deaf:
@@ -117,7 +117,7 @@ class World:
             self._poll_cluster()
 
     def _productive(self) -> dict[str, float]:
-        """Role → the share of its replicas that work."""
+        """Return role → share of its replicas that work."""
         working: dict[str, list[bool]] = {}
         for gang in self.gangs.values():
             working.setdefault(gang.role, []).append(gang.productive(self.now))
@@ -137,7 +137,7 @@ class World:
             self.judge.agent(node.name, node.agent, self.now)
 
     def _launch(self, gang: Gang) -> None:
-        """Its next life, or its first."""
+        """Launch the next incarnation."""
         gang.launch_at = inf
         gang.launched_at = self.now
         if gang.start_takes:
@@ -155,7 +155,8 @@ class World:
 
     def _hand_out(self, member: Member) -> None:
         """GPUs of its node in order: the first that nobody has; where there are not enough, from the first on."""
-        taken = {one for other in self.members_by_incarnation.values() if other is not member and other.node is member.node
+        taken = {one for other in self.members_by_incarnation.values()
+                 if other is not member and other.node is member.node
                  and not other.ended for one in other.gpu_indices}  # fmt: skip
         free = [index for index in range(self._gpus) if index not in taken]
         enough = len(free) >= member.gpus
@@ -212,13 +213,13 @@ class World:
             return all(member.works(self.now) for member in gang.members)
         return True
 
-    # ── what is said ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def _reported(self, gang: Gang, member: Member, stands: bool) -> tuple[object, ...]:
         return gang.rhythm_phase.phase, gang.reported_progress, gang.reported_waits_for(member, stands)
 
     def _heartbeat(self, gang: Gang, member: Member, stands: bool) -> None:
         now = self.now
-        if member.ended or not member.runs(now) or member.said_goodbye:
+        if member.ended or not member.runs(now) or member.sent_goodbye:
             return
         if (
             member.outbox
@@ -241,7 +242,7 @@ class World:
             self.judge.load(member.incarnation, gang.loads(member, now), member.gpus > 0, from_agent, now)
 
     def _send(self, member: Member, method: str, arguments: tuple[object, ...]) -> None:
-        """Something that a member says; it is on its way as long as the network, or a flood of lines, keeps it."""
+        """Queue a message of a member; the network or a flood of log lines may delay it."""
         now = self.now
         if self.is_deaf or not member.runs(now):
             return
@@ -256,7 +257,7 @@ class World:
         member.outbox.append((due, method, arguments))
 
     def _deliver(self, member: Member) -> None:
-        """What has come through. After a long cut only the newest: it dials again, and says Hello first."""
+        """Deliver the messages that have arrived; after a long cut only the newest, preceded by a Hello."""
         now = self.now
         lost = max(member.node.cut, member.muted_until)
         if now < lost:
@@ -269,8 +270,8 @@ class World:
         if not member.welcomed:
             self._greets(member, self.gang(member.incarnation).rhythm_phase.phase)
         while member.outbox and member.outbox[0][0] <= now:
-            _, what, told = member.outbox.popleft()
-            getattr(self.judge, what)(member.incarnation, *told, now)
+            _, method, arguments = member.outbox.popleft()
+            getattr(self.judge, method)(member.incarnation, *arguments, now)
 
     def later(self, at: float, what: Callable[[], None]) -> None:
         self._later.append((at, what))
@@ -278,18 +279,18 @@ class World:
     def ends(
         self, member: Member, code: int | None, signal: int | None, last_line: str, *, vanishes: bool = False
     ) -> None:
-        """Its process is no more. ``vanishes``: without an exit record."""
+        """End the process of a member; ``vanishes``: without an exit record."""
         member.ended = True
         member.end = ("vanish" if vanishes else "exit", code, signal, last_line)
         self._unreported_ends.append(member)
 
     def send_goodbye(self, member: Member) -> None:
-        member.said_goodbye = True
+        member.sent_goodbye = True
         if not self.is_deaf:
             self.judge.goodbye(member.incarnation, self.now)
 
     def _report_ends(self) -> None:
-        """Exit records lie on shared storage; that a process is gone without one only its node's agent can say."""
+        """Deliver ends: exit records from shared storage, ends without one only from the agent of the node."""
         for member in list(self._unreported_ends):
             if (
                 self.members_by_incarnation.get(member.incarnation) is not member

@@ -1,4 +1,4 @@
-"""What one watch has learned, another one may begin with."""
+"""Baselines: what one monitor learned is restored in the next one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from rrl.core.types import Incarnation, NodeName, ReplicaId
 from rrl.health.detection.baselines import DurationStats, PhaseDurations, RoleBaseline, changed_noticeably
-from rrl.health.detection.watch import HealthMonitor
+from rrl.health.detection.health_monitor import HealthMonitor
 
 N1 = NodeName("n1")
 TRAINER = Incarnation(ReplicaId("trainer/0"), 1)
@@ -15,63 +15,67 @@ BASELINE = RoleBaseline(
 )
 
 
+def with_phase(name: str, stats: DurationStats) -> RoleBaseline:
+    return RoleBaseline({**BASELINE.phases, name: stats}, uses_tensor_cores=True)
+
+
 def learned(passes: int = 6, tensor: float | None = 0.5) -> HealthMonitor:
-    """A trainer that has trained so often, for 60 s each."""
-    watch = HealthMonitor()
-    watch.on_launched(TRAINER, N1, 0.0)
-    watch.on_hello(TRAINER, N1, "starting", 1.0)
+    """Return a monitor that observed a trainer in ``passes`` training passes of 60 s."""
+    monitor = HealthMonitor()
+    monitor.on_launched(TRAINER, N1, 0.0)
+    monitor.on_hello(TRAINER, N1, "starting", 1.0)
     for index in range(passes):
-        watch.on_phase(TRAINER, "train", index, None, 100.0 * index)
-        watch.on_load(TRAINER, 1.0, 0.9, 100.0 * index + 2.0, tensor)
-        watch.on_phase(TRAINER, "wait_data", index + 1, None, 100.0 * index + 60.0)
-    return watch
+        monitor.on_phase(TRAINER, "train", index, None, 100.0 * index)
+        monitor.on_load(TRAINER, 1.0, 0.9, 100.0 * index + 2.0, tensor)
+        monitor.on_phase(TRAINER, "wait_data", index + 1, None, 100.0 * index + 60.0)
+    return monitor
 
 
 def inherited(baselines: dict[str, RoleBaseline], passed: tuple[str, ...]) -> HealthMonitor:
-    """A watch that finds the trainer in a step."""
-    watch = HealthMonitor()
-    watch.restore_baselines(baselines)
-    watch.on_launched(TRAINER, N1, 1000.0)
-    watch.restore_passed_phases(TRAINER, passed)
-    watch.on_hello(TRAINER, N1, "train", 1001.0)
-    return watch
+    """Return a monitor that restores baselines and receives a Hello from a trainer in a training step."""
+    monitor = HealthMonitor()
+    monitor.restore_baselines(baselines)
+    monitor.on_launched(TRAINER, N1, 1000.0)
+    monitor.restore_passed_phases(TRAINER, passed)
+    monitor.on_hello(TRAINER, N1, "train", 1001.0)
+    return monitor
 
 
-def test_another_watch_knows_what_was_usual_from_the_first_word_that_it_hears() -> None:
+def test_restored_baselines_apply_from_the_first_message() -> None:
     first = learned()
-    watch = inherited(first.baselines(), ("starting", "train"))
-    seen = watch.replicas[TRAINER.replica]
-    assert (seen.usual_duration, seen.slowest_duration) == (60.0, 60.0)
-    assert seen.loads.uses_tensor_cores
-    assert watch.baselines() == first.baselines(), "and hands on as much"
+    monitor = inherited(first.baselines(), ("starting", "train"))
+    view = monitor.replicas[TRAINER.replica]
+    assert (view.usual_duration, view.slowest_duration) == (60.0, 60.0)
+    assert view.loads.uses_tensor_cores
+    assert monitor.baselines() == first.baselines(), "and hands on as much"
 
 
-def test_nothing_is_learned_of_who_was_not_seen_long_enough() -> None:
+def test_too_few_passes_give_no_baseline() -> None:
     assert learned(passes=2, tensor=None).baselines() == {}
 
 
-def test_who_went_through_a_phase_under_an_earlier_watch_is_not_in_its_first_pass() -> None:
+def test_phase_passed_under_earlier_manager_is_not_a_first_pass() -> None:
     assert not inherited({}, ("starting", "train")).replicas[TRAINER.replica].first_pass
 
 
-def test_who_has_not_left_its_first_step_yet_goes_on_compiling() -> None:
-    seen = inherited({"trainer": BASELINE}, ("starting", "wait_data")).replicas[TRAINER.replica]
-    assert seen.first_pass
-    assert not seen.loads.uses_tensor_cores
+def test_replica_still_in_its_first_step_keeps_first_pass_grace() -> None:
+    view = inherited({"trainer": BASELINE}, ("starting", "wait_data")).replicas[TRAINER.replica]
+    assert view.first_pass
+    assert not view.loads.uses_tensor_cores
 
 
-def test_a_phase_that_progresses_is_no_first_one_only_where_its_count_says_so() -> None:
+def test_restored_progressing_phase_is_a_first_pass_unless_its_count_is_above_zero() -> None:
     rollout = Incarnation(ReplicaId("rollout/0"), 1)
     for done, first in ((0, True), (7, False)):
-        watch = HealthMonitor()
-        watch.on_launched(rollout, N1, 0.0)
-        watch.restore_passed_phases(rollout, ("generate",))
-        watch.on_hello(rollout, N1, "generate", 1.0)
-        watch.on_heartbeat(rollout, "generate", done, None, 2.0)
-        assert watch.replicas[rollout.replica].first_pass is first
+        monitor = HealthMonitor()
+        monitor.on_launched(rollout, N1, 0.0)
+        monitor.restore_passed_phases(rollout, ("generate",))
+        monitor.on_hello(rollout, N1, "generate", 1.0)
+        monitor.on_heartbeat(rollout, "generate", done, None, 2.0)
+        assert monitor.replicas[rollout.replica].first_pass is first
 
 
-def test_what_was_remembered_gives_way_to_what_is_seen_and_its_longest_last() -> None:
+def test_restored_durations_are_replaced_by_new_ones_and_the_longest_goes_last() -> None:
     usual = PhaseDurations()
     usual.restore("trainer", "train", DurationStats(32, 60.0, 300.0))
     for _ in range(31):
@@ -90,10 +94,10 @@ def test_what_was_remembered_gives_way_to_what_is_seen_and_its_longest_last() ->
         ({"trainer": BASELINE, "reward": RoleBaseline(answers_probes=True)}, True),
         ({"trainer": RoleBaseline(BASELINE.phases)}, True),
         ({"trainer": RoleBaseline({"train": DurationStats(8, 60.0, 90.0)}, uses_tensor_cores=True)}, True),
-        ({"trainer": RoleBaseline({**BASELINE.phases, "train": DurationStats(9, 62.0, 95.0)}, uses_tensor_cores=True)}, False),
-        ({"trainer": RoleBaseline({**BASELINE.phases, "train": DurationStats(9, 62.0, 190.0)}, uses_tensor_cores=True)}, True),
-        ({"trainer": RoleBaseline({**BASELINE.phases, "train": DurationStats(16, 60.0, 90.0)}, uses_tensor_cores=True)}, True),
-        ({"trainer": RoleBaseline({**BASELINE.phases, "checkpoint": DurationStats(8, 5.9, 8.0)}, uses_tensor_cores=True)}, False),
+        ({"trainer": with_phase("train", DurationStats(9, 62.0, 95.0))}, False),
+        ({"trainer": with_phase("train", DurationStats(9, 62.0, 190.0))}, True),
+        ({"trainer": with_phase("train", DurationStats(16, 60.0, 90.0))}, True),
+        ({"trainer": with_phase("checkpoint", DurationStats(8, 5.9, 8.0))}, False),
         ({"trainer": RoleBaseline(BASELINE.phases, uses_tensor_cores=True, slowest_load=9.0)}, True),
     ],
     ids=[
@@ -101,5 +105,5 @@ def test_what_was_remembered_gives_way_to_what_is_seen_and_its_longest_last() ->
         "twice as many", "less than a second", "loads",
     ],
 )  # fmt: skip
-def test_a_change_is_worth_a_record_when_a_deadline_moves(after: dict[str, RoleBaseline], worth: bool) -> None:
+def test_baseline_change_is_recorded_when_a_deadline_moves(after: dict[str, RoleBaseline], worth: bool) -> None:
     assert changed_noticeably({"trainer": BASELINE}, after) is worth

@@ -1,4 +1,4 @@
-"""``detect``: stable findings, an honest look-again time, and a memory that changes no answer."""
+"""``detect``: stable findings, a correct time of the next evaluation, and a memo that does not change the result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rrl.health.detection.detect import detect
 from rrl.health.detection.detectors.probing import due_probes
 from rrl.health.detection.detectors.progress import ENDLESS_WAIT_FACTOR
 from rrl.health.detection.detectors.registry import is_waiting
-from rrl.health.detection.watch import HealthMonitor
+from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.tests.support.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, Trace, agent_of, detect_fresh, fail
 
 SHORT = Limits(
@@ -31,17 +31,17 @@ SHORT = Limits(
 
 
 # ── by example ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_nothing_seen_finds_nothing_and_need_not_be_looked_at() -> None:
+def test_monitor_without_observations_has_no_findings_and_no_next_evaluation() -> None:
     assert detect(HealthMonitor(), LIMITS, 5.0) == ([], inf)
 
 
-def test_a_healthy_run_has_to_be_looked_at_when_the_first_silence_could_be_too_long() -> None:
+def test_healthy_run_is_evaluated_again_at_the_first_silence_deadline() -> None:
     trace = Trace().node("n1", ROLLOUT)
     trace.play(10)
     assert detect(trace.monitor, LIMITS, trace.now) == ([], trace.now + LIMITS.silence)
 
 
-def test_looking_again_at_the_time_that_was_named_finds_what_came_due() -> None:
+def test_evaluation_at_the_returned_time_finds_what_became_due() -> None:
     trace = Trace().node("n1", ROLLOUT)
     trace.play(10)
     trace.heartbeat_missing.add(ROLLOUT)
@@ -52,7 +52,7 @@ def test_looking_again_at_the_time_that_was_named_finds_what_came_due() -> None:
     assert [f.detector for f in found] == ["worker_silence"]
 
 
-def test_a_replica_that_hangs_is_looked_at_again_when_it_could_fall_silent() -> None:
+def test_hung_replica_is_evaluated_again_at_its_silence_deadline() -> None:
     trace = Trace().node("n1", ROLLOUT)
     trace.play(10)
     trace.still.add(ROLLOUT)
@@ -63,13 +63,13 @@ def test_a_replica_that_hangs_is_looked_at_again_when_it_could_fall_silent() -> 
     assert [f.detector for f in detect(trace.monitor, LIMITS, again)[0]] == ["worker_silence"]
 
 
-def test_a_clock_that_ran_backwards_costs_a_full_look_and_no_wrong_answer() -> None:
+def test_clock_that_runs_backwards_causes_a_full_evaluation() -> None:
     trace = Trace().node("n1", ROLLOUT)
     assert detect(trace.monitor, LIMITS, trace.now + 60)[0]
     assert detect(trace.monitor, LIMITS, trace.now)[0] == []
 
 
-def test_limits_that_change_are_heeded_at_once() -> None:
+def test_changed_limits_apply_at_once() -> None:
     trace = Trace().node("n1", ROLLOUT)
     trace.heartbeat_missing.add(ROLLOUT)
     trace.play(7)
@@ -77,7 +77,7 @@ def test_limits_that_change_are_heeded_at_once() -> None:
     assert [f.detector for f in detect(trace.monitor, SHORT, trace.now)[0]] == ["worker_silence"]
 
 
-def test_a_replica_that_is_forgotten_takes_its_finding_with_it() -> None:
+def test_removed_replica_has_no_finding() -> None:
     trace = Trace().node("n1", *ROLLOUTS)
     trace.monitor.on_step_ended(ROLLOUT, 1, None, ExitReason.EXITED, trace.now)
     assert len(detect(trace.monitor, LIMITS, trace.now)[0]) == 1
@@ -85,7 +85,7 @@ def test_a_replica_that_is_forgotten_takes_its_finding_with_it() -> None:
     assert detect(trace.monitor, LIMITS, trace.now)[0] == []
 
 
-def test_a_node_that_is_given_back_takes_its_findings_with_it() -> None:
+def test_released_node_has_no_findings() -> None:
     trace = Trace().node("n1", *ROLLOUTS)
     trace.monitor.on_node_status(NodeName("n1"), "down", "", trace.now)
     assert len(detect(trace.monitor, LIMITS, trace.now)[0]) == 1
@@ -93,7 +93,7 @@ def test_a_node_that_is_given_back_takes_its_findings_with_it() -> None:
     assert detect(trace.monitor, LIMITS, trace.now) == ([], inf)
 
 
-def test_a_node_on_which_nobody_is_believed_any_more_takes_its_findings_with_it_too() -> None:
+def test_node_without_current_incarnations_has_no_findings() -> None:
     trace = Trace().node("n1")
     trace.monitor.remove(agent_of("n1"))
     assert len(detect(trace.monitor, LIMITS, trace.now + 60)[0]) == 1
@@ -101,14 +101,14 @@ def test_a_node_on_which_nobody_is_believed_any_more_takes_its_findings_with_it_
     assert detect(trace.monitor, LIMITS, trace.now + 60) == ([], inf)
 
 
-def test_the_returned_list_belongs_to_the_caller() -> None:
+def test_returned_list_belongs_to_the_caller() -> None:
     trace = Trace().node("n1", ROLLOUT)
     trace.monitor.on_step_ended(ROLLOUT, 1, None, ExitReason.EXITED, trace.now)
     detect(trace.monitor, LIMITS, trace.now)[0].clear()
     assert len(detect(trace.monitor, LIMITS, trace.now)[0]) == 1
 
 
-def test_a_beat_has_only_its_own_node_judged_again(monkeypatch: Any) -> None:
+def test_heartbeat_causes_evaluation_of_its_own_node_only(monkeypatch: Any) -> None:
     judged: list[str] = []
     judge = guards._run_detectors
 
@@ -127,7 +127,7 @@ def test_a_beat_has_only_its_own_node_judged_again(monkeypatch: Any) -> None:
     assert judged == ["n7"]
 
 
-def test_beats_do_not_pile_up_in_the_queue() -> None:
+def test_heartbeats_do_not_grow_the_queue() -> None:
     trace = Trace().node("n1", ROLLOUT).node("n2", TRAINER, phase="train")
     for _ in range(300):
         trace.play(1)
@@ -137,7 +137,7 @@ def test_beats_do_not_pile_up_in_the_queue() -> None:
     assert len(memo.queue) <= 4
 
 
-def test_a_day_of_a_healthy_run_finds_nothing() -> None:
+def test_day_of_a_healthy_run_has_no_findings() -> None:
     trace = Trace().node("n1", TRAINER, phase="wait_data").node("n2", *ROLLOUTS)
     for _ in range(12):
         trace.enter(TRAINER, "train")
@@ -221,18 +221,18 @@ def agent(node: str, incarnation: int) -> Incarnation:
 
 
 def played(trace: Any) -> Iterator[tuple[HealthMonitor, float]]:
-    """A small run that is up, and then what the trace says happens to it; yields after each step."""
+    """Start a small run, apply the steps of the trace, and yield the monitor and the time after each."""
     beginning, rest = trace
-    watch, now = HealthMonitor(), 0.0
+    monitor, now = HealthMonitor(), 0.0
     for node in NODES:
-        watch.on_agent_message(node, agent(node, 1), now)
+        monitor.on_agent_message(node, agent(node, 1), now)
     for replica, phase_name in zip(REPLICAS, beginning, strict=True):
-        watch.on_hello(Incarnation(replica, 1), NODE_OF[replica], "starting", now)
-        watch.on_phase(Incarnation(replica, 1), phase_name, 0, None, now)
-    for pause, deed in rest:
+        monitor.on_hello(Incarnation(replica, 1), NODE_OF[replica], "starting", now)
+        monitor.on_phase(Incarnation(replica, 1), phase_name, 0, None, now)
+    for pause, step in rest:
         now += pause
-        now = perform(watch, deed, now)
-        yield watch, now
+        now = perform(monitor, step, now)
+        yield monitor, now
 
 
 def perform(monitor: HealthMonitor, step: Any, now: float) -> float:
@@ -243,22 +243,22 @@ def perform(monitor: HealthMonitor, step: Any, now: float) -> float:
         case "beating":
             for _ in range(rest[0]):
                 now += rest[1]
-                for seen in list(monitor.replicas.values()):
-                    if seen.incarnation in rest[2]:
+                for view in list(monitor.replicas.values()):
+                    if view.incarnation in rest[2]:
                         continue
-                    if seen.is_agent:
-                        monitor.on_agent_message(seen.node, seen.incarnation, now)
-                    elif seen.phase is not None:
-                        done = (seen.done or 0) + (seen.incarnation.replica in rest[3])
-                        monitor.on_heartbeat(seen.incarnation, seen.phase, done, seen.waits_for, now)
-                        if (load := rest[4].get(seen.incarnation.replica)) is not None:
-                            monitor.on_load(seen.incarnation, load[0], load[1], now, load[2])
+                    if view.is_agent:
+                        monitor.on_agent_message(view.node, view.incarnation, now)
+                    elif view.phase is not None:
+                        done = (view.done or 0) + (view.incarnation.replica in rest[3])
+                        monitor.on_heartbeat(view.incarnation, view.phase, done, view.waits_for, now)
+                        if (load := rest[4].get(view.incarnation.replica)) is not None:
+                            monitor.on_load(view.incarnation, load[0], load[1], now, load[2])
                 if rest[5]:
                     for incarnation in due_probes(monitor, SHORT, now):
                         monitor.on_probe_sent(incarnation, now)
         case "all_enter":
-            for seen in monitor.workers():
-                monitor.on_phase(seen.incarnation, rest[0], 0, rest[1], now)
+            for view in monitor.workers():
+                monitor.on_phase(view.incarnation, rest[0], 0, rest[1], now)
         case "step_ended":
             monitor.on_step_ended(rest[0], rest[1], 9 if rest[1] is None else None, rest[2], now)
         case "load":
@@ -268,7 +268,7 @@ def perform(monitor: HealthMonitor, step: Any, now: float) -> float:
         case "agent_launched":
             monitor.on_launched(agent(*rest), rest[0], now)
         case "cluster":
-            monitor.on_node_status(rest[0], rest[1], "said so", now)
+            monitor.on_node_status(rest[0], rest[1], "reported", now)
         case "job":
             monitor.on_job_status(rest[0], rest[1], now, now)
         case "remove" | "remove_node":
@@ -283,34 +283,34 @@ _few = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCh
 
 @_few
 @given(traces)
-def test_the_memory_changes_no_answer(trace: Any) -> None:
-    for watch, now in played(trace):
-        full = detect_fresh(watch, now, SHORT)
-        assert detect(watch, SHORT, now) == full
-        assert detect(watch, SHORT, now) == full, "the same again when nothing is new"
+def test_memo_gives_the_same_findings_as_a_full_evaluation(trace: Any) -> None:
+    for monitor, now in played(trace):
+        full = detect_fresh(monitor, now, SHORT)
+        assert detect(monitor, SHORT, now) == full
+        assert detect(monitor, SHORT, now) == full, "the same again when nothing is new"
 
 
 @_few
 @given(traces, st.floats(0.0, 1.0, exclude_max=True))
-def test_no_finding_changes_before_the_time_to_look_again(trace: Any, share: float) -> None:
-    *_, (watch, now) = played(trace)
-    found, again = detect_fresh(watch, now, SHORT)
+def test_findings_do_not_change_before_the_next_evaluation(trace: Any, share: float) -> None:
+    *_, (monitor, now) = played(trace)
+    found, again = detect_fresh(monitor, now, SHORT)
     assert again > now
     for _ in range(6):  # and the same from each such time to the next
         end = min(again, now + 1e5)
         for moment in (now + share * (end - now), nextafter(end, 0.0)):
             if now <= moment < again:
-                assert detect_fresh(watch, moment, SHORT) == (found, again)
-                assert _to_probe(watch, moment, found) == _to_probe(watch, now, found)
+                assert detect_fresh(monitor, moment, SHORT) == (found, again)
+                assert _to_probe(monitor, moment, found) == _to_probe(monitor, now, found)
         if again == inf:
             break
         now = again
-        found, again = detect_fresh(watch, now, SHORT)
+        found, again = detect_fresh(monitor, now, SHORT)
         assert again > now
 
 
 def _to_probe(monitor: HealthMonitor, now: float, found: list[Finding]) -> set[Incarnation]:
-    """Of those against whom nothing else is found."""
+    """Return the due probes of replicas that have no other finding."""
     incarnations, lost = {finding.incarnation for finding in found}, {finding.node for finding in found}
     asked = set(due_probes(monitor, SHORT, now)) - incarnations
     return {incarnation for incarnation in asked if monitor.replicas[incarnation.replica].node not in lost}
@@ -318,20 +318,20 @@ def _to_probe(monitor: HealthMonitor, now: float, found: list[Finding]) -> set[I
 
 @_few
 @given(traces)
-def test_who_is_to_be_asked_is_remembered_right(trace: Any) -> None:
-    for watch, now in played(trace):
-        detect(watch, SHORT, now)
-        remembered = due_probes(watch, SHORT, now)
-        everything = deepcopy(watch)
-        everything.dirty.update(watch.nodes)
+def test_due_probes_are_the_same_with_and_without_memo(trace: Any) -> None:
+    for monitor, now in played(trace):
+        detect(monitor, SHORT, now)
+        remembered = due_probes(monitor, SHORT, now)
+        everything = deepcopy(monitor)
+        everything.dirty.update(monitor.nodes)
         assert remembered == due_probes(everything, SHORT, now)
 
 
 @_few
 @given(traces)
-def test_findings_are_about_who_is_believed_and_each_subject_has_one(trace: Any) -> None:
-    for watch, now in played(trace):
-        found, _ = detect(watch, SHORT, now)
+def test_findings_are_about_current_incarnations_with_one_per_subject(trace: Any) -> None:
+    for monitor, now in played(trace):
+        found, _ = detect(monitor, SHORT, now)
         subjects = [f.incarnation or f.node for f in found]
         assert len(subjects) == len(set(subjects))
         failed = {f.node for f in found if f.node is not None and f.verdict is Verdict.FAIL}
@@ -340,51 +340,55 @@ def test_findings_are_about_who_is_believed_and_each_subject_has_one(trace: Any)
             assert finding.since <= now
             assert finding.evidence
             if finding.incarnation is not None:
-                seen = watch.replicas[finding.incarnation.replica]
-                assert seen.incarnation == finding.incarnation
+                view = monitor.replicas[finding.incarnation.replica]
+                assert view.incarnation == finding.incarnation
                 assert finding.proof or finding.node not in failed
-                assert finding.proof or seen.node not in failed
+                assert finding.proof or view.node not in failed
             else:
-                assert finding.node in watch.nodes
+                assert finding.node in monitor.nodes
 
 
 @_few
 @given(traces)
-def test_a_waiter_is_never_charged_but_in_a_circle_and_only_where_the_whole_run_stands_or_a_call_is_stuck(
+def test_waiting_replica_is_blamed_only_in_a_cycle_or_a_stalled_run(
     trace: Any,
 ) -> None:
-    for watch, now in played(trace):
-        found = detect(watch, SHORT, now)[0]
+    for monitor, now in played(trace):
+        found = detect(monitor, SHORT, now)[0]
         for finding in found:
             assert finding.detector not in RAW
             if finding.incarnation is None or finding.verdict is not Verdict.FAIL or finding.cause != "hang":
                 continue
-            seen = watch.replicas[finding.incarnation.replica]
+            view = monitor.replicas[finding.incarnation.replica]
             if finding.detector == "standstill":
                 called = [
-                    one for one in watch.workers() if one.waits_for == seen.incarnation.replica and one.heartbeats >= 3
+                    one
+                    for one in monitor.workers()
+                    if one.waits_for == view.incarnation.replica and one.heartbeats >= 3
                 ]
-                endless = is_waiting(seen) and now >= seen.last_change_at + ENDLESS_WAIT_FACTOR * seen.declared.longest
+                endless = is_waiting(view) and now >= view.last_change_at + ENDLESS_WAIT_FACTOR * view.declared.longest
                 assert (
-                    called or endless or all(one.left_at is not None or one.heartbeats >= 3 for one in watch.workers())
+                    called
+                    or endless
+                    or all(one.left_at is not None or one.heartbeats >= 3 for one in monitor.workers())
                 )
-                assert not is_waiting(seen) or endless or _in_a_circle(watch, seen.incarnation.replica)
-            elif finding.detector == "no_answer" and is_waiting(seen):
-                assert seen.role.answers_probes, "its role has answered while it waited"
+                assert not is_waiting(view) or endless or _in_a_circle(monitor, view.incarnation.replica)
+            elif finding.detector == "no_answer" and is_waiting(view):
+                assert view.role.answers_probes, "its role has answered while it waited"
             elif finding.detector not in ("stop_overdue", "engine_dead"):
-                assert not is_waiting(seen) or seen.declared.own_work
+                assert not is_waiting(view) or view.declared.own_work
 
 
 def _in_a_circle(monitor: HealthMonitor, start: ReplicaId) -> bool:
-    """Follow every edge that there could be: can it come back to where it started?"""
-    ahead, been = [start], set()
+    """Return whether the wait of a replica may lead back to itself, over all possible edges."""
+    ahead, visited = [start], set()
     while ahead:
-        seen = monitor.replicas.get(ahead.pop())
-        if seen is None or seen.incarnation.replica in been:
+        view = monitor.replicas.get(ahead.pop())
+        if view is None or view.incarnation.replica in visited:
             continue
-        been.add(seen.incarnation.replica)
-        role = seen.declared.waits_for
-        named = [seen.waits_for] if seen.waits_for else [r for r in monitor.replicas if role_of(r) == role]
+        visited.add(view.incarnation.replica)
+        role = view.declared.waits_for
+        named = [view.waits_for] if view.waits_for else [r for r in monitor.replicas if role_of(r) == role]
         if start in named:
             return True
         ahead.extend(named)
@@ -393,7 +397,9 @@ def _in_a_circle(monitor: HealthMonitor, start: ReplicaId) -> bool:
 
 @_few
 @given(st.lists(st.integers(1, 4), max_size=60), st.sets(st.sampled_from(ROLLOUTS)))
-def test_who_beats_and_makes_progress_is_never_found(seconds: list[int], trouble: set[Incarnation]) -> None:
+def test_replica_with_heartbeats_and_progress_never_has_a_finding(
+    seconds: list[int], trouble: set[Incarnation]
+) -> None:
     trace = Trace().node("n1", *ROLLOUTS).node("n2", TRAINER, phase="train")
     trace.play(5)
     trace.heartbeat_missing |= trouble
@@ -405,15 +411,15 @@ def test_who_beats_and_makes_progress_is_never_found(seconds: list[int], trouble
 
 @_few
 @given(traces)
-def test_after_a_restart_only_proof_is_found_before_full_grace_is_over(trace: Any) -> None:
-    *_, (watch, now) = played(trace)
-    watch.restart(now)
+def test_only_proof_is_found_before_the_grace_after_a_restart_ends(trace: Any) -> None:
+    *_, (monitor, now) = played(trace)
+    monitor.restart(now)
     for moment in (now, nextafter(now + SHORT.join, 0.0)):
-        found, _ = detect_fresh(watch, moment, SHORT)
+        found, _ = detect_fresh(monitor, moment, SHORT)
         assert all(f.detector in ("exit_record", "step_gone") for f in found)
 
 
-def test_detect_is_pure_but_for_its_memory() -> None:
+def test_detect_changes_nothing_but_its_memo() -> None:
     trace = Trace().node("n1", *ROLLOUTS)
     trace.heartbeat_missing |= {ROLLOUT, agent_of("n1")}
     trace.play(30)

@@ -1,4 +1,4 @@
-"""The detectors against scripted scenarios in virtual time (tests/data/scenarios), and the player and its scoring."""
+"""Detectors on scripted scenarios in virtual time (tests/data/scenarios), and the player and its scoring."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parents[3] / "data" / "scenarios"
 SCENARIOS = load_all(FOLDER)
 SEEDS = 20
 LIGHT = 5000.0
-"""s times processes: what takes longer is played by ``make test-long`` only"""
+"""Weight (seconds x processes) above which only ``make test-long`` plays a scenario."""
 HANG = """
 about = "A rollout hangs while it generates"
 lasts = "12min"
@@ -52,46 +52,46 @@ def scenario(tmp_path: Path, text: str) -> Scenario:
 
 
 # ── what is shipped ──────────────────────────────────────────────────────────────────────────────────────────────────
-def test_at_least_a_hundred_scenarios_are_shipped_as_many_silences_as_failures() -> None:
+def test_at_least_a_hundred_scenarios_half_of_them_harmless_are_shipped() -> None:
     failures = sum(bool(one.truth) for one in SCENARIOS.values())
     assert len(SCENARIOS) >= 100
     assert abs(2 * failures - len(SCENARIOS)) <= len(SCENARIOS) / 5
 
 
 @pytest.mark.parametrize("name", [name for name, one in SCENARIOS.items() if weight(one) <= LIGHT])
-def test_every_light_scenario_is_judged_rightly(name: str) -> None:
+def test_every_light_scenario_gives_the_expected_findings(name: str) -> None:
     for seed in range(2):
         assert mistakes(play(name, SCENARIOS[name], seed, judge_of(OURS, SCENARIOS[name]))) == []
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_every_scenario_is_judged_rightly_whatever_the_seed(name: str) -> None:
+def test_every_scenario_gives_the_expected_findings_for_all_seeds(name: str) -> None:
     for seed in range(SEEDS):
         assert mistakes(play(name, SCENARIOS[name], seed, judge_of(OURS, SCENARIOS[name]))) == []
 
 
 # ── the player ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_the_same_seed_plays_the_same_and_another_one_does_not(tmp_path: Path) -> None:
+def test_same_seed_gives_the_same_run_and_another_seed_does_not(tmp_path: Path) -> None:
     hang = scenario(tmp_path, HANG)
     first, again, other = (play("hang", hang, seed, judge_of(OURS, hang)) for seed in (1, 1, 2))
     assert first == again
     assert first.outcomes[0].since != other.outcomes[0].since
 
 
-def test_what_strikes_in_a_phase_waits_for_it(tmp_path: Path) -> None:
+def test_event_bound_to_a_phase_waits_for_that_phase(tmp_path: Path) -> None:
     text = HANG.replace('phase = "generate"', 'phase = "loading_weights"').replace('"3min"', '"1h"')
     hang = scenario(tmp_path, text)
     assert play("hang", hang, 0, judge_of(ROBUSTRL, hang)).outcomes[0].since > 480.0
 
 
-def test_an_event_that_strikes_nobody_is_said(tmp_path: Path) -> None:
+def test_event_without_a_target_is_reported(tmp_path: Path) -> None:
     text = HANG.replace("lasts =", 'roles.rollout.starts = "30min"\nlasts =').replace("3min", "1min")
     hang = scenario(tmp_path, text)
     assert "struck nobody" in play("hang", hang, 0, judge_of(ROBUSTRL, hang)).broken
 
 
-def test_one_event_comes_after_another_wherever_that_one_falls(tmp_path: Path) -> None:
+def test_event_after_another_one_follows_it_at_any_time(tmp_path: Path) -> None:
     text = HANG.replace(
         "[[truth]]", '[[event]]\nafter = "hang"\nat = "10s"\ndo = "crash"\nwho = "rollout/2"\n[[truth]]'
     )
@@ -100,7 +100,7 @@ def test_one_event_comes_after_another_wherever_that_one_falls(tmp_path: Path) -
     assert second.since - first.since == pytest.approx(10.0, abs=1.0)
 
 
-def test_an_event_without_a_truth_that_strikes_nobody_is_said_too(tmp_path: Path) -> None:
+def test_event_without_expected_finding_and_target_is_reported(tmp_path: Path) -> None:
     stretch = (
         'about = "x"\nlasts = "2min"\n[[event]]\nat = "1min"\ndo = "hang"\nwho = "rollout/0"\nphase = "generate"\n'
     )
@@ -108,7 +108,7 @@ def test_an_event_without_a_truth_that_strikes_nobody_is_said_too(tmp_path: Path
     assert "struck nobody" in play("slow", slow, 0, judge_of(ROBUSTRL, slow)).broken
 
 
-def test_a_start_takes_longer_from_the_first_one_on(tmp_path: Path) -> None:
+def test_slower_start_applies_from_the_first_start(tmp_path: Path) -> None:
     text = 'about = "x"\n[[event]]\nat = "0s"\ndo = "start_takes"\nfor = "never"\nwho = "rollout/0"\n'
     late = scenario(tmp_path, text + '[[truth]]\nwho = "rollout/0"\ncause = "process"\nwithin = "20min"\n')
     (one,) = play("late", late, 0, judge_of(OURS, late)).outcomes
@@ -116,19 +116,19 @@ def test_a_start_takes_longer_from_the_first_one_on(tmp_path: Path) -> None:
     assert one.since < 5.0
 
 
-def test_a_repair_starts_another_life_that_works(tmp_path: Path) -> None:
+def test_repair_starts_another_incarnation_that_works(tmp_path: Path) -> None:
     crash = scenario(tmp_path, HANG.replace('do = "hang"', 'do = "crash"').replace('"12min"', '"20min"'))
     played = play("crash", crash, 0, judge_of(OURS, crash))
     assert mistakes(played) == []
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_all_judges_are_given_the_same_proof(tmp_path: Path, method: str) -> None:
+def test_every_method_receives_the_same_proof(tmp_path: Path, method: str) -> None:
     crash = scenario(tmp_path, HANG.replace('do = "hang"', 'do = "crash"').replace('"3min"', '"10s"'))
     assert mistakes(play("crash", crash, 0, judge_of(method, crash))) == []
 
 
-def test_a_fixed_timeout_finds_a_hang_after_its_timeout_and_robustrl_after_its_own(tmp_path: Path) -> None:
+def test_fixed_timeout_and_robustrl_find_a_hang_after_their_own_timeouts(tmp_path: Path) -> None:
     hang = scenario(tmp_path, HANG.replace('"12min"', '"25min"').replace('"3min"', '"15min"'))
     found = {method: play("hang", hang, 0, judge_of(method, hang)).outcomes[0] for method in METHODS}
     delays = {method: (one.found_at or 0.0) - one.since for method, one in found.items()}
@@ -137,21 +137,21 @@ def test_a_fixed_timeout_finds_a_hang_after_its_timeout_and_robustrl_after_its_o
     assert delays[OURS] <= delays[ROBUSTRL]
 
 
-def test_robustrl_does_not_see_a_dead_engine_in_a_process_that_answers(tmp_path: Path) -> None:
+def test_robustrl_misses_a_dead_engine_in_a_process_that_answers(tmp_path: Path) -> None:
     wedge = scenario(tmp_path, HANG.replace('do = "hang"', 'do = "wedge"'))
     assert play("wedge", wedge, 0, judge_of(ROBUSTRL, wedge)).outcomes[0].found_at is None
 
 
 # ── the scoring ──────────────────────────────────────────────────────────────────────────────────────────────────────
 class Deaf(RrlDetectors):
-    """Finds nothing at all."""
+    """Detectors that find nothing."""
 
     def findings(self, now: float) -> list[Finding]:
         return []
 
 
 class Nervous(RrlDetectors):
-    """Accuses whom it hears of, however well that one is."""
+    """Detectors with a finding for every replica that sends a Hello."""
 
     def hello(self, incarnation: Incarnation, node: object, phase: str, now: float) -> None:
         super().hello(incarnation, node, phase, now)  # type: ignore[arg-type]
@@ -159,26 +159,26 @@ class Nervous(RrlDetectors):
             self.exited(incarnation, 1, None, "a planted mistake", "", now)
 
 
-def test_a_planted_miss_is_a_miss(tmp_path: Path) -> None:
+def test_planted_miss_is_counted_as_a_miss(tmp_path: Path) -> None:
     hang = scenario(tmp_path, HANG)
     counted = score([play("hang", hang, 0, Deaf(hang))])
     assert (counted.found, counted.missed, counted.recall, counted.precision) == (0, 1, 0.0, 1.0)
 
 
-def test_a_planted_false_alarm_is_one(tmp_path: Path) -> None:
+def test_planted_false_alarm_is_counted_as_one(tmp_path: Path) -> None:
     calm = scenario(tmp_path, 'about = "Nothing happens"\nlasts = "90s"')
     played = play("calm", calm, 0, Nervous(calm))
     assert [(one.who, one.detector) for one in played.false] == [("rollout/1", "exit_record")]
     assert score([played]).precision == 0.0
 
 
-def test_a_failure_that_is_found_too_late_is_not_found(tmp_path: Path) -> None:
+def test_failure_found_too_late_counts_as_missed(tmp_path: Path) -> None:
     hang = scenario(tmp_path, HANG.replace('"3min"', '"1s"'))
     counted = score([play("hang", hang, 0, judge_of(OURS, hang))])
     assert (counted.found, counted.late, counted.false) == (0, 1, 0)
 
 
-def test_an_alarm_before_the_failure_is_a_false_one(tmp_path: Path) -> None:
+def test_alarm_before_the_failure_counts_as_false(tmp_path: Path) -> None:
     early = scenario(tmp_path, HANG.replace('within = "3min"', 'within = "1min"\nat = "10min"').replace("8min", "4min"))
     played = play("early", early, 0, judge_of(OURS, early))
     assert [one.who for one in played.false] == ["rollout/0"]
@@ -190,7 +190,7 @@ def _plays(delay: float, false: int) -> list[Played]:
     return [Played("one", 0, (found,), (alarm,) * false)]
 
 
-def test_delays_are_compared_where_ours_is_wrong_as_often_as_theirs() -> None:
+def test_delays_are_compared_at_equal_false_alarm_rates() -> None:
     ours = {0.5: _plays(10.0, 3), 1.0: _plays(30.0, 0), 2.0: _plays(60.0, 0)}
     found = match_delay(ours, _plays(90.0, 1))
     assert found.factor == pytest.approx(5 / 6)
@@ -198,24 +198,24 @@ def test_delays_are_compared_where_ours_is_wrong_as_often_as_theirs() -> None:
     assert found.ratio == pytest.approx((30.0 - 20.0 / 3.0) / 90.0)
 
 
-def test_who_is_wrong_more_often_is_loosened_or_said_not_to_get_there() -> None:
+def test_method_with_more_false_alarms_is_loosened_or_reported_as_unmatched() -> None:
     ours = {0.5: _plays(10.0, 9), 1.0: _plays(30.0, 4), 2.0: _plays(60.0, 2)}
     assert match_delay(ours, _plays(90.0, 2)).ratio == pytest.approx(60.0 / 90.0)
     assert not match_delay(ours, _plays(90.0, 1)).reached
 
 
-def test_without_a_curve_delays_are_compared_as_published() -> None:
+def test_delays_without_a_curve_are_compared_as_published() -> None:
     assert match_delay({1.0: _plays(30.0, 0)}, _plays(90.0, 2)).ratio == pytest.approx(1.0 / 3.0)
 
 
-def test_confusion_counts_misses_wrong_alarms_and_silence_that_was_right() -> None:
+def test_confusion_counts_misses_false_alarms_and_correct_silence() -> None:
     quiet = Played("quiet", 0, (), ())
     counts = confusion([quiet, *_plays(30.0, 1)])
     assert counts == {("nothing wrong", "nothing wrong"): 1, ("hang", "hang"): 1, ("nothing wrong", "hang"): 1}
 
 
-def test_each_hang_is_held_against_itself() -> None:
-    """A rollout's and two trainers': one ratio each, whatever is the median of all delays."""
+def test_each_hang_is_compared_with_itself() -> None:
+    """Give one ratio for each of three hangs, independent of the median of all delays."""
 
     def plays(*delays: float) -> list[Played]:
         found = [Outcome("x", "hang", "FAIL", 0.0, delay, True, "hang") for delay in delays]
@@ -225,7 +225,7 @@ def test_each_hang_is_held_against_itself() -> None:
     assert ratio(plays(30.0, 100.0, 45.0), plays(90.0, 300.0, 90.0)) == pytest.approx(1.0 / 3.0)
 
 
-def test_a_ratio_needs_hangs_that_both_find() -> None:
+def test_delay_ratio_needs_hangs_that_both_methods_find() -> None:
     assert ratio(_plays(30.0, 0), [Played("one", 0, (), ())]) is None
 
 
@@ -254,13 +254,13 @@ def test_a_ratio_needs_hangs_that_both_find() -> None:
         ),
     ],
 )
-def test_a_mistake_in_a_file_is_one_clear_line(tmp_path: Path, change: tuple[str, str], expected_text: str) -> None:
+def test_mistake_in_a_scenario_file_gives_one_line(tmp_path: Path, change: tuple[str, str], expected_text: str) -> None:
     with pytest.raises(ScenarioError) as error:
         scenario(tmp_path, HANG.replace(*change, 1))
     (line,) = str(error.value).splitlines()
     assert expected_text in line
 
 
-def test_a_folder_without_scenarios_is_said(tmp_path: Path) -> None:
+def test_folder_without_scenarios_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ScenarioError, match=r"there is no \*\.toml"):
         load_all(tmp_path)

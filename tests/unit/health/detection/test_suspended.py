@@ -1,10 +1,10 @@
-"""A job that Slurm suspends (gang scheduling, an administrator) looks hung, or its node lost, and is neither."""
+"""Suspended jobs (gang scheduling, an administrator) look hung or lost, but are neither."""
 
 from __future__ import annotations
 
 from rrl.core.launch import ExitReason
 from rrl.core.types import Incarnation, NodeName, ReplicaId, Verdict
-from rrl.health.detection.watch import FLAP_COUNT, FLAP_WINDOW_S
+from rrl.health.detection.health_monitor import FLAP_COUNT, FLAP_WINDOW_S
 from rrl.tests.support.health.traces import (
     LIMITS,
     ROLLOUT,
@@ -24,7 +24,7 @@ LONG = 10_000.0
 
 
 def judged(trace: Trace) -> set[Observed]:
-    """What is found of it that means something."""
+    """Return the findings other than UNKNOWN."""
     return {one for one in trace.found() if one[2] != Verdict.UNKNOWN.value}
 
 
@@ -33,7 +33,7 @@ def report_suspended(trace: Trace, node: NodeName, suspended: bool) -> None:
 
 
 def one_suspended() -> Trace:
-    """Everything on n1 stands still; the cluster has said so."""
+    """Return a trace in which n1 is suspended and reported as such by the cluster."""
     trace = Trace().node("n1", *ROLLOUTS[:2]).node("n2", ROLLOUTS[2])
     report_suspended(trace, N1, False)
     trace.play(5)
@@ -43,13 +43,13 @@ def one_suspended() -> Trace:
     return trace
 
 
-def test_nothing_on_a_suspended_node_is_overdue_however_long_it_takes() -> None:
+def test_suspended_node_has_no_overdue_replicas() -> None:
     trace = one_suspended()
     trace.play(LONG)
     assert trace.found() == set()
 
 
-def test_after_it_everything_counts_anew() -> None:
+def test_deadlines_start_again_after_a_suspension() -> None:
     trace = one_suspended()
     trace.play(LONG)
     report_suspended(trace, N1, False)
@@ -60,7 +60,7 @@ def test_after_it_everything_counts_anew() -> None:
     assert trace.found() == {fail("node_lost", "n1")}, "and then it is judged like any other"
 
 
-def test_whoever_is_heard_is_not_suspended_any_more() -> None:
+def test_message_from_a_suspended_node_ends_its_suspension() -> None:
     trace = one_suspended()
     trace.play(LONG)
     trace.heartbeat_missing.clear()
@@ -72,7 +72,7 @@ def test_whoever_is_heard_is_not_suspended_any_more() -> None:
     assert trace.found() == {fail("node_lost", "n1")}
 
 
-def test_what_is_proved_is_found_on_a_suspended_node_too() -> None:
+def test_proof_is_found_on_a_suspended_node() -> None:
     trace = one_suspended()
     trace.monitor.on_step_ended(ROLLOUT, 1, None, ExitReason.EXITED, trace.now)
     trace.monitor.on_node_status(N2, "down", "DOWN", trace.now)
@@ -86,7 +86,7 @@ def without_heartbeats(trace: Trace) -> Trace:
     return trace
 
 
-def test_a_silent_node_is_not_condemned_before_the_cluster_was_asked_whether_it_is_suspended() -> None:
+def test_silent_node_is_not_excluded_before_a_suspension_check() -> None:
     trace = without_heartbeats(Trace().node("n1", *ROLLOUTS[:2]).node("n2", ROLLOUTS[2]))
     assert not trace.monitor.needs_suspend_check(LIMITS, trace.now)
     trace.play(LIMITS.silence)
@@ -98,7 +98,7 @@ def test_a_silent_node_is_not_condemned_before_the_cluster_was_asked_whether_it_
     assert judged(trace) == set()
 
 
-def test_it_is_condemned_at_once_when_the_cluster_says_that_it_is_not_suspended() -> None:
+def test_silent_node_is_excluded_once_the_cluster_reports_it_not_suspended() -> None:
     trace = without_heartbeats(Trace().node("n1", *ROLLOUTS[:2]).node("n2", ROLLOUTS[2]))
     trace.play(LIMITS.silence / 2 + 1.0)
     assert trace.monitor.needs_suspend_check(LIMITS, trace.now), "it is asked before the deadline"
@@ -107,7 +107,7 @@ def test_it_is_condemned_at_once_when_the_cluster_says_that_it_is_not_suspended(
     assert judged(trace) == {fail("node_lost", "n1")}
 
 
-def test_what_the_cluster_said_before_the_silence_says_nothing() -> None:
+def test_suspension_check_before_the_silence_does_not_count() -> None:
     trace = without_heartbeats(Trace().node("n1", *ROLLOUTS[:2]).node("n2", ROLLOUTS[2]))
     trace.play(2.0)
     report_suspended(trace, N1, False)
@@ -115,7 +115,7 @@ def test_what_the_cluster_said_before_the_silence_says_nothing() -> None:
     assert judged(trace) == {warn("node_lost", "n1")}
 
 
-def test_a_cluster_that_does_not_answer_delays_it_for_half_a_minute_and_no_longer() -> None:
+def test_unresponsive_cluster_delays_exclusion_by_half_a_minute_at_most() -> None:
     trace = without_heartbeats(Trace().node("n1", *ROLLOUTS[:2]).node("n2", ROLLOUTS[2]))
     trace.play(LIMITS.silence + 29.0)
     assert judged(trace) == {warn("node_lost", "n1")}
@@ -123,7 +123,7 @@ def test_a_cluster_that_does_not_answer_delays_it_for_half_a_minute_and_no_longe
     assert judged(trace) == {fail("node_lost", "n1")}
 
 
-def test_where_no_cluster_ever_told_nobody_waits_for_its_word() -> None:
+def test_cluster_that_never_reported_suspensions_causes_no_delay() -> None:
     trace = Trace().node("n1", *ROLLOUTS[:2]).node("n2", ROLLOUTS[2])
     trace.heartbeat_missing |= {agent_of("n1"), *ROLLOUTS[:2]}
     trace.play(LIMITS.silence)
@@ -144,7 +144,7 @@ def gang() -> Trace:
     return trace
 
 
-def test_who_waits_for_a_suspended_member_of_its_gang_makes_no_progress_and_is_not_hung() -> None:
+def test_gang_with_a_suspended_member_is_not_hung() -> None:
     trace = gang()
     trace.play(LONG)
     assert trace.found() == set()
@@ -156,14 +156,14 @@ def test_who_waits_for_a_suspended_member_of_its_gang_makes_no_progress_and_is_n
     assert {finding.detector for finding in trace.findings()} == {"phase_overdue"}, "judged again from when all go on"
 
 
-def test_the_silence_of_one_that_is_not_suspended_itself_is_judged() -> None:
+def test_silent_member_that_is_not_suspended_itself_fails() -> None:
     trace = gang()
     trace.heartbeat_missing.add(TRAINER)
     trace.play(LIMITS.silence)
     assert trace.found() == {fail("worker_silence", TRAINER)}
 
 
-def test_a_standstill_behind_a_suspended_replica_is_nobodys_fault() -> None:
+def test_standstill_behind_a_suspended_replica_blames_none() -> None:
     trace = Trace().node("n1", ROLLOUT, phase="generate").node("n2", TRAINER, phase="wait_data")
     report_suspended(trace, N1, False)
     trace.play(5)
@@ -183,7 +183,7 @@ def flap(trace: Trace, times: int, state: str = "unknown", every: float = 4.0, a
             trace.play(every / 2)
 
 
-def test_a_node_that_ceases_to_be_up_again_and_again_is_excluded_and_one_that_does_so_now_and_then_is_not() -> None:
+def test_flapping_node_is_excluded_and_rare_losses_are_not_flaps() -> None:
     trace = Trace().node("n1", ROLLOUT).node("n2", TRAINER)
     flap(trace, FLAP_COUNT - 1)
     assert trace.found() == set()
@@ -196,13 +196,13 @@ def test_a_node_that_ceases_to_be_up_again_and_again_is_excluded_and_one_that_do
     assert trace.found() == set()
 
 
-def test_where_most_nodes_cease_to_be_up_at_once_none_of_them_flaps() -> None:
+def test_most_nodes_lost_at_once_are_not_flapping() -> None:
     trace = Trace().node("n1", ROLLOUT).node("n2", TRAINER)
     flap(trace, 3 * FLAP_COUNT, alone=False)
     assert trace.found() == set()
 
 
-def test_an_administrator_who_drains_and_resumes_a_node_makes_it_no_flapping_one() -> None:
+def test_node_drained_and_resumed_by_an_administrator_is_not_flapping() -> None:
     trace = Trace().node("n1", ROLLOUT).node("n2", TRAINER)
     flap(trace, 3 * FLAP_COUNT, state="draining")
     assert trace.found() == set()

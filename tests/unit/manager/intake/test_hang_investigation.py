@@ -26,7 +26,7 @@ from rrl.core.types import (
     replica_id,
 )
 from rrl.health.detection.detect import detect
-from rrl.health.detection.watch import HealthMonitor
+from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.manager.intake import hang_investigation
 from rrl.manager.intake.hang_investigation import RECOLLECT_AFTER_S, STACKS_TIMEOUT_S, HangInvestigator
 from rrl.manager.model import events as ev

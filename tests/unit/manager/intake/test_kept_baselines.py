@@ -9,7 +9,7 @@ from rrl.core.launch import tag_of
 from rrl.core.types import Incarnation, NodeName, Outcome, Verdict
 from rrl.health.detection.baselines import DurationStats, RoleBaseline
 from rrl.health.detection.detect import detect
-from rrl.health.detection.watch import HealthMonitor
+from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.manager.intake import finding_gate as of_managers
 from rrl.manager.intake.finding_gate import BASELINE_CHECK_INTERVAL_S, BaselineRecorder, restore_monitor
 from rrl.manager.model import events as ev

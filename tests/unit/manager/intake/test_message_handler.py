@@ -12,7 +12,7 @@ import pytest
 from rrl.core.launch import ExitReason, ExitRecord, tag_of
 from rrl.core.run_dir import RunDir
 from rrl.core.types import Incarnation, NodeName, Outcome, ProbeResult, ReplicaId, Version
-from rrl.health.detection.watch import HealthMonitor
+from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.manager.cluster.base import AllocationRequest, AllocationState, AllocationStatus, RejectReason
 from rrl.manager.intake.message_handler import MessageHandler
 from rrl.manager.model import events as ev

@@ -1,4 +1,4 @@
-"""Many at once are not each to blame: what nodes share is held back, remembered, and named once."""
+"""Correlation: findings with a shared cause are held back, remembered, and reported once for the run."""
 
 from __future__ import annotations
 
@@ -36,27 +36,29 @@ def stalls(index: int, since: float = 0.0) -> Finding:
 
 
 class Run:
-    """A run of so many nodes, on all of which a role works, and time."""
+    """A run with roles on all of its nodes, and its clock."""
 
     def __init__(self, nodes: int = 10, rollouts: int = 0, idle: Sequence[str] = ()) -> None:
         occupied = {NodeName(f"n{i}") for i in range(nodes)} - {NodeName(name) for name in idle}
-        self.here = CorrelationContext(
+        self.context = CorrelationContext(
             nodes, occupied, {Incarnation(ReplicaId(f"rollout/{i}"), 1) for i in range(rollouts)}
         )
-        self.memory, self.now, self.next_check = CorrelationState(), 1000.0, 0.0
+        self.state, self.now, self.next_check = CorrelationState(), 1000.0, 0.0
 
     def finds(self, *findings: Finding, after: float = 0.0) -> dict[str, Verdict]:
-        """What becomes of them, by node or replica; the run's own under ``run``."""
+        """Correlate findings; return verdicts by node or replica, and that of the run under ``run``."""
         self.now += after
-        told, self.memory, self.next_check = correlate(findings, self.here, self.memory, self.now)
-        self.published = told
-        return {str(one.node or (one.incarnation.replica if one.incarnation else "run")): one.verdict for one in told}
+        reported, self.state, self.next_check = correlate(findings, self.context, self.state, self.now)
+        self.published = reported
+        return {
+            str(one.node or (one.incarnation.replica if one.incarnation else "run")): one.verdict for one in reported
+        }
 
 
 FAIL, WARN = Verdict.FAIL, Verdict.WARN
 
 
-def test_a_mount_that_hangs_on_many_nodes_condemns_none_of_them_and_is_named_once() -> None:
+def test_mount_hung_on_many_nodes_fails_none_and_gives_one_run_finding() -> None:
     run = Run()
     assert run.finds(on("n1"), on("n2")) == {"n1": WARN, "n2": WARN, "run": WARN}
     assert all(one.remedy is Remedy.NONE for one in run.published if one.node)
@@ -74,7 +76,7 @@ def test_different_mounts_are_different_events() -> None:
     }
 
 
-def test_what_nodes_may_share_waits_for_others_before_it_condemns_the_first_that_says_so() -> None:
+def test_first_finding_of_a_shareable_cause_waits_for_other_nodes() -> None:
     run = Run()
     assert run.finds(on("n1")) == {"n1": WARN}
     assert run.next_check == run.now + SETTLE_S
@@ -82,27 +84,27 @@ def test_what_nodes_may_share_waits_for_others_before_it_condemns_the_first_that
     assert run.finds(on("n1"), after=1.0) == {"n1": FAIL}
 
 
-def test_a_node_on_which_nobody_works_yet_is_not_waited_for() -> None:
+def test_finding_on_an_unoccupied_node_does_not_wait() -> None:
     run = Run(idle=["n1"])
     assert run.finds(on("n1")) == {"n1": FAIL}
 
 
-def test_a_gpu_does_not_wait_but_the_same_on_many_nodes_is_the_driver() -> None:
+def test_gpu_finding_does_not_wait_but_on_many_nodes_blames_the_driver() -> None:
     run = Run()
     assert run.finds(on("n1", Cause.GPU, "ecc", "GPU-1")) == {"n1": FAIL}
-    seen = run.finds(on("n1", Cause.GPU, "ecc", "GPU-1"), on("n2", Cause.GPU, "ecc", "GPU-2"), after=10.0)
-    assert seen == {"n1": WARN, "n2": WARN, "run": WARN}
+    verdicts = run.finds(on("n1", Cause.GPU, "ecc", "GPU-1"), on("n2", Cause.GPU, "ecc", "GPU-2"), after=10.0)
+    assert verdicts == {"n1": WARN, "n2": WARN, "run": WARN}
     assert next(one for one in run.published if one.node is None).cause is Cause.SOFTWARE
 
 
 @pytest.mark.parametrize(("nodes", "many"), [(4, 2), (10, 2), (11, 3), (20, 4)])
-def test_many_are_a_fifth_of_the_nodes_and_two_at_least(nodes: int, many: int) -> None:
+def test_event_needs_a_fifth_of_the_nodes_and_at_least_two(nodes: int, many: int) -> None:
     few, enough = Run(nodes), Run(nodes)
     assert "run" not in few.finds(*(on(f"n{i}") for i in range(many - 1)))
     assert "run" in enough.finds(*(on(f"n{i}") for i in range(many)))
 
 
-def test_two_nodes_that_fail_long_after_one_another_are_two_events() -> None:
+def test_two_nodes_failing_far_apart_are_two_events() -> None:
     run = Run()
     run.finds(on("n1"))
     assert run.finds(on("n1"), after=SETTLE_S) == {"n1": FAIL}
@@ -110,14 +112,14 @@ def test_two_nodes_that_fail_long_after_one_another_are_two_events() -> None:
     assert "run" not in run.finds(on("n1"), on("n2"), after=SETTLE_S)
 
 
-def test_a_node_that_is_well_again_still_counts_for_the_others_of_its_time() -> None:
+def test_recovered_node_still_counts_towards_its_event() -> None:
     run = Run()
     run.finds(on("n1"))
     assert run.finds(after=10.0) == {}
     assert run.finds(on("n2"), after=10.0) == {"n2": WARN, "run": WARN}
 
 
-def test_stragglers_of_an_event_are_held_too_and_afterwards_each_counts_for_itself() -> None:
+def test_late_findings_of_an_event_are_held_back_until_it_expires() -> None:
     run = Run()
     run.finds(on("n1"), on("n2"))
     run.finds(after=5.0)
@@ -126,13 +128,13 @@ def test_stragglers_of_an_event_are_held_too_and_afterwards_each_counts_for_itse
     assert "run" not in run.finds(on("n3"), after=1.0)
 
 
-def test_an_event_lasts_while_enough_say_so() -> None:
+def test_event_lasts_while_enough_nodes_report_it() -> None:
     run = Run()
     for _ in range(5):
         assert run.finds(on("n1"), on("n2"), after=EVENT_LIFETIME_S / 2) == {"n1": WARN, "n2": WARN, "run": WARN}
 
 
-def test_an_unchanged_situation_is_told_in_equal_words() -> None:
+def test_unchanged_situation_gives_equal_findings() -> None:
     run = Run()
     run.finds(on("n1"), on("n2"))
     before = run.published
@@ -140,7 +142,7 @@ def test_an_unchanged_situation_is_told_in_equal_words() -> None:
     assert run.published == before
 
 
-def test_proof_passes() -> None:
+def test_proof_is_not_held_back() -> None:
     run = Run()
     proofs = [on(f"n{i}", Cause.GPU, "xid", "", proof=True) for i in range(5)]
     assert set(run.finds(*proofs).values()) == {FAIL}
@@ -151,9 +153,9 @@ def lost(index: int, since: float = 990.0, detector: str = "node_lost", proof: b
     return Finding(detector, FAIL, Cause.NODE, Remedy.EXCLUDE, since, evidence, node=NodeName(f"n{index}"), proof=proof)
 
 
-def test_nodes_that_fall_silent_in_one_moment_are_left_alone_for_a_while_and_only_once() -> None:
+def test_nodes_silent_at_once_are_held_back_for_a_while_and_only_once() -> None:
     run, every = Run(), [lost(1), lost(2, 991.0), lost(3, 992.0)]
-    run.here = replace(run.here, silent_nodes={NodeName(f"n{i}"): 990.0 for i in (1, 2, 3)})
+    run.context = replace(run.context, silent_nodes={NodeName(f"n{i}"): 990.0 for i in (1, 2, 3)})
     assert run.finds(every[0]) == {"n1": WARN, "run": WARN}, "the others are not heard either, and will be condemned"
     (shared,) = [one for one in run.published if one.node is None]
     assert (shared.cause, shared.key) == (Cause.NODE, "correlated:run:node:node_lost")
@@ -166,12 +168,12 @@ def test_nodes_that_fall_silent_in_one_moment_are_left_alone_for_a_while_and_onl
 
 
 @pytest.mark.parametrize("began", [(990.0, 990.0), (990.0, 970.0, 990.0), (990.0, 975.0, 960.0)])
-def test_one_node_or_two_that_fall_silent_are_condemned(began: tuple[float, ...]) -> None:
+def test_one_or_two_silent_nodes_fail(began: tuple[float, ...]) -> None:
     run = Run()
     assert set(run.finds(*(lost(index, since) for index, since in enumerate(began))).values()) == {FAIL}
 
 
-def test_that_the_cluster_calls_nodes_down_is_proof_however_many_they_are() -> None:
+def test_nodes_reported_down_are_not_held_back() -> None:
     run = Run()
     down = [lost(index, detector="node_down", proof=True) for index in range(3)]
     assert set(run.finds(*down).values()) == {FAIL}
@@ -180,21 +182,21 @@ def test_that_the_cluster_calls_nodes_down_is_proof_however_many_they_are() -> N
                                          **dict.fromkeys(("n3", "n4", "n5", "run"), WARN)}  # fmt: skip
 
 
-def test_nodes_that_were_left_keep_no_other_from_being_condemned() -> None:
+def test_excluded_nodes_do_not_hold_back_findings_of_others() -> None:
     run, every = Run(), [lost(1), lost(2), lost(3)]
-    run.here = replace(run.here, excluded={NodeName("n1"), NodeName("n2")})
+    run.context = replace(run.context, excluded={NodeName("n1"), NodeName("n2")})
     assert run.finds(*every) == {"n1": FAIL, "n2": FAIL, "n3": FAIL}
 
 
-def test_the_next_manager_holds_silent_nodes_back_no_longer_than_this_one() -> None:
+def test_next_manager_holds_silent_nodes_back_no_longer() -> None:
     run, every = Run(), [lost(1), lost(2), lost(3)]
     run.finds(*every)
-    run.memory = restore_state(run.published, run.now)
+    run.state = restore_state(run.published, run.now)
     assert run.finds(*every, after=SILENCE_GRACE_S - 1.0)["n1"] is WARN
     assert run.finds(*every, after=1.0)["n1"] is FAIL
 
 
-def test_rollouts_that_all_stall_at_once_are_left_alone_for_a_while_and_only_once() -> None:
+def test_rollouts_all_stalled_at_once_are_held_back_for_a_while_and_only_once() -> None:
     run = Run(rollouts=3)
     every = [stalls(i, since=990.0 + i) for i in range(3)]
     assert set(run.finds(*every).values()) == {WARN}
@@ -205,19 +207,19 @@ def test_rollouts_that_all_stall_at_once_are_left_alone_for_a_while_and_only_onc
 
 
 @pytest.mark.parametrize("hung", [1, 2])
-def test_rollouts_that_stall_while_others_work_are_their_own_fault(hung: int) -> None:
+def test_rollouts_stalled_while_others_work_fail(hung: int) -> None:
     run = Run(rollouts=3)
     assert set(run.finds(*(stalls(i) for i in range(hung))).values()) == {FAIL}
 
 
-def test_rollouts_that_stall_one_after_the_other_are_not_one_event() -> None:
+def test_rollouts_stalled_one_after_another_are_not_an_event() -> None:
     run = Run(rollouts=3)
     assert set(run.finds(*(stalls(i, since=100.0 * i) for i in range(3))).values()) == {FAIL}
 
 
 def _without_heartbeats(run: Run, began: dict[str, float]) -> None:
-    """Not heard since then, though their nodes are: by replica; each of a gang is on a node of its own."""
-    run.here = replace(run.here, silent_workers={
+    """Let workers be silent since the given times while their nodes are not; each member has its own node."""
+    run.context = replace(run.context, silent_workers={
         Incarnation(ReplicaId(name), 1): (NodeName(f"n{index}"), at) for index, (name, at) in enumerate(began.items())
     })  # fmt: skip
 
@@ -228,7 +230,7 @@ def silence(name: str, since: float) -> Finding:
                    incarnation=Incarnation(ReplicaId(name), 1))  # fmt: skip
 
 
-def test_workers_of_three_nodes_that_fall_silent_at_once_are_left_alone_for_a_while_and_only_once() -> None:
+def test_workers_silent_on_three_nodes_are_held_back_for_a_while_and_only_once() -> None:
     run, names = Run(), ("rollout/0", "rollout/1", "trainer/0.0")
     _without_heartbeats(run, dict.fromkeys(names, 990.0))
     every = [silence(name, 990.0) for name in names]
@@ -249,85 +251,85 @@ def test_workers_of_three_nodes_that_fall_silent_at_once_are_left_alone_for_a_wh
     ],
     ids=["two", "one long before", "one gang"],
 )
-def test_workers_that_fall_silent_for_themselves_are_condemned(began: dict[str, float]) -> None:
+def test_workers_silent_independently_fail(began: dict[str, float]) -> None:
     run = Run()
     _without_heartbeats(run, began)
     first = next(iter(began))
     assert run.finds(silence(first, began[first])) == {first: FAIL}
 
 
-def test_workers_of_one_node_that_fall_silent_are_its_own_matter() -> None:
+def test_silent_workers_of_one_node_are_not_held_back() -> None:
     run, names = Run(), ("rollout/0", "rollout/1", "rollout/2")
-    run.here = replace(
-        run.here, silent_workers={Incarnation(ReplicaId(name), 1): (NodeName("n1"), 990.0) for name in names}
+    run.context = replace(
+        run.context, silent_workers={Incarnation(ReplicaId(name), 1): (NodeName("n1"), 990.0) for name in names}
     )
     assert set(run.finds(*(silence(name, 990.0) for name in names)).values()) == {FAIL}
 
 
-def test_of_two_rollouts_it_may_be_a_coincidence() -> None:
+def test_two_stalled_rollouts_are_not_an_event() -> None:
     run = Run(rollouts=2)
     assert set(run.finds(stalls(0), stalls(1)).values()) == {FAIL}
 
 
-def test_of_rollouts_that_stall_together_the_first_that_fails_waits_for_those_that_are_only_suspected() -> None:
+def test_first_failed_rollout_is_held_back_while_all_others_are_suspected() -> None:
     run = Run(rollouts=3)
     suspected = [replace(stalls(i, since=990.0), verdict=WARN, detector="suspected") for i in (1, 2)]
-    seen = run.finds(stalls(0, since=985.0), *suspected)
-    assert seen == {"rollout/0": WARN, "rollout/1": WARN, "rollout/2": WARN, "run": WARN}
+    verdicts = run.finds(stalls(0, since=985.0), *suspected)
+    assert verdicts == {"rollout/0": WARN, "rollout/1": WARN, "rollout/2": WARN, "run": WARN}
     assert run.finds(stalls(0, since=985.0), *suspected, after=STALL_GRACE_S)["rollout/0"] is FAIL
 
 
-def test_rollouts_that_are_all_suspected_are_nothing_in_common_until_one_fails() -> None:
+def test_suspected_rollouts_are_not_an_event_until_one_fails() -> None:
     run = Run(rollouts=3)
     assert "run" not in run.finds(*(replace(stalls(i), verdict=WARN) for i in range(3)))
 
 
-def test_a_node_that_was_left_keeps_nobody_elses_finding_back_for_ever() -> None:
+def test_excluded_node_does_not_hold_back_findings_indefinitely() -> None:
     run = Run()
     both = (on("n1", Cause.GPU, "ecc"), on("n2", Cause.GPU, "ecc"))
     run.finds(both[0])
-    run.here = replace(run.here, excluded={NodeName("n1")})
+    run.context = replace(run.context, excluded={NodeName("n1")})
     assert run.finds(*both, after=10.0)["n2"] is WARN
     assert run.finds(*both, after=EVENT_LIFETIME_S)["n2"] is FAIL
 
 
 @pytest.mark.parametrize(("nodes", "most"), [(2, 2), (4, 3), (10, 6)])
-def test_a_rule_by_which_most_nodes_are_proved_to_be_bad_condemns_none_of_the_others(nodes: int, most: int) -> None:
+def test_proof_on_most_nodes_is_held_back(nodes: int, most: int) -> None:
     run = Run(nodes)
     proofs = [on(f"n{i}", Cause.GPU, "gpu_count", "", proof=True) for i in range(nodes)]
     assert set(run.finds(*proofs[: most - 1]).values()) == {FAIL}
-    seen = run.finds(*proofs[:most], after=1.0)
-    assert set(seen.values()) == {WARN}
+    verdicts = run.finds(*proofs[:most], after=1.0)
+    assert set(verdicts.values()) == {WARN}
     (shared,) = [one for one in run.published if one.node is None]
-    assert "a site's rule is wrong" in shared.evidence[0].text
+    assert "a rule of the site" in shared.evidence[0].text
 
 
 @pytest.mark.parametrize(
     ("cause", "detector", "shared"),
     [
-        (Cause.FABRIC, "port_down", "the fabric that they share"),
-        (Cause.STORAGE, "mount", "the storage that they share"),
+        (Cause.FABRIC, "port_down", "the shared fabric"),
+        (Cause.STORAGE, "mount", "the shared storage"),
     ],
 )
-def test_what_most_nodes_say_of_fabric_or_storage_is_no_rule_that_is_wrong(
+def test_fabric_or_storage_proof_on_most_nodes_blames_the_shared_cause(
     cause: Cause, detector: str, shared: str
 ) -> None:
     run = Run(4)
     run.finds(*(on(f"n{i}", cause, detector, proof=True) for i in range(3)))
-    (told,) = [one for one in run.published if one.node is None]
-    assert shared in told.evidence[0].text
-    assert "rule" not in told.evidence[0].text
-    run.memory = restore_state(run.published, run.now)
+    (shared_finding,) = [one for one in run.published if one.node is None]
+    assert shared in shared_finding.evidence[0].text
+    assert "rule" not in shared_finding.evidence[0].text
+    run.state = restore_state(run.published, run.now)
     assert run.finds(on("n0", cause, detector, proof=True))["n0"] is WARN, "the next manager knows that most say so"
 
 
-def test_the_next_manager_knows_what_is_shared_and_since_when_others_are_condemned() -> None:
+def test_next_manager_restores_events_and_starts_of_failures() -> None:
     run = Run()
     shared = (on("n1", component="/a:b"), on("n2", component="/a:b"))
     run.finds(*shared, on("n3", Cause.GPU, "ecc"))
     before = {one.key: one for one in run.published}
-    run.memory = restore_state(run.published, run.now)
+    run.state = restore_state(run.published, run.now)
     assert run.finds(shared[0], after=1.0)["n1"] is WARN
     assert all(before[one.key] == one for one in run.published)
-    run.memory = restore_state([on("n3", Cause.GPU, "ecc")], run.now)  # since the beginning
+    run.state = restore_state([on("n3", Cause.GPU, "ecc")], run.now)  # since the beginning
     assert run.finds(on("n3", Cause.GPU, "ecc"), on("n4", Cause.GPU, "ecc"))["n4"] is FAIL

@@ -1,4 +1,4 @@
-"""Dumps of py-spy read and grouped: who stands where, and who stands apart."""
+"""Parsing and grouping of py-spy dumps, and the choice of outliers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def gang(*stacks: Stack) -> dict[Incarnation, dict[int, str]]:
     return {rank(number): {100 + number: dump(stack)} for number, stack in enumerate(stacks)}
 
 
-def test_a_dump_is_read_into_threads_with_their_frames_innermost_first() -> None:
+def test_dump_is_parsed_into_threads_with_innermost_frame_first() -> None:
     main, link = parse(DUMP)
     assert [str(frame) for frame in main.frames] == [
         "wait (threading.py:320)", "strike (main_thread.py:69)", "roll (main.py:51)", "<module> (<string>:5)"
@@ -52,21 +52,21 @@ def test_a_dump_is_read_into_threads_with_their_frames_innermost_first() -> None
     assert main_thread(DUMP) == main
 
 
-def test_of_a_program_whose_threads_have_no_names_the_last_is_the_main_one() -> None:
+def test_last_thread_is_the_main_one_if_threads_have_no_names() -> None:
     nameless = "Thread 12 (idle)\n    pool (a.py:1)\nThread 7 (active)\n    main (b.py:2)\n"
     main = main_thread(nameless)
     assert main is not None
     assert main.id == "7"
 
 
-def test_whatever_is_not_a_dump_gives_no_thread_and_no_error() -> None:
+def test_text_that_is_not_a_dump_gives_no_threads() -> None:
     for text in ("", "Error: Failed to find python version", "    lost (frame.py:1)", "Thread", "\0" * 50):
         assert parse(text) == []
     assert summary_lines(group({rank(0): {1: "garbage"}})) == ("trainer/0#2: no stack",)
     assert group({}) == GroupedStacks()
 
 
-def test_the_rank_that_does_not_wait_with_the_others_is_the_outlier_and_is_named_first() -> None:
+def test_rank_that_waits_elsewhere_is_the_outlier_and_named_first() -> None:
     found = group(gang(WAITS, WAITS, STUCK, WAITS))
     assert found.outliers == (rank(2),)
     assert [one.incarnations for one in found.groups] == [(rank(0), rank(1), rank(3)), (rank(2),)]
@@ -75,37 +75,37 @@ def test_the_rank_that_does_not_wait_with_the_others_is_the_outlier_and_is_named
     assert second.startswith("3 of 4 alike: wait_for (store.py:10)")
 
 
-def test_addresses_and_folders_do_not_tell_ranks_apart() -> None:
+def test_addresses_and_folders_do_not_distinguish_ranks() -> None:
     here = ("call (/node1/env/a.py:3)", "<lambda at 0x7f00> (b.py:1)")
     there = ("call (/node2/env/a.py:3)", "<lambda at 0x8e11> (b.py:1)")
     assert len(group(gang(here, there, here)).groups) == 1
 
 
-def test_ranks_of_a_loop_at_several_lines_are_one_group_when_nothing_dominates() -> None:
+def test_ranks_at_different_lines_of_a_loop_are_one_group() -> None:
     loop = [(f"forward (net.py:{line})", "main (train.py:9)") for line in range(4)]
     found = group(gang(*loop))
     assert len(found.groups) == 1
     assert found.outliers == ()
 
 
-def test_one_rank_at_another_line_of_the_function_where_all_others_wait_is_an_outlier() -> None:
+def test_rank_at_another_line_than_all_others_is_an_outlier() -> None:
     gather = ("all_gather (c10d.py:90)", "step (train.py:41)")
     later = ("all_gather (c10d.py:90)", "step (train.py:57)")
     assert group(gang(gather, gather, gather, later)).outliers == (rank(3),)
 
 
-def test_two_stages_of_equal_size_are_both_dominant_and_nobody_is_an_outlier() -> None:
+def test_two_stages_of_equal_size_have_no_outlier() -> None:
     found = group(gang(WAITS, WAITS, STUCK, STUCK))
     assert len(found.groups) == 2
     assert found.outliers == ()
 
 
-def test_where_every_rank_stands_somewhere_else_nobody_is_accused() -> None:
+def test_ranks_all_in_different_places_have_no_outlier() -> None:
     found = group(gang(WAITS, STUCK))
     assert (len(found.groups), found.outliers) == (2, ())
 
 
-def test_a_loader_below_a_rank_that_waits_like_the_others_makes_it_the_outlier() -> None:
+def test_rank_with_a_hung_loader_process_is_the_outlier() -> None:
     dumps = gang(WAITS, WAITS, WAITS)
     loaders = dump(("get (queue.py:1)", "_worker_loop (worker.py:2)"))
     for number, theirs in enumerate(dumps.values()):
@@ -116,20 +116,20 @@ def test_a_loader_below_a_rank_that_waits_like_the_others_makes_it_the_outlier()
     assert summary_lines(found)[0].startswith("outlier trainer/0.1#2: open (tar.py:5)")
 
 
-def test_a_process_that_could_not_be_looked_into_is_told_by_where_the_kernel_has_it() -> None:
+def test_unreadable_process_is_described_by_its_kernel_function() -> None:
     text = "Process 5: python\nno Python stack: denied\nstate D (disk sleep); kernel: nfs_wait_bit_killable\n"
     found = group({rank(0): {5: text}})
     assert summary_lines(found) == ("trainer/0#2: kernel (nfs_wait_bit_killable)",)
 
 
-def test_evidence_is_five_lines_at_most_however_many_groups_there_are() -> None:
+def test_evidence_has_five_lines_at_most() -> None:
     many = gang(*[(f"f{number} (a.py:1)",) for number in range(9)], WAITS, WAITS)
     lines = summary_lines(group(many))
     assert len(lines) == 5
     assert lines[-1] == "and 6 more groups"
 
 
-def test_main_threads_alone_group_as_the_whole_dumps_do() -> None:
+def test_main_threads_group_like_whole_dumps() -> None:
     whole = {**gang(WAITS, STUCK, WAITS), rank(3): {1: "state D (disk sleep); kernel: rpc_wait\n"}}
     short = {incarnation: main_threads_only(dumps) for incarnation, dumps in whole.items()}
     assert group(short) == group(whole)

@@ -1,4 +1,4 @@
-"""Who is charged when replicas wait for each other."""
+"""Wait-for blame: which replica is blamed when replicas wait for each other."""
 
 from __future__ import annotations
 
@@ -13,54 +13,54 @@ from rrl.health.detection.detectors.progress import ENDLESS_WAIT_FACTOR
 from rrl.tests.support.health.traces import LIMITS, REWARD, ROLLOUTS, STORE, TRAINER, Trace, fail
 
 LONG = 900 + LIMITS.first_pass + 5
-"""no wait is allowed to last longer"""
+"""Time (s) longer than any allowed wait."""
 
 
 def job(trainer: str, rollouts: str, reward: str = "wait_work") -> Trace:
-    """Trainer, store, reward and three rollouts on two nodes, each in its phase; nobody makes progress."""
+    """Return a trainer, a store, a reward role and three rollouts on two nodes, none of which makes progress."""
     trace = Trace().node("n1", TRAINER, phase=trainer).node("n2", *ROLLOUTS, phase=rollouts)
     trace.node("n3", STORE, phase="serve").node("n4", REWARD, phase=reward)
     trace.still |= {TRAINER, STORE, REWARD, *ROLLOUTS}
     return trace
 
 
-def test_a_shadow_that_stands_by_is_neither_charged_nor_a_sign_that_somebody_works() -> None:
+def test_standby_process_is_neither_blamed_nor_counted_as_working() -> None:
     trace = job("wait_data", "wait_work")
-    shadow = Incarnation(ReplicaId("standby/n1"), 1)
-    trace.node("n5", shadow, phase="standby")
+    standby = Incarnation(ReplicaId("standby/n1"), 1)
+    trace.node("n5", standby, phase="standby")
     without = job("wait_data", "wait_work")
     for one in (trace, without):
         one.play(LONG)
     assert trace.found() == without.found() != set()
 
 
-def test_rollouts_that_wait_out_a_long_training_step_are_never_charged() -> None:
+def test_rollouts_waiting_during_a_long_training_step_are_not_blamed() -> None:
     trace = job("train", "wait_weights")
     trace.play(PHASES["train"].longest - 10)
     assert trace.found() == set()
 
 
-def test_a_hung_trainer_is_charged_and_who_waits_for_it_is_not() -> None:
+def test_hung_trainer_is_blamed_and_waiting_replicas_are_not() -> None:
     trace = job("train", "wait_weights")
     trace.play(PHASES["train"].longest + LIMITS.first_pass)
     assert trace.found() == {fail("phase_overdue", TRAINER)}
 
 
-def test_a_trainer_that_waits_for_a_hung_rollout_is_not_charged() -> None:
+def test_trainer_waiting_for_a_hung_rollout_is_not_blamed() -> None:
     trace = job("wait_data", "wait_work")
     trace.enter(ROLLOUTS[1], "generate")
     trace.play(PHASES["generate"].longest + LIMITS.first_pass)
     assert trace.found() == {fail("no_progress", ROLLOUTS[1])}
 
 
-def test_a_trainer_that_waits_while_rollouts_make_tokens_is_not_charged_and_neither_are_they() -> None:
+def test_trainer_waiting_for_generating_rollouts_blames_none() -> None:
     trace = job("wait_data", "generate")
     trace.still -= set(ROLLOUTS)
     trace.play(LONG)
     assert trace.found() == set()
 
 
-def test_nobody_is_charged_while_a_rollout_is_being_replaced() -> None:
+def test_none_is_blamed_while_a_rollout_is_replaced() -> None:
     trace = job("wait_data", "wait_work")
     trace.play(LONG - 100)
     trace.monitor.remove(ROLLOUTS[0])
@@ -69,21 +69,21 @@ def test_nobody_is_charged_while_a_rollout_is_being_replaced() -> None:
     assert trace.found() == set()
 
 
-def test_a_dead_rollout_explains_why_everybody_waits() -> None:
+def test_dead_rollout_explains_all_waits() -> None:
     trace = job("wait_data", "wait_work")
     trace.monitor.on_step_ended(ROLLOUTS[2], None, 9, ExitReason.SIGNALED, trace.now)
     trace.play(LONG)
     assert trace.found() == {fail("exit_record", ROLLOUTS[2])}
 
 
-def test_a_silent_replica_explains_why_everybody_waits() -> None:
+def test_silent_replica_explains_all_waits() -> None:
     trace = job("wait_data", "wait_work")
     trace.heartbeat_missing.add(STORE)
     trace.play(LONG)
     assert trace.found() == {fail("worker_silence", STORE)}
 
 
-def test_when_the_whole_run_stands_the_service_at_the_end_of_the_chain_is_charged_alone() -> None:
+def test_stalled_run_blames_the_service_at_the_end_of_the_chain() -> None:
     trace = job("wait_data", "wait_work")
     trace.play(LONG)
     assert trace.found() == {fail("standstill", STORE)}
@@ -91,11 +91,11 @@ def test_when_the_whole_run_stands_the_service_at_the_end_of_the_chain_is_charge
     assert finding.cause == Cause.HANG
     assert not finding.proof
     assert [one.text.split(":")[0] for one in finding.evidence] == [
-        "trajectories/0", "reward/0", "rollout/0", "rollout/1", "rollout/2", "and 1 more wait"
+        "trajectories/0", "reward/0", "rollout/0", "rollout/1", "rollout/2", "further waiting replicas"
     ]  # fmt: skip
 
 
-def test_a_service_that_works_is_not_charged_however_long_others_wait() -> None:
+def test_working_service_is_not_blamed_for_long_waits() -> None:
     trace = job("wait_data", "wait_work")
     for _ in range(60):
         trace.play(50)
@@ -103,7 +103,7 @@ def test_a_service_that_works_is_not_charged_however_long_others_wait() -> None:
         assert trace.found() <= {fail("standstill", TRAINER)}
 
 
-def test_a_trainer_that_hangs_in_its_wait_for_data_is_charged_when_all_rollouts_have_long_run_out_of_work() -> None:
+def test_trainer_hung_in_wait_data_is_blamed_once_rollouts_are_out_of_work() -> None:
     trace = job("wait_data", "wait_work")
     trace.waiting = dict.fromkeys((TRAINER, REWARD, *ROLLOUTS), STORE.replica)
     trace.still -= {STORE, REWARD}
@@ -116,7 +116,7 @@ def test_a_trainer_that_hangs_in_its_wait_for_data_is_charged_when_all_rollouts_
 
 
 @pytest.mark.parametrize("phase", ["generate", "loading_weights"])
-def test_not_while_one_rollout_is_at_work(phase: str) -> None:
+def test_trainer_hung_in_wait_data_is_not_blamed_while_a_rollout_works(phase: str) -> None:
     trace = job("wait_data", "wait_work")
     trace.still -= {STORE, REWARD, *ROLLOUTS}
     for minute in range(60):
@@ -127,7 +127,7 @@ def test_not_while_one_rollout_is_at_work(phase: str) -> None:
         assert trace.found() == set()
 
 
-def test_nobody_is_charged_who_waits_for_a_service_at_work() -> None:
+def test_replica_waiting_for_a_working_service_is_not_blamed() -> None:
     trace = job("train", "wait_work")
     trace.still.discard(STORE)
     for minute in range(60):
@@ -136,28 +136,28 @@ def test_nobody_is_charged_who_waits_for_a_service_at_work() -> None:
         assert trace.found() == set()
 
 
-def test_a_service_that_nobody_waits_for_may_idle_for_ever() -> None:
+def test_service_without_waiting_replicas_may_idle() -> None:
     trace = Trace().node("n3", STORE, REWARD, phase="serve")
     trace.still |= {STORE, REWARD}
     trace.play(5000)
     assert trace.found() == set()
 
 
-def test_a_worker_that_says_for_whom_it_waits_is_a_waiter_whatever_its_phase() -> None:
+def test_worker_that_names_a_replica_waits_in_any_phase() -> None:
     trace = job("wait_data", "generate")
     trace.waiting = dict.fromkeys(ROLLOUTS, STORE.replica)  # blocked in an append
     trace.play(PHASES["generate"].longest + LIMITS.first_pass)
     assert trace.found() == {fail("standstill", STORE)}
 
 
-def test_a_named_replica_comes_before_the_role_that_the_phase_waits_for() -> None:
+def test_named_replica_precedes_the_role_of_the_phase() -> None:
     trace = job("wait_data", "wait_work", reward="serve")
     trace.waiting = dict.fromkeys((TRAINER, *ROLLOUTS), REWARD.replica)
     trace.play(LONG)
     assert trace.found() == {fail("standstill", REWARD)}
 
 
-def test_of_a_role_that_is_waited_for_the_one_who_does_not_wait_itself_is_followed() -> None:
+def test_chain_follows_the_replica_of_a_role_that_does_not_wait() -> None:
     trace = job("wait_data", "wait_work", reward="serve")
     trace.waiting = {ROLLOUTS[0]: REWARD.replica, ROLLOUTS[2]: REWARD.replica}
     trace.enter(ROLLOUTS[1], "serve")
@@ -166,7 +166,7 @@ def test_of_a_role_that_is_waited_for_the_one_who_does_not_wait_itself_is_follow
     assert "trainer/0: phase wait_data" in trace.findings()[1].evidence[1].text
 
 
-def test_in_a_cycle_the_longest_waiting_member_is_charged_and_then_the_smallest_id() -> None:
+def test_cycle_blames_the_longest_waiting_replica_then_the_smallest_id() -> None:
     trace = Trace().node("n1", TRAINER, phase="wait_data")
     trace.play(3)
     trace.node("n2", *ROLLOUTS, phase="wait_weights")
@@ -178,7 +178,7 @@ def test_in_a_cycle_the_longest_waiting_member_is_charged_and_then_the_smallest_
     assert trace.found() == {fail("standstill", ROLLOUTS[0])}
 
 
-def test_a_replica_that_waits_for_itself_is_charged() -> None:
+def test_replica_waiting_for_itself_is_blamed() -> None:
     trace = Trace().node("n1", TRAINER, phase="wait_data")
     trace.waiting = {TRAINER: TRAINER.replica}
     trace.play(LONG)
@@ -186,7 +186,7 @@ def test_a_replica_that_waits_for_itself_is_charged() -> None:
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_waiting_for_a_replica_that_nobody_has_seen_charges_nobody(named: bool) -> None:
+def test_waiting_for_an_unobserved_replica_blames_none(named: bool) -> None:
     trace = Trace().node("n2", *ROLLOUTS, phase="wait_weights")
     if named:
         trace.waiting = dict.fromkeys(ROLLOUTS, ReplicaId("trainer/0"))
@@ -195,7 +195,7 @@ def test_waiting_for_a_replica_that_nobody_has_seen_charges_nobody(named: bool) 
 
 
 @pytest.mark.parametrize("word", ["on_stop_requested", "on_goodbye"])
-def test_a_replica_that_is_leaving_neither_works_nor_stands(word: str) -> None:
+def test_leaving_replica_counts_neither_as_working_nor_as_stalled(word: str) -> None:
     trace = job("wait_data", "wait_work")
     trace.play(LONG - 100)
     getattr(trace.monitor, word)(ROLLOUTS[0], trace.now)
@@ -203,7 +203,7 @@ def test_a_replica_that_is_leaving_neither_works_nor_stands(word: str) -> None:
     assert trace.found() == {fail("standstill", STORE)}
 
 
-def test_a_phase_of_the_job_s_own_may_wait_for_a_role_too() -> None:
+def test_job_defined_phase_may_wait_for_a_role() -> None:
     own = PhaseSpec(longest=100.0, progresses=False, waits_for="reward")
     trace = Trace(Limits(first_pass=0.0, phases={"wait_judge": own}))
     trace.node("n1", TRAINER, phase="wait_judge").node("n4", REWARD, phase="serve")
@@ -214,7 +214,7 @@ def test_a_phase_of_the_job_s_own_may_wait_for_a_role_too() -> None:
     assert trace.found() == {fail("standstill", REWARD)}
 
 
-def test_a_failed_spare_node_does_not_hide_a_standstill() -> None:
+def test_failed_spare_node_does_not_hide_a_standstill() -> None:
     trace = job("wait_data", "wait_work").node("n9")
     trace.heartbeat_missing.add(agent_n9 := Incarnation(ReplicaId("agent/n9"), 1))
     trace.monitor.on_launched(agent_n9, trace.monitor.replicas[agent_n9.replica].node, trace.now)
@@ -223,33 +223,33 @@ def test_a_failed_spare_node_does_not_hide_a_standstill() -> None:
     assert trace.found() == {fail("node_down", "n9"), fail("standstill", STORE)}
 
 
-def test_the_charge_does_not_depend_on_the_order_of_the_findings() -> None:
+def test_blame_does_not_depend_on_the_order_of_findings() -> None:
     from rrl.health.detection.detectors.registry import PROGRESS_DETECTORS
 
     trace = job("wait_data", "wait_work")
     trace.play(LONG)
-    raw = [next(f for detector in PROGRESS_DETECTORS if (f := detector(seen, LIMITS, trace.now)[0]))
-           for seen in trace.monitor.workers()]  # fmt: skip
+    raw = [next(f for detector in PROGRESS_DETECTORS if (f := detector(view, LIMITS, trace.now)[0]))
+           for view in trace.monitor.workers()]  # fmt: skip
     assert len(raw) == 6
     assert attribute(raw, trace.monitor) == attribute(raw[::-1], trace.monitor) == trace.findings()
 
 
-def test_a_thousand_waiters_are_walked_through_once_and_named_in_five_lines() -> None:
+def test_thousand_waiting_replicas_are_visited_once_and_named_in_five_lines() -> None:
     trace = Trace().node("n3", STORE, phase="serve")
     chain = [Incarnation(ReplicaId(f"stage/{index}"), 1) for index in range(1000)]
     trace.node("n1", *chain, phase="wait_work")
     for before, after in zip(chain, [*chain[1:], STORE], strict=True):
         trace.waiting[before] = after.replica
     trace.play(3)
-    for seen in trace.monitor.workers():
-        seen.heartbeats, seen.phase_since, seen.done_changed_at = 3, -1e4, -1e4
+    for view in trace.monitor.workers():
+        view.heartbeats, view.phase_since, view.done_changed_at = 3, -1e4, -1e4
     (finding,) = [f for f in trace.findings(trace.now) if f.detector == "standstill"]
     assert finding.incarnation == STORE
     assert len(finding.evidence) == 6
 
 
 # ── services ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_store_that_all_wait_for_is_charged_as_soon_as_a_service_may_not_stand_still_any_longer() -> None:
+def test_store_that_all_wait_for_is_blamed_at_the_idle_limit_of_services() -> None:
     trace = job("wait_data", "wait_work")
     trace.play(PHASES["serve"].shortest - 1)
     assert trace.found() == set()
@@ -257,7 +257,7 @@ def test_a_store_that_all_wait_for_is_charged_as_soon_as_a_service_may_not_stand
     assert trace.found() == {fail("standstill", STORE)}
 
 
-def test_a_store_is_charged_for_a_call_that_is_stuck_though_the_trainer_is_at_work() -> None:
+def test_store_is_blamed_for_a_blocked_call_while_the_trainer_works() -> None:
     trace = job("train", "generate")
     trace.play(10)
     trace.waiting = dict.fromkeys(ROLLOUTS, STORE.replica)
@@ -267,7 +267,7 @@ def test_a_store_is_charged_for_a_call_that_is_stuck_though_the_trainer_is_at_wo
     assert trace.found() == {fail("standstill", STORE)}
 
 
-def test_a_store_that_serves_somebody_is_not_charged_for_a_call_that_is_stuck() -> None:
+def test_store_that_serves_a_replica_is_not_blamed_for_a_blocked_call() -> None:
     trace = job("train", "generate")
     trace.waiting = {ROLLOUTS[0]: STORE.replica}
     for _ in range(20):
@@ -276,7 +276,7 @@ def test_a_store_that_serves_somebody_is_not_charged_for_a_call_that_is_stuck() 
     assert all(about != str(STORE) for _, about, _ in trace.found())
 
 
-def test_a_call_that_has_only_begun_is_no_standstill_however_long_its_caller_was_silent_before() -> None:
+def test_call_that_just_began_is_not_a_standstill() -> None:
     trace = job("train", "generate")
     trace.play(400)
     trace.waiting = {ROLLOUTS[0]: STORE.replica}
@@ -284,21 +284,21 @@ def test_a_call_that_has_only_begun_is_no_standstill_however_long_its_caller_was
     assert all(about != str(STORE) for _, about, _ in trace.found())
 
 
-def test_a_store_whose_storage_stalls_for_three_minutes_is_not_charged() -> None:
+def test_store_with_storage_stalled_for_three_minutes_is_not_blamed() -> None:
     trace = job("wait_data", "generate")
     trace.waiting = dict.fromkeys(ROLLOUTS, STORE.replica)
     trace.play(180)
     assert trace.found() == set()
 
 
-def test_who_loads_weights_for_long_is_at_work_and_no_reason_to_charge_the_store() -> None:
+def test_long_load_of_weights_does_not_blame_the_store() -> None:
     trace = job("wait_data", "wait_work")
     trace.enter(ROLLOUTS[1], "loading_weights")
     trace.play(PHASES["loading_weights"].longest + LIMITS.first_pass - 1)
     assert trace.found() == set()
 
 
-def test_who_never_comes_out_of_loading_weights_fails_by_itself_though_the_phase_also_waits() -> None:
+def test_endless_load_of_weights_fails_although_the_phase_also_waits() -> None:
     trace = job("wait_data", "generate")
     trace.still -= set(ROLLOUTS)
     trace.enter(ROLLOUTS[1], "loading_weights")
@@ -306,7 +306,7 @@ def test_who_never_comes_out_of_loading_weights_fails_by_itself_though_the_phase
     assert trace.found() == {fail("phase_overdue", ROLLOUTS[1])}
 
 
-def test_a_reward_role_that_hangs_fails_by_itself_and_the_store_is_not_charged_for_it() -> None:
+def test_hung_reward_role_fails_and_the_store_is_not_blamed() -> None:
     trace = job("wait_data", "wait_work", reward="score")
     trace.still.discard(REWARD)
     trace.play(60)

@@ -1,4 +1,4 @@
-"""Who must compute and does nothing is found early; a gang is judged as one; what else explains it is heard first."""
+"""Detectors by load: idle replicas are found early, gangs are judged as a whole, and other explanations win."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from rrl.tests.unit.health.detection.detectors.test_probing import until_found
 RANKS = (TRAINER, *(Incarnation(ReplicaId(f"trainer/0.{rank}"), 1) for rank in range(1, 4)))
 COMPILING = (1.0, 0.0, 0.0)
 ROBUSTRL = 300.0
-"""s of zero TensorCore activity in RobustRL's training phase (docs/sources.md)"""
+"""Time (s) of zero tensor core activity that RobustRL allows in training (docs/sources.md)."""
 
 
 def training(ranks: int = 1) -> Trace:
-    """A gang, a node each, that has been through five training passes of 20 s and is in the next, all at work."""
+    """Return a gang, one member per node, that completed five training passes of 20 s and works in the next one."""
     trace = Trace()
     gang = RANKS[:ranks]
     for rank, incarnation in enumerate(gang):
@@ -55,13 +55,13 @@ def training(ranks: int = 1) -> Trace:
 
 
 def loads(trace: Trace, **of: tuple[float, float | None, float | None]) -> None:
-    """``r0`` is the first rank."""
+    """Set the loads of the ranks; ``r0`` is the first."""
     for name, load in of.items():
         trace.loads[RANKS[int(name[1:])]] = load
 
 
 # ── hangs ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_trainer_that_does_nothing_in_a_training_step_hangs_in_a_third_of_robustrl_s_time() -> None:
+def test_idle_trainer_hangs_in_a_third_of_robustrls_time() -> None:
     trace = training()
     loads(trace, r0=IDLE)
     delay = until_found(trace, 200)
@@ -69,33 +69,33 @@ def test_a_trainer_that_does_nothing_in_a_training_step_hangs_in_a_third_of_robu
     assert delay <= IDLE_FACTOR * LIMITS.idle + 4 <= ROBUSTRL / 3
     finding = trace.only()
     assert (finding.cause, finding.remedy) == (Cause.HANG, Remedy.RESTART)
-    assert finding.evidence[0].text == "phase train: neither its CPU nor its GPU works for 90 s and more"
+    assert finding.evidence[0].text == "phase train: neither its CPU nor its GPU has worked for 90 s"
     found = trace.findings()
     trace.play(300)
     assert trace.findings() == found, "it says nothing that runs"
 
 
-def test_without_a_gpu_the_cpu_tells() -> None:
+def test_cpu_load_decides_without_a_gpu() -> None:
     trace = training()
     loads(trace, r0=(0.01, None, None))
     assert until_found(trace, 200) <= IDLE_FACTOR * LIMITS.idle + 4
 
 
-def test_the_rank_that_is_idle_while_a_collective_keeps_the_others_gpus_is_who_they_wait_for() -> None:
+def test_rank_idle_while_others_spin_in_a_collective_is_blamed() -> None:
     trace = training(4)
     loads(trace, r2=IDLE, r0=SPINNING, r1=SPINNING, r3=SPINNING)
     until_found(trace, 100)
     assert trace.found() == {fail("idle_hang", RANKS[2])}
 
 
-def test_so_it_is_where_nobody_can_tell_a_collective_from_work() -> None:
+def test_idle_rank_is_blamed_without_tensor_core_loads_too() -> None:
     trace = training(4)
     loads(trace, r2=IDLE, r0=(1.0, 1.0, None), r1=(1.0, 1.0, None), r3=(1.0, 1.0, None))
     assert until_found(trace, 100) <= IDLE_FACTOR * LIMITS.idle + 4
     assert trace.found() == {fail("idle_hang", RANKS[2])}
 
 
-def test_where_all_ranks_rest_the_one_that_has_done_least_is_charged() -> None:
+def test_rank_with_least_progress_is_blamed_if_all_are_idle() -> None:
     trace = training(4)
     for incarnation in RANKS:
         trace.done[incarnation] = 9
@@ -107,7 +107,7 @@ def test_where_all_ranks_rest_the_one_that_has_done_least_is_charged() -> None:
     assert trace.found() == {fail("idle_hang", RANKS[3])}
 
 
-def test_ranks_that_all_spin_and_compute_nothing_hang_where_tensor_cores_can_be_seen() -> None:
+def test_gang_that_only_spins_hangs_if_tensor_cores_are_observable() -> None:
     trace = training(4)
     loads(trace, r0=SPINNING, r1=SPINNING, r2=SPINNING, r3=SPINNING)
     assert until_found(trace, 200) <= 1.5 * LIMITS.idle + 4 <= ROBUSTRL / 3
@@ -115,7 +115,7 @@ def test_ranks_that_all_spin_and_compute_nothing_hang_where_tensor_cores_can_be_
     assert len(trace.findings()) == 1
 
 
-def test_where_they_cannot_be_seen_time_alone_judges_and_charges_one_of_the_gang() -> None:
+def test_spinning_gang_without_tensor_core_loads_fails_by_deadline_once() -> None:
     trace = training(4)
     for incarnation in RANKS:
         trace.loads[incarnation] = (1.0, 1.0, None)
@@ -124,7 +124,7 @@ def test_where_they_cannot_be_seen_time_alone_judges_and_charges_one_of_the_gang
     assert trace.found() == {fail("phase_overdue", TRAINER)}
 
 
-def test_of_two_ranks_the_idle_one_is_charged_once_it_is_behind_or_the_doubt_is_over() -> None:
+def test_idle_one_of_two_ranks_is_blamed_once_behind_or_after_a_longer_time() -> None:
     trace = training(2)
     loads(trace, r1=IDLE, r0=(1.0, 1.0, None))
     assert 2 * IDLE_FACTOR * LIMITS.idle < until_found(trace, 300) <= 3 * IDLE_FACTOR * LIMITS.idle + 4
@@ -136,14 +136,14 @@ def test_of_two_ranks_the_idle_one_is_charged_once_it_is_behind_or_the_doubt_is_
     assert until_found(trace, 300) <= IDLE_FACTOR * LIMITS.idle + 4
 
 
-def test_who_is_idle_in_its_very_first_step_has_twice_as_long() -> None:
+def test_rank_idle_in_its_first_step_has_twice_as_long() -> None:
     trace = Trace().node("n1", TRAINER, phase="train")
     trace.loads[TRAINER] = IDLE
     assert 2 * LIMITS.idle - 2 <= until_found(trace, 400) <= 2 * LIMITS.idle + 4
 
 
 def loading(*idle: Incarnation) -> Trace:
-    """Three rollouts that have loaded weights in 5 s a few times; these load again, and do nothing."""
+    """Return three rollouts with several loads of 5 s, of which the given ones load again and are idle."""
     trace = Trace().node("n1", *ROLLOUTS)
     trace.loads = dict.fromkeys(ROLLOUTS, BUSY)
     for _ in range(3):
@@ -164,7 +164,7 @@ def loads_meanwhile(trace: Trace, incarnation: Incarnation) -> None:
     trace.enter(incarnation, "generate")
 
 
-def test_a_rollout_that_does_nothing_where_it_loads_weights_in_seconds_hangs() -> None:
+def test_rollout_idle_in_a_load_that_usually_takes_seconds_hangs() -> None:
     trace = loading(ROLLOUT)
     loads_meanwhile(trace, ROLLOUTS[1])
     assert LOADING_IDLE_FACTOR * LIMITS.idle - 35 <= until_found(trace, 400) <= LOADING_IDLE_FACTOR * LIMITS.idle - 31
@@ -172,7 +172,7 @@ def test_a_rollout_that_does_nothing_where_it_loads_weights_in_seconds_hangs() -
 
 
 @pytest.mark.parametrize("idle", [ROLLOUTS, ROLLOUTS[:2], ROLLOUTS[:1]])
-def test_not_where_others_do_nothing_there_either_or_none_has_loaded_since(idle: tuple[Incarnation, ...]) -> None:
+def test_idle_load_is_no_hang_if_others_idle_too_or_none_has_loaded_since(idle: tuple[Incarnation, ...]) -> None:
     trace = loading(*idle)
     if len(idle) > 1 and idle != ROLLOUTS:
         loads_meanwhile(trace, ROLLOUTS[2])
@@ -181,10 +181,10 @@ def test_not_where_others_do_nothing_there_either_or_none_has_loaded_since(idle:
         trace.play(PHASES["loading_weights"].longest - 31)
     assert trace.found() == set()
     trace.play(2)
-    assert {seen[0] for seen in trace.found()} == {"phase_overdue"}
+    assert {observed[0] for observed in trace.found()} == {"phase_overdue"}
 
 
-def test_not_who_is_seen_at_work_or_loads_for_the_first_time() -> None:
+def test_working_or_first_load_of_weights_is_no_hang() -> None:
     trace = loading()
     trace.enter(ROLLOUT, "loading_weights")
     loads_meanwhile(trace, ROLLOUTS[1])
@@ -198,7 +198,7 @@ def test_not_who_is_seen_at_work_or_loads_for_the_first_time() -> None:
     assert trace.found() == set()
 
 
-def test_who_is_stuck_in_its_very_first_load_is_found_once_others_have_shown_how_long_that_takes() -> None:
+def test_hung_first_load_is_found_once_others_have_completed_theirs() -> None:
     trace = Trace().node("n1", *ROLLOUTS, phase="wait_weights")
     trace.loads = dict.fromkeys(ROLLOUTS, BUSY)
     trace.loads[ROLLOUT] = IDLE
@@ -216,7 +216,7 @@ def test_who_is_stuck_in_its_very_first_load_is_found_once_others_have_shown_how
 
 
 def replaced(load: tuple[float, float | None, float | None]) -> tuple[Trace, Incarnation]:
-    """Of a trainer whose tensor cores were seen at work, the next life, in its first step."""
+    """Return the next incarnation, in its first step, of a trainer whose tensor cores were observed at work."""
     trace = training()
     second = Incarnation(TRAINER.replica, 2)
     trace.launch(second, "n0")
@@ -226,13 +226,13 @@ def replaced(load: tuple[float, float | None, float | None]) -> tuple[Trace, Inc
     return trace, second
 
 
-def test_a_first_step_that_spins_hangs_where_its_role_s_tensor_cores_were_seen_at_work() -> None:
+def test_spinning_first_step_hangs_if_its_role_is_known_to_use_tensor_cores() -> None:
     trace, second = replaced(SPINNING)
     assert 2 * SPINNING_FACTOR * LIMITS.idle - 4 <= until_found(trace, 400) <= 2 * SPINNING_FACTOR * LIMITS.idle + 4
     assert trace.found() == {fail("idle_hang", second)}
 
 
-def test_a_node_on_which_nothing_tells_of_tensor_cores_makes_no_later_step_a_hang() -> None:
+def test_node_without_tensor_core_loads_makes_no_later_step_a_hang() -> None:
     trace, second = replaced(SPINNING)
     trace.play(100)
     for phase in ("publish", "train"):
@@ -243,7 +243,7 @@ def test_a_node_on_which_nothing_tells_of_tensor_cores_makes_no_later_step_a_han
 
 # ── and what is none ─────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("phase", ["train", "between"])
-def test_an_evaluation_of_forty_minutes_that_is_seen_at_work_is_no_hang(phase: str) -> None:
+def test_working_evaluation_of_forty_minutes_is_no_hang(phase: str) -> None:
     trace = training()
     trace.learn(TRAINER, phase, 5)
     trace.enter(TRAINER, phase)
@@ -253,7 +253,7 @@ def test_an_evaluation_of_forty_minutes_that_is_seen_at_work_is_no_hang(phase: s
     assert trace.found() == {fail("phase_overdue", TRAINER)}, "but not for ever"
 
 
-def test_an_evaluation_on_the_cpu_is_no_hang_of_who_trains_alone() -> None:
+def test_cpu_evaluation_of_a_trainer_without_a_gang_is_no_hang() -> None:
     trace = training()
     loads(trace, r0=COMPILING)
     trace.play(5 * PHASES["train"].shortest)
@@ -262,7 +262,7 @@ def test_an_evaluation_on_the_cpu_is_no_hang_of_who_trains_alone() -> None:
     assert trace.found() == {fail("phase_overdue", TRAINER)}
 
 
-def test_a_file_system_that_keeps_a_step_for_a_minute_and_a_quarter_is_no_hang() -> None:
+def test_step_stalled_by_a_file_system_for_75_s_is_no_hang() -> None:
     trace = training()
     loads(trace, r0=IDLE)
     trace.play(75)
@@ -271,14 +271,14 @@ def test_a_file_system_that_keeps_a_step_for_a_minute_and_a_quarter_is_no_hang()
     assert trace.found() == set()
 
 
-def test_a_first_step_that_compiles_for_half_an_hour_is_no_hang() -> None:
+def test_first_step_compiling_for_half_an_hour_is_no_hang() -> None:
     trace = Trace().node("n1", TRAINER, phase="train")
     trace.loads[TRAINER] = COMPILING
     trace.play(1800)
     assert trace.found() == set()
 
 
-def test_a_later_step_that_compiles_anew_or_evaluates_is_no_hang() -> None:
+def test_later_step_that_compiles_again_or_evaluates_is_no_hang() -> None:
     for load in (COMPILING, BUSY, (1.0, 0.05, 0.0), (8.0, None, None)):
         trace = training()
         loads(trace, r0=load)
@@ -287,7 +287,7 @@ def test_a_later_step_that_compiles_anew_or_evaluates_is_no_hang() -> None:
 
 
 @pytest.mark.parametrize("phase", ["checkpoint", "publish"])
-def test_storage_that_stalls_for_minutes_leaves_everybody_idle_and_is_no_hang_in_phases_that_do_not_compute(
+def test_storage_stalled_for_minutes_is_no_hang_in_phases_that_do_not_compute(
     phase: str,
 ) -> None:
     trace = training(2)
@@ -298,7 +298,7 @@ def test_storage_that_stalls_for_minutes_leaves_everybody_idle_and_is_no_hang_in
     assert trace.found() == set()
 
 
-def test_a_trainer_that_waits_for_data_is_idle_and_well() -> None:
+def test_idle_trainer_that_waits_for_data_is_healthy() -> None:
     trace = training().node("n9", *ROLLOUTS)
     trace.enter(TRAINER, "wait_data")
     loads(trace, r0=IDLE)
@@ -306,14 +306,14 @@ def test_a_trainer_that_waits_for_data_is_idle_and_well() -> None:
     assert trace.found() == set()
 
 
-def test_the_first_rank_that_evaluates_alone_while_the_others_rest_is_no_hang() -> None:
+def test_first_rank_evaluating_while_others_are_idle_is_no_hang() -> None:
     trace = training(4)
     loads(trace, r1=IDLE, r2=IDLE, r3=IDLE)
     trace.play(500)
     assert trace.found() == set()
 
 
-def test_not_even_where_the_others_loads_come_a_little_earlier() -> None:
+def test_first_rank_evaluating_is_no_hang_if_its_loads_arrive_later() -> None:
     trace = training(4)
     loads(trace, r3=IDLE)
     trace.play(4)
@@ -322,7 +322,7 @@ def test_not_even_where_the_others_loads_come_a_little_earlier() -> None:
     assert trace.found() == set()
 
 
-def test_the_first_rank_that_evaluates_alone_while_a_collective_keeps_the_others_is_no_hang() -> None:
+def test_first_rank_evaluating_while_others_spin_is_no_hang() -> None:
     trace = training(4)
     loads(trace, r1=SPINNING, r2=SPINNING, r3=SPINNING)
     trace.play(500)
@@ -330,7 +330,7 @@ def test_the_first_rank_that_evaluates_alone_while_a_collective_keeps_the_others
 
 
 @pytest.mark.parametrize("stored", [SPINNING, IDLE])
-def test_the_first_rank_that_goes_on_after_an_evaluation_on_its_cpu_does_not_rest_with_the_others(
+def test_first_rank_resuming_after_a_cpu_evaluation_is_not_inactive(
     stored: tuple[float, float | None, float | None],
 ) -> None:
     trace = training(4)
@@ -344,7 +344,7 @@ def test_the_first_rank_that_goes_on_after_an_evaluation_on_its_cpu_does_not_res
     assert until_found(trace, 60) >= MIN_INACTIVE_S - 2
 
 
-def test_of_two_ranks_the_idle_one_is_not_charged_while_the_other_s_tensor_cores_work() -> None:
+def test_idle_one_of_two_ranks_is_not_blamed_while_the_other_computes() -> None:
     trace = training(2)
     loads(trace, r1=IDLE)
     trace.play(3 * EVEN_SPLIT_FACTOR * LIMITS.idle)
@@ -352,7 +352,7 @@ def test_of_two_ranks_the_idle_one_is_not_charged_while_the_other_s_tensor_cores
 
 
 @pytest.mark.parametrize("stored", [SPINNING, IDLE, (1.0, 1.0, None)])
-def test_a_rank_at_work_explains_its_gang_for_as_long_as_its_own_deadline_lasts(
+def test_working_rank_explains_its_gang_until_its_own_deadline(
     stored: tuple[float, float | None, float | None],
 ) -> None:
     trace = training(4)
@@ -363,7 +363,7 @@ def test_a_rank_at_work_explains_its_gang_for_as_long_as_its_own_deadline_lasts(
     assert trace.found() == {fail("phase_overdue", RANKS[0])}
 
 
-def test_a_rank_that_goes_from_pass_to_pass_does_not_explain_one_that_stands() -> None:
+def test_rank_with_continuing_passes_does_not_explain_a_stalled_one() -> None:
     trace = training(2)
     loads(trace, r1=(1.0, 0.0, 0.0))
     for _ in range(30):
@@ -373,7 +373,7 @@ def test_a_rank_that_goes_from_pass_to_pass_does_not_explain_one_that_stands() -
     assert trace.found() == {fail("phase_overdue", RANKS[1])}
 
 
-def test_a_rank_that_is_elsewhere_explains_why_the_others_rest() -> None:
+def test_rank_in_another_phase_explains_why_the_others_are_idle() -> None:
     trace = training(2)
     trace.enter(RANKS[1], "checkpoint")
     loads(trace, r0=IDLE)
@@ -381,16 +381,16 @@ def test_a_rank_that_is_elsewhere_explains_why_the_others_rest() -> None:
     assert trace.found() == set()
 
 
-def test_an_agent_that_is_silent_says_nothing_of_who_is_idle() -> None:
+def test_silent_agent_gives_no_evidence_of_idleness() -> None:
     trace = training()
     loads(trace, r0=IDLE)
     trace.play(30)
     trace.heartbeat_missing.add(agent_of("n0"))
     trace.play(400)
-    assert all(seen[1] != str(TRAINER) for seen in trace.found())
+    assert all(observed[1] != str(TRAINER) for observed in trace.found())
 
 
-def test_a_pause_of_half_a_minute_is_no_hang_and_does_not_add_up() -> None:
+def test_pauses_of_half_a_minute_are_no_hang_and_do_not_add_up() -> None:
     trace = training()
     for _ in range(10):
         loads(trace, r0=IDLE)
@@ -401,13 +401,13 @@ def test_a_pause_of_half_a_minute_is_no_hang_and_does_not_add_up() -> None:
 
 
 def reports_progress(trace: Trace, seconds: float) -> None:
-    """Every few seconds, whatever it does."""
+    """Let the replica report progress every few seconds, regardless of its load."""
     for _ in range(int(seconds / 4)):
         trace.done[TRAINER] = trace.done.get(TRAINER, 0) + 1
         trace.play(4)
 
 
-def test_progress_is_progress_for_long_however_idle_it_looks() -> None:
+def test_progress_of_an_idle_replica_is_accepted_for_long() -> None:
     trace = training()
     loads(trace, r0=IDLE)
     reports_progress(trace, FALSE_PROGRESS_FACTOR * LIMITS.idle - 10)
@@ -418,17 +418,17 @@ def test_progress_is_progress_for_long_however_idle_it_looks() -> None:
     assert trace.found() == set()
 
 
-def test_who_tells_of_progress_in_a_step_and_does_nothing_for_far_longer_hangs() -> None:
+def test_progress_reported_while_idle_for_far_too_long_is_a_hang() -> None:
     trace = training()
     loads(trace, r0=IDLE)
     reports_progress(trace, FALSE_PROGRESS_FACTOR * LIMITS.idle + 10)
     assert trace.found() == {fail("idle_hang", TRAINER)}
-    text = "phase train: neither its CPU nor its GPU works for 300 s and more, though it tells of progress"
+    text = "phase train: neither its CPU nor its GPU has worked for 300 s, although it reports progress"
     assert trace.only().evidence[0].text == text
     assert FALSE_PROGRESS_FACTOR * LIMITS.idle <= ROBUSTRL
 
 
-def test_whose_gpu_never_ran_a_kernel_works_elsewhere_and_its_progress_is_believed() -> None:
+def test_progress_of_a_replica_whose_gpu_never_worked_is_accepted() -> None:
     trace = Trace().node("n0", TRAINER, phase="publish")
     trace.loads[TRAINER] = IDLE
     trace.learn(TRAINER, "train", 20.0)
@@ -437,7 +437,7 @@ def test_whose_gpu_never_ran_a_kernel_works_elsewhere_and_its_progress_is_believ
     assert trace.found() == set()
 
 
-def test_a_suspended_trainer_is_idle_and_well_and_has_all_its_time_when_it_goes_on() -> None:
+def test_suspended_trainer_is_healthy_and_its_limits_start_again_afterwards() -> None:
     trace = training()
     loads(trace, r0=IDLE)
     trace.play(50)
@@ -450,7 +450,7 @@ def test_a_suspended_trainer_is_idle_and_well_and_has_all_its_time_when_it_goes_
     assert trace.found() == set()
 
 
-def test_tensor_cores_that_never_worked_say_nothing() -> None:
+def test_tensor_cores_that_never_worked_give_no_evidence() -> None:
     trace = Trace().node("n0", TRAINER, phase="publish")
     trace.loads[TRAINER] = SPINNING
     trace.learn(TRAINER, "train", 20.0)

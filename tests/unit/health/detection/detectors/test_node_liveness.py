@@ -1,4 +1,4 @@
-"""Which nodes are not heard, condemned or not yet: what tells one that died from a network that is away."""
+"""``silent_nodes``: the nodes without messages, which distinguish a failed node from a network loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def four_nodes() -> Trace:
     return trace
 
 
-def test_nodes_that_fell_silent_with_a_lost_one_are_known_before_they_are_condemned_too() -> None:
+def test_nodes_silent_with_a_lost_one_are_returned_before_they_are_lost() -> None:
     trace = four_nodes()
     trace.heartbeat_missing |= {agent_of("n1"), ROLLOUTS[0]}
     trace.play(1)
@@ -28,7 +28,7 @@ def test_nodes_that_fell_silent_with_a_lost_one_are_known_before_they_are_condem
     )
 
 
-def test_nobody_looks_for_them_while_no_node_is_lost() -> None:
+def test_silent_nodes_is_empty_while_no_node_is_lost() -> None:
     trace = four_nodes()
     trace.heartbeat_missing |= {agent_of("n1"), ROLLOUTS[0]}
     trace.play(LIMITS.silence - 1)

@@ -1,4 +1,4 @@
-"""The detectors of nodes: what condemns one, what only warns, and what is folded into it."""
+"""Detectors of nodes: what fails a node, what only warns, and which findings a failed node suppresses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def two_nodes() -> Trace:
     return Trace().node("n1", *ROLLOUTS[:2]).node("n2", ROLLOUTS[2])
 
 
-def test_a_node_that_the_cluster_calls_down_has_failed_with_proof() -> None:
+def test_node_reported_down_fails_with_proof() -> None:
     trace = two_nodes()
     trace.monitor.on_node_status(N1, "down", "DOWN* Not responding", trace.now)
     finding = trace.only()
@@ -32,21 +32,21 @@ def test_further_readings_do_not_change_the_finding() -> None:
     assert trace.findings(trace.now + 3) == found
 
 
-def test_draining_and_unknown_condemn_nobody() -> None:
+def test_draining_and_unknown_nodes_have_no_finding() -> None:
     for state in ("up", "draining", "unknown"):
         trace = two_nodes()
         trace.monitor.on_node_status(N1, state, "", trace.now)
         assert trace.found() == set()
 
 
-def test_a_node_is_trusted_again_after_two_good_readings() -> None:
+def test_node_is_trusted_again_after_two_good_readings() -> None:
     trace = two_nodes()
     for state, expected in (("down", 1), ("up", 1), ("down", 1), ("up", 1), ("unknown", 1), ("up", 0)):
         trace.monitor.on_node_status(N1, state, "", trace.now)
         assert len(trace.findings()) == expected, state
 
 
-def test_a_silent_agent_alone_is_a_warning_and_for_as_long_again_its_own_failure() -> None:
+def test_silent_agent_alone_warns_first_and_then_fails_itself() -> None:
     trace = two_nodes()
     last = trace.now
     trace.heartbeat_missing.add(agent_of("n1"))
@@ -59,7 +59,7 @@ def test_a_silent_agent_alone_is_a_warning_and_for_as_long_again_its_own_failure
     assert trace.found() == {warn("node_lost", "n1"), fail("agent_silence", agent_of("n1"))}
 
 
-def test_an_agent_is_not_charged_once_nobody_else_on_its_node_is_heard_either() -> None:
+def test_silent_agent_does_not_fail_if_its_whole_node_is_silent() -> None:
     trace = two_nodes()
     trace.heartbeat_missing.add(agent_of("n1"))
     trace.play(1.5 * LIMITS.silence)
@@ -68,7 +68,7 @@ def test_an_agent_is_not_charged_once_nobody_else_on_its_node_is_heard_either() 
     assert trace.found() == {fail("node_lost", "n1")}
 
 
-def test_an_agent_and_every_replica_silent_are_two_witnesses() -> None:
+def test_silent_agent_and_silent_replicas_fail_the_node() -> None:
     trace = two_nodes()
     trace.play(5)
     last = trace.now
@@ -84,7 +84,7 @@ def test_an_agent_and_every_replica_silent_are_two_witnesses() -> None:
     ]  # fmt: skip
 
 
-def test_one_replica_that_is_still_heard_saves_the_node() -> None:
+def test_node_with_one_responsive_replica_does_not_fail() -> None:
     trace = two_nodes()
     trace.heartbeat_missing |= {agent_of("n1"), ROLLOUTS[0]}
     trace.play(100)
@@ -93,7 +93,7 @@ def test_one_replica_that_is_still_heard_saves_the_node() -> None:
     }  # fmt: skip
 
 
-def test_a_spare_has_no_second_witness() -> None:
+def test_silent_spare_node_only_warns() -> None:
     trace = two_nodes().node("n3")
     trace.heartbeat_missing.add(agent_of("n3"))
     trace.play(1000)
@@ -109,7 +109,7 @@ def test_replicas_that_ended_or_left_are_no_witnesses() -> None:
     assert trace.found() == {warn("node_lost", "n1"), fail("exit_record", ROLLOUTS[0])}
 
 
-def test_an_agent_that_exited_is_no_witness_of_a_lost_node() -> None:
+def test_agent_that_exited_is_no_witness_of_a_lost_node() -> None:
     trace = two_nodes()
     trace.monitor.on_step_ended(agent_of("n1"), 1, None, ExitReason.EXITED, trace.now)
     trace.heartbeat_missing |= {agent_of("n1"), *ROLLOUTS[:2]}
@@ -119,7 +119,7 @@ def test_an_agent_that_exited_is_no_witness_of_a_lost_node() -> None:
     }  # fmt: skip
 
 
-def test_a_replica_launched_on_a_node_that_then_falls_silent_is_the_second_witness_once_it_is_overdue() -> None:
+def test_overdue_launch_on_a_silent_node_is_the_second_witness() -> None:
     trace = Trace().node("n1")
     trace.launch(ROLLOUT, "n1")
     launched = trace.now
@@ -129,7 +129,7 @@ def test_a_replica_launched_on_a_node_that_then_falls_silent_is_the_second_witne
     assert trace.found(launched + LIMITS.join) == {fail("node_lost", "n1")}
 
 
-def test_a_replica_that_is_still_starting_does_not_save_a_lost_node() -> None:
+def test_starting_replica_does_not_prevent_the_loss_of_its_node() -> None:
     trace = Trace().node("n1", TRAINER, phase="train")
     trace.play(10)
     trace.launch(ROLLOUT, "n1")
@@ -138,14 +138,14 @@ def test_a_replica_that_is_still_starting_does_not_save_a_lost_node() -> None:
     assert trace.found() == {fail("node_lost", "n1")}
 
 
-def test_a_node_on_which_nothing_ever_joins_is_lost() -> None:
+def test_node_on_which_nothing_joins_is_lost() -> None:
     trace = Trace()
     trace.launch(agent_of("n1"), "n1")
     trace.launch(ROLLOUT, "n1")
     assert trace.found(trace.now + LIMITS.join) == {fail("node_lost", "n1")}
 
 
-def test_a_lost_node_stays_lost_when_its_replicas_are_started_elsewhere_and_its_agent_is_given_up() -> None:
+def test_node_stays_lost_after_its_replicas_and_agent_are_replaced() -> None:
     trace = two_nodes()
     trace.heartbeat_missing |= {agent_of("n1"), *ROLLOUTS[:2]}
     trace.play(20)
@@ -162,7 +162,7 @@ def test_a_lost_node_stays_lost_when_its_replicas_are_started_elsewhere_and_its_
     assert trace.findings() == found
 
 
-def test_a_lost_node_that_is_heard_again_is_lost_no_more() -> None:
+def test_lost_node_that_sends_messages_again_has_no_finding() -> None:
     trace = two_nodes()
     trace.heartbeat_missing |= {agent_of("n1"), *ROLLOUTS[:2]}
     trace.play(20)
@@ -172,7 +172,7 @@ def test_a_lost_node_that_is_heard_again_is_lost_no_more() -> None:
     assert trace.found() == {fail("worker_silence", ROLLOUTS[1])}
 
 
-def test_a_replica_given_up_on_a_living_node_is_no_witness_when_its_agent_falls_silent_later() -> None:
+def test_replica_removed_before_a_node_falls_silent_is_no_witness() -> None:
     trace = Trace().node("n1", ROLLOUT)
     trace.heartbeat_missing.add(ROLLOUT)
     trace.play(20)
@@ -183,7 +183,7 @@ def test_a_replica_given_up_on_a_living_node_is_no_witness_when_its_agent_falls_
     assert trace.found() == {warn("node_lost", "n1")}
 
 
-def test_an_agent_given_up_is_missed_no_more_once_anything_on_its_node_is_heard() -> None:
+def test_removed_agent_is_ignored_once_its_node_sends_a_message() -> None:
     trace = two_nodes()
     trace.heartbeat_missing |= {agent_of("n1"), *ROLLOUTS[:2]}
     trace.play(20)
@@ -194,7 +194,7 @@ def test_an_agent_given_up_is_missed_no_more_once_anything_on_its_node_is_heard(
     assert trace.found() == set()
 
 
-def test_a_node_whose_replicas_were_stopped_before_its_agent_fell_silent_only_warns() -> None:
+def test_node_with_stopped_replicas_and_a_silent_agent_only_warns() -> None:
     trace = two_nodes()
     for incarnation in ROLLOUTS[:2]:
         trace.monitor.on_stop_requested(incarnation, trace.now)
@@ -204,7 +204,7 @@ def test_a_node_whose_replicas_were_stopped_before_its_agent_fell_silent_only_wa
     assert trace.found() == {warn("node_lost", "n1")}
 
 
-def test_proof_about_a_replica_is_not_folded_into_its_failed_node() -> None:
+def test_proof_about_a_replica_is_kept_on_a_failed_node() -> None:
     trace = two_nodes()
     trace.monitor.on_step_ended(ROLLOUTS[0], None, 9, ExitReason.SIGNALED, trace.now)
     trace.monitor.on_node_status(N1, "down", "", trace.now)

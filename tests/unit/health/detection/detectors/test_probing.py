@@ -1,4 +1,4 @@
-"""Rollouts are asked before they are condemned: what an answer, its absence and the loads each mean."""
+"""Probing: the effect of an answer, of a missing answer, and of loads."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from rrl.tests.support.health.traces import (
 )  # fmt: skip
 
 ROBUSTRL = 60.0
-"""s of zero tokens before RobustRL sends its heartbeat (docs/sources.md)"""
+"""Time (s) without tokens after which RobustRL sends its heartbeat (docs/sources.md)."""
 
 
 def generating(probes: bool = True, load: tuple[float, float | None, float | None] | None = BUSY) -> Trace:
-    """A rollout that makes tokens, and is known to make one a second."""
+    """Return a rollout that makes tokens, with a baseline of one per second."""
     trace = Trace().node("n1", *ROLLOUTS[:2])
     if probes:
         trace.answers = {}
@@ -64,16 +64,16 @@ def stop_heartbeats(trace: Trace, load: tuple[float, float | None, float | None]
 
 
 def until_found(trace: Trace, timeout_s: float) -> float:
-    """s until it fails."""
+    """Return the time (s) until a FAIL."""
     for passed in range(int(timeout_s) + 1):
-        if any(seen[2] == "FAIL" for seen in trace.found()):
+        if any(observed[2] == "FAIL" for observed in trace.found()):
             return float(passed)
         trace.play(1)
     raise AssertionError(f"nothing found within {timeout_s:g} s: {trace.found()}")
 
 
 # ── who fails ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_dead_engine_in_a_living_process_fails_within_half_a_minute_where_nothing_works() -> None:
+def test_dead_engine_in_a_live_idle_process_fails_within_half_a_minute() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: None}
     stop_heartbeats(trace, IDLE)
@@ -84,12 +84,12 @@ def test_a_dead_engine_in_a_living_process_fails_within_half_a_minute_where_noth
     finding = trace.only()
     assert (finding.cause, finding.remedy, finding.proof) == (Cause.HANG, Remedy.RESTART, False)
     assert finding.evidence[0].text == (
-        "phase generate: asked for work, it beats and does not answer within 15 s, its CPU and GPU idle"
+        "phase generate: it sends heartbeats but has not answered a probe within 15 s, CPU and GPU idle"
     )
 
 
 @pytest.mark.parametrize("load", [None, (1.0, 0.0, 0.0)])
-def test_of_whom_loads_say_nothing_it_is_asked_as_early_and_has_all_its_time(
+def test_replica_without_useful_loads_is_probed_early_with_the_full_limit(
     load: tuple[float, float | None, float | None] | None,
 ) -> None:
     trace = generating(load=load or BUSY)
@@ -101,7 +101,7 @@ def test_of_whom_loads_say_nothing_it_is_asked_as_early_and_has_all_its_time(
     assert trace.found() == {fail("no_answer", ROLLOUT)}
 
 
-def test_where_no_loads_are_told_a_long_prefill_has_as_long_as_with_robustrl() -> None:
+def test_long_prefill_without_loads_has_as_long_as_with_robustrl() -> None:
     trace = generating(load=None)
     trace.answers = {ROLLOUT: None}
     stop_heartbeats(trace, None)
@@ -109,16 +109,16 @@ def test_where_no_loads_are_told_a_long_prefill_has_as_long_as_with_robustrl() -
     assert trace.found() == {fail("no_answer", ROLLOUT)}
 
 
-def test_an_engine_that_says_that_it_is_dead_fails_at_once() -> None:
+def test_engine_that_answers_a_probe_with_a_failure_fails_at_once() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: DEAD}
     stop_heartbeats(trace, IDLE)
     assert until_found(trace, 40) <= EARLY_PROBE_S + 4
     assert trace.found() == {fail("engine_dead", ROLLOUT)}
-    assert trace.only().evidence[0].text.endswith("it says that it cannot: EngineDeadError")
+    assert trace.only().evidence[0].text.endswith("it answered a probe with a failure: EngineDeadError")
 
 
-def test_who_keeps_its_gpu_and_does_not_answer_fails_when_no_prefill_lasts_so_long() -> None:
+def test_busy_replica_without_answer_fails_after_the_longest_prefill() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: None}
     stop_heartbeats(trace, BUSY)
@@ -126,7 +126,7 @@ def test_who_keeps_its_gpu_and_does_not_answer_fails_when_no_prefill_lasts_so_lo
     assert trace.found() == {fail("no_answer", ROLLOUT)}
 
 
-def test_whose_gpu_spins_in_a_kernel_that_computes_nothing_is_asked_early_and_does_no_prefill() -> None:
+def test_spinning_replica_is_probed_early_and_gets_no_prefill_time() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: None}
     stop_heartbeats(trace, SPINNING)
@@ -134,7 +134,7 @@ def test_whose_gpu_spins_in_a_kernel_that_computes_nothing_is_asked_early_and_do
     assert trace.found() == {fail("no_answer", ROLLOUT)}
 
 
-def test_no_phase_lasts_for_ever_even_if_the_role_answers() -> None:
+def test_phase_limit_applies_even_if_probes_are_answered() -> None:
     trace = generating()
     stop_heartbeats(trace, IDLE)
     last = trace.now
@@ -145,7 +145,7 @@ def test_no_phase_lasts_for_ever_even_if_the_role_answers() -> None:
     assert trace.now - last == PHASES["generate"].longest
 
 
-def test_an_engine_that_dies_while_a_tool_runs_is_found_at_the_next_question() -> None:
+def test_engine_that_dies_during_a_tool_call_fails_at_the_next_probe() -> None:
     trace = generating()
     stop_heartbeats(trace, IDLE)
     trace.play(600)
@@ -154,7 +154,7 @@ def test_an_engine_that_dies_while_a_tool_runs_is_found_at_the_next_question() -
     assert trace.found() == {fail("no_answer", ROLLOUT)}
 
 
-def test_who_tells_of_tokens_while_nothing_works_is_warned_of_and_fails_when_it_does_not_answer() -> None:
+def test_false_progress_warns_and_fails_without_an_answer() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: None}
     trace.loads[ROLLOUT] = IDLE
@@ -162,13 +162,13 @@ def test_who_tells_of_tokens_while_nothing_works_is_warned_of_and_fails_when_it_
     assert trace.found() == set()
     trace.play(8)
     assert trace.found() == {warn("suspected", ROLLOUT)}
-    assert "it tells of progress, and no kernel runs" in trace.only().evidence[0].text
+    assert "it reports progress, but no GPU kernel runs" in trace.only().evidence[0].text
     assert until_found(trace, 40) <= IDLE_ANSWER_SHARE * LIMITS.probe
     assert trace.found() == {fail("no_answer", ROLLOUT)}
 
 
 # ── who does not ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_who_waits_for_a_tool_answers_and_is_left_alone() -> None:
+def test_replica_waiting_for_a_tool_answers_probes_and_has_no_finding() -> None:
     trace = generating()
     stop_heartbeats(trace, IDLE)
     for _ in range(1800):
@@ -185,7 +185,7 @@ def test_who_waits_for_a_tool_answers_and_is_left_alone() -> None:
     assert len(trace.probed_at) == count, "who makes tokens is not asked"
 
 
-def test_a_long_prefill_that_keeps_the_engine_from_answering_is_no_hang() -> None:
+def test_long_prefill_that_delays_the_answer_is_no_hang() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: None}
     stop_heartbeats(trace, BUSY)
@@ -196,7 +196,7 @@ def test_a_long_prefill_that_keeps_the_engine_from_answering_is_no_hang() -> Non
     assert trace.found() == set()
 
 
-def test_compiling_in_the_first_pass_is_no_hang_however_silent() -> None:
+def test_compiling_in_the_first_pass_is_no_hang() -> None:
     trace = Trace().node("n1", ROLLOUT)
     trace.answers, trace.loads = {ROLLOUT: None}, {ROLLOUT: (1.0, 0.0, 0.0)}
     trace.still.add(ROLLOUT)
@@ -204,7 +204,7 @@ def test_compiling_in_the_first_pass_is_no_hang_however_silent() -> None:
     assert trace.found() <= {warn("suspected", ROLLOUT)}
 
 
-def test_who_never_makes_a_first_token_and_does_nothing_at_all_fails_long_before_its_grace_is_over() -> None:
+def test_idle_replica_without_a_first_token_fails_before_its_grace_ends() -> None:
     trace = Trace().node("n1", ROLLOUT)
     trace.answers, trace.loads = {ROLLOUT: None}, {ROLLOUT: IDLE}
     trace.still.add(ROLLOUT)
@@ -216,7 +216,7 @@ def test_who_never_makes_a_first_token_and_does_nothing_at_all_fails_long_before
     )
 
 
-def test_whose_first_token_never_comes_as_its_gpu_spins_fails_where_its_role_s_tensor_cores_were_seen_at_work() -> None:
+def test_spinning_replica_without_a_first_token_fails_if_its_role_uses_tensor_cores() -> None:
     trace = generating()
     trace.answers = {ROLLOUTS[2]: None}
     trace.node("n2", ROLLOUTS[2])
@@ -231,7 +231,7 @@ def test_whose_first_token_never_comes_as_its_gpu_spins_fails_where_its_role_s_t
     )
 
 
-def test_that_its_gpu_spins_may_be_heard_after_it_was_asked() -> None:
+def test_loads_that_show_spinning_may_arrive_after_the_probe() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: None}
     stop_heartbeats(trace, BUSY)
@@ -241,7 +241,7 @@ def test_that_its_gpu_spins_may_be_heard_after_it_was_asked() -> None:
     assert until_found(trace, 100) <= LIMITS.probe + 4
 
 
-def test_who_had_made_tokens_under_an_earlier_manager_has_had_its_first_pass() -> None:
+def test_replica_with_tokens_under_an_earlier_manager_has_no_first_pass() -> None:
     trace = Trace()
     trace.done[ROLLOUT] = 700
     trace.node("n1", ROLLOUT)
@@ -250,7 +250,7 @@ def test_who_had_made_tokens_under_an_earlier_manager_has_had_its_first_pass() -
     assert until_found(trace, 400) <= EARLY_PROBE_S + IDLE_ANSWER_SHARE * LIMITS.probe + 4
 
 
-def test_who_can_only_say_that_it_lives_is_asked_once_and_time_judges_it_which_may_be_a_tool_s() -> None:
+def test_replica_without_probe_handler_is_probed_once_and_judged_by_time() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: NO_PROBE_HANDLER}
     stop_heartbeats(trace, IDLE)
@@ -263,7 +263,7 @@ def test_who_can_only_say_that_it_lives_is_asked_once_and_time_judges_it_which_m
     assert [incarnation for _, incarnation in trace.probed_at] == [ROLLOUT]
 
 
-def test_who_gets_its_handler_later_is_asked_again_in_its_next_phase() -> None:
+def test_replica_with_a_late_probe_handler_is_probed_in_its_next_phase() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: NO_PROBE_HANDLER}
     stop_heartbeats(trace, IDLE)
@@ -277,7 +277,7 @@ def test_who_gets_its_handler_later_is_asked_again_in_its_next_phase() -> None:
 
 # ── who merely waits ─────────────────────────────────────────────────────────────────────────────────────────────────
 def waiting_rollouts(answer: tuple[ProbeResult, str] | None = WORKS) -> Trace:
-    """Two rollouts out of work, idle and well; all are asked, and answer so."""
+    """Return two idle, healthy rollouts without work that answer probes as given."""
     trace = Trace().node("n1", *ROLLOUTS[:2], phase="wait_work")
     trace.answers = dict.fromkeys(ROLLOUTS[:2], answer)
     trace.loads = dict.fromkeys(ROLLOUTS[:2], IDLE)
@@ -286,7 +286,7 @@ def waiting_rollouts(answer: tuple[ProbeResult, str] | None = WORKS) -> Trace:
     return trace
 
 
-def test_who_hangs_while_it_waits_fails_where_its_role_has_answered_then() -> None:
+def test_hung_waiting_replica_fails_if_its_role_answers_while_waiting() -> None:
     trace = waiting_rollouts()
     for incarnation in ROLLOUTS[:2]:
         trace.enter(incarnation, "generate")
@@ -298,18 +298,18 @@ def test_who_hangs_while_it_waits_fails_where_its_role_has_answered_then() -> No
     assert trace.found() == {fail("no_answer", ROLLOUT)}
 
 
-def test_who_waits_and_is_at_work_meanwhile_may_answer_late() -> None:
+def test_waiting_replica_that_works_may_answer_late() -> None:
     trace = waiting_rollouts()
     assert trace.answers is not None
     trace.answers[ROLLOUT] = None
     trace.loads[ROLLOUT] = (1.0, 0.0, 0.0)
     trace.play(BUSY_ANSWER_FACTOR * LIMITS.probe - 5)
-    assert all(seen[2] != "FAIL" for seen in trace.found())
+    assert all(observed[2] != "FAIL" for observed in trace.found())
     assert until_found(trace, 200) <= MAX_PROBE_INTERVAL_S + 5, "it polls for ever"
     assert trace.found() == {fail("no_answer", ROLLOUT)}
 
 
-def test_who_ceases_to_work_as_it_waits_has_as_long_to_answer_from_then_on() -> None:
+def test_waiting_replica_has_the_probe_limit_from_the_end_of_its_work() -> None:
     trace = waiting_rollouts()
     assert trace.answers is not None
     trace.answers[ROLLOUT] = None
@@ -317,12 +317,12 @@ def test_who_ceases_to_work_as_it_waits_has_as_long_to_answer_from_then_on() -> 
     trace.play(MAX_PROBE_INTERVAL_S + LIMITS.probe + 5)  # it is asked once in this time, and long ago
     trace.loads[ROLLOUT] = IDLE
     trace.play(LIMITS.probe - 5)
-    assert all(seen[2] != "FAIL" for seen in trace.found())
+    assert all(observed[2] != "FAIL" for observed in trace.found())
     trace.play(10)
     assert trace.found() == {fail("no_answer", ROLLOUT)}
 
 
-def test_so_does_who_hangs_in_the_midst_of_a_long_wait() -> None:
+def test_replica_that_hangs_during_a_long_wait_fails() -> None:
     trace = waiting_rollouts()
     assert trace.answers is not None
     trace.answers[ROLLOUT] = None
@@ -331,7 +331,9 @@ def test_so_does_who_hangs_in_the_midst_of_a_long_wait() -> None:
 
 
 @pytest.mark.parametrize("answer", [None, NO_PROBE_HANDLER])
-def test_who_waits_in_a_thread_that_does_not_answer_may_wait_in_silence(answer: tuple[ProbeResult, str] | None) -> None:
+def test_replica_waiting_in_a_thread_without_probe_handler_does_not_fail(
+    answer: tuple[ProbeResult, str] | None,
+) -> None:
     trace = waiting_rollouts(answer)
     trace.play(PHASES["wait_work"].longest)
     assert trace.found() == set()
@@ -342,7 +344,7 @@ def test_who_waits_in_a_thread_that_does_not_answer_may_wait_in_silence(answer: 
     assert len(trace.probed_at) <= MAX_WAIT_PROBES + 1, "it is not asked for ever whether it does"
 
 
-def test_who_is_slow_but_seen_at_work_has_longer_where_only_time_can_judge() -> None:
+def test_working_replica_without_probe_handler_has_a_longer_deadline() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: NO_PROBE_HANDLER}
     stop_heartbeats(trace, BUSY)
@@ -352,7 +354,7 @@ def test_who_is_slow_but_seen_at_work_has_longer_where_only_time_can_judge() -> 
     assert trace.found() == {fail("no_progress", ROLLOUT)}
 
 
-def test_a_network_that_is_away_for_5_s_makes_nobody_fail_by_an_answer_that_was_late() -> None:
+def test_network_loss_of_5_s_causes_no_failure_by_a_late_answer() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: None}
     stop_heartbeats(trace, IDLE)
@@ -369,7 +371,7 @@ def test_a_network_that_is_away_for_5_s_makes_nobody_fail_by_an_answer_that_was_
     assert trace.found() == set()
 
 
-def test_a_question_that_may_have_been_lost_is_put_again() -> None:
+def test_unanswered_probe_is_sent_again() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: None}
     stop_heartbeats(trace, IDLE)
@@ -381,7 +383,7 @@ def test_a_question_that_may_have_been_lost_is_put_again() -> None:
     assert trace.found() == set()
 
 
-def test_who_is_not_heard_is_not_condemned_for_not_answering() -> None:
+def test_replica_without_heartbeats_does_not_fail_by_a_missing_answer() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: None}
     stop_heartbeats(trace, IDLE)
@@ -393,7 +395,7 @@ def test_who_is_not_heard_is_not_condemned_for_not_answering() -> None:
     assert trace.found() == {fail("worker_silence", ROLLOUT)}
 
 
-def test_a_silent_agent_is_no_evidence_that_its_rollouts_are_idle() -> None:
+def test_silent_agent_is_no_evidence_that_its_rollouts_are_idle() -> None:
     trace = generating()
     stop_heartbeats(trace, None)
     trace.heartbeat_missing.add(agent_of("n1"))
@@ -404,7 +406,7 @@ def test_a_silent_agent_is_no_evidence_that_its_rollouts_are_idle() -> None:
     assert fail("no_answer", ROLLOUT) in trace.found(), "after all the time of whom nobody knows to be idle"
 
 
-def test_an_agent_that_restarts_leaves_a_gap_in_which_nobody_counts_as_idle() -> None:
+def test_restarted_agent_leaves_a_gap_without_idleness() -> None:
     trace = Trace().node("n1", *ROLLOUTS[:2])
     trace.answers = {}
     trace.play(1)  # how often tokens come is not known
@@ -417,7 +419,7 @@ def test_an_agent_that_restarts_leaves_a_gap_in_which_nobody_counts_as_idle() ->
     assert trace.probed_at == [], "idle for 6 s before and 6 s after it"
 
 
-def test_an_answer_of_who_makes_tokens_again_is_not_held_against_it() -> None:
+def test_probe_answered_after_new_tokens_is_ignored() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: None}
     stop_heartbeats(trace, IDLE)
@@ -429,7 +431,7 @@ def test_an_answer_of_who_makes_tokens_again_is_not_held_against_it() -> None:
     assert trace.found() == set()
 
 
-def test_a_quick_answer_is_nothing_worth_telling() -> None:
+def test_quick_answer_gives_no_finding() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: None}
     stop_heartbeats(trace, IDLE)
@@ -440,7 +442,7 @@ def test_a_quick_answer_is_nothing_worth_telling() -> None:
     assert trace.found(asked_at + PROMPT_ANSWER_S) == {warn("suspected", ROLLOUT)}
 
 
-def test_a_usual_gap_that_is_long_makes_it_be_asked_later() -> None:
+def test_long_usual_time_between_tokens_delays_the_probe() -> None:
     trace = Trace().node("n1", ROLLOUT)
     trace.still.add(ROLLOUT)
     for _ in range(8):
@@ -458,14 +460,14 @@ def test_a_usual_gap_that_is_long_makes_it_be_asked_later() -> None:
 @pytest.mark.parametrize("phase", [
     p.name for p in PHASES.values() if not p.progresses and (p.waits_for is None or p.own_work)
 ])  # fmt: skip
-def test_only_who_must_make_progress_or_merely_waits_is_asked(phase: str) -> None:
+def test_only_progressing_or_waiting_phases_are_probed(phase: str) -> None:
     trace = Trace().node("n1", ROLLOUT, phase=phase)
     trace.answers, trace.loads = {}, {ROLLOUT: IDLE}
     trace.play(1000)
     assert trace.probed_at == []
 
 
-def test_who_is_blocked_by_the_store_is_not_asked() -> None:
+def test_replica_blocked_by_the_store_is_not_probed() -> None:
     trace = generating()
     trace.node("n3", STORE, phase="serve")
     stop_heartbeats(trace, IDLE)
@@ -475,7 +477,7 @@ def test_who_is_blocked_by_the_store_is_not_asked() -> None:
     assert trace.found() == set()
 
 
-def test_a_judge_elsewhere_that_is_slow_to_answer_leaves_the_reward_role_idle_and_well() -> None:
+def test_reward_role_waiting_for_a_slow_remote_judge_is_healthy() -> None:
     trace = Trace().node("n4", REWARD, phase="score")
     trace.answers, trace.loads = {REWARD: NO_PROBE_HANDLER}, {REWARD: IDLE}
     trace.play(30)
@@ -486,7 +488,7 @@ def test_a_judge_elsewhere_that_is_slow_to_answer_leaves_the_reward_role_idle_an
     assert trace.found() == {fail("no_progress", REWARD)}
 
 
-def test_a_manager_that_is_restarted_asks_anew_and_holds_nothing_from_before_against_anybody() -> None:
+def test_restarted_manager_probes_again_and_ignores_earlier_probes() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: None}
     stop_heartbeats(trace, IDLE)
@@ -499,7 +501,7 @@ def test_a_manager_that_is_restarted_asks_anew_and_holds_nothing_from_before_aga
     assert len(trace.probed_at) > asked
 
 
-def test_the_time_to_ask_is_a_time_to_look_again() -> None:
+def test_time_of_the_next_probe_is_a_time_of_evaluation() -> None:
     trace = generating(probes=False)
     stop_heartbeats(trace, BUSY)
     trace.play(5)
@@ -519,7 +521,7 @@ def test_the_time_to_ask_is_a_time_to_look_again() -> None:
     assert due_probes(trace.monitor, limits, again) == []
 
 
-def test_a_life_that_is_not_believed_any_more_is_neither_asked_nor_heard() -> None:
+def test_fenced_incarnation_is_not_probed_and_its_answers_are_ignored() -> None:
     trace = generating()
     second = Incarnation(ReplicaId(ROLLOUT.replica), 2)
     stop_heartbeats(trace, IDLE)
@@ -531,7 +533,7 @@ def test_a_life_that_is_not_believed_any_more_is_neither_asked_nor_heard() -> No
     assert trace.found() == set()
 
 
-def test_so_does_who_tells_of_tokens_without_a_kernel_though_its_cpu_works() -> None:
+def test_tokens_reported_without_a_gpu_kernel_are_false_despite_cpu_work() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: None}
     trace.loads[ROLLOUT] = (0.1, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""The detectors of replicas: each fires, not a moment before, and not where silence or standing still is normal."""
+"""Detectors of replicas: each fires at its deadline, and not where silence or standstill is normal."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def one_rollout(phase: str = "generate") -> Trace:
         (None, None, ExitReason.LAUNCHER_DIED, "", "launcher died"),
     ],
 )
-def test_an_exit_record_is_proof_at_once(
+def test_exit_record_is_proof_at_once(
     code: int | None, signal: int | None, reason: ExitReason, detail: str, text: str
 ) -> None:
     trace = one_rollout()
@@ -63,7 +63,7 @@ def test_an_exit_record_is_proof_at_once(
     assert finding.evidence[0].text == text
 
 
-def test_a_signal_that_is_not_ours_is_a_failure_once_the_cluster_has_had_time_to_say_that_it_preempts() -> None:
+def test_foreign_signal_fails_after_the_cluster_could_report_a_preemption() -> None:
     trace = one_rollout()
     trace.monitor.on_step_ended(ROLLOUT, None, 15, ExitReason.STOPPED, trace.now)
     assert trace.findings() == []
@@ -71,7 +71,7 @@ def test_a_signal_that_is_not_ours_is_a_failure_once_the_cluster_has_had_time_to
     assert (finding.proof, finding.evidence[0].text) == (True, "ended by signal 15 (SIGTERM); stopped on request")
 
 
-def test_an_exit_of_who_was_asked_to_stop_is_no_failure() -> None:
+def test_exit_after_a_stop_request_is_no_failure() -> None:
     for code, signal in ((0, None), (None, 15), (None, 9)):
         trace = one_rollout()
         trace.monitor.on_stop_requested(ROLLOUT, trace.now)
@@ -80,7 +80,7 @@ def test_an_exit_of_who_was_asked_to_stop_is_no_failure() -> None:
         assert trace.found(trace.now + 1e4) - {warn("node_lost", "n1")} == set()
 
 
-def test_a_code_of_its_own_of_who_was_asked_to_stop_is_a_warning() -> None:
+def test_nonzero_exit_code_after_a_stop_request_is_a_warning() -> None:
     trace = one_rollout()
     trace.monitor.on_stop_requested(ROLLOUT, trace.now)
     trace.monitor.on_step_ended(ROLLOUT, 3, None, ExitReason.EXITED, trace.now)
@@ -88,7 +88,7 @@ def test_a_code_of_its_own_of_who_was_asked_to_stop_is_a_warning() -> None:
 
 
 @pytest.mark.parametrize(("code", "signal"), [(0, None), (3, None), (None, 9)])
-def test_an_end_that_nobody_asked_for_is_a_failure_even_after_goodbye(code: int | None, signal: int | None) -> None:
+def test_end_without_a_stop_request_fails_even_after_goodbye(code: int | None, signal: int | None) -> None:
     trace = one_rollout()
     trace.monitor.on_goodbye(ROLLOUT, trace.now)
     trace.monitor.on_step_ended(ROLLOUT, code, signal, ExitReason.EXITED, trace.now)
@@ -97,14 +97,14 @@ def test_an_end_that_nobody_asked_for_is_a_failure_even_after_goodbye(code: int 
     assert trace.only().proof
 
 
-def test_a_witnessed_end_that_nobody_asked_for_is_a_failure_even_after_goodbye() -> None:
+def test_witnessed_end_without_a_stop_request_fails_even_after_goodbye() -> None:
     trace = one_rollout()
     trace.monitor.on_goodbye(ROLLOUT, trace.now)
     trace.monitor.on_step_gone(ROLLOUT, trace.now)
     assert trace.found() == {fail("step_gone", ROLLOUT)}
 
 
-def test_code_0_waits_for_the_word_that_the_run_is_complete() -> None:
+def test_exit_code_0_waits_for_a_report_that_the_run_is_complete() -> None:
     trace = one_rollout()
     trace.monitor.on_step_ended(ROLLOUT, 0, None, ExitReason.EXITED, trace.now)
     due = trace.now + 4 * LIMITS.heartbeat
@@ -114,7 +114,7 @@ def test_code_0_waits_for_the_word_that_the_run_is_complete() -> None:
     assert trace.found(due) == set()
 
 
-def test_who_said_goodbye_and_stays_has_failed_in_the_end() -> None:
+def test_replica_that_does_not_end_after_goodbye_fails() -> None:
     trace = one_rollout("stopping")
     trace.monitor.on_goodbye(ROLLOUT, trace.now)
     trace.monitor.on_goodbye(ROLLOUT, trace.now + 5)
@@ -127,7 +127,7 @@ def test_who_said_goodbye_and_stays_has_failed_in_the_end() -> None:
 
 
 @pytest.mark.parametrize("reason", [ExitReason.FENCED, ExitReason.NOT_ADMITTED])
-def test_a_second_step_that_was_sent_away_says_nothing_about_the_first(reason: ExitReason) -> None:
+def test_exit_record_of_a_rejected_second_step_is_ignored(reason: ExitReason) -> None:
     trace = one_rollout()
     trace.monitor.on_step_ended(ROLLOUT, 1, None, reason, trace.now)
     assert trace.found() == set()
@@ -135,7 +135,7 @@ def test_a_second_step_that_was_sent_away_says_nothing_about_the_first(reason: E
     assert trace.found() == {fail("exit_record", ROLLOUT)}
 
 
-def test_the_agent_s_witness_is_proof_and_an_exit_record_says_more() -> None:
+def test_witnessed_end_is_proof_and_an_exit_record_replaces_it() -> None:
     trace = one_rollout()
     trace.monitor.on_step_gone(ROLLOUT, trace.now)
     assert trace.found() == {fail("step_gone", ROLLOUT)}
@@ -144,7 +144,7 @@ def test_the_agent_s_witness_is_proof_and_an_exit_record_says_more() -> None:
     assert trace.found() == {fail("exit_record", ROLLOUT)}
 
 
-def test_a_witnessed_end_of_who_was_asked_to_stop_is_no_failure() -> None:
+def test_witnessed_end_after_a_stop_request_is_no_failure() -> None:
     trace = one_rollout()
     trace.monitor.on_stop_requested(ROLLOUT, trace.now)
     trace.monitor.on_step_gone(ROLLOUT, trace.now)
@@ -153,14 +153,14 @@ def test_a_witnessed_end_of_who_was_asked_to_stop_is_no_failure() -> None:
     assert trace.found() == set()
 
 
-def test_an_agent_that_exits_is_found_like_any_replica() -> None:
+def test_agent_exit_fails_like_that_of_any_replica() -> None:
     trace = one_rollout()
     trace.monitor.on_step_ended(agent_of("n1"), 1, None, ExitReason.EXITED, trace.now)
     assert trace.found() == {fail("exit_record", agent_of("n1"))}
 
 
 # ── silence ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_silent_worker_on_a_living_node_has_failed_after_the_limit_and_not_before() -> None:
+def test_silent_worker_on_a_responsive_node_fails_at_the_limit() -> None:
     trace = one_rollout()
     trace.play(5)
     last = trace.now
@@ -173,7 +173,7 @@ def test_a_silent_worker_on_a_living_node_has_failed_after_the_limit_and_not_bef
     assert (finding.since, finding.cause, finding.proof) == (last, Cause.PROCESS, False)
 
 
-def test_a_silent_worker_whose_cpu_is_seen_at_work_has_three_times_as_long() -> None:
+def test_silent_worker_with_cpu_load_has_three_times_the_limit() -> None:
     trace = one_rollout()
     trace.loads[ROLLOUT] = (1.0, 0.0, 0.0)
     trace.play(6)
@@ -183,12 +183,12 @@ def test_a_silent_worker_whose_cpu_is_seen_at_work_has_three_times_as_long() -> 
     assert trace.found() == set()
     trace.play(1)
     assert trace.found() == {fail("worker_silence", ROLLOUT)}
-    assert trace.only().evidence[0].text == "no beat for 30 s after its last one, in phase generate"
+    assert trace.only().evidence[0].text == "no heartbeat for 30 s, in phase generate"
     assert trace.now == last + CPU_ACTIVE_SILENCE_FACTOR * LIMITS.silence
 
 
 @pytest.mark.parametrize("load", [(0.0, 1.0, 0.0), (0.0, 0.0, 0.0)])
-def test_a_stopped_one_takes_no_cpu_whatever_keeps_its_gpu(load: tuple[float, float, float]) -> None:
+def test_stopped_worker_with_a_busy_gpu_has_the_normal_limit(load: tuple[float, float, float]) -> None:
     trace = one_rollout()
     trace.loads[ROLLOUT] = load
     trace.play(6)
@@ -198,7 +198,7 @@ def test_a_stopped_one_takes_no_cpu_whatever_keeps_its_gpu(load: tuple[float, fl
 
 
 @pytest.mark.parametrize("phase", sorted(PHASES))
-def test_a_worker_must_beat_in_every_phase(phase: str) -> None:
+def test_worker_without_heartbeats_fails_in_every_phase(phase: str) -> None:
     trace = one_rollout(phase)
     trace.heartbeat_missing.add(ROLLOUT)
     trace.play(10)
@@ -213,7 +213,7 @@ def test_silence_after_goodbye_is_expected() -> None:
     assert trace.found() == set()
 
 
-def test_silence_of_who_was_asked_to_stop_is_expected() -> None:
+def test_silence_after_a_stop_request_is_expected() -> None:
     trace = one_rollout()
     trace.monitor.on_stop_requested(ROLLOUT, trace.now)
     trace.heartbeat_missing.add(ROLLOUT)
@@ -221,7 +221,7 @@ def test_silence_of_who_was_asked_to_stop_is_expected() -> None:
     assert trace.found() == set()
 
 
-def test_a_worker_that_falls_silent_with_its_whole_node_is_unknown_and_not_charged() -> None:
+def test_worker_silent_with_its_whole_node_is_unknown() -> None:
     trace = one_rollout()
     trace.play(5.0)
     trace.monitor.on_agent_message(
@@ -230,14 +230,14 @@ def test_a_worker_that_falls_silent_with_its_whole_node_is_unknown_and_not_charg
     assert trace.found(trace.now + LIMITS.silence) == {unknown("worker_silence", ROLLOUT)}
 
 
-def test_a_living_sibling_witnesses_for_the_node_too() -> None:
+def test_responsive_sibling_is_a_witness_for_the_node() -> None:
     trace = Trace().node("n1", ROLLOUTS[0], ROLLOUTS[1])
     trace.heartbeat_missing |= {ROLLOUTS[0], agent_of("n1")}
     trace.play(10)
     assert trace.found() == {fail("worker_silence", ROLLOUTS[0]), warn("node_lost", "n1")}
 
 
-def test_with_slow_beats_silence_takes_three_missed_ones_and_time_for_the_last() -> None:
+def test_silence_limit_is_at_least_four_heartbeat_intervals() -> None:
     trace = Trace(Limits(heartbeat=5.0, silence=10.0)).node("n1", ROLLOUT)
     last = trace.now
     trace.heartbeat_missing.add(ROLLOUT)
@@ -246,7 +246,7 @@ def test_with_slow_beats_silence_takes_three_missed_ones_and_time_for_the_last()
     assert trace.found(last + 20) == {fail("worker_silence", ROLLOUT)}
 
 
-def test_once_one_is_found_to_be_silent_those_who_have_missed_some_beats_on_living_nodes_are_told_too() -> None:
+def test_missing_heartbeats_lists_other_workers_once_one_is_silent() -> None:
     trace = Trace()
     for index, incarnation in enumerate(ROLLOUTS):
         trace.node(f"n{index}", incarnation)
@@ -260,7 +260,7 @@ def test_once_one_is_found_to_be_silent_those_who_have_missed_some_beats_on_livi
     assert missing_heartbeats(trace.findings(), trace.monitor, LIMITS, trace.now) == silent
 
 
-def test_who_is_heard_again_is_found_no_more() -> None:
+def test_worker_that_sends_messages_again_has_no_finding() -> None:
     trace = one_rollout()
     trace.heartbeat_missing.add(ROLLOUT)
     trace.play(30)
@@ -270,7 +270,7 @@ def test_who_is_heard_again_is_found_no_more() -> None:
     assert trace.found() == set()
 
 
-def test_a_launch_without_hello_fails_after_the_join_limit_and_not_before() -> None:
+def test_launch_without_hello_fails_at_the_join_limit() -> None:
     trace = Trace().node("n1")
     trace.launch(ROLLOUT, "n1")
     due = trace.now + LIMITS.join
@@ -284,7 +284,7 @@ PROMOTE = 4 * LIMITS.heartbeat
 
 
 def promoted() -> Trace:
-    """A shadow of n1, which stood by, was told to become the trainer."""
+    """Return a trace in which the standby process of n1 is promoted to the trainer."""
     trace = Trace().node("n1", STANDBY_PROCESS, phase="standby")
     trace.play(2 * PHASES["generate"].longest)
     assert trace.found() == set(), "it may do nothing for ever"
@@ -292,31 +292,31 @@ def promoted() -> Trace:
     return trace
 
 
-def test_a_shadow_that_is_not_heard_as_what_it_became_fails_long_before_a_launch_would() -> None:
+def test_promoted_standby_without_hello_fails_long_before_a_launch() -> None:
     trace = promoted()
     due = trace.now + PROMOTE
     trace.play(PROMOTE)
     assert trace.found(before(due)) == set()
     assert trace.found(due) == {fail("promotion_overdue", TRAINER)}
     (finding,) = trace.findings()
-    assert finding.evidence[0].text == "standby/n1#3 on n1 was told to become it, and no Hello came within 4 s"
-    assert trace.monitor.replicas.keys() == {TRAINER.replica, agent_of("n1").replica}, "the shadow is no more"
+    assert finding.evidence[0].text == "standby/n1#3 on n1 was promoted to it, but sent no Hello within 4 s"
+    assert trace.monitor.replicas.keys() == {TRAINER.replica, agent_of("n1").replica}, "the standby process is removed"
 
 
-def test_nobody_is_told_to_wait_longer_for_it_because_its_step_lives() -> None:
+def test_running_step_does_not_extend_the_deadline_of_a_promotion() -> None:
     trace = promoted()
     alive(trace, 2 * PROMOTE)
     trace.monitor.on_step_alive(TRAINER, trace.now)
     assert trace.found() == {fail("promotion_overdue", TRAINER)}
 
 
-def test_a_shadow_whose_step_ends_before_it_was_heard_fails_by_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_promoted_standby_whose_step_ends_fails_by_its_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = promoted()
     trace.monitor.on_step_ended(TRAINER, None, 9, ExitReason.SIGNALED, trace.now)
     assert trace.found() == {fail("exit_record", TRAINER)}
 
 
-def test_heard_as_what_it_became_it_is_judged_as_any_other() -> None:
+def test_promoted_standby_with_hello_is_judged_as_any_replica() -> None:
     trace = promoted()
     trace.play(LIMITS.heartbeat)
     trace.monitor.on_hello(TRAINER, NodeName("n1"), "starting", trace.now)
@@ -329,13 +329,13 @@ def test_heard_as_what_it_became_it_is_judged_as_any_other() -> None:
 
 
 def alive(trace: Trace, seconds: float) -> None:
-    """The agent of n1 beats, and says that the rollout's step lives."""
+    """Let the agent of n1 send heartbeats and report the rollout's step as running."""
     for _ in range(int(seconds)):
         trace.play(1)
         trace.monitor.on_step_alive(ROLLOUT, trace.now)
 
 
-def test_a_slow_start_of_a_step_that_lives_is_a_warning_first() -> None:
+def test_slow_start_of_a_running_step_warns_first() -> None:
     trace = Trace().node("n1")
     trace.launch(ROLLOUT, "n1")
     due = trace.now + 5 * LIMITS.join
@@ -352,41 +352,41 @@ def test_a_slow_start_of_a_step_that_lives_is_a_warning_first() -> None:
     assert trace.found() == {fail("never_joined", ROLLOUT)}
 
 
-def test_a_step_that_the_agent_saw_long_ago_has_no_more_time_than_a_launched_one() -> None:
+def test_step_reported_running_long_ago_has_no_extra_time() -> None:
     trace = Trace().node("n1")
     trace.launch(ROLLOUT, "n1")
     alive(trace, 150)
-    seen = trace.now
+    reported_at = trace.now
     trace.play(LIMITS.join)
-    assert trace.found(before(seen + LIMITS.join)) == {warn("never_joined", ROLLOUT)}
+    assert trace.found(before(reported_at + LIMITS.join)) == {warn("never_joined", ROLLOUT)}
     assert trace.found() == {fail("never_joined", ROLLOUT)}
 
 
-def test_a_slow_start_does_not_witness_against_its_node_before_its_own_time_is_up() -> None:
+def test_slow_start_is_no_witness_before_its_own_deadline() -> None:
     trace = Trace().node("n1")
     trace.launch(ROLLOUT, "n1")
     alive(trace, 150)
     trace.heartbeat_missing.add(agent_of("n1"))
-    seen = trace.now
-    assert trace.found(seen + 60) == {warn("never_joined", ROLLOUT), warn("node_lost", "n1")}
-    assert trace.found(seen + LIMITS.join) == {fail("node_lost", "n1")}
+    reported_at = trace.now
+    assert trace.found(reported_at + 60) == {warn("never_joined", ROLLOUT), warn("node_lost", "n1")}
+    assert trace.found(reported_at + LIMITS.join) == {fail("node_lost", "n1")}
 
 
-def test_a_step_that_lives_is_not_thereby_joined_nor_heard() -> None:
+def test_running_step_is_neither_joined_nor_responsive() -> None:
     trace = one_rollout()
     trace.heartbeat_missing.add(ROLLOUT)
     alive(trace, 10)
     assert trace.found() == {fail("worker_silence", ROLLOUT)}
 
 
-def test_an_agent_that_never_joins_fails_by_itself() -> None:
+def test_agent_that_never_joins_fails_itself() -> None:
     trace = Trace()
     trace.launch(agent_of("n1"), "n1")
     assert trace.found(trace.now + LIMITS.join) == {fail("never_joined", agent_of("n1"))}
 
 
 # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_rollout_that_beats_but_makes_no_tokens_hangs_after_the_adaptive_deadline() -> None:
+def test_rollout_without_tokens_hangs_after_the_adaptive_deadline() -> None:
     trace = one_rollout()
     trace.play(20)  # usual gap 1 s: the deadline is the phase's shortest
     last = trace.now
@@ -402,7 +402,7 @@ def test_a_rollout_that_beats_but_makes_no_tokens_hangs_after_the_adaptive_deadl
     )
 
 
-def test_the_first_pass_gets_the_longest_deadline_and_grace() -> None:
+def test_first_pass_has_the_longest_deadline_and_grace() -> None:
     trace = one_rollout()
     trace.still.add(ROLLOUT)
     began = trace.now
@@ -413,7 +413,7 @@ def test_the_first_pass_gets_the_longest_deadline_and_grace() -> None:
 
 
 @pytest.mark.parametrize("phase", ["publish", "score"])
-def test_who_idles_in_its_first_pass_has_no_grace_for_compiling(phase: str) -> None:
+def test_idle_first_pass_has_no_grace_for_compiling(phase: str) -> None:
     trace = one_rollout(phase)
     trace.loads[ROLLOUT], trace.answers = IDLE, {ROLLOUT: NO_PROBE_HANDLER}
     trace.still.add(ROLLOUT)
@@ -421,14 +421,12 @@ def test_who_idles_in_its_first_pass_has_no_grace_for_compiling(phase: str) -> N
     trace.play(due - 2)
     assert trace.found() == set()
     trace.play(4)
-    assert [seen[1:] for seen in trace.found()] == [(str(ROLLOUT), "FAIL")]
+    assert [observed[1:] for observed in trace.found()] == [(str(ROLLOUT), "FAIL")]
     assert due <= 900
 
 
 @pytest.mark.parametrize(("phase", "load"), [("publish", (0.5, 0.0, 0.0)), ("checkpoint", IDLE)])
-def test_a_first_pass_at_work_or_one_that_may_wait_for_storage_has_its_grace(
-    phase: str, load: tuple[float, float, float]
-) -> None:
+def test_working_or_storage_bound_first_pass_has_its_grace(phase: str, load: tuple[float, float, float]) -> None:
     trace = one_rollout(phase)
     trace.loads[ROLLOUT] = load
     trace.play(PHASES[phase].longest + LIMITS.first_pass - 1)
@@ -437,7 +435,7 @@ def test_a_first_pass_at_work_or_one_that_may_wait_for_storage_has_its_grace(
     assert trace.found() == {fail("phase_overdue", ROLLOUT)}
 
 
-def test_in_a_later_life_what_is_usual_counts_at_once_for_who_idles() -> None:
+def test_idle_replacement_is_judged_by_the_baseline_at_once() -> None:
     trace = one_rollout("publish")
     trace.loads[ROLLOUT] = BUSY
     trace.learn(ROLLOUT, "publish", 10.0, between="train")
@@ -453,9 +451,7 @@ def test_in_a_later_life_what_is_usual_counts_at_once_for_who_idles() -> None:
 
 
 @pytest.mark.parametrize(("tensor", "hours"), [(None, 200 / 60), (0.4, 6)])
-def test_a_gpu_at_work_earns_less_in_long_steps_where_nobody_sees_its_tensor_cores(
-    tensor: float | None, hours: float
-) -> None:
+def test_busy_gpu_without_tensor_core_loads_extends_long_steps_less(tensor: float | None, hours: float) -> None:
     trace = one_rollout("train")
     trace.loads[ROLLOUT] = 1.0, 1.0, tensor
     trace.learn(ROLLOUT, "train", 2400.0)
@@ -467,7 +463,7 @@ def test_a_gpu_at_work_earns_less_in_long_steps_where_nobody_sees_its_tensor_cor
     assert trace.found() == {fail("phase_overdue", ROLLOUT)}
 
 
-def test_a_replacement_gets_first_pass_grace_on_top_of_what_is_usual_in_its_role() -> None:
+def test_replacement_gets_first_pass_grace_on_top_of_the_baseline() -> None:
     trace = one_rollout()
     trace.play(20)
     second = Incarnation(ROLLOUT.replica, 2)
@@ -481,7 +477,7 @@ def test_a_replacement_gets_first_pass_grace_on_top_of_what_is_usual_in_its_role
     assert trace.found(due) == {fail("no_progress", second)}
 
 
-def test_no_progress_needs_three_beats_that_show_it() -> None:
+def test_no_progress_needs_three_heartbeats_that_show_it() -> None:
     trace = one_rollout()
     trace.play(20)
     trace.heartbeat_missing.add(ROLLOUT)
@@ -496,13 +492,13 @@ def test_no_progress_needs_three_beats_that_show_it() -> None:
 
 
 @pytest.mark.parametrize("phase", [p.name for p in PHASES.values() if not p.progresses])
-def test_standing_still_for_a_while_is_normal_in_phases_that_need_no_progress(phase: str) -> None:
+def test_temporary_standstill_is_normal_in_phases_without_progress(phase: str) -> None:
     trace = one_rollout(phase)
     trace.play(250)
     assert trace.found() == set()
 
 
-def test_a_training_step_that_does_not_end_is_overdue_by_the_adaptive_deadline() -> None:
+def test_endless_training_step_is_overdue_at_the_adaptive_deadline() -> None:
     trace = Trace().node("n1", TRAINER, phase="publish")
     trace.learn(TRAINER, "train", 200.0, passes=5)
     trace.enter(TRAINER, "train")
@@ -515,7 +511,7 @@ def test_a_training_step_that_does_not_end_is_overdue_by_the_adaptive_deadline()
 
 
 @pytest.mark.parametrize(("usual", "deadline"), [(2.0, 600.0), (5000.0, 21600.0)])
-def test_the_adaptive_deadline_stays_within_the_bounds_of_the_phase(usual: float, deadline: float) -> None:
+def test_adaptive_deadline_stays_within_the_bounds_of_the_phase(usual: float, deadline: float) -> None:
     trace = Trace().node("n1", TRAINER, phase="publish")
     trace.learn(TRAINER, "train", usual, passes=5)
     trace.enter(TRAINER, "train")
@@ -525,7 +521,7 @@ def test_the_adaptive_deadline_stays_within_the_bounds_of_the_phase(usual: float
     assert trace.found(began + deadline) == {fail("phase_overdue", TRAINER)}
 
 
-def test_a_long_phase_that_shows_progress_is_not_overdue() -> None:
+def test_long_phase_with_progress_is_not_overdue() -> None:
     trace = Trace().node("n1", TRAINER, phase="train")
     for _ in range(40):
         trace.play(100)
@@ -533,7 +529,7 @@ def test_a_long_phase_that_shows_progress_is_not_overdue() -> None:
     assert trace.found() == set()
 
 
-def test_a_running_deadline_does_not_move_when_others_change_what_is_usual() -> None:
+def test_running_deadline_does_not_move_with_the_baseline() -> None:
     trace = Trace().node("n1", *ROLLOUTS[:2], phase="publish")
     for incarnation in ROLLOUTS[:2]:
         trace.learn(incarnation, "checkpoint", 100.0, between="serve")
@@ -545,7 +541,7 @@ def test_a_running_deadline_does_not_move_when_others_change_what_is_usual() -> 
     assert trace.findings() == found
 
 
-def test_nobody_knows_how_long_an_undeclared_phase_may_last_so_it_only_warns() -> None:
+def test_overdue_undeclared_phase_only_warns() -> None:
     trace = Trace().node("n1", TRAINER, phase="my_evaluation")
     trace.play(Phase("my_evaluation").longest + LIMITS.first_pass)
     assert trace.found() == {warn("phase_overdue", TRAINER)}
@@ -562,9 +558,7 @@ def test_nobody_knows_how_long_an_undeclared_phase_may_last_so_it_only_warns() -
         ("serve", 1.0, 180.0),  # the store's fsync stalls, and everybody with it
     ],
 )
-def test_one_pass_that_takes_minutes_though_it_usually_takes_seconds_is_no_hang(
-    phase: str, usual: float, once: float
-) -> None:
+def test_pass_of_minutes_that_usually_takes_seconds_is_no_hang(phase: str, usual: float, once: float) -> None:
     trace = Trace().node("n1", TRAINER, phase="wait_data")
     trace.learn(TRAINER, phase, usual, passes=6, between="wait_data")
     trace.still.add(TRAINER)
@@ -573,14 +567,14 @@ def test_one_pass_that_takes_minutes_though_it_usually_takes_seconds_is_no_hang(
     assert trace.found() == set()
 
 
-def test_a_first_training_step_of_hours_is_no_hang() -> None:
+def test_first_training_step_of_hours_is_no_hang() -> None:
     trace = Trace().node("n1", TRAINER, phase="train")
     trace.play(6 * 3600)
     assert trace.found() == set()
 
 
 # ── bounds of the job's own ──────────────────────────────────────────────────────────────────────────────────────────
-def test_the_job_moves_the_bounds_of_a_phase() -> None:
+def test_job_settings_move_the_bounds_of_a_phase() -> None:
     limits = Limits(first_pass=0.0, phases={"train": PhaseSpec(shortest=30.0, longest=100.0)})
     trace = Trace(limits).node("n1", TRAINER, phase="train")
     began = trace.now
@@ -595,7 +589,7 @@ def test_the_job_moves_the_bounds_of_a_phase() -> None:
     assert trace.found() == {fail("phase_overdue", TRAINER)}, "five times the usual is shorter than the shortest"
 
 
-def test_a_phase_of_the_job_s_own_that_lasts_longer_than_it_says_has_failed() -> None:
+def test_job_defined_phase_fails_at_its_declared_limit() -> None:
     own = PhaseSpec(longest=100.0, progresses=False)
     trace = Trace(Limits(first_pass=0.0, phases={"my_evaluation": own})).node("n1", TRAINER, phase="my_evaluation")
     trace.play(99)
@@ -604,7 +598,7 @@ def test_a_phase_of_the_job_s_own_that_lasts_longer_than_it_says_has_failed() ->
     assert trace.found() == {fail("phase_overdue", TRAINER)}
 
 
-def test_a_phase_of_the_job_s_own_can_demand_progress() -> None:
+def test_job_defined_phase_can_require_progress() -> None:
     own = PhaseSpec(shortest=60.0, longest=100.0, progresses=True)
     trace = Trace(Limits(first_pass=0.0, phases={"tools": own})).node("n1", ROLLOUT, phase="tools")
     trace.play(500)
@@ -617,7 +611,7 @@ def test_a_phase_of_the_job_s_own_can_demand_progress() -> None:
     assert trace.found() == {fail("no_progress", ROLLOUT)}
 
 
-def test_the_first_look_tells_the_watch_of_the_job_s_phases() -> None:
+def test_first_detect_gives_the_monitor_the_phases_of_the_job() -> None:
     trace = one_rollout("tools")
     limits = Limits(first_pass=0.0, phases={"tools": PhaseSpec(longest=100.0, progresses=True)})
     detect(trace.monitor, limits, trace.now)
@@ -628,7 +622,7 @@ def test_the_first_look_tells_the_watch_of_the_job_s_phases() -> None:
 
 # ── blocked by another replica ───────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(("phase", "detector"), [("checkpoint", "phase_overdue"), ("generate", "no_progress")])
-def test_time_that_another_replica_took_is_not_charged_when_it_is_over(phase: str, detector: str) -> None:
+def test_time_blocked_by_another_replica_does_not_count_afterwards(phase: str, detector: str) -> None:
     trace = Trace().node("n1", TRAINER, phase="publish").node("n2", STORE, phase="serve").node("n3", ROLLOUT)
     trace.learn(TRAINER, phase, 10.0, passes=6)
     trace.enter(TRAINER, phase)
@@ -651,7 +645,7 @@ def test_time_that_another_replica_took_is_not_charged_when_it_is_over(phase: st
     assert trace.found() == {fail(detector, TRAINER)}, "from then on its time is its own"
 
 
-def test_a_replacement_has_all_the_time_to_start_however_short_the_code_between_phases_was() -> None:
+def test_replacement_has_the_full_start_time_despite_short_phases_before() -> None:
     trace = Trace().node("n1", TRAINER, phase="train")
     trace.learn(TRAINER, "starting", 1.0, passes=6, between="train")
     second = Incarnation(TRAINER.replica, 2)
@@ -663,14 +657,14 @@ def test_a_replacement_has_all_the_time_to_start_however_short_the_code_between_
     assert trace.found(due) == {fail("phase_overdue", second)}
 
 
-def test_a_phase_that_may_last_for_ever_is_never_overdue() -> None:
+def test_phase_without_a_limit_is_never_overdue() -> None:
     assert PHASES["serve"].longest == inf
     trace = Trace().node("n1", TRAINER, phase="serve")
     trace.play(5000)
     assert trace.found() == set()
 
 
-def test_evidence_and_since_carry_no_running_seconds() -> None:
+def test_evidence_and_since_contain_no_running_seconds() -> None:
     trace = Trace().node("n1", *ROLLOUTS)
     trace.play(20)
     trace.still.add(ROLLOUTS[0])
@@ -683,7 +677,7 @@ def test_evidence_and_since_carry_no_running_seconds() -> None:
     assert trace.findings() == found
 
 
-def test_every_detector_is_in_the_ladder_best_evidence_first() -> None:
+def test_every_detector_is_in_the_ladder_by_strength_of_evidence() -> None:
     names = [detector.__name__ for detector in PROGRESS_DETECTORS]
     proofs_first = ["exit_record", "step_gone", "stop_overdue", "promotion_overdue", "never_joined", "worker_silence"]
     assert names[:6] == proofs_first
@@ -696,7 +690,7 @@ def test_every_detector_is_in_the_ladder_best_evidence_first() -> None:
 
 
 # ── a new manager ────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_restart_gives_full_grace_and_judges_nothing_from_before() -> None:
+def test_restart_gives_full_grace_and_ignores_earlier_silence() -> None:
     trace = Trace().node("n1", *ROLLOUTS[:2]).node("n2", TRAINER, phase="train")
     trace.play(20)
     trace.heartbeat_missing |= {ROLLOUTS[0], TRAINER, agent_of("n2")}
@@ -712,13 +706,13 @@ def test_a_restart_gives_full_grace_and_judges_nothing_from_before() -> None:
     trace.play(59)
     assert trace.found() == set()
     trace.play(LIMITS.join - 59)
-    assert trace.found(before(began + LIMITS.join)) == {warn("suspected", ROLLOUTS[1])}, "seen since the restart"
+    assert trace.found(before(began + LIMITS.join)) == {warn("suspected", ROLLOUTS[1])}, "observed since the restart"
     assert trace.found() == {
         fail("never_joined", ROLLOUTS[0]), warn("suspected", ROLLOUTS[1]), fail("node_lost", "n2"),
     }  # fmt: skip
 
 
-def test_proof_outlives_a_restart() -> None:
+def test_proof_is_kept_through_a_restart() -> None:
     trace = one_rollout()
     trace.monitor.on_step_ended(ROLLOUT, 1, None, ExitReason.EXITED, trace.now)
     trace.monitor.restart(trace.now + 5)

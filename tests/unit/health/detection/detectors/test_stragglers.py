@@ -1,4 +1,4 @@
-"""Slow is held against peers, for minutes, and only where it can be told."""
+"""Stragglers: slowness relative to peers, over minutes, where it can be measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLOW = ROLLOUTS[4]
 
 
 class Paced(Trace):
-    """Rollouts that make so many tokens a second; 7 unless said."""
+    """Rollouts with given tokens per second (7 by default)."""
 
     rates: dict[Incarnation, float]
 
@@ -39,7 +39,7 @@ def generating(**limits: str) -> Paced:
     return trace
 
 
-def test_a_rollout_that_makes_a_third_of_its_peers_tokens_for_minutes_is_a_straggler() -> None:
+def test_rollout_with_a_third_of_its_peers_tokens_is_a_straggler() -> None:
     trace = generating()
     trace.rates[SLOW] = 33.0
     trace.play((STRAGGLER_ROUNDS - 1) * THROUGHPUT_WINDOW_S)
@@ -56,21 +56,21 @@ def test_a_rollout_that_makes_a_third_of_its_peers_tokens_for_minutes_is_a_strag
     assert trace.found() == set(), "and is none any more"
 
 
-def test_its_node_is_to_be_left_only_where_the_job_says_so() -> None:
+def test_node_of_a_straggler_is_excluded_only_if_the_job_says_so() -> None:
     trace = generating(stragglers="exclude")
     trace.rates[SLOW] = 33.0
     trace.play(LONG)
     assert [finding.remedy for finding in trace.findings()] == [Remedy.EXCLUDE]
 
 
-def test_a_little_slower_is_not_slow() -> None:
+def test_slightly_slower_rollout_is_no_straggler() -> None:
     trace = generating()
     trace.rates |= {SLOW: 60.0, ROLLOUTS[0]: 140.0}
     trace.play(LONG)
     assert trace.found() == set()
 
 
-def test_two_slow_minutes_are_nothing() -> None:
+def test_two_slow_minutes_give_no_finding() -> None:
     trace = generating()
     for _ in range(4):
         trace.rates[SLOW] = 20.0
@@ -80,7 +80,7 @@ def test_two_slow_minutes_are_nothing() -> None:
         assert trace.found() == set()
 
 
-def test_the_last_one_that_generates_has_no_peers() -> None:
+def test_last_generating_rollout_has_no_peers() -> None:
     trace = generating()
     trace.rates = {SLOW: 20.0}
     for incarnation in ROLLOUTS:
@@ -90,7 +90,7 @@ def test_the_last_one_that_generates_has_no_peers() -> None:
     assert trace.found() == set()
 
 
-def test_who_waits_for_tools_half_of_the_time_is_not_slow() -> None:
+def test_rollout_waiting_for_tools_half_of_the_time_is_not_slow() -> None:
     trace = generating()
     for second in range(int(LONG)):
         tool = second % 20 >= 8
@@ -103,14 +103,14 @@ def test_who_waits_for_tools_half_of_the_time_is_not_slow() -> None:
     assert trace.found() == set()
 
 
-def test_who_makes_next_to_nothing_is_not_compared() -> None:
+def test_rollouts_with_little_work_are_not_compared() -> None:
     trace = generating()
     trace.rates = dict.fromkeys(ROLLOUTS, 1.0) | {SLOW: 0.0}
     trace.play(LONG)
-    assert all(seen[0] != "straggler" for seen in trace.found())
+    assert all(observed[0] != "straggler" for observed in trace.found())
 
 
-def test_a_replacement_begins_without_its_predecessor_s_record() -> None:
+def test_replacement_starts_without_the_slow_rounds_of_its_predecessor() -> None:
     trace = generating()
     trace.rates[SLOW] = 33.0
     trace.play(LONG)
@@ -122,7 +122,7 @@ def test_a_replacement_begins_without_its_predecessor_s_record() -> None:
     assert trace.found() == set()
 
 
-def test_after_a_manager_s_restart_the_rounds_begin_anew() -> None:
+def test_rounds_start_again_after_a_manager_restart() -> None:
     trace = generating()
     trace.rates[SLOW] = 33.0
     trace.play(LONG)
@@ -132,7 +132,7 @@ def test_after_a_manager_s_restart_the_rounds_begin_anew() -> None:
 
 
 def gang(slow: float, passes: int, reported: bool) -> Trace:
-    """Passes of 20 s in which the last rank needs ``slow`` of them; ``told``: it is seen when each is done."""
+    """Play passes of 20 s in which the last rank takes ``slow``; ``reported``: ranks report progress when done."""
     trace = Trace()
     for rank, incarnation in enumerate(RANKS):
         trace.node(f"n{rank}", incarnation, phase="publish")
@@ -151,18 +151,18 @@ def gang(slow: float, passes: int, reported: bool) -> Trace:
     return trace
 
 
-def test_a_rank_whose_share_takes_longer_than_its_gang_s_is_a_straggler_where_that_can_be_seen() -> None:
+def test_rank_with_longer_passes_is_a_straggler_if_it_reports_progress() -> None:
     assert gang(18, STRAGGLER_ROUNDS + 3, reported=True).found() == {warn("straggler", RANKS[3])}
     assert gang(11, STRAGGLER_ROUNDS + 3, reported=True).found() == set()
 
 
-def test_in_lockstep_nobody_can_tell_and_nobody_is_blamed() -> None:
+def test_ranks_in_lockstep_have_no_straggler() -> None:
     assert gang(18, STRAGGLER_ROUNDS + 3, reported=False).found() == set()
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.sampled_from([20.0, 100.0]), min_size=6, max_size=6), st.integers(1, 9))
-def test_what_is_concluded_across_nodes_is_remembered_right(rates: list[float], every: int) -> None:
+def test_conclusions_across_nodes_are_the_same_with_and_without_memo(rates: list[float], every: int) -> None:
     trace = generating()
     trace.rates = dict(zip(ROLLOUTS, rates, strict=True))
     for _ in range(45):

@@ -1,0 +1,417 @@
+"""The observation table: the last observed state of every replica and node, from which the detectors judge.
+
+The table is volatile. The journal does not record heartbeats or silence, so a new manager builds the table from the
+messages that it receives and counts silence from its own start. Callers pass plain values: this package knows neither
+messages nor clusters. ``now`` is always the manager's clock (s) at receipt; timestamps of other hosts are never used.
+Messages of incarnations that the manager neither launched nor admitted, and of older incarnations, are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+from ...core.launch import ExitReason
+from ...core.run_spec import Limits
+from ...core.types import AGENT, STANDBY_ROLE, Incarnation, NodeName, ProbeResult, ReplicaId, gang_of, role_of
+from .baselines import RoleBaseline
+from .progress_tracker import ProgressTracker, restart_clocks, set_blocked_by
+from .records import (  # fmt: skip
+    FLAP_COUNT,
+    FLAP_WINDOW_S,
+    SUSPEND_CHECK_HEARTBEATS,
+    NodeView,
+    ReplicaView,
+    StepEnd,
+    is_polling,
+)
+
+__all__ = [
+    "FLAP_COUNT",
+    "FLAP_WINDOW_S",
+    "SUSPEND_CHECK_HEARTBEATS",
+    "HealthMonitor",
+    "NodeView",
+    "ReplicaView",
+    "StepEnd",
+]
+
+_IGNORED_REASONS = frozenset({ExitReason.NOT_ADMITTED, ExitReason.FENCED})
+"""Exit reasons of steps that never represented the incarnation, or no longer do."""
+
+
+class HealthMonitor:
+    """The last observed state of a run's replicas and nodes.
+
+    The manager reports every observation by an ``on_…`` method; detectors only read.
+    """
+
+    def __init__(self) -> None:
+        self.replicas: dict[ReplicaId, ReplicaView] = {}
+        self.nodes: dict[NodeName, NodeView] = {}
+        self.dirty: set[NodeName] = set()
+        """Nodes with an observation since the last ``detect``, which empties the set."""
+        self.probes_due: dict[NodeName, float] = {}
+        """Time of the next probe on each node (``probing.due_probes``); written by ``detect``."""
+        self.memo: object = None
+        """Results that ``detect`` keeps for its next call; private to it."""
+        self._progress = ProgressTracker(self.replicas, self.dirty)
+        self._removed: dict[ReplicaId, int] = {}
+        """Highest incarnation number removed, by replica."""
+        self._gangs: set[ReplicaId] = set()
+        """Gangs with more than one member."""
+        self._suspended: set[ReplicaId] = set()
+        """Gangs with a member on a suspended node."""
+
+    def set_limits(self, limits: Limits) -> None:
+        """Judge phases by this job's limits. ``detect`` calls it; durations learned earlier are kept."""
+        self._progress.set_limits(limits)
+
+    # ── baselines for the next manager ───────────────────────────────────────────────────────────────────────────────
+    def baselines(self) -> dict[str, RoleBaseline]:
+        """Return what was learned about each role."""
+        return self._progress.baselines()
+
+    def restore_baselines(self, baselines: Mapping[str, RoleBaseline]) -> None:
+        """Take over the baselines of an earlier manager; call it before the first observation."""
+        self._progress.restore_baselines(baselines)
+
+    # ── decisions of the manager ─────────────────────────────────────────────────────────────────────────────────────
+    def on_launched(
+        self,
+        incarnation: Incarnation,
+        node: NodeName,
+        now: float,
+        standby: Incarnation | None = None,
+        join_timeout_s: float = 0.0,
+    ) -> None:
+        """Add an incarnation that was launched or that an earlier manager left running; its join deadline starts.
+
+        Args:
+            incarnation: The current incarnation.
+            node: The node that it was placed on.
+            now: Manager's clock (s).
+            standby: The standby process that was promoted to it instead of a launch.
+            join_timeout_s: Time (s) within which a promoted standby process must send a Hello as the incarnation.
+        """
+        if standby is not None:
+            self.remove(standby)
+        if (view := self._ensure_view(incarnation, node, now)) is not None and standby is not None:
+            view.standby, view.join_timeout_s = standby, join_timeout_s
+
+    def restore_passed_phases(self, incarnation: Incarnation, passed: Collection[str]) -> None:
+        """Mark phases that the incarnation completed under an earlier manager: they are not first passes."""
+        if view := self._view_of(incarnation):
+            self._progress.restore_passed_phases(view, passed)
+
+    def delay_join_deadline(self, incarnation: Incarnation, now: float) -> None:
+        """Restart the join deadline of an incarnation that an unresponsive cluster may not have launched yet."""
+        if (view := self._view_of(incarnation)) and view.status == "launched" and view.standby is None:
+            view.launched_at = now
+
+    def on_stop_requested(self, incarnation: Incarnation, now: float) -> None:
+        """Record that the manager requested the incarnation to stop: its end is then expected."""
+        if (view := self._view_of(incarnation)) and view.stop_requested_at is None:
+            view.stop_requested_at = now
+
+    def on_goodbye(self, incarnation: Incarnation, now: float) -> None:
+        """Record a Goodbye: heartbeats are no longer expected, but without a stop request the end is a failure."""
+        if (view := self._view_of(incarnation)) and view.goodbye_at is None:
+            view.goodbye_at = now
+
+    def remove(self, incarnation: Incarnation) -> None:
+        """Forget an incarnation that is no longer current; its later messages are ignored."""
+        replica = incarnation.replica
+        self._removed[replica] = max(incarnation.number, self._removed.get(replica, -1))
+        view = self.replicas.get(replica)
+        if view is not None and view.incarnation <= incarnation:
+            self._detach(view)
+            del self.replicas[replica]
+            self._progress.remove(view.incarnation)
+
+    def remove_node(self, node: NodeName) -> None:
+        """Forget a released node and every incarnation on it."""
+        if (node_view := self.nodes.get(node)) is None:
+            return
+        for view in node_view.all_replicas():
+            self.remove(view.incarnation)
+        del self.nodes[node]
+        self.dirty.add(node)
+
+    def restart(self, now: float) -> None:
+        """Count all deadlines from ``now``, as if everything was just launched.
+
+        For a new manager, and for one that was itself stopped for a while. Proof (exit records, witnessed ends) and
+        baselines are kept; silence from before is not judged.
+        """
+        self._progress.reset_throughput()
+        for view in self.replicas.values():
+            view.status, view.joined_at, view.last_message = "launched", None, "restart"
+            restart_clocks(view, now)
+        for node_view in self.nodes.values():
+            node_view.suspended_at = node_view.suspension_checked_at = None
+            node_view.last_message_at = node_view.state = node_view.reported_down = None
+            node_view.detail, node_view.since, node_view.observations = "", now, 0
+            node_view.forget_departed()
+            self.dirty.add(node_view.node)
+
+    # ── messages of replicas ─────────────────────────────────────────────────────────────────────────────────────────
+    def on_hello(self, incarnation: Incarnation, node: NodeName, phase: str, now: float) -> None:
+        """Take a Hello, first or repeated; it names the node on which the incarnation really runs."""
+        if (view := self._ensure_view(incarnation, node, now)) is None:
+            return
+        if view.node != node and not view.is_agent:
+            view.node_view.residents.pop(incarnation, None)
+            self.dirty.add(view.node)
+            view.node_view = self._node(node)
+            view.node_view.residents[incarnation] = view
+        self._on_message(view, "hello", now)
+        if view.phase != phase:
+            self._progress.begin_phase(view, phase, now)
+
+    def on_heartbeat(
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float
+    ) -> None:
+        """Take a heartbeat. If the message that announced its phase was lost, the phase begins now."""
+        if view := self._view_of(incarnation):
+            self._on_message(view, "heartbeat", now)
+            view.heartbeats += 1
+            view.probe.heartbeats += 1
+            if view.waits_for is not None and waits_for is None:
+                self._progress.on_unblocked(view, now)
+            self._progress.update_throughput(view, done, now)
+            self._progress.advance(view, done, now)
+            if view.phase != phase:
+                self._progress.begin_phase(view, phase, now)
+            elif view.waits_for is None and waits_for is not None and view.declared.waits_for is None:
+                view.start_observed = False  # part of this time belongs to another replica: it is not a usual duration
+            set_blocked_by(view, waits_for, now)
+
+    def on_phase(
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float
+    ) -> None:
+        """Begin a phase, or another pass of the same phase."""
+        if view := self._view_of(incarnation):
+            self._on_message(view, "entered", now)
+            self._progress.advance(view, done, now)
+            self._progress.begin_phase(view, phase, now)
+            set_blocked_by(view, waits_for, now)
+
+    # ── reports about replicas ───────────────────────────────────────────────────────────────────────────────────────
+    def on_load(
+        self, incarnation: Incarnation, cpu: float, gpu: float | None, now: float, tensor: float | None = None
+    ) -> None:
+        """Take the load that the node's agent measured.
+
+        Args:
+            incarnation: The incarnation whose processes were measured.
+            cpu: CPU cores in use.
+            gpu: Share of the time (0 to 1) in which a kernel ran; None: not measurable.
+            now: Manager's clock (s).
+            tensor: Share of the time (0 to 1) in which tensor cores worked; None: not measurable.
+        """
+        if view := self._view_of(incarnation):
+            # After the first pass the incarnation's own tensor cores must have been observed at work: some GPUs do not
+            # report them and read 0.
+            view.loads.add(cpu, gpu, now, tensor, needs_tensor_cores=view.role.uses_tensor_cores and view.first_pass)
+            view.role.uses_tensor_cores = view.role.uses_tensor_cores or view.loads.uses_tensor_cores
+            if view.loads.gpu_idle_since is None and view.probe.last_sent_at < view.last_change_at:
+                view.probe.reset()  # it has made progress since the probe, and its GPU works
+
+    def on_probe_sent(self, incarnation: Incarnation, now: float) -> None:
+        """Record that a probe was sent (``probing.due_probes``)."""
+        if view := self._view_of(incarnation):
+            view.probe.sent(now)
+            view.role.probes_sent += not view.role.answers_probes and is_polling(view)
+
+    def on_probe_answered(self, incarnation: Incarnation, result: ProbeResult, detail: str, now: float) -> None:
+        """Take the answer to a probe; ``detail`` is for people."""
+        if view := self._view_of(incarnation):
+            if result is ProbeResult.WORKS and view.probe.pending_since is not None and is_polling(view):
+                self._progress.mark_answers_probes(view.role)
+            view.probe.answered(result, detail, now)
+
+    def on_step_ended(
+        self, incarnation: Incarnation, code: int | None, signal: int | None, reason: ExitReason, now: float,
+        last_line: str = "", detail: str = "",
+    ) -> None:  # fmt: skip
+        """Take the exit record of a step; the first one counts.
+
+        The record of a step that was not admitted or was fenced is ignored: it may be a second step with the same tag.
+        """
+        if (view := self._view_of(incarnation)) and view.exit is None and reason not in _IGNORED_REASONS:
+            view.exit = StepEnd(code, signal, reason, now, last_line, detail)
+
+    def on_step_gone(self, incarnation: Incarnation, now: float) -> None:
+        """Record that the agent found the step's first process gone, without an exit record."""
+        if (view := self._view_of(incarnation)) and view.gone_witnessed_at is None:
+            view.gone_witnessed_at = now
+
+    def on_step_alive(self, incarnation: Incarnation, now: float) -> None:
+        """Record that the agent found the step's first process running, which extends the join deadline."""
+        if view := self._view_of(incarnation):
+            view.step_alive_at = now
+
+    # ── reports about nodes ──────────────────────────────────────────────────────────────────────────────────────────
+    def on_agent_message(self, node: NodeName, incarnation: Incarnation, now: float, boot_id: str = "") -> None:
+        """Take a Hello (with the node's boot id) or a heartbeat of the node's agent."""
+        if view := self._ensure_view(incarnation, node, now):
+            self._on_message(view, "agent", now)
+            view.node_view.boot_id = boot_id or view.node_view.boot_id
+
+    def on_job_status(self, node: NodeName, suspended: bool, polled_at: float, now: float) -> None:
+        """Take from the cluster whether the job that holds this node is suspended, as of ``polled_at`` (s).
+
+        While it is suspended no deadline on the node runs; when it resumes, all of them start again.
+        """
+        node_view = self._node(node)
+        node_view.suspension_checked_at = polled_at
+        if not suspended:
+            self._resume_node(node_view, now)
+        elif node_view.suspended_at is None and (
+            node_view.last_message_at is None or node_view.last_message_at < polled_at
+        ):
+            node_view.suspended_at = polled_at
+            self._update_suspended_gangs(now)
+
+    def needs_suspend_check(self, limits: Limits, now: float) -> bool:
+        """Return whether a node is silent and the cluster has not said since whether its job is suspended.
+
+        The cluster is polled before such a node is excluded.
+        """
+        return any(
+            node_view.agent is not None
+            and node_view.suspension_checked_at is not None
+            and node_view.suspended_at is None
+            and node_view.last_message_at is not None
+            and now - node_view.last_message_at > limits.silence / 2
+            and not node_view.suspension_checked(limits)
+            for node_view in self.nodes.values()
+        )
+
+    def on_node_status(self, node: NodeName, state: str, detail: str, now: float, isolated: bool = True) -> None:
+        """Take one reading of the cluster about a node.
+
+        Args:
+            node: The node.
+            state: ``up``, ``draining``, ``down`` or ``unknown``. ``unknown`` alone means neither healthy nor failed.
+            detail: The cluster's reason, for people.
+            now: Manager's clock (s).
+            isolated: Whether most other nodes kept their state. Only then a node that is no longer up counts as one
+                that flaps.
+        """
+        node_view = self._node(node)
+        if node_view.reported_up and isolated and state in ("down", "unknown"):
+            node_view.flaps.append(now)
+        node_view.reported_up = state == "up" or (node_view.reported_up and not isolated)
+        if state == "unknown":
+            return
+        if node_view.state != state:
+            node_view.state, node_view.detail, node_view.since, node_view.observations = state, detail, now, 0
+            if state == "down" and node_view.reported_down is None:
+                node_view.reported_down = (now, detail)
+        node_view.observations += 1
+        if state != "down" and node_view.observations >= 2:  # docs/sources.md: trust a node after two good readings
+            node_view.reported_down = None
+
+    # ── queries ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    def workers(self) -> Iterator[ReplicaView]:
+        """Return all replicas except agents and standby processes, for which no replica waits."""
+        return (
+            view for view in self.replicas.values() if role_of(view.incarnation.replica) not in (AGENT, STANDBY_ROLE)
+        )
+
+    def incarnations_on(self, node: NodeName) -> list[Incarnation]:
+        """Return the current incarnations on a node, without its agent."""
+        node_view = self.nodes.get(node)
+        return [] if node_view is None else list(node_view.residents)
+
+    # ── internals ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _node(self, node: NodeName) -> NodeView:
+        self.dirty.add(node)
+        return self.nodes.setdefault(node, NodeView(node))
+
+    def _view_of(self, incarnation: Incarnation) -> ReplicaView | None:
+        view = self.replicas.get(incarnation.replica)
+        if view is None or view.incarnation != incarnation:
+            return None
+        self.dirty.add(view.node)
+        return view
+
+    def _ensure_view(self, incarnation: Incarnation, node: NodeName, now: float) -> ReplicaView | None:
+        """Return the view of an incarnation, created if it is the newest; None if it is not current."""
+        old = self.replicas.get(incarnation.replica)
+        if old is not None and old.incarnation == incarnation:
+            self.dirty.add(old.node)
+            return old
+        if (old is not None and old.incarnation > incarnation) or incarnation.number <= self._removed.get(
+            incarnation.replica, -1
+        ):
+            return None
+        if old is not None:
+            self._detach(old)
+            self._progress.remove(old.incarnation)
+        node_view = self._node(node)
+        view = ReplicaView(incarnation, node_view, launched_at=now, last_message_at=now, done_changed_at=now)
+        view.gang_suspended = gang_of(incarnation.replica) in self._suspended
+        view.role = self._progress.role_view(incarnation.replica)
+        self.replicas[incarnation.replica] = view
+        self._link_gang(view)
+        if view.is_agent:
+            node_view.agent, node_view.former_agent = view, None
+        else:
+            node_view.residents[incarnation] = view
+        return view
+
+    def _link_gang(self, view: ReplicaView) -> None:
+        """Mark a gang as one with several members once its second member appears."""
+        gang = gang_of(view.incarnation.replica)
+        if gang != view.incarnation.replica:
+            self._gangs.add(gang)
+            if (first := self.replicas.get(gang)) is not None and not first.in_gang:
+                first.in_gang = True
+                self.dirty.add(first.node)
+        view.in_gang = gang in self._gangs
+
+    def _resume_node(self, node_view: NodeView, now: float) -> None:
+        """End the suspension of a node, if there is one: all deadlines on it start again."""
+        if node_view.suspended_at is None:
+            return
+        node_view.suspended_at, node_view.last_message_at = None, None
+        node_view.forget_departed()
+        for view in node_view.all_replicas():
+            restart_clocks(view, now)
+        self._update_suspended_gangs(now)
+
+    def _update_suspended_gangs(self, now: float) -> None:
+        """Mark the members of gangs with a suspended member: none of them can make progress."""
+        suspended = [node_view for node_view in self.nodes.values() if node_view.suspended_at is not None]
+        self.dirty.update(node_view.node for node_view in suspended)
+        self._suspended = {
+            gang_of(incarnation.replica) for node_view in suspended for incarnation in node_view.residents
+        }
+        for view in self.replicas.values():
+            gang_suspended = gang_of(view.incarnation.replica) in self._suspended
+            if view.gang_suspended and not gang_suspended:
+                view.phase_since, view.heartbeats, view.start_observed = now, 0, False
+                view.loads.reset()
+                view.probe.reset()
+            if view.gang_suspended != gang_suspended:
+                view.gang_suspended = gang_suspended
+                self.dirty.add(view.node)
+
+    def _detach(self, view: ReplicaView) -> None:
+        """Move a view from its node's present replicas to those that departed."""
+        node_view = view.node_view
+        self.dirty.add(node_view.node)
+        if node_view.agent is view:
+            node_view.agent, node_view.former_agent = None, view
+        elif node_view.residents.pop(view.incarnation, None):
+            node_view.departed[view.incarnation] = view
+
+    def _on_message(self, view: ReplicaView, source: str, now: float) -> None:
+        self._resume_node(view.node_view, now)  # a suspended process sends nothing
+        if view.status == "launched":
+            view.status, view.joined_at, view.standby = "joined", now, None
+        view.last_message_at, view.last_message = now, source
+        view.node_view.last_message_at = now
+        view.node_view.forget_departed()

@@ -1,0 +1,206 @@
+"""Follows phases and progress of replicas and learns from them how long each phase of a role usually takes.
+
+:class:`ProgressTracker` updates the progress fields of a :class:`~.records.ReplicaView` when a phase begins or ``done``
+rises, and feeds the baselines of :mod:`rrl.health.detection.baselines`. Only durations that were observed from their
+beginning and that were the replica's own count: not the time for which another replica blocked it, and not a first
+pass, which compiles and warms up. Times are the manager's clock (s).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from ...core.run_spec import Limits
+from ...core.types import Incarnation, NodeName, ReplicaId, role_of
+from .baselines import PhaseDurations, RoleBaseline, ThroughputRounds
+from .records import ReplicaView, RoleView
+
+STARTING = "starting"
+"""Phase that a worker reports before its first own phase. Its duration is not learned: the next start may be on another
+node."""
+
+
+class ProgressTracker:
+    """The clocks of all replicas, and the baselines of their roles.
+
+    Args:
+        replicas: The table of the health monitor; the monitor adds and removes entries.
+        dirty: Nodes that ``detect`` must evaluate again; this class adds to it.
+    """
+
+    def __init__(self, replicas: Mapping[ReplicaId, ReplicaView], dirty: set[NodeName]) -> None:
+        self._replicas = replicas
+        self._dirty = dirty
+        self._limits = Limits()
+        self._durations = PhaseDurations()
+        self._throughput = ThroughputRounds()
+        self._roles: dict[str, RoleView] = {}
+
+    def set_limits(self, limits: Limits) -> None:
+        """Use the phases that this job declares, also for the phases in which replicas are now."""
+        self._limits = limits
+        for view in self._replicas.values():
+            if view.phase is not None:
+                view.declared = limits.phase(view.phase)
+
+    # ── baselines ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def baselines(self) -> dict[str, RoleBaseline]:
+        """Return what was learned, by role; roles of which nothing is known are left out."""
+        stats = self._durations.stats()
+        learned = {
+            name: RoleBaseline(stats.get(name, {}), role.uses_tensor_cores, role.answers_probes, role.slowest_load)
+            for name, role in self._roles.items()
+        }
+        return {name: baseline for name, baseline in learned.items() if baseline != RoleBaseline()}
+
+    def restore_baselines(self, baselines: Mapping[str, RoleBaseline]) -> None:
+        """Take over what an earlier manager learned."""
+        for name, baseline in baselines.items():
+            role = self._roles.setdefault(name, RoleView())
+            role.uses_tensor_cores = baseline.uses_tensor_cores
+            role.answers_probes = baseline.answers_probes
+            role.slowest_load = baseline.slowest_load
+            for phase, stats in baseline.phases.items():
+                self._durations.restore(name, phase, stats)
+
+    def role_view(self, replica: ReplicaId) -> RoleView:
+        """Return the record that all replicas of this replica's role share."""
+        return self._roles.setdefault(role_of(replica), RoleView())
+
+    def mark_answers_probes(self, role: RoleView) -> None:
+        """Record that replicas of this role answer probes while they wait."""
+        if not role.answers_probes:
+            role.answers_probes = True
+            self._mark_role_dirty(role)
+
+    # ── clocks ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def restore_passed_phases(self, view: ReplicaView, phases: Collection[str]) -> None:
+        """Mark phases that the incarnation completed under an earlier manager: they are not first passes.
+
+        A phase that progresses is left out: its count shows whether the first pass is over.
+        """
+        view.passed_phases.update(name for name in phases if not self._limits.phase(name).progresses)
+        if view.role.uses_tensor_cores and any(self._limits.phase(name).computes for name in view.passed_phases):
+            view.loads.uses_tensor_cores = True
+
+    def begin_phase(self, view: ReplicaView, phase: str, now: float) -> None:
+        """Start the clock of a phase; the phase before it is complete."""
+        if view.phase is not None and not view.declared.progresses:
+            self._record_duration(view, now)
+            view.passed_phases.add(view.phase)
+            if view.declared.own_work:
+                view.role.newest_load_began = max(view.role.newest_load_began, view.phase_since)
+        view.start_observed = view.phase is not None  # the first phase reported began before the report
+        view.phase, view.phase_since, view.heartbeats = phase, now, 0
+        view.declared = self._limits.phase(phase)
+        view.probe.reset()
+        view.probe.no_probe_handler = False  # a role may install its handler after the first probe
+        view.throughput.last_added_at = None
+        self._freeze_baseline(view)
+
+    def advance(self, view: ReplicaView, done: int, now: float) -> None:
+        """Take the reported progress; a rise restarts the clock.
+
+        The first count after a silence is only a starting point: nobody knows when it rose.
+        """
+        before, view.done = view.done, done if view.done is None else max(done, view.done)
+        if before is None:
+            view.worked_before = done > 0
+        if before is None or done <= before:
+            return
+        if view.phase is not None and view.declared.progresses:
+            self._record_duration(view, now)
+            view.start_observed = True
+            view.passed_phases.add(view.phase)
+            self._freeze_baseline(view)
+        view.done_changed_at = now
+        view.heartbeats = 0
+        if view.loads.gpu_idle_since is None:  # a replica whose GPU idles may report false progress: still probe it
+            view.probe.reset()
+
+    def update_throughput(self, view: ReplicaView, done: int, now: float) -> None:
+        """Add the work of a replica that makes tokens to its round.
+
+        The time for which it is idle or blocked does not count: it waits for something, such as a tool.
+        """
+        if not (view.declared.progresses and view.declared.computes):
+            return
+        rise = 0 if view.done is None else max(0, done - view.done)
+        working = view.waits_for is None and view.loads.idle_since is None and not view.first_pass
+        role = role_of(view.incarnation.replica)
+        self._mark_dirty(self._throughput.add(role, view.incarnation, view.throughput, rise, working, now))
+
+    def on_unblocked(self, view: ReplicaView, now: float) -> None:
+        """Restart the clock of a replica that another one, mostly the store, no longer blocks.
+
+        The clock of a phase that itself waits for other replicas goes on: between two requests to the store such a
+        replica briefly names none.
+        """
+        if view.declared.waits_for is None:
+            view.phase_since, view.heartbeats, view.start_observed = now, 0, False
+            view.probe.reset()
+
+    def remove(self, incarnation: Incarnation) -> None:
+        """Take an incarnation out of the comparisons of throughput."""
+        self._throughput.remove(incarnation, incarnation.gang)
+
+    def reset_throughput(self) -> None:
+        """Begin all comparisons of throughput again."""
+        self._throughput.reset()
+
+    # ── internals ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _freeze_baseline(self, view: ReplicaView) -> None:
+        """Fix what is usual for as long as this clock runs: a running deadline never moves."""
+        typical = self._durations.typical(role_of(view.incarnation.replica), view.phase or "")
+        view.usual_duration, view.slowest_duration = typical.median, typical.longest
+
+    def _record_duration(self, view: ReplicaView, now: float) -> None:
+        """Learn how long a pass of the phase took or, where progress is counted, the time between two rises."""
+        assert view.phase is not None
+        if view.phase == STARTING or not view.start_observed or view.first_pass:
+            return
+        role = role_of(view.incarnation.replica)
+        since = view.last_change_at if view.declared.progresses else view.phase_since
+        self._durations.add(role, view.phase, now - since)
+        if view.declared.own_work:
+            self._set_slowest_load(view.role, self._durations.typical(role, view.phase).longest)
+        if view.declared.computes and not view.declared.progresses:
+            rose = view.done_changed_at > view.phase_since
+            worked_s = (view.done_changed_at if rose else now) - view.phase_since
+            self._mark_dirty(
+                self._throughput.on_pass(view.incarnation.gang, view.incarnation, view.throughput, worked_s, now)
+            )
+
+    def _set_slowest_load(self, role: RoleView, longest_s: float) -> None:
+        if role.slowest_load != longest_s:
+            role.slowest_load = longest_s
+            self._mark_role_dirty(role)
+
+    def _mark_role_dirty(self, role: RoleView) -> None:
+        self._dirty.update(view.node for view in self._replicas.values() if view.role is role)
+
+    def _mark_dirty(self, incarnations: Iterable[Incarnation]) -> None:
+        replicas = (incarnation.replica for incarnation in incarnations)
+        self._dirty.update(self._replicas[replica].node for replica in replicas if replica in self._replicas)
+
+
+def restart_clocks(view: ReplicaView, now: float) -> None:
+    """Let all deadlines of a replica count from ``now``: earlier silence and standstill are not judged. Proof stays."""
+    view.launched_at = view.last_message_at = view.phase_since = view.done_changed_at = now
+    view.heartbeats, view.start_observed = 0, False
+    view.blocked_since = None if view.waits_for is None else now
+    view.loads.reset()
+    view.probe.reset()
+    pace = view.throughput
+    pace.work, pace.seconds, pace.last_added_at, pace.slow_rounds = 0, 0.0, None, 0
+    if view.goodbye_at is not None:
+        view.goodbye_at = now
+
+
+def set_blocked_by(view: ReplicaView, replica: ReplicaId | None, now: float) -> None:
+    """Record which replica blocks this one (None: no replica does), and since when it has been blocked."""
+    if replica is None:
+        view.blocked_since = None
+    elif view.waits_for is None or view.blocked_since is None:
+        view.blocked_since = now
+    view.waits_for = replica
