@@ -65,7 +65,7 @@ class HostReader:
     def close(self) -> None:
         self._mounts.close()
 
-    # ── processes ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── processes ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def _processes(self, now: float, unread: dict[str, str]) -> tuple[tuple[StuckProcess, ...], int]:
         stuck: _ObservedSince = {}
         zombies: _ObservedSince = {}
@@ -132,7 +132,7 @@ class HostReader:
                 if entry.name.isdigit():
                     yield int(entry.name)
 
-    # ── files ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def _table(self, name: str, fields: dict[str, str], unread: dict[str, str]) -> dict[str, int]:
         """``key: value ...`` or ``key value`` a line; ``fields``: what those that are not there are called."""
         found: dict[str, int] = {}

@@ -23,7 +23,7 @@ UnreadReasons = dict[str, str]
 """field → why it could not be read: ``not supported``, ``not permitted``, ``no such function in this driver`` ..."""
 
 
-# ── NVML ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── NVML ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 class NvLink(Struct, frozen=True, kw_only=True):
     """One link of one GPU. Counters are totals since the driver was loaded."""
 
@@ -136,7 +136,7 @@ class NvmlData(Struct, frozen=True, tag="nvml"):
     """those that a device cgroup (Slurm's ConstrainDevices) keeps from it: NVML may not count them"""
 
 
-# ── DCGM ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── DCGM ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 class DcgmGpu(Struct, frozen=True, kw_only=True):
     """One GPU of dcgm-exporter's metrics."""
 
@@ -176,7 +176,7 @@ class DcgmData(Struct, frozen=True, tag="dcgm"):
     """UUIDs of the GPUs that the driver lists in /proc"""
 
 
-# ── kernel log ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── kernel log ────────────────────────────────────────────────────────────────────────────────────────────────────────
 class KernelEvent(Struct, frozen=True, kw_only=True):
     """One line of the kernel log that means something."""
 
@@ -205,7 +205,7 @@ class KernelData(Struct, frozen=True, tag="kernel"):
     """lines that the kernel overwrote before they were read, or beyond what one reading carries"""
 
 
-# ── InfiniBand and RoCE ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── InfiniBand and RoCE ───────────────────────────────────────────────────────────────────────────────────────────────
 class FabricPort(Struct, frozen=True, kw_only=True):
     """``/sys/class/infiniband/<device>/ports/<port>``. Counters are totals."""
 
@@ -230,7 +230,7 @@ class FabricData(Struct, frozen=True, tag="fabric"):
     """``uverbs0``, ``umad1`` ... that the kernel lists and that ``/dev/infiniband`` lacks"""
 
 
-# ── host ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── host ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 class Mount(Struct, frozen=True, kw_only=True):
     """One path that the node needs: looked at by a process of its own, for it may hang."""
 
@@ -279,7 +279,7 @@ class HostData(Struct, frozen=True, tag="host", kw_only=True):
     unread: UnreadReasons = {}
 
 
-# ── a reading ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a reading ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 Data = NvmlData | DcgmData | KernelData | FabricData | HostData
 
 

@@ -140,7 +140,7 @@ class _Supervisor:
                 assert child.connection is not None
                 child.connection.send(b"?")
 
-    # ── a reader's life ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── a reader's life ───────────────────────────────────────────────────────────────────────────────────────────────
     def _start(self, child: _Child, now: float) -> None:
         supervisor_pid = os.getpid()
         try:
@@ -270,7 +270,7 @@ class _Supervisor:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(child.pidfd, child.signalled)
 
-    # ── the one who started us ─────────────────────────────────────────────────────────────────────────────────────
+    # ── the one who started us ────────────────────────────────────────────────────────────────────────────────────────
     def _service_client(self) -> None:
         """It says nothing; its end is ours."""
         try:

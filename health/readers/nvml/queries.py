@@ -31,7 +31,7 @@ _MULTIPLE_SINGLE_BIT, _DOUBLE_BIT = 0, 1
 _SHUTDOWN_TLIMIT, _SLOWDOWN_TLIMIT = 193, 194
 
 
-# ── functions behind field values ────────────────────────────────────────────────────────────────────────────────────
+# ── functions behind field values ─────────────────────────────────────────────────────────────────────────────────────
 def _ecc(kind: int, counter: int) -> tuple[QueryFunction]:
     return (lambda nvml, handle: nvml.nvmlDeviceGetTotalEccErrors(handle, kind, counter),)
 
@@ -44,7 +44,7 @@ def _retired(cause: int) -> tuple[QueryFunction]:
     return (lambda nvml, handle: len(nvml.nvmlDeviceGetRetiredPages(handle, cause)),)
 
 
-# ── functions that need a word ───────────────────────────────────────────────────────────────────────────────────────
+# ── functions that need a word ────────────────────────────────────────────────────────────────────────────────────────
 def _memory_v2(nvml: Any, handle: Any) -> tuple[int, int]:
     """Used by processes; the driver's own reserve is not in it."""
     memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
@@ -108,7 +108,7 @@ def _temperature(nvml: Any, handle: Any) -> int:
     return int(nvml.nvmlDeviceGetTemperature(handle, _CORE))
 
 
-# ── the groups ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the groups ────────────────────────────────────────────────────────────────────────────────────────────────────────
 FAST_FIELDS = (
     FieldQuery("recovery_action", 230, recovery_action),
     FieldQuery("ecc_volatile_uncorrected", 4, alternatives=_ecc(_UNCORRECTED, _VOLATILE)),

@@ -242,7 +242,7 @@ def _links(**fields: Any) -> tuple[NvLink, ...]:
 def test_a_link_that_was_active_and_goes_down_condemns_after_three_looks() -> None:
     node = ObservedNode().gpus().gpus(gpu(0, nvlinks=_links(active=False)), times=2)
     assert node.verdict("nvlink_state") is Verdict.WARN
-    assert "not seen 3 times in a row yet" in node.text("nvlink_state")
+    assert "not found 3 times in a row yet" in node.text("nvlink_state")
     found = node.gpus(gpu(0, nvlinks=_links(active=False))).one("nvlink_state")
     assert (found.verdict, found.remedy) == (Verdict.FAIL, Remedy.EXCLUDE)
 

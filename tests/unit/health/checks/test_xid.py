@@ -305,7 +305,7 @@ def test_an_xid_79_of_a_gpu_that_still_answers_nvml_is_a_warning() -> None:
     node = ObservedNode().gpus().xid(79)
     assert node.verdict("xid") is Verdict.WARN, "until NVML is read again"
     assert node.gpus(times=5).verdict("xid") is Verdict.WARN
-    assert "NVML says that the GPU works" in node.text("xid")
+    assert "NVML reports that the GPU works" in node.text("xid")
 
 
 def test_an_xid_79_condemns_where_nvml_does_not_answer_any_more() -> None:
