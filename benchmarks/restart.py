@@ -145,11 +145,11 @@ def job(arm: str, cluster: str, ranks: int) -> str:
         ('kind = "local"', f'kind = "{cluster}"'),
         ("steps = 300", f"steps = {STEPS}"),
         ("[roles.trainer]\n", f"[roles.trainer]\nranks = {ranks}\n{warm}\n"),
-        ("[limits]\n", '[limits]\nbeat = "200ms"\n'),
+        ("[limits]\n", '[limits]\nheartbeat = "200ms"\n'),
     ):
         assert old in toml, f"the quickstart has no {old!r}"
         toml = toml.replace(old, new)
-    return f'{toml}\n[recovery]\n{policy}\nbackoff = "0s"\nwhole = 100\n[faults]\nallow = true\n'
+    return f'{toml}\n[recovery]\n{policy}\nbackoff = "0s"\nfull_restarts = 100\n[faults]\nallow = true\n'
 
 
 def kill(run: TestRun, arm: str) -> None:

@@ -195,12 +195,13 @@ def drain_line(node: str, reason: str) -> str:
 
 def _action(history: RunHistory, act: ActionTaken) -> ReportLine:
     by = f" for {act.by}" if act.by else ""
+    action = act.action.replace("_", " ")
     why = act.reason or (act.evidence[0] if act.evidence else "")
     rejection_text = f" (not drained: {act.rejection})" if act.rejection else ""
     return ReportLine(
         act.at,
         f"{history.user}/{history.run}",
-        f"{act.action}{by}: {why}{rejection_text}" if why else f"{act.action}{by}",
+        f"{action}{by}: {why}{rejection_text}" if why else f"{action}{by}",
     )
 
 

@@ -54,7 +54,7 @@ vllm = {{ {vllm} }}
 mem = "2GiB"
 segment_tokens = 4
 [limits]
-beat = "1s"
+heartbeat = "1s"
 silence = "60s"
 poll = "2s"
 step_grace = "60s"

@@ -26,7 +26,7 @@ def _without_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_benchmark_names_its_needs_and_checks_them() -> None:
     programs = {path.stem: path.read_text() for path in BENCHMARKS.glob("[a-z]*.py")}
     assert set(programs) == set(NEEDS)
-    assert [name for name, text in programs.items() if f'begin("{name}"' not in text] == []
+    assert [name for name, text in programs.items() if f'check_requirements("{name}"' not in text] == []
 
 
 @pytest.mark.parametrize("benchmark", [restart, manager_away])

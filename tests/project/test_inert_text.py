@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("cli", "config", "core", "health", "manager", "roles")
 TEXTS = frozenset({
-    "detail", "details", "evidence", "message", "reason", "reasons", "said", "text", "told", "why",
+    "detail", "details", "evidence", "message", "last_line", "reason", "reasons", "rejection", "said", "text", "told", "why",
 })  # fmt: skip
 """names of variables and attributes that hold text for people"""
 ONE_TEXT = frozenset({"detail", "reason", "why"})
@@ -38,9 +38,7 @@ PARSERS = {
     "cli/doctor/slurm_output.py": "reads what Slurm's commands print",
     "health/history/user_files.py": "splits files into lines",
     "health/readers": "reads what dcgmi, the driver and the kernel print",
-    "health/checks/xid_events.py": "reads NVIDIA's catalogue of Xids",
     "manager/cluster/slurm/requests.py": "reads what sinfo prints",
-    "manager/cluster/slurm/steps.py": "reads what srun prints",
     "manager/cluster/slurm/parsing.py": "reads what squeue and scontrol print",
     "manager/reporting/log_buffers.py": "splits logs into lines",
     "roles/rollout/vllm/engine.py": "reads vLLM's reason for the end of a sequence, which is a value of vLLM's API",

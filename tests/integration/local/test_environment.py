@@ -43,7 +43,7 @@ command = ["sh", "-c", "env > look.new; mv look.new look.env"]
 mem = "256MiB"
 watch = "activity"
 [limits]
-beat = "500ms"
+heartbeat = "500ms"
 silence = "10s"
 poll = "1s"
 {extra}

@@ -35,7 +35,7 @@ def test_a_cancelled_run_goes_on_from_its_last_step_and_trains_nothing_twice(tmp
     state = run.wait_end()
     assert (state.outcome, state.step, state.run) == (Outcome.COMPLETED, 40, ended.run), state.why
     assert all(
-        state.replica(id).incarnation_number > before[id] for id in before if not id.startswith(("agent", "shadow"))
+        state.replica(id).incarnation_number > before[id] for id in before if not id.startswith(("agent", "standby"))
     )
     run.wait_gone()
     check_sound(run.run)

@@ -152,7 +152,7 @@ def test_a_manager_killed_over_the_adoption_is_followed_by_one_that_goes_through
 
 @pytest.mark.long
 def test_a_shadow_that_does_not_answer_in_time_is_given_up_and_the_trainer_comes_back(tmp_path: Path) -> None:
-    run = submit_here(tmp_path, light_job("local", 60, extra='[recovery]\nadopt = "3s"\n'))
+    run = submit_here(tmp_path, light_job("local", 60, extra='[recovery]\npromote = "3s"\n'))
     shadow = wait_for_standby(run)
     os.kill(pid_of(shadow), signal.SIGSTOP)
     os.kill(pid_of(run.state().replica(TRAINER)), signal.SIGKILL)

@@ -96,7 +96,7 @@ def week() -> list[SourcedRecord]:
         found(DAY_S, "n3", text=f"Xid 48: double-bit ECC error on {GPU}, serial 1650924012345, boot id 77ab-1"),
         failed(DAY_S + 60, "n3", "rollout/2#1", cause="gpu", detector="xid"),
         acted(DAY_S + 61, "n3", "excluded"),
-        acted(DAY_S + 62, "n3", "asked", reason=reason, outcome="we may not drain nodes here"),
+        acted(DAY_S + 62, "n3", "drain_requested", reason=reason, outcome="we may not drain nodes here"),
         mended(DAY_S + 60 + HOUR / 2, "rollout/2", "n3", DAY_S + 60, 4.0),
         failed(2 * DAY_S, "n1", "rollout/0#1"), mended(2 * DAY_S + 360, "rollout/0", "n1", 2 * DAY_S, 0.8),
         failed(2.5 * DAY_S, "n2", "rollout/1#1", injected=True),

@@ -87,7 +87,7 @@ async def _manager(standing: Handling, lease: Lease, listener: FakeListener) -> 
 
     manager: Any = Manager(standing.run, cast(Cluster, None), job(), "job.toml", "127.0.0.1")
     cast(Any, standing.handler)._send = told
-    manager._lease, manager._listener, manager._ear = lease, listener, standing.handler
+    manager._lease, manager._listener, manager._message_handler = lease, listener, standing.handler
     return manager
 
 

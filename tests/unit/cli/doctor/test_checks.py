@@ -267,8 +267,8 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
     # a node
     ("node.folder", FAIL, "No such file", node(folder="No such file or directory")),
     ("node.answer", UNKNOWN, "does not see", node(folder="No such file or directory")),
-    ("node.answer", FAIL, "not seen", visited(seen=None)),
-    ("node.answer", WARN, "31.0 s", visited(seen=31.0)),
+    ("node.answer", FAIL, "not seen", visited(visible_after_s=None)),
+    ("node.answer", WARN, "31.0 s", visited(visible_after_s=31.0)),
     ("node.rrl", FAIL, "Python 3.11.2", there(python=msgspec.structs.replace(
         findings.host().python, version="3.9.1"))),
     ("node.packages", WARN, "torch absent (here 2.13.0)", there(python=msgspec.structs.replace(

@@ -458,7 +458,7 @@ def test_who_may_not_drain_is_told_so(slurm_lab: SlurmLab, tmp_path: Path, broke
         "import sys, time; from pathlib import Path; from rrl.tests.support.health.site_history import *; "
         "user = sys.argv[2]; "
         "at = time.time() - BEGAN; "
-        "ask = acted(at + 1, 'n2', 'asked', reason='rrl:r:x', cause='storage'); "
+        "ask = acted(at + 1, 'n2', 'drain_requested', reason='rrl:r:x', cause='storage'); "
         "write(Path(sys.argv[1]), user, 'r', [began(at, 'r', user), ask])"
     )
     folder.mkdir(exist_ok=True)

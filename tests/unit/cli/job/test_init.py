@@ -80,7 +80,7 @@ def test_without_slurm_it_is_the_quickstarts_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["local", "slurm"])
 def test_what_it_has_in_comments_can_be_used(tmp_path: Path, place: str) -> None:
     text = written(tmp_path, PLACES[place])[0]
-    for line in ("# ranks = 2", "# standbys = 0", "# [recovery]", '# policy = "role"'):
+    for line in ("# ranks = 2", "# donor_rollouts = 0", "# [recovery]", '# policy = "role"'):
         assert line in text
         text = text.replace(line, line[2:])
     (tmp_path / "used.toml").write_text(text)

@@ -49,7 +49,7 @@ def test_a_run_directory_that_is_away_is_said_too(tmp_path: Path) -> None:
     ("changes", "expected_text"),
     [
         ({"state": AllocationState.SUSPENDED}, "suspended"),
-        ({"taken": True, "left": 30.0}, "preempted"),
+        ({"reclaimed": True, "time_left_s": 30.0}, "preempted"),
         ({"state": AllocationState.PENDING, "nodes": (), "detail": "PENDING: held by an administrator"},
          "held by an administrator"),
     ],

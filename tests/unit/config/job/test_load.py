@@ -299,7 +299,7 @@ WRONG: list[tuple[str, str, str]] = [
      " [commands.judge] (the program and its arguments; relative paths start at the folder of job.toml)"),
     ("[task]", '[commands.trainer]\ncommand = ["x"]\n[task]', "job.toml:12: commands: 'trainer' is a name of rrl's own; take"
      " another one for a role of yours"),
-    ("[task]", '[commands.shadow]\ncommand = ["x"]\n[task]', "job.toml:12: commands: 'shadow' is a name of rrl's own; take"
+    ("[task]", '[commands.standby]\ncommand = ["x"]\n[task]', "job.toml:12: commands: 'standby' is a name of rrl's own; take"
      " another one for a role of yours"),
     ("[task]", '[commands.Judge]\ncommand = ["x"]\n[task]', "job.toml:12: commands: 'Judge' is no name of a role; use up to"
      " 30 lower case letters"),

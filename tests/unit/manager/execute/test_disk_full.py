@@ -54,19 +54,19 @@ def test_the_file_is_written_to_the_last_byte_and_given_back(run: RunDir, monkey
 FILLS_A_REAL_ONE = """
 import subprocess, sys
 from pathlib import Path
-from rrl.manager.execute import fault_injection as ballast
+from rrl.manager.execute import fault_injection
 from rrl.core.run_dir import RunDir
 run = RunDir(Path(sys.argv[1]))
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", run.path], check=True)
 try:
     (run.path / "held").write_bytes(b"1" * 1000)
-    ballast.fill(run)
+    fault_injection.fill_disk(run)
     try:
         (run.path / "more").write_bytes(b"1" * 100_000)
         raise SystemExit("there is room left")
     except OSError as error:
         print(error.strerror)
-    ballast.give_back(run)
+    fault_injection.remove_disk_filler(run)
     (run.path / "more").write_bytes(b"1" * 100_000)
     assert (run.path / "held").read_bytes() == b"1" * 1000
 finally:

@@ -547,7 +547,7 @@ _nodes = st.sampled_from([N1, N2, N3])
 _allocations = st.sampled_from([POOL, f"{RUN}.more-1"])
 _requests = st.builds(
     AllocationRequest, _allocations, st.integers(1, 2), st.just(NODE), st.just(60.0),
-    more=st.sampled_from([(), (AllocationRequest(f"{RUN}.other", 1, NODE, 60.0, node_group="other"),)]),
+    further_components=st.sampled_from([(), (AllocationRequest(f"{RUN}.other", 1, NODE, 60.0, node_group="other"),)]),
 )  # fmt: skip
 _whys = st.builds(Why, st.sampled_from([(), ("because",)]), st.sampled_from([None, *Rung]))
 _moments = st.builds(FaultTrigger, st.integers(0, 2))
@@ -575,7 +575,7 @@ _decisions = st.one_of(
     st.builds(Finish, st.sampled_from(Outcome), _whys),
 )
 _statuses = st.builds(AllocationStatus, st.sampled_from(AllocationState), st.just("7"),
-                  st.lists(_nodes, unique=True).map(tuple), hopeless=st.sampled_from(["", "never"]))  # fmt: skip
+                  st.lists(_nodes, unique=True).map(tuple), unsatisfiable_reason=st.sampled_from(["", "never"]))  # fmt: skip
 _evidence = st.just((Evidence("step", "it ended", 1.0),))
 _findings = st.one_of(
     st.builds(Finding, st.just("exit_record"), st.sampled_from(Verdict), st.just(Cause.PROCESS),

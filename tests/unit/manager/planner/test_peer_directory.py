@@ -54,7 +54,7 @@ def test_a_trainer_that_has_published_nothing_is_not_among_them_and_of_a_gang_on
 
 def test_who_is_not_believed_or_has_not_joined_or_serves_nothing_is_not_told() -> None:
     world = state(trainer_0=NEW, rollout_0=NEW)
-    changes: list[dict[str, Any]] = [{"status": Status.LAUNCHING}, {"status": Status.WANTED}, {"serves": None}]
+    changes: list[dict[str, Any]] = [{"status": Status.LAUNCHING}, {"status": Status.WANTED}, {"weight_address": None}]
     for number, change in enumerate(changes):
         id = ReplicaId(f"rollout/{number}")
         one = msgspec.structs.replace(world.replicas[id], **change)

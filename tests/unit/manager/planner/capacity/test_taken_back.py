@@ -49,7 +49,7 @@ def preempt(world: World, tag: str) -> None:
         if node in nodes:
             del world.steps[step]
             world.happen(ev.StepEnded(incarnation, step, 0, None, ExitReason.STOPPED))
-    with_status(world, tag, left=GRACE, taken=True)
+    with_status(world, tag, time_left_s=GRACE, reclaimed=True)
     world.play(timeout_s=GRACE)
     if tag in world.state.allocations:
         world.drop(tag, AllocationState.ENDED)
@@ -78,7 +78,7 @@ def test_who_is_on_a_preempted_node_leaves_at_once_uncharged_and_is_asked_a_node
 
 def test_nobody_is_started_on_nodes_that_are_being_taken_back() -> None:
     world = World(in_node_groups()).steady()
-    with_status(world, FIRST, left=GRACE, taken=True)
+    with_status(world, FIRST, time_left_s=GRACE, reclaimed=True)
     before = len(world.decided(Launch))
     world.play(lambda: FIRST not in world.state.allocations, timeout_s=GRACE)
     assert [one.allocation for one in world.decided(Launch)[before:]] == []
@@ -134,7 +134,7 @@ def test_whoever_is_on_a_job_that_ends_leaves_before_slurm_has_said_why_and_its_
 
 def test_whose_process_is_ended_when_its_time_is_over_has_not_failed_though_the_cluster_says_nothing_yet() -> None:
     world = World(job(spares=0), nodes=9).steady()
-    with_status(world, POOL, left=-1.0)
+    with_status(world, POOL, time_left_s=-1.0)
     incarnation, step = world.state.replica(R0).incarnation, world.state.replica(R0).step
     assert step is not None
     assert fences(world) == [], "it may go on for a while"
@@ -149,7 +149,7 @@ def test_whose_process_is_ended_when_its_time_is_over_has_not_failed_though_the_
 def test_nobody_is_started_on_nodes_whose_time_is_over() -> None:
     world = World(job(spares=0), nodes=9).steady()
     world.closed["pool"] = "Priority"
-    with_status(world, POOL, left=-1.0)
+    with_status(world, POOL, time_left_s=-1.0)
     world.kill(R0)
     world.wait(60.0)
     assert R0 not in {incarnation.replica for incarnation, _ in world.steps.values()}
@@ -179,7 +179,7 @@ def test_a_suspended_allocation_keeps_its_nodes_and_gets_nobody_until_it_goes_on
     assert (held.running, held.suspended, held.pending, held.ends_at) == (True, True, False, float("inf"))
     world.wait(3 * 86400.0 / 24)
     assert (requests(world)[4:], world.incarnations()) == ([], before)
-    with_status(world, FIRST, state=AllocationState.RUNNING, detail="RUNNING", left=50_000.0)
+    with_status(world, FIRST, state=AllocationState.RUNNING, detail="RUNNING", time_left_s=50_000.0)
     assert world.state.allocations[FIRST].ends_at == world.now + 50_000.0
     assert world.incarnations() == before
 
@@ -319,11 +319,11 @@ def test_a_follow_up_asks_for_the_time_that_is_left() -> None:
 
 def test_an_end_that_the_cluster_brings_forward_is_prepared_for_and_one_that_it_puts_off_is_not() -> None:
     world = World(job(walltime=20 * HOUR, steps=10**6), nodes=30).steady()
-    with_status(world, POOL, left=HOUR)
+    with_status(world, POOL, time_left_s=HOUR)
     world.play(lambda: len(requests(world)) == 2, timeout_s=2 * HOUR)
     assert world.now == world.state.allocations[POOL].ends_at - world.state.job.limits.rotate
     world = World(terms(job(walltime=20 * HOUR, steps=10**6), 4 * HOUR), nodes=30).steady()
-    with_status(world, POOL, left=19.9 * HOUR)
+    with_status(world, POOL, time_left_s=19.9 * HOUR)
     world.wait(3.9 * HOUR)
     assert len(requests(world)) == 1
 

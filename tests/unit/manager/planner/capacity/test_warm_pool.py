@@ -480,7 +480,7 @@ def test_what_the_journal_says_is_enough_to_know_which_role_each_stands_for() ->
     for stamped in world.events:
         state = fold(state, stamped)
     assert state == world.state
-    waiting = {one.id: standby_role_of(one.id) for one in state.replicas.values() if one.role == "shadow"}
+    waiting = {one.id: standby_role_of(one.id) for one in state.replicas.values() if one.role == "standby"}
     assert waiting == {"standby/n2": "trainer", "standby/n6": "trainer", "standby/n6:rollout": "rollout"}
 
 
