@@ -1,4 +1,4 @@
-"""One node of a report: what stands against it, what it cost, what to do. Pure."""
+"""The report of one node: open findings, their cost, and what to do. Pure."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .model import DrainState, NodeReport, ReportLine
 
 MAX_EVIDENCE_LINES = 5
 RECOVERED_AFTER_S = 3600.0
-"""s that a later run has had a node, without finding the same, after which what was never taken back counts as past"""
-"""what the reason of every drain of ours begins with"""
+"""Seconds that later runs must hold a node without the same finding, so that a finding that was never cleared counts as
+past."""
 ADVICE = {
     Remedy.NONE: "watch",
     Remedy.RESTART: "nothing: a restart of the application is enough",
-    Remedy.EXCLUDE: "keep it from jobs until it was looked at",
+    Remedy.EXCLUDE: "run no jobs on it until it was examined",
     Remedy.RESET_GPU: "drain it and reset its GPU (nvidia-smi --gpu-reset)",
     Remedy.REBOOT: "drain it and reboot it",
     Remedy.DRAIN: "drain it",
@@ -38,6 +38,7 @@ _GPU = re.compile(r"\bGPU-[0-9a-fA-F-]{8,}")
 
 
 def node_report(index: RecordIndex, name: str, drain: DrainState) -> NodeReport:
+    """Return the report of one node."""
     incidents = [one for one in index.incidents_of.get(name, []) if one.at >= index.since]
     infra = [one for one in incidents if one.owner == INFRA and not one.injected]
     findings = [
@@ -75,7 +76,8 @@ def node_report(index: RecordIndex, name: str, drain: DrainState) -> NodeReport:
 
 
 def _is_open(index: RecordIndex, node: str, raised: RaisedFinding) -> bool:
-    """It was never taken back, and no later run has had the node for a while and found it well."""
+    """Return whether the finding was never cleared, and no later run held the node for a while without the same finding.
+    """
     if raised.until < inf:
         return False
     after = index.held_by_others_s(node, (raised.user, raised.run), raised.observed_until)
@@ -86,7 +88,7 @@ def _is_open(index: RecordIndex, node: str, raised: RaisedFinding) -> bool:
 
 
 def _verdict(standing: list[RaisedFinding], accusing: list[RaisedFinding]) -> str:
-    """FAIL needs evidence that accuses the node; anything that stands is at least a WARN."""
+    """Return the verdict: FAIL needs evidence that accuses the node; any open finding gives at least a WARN."""
     if any(one.finding.verdict is Verdict.FAIL for one in accusing):
         return Verdict.FAIL.value
     return Verdict.WARN.value if standing else Verdict.OK.value
@@ -98,7 +100,7 @@ def _as_of(index: RecordIndex, node: str) -> float:
 
 
 def _last_reported_at(raised: RaisedFinding) -> float:
-    """When it was last said, or was over."""
+    """Return when the finding was last reported, or cleared (s)."""
     return raised.finding.at if raised.until == inf else raised.until
 
 
@@ -108,8 +110,11 @@ def _cause(shown: list[RaisedFinding], infra: list[Incident]) -> str:
 
 
 def _evidence(shown: list[RaisedFinding], findings: list[RaisedFinding], infra: list[Incident]) -> list[ReportLine]:
-    """At most five lines, in order: of each finding that stands one, then more of these, then what was seen before; of
-    a node that was only lost, how."""
+    """Return at most five lines of evidence, by time.
+
+    The first line of each open finding has priority, then their other lines, then those of earlier findings. A node
+    that was only lost gets the evidence of the loss.
+    """
     ordered = [*(one for one in shown), *(one for one in reversed(findings) if one not in shown)]
     first = [_report_line(one, 0) for one in shown if one.finding.evidence]
     rest = [_report_line(one, i) for one in ordered for i in range(len(one.finding.evidence))]
@@ -123,7 +128,7 @@ def _report_line(raised: RaisedFinding, i: int) -> ReportLine:
 
 
 def _facts(findings: list[RaisedFinding]) -> dict[str, str]:
-    """What evidence says of serial numbers and versions: the newest word counts."""
+    """Return serial numbers and versions that the evidence names; the newest value counts."""
     facts: dict[str, str] = {}
     for one in findings:
         if one.finding.component.startswith("GPU-"):
@@ -137,7 +142,7 @@ def _facts(findings: list[RaisedFinding]) -> dict[str, str]:
 
 
 def _related_nodes(index: RecordIndex, node: str, findings: list[RaisedFinding]) -> set[str]:
-    """Where else a check of hardware failed for the same cause within 10 min."""
+    """Return the other nodes on which a hardware check failed for the same cause within 10 min."""
     critical = [one for one in findings if one.critical and one.finding.cause in HARDWARE_CAUSES]
     return {other for one in critical for other in index.nodes_with_same_cause(one.finding.cause, one.at)} - {node}
 
@@ -151,32 +156,38 @@ def _remedy(accusing: list[RaisedFinding], infra: list[Incident]) -> Remedy:
 
 
 def _advice(verdict: str, remedy: Remedy, lemon: lemons.Lemon, drain: DrainState, alone: list[str]) -> str:
-    """``alone``: users whose records stand against the node, and are not enough to accuse it."""
+    """Return the recommended action.
+
+    ``alone`` are users whose records are against the node without being enough to accuse it.
+    """
     if drain.owner == "foreign":
-        return "none: it is drained already"
+        return "none: it is already drained"
     if verdict == Verdict.FAIL.value:
-        again = f"; it fails again and again (lemon score {lemon.score:g}): test it at length" if lemon.lemon else ""
+        again = f"; it fails repeatedly (lemon score {lemon.score:g}): test it thoroughly" if lemon.lemon else ""
         advice = ADVICE[Remedy.DRAIN if remedy in (Remedy.NONE, Remedy.RESTART) else remedy] + again
         return _drained_already(advice) if drain.drained else advice
     if lemon.lemon:
-        advice = f"lemon: drain it and test it at length (score {lemon.score:g})"
+        advice = f"lemon: drain it and test it thoroughly (score {lemon.score:g})"
         return _drained_already(advice) if drain.drained else advice
     if alone:
-        return f"watch; only records of {' and '.join(alone)} say so: rrl health check on the node tells what is true"
+        return f"watch; only records of {' and '.join(alone)} report it: verify with rrl health check on the node"
     if verdict == Verdict.WARN.value:
         return f"watch; {ADVICE[remedy]}" if remedy is not Remedy.NONE else ADVICE[Remedy.NONE]
     return "undrain it if it was repaired" if drain.owner == "rrl" else "none"
 
 
 def _drained_already(advice: str) -> str:
-    return "find out what it has" if advice == ADVICE[Remedy.DRAIN] else advice.replace("drain it and ", "")
+    return "find its fault" if advice == ADVICE[Remedy.DRAIN] else advice.replace("drain it and ", "")
 
 
 def _scontrol(
     name: str, verdict: str, lemon: lemons.Lemon, drain: DrainState, shown: list[RaisedFinding],
     acts: list[tuple[RunHistory, ActionTaken]],
 ) -> str:  # fmt: skip
-    """Where nobody has drained it and somebody should. ``shown``: the evidence for that."""
+    """Return the command to drain the node; empty if it is drained or need not be.
+
+    ``shown`` is the evidence for the drain.
+    """
     if drain.drained or not (verdict == Verdict.FAIL.value or lemon.lemon):
         return ""
     ours = next((act.reason for _, act in reversed(acts) if drain_owner(act.reason) is not DrainOwner.OTHER), "")
@@ -189,7 +200,7 @@ def _scontrol(
 
 
 def drain_line(node: str, reason: str) -> str:
-    """To be pasted into a shell; the reason may be anybody's words."""
+    """Return the command to drain a node, quoted for a shell: the reason may contain any user's text."""
     return f"scontrol update nodename={node} state=drain reason={shlex.quote(clipped(reason)[:200])}"
 
 
@@ -206,13 +217,14 @@ def _action(history: RunHistory, act: ActionTaken) -> ReportLine:
 
 
 def _is_shared(index: RecordIndex, raised: RaisedFinding) -> bool:
-    """Others had the same at the same time, and nothing proves that it was this node's own."""
+    """Return whether other nodes had the same finding at the same time, without proof that it was this node's own fault.
+    """
     doubtful = Flag.HELD_BACK in raised.finding.flags or not raised.finding.proof
     return doubtful and bool(index.nodes_with_same_cause(raised.finding.cause, raised.at) - {raised.finding.node})
 
 
 def _lemon(index: RecordIndex, name: str, by_check: bool) -> lemons.Lemon:
-    """``by_check``: the site's own check of the node has drained it."""
+    """Return the node's lemon score. ``by_check``: the site's own check of the node has drained it."""
     since = index.lemon_since
     incidents = [one for one in index.incidents_of.get(name, []) if index.counts_for_lemons(one)]
     found = [one for one in index.findings.get(name, []) if one.at >= since and one.critical]

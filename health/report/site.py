@@ -1,7 +1,6 @@
-"""The report: figures of nodes and site (rates with their intervals, causes, days) from the records of all runs. Pure;
-times in s since 1970.
+"""The report: figures of nodes and site (rates with their intervals, causes, days) from the records of all runs.
 
-What is injected on purpose is told apart and is in no rate.
+Pure; times in s since 1970. Injected faults are counted separately and enter no rate.
 """
 
 from __future__ import annotations
@@ -23,7 +22,15 @@ def report(
     records: Iterable[SourcedRecord], since: float, now: float, drains: Mapping[str, DrainState] | None = None,
     only: frozenset[str] | None = None,
 ) -> Report:  # fmt: skip
-    """``told``: from ``since`` or the lemon window on, whichever is longer ago. ``only``: of the nodes, these."""
+    """Return the report.
+
+    Args:
+        records: Records from ``since`` or the start of the lemon window on, whichever is earlier.
+        since: Start of the report's window (s since 1970).
+        now: End of the window (s since 1970).
+        drains: State of nodes in the cluster.
+        only: Nodes to report; None: all.
+    """
     index = RecordIndex(by_run(records), since, now)
     nodes = [node_report(index, name, (drains or {}).get(name, DrainState())) for name in index.nodes(only)]
     site = _site_report(index, [one.node for one in nodes if one.lemon.lemon], only)

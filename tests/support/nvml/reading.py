@@ -16,14 +16,14 @@ SECONDS = 60.0
 
 PROGRAM = """
 import sys, msgspec
-from rrl.health.readers.base import Absent, Denied, ReaderOptions
+from rrl.health.readers.base import NotInstalled, PermissionDenied, ReaderOptions
 from rrl.health.readers.nvml.reader import NvmlReader
 
 reader = NvmlReader(ReaderOptions())
 for line in sys.stdin:
     try:
         said = msgspec.json.encode(reader.read()).decode()
-    except (Absent, Denied, RuntimeError) as error:
+    except (NotInstalled, PermissionDenied, RuntimeError) as error:
         said = f"{type(error).__name__}: {error}"
     print(said, flush=True)
 reader.close()

@@ -45,7 +45,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def record() -> Recording:
-    """Raises Absent, Denied or RuntimeError as the reader does."""
+    """Raises NotInstalled, PermissionDenied or RuntimeError, like the reader."""
     import pynvml
 
     reader = NvmlReader(ReaderOptions())

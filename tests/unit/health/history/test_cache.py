@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rrl.health.history.cache import HistoryCache, Sources, cache_path
-from rrl.health.history.records import MAX_LINE_BYTES, Record, encode_line, file_name
+from rrl.health.history.records import MAX_LINE_BYTES, SCHEMA, Record, encode_line, file_name, file_schema
 from rrl.manager.reporting.history_writer import user_name
 from rrl.tests.support.health.site_history import BEGAN, HOUR, began, failed, found, held, left, over, write
 
@@ -201,3 +201,38 @@ def test_each_set_of_folders_has_a_cache_of_its_own(tmp_path: Path, monkeypatch:
     assert one != two
     assert two == cache_path([Path("/b"), Path("/a")])
     assert one.parent == tmp_path / "rrl"
+
+
+def old_schema_file(folder: Path) -> Path:
+    """Write a history as the version with schema 1 did."""
+    path = write(folder, ME, "old", [])
+    path.write_text(
+        f'{{"kind":"began","at":{BEGAN},"run":"old","user":"{ME}","cluster":"c","job":"j","epoch":1,"schema":1}}\n'
+        f'{{"kind":"held","at":{BEGAN},"node":"n1","gpus":8}}\n'
+    )
+    return path
+
+
+def test_file_of_another_schema_is_rejected_with_one_line(folder: Path, file: Path) -> None:
+    old = old_schema_file(folder)
+    write(folder, ME, "r", records())
+    records_read, sources = read(folder, file)
+    assert records_read == records()
+    assert sources.refused == (f"{old}: it has history schema 1; this version of rrl reads only schema {SCHEMA}",)
+    assert (sources.files, sources.skipped) == (1, 0)
+
+
+def test_file_whose_schema_changed_drops_its_cached_records(folder: Path, file: Path) -> None:
+    path = write(folder, ME, "old", [began(0, "old", ME), *held(0, "n1")])
+    assert len(read(folder, file)[0]) == 2
+    assert old_schema_file(folder) == path
+    assert read(folder, file)[0] == []
+
+
+@pytest.mark.parametrize("first_line", [b"", b"{", b'{"kind":"run_started"}', b'{"schema":"two"}', b"\xff", b"[1]"])
+def test_first_line_without_a_schema_states_none(first_line: bytes) -> None:
+    assert file_schema(first_line) is None
+
+
+def test_run_started_states_the_current_schema() -> None:
+    assert file_schema(encode_line(began(0, "r", ME))) == SCHEMA

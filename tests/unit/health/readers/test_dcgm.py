@@ -155,12 +155,12 @@ def test_an_exporter_in_trouble_is_unread_with_what_it_says(metrics: Exporter, s
 
 def test_with_neither_exporter_nor_dcgmi_there_is_nothing_to_read() -> None:
     reader = DcgmReader(ReaderOptions(dcgm_user=ME, exporter="http://127.0.0.1:1/metrics", dcgmi=NOT_INSTALLED))
-    with pytest.raises(NotInstalled, match=r"no dcgm-exporter \(http://127.0.0.1:1/metrics: nobody listens on port 1"):
+    with pytest.raises(NotInstalled, match=r"no dcgm-exporter \(http://127.0.0.1:1/metrics: no process listens on port 1"):
         reader.read()
 
 
 def test_only_plain_http_is_read() -> None:
-    with pytest.raises(NotInstalled, match="only http://"):
+    with pytest.raises(NotInstalled, match="it must be http://"):
         DcgmReader(ReaderOptions(dcgm_user=ME, exporter="https://127.0.0.1/metrics", dcgmi=NOT_INSTALLED)).read()
 
 
@@ -361,7 +361,7 @@ def test_dcgmi_is_not_run_where_no_host_engine_listens(
     metrics: Exporter, said: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dcgm, "HOSTENGINE_PORT", 1)
-    assert "nobody listens on port 1" in read(metrics, FAKE).unread["health"]
+    assert "no process listens on port 1" in read(metrics, FAKE).unread["health"]
     assert not (said / "calls").exists()
 
 
@@ -370,8 +370,8 @@ def test_dcgmi_that_everybody_may_replace_is_not_run(metrics: Exporter, said: Pa
     folder.mkdir()
     shutil.copy(FAKE, folder / "dcgmi")
     folder.chmod(0o777)
-    assert "can be written by everybody" in read(metrics, str(folder / "dcgmi")).unread["health"]
+    assert "is writable by every user" in read(metrics, str(folder / "dcgmi")).unread["health"]
     folder.chmod(0o755)
     (folder / "dcgmi").chmod(0o757)
-    assert "can be written by everybody" in read(metrics, str(folder / "dcgmi")).unread["health"]
+    assert "is writable by every user" in read(metrics, str(folder / "dcgmi")).unread["health"]
     assert not (said / "calls").exists()

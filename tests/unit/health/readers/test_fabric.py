@@ -79,7 +79,7 @@ def test_what_a_device_does_not_tell_is_unread_with_its_reason(tmp_path: Path) -
     (port,) = reader(tmp_path).read().ports
     assert (port.state, port.rate, port.counters) == (None, None, {})
     assert port.unread["state"] == port.unread["hw_counters"] == "not supported"
-    assert port.unread["rate"] == "no number: 'unknown'"
+    assert port.unread["rate"] == "not a number: 'unknown'"
 
 
 def test_a_counter_that_fails_is_unread_and_the_others_are_told(tmp_path: Path) -> None:

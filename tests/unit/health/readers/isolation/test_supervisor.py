@@ -180,7 +180,7 @@ async def test_a_reader_that_talks_nonsense_costs_no_other_reader_anything(tmp_p
     async with isolated_reader(tmp_path, readers.Garbles, readers.Good) as keeper:
         process = keeper.pid
         told = await first(keeper, reader="garbles", state="broken")
-        assert told.why == "its process said what is no reading"
+        assert told.why == "its process sent an invalid frame"
         await first(keeper, reader="garbles", state="broken")  # it ended for that
         await first(keeper, reader="good")
         assert keeper.pid == process
@@ -270,13 +270,13 @@ async def test_the_processes_carry_the_mark_of_the_launch_and_no_mark_of_a_step(
 _AGENT = """
 import asyncio, sys
 from rrl.health.readers.base import ReaderOptions
-from rrl.health.readers.isolation.client import Keeper
+from rrl.health.readers.isolation.client import ReaderClient
 async def main():
-    keeper = Keeper(sys.argv[2:], ReaderOptions(proc=sys.argv[1]))
+    keeper = ReaderClient(sys.argv[2:], ReaderOptions(proc=sys.argv[1]))
     await keeper.start()
     seen = set()
     while True:
-        reading = await keeper.next()
+        reading = await keeper.next_reading()
         if reading.reader not in seen:
             seen.add(reading.reader)
             print(keeper.pid, reading.reader, reading.state, flush=True)

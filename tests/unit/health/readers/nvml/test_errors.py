@@ -186,7 +186,7 @@ def test_xids_are_told_once_in_their_order_and_by_their_gpu(driver: FakeDriver, 
 def test_an_xid_that_names_no_gpu_is_not_laid_upon_one(driver: FakeDriver, reader: NvmlReader) -> None:
     reader.read()
     driver.xid(None, 62)
-    assert reader.read().xids == (GpuXid("", 62, "the driver did not say of which GPU"),)
+    assert reader.read().xids == (GpuXid("", 62, "the driver did not name the GPU"),)
 
 
 def test_a_storm_of_xids_is_told_over_several_reads(driver: FakeDriver, reader: NvmlReader) -> None:
@@ -234,7 +234,7 @@ def test_one_gpu_without_events_leaves_the_others_heard(driver: FakeDriver, read
 # ── drivers that are absent, go, and come ────────────────────────────────────────────────────────────────────────────
 def test_without_the_library_there_is_nothing_to_read() -> None:
     said = result_of_child({})
-    assert said == "Absent: libnvidia-ml.so.1 is not found: no NVIDIA driver is installed"
+    assert said == "NotInstalled: libnvidia-ml.so.1 is not found: no NVIDIA driver is installed"
 
 
 def test_without_a_loaded_driver_there_is_nothing_to_read(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +251,7 @@ def test_a_driver_without_any_gpu_has_nothing_to_read(driver: FakeDriver) -> Non
 
 def test_a_driver_that_admits_us_not_is_denied(driver: FakeDriver) -> None:
     driver.fail("nvmlInitWithFlags", "NO_PERMISSION")
-    with pytest.raises(PermissionDenied, match="does not admit"):
+    with pytest.raises(PermissionDenied, match="refuses access"):
         read_fresh()
 
 
