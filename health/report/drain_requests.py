@@ -44,9 +44,9 @@ class DrainRequest(Struct, frozen=True):
 
 
 def confirmation(request: DrainRequest, findings: Iterable[Finding]) -> Finding | None:
-    """Return the finding of a check that confirms the request: failed hardware of the requested cause; None if none does.
+    """Return the finding of a check that confirms the request: failed hardware of the requested cause.
 
-    A user's request without a cause is confirmed by any failed hardware.
+    A user's request without a cause is confirmed by any failed hardware. None: the request is not confirmed.
     """
     failed = [finding for finding in findings if finding.verdict is Verdict.FAIL and finding.cause in HARDWARE_CAUSES]
     any_cause = bool(request.by) and not request.cause

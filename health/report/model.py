@@ -7,7 +7,7 @@ from msgspec import Struct
 from ..history.rates import Lemon, Rate
 
 VERSION = 2
-"""Version of the names in the JSON. 2: ``components``, ``related_nodes``, ``drain.owner``, ``site.correlated``."""
+"""Version of the names in the JSON. 2: ``components``, ``related_nodes``, ``drain.owner``, ``first_reported_at``, ``site.correlated``."""
 
 
 class ReportLine(Struct, frozen=True):
@@ -51,8 +51,10 @@ class NodeReport(Struct, frozen=True):
     detectors: list[str]
     evidence: list[ReportLine]
     """Evidence of the open findings, else of the last one; at most five lines."""
-    first_seen: float | None
-    last_seen: float | None
+    first_reported_at: float | None
+    """Time of the first finding or failure in the window (s); None: there is none."""
+    last_reported_at: float | None
+    """Time of the last one (s)."""
     count: int
     components: list[str]
     """GPUs, ports or paths that the findings name."""

@@ -207,7 +207,7 @@ def test_a_broken_node_is_told_with_all_that_an_administrator_needs() -> None:
     one = node(week(), "n3")
     assert (one.verdict, one.cause, one.remedy) == ("FAIL", "gpu", "reset_gpu")
     assert (one.incidents, one.count) == (2, 3)
-    assert (one.first_seen, one.last_seen) == (BEGAN + DAY_S, BEGAN + 4.5 * DAY_S + 5)
+    assert (one.first_reported_at, one.last_reported_at) == (BEGAN + DAY_S, BEGAN + 4.5 * DAY_S + 5)
     assert one.facts == {"uuid": GPU, "serial": "1650924012345", "boot_id": "77ab-1"}
     assert one.components == [GPU]
     assert (one.runs, one.users) == (["code-2", "math-1"], ["anna", "ben"])
