@@ -108,7 +108,8 @@ def _row(one: NodeReport) -> dict[str, Any]:
     held_text = f"held for {span(one.node_hours * 3600)}"
     return {
         "node": one.node, "verdict": one.verdict, "cause": one.cause, "count": one.count, "incidents": one.incidents,
-        "last": "" if one.last_reported_at is None else utc_time(one.last_reported_at), "gpu_hours": f"{one.gpu_hours_lost:.1f}",
+        "last": "" if one.last_reported_at is None else utc_time(one.last_reported_at),
+        "gpu_hours": f"{one.gpu_hours_lost:.1f}",
         "score": f"{one.lemon.score:.2f}", "lemon": one.lemon.lemon, "drain": drain_text(one.drain), "action": one.action,
         "scontrol": one.scontrol,
         "details": [*rows_of(one), ("known", ", ".join(filter(None, (first, held_text))))],

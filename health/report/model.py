@@ -7,7 +7,8 @@ from msgspec import Struct
 from ..history.rates import Lemon, Rate
 
 VERSION = 2
-"""Version of the names in the JSON. 2: ``components``, ``related_nodes``, ``drain.owner``, ``first_reported_at``, ``site.correlated``."""
+"""Version of the names in the JSON. 2: ``components``, ``related_nodes``, ``drain.owner``, ``first_reported_at``,
+``last_reported_at``, ``site.correlated``."""
 
 
 class ReportLine(Struct, frozen=True):

@@ -129,7 +129,7 @@ def test_rules_lie_where_the_site_puts_them_and_without_any_the_defaults_hold(
         load_rules(tmp_path / "latin.toml")
 
 
-def test_a_check_that_nobody_knows_is_seen() -> None:
+def test_unknown_check_name_in_rules_is_reported() -> None:
     assert unknown_checks(Rules(checks={"gpu_lots": "off", "gpu_lost": "off"})) == ["gpu_lots"]
 
 

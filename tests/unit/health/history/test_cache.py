@@ -43,7 +43,7 @@ def records() -> list[Record]:
     return [began(0, "r", ME), *held(0, "n1"), found(5, "n1"), failed(6, "n1")]
 
 
-def test_everything_that_was_written_is_told(folder: Path, file: Path) -> None:
+def test_all_written_records_are_read(folder: Path, file: Path) -> None:
     write(folder, ME, "r", records())
     told, sources = read(folder, file)
     assert told == records()
@@ -121,7 +121,7 @@ def test_a_file_in_a_folder_of_somebody_else_is_refused(folder: Path, file: Path
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_of_each_user_only_their_own_files_are_believed(folder: Path, file: Path) -> None:
+def test_only_files_that_belong_to_the_user_are_read(folder: Path, file: Path) -> None:
     write(folder, ME, "mine", [began(0, "mine", ME), *records()[1:]])
     forged = write(folder, ME, "forged", records())
     os.chown(forged, NOBODY, -1)
@@ -162,7 +162,7 @@ def test_two_epochs_of_a_run_are_one_run(folder: Path, file: Path) -> None:
     cache.close()
 
 
-def test_what_is_long_ago_is_left_out_but_for_who_still_holds_what(folder: Path, file: Path) -> None:
+def test_old_records_are_left_out_except_those_of_held_nodes(folder: Path, file: Path) -> None:
     write(folder, ME, "r", [*records(), left(9 * HOUR, "n1")])
     write(folder, ME, "old", [began(0, "old", ME), found(5, "n1"), over(6)])
     told, _ = read(folder, file, BEGAN + HOUR)

@@ -68,7 +68,7 @@ def runs_at_once(user: str, count: int, *, gpus: int = 8, apart: float = 0.0) ->
     return records
 
 
-def test_a_user_who_claims_more_gpus_than_a_node_has_is_not_believed_about_it() -> None:
+def test_claims_of_more_gpus_than_a_node_has_are_left_out() -> None:
     claims, honest = runs_at_once(ANNA, 15), runs_at_once(BEN, 1)
     kept, left_out = plausible([*claims, *honest], NOW, {"n1": 8})
     assert {(one.user, getattr(one.record, "node", "")) for one in kept} == {(ANNA, ""), (BEN, ""), (BEN, "n1")}

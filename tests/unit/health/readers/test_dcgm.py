@@ -69,7 +69,7 @@ def xid(index: int, uuid: str, code: int, count: int) -> str:
 
 
 # ── exporter ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_metrics_are_told_by_gpu(metrics: Exporter) -> None:
+def test_exporter_metrics_are_grouped_by_gpu(metrics: Exporter) -> None:
     metrics.text = page(
         GPUS,
         f"DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{labels(0, UUID)} 0.421",
@@ -181,7 +181,7 @@ def test_a_healthy_node_has_no_incidents() -> None:
     assert health(report(), {}) == ()
 
 
-def test_incidents_are_told_by_gpu_and_system_with_the_code_of_their_message() -> None:
+def test_health_incidents_name_gpu_system_and_code() -> None:
     text = report(GPU={
         "0": {"Memory system": ("Failure", ["Detected 3 volatile double-bit ECC error(s) in GPU", "0."])},
         "1": {"NVLINK system": ("Warning", ["GPU 1's NvLink link 3 is currently down"])},
@@ -290,7 +290,7 @@ def document(name: str, *results: dict[str, Any], top: str = "DCGM Diagnostic") 
     })  # fmt: skip
 
 
-def test_a_failed_test_of_dcgm_4_is_told_with_its_code() -> None:
+def test_failed_test_of_dcgm_4_has_its_code() -> None:
     memory = {"error_id": 52, "error_severity": 2, "warning": "Found 3 faulty memory elements on GPU 1"}
     text = document(
         "memory", {"entity_group": "GPU", "entity_id": 0, "status": "Pass"},
@@ -307,7 +307,7 @@ def test_a_setting_of_the_node_is_a_warning_and_no_failure() -> None:
     assert (found.code, found.severity, found.gpu) == ("PERSISTENCE_MODE", "warn", "0")
 
 
-def test_a_failed_test_of_dcgm_3_is_told_for_each_of_its_gpus() -> None:
+def test_failed_test_of_dcgm_3_is_reported_for_each_gpu() -> None:
     text = "Successfully ran diagnostic for group.\n" + document(
         "PCIe", {"gpu_ids": "0,1", "status": "Fail", "warnings": [{"warning": "more than 8 PCIe replays per minute"}]},
         top="DCGM GPU Diagnostic",
@@ -340,7 +340,7 @@ def test_the_diagnostic_runs_once_and_only_where_asked_for(metrics: Exporter, sa
 
 
 # ── whom the reader believes ─────────────────────────────────────────────────────────────────────────────────────────
-def test_gpus_that_the_driver_lists_are_told(metrics: Exporter, tmp_path: Path) -> None:
+def test_gpus_of_the_driver_are_listed(metrics: Exporter, tmp_path: Path) -> None:
     (tmp_path / "net").symlink_to("/proc/net")
     for address, uuid in (("0000:1b:00.0", "GPU-0a-1"), ("0000:2b:00.0", "GPU-????-????")):
         (tmp_path / "driver/nvidia/gpus" / address).mkdir(parents=True)

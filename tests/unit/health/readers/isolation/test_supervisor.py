@@ -124,7 +124,7 @@ async def test_a_reader_that_is_not_there_is_broken_and_no_other_one_minds(tmp_p
 
 
 @story
-async def test_a_hung_reader_is_told_once_hangs_nobody_else_and_is_told_when_it_is_back(tmp_path: Path) -> None:
+async def test_hung_reader_is_reported_once_and_again_when_it_returns(tmp_path: Path) -> None:
     (tmp_path / "hang").touch()
     async with isolated_reader(tmp_path, readers.Hangs, readers.Good) as keeper:
         hung = await first(keeper, reader="hangs", state="hung")
@@ -139,7 +139,7 @@ async def test_a_hung_reader_is_told_once_hangs_nobody_else_and_is_told_when_it_
 
 
 @story
-async def test_a_reader_that_hangs_for_long_gets_a_new_process_which_is_told_again_if_it_hangs(tmp_path: Path) -> None:
+async def test_reader_that_hangs_for_long_gets_a_new_process(tmp_path: Path) -> None:
     async with isolated_reader(tmp_path, readers.HangsInC, hung_timeout_s=0.5) as keeper:
         told = [await asyncio.wait_for(keeper.next_reading(), TIMEOUT_S) for _ in range(2)]
     assert [reading.state for reading in told] == ["hung", "hung"]
@@ -164,7 +164,7 @@ async def test_a_reader_that_hangs_while_it_is_made_hangs_nobody_else(tmp_path: 
 
 
 @story
-async def test_a_reader_that_dies_is_told_and_started_again_ever_later(tmp_path: Path) -> None:
+async def test_reader_that_dies_is_reported_and_restarted_with_backoff(tmp_path: Path) -> None:
     async with isolated_reader(tmp_path, readers.Dies, readers.Good) as keeper:
         deaths = [await first(keeper, reader="dies", state="broken") for _ in range(3)]
         await first(keeper, reader="good")
@@ -176,7 +176,7 @@ async def test_a_reader_that_dies_is_told_and_started_again_ever_later(tmp_path:
 
 
 @story
-async def test_a_reader_that_talks_nonsense_costs_no_other_reader_anything(tmp_path: Path) -> None:
+async def test_reader_that_sends_garbage_does_not_affect_others(tmp_path: Path) -> None:
     async with isolated_reader(tmp_path, readers.Garbles, readers.Good) as keeper:
         process = keeper.pid
         told = await first(keeper, reader="garbles", state="broken")
@@ -239,7 +239,7 @@ async def test_who_takes_no_readings_is_not_drowned_in_them(tmp_path: Path) -> N
 
 
 @story
-async def test_a_keeper_that_is_killed_is_told_and_started_again(tmp_path: Path) -> None:
+async def test_supervisor_that_is_killed_is_reported_and_restarted(tmp_path: Path) -> None:
     async with isolated_reader(tmp_path, readers.Good) as keeper:
         await first(keeper, reader="good")
         assert keeper.pid is not None
@@ -285,7 +285,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_when_the_agent_is_killed_all_end_those_that_hang_too(tmp_path: Path, number: signal.Signals) -> None:
+def test_all_readers_end_when_the_agent_is_killed_even_hung_ones(tmp_path: Path, number: signal.Signals) -> None:
     argv = [sys.executable, "-c", _AGENT, str(tmp_path), place(readers.Good), place(readers.HangsInC)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as agent:
         assert agent.stdout is not None
@@ -299,7 +299,7 @@ def test_when_the_agent_is_killed_all_end_those_that_hang_too(tmp_path: Path, nu
     assert noted(tmp_path, "good-closed") == noted(tmp_path, "good-made")  # and who can, closes first
 
 
-def test_readers_of_a_killed_keeper_end_by_themselves(tmp_path: Path) -> None:
+def test_readers_of_a_killed_supervisor_end_by_themselves(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", _AGENT, str(tmp_path), place(readers.Good)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as agent:
         assert agent.stdout is not None
