@@ -154,7 +154,7 @@ def test_rules_that_everybody_may_write_are_refused(tmp_path: Path) -> None:
 
 def test_what_dcgm_says_of_gpus_that_nobody_else_knows_is_dropped() -> None:
     gpus = tuple(DcgmGpu(uuid=uuid, remap_failed=True) for uuid in ("GPU-0", "GPU-driver", "GPU-made-up"))
-    said = DcgmData(gpus=gpus, driver_gpus=("GPU-driver",))
-    node = ObservedNode().reads(said)
+    data = DcgmData(gpus=gpus, driver_gpus=("GPU-driver",))
+    node = ObservedNode().reads(data)
     assert [one.component for one in node.of("dcgm_memory")] == ["GPU-driver"]
-    assert {one.component for one in ObservedNode().gpus().reads(said).of("dcgm_memory")} == {"GPU-0", "GPU-driver"}
+    assert {one.component for one in ObservedNode().gpus().reads(data).of("dcgm_memory")} == {"GPU-0", "GPU-driver"}

@@ -43,12 +43,12 @@ def test_one_sample_with_proof_fails_at_once(check: str, fields: dict[str, Any],
 def test_a_failure_names_the_gpu_as_a_request_for_another_one_must_also_once_it_is_gone() -> None:
     named = gpu(1, serial="1650924012345", vbios="96.00.74", ecc_volatile_uncorrected=1)
     node = ObservedNode().gpus(named)
-    said = node.one("gpu_ecc_uncorrected").evidence[-1].text
-    assert "serial 1650924012345" in said
-    assert "vbios 96.00.74" in said
-    assert "driver " in said
+    label = node.one("gpu_ecc_uncorrected").evidence[-1].text
+    assert "serial 1650924012345" in label
+    assert "vbios 96.00.74" in label
+    assert "driver " in label
     gone = msgspec.structs.replace(named, serial="", name="", vbios="", lost="GPU is lost")
-    assert node.gpus(gone).one("gpu_lost").evidence[-1].text == said
+    assert node.gpus(gone).one("gpu_lost").evidence[-1].text == label
 
 
 @pytest.mark.parametrize(
@@ -143,12 +143,12 @@ def test_aggregate_ecc_errors_of_the_past_are_no_failure_and_new_ones_are() -> N
 
 
 def test_an_aggregate_that_blinks_has_not_grown_and_one_beyond_what_it_was_has() -> None:
-    def told(total: int) -> Any:
+    def with_total(total: int) -> Any:
         return gpu(0, ecc_aggregate_uncorrected=total)
 
-    node = ObservedNode().gpus(told(7), times=3).gpus(told(0), times=40).gpus(told(7), times=3)
+    node = ObservedNode().gpus(with_total(7), times=3).gpus(with_total(0), times=40).gpus(with_total(7), times=3)
     assert node.verdict("gpu_ecc_uncorrected") is Verdict.OK
-    assert node.gpus(told(8)).verdict("gpu_ecc_uncorrected") is Verdict.FAIL
+    assert node.gpus(with_total(8)).verdict("gpu_ecc_uncorrected") is Verdict.FAIL
 
 
 def test_high_rate_of_corrected_errors_warns_and_low_rate_does_not() -> None:

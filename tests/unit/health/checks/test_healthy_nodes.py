@@ -58,10 +58,10 @@ def test_a_gpu_in_mig_mode_has_its_links_down_and_needs_no_fabric() -> None:
 
 
 def test_dcgm_calls_links_down_that_no_bridge_connects() -> None:
-    said = DcgmData(incidents=(DcgmIncident("GPU-0", "NVLink", "NVLINK_DOWN", "fail", "words"),))
-    node = ObservedNode().gpus(gpu(0, **PCIE, nvlinks=DOWN), gpu(1, **PCIE, nvlinks=DOWN)).reads(said, times=5)
+    data = DcgmData(incidents=(DcgmIncident("GPU-0", "NVLink", "NVLINK_DOWN", "fail", "words"),))
+    node = ObservedNode().gpus(gpu(0, **PCIE, nvlinks=DOWN), gpu(1, **PCIE, nvlinks=DOWN)).reads(data, times=5)
     assert node.verdict("dcgm_health") is Verdict.WARN
-    assert ObservedNode().gpus().reads(said, times=5).verdict("dcgm_health") is Verdict.FAIL, "a switched board"
+    assert ObservedNode().gpus().reads(data, times=5).verdict("dcgm_health") is Verdict.FAIL, "a switched board"
 
 
 # ── whose GPUs ───────────────────────────────────────────────────────────────────────────────────────────────────────

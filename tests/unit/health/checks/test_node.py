@@ -60,12 +60,12 @@ def test_one_dcgm_incident_is_not_proof_and_a_dcgm_warning_never_fails() -> None
 
 
 def test_one_run_of_dcgmi_health_counts_once_in_several_samples() -> None:
-    def told(run: float) -> DcgmData:
+    def health_run(run: float) -> DcgmData:
         return msgspec.structs.replace(dcgm("POWER_UNREADABLE", system="Power"), health_at=run)
 
-    node = ObservedNode().reads(told(60), times=4, every=15).reads(told(120), times=4, every=15)
+    node = ObservedNode().reads(health_run(60), times=4, every=15).reads(health_run(120), times=4, every=15)
     assert node.verdict("dcgm_health") is Verdict.WARN
-    assert node.reads(told(180)).verdict("dcgm_health") is Verdict.FAIL
+    assert node.reads(health_run(180)).verdict("dcgm_health") is Verdict.FAIL
     well = msgspec.structs.replace(DcgmData(), health_at=240)
     assert node.reads(well, times=4, every=15).verdict("dcgm_health") is Verdict.FAIL, "one good look"
     assert node.reads(msgspec.structs.replace(well, health_at=300)).verdict("dcgm_health") is Verdict.OK
@@ -81,9 +81,9 @@ def test_failed_diag_test_fails_unless_gcm_skips_it() -> None:
 
 def test_dcgms_exporter_is_a_second_witness_of_bad_memory() -> None:
     cases: tuple[dict[str, Any], ...] = ({"ecc_volatile_uncorrected": 2}, {"remap_failed": True})
-    for told in cases:
-        told_by_dcgm = DcgmData(gpus=(DcgmGpu(uuid="GPU-1", **told),), driver_gpus=("GPU-1",))
-        found = ObservedNode().reads(told_by_dcgm).one("dcgm_memory")
+    for fields in cases:
+        data = DcgmData(gpus=(DcgmGpu(uuid="GPU-1", **fields),), driver_gpus=("GPU-1",))
+        found = ObservedNode().reads(data).one("dcgm_memory")
         assert (found.verdict, found.component, found.proof) == (Verdict.FAIL, "GPU-1", True)
     assert ObservedNode().reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-1"),))).verdict("dcgm_memory") is Verdict.OK
 
@@ -154,8 +154,8 @@ def test_lines_of_the_kernel_log(event: KernelEvent, check: str, verdict: Verdic
 
 
 def test_firmware_report_from_before_the_boot_does_not_fail_the_node() -> None:
-    told = line("mce", "[Hardware Error]: event severity: fatal", age=980)  # 20 s after the boot
-    assert ObservedNode().log(told).verdict("kernel_mce") is Verdict.WARN
+    event = line("mce", "[Hardware Error]: event severity: fatal", age=980)  # 20 s after the boot
+    assert ObservedNode().log(event).verdict("kernel_mce") is Verdict.WARN
 
 
 def test_hung_task_gives_an_equal_finding_for_an_hour() -> None:
@@ -192,8 +192,8 @@ def test_a_log_that_may_not_be_read_is_unknown() -> None:
 
 
 # ── InfiniBand and RoCE ──────────────────────────────────────────────────────────────────────────────────────────────
-def ports(*told: Any, missing: tuple[str, ...] = ()) -> FabricData:
-    return FabricData(ports=told, missing_char_devices=missing)
+def ports(*listed: Any, missing: tuple[str, ...] = ()) -> FabricData:
+    return FabricData(ports=listed, missing_char_devices=missing)
 
 
 def test_port_that_was_active_fails_after_three_samples_and_unused_port_passes() -> None:
@@ -330,7 +330,9 @@ def test_one_sample_of_a_mount_fails_after_a_time_and_several_attempts(reading: 
      ("ext4", 0.97, 0.1, Verdict.FAIL), ("xfs", 0.1, 0.99, Verdict.FAIL), ("lustre", 0.99, 0.1, Verdict.WARN),
      ("nfs4", 0.99, None, Verdict.WARN), ("", None, None, Verdict.OK)],
 )  # fmt: skip
-def test_disk_usage_is_judged_by_file_system_and_share(filesystem: str, used: float | None, inodes: float | None, verdict: Verdict) -> None:
+def test_disk_usage_is_judged_by_file_system_and_share(
+    filesystem: str, used: float | None, inodes: float | None, verdict: Verdict
+) -> None:
     mount = Mount(path="/x", answers=True, filesystem=filesystem, used=used, inodes_used=inodes)
     assert ObservedNode().reads(host(mounts=(mount,)), times=3).verdict("disk") is verdict
 

@@ -1,4 +1,4 @@
-"""Xids: the catalogue, and what follows from what is told of them."""
+"""Xids: the catalogue, and the findings that follow from them."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ def records() -> list[Record]:
 
 def test_all_written_records_are_read(folder: Path, file: Path) -> None:
     write(folder, ME, "r", records())
-    told, sources = read(folder, file)
-    assert told == records()
+    records_read, sources = read(folder, file)
+    assert records_read == records()
     assert (sources.files, sources.records, sources.skipped, sources.refused) == (1, 4, 0, ())
 
 
@@ -59,8 +59,8 @@ def test_what_is_new_is_added_and_the_old_is_not_read_again(folder: Path, file: 
     db.close()  # what was read before is recognized by this
     with path.open("ab") as more:
         more.write(encode_line(left(9, "n1")))
-    told, _ = read(folder, file)
-    assert [getattr(one, "node", "") for one in told] == ["", "n9", "n9", "n9", "n1"]
+    records_read, _ = read(folder, file)
+    assert [getattr(one, "node", "") for one in records_read] == ["", "n9", "n9", "n9", "n1"]
 
 
 def test_a_torn_line_is_read_once_it_is_whole(folder: Path, file: Path) -> None:
@@ -68,8 +68,8 @@ def test_a_torn_line_is_read_once_it_is_whole(folder: Path, file: Path) -> None:
     whole = encode_line(left(9, "n1"))
     with path.open("ab") as more:
         more.write(whole[:10])
-    told, sources = read(folder, file)
-    assert (len(told), sources.skipped) == (4, 0)
+    records_read, sources = read(folder, file)
+    assert (len(records_read), sources.skipped) == (4, 0)
     with path.open("ab") as more:
         more.write(whole[10:])
     assert read(folder, file)[0][-1] == left(9, "n1")
@@ -102,21 +102,21 @@ def test_damaged_lines_are_skipped_and_counted(folder: Path, file: Path) -> None
         more.write(
             b'{"kind":"prayed","at":1}\nnot json\n' + b"x" * (3 * MAX_LINE_BYTES) + b"\n" + encode_line(left(9, "n1"))
         )
-    told, sources = read(folder, file)
-    assert told == [*records(), left(9, "n1")]
+    records_read, sources = read(folder, file)
+    assert records_read == [*records(), left(9, "n1")]
     assert sources.skipped == 3
 
 
 def test_what_a_file_says_in_another_name_is_skipped(folder: Path, file: Path) -> None:
     write(folder, ME, "r", [began(0, "r", "somebody"), *held(0, "n1")])
-    told, sources = read(folder, file)
-    assert (told, sources.skipped) == (held(0, "n1"), 1)
+    records_read, sources = read(folder, file)
+    assert (records_read, sources.skipped) == (held(0, "n1"), 1)
 
 
 def test_a_file_in_a_folder_of_somebody_else_is_refused(folder: Path, file: Path) -> None:
     write(folder, "nosuchuser", "r", records())
-    told, sources = read(folder, file)
-    assert told == []
+    records_read, sources = read(folder, file)
+    assert records_read == []
     assert "it belongs to" in sources.refused[0]
 
 
@@ -127,8 +127,8 @@ def test_only_files_that_belong_to_the_user_are_read(folder: Path, file: Path) -
     os.chown(forged, NOBODY, -1)
     theirs = write(folder, "nobody", "theirs", [began(0, "theirs", "nobody")])
     os.chown(theirs, NOBODY, -1)
-    told, sources = read(folder, file)
-    assert len(told) == 5
+    records_read, sources = read(folder, file)
+    assert len(records_read) == 5
     assert [refused.partition(":")[0] for refused in sources.refused] == [str(forged)]
 
 
@@ -138,8 +138,8 @@ def test_links_pipes_and_other_files_are_not_read(folder: Path, file: Path) -> N
     os.mkfifo(folder / ME / file_name("pipe", 1))
     (folder / ME / "notes.txt").write_text("hello")
     os.symlink(folder / ME, folder / "linked")
-    told, sources = read(folder, file)
-    assert (told, len(sources.refused)) == ([], 2)
+    records_read, sources = read(folder, file)
+    assert (records_read, len(sources.refused)) == ([], 2)
 
 
 @pytest.mark.parametrize("run", [b"x\xff", b"x\x1b[2J", b"x\n", b"-"])
@@ -165,8 +165,8 @@ def test_two_epochs_of_a_run_are_one_run(folder: Path, file: Path) -> None:
 def test_old_records_are_left_out_except_those_of_held_nodes(folder: Path, file: Path) -> None:
     write(folder, ME, "r", [*records(), left(9 * HOUR, "n1")])
     write(folder, ME, "old", [began(0, "old", ME), found(5, "n1"), over(6)])
-    told, _ = read(folder, file, BEGAN + HOUR)
-    assert told == [began(0, "r", ME), *held(0, "n1"), left(9 * HOUR, "n1")]
+    records_read, _ = read(folder, file, BEGAN + HOUR)
+    assert records_read == [began(0, "r", ME), *held(0, "n1"), left(9 * HOUR, "n1")]
 
 
 @pytest.mark.parametrize("damage", [b"", b"this is no database" * 100, "truncated"])
@@ -186,13 +186,13 @@ def test_a_cache_that_cannot_be_written_is_done_without(folder: Path, tmp_path: 
 
 def test_two_reports_at_once_see_the_same(folder: Path, file: Path) -> None:
     write(folder, ME, "r", [*records(), *(found(i, f"n{i}") for i in range(2000))])
-    seen: list[int] = []
-    threads = [threading.Thread(target=lambda: seen.append(len(read(folder, file)[0]))) for _ in range(4)]
+    counts: list[int] = []
+    threads = [threading.Thread(target=lambda: counts.append(len(read(folder, file)[0]))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=120)
-    assert seen == [2004] * 4
+    assert counts == [2004] * 4
 
 
 def test_each_set_of_folders_has_a_cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,8 +87,8 @@ def test_only_the_newest_failures_of_a_user_are_counted(monkeypatch: pytest.Monk
     monkeypatch.setitem(MAX_USER_RECORDS_OF_KIND, type(failed(0, "n1")), 10)
     many = sourced(ANNA, "r", began(0, "r", ANNA), [failed(i * 60.0, "n1", f"rollout/0#{i}") for i in range(30)])
     kept, left_out = plausible([*many, *sourced(BEN, "s", failed(5, "n1"))], NOW, {})
-    kept_lives = [one.record.incarnation for one in kept if one.user == ANNA and isinstance(one.record, Failed)]
-    assert kept_lives == [f"rollout/0#{i}" for i in range(20, 30)]
+    kept_incarnations = [one.record.incarnation for one in kept if one.user == ANNA and isinstance(one.record, Failed)]
+    assert kept_incarnations == [f"rollout/0#{i}" for i in range(20, 30)]
     assert sum(one.user == BEN for one in kept) == 1
     assert left_out == (f"{ANNA}: 20 records beyond the limit for one user: only the newest count",)
 

@@ -109,7 +109,7 @@ def test_file_name_contains_run_and_epoch() -> None:
 
 
 def test_record_that_names_another_user_or_run_is_not_attributable() -> None:
-    said = began(0, "r", "anna")
-    assert is_attributable(said, "anna", "r")
-    assert not is_attributable(said, "ben", "r")
-    assert not is_attributable(said, "anna", "other")
+    record = began(0, "r", "anna")
+    assert is_attributable(record, "anna", "r")
+    assert not is_attributable(record, "ben", "r")
+    assert not is_attributable(record, "anna", "other")

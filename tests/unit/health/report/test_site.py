@@ -77,9 +77,7 @@ def test_hardware_evidence_counts_from_ten_minutes_before_to_five_after(
     ("flags", "owner"),
     [((), "software"), ((Flag.OBSERVED,), "infra"), ((Flag.HELD_BACK,), "infra")],
 )
-def test_warning_is_no_evidence_unless_it_is_a_downgraded_failure(
-    flags: tuple[Flag, ...], owner: str
-) -> None:
+def test_warning_is_no_evidence_unless_it_is_a_downgraded_failure(flags: tuple[Flag, ...], owner: str) -> None:
     records = [began(0, "r", ANNA), found(5, "n1", Verdict.WARN, proof=False, flags=flags), failed(10, "n1")]
     assert owners(sourced(ANNA, "r", records))[0][1] == owner
 
@@ -213,7 +211,7 @@ def test_broken_node_is_reported_with_what_an_administrator_needs() -> None:
     assert (one.runs, one.users) == (["code-2", "math-1"], ["anna", "ben"])
     assert one.gpu_hours_lost == 8.0
     assert "reset its GPU" in one.action
-    assert [line.text.partition(":")[0] for line in one.actions] == ["excluded", "drain_requested", "excluded"]
+    assert [line.text.partition(":")[0] for line in one.actions] == ["excluded", "drain requested", "excluded"]
     assert shlex.split(one.scontrol) == [
         "scontrol", "update", "nodename=n3", "state=drain", "reason=rrl:math-1: gpu: Xid 48: double-bit ECC error",
     ]  # fmt: skip
@@ -228,7 +226,7 @@ def test_drained_node_names_its_owner_and_gets_no_command() -> None:
     ours = node(week(), "n3", n3=DrainState("IDLE+DRAIN", True, "rrl", "rrl:math-1: gpu", "root"))
     assert (ours.drain.owner, ours.scontrol) == ("rrl", "")
     foreign = node(week(), "n3", n3=DrainState("IDLE+DRAIN", True, "foreign", "fan", "root"))
-    assert (foreign.drain.owner, foreign.scontrol, foreign.action) == ("foreign", "", "none: it is drained already")
+    assert (foreign.drain.owner, foreign.scontrol, foreign.action) == ("foreign", "", "none: it is already drained")
 
 
 def test_what_was_taken_back_no_longer_stands() -> None:
@@ -329,8 +327,8 @@ def test_one_bad_day_makes_no_lemon() -> None:
 
 
 def test_finding_on_many_nodes_at_once_is_reported_for_the_site() -> None:
-    at, said = BEGAN + 9, EvidenceLine(BEGAN + 9, "correlation", "mounts of /scratch on many nodes at once: n1, n2")
-    many = FindingRecord(at, "", "correlated", Verdict.WARN, Cause.STORAGE, Remedy.SUPPORT, at, evidence=(said,))
+    at, line = BEGAN + 9, EvidenceLine(BEGAN + 9, "correlation", "mounts of /scratch on many nodes at once: n1, n2")
+    many = FindingRecord(at, "", "correlated", Verdict.WARN, Cause.STORAGE, Remedy.SUPPORT, at, evidence=(line,))
     site = made(sourced(ANNA, "r", began(0, "r", ANNA), held(0, "n1", "n2"), many, over(HOUR))).site
     assert [(one.source, one.text) for one in site.correlated] == [
         ("anna/r", "mounts of /scratch on many nodes at once: n1, n2")
@@ -374,7 +372,7 @@ def test_a_drain_is_asked_for_until_its_run_takes_it_back() -> None:
 
 
 def test_a_drain_is_no_longer_asked_for_once_another_run_was_well_there() -> None:
-    asks = sourced(
+    requested = sourced(
         ANNA, "r", began(0, "r", ANNA), held(0, "n1"), found(60, "n1"), acted(61, "n1", "drain_requested"), over(90)
     )
     short = sourced(BEN, "s", began(DAY_S, "s", BEN), held(DAY_S, "n1"), over(DAY_S + 1800))
@@ -382,7 +380,7 @@ def test_a_drain_is_no_longer_asked_for_once_another_run_was_well_there() -> Non
     again = sourced(
         BEN, "s", began(DAY_S, "s", BEN), held(DAY_S, "n1"), found(DAY_S + HOUR, "n1"), over(DAY_S + 2 * HOUR)
     )
-    assert [len(open_requests([*asks, *then])) for then in (short, longer, again)] == [1, 0, 1]
+    assert [len(open_requests([*requested, *then])) for then in (short, longer, again)] == [1, 0, 1]
 
 
 def test_a_reason_that_is_not_ours_is_made_so() -> None:

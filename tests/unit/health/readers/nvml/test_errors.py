@@ -233,8 +233,8 @@ def test_one_gpu_without_events_leaves_the_others_heard(driver: FakeDriver, read
 
 # ── drivers that are absent, go, and come ────────────────────────────────────────────────────────────────────────────
 def test_without_the_library_there_is_nothing_to_read() -> None:
-    said = result_of_child({})
-    assert said == "NotInstalled: libnvidia-ml.so.1 is not found: no NVIDIA driver is installed"
+    output = result_of_child({})
+    assert output == "NotInstalled: libnvidia-ml.so.1 is not found: no NVIDIA driver is installed"
 
 
 def test_without_a_loaded_driver_there_is_nothing_to_read(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,9 +264,7 @@ def test_a_driver_that_is_reloaded_is_read_on(driver: FakeDriver, reader: NvmlRe
     assert [xid.xid for xid in reader.read().xids] == [48]
 
 
-def test_replaced_driver_is_reported_and_reopened(
-    driver: FakeDriver, reader: NvmlReader
-) -> None:
+def test_replaced_driver_is_reported_and_reopened(driver: FakeDriver, reader: NvmlReader) -> None:
     reader.read()
     driver.reload().fail("nvmlInitWithFlags", "LIB_RM_VERSION_MISMATCH")
     for _ in range(2):

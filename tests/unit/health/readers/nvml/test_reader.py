@@ -33,7 +33,7 @@ VALUES: dict[str, Value] = {
 
 
 def after(reader: NvmlReader, reads: int) -> Gpu:
-    """The first GPU, as told by the last of so many reads."""
+    """The first GPU, as the last of so many reads reports it."""
     return [reader.read() for _ in range(reads)][-1].gpus[0]
 
 
@@ -53,8 +53,8 @@ def test_each_field_is_what_the_driver_says(driver: FakeDriver, reader: NvmlRead
         (os.getpid(), os.getuid(), 6 << 30)
     ]
     assert gpu.unread == {}
-    told = {*VALUES, "index", "pci", "lost", "fabric_status", "nvlinks", "processes", "unread"}
-    assert told == set(Gpu.__struct_fields__), "a field that this test forgot"
+    checked = {*VALUES, "index", "pci", "lost", "fabric_status", "nvlinks", "processes", "unread"}
+    assert checked == set(Gpu.__struct_fields__), "a field that this test forgot"
 
 
 def test_gpus_are_listed_in_the_order_of_nvml(driver: FakeDriver, reader: NvmlReader) -> None:
