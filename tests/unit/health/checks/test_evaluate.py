@@ -137,7 +137,8 @@ def test_unknown_check_name_in_rules_is_reported() -> None:
 def test_every_check_is_in_the_documentation_as_it_is_here() -> None:
     text = (DOCS / "health.md").read_text()
     for check in CHECKS:
-        row = f"| `{check.name}` | {', '.join(check.readers)} | {check.description} | {check.failure_description} | {check.threshold_source} |"
+        cells = (", ".join(check.readers), check.description, check.failure_description, check.threshold_source)
+        row = f"| `{check.name}` | {' | '.join(cells)} |"
         assert row in text, row
     assert len({check.name for check in CHECKS}) == len(CHECKS)
 
