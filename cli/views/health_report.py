@@ -148,7 +148,7 @@ def _table(nodes: Sequence[NodeReport], now: float) -> RenderableType:
     for name in ("last seen", "count", "fails", "GPU-h", "lemon"):
         table.add_column(name, justify="right", no_wrap=True)
     for one in nodes:
-        last = "–" if one.last_seen is None else f"{span(now - one.last_seen)} ago"
+        last = "–" if one.last_reported_at is None else f"{span(now - one.last_reported_at)} ago"
         table.add_row(
             Text(one.node, "bold"), Text(one.verdict, COLOUR.get(one.verdict, "none")), one.cause or "–", last,
             str(one.count), str(one.incidents), f"{one.gpu_hours_lost:.1f}",

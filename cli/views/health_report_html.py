@@ -107,11 +107,12 @@ def chart(days: list[Day]) -> dict[str, Any]:
 
 
 def _row(one: NodeReport) -> dict[str, Any]:
-    first = f"first {utc_time(one.first_seen)}" if one.first_seen is not None else ""
+    first = f"first {utc_time(one.first_reported_at)}" if one.first_reported_at is not None else ""
     held_text = f"held for {span(one.node_hours * 3600)}"
     return {
         "node": one.node, "verdict": one.verdict, "cause": one.cause, "count": one.count, "incidents": one.incidents,
-        "last": "" if one.last_seen is None else utc_time(one.last_seen), "gpu_hours": f"{one.gpu_hours_lost:.1f}",
+        "last": "" if one.last_reported_at is None else utc_time(one.last_reported_at),
+        "gpu_hours": f"{one.gpu_hours_lost:.1f}",
         "score": f"{one.lemon.score:.2f}", "lemon": one.lemon.lemon, "drain": drain_text(one.drain),
         "action": one.action,
         "scontrol": one.scontrol,

@@ -1,0 +1,1 @@
+"""Node checks: pure functions from a node's state and the rules to findings; ``evaluate.py`` runs them all."""

@@ -1,5 +1,7 @@
-"""What a check is, and what it says when it looks once. Whether that condemns, :mod:`rrl.health.checks.evaluate`
-says."""
+"""Types of the node checks: a check and the results of one run of it.
+
+:mod:`rrl.health.checks.evaluate` decides which results become findings.
+"""
 
 from __future__ import annotations
 
@@ -13,39 +15,47 @@ from .node_state import NodeState
 
 
 class Problem(Struct, frozen=True):
-    """Something is wrong now. Texts never carry running numbers: an unchanged situation is an equal finding."""
+    """A fault that one run of a check found.
+
+    The text must not contain values that change from run to run: an unchanged situation must give an equal finding.
+    """
 
     verdict: Verdict
-    """WARN or FAIL"""
+    """WARN or FAIL."""
     cause: Cause
     remedy: Remedy
     text: tuple[str, ...]
+    """Evidence lines."""
     component: str = ""
+    """Part of the node that is concerned, such as a GPU's UUID or a port; empty for the whole node."""
     proof: bool = False
-    """this one look is enough to condemn, and nobody needs a second opinion"""
+    """Whether this single run suffices for a FAIL, without confirmation by further runs."""
     failures_to_raise: int | None = None
-    """looks in a row before it is told; None: as the rules say for FAIL, one for WARN"""
+    """Runs in a row that must find the problem before it is reported; None: ``rules.hysteresis.bad`` for FAIL, 1 for
+    WARN."""
     passes_to_clear: int | None = None
-    """looks without it before it is forgotten; None: as the rules say"""
+    """Runs in a row without the problem that clear it; None: ``rules.hysteresis.good``."""
     at: float | None = None
-    """when it began, where the reading tells (s)"""
+    """Time at which the problem began (s), if the sample says so."""
     source: str = ""
-    """of the evidence; empty: the check's first reader"""
+    """Source of the evidence; empty: the check's first reader."""
     flags: tuple[Flag, ...] = ()
-    """of the finding that is made of it"""
+    """Flags of the resulting finding."""
 
 
 class Unknown(Struct, frozen=True):
-    """It cannot be judged, and why. ``decides``: the node is then UNKNOWN too, if nothing worse is found."""
+    """The check could not judge the node, or some components of it."""
 
     reason: str
+    """Why not."""
     makes_node_unknown: bool = False
+    """Whether the node becomes UNKNOWN too, if no check finds anything worse."""
     components: tuple[str, ...] = ()
-    """of the node, that were not looked at: what is known of them stays"""
+    """Components that were not judged; earlier results about them remain valid."""
 
 
 class Passed(Struct, frozen=True):
-    """Words for a check that found nothing wrong."""
+    """The text that a check without problems reports instead of "nothing wrong"."""
 
     text: str
 
@@ -55,24 +65,31 @@ CheckFunction = Callable[[NodeState, Rules, float], Iterable[CheckResult]]
 
 
 class Check(Struct, frozen=True):
+    """One node check and its description for docs/health.md."""
+
     name: str
+    """Name of the check, used as `Finding.detector` and in the rules."""
     readers: tuple[str, ...]
+    """Readers whose samples the check uses."""
     run: CheckFunction
+    """Function that evaluates the node state."""
     description: str
-    """one line for docs/health.md: what is looked at"""
+    """What the check examines, in one line."""
     failure_description: str
-    """when it is WARN or FAIL, and what is then done"""
+    """When the result is WARN or FAIL, and what is then done."""
     threshold_source: str
-    """of its thresholds"""
+    """Project or document that the thresholds come from."""
     any_reader: bool = False
-    """one of its readers is enough"""
+    """Whether a sample of one of the readers suffices."""
     triggers: tuple[str, ...] = ()
-    """what counts as a look, in :attr:`Seen.turn`; empty: each reading of its readers"""
+    """Keys of `NodeState.reading_counts` whose increase triggers a run; empty: each sample of `readers`."""
 
 
 def warn(cause: Cause, remedy: Remedy, *text: str, component: str = "", **details: object) -> Problem:
+    """Return a `Problem` with verdict WARN."""
     return Problem(Verdict.WARN, cause, remedy, text, component, **details)  # type: ignore[arg-type]
 
 
 def fail(cause: Cause, remedy: Remedy, *text: str, component: str = "", **details: object) -> Problem:
+    """Return a `Problem` with verdict FAIL."""
     return Problem(Verdict.FAIL, cause, remedy, text, component, **details)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The checks of DCGM's own verdicts: its incident codes say what to do (NVSentinel's table, condensed)."""
+"""Checks of DCGM's own results: the remedy follows from the incident code (NVSentinel's table, condensed)."""
 
 from __future__ import annotations
 
@@ -22,26 +22,28 @@ _REMEDY_CODES: dict[Remedy, tuple[str, ...]] = {
         "NVSWITCH_FATAL", "NAN_VALUE",
     ),
 }  # fmt: skip
-"""beginnings of codes that condemn where DCGM calls them a failure, by what is then to be done"""
+"""By remedy: prefixes of the codes that fail the GPU if DCGM calls them a failure."""
 _WARNING_CODES = (
     "GPU_EXPECTED_NVLINKS_UP", "NVSWITCH_EXPECTED_NVLINKS_UP", "NVSWITCH_NVLINK_DOWN", "FABRIC_MANAGER_TRAINING_ERROR",
     "CLOCKS_EVENT_THERMAL", "TEMP_VIOLATION", "THERMAL_VIOLATIONS",
 )  # fmt: skip
-"""the fabric manager's configuration, and heat: a check of our own condemns, if need be"""
+"""Prefixes of codes that only warn: the fabric manager's configuration, and heat, for which there is a check of our
+own."""
 _IGNORED_CODES = (
     "VOLATILE_SBE", "CLOCK_THROTTLE_POWER", "CLOCK_THROTTLE_THERMAL", "CLOCKS_EVENT_POWER", "CLOCKS_POWER",
     "UNCORRECTABLE_ROW_REMAP", "NVSWITCH_NON_FATAL", "NVLINK_ERROR_THRESHOLD", "PENDING_PAGE_RETIREMENTS",
     "TEST_SKIPPED", "TEST_DISABLED", "ABORTED", "TARGET_POWER", "XID_ERROR", "ERROR_SENTINEL", "NO_GRAPHICS_CLOCKS",
 )  # fmt: skip
-"""said elsewhere and better (Xids), or of no consequence"""
+"""Prefixes of codes that are ignored: other checks report them better (Xids), or they have no consequence."""
 _SKIPPED_TESTS = ("blacklist", "denylist", "inforom")
-"""of ``dcgmi diag``: gcm skips them"""
+"""Prefixes of tests of ``dcgmi diag`` that are ignored, as gcm does."""
 _LINK_DOWN_CODE = "NVLINK_DOWN"
 _PENDING_REMAP_CODE = "PENDING_ROW_REMAP"
-"""a reset at the next occasion, as our own check says of it: no reason to leave the GPU"""
+"""A pending row remap requires a reset at the next occasion only, as in our own check; the GPU stays in use."""
 
 
 def _health(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
+    """Report the incidents of ``dcgmi health``."""
     data = state.data("dcgm")
     for incident in data.incidents:
         if incident.source == "health":
@@ -51,6 +53,7 @@ def _health(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]
 
 
 def _diag(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
+    """Report the failed tests of ``dcgmi diag``; a failure with an unknown code fails the GPU too."""
     data = state.data("dcgm")
     if "diag" in data.unread:
         yield Unknown(data.unread["diag"])
@@ -67,15 +70,15 @@ def _diag(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
 
 
 def _exporter(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
-    """A second witness of what NVML says, where a user may not ask NVML."""
+    """Report memory errors that dcgm-exporter publishes, for users who may not query NVML."""
     data = state.data("dcgm")
     for gpu in data.gpus:
         name = f"GPU {gpu.index if gpu.index is not None else gpu.uuid}"
         if gpu.remap_failed:
-            text = f"{name}: remapping a row of its memory failed, says DCGM"
+            text = f"{name}: remapping a row of its memory failed, according to DCGM"
             yield fail(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid, proof=True)
         elif gpu.ecc_volatile_uncorrected:
-            text = f"{name} has uncorrectable ECC errors since its driver was loaded, says DCGM"
+            text = f"{name} has uncorrectable ECC errors since its driver was loaded, according to DCGM"
             yield fail(Cause.GPU, Remedy.RESET_GPU, text, component=gpu.uuid, proof=True)
     if "exporter" in data.unread:
         yield Unknown(data.unread["exporter"])
@@ -86,7 +89,7 @@ def _known(code: str) -> bool:
 
 
 def _unbridged(state: NodeState) -> set[str]:
-    """GPUs (UUIDs, indices) whose links may lead nowhere, and lost none since we look."""
+    """Return the GPUs (UUIDs and indices) whose links may be unconnected and of which no link went down."""
     data = state.data("nvml")
     gpus = data.gpus if isinstance(data, NvmlData) else ()
     steady = (gpu for gpu in gpus if not is_wired(gpu) and not lost_links(gpu, state))
@@ -94,15 +97,16 @@ def _unbridged(state: NodeState) -> set[str]:
 
 
 def _problems(incident: DcgmIncident, unbridged: set[str]) -> Iterator[Problem]:
+    """Return the problem for an incident, with verdict and remedy by its code; nothing for an ignored code."""
     code = incident.code.removeprefix("DCGM_FR_")
     if code.startswith(_IGNORED_CODES):
         return
     where = f"GPU {incident.gpu}" if incident.gpu else "the node"
-    text = f"DCGM of {where}, {incident.system}: {code or incident.text}"
+    text = f"DCGM on {where}, {incident.system}: {code or incident.text}"
     component = "/".join(filter(None, (incident.gpu, code or incident.system)))
     remedy = next((remedy for remedy, codes in _REMEDY_CODES.items() if code.startswith(codes)), None)
-    nowhere = code.startswith(_LINK_DOWN_CODE) and incident.gpu in unbridged
-    if remedy is None or incident.severity == "warn" or code.startswith(_PENDING_REMAP_CODE) or nowhere:
+    unconnected = code.startswith(_LINK_DOWN_CODE) and incident.gpu in unbridged
+    if remedy is None or incident.severity == "warn" or code.startswith(_PENDING_REMAP_CODE) or unconnected:
         yield warn(Cause.GPU, remedy or Remedy.SUPPORT, text, component=component)
     else:
         yield Problem(Verdict.FAIL, Cause.GPU, remedy, (text,), component)
@@ -114,6 +118,6 @@ CHECKS = (
     Check("dcgm_health", ("dcgm",), _health, "incidents of dcgmi health, which is run once a minute",
           "a failure by its code, in three runs: FAIL, reset, reboot or support; other codes: WARN; power, single-bit"
           " errors and the like: ignored", "NVSentinel", triggers=(HEALTH_RUNS,)),
-    Check("dcgm_diag", ("dcgm",), _diag, "tests of dcgmi diag -r 1, where asked for",
+    Check("dcgm_diag", ("dcgm",), _diag, "tests of dcgmi diag -r 1, where enabled",
           "a failed one: FAIL, exclude; Denylist and Inforom are skipped", "gcm"),
 )  # fmt: skip

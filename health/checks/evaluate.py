@@ -1,19 +1,20 @@
-"""``judge``: what the checks of one node conclude from what was seen of it. Pure: ``Seen`` in, findings out; what
-condemns is remembered in ``Seen.memo``.
+"""Runs all node checks on a node's state and turns their results into findings.
 
-Of each check there is one finding for every part of the node with which something is wrong, else one for the check:
-OK, or UNKNOWN with the reason. A finding that is not there any more is over. FAIL needs proof, or several looks in a
-row (``rules.hysteresis``); until then it is a WARN that says so. What cannot be read changes nothing: who was condemned
-stays so, and nobody is for that. An unchanged situation is an equal finding, its times included.
+Pure: takes a `NodeState` and returns findings; hysteresis and earlier findings are stored in `NodeState.memo`.
 
-A reader that hangs or breaks is a finding of its own, of the check "readers", which lies here because whether a check
-could read anything decides about every other check too. A hung call is UNKNOWN first: it may be the machine's load, or
-somebody who holds the driver's lock for a moment. NVML's condemns the node if it lasts, and an independent witness of
-the same driver hangs too: DCGM's reader for as long, a process that stays in state D within the driver, or one of the
-driver's that the kernel calls hung. Where no other reader answers either, it is the machine, or the storage that it
-starts programs from.
+A check gives one finding for each component with a problem, else one finding for the whole check: OK, or UNKNOWN with
+the reason. A finding that is no longer returned has cleared. FAIL needs proof, or several failing runs in a row
+(``rules.hysteresis``); until then it is reported as a WARN that says so. A missing sample changes nothing: it neither
+clears a FAIL nor causes one. An unchanged situation gives an equal finding, including its times.
 
-Call it after each ``Seen.add``: it counts readings that it was shown.
+The check "readers" reports readers that hang or fail. It is in this module because every other check also depends on
+whether its readers work. A hung call is UNKNOWN first: the machine may be under load, or another process may hold the
+driver's lock for a moment. A hung NVML fails the node if the hang lasts and an independent witness of the same driver
+hangs too: DCGM's reader for the same time, a process in state D inside the driver, or a process of the driver that the
+kernel reports as hung. If no other reader answers either, the cause is the machine, or the storage that it starts
+programs from, and not the driver.
+
+Call `evaluate` after each `NodeState.add`: it counts the samples that it has processed.
 """
 
 from __future__ import annotations
@@ -34,28 +35,30 @@ from .node_state import NodeState
 _MAX_EVIDENCE_LINES = 5
 _SEVERITY = {Verdict.WARN: 1, Verdict.FAIL: 2}
 _DRIVER_FUNCTIONS = ("nv", "uvm", "rm_", "os_acquire")
-"""beginnings of the kernel functions in which a process hangs that waits for NVIDIA's driver"""
-
-
+"""Prefixes of the kernel functions in which a process waits for NVIDIA's driver."""
 _DRIVER_PROCESSES = ("nvidia", "nv-", "nv_queue")
-"""beginnings of the names of processes that do nothing but ask that driver, or are of it. Users name their processes as
-they like: root's count"""
+"""Prefixes of the names of processes that only use that driver or belong to it. Only processes of root count, because
+users choose the names of theirs."""
 _ROOT = 0
 _HUNG_TASK = re.compile(r"INFO: task (?P<name>.+):\d+ blocked ")
 _FAILED_STATES = ("hung", "broken")
-"""states of a reader that should be able to read"""
+"""States of a reader that is installed and permitted, but does not work."""
 
 
-# ── the check of the readers themselves ─────────────────────────────────────────────────────────────────────────────
+# ── the check of the readers themselves ───────────────────────────────────────────────────────────────────────────────
 def _is_missing(reader: str, state: NodeState, rules: Rules) -> bool:
-    """It does not read and should: it is expected, something is wrong with it, or GPUs had a driver before."""
+    """Return whether the reader does not work although it should.
+
+    It should if the rules require it, if it hangs or fails, or if NVML worked before.
+    """
     gone = reader == "nvml" and reader in state.last_data
     return state.newest[reader].state in _FAILED_STATES or reader in rules.required_readers or gone
 
 
 def _check_readers(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
+    """Report readers that do not work, and a GPU driver that hangs."""
     if _hangs_for_long("nvml", state, rules, now):
-        others = any(one.state not in _FAILED_STATES for one in state.newest.values())
+        others = any(reading.state not in _FAILED_STATES for reading in state.newest.values())
         both = _hangs_for_long("dcgm", state, rules, now) and others
         witness = "DCGM does not answer either" if both else _stuck_in_driver(state)
         if witness:
@@ -74,28 +77,33 @@ def _check_readers(state: NodeState, rules: Rules, now: float) -> Iterator[Check
 
 
 def _hangs_for_long(reader: str, state: NodeState, rules: Rules, now: float) -> bool:
-    """By the clock, not by readings: of a process that hangs in the kernel there are two, and no other is started."""
+    """Return whether the reader has been hung for ``rules.readers.stall`` s.
+
+    Time is measured, not samples: after two processes that hang in the kernel, no further one is started.
+    """
     since = state.hung_since.get(reader)
     return since is not None and now - since >= rules.readers.stall
 
 
 def _stuck_in_driver(state: NodeState) -> str:
+    """Return a text about a process that hangs in NVIDIA's driver; empty if there is none."""
     data = state.data("host")
     stuck = data.stuck if isinstance(data, HostData) else ()
     found = (
-        one for one in stuck
-        if one.kernel_function.startswith(_DRIVER_FUNCTIONS) or (one.name.startswith(_DRIVER_PROCESSES) and one.uid == _ROOT)
+        process for process in stuck
+        if process.kernel_function.startswith(_DRIVER_FUNCTIONS)
+        or (process.name.startswith(_DRIVER_PROCESSES) and process.uid == _ROOT)
     )  # fmt: skip
-    if one := next(found, None):
-        return f"process {one.pid} ({one.name}) is stuck in its driver"
+    if process := next(found, None):
+        return f"process {process.pid} ({process.name}) is stuck in its driver"
     since = state.hung_since["nvml"]
-    lines = (
-        one.event.text for one in state.log
-        if one.event.kind == "hung_task" and one.at >= since and one.event.uid == _ROOT
+    texts = (
+        line.event.text for line in state.log
+        if line.event.kind == "hung_task" and line.at >= since and line.event.uid == _ROOT
     )  # fmt: skip
-    names = (match["name"] for line in lines if (match := _HUNG_TASK.search(line)))
+    names = (match["name"] for text in texts if (match := _HUNG_TASK.search(text)))
     name = next((name for name in names if name.startswith(_DRIVER_PROCESSES)), "")
-    return f"the kernel calls {name} hung" if name else ""
+    return f"the kernel reports {name} as hung" if name else ""
 
 
 _READERS_CHECK = Check(
@@ -112,19 +120,22 @@ CHECKS: tuple[Check, ...] = (
 
 @dataclass(slots=True)
 class CheckHysteresis:
-    """How often one part of the node looked bad to one check."""
+    """Results of one check for one component of the node over the last runs."""
 
     problems_in_row: int = 0
     passes_in_row: int = 0
     failures_in_row: int = 0
     non_failures_in_row: int = 0
     since: float = 0.0
-    """when the looks in a row began (s)"""
+    """Time at which the current series of runs with a problem began (s)."""
     failure: Problem | None = None
+    """Problem with verdict FAIL that is confirmed and not cleared."""
     warning: Problem | None = None
+    """Problem with verdict WARN, or an unconfirmed FAIL, that is not cleared."""
     passes_to_clear: int = 1
 
     def update(self, problem: Problem | None, rules: Rules, at: float) -> None:
+        """Count one run of the check at time ``at`` (s); ``problem`` is None if the run found nothing."""
         failing = problem is not None and problem.verdict is Verdict.FAIL
         if problem is not None and not self.problems_in_row and self.failure is None and self.warning is None:
             self.since = at if problem.at is None else problem.at
@@ -150,27 +161,33 @@ class CheckHysteresis:
 
     @property
     def reported(self) -> Problem | None:
+        """Return the problem to report; None if there is none."""
         return self.failure or self.warning
 
 
 @dataclass(slots=True)
 class _Memo:
+    """State of the evaluation of one node between two calls of `evaluate`."""
+
     rules: Rules
     node: NodeName
     hysteresis: dict[str, dict[str, CheckHysteresis]] = field(default_factory=dict)
-    """by check and part"""
+    """By check and component."""
     last_counts: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """by check: the readings that it was last shown"""
+    """By check: the sample counts of its last run."""
     findings: dict[str, list[Finding]] = field(default_factory=dict)
-    """by check: the last ones"""
+    """By check: the findings of its last run."""
 
 
 def evaluate(state: NodeState, node: NodeName, rules: Rules, now: float) -> list[Finding]:
-    """All verdicts on this node, OK and UNKNOWN too, in the order of :data:`CHECKS`. ``now``: s, as readings have."""
+    """Return the findings of all checks on this node, OK and UNKNOWN included, in the order of :data:`CHECKS`.
+
+    ``now`` is in seconds of the clock of the samples.
+    """
     memo = state.memo
     if not isinstance(memo, _Memo) or memo.node != node:
         state.memo = memo = _Memo(rules, node)
-    elif memo.rules != rules:  # other rules look anew; what is known of the node stays
+    elif memo.rules != rules:  # changed rules: run every check again, keep its hysteresis
         memo.rules, memo.last_counts = rules, {}
     found: list[Finding] = []
     for check in CHECKS:
@@ -186,7 +203,7 @@ def evaluate(state: NodeState, node: NodeName, rules: Rules, now: float) -> list
 
 
 def pending(state: NodeState) -> set[str]:
-    """Readers whose next reading decides whether something has failed: one look was bad, and is no proof."""
+    """Return the readers whose next sample decides about a failure: one run found it, without proof."""
     if not isinstance(state.memo, _Memo):
         return set()
     return {
@@ -199,17 +216,18 @@ def pending(state: NodeState) -> set[str]:
 
 
 def is_uninformative(finding: Finding) -> bool:
-    """Return whether the finding is UNKNOWN and no reason to doubt the node: nothing was expected to be known."""
+    """Return whether the finding is UNKNOWN without casting doubt on the node: nothing was expected to be known."""
     return finding.verdict is Verdict.UNKNOWN and Flag.UNAVAILABLE in finding.flags
 
 
 def unknown_checks(rules: Rules) -> list[str]:
-    """Names in [checks] that no check has."""
+    """Return the names in the rules' ``[checks]`` that are not names of checks."""
     return sorted(set(rules.checks) - {check.name for check in CHECKS})
 
 
-# ── one check ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── one check ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _run_check(check: Check, state: NodeState, memo: _Memo, now: float) -> Iterator[Finding]:
+    """Run one check and return its findings."""
     at = max((state.reading_at(reader) for reader in check.readers if reader in state.newest), default=now)
     blind = _unreadable(check, state, memo.rules)
     results: list[CheckResult] = [blind] if blind is not None else list(check.run(state, memo.rules, now))
@@ -217,29 +235,31 @@ def _run_check(check: Check, state: NodeState, memo: _Memo, now: float) -> Itera
     if blind is None:
         _update_hysteresis(results, hysteresis, memo.rules, at)
     fresh = [
-        _with_gpu_label(_finding(check, memo, bad.verdict, hysteresis[component].since, bad, component), state)
+        _with_gpu_label(_finding(check, memo, problem.verdict, standing.since, problem, component), state)
         for component, standing in hysteresis.items()
-        if (bad := standing.reported) is not None
+        if (problem := standing.reported) is not None
     ]
-    unknown = [one for one in results if isinstance(one, Unknown)]
-    if unknown and all(finding.component for finding in fresh):  # else one of the same key, and worse, stands
+    unknown = [result for result in results if isinstance(result, Unknown)]
+    # a problem without a component has the same key as UNKNOWN, and is worse
+    if unknown and all(finding.component for finding in fresh):
         fresh.append(_unknown_finding(check, unknown, at, memo))
     elif not fresh:
-        text = next((one.text for one in results if isinstance(one, Passed)), "nothing wrong")
+        text = next((result.text for result in results if isinstance(result, Passed)), "nothing wrong")
         fresh.append(_finding(check, memo, Verdict.OK, at, _plain_problem(text)))
-    old = {(one.component, one.verdict): one for one in memo.findings.get(check.name, ())}
+    old = {(finding.component, finding.verdict): finding for finding in memo.findings.get(check.name, ())}
     return (_keep_unchanged(finding, old.get((finding.component, finding.verdict))) for finding in fresh)
 
 
 def _unreadable(check: Check, state: NodeState, rules: Rules) -> Unknown | None:
-    """Why this check cannot look at all."""
+    """Return why this check cannot run at all; None if it can."""
     newest = {reader: state.newest.get(reader) for reader in check.readers}
-    unread = {reader: one for reader, one in newest.items() if one is None or one.state != "read"}
+    unread = {reader: reading for reader, reading in newest.items() if reading is None or reading.state != "read"}
     if not unread or check.name == "readers" or (check.any_reader and len(unread) < len(newest)):
-        return None  # "readers" judges those that do not read
-    expected = any(one is not None and _is_missing(reader, state, rules) for reader, one in unread.items())
+        return None  # the check "readers" reports the readers that do not work
+    expected = any(reading is not None and _is_missing(reader, state, rules) for reader, reading in unread.items())
     reasons = (
-        f"{reader}: {one.why or one.state}" if one else f"{reader}: not read yet" for reader, one in unread.items()
+        f"{reader}: {reading.why or reading.state}" if reading else f"{reader}: not read yet"
+        for reader, reading in unread.items()
     )
     return Unknown("; ".join(reasons), makes_node_unknown=expected)
 
@@ -247,12 +267,16 @@ def _unreadable(check: Check, state: NodeState, rules: Rules) -> Unknown | None:
 def _update_hysteresis(
     results: list[CheckResult], hysteresis: dict[str, CheckHysteresis], rules: Rules, at: float
 ) -> None:
-    """One look: at the parts that are bad, and at those that were."""
+    """Update the hysteresis of all components that this run judged.
+
+    These are the components with a problem, and all earlier ones except those that could not be judged.
+    """
     problems: dict[str, Problem] = {}
-    for one in results:
-        if isinstance(one, Problem):
-            problems[one.component] = one if one.component not in problems else _merge(problems[one.component], one)
-    unjudged = {component for one in results if isinstance(one, Unknown) for component in one.components}
+    for result in results:
+        if isinstance(result, Problem):
+            known = problems.get(result.component)
+            problems[result.component] = result if known is None else _merge(known, result)
+    unjudged = {component for result in results if isinstance(result, Unknown) for component in result.components}
     for component in problems.keys() - hysteresis.keys():
         hysteresis[component] = CheckHysteresis()
     for component, standing in list(hysteresis.items()):
@@ -263,7 +287,7 @@ def _update_hysteresis(
 
 
 def _merge(first_problem: Problem, second_problem: Problem) -> Problem:
-    """Two things that a check says of one part: the graver, with the words of both."""
+    """Return the more severe of two problems of one component, with the evidence lines of both."""
     first, second = sorted((first_problem, second_problem), key=lambda bad: -_SEVERITY[bad.verdict])
     return structs.replace(first, text=(*first.text, *second.text)[:_MAX_EVIDENCE_LINES])
 
@@ -273,7 +297,7 @@ def _failures_needed(problem: Problem, rules: Rules) -> int:
 
 
 def _unconfirmed(problem: Problem, rules: Rules) -> Problem:
-    text = (*problem.text, f"not seen {_failures_needed(problem, rules)} times in a row yet")
+    text = (*problem.text, f"not found {_failures_needed(problem, rules)} times in a row yet")
     return structs.replace(problem, verdict=Verdict.WARN, remedy=Remedy.NONE, text=text)
 
 
@@ -281,7 +305,7 @@ def _plain_problem(*text: str) -> Problem:
     return Problem(Verdict.WARN, Cause.NODE, Remedy.NONE, text)
 
 
-# ── findings ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── findings ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _finding(
     check: Check, memo: _Memo, verdict: Verdict, since: float, problem: Problem, component: str = ""
 ) -> Finding:
@@ -296,12 +320,21 @@ def _finding(
         text = (*text[: _MAX_EVIDENCE_LINES - 1], "observe only: nothing is done for it")
     evidence = tuple(Evidence(problem.source or check.readers[0], line, since) for line in text)
     return Finding(
-        check.name, verdict, problem.cause, remedy, since, evidence, node=memo.node, proof=proof, component=component, flags=flags
-    )  # fmt: skip
+        check.name,
+        verdict,
+        problem.cause,
+        remedy,
+        since,
+        evidence,
+        node=memo.node,
+        proof=proof,
+        component=component,
+        flags=flags,
+    )
 
 
 def _with_gpu_label(finding: Finding, state: NodeState) -> Finding:
-    """What failed, in the words that a request for its replacement needs."""
+    """Return the finding with a line on the GPU's model and serial number, which a replacement request needs."""
     if finding.verdict is not Verdict.FAIL or not (label := state.gpu_labels.get(finding.component)):
         return finding
     return structs.replace(
@@ -310,16 +343,16 @@ def _with_gpu_label(finding: Finding, state: NodeState) -> Finding:
 
 
 def _unknown_finding(check: Check, unknowns: list[Unknown], at: float, memo: _Memo) -> Finding:
-    reasons = tuple(dict.fromkeys(one.reason for one in unknowns))
-    if any(one.makes_node_unknown for one in unknowns):
+    reasons = tuple(dict.fromkeys(unknown.reason for unknown in unknowns))
+    if any(unknown.makes_node_unknown for unknown in unknowns):
         return _finding(check, memo, Verdict.UNKNOWN, at, _plain_problem(*reasons), "")
-    # nothing of the kind is here, or this user may not read it, and the rules do not expect it
+    # the node has no such hardware, or this user may not read it, and the rules do not require it
     why = structs.replace(_plain_problem("not to be known here: " + "; ".join(reasons)), flags=(Flag.UNAVAILABLE,))
     return _finding(check, memo, Verdict.UNKNOWN, at, why, "")
 
 
 def _keep_unchanged(finding: Finding, old: Finding | None) -> Finding:
-    """The one that was told, times included, if it says the same; else since when it held is kept."""
+    """Return the old finding if the new one says the same, else the new one with the time since which it holds."""
     if old is None or (finding.verdict, finding.cause) != (old.verdict, old.cause):
         return finding
     same = [e.text for e in finding.evidence] == [e.text for e in old.evidence]

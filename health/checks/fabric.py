@@ -1,4 +1,4 @@
-"""Checks of InfiniBand and RoCE ports: are they there, up as they were, and without errors."""
+"""Checks of InfiniBand and RoCE ports: presence, state, rate and error counters."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .base import Check, CheckResult, Problem, Unknown, fail, warn
 from .node_state import NodeState
 
 _HOUR_S, _MINUTE_S, _RATE_WINDOW_S = 3600.0, 60.0, 30.0
-"""s; rates "a second" are taken over a spell, so that one burst is no rate"""
+"""Windows in seconds. A rate per second is measured over `_RATE_WINDOW_S`, so that a single burst is not a rate."""
 _LINK_DOWNED = "link_downed"
 _FATAL_COUNTERS = ("excessive_buffer_overrun_errors", "local_link_integrity_errors")
-"""counters that must not rise at all (NVSentinel; of its others, link_downed may once, and rnr_nak_retry_err counts
-receivers that were not ready and answered when asked again: what programs do to each other)"""
+"""Counters that must not increase at all (NVSentinel). Of NVSentinel's other fatal counters, link_downed may increase
+once, and rnr_nak_retry_err counts receivers that were not ready and answered the retry, which programs cause."""
 
 
 def _data(state: NodeState) -> FabricData:
@@ -24,7 +24,7 @@ def _data(state: NodeState) -> FabricData:
 
 
 def _used(state: NodeState, rules: Rules) -> set[str]:
-    """Ports that matter; a cable may come and go at any other."""
+    """Return the ports to check: the expected ones and those that were ACTIVE; cables of others may come and go."""
     return set(rules.expect.ports) | state.ports_up
 
 
@@ -32,33 +32,33 @@ def _count(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     devices = {port.device for port in _data(state).ports}
     if gone := sorted(state.hcas - devices):
         for device in gone:
-            yield fail(Cause.FABRIC, Remedy.EXCLUDE, f"{device} is no longer there", component=device)
+            yield fail(Cause.FABRIC, Remedy.EXCLUDE, f"{device} is missing; it was present before", component=device)
     elif rules.expect.hcas is not None and len(devices) != rules.expect.hcas:
-        text = f"there are {len(devices)} InfiniBand or RoCE devices, {rules.expect.hcas} are expected"
+        text = f"the node has {len(devices)} InfiniBand or RoCE devices, {rules.expect.hcas} are expected"
         yield fail(Cause.FABRIC, Remedy.EXCLUDE, text)
 
 
 def _state(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
-    """Against what is expected, else against the ports that were up when we first looked."""
+    """Check the expected ports, and those that were ACTIVE at some time."""
     ports = {f"{port.device}/{port.port}": port for port in _data(state).ports}
     for name in sorted(_used(state, rules)):
         port = ports.get(name)
         if port is None:
             if name in rules.expect.ports:
-                yield fail(Cause.FABRIC, Remedy.EXCLUDE, f"port {name} is not there", component=name)
+                yield fail(Cause.FABRIC, Remedy.EXCLUDE, f"port {name} is missing", component=name)
         elif port.state is None:
             yield Unknown(f"{name}: {port.unread.get('state', 'not read')}", components=(name,))
         elif port.state != "ACTIVE":
             physical = f", physically {port.physical}" if port.physical else ""
             yield fail(Cause.FABRIC, Remedy.EXCLUDE, f"port {name} is {port.state}{physical}", component=name)
         elif port.rate and port.rate < (best := state.max_port_rates.get(name, port.rate)):
-            text = f"port {name} runs at {port.rate:g} Gbit/s, and ran at {best:g}"
+            text = f"port {name} runs at {port.rate:g} Gbit/s; it ran at {best:g} Gbit/s before"
             yield warn(Cause.FABRIC, Remedy.SUPPORT, text, component=name, failures_to_raise=rules.hysteresis.bad)
 
 
 def _devices(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     for name in _data(state).missing_char_devices:
-        if not name.startswith("issm"):  # its absence is usual on some machines (NVSentinel: GB300)
+        if not name.startswith("issm"):  # some machines do not have it (NVSentinel: GB300)
             yield fail(Cause.FABRIC, Remedy.EXCLUDE, f"/dev/infiniband/{name} is missing", component=name)
 
 
@@ -74,7 +74,9 @@ def _fatal(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
             text = f"port {name}: fatal errors within an hour: {', '.join(risen)}"
             yield fail(Cause.FABRIC, Remedy.EXCLUDE, text, component=name, failures_to_raise=1)
         elif downs:
-            yield warn(Cause.FABRIC, Remedy.NONE, f"port {name}: {_LINK_DOWNED} rose within an hour", component=name)
+            yield warn(
+                Cause.FABRIC, Remedy.NONE, f"port {name}: {_LINK_DOWNED} increased within an hour", component=name
+            )
 
 
 def _degraded(state: NodeState, rules: Rules, now: float) -> Iterator[Problem]:
@@ -84,6 +86,7 @@ def _degraded(state: NodeState, rules: Rules, now: float) -> Iterator[Problem]:
 
 
 def _exceeded_rates(state: NodeState, name: str, limits: FabricRules) -> Iterator[str]:
+    """Yield a text for each counter of the port that increases faster than its limit."""
     for counter, limit in (
         ("symbol_error", limits.symbol_errors), ("port_rcv_errors", limits.receive_errors),
         ("local_ack_timeout_err", limits.ack_timeouts), ("port_xmit_discards", limits.discards),
@@ -98,25 +101,54 @@ def _exceeded_rates(state: NodeState, name: str, limits: FabricRules) -> Iterato
 
 
 def _increase(state: NodeState, name: str, counter: str, window: float) -> int:
-    counter_history = state.counter("port", name, counter)
-    return (
-        counter_history.increase_within(window, state.reading_at("fabric"))
-        if counter_history is not None and counter_history.increase
-        else 0
-    )
+    """Return the increase of a port's counter in the last ``window`` s; 0 if it was never read."""
+    history = state.counter("port", name, counter)
+    if history is None or not history.increase:
+        return 0
+    return history.increase_within(window, state.reading_at("fabric"))
 
 
 _FABRIC = ("fabric",)
 CHECKS = (
-    Check("hca_count", _FABRIC, _count, "InfiniBand and RoCE devices, against expect.hcas and what was there before",
-          "another number, or one is gone: FAIL, exclude", "gcm, NVSentinel"),
-    Check("fabric_port", _FABRIC, _state, "state and rate of the ports of expect.ports, and of those that were ACTIVE",
-          "not ACTIVE: FAIL, exclude; slower than it was: WARN, support", "NVRx"),
-    Check("fabric_devices", _FABRIC, _devices, "uverbs and umad devices that the kernel lists",
-          "missing: FAIL, exclude", "NVSentinel"),
-    Check("fabric_errors", _FABRIC, _fatal, "link_downed, buffer overruns, link integrity, symbol errors of ports that"
-          " are or were ACTIVE", "any within an hour (symbol errors: fabric.symbol_errors_hour; link_downed:"
-          " fabric.link_downs): FAIL, exclude; link_downed before that: WARN", "NVSentinel"),
-    Check("fabric_degraded", _FABRIC, _degraded, "rates of symbol, receive and ack errors, recoveries, discards,"
-          " restarts, carrier changes", "above those of [fabric]: WARN, support", "NVSentinel"),
-)  # fmt: skip
+    Check(
+        "hca_count",
+        _FABRIC,
+        _count,
+        "InfiniBand and RoCE devices, against expect.hcas and those that were present before",
+        "another number, or one is missing: FAIL, exclude",
+        "gcm, NVSentinel",
+    ),
+    Check(
+        "fabric_port",
+        _FABRIC,
+        _state,
+        "state and rate of the ports of expect.ports, and of those that were ACTIVE",
+        "not ACTIVE: FAIL, exclude; slower than it was: WARN, support",
+        "NVRx",
+    ),
+    Check(
+        "fabric_devices",
+        _FABRIC,
+        _devices,
+        "uverbs and umad devices that the kernel lists",
+        "missing: FAIL, exclude",
+        "NVSentinel",
+    ),
+    Check(
+        "fabric_errors",
+        _FABRIC,
+        _fatal,
+        "link_downed, buffer overruns, link integrity, symbol errors of ports that are or were ACTIVE",
+        "any within an hour (symbol errors: fabric.symbol_errors_hour; link_downed:"
+        " fabric.link_downs): FAIL, exclude; link_downed before that: WARN",
+        "NVSentinel",
+    ),
+    Check(
+        "fabric_degraded",
+        _FABRIC,
+        _degraded,
+        "rates of symbol, receive and ack errors, recoveries, discards, restarts, carrier changes",
+        "above those of [fabric]: WARN, support",
+        "NVSentinel",
+    ),
+)

@@ -1,4 +1,4 @@
-"""Checks of the GPUs themselves, from what NVML says of each."""
+"""Checks of the GPUs themselves, from NVML's samples."""
 
 from __future__ import annotations
 
@@ -18,20 +18,24 @@ _RECOVERY_REMEDIES = {
     "bus_reset": Remedy.RESET_GPU,
     "system_reboot": Remedy.REBOOT,
 }
-"""those that are this GPU's own matter and that we know; an IMEX domain is that of many nodes"""
+"""Recovery actions that concern only this GPU, and their remedies. An action on an IMEX domain would concern many
+nodes."""
 _UNKNOWN_ERROR = "Unknown Error"
-"""NVML's word where a call fails and it cannot say why; ``GPU is lost`` and others say what has failed"""
+"""NVML's error for a call that fails for no known reason; ``GPU is lost`` and others name the failure."""
 _MPS = "nvidia-cuda-mps"
-"""beginning of the names of CUDA's multi-process service, which a site runs: what it runs for others is told too"""
+"""Prefix of the process names of CUDA's multi-process service, which a site runs. NVML also lists its clients."""
 _MINUTE_S = 60.0
 _MAX_GPUS_NAMED = 3
-"""GPUs that are named where one reason is unknown for several"""
+"""GPUs that one evidence line names."""
 
 
 def for_each_gpu(
     fields: tuple[str, ...], check: Callable[[Gpu, NodeState, Rules], Iterable[Problem]]
 ) -> Callable[..., Iterator[CheckResult]]:
-    """A look at every GPU that can be talked to; UNKNOWN for those of which no field of these was read."""
+    """Return a check function that runs ``check`` on every GPU that answers.
+
+    It gives UNKNOWN for GPUs of which none of these fields could be read.
+    """
 
     def run(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
         blind: dict[str, list[Gpu]] = {}
@@ -48,6 +52,7 @@ def for_each_gpu(
 
 
 def _unreadable(why: str, gpus: list[Gpu]) -> Unknown:
+    """Return the `Unknown` for GPUs that could not be read for this reason."""
     some = ", ".join(str(gpu.index) for gpu in gpus[:_MAX_GPUS_NAMED]) + (
         ", ..." if len(gpus) > _MAX_GPUS_NAMED else ""
     )
@@ -55,29 +60,34 @@ def _unreadable(why: str, gpus: list[Gpu]) -> Unknown:
 
 
 def present(state: NodeState) -> Iterator[Gpu]:
+    """Return the GPUs of the newest NVML sample that are not lost."""
     data = state.data("nvml")
     return (gpu for gpu in data.gpus if not gpu.lost) if isinstance(data, NvmlData) else iter(())
 
 
-# ── there at all ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── presence ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _count(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
-    """Of a job's part of a node, NVML may count no more than the job was given."""
+    """Compare the number of GPUs with what the rules expect and with the most that were ever listed.
+
+    If the job was given only some of the node's GPUs, NVML may list no more than these.
+    """
     data, wanted = state.data("nvml"), rules.expect.gpus
     count, least = len(data.gpus), min(wanted or 0, data.granted) if data.withheld else wanted or 0
     if wanted is not None and not least <= count <= wanted:
         access_note = f" of the {data.granted} that this process may use" if data.withheld and count < least else ""
-        text = f"NVML sees {count} GPUs{access_note}, {wanted} are expected"
+        text = f"NVML lists {count} GPUs{access_note}, {wanted} are expected"
         yield fail(Cause.GPU, Remedy.EXCLUDE, text, proof=count < wanted)
     elif count < state.max_gpus:
-        text = f"NVML sees {count} GPUs; it saw {state.max_gpus} before"
+        text = f"NVML lists {count} GPUs; it listed {state.max_gpus} before"
         yield fail(Cause.GPU, Remedy.REBOOT, text, proof=True)
 
 
 def _lost(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
+    """Fail the GPUs that do not answer; if all of them give an unknown error, suspect the permissions instead."""
     gpus = state.data("nvml").gpus
     if len(gpus) > 1 and all(gpu.lost == _UNKNOWN_ERROR for gpu in gpus):
-        text = f"NVML says {_UNKNOWN_ERROR} of every GPU at once: their device files may have been taken from us"
-        yield warn(Cause.SOFTWARE, Remedy.SUPPORT, f"{text} (a cgroup was changed, systemd was reloaded)")
+        text = f"NVML returns {_UNKNOWN_ERROR} for every GPU: rrl may have lost access to their device files"
+        yield warn(Cause.SOFTWARE, Remedy.SUPPORT, f"{text} (a changed cgroup, a reload of systemd)")
         return
     for gpu in gpus:
         if gpu.lost:
@@ -97,23 +107,24 @@ def _lost(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
 
 
 def _recovery(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
+    """Report the recovery action that the driver states."""
     action = gpu.recovery_action
     if not action or action == "none":
         return
-    text = f"GPU {gpu.index}: the driver asks for {action.replace('_', ' ')}"
+    text = f"GPU {gpu.index}: the driver requires: {action.replace('_', ' ')}"
     if remedy := _RECOVERY_REMEDIES.get(action):
         yield fail(Cause.GPU, remedy, text, component=gpu.uuid, proof=True)
     else:
         yield warn(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid)
 
 
-# ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _ecc_uncorrected(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
     if gpu.ecc_volatile_uncorrected:
         text = f"GPU {gpu.index} has uncorrectable ECC errors since its driver was loaded"
         yield fail(Cause.GPU, Remedy.RESET_GPU, text, component=gpu.uuid, proof=True)
     elif (counter := state.counter("gpu", gpu.uuid, "ecc_aggregate_uncorrected")) and counter.increase:
-        text = f"GPU {gpu.index}: its uncorrectable ECC errors grew since we look"
+        text = f"GPU {gpu.index}: its uncorrectable ECC errors increased since monitoring began"
         yield fail(Cause.GPU, Remedy.RESET_GPU, text, component=gpu.uuid, proof=True)
 
 
@@ -148,7 +159,9 @@ def _retired_pages(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem
         text = f"GPU {gpu.index}: {limits.retired_pages_most} pages of its memory or more are retired"
         yield fail(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid, proof=True)
     elif total >= limits.retired_pages_soft and grew > 1:
-        text = f"GPU {gpu.index}: several pages were retired for double-bit errors since we look, and many before"
+        text = (
+            f"GPU {gpu.index}: several pages were retired for double-bit errors since monitoring began, and many before"
+        )
         yield fail(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid, proof=True)
     elif total > limits.retired_pages:
         text = f"GPU {gpu.index}: more than {limits.retired_pages} pages of its memory are retired"
@@ -158,9 +171,9 @@ def _retired_pages(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem
         yield warn(Cause.GPU, Remedy.RESET_GPU, text, component=gpu.uuid)
 
 
-# ── heat and speed ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── temperature and clocks ────────────────────────────────────────────────────────────────────────────────────────────
 def _temperature(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
-    """Against the device's own limits. How long it has been hot is remembered as the rise of a counter is."""
+    """Compare the temperatures with the device's own limits; fail a GPU that is at a limit for ``rules.gpu.hot`` s."""
     at = state.reading_at("nvml")
     blind: list[Gpu] = []
     for gpu in present(state):
@@ -185,6 +198,7 @@ _TEMPERATURE_FIELDS = ("temperature", "temperature_slowdown", "temperature_memor
 
 
 def _at_limit(now: int | None, limit: int | None) -> bool | None:
+    """Return whether a temperature is at its limit; None if either is unknown."""
     return None if now is None or not limit else now >= limit
 
 
@@ -194,15 +208,15 @@ _SLOWDOWN_REASONS = {
     "hw_power_brake": "power brake",
     "hw_slowdown": "hardware",
 }
-"""clocks event reasons that mean something, the most telling first: ``hw_slowdown`` comes with others, and they come in
-turns; a power cap is how GPUs are run (NVSentinel ignores it too)"""
+"""Clock event reasons that indicate a fault, most specific first: ``hw_slowdown`` comes together with others, which
+alternate. A power cap is normal operation (NVSentinel ignores it too)."""
 
 
 def _throttle(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
     if why := next(
         (text_of_reason for name, text_of_reason in _SLOWDOWN_REASONS.items() if name in (gpu.clock_reasons or ())), ""
     ):
-        text = f"GPU {gpu.index} is slowed down: {why}"
+        text = f"GPU {gpu.index}: its clocks are reduced: {why}"
         n = rules.gpu.throttled
         yield warn(Cause.GPU, Remedy.NONE, text, component=gpu.uuid, failures_to_raise=n, passes_to_clear=n)
 
@@ -210,7 +224,7 @@ def _throttle(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
 def _clock(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
     wanted, best = rules.expect.sm_clock, gpu.clock_sm_max
     if wanted and best and best < wanted:
-        text = f"GPU {gpu.index}: its SM clock goes up to {best} MHz, {wanted} are expected"
+        text = f"GPU {gpu.index}: its highest SM clock is {best} MHz, {wanted} MHz are expected"
         yield warn(Cause.GPU, Remedy.NONE, text, component=gpu.uuid)
         return
     capped = {"sw_power_cap", "gpu_idle", "applications_clocks"} & set(gpu.clock_reasons or ())
@@ -221,9 +235,12 @@ def _clock(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
         yield warn(Cause.GPU, Remedy.NONE, text, component=gpu.uuid, failures_to_raise=n, passes_to_clear=n)
 
 
-# ── before a role starts ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── before a role starts ──────────────────────────────────────────────────────────────────────────────────────────────
 def _is_expected_free(gpu: Gpu, state: NodeState) -> bool:
-    """One in MIG mode is shared, and on its node Slurm's numbers are those of instances."""
+    """Return whether this GPU must be free because a role is about to start.
+
+    A GPU in MIG mode is shared, and on its node Slurm's GPU numbers are those of instances.
+    """
     if gpu.mig:
         return False
     by_number = str(gpu.index) in state.expected_free and not any(other.mig for other in present(state))
@@ -247,7 +264,7 @@ def _processes(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
         yield fail(Cause.USER, Remedy.NONE, text, component=gpu.uuid, failures_to_raise=rules.gpu.reclaim)
 
 
-# ── versions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _versions(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     data, wanted = state.data("nvml"), rules.expect
     if wanted.driver and data.driver != wanted.driver:
@@ -266,38 +283,110 @@ def _versions(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResul
 
 _NVML = ("nvml",)
 CHECKS = (
-    Check("gpu_count", _NVML, _count, "GPUs that NVML sees, against expect.gpus and what it saw before",
-          "fewer: FAIL, exclude (reboot where one vanished)", "gcm"),
-    Check("gpu_lost", _NVML, _lost, "whether each GPU answers the driver",
-          "no: FAIL, reboot, or what the driver asks for; Unknown Error: gpu.unknown_error readings in a row, and of"
-          " all GPUs at once: WARN, support (cause software)", "NVML"),
-    Check("gpu_recovery_action", _NVML, for_each_gpu(("recovery_action",), _recovery),
-          "what the driver says that each GPU needs (r570 and newer)",
-          "one that we know: FAIL, that; another, or an IMEX domain's: WARN, support", "NVRx"),
-    Check("gpu_ecc_uncorrected", _NVML, for_each_gpu(("ecc_volatile_uncorrected", "ecc_aggregate_uncorrected"),
-          _ecc_uncorrected), "uncorrectable ECC errors, volatile; and whether the aggregate grows",
-          "any: FAIL, reset the GPU", "gcm, DCGM"),
-    Check("gpu_ecc_corrected", _NVML, for_each_gpu(("ecc_volatile_corrected",), _ecc_corrected),
-          "volatile corrected ECC errors", "> gpu.ecc_corrected, or > gpu.ecc_corrected_rate a second: WARN, support",
-          "gcm"),
-    Check("gpu_row_remap", _NVML, for_each_gpu(("remap_failed", "remap_pending"), _row_remap), "remapped rows of memory",
-          "a failure: FAIL, support; pending: WARN, reset at the next occasion", "gcm, DCGM, NVSentinel"),
-    Check("gpu_retired_pages", _NVML, for_each_gpu(("retired_corrected", "retired_uncorrected", "retired_pending"),
-          _retired_pages), "retired pages, of GPUs before Ampere",
-          ">= gpu.retired_pages_most, or >= gpu.retired_pages_soft and growing: FAIL, support;"
-          " > gpu.retired_pages, or pending: WARN", "gcm, DCGM"),
-    Check("gpu_temperature", _NVML, _temperature, "temperatures of core and memory, against the device's own limits",
-          "at a limit: WARN; for gpu.hot s: FAIL, exclude", "NVML"),
-    Check("gpu_throttle", _NVML, for_each_gpu(("clock_reasons",), _throttle),
-          "clocks event reasons: thermal, power brake (a power cap is ignored)",
-          "gpu.throttled readings in a row: WARN, evidence of a straggler", "NVSentinel"),
-    Check("gpu_clock", _NVML, for_each_gpu(("clock_sm", "clock_sm_max"), _clock),
-          "SM clock of a busy GPU, and the highest that it can have, against expect.sm_clock",
-          "below gpu.slow_clock of its highest, or of what is expected: WARN, evidence of a straggler", "gcm, NVRx"),
-    Check("gpu_memory", _NVML, for_each_gpu(("memory_used",), _memory), "memory in use before a role starts",
-          "> gpu.memory_before_start, gpu.reclaim looks in a row: FAIL, whoever uses it (cause user)", "NVRx, gcm"),
-    Check("gpu_processes", _NVML, for_each_gpu(("processes",), _processes), "foreign processes before a role starts",
-          "any, gpu.reclaim looks in a row: FAIL (cause user); nobody is killed", "gcm"),
-    Check("gpu_versions", _NVML, _versions, "driver and VBIOS, against what is expected and each other",
-          "another: WARN", "gcm"),
-)  # fmt: skip
+    Check(
+        "gpu_count",
+        _NVML,
+        _count,
+        "GPUs that NVML lists, against expect.gpus and the most that it listed before",
+        "fewer: FAIL, exclude (reboot where one vanished)",
+        "gcm",
+    ),
+    Check(
+        "gpu_lost",
+        _NVML,
+        _lost,
+        "whether each GPU answers the driver",
+        "no: FAIL, reboot, or the action that the driver states; Unknown Error: gpu.unknown_error samples in a row,"
+        " and on all GPUs at once: WARN, support (cause software)",
+        "NVML",
+    ),
+    Check(
+        "gpu_recovery_action",
+        _NVML,
+        for_each_gpu(("recovery_action",), _recovery),
+        "the recovery action that the driver states for each GPU (r570 and newer)",
+        "a known one: FAIL with that remedy; another, or an IMEX domain's: WARN, support",
+        "NVRx",
+    ),
+    Check(
+        "gpu_ecc_uncorrected",
+        _NVML,
+        for_each_gpu(("ecc_volatile_uncorrected", "ecc_aggregate_uncorrected"), _ecc_uncorrected),
+        "uncorrectable ECC errors, volatile; and whether the aggregate grows",
+        "any: FAIL, reset the GPU",
+        "gcm, DCGM",
+    ),
+    Check(
+        "gpu_ecc_corrected",
+        _NVML,
+        for_each_gpu(("ecc_volatile_corrected",), _ecc_corrected),
+        "volatile corrected ECC errors",
+        "> gpu.ecc_corrected, or > gpu.ecc_corrected_rate a second: WARN, support",
+        "gcm",
+    ),
+    Check(
+        "gpu_row_remap",
+        _NVML,
+        for_each_gpu(("remap_failed", "remap_pending"), _row_remap),
+        "remapped rows of memory",
+        "a failure: FAIL, support; pending: WARN, reset at the next occasion",
+        "gcm, DCGM, NVSentinel",
+    ),
+    Check(
+        "gpu_retired_pages",
+        _NVML,
+        for_each_gpu(("retired_corrected", "retired_uncorrected", "retired_pending"), _retired_pages),
+        "retired pages, of GPUs before Ampere",
+        ">= gpu.retired_pages_most, or >= gpu.retired_pages_soft and growing: FAIL, support;"
+        " > gpu.retired_pages, or pending: WARN",
+        "gcm, DCGM",
+    ),
+    Check(
+        "gpu_temperature",
+        _NVML,
+        _temperature,
+        "temperatures of core and memory, against the device's own limits",
+        "at a limit: WARN; for gpu.hot s: FAIL, exclude",
+        "NVML",
+    ),
+    Check(
+        "gpu_throttle",
+        _NVML,
+        for_each_gpu(("clock_reasons",), _throttle),
+        "clocks event reasons: thermal, power brake (a power cap is ignored)",
+        "gpu.throttled readings in a row: WARN, evidence of a straggler",
+        "NVSentinel",
+    ),
+    Check(
+        "gpu_clock",
+        _NVML,
+        for_each_gpu(("clock_sm", "clock_sm_max"), _clock),
+        "SM clock of a busy GPU, and the highest that it can have, against expect.sm_clock",
+        "below gpu.slow_clock of its highest, or of what is expected: WARN, evidence of a straggler",
+        "gcm, NVRx",
+    ),
+    Check(
+        "gpu_memory",
+        _NVML,
+        for_each_gpu(("memory_used",), _memory),
+        "memory in use before a role starts",
+        "> gpu.memory_before_start, gpu.reclaim runs in a row: FAIL (cause user)",
+        "NVRx, gcm",
+    ),
+    Check(
+        "gpu_processes",
+        _NVML,
+        for_each_gpu(("processes",), _processes),
+        "foreign processes before a role starts",
+        "any, gpu.reclaim runs in a row: FAIL (cause user); no process is killed",
+        "gcm",
+    ),
+    Check(
+        "gpu_versions",
+        _NVML,
+        _versions,
+        "driver and VBIOS, against the expected ones and among GPUs of one kind",
+        "a difference: WARN",
+        "gcm",
+    ),
+)

@@ -1,4 +1,4 @@
-"""Checks of what connects GPUs: NVLink, its fabric, PCI Express."""
+"""Checks of the connections of GPUs: NVLink, its fabric, PCI Express."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from .node_state import REGISTERING_STATES, NodeState
 
 _MINUTE_S = 60.0
 _CRC_WINDOW_S = 60.0
-"""s over which a rate "a second" is taken: several readings, of which NVML's reader makes one each 20 s"""
+"""Window (s) over which a rate per second is measured: several samples of the NVLink counters, which NVML's reader
+takes every 20 s."""
 _ON_BOARD = ("SXM", "HBM3")
-"""in the names of GPUs whose links are wired on their board"""
+"""Substrings of the names of GPUs whose links are wired on their board."""
 
 
 def _numbers(links: list[int]) -> str:
+    """Return the links as text: ``link 1`` or ``links 1, 2``."""
     return f"link {links[0]}" if len(links) == 1 else f"links {', '.join(map(str, links))}"
 
 
-# ── NVLink ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── NVLink ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _down(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
     if gpu.mig:  # some boards switch its links off
         return
@@ -39,12 +41,13 @@ def _down(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
 
 
 def lost_links(gpu: Gpu, state: NodeState) -> list[int]:
+    """Return the numbers of the GPU's NVLinks that were active at some time and are now inactive."""
     were = state.links_up.get(gpu.uuid, set())
     return [link.link for link in gpu.nvlinks or () if link.active is False and link.link in were]
 
 
 def is_wired(gpu: Gpu) -> bool:
-    """All of its links lead somewhere; between PCIe cards only those do that a bridge connects."""
+    """Return whether all of the GPU's links are connected; on PCIe cards only those with a bridge are."""
     return any(name in gpu.name for name in _ON_BOARD) or gpu.fabric_state not in (None, "not_supported")
 
 
@@ -68,7 +71,10 @@ def _errors(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
 
 
 def _flagged(state: NodeState, uuid: str, link: int, limits: LinkRules, now: float) -> int:
-    """Windows with errors, of the last ones; windows lie where the trail began."""
+    """Return how many of the last ``limits.windows`` windows contain errors of the link.
+
+    Windows are aligned to the start of the counter's history.
+    """
     counter = state.counter("nvlink", uuid, f"{link} errors")
     if counter is None or not counter.increase:
         return 0
@@ -78,7 +84,7 @@ def _flagged(state: NodeState, uuid: str, link: int, limits: LinkRules, now: flo
 
 
 def _fabric(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
-    if gpu.mig:  # its instances speak to no other GPU
+    if gpu.mig:  # MIG instances do not communicate with other GPUs
         return
     if gpu.fabric_state in REGISTERING_STATES:
         text = f"GPU {gpu.index}: its registration with the NVLink fabric is {gpu.fabric_state.replace('_', ' ')}"
@@ -92,7 +98,7 @@ def _fabric(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
         yield fail(Cause.GPU, Remedy.EXCLUDE, text, component=gpu.uuid)
 
 
-# ── PCI Express ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── PCI Express ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def _replays(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
     counter = state.counter("gpu", gpu.uuid, "pcie_replays")
     rates, gen, lanes = rules.links.pcie_replays, gpu.pcie_gen_max or gpu.pcie_gen, gpu.pcie_width
@@ -118,16 +124,44 @@ def _width(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
 
 _NVML = ("nvml",)
 CHECKS = (
-    Check("nvlink_state", _NVML, for_each_gpu(("nvlinks",), _down), "NVLinks that were active, and those of GPUs of one kind",
-          "one went down: FAIL, exclude; fewer than another GPU: WARN", "NVRx"),
-    Check("nvlink_errors", _NVML, for_each_gpu(("nvlinks",), _errors), "replay, recovery and CRC errors of each NVLink",
-          "in more than links.flagged of links.windows windows, or links.crc a second: FAIL, exclude; any: WARN",
-          "NVRx, DCGM"),
-    Check("nvlink_fabric", _NVML, for_each_gpu(("fabric_state",), _fabric), "registration with the NVLink fabric (NVSwitch)",
-          "not completed: WARN; not within links.fabric_registers s, or with an error: FAIL, exclude", "NVRx"),
-    Check("pcie_replays", _NVML, for_each_gpu(("pcie_replays",), _replays),
-          "PCIe replays a minute, by generation and lanes", "> ceil(lanes x links.pcie_replays): WARN, support",
-          "DCGM"),
-    Check("pcie_link", _NVML, for_each_gpu(("pcie_width", "pcie_gen"), _width), "width of the PCIe link, and of a busy GPU its"
-          " generation", "less than GPU and slot can do: WARN, support", "NVML; Meta"),
-)  # fmt: skip
+    Check(
+        "nvlink_state",
+        _NVML,
+        for_each_gpu(("nvlinks",), _down),
+        "NVLinks that were active, and those of GPUs of one kind",
+        "one went down: FAIL, exclude; fewer than another GPU: WARN",
+        "NVRx",
+    ),
+    Check(
+        "nvlink_errors",
+        _NVML,
+        for_each_gpu(("nvlinks",), _errors),
+        "replay, recovery and CRC errors of each NVLink",
+        "in more than links.flagged of links.windows windows, or links.crc a second: FAIL, exclude; any: WARN",
+        "NVRx, DCGM",
+    ),
+    Check(
+        "nvlink_fabric",
+        _NVML,
+        for_each_gpu(("fabric_state",), _fabric),
+        "registration with the NVLink fabric (NVSwitch)",
+        "not completed: WARN; not within links.fabric_registers s, or with an error: FAIL, exclude",
+        "NVRx",
+    ),
+    Check(
+        "pcie_replays",
+        _NVML,
+        for_each_gpu(("pcie_replays",), _replays),
+        "PCIe replays a minute, by generation and lanes",
+        "> ceil(lanes x links.pcie_replays): WARN, support",
+        "DCGM",
+    ),
+    Check(
+        "pcie_link",
+        _NVML,
+        for_each_gpu(("pcie_width", "pcie_gen"), _width),
+        "width of the PCIe link, and of a busy GPU its generation",
+        "less than GPU and slot can do: WARN, support",
+        "NVML; Meta",
+    ),
+)

@@ -1,4 +1,4 @@
-"""Checks of the host: what is mounted, room, memory, processor, processes that do not end."""
+"""Checks of the host: mounts, disk space, memory, CPU, clock and processes that do not end."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ _SHARED_FILESYSTEMS = (
     "nfs", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "panfs", "smb", "cifs", "fuse", "9p", "virtiofs", "pvfs",
     "afs", "orangefs", "gfs2", "ocfs2",
 )  # fmt: skip
-"""beginnings of the names of file systems that many nodes share: what is full there is no node's fault"""
+"""Prefixes of the names of shared file systems: if one is full, that is not the node's fault."""
 _IMAGE_FILESYSTEMS = ("squashfs", "iso9660", "erofs", "cramfs", "romfs")
-"""always full: nodes without a disk boot from them"""
-
-
+"""Read-only image file systems, which are always full: nodes without a disk boot from them."""
 _ROOT = 0
 
 
@@ -28,11 +26,12 @@ def _host(state: NodeState) -> HostData:
 
 
 def _mounts(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
-    looked_at = set()
+    """Fail the node if a mount does not answer; one run suffices if the hang is long and other mounts answer."""
+    probed = set()
     mounts = _host(state).mounts
     node_runs = any(mount.answers for mount in mounts)
     for mount in mounts:
-        looked_at.add(mount.path)
+        probed.add(mount.path)
         if not mount.answers:
             kind = f" ({mount.filesystem})" if mount.filesystem else ""
             text = f"{mount.path}{kind}: {mount.why or 'does not answer'}"
@@ -40,8 +39,8 @@ def _mounts(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]
             needs = 1 if hangs and node_runs else None
             yield fail(Cause.STORAGE, Remedy.EXCLUDE, text, component=mount.path, failures_to_raise=needs)
     for path in rules.expect.mounts:
-        if path not in looked_at:
-            yield Unknown(f"{path} was not looked at", makes_node_unknown=True)
+        if path not in probed:
+            yield Unknown(f"{path} was not probed", makes_node_unknown=True)
 
 
 def _disk(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
@@ -78,7 +77,7 @@ def _memory(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]
 def _cpu(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     host, wanted = _host(state), rules.expect
     if wanted.governor and host.governor is None:
-        yield Unknown(host.unread.get("governor", "this machine tells no frequency governor"))
+        yield Unknown(host.unread.get("governor", "this machine reports no frequency governor"))
     elif wanted.governor and host.governor != wanted.governor:
         text = f"the CPU frequency governor is {host.governor}, {wanted.governor} is expected"
         yield warn(Cause.NODE, Remedy.SUPPORT, text)
@@ -91,32 +90,32 @@ def _clock(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     elif wanted and source != wanted:
         yield warn(Cause.NODE, Remedy.SUPPORT, f"the clock source is {source}, {wanted} is expected")
     elif not wanted and source in rules.host.clock_sources:
-        yield warn(Cause.NODE, Remedy.SUPPORT, f"the clock source is {source}, which is slow: the kernel gave up a"
+        yield warn(Cause.NODE, Remedy.SUPPORT, f"the clock source is {source}, which is slow: the kernel rejected a"
                    " better one")  # fmt: skip
 
 
 def _stuck(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
-    """A process that survives our own kill holds what it has: the node cannot be used."""
+    """Report processes in state D; one that survives our kill keeps its resources, so the node cannot be used."""
     at, host = state.reading_at("host"), _host(state)
-    for one in host.stuck:
-        since = at - one.seconds
-        owned_by_us = (
-            one.uid == state.own_uid if state.own_uid is not None else one.uid != _ROOT
-        )  # kernel threads are often in state D
+    for process in host.stuck:
+        since = at - process.seconds
+        # kernel threads, which belong to root, are often in state D
+        owned_by_us = process.uid == state.own_uid if state.own_uid is not None else process.uid != _ROOT
         if owned_by_us and any(at - kill >= rules.host.stuck_after_kill and since <= kill for kill in state.our_kills):
             yield fail(
                 Cause.NODE,
                 Remedy.REBOOT,
-                f"{_process_text(one)} outlived our kill in state D",
-                component=f"pid {one.pid}",
+                f"{_process_text(process)} is still in state D after our kill",
+                component=f"pid {process.pid}",
             )
-        elif one.seconds >= rules.host.stuck:
-            text = f"{_process_text(one)} is in state D for {rules.host.stuck:g} s or more"
-            yield warn(Cause.NODE, Remedy.NONE, text, component=f"pid {one.pid}")
+        elif process.seconds >= rules.host.stuck:
+            text = f"{_process_text(process)} has been in state D for {rules.host.stuck:g} s or more"
+            yield warn(Cause.NODE, Remedy.NONE, text, component=f"pid {process.pid}")
 
 
 def _process_text(process: StuckProcess) -> str:
-    return f"process {process.pid} ({process.name}, uid {process.uid}{f', in {process.kernel_function}' if process.kernel_function else ''})"
+    kernel_function = f", in {process.kernel_function}" if process.kernel_function else ""
+    return f"process {process.pid} ({process.name}, uid {process.uid}{kernel_function})"
 
 
 def _zombies(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
@@ -128,19 +127,54 @@ def _zombies(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult
 
 _HOST = ("host",)
 CHECKS = (
-    Check("mounts", _HOST, _mounts, "paths that the node needs: each is looked at with a deadline of its own",
-          "one does not answer in three looks, or for host.mount_hung s to three processes while others answer: FAIL,"
-          " exclude (cause storage; several nodes at once are no node's fault)", "NVRx"),
-    Check("disk", _HOST, _disk, "bytes and inodes in use there",
-          ">= host.disk: WARN; >= host.disk_full, and not a shared file system: FAIL, exclude (cause storage)", "gcm"),
-    Check("memory", _HOST, _memory, "main memory that is available, and all of it against expect.memory",
-          "less than host.memory of it; off by more than that: WARN", "NHC"),
-    Check("cpu_governor", _HOST, _cpu, "the CPU frequency governor, against expect.governor",
-          "another: WARN, evidence of a straggler", "gcm"),
-    Check("clock_source", _HOST, _clock, "the kernel's clock source, against expect.clock_source",
-          "another, or one of host.clock_sources: WARN", "ours"),
-    Check("stuck", _HOST, _stuck, "processes in state D",
-          "for host.stuck s: WARN; one that outlived our kill for host.stuck_after_kill s: FAIL, reboot",
-          "gcm"),
+    Check(
+        "mounts",
+        _HOST,
+        _mounts,
+        "paths that the node needs: each is probed with a deadline of its own",
+        "one does not answer three times in a row, or for host.mount_hung s to three processes while others answer:"
+        " FAIL, exclude (cause storage; on several nodes at once it is not a node's fault)",
+        "NVRx",
+    ),
+    Check(
+        "disk",
+        _HOST,
+        _disk,
+        "bytes and inodes in use on these paths",
+        ">= host.disk: WARN; >= host.disk_full, and not a shared file system: FAIL, exclude (cause storage)",
+        "gcm",
+    ),
+    Check(
+        "memory",
+        _HOST,
+        _memory,
+        "available main memory, and its size against expect.memory",
+        "less than host.memory is available, or the size differs by more than that: WARN",
+        "NHC",
+    ),
+    Check(
+        "cpu_governor",
+        _HOST,
+        _cpu,
+        "the CPU frequency governor, against expect.governor",
+        "a difference: WARN, evidence of a straggler",
+        "gcm",
+    ),
+    Check(
+        "clock_source",
+        _HOST,
+        _clock,
+        "the kernel's clock source, against expect.clock_source",
+        "a difference, or one of host.clock_sources: WARN",
+        "ours",
+    ),
+    Check(
+        "stuck",
+        _HOST,
+        _stuck,
+        "processes in state D",
+        "for host.stuck s: WARN; host.stuck_after_kill s after our kill: FAIL, reboot",
+        "gcm",
+    ),
     Check("zombies", _HOST, _zombies, "zombies older than 300 s", "> host.zombies: WARN", "gcm"),
-)  # fmt: skip
+)

@@ -1,4 +1,7 @@
-"""Checks of the kernel log, besides Xids: disks, file systems, machine checks, network links, hung tasks, memory."""
+"""Checks of the kernel log other than Xids.
+
+They cover disks, file systems, machine checks, network links, hung tasks and memory.
+"""
 
 from __future__ import annotations
 
@@ -14,32 +17,35 @@ from .xid_events import is_fatal
 _LOST_WRITES = re.compile(
     r"remount\w* .*read-only|EXT4-fs error|XFS .*(corruption|shut ?down)|BTRFS.*error|I/O error", re.I
 )
-"""a file system of the node gave up; others (NFS, Lustre) only wait, and the check of mounts sees whether they hang"""
+"""Messages of a local file system that gave up; network file systems (NFS, Lustre) only wait, and the check ``mounts``
+detects whether they hang."""
 _NOTHING_LOST = re.compile(r"op 0x[359]:\((?:DISCARD|SECURE_ERASE|WRITE_ZEROES)\)")
-"""requests that a disk may refuse: fstrim's, and file systems that write zeroes as before then"""
+"""Requests that a disk may refuse: those of fstrim, and zeroing, after which the file system writes zeros itself."""
 _POLLED = re.compile(r"timeout, completion polled")
-"""an interrupt was missed (linux drivers/nvme/host/pci.c); the request was done"""
+"""Message about a missed interrupt (linux drivers/nvme/host/pci.c); the request was completed."""
 _UNCORRECTED = re.compile(
     r"uncorrect|context corrupt|unrecoverable|panic|event severity: recoverable|multi-bit ECC|Memory failure: 0x", re.I
 )
-"""of machine checks. ``recoverable`` is the firmware's word for what the hardware did not correct, and the kernel may
-(linux include/linux/cper.h); ``Memory failure`` is how the kernel gives up such a page (mm/memory-failure.c)"""
+"""Words of uncorrected machine checks. ``recoverable`` is the firmware's term for an error that the hardware did not
+correct and the kernel may (linux include/linux/cper.h); the kernel gives up such a page with ``Memory failure``
+(mm/memory-failure.c)."""
 _UE = re.compile(r"\bUE\b")
-"""so EDAC and AMD's decoder abbreviate it: ``1 UE memory read error``, ``MC18_STATUS[-|UE|MiscV|...]``"""
+"""Abbreviation of "uncorrected error" by EDAC and AMD's decoder: ``1 UE memory read error``,
+``MC18_STATUS[-|UE|MiscV|...]``."""
 _STATUS = re.compile(r"Machine Check(?: Exception)?: [0-9a-f]+ Bank \d+: (?P<status>[0-9a-f]{16})\b", re.I)
 _UC = 1 << 61
-"""bit of the status register: the error was not corrected (Intel SDM vol. 3B, 16.3.2.2; AMD the same)"""
+"""Bit of the status register that is set if the error was not corrected (Intel SDM vol. 3B, 16.3.2.2; same for AMD)."""
 _BEFORE_BOOT_S = 60.0
-"""s of the kernel's clock in which it tells what its predecessor died of (firmware's BERT, banks that were full)"""
+"""Seconds after boot in which the kernel reports errors of before the boot (firmware's BERT, banks that were full)."""
 _STORAGE_TASK = re.compile(r"in I/O wait|nfs|lustre|ll_|ptlrpc|jbd2|xfs|ext4|btrfs|gpfs|mmfs|beegfs|ceph|flush-", re.I)
-"""in the name of a hung task: it waits for a disk or a file system"""
+"""Pattern in the message about a hung task that waits for a disk or a file system."""
 _BOOT_PERIOD_S = 600.0
-"""s of the kernel's clock, which begins with the boot, in which links come and go"""
+"""Seconds after boot in which links may go up and down."""
 _INFINIBAND = re.compile(r"^(ib|mlx|hsi|hfi)", re.I)
 
 
 def _lines(state: NodeState, kind: str, window: float, now: float) -> dict[str, list[LogLine]]:
-    """By device, of the last ``window`` s; oldest first."""
+    """Return the kernel messages of this kind of the last ``window`` s by device, oldest first."""
     found: dict[str, list[LogLine]] = {}
     for logged in state.log:
         if logged.event.kind == kind and logged.at > now - window:
@@ -67,27 +73,28 @@ def _disks(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
 
 def _filesystems(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     for device, lines in _lines(state, "filesystem", rules.kernel.window, now).items():
-        if device.startswith(rules.kernel.quiet_devices):  # on loop devices lie images that users bring along
+        if device.startswith(rules.kernel.quiet_devices):  # loop devices hold images of users
             continue
-        grave = next((one for one in lines if _LOST_WRITES.search(one.event.text)), None)
-        shown = grave or lines[0]
-        make = fail if grave else warn
-        remedy = Remedy.EXCLUDE if grave else Remedy.NONE
+        lost = next((line for line in lines if _LOST_WRITES.search(line.event.text)), None)
+        shown = lost or lines[0]
+        make = fail if lost else warn
+        remedy = Remedy.EXCLUDE if lost else Remedy.NONE
         text = f"file system{f' on {device}' if device else ''}: {shown.event.text}"
         yield make(Cause.STORAGE, remedy, text, component=device, failures_to_raise=1, at=shown.at)
 
 
 def _machine_checks(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     for lines in _lines(state, "mce", rules.kernel.window, now).values():
-        grave = next((one for one in lines if one.at > _BEFORE_BOOT_S and _is_grave(one.event.text)), None)
-        if grave is not None:
-            text = f"uncorrected machine check: {grave.event.text}"
-            yield fail(Cause.NODE, Remedy.REBOOT, text, failures_to_raise=1, at=grave.at)
+        new = (line for line in lines if line.at > _BEFORE_BOOT_S)
+        uncorrected = next((line for line in new if _is_uncorrected(line.event.text)), None)
+        if uncorrected is not None:
+            text = f"uncorrected machine check: {uncorrected.event.text}"
+            yield fail(Cause.NODE, Remedy.REBOOT, text, failures_to_raise=1, at=uncorrected.at)
         else:
             yield warn(Cause.NODE, Remedy.SUPPORT, f"machine check: {_first(lines)}", at=lines[0].at)
 
 
-def _is_grave(text: str) -> bool:
+def _is_uncorrected(text: str) -> bool:
     status = _STATUS.search(text)
     uncorrected = status is not None and bool(int(status["status"], 16) & _UC)
     return uncorrected or bool(_UNCORRECTED.search(text) or _UE.search(text)) or is_fatal(text)
@@ -110,36 +117,38 @@ def _flaps(state: NodeState, rules: Rules, now: float) -> Iterator[Problem]:
 
 def _hung(state: NodeState, rules: Rules, now: float) -> Iterator[Problem]:
     for several in _lines(state, "hung_task", rules.kernel.hung_window, now).values():
-        stored = [one for one in several if _STORAGE_TASK.search(one.event.text)]
-        others = [one for one in several if one not in stored]
-        for cause, component, lines in ((Cause.STORAGE, "storage", stored), (Cause.NODE, "", others)):
+        storage = [line for line in several if _STORAGE_TASK.search(line.event.text)]
+        others = [line for line in several if line not in storage]
+        for cause, component, lines in ((Cause.STORAGE, "storage", storage), (Cause.NODE, "", others)):
             if lines:
-                yield warn(cause, Remedy.NONE, f"hung: {_first(lines)}", component=component, at=lines[0].at)
+                yield warn(cause, Remedy.NONE, f"hung task: {_first(lines)}", component=component, at=lines[0].at)
 
 
 def _memory(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
-    lines = [one for several in _lines(state, "oom", rules.kernel.window, now).values() for one in several]
+    lines = [line for several in _lines(state, "oom", rules.kernel.window, now).values() for line in several]
     counter = state.counter("host", "", "oom_kills")
-    if fresh := [one for one in lines if not one.before_start]:
-        yield warn(Cause.USER, Remedy.NONE, f"killed for want of memory: {_first(fresh)}", at=fresh[0].at)
+    if recent := [line for line in lines if not line.before_start]:
+        yield warn(Cause.USER, Remedy.NONE, f"out of memory: {_first(recent)}", at=recent[0].at)
     elif counter and counter.increase_within(rules.kernel.window, now):
-        yield warn(Cause.USER, Remedy.NONE, "a process of this node was killed for want of memory", source="host")
+        yield warn(
+            Cause.USER, Remedy.NONE, "the kernel killed a process of this node because memory ran out", source="host"
+        )
 
 
 _KERNEL = ("kernel",)
 CHECKS = (
     Check("kernel_io", _KERNEL, _disks, "I/O errors of disks, within a day",
-          "any: FAIL, exclude (cause storage); a completion that was polled: WARN; a discard that is refused: nothing",
+          "any: FAIL, exclude (cause storage); a completion that was polled: WARN; a refused discard: ignored",
           "gcm"),
     Check("kernel_filesystem", _KERNEL, _filesystems, "file systems in the kernel log, within a day",
           "an error or read-only: FAIL, exclude (cause storage); a server that does not answer: WARN", "gcm"),
     Check("kernel_mce", _KERNEL, _machine_checks, "machine checks, within a day",
-          "uncorrected, by the words or the status bit: FAIL, reboot; corrected, or of before this boot: WARN",
+          "uncorrected, by the words or the status bit: FAIL, reboot; corrected, or from before this boot: WARN",
           "ByteRobust"),
     Check("kernel_nic", _KERNEL, _flaps, "links that went down, within an hour",
           "kernel.flaps times on one InfiniBand port: FAIL, support; any: WARN", "gcm"),
-    Check("kernel_hung", _KERNEL, _hung, "tasks that the kernel calls hung, and soft lockups, within"
+    Check("kernel_hung", _KERNEL, _hung, "tasks that the kernel reports as hung, and soft lockups, within"
           " kernel.hung_window", "any: WARN (cause node, or storage where the task's name says so)", "ours"),
-    Check("oom", ("kernel", "host"), _memory, "processes killed for want of memory",
-          "any since we look: WARN (cause user)", "ByteRobust", any_reader=True),
+    Check("oom", ("kernel", "host"), _memory, "processes that the kernel killed because memory ran out",
+          "any since monitoring began: WARN (cause user)", "ByteRobust", any_reader=True),
 )  # fmt: skip

@@ -1,9 +1,8 @@
-"""What the checks of one node remember: the newest reading of each reader, the history of counters, kernel messages,
-and what rrl did to the node's processes. It judges nothing.
+"""The recorded state of one node: the newest samples, counter histories, kernel messages and rrl's own actions.
 
-All times are seconds of the node's monotonic clock, as in the readings. The first value of a counter is its origin:
-what was counted before is not an increase. The hardware that was present is remembered across agents, so that a
-restarted agent notices what broke while there was none.
+It contains no judgement. All times are in seconds of the node's monotonic clock, as in the samples. The first value of
+a counter is its origin: earlier counts are not an increase. The hardware that was present is stored across agents, so
+that a restarted agent notices what failed while no agent was running.
 """
 
 from __future__ import annotations
@@ -31,29 +30,33 @@ from ..readers.samples import (
 from .xid_events import XidEvent, XidEvents
 
 _MERGE_INTERVAL_S = 5.0
-"""s: rises closer to each other than this are one"""
+"""Increases that are closer together than this (s) count as one."""
 _MISREAD_WINDOW_S = 300.0
-"""s after a fall within which a total that is back where it was has never been away (ours)"""
+"""Time (s) after a decrease within which a counter that returns to its old total counts as misread (our choice)."""
 _BeforeFall = tuple[float, float, int, int, list[tuple[float, int]], int]
-"""when it fell, and ``start``, ``first``, ``_before``, ``_rises`` and ``last`` of then"""
+"""Time of the decrease, and the values of ``start``, ``first``, ``_before``, ``_rises`` and ``last`` before it."""
 _HISTORY_S = 7200.0
-"""s of past; longer than any window of a rule but "within a day", which asks for the whole rise"""
+"""History that is kept (s): longer than the window of any rule except "within a day", which uses the total increase."""
 
 
 class CounterHistory:
-    """Totals only grow; one that shrinks (a driver was loaded anew) starts over. One that comes back in one step was
-    misread meanwhile: only what it grew beyond its old total is a rise."""
+    """The history of one counter that only grows.
+
+    A counter that decreases (the driver was reloaded) starts again from the lower value. If it returns to its old total
+    in one step, the low value was a misreading, and only the growth beyond the old total counts as an increase.
+    """
 
     __slots__ = ("_before", "_fallen", "_rises", "first", "last", "start")
 
     def __init__(self, at: float, total: int) -> None:
         self.start, self.first, self.last, self._before = at, total, total, total
         self._rises: list[tuple[float, int]] = []
-        """(at, total from then on), oldest first"""
+        """(time, total from then on), oldest first."""
         self._fallen: _BeforeFall | None = None
-        """what it was before it fell, until it rises again"""
+        """Values before the last decrease, until the counter increases again."""
 
     def add(self, at: float, total: int) -> None:
+        """Add the total that was read at time ``at`` (s)."""
         if total == self.last:
             return
         if total < self.last:
@@ -77,11 +80,11 @@ class CounterHistory:
 
     @property
     def increase(self) -> int:
-        """Since we look."""
+        """Return the increase since the first sample."""
         return self.last - self.first
 
     def increase_within(self, window: float, now: float) -> int:
-        """Its rise in the last ``window`` s."""
+        """Return the increase in the last ``window`` s."""
         before = self._before if window <= _HISTORY_S else self.first
         for at, total in self._rises:
             if at > now - window:
@@ -90,7 +93,7 @@ class CounterHistory:
         return self.last - before
 
     def increase_times(self) -> Iterator[float]:
-        """When it rose (s)."""
+        """Yield the times of the increases (s)."""
         return (at for at, _ in self._rises)
 
 
@@ -99,78 +102,96 @@ PORT_COUNTERS: Final = (
     "symbol_error", "link_error_recovery", "port_rcv_errors", "local_ack_timeout_err", "port_xmit_discards",
     "roce_slow_restart", "carrier_changes",
 )  # fmt: skip
-"""of a port, those that a check judges"""
+"""Counters of a port that a check uses."""
 HEALTH_RUNS: Final = "dcgmi health"
+"""Key of `NodeState.reading_counts` for runs of ``dcgmi health``."""
 REGISTERING_STATES: Final = ("not_started", "in_progress")
-"""states of a GPU that is on its way into the NVLink fabric"""
+"""States of a GPU whose registration with the NVLink fabric is not complete."""
 ALL_GPUS: Final = "every"
-"""GPU of the node"""
+"""Stands for all GPUs of the node in `NodeState.set_expected_free`."""
 _MAX_LOG_LINES = 500
-"""lines of the kernel log"""
+"""Lines of the kernel log that are kept."""
 _MAX_KILLS = 50
+"""Kills of our own steps, and deaths of roles, that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """A line of the kernel log that is no Xid."""
+    """A line of the kernel log that is not an Xid."""
 
     event: KernelEvent
     at: float
     before_start: bool
-    """from before we looked"""
+    """Whether the line is older than the first sample."""
 
 
 class NodeState:
+    """Samples and events of one node, as the checks read them."""
+
     def __init__(self, burst: float = XidRules().burst) -> None:
-        """``burst``: s in which one Xid on one GPU is one event (``rules.xid.burst``)."""
+        """Create an empty state.
+
+        Args:
+            burst: Seconds within which reports of one Xid on one GPU are one event (``rules.xid.burst``).
+        """
         self.newest: dict[str, Reading] = {}
+        """Newest sample of each reader."""
         self.last_data: dict[str, Data] = {}
-        """what each reader read last, however long ago"""
+        """Newest data of each reader, however old."""
         self.reading_counts: dict[str, int] = {}
-        """readings of each reader so far; of :data:`HEALTH` runs of ``dcgmi health``"""
+        """Samples of each reader so far; under :data:`HEALTH_RUNS`, runs of ``dcgmi health``."""
         self.external_updates = 0
-        """times that somebody told us something else than a reading"""
+        """Events so far that are not samples: our own kills, deaths of roles, and GPUs that are to be free."""
         self.hung_since: dict[str, float] = {}
-        """s, of the first of the readings in a row that did not come back in time"""
+        """By reader: time of the first of the samples in a row that did not return in time (s)."""
         self.started_at: float | None = None
+        """Time of the first sample (s)."""
         self.counters: dict[tuple[str, str, str], CounterHistory] = {}
-        """by kind, device and counter"""
+        """By kind, device and name of the counter."""
         self.xids = XidEvents(burst)
         self.log: deque[LogLine] = deque(maxlen=_MAX_LOG_LINES)
         self.max_gpus = 0
+        """Most GPUs that NVML ever listed."""
         self.hot_since: dict[str, float] = {}
-        """since when (s) each GPU has been at or above a limit of its own"""
+        """By GPU: time since which it has been at or above one of its temperature limits (s)."""
         self.fabric_registering_since: dict[str, float] = {}
-        """since when (s) each GPU has not completed its registration with the NVLink fabric"""
+        """By GPU: time since which its registration with the NVLink fabric has been incomplete (s)."""
         self.links_up: dict[str, set[int]] = {}
-        """NVLinks of each GPU that were active at some time"""
+        """By GPU: numbers of the NVLinks that were active at some time."""
         self.ports_up: set[str] = set()
-        """ports that were ACTIVE at some time"""
+        """Ports that were ACTIVE at some time."""
         self.max_port_rates: dict[str, float] = {}
-        """the highest rate (Gbit/s) that each of them had"""
+        """By port: the highest rate (Gbit/s) that it had."""
         self.hcas: set[str] = set()
-        """devices that were there at some time"""
+        """InfiniBand and RoCE devices that were present at some time."""
         self.boot_id = ""
-        """the node's boot id, for the administrators"""
+        """The node's boot id."""
         self.gpu_labels: dict[str, str] = {}
-        """GPUs by UUID as administrators and their vendor call them, one line each, as last read"""
+        """By GPU's UUID: one line with model, serial number and versions, as last read, for administrators and the
+        vendor."""
         self.own_uid: int | None = None
-        """of our own processes; None: it is not known whose are ours, but that root's are not"""
+        """User id of our processes; None: unknown, and every process of a user other than root may be ours."""
         self.our_kills: deque[float] = deque(maxlen=_MAX_KILLS)
+        """Times at which we killed a step of ours (s)."""
         self.role_deaths: deque[tuple[float, frozenset[str]]] = deque(maxlen=_MAX_KILLS)
+        """Times at which a role ended without being killed by us (s), each with the role's GPUs."""
         self.expected_free: frozenset[str] = frozenset()
+        """GPUs that are to be free because a role is about to start; see `set_expected_free`."""
         self._tenants: dict[str, tuple[str, str]] = {}
+        """By GPU: role and incarnation that use it."""
         self._exporter_counts = False
-        """the last reading of DCGM had the exporter's counts"""
+        """Whether the last sample of DCGM contained the exporter's counts."""
         self._health_at: float | None = None
-        """of the newest run of ``dcgmi health``"""
+        """Time of the newest run of ``dcgmi health``."""
         self.memo: Any = None
-        """of :func:`rrl.health.checks.evaluate.judge`"""
+        """Memory of :func:`rrl.health.checks.evaluate.evaluate` between two calls."""
 
-    # ── what readers say ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── samples ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def add(self, reading: Reading) -> None:
+        """Add a sample and update counters, events and hardware inventory from it."""
         name = reading.reader
-        if reading.state == "absent" and name == "fabric" and self.hcas:  # they were there: now there are none
+        # devices were present before: treat "absent" as a sample without devices
+        if reading.state == "absent" and name == "fabric" and self.hcas:
             reading = Reading(name, reading.at, FabricData())
         if isinstance(reading.data, DcgmData):
             reading = structs.replace(reading, data=self._of_known_gpus(reading.data))
@@ -200,14 +221,14 @@ class NodeState:
                 self._count("host", "", "oom_kills", reading.data.oom_kills, reading.at)
 
     def _of_known_gpus(self, data: DcgmData) -> DcgmData:
-        """Without what DCGM says of GPUs that neither NVML nor the driver knows."""
+        """Return the data without GPUs that neither NVML nor the driver lists."""
         nvml = self.last_data.get("nvml")
         known = {gpu.uuid for gpu in nvml.gpus} if isinstance(nvml, NvmlData) else set()
         known |= set(data.driver_gpus)
         return structs.replace(data, gpus=tuple(gpu for gpu in data.gpus if gpu.uuid in known))
 
     def _repeats_health_run(self, data: DcgmData) -> bool:
-        """Its incidents are of a run of ``dcgmi health`` that an earlier reading told."""
+        """Return whether the incidents come from a run of ``dcgmi health`` that an earlier sample already contained."""
         before, self._health_at = self._health_at, data.health_at
         return data.health_at is not None and data.health_at == before
 
@@ -216,7 +237,7 @@ class NodeState:
         self.xids.set_uuids({gpu.pci: gpu.uuid for gpu in data.gpus if gpu.pci and gpu.uuid})
         for gpu in data.gpus:
             self._add_gpu(gpu, at)
-            if gpu.uuid and (gpu.serial or gpu.name):  # of a lost one they are gone
+            if gpu.uuid and (gpu.serial or gpu.name):  # a lost GPU reports neither: keep its earlier label
                 named = (
                     ("serial", gpu.serial),
                     ("vbios", gpu.vbios),
@@ -250,7 +271,10 @@ class NodeState:
             self._count("nvlink", gpu.uuid, f"{link.link} crc", sum(crc) if crc else None, at)
 
     def _add_dcgm(self, data: DcgmData, at: float) -> None:
-        """The exporter counts the Xids of its last minutes: a code is told once it happened, and later no more."""
+        """Add the counts of dcgm-exporter, and an Xid event for each count that increased.
+
+        The exporter counts the Xids of the last minutes: a code appears when it occurs and disappears later.
+        """
         before, self._exporter_counts = self._exporter_counts, "exporter" not in data.unread
         for gpu in data.gpus:
             known = {int(code): 0 for kind, device, code in self.counters if (kind, device) == ("dcgm", gpu.uuid)}
@@ -303,36 +327,38 @@ class NodeState:
         else:
             history.add(at, total)
 
-    # ── what is done here ───────────────────────────────────────────────────────────────────────────────────────────
+    # ── our own actions ───────────────────────────────────────────────────────────────────────────────────────────────
     def on_our_kill(self, now: float) -> None:
-        """A step of ours was killed on this node: what its GPUs say around that is its own end."""
+        """Record that rrl killed a step on this node: Xids around that time follow from the kill."""
         self.our_kills.append(now)
         self.external_updates += 1
 
     def on_role_death(self, gpus: Collection[str], now: float) -> None:
-        """A role that had these GPUs (UUIDs) died, and we did not kill it."""
+        """Record that a role with these GPUs (UUIDs) ended without being killed by rrl."""
         self.role_deaths.append((now, frozenset(gpus)))
         self.external_updates += 1
 
     def set_tenant(self, gpus: Collection[str], role: str, incarnation: str) -> None:
-        """This life of that role has these GPUs (UUIDs) from now on: an application's fault follows the application."""
+        """Record which incarnation uses these GPUs (UUIDs) now, so that Xids can be attributed to applications."""
         self._tenants.update(dict.fromkeys(gpus, (role, incarnation)))
 
     def set_expected_free(self, gpus: Collection[str]) -> None:
-        """These GPUs (UUIDs, indices, or :data:`EVERY`) are to be free: a role is about to start. Empty: none is."""
+        """Set the GPUs (UUIDs, indices, or :data:`ALL_GPUS`) that must be free because a role is about to start."""
         self.expected_free = frozenset(gpus)
         self.external_updates += 1
 
-    # ── looking ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── queries ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def data(self, reader: str) -> Any:
-        """What it read last; None where its newest reading has nothing."""
+        """Return the data of the reader's newest sample; None if that sample has no data."""
         newest = self.newest.get(reader)
         return newest.data if newest is not None and newest.state == "read" else None
 
     def reading_at(self, reader: str) -> float:
+        """Return the time of the reader's newest sample (s)."""
         return self.newest[reader].at
 
     def counter(self, kind: str, device: str, name: str) -> CounterHistory | None:
+        """Return the history of a counter; None if it was never read."""
         return self.counters.get((kind, device, name))
 
 
@@ -342,19 +368,22 @@ def _is_hot(gpu: Gpu) -> bool:
 
 
 class HardwareInventory(Struct, frozen=True):
+    """Hardware that was present on a node during one boot, as the agent stores it for its successor."""
+
     boot_id: str
-    """id of the boot that it is of: another one may well bring other hardware up"""
+    """Id of the boot: after another boot the node may have other hardware."""
     job: str = ""
-    """of the cluster, in which its node is ours: another one may be given other GPUs of it, and comes later"""
+    """Cluster job that gave us the node: another job may be given other GPUs of it."""
     gpus: int = 0
-    """the most that were there"""
+    """Most GPUs that were listed."""
     hcas: tuple[str, ...] = ()
     ports_up: tuple[str, ...] = ()
     links_up: dict[str, tuple[int, ...]] = {}
-    """by GPU's UUID"""
+    """By GPU's UUID: numbers of the NVLinks that were active."""
 
 
 def hardware_inventory(state: NodeState, job: str = "") -> HardwareInventory:
+    """Return the inventory of the hardware that was present on the node."""
     links = {gpu: tuple(sorted(up)) for gpu, up in sorted(state.links_up.items())}
     return HardwareInventory(
         state.boot_id, job, state.max_gpus, tuple(sorted(state.hcas)), tuple(sorted(state.ports_up)), links
@@ -362,7 +391,7 @@ def hardware_inventory(state: NodeState, job: str = "") -> HardwareInventory:
 
 
 def restore_inventory(state: NodeState, inventory: HardwareInventory, job: str = "") -> None:
-    """Of the same boot and job, or nothing."""
+    """Add the inventory to the state if it is of the same boot and job; otherwise ignore it."""
     if not state.boot_id or (inventory.boot_id, inventory.job) != (state.boot_id, job):
         return
     state.max_gpus = max(state.max_gpus, inventory.gpus)

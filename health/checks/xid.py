@@ -1,15 +1,17 @@
-"""The check of Xids: one finding a GPU, from all that was told of it within a day. What each code means is data
-(``xids.csv``); what follows from it is here.
+"""The checks of Xids and SXids: at most one finding per GPU, from all its events within a day.
 
-- 154 states what the driver wants, and is believed before any other. 45 is never a cause.
-- What is the application's doing never condemns a node alone; twice on one GPU, and on no other, the GPU is suspected,
-  and it is out once different roles met it there.
-- Rare and unknown numbers are told once; they condemn only if a role on that GPU died around them.
-- Around our own kill of a step, only ``node_out`` and ``gpu_reset`` act; but that a role died there unasked is no kill.
-- What was told before we looked, a reset may have cured since: the driver's word counts (recovery action "none"), and
-  where it is too old to say so, that what the Xid leaves behind is gone.
-- An Xid that only the kernel log tells of must be of a GPU that is here. Where NVML can contradict it (79: the GPU
-  answers; 154: the driver asks for nothing), NVML is awaited and believed.
+The meaning of each code is data (``xids.csv``); this module contains the rules that follow from it:
+
+- Xid 154 states the action that the driver requires and overrides every other Xid. Xid 45 is never a cause.
+- An Xid of the application alone never fails a node. If it recurs on one GPU and on no other, the GPU is suspect;
+  if that happened under different roles, the GPU fails.
+- A rare or unknown code gives a warning; it fails the GPU only if a role on that GPU died at about the same time.
+- Around our own kill of a step, only the classes ``node_out`` and ``gpu_reset`` count, unless a role died there
+  without being killed.
+- A reset may have cured an Xid that is older than the first sample. The driver decides: such an Xid does not count if
+  the recovery action is "none" or, with an older driver, if the lasting effect of the Xid is gone.
+- An Xid that only the kernel log reports must name a GPU of this node. If NVML can contradict it (79: the GPU
+  answers; 154: the driver requires no action), the check waits for the next NVML sample and follows it.
 """
 
 from __future__ import annotations
@@ -24,73 +26,81 @@ from .node_state import NodeState
 from .xid_events import FATAL_CLASSES, RECOVERY_ACTION_XID, Xid, XidEvent, is_fatal, parse_recovery_action, xid
 
 _MAX_EVIDENCE_LINES = 5
-"""of evidence"""
+"""Lines of evidence in one finding."""
 _LASTING_FIELDS = {
     48: "ecc_volatile_uncorrected", 95: "ecc_volatile_uncorrected", 140: "ecc_volatile_uncorrected", 64: "remap_failed",
 }  # fmt: skip
-"""by code, what a GPU tells until it is reset"""
+"""By code: the field that NVML reports as set until the GPU is reset."""
 _OFF_THE_BUS = 79
 _NVML_CAN_CONTRADICT = (_OFF_THE_BUS, RECOVERY_ACTION_XID)
 _NVML_SETTLE_S = 2.0
-"""An NVML reading that ends this long after an Xid also began after it: NVML is read once a second."""
+"""Time after an Xid (s) from which the end of an NVML sample proves that the sample also began after the Xid: NVML is
+sampled once a second."""
 _NVML_WAIT_S = 15.0
-"""An Xid waits for such a reading for this long: longer than a read may take before it counts as hung (10 s)."""
+"""Time (s) for which an Xid waits for such a sample: longer than a sample may take before it counts as hung (10 s)."""
 _DRIVER_DECIDES = (160, 162)
-"""NVIDIA's own catalogue asks for nothing, NVSentinel takes the node or the GPU: a driver that says that nothing is
-needed decides"""
+"""Codes for which NVIDIA's catalogue requires no action, while NVSentinel excludes the node or GPU; they do not count
+if the driver states that no action is needed."""
 
 
 class _Gpu:
-    """What is judged together: the events of one GPU, oldest first, and what else is known of it."""
+    """The Xid events of one GPU, oldest first, with what else decides about them."""
 
     def __init__(self, name: str, events: list[XidEvent], state: NodeState, rules: Rules, now: float) -> None:
         self.name, self.state, self.rules, self.now = name, state, rules, now
         self.stated_action = _stated_action(events)
         self.cleared_at = self.stated_action[0] if self.stated_action and self.stated_action[1] is None else None
-        """when (s) the driver said that nothing is needed any more"""
+        """Time at which the driver stated that no action is needed (s); None if it did not."""
         self.events = [(event, xid(event.code, rules.xid)) for event in events]
         self.gpu: Gpu | None = next((g for g in _gpus(state) if name in (g.uuid, g.pci)), None)
 
     def acting_events(self, *kinds: str) -> list[tuple[XidEvent, Xid]]:
-        """Return the events of these classes that may act: not those of our own kill, those that were dealt with, or
-        those that are in doubt."""
+        """Return the events of these classes that count.
+
+        Events that follow from our own kill, that are resolved or that are in doubt do not count.
+        """
         return [
-            (e, x) for e, x in self.events
-            if x.kind in kinds and not self._is_our_kill(e, x) and not self.is_resolved(e, x) and not self.doubt_reason(e)
-        ]  # fmt: skip
+            (e, x)
+            for e, x in self.events
+            if x.kind in kinds
+            and not self._is_our_kill(e, x)
+            and not self.is_resolved(e, x)
+            and not self.doubt_reason(e)
+        ]
 
     def doubt_reason(self, event: XidEvent) -> str:
-        """Return why this event, of which only the kernel log tells, does not count (yet); empty: it counts."""
+        """Return why an event that only the kernel log reports does not count (yet); empty if it counts."""
         if event.sources != {"kernel"}:
             return ""
         if self.gpu is None:
             return "" if event.pci_exists else "the kernel log names a PCI address where no GPU is known"
         if self._nvml_contradicts(event):
-            return "only the kernel log says so, and NVML says that the GPU works"
+            return "only the kernel log reports it, and NVML reports that the GPU works"
         if self._awaits_nvml(event):
-            return "only the kernel log says so, and NVML was not read since"
+            return "only the kernel log reports it, and NVML was not read since"
         return ""
 
     def _nvml_contradicts(self, event: XidEvent) -> bool:
-        """Return whether NVML was read after this event, and what it says disproves it."""
+        """Return whether a later NVML sample disproves the event."""
         newest = self.state.newest.get("nvml")
         read = newest is not None and newest.state == "read" and newest.at >= event.last_reported_at + _NVML_SETTLE_S
         return read and event.code in _NVML_CAN_CONTRADICT and self._looks_healthy(event.code)
 
     def _awaits_nvml(self, event: XidEvent) -> bool:
-        """Return whether NVML, which saw nothing wrong before this event, is to be read again before it counts."""
+        """Return whether the event must wait for the next NVML sample, because the last one showed a healthy GPU."""
         newest = self.state.newest.get("nvml")
         due = newest is not None and newest.state == "read" and newest.at < event.last_reported_at + _NVML_SETTLE_S
         fresh = self.now < event.last_reported_at + _NVML_WAIT_S
         return due and fresh and event.code in _NVML_CAN_CONTRADICT and self._looks_healthy(event.code)
 
     def _is_our_kill(self, event: XidEvent, entry: Xid) -> bool:
+        """Return whether the event follows from our own kill of a step."""
         before, after = self.rules.xid.kill_lead, self.rules.xid.kill
         near_our_kill = any(-before <= event.at - kill <= after for kill in self.state.our_kills)
         return near_our_kill and entry.kind not in FATAL_CLASSES and not self.role_died_near(event)
 
     def is_resolved(self, event: XidEvent, entry: Xid) -> bool:
-        """The driver has dealt with it. What a program did is nothing that a driver deals with."""
+        """Return whether the driver has dealt with the event; it never does with an error of an application."""
         if entry.kind == "app":
             return False
         may_be = event.before_start or event.code in _DRIVER_DECIDES
@@ -99,6 +109,7 @@ class _Gpu:
         )
 
     def _looks_healthy(self, code: int) -> bool:
+        """Return whether NVML's last sample shows that the effect of this Xid is gone."""
         gpu = self.gpu
         if gpu is None or gpu.lost or gpu.recovery_action is not None:
             return gpu is not None and not gpu.lost and gpu.recovery_action == "none"
@@ -107,11 +118,13 @@ class _Gpu:
         return code in _LASTING_FIELDS and getattr(gpu, _LASTING_FIELDS[code]) in (0, False)
 
     def role_died_near(self, event: XidEvent) -> bool:
+        """Return whether a role on the event's GPU died within ``rules.xid.died`` s of it, without our killing it."""
         around = self.rules.xid.died
         return any(abs(event.at - at) <= around and event.gpu in gpus for at, gpus in self.state.role_deaths)
 
 
 def _check_xids(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
+    """Report each GPU with Xids by the first rule that applies, and UNKNOWN if no reader can report Xids."""
     by_gpu: dict[str, list[XidEvent]] = {}
     for event in state.xids.recent(rules.xid.day, now):
         by_gpu.setdefault(event.gpu, []).append(event)
@@ -121,15 +134,17 @@ def _check_xids(state: NodeState, rules: Rules, now: float) -> Iterator[CheckRes
         if problem is not None:
             yield problem
     if not _xids_readable(state):
-        yield Unknown("Xids are not heard here: " + "; ".join(_unreadable_reasons(state)))
+        yield Unknown("Xids cannot be read on this node: " + "; ".join(_unreadable_reasons(state)))
 
 
 def _xids_readable(state: NodeState) -> bool:
+    """Return whether at least one reader reports Xids."""
     data = state.data("nvml")
     return state.data("kernel") is not None or state.data("dcgm") is not None or (data and not data.xid_events)
 
 
 def _unreadable_reasons(state: NodeState) -> Iterator[str]:
+    """Yield for each reader why it does not report Xids."""
     data = state.data("nvml")
     if data:
         yield f"NVML: {data.xid_events}"
@@ -139,34 +154,36 @@ def _unreadable_reasons(state: NodeState) -> Iterator[str]:
 
 
 def _gpus(state: NodeState) -> Sequence[Gpu]:
-    """As they were when NVML answered last."""
+    """Return the GPUs of the last sample in which NVML answered."""
     data = state.last_data.get("nvml")
     return data.gpus if isinstance(data, NvmlData) else ()
 
 
 def _stated_action(events: list[XidEvent]) -> tuple[float, Remedy | None] | None:
-    """What the newest Xid 154 with words says, and when."""
+    """Return (time in s, remedy) of the newest Xid 154 that has a text; None if there is none."""
     for event in reversed(events):
         if event.code == RECOVERY_ACTION_XID and (parsed := parse_recovery_action(event.text))[0]:
             return event.text_at, parsed[1]
     return None
 
 
-# ── rules, the gravest first ─────────────────────────────────────────────────────────────────────────────────────────
+# ── rules, most severe first ──────────────────────────────────────────────────────────────────────────────────────────
 def _driver_action(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
+    """Fail a GPU for which the driver states a recovery action."""
     if gpu.stated_action is None or (remedy := gpu.stated_action[1]) is None:
         return None
     event, entry = next((e, x) for e, x in reversed(gpu.events) if e.code == RECOVERY_ACTION_XID)
     if gpu.is_resolved(event, entry) or gpu.doubt_reason(event):
         return None
     others = [(e, x) for e, x in gpu.events if x.kind in (*FATAL_CLASSES, "nvlink") and x.code != RECOVERY_ACTION_XID]
-    text = f"Xid 154: the driver asks for {remedy.value.replace('_', ' ')}"
+    text = f"Xid 154: the driver requires: {remedy.value.replace('_', ' ')}"
     return fail(
         Cause.GPU, remedy, *_evidence(gpu, text, others), component=gpu.name, proof=True, at=gpu.stated_action[0]
     )
 
 
 def _fatal(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
+    """Fail a GPU with an Xid of a fatal class."""
     if not (found := gpu.acting_events(*FATAL_CLASSES)):
         return None
     worst = next(((e, x) for e, x in found if x.kind == "node_out"), found[0])
@@ -177,14 +194,15 @@ def _fatal(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
 
 
 def _nvlink(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
+    """Fail a GPU with a fatal or repeated NVLink error; warn of a single one that is not fatal."""
     if not (found := gpu.acting_events("nvlink")):
         return None
-    again = next((x.code for _, x in found if _occurrences(found, x.code) >= gpu.rules.xid.repeats), None)
+    repeated_code = next((x.code for _, x in found if _occurrences(found, x.code) >= gpu.rules.xid.repeats), None)
     if any(e.fatal for e, _ in found):
         return fail(Cause.GPU, Remedy.EXCLUDE, *_evidence(gpu, "an NVLink error that the driver calls fatal", found),
                     component=gpu.name, failures_to_raise=1, at=found[0][0].at)  # fmt: skip
-    if again is not None:
-        why = f"NVLink errors again within a day (Xid {again})"
+    if repeated_code is not None:
+        why = f"repeated NVLink errors within a day (Xid {repeated_code})"
         return fail(
             Cause.GPU,
             Remedy.SUPPORT,
@@ -197,7 +215,7 @@ def _nvlink(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
 
 
 def _rare(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
-    """A role died around it: then it is taken for the cause."""
+    """Fail a GPU with a rare Xid near the death of a role on it: the Xid is taken for the cause."""
     if not (found := [(e, x) for e, x in gpu.acting_events("rest") if gpu.role_died_near(e)]):
         return None
     why = "a role on this GPU died around it"
@@ -212,7 +230,7 @@ def _rare(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
 
 
 def _application(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
-    """Told with whatever else is only worth a warning. The same on several GPUs is the application's doing."""
+    """Judge repeated Xids of class ``app``; the same Xid on several GPUs is the application's fault."""
     found = gpu.acting_events("app")
     for code in dict.fromkeys(x.code for _, x in found):
         times = [e for e, x in found if x.code == code]
@@ -225,7 +243,7 @@ def _application(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
             continue
         roles = {e.tenant[0] for e in times if e.tenant}
         if len(roles) > 1:
-            why = f"Xid {code} again within a day, under different roles, and on no other GPU: suspect the hardware"
+            why = f"repeated Xid {code} within a day, under different roles, and on no other GPU: suspect the hardware"
             return fail(
                 Cause.GPU,
                 Remedy.EXCLUDE,
@@ -234,37 +252,39 @@ def _application(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
                 failures_to_raise=1,
                 at=times[0].at,
             )
-        why = f"Xid {code} again within a day, and on no other GPU: suspect the hardware, or what runs there"
+        why = f"repeated Xid {code} within a day, and on no other GPU: suspect the hardware or the program"
         return warn(Cause.GPU, Remedy.NONE, *_evidence(gpu, why, found), component=gpu.name, at=times[0].at)
     return None
 
 
 def _remaining(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
-    """One line for what is left: administrators are told, the application restarts by itself."""
+    """Warn of the Xids that are left: administrators get a warning, and applications restart by themselves."""
     if service := gpu.acting_events("service"):
         return warn(Cause.GPU, Remedy.SUPPORT, *_evidence(gpu, "", service), component=gpu.name, at=service[0][0].at)
     if rare := gpu.acting_events("rest"):
         return warn(Cause.GPU, Remedy.SUPPORT, *_evidence(gpu, "", rare), component=gpu.name, at=rare[0][0].at)
-    if found := [
-        (e, x) for e, x in gpu.acting_events("app") if not e.before_start
-    ]:  # somebody's program crashed here before us
+    # an older application error belongs to a program that ran here before us
+    if found := [(e, x) for e, x in gpu.acting_events("app") if not e.before_start]:
         hardware = any(x.fault in ("gpu", "link") for _, x in found)
         cause = Cause.GPU if hardware else Cause.USER
         return warn(cause, Remedy.NONE, *_evidence(gpu, "", found), component=gpu.name, at=found[0][0].at)
     past = [(e, x) for e, x in gpu.events if x.kind in FATAL_CLASSES]
     if past and gpu.cleared_at is None:
-        why = "it is well now, by the driver's word"
+        why = "resolved: the driver reports that no action is needed"
         return warn(Cause.GPU, Remedy.NONE, *_evidence(gpu, why, past), component=gpu.name, at=past[0][0].at)
     return None
 
 
 def _doubtful(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
-    """What would condemn if it were not in doubt."""
+    """Warn of Xids that would fail the GPU if they were not in doubt."""
     wants_action = gpu.stated_action is not None and gpu.stated_action[1] is not None
     found = [
-        (e, x) for e, x in gpu.events
-        if (x.kind in (*FATAL_CLASSES, "nvlink") or (wants_action and e.code == RECOVERY_ACTION_XID)) and not gpu.is_resolved(e, x) and gpu.doubt_reason(e)
-    ]  # fmt: skip
+        (e, x)
+        for e, x in gpu.events
+        if (x.kind in (*FATAL_CLASSES, "nvlink") or (wants_action and e.code == RECOVERY_ACTION_XID))
+        and not gpu.is_resolved(e, x)
+        and gpu.doubt_reason(e)
+    ]
     if not found:
         return None
     event = found[0][0]
@@ -279,11 +299,15 @@ _RULES: tuple[Callable[[_Gpu, list[_Gpu]], Problem | None], ...] = (
 
 
 def _occurrences(events: list[tuple[XidEvent, Xid]], code: int) -> int:
+    """Return how many of the events have this code."""
     return sum(x.code == code for _, x in events)
 
 
 def _evidence(gpu: _Gpu, reason: str, events: list[tuple[XidEvent, Xid]]) -> list[str]:
-    """Evidence: why, and each code once; no counts, so that what goes on is the same finding."""
+    """Return the evidence lines: the reason, then each code once, without counts.
+
+    A further event of the same kind leaves the finding unchanged.
+    """
     name = f"GPU {gpu.gpu.index}" if gpu.gpu is not None else f"GPU {gpu.name}" if gpu.name else "a GPU"
     lines = [f"{name}: {reason}"] if reason else []
     for code in dict.fromkeys(x.code for _, x in events):
@@ -293,23 +317,44 @@ def _evidence(gpu: _Gpu, reason: str, events: list[tuple[XidEvent, Xid]]) -> lis
 
 
 def _check_nvswitch(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
-    """NVSwitch has Xids of its own, with the severity in the text."""
+    """Report the SXids of NVSwitch; their severity is in the text."""
     for logged in state.log:
         if logged.event.kind != "sxid" or logged.at <= now - rules.xid.day:
             continue
         component, text = logged.event.pci or "nvswitch", f"NVSwitch: {logged.event.text}"
         if is_fatal(logged.event.text) and logged.event.pci_exists:
-            yield Problem(Verdict.FAIL, Cause.GPU, Remedy.REBOOT, (text,), component, proof=not logged.before_start, failures_to_raise=1,
-                      at=logged.at)  # fmt: skip
+            yield Problem(
+                Verdict.FAIL,
+                Cause.GPU,
+                Remedy.REBOOT,
+                (text,),
+                component,
+                proof=not logged.before_start,
+                failures_to_raise=1,
+                at=logged.at,
+            )
         else:
             yield warn(Cause.GPU, Remedy.NONE, text, component=component, at=logged.at)
 
 
 CHECKS = (
-    Check("xid", ("nvml", "kernel", "dcgm"), _check_xids, "Xids of a day, by kernel log, NVML's events and DCGM's counts:"
-          " what each means is data (health/checks/xids.csv)",
-          "by class: node_out, gpu_reset: FAIL, as named (154 is the authority); nvlink: FAIL if fatal or again;"
-          " app: WARN, and FAIL under different roles on one GPU alone; rest: WARN, and FAIL where a role died of it",
-          "NVSentinel, DCGM, gcm", any_reader=True),
-    Check("nvswitch", ("kernel",), _check_nvswitch, "SXids in the kernel log", "fatal: FAIL, reboot; else WARN", "NVSentinel"),
-)  # fmt: skip
+    Check(
+        "xid",
+        ("nvml", "kernel", "dcgm"),
+        _check_xids,
+        "Xids of a day, by kernel log, NVML's events and DCGM's counts:"
+        " what each means is data (health/checks/xids.csv)",
+        "by class: node_out, gpu_reset: FAIL, remedy by code (154 decides); nvlink: FAIL if fatal or repeated;"
+        " app: WARN, and FAIL under different roles on only one GPU; rest: WARN, and FAIL where a role died near it",
+        "NVSentinel, DCGM, gcm",
+        any_reader=True,
+    ),
+    Check(
+        "nvswitch",
+        ("kernel",),
+        _check_nvswitch,
+        "SXids in the kernel log",
+        "fatal: FAIL, reboot; else WARN",
+        "NVSentinel",
+    ),
+)

@@ -25,9 +25,9 @@ from ...config.health_rules import XidClass, XidRules
 from ...core.types import Remedy
 
 RECOVERY_ACTION_XID = 154
-"""the driver's own word on what a GPU needs"""
+"""Xid with which the driver states the recovery action that a GPU needs."""
 FATAL_CLASSES: frozenset[XidClass] = frozenset(("node_out", "gpu_reset"))
-"""act also around our own kill of a step"""
+"""Classes that count even around our own kill of a step."""
 
 _ACTIONS = {
     "none": None,
@@ -38,96 +38,111 @@ _ACTIONS = {
     "node reboot": Remedy.REBOOT,
     "node reboot required": Remedy.REBOOT,
 }
-"""by the words in the text of Xid 154"""
+"""Remedies by the phrase in the text of Xid 154."""
 
 
 class Xid(Struct, frozen=True):
+    """Entry of the Xid catalogue."""
+
     code: int
     meaning: str
     kind: XidClass
     action: Remedy
-    """at once; of ``app`` it is the application that restarts"""
+    """Remedy to apply at once. For class ``app`` the application restarts by itself."""
     fault: str
-    """``gpu``, ``link``, ``application``, ``driver``, ``service``, ``sympathetic``, ``nobody`` or ``unknown``"""
+    """Party at fault: ``gpu``, ``link``, ``application``, ``driver``, ``service``, ``sympathetic``, ``nobody`` or
+    ``unknown``."""
     source: str
 
 
 @cache
 def catalogue() -> dict[int, Xid]:
-    """By code. Reads the file beside this module once."""
+    """Return the catalogue by code; the file beside this module is read once."""
     with Path(__file__).with_name("xids.csv").open(newline="") as file:
         rows = ({**row, "kind": row["class"]} for row in csv.DictReader(file))
         return {int(row["code"]): convert(row, Xid, strict=False) for row in rows}
 
 
 def xid(code: int, rules: XidRules) -> Xid:
-    """Of the catalogue, with the class that the site gives it; of an unknown number one of class ``rest``."""
+    """Return the catalogue entry with the class that the site assigns; an unknown number has class ``rest``."""
     known = catalogue().get(code) or Xid(code, "not in the catalogue", "rest", Remedy.NONE, "unknown", "")
     kind = rules.classes.get(str(code), known.kind)
     if kind == known.kind:
         return known
-    action = next(one.action for one in catalogue().values() if one.kind == kind)
+    action = next(entry.action for entry in catalogue().values() if entry.kind == kind)
     return Xid(code, known.meaning, kind, action, known.fault, "site")
 
 
 def parse_recovery_action(text: str) -> tuple[bool, Remedy | None]:
-    """What the text of Xid 154 says: (it says something, what is needed; None: nothing).
+    """Parse the text of Xid 154 and return (whether it states an action, the remedy; None: no action is needed).
 
-    ``GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)``; DCGM and NVML give no text."""
+    The text is like ``GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)``; DCGM and NVML report
+    the Xid without a text.
+    """
     phrases = re.findall(r"\(([A-Za-z][A-Za-z0-9 ]*)\)", text.partition("changed")[2])
     action = phrases[-1].strip().lower() if phrases else ""
     return action in _ACTIONS, _ACTIONS.get(action)
 
 
 _PROCESS_NAME = re.compile(r"\bname=(?:\\x[0-9a-f]{2}|[^\\]){0,15}(?:, |$)")
-"""in an Xid's text: the user's choice, at most 15 bytes, which may hold commas"""
+"""The process name in an Xid's text: chosen by the user, at most 15 bytes, and possibly with commas."""
 
 
 def is_fatal(text: str) -> bool:
-    """Return whether the text of an NVLink Xid or an SXid says "fatal", and not "non-fatal", outside the name of the
-    user's process."""
+    """Return whether the text of an NVLink Xid or an SXid says "fatal", and not "non-fatal".
+
+    The name of the user's process in the text is ignored.
+    """
     driver_text = _PROCESS_NAME.sub("", text, count=1).lower().replace("nonfatal", "non-fatal")
     return bool(re.search(r"(?<!non)(?<!non[- ])\bfatal\b", driver_text))
 
 
 _MAX_EVENTS = 500
-"""events that are remembered"""
+"""Events that are kept."""
 _RETENTION_S = 2 * 86400.0
-"""s"""
+"""Age up to which events are kept (s)."""
 
 
 @dataclass(slots=True)
 class XidEvent:
+    """One Xid on one GPU, from all reports of it within a burst."""
+
     gpu: str
-    """its UUID; its bus where no UUID is known; empty: nobody said which"""
+    """UUID of the GPU; its PCI address if no UUID is known; empty if no report names the GPU."""
     code: int
     at: float
-    """s, of the first telling"""
+    """Time of the first report (s)."""
     text: str = ""
-    """the newest telling that had words"""
+    """Text of the newest report that has one."""
     text_at: float = 0.0
+    """Time of that report (s)."""
     last_reported_at: float = 0.0
-    """s, of the last telling that was no echo: by somebody who had told of it before"""
+    """Time of the newest report by a source that had reported the event before (s); a first report by a further source
+    does not count."""
     fatal: bool = False
-    """one telling said so"""
+    """Whether a report calls it fatal."""
     before_start: bool = False
-    """from before we looked"""
+    """Whether it is older than the node's first sample."""
     tenant: tuple[str, str] | None = None
-    """role and life that had the GPU"""
+    """Role and incarnation that used the GPU."""
     sources: set[str] = field(default_factory=set)
+    """Readers that reported it."""
     pci_exists: bool | None = None
-    """the kernel log's PCI address is of an NVIDIA device of this node; None: no kernel log told of it, or the node's
-    devices cannot be listed"""
+    """Whether the PCI address in the kernel log belongs to an NVIDIA device of this node; None if the kernel log did
+    not report the event, or the node's devices cannot be listed."""
 
 
 class XidEvents:
+    """The Xid events of one node, each once, however many sources report it."""
+
     def __init__(self, burst: float) -> None:
         self._burst = burst
         self._uuids: dict[str, str] = {}
         self.events: list[XidEvent] = []
-        """oldest first"""
+        """Oldest first."""
 
     def add(self, event: XidEvent) -> None:
+        """Add a report: merge it into the event that it belongs to, or add a new event."""
         event.gpu = self.uuid_of(event.gpu)
         event.fatal = event.fatal or is_fatal(event.text)
         event.text_at, event.last_reported_at = event.text_at or event.at, event.last_reported_at or event.at
@@ -136,16 +151,16 @@ class XidEvents:
                 _merge(known, event)
                 return
         self.events.append(event)
-        self.events.sort(key=lambda one: one.at)
+        self.events.sort(key=lambda known: known.at)
         newest = self.events[-1].at
-        self.events = [one for one in self.events[-_MAX_EVENTS:] if one.at > newest - _RETENTION_S]
+        self.events = [known for known in self.events[-_MAX_EVENTS:] if known.at > newest - _RETENTION_S]
 
     def uuid_of(self, gpu: str) -> str:
-        """A GPU's UUID by its bus, where that is known."""
+        """Return the UUID of the GPU with this PCI address; the argument itself if it is unknown."""
         return self._uuids.get(gpu, gpu)
 
     def set_uuids(self, uuids: Mapping[str, str]) -> None:
-        """UUIDs by bus, as NVML says: what was told by bus is told again by UUID."""
+        """Set the UUIDs by PCI address, as NVML lists them, and merge events that were reported under both names."""
         if not uuids.items() - self._uuids.items():
             return
         self._uuids.update(uuids)
@@ -154,6 +169,7 @@ class XidEvents:
             self.add(event)
 
     def recent(self, window: float, now: float) -> Iterator[XidEvent]:
+        """Yield the events of the last ``window`` s."""
         return (event for event in self.events if event.at > now - window)
 
     def _same_gpu(self, first: XidEvent, second: XidEvent) -> bool:

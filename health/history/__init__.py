@@ -1,0 +1,1 @@
+"""History of failures across runs: the files that runs write, a cache of them, and rates."""

@@ -1,8 +1,8 @@
-"""The administrator's cache of history folders: an SQLite file of their own, brought up to date by what is new.
+"""An administrator's cache of history folders: an SQLite file of their own, updated with new records.
 
-Nothing in it is worth keeping: it is made anew where it is damaged, of another version, or cannot be written (then in
-memory). Rollback journal, no WAL: a home folder may lie on NFS. Which files are read:
-:mod:`rrl.health.history.user_files`.
+Its content is expendable: it is rebuilt if it is damaged, has another version, or cannot be written (then in memory).
+It uses a rollback journal and no WAL, because a home folder may be on NFS. :mod:`rrl.health.history.user_files` decides
+which files are read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from .records import Record, SourcedRecord, encode_line, is_attributable, read_line
+from .records import (
+    MAX_LINE_BYTES,
+    SCHEMA,
+    Record,
+    SourcedRecord,
+    encode_line,
+    file_schema,
+    is_attributable,
+    read_line,
+)
 from .user_files import (
     MAX_USER_RECORDS,
     Allowance,
@@ -31,16 +40,16 @@ from .user_files import (
     whole_lines,
 )
 
-VERSION = 2
-"""of the tables"""
+VERSION = 3
+"""Version of the tables and of the records in them."""
 TRUSTED_UIDS = frozenset({0})
-"""whose own findings need no second witness: root drains nodes anyhow"""
+"""Users whose findings need no second witness: root can drain nodes anyway."""
 _HEAD_BYTES = 512
-"""bytes at a file's beginning by which it is known again"""
+"""Bytes at the beginning of a file by which it is recognised."""
 _BUSY_TIMEOUT_S = 30.0
-"""s that another report is waited for"""
+"""Seconds to wait for another report."""
 _EXPOSURE_KINDS = ("run_started", "node_acquired", "node_released", "run_ended", "records_lost")
-"""kinds that say how long nodes were held, however long ago that began"""
+"""Kinds of records that determine how long nodes were held, however old."""
 _TABLES = """
 CREATE TABLE files (id INTEGER PRIMARY KEY, path TEXT UNIQUE, user TEXT, uid INTEGER, run TEXT, inode INTEGER,
                     head INTEGER, read INTEGER, kept INTEGER, skipped INTEGER, newest REAL);
@@ -51,20 +60,23 @@ CREATE INDEX by_time ON records (at);
 
 
 class Sources(Struct, frozen=True):
-    """What was read, and what was not."""
+    """Counts of what was read, and reasons for what was not."""
 
     files: int
     records: int
     skipped: int
-    """lines that are damaged, of an unknown kind, or say something in somebody else's name"""
+    """Lines that are damaged, of an unknown kind, or name another user or run."""
     refused: tuple[str, ...]
-    """files that are not believed or could not be read, and why"""
+    """Files that are rejected or could not be read, each with the reason."""
     left_out: tuple[str, ...] = ()
-    """whose records cannot be true, how many, and why (:mod:`rrl.health.history.plausibility`)"""
+    """Lines with a user, a number of implausible records and the reason (:mod:`rrl.health.history.plausibility`)."""
 
 
 class HistoryCache:
-    """``path`` None: where :func:`cache_path` says."""
+    """Cache of the histories in some folders.
+
+    ``path`` defaults to :func:`cache_path`.
+    """
 
     def __init__(self, folders: Sequence[Path], path: Path | None = None) -> None:
         self._folders = [folder.absolute() for folder in folders]
@@ -72,18 +84,20 @@ class HistoryCache:
         self._db = _open(self._path)
 
     def refresh(self) -> Sources:
-        """Read what is new. Raises OSError where a history folder itself cannot be read."""
+        """Read what is new. Raises OSError if a history folder itself cannot be read."""
         try:
             return self._refresh()
-        except sqlite3.Error:  # damaged, full, or another report does not come to an end
+        except sqlite3.Error:  # the cache is damaged, the disk is full, or another report hangs
             return self._rebuild()
 
     def records(self, since: float) -> list[SourcedRecord]:
-        """Records of all runs from ``since`` (s since the epoch) on, by run and time; how long nodes were held whenever
-        it began."""
+        """Return the records of all runs from ``since`` (s since 1970) on, by run and time.
+
+        Records that determine how long nodes were held are included whatever their age, if their file has newer ones.
+        """
         try:
             return list(self._select_records(since))
-        except sqlite3.Error:  # damaged where nobody had looked
+        except sqlite3.Error:  # damage in a part that `refresh` did not read
             self._rebuild()
             return list(self._select_records(since))
 
@@ -96,10 +110,11 @@ class HistoryCache:
                 yield SourcedRecord(user, run, record, uid in TRUSTED_UIDS)
 
     def close(self) -> None:
+        """Close the database."""
         self._db.close()
 
     def _rebuild(self) -> Sources:
-        """In memory; the next report makes a file of it again."""
+        """Replace the cache with one in memory; the next report creates a file again."""
         self._db.close()
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
@@ -108,20 +123,20 @@ class HistoryCache:
 
     def _refresh(self) -> Sources:
         rejections = Rejections()
-        with self._db:  # one transaction: of two reports at once, the second finds it done
+        with self._db:  # one transaction: of two concurrent reports, the second finds nothing left to do
             self._db.execute("BEGIN IMMEDIATE")
             read_paths = set(self._read_all(rejections))
             for (path,) in self._db.execute("SELECT path FROM files").fetchall():
-                if path not in read_paths:  # removed, or not believed any more
+                if path not in read_paths:  # removed, or rejected now
                     self._delete_file(path)
             files, skipped = self._db.execute("SELECT count(*), coalesce(sum(skipped), 0) FROM files").fetchone()
             (records,) = self._db.execute("SELECT count(*) FROM records").fetchone()
         return Sources(files, records, skipped, rejections.lines())
 
     def _read_all(self, rejections: Rejections) -> Iterator[str]:
-        """Paths of the files that are believed, each read as far as it goes and as its user's allowance reaches."""
+        """Read all accepted files as far as their user's allowance permits, and yield their paths."""
         allowances: dict[int, Allowance] = defaultdict(Allowance)
-        for folder in (one for root in self._folders for one in user_folders(root, rejections)):
+        for folder in (user_folder for root in self._folders for user_folder in user_folders(root, rejections)):
             try:
                 for path, run in newest_files(folder, rejections):
                     try:
@@ -137,7 +152,10 @@ class HistoryCache:
     def _read(self, path: Path, folder: UserFolder, run: str, allowance: Allowance) -> None:
         file, about = open_checked(path, folder, allowance)
         with file:
-            head = zlib.crc32(file.read(_HEAD_BYTES).partition(b"\n")[0])
+            first_line = file.readline(MAX_LINE_BYTES)
+            if (schema := file_schema(first_line)) not in (None, SCHEMA):
+                raise RejectedFile(f"it has history schema {schema}; this version of rrl reads only schema {SCHEMA}")
+            head = zlib.crc32(first_line[:_HEAD_BYTES].removesuffix(b"\n"))
             id, offset, record_count, skipped = self._known_file(path, folder, run, about, head)
             allowance.records -= record_count
             file.seek(offset)
@@ -148,7 +166,7 @@ class HistoryCache:
                     break
                 offset += length
                 record = read_line(text)
-                if text == b"\n":  # a manager's, after a write that failed
+                if text == b"\n":  # a manager writes an empty line after a failed write
                     continue
                 if record is None or not is_attributable(record, folder.user, run):
                     skipped += 1
@@ -163,8 +181,10 @@ class HistoryCache:
     def _known_file(
         self, path: Path, folder: UserFolder, run: str, about: os.stat_result, head: int
     ) -> tuple[int, int, int, int]:
-        """Its id here, how many bytes of it were read, records kept and lines skipped. A file that shrank or is another
-        one begins anew."""
+        """Return the file's id, the bytes read, the records stored and the lines skipped so far.
+
+        A file that shrank or was replaced starts again.
+        """
         query = "SELECT id, uid, inode, head, read, kept, skipped FROM files WHERE path = ?"
         if row := self._db.execute(query, (str(path),)).fetchone():
             id, uid, inode, before, read, record_count, skipped = row
@@ -185,14 +205,14 @@ class HistoryCache:
 
 
 def cache_path(folders: Sequence[Path]) -> Path:
-    """``~/.cache/rrl/history-<of these folders>.sqlite``, or below ``$XDG_CACHE_HOME``."""
+    """Return ``~/.cache/rrl/history-<hash of the folders>.sqlite``, or the same in ``$XDG_CACHE_HOME``."""
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     mark = hashlib.sha256("\n".join(sorted(str(folder.absolute()) for folder in folders)).encode()).hexdigest()[:12]
     return Path(root).expanduser() / "rrl" / f"history-{mark}.sqlite"
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """One that can be read and written; else an empty one, at worst in memory."""
+    """Open the cache; if that fails, create an empty one, in memory if need be."""
     with contextlib.suppress(OSError, sqlite3.Error):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(sqlite3.Error):

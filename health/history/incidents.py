@@ -1,8 +1,8 @@
-"""From the records of all runs to incidents: what failed where, whose fault it was, and what it cost. Pure; times in s.
+"""Derives incidents from the records of all runs: what failed where, who was at fault, and the cost. Pure; times in s.
 
-Whose fault (Meta, docs/sources.md): a failure is *infrastructure's* where the cluster gave the node up, or where
-hardware evidence against its node stood within the 10 min before it or the 5 min after. Anything else is the user's or
-the software's, however it looks: an NCCL timeout is a symptom.
+Fault (Meta, docs/sources.md): a failure is *infrastructure's* if the cluster lost the node, or if hardware evidence
+against its node existed within the 10 min before it or the 5 min after. Any other failure is the user's or the
+software's, whatever it looks like: an NCCL timeout is a symptom.
 """
 
 from __future__ import annotations
@@ -31,59 +31,64 @@ from .records import (
 )
 
 EVIDENCE_BEFORE_S, EVIDENCE_AFTER_S = 600.0, 300.0
-"""s before and after a failure in which evidence counts (Meta: the last 10 min of a job, or 5 min after)"""
+"""Seconds before and after a failure in which evidence counts (Meta: the last 10 min of a job, or 5 min after)."""
 SAME_INCIDENT_S = 600.0
-"""s within which failures of one node are one incident, and those of several are related (gcm, NVSentinel)"""
+"""Seconds within which failures of one node are one incident, and those of several nodes are related (gcm,
+NVSentinel)."""
 HARDWARE_CAUSES = (Cause.NODE, Cause.GPU, Cause.FABRIC, Cause.STORAGE)
 
 INFRA, SOFTWARE, USER = "infra", "software", "user"
 
 
 class Incident(Struct, frozen=True):
+    """A failure on a node, merged from all runs that it affected."""
+
     at: float
     node: str
     owner: str
-    """``infra``, ``software`` or ``user``"""
+    """Party at fault: ``infra``, ``software`` or ``user``."""
     cause: str
-    """of infrastructure: what the hardware evidence names"""
+    """Cause; for infrastructure that of the hardware evidence."""
     detector: str
     remedy: str
     runs: tuple[str, ...]
     users: tuple[str, ...]
     incarnations: tuple[str, ...]
-    """lives that were given up"""
+    """Incarnations that failed."""
     gpu_hours: float
     injected: bool = False
     node_lost: bool = False
-    """the whole node"""
+    """Whether the whole node was lost."""
     related_nodes: tuple[str, ...] = ()
-    """other nodes with the same cause within 10 min: a hint at fabric or storage"""
+    """Other nodes with the same cause within 10 min, which suggests the fabric or storage."""
     evidence: tuple[str, ...] = ()
     witnesses: tuple[str, ...] = ()
-    """users whose records alone say that it was infrastructure's: of the failure and of hardware evidence, or that the
-    node was lost. A failure of one user beside another one's evidence is the word of neither alone"""
+    """Users whose records alone show that infrastructure was at fault: both failure and hardware evidence, or the loss
+    of the node. A failure from one user with evidence from another counts for neither."""
     trusted: bool = False
-    """one of them is root"""
+    """Whether one of them is root."""
 
 
 class RaisedFinding(Struct, frozen=True):
-    """A finding against a node from when it was raised until it was over (inf: it never was)."""
+    """A finding against a node, from when it was raised until it cleared (inf: never)."""
 
     at: float
     until: float
     user: str
     run: str
     finding: FindingRecord
-    """as it was said last while it stood"""
+    """The last record of the finding while it was raised."""
     observed_until: float
-    """until when its run could have taken it back: it had the node, and spoke"""
+    """Time until which its run could have cleared it: while it held the node and wrote records."""
     trusted: bool = False
-    """the record is root's"""
+    """Whether the record belongs to root."""
 
     @property
     def critical(self) -> bool:
-        """It is evidence against the node. What is proved and held back nevertheless is not: most nodes have it, and
-        the driver or a rule is wrong."""
+        """Return whether it is evidence against the node.
+
+        A finding with proof that is held back is not: most nodes have it, so the driver or a rule is wrong.
+        """
         observed = Flag.OBSERVED in self.finding.flags
         held_back = Flag.HELD_BACK in self.finding.flags and not self.finding.proof
         return self.finding.verdict is Verdict.FAIL or (
@@ -92,39 +97,42 @@ class RaisedFinding(Struct, frozen=True):
 
 
 class RunHistory(Struct, frozen=True):
-    """One run's records in order."""
+    """The records of one run, in order."""
 
     user: str
     run: str
     records: tuple[Record, ...]
     trusted: bool = False
-    """the run is root's"""
+    """Whether the run belongs to root."""
 
     @property
     def end(self) -> float:
-        """Its last sign of life."""
+        """Return the time of the last record (s); 0 if there is none."""
         return self.records[-1].at if self.records else 0.0
 
 
 def by_run(sourced_records: Iterable[SourcedRecord]) -> list[RunHistory]:
+    """Group records by run."""
     records_by_run: dict[tuple[str, str, bool], list[Record]] = defaultdict(list)
-    for one in sourced_records:
-        records_by_run[one.user, one.run, one.trusted].append(one.record)
+    for sourced in sourced_records:
+        records_by_run[sourced.user, sourced.run, sourced.trusted].append(sourced.record)
     return [
         RunHistory(user, run, tuple(sorted(records, key=lambda record: record.at)), trusted)
         for (user, run, trusted), records in sorted(records_by_run.items())
     ]
 
 
-# ── nodes held ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── held nodes ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def node_intervals(history: RunHistory) -> dict[str, tuple[list[Span], int]]:
-    """Spans in which a run had each node, and GPUs there. A manager that takes over tells anew what is held; what it
-    does not tell was given back unseen."""
+    """Return by node the intervals in which the run held it, and the number of GPUs.
+
+    A new manager writes again which nodes are held; a node that it does not name was released without a record.
+    """
     spans: dict[str, list[Span]] = defaultdict(list)
     gpus: dict[str, int] = defaultdict(int)
     now: dict[str, float] = {}
     carried: dict[str, float] = {}
-    """held under the manager before, and not told again yet"""
+    """Nodes held under the previous manager and not named again yet."""
     last = 0.0
     for record in history.records:
         if isinstance(record, RunStarted):
@@ -148,12 +156,12 @@ def node_intervals(history: RunHistory) -> dict[str, tuple[list[Span], int]]:
     return {node: (merge_intervals(intervals), gpus[node]) for node, intervals in spans.items()}
 
 
-# ── findings that stood ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── raised findings ──────────────────────────────────────────────────────────────────────────────────────────────────
 def raised_findings(history: RunHistory) -> list[RaisedFinding]:
-    """What was found against nodes themselves, each from when to when; not what was injected."""
+    """Return the findings against nodes themselves, each with its interval; injected ones are left out."""
     standing: dict[tuple[str, str, str], RaisedFinding] = {}
     counted: dict[tuple[str, str, str], int] = {}
-    """as the manager of the moment counts"""
+    """Counts of the current manager."""
     left: dict[str, float] = {}
     over: list[RaisedFinding] = []
     for record in history.records:
@@ -165,43 +173,47 @@ def raised_findings(history: RunHistory) -> list[RaisedFinding]:
             continue
         key = record.detector, record.node, record.component
         if record.verdict in (Verdict.WARN, Verdict.FAIL):
-            one = standing.get(key) or RaisedFinding(
+            raised = standing.get(key) or RaisedFinding(
                 record.at, inf, history.user, history.run, replace(record, count=0), inf, history.trusted
             )
-            before = one.finding
+            before = raised.finding
             worse = record if before.verdict is not Verdict.FAIL or record.verdict is Verdict.FAIL else before
             more = record.count - counted.get(key, 0) if record.count > counted.get(key, 0) else record.count
             counted[key] = record.count
-            standing[key] = replace(one, finding=replace(worse, count=before.count + more))
-        elif key in standing and record.node not in left:  # of a node that was left nobody knows
+            standing[key] = replace(raised, finding=replace(worse, count=before.count + more))
+        elif key in standing and record.node not in left:  # after a node is released, its state is unknown
             over.append(replace(standing.pop(key), until=record.at, observed_until=record.at))
             counted.pop(key)
-    stands = [replace(one, observed_until=left.get(one.finding.node, history.end)) for one in standing.values()]
-    return sorted(over + stands, key=lambda one: one.at)
+    open_findings = [
+        replace(raised, observed_until=left.get(raised.finding.node, history.end)) for raised in standing.values()
+    ]
+    return sorted(over + open_findings, key=lambda raised: raised.at)
 
 
 # ── incidents ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def incidents(histories: list[RunHistory]) -> list[Incident]:
-    """All failures, by time: those of infrastructure once for each node and 10 min, whoever met them."""
+    """Return all failures by time; those of infrastructure once per node and 10 min, from whichever runs."""
     against: dict[str, list[RaisedFinding]] = defaultdict(list)
     for history in histories:
-        for one in raised_findings(history):
-            if one.critical and one.finding.cause in HARDWARE_CAUSES:
-                against[one.finding.node].append(one)
+        for raised in raised_findings(history):
+            if raised.critical and raised.finding.cause in HARDWARE_CAUSES:
+                against[raised.finding.node].append(raised)
     single = [
         incident for history in histories for failed, cost in costs(history)
         if (incident := _attributed(history, failed, cost, against.get(failed.node, []))) is not None
     ]  # fmt: skip
-    return _related(_merged(sorted(single, key=lambda one: one.at)))
+    return _related(_merged(sorted(single, key=lambda incident: incident.at)))
 
 
 def costs(history: RunHistory) -> list[tuple[Failed, float]]:
-    """Each failure and the GPU-hours that it cost. Where a replica failed again before it worked, each failure bears
-    the time until the next."""
+    """Return each failure with the GPU-hours that it cost.
+
+    If a replica failed again before it worked, each failure is charged the time until the next.
+    """
     failures = [record for record in history.records if isinstance(record, Failed)]
     failures_of: dict[str, list[int]] = defaultdict(list)
-    for i, one in enumerate(failures):
-        for replica in set(one.stalled_replicas):
+    for i, failed in enumerate(failures):
+        for replica in set(failed.stalled_replicas):
             failures_of[replica].append(i)
     cost = [0.0] * len(failures)
     for record in history.records:
@@ -216,19 +228,19 @@ def costs(history: RunHistory) -> list[tuple[Failed, float]]:
 
 
 def _attributed(history: RunHistory, failed: Failed, cost: float, against: list[RaisedFinding]) -> Incident | None:
-    """None: a node that was left without any evidence against itself; who failed there is told by itself."""
+    """Return the incident of a failure; None for a lost node without evidence against it."""
     near = [
-        one
-        for one in against
-        if one.at <= failed.at + EVIDENCE_AFTER_S and one.observed_until >= failed.at - EVIDENCE_BEFORE_S
+        raised
+        for raised in against
+        if raised.at <= failed.at + EVIDENCE_AFTER_S and raised.observed_until >= failed.at - EVIDENCE_BEFORE_S
     ]
     witnesses: tuple[str, ...] = ()
     trusted = False
     if near:
-        proof = max(near, key=lambda one: (one.finding.proof, -abs(one.at - failed.at)))
+        proof = max(near, key=lambda raised: (raised.finding.proof, -abs(raised.at - failed.at)))
         owner, cause, detector = INFRA, proof.finding.cause.value, proof.finding.detector
         remedy = proof.finding.remedy.value
-        if any((one.user, one.trusted) == (history.user, history.trusted) for one in near):
+        if any((raised.user, raised.trusted) == (history.user, history.trusted) for raised in near):
             witnesses, trusted = (history.user,), history.trusted
     elif failed.node_lost:
         witnesses, trusted = (history.user,), history.trusted
@@ -241,52 +253,64 @@ def _attributed(history: RunHistory, failed: Failed, cost: float, against: list[
         detector, remedy = failed.detector, failed.remedy
     return Incident(
         failed.at, failed.node, owner, cause, detector, remedy, (history.run,), (history.user,),
-        (failed.incarnation,) if failed.incarnation else (), cost, failed.injected, failed.node_lost or not failed.incarnation,
-        evidence=failed.evidence, witnesses=witnesses, trusted=trusted,
+        (failed.incarnation,) if failed.incarnation else (), cost, failed.injected,
+        failed.node_lost or not failed.incarnation, evidence=failed.evidence, witnesses=witnesses, trusted=trusted,
     )  # fmt: skip
 
 
 def _merged(single: list[Incident]) -> list[Incident]:
     merged: list[Incident] = []
     newest: dict[tuple[str, bool], int] = {}
-    """index of each node's newest incident of infrastructure"""
-    for one in single:
-        at = newest.get((one.node, one.injected)) if one.owner == INFRA else None
-        if at is not None and one.at - merged[at].at <= SAME_INCIDENT_S:
-            merged[at] = _both(merged[at], one)
+    """Index of each node's newest incident of infrastructure."""
+    for incident in single:
+        index = newest.get((incident.node, incident.injected)) if incident.owner == INFRA else None
+        if index is not None and incident.at - merged[index].at <= SAME_INCIDENT_S:
+            merged[index] = _both(merged[index], incident)
             continue
-        if one.owner == INFRA:
-            newest[one.node, one.injected] = len(merged)
-        merged.append(one)
+        if incident.owner == INFRA:
+            newest[incident.node, incident.injected] = len(merged)
+        merged.append(incident)
     return merged
 
 
 def _both(first: Incident, then: Incident) -> Incident:
-    def all_of(name: str) -> tuple[str, ...]:
+    def union_of(name: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*getattr(first, name), *getattr(then, name))))
 
     return replace(
-        first, runs=all_of("runs"), users=all_of("users"), incarnations=all_of("incarnations"), node_lost=first.node_lost or then.node_lost,
-        gpu_hours=first.gpu_hours + then.gpu_hours, evidence=all_of("evidence")[:5], witnesses=all_of("witnesses"),
+        first,
+        runs=union_of("runs"),
+        users=union_of("users"),
+        incarnations=union_of("incarnations"),
+        node_lost=first.node_lost or then.node_lost,
+        gpu_hours=first.gpu_hours + then.gpu_hours,
+        evidence=union_of("evidence")[:5],
+        witnesses=union_of("witnesses"),
         trusted=first.trusted or then.trusted,
-    )  # fmt: skip
+    )
 
 
 def _related(incidents_by_time: list[Incident]) -> list[Incident]:
-    infra = [one for one in incidents_by_time if one.owner == INFRA]
-    times = [one.at for one in infra]
+    infra = [incident for incident in incidents_by_time if incident.owner == INFRA]
+    times = [incident.at for incident in infra]
     related = []
-    for one in incidents_by_time:
-        if one.owner == INFRA:
-            first = bisect_left(times, one.at - SAME_INCIDENT_S)
-            last = bisect_left(times, one.at + SAME_INCIDENT_S + 1e-6)
-            near = {o.node for o in infra[first:last] if o.cause == one.cause and o.node != one.node}
-            one = replace(one, related_nodes=tuple(sorted(near)))
-        related.append(one)
+    for incident in incidents_by_time:
+        if incident.owner == INFRA:
+            first = bisect_left(times, incident.at - SAME_INCIDENT_S)
+            last = bisect_left(times, incident.at + SAME_INCIDENT_S + 1e-6)
+            near = {
+                other.node
+                for other in infra[first:last]
+                if other.cause == incident.cause and other.node != incident.node
+            }
+            incident = replace(incident, related_nodes=tuple(sorted(near)))
+        related.append(incident)
     return related
 
 
 def actions_taken(histories: list[RunHistory]) -> list[tuple[RunHistory, ActionTaken]]:
-    """What runs did about nodes, by time."""
-    found = [(chapter, one) for chapter in histories for one in chapter.records if isinstance(one, ActionTaken)]
+    """Return the actions of runs on nodes, by time."""
+    found = [
+        (history, record) for history in histories for record in history.records if isinstance(record, ActionTaken)
+    ]
     return sorted(found, key=lambda pair: pair[1].at)

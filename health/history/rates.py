@@ -2,17 +2,17 @@
 
 A count ``k`` of failures over an exposure ``T`` is taken as Poisson. The interval of its rate is the exact one (Garwood
 1936), from quantiles of the gamma distribution: ``q(α/2; k) / T`` to ``q(1 - α/2; k + 1) / T``; that of the mean time
-between failures is its inverse. It covers the true rate at least as often as it states, for few failures too.
+between failures is its inverse. It covers the true rate at least as often as it states, even for few failures.
 
-A lemon's score uses the signals of the last 28 days that Meta found telling (docs/sources.md, "lemon nodes"). Each
-occurrence of a signal ``s`` leaves ``1 - weight(s)`` of the trust in a node:
+A lemon's score uses the signals of the last 28 days that Meta found significant (docs/sources.md, "lemon nodes"). Each
+occurrence of a signal ``s`` multiplies the trust in a node by ``1 - weight(s)``:
 
     score = 1 - Π (1 - weight(s)) ** count(s)
 
-The score lies between 0 and 1, grows with each occurrence and does not depend on their order. What one user reports
-takes at most half of the trust (:mod:`rrl.health.report.corroboration`), so that no single user can make a node a
-lemon. A lemon needs a score of at least ``LEMON`` and signals on at least two days. The weights are ours; Meta set
-thresholds of its own by hand.
+The score is between 0 and 1, grows with each occurrence and does not depend on their order. The signals of one user
+take at most half of the trust (:mod:`rrl.health.report.corroboration`), so that no single user can make a node a lemon.
+A lemon needs a score of at least ``LEMON_SCORE`` and signals on at least two days. The weights are ours; Meta set its
+thresholds by hand.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from msgspec import Struct
 CONFIDENCE = 0.95
 DAY_S = 86400.0
 _MAX_BISECTIONS = 200
-"""halvings; each gives a binary digit"""
+"""Bisection steps; each gives one binary digit."""
 
 
 class Rate(Struct, frozen=True):
-    """Failures per unit of exposure, and the interval of ``confidence``. ``high`` None: no bound, nothing was seen."""
+    """Failures per unit of exposure, with their interval; ``high`` None: no bound, because there was no failure."""
 
     failures: int
     exposure: float
@@ -40,7 +40,7 @@ class Rate(Struct, frozen=True):
 
 
 def rate_per(failures: int, exposure: float, unit: float = 1.0, confidence: float = CONFIDENCE) -> Rate:
-    """Failures per ``unit`` of exposure."""
+    """Return the failures per ``unit`` of exposure."""
     if exposure <= 0:
         return Rate(failures, 0.0, None, None, None, confidence)
     low, high = poisson_interval(failures, confidence)
@@ -49,7 +49,7 @@ def rate_per(failures: int, exposure: float, unit: float = 1.0, confidence: floa
 
 
 def mtbf(failures: int, exposure: float, confidence: float = CONFIDENCE) -> Rate:
-    """Mean exposure between two failures; without any, only a lower bound is known."""
+    """Return the mean exposure between two failures; without a failure, only a lower bound is known."""
     if exposure <= 0:
         return Rate(failures, 0.0, None, None, None, confidence)
     low, high = poisson_interval(failures, confidence)
@@ -58,18 +58,18 @@ def mtbf(failures: int, exposure: float, confidence: float = CONFIDENCE) -> Rate
 
 
 def poisson_interval(count: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Exact interval of a Poisson mean of which ``count`` was seen."""
+    """Return the exact interval of a Poisson mean of which ``count`` was observed."""
     tail = (1 - confidence) / 2
     return (gamma_quantile(tail, count) if count else 0.0), gamma_quantile(1 - tail, count + 1)
 
 
 def poisson_at_least(count: int, mean: float) -> float:
-    """Probability of so many or more where ``mean`` is expected."""
+    """Return the probability of ``count`` or more events if ``mean`` are expected."""
     return 1.0 if count <= 0 else gamma_share(mean, count)
 
 
 def gamma_quantile(share: float, shape: int) -> float:
-    """Of the gamma distribution with scale 1: ``x`` below which so much of it lies."""
+    """Return the quantile of the gamma distribution with scale 1."""
     low, high = 0.0, float(shape)
     while gamma_share(high, shape) < share:
         high *= 2
@@ -82,8 +82,10 @@ def gamma_quantile(share: float, shape: int) -> float:
 
 
 def gamma_share(x: float, shape: int) -> float:
-    """What of it lies below ``x``: the regularized lower incomplete gamma function, by its series or, beyond the mean,
-    by one minus the Poisson sum."""
+    """Return the regularized lower incomplete gamma function.
+
+    It uses the series or, beyond the mean, one minus the Poisson sum.
+    """
     if x <= 0:
         return 0.0
     if x > shape:
@@ -103,7 +105,7 @@ Span = tuple[float, float]
 
 
 def merge_intervals(spans: Iterable[Span]) -> list[Span]:
-    """What any of them covers: a node that two runs share is there once."""
+    """Return the union of the intervals: a node that two runs share counts once."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -114,18 +116,20 @@ def merge_intervals(spans: Iterable[Span]) -> list[Span]:
 
 
 def clip(spans: Iterable[Span], since: float, until: float) -> list[Span]:
+    """Return the parts of the intervals between ``since`` and ``until``."""
     return [(max(start, since), min(end, until)) for start, end in spans if end > since and start < until]
 
 
 def total_length(spans: Iterable[Span]) -> float:
+    """Return the sum of the lengths of the intervals."""
     return math.fsum(end - start for start, end in spans)
 
 
 LEMON_WINDOW_S = 28 * DAY_S
-"""s (Meta: 28 days)"""
+"""Seconds of history that the lemon score uses (Meta: 28 days)."""
 LEMON_SCORE = 0.7
 UNLIKELY_PROBABILITY = 0.01
-"""probability of so many failures on a node like all others, below which it counts as a signal"""
+"""Probability of so many failures on an average node, below which they count as a signal."""
 
 WEIGHTS = {
     "node_failures_alone": 0.30,
@@ -136,15 +140,15 @@ WEIGHTS = {
     "excluded_by_users": 0.10,
     "node_failures_together": 0.05,
 }
-"""``node_failures_alone``: incidents of infrastructure that no other node shared; ``failure_rate``: 1 where it fails
-significantly more often than the site's nodes do; ``out_of_service``: days on which it was drained, or a drain was
-asked for; ``hardware_findings``: days on which a check failed, with proof or on no other node; ``xids``: findings of
-Xids; ``excluded_by_users``: users whose runs left it (of the same user, once: the weakest of Meta's signals);
-``node_failures_together``: incidents that others had at the same time, so that the fabric is as likely"""
+"""Weights of the signals. ``node_failures_alone``: incidents of infrastructure on no other node; ``failure_rate``: 1 if
+the node fails significantly more often than the site's nodes; ``out_of_service``: days on which it was drained or a
+drain was requested; ``hardware_findings``: days on which a check failed, with proof or on no other node; ``xids``:
+findings of Xids; ``excluded_by_users``: users whose runs excluded it (each user once: the weakest of Meta's signals);
+``node_failures_together``: incidents that other nodes had at the same time, so that the fabric is as likely."""
 
 
 class Signals(Struct, frozen=True):
-    """Counts within the window; ``days``: different days with any of them."""
+    """Counts of the signals within the window; ``days``: days with at least one of them."""
 
     node_failures_alone: int = 0
     node_failures_together: int = 0
@@ -157,13 +161,15 @@ class Signals(Struct, frozen=True):
 
 
 class Lemon(Struct, frozen=True):
+    """A node's lemon score and what it is computed from."""
+
     score: float
     lemon: bool
     signals: Signals
 
 
 def score_lemon(signals: Signals, max_score: float = 1.0) -> Lemon:
-    """``most``: what the score can be at most, by who says so."""
+    """Return the score, limited to ``max_score``."""
     trust = 1.0
     for name, weight in WEIGHTS.items():
         trust *= (1 - weight) ** getattr(signals, name)
@@ -172,9 +178,10 @@ def score_lemon(signals: Signals, max_score: float = 1.0) -> Lemon:
 
 
 def fails_more_often(failures: int, held_s: float, site_failures: int, site_held_s: float) -> bool:
-    """Whether so many failures of one node are too many for the rate of the others; ``held``: s."""
+    """Return whether a node's failures are significantly more than the rate of the other nodes predicts."""
     others, rest = site_failures - failures, site_held_s - held_s
     if failures < 2 or rest <= 0:
         return False
-    expected = max(others, 1) / rest * held_s  # with none elsewhere, as if there were one: never infinitely unlikely
+    # without failures elsewhere, assume one: the probability must not become 0
+    expected = max(others, 1) / rest * held_s
     return poisson_at_least(failures, expected) < UNLIKELY_PROBABILITY

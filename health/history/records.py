@@ -1,8 +1,8 @@
-"""What runs leave behind about nodes: the records of a history folder, one JSON object a line, and who is believed.
+"""Records of a history folder: what runs report about nodes, one JSON object per line.
 
-``<history>/<user>/<run>.<epoch>.jsonl``: a file for each manager of a run, because several that append to one file over
-NFS would write over each other; created O_EXCL, 0644, by the user that the folder is named after. The owner of a file,
-as the kernel knows it, is the user whose records these are: what a file says of another user or run is not believed.
+``<history>/<user>/<run>.<epoch>.jsonl`` is one file per manager of a run, because managers that append to one file over
+NFS would overwrite each other. It is created with O_EXCL and mode 0644 by the user whose name the folder has. The
+records belong to the file's owner, as the kernel reports it; a record that names another user or run is ignored.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from msgspec import Struct
 
 from ...core.types import Cause, Flag, Remedy, Verdict
 
-SCHEMA = 1
+SCHEMA = 2
+"""Version of the format; a file of another version is rejected as a whole. 2: new names of kinds and fields."""
 MAX_EVIDENCE_LINES = 5
-"""lines that a record keeps: what a report should carry (docs/sources.md, NVSentinel and gcm)"""
+"""Lines of evidence in one record: what a report should contain (docs/sources.md, NVSentinel and gcm)."""
 MAX_TEXT_CHARS = 300
-"""characters of one of them"""
+"""Characters of one line of evidence."""
 MAX_LINE_BYTES = 65536
-"""bytes; a longer line is none of ours"""
+"""Bytes of one line; a longer one is not from rrl."""
 MAX_FILE_RECORDS = 200_000
-"""records of one file: a run that finds something new each second for two days is broken itself"""
+"""Records of one file: a run that reports something new each second for two days is itself broken."""
 MAX_FILE_BYTES = 64 * 2**20
-"""bytes of one file: MAX_FILE_RECORDS records of the 300 bytes that most of them have; the writer stops there too"""
+"""Bytes of one file: MAX_FILE_RECORDS records of the 300 bytes that most of them have; the writer stops there too."""
 
 
 class EvidenceLine(Struct, frozen=True):
-    """One line of evidence. ``at``: wall clock of the manager (s)."""
+    """One line of evidence, with the manager's wall-clock time (s)."""
 
     at: float
     source: str
@@ -37,21 +38,21 @@ class EvidenceLine(Struct, frozen=True):
 
 
 class RunStarted(Struct, frozen=True, tag_field="kind", tag="run_started"):
-    """First line of every file: whose it is."""
+    """First line of every file: the run that the file belongs to."""
 
     at: float
     run: str
     user: str
     cluster: str
-    """Slurm's name of it, or ``local``"""
+    """Slurm's name of the cluster, or ``local``."""
     job: str
-    """the job spec's name"""
+    """Name of the job spec."""
     epoch: int = 1
     schema: int = SCHEMA
 
 
 class NodeAcquired(Struct, frozen=True, tag_field="kind", tag="node_acquired"):
-    """The run has this node from now on, with so many GPUs of it."""
+    """The run acquired a node, with this number of its GPUs."""
 
     at: float
     node: str
@@ -59,82 +60,87 @@ class NodeAcquired(Struct, frozen=True, tag_field="kind", tag="node_acquired"):
 
 
 class NodeReleased(Struct, frozen=True, tag_field="kind", tag="node_released"):
+    """The run released a node."""
+
     at: float
     node: str
 
 
 class Checkpoint(Struct, frozen=True, tag_field="kind", tag="checkpoint"):
-    """The run still has what it had: a run that is cut off counts to its last line."""
+    """The run still holds what it held: a run that is cut off counts until its last line."""
 
     at: float
 
 
 class FindingRecord(Struct, frozen=True, tag_field="kind", tag="finding"):
-    """A detector concludes something else than before, or the same again (``count``). OK: it no longer does."""
+    """A detector's finding changed, or was repeated (``count``). OK: it has cleared."""
 
     at: float
     node: str
-    """where, also of what is about a replica; empty: not known"""
+    """Node; also for a finding about a replica. Empty: unknown, or several nodes."""
     detector: str
     verdict: Verdict
     cause: Cause
     remedy: Remedy
     since: float
     incarnation: str = ""
-    """``rollout/1#2``; empty: it is about the node itself"""
+    """Incarnation (``rollout/1#2``); empty if the finding is about the node itself."""
     component: str = ""
-    """of the node: a GPU's UUID, a port, a path"""
+    """Component of the node: a GPU's UUID, a port, a path."""
     proof: bool = False
     count: int = 1
-    """how often this manager found it since it began to stand; 0: it stands since an earlier one"""
+    """How often this manager found it since the finding was raised; 0: an earlier manager raised it."""
     evidence: tuple[EvidenceLine, ...] = ()
     injected: bool = False
-    """a fault was injected there: it says nothing about the node"""
+    """Whether a fault was injected on the node, so that the finding does not count against it."""
     flags: tuple[Flag, ...] = ()
-    """of the finding, so that a report need not read its evidence"""
+    """Flags of the finding, so that a report need not parse evidence."""
 
 
 class ActionTaken(Struct, frozen=True, tag_field="kind", tag="action_taken"):
-    """What the run did about a node: ``excluded``, ``readmitted``, ``drained``, ``undrained``, or ``asked``: it may not
-    drain the node, and asks the administrators to."""
+    """An action of the run on a node.
+
+    ``action`` is ``excluded``, ``readmitted``, ``drained``, ``undrained`` or ``drain_requested``: the run may not drain
+    the node and requests it from the administrators.
+    """
 
     at: float
     node: str
     action: str
     reason: str = ""
-    """of the drain, as Slurm shows it"""
+    """Reason of the drain, as Slurm shows it."""
     cause: str = ""
     by: str = ""
-    """the person who wanted it; empty: the run itself"""
+    """User who requested it; empty: the run itself."""
     rejection: str = ""
-    """``asked``: why the cluster did not drain it"""
+    """For ``drain_requested``: why the cluster did not drain the node."""
     evidence: tuple[str, ...] = ()
 
 
 class Failed(Struct, frozen=True, tag_field="kind", tag="failed"):
-    """A replica was given up (``who``: its life), or a node (``who`` is empty)."""
+    """A replica failed (``incarnation`` names it), or a node (``incarnation`` is empty)."""
 
     at: float
     node: str
     incarnation: str = ""
     stalled_replicas: tuple[str, ...] = ()
-    """the replicas that stood still for it, itself included: :class:`Mended` says until when"""
+    """Replicas that stopped because of it, the failed one included; :class:`RecoveryDone` reports the end for each."""
     cause: str = ""
     detector: str = ""
     remedy: str = ""
     since: float = 0.0
-    """its first trace"""
+    """Time of the first symptom (s)."""
     proof: bool = False
     injected: bool = False
-    """a fault was injected there: it says nothing about the site"""
+    """Whether a fault was injected on the node, so that the failure does not count against the site."""
     node_lost: bool = False
-    """the cluster itself gave the node up, or it fell silent"""
+    """Whether the cluster reported the node as lost, or the node stopped responding."""
     rung: str = ""
     evidence: tuple[str, ...] = ()
 
 
 class RecoveryDone(Struct, frozen=True, tag_field="kind", tag="recovery_done"):
-    """A replica works again, or never will (``ok`` is false: the run ends). ``gpu_hours``: of its GPUs, idle since."""
+    """A replica works again, or (``ok`` is false) the run ended first; ``gpu_hours``: idle time of its GPUs since."""
 
     at: float
     replica: str
@@ -145,7 +151,7 @@ class RecoveryDone(Struct, frozen=True, tag_field="kind", tag="recovery_done"):
 
 
 class RunEnded(Struct, frozen=True, tag_field="kind", tag="run_ended"):
-    """The run has ended; it holds nothing any more."""
+    """The run has ended and holds no nodes."""
 
     at: float
     outcome: str
@@ -153,7 +159,7 @@ class RunEnded(Struct, frozen=True, tag_field="kind", tag="run_ended"):
 
 
 class RecordsLost(Struct, frozen=True, tag_field="kind", tag="records_lost"):
-    """So many lines could not be written here: storage was full, or hung."""
+    """This number of lines could not be written: storage was full or hung."""
 
     at: float
     lines: int
@@ -174,31 +180,41 @@ Record = (
 
 
 class SourcedRecord(Struct, frozen=True):
-    """A record, and whose it is: the owner of its file, and the run that the file is named after."""
+    """A record with its source: the owner of its file, and the run in the file's name."""
 
     user: str
     run: str
     record: Record
     trusted: bool = False
-    """the file belongs to root: an administrator's own run, which needs no second witness"""
+    """Whether the file belongs to root: an administrator's own run, which needs no second witness."""
 
 
+class _Header(Struct, frozen=True):
+    """The part of a file's first line that is the same in every version."""
+
+    schema: int | None = None
+
+
+_decode_header = msgspec.json.Decoder(_Header).decode
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Record).decode
 _ESCAPED = re.compile(rb"\\(.)", re.DOTALL)
-"""what we write is printable: JSON escapes quotes and backslashes of it, and nothing else"""
+"""Escaped characters of a line. rrl writes printable text, of which JSON escapes only quotes and backslashes."""
 _FILE = re.compile(r"(?P<run>[A-Za-z0-9][A-Za-z0-9._-]{0,200})\.(?P<epoch>[0-9]{6,18})\.jsonl")
-"""runs are called so; anybody may call a file anything, a terminal's commands included"""
+"""Names of history files. Users may give files any name, including one with a terminal's control sequences."""
 
 
 def encode_line(record: Record) -> bytes:
+    """Return the record as a line of a history file."""
     return _encode(record) + b"\n"
 
 
 def read_line(text: bytes) -> Record | None:
-    """None where it is torn, damaged, or of a kind that this version does not know. Numbers that are no times (not
-    finite, negative, beyond 9999), names that are none, and signs that would move a terminal's cursor count as damaged:
-    the file is anybody's."""
+    """Return the record of a line, or None if it is torn, damaged or of an unknown kind.
+
+    Values that are not valid times (not finite, negative, beyond the year 9999), invalid names, and characters that
+    would move a terminal's cursor count as damage, because any user can write the file.
+    """
     text = text.strip()
     if not text or len(text) > MAX_LINE_BYTES or any(sign not in b'"\\/' for sign in _ESCAPED.findall(text)):
         return None
@@ -212,44 +228,60 @@ def read_line(text: bytes) -> Record | None:
 
 
 def file_name(run: str, epoch: int) -> str:
+    """Return the name of the history file of a run's manager."""
     return f"{run}.{epoch:06}.jsonl"
 
 
 def parse_file_name(name: str) -> tuple[str, int] | None:
-    """Run and epoch that a file's name says; None: it is no history."""
+    """Return the run and epoch in a file's name; None if it is not the name of a history."""
     match = _FILE.fullmatch(name)
     return (match["run"], int(match["epoch"])) if match else None
 
 
+def file_schema(first_line: bytes) -> int | None:
+    """Return the schema that a file's first line states; None if the line is torn, damaged or states none.
+
+    It reads files of every version: all of them name the schema in their first line.
+    """
+    try:
+        return _decode_header(first_line).schema
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
 def is_attributable(record: Record, user: str, run: str) -> bool:
-    """What is said in somebody else's name is not."""
+    """Return whether the record belongs to this user and run: a RunStarted must name both."""
     return not isinstance(record, RunStarted) or (record.user == user and record.run == run)
 
 
 def clipped(text: str) -> str:
-    """One line of evidence, without what would move a terminal's cursor."""
+    """Return the text as one line of evidence, without characters that would move a terminal's cursor."""
     plain = "".join(sign if sign.isprintable() else " " for sign in text)
     return plain if len(plain) <= MAX_TEXT_CHARS else plain[: MAX_TEXT_CHARS - 1] + "…"
 
 
 _LATEST_S = 253_402_300_800.0
-"""s: the year 10000"""
+"""Start of the year 10000 (s since 1970)."""
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 
 
 def is_node(name: str) -> bool:
-    """One node's name as Slurm writes it: neither a list of several nor ``ALL``, which scontrol would take whole."""
+    """Return whether this is the name of one node: neither a list of nodes nor ``ALL``, which scontrol would expand."""
     return bool(_NODE.fullmatch(name)) and name.upper() != "ALL"
 
 
 def _is_sane(record: Any) -> bool:
-    times = (record.at, getattr(record, "since", 0.0), *(said.at for said in getattr(record, "evidence", ())
-                                                         if isinstance(said, EvidenceLine)))  # fmt: skip
+    evidence = getattr(record, "evidence", ())
+    times = (
+        record.at,
+        getattr(record, "since", 0.0),
+        *(line.at for line in evidence if isinstance(line, EvidenceLine)),
+    )
     numbers = (getattr(record, "gpu_hours", 0.0), getattr(record, "gpus", 0), getattr(record, "lines", 0))
     node = getattr(record, "node", "")
     return (
         all(0.0 <= at < _LATEST_S for at in times)
         and all(0 <= number < 1e9 for number in numbers)
         and (not node or is_node(node))
-        and len(getattr(record, "evidence", ())) <= MAX_EVIDENCE_LINES
+        and len(evidence) <= MAX_EVIDENCE_LINES
     )

@@ -1,7 +1,7 @@
-"""Which files of a history folder are read: regular files of the user whose folder they lie in, within bounds.
+"""Selects the files of a history folder to read: regular files that belong to the folder's user, within limits.
 
-Nothing is read before kind, owner, size and holes of the opened file were checked, so that no file of a user can hold
-up or fill the report of an administrator. Whatever is left out is told with its reason.
+Kind, owner, size and holes of an opened file are checked before anything is read, so that no user's file can block or
+fill an administrator's report. Every file that is left out is reported with the reason.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from msgspec import Struct
 from .records import MAX_FILE_BYTES, MAX_FILE_RECORDS, MAX_LINE_BYTES, parse_file_name
 
 MAX_USER_ENTRIES = 50_000
-"""names of a user's folder that are looked at: each costs a stat, 1 ms over NFS"""
+"""Entries of a user's folder that are examined: each costs a stat, 1 ms over NFS."""
 MAX_USER_FILES = 3000
-"""files of a user that are read: a hundred runs a day for a month"""
+"""Files of a user that are read: a hundred runs a day for a month."""
 MAX_USER_BYTES = 512 * 2**20
-"""bytes of all files of a user: what a report reads in some 10 s"""
+"""Bytes of all files of a user: what a report reads in about 10 s."""
 MAX_USER_RECORDS = 500_000
-"""records of a user that are kept: a hundred runs at once, each with a sign of life every half hour, for three months;
-in a report they take about 300 MB of memory"""
+"""Records of a user that are stored: a hundred runs at once, each with a checkpoint every half hour, for three months;
+in a report they take about 300 MB of memory."""
 MAX_USER_REASONS = 5
-"""files of a user that are named with the reason why they are not read; of more, only the number is told"""
-
-
+"""Rejected files of a user that are named with the reason; of further ones only the number is reported."""
 _UID_DIGITS = 10
-"""of 2^32"""
+"""Digits of 2^32."""
 
 
 class RejectedFile(Exception):
-    """This file is not read; the text says why."""
+    """The file is not read; the text says why."""
 
 
 class UserFolder(Struct, frozen=True):
+    """The folder of one user in a history folder."""
+
     path: Path
     user: str
-    """the user's name, or number where there is no name: one who has a folder by name and one by number is one user"""
+    """Name of the user, or the uid if there is no name: a folder by name and one by number belong to one user."""
     uid: int
 
 
@@ -55,8 +55,7 @@ class Allowance:
         self.records = MAX_USER_RECORDS
 
     def admit(self, size: int) -> None:
-        """Count a file of ``size`` bytes. Raises RejectedFile where its user already has too many, or too large
-        ones."""
+        """Count a file of ``size`` bytes. Raises RejectedFile if it exceeds the user's number or size of files."""
         if self.files <= 0:
             raise RejectedFile(f"its user has more than {MAX_USER_FILES} files: only the newest are read")
         if size > self.bytes:
@@ -66,13 +65,14 @@ class Allowance:
 
 
 class Rejections:
-    """Files that were not read, and why; bounded for each user."""
+    """Files that were not read, with the reasons; the number of reasons per user is limited."""
 
     def __init__(self) -> None:
         self._reasons: dict[str, list[str]] = {}
         self._more: dict[str, int] = {}
 
     def add(self, user: str, path: str | Path, reason: str) -> None:
+        """Add a file of this user."""
         reasons = self._reasons.setdefault(user, [])
         if len(reasons) < MAX_USER_REASONS:
             reasons.append(f"{path}: {reason}")
@@ -80,14 +80,17 @@ class Rejections:
             self._more[user] = self._more.get(user, 0) + 1
 
     def lines(self) -> tuple[str, ...]:
+        """Return one line per named file, and one per user with further files."""
         named = [line for reasons in self._reasons.values() for line in reasons]
         more = [f"{count} more files of {user}" for user, count in self._more.items()]
         return tuple(sorted(named)) + tuple(sorted(more))
 
 
 def user_folders(folder: Path, rejections: Rejections) -> Iterator[UserFolder]:
-    """Folders that are named after the user who owns them, or that root made for that user. Raises OSError where
-    ``folder`` cannot be read."""
+    """Yield the folders that belong to the user of their name, or that root created for that user.
+
+    Raises OSError if ``folder`` cannot be read.
+    """
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.name.startswith(".") or not entry.name.isprintable() or not entry.is_dir(follow_symlinks=False):
             continue
@@ -96,8 +99,8 @@ def user_folders(folder: Path, rejections: Rejections) -> Iterator[UserFolder]:
         if uid is not None and entry.name in (names := _names(uid)):
             yield UserFolder(Path(entry.path), names[0], uid)
         else:
-            whose = _names(owner)[0]
-            rejections.add(whose, entry.path, f"it belongs to {whose}, not to {entry.name}")
+            owner_name = _names(owner)[0]
+            rejections.add(owner_name, entry.path, f"it belongs to {owner_name}, not to {entry.name}")
 
 
 def newest_files(folder: UserFolder, rejections: Rejections) -> Iterator[tuple[Path, str]]:
@@ -141,8 +144,10 @@ def open_checked(path: Path, folder: UserFolder, allowance: Allowance) -> tuple[
 
 
 def whole_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Length and text of each whole line; the text of one that is too long is empty. One that is torn, or still being
-    written, is left for the next time."""
+    """Yield length and text of each whole line; the text of a line that is too long is empty.
+
+    A line that is torn, or still being written, is left for the next time.
+    """
     for _ in range(MAX_FILE_RECORDS):
         text = file.readline(MAX_LINE_BYTES + 1)
         length = len(text)

@@ -1,7 +1,7 @@
-"""Readers: each reads one thing of this node and says what it read, without opinion.
+"""The interface of readers: each reads one source on this node and returns what it read, without judging it.
 
-A module of this package holds one class that is a :class:`Reader`. :mod:`rrl.health.readers.isolation.client` runs each
-in a process of its own with a deadline, for any of them may hang.
+A module of this package contains one class that implements :class:`Reader`. :mod:`rrl.health.readers.isolation.client`
+runs each reader in a process of its own with a deadline, because any of them may hang.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ if TYPE_CHECKING:
     from .samples import Data
 
 START_TIMEOUT_S = 20.0
-"""s for a reader to be imported and made: the code may lie on slow shared storage"""
+"""Seconds for a reader to be imported and created: the code may be on slow shared storage."""
 
 
 class NotInstalled(Exception):
-    """There is nothing to read here: no driver, no such device, no such service. Its text says what is missing."""
+    """The node lacks what the reader reads: a driver, device or service. The text names what is missing."""
 
 
 class PermissionDenied(Exception):
-    """It is there, but this user may not read it. Its text says which permission is missing."""
+    """This user may not read the source. The text names the missing permission."""
 
 
 class ReaderOptions(Struct, frozen=True, kw_only=True):
-    """What readers look at. The roots are other folders only in tests."""
+    """Sources that the readers read. The root folders differ from the defaults only in tests."""
 
     mounts: tuple[str, ...] = ("/", "/tmp")
-    """paths that the node needs; the caller adds the run's folder and the home"""
+    """Paths that the node needs; the caller adds the run's folder and the home."""
     mount_timeout_s: float = 10.0
-    """s that such a path has to answer (NVRx' storage check: the same)"""
+    """Seconds that such a path has to answer (the same as NVRx's storage check)."""
     exporter: str = "http://127.0.0.1:9400/metrics"
-    """dcgm-exporter's metrics (its default port)"""
+    """URL of dcgm-exporter's metrics (its default port)."""
     dcgmi: str = "dcgmi"
-    """DCGM's command, by path or looked up in PATH"""
+    """DCGM's command: a path, or a name that is looked up in PATH."""
     dcgm_user: str = ""
-    """user besides root to whom the exporter, DCGM's host engine and ``dcgmi`` may belong"""
+    """User besides root who may own the exporter, DCGM's host engine and ``dcgmi``."""
     diag: bool = False
-    """run ``dcgmi diag -r 1 -j`` once: it takes seconds, and its software checks use the GPUs"""
+    """Whether to run ``dcgmi diag -r 1 -j`` once: it takes seconds, and its software checks use the GPUs."""
     sysfs: str = "/sys"
     proc: str = "/proc"
     dev: str = "/dev"
@@ -47,22 +47,32 @@ class ReaderOptions(Struct, frozen=True, kw_only=True):
 
 
 class Reader(Protocol):
-    """Made in the process that reads: nothing of a driver is opened before that."""
+    """A reader of one source. It is created in the process that reads, so that no driver is opened earlier."""
 
     name: str
-    """of :data:`rrl.health.readers.samples.READERS`"""
+    """Name of the reader, one of :data:`rrl.health.readers.samples.READERS`."""
     interval_s: float
-    """s between the beginnings of two reads"""
+    """Seconds between the starts of two reads."""
     timeout_s: float
-    """s that a read may take before it counts as hung; making a reader has :data:`STARTS_WITHIN`"""
+    """Seconds that a read may take before it counts as hung; creating a reader may take :data:`START_TIMEOUT_S`."""
 
     def __init__(self, options: ReaderOptions) -> None: ...
 
     def read(self) -> Data:
-        """Raises :class:`Absent` or :class:`Denied`; any other exception means that the reader is broken."""
+        """Read the source once.
+
+        Raises:
+            NotInstalled: The node has no such source.
+            PermissionDenied: This user may not read it.
+            Exception: Any other exception means that the reader is broken.
+        """
         ...
 
-    def close(self) -> None: ...
+    """Release what the reader has open."""
+
+    def close(self) -> None:
+        """Release what the reader has open."""
+        ...
 
 
 READER_CLASSES = {
@@ -72,4 +82,4 @@ READER_CLASSES = {
     "fabric": "rrl.health.readers.fabric:FabricReader",
     "host": "rrl.health.readers.host:HostReader",
 }
-"""name → where its class lies: it is imported in the reader's own process only"""
+"""Reader name → ``module:Class``; the class is imported only in the reader's own process."""

@@ -1,7 +1,7 @@
-"""InfiniBand and RoCE ports, from ``/sys/class/infiniband`` (linux Documentation/ABI/stable/sysfs-class-infiniband).
+"""Reader of InfiniBand and RoCE ports, from ``/sys/class/infiniband``.
 
-Reading a port's ``counters`` makes the driver ask the device; a device that is gone may hang there, for which this
-reader has a process of its own.
+Source: linux Documentation/ABI/stable/sysfs-class-infiniband. A read of a port's ``counters`` makes the driver query
+the device. If the device has failed, the read may hang; that is why this reader has a process of its own.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from .samples import FabricData, FabricPort
 
 _NOT_SUPPORTED = "not supported"
 _CHAR_CLASSES = ("infiniband_verbs", "infiniband_mad")
-"""uverbs*; umad* and issm*"""
+"""Device classes of uverbs*, and of umad* and issm*."""
 _IGNORED_DEVICES = ("issm", "abi_version")
-"""``issm`` is for subnet managers: many sites leave it out (NVSentinel turns its check off by default)"""
+"""Device files that may be missing: ``issm`` serves subnet managers, and many sites omit it (NVSentinel's check of it
+is off by default)."""
 
 
 class FabricReader:
+    """Reader of the InfiniBand and RoCE ports of the node."""
+
     name = "fabric"
     interval_s = 5.0
     timeout_s = 10.0
@@ -29,7 +32,12 @@ class FabricReader:
         self._dev = f"{options.dev}/infiniband"
 
     def read(self) -> FabricData:
-        """Raises Absent without any device, Denied where sysfs is kept from us."""
+        """Read all ports.
+
+        Raises:
+            NotInstalled: The node has no such device.
+            PermissionDenied: sysfs is not readable.
+        """
         root = f"{self._class}/infiniband"
         try:
             devices = sorted(os.listdir(root))
@@ -38,11 +46,12 @@ class FabricReader:
         except PermissionError:
             raise PermissionDenied(f"{root}: not permitted") from None
         if not devices:
-            raise NotInstalled("there is no InfiniBand or RoCE device")
+            raise NotInstalled("the node has no InfiniBand or RoCE device")
         ports = [_port(root, device, port) for device in devices for port in _ports(root, device)]
         return FabricData(tuple(ports), tuple(self._missing()))
 
     def close(self) -> None:
+        """Do nothing: the reader keeps nothing open."""
         pass
 
     def _missing(self) -> Iterator[str]:
@@ -68,7 +77,7 @@ def _port(root: str, device: str, port: int) -> FabricPort:
             continue
         for entry in entries:
             value = _text(f"{folder}/{name}/{entry}", entry, unread)
-            if value is not None and value.lstrip("-").isdigit():  # ``N/A (no PMA)`` is none; lifespan is in ms
+            if value is not None and value.lstrip("-").isdigit():  # skip ``N/A (no PMA)``
                 counters[entry] = int(value)
     changes = _carrier_changes(f"{root}/{device}", folder, unread)
     if changes is not None:
@@ -82,7 +91,10 @@ def _port(root: str, device: str, port: int) -> FabricPort:
 
 
 def _carrier_changes(device: str, port: str, unread: dict[str, str]) -> int | None:
-    """Of the network interface of this port: RoCE names it in ``gid_attrs/ndevs``, IPoIB's is the device's."""
+    """Return the carrier changes of the port's network interface; None if unknown.
+
+    RoCE names the interface in ``gid_attrs/ndevs``; with IPoIB it is an interface of the device.
+    """
     named = _text(f"{port}/gid_attrs/ndevs/0", "", {})
     number = os.path.basename(port)
     port_names = (name for name in _listed(f"{device}/device/net") if _dev_port(device, name) == number)
@@ -93,29 +105,29 @@ def _carrier_changes(device: str, port: str, unread: dict[str, str]) -> int | No
 
 
 def _dev_port(device: str, interface: str) -> str:
-    """Number of the port that an interface belongs to, from 1 (``dev_port`` counts from 0)."""
+    """Return the number of the interface's port, from 1 (``dev_port`` counts from 0)."""
     text = _text(f"{device}/device/net/{interface}/dev_port", "", {})
     return str(int(text) + 1) if text is not None and text.isdigit() else "1"
 
 
 def _state_name(text: str | None) -> str | None:
-    """``4: ACTIVE`` → ``ACTIVE``"""
+    """Return the name in a state text: ``4: ACTIVE`` → ``ACTIVE``."""
     return None if text is None else text.partition(":")[2].strip() or text
 
 
 def _rate(text: str | None, unread: dict[str, str]) -> float | None:
-    """``400 Gb/sec (4X NDR)`` → 400.0"""
+    """Return the rate in Gbit/s: ``400 Gb/sec (4X NDR)`` → 400.0."""
     if text is None:
         return None
     try:
         return float(text.split()[0])
     except (ValueError, IndexError):
-        unread["rate"] = f"no number: {text!r}"
+        unread["rate"] = f"not a number: {text!r}"
         return None
 
 
 def _text(path: str, field: str, unread: dict[str, str]) -> str | None:
-    """Content of a sysfs file without its end; None with the reason noted under ``field``."""
+    """Return the stripped content of a sysfs file; None if unreadable, with the reason in ``unread[field]``."""
     try:
         with open(path, "rb") as file:
             return file.read(4096).decode(errors="replace").strip()

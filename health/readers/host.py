@@ -1,7 +1,7 @@
-"""The host: mounts that the node needs, processes that are stuck, memory, load, clock.
+"""Reader of the host: required mounts, stuck processes, memory, load, clock.
 
-Mounts are looked at by a process of their own each (:mod:`rrl.health.readers.mounts`). All of /proc is read once per
-reading, one small file per process.
+Each mount is probed by a process of its own (:mod:`rrl.health.readers.mounts`). All of /proc is read once per sample,
+one small file per process.
 """
 
 from __future__ import annotations
@@ -15,26 +15,28 @@ from .mounts import Mounts
 from .samples import HostData, StuckProcess
 
 ZOMBIE_AGE_S = 300.0
-"""s; Meta's gcm, zombie check"""
+"""Age (s) from which a zombie counts; as in the zombie check of Meta's gcm."""
 MAX_STUCK_PROCESSES = 50
-"""processes told, the oldest first: a dead file system holds hundreds"""
+"""Stuck processes in one sample, oldest first: a dead file system may block hundreds."""
 SCAN_TIMEOUT_S = 5.0
-"""s for all of /proc"""
+"""Seconds that reading all of /proc may take."""
 _KERNEL_THREAD = 0x00200000
-"""PF_KTHREAD (linux include/linux/sched.h): kernel threads sleep in state D as they please"""
+"""PF_KTHREAD (linux include/linux/sched.h): kernel threads are often in state D without a fault."""
 _KERNEL_REFRESH_READS = 30
-"""looks after which the kernel's threads are looked at anew: a pid may have been given to another"""
+"""Reads after which the kernel threads are determined again: a pid may have been reused."""
 _STAT_BYTES = 1024
-"""bytes; a stat file has some 300"""
+"""Bytes read of a stat file, which has about 300."""
 _ObservedSince = dict[tuple[int, int], float]
-"""pid and start time → since when (monotonic)"""
+"""(pid, start time) → time since which it has been observed (s, monotonic)."""
 
 
 class HostReader:
+    """Reader of mounts, processes, memory, load and clock."""
+
     name = "host"
     interval_s = 10.0
     timeout_s = 30.0
-    """more than mounts have (:attr:`rrl.health.readers.base.ReaderOptions.mounts_within`)"""
+    """Longer than the mounts may take (:attr:`rrl.health.readers.base.ReaderOptions.mount_timeout_s`)."""
 
     def __init__(self, options: ReaderOptions) -> None:
         self._proc, self._sysfs = options.proc, options.sysfs
@@ -42,10 +44,11 @@ class HostReader:
         self._stuck: _ObservedSince = {}
         self._zombies: _ObservedSince = {}
         self._kernel: set[int] = set()
-        """pids of the kernel's threads"""
+        """Pids of the kernel's threads."""
         self._reads = 0
 
     def read(self) -> HostData:
+        """Read the mounts, processes, memory, load and clock."""
         unread: dict[str, str] = {}
         mounts = self._mounts.read()
         stuck, zombies = self._processes(time.monotonic(), unread)
@@ -63,9 +66,10 @@ class HostReader:
         )  # fmt: skip
 
     def close(self) -> None:
+        """Kill the probes of mounts that are still running."""
         self._mounts.close()
 
-    # ── processes ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── processes ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def _processes(self, now: float, unread: dict[str, str]) -> tuple[tuple[StuckProcess, ...], int]:
         stuck: _ObservedSince = {}
         zombies: _ObservedSince = {}
@@ -93,8 +97,10 @@ class HostReader:
         return tuple(filter(None, described)), sum(now - since > ZOMBIE_AGE_S for since in zombies.values())
 
     def _state(self, pid: int) -> tuple[str, str, int]:
-        """``D`` or ``Z``, the command's name and the start time (ticks); empty for any other state, and for threads of
-        the kernel, which are remembered: on a large node they are by far the most."""
+        """Return state, command name and start time (ticks) of a process in state ``D`` or ``Z``, else empty values.
+
+        Kernel threads give empty values too. They are remembered, because on a large node they are the majority.
+        """
         if pid in self._kernel:
             return "", "", 0
         try:
@@ -103,7 +109,7 @@ class HostReader:
             return "", "", 0
         try:
             text = os.read(fd, _STAT_BYTES)
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             return "", "", 0
         finally:
             os.close(fd)
@@ -121,7 +127,7 @@ class HostReader:
     def _describe(self, pid: int, name: str, seconds: float) -> StuckProcess | None:
         try:
             uid = os.stat(f"{self._proc}/{pid}").st_uid
-        except OSError:  # it has gone on, and ended
+        except OSError:  # the process has ended since
             return None
         kernel_function = self._text(f"{self._proc}/{pid}/wchan", "", {}) or ""
         return StuckProcess(pid, uid, name, seconds, "" if kernel_function == "0" else kernel_function)
@@ -132,9 +138,12 @@ class HostReader:
                 if entry.name.isdigit():
                     yield int(entry.name)
 
-    # ── files ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def _table(self, name: str, fields: dict[str, str], unread: dict[str, str]) -> dict[str, int]:
-        """``key: value ...`` or ``key value`` a line; ``fields``: what those that are not there are called."""
+        """Read a file of ``key: value ...`` or ``key value`` lines.
+
+        ``fields`` maps the wanted keys to the field names under which missing ones are noted in ``unread``.
+        """
         found: dict[str, int] = {}
         why: dict[str, str] = {}
         for line in (self._text(f"{self._proc}/{name}", name, why) or "").splitlines():

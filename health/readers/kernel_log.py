@@ -1,19 +1,19 @@
-"""Read the kernel log from ``/dev/kmsg`` and recognise the messages that matter, each with the source of its form.
+"""Read the kernel log from ``/dev/kmsg`` and recognise the relevant messages; each pattern names its source.
 
-Every reader of ``/dev/kmsg`` sees every record, from the oldest that the kernel still holds. A record is
+Every process that reads ``/dev/kmsg`` receives every record, from the oldest that the kernel still holds. A record is
 ``priority,sequence,microseconds,flags;text`` (linux Documentation/ABI/testing/dev-kmsg), followed by property lines
-that begin with a blank. Its time runs as CLOCK_MONOTONIC does. A missing permission cannot be worked around: the
-journal needs one as well.
+that begin with a blank. Its time is that of CLOCK_MONOTONIC. There is no way around a missing permission: the journal
+requires one as well.
 
-Only the kernel's own records count. ``priority >> 3`` is the facility: 0 is the kernel, which no program can claim;
-what a program writes into /dev/kmsg gets 1 (user) or the value above 0 that it names (linux kernel/printk/printk.c,
+Only the kernel's own records count. ``priority >> 3`` is the facility: 0 is the kernel, which no program can use; a
+program that writes to /dev/kmsg gets 1 (user) or the value above 0 that it names (linux kernel/printk/printk.c,
 devkmsg_write). A record with the flag ``c`` or ``+`` continues another one and may begin with any part of a line.
 
 The kernel prints names that users choose: a crashing program's ``comm`` and file name, or the prefix of a packet filter
 rule. No node may be drained because of such a name:
 
-- Every pattern is anchored at the start of the message and holds more fixed text than a ``comm`` (15 bytes) can
-  imitate, or reaches to the end of the message.
+- Every pattern is anchored at the start of the message and contains more fixed text than a ``comm`` (15 bytes) can
+  imitate, or extends to the end of the message.
 - A message that begins with such a name (:data:`_BEGINS_WITH_A_NAME`) or comes from a packet filter is dropped before
   any pattern is tried.
 
@@ -37,21 +37,21 @@ from .samples import KernelData, KernelEvent
 Kind = Literal["xid", "sxid", "mce", "oom", "nic", "io", "filesystem", "hung_task"]
 
 MAX_TEXT_CHARS = 300
-"""characters of a line that are kept"""
+"""Characters of a line that are kept."""
 
 OFF_THE_BUS = 79
-"""the Xid of a GPU that is gone; drivers also say it without a number"""
+"""Xid of a GPU that has fallen off the bus; drivers also report this without a number."""
 
 _PCI = rb"(?:PCI:)?(?P<pci>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})(?:\.\d)?"
 _BUS = rb"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]"
 _OF_A_DRIVER = rb"(?:[\w-]+ " + _BUS + rb":? |[\w-]+ [\w.:-]+\.[\w-]+ )?(?:[\w.@-]+: ){0,2}"
-"""``dev_printk``'s beginning: driver and bus (PCI, or a platform's such as ``ff0e0000.ethernet``), then names of the
-interface, as drivers repeat it"""
+"""Prefix that ``dev_printk`` writes: driver and bus (PCI, or a platform's such as ``ff0e0000.ethernet``), then names of
+the interface, as drivers repeat it."""
 _END = rb"[.!]?\s*$"
 
 _COMM = rb"(?:\\x[0-9a-f]{2}|[^\\]){0,15}"
-"""a program's ``comm``, which it sets as it likes (prctl PR_SET_NAME): at most 15 bytes (linux include/linux/sched.h:
-TASK_COMM_LEN), of which /dev/kmsg writes those that are not printable as ``\\x0a``"""
+"""A program's ``comm``, which it may set freely (prctl PR_SET_NAME): at most 15 bytes (linux include/linux/sched.h:
+TASK_COMM_LEN); /dev/kmsg writes unprintable bytes as ``\\x0a``."""
 _BEGINS_WITH_A_NAME = re.compile(
     # linux arch/*/kernel, arch/x86/mm/fault.c: ``NAME[77]: segfault at ...``, ``traps: NAME[77] general protection
     # ...``, ``umip: NAME[77] ip:...``, ``NAME[77]: unhandled exception``, ``NAME[77] bad frame in ...``; the file's
@@ -64,14 +64,15 @@ _BEGINS_WITH_A_NAME = re.compile(
     rb"| in "
 )  # fmt: skip
 _PACKET_FILTER = re.compile(rb"IN=[\w.@-]* OUT=[\w.@-]* ")
-"""linux net/netfilter/nf_log_syslog.c: what stands before it is the rule's prefix, of 127 bytes"""
+"""linux net/netfilter/nf_log_syslog.c: the text before it is the rule's prefix, up to 127 bytes."""
 
 _PATTERNS: tuple[tuple[Kind, bytes], ...] = (
     # NVIDIA, "Xid Errors": ``NVRM: Xid (PCI:0000:cb:00): 13, pid='<unknown>', name=<unknown>, Graphics SM Warp ...``;
     # drivers before 319 without ``PCI:``, drivers from 5xx on with pid=1234; of a MIG instance, open-gpu-kernel-modules
     # kernel_rc.c: ``(PCI:0000:07:00 GPU-I:05 GPU-CI:00)``
     ("xid", rb"NVRM: Xid \(" + _PCI + rb"[^)]*\): (?P<xid>\d+)(?:,.*?\bpid=(?P<pid>\d+))?"),
-    # the same without an Xid, NVSentinel #155 and gpud #1209: ``NVRM: The NVIDIA GPU 0000:b3:00.0\x0aNVRM: (PCI ID: ...
+    # the same without an Xid number, NVSentinel #155 and gpud #1209:
+    # ``NVRM: The NVIDIA GPU 0000:b3:00.0\x0aNVRM: (PCI ID: ...
     # fallen off the bus and is not responding``, ``NVRM: GPU 0000:01:00.0: GPU has fallen off the bus.``
     ("xid", rb"NVRM: (?:The NVIDIA )?GPU " + _PCI + rb"\b.*fallen off the bus"),
     # NVIDIA, Fabric Manager guide, appendix D: ``nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 24007, Fatal, Link 28 ...``
@@ -98,7 +99,7 @@ _PATTERNS: tuple[tuple[Kind, bytes], ...] = (
     ("nic", _OF_A_DRIVER + rb"(?P<device>[\w.@-]+)(?::| NIC) (?:NIC )?[Ll]ink (?:is )?[Dd]own" + _END),
     # InfiniBand, gpud #1209: ``mlx5_core 0000:ab:00.0 mlx5_5: Port: 1 Link DOWN``
     ("nic", _OF_A_DRIVER + rb"(?P<device>mlx[45]_\d+): Port: \d+ Link DOWN" + _END),
-    # drivers that say it as systemd-networkd does, for which Meta's gcm looks: ``ib0: Lost carrier``
+    # drivers that use the text of systemd-networkd, as in Meta's gcm: ``ib0: Lost carrier``
     ("nic", _OF_A_DRIVER + rb"(?P<device>[\w.@-]+): Lost [Cc]arrier" + _END),
     # linux net/sched/sch_generic.c: ``NETDEV WATCHDOG: eth0 (mlx5_core): transmit queue 3 timed out``
     # since 6.5: ``mlx5_core 0000:65:00.0 eth0: NETDEV WATCHDOG: CPU: 3: transmit queue 3 timed out 5001 ms``
@@ -136,13 +137,15 @@ _PREFILTER = re.compile(
     rb"Xid|off the bus|Hardware Error|Machine check|EDAC MC|Memory failure|ut of memory|mlx|[Ll]ink |arrier|WATCHDOG"
     rb"|error|nvme|-fs |XFS|BTRFS|nfs: |Lustre|blocked |soft lockup"
 )
-"""most lines end here: what they all have in common is that they lack these"""
+"""Words of which every relevant line contains at least one; most lines contain none, and this rejects them quickly."""
 
 
 def recognise(line: bytes, age: float) -> KernelEvent | None:
-    """Return what the message of one record says, or None if it says nothing of the node's health.
+    """Return the event that the message of one record reports, or None if it does not concern the node's health.
 
-    ``line``: the message without the record's head, as /dev/kmsg escapes it. ``age``: s since the kernel wrote it.
+    Args:
+        line: The message without the record's head, as /dev/kmsg escapes it.
+        age: Seconds since the kernel wrote it.
     """
     if _PREFILTER.search(line) is None or _BEGINS_WITH_A_NAME.match(line) or _PACKET_FILTER.search(line):
         return None
@@ -159,7 +162,7 @@ def recognise(line: bytes, age: float) -> KernelEvent | None:
 
 
 def _pci(text: bytes | None) -> str:
-    """``0000:1b:00``: four digits of the domain, as NVML's reader writes it, where the rest of them are zero."""
+    """Return the PCI address like ``0000:1b:00``: with a domain of at least four digits, as NVML's reader writes it."""
     if text is None:
         return ""
     domain, rest = text.decode().lower().split(":", 1)
@@ -167,25 +170,34 @@ def _pci(text: bytes | None) -> str:
 
 
 MAX_EVENTS = 200
-"""events that one reading carries; what is cut counts as dropped"""
+"""Events in one sample; further ones count as dropped."""
 _MAX_READ_S = 0.5
-"""s that one reading takes lines; a flood's rest is left to the next one, or overwritten and then counted"""
+"""Seconds for which one read takes lines; the rest of a flood is left to the next read, or overwritten and then
+counted."""
 _FACILITY_SHIFT = 3
 _KERNEL_FACILITY = 0
 _CONTINUATIONS = (b"c", b"+")
 _NVIDIA = "0x10de"
-"""PCI vendor id"""
+"""PCI vendor id."""
 _MAX_RECORD_BYTES = 8192
-"""bytes; the kernel's CONSOLE_EXT_LOG_MAX: a smaller buffer makes it refuse a long record"""
+"""Size in bytes of the read buffer: the kernel's CONSOLE_EXT_LOG_MAX, because the kernel rejects a read into a smaller
+buffer than the record needs."""
 
 
 class KernelReader:
+    """Reader of the kernel log."""
+
     name = "kernel"
     interval_s = 1.0
     timeout_s = 10.0
 
     def __init__(self, options: ReaderOptions) -> None:
-        """Raises Absent or Denied."""
+        """Open the kernel log.
+
+        Raises:
+            NotInstalled: The node has no kernel log device.
+            PermissionDenied: This user may not read it.
+        """
         self._path = options.kmsg
         try:
             self._fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -196,14 +208,16 @@ class KernelReader:
         self._options = options
         self._pci, self._driver = f"{options.sysfs}/bus/pci/devices", f"{options.proc}/driver/nvidia/gpus"
         self._devices = self._nvidia_devices()
-        """all that were seen here: a GPU that falls off its bus may be gone from the lists"""
+        """PCI addresses of all NVIDIA devices found so far: a GPU that falls off the bus may disappear from the
+        lists."""
         self._listed = True
-        """in this reading: a storm of Xids lists them once"""
+        """Whether the devices have been listed during this read: a storm of Xids must list them only once."""
         self._partial_line = b""
         self._next_sequence: int | None = None
-        """sequence number that is to come"""
+        """Sequence number of the next record."""
 
     def read(self) -> KernelData:
+        """Read the new records and return their events."""
         events: list[KernelEvent] = []
         dropped = 0
         self._listed = False
@@ -214,7 +228,7 @@ class KernelReader:
             except BlockingIOError:
                 break
             except OSError as error:
-                if error.errno == errno.EPIPE:  # overwritten before we came; the next number tells how many
+                if error.errno == errno.EPIPE:  # records were overwritten; the next sequence number shows how many
                     continue
                 if error.errno in (errno.EPERM, errno.EACCES):
                     raise self._denied(error, self._options) from None
@@ -229,14 +243,15 @@ class KernelReader:
         return KernelData(tuple(kept_events), dropped + len(events) - len(kept_events))
 
     def close(self) -> None:
+        """Close the kernel log."""
         os.close(self._fd)
 
     def _handle_line(self, line: bytes, now: float, events: list[KernelEvent]) -> int:
-        """One line; returns how many records were lost before it."""
+        """Process one line and return how many records were lost before it."""
         head, found, text = line.partition(b";")
         fields = head.split(b",")
         if not found or line.startswith(b" ") or len(fields) < 4 or not b"".join(fields[:3]).isdigit():
-            return 0  # a property of the record before, or nothing that the kernel wrote
+            return 0  # a property of the previous record, or not a record of the kernel
         number = int(fields[1])
         lost = 0 if self._next_sequence is None else max(0, number - self._next_sequence)
         self._next_sequence = number + 1
@@ -248,8 +263,10 @@ class KernelReader:
         return lost
 
     def _completed(self, event: KernelEvent) -> KernelEvent:
-        """Add what the message does not say: whether an Xid's PCI address is of an NVIDIA device of this node, and the
-        owner of a hung task."""
+        """Return the event with values that the message does not contain.
+
+        For an Xid: whether its PCI address belongs to an NVIDIA device of this node; for a hung task: the owner.
+        """
         if event.kind == "hung_task":
             with contextlib.suppress(OSError):
                 return structs.replace(event, uid=os.stat(f"{self._options.proc}/{event.pid}").st_uid)
@@ -262,7 +279,7 @@ class KernelReader:
         return structs.replace(event, pci_exists=known if known or os.path.isdir(self._pci) else None)
 
     def _nvidia_devices(self) -> set[str]:
-        """PCI addresses, without the function, of the NVIDIA devices that the kernel or the driver knows now."""
+        """Return the PCI addresses, without function, of the NVIDIA devices that the kernel or the driver lists now."""
         found = set()
         with contextlib.suppress(OSError):
             for name in os.listdir(self._pci):
@@ -285,8 +302,11 @@ class KernelReader:
 
 
 def _most_relevant(events: list[KernelEvent], max_events: int) -> list[KernelEvent]:
-    """At most so many, in their order. What says something new goes before what was said already, Xids before others:
-    a flood of one thing hides no other, and none hides an Xid that was not there yet."""
+    """Return at most ``max_events`` events, in their order.
+
+    The first event about a subject has priority over repetitions, and Xids over other kinds. So a flood of one message
+    hides no other message, and no flood hides a new Xid.
+    """
     if len(events) <= max_events:
         return events
     reported: set[tuple[object, ...]] = set()

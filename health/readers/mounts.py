@@ -1,9 +1,9 @@
-"""Paths whose file systems may hang: each is looked at by a short-lived process of its own. One that does not come back
-is left where it is, and its path counts as not answering until it does.
+"""Probe paths whose file systems may hang, each in a short-lived process of its own.
 
-One process that waits proves little: its request may be lost, and the next one answered. So a path that does not answer
-is looked at by :data:`~rrl.health.readers.samples.MOUNT_ATTEMPTS` processes within one look, started one after another.
-The path answers if any of them comes back.
+A process that does not return is left alone, and its path counts as unanswered until it returns. A single waiting
+process proves little, because its request may have been lost while the next one is answered. So
+:data:`~rrl.health.readers.samples.MOUNT_ATTEMPTS` processes probe an unanswering path within one read, started one
+after another. The path answers if any of them returns.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .isolation import process
 from .samples import MOUNT_ATTEMPTS, Mount
 
 _KILL_TIMEOUT_S = 0.5
-"""s for left processes to end on SIGKILL when this ends"""
+"""Seconds for hung probe processes to end on SIGKILL when the reader closes."""
 _MAX_ANSWER_BYTES = 1 << 16
 
 
 class _MountAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """The answer of the process that looked at a mount: why it failed, in the system's words, or its figures."""
+    """Result of one probe: the system's error text, or the figures of the file system."""
 
     why: str = ""
     device: int = 0
@@ -36,29 +36,34 @@ class _MountAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _MountProbe(msgspec.Struct):
-    """One process at work."""
+    """A running probe process."""
 
     pid: int
     answer_fd: int
-    """descriptor"""
+    """Descriptor of the pipe on which the answer arrives."""
     path: str
     began: float
-    """monotonic, s"""
+    """Start time of the process (s, monotonic)."""
     needed: bool = True
-    """False: another process had the path's answer; this one was killed and is awaited for its end only"""
+    """False if another process has answered for the path: this one was killed and only has to be reaped."""
 
 
 class Mounts:
+    """The probes of the paths that a node needs."""
+
     def __init__(self, paths: Sequence[str], timeout_s: float) -> None:
         self._paths = tuple(dict.fromkeys(paths))
         self._timeout_s = timeout_s
         self._probes: dict[int, _MountProbe] = {}
-        """by descriptor, those that have not come back"""
+        """Probes without an answer, by descriptor."""
         self._types: dict[int, str] = {}
 
     def read(self) -> tuple[Mount, ...]:
-        """Blocks for ``within`` s at most, and not for those that did not answer before."""
-        self._gather((), 0.0)  # those that came back meanwhile: their answer is old, they are asked again
+        """Probe all paths and return the results.
+
+        Blocks for at most ``timeout_s``, and not at all for paths that did not answer before.
+        """
+        self._gather((), 0.0)  # answers since the last read are outdated: these paths are probed again
         hanging = {look.path for look in self._probes.values() if look.needed}
         waiting = [path for path in self._paths if path not in hanging]
         found: dict[str, _MountAnswer] = {}
@@ -71,6 +76,7 @@ class Mounts:
         return tuple(self._mount(path, found.get(path), now) for path in self._paths)
 
     def close(self) -> None:
+        """Kill the probes that are still running."""
         for look in self._probes.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(look.pid, signal.SIGKILL)  # ours until it is waited for, so it is still the same process
@@ -132,7 +138,7 @@ def _start_probe(path: str) -> _MountProbe:
 
 
 def _finish_probe(look: _MountProbe) -> _MountAnswer:
-    """Its answer is there, or it ended without one; so it is about to end."""
+    """Return the answer of a probe that wrote it, or ended without it, and reap the process."""
     data = os.read(look.answer_fd, _MAX_ANSWER_BYTES)
     os.close(look.answer_fd)
     os.waitpid(look.pid, 0)
@@ -140,7 +146,7 @@ def _finish_probe(look: _MountProbe) -> _MountAnswer:
 
 
 def _run_probe(path: str, write_fd: int, parent: int) -> NoReturn:
-    """In the process of its own."""
+    """Probe the path in the child process and write the answer; does not return."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
@@ -166,7 +172,10 @@ def _figures(path: str) -> _MountAnswer:
 
 
 def _types() -> dict[int, str]:
-    """Kind of file system by device. Empty for one that gives its files other numbers than its mount (btrfs)."""
+    """Return the file system types by device.
+
+    A file system whose files have another device number than its mount (btrfs) is missing.
+    """
     found: dict[int, str] = {}
     with contextlib.suppress(OSError), open("/proc/self/mountinfo") as file:
         for line in file:

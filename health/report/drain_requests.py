@@ -1,4 +1,4 @@
-"""Which drains are still asked for, from the records of all runs. Pure."""
+"""Determines the open drain requests from the records of all runs. Pure."""
 
 from __future__ import annotations
 
@@ -17,64 +17,69 @@ from .corroboration import MIN_WITNESSES
 from .node import RECOVERED_AFTER_S
 
 MAX_REASON_CHARS = 200
-"""characters of a drain's reason"""
+"""Characters of a drain's reason."""
 _CLOSING_ACTIONS = ("readmitted", "undrained", "drained")
 
 
 class DrainRequest(Struct, frozen=True):
-    """A node that at least one run wants to be drained. Told as the newest of them tells it."""
+    """A node that at least one run requests to drain, with the values of the newest request."""
 
     node: str
     reason: str
-    """for Slurm; begins with ``rrl:``"""
+    """Reason for Slurm; begins with ``rrl:``."""
     cause: str
     evidence: tuple[str, ...]
     at: float
-    """the newest, s since 1970"""
+    """Time of the newest request (s since 1970)."""
     users: tuple[str, ...]
     runs: tuple[str, ...]
     by: str
-    """the person who wants it; empty: a run found it"""
+    """User who requested it; empty: a run did."""
     rejection: str
-    """why the run could not drain it"""
+    """Why the run could not drain the node itself."""
     run: str
-    """the newest that asks"""
+    """Run with the newest request."""
     accused: bool
-    """at least two users ask, or root does: the word of one user alone drains nothing"""
+    """Whether at least two users request it, or root does: one user's request alone does not lead to a drain."""
 
 
 def confirmation(request: DrainRequest, findings: Iterable[Finding]) -> Finding | None:
-    """What a check of the node finds now that confirms the request: hardware failed, for the cause that is asked for.
-    For a person's request, which names no cause, any hardware that failed."""
-    failed = [one for one in findings if one.verdict is Verdict.FAIL and one.cause in HARDWARE_CAUSES]
-    alike = [one for one in failed if one.cause.value == request.cause or (request.by and not request.cause)]
-    return max(alike, key=lambda one: one.proof, default=None)
+    """Return the finding of a check that confirms the request: failed hardware of the requested cause.
+
+    A user's request without a cause is confirmed by any failed hardware. None: the request is not confirmed.
+    """
+    failed = [finding for finding in findings if finding.verdict is Verdict.FAIL and finding.cause in HARDWARE_CAUSES]
+    any_cause = bool(request.by) and not request.cause
+    confirming = [finding for finding in failed if any_cause or finding.cause.value == request.cause]
+    return max(confirming, key=lambda finding: finding.proof, default=None)
 
 
 def confirmed_reason(request: DrainRequest, finding: Finding) -> str:
-    """For Slurm: what the check found, not what a user wrote."""
+    """Return the drain reason for Slurm: what the check found, not what a user wrote."""
     text = finding.evidence[0].text if finding.evidence else finding.detector
     return clipped(f"{RUN_PREFIX}{request.run}: {finding.cause.value}: {text}")[:MAX_REASON_CHARS]
 
 
 def open_requests(records: Iterable[SourcedRecord]) -> list[DrainRequest]:
-    """Those that no run took back, by node; not of a node that another run has had since, and found well."""
+    """Return by node the requests that no run withdrew.
+
+    A request is closed too if another run held the node since and found no fault.
+    """
     standing: dict[tuple[str, str, str, bool], ActionTaken] = {}
-    records = sorted(records, key=lambda one: one.record.at)
-    for one in records:
-        if not isinstance(act := one.record, ActionTaken) or not is_node(act.node):
+    records = sorted(records, key=lambda sourced: sourced.record.at)
+    for sourced in records:
+        if not isinstance(act := sourced.record, ActionTaken) or not is_node(act.node):
             continue
-        key = one.user, one.run, act.node, one.trusted
+        key = sourced.user, sourced.run, act.node, sourced.trusted
         if act.action == "drain_requested":
             standing[key] = act
         elif act.action in _CLOSING_ACTIONS:
             standing.pop(key, None)
     by_node: dict[str, list[_OpenRequest]] = defaultdict(list)
-    since = _NodeOutcomes(by_run(records)) if standing else None
+    outcomes = _NodeOutcomes(by_run(records)) if standing else None
     for (user, run, node, trusted), act in standing.items():
-        if act.by or (
-            since is not None and not since.is_healthy_since((user, run), node, act.at)
-        ):  # a person saw what no run sees
+        # a person may know of a fault that no run detects
+        if act.by or (outcomes is not None and not outcomes.is_healthy_since((user, run), node, act.at)):
             by_node[node].append(_OpenRequest(user, run, trusted, act))
     return [
         _combine(node, requests)
@@ -83,7 +88,7 @@ def open_requests(records: Iterable[SourcedRecord]) -> list[DrainRequest]:
 
 
 class _NodeOutcomes:
-    """What became of nodes."""
+    """For each node, which runs held it and when a fault was last found."""
 
     def __init__(self, histories: list[RunHistory]) -> None:
         self._spans: dict[str, list[tuple[Span, tuple[str, str]]]] = defaultdict(list)
@@ -91,13 +96,14 @@ class _NodeOutcomes:
         for history in histories:
             for node, (spans, _) in node_intervals(history).items():
                 self._spans[node] += [(span, (history.user, history.run)) for span in spans]
-            for one in raised_findings(history):
-                if one.critical:
-                    self._bad[one.finding.node] = max(one.at, self._bad.get(one.finding.node, 0.0))
+            for raised in raised_findings(history):
+                if raised.critical:
+                    node = raised.finding.node
+                    self._bad[node] = max(raised.at, self._bad.get(node, 0.0))
 
     def is_healthy_since(self, run: tuple[str, str], node: str, at: float) -> bool:
-        """Other runs have had it for an hour since then, and nobody found anything anew."""
-        others = (span for span, whose in self._spans[node] if whose != run)
+        """Return whether other runs have held the node for an hour since then without a new finding."""
+        others = (span for span, holder in self._spans[node] if holder != run)
         return self._bad.get(node, 0.0) <= at and total_length(clip(others, at, inf)) >= RECOVERED_AFTER_S
 
 
@@ -109,13 +115,13 @@ class _OpenRequest(Struct, frozen=True):
 
 
 def _combine(node: str, requests: list[_OpenRequest]) -> DrainRequest:
-    newest = max(requests, key=lambda one: one.act.at)
-    act, users = newest.act, {one.user for one in requests}
+    newest = max(requests, key=lambda request: request.act.at)
+    act, users = newest.act, {request.user for request in requests}
     marked = drain_owner(act.reason) is not DrainOwner.OTHER
     reason = act.reason if marked else f"{RUN_PREFIX}{newest.run}: {act.reason or act.cause}"
-    alike = {one.user for one in requests if one.act.cause == act.cause}
+    users_with_cause = {request.user for request in requests if request.act.cause == act.cause}
     return DrainRequest(
         node, reason[:MAX_REASON_CHARS], act.cause, act.evidence, act.at, tuple(sorted(users)),
-        tuple(sorted({one.run for one in requests})), act.by, act.rejection, newest.run,
-        len(alike) >= MIN_WITNESSES or any(one.trusted for one in requests),
+        tuple(sorted({request.run for request in requests})), act.by, act.rejection, newest.run,
+        len(users_with_cause) >= MIN_WITNESSES or any(request.trusted for request in requests),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The records of all runs, sorted once for a report. Pure."""
+"""The records of all runs, sorted and grouped for a report. Pure."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from ..history.records import ActionTaken
 
 
 class RecordIndex:
-    """Everything, sorted once."""
+    """Incidents, findings, actions and holding times by node."""
 
     def __init__(self, histories: list[RunHistory], since: float, now: float) -> None:
         self.histories, self.since, self.now = histories, since, now
         self.lemon_since = now - lemons.LEMON_WINDOW_S
-        self.incidents = [one for one in incidents(histories) if one.at <= now]
+        self.incidents = [incident for incident in incidents(histories) if incident.at <= now]
         self.incidents_of: dict[str, list[Incident]] = defaultdict(list)
         for incident in self.incidents:
             self.incidents_of[incident.node].append(incident)
@@ -40,54 +40,58 @@ class RecordIndex:
         self._by_others: dict[tuple[str, tuple[str, str], float], float] = {}
         self.spans: dict[str, list[tuple[Span, RunHistory]]] = defaultdict(list)
         self.gpus: dict[str, list[tuple[Span, int]]] = defaultdict(list)
-        """when runs had how many GPUs of a node; of two runs each has its own"""
+        """Intervals in which runs held GPUs of a node; two runs on one node have an entry each."""
         for history in histories:
-            for one in raised_findings(history):
-                self.findings[one.finding.node].append(one)
+            for raised in raised_findings(history):
+                self.findings[raised.finding.node].append(raised)
             for node, (spans, gpus) in node_intervals(history).items():
                 self.spans[node] += [(span, history) for span in spans]
                 self.gpus[node] += [(span, gpus) for span in spans]
         for history, act in actions_taken(histories):
             self.actions[act.node].append((history, act))
         hardware: dict[Cause, list[tuple[float, str]]] = defaultdict(list)
-        for node, found in self.findings.items():
-            for one in found:
-                if one.critical and one.finding.cause in HARDWARE_CAUSES:
-                    hardware[one.finding.cause].append((one.at, node))
+        for node, findings in self.findings.items():
+            for raised in findings:
+                if raised.critical and raised.finding.cause in HARDWARE_CAUSES:
+                    hardware[raised.finding.cause].append((raised.at, node))
         self._hardware = {cause: sorted(entries) for cause, entries in hardware.items()}
         self.lemon_failures = sum(map(self.counts_for_lemons, self.incidents))
         self.lemon_held_s = sum(self.held_s(node, self.lemon_since) for node in self.spans)
 
     def nodes(self, only: frozenset[str] | None) -> list[str]:
-        """Those with anything to say of them in the window."""
+        """Return the nodes with anything to report in the window."""
         named = {node for node in (*self.spans, *self.findings, *self.actions) if self._in_window(node)}
-        named |= {one.node for one in self.incidents if one.node and one.at >= self.since}
+        named |= {incident.node for incident in self.incidents if incident.node and incident.at >= self.since}
         return sorted(named if only is None else named & only)
 
     def held_s(self, node: str, since: float) -> float:
-        """s in which any run had it."""
+        """Return the seconds in which any run held the node from ``since`` on."""
         spans = rates.merge_intervals(span for span, _ in self.spans.get(node, ()))
         return rates.total_length(rates.clip(spans, since, self.now))
 
     def held_by_others_s(self, node: str, run: tuple[str, str], since: float) -> float:
-        """s in which runs other than ``run`` had the node from ``since`` on; remembered, for many findings of a run ask
-        for the same."""
+        """Return the seconds in which runs other than ``run`` held the node from ``since`` on.
+
+        Results are remembered, because many findings of a run need the same value.
+        """
         key = node, run, since
         if key not in self._by_others:
-            others = (span for span, chapter in self.spans.get(node, ()) if (chapter.user, chapter.run) != run)
+            others = (span for span, history in self.spans.get(node, ()) if (history.user, history.run) != run)
             self._by_others[key] = rates.total_length(rates.clip(others, since, self.now))
         return self._by_others[key]
 
     def gpu_seconds(self, node: str, since: float) -> float:
+        """Return the GPU-seconds that runs held on the node from ``since`` on."""
         return math.fsum(
             rates.total_length(rates.clip([span], since, self.now)) * gpus for span, gpus in self.gpus.get(node, ())
         )
 
     def counts_for_lemons(self, incident: Incident) -> bool:
+        """Return whether the incident counts for lemon scores."""
         return incident.owner == INFRA and not incident.injected and incident.at >= self.lemon_since
 
     def nodes_with_same_cause(self, cause: Cause, at: float) -> set[str]:
-        """Nodes whose hardware failed a check for this cause within 10 min of then."""
+        """Return the nodes whose hardware failed a check for this cause within 10 min of ``at``."""
         entries = self._hardware.get(cause, [])
         first, last = (
             bisect_left(entries, (at - SAME_INCIDENT_S, "")),
@@ -98,6 +102,8 @@ class RecordIndex:
     def _in_window(self, node: str) -> bool:
         return (
             self.held_s(node, self.since) > 0
-            or any(one.until >= self.since and one.finding.at >= self.since for one in self.findings.get(node, ()))
+            or any(
+                raised.until >= self.since and raised.finding.at >= self.since for raised in self.findings.get(node, ())
+            )
             or any(act.at >= self.since for _, act in self.actions.get(node, ()))
         )

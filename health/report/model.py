@@ -1,4 +1,4 @@
-"""What a report says: values with stable names, which its JSON shows as they are. Times are s since 1970."""
+"""The values of a report, whose names are those of its JSON. Times are s since 1970."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ from msgspec import Struct
 
 from ..history.rates import Lemon, Rate
 
-VERSION = 1
-"""of the names"""
+VERSION = 2
+"""Version of the names in the JSON. 2: ``components``, ``related_nodes``, ``drain.owner``, ``first_reported_at``,
+``last_reported_at``, ``site.correlated``."""
 
 
 class ReportLine(Struct, frozen=True):
+    """One line of evidence, or one action."""
+
     at: float
     source: str
     text: str
 
 
 class DrainState(Struct, frozen=True):
-    """As the cluster says now. ``whose``: ``rrl``, ``foreign`` or empty; ``state`` empty: it was not asked."""
+    """The state of a node in the cluster now.
+
+    ``owner`` is ``rrl``, ``foreign`` or empty; an empty ``state`` means that the cluster was not queried.
+    """
 
     state: str = ""
     drained: bool = False
@@ -25,36 +31,40 @@ class DrainState(Struct, frozen=True):
     reason: str = ""
     by: str = ""
     booted: float = 0.0
-    """s since 1970; 0: not known"""
+    """Time of the boot (s since 1970); 0: unknown."""
     gpus: int | None = None
-    """as Slurm has configured them; None: not known"""
+    """GPUs that Slurm has configured; None: unknown."""
     partitions: tuple[str, ...] = ()
-    """that the node is in"""
+    """Partitions that contain the node."""
     by_check: bool = False
-    """root's HealthCheckProgram drained it (``rrl:health:``): the node's own record of what is wrong with it"""
+    """Whether root's HealthCheckProgram drained it (``rrl:health:``): the node's own record of its fault."""
 
 
 class NodeReport(Struct, frozen=True):
+    """What the report says about one node."""
+
     node: str
     verdict: str
-    """now: of what still stands; WARN where it is FAIL by the records of one user alone"""
+    """Verdict by the open findings; WARN instead of FAIL if only one user's records say so."""
     as_of: float
-    """the last sign of a run that had it"""
+    """Time of the last record of a run that held the node."""
     cause: str
     detectors: list[str]
     evidence: list[ReportLine]
-    """of what stands, else of what stood last; at most five"""
-    first_seen: float | None
-    last_seen: float | None
+    """Evidence of the open findings, else of the last one; at most five lines."""
+    first_reported_at: float | None
+    """Time of the first finding or failure in the window (s); None: there is none."""
+    last_reported_at: float | None
+    """Time of the last one (s)."""
     count: int
     components: list[str]
-    """GPUs, ports, paths that it is about"""
+    """GPUs, ports or paths that the findings name."""
     facts: dict[str, str]
-    """serial, boot id, driver, vbios where evidence names them"""
+    """Serial number, boot id, driver and VBIOS, if evidence names them."""
     incidents: int
-    """failures of infrastructure"""
+    """Failures of infrastructure."""
     other_failures: int
-    """of software and users, met here"""
+    """Failures of software and users on this node."""
     injected: int
     gpu_hours_lost: float
     node_hours: float
@@ -62,23 +72,25 @@ class NodeReport(Struct, frozen=True):
     runs: list[str]
     users: list[str]
     witnesses: list[str]
-    """users whose runs say that hardware failed here; root's count alone, of others at least two are needed"""
+    """Users whose runs report failed hardware here; root's records suffice, otherwise at least two users are needed."""
     accused: bool
-    """enough of them say so: the verdict FAIL, a remedy, a drain and the name of a lemon need it"""
+    """Whether there are enough witnesses for the verdict FAIL, a remedy, a drain or the term lemon."""
     related_nodes: list[str]
-    """nodes that showed the same within 10 min"""
+    """Nodes with the same fault within 10 min."""
     actions: list[ReportLine]
-    """what runs did about it, the newest last"""
+    """Actions of runs on the node, newest last."""
     action: str
-    """recommended"""
+    """Recommended action."""
     remedy: str
     drain: DrainState
     scontrol: str
-    """a line to paste; empty where nothing is to be drained"""
+    """Command to drain the node; empty if it need not be drained."""
     lemon: Lemon
 
 
 class CauseShare(Struct, frozen=True):
+    """Failures and their cost by fault and cause."""
+
     owner: str
     cause: str
     failures: int
@@ -86,15 +98,17 @@ class CauseShare(Struct, frozen=True):
 
 
 class Day(Struct, frozen=True):
-    """``at``: its beginning, UTC."""
+    """One day; ``at`` is its beginning, UTC."""
 
     at: float
     node_days: float
     failures: dict[str, int]
-    """by cause; of software and users together ``software``, ``user``"""
+    """Failures by cause; those of software and users are counted as ``software`` and ``user``."""
 
 
 class SiteReport(Struct, frozen=True):
+    """Figures of all nodes together."""
+
     since: float
     until: float
     clusters: list[str]
@@ -104,7 +118,7 @@ class SiteReport(Struct, frozen=True):
     node_days: float
     gpu_days: float
     failures: int
-    """of infrastructure, injected ones left out"""
+    """Failures of infrastructure, without injected ones."""
     other_failures: int
     injected: int
     failures_per_1000_node_days: Rate
@@ -116,13 +130,15 @@ class SiteReport(Struct, frozen=True):
     lemons: list[str]
     days: list[Day]
     correlated: list[ReportLine]
-    """what runs found on many nodes at once: of no node; the five newest"""
+    """Findings on many nodes at once, which count against no node; the five newest."""
     lines_lost: int
-    """of the history itself"""
+    """Lines that runs could not write into their histories."""
 
 
 class Report(Struct, frozen=True):
+    """The whole report."""
+
     version: int
     site: SiteReport
     nodes: list[NodeReport]
-    """the worst first"""
+    """Nodes, the worst first."""

@@ -1,4 +1,4 @@
-"""One node of a report: what stands against it, what it cost, what to do. Pure."""
+"""The report of one node: open findings, their cost, and what to do. Pure."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .model import DrainState, NodeReport, ReportLine
 
 MAX_EVIDENCE_LINES = 5
 RECOVERED_AFTER_S = 3600.0
-"""s that a later run has had a node, without finding the same, after which what was never taken back counts as past"""
-"""what the reason of every drain of ours begins with"""
+"""Seconds that later runs must hold a node without the same finding, so that a finding that was never cleared counts as
+past."""
 ADVICE = {
     Remedy.NONE: "watch",
     Remedy.RESTART: "nothing: a restart of the application is enough",
-    Remedy.EXCLUDE: "keep it from jobs until it was looked at",
+    Remedy.EXCLUDE: "run no jobs on it until it was examined",
     Remedy.RESET_GPU: "drain it and reset its GPU (nvidia-smi --gpu-reset)",
     Remedy.REBOOT: "drain it and reboot it",
     Remedy.DRAIN: "drain it",
@@ -38,44 +38,76 @@ _GPU = re.compile(r"\bGPU-[0-9a-fA-F-]{8,}")
 
 
 def node_report(index: RecordIndex, name: str, drain: DrainState) -> NodeReport:
-    incidents = [one for one in index.incidents_of.get(name, []) if one.at >= index.since]
-    infra = [one for one in incidents if one.owner == INFRA and not one.injected]
+    """Return the report of one node."""
+    incidents = [incident for incident in index.incidents_of.get(name, []) if incident.at >= index.since]
+    infra = [incident for incident in incidents if incident.owner == INFRA and not incident.injected]
     findings = [
-        one for one in index.findings.get(name, []) if one.finding.at >= index.since or one.until >= index.since
+        raised
+        for raised in index.findings.get(name, [])
+        if raised.finding.at >= index.since or raised.until >= index.since
     ]
-    standing = [one for one in findings if _is_open(index, name, one)]
+    standing = [raised for raised in findings if _is_open(index, name, raised)]
     shown = standing or findings[-1:]
-    acts = [(chapter, act) for chapter, act in index.actions.get(name, []) if act.at >= index.since]
-    held_for = index.held_s(name, index.since)
+    acts = [(history, act) for history, act in index.actions.get(name, []) if act.at >= index.since]
+    held_s = index.held_s(name, index.since)
     by_cause = witnesses_of(findings)
-    accusing = [one for one in standing if accused_by(one, by_cause, drain.by_check)]
-    accusers = {user for one in accusing for user in accused_by(one, by_cause, drain.by_check)}
+    accusing = [raised for raised in standing if accused_by(raised, by_cause, drain.by_check)]
+    accusers = {user for raised in accusing for user in accused_by(raised, by_cause, drain.by_check)}
     remedy = _remedy(accusing, infra)
     lemon = _lemon(index, name, drain.by_check)
     verdict = _verdict(standing, accusing)
     witnesses = (
-        accusers | {one.user for one in findings if one.critical} | {who for one in infra for who in one.witnesses}
+        accusers
+        | {raised.user for raised in findings if raised.critical}
+        | {user for incident in infra for user in incident.witnesses}
     )
     return NodeReport(
-        name, verdict, _as_of(index, name), _cause(shown, infra), sorted({one.finding.detector for one in shown}),
-        _evidence(shown, findings, infra), min([*(one.at for one in findings), *(one.at for one in infra)], default=None),
-        max([*(_last_reported_at(one) for one in findings), *(one.at for one in infra)], default=None),
-        sum(one.finding.count for one in findings), sorted({one.finding.component for one in findings if one.finding.component}),
-        _facts(findings), len(infra), sum(one.owner != INFRA and not one.injected for one in incidents),
-        sum(one.injected for one in incidents), round(sum(one.gpu_hours for one in incidents if not one.injected), 3),
-        round(held_for / 3600, 3), rates.rate_per(len(infra), held_for / DAY_S, 1000.0),
-        sorted({run for one in incidents for run in one.runs} | {one.run for one in findings}),
-        sorted({user for one in incidents for user in one.users} | {one.user for one in findings}),
-        sorted(witnesses), bool(accusing) or lemon.lemon,
-        sorted({node for one in infra for node in one.related_nodes} | _related_nodes(index, name, findings)),
-        [_action(chapter, act) for chapter, act in acts][-MAX_EVIDENCE_LINES:],
-        _advice(verdict, remedy, lemon, drain, sorted({one.user for one in standing}) if not accusing else []),
-        remedy.value, drain, _scontrol(name, verdict, lemon, drain, accusing or shown, acts), lemon,
-    )  # fmt: skip
+        node=name,
+        verdict=verdict,
+        as_of=_as_of(index, name),
+        cause=_cause(shown, infra),
+        detectors=sorted({raised.finding.detector for raised in shown}),
+        evidence=_evidence(shown, findings, infra),
+        first_reported_at=min(
+            [*(raised.at for raised in findings), *(incident.at for incident in infra)], default=None
+        ),
+        last_reported_at=max(
+            [*(_last_reported_at(raised) for raised in findings), *(incident.at for incident in infra)], default=None
+        ),
+        count=sum(raised.finding.count for raised in findings),
+        components=sorted({raised.finding.component for raised in findings if raised.finding.component}),
+        facts=_facts(findings),
+        incidents=len(infra),
+        other_failures=sum(incident.owner != INFRA and not incident.injected for incident in incidents),
+        injected=sum(incident.injected for incident in incidents),
+        gpu_hours_lost=round(sum(incident.gpu_hours for incident in incidents if not incident.injected), 3),
+        node_hours=round(held_s / 3600, 3),
+        failures_per_1000_node_days=rates.rate_per(len(infra), held_s / DAY_S, 1000.0),
+        runs=sorted({run for incident in incidents for run in incident.runs} | {raised.run for raised in findings}),
+        users=sorted(
+            {user for incident in incidents for user in incident.users} | {raised.user for raised in findings}
+        ),
+        witnesses=sorted(witnesses),
+        accused=bool(accusing) or lemon.lemon,
+        related_nodes=sorted(
+            {node for incident in infra for node in incident.related_nodes} | _related_nodes(index, name, findings)
+        ),
+        actions=[_action(history, act) for history, act in acts][-MAX_EVIDENCE_LINES:],
+        action=_advice(
+            verdict, remedy, lemon, drain, sorted({raised.user for raised in standing}) if not accusing else []
+        ),
+        remedy=remedy.value,
+        drain=drain,
+        scontrol=_scontrol(name, verdict, lemon, drain, accusing or shown, acts),
+        lemon=lemon,
+    )
 
 
 def _is_open(index: RecordIndex, node: str, raised: RaisedFinding) -> bool:
-    """It was never taken back, and no later run has had the node for a while and found it well."""
+    """Return whether the finding is open.
+
+    It was never cleared, and no later run held the node for a while without the same finding.
+    """
     if raised.until < inf:
         return False
     after = index.held_by_others_s(node, (raised.user, raised.run), raised.observed_until)
@@ -86,35 +118,40 @@ def _is_open(index: RecordIndex, node: str, raised: RaisedFinding) -> bool:
 
 
 def _verdict(standing: list[RaisedFinding], accusing: list[RaisedFinding]) -> str:
-    """FAIL needs evidence that accuses the node; anything that stands is at least a WARN."""
-    if any(one.finding.verdict is Verdict.FAIL for one in accusing):
+    """Return the verdict: FAIL needs evidence that accuses the node; any open finding gives at least a WARN."""
+    if any(raised.finding.verdict is Verdict.FAIL for raised in accusing):
         return Verdict.FAIL.value
     return Verdict.WARN.value if standing else Verdict.OK.value
 
 
 def _as_of(index: RecordIndex, node: str) -> float:
     ends = [min(end, index.now) for (_, end), _ in index.spans.get(node, ())]
-    return max([*ends, *(one.finding.at for one in index.findings.get(node, ()))], default=0.0)
+    return max([*ends, *(raised.finding.at for raised in index.findings.get(node, ()))], default=0.0)
 
 
 def _last_reported_at(raised: RaisedFinding) -> float:
-    """When it was last said, or was over."""
+    """Return when the finding was last reported, or cleared (s)."""
     return raised.finding.at if raised.until == inf else raised.until
 
 
 def _cause(shown: list[RaisedFinding], infra: list[Incident]) -> str:
-    worst = sorted(shown, key=lambda one: (one.finding.verdict is not Verdict.FAIL, not one.finding.proof))
+    worst = sorted(shown, key=lambda raised: (raised.finding.verdict is not Verdict.FAIL, not raised.finding.proof))
     return worst[0].finding.cause.value if worst else infra[-1].cause if infra else ""
 
 
 def _evidence(shown: list[RaisedFinding], findings: list[RaisedFinding], infra: list[Incident]) -> list[ReportLine]:
-    """At most five lines, in order: of each finding that stands one, then more of these, then what was seen before; of
-    a node that was only lost, how."""
-    ordered = [*(one for one in shown), *(one for one in reversed(findings) if one not in shown)]
-    first = [_report_line(one, 0) for one in shown if one.finding.evidence]
-    rest = [_report_line(one, i) for one in ordered for i in range(len(one.finding.evidence))]
-    lost = [ReportLine(one.at, "run", text) for one in infra for text in one.evidence] if not rest else []
-    return sorted(list(dict.fromkeys((*first, *rest, *lost)))[:MAX_EVIDENCE_LINES], key=lambda one: one.at)
+    """Return at most five lines of evidence, by time.
+
+    The first line of each open finding has priority, then their other lines, then those of earlier findings. A node
+    that was only lost gets the evidence of the loss.
+    """
+    ordered = [*shown, *(raised for raised in reversed(findings) if raised not in shown)]
+    first = [_report_line(raised, 0) for raised in shown if raised.finding.evidence]
+    rest = [_report_line(raised, i) for raised in ordered for i in range(len(raised.finding.evidence))]
+    lost = (
+        [ReportLine(incident.at, "run", text) for incident in infra for text in incident.evidence] if not rest else []
+    )
+    return sorted(list(dict.fromkeys((*first, *rest, *lost)))[:MAX_EVIDENCE_LINES], key=lambda loss: loss.at)
 
 
 def _report_line(raised: RaisedFinding, i: int) -> ReportLine:
@@ -123,12 +160,12 @@ def _report_line(raised: RaisedFinding, i: int) -> ReportLine:
 
 
 def _facts(findings: list[RaisedFinding]) -> dict[str, str]:
-    """What evidence says of serial numbers and versions: the newest word counts."""
+    """Return serial numbers and versions that the evidence names; the newest value counts."""
     facts: dict[str, str] = {}
-    for one in findings:
-        if one.finding.component.startswith("GPU-"):
-            facts["uuid"] = one.finding.component
-        for evidence_line in one.finding.evidence:
+    for raised in findings:
+        if raised.finding.component.startswith("GPU-"):
+            facts["uuid"] = raised.finding.component
+        for evidence_line in raised.finding.evidence:
             for name, value in _FACT.findall(evidence_line.text):
                 facts[name.lower().replace(" ", "_")] = value.rstrip(".")
             if gpus := _GPU.findall(evidence_line.text):
@@ -137,46 +174,53 @@ def _facts(findings: list[RaisedFinding]) -> dict[str, str]:
 
 
 def _related_nodes(index: RecordIndex, node: str, findings: list[RaisedFinding]) -> set[str]:
-    """Where else a check of hardware failed for the same cause within 10 min."""
-    critical = [one for one in findings if one.critical and one.finding.cause in HARDWARE_CAUSES]
-    return {other for one in critical for other in index.nodes_with_same_cause(one.finding.cause, one.at)} - {node}
+    """Return the other nodes on which a hardware check failed for the same cause within 10 min."""
+    critical = [raised for raised in findings if raised.critical and raised.finding.cause in HARDWARE_CAUSES]
+    same_cause = (index.nodes_with_same_cause(raised.finding.cause, raised.at) for raised in critical)
+    return set[str]().union(*same_cause) - {node}
 
 
 def _remedy(accusing: list[RaisedFinding], infra: list[Incident]) -> Remedy:
-    failing = [one.finding.remedy for one in accusing if one.finding.verdict is Verdict.FAIL]
-    known = failing or [one.finding.remedy for one in accusing]
+    failing = [raised.finding.remedy for raised in accusing if raised.finding.verdict is Verdict.FAIL]
+    known = failing or [raised.finding.remedy for raised in accusing]
     if not known and infra and infra[-1].node_lost:
         return Remedy.NONE
     return max(known, key=_SEVERITY.index, default=Remedy.NONE)
 
 
 def _advice(verdict: str, remedy: Remedy, lemon: lemons.Lemon, drain: DrainState, alone: list[str]) -> str:
-    """``alone``: users whose records stand against the node, and are not enough to accuse it."""
+    """Return the recommended action.
+
+    ``alone`` are users whose records are against the node without being enough to accuse it.
+    """
     if drain.owner == "foreign":
-        return "none: it is drained already"
+        return "none: it is already drained"
     if verdict == Verdict.FAIL.value:
-        again = f"; it fails again and again (lemon score {lemon.score:g}): test it at length" if lemon.lemon else ""
+        again = f"; it fails repeatedly (lemon score {lemon.score:g}): test it thoroughly" if lemon.lemon else ""
         advice = ADVICE[Remedy.DRAIN if remedy in (Remedy.NONE, Remedy.RESTART) else remedy] + again
         return _drained_already(advice) if drain.drained else advice
     if lemon.lemon:
-        advice = f"lemon: drain it and test it at length (score {lemon.score:g})"
+        advice = f"lemon: drain it and test it thoroughly (score {lemon.score:g})"
         return _drained_already(advice) if drain.drained else advice
     if alone:
-        return f"watch; only records of {' and '.join(alone)} say so: rrl health check on the node tells what is true"
+        return f"watch; only records of {' and '.join(alone)} report it: verify with rrl health check on the node"
     if verdict == Verdict.WARN.value:
         return f"watch; {ADVICE[remedy]}" if remedy is not Remedy.NONE else ADVICE[Remedy.NONE]
     return "undrain it if it was repaired" if drain.owner == "rrl" else "none"
 
 
 def _drained_already(advice: str) -> str:
-    return "find out what it has" if advice == ADVICE[Remedy.DRAIN] else advice.replace("drain it and ", "")
+    return "find its fault" if advice == ADVICE[Remedy.DRAIN] else advice.replace("drain it and ", "")
 
 
 def _scontrol(
     name: str, verdict: str, lemon: lemons.Lemon, drain: DrainState, shown: list[RaisedFinding],
     acts: list[tuple[RunHistory, ActionTaken]],
 ) -> str:  # fmt: skip
-    """Where nobody has drained it and somebody should. ``shown``: the evidence for that."""
+    """Return the command to drain the node; empty if it is drained or need not be.
+
+    ``shown`` is the evidence for the drain.
+    """
     if drain.drained or not (verdict == Verdict.FAIL.value or lemon.lemon):
         return ""
     ours = next((act.reason for _, act in reversed(acts) if drain_owner(act.reason) is not DrainOwner.OTHER), "")
@@ -189,7 +233,7 @@ def _scontrol(
 
 
 def drain_line(node: str, reason: str) -> str:
-    """To be pasted into a shell; the reason may be anybody's words."""
+    """Return the command to drain a node, quoted for a shell: the reason may contain any user's text."""
     return f"scontrol update nodename={node} state=drain reason={shlex.quote(clipped(reason)[:200])}"
 
 
@@ -206,47 +250,57 @@ def _action(history: RunHistory, act: ActionTaken) -> ReportLine:
 
 
 def _is_shared(index: RecordIndex, raised: RaisedFinding) -> bool:
-    """Others had the same at the same time, and nothing proves that it was this node's own."""
+    """Return whether other nodes had the same finding then, without proof that it was this node's own fault."""
     doubtful = Flag.HELD_BACK in raised.finding.flags or not raised.finding.proof
     return doubtful and bool(index.nodes_with_same_cause(raised.finding.cause, raised.at) - {raised.finding.node})
 
 
 def _lemon(index: RecordIndex, name: str, by_check: bool) -> lemons.Lemon:
-    """``by_check``: the site's own check of the node has drained it."""
+    """Return the node's lemon score. ``by_check``: the site's own check of the node has drained it."""
     since = index.lemon_since
-    incidents = [one for one in index.incidents_of.get(name, []) if index.counts_for_lemons(one)]
-    found = [one for one in index.findings.get(name, []) if one.at >= since and one.critical]
-    hardware = [one for one in found if one.finding.cause in HARDWARE_CAUSES and not _is_shared(index, one)]
-    xids = [one for one in found if "xid" in one.finding.detector.lower()]
-    acts = [(chapter, act) for chapter, act in index.actions.get(name, []) if act.at >= since]
-    away = [(chapter, act) for chapter, act in acts if act.action in ("drained", "drain_requested") and not act.by]
-    out = [(chapter, act) for chapter, act in acts if act.action == "excluded" and act.cause and not act.by]
-    held_for = index.held_s(name, since)
-    times = [*(one.at for one in incidents), *(one.at for one in hardware), *(act.at for _, act in away)]
+    incidents = [incident for incident in index.incidents_of.get(name, []) if index.counts_for_lemons(incident)]
+    critical = [raised for raised in index.findings.get(name, []) if raised.at >= since and raised.critical]
+    hardware = [
+        raised for raised in critical if raised.finding.cause in HARDWARE_CAUSES and not _is_shared(index, raised)
+    ]
+    xids = [raised for raised in critical if "xid" in raised.finding.detector.lower()]
+    acts = [(history, act) for history, act in index.actions.get(name, []) if act.at >= since]
+    drains = [(history, act) for history, act in acts if act.action in ("drained", "drain_requested") and not act.by]
+    exclusions = [(history, act) for history, act in acts if act.action == "excluded" and act.cause and not act.by]
+    held_s = index.held_s(name, since)
+    times = [
+        *(incident.at for incident in incidents),
+        *(raised.at for raised in hardware),
+        *(act.at for _, act in drains),
+    ]
     signals = lemons.Signals(
-        node_failures_alone=sum(not one.related_nodes for one in incidents),
-        node_failures_together=sum(bool(one.related_nodes) for one in incidents),
-        failure_rate=int(lemons.fails_more_often(len(incidents), held_for, index.lemon_failures, index.lemon_held_s)),
-        out_of_service=len({act.at // DAY_S for _, act in away}),
-        hardware_findings=len({one.at // DAY_S for one in hardware}),
-        xids=len({(one.finding.component, one.at // DAY_S) for one in xids}),
-        excluded_by_users=len({chapter.user for chapter, _ in out}),
+        node_failures_alone=sum(not incident.related_nodes for incident in incidents),
+        node_failures_together=sum(bool(incident.related_nodes) for incident in incidents),
+        failure_rate=int(lemons.fails_more_often(len(incidents), held_s, index.lemon_failures, index.lemon_held_s)),
+        out_of_service=len({act.at // DAY_S for _, act in drains}),
+        hardware_findings=len({raised.at // DAY_S for raised in hardware}),
+        xids=len({(raised.finding.component, raised.at // DAY_S) for raised in xids}),
+        excluded_by_users=len({history.user for history, _ in exclusions}),
         days=len({at // DAY_S for at in times}),
     )
     weight = lemons.WEIGHTS
     scored = [
-        Signal(weight["node_failures_together" if one.related_nodes else "node_failures_alone"], one.witnesses, one.trusted)
-        for one in incidents
-    ]  # fmt: skip
-    by_cause = witnesses_of(found)
-    once = {(one.user, one.at // DAY_S): one for one in hardware}
-    scored += [_signal(weight["hardware_findings"], one, by_cause, by_check) for one in once.values()]
-    of_xids = {(one.user, one.finding.component, one.at // DAY_S): one for one in xids}
-    scored += [_signal(weight["xids"], one, by_cause, by_check) for one in of_xids.values()]
-    days_away = {(chapter.user, act.at // DAY_S, chapter.trusted) for chapter, act in away}
-    scored += [Signal(weight["out_of_service"], (user,), trusted) for user, _, trusted in days_away]
-    users_out = {(chapter.user, chapter.trusted) for chapter, _ in out}
-    scored += [Signal(weight["excluded_by_users"], (user,), trusted) for user, trusted in users_out]
+        Signal(
+            weight["node_failures_together" if incident.related_nodes else "node_failures_alone"],
+            incident.witnesses,
+            incident.trusted,
+        )
+        for incident in incidents
+    ]
+    by_cause = witnesses_of(critical)
+    by_user_and_day = {(raised.user, raised.at // DAY_S): raised for raised in hardware}
+    scored += [_signal(weight["hardware_findings"], raised, by_cause, by_check) for raised in by_user_and_day.values()]
+    xids_by_user = {(raised.user, raised.finding.component, raised.at // DAY_S): raised for raised in xids}
+    scored += [_signal(weight["xids"], raised, by_cause, by_check) for raised in xids_by_user.values()]
+    drain_days = {(history.user, act.at // DAY_S, history.trusted) for history, act in drains}
+    scored += [Signal(weight["out_of_service"], (user,), trusted) for user, _, trusted in drain_days]
+    excluding_users = {(history.user, history.trusted) for history, _ in exclusions}
+    scored += [Signal(weight["excluded_by_users"], (user,), trusted) for user, trusted in excluding_users]
     return lemons.score_lemon(signals, score_by_users(scored))
 
 

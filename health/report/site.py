@@ -1,7 +1,6 @@
-"""The report: figures of nodes and site (rates with their intervals, causes, days) from the records of all runs. Pure;
-times in s since 1970.
+"""The report: figures of nodes and site (rates with their intervals, causes, days) from the records of all runs.
 
-What is injected on purpose is told apart and is in no rate.
+Pure; times in s since 1970. Injected faults are counted separately and enter no rate.
 """
 
 from __future__ import annotations
@@ -23,10 +22,18 @@ def report(
     records: Iterable[SourcedRecord], since: float, now: float, drains: Mapping[str, DrainState] | None = None,
     only: frozenset[str] | None = None,
 ) -> Report:  # fmt: skip
-    """``told``: from ``since`` or the lemon window on, whichever is longer ago. ``only``: of the nodes, these."""
+    """Return the report.
+
+    Args:
+        records: Records from ``since`` or the start of the lemon window on, whichever is earlier.
+        since: Start of the report's window (s since 1970).
+        now: End of the window (s since 1970).
+        drains: State of nodes in the cluster.
+        only: Nodes to report; None: all.
+    """
     index = RecordIndex(by_run(records), since, now)
     nodes = [node_report(index, name, (drains or {}).get(name, DrainState())) for name in index.nodes(only)]
-    site = _site_report(index, [one.node for one in nodes if one.lemon.lemon], only)
+    site = _site_report(index, [node.node for node in nodes if node.lemon.lemon], only)
     return Report(VERSION, site, sorted(nodes, key=_worst_first))
 
 
@@ -43,58 +50,85 @@ def _worst_first(node_report: NodeReport) -> tuple[object, ...]:
 
 # ── the site ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _site_report(index: RecordIndex, lemon_nodes: list[str], only: frozenset[str] | None) -> SiteReport:
+    """Return the figures of the site, of the nodes in ``only`` if given."""
     nodes = [node for node in index.spans if only is None or node in only]
-    held_for = {node: index.held_s(node, index.since) for node in nodes}
-    incidents = [one for one in index.incidents if one.at >= index.since and (only is None or one.node in only)]
-    real = [one for one in incidents if not one.injected]
-    infra = [one for one in real if one.owner == INFRA]
-    node_s = sum(held_for.values())
-    gpu_s = sum(index.gpu_seconds(node, index.since) for node in nodes)
-    named = {(one.user, one.run) for node in nodes for _, one in index.spans[node]}
-    current = [
-        one for one in index.histories if one.end >= index.since and (only is None or (one.user, one.run) in named)
+    held_s = {node: index.held_s(node, index.since) for node in nodes}
+    incidents = [
+        incident
+        for incident in index.incidents
+        if incident.at >= index.since and (only is None or incident.node in only)
     ]
-    began = [one for chapter in current for one in chapter.records if isinstance(one, RunStarted)]
+    real = [incident for incident in incidents if not incident.injected]
+    infra = [incident for incident in real if incident.owner == INFRA]
+    node_s = sum(held_s.values())
+    gpu_s = sum(index.gpu_seconds(node, index.since) for node in nodes)
+    named = {(history.user, history.run) for node in nodes for _, history in index.spans[node]}
+    current = [
+        history
+        for history in index.histories
+        if history.end >= index.since and (only is None or (history.user, history.run) in named)
+    ]
+    began = [record for history in current for record in history.records if isinstance(record, RunStarted)]
     lost = [
-        one for chapter in current for one in chapter.records if isinstance(one, RecordsLost) and one.at >= index.since
+        record
+        for history in current
+        for record in history.records
+        if isinstance(record, RecordsLost) and record.at >= index.since
     ]
     return SiteReport(
-        index.since, index.now, sorted({one.cluster for one in began}), sum(span > 0 for span in held_for.values()),
-        len(current), len({one.user for one in current}), round(node_s / DAY_S, 3), round(gpu_s / DAY_S, 3), len(infra),
-        len(real) - len(infra), len(incidents) - len(real), rates.rate_per(len(infra), node_s / DAY_S, 1000.0),
-        rates.mtbf(len(infra), node_s / 3600), rates.mtbf(len(infra), gpu_s / 3600), _causes(real),
-        round(sum(one.gpu_hours for one in real), 3), round(sum(one.gpu_hours for one in infra), 3), lemon_nodes,
-        _days(index, real, nodes), _correlated(current, index.since), sum(one.lines for one in lost),
-    )  # fmt: skip
+        since=index.since,
+        until=index.now,
+        clusters=sorted({started.cluster for started in began}),
+        nodes=sum(span > 0 for span in held_s.values()),
+        runs=len(current),
+        users=len({history.user for history in current}),
+        node_days=round(node_s / DAY_S, 3),
+        gpu_days=round(gpu_s / DAY_S, 3),
+        failures=len(infra),
+        other_failures=len(real) - len(infra),
+        injected=len(incidents) - len(real),
+        failures_per_1000_node_days=rates.rate_per(len(infra), node_s / DAY_S, 1000.0),
+        node_hours_between_failures=rates.mtbf(len(infra), node_s / 3600),
+        gpu_hours_between_failures=rates.mtbf(len(infra), gpu_s / 3600),
+        causes=_causes(real),
+        gpu_hours_lost=round(sum(incident.gpu_hours for incident in real), 3),
+        gpu_hours_lost_to_infra=round(sum(incident.gpu_hours for incident in infra), 3),
+        lemons=lemon_nodes,
+        days=_days(index, real, nodes),
+        correlated=_correlated(current, index.since),
+        lines_lost=sum(loss.lines for loss in lost),
+    )
 
 
 def _correlated(histories: Sequence[RunHistory], since: float) -> list[ReportLine]:
+    """Return the newest findings on many nodes at once."""
     lines = [
-        ReportLine(one.at, f"{chapter.user}/{chapter.run}", one.evidence[0].text) for chapter in histories
-        for one in chapter.records
-        if isinstance(one, FindingRecord) and not one.node and not one.incarnation and one.evidence and one.at >= since
+        ReportLine(record.at, f"{history.user}/{history.run}", record.evidence[0].text) for history in histories
+        for record in history.records
+        if isinstance(record, FindingRecord)
+        and not record.node and not record.incarnation and record.evidence and record.at >= since
     ]  # fmt: skip
-    return sorted(lines, key=lambda one: one.at)[-MAX_EVIDENCE_LINES:]
+    return sorted(lines, key=lambda line: line.at)[-MAX_EVIDENCE_LINES:]
 
 
 def _causes(real: Sequence[Incident]) -> list[CauseShare]:
-    number: Counter[tuple[str, str]] = Counter((one.owner, one.cause) for one in real)
+    number: Counter[tuple[str, str]] = Counter((incident.owner, incident.cause) for incident in real)
     hours: dict[tuple[str, str], float] = defaultdict(float)
-    for one in real:
-        hours[one.owner, one.cause] += one.gpu_hours
+    for incident in real:
+        hours[incident.owner, incident.cause] += incident.gpu_hours
     shares = [CauseShare(*key, failures, round(hours[key], 3)) for key, failures in number.items()]
-    return sorted(shares, key=lambda one: (-one.failures, one.owner, one.cause))
+    return sorted(shares, key=lambda share: (-share.failures, share.owner, share.cause))
 
 
 def _days(index: RecordIndex, real: Sequence[Incident], nodes: Sequence[str]) -> list[Day]:
     days = []
     first, last = int(index.since // DAY_S), int(index.now // DAY_S)
     by_day: dict[int, Counter[str]] = defaultdict(Counter)
-    for one in real:
-        by_day[int(one.at // DAY_S)][one.cause if one.owner == INFRA else one.owner] += 1
+    for incident in real:
+        by_day[int(incident.at // DAY_S)][incident.cause if incident.owner == INFRA else incident.owner] += 1
     spans = [rates.merge_intervals(span for span, _ in index.spans[node]) for node in nodes]
     for day in range(first, last + 1):
         start, end = max(day * DAY_S, index.since), min((day + 1) * DAY_S, index.now)
-        held_for = sum(rates.total_length(rates.clip(intervals, start, end)) for intervals in spans)
-        days.append(Day(day * DAY_S, round(held_for / DAY_S, 3), dict(sorted(by_day[day].items()))))
+        held_s = sum(rates.total_length(rates.clip(intervals, start, end)) for intervals in spans)
+        days.append(Day(day * DAY_S, round(held_s / DAY_S, 3), dict(sorted(by_day[day].items()))))
     return days

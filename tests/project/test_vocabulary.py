@@ -13,8 +13,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 GLOSSARY = ROOT / "docs" / "glossary.md"
 ALLOWED = {
-    "first_seen": "the time of the first observation, as in every monitoring tool",
-    "last_seen": "the time of the last observation, as in every monitoring tool",
 }
 """identifiers that contain a retired word and are standard terms all the same: why"""
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")

@@ -1,0 +1,1 @@
+"""The reader of DCGM: dcgm-exporter's metrics, ``dcgmi health`` and ``dcgmi diag``."""

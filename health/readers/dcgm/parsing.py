@@ -40,7 +40,7 @@ SBE_THRESHOLD_VIOLATION DBE_THRESHOLD_VIOLATION PCIE_REPLAY_THRESHOLD_VIOLATION 
 GFLOPS_THRESHOLD_VIOLATION NAN_VALUE
 """
 _NUMBERED = _NAMES.split()
-"""by their number, from 0"""
+"""Names of the codes by number, from 0."""
 
 _MESSAGES = tuple(
     (code, re.compile(message, re.IGNORECASE))
@@ -80,44 +80,47 @@ _MESSAGES = tuple(
 
 
 def code_by_number(number: object) -> str:
-    """Empty for a number of a later DCGM, or none."""
+    """Return the name of an error code; empty for a number of a later DCGM, or a value that is not a number."""
     return _NUMBERED[number] if isinstance(number, int) and 0 < number < len(_NUMBERED) else ""
 
 
 def codes_in_text(text: str) -> tuple[str, ...]:
-    """The codes of all messages that ``text`` holds: dcgmi strings those of one system together."""
+    """Return the codes of all messages in ``text``: dcgmi concatenates the messages of one system."""
     return tuple(code for code, message in _MESSAGES if message.search(text))
 
 
 XID_COUNT = "DCGM_EXP_XID_ERRORS_COUNT"
-"""Xids of the exporter's last window (``window_size_in_ms``), by code. DCGM_FI_DEV_XID_ERRORS is none of ours: a gauge
-that holds the last code until another comes"""
+"""Metric: Xids in the exporter's current window (``window_size_in_ms``), by code. DCGM_FI_DEV_XID_ERRORS is not used:
+it is a gauge that holds the last code until the next."""
 XID_TOTAL = "DCGM_EXP_XID_ERRORS_TOTAL"
-"""Xids since the exporter began, by code: a true counter, of dcgm-exporter 4.8 and newer, where it is switched on"""
+"""Metric: Xids since the exporter started, by code: a true counter of dcgm-exporter 4.8 and newer, if enabled."""
 TENSOR = "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"
 DOUBLE_BIT = "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"
 REMAP_FAILED = "DCGM_FI_DEV_ROW_REMAP_FAILURE"
 _METRICS = (XID_COUNT, XID_TOTAL, TENSOR, DOUBLE_BIT, REMAP_FAILED)
 _BLANK = 2.0**47
-"""DCGM's blank values (dcgm_structs.h: DCGM_FP64_BLANK, and DCGM_INT64_BLANK far above) and what is beyond sense"""
+"""Values from here on are DCGM's blank values (dcgm_structs.h: DCGM_FP64_BLANK, and DCGM_INT64_BLANK far above) or
+implausible."""
 _SAMPLE = re.compile(r'(\w+)\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\}\s+(\S+)')
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _HARMLESS = (1, 5)
-"""severities of failed tests that do not stop work: monitor, and what can be configured (dcgmErrorSeverity_enum)"""
+"""Severities of failed tests that do not stop work: monitor, and configuration (dcgmErrorSeverity_enum)."""
 
 
 class NotUnderstood(Exception):
-    """The text is none of the shapes above; what it says instead."""
+    """The text has none of the formats above; the exception's text shows how it begins."""
 
 
 class Sample(msgspec.Struct, frozen=True):
+    """One line of a metrics page."""
+
     metric: str
     labels: dict[str, str]
     value: float
 
 
 def samples(text: str) -> Iterator[Sample]:
-    """The metrics that we want; lines that are none, and blank values, are passed over."""
+    """Yield the samples of the used metrics; other lines and blank values are skipped."""
     for line in text.splitlines():
         if not line.startswith(_METRICS):
             continue
@@ -133,7 +136,10 @@ def samples(text: str) -> Iterator[Sample]:
 
 
 def health(text: str, uuids: Mapping[str, str]) -> tuple[DcgmIncident, ...]:
-    """``dcgmi health -c -j``; ``uuids``: of GPUs by DCGM's number, as far as known. Raises NotUnderstood."""
+    """Return the incidents in the output of ``dcgmi health -c -j``.
+
+    ``uuids`` maps DCGM's GPU numbers to UUIDs, as far as known. Raises NotUnderstood.
+    """
     body = _object(text).get("body")
     if not isinstance(body, dict) or "Overall Health" not in body:
         raise NotUnderstood(_first_line(text))
@@ -151,7 +157,7 @@ def health(text: str, uuids: Mapping[str, str]) -> tuple[DcgmIncident, ...]:
 
 
 def diag(text: str, uuids: Mapping[str, str]) -> tuple[DcgmIncident, ...]:
-    """The failed tests of ``dcgmi diag -j``. Raises NotUnderstood."""
+    """Return the failed tests in the output of ``dcgmi diag -j``. Raises NotUnderstood."""
     root = _object(text)
     result_root = root.get("DCGM Diagnostic") or root.get("DCGM GPU Diagnostic") or root
     categories = result_root.get("test_categories") if isinstance(result_root, dict) else None
@@ -178,7 +184,7 @@ def _failed(test: str, result: dict[str, Any], uuids: Mapping[str, str]) -> Iter
 
 
 def _gpus(result: dict[str, Any]) -> list[str]:
-    """Numbers of the GPUs that a result is about: DCGM 4 tells an entity, DCGM 2 and 3 ``gpu_id`` or ``gpu_ids``."""
+    """Return the numbers of the GPUs of a result: DCGM 4 gives an entity, DCGM 2 and 3 ``gpu_id`` or ``gpu_ids``."""
     if "entity_id" in result:
         return [str(result["entity_id"])] if result.get("entity_group", "GPU") == "GPU" else [""]
     numbers = str(result.get("gpu_ids", result.get("gpu_id", "")))
@@ -186,7 +192,7 @@ def _gpus(result: dict[str, Any]) -> list[str]:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The JSON document within what a command wrote: banners may stand before it."""
+    """Return the JSON document in the output of a command: banners may precede it."""
     try:
         found = msgspec.json.decode(text[text.index("{") : text.rindex("}") + 1])
     except (ValueError, msgspec.DecodeError):
@@ -197,8 +203,10 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _children(node: object) -> list[tuple[str, dict[str, Any]]]:
-    below = node.get("children") if isinstance(node, dict) else None
-    return [(name, one) for name, one in below.items() if isinstance(one, dict)] if isinstance(below, dict) else []
+    children = node.get("children") if isinstance(node, dict) else None
+    if not isinstance(children, dict):
+        return []
+    return [(name, child) for name, child in children.items() if isinstance(child, dict)]
 
 
 def _is_object(value: object) -> bool:
@@ -207,9 +215,9 @@ def _is_object(value: object) -> bool:
 
 def _first_line(text: str) -> str:
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    return line[:200] or "it wrote nothing"
+    return line[:200] or "the command printed nothing"
 
 
 def _plain(text: str) -> str:
-    """A label's value as it was before it was written."""
+    """Return a label's value without escapes."""
     return text.replace('\\"', '"').replace("\\n", "\n").replace("\\\\", "\\") if "\\" in text else text

@@ -1,10 +1,11 @@
-"""DCGM: the metrics of a dcgm-exporter on this node, and ``dcgmi health`` and ``dcgmi diag`` where installed.
+"""Reader of DCGM: dcgm-exporter's metrics on this node, and ``dcgmi health`` and ``dcgmi diag`` if installed.
 
-No library of DCGM is loaded. Health watches are the site's to set (``dcgmi health -s a``); we ask for their result.
+No library of DCGM is loaded. The site sets the health watches (``dcgmi health -s a``); this reader requests their
+result.
 
-Any user may listen where nobody does, and call it dcgm-exporter or DCGM's host engine. Either is believed only if its
-port belongs to root or the site's ``readers.dcgm_user``; the command ``dcgmi`` is run only if its file does. Of which
-GPUs they may speak is checked by :class:`rrl.health.checks.node_state.Seen`, which also knows what NVML says.
+Any user may listen on a free port and pretend to be dcgm-exporter or DCGM's host engine. Their output counts only if
+the port belongs to root or the site's ``readers.dcgm_user``; the command ``dcgmi`` is run only if its file does.
+:class:`rrl.health.checks.node_state.NodeState`, which also has NVML's samples, drops values of unknown GPUs.
 """
 
 from __future__ import annotations
@@ -22,32 +23,34 @@ from ..trust import NotTrusted, check_listener, check_program, trusted_uids
 from . import parsing
 
 HEALTH_INTERVAL_S = 60.0
-"""s between two runs of ``dcgmi health``: each starts a program, which would be our greatest cost of all"""
+"""Seconds between two runs of ``dcgmi health``: each starts a program, the most expensive operation of all readers."""
 _EXPORTER_TIMEOUT_S = 4.0
 _HEALTH_TIMEOUT_S = 8.0
 _DIAG_TIMEOUT_S = 150.0
-"""s; ``-r 1`` takes some 30 s with eight GPUs (docs/sources.md, DCGM), and diagnostics wait for one another"""
+"""Seconds; ``-r 1`` takes about 30 s with eight GPUs (docs/sources.md, DCGM), and diagnostics run one after another."""
 HOSTENGINE_PORT = 5555
-"""of DCGM's host engine on 127.0.0.1, to which ``dcgmi`` connects by default"""
+"""Port of DCGM's host engine on 127.0.0.1, to which ``dcgmi`` connects by default."""
 _MAX_PAGE_BYTES = 1 << 24
 _CHUNK = 1 << 16
 
 
 class _Unreadable(Exception):
-    """Why a part could not be read."""
+    """A part of the data could not be read; the text says why."""
 
 
 class DcgmReader:
+    """Reader of dcgm-exporter and ``dcgmi``."""
+
     name = "dcgm"
     interval_s = 15.0
 
     def __init__(self, options: ReaderOptions) -> None:
         self._options = options
         self._window: dict[tuple[str, int], int] = {}
-        """Xids that the exporter counted in its last window, by UUID and code"""
+        """Xids that the exporter counted in its last window, by UUID and code."""
         self._totals: dict[tuple[str, int], int] = {}
         self._uuids: dict[str, str] = {}
-        """by DCGM's number of the GPU"""
+        """UUIDs by DCGM's GPU number."""
         self._incidents: tuple[DcgmIncident, ...] = ()
         self._health_unread = ""
         self._health_due = 0.0
@@ -56,7 +59,11 @@ class DcgmReader:
         self.timeout_s = 20.0 + (_DIAG_TIMEOUT_S if options.diag else 0.0)
 
     def read(self) -> DcgmData:
-        """Raises Absent when there is neither an exporter nor a dcgmi."""
+        """Read the exporter, and ``dcgmi health`` when it is due.
+
+        Raises:
+            NotInstalled: The node has neither an exporter nor ``dcgmi``.
+        """
         unread: dict[str, str] = {}
         gpus: tuple[DcgmGpu, ...] = ()
         try:
@@ -80,12 +87,14 @@ class DcgmReader:
         return DcgmData(gpus, incidents, unread, self._health_at, self._driver_gpus())
 
     def close(self) -> None:
+        """Do nothing: the reader keeps nothing open."""
         pass
 
     def _page(self) -> str:
-        """The exporter's metrics, if the exporter may be believed. Raises _Unread.
+        """Return the exporter's metrics page if the exporter is trusted. Raises _Unreadable.
 
-        Asked before and after: whoever takes the port for a moment while the exporter restarts is seen at one of them.
+        The owner of the port is checked before and after the request: a process that takes the port for a moment while
+        the exporter restarts fails one of the checks.
         """
         host, port, path = _parse_url(self._options.exporter)
         try:
@@ -100,8 +109,11 @@ class DcgmReader:
     def _run(
         self, argv: list[str], timeout_s: float, parse: Callable[[str], tuple[DcgmIncident, ...]]
     ) -> tuple[DcgmIncident, ...]:
-        """Run a ``dcgmi`` command and return the incidents that ``understand`` finds in its output. Raises _Unread,
-        also where the program or the host engine that it asks belongs neither to root nor to the site's user."""
+        """Run a ``dcgmi`` command and return the incidents that ``parse`` finds in its output.
+
+        Raises:
+            _Unreadable: Also if the program or the host engine belongs neither to root nor to the site's user.
+        """
         try:
             trusted = trusted_uids(self._options.dcgm_user)
             check_program(argv[0], trusted)
@@ -111,7 +123,10 @@ class DcgmReader:
         return _run(argv, timeout_s, parse)
 
     def _driver_gpus(self) -> tuple[str, ...]:
-        """UUIDs of the GPUs that the driver lists; of one that is not in use it may not know it (``GPU-????...``)."""
+        """Return the UUIDs of the GPUs that the driver lists.
+
+        It may not know the UUID of an unused GPU (``GPU-????...``).
+        """
         found: list[str] = []
         folder = f"{self._options.proc}/driver/nvidia/gpus"
         with contextlib.suppress(OSError):
@@ -138,14 +153,17 @@ class DcgmReader:
                 if code.isdigit():
                     counts = window if sample.metric == parsing.XID_COUNT else counter
                     counts[uuid, int(code)] = int(sample.value)
-            else:  # a GPU in instances (MIG) has a line for each
+            else:  # a GPU in MIG mode has one line per instance
                 maxima[sample.metric] = max(sample.value, maxima.get(sample.metric, 0.0))
         self._count(counter or window)
         return tuple(self._gpu(uuid, numbers.get(uuid), maxima) for uuid, maxima in gpus.items())
 
     def _count(self, window: dict[tuple[str, int], int]) -> None:
-        """The exporter counts since its begin, or within a window that moves on; totals are what was added. One that
-        comes as an old one leaves is missed: NVML and the kernel log are there for the single event."""
+        """Add the new Xids to the totals.
+
+        The exporter counts since its start, or within a sliding window. An Xid that enters the window as another one
+        leaves it is missed; NVML and the kernel log report single events.
+        """
         for key, count in window.items():
             self._totals[key] = self._totals.get(key, 0) + max(0, count - self._window.get(key, 0))
         self._window = window
@@ -170,7 +188,7 @@ class DcgmReader:
         return parsing.health(text, self._uuids)
 
     def _diag(self, program: str | None, unread: dict[str, str]) -> tuple[DcgmIncident, ...]:
-        """Once in a reader's life; its result is told with every reading from then on."""
+        """Run ``dcgmi diag`` once per reader and return its incidents with every sample."""
         if not self._options.diag:
             return ()
         if program is None:
@@ -197,7 +215,7 @@ def _program(name: str) -> str | None:
 def _run(
     argv: list[str], timeout_s: float, parse: Callable[[str], tuple[DcgmIncident, ...]]
 ) -> tuple[DcgmIncident, ...]:
-    """Raises _Unread."""
+    """Run a command and parse its output. Raises _Unreadable."""
     from ..isolation import process  # here: most nodes have no dcgmi, and subprocess costs memory
 
     try:
@@ -209,17 +227,20 @@ def _run(
 
 
 def _parse_url(url: str) -> tuple[str, int, str]:
-    """Host, port and path. Raises _Unread."""
+    """Return host, port and path of the exporter's URL. Raises _Unreadable."""
     scheme, _, rest = url.partition("://")
     place, _, path = rest.partition("/")
     host, _, port = place.partition(":")
     if scheme != "http" or host != "127.0.0.1" or not port.isdigit():
-        raise _Unreadable(f"{url}: only http://127.0.0.1:PORT/PATH is read")
+        raise _Unreadable(f"{url}: unsupported URL, it must be http://127.0.0.1:PORT/PATH")
     return host, int(port), path
 
 
 def _get(host: str, port: int, path: str) -> str:
-    """The page. HTTP/1.0 by hand: urllib.request alone would take 6 MiB. Raises _Unread."""
+    """Fetch the page. Raises _Unreadable.
+
+    HTTP/1.0 is written by hand because importing urllib.request alone would take 6 MiB.
+    """
     place = f"{host}:{port}"
     url = f"http://{place}/{path}"
     deadline = time.monotonic() + _EXPORTER_TIMEOUT_S

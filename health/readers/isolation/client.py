@@ -1,11 +1,11 @@
-"""Readers from outside: :class:`Keeper` for a program with a loop, :func:`read_all` for one without.
+"""Run readers from another program: :class:`ReaderClient` for one with an event loop, :func:`read_all` for one without.
 
-Both start one small process (:mod:`rrl.health.readers.isolation.supervisor`) that forks a process per reader. Nothing
-of a reader runs in the caller: whatever hangs, dies or leaks does so elsewhere.
+Both start one small process (:mod:`rrl.health.readers.isolation.supervisor`) that forks a process per reader. No code
+of a reader runs in the caller, so hangs, crashes and leaks stay in the other processes.
 
-The process and the readers carry the caller's environment and what ``env`` adds: an agent names its launch file there
-(``RRL_LAUNCH``), so that a sweep of its step finds them. They carry no ``RRL_STEP``, and so are nobody's orphans while
-the agent lives. They end with the caller, also when that is killed.
+The supervisor and the readers inherit the caller's environment plus ``env``: an agent names its launch file there
+(``RRL_LAUNCH``), so that a sweep of its step finds them. They have no ``RRL_STEP``, so they do not count as orphans of
+a step while the agent runs. They end with the caller, even if the caller is killed.
 """
 
 from __future__ import annotations
@@ -32,19 +32,22 @@ from . import framing
 _log = logging.getLogger("rrl.readers")
 
 END_TIMEOUT_S = 10.0
-"""s for the keeper's process and its readers to end when asked; :mod:`rrl.health.readers.isolation.supervisor` needs at
-most 6"""
+"""Seconds for the supervisor and its readers to end on request; :mod:`rrl.health.readers.isolation.supervisor` needs at
+most 6."""
 BACKOFF_S = (1.0, 60.0)
-"""s until a keeper's process that died is started again: first, and at most"""
+"""Seconds until a supervisor that died is restarted: first, and at most (doubled each time)."""
 _START_TIMEOUT_S = 10.0
-"""s for the process itself, added to what a caller gives the readers"""
+"""Seconds for the supervisor itself to start, in addition to the time that the caller grants the readers."""
 _MODULE = "rrl.health.readers.isolation.supervisor"
 _CHUNK_BYTES = 1 << 16
 
 
 class ReaderClient:
-    """Readings of the ``readers`` as they come. Start it on the main thread: the process ends with the thread that
-    started it. A reader may also be ``name=module:Class``."""
+    """The running readers and the stream of their results.
+
+    Start it on the main thread: the supervisor ends with the thread that started it. A reader is a name of `READERS`,
+    or ``name=module:Class``.
+    """
 
     def __init__(
         self,
@@ -65,19 +68,22 @@ class ReaderClient:
 
     @property
     def pid(self) -> int | None:
-        """of the keeper's process"""
+        """Return the pid of the supervisor; None if it does not run."""
         return self._process.pid if self._process else None
 
     async def start(self) -> None:
-        """Raises OSError when the process cannot be started."""
+        """Start the supervisor. Raises OSError if that fails."""
         config = framing.ReaderConfig(self._readers, self._options, os.getpid(), hung_timeout_s=self._hung_timeout_s)
         self._process, connection = _spawn(config, self._env)
         self._inbox = framing.Inbox()
         self._reader, self._writer = await asyncio.open_connection(sock=connection)
 
     async def next_reading(self) -> Reading:
-        """The next reading of any reader. A process that died is started again; that, too, is told as a reading of each
-        reader. May be cancelled at any time without a loss."""
+        """Return the next result of any reader.
+
+        A supervisor that died is restarted; its death is reported as a result of each reader. The call may be cancelled
+        at any time without losing a result.
+        """
         while not self._ready:
             if self._reader is None:
                 await self._restart()
@@ -95,8 +101,10 @@ class ReaderClient:
         return self._ready.popleft()
 
     async def close(self) -> None:
-        """End all processes: they get time to close what they hold, then are killed. One that hangs in the kernel is
-        left, and named in the log."""
+        """End all processes: they get time to close what they have open, then are killed.
+
+        A process that hangs in the kernel is left and named in the log.
+        """
         process, self._process = self._process, None
         await self._disconnect()
         if process is not None:
@@ -135,10 +143,13 @@ def read_all(
     *,
     env: Mapping[str, str] | None = None,
 ) -> list[Reading]:
-    """One reading of each of the ``readers``, in their order; blocks, ``within`` s and some for the processes at most.
-    Who does not answer within ``within`` s is ``hung``. Raises OSError when no process can be started."""
+    """Read each of the ``readers`` once and return the results in that order.
+
+    Blocks for ``timeout_s`` plus the time to start and end the processes. A reader that does not answer within
+    ``timeout_s`` is ``hung``. Raises OSError if no process can be started.
+    """
     places = _class_paths(readers)
-    deadline = time.monotonic() + _START_TIMEOUT_S + 2 * timeout_s  # a start and a read each have theirs in the process
+    deadline = time.monotonic() + _START_TIMEOUT_S + 2 * timeout_s  # starting and reading each have timeout_s
     process, connection = _spawn(
         framing.ReaderConfig(places, options, os.getpid(), once=True, read_timeout_s=timeout_s), env or {}
     )
@@ -156,14 +167,14 @@ def read_all(
     finally:
         connection.close()
         _terminate(process)
-    silent = f"did not answer within {timeout_s:g} s"
-    return [found.get(name) or Reading(name, time.monotonic(), None, "hung", silent) for name in places]
+    no_answer = f"did not answer within {timeout_s:g} s"
+    return [found.get(name) or Reading(name, time.monotonic(), None, "hung", no_answer) for name in places]
 
 
 def _class_paths(readers: Sequence[str]) -> dict[str, str]:
-    """Name → ``module:Class``."""
+    """Return reader name → ``module:Class``."""
     pairs = (reader.partition("=") for reader in readers)
-    return {name: where or READER_CLASSES[name] for name, _, where in pairs}
+    return {name: class_path or READER_CLASSES[name] for name, _, class_path in pairs}
 
 
 def _spawn(config: framing.ReaderConfig, env: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -181,12 +192,15 @@ def _spawn(config: framing.ReaderConfig, env: Mapping[str, str]) -> tuple[subpro
 
 
 def _terminate(process: subprocess.Popen[bytes]) -> str:
-    """Wait for the end of a process that was hung up on; says how it ended. SIGTERM asks once more, then SIGKILL."""
+    """Wait for the end of a disconnected supervisor and return how it ended.
+
+    SIGTERM, then SIGKILL is sent if it does not end.
+    """
     for number in (None, signal.SIGTERM, signal.SIGKILL):
         if number is not None:
             process.send_signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(END_TIMEOUT_S)
             return f"with code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
-    _log.error("process %d of the readers does not end on SIGKILL, it is left", process.pid)
+    _log.error("the readers' supervisor (process %d) does not end on SIGKILL; it is left running", process.pid)
     return "not even on SIGKILL"

@@ -1,4 +1,7 @@
-"""What agent, keeper and readers say to each other: an order at the start, then frames: a length, a kind, the bytes."""
+"""The protocol between client, supervisor and readers: a configuration at the start, then frames.
+
+A frame is a length, a kind and the body.
+"""
 
 from __future__ import annotations
 
@@ -11,61 +14,63 @@ from ..base import ReaderOptions
 from ..samples import Reading
 
 HUNG_TIMEOUT_S = 120.0
-"""s that a hung read may go on before its process is ended and a new one started: who waits for a driver that was
-loaded anew meanwhile waits forever, a new process does not"""
+"""Seconds that a hung read may continue before its process is ended and a new one started. A call that waits for a
+driver which was reloaded in the meantime never returns; a new process works."""
 READ_FRAME = b"r"
-"""a :class:`Reading` as msgpack, with data"""
+"""Kind of a frame with a :class:`Reading` with data, as msgpack."""
 FAILED_FRAME = b"f"
-"""a :class:`Reading` of any other state: the next look may wait"""
+"""Kind of a frame with a :class:`Reading` in any other state: the next read may wait longer."""
 HELLO_FRAME = b"h"
-"""a reader's two times as msgpack: every, within"""
+"""Kind of a frame with a reader's interval and timeout (s), as msgpack."""
 _HEAD = Layout("<Ic")
-"""bytes that follow, kind"""
+"""Length of the body, kind."""
 _MAX_FRAME_BYTES = 1 << 26
-"""bytes of one frame; more is not ours"""
+"""Longest body in bytes; a greater length is not from a reader."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Reading).decode
 
 
 def frame(kind: bytes, body: bytes) -> bytes:
+    """Return a frame of this kind."""
     return _HEAD.pack(len(body), kind) + body
 
 
 def reading_frame(value: Reading) -> bytes:
-    """As a frame."""
+    """Return the result of a reader as a frame."""
     return frame(READ_FRAME if value.state == "read" else FAILED_FRAME, encode(value))
 
 
 class ReaderConfig(msgspec.Struct, frozen=True):
-    """What the keeper's process is told in its only argument, as JSON."""
+    """Configuration of the supervisor, passed as JSON in its only argument."""
 
     readers: dict[str, str]
-    """name → ``module:Class``"""
+    """Reader name → ``module:Class``."""
     options: ReaderOptions
     parent: int
     once: bool = False
-    """one reading of each, then the end"""
+    """Whether to read each source once and then end."""
     read_timeout_s: float | None = None
-    """s that each read may take, instead of the reader's own"""
+    """Seconds that each read may take, instead of the reader's own timeout."""
     hung_timeout_s: float = HUNG_TIMEOUT_S
 
 
 class Inbox:
-    """Bytes as they come, frames when they are whole."""
+    """Buffer that turns received bytes into whole frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> None:
+        """Add received bytes."""
         self._buffer += data
 
     def frames(self) -> Iterator[tuple[bytes, bytes]]:
-        """Kind and body. Raises ValueError for what is no frame."""
+        """Yield kind and body of each whole frame. Raises ValueError for bytes that are not a frame."""
         while len(self._buffer) >= _HEAD.size:
             length, kind = _HEAD.unpack_from(self._buffer)
             if length > _MAX_FRAME_BYTES:
-                raise ValueError(f"a frame of {length} bytes")
+                raise ValueError(f"invalid frame of {length} bytes; at most {_MAX_FRAME_BYTES} are allowed")
             end = _HEAD.size + length
             if len(self._buffer) < end:
                 return

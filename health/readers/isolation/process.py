@@ -1,6 +1,7 @@
 """Start a child process that ends with its parent and inherits no descriptors, and run a program with a deadline.
 
-Describes how a process ended, or where it is blocked. Imported only where a process is started: it costs memory.
+Also describes how a process ended, or where it is blocked. Imported only where a process is started, because the import
+costs memory.
 """
 
 from __future__ import annotations
@@ -17,16 +18,20 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def set_parent_death_signal(parent: int, number: signal.Signals) -> None:
-    """The kernel sends us ``number`` when the thread that started us ends. Our parent may have ended before this call:
-    then we end here."""
+    """Have the kernel send us signal ``number`` when the thread that started us ends.
+
+    Exit at once if the parent has already ended.
+    """
     _LIBC.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def close_inherited_fds(keep: Collection[int]) -> None:
-    """Close what a fork has left open, stdout and stderr and ``keep`` excepted; stdin becomes empty. Whoever waits for
-    the end of one of those lines would wait for us too."""
+    """Close all inherited descriptors except stdout, stderr and ``keep``, and make stdin empty.
+
+    Otherwise a process that waits for the end of one of these connections would also wait for this process.
+    """
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     start = 3
@@ -37,7 +42,7 @@ def close_inherited_fds(keep: Collection[int]) -> None:
 
 
 def describe_blocked_call(pid: int) -> str:
-    """For a process in uninterruptible sleep: that it is, and in which call, where that may be read."""
+    """Return where a process in uninterruptible sleep is blocked; empty for any other process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()
@@ -51,21 +56,21 @@ def describe_blocked_call(pid: int) -> str:
 
 
 def describe_exit(status: int) -> str:
-    """``status`` as waitpid gives it."""
+    """Return how a process ended; ``status`` is that of waitpid."""
     code = os.waitstatus_to_exitcode(status)
     return f"with code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
 
 
 TERM_TIMEOUT_S = 3.0
-"""s from SIGTERM to SIGKILL: a client of DCGM that is killed at once may leave its server waiting for it"""
+"""Seconds from SIGTERM to SIGKILL: a client of DCGM that is killed at once may leave its server waiting for it."""
 
 
 class TimedOut(Exception):
-    """It did not end within its time; it was ended, or it hangs in the kernel and was left."""
+    """The program did not end in time; it was ended, or left if it hangs in the kernel."""
 
 
 def output(argv: Sequence[str], timeout_s: float) -> str:
-    """What it wrote to stdout and stderr, whatever its exit code. Raises OSError and TimedOut."""
+    """Run a program and return its stdout and stderr, whatever its exit code. Raises OSError and TimedOut."""
     me = os.getpid()
     process = subprocess.Popen(
         argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

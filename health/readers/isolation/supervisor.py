@@ -1,8 +1,8 @@
-"""``python -m rrl.health.readers.isolation.supervisor``: the keeper's process. It forks a process per reader, asks each
-in its time, keeps the deadline of each read, and passes on what they say.
+"""The supervisor process: forks a process per reader, requests samples when due and forwards them to the client.
 
-It does nothing itself that could hang, and asks nobody while its own reader does not take what there is: the kernel and
-the drivers keep what is new until then. Started by :class:`rrl.health.readers.isolation.client.Keeper`; ends with it.
+Run as ``python -m rrl.health.readers.isolation.supervisor``. It enforces the deadline of each read. It makes no call
+that could hang, and requests nothing while the client does not receive pending results; the kernel and the drivers keep
+new data until then. :class:`rrl.health.readers.isolation.client.ReaderClient` starts it, and it ends with that.
 """
 
 from __future__ import annotations
@@ -29,49 +29,50 @@ from .process import close_inherited_fds, describe_blocked_call, describe_exit, 
 _log = logging.getLogger("rrl.readers")
 
 RETRY_INTERVAL_S = 10.0
-"""s until what was absent, not permitted or broken is looked at again, where the reader's own time is shorter"""
+"""Seconds until a source that was absent, not permitted or broken is read again, if the reader's own interval is
+shorter."""
 CLOSE_TIMEOUT_S = 3.0
-"""s for a reader that is not hung to come to its end by itself"""
+"""Seconds for a reader that is not hung to end by itself."""
 TERM_TIMEOUT_S = 2.0
-"""s from SIGTERM to SIGKILL"""
+"""Seconds from SIGTERM to SIGKILL."""
 KILL_TIMEOUT_S = 1.0
-"""s from SIGKILL until a process is left behind: it hangs in the kernel"""
+"""Seconds from SIGKILL until a process counts as hung in the kernel and is left."""
 BACKOFF_S = (1.0, 60.0)
-"""s until a reader that died is started again: first, and at most (doubled each time)"""
+"""Seconds until a reader that died is restarted: first, and at most (doubled each time)."""
 _STABLE_AFTER_S = 60.0
-"""s after which a death is no longer counted with those before"""
+"""Seconds that a process must run so that its death is not counted with the earlier ones."""
 _ALARM_AFTER_S = START_TIMEOUT_S + TERM_TIMEOUT_S
-"""s after which a read that should have been ended ends its own process"""
+"""Seconds after the deadline after which a hung read ends its own process, should the supervisor fail to do so."""
 _CHUNK_BYTES = 1 << 16
 _NEVER = float("inf")
 
 
 class _Child:
-    """One reader and its process, as the keeper sees it. Times are of the monotonic clock, s."""
+    """One reader and its process. Times are of the monotonic clock, in seconds."""
 
     def __init__(self, name: str, class_path: str) -> None:
         self.name, self.class_path = name, class_path
         self.pid = self.pidfd = 0
-        """0: there is no process"""
+        """0: there is no process."""
         self.connection: socket.socket | None = None
         self.inbox = framing.Inbox()
         self.interval_s, self.timeout_s = 0.0, START_TIMEOUT_S
         self.hello_received = False
         self.request_sent_at: float | None = None
-        """since when it owes an answer"""
+        """Time of the request that it has not answered; None if there is none."""
         self.hung = False
-        """and that was told"""
+        """Whether the unanswered request was reported as hung."""
         self.due_at = 0.0
-        """when it is asked, or started, again"""
+        """Time of the next request, or of the restart."""
         self.signalled = 0
-        """the signal it was sent last, by us"""
+        """Last signal that the supervisor sent to the process; 0: none."""
         self.escalate_at: float | None = None
-        """when the next harder signal is due to a process that is to end"""
+        """Time of the next stronger signal to a process that is to end; None if it is not to end."""
         self.started_at = 0.0
         self.deaths = 0
 
     def wakes_at(self, free: bool, hung_timeout_s: float) -> float:
-        """When something is to be done about it without its doing; ``free``: it may be asked."""
+        """Return when the supervisor must act on this reader without an event; ``free``: a request may be sent."""
         if self.escalate_at is not None:
             return self.escalate_at
         if self.request_sent_at is not None:
@@ -80,19 +81,22 @@ class _Child:
 
 
 class _Supervisor:
+    """The loop that serves the client and all reader processes."""
+
     def __init__(self, config: framing.ReaderConfig, client: socket.socket) -> None:
         self._config, self._client = config, client
-        self._children = [_Child(name, where) for name, where in config.readers.items()]
+        self._children = [_Child(name, class_path) for name, class_path in config.readers.items()]
         self._out = bytearray()
         self._poll = select.poll()
         self._by_connection: dict[int, _Child] = {}
-        """by the descriptor of its line"""
+        """By descriptor of the connection."""
         self._by_pidfd: dict[int, _Child] = {}
-        """by its pidfd"""
+        """By pidfd."""
         self._closing = False
         client.setblocking(False)
 
     def run(self) -> None:
+        """Run until the client ends or SIGTERM arrives, and all processes have ended."""
         woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake)
         signal.signal(signal.SIGTERM, lambda number, at: self._close())
@@ -136,11 +140,11 @@ class _Supervisor:
             self._start(child, now)
         else:
             child.request_sent_at = now
-            with contextlib.suppress(OSError):  # it died: its pidfd says so
+            with contextlib.suppress(OSError):  # it died: its pidfd reports that
                 assert child.connection is not None
                 child.connection.send(b"?")
 
-    # ── a reader's life ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── reader processes ──────────────────────────────────────────────────────────────────────────────────────────────
     def _start(self, child: _Child, now: float) -> None:
         supervisor_pid = os.getpid()
         try:
@@ -150,7 +154,7 @@ class _Supervisor:
                 if pid == 0:
                     self._exec_child(child, child_end, supervisor_pid)
             child.pidfd = _pidfd(pid)
-        except OSError as error:  # too many processes or descriptors here: that may pass
+        except OSError as error:  # too many processes or descriptors: possibly temporary
             child.due_at = now + RETRY_INTERVAL_S
             self._report(child, "broken", f"its process cannot be started: {error.strerror}")
             return
@@ -170,7 +174,10 @@ class _Supervisor:
         self._poll.register(child.pidfd, select.POLLIN)
 
     def _exec_child(self, child: _Child, connection: socket.socket, supervisor_pid: int) -> NoReturn:
-        """In the new process: let go of everything but the line, or the others would not see us end."""
+        """Run the reader in the child process.
+
+        It closes all other connections first: the other processes could not notice their end while it had them open.
+        """
         signal.set_wakeup_fd(-1)
         close_inherited_fds([connection.fileno()])
         worker.run(
@@ -183,7 +190,7 @@ class _Supervisor:
         )
 
     def _receive(self, child: _Child) -> None:
-        """Take what its line holds. A line that ends says that its process is about to."""
+        """Process what arrived on the connection; a closed connection means that the process is about to end."""
         while child.connection is not None:
             try:
                 data = child.connection.recv(_CHUNK_BYTES)
@@ -198,8 +205,8 @@ class _Supervisor:
             try:
                 for kind, body in child.inbox.frames():
                     self._on_frame(child, kind, body, time.monotonic())
-            except (ValueError, msgspec.DecodeError):  # its memory is damaged: that is no other reader's concern
-                self._report(child, "broken", "its process said what is no reading")
+            except (ValueError, msgspec.DecodeError):  # its memory may be damaged: other readers are not affected
+                self._report(child, "broken", "its process sent an invalid frame")
                 self._disconnect(child)
                 return
 
@@ -252,27 +259,27 @@ class _Supervisor:
         child.pid = child.pidfd = 0
 
     def _escalate_signal(self, child: _Child, now: float) -> None:
-        """The next step to make a process end. The last one: it hangs in the kernel, and is left."""
+        """Send the next stronger signal to a process that is to end; one that survives SIGKILL is left."""
         if child.signalled == 0:
             child.signalled, child.escalate_at = signal.SIGTERM, now + TERM_TIMEOUT_S
         elif child.signalled == signal.SIGTERM:
             child.signalled, child.escalate_at = signal.SIGKILL, now + KILL_TIMEOUT_S
         elif self._closing:
             at = describe_blocked_call(child.pid)
-            _log.error("reader %s: process %d does not end on SIGKILL, it is left%s", child.name, child.pid, at)
+            _log.error("reader %s: process %d does not end on SIGKILL; it is left running%s", child.name, child.pid, at)
             self._release(child)
             child.escalate_at = _NEVER
             return
-        else:  # no other one is started as long as it is there
+        else:  # no second process is started while this one exists
             child.escalate_at = _NEVER
             self._report(child, "hung", f"does not end on SIGKILL{describe_blocked_call(child.pid)}")
             return
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(child.pidfd, child.signalled)
 
-    # ── the one who started us ─────────────────────────────────────────────────────────────────────────────────────
+    # ── the client ────────────────────────────────────────────────────────────────────────────────────────────────────
     def _service_client(self) -> None:
-        """It says nothing; its end is ours."""
+        """Send pending results to the client. The client sends nothing; its disconnection ends the supervisor."""
         try:
             if self._out:
                 del self._out[: self._client.send(self._out)]
@@ -289,7 +296,7 @@ class _Supervisor:
 
     def _send(self, frame: bytes) -> None:
         self._out += frame
-        with contextlib.suppress(BlockingIOError, ConnectionError):  # its end is heard in _talk
+        with contextlib.suppress(BlockingIOError, ConnectionError):  # `run` notices a disconnected client
             del self._out[: self._client.send(self._out)]
 
     def _after_report(self, child: _Child) -> None:
@@ -297,7 +304,7 @@ class _Supervisor:
             child.due_at = _NEVER
 
     def _close(self) -> None:
-        """Ask all to end: first by hanging up, which they see between two reads."""
+        """Make all readers end: first by closing the connections, which they notice between two reads."""
         if self._closing:
             return
         self._closing = True
@@ -316,24 +323,25 @@ class _Supervisor:
 
 
 def _pidfd(pid: int) -> int:
-    """Its pidfd. Raises OSError, and nobody is left."""
+    """Return the pidfd of a child. On failure, kill and reap the child and raise OSError."""
     try:
         return os.pidfd_open(pid)
     except OSError:
-        os.kill(pid, signal.SIGKILL)  # it has opened nothing yet
+        os.kill(pid, signal.SIGKILL)  # it has not opened anything yet
         os.waitpid(pid, 0)
         raise
 
 
 def main() -> int:
+    """Run the supervisor; its configuration is the only argument, its connection to the client is stdin."""
     start_logging()
     config = msgspec.json.decode(sys.argv[1], type=framing.ReaderConfig)
     client = socket.socket(fileno=os.dup(0))
-    for class_path in config.readers.values():  # once here instead of once in each: what is shared costs once
-        with contextlib.suppress(Exception):  # its own process says what is wrong with it
+    for class_path in config.readers.values():  # imported once here, its memory is shared by all readers
+        with contextlib.suppress(Exception):  # the reader's own process reports the error
             __import__(class_path.partition(":")[0])
     gc.collect()
-    gc.freeze()  # what is there now is shared with the readers: their collectors shall not write to it
+    gc.freeze()  # keeps garbage collectors of the readers from copying shared memory
     _Supervisor(config, client).run()
     return 0
 

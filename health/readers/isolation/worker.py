@@ -1,6 +1,7 @@
-"""A reader's own process: it is asked by a byte, reads, and answers by a frame. It ends when nobody can ask any more.
+"""The process of one reader: it receives a byte as a request, reads, and replies with a frame.
 
-Forked by :mod:`rrl.health.readers.isolation.supervisor`, so that nothing of a driver is opened before the fork.
+It ends when the supervisor (:mod:`rrl.health.readers.isolation.supervisor`) closes the connection. The supervisor forks
+it, so that no driver is opened before the fork.
 """
 
 from __future__ import annotations
@@ -25,19 +26,27 @@ _log = logging.getLogger("rrl.readers")
 
 T = TypeVar("T")
 _DEFAULT_TIMES_S = (10.0, 10.0)
-"""every and within (s) of a reader that cannot be imported"""
+"""Interval and timeout (s) of a reader that cannot be imported."""
 
 
 def run(
     name: str, class_path: str, options: ReaderOptions, connection: socket.socket, parent: int, alarm_after_s: float
 ) -> NoReturn:
-    """``where``: ``module:Class``. ``alarm``: s after which a read that hangs ends this process, should no keeper be
-    there to do so. That is the kernel's doing: no Python runs within a call that hangs."""
+    """Serve requests until the connection is closed.
+
+    Args:
+        name: Name of the reader.
+        class_path: ``module:Class`` of the reader.
+        options: Options of the reader.
+        connection: Connection to the supervisor.
+        parent: Pid of the supervisor.
+        alarm_after_s: Seconds after which a hung read ends this process even without the supervisor. A kernel timer
+            does that, because no Python code runs during a call that hangs.
+    """
     signal.signal(signal.SIGTERM, _on_sigterm)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    set_parent_death_signal(
-        parent, signal.SIGTERM
-    )  # not SIGKILL: who holds a session of a driver's library gets time to close it
+    # not SIGKILL: a reader with an open session of a driver's library gets time to close it
+    set_parent_death_signal(parent, signal.SIGTERM)
     source = _Source(name, class_path, options)
     code = 0
     try:
@@ -46,13 +55,13 @@ def run(
             connection.sendall(framing.frame(framing.HELLO_FRAME, framing.encode(source.times)))
             while connection.recv(1):
                 connection.sendall(framing.reading_frame(_with_alarm(source.read, alarm_after_s)))
-        except (SystemExit, ConnectionError):  # asked to end, or nobody is there any more
+        except (SystemExit, ConnectionError):  # SIGTERM arrived, or the supervisor has ended
             pass
         except BaseException as error:
             _log.error("reader %s failed: %r", name, error)
             code = 1
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    except SystemExit:  # the signal of a keeper's death came just after the end of its line
+    except SystemExit:  # the death signal arrived just after the connection was closed
         pass
     finally:
         signal.setitimer(signal.ITIMER_REAL, alarm_after_s)
@@ -62,7 +71,7 @@ def run(
 
 
 class _Source:
-    """A reader, made when it is first needed, and again as long as it cannot be made."""
+    """A reader that is created when first needed, and again after each failure to create it."""
 
     def __init__(self, name: str, class_path: str, options: ReaderOptions) -> None:
         self._name, self._class_path, self._options = name, class_path, options
@@ -70,13 +79,14 @@ class _Source:
         self.times = _DEFAULT_TIMES_S
 
     def prepare(self) -> None:
-        """Whatever goes wrong here goes wrong again at the first look, which tells it."""
+        """Create the reader ahead of the first request; an error recurs there and is then reported."""
         with contextlib.suppress(Exception):
             kind = _load(self._class_path)
             self.times = (kind.interval_s, kind.timeout_s)
             self._instance()
 
     def read(self) -> Reading:
+        """Read once and return the result; errors become states of the result."""
         state, why, data = "read", "", None
         try:
             data = self._instance().read()
@@ -89,6 +99,7 @@ class _Source:
         return Reading(self._name, time.monotonic(), data, state, why)  # type: ignore[arg-type]
 
     def close(self) -> None:
+        """Close the reader if it was created."""
         if self._reader is not None:
             self._reader.close()
 

@@ -1,0 +1,1 @@
+"""The reader of NVML: all GPUs of the node, and their Xids."""

@@ -1,7 +1,6 @@
-"""Read one GPU over time: query what is due, keep the rest, report when the GPU is lost, and list its compute
-processes.
+"""Read one GPU over time: query due values, keep the others, detect a lost GPU, and list its compute processes.
 
-NVML gives process ids, ``/proc`` the rest.
+NVML gives process ids; owner and name come from ``/proc``.
 """
 
 from __future__ import annotations
@@ -17,25 +16,28 @@ from .nvlink import read_links
 from .session import Query, QueryResults
 
 _INITIAL_NAMESPACE = "pid:[4026531836]"
-"""PROC_PID_INIT_INO of the kernel's include/linux/proc_ns.h: in any other, NVML's process ids are not ours"""
+"""PROC_PID_INIT_INO of the kernel's include/linux/proc_ns.h: in any other namespace NVML's process ids are not ours."""
 
 
 class ProcessOwners:
-    """Looks processes up below ``proc``."""
+    """Looks up owner and name of processes in ``proc``."""
 
     def __init__(self, proc: str) -> None:
         self._proc = Path(proc)
         self._same_namespace = _namespace(self._proc) in ("", _INITIAL_NAMESPACE)
 
     def describe(self, process: Any) -> GpuProcess:
-        """Of one of nvmlDeviceGetComputeRunningProcesses."""
+        """Return the process that an entry of nvmlDeviceGetComputeRunningProcesses describes."""
         pid = int(process.pid)
         memory = None if process.usedGpuMemory is None else int(process.usedGpuMemory)
         uid, name = self._look_up(pid) if self._same_namespace else (None, "")
         return GpuProcess(pid, uid, memory, name)
 
     def _look_up(self, pid: int) -> tuple[int | None, str]:
-        """(real uid, name). The owner of the folder would not do: it is root's for a process that may not be dumped."""
+        """Return (real uid, name) of a process.
+
+        The owner of its folder would be wrong: it is root for a process that may not be dumped.
+        """
         try:
             text = (self._proc / str(pid) / "status").read_text(errors="replace")
         except OSError:
@@ -57,16 +59,19 @@ _READ_FIELDS = tuple(
     field for field in Gpu.__struct_fields__ if field not in ("index", "lost", "unread", *_IDENTITY_FIELDS)
 )
 _CONFIRMATION_READS = 3
-"""reads that look anew at links and fabric once they changed: a check wants to see several times what condemns"""
+"""Reads that query links and fabric again after a change: a check needs several such samples for a FAIL."""
 _HANDLE_RETRY_READS = 20
-"""reads between two attempts to get a handle that the driver refused"""
+"""Reads between two attempts to get a handle that the driver refused."""
 
 
 class Device:
-    """The GPU that NVML counts as ``index``."""
+    """The GPU that NVML lists at ``index``."""
 
     def __init__(self, nvml: Any, index: int, owners: ProcessOwners, identity: dict[str, str]) -> None:
-        """``identity``: what an earlier session knew of it; a GPU that is lost tells nothing any more."""
+        """Create the device without a handle.
+
+        ``identity`` is what an earlier session read of it: a lost GPU does not report it.
+        """
         self.handle: Any = None
         self.identity = dict(identity)
         self.lost = ""
@@ -74,12 +79,12 @@ class Device:
         self._index = index
         self._refused = ""
         self._confirmations_left = 0
-        """reads that still do so"""
+        """Reads that still query links and fabric because of a change."""
         self._results: QueryResults | None = None
         self._processes = (Query(("processes",), _process_queries(owners)),)
 
     def open(self) -> None:
-        """Gets a handle. The driver refuses it for a GPU that is lost, and for one that is not of our allocation."""
+        """Get a handle. The driver refuses it for a GPU that is lost or not in our allocation."""
         try:
             self.handle = self._nvml.nvmlDeviceGetHandleByIndex(self._index)
         except self._nvml.NVMLError as error:
@@ -94,8 +99,14 @@ class Device:
             self.identity["uuid"] = uuid
 
     def read(self, read_number: int, full: bool, session_may_end: bool) -> Gpu:
-        """``turn``: number of this read. ``whole``: everything, due or not. ``may_end``: an error that the session is
-        over is raised as :class:`~rrl.health.readers.nvml.session.SessionOver`, else noted like any other."""
+        """Read the values that are due and return the GPU.
+
+        Args:
+            read_number: Number of this read.
+            full: Whether to read all values, due or not.
+            session_may_end: Whether an error that ends the session raises
+                :class:`~rrl.health.readers.nvml.session.SessionOver`; otherwise it is noted like any other error.
+        """
         if self._results is None and (full or read_number % _HANDLE_RETRY_READS == 0):
             self.open()
         if self._results is None:
@@ -120,7 +131,10 @@ class Device:
         results.detect_unresponsive()
 
     def _query_rest(self, results: QueryResults, read_number: int, full: bool) -> None:
-        """GPUs take turns (``turn`` has the index in it): no read of eight of them is much longer than another."""
+        """Query the values that are due.
+
+        ``read_number`` includes the GPU's index, so that the slow queries of eight GPUs are spread over several reads.
+        """
         if full or read_number % table.FIXED_EVERY == 0:
             results.query((*table.IDENTITY, *table.FIXED))
         if not results.lost_reason and (full or read_number % table.MEDIUM_EVERY == 0):
@@ -146,10 +160,14 @@ class Device:
 
     @property
     def uuid(self) -> str:
+        """Return the GPU's UUID; empty if unknown."""
         return self.identity.get("uuid", "")
 
     def _unreadable_gpu(self, reason: str, results: QueryResults | None = None) -> Gpu:
-        """Nothing of before is carried on. The recovery action may still be told, and says what would help."""
+        """Return the GPU without values of earlier reads.
+
+        The recovery action may still be readable, and names the remedy.
+        """
         action = results.values.get("recovery_action") if results and "recovery_action" not in results.unread else None
         unread = {field: reason for field in _READ_FIELDS if field != "recovery_action" or action is None}
         unread |= {field: reason for field in _IDENTITY_FIELDS if field not in self.identity}
@@ -165,7 +183,7 @@ _UNFINISHED = ("not_started", "in_progress")
 
 
 def _connections(results: QueryResults) -> tuple[Any, ...]:
-    """State of the fabric, and of each link."""
+    """Return the state of the fabric and of each link."""
     links = results.values.get("nvlinks") or ()
     return (results.values.get("fabric_state"), results.values.get("fabric_status"), *(link.active for link in links))
 

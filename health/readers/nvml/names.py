@@ -1,6 +1,6 @@
-"""NVML's numbers in words: its errors, and the few enumerations that readings tell by name.
+"""Names for NVML's numbers: its errors, and the enumerations that samples report by name.
 
-Source: nvml.h of r575 as nvidia-ml-py has it. Numbers, not names, for an older nvidia-ml-py lacks the newer names.
+Source: nvml.h of r575 as in nvidia-ml-py. Numbers, not names, because an older nvidia-ml-py lacks the newer names.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ DEPRECATED = 26
 UNKNOWN = 999
 
 SESSION_OVER_CODES = frozenset((UNINITIALIZED, DRIVER_NOT_LOADED, LIB_RM_VERSION_MISMATCH))
-"""the driver was unloaded or replaced under us: nothing that we hold is valid any more"""
+"""Errors that end the session: the driver was unloaded or replaced, and no handle is valid any longer."""
 LOST_CODES = frozenset((GPU_IS_LOST, RESET_REQUIRED))
-"""said by any call: this GPU answers to nobody before it is reset"""
+"""Errors that any call may give: the GPU does not answer until it is reset."""
 NO_HANDLE_CODES = LOST_CODES | {UNKNOWN, INSUFFICIENT_POWER, IRQ_ISSUE}
-"""why a GPU that is counted gives no handle, where the GPU is at fault (nvmlDeviceGetHandleByIndex)"""
+"""Errors of nvmlDeviceGetHandleByIndex for a listed GPU where the GPU is at fault."""
 UNSUPPORTED_CODES = frozenset(
     (NOT_SUPPORTED, INVALID_ARGUMENT, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED)
 )
-"""this way to ask does not exist here; another one may"""
+"""Errors that mean: the driver or GPU does not support this query; an alternative may work."""
 
 _ERROR_TEXTS = {
     UNINITIALIZED: "NVML is not initialised",
@@ -50,7 +50,7 @@ _ERROR_TEXTS = {
     GPU_IS_LOST: "GPU is lost",
     RESET_REQUIRED: "GPU requires reset",
     17: "blocked by the operating system",
-    LIB_RM_VERSION_MISMATCH: "the NVML library and the loaded driver differ in version: the driver was exchanged",
+    LIB_RM_VERSION_MISMATCH: "the NVML library and the loaded driver differ in version: the driver was replaced",
     ARGUMENT_VERSION_MISMATCH: "no such version of the function in this driver",
     DEPRECATED: "no longer in this driver",
     GPU_NOT_FOUND: "the NVIDIA driver finds no GPU",
@@ -59,7 +59,7 @@ _ERROR_TEXTS = {
 
 
 def error_text(code: int, driver_text: str = "") -> str:
-    """``drivers``: what NVML itself calls it, for a code that is new to us."""
+    """Return the text for an error code; ``driver_text`` is NVML's own text, for a code without an entry."""
     return _ERROR_TEXTS.get(code) or f"NVML error {code}" + (f" ({driver_text})" if driver_text else "")
 
 
@@ -67,19 +67,22 @@ _ACTIONS = (
     "none", "gpu_reset", "node_reboot", "drain_p2p", "drain_and_reset", "recover_imex_domain", "bus_reset",
     "system_reboot",
 )  # fmt: skip
-"""nvmlDeviceGpuRecoveryAction_t of r615; the last three came after r575"""
+"""Names of nvmlDeviceGpuRecoveryAction_t in r615; the last three were added after r575."""
 
 
 def recovery_action(number: int) -> str:
+    """Return the name of a recovery action."""
     return _ACTIONS[number] if number < len(_ACTIONS) else f"unknown ({number})"
 
 
 def fabric_state(number: int) -> str:
+    """Return the name of a state of the NVLink fabric registration."""
     states = ("not_supported", "not_started", "in_progress", "completed")
     return states[number] if number < len(states) else f"unknown ({number})"
 
 
 def fabric_status(code: int) -> str:
+    """Return the result of the NVLink fabric registration: ``success`` or the error."""
     return "success" if code == SUCCESS else error_text(code)
 
 
@@ -87,16 +90,16 @@ _REASONS = (
     "gpu_idle", "applications_clocks", "sw_power_cap", "hw_slowdown", "sync_boost", "sw_thermal", "hw_thermal",
     "hw_power_brake", "display",
 )  # fmt: skip
-"""by bit of nvmlDeviceGetCurrentClocksEventReasons"""
+"""Names by bit of nvmlDeviceGetCurrentClocksEventReasons."""
 
 
 def clock_reasons(mask: int) -> tuple[str, ...]:
-    """A bit that has no name here is told by its number, never dropped."""
+    """Return the names of the bits; a bit without a name is reported by its number."""
     bits = (bit for bit in range(mask.bit_length()) if mask >> bit & 1)
     return tuple(_REASONS[bit] if bit < len(_REASONS) else f"bit_{bit}" for bit in bits)
 
 
 def kernel_bus_id(bus_id: str) -> str:
-    """``0000:1b:00`` as the kernel log names it, of NVML's ``00000000:1B:00.0``."""
+    """Return NVML's ``00000000:1B:00.0`` as the kernel log writes it: ``0000:1b:00``."""
     domain, _, rest = bus_id.lower().partition(":")
     return f"{domain[-4:]}:{rest.partition('.')[0]}" if rest else bus_id.lower()

@@ -7,18 +7,21 @@ from .names import SUCCESS, UNSUPPORTED_CODES
 from .session import QueryResults
 
 _LINK_COUNT = 91
-"""NVML_FI_DEV_NVLINK_LINK_COUNT"""
+"""NVML_FI_DEV_NVLINK_LINK_COUNT."""
 _MAX_LINKS = 36
-"""NVML_NVLINK_MAX_LINKS of r575"""
+"""NVML_NVLINK_MAX_LINKS of r575."""
 _COUNTERS = (("replay", 161, 0), ("recovery", 162, 1), ("crc_flit", 163, 2), ("crc_data", 0, 3))
-"""field of NvLink; NVML_FI_DEV_NVLINK_ERROR_DL_{REPLAY,RECOVERY,CRC}, scope: the link (Hopper and later);
-NVML_NVLINK_ERROR_DL_* of nvmlDeviceGetNvLinkErrorCounter (before)"""
+"""Field of NvLink; NVML_FI_DEV_NVLINK_ERROR_DL_{REPLAY,RECOVERY,CRC} with the link as scope (Hopper and later);
+NVML_NVLINK_ERROR_DL_* of nvmlDeviceGetNvLinkErrorCounter (before Hopper)."""
 _ACTIVE = 1
 
 
 def read_links(results: QueryResults) -> None:
-    """Puts ``nvlinks`` into the answers. A counter that no link has is ``None`` in all, with ``nvlinks.<counter>``
-    among the unread; so is the state of one link that does not tell, with ``nvlinks.active``."""
+    """Read all links and store them as ``nvlinks``.
+
+    A counter that no link has is ``None`` in all of them, with ``nvlinks.<counter>`` in ``unread``; an unreadable state
+    of a link is ``None``, with ``nvlinks.active`` in ``unread``.
+    """
     for field in [field for field in results.unread if field.startswith("nvlinks")]:
         del results.unread[field]
     states = _states(results)
@@ -26,7 +29,7 @@ def read_links(results: QueryResults) -> None:
         results.values["nvlinks"] = None
         results.unread.setdefault("nvlinks", "this GPU has no NVLink")
         return
-    # counters of a link that is down may not be told, so an active one says which way there is to ask
+    # a link that is down may not report counters, so probe the supported query with an active one
     sample = next((link for link, state in enumerate(states) if state), 0)
     counters = {
         name: _counter(results, name, field, counter, len(states), sample) for name, field, counter in _COUNTERS
@@ -38,7 +41,7 @@ def read_links(results: QueryResults) -> None:
 
 
 def _states(results: QueryResults) -> list[bool | None]:
-    """Empty: there are no links, and ``unread`` says why that is known."""
+    """Return the state of each link; empty if there are no links, with the reason in ``unread``."""
     ((code, count),) = results.field_values([(_LINK_COUNT, 0)])
     count_known = code == SUCCESS
     if not count_known and code not in UNSUPPORTED_CODES:
@@ -62,7 +65,7 @@ def _state(results: QueryResults, link: int) -> tuple[int, int]:
 
 
 def _counter(results: QueryResults, name: str, field: int, counter: int, links: int, sample: int) -> list[int | None]:
-    """Of each link. One that cannot be told of ``sample`` is asked of no other."""
+    """Return the counter of each link; if ``sample`` does not support it, no other link is queried."""
     if field:
         found = results.field_values([(field, link) for link in range(links)])
         if found[sample][0] not in UNSUPPORTED_CODES:

@@ -1,9 +1,8 @@
-"""What is asked of a GPU, by which function or field of NVML, and how often.
+"""The queries of a GPU: the function or field of NVML for each value, and how often it is read.
 
-Each call goes to the driver, on recent GPUs to a processor on the card, and that costs far more than our side of it: so
-what must be known at once is asked with every read, counters that are looked at by the minute seldom, and a driver that
-has field values is asked for many in one call. Where there are two ways, the second one is for drivers or GPUs that
-lack the first one.
+Each call goes to the driver, and on recent GPUs to a processor on the card, which costs far more than our side of it.
+So values that must be known at once are read every time, counters that are checked by the minute rarely, and field
+values in one call for many. Where a query has alternatives, the later ones are for drivers or GPUs without the first.
 """
 
 from __future__ import annotations
@@ -15,12 +14,14 @@ from .names import clock_reasons, fabric_state, fabric_status, kernel_bus_id, re
 from .session import FieldQuery, Query, QueryFunction
 
 MEDIUM_EVERY = 5
-"""reads: 5 s at the reader's own pace. Memory, processes, clocks: evidence of now, that no check acts on by itself"""
+"""Reads between two queries: 5 s at the reader's interval. Memory, processes, clocks: evidence of the present state, on
+which no check acts alone."""
 SLOW_EVERY = 20
-"""reads: 20 s. Counters and link states whose checks have windows of a minute or more; an Xid of the GPU, or another
-recovery action, has all of it read at once"""
+"""Reads between two queries: 20 s. Counters and link states whose checks have windows of a minute or more. An Xid of
+the GPU, or another recovery action, causes an immediate query of all values."""
 FIXED_EVERY = 600
-"""reads: 10 min. Names, limits: they change with firmware, and with an administrator's command"""
+"""Reads between two queries: 10 min. Names and limits: they change with the firmware, or by an administrator's
+command."""
 
 _CORRECTED, _UNCORRECTED = 0, 1
 _VOLATILE, _AGGREGATE = 0, 1
@@ -31,7 +32,7 @@ _MULTIPLE_SINGLE_BIT, _DOUBLE_BIT = 0, 1
 _SHUTDOWN_TLIMIT, _SLOWDOWN_TLIMIT = 193, 194
 
 
-# ── functions behind field values ────────────────────────────────────────────────────────────────────────────────────
+# ── alternatives to field values ──────────────────────────────────────────────────────────────────────────────────────
 def _ecc(kind: int, counter: int) -> tuple[QueryFunction]:
     return (lambda nvml, handle: nvml.nvmlDeviceGetTotalEccErrors(handle, kind, counter),)
 
@@ -44,34 +45,37 @@ def _retired(cause: int) -> tuple[QueryFunction]:
     return (lambda nvml, handle: len(nvml.nvmlDeviceGetRetiredPages(handle, cause)),)
 
 
-# ── functions that need a word ───────────────────────────────────────────────────────────────────────────────────────
+# ── functions with details ────────────────────────────────────────────────────────────────────────────────────────────
 def _memory_v2(nvml: Any, handle: Any) -> tuple[int, int]:
-    """Used by processes; the driver's own reserve is not in it."""
+    """Return (used, total) bytes; ``used`` does not include memory reserved by the driver."""
     memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
     return int(memory.used), int(memory.total)
 
 
 def _memory(nvml: Any, handle: Any) -> tuple[int, int]:
-    """Of drivers before r510. With the driver's own reserve, where a later one should answer here."""
+    """Return (used, total) bytes for drivers older than r510; ``used`` includes memory reserved by the driver."""
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     return int(memory.used), int(memory.total)
 
 
 class _Fabric(Structure):
-    """nvmlGpuFabricInfo_t of nvml.h. Ours, for nvidia-ml-py (12.560, 12.575, still in 13.580) has another, and
-    reads a state from beyond the one that the driver wrote: a registration that is complete then looks like none."""
+    """nvmlGpuFabricInfo_t of nvml.h.
+
+    nvidia-ml-py (12.560, 12.575, still in 13.580) has another layout, and reads a state from beyond the one that the
+    driver wrote: a complete registration then looks like none.
+    """
 
     _fields_ = [("cluster", c_ubyte * 16), ("status", c_uint), ("clique", c_uint), ("state", c_ubyte)]
 
 
 class _FabricV2(Structure):
-    """nvmlGpuFabricInfo_v2_t"""
+    """nvmlGpuFabricInfo_v2_t of nvml.h."""
 
     _fields_ = [("version", c_uint), *_Fabric._fields_, ("health", c_uint)]
 
 
 _FABRIC_V2 = sizeof(_FabricV2) | 2 << 24
-"""nvmlGpuFabricInfo_v2: NVML_STRUCT_VERSION is size and number"""
+"""nvmlGpuFabricInfo_v2: NVML_STRUCT_VERSION is the size and the version number."""
 
 
 def _fabric_v2(nvml: Any, handle: Any) -> tuple[str, str]:
@@ -91,8 +95,11 @@ def _threshold(which: int) -> QueryFunction:
 
 
 def _limit(field: int) -> QueryFunction:
-    """Ada and later tell limits as distances from the temperature at which the margin is used up, negative beyond it
-    (nvmlDeviceGetTemperatureThreshold's note; NVML_FI_DEV_TEMPERATURE_*_TLIMIT)."""
+    """Return a query that computes a temperature limit from a margin.
+
+    Ada and later report limits as distances from the temperature at which the margin is used up, negative beyond it
+    (nvmlDeviceGetTemperatureThreshold's note; NVML_FI_DEV_TEMPERATURE_*_TLIMIT).
+    """
 
     def query(nvml: Any, handle: Any) -> int:
         (value,) = nvml.nvmlDeviceGetFieldValues(handle, [(field, 0)])
@@ -108,7 +115,7 @@ def _temperature(nvml: Any, handle: Any) -> int:
     return int(nvml.nvmlDeviceGetTemperature(handle, _CORE))
 
 
-# ── the groups ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── query groups ──────────────────────────────────────────────────────────────────────────────────────────────────────
 FAST_FIELDS = (
     FieldQuery("recovery_action", 230, recovery_action),
     FieldQuery("ecc_volatile_uncorrected", 4, alternatives=_ecc(_UNCORRECTED, _VOLATILE)),

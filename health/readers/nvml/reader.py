@@ -1,8 +1,8 @@
-"""NVML through nvidia-ml-py: what all GPUs of this node say, and the Xids that happened since the last read.
+"""Reader of NVML through nvidia-ml-py: the state of all GPUs of this node, and the Xids since the last read.
 
-One session of NVML is kept open, for opening it costs seconds on a node without persistence mode. It is opened anew
-where the driver was unloaded or replaced, where the number of GPUs changed, and now and then while a GPU is lost, which
-is how one that was reset is found again. Any call may hang: that is the business of whoever runs the reader.
+One session of NVML is kept open, because opening it takes seconds on a node without persistence mode. It is reopened if
+the driver was unloaded or replaced, if the number of GPUs changed, and periodically while a GPU is lost, which is how a
+reset GPU is found again. Any call may hang: the supervisor enforces the deadline.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from .session import SessionOver
 from .xid_events import XidListener
 
 _LOST_SEARCH_READS = 60
-"""reads between two new sessions while a GPU is lost"""
+"""Reads between two new sessions while a GPU is lost."""
 _REOPEN_AFTER_READS = 10
-"""reads before an error that calls the session void is believed once more: one that stays is of its function alone"""
+"""Reads before another error may end the session: an error that persists after reopening is only of its function."""
 
 
 class NvmlReader:
+    """Reader of all GPUs of the node through NVML."""
+
     name: ClassVar[str] = "nvml"
     interval_s: ClassVar[float] = 1.0
     timeout_s: ClassVar[float] = 10.0
@@ -32,7 +34,7 @@ class NvmlReader:
     def __init__(self, options: ReaderOptions) -> None:
         self._owners, self._dev = ProcessOwners(options.proc), options.dev
         self._nvml: Any = None
-        """nvidia-ml-py while a session is open"""
+        """nvidia-ml-py while a session is open."""
         self._driver = ""
         self._device_access = (0, 0)
         self._devices: list[Device] = []
@@ -41,9 +43,10 @@ class NvmlReader:
         self._read_count = 0
         self._opened_at_read = 0
         self._trust_errors_from_read = 0
-        """number of the read from which on an error that calls the session void is believed"""
+        """Number of the read from which on an error may end the session."""
 
     def read(self) -> NvmlData:
+        """Read all GPUs and the Xids since the last read; reopen the session if it ended."""
         self._read_count += 1
         if (
             any(device.lost for device in self._devices)
@@ -58,7 +61,7 @@ class NvmlReader:
             return self._read(session_may_end=False)
 
     def close(self) -> None:
-        """Ends the session, if the driver lets us."""
+        """End the session, if the driver permits it."""
         nvml, self._nvml = self._nvml, None
         if nvml is None:
             return
@@ -68,7 +71,7 @@ class NvmlReader:
                 self._events.close()
             nvml.nvmlShutdown()
         except nvml.NVMLError:
-            pass  # it is over already, or will be with this process
+            pass  # it has ended already, or will end with this process
         self._events, self._devices = None, []
 
     def _read(self, session_may_end: bool) -> NvmlData:
@@ -81,9 +84,13 @@ class NvmlReader:
             opened = True
         assert self._events is not None
         xids = self._events.drain() if session_may_end else self._drain_quietly()
-        struck = {xid.uuid for xid in xids}
+        uuids_with_xid = {xid.uuid for xid in xids}
         gpus = tuple(
-            device.read(self._read_count, opened or device.uuid in struck or "" in struck, session_may_end)
+            device.read(
+                self._read_count,
+                opened or device.uuid in uuids_with_xid or "" in uuids_with_xid,
+                session_may_end,
+            )
             for device in self._devices
         )
         granted, withheld = self._device_access
@@ -119,12 +126,14 @@ class NvmlReader:
             if error.value in SESSION_OVER_CODES and session_may_end:
                 raise SessionOver(text) from None
             self.close()
-            raise RuntimeError(f"GPUs cannot be counted: {text}") from None
+            raise RuntimeError(f"NVML cannot count the GPUs: {text}") from None
 
 
 def _device_files(dev: str) -> tuple[int, int]:
-    """GPUs (those that we may open, those that we may not). ``access`` asks the device cgroup as ``open`` does, and not
-    the driver."""
+    """Return the numbers of GPUs (that we may open, that we may not open).
+
+    ``access`` consults the device cgroup as ``open`` does, but not the driver.
+    """
     try:
         files = [f"{dev}/{name}" for name in os.listdir(dev) if re.fullmatch(r"nvidia\d+", name)]
     except OSError:
@@ -134,7 +143,7 @@ def _device_files(dev: str) -> tuple[int, int]:
 
 
 def _start_nvml() -> Any:
-    """nvidia-ml-py, with a session of NVML open."""
+    """Open a session of NVML and return nvidia-ml-py."""
     try:
         import pynvml
     except ImportError:
@@ -146,6 +155,6 @@ def _start_nvml() -> Any:
         if error.value in (LIBRARY_NOT_FOUND, DRIVER_NOT_LOADED, GPU_NOT_FOUND):
             raise NotInstalled(text) from None
         if error.value == NO_PERMISSION:
-            raise PermissionDenied("the NVIDIA driver does not admit this user") from None
+            raise PermissionDenied("the NVIDIA driver refuses access to this user") from None
         raise RuntimeError(f"NVML does not start: {text}") from None
     return pynvml

@@ -1,4 +1,4 @@
-"""Asking one GPU: every value stands alone, and one that does not come leaves a reason under its name."""
+"""Queries of one GPU: each value is independent, and one that cannot be read leaves a reason under its name."""
 
 from __future__ import annotations
 
@@ -8,69 +8,79 @@ from typing import Any, NamedTuple
 from .names import FUNCTION_NOT_FOUND, LOST_CODES, SESSION_OVER_CODES, SUCCESS, UNKNOWN, UNSUPPORTED_CODES, error_text
 
 QueryFunction = Callable[[Any, Any], Any]
-"""(nvidia-ml-py, handle) → value; raises NVMLError"""
+"""(nvidia-ml-py, handle) → value; raises NVMLError."""
 
 _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
-"""of nvmlValue_t, by nvmlValueType_t"""
+"""Members of nvmlValue_t by nvmlValueType_t."""
 _UNKNOWN_TYPE = -1
 _GARBLED = -2
-"""our own codes: a value of a type that we do not know; a text that is no text (a corrupted infoROM)"""
+"""Our own codes: a value of an unknown type; a text that cannot be decoded (a corrupted infoROM)."""
 
 
 class SessionOver(Exception):
-    """The driver was unloaded or replaced: open NVML anew."""
+    """The driver was unloaded or replaced: NVML must be reopened."""
 
 
 class Query(NamedTuple):
-    """``fields``: the values' names; of more than one, a way gives a tuple. ``ways``: tried in this order, as long as
-    the driver says that it cannot do that one."""
+    """Query of one or more values.
+
+    ``fields`` are the values' names; with several, a function returns a tuple. ``alternatives`` are tried in order
+    until the driver supports one.
+    """
 
     fields: tuple[str, ...]
     alternatives: tuple[QueryFunction, ...]
 
 
 class FieldQuery(NamedTuple):
-    """One of nvmlDeviceGetFieldValues, many of which make one call. ``ways``: where the driver has no such field."""
+    """Query of one field of nvmlDeviceGetFieldValues, which reads many fields in one call.
+
+    ``alternatives`` are for drivers without the field.
+    """
 
     field: str
     number: int
-    """NVML_FI_DEV_*"""
+    """NVML_FI_DEV_*."""
     convert: Callable[[int], Any] = int
     alternatives: tuple[QueryFunction, ...] = ()
 
 
 class QueryResults:
-    """What one GPU has said so far. Values stay until they are asked for again."""
+    """The values read from one GPU so far. A value stays until it is queried again."""
 
     def __init__(self, nvml: Any, handle: Any, session_may_end: bool = True) -> None:
         self.values: dict[str, Any] = {}
         self.unread: dict[str, str] = {}
         self.lost_reason = ""
-        """the driver's word that this GPU is lost"""
+        """Driver's error text if this GPU is lost; else empty."""
         self._nvml = nvml
         self._handle = handle
         self._answered = 0
         self._unknown_errors = 0
         self.session_may_end = session_may_end
-        """an error that says that the session is over ends it; else it is an error as others are"""
+        """Whether an error that ends the session is raised as SessionOver; else it is noted like any other."""
 
     def begin_read(self) -> None:
+        """Start a new read: forget which queries were answered."""
         self._answered = self._unknown_errors = 0
 
     def detect_unresponsive(self) -> None:
-        """Nothing that was asked since :meth:`begin` was answered, and somebody said Unknown Error: so does a GPU that
-        fell off the bus, with some drivers. One odd function alone condemns no GPU."""
+        """Mark the GPU as lost if no query since :meth:`begin_read` was answered and one failed with Unknown Error.
+
+        With some drivers a GPU that fell off the bus behaves so. A single failing function does not suffice.
+        """
         if self._unknown_errors and not self._answered:
             self.lost_reason = error_text(UNKNOWN)
 
     def query(self, queries: Sequence[Query]) -> None:
+        """Run the queries and store their results; stop if the GPU is lost."""
         for item in queries:
             self._store(item.fields, *self._first_supported(item.alternatives))
             if self.lost_reason:
                 return
 
     def query_fields(self, queries: Sequence[FieldQuery]) -> None:
-        """One call for all of them."""
+        """Run the field queries in one call and store their results; stop if the GPU is lost."""
         for item, (code, number) in zip(
             queries, self.field_values([(item.number, 0) for item in queries]), strict=True
         ):
@@ -84,7 +94,7 @@ class QueryResults:
                 return
 
     def field_values(self, wanted: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """(error code, number) of each (field, scope)."""
+        """Return (error code, number) for each (field, scope)."""
         try:
             found = self._nvml.nvmlDeviceGetFieldValues(self._handle, wanted)
         except self._nvml.NVMLError as error:
@@ -92,7 +102,7 @@ class QueryResults:
         return [_number(value) for value in found]
 
     def call(self, function: QueryFunction) -> tuple[int, Any]:
-        """(error code, value)"""
+        """Call a function of NVML and return (error code, value)."""
         try:
             return SUCCESS, function(self._nvml, self._handle)
         except self._nvml.NVMLError as error:
@@ -103,13 +113,14 @@ class QueryResults:
             return _GARBLED, None
 
     def note(self, field: str, code: int) -> None:
-        """Why a field, or a part of it, was not read."""
+        """Store why a field, or a part of it, could not be read."""
         self._check_error(code)
         self.unread[field] = self.describe(code)
 
     def describe(self, code: int) -> str:
+        """Return the text for an error code of NVML or our own."""
         if code in (_UNKNOWN_TYPE, _GARBLED):
-            return "of an unknown type" if code == _UNKNOWN_TYPE else "not a text"
+            return "its value has an unknown type" if code == _UNKNOWN_TYPE else "its value is not a valid text"
         return error_text(code, str(self._nvml.NVMLError(code)))
 
     def _first_supported(self, alternatives: Sequence[QueryFunction]) -> tuple[int, Any]:
@@ -118,7 +129,7 @@ class QueryResults:
             code, value = self.call(function)
             if code == SUCCESS:
                 return code, value
-            if why == FUNCTION_NOT_FOUND:  # says least
+            if why == FUNCTION_NOT_FOUND:  # the least specific reason
                 why = code
             if code not in UNSUPPORTED_CODES:
                 return code, None

@@ -1,4 +1,4 @@
-"""Critical Xids as they happen, through NVML's event sets: they need no right to read the kernel log."""
+"""Receive critical Xids through NVML's event sets, which need no permission to read the kernel log."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from .names import SESSION_OVER_CODES, SUCCESS, TIMEOUT, error_text
 from .session import SessionOver
 
 _XID_CRITICAL = 0x8
-"""nvmlEventTypeXidCriticalError"""
+"""nvmlEventTypeXidCriticalError."""
 _WAIT_MS = 1
-"""ms that a look for the next event may take"""
+"""Milliseconds to wait for the next event."""
 _MAX_EVENTS = 256
-"""events taken with one read; the rest stays for the next: a storm must not keep a reading from being told"""
+"""Events taken in one read; the rest stays for the next: a storm of events must not delay a sample."""
 _RETRY_AFTER_READS = 20
-"""reads between two attempts to listen where it failed"""
+"""Reads between two attempts to subscribe after a failure."""
 
 
 class XidListener:
-    """One event set of one session of NVML. Handles stay the pointers that nvidia-ml-py made: as numbers they would be
-    cut to 32 bits on their way into the library."""
+    """One event set of one session of NVML.
+
+    Handles stay the pointers that nvidia-ml-py created: as numbers they would be truncated to 32 bits when passed to
+    the library.
+    """
 
     def __init__(self, nvml: Any, devices: Sequence[tuple[Any, str]]) -> None:
-        """``devices``: handle and UUID"""
+        """Subscribe to the events of ``devices``, each a pair of handle and UUID."""
         self.unavailable_reason = ""
-        """events are not heard, or not of all GPUs"""
+        """Why events cannot be received, or not of all GPUs; empty if they can."""
         self._nvml = nvml
         self._devices = devices
         self._uuids = {_address(handle): uuid for handle, uuid in devices}
@@ -36,13 +39,13 @@ class XidListener:
         self._listen()
 
     def drain(self) -> tuple[GpuXid, ...]:
-        """What happened since the last call."""
+        """Return the Xids since the last call."""
         xids: list[GpuXid] = []
         while self._event_set is not None and len(xids) < _MAX_EVENTS:
             code, event = self._call("nvmlEventSetWait", self._event_set, _WAIT_MS)
             if code == TIMEOUT:
                 break
-            if code != SUCCESS:  # of a GPU that is lost, for example: the set may not be of use any more
+            if code != SUCCESS:  # for example from a lost GPU: the event set may be unusable
                 self.fail(f"waiting for events: {self._error_text(code)}")
             elif event.eventType & _XID_CRITICAL:
                 xids.append(self._gpu_xid(event))
@@ -54,12 +57,13 @@ class XidListener:
         return tuple(xids)
 
     def fail(self, why: str) -> None:
-        """Nothing is heard for a while."""
+        """Close the event set and wait some reads before the next attempt."""
         self.close()
         self.unavailable_reason = why
         self._retry_in_reads = _RETRY_AFTER_READS
 
     def close(self) -> None:
+        """Free the event set."""
         if self._event_set is not None:
             self._call("nvmlEventSetFree", self._event_set)
             self._event_set = None
@@ -76,7 +80,7 @@ class XidListener:
             if code != SUCCESS:
                 refused[uuid] = self._error_text(code)
         if len(refused) == len(self._devices):
-            self.fail("; ".join(dict.fromkeys(refused.values())) or "no GPU to hear them of")
+            self.fail("; ".join(dict.fromkeys(refused.values())) or "there is no GPU to receive events of")
         elif refused:
             self.unavailable_reason = "; ".join(f"{uuid}: {why}" for uuid, why in refused.items())
             self._retry_in_reads = _RETRY_AFTER_READS
@@ -87,7 +91,7 @@ class XidListener:
         if not uuid and address:
             code, uuid = self._call("nvmlDeviceGetUUID", event.device)
             uuid = uuid if code == SUCCESS else ""
-        return GpuXid(uuid, int(event.eventData), "" if uuid else "the driver did not say of which GPU")
+        return GpuXid(uuid, int(event.eventData), "" if uuid else "the driver did not name the GPU")
 
     def _call(self, function: str, *arguments: Any) -> tuple[int, Any]:
         try:

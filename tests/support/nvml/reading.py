@@ -22,10 +22,10 @@ from rrl.health.readers.nvml.reader import NvmlReader
 reader = NvmlReader(ReaderOptions())
 for line in sys.stdin:
     try:
-        said = msgspec.json.encode(reader.read()).decode()
+        output = msgspec.json.encode(reader.read()).decode()
     except (NotInstalled, PermissionDenied, RuntimeError) as error:
-        said = f"{type(error).__name__}: {error}"
-    print(said, flush=True)
+        output = f"{type(error).__name__}: {error}"
+    print(output, flush=True)
 reader.close()
 """
 
@@ -45,9 +45,9 @@ def start(environ: Mapping[str, str]) -> subprocess.Popen[str]:
 def result_of_child(environ: Mapping[str, str]) -> str:
     """What one read in a process of its own gives."""
     process = start(environ)
-    said, _ = process.communicate("read\n", timeout=SECONDS)
+    output, _ = process.communicate("read\n", timeout=SECONDS)
     assert process.returncode == 0
-    return said.strip()
+    return output.strip()
 
 
 def read_in_child(environ: Mapping[str, str]) -> NvmlData:

@@ -45,7 +45,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def record() -> Recording:
-    """Raises Absent, Denied or RuntimeError as the reader does."""
+    """Raises NotInstalled, PermissionDenied or RuntimeError, like the reader."""
     import pynvml
 
     reader = NvmlReader(ReaderOptions())
@@ -97,22 +97,22 @@ def _calls(nvml: Any, index: int) -> dict[str, str]:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
     except nvml.NVMLError as error:
         return {"handle": str(error)}
-    answers, told = QueryResults(nvml, handle, session_may_end=False), dict[str, str]()
+    answers, values = QueryResults(nvml, handle, session_may_end=False), dict[str, str]()
     for field in (*queries.FAST_FIELDS, *queries.MEDIUM_FIELDS, *queries.SLOW_FIELDS):
         ((code, number),) = answers.field_values([(field.number, 0)])
-        told[f"{field.field} by field {field.number}"] = str(number) if code == SUCCESS else answers.describe(code)
-        told.update(_ways(answers, field.field, field))
+        values[f"{field.field} by field {field.number}"] = str(number) if code == SUCCESS else answers.describe(code)
+        values.update(_ways(answers, field.field, field))
     for ask in (*queries.IDENTITY, *queries.FAST, *queries.MEDIUM, *queries.SLOW, *queries.FIXED):
-        told.update(_ways(answers, ", ".join(ask.fields), ask))
-    return told
+        values.update(_ways(answers, ", ".join(ask.fields), ask))
+    return values
 
 
 def _ways(answers: QueryResults, name: str, query: Query | FieldQuery) -> dict[str, str]:
-    told = {}
+    values = {}
     for place, way in enumerate(query.alternatives):
         code, value = answers.call(way)
-        told[f"{name} by way {place}"] = repr(value) if code == SUCCESS else answers.describe(code)
-    return told
+        values[f"{name} by way {place}"] = repr(value) if code == SUCCESS else answers.describe(code)
+    return values
 
 
 def _version() -> str:

@@ -150,7 +150,7 @@ def test_the_worst_is_read_first(width: int) -> None:
 
 def test_the_first_line_is_fit_to_be_a_drains_reason() -> None:
     found = ill().found
-    assert headline(overall(found), found) == "FAIL gpu_recovery_action: GPU 1: the driver asks for gpu reset"
+    assert headline(overall(found), found) == "FAIL gpu_recovery_action: GPU 1: the driver requires: gpu reset"
 
 
 # ── one node, now ────────────────────────────────────────────────────────────────────────────────────────────────────

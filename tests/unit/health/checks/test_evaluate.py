@@ -129,7 +129,7 @@ def test_rules_lie_where_the_site_puts_them_and_without_any_the_defaults_hold(
         load_rules(tmp_path / "latin.toml")
 
 
-def test_a_check_that_nobody_knows_is_seen() -> None:
+def test_unknown_check_name_in_rules_is_reported() -> None:
     assert unknown_checks(Rules(checks={"gpu_lots": "off", "gpu_lost": "off"})) == ["gpu_lots"]
 
 
@@ -137,7 +137,8 @@ def test_a_check_that_nobody_knows_is_seen() -> None:
 def test_every_check_is_in_the_documentation_as_it_is_here() -> None:
     text = (DOCS / "health.md").read_text()
     for check in CHECKS:
-        row = f"| `{check.name}` | {', '.join(check.readers)} | {check.description} | {check.failure_description} | {check.threshold_source} |"
+        cells = (", ".join(check.readers), check.description, check.failure_description, check.threshold_source)
+        row = f"| `{check.name}` | {' | '.join(cells)} |"
         assert row in text, row
     assert len({check.name for check in CHECKS}) == len(CHECKS)
 
@@ -154,7 +155,7 @@ def test_rules_that_everybody_may_write_are_refused(tmp_path: Path) -> None:
 
 def test_what_dcgm_says_of_gpus_that_nobody_else_knows_is_dropped() -> None:
     gpus = tuple(DcgmGpu(uuid=uuid, remap_failed=True) for uuid in ("GPU-0", "GPU-driver", "GPU-made-up"))
-    said = DcgmData(gpus=gpus, driver_gpus=("GPU-driver",))
-    node = ObservedNode().reads(said)
+    data = DcgmData(gpus=gpus, driver_gpus=("GPU-driver",))
+    node = ObservedNode().reads(data)
     assert [one.component for one in node.of("dcgm_memory")] == ["GPU-driver"]
-    assert {one.component for one in ObservedNode().gpus().reads(said).of("dcgm_memory")} == {"GPU-0", "GPU-driver"}
+    assert {one.component for one in ObservedNode().gpus().reads(data).of("dcgm_memory")} == {"GPU-0", "GPU-driver"}

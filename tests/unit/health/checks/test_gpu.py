@@ -34,7 +34,7 @@ def test_a_healthy_node_is_well_in_every_check_of_nvml() -> None:
         ("gpu_lost", {"lost": "GPU is lost"}, Remedy.REBOOT),
     ],
 )
-def test_one_reading_that_is_proof_condemns_at_once(check: str, fields: dict[str, Any], remedy: Remedy) -> None:
+def test_one_sample_with_proof_fails_at_once(check: str, fields: dict[str, Any], remedy: Remedy) -> None:
     found = ObservedNode().gpus(gpu(1, **fields)).one(check)
     assert (found.verdict, found.cause, found.remedy, found.proof) == (Verdict.FAIL, Cause.GPU, remedy, True)
     assert (found.component, found.node) == ("GPU-1", "n1")
@@ -43,12 +43,12 @@ def test_one_reading_that_is_proof_condemns_at_once(check: str, fields: dict[str
 def test_a_failure_names_the_gpu_as_a_request_for_another_one_must_also_once_it_is_gone() -> None:
     named = gpu(1, serial="1650924012345", vbios="96.00.74", ecc_volatile_uncorrected=1)
     node = ObservedNode().gpus(named)
-    said = node.one("gpu_ecc_uncorrected").evidence[-1].text
-    assert "serial 1650924012345" in said
-    assert "vbios 96.00.74" in said
-    assert "driver " in said
+    label = node.one("gpu_ecc_uncorrected").evidence[-1].text
+    assert "serial 1650924012345" in label
+    assert "vbios 96.00.74" in label
+    assert "driver " in label
     gone = msgspec.structs.replace(named, serial="", name="", vbios="", lost="GPU is lost")
-    assert node.gpus(gone).one("gpu_lost").evidence[-1].text == said
+    assert node.gpus(gone).one("gpu_lost").evidence[-1].text == label
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_what_a_gpu_does_not_tell_is_unknown_with_the_reason(check: str, field: 
     assert node.text(check) == "not to be known here: not supported (GPU 0, 1)"
 
 
-def test_a_condemned_gpu_stays_so_while_its_reading_is_missing_and_is_trusted_after_two_good_ones() -> None:
+def test_failed_gpu_stays_failed_without_samples_and_clears_after_two_passes() -> None:
     node = ObservedNode().gpus(gpu(0, recovery_action="gpu_reset"))
     node.gpus(gpu(0, recovery_action=None, unread={"recovery_action": "timeout"}), times=3)
     assert node.verdict("gpu_recovery_action") is Verdict.FAIL
@@ -104,7 +104,7 @@ def test_unknown_error_of_every_gpu_at_once_is_what_a_changed_cgroup_does() -> N
     assert (found.verdict, found.cause, found.remedy) == (Verdict.WARN, Cause.SOFTWARE, Remedy.SUPPORT)
 
 
-def test_unknown_error_of_one_gpu_condemns_if_it_stays_and_what_is_lost_at_once() -> None:
+def test_unknown_error_fails_if_it_persists_and_lost_gpu_fails_at_once() -> None:
     node = ObservedNode().gpus(times=2).gpus(gpu(0, lost="Unknown Error"), times=9)
     assert node.verdict("gpu_lost") is Verdict.WARN
     found = node.gpus(gpu(0, lost="Unknown Error")).one("gpu_lost")
@@ -113,7 +113,7 @@ def test_unknown_error_of_one_gpu_condemns_if_it_stays_and_what_is_lost_at_once(
     assert {one.proof for one in ObservedNode().gpus(*lost).of("gpu_lost")} == {True}
 
 
-def test_fewer_gpus_than_expected_condemn_and_none_expected_says_nothing() -> None:
+def test_gpu_count_below_expected_fails_and_without_expectation_passes() -> None:
     found = ObservedNode(EIGHT).gpus().one("gpu_count")
     assert (found.verdict, found.remedy, found.proof) == (Verdict.FAIL, Remedy.EXCLUDE, True)
     assert ObservedNode().gpus().verdict("gpu_count") is Verdict.OK
@@ -143,15 +143,15 @@ def test_aggregate_ecc_errors_of_the_past_are_no_failure_and_new_ones_are() -> N
 
 
 def test_an_aggregate_that_blinks_has_not_grown_and_one_beyond_what_it_was_has() -> None:
-    def told(total: int) -> Any:
+    def with_total(total: int) -> Any:
         return gpu(0, ecc_aggregate_uncorrected=total)
 
-    node = ObservedNode().gpus(told(7), times=3).gpus(told(0), times=40).gpus(told(7), times=3)
+    node = ObservedNode().gpus(with_total(7), times=3).gpus(with_total(0), times=40).gpus(with_total(7), times=3)
     assert node.verdict("gpu_ecc_uncorrected") is Verdict.OK
-    assert node.gpus(told(8)).verdict("gpu_ecc_uncorrected") is Verdict.FAIL
+    assert node.gpus(with_total(8)).verdict("gpu_ecc_uncorrected") is Verdict.FAIL
 
 
-def test_corrected_errors_that_come_fast_are_told_and_a_trickle_is_not() -> None:
+def test_high_rate_of_corrected_errors_warns_and_low_rate_does_not() -> None:
     for rate, verdict in ((10, Verdict.OK), (200, Verdict.WARN)):
         node = ObservedNode()
         for second in range(120):
@@ -162,13 +162,13 @@ def test_corrected_errors_that_come_fast_are_told_and_a_trickle_is_not() -> None
     )
 
 
-def test_pages_retired_for_double_bit_errors_while_we_look_condemn_from_fifteen_on() -> None:
+def test_pages_retired_during_monitoring_fail_from_fifteen_on() -> None:
     node = ObservedNode().gpus(gpu(0, retired_corrected=8, retired_uncorrected=5))
     node.gpus(gpu(0, retired_corrected=8, retired_uncorrected=8))
     assert node.verdict("gpu_retired_pages") is Verdict.FAIL
 
 
-def test_heat_condemns_only_when_it_lasts() -> None:
+def test_heat_fails_only_when_it_lasts() -> None:
     node = ObservedNode().gpus(gpu(0, temperature=90), times=29, every=10)
     assert node.verdict("gpu_temperature") is Verdict.WARN
     node.gpus(gpu(0, temperature=90), times=5, every=10)
@@ -183,7 +183,7 @@ def test_heat_that_comes_and_goes_does_not_add_up() -> None:
     assert node.verdict("gpu_temperature") is Verdict.WARN
 
 
-def test_a_power_cap_is_how_gpus_are_run_and_heat_that_slows_is_told_when_it_lasts() -> None:
+def test_power_cap_passes_and_lasting_thermal_slowdown_warns() -> None:
     assert ObservedNode().gpus(gpu(0, clock_reasons=("sw_power_cap",)), times=30).verdict("gpu_throttle") is Verdict.OK
     node = ObservedNode().gpus(gpu(0, clock_reasons=("hw_thermal",)), times=9)
     assert node.verdict("gpu_throttle") is Verdict.OK
@@ -239,10 +239,10 @@ def _links(**fields: Any) -> tuple[NvLink, ...]:
     return (msgspec.structs.replace(LINKS[0], **fields), *LINKS[1:])
 
 
-def test_a_link_that_was_active_and_goes_down_condemns_after_three_looks() -> None:
+def test_link_that_goes_down_fails_after_three_samples() -> None:
     node = ObservedNode().gpus().gpus(gpu(0, nvlinks=_links(active=False)), times=2)
     assert node.verdict("nvlink_state") is Verdict.WARN
-    assert "not seen 3 times in a row yet" in node.text("nvlink_state")
+    assert "not found 3 times in a row yet" in node.text("nvlink_state")
     found = node.gpus(gpu(0, nvlinks=_links(active=False))).one("nvlink_state")
     assert (found.verdict, found.remedy) == (Verdict.FAIL, Remedy.EXCLUDE)
 
@@ -253,7 +253,7 @@ def test_links_that_never_were_active_are_how_the_machine_is_built() -> None:
     assert node.verdict("nvlink_state") is Verdict.OK
 
 
-def test_one_burst_of_link_errors_warns_and_errors_in_most_windows_condemn() -> None:
+def test_one_burst_of_link_errors_warns_and_errors_in_most_windows_fail() -> None:
     node = ObservedNode().gpus(times=2).gpus(gpu(0, nvlinks=_links(replay=3)), times=10)
     assert node.verdict("nvlink_errors") is Verdict.WARN
     for count in range(4, 22):
@@ -271,7 +271,7 @@ def test_link_errors_of_the_past_count_for_nothing_and_new_ones_are_forgotten_af
     assert node.verdict("nvlink_errors") is Verdict.OK
 
 
-def test_a_flood_of_crc_errors_condemns() -> None:
+def test_flood_of_crc_errors_fails() -> None:
     node = ObservedNode().gpus()
     for second in range(1, 40):
         node.gpus(gpu(0, nvlinks=_links(crc_flit=200 * second)))
@@ -293,7 +293,7 @@ def test_a_gpu_that_registers_again_has_its_time_again() -> None:
     assert node.gpus(gpu(0, fabric_state="in_progress"), times=100).verdict("nvlink_fabric") is Verdict.WARN
 
 
-def test_a_registration_that_failed_condemns_after_three_looks() -> None:
+def test_failed_fabric_registration_fails_after_three_samples() -> None:
     node = ObservedNode().gpus(gpu(0, fabric_status="failure"), times=2)
     assert node.verdict("nvlink_fabric") is Verdict.WARN
     assert node.gpus(gpu(0, fabric_status="failure")).verdict("nvlink_fabric") is Verdict.FAIL
@@ -332,7 +332,7 @@ def test_a_hung_nvml_is_unknown_until_another_witness_of_the_driver_hangs_as_lon
     assert node.gpus(times=2).verdict("readers") is Verdict.UNKNOWN, "DCGM still hangs"
 
 
-def test_a_driver_that_stands_still_while_somebody_resets_a_gpu_condemns_nobody() -> None:
+def test_driver_blocked_by_a_gpu_reset_does_not_fail_the_node() -> None:
     node = ObservedNode().reads(host()).gpus()
     for _ in range(4):
         node.cannot("nvml").cannot("dcgm").passes(8)
@@ -340,7 +340,7 @@ def test_a_driver_that_stands_still_while_somebody_resets_a_gpu_condemns_nobody(
     assert node.gpus().passes(40).cannot("nvml").passes(30).cannot("nvml").verdict("readers") is Verdict.UNKNOWN
 
 
-def test_a_hung_nvml_and_a_process_stuck_in_its_driver_condemn_after_a_minute() -> None:
+def test_hung_nvml_and_process_stuck_in_its_driver_fail_after_a_minute() -> None:
     stuck = host(
         stuck=(StuckProcess(pid=9, uid=1001, name="python", seconds=40, kernel_function="nvidia_unlocked_ioctl"),)
     )

@@ -44,7 +44,7 @@ def test_boards_of_which_some_are_bridged_and_others_not() -> None:
     assert ill(node) == []
 
 
-def test_a_gpu_of_a_switched_board_without_any_link_is_still_told() -> None:
+def test_gpu_of_a_switched_board_without_any_link_is_reported() -> None:
     assert ObservedNode().gpus(gpu(0, nvlinks=DOWN), times=5).verdict("nvlink_state") is Verdict.WARN
     plain = {"name": "NVIDIA A100-SXM4-80GB", "fabric_state": None}
     node = ObservedNode().gpus(gpu(0, **plain), gpu(1, **plain, nvlinks=DOWN), times=5)
@@ -58,10 +58,10 @@ def test_a_gpu_in_mig_mode_has_its_links_down_and_needs_no_fabric() -> None:
 
 
 def test_dcgm_calls_links_down_that_no_bridge_connects() -> None:
-    said = DcgmData(incidents=(DcgmIncident("GPU-0", "NVLink", "NVLINK_DOWN", "fail", "words"),))
-    node = ObservedNode().gpus(gpu(0, **PCIE, nvlinks=DOWN), gpu(1, **PCIE, nvlinks=DOWN)).reads(said, times=5)
+    data = DcgmData(incidents=(DcgmIncident("GPU-0", "NVLink", "NVLINK_DOWN", "fail", "words"),))
+    node = ObservedNode().gpus(gpu(0, **PCIE, nvlinks=DOWN), gpu(1, **PCIE, nvlinks=DOWN)).reads(data, times=5)
     assert node.verdict("dcgm_health") is Verdict.WARN
-    assert ObservedNode().gpus().reads(said, times=5).verdict("dcgm_health") is Verdict.FAIL, "a switched board"
+    assert ObservedNode().gpus().reads(data, times=5).verdict("dcgm_health") is Verdict.FAIL, "a switched board"
 
 
 # ── whose GPUs ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -150,7 +150,7 @@ def test_what_is_still_there_or_cannot_be_known_counts_on(code: int, fields: dic
 
 
 @pytest.mark.parametrize("code", [160, 162])
-def test_where_nvidias_catalogue_asks_for_nothing_the_driver_decides(code: int) -> None:
+def test_xid_without_a_catalogue_action_follows_the_driver(code: int) -> None:
     assert ObservedNode().gpus().xid(code).verdict("xid") is Verdict.WARN
     assert ObservedNode().gpus(old_driver()).xid(code).verdict("xid") is Verdict.FAIL
     bad = ObservedNode().gpus(gpu(0, recovery_action="gpu_reset")).xid(code)

@@ -54,25 +54,25 @@ def test_dcgms_incidents_are_judged_by_their_code(code: str, verdict: Verdict, r
     assert (node.verdict("dcgm_health"), node.one("dcgm_health").remedy) == (verdict, remedy)
 
 
-def test_one_incident_is_no_proof_and_what_dcgm_only_warns_of_never_condemns() -> None:
+def test_one_dcgm_incident_is_not_proof_and_a_dcgm_warning_never_fails() -> None:
     assert ObservedNode().reads(dcgm("NVLINK_DOWN"), times=2).verdict("dcgm_health") is Verdict.WARN
     assert ObservedNode().reads(dcgm("NVLINK_DOWN", "warn"), times=9).verdict("dcgm_health") is Verdict.WARN
 
 
-def test_one_run_of_dcgmi_health_is_one_look_however_often_it_is_told() -> None:
-    def told(run: float) -> DcgmData:
+def test_one_run_of_dcgmi_health_counts_once_in_several_samples() -> None:
+    def health_run(run: float) -> DcgmData:
         return msgspec.structs.replace(dcgm("POWER_UNREADABLE", system="Power"), health_at=run)
 
-    node = ObservedNode().reads(told(60), times=4, every=15).reads(told(120), times=4, every=15)
+    node = ObservedNode().reads(health_run(60), times=4, every=15).reads(health_run(120), times=4, every=15)
     assert node.verdict("dcgm_health") is Verdict.WARN
-    assert node.reads(told(180)).verdict("dcgm_health") is Verdict.FAIL
+    assert node.reads(health_run(180)).verdict("dcgm_health") is Verdict.FAIL
     well = msgspec.structs.replace(DcgmData(), health_at=240)
     assert node.reads(well, times=4, every=15).verdict("dcgm_health") is Verdict.FAIL, "one good look"
     assert node.reads(msgspec.structs.replace(well, health_at=300)).verdict("dcgm_health") is Verdict.OK
     assert node.cannot("dcgm").verdict("dcgm_health") is Verdict.UNKNOWN
 
 
-def test_a_failed_test_of_diag_condemns_and_those_that_gcm_skips_do_not() -> None:
+def test_failed_diag_test_fails_unless_gcm_skips_it() -> None:
     node = ObservedNode().reads(dcgm("", source="diag", system="Memory"))
     assert (node.verdict("dcgm_diag"), node.one("dcgm_diag").remedy) == (Verdict.FAIL, Remedy.EXCLUDE)
     for skipped in ("Denylist", "Blacklist", "Inforom"):
@@ -81,9 +81,9 @@ def test_a_failed_test_of_diag_condemns_and_those_that_gcm_skips_do_not() -> Non
 
 def test_dcgms_exporter_is_a_second_witness_of_bad_memory() -> None:
     cases: tuple[dict[str, Any], ...] = ({"ecc_volatile_uncorrected": 2}, {"remap_failed": True})
-    for told in cases:
-        told_by_dcgm = DcgmData(gpus=(DcgmGpu(uuid="GPU-1", **told),), driver_gpus=("GPU-1",))
-        found = ObservedNode().reads(told_by_dcgm).one("dcgm_memory")
+    for fields in cases:
+        data = DcgmData(gpus=(DcgmGpu(uuid="GPU-1", **fields),), driver_gpus=("GPU-1",))
+        found = ObservedNode().reads(data).one("dcgm_memory")
         assert (found.verdict, found.component, found.proof) == (Verdict.FAIL, "GPU-1", True)
     assert ObservedNode().reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-1"),))).verdict("dcgm_memory") is Verdict.OK
 
@@ -153,12 +153,12 @@ def test_lines_of_the_kernel_log(event: KernelEvent, check: str, verdict: Verdic
     assert cause is None or node.one(check).cause is cause
 
 
-def test_what_firmware_tells_of_the_time_before_the_boot_condemns_nobody_again() -> None:
-    told = line("mce", "[Hardware Error]: event severity: fatal", age=980)  # 20 s after the boot
-    assert ObservedNode().log(told).verdict("kernel_mce") is Verdict.WARN
+def test_firmware_report_from_before_the_boot_does_not_fail_the_node() -> None:
+    event = line("mce", "[Hardware Error]: event severity: fatal", age=980)  # 20 s after the boot
+    assert ObservedNode().log(event).verdict("kernel_mce") is Verdict.WARN
 
 
-def test_a_hung_task_is_told_for_an_hour_with_the_same_words() -> None:
+def test_hung_task_gives_an_equal_finding_for_an_hour() -> None:
     node = ObservedNode().log(line("hung_task", "INFO: task python:7 blocked for more than 120 seconds."))
     first = node.one("kernel_hung")
     node.passes(120).log(line("hung_task", "INFO: task python:7 blocked for more than 241 seconds."))
@@ -172,7 +172,7 @@ def test_a_line_counts_for_a_day() -> None:
     assert node.passes(2 * HOUR).log().log().verdict("kernel_io") is Verdict.OK
 
 
-def test_a_third_flap_of_an_infiniband_link_within_an_hour_condemns_and_of_ethernet_never() -> None:
+def test_third_flap_within_an_hour_fails_on_infiniband_and_never_on_ethernet() -> None:
     for device, verdict in (("ib0", Verdict.FAIL), ("eth0", Verdict.WARN)):
         node = ObservedNode()
         for _ in range(3):
@@ -192,11 +192,11 @@ def test_a_log_that_may_not_be_read_is_unknown() -> None:
 
 
 # ── InfiniBand and RoCE ──────────────────────────────────────────────────────────────────────────────────────────────
-def ports(*told: Any, missing: tuple[str, ...] = ()) -> FabricData:
-    return FabricData(ports=told, missing_char_devices=missing)
+def ports(*listed: Any, missing: tuple[str, ...] = ()) -> FabricData:
+    return FabricData(ports=listed, missing_char_devices=missing)
 
 
-def test_a_port_that_was_active_condemns_after_three_looks_and_one_that_never_was_does_not() -> None:
+def test_port_that_was_active_fails_after_three_samples_and_unused_port_passes() -> None:
     unused = port("mlx5_9", state="DOWN", physical="Disabled")
     node = ObservedNode().reads(ports(port(), unused), times=5, every=5)
     assert node.verdict("fabric_port") is Verdict.OK
@@ -206,7 +206,7 @@ def test_a_port_that_was_active_condemns_after_three_looks_and_one_that_never_wa
     assert (found.verdict, found.cause, found.component) == (Verdict.FAIL, Cause.FABRIC, "mlx5_0/1")
 
 
-def test_a_link_that_comes_back_within_a_second_condemns_nobody() -> None:
+def test_link_that_returns_within_a_second_does_not_fail() -> None:
     node = ObservedNode().reads(ports(port())).reads(ports(port(state="INIT"))).reads(ports(port()), times=2)
     assert node.verdict("fabric_port") is Verdict.OK
 
@@ -226,13 +226,13 @@ def test_devices_are_counted() -> None:
     assert node.reads(ports(port())).verdict("hca_count") is Verdict.FAIL
 
 
-def test_missing_devices_of_verbs_condemn_after_three_looks() -> None:
+def test_missing_verbs_devices_fail_after_three_samples() -> None:
     node = ObservedNode().reads(ports(port(), missing=("uverbs0",)), times=3)
     assert node.verdict("fabric_devices") is Verdict.FAIL
     assert ObservedNode().reads(ports(port(), missing=("issm0",)), times=5).verdict("fabric_devices") is Verdict.OK
 
 
-def test_an_active_port_that_is_slower_than_it_was_is_told_and_one_that_always_was_so_is_not() -> None:
+def test_port_slower_than_before_warns_and_port_that_was_always_slow_passes() -> None:
     steady = port("mlx5_1", rate=200.0)
     node = ObservedNode().reads(ports(port(rate=400.0), steady), times=3, every=5)
     assert node.reads(ports(port(rate=100.0), steady), every=5).verdict("fabric_port") is Verdict.OK, "it retrains"
@@ -241,7 +241,7 @@ def test_an_active_port_that_is_slower_than_it_was_is_told_and_one_that_always_w
     assert node.reads(ports(port(rate=400.0), steady), times=2, every=5).verdict("fabric_port") is Verdict.OK
 
 
-def test_a_link_that_went_down_once_within_an_hour_is_told_and_twice_condemns() -> None:
+def test_link_down_once_within_an_hour_warns_and_twice_fails() -> None:
     def downed(total: int) -> FabricData:
         return ports(port(counters={"link_downed": total}))
 
@@ -255,14 +255,14 @@ def test_a_link_that_went_down_once_within_an_hour_is_told_and_twice_condemns() 
 
 
 @pytest.mark.parametrize("counter", ["local_link_integrity_errors", "excessive_buffer_overrun_errors"])
-def test_a_fatal_counter_that_rises_condemns_and_its_past_does_not(counter: str) -> None:
+def test_increase_of_a_fatal_counter_fails_and_its_initial_total_does_not(counter: str) -> None:
     node = ObservedNode().reads(ports(port(counters={counter: 40})), times=5)
     assert node.verdict("fabric_errors") is Verdict.OK
     node.reads(ports(port(counters={counter: 41})))
     assert (node.verdict("fabric_errors"), node.one("fabric_errors").remedy) == (Verdict.FAIL, Remedy.EXCLUDE)
 
 
-def test_symbol_errors_condemn_above_120_an_hour_and_ten_a_second_warn() -> None:
+def test_symbol_errors_above_120_an_hour_fail_and_ten_a_second_warn() -> None:
     few = (
         ObservedNode()
         .reads(ports(port(counters={"symbol_error": 0})))
@@ -291,7 +291,7 @@ def test_rates_above_their_limits_warn(counter: str, rise: int) -> None:
 
 
 # ── host ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_mount_that_does_not_answer_condemns_after_three_looks() -> None:
+def test_mount_that_does_not_answer_fails_after_three_samples() -> None:
     dead = host(mounts=(Mount(path="/scratch", answers=False, why="did not answer within 10 s", filesystem="nfs4"),))
     node = ObservedNode().reads(dead, times=2, every=10)
     assert node.verdict("mounts") is Verdict.WARN
@@ -319,7 +319,7 @@ def scratch(attempts: int, hung_for: float, *, others: bool = True) -> HostData:
     (scratch(3, 15.1, others=False), Verdict.WARN),  # the whole node stood still
     (scratch(0, 0.0), Verdict.WARN),
 ])  # fmt: skip
-def test_one_look_at_a_mount_condemns_after_a_time_and_several_attempts(reading: HostData, verdict: Verdict) -> None:
+def test_one_sample_of_a_mount_fails_after_a_time_and_several_attempts(reading: HostData, verdict: Verdict) -> None:
     found = next(one for one in ObservedNode().reads(reading).of("mounts") if one.component == "/scratch")
     assert found.verdict is verdict
 
@@ -330,7 +330,9 @@ def test_one_look_at_a_mount_condemns_after_a_time_and_several_attempts(reading:
      ("ext4", 0.97, 0.1, Verdict.FAIL), ("xfs", 0.1, 0.99, Verdict.FAIL), ("lustre", 0.99, 0.1, Verdict.WARN),
      ("nfs4", 0.99, None, Verdict.WARN), ("", None, None, Verdict.OK)],
 )  # fmt: skip
-def test_room_on_disks(filesystem: str, used: float | None, inodes: float | None, verdict: Verdict) -> None:
+def test_disk_usage_is_judged_by_file_system_and_share(
+    filesystem: str, used: float | None, inodes: float | None, verdict: Verdict
+) -> None:
     mount = Mount(path="/x", answers=True, filesystem=filesystem, used=used, inodes_used=inodes)
     assert ObservedNode().reads(host(mounts=(mount,)), times=3).verdict("disk") is verdict
 
@@ -352,7 +354,7 @@ def test_governor_and_clock_source() -> None:
     assert ObservedNode().reads(host(clock_source="kvm-clock")).verdict("clock_source") is Verdict.OK
 
 
-def test_a_process_in_state_d_warns_after_five_minutes_and_condemns_if_it_outlives_our_kill() -> None:
+def test_process_in_state_d_warns_after_five_minutes_and_fails_after_our_kill() -> None:
     def stuck(seconds: float) -> Any:
         return host(stuck=(StuckProcess(pid=9, uid=1001, name="python", seconds=seconds, kernel_function="rpc_wait"),))
 

@@ -24,7 +24,7 @@ def restored_state() -> HardwareInventory:
     return hardware_inventory(agent().reads(FabricData(ports=(UP,))).gpus(gpu(0, nvlinks=links)).node_state)
 
 
-def test_what_was_seen_is_known_to_the_next_agent() -> None:
+def test_next_agent_restores_the_hardware_inventory() -> None:
     past = restored_state()
     assert (past.gpus, past.hcas, past.ports_up) == (2, ("mlx5_2",), ("mlx5_2/1",))
     assert past.links_up["GPU-0"] == (0, 1)

@@ -1,4 +1,4 @@
-"""Xids: the catalogue, and what follows from what is told of them."""
+"""Xids: the catalogue, and the findings that follow from them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_fatal_is_not_non_fatal() -> None:
 LOST = gpu(0, lost="GPU is lost", temperature=None, recovery_action=None)
 
 
-def test_a_gpu_off_the_bus_condemns_as_soon_as_nvml_loses_it() -> None:
+def test_gpu_off_the_bus_fails_as_soon_as_nvml_loses_it() -> None:
     node = ObservedNode().gpus().xid(79).gpus(LOST)
     found = node.one("xid")
     assert (found.verdict, found.remedy, found.cause, found.proof) == (Verdict.FAIL, Remedy.REBOOT, Cause.GPU, True)
@@ -82,7 +82,7 @@ def test_those_that_need_a_reset_say_so(code: int) -> None:
 
 
 @pytest.mark.parametrize("code", sorted(_codes(TABLE_5B["app"])))
-def test_what_is_the_applications_doing_condemns_no_node_alone(code: int) -> None:
+def test_application_xid_alone_does_not_fail_the_node(code: int) -> None:
     node = ObservedNode().gpus().xid(code)
     assert (node.verdict("xid"), node.one("xid").remedy) == (Verdict.WARN, Remedy.NONE)
 
@@ -119,7 +119,7 @@ def test_a_154_without_words_says_nothing() -> None:
 
 
 # ── again and again ──────────────────────────────────────────────────────────────────────────────────────────────────
-def test_an_applications_xid_twice_on_one_gpu_is_suspicious_and_under_two_roles_it_condemns() -> None:
+def test_repeated_application_xid_on_one_gpu_warns_and_under_two_roles_fails() -> None:
     node = ObservedNode().gpus()
     node.node_state.set_tenant(["GPU-0"], "rollout", "rollout/0#1")
     node.xid(31).passes(HOUR).xid(31)
@@ -147,7 +147,7 @@ def test_after_a_day_it_is_forgotten() -> None:
     assert node.passes(25 * HOUR).gpus(times=3).verdict("xid") is Verdict.OK
 
 
-def test_one_nvlink_error_warns_a_fatal_one_or_a_second_condemns() -> None:
+def test_one_nvlink_error_warns_and_a_fatal_or_second_one_fails() -> None:
     assert ObservedNode().gpus().xid(74).verdict("xid") is Verdict.WARN
     assert ObservedNode().gpus().xid(149, text="NETIR_LINK_EVT Fatal XC0").verdict("xid") is Verdict.FAIL
     again = ObservedNode().gpus().xid(145, text="RLW Nonfatal").passes(HOUR).xid(145, text="RLW Nonfatal")
@@ -162,7 +162,7 @@ def test_five_fatal_ones_within_a_day_are_the_makers_matter() -> None:
 
 
 @pytest.mark.parametrize("code", [1, 61, 142, 170, 999])
-def test_a_rare_number_warns_and_condemns_only_where_a_role_died_of_it(code: int) -> None:
+def test_rare_xid_warns_and_fails_only_near_the_death_of_a_role(code: int) -> None:
     node = ObservedNode().gpus().xid(code)
     assert node.verdict("xid") is Verdict.WARN
     node.node_state.on_role_death(["GPU-1"], node.now)
@@ -215,7 +215,7 @@ def test_kernel_log_nvml_and_dcgm_tell_of_one_event() -> None:
     assert node.verdict("xid") is Verdict.FAIL
 
 
-def test_what_was_told_by_bus_before_nvml_was_read_belongs_to_the_same_gpu() -> None:
+def test_xid_reported_by_bus_before_the_first_nvml_sample_joins_its_gpu() -> None:
     node = ObservedNode().xid(79)
     assert node.one("xid").component == "0000:00:00"
     node.gpus(xids=(GpuXid("GPU-0", 79),)).gpus(times=2)
@@ -253,13 +253,13 @@ def test_what_goes_on_is_an_equal_finding() -> None:
     assert (last.since, last.component) == (first.since, first.component)
 
 
-def test_a_high_rate_of_single_bit_errors_is_told_and_condemns_nobody() -> None:
+def test_high_rate_of_single_bit_errors_warns_and_does_not_fail() -> None:
     node = ObservedNode().gpus().xid(92).passes(400).xid(92).passes(400).xid(92)
     found = node.one("xid")
     assert (found.verdict, found.cause, found.remedy) == (Verdict.WARN, Cause.GPU, Remedy.SUPPORT)
 
 
-def test_a_contained_error_condemns_by_its_count_and_not_by_its_xid() -> None:
+def test_contained_error_fails_by_its_count_and_not_by_its_xid() -> None:
     node = ObservedNode().gpus(gpu(0, ecc_volatile_uncorrected=1)).xid(94)
     assert (node.verdict("xid"), node.verdict("gpu_ecc_uncorrected")) == (Verdict.WARN, Verdict.FAIL)
     alone = ObservedNode().gpus().xid(94)
@@ -297,7 +297,7 @@ def test_an_xid_of_a_gpu_that_the_node_does_not_have_is_a_warning(code: int, exi
         assert "no GPU is known" in found.evidence[0].text
 
 
-def test_an_xid_of_a_gpu_without_nvml_condemns_where_the_node_has_that_gpu() -> None:
+def test_xid_without_nvml_fails_a_gpu_that_the_node_has() -> None:
     assert ObservedNode().xid(79).verdict("xid") is Verdict.FAIL
 
 
@@ -305,17 +305,17 @@ def test_an_xid_79_of_a_gpu_that_still_answers_nvml_is_a_warning() -> None:
     node = ObservedNode().gpus().xid(79)
     assert node.verdict("xid") is Verdict.WARN, "until NVML is read again"
     assert node.gpus(times=5).verdict("xid") is Verdict.WARN
-    assert "NVML says that the GPU works" in node.text("xid")
+    assert "NVML reports that the GPU works" in node.text("xid")
 
 
-def test_an_xid_79_condemns_where_nvml_does_not_answer_any_more() -> None:
+def test_xid_79_fails_when_nvml_stops_answering() -> None:
     node = ObservedNode().gpus().xid(79).passes(10).cannot("nvml")
     assert node.verdict("xid") is Verdict.FAIL
     stale = ObservedNode().gpus().xid(79).passes(20).log()
     assert stale.verdict("xid") is Verdict.FAIL, "no reading came in its time"
 
 
-def test_an_xid_79_that_nvml_tells_too_condemns_at_once() -> None:
+def test_xid_79_that_nvml_also_reports_fails_at_once() -> None:
     assert ObservedNode().gpus().xid(79).gpus(xids=(GpuXid("GPU-0", 79),)).verdict("xid") is Verdict.FAIL
 
 

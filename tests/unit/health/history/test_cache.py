@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rrl.health.history.cache import HistoryCache, Sources, cache_path
-from rrl.health.history.records import MAX_LINE_BYTES, Record, encode_line, file_name
+from rrl.health.history.records import MAX_LINE_BYTES, SCHEMA, Record, encode_line, file_name, file_schema
 from rrl.manager.reporting.history_writer import user_name
 from rrl.tests.support.health.site_history import BEGAN, HOUR, began, failed, found, held, left, over, write
 
@@ -43,10 +43,10 @@ def records() -> list[Record]:
     return [began(0, "r", ME), *held(0, "n1"), found(5, "n1"), failed(6, "n1")]
 
 
-def test_everything_that_was_written_is_told(folder: Path, file: Path) -> None:
+def test_all_written_records_are_read(folder: Path, file: Path) -> None:
     write(folder, ME, "r", records())
-    told, sources = read(folder, file)
-    assert told == records()
+    records_read, sources = read(folder, file)
+    assert records_read == records()
     assert (sources.files, sources.records, sources.skipped, sources.refused) == (1, 4, 0, ())
 
 
@@ -59,8 +59,8 @@ def test_what_is_new_is_added_and_the_old_is_not_read_again(folder: Path, file: 
     db.close()  # what was read before is recognized by this
     with path.open("ab") as more:
         more.write(encode_line(left(9, "n1")))
-    told, _ = read(folder, file)
-    assert [getattr(one, "node", "") for one in told] == ["", "n9", "n9", "n9", "n1"]
+    records_read, _ = read(folder, file)
+    assert [getattr(one, "node", "") for one in records_read] == ["", "n9", "n9", "n9", "n1"]
 
 
 def test_a_torn_line_is_read_once_it_is_whole(folder: Path, file: Path) -> None:
@@ -68,8 +68,8 @@ def test_a_torn_line_is_read_once_it_is_whole(folder: Path, file: Path) -> None:
     whole = encode_line(left(9, "n1"))
     with path.open("ab") as more:
         more.write(whole[:10])
-    told, sources = read(folder, file)
-    assert (len(told), sources.skipped) == (4, 0)
+    records_read, sources = read(folder, file)
+    assert (len(records_read), sources.skipped) == (4, 0)
     with path.open("ab") as more:
         more.write(whole[10:])
     assert read(folder, file)[0][-1] == left(9, "n1")
@@ -102,33 +102,33 @@ def test_damaged_lines_are_skipped_and_counted(folder: Path, file: Path) -> None
         more.write(
             b'{"kind":"prayed","at":1}\nnot json\n' + b"x" * (3 * MAX_LINE_BYTES) + b"\n" + encode_line(left(9, "n1"))
         )
-    told, sources = read(folder, file)
-    assert told == [*records(), left(9, "n1")]
+    records_read, sources = read(folder, file)
+    assert records_read == [*records(), left(9, "n1")]
     assert sources.skipped == 3
 
 
 def test_what_a_file_says_in_another_name_is_skipped(folder: Path, file: Path) -> None:
     write(folder, ME, "r", [began(0, "r", "somebody"), *held(0, "n1")])
-    told, sources = read(folder, file)
-    assert (told, sources.skipped) == (held(0, "n1"), 1)
+    records_read, sources = read(folder, file)
+    assert (records_read, sources.skipped) == (held(0, "n1"), 1)
 
 
 def test_a_file_in_a_folder_of_somebody_else_is_refused(folder: Path, file: Path) -> None:
     write(folder, "nosuchuser", "r", records())
-    told, sources = read(folder, file)
-    assert told == []
+    records_read, sources = read(folder, file)
+    assert records_read == []
     assert "it belongs to" in sources.refused[0]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_of_each_user_only_their_own_files_are_believed(folder: Path, file: Path) -> None:
+def test_only_files_that_belong_to_the_user_are_read(folder: Path, file: Path) -> None:
     write(folder, ME, "mine", [began(0, "mine", ME), *records()[1:]])
     forged = write(folder, ME, "forged", records())
     os.chown(forged, NOBODY, -1)
     theirs = write(folder, "nobody", "theirs", [began(0, "theirs", "nobody")])
     os.chown(theirs, NOBODY, -1)
-    told, sources = read(folder, file)
-    assert len(told) == 5
+    records_read, sources = read(folder, file)
+    assert len(records_read) == 5
     assert [refused.partition(":")[0] for refused in sources.refused] == [str(forged)]
 
 
@@ -138,8 +138,8 @@ def test_links_pipes_and_other_files_are_not_read(folder: Path, file: Path) -> N
     os.mkfifo(folder / ME / file_name("pipe", 1))
     (folder / ME / "notes.txt").write_text("hello")
     os.symlink(folder / ME, folder / "linked")
-    told, sources = read(folder, file)
-    assert (told, len(sources.refused)) == ([], 2)
+    records_read, sources = read(folder, file)
+    assert (records_read, len(sources.refused)) == ([], 2)
 
 
 @pytest.mark.parametrize("run", [b"x\xff", b"x\x1b[2J", b"x\n", b"-"])
@@ -162,11 +162,11 @@ def test_two_epochs_of_a_run_are_one_run(folder: Path, file: Path) -> None:
     cache.close()
 
 
-def test_what_is_long_ago_is_left_out_but_for_who_still_holds_what(folder: Path, file: Path) -> None:
+def test_old_records_are_left_out_except_those_of_held_nodes(folder: Path, file: Path) -> None:
     write(folder, ME, "r", [*records(), left(9 * HOUR, "n1")])
     write(folder, ME, "old", [began(0, "old", ME), found(5, "n1"), over(6)])
-    told, _ = read(folder, file, BEGAN + HOUR)
-    assert told == [began(0, "r", ME), *held(0, "n1"), left(9 * HOUR, "n1")]
+    records_read, _ = read(folder, file, BEGAN + HOUR)
+    assert records_read == [began(0, "r", ME), *held(0, "n1"), left(9 * HOUR, "n1")]
 
 
 @pytest.mark.parametrize("damage", [b"", b"this is no database" * 100, "truncated"])
@@ -186,13 +186,13 @@ def test_a_cache_that_cannot_be_written_is_done_without(folder: Path, tmp_path: 
 
 def test_two_reports_at_once_see_the_same(folder: Path, file: Path) -> None:
     write(folder, ME, "r", [*records(), *(found(i, f"n{i}") for i in range(2000))])
-    seen: list[int] = []
-    threads = [threading.Thread(target=lambda: seen.append(len(read(folder, file)[0]))) for _ in range(4)]
+    counts: list[int] = []
+    threads = [threading.Thread(target=lambda: counts.append(len(read(folder, file)[0]))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=120)
-    assert seen == [2004] * 4
+    assert counts == [2004] * 4
 
 
 def test_each_set_of_folders_has_a_cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,3 +201,38 @@ def test_each_set_of_folders_has_a_cache_of_its_own(tmp_path: Path, monkeypatch:
     assert one != two
     assert two == cache_path([Path("/b"), Path("/a")])
     assert one.parent == tmp_path / "rrl"
+
+
+def old_schema_file(folder: Path) -> Path:
+    """Write a history as the version with schema 1 did."""
+    path = write(folder, ME, "old", [])
+    path.write_text(
+        f'{{"kind":"began","at":{BEGAN},"run":"old","user":"{ME}","cluster":"c","job":"j","epoch":1,"schema":1}}\n'
+        f'{{"kind":"held","at":{BEGAN},"node":"n1","gpus":8}}\n'
+    )
+    return path
+
+
+def test_file_of_another_schema_is_rejected_with_one_line(folder: Path, file: Path) -> None:
+    old = old_schema_file(folder)
+    write(folder, ME, "r", records())
+    records_read, sources = read(folder, file)
+    assert records_read == records()
+    assert sources.refused == (f"{old}: it has history schema 1; this version of rrl reads only schema {SCHEMA}",)
+    assert (sources.files, sources.skipped) == (1, 0)
+
+
+def test_file_whose_schema_changed_drops_its_cached_records(folder: Path, file: Path) -> None:
+    path = write(folder, ME, "old", [began(0, "old", ME), *held(0, "n1")])
+    assert len(read(folder, file)[0]) == 2
+    assert old_schema_file(folder) == path
+    assert read(folder, file)[0] == []
+
+
+@pytest.mark.parametrize("first_line", [b"", b"{", b'{"kind":"run_started"}', b'{"schema":"two"}', b"\xff", b"[1]"])
+def test_first_line_without_a_schema_states_none(first_line: bytes) -> None:
+    assert file_schema(first_line) is None
+
+
+def test_run_started_states_the_current_schema() -> None:
+    assert file_schema(encode_line(began(0, "r", ME))) == SCHEMA

@@ -41,7 +41,7 @@ def test_honest_records_are_all_kept() -> None:
         (msgspec.structs.replace(found(9, "n1"), evidence=found(8 * DAY_S, "n1").evidence), "in the future"),
         (found(-BEGAN + 5, "n1"), "before 2020"),
         (found(-DAY_S, "n1"), "before their run began"),
-        (mended(HOUR, "rollout/0", "n1", 3 * HOUR, 1.0), "with an end before its beginning"),
+        (mended(HOUR, "rollout/0", "n1", 3 * HOUR, 1.0), "that end before they begin"),
         (mended(HOUR, "rollout/0", "n1", 0, 17.0), "with more GPU-hours than the run's nodes could give"),
     ],
 )
@@ -68,12 +68,12 @@ def runs_at_once(user: str, count: int, *, gpus: int = 8, apart: float = 0.0) ->
     return records
 
 
-def test_a_user_who_claims_more_gpus_than_a_node_has_is_not_believed_about_it() -> None:
+def test_claims_of_more_gpus_than_a_node_has_are_left_out() -> None:
     claims, honest = runs_at_once(ANNA, 15), runs_at_once(BEN, 1)
     kept, left_out = plausible([*claims, *honest], NOW, {"n1": 8})
     assert {(one.user, getattr(one.record, "node", "")) for one in kept} == {(ANNA, ""), (BEN, ""), (BEN, "n1")}
     assert left_out == (
-        f"{ANNA}: 45 records about nodes of which the user claims more GPUs at once than there are",
+        f"{ANNA}: 45 records about nodes of which the user claims more GPUs at once than they have",
     )  # fmt: skip
 
 
@@ -87,10 +87,10 @@ def test_only_the_newest_failures_of_a_user_are_counted(monkeypatch: pytest.Monk
     monkeypatch.setitem(MAX_USER_RECORDS_OF_KIND, type(failed(0, "n1")), 10)
     many = sourced(ANNA, "r", began(0, "r", ANNA), [failed(i * 60.0, "n1", f"rollout/0#{i}") for i in range(30)])
     kept, left_out = plausible([*many, *sourced(BEN, "s", failed(5, "n1"))], NOW, {})
-    kept_lives = [one.record.incarnation for one in kept if one.user == ANNA and isinstance(one.record, Failed)]
-    assert kept_lives == [f"rollout/0#{i}" for i in range(20, 30)]
+    kept_incarnations = [one.record.incarnation for one in kept if one.user == ANNA and isinstance(one.record, Failed)]
+    assert kept_incarnations == [f"rollout/0#{i}" for i in range(20, 30)]
     assert sum(one.user == BEN for one in kept) == 1
-    assert left_out == (f"{ANNA}: 20 records of more than are read of one user: only the newest count",)
+    assert left_out == (f"{ANNA}: 20 records beyond the limit for one user: only the newest count",)
 
 
 def test_a_finding_that_is_repeated_counts_once_against_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:

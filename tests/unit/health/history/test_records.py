@@ -62,11 +62,11 @@ def test_a_field_that_is_not_known_yet_is_no_obstacle() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        b"", b"{", b'{"kind":"node_released","at":2.0', b'{"kind":"prayed","at":1.0}', b'{"at":1.0,"node":"n1"}', b"[1]",
-        b'{"kind":"node_released","at":"now","node":"n1"}', b"\xff\xfe", b"{" * 5000,
+        b"", b"{", b'{"kind":"node_released","at":2.0', b'{"kind":"prayed","at":1.0}', b'{"at":1.0,"node":"n1"}',
+        b"[1]", b'{"kind":"node_released","at":"now","node":"n1"}', b"\xff\xfe", b"{" * 5000,
         b'{"kind":"node_released","at":-1.0,"node":"n1"}', b'{"kind":"node_released","at":1e300,"node":"n1"}',
-        b'{"kind":"node_acquired","at":1.0,"node":"n1","gpus":-8}', b'{"kind":"recovery_done","at":1,"replica":"r/0","node":"n1",'
-        b'"since":0,"gpu_hours":1e308}',
+        b'{"kind":"node_acquired","at":1.0,"node":"n1","gpus":-8}',
+        b'{"kind":"recovery_done","at":1,"replica":"r/0","node":"n1","since":0,"gpu_hours":1e308}',
     ],
 )  # fmt: skip
 def test_what_is_damaged_or_of_an_unknown_kind_is_nothing(text: bytes) -> None:
@@ -74,7 +74,7 @@ def test_what_is_damaged_or_of_an_unknown_kind_is_nothing(text: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", ["n[1-1000]", "ALL", "all", "n1,n2", "n1 state=idle", "-n1", "n1;reboot", "n" * 300])
-def test_who_names_anything_but_one_node_is_not_heard(name: str) -> None:
+def test_record_that_does_not_name_one_node_is_ignored(name: str) -> None:
     assert not is_node(name)
     assert read_line(encode_line(ActionTaken(1.0, name, "drain_requested", "rrl:x"))) is None
 
@@ -85,7 +85,7 @@ def test_names_of_nodes_are(name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["\x1b[2Jgone", "two\nlines", "bell\a", "\u202eback", "nul\0"])
-def test_what_would_move_a_terminals_cursor_is_neither_written_nor_read(text: str) -> None:
+def test_characters_that_move_a_cursor_are_neither_written_nor_read(text: str) -> None:
     forged = encode_line(RunEnded(1.0, "completed", text))
     assert read_line(forged.strip()) is None
     written = encode_line(RunEnded(1.0, "completed", clipped(text)))
@@ -101,15 +101,15 @@ def test_a_long_line_of_evidence_is_cut() -> None:
     assert clipped("x" * 1000) == "x" * 299 + "…"
 
 
-def test_a_file_tells_by_its_name_whose_it_is() -> None:
+def test_file_name_contains_run_and_epoch() -> None:
     assert parse_file_name(file_name("math-0101-1.2", 7)) == ("math-0101-1.2", 7)
     assert [parse_file_name(name) for name in ("x.jsonl", "x.7.jsonl", ".jsonl", "notes.txt", "a/b.000001.jsonl")] == [
         None
     ] * 5
 
 
-def test_who_speaks_in_another_name_is_not_believed() -> None:
-    said = began(0, "r", "anna")
-    assert is_attributable(said, "anna", "r")
-    assert not is_attributable(said, "ben", "r")
-    assert not is_attributable(said, "anna", "other")
+def test_record_that_names_another_user_or_run_is_not_attributable() -> None:
+    record = began(0, "r", "anna")
+    assert is_attributable(record, "anna", "r")
+    assert not is_attributable(record, "ben", "r")
+    assert not is_attributable(record, "anna", "other")

@@ -53,7 +53,7 @@ def metrics() -> Iterator[Exporter]:
 
 
 @pytest.fixture
-def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def replies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the fake dcgmi."""
     monkeypatch.setenv("RRL_FAKE_DCGMI", str(tmp_path))
     return tmp_path
@@ -69,7 +69,7 @@ def xid(index: int, uuid: str, code: int, count: int) -> str:
 
 
 # ── exporter ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_metrics_are_told_by_gpu(metrics: Exporter) -> None:
+def test_exporter_metrics_are_grouped_by_gpu(metrics: Exporter) -> None:
     metrics.text = page(
         GPUS,
         f"DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{labels(0, UUID)} 0.421",
@@ -140,7 +140,7 @@ def test_labels_may_hold_what_they_like(metrics: Exporter) -> None:
 
 
 def test_an_exporter_that_hangs_is_unread_in_time(
-    metrics: Exporter, said: Path, monkeypatch: pytest.MonkeyPatch
+    metrics: Exporter, replies: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dcgm, "_EXPORTER_TIMEOUT_S", 0.3)
     metrics.hangs.set()
@@ -148,19 +148,21 @@ def test_an_exporter_that_hangs_is_unread_in_time(
     assert data.unread["exporter"] == f"{metrics.url} did not answer within 0.3 s"
 
 
-def test_an_exporter_in_trouble_is_unread_with_what_it_says(metrics: Exporter, said: Path) -> None:
+def test_an_exporter_in_trouble_is_unread_with_what_it_says(metrics: Exporter, replies: Path) -> None:
     metrics.status = "500 Internal Server Error"
     assert read(metrics, FAKE).unread["exporter"] == f"{metrics.url}: HTTP/1.0 500 Internal Server Error"
 
 
 def test_with_neither_exporter_nor_dcgmi_there_is_nothing_to_read() -> None:
     reader = DcgmReader(ReaderOptions(dcgm_user=ME, exporter="http://127.0.0.1:1/metrics", dcgmi=NOT_INSTALLED))
-    with pytest.raises(NotInstalled, match=r"no dcgm-exporter \(http://127.0.0.1:1/metrics: nobody listens on port 1"):
+    with pytest.raises(
+        NotInstalled, match=r"no dcgm-exporter \(http://127.0.0.1:1/metrics: no process listens on port 1"
+    ):
         reader.read()
 
 
 def test_only_plain_http_is_read() -> None:
-    with pytest.raises(NotInstalled, match="only http://"):
+    with pytest.raises(NotInstalled, match="it must be http://"):
         DcgmReader(ReaderOptions(dcgm_user=ME, exporter="https://127.0.0.1/metrics", dcgmi=NOT_INSTALLED)).read()
 
 
@@ -181,7 +183,7 @@ def test_a_healthy_node_has_no_incidents() -> None:
     assert health(report(), {}) == ()
 
 
-def test_incidents_are_told_by_gpu_and_system_with_the_code_of_their_message() -> None:
+def test_health_incidents_name_gpu_system_and_code() -> None:
     text = report(GPU={
         "0": {"Memory system": ("Failure", ["Detected 3 volatile double-bit ECC error(s) in GPU", "0."])},
         "1": {"NVLINK system": ("Warning", ["GPU 1's NvLink link 3 is currently down"])},
@@ -196,9 +198,9 @@ def test_incidents_are_told_by_gpu_and_system_with_the_code_of_their_message() -
 
 
 def test_messages_that_were_strung_together_are_an_incident_each() -> None:
-    said = ["GPU 0 had uncorrectable memory errors and row remapping failed., GPU had an",
+    messages = ["GPU 0 had uncorrectable memory errors and row remapping failed., GPU had an",
             "uncontained error (XID 95)"]  # fmt: skip
-    found = health(report(GPU={"0": {"Memory system": ("Failure", said)}}), {})
+    found = health(report(GPU={"0": {"Memory system": ("Failure", messages)}}), {})
     assert {incident.code for incident in found} == {"ROW_REMAP_FAILURE", "UNCONTAINED_ERROR"}
 
 
@@ -209,8 +211,8 @@ def test_an_incident_of_a_switch_is_of_no_gpu() -> None:
     assert (found.gpu, found.system, found.code) == ("", "Switch 2 NVLINK", "NVSWITCH_FATAL_ERROR")
 
 
-def test_health_is_asked_seldom_and_its_incidents_stay_meanwhile(metrics: Exporter, said: Path) -> None:
-    (said / "health").write_text(report(GPU={"1": {"PCIe system": ("Warning", ["x"])}}))
+def test_health_is_asked_seldom_and_its_incidents_stay_meanwhile(metrics: Exporter, replies: Path) -> None:
+    (replies / "health").write_text(report(GPU={"1": {"PCIe system": ("Warning", ["x"])}}))
     metrics.text = page(GPUS, f"DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{labels(1, OTHER)} 0.5")
     reader = DcgmReader(ReaderOptions(dcgm_user=ME, exporter=metrics.url, dcgmi=FAKE))
     runs = set()
@@ -220,7 +222,7 @@ def test_health_is_asked_seldom_and_its_incidents_stay_meanwhile(metrics: Export
         assert data.unread == {}
         runs.add(data.health_at)
     assert len(runs - {None}) == 1, "one run, told three times"
-    assert (said / "calls").read_text() == "health -c -j\n"
+    assert (replies / "calls").read_text() == "health -c -j\n"
 
 
 @pytest.mark.parametrize(
@@ -231,20 +233,20 @@ def test_what_is_no_report_is_unread(text: str) -> None:
         health(text, {})
 
 
-def test_a_host_engine_that_is_away_is_unread_with_what_dcgmi_says(metrics: Exporter, said: Path) -> None:
+def test_a_host_engine_that_is_away_is_unread_with_what_dcgmi_says(metrics: Exporter, replies: Path) -> None:
     why = read(metrics, FAKE).unread["health"]
     assert why == "health -c: Error: unable to establish a connection to the specified host: localhost"
 
 
 @pytest.mark.parametrize("how", ["", "deaf"])
 def test_a_dcgmi_that_hangs_is_asked_to_end_before_it_is_killed(
-    metrics: Exporter, said: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    metrics: Exporter, replies: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr(dcgm, "_HEALTH_TIMEOUT_S", 1.0)
     monkeypatch.setattr(process, "TERM_TIMEOUT_S", 1.0)
-    (said / "hang").write_text(how)
+    (replies / "hang").write_text(how)
     assert read(metrics, FAKE).unread["health"] == "fake_dcgmi did not answer within 1 s"
-    assert (said / "signals").read_text() == "SIGTERM\n"
+    assert (replies / "signals").read_text() == "SIGTERM\n"
 
 
 _READS = """
@@ -257,13 +259,13 @@ DcgmReader(ReaderOptions(dcgm_user=sys.argv[2], exporter="http://127.0.0.1:1/", 
 """
 
 
-def test_dcgmi_is_asked_to_end_when_the_reader_is_killed(said: Path, hostengine: int) -> None:
-    (said / "hang").touch()
+def test_dcgmi_is_asked_to_end_when_the_reader_is_killed(replies: Path, hostengine: int) -> None:
+    (replies / "hang").touch()
     with subprocess.Popen([sys.executable, "-c", _READS, FAKE, ME, str(hostengine)]) as reader:
-        _until(lambda: (said / "calls").exists())
+        _until(lambda: (replies / "calls").exists())
         os.kill(reader.pid, signal.SIGKILL)
-    _until(lambda: (said / "signals").exists())
-    assert (said / "signals").read_text() == "SIGTERM\n"
+    _until(lambda: (replies / "signals").exists())
+    assert (replies / "signals").read_text() == "SIGTERM\n"
 
 
 def _until(done: Any) -> None:
@@ -290,7 +292,7 @@ def document(name: str, *results: dict[str, Any], top: str = "DCGM Diagnostic") 
     })  # fmt: skip
 
 
-def test_a_failed_test_of_dcgm_4_is_told_with_its_code() -> None:
+def test_failed_test_of_dcgm_4_has_its_code() -> None:
     memory = {"error_id": 52, "error_severity": 2, "warning": "Found 3 faulty memory elements on GPU 1"}
     text = document(
         "memory", {"entity_group": "GPU", "entity_id": 0, "status": "Pass"},
@@ -307,7 +309,7 @@ def test_a_setting_of_the_node_is_a_warning_and_no_failure() -> None:
     assert (found.code, found.severity, found.gpu) == ("PERSISTENCE_MODE", "warn", "0")
 
 
-def test_a_failed_test_of_dcgm_3_is_told_for_each_of_its_gpus() -> None:
+def test_failed_test_of_dcgm_3_is_reported_for_each_gpu() -> None:
     text = "Successfully ran diagnostic for group.\n" + document(
         "PCIe", {"gpu_ids": "0,1", "status": "Fail", "warnings": [{"warning": "more than 8 PCIe replays per minute"}]},
         top="DCGM GPU Diagnostic",
@@ -320,27 +322,27 @@ def test_a_test_that_failed_without_a_word_is_a_failure_all_the_same() -> None:
     assert (found.severity, found.text) == ("fail", "failed")
 
 
-def test_a_diagnostic_that_could_not_run_is_unread_with_its_reason(metrics: Exporter, said: Path) -> None:
-    (said / "diag").write_text(json.dumps({"DCGM Diagnostic": {"runtime_error": "another diagnostic is running"}}))
-    (said / "health").write_text(report())
+def test_a_diagnostic_that_could_not_run_is_unread_with_its_reason(metrics: Exporter, replies: Path) -> None:
+    (replies / "diag").write_text(json.dumps({"DCGM Diagnostic": {"runtime_error": "another diagnostic is running"}}))
+    (replies / "health").write_text(report())
     assert read(metrics, FAKE, diag=True).unread == {"diag": "diag -r: another diagnostic is running"}
 
 
-def test_the_diagnostic_runs_once_and_only_where_asked_for(metrics: Exporter, said: Path) -> None:
-    (said / "health").write_text(report())
+def test_the_diagnostic_runs_once_and_only_where_asked_for(metrics: Exporter, replies: Path) -> None:
+    (replies / "health").write_text(report())
     failed = {"entity_group": "GPU", "entity_id": 0, "status": "Fail", "warnings": [PERSISTENCE]}
-    (said / "diag").write_text(document("software", failed))
+    (replies / "diag").write_text(document("software", failed))
     assert read(metrics, FAKE).incidents == ()
-    assert (said / "calls").read_text() == "health -c -j\n"
+    assert (replies / "calls").read_text() == "health -c -j\n"
     reader = DcgmReader(ReaderOptions(dcgm_user=ME, exporter=metrics.url, dcgmi=FAKE, diag=True))
     assert reader.timeout_s > dcgm._DIAG_TIMEOUT_S
     for _ in range(2):
         assert [(found.source, found.system) for found in reader.read().incidents] == [("diag", "software")]
-    assert (said / "calls").read_text().splitlines()[1:] == ["health -c -j", "diag -r 1 -j"]
+    assert (replies / "calls").read_text().splitlines()[1:] == ["health -c -j", "diag -r 1 -j"]
 
 
 # ── whom the reader believes ─────────────────────────────────────────────────────────────────────────────────────────
-def test_gpus_that_the_driver_lists_are_told(metrics: Exporter, tmp_path: Path) -> None:
+def test_gpus_of_the_driver_are_listed(metrics: Exporter, tmp_path: Path) -> None:
     (tmp_path / "net").symlink_to("/proc/net")
     for address, uuid in (("0000:1b:00.0", "GPU-0a-1"), ("0000:2b:00.0", "GPU-????-????")):
         (tmp_path / "driver/nvidia/gpus" / address).mkdir(parents=True)
@@ -352,26 +354,26 @@ def test_gpus_that_the_driver_lists_are_told(metrics: Exporter, tmp_path: Path) 
 
 def test_a_user_that_does_not_exist_is_named(metrics: Exporter) -> None:
     reader = DcgmReader(ReaderOptions(dcgm_user="nobody-of-that-name", exporter=metrics.url, dcgmi=FAKE))
-    said = reader.read().unread
-    assert "there is no such user" in said["exporter"]
-    assert "there is no such user" in said["health"]
+    replies = reader.read().unread
+    assert "there is no such user" in replies["exporter"]
+    assert "there is no such user" in replies["health"]
 
 
 def test_dcgmi_is_not_run_where_no_host_engine_listens(
-    metrics: Exporter, said: Path, monkeypatch: pytest.MonkeyPatch
+    metrics: Exporter, replies: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dcgm, "HOSTENGINE_PORT", 1)
-    assert "nobody listens on port 1" in read(metrics, FAKE).unread["health"]
-    assert not (said / "calls").exists()
+    assert "no process listens on port 1" in read(metrics, FAKE).unread["health"]
+    assert not (replies / "calls").exists()
 
 
-def test_dcgmi_that_everybody_may_replace_is_not_run(metrics: Exporter, said: Path, tmp_path: Path) -> None:
+def test_dcgmi_that_everybody_may_replace_is_not_run(metrics: Exporter, replies: Path, tmp_path: Path) -> None:
     folder = tmp_path / "bin"
     folder.mkdir()
     shutil.copy(FAKE, folder / "dcgmi")
     folder.chmod(0o777)
-    assert "can be written by everybody" in read(metrics, str(folder / "dcgmi")).unread["health"]
+    assert "is writable by every user" in read(metrics, str(folder / "dcgmi")).unread["health"]
     folder.chmod(0o755)
     (folder / "dcgmi").chmod(0o757)
-    assert "can be written by everybody" in read(metrics, str(folder / "dcgmi")).unread["health"]
-    assert not (said / "calls").exists()
+    assert "is writable by every user" in read(metrics, str(folder / "dcgmi")).unread["health"]
+    assert not (replies / "calls").exists()

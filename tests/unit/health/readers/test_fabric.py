@@ -39,7 +39,7 @@ def reader(root: Path) -> FabricReader:
     return FabricReader(ReaderOptions(sysfs=str(root / "sys"), dev=str(root / "dev")))
 
 
-def test_a_port_is_told_with_all_its_counters(tmp_path: Path) -> None:
+def test_port_has_all_its_counters(tmp_path: Path) -> None:
     device(tmp_path, "mlx5_0")
     (port,) = reader(tmp_path).read().ports
     assert (port.device, port.port, port.state, port.physical) == ("mlx5_0", 1, "ACTIVE", "LinkUp")
@@ -79,10 +79,10 @@ def test_what_a_device_does_not_tell_is_unread_with_its_reason(tmp_path: Path) -
     (port,) = reader(tmp_path).read().ports
     assert (port.state, port.rate, port.counters) == (None, None, {})
     assert port.unread["state"] == port.unread["hw_counters"] == "not supported"
-    assert port.unread["rate"] == "no number: 'unknown'"
+    assert port.unread["rate"] == "not a number: 'unknown'"
 
 
-def test_a_counter_that_fails_is_unread_and_the_others_are_told(tmp_path: Path) -> None:
+def test_unreadable_counter_is_unread_and_the_others_are_read(tmp_path: Path) -> None:
     device(tmp_path, "mlx5_0")
     bad = tmp_path / "sys/class/infiniband/mlx5_0/ports/1/counters/link_downed"
     bad.unlink()

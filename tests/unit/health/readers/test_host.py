@@ -225,7 +225,7 @@ def test_zombies_count_when_they_are_old(tmp_path: Path, clock: Clock) -> None:
     assert reading.read().zombies == 1
 
 
-def test_of_a_crowd_of_stuck_processes_the_oldest_are_told(tmp_path: Path, clock: Clock) -> None:
+def test_of_many_stuck_processes_the_oldest_are_reported(tmp_path: Path, clock: Clock) -> None:
     reading = reader(tmp_path)
     plant(tmp_path / "proc", 999, "D")
     reading.read()
@@ -247,7 +247,7 @@ if calls.vfork() == 0:  # the parent sleeps uninterruptibly until its child ends
 """
 
 
-def test_a_process_that_is_really_stuck_is_seen() -> None:
+def test_process_that_is_really_stuck_is_reported() -> None:
     argv = [sys.executable, "-c", _WAITS_FOR_ITS_CHILD]
     reading = HostReader(ReaderOptions(mounts=()))
     with subprocess.Popen(argv, stdout=subprocess.PIPE, start_new_session=True) as process:
@@ -261,7 +261,7 @@ def test_a_process_that_is_really_stuck_is_seen() -> None:
 
 
 # ── figures ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_the_figures_of_the_host_are_told_in_their_units(tmp_path: Path) -> None:
+def test_host_figures_are_read_in_their_units(tmp_path: Path) -> None:
     files = {
         "proc/meminfo": "MemTotal:       2048 kB\nMemFree:  1 kB\nMemAvailable:   1024 kB\nHugePages_Total:   0\n",
         "proc/vmstat": "nr_free_pages 1\noom_kill 3\n", "proc/loadavg": "1.50 1.00 0.50 1/200 4321\n",

@@ -130,7 +130,7 @@ def test_a_line_that_means_something_is_recognised(line: str, expected: dict[str
     "oom-kill:constraint=CONSTRAINT_NONE,task=python,pid=1234",
     "XFS (dm-3): Mounting V5 Filesystem",
 ])  # fmt: skip
-def test_a_line_of_daily_life_is_not(line: str) -> None:
+def test_harmless_line_is_not_recognised(line: str) -> None:
     assert recognise(line.encode(), 0.0) is None
 
 

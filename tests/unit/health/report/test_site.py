@@ -77,9 +77,7 @@ def test_hardware_evidence_counts_from_ten_minutes_before_to_five_after(
     ("flags", "owner"),
     [((), "software"), ((Flag.OBSERVED,), "infra"), ((Flag.HELD_BACK,), "infra")],
 )
-def test_a_warning_condemns_nobody_unless_it_is_a_failure_that_is_toned_down(
-    flags: tuple[Flag, ...], owner: str
-) -> None:
+def test_warning_is_no_evidence_unless_it_is_a_downgraded_failure(flags: tuple[Flag, ...], owner: str) -> None:
     records = [began(0, "r", ANNA), found(5, "n1", Verdict.WARN, proof=False, flags=flags), failed(10, "n1")]
     assert owners(sourced(ANNA, "r", records))[0][1] == owner
 
@@ -175,7 +173,7 @@ def test_the_sites_figures_are_those_of_the_week() -> None:
     assert (site.clusters, site.runs, site.users) == (["lab"], 3, 3)
 
 
-def test_failures_are_told_by_the_day_on_which_they_were() -> None:
+def test_failures_are_counted_by_day() -> None:
     days = made(week()).site.days
     assert [day.failures for day in days][:6] == [
         {}, {"gpu": 1}, {"software": 1}, {"fabric": 2}, {"gpu": 1}, {"node": 1, "user": 1},
@@ -183,7 +181,7 @@ def test_failures_are_told_by_the_day_on_which_they_were() -> None:
     assert [round(day.node_days) for day in days][:6] == [10, 10, 10, 10, 3, 4]
 
 
-def test_what_lies_before_the_window_is_in_no_figure() -> None:
+def test_records_before_the_window_are_in_no_figure() -> None:
     site = report(week(), BEGAN + 4 * DAY_S, NOW).site
     assert (site.failures, round(site.node_days)) == (2, 7)
 
@@ -203,11 +201,11 @@ def test_a_run_that_is_cut_off_held_its_nodes_until_its_last_word() -> None:
 
 
 # ── a node ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_broken_node_is_told_with_all_that_an_administrator_needs() -> None:
+def test_broken_node_is_reported_with_what_an_administrator_needs() -> None:
     one = node(week(), "n3")
     assert (one.verdict, one.cause, one.remedy) == ("FAIL", "gpu", "reset_gpu")
     assert (one.incidents, one.count) == (2, 3)
-    assert (one.first_seen, one.last_seen) == (BEGAN + DAY_S, BEGAN + 4.5 * DAY_S + 5)
+    assert (one.first_reported_at, one.last_reported_at) == (BEGAN + DAY_S, BEGAN + 4.5 * DAY_S + 5)
     assert one.facts == {"uuid": GPU, "serial": "1650924012345", "boot_id": "77ab-1"}
     assert one.components == [GPU]
     assert (one.runs, one.users) == (["code-2", "math-1"], ["anna", "ben"])
@@ -224,11 +222,11 @@ def test_the_worst_nodes_come_first() -> None:
     assert [one.node for one in made(week()).nodes][:2] == ["n3", "n7"]
 
 
-def test_a_drain_is_told_with_whose_it_is_and_needs_no_line_any_more() -> None:
+def test_drained_node_names_its_owner_and_gets_no_command() -> None:
     ours = node(week(), "n3", n3=DrainState("IDLE+DRAIN", True, "rrl", "rrl:math-1: gpu", "root"))
     assert (ours.drain.owner, ours.scontrol) == ("rrl", "")
     foreign = node(week(), "n3", n3=DrainState("IDLE+DRAIN", True, "foreign", "fan", "root"))
-    assert (foreign.drain.owner, foreign.scontrol, foreign.action) == ("foreign", "", "none: it is drained already")
+    assert (foreign.drain.owner, foreign.scontrol, foreign.action) == ("foreign", "", "none: it is already drained")
 
 
 def test_what_was_taken_back_no_longer_stands() -> None:
@@ -286,7 +284,7 @@ def test_of_named_nodes_only_their_runs_are_counted() -> None:
     assert (site.nodes, site.runs, site.users) == (1, 2, 2)
 
 
-def test_of_many_lines_five_are_told() -> None:
+def test_of_many_evidence_lines_five_are_reported() -> None:
     records = [found(i, "n1", detector=f"check{i}", text=f"reading {i}") for i in range(9)]
     assert len(node(sourced(ANNA, "r", began(0, "r", ANNA), records), "n1").evidence) == 5
 
@@ -328,9 +326,9 @@ def test_one_bad_day_makes_no_lemon() -> None:
     assert not score_lemon(many).lemon
 
 
-def test_what_a_run_found_on_many_nodes_at_once_is_told_of_the_site() -> None:
-    at, said = BEGAN + 9, EvidenceLine(BEGAN + 9, "correlation", "mounts of /scratch on many nodes at once: n1, n2")
-    many = FindingRecord(at, "", "correlated", Verdict.WARN, Cause.STORAGE, Remedy.SUPPORT, at, evidence=(said,))
+def test_finding_on_many_nodes_at_once_is_reported_for_the_site() -> None:
+    at, line = BEGAN + 9, EvidenceLine(BEGAN + 9, "correlation", "mounts of /scratch on many nodes at once: n1, n2")
+    many = FindingRecord(at, "", "correlated", Verdict.WARN, Cause.STORAGE, Remedy.SUPPORT, at, evidence=(line,))
     site = made(sourced(ANNA, "r", began(0, "r", ANNA), held(0, "n1", "n2"), many, over(HOUR))).site
     assert [(one.source, one.text) for one in site.correlated] == [
         ("anna/r", "mounts of /scratch on many nodes at once: n1, n2")
@@ -374,7 +372,7 @@ def test_a_drain_is_asked_for_until_its_run_takes_it_back() -> None:
 
 
 def test_a_drain_is_no_longer_asked_for_once_another_run_was_well_there() -> None:
-    asks = sourced(
+    requested = sourced(
         ANNA, "r", began(0, "r", ANNA), held(0, "n1"), found(60, "n1"), acted(61, "n1", "drain_requested"), over(90)
     )
     short = sourced(BEN, "s", began(DAY_S, "s", BEN), held(DAY_S, "n1"), over(DAY_S + 1800))
@@ -382,7 +380,7 @@ def test_a_drain_is_no_longer_asked_for_once_another_run_was_well_there() -> Non
     again = sourced(
         BEN, "s", began(DAY_S, "s", BEN), held(DAY_S, "n1"), found(DAY_S + HOUR, "n1"), over(DAY_S + 2 * HOUR)
     )
-    assert [len(open_requests([*asks, *then])) for then in (short, longer, again)] == [1, 0, 1]
+    assert [len(open_requests([*requested, *then])) for then in (short, longer, again)] == [1, 0, 1]
 
 
 def test_a_reason_that_is_not_ours_is_made_so() -> None:
@@ -390,6 +388,6 @@ def test_a_reason_that_is_not_ours_is_made_so() -> None:
     assert one.reason == "rrl:r: because"
 
 
-def test_a_node_that_left_and_a_remedy_of_support_are_told() -> None:
+def test_lost_node_and_remedy_support_are_reported() -> None:
     records = [began(0, "r", ANNA), *held(0, "n1"), found(5, "n1", remedy=Remedy.SUPPORT), left(9, "n1")]
     assert "field diagnostics" in node(sourced(ANNA, "r", records, trusted=True), "n1").action

@@ -1,4 +1,4 @@
-"""The keeper of the readers: what one of them does harms no other, and nobody is left behind."""
+"""The isolation of readers: a failing reader affects no other, and no process is left behind."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def until(done: Callable[[], object]) -> None:
 
 @contextlib.asynccontextmanager
 async def isolated_reader(notes: Path, *kinds: type[readers.Good], **more: Any) -> AsyncIterator[ReaderClient]:
-    keeper = ReaderClient([place(kind) for kind in kinds], ReaderOptions(proc=str(notes)), **more)
-    await keeper.start()
+    client = ReaderClient([place(kind) for kind in kinds], ReaderOptions(proc=str(notes)), **more)
+    await client.start()
     try:
-        yield keeper
+        yield client
     finally:
-        await keeper.close()
+        await client.close()
 
 
 async def first(client: ReaderClient, *, reader: str, state: str = "read") -> Reading:
@@ -91,8 +91,8 @@ def resident(pid: int) -> int:
 
 @story
 async def test_readings_come_again_and_again_in_the_readers_time(tmp_path: Path) -> None:
-    async with isolated_reader(tmp_path, readers.Good) as keeper:
-        readings = [await first(keeper, reader="good") for _ in range(5)]
+    async with isolated_reader(tmp_path, readers.Good) as client:
+        readings = [await first(client, reader="good") for _ in range(5)]
     assert [count(reading) for reading in readings] == [1, 2, 3, 4, 5]
     times = [reading.at for reading in readings]
     assert times == sorted(times)
@@ -101,10 +101,10 @@ async def test_readings_come_again_and_again_in_the_readers_time(tmp_path: Path)
 
 @story
 async def test_what_is_absent_or_denied_or_broken_says_so_with_its_reason(tmp_path: Path) -> None:
-    async with isolated_reader(tmp_path, readers.IsAbsent, readers.IsDenied, readers.Raises) as keeper:
-        found = [await asyncio.wait_for(keeper.next_reading(), TIMEOUT_S) for _ in range(3)]
-    told = {(reading.reader, reading.state, reading.why) for reading in found}
-    assert told == {
+    async with isolated_reader(tmp_path, readers.IsAbsent, readers.IsDenied, readers.Raises) as client:
+        found = [await asyncio.wait_for(client.next_reading(), TIMEOUT_S) for _ in range(3)]
+    states = {(reading.reader, reading.state, reading.why) for reading in found}
+    assert states == {
         ("absent", "absent", "no such device here"),
         ("denied", "denied", "not for you"),
         ("raises", "broken", "ValueError: no sense in this"),
@@ -114,60 +114,60 @@ async def test_what_is_absent_or_denied_or_broken_says_so_with_its_reason(tmp_pa
 
 @story
 async def test_a_reader_that_is_not_there_is_broken_and_no_other_one_minds(tmp_path: Path) -> None:
-    keeper = ReaderClient(["nowhere=rrl.nowhere:Nobody", place(readers.Good)], ReaderOptions(proc=str(tmp_path)))
-    await keeper.start()
+    client = ReaderClient(["nowhere=rrl.nowhere:Nobody", place(readers.Good)], ReaderOptions(proc=str(tmp_path)))
+    await client.start()
     try:
-        assert "No module named 'rrl.nowhere'" in (await first(keeper, reader="nowhere", state="broken")).why
-        await first(keeper, reader="good")
+        assert "No module named 'rrl.nowhere'" in (await first(client, reader="nowhere", state="broken")).why
+        await first(client, reader="good")
     finally:
-        await keeper.close()
+        await client.close()
 
 
 @story
-async def test_a_hung_reader_is_told_once_hangs_nobody_else_and_is_told_when_it_is_back(tmp_path: Path) -> None:
+async def test_hung_reader_is_reported_once_and_again_when_it_returns(tmp_path: Path) -> None:
     (tmp_path / "hang").touch()
-    async with isolated_reader(tmp_path, readers.Hangs, readers.Good) as keeper:
-        hung = await first(keeper, reader="hangs", state="hung")
+    async with isolated_reader(tmp_path, readers.Hangs, readers.Good) as client:
+        hung = await first(client, reader="hangs", state="hung")
         assert hung.why == "did not answer within 0.3 s"
         others = [
-            await asyncio.wait_for(keeper.next_reading(), TIMEOUT_S) for _ in range(50)
+            await asyncio.wait_for(client.next_reading(), TIMEOUT_S) for _ in range(50)
         ]  # more than two deadlines long
         assert {reading.reader for reading in others} == {"good"}
         (tmp_path / "hang").unlink()
-        assert count(await first(keeper, reader="hangs")) == 1
+        assert count(await first(client, reader="hangs")) == 1
         assert len(noted(tmp_path, "hangs-made")) == 1  # it is still the same process
 
 
 @story
-async def test_a_reader_that_hangs_for_long_gets_a_new_process_which_is_told_again_if_it_hangs(tmp_path: Path) -> None:
-    async with isolated_reader(tmp_path, readers.HangsInC, hung_timeout_s=0.5) as keeper:
-        told = [await asyncio.wait_for(keeper.next_reading(), TIMEOUT_S) for _ in range(2)]
-    assert [reading.state for reading in told] == ["hung", "hung"]
+async def test_reader_that_hangs_for_long_gets_a_new_process(tmp_path: Path) -> None:
+    async with isolated_reader(tmp_path, readers.HangsInC, hung_timeout_s=0.5) as client:
+        readings = [await asyncio.wait_for(client.next_reading(), TIMEOUT_S) for _ in range(2)]
+    assert [reading.state for reading in readings] == ["hung", "hung"]
     assert len(noted(tmp_path, "stuck-made")) == 2
 
 
 @story
 async def test_a_new_process_reads_where_the_hung_one_waited_for_what_is_gone(tmp_path: Path) -> None:
     (tmp_path / "hang").touch()
-    async with isolated_reader(tmp_path, readers.Hangs, hung_timeout_s=0.5) as keeper:
-        await first(keeper, reader="hangs", state="hung")
+    async with isolated_reader(tmp_path, readers.Hangs, hung_timeout_s=0.5) as client:
+        await first(client, reader="hangs", state="hung")
         await asyncio.to_thread(until, lambda: len(noted(tmp_path, "hangs-made")) == 2)
         (tmp_path / "hang").unlink()
-        assert count(await first(keeper, reader="hangs")) == 1
+        assert count(await first(client, reader="hangs")) == 1
 
 
 @story
 async def test_a_reader_that_hangs_while_it_is_made_hangs_nobody_else(tmp_path: Path) -> None:
-    async with isolated_reader(tmp_path, readers.HangsAtStart, readers.Good) as keeper:
+    async with isolated_reader(tmp_path, readers.HangsAtStart, readers.Good) as client:
         for _ in range(5):
-            await first(keeper, reader="good")
+            await first(client, reader="good")
 
 
 @story
-async def test_a_reader_that_dies_is_told_and_started_again_ever_later(tmp_path: Path) -> None:
-    async with isolated_reader(tmp_path, readers.Dies, readers.Good) as keeper:
-        deaths = [await first(keeper, reader="dies", state="broken") for _ in range(3)]
-        await first(keeper, reader="good")
+async def test_reader_that_dies_is_reported_and_restarted_with_backoff(tmp_path: Path) -> None:
+    async with isolated_reader(tmp_path, readers.Dies, readers.Good) as client:
+        deaths = [await first(client, reader="dies", state="broken") for _ in range(3)]
+        await first(client, reader="good")
     assert {reading.why for reading in deaths} == {"its process ended by SIGKILL"}
     first_pause, second_pause = (later.at - earlier.at for earlier, later in itertools.pairwise(deaths))
     assert first_pause >= 1.0
@@ -176,41 +176,41 @@ async def test_a_reader_that_dies_is_told_and_started_again_ever_later(tmp_path:
 
 
 @story
-async def test_a_reader_that_talks_nonsense_costs_no_other_reader_anything(tmp_path: Path) -> None:
-    async with isolated_reader(tmp_path, readers.Garbles, readers.Good) as keeper:
-        process = keeper.pid
-        told = await first(keeper, reader="garbles", state="broken")
-        assert told.why == "its process said what is no reading"
-        await first(keeper, reader="garbles", state="broken")  # it ended for that
-        await first(keeper, reader="good")
-        assert keeper.pid == process
+async def test_reader_that_sends_garbage_does_not_affect_others(tmp_path: Path) -> None:
+    async with isolated_reader(tmp_path, readers.Garbles, readers.Good) as client:
+        process = client.pid
+        reading = await first(client, reader="garbles", state="broken")
+        assert reading.why == "its process sent an invalid frame"
+        await first(client, reader="garbles", state="broken")  # it ended for that
+        await first(client, reader="good")
+        assert client.pid == process
     assert len(noted(tmp_path, "good-made")) == 1
 
 
 @story
 async def test_where_no_process_can_be_started_the_others_go_on(tmp_path: Path) -> None:
-    async with isolated_reader(tmp_path, readers.Good, readers.Dies) as keeper:
-        process = keeper.pid
+    async with isolated_reader(tmp_path, readers.Good, readers.Dies) as client:
+        process = client.pid
         assert process is not None
-        await first(keeper, reader="dies", state="broken")
+        await first(client, reader="dies", state="broken")
         resource.prlimit(process, resource.RLIMIT_NOFILE, (4, 4))
-        told = await first(keeper, reader="dies", state="broken")
-        assert told.why == "its process cannot be started: Too many open files"
-        await first(keeper, reader="good")
-        assert keeper.pid == process
+        reading = await first(client, reader="dies", state="broken")
+        assert reading.why == "its process cannot be started: Too many open files"
+        await first(client, reader="good")
+        assert client.pid == process
 
 
 @story
 async def test_closing_lets_readers_close_what_they_hold(tmp_path: Path) -> None:
-    async with isolated_reader(tmp_path, readers.Good) as keeper:
-        await first(keeper, reader="good")
+    async with isolated_reader(tmp_path, readers.Good) as client:
+        await first(client, reader="good")
     assert noted(tmp_path, "good-closed") == noted(tmp_path, "good-made")
 
 
 @story
 async def test_closing_ends_a_reader_that_no_signal_handler_reaches(tmp_path: Path) -> None:
-    async with isolated_reader(tmp_path, readers.HangsInC, readers.Good) as keeper:
-        await first(keeper, reader="stuck", state="hung")
+    async with isolated_reader(tmp_path, readers.HangsInC, readers.Good) as client:
+        await first(client, reader="stuck", state="hung")
     (stuck,) = noted(tmp_path, "stuck-stuck")
     assert read_process(stuck) is None
     assert noted(tmp_path, "stuck-closed") == []
@@ -219,33 +219,33 @@ async def test_closing_ends_a_reader_that_no_signal_handler_reaches(tmp_path: Pa
 
 @story
 async def test_next_may_be_cancelled_at_any_time_and_loses_nothing(tmp_path: Path) -> None:
-    async with isolated_reader(tmp_path, readers.Good) as keeper:
+    async with isolated_reader(tmp_path, readers.Good) as client:
         counts: list[int] = []
         deadline = time.monotonic() + TIMEOUT_S
         while len(counts) < 20 and time.monotonic() < deadline:
             with contextlib.suppress(asyncio.TimeoutError):
-                counts.append(count(await asyncio.wait_for(keeper.next_reading(), 0.005)))
+                counts.append(count(await asyncio.wait_for(client.next_reading(), 0.005)))
     assert counts == list(range(1, 21))
 
 
 @story
 async def test_who_takes_no_readings_is_not_drowned_in_them(tmp_path: Path) -> None:
-    async with isolated_reader(tmp_path, readers.Floods) as keeper:
-        assert keeper.pid is not None
-        await first(keeper, reader="floods")
+    async with isolated_reader(tmp_path, readers.Floods) as client:
+        assert client.pid is not None
+        await first(client, reader="floods")
         await asyncio.sleep(0.5)  # it reads without a pause, so this is time for hundreds
-        assert resident(keeper.pid) < 60_000
-        assert count(await first(keeper, reader="floods")) == 2  # and none is missing
+        assert resident(client.pid) < 60_000
+        assert count(await first(client, reader="floods")) == 2  # and none is missing
 
 
 @story
-async def test_a_keeper_that_is_killed_is_told_and_started_again(tmp_path: Path) -> None:
-    async with isolated_reader(tmp_path, readers.Good) as keeper:
-        await first(keeper, reader="good")
-        assert keeper.pid is not None
-        os.kill(keeper.pid, signal.SIGKILL)
-        assert (await first(keeper, reader="good", state="broken")).why == "the readers' process ended by SIGKILL"
-        assert count(await first(keeper, reader="good")) == 1  # a new reader
+async def test_supervisor_that_is_killed_is_reported_and_restarted(tmp_path: Path) -> None:
+    async with isolated_reader(tmp_path, readers.Good) as client:
+        await first(client, reader="good")
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        assert (await first(client, reader="good", state="broken")).why == "the readers' process ended by SIGKILL"
+        assert count(await first(client, reader="good")) == 1  # a new reader
         old, new = sorted(noted(tmp_path, "good-made"), key=lambda pid: read_process(pid) is not None)
         assert read_process(old) is None
         assert read_process(new) is not None
@@ -254,10 +254,10 @@ async def test_a_keeper_that_is_killed_is_told_and_started_again(tmp_path: Path)
 @story
 async def test_the_processes_carry_the_mark_of_the_launch_and_no_mark_of_a_step(tmp_path: Path) -> None:
     launch = str(tmp_path / "steps" / "agent.launch")
-    async with isolated_reader(tmp_path, readers.Good, env={LAUNCH_ENV: launch}) as keeper:
-        await first(keeper, reader="good")
-        assert keeper.pid is not None
-        for pid in (keeper.pid, *noted(tmp_path, "good-made")):
+    async with isolated_reader(tmp_path, readers.Good, env={LAUNCH_ENV: launch}) as client:
+        await first(client, reader="good")
+        assert client.pid is not None
+        for pid in (client.pid, *noted(tmp_path, "good-made")):
             process = read_process(pid)
             assert process is not None
             assert (with_marks(process).launch, with_marks(process).step, with_marks(process).module) == (
@@ -272,41 +272,41 @@ import asyncio, sys
 from rrl.health.readers.base import ReaderOptions
 from rrl.health.readers.isolation.client import ReaderClient
 async def main():
-    keeper = ReaderClient(sys.argv[2:], ReaderOptions(proc=sys.argv[1]))
-    await keeper.start()
+    client = ReaderClient(sys.argv[2:], ReaderOptions(proc=sys.argv[1]))
+    await client.start()
     seen = set()
     while True:
-        reading = await keeper.next_reading()
+        reading = await client.next_reading()
         if reading.reader not in seen:
             seen.add(reading.reader)
-            print(keeper.pid, reading.reader, reading.state, flush=True)
+            print(client.pid, reading.reader, reading.state, flush=True)
 asyncio.run(main())
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_when_the_agent_is_killed_all_end_those_that_hang_too(tmp_path: Path, number: signal.Signals) -> None:
+def test_all_readers_end_when_the_agent_is_killed_even_hung_ones(tmp_path: Path, number: signal.Signals) -> None:
     argv = [sys.executable, "-c", _AGENT, str(tmp_path), place(readers.Good), place(readers.HangsInC)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as agent:
         assert agent.stdout is not None
         lines = [agent.stdout.readline().split() for _ in range(2)]
         assert sorted(line[1:] for line in lines) == [["good", "read"], ["stuck", "hung"]]
-        keeper = int(lines[0][0])
-        family = [keeper, *(process.pid for process in descendants(keeper))]
+        client = int(lines[0][0])
+        family = [client, *(process.pid for process in descendants(client))]
         assert len(family) == 3
         agent.send_signal(number)
     until(lambda: not [pid for pid in family if read_process(pid) is not None])
     assert noted(tmp_path, "good-closed") == noted(tmp_path, "good-made")  # and who can, closes first
 
 
-def test_readers_of_a_killed_keeper_end_by_themselves(tmp_path: Path) -> None:
+def test_readers_of_a_killed_supervisor_end_by_themselves(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", _AGENT, str(tmp_path), place(readers.Good)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as agent:
         assert agent.stdout is not None
-        keeper = int(agent.stdout.readline().split()[0])
+        client = int(agent.stdout.readline().split()[0])
         (reader,) = noted(tmp_path, "good-made")
         os.kill(agent.pid, signal.SIGSTOP)  # or it would start a new one
-        os.kill(keeper, signal.SIGKILL)
+        os.kill(client, signal.SIGKILL)
         until(lambda: read_process(reader) is None)
         agent.kill()
     assert noted(tmp_path, "good-closed") == [reader]

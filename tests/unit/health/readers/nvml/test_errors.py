@@ -66,7 +66,7 @@ def test_an_error_of_a_function_on_all_gpus_costs_no_more_than_its_value(driver:
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_an_error_that_stops_all_is_said_in_one_line(driver: FakeDriver, reader: NvmlReader, error: str) -> None:
+def test_error_that_prevents_all_reads_is_one_line(driver: FakeDriver, reader: NvmlReader, error: str) -> None:
     reader.read()
     for function in ("nvmlDeviceGetCount_v2", "nvmlInitWithFlags"):
         driver.fail(function, ERRORS[error])
@@ -112,7 +112,7 @@ def test_a_value_that_is_read_again_is_no_longer_unread(driver: FakeDriver, read
     ("error", "text"),
     [("GPU_IS_LOST", "GPU is lost"), ("RESET_REQUIRED", "GPU requires reset"), ("UNKNOWN", "Unknown Error")],
 )
-def test_a_lost_gpu_is_still_told_and_nothing_of_before_is_carried_on(
+def test_lost_gpu_is_listed_without_values_of_earlier_reads(
     driver: FakeDriver, reader: NvmlReader, error: str, text: str
 ) -> None:
     before = reader.read().gpus
@@ -156,7 +156,7 @@ def test_a_lost_gpu_keeps_its_name_when_the_session_is_opened_anew(
     assert [reader.read().gpus[0].lost for _ in range(3)][-1] == ""
 
 
-def test_an_unknown_error_of_one_function_condemns_no_gpu(driver: FakeDriver, reader: NvmlReader) -> None:
+def test_unknown_error_of_one_function_does_not_mark_the_gpu_lost(driver: FakeDriver, reader: NvmlReader) -> None:
     driver.fail("nvmlDeviceGetTemperature", "UNKNOWN")
     gpu = reader.read().gpus[0]
     assert (gpu.lost, gpu.temperature, gpu.unread["temperature"]) == ("", None, "Unknown Error")
@@ -172,7 +172,7 @@ def test_a_gpu_of_somebody_elses_allocation_is_not_lost(driver: FakeDriver, read
 
 
 # ── Xid events ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_xids_are_told_once_in_their_order_and_by_their_gpu(driver: FakeDriver, reader: NvmlReader) -> None:
+def test_xids_are_reported_once_in_order_and_by_gpu(driver: FakeDriver, reader: NvmlReader) -> None:
     driver.xid(0, 13)
     assert reader.read().xids == (), "before we listened"
     driver.xid(1, 79).xid(0, 31).xid(1, 45)
@@ -183,13 +183,13 @@ def test_xids_are_told_once_in_their_order_and_by_their_gpu(driver: FakeDriver, 
     assert reader.read().xids == ()
 
 
-def test_an_xid_that_names_no_gpu_is_not_laid_upon_one(driver: FakeDriver, reader: NvmlReader) -> None:
+def test_xid_without_a_gpu_is_not_attributed_to_one(driver: FakeDriver, reader: NvmlReader) -> None:
     reader.read()
     driver.xid(None, 62)
-    assert reader.read().xids == (GpuXid("", 62, "the driver did not say of which GPU"),)
+    assert reader.read().xids == (GpuXid("", 62, "the driver did not name the GPU"),)
 
 
-def test_a_storm_of_xids_is_told_over_several_reads(driver: FakeDriver, reader: NvmlReader) -> None:
+def test_storm_of_xids_is_spread_over_several_reads(driver: FakeDriver, reader: NvmlReader) -> None:
     reader.read()
     for _ in range(300):
         driver.xid(0, 31)
@@ -212,7 +212,7 @@ def test_the_xid_of_a_gpu_that_is_lost_at_once_is_heard(driver: FakeDriver, read
         ("nvmlEventSetWait_v2", "GPU_IS_LOST", "waiting for events: GPU is lost"),
     ],
 )
-def test_why_xids_are_not_heard_is_said_until_they_are(
+def test_reason_for_missing_xids_is_reported_until_they_arrive(
     driver: FakeDriver, reader: NvmlReader, function: str, error: str, why: str
 ) -> None:
     driver.fail(function, error)
@@ -233,8 +233,8 @@ def test_one_gpu_without_events_leaves_the_others_heard(driver: FakeDriver, read
 
 # ── drivers that are absent, go, and come ────────────────────────────────────────────────────────────────────────────
 def test_without_the_library_there_is_nothing_to_read() -> None:
-    said = result_of_child({})
-    assert said == "NotInstalled: libnvidia-ml.so.1 is not found: no NVIDIA driver is installed"
+    output = result_of_child({})
+    assert output == "NotInstalled: libnvidia-ml.so.1 is not found: no NVIDIA driver is installed"
 
 
 def test_without_a_loaded_driver_there_is_nothing_to_read(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,9 +249,9 @@ def test_a_driver_without_any_gpu_has_nothing_to_read(driver: FakeDriver) -> Non
         read_fresh()
 
 
-def test_a_driver_that_admits_us_not_is_denied(driver: FakeDriver) -> None:
+def test_driver_that_refuses_access_is_denied(driver: FakeDriver) -> None:
     driver.fail("nvmlInitWithFlags", "NO_PERMISSION")
-    with pytest.raises(PermissionDenied, match="does not admit"):
+    with pytest.raises(PermissionDenied, match="refuses access"):
         read_fresh()
 
 
@@ -264,9 +264,7 @@ def test_a_driver_that_is_reloaded_is_read_on(driver: FakeDriver, reader: NvmlRe
     assert [xid.xid for xid in reader.read().xids] == [48]
 
 
-def test_a_driver_that_was_exchanged_under_the_library_is_said_and_found_again(
-    driver: FakeDriver, reader: NvmlReader
-) -> None:
+def test_replaced_driver_is_reported_and_reopened(driver: FakeDriver, reader: NvmlReader) -> None:
     reader.read()
     driver.reload().fail("nvmlInitWithFlags", "LIB_RM_VERSION_MISMATCH")
     for _ in range(2):
@@ -285,7 +283,7 @@ def test_an_unloaded_driver_is_absent_until_it_is_back(driver: FakeDriver, reade
     assert len(reader.read().gpus) == 2
 
 
-def test_gpus_that_appear_and_disappear_are_told_as_they_are_counted(driver: FakeDriver, reader: NvmlReader) -> None:
+def test_gpus_that_appear_or_disappear_change_the_list(driver: FakeDriver, reader: NvmlReader) -> None:
     for count in (2, 7, 8, 1, 0, 2):
         driver.gpus(count)
         assert [gpu.index for gpu in reader.read().gpus] == list(range(count))
@@ -314,7 +312,7 @@ def awaited(process: subprocess.Popen[str], seconds: float) -> str:
     "function",
     ["nvmlInitWithFlags", "nvmlDeviceGetTemperature", "nvmlEventSetWait_v2", "nvmlDeviceGetHandleByIndex_v2"],
 )
-def test_a_call_that_hangs_is_seen_from_outside_and_goes_on_when_it_returns(driver: FakeDriver, function: str) -> None:
+def test_hung_call_blocks_only_its_process_and_continues_on_return(driver: FakeDriver, function: str) -> None:
     driver.hang(function)
     process = start(driver.env())
     query(process)

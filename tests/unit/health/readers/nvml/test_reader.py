@@ -33,7 +33,7 @@ VALUES: dict[str, Value] = {
 
 
 def after(reader: NvmlReader, reads: int) -> Gpu:
-    """The first GPU, as told by the last of so many reads."""
+    """The first GPU, as the last of so many reads reports it."""
     return [reader.read() for _ in range(reads)][-1].gpus[0]
 
 
@@ -53,11 +53,11 @@ def test_each_field_is_what_the_driver_says(driver: FakeDriver, reader: NvmlRead
         (os.getpid(), os.getuid(), 6 << 30)
     ]
     assert gpu.unread == {}
-    told = {*VALUES, "index", "pci", "lost", "fabric_status", "nvlinks", "processes", "unread"}
-    assert told == set(Gpu.__struct_fields__), "a field that this test forgot"
+    checked = {*VALUES, "index", "pci", "lost", "fabric_status", "nvlinks", "processes", "unread"}
+    assert checked == set(Gpu.__struct_fields__), "a field that this test forgot"
 
 
-def test_gpus_are_told_in_the_order_in_which_nvml_counts_them(driver: FakeDriver, reader: NvmlReader) -> None:
+def test_gpus_are_listed_in_the_order_of_nvml(driver: FakeDriver, reader: NvmlReader) -> None:
     driver.gpus(8).set(7, "temperature", 77).version("575.1")
     data = reader.read()
     assert [gpu.uuid for gpu in data.gpus] == [driver.uuid(index) for index in range(8)]
@@ -70,7 +70,7 @@ def test_gpus_are_told_in_the_order_in_which_nvml_counts_them(driver: FakeDriver
     [(0, "none"), (1, "gpu_reset"), (2, "node_reboot"), (3, "drain_p2p"), (4, "drain_and_reset"), (7, "system_reboot"),
      (8, "unknown (8)")],
 )  # fmt: skip
-def test_the_recovery_action_is_told_in_words(driver: FakeDriver, reader: NvmlReader, number: int, text: str) -> None:
+def test_recovery_action_is_reported_by_name(driver: FakeDriver, reader: NvmlReader, number: int, text: str) -> None:
     driver.set(0, "recovery_action", number)
     assert reader.read().gpus[0].recovery_action == text
 
@@ -116,7 +116,7 @@ def test_a_fabric_registration_that_failed_says_why(driver: FakeDriver, reader: 
     assert (gpu.fabric_state, gpu.fabric_status) == ("completed", "the driver timed out")
 
 
-def test_a_clock_reason_without_a_name_is_told_by_its_number(driver: FakeDriver, reader: NvmlReader) -> None:
+def test_clock_reason_without_a_name_is_reported_by_number(driver: FakeDriver, reader: NvmlReader) -> None:
     driver.set(0, "clock_reasons", 1 << 3 | 1 << 20)
     assert reader.read().gpus[0].clock_reasons == ("hw_slowdown", "bit_20")
 
@@ -126,7 +126,7 @@ def test_no_clock_reason_is_not_the_same_as_an_unread_one(driver: FakeDriver, re
     assert [gpu.clock_reasons for gpu in reader.read().gpus] == [(), None]
 
 
-def test_limits_that_are_told_as_distances_are_temperatures_here(driver: FakeDriver, reader: NvmlReader) -> None:
+def test_temperature_limits_given_as_margins_become_temperatures(driver: FakeDriver, reader: NvmlReader) -> None:
     """As on Ada and later, where nvmlDeviceGetTemperatureThreshold has none: 40 degrees now and 47 to go are 87."""
     driver.set(None, "temperature", 40).set(None, "temperature_margin", 47)
     driver.set(None, "temperature_slowdown", None).set(None, "temperature_slowdown_tlimit", -2)
@@ -233,7 +233,7 @@ def test_a_read_that_is_not_due_for_more_makes_four_calls_a_gpu(
     assert whole > calls.total() / SLOW_EVERY * 4, "the first read is the one that asks everything"
 
 
-def test_a_driver_of_years_ago_tells_what_it_can(tmp_path: Path) -> None:
+def test_old_driver_reports_what_it_supports(tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path, old=True).gpus(1).process(0, os.getpid(), 7)
     driver.set(0, "memory_used", 1 << 30).set(0, "memory_reserved", 0).set(0, "clock_reasons", ("hw_slowdown",))
     gpu = read_in_child(driver.env()).gpus[0]

@@ -43,7 +43,7 @@ if RECORDINGS:  # else there is nothing to skip
         same(msgspec.json.decode(path.read_bytes(), type=Recording), tmp_path / "played")
 
 
-def test_what_is_recorded_can_be_played(tmp_path: Path) -> None:
+def test_recorded_driver_can_be_replayed(tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path).gpus(3).set(1, "temperature", 66).set(1, "power", None).link(1, 4, "replay", 3)
     driver.set(2, "nvlinks", None).set(0, "clock_reasons", ("sw_power_cap",)).set(0, "recovery_action", "drain_p2p")
     done = recorded(driver.env())
