@@ -1,7 +1,8 @@
-"""The manager's loop: hear, detect, fold, plan, execute. All I/O of the manager is wired up here and nowhere else.
+"""Run one manager: receive messages, detect failures, reduce events to the state, plan, and execute.
 
-Order of every turn: messages and looks become events; ``detect`` turns silence into findings; changed findings become
-events; ``plan`` sees only the state; decisions and intents are journaled and fsynced; only then is anything done.
+All I/O of the manager is wired up in this module. Every turn of the loop has the same order: messages and polls become
+events; ``detect`` turns missing heartbeats and missing progress into findings; changed findings become events; ``plan``
+reads only the state; decisions and intents are journaled and fsynced; only then are external actions carried out.
 """
 
 from __future__ import annotations
@@ -71,20 +72,23 @@ from .storage.lease import Lease, LeaseLost
 _log = logging.getLogger("rrl.manager")
 
 MAX_RENEWALS_WITHOUT_RUN_DIR = 10
-"""tries to renew the lease, two leases in all, that find no run directory: then it was removed for good"""
+"""Consecutive lease renewals, made over two lease periods, that must find no run directory before the run counts as
+removed."""
 ANNOUNCE_INTERVAL_S = 0.05
-"""s between two announcements of who lives and who holds which weights: each goes to everybody, whole"""
+"""Minimum seconds between two announcements of the peer directory (live peers, sources of weight versions). Each
+announcement carries the whole directory to every worker."""
 VERSION_ANNOUNCE_S_PER_WORKER = 0.008
-"""s for each worker, where nothing is new but which version a receiver holds: an announcement to 1,024 of them is
-172 MB in all, and each new version would be worth a thousand"""
+"""Minimum seconds per connected worker between two announcements if only the versions that receivers hold have
+changed: one announcement to 1,024 workers is 172 MB in all, and a new weight version would otherwise cause about a
+thousand."""
 COMMAND_POLL_S = 0.5
-"""s between two looks into the mailbox"""
+"""Seconds between two checks of the mailbox for user commands."""
 FLUSH_INTERVAL_S = 0.5
-"""s that an event which nothing waits for may stay unwritten"""
+"""Longest time in seconds that an event which no action waits for stays unwritten."""
 
 
 class Manager:
-    """One epoch of one run. :meth:`run` returns how the run ended, or None when this manager left before it did."""
+    """The manager of one run during one epoch."""
 
     def __init__(self, run: RunDir, cluster: Cluster, spec: RunSpec, source: str, host: str) -> None:
         self._run_dir, self._cluster, self._spec, self._source, self._host = run, cluster, spec, source, host
@@ -99,43 +103,49 @@ class Manager:
         self._directory_number = 0
         self._announced_at = 0.0
         self._announce_timer: asyncio.TimerHandle | None = None
-        """for the next announcement, where it is too early for it"""
+        """Timer that wakes the loop for an announcement that was not yet due."""
         self.leave_reason: str | None = None
-        """why this manager leaves before the run's end"""
+        """Reason why this manager leaves before the run's end; None while it stays."""
         self._state: State | None = None
         self._epoch_began = time.monotonic()
         self._wall = time.time()
         self._last_turn_at = self._wall
-        """when the loop last turned"""
+        """Manager's time (s) of the last turn of the loop, by which a stall of this process is detected."""
         self._flushed_at = 0.0
         self._cancelled_early = ""
         self._background_tasks: list[asyncio.Task[None]] = []
         self._exit_record_task: asyncio.Task[None] | None = None
-        """of exit records"""
+        """Task that reads exit records from the run directory after a poll."""
         self._intended_actions: list[ExternalAction] = []
-        """intended, not yet known to be durable"""
+        """Actions whose intents are recorded but not yet known to be durable."""
 
-    # ── one life of a manager ──────────────────────────────────────────────────────────────────────────────────────
+    # ── one epoch ──────────────────────────────────────────────────────────────────────────────────────────────────
     async def run(self, job: str = "") -> Outcome | None:
-        """Claim the run, adopt what lives, and manage it to its end. Raises LeaseHeld, JournalError, OSError."""
+        """Claim the run, restore its state, and manage it to its end.
+
+        Returns the run's outcome, or None if this manager left before the run ended. Raises LeaseHeld, JournalError or
+        OSError.
+        """
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self._cluster.close)
-            await asyncio.to_thread(
-                fault_injection.remove_disk_filler, self._run_dir
-            )  # of a manager that died over a full disk
+            # An earlier manager may have died while an injected fault filled the disk.
+            await asyncio.to_thread(fault_injection.remove_disk_filler, self._run_dir)
             self._lease = await Lease.acquire(self._run_dir, self._spec.limits.lease, job)
             stack.push_async_callback(self._release_lease)
             await self._open(stack, job)
             return await self._manage()
 
     async def _open(self, stack: contextlib.AsyncExitStack, job: str) -> None:
-        """Journal, listener, executor and senses, each closed in turn by ``stack``; then what lives is adopted."""
+        """Open the journal, listener, executor and background loops, and restore the run.
+
+        Everything is closed by ``stack``.
+        """
         run = self._run_dir
         self._journal = Journal(run, self._lease.epoch)
         stack.callback(self._close_journal)
         self._state = self._journal.state
         last = self._state.at if self._state is not None else 0.0
-        self._wall, self._epoch_began = max(time.time(), last), time.monotonic()  # a manager's time never goes back
+        self._wall, self._epoch_began = max(time.time(), last), time.monotonic()  # the manager's time never goes back
         self._last_turn_at = self.now()
         self._observers = EventObservers(run, self._spec, self._lease, self._journal, self.now, self._tokens.total)
         stack.push_async_callback(self._observers.close)
@@ -206,12 +216,12 @@ class Manager:
         stack.push_async_callback(_cancel_all, self._background_tasks)
 
     def leave(self, why: str) -> None:
-        """Go without ending the run: its roles go on, the next manager adopts them."""
+        """Leave without ending the run: its replicas keep running, and the next manager restores them."""
         self.leave_reason = why
         self._wake.set()
 
     def cancel(self, by: str) -> None:
-        """End the run in order. Before this manager has begun, it is remembered until it has."""
+        """Record a cancel command by ``by``; before this manager has opened the journal, keep it until then."""
         if self._state is None:
             self._cancelled_early = by
         else:
@@ -219,15 +229,16 @@ class Manager:
 
     @property
     def state(self) -> State:
+        """Return the newest state. Only valid once the journal is open and its first event recorded."""
         assert self._state is not None
         return self._state
 
     def now(self) -> float:
-        """Manager's time: wall clock at its start, going on monotonically."""
+        """Return the manager's time (s): the wall clock at the manager's start, advanced by the monotonic clock."""
         return self._wall + time.monotonic() - self._epoch_began
 
     def record(self, event: ev.Event) -> None:
-        """Journal (durable at the next flush), fold, and have the loop look at it."""
+        """Append the event to the journal (durable at the next flush), apply it to the state, and wake the loop."""
         seq = self._state.seq + 1 if self._state is not None else 1
         stamped = ev.Stamped(seq, self.now(), self._lease.epoch, event)
         _log.debug("event %d: %s", seq, type(event).__name__)
@@ -249,16 +260,15 @@ class Manager:
             return False
         return self.state.is_current(event.incarnation)
 
-    # ── the turn ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── one turn ───────────────────────────────────────────────────────────────────────────────────────────────────
     async def _manage(self) -> Outcome | None:
+        """Turn the loop until the run is over or this manager leaves."""
         while self.leave_reason is None:
             for task in self._background_tasks:
                 if task.done():
                     task.result()
             self._wake.clear()
-            await (
-                self._lease.ensure_current()
-            )  # nothing is decided, and nobody told anything, by one that was succeeded
+            await self._lease.ensure_current()  # a manager with a successor must neither decide nor send anything
             self._detect_own_stall()
             self._poller.check_suspensions()
             next_detection = self._detect()
@@ -277,50 +287,61 @@ class Manager:
         return None
 
     def _detect_own_stall(self) -> None:
-        """A manager that was itself frozen cannot tell the world's silence from its own: everything counts anew."""
+        """Restart all silence clocks if this manager was stalled, and clear nodes that the run no longer uses.
+
+        A manager that did not run for a while cannot distinguish missing heartbeats of others from its own pause.
+        """
         now = self.now()
         if now - self._last_turn_at > self.state.job.limits.silence / 2:
             self._monitor.restart(now)
         self._last_turn_at = now
         monitored = {name for name, node in self.state.nodes.items() if node.allocation}
-        # What was found on a node that has left stands until the lives that were there are fenced: from it they are
-        # judged, and the time of their outage is counted.
-        monitored |= {one.node for one in workers(self.state) if one.is_current and one.node is not None}
+        # Findings about a released node are kept until the incarnations that ran there are fenced: these findings
+        # explain the failures and date the beginning of their downtime.
+        monitored |= {
+            replica.node for replica in workers(self.state) if replica.is_current and replica.node is not None
+        }
         for node in {*self._monitor.nodes, *self._message_handler.finding_gate.nodes} - monitored:
             self._clear_node(node)
 
     def _drop_node(self, node: NodeName) -> None:
-        """What was heard and not heard of it counts no more."""
+        """Remove the node and its replicas from the health monitor."""
         for incarnation in self._monitor.incarnations_on(node):
             self._tokens.retire(incarnation)
         self._monitor.remove_node(node)
 
     def _clear_node(self, node: NodeName) -> None:
-        """It has left, or begins anew: nor does what was found on it count."""
+        """Remove the node from the health monitor, and the findings reported about it."""
         self._drop_node(node)
         self._message_handler.finding_gate.forget(node)
 
     def _was_responsive(self, node: NodeName) -> bool:
-        """It was not found to be silent or down. One that is left for another reason, be it a broken GPU, falls silent
-        because it is left."""
+        """Return whether no detector of the manager reports this node as silent or down.
+
+        If such a node is excluded for another reason, such as a broken GPU, its later silence is expected and not
+        evidence.
+        """
         return all(finding.node != node or from_agent(finding) for finding in self.state.findings.values())
 
     def _detect(self) -> float:
-        """Findings that changed become events. Returns when to look again."""
+        """Run the detectors and record the findings that changed. Return the time (s) of the next necessary check."""
         limits, now = self.state.job.limits, self.now()
         detected, next_check = detect(self._monitor, limits, now)
         self._baseline_recorder.record_if_due(now)
         findings, suspected = self._hang_investigator.investigate(detected)
         if (token_age := token_ages.token_age_finding(self.state.token_ages, self.state.job.staleness)) is not None:
             findings = [*findings, token_age]
-        silent, gone = (
+        silent, absent = (
             missing_heartbeats(findings, self._monitor, limits, now),
             silent_nodes(findings, self._monitor, limits, now),
         )
-        return min(next_check, suspected, self._message_handler.finding_gate.on_detected(findings, silent, gone))
+        return min(next_check, suspected, self._message_handler.finding_gate.on_detected(findings, silent, absent))
 
     async def _act(self) -> tuple[float, bool]:
-        """Plan to the fixpoint, journal, then do. Returns the plan's wake and whether the run is over."""
+        """Plan until no action is due, journal the actions, and start them.
+
+        Return the next planning time (s) and whether the run is over.
+        """
         while True:
             planned = plan(self.state, self.now())
             if not planned.actions:
@@ -337,17 +358,18 @@ class Manager:
                     elif isinstance(action, Exclude) and self._was_responsive(action.node):
                         self._drop_node(action.node)
                     fences = action.fences if isinstance(action, RestartAll) else (action,)
-                    for fence in (one for one in fences if isinstance(one, Fence)):
-                        await self._fence(fence)
-        if (
-            self._intended_actions and await self._flush()
-        ):  # else they wait for the next turn: no deed without a durable intent
-            todo, self._intended_actions = self._intended_actions, []
-            for action in todo:
+                    for fence in fences:
+                        if isinstance(fence, Fence):
+                            await self._fence(fence)
+        # No action without a durable intent: if the flush fails, the actions wait for the next turn.
+        if self._intended_actions and await self._flush():
+            durable, self._intended_actions = self._intended_actions, []
+            for action in durable:
                 self._executor.start(action)
         return planned.wake_at, planned.over
 
     def _update_monitor(self, action: ExternalAction) -> None:
+        """Inform the health monitor of an intended launch or stop."""
         if isinstance(action, Launch):
             timeout_s = self.state.job.recovery.promote
             self._monitor.on_launched(action.incarnation, action.node, self.now(), action.standby, timeout_s)
@@ -355,6 +377,7 @@ class Manager:
             self._monitor.on_stop_requested(action.incarnation, self.now())
 
     async def _fence(self, action: Fence) -> None:
+        """Remove a fenced incarnation from the monitor and notify its processes."""
         self._tokens.retire(action.incarnation)
         self._monitor.remove(action.incarnation)
         if action.incarnation.replica == TRAINER:
@@ -362,7 +385,7 @@ class Manager:
         await self._message_handler.fence(action.incarnation, "; ".join(action.why.evidence))
 
     async def _announce(self) -> None:
-        """Push the wiring to every worker when it changed, but not more often than it is worth: it is sent whole."""
+        """Send the peer directory to every worker if it changed. The announcement intervals limit how often."""
         directory = build_directory(self.state)
         if directory == self._sent_directory:
             return
@@ -387,6 +410,7 @@ class Manager:
         await self._listener.send_all(peers, directory.message(self.state.epoch, self._directory_number))
 
     def _welcome(self, incarnation: Incarnation) -> msg.Welcome:
+        """Return the reply to the Hello of a current incarnation."""
         role = role_of(incarnation.replica)
         rank, world = (
             (0, 1) if role == STANDBY_ROLE else (rank_of(incarnation.replica), self.state.job.role(role).ranks)
@@ -395,7 +419,10 @@ class Manager:
         return msg.Welcome(incarnation, peers, rank, world, self.state.step)
 
     async def _flush(self) -> bool:
-        """Make everything recorded durable. False when the run directory cannot be written: then nothing is done."""
+        """Make all recorded events durable.
+
+        Return False if the run directory cannot be written; no action is taken then.
+        """
         self._flushed_at = time.monotonic()
         try:
             await asyncio.to_thread(self._journal.flush)
@@ -406,8 +433,9 @@ class Manager:
             return False
         return True
 
-    # ── senses ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── input ──────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _receive_loop(self) -> None:
+        """Handle messages one at a time; a message that cannot be handled is logged and skipped."""
         while True:
             incoming = await self._listener.receive()
             await self._lease.ensure_current()
@@ -417,15 +445,16 @@ class Manager:
                 _log.warning("cannot handle a %s message: %r", type(incoming.message).__name__, error)
 
     def _after_poll(self) -> None:
-        """Ends are read beside everything else: storage that hangs keeps nobody from being heard."""
-        read = self._exit_record_task
-        if read is None or read.done():
+        """Read exit records in a task of their own, so that hung storage does not delay messages."""
+        previous = self._exit_record_task
+        if previous is None or previous.done():
             self._exit_record_task = asyncio.create_task(self._message_handler.read_exit_records())
-            if read is not None:
-                read.result()
+            if previous is not None:
+                previous.result()
         self._wake.set()
 
     async def _renew_lease_loop(self) -> None:
+        """Renew the epoch lease periodically; give up the run if its directory was removed."""
         period, removed = self._spec.limits.lease / 5, 0
         while removed < MAX_RENEWALS_WITHOUT_RUN_DIR:
             await asyncio.sleep(period)
@@ -438,8 +467,11 @@ class Manager:
         await self._abandon()
 
     async def _abandon(self) -> None:
-        """Nobody can manage this run any more: nothing may be left of it. What no release reaches, its agents end."""
-        for tag in reversed(self.state.allocations):  # of a heterogeneous job its first component ends all others
+        """Release all allocations and leave: without its run directory the run cannot be managed.
+
+        Steps in an allocation that cannot be released are ended by their agents.
+        """
+        for tag in reversed(self.state.allocations):  # the first component of a heterogeneous job ends all others
             try:
                 await self._cluster.release(tag)
             except (Refused, Unanswered) as error:
@@ -447,6 +479,7 @@ class Manager:
         self.leave("its run directory was removed")
 
     async def _commands_loop(self) -> None:
+        """Record user commands from the mailbox, and acknowledge each one once it is durable."""
         while True:
             for command in await asyncio.to_thread(pending_commands, self._run_dir):
                 if command.id not in self.state.handled_commands:
@@ -457,12 +490,16 @@ class Manager:
             await asyncio.sleep(COMMAND_POLL_S)
 
     async def _apply_resume_request(self) -> None:
-        """The run may have ended, and a person have ordered that it goes on. Nothing of it lives that could see its
-        files change."""
+        """Resume the run if it has ended and a user requested that it continues.
+
+        No process of the run is left at this point, so its files may change. A request that no longer applies is
+        discarded.
+        """
         request = await asyncio.to_thread(resume_request.claim, self._run_dir)
         if request is None:
             return
-        if request.id not in self.state.handled_commands:  # else a predecessor recorded it, and came no further
+        # If the request is recorded already, an earlier manager died before it installed the files.
+        if request.id not in self.state.handled_commands:
             if self.state.outcome is None or request.ended != self.state.ended:
                 why = "the run is already running, or has ended again since the request"
                 _log.warning("ignored resume request by %s: %s", request.by, why)
@@ -473,16 +510,18 @@ class Manager:
         self._run_dir.summary.unlink(missing_ok=True)
         await asyncio.to_thread(resume_request.install, self._run_dir)
 
-    # ── the beginning ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── restore ────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _restore(self) -> None:
-        """Everything believed is believed to live, with full grace from now; open intents go on being settled."""
+        """Restore the health monitor from the state, and continue to settle open intents.
+
+        Every replica gets its full grace from now on.
+        """
         restore_monitor(self._monitor, self.state, self.now())
         self._baseline_recorder = BaselineRecorder(self._monitor, self.state.baselines, self.record)
         for replica in self.state.replicas.values():
             if replica.is_current and replica.node is not None and replica.step is None:
-                self._message_handler.restore_step_end(
-                    replica.incarnation
-                )  # its end is recorded, and nothing was concluded from it yet
+                # The end of the step is recorded, but no decision has followed from it yet.
+                self._message_handler.restore_step_end(replica.incarnation)
         await self._message_handler.read_exit_records()
         self._message_handler.finding_gate.restore()
         for intent in list(self.state.intents.values()):
@@ -493,9 +532,9 @@ class Manager:
             elif isinstance(intent.action, Request):
                 self._poller.poll_soon()
 
-    # ── the end ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── end ────────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _finish(self) -> Outcome:
-        """Everything is given back: the last record, the summary, and no address to be found at any more."""
+        """Write the last record and the summary, and remove the manager's addresses from the run directory."""
         verdict = self.state.finish
         assert verdict is not None
         if self.state.outcome is None:
@@ -519,7 +558,8 @@ class Manager:
             _log.error("the newest journal records cannot be written: %s", error)
 
     async def _release_lease(self) -> None:
-        with contextlib.suppress(LeaseLost, OSError):  # a successor took over, or storage is away: it is waited out
+        """Release the lease, unless a successor holds it already."""
+        with contextlib.suppress(LeaseLost, OSError):  # a successor took over, or storage is away: the lease expires
             await self._lease.check_in_thread()
             await asyncio.to_thread(self._lease.release)
 
@@ -531,7 +571,7 @@ async def _cancel_all(tasks: list[asyncio.Task[None]]) -> None:
 
 
 async def _retry_forever(loop: Callable[[], Awaitable[None]]) -> None:
-    """Storage or a cluster that misbehaves must not end the manager: log it, and go on after a moment."""
+    """Run ``loop`` repeatedly: errors of storage or of the cluster are logged, and the loop restarts after a pause."""
     while True:
         try:
             await loop()

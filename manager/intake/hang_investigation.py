@@ -1,15 +1,14 @@
-"""What the manager does about a suspicion before it becomes a restart: asks the suspect for work, and its node's agent
-what its processes are doing.
+"""Investigate suspected hangs before they lead to a restart: probe the suspect, and collect its stacks.
 
-**Probes.** Whom :func:`rrl.health.detection.detectors.probing.to_probe` names is sent ``Probe``, and counts as asked
-whether it can be told or not: who cannot be reached has other detectors against it. What it answers is the detectors'
-to judge.
+**Probes.** Each replica named by :func:`rrl.health.detection.detectors.probing.due_probes` is sent ``Probe``. It counts
+as probed even if it is not connected, since other detectors find a replica that cannot be reached. The detectors judge
+its reply.
 
-**Stacks** are taken once for each hang that is suspected or found, of the suspect and of every member of its gang, and
-grouped (:mod:`rrl.health.detection.attribution.stack_groups`). A restart ends the processes, so they are asked for at
-the first warning; where a FAIL comes without one, it is told as WARN until they are here, for :data:`STACKS_TIMEOUT_S` s at the
-most, and not at all where no agent can be asked. What was seen stands in the finding's evidence and in the journal, the
-whole in a file.
+**Stacks** are collected once for each suspected or found hang, from the suspect and from every member of its gang, and
+grouped (:mod:`rrl.health.detection.attribution.stack_groups`). A restart ends the processes, so their stacks are
+requested at the first WARN. A FAIL without an earlier WARN is downgraded to WARN until the stacks have arrived, for
+:data:`STACKS_TIMEOUT_S` at most; it is not delayed if no agent can be reached. A summary is added to the finding's
+evidence and to the journal; the complete dumps are saved to a file.
 """
 
 from __future__ import annotations
@@ -52,53 +51,57 @@ from .finding_gate import apply_settings
 _log = logging.getLogger("rrl.manager")
 
 STACKS_TIMEOUT_S = 7.0
-"""s that stacks may take, and a FAIL without an earlier warning is held back for them: an agent answers within 2 + 4 s
-(rrl.roles.agent.stack_dumps), mostly within one"""
+"""Seconds that collecting stacks may take, and that a FAIL without an earlier WARN is deferred for them. An agent
+replies within 2 + 4 s (rrl.roles.agent.stack_dumps), mostly within 1 s."""
 RECOLLECT_AFTER_S = 60.0
-"""s before stacks of one life are taken anew, where the suspicion came and went meanwhile"""
+"""Seconds before stacks of the same gang are collected again, if the suspicion ended and returned."""
 MAX_CONCURRENT = 64
-"""hangs whose stacks are on their way; of more at once, which have a cause in common, none are taken"""
+"""Maximum number of concurrent stack collections. More hangs at once have a common cause, and no further stacks are
+collected."""
 MAX_DUMP_BYTES = 16 * 2**20
-"""of whole dumps of one gang; of further members the main threads only are kept"""
+"""Maximum size in bytes of the complete dumps of one gang; of further members only the main threads are kept."""
 _MAX_LINE_CHARS = 300
-"""characters of one line of evidence"""
+"""Maximum number of characters of one line of evidence."""
 _MAX_SHOWN_LINES = 3
-"""lines of evidence in a finding beside its own and the file's name: five are the most (docs/sources.md)"""
+"""Maximum number of evidence lines added to a finding beside its own line and the file's name (five in all,
+docs/sources.md)."""
 _ID_SPACE_PER_EPOCH = 2**20
-"""ids count from this times the epoch: an answer to an earlier manager's question is none to this one's"""
+"""Size of each epoch's range of request ids, so that a reply to an earlier manager's request matches none of this
+manager's."""
 
 
 @dataclass(slots=True, eq=False)
 class _Incident:
-    """One hang of one replica."""
+    """One hang of one gang, from its first suspicion."""
 
     began: float
     defer_until: float
-    """a FAIL is held back so long, unless it is ``done`` before"""
+    """Time (s) until which a FAIL is deferred, unless the incident is ``done`` before."""
     done: bool = False
     evidence: tuple[Evidence, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
 class _StackCollection:
-    """Stacks on their way."""
+    """One pending request for stacks, and the replies so far."""
 
     incarnation: Incarnation
     id: int
     agents: dict[Incarnation, ReplicaId]
-    """whose, and of which agent"""
+    """Agent that was requested to dump the stacks, by incarnation."""
     dumps: dict[Incarnation, dict[int, str]] = field(default_factory=dict)
     errors: dict[Incarnation, str] = field(default_factory=dict)
     size: int = 0
     complete: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, answer: msg.Stacks) -> None:
+        """Add a reply; ignore it if it comes from another agent than was requested, or was received before."""
         if self.agents.get(answer.target) != answer.incarnation.replica or answer.target in {*self.dumps, *self.errors}:
             return
         if answer.dumps:
             self.size += sum(map(len, answer.dumps.values()))
-            whole = self.size <= MAX_DUMP_BYTES
-            self.dumps[answer.target] = answer.dumps if whole else main_threads_only(answer.dumps)
+            fits = self.size <= MAX_DUMP_BYTES
+            self.dumps[answer.target] = answer.dumps if fits else main_threads_only(answer.dumps)
         else:
             self.errors[answer.target] = answer.error or "no dump"
         if len(self.dumps) + len(self.errors) == len(self.agents):
@@ -106,7 +109,10 @@ class _StackCollection:
 
 
 class HangInvestigator:
-    """Of one manager. ``worker_peers`` and ``step_peers`` say where workers and agents can be told something."""
+    """Probes suspects and collects stacks for one manager.
+
+    ``worker_peers`` and ``step_peers`` are the connections of workers, and of first processes and agents.
+    """
 
     def __init__(
         self,
@@ -123,13 +129,15 @@ class HangInvestigator:
         self._send, self._now, self._worker_peers, self._step_peers = send, now, worker_peers, step_peers
         self._last_id = 0
         self._incidents: dict[Incarnation, _Incident] = {}
-        """by gang: where one member hangs, soon all do"""
+        """Open incidents by gang: if one member hangs, the others soon hang too."""
         self._collections: dict[int, _StackCollection] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def investigate(self, findings: Sequence[Finding]) -> tuple[list[Finding], float]:
-        """Between detecting and telling: have suspects asked. The findings as they are to be told, and when to look
-        again (inf: at the next news)."""
+        """Send due probes, collect stacks of new hangs, and return the findings to publish.
+
+        Also returns the time (s) of the next necessary call (inf: only with new findings).
+        """
         now, settings = self._now(), self._state().job.health
         next_check = now if self._send_probes(now) else inf
         hang_keys = {
@@ -138,12 +146,11 @@ class HangInvestigator:
         hanging = {
             incarnation.gang for finding in findings if finding.key in hang_keys and (incarnation := _hang_of(finding))
         }
-        for gang in [
-            one
-            for one, incident_of_gang in self._incidents.items()
-            if one not in hanging and now >= incident_of_gang.began + RECOLLECT_AFTER_S
-        ]:
-            del self._incidents[gang]
+        self._incidents = {
+            gang: incident
+            for gang, incident in self._incidents.items()
+            if gang in hanging or now < incident.began + RECOLLECT_AFTER_S
+        }
         findings_out = []
         for finding in findings:
             incarnation = _hang_of(finding)
@@ -152,7 +159,9 @@ class HangInvestigator:
                 continue
             incident = self._incidents.get(incarnation.gang)
             failed = finding.verdict is Verdict.FAIL
-            if incident is None or (failed and finding.since > incident.began):  # else they show an earlier standstill
+            if incident is None or (
+                failed and finding.since > incident.began
+            ):  # otherwise the stacks would show an earlier hang
                 incident = self._open_incident(incarnation, now)
             deferred = failed and not finding.proof and not incident.done and now < incident.defer_until
             next_check = min(next_check, incident.defer_until) if deferred else next_check
@@ -161,8 +170,11 @@ class HangInvestigator:
         return findings_out, next_check
 
     def on_reply(self, answer: msg.ProbeReply | msg.Stacks) -> None:
-        """Of who is believed. Stacks that nobody waits for any more are passed over; an answer to a probe says how it
-        is now, whichever question it answers, but not to one that an earlier manager put."""
+        """Handle a reply from a current incarnation.
+
+        Stacks that are no longer awaited are ignored. A reply to a probe counts whichever of this manager's probes it
+        answers, for it shows the present state; replies to an earlier manager's probes are ignored.
+        """
         if isinstance(answer, msg.Stacks):
             if (collection := self._collections.get(answer.id)) is not None:
                 collection.add(answer)
@@ -170,12 +182,14 @@ class HangInvestigator:
             self._monitor.on_probe_answered(answer.incarnation, answer.result, _one_line(answer.detail), self._now())
 
     async def close(self) -> None:
+        """Cancel pending probes and stack collections."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # ── probes ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def _send_probes(self, now: float) -> bool:
+        """Send the probes that are due. Return whether there were any."""
         suspects = due_probes(self._monitor, self._state().job.limits, now)
         for incarnation in suspects:
             self._monitor.on_probe_sent(incarnation, now)
@@ -185,6 +199,7 @@ class HangInvestigator:
 
     # ── stacks ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def _open_incident(self, incarnation: Incarnation, now: float) -> _Incident:
+        """Open an incident for the incarnation's gang, and request the stacks of all members."""
         requests = list(self._stack_requests(incarnation)) if len(self._collections) < MAX_CONCURRENT else []
         incident = self._incidents[incarnation.gang] = _Incident(now, now + STACKS_TIMEOUT_S, done=not requests)
         if requests:
@@ -196,7 +211,7 @@ class HangInvestigator:
         return incident
 
     def _stack_requests(self, incarnation: Incarnation) -> Iterable[tuple[bytes, ReplicaId, Incarnation, str]]:
-        """Whom to ask (its connection and name) for whose stacks, and which step that is."""
+        """Yield for each member of the gang: connection and name of its agent, its incarnation, and its step."""
         state = self._state()
         gang = gang_of(incarnation.replica)
         for replica in state.replicas.values():
@@ -212,6 +227,7 @@ class HangInvestigator:
         requests: Sequence[tuple[bytes, ReplicaId, Incarnation, str]],
         incident: _Incident,
     ) -> None:
+        """Request the stacks, wait for the replies, save the dumps, and record a summary."""
         try:
             for peer, _, of, tag in requests:
                 await self._send(peer, msg.DumpStacks(of, tag, collection.id), None)
@@ -224,20 +240,23 @@ class HangInvestigator:
         at = self._now()
         lines = tuple(map(_one_line, summary_lines(grouped))) or (_one_line(_failure_text(collection)),)
         shown = [Evidence(STACKS, line, at) for line in lines[:_MAX_SHOWN_LINES]]
-        whole = [Evidence(STACKS, f"whole: {file}", at)] if file else []
-        incident.evidence, incident.done = (*shown, *whole), True
+        saved = [Evidence(STACKS, f"whole: {file}", at)] if file else []
+        incident.evidence, incident.done = (*shown, *saved), True
         if self._state().outcome is None:  # RunEnded is the last record
             self._record(ev.StacksCollected(collection.incarnation, lines, grouped.outliers, file))
 
     def _save(self, collection: _StackCollection) -> tuple[GroupedStacks, str]:
-        """The groups, and the file with everything, relative to the run directory: empty where there is none."""
+        """Group the stacks and save the dumps.
+
+        Return the groups, and the file relative to the run directory ('' if none).
+        """
         grouped = group(collection.dumps)
         if not collection.dumps:
             return grouped, ""
-        whole = tag_of("", collection.incarnation).strip(".")
+        name = tag_of("", collection.incarnation).strip(".")
         path = (
             self._run.stacks
-            / f"{whole}-{collection.id // _ID_SPACE_PER_EPOCH}.{collection.id % _ID_SPACE_PER_EPOCH}.txt"
+            / f"{name}-{collection.id // _ID_SPACE_PER_EPOCH}.{collection.id % _ID_SPACE_PER_EPOCH}.txt"
         )
         try:
             self._run.stacks.mkdir(mode=0o700, exist_ok=True)
@@ -247,7 +266,7 @@ class HangInvestigator:
             return grouped, ""
         return grouped, str(path.relative_to(self._run.path))
 
-    # ── inside ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── tasks ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def _next_id(self) -> int:
         self._last_id += 1
         return self._state().epoch * _ID_SPACE_PER_EPOCH + self._last_id
@@ -264,14 +283,18 @@ class HangInvestigator:
 
 
 def _hang_of(finding: Finding) -> Incarnation | None:
-    """Whose hang this suspects or finds; None: it is about something else. Who is silent while its node is heard may
-    be stopped, or stuck where it holds the interpreter's lock."""
+    """Return the incarnation whose hang this finding reports or suspects; None if it is about something else.
+
+    A worker that is silent while its node sends heartbeats counts too: it may be stopped, or stuck while it holds the
+    interpreter's lock.
+    """
     about = finding.cause is Cause.HANG or finding.detector == worker_silence.__name__
     return finding.incarnation if about and finding.verdict in (Verdict.WARN, Verdict.FAIL) else None
 
 
 def _defer(finding: Finding) -> Finding:
-    waits = Evidence("manager", "its stacks are taken before it is restarted", finding.since)
+    """Return a FAIL as a WARN without a remedy until the stacks are collected."""
+    waits = Evidence("manager", "its stacks are collected before it is restarted", finding.since)
     return replace(finding, verdict=Verdict.WARN, remedy=Remedy.NONE, evidence=(*finding.evidence, waits))
 
 
@@ -296,5 +319,5 @@ def _dump_text(collection: _StackCollection, summary: Iterable[str]) -> Iterable
 
 
 def _one_line(text: str) -> str:
-    """One line for people: names of functions are whatever a program calls them."""
-    return "".join(one if one.isprintable() else " " for one in text)[:_MAX_LINE_CHARS]
+    """Return the text as one printable line of limited length: function names may contain anything."""
+    return "".join(character if character.isprintable() else " " for character in text)[:_MAX_LINE_CHARS]

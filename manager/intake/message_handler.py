@@ -1,7 +1,7 @@
-"""Turn messages into events: the sender is checked against the current incarnations, and only changes are recorded.
+"""Turn messages into events: check that the sender is a current incarnation, and record only changes.
 
-Nothing is decided here. A heartbeat only refreshes what the watch knows of its sender: no event, no write. For a step
-that left no exit record, the output of its launcher and of its first process is attached to the event.
+Nothing is decided here. A heartbeat only updates the health monitor: it causes no event and no write. If a step left no
+exit record, the output of its launcher and of its first process is attached to the event.
 """
 
 from __future__ import annotations
@@ -33,15 +33,18 @@ _log = logging.getLogger("rrl.manager")
 
 
 def last_output(run: RunDir, tag: str) -> str:
-    """The last lines of the step's own output, which is its first process's and slurmstepd's (that it ran out of
-    memory, that an interpreter is not there); else of its srun. Empty if nothing was said."""
+    """Return the last lines of a step's own output, or '' if there is no output.
+
+    The step's output comes from its first process and from slurmstepd (which reports, for example, a missing
+    interpreter or exceeded memory); without it, the output of its ``srun`` is used.
+    """
     log = run.log_file(f"{tag}.step")
     outputs = (last_lines_of(log.with_name(f"{log.name}{ending}")) for ending in (".0", "", ".srun"))
     return next(filter(None, outputs), "")
 
 
 def with_reason(run: RunDir, event: Event) -> Event:
-    """A step that never appeared, with the reason if there is one on disk."""
+    """Return the event; if it says that a step never appeared, add the reason found in the step's output."""
     if not isinstance(event, IntentSettled) or event.ok or event.reason is not RejectReason.NEVER_APPEARED:
         return event
     output = last_output(run, event.tag)
@@ -53,13 +56,14 @@ def with_reason(run: RunDir, event: Event) -> Event:
 
 
 MAX_NOTE_CHARS = 300
-"""characters of a replica's note that are kept: two lines of a wide terminal"""
+"""Maximum number of characters kept of a replica's note: two lines of a wide terminal."""
 EXIT_RECORD_READ_TIMEOUT_S = 1.0
-"""s that the next message waits for the run directory; shared storage answers within some 10 ms, or hangs"""
+"""Seconds that handling of messages waits for an exit record in the run directory; shared storage answers within
+some 10 ms, or hangs."""
 
 
 class MessageHandler:
-    """Hears for one manager. ``state`` gives the newest state, ``record`` takes events, ``send`` answers."""
+    """Handles all messages that one manager receives."""
 
     def __init__(
         self,
@@ -76,23 +80,24 @@ class MessageHandler:
         self._run, self._monitor, self._state, self._record, self._send = run, monitor, state, record, send
         self._now, self._welcome, self._on_admission_request = now, welcome, on_admission_request
         self.step_peers = step_peers
-        """tag of a step → where its first process (or agent) can be told something"""
+        """Connection of each step's first process (or agent), by the step's tag."""
         self.worker_peers: dict[Incarnation, bytes] = {}
-        """life → where its worker can be told something"""
+        """Connection of each incarnation's worker."""
         self.finding_gate = FindingGate(state, record, now)
         self.on_reply: Callable[[msg.ProbeReply | msg.Stacks], None] = lambda answer: None
-        """takes what suspects and their agents answer"""
+        """Handler of replies to probes and to requests for stacks."""
         self._gpus = GpuRegistry()
         self.standby_promoter = StandbyPromoter(run, state, send, self._gpus)
         self._connections: dict[Incarnation, tuple[bytes, ...]] = {}
-        """life → the connections that its process greeted on: the newest, and the one before, of which something may
-        still be on its way"""
+        """The last two connections on which each incarnation's process sent its Hello, newest first: messages sent
+        on the older one may still arrive."""
         self._departed: set[Incarnation] = set()
-        """lives whose process said Goodbye: its command may go on with another one"""
+        """Incarnations whose process sent Goodbye: their command may continue with another worker process."""
         self._exit_lookups: set[asyncio.Task[None]] = set()
-        """for what the gone left"""
+        """Running reads of the exit records of steps that vanished."""
 
     async def handle(self, incoming: Incoming) -> None:
+        """Check the sender of one message and pass the message to its handler."""
         message = incoming.message
         if isinstance(message, msg.AdmissionRequest):
             await self._admission_request(incoming, message)
@@ -119,24 +124,29 @@ class MessageHandler:
             _log.warning("ignored a finding from %s: no Hello came on its connection", message.incarnation)
 
     async def _from_fenced(self, incoming: Incoming, message: Any) -> None:
+        """Answer a message of an incarnation that is not current: a standby being promoted, or a fenced one."""
         if self._state().finish is not None:
             newest = self._state().replica(message.incarnation.replica).incarnation == message.incarnation
-            if newest and isinstance(message, msg.Committed):  # a resumed run goes on from there
+            if newest and isinstance(message, msg.Committed):  # a resumed run continues from this step
                 self._committed(message)
-            return  # the run is ending: its step was asked to stop, and lets it finish what is in hand
+            return  # the run is ending: the step was requested to stop, and may finish its current work
         if promoted_to(self._state(), message.incarnation) is not None:
-            if isinstance(message, msg.Hello):  # it has not heard what it is
+            if isinstance(message, msg.Hello):  # it has not received its Promote message
                 self.standby_promoter.on_standby_hello(incoming.peer, message)
                 await self.standby_promoter.send_promotion(message.incarnation)
             return
         self.worker_peers.pop(message.incarnation, None)
         self._connections.pop(message.incarnation, None)
-        why = f"{message.incarnation} is no longer believed"
+        why = f"{message.incarnation} is no longer current (fenced)"
         await self._send(incoming.peer, msg.Fenced(message.incarnation, why), None)
 
     async def fence(self, incarnation: Incarnation, why: str) -> None:
-        """Have a life that is no longer believed end at once: its worker, and in case that one hangs its first process;
-        if that one is not heard either, its node's agent. A command that does not use the worker API gets its grace."""
+        """Notify the processes of a fenced incarnation that they must end at once.
+
+        The worker is notified first; in case it hangs, the first process of its step is notified too, or the node's
+        agent if that process is not connected. A command that does not use the worker API is stopped with its grace
+        period instead.
+        """
         self.standby_promoter.forget(step_alias(self._state(), incarnation))
         worker = self.worker_peers.pop(incarnation, None)
         if worker is not None:
@@ -151,9 +161,11 @@ class MessageHandler:
 
     # ── steps ──────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _admission_request(self, incoming: Incoming, message: msg.AdmissionRequest) -> None:
-        """Admission: launched processes ask whether they are wanted; that makes a launch exactly once.
+        """Answer whether a launched process may start its command; this makes a launch happen exactly once.
 
-        Who was admitted before and asks again (of a new manager) is told to leave in order when the run is ending."""
+        A process that was admitted by an earlier manager and asks again while the run is ending is admitted and stopped
+        in order.
+        """
         state = self._state()
         incarnation = current_owner(state, message.incarnation, message.tag)
         replica = state.replica(incarnation.replica)
@@ -172,7 +184,8 @@ class MessageHandler:
             return
         ok = state.is_current(incarnation) and replica.step == message.tag and state.finish is None
         why = "" if ok else f"{incarnation} is not wanted (newest is {replica.incarnation}, {replica.status})"
-        if ok and first is None and message.node != replica.node:  # room there is taken by others, or not ours
+        # Another node than the one planned for may be in use by other replicas, or not belong to the run.
+        if ok and first is None and message.node != replica.node:
             ok, why = False, f"{message.tag} runs on {message.node}, and was launched on {replica.node}"
             _log.warning("%s: the process is not admitted", why)
             self._record(ev.IntentSettled(message.tag, False, why, reason=RejectReason.REFUSED))
@@ -184,12 +197,17 @@ class MessageHandler:
         await self._send(incoming.peer, msg.Admitted(message.tag, ok, why), incoming.request_id)
 
     def _injected(self, message: msg.Injected) -> None:
+        """Record the report of an injected fault, if this run ordered that fault."""
         fault = message.fault
         if fault.id not in self._state().triggered_faults:
-            return  # nobody was told to
+            return  # this run did not order it
         incarnation = message.incarnation or self._state().replica(ReplicaId(fault.target)).incarnation
         incarnation = next(
-            (one.incarnation for one in self._state().replicas.values() if one.promoted_from == incarnation),
+            (
+                replica.incarnation
+                for replica in self._state().replicas.values()
+                if replica.promoted_from == incarnation
+            ),
             incarnation,
         )
         self._record(ev.FaultInjected(
@@ -204,7 +222,10 @@ class MessageHandler:
         ))  # fmt: skip
 
     async def _step_vanished(self, message: msg.StepVanished) -> None:
-        """Where the run directory hangs nobody waits for it: what is found there in the end counts then."""
+        """Look for the exit record of a step that vanished, for at most EXIT_RECORD_READ_TIMEOUT_S.
+
+        If the run directory hangs, the lookup continues in the background and its result counts when it arrives.
+        """
         lookup = asyncio.create_task(self._find_exit_record(message))
         self._exit_lookups.add(lookup)
         lookup.add_done_callback(self._exit_lookups.discard)
@@ -229,7 +250,7 @@ class MessageHandler:
         ))  # fmt: skip
 
     def _record_end(self, event: ev.StepEnded) -> None:
-        """An end counts once, and only of the step that the life is known by."""
+        """Record the end of a step once, and only if the step is the incarnation's own or an orphan."""
         state = self._state()
         current = state.is_current(event.incarnation) and state.replica(event.incarnation.replica).step == event.step
         if current or event.step in state.orphan_steps:
@@ -238,10 +259,10 @@ class MessageHandler:
             )
             self._record(event)
             if self._state().replica(event.incarnation.replica).status is Status.COMPLETED:
-                self._monitor.remove(event.incarnation)  # it has done its work: nobody is to wonder why it ended
+                self._monitor.remove(event.incarnation)  # its work is complete: its end is not a failure
 
     def restore_step_end(self, incarnation: Incarnation) -> None:
-        """Its end was recorded under an earlier manager: the detectors must see it again."""
+        """Show the detectors the end of a step that was recorded under an earlier manager."""
         record = read_exit(self._run.exit_file(tag_of(self._run.id, step_alias(self._state(), incarnation))))
         if record is None:
             self._monitor.on_step_ended(incarnation, None, None, ExitReason.LOST, self._now())
@@ -251,7 +272,7 @@ class MessageHandler:
             )
 
     async def read_exit_records(self) -> None:
-        """Ends that nobody told us of: read from the run directory (after a manager's start, and at slow intervals)."""
+        """Record ends found in the run directory that no message reported (at a manager's start and after polls)."""
         state = self._state()
         current = [replica.step for replica in state.replicas.values() if replica.is_current and replica.step]
         paths = [self._run.exit_file(tag) for tag in (*current, *state.orphan_steps)]
@@ -261,8 +282,11 @@ class MessageHandler:
 
     # ── workers and agents ─────────────────────────────────────────────────────────────────────────────────────────
     async def _greeting(self, incoming: Incoming, message: msg.Hello | msg.AgentHello) -> None:
-        """A life is one process, that of the step which was launched or adopted as it, and the first that said so: of
-        two, both would be believed in turn."""
+        """Accept the Hello of an incarnation's process, or fence it if another process is that incarnation.
+
+        An incarnation is one process: a process of the step that was launched or promoted as it, and the first one that
+        sent a Hello. With two, messages of both would be accepted in turn.
+        """
         incarnation = message.incarnation
         known = self._state().replica(incarnation.replica)
         if known.step is not None and known.step != message.tag:
@@ -284,17 +308,18 @@ class MessageHandler:
             self._from_current(message)
 
     async def _hello(self, incoming: Incoming, message: msg.Hello) -> None:
+        """Record that a worker or standby process has joined, unless another replica has its GPU."""
         incarnation, state, now = message.incarnation, self._state(), self._now()
         replica = state.replica(incarnation.replica)
         standby = role_of(incarnation.replica) == STANDBY_ROLE
-        if standby:  # no worker yet: who lives and who holds what is nothing to it
+        if standby:  # not a worker yet: it needs no peer directory
             self.standby_promoter.on_standby_hello(incoming.peer, message)
         else:
             self.worker_peers[incarnation] = incoming.peer
             self.standby_promoter.forget(replica.promoted_from)
-        its_own = not (standby and state.job.role(standby_role_of(incarnation.replica)).standby_shares_node)
-        if its_own and (finding := self._gpus.claim(message, state, now)) is not None:
-            self._record(ev.FindingChanged(finding))  # it is fenced for that; until then it is not welcome
+        owns_gpus = not (standby and state.job.role(standby_role_of(incarnation.replica)).standby_shares_node)
+        if owns_gpus and (finding := self._gpus.claim(message, state, now)) is not None:
+            self._record(ev.FindingChanged(finding))  # the planner fences it for that; until then it gets no Welcome
             return
         self._monitor.on_hello(incarnation, message.node, message.phase, now)
         announced = (message.listen_address, message.weight_address, message.pid, message.node)
@@ -313,16 +338,17 @@ class MessageHandler:
         await self._send(incoming.peer, self._welcome(incarnation), None)
 
     def _committed(self, message: msg.Committed) -> None:
-        """Record a commit once: a trainer that reconnects may report what an earlier manager has recorded."""
+        """Record a commit once: a trainer that reconnects may report a commit that an earlier manager has recorded."""
         if message.step > self._state().step:
             self._record(ev.StepCommitted(message.incarnation, message.step, message.metrics))
 
     def _may_exit(self, incarnation: Incarnation) -> bool:
-        """Nothing of the run waits for it: a role of the user's own that is done when it says so."""
+        """Return whether the incarnation may exit after its Goodbye: its role is a user command, not a service."""
         role = next((role for role in self._state().job.roles if role.name == role_of(incarnation.replica)), None)
         return role is not None and not role.service
 
     def _from_current(self, message: Any) -> None:
+        """Record what a message from a current incarnation changes, and update the health monitor."""
         incarnation, now, monitor = message.incarnation, self._now(), self._monitor
         if isinstance(message, msg.Heartbeat):
             monitor.on_heartbeat(incarnation, message.phase, message.done, message.waits_for, now)
@@ -356,9 +382,8 @@ class MessageHandler:
         elif isinstance(message, msg.AgentHeartbeat):
             monitor.on_agent_message(message.node, incarnation, now)
             loads = {load.tag: load for load in message.loads}
-            for resident in monitor.incarnations_on(
-                message.node
-            ):  # not everybody: a thousand agents say so each second
+            # Only the replicas of this node are visited: a thousand agents send this message every second.
+            for resident in monitor.incarnations_on(message.node):
                 replica = self._state().replica(resident.replica)
                 if replica.status is Status.STARTING and replica.step in message.alive:
                     monitor.on_step_alive(replica.incarnation, now)
@@ -366,11 +391,12 @@ class MessageHandler:
                     monitor.on_load(replica.incarnation, load.cpu, load.gpu, now, load.tensor)
 
     def _update_phase(self, message: msg.Heartbeat | msg.PhaseEntered) -> None:
+        """Record the phase if it changed."""
         if self._state().replica(message.incarnation.replica).phase != message.phase:
             self._record(ev.PhaseEntered(message.incarnation, message.phase, message.waits_for))
 
 
 def uses_worker_api(state: State, incarnation: Incarnation) -> bool:
-    """It uses the worker API, so that it hears for itself that it must leave."""
+    """Return whether the incarnation uses the worker API, so that its worker receives the request to end."""
     name = role_of(incarnation.replica)
     return name == STANDBY_ROLE or any(role.name == name and role.watch == "api" for role in state.job.roles)

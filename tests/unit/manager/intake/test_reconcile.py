@@ -370,7 +370,7 @@ def test_a_drain_whose_answer_was_lost_is_settled_by_what_the_node_says(
         ClusterSnapshot(nodes={N1: observed}, allocations=None, steps=None), busy=frozenset({action.tag})
     )
     assert [event for event in events if isinstance(event, ev.IntentSettled)] == [
-        ev.IntentSettled(action.tag, True, "seen so")
+        ev.IntentSettled(action.tag, True, "confirmed by the cluster")
     ] * so
     assert looks.poll(BLIND) == []
 
@@ -380,4 +380,4 @@ def test_a_node_that_was_given_back_is_settled_by_the_allocation_without_it() ->
     looks = Polls(*HELD, ev.Intended(shrink))
     assert looks.poll(listed(RUNNING)) == []
     less = msgspec.structs.replace(RUNNING, nodes=(N1,))
-    assert ev.IntentSettled(shrink.tag, True, "seen so") in looks.poll(listed(less))
+    assert ev.IntentSettled(shrink.tag, True, "confirmed by the cluster") in looks.poll(listed(less))

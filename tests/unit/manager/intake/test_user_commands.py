@@ -38,7 +38,7 @@ def test_a_refused_order_is_journaled_with_the_reason_and_never_set_off() -> Non
     ordered, injected = to_events(Command("inject", "ada", "c1", KILL), world.state)
     assert isinstance(injected, ev.FaultInjected)
     assert not injected.ok
-    assert injected.detail == "refused: its job spec allows no faults on demand ([faults] allow = true)"
+    assert injected.detail == "rejected: its job spec allows no faults on demand ([faults] allow = true)"
     world.record(ordered)
     world.record(injected)
     assert (world.state.requested_faults, world.state.handled_commands) == ((), ("c1",))
@@ -62,8 +62,8 @@ def test_other_commands_are_no_orders() -> None:
     [
         (Fault("i", FaultKind.KILL, "judge/0"), 'no role "judge"; there are trajectories, reward, trainer, rollout'),
         (Fault("i", FaultKind.KILL, "rollout/7"), 'no replica "rollout/7"; of rollout there are 2, so the last one is'),
-        (Fault("i", FaultKind.KILL, "rollout"), '"rollout" is no replica; a replica is written "rollout/0"'),
-        (Fault("i", FaultKind.KILL), '"" is no replica'),
+        (Fault("i", FaultKind.KILL, "rollout"), '"rollout" is not a valid replica; a replica is written "rollout/0"'),
+        (Fault("i", FaultKind.KILL), '"" is not a valid replica'),
         (Fault("i", FaultKind.CRASH, "n77"), 'no node "n77" in this run; it has n1, n2, n3, n4'),
         (Fault("i", FaultKind.CRASH), 'no node ""'),
         (Fault("i", FaultKind.KILL, "agent/n77"), 'no node "n77" in this run'),
@@ -104,7 +104,7 @@ def test_ranks_and_shadows_that_are_there_can_be_hit() -> None:
     for target in ("trainer/0.3", shadows[0]):
         assert rejection(Fault("i", FaultKind.KILL, target), state.job, state) is None
     why = text_of(rejection(Fault("i", FaultKind.KILL, "standby/n77"), state.job, state))
-    assert why == f'no shadow "standby/n77" in this run; there are {", ".join(shadows)}'
+    assert why == f'no standby process "standby/n77" in this run; there are {", ".join(shadows)}'
     cold = World(allowing()).state
     assert text_of(rejection(Fault("i", FaultKind.KILL, shadows[0]), cold.job, cold)).endswith("there is none now")
 
