@@ -389,7 +389,7 @@ def test_a_folder_that_cannot_be_written_costs_lines_and_is_said_once(
     write_story(kept, story)
     kept.close()
     assert kept.lost == 6
-    assert caplog.text.count("lines are lost") == 1
+    assert caplog.text.count("records are lost") == 1
     assert not (tmp_path / "victim").exists()
 
 
@@ -415,7 +415,7 @@ def test_storage_that_hangs_holds_nobody_up(
     assert kept._thread is not None
     assert kept._thread.is_alive()  # it hangs there still
     assert kept.lost >= 80
-    assert caplog.text.count("lines are lost") == 1
+    assert caplog.text.count("records are lost") == 1
     back.set()
 
 

@@ -339,7 +339,7 @@ def test_a_run_on_the_local_cluster_is_scraped_and_leaves_its_history(tmp_path: 
     assert not under_test.run.metrics.exists()
     (file,) = history.glob("*/*.jsonl")
     kinds = [msgspec.json.decode(text)["kind"] for text in file.read_bytes().splitlines()]
-    assert (kinds[0], kinds[-1]) == ("began", "over")
+    assert (kinds[0], kinds[-1]) == ("run_started", "run_ended")
     assert {"held", "found", "failed", "mended"} <= set(kinds)
     cache = HistoryCache([history], tmp_path / "cache.sqlite")
     assert cache.refresh().skipped == 0
