@@ -122,13 +122,13 @@ def test_a_launched_process_is_admitted_once_and_its_launch_is_settled(hearing: 
     [msg.AdmissionRequest(R2, tag_of(RUN, R2), N1, 41), msg.AdmissionRequest(R1, "another.tag", N1, 41)],
     ids=["incarnation", "tag"],
 )
-def test_a_process_that_nobody_wants_is_sent_away(hearing: Handling, wanted: msg.AdmissionRequest) -> None:
+def test_process_that_is_not_wanted_is_not_admitted(hearing: Handling, wanted: msg.AdmissionRequest) -> None:
     (answer,) = hearing.handle(wanted)
     assert (answer.ok, bool(answer.reason)) == (False, True)
     assert hearing.events == []
 
 
-def test_a_process_that_runs_elsewhere_than_it_was_launched_is_sent_away_and_its_launch_counts_as_refused(
+def test_process_on_another_node_is_not_admitted_and_its_launch_is_refused(
     hearing: Handling,
 ) -> None:
     why = f"{STEP} runs on n9, and was launched on n1"
@@ -140,7 +140,7 @@ def test_a_process_that_runs_elsewhere_than_it_was_launched_is_sent_away_and_its
     assert STEP not in hearing.steps
 
 
-def test_who_was_admitted_is_asked_to_leave_in_order_when_it_comes_back_to_a_run_that_is_ending(tmp_path: Path) -> None:
+def test_admitted_process_that_reconnects_to_an_ending_run_is_stopped(tmp_path: Path) -> None:
     over = ev.Decided(Finish(Outcome.COMPLETED, WHY))
     hearing = Handling(tmp_path, *LAUNCHED, ev.Admitted(R1, STEP, N1, 41), over)
     admitted, stop = hearing.handle(WANTED)
@@ -149,13 +149,13 @@ def test_who_was_admitted_is_asked_to_leave_in_order_when_it_comes_back_to_a_run
     assert hearing.steps == {STEP: b"peer"}
 
 
-def test_who_was_not_admitted_before_the_end_is_sent_away(tmp_path: Path) -> None:
+def test_process_is_not_admitted_once_the_run_is_ending(tmp_path: Path) -> None:
     hearing = Handling(tmp_path, *LAUNCHED, ev.Decided(Finish(Outcome.COMPLETED, WHY)))
     (answer,) = hearing.handle(WANTED)
     assert not answer.ok
 
 
-def test_a_beat_is_no_event_but_a_new_phase_is(hearing: Handling) -> None:
+def test_heartbeat_causes_no_event_but_a_new_phase_does(hearing: Handling) -> None:
     hearing.handle(WANTED, HELLO)
     before = len(hearing.events)
     assert hearing.handle(msg.Heartbeat(R1, "starting", 0), msg.Heartbeat(R1, "starting", 5)) == []
@@ -186,7 +186,7 @@ STRANGERS = (
 
 
 @pytest.mark.parametrize("expected_text", STRANGERS, ids=lambda message: type(message).__name__)
-def test_what_a_life_says_that_is_not_believed_is_no_event_and_it_is_told(
+def test_message_of_a_fenced_incarnation_is_ignored_and_answered_with_fenced(
     hearing: Handling, expected_text: Any
 ) -> None:
     (answer,) = hearing.handle(expected_text)
@@ -194,7 +194,7 @@ def test_what_a_life_says_that_is_not_believed_is_no_event_and_it_is_told(
     assert hearing.events == []
 
 
-def test_an_end_counts_once_and_only_of_the_step_that_the_life_is_known_by(hearing: Handling) -> None:
+def test_end_of_a_step_counts_once_and_only_for_its_incarnation(hearing: Handling) -> None:
     hearing.handle(msg.StepExit(R1, "another.tag", 0, None, ExitReason.EXITED))
     hearing.handle(msg.StepExit(R2, STEP, 0, None, ExitReason.EXITED))
     assert hearing.events == []
@@ -203,14 +203,14 @@ def test_an_end_counts_once_and_only_of_the_step_that_the_life_is_known_by(heari
     assert hearing.events == [ev.StepEnded(R1, STEP, None, 9, ExitReason.SIGNALED)]
 
 
-def test_a_witnessed_end_is_told_in_the_words_of_its_exit_record_where_there_is_one(hearing: Handling) -> None:
+def test_witnessed_end_is_recorded_from_its_exit_record_if_there_is_one(hearing: Handling) -> None:
     record = ExitRecord(STEP, R1, N1, 3, None, ExitReason.EXITED, 0.0)
     hearing.run.exit_file(STEP).write_bytes(msgspec.json.encode(record))
     hearing.handle(msg.StepVanished(R1, STEP, N1))
     assert hearing.events == [ev.StepEnded(R1, STEP, 3, None, ExitReason.EXITED)]
 
 
-def test_an_end_that_nobody_told_is_read_from_its_exit_record(hearing: Handling) -> None:
+def test_unreported_end_is_read_from_its_exit_record(hearing: Handling) -> None:
     asyncio.run(hearing.handler.read_exit_records())
     assert hearing.events == []
     hearing.run.exit_file(STEP).write_bytes(b"")  # being written, or torn
@@ -225,7 +225,7 @@ def test_an_end_that_nobody_told_is_read_from_its_exit_record(hearing: Handling)
 # ── one process a life ─────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("managers", [1, 2])
 @pytest.mark.parametrize(("node", "pid"), [(N1, 77), (NodeName("n2"), 41)], ids=["same node", "same pid"])
-def test_a_second_process_under_an_admitted_tag_is_sent_away_and_told_to_leave_no_record(
+def test_second_process_of_an_admitted_tag_is_rejected_as_a_duplicate(
     hearing: Handling, node: NodeName, pid: int, managers: int
 ) -> None:
     hearing.handle(WANTED, HELLO)
@@ -242,7 +242,7 @@ def test_a_second_process_under_an_admitted_tag_is_sent_away_and_told_to_leave_n
 
 @pytest.mark.parametrize("managers", [1, 2])
 @pytest.mark.parametrize(("host", "pid"), [("host", 43), ("elsewhere", 42)], ids=["same host", "same pid"])
-def test_a_second_worker_of_a_life_is_fenced_and_nothing_that_it_says_counts(
+def test_second_worker_of_an_incarnation_is_fenced_and_ignored(
     hearing: Handling, host: str, pid: int, managers: int
 ) -> None:
     hearing.handle(WANTED, HELLO)
@@ -260,7 +260,7 @@ def test_a_second_worker_of_a_life_is_fenced_and_nothing_that_it_says_counts(
     assert isinstance(welcome, msg.Welcome), "the first one may come back"
 
 
-def test_what_the_same_process_said_on_its_last_connection_still_counts(hearing: Handling) -> None:
+def test_message_on_a_processs_previous_connection_still_counts(hearing: Handling) -> None:
     hearing.handle(WANTED, HELLO, peer=b"first")
     hearing.handle(HELLO, peer=b"second")
     hearing.handle(msg.Committed(R1, 1, {"reward": 0.5}), peer=b"first")
@@ -271,7 +271,7 @@ def test_what_the_same_process_said_on_its_last_connection_still_counts(hearing:
     assert len(hearing.events) == before
 
 
-def test_what_a_suspect_answers_is_passed_on_only_when_it_says_so_itself(hearing: Handling) -> None:
+def test_probe_reply_counts_only_from_the_suspect_itself(hearing: Handling) -> None:
     heard: list[Any] = []
     hearing.handler.on_reply = heard.append
     hearing.handle(WANTED, HELLO)
@@ -283,7 +283,7 @@ def test_what_a_suspect_answers_is_passed_on_only_when_it_says_so_itself(hearing
     assert (heard, hearing.events) == ([mine], [])
 
 
-def test_a_command_may_go_on_with_another_worker_after_the_first_one_said_goodbye(hearing: Handling) -> None:
+def test_command_may_continue_with_another_worker_after_a_goodbye(hearing: Handling) -> None:
     hearing.handle(WANTED, HELLO, msg.Goodbye(R1))
     (welcome,) = hearing.handle(msgspec.structs.replace(HELLO, pid=43), peer=b"second")
     assert isinstance(welcome, msg.Welcome)
@@ -303,7 +303,7 @@ def test_an_agent_bears_witness_to_steps_that_start_on_its_node(tmp_path: Path) 
     assert hearing.monitor.replicas[R1.replica].step_alive_at == 100.0
 
 
-def test_a_second_agent_of_a_life_is_fenced(tmp_path: Path) -> None:
+def test_second_agent_of_an_incarnation_is_fenced(tmp_path: Path) -> None:
     agent = Incarnation(ReplicaId("agent/n1"), 1)
     tag = tag_of(RUN, agent)
     hearing = Handling(tmp_path, *LAUNCHED, ev.Intended(Launch(agent, tag, "pool", N1, WHY)))
@@ -317,7 +317,8 @@ def test_a_second_agent_of_a_life_is_fenced(tmp_path: Path) -> None:
 
 HELLO_MESSAGES = (
     WANTED, HELLO, msg.Heartbeat(R1, "generate", 1), msg.PhaseEntered(R1, "generate", 2), msg.FirstWorkDone(R1),
-    msg.VersionAvailable(R1, Version(1, 1)), msg.Committed(R1, 1, {"reward": 0.5}), msg.Committed(R1, 2, {"reward": 0.7}),
+    msg.VersionAvailable(R1, Version(1, 1)), msg.Committed(R1, 1, {"reward": 0.5}),
+    msg.Committed(R1, 2, {"reward": 0.7}),
     msg.Goodbye(R1), msg.StepExit(R1, STEP, None, 9, ExitReason.SIGNALED), msg.StepVanished(R1, STEP, N1),
 )  # fmt: skip
 
