@@ -398,7 +398,7 @@ class _SummaryBuilder:
         """
         wanted = sum(role.replicas for role in self.job.kind("trainer"))
         ranks = sum(role.replicas * role.ranks for role in self.job.kind("trainer"))
-        everybody = sum(role.replicas * role.ranks for role in self.job.roles)
+        all_members = sum(role.replicas * role.ranks for role in self.job.roles)
         effective = strict = 0.0
         for start, end, at_work in self.work_intervals.intervals(
             self.now if self.end_decided_at is None else self.end_decided_at
@@ -408,7 +408,7 @@ class _SummaryBuilder:
                 effective += span
             elif rollouts and self.committed_at is not None:
                 effective += max(0.0, end - max(start, self.committed_at)) * rollouts / (rollouts + wanted)
-            if at_work.total() == everybody:
+            if at_work.total() == all_members:
                 strict += span
         return effective, strict
 
