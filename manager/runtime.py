@@ -20,7 +20,7 @@ import msgspec
 from ..core.launch import ExitReason
 from ..core.run_dir import RunDir, write_atomically
 from ..core.run_spec import RunSpec
-from ..core.types import STANDBY_ROLE, TRAINER, Incarnation, NodeName, Outcome, rank_of, role_of
+from ..core.types import TRAINER, NodeName, Outcome
 from ..health.detection.detect import detect
 from ..health.detection.detectors.liveness import missing_heartbeats
 from ..health.detection.detectors.node_liveness import silent_nodes
@@ -30,13 +30,14 @@ from ..transport.control.endpoints import Listener
 from ..transport.control.sockets import MANAGER_BOUNDS
 from ..transport.keys import RunKeys
 from .cluster.base import Cluster, Refused, Unanswered
+from .context import RunContext
 from .execute import fault_injection
+from .execute.announcer import DirectoryAnnouncer
 from .execute.executor import Executor, StepControl
 from .execute.fault_injection import FaultInjector, interrupted_event
 from .intake.cluster_poller import FAST_POLL_S, ClusterPoller
 from .intake.finding_gate import BaselineRecorder, from_agent, restore_monitor
-from .intake.hang_investigation import HangInvestigator
-from .intake.message_handler import MessageHandler, with_reason
+from .intake.message_handler import MessageHandler
 from .intake.user_commands import acknowledge, pending_commands, to_events
 from .model import events as ev
 from .model import token_ages
@@ -59,7 +60,6 @@ from .model.queries import workers
 from .model.reducer import fold
 from .model.state import State
 from .planner import plan
-from .planner.peer_directory import PeerDirectory, build_directory
 from .planner.shutdown import final_reason
 from .reporting.log_collector import LogCollector
 from .reporting.metrics import TokenCounter
@@ -74,13 +74,6 @@ _log = logging.getLogger("rrl.manager")
 MAX_RENEWALS_WITHOUT_RUN_DIR = 10
 """Consecutive lease renewals, made over two lease periods, that must find no run directory before the run counts as
 removed."""
-ANNOUNCE_INTERVAL_S = 0.05
-"""Minimum seconds between two announcements of the peer directory (live peers, sources of weight versions). Each
-announcement carries the whole directory to every worker."""
-VERSION_ANNOUNCE_S_PER_WORKER = 0.008
-"""Minimum seconds per connected worker between two announcements if only the versions that receivers hold have
-changed: one announcement to 1,024 workers is 172 MB in all, and a new weight version would otherwise cause about a
-thousand."""
 COMMAND_POLL_S = 0.5
 """Seconds between two checks of the mailbox for user commands."""
 FLUSH_INTERVAL_S = 0.5
@@ -95,15 +88,6 @@ class Manager:
         self._monitor = HealthMonitor()
         self._tokens = TokenCounter(self._monitor)
         self._wake = asyncio.Event()
-        self._poller = ClusterPoller(
-            cluster, self._monitor, lambda: self.state, lambda event: self.record(with_reason(run, event)), self.now,
-            lambda: self._executor.busy, self._after_poll,
-        )  # fmt: skip
-        self._sent_directory: PeerDirectory | None = None
-        self._directory_number = 0
-        self._announced_at = 0.0
-        self._announce_timer: asyncio.TimerHandle | None = None
-        """Timer that wakes the loop for an announcement that was not yet due."""
         self.leave_reason: str | None = None
         """Reason why this manager leaves before the run's end; None while it stays."""
         self._state: State | None = None
@@ -114,8 +98,6 @@ class Manager:
         self._flushed_at = 0.0
         self._cancelled_early = ""
         self._background_tasks: list[asyncio.Task[None]] = []
-        self._exit_record_task: asyncio.Task[None] | None = None
-        """Task that reads exit records from the run directory after a poll."""
         self._intended_actions: list[ExternalAction] = []
         """Actions whose intents are recorded but not yet known to be durable."""
 
@@ -157,46 +139,29 @@ class Manager:
             run, RunKeys.load(run.keys), self._lease.epoch, self._host, lambda: self._state
         )
         stack.push_async_callback(self._log_collector.close)
-        step_peers: dict[str, bytes] = {}
-        step_control = StepControl(
-            run, self._cluster, self._source, lambda: self.state, self._listener.send, step_peers
+        context = RunContext(
+            run, self._monitor, state=lambda: self.state, record=self.record, send=self._listener.send, now=self.now
         )
-        self._step_control = step_control
-        self._message_handler = MessageHandler(
-            run, self._monitor, lambda: self.state, self.record, self._listener.send, self.now, self._welcome,
-            step_control.on_step_admitted, step_peers,
-        )  # fmt: skip
-        self._hang_investigator = HangInvestigator(
-            run,
-            self._monitor,
-            lambda: self.state,
-            self.record,
-            self._listener.send,
-            self.now,
-            self._message_handler.worker_peers,
-            step_peers,
-        )
-        self._message_handler.on_reply = self._hang_investigator.on_reply
-        stack.push_async_callback(self._hang_investigator.close)
+        connections = context.connections
+        self._announcer = DirectoryAnnouncer(context, self._listener.send_all, self._wake.set)
+        control = StepControl(run, self._cluster, self._source, context.state, context.send, connections.steps)
+        self._step_control = control
+        self._message_handler = MessageHandler(context, self._announcer.welcome, control.on_step_admitted)
+        stack.push_async_callback(self._message_handler.close)
         self._fault_injector = FaultInjector(
-            run,
-            self._cluster,
-            lambda: self.state,
-            self.record,
-            self._listener.send,
-            step_peers,
-            self._message_handler.worker_peers.get,
+            run, self._cluster, context.state, self.record, context.send, connections.steps, connections.workers.get
         )
         self._executor = Executor(
             self._cluster,
             self.record,
-            step_control.prepare_launch,
-            step_control.request_stop,
+            control.prepare_launch,
+            control.request_stop,
             self._fault_injector.inject,
             self._lease.check_in_thread,
             self._message_handler.standby_promoter.promote,
         )
         stack.push_async_callback(self._executor.close)
+        self._poller = ClusterPoller(context, self._cluster, lambda: self._executor.busy)
         if self._state is None:
             self.record(ev.RunStarted(run.id, self._spec))
         self.record(ev.ManagerStarted(socket.gethostname(), os.getpid(), job))
@@ -205,10 +170,10 @@ class Manager:
         await self._apply_resume_request()
         await self._restore()
         write_atomically(run.manager, msgspec.json.encode(self._listener.address))
-        stack.push_async_callback(self._cancel_exit_record_task)
+        stack.push_async_callback(self._message_handler.stop_reading_exit_records)
         loops = (
             self._receive_loop(),
-            _retry_forever(self._poller.run),
+            _retry_forever(lambda: self._poller.run(self._after_poll)),
             self._renew_lease_loop(),
             _retry_forever(self._commands_loop),
         )
@@ -255,7 +220,7 @@ class Manager:
         self._wake.set()
 
     def _stopped_by_others(self, event: ev.Event) -> bool:
-        """Return whether a step that the manager wants was asked to end by somebody else, as before a preemption."""
+        """Return whether something other than the manager stopped a step that is still wanted, such as a preemption."""
         if not isinstance(event, ev.StepEnded) or event.reason is not ExitReason.STOPPED:
             return False
         return self.state.is_current(event.incarnation)
@@ -275,7 +240,7 @@ class Manager:
             wake, over = await self._act()
             if over:
                 return await self._finish()
-            await self._announce()
+            await self._announcer.announce()
             delay = max(0.0, min(next_detection, wake) - self.now())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(delay, FLUSH_INTERVAL_S)):
@@ -328,13 +293,11 @@ class Manager:
         limits, now = self.state.job.limits, self.now()
         detected, next_check = detect(self._monitor, limits, now)
         self._baseline_recorder.record_if_due(now)
-        findings, suspected = self._hang_investigator.investigate(detected)
+        findings, suspected = self._message_handler.hang_investigator.investigate(detected)
         if (token_age := token_ages.token_age_finding(self.state.token_ages, self.state.job.staleness)) is not None:
             findings = [*findings, token_age]
-        silent, absent = (
-            missing_heartbeats(findings, self._monitor, limits, now),
-            silent_nodes(findings, self._monitor, limits, now),
-        )
+        silent = missing_heartbeats(findings, self._monitor, limits, now)
+        absent = silent_nodes(findings, self._monitor, limits, now)
         return min(next_check, suspected, self._message_handler.finding_gate.on_detected(findings, silent, absent))
 
     async def _act(self) -> tuple[float, bool]:
@@ -384,40 +347,6 @@ class Manager:
             self.record(ev.TokensCounted(self._tokens.total(), trainer_down=True))
         await self._message_handler.fence(action.incarnation, "; ".join(action.why.evidence))
 
-    async def _announce(self) -> None:
-        """Send the peer directory to every worker if it changed. The announcement intervals limit how often."""
-        directory = build_directory(self.state)
-        if directory == self._sent_directory:
-            return
-        urgent = self._sent_directory is None or directory.without_versions != self._sent_directory.without_versions
-        pause = (
-            ANNOUNCE_INTERVAL_S
-            if urgent
-            else max(ANNOUNCE_INTERVAL_S, VERSION_ANNOUNCE_S_PER_WORKER * len(self._message_handler.worker_peers))
-        )
-        if self._announce_timer is not None:
-            self._announce_timer.cancel()
-        if (early := self._announced_at + pause - time.monotonic()) > 0:
-            self._announce_timer = asyncio.get_running_loop().call_later(early, self._wake.set)
-            return
-        self._sent_directory, self._announced_at = directory, time.monotonic()
-        self._directory_number += 1
-        peers = [
-            peer
-            for incarnation, peer in self._message_handler.worker_peers.items()
-            if self.state.is_current(incarnation)
-        ]
-        await self._listener.send_all(peers, directory.message(self.state.epoch, self._directory_number))
-
-    def _welcome(self, incarnation: Incarnation) -> msg.Welcome:
-        """Return the reply to the Hello of a current incarnation."""
-        role = role_of(incarnation.replica)
-        rank, world = (
-            (0, 1) if role == STANDBY_ROLE else (rank_of(incarnation.replica), self.state.job.role(role).ranks)
-        )
-        peers = build_directory(self.state).message(self.state.epoch, self._directory_number)
-        return msg.Welcome(incarnation, peers, rank, world, self.state.step)
-
     async def _flush(self) -> bool:
         """Make all recorded events durable.
 
@@ -445,12 +374,7 @@ class Manager:
                 _log.warning("cannot handle a %s message: %r", type(incoming.message).__name__, error)
 
     def _after_poll(self) -> None:
-        """Read exit records in a task of their own, so that hung storage does not delay messages."""
-        previous = self._exit_record_task
-        if previous is None or previous.done():
-            self._exit_record_task = asyncio.create_task(self._message_handler.read_exit_records())
-            if previous is not None:
-                previous.result()
+        self._message_handler.start_reading_exit_records()
         self._wake.set()
 
     async def _renew_lease_loop(self) -> None:
@@ -546,10 +470,6 @@ class Manager:
         for address in (self._run_dir.manager, self._run_dir.log_collector):
             address.unlink(missing_ok=True)
         return verdict.outcome
-
-    async def _cancel_exit_record_task(self) -> None:
-        if self._exit_record_task is not None:
-            await _cancel_all([self._exit_record_task])
 
     def _close_journal(self) -> None:
         try:

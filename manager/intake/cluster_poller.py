@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from ...core.types import NodeName
-from ...health.detection.watch import HealthMonitor
 from ..cluster.base import AllocationState, AllocationStatus, Cluster, ClusterSnapshot, NodeState, NodeStatus
+from ..context import RunContext
 from ..model.actions import Launch
-from ..model.events import Event
 from ..model.state import State
+from .message_handler import with_reason
 from .reconcile import AbsenceCounter, expects_change, has_undecided_launch, reconcile
 
 FAST_POLL_S = 1.0
@@ -20,22 +20,11 @@ FAST_POLL_S = 1.0
 class ClusterPoller:
     """Polls the cluster for one manager and records the events that follow from each poll.
 
-    ``record`` takes the events, ``busy`` returns the tags of actions whose command is still running, and ``after_poll``
-    is called after every poll.
+    ``busy`` returns the tags of the actions whose command is still running.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        monitor: HealthMonitor,
-        state: Callable[[], State],
-        record: Callable[[Event], None],
-        now: Callable[[], float],
-        busy: Callable[[], frozenset[str]],
-        after_poll: Callable[[], None],
-    ) -> None:
-        self._cluster, self._monitor, self._state = cluster, monitor, state
-        self._record, self._now, self._busy, self._after_poll = record, now, busy, after_poll
+    def __init__(self, context: RunContext, cluster: Cluster, busy: Callable[[], frozenset[str]]) -> None:
+        self._context, self._cluster, self._busy = context, cluster, busy
         self._absences = AbsenceCounter()
         self._poll_requested = asyncio.Event()
         self._last_snapshot: ClusterSnapshot | None = None
@@ -48,31 +37,33 @@ class ClusterPoller:
 
     def check_suspensions(self) -> None:
         """Poll before a silent node is treated as failed: its allocation may be suspended."""
-        if self._monitor.needs_suspend_check(self._state().job.limits, self._now()):
+        if self._context.monitor.needs_suspend_check(self._context.state().job.limits, self._context.now()):
             self._poll_requested.set()
 
-    async def run(self) -> None:
-        """Poll until cancelled."""
+    async def run(self, after_poll: Callable[[], None]) -> None:
+        """Poll until cancelled; call ``after_poll`` after every poll."""
         while True:
-            await self._poll()
+            await self._poll(after_poll)
 
-    async def _poll(self) -> None:
+    async def _poll(self, after_poll: Callable[[], None]) -> None:
         """Poll once, and return when the next poll is due."""
-        polled_at = self._now()
+        polled_at = self._context.now()
         snapshot = await self._cluster.observe()
         if snapshot is not self._last_snapshot:  # a repeated cached answer is not a second observation
             self._on_snapshot(snapshot, polled_at)
         self._last_snapshot = snapshot
-        self._after_poll()
+        after_poll()
         self._failed_polls = self._failed_polls + 1 if snapshot.allocations is None else 0
         self._poll_requested.clear()
-        limits = self._state().job.limits
+        limits = self._context.state().job.limits
         if self._failed_polls:  # polling more often does not bring an unreachable cluster back
             await asyncio.sleep(
                 min(FAST_POLL_S * 2.0 ** min(self._failed_polls - 1, 30), max(FAST_POLL_S, limits.poll))
             )
             return
-        poll_fast = expects_change(self._state(), self._now()) or has_undecided_launch(self._state(), snapshot)
+        poll_fast = expects_change(self._context.state(), self._context.now()) or has_undecided_launch(
+            self._context.state(), snapshot
+        )
         wait = FAST_POLL_S if poll_fast else limits.poll
         try:
             async with asyncio.timeout(wait):
@@ -83,7 +74,7 @@ class ClusterPoller:
 
     def _on_snapshot(self, snapshot: ClusterSnapshot, polled_at: float) -> None:
         """Update the health monitor from one poll, and record the events that follow from it."""
-        state, now = self._state(), self._now()
+        state, now = self._context.state(), self._context.now()
         if snapshot.steps is None:
             self._delay_join_deadlines(state, now)
         if snapshot.nodes is not None:
@@ -94,28 +85,28 @@ class ClusterPoller:
             if tag in state.allocations and status.state in (AllocationState.RUNNING, AllocationState.SUSPENDED):
                 self._on_allocation_status(state, status, polled_at, now)
         for event in reconcile(state, snapshot, self._absences, now, self._busy()):
-            self._record(event)
+            self._context.record(with_reason(self._context.run_dir, event))
 
     def _delay_join_deadlines(self, state: State, now: float) -> None:
         """Delay the join deadline of open launches: a cluster that does not answer may still carry them out."""
         for intent in state.intents.values():
             if isinstance(intent.action, Launch):
-                self._monitor.delay_join_deadline(intent.action.incarnation, now)
+                self._context.monitor.delay_join_deadline(intent.action.incarnation, now)
 
     def _on_node_statuses(self, statuses: Mapping[NodeName, NodeStatus], now: float) -> None:
         """Update the node states in the health monitor.
 
         If most nodes go down in one poll, slurmctld has lost contact to them rather than all of them having failed.
         """
-        known = self._monitor.nodes
+        known = self._context.monitor.nodes
         gone = [name for name, status in statuses.items() if status.state in (NodeState.DOWN, NodeState.UNKNOWN)]
         ceased = [name for name in gone if (view := known.get(name)) is not None and view.reported_up]
         few_lost = 2 * len(ceased) <= max(2, len(statuses))
         for name, status in statuses.items():
-            self._monitor.on_node_status(name, status.state, status.detail, now, few_lost)
+            self._context.monitor.on_node_status(name, status.state, status.detail, now, few_lost)
 
     def _on_allocation_status(self, state: State, status: AllocationStatus, polled_at: float, now: float) -> None:
         """Inform the health monitor whether the nodes of an allocation are suspended."""
         for node in status.nodes:
             if node in state.nodes:
-                self._monitor.on_job_status(node, status.state is AllocationState.SUSPENDED, polled_at, now)
+                self._context.monitor.on_job_status(node, status.state is AllocationState.SUSPENDED, polled_at, now)

@@ -34,6 +34,7 @@ from ...health.detection.baselines import RoleBaseline, changed_noticeably
 from ...health.detection.detectors.registry import NODE_DETECTORS
 from ...health.detection.watch import HealthMonitor
 from ...transport.messages import AgentHello, FindingReport
+from ..context import RunContext
 from ..model import events as ev
 from ..model.events import BaselinesLearned
 from ..model.queries import workers
@@ -199,10 +200,8 @@ def _without_times(finding: Finding) -> Finding:
 class FindingGate:
     """Collects the findings of one manager's detectors and agents, and records those that changed."""
 
-    def __init__(
-        self, state: Callable[[], State], record: Callable[[ev.Event], None], now: Callable[[], float]
-    ) -> None:
-        self._state, self._record, self._now = state, record, now
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
         self._detected: Sequence[Finding] = ()
         self._silent: Mapping[Incarnation, tuple[NodeName, float]] = {}
         self._absent: Mapping[NodeName, float] = {}
@@ -224,13 +223,13 @@ class FindingGate:
         Findings without proof are cleared unless found again: those of the manager's detectors at once, those of an
         agent with its next Hello. Correlations among the recorded findings remain in effect.
         """
-        recorded = self._state().findings
+        recorded = self._context.state().findings
         for key, finding in recorded.items():
             if from_agent(finding):
                 self._reported.restore(finding)
             if from_agent(finding) or not finding.proof:  # proven findings stay
                 self._published[key] = finding
-        self._correlation_state = restore_state(recorded.values(), self._now())
+        self._correlation_state = restore_state(recorded.values(), self._context.now())
 
     def on_detected(
         self, findings: Sequence[Finding], silent: Mapping[Incarnation, tuple[NodeName, float]],
@@ -252,7 +251,7 @@ class FindingGate:
             _log.warning(
                 "ignored finding %s from %s: an agent may only report its own node", foreign[0].key, hello.incarnation
             )
-        self._reported.on_agent_hello(hello, also, self._now())
+        self._reported.on_agent_hello(hello, also, self._context.now())
         self.publish()
 
     def on_report(self, message: FindingReport) -> None:
@@ -264,7 +263,7 @@ class FindingGate:
                 message.incarnation,
             )
             return
-        self._reported.on_report(message, self._now())
+        self._reported.on_report(message, self._context.now())
         self.publish()
 
     def forget(self, node: NodeName) -> None:
@@ -276,7 +275,7 @@ class FindingGate:
 
         Return the time (s) to call this again (inf: never).
         """
-        settings = self._state().job.health
+        settings = self._context.state().job.health
         input_key = (self._detected, self._reported.changes, settings)
         if input_key == self._input_key:  # runs every turn, over the findings of up to a thousand nodes
             return inf
@@ -286,7 +285,7 @@ class FindingGate:
             if (adjusted := apply_settings(finding, settings)) is not None
         ]
         correlated, self._correlation_state, next_check = correlate(
-            effective, self._context(), self._correlation_state, self._now()
+            effective, self._correlation_context(), self._correlation_state, self._context.now()
         )
         published = self._published
         self._published = current = {
@@ -295,19 +294,19 @@ class FindingGate:
         }
         for key, finding in current.items():
             if published.get(key) != finding:
-                self._record(ev.FindingChanged(finding))
+                self._context.record(ev.FindingChanged(finding))
         for key, finding in published.items():
-            if key not in current and (key in self._state().findings or finding.verdict is Verdict.UNKNOWN):
+            if key not in current and (key in self._context.state().findings or finding.verdict is Verdict.UNKNOWN):
                 cleared = msgspec.structs.replace(finding, verdict=Verdict.OK, evidence=())
-                self._record(ev.FindingChanged(cleared))
+                self._context.record(ev.FindingChanged(cleared))
         self._input_key = (
             None if self._correlation_state.events or self._correlation_state.first_reported else input_key
         )
         return next_check
 
-    def _context(self) -> CorrelationContext:
+    def _correlation_context(self) -> CorrelationContext:
         """Return what correlation considers of the run: nodes, rollouts, excluded nodes, missing heartbeats."""
-        state = self._state()
+        state = self._context.state()
         if not self._detected and not self._reported.nodes and not self._correlation_state.events:
             return CorrelationContext(0)
         node_count = sum(bool(node.allocation) for node in state.nodes.values())

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.launch import tag_of
-from ...core.run_dir import RunDir, write_atomically
+from ...core.run_dir import write_atomically
 from ...core.types import (
     AGENT,
     STACKS,
@@ -41,11 +41,9 @@ from ...core.types import (
 from ...health.detection.attribution.stack_groups import GroupedStacks, group, main_threads_only, summary_lines
 from ...health.detection.detectors.liveness import worker_silence
 from ...health.detection.detectors.probing import due_probes
-from ...health.detection.watch import HealthMonitor
 from ...transport import messages as msg
-from ...transport.control.endpoints import Send
+from ..context import RunContext
 from ..model import events as ev
-from ..model.state import State
 from .finding_gate import apply_settings
 
 _log = logging.getLogger("rrl.manager")
@@ -109,24 +107,10 @@ class _StackCollection:
 
 
 class HangInvestigator:
-    """Probes suspects and collects stacks for one manager.
+    """Probes suspects and collects stacks for one manager."""
 
-    ``worker_peers`` and ``step_peers`` are the connections of workers, and of first processes and agents.
-    """
-
-    def __init__(
-        self,
-        run: RunDir,
-        monitor: HealthMonitor,
-        state: Callable[[], State],
-        record: Callable[[ev.Event], None],
-        send: Send,
-        now: Callable[[], float],
-        worker_peers: Mapping[Incarnation, bytes],
-        step_peers: Mapping[str, bytes],
-    ) -> None:
-        self._run, self._monitor, self._state, self._record = run, monitor, state, record
-        self._send, self._now, self._worker_peers, self._step_peers = send, now, worker_peers, step_peers
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
         self._last_id = 0
         self._incidents: dict[Incarnation, _Incident] = {}
         """Open incidents by gang: if one member hangs, the others soon hang too."""
@@ -138,7 +122,7 @@ class HangInvestigator:
 
         Also returns the time (s) of the next necessary call (inf: only with new findings).
         """
-        now, settings = self._now(), self._state().job.health
+        now, settings = self._context.now(), self._context.state().job.health
         next_check = now if self._send_probes(now) else inf
         hang_keys = {
             finding.key for finding in findings if _hang_of(finding) and apply_settings(finding, settings) is not None
@@ -178,8 +162,10 @@ class HangInvestigator:
         if isinstance(answer, msg.Stacks):
             if (collection := self._collections.get(answer.id)) is not None:
                 collection.add(answer)
-        elif answer.id // _ID_SPACE_PER_EPOCH == self._state().epoch:
-            self._monitor.on_probe_answered(answer.incarnation, answer.result, _one_line(answer.detail), self._now())
+        elif answer.id // _ID_SPACE_PER_EPOCH == self._context.state().epoch:
+            self._context.monitor.on_probe_answered(
+                answer.incarnation, answer.result, _one_line(answer.detail), self._context.now()
+            )
 
     async def close(self) -> None:
         """Cancel pending probes and stack collections."""
@@ -190,11 +176,11 @@ class HangInvestigator:
     # ── probes ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def _send_probes(self, now: float) -> bool:
         """Send the probes that are due. Return whether there were any."""
-        suspects = due_probes(self._monitor, self._state().job.limits, now)
+        suspects = due_probes(self._context.monitor, self._context.state().job.limits, now)
         for incarnation in suspects:
-            self._monitor.on_probe_sent(incarnation, now)
-            if (peer := self._worker_peers.get(incarnation)) is not None:
-                self._spawn(self._send(peer, msg.Probe(incarnation, self._next_id()), None))
+            self._context.monitor.on_probe_sent(incarnation, now)
+            if (peer := self._context.connections.workers.get(incarnation)) is not None:
+                self._spawn(self._context.send(peer, msg.Probe(incarnation, self._next_id()), None))
         return bool(suspects)
 
     # ── stacks ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -212,13 +198,13 @@ class HangInvestigator:
 
     def _stack_requests(self, incarnation: Incarnation) -> Iterable[tuple[bytes, ReplicaId, Incarnation, str]]:
         """Yield for each member of the gang: connection and name of its agent, its incarnation, and its step."""
-        state = self._state()
+        state = self._context.state()
         gang = gang_of(incarnation.replica)
         for replica in state.replicas.values():
             if gang_of(replica.id) != gang or not replica.is_current or not replica.step or not replica.node:
                 continue
             agent = state.replica(replica_id(AGENT, replica.node))
-            if (peer := self._step_peers.get(agent.step or "")) is not None:
+            if (peer := self._context.connections.steps.get(agent.step or "")) is not None:
                 yield peer, agent.id, replica.incarnation, replica.step
 
     async def _collect(
@@ -230,20 +216,20 @@ class HangInvestigator:
         """Request the stacks, wait for the replies, save the dumps, and record a summary."""
         try:
             for peer, _, of, tag in requests:
-                await self._send(peer, msg.DumpStacks(of, tag, collection.id), None)
+                await self._context.send(peer, msg.DumpStacks(of, tag, collection.id), None)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(incident.defer_until - self._now()):
+                async with asyncio.timeout(incident.defer_until - self._context.now()):
                     await collection.complete.wait()
         finally:
             del self._collections[collection.id]
         grouped, file = await asyncio.to_thread(self._save, collection)
-        at = self._now()
+        at = self._context.now()
         lines = tuple(map(_one_line, summary_lines(grouped))) or (_one_line(_failure_text(collection)),)
         shown = [Evidence(STACKS, line, at) for line in lines[:_MAX_SHOWN_LINES]]
         saved = [Evidence(STACKS, f"whole: {file}", at)] if file else []
         incident.evidence, incident.done = (*shown, *saved), True
-        if self._state().outcome is None:  # RunEnded is the last record
-            self._record(ev.StacksCollected(collection.incarnation, lines, grouped.outliers, file))
+        if self._context.state().outcome is None:  # RunEnded is the last record
+            self._context.record(ev.StacksCollected(collection.incarnation, lines, grouped.outliers, file))
 
     def _save(self, collection: _StackCollection) -> tuple[GroupedStacks, str]:
         """Group the stacks and save the dumps.
@@ -255,21 +241,21 @@ class HangInvestigator:
             return grouped, ""
         name = tag_of("", collection.incarnation).strip(".")
         path = (
-            self._run.stacks
+            self._context.run_dir.stacks
             / f"{name}-{collection.id // _ID_SPACE_PER_EPOCH}.{collection.id % _ID_SPACE_PER_EPOCH}.txt"
         )
         try:
-            self._run.stacks.mkdir(mode=0o700, exist_ok=True)
+            self._context.run_dir.stacks.mkdir(mode=0o700, exist_ok=True)
             write_atomically(path, "".join(_dump_text(collection, summary_lines(grouped))).encode("utf-8", "replace"))
         except OSError as error:
             _log.warning("cannot save the stacks of %s: %s", collection.incarnation, error)
             return grouped, ""
-        return grouped, str(path.relative_to(self._run.path))
+        return grouped, str(path.relative_to(self._context.run_dir.path))
 
     # ── tasks ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def _next_id(self) -> int:
         self._last_id += 1
-        return self._state().epoch * _ID_SPACE_PER_EPOCH + self._last_id
+        return self._context.state().epoch * _ID_SPACE_PER_EPOCH + self._last_id
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -9,19 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from ...core.launch import tag_of
 from ...core.run_dir import RunDir
 from ...core.types import Incarnation
-from ...transport.control.endpoints import Send
 from ...transport.messages import Hello, Promote
 from ..cluster.base import Refused
+from ..context import RunContext
 from ..model.actions import Launch
 from ..model.queries import promoted_to
-from ..model.state import State
 from .admission import GpuRegistry
 
 _log = logging.getLogger("rrl.manager")
@@ -36,11 +34,8 @@ _POLL_INTERVAL_S = 0.02
 class StandbyPromoter:
     """Sends Promote to the standby processes of one run. ``gpus`` is the registry of the GPUs in use."""
 
-    def __init__(
-        self, run: RunDir, state: Callable[[], State], send: Send,
-        gpus: GpuRegistry,
-    ) -> None:  # fmt: skip
-        self._run, self._state, self._send, self._gpus = run, state, send, gpus
+    def __init__(self, context: RunContext, gpus: GpuRegistry) -> None:
+        self._context, self._gpus = context, gpus
         self._standbys: dict[Incarnation, tuple[bytes, tuple[str, ...]]] = {}
         """Connection of each connected standby process, and the GPUs that are visible to it."""
 
@@ -65,14 +60,14 @@ class StandbyPromoter:
             await asyncio.sleep(_POLL_INTERVAL_S)
         if not await self.send_promotion(standby):
             raise Refused(f"{standby} on {action.node} sees no free GPU for {action.incarnation}")
-        await asyncio.to_thread(link_log, self._run, action.incarnation, standby)
+        await asyncio.to_thread(link_log, self._context.run_dir, action.incarnation, standby)
 
     async def send_promotion(self, standby: Incarnation) -> bool:
         """Send a standby process the member that it has become according to the state.
 
         Returns False if its node has no free GPU for that member.
         """
-        state = self._state()
+        state = self._context.state()
         member = promoted_to(state, standby)
         if member is None or member.node is None:
             return True  # the member was fenced in the meantime
@@ -83,7 +78,7 @@ class StandbyPromoter:
             if not gpus:
                 return False
         step = member.step or tag_of(state.run, standby)
-        await self._send(peer, Promote(standby, member.incarnation, step, gpus), None)
+        await self._context.send(peer, Promote(standby, member.incarnation, step, gpus), None)
         return True
 
 

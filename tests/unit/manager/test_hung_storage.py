@@ -75,18 +75,15 @@ class FakeListener:
 
 
 def _overdue(lease: Lease) -> None:
-    """Nobody has looked for a successor for half a lease."""
+    """Make the lease's last check for a successor half a lease old."""
     cast(Any, lease)._checked_at -= PATIENCE
 
 
 async def _manager(standing: Handling, lease: Lease, listener: FakeListener) -> Any:
-    """As far as it hears; its ear is ``standing``'s."""
-
-    async def record_sent(peer: bytes, message: Any, request: int | None = None) -> None:
-        listener.sent.append(message)
+    """Return a manager that only receives messages, with the message handler of ``standing``."""
 
     manager: Any = Manager(standing.run, cast(Cluster, None), job(), "job.toml", "127.0.0.1")
-    cast(Any, standing.handler)._send = record_sent
+    listener.sent = standing.sent
     manager._lease, manager._listener, manager._message_handler = lease, listener, standing.handler
     return manager
 

@@ -27,6 +27,7 @@ from rrl.core.types import (
 )
 from rrl.health.detection.detect import detect
 from rrl.health.detection.watch import HealthMonitor
+from rrl.manager.context import PeerConnections, RunContext
 from rrl.manager.intake import hang_investigation
 from rrl.manager.intake.hang_investigation import RECOLLECT_AFTER_S, STACKS_TIMEOUT_S, HangInvestigator
 from rrl.manager.model import events as ev
@@ -57,8 +58,10 @@ class Investigation:
         }  # fmt: skip
         self.workers = {self.incarnation: b"worker"}
         self.suspicion = HangInvestigator(
-            self.run, self.monitor, lambda: self.world.state, self.recorded.append, self._send, self.now, self.workers,
-            self.steps,
+            RunContext(
+                self.run, self.monitor, lambda: self.world.state, self.recorded.append, self._send, self.now,
+                PeerConnections(self.workers, self.steps),
+            )
         )  # fmt: skip
 
     async def _send(self, peer: bytes, message: Any, request: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Who says what is checked against who is believed; only what changed becomes an event."""
+"""Messages are checked against the current incarnations, and only changes become events."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rrl.core.run_dir import RunDir
 from rrl.core.types import Incarnation, NodeName, Outcome, ProbeResult, ReplicaId, Version
 from rrl.health.detection.watch import HealthMonitor
 from rrl.manager.cluster.base import AllocationRequest, AllocationState, AllocationStatus, RejectReason
+from rrl.manager.context import RunContext
 from rrl.manager.intake.message_handler import MessageHandler
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Finish, Launch, Request, Why
@@ -37,7 +38,7 @@ HELLO = msg.Hello(R1, STEP, N1, "host", 42, "starting", weight_address="tcp://12
 
 
 class Handling:
-    """An ear, the events that it recorded, and what it answered."""
+    """A message handler, the events that it recorded, and the messages that it sent."""
 
     def __init__(self, folder: Path, *events: ev.Event) -> None:
         self.run = RunDir(folder / RUN)
@@ -46,20 +47,19 @@ class Handling:
         self.sent: list[Any] = []
         self.sent_to: list[tuple[bytes, Any]] = []
         self.state: State | None = None
-        self.steps: dict[str, bytes] = {}
         self.monitor = HealthMonitor()
         for event in (ev.RunStarted(RUN, job()), *events):
             self.fold(event)
         self._listen()
 
     def _listen(self) -> None:
+        self.context = RunContext(self.run, self.monitor, self._now_state, self._record, self._send, now=lambda: 100.0)
         self.handler = MessageHandler(
-            self.run, self.monitor, self._now_state, self._record, self._send, lambda: 100.0,
-            lambda incarnation: msg.Welcome(incarnation, msg.Peers(1, 1, {})), lambda tag: None, self.steps,
-        )  # fmt: skip
+            self.context, lambda incarnation: msg.Welcome(incarnation, msg.Peers(1, 1, {})), lambda tag: None
+        )
 
     def handle(self, *messages: Any, peer: bytes = b"peer") -> list[Any]:
-        """The answers to these messages, all said on one connection."""
+        """Handle messages that arrive on one connection; return the messages sent."""
         self.sent.clear()
         for message in messages:
             asyncio.run(self.handle_now(message, peer))
@@ -69,15 +69,15 @@ class Handling:
         await self.handler.handle(Incoming(peer, 1, message))
 
     def next_manager(self) -> None:
-        """Another one takes over, with what the journal says and nothing else."""
-        self.steps, self.monitor = {}, HealthMonitor()
+        """Start another manager from the state alone."""
+        self.monitor = HealthMonitor()
         for replica in self._now_state().replicas.values():
             if replica.is_current and replica.node is not None:
                 self.monitor.on_launched(replica.incarnation, replica.node, 100.0)
         self._listen()
 
     def fold(self, event: ev.Event) -> None:
-        """What the manager itself decided; its detectors are told of launches."""
+        """Apply an event that the manager records itself; the monitor is informed of launches."""
         seq = self.state.seq + 1 if self.state else 1
         self.state = fold(self.state, ev.Stamped(seq, 100.0, 1, event))
         if isinstance(event, ev.Intended) and isinstance(event.action, Launch):
@@ -137,7 +137,7 @@ def test_process_on_another_node_is_not_admitted_and_its_launch_is_refused(
     held = hearing.state.replica(R1.replica) if hearing.state else None
     assert held is not None
     assert (held.status, held.failures[-1].refused, held.admitted_process) == (Status.WANTED, True, None)
-    assert STEP not in hearing.steps
+    assert STEP not in hearing.context.connections.steps
 
 
 def test_admitted_process_that_reconnects_to_an_ending_run_is_stopped(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_admitted_process_that_reconnects_to_an_ending_run_is_stopped(tmp_path: 
     admitted, stop = hearing.handle(WANTED)
     assert admitted.ok
     assert (stop.incarnation, stop.grace) == (R1, job().limits.step_grace)
-    assert hearing.steps == {STEP: b"peer"}
+    assert hearing.context.connections.steps == {STEP: b"peer"}
 
 
 def test_process_is_not_admitted_once_the_run_is_ending(tmp_path: Path) -> None:
@@ -235,7 +235,9 @@ def test_second_process_of_an_admitted_tag_is_rejected_as_a_duplicate(
     (answer,) = hearing.handle(msg.AdmissionRequest(R1, STEP, node, pid), peer=b"second")
     assert (answer.ok, answer.duplicate) == (False, True)
     assert answer.reason == f"{STEP} is process 41 on n1, not {pid} on {node}"
-    assert hearing.steps.get(STEP) != b"second", "the second one would be told to stop instead of the first"
+    assert hearing.context.connections.steps.get(STEP) != b"second", (
+        "the second one would be told to stop instead of the first"
+    )
     assert hearing.handle(WANTED, peer=b"again") == [msg.Admitted(STEP, True)], "the first one may come back"
     assert len(hearing.events) == before
 
@@ -255,7 +257,7 @@ def test_second_worker_of_an_incarnation_is_fenced_and_ignored(
     )
     assert answers == [msg.Fenced(R1, f"{R1} is process 42 on host, not {pid} on {host}")]
     assert len(hearing.events) == before
-    assert hearing.handler.worker_peers.get(R1) != b"second"
+    assert hearing.context.connections.workers.get(R1) != b"second"
     (welcome,) = hearing.handle(HELLO, peer=b"again")
     assert isinstance(welcome, msg.Welcome), "the first one may come back"
 
@@ -271,9 +273,9 @@ def test_message_on_a_processs_previous_connection_still_counts(hearing: Handlin
     assert len(hearing.events) == before
 
 
-def test_probe_reply_counts_only_from_the_suspect_itself(hearing: Handling) -> None:
+def test_probe_reply_counts_only_from_the_suspect_itself(hearing: Handling, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[Any] = []
-    hearing.handler.on_reply = heard.append
+    monkeypatch.setattr(hearing.handler.hang_investigator, "on_reply", heard.append)
     hearing.handle(WANTED, HELLO)
     hearing.events.clear()
     mine = msg.ProbeReply(R1, 7, ProbeResult.WORKS, "a token")

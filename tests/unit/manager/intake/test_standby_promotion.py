@@ -143,7 +143,7 @@ def test_process_of_another_step_is_not_accepted_as_the_incarnation(standing: Ha
 def test_promoted_step_is_admitted_by_the_next_manager_under_its_standby_id(standing: Handling) -> None:
     promoted(standing).next_manager()
     assert standing.handle(WANTED, peer=b"first") == [msg.Admitted(STEP, True)]
-    assert standing.steps == {STEP: b"first"}
+    assert standing.context.connections.steps == {STEP: b"first"}
     assert STEP in state_of(standing).intents, "that it is there does not mean that it has become something"
 
 
@@ -218,11 +218,11 @@ def test_fence_notifies_worker_and_first_process_or_else_the_agent(standing: Han
     standing.handle(AS_MEMBER, peer=b"worker")
     standing.fold(ev.Decided(Fence(MEMBER, Rung.IN_PLACE, WHY)))
     fenced = msg.Fenced(MEMBER, "why", STEP)
-    standing.steps[tag_of(RUN, AGENT)] = b"agent"
+    standing.context.connections.steps[tag_of(RUN, AGENT)] = b"agent"
     for peers, steps in ((((b"worker", ""), (b"first", STEP))), {}), (((b"agent", STEP),), {STEP: None}):
         standing.sent_to.clear()
         if steps:
-            del standing.steps[STEP]
+            del standing.context.connections.steps[STEP]
         asyncio.run(standing.handler.fence(MEMBER, "why"))
         assert [(peer, message.tag) for peer, message in standing.sent_to] == list(peers)
         assert all(msgspec.structs.replace(message, tag=STEP) == fenced for _, message in standing.sent_to)
