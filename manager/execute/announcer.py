@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine, Iterable
+from math import inf
 from typing import Any
 
 from ...core.types import STANDBY_ROLE, Incarnation, rank_of, role_of
@@ -37,7 +37,7 @@ class DirectoryAnnouncer:
         self._sent: PeerDirectory | None = None
         self._number = 0
         """Number of the newest announcement, by which workers put announcements of one epoch in order."""
-        self._announced_at = 0.0
+        self._announced_at = -inf
         self._timer: asyncio.TimerHandle | None = None
         """Timer that wakes the loop for an announcement that was not yet due."""
 
@@ -52,10 +52,10 @@ class DirectoryAnnouncer:
         pause_s = ANNOUNCE_INTERVAL_S if urgent else version_interval_s
         if self._timer is not None:
             self._timer.cancel()
-        if (early_s := self._announced_at + pause_s - time.monotonic()) > 0:
+        if (early_s := self._announced_at + pause_s - self._context.now()) > 0:
             self._timer = asyncio.get_running_loop().call_later(early_s, self._wake)
             return
-        self._sent, self._announced_at = directory, time.monotonic()
+        self._sent, self._announced_at = directory, self._context.now()
         self._number += 1
         peers = [peer for incarnation, peer in workers.items() if state.is_current(incarnation)]
         await self._send_all(peers, directory.message(state.epoch, self._number))
