@@ -1,7 +1,8 @@
-"""The manager's loop: hear, detect, fold, plan, execute. All I/O of the manager is wired up here and nowhere else.
+"""Run one manager: receive messages, detect failures, reduce events to the state, plan, and execute.
 
-Order of every turn: messages and looks become events; ``detect`` turns silence into findings; changed findings become
-events; ``plan`` sees only the state; decisions and intents are journaled and fsynced; only then is anything done.
+All I/O of the manager is wired up in this module. Every turn of the loop has the same order: messages and polls become
+events; ``detect`` turns missing heartbeats and missing progress into findings; changed findings become events; ``plan``
+reads only the state; decisions and intents are journaled and fsynced; only then are external actions carried out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import msgspec
 from ..core.launch import ExitReason
 from ..core.run_dir import RunDir, write_atomically
 from ..core.run_spec import RunSpec
-from ..core.types import STANDBY_ROLE, TRAINER, Incarnation, NodeName, Outcome, rank_of, role_of
+from ..core.types import TRAINER, NodeName, Outcome
 from ..health.detection.detect import detect
 from ..health.detection.detectors.liveness import missing_heartbeats
 from ..health.detection.detectors.node_liveness import silent_nodes
@@ -29,13 +30,14 @@ from ..transport.control.endpoints import Listener
 from ..transport.control.sockets import MANAGER_BOUNDS
 from ..transport.keys import RunKeys
 from .cluster.base import Cluster, Refused, Unanswered
+from .context import RunContext
 from .execute import fault_injection
+from .execute.announcer import DirectoryAnnouncer
 from .execute.executor import Executor, StepControl
 from .execute.fault_injection import FaultInjector, interrupted_event
 from .intake.cluster_poller import FAST_POLL_S, ClusterPoller
 from .intake.finding_gate import BaselineRecorder, from_agent, restore_monitor
-from .intake.hang_investigation import HangInvestigator
-from .intake.message_handler import MessageHandler, with_reason
+from .intake.message_handler import MessageHandler
 from .intake.user_commands import acknowledge, pending_commands, to_events
 from .model import events as ev
 from .model import token_ages
@@ -58,7 +60,6 @@ from .model.queries import workers
 from .model.reducer import fold
 from .model.state import State
 from .planner import plan
-from .planner.peer_directory import PeerDirectory, build_directory
 from .planner.shutdown import final_reason
 from .reporting.log_collector import LogCollector
 from .reporting.metrics import TokenCounter
@@ -71,71 +72,62 @@ from .storage.lease import Lease, LeaseLost
 _log = logging.getLogger("rrl.manager")
 
 MAX_RENEWALS_WITHOUT_RUN_DIR = 10
-"""tries to renew the lease, two leases in all, that find no run directory: then it was removed for good"""
-ANNOUNCE_INTERVAL_S = 0.05
-"""s between two announcements of who lives and who holds which weights: each goes to everybody, whole"""
-VERSION_ANNOUNCE_S_PER_WORKER = 0.008
-"""s for each worker, where nothing is new but which version a receiver holds: an announcement to 1,024 of them is
-172 MB in all, and each new version would be worth a thousand"""
+"""Consecutive lease renewals, made over two lease periods, that must find no run directory before the run counts as
+removed."""
 COMMAND_POLL_S = 0.5
-"""s between two looks into the mailbox"""
+"""Seconds between two checks of the mailbox for user commands."""
 FLUSH_INTERVAL_S = 0.5
-"""s that an event which nothing waits for may stay unwritten"""
+"""Longest time in seconds that an event which no action waits for stays unwritten."""
 
 
 class Manager:
-    """One epoch of one run. :meth:`run` returns how the run ended, or None when this manager left before it did."""
+    """The manager of one run during one epoch."""
 
     def __init__(self, run: RunDir, cluster: Cluster, spec: RunSpec, source: str, host: str) -> None:
         self._run_dir, self._cluster, self._spec, self._source, self._host = run, cluster, spec, source, host
         self._monitor = HealthMonitor()
         self._tokens = TokenCounter(self._monitor)
         self._wake = asyncio.Event()
-        self._poller = ClusterPoller(
-            cluster, self._monitor, lambda: self.state, lambda event: self.record(with_reason(run, event)), self.now,
-            lambda: self._executor.busy, self._after_poll,
-        )  # fmt: skip
-        self._sent_directory: PeerDirectory | None = None
-        self._directory_number = 0
-        self._announced_at = 0.0
-        self._announce_timer: asyncio.TimerHandle | None = None
-        """for the next announcement, where it is too early for it"""
         self.leave_reason: str | None = None
-        """why this manager leaves before the run's end"""
+        """Reason why this manager leaves before the run's end; None while it stays."""
         self._state: State | None = None
         self._epoch_began = time.monotonic()
         self._wall = time.time()
         self._last_turn_at = self._wall
-        """when the loop last turned"""
+        """Manager's time (s) of the last turn of the loop, by which a stall of this process is detected."""
         self._flushed_at = 0.0
         self._cancelled_early = ""
         self._background_tasks: list[asyncio.Task[None]] = []
-        self._exit_record_task: asyncio.Task[None] | None = None
-        """of exit records"""
         self._intended_actions: list[ExternalAction] = []
-        """intended, not yet known to be durable"""
+        """Actions whose intents are recorded but not yet known to be durable."""
 
-    # ── one life of a manager ──────────────────────────────────────────────────────────────────────────────────────
+    # ── one epoch ──────────────────────────────────────────────────────────────────────────────────────────────────
     async def run(self, job: str = "") -> Outcome | None:
-        """Claim the run, adopt what lives, and manage it to its end. Raises LeaseHeld, JournalError, OSError."""
+        """Claim the run, restore its state, and manage it to its end.
+
+        Returns the run's outcome, or None if this manager left before the run ended. Raises LeaseHeld, JournalError or
+        OSError.
+        """
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self._cluster.close)
-            await asyncio.to_thread(
-                fault_injection.remove_disk_filler, self._run_dir
-            )  # of a manager that died over a full disk
+            # An earlier manager may have died while an injected fault filled the disk.
+            await asyncio.to_thread(fault_injection.remove_disk_filler, self._run_dir)
             self._lease = await Lease.acquire(self._run_dir, self._spec.limits.lease, job)
             stack.push_async_callback(self._release_lease)
             await self._open(stack, job)
             return await self._manage()
 
     async def _open(self, stack: contextlib.AsyncExitStack, job: str) -> None:
-        """Journal, listener, executor and senses, each closed in turn by ``stack``; then what lives is adopted."""
+        """Open the journal, listener, executor and background loops, and restore the run.
+
+        Everything is closed by ``stack``.
+        """
         run = self._run_dir
         self._journal = Journal(run, self._lease.epoch)
         stack.callback(self._close_journal)
         self._state = self._journal.state
         last = self._state.at if self._state is not None else 0.0
-        self._wall, self._epoch_began = max(time.time(), last), time.monotonic()  # a manager's time never goes back
+        self._wall, self._epoch_began = max(time.time(), last), time.monotonic()  # the manager's time never goes back
         self._last_turn_at = self.now()
         self._observers = EventObservers(run, self._spec, self._lease, self._journal, self.now, self._tokens.total)
         stack.push_async_callback(self._observers.close)
@@ -147,46 +139,29 @@ class Manager:
             run, RunKeys.load(run.keys), self._lease.epoch, self._host, lambda: self._state
         )
         stack.push_async_callback(self._log_collector.close)
-        step_peers: dict[str, bytes] = {}
-        step_control = StepControl(
-            run, self._cluster, self._source, lambda: self.state, self._listener.send, step_peers
+        context = RunContext(
+            run, self._monitor, state=lambda: self.state, record=self.record, send=self._listener.send, now=self.now
         )
-        self._step_control = step_control
-        self._message_handler = MessageHandler(
-            run, self._monitor, lambda: self.state, self.record, self._listener.send, self.now, self._welcome,
-            step_control.on_step_admitted, step_peers,
-        )  # fmt: skip
-        self._hang_investigator = HangInvestigator(
-            run,
-            self._monitor,
-            lambda: self.state,
-            self.record,
-            self._listener.send,
-            self.now,
-            self._message_handler.worker_peers,
-            step_peers,
-        )
-        self._message_handler.on_reply = self._hang_investigator.on_reply
-        stack.push_async_callback(self._hang_investigator.close)
+        connections = context.connections
+        self._announcer = DirectoryAnnouncer(context, self._listener.send_all, self._wake.set)
+        control = StepControl(run, self._cluster, self._source, context.state, context.send, connections.steps)
+        self._step_control = control
+        self._message_handler = MessageHandler(context, self._announcer.welcome, control.on_step_admitted)
+        stack.push_async_callback(self._message_handler.close)
         self._fault_injector = FaultInjector(
-            run,
-            self._cluster,
-            lambda: self.state,
-            self.record,
-            self._listener.send,
-            step_peers,
-            self._message_handler.worker_peers.get,
+            run, self._cluster, context.state, self.record, context.send, connections.steps, connections.workers.get
         )
         self._executor = Executor(
             self._cluster,
             self.record,
-            step_control.prepare_launch,
-            step_control.request_stop,
+            control.prepare_launch,
+            control.request_stop,
             self._fault_injector.inject,
             self._lease.check_in_thread,
             self._message_handler.standby_promoter.promote,
         )
         stack.push_async_callback(self._executor.close)
+        self._poller = ClusterPoller(context, self._cluster, lambda: self._executor.busy)
         if self._state is None:
             self.record(ev.RunStarted(run.id, self._spec))
         self.record(ev.ManagerStarted(socket.gethostname(), os.getpid(), job))
@@ -195,10 +170,10 @@ class Manager:
         await self._apply_resume_request()
         await self._restore()
         write_atomically(run.manager, msgspec.json.encode(self._listener.address))
-        stack.push_async_callback(self._cancel_exit_record_task)
+        stack.push_async_callback(self._message_handler.stop_reading_exit_records)
         loops = (
             self._receive_loop(),
-            _retry_forever(self._poller.run),
+            _retry_forever(lambda: self._poller.run(self._after_poll)),
             self._renew_lease_loop(),
             _retry_forever(self._commands_loop),
         )
@@ -206,12 +181,12 @@ class Manager:
         stack.push_async_callback(_cancel_all, self._background_tasks)
 
     def leave(self, why: str) -> None:
-        """Go without ending the run: its roles go on, the next manager adopts them."""
+        """Leave without ending the run: its replicas keep running, and the next manager restores them."""
         self.leave_reason = why
         self._wake.set()
 
     def cancel(self, by: str) -> None:
-        """End the run in order. Before this manager has begun, it is remembered until it has."""
+        """Record a cancel command by ``by``; before this manager has opened the journal, keep it until then."""
         if self._state is None:
             self._cancelled_early = by
         else:
@@ -219,15 +194,16 @@ class Manager:
 
     @property
     def state(self) -> State:
+        """Return the newest state. Only valid once the journal is open and its first event recorded."""
         assert self._state is not None
         return self._state
 
     def now(self) -> float:
-        """Manager's time: wall clock at its start, going on monotonically."""
+        """Return the manager's time (s): the wall clock at the manager's start, advanced by the monotonic clock."""
         return self._wall + time.monotonic() - self._epoch_began
 
     def record(self, event: ev.Event) -> None:
-        """Journal (durable at the next flush), fold, and have the loop look at it."""
+        """Append the event to the journal (durable at the next flush), apply it to the state, and wake the loop."""
         seq = self._state.seq + 1 if self._state is not None else 1
         stamped = ev.Stamped(seq, self.now(), self._lease.epoch, event)
         _log.debug("event %d: %s", seq, type(event).__name__)
@@ -244,28 +220,27 @@ class Manager:
         self._wake.set()
 
     def _stopped_by_others(self, event: ev.Event) -> bool:
-        """Return whether a step that the manager wants was asked to end by somebody else, as before a preemption."""
+        """Return whether something other than the manager stopped a step that is still wanted, such as a preemption."""
         if not isinstance(event, ev.StepEnded) or event.reason is not ExitReason.STOPPED:
             return False
         return self.state.is_current(event.incarnation)
 
-    # ── the turn ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── one turn ───────────────────────────────────────────────────────────────────────────────────────────────────
     async def _manage(self) -> Outcome | None:
+        """Turn the loop until the run is over or this manager leaves."""
         while self.leave_reason is None:
             for task in self._background_tasks:
                 if task.done():
                     task.result()
             self._wake.clear()
-            await (
-                self._lease.ensure_current()
-            )  # nothing is decided, and nobody told anything, by one that was succeeded
+            await self._lease.ensure_current()  # a manager with a successor must neither decide nor send anything
             self._detect_own_stall()
             self._poller.check_suspensions()
             next_detection = self._detect()
             wake, over = await self._act()
             if over:
                 return await self._finish()
-            await self._announce()
+            await self._announcer.announce()
             delay = max(0.0, min(next_detection, wake) - self.now())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(delay, FLUSH_INTERVAL_S)):
@@ -277,50 +252,59 @@ class Manager:
         return None
 
     def _detect_own_stall(self) -> None:
-        """A manager that was itself frozen cannot tell the world's silence from its own: everything counts anew."""
+        """Restart all silence clocks if this manager was stalled, and clear nodes that the run no longer uses.
+
+        A manager that did not run for a while cannot distinguish missing heartbeats of others from its own pause.
+        """
         now = self.now()
         if now - self._last_turn_at > self.state.job.limits.silence / 2:
             self._monitor.restart(now)
         self._last_turn_at = now
         monitored = {name for name, node in self.state.nodes.items() if node.allocation}
-        # What was found on a node that has left stands until the lives that were there are fenced: from it they are
-        # judged, and the time of their outage is counted.
-        monitored |= {one.node for one in workers(self.state) if one.is_current and one.node is not None}
+        # Findings about a released node are kept until the incarnations that ran there are fenced: these findings
+        # explain the failures and date the beginning of their downtime.
+        monitored |= {
+            replica.node for replica in workers(self.state) if replica.is_current and replica.node is not None
+        }
         for node in {*self._monitor.nodes, *self._message_handler.finding_gate.nodes} - monitored:
             self._clear_node(node)
 
     def _drop_node(self, node: NodeName) -> None:
-        """What was heard and not heard of it counts no more."""
+        """Remove the node and its replicas from the health monitor."""
         for incarnation in self._monitor.incarnations_on(node):
             self._tokens.retire(incarnation)
         self._monitor.remove_node(node)
 
     def _clear_node(self, node: NodeName) -> None:
-        """It has left, or begins anew: nor does what was found on it count."""
+        """Remove the node from the health monitor, and the findings reported about it."""
         self._drop_node(node)
         self._message_handler.finding_gate.forget(node)
 
     def _was_responsive(self, node: NodeName) -> bool:
-        """It was not found to be silent or down. One that is left for another reason, be it a broken GPU, falls silent
-        because it is left."""
+        """Return whether no detector of the manager reports this node as silent or down.
+
+        If such a node is excluded for another reason, such as a broken GPU, its later silence is expected and not
+        evidence.
+        """
         return all(finding.node != node or from_agent(finding) for finding in self.state.findings.values())
 
     def _detect(self) -> float:
-        """Findings that changed become events. Returns when to look again."""
+        """Run the detectors and record the findings that changed. Return the time (s) of the next necessary check."""
         limits, now = self.state.job.limits, self.now()
         detected, next_check = detect(self._monitor, limits, now)
         self._baseline_recorder.record_if_due(now)
-        findings, suspected = self._hang_investigator.investigate(detected)
+        findings, suspected = self._message_handler.hang_investigator.investigate(detected)
         if (token_age := token_ages.token_age_finding(self.state.token_ages, self.state.job.staleness)) is not None:
             findings = [*findings, token_age]
-        silent, gone = (
-            missing_heartbeats(findings, self._monitor, limits, now),
-            silent_nodes(findings, self._monitor, limits, now),
-        )
-        return min(next_check, suspected, self._message_handler.finding_gate.on_detected(findings, silent, gone))
+        silent = missing_heartbeats(findings, self._monitor, limits, now)
+        absent = silent_nodes(findings, self._monitor, limits, now)
+        return min(next_check, suspected, self._message_handler.finding_gate.on_detected(findings, silent, absent))
 
     async def _act(self) -> tuple[float, bool]:
-        """Plan to the fixpoint, journal, then do. Returns the plan's wake and whether the run is over."""
+        """Plan until no action is due, journal the actions, and start them.
+
+        Return the next planning time (s) and whether the run is over.
+        """
         while True:
             planned = plan(self.state, self.now())
             if not planned.actions:
@@ -337,17 +321,18 @@ class Manager:
                     elif isinstance(action, Exclude) and self._was_responsive(action.node):
                         self._drop_node(action.node)
                     fences = action.fences if isinstance(action, RestartAll) else (action,)
-                    for fence in (one for one in fences if isinstance(one, Fence)):
-                        await self._fence(fence)
-        if (
-            self._intended_actions and await self._flush()
-        ):  # else they wait for the next turn: no deed without a durable intent
-            todo, self._intended_actions = self._intended_actions, []
-            for action in todo:
+                    for fence in fences:
+                        if isinstance(fence, Fence):
+                            await self._fence(fence)
+        # No action without a durable intent: if the flush fails, the actions wait for the next turn.
+        if self._intended_actions and await self._flush():
+            durable, self._intended_actions = self._intended_actions, []
+            for action in durable:
                 self._executor.start(action)
         return planned.wake_at, planned.over
 
     def _update_monitor(self, action: ExternalAction) -> None:
+        """Inform the health monitor of an intended launch or stop."""
         if isinstance(action, Launch):
             timeout_s = self.state.job.recovery.promote
             self._monitor.on_launched(action.incarnation, action.node, self.now(), action.standby, timeout_s)
@@ -355,47 +340,18 @@ class Manager:
             self._monitor.on_stop_requested(action.incarnation, self.now())
 
     async def _fence(self, action: Fence) -> None:
+        """Remove a fenced incarnation from the monitor and notify its processes."""
         self._tokens.retire(action.incarnation)
         self._monitor.remove(action.incarnation)
         if action.incarnation.replica == TRAINER:
             self.record(ev.TokensCounted(self._tokens.total(), trainer_down=True))
         await self._message_handler.fence(action.incarnation, "; ".join(action.why.evidence))
 
-    async def _announce(self) -> None:
-        """Push the wiring to every worker when it changed, but not more often than it is worth: it is sent whole."""
-        directory = build_directory(self.state)
-        if directory == self._sent_directory:
-            return
-        urgent = self._sent_directory is None or directory.without_versions != self._sent_directory.without_versions
-        pause = (
-            ANNOUNCE_INTERVAL_S
-            if urgent
-            else max(ANNOUNCE_INTERVAL_S, VERSION_ANNOUNCE_S_PER_WORKER * len(self._message_handler.worker_peers))
-        )
-        if self._announce_timer is not None:
-            self._announce_timer.cancel()
-        if (early := self._announced_at + pause - time.monotonic()) > 0:
-            self._announce_timer = asyncio.get_running_loop().call_later(early, self._wake.set)
-            return
-        self._sent_directory, self._announced_at = directory, time.monotonic()
-        self._directory_number += 1
-        peers = [
-            peer
-            for incarnation, peer in self._message_handler.worker_peers.items()
-            if self.state.is_current(incarnation)
-        ]
-        await self._listener.send_all(peers, directory.message(self.state.epoch, self._directory_number))
-
-    def _welcome(self, incarnation: Incarnation) -> msg.Welcome:
-        role = role_of(incarnation.replica)
-        rank, world = (
-            (0, 1) if role == STANDBY_ROLE else (rank_of(incarnation.replica), self.state.job.role(role).ranks)
-        )
-        peers = build_directory(self.state).message(self.state.epoch, self._directory_number)
-        return msg.Welcome(incarnation, peers, rank, world, self.state.step)
-
     async def _flush(self) -> bool:
-        """Make everything recorded durable. False when the run directory cannot be written: then nothing is done."""
+        """Make all recorded events durable.
+
+        Return False if the run directory cannot be written; no action is taken then.
+        """
         self._flushed_at = time.monotonic()
         try:
             await asyncio.to_thread(self._journal.flush)
@@ -406,8 +362,9 @@ class Manager:
             return False
         return True
 
-    # ── senses ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── input ──────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _receive_loop(self) -> None:
+        """Handle messages one at a time; a message that cannot be handled is logged and skipped."""
         while True:
             incoming = await self._listener.receive()
             await self._lease.ensure_current()
@@ -417,15 +374,11 @@ class Manager:
                 _log.warning("cannot handle a %s message: %r", type(incoming.message).__name__, error)
 
     def _after_poll(self) -> None:
-        """Ends are read beside everything else: storage that hangs keeps nobody from being heard."""
-        read = self._exit_record_task
-        if read is None or read.done():
-            self._exit_record_task = asyncio.create_task(self._message_handler.read_exit_records())
-            if read is not None:
-                read.result()
+        self._message_handler.start_reading_exit_records()
         self._wake.set()
 
     async def _renew_lease_loop(self) -> None:
+        """Renew the epoch lease periodically; give up the run if its directory was removed."""
         period, removed = self._spec.limits.lease / 5, 0
         while removed < MAX_RENEWALS_WITHOUT_RUN_DIR:
             await asyncio.sleep(period)
@@ -438,8 +391,11 @@ class Manager:
         await self._abandon()
 
     async def _abandon(self) -> None:
-        """Nobody can manage this run any more: nothing may be left of it. What no release reaches, its agents end."""
-        for tag in reversed(self.state.allocations):  # of a heterogeneous job its first component ends all others
+        """Release all allocations and leave: without its run directory the run cannot be managed.
+
+        Steps in an allocation that cannot be released are ended by their agents.
+        """
+        for tag in reversed(self.state.allocations):  # the first component of a heterogeneous job ends all others
             try:
                 await self._cluster.release(tag)
             except (Refused, Unanswered) as error:
@@ -447,6 +403,7 @@ class Manager:
         self.leave("its run directory was removed")
 
     async def _commands_loop(self) -> None:
+        """Record user commands from the mailbox, and acknowledge each one once it is durable."""
         while True:
             for command in await asyncio.to_thread(pending_commands, self._run_dir):
                 if command.id not in self.state.handled_commands:
@@ -457,12 +414,16 @@ class Manager:
             await asyncio.sleep(COMMAND_POLL_S)
 
     async def _apply_resume_request(self) -> None:
-        """The run may have ended, and a person have ordered that it goes on. Nothing of it lives that could see its
-        files change."""
+        """Resume the run if it has ended and a user requested that it continues.
+
+        No process of the run is left at this point, so its files may change. A request that no longer applies is
+        discarded.
+        """
         request = await asyncio.to_thread(resume_request.claim, self._run_dir)
         if request is None:
             return
-        if request.id not in self.state.handled_commands:  # else a predecessor recorded it, and came no further
+        # If the request is recorded already, an earlier manager died before it installed the files.
+        if request.id not in self.state.handled_commands:
             if self.state.outcome is None or request.ended != self.state.ended:
                 why = "the run is already running, or has ended again since the request"
                 _log.warning("ignored resume request by %s: %s", request.by, why)
@@ -473,16 +434,18 @@ class Manager:
         self._run_dir.summary.unlink(missing_ok=True)
         await asyncio.to_thread(resume_request.install, self._run_dir)
 
-    # ── the beginning ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── restore ────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _restore(self) -> None:
-        """Everything believed is believed to live, with full grace from now; open intents go on being settled."""
+        """Restore the health monitor from the state, and continue to settle open intents.
+
+        Every replica gets its full grace from now on.
+        """
         restore_monitor(self._monitor, self.state, self.now())
         self._baseline_recorder = BaselineRecorder(self._monitor, self.state.baselines, self.record)
         for replica in self.state.replicas.values():
             if replica.is_current and replica.node is not None and replica.step is None:
-                self._message_handler.restore_step_end(
-                    replica.incarnation
-                )  # its end is recorded, and nothing was concluded from it yet
+                # The end of the step is recorded, but no decision has followed from it yet.
+                self._message_handler.restore_step_end(replica.incarnation)
         await self._message_handler.read_exit_records()
         self._message_handler.finding_gate.restore()
         for intent in list(self.state.intents.values()):
@@ -493,9 +456,9 @@ class Manager:
             elif isinstance(intent.action, Request):
                 self._poller.poll_soon()
 
-    # ── the end ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── end ────────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _finish(self) -> Outcome:
-        """Everything is given back: the last record, the summary, and no address to be found at any more."""
+        """Write the last record and the summary, and remove the manager's addresses from the run directory."""
         verdict = self.state.finish
         assert verdict is not None
         if self.state.outcome is None:
@@ -508,10 +471,6 @@ class Manager:
             address.unlink(missing_ok=True)
         return verdict.outcome
 
-    async def _cancel_exit_record_task(self) -> None:
-        if self._exit_record_task is not None:
-            await _cancel_all([self._exit_record_task])
-
     def _close_journal(self) -> None:
         try:
             self._journal.close()
@@ -519,7 +478,8 @@ class Manager:
             _log.error("the newest journal records cannot be written: %s", error)
 
     async def _release_lease(self) -> None:
-        with contextlib.suppress(LeaseLost, OSError):  # a successor took over, or storage is away: it is waited out
+        """Release the lease, unless a successor holds it already."""
+        with contextlib.suppress(LeaseLost, OSError):  # a successor took over, or storage is away: the lease expires
             await self._lease.check_in_thread()
             await asyncio.to_thread(self._lease.release)
 
@@ -531,7 +491,7 @@ async def _cancel_all(tasks: list[asyncio.Task[None]]) -> None:
 
 
 async def _retry_forever(loop: Callable[[], Awaitable[None]]) -> None:
-    """Storage or a cluster that misbehaves must not end the manager: log it, and go on after a moment."""
+    """Run ``loop`` repeatedly: errors of storage or of the cluster are logged, and the loop restarts after a pause."""
     while True:
         try:
             await loop()

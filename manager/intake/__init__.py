@@ -1,0 +1,1 @@
+"""What enters the manager: messages, polls of the cluster, findings and user commands; all become events."""

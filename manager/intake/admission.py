@@ -1,4 +1,4 @@
-"""Judge what a node or a role reports when it joins: too little memory to lock, a GPU that another role has."""
+"""Check what a node or a role reports when it joins: too little lockable memory, a GPU that another role uses."""
 
 from __future__ import annotations
 
@@ -7,31 +7,37 @@ from ...transport.messages import AgentHello, Hello
 from ..model.state import State
 
 MEMLOCK_DEFAULT = 8 * 2**20
-"""Bytes: RLIMIT_MEMLOCK where nobody raised it (Linux's MLOCK_LIMIT and systemd's default; 64 KiB before 5.16).
-Whatever RDMA registers is locked, which for weights is gigabytes; Open MPI's FAQ asks for "unlimited"."""
+"""Default RLIMIT_MEMLOCK in bytes (Linux's MLOCK_LIMIT and systemd's default; 64 KiB before Linux 5.16). RDMA locks
+all memory that is registered with it, which for weights is gigabytes; Open MPI's FAQ recommends "unlimited"."""
 
 
 def check_memlock(hello: AgentHello, weights: str, now: float) -> Finding | None:
-    """WARN where a node has RDMA devices, but roles may lock no more memory than by default."""
+    """Return a WARN if a node has RDMA devices but its roles may lock no more memory than the default limit."""
     if weights == "tcp" or not hello.rdma or hello.memlock < 0 or hello.memlock > MEMLOCK_DEFAULT:
         return None
     text = (
-        f"roles may lock {hello.memlock // 2**10} KiB of memory here, and RDMA ({', '.join(hello.rdma)}) needs what the"
-        " weights take: set LimitMEMLOCK=infinity for slurmd"
+        f"roles can lock only {hello.memlock // 2**10} KiB of memory, and RDMA ({', '.join(hello.rdma)}) must lock as"
+        " much as the weights take: set LimitMEMLOCK=infinity for slurmd"
     )
     evidence = (Evidence("agent", text, now),)
     return Finding("memlock", Verdict.WARN, Cause.FABRIC, Remedy.SUPPORT, now, evidence, node=hello.node)
 
 
 class GpuRegistry:
-    """Which life has which GPU of which node, as roles say when they join. A new manager hears it from all again."""
+    """The owner of each GPU of each node, as reported by roles when they join.
+
+    A new manager receives it again from all.
+    """
 
     def __init__(self) -> None:
         self._owners: dict[tuple[NodeName, str], Incarnation] = {}
 
     def claim(self, hello: Hello, state: State, now: float) -> Finding | None:
-        """FAIL, about who joins, where another believed life has one of its GPUs: a step that overlaps shares the first
-        ones with all others (measured, docs/architecture.md), and both would run out of memory."""
+        """Register the GPUs of a joining role; return a FAIL about it if another current incarnation has one of them.
+
+        A step that overlaps others shares the first GPUs with them (measured, docs/architecture.md); both would run out
+        of memory.
+        """
         incarnation, node = hello.incarnation, hello.node
         for gpu in hello.gpus:
             other = self._owners.get((node, gpu))
@@ -54,8 +60,11 @@ class GpuRegistry:
     def assign(
         self, incarnation: Incarnation, node: NodeName, visible: tuple[str, ...], count: int, state: State
     ) -> tuple[str, ...]:
-        """``count`` of the GPUs that are ``visible`` on a node, for a life that will join there: none that another
-        believed life has said to have. The same ones when it is asked again; none at all where there are too few."""
+        """Assign ``count`` of the GPUs that are ``visible`` on a node to an incarnation that will join there.
+
+        GPUs of other current incarnations are left out; repeated calls return the same GPUs. Returns () if too few are
+        free.
+        """
         holders = {gpu: self._owners.get((node, gpu)) for gpu in visible}
         own = [gpu for gpu, holder in holders.items() if holder == incarnation]
         free = [gpu for gpu, holder in holders.items() if holder is None or not state.is_current(holder)]

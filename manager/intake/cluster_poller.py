@@ -1,5 +1,4 @@
-"""The manager's eye on the cluster: looks at the site's pace, soon where something is expected of it, and less and less
-often while it does not answer."""
+"""Poll the cluster: at the site's interval, faster while a change is expected, and slower while it does not answer."""
 
 from __future__ import annotations
 
@@ -7,80 +6,75 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from ...core.types import NodeName
-from ...health.detection.health_monitor import HealthMonitor
 from ..cluster.base import AllocationState, AllocationStatus, Cluster, ClusterSnapshot, NodeState, NodeStatus
+from ..context import RunContext
 from ..model.actions import Launch
-from ..model.events import Event
 from ..model.state import State
+from .message_handler import with_reason
 from .reconcile import AbsenceCounter, expects_change, has_undecided_launch, reconcile
 
 FAST_POLL_S = 1.0
-"""s between two looks at the cluster while something is expected of it"""
+"""Seconds between two polls of the cluster while a change is expected."""
 
 
 class ClusterPoller:
-    """``record`` takes what follows from a look, ``busy`` names the actions whose command still runs, ``after_poll`` is
-    called after each."""
+    """Polls the cluster for one manager and records the events that follow from each poll.
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        monitor: HealthMonitor,
-        state: Callable[[], State],
-        record: Callable[[Event], None],
-        now: Callable[[], float],
-        busy: Callable[[], frozenset[str]],
-        after_poll: Callable[[], None],
-    ) -> None:
-        self._cluster, self._monitor, self._state = cluster, monitor, state
-        self._record, self._now, self._busy, self._after_poll = record, now, busy, after_poll
+    ``busy`` returns the tags of the actions whose command is still running.
+    """
+
+    def __init__(self, context: RunContext, cluster: Cluster, busy: Callable[[], frozenset[str]]) -> None:
+        self._context, self._cluster, self._busy = context, cluster, busy
         self._absences = AbsenceCounter()
         self._poll_requested = asyncio.Event()
         self._last_snapshot: ClusterSnapshot | None = None
         self._failed_polls = 0
-        """looks in a row"""
+        """Consecutive polls that failed."""
 
     def poll_soon(self) -> None:
-        """Something has happened that the cluster can say more of."""
+        """Poll without waiting for the interval: the cluster may report more about an event that was just recorded."""
         self._poll_requested.set()
 
     def check_suspensions(self) -> None:
-        """Ask before a silent node is condemned: everything on it may be suspended."""
-        if self._monitor.needs_suspend_check(self._state().job.limits, self._now()):
+        """Poll before a silent node is treated as failed: its allocation may be suspended."""
+        if self._context.monitor.needs_suspend_check(self._context.state().job.limits, self._context.now()):
             self._poll_requested.set()
 
-    async def run(self) -> None:
-        """Look, for ever."""
+    async def run(self, after_poll: Callable[[], None]) -> None:
+        """Poll until cancelled; call ``after_poll`` after every poll."""
         while True:
-            await self._poll()
+            await self._poll(after_poll)
 
-    async def _poll(self) -> None:
-        """Look once, and return when it is time for the next look."""
-        polled_at = self._now()
+    async def _poll(self, after_poll: Callable[[], None]) -> None:
+        """Poll once, and return when the next poll is due."""
+        polled_at = self._context.now()
         snapshot = await self._cluster.observe()
-        if snapshot is not self._last_snapshot:  # the same one again was asked for too soon: no second observation
+        if snapshot is not self._last_snapshot:  # a repeated cached answer is not a second observation
             self._on_snapshot(snapshot, polled_at)
         self._last_snapshot = snapshot
-        self._after_poll()
+        after_poll()
         self._failed_polls = self._failed_polls + 1 if snapshot.allocations is None else 0
         self._poll_requested.clear()
-        limits = self._state().job.limits
-        if self._failed_polls:  # who is away is not called back by asking more often
+        limits = self._context.state().job.limits
+        if self._failed_polls:  # polling more often does not bring an unreachable cluster back
             await asyncio.sleep(
                 min(FAST_POLL_S * 2.0 ** min(self._failed_polls - 1, 30), max(FAST_POLL_S, limits.poll))
             )
             return
-        poll_fast = expects_change(self._state(), self._now()) or has_undecided_launch(self._state(), snapshot)
+        poll_fast = expects_change(self._context.state(), self._context.now()) or has_undecided_launch(
+            self._context.state(), snapshot
+        )
         wait = FAST_POLL_S if poll_fast else limits.poll
         try:
             async with asyncio.timeout(wait):
                 await self._poll_requested.wait()
-            await asyncio.sleep(min(FAST_POLL_S, wait) / 4)  # several things that end together are looked at once
+            await asyncio.sleep(min(FAST_POLL_S, wait) / 4)  # steps that end together are covered by one poll
         except TimeoutError:
             pass
 
     def _on_snapshot(self, snapshot: ClusterSnapshot, polled_at: float) -> None:
-        state, now = self._state(), self._now()
+        """Update the health monitor from one poll, and record the events that follow from it."""
+        state, now = self._context.state(), self._context.now()
         if snapshot.steps is None:
             self._delay_join_deadlines(state, now)
         if snapshot.nodes is not None:
@@ -91,24 +85,28 @@ class ClusterPoller:
             if tag in state.allocations and status.state in (AllocationState.RUNNING, AllocationState.SUSPENDED):
                 self._on_allocation_status(state, status, polled_at, now)
         for event in reconcile(state, snapshot, self._absences, now, self._busy()):
-            self._record(event)
+            self._context.record(with_reason(self._context.run_dir, event))
 
     def _delay_join_deadlines(self, state: State, now: float) -> None:
-        """Launches handed to a cluster that is away have not failed: it may do them yet, or it never heard."""
+        """Delay the join deadline of open launches: a cluster that does not answer may still carry them out."""
         for intent in state.intents.values():
             if isinstance(intent.action, Launch):
-                self._monitor.delay_join_deadline(intent.action.incarnation, now)
+                self._context.monitor.delay_join_deadline(intent.action.incarnation, now)
 
     def _on_node_statuses(self, statuses: Mapping[NodeName, NodeStatus], now: float) -> None:
-        """Where most cease to be up at once, it is slurmctld that lost sight of them."""
-        known = self._monitor.nodes
-        gone = [name for name, one in statuses.items() if one.state in (NodeState.DOWN, NodeState.UNKNOWN)]
+        """Update the node states in the health monitor.
+
+        If most nodes go down in one poll, slurmctld has lost contact to them rather than all of them having failed.
+        """
+        known = self._context.monitor.nodes
+        gone = [name for name, status in statuses.items() if status.state in (NodeState.DOWN, NodeState.UNKNOWN)]
         ceased = [name for name in gone if (view := known.get(name)) is not None and view.reported_up]
         few_lost = 2 * len(ceased) <= max(2, len(statuses))
-        for name, one in statuses.items():
-            self._monitor.on_node_status(name, one.state, one.detail, now, few_lost)
+        for name, status in statuses.items():
+            self._context.monitor.on_node_status(name, status.state, status.detail, now, few_lost)
 
     def _on_allocation_status(self, state: State, status: AllocationStatus, polled_at: float, now: float) -> None:
+        """Inform the health monitor whether the nodes of an allocation are suspended."""
         for node in status.nodes:
             if node in state.nodes:
-                self._monitor.on_job_status(node, status.state is AllocationState.SUSPENDED, polled_at, now)
+                self._context.monitor.on_job_status(node, status.state is AllocationState.SUSPENDED, polled_at, now)

@@ -1,8 +1,9 @@
-"""Turn findings of the manager's detectors and of the node agents into events: when one appears, changes or clears.
+"""Record findings of the manager's detectors and of the node agents when they appear, change or clear.
 
 A report of an agent is accepted only from the node's current agent and only about its own node; its times are converted
-to the manager's clock. ``[health]`` of the job decides which findings count, and correlation holds back those that many
-nodes or replicas show at once. The baselines that a new manager inherits from the journal are written here as well.
+to the manager's clock. ``[health]`` of the job decides which findings count, and correlation downgrades those that many
+nodes or replicas show at once. This module also restores and records the baselines that a new manager takes from the
+journal.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from ...health.detection.baselines import RoleBaseline, changed_noticeably
 from ...health.detection.detectors.registry import NODE_DETECTORS
 from ...health.detection.health_monitor import HealthMonitor
 from ...transport.messages import AgentHello, FindingReport
+from ..context import RunContext
 from ..model import events as ev
 from ..model.events import BaselinesLearned
 from ..model.queries import workers
@@ -41,20 +43,23 @@ from ..model.state import State, Status
 _log = logging.getLogger("rrl.manager")
 
 MANAGER_DETECTORS = frozenset(detector.__name__ for detector in NODE_DETECTORS)
-"""detectors by which the manager itself judges nodes; what else is found on one is its agent's word"""
+"""Detectors by which the manager itself judges nodes; every other finding about a node comes from its agent."""
 TERMINAL_DETECTORS = frozenset({"exit_record", "step_gone", "node_down"})
-"""detectors whose proof is that a process or a node is no more: no setting brings that back"""
+"""Detectors that prove the end of a process or node: no setting of the job can turn such a finding off."""
 NON_NODE_CAUSES = frozenset({Cause.USER, Cause.SOFTWARE, Cause.PROCESS, Cause.HANG})
-"""causes of what is found on a node that is no fault of it: told, and no more"""
+"""Causes that do not blame the node: a FAIL with one of them about a node is downgraded to WARN."""
 MAX_FINDINGS_PER_NODE = 256
-"""findings of one node that are kept: 16 GPUs, and more checks than there are"""
+"""Maximum number of findings kept for one node; 16 GPUs with all checks stay below it."""
 _MAX_EVIDENCE_LINES, _MAX_EVIDENCE_CHARS = 8, 1000
-"""lines of evidence of one finding, and characters of one: what agents write has five, and some 200"""
+"""Maximum number of evidence lines of one finding, and of characters in a line; agents write at most 5 lines of
+about 200."""
 
 
 def apply_settings(finding: Finding, settings: HealthSpec) -> Finding | None:
-    """The finding as the job wants it: None where its check is off, WARN for FAIL where it is only observed, or where
-    the node is not to blame."""
+    """Return the finding as the job's ``[health]`` settings want it, or None if its check is off.
+
+    A FAIL becomes a WARN if its check is only observed, or if its cause does not blame the node.
+    """
     if finding.proof and finding.detector in TERMINAL_DETECTORS:
         return finding
     if finding.node is not None and finding.verdict is Verdict.FAIL and finding.cause in NON_NODE_CAUSES:
@@ -64,64 +69,75 @@ def apply_settings(finding: Finding, settings: HealthSpec) -> Finding | None:
         return None
     if finding.verdict is not Verdict.FAIL or (mode == "act" and not settings.observe_only):
         return finding
-    why = f"observe only: nothing is done ({'observe_only' if settings.observe_only else 'checks'} in [health])"
+    why = f"observe only: no action is taken ({'observe_only' if settings.observe_only else 'checks'} in [health])"
     evidence = (*finding.evidence, Evidence("job", why, finding.since))
     flags = (*finding.flags, Flag.OBSERVED)
     return replace(finding, verdict=Verdict.WARN, remedy=Remedy.NONE, proof=False, evidence=evidence, flags=flags)
 
 
 def from_agent(finding: Finding) -> bool:
-    """An agent found it on its node."""
+    """Return whether an agent found this on its node."""
     return finding.node is not None and finding.detector not in MANAGER_DETECTORS
 
 
 class ReportedFindings:
-    """What each agent says of its node, by finding's key; times are the manager's (s)."""
+    """The findings of each agent about its node, by the findings' keys. Times are in the manager's clock (s)."""
 
     def __init__(self) -> None:
         self._by_node: dict[NodeName, dict[str, Finding]] = {}
         self.changes = 0
-        """times that somebody said something"""
+        """Number of reports so far, by which a reader notices a change."""
 
     @property
     def nodes(self) -> set[NodeName]:
+        """Nodes with at least one finding."""
         return set(self._by_node)
 
     def all(self) -> list[Finding]:
+        """Return the findings about all nodes."""
         return [finding for by_key in self._by_node.values() for finding in by_key.values()]
 
     def restore(self, finding: Finding) -> None:
-        """An earlier manager heard it: it stands until the agent says what it finds now."""
+        """Restore a finding recorded by an earlier manager; it stands until the agent's next report."""
         if finding.node is not None:
             self.changes += 1
             self._by_node.setdefault(finding.node, {})[finding.key] = finding
 
     def on_agent_hello(self, hello: AgentHello, also: tuple[Finding, ...], now: float) -> None:
-        """All that its agent finds just now, but for what it cannot read any more: that takes back nothing. ``also``:
-        what the manager makes of the rest of its words."""
+        """Replace the findings of a node by those in its agent's Hello.
+
+        An earlier finding that the agent cannot verify now (it reports UNKNOWN) is kept. ``also`` are findings that the
+        manager derived from other fields of the Hello.
+        """
         self.changes += 1
         node = hello.node
         reported = [
-            one for one in hello.findings if one.verdict is not Verdict.OK and may_report(one, hello.incarnation, node)
+            finding
+            for finding in hello.findings
+            if finding.verdict is not Verdict.OK and may_report(finding, hello.incarnation, node)
         ]
         before = self._by_node.pop(node, {})
-        after = {one.key: preserve_times(before.get(one.key), one)
-                 for one in (*(to_manager_time(one, hello.now, now) for one in reported), *also)}  # fmt: skip
-        unread = [one for one in after.values() if one.verdict is Verdict.UNKNOWN]
-        keys, unread_detectors = {one.key for one in unread}, {one.detector for one in unread if not one.component}
-        for key, one in before.items():
-            if one.verdict is not Verdict.UNKNOWN and (
-                key in keys or (one.detector in unread_detectors and key not in after)
+        current = (*(to_manager_time(finding, hello.now, now) for finding in reported), *also)
+        after = {finding.key: preserve_times(before.get(finding.key), finding) for finding in current}
+        unread = [finding for finding in after.values() if finding.verdict is Verdict.UNKNOWN]
+        keys, unread_detectors = (
+            {finding.key for finding in unread},
+            {finding.detector for finding in unread if not finding.component},
+        )
+        for key, finding in before.items():
+            if finding.verdict is not Verdict.UNKNOWN and (
+                key in keys or (finding.detector in unread_detectors and key not in after)
             ):
-                after[key] = one
+                after[key] = finding
         limited = sorted(after.values(), key=_severity, reverse=True)[:MAX_FINDINGS_PER_NODE]
         if limited:
-            self._by_node[node] = {one.key: one for one in limited}
+            self._by_node[node] = {finding.key: finding for finding in limited}
 
     def on_report(self, message: FindingReport, now: float) -> None:
         """Store one finding that an agent reports as changed.
 
-        An UNKNOWN replaces no earlier verdict: a value that can no longer be read does not disprove what was read."""
+        An UNKNOWN replaces no earlier verdict: a value that can no longer be read does not disprove what was read.
+        """
         self.changes += 1
         finding = to_manager_time(message.finding, message.now, now)
         by_key = self._by_node.setdefault(message.node, {})
@@ -137,35 +153,39 @@ class ReportedFindings:
             by_key[finding.key] = finding
 
     def forget(self, node: NodeName) -> None:
-        """It was given back, or begins anew."""
+        """Remove all findings of a node that was released or readmitted."""
         self.changes += 1
         self._by_node.pop(node, None)
 
 
 def may_report(finding: Finding, agent: Incarnation, node: NodeName) -> bool:
-    """The agent speaks of its own node, and of nothing that is the manager's to judge."""
+    """Return whether this agent may report the finding: about its own node, and from no detector of the manager."""
     return is_agent_of(agent, node) and finding.node == node and finding.incarnation is None and from_agent(finding)
 
 
 def is_agent_of(incarnation: Incarnation, node: NodeName) -> bool:
+    """Return whether the incarnation is the agent of this node."""
     return incarnation.replica == replica_id(AGENT, node)
 
 
 def to_manager_time(finding: Finding, sent: float, now: float) -> Finding:
-    """With its times in the manager's clock: ``sent`` is the node's clock as the message left, ``now`` the receipt."""
+    """Return the finding with its times converted from the node's clock to the manager's, and its evidence limited.
+
+    ``sent`` is the node's clock when the message was sent, ``now`` the manager's clock at receipt.
+    """
 
     def to_manager_clock(at: float) -> float:
         return now - max(0.0, sent - at) if isfinite(at) and isfinite(sent) else now
 
     evidence = tuple(
-        replace(one, at=to_manager_clock(one.at), text=one.text[:_MAX_EVIDENCE_CHARS])
-        for one in finding.evidence[:_MAX_EVIDENCE_LINES]
+        replace(line, at=to_manager_clock(line.at), text=line.text[:_MAX_EVIDENCE_CHARS])
+        for line in finding.evidence[:_MAX_EVIDENCE_LINES]
     )
     return replace(finding, since=to_manager_clock(finding.since), evidence=evidence)
 
 
 def preserve_times(before: Finding | None, after: Finding) -> Finding:
-    """The one before where the other says nothing else: its times differ only by the way that the message took."""
+    """Return ``before`` if ``after`` differs only in its times, which vary with the message's delay; else ``after``."""
     return before if before is not None and _without_times(before) == _without_times(after) else after
 
 
@@ -174,61 +194,64 @@ def _severity(finding: Finding) -> int:
 
 
 def _without_times(finding: Finding) -> Finding:
-    return replace(finding, since=0.0, evidence=tuple(replace(one, at=0.0) for one in finding.evidence))
+    return replace(finding, since=0.0, evidence=tuple(replace(line, at=0.0) for line in finding.evidence))
 
 
 class FindingGate:
-    """Of one manager. ``state`` gives the newest state, ``record`` takes events, ``now`` is the manager's clock."""
+    """Collects the findings of one manager's detectors and agents, and records those that changed."""
 
-    def __init__(
-        self, state: Callable[[], State], record: Callable[[ev.Event], None], now: Callable[[], float]
-    ) -> None:
-        self._state, self._record, self._now = state, record, now
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
         self._detected: Sequence[Finding] = ()
         self._silent: Mapping[Incarnation, tuple[NodeName, float]] = {}
         self._absent: Mapping[NodeName, float] = {}
         self._reported = ReportedFindings()
         self._correlation_state = CorrelationState()
         self._published: dict[str, Finding] = {}
-        """as the journal has it, by key"""
+        """Findings as last recorded in the journal, by key."""
         self._input_key: object = None
-        """what was last looked at, where nothing but that could change the answer"""
+        """Inputs of the last call of :meth:`publish`; None if its result may change with time alone."""
 
     @property
     def nodes(self) -> set[NodeName]:
-        """Of which their agents have something to say."""
+        """Nodes about which agents have reported findings."""
         return self._reported.nodes
 
     def restore(self) -> None:
-        """Of what an earlier manager recorded, what is not found again is cleared: at once what its own detectors
-        found without proof, with an agent's next Hello what that one found. What many had in common they still have."""
-        recorded = self._state().findings
+        """Take over the findings recorded by earlier managers.
+
+        Findings without proof are cleared unless found again: those of the manager's detectors at once, those of an
+        agent with its next Hello. Correlations among the recorded findings remain in effect.
+        """
+        recorded = self._context.state().findings
         for key, finding in recorded.items():
             if from_agent(finding):
                 self._reported.restore(finding)
-            if from_agent(finding) or not finding.proof:  # what was proved stays
+            if from_agent(finding) or not finding.proof:  # proven findings stay
                 self._published[key] = finding
-        self._correlation_state = restore_state(recorded.values(), self._now())
+        self._correlation_state = restore_state(recorded.values(), self._context.now())
 
     def on_detected(
         self, findings: Sequence[Finding], silent: Mapping[Incarnation, tuple[NodeName, float]],
         absent: Mapping[NodeName, float] = {},
     ) -> float:  # fmt: skip
-        """All that the detectors find now, and who else is not heard
-        (:func:`rrl.health.detection.detectors.liveness.unheard`), nor which nodes
-        (:func:`rrl.health.detection.detectors.node_liveness.absent`). Returns when (s) to tell again though nothing is
-        found anew."""
+        """Take the current findings of the manager's detectors, and record what changed.
+
+        ``silent`` and ``absent`` are the results of :func:`rrl.health.detection.detectors.liveness.missing_heartbeats`
+        and :func:`rrl.health.detection.detectors.node_liveness.silent_nodes`. Returns the time (s) at which the result
+        may change without new findings.
+        """
         self._detected, self._silent, self._absent = findings, silent, absent
         return self.publish()
 
     def on_agent_hello(self, hello: AgentHello, *also: Finding) -> None:
-        """An agent joins: what it finds is recorded before anything is placed on its node."""
-        foreign = [one for one in hello.findings if not may_report(one, hello.incarnation, hello.node)]
+        """Record what a joining agent finds, before anything is placed on its node."""
+        foreign = [finding for finding in hello.findings if not may_report(finding, hello.incarnation, hello.node)]
         if foreign:
             _log.warning(
                 "ignored finding %s from %s: an agent may only report its own node", foreign[0].key, hello.incarnation
             )
-        self._reported.on_agent_hello(hello, also, self._now())
+        self._reported.on_agent_hello(hello, also, self._context.now())
         self.publish()
 
     def on_report(self, message: FindingReport) -> None:
@@ -240,62 +263,72 @@ class FindingGate:
                 message.incarnation,
             )
             return
-        self._reported.on_report(message, self._now())
+        self._reported.on_report(message, self._context.now())
         self.publish()
 
     def forget(self, node: NodeName) -> None:
-        """What was found on it counts no more: it has left, or is given another chance."""
+        """Remove the findings reported about a node that left the run or was readmitted."""
         self._reported.forget(node)
 
     def publish(self) -> float:
-        """Record what changed; what is no longer found is OK again."""
-        settings = self._state().job.health
+        """Record findings that changed, and clear those no longer found.
+
+        Return the time (s) to call this again (inf: never).
+        """
+        settings = self._context.state().job.health
         input_key = (self._detected, self._reported.changes, settings)
-        if input_key == self._input_key:  # a thousand nodes may have something to say, and this is asked at every turn
+        if input_key == self._input_key:  # runs every turn, over the findings of up to a thousand nodes
             return inf
-        every = [
-            one
+        effective = [
+            adjusted
             for finding in (*self._detected, *self._reported.all())
-            if (one := apply_settings(finding, settings)) is not None
+            if (adjusted := apply_settings(finding, settings)) is not None
         ]
-        found, self._correlation_state, next_check = correlate(
-            every, self._context(), self._correlation_state, self._now()
+        correlated, self._correlation_state, next_check = correlate(
+            effective, self._correlation_context(), self._correlation_state, self._context.now()
         )
         published = self._published
         self._published = current = {
-            one.key: preserve_times(published.get(one.key), one) if from_agent(one) else one for one in found
+            finding.key: preserve_times(published.get(finding.key), finding) if from_agent(finding) else finding
+            for finding in correlated
         }
         for key, finding in current.items():
             if published.get(key) != finding:
-                self._record(ev.FindingChanged(finding))
+                self._context.record(ev.FindingChanged(finding))
         for key, finding in published.items():
-            if key not in current and (key in self._state().findings or finding.verdict is Verdict.UNKNOWN):
+            if key not in current and (key in self._context.state().findings or finding.verdict is Verdict.UNKNOWN):
                 cleared = msgspec.structs.replace(finding, verdict=Verdict.OK, evidence=())
-                self._record(ev.FindingChanged(cleared))
+                self._context.record(ev.FindingChanged(cleared))
         self._input_key = (
             None if self._correlation_state.events or self._correlation_state.first_reported else input_key
         )
         return next_check
 
-    def _context(self) -> CorrelationContext:
-        state = self._state()
+    def _correlation_context(self) -> CorrelationContext:
+        """Return what correlation considers of the run: nodes, rollouts, excluded nodes, missing heartbeats."""
+        state = self._context.state()
         if not self._detected and not self._reported.nodes and not self._correlation_state.events:
             return CorrelationContext(0)
         node_count = sum(bool(node.allocation) for node in state.nodes.values())
-        working = [one for one in workers(state) if one.is_current]
+        working = [replica for replica in workers(state) if replica.is_current]
         kinds = {role.name for role in state.job.kind("rollout")}
-        rollouts = {one.incarnation for one in working if one.role in kinds and one.status is Status.JOINED}
+        rollouts = {
+            replica.incarnation for replica in working if replica.role in kinds and replica.status is Status.JOINED
+        }
         excluded = {name for name, node in state.nodes.items() if node.excluded is not None}
-        occupied = {one.node for one in working if one.node is not None}
+        occupied = {replica.node for replica in working if replica.node is not None}
         return CorrelationContext(node_count, occupied, rollouts, excluded, self._silent, self._absent)
 
 
 BASELINE_CHECK_INTERVAL_S = 60.0
-"""s between two looks whether there is something to keep: so much at most is learned anew"""
+"""Seconds between two checks for changed baselines; a new manager has to learn at most this much again."""
 
 
 def restore_monitor(monitor: HealthMonitor, state: State, now: float) -> None:
-    """Everything believed is believed to live, with full grace from now. What each has been through is no silence."""
+    """Restore the health monitor from the state: every current incarnation counts as running, with full grace from now.
+
+    Phases that an incarnation has passed through are restored, so that its baselines are not expected to begin again.
+    """
     monitor.set_limits(state.job.limits)
     monitor.restore_baselines(state.baselines)
     for replica in state.replicas.values():
@@ -306,7 +339,7 @@ def restore_monitor(monitor: HealthMonitor, state: State, now: float) -> None:
 
 
 class BaselineRecorder:
-    """Of one manager; ``recorded`` is what the journal has."""
+    """Records learned baselines when they changed noticeably. ``recorded`` are the baselines in the journal."""
 
     def __init__(
         self, monitor: HealthMonitor, recorded: Mapping[str, RoleBaseline], record: Callable[[BaselinesLearned], None]
@@ -315,6 +348,7 @@ class BaselineRecorder:
         self._due_at = -inf
 
     def record_if_due(self, now: float) -> None:
+        """Record the baselines if the check is due and they changed noticeably."""
         if now < self._due_at:
             return
         self._due_at = now + BASELINE_CHECK_INTERVAL_S

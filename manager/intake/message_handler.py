@@ -1,7 +1,7 @@
-"""Turn messages into events: the sender is checked against the current incarnations, and only changes are recorded.
+"""Turn messages into events: check that the sender is a current incarnation, and record only changes.
 
-Nothing is decided here. A heartbeat only refreshes what the watch knows of its sender: no event, no write. For a step
-that left no exit record, the output of its launcher and of its first process is attached to the event.
+Nothing is decided here. A heartbeat only updates the health monitor: it causes no event and no write. If a step left no
+exit record, the output of its launcher and of its first process is attached to the event.
 """
 
 from __future__ import annotations
@@ -17,31 +17,35 @@ from ...core.launch import ExitReason, ExitRecord, read_exit, tag_of
 from ...core.run_dir import RunDir
 from ...core.text import escaped, last_lines_of, shows_missing_command
 from ...core.types import AGENT, STANDBY_ROLE, Incarnation, ReplicaId, replica_id, role_of, standby_role_of
-from ...health.detection.health_monitor import HealthMonitor
 from ...transport import messages as msg
-from ...transport.control.endpoints import Incoming, Send
+from ...transport.control.endpoints import Incoming
 from ..cluster.base import NotStarted, RejectReason
+from ..context import RunContext
 from ..model import events as ev
 from ..model.events import Event, IntentSettled
 from ..model.queries import current_owner, promoted_to, step_alias
 from ..model.state import NEVER_APPEARED, State, Status
 from .admission import GpuRegistry, check_memlock
 from .finding_gate import FindingGate, is_agent_of
+from .hang_investigation import HangInvestigator
 from .standby_promotion import StandbyPromoter
 
 _log = logging.getLogger("rrl.manager")
 
 
 def last_output(run: RunDir, tag: str) -> str:
-    """The last lines of the step's own output, which is its first process's and slurmstepd's (that it ran out of
-    memory, that an interpreter is not there); else of its srun. Empty if nothing was said."""
+    """Return the last lines of a step's own output, or '' if there is no output.
+
+    The step's output comes from its first process and from slurmstepd (which reports, for example, a missing
+    interpreter or exceeded memory); without it, the output of its ``srun`` is used.
+    """
     log = run.log_file(f"{tag}.step")
     outputs = (last_lines_of(log.with_name(f"{log.name}{ending}")) for ending in (".0", "", ".srun"))
     return next(filter(None, outputs), "")
 
 
 def with_reason(run: RunDir, event: Event) -> Event:
-    """A step that never appeared, with the reason if there is one on disk."""
+    """Return the event; if it says that a step never appeared, add the reason found in the step's output."""
     if not isinstance(event, IntentSettled) or event.ok or event.reason is not RejectReason.NEVER_APPEARED:
         return event
     output = last_output(run, event.tag)
@@ -53,46 +57,41 @@ def with_reason(run: RunDir, event: Event) -> Event:
 
 
 MAX_NOTE_CHARS = 300
-"""characters of a replica's note that are kept: two lines of a wide terminal"""
+"""Maximum number of characters kept of a replica's note: two lines of a wide terminal."""
 EXIT_RECORD_READ_TIMEOUT_S = 1.0
-"""s that the next message waits for the run directory; shared storage answers within some 10 ms, or hangs"""
+"""Seconds that handling of messages waits for an exit record in the run directory; shared storage answers within
+some 10 ms, or hangs."""
 
 
 class MessageHandler:
-    """Hears for one manager. ``state`` gives the newest state, ``record`` takes events, ``send`` answers."""
+    """Handles all messages that one manager receives.
+
+    ``welcome`` returns the reply to a Hello; ``on_step_admitted`` is called with the tag of each admitted step.
+    """
 
     def __init__(
         self,
-        run: RunDir,
-        monitor: HealthMonitor,
-        state: Callable[[], State],
-        record: Callable[[ev.Event], None],
-        send: Send,
-        now: Callable[[], float],
+        context: RunContext,
         welcome: Callable[[Incarnation], msg.Welcome],
-        on_admission_request: Callable[[str], None],
-        step_peers: dict[str, bytes],
+        on_step_admitted: Callable[[str], None],
     ) -> None:
-        self._run, self._monitor, self._state, self._record, self._send = run, monitor, state, record, send
-        self._now, self._welcome, self._on_admission_request = now, welcome, on_admission_request
-        self.step_peers = step_peers
-        """tag of a step → where its first process (or agent) can be told something"""
-        self.worker_peers: dict[Incarnation, bytes] = {}
-        """life → where its worker can be told something"""
-        self.finding_gate = FindingGate(state, record, now)
-        self.on_reply: Callable[[msg.ProbeReply | msg.Stacks], None] = lambda answer: None
-        """takes what suspects and their agents answer"""
+        self._context, self._welcome, self._on_step_admitted = context, welcome, on_step_admitted
+        self._peers = context.connections
         self._gpus = GpuRegistry()
-        self.standby_promoter = StandbyPromoter(run, state, send, self._gpus)
+        self.finding_gate = FindingGate(context)
+        self.hang_investigator = HangInvestigator(context)
+        self.standby_promoter = StandbyPromoter(context, self._gpus)
         self._connections: dict[Incarnation, tuple[bytes, ...]] = {}
-        """life → the connections that its process greeted on: the newest, and the one before, of which something may
-        still be on its way"""
+        """The last two connections on which each incarnation's process sent its Hello, newest first: messages sent
+        on the older one may still arrive."""
         self._departed: set[Incarnation] = set()
-        """lives whose process said Goodbye: its command may go on with another one"""
+        """Incarnations whose process sent Goodbye: their command may continue with another worker process."""
+        self._exit_record_task: asyncio.Task[None] | None = None
         self._exit_lookups: set[asyncio.Task[None]] = set()
-        """for what the gone left"""
+        """Running reads of the exit records of steps that vanished."""
 
     async def handle(self, incoming: Incoming) -> None:
+        """Check the sender of one message and pass the message to its handler."""
         message = incoming.message
         if isinstance(message, msg.AdmissionRequest):
             await self._admission_request(incoming, message)
@@ -102,7 +101,7 @@ class MessageHandler:
             self._injected(message)
         elif isinstance(message, msg.StepVanished):
             await self._step_vanished(message)
-        elif not self._state().is_current(message.incarnation):
+        elif not self._context.state().is_current(message.incarnation):
             await self._from_fenced(incoming, message)
         elif isinstance(message, msg.AgentHello | msg.AgentHeartbeat) and not is_agent_of(
             message.incarnation, message.node
@@ -113,48 +112,59 @@ class MessageHandler:
         elif incoming.peer in self._connections.get(message.incarnation, ()):
             self._from_current(message)
             if isinstance(message, msg.Goodbye) and self._may_exit(message.incarnation):
-                grace = self._state().job.limits.step_grace
-                await self._send(incoming.peer, msg.Stop(message.incarnation, grace, "its work is done"), None)
+                grace = self._context.state().job.limits.step_grace
+                await self._context.send(incoming.peer, msg.Stop(message.incarnation, grace, "its work is done"), None)
         elif isinstance(message, msg.FindingReport):
             _log.warning("ignored a finding from %s: no Hello came on its connection", message.incarnation)
 
+    async def close(self) -> None:
+        """Stop the investigation of hangs."""
+        await self.hang_investigator.close()
+
     async def _from_fenced(self, incoming: Incoming, message: Any) -> None:
-        if self._state().finish is not None:
-            newest = self._state().replica(message.incarnation.replica).incarnation == message.incarnation
-            if newest and isinstance(message, msg.Committed):  # a resumed run goes on from there
+        """Answer a message of an incarnation that is not current: a standby being promoted, or a fenced one."""
+        if self._context.state().finish is not None:
+            newest = self._context.state().replica(message.incarnation.replica).incarnation == message.incarnation
+            if newest and isinstance(message, msg.Committed):  # a resumed run continues from this step
                 self._committed(message)
-            return  # the run is ending: its step was asked to stop, and lets it finish what is in hand
-        if promoted_to(self._state(), message.incarnation) is not None:
-            if isinstance(message, msg.Hello):  # it has not heard what it is
+            return  # the run is ending: the step was requested to stop, and may finish its current work
+        if promoted_to(self._context.state(), message.incarnation) is not None:
+            if isinstance(message, msg.Hello):  # it has not received its Promote message
                 self.standby_promoter.on_standby_hello(incoming.peer, message)
                 await self.standby_promoter.send_promotion(message.incarnation)
             return
-        self.worker_peers.pop(message.incarnation, None)
+        self._peers.workers.pop(message.incarnation, None)
         self._connections.pop(message.incarnation, None)
-        why = f"{message.incarnation} is no longer believed"
-        await self._send(incoming.peer, msg.Fenced(message.incarnation, why), None)
+        why = f"{message.incarnation} is no longer current (fenced)"
+        await self._context.send(incoming.peer, msg.Fenced(message.incarnation, why), None)
 
     async def fence(self, incarnation: Incarnation, why: str) -> None:
-        """Have a life that is no longer believed end at once: its worker, and in case that one hangs its first process;
-        if that one is not heard either, its node's agent. A command that does not use the worker API gets its grace."""
-        self.standby_promoter.forget(step_alias(self._state(), incarnation))
-        worker = self.worker_peers.pop(incarnation, None)
+        """Notify the processes of a fenced incarnation that they must end at once.
+
+        The worker is notified first; in case it hangs, the first process of its step is notified too, or the node's
+        agent if that process is not connected. A command that does not use the worker API is stopped with its grace
+        period instead.
+        """
+        self.standby_promoter.forget(step_alias(self._context.state(), incarnation))
+        worker = self._peers.workers.pop(incarnation, None)
         if worker is not None:
-            await self._send(worker, msg.Fenced(incarnation, why), None)
-        state = self._state()
+            await self._context.send(worker, msg.Fenced(incarnation, why), None)
+        state = self._context.state()
         replica = state.replica(incarnation.replica)
         if replica.incarnation != incarnation or replica.step is None or not uses_worker_api(state, incarnation):
             return
         agent = state.replica(replica_id(AGENT, replica.node or "")).step or ""
-        if (peer := self.step_peers.get(replica.step) or self.step_peers.get(agent)) is not None:
-            await self._send(peer, msg.Fenced(incarnation, why, replica.step), None)
+        if (peer := self._peers.steps.get(replica.step) or self._peers.steps.get(agent)) is not None:
+            await self._context.send(peer, msg.Fenced(incarnation, why, replica.step), None)
 
     # ── steps ──────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _admission_request(self, incoming: Incoming, message: msg.AdmissionRequest) -> None:
-        """Admission: launched processes ask whether they are wanted; that makes a launch exactly once.
+        """Answer whether a launched process may start its command; this makes a launch happen exactly once.
 
-        Who was admitted before and asks again (of a new manager) is told to leave in order when the run is ending."""
-        state = self._state()
+        A process that was admitted by an earlier manager and asks again while the run is ending is admitted and stopped
+        in order.
+        """
+        state = self._context.state()
         incarnation = current_owner(state, message.incarnation, message.tag)
         replica = state.replica(incarnation.replica)
         orphan = state.orphan_steps.get(message.tag)
@@ -162,49 +172,62 @@ class MessageHandler:
         if first is not None and (first.node, first.pid) != (message.node, message.pid):
             why = f"{message.tag} is process {first.pid} on {first.node}, not {message.pid} on {message.node}"
             _log.warning("%s: the second process is not admitted", why)
-            await self._send(incoming.peer, msg.Admitted(message.tag, False, why, duplicate=True), incoming.request_id)
+            await self._context.send(
+                incoming.peer, msg.Admitted(message.tag, False, why, duplicate=True), incoming.request_id
+            )
             return
         if state.finish is not None and (orphan is not None or (replica.step == message.tag and replica.pid)):
-            self.step_peers[message.tag] = incoming.peer
-            await self._send(incoming.peer, msg.Admitted(message.tag, True), incoming.request_id)
+            self._peers.steps[message.tag] = incoming.peer
+            await self._context.send(incoming.peer, msg.Admitted(message.tag, True), incoming.request_id)
             grace = state.job.limits.step_grace
-            await self._send(incoming.peer, msg.Stop(incarnation, grace, "the run is ending", message.tag), None)
+            await self._context.send(
+                incoming.peer, msg.Stop(incarnation, grace, "the run is ending", message.tag), None
+            )
             return
         ok = state.is_current(incarnation) and replica.step == message.tag and state.finish is None
         why = "" if ok else f"{incarnation} is not wanted (newest is {replica.incarnation}, {replica.status})"
-        if ok and first is None and message.node != replica.node:  # room there is taken by others, or not ours
+        # Another node than the one planned for may be in use by other replicas, or not belong to the run.
+        if ok and first is None and message.node != replica.node:
             ok, why = False, f"{message.tag} runs on {message.node}, and was launched on {replica.node}"
             _log.warning("%s: the process is not admitted", why)
-            self._record(ev.IntentSettled(message.tag, False, why, reason=RejectReason.REFUSED))
+            self._context.record(ev.IntentSettled(message.tag, False, why, reason=RejectReason.REFUSED))
         if ok:
-            self.step_peers[message.tag] = incoming.peer
-            self._on_admission_request(message.tag)
+            self._peers.steps[message.tag] = incoming.peer
+            self._on_step_admitted(message.tag)
             if first is None:
-                self._record(ev.Admitted(incarnation, message.tag, message.node, message.pid))
-        await self._send(incoming.peer, msg.Admitted(message.tag, ok, why), incoming.request_id)
+                self._context.record(ev.Admitted(incarnation, message.tag, message.node, message.pid))
+        await self._context.send(incoming.peer, msg.Admitted(message.tag, ok, why), incoming.request_id)
 
     def _injected(self, message: msg.Injected) -> None:
+        """Record the report of an injected fault, if this run ordered that fault."""
         fault = message.fault
-        if fault.id not in self._state().triggered_faults:
-            return  # nobody was told to
-        incarnation = message.incarnation or self._state().replica(ReplicaId(fault.target)).incarnation
+        if fault.id not in self._context.state().triggered_faults:
+            return  # this run did not order it
+        incarnation = message.incarnation or self._context.state().replica(ReplicaId(fault.target)).incarnation
         incarnation = next(
-            (one.incarnation for one in self._state().replicas.values() if one.promoted_from == incarnation),
+            (
+                replica.incarnation
+                for replica in self._context.state().replicas.values()
+                if replica.promoted_from == incarnation
+            ),
             incarnation,
         )
-        self._record(ev.FaultInjected(
+        self._context.record(ev.FaultInjected(
             fault.id, incarnation, message.ok, message.detail, fault.kind, fault.target, message.node, message.ended
         ))  # fmt: skip
 
     def _step_exit(self, message: msg.StepExit) -> None:
-        self.step_peers.pop(message.tag, None)
-        incarnation = current_owner(self._state(), message.incarnation, message.tag)
+        self._peers.steps.pop(message.tag, None)
+        incarnation = current_owner(self._context.state(), message.incarnation, message.tag)
         self._record_end(ev.StepEnded(
             incarnation, message.tag, message.code, message.signal, message.reason, message.last_line, message.detail
         ))  # fmt: skip
 
     async def _step_vanished(self, message: msg.StepVanished) -> None:
-        """Where the run directory hangs nobody waits for it: what is found there in the end counts then."""
+        """Look for the exit record of a step that vanished, for at most EXIT_RECORD_READ_TIMEOUT_S.
+
+        If the run directory hangs, the lookup continues in the background and its result counts when it arrives.
+        """
         lookup = asyncio.create_task(self._find_exit_record(message))
         self._exit_lookups.add(lookup)
         lookup.add_done_callback(self._exit_lookups.discard)
@@ -212,69 +235,105 @@ class MessageHandler:
             lookup.result()
 
     async def _find_exit_record(self, message: msg.StepVanished) -> None:
-        record = await asyncio.to_thread(read_exit, self._run.exit_file(message.tag))
+        record = await asyncio.to_thread(read_exit, self._context.run_dir.exit_file(message.tag))
         if record is None:
-            output = await asyncio.to_thread(last_output, self._run, message.tag)
-            incarnation = current_owner(self._state(), message.incarnation, message.tag)
-            self._monitor.on_step_gone(incarnation, self._now())
+            output = await asyncio.to_thread(last_output, self._context.run_dir, message.tag)
+            incarnation = current_owner(self._context.state(), message.incarnation, message.tag)
+            self._context.monitor.on_step_gone(incarnation, self._context.now())
             detail = f"reported by the agent of {message.node}{': ' if output else ''}{output}"
             self._record_end(ev.StepEnded(incarnation, message.tag, None, None, ExitReason.LOST, detail=detail))
         else:
             self._on_exit_record(record)
 
     def _on_exit_record(self, record: ExitRecord) -> None:
-        incarnation = current_owner(self._state(), record.incarnation, record.tag)
+        incarnation = current_owner(self._context.state(), record.incarnation, record.tag)
         self._record_end(ev.StepEnded(
             incarnation, record.tag, record.code, record.signal, record.reason, record.last_line, record.detail
         ))  # fmt: skip
 
     def _record_end(self, event: ev.StepEnded) -> None:
-        """An end counts once, and only of the step that the life is known by."""
-        state = self._state()
+        """Record the end of a step once, and only if the step is the incarnation's own or an orphan."""
+        state = self._context.state()
         current = state.is_current(event.incarnation) and state.replica(event.incarnation.replica).step == event.step
         if current or event.step in state.orphan_steps:
-            self._monitor.on_step_ended(
-                event.incarnation, event.code, event.signal, event.reason, self._now(), event.last_line, event.detail
+            self._context.monitor.on_step_ended(
+                event.incarnation,
+                event.code,
+                event.signal,
+                event.reason,
+                self._context.now(),
+                event.last_line,
+                event.detail,
             )
-            self._record(event)
-            if self._state().replica(event.incarnation.replica).status is Status.COMPLETED:
-                self._monitor.remove(event.incarnation)  # it has done its work: nobody is to wonder why it ended
+            self._context.record(event)
+            if self._context.state().replica(event.incarnation.replica).status is Status.COMPLETED:
+                self._context.monitor.remove(event.incarnation)  # its work is complete: its end is not a failure
 
     def restore_step_end(self, incarnation: Incarnation) -> None:
-        """Its end was recorded under an earlier manager: the detectors must see it again."""
-        record = read_exit(self._run.exit_file(tag_of(self._run.id, step_alias(self._state(), incarnation))))
+        """Show the detectors the end of a step that was recorded under an earlier manager."""
+        record = read_exit(
+            self._context.run_dir.exit_file(
+                tag_of(self._context.run_dir.id, step_alias(self._context.state(), incarnation))
+            )
+        )
         if record is None:
-            self._monitor.on_step_ended(incarnation, None, None, ExitReason.LOST, self._now())
+            self._context.monitor.on_step_ended(incarnation, None, None, ExitReason.LOST, self._context.now())
         else:
-            self._monitor.on_step_ended(
-                incarnation, record.code, record.signal, record.reason, self._now(), record.last_line, record.detail
+            self._context.monitor.on_step_ended(
+                incarnation,
+                record.code,
+                record.signal,
+                record.reason,
+                self._context.now(),
+                record.last_line,
+                record.detail,
             )
 
+    def start_reading_exit_records(self) -> None:
+        """Read exit records in a task of their own, so that hung storage does not delay messages.
+
+        Does nothing while the last reading is still running; raises the error with which it ended.
+        """
+        previous = self._exit_record_task
+        if previous is None or previous.done():
+            self._exit_record_task = asyncio.create_task(self.read_exit_records())
+            if previous is not None:
+                previous.result()
+
+    async def stop_reading_exit_records(self) -> None:
+        """Cancel the reading of exit records that is running."""
+        if self._exit_record_task is not None:
+            self._exit_record_task.cancel()
+            await asyncio.gather(self._exit_record_task, return_exceptions=True)
+
     async def read_exit_records(self) -> None:
-        """Ends that nobody told us of: read from the run directory (after a manager's start, and at slow intervals)."""
-        state = self._state()
+        """Record ends found in the run directory that no message reported (at a manager's start and after polls)."""
+        state = self._context.state()
         current = [replica.step for replica in state.replicas.values() if replica.is_current and replica.step]
-        paths = [self._run.exit_file(tag) for tag in (*current, *state.orphan_steps)]
+        paths = [self._context.run_dir.exit_file(tag) for tag in (*current, *state.orphan_steps)]
         for record in await asyncio.to_thread(lambda: [read_exit(path) for path in paths]):
             if record is not None:
                 self._on_exit_record(record)
 
     # ── workers and agents ─────────────────────────────────────────────────────────────────────────────────────────
     async def _greeting(self, incoming: Incoming, message: msg.Hello | msg.AgentHello) -> None:
-        """A life is one process, that of the step which was launched or adopted as it, and the first that said so: of
-        two, both would be believed in turn."""
+        """Accept the Hello of an incarnation's process, or fence it if another process is that incarnation.
+
+        An incarnation is one process: a process of the step that was launched or promoted as it, and the first one that
+        sent a Hello. With two, messages of both would be accepted in turn.
+        """
         incarnation = message.incarnation
-        known = self._state().replica(incarnation.replica)
+        known = self._context.state().replica(incarnation.replica)
         if known.step is not None and known.step != message.tag:
             conflict = f"{incarnation} is the step {known.step}, not {message.tag}"
             _log.warning("%s: the second process is fenced", conflict)
-            await self._send(incoming.peer, msg.Fenced(incarnation, conflict, message.tag), None)
+            await self._context.send(incoming.peer, msg.Fenced(incarnation, conflict, message.tag), None)
             return
         joined = known.status is Status.JOINED and known.pid is not None and incarnation not in self._departed
         if joined and (known.host, known.pid) != (message.host, message.pid):
             conflict = f"{incarnation} is process {known.pid} on {known.host}, not {message.pid} on {message.host}"
             _log.warning("%s: the second process is fenced", conflict)
-            await self._send(incoming.peer, msg.Fenced(incarnation, conflict), None)
+            await self._context.send(incoming.peer, msg.Fenced(incarnation, conflict), None)
             return
         self._departed.discard(incarnation)
         self._connections[incarnation] = (incoming.peer, *self._connections.get(incarnation, ())[:1])
@@ -284,58 +343,66 @@ class MessageHandler:
             self._from_current(message)
 
     async def _hello(self, incoming: Incoming, message: msg.Hello) -> None:
-        incarnation, state, now = message.incarnation, self._state(), self._now()
+        """Record that a worker or standby process has joined, unless another replica has its GPU."""
+        incarnation, state, now = message.incarnation, self._context.state(), self._context.now()
         replica = state.replica(incarnation.replica)
         standby = role_of(incarnation.replica) == STANDBY_ROLE
-        if standby:  # no worker yet: who lives and who holds what is nothing to it
+        if standby:  # not a worker yet: it needs no peer directory
             self.standby_promoter.on_standby_hello(incoming.peer, message)
         else:
-            self.worker_peers[incarnation] = incoming.peer
+            self._peers.workers[incarnation] = incoming.peer
             self.standby_promoter.forget(replica.promoted_from)
-        its_own = not (standby and state.job.role(standby_role_of(incarnation.replica)).standby_shares_node)
-        if its_own and (finding := self._gpus.claim(message, state, now)) is not None:
-            self._record(ev.FindingChanged(finding))  # it is fenced for that; until then it is not welcome
+        owns_gpus = not (standby and state.job.role(standby_role_of(incarnation.replica)).standby_shares_node)
+        if owns_gpus and (finding := self._gpus.claim(message, state, now)) is not None:
+            self._context.record(
+                ev.FindingChanged(finding)
+            )  # the planner fences it for that; until then it gets no Welcome
             return
-        self._monitor.on_hello(incarnation, message.node, message.phase, now)
+        self._context.monitor.on_hello(incarnation, message.node, message.phase, now)
         announced = (message.listen_address, message.weight_address, message.pid, message.node)
         if replica.status is not Status.JOINED or announced != (
             replica.listen_address, replica.weight_address, replica.pid, replica.node
         ):  # fmt: skip
-            self._record(
+            self._context.record(
                 ev.Joined(
                     incarnation, message.node, message.host, message.pid, message.listen_address, message.weight_address
                 )
             )
         if message.phase != replica.phase:
-            self._record(ev.PhaseEntered(incarnation, message.phase))
+            self._context.record(ev.PhaseEntered(incarnation, message.phase))
         if message.weight_version is not None and message.weight_version != replica.weight_version:
-            self._record(ev.VersionAvailable(incarnation, message.weight_version))
-        await self._send(incoming.peer, self._welcome(incarnation), None)
+            self._context.record(ev.VersionAvailable(incarnation, message.weight_version))
+        await self._context.send(incoming.peer, self._welcome(incarnation), None)
 
     def _committed(self, message: msg.Committed) -> None:
-        """Record a commit once: a trainer that reconnects may report what an earlier manager has recorded."""
-        if message.step > self._state().step:
-            self._record(ev.StepCommitted(message.incarnation, message.step, message.metrics))
+        """Record a commit once: a trainer that reconnects may report a commit that an earlier manager has recorded."""
+        if message.step > self._context.state().step:
+            self._context.record(ev.StepCommitted(message.incarnation, message.step, message.metrics))
 
     def _may_exit(self, incarnation: Incarnation) -> bool:
-        """Nothing of the run waits for it: a role of the user's own that is done when it says so."""
-        role = next((role for role in self._state().job.roles if role.name == role_of(incarnation.replica)), None)
+        """Return whether the incarnation may exit after its Goodbye: its role is a user command, not a service."""
+        role = next(
+            (role for role in self._context.state().job.roles if role.name == role_of(incarnation.replica)), None
+        )
         return role is not None and not role.service
 
     def _from_current(self, message: Any) -> None:
-        incarnation, now, monitor = message.incarnation, self._now(), self._monitor
+        """Record what a message from a current incarnation changes, and update the health monitor."""
+        incarnation, now, monitor = message.incarnation, self._context.now(), self._context.monitor
         if isinstance(message, msg.Heartbeat):
             monitor.on_heartbeat(incarnation, message.phase, message.done, message.waits_for, now)
             self._update_phase(message)
-            if (note := escaped(message.note[:MAX_NOTE_CHARS])) != self._state().replica(incarnation.replica).note:
-                self._record(ev.NoteChanged(incarnation, note))
+            if (note := escaped(message.note[:MAX_NOTE_CHARS])) != self._context.state().replica(
+                incarnation.replica
+            ).note:
+                self._context.record(ev.NoteChanged(incarnation, note))
         elif isinstance(message, msg.PhaseEntered):
             monitor.on_phase(incarnation, message.phase, message.done, message.waits_for, now)
             self._update_phase(message)
         elif isinstance(message, msg.FirstWorkDone):
-            self._record(ev.FirstWorkDone(incarnation))
+            self._context.record(ev.FirstWorkDone(incarnation))
         elif isinstance(message, msg.VersionAvailable):
-            self._record(ev.VersionAvailable(incarnation, message.version))
+            self._context.record(ev.VersionAvailable(incarnation, message.version))
         elif isinstance(message, msg.Committed):
             self._committed(message)
         elif isinstance(message, msg.Goodbye):
@@ -343,34 +410,34 @@ class MessageHandler:
             monitor.on_goodbye(incarnation, now)
         elif isinstance(message, msg.AgentHello):
             monitor.on_agent_message(message.node, incarnation, now, message.boot)
-            finding = check_memlock(message, self._state().job.weights, now)
+            finding = check_memlock(message, self._context.state().job.weights, now)
             self.finding_gate.on_agent_hello(message, *((finding,) if finding is not None else ()))
             joined = ev.AgentJoined(
                 incarnation, message.node, message.host, message.pid, message.probe, message.snapshot_address
             )
-            self._record(joined)
+            self._context.record(joined)
         elif isinstance(message, msg.FindingReport):
             self.finding_gate.on_report(message)
         elif isinstance(message, msg.ProbeReply | msg.Stacks):
-            self.on_reply(message)
+            self.hang_investigator.on_reply(message)
         elif isinstance(message, msg.AgentHeartbeat):
             monitor.on_agent_message(message.node, incarnation, now)
             loads = {load.tag: load for load in message.loads}
-            for resident in monitor.incarnations_on(
-                message.node
-            ):  # not everybody: a thousand agents say so each second
-                replica = self._state().replica(resident.replica)
+            # Only the replicas of this node are visited: a thousand agents send this message every second.
+            for resident in monitor.incarnations_on(message.node):
+                replica = self._context.state().replica(resident.replica)
                 if replica.status is Status.STARTING and replica.step in message.alive:
                     monitor.on_step_alive(replica.incarnation, now)
                 if (load := loads.get(replica.step or "")) is not None and role_of(resident.replica) != STANDBY_ROLE:
                     monitor.on_load(replica.incarnation, load.cpu, load.gpu, now, load.tensor)
 
     def _update_phase(self, message: msg.Heartbeat | msg.PhaseEntered) -> None:
-        if self._state().replica(message.incarnation.replica).phase != message.phase:
-            self._record(ev.PhaseEntered(message.incarnation, message.phase, message.waits_for))
+        """Record the phase if it changed."""
+        if self._context.state().replica(message.incarnation.replica).phase != message.phase:
+            self._context.record(ev.PhaseEntered(message.incarnation, message.phase, message.waits_for))
 
 
 def uses_worker_api(state: State, incarnation: Incarnation) -> bool:
-    """It uses the worker API, so that it hears for itself that it must leave."""
+    """Return whether the incarnation uses the worker API, so that its worker receives the request to end."""
     name = role_of(incarnation.replica)
     return name == STANDBY_ROLE or any(role.name == name and role.watch == "api" for role in state.job.roles)

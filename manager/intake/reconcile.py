@@ -1,10 +1,10 @@
-"""What one look at the cluster says about open intents and known allocations. Pure.
+"""Derive events from one poll of the cluster, for open intents and known allocations. Pure.
 
-An intent that was never answered is settled by its tag: listed = done; not listed for a quiet period after it was
-intended = certainly not done (a timed-out sbatch can land later, so the period is long; a launch whose srun has ended
-cannot, and is not waited for). A squeue can omit a job once, and a site's cache can answer with what was a minute ago:
-whatever counts as gone, as never there or as queued again must be so in two looks, and for as long as an answer may be
-old.
+An intent whose call got no reply is settled by its tag. If the tag is listed, the action was done. If it is not listed
+for a quiet period after the intent, the action was certainly not done: a timed-out sbatch can land late, so the period
+is long; a launch whose srun has ended cannot, and needs no such period. A squeue can omit a job once, and a site's
+cache can return an answer that is minutes old. Whatever counts as gone, as never started or as queued again must
+therefore be so in two polls, and for as long as an answer may be old.
 """
 
 from __future__ import annotations
@@ -19,23 +19,30 @@ from ..model.queries import open_requests
 from ..model.state import NEVER_APPEARED, Allocation, State
 
 FAST_POLL_AFTER_REQUEST_S = 60.0
-"""s after its request that an allocation is looked for more often than at the site's pace"""
+"""Seconds after its request during which a pending allocation is polled faster than the site's interval."""
 MIN_ABSENT_POLLS = 2
-"""Consecutive looks that must miss an allocation before it counts as gone."""
+"""Consecutive polls that must miss an allocation before it counts as gone."""
 MIN_END_CHANGE_S = 30.0
-"""s by which the end of an allocation must have moved to be worth a record: told in whole seconds, look by look"""
+"""Seconds by which the end of an allocation must have moved to be recorded; each poll rounds the remaining time to
+seconds."""
 
 
 class AbsenceCounter:
-    """Since when, and how often in a row, each known thing was missing. Volatile: a new manager counts anew."""
+    """How often in a row, and since when, each known thing was missing.
+
+    Not restored by a new manager, which counts again.
+    """
 
     def __init__(self) -> None:
         self._absent: dict[str, tuple[int, float]] = {}
         self.last_unanswered_at = float("-inf")
-        """manager's time (s) of the last look that was not answered"""
+        """Manager's time (s) of the last poll that was not answered."""
 
     def is_gone(self, tag: str, listed: bool, now: float = 0.0, min_absence_s: float = 0.0) -> bool:
-        """Missing from this look, from the one before, and for ``min_absence_s`` s since the first that missed it."""
+        """Count one poll.
+
+        Return whether the thing was missing in this and the last poll, and for ``min_absence_s`` s.
+        """
         if listed:
             self._absent.pop(tag, None)
             return False
@@ -47,7 +54,10 @@ class AbsenceCounter:
 def reconcile(
     state: State, snapshot: ClusterSnapshot, absences: AbsenceCounter, now: float, busy: frozenset[str]
 ) -> list[Event]:
-    """Events that follow from the look. ``busy``: tags whose command is still running: those settle themselves."""
+    """Return the events that follow from a poll.
+
+    Intents in ``busy``, whose command is still running, are left to it.
+    """
     events: list[Event] = []
     if snapshot.steps is None:
         absences.last_unanswered_at = now
@@ -72,19 +82,18 @@ def reconcile(
         for tag, status in snapshot.allocations.items():
             is_orphan = tag.startswith(f"{state.run}.") and tag not in state.allocations
             if is_orphan and status.state not in (AllocationState.ENDING, AllocationState.ENDED):
-                events.append(AllocationChanged(tag, status))  # a request that was given up has landed after all
+                events.append(AllocationChanged(tag, status))  # a request that was given up was granted after all
     if snapshot.steps is not None:
         for tag, intent in state.intents.items():
             if not isinstance(intent.action, Launch) or tag in busy:
                 continue
             due = now - intent.at > state.job.limits.quiet or tag in snapshot.launchers_ended
             if absences.is_gone(tag, tag in snapshot.steps or not due):
-                undelivered = intent.at < max(
-                    state.managed_since, absences.last_unanswered_at
-                )  # who meant to launch it died, or Slurm did
+                # The manager that intended the launch has died, or the cluster was away: it may never have received it.
+                undelivered = intent.at < max(state.managed_since, absences.last_unanswered_at)
                 events.append(IntentSettled(tag, False, NEVER_APPEARED, undelivered, RejectReason.NEVER_APPEARED))
     events += [
-        IntentSettled(tag, True, "seen so")
+        IntentSettled(tag, True, "confirmed by the cluster")
         for tag, intent in state.intents.items()
         if _confirmed_by(intent.action, snapshot)
     ]
@@ -96,7 +105,10 @@ def reconcile(
 
 
 def _confirmed_by(action: ExternalAction, snapshot: ClusterSnapshot) -> bool:
-    """What was to be done with single nodes is: they are asked for until somebody says so, and answers can be lost."""
+    """Return whether the cluster's list shows that an action on single nodes has taken effect.
+
+    Such actions are repeated until they are confirmed, because replies can be lost.
+    """
     if isinstance(action, Shrink):
         status = (snapshot.allocations or {}).get(action.allocation)
         return (
@@ -112,14 +124,19 @@ def _confirmed_by(action: ExternalAction, snapshot: ClusterSnapshot) -> bool:
 
 
 def _reconcile_allocation(
-    allocation: Allocation, status: AllocationStatus, nodes: dict[NodeName, NodeStatus] | None, absences: AbsenceCounter, now: float,
-    min_absence_s: float,
+    allocation: Allocation, status: AllocationStatus, nodes: dict[NodeName, NodeStatus] | None,
+    absences: AbsenceCounter, now: float, min_absence_s: float,
 ) -> AllocationStatus:  # fmt: skip
-    """What is believed of an answer that takes something back: that a running allocation waits again, or has lost a
-    node that the cluster does not call down. Both only once they can be no old or incomplete answer."""
+    """Return the status to accept for an allocation.
+
+    That a running allocation is pending again, or has lost a node that the cluster does not call down, is accepted only
+    once it cannot be an old or incomplete answer; until then the earlier status stands.
+    """
     before = allocation.status
     if status.state is AllocationState.ENDING and (allocation.releasing or allocation.orphan):
-        return msgspec.structs.replace(status, state=AllocationState.ENDED)  # its last word may take minutes
+        return msgspec.structs.replace(
+            status, state=AllocationState.ENDED
+        )  # Slurm may keep it in COMPLETING for minutes
     if before is None or not allocation.running:
         return status
     if status.state is AllocationState.PENDING:
@@ -142,7 +159,7 @@ def _reconcile_allocation(
 
 
 def _changed(allocation: Allocation, status: AllocationStatus, now: float) -> bool:
-    """The time that is left counts down by itself: only an end that has moved is news."""
+    """Return whether the status has changed; the remaining time counts only if the allocation's end has moved."""
     if (
         allocation.status is None
         or msgspec.structs.replace(status, time_left_s=allocation.status.time_left_s) != allocation.status
@@ -158,12 +175,15 @@ def _changed(allocation: Allocation, status: AllocationStatus, now: float) -> bo
 def _reconcile_requests(
     state: State, listed: dict[str, AllocationStatus], absences: AbsenceCounter, now: float, busy: frozenset[str]
 ) -> list[Event]:
-    """Of a heterogeneous job one component that is listed settles them all: Slurm takes it whole or not at all."""
+    """Settle open allocation requests by their tags.
+
+    One listed component settles a heterogeneous job as a whole: Slurm accepts all of its components or none.
+    """
     events: list[Event] = []
     for tag, intent in state.intents.items():
         if not isinstance(intent.action, Request) or tag in busy:
             continue
-        components = {one.tag for one in (intent.action.request, *intent.action.request.further_components)}
+        components = {component.tag for component in (intent.action.request, *intent.action.request.further_components)}
         if not components.isdisjoint(listed):
             events.append(IntentSettled(tag, True, "found by its tag"))
         elif now - intent.at > state.job.limits.quiet and absences.is_gone(tag, False):
@@ -172,16 +192,19 @@ def _reconcile_requests(
 
 
 def has_undecided_launch(state: State, snapshot: ClusterSnapshot) -> bool:
-    """A launch whose command has ended is open: one more look decides what became of it."""
+    """Return whether a launch's command has ended while its intent is open: one more poll settles it."""
     return any(tag in state.intents for tag in snapshot.launchers_ended)
 
 
 def expects_change(state: State, now: float) -> bool:
-    """Something is expected of the cluster: look soon rather than at the next poll. A queue may take days."""
-    waiting = any(isinstance(intent.action, Request) for intent in state.intents.values())
+    """Return whether the cluster's state is about to change, so that it is polled faster.
+
+    A queue that may take days is not.
+    """
+    has_requests = any(isinstance(intent.action, Request) for intent in state.intents.values())
     allocations = state.allocations.values()
     return (
-        waiting
+        has_requests
         or state.finish is not None
         or any(
             a.releasing or (_is_pending(a) and now - a.requested_at < FAST_POLL_AFTER_REQUEST_S) for a in allocations

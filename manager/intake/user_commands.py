@@ -1,7 +1,7 @@
-"""Read user commands from the run directory's mailbox and turn them into events, or reject them.
+"""Read user commands from the run directory's mailbox, and turn them into events or reject them.
 
-A command is one file that only the run's owner can write. It works where no port can be reached, and while no manager
-runs: the next one takes what waits.
+A command is one file that only the run's owner can write. This works where no port can be reached, and while no manager
+runs: the next manager takes the pending commands.
 """
 
 from __future__ import annotations
@@ -24,27 +24,32 @@ from ..model.state import State
 _log = logging.getLogger("rrl.manager")
 
 _MAX_COMMAND_BYTES = 4 * 2**20
-"""bytes of a letter that are read; a command has some hundred"""
+"""Maximum number of bytes read of a command file; a command has some hundred."""
 
 
 class Command(Struct, frozen=True):
-    """One command: ``cancel``, ``restart``, ``drain``, ``undrain``, or ``inject`` with its fault. ``id`` is its file's
-    name: a command is taken once."""
+    """One command: ``cancel``, ``restart``, ``drain``, ``undrain``, or ``inject`` with its fault.
+
+    ``id`` is the name of its file, by which it is handled only once.
+    """
 
     command: str
     by: str = ""
     id: str = ""
     fault: Fault | None = None
     target: str = ""
-    """``restart``: a replica; ``drain``, ``undrain``: a node"""
+    """Replica of ``restart``; node of ``drain`` and ``undrain``."""
     reason: str = ""
-    """``drain``: in the person's own words"""
+    """Reason of ``drain``, as the user wrote it."""
     keep_allocations: bool = False
-    """``cancel``: leave the allocations"""
+    """Whether ``cancel`` keeps the allocations."""
 
 
 def pending_commands(run: RunDir) -> list[Command]:
-    """What waits, in order. What cannot be read is put aside (``.bad``) and told: it must not be read for ever."""
+    """Return the pending commands in order.
+
+    A file that is not a valid command is renamed to ``.bad``, and logged once.
+    """
     commands = []
     owner = run.path.stat().st_uid
     for path in sorted(run.mailbox.glob("[!.]*.json")):
@@ -59,21 +64,21 @@ def pending_commands(run: RunDir) -> list[Command]:
 
 
 def _read(path: Path, owner: int) -> bytes:
-    """Raises PermissionError unless the run's owner wrote it, or root."""
+    """Return the bytes of a command file. Raise PermissionError unless the run's owner or root wrote it."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         writer = os.fstat(file.fileno())
         if not stat.S_ISREG(writer.st_mode) or writer.st_uid not in (owner, 0):
-            raise PermissionError(f"it is of user {writer.st_uid}, and the run of user {owner}")
+            raise PermissionError(f"it belongs to user {writer.st_uid}, and the run to user {owner}")
         return file.read(_MAX_COMMAND_BYTES)
 
 
 def acknowledge(run: RunDir, command: Command) -> None:
-    """It is durable in the journal: its file can go."""
+    """Delete the file of a command that is durable in the journal."""
     (run.mailbox / f"{command.id}.json").unlink(missing_ok=True)
 
 
 def to_events(command: Command, state: State) -> list[ev.Event]:
-    """What is journaled of a letter. A refused fault is, too, with the reason."""
+    """Return the events that record a command. A rejected fault is recorded too, with the reason."""
     if command.fault is None:
         by = command.by or "somebody"
         return [
@@ -83,20 +88,20 @@ def to_events(command: Command, state: State) -> list[ev.Event]:
         ]
     fault = msgspec.structs.replace(command.fault, by=command.by or "somebody")
     if fault.id in known_fault_ids(state):
-        return [ev.CommandReceived(command.command, command.by, command.id)]  # the same order again
+        return [ev.CommandReceived(command.command, command.by, command.id)]  # the same fault again
     events: list[ev.Event] = [ev.FaultRequested(fault, fault.by, command.id)]
     if wrong := rejection(fault, state.job, state):
-        events.append(ev.FaultInjected(fault.id, None, False, f"refused: {wrong.text}", fault.kind, fault.target))
+        events.append(ev.FaultInjected(fault.id, None, False, f"rejected: {wrong.text}", fault.kind, fault.target))
     return events
 
 
 def known_fault_ids(state: State) -> set[str]:
-    """Faults of this run, set off or yet to come."""
-    return {*state.triggered_faults, *(one.id for one in (*state.requested_faults, *state.job.faults))}
+    """Return the ids of all faults of this run: injected, requested or planned."""
+    return {*state.triggered_faults, *(fault.id for fault in (*state.requested_faults, *state.job.faults))}
 
 
 def rejection(fault: Fault, job: RunSpec, state: State | None) -> InvalidFault | None:
-    """Return why this run does not take that order; None when it does. ``state``: None before its first record."""
+    """Return why this run rejects the fault, or None if it accepts it. ``state`` is None before the first record."""
     if not job.faults_allowed:
         return InvalidFault(FaultProblem.OTHER, "its job spec allows no faults on demand ([faults] allow = true)")
     if state is not None and state.outcome is not None:
@@ -116,7 +121,9 @@ def rejection(fault: Fault, job: RunSpec, state: State | None) -> InvalidFault |
         return _missing(_no_node(fault.target, state))
     if FAULT_TRAITS[fault.kind].target_kind is TargetKind.REPLICA and fault.target != MANAGER:
         if not slash:
-            return InvalidFault(FaultProblem.OTHER, f'"{fault.target}" is no replica; a replica is written "rollout/0"')
+            return InvalidFault(
+                FaultProblem.OTHER, f'"{fault.target}" is not a valid replica; a replica is written "rollout/0"'
+            )
         if job.role(role).watch != "api" and not FAULT_TRAITS[fault.kind].by_signals:
             return InvalidFault(
                 FaultProblem.OTHER, f"{fault.target} does not use the worker API: {fault.kind} needs its help"
@@ -129,18 +136,21 @@ def _missing(text: str) -> InvalidFault | None:
 
 
 def _no_node(node: str, state: State | None) -> str:
-    """Only nodes that the run holds are its own."""
-    own_nodes = [name for name, one in state.nodes.items() if one.allocation] if state is not None else []
+    """Return why a fault cannot hit the node, or '' if the run holds the node."""
+    own_nodes = [name for name, record in state.nodes.items() if record.allocation] if state is not None else []
     nodes_text = f"it has {', '.join(sorted(own_nodes))}" if own_nodes else "it has none yet"
     return "" if node in own_nodes else f'no node "{node}" in this run; {nodes_text}'
 
 
 def _no_standby(target: str, state: State | None) -> str:
-    """Return why a fault cannot hit the standby process ``target`` (``standby/<node>``), or '' if it runs now.
+    """Return why a fault cannot hit this standby process (``standby/<node>``), or '' if it runs now.
 
-    Standbys come and go: a fault can only hit one that is there."""
+    Standby processes come and go: a fault can only hit one that runs.
+    """
     standbys = (
-        [one.id for one in state.replicas.values() if one.role == STANDBY_ROLE and one.is_current] if state else []
+        [replica.id for replica in state.replicas.values() if replica.role == STANDBY_ROLE and replica.is_current]
+        if state
+        else []
     )
     standbys_text = f"there are {', '.join(sorted(standbys))}" if standbys else "there is none now"
-    return "" if target in standbys else f'no shadow "{target}" in this run; {standbys_text}'
+    return "" if target in standbys else f'no standby process "{target}" in this run; {standbys_text}'

@@ -1,7 +1,7 @@
 """Account for downtime: since when each replica has not worked, and the GPU time lost until it works again. Pure.
 
-It takes every event with the states before and after it; a new manager starts from the state that it found. Work that
-was counted after the first symptom of a failure, which is detected later, is taken back.
+Every event is applied with the states before and after it; a new manager starts from the state that it restored. A
+failure is detected later than its first symptom; work counted between the two is subtracted again.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from ..model.actions import Fence, Finish, RestartAll
 from ..model.state import State, Status
 
 RECOVERED_BY_FIRST_WORK = ("trainer", "rollout")
-"""kinds of roles that work again with their first unit of work; the others when they have joined"""
+"""Kinds of roles that count as recovered with their first unit of work; all others count as recovered when they
+join."""
 
 
 class Down(Struct, frozen=True):
-    """A replica stands still ``since`` (manager's time, s); ``node``: of the member that failed."""
+    """A replica that has not worked ``since`` a manager's time (s). ``node`` is the node of the member that failed."""
 
     replica: ReplicaId
     node: str
@@ -29,17 +30,20 @@ class Down(Struct, frozen=True):
     gpus: int
 
     def gpu_seconds(self, until: float) -> float:
+        """Return the GPU time (s) lost up to ``until``."""
         return self.gpus * max(0.0, until - self.since)
 
 
 class Downtime:
+    """The replicas that are down, and the GPU time lost by those that work again."""
+
     def __init__(self, state: State | None) -> None:
         self.down: dict[ReplicaId, Down] = {}
         self.gpu_seconds = 0.0
-        """of all who stood still and work again"""
+        """GPU time (s) lost by replicas that work again."""
         if state is None or state.finish is not None:
             return
-        for replica in state.replicas.values():  # of a predecessor: whoever had worked, and does not now
+        for replica in state.replicas.values():  # replicas that worked under an earlier manager, and do not now
             idle = (
                 replica.status in (Status.WANTED, Status.LAUNCHING, Status.STARTING) and replica.incarnation_number > 0
             )
@@ -47,7 +51,10 @@ class Downtime:
                 self._mark_down(state, replica.incarnation, replica.down_since)
 
     def apply(self, before: State | None, after: State, stamped: ev.Stamped) -> list[tuple[Down, bool]]:
-        """Whoever's standstill is over with this event: it works again, or (False) the run ends without it."""
+        """Apply an event; return (downtime, recovered) for each downtime that ends.
+
+        ``recovered`` is False if the run ended.
+        """
         event, at = stamped.event, stamped.at
         if before is None:
             return []
@@ -65,8 +72,8 @@ class Downtime:
         return []
 
     def gpu_seconds_until(self, now: float) -> float:
-        """All that was lost up to ``now``, whoever still stands still included."""
-        return self.gpu_seconds + sum(one.gpu_seconds(now) for one in list(self.down.values()))
+        """Return the GPU time (s) lost up to ``now``, including replicas that are still down."""
+        return self.gpu_seconds + sum(down.gpu_seconds(now) for down in list(self.down.values()))
 
     def _mark_down(self, state: State, incarnation: Incarnation, since: float) -> None:
         gang, replica = gang_of(incarnation.replica), state.replica(incarnation.replica)
@@ -80,35 +87,38 @@ class Downtime:
 
 
 def fences(event: ev.Decided) -> tuple[Fence, ...]:
-    """Lives that a decision gives up."""
+    """Return the fences that a decision contains."""
     if isinstance(event.action, RestartAll):
         return event.action.fences
     return (event.action,) if isinstance(event.action, Fence) else ()
 
 
 def failures_of(state: State, incarnation: Incarnation) -> Iterator[Finding]:
-    """What stands against a life or its node, what is about its node first."""
+    """Yield the standing FAIL findings about an incarnation: those about its node first, then its own."""
     node = state.replica(incarnation.replica).node
-    found = [one for one in state.findings.values() if one.verdict is Verdict.FAIL]
-    yield from (one for one in found if node is not None and one.node == node)
-    yield from (one for one in found if one.incarnation == incarnation)
+    failures = [finding for finding in state.findings.values() if finding.verdict is Verdict.FAIL]
+    yield from (finding for finding in failures if node is not None and finding.node == node)
+    yield from (finding for finding in failures if finding.incarnation == incarnation)
 
 
 def first_symptom(state: State, incarnation: Incarnation, at: float) -> float:
-    """Of itself: it may have worked long on a node that something stood against. Of its node, where that is all."""
-    found = [finding for finding in failures_of(state, incarnation) if finding.since > 0]
-    own = [finding.since for finding in found if finding.incarnation == incarnation]
-    return min(own or [finding.since for finding in found], default=at)
+    """Return the time (s) of the first symptom of an incarnation's failure, or ``at`` without any.
+
+    Findings about the incarnation itself take precedence: it may have worked for a long time on a node with findings.
+    """
+    failures = [finding for finding in failures_of(state, incarnation) if finding.since > 0]
+    own = [finding.since for finding in failures if finding.incarnation == incarnation]
+    return min(own or [finding.since for finding in failures], default=at)
 
 
 def gpus_of(state: State, gang: ReplicaId) -> int:
-    """That a whole replica has."""
+    """Return the number of GPUs of a whole replica (all members of a gang)."""
     role_spec = next((role for role in state.job.roles if role.name == role_of(gang)), None)
     return role_spec.per_member.gpus * role_spec.ranks if role_spec is not None else 0
 
 
 def gpus_on(state: State, node: NodeName) -> int:
-    """That the run has there."""
+    """Return the number of GPUs that the run has allocated on a node."""
     node_record = state.nodes.get(node)
     allocation = state.allocations.get(node_record.allocation) if node_record is not None else None
     return allocation.request.node.gpus if allocation is not None else 0
@@ -119,18 +129,19 @@ def _kind(state: State, gang: ReplicaId) -> str:
 
 
 class WorkIntervals:
-    """Intervals of work by replica, in order. Times in s."""
+    """The intervals (s) in which each replica worked, in order."""
 
     def __init__(self) -> None:
         self._done: dict[ReplicaId, list[tuple[float, float]]] = {}
         self._since: dict[ReplicaId, float] = {}
-        """of those at work now"""
+        """Start (s) of the current interval of each replica that is working."""
 
     def begin(self, replica: ReplicaId, at: float) -> None:
+        """Start an interval of work, unless the replica is working already."""
         self._since.setdefault(replica, at)
 
     def end(self, replica: ReplicaId, at: float) -> None:
-        """It has not worked since ``at``, which may lie in the past: what it was credited after that is taken back."""
+        """End a replica's work at ``at``. If that is in the past, work counted after it is subtracted again."""
         done = self._done.setdefault(replica, [])
         if (since := self._since.pop(replica, None)) is not None:
             done.append((since, max(since, at)))
@@ -140,7 +151,7 @@ class WorkIntervals:
                 done.append((since, at))
 
     def intervals(self, until: float) -> Iterator[tuple[float, float, Counter[str]]]:
-        """(start, end, replicas at work by role) of every interval up to ``until``, in order."""
+        """Yield (start, end, number of working replicas by role) for every interval up to ``until``, in order."""
         changes: list[tuple[float, int, str]] = []
         for replica in {**self._done, **self._since}:
             spans = [*self._done.get(replica, ())]

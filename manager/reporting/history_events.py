@@ -1,4 +1,4 @@
-"""What of a run's events is worth remembering beyond it: events in, records of a history out. Pure."""
+"""Translate events of a run to the records that its health history keeps. Pure."""
 
 from __future__ import annotations
 
@@ -24,38 +24,42 @@ from ..model.state import Node, State
 from .downtime import Downtime, failures_of, fences, first_symptom, gpus_on
 
 REPEAT_INTERVAL_S = 600.0
-"""s within which a finding that only says the same again is not written again"""
+"""Seconds before a finding that has not changed is recorded again."""
 RAISED = (Verdict.WARN, Verdict.FAIL)
+"""Verdicts with which a finding counts as raised."""
 
 
 class HistoryEvents:
-    """Of one manager. ``state``: as it found the run; ``user`` and ``cluster``: whose, and where."""
+    """Translates the events of one manager.
+
+    ``state`` is the state that it restored; ``user`` and ``cluster`` identify the run.
+    """
 
     def __init__(self, run: str, user: str, cluster: str, job: str, epoch: int, at: float, state: State | None) -> None:
         self.initial_records: list[Record] = [RunStarted(at, run, user, cluster, job, epoch)]
-        """lines before any event: the file stands for itself"""
+        """Records written before those of any event, so that each file is complete by itself."""
         self._downtime = Downtime(state)
         self._written: dict[str, tuple[Verdict, float, int]] = {}
-        """by Finding.key: what was written last, when, and how often it was raised"""
+        """Verdict and time of the last record of each finding, and how often the finding was raised, by its key."""
         self._pending_drains: dict[str, Drain | Undrain] = {}
-        """by tag"""
+        """Drains and undrains whose intent is open, by tag."""
         if state is not None:
             self.initial_records += [
                 NodeAcquired(at, node.name, gpus_on(state, node.name)) for node in _own_nodes(state).values()
             ]
-            self._pending_drains = {tag: one.action for tag, one in state.intents.items()
-                           if isinstance(one.action, Drain | Undrain)}  # fmt: skip
-            stands = {key: one for key, one in state.findings.items() if one.verdict in RAISED}
-            self.initial_records += [_finding_record(state, one, at, 0) for one in stands.values()]
-            self._written = {key: (one.verdict, at, 0) for key, one in stands.items()}
+            self._pending_drains = {tag: intent.action for tag, intent in state.intents.items()
+                           if isinstance(intent.action, Drain | Undrain)}  # fmt: skip
+            raised = {key: finding for key, finding in state.findings.items() if finding.verdict in RAISED}
+            self.initial_records += [_finding_record(state, finding, at, 0) for finding in raised.values()]
+            self._written = {key: (finding.verdict, at, 0) for key, finding in raised.items()}
 
     def apply(self, before: State | None, after: State, stamped: ev.Stamped) -> list[Record]:
-        """``before`` and ``after``: the states that the event was folded into and made."""
+        """Return the records that follow from an event; ``before`` and ``after`` are the states around it."""
         event, at = stamped.event, stamped.at
-        over = self._downtime.apply(before, after, stamped)
+        ended = self._downtime.apply(before, after, stamped)
         records: list[Record] = [
             RecoveryDone(at, down.replica, down.node, down.since, round(down.gpu_seconds(at) / 3600, 6), ok)
-            for down, ok in over
+            for down, ok in ended
         ]
         if before is None:
             return records
@@ -74,7 +78,7 @@ class HistoryEvents:
         return records
 
     def _finding_records(self, before: State, finding: Finding, at: float) -> list[Record]:
-        """One that is raised, that changes, or that is over; not each repetition of it."""
+        """Return a record if the finding was raised, changed or cleared; none if it was only repeated recently."""
         verdict, then, count = self._written.get(finding.key, (Verdict.OK, 0.0, 0))
         if finding.verdict not in RAISED and (verdict not in RAISED or not _is_monitored(before, finding)):
             return []
@@ -89,18 +93,18 @@ def _finding_record(state: State, finding: Finding, at: float, count: int) -> Fi
     incarnation = finding.incarnation
     node = finding.node or (state.replica(incarnation.replica).node if incarnation is not None else None) or ""
     evidence = finding.evidence
-    if len(evidence) > MAX_EVIDENCE_LINES:  # the last line may say why a failure is told as less
+    if len(evidence) > MAX_EVIDENCE_LINES:  # the last line may say why a FAIL was downgraded
         evidence = (*evidence[: MAX_EVIDENCE_LINES - 1], evidence[-1])
-    evidence_lines = tuple(EvidenceLine(one.at, clipped(one.source), clipped(one.text)) for one in evidence)
+    evidence_lines = tuple(EvidenceLine(line.at, clipped(line.source), clipped(line.text)) for line in evidence)
     return FindingRecord(
         at, node, finding.detector, finding.verdict, finding.cause, finding.remedy, finding.since,
-        str(incarnation) if incarnation is not None else "", clipped(finding.component), finding.proof, count, evidence_lines,
-        finding.node is not None and _injected(state, finding.node), finding.flags,
+        str(incarnation) if incarnation is not None else "", clipped(finding.component), finding.proof, count,
+        evidence_lines, finding.node is not None and _injected(state, finding.node), finding.flags,
     )  # fmt: skip
 
 
 def _is_monitored(state: State, finding: Finding) -> bool:
-    """Somebody of ours can tell that it is over: of a node that was given back, we merely hear no more."""
+    """Return whether the run would notice the end of the finding: a node that was released is no longer monitored."""
     return finding.node is None or (finding.node in _own_nodes(state) and state.finish is None)
 
 
@@ -125,7 +129,7 @@ def _decided(before: State, after: State, event: ev.Decided, at: float) -> list[
         return []
     charged = [fence for fence in given_up if fence.charged]
     affected = sorted({gang_of(fence.incarnation.replica) for fence in given_up})
-    if isinstance(action, RestartAll):  # all stand still for the one that failed
+    if isinstance(action, RestartAll):  # the whole run waits for the replica that failed
         return [_failed(before, fence, tuple(affected) if fence is charged[0] else (), at) for fence in charged]
     return [_failed(before, fence, (gang_of(fence.incarnation.replica),), at) for fence in charged]
 
@@ -134,7 +138,8 @@ def _failed(state: State, fence: Fence, affected: tuple[str, ...], at: float) ->
     replica = state.replica(fence.incarnation.replica)
     finding = next(failures_of(state, fence.incarnation), None)
     return Failed(
-        at, replica.node or "", str(fence.incarnation), affected, finding.cause.value if finding is not None else Cause.PROCESS.value,
+        at, replica.node or "", str(fence.incarnation), affected,
+        finding.cause.value if finding is not None else Cause.PROCESS.value,
         finding.detector if finding is not None else "", finding.remedy.value if finding is not None else "",
         first_symptom(state, fence.incarnation, at), finding is not None and finding.proof, bool(replica.fault),
         replica.node is not None and _lost(state, replica.node), fence.rung.value, _lines(fence.why.evidence),
@@ -142,33 +147,37 @@ def _failed(state: State, fence: Fence, affected: tuple[str, ...], at: float) ->
 
 
 def _excluded(before: State, action: Exclude, at: float) -> list[Record]:
-    """A node that a person wanted to be left has not failed."""
+    """Return the record of an excluded node; one that a user excluded has not failed."""
     cause = action.cause.value if action.cause is not None else ""
     lines = _lines(action.why.evidence)
     acted = ActionTaken(at, action.node, "excluded", cause=cause, by=clipped(action.by), evidence=lines)
     if action.by or before.node_commands.get(action.node):
         return [acted]
-    found = [one for one in before.findings.values() if one.node == action.node and one.verdict is Verdict.FAIL]
-    first = found[0] if found else None
+    failures = [
+        finding
+        for finding in before.findings.values()
+        if finding.node == action.node and finding.verdict is Verdict.FAIL
+    ]
+    first = failures[0] if failures else None
     failed = Failed(
         at, action.node, cause=cause or (first.cause.value if first is not None else Cause.NODE.value),
         detector=first.detector if first is not None else "", remedy=first.remedy.value if first is not None else "",
-        since=min((one.since for one in found if one.since > 0), default=at), proof=action.proof,
+        since=min((finding.since for finding in failures if finding.since > 0), default=at), proof=action.proof,
         injected=_injected(before, action.node), node_lost=_lost(before, action.node), evidence=lines,
     )  # fmt: skip
     return [acted, failed]
 
 
 def _injected(state: State, node: NodeName) -> bool:
-    return any(one.node == node and one.fault for one in state.replicas.values())
+    return any(replica.node == node and replica.fault for replica in state.replicas.values())
 
 
 def _lost(state: State, name: NodeName) -> bool:
-    """The cluster says DOWN, or nothing speaks from there any more."""
+    """Return whether a node is lost: the cluster lists it as DOWN, or a FAIL with cause NODE stands against it."""
     node = state.nodes.get(name)
     down = node is not None and node.status is not None and node.status.state is NodeState.DOWN
-    silent = any(one.node == name and one.verdict is Verdict.FAIL and one.cause is Cause.NODE
-                 for one in state.findings.values())  # fmt: skip
+    silent = any(finding.node == name and finding.verdict is Verdict.FAIL and finding.cause is Cause.NODE
+                 for finding in state.findings.values())  # fmt: skip
     return down or silent
 
 

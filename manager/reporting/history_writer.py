@@ -1,5 +1,7 @@
-"""Writes what a run leaves behind about nodes, in a thread of its own: storage that is full, hung or not there costs
-lines, never the run. What is lost is said once, counted, and noted in the file as soon as it can be.
+"""Write a run's records to the site's health history, in a separate thread.
+
+Storage that is full, hung or missing costs records, never the run. The first loss is logged, all losses are counted,
+and their number is written to the file as soon as that is possible.
 """
 
 from __future__ import annotations
@@ -30,24 +32,26 @@ from .history_events import HistoryEvents
 _log = logging.getLogger("rrl.manager")
 
 MAX_QUEUED_RECORDS = 4096
-"""records that wait for storage; at some 400 bytes each, 2 MiB"""
+"""Maximum number of records that wait for storage: about 400 bytes each, 2 MiB in all."""
 CHECKPOINT_INTERVAL_S = 1800.0
-"""s between two lines of a run that nothing happens to"""
+"""Seconds after which a run without other records writes a Checkpoint."""
 CLOSE_TIMEOUT_S = 3.0
-"""s that the manager's end waits for the newest lines"""
+"""Seconds that the manager waits at its end for the newest records to be written."""
 FOLDER_MODE, FILE_MODE = 0o755, 0o644
-"""everybody may read what was found of the site's nodes; only its user adds to it"""
-_HUNG = "the storage does not answer"
+"""Modes of folders and files: everybody may read the findings about the site's nodes, only the user adds to them."""
+_HUNG = "the storage does not respond"
 _write = os.write
 
 
 class HistoryWriter:
-    """``folder`` empty: nothing is kept. Make it before the manager's first record; ``state``: as the journal left
-    it."""
+    """Writes the history of one manager; nothing if ``folder`` is empty.
+
+    Create it before the manager's first record; ``state`` is the state that the journal left.
+    """
 
     def __init__(self, folder: str, run: str, epoch: int, spec: RunSpec, at: float, state: State | None) -> None:
         self.lost = 0
-        """lines that were not written"""
+        """Records that could not be written."""
         self._loss_logged = False
         self._counting = threading.Lock()
         self._queue: queue.Queue[Record | None] = queue.Queue(MAX_QUEUED_RECORDS)
@@ -60,19 +64,22 @@ class HistoryWriter:
         self._path = Path(folder) / user / file_name(run, epoch)
         for record in self._history_events.initial_records:
             self._enqueue(record)
-        # a daemon: a thread that storage holds up must not keep the manager from leaving
+        # A daemon thread: if storage hangs, it must not keep the manager's process from exiting.
         self._thread = threading.Thread(target=self._write_loop, name="history", daemon=True)
         self._thread.start()
 
     def on_event(self, before: State | None, after: State, stamped: ev.Stamped) -> None:
-        """An event was recorded, which made ``after`` of ``before``. Never blocks, never raises."""
+        """Queue the records of an event that changed the state from ``before`` to ``after``.
+
+        Never blocks, never raises.
+        """
         if self._thread is None:
             return
         for record in self._history_events.apply(before, after, stamped):
             self._enqueue(record)
 
     def close(self) -> None:
-        """Wait a little for what is still to be written (blocking)."""
+        """Wait for the remaining records to be written, for a limited time (blocking)."""
         if self._thread is not None:
             with contextlib.suppress(queue.Full):
                 self._queue.put(None, timeout=CLOSE_TIMEOUT_S)
@@ -91,7 +98,7 @@ class HistoryWriter:
             self.lost += lines
             first, self._loss_logged = not self._loss_logged, True
         if first:
-            _log.warning("health history: lines are lost, the run continues without them: %s: %s", self._path, why)
+            _log.warning("health history: records are lost, the run continues without them: %s: %s", self._path, why)
 
     # ── in the thread ──────────────────────────────────────────────────────────────────────────────────────────────
     def _write_loop(self) -> None:
@@ -107,14 +114,17 @@ class HistoryWriter:
                     noted = before
                 except OSError as error:
                     self._count_lost(
-                        sum(not isinstance(one, RecordsLost) for one in batch), error.strerror or str(error)
+                        sum(not isinstance(record, RecordsLost) for record in batch), error.strerror or str(error)
                     )
             if last:
                 file.close()
                 return
 
     def _next_batch(self) -> tuple[list[Record], bool]:
-        """What waits, at least one; a sign of life where nothing comes. True: nothing follows."""
+        """Wait for records, and return them with whether they are the last ones.
+
+        Returns a Checkpoint if no record comes for CHECKPOINT_INTERVAL_S.
+        """
         try:
             records = [self._queue.get(timeout=CHECKPOINT_INTERVAL_S)]
         except queue.Empty:
@@ -122,21 +132,23 @@ class HistoryWriter:
         with contextlib.suppress(queue.Empty):
             while records[-1] is not None:
                 records.append(self._queue.get_nowait())
-        return [one for one in records if one is not None], records[-1] is None
+        return [record for record in records if record is not None], records[-1] is None
 
 
 class _File:
-    """Created by its first write, O_EXCL: nobody else writes to it. Raises OSError."""
+    """A history file, created by its first write with O_EXCL, so that it has one writer."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._fd, self._records, self._bytes, self._torn = path, -1, 0, 0, False
 
     def write(self, records: list[Record]) -> None:
+        """Append the records. Raise OSError if they cannot be written, or exceed what a report reads."""
         if self._fd < 0:
             self._fd = _create(self._path)
         data = (b"\n" if self._torn else b"") + b"".join(map(encode_line, records))
         if self._records + len(records) > MAX_FILE_RECORDS or self._bytes + len(data) > MAX_FILE_BYTES:
-            raise OSError(0, f"it has {self._records} records and {self._bytes} bytes already: no report reads more")
+            size = f"{self._records} records and {self._bytes} bytes"
+            raise OSError(0, f"the file already has {size}, and a report reads no more")
         self._torn = True  # unless all of it gets there
         while data:
             written = _write(self._fd, data)
@@ -152,19 +164,22 @@ class _File:
 
 
 def _create(path: Path) -> int:
-    """The history folder itself is the administrators' to make: it may be a mount that is away."""
+    """Create the file in the user's folder, and return its descriptor.
+
+    Administrators create the history folder itself: it may be a mount that is missing at the moment.
+    """
     with contextlib.suppress(FileExistsError):
         path.parent.mkdir(mode=FOLDER_MODE)
         path.parent.chmod(FOLDER_MODE)  # whatever the umask
     if path.parent.stat().st_uid != os.geteuid():
-        raise PermissionError(0, f"{path.parent} belongs to somebody else")
+        raise PermissionError(0, f"{path.parent} belongs to another user")
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW, FILE_MODE)
     os.fchmod(fd, FILE_MODE)
     return fd
 
 
 def user_name() -> str:
-    """As the folder of this user is called: the name, or the number where there is none."""
+    """Return the user's name, or the user's number if it has no name: the name of the user's folder."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:

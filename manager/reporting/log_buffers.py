@@ -1,8 +1,9 @@
-"""The manager's copy of the newest lines of every life, for what the run directory lacks when their node is gone.
+"""Keep the newest log lines of every incarnation in the manager, in case its log file is lost with its node.
 
-It lives in memory. Written to ``logs/<tag>.shipped-<epoch>.log`` is the copy of a life that is no longer believed and
-did not say itself that its file is complete, and what a step cannot write for itself. Whoever reads takes each line
-once, for a line is known by its time. A file has one writer, for O_APPEND is not atomic on NFS: hence the epoch.
+The buffers are in memory. A buffer is written to ``logs/<tag>.shipped-<epoch>.log`` if its incarnation is no longer
+current and has not reported that its own file is complete, or if a step reports lines that it cannot write itself.
+Readers drop duplicates, since a line is identified by its timestamp. Each file has one writer, because O_APPEND is not
+atomic on NFS: hence the epoch in its name.
 """
 
 from __future__ import annotations
@@ -19,24 +20,27 @@ from ...core.types import Incarnation
 from ...transport.control.log_messages import LOG_BOUNDS, TAIL_BYTES, Backlog, LogLines
 
 MAX_TOTAL_BYTES = 256 * 2**20
-"""bytes of all copies, some 4,000 lives; beyond it the copy of who has been silent longest goes"""
+"""Maximum size in bytes of all buffers, those of about 4,000 incarnations. Beyond it the buffer without messages for
+longest is evicted."""
 MAX_FILE_BYTES = 4 * 2**20
-"""size at which a file of copies becomes ``.1``, and the one before it goes"""
+"""Size in bytes at which a file is renamed to ``.1``, replacing the earlier one."""
 COMPLETION_GRACE_S = 2.0
-"""s after its end in which a life may still say that its file is complete"""
+"""Seconds after its end during which an incarnation may still report that its file is complete."""
 
 
 class _LogBuffer:
+    """The newest lines of one incarnation."""
+
     def __init__(self) -> None:
         self.lines = Backlog(TAIL_BYTES)
         self.unwritten = b""
-        """taken from ``lines`` and not written yet: the file refused"""
+        """Bytes taken from ``lines`` that could not be written yet."""
         self.newest_stamp = b""
-        """time of the newest line that was told"""
+        """Timestamp of the newest line received."""
         self.due_at: float | None = None
-        """s, when it is to be written"""
+        """Time (s) at which the buffer is to be written; None if it is not."""
         self.complete = False
-        """nothing more comes: it goes once it is written"""
+        """Whether the last line was received: the buffer is removed once it is written."""
 
     @property
     def size(self) -> int:
@@ -44,24 +48,28 @@ class _LogBuffer:
 
 
 class LogBuffers:
-    """``is_current`` says of a life whether it is, or None where the run never had it. Times are s of any clock.
+    """The log buffers of all incarnations.
 
-    ``refused`` counts messages that cannot be of this run's logs, ``evicted`` the bytes that ``MAX_TOTAL_BYTES`` cost."""
+    ``is_current`` returns whether an incarnation is current, or None if the run never had it. Times are seconds of any
+    one clock. ``refused`` counts messages that cannot belong to this run's logs, ``evicted`` the bytes lost to
+    ``MAX_TOTAL_BYTES``.
+    """
 
     def __init__(
-        self, run: RunDir, epoch: int, is_current: Callable[[Incarnation], bool | None], *, max_total_bytes: int = MAX_TOTAL_BYTES,
-        max_file_bytes: int = MAX_FILE_BYTES,
+        self, run: RunDir, epoch: int, is_current: Callable[[Incarnation], bool | None], *,
+        max_total_bytes: int = MAX_TOTAL_BYTES, max_file_bytes: int = MAX_FILE_BYTES,
     ) -> None:  # fmt: skip
         self.refused = self.evicted = 0
         self._run, self._epoch, self._is_current = run, epoch, is_current
         self._max_total_bytes, self._max_file_bytes = max_total_bytes, max_file_bytes
         self._buffers: OrderedDict[Incarnation, _LogBuffer] = OrderedDict()
-        """by when it was last heard of"""
+        """Buffers in the order of their last message, oldest first."""
         self._due: set[Incarnation] = set()
         self.size = 0
-        """bytes held"""
+        """Bytes in all buffers."""
 
     def add(self, message: LogLines, now: float) -> None:
+        """Buffer the lines of a message that are new, and write or remove the buffer as the message requires."""
         incarnation, text = message.incarnation, message.text
         is_current = self._is_current(incarnation)
         if is_current is None or not _plausible(text):
@@ -77,7 +85,7 @@ class LogBuffers:
         if message.unsaved:
             self._set_due(incarnation, buffer, now)
             self.write_due(now)
-        elif message.is_last:  # its file has everything
+        elif message.is_last:  # its own file is complete
             self._remove(incarnation)
         elif not is_current:
             self._set_due(incarnation, buffer, now + COMPLETION_GRACE_S)
@@ -85,11 +93,14 @@ class LogBuffers:
             self._evict()
 
     def write_later(self, incarnation: Incarnation, now: float) -> None:
-        """It has ended or is no longer believed: its copy is written, unless it says in time that there is no need."""
+        """Write the buffer of an incarnation that ended or was fenced, after COMPLETION_GRACE_S.
+
+        It is dropped instead if the incarnation reports in time that its file is complete.
+        """
         self._set_due(incarnation, self._buffer(incarnation), now + COMPLETION_GRACE_S)
 
     def write_due(self, now: float) -> None:
-        """Write what is due; what the disk refuses stays due."""
+        """Write the buffers that are due; what cannot be written stays due."""
         for incarnation in list(self._due):
             buffer = self._buffers[incarnation]
             if buffer.due_at is not None and buffer.due_at <= now and self._write(incarnation, buffer):
@@ -101,11 +112,11 @@ class LogBuffers:
 
     @property
     def due(self) -> bool:
-        """Something is to be written."""
+        """Whether any buffer is to be written."""
         return bool(self._due)
 
     def write_all_due(self) -> None:
-        """The same without waiting for last words."""
+        """Write all buffers that are scheduled, without waiting for further messages."""
         self.write_due(float("inf"))
 
     def _buffer(self, incarnation: Incarnation) -> _LogBuffer:
@@ -128,7 +139,7 @@ class LogBuffers:
         self._remove(incarnation)
 
     def _write(self, incarnation: Incarnation, buffer: _LogBuffer) -> bool:
-        """False when something of it is still unwritten."""
+        """Write a buffer to its file. Return False if a part of it is still unwritten."""
         before = buffer.size
         buffer.unwritten = buffer.unwritten or buffer.lines.pop_oldest(TAIL_BYTES)
         while buffer.unwritten:
@@ -150,14 +161,14 @@ def _plausible(text: bytes) -> bool:
 
 
 def _after(last: bytes, text: bytes) -> bytes:
-    """The lines that are later than ``last``: a life tells its newest lines again to every new manager."""
+    """Return the lines with timestamps after ``last``: an incarnation resends its newest lines to each new manager."""
     if first_stamp(text) > last:
         return text
     return b"".join(line for line in text.splitlines(keepends=True) if line[:STAMP_BYTES] > last)
 
 
 def _append(path: Path, data: bytes, max_file_bytes: int) -> int:
-    """How many bytes were written."""
+    """Append to the file, rotating it if it is full. Return the number of bytes written, 0 on an error."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
@@ -168,5 +179,5 @@ def _append(path: Path, data: bytes, max_file_bytes: int) -> int:
             return os.write(fd, data)
         finally:
             os.close(fd)
-    except (OSError, ValueError):  # full, away; a name that cannot be one
+    except (OSError, ValueError):  # storage full or away, or an invalid file name
         return 0

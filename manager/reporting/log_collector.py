@@ -1,5 +1,7 @@
-"""Where lives tell the newest lines of their logs: a thread and a socket beside the manager's loop, so that neither a
-flood of lines nor a disk that hangs delays a beat."""
+"""Receive the newest log lines of all incarnations, in a thread and on a socket of its own.
+
+Thus neither a flood of lines nor a hung disk delays a heartbeat in the manager's loop.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +28,20 @@ from .log_buffers import LogBuffers
 _log = logging.getLogger("rrl.manager")
 
 WRITE_INTERVAL_S = 0.5
-"""s between two looks at copies that are due"""
+"""Seconds between two checks for buffers that are due."""
 MAX_MESSAGES_PER_S = 1000
-"""taken per s; one of 8 KiB costs 0.14 ms of a core (measured), and this thread shares its interpreter with the
-manager's loop. Beyond it lives wait for their answers, and tell their newest lines when it is their turn"""
+"""Maximum number of messages handled per second. One of 8 KiB costs 0.14 ms of a core (measured), and this thread
+shares its interpreter with the manager's loop. Beyond the limit, senders wait for their acknowledgements and send
+their newest lines later."""
 _MESSAGE_BURST = 100
-"""messages that may be taken before that counts"""
+"""Messages that may be handled before the limit applies."""
 _CLOSE_POLL_S = 0.02
 _CLOSE_TIMEOUT_S = 5.0
-"""s for the last copies to be written when the manager leaves: storage may hang"""
+"""Seconds for the last buffers to be written when the manager leaves: storage may hang."""
 
 
 class LogCollector:
-    """``buffers`` belongs to the collector's thread; so does all I/O."""
+    """Collects log lines. ``buffers`` and all I/O belong to the collector's thread."""
 
     def __init__(self, buffers: LogBuffers, state: Callable[[], State | None]) -> None:
         self.buffers = buffers
@@ -51,15 +54,17 @@ class LogCollector:
     async def open(
         cls, run: RunDir, keys: RunKeys, epoch: int, host: str, state: Callable[[], State | None]
     ) -> LogCollector:
-        """Listen on a free port of ``host`` and say so in the run directory. ``state`` is called from another thread.
+        """Listen on a free port of ``host`` and publish the address in the run directory.
 
-        Raises what :meth:`rrl.transport.control.endpoints.Listener.open` raises."""
+        ``state`` is called from another thread. Raises what :meth:`rrl.transport.control.endpoints.Listener.open`
+        raises.
+        """
         collector = cls(LogBuffers(run, epoch, lambda incarnation: _is_current(state(), incarnation)), state)
         loop = asyncio.get_running_loop()
         opened: asyncio.Future[None] = loop.create_future()
 
         def report_opened(error: BaseException | None) -> None:
-            with contextlib.suppress(RuntimeError):  # nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the caller was cancelled
                 loop.call_soon_threadsafe(_complete, opened, error)
 
         collector._thread = threading.Thread(
@@ -70,7 +75,7 @@ class LogCollector:
         return collector
 
     def on_event(self, event: ev.Event) -> None:
-        """A life that ended or is no longer believed: its newest lines are kept."""
+        """Schedule the buffers of incarnations that ended or were fenced to be written."""
         if isinstance(event, ev.StepEnded):
             self._call_in_thread(self._write_later, self._log_owner(event.incarnation))
         elif isinstance(event, ev.Decided) and isinstance(event.action, Fence | RestartAll):
@@ -82,7 +87,7 @@ class LogCollector:
         return incarnation if state is None else step_alias(state, incarnation)
 
     async def close(self) -> None:
-        """Write what is due, and listen no more. Repeatable."""
+        """Write what is due, and stop listening. May be called repeatedly."""
         self._call_in_thread(self._leaving.set)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
@@ -91,7 +96,7 @@ class LogCollector:
         with contextlib.suppress(RuntimeError):  # closed
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    # ── in its thread ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── collector thread ───────────────────────────────────────────────────────────────────────────────────────────
     def _run(
         self, run: RunDir, keys: RunKeys, epoch: int, host: str, report_opened: Callable[[BaseException | None], None]
     ) -> None:
@@ -112,10 +117,10 @@ class LogCollector:
             taking = asyncio.create_task(self._receive_loop(listener))
             writing = asyncio.create_task(self._write_loop(run, listener.address))
             leaving = asyncio.create_task(self._wait_for_close())
-            done, left = await asyncio.wait((taking, writing, leaving), return_when=asyncio.FIRST_COMPLETED)
-            for task in left:
+            done, unfinished = await asyncio.wait((taking, writing, leaving), return_when=asyncio.FIRST_COMPLETED)
+            for task in unfinished:
                 task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+            await asyncio.gather(*unfinished, return_exceptions=True)
             self.buffers.write_all_due()
             for task in done:
                 task.result()
@@ -134,7 +139,7 @@ class LogCollector:
                 await asyncio.sleep(wait)
 
     async def _wait_for_close(self) -> None:
-        """Once we are to leave and those that have just ended have had time for their last word."""
+        """Return once the manager leaves and incarnations that have just ended had time for their last messages."""
         await self._leaving.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(log_buffers.COMPLETION_GRACE_S):
@@ -142,7 +147,7 @@ class LogCollector:
                     await asyncio.sleep(_CLOSE_POLL_S)
 
     async def _write_loop(self, run: RunDir, address: Address) -> None:
-        """Where we listen, as soon as there is room for it; and what is due."""
+        """Publish the collector's address as soon as it can be written, and write due buffers periodically."""
         published = False
         while True:
             if not published:
@@ -157,7 +162,10 @@ class LogCollector:
 
 
 def _is_current(state: State | None, incarnation: Incarnation) -> bool | None:
-    """Of a step that began as a shadow's: whether the member is that it became."""
+    """Return whether an incarnation is current; None if the run never had it.
+
+    For a standby process that was promoted: whether the member that it became is current.
+    """
     replica = None if state is None else state.replicas.get(incarnation.replica)
     if state is None or replica is None or not 0 < incarnation.number <= replica.incarnation_number:
         return None

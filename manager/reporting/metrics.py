@@ -1,9 +1,9 @@
-"""Prometheus metrics of a run, served by its manager (``[health] metrics``): restarts, findings, steps, tokens, GPU
-time lost, effective training time.
+"""Compute the Prometheus metrics of a run: restarts, findings, steps, tokens, lost GPU time, effective training time.
 
-:func:`samples` is pure: metrics are computed from the state and a :class:`RunCounters`, which counts from the start of each
-manager, as Prometheus' counters may. Effective time uses what replicas report at the moment; ``summary.json`` corrects
-it by a failure's first symptom. Names, alerts and a dashboard: docs/alerts.yml, docs/grafana.json.
+The manager serves them if ``[health] metrics`` is set. :func:`samples` is pure: it computes metrics from the state and
+from :class:`RunCounters`, which counts from the start of each manager, as Prometheus' counters may. Effective time
+follows from the phases that replicas report; ``summary.json`` corrects it by the first symptom of each failure. Names,
+alerts and a dashboard: docs/alerts.yml, docs/grafana.json.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from .downtime import Downtime, fences
 
 
 class RunCounters:
-    """``state``: as the manager found the run; ``at``: when its own first record was made."""
+    """The counters of one manager. ``state`` is the state that it restored, ``at`` the time of its first record."""
 
     def __init__(self, state: State | None, at: float) -> None:
         self.began = at
         self.downtime = Downtime(state)
         self.restarts: Counter[tuple[str, ...]] = Counter()
-        """by role and rung"""
+        """Restarts of replicas, by role and rung."""
         self.failures: Counter[tuple[str, ...]] = Counter()
-        """findings of FAIL that were raised, by detector and cause"""
+        """Findings that became FAIL, by detector and cause."""
         self.exclusions: Counter[str] = Counter()
-        """by cause; ``person``: somebody asked for it"""
+        """Nodes excluded, by cause; cause ``person`` for those that a user excluded."""
         self.steps = 0
         self._failing: dict[str, str] = {}
-        """detector of each standing FAIL, by Finding.key"""
+        """Detector of each standing FAIL, by the finding's key."""
         self._working: dict[ReplicaId, Incarnation] = {}
         self._at_work: Counter[str] = Counter()
-        """replicas by role"""
+        """Number of working replicas, by role."""
         self._effective, self._rate, self._rate_since = 0.0, 0.0, at
         if state is not None and state.finish is None:
             for replica in workers(state):
@@ -52,6 +52,7 @@ class RunCounters:
             self._rate = self._effective_rate(state)
 
     def apply(self, before: State | None, after: State, stamped: ev.Stamped) -> None:
+        """Count an event that changed the state from ``before`` to ``after``."""
         event, at = stamped.event, stamped.at
         self.downtime.apply(before, after, stamped)
         if isinstance(event, ev.PhaseEntered):
@@ -77,10 +78,11 @@ class RunCounters:
         self._update_rate(after, at)
 
     def effective(self, now: float) -> float:
-        """Seconds of effective training since the manager began (docs/sources.md, ETTR)."""
+        """Return the seconds of effective training since the manager began (docs/sources.md, ETTR)."""
         return self._effective + self._rate * max(0.0, now - self._rate_since)
 
     def _decided(self, event: ev.Decided) -> None:
+        """Count exclusions and restarts."""
         if isinstance(event.action, Exclude):
             cause = event.action.cause
             self.exclusions["person" if event.action.by else cause.value if cause is not None else "none"] += 1
@@ -102,11 +104,16 @@ class RunCounters:
             self._at_work[role_of(incarnation.replica)] -= 1
 
     def _update_rate(self, state: State, at: float) -> None:
+        """Add the effective time up to ``at``, and compute the rate from then on."""
         self._effective, self._rate_since = self.effective(at), max(at, self._rate_since)
         self._rate = 0.0 if state.finish is not None else self._effective_rate(state)
 
     def _effective_rate(self, state: State) -> float:
-        """Share of each second: 1 while every trainer works, else the rollouts' share of who trains and generates."""
+        """Return which share of the present time is effective training (docs/sources.md, ETTR).
+
+        1 while all ranks of the trainer work; else the number of working rollouts over that number plus the number of
+        trainers, once a first step is committed.
+        """
         wanted = sum(role.replicas for role in state.job.kind("trainer"))
         ranks = sum(role.replicas * role.ranks for role in state.job.kind("trainer"))
         if ranks and self._at_work["trainer"] >= ranks:
@@ -116,29 +123,31 @@ class RunCounters:
 
 
 MAX_FINDING_SERIES = 500
-"""series of findings; what is beyond is told without its node, so that a bad day of a big run floods no Prometheus"""
+"""Maximum number of series of findings; further findings are counted without their node, which limits the load on
+Prometheus."""
 RUN_STATES = ("waiting", "running", "ending", *(outcome.value for outcome in Outcome))
+"""Values of the label ``state`` of rrl_run_state."""
 
 
 class Facts(Struct, frozen=True):
-    """What the manager knows besides the state."""
+    """Values that are not part of the state."""
 
     now: float
-    """manager's time (s)"""
+    """Manager's time (s)."""
     tokens: int = 0
-    """that rollouts generated under this manager"""
+    """Tokens that rollouts generated under this manager."""
     lease_age: float = 0.0
-    """s since it was last seen that there is no successor"""
+    """Seconds since the lease was last confirmed to have no successor."""
     unwritten: int = 0
-    """records that are not durable yet"""
+    """Journal records that are not durable yet."""
     journal_lag: float = 0.0
-    """s since the oldest of these"""
+    """Age in seconds of the oldest such record."""
     history_lost: int = 0
-    """lines of the history that could not be written"""
+    """Records of the health history that could not be written."""
 
 
 def samples(state: State, counters: RunCounters, facts: Facts) -> Iterator[Metric]:
-    """All metrics of a run at one moment."""
+    """Yield all metrics of a run at one moment."""
     yield from _of_run(state, counters, facts)
     yield from _of_roles(state, counters, facts)
     yield from _of_nodes(state, counters)
@@ -151,10 +160,10 @@ def _of_run(state: State, counters: RunCounters, facts: Facts) -> Iterator[Metri
     now = _run_state(state)
     yield _labelled("rrl_run_state", "1 for the state that the run is in.", ("state",),
                     {(name,): float(name == now) for name in RUN_STATES})  # fmt: skip
-    yield _gauge("rrl_run_start_time_seconds", "When the run began, s since 1970.", state.started)
-    yield _gauge("rrl_steps_completed", "Newest committed trainer step.", state.step)
-    yield _gauge("rrl_steps_wanted", "Steps after which the run is complete; 0: it has no trainer.", state.job.steps)
-    yield _counter("rrl_steps", "Trainer steps committed under this manager.", counters.steps)
+    yield _gauge("rrl_run_start_time_seconds", "Start of the run, in seconds since 1970.", state.started)
+    yield _gauge("rrl_steps_completed", "Newest committed training step.", state.step)
+    yield _gauge("rrl_steps_wanted", "Steps after which the run is complete; 0 if it has no trainer.", state.job.steps)
+    yield _counter("rrl_steps", "Training steps committed under this manager.", counters.steps)
     yield _gauge("rrl_token_age_median", "Median age of the tokens of the newest steps, in weight versions.",
                  state.token_ages.p50)  # fmt: skip
     yield _gauge("rrl_token_age_max", "Age of the oldest token of the newest steps, in weight versions.",
@@ -162,52 +171,56 @@ def _of_run(state: State, counters: RunCounters, facts: Facts) -> Iterator[Metri
     yield _counter("rrl_tokens_generated", "Tokens that rollouts generated under this manager.", facts.tokens)
     spent, effective = max(0.0, facts.now - counters.began), counters.effective(facts.now)
     yield _counter("rrl_managed_seconds", "Time that this manager has managed the run.", spent)
-    yield _counter("rrl_effective_seconds", "Of that, effective training (ETTR).", effective)
+    yield _counter("rrl_effective_seconds", "Effective training time within rrl_managed_seconds (ETTR).", effective)
     yield _gauge("rrl_effective_time_ratio", "Share of effective training so far (ETTR).",
                  effective / spent if spent else 0.0)  # fmt: skip
-    yield _counter("rrl_gpu_seconds_lost", "GPU time that replicas stood still, from failure to work.",
+    yield _counter("rrl_gpu_seconds_lost", "GPU time lost while replicas were down, from failure to work.",
                    counters.downtime.gpu_seconds_until(facts.now))  # fmt: skip
 
 
 def _of_roles(state: State, counters: RunCounters, facts: Facts) -> Iterator[Metric]:
     replicas = workers(state)
-    counted = Counter((one.role, one.status.value) for one in replicas)
+    counted = Counter((replica.role, replica.status.value) for replica in replicas)
     all_pairs = [(role.name, status.value) for role in state.job.roles for status in Status]
-    yield _labelled("rrl_replicas", "Processes by role and where they stand.", ("role", "status"),
+    yield _labelled("rrl_replicas", "Processes by role and status.", ("role", "status"),
                     {pair: float(counted[pair]) for pair in all_pairs})  # fmt: skip
-    yield _labelled("rrl_replicas_wanted", "Processes that the job has, by role.", ("role",),
+    yield _labelled("rrl_replicas_wanted", "Processes that the job wants, by role.", ("role",),
                     {(role.name,): float(role.replicas * role.ranks) for role in state.job.roles})  # fmt: skip
     yield _counted("rrl_restarts", "Restarts of replicas, by role and rung of the ladder.", ("role", "rung"),
                    counters.restarts)  # fmt: skip
-    down = Counter(one.replica.partition("/")[0] for one in list(counters.downtime.down.values()))
-    yield _labelled("rrl_replicas_down", "Replicas that stand still after a failure, by role.", ("role",),
+    down = Counter(role_of(outage.replica) for outage in list(counters.downtime.down.values()))
+    yield _labelled("rrl_replicas_down", "Replicas that are down after a failure, by role.", ("role",),
                     {(role.name,): float(down[role.name]) for role in state.job.roles})  # fmt: skip
 
 
 def _of_nodes(state: State, counters: RunCounters) -> Iterator[Metric]:
     nodes = Counter(
-        "excluded" if one.excluded is not None else one.status.state.value if one.status is not None else "unknown"
-        for one in state.nodes.values()
+        "excluded" if node.excluded is not None else node.status.state.value if node.status is not None else "unknown"
+        for node in state.nodes.values()
     )
-    yield _labelled("rrl_nodes", "Nodes of the run by state; excluded: it does not use them any more.", ("state",),
+    yield _labelled("rrl_nodes", "Nodes of the run by state; the run no longer uses excluded ones.", ("state",),
                     {(name,): float(nodes[name]) for name in (*NodeState, "excluded")})  # fmt: skip
-    yield _labelled("rrl_findings", "What stands against nodes and replicas.", ("verdict", "detector", "node"),
+    yield _labelled("rrl_findings", "Standing findings about nodes and replicas.", ("verdict", "detector", "node"),
                     _findings(state))  # fmt: skip
     yield _counted("rrl_failures_found", "Findings of FAIL, by detector and cause.", ("detector", "cause"),
                    counters.failures)  # fmt: skip
     yield _counted("rrl_exclusions", "Nodes excluded, by cause.", ("cause",),
                    {(cause,): number for cause, number in counters.exclusions.items()})  # fmt: skip
-    drain_requests = sum(bool(one.drain_error) for one in state.nodes.values())
-    yield _gauge("rrl_drain_requests", "Nodes that the run may not drain, and asks administrators to.", drain_requests)
+    drain_requests = sum(bool(node.drain_error) for node in state.nodes.values())
+    yield _gauge(
+        "rrl_drain_requests", "Nodes that administrators should drain because the run may not.", drain_requests
+    )
 
 
 def _of_manager(state: State, facts: Facts) -> Iterator[Metric]:
     yield _gauge("rrl_manager_epoch", "Managers that the run has had.", state.epoch)
-    yield _gauge("rrl_manager_lease_age_seconds", "Since this manager last saw that it has no successor.",
+    yield _gauge("rrl_manager_lease_age_seconds", "Time since this manager last confirmed that it has no successor.",
                  facts.lease_age)  # fmt: skip
     yield _gauge("rrl_journal_unwritten_records", "Records that are not durable yet.", facts.unwritten)
     yield _gauge("rrl_journal_lag_seconds", "Age of the oldest record that is not durable yet.", facts.journal_lag)
-    yield _counter("rrl_history_lines_lost", "Lines that could not be written to the history.", facts.history_lost)
+    yield _counter(
+        "rrl_history_lines_lost", "Records that could not be written to the health history.", facts.history_lost
+    )
 
 
 def _run_state(state: State) -> str:
@@ -219,13 +232,20 @@ def _run_state(state: State) -> str:
 
 
 def _findings(state: State) -> dict[tuple[str, ...], float]:
-    """By verdict, detector and node (of a replica's finding, where it is), the worst first where there are many."""
+    """Count the findings by verdict, detector and node (for a finding about a replica, the replica's node).
+
+    FAILs come first if there are more than MAX_FINDING_SERIES series.
+    """
     counts: Counter[tuple[str, ...]] = Counter()
-    for one in sorted(state.findings.values(), key=lambda one: (one.verdict is not Verdict.FAIL, one.key)):
-        node = one.node or (state.replica(one.incarnation.replica).node if one.incarnation is not None else None) or ""
-        series = (one.verdict.value, one.detector, node)
+    failures_first = sorted(
+        state.findings.values(), key=lambda finding: (finding.verdict is not Verdict.FAIL, finding.key)
+    )
+    for finding in failures_first:
+        about = finding.incarnation
+        node = finding.node or (state.replica(about.replica).node if about is not None else None) or ""
+        series = (finding.verdict.value, finding.detector, node)
         if series not in counts and len(counts) >= MAX_FINDING_SERIES:
-            series = (one.verdict.value, one.detector, "")
+            series = (finding.verdict.value, finding.detector, "")
         counts[series] += 1
     return {series: float(number) for series, number in counts.items()}
 
@@ -235,7 +255,7 @@ def _gauge(name: str, help_text: str, value: float) -> Metric:
 
 
 def _counter(name: str, help_text: str, value: float) -> Metric:
-    """``_total`` is added to its name."""
+    """Return a counter; the Prometheus client appends ``_total`` to its name."""
     return CounterMetricFamily(name, help_text, value=value)
 
 
@@ -248,24 +268,25 @@ def _labelled(name: str, help_text: str, labels: Iterable[str], values: Mapping[
 
 def _counted(name: str, help_text: str, labels: Iterable[str], values: Mapping[tuple[str, ...], float]) -> Metric:
     family = CounterMetricFamily(name, help_text, labels=list(labels))
-    for series, value in dict(values).items():  # a copy: the manager goes on counting
+    for series, value in dict(values).items():  # a copy, since the manager's thread changes the counters
         family.add_metric(series, value)
     return family
 
 
 class TokenCounter:
-    """Counts while one manager hears; two totals of the same epoch can be compared, no others."""
+    """The number of tokens generated under one manager. Only totals of the same epoch are comparable."""
 
     def __init__(self, monitor: HealthMonitor) -> None:
         self._monitor = monitor
         self._retired_total = 0
 
     def retire(self, incarnation: Incarnation) -> None:
-        """This life is about to be forgotten; what it made stays."""
+        """Keep the tokens of an incarnation that is about to be removed from the monitor."""
         view = self._monitor.replicas.get(incarnation.replica)
         if view is not None and view.incarnation == incarnation and role_of(incarnation.replica) == "rollout":
             self._retired_total += view.done or 0
 
     def total(self) -> int:
+        """Return the number of tokens generated so far."""
         current = (view.done or 0 for id, view in self._monitor.replicas.items() if role_of(id) == "rollout")
         return self._retired_total + sum(current)

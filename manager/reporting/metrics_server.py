@@ -1,5 +1,7 @@
-"""Serves :mod:`rrl.manager.reporting.metrics` over HTTP from threads of its own: a scrape waits for the manager's loop
-never, and no client, however slow or eager, takes more than a few threads and descriptors of the manager's process.
+"""Serve the metrics of :mod:`rrl.manager.reporting.metrics` over HTTP, from separate threads.
+
+A scrape never waits for the manager's loop, and no client, however slow or frequent, takes more than a few threads and
+descriptors of the manager's process.
 """
 
 from __future__ import annotations
@@ -19,28 +21,32 @@ from ...core.run_dir import RunDir, write_atomically
 _log = logging.getLogger("rrl.manager")
 
 Collect = Callable[[], Iterable[Any]]
-"""families of prometheus_client, as of now"""
+"""A function that returns the current metric families of prometheus_client."""
 
 MAX_CONNECTIONS = 8
-"""connections; who comes beyond is hung up on"""
+"""Maximum number of connections; further ones are closed at once."""
 CONNECTION_TIMEOUT_S = 10.0
-"""s for a connection, from its first byte to its last (Prometheus' scrape_timeout: 10 s by default)"""
+"""Maximum seconds that a connection lasts in all (Prometheus' scrape_timeout: 10 s by default)."""
 PAGE_CACHE_S = 0.5
-"""s for which a page is told again: who asks without a pause makes no work"""
+"""Seconds for which a page is cached, so that frequent scrapes cause no extra work."""
 
 
 class MetricsServer:
-    """``address``: ``host:port``; port 0: any. What it came to is in the run directory's file ``metrics``."""
+    """Serves metrics at ``address`` (``host:port``; port 0 selects a free one).
+
+    The actual address is published in the run directory's file ``metrics``.
+    """
 
     def __init__(self, run: RunDir, address: str, collect: Collect) -> None:
         self._run, self._address, self._page = run, address, _Page(collect)
         self._server: _Server | None = None
         self._closed = False
         self._lock = threading.Lock()
-        # opening asks the name service and imports a library: neither is waited for
+        # Opening the server resolves a name and imports a library; the manager waits for neither.
         threading.Thread(target=self._open, name="metrics", daemon=True).start()
 
     def close(self) -> None:
+        """Close the server and remove its published address."""
         with self._lock:
             self._closed, server = True, self._server
         if server is not None:
@@ -50,7 +56,7 @@ class MetricsServer:
                 self._run.metrics.unlink(missing_ok=True)
 
     def _open(self) -> None:
-        """Metrics that cannot be served are said, and cost the run nothing."""
+        """Open the server and publish its address; on failure, log a warning: the run continues without metrics."""
         host, _, port = self._address.rpartition(":")
         host = host.strip("[]")
         try:
@@ -69,7 +75,7 @@ class MetricsServer:
 
 
 class _Page:
-    """What is told: made at most once in ``PAGE_CACHE_S`` s, by one thread at a time."""
+    """The text of the page, generated at most once in ``PAGE_CACHE_S`` s, by one thread at a time."""
 
     def __init__(self, collect: Collect) -> None:
         from prometheus_client import CollectorRegistry
@@ -80,6 +86,7 @@ class _Page:
         self._text, self._expires_at = b"", 0.0
 
     def text(self) -> bytes:
+        """Return the page, generating it if the cached one has expired."""
         from prometheus_client import generate_latest
 
         with self._lock:
@@ -89,7 +96,7 @@ class _Page:
 
 
 class _Collector:
-    """prometheus_client's idea of a collector."""
+    """Adapts a function to prometheus_client's collector protocol."""
 
     def __init__(self, collect: Collect) -> None:
         self._collect = collect
@@ -99,6 +106,8 @@ class _Collector:
 
 
 class _Server(ThreadingTCPServer):
+    """Limits the number and duration of connections."""
+
     allow_reuse_address = True
     daemon_threads = True
     block_on_close = False
@@ -115,12 +124,12 @@ class _Server(ThreadingTCPServer):
             return
         try:
             super().process_request(request, client_address)
-        except BaseException:  # no thread is to be had
+        except BaseException:  # no thread could be started
             self._free_slots.release()
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        # a timeout of the socket would begin anew with each byte
+        # The socket's own timeout would start again with every byte.
         timeout = threading.Timer(CONNECTION_TIMEOUT_S, _disconnect, (request,))
         timeout.daemon = True
         timeout.start()
@@ -131,7 +140,7 @@ class _Server(ThreadingTCPServer):
             self._free_slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that is gone, or was too slow, is nobody's concern."""
+        """Ignore errors of clients that disconnected or were too slow."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -146,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """The manager's output is not for that."""
+        """Log nothing: requests do not belong in the manager's log."""
 
 
 def _disconnect(connection: socket.socket) -> None:

@@ -1,5 +1,7 @@
-"""Who is told of every event and changes nothing: the history across runs, and the metrics. Neither holds the manager
-up."""
+"""Pass every event to the observers that change nothing: the health history and the metrics.
+
+Neither delays the manager's loop.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,14 @@ from .metrics import RunCounters
 from .metrics_server import MetricsServer
 
 TOKEN_COUNT_INTERVAL_S = 1.0
-"""s between two counts of tokens: each asks every rollout"""
+"""Seconds between two counts of tokens, each of which visits every rollout."""
 
 
 class EventObservers:
-    """``state``: as the journal left it; ``now``: the manager's time; ``tokens``: generated so far."""
+    """Passes the events of one manager to its observers.
+
+    ``now`` returns the manager's time (s), ``tokens`` the number of tokens generated so far.
+    """
 
     def __init__(
         self, run: RunDir, spec: RunSpec, lease: Lease, journal: Journal, now: Callable[[], float],
@@ -37,7 +42,7 @@ class EventObservers:
         self._server = MetricsServer(run, health.metrics, self._collect) if health.metrics else None
 
     def on_event(self, before: State | None, after: State, stamped: ev.Stamped) -> None:
-        """An event was recorded, which made ``after`` of ``before``."""
+        """Pass on an event that changed the state from ``before`` to ``after``."""
         self._history.on_event(before, after, stamped)
         if self._counters is None:
             return
@@ -49,12 +54,13 @@ class EventObservers:
             self._counted_at, self._generated = stamped.at, self._tokens()
 
     async def close(self) -> None:
+        """Stop serving metrics, and write the remaining history records."""
         if self._server is not None:
             await asyncio.to_thread(self._server.close)
         await asyncio.to_thread(self._history.close)
 
     def _collect(self) -> Iterable[Any]:
-        """In the server's threads: of one state, whatever comes meanwhile."""
+        """Return the metrics of one state; called in the server's threads, while the manager may replace the state."""
         from .metrics import Facts, samples
 
         state, counters = self._state, self._counters

@@ -1,22 +1,23 @@
-"""Summarise a run from its events alone: recoveries with the times of their stages, effective training time, rewards,
-and the nodes that an administrator should drain.
+"""Summarise a run from its events alone.
 
-ETTR as RobustRL computes it (docs/sources.md): the time in which the trainer works counts whole; while it is restored
-and rollouts go on, an interval counts #rollouts / (#rollouts + #trainers); with everything down it counts 0.
-``ettr_strict`` counts only intervals in which every replica works. A failed replica counts as down from the first
-symptom of its failure, whatever it reported.
+The summary has the recoveries with the durations of their stages, effective training time, rewards, and the nodes that
+an administrator should drain.
+
+ETTR is computed as in RobustRL (docs/sources.md): an interval in which the trainer works counts whole; while the
+trainer is restored and rollouts continue, it counts #rollouts / (#rollouts + #trainers); with everything down it counts
+0. ``ettr_strict`` counts only intervals in which every replica works. A failed replica counts as down from the first
+symptom of its failure, whatever it reported afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import inf
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from ...core.faults import FAULT_TRAITS, Fault, TargetKind
+from ...core.faults import FAULT_TRAITS, TargetKind
 from ...core.phases import phase
 from ...core.run_dir import RunDir, write_atomically
 from ...core.run_spec import RunSpec
@@ -27,29 +28,35 @@ from ..model import token_ages
 from ..model.actions import Drain, Exclude, Fence, Finish, InjectFault, Launch, Readmit, RestartAll
 from ..storage.journal import replay
 from .downtime import WorkIntervals
+from .recoveries import InjectedFault, Recovery, RecoveryTrace
 
 
 class DrainRequest(Struct, frozen=True):
+    """A node that an administrator should drain."""
+
     node: str
     cause: str
-    """``gpu``, ``node`` ...; empty: a person wants it"""
+    """Cause such as ``gpu`` or ``node``; empty if a user requested the drain."""
     evidence: list[str]
     at: float
-    """wall clock (s) of the node's exclusion"""
+    """Wall clock (s) at the node's exclusion."""
     requested_by: str
-    """by whom; empty: by the run itself"""
+    """User who requested it; empty for the run itself."""
     drain_error: str
-    """why the cluster did not drain it"""
+    """Reason why the cluster did not drain the node."""
 
 
 class DrainRequests:
+    """Drains that the cluster refused, collected from events."""
+
     def __init__(self) -> None:
         self._excluded: dict[NodeName, tuple[Exclude, float]] = {}
         self._pending_drains: dict[str, Drain] = {}
-        """by tag"""
+        """Drains whose intent is open, by tag."""
         self._open: dict[NodeName, DrainRequest] = {}
 
     def apply(self, stamped: ev.Stamped) -> None:
+        """Apply an event: a refused drain opens a request; a later drain or a readmission closes it."""
         event = stamped.event
         if isinstance(event, ev.Decided) and isinstance(event.action, Exclude):
             self._excluded[event.action.node] = event.action, stamped.at
@@ -70,34 +77,13 @@ class DrainRequests:
 
     @property
     def requests(self) -> list[DrainRequest]:
+        """Open requests."""
         return list(self._open.values())
 
 
-class Recovery(Struct, frozen=True):
-    """One replica's way from its failure back to work. Stage times in s; None = that stage has not happened (yet)."""
-
-    replica: str
-    incarnation: int
-    """of the life that replaced the failed one"""
-    cause: str
-    rung: str
-    injected: bool
-    node_before: str
-    node_after: str
-    detect_s: float | None
-    """fault (or, if it was not ours, its first trace) → finding"""
-    decide_s: float | None
-    """finding → the old life fenced"""
-    start_s: float | None
-    """fenced → the new life's worker has joined"""
-    weights_s: float | None
-    """joined → it holds a complete weight version"""
-    first_work_s: float | None
-    """holding weights → first unit of work (a rollout's first token)"""
-    total_s: float | None
-
-
 class Summary(Struct, frozen=True):
+    """The content of ``summary.json``."""
+
     run: str
     run_dir: str
     outcome: str
@@ -106,41 +92,45 @@ class Summary(Struct, frozen=True):
     reward_first10: float | None
     reward_last10: float | None
     faults: int
-    """injected faults that were performed, by plan or by order"""
+    """Injected faults that were performed, planned or requested."""
     recoveries: list[Recovery]
     unprovoked: int
-    """failures that nobody injected: those that were recovered from, and those that ended the run"""
+    """Failures that were not injected: those recovered from, and those that ended the run."""
     ettr: float
     ettr_strict: float
     run_seconds: float
     epochs: int
-    """managers that this run has had"""
+    """Managers that this run has had."""
     outage_tokens: int = 0
-    """that rollouts generated while the trainer was away, and that are kept; of outages under one manager"""
+    """Tokens that rollouts generated while the trainer was down, and that were kept; of outages within one manager's
+    epoch."""
     max_age: int | None = None
-    """age of the oldest token that was trained on, in weight versions; None: no step told"""
+    """Age of the oldest token that was trained on, in weight versions; None if no step reported it."""
     stale_groups: int = 0
-    """that were dropped because a token was older than ``[sampling] staleness`` allows"""
+    """Groups that were dropped because a token was older than ``[sampling] staleness`` allows."""
     stale_share: float = 0.0
-    """of all groups that were trained or dropped for it"""
+    """Share of these among all groups that were trained or dropped for their age."""
     drain_requests: list[DrainRequest] = []
-    """nodes that should be drained and that we may not drain"""
+    """Nodes that should be drained and that the run may not drain."""
 
 
 def _escaped(value: Any) -> Any:
-    """A document of plain values whose text cannot command a terminal: evidence is what roles and nodes wrote, and a
-    summary is looked at with ``cat``."""
+    """Return a document of plain values without control characters.
+
+    Evidence is written by roles and nodes, and a summary may be shown by ``cat``: it must not be able to control the
+    terminal.
+    """
     if isinstance(value, str):
         return escaped_lines(value)
     if isinstance(value, list):
-        return [_escaped(one) for one in value]
+        return [_escaped(item) for item in value]
     if isinstance(value, dict):
-        return {_escaped(key): _escaped(one) for key, one in value.items()}
+        return {_escaped(key): _escaped(item) for key, item in value.items()}
     return value
 
 
 def write_summary(run: RunDir) -> Summary:
-    """Replay the run's journal and leave ``summary.json``."""
+    """Replay the run's journal, write ``summary.json`` and return the summary."""
     summary = summarize(replay(run), str(run.path))
     document = _escaped(msgspec.to_builtins(summary))
     write_atomically(run.summary, msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
@@ -148,7 +138,7 @@ def write_summary(run: RunDir) -> Summary:
 
 
 def summarize(events: Iterable[ev.Stamped], run_dir: str = "") -> Summary:
-    """The whole account. Raises ValueError when there are no events."""
+    """Return the summary of all events. Raise ValueError if there are none."""
     builder: _SummaryBuilder | None = None
     for stamped in events:
         if isinstance(stamped.event, ev.RunStarted):
@@ -160,114 +150,50 @@ def summarize(events: Iterable[ev.Stamped], run_dir: str = "") -> Summary:
     return builder.summary(run_dir)
 
 
-class _InjectedFault(Struct):
-    """One fault from its intent on, and whom it can have hit until when."""
-
-    fault: Fault
-    at: float
-    incarnation: Incarnation | None
-    node: str
-    ended_at: float = inf
-    """when it was over: whoever is launched on its node later was not hit"""
-    effects_until: float = inf
-    """what it can have done is found by then"""
-    performed: bool = False
-
-    def set_performed_at(self, at: float, silence: float) -> None:
-        """It was performed at ``at``, and lasts for its ``seconds``. Its end may never be journaled, as on a disk that
-        stays full, or after a manager's death; ``silence`` is what finding its effect may take."""
-        if self.fault.seconds:
-            self.ended_at = at + self.fault.seconds
-            self.effects_until = self.ended_at + silence
-        else:
-            self.ended_at = at
-
-    def may_have_hit(self, incarnation: Incarnation, node: str, launched_at: float, failed_at: float) -> bool:
-        """Whether a failure of this life on this node can be its doing: what it was about, at that time."""
-        if not self.at <= failed_at <= self.effects_until:
-            return False
-        hits = FAULT_TRAITS[self.fault.kind].target_kind
-        on_node = hits is TargetKind.NODE and node == self.node and launched_at <= self.ended_at
-        return hits is TargetKind.RUN or incarnation == self.incarnation or on_node
-
-
-class _RecoveryTrace:
-    """One failure of one replica, as it unfolds."""
-
-    def __init__(self, fence: Fence, at: float) -> None:
-        self.fence, self.fenced_at = fence, at
-        self.rung = fence.rung
-        self.incarnation = fence.incarnation.number + 1
-        self.failed_at: float | None = None
-        self.found_at: float | None = None
-        self.injected = False
-        self.node_before = self.node_after = ""
-        self.joined_at: float | None = None
-        self.weights_at: float | None = None
-        self.worked_at: float | None = None
-
-    def recovery(self) -> Recovery:
-        needs_weights = role_of(self.fence.incarnation.replica) == "rollout"
-        ready = self.weights_at if needs_weights else self.joined_at
-        return Recovery(
-            replica=self.fence.incarnation.replica,
-            incarnation=self.incarnation,
-            cause="; ".join(self.fence.why.evidence),
-            rung=self.rung.value,
-            injected=self.injected,
-            node_before=self.node_before,
-            node_after=self.node_after,
-            detect_s=_duration(self.failed_at, self.found_at),
-            decide_s=_duration(self.found_at, self.fenced_at),
-            start_s=_duration(self.fenced_at, self.joined_at),
-            weights_s=_duration(self.joined_at, self.weights_at) if needs_weights else None,
-            first_work_s=_duration(ready, self.worked_at),
-            total_s=_duration(self.failed_at, self.worked_at),
-        )
-
-
 class _SummaryBuilder:
+    """Collects the summary of one run, event by event."""
+
     def __init__(self, run: str, job: RunSpec, at: float) -> None:
         self.run, self.job, self.began, self.now = run, job, at, at
         self.rewards: dict[int, float] = {}
-        """by step"""
+        """Mean reward by training step."""
         self.step, self.faults, self.epochs = 0, 0, 0
         self.fatal_failures = 0
-        """failures that nobody injected, and that ended the run"""
+        """Failures that were not injected and ended the run."""
         self.outcome, self.outcome_reason = "running", ""
         self.failures: dict[Incarnation, float] = {}
-        """when something about a life first went wrong"""
+        """Time (s) of the first sign of an incarnation's failure."""
         self.findings: dict[str, tuple[Finding, float]] = {}
-        """what stands against somebody now, and when it was found; by Finding.key"""
-        self.injected: dict[str, _InjectedFault] = {}
-        """by fault; those that were certainly not performed are left out"""
+        """Standing FAIL findings and when they were recorded, by the findings' keys."""
+        self.injected: dict[str, InjectedFault] = {}
+        """Injected faults by id, without those that were certainly not performed."""
         self.nodes: dict[Incarnation, str] = {}
         self.launched: dict[Incarnation, float] = {}
-        """when their launch was decided"""
+        """Time (s) of each incarnation's launch intent."""
         self.incarnations: dict[ReplicaId, Incarnation] = {}
         self.launches_by_tag: dict[str, Incarnation] = {}
-        self.traces: list[_RecoveryTrace] = []
+        self.traces: list[RecoveryTrace] = []
         self.traces_before_resume = 0
-        """of these, before the run was resumed: who was not back by its end is not brought back by the next start"""
-        self.fenced: dict[Incarnation, _RecoveryTrace] = {}
-        """by the life that failed"""
-        self.open_traces: dict[Incarnation, _RecoveryTrace] = {}
-        """by the life that replaces"""
+        """Number of traces from before the run was resumed: the next start does not count as the recovery of these."""
+        self.fenced: dict[Incarnation, RecoveryTrace] = {}
+        """Traces by the incarnation that failed."""
+        self.open_traces: dict[Incarnation, RecoveryTrace] = {}
+        """Traces by the incarnation that replaces it."""
         self.work_intervals = WorkIntervals()
         self.committed_at: float | None = None
-        """the first step"""
+        """Time (s) of the first commit."""
         self.end_decided_at: float | None = None
-        """since when the run's end is decided"""
+        """Time (s) at which the run's end was decided."""
         self.ended: float | None = None
         self.drain_requests = DrainRequests()
         self.outage_tokens = 0
         self.max_age: float | None = None
         self.stale = 0, 0.0
-        """groups dropped as stale, and their share, as of the newest step that told"""
+        """Groups dropped as stale, and their share, as of the newest step that reported them."""
         self.tokens_before: dict[int, int] = {}
-        """when the trainer went; by epoch"""
+        """Token count at the beginning of the trainer's present outage, by epoch."""
         self.ended_s = 0.0
-        """s from ends of the run until it was resumed"""
+        """Seconds between an end of the run and its resumption, in all."""
 
     def apply(self, stamped: ev.Stamped) -> None:
         self.now = at = stamped.at
@@ -320,7 +246,7 @@ class _SummaryBuilder:
             self._end_decided(event.action, at)
 
     def _tokens_counted(self, event: ev.TokensCounted) -> None:
-        if event.trainer_down:  # perhaps several times before it works again
+        if event.trainer_down:  # may be recorded several times before the trainer works again
             self.tokens_before.setdefault(self.epochs, event.total)
         else:
             before = self.tokens_before.get(self.epochs, event.total)
@@ -328,7 +254,7 @@ class _SummaryBuilder:
             self.tokens_before.clear()
 
     def _resumed(self, event: ev.Resumed, at: float) -> None:
-        """The time since the run's end is not the run's."""
+        """Continue after the run was resumed: the time since its end does not count as run time."""
         for replica in self.incarnations:
             self.work_intervals.end(replica, at if self.end_decided_at is None else self.end_decided_at)
         self.ended_s += at - (at if self.ended is None else self.ended)
@@ -338,32 +264,36 @@ class _SummaryBuilder:
 
     def _intended(self, event: ev.Intended, at: float) -> None:
         action = event.action
-        if isinstance(action, InjectFault):  # just before the deed: detection is counted from here
+        if isinstance(action, InjectFault):  # recorded just before the injection: detection is measured from here
             incarnation = action.incarnation or self.incarnations.get(ReplicaId(action.fault.target))
-            self.injected[action.fault.id] = injected = _InjectedFault(action.fault, at, incarnation, action.node)
+            self.injected[action.fault.id] = injected = InjectedFault(action.fault, at, incarnation, action.node)
             injected.set_performed_at(at, self.job.limits.silence)
         elif isinstance(action, Launch):
             self.incarnations[action.incarnation.replica] = action.incarnation
             self.nodes[action.incarnation], self.launched[action.incarnation] = action.node, at
             self.launches_by_tag[action.step] = action.incarnation
+            replica = action.incarnation.replica
             recent = reversed(self.traces[self.traces_before_resume :])
-            trace = next((one for one in recent if one.fence.incarnation.replica == action.incarnation.replica), None)
+            trace = next((trace for trace in recent if trace.fence.incarnation.replica == replica), None)
             if trace is not None and trace.joined_at is None:
                 trace.node_after, trace.incarnation = action.node, action.incarnation.number
                 self.open_traces[action.incarnation] = trace
 
     def _on_rejected(self, tag: str) -> None:
+        """Undo a launch that was rejected, and forget a fault that was not injected."""
         incarnation = self.launches_by_tag.get(tag)
-        if incarnation is not None and incarnation in self.open_traces:  # it never lived: the failure before it goes on
+        # A rejected launch never ran: the recovery of the earlier failure continues.
+        if incarnation is not None and incarnation in self.open_traces:
             self.fenced[incarnation] = self.open_traces[incarnation]
         if tag.startswith("fault:"):
             self.injected.pop(tag.removeprefix("fault:"), None)
 
     def _injection(self, event: ev.FaultInjected, at: float) -> None:
+        """Apply the report of an injected fault."""
         injected = self.injected.get(event.fault)
         if injected is None:
             return
-        if not (event.ok or event.unknown):  # what fails later is not its doing
+        if not (event.ok or event.unknown):  # later failures are not caused by it
             del self.injected[event.fault]
         elif event.ended:
             injected.ended_at = min(injected.ended_at, at)
@@ -376,19 +306,20 @@ class _SummaryBuilder:
                 not FAULT_TRAITS[injected.fault.kind].by_signals
                 and FAULT_TRAITS[injected.fault.kind].target_kind is TargetKind.REPLICA
             ):
-                injected.at = at  # it struck when the role called its API, perhaps long after the order
+                injected.at = at  # it took effect when the role called its API, perhaps long after the request
 
     def _fenced(self, fence: Fence, at: float) -> None:
+        """Open the trace of a failure, dated by its first symptom or by the fault that caused it."""
         incarnation = fence.incarnation
         if role_of(incarnation.replica) in (AGENT, STANDBY_ROLE) or self.end_decided_at is not None:
             return
-        if not fence.charged:  # it has not failed: it moves, or another member of its gang did
+        if not fence.charged:  # it has not failed: it is moved, or another member of its gang failed
             self._mark_idle(incarnation, at)
             return
-        if incarnation in self.fenced:  # given up before it came back
+        if incarnation in self.fenced:  # fenced again before it recovered
             self.fenced[incarnation].rung = fence.rung
             return
-        trace = self.fenced[incarnation] = _RecoveryTrace(fence, at)
+        trace = self.fenced[incarnation] = RecoveryTrace(fence, at)
         self.traces.append(trace)
         node = trace.node_before = self.nodes.get(incarnation, "")
         failures = [
@@ -408,12 +339,14 @@ class _SummaryBuilder:
         }
 
     def _injected_by(self, incarnation: Incarnation, node: str, found_at: float) -> list[float]:
-        """When the faults struck that can have made this life fail."""
+        """Return the times (s) of the faults that can have caused this incarnation's failure."""
         launched_at = self.launched.get(incarnation, self.began)
-        return [one.at for one in self.injected.values() if one.may_have_hit(incarnation, node, launched_at, found_at)]
+        return [
+            fault.at for fault in self.injected.values() if fault.may_have_hit(incarnation, node, launched_at, found_at)
+        ]
 
     def _end_decided(self, action: Finish, at: float) -> None:
-        """The run's end is decided: nobody is fenced any more, so what failed last has no recovery."""
+        """Count failures that end the run: replicas are no longer fenced, so these failures have no recovery."""
         self.end_decided_at = at
         if action.outcome not in (Outcome.FAILED, Outcome.REJECTED):
             return
@@ -459,10 +392,13 @@ class _SummaryBuilder:
             self.work_intervals.end(incarnation.replica, at)
 
     def _effective(self) -> tuple[float, float]:
-        """Seconds of effective training, and of everybody at work. A trainer of several ranks works while all do."""
+        """Return the seconds of effective training, and of all replicas working.
+
+        A gang works while all of its ranks do.
+        """
         wanted = sum(role.replicas for role in self.job.kind("trainer"))
         ranks = sum(role.replicas * role.ranks for role in self.job.kind("trainer"))
-        everybody = sum(role.replicas * role.ranks for role in self.job.roles)
+        all_members = sum(role.replicas * role.ranks for role in self.job.roles)
         effective = strict = 0.0
         for start, end, at_work in self.work_intervals.intervals(
             self.now if self.end_decided_at is None else self.end_decided_at
@@ -472,11 +408,12 @@ class _SummaryBuilder:
                 effective += span
             elif rollouts and self.committed_at is not None:
                 effective += max(0.0, end - max(start, self.committed_at)) * rollouts / (rollouts + wanted)
-            if at_work.total() == everybody:
+            if at_work.total() == all_members:
                 strict += span
         return effective, strict
 
     def summary(self, run_dir: str) -> Summary:
+        """Return the summary as of the newest event."""
         wall = max(self.now - self.began - self.ended_s, 1e-9)
         effective, strict = self._effective()
         rewards = [reward for _, reward in sorted(self.rewards.items())]
@@ -501,10 +438,6 @@ class _SummaryBuilder:
             stale_share=self.stale[1],
             drain_requests=self.drain_requests.requests,
         )
-
-
-def _duration(start: float | None, end: float | None) -> float | None:
-    return None if start is None or end is None else round(max(0.0, end - start), 3)
 
 
 def _mean(values: list[float]) -> float | None:

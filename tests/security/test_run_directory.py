@@ -222,7 +222,7 @@ def test_a_letter_that_somebody_else_wrote_is_put_aside(
     assert [letter.id for letter in pending_commands(run)] == ["3"]
     said = caplog.text
     caplog.clear()
-    assert os.geteuid() != 0 or f": it is of user {NOBODY}, and the run of user 0" in said
+    assert os.geteuid() != 0 or f": it belongs to user {NOBODY}, and the run to user 0" in said
     assert [letter.id for letter in pending_commands(run)] == ["3"]
     assert not caplog.records, "it was read again"
 

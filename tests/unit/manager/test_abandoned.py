@@ -30,7 +30,7 @@ class HetJob:
         self.given_back.append(tag)
 
 
-def test_the_first_component_of_a_heterogeneous_job_is_given_back_after_the_others(tmp_path: Path) -> None:
+def test_first_component_of_a_heterogeneous_job_is_released_last(tmp_path: Path) -> None:
     asked = Request(
         AllocationRequest(FIRST, 1, NODE, 60.0, further_components=(AllocationRequest(OTHER, 1, NODE, 60.0),)),
         Why(("because",)),

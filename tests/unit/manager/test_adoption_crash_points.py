@@ -99,7 +99,7 @@ def unharmed() -> Site:
     return site
 
 
-def test_a_killed_trainer_goes_on_as_the_shadow_of_its_node(unharmed: Site) -> None:
+def test_killed_trainer_is_replaced_by_the_standby_of_its_node(unharmed: Site) -> None:
     assert unharmed.promotions == [f"standby/{_node_of(unharmed)}#1 trainer/0#2"]
     assert_nobody_else_came_back(unharmed)
     assert len(incarnations_of(unharmed)[TRAINER]) == 2
@@ -114,7 +114,7 @@ def _node_of(site: Site) -> str:
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_a_manager_that_dies_over_any_record_of_it_changes_nothing_about_the_end(unharmed: Site, before: bool) -> None:
+def test_manager_killed_at_any_record_does_not_change_the_outcome(unharmed: Site, before: bool) -> None:
     """Whoever was told before the record was durable is not believed as what it became, and the next one is told."""
     for kill_at in around_the_promotion(unharmed.records):
 
@@ -127,7 +127,7 @@ def test_a_manager_that_dies_over_any_record_of_it_changes_nothing_about_the_end
         assert (len(site.promotions), len(incarnations_of(site)[TRAINER])) == (1, 2), kill_at
 
 
-def test_a_shadow_that_dies_with_its_trainer_leaves_a_cold_start(unharmed: Site) -> None:
+def test_standby_that_dies_with_its_trainer_leads_to_a_cold_start(unharmed: Site) -> None:
     """Both ends are heard before anything is decided, or the adoption fails by its step's end: in either case nobody
     else is touched."""
 
@@ -167,7 +167,7 @@ def crashed() -> Site:
         return lost()
 
 
-def test_a_rollout_whose_node_crashes_goes_on_as_the_one_that_is_kept_ready(crashed: Site) -> None:
+def test_rollout_on_a_crashed_node_is_replaced_by_its_standby(crashed: Site) -> None:
     assert crashed.promotions == ["standby/n5:rollout#1 rollout/1#2"]
     assert len(incarnations_of(crashed)[ROLLOUT]) == 2
 
@@ -182,7 +182,7 @@ def around_its_promotion(records: list[ev.Stamped]) -> range:
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_over_any_record_of_a_rollouts_adoption_the_manager_may_die(crashed: Site, before: bool) -> None:
+def test_manager_may_die_at_any_record_of_a_rollouts_promotion(crashed: Site, before: bool) -> None:
     for kill_at in around_its_promotion(crashed.records):
 
         def doomed(site: Site, at: int = kill_at) -> None:

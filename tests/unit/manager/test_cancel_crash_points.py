@@ -39,10 +39,10 @@ def _assert_one_pool_at_a_time(site: Site, outcome: Outcome, state: State) -> No
     assert (outcome, state.step) == (Outcome.COMPLETED, JOB.steps)
     assert site.max_nodes_held == POOL, f"{site.max_nodes_held} nodes were held at once: {site.granted}"
     assert (site.allocations, state.allocations) == ({}, {})
-    believed = None
+    folded = None
     for stamped in site.records:
-        believed = fold(believed, stamped)
-        wanted = [one for one in believed.allocations.values() if one.pending or one.running]
+        folded = fold(folded, stamped)
+        wanted = [one for one in folded.allocations.values() if one.pending or one.running]
         asked = sum(one.request.count for one in wanted)
         assert asked <= POOL, f"{asked} nodes are asked for or held after record {stamped}"
 
@@ -93,7 +93,7 @@ def test_a_run_cancelled_at_a_record_never_holds_two_pools(listed: bool) -> None
 
 
 @pytest.mark.parametrize("listed", [True, False], ids=["listed as cancelled", "forgotten by the cluster"])
-def test_a_manager_that_dies_while_it_adopts_a_cancelled_run_never_holds_two_pools(listed: bool) -> None:
+def test_manager_killed_while_restoring_a_cancelled_run_never_holds_two_pools(listed: bool) -> None:
     _check_takeover(listed, SPARSE)
 
 

@@ -85,7 +85,7 @@ def patch_commands(site: Site, outage: Outage) -> None:
         setattr(site, name, asked)
 
 
-def test_a_cluster_that_is_away_for_a_minute_hurts_nobody() -> None:
+def test_cluster_outage_of_a_minute_fails_no_replica() -> None:
     held: list[Outage] = []
     site, outcome, state = run_to_end(COMPLETES, out_at(1, crash=False, held=held))
     assert (outcome, site.managers, state.step) == (Outcome.COMPLETED, 1, 3)
@@ -99,13 +99,13 @@ def test_a_cluster_that_is_away_for_a_minute_hurts_nobody() -> None:
     assert failures == ["exit_record: step: ended by signal 9 (SIGKILL); signalled"], "what nobody heard is no failure"
 
 
-def test_a_node_that_dies_while_the_cluster_is_away_is_made_up_for_once_it_is_back_and_only_once() -> None:
+def test_node_lost_during_a_cluster_outage_is_replaced_once_afterwards() -> None:
     held: list[Outage] = []
     site, outcome, state = run_to_end(COMPLETES, out_at(2, crash=True, held=held))
     assert_ended_well(COMPLETES, site, outcome, state)
 
 
-def test_a_cluster_that_is_away_is_asked_less_often_and_not_more() -> None:
+def test_unreachable_cluster_is_polled_less_often() -> None:
     held: list[Outage] = []
     run_to_end(COMPLETES, out_at(2, crash=True, held=held))
     (outage,) = held
@@ -117,7 +117,7 @@ def test_a_cluster_that_is_away_is_asked_less_often_and_not_more() -> None:
 
 
 # ── the run directory ────────────────────────────────────────────────────────────────────────────────────────────────
-DEEDS: dict[str, Callable[[ev.Event], bool]] = {
+ACTIONS: dict[str, Callable[[ev.Event], bool]] = {
     "fence": lambda e: isinstance(e, ev.Decided) and isinstance(e.action, Fence),
     "exclusion": lambda e: isinstance(e, ev.Decided) and isinstance(e.action, Exclude),
     "replacement": lambda e: isinstance(e, ev.Intended) and isinstance(e.action, Request) and ".more" in e.action.tag,
@@ -128,11 +128,11 @@ DEEDS: dict[str, Callable[[ev.Event], bool]] = {
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=["full", "read-only"])
-@pytest.mark.parametrize("moment", DEEDS)
-def test_in_any_moment_of_a_recovery_nothing_is_done_that_is_not_written_down(
+@pytest.mark.parametrize("moment", ACTIONS)
+def test_no_action_of_a_recovery_precedes_its_durable_intent(
     moment: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trouble = DEEDS[moment]
+    trouble = ACTIONS[moment]
     bad = {"flushes": 0, "began": 0}
     flush = Journal.flush
 
@@ -155,26 +155,26 @@ def test_in_any_moment_of_a_recovery_nothing_is_done_that_is_not_written_down(
     assert_ended_well(COMPLETES, site, outcome, state)
 
 
-def test_roles_go_on_while_the_run_directory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_roles_continue_while_the_run_directory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """A minute of it: the trainer commits, and the manager, once it can write again, knows."""
     steps = 40
     longer = msgspec.structs.replace(COMPLETES.job, steps=steps)
     script = msgspec.structs.replace(COMPLETES, crash_at=-1, granted=1, job=longer)
     held: list[Site] = []
-    seen: dict[str, float] = {}
+    marks: dict[str, float] = {}
     flush = Journal.flush
 
     def failing(self: Journal) -> None:
         site, now = held[0], virtual.Clock.monotonic()
-        if site.committed >= 2 and now < seen.setdefault("until", now + AWAY):
+        if site.committed >= 2 and now < marks.setdefault("until", now + AWAY):
             raise OSError(errno.ENOSPC, "No space left on device")
-        seen.setdefault("committed", site.committed) if "until" in seen else None
+        marks.setdefault("committed", site.committed) if "until" in marks else None
         flush(self)
 
     monkeypatch.setattr(Journal, "flush", failing)
     site, outcome, state = run_to_end(script, held.append)
     assert (outcome, state.step, site.managers) == (Outcome.COMPLETED, steps, 1)
-    assert seen["committed"] > 10, "nobody worked meanwhile"
+    assert marks["committed"] > 10, "nobody worked meanwhile"
     assert {r: n for r, n in starts(site).items() if not r.startswith(("agent", "rollout-0"))} == {
         "trajectories-0": 1, f"{REWARD}".replace("/", "-"): 1, "trainer-0": 1, "rollout-1": 1
     }  # fmt: skip

@@ -243,7 +243,7 @@ def unharmed(name: str) -> Unharmed:
     return Unharmed(script, site.records, _facts(site, state), _worked(site))
 
 
-def test_the_scripts_hold_everything_that_a_crash_could_hit() -> None:
+def test_scripts_contain_every_event_that_a_crash_could_hit() -> None:
     events = [stamped.event for name in SCRIPTS for stamped in unharmed(name).records]
     assert {type(event) for event in events} >= set(get_args(ev.Event)) - ELSEWHERE
     assert {type(event.action) for event in events if isinstance(event, ev.Intended)} == set(get_args(ExternalAction))
@@ -254,7 +254,7 @@ def test_the_scripts_hold_everything_that_a_crash_could_hit() -> None:
     }  # fmt: skip
 
 
-def test_a_script_in_which_nobody_dies_hurts_only_whom_it_means() -> None:
+def test_script_without_crashes_affects_only_its_targets() -> None:
     for name in ("completes", "is cancelled", "in parts"):
         site, outcome, state = run_to_end(SCRIPTS[name])
         assert_ended_well(SCRIPTS[name], site, outcome, state)
@@ -283,7 +283,7 @@ def _die_over(name: str, before: bool, numbers: Iterable[int]) -> None:
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_manager_that_dies_over_a_record_changes_nothing_about_the_end(name: str, before: bool) -> None:
+def test_manager_killed_at_a_record_does_not_change_the_outcome(name: str, before: bool) -> None:
     enumerated = name == "completes" and not before
     numbers = range(1, len(unharmed(name).records) + 1)
     _die_over(name, before, numbers if enumerated else numbers[before::SPARSE])
@@ -292,12 +292,12 @@ def test_a_manager_that_dies_over_a_record_changes_nothing_about_the_end(name: s
 @pytest.mark.long
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_manager_that_dies_over_any_record_changes_nothing_about_the_end(name: str, before: bool) -> None:
+def test_manager_killed_at_any_record_does_not_change_the_outcome(name: str, before: bool) -> None:
     _die_over(name, before, range(1, len(unharmed(name).records) + 1))
 
 
 @pytest.mark.parametrize("kill_every", [14, 19, 31])
-def test_managers_that_die_again_and_again_bring_the_run_to_its_end_together(kill_every: int) -> None:
+def test_managers_killed_repeatedly_complete_the_run_together(kill_every: int) -> None:
     site, outcome, state = run_to_end(prepared=lambda site: setattr(site, "kill_every", kill_every))
     assert site.managers > 3
     assert_ended_well(COMPLETES, site, outcome, state)
@@ -308,7 +308,7 @@ def test_tokens_are_counted_from_the_trainers_end_to_its_next_work() -> None:
     assert [event.trainer_down for event in events if isinstance(event, ev.TokensCounted)] == [False, True, False]
 
 
-def test_a_manager_that_is_away_for_long_misses_nothing() -> None:
+def test_manager_absent_for_a_long_time_misses_nothing() -> None:
     def away(site: Site) -> None:
         site.kill_at, site.gap = 60, 900.0
 
@@ -316,7 +316,7 @@ def test_a_manager_that_is_away_for_long_misses_nothing() -> None:
     assert_ended_well(COMPLETES, site, outcome, state)
 
 
-def test_steps_committed_while_no_manager_lives_are_recorded_in_order_with_metrics() -> None:
+def test_steps_committed_without_a_manager_are_recorded_in_order_with_metrics() -> None:
     def away(site: Site) -> None:
         site.at_step[2] = lambda site: setattr(site, "kill_at", len(site.records) + 1)
         site.gap = 30.0  # a step takes two seconds
@@ -330,7 +330,7 @@ def test_steps_committed_while_no_manager_lives_are_recorded_in_order_with_metri
 
 
 @pytest.mark.parametrize("hours", [-1, 1])
-def test_the_hosts_clock_may_jump_by_an_hour_between_two_managers_and_nothing_is_doubled(hours: int) -> None:
+def test_clock_jump_of_an_hour_between_managers_repeats_no_action(hours: int) -> None:
     records = unharmed("completes").records
     for kill_at in range(1, len(records) + 1, 2 * SPARSE):
 
@@ -344,26 +344,26 @@ def test_the_hosts_clock_may_jump_by_an_hour_between_two_managers_and_nothing_is
 
 
 @pytest.mark.parametrize("hours", [-1, 1])
-def test_the_hosts_clock_may_jump_by_an_hour_under_a_manager_and_no_record_is_another(hours: int) -> None:
+def test_clock_jump_of_an_hour_under_a_manager_changes_no_record(hours: int) -> None:
     def jumping(site: Site) -> None:
         site.at_step[1] = lambda site: setattr(site, "clock_jump", 3600.0 * hours)
 
     assert run_to_end(prepared=jumping)[0].records == run_to_end()[0].records
 
 
-def test_a_cluster_whose_answers_are_lost_does_everything_once() -> None:
+def test_lost_replies_of_the_cluster_repeat_no_action() -> None:
     site, outcome, state = run_to_end(prepared=lambda site: setattr(site, "lose_answers", True))
     assert_ended_well(COMPLETES, site, outcome, state)
 
 
-def test_a_cluster_that_did_not_hear_is_asked_again_after_the_quiet_period() -> None:
+def test_request_that_did_not_reach_the_cluster_is_repeated_after_the_quiet_period() -> None:
     site, outcome, state = run_to_end(prepared=lambda site: setattr(site, "deaf", 2))
     assert_ended_well(COMPLETES, site, outcome, state)
     asked = [s for s in site.records if isinstance(s.event, ev.Intended) and isinstance(s.event.action, Request)]
     assert [round(later.at - earlier.at) >= LIMITS.quiet for earlier, later in pairwise(asked[:3])] == [True, True]
 
 
-def test_a_cluster_that_is_seen_only_every_other_time_changes_nothing() -> None:
+def test_cluster_that_answers_every_other_poll_changes_nothing() -> None:
     site, outcome, state = run_to_end(prepared=lambda site: setattr(site, "blink", True))
     assert_ended_well(COMPLETES, site, outcome, state)
 
@@ -374,7 +374,7 @@ def test_a_cluster_that_is_seen_only_every_other_time_changes_nothing() -> None:
     lambda site: setattr(site, "blink", True),
     lambda site: setattr(site, "kill_every", 17),
 ], ids=["answers lost", "deaf", "seen every other time", "managers that die again and again"])  # fmt: skip
-def test_requests_of_many_parts_are_each_made_once_too(prepared: Callable[[Site], None]) -> None:
+def test_requests_of_several_components_are_made_once(prepared: Callable[[Site], None]) -> None:
     site, outcome, state = run_to_end(IN_NODE_GROUPS, prepared)
     assert_ended_well(IN_NODE_GROUPS, site, outcome, state)
 
@@ -384,7 +384,7 @@ SHARDS = Script(Outcome.COMPLETED, granted=1, job=commands(command("shard", 3), 
 
 
 @pytest.mark.parametrize("kill_every", [0, 9, 13])
-def test_commands_that_are_done_are_done_once_whoever_manages_and_nothing_is_found_wrong(kill_every: int) -> None:
+def test_commands_are_carried_out_once_across_managers(kill_every: int) -> None:
     site, outcome, state = run_to_end(SHARDS, lambda site: setattr(site, "kill_every", kill_every))
     assert (outcome, site.allocations) == (Outcome.COMPLETED, {})
     assert {name: n for name, n in starts(site).items() if not name.startswith("agent")} == {
@@ -398,7 +398,7 @@ ROTATES = Script(Outcome.COMPLETED, granted=5, job=in_node_groups(steps=62, limi
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_a_manager_that_dies_while_a_trainer_moves_to_another_allocation_moves_it_once(before: bool) -> None:
+def test_manager_killed_during_a_rotation_moves_the_trainer_once(before: bool) -> None:
     records = run_to_end(ROTATES)[0].records
     asked = first(records, lambda event: isinstance(event, ev.Intended) and event.action.tag == f"{RUN}.trainer-1")
     left = first(records, lambda event: isinstance(event, ev.AllocationChanged) and event.status is None)
@@ -415,7 +415,7 @@ def test_a_manager_that_dies_while_a_trainer_moves_to_another_allocation_moves_i
         assert started == {"trajectories-0": 1, "reward-0": 1, "trainer-0": 2, "rollout-0": 1, "rollout-1": 1}, kill_at
 
 
-def test_what_dies_while_there_is_no_manager_is_found_dead_by_the_next() -> None:
+def test_replica_that_dies_without_a_manager_is_found_by_the_next() -> None:
     def doomed(site: Site) -> None:
         site.kill_at = 44  # everybody has joined
         site.meanwhile = lambda: site.working()[R1][0].die() if site.managers == 1 else None
@@ -428,7 +428,7 @@ def test_what_dies_while_there_is_no_manager_is_found_dead_by_the_next() -> None
     assert first.epoch == 2
 
 
-def test_nobody_else_is_touched_by_the_death_of_a_rollout_and_of_a_node() -> None:
+def test_loss_of_a_rollout_and_of_a_node_affects_no_other_replica() -> None:
     site, _, _ = run_to_end()
     incarnations = {
         s.event.incarnation.replica: s.event.incarnation.number for s in site.records if isinstance(s.event, ev.Joined)
@@ -445,7 +445,7 @@ def first(records: list[ev.Stamped], matches: Callable[[ev.Event], bool]) -> int
     return next(number for number, stamped in enumerate(records, 1) if matches(stamped.event))
 
 
-def test_an_end_that_was_written_but_not_yet_judged_is_judged_by_the_next_manager_at_once() -> None:
+def test_recorded_end_without_a_decision_is_handled_at_once_by_the_next_manager() -> None:
     records = run_to_end()[0].records
     ended = first(records, lambda event: isinstance(event, ev.StepEnded))
     site, outcome, state = run_to_end(prepared=lambda site: setattr(site, "kill_at", ended))
@@ -456,14 +456,14 @@ def test_an_end_that_was_written_but_not_yet_judged_is_judged_by_the_next_manage
 
 
 @pytest.mark.parametrize("kind", [Release, StopStep])
-def test_what_was_intended_while_the_disk_was_full_is_done_when_it_is_not(kind: type[ExternalAction]) -> None:
+def test_action_intended_on_a_full_disk_is_carried_out_once_there_is_space(kind: type[ExternalAction]) -> None:
     records = run_to_end()[0].records
     intended = first(records, lambda event: isinstance(event, ev.Intended) and isinstance(event.action, kind))
     site, outcome, state = run_to_end(prepared=lambda site: setattr(site, "full_after", intended))
     assert_ended_well(COMPLETES, site, outcome, state)
 
 
-def test_the_last_record_is_written_once_whoever_dies_over_it() -> None:
+def test_last_record_is_written_once_whichever_manager_dies_at_it() -> None:
     records = run_to_end()[0].records
     site, _, _ = run_to_end(prepared=lambda site: setattr(site, "kill_at", len(records)))
     assert len(epochs_of(site, ev.RunEnded)) == 1

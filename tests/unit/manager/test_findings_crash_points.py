@@ -128,17 +128,17 @@ def _finding_records() -> list[int]:
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_a_manager_that_dies_over_what_agents_find_changes_nothing_about_the_end(before: bool) -> None:
+def test_manager_killed_at_a_finding_does_not_change_the_outcome(before: bool) -> None:
     _die_over(before, sorted({*_finding_records(), *range(1 + before, len(unharmed()) + 1, SPARSE)}))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_a_manager_that_dies_over_any_record_of_it_changes_nothing_about_the_end(before: bool) -> None:
+def test_manager_killed_at_any_record_does_not_change_the_outcome(before: bool) -> None:
     _die_over(before, range(1, len(unharmed()) + 1))
 
 
-def test_a_run_whose_only_node_is_broken_ends_and_says_so() -> None:
+def test_run_whose_only_node_is_broken_ends_with_that_reason() -> None:
     def poor(site: Site) -> None:
         site.free = [N2]
         prepared(site)
@@ -150,7 +150,7 @@ def test_a_run_whose_only_node_is_broken_ends_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("proof", [True, False])
-def test_a_rule_by_which_every_node_is_bad_does_not_end_the_run_and_is_named_once(proof: bool) -> None:
+def test_rule_that_fails_every_node_does_not_end_the_run(proof: bool) -> None:
     def wrong(site: Site) -> None:
         site.finds(*(ill(node, "gpu_count", proof=proof) for node in site.free))
 
@@ -162,13 +162,13 @@ def test_a_rule_by_which_every_node_is_bad_does_not_end_the_run_and_is_named_onc
     assert "so that a driver or a site's rule is wrong" in shared.evidence[0].text
 
 
-def test_what_many_find_at_once_condemns_none_of_them_whoever_manages() -> None:
+def test_finding_common_to_many_nodes_excludes_none_across_managers() -> None:
     site, _, state = run_to_end(TOGETHER)
     assert not [name for name, node in state.nodes.items() if node.excluded is not None]
-    told = [number for number, one in enumerate(site.records, 1) if isinstance(one.event, ev.FindingChanged)]
+    finding_numbers = [number for number, one in enumerate(site.records, 1) if isinstance(one.event, ev.FindingChanged)]
     assert changes(site)["correlated:run:gpu:gpu_ecc", "WARN"] == 1
-    for kill_at in range(told[0] + 1, len(site.records), SPARSE):
+    for kill_at in range(finding_numbers[0] + 1, len(site.records), SPARSE):
         again, outcome, state = run_to_end(TOGETHER, lambda site, at=kill_at: setattr(site, "kill_at", at))  # type: ignore[misc]
         left = [name for name, node in state.nodes.items() if node.excluded is not None]
-        first = kill_at < told[-1]  # it died between the first one's word and the others'
+        first = kill_at < finding_numbers[-1]  # it died between the first one's word and the others'
         assert (outcome, again.managers, len(left) <= first) == (Outcome.COMPLETED, 2, True), (kill_at, left)

@@ -37,7 +37,7 @@ def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("nodes", "allowed"), [(1, 1), (2, 1), (3, 1), (4, 1), (5, 2), (6, 2), (14, 2), (15, 3), (100, 20)]
 )
-def test_the_breaker_allows_two_of_five_nodes_and_a_fifth_of_many(nodes: int, allowed: int) -> None:
+def test_breaker_allows_two_of_five_nodes_and_a_fifth_of_many(nodes: int, allowed: int) -> None:
     assert exclusions_allowed(0.2, nodes) == allowed
 
 
@@ -77,7 +77,7 @@ def test_a_second_node_lost_within_ten_minutes_is_replaced_as_soon_as_it_is_foun
     assert second.detect_s + second.decide_s < 2 * LIMITS.silence
 
 
-def test_an_outage_held_back_until_slurm_notices_counts_from_the_loss_of_the_node() -> None:
+def test_deferred_outage_counts_from_the_loss_of_the_node() -> None:
     site, outcome, _ = run_to_end(LOSES_THREE)
     assert outcome is Outcome.COMPLETED
     third = summarize(site.records).recoveries[2]
@@ -88,16 +88,16 @@ def test_an_outage_held_back_until_slurm_notices_counts_from_the_loss_of_the_nod
     assert total >= SLURM_NOTICES_S - LIMITS.heartbeat + start + first_work, stages
 
 
-def test_the_breaker_that_holds_names_the_node_its_finding_and_until_when() -> None:
+def test_open_breaker_names_the_node_its_finding_and_its_end() -> None:
     site, _, _ = run_to_end(LOSES_THREE)
     state: State | None = None
-    seen = []
+    deferred = []
     for stamped in site.records:
         state = fold(state, stamped)
         if state.finish is None and state.findings:
-            seen += [(held, stamped.at, state) for held in deferred_exclusions(state, stamped.at)]
-    assert seen
-    held, at, state = seen[0]
+            deferred += [(held, stamped.at, state) for held in deferred_exclusions(state, stamped.at)]
+    assert deferred
+    held, at, state = deferred[0]
     lost = next(finding for finding in state.findings.values() if finding.node == held.exclude.node)
     assert lost.detector == "node_lost"
     assert held.why == "2 of 6 nodes excluded within 600 s, and no more may be"

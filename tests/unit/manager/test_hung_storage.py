@@ -75,23 +75,20 @@ class FakeListener:
 
 
 def _overdue(lease: Lease) -> None:
-    """Nobody has looked for a successor for half a lease."""
+    """Make the lease's last check for a successor half a lease old."""
     cast(Any, lease)._checked_at -= PATIENCE
 
 
 async def _manager(standing: Handling, lease: Lease, listener: FakeListener) -> Any:
-    """As far as it hears; its ear is ``standing``'s."""
-
-    async def told(peer: bytes, message: Any, request: int | None = None) -> None:
-        listener.sent.append(message)
+    """Return a manager that only receives messages, with the message handler of ``standing``."""
 
     manager: Any = Manager(standing.run, cast(Cluster, None), job(), "job.toml", "127.0.0.1")
-    cast(Any, standing.handler)._send = told
+    listener.sent = standing.sent
     manager._lease, manager._listener, manager._message_handler = lease, listener, standing.handler
     return manager
 
 
-def test_while_the_run_directory_hangs_those_who_come_are_heard_and_afterwards_what_it_holds_counts(
+def test_messages_are_handled_while_the_run_directory_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: Storage
 ) -> None:
     standing = Handling(tmp_path, *LAUNCHED)
@@ -124,7 +121,7 @@ def test_while_the_run_directory_hangs_those_who_come_are_heard_and_afterwards_w
     asyncio.run(live())
 
 
-def test_a_witness_is_heard_too_and_what_it_saw_counts_as_soon_as_it_can_be_read_up(
+def test_witnessed_end_counts_once_its_exit_record_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: Storage
 ) -> None:
     standing = Handling(tmp_path, *LAUNCHED)
@@ -143,7 +140,7 @@ def test_a_witness_is_heard_too_and_what_it_saw_counts_as_soon_as_it_can_be_read
     asyncio.run(live())
 
 
-def test_a_successor_that_a_look_saw_in_the_end_is_heeded_then(
+def test_successor_found_by_a_delayed_lease_check_stops_the_manager(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: Storage
 ) -> None:
     run = RunDir(tmp_path / RUN)
@@ -168,7 +165,7 @@ def test_a_successor_that_a_look_saw_in_the_end_is_heeded_then(
     asyncio.run(live())
 
 
-def test_nobody_decides_while_the_first_look_after_a_freeze_is_on_its_way(
+def test_no_decision_is_made_before_the_first_lease_check_after_a_stall(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: Storage
 ) -> None:
     run = RunDir(tmp_path / RUN)
@@ -184,7 +181,7 @@ def test_nobody_decides_while_the_first_look_after_a_freeze_is_on_its_way(
         await until(lambda: storage.hung)
         assert not any(task.done() for task in both)
         storage.back.set()
-        said = await asyncio.gather(*both, return_exceptions=True)
-        assert [type(one) for one in said] == [LeaseLost, LeaseLost]
+        results = await asyncio.gather(*both, return_exceptions=True)
+        assert [type(one) for one in results] == [LeaseLost, LeaseLost]
 
     asyncio.run(live())

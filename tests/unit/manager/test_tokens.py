@@ -14,7 +14,7 @@ R0, R1 = (Incarnation(id, 1) for id in ROLLOUTS)
 N1, N2 = NodeName("n1"), NodeName("n2")
 
 
-def test_what_was_made_on_a_node_that_is_gone_is_not_unmade(tmp_path: Path) -> None:
+def test_tokens_generated_on_a_lost_node_still_count(tmp_path: Path) -> None:
     run = RunDir(tmp_path / RUN)
     manager = Manager(run, LocalCluster(run, python="python"), job(), "job.toml", "host")
     watch, tokens = manager._monitor, manager._tokens

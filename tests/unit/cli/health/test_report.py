@@ -197,7 +197,9 @@ def test_the_json_has_stable_names(history: Path, capsys: pytest.CaptureFixture[
 
 def test_history_of_an_old_schema_is_reported_as_not_read(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = history / ME / "old.000001.jsonl"
-    old.write_text(f'{{"kind":"began","at":{BEGAN},"run":"old","user":"{ME}","cluster":"lab","job":"math","schema":1}}\n')
+    old.write_text(
+        f'{{"kind":"began","at":{BEGAN},"run":"old","user":"{ME}","cluster":"lab","job":"math","schema":1}}\n'
+    )
     assert main.run(["health", "report", "--history", str(history), *SINCE]) == 0
     assert f"rrl: not read: {old}: it has history schema 1; " in capsys.readouterr().err.replace("\n", " ")
 

@@ -1,4 +1,4 @@
-"""What nodes and roles say of themselves when they join, and what was said of a step that never did."""
+"""What nodes and roles report when they join, and the output of a step that never did."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def hello(incarnation: Incarnation, *gpus: str, node: NodeName = N1) -> Hello:
     return Hello(incarnation, "tag", node, "host", 5, "starting", gpus=gpus)
 
 
-def test_a_gpu_that_another_believed_life_on_the_node_has_is_refused_and_both_are_named() -> None:
+def test_gpu_of_another_current_incarnation_fails_the_claim_and_names_both() -> None:
     taken, state = GpuRegistry(), believing(ONE, TWO)
     assert taken.claim(hello(ONE, "GPU-a", "GPU-b"), state, 1.0) is None
     finding = taken.claim(hello(TWO, "GPU-b"), state, 2.0)
@@ -45,7 +45,7 @@ def test_a_gpu_that_another_believed_life_on_the_node_has_is_refused_and_both_ar
     assert finding.evidence[0].text == "rollout/1#1 and rollout/0#1 were both given GPU GPU-b of n1"
 
 
-def test_a_gpu_counts_on_its_node_and_for_as_long_as_who_has_it_is_believed() -> None:
+def test_gpu_is_owned_on_its_node_while_its_owner_is_current() -> None:
     taken = GpuRegistry()
     assert taken.claim(hello(ONE, "0"), believing(ONE, TWO), 1.0) is None
     assert taken.claim(hello(ONE, "0"), believing(ONE, TWO), 2.0) is None  # it says so again to a new manager
@@ -54,7 +54,7 @@ def test_a_gpu_counts_on_its_node_and_for_as_long_as_who_has_it_is_believed() ->
     assert taken.claim(hello(ONE), believing(ONE, TWO), 5.0) is None
 
 
-def test_who_joins_with_a_gpu_that_is_anothers_is_not_welcomed_and_is_failed_for_it(tmp_path: Path) -> None:
+def test_hello_with_the_gpu_of_another_replica_gets_no_welcome_and_a_fail(tmp_path: Path) -> None:
     other = Incarnation(ROLLOUTS[1], 1)
     launched = ev.Intended(Launch(other, tag_of(RUN, other), "pool", N1, Why(("because",))))
     hearing = Handling(tmp_path, *LAUNCHED, launched)
@@ -70,7 +70,7 @@ def test_who_joins_with_a_gpu_that_is_anothers_is_not_welcomed_and_is_failed_for
     assert finding_about(state, other) == hearing.events[-1].finding
 
 
-def test_what_an_agent_says_of_its_node_is_recorded(tmp_path: Path) -> None:
+def test_agent_hello_is_recorded(tmp_path: Path) -> None:
     agent = Incarnation(ReplicaId("agent/n1"), 1)
     launched = ev.Intended(Launch(agent, tag_of(RUN, agent), "pool", N1, Why(("because",))))
     hearing = Handling(tmp_path, *LAUNCHED, launched)
@@ -82,7 +82,7 @@ def test_what_an_agent_says_of_its_node_is_recorded(tmp_path: Path) -> None:
     assert (warned.finding.detector, warned.finding.verdict) == ("memlock", Verdict.WARN)
 
 
-def test_a_step_that_vanished_takes_its_last_words_into_the_record(tmp_path: Path) -> None:
+def test_vanished_step_is_recorded_with_its_last_output(tmp_path: Path) -> None:
     hearing = Handling(tmp_path, *LAUNCHED)
     (hearing.run.logs / f"{STEP}.step.log.0").write_text("slurmstepd: error: Detected 1 oom-kill event(s)\n")
     hearing.handle(StepVanished(R1, STEP, N1))
@@ -94,7 +94,7 @@ def agent(memlock: int, *rdma: str) -> AgentHello:
     return AgentHello(Incarnation(ReplicaId("agent/n1"), 1), "tag", N1, "host", 5, "boot", "", memlock, 1024, rdma)
 
 
-def test_too_little_memory_to_lock_is_warned_of_where_rdma_would_need_it() -> None:
+def test_low_memlock_limit_warns_on_nodes_with_rdma() -> None:
     finding = check_memlock(agent(65536, "mlx5_0"), "auto", 1.0)
     assert finding is not None
     assert (finding.verdict, finding.node) == (Verdict.WARN, N1)
@@ -105,7 +105,7 @@ def test_too_little_memory_to_lock_is_warned_of_where_rdma_would_need_it() -> No
     assert check_memlock(agent(65536, "mlx5_0"), "tcp", 1.0) is None
 
 
-def test_a_step_that_never_appeared_is_explained_by_what_its_launcher_said(tmp_path: Path) -> None:
+def test_step_that_never_appeared_is_explained_by_its_launchers_output(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.create()
     never = ev.IntentSettled("t.1", False, NEVER_APPEARED, reason=RejectReason.NEVER_APPEARED)
@@ -113,9 +113,9 @@ def test_a_step_that_never_appeared_is_explained_by_what_its_launcher_said(tmp_p
     (run.logs / "t.1.step.log.srun").write_text("srun: error: n1: task 0: Exited with exit code 2\n")
     assert last_output(run, "t.1") == "srun: error: n1: task 0: Exited with exit code 2"
     (run.logs / "t.1.step.log.0").write_text("slurmstepd: error: execve(): /v/bin/python: No such file or directory\n")
-    said = "slurmstepd: error: execve(): /v/bin/python: No such file or directory"
+    error_line = "slurmstepd: error: execve(): /v/bin/python: No such file or directory"
     assert with_reason(run, never) == ev.IntentSettled(
-        "t.1", False, f"not started: {said}", reason=RejectReason.NOT_STARTED
+        "t.1", False, f"not started: {error_line}", reason=RejectReason.NOT_STARTED
     )
     (run.logs / "t.1.step.log.0").write_text("slurmstepd: error: Detected 1 oom-kill event(s)\n\n")
     assert with_reason(run, never) == ev.IntentSettled(

@@ -75,7 +75,7 @@ def hearing(tmp_path: Path) -> Handling:
 KEY = "xid:n1:GPU-1"
 
 
-def test_what_an_agent_finds_at_its_start_is_recorded_before_it_is_there_and_its_node_is_never_used(
+def test_findings_of_an_agents_hello_are_recorded_before_it_joins(
     hearing: Handling,
 ) -> None:
     hearing.handle(hello(found()))
@@ -86,7 +86,7 @@ def test_what_an_agent_finds_at_its_start_is_recorded_before_it_is_there_and_its
     assert not [action for action in actions if isinstance(action, Launch)]
 
 
-def test_times_are_told_in_the_managers_clock_and_never_in_its_future(hearing: Handling) -> None:
+def test_times_are_converted_to_the_managers_clock_and_never_in_its_future(hearing: Handling) -> None:
     hearing.handle(hello(found(at=UPTIME - 3.0)), send_finding(found(component="GPU-2", at=UPTIME + 60.0)))
     times = {one.finding.component: one.finding for one in hearing.events if isinstance(one, ev.FindingChanged)}
     assert (times["GPU-1"].since, times["GPU-1"].evidence[0].at) == (97.0, 97.0)
@@ -94,7 +94,7 @@ def test_times_are_told_in_the_managers_clock_and_never_in_its_future(hearing: H
     assert to_manager_time(found(at=float("nan")), UPTIME, 100.0).since == 100.0
 
 
-def test_what_an_agent_says_again_is_no_news_and_what_it_no_longer_says_is_over(hearing: Handling) -> None:
+def test_repeated_finding_is_not_recorded_and_a_missing_one_is_cleared(hearing: Handling) -> None:
     hearing.handle(hello(found(), found(component="GPU-2")))
     before = len(hearing.events)
     again = found(at=UPTIME + 6.99)  # the same moment, 10 s later, but for the way of the message
@@ -103,7 +103,7 @@ def test_what_an_agent_says_again_is_no_news_and_what_it_no_longer_says_is_over(
     assert len(hearing.events) == before + 2, "and the Hello itself"
 
 
-def test_a_finding_changes_with_what_it_says_and_ends_with_ok(hearing: Handling) -> None:
+def test_finding_changes_with_its_evidence_and_ends_with_ok(hearing: Handling) -> None:
     hearing.handle(hello())
     hearing.handle(
         send_finding(found("hot", Verdict.WARN)), send_finding(found("hotter", Verdict.WARN)), send_finding(found())
@@ -115,12 +115,12 @@ def test_a_finding_changes_with_what_it_says_and_ends_with_ok(hearing: Handling)
     assert hearing.state.findings == {}
 
 
-def test_that_something_cannot_be_read_any_more_takes_back_nothing_that_was_read(hearing: Handling) -> None:
+def test_unreadable_value_does_not_clear_an_earlier_finding(hearing: Handling) -> None:
     hearing.handle(hello(found()), send_finding(found("no answer", Verdict.UNKNOWN)))
     assert changes(hearing) == [(KEY, Verdict.FAIL)]
 
 
-def test_what_is_not_known_is_told_once_and_so_is_that_it_is_known_again(hearing: Handling) -> None:
+def test_unknown_is_recorded_once_and_so_is_its_end(hearing: Handling) -> None:
     unknown = found("no answer", Verdict.UNKNOWN)
     hearing.handle(hello(unknown), send_finding(unknown), send_finding(found(verdict=Verdict.OK)))
     assert changes(hearing) == [(KEY, Verdict.UNKNOWN), (KEY, Verdict.OK)]
@@ -137,7 +137,7 @@ NOT_ITS_OWN = {
 
 
 @pytest.mark.parametrize("finding", NOT_ITS_OWN.values(), ids=NOT_ITS_OWN)
-def test_an_agent_is_heard_about_its_own_node_and_nothing_else(
+def test_agent_may_report_its_own_node_only(
     hearing: Handling, finding: Finding, caplog: pytest.LogCaptureFixture
 ) -> None:
     hearing.handle(hello(finding), send_finding(finding))
@@ -145,7 +145,7 @@ def test_an_agent_is_heard_about_its_own_node_and_nothing_else(
     assert "ignored finding" in caplog.text
 
 
-def test_only_the_agent_of_a_node_is_heard_about_it(hearing: Handling) -> None:
+def test_finding_from_a_replica_that_is_not_the_nodes_agent_is_ignored(hearing: Handling) -> None:
     tag = tag_of(RUN, OTHER)
     hearing.handle(
         msg.AdmissionRequest(OTHER, tag, N2, 8), msg.AgentHello(OTHER, tag, N2, "host", 8, "boot"), peer=b"other"
@@ -155,7 +155,7 @@ def test_only_the_agent_of_a_node_is_heard_about_it(hearing: Handling) -> None:
     assert changes(hearing) == []
 
 
-def test_only_the_connection_on_which_the_agent_greeted_is_heard(hearing: Handling) -> None:
+def test_finding_on_another_connection_than_the_agents_hello_is_ignored(hearing: Handling) -> None:
     hearing.handle(hello())
     hearing.handle(send_finding(found()), peer=b"stranger")
     assert changes(hearing) == []
@@ -163,7 +163,7 @@ def test_only_the_connection_on_which_the_agent_greeted_is_heard(hearing: Handli
     assert changes(hearing) == [(KEY, Verdict.FAIL)]
 
 
-def test_a_new_manager_keeps_what_an_agent_found_until_the_agent_says_otherwise(hearing: Handling) -> None:
+def test_new_manager_keeps_an_agents_finding_until_the_agent_clears_it(hearing: Handling) -> None:
     hearing.handle(hello(found(), found(component="GPU-2", proof=True)))
     hearing.next_manager()
     hearing.events.clear()
@@ -174,7 +174,7 @@ def test_a_new_manager_keeps_what_an_agent_found_until_the_agent_says_otherwise(
     assert changes(hearing) == [("xid:n1:GPU-2", Verdict.OK)]
 
 
-def test_what_the_managers_own_detectors_found_without_proof_is_over_when_the_next_one_does_not_find_it(
+def test_unproven_finding_is_cleared_if_the_next_manager_does_not_find_it(
     hearing: Handling,
 ) -> None:
     silent = found("silent", node=N2, detector="node_lost", component="", at=90.0)
@@ -187,7 +187,7 @@ def test_what_the_managers_own_detectors_found_without_proof_is_over_when_the_ne
     assert changes(hearing) == [("node_lost:n2", Verdict.OK)], "what was proved stays"
 
 
-def test_a_worker_that_is_silent_together_with_those_of_other_nodes_waits(hearing: Handling) -> None:
+def test_worker_silent_together_with_other_nodes_is_not_failed_at_once(hearing: Handling) -> None:
     incarnations = [Incarnation(ReplicaId(name), 1) for name in ("rollout/0", "rollout/1", "trainer/0")]
     first = found("silent", node=None, detector="worker_silence", component="", at=90.0, incarnation=incarnations[0])
     silent = {incarnation: (NodeName(f"n{index}"), 90.0) for index, incarnation in enumerate(incarnations)}
@@ -197,7 +197,7 @@ def test_a_worker_that_is_silent_together_with_those_of_other_nodes_waits(hearin
     assert changes(hearing) == [(first.key, Verdict.WARN), ("correlated:run:process:worker_silence", Verdict.WARN)]
 
 
-def test_a_node_that_falls_silent_together_with_others_waits(hearing: Handling) -> None:
+def test_node_silent_together_with_others_is_not_failed_at_once(hearing: Handling) -> None:
     first = found("silent", node=N2, detector="node_lost", component="", at=90.0)
     first = msgspec.structs.replace(first, proof=False)
     absent = {NodeName(f"n{index}"): 90.0 for index in (2, 3, 4)}
@@ -207,7 +207,7 @@ def test_a_node_that_falls_silent_together_with_others_waits(hearing: Handling) 
     assert changes(hearing) == [(first.key, Verdict.WARN), ("correlated:run:node:node_lost", Verdict.WARN)]
 
 
-def test_what_was_found_on_a_node_that_left_or_begins_anew_is_forgotten(hearing: Handling) -> None:
+def test_findings_of_a_released_or_readmitted_node_are_removed(hearing: Handling) -> None:
     hearing.handle(hello(found()))
     hearing.fold(ev.Decided(Exclude(N1, WHY, Cause.GPU)))
     hearing.fold(ev.Decided(Readmit(N1, WHY)))
@@ -219,40 +219,40 @@ def test_what_was_found_on_a_node_that_left_or_begins_anew_is_forgotten(hearing:
 
 
 # ── what the job wants to hear ───────────────────────────────────────────────────────────────────────────────────────
-def test_a_check_acts_is_observed_or_is_off_as_the_job_says() -> None:
+def test_check_acts_observes_or_is_off_as_the_job_says() -> None:
     fail = found()
     assert apply_settings(fail, HealthSpec()) == fail
     assert apply_settings(fail, HealthSpec(checks={"xid": "off"})) is None
     assert apply_settings(fail, HealthSpec(checks={"ecc": "off"})) == fail
     for view in (HealthSpec(checks={"xid": "observe"}), HealthSpec(observe_only=True)):
-        seen = apply_settings(fail, view)
-        assert seen is not None
-        assert (seen.verdict, seen.remedy) == (Verdict.WARN, Remedy.NONE)
-        assert "observe only" in seen.evidence[-1].text
+        applied = apply_settings(fail, view)
+        assert applied is not None
+        assert (applied.verdict, applied.remedy) == (Verdict.WARN, Remedy.NONE)
+        assert "observe only" in applied.evidence[-1].text
         warn = msgspec.structs.replace(fail, verdict=Verdict.WARN)
         assert apply_settings(warn, view) == warn
 
 
 @pytest.mark.parametrize("cause", [Cause.USER, Cause.SOFTWARE])
-def test_what_is_no_fault_of_the_node_is_told_of_it_and_never_condemns_it(cause: Cause) -> None:
-    seen = apply_settings(msgspec.structs.replace(found(), cause=cause), HealthSpec())
-    assert seen is not None
-    assert seen.verdict is Verdict.WARN
+def test_cause_that_does_not_blame_the_node_only_warns(cause: Cause) -> None:
+    applied = apply_settings(msgspec.structs.replace(found(), cause=cause), HealthSpec())
+    assert applied is not None
+    assert applied.verdict is Verdict.WARN
 
 
 @pytest.mark.parametrize("detector", sorted(TERMINAL_DETECTORS))
-def test_no_setting_brings_back_a_process_or_a_node_that_is_gone(detector: str) -> None:
+def test_no_setting_turns_off_proof_of_an_end(detector: str) -> None:
     gone = found(detector=detector, proof=True)
     assert apply_settings(gone, HealthSpec(observe_only=True, checks={detector: "off"})) == gone
     hung = found(detector="no_progress")
     assert apply_settings(hung, HealthSpec(observe_only=True)) != hung
 
 
-def test_the_managers_own_detectors_are_known_by_the_names_that_they_give() -> None:
+def test_manager_detectors_report_under_their_own_names() -> None:
     assert {detector.__name__ for detector in NODE_DETECTORS} == MANAGER_DETECTORS >= {"node_down", "node_lost"}
 
 
-def test_what_is_off_or_observed_is_so_for_agents_too(tmp_path: Path) -> None:
+def test_settings_apply_to_findings_of_agents_too(tmp_path: Path) -> None:
     hearing = Handling(tmp_path, *LAUNCHED)
     assert hearing.state is not None
     view = msgspec.structs.replace(hearing.state.job, health=HealthSpec(checks={"xid": "observe", "ecc": "off"}))
@@ -262,18 +262,18 @@ def test_what_is_off_or_observed_is_so_for_agents_too(tmp_path: Path) -> None:
 
 
 # ── loads ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_the_load_of_a_step_is_told_of_the_life_that_it_carries(tmp_path: Path) -> None:
+def test_load_of_a_step_is_attributed_to_its_incarnation(tmp_path: Path) -> None:
     tag = tag_of(RUN, ROLE)
     hearing = Handling(tmp_path, *LAUNCHED, ev.Intended(Launch(ROLE, tag, "pool", N1, WHY)))
-    told: list[tuple[Incarnation, float, float | None]] = []
+    recorded_loads: list[tuple[Incarnation, float, float | None]] = []
 
     def load(incarnation: Incarnation, cpu: float, gpu: float | None, now: float, tensor: float | None = None) -> None:
-        told.append((incarnation, cpu, gpu))
+        recorded_loads.append((incarnation, cpu, gpu))
 
     hearing.monitor.on_load = load  # type: ignore[method-assign]
     loads = (msg.Load(tag, 1.5, 0.25), msg.Load("another.step", 9.0), msg.Load(TAG, 0.1))
     hearing.handle(msg.AdmissionRequest(AGENT, TAG, N1, 7), hello(), msg.AgentHeartbeat(AGENT, N1, (tag,), loads))
-    assert told == [(ROLE, 1.5, 0.25)]
+    assert recorded_loads == [(ROLE, 1.5, 0.25)]
 
 
 # ── more than one at once, and one manager after the other ───────────────────────────────────────────────────────────
@@ -295,7 +295,7 @@ def verdicts(handling: Handling) -> dict[str, Verdict]:
 SHARED = {KEY: Verdict.WARN, "xid:n2:GPU-1": Verdict.WARN, "correlated:run:gpu:xid": Verdict.WARN}
 
 
-def test_what_two_nodes_have_in_common_is_still_held_back_when_the_next_manager_has_heard_one_of_them(
+def test_correlation_survives_a_new_manager_that_knows_one_of_two_nodes(
     hearing: Handling,
 ) -> None:
     both_agents_greet(hearing, found(), theirs=(found(node=N2),))
@@ -309,7 +309,7 @@ def test_what_two_nodes_have_in_common_is_still_held_back_when_the_next_manager_
     assert changes(hearing) == [], "nor is anything said again"
 
 
-def test_an_old_failure_has_nothing_in_common_with_a_new_one_because_the_manager_is_new(hearing: Handling) -> None:
+def test_new_manager_does_not_correlate_an_old_failure_with_a_new_one(hearing: Handling) -> None:
     hearing.handle(hello(found(at=UPTIME - 3600.0)))
     hearing.next_manager()
     hearing.handler.finding_gate.restore()
@@ -319,17 +319,13 @@ def test_an_old_failure_has_nothing_in_common_with_a_new_one_because_the_manager
 
 
 @pytest.mark.parametrize("part", ["GPU-1", ""])
-def test_an_agent_that_begins_anew_and_cannot_read_takes_back_nothing_that_was_read(
-    hearing: Handling, part: str
-) -> None:
+def test_restarted_agent_that_cannot_read_clears_no_finding(hearing: Handling, part: str) -> None:
     hearing.handle(hello(found(), found("hot", Verdict.WARN, detector="heat")))
     hearing.handle(hello(found("NVML does not answer", Verdict.UNKNOWN, component=part)))
     assert verdicts(hearing) == {KEY: Verdict.FAIL}, "what it can read is over"
 
 
-def test_an_agent_that_speaks_for_another_node_is_not_heard(
-    hearing: Handling, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_agent_hello_for_another_node_is_ignored(hearing: Handling, caplog: pytest.LogCaptureFixture) -> None:
     both_agents_greet(hearing, theirs=(found(node=N2),))
     heard = hearing.monitor.nodes[N2].last_message_at
     hearing.events.clear()
@@ -344,7 +340,7 @@ def test_an_agent_that_speaks_for_another_node_is_not_heard(
     assert verdicts(hearing) == {"xid:n2:GPU-1": Verdict.FAIL}
 
 
-def test_of_too_many_findings_the_worst_are_kept_and_none_is_longer_than_its_like(hearing: Handling) -> None:
+def test_excess_findings_keep_the_worst_with_limited_evidence(hearing: Handling) -> None:
     many = [found("hot " * 10_000, Verdict.WARN, component=f"GPU-{i}") for i in range(MAX_FINDINGS_PER_NODE)]
     hearing.handle(hello(*many, found(component="last")))
     hearing.handle(send_finding(found(component="later")), send_finding(found("hot", Verdict.WARN, component="less")))
@@ -355,14 +351,14 @@ def test_of_too_many_findings_the_worst_are_kept_and_none_is_longer_than_its_lik
     assert max(len(one.evidence[0].text) for one in hearing.state.findings.values()) <= 1000
 
 
-def test_nothing_that_is_only_observed_is_proof() -> None:
+def test_observed_finding_is_never_proof() -> None:
     for view in (HealthSpec(checks={"xid": "observe"}), HealthSpec(observe_only=True)):
-        seen = apply_settings(found(proof=True), view)
-        assert seen is not None
-        assert not seen.proof
+        applied = apply_settings(found(proof=True), view)
+        assert applied is not None
+        assert not applied.proof
 
 
-def test_what_a_thousand_nodes_say_is_not_looked_through_at_every_turn(
+def test_unchanged_findings_of_a_thousand_nodes_are_not_evaluated_again(
     hearing: Handling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hearing.handler.finding_gate.on_detected([], {})

@@ -27,6 +27,7 @@ from rrl.core.types import (
 )
 from rrl.health.detection.detect import detect
 from rrl.health.detection.health_monitor import HealthMonitor
+from rrl.manager.context import PeerConnections, RunContext
 from rrl.manager.intake import hang_investigation
 from rrl.manager.intake.hang_investigation import RECOLLECT_AFTER_S, STACKS_TIMEOUT_S, HangInvestigator
 from rrl.manager.model import events as ev
@@ -41,7 +42,7 @@ WAITS = 'Thread 7 (idle): "MainThread"\n    all_reduce (c10d.py:11)\n    train (
 
 
 class Investigation:
-    """A :class:`HangInvestigator` over a run in which everybody works; what it sends and records. Time is the loop's."""
+    """A :class:`HangInvestigator` over a run in which all replicas work, with its messages and events; in loop time."""
 
     def __init__(self, folder: Path, job: RunSpec, suspect: ReplicaId) -> None:
         self.world = World(job).steady()
@@ -57,8 +58,10 @@ class Investigation:
         }  # fmt: skip
         self.workers = {self.incarnation: b"worker"}
         self.suspicion = HangInvestigator(
-            self.run, self.monitor, lambda: self.world.state, self.recorded.append, self._send, self.now, self.workers,
-            self.steps,
+            RunContext(
+                self.run, self.monitor, lambda: self.world.state, self.recorded.append, self._send, self.now,
+                PeerConnections(self.workers, self.steps),
+            )
         )  # fmt: skip
 
     async def _send(self, peer: bytes, message: Any, request: int | None) -> None:
@@ -77,9 +80,9 @@ class Investigation:
 
     async def consider(self, *findings: Finding) -> tuple[list[Finding], float]:
         """As the manager's turn does; what it set off has happened when this returns."""
-        told = self.suspicion.investigate(findings)
+        published = self.suspicion.investigate(findings)
         await _settled()
-        return told
+        return published
 
     def stack_requests(self) -> list[tuple[bytes, msg.DumpStacks]]:
         return [(peer, message) for peer, message in self.sent if isinstance(message, msg.DumpStacks)]
@@ -124,10 +127,10 @@ def texts(finding: Finding) -> list[str]:
 
 
 # ── stacks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_warning_of_a_hang_has_its_nodes_agent_take_stacks_and_names_the_place(tmp_path: Path) -> None:
+def test_warning_of_a_hang_collects_stacks_and_names_the_place(tmp_path: Path) -> None:
     async def story(desk: Investigation) -> None:
-        told, _ = await desk.consider(desk.finding())
-        assert told == [desk.finding()], "nobody waits for them"
+        published, _ = await desk.consider(desk.finding())
+        assert published == [desk.finding()], "nobody waits for them"
         node = desk.world.state.replica(desk.incarnation.replica).node
         ((peer, order),) = desk.stack_requests()
         assert (peer, order.target) == (f"agent/{node}".encode(), desk.incarnation)
@@ -146,74 +149,74 @@ def test_a_warning_of_a_hang_has_its_nodes_agent_take_stacks_and_names_the_place
     play(tmp_path, story)
 
 
-def test_a_failure_without_a_warning_is_told_as_one_until_its_stacks_are_here(tmp_path: Path) -> None:
+def test_fail_without_a_warning_is_a_warning_until_its_stacks_arrive(tmp_path: Path) -> None:
     async def story(desk: Investigation) -> None:
         ((held,), again) = await desk.consider(desk.finding(Verdict.FAIL))
         assert (held.verdict, held.remedy, held.key) == (Verdict.WARN, Remedy.NONE, desk.finding().key)
         assert again == desk.now() + STACKS_TIMEOUT_S
         await desk.answer()
-        ((told,), _) = await desk.consider(desk.finding(Verdict.FAIL))
-        assert (told.verdict, told.remedy) == (Verdict.FAIL, Remedy.RESTART)
-        assert any("engine.py:95" in text for text in texts(told))
+        ((published,), _) = await desk.consider(desk.finding(Verdict.FAIL))
+        assert (published.verdict, published.remedy) == (Verdict.FAIL, Remedy.RESTART)
+        assert any("engine.py:95" in text for text in texts(published))
 
     play(tmp_path, story)
 
 
-def test_a_failure_waits_for_an_agent_that_does_not_answer_no_longer_than_said(tmp_path: Path) -> None:
+def test_fail_waits_at_most_the_timeout_for_an_agent_without_reply(tmp_path: Path) -> None:
     async def story(desk: Investigation) -> None:
         await desk.consider(desk.finding(Verdict.FAIL))
         await asyncio.sleep(STACKS_TIMEOUT_S - 0.1)
         ((held,), _) = await desk.consider(desk.finding(Verdict.FAIL))
         assert held.verdict is Verdict.WARN
         await asyncio.sleep(0.2)
-        ((told,), _) = await desk.consider(desk.finding(Verdict.FAIL))
-        assert told.verdict is Verdict.FAIL
-        assert texts(told)[1:] == [f"no stacks: no answer within {STACKS_TIMEOUT_S:g} s"]
+        ((published,), _) = await desk.consider(desk.finding(Verdict.FAIL))
+        assert published.verdict is Verdict.FAIL
+        assert texts(published)[1:] == [f"no stacks: no answer within {STACKS_TIMEOUT_S:g} s"]
         assert [event.file for event in desk.taken()] == [""]
 
     play(tmp_path, story)
 
 
-def test_a_failure_after_a_warning_is_told_at_once_whether_stacks_came_or_not(tmp_path: Path) -> None:
+def test_fail_after_a_warning_is_published_at_once(tmp_path: Path) -> None:
     async def story(desk: Investigation) -> None:
         await desk.consider(desk.finding())
         await asyncio.sleep(STACKS_TIMEOUT_S + 1)
-        ((told,), _) = await desk.consider(desk.finding(Verdict.FAIL))
-        assert told.verdict is Verdict.FAIL
+        ((published,), _) = await desk.consider(desk.finding(Verdict.FAIL))
+        assert published.verdict is Verdict.FAIL
 
     play(tmp_path, story)
 
 
-def test_where_no_agent_can_be_asked_nothing_waits(tmp_path: Path) -> None:
+def test_fail_is_not_deferred_if_no_agent_is_connected(tmp_path: Path) -> None:
     async def story(desk: Investigation) -> None:
         desk.steps.clear()
-        told, again = await desk.consider(desk.finding(Verdict.FAIL))
-        assert (told, again) == ([desk.finding(Verdict.FAIL)], float("inf"))
+        published, again = await desk.consider(desk.finding(Verdict.FAIL))
+        assert (published, again) == ([desk.finding(Verdict.FAIL)], float("inf"))
         assert desk.taken() == []
 
     play(tmp_path, story)
 
 
 @pytest.mark.parametrize("cause", [Cause.PROCESS, Cause.GPU])
-def test_what_is_no_hang_is_passed_on_untouched(tmp_path: Path, cause: Cause) -> None:
+def test_finding_that_is_not_a_hang_is_unchanged(tmp_path: Path, cause: Cause) -> None:
     async def story(desk: Investigation) -> None:
         proved = msgspec.structs.replace(desk.finding(Verdict.FAIL), cause=cause)
-        told, _ = await desk.consider(proved)
-        assert (told, desk.sent) == ([proved], [])
+        published, _ = await desk.consider(proved)
+        assert (published, desk.sent) == ([proved], [])
 
     play(tmp_path, story)
 
 
 @pytest.mark.parametrize("verdict", [Verdict.WARN, Verdict.FAIL])
-def test_what_the_job_does_not_want_to_hear_of_is_not_looked_into(tmp_path: Path, verdict: Verdict) -> None:
+def test_hang_whose_check_is_off_is_not_investigated(tmp_path: Path, verdict: Verdict) -> None:
     async def story(desk: Investigation) -> None:
-        told, again = await desk.consider(desk.finding(verdict))
-        assert (told, again, desk.sent) == ([desk.finding(verdict)], float("inf"), [])
+        published, again = await desk.consider(desk.finding(verdict))
+        assert (published, again, desk.sent) == ([desk.finding(verdict)], float("inf"), [])
 
     play(tmp_path, story, msgspec.structs.replace(rollouts(), health=HealthSpec(checks={"test": "off"})))
 
 
-def test_who_is_silent_while_its_node_is_heard_is_looked_into_before_it_is_restarted(tmp_path: Path) -> None:
+def test_silent_worker_on_a_live_node_is_investigated_before_its_restart(tmp_path: Path) -> None:
     async def story(desk: Investigation) -> None:
         silent = msgspec.structs.replace(
             desk.finding(Verdict.FAIL, Cause.PROCESS), detector="worker_silence"
@@ -221,14 +224,14 @@ def test_who_is_silent_while_its_node_is_heard_is_looked_into_before_it_is_resta
         ((held,), _) = await desk.consider(silent)
         assert held.verdict is Verdict.WARN
         await desk.answer()
-        ((told,), _) = await desk.consider(silent)
-        assert told.verdict is Verdict.FAIL
-        assert any("engine.py:95" in text for text in texts(told))
+        ((published,), _) = await desk.consider(silent)
+        assert published.verdict is Verdict.FAIL
+        assert any("engine.py:95" in text for text in texts(published))
 
     play(tmp_path, story)
 
 
-def test_stacks_of_one_hang_are_taken_once_and_anew_when_it_comes_back_later(tmp_path: Path) -> None:
+def test_stacks_of_a_hang_are_collected_once_and_again_if_it_returns(tmp_path: Path) -> None:
     async def story(desk: Investigation) -> None:
         for _ in range(3):
             await desk.consider(desk.finding())
@@ -244,7 +247,7 @@ def test_stacks_of_one_hang_are_taken_once_and_anew_when_it_comes_back_later(tmp
     play(tmp_path, story)
 
 
-def test_a_failure_that_began_after_the_stacks_were_taken_is_looked_into_anew(tmp_path: Path) -> None:
+def test_fail_that_began_after_the_stacks_is_investigated_again(tmp_path: Path) -> None:
     async def story(desk: Investigation) -> None:
         await desk.consider(desk.finding())
         await desk.answer(WAITS)
@@ -254,15 +257,15 @@ def test_a_failure_that_began_after_the_stacks_were_taken_is_looked_into_anew(tm
         ((held,), _) = await desk.consider(hang)
         assert held.verdict is Verdict.WARN
         await desk.answer(STUCK)
-        ((told,), _) = await desk.consider(hang)
-        assert told.verdict is Verdict.FAIL
-        assert any("step (engine.py" in text for text in texts(told))
-        assert not any("all_reduce" in text for text in texts(told))
+        ((published,), _) = await desk.consider(hang)
+        assert published.verdict is Verdict.FAIL
+        assert any("step (engine.py" in text for text in texts(published))
+        assert not any("all_reduce" in text for text in texts(published))
 
     play(tmp_path, story)
 
 
-def test_all_members_of_a_gang_are_looked_into_and_the_one_that_stands_apart_is_named(tmp_path: Path) -> None:
+def test_stacks_of_all_gang_members_are_collected_and_the_outlier_is_named(tmp_path: Path) -> None:
     async def story(desk: Investigation) -> None:
         await desk.consider(desk.finding())
         members = sorted(order.target for _, order in desk.stack_requests())
@@ -281,20 +284,22 @@ def test_all_members_of_a_gang_are_looked_into_and_the_one_that_stands_apart_is_
     play(tmp_path, story, gang_job(4, 2, limits=LIMITS), TRAINER)
 
 
-def test_a_gang_whose_members_all_hang_is_looked_into_once_and_each_is_told_of_it(tmp_path: Path) -> None:
+def test_gang_whose_members_all_hang_is_investigated_once(tmp_path: Path) -> None:
     async def story(desk: Investigation) -> None:
         members = [one.incarnation for one in desk.world.state.replicas.values() if one.id.startswith("trainer/")]
         await desk.consider(*[desk.finding(incarnation=incarnation) for incarnation in members])
         assert len(desk.stack_requests()) == len(members) == 4
         await desk.answer(WAITS)
-        told, _ = await desk.consider(*[desk.finding(Verdict.FAIL, incarnation=incarnation) for incarnation in members])
+        published, _ = await desk.consider(
+            *[desk.finding(Verdict.FAIL, incarnation=incarnation) for incarnation in members]
+        )
         assert len(desk.taken()) == 1
-        assert all(any("all_reduce" in text for text in texts(finding)) for finding in told)
+        assert all(any("all_reduce" in text for text in texts(finding)) for finding in published)
 
     play(tmp_path, story, gang_job(4, 2, limits=LIMITS), TRAINER)
 
 
-def test_of_very_many_hangs_at_once_some_are_looked_into_and_none_of_the_others_waits(
+def test_hangs_beyond_the_limit_are_neither_investigated_nor_deferred(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hang_investigation, "MAX_CONCURRENT", 1)
@@ -310,7 +315,7 @@ def test_of_very_many_hangs_at_once_some_are_looked_into_and_none_of_the_others_
     play(tmp_path, story)
 
 
-def test_members_that_cannot_be_looked_into_do_not_keep_the_others_from_being_told(tmp_path: Path) -> None:
+def test_member_without_stacks_does_not_suppress_those_of_the_others(tmp_path: Path) -> None:
     async def story(desk: Investigation) -> None:
         await desk.consider(desk.finding())
         (_, first), *rest = desk.stack_requests()
@@ -326,17 +331,17 @@ def test_members_that_cannot_be_looked_into_do_not_keep_the_others_from_being_to
     play(tmp_path, story, gang_job(4, 2, limits=LIMITS), TRAINER)
 
 
-def test_why_there_are_no_stacks_is_told(tmp_path: Path) -> None:
+def test_missing_stacks_are_explained_in_the_evidence(tmp_path: Path) -> None:
     async def story(desk: Investigation) -> None:
         await desk.consider(desk.finding())
         await desk.answer(error="the step has no process left")
-        ((told,), _) = await desk.consider(desk.finding())
-        assert texts(told)[1:] == ["no stacks: the step has no process left"]
+        ((published,), _) = await desk.consider(desk.finding())
+        assert texts(published)[1:] == ["no stacks: the step has no process left"]
 
     play(tmp_path, story)
 
 
-def test_what_another_agent_says_of_the_suspect_or_says_twice_does_not_count(tmp_path: Path) -> None:
+def test_stacks_from_another_agent_or_repeated_ones_are_ignored(tmp_path: Path) -> None:
     async def story(desk: Investigation) -> None:
         await desk.consider(desk.finding())
         ((peer, order),) = desk.stack_requests()
@@ -352,7 +357,7 @@ def test_what_another_agent_says_of_the_suspect_or_says_twice_does_not_count(tmp
     play(tmp_path, story)
 
 
-def test_a_run_directory_that_takes_no_file_costs_the_file_and_not_the_lines(tmp_path: Path) -> None:
+def test_unwritable_run_directory_loses_the_file_but_not_the_evidence(tmp_path: Path) -> None:
     async def story(desk: Investigation) -> None:
         desk.run.stacks.write_text("in the way")
         await desk.consider(desk.finding())
@@ -363,7 +368,7 @@ def test_a_run_directory_that_takes_no_file_costs_the_file_and_not_the_lines(tmp
     play(tmp_path, story)
 
 
-def test_names_of_functions_do_not_reach_a_terminal_as_control_characters(tmp_path: Path) -> None:
+def test_function_names_are_cleaned_of_control_characters(tmp_path: Path) -> None:
     async def story(desk: Investigation) -> None:
         await desk.consider(desk.finding())
         await desk.answer('Thread 7 (idle): "MainThread"\n    a\x1b[31mb (x.py:1)\n')
@@ -395,7 +400,7 @@ def _probes(investigation: Investigation) -> list[msg.Probe]:
     return [message for peer, message in investigation.sent if isinstance(message, msg.Probe) and peer == b"worker"]
 
 
-def test_a_suspect_is_asked_for_work_and_believed_when_it_answers(tmp_path: Path) -> None:
+def test_suspect_that_replies_to_its_probe_is_not_failed(tmp_path: Path) -> None:
     async def story(desk: Investigation) -> None:
         await _generates_then_stalls(desk, lambda: bool(_probes(desk)))
         probe = _probes(desk)[0]
@@ -409,7 +414,7 @@ def test_a_suspect_is_asked_for_work_and_believed_when_it_answers(tmp_path: Path
     play(tmp_path, story)
 
 
-def test_an_answer_that_it_cannot_work_fails_it(tmp_path: Path) -> None:
+def test_probe_reply_that_work_is_impossible_fails_the_replica(tmp_path: Path) -> None:
     async def story(desk: Investigation) -> None:
         await _generates_then_stalls(desk, lambda: bool(_probes(desk)))
         failed = msg.ProbeReply(
@@ -422,7 +427,7 @@ def test_an_answer_that_it_cannot_work_fails_it(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_who_beats_and_does_not_answer_fails_with_the_stacks_taken_meanwhile(tmp_path: Path) -> None:
+def test_replica_without_probe_reply_fails_with_its_collected_stacks(tmp_path: Path) -> None:
     async def story(desk: Investigation) -> None:
         failed: list[Finding] = []
 
@@ -434,14 +439,14 @@ def test_who_beats_and_does_not_answer_fails_with_the_stacks_taken_meanwhile(tmp
         await _generates_then_stalls(desk, lambda: bool(desk.stack_requests()))
         await desk.answer()
         findings = await _generates_then_stalls(desk, fails)
-        told = [one for one in findings if one.verdict is Verdict.FAIL]
-        assert [one.detector for one in told] == ["no_answer"]
-        assert any("engine.py:95" in text for text in texts(told[0]))
+        published = [one for one in findings if one.verdict is Verdict.FAIL]
+        assert [one.detector for one in published] == ["no_answer"]
+        assert any("engine.py:95" in text for text in texts(published[0]))
 
     play(tmp_path, story)
 
 
-def test_who_cannot_be_reached_counts_as_asked(tmp_path: Path) -> None:
+def test_unconnected_suspect_counts_as_probed(tmp_path: Path) -> None:
     async def story(desk: Investigation) -> None:
         desk.workers.clear()
         probes = desk.monitor.replicas
@@ -451,7 +456,7 @@ def test_who_cannot_be_reached_counts_as_asked(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_an_answer_to_an_earlier_managers_question_is_none(tmp_path: Path) -> None:
+def test_reply_to_an_earlier_managers_probe_is_ignored(tmp_path: Path) -> None:
     async def story(desk: Investigation) -> None:
         await _generates_then_stalls(desk, lambda: bool(_probes(desk)))
         desk.suspicion.on_reply(msg.ProbeReply(desk.incarnation, 1, ProbeResult.WORKS, "a token"))

@@ -56,39 +56,39 @@ def stuck(state: State, phase: str) -> float:
     return float("inf")
 
 
-def test_a_hang_is_found_by_what_was_usual_under_the_manager_before() -> None:
+def test_hang_is_detected_by_baselines_of_an_earlier_manager() -> None:
     went = phases("starting", "train", "checkpoint", "publish", "wait_data", "train", "checkpoint")
     assert stuck(learned(*went, ev.BaselinesLearned(BASELINE)), "checkpoint") < 400.0
     assert stuck(learned(*went), "checkpoint") > 3000.0, "of an old journal nobody knows what is usual"
 
 
-def test_a_first_pass_goes_on_being_one() -> None:
+def test_first_pass_of_a_phase_remains_one_under_a_new_manager() -> None:
     went = phases("starting", "train", "checkpoint")
     assert stuck(learned(*went, ev.BaselinesLearned(BASELINE)), "checkpoint") > 1800.0
 
 
-def test_the_state_has_which_phases_a_life_has_left_and_its_successor_begins_anew() -> None:
+def test_state_has_the_passed_phases_of_each_incarnation() -> None:
     state = learned(*phases("starting", "train", "publish", "train"))
     assert state.replicas[TRAINER].past_phases == ("starting", "train", "publish")
     again = Launch(Incarnation(TRAINER, 2), tag_of(RUN, Incarnation(TRAINER, 2)), "pool", N1, Why(("it is wanted",)))
     assert fold(state, ev.Stamped(state.seq + 1, 11.0, 1, ev.Intended(again))).replicas[TRAINER].past_phases == ()
 
 
-def test_what_is_usual_is_looked_at_once_a_minute_and_recorded_when_it_has_changed() -> None:
+def test_baselines_are_checked_once_a_minute_and_recorded_when_changed() -> None:
     watch, recorded = HealthMonitor(), list[ev.BaselinesLearned]()
-    lessons = BaselineRecorder(watch, {}, recorded.append)
-    lessons.record_if_due(0.0)
+    recorder = BaselineRecorder(watch, {}, recorded.append)
+    recorder.record_if_due(0.0)
     watch.restore_baselines(BASELINE)
-    lessons.record_if_due(BASELINE_CHECK_INTERVAL_S - 1.0)
+    recorder.record_if_due(BASELINE_CHECK_INTERVAL_S - 1.0)
     assert recorded == [], "not before its time"
-    lessons.record_if_due(BASELINE_CHECK_INTERVAL_S)
+    recorder.record_if_due(BASELINE_CHECK_INTERVAL_S)
     assert recorded == [ev.BaselinesLearned(BASELINE)]
     for minute in range(2, 10):
-        lessons.record_if_due(minute * BASELINE_CHECK_INTERVAL_S)
+        recorder.record_if_due(minute * BASELINE_CHECK_INTERVAL_S)
     assert len(recorded) == 1
 
 
-def test_a_manager_does_not_record_anew_what_it_was_handed() -> None:
+def test_restored_baselines_are_not_recorded_again() -> None:
     state, recorded = learned(ev.BaselinesLearned(BASELINE)), list[ev.BaselinesLearned]()
     watch = HealthMonitor()
     restore_monitor(watch, state, 1000.0)
@@ -96,13 +96,13 @@ def test_a_manager_does_not_record_anew_what_it_was_handed() -> None:
     assert recorded == []
 
 
-def test_a_run_that_is_resumed_with_another_job_learns_anew() -> None:
+def test_run_resumed_with_another_job_starts_without_baselines() -> None:
     state = learned(ev.BaselinesLearned(BASELINE), ev.RunEnded(Outcome.CANCELLED, "ada wanted it"))
     resumed = fold(state, ev.Stamped(state.seq + 1, 20.0, 2, ev.Resumed("ada", "c1", job())))
     assert resumed.baselines == {}
 
 
-def test_managers_of_a_run_hand_on_what_they_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baselines_are_restored_by_the_next_manager(monkeypatch: pytest.MonkeyPatch) -> None:
     handed: list[dict[str, RoleBaseline]] = []
     remember = HealthMonitor.restore_baselines
 

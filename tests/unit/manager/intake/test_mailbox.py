@@ -17,29 +17,29 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def test_commands_are_taken_in_order_and_once(run: RunDir) -> None:
+def test_commands_are_read_in_order_and_once(run: RunDir) -> None:
     for name in ("2-b", "1-a"):
         (run.mailbox / f"{name}.json").write_text('{"command": "cancel", "by": "me"}')
     first, second = pending_commands(run)
     assert (first, second.id) == (Command("cancel", "me", "1-a"), "2-b")
     acknowledge(run, first)
-    assert [letter.id for letter in pending_commands(run)] == ["2-b"]
+    assert [command.id for command in pending_commands(run)] == ["2-b"]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"by": "me"}', '{"command": 7}', "\udcff"])
-def test_what_is_no_command_is_put_aside_and_keeps_nobody_waiting(
+def test_invalid_command_file_is_set_aside_without_delaying_others(
     run: RunDir, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (run.mailbox / "1.json").write_text(text, errors="surrogateescape")
     (run.mailbox / "2.json").write_text('{"command": "cancel"}')
-    assert [letter.id for letter in pending_commands(run)] == ["2"]
+    assert [command.id for command in pending_commands(run)] == ["2"]
     assert "1.json in the mailbox is not a valid command" in caplog.text
     caplog.clear()
-    assert [letter.id for letter in pending_commands(run)] == ["2"]
+    assert [command.id for command in pending_commands(run)] == ["2"]
     assert not caplog.records, "it was read again"
 
 
-def test_a_letter_that_is_being_written_is_not_read(run: RunDir) -> None:
+def test_unfinished_command_file_is_not_read(run: RunDir) -> None:
     (run.mailbox / ".1.json.1234").write_text("{")
     (run.mailbox / ".1.json").write_text("{")
     assert pending_commands(run) == []

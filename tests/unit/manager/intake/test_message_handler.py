@@ -1,4 +1,4 @@
-"""Who says what is checked against who is believed; only what changed becomes an event."""
+"""Messages are checked against the current incarnations, and only changes become events."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rrl.core.run_dir import RunDir
 from rrl.core.types import Incarnation, NodeName, Outcome, ProbeResult, ReplicaId, Version
 from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.manager.cluster.base import AllocationRequest, AllocationState, AllocationStatus, RejectReason
+from rrl.manager.context import RunContext
 from rrl.manager.intake.message_handler import MessageHandler
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Finish, Launch, Request, Why
@@ -37,7 +38,7 @@ HELLO = msg.Hello(R1, STEP, N1, "host", 42, "starting", weight_address="tcp://12
 
 
 class Handling:
-    """An ear, the events that it recorded, and what it answered."""
+    """A message handler, the events that it recorded, and the messages that it sent."""
 
     def __init__(self, folder: Path, *events: ev.Event) -> None:
         self.run = RunDir(folder / RUN)
@@ -46,20 +47,19 @@ class Handling:
         self.sent: list[Any] = []
         self.sent_to: list[tuple[bytes, Any]] = []
         self.state: State | None = None
-        self.steps: dict[str, bytes] = {}
         self.monitor = HealthMonitor()
         for event in (ev.RunStarted(RUN, job()), *events):
             self.fold(event)
         self._listen()
 
     def _listen(self) -> None:
+        self.context = RunContext(self.run, self.monitor, self._now_state, self._record, self._send, now=lambda: 100.0)
         self.handler = MessageHandler(
-            self.run, self.monitor, self._now_state, self._record, self._send, lambda: 100.0,
-            lambda incarnation: msg.Welcome(incarnation, msg.Peers(1, 1, {})), lambda tag: None, self.steps,
-        )  # fmt: skip
+            self.context, lambda incarnation: msg.Welcome(incarnation, msg.Peers(1, 1, {})), lambda tag: None
+        )
 
     def handle(self, *messages: Any, peer: bytes = b"peer") -> list[Any]:
-        """The answers to these messages, all said on one connection."""
+        """Handle messages that arrive on one connection; return the messages sent."""
         self.sent.clear()
         for message in messages:
             asyncio.run(self.handle_now(message, peer))
@@ -69,15 +69,15 @@ class Handling:
         await self.handler.handle(Incoming(peer, 1, message))
 
     def next_manager(self) -> None:
-        """Another one takes over, with what the journal says and nothing else."""
-        self.steps, self.monitor = {}, HealthMonitor()
+        """Start another manager from the state alone."""
+        self.monitor = HealthMonitor()
         for replica in self._now_state().replicas.values():
             if replica.is_current and replica.node is not None:
                 self.monitor.on_launched(replica.incarnation, replica.node, 100.0)
         self._listen()
 
     def fold(self, event: ev.Event) -> None:
-        """What the manager itself decided; its detectors are told of launches."""
+        """Apply an event that the manager records itself; the monitor is informed of launches."""
         seq = self.state.seq + 1 if self.state else 1
         self.state = fold(self.state, ev.Stamped(seq, 100.0, 1, event))
         if isinstance(event, ev.Intended) and isinstance(event.action, Launch):
@@ -122,13 +122,13 @@ def test_a_launched_process_is_admitted_once_and_its_launch_is_settled(hearing: 
     [msg.AdmissionRequest(R2, tag_of(RUN, R2), N1, 41), msg.AdmissionRequest(R1, "another.tag", N1, 41)],
     ids=["incarnation", "tag"],
 )
-def test_a_process_that_nobody_wants_is_sent_away(hearing: Handling, wanted: msg.AdmissionRequest) -> None:
+def test_process_that_is_not_wanted_is_not_admitted(hearing: Handling, wanted: msg.AdmissionRequest) -> None:
     (answer,) = hearing.handle(wanted)
     assert (answer.ok, bool(answer.reason)) == (False, True)
     assert hearing.events == []
 
 
-def test_a_process_that_runs_elsewhere_than_it_was_launched_is_sent_away_and_its_launch_counts_as_refused(
+def test_process_on_another_node_is_not_admitted_and_its_launch_is_refused(
     hearing: Handling,
 ) -> None:
     why = f"{STEP} runs on n9, and was launched on n1"
@@ -137,25 +137,25 @@ def test_a_process_that_runs_elsewhere_than_it_was_launched_is_sent_away_and_its
     held = hearing.state.replica(R1.replica) if hearing.state else None
     assert held is not None
     assert (held.status, held.failures[-1].refused, held.admitted_process) == (Status.WANTED, True, None)
-    assert STEP not in hearing.steps
+    assert STEP not in hearing.context.connections.steps
 
 
-def test_who_was_admitted_is_asked_to_leave_in_order_when_it_comes_back_to_a_run_that_is_ending(tmp_path: Path) -> None:
+def test_admitted_process_that_reconnects_to_an_ending_run_is_stopped(tmp_path: Path) -> None:
     over = ev.Decided(Finish(Outcome.COMPLETED, WHY))
     hearing = Handling(tmp_path, *LAUNCHED, ev.Admitted(R1, STEP, N1, 41), over)
     admitted, stop = hearing.handle(WANTED)
     assert admitted.ok
     assert (stop.incarnation, stop.grace) == (R1, job().limits.step_grace)
-    assert hearing.steps == {STEP: b"peer"}
+    assert hearing.context.connections.steps == {STEP: b"peer"}
 
 
-def test_who_was_not_admitted_before_the_end_is_sent_away(tmp_path: Path) -> None:
+def test_process_is_not_admitted_once_the_run_is_ending(tmp_path: Path) -> None:
     hearing = Handling(tmp_path, *LAUNCHED, ev.Decided(Finish(Outcome.COMPLETED, WHY)))
     (answer,) = hearing.handle(WANTED)
     assert not answer.ok
 
 
-def test_a_beat_is_no_event_but_a_new_phase_is(hearing: Handling) -> None:
+def test_heartbeat_causes_no_event_but_a_new_phase_does(hearing: Handling) -> None:
     hearing.handle(WANTED, HELLO)
     before = len(hearing.events)
     assert hearing.handle(msg.Heartbeat(R1, "starting", 0), msg.Heartbeat(R1, "starting", 5)) == []
@@ -186,7 +186,7 @@ STRANGERS = (
 
 
 @pytest.mark.parametrize("expected_text", STRANGERS, ids=lambda message: type(message).__name__)
-def test_what_a_life_says_that_is_not_believed_is_no_event_and_it_is_told(
+def test_message_of_a_fenced_incarnation_is_ignored_and_answered_with_fenced(
     hearing: Handling, expected_text: Any
 ) -> None:
     (answer,) = hearing.handle(expected_text)
@@ -194,7 +194,7 @@ def test_what_a_life_says_that_is_not_believed_is_no_event_and_it_is_told(
     assert hearing.events == []
 
 
-def test_an_end_counts_once_and_only_of_the_step_that_the_life_is_known_by(hearing: Handling) -> None:
+def test_end_of_a_step_counts_once_and_only_for_its_incarnation(hearing: Handling) -> None:
     hearing.handle(msg.StepExit(R1, "another.tag", 0, None, ExitReason.EXITED))
     hearing.handle(msg.StepExit(R2, STEP, 0, None, ExitReason.EXITED))
     assert hearing.events == []
@@ -203,14 +203,14 @@ def test_an_end_counts_once_and_only_of_the_step_that_the_life_is_known_by(heari
     assert hearing.events == [ev.StepEnded(R1, STEP, None, 9, ExitReason.SIGNALED)]
 
 
-def test_a_witnessed_end_is_told_in_the_words_of_its_exit_record_where_there_is_one(hearing: Handling) -> None:
+def test_witnessed_end_is_recorded_from_its_exit_record_if_there_is_one(hearing: Handling) -> None:
     record = ExitRecord(STEP, R1, N1, 3, None, ExitReason.EXITED, 0.0)
     hearing.run.exit_file(STEP).write_bytes(msgspec.json.encode(record))
     hearing.handle(msg.StepVanished(R1, STEP, N1))
     assert hearing.events == [ev.StepEnded(R1, STEP, 3, None, ExitReason.EXITED)]
 
 
-def test_an_end_that_nobody_told_is_read_from_its_exit_record(hearing: Handling) -> None:
+def test_unreported_end_is_read_from_its_exit_record(hearing: Handling) -> None:
     asyncio.run(hearing.handler.read_exit_records())
     assert hearing.events == []
     hearing.run.exit_file(STEP).write_bytes(b"")  # being written, or torn
@@ -225,7 +225,7 @@ def test_an_end_that_nobody_told_is_read_from_its_exit_record(hearing: Handling)
 # ── one process a life ─────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("managers", [1, 2])
 @pytest.mark.parametrize(("node", "pid"), [(N1, 77), (NodeName("n2"), 41)], ids=["same node", "same pid"])
-def test_a_second_process_under_an_admitted_tag_is_sent_away_and_told_to_leave_no_record(
+def test_second_process_of_an_admitted_tag_is_rejected_as_a_duplicate(
     hearing: Handling, node: NodeName, pid: int, managers: int
 ) -> None:
     hearing.handle(WANTED, HELLO)
@@ -235,14 +235,16 @@ def test_a_second_process_under_an_admitted_tag_is_sent_away_and_told_to_leave_n
     (answer,) = hearing.handle(msg.AdmissionRequest(R1, STEP, node, pid), peer=b"second")
     assert (answer.ok, answer.duplicate) == (False, True)
     assert answer.reason == f"{STEP} is process 41 on n1, not {pid} on {node}"
-    assert hearing.steps.get(STEP) != b"second", "the second one would be told to stop instead of the first"
+    assert hearing.context.connections.steps.get(STEP) != b"second", (
+        "the second one would be told to stop instead of the first"
+    )
     assert hearing.handle(WANTED, peer=b"again") == [msg.Admitted(STEP, True)], "the first one may come back"
     assert len(hearing.events) == before
 
 
 @pytest.mark.parametrize("managers", [1, 2])
 @pytest.mark.parametrize(("host", "pid"), [("host", 43), ("elsewhere", 42)], ids=["same host", "same pid"])
-def test_a_second_worker_of_a_life_is_fenced_and_nothing_that_it_says_counts(
+def test_second_worker_of_an_incarnation_is_fenced_and_ignored(
     hearing: Handling, host: str, pid: int, managers: int
 ) -> None:
     hearing.handle(WANTED, HELLO)
@@ -255,12 +257,12 @@ def test_a_second_worker_of_a_life_is_fenced_and_nothing_that_it_says_counts(
     )
     assert answers == [msg.Fenced(R1, f"{R1} is process 42 on host, not {pid} on {host}")]
     assert len(hearing.events) == before
-    assert hearing.handler.worker_peers.get(R1) != b"second"
+    assert hearing.context.connections.workers.get(R1) != b"second"
     (welcome,) = hearing.handle(HELLO, peer=b"again")
     assert isinstance(welcome, msg.Welcome), "the first one may come back"
 
 
-def test_what_the_same_process_said_on_its_last_connection_still_counts(hearing: Handling) -> None:
+def test_message_on_a_processs_previous_connection_still_counts(hearing: Handling) -> None:
     hearing.handle(WANTED, HELLO, peer=b"first")
     hearing.handle(HELLO, peer=b"second")
     hearing.handle(msg.Committed(R1, 1, {"reward": 0.5}), peer=b"first")
@@ -271,9 +273,9 @@ def test_what_the_same_process_said_on_its_last_connection_still_counts(hearing:
     assert len(hearing.events) == before
 
 
-def test_what_a_suspect_answers_is_passed_on_only_when_it_says_so_itself(hearing: Handling) -> None:
+def test_probe_reply_counts_only_from_the_suspect_itself(hearing: Handling, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[Any] = []
-    hearing.handler.on_reply = heard.append
+    monkeypatch.setattr(hearing.handler.hang_investigator, "on_reply", heard.append)
     hearing.handle(WANTED, HELLO)
     hearing.events.clear()
     mine = msg.ProbeReply(R1, 7, ProbeResult.WORKS, "a token")
@@ -283,7 +285,7 @@ def test_what_a_suspect_answers_is_passed_on_only_when_it_says_so_itself(hearing
     assert (heard, hearing.events) == ([mine], [])
 
 
-def test_a_command_may_go_on_with_another_worker_after_the_first_one_said_goodbye(hearing: Handling) -> None:
+def test_command_may_continue_with_another_worker_after_a_goodbye(hearing: Handling) -> None:
     hearing.handle(WANTED, HELLO, msg.Goodbye(R1))
     (welcome,) = hearing.handle(msgspec.structs.replace(HELLO, pid=43), peer=b"second")
     assert isinstance(welcome, msg.Welcome)
@@ -303,7 +305,7 @@ def test_an_agent_bears_witness_to_steps_that_start_on_its_node(tmp_path: Path) 
     assert hearing.monitor.replicas[R1.replica].step_alive_at == 100.0
 
 
-def test_a_second_agent_of_a_life_is_fenced(tmp_path: Path) -> None:
+def test_second_agent_of_an_incarnation_is_fenced(tmp_path: Path) -> None:
     agent = Incarnation(ReplicaId("agent/n1"), 1)
     tag = tag_of(RUN, agent)
     hearing = Handling(tmp_path, *LAUNCHED, ev.Intended(Launch(agent, tag, "pool", N1, WHY)))
@@ -317,7 +319,8 @@ def test_a_second_agent_of_a_life_is_fenced(tmp_path: Path) -> None:
 
 HELLO_MESSAGES = (
     WANTED, HELLO, msg.Heartbeat(R1, "generate", 1), msg.PhaseEntered(R1, "generate", 2), msg.FirstWorkDone(R1),
-    msg.VersionAvailable(R1, Version(1, 1)), msg.Committed(R1, 1, {"reward": 0.5}), msg.Committed(R1, 2, {"reward": 0.7}),
+    msg.VersionAvailable(R1, Version(1, 1)), msg.Committed(R1, 1, {"reward": 0.5}),
+    msg.Committed(R1, 2, {"reward": 0.7}),
     msg.Goodbye(R1), msg.StepExit(R1, STEP, None, 9, ExitReason.SIGNALED), msg.StepVanished(R1, STEP, N1),
 )  # fmt: skip
 

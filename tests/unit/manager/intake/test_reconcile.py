@@ -76,7 +76,7 @@ def steps(*tags: str) -> ClusterSnapshot:
 HELD = (REQUEST, ev.IntentSettled(POOL, True), ev.AllocationChanged(POOL, RUNNING))
 
 
-def test_an_unanswered_request_is_found_later_by_its_tag() -> None:
+def test_unanswered_request_is_found_later_by_its_tag() -> None:
     looks = Polls(REQUEST)
     assert looks.poll(NOTHING, at=QUIET - 1) == []
     assert looks.poll(listed(PENDING), at=QUIET) == [
@@ -86,7 +86,7 @@ def test_an_unanswered_request_is_found_later_by_its_tag() -> None:
     assert looks.poll(listed(RUNNING)) == [ev.AllocationChanged(POOL, RUNNING)]
 
 
-def test_a_request_that_is_never_found_counts_as_refused_after_the_quiet_period_and_two_looks() -> None:
+def test_missing_request_is_refused_after_the_quiet_period_and_two_polls() -> None:
     looks = Polls(REQUEST)
     for at in (1.0, QUIET / 2, QUIET):
         assert looks.poll(NOTHING, at=at) == []
@@ -106,7 +106,7 @@ HET = ev.Intended(
 )
 
 
-def test_a_heterogeneous_request_is_found_by_any_of_its_components_and_each_is_then_known_for_itself() -> None:
+def test_heterogeneous_request_is_found_by_any_of_its_components() -> None:
     looks = Polls(HET)
     assert looks.poll(NOTHING, at=QUIET - 1) == []
     component = ClusterSnapshot(nodes={}, allocations={f"{RUN}.b": PENDING}, steps={})
@@ -135,7 +135,7 @@ def test_a_request_whose_command_still_runs_settles_itself() -> None:
     assert looks.poll(listed(PENDING), busy=busy) == [ev.AllocationChanged(POOL, PENDING)]
 
 
-def test_a_first_try_that_ended_under_the_tag_is_not_the_end_of_a_request_that_is_still_being_made() -> None:
+def test_ended_salloc_attempt_does_not_end_a_request_still_in_progress() -> None:
     cancelled = AllocationStatus(AllocationState.ENDED, "7", (), "CANCELLED")
     looks = Polls(REQUEST)
     busy = frozenset({POOL})
@@ -146,14 +146,14 @@ def test_a_first_try_that_ended_under_the_tag_is_not_the_end_of_a_request_that_i
     ]  # fmt: skip
 
 
-def test_a_look_that_omits_an_allocation_once_changes_nothing() -> None:
+def test_allocation_missing_from_one_poll_is_kept() -> None:
     looks = Polls(*HELD)
     for _ in range(5):
         assert looks.poll(NOTHING) == []
         assert looks.poll(listed(RUNNING)) == []
 
 
-def test_an_allocation_that_looks_omit_for_longer_than_an_answer_can_be_old_is_gone() -> None:
+def test_allocation_missing_for_longer_than_the_quiet_period_is_gone() -> None:
     looks = Polls(*HELD)
     for at in (1.0, 2.0, QUIET):
         assert looks.poll(NOTHING, at=at) == []
@@ -161,13 +161,13 @@ def test_an_allocation_that_looks_omit_for_longer_than_an_answer_can_be_old_is_g
     assert looks.poll(NOTHING, at=QUIET + 1.0) == []
 
 
-def test_one_that_we_gave_back_is_gone_when_two_looks_in_a_row_omit_it() -> None:
+def test_released_allocation_is_gone_after_two_polls_without_it() -> None:
     looks = Polls(*HELD, ev.Intended(Release(POOL, WHY)), ev.IntentSettled(f"{POOL}!release", True))
     assert looks.poll(NOTHING) == []
     assert looks.poll(NOTHING) == [ev.AllocationChanged(POOL, None)]
 
 
-def test_an_old_answer_in_which_a_running_allocation_still_waits_changes_nothing() -> None:
+def test_old_answer_with_a_pending_allocation_changes_nothing() -> None:
     looks = Polls(*HELD)
     for at in (1.0, 2.0, QUIET):
         assert looks.poll(listed(PENDING), at=at) == []
@@ -176,7 +176,7 @@ def test_an_old_answer_in_which_a_running_allocation_still_waits_changes_nothing
     assert looks.poll(listed(PENDING), at=2 * QUIET + 2.0) == [ev.AllocationChanged(POOL, PENDING)], "requeued indeed"
 
 
-def test_a_node_that_an_answer_leaves_out_once_is_still_ours_and_one_that_is_called_down_is_not() -> None:
+def test_node_missing_once_is_kept_and_a_down_one_is_not() -> None:
     one = AllocationStatus(AllocationState.RUNNING, "7", (N1,))
     looks = Polls(*HELD)
     assert looks.poll(listed(one)) == []
@@ -188,7 +188,7 @@ def test_a_node_that_an_answer_leaves_out_once_is_still_ours_and_one_that_is_cal
     assert looks.poll(down)[0] == ev.AllocationChanged(POOL, one), "Slurm takes it from the job, and says so"
 
 
-def test_one_that_comes_to_its_end_is_told_so_before_it_is_known_why_and_one_that_we_gave_back_is_then_gone() -> None:
+def test_ending_allocation_is_an_event_and_a_released_one_is_gone() -> None:
     ending = AllocationStatus(AllocationState.ENDING, "7", (N1, N2), "COMPLETING")
     looks = Polls(*HELD)
     assert looks.poll(listed(ending)) == [ev.AllocationChanged(POOL, ending)]
@@ -202,7 +202,7 @@ def test_one_that_comes_to_its_end_is_told_so_before_it_is_known_why_and_one_tha
     assert looks.poll(listed(ending)) == [], "and it has not landed again"
 
 
-def test_time_that_runs_down_is_no_news_and_an_end_that_moves_is() -> None:
+def test_remaining_time_is_no_event_unless_the_end_moves() -> None:
     looks = Polls(*HELD)
 
     def left(seconds: float, at: float, taken: bool = False) -> list[ev.Event]:
@@ -218,7 +218,7 @@ def test_time_that_runs_down_is_no_news_and_an_end_that_moves_is() -> None:
     assert not expects_change(looks.state, 1000.0)
 
 
-def test_a_suspended_allocation_is_ours_its_time_stands_still_and_it_ends_later_when_it_goes_on() -> None:
+def test_suspended_allocation_is_kept_and_ends_later() -> None:
     looks = Polls(*HELD)
     suspended = AllocationStatus(AllocationState.SUSPENDED, "7", (N1, N2), "SUSPENDED")
     looks.poll(listed(msgspec.structs.replace(RUNNING, time_left_s=100.0)), at=1.0)
@@ -229,7 +229,7 @@ def test_a_suspended_allocation_is_ours_its_time_stands_still_and_it_ends_later_
     assert looks.state.allocations[POOL].ends_at == 9051.0
 
 
-def test_a_new_manager_counts_anew() -> None:
+def test_new_manager_counts_absences_from_zero() -> None:
     looks = Polls(*HELD)
     looks.poll(NOTHING)
     looks.misses = AbsenceCounter()
@@ -245,7 +245,7 @@ def test_an_allocation_that_the_cluster_says_has_ended_is_gone_at_once() -> None
     assert looks.poll(listed(ended)) == []
 
 
-def test_what_could_not_be_read_changes_nothing_and_is_no_miss() -> None:
+def test_failed_poll_changes_nothing_and_counts_no_absence() -> None:
     looks = Polls(*HELD, LAUNCH)
     looks.poll(NOTHING)
     for at in (1.0, QUIET + 1, 10 * QUIET):
@@ -255,7 +255,7 @@ def test_what_could_not_be_read_changes_nothing_and_is_no_miss() -> None:
         assert request.poll(BLIND, at=at) == []
 
 
-def test_a_request_that_lands_after_it_was_given_up_is_given_back_and_never_used() -> None:
+def test_request_granted_after_it_was_given_up_is_released() -> None:
     late = f"{RUN}.more-7"
     looks = Polls(*HELD)
     (found,) = looks.poll(listed(RUNNING, **{late: AllocationStatus(AllocationState.RUNNING, "9", (NodeName("n9"),))}))
@@ -266,13 +266,13 @@ def test_a_request_that_lands_after_it_was_given_up_is_given_back_and_never_used
     assert [action.allocation for action in actions] == [late]
 
 
-def test_a_launch_whose_step_is_listed_stays_open_until_the_step_speaks() -> None:
+def test_launch_with_a_listed_step_stays_open_until_its_admission() -> None:
     looks = Polls(*HELD, LAUNCH)
     for at in (1.0, QUIET + 1, 10 * QUIET):
         assert looks.poll(steps(STEP), at=at) == []
 
 
-def test_a_launch_whose_step_never_appears_counts_as_refused_after_the_quiet_period_and_two_looks() -> None:
+def test_launch_without_a_step_is_refused_after_the_quiet_period_and_two_polls() -> None:
     looks = Polls(*HELD, LAUNCH)
     assert looks.poll(steps(), at=QUIET) == []
     assert looks.poll(steps(), at=QUIET + 1) == []
@@ -283,7 +283,7 @@ def test_a_launch_whose_step_never_appears_counts_as_refused_after_the_quiet_per
     ]
 
 
-def test_a_launch_of_a_manager_that_has_died_since_is_told_from_one_that_the_cluster_did_not_start() -> None:
+def test_launch_of_a_dead_manager_is_marked_as_undelivered() -> None:
     looks = Polls(*HELD, LAUNCH)
     assert looks.state is not None
     looks.state = fold(looks.state, ev.Stamped(99, 5.0, 2, ev.ManagerStarted("h", 2)))
@@ -291,7 +291,7 @@ def test_a_launch_of_a_manager_that_has_died_since_is_told_from_one_that_the_clu
     assert looks.poll(steps(), at=QUIET + 2) == [_never_came(STEP, "its step never appeared")]
 
 
-def test_a_launch_whose_command_has_ended_is_settled_by_two_looks_without_the_quiet_period() -> None:
+def test_launch_whose_command_ended_is_settled_by_two_polls() -> None:
     looks = Polls(*HELD, LAUNCH)
     ended = msgspec.structs.replace(steps(), launchers_ended=frozenset({STEP}))
     assert looks.poll(ended, 1.0) == []
@@ -314,7 +314,7 @@ def test_a_launch_whose_command_still_runs_settles_itself() -> None:
         assert looks.poll(steps(), at=at, busy=frozenset({STEP})) == []
 
 
-def test_a_node_of_ours_that_is_told_differently_is_an_event_and_a_strangers_is_not() -> None:
+def test_changed_status_is_an_event_for_nodes_of_the_run_only() -> None:
     looks = Polls(*HELD)
     down = NodeStatus(NodeState.DOWN, "DOWN*")
     observed = ClusterSnapshot(nodes={N1: down, NodeName("n9"): down}, allocations={POOL: RUNNING}, steps={})
@@ -322,7 +322,7 @@ def test_a_node_of_ours_that_is_told_differently_is_an_event_and_a_strangers_is_
     assert looks.poll(observed) == []
 
 
-def test_other_allocations_are_none_of_our_business() -> None:
+def test_allocations_of_other_runs_are_ignored() -> None:
     assert Polls(*HELD).poll(listed(RUNNING, other=PENDING)) == []
 
 
@@ -338,7 +338,7 @@ def test_other_allocations_are_none_of_our_business() -> None:
     ],
     ids=["nothing", "asked", "answered", "pending", "held", "given back"],
 )
-def test_the_manager_looks_often_while_something_is_expected_of_the_cluster(
+def test_cluster_is_polled_faster_while_a_change_is_expected(
     events: tuple[ev.Event, ...], soon: bool, later: bool
 ) -> None:
     """But not at a queue for longer than a minute."""
@@ -362,7 +362,7 @@ DRAINED = NodeStatus(NodeState.DRAINING, f"IDLE+DRAIN: {OURS}", OURS)
     (Undrain(N1, OURS, WHY), NodeStatus(NodeState.UP, f"IDLE: {OURS}", OURS), True),
     (Undrain(N1, OURS, WHY), NodeStatus(NodeState.UNKNOWN, "not known to Slurm"), False),
 ])  # fmt: skip
-def test_a_drain_whose_answer_was_lost_is_settled_by_what_the_node_says(
+def test_drain_with_a_lost_reply_is_settled_by_the_nodes_status(
     action: Drain | Undrain, observed: NodeStatus, so: bool
 ) -> None:
     looks = Polls(*HELD, ev.Intended(action))
@@ -370,14 +370,14 @@ def test_a_drain_whose_answer_was_lost_is_settled_by_what_the_node_says(
         ClusterSnapshot(nodes={N1: observed}, allocations=None, steps=None), busy=frozenset({action.tag})
     )
     assert [event for event in events if isinstance(event, ev.IntentSettled)] == [
-        ev.IntentSettled(action.tag, True, "seen so")
+        ev.IntentSettled(action.tag, True, "confirmed by the cluster")
     ] * so
     assert looks.poll(BLIND) == []
 
 
-def test_a_node_that_was_given_back_is_settled_by_the_allocation_without_it() -> None:
+def test_released_node_is_settled_by_the_allocation_without_it() -> None:
     shrink = Shrink(POOL, (N2,), WHY)
     looks = Polls(*HELD, ev.Intended(shrink))
     assert looks.poll(listed(RUNNING)) == []
     less = msgspec.structs.replace(RUNNING, nodes=(N1,))
-    assert ev.IntentSettled(shrink.tag, True, "seen so") in looks.poll(listed(less))
+    assert ev.IntentSettled(shrink.tag, True, "confirmed by the cluster") in looks.poll(listed(less))

@@ -1,4 +1,4 @@
-"""Shadows and what they become: told once it is durable, told again, and heard under either name."""
+"""Promotion of standby processes: sent once it is durable, repeated if lost, and accepted under either name."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def state_of(handling: Handling) -> State:
     return handling.state
 
 
-# ── told ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_shadow_is_welcome_stands_by_and_is_told_what_it_becomes(standing: Handling) -> None:
+# ── sent ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_standby_is_welcomed_and_promoted(standing: Handling) -> None:
     assert state_of(standing).replica(STANDBY_PROCESS.replica).phase == "standby"
     promoted(standing).sent.clear()
     asyncio.run(standing.handler.standby_promoter.promote(PROMOTION))
@@ -80,7 +80,7 @@ def test_a_shadow_is_welcome_stands_by_and_is_told_what_it_becomes(standing: Han
     assert STEP not in state_of(standing).intents, "heard as what it became, its launch is settled"
 
 
-def test_what_it_says_as_a_shadow_before_it_heard_is_no_reason_to_fence_it(standing: Handling) -> None:
+def test_message_sent_as_standby_before_its_promotion_does_not_fence_it(standing: Handling) -> None:
     promoted(standing)
     assert (
         standing.handle(
@@ -93,7 +93,7 @@ def test_what_it_says_as_a_shadow_before_it_heard_is_no_reason_to_fence_it(stand
 
 
 @pytest.mark.parametrize("managers", [1, 2])
-def test_a_shadow_that_says_hello_although_it_was_adopted_is_told_again(standing: Handling, managers: int) -> None:
+def test_promoted_standby_that_sends_hello_is_sent_its_promotion_again(standing: Handling, managers: int) -> None:
     promoted(standing)
     if managers == 2:
         standing.next_manager()
@@ -101,7 +101,7 @@ def test_a_shadow_that_says_hello_although_it_was_adopted_is_told_again(standing
     assert STEP in state_of(standing).intents
 
 
-def test_a_shadow_that_is_not_connected_cannot_become_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unconnected_standby_cannot_be_promoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rrl.manager.intake.standby_promotion.RECONNECT_TIMEOUT_S", 0.05)
     hearing = promoted(Handling(tmp_path, *STANDS_BY))
     with pytest.raises(Refused, match="standby/n1#3 on n1 is not connected"):
@@ -109,7 +109,7 @@ def test_a_shadow_that_is_not_connected_cannot_become_anything(tmp_path: Path, m
     assert hearing.sent == []
 
 
-def test_a_manager_that_has_just_begun_waits_for_the_shadow_to_dial_it(tmp_path: Path) -> None:
+def test_new_manager_waits_for_the_standby_to_connect(tmp_path: Path) -> None:
     hearing = promoted(Handling(tmp_path, *STANDS_BY))
 
     async def story() -> None:
@@ -122,7 +122,7 @@ def test_a_manager_that_has_just_begun_waits_for_the_shadow_to_dial_it(tmp_path:
     assert set(map(type, hearing.sent)) == {msg.Promote}
 
 
-def test_a_shadow_whose_member_was_fenced_meanwhile_is_fenced_too(standing: Handling) -> None:
+def test_standby_of_a_fenced_member_is_fenced_too(standing: Handling) -> None:
     promoted(standing)
     standing.fold(ev.Decided(Fence(MEMBER, Rung.IN_PLACE, WHY)))
     (fenced,) = standing.handle(HELLO, peer=b"worker")
@@ -130,8 +130,8 @@ def test_a_shadow_whose_member_was_fenced_meanwhile_is_fenced_too(standing: Hand
     assert standing.sent == [fenced]
 
 
-def test_a_process_of_another_step_is_not_taken_for_a_life(standing: Handling) -> None:
-    """One that was told by a manager whose word did not last, and the life was launched elsewhere since."""
+def test_process_of_another_step_is_not_accepted_as_the_incarnation(standing: Handling) -> None:
+    """A promotion by a manager whose intent was not durable; the member was launched elsewhere since."""
     standing.fold(ev.Decided(Fence(OLD, Rung.IN_PLACE, WHY)))
     standing.fold(ev.Intended(Launch(MEMBER, tag_of(RUN, MEMBER), "pool", N1, WHY)))
     (fenced,) = standing.handle(AS_MEMBER, peer=b"worker")
@@ -140,14 +140,14 @@ def test_a_process_of_another_step_is_not_taken_for_a_life(standing: Handling) -
 
 
 # ── heard under the name of the shadow ─────────────────────────────────────────────────────────────────────────────
-def test_its_first_process_asks_the_next_manager_as_the_shadow_and_is_admitted(standing: Handling) -> None:
+def test_promoted_step_is_admitted_by_the_next_manager_under_its_standby_id(standing: Handling) -> None:
     promoted(standing).next_manager()
     assert standing.handle(WANTED, peer=b"first") == [msg.Admitted(STEP, True)]
-    assert standing.steps == {STEP: b"first"}
+    assert standing.context.connections.steps == {STEP: b"first"}
     assert STEP in state_of(standing).intents, "that it is there does not mean that it has become something"
 
 
-def test_it_is_not_wanted_any_more_once_its_member_is_fenced(standing: Handling) -> None:
+def test_promoted_step_is_not_admitted_once_its_member_is_fenced(standing: Handling) -> None:
     promoted(standing)
     standing.fold(ev.Decided(Fence(MEMBER, Rung.IN_PLACE, WHY)))
     (answer,) = standing.handle(WANTED, peer=b"first")
@@ -163,7 +163,7 @@ ENDS = (
 
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: type(end).__name__)
 @pytest.mark.parametrize("joined", [True, False])
-def test_its_end_is_the_end_of_what_it_became(standing: Handling, end: object, joined: bool) -> None:
+def test_end_of_a_promoted_step_is_the_end_of_its_member(standing: Handling, end: object, joined: bool) -> None:
     promoted(standing)
     if joined:
         standing.handle(AS_MEMBER, peer=b"worker")
@@ -177,12 +177,12 @@ def test_its_end_is_the_end_of_what_it_became(standing: Handling, end: object, j
     assert (ended.incarnation, ended.step) == (MEMBER, STEP)
     assert state_of(standing).replica(TRAINER).step is None
     assert state_of(standing).replica(STANDBY_PROCESS.replica).status is Status.WANTED
-    seen = standing.monitor.replicas[TRAINER]
-    assert seen.incarnation == MEMBER
-    assert seen.ended
+    view = standing.monitor.replicas[TRAINER]
+    assert view.incarnation == MEMBER
+    assert view.ended
 
 
-def test_an_end_that_an_earlier_manager_recorded_is_read_under_the_shadows_tag(standing: Handling) -> None:
+def test_recorded_end_is_restored_under_the_standbys_tag(standing: Handling) -> None:
     promoted(standing)
     record = ExitRecord(STEP, STANDBY_PROCESS, N1, 7, None, ExitReason.EXITED, 0.0)
     standing.run.exit_file(STEP).write_bytes(msgspec.json.encode(record))
@@ -192,7 +192,7 @@ def test_an_end_that_an_earlier_manager_recorded_is_read_under_the_shadows_tag(s
     assert exit.code == 7
 
 
-def test_when_the_run_ends_its_first_process_is_asked_to_leave_by_its_tag(standing: Handling) -> None:
+def test_promoted_step_is_stopped_by_its_tag_at_the_runs_end(standing: Handling) -> None:
     promoted(standing)
     standing.handle(AS_MEMBER, peer=b"worker")
     standing.fold(ev.Decided(Finish(Outcome.COMPLETED, WHY)))
@@ -202,30 +202,30 @@ def test_when_the_run_ends_its_first_process_is_asked_to_leave_by_its_tag(standi
     assert (stop.incarnation, stop.tag) == (MEMBER, STEP)
 
 
-def test_a_fault_that_hits_its_step_is_its_own(standing: Handling) -> None:
+def test_fault_in_a_promoted_step_is_attributed_to_its_member(standing: Handling) -> None:
     fault = Fault("f1", FaultKind.KILL, TRAINER)
     standing.fold(ev.FaultRequested(fault, "ada", "1"))
     promoted(standing).fold(ev.Intended(InjectFault(fault, STEP, N1, WHY, MEMBER)))
     standing.handle(msg.Injected(fault, True, "killed", STANDBY_PROCESS, N1), peer=b"agent")
-    told = standing.events[-1]
-    assert isinstance(told, ev.FaultInjected)
-    assert told.incarnation == MEMBER
+    event = standing.events[-1]
+    assert isinstance(event, ev.FaultInjected)
+    assert event.incarnation == MEMBER
 
 
 # ── fenced ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_fenced_its_worker_and_its_first_process_are_told_and_else_its_agent(standing: Handling) -> None:
+def test_fence_notifies_worker_and_first_process_or_else_the_agent(standing: Handling) -> None:
     promoted(standing)
     standing.handle(AS_MEMBER, peer=b"worker")
     standing.fold(ev.Decided(Fence(MEMBER, Rung.IN_PLACE, WHY)))
-    told = msg.Fenced(MEMBER, "why", STEP)
-    standing.steps[tag_of(RUN, AGENT)] = b"agent"
+    fenced = msg.Fenced(MEMBER, "why", STEP)
+    standing.context.connections.steps[tag_of(RUN, AGENT)] = b"agent"
     for peers, steps in ((((b"worker", ""), (b"first", STEP))), {}), (((b"agent", STEP),), {STEP: None}):
         standing.sent_to.clear()
         if steps:
-            del standing.steps[STEP]
+            del standing.context.connections.steps[STEP]
         asyncio.run(standing.handler.fence(MEMBER, "why"))
         assert [(peer, message.tag) for peer, message in standing.sent_to] == list(peers)
-        assert all(msgspec.structs.replace(message, tag=STEP) == told for _, message in standing.sent_to)
+        assert all(msgspec.structs.replace(message, tag=STEP) == fenced for _, message in standing.sent_to)
 
 
 # ── GPUs ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -241,21 +241,21 @@ def with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Handling:
     for incarnation, gpu in ((OLD, "GPU-a"), (rollout, "GPU-b")):
         hello = msg.Hello(incarnation, tag_of(RUN, incarnation), N1, "host", 50, "starting", gpus=(gpu,))
         hearing.handle(hello, peer=str(incarnation).encode())
-    seen = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
-    hearing.handle(msgspec.structs.replace(HELLO, gpus=seen), peer=b"worker")
+    visible = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
+    hearing.handle(msgspec.structs.replace(HELLO, gpus=visible), peer=b"worker")
     assert not state_of(hearing).findings, "a shadow takes no GPU from anybody"
     return hearing
 
 
-def test_it_is_given_a_gpu_that_no_other_life_has(with_gpus: Handling) -> None:
+def test_promoted_standby_gets_a_gpu_that_no_other_incarnation_has(with_gpus: Handling) -> None:
     asyncio.run(promoted(with_gpus).handler.standby_promoter.promote(PROMOTION))
-    (told,) = [message for message in with_gpus.sent if isinstance(message, msg.Promote)]
-    assert told.gpus == ("GPU-a",), "its predecessor's, which is no longer believed"
-    with_gpus.handle(msgspec.structs.replace(AS_MEMBER, gpus=told.gpus), peer=b"worker")
+    (promotion,) = [message for message in with_gpus.sent if isinstance(message, msg.Promote)]
+    assert promotion.gpus == ("GPU-a",), "the GPU of its fenced predecessor"
+    with_gpus.handle(msgspec.structs.replace(AS_MEMBER, gpus=promotion.gpus), peer=b"worker")
     assert not state_of(with_gpus).findings
 
 
-def test_two_that_become_something_at_once_are_not_given_the_same_one_and_each_the_same_one_again(
+def test_two_promotions_at_once_get_different_gpus_and_keep_them(
     with_gpus: Handling,
 ) -> None:
     other, second = Incarnation(ReplicaId("standby/n1:1"), 1), Incarnation(ReplicaId("trainer/0.1"), 2)
@@ -267,8 +267,8 @@ def test_two_that_become_something_at_once_are_not_given_the_same_one_and_each_t
     with_gpus.handle(hello, peer=b"other")
     promoted(with_gpus).fold(ev.Intended(Launch(second, step, "pool", N1, WHY, standby=other)))
     for _ in range(2):
-        assert [told.gpus for told in with_gpus.handle(HELLO_WITH_GPUS, peer=b"worker")] == [("GPU-a",)]
-        assert [told.gpus for told in with_gpus.handle(hello, peer=b"other")] == [("GPU-c",)]
+        assert [promotion.gpus for promotion in with_gpus.handle(HELLO_WITH_GPUS, peer=b"worker")] == [("GPU-a",)]
+        assert [promotion.gpus for promotion in with_gpus.handle(hello, peer=b"other")] == [("GPU-c",)]
 
 
 # a rollout's: it has its own from the start
@@ -280,7 +280,7 @@ def send_hello(handling: Handling, incarnation: Incarnation, *gpus: str, phase: 
     return handling.handle(hello, peer=b"engine")
 
 
-def test_an_engine_has_its_gpu_from_the_start_keeps_it_and_no_other_life_gets_it(with_gpus: Handling) -> None:
+def test_standby_engine_keeps_the_gpu_that_it_started_with(with_gpus: Handling) -> None:
     step = tag_of(RUN, ENGINE)
     with_gpus.fold(ev.Intended(Launch(ENGINE, step, "pool", N1, WHY)))
     assert [type(one) for one in send_hello(with_gpus, ENGINE, "GPU-c")] == [msg.Welcome]
@@ -288,13 +288,13 @@ def test_an_engine_has_its_gpu_from_the_start_keeps_it_and_no_other_life_gets_it
     with pytest.raises(Refused, match="sees no free GPU for trainer/0#2"):
         asyncio.run(with_gpus.handler.standby_promoter.promote(PROMOTION))
     with_gpus.fold(ev.Intended(Launch(LATER, step, "pool", N1, WHY, standby=ENGINE)))
-    told = send_hello(with_gpus, ENGINE, "GPU-c")
-    assert [(one.incarnation, one.gpus) for one in told if isinstance(one, msg.Promote)] == [(LATER, ("GPU-c",))]
+    replies = send_hello(with_gpus, ENGINE, "GPU-c")
+    assert [(one.incarnation, one.gpus) for one in replies if isinstance(one, msg.Promote)] == [(LATER, ("GPU-c",))]
     assert [type(one) for one in send_hello(with_gpus, LATER, "GPU-c", phase="starting")] == [msg.Welcome]
     assert not state_of(with_gpus).findings
 
 
-def test_an_engine_that_was_given_the_gpu_of_another_life_is_failed_for_it(with_gpus: Handling) -> None:
+def test_standby_engine_with_the_gpu_of_another_incarnation_is_failed(with_gpus: Handling) -> None:
     with_gpus.fold(ev.Intended(Launch(ENGINE, tag_of(RUN, ENGINE), "pool", N1, WHY)))
     assert send_hello(with_gpus, ENGINE, "GPU-b") == []
     (finding,) = state_of(with_gpus).findings.values()
@@ -305,11 +305,11 @@ HELLO_WITH_GPUS = msgspec.structs.replace(HELLO, gpus=("GPU-a", "GPU-b", "GPU-c"
 
 
 # ── its log ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_link_says_whose_log_a_shadows_is(standing: Handling) -> None:
+def test_log_of_a_promoted_standby_is_linked_to_its_member(standing: Handling) -> None:
     asyncio.run(promoted(standing).handler.standby_promoter.promote(PROMOTION))
     link = standing.run.log_file(tag_of(RUN, MEMBER))
     assert os.readlink(link) == f"{STEP}.log"
-    link_log(standing.run, MEMBER, STANDBY_PROCESS)  # told again, it is made again
+    link_log(standing.run, MEMBER, STANDBY_PROCESS)  # a repeated promotion links again
     assert os.readlink(link) == f"{STEP}.log"
     assert step_alias(state_of(standing), MEMBER) == STANDBY_PROCESS
     assert step_alias(state_of(standing), OLD) == OLD
@@ -319,7 +319,7 @@ def test_a_link_says_whose_log_a_shadows_is(standing: Handling) -> None:
 
 
 # ── launched ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_shadow_is_launched_as_the_role_that_is_kept_warm_beside_everything_on_its_node(tmp_path: Path) -> None:
+def test_standby_is_launched_with_its_role_overlapping_other_steps(tmp_path: Path) -> None:
     job = gang_job(2, 2)
     each = Resources(2, 1, 2**30)
     roles = tuple(
@@ -343,7 +343,7 @@ def test_a_shadow_is_launched_as_the_role_that_is_kept_warm_beside_everything_on
     assert not read_launch(trainer.launch_file).standby
 
 
-def test_a_rollout_that_is_kept_ready_is_launched_as_the_rollout_that_it_becomes(tmp_path: Path) -> None:
+def test_standby_rollout_is_launched_as_the_rollout_that_it_becomes(tmp_path: Path) -> None:
     job = gang_job(1, 1, engines=True)
     each = Resources(2, 1, 2**30)
     roles = tuple(msgspec.structs.replace(one, per_member=each) if one.name == "rollout" else one for one in job.roles)

@@ -28,17 +28,17 @@ def running() -> State:
     return World(allowing()).steady().state
 
 
-def test_an_order_is_journaled_with_who_gave_it() -> None:
-    told = to_events(Command("inject", "ada", "c1", KILL), running())
-    assert told == [ev.FaultRequested(msgspec.structs.replace(KILL, by="ada"), "ada", "c1")]
+def test_fault_request_is_recorded_with_its_user() -> None:
+    recorded = to_events(Command("inject", "ada", "c1", KILL), running())
+    assert recorded == [ev.FaultRequested(msgspec.structs.replace(KILL, by="ada"), "ada", "c1")]
 
 
-def test_a_refused_order_is_journaled_with_the_reason_and_never_set_off() -> None:
+def test_rejected_fault_is_recorded_with_the_reason_and_never_injected() -> None:
     world = World(job()).steady()
     ordered, injected = to_events(Command("inject", "ada", "c1", KILL), world.state)
     assert isinstance(injected, ev.FaultInjected)
     assert not injected.ok
-    assert injected.detail == "refused: its job spec allows no faults on demand ([faults] allow = true)"
+    assert injected.detail == "rejected: its job spec allows no faults on demand ([faults] allow = true)"
     world.record(ordered)
     world.record(injected)
     assert (world.state.requested_faults, world.state.handled_commands) == ((), ("c1",))
@@ -46,14 +46,14 @@ def test_a_refused_order_is_journaled_with_the_reason_and_never_set_off() -> Non
     assert world.incarnations()[R0] == 1
 
 
-def test_the_same_order_twice_is_one() -> None:
+def test_fault_requested_twice_is_recorded_once() -> None:
     state = World(allowing()).steady()
     for event in to_events(Command("inject", "ada", "c1", KILL), state.state):
         state.record(event)
     assert to_events(Command("inject", "ada", "c2", KILL), state.state) == [ev.CommandReceived("inject", "ada", "c2")]
 
 
-def test_other_commands_are_no_orders() -> None:
+def test_other_commands_request_no_fault() -> None:
     assert to_events(Command("cancel", "ada", "c1"), running()) == [ev.CommandReceived("cancel", "ada", "c1")]
 
 
@@ -62,8 +62,8 @@ def test_other_commands_are_no_orders() -> None:
     [
         (Fault("i", FaultKind.KILL, "judge/0"), 'no role "judge"; there are trajectories, reward, trainer, rollout'),
         (Fault("i", FaultKind.KILL, "rollout/7"), 'no replica "rollout/7"; of rollout there are 2, so the last one is'),
-        (Fault("i", FaultKind.KILL, "rollout"), '"rollout" is no replica; a replica is written "rollout/0"'),
-        (Fault("i", FaultKind.KILL), '"" is no replica'),
+        (Fault("i", FaultKind.KILL, "rollout"), '"rollout" is not a valid replica; a replica is written "rollout/0"'),
+        (Fault("i", FaultKind.KILL), '"" is not a valid replica'),
         (Fault("i", FaultKind.CRASH, "n77"), 'no node "n77" in this run; it has n1, n2, n3, n4'),
         (Fault("i", FaultKind.CRASH), 'no node ""'),
         (Fault("i", FaultKind.KILL, "agent/n77"), 'no node "n77" in this run'),
@@ -77,7 +77,7 @@ def test_other_commands_are_no_orders() -> None:
         (Fault("i", FaultKind.CRASH, R0, FaultTrigger(phase="train")), "at phase=train needs a replica as target"),
     ],
 )  # fmt: skip
-def test_what_is_not_the_runs_own_or_makes_no_sense_is_refused_with_what_there_is(fault: Fault, why: str) -> None:
+def test_invalid_fault_target_is_rejected_with_the_valid_ones(fault: Fault, why: str) -> None:
     state = running()
     wrong = rejection(fault, state.job, state)
     assert wrong is not None
@@ -93,23 +93,23 @@ def test_what_is_not_the_runs_own_or_makes_no_sense_is_refused_with_what_there_i
         Fault("i", FaultKind.EXIT, R1, FaultTrigger(phase="generate"), amount=3.0), Fault("i", FaultKind.EXIT, R1),
     ],
 )  # fmt: skip
-def test_what_is_right_is_not_refused(fault: Fault) -> None:
+def test_valid_fault_is_accepted(fault: Fault) -> None:
     state = running()
     assert rejection(fault, state.job, state) is None
 
 
-def test_ranks_and_shadows_that_are_there_can_be_hit() -> None:
+def test_ranks_and_running_standbys_are_valid_fault_targets() -> None:
     state = World(msgspec.structs.replace(gang_job(), faults_allowed=True)).steady().warmed().state
-    shadows = sorted(one.id for one in state.replicas.values() if one.role == STANDBY_ROLE and one.is_current)
-    for target in ("trainer/0.3", shadows[0]):
+    standbys = sorted(one.id for one in state.replicas.values() if one.role == STANDBY_ROLE and one.is_current)
+    for target in ("trainer/0.3", standbys[0]):
         assert rejection(Fault("i", FaultKind.KILL, target), state.job, state) is None
     why = text_of(rejection(Fault("i", FaultKind.KILL, "standby/n77"), state.job, state))
-    assert why == f'no shadow "standby/n77" in this run; there are {", ".join(shadows)}'
+    assert why == f'no standby process "standby/n77" in this run; there are {", ".join(standbys)}'
     cold = World(allowing()).state
-    assert text_of(rejection(Fault("i", FaultKind.KILL, shadows[0]), cold.job, cold)).endswith("there is none now")
+    assert text_of(rejection(Fault("i", FaultKind.KILL, standbys[0]), cold.job, cold)).endswith("there is none now")
 
 
-def test_a_program_without_the_worker_api_is_not_asked_to_do_anything_to_itself() -> None:
+def test_program_without_the_worker_api_accepts_only_faults_by_signals() -> None:
     roles = tuple(msgspec.structs.replace(role, watch="activity") for role in job().roles)
     state = World(allowing(roles=roles)).steady().state
     assert rejection(KILL, state.job, state) is None
@@ -117,7 +117,7 @@ def test_a_program_without_the_worker_api_is_not_asked_to_do_anything_to_itself(
     assert why == "rollout/0 does not use the worker API: exit needs its help"
 
 
-def test_a_run_that_ends_or_has_ended_takes_no_order() -> None:
+def test_ending_or_ended_run_rejects_faults() -> None:
     world = World(allowing()).steady()
     world.cancel()
     assert text_of(rejection(KILL, world.state.job, world.state)) == "it is ending (cancelled)"

@@ -81,19 +81,19 @@ class RecordedHistory:
 
 
 def gpu_finding(at: float, verdict: Verdict = Verdict.FAIL, text: str = "Xid 48: double-bit ECC error") -> Finding:
-    said = (Evidence("kernel", text, at),)
-    return Finding("xid", verdict, Cause.GPU, Remedy.RESET_GPU, at, said, node=N3, proof=True, component="GPU-1")
+    evidence = (Evidence("kernel", text, at),)
+    return Finding("xid", verdict, Cause.GPU, Remedy.RESET_GPU, at, evidence, node=N3, proof=True, component="GPU-1")
 
 
 def works() -> RecordedHistory:
-    told = RecordedHistory()
-    told.story.works()
-    told.up_to_now()
-    return told
+    history = RecordedHistory()
+    history.story.works()
+    history.up_to_now()
+    return history
 
 
 # ── what is told ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_run_tells_who_it_is_and_which_nodes_it_has() -> None:
+def test_history_begins_with_the_run_and_its_nodes() -> None:
     records = works().records
     assert records[0] == RunStarted(BEGAN, "small", "anna", "lab", "small", 1)
     assert [(one.node, one.gpus) for one in records if isinstance(one, NodeAcquired)] == [
@@ -102,17 +102,17 @@ def test_a_run_tells_who_it_is_and_which_nodes_it_has() -> None:
     assert all(isinstance(one, RunStarted | NodeAcquired) for one in records)  # a run without trouble says nothing else
 
 
-def test_nodes_that_leave_are_told() -> None:
-    told = works()
-    seen = AllocationStatus(AllocationState.RUNNING, "77", (N1, N3))
-    told.story.record(ev.AllocationChanged("small.pool", seen))
-    assert [one.node for one in told.new() if isinstance(one, NodeReleased)] == ["n2", "n4", "n5"]
+def test_released_nodes_are_recorded() -> None:
+    history = works()
+    status = AllocationStatus(AllocationState.RUNNING, "77", (N1, N3))
+    history.story.record(ev.AllocationChanged("small.pool", status))
+    assert [one.node for one in history.new() if isinstance(one, NodeReleased)] == ["n2", "n4", "n5"]
 
 
-def test_a_lost_replica_is_a_failure_and_costs_its_gpus_until_it_works_again() -> None:
-    told = works()
-    told.story.wait(10).recovers("rollout/0")
-    failure, back = (one for one in told.new() if isinstance(one, Failed | RecoveryDone))
+def test_lost_replica_is_a_failure_that_costs_its_gpu_time_until_it_works() -> None:
+    history = works()
+    history.story.wait(10).recovers("rollout/0")
+    failure, back = (one for one in history.new() if isinstance(one, Failed | RecoveryDone))
     assert isinstance(failure, Failed)
     assert (failure.node, failure.incarnation, failure.stalled_replicas) == ("n3", "rollout/0#1", ("rollout/0",))
     assert (failure.cause, failure.detector, failure.injected) == ("process", "exit_record", False)
@@ -122,55 +122,57 @@ def test_a_lost_replica_is_a_failure_and_costs_its_gpus_until_it_works_again() -
     assert back.gpu_hours == pytest.approx(4 * 4.8 / 3600, abs=1e-6)
 
 
-def test_hardware_evidence_against_its_node_is_named_first() -> None:
-    told = works()
-    told.story.record(ev.FindingChanged(gpu_finding(told.story.now))).wait(1)
-    told.story.loses("rollout/0")
-    told.story.fences("rollout/0")
-    (failure,) = (one for one in told.new() if isinstance(one, Failed))
+def test_failure_names_findings_about_its_node_first() -> None:
+    history = works()
+    history.story.record(ev.FindingChanged(gpu_finding(history.story.now))).wait(1)
+    history.story.loses("rollout/0")
+    history.story.fences("rollout/0")
+    (failure,) = (one for one in history.new() if isinstance(one, Failed))
     assert (failure.cause, failure.detector, failure.remedy, failure.proof) == ("gpu", "xid", "reset_gpu", True)
 
 
-def test_a_restart_of_everything_is_one_failure_that_took_all_along() -> None:
-    told, why = works(), Why(("trainer",))
-    incarnations = [told.story.incarnation(replica) for replica in ("trainer/0", "rollout/0", "rollout/1")]
+def test_full_restart_is_one_failure_that_affects_all_replicas() -> None:
+    history, why = works(), Why(("trainer",))
+    incarnations = [history.story.incarnation(replica) for replica in ("trainer/0", "rollout/0", "rollout/1")]
     fences = tuple(
         Fence(incarnation, Rung.FULL_RESTART, why, charged=incarnation.replica == "trainer/0")
         for incarnation in incarnations
     )
-    told.story.record(ev.Decided(RestartAll(why, fences)))
-    (failure,) = (one for one in told.new() if isinstance(one, Failed))
+    history.story.record(ev.Decided(RestartAll(why, fences)))
+    (failure,) = (one for one in history.new() if isinstance(one, Failed))
     assert (failure.incarnation, failure.stalled_replicas) == ("trainer/0#1", ("rollout/0", "rollout/1", "trainer/0"))
 
 
-def test_a_move_is_no_failure() -> None:
-    told = works()
-    told.story.record(ev.Decided(Fence(told.story.incarnation("rollout/0"), Rung.REPLACEMENT, Why(()), charged=False)))
-    assert not any(isinstance(one, Failed) for one in told.new())
+def test_moved_replica_has_not_failed() -> None:
+    history = works()
+    history.story.record(
+        ev.Decided(Fence(history.story.incarnation("rollout/0"), Rung.REPLACEMENT, Why(()), charged=False))
+    )
+    assert not any(isinstance(one, Failed) for one in history.new())
 
 
-def test_an_injected_failure_is_told_as_one() -> None:
+def test_injected_failure_is_recorded_as_injected() -> None:
     from rrl.core import faults
     from rrl.core.faults import Fault, FaultKind
     from rrl.manager.model.actions import InjectFault
 
-    told = works()
+    history = works()
     fault, incarnation = (
         Fault("f0", FaultKind.KILL, "rollout/0", faults.FaultTrigger(step=1)),
-        told.story.incarnation("rollout/0"),
+        history.story.incarnation("rollout/0"),
     )
-    told.story.record(ev.Intended(InjectFault(fault, "small.rollout-0.1", N3, Why(()), incarnation)))
-    told.story.record(ev.FaultInjected("f0", incarnation, True, kind=FaultKind.KILL, node=N3))
-    told.story.loses("rollout/0")
-    told.story.fences("rollout/0")
-    (failure,) = (one for one in told.new() if isinstance(one, Failed))
+    history.story.record(ev.Intended(InjectFault(fault, "small.rollout-0.1", N3, Why(()), incarnation)))
+    history.story.record(ev.FaultInjected("f0", incarnation, True, kind=FaultKind.KILL, node=N3))
+    history.story.loses("rollout/0")
+    history.story.fences("rollout/0")
+    (failure,) = (one for one in history.new() if isinstance(one, Failed))
     assert failure.injected
 
 
 def test_a_node_that_falls_silent_is_excluded_and_has_failed() -> None:
-    told = works()
-    told.story.loses_node("n4")
-    found, acted, failed = told.new()
+    history = works()
+    history.story.loses_node("n4")
+    found, acted, failed = history.new()
     assert isinstance(found, FindingRecord)
     assert isinstance(acted, ActionTaken)
     assert isinstance(failed, Failed)
@@ -178,10 +180,10 @@ def test_a_node_that_falls_silent_is_excluded_and_has_failed() -> None:
     assert (failed.node, failed.incarnation, failed.node_lost) == ("n4", "", True)
 
 
-def test_a_node_that_a_person_wanted_to_be_left_has_not_failed() -> None:
-    told = works()
-    told.story.record(ev.Decided(Exclude(N3, Why(("asked by anna: fan",)), by="anna: fan")))
-    (one,) = told.new()
+def test_node_excluded_by_a_user_has_not_failed() -> None:
+    history = works()
+    history.story.record(ev.Decided(Exclude(N3, Why(("asked by anna: fan",)), by="anna: fan")))
+    (one,) = history.new()
     assert isinstance(one, ActionTaken)
     assert (one.action, one.by) == ("excluded", "anna: fan")
 
@@ -189,36 +191,36 @@ def test_a_node_that_a_person_wanted_to_be_left_has_not_failed() -> None:
 @pytest.mark.parametrize(
     ("ok", "what", "expected_text"), [(True, "drained", ""), (False, "drain_requested", "Invalid user id")]
 )
-def test_a_drain_is_told_with_what_came_of_it(ok: bool, what: str, expected_text: str) -> None:
-    told = works()
+def test_drain_is_recorded_with_its_result(ok: bool, what: str, expected_text: str) -> None:
+    history = works()
     why = Why(("xid: Xid 48",))
-    told.story.record(
+    history.story.record(
         ev.Decided(Exclude(N3, why, Cause.GPU, proof=True)), ev.Intended(Drain(N3, REASON, why)),
         ev.IntentSettled(Drain(N3, REASON, why).tag, ok, "" if ok else "Invalid user id"),
     )  # fmt: skip
-    one = told.new()[-1]
-    assert one == ActionTaken(told.story.now, "n3", what, REASON, "gpu", "", expected_text, ("xid: Xid 48",))
+    one = history.new()[-1]
+    assert one == ActionTaken(history.story.now, "n3", what, REASON, "gpu", "", expected_text, ("xid: Xid 48",))
 
 
-def test_what_was_taken_back_is_told_too() -> None:
-    told = works()
+def test_undrain_and_readmission_are_recorded() -> None:
+    history = works()
     undrain = Undrain(N3, REASON, Why(()))
-    told.story.record(
+    history.story.record(
         ev.Intended(undrain), ev.IntentSettled(undrain.tag, True), ev.Decided(Readmit(N3, Why(("well",))))
     )
-    assert [one.action for one in told.new() if isinstance(one, ActionTaken)] == ["undrained", "readmitted"]
+    assert [one.action for one in history.new() if isinstance(one, ActionTaken)] == ["undrained", "readmitted"]
 
 
-def test_a_finding_is_told_when_it_is_raised_changes_or_is_over_and_not_each_time_it_is_said() -> None:
-    told, at = works(), BEGAN
-    told.story.record(ev.FindingChanged(gpu_finding(at, Verdict.WARN)))
+def test_finding_is_recorded_when_raised_changed_or_cleared_only() -> None:
+    history, at = works(), BEGAN
+    history.story.record(ev.FindingChanged(gpu_finding(at, Verdict.WARN)))
     for i in range(50):
-        told.story.wait(1).record(ev.FindingChanged(gpu_finding(at, Verdict.WARN, f"reading {i}")))
-    told.story.record(ev.FindingChanged(gpu_finding(at)))
-    told.story.wait(700).record(ev.FindingChanged(gpu_finding(at, text="still there")))
-    told.story.record(ev.FindingChanged(gpu_finding(at, Verdict.OK)))
-    told.story.record(ev.FindingChanged(gpu_finding(at, Verdict.OK)))
-    found = [one for one in told.new() if isinstance(one, FindingRecord)]
+        history.story.wait(1).record(ev.FindingChanged(gpu_finding(at, Verdict.WARN, f"reading {i}")))
+    history.story.record(ev.FindingChanged(gpu_finding(at)))
+    history.story.wait(700).record(ev.FindingChanged(gpu_finding(at, text="still there")))
+    history.story.record(ev.FindingChanged(gpu_finding(at, Verdict.OK)))
+    history.story.record(ev.FindingChanged(gpu_finding(at, Verdict.OK)))
+    found = [one for one in history.new() if isinstance(one, FindingRecord)]
     assert [(one.verdict.value, one.count) for one in found] == [("WARN", 1), ("FAIL", 2), ("FAIL", 3), ("OK", 3)]
     assert (found[0].node, found[0].component, found[0].evidence[0].text) == (
         "n3",
@@ -227,24 +229,24 @@ def test_a_finding_is_told_when_it_is_raised_changes_or_is_over_and_not_each_tim
     )
 
 
-def test_a_finding_that_comes_again_is_counted_anew() -> None:
-    told = works()
+def test_finding_raised_again_is_counted_from_one() -> None:
+    history = works()
     for verdict in (Verdict.FAIL, Verdict.OK, Verdict.FAIL):
-        told.story.wait(60).record(ev.FindingChanged(gpu_finding(BEGAN, verdict)))
-    assert [(one.verdict.value, one.count) for one in told.new() if isinstance(one, FindingRecord)] == [
+        history.story.wait(60).record(ev.FindingChanged(gpu_finding(BEGAN, verdict)))
+    assert [(one.verdict.value, one.count) for one in history.new() if isinstance(one, FindingRecord)] == [
         ("FAIL", 1), ("OK", 1), ("FAIL", 1)
     ]  # fmt: skip
 
 
-def test_a_node_that_is_given_back_with_the_run_has_not_become_well_by_that() -> None:
-    told = works()
-    told.story.record(ev.FindingChanged(gpu_finding(BEGAN)))
-    told.story.record(ev.Decided(Finish(Outcome.COMPLETED, Why(("done",)))))
-    told.story.record(ev.FindingChanged(gpu_finding(BEGAN, Verdict.OK)))
-    assert [one.verdict for one in told.new() if isinstance(one, FindingRecord)] == [Verdict.FAIL]
+def test_release_of_a_node_does_not_clear_its_findings() -> None:
+    history = works()
+    history.story.record(ev.FindingChanged(gpu_finding(BEGAN)))
+    history.story.record(ev.Decided(Finish(Outcome.COMPLETED, Why(("done",)))))
+    history.story.record(ev.FindingChanged(gpu_finding(BEGAN, Verdict.OK)))
+    assert [one.verdict for one in history.new() if isinstance(one, FindingRecord)] == [Verdict.FAIL]
 
 
-def test_the_next_manager_tells_that_what_the_first_one_found_is_over() -> None:
+def test_next_manager_records_the_end_of_an_earlier_finding() -> None:
     first = works()
     first.story.record(ev.FindingChanged(gpu_finding(BEGAN)))
     first.up_to_now()
@@ -255,39 +257,39 @@ def test_the_next_manager_tells_that_what_the_first_one_found_is_over() -> None:
     assert [one.verdict for one in second.new() if isinstance(one, FindingRecord)] == [Verdict.OK]
 
 
-def test_a_replica_lost_nothing_while_it_worked_on_a_node_that_something_stood_against() -> None:
-    told = works()
-    told.story.record(ev.FindingChanged(gpu_finding(told.story.now)))
-    told.story.wait(7200).loses("rollout/0")
-    since = told.story.now
-    told.story.fences("rollout/0").wait(36)
-    told.story.ends(Outcome.FAILED, "no more nodes")
-    (never,) = (one for one in told.new() if isinstance(one, RecoveryDone))
+def test_work_on_a_node_with_findings_is_not_lost() -> None:
+    history = works()
+    history.story.record(ev.FindingChanged(gpu_finding(history.story.now)))
+    history.story.wait(7200).loses("rollout/0")
+    since = history.story.now
+    history.story.fences("rollout/0").wait(36)
+    history.story.ends(Outcome.FAILED, "no more nodes")
+    (never,) = (one for one in history.new() if isinstance(one, RecoveryDone))
     assert since - never.since < 60
 
 
-def test_what_was_never_more_than_unknown_is_not_told() -> None:
-    told = works()
-    told.story.record(ev.FindingChanged(gpu_finding(BEGAN, Verdict.UNKNOWN)))
-    assert told.new() == []
+def test_finding_that_was_only_unknown_is_not_recorded() -> None:
+    history = works()
+    history.story.record(ev.FindingChanged(gpu_finding(BEGAN, Verdict.UNKNOWN)))
+    assert history.new() == []
 
 
-def test_of_evidence_five_lines_are_kept_and_none_moves_a_cursor() -> None:
-    told = works()
+def test_evidence_is_limited_to_five_lines_without_control_characters() -> None:
+    history = works()
     many = tuple(Evidence("kernel", f"line {i} \x1b[2J", BEGAN) for i in range(9))
-    told.story.record(ev.FindingChanged(msgspec.structs.replace(gpu_finding(BEGAN), evidence=many)))
-    (one,) = told.new()
+    history.story.record(ev.FindingChanged(msgspec.structs.replace(gpu_finding(BEGAN), evidence=many)))
+    (one,) = history.new()
     assert isinstance(one, FindingRecord)
-    assert [said.text[:6] for said in one.evidence] == ["line 0", "line 1", "line 2", "line 3", "line 8"]
-    assert all(said.text.isprintable() for said in one.evidence)
+    assert [evidence.text[:6] for evidence in one.evidence] == ["line 0", "line 1", "line 2", "line 3", "line 8"]
+    assert all(evidence.text.isprintable() for evidence in one.evidence)
 
 
-def test_at_the_runs_end_whoever_still_stands_still_will_never_work() -> None:
-    told = works()
-    told.story.loses("rollout/0")
-    told.story.fences("rollout/0").wait(36)
-    told.story.ends(Outcome.FAILED, "no more nodes")
-    records = told.new()
+def test_replica_down_at_the_runs_end_has_not_recovered() -> None:
+    history = works()
+    history.story.loses("rollout/0")
+    history.story.fences("rollout/0").wait(36)
+    history.story.ends(Outcome.FAILED, "no more nodes")
+    records = history.new()
     (never,) = (one for one in records if isinstance(one, RecoveryDone))
     assert not never.ok
     assert never.gpu_hours == pytest.approx(0.04)
@@ -295,7 +297,7 @@ def test_at_the_runs_end_whoever_still_stands_still_will_never_work() -> None:
     assert records[-1].outcome == "failed"
 
 
-def test_the_next_manager_tells_anew_what_is_held_and_goes_on_counting_what_stands_still() -> None:
+def test_next_manager_records_nodes_again_and_continues_the_downtime() -> None:
     first = works()
     first.story.loses("rollout/0")
     first.story.fences("rollout/0").wait(30)
@@ -337,7 +339,7 @@ def file_of(folder: Path, epoch: int = 1) -> Path:
     return folder / user_name() / f"small.{epoch:06}.jsonl"
 
 
-def test_a_runs_lines_lie_in_a_file_of_its_user_that_all_may_read(tmp_path: Path) -> None:
+def test_history_file_is_in_the_users_folder_and_readable_by_all(tmp_path: Path) -> None:
     story = Story("small", wide()).works().recovers("rollout/0").ends(Outcome.COMPLETED, "done")
     before = os.umask(0o077)
     try:
@@ -362,7 +364,7 @@ def test_each_manager_writes_a_file_of_its_own(tmp_path: Path) -> None:
     assert names == ["small.000001.jsonl", "small.000002.jsonl"]
 
 
-def test_without_a_folder_nothing_is_kept() -> None:
+def test_nothing_is_written_without_a_history_folder() -> None:
     kept = writer("", Story("small", wide()))
     write_story(kept, Story("small", wide()).works())
     kept.close()
@@ -370,7 +372,7 @@ def test_without_a_folder_nothing_is_kept() -> None:
 
 
 @pytest.mark.parametrize("case", ["missing", "foreign", "taken", "a link"])
-def test_a_folder_that_cannot_be_written_costs_lines_and_is_said_once(
+def test_unwritable_folder_loses_records_and_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
 ) -> None:
     folder = tmp_path / "history"
@@ -389,11 +391,11 @@ def test_a_folder_that_cannot_be_written_costs_lines_and_is_said_once(
     write_story(kept, story)
     kept.close()
     assert kept.lost == 6
-    assert caplog.text.count("lines are lost") == 1
+    assert caplog.text.count("records are lost") == 1
     assert not (tmp_path / "victim").exists()
 
 
-def test_storage_that_hangs_holds_nobody_up(
+def test_hung_storage_does_not_delay_the_manager(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     back = threading.Event()
@@ -415,21 +417,21 @@ def test_storage_that_hangs_holds_nobody_up(
     assert kept._thread is not None
     assert kept._thread.is_alive()  # it hangs there still
     assert kept.lost >= 80
-    assert caplog.text.count("lines are lost") == 1
+    assert caplog.text.count("records are lost") == 1
     back.set()
 
 
-def test_a_full_disk_loses_lines_and_the_file_says_how_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_loses_records_and_the_file_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     really, full = os.write, threading.Event()
 
-    room = [20]
+    write_sizes = [20]
 
     def short(fd: int, data: bytes) -> int:
         if not full.is_set():
             return really(fd, data)
-        if not room:
+        if not write_sizes:
             raise OSError(28, "No space left on device")
-        return really(fd, data[: room.pop()])
+        return really(fd, data[: write_sizes.pop()])
 
     monkeypatch.setattr(history_writer, "_write", short)
     story = Story("small", wide())
@@ -450,7 +452,7 @@ def test_a_full_disk_loses_lines_and_the_file_says_how_many(tmp_path: Path, monk
     assert records[-1].lines == 5
 
 
-def test_a_run_that_nothing_happens_to_says_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_without_events_writes_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history_writer, "CHECKPOINT_INTERVAL_S", 0.02)
     kept = writer(tmp_path, Story("small", wide()))
     path = file_of(tmp_path)
@@ -463,7 +465,7 @@ def test_a_run_that_nothing_happens_to_says_that_it_lives(tmp_path: Path, monkey
     ("expected_text", "site", "folder"),
     [("", "", ""), ("", "/site/history", "/site/history"), ("/mine", "/site/history", "/mine"), ("/mine", "", "/mine")],
 )
-def test_a_job_names_its_folder_or_takes_the_sites(
+def test_history_folder_comes_from_the_job_or_the_site(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected_text: str, site: str, folder: str
 ) -> None:
     monkeypatch.setenv(RUNS_ENV, str(tmp_path / "runs"))

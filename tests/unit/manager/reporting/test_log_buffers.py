@@ -39,7 +39,7 @@ def written(tmp_path: Path, incarnation: Incarnation = A, epoch: int = 1) -> byt
     return path.read_bytes() if path.exists() else b""
 
 
-def test_nothing_is_written_of_lives_that_are_well_or_say_that_their_file_is_complete(tmp_path: Path) -> None:
+def test_buffers_of_current_or_complete_incarnations_are_not_written(tmp_path: Path) -> None:
     at = copies(tmp_path)
     at.add(LogLines(A, line(1)), 0.0)
     at.add(LogLines(B, line(1)), 0.0)
@@ -50,7 +50,7 @@ def test_nothing_is_written_of_lives_that_are_well_or_say_that_their_file_is_com
     assert at.size == len(line(1)), "a log that is over and saved is not kept"
 
 
-def test_the_copy_of_a_life_that_failed_is_written_once_it_had_time_for_its_last_word(tmp_path: Path) -> None:
+def test_buffer_of_a_failed_incarnation_is_written_after_a_grace_period(tmp_path: Path) -> None:
     at = copies(tmp_path)
     at.add(LogLines(A, line(1)), 0.0)
     at.write_later(A, 0.0)
@@ -61,7 +61,7 @@ def test_the_copy_of_a_life_that_failed_is_written_once_it_had_time_for_its_last
     assert written(tmp_path) == line(1) + line(2)
 
 
-def test_what_a_step_cannot_save_is_written_as_it_comes(tmp_path: Path) -> None:
+def test_lines_that_a_step_cannot_save_are_written_at_once(tmp_path: Path) -> None:
     at = copies(tmp_path)
     at.add(LogLines(A, line(1)), 0.0)
     at.add(LogLines(A, line(2), unsaved=True), 0.0)
@@ -72,7 +72,7 @@ def test_what_a_step_cannot_save_is_written_as_it_comes(tmp_path: Path) -> None:
     assert at.size == 0
 
 
-def test_a_line_that_is_told_twice_is_kept_once(tmp_path: Path) -> None:
+def test_line_received_twice_is_kept_once(tmp_path: Path) -> None:
     at = copies(tmp_path)
     at.add(LogLines(A, line(1) + line(2)), 0.0)
     at.add(LogLines(A, line(1) + line(2) + line(3), unsaved=True), 0.0)
@@ -85,7 +85,7 @@ def test_each_manager_writes_a_file_of_its_own(tmp_path: Path) -> None:
     assert written(tmp_path, A, 1) == written(tmp_path, A, 2) == line(1)
 
 
-def test_a_life_that_is_no_longer_believed_when_it_speaks_is_kept(tmp_path: Path) -> None:
+def test_lines_of_a_fenced_incarnation_are_kept(tmp_path: Path) -> None:
     at = copies(tmp_path)
     at.add(LogLines(OLD, line(1)), 0.0)
     at.write_due(LATER)
@@ -93,7 +93,7 @@ def test_a_life_that_is_no_longer_believed_when_it_speaks_is_kept(tmp_path: Path
     assert at.size == 0
 
 
-def test_an_end_that_is_heard_of_before_any_line_counts_too(tmp_path: Path) -> None:
+def test_end_reported_before_any_line_counts_too(tmp_path: Path) -> None:
     at = copies(tmp_path)
     at.write_later(A, 0.0)
     at.write_later(B, 0.0)
@@ -103,7 +103,7 @@ def test_an_end_that_is_heard_of_before_any_line_counts_too(tmp_path: Path) -> N
     assert written(tmp_path, B) == b""
 
 
-def test_a_life_has_a_bounded_copy_that_says_what_it_lacks(tmp_path: Path) -> None:
+def test_buffer_of_an_incarnation_is_bounded_and_notes_its_gaps(tmp_path: Path) -> None:
     at = copies(tmp_path)
     for n in range(100):
         at.add(LogLines(A, line(n + 1, b"y" * 10_000)), 0.0)
@@ -116,7 +116,7 @@ def test_a_life_has_a_bounded_copy_that_says_what_it_lacks(tmp_path: Path) -> No
     assert len(written(tmp_path)) <= TAIL_BYTES + 100
 
 
-def test_beyond_the_bound_of_all_the_longest_silent_goes(tmp_path: Path) -> None:
+def test_buffer_without_messages_for_longest_is_evicted_first(tmp_path: Path) -> None:
     at = copies(tmp_path, all_bytes=3 * len(line(1)))
     at.add(LogLines(A, line(1)), 0.0)
     at.add(LogLines(B, line(1)), 0.0)
@@ -131,7 +131,7 @@ def test_beyond_the_bound_of_all_the_longest_silent_goes(tmp_path: Path) -> None
     assert written(tmp_path, B) == b""
 
 
-def test_a_file_of_copies_is_bounded(tmp_path: Path) -> None:
+def test_file_of_a_buffer_is_bounded(tmp_path: Path) -> None:
     at = copies(tmp_path, file_bytes=4 * len(line(1)))
     for n in range(1, 12):
         at.add(LogLines(A, line(n), unsaved=True), 0.0)
@@ -141,7 +141,7 @@ def test_a_file_of_copies_is_bounded(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_disk_that_refuses_the_copy_gets_it_later(tmp_path: Path) -> None:
+def test_buffer_that_cannot_be_written_is_written_later(tmp_path: Path) -> None:
     at = copies(tmp_path)
     logs = tmp_path / "run-1" / "logs"
     logs.rename(tmp_path / "away")
@@ -153,7 +153,7 @@ def test_a_disk_that_refuses_the_copy_gets_it_later(tmp_path: Path) -> None:
     assert written(tmp_path) == line(1) + line(2)
 
 
-def test_what_cannot_be_a_log_of_this_run_is_refused_and_counted(tmp_path: Path) -> None:
+def test_lines_that_are_not_of_this_run_are_refused_and_counted(tmp_path: Path) -> None:
     at = copies(tmp_path)
     far = line(1, b"x" * LOG_BOUNDS.max_frame_bytes)
     bad = [
@@ -162,7 +162,7 @@ def test_what_cannot_be_a_log_of_this_run_is_refused_and_counted(tmp_path: Path)
         LogLines(A, line(1)[:-1]),
         LogLines(A, far),
     ]
-    for told in bad:
-        at.add(told, 0.0)
+    for message in bad:
+        at.add(message, 0.0)
     assert at.refused == len(bad)
     assert at.size == 0

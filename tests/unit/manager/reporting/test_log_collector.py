@@ -51,7 +51,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_buffers, "COMPLETION_GRACE_S", 0.0)
 
 
-def test_the_last_lines_of_a_killed_step_are_kept_though_its_file_never_opened(tmp_path: Path) -> None:
+def test_last_lines_of_a_killed_step_are_kept_without_its_file(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager(), collecting(at) as collector:
             launch = at.launch(*TALKER)
@@ -67,21 +67,21 @@ def test_the_last_lines_of_a_killed_step_are_kept_though_its_file_never_opened(t
         asyncio.run(story(at))
 
 
-def test_lines_of_a_step_that_was_adopted_are_kept_under_its_own_name_when_its_member_ends(tmp_path: Path) -> None:
-    shadow, member = Incarnation(ReplicaId("standby/n2"), 1), Incarnation(ReplicaId("trainer/0"), 2)
+def test_lines_of_a_promoted_step_are_kept_under_its_own_name(tmp_path: Path) -> None:
+    standby, member = Incarnation(ReplicaId("standby/n2"), 1), Incarnation(ReplicaId("trainer/0"), 2)
     replicas = {
         **STATE.replicas,
-        shadow.replica: Replica(shadow.replica, Status.WANTED, 1),
+        standby.replica: Replica(standby.replica, Status.WANTED, 1),
         member.replica: msgspec.structs.replace(
-            STATE.replica(member.replica), incarnation_number=2, promoted_from=shadow, step=f"{STATE.run}.standby-n2.1"
+            STATE.replica(member.replica), incarnation_number=2, promoted_from=standby, step=f"{STATE.run}.standby-n2.1"
         ),
     }
     state = msgspec.structs.replace(STATE, replicas=replicas)
-    assert _is_current(state, shadow), "its member is"
+    assert _is_current(state, standby), "its member is"
 
     async def story(at: Lab) -> None:
         async with at.manager(), collecting(at, state=state) as collector:
-            launch = at.launch(*TALKER, replica=shadow.replica)
+            launch = at.launch(*TALKER, replica=standby.replica)
             os.mkfifo(at.run.log_file(launch.tag))
             step = at.start(launch, patch="import rrl.roles.launcher.logs.pump as p; p.STUCK_AFTER_S = 1000.0")
             await eventually(lambda: collector.buffers.size)
@@ -94,7 +94,7 @@ def test_lines_of_a_step_that_was_adopted_are_kept_under_its_own_name_when_its_m
         asyncio.run(story(at))
 
 
-def test_a_step_that_cannot_write_its_file_has_the_manager_write(tmp_path: Path) -> None:
+def test_manager_writes_the_lines_of_a_step_that_cannot(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager(), collecting(at):
             launch = at.launch(*TALKER)
@@ -107,7 +107,7 @@ def test_a_step_that_cannot_write_its_file_has_the_manager_write(tmp_path: Path)
         asyncio.run(story(at))
 
 
-def test_the_end_of_a_log_that_could_not_be_written_is_told_before_the_step_leaves(tmp_path: Path) -> None:
+def test_end_of_an_unwritable_log_is_sent_before_the_step_leaves(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager(), collecting(at) as collector:
             launch = at.launch("sh", "-c", "echo traceback; exit 3")
@@ -136,7 +136,7 @@ def test_a_step_whose_file_is_complete_leaves_nothing_to_keep(tmp_path: Path) ->
         asyncio.run(story(at))
 
 
-def test_the_next_manager_is_told_what_the_last_one_had(tmp_path: Path) -> None:
+def test_next_manager_receives_the_newest_lines_again(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager():
             launch = at.launch(*TALKER)
@@ -153,7 +153,7 @@ def test_the_next_manager_is_told_what_the_last_one_had(tmp_path: Path) -> None:
         asyncio.run(story(at))
 
 
-def test_a_member_that_sends_rubbish_or_too_much_is_cut_off_and_harms_nobody(tmp_path: Path) -> None:
+def test_member_that_sends_garbage_or_too_much_is_disconnected(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with collecting(at) as collector:
             address = await eventually(lambda: Address.read(at.run.log_collector))
@@ -190,7 +190,7 @@ def test_a_member_that_sends_rubbish_or_too_much_is_cut_off_and_harms_nobody(tmp
         asyncio.run(story(at))
 
 
-def test_only_lives_that_the_run_has_had_are_heard() -> None:
+def test_lines_of_incarnations_that_the_run_never_had_are_ignored() -> None:
     fenced = Story("run-1").works().recovers("rollout/0").recorded()
     assert _is_current(STATE, INCARNATION) is True
     assert _is_current(fenced, INCARNATION) is False
@@ -203,7 +203,7 @@ def test_only_lives_that_the_run_has_had_are_heard() -> None:
     assert _is_current(None, INCARNATION) is None
 
 
-def test_a_run_directory_without_room_is_no_hindrance_to_start(tmp_path: Path) -> None:
+def test_full_run_directory_does_not_prevent_the_start(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         away = tmp_path / "away"
         at.run.path.rename(away)
@@ -215,7 +215,7 @@ def test_a_run_directory_without_room_is_no_hindrance_to_start(tmp_path: Path) -
         asyncio.run(story(at))
 
 
-def test_who_does_not_belong_to_the_run_is_not_heard(tmp_path: Path) -> None:
+def test_sender_without_the_runs_keys_is_ignored(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with collecting(at) as collector:
             address = await eventually(lambda: Address.read(at.run.log_collector))

@@ -49,8 +49,8 @@ def tallied(story: Story) -> RunCounters:
 
 
 def series(story: Story, facts: Facts | None = None, tally: RunCounters | None = None) -> Series:
-    told = samples(story.recorded(), tally or tallied(story), facts or Facts(story.now))
-    return {(one.name, frozenset(one.labels.items())): one.value for family in told for one in family.samples}
+    families = samples(story.recorded(), tally or tallied(story), facts or Facts(story.now))
+    return {(one.name, frozenset(one.labels.items())): one.value for family in families for one in family.samples}
 
 
 def value(found: Series, name: str, **labels: str) -> float:
@@ -62,12 +62,12 @@ def works() -> Story:
 
 
 def finding(node: str, detector: str = "xid", verdict: Verdict = Verdict.FAIL) -> Finding:
-    said = (Evidence("kernel", "Xid 48", BEGAN),)
-    return Finding(detector, verdict, Cause.GPU, Remedy.RESET_GPU, BEGAN, said, node=NodeName(node))
+    evidence = (Evidence("kernel", "Xid 48", BEGAN),)
+    return Finding(detector, verdict, Cause.GPU, Remedy.RESET_GPU, BEGAN, evidence, node=NodeName(node))
 
 
 # ── what is told ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_run_at_work_tells_its_state_its_roles_and_its_steps() -> None:
+def test_metrics_of_a_running_run_have_its_state_roles_and_steps() -> None:
     found = series(works(), Facts(BEGAN + 50, tokens=4096))
     assert value(found, "rrl_run_info", run="small", job="small", cluster="slurm") == 1
     assert value(found, "rrl_run_state", state="running") == 1
@@ -83,9 +83,11 @@ def test_a_run_at_work_tells_its_state_its_roles_and_its_steps() -> None:
     ("story", "state"),
     [(Story("small", wide()), "waiting"), (works(), "running"), (works().ends(Outcome.FAILED, "x"), "failed")],
 )
-def test_the_state_is_exactly_one(story: Story, state: str) -> None:
-    told = {dict(labels)["state"]: value for (name, labels), value in series(story).items() if name == "rrl_run_state"}
-    assert [name for name, set in told.items() if set] == [state]
+def test_exactly_one_run_state_is_set(story: Story, state: str) -> None:
+    by_state = {
+        dict(labels)["state"]: value for (name, labels), value in series(story).items() if name == "rrl_run_state"
+    }
+    assert [name for name, set in by_state.items() if set] == [state]
 
 
 def test_a_restart_is_counted_by_role_and_rung() -> None:
@@ -93,7 +95,7 @@ def test_a_restart_is_counted_by_role_and_rung() -> None:
     assert value(found, "rrl_restarts_total", role="rollout", rung="restart in place") == 2
 
 
-def test_what_stands_against_a_node_is_told_until_it_is_over() -> None:
+def test_finding_about_a_node_is_shown_until_it_is_cleared() -> None:
     story = works().record(ev.FindingChanged(finding("n3")))
     found = series(story)
     assert value(found, "rrl_findings", verdict="FAIL", detector="xid", node="n3") == 1
@@ -104,13 +106,13 @@ def test_what_stands_against_a_node_is_told_until_it_is_over() -> None:
     assert value(found, "rrl_failures_found_total", detector="xid", cause="gpu") == 1
 
 
-def test_a_finding_about_a_replica_is_told_where_it_is() -> None:
+def test_finding_about_a_replica_is_labelled_with_its_node() -> None:
     story = works()
     story.loses("rollout/0")
     assert value(series(story), "rrl_findings", verdict="FAIL", detector="exit_record", node="n3") == 1
 
 
-def test_gpu_time_is_lost_while_a_replica_stands_still() -> None:
+def test_gpu_time_is_lost_while_a_replica_is_down() -> None:
     story = works()
     story.loses("rollout/0")
     story.fences("rollout/0")
@@ -120,7 +122,7 @@ def test_gpu_time_is_lost_while_a_replica_stands_still() -> None:
     assert value(found, "rrl_replicas_down", role="rollout") == 1
 
 
-def test_excluded_nodes_and_drains_that_are_asked_for_are_told() -> None:
+def test_excluded_nodes_and_drain_requests_are_counted() -> None:
     why = Why(("xid",))
     drain = Drain(N3, "rrl:small:gpu", why)
     story = works().record(
@@ -132,7 +134,7 @@ def test_excluded_nodes_and_drains_that_are_asked_for_are_told() -> None:
     assert value(found, "rrl_exclusions_total", cause="gpu") == 1
 
 
-def test_the_effective_share_is_that_of_who_works() -> None:
+def test_effective_share_follows_the_working_replicas() -> None:
     story = works()  # at work for 36 s of 43: until then everybody starts
     at_work = series(story, Facts(story.now + 57))
     assert value(at_work, "rrl_managed_seconds_total") == pytest.approx(100)
@@ -142,22 +144,22 @@ def test_the_effective_share_is_that_of_who_works() -> None:
     assert value(without, "rrl_effective_seconds_total") == pytest.approx(36 + 30 * 2 / 3)
 
 
-def test_a_manager_that_takes_over_counts_who_works_already() -> None:
+def test_new_manager_counts_replicas_that_work_already() -> None:
     story = works()
     tally = RunCounters(story.recorded(), story.now)
     assert tally.effective(story.now + 10) == 10
 
 
-def test_a_thousand_findings_make_not_a_thousand_series() -> None:
+def test_series_of_a_thousand_findings_are_limited() -> None:
     story = works()
     for i in range(MAX_FINDING_SERIES + 300):
         story.record(ev.FindingChanged(finding(f"n{i}")))
-    told = {labels: value for (name, labels), value in series(story).items() if name == "rrl_findings"}
-    assert len(told) == MAX_FINDING_SERIES + 1
-    assert sum(told.values()) == MAX_FINDING_SERIES + 300
+    counts = {labels: value for (name, labels), value in series(story).items() if name == "rrl_findings"}
+    assert len(counts) == MAX_FINDING_SERIES + 1
+    assert sum(counts.values()) == MAX_FINDING_SERIES + 300
 
 
-def test_names_are_as_prometheus_wants_them() -> None:
+def test_metric_names_are_valid_in_prometheus() -> None:
     for family in samples(works().recorded(), tallied(works()), Facts(BEGAN)):
         assert re.fullmatch(r"rrl_[a-z_]+[a-z]", family.name)
         assert family.documentation.endswith(".")
@@ -182,7 +184,7 @@ def balanced(expr: str) -> bool:
     return all(text.count(a) == text.count(b) for a, b in ("()", "[]", "{}"))
 
 
-def test_every_alert_is_whole_and_asks_for_metrics_that_exist() -> None:
+def test_every_alert_is_complete_and_uses_existing_metrics() -> None:
     groups = yaml.safe_load((DOCS / "alerts.yml").read_text())["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
     assert len({rule["alert"] for rule in rules}) == len(rules) >= 8
@@ -227,7 +229,7 @@ def scrape(address: str) -> dict[str, float]:
     return {one.name: one.value for family in families for one in family.samples if not one.labels}
 
 
-def test_metrics_are_served_at_a_free_port_whose_address_is_written_down(run: RunDir) -> None:
+def test_metrics_are_served_at_a_free_port_that_is_published(run: RunDir) -> None:
     story = works()
     server = MetricsServer(run, "127.0.0.1:0", lambda: samples(story.recorded(), tallied(story), Facts(story.now)))
     eventually(run.metrics.exists)
@@ -239,7 +241,7 @@ def test_metrics_are_served_at_a_free_port_whose_address_is_written_down(run: Ru
         urllib.request.urlopen(f"http://{address}/metrics", timeout=60)
 
 
-def test_clients_that_say_nothing_take_a_few_threads_for_a_while(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_clients_take_few_threads_for_a_limited_time(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_server, "CONNECTION_TIMEOUT_S", 2.0)
     story = works()
     server = MetricsServer(run, "127.0.0.1:0", lambda: samples(story.recorded(), tallied(story), Facts(story.now)))
@@ -272,7 +274,7 @@ def test_clients_that_say_nothing_take_a_few_threads_for_a_while(run: RunDir, mo
     server.close()
 
 
-def test_who_asks_without_a_pause_makes_no_more_work(run: RunDir) -> None:
+def test_scrapes_without_pause_are_served_from_the_cache(run: RunDir) -> None:
     story, made = works(), []
 
     def collect() -> Iterator[Any]:
@@ -288,11 +290,11 @@ def test_who_asks_without_a_pause_makes_no_more_work(run: RunDir) -> None:
     server.close()
 
 
-def test_what_others_call_their_things_stays_within_its_label() -> None:
+def test_label_values_are_escaped() -> None:
     story = works()
     name = 'x"} 1\nrrl_steps_completed 99\n#'
-    said = (Evidence("kernel", "x", BEGAN),)
-    odd = Finding(name, Verdict.FAIL, Cause.GPU, Remedy.REBOOT, BEGAN, said, node=NodeName("n3"))
+    evidence = (Evidence("kernel", "x", BEGAN),)
+    odd = Finding(name, Verdict.FAIL, Cause.GPU, Remedy.REBOOT, BEGAN, evidence, node=NodeName("n3"))
     story.record(ev.FindingChanged(odd))
     registry = CollectorRegistry(auto_describe=False)
     registry.register(metrics_server._Collector(lambda: samples(story.recorded(), tallied(story), Facts(story.now))))
@@ -305,7 +307,7 @@ def test_what_others_call_their_things_stays_within_its_label() -> None:
 
 
 @pytest.mark.parametrize("address", ["taken", "no.such.host.invalid:0", "127.0.0.1:99999"])
-def test_an_address_that_cannot_be_had_is_said_and_costs_nothing(
+def test_unavailable_metrics_address_is_logged_and_harmless(
     run: RunDir, caplog: pytest.LogCaptureFixture, address: str
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -316,7 +318,7 @@ def test_an_address_that_cannot_be_had_is_said_and_costs_nothing(
     assert caplog.text.count("metrics are not served") == 1
 
 
-def test_a_run_on_the_local_cluster_is_scraped_and_leaves_its_history(tmp_path: Path) -> None:
+def test_local_run_is_scraped_and_leaves_its_history(tmp_path: Path) -> None:
     history = tmp_path / "history"
     history.mkdir()
     extra = f'[health]\nmetrics = "127.0.0.1:0"\nhistory = "{history}"'
@@ -340,7 +342,7 @@ def test_a_run_on_the_local_cluster_is_scraped_and_leaves_its_history(tmp_path: 
     (file,) = history.glob("*/*.jsonl")
     kinds = [msgspec.json.decode(text)["kind"] for text in file.read_bytes().splitlines()]
     assert (kinds[0], kinds[-1]) == ("run_started", "run_ended")
-    assert {"held", "found", "failed", "mended"} <= set(kinds)
+    assert {"node_acquired", "finding", "failed", "recovery_done"} <= set(kinds)
     cache = HistoryCache([history], tmp_path / "cache.sqlite")
     assert cache.refresh().skipped == 0
     site = report(cache.records(0.0), 0.0, state.at).site

@@ -1,4 +1,4 @@
-"""The account of a run, from its events alone."""
+"""The summary of a run, from its events alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from rrl.core.run_dir import RunDir
 from rrl.core.types import Incarnation, NodeName, Outcome, ReplicaId, Verdict, Version, member_id, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Finish, InjectFault, Launch, Rung, Why
-from rrl.manager.reporting.summary import Recovery, Summary, summarize, write_summary
+from rrl.manager.reporting.recoveries import Recovery
+from rrl.manager.reporting.summary import Summary, summarize, write_summary
 from rrl.manager.storage.journal import Journal
 from rrl.tests.support.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, gang_job, job
 from rrl.tests.support.manager.world import found, lost
@@ -52,8 +53,8 @@ def perform(incarnation: Incarnation, fault: Fault = FAULT) -> ev.Intended:
 
 
 def summary(*parts: At | Sequence[At]) -> Summary:
-    told = [(0.0, ev.RunStarted(RUN, job())), *_flat(parts)]
-    return summarize(ev.Stamped(seq, at, 1, event) for seq, (at, event) in enumerate(told, 1))
+    timed_events = [(0.0, ev.RunStarted(RUN, job())), *_flat(parts)]
+    return summarize(ev.Stamped(seq, at, 1, event) for seq, (at, event) in enumerate(timed_events, 1))
 
 
 def _flat(values: Sequence[At | Sequence[At]]) -> list[At]:
@@ -93,23 +94,25 @@ def test_a_run_without_faults_works_from_the_first_phase_to_the_decision_to_end(
     assert (got.faults, got.recoveries) == (0, [])
 
 
-def test_a_run_that_goes_on_is_accounted_up_to_its_newest_record() -> None:
+def test_running_run_is_summarised_up_to_its_newest_record() -> None:
     got = summary(started(20.0), committed(50.0, 1))
     assert (got.outcome, got.run_seconds, got.ettr) == ("running", 50.0, 0.6)
 
 
 def test_a_trainer_of_several_ranks_works_while_all_of_them_do() -> None:
     ranks = [member_id(TRAINER, rank) for rank in range(4)]
-    told: list[At] = [(0.0, ev.RunStarted(RUN, gang_job(rollouts=2)))]
+    events: list[At] = [(0.0, ev.RunStarted(RUN, gang_job(rollouts=2)))]
     for id in (STORE, REWARD, *ranks, R0, R1):
-        told += [(10.0, launch(Incarnation(id, 1), N1)), *up(20.0, Incarnation(id, 1), N1)]
-    told += [committed(30.0, 1), (60.0, ended(Incarnation(ranks[2], 1))), (100.0, ev.ManagerStopped("x"))]
-    got = summarize(ev.Stamped(seq, at, 1, event) for seq, (at, event) in enumerate(sorted(told, key=itemgetter(0)), 1))
+        events += [(10.0, launch(Incarnation(id, 1), N1)), *up(20.0, Incarnation(id, 1), N1)]
+    events += [committed(30.0, 1), (60.0, ended(Incarnation(ranks[2], 1))), (100.0, ev.ManagerStopped("x"))]
+    got = summarize(
+        ev.Stamped(seq, at, 1, event) for seq, (at, event) in enumerate(sorted(events, key=itemgetter(0)), 1)
+    )
     assert got.ettr == round((40 + 40 * 2 / 3) / 100, 4)
     assert got.ettr_strict == 0.4
 
 
-def test_no_events_are_no_account() -> None:
+def test_no_events_raise_value_error() -> None:
     with pytest.raises(ValueError, match="no events"):
         summarize([])
 
@@ -124,23 +127,23 @@ def test_rewards_are_means_over_the_first_and_last_ten_steps_each_counted_once()
 
 
 def test_summary_has_the_age_of_the_oldest_token_even_of_steps_that_nobody_reported() -> None:
-    def told(step: int, oldest: float, of_run: float) -> At:
+    def age_reported(step: int, oldest: float, of_run: float) -> At:
         metrics = {"token_age_max": oldest, "token_age_run_max": of_run}
         return 20.0 + step, ev.StepCommitted(Incarnation(TRAINER, 1), step, metrics)
 
-    assert summary(started(), told(1, 2.0, 2.0), told(2, 0.0, 2.0)).max_age == 2
+    assert summary(started(), age_reported(1, 2.0, 2.0), age_reported(2, 0.0, 2.0)).max_age == 2
     unreported = (25.0, ev.StepCommitted(Incarnation(TRAINER, 1), 5))
-    assert summary(started(), told(1, 2.0, 2.0), unreported, told(6, 1.0, 4.0)).max_age == 4
+    assert summary(started(), age_reported(1, 2.0, 2.0), unreported, age_reported(6, 1.0, 4.0)).max_age == 4
     assert summary(started(), unreported).max_age is None
 
 
-def test_what_was_dropped_for_its_age_is_told_as_of_the_newest_step() -> None:
-    def told(step: int, groups: float, share: float) -> At:
+def test_stale_groups_are_those_of_the_newest_step() -> None:
+    def stale_reported(step: int, groups: float, share: float) -> At:
         return 20.0 + step, ev.StepCommitted(
             Incarnation(TRAINER, 1), step, {"stale_groups": groups, "stale_share": share}
         )
 
-    got = summary(started(), told(3, 9.0, 0.3), told(4, 12.0, 1 / 3), told(2, 5.0, 0.2))
+    got = summary(started(), stale_reported(3, 9.0, 0.3), stale_reported(4, 12.0, 1 / 3), stale_reported(2, 5.0, 0.2))
     assert (got.stale_groups, got.stale_share) == (12, 0.3333)
     assert (summary(started()).stale_groups, summary(started()).stale_share) == (0, 0.0)
 
@@ -159,7 +162,7 @@ KILLED: list[At] = [
 ]
 
 
-def test_the_stages_of_a_rollouts_recovery_are_told_one_by_one() -> None:
+def test_recovery_of_a_rollout_has_the_duration_of_each_stage() -> None:
     got = summary(started(), KILLED)
     assert got.faults == 1
     assert got.recoveries == [
@@ -171,7 +174,7 @@ def test_the_stages_of_a_rollouts_recovery_are_told_one_by_one() -> None:
     ]  # fmt: skip
 
 
-def test_a_rollouts_death_costs_nothing_but_strictness() -> None:
+def test_lost_rollout_reduces_only_the_strict_ettr() -> None:
     got = summary(started(20.0), committed(30.0, 1), KILLED, finished(100.0, 110.0))
     assert got.ettr == round(80 / 110, 4)
     assert got.ettr_strict == round((80 - (44.1 - 40.3)) / 110, 4)
@@ -195,7 +198,7 @@ def test_while_the_trainer_is_restored_time_counts_by_the_share_of_rollouts() ->
     assert (recovery.weights_s, recovery.first_work_s, recovery.total_s) == (None, 0.0, 19.5)
 
 
-def test_with_one_of_two_rollouts_down_too_the_share_is_smaller_and_with_everything_down_it_is_nothing() -> None:
+def test_ettr_share_falls_with_rollouts_down_and_is_zero_with_all_down() -> None:
     down: list[At] = [
         (50.0, ended(Incarnation(TRAINER, 1))),
         (60.0, ended(Incarnation(R0, 1))),
@@ -206,14 +209,14 @@ def test_with_one_of_two_rollouts_down_too_the_share_is_smaller_and_with_everyth
     assert got.ettr_strict == 0.3
 
 
-def test_rollouts_before_the_first_commit_are_no_training() -> None:
+def test_rollouts_before_the_first_commit_are_not_effective_training() -> None:
     ups = [at for id in (R0, R1) for at in up(20.0, Incarnation(id, 1), NODES[id])]
     begun = [(10.0, launch(Incarnation(id, 1), node)) for id, node in NODES.items()]
     assert summary(begun, ups, (100.0, ev.ManagerStopped("x"))).ettr == 0.0
     assert summary(begun, ups, committed(70.0, 1), (100.0, ev.ManagerStopped("x"))).ettr == round(30 * 2 / 3 / 100, 4)
 
 
-def test_a_fault_that_was_not_performed_is_no_fault_and_a_later_failure_is_not_its_doing() -> None:
+def test_fault_that_was_not_performed_explains_no_failure() -> None:
     later: list[At] = [
         (90.0, ended(Incarnation(R0, 1))), (90.5, found(Incarnation(R0, 1), "exit_record", 90.0)),
         (90.6, fence(Incarnation(R0, 1), Rung.IN_PLACE)),
@@ -227,7 +230,7 @@ def test_a_fault_that_was_not_performed_is_no_fault_and_a_later_failure_is_not_i
         assert (got.recoveries[0].injected, got.recoveries[0].detect_s) == (False, 0.5)
 
 
-def test_a_failure_long_after_a_fault_that_was_over_is_not_its_doing() -> None:
+def test_failure_long_after_a_faults_end_is_unprovoked() -> None:
     frozen = Fault("f0", FaultKind.FREEZE, R0, faults.FaultTrigger(step=1), seconds=5.0)
     incarnation = Incarnation(R0, 1)
     begins: list[At] = [(40.0, perform(incarnation, frozen)), (40.1, ev.FaultInjected("f0", incarnation, True))]
@@ -240,22 +243,22 @@ def test_a_failure_long_after_a_fault_that_was_over_is_not_its_doing() -> None:
         assert (got.faults, got.recoveries[0].injected, got.unprovoked) == (1, injected, int(not injected))
 
 
-def test_everybody_on_a_crashed_node_is_lost_by_the_fault_and_who_fails_elsewhere_is_not() -> None:
+def test_node_crash_explains_failures_on_that_node_only() -> None:
     crash = InjectFault(Fault("f0", FaultKind.CRASH, STORE), "", N1, WHY)
     fails: list[At] = [
         (60.0, lost(N1, 50.0)), (60.1, ev.Decided(Exclude(N1, WHY))),
         (60.1, fence(Incarnation(STORE, 1), Rung.SPARE)), (60.1, fence(Incarnation(REWARD, 1), Rung.SPARE)),
         (61.0, found(Incarnation(R0, 1), "exit_record", 61.0)), (61.1, fence(Incarnation(R0, 1), Rung.IN_PLACE)),
     ]  # fmt: skip
-    told = ev.FaultInjected("f0", None, True, "n1 is gone", node=N1)
-    got = summary(started(), (50.0, ev.Intended(crash)), (50.1, told), fails)
+    injected = ev.FaultInjected("f0", None, True, "n1 is gone", node=N1)
+    got = summary(started(), (50.0, ev.Intended(crash)), (50.1, injected), fails)
     assert {r.replica: (r.injected, r.detect_s) for r in got.recoveries} == {
         STORE: (True, 10.0), REWARD: (True, 10.0), R0: (False, 0.0),
     }  # fmt: skip
     assert got.unprovoked == 1
 
 
-def test_who_fails_while_the_disk_is_full_fails_of_it() -> None:
+def test_failure_while_the_disk_is_filled_is_injected() -> None:
     full = InjectFault(Fault("f0", FaultKind.DISK_FULL, seconds=20.0), "", NodeName(""), WHY)
     fails: list[At] = [
         (55.0, found(Incarnation(R0, 1), "exit_record", 55.0)),
@@ -266,33 +269,34 @@ def test_who_fails_while_the_disk_is_full_fails_of_it() -> None:
 
 
 @pytest.mark.parametrize("performed", [True, False])
-def test_a_really_full_disk_is_unprovoked_though_an_injected_one_never_told_its_end(performed: bool) -> None:
+def test_really_full_disk_is_unprovoked_after_an_injected_one_without_end(performed: bool) -> None:
     full = InjectFault(Fault("f0", FaultKind.DISK_FULL, seconds=20.0), "", NodeName(""), WHY)
-    told: list[At] = [(50.0, ev.Intended(full))]
+    events: list[At] = [(50.0, ev.Intended(full))]
     if performed:  # and then its manager died
-        told.append((50.1, ev.FaultInjected("f0", None, True)))
+        events.append((50.1, ev.FaultInjected("f0", None, True)))
     fails: list[At] = []
     for at, id in ((300.0, STORE), (300.5, TRAINER)):
         fails += [(at, found(Incarnation(id, 1), "exit_record", at)), (at, fence(Incarnation(id, 1), Rung.IN_PLACE))]
-    got = summary(started(), told, fails)
+    got = summary(started(), events, fails)
     assert ([r.injected for r in got.recoveries], got.unprovoked) == ([False, False], 2)
 
 
-def test_a_life_that_is_launched_on_a_node_after_its_injected_crash_fails_unprovoked() -> None:
+def test_failure_of_a_launch_after_an_injected_node_crash_is_unprovoked() -> None:
     crash = InjectFault(Fault("f0", FaultKind.CRASH, STORE), "", N1, WHY)
-    told: list[At] = [
+    events: list[At] = [
         (50.0, ev.Intended(crash)), (50.1, ev.FaultInjected("f0", None, True, node=N1)),
         (60.0, lost(N1, 50.0)), (60.1, fence(Incarnation(STORE, 1), Rung.SPARE)),
         (90.0, launch(Incarnation(STORE, 2), N1)), *up(95.0, Incarnation(STORE, 2), N1),  # the node is back
-        (200.0, found(Incarnation(STORE, 2), "exit_record", 200.0)), (200.1, fence(Incarnation(STORE, 2), Rung.IN_PLACE)),
+        (200.0, found(Incarnation(STORE, 2), "exit_record", 200.0)),
+        (200.1, fence(Incarnation(STORE, 2), Rung.IN_PLACE)),
     ]  # fmt: skip
-    got = summary(started(), told)
+    got = summary(started(), events)
     assert [r.injected for r in got.recoveries] == [True, False]
     assert got.unprovoked == 1
 
 
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CANCELLED])
-def test_failures_that_end_the_run_count_as_unprovoked_though_nobody_recovers(outcome: Outcome) -> None:
+def test_failure_that_ends_the_run_is_unprovoked_without_a_recovery(outcome: Outcome) -> None:
     why = Why(("No space left on device",))
     fails: list[At] = [
         (at, found(Incarnation(id, 1), "exit_record", at)) for at, id in ((70.0, STORE), (70.5, TRAINER))
@@ -303,7 +307,7 @@ def test_failures_that_end_the_run_count_as_unprovoked_though_nobody_recovers(ou
     assert got.unprovoked == (2 if outcome is Outcome.FAILED else 0)
 
 
-def test_a_failure_that_ends_the_run_and_was_injected_is_not_unprovoked() -> None:
+def test_injected_failure_that_ends_the_run_is_not_unprovoked() -> None:
     incarnation = Incarnation(R0, 1)
     struck: list[At] = [(40.0, perform(incarnation)), (40.1, ev.FaultInjected("f0", incarnation, True)),
                         (41.0, found(incarnation, "exit_record", 41.0))]  # fmt: skip
@@ -311,7 +315,7 @@ def test_a_failure_that_ends_the_run_and_was_injected_is_not_unprovoked() -> Non
     assert summary(started(), struck, end).unprovoked == 0
 
 
-def test_what_strikes_at_the_roles_next_call_is_measured_from_then() -> None:
+def test_fault_triggered_by_an_api_call_is_measured_from_that_call() -> None:
     raised = Fault("f0", FaultKind.EXCEPTION, R0)
     incarnation = Incarnation(R0, 1)
     fails: list[At] = [(71.0, found(incarnation, "exit_record", 71.0)), (71.0, fence(incarnation, Rung.IN_PLACE))]
@@ -321,7 +325,7 @@ def test_what_strikes_at_the_roles_next_call_is_measured_from_then() -> None:
     assert (got.recoveries[0].injected, got.recoveries[0].detect_s) == (True, 1.0)
 
 
-def test_a_fault_of_which_nobody_knows_counts_for_what_fails_of_it_and_not_as_performed() -> None:
+def test_fault_with_unknown_result_explains_failures_but_is_not_counted() -> None:
     incarnation = Incarnation(R0, 1)
     fails: list[At] = [(41.0, found(incarnation, "exit_record", 41.0)), (41.0, fence(incarnation, Rung.IN_PLACE))]
     unknown = ev.FaultInjected("f0", incarnation, False, unknown=True)
@@ -329,7 +333,7 @@ def test_a_fault_of_which_nobody_knows_counts_for_what_fails_of_it_and_not_as_pe
     assert (got.faults, got.recoveries[0].injected) == (0, True)
 
 
-def test_a_lost_node_is_a_failure_of_everybody_on_it_from_its_first_trace_on() -> None:
+def test_lost_node_fails_its_replicas_from_its_first_symptom_on() -> None:
     moved: list[At] = [
         (60.0, lost(N1, 50.0)), (60.1, ev.Decided(Exclude(N1, WHY))),
         (60.1, fence(Incarnation(STORE, 1), Rung.SPARE)), (60.1, fence(Incarnation(REWARD, 1), Rung.SPARE)),
@@ -342,18 +346,19 @@ def test_a_lost_node_is_a_failure_of_everybody_on_it_from_its_first_trace_on() -
     assert all(r.start_s is None and r.total_s is None for r in got.recoveries)
 
 
-def test_a_restart_that_had_to_be_tried_twice_is_told_with_the_life_that_came_back() -> None:
+def test_restart_tried_twice_is_summarised_with_the_incarnation_that_joined() -> None:
     again: list[At] = [
         (40.0, ended(Incarnation(R0, 1))), (40.5, found(Incarnation(R0, 1), "exit_record", 40.0)),
         (40.6, fence(Incarnation(R0, 1), Rung.IN_PLACE)), (40.7, launch(Incarnation(R0, 2), N3)),
-        (40.8, ev.IntentSettled(tag_of(RUN, Incarnation(R0, 2)), False, "no such node")), (41.8, launch(Incarnation(R0, 3), N5)),
+        (40.8, ev.IntentSettled(tag_of(RUN, Incarnation(R0, 2)), False, "no such node")),
+        (41.8, launch(Incarnation(R0, 3), N5)),
         (43.6, ev.Joined(Incarnation(R0, 3), N5, N5, 2)),
     ]  # fmt: skip
     (recovery,) = summary(started(), again).recoveries
     assert (recovery.incarnation, recovery.node_after, recovery.start_s) == (3, "n5", 3.0)
 
 
-def test_a_standstill_is_counted_from_its_first_trace_and_gives_back_the_time_that_it_was_credited() -> None:
+def test_downtime_counts_from_the_first_symptom_and_subtracts_credited_work() -> None:
     trainer = Incarnation(TRAINER, 1)
     hung: list[At] = [
         (90.0, found(trainer, "phase_overdue", 30.0)), (90.2, fence(trainer, Rung.IN_PLACE)),
@@ -365,7 +370,7 @@ def test_a_standstill_is_counted_from_its_first_trace_and_gives_back_the_time_th
     assert got.ettr_strict == round((10 + 5) / 110, 4)
 
 
-def test_time_is_taken_back_over_pauses_too() -> None:
+def test_credited_work_is_subtracted_across_pauses() -> None:
     trainer = Incarnation(TRAINER, 1)
     waits = [(40.0, ev.PhaseEntered(trainer, "loading_weights")), (50.0, ev.PhaseEntered(trainer, "train"))]
     failed: list[At] = [(60.0, found(trainer, "worker_silence", 30.0)), (60.0, fence(trainer, Rung.IN_PLACE))]
@@ -373,7 +378,7 @@ def test_time_is_taken_back_over_pauses_too() -> None:
     assert (got.ettr, got.ettr_strict) == (0.1, 0.1)
 
 
-def test_what_was_found_and_proved_wrong_costs_nothing_and_is_no_trace_of_what_comes_later() -> None:
+def test_cleared_finding_is_no_symptom_of_a_later_failure() -> None:
     wrong = found(Incarnation(R0, 1), "worker_silence", 30.0)
     cleared = ev.FindingChanged(msgspec.structs.replace(wrong.finding, verdict=Verdict.OK, evidence=()))
     dies: list[At] = [
@@ -385,7 +390,7 @@ def test_what_was_found_and_proved_wrong_costs_nothing_and_is_no_trace_of_what_c
     assert got.ettr_strict == round(60 / 110, 4)
 
 
-def test_a_phase_that_is_of_no_use_is_no_work() -> None:
+def test_phase_that_is_not_useful_is_not_work() -> None:
     trainer = Incarnation(TRAINER, 1)
     waits = [(30.0, ev.PhaseEntered(trainer, "loading_weights")), (80.0, ev.PhaseEntered(trainer, "train"))]
     got = summary(started(20.0), committed(25.0, 1), waits, finished(100.0, 110.0))
@@ -393,40 +398,43 @@ def test_a_phase_that_is_of_no_use_is_no_work() -> None:
     assert got.ettr_strict == round(30 / 110, 4)
 
 
-def test_a_replica_that_is_given_up_before_it_came_back_is_one_recovery() -> None:
+def test_replica_fenced_again_before_it_joined_is_one_recovery() -> None:
     lost_node: list[At] = [
-        (60.0, lost(N3, 50.0)), (60.1, ev.Decided(Exclude(N3, WHY))), (60.1, fence(Incarnation(R0, 1), Rung.REPLACEMENT)),
+        (60.0, lost(N3, 50.0)), (60.1, ev.Decided(Exclude(N3, WHY))),
+        (60.1, fence(Incarnation(R0, 1), Rung.REPLACEMENT)),
         (900.0, fence(Incarnation(R0, 1), Rung.DEGRADED)),
     ]  # fmt: skip
     (recovery,) = summary(started(), lost_node).recoveries
     assert (recovery.rung, recovery.detect_s, recovery.start_s) == ("go on degraded", 10.0, None)
     refused: list[At] = [
-        (40.0, ended(Incarnation(R0, 1))), (40.6, fence(Incarnation(R0, 1), Rung.IN_PLACE)), (40.7, launch(Incarnation(R0, 2), N3)),
-        (40.8, ev.IntentSettled(tag_of(RUN, Incarnation(R0, 2)), False, "no such node")), (40.9, fence(Incarnation(R0, 2), Rung.DEGRADED)),
+        (40.0, ended(Incarnation(R0, 1))), (40.6, fence(Incarnation(R0, 1), Rung.IN_PLACE)),
+        (40.7, launch(Incarnation(R0, 2), N3)),
+        (40.8, ev.IntentSettled(tag_of(RUN, Incarnation(R0, 2)), False, "no such node")),
+        (40.9, fence(Incarnation(R0, 2), Rung.DEGRADED)),
     ]  # fmt: skip
     assert [r.rung for r in summary(started(), refused).recoveries] == ["go on degraded"]
 
 
-def test_a_replica_that_fails_again_after_it_came_back_is_another_recovery() -> None:
+def test_replica_that_fails_again_after_it_joined_is_another_recovery() -> None:
     again: list[At] = [(60.0, ended(Incarnation(R0, 2))), (60.1, fence(Incarnation(R0, 2), Rung.DEGRADED))]
     assert [r.rung for r in summary(started(), KILLED, again).recoveries] == ["restart in place", "go on degraded"]
 
 
-def test_a_node_out_of_use_is_not_the_end_of_the_run() -> None:
+def test_excluded_node_does_not_end_the_run() -> None:
     got = summary(started(20.0), (40.0, ev.Decided(Exclude(N5, WHY))), finished(100.0, 110.0))
     assert got.ettr == round(80 / 110, 4)
 
 
-def test_steps_that_were_committed_while_no_manager_lived_are_told_in_any_order() -> None:
-    told = [committed(40.0, 5), *(committed(40.0, step, step / 10) for step in (3, 2, 4, 5))]
-    got = summary(started(), committed(30.0, 1, 0.1), told)
+def test_steps_committed_without_a_manager_may_be_recorded_in_any_order() -> None:
+    events = [committed(40.0, 5), *(committed(40.0, step, step / 10) for step in (3, 2, 4, 5))]
+    got = summary(started(), committed(30.0, 1, 0.1), events)
     assert (got.steps, got.reward_first10, got.reward_last10) == (5, 0.3, 0.3)
     words = [committed(40.0, 30), *(committed(41.0, step, step / 100) for step in range(29, 0, -1))]
     got = summary(started(), words)
     assert (got.steps, got.reward_first10, got.reward_last10) == (30, 0.055, 0.245)
 
 
-def test_agents_and_the_end_of_the_run_are_no_recoveries() -> None:
+def test_agents_and_the_runs_end_are_not_recoveries() -> None:
     agent = Incarnation(ReplicaId("agent/n3"), 1)
     got = summary(
         started(), (15.0, launch(agent, N3)), (30.0, fence(agent, Rung.IN_PLACE)), finished(40.0, 50.0)[0],
@@ -435,7 +443,7 @@ def test_agents_and_the_end_of_the_run_are_no_recoveries() -> None:
     assert got.recoveries == []
 
 
-def test_managers_are_counted_and_their_absence_costs_nothing() -> None:
+def test_managers_are_counted_and_their_absence_is_not_downtime() -> None:
     got = summary(started(20.0), (60.0, ev.ManagerStarted("other", 2)), finished(100.0, 110.0))
     assert (got.epochs, got.ettr) == (2, round(80 / 110, 4))
 
@@ -444,16 +452,16 @@ def test_the_summary_is_written_from_the_journal(tmp_path: Path) -> None:
     run = RunDir(tmp_path / RUN)
     run.create()
     journal = Journal(run, 1)
-    told: list[At] = [(0.0, ev.RunStarted(RUN, job())), *started(), *KILLED, *finished(100.0, 110.0)]
-    for seq, (at, event) in enumerate(told, 1):
+    events: list[At] = [(0.0, ev.RunStarted(RUN, job())), *started(), *KILLED, *finished(100.0, 110.0)]
+    for seq, (at, event) in enumerate(events, 1):
         journal.append(ev.Stamped(seq, at, 1, event))
     journal.close()
     written = write_summary(run)
-    assert written == summarize((ev.Stamped(s, at, 1, e) for s, (at, e) in enumerate(told, 1)), str(run.path))
+    assert written == summarize((ev.Stamped(s, at, 1, e) for s, (at, e) in enumerate(events, 1)), str(run.path))
     assert msgspec.json.decode(run.summary.read_bytes(), type=Summary) == written
 
 
-def test_who_was_not_back_when_the_run_ended_is_not_brought_back_by_its_resumption() -> None:
+def test_replica_down_at_the_runs_end_is_not_recovered_by_its_resumption() -> None:
     lost_at_the_end: list[At] = [(50.0, ended(Incarnation(R0, 1))), (50.0, fence(Incarnation(R0, 1), Rung.IN_PLACE))]
     again: list[At] = [(300.0, ev.Resumed("ada", "r1", job())), (310.0, launch(Incarnation(R0, 2), N3))]
     again += [*up(320.0, Incarnation(R0, 2), N3), (321.0, ev.FirstWorkDone(Incarnation(R0, 2)))]
@@ -461,7 +469,7 @@ def test_who_was_not_back_when_the_run_ended_is_not_brought_back_by_its_resumpti
     assert (got.replica, got.start_s, got.total_s) == (R0, None, None)
 
 
-def test_the_time_between_a_runs_end_and_its_resumption_is_not_the_runs() -> None:
+def test_time_between_the_runs_end_and_resumption_does_not_count() -> None:
     again = (300.0, ev.Resumed("ada", "r1", job()))
     relaunched = [(310.0, launch(Incarnation(id, 2), node)) for id, node in NODES.items()]
     works = [event for id, node in NODES.items() for event in up(320.0, Incarnation(id, 2), node)]
@@ -471,17 +479,17 @@ def test_the_time_between_a_runs_end_and_its_resumption_is_not_the_runs() -> Non
     assert got.ettr == round((80 + 80) / 210, 4)
 
 
-def test_tokens_made_while_the_trainer_is_away_are_counted_within_one_managers_time() -> None:
-    def seen(at: float, total: int, away: bool) -> At:
+def test_outage_tokens_are_counted_within_one_epoch() -> None:
+    def counted(at: float, total: int, away: bool) -> At:
         return at, ev.TokensCounted(total, away)
 
-    one = [seen(60.0, 1000, True), seen(62.0, 1100, True), seen(70.0, 1700, False)]
-    two = [seen(80.0, 2000, True), (81.0, ev.ManagerStarted("login", 2)), seen(90.0, 400, False)]
+    one = [counted(60.0, 1000, True), counted(62.0, 1100, True), counted(70.0, 1700, False)]
+    two = [counted(80.0, 2000, True), (81.0, ev.ManagerStarted("login", 2)), counted(90.0, 400, False)]
     got = summary(started(20.0), one, two)
     assert got.outage_tokens == 700
 
 
-def test_who_moves_or_restarts_with_its_gang_is_no_recovery() -> None:
+def test_moved_or_gang_restarted_member_is_no_recovery() -> None:
     moved = (40.0, ev.Decided(Fence(Incarnation(R0, 1), Rung.REPLACEMENT, WHY, target_node=N5, charged=False)))
     again = [(41.0, launch(Incarnation(R0, 2), N5)), *up(45.0, Incarnation(R0, 2), N5)]
     got = summary(started(20.0), committed(30.0, 1), moved, again, finished(100.0, 110.0))

@@ -230,7 +230,7 @@ def test_a_peer_that_is_killed_costs_one_read_and_the_next_one_is_read(reads: Ni
             remote = reads.add_remote(one.name, one.replies)
             assert read(reads, remote, one.address) == content(SLOT_BYTES)
             os.kill(one.pid, signal.SIGKILL)
-            until(lambda: refused(reads, remote, one.address))  # noqa: B023 - what was on its way may still come
+            until(lambda: refused(reads, remote, one.address))
             reads.release_remote(remote)
             with pytest.raises(TransportError, match="aborted"):
                 read(reads, remote, one.address)
@@ -447,7 +447,7 @@ def test_source_with_invalid_frames_is_refused() -> None:
 
             for frame, metadata in mad:
                 answers = []
-                meet = partial(lambda frame, tcp: answers.append(asyncio.create_task(answer(tcp, frame))), frame)  # noqa: B023
+                meet = partial(lambda frame, tcp: answers.append(asyncio.create_task(answer(tcp, frame))), frame)
                 server, port = await listen(meet, "127.0.0.1")
                 with pytest.raises(TransportError, match=metadata):
                     await pipe.fetch(

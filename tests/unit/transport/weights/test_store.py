@@ -62,7 +62,7 @@ def test_a_manifest_of_another_run_or_version_or_with_a_changed_byte_is_refused(
     for place in range(0, len(data), 7):
         changed = bytearray(data)
         changed[place] ^= 1
-        with pytest.raises(ValueError):  # noqa: PT011 (unreadable or unsigned: both are right)
+        with pytest.raises(ValueError):
             manifests.decode(changed, V1, SECRET)
 
 

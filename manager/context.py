@@ -1,0 +1,46 @@
+"""The run as every component of its manager sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..core.run_dir import RunDir
+from ..core.types import Incarnation
+from ..health.detection.health_monitor import HealthMonitor
+from ..transport.control.endpoints import Send
+from .model.events import Event
+from .model.state import State
+
+
+@dataclass(frozen=True, slots=True)
+class PeerConnections:
+    """The connections of the processes of a run, by which messages are sent to them."""
+
+    workers: dict[Incarnation, bytes] = field(default_factory=dict)
+    """Connection of each incarnation's worker."""
+    steps: dict[str, bytes] = field(default_factory=dict)
+    """Connection of each step's first process (or agent), by the step's tag."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """What the components of one manager share: where the run is stored, what is known of it, and how to change that.
+
+    The manager makes one when it opens the run, and passes it to each component instead of single functions.
+    """
+
+    run_dir: RunDir
+    """Directory of the run on shared storage."""
+    monitor: HealthMonitor
+    """Last observations of replicas and nodes, from which the detectors judge."""
+    state: Callable[[], State]
+    """Returns the newest state."""
+    record: Callable[[Event], None]
+    """Journals an event and applies it to the state; it is durable after the next flush."""
+    send: Send
+    """Sends a message to a connection, as a reply to a request id or unsolicited (None)."""
+    now: Callable[[], float]
+    """Returns the manager's time (s), which never goes back."""
+    connections: PeerConnections = field(default_factory=PeerConnections)
+    """Connections of workers, first processes and agents."""

@@ -1,0 +1,68 @@
+"""Send the peer directory to the workers of a run: who is live, and who serves which weight version."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from math import inf
+from typing import Any
+
+from ...core.types import STANDBY_ROLE, Incarnation, rank_of, role_of
+from ...transport import messages as msg
+from ..context import RunContext
+from ..planner.peer_directory import PeerDirectory, build_directory
+
+ANNOUNCE_INTERVAL_S = 0.05
+"""Minimum seconds between two announcements of the peer directory, each of which carries the whole directory to every
+worker."""
+VERSION_ANNOUNCE_S_PER_WORKER = 0.008
+"""Minimum seconds per connected worker between two announcements if only the versions that receivers hold have
+changed: one announcement to 1,024 workers is 172 MB in all, and a new weight version would otherwise cause about a
+thousand."""
+
+
+class DirectoryAnnouncer:
+    """Announces the peer directory of one run to its workers whenever it changed.
+
+    ``send_all`` pushes one message to many connections; ``wake`` has the manager's loop call :meth:`announce` again.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        send_all: Callable[[Iterable[bytes], Any], Coroutine[Any, Any, None]],
+        wake: Callable[[], None],
+    ) -> None:
+        self._context, self._send_all, self._wake = context, send_all, wake
+        self._sent: PeerDirectory | None = None
+        self._number = 0
+        """Number of the newest announcement, by which workers put announcements of one epoch in order."""
+        self._announced_at = -inf
+        self._timer: asyncio.TimerHandle | None = None
+        """Timer that wakes the loop for an announcement that was not yet due."""
+
+    async def announce(self) -> None:
+        """Send the peer directory to every worker if it changed. The announcement intervals limit how often."""
+        state, workers = self._context.state(), self._context.connections.workers
+        directory = build_directory(state)
+        if directory == self._sent:
+            return
+        urgent = self._sent is None or directory.without_versions != self._sent.without_versions
+        version_interval_s = max(ANNOUNCE_INTERVAL_S, VERSION_ANNOUNCE_S_PER_WORKER * len(workers))
+        pause_s = ANNOUNCE_INTERVAL_S if urgent else version_interval_s
+        if self._timer is not None:
+            self._timer.cancel()
+        if (early_s := self._announced_at + pause_s - self._context.now()) > 0:
+            self._timer = asyncio.get_running_loop().call_later(early_s, self._wake)
+            return
+        self._sent, self._announced_at = directory, self._context.now()
+        self._number += 1
+        peers = [peer for incarnation, peer in workers.items() if state.is_current(incarnation)]
+        await self._send_all(peers, directory.message(state.epoch, self._number))
+
+    def welcome(self, incarnation: Incarnation) -> msg.Welcome:
+        """Return the reply to the Hello of a current incarnation, which contains the whole peer directory."""
+        state, role = self._context.state(), role_of(incarnation.replica)
+        rank, world = (0, 1) if role == STANDBY_ROLE else (rank_of(incarnation.replica), state.job.role(role).ranks)
+        peers = build_directory(state).message(state.epoch, self._number)
+        return msg.Welcome(incarnation, peers, rank, world, state.step)
