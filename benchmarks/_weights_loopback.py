@@ -186,7 +186,8 @@ def report(results: Loopback) -> dict[str, object]:
     }  # fmt: skip
     result["ours_over_gloo_1"] = max(float(str(result[f"{kind}_over_gloo_1"])) for kind in KINDS)
     result["ours_over_gloo_1_cpu"] = round(
-        max(statistics.median(results.cpu[kind, (1, layout)]) / statistics.median(results.cpu["gloo + digest", (1, layout)])
+        max(statistics.median(results.cpu[kind, (1, layout)]) / statistics.median(results.cpu["gloo + digest", (1,
+        layout)])
             for kind in KINDS for layout in LAYOUTS), 3
     )  # fmt: skip
     result["ours_over_gloo_1_in_threads"] = round(

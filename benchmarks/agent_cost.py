@@ -121,7 +121,8 @@ def main() -> None:
         cores, pss, rows = asyncio.run(_measure(lab_run, given.seconds, given.settle, given.native))
     print_table(("pid", "core", "PSS MiB", "process"), rows)
     print(
-        f"bars: {MAX_CORES:.0%} of a core, {MAX_PSS_MIB:g} MiB: {'under' if cores < MAX_CORES and pss < MAX_PSS_MIB else 'OVER'}"
+        f"bars: {MAX_CORES:.0%} of a core, {MAX_PSS_MIB:g} MiB: "
+        f"{'under' if cores < MAX_CORES and pss < MAX_PSS_MIB else 'OVER'}"
     )
     print(json.dumps({"cpu_fraction": round(cores, 5), "pss_mib": round(pss, 1)}))
 

@@ -199,7 +199,8 @@ def _batches() -> Iterator[Batch]:
     dice = random.Random(0)
     trajectories = tuple(
         Trajectory(
-            id=number, group=number // GROUP_SIZE, prompt=tuple(dice.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS)),
+            id=number, group=number // GROUP_SIZE,
+            prompt=tuple(dice.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS)),
             tokens=tuple(dice.randrange(VOCABULARY) for _ in range(ANSWER_TOKENS)), logprobs=(-9.7,) * ANSWER_TOKENS,
             versions=(Version(0, 1),) * ANSWER_TOKENS, reward=dice.random(), training=dice.random(),
         )

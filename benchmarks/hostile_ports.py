@@ -40,7 +40,8 @@ def main() -> None:
     rows: list[list[str]] = []
     results = [_attack(kind, frames, rows) for kind in kinds]
     print(
-        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {frames} frames and {HALF_OPEN_PER_PORT} half-open a port"
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; "
+        f"{frames} frames and {HALF_OPEN_PER_PORT} half-open a port"
     )
     header = ("pipe, process", "ports", "MiB before", "most", "after", "growth", "alone", "fds before", "most", "after")
     print_table(header, rows)

@@ -1,0 +1,1 @@
+"""The command line: commands and views, which decide nothing."""

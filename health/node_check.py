@@ -44,12 +44,13 @@ def check_node(
     options: ReaderOptions = ReaderOptions(),
     read: ReadFunction = read_all,
 ) -> list[Finding]:
-    """All verdicts on this node, OK and UNKNOWN too. Blocks for about ``within`` s at most, and some for readers that
-    hang to be ended.
+    """Return all findings about this node, those of verdict OK and UNKNOWN included.
 
-    ``mounts``: paths besides the rules' that must answer. ``vacant``: GPUs (UUIDs, indices, or ``every``) that nobody
-    may use: a role is about to start. ``only``: names of checks; empty: all. ``rates``: read twice, so that counters
-    that rise now are seen. Raises OSError where no process can be started."""
+    Blocks for about ``timeout_s`` at most, and some seconds more to end readers that hang. ``mounts`` are paths besides
+    the rules' that must answer. ``expected_free`` are GPUs (UUIDs, indices, or ``every``) that no process may use,
+    because a role is about to start. ``only`` names the checks to make; empty: all. With ``rates`` the node is read
+    twice, so that rising counters are noticed. Raises OSError if no process can be started.
+    """
     rules = _narrowed(rules, only)
     paths = tuple(dict.fromkeys((*options.mounts, *rules.expect.mounts, *mounts)))
     options = structs.replace(
@@ -70,15 +71,19 @@ def check_node(
 
 
 def mount_timeout_s(rules: Rules, timeout_s: float) -> float:
-    """Return the time (s) that a path has to answer in a look of ``within`` s. It is long enough to condemn a path that
-    hangs, if the look is long enough."""
+    """Return the time (s) within which a path must answer in a check of ``timeout_s``.
+
+    It suffices to find a hung path, if ``timeout_s`` does.
+    """
     return max(1.0, min(rules.host.mount_hung, timeout_s - _REST_OF_HOST_S))
 
 
 def overall(findings: Collection[Finding]) -> Verdict:
-    """Of the node: the worst. UNKNOWN only where nothing is worse and something that should be known is not: a reader
-    hangs or breaks, or what the rules expect cannot be looked at. What is not here, or not this user's to read, says
-    nothing of the node."""
+    """Return the verdict on the node: the most severe of its findings.
+
+    UNKNOWN is returned only if nothing is more severe and something that the rules expect could not be read, or a
+    reader hung or failed. Readers that are not installed or not permitted say nothing about the node.
+    """
     found = {finding.verdict for finding in findings if not is_uninformative(finding)}
     return next((verdict for verdict in WORST_FIRST if verdict in found), Verdict.OK)
 

@@ -1,0 +1,1 @@
+"""``rrl health``: node check, report and drain requests."""

@@ -1,0 +1,1 @@
+"""``rrl check`` and ``rrl init``: commands about a job spec."""

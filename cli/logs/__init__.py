@@ -1,0 +1,1 @@
+"""``rrl logs``: a run's logs merged by time, and its failures."""

@@ -1,0 +1,1 @@
+"""Commands about a run: submit, status, resume, cancel, restart, drain, inject."""

@@ -88,7 +88,7 @@ async def _run_py_spy(argv: list[str], within: float) -> tuple[int | None, str, 
         )  # fmt: skip
     except OSError as error:
         return 127, "", str(error)
-    assert child.stdout is not None and child.stderr is not None
+    assert child.stdout is not None and child.stderr is not None  # noqa: PT018
     try:
         async with asyncio.timeout(within):
             out, err = await asyncio.gather(

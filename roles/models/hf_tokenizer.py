@@ -148,7 +148,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> Callable[..., str]:
 class _Generation(Extension):
     """The tag ``{% generation %}``, which marks an assistant's message for training; here it has no effect."""
 
-    tags = {"generation"}  # jinja2's own
+    tags = {"generation"}  # noqa: RUF012  # jinja2's own
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         """Return the content of the tag."""

@@ -16,7 +16,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("cli", "config", "core", "health", "manager", "roles")
 TEXTS = frozenset({
-    "detail", "details", "evidence", "message", "last_line", "reason", "reasons", "rejection", "said", "text", "told", "why",
+    "detail", "details", "evidence", "message", "last_line", "reason", "reasons", "rejection", "said", "text",
+    "told", "why",
 })  # fmt: skip
 """names of variables and attributes that hold text for people"""
 ONE_TEXT = frozenset({"detail", "reason", "why"})

@@ -1,4 +1,7 @@
-"""Identifiers and module names use the vocabulary of docs/glossary.md: a retired word fails, with the word to use instead."""
+"""Identifiers and module names use the vocabulary of docs/glossary.md.
+
+A retired word fails, with the word to use instead.
+"""
 
 from __future__ import annotations
 

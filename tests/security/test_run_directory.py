@@ -133,7 +133,8 @@ def _cut(path: Path) -> None:
     ("name", "harm", "says"),
     [
         ("run_spec.json", _cut, "run_spec.json is damaged: Input data was truncated"),
-        ("run_spec.json", Path.unlink, "run_spec.json: No such file or directory; without it the run cannot be managed"),
+        ("run_spec.json", Path.unlink,
+        "run_spec.json: No such file or directory; without it the run cannot be managed"),
         ("resolved.json", _cut, "resolved.json is damaged: "),
         ("resolved.json", Path.unlink, "resolved.json: No such file or directory"),
         ("keys.json", _cut, "keys.json is damaged: Input data was truncated; without the run's keys nobody"),

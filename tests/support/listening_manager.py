@@ -104,7 +104,8 @@ class Lab:
         """Write a launch file."""
         incarnation = Incarnation(ReplicaId(replica), number)
         launch = Launch(
-            tag=tag_of(self.run.id, incarnation), run_dir=str(self.run.path), incarnation=incarnation, node=NodeName(node), argv=argv,
+            tag=tag_of(self.run.id, incarnation), run_dir=str(self.run.path), incarnation=incarnation,
+            node=NodeName(node), argv=argv,
             env={"PATH": "/usr/bin:/bin"} | (env or {}), cwd=str(self.run.path), grace=grace,
             dies_with_launcher=dies_with_launcher,
         )  # fmt: skip

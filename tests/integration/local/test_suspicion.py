@@ -40,7 +40,8 @@ def test_a_wedged_engine_is_suspected_probed_looked_into_and_restarted_and_nobod
     failed, found = next((seq, found) for seq, found in findings if found.verdict is Verdict.FAIL)
     (fenced,) = [
         one.seq for one in events
-        if isinstance(one.event, ev.Decided) and isinstance(one.event.action, Fence) and one.event.action.incarnation == WEDGED
+        if isinstance(one.event, ev.Decided) and isinstance(one.event.action, Fence)
+        and one.event.action.incarnation == WEDGED
     ]  # fmt: skip
     taken = [one for one in events if isinstance(one.event, ev.StacksCollected) and one.event.incarnation == WEDGED]
     assert found.detector == "no_answer", "it was not found by its silence to a probe"

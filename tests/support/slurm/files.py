@@ -87,7 +87,8 @@ def _write_configuration(path: Path, settings: Settings) -> None:
     text = jinja2.Template(
         Path(__file__).with_name("slurm.conf.j2").read_text(), undefined=jinja2.StrictUndefined
     ).render(
-        settings=settings, dir=path, host=on_this_machine, timeouts=_SHORT if version(settings) < _LONG_SINCE else _LONG,
+        settings=settings, dir=path, host=on_this_machine, timeouts=_SHORT
+        if version(settings) < _LONG_SINCE else _LONG,
         daemons=pwd.getpwuid(os.geteuid()).pw_name,
         controller=settings.network.controller if settings.network else "127.0.0.1",
         plugins=next(root.glob("usr/lib/*/slurm-wlm")) if root else None, nodes=_node_lines(settings, on_this_machine),

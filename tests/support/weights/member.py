@@ -293,6 +293,7 @@ def nursery(control: socket.socket) -> None:
 if __name__ == "__main__":
     if sys.argv[2] == "ucx":
         os.environ.update(SETTINGS)  # UCX reads some of them as it is loaded
+        import ucxx  # noqa: F401
     # by its full name: what is told and said are classes of that module, not of __main__
     from rrl.tests.support.weights import member as _this
 

@@ -191,7 +191,8 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
     ("slurm.pool", FAIL, "Invalid partition", slurm(trials=Trials(
         {"pool": REFUSED, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": TAKEN}))),
     ("slurm.pool", OK, "would take 2 processors", slurm(trials=Trials(  # as 26.05 says it
-        {"pool": CommandResult(0, "", "sbatch: Job 3 to start at 2026-11-20T10:09:03 a using 2 processors on nodes n[1-2]"),
+        {"pool": CommandResult(0, "",
+        "sbatch: Job 3 to start at 2026-11-20T10:09:03 a using 2 processors on nodes n[1-2]"),
          "replica": TAKEN, "hetjob": TAKEN}, {"gpu": TAKEN}))),
     ("slurm.pool", WARN, "no node of gpu is up", slurm(
         nodes=msgspec.structs.replace(findings.slurm().nodes, nodes=()),
@@ -291,7 +292,8 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
     ("node.clock", UNKNOWN, "no connection", visited(skew=None)),
     ("node.clock", UNKNOWN, "too slow", visited(skew=5.0, bound=4.0)),
     ("node.sbatch", WARN, "Access denied", node(sbatch=CommandResult(1, "", "sbatch: error: Access denied"))),
-    ("node.sbatch", WARN, "no sbatch", node(sbatch=Unavailable("sbatch: No such file or directory", UnavailableCause.NOT_FOUND))),
+    ("node.sbatch", WARN, "no sbatch", node(sbatch=Unavailable("sbatch: No such file or directory",
+    UnavailableCause.NOT_FOUND))),
     ("node.sbatch", UNKNOWN, WHY.why, node(sbatch=WHY)),
     ("node.nofile", WARN, "1024", there(limits=Limits(-1, 1024, 4096, 0, "core"))),
     ("node.memlock", WARN, "8 MiB", there(limits=Limits(2**23, 65536, 65536, 0, "core"),
@@ -361,7 +363,8 @@ def test_the_page_about_the_doctor_is_that_of_the_code() -> None:
 SCENES: dict[str, Facts] = {
     "well": findings.facts(),
     "local": ALONE,
-    "deaf": findings.facts(slurm=unread(findings.slurm(), NO_ANSWER), node=Unavailable("no job looked: nobody consented")),
+    "deaf": findings.facts(slurm=unread(findings.slurm(), NO_ANSWER),
+    node=Unavailable("no job looked: nobody consented")),
     "ill": findings.facts(
         storage=findings.storage(kind="ext4"), node=findings.visit(folder="No such file or directory"),
         host=findings.host(network=network(LO, ETH0, IB0)),

@@ -52,7 +52,8 @@ PLACES: dict[str, Facts] = {
         slurm(partitions=Partitions((Partition(ODD, False, True, None, False),)),
               nodes=Nodes((findings.node("n1", partitions=(ODD,)),))),
         wanted=DoctorOptions(ODD, ODD, ODD)),
-    "deaf": slurm(trials=Unavailable("Unable to contact\nslurm controller"), nodes=Unavailable("x"), config=Unavailable("x")),
+    "deaf": slurm(trials=Unavailable("Unable to contact\nslurm controller"), nodes=Unavailable("x"),
+    config=Unavailable("x")),
     "refused": slurm(trials=Trials({"pool": REFUSED, "replica": REFUSED, "hetjob": REFUSED}, {"gpu": REFUSED})),
     "no_nodes": slurm(nodes=Unavailable("no answer")),
 }  # fmt: skip

@@ -141,7 +141,7 @@ def test_hello_comes_before_what_was_queued_before_the_connection() -> None:
     async def test() -> None:
         async with listening() as listener:
             ready = threading.Event()
-            find = lambda: listener.address if ready.is_set() else None
+            find = lambda: listener.address if ready.is_set() else None  # noqa: E731
             async with dialling(find, hello=(Joined("me"),)) as dialer:
                 await dialer.send(Ping(1))
                 ready.set()
@@ -175,7 +175,7 @@ def test_an_ask_that_nobody_takes_is_kept_once() -> None:
     async def test() -> None:
         async with listening() as listener:
             ready = threading.Event()
-            find = lambda: listener.address if ready.is_set() else None
+            find = lambda: listener.address if ready.is_set() else None  # noqa: E731
             async with dialling(find) as dialer:
                 asked = asyncio.create_task(dialer.request(Ping(1), SOON, resend_after=0.01))
                 await asyncio.sleep(0.1)

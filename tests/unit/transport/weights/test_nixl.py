@@ -230,7 +230,7 @@ def test_a_peer_that_is_killed_costs_one_read_and_the_next_one_is_read(reads: Ni
             remote = reads.add_remote(one.name, one.replies)
             assert read(reads, remote, one.address) == content(SLOT_BYTES)
             os.kill(one.pid, signal.SIGKILL)
-            until(lambda: refused(reads, remote, one.address))
+            until(lambda: refused(reads, remote, one.address))  # noqa: B023 - what was on its way may still come
             reads.release_remote(remote)
             with pytest.raises(TransportError, match="aborted"):
                 read(reads, remote, one.address)
@@ -434,7 +434,8 @@ def test_a_member_gone_mad_loses_its_connection_and_nobody_else_does() -> None:
 
 def test_source_with_invalid_frames_is_refused() -> None:
     mad = [((nixl._KIND_METADATA, 100, bytes(100)), "not signed with this run's secret"),
-           ((nixl._KIND_PIECE, 5, bytes(8)), "unexpected"), ((nixl._KIND_METADATA, nixl._MAX_METADATA_BYTES + 1, b""), "unexpected")]  # fmt: skip
+           ((nixl._KIND_PIECE, 5, bytes(8)), "unexpected"), ((nixl._KIND_METADATA, nixl._MAX_METADATA_BYTES + 1,
+           b""), "unexpected")]  # fmt: skip
 
     async def test() -> None:
         async with transport_for("nixl") as pipe:
@@ -447,7 +448,7 @@ def test_source_with_invalid_frames_is_refused() -> None:
 
             for frame, metadata in mad:
                 answers = []
-                meet = partial(lambda frame, tcp: answers.append(asyncio.create_task(answer(tcp, frame))), frame)
+                meet = partial(lambda frame, tcp: answers.append(asyncio.create_task(answer(tcp, frame))), frame)  # noqa: B023
                 server, port = await listen(meet, "127.0.0.1")
                 with pytest.raises(TransportError, match=metadata):
                     await pipe.fetch(

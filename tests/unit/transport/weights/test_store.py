@@ -62,7 +62,7 @@ def test_a_manifest_of_another_run_or_version_or_with_a_changed_byte_is_refused(
     for place in range(0, len(data), 7):
         changed = bytearray(data)
         changed[place] ^= 1
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError):  # noqa: PT011 (unreadable or unsigned: both are right)
             manifests.decode(changed, V1, SECRET)
 
 
@@ -243,7 +243,8 @@ def test_who_waits_for_a_part_has_it_the_moment_it_is_verified_in_another_thread
     async def test() -> None:
         with store.awaiting(V1):
             store.begin(manifest)
-            waiting = [asyncio.create_task(store.wait_until_ready(SOON, partial(store.read, V1, range(300, 600), index)))
+            waiting = [asyncio.create_task(store.wait_until_ready(SOON, partial(store.read, V1, range(300, 600),
+            index)))
                        for index in range(3)]  # fmt: skip
             while len(store._waiting) < 3:
                 await asyncio.sleep(0)

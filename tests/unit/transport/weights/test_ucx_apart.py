@@ -33,7 +33,8 @@ def passes(*argv: str, timeout_s: float = TIMEOUT_S) -> None:
         pytest.skip("needs iproute2, and the right to make a network namespace")
     whole = [sys.executable, "-m", "pytest", "-q", *(str(HERE / arg) if arg.endswith(".py") else arg for arg in argv)]
     child = subprocess.run(
-        [*NAMESPACE, "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *whole], env=os.environ | {TRANSPORTS_ENV: "ucx"},
+        [*NAMESPACE, "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *whole],
+        env=os.environ | {TRANSPORTS_ENV: "ucx"},
         capture_output=True, text=True, timeout=timeout_s, cwd=HERE.parents[3],
     )  # fmt: skip
     assert child.returncode == 0, child.stdout[-5000:] + child.stderr[-2000:]

@@ -33,7 +33,7 @@ srun: error: Unable to confirm allocation for job 9: Invalid job id specified
 srun: error: Unable to confirm allocation for job 34: Job is pending execution
 srun: error: Unable to create step for job 33: Memory required by task is not available
 srun: error: Unable to create step for job 1: Requested nodes are busy
-"""
+"""  # noqa: E501
 UNKNOWN_RESULTS = """\
 sbatch: error: Batch job submission failed: Socket timed out on send/recv operation
 sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)
@@ -46,7 +46,7 @@ salloc: error: Job submit/allocate failed: Slurm temporarily unable to accept jo
 slurm_load_jobs error: Unable to contact slurm controller (connect failure)
 scancel: error: Kill job error on job id 5: Socket timed out on send/recv operation
 a message that is not known
-"""
+"""  # noqa: E501
 
 
 def stderr_of(text: str) -> CommandResult:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 import pytest
 
@@ -129,15 +131,18 @@ def test_required_replica_that_never_joins_ends_the_run_after_three_starts() -> 
     assert_nothing_is_left(world, Outcome.REJECTED)
 
 
+def _stands_at(world: World, expected: tuple[Status, int]) -> bool:
+    replica = world.state.replica(TRAINER)
+    return (replica.status, replica.incarnation_number) == expected
+
+
 def test_replica_that_never_joins_is_reported_with_a_hint_at_join() -> None:
     world = World(job())
     world.broken["trainer"] = "waits"
     world._break = lambda action, why: None  # type: ignore[method-assign]
     for number in (1, 2, 3):
-        replica = world.state.replica
-        world.play(  # type: ignore[misc]
-            lambda n=number: (replica(TRAINER).status, replica(TRAINER).incarnation_number) == (Status.STARTING, n)
-        )
+        expected = (Status.STARTING, number)
+        world.play(partial(_stands_at, world, expected))
         world.wait(120.0)
         replica = world.state.replica(TRAINER)
         world.happen(found(replica.incarnation, "never_joined", world.now, text="no Hello within 120 s of its launch"))
