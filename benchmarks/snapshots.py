@@ -55,7 +55,7 @@ async def _measure(lab_run: Lab, size: int, rounds: int) -> dict[str, float]:
                 replica=f"agent/{node}", node=node, env={"RRL_HEARTBEAT_INTERVAL": str(HEARTBEAT_INTERVAL_S)}
             )
             agents[node] = lab_run.start(launch, "agent").pid
-        hello = await manager.wait_for(AgentHello, lambda said: said.node == "local2")
+        hello = await manager.wait_for(AgentHello, lambda reported: reported.node == "local2")
         gaps = asyncio.create_task(_collect_heartbeat_gaps(manager))
         baseline_pss = {node: _pss(pid) for node, pid in agents.items()}
         client = SnapshotClient(lab_run.run.id, NodeName("local1"), lab_run.keys, GANG, 0, 1)

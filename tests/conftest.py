@@ -94,7 +94,7 @@ def isolated_lab() -> Iterator[SlurmLab]:
 
 def _require(accounting: bool = False) -> None:
     if absent := missing(accounting=accounting):
-        told = f"not installed: {', '.join(absent)} (python -m rrl.tests.support.slurm.lab install --accounting)"
+        reported = f"not installed: {', '.join(absent)} (python -m rrl.tests.support.slurm.lab install --accounting)"
         if os.environ.get(REQUIRED):
-            pytest.fail(told)
-        pytest.skip(told)
+            pytest.fail(reported)
+        pytest.skip(reported)

@@ -196,7 +196,7 @@ def _check_engine_installed(job: Job, path: Path) -> list[str]:
     ]
     if known and wrong and not elsewhere:
         raise UsageError(_with_location(path, Problem((*table, wrong[0][0]), wrong[0][1])))
-    return [f"{'.'.join(table)}.{name}: {told}; that of the nodes must" for name, told in wrong if known]
+    return [f"{'.'.join(table)}.{name}: {reported}; that of the nodes must" for name, reported in wrong if known]
 
 
 def _check_model(job: Job, path: Path) -> list[str]:

@@ -68,7 +68,7 @@ def _text(failure: Failure, lines: list[tuple[Log, Line]], printer: Printer) -> 
     )
     at = printer.local_time(stamp(int(failure.at * 1e6)))
     out = [f"{at} {subject} failed{' (injected)' if failure.injected else ''}"]
-    out += [f"    {escaped(told)}" for told in failure.evidence]
+    out += [f"    {escaped(reported)}" for reported in failure.evidence]
     if lines and lines[0][0].kind == "launcher" and lines[0][0].role != AGENT:  # an agent has no other log
         out.append("    it never spoke; its launcher said:")
     for log, line in lines:

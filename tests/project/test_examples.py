@@ -49,10 +49,10 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_shipped_job_is_valid_and_could_be_submitted(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = load_job(path)
     assert main.run(["check", str(path)]) == 0
-    told = capsys.readouterr().err.splitlines()
+    reported = capsys.readouterr().err.splitlines()
     if job.cluster.kind == "slurm":  # one for a cluster names folders that only that has
-        told = [line for line in told if NOT_HERE not in line]
-    assert not told
+        reported = [line for line in reported if NOT_HERE not in line]
+    assert not reported
 
 
 # ── the program that makes a model's folder ────────────────────────────────────────────────────────────────────────

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("cli", "config", "core", "health", "manager", "roles", "slurm_templates", "transport")
+SUBPACKAGES = ("cli", "config", "core", "health", "manager", "roles", "slurm_templates", "transport")
 LINT = Path(sys.executable).with_name("lint-imports")
 
 
@@ -31,8 +31,8 @@ def copy(tmp_path: Path) -> Path:
     house = tmp_path / "rrl"
     house.mkdir()
     shutil.copy(ROOT / "__init__.py", house)
-    for room in ROOMS:
-        shutil.copytree(ROOT / room, house / room, ignore=shutil.ignore_patterns("__pycache__"))
+    for subpackage in SUBPACKAGES:
+        shutil.copytree(ROOT / subpackage, house / subpackage, ignore=shutil.ignore_patterns("__pycache__"))
     return house
 
 
@@ -84,7 +84,7 @@ def test_an_import_that_breaks_the_rules_is_found_and_named(copy: Path, where: s
     assert named in checked.stdout
 
 
-def test_the_root_holds_no_code_of_its_own_and_no_room_is_named_like_a_module() -> None:
+def test_root_holds_no_code_and_no_package_has_a_modules_name() -> None:
     assert [path.name for path in ROOT.glob("*.py")] == ["__init__.py"]
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
     assert not folders & set(sys.stdlib_module_names)

@@ -32,7 +32,7 @@ def test_every_package_says_that_it_is_one() -> None:
     assert not without
 
 
-def test_no_python_lies_in_the_root_but_the_package_itself() -> None:
+def test_root_holds_no_python_but_the_package_itself() -> None:
     assert [path.name for path in ROOT.glob("*.py")] == ["__init__.py"]
 
 

@@ -208,9 +208,14 @@ def crowded_folders(root: Path) -> list[str]:
 
 
 def _lengths(product: Product) -> dict[Path, int]:
-    """Return the lines of each file that is not empty."""
-    lengths = {path.relative_to(product.root): len(path.read_text().splitlines()) for path in product.files.values()}
-    return {path: lines for path, lines in lengths.items() if lines}
+    """Return the lines of each file with code: an ``__init__.py`` may say in a docstring what its package is for."""
+    texts = {path.relative_to(product.root): path.read_text() for path in product.files.values()}
+    return {path: len(text.splitlines()) for path, text in texts.items() if _has_code(text)}
+
+
+def _has_code(text: str) -> bool:
+    body = ast.parse(text).body
+    return bool(body[1:]) or bool(body and not isinstance(body[0], ast.Expr))
 
 
 def long_files(product: Product) -> list[str]:

@@ -67,7 +67,7 @@ def dcgm_findings(port: int, folder: Path, rules: Rules) -> list[Finding]:
     return check_node(rules, TIMEOUT_S, only=["dcgm_memory"], options=options)
 
 
-def test_an_exporter_of_another_user_is_not_believed(owner: PlainUser, attacker: PlainUser, tmp_path: Path) -> None:
+def test_exporter_of_another_user_is_rejected(owner: PlainUser, attacker: PlainUser, tmp_path: Path) -> None:
     theirs = Rules(readers=ReaderRules(dcgm_user=owner.name))
     with exporter_of(owner) as port:
         (found,) = dcgm_findings(port, tmp_path, theirs)
@@ -147,6 +147,6 @@ def test_crashes_of_programs_with_hostile_names_say_nothing_of_the_node(attacker
     for line in crashes:
         assert recognise(line.partition(";")[2].encode(), 0.0) is None, line
     found = check_node(Rules(), TIMEOUT_S, only=["xid", "kernel_mce", "kernel_filesystem", "kernel_nic"])
-    told = " ".join(evidence.text for one in found for evidence in one.evidence)
-    assert not any(name in told for name in NAMES)
+    reported = " ".join(evidence.text for one in found for evidence in one.evidence)
+    assert not any(name in reported for name in NAMES)
     assert {one.verdict for one in found} <= {Verdict.OK, Verdict.UNKNOWN}

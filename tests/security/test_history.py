@@ -149,11 +149,11 @@ def test_records_of_the_future_and_impossible_gpu_hours_are_left_out(
     owner: PlainUser, attacker: PlainUser, history: Path
 ) -> None:
     at = time.time() - BEGAN
-    lies = sourced(
+    forged = sourced(
         attacker.name, "lies", began(at - DAY_S, "lies", attacker.name), held(at - DAY_S, "n1"),
         found(at + DAY_S, "n1"), mended(at, "rollout/0", "n1", at - HOUR, 1e6),
     )  # fmt: skip
-    attacker.call(lambda: write_runs(history, attacker.name, lies), timeout_s=60)
+    attacker.call(lambda: write_runs(history, attacker.name, forged), timeout_s=60)
     document, err = report(owner, history)
     assert document["sources"]["left_out"] == [
         f"{attacker.name}: 1 record in the future",
@@ -163,9 +163,7 @@ def test_records_of_the_future_and_impossible_gpu_hours_are_left_out(
     assert err.count("rrl: left out: ") == 1
 
 
-def test_what_is_written_in_the_owners_name_is_not_believed(
-    owner: PlainUser, attacker: PlainUser, history: Path
-) -> None:
+def test_record_forged_in_the_owners_name_is_rejected(owner: PlainUser, attacker: PlainUser, history: Path) -> None:
     records = invented(owner.name)
 
     def attack() -> None:

@@ -218,12 +218,12 @@ def test_who_falls_silent_before_it_has_proved_itself_is_cut_off(victim: Victim)
 
 
 def test_a_byte_now_and_then_does_not_hold_the_door_open(victim: Victim) -> None:
-    said = attacks.greeting() + bytes(500)
+    printed = attacks.greeting() + bytes(500)
     with socket.create_connection(victim.port) as slow:
         ended = threading.Event()
 
         def drip() -> None:
-            for byte in said:
+            for byte in printed:
                 if ended.wait(0.1):
                     return
                 try:
@@ -241,12 +241,12 @@ def test_a_byte_now_and_then_does_not_hold_the_door_open(victim: Victim) -> None
     asyncio.run(victim.serve_a_member())
 
 
-def test_a_session_that_is_replayed_byte_for_byte_is_told_nothing_but_how_to_prove_oneself(victim: Victim) -> None:
+def test_replayed_session_gets_nothing_but_the_challenge(victim: Victim) -> None:
     recorded = victim.recorded()
     assert len(recorded) > 64
     with socket.create_connection(victim.port) as replayer:
         replayer.sendall(recorded)
-        told = b""
+        reported = b""
         while select.select([replayer], [], [], SOON)[0]:
             try:
                 piece = replayer.recv(65536)
@@ -254,11 +254,11 @@ def test_a_session_that_is_replayed_byte_for_byte_is_told_nothing_but_how_to_pro
                 break
             if not piece:
                 break
-            told += piece
+            reported += piece
         else:
             raise AssertionError("it was not cut off")
     # weights: its nonce and proof, in a frame over nixl; control: its greeting, WELCOME and ERROR
-    assert len(told) <= (64 + 9 * (victim.kind == "nixl") if victim.weights else 64 + 170 + 64), told
+    assert len(reported) <= (64 + 9 * (victim.kind == "nixl") if victim.weights else 64 + 170 + 64), reported
     asyncio.run(victim.serve_a_member())
 
 

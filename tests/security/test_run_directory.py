@@ -65,7 +65,7 @@ def newest(run: RunDir) -> Path:
 
 
 # ── the journal ────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_half_a_record_at_the_end_is_ignored_and_said(
+def test_torn_record_at_the_end_is_ignored_and_reported(
     run: RunDir, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert main.run(["status"]) == 0
@@ -143,9 +143,9 @@ def _cut(path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_run_without_what_a_manager_needs_gets_none(
-    run: RunDir, capsys: pytest.CaptureFixture[str], name: str, harm: Callable[[Path], None], says: str
+    run: RunDir, capsys: pytest.CaptureFixture[str], name: str, damage: Callable[[Path], None], says: str
 ) -> None:
-    harm(run.path / name)
+    damage(run.path / name)
     assert f"{run.path}/{says}" in error_line(capsys, 1, "manage", "mine-1")
     assert not list(run.epochs.iterdir()), "a manager began"
     assert main.run(["status"]) == 0, "it can be looked at all the same"
@@ -182,7 +182,7 @@ def open_root() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o755], ids=["closed", "open"])
-def test_a_run_of_somebody_else_is_said_to_be_his_by_every_command(open_root: Path, mode: int) -> None:
+def test_every_command_names_the_owner_of_another_users_run(open_root: Path, mode: int) -> None:
     """Root looks on as ``nobody``; whoever cannot become somebody else takes the rights from himself."""
     run = Story("his-1").works().written(open_root)
     run.path.chmod(mode)
@@ -209,7 +209,7 @@ def test_a_run_of_somebody_else_is_said_to_be_his_by_every_command(open_root: Pa
         run.journal.chmod(0o700)
 
 
-def test_a_letter_that_somebody_else_wrote_is_put_aside(
+def test_command_written_by_another_user_is_set_aside(
     run: RunDir, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run.mailbox / "1.json").write_text('{"command": "cancel"}')
@@ -220,16 +220,16 @@ def test_a_letter_that_somebody_else_wrote_is_put_aside(
         os.chown(run.mailbox / "1.json", NOBODY, -1)
     else:  # as if: nobody but root can give a file away
         (run.mailbox / "1.json").unlink()
-    assert [letter.id for letter in pending_commands(run)] == ["3"]
-    said = caplog.text
+    assert [command_file.id for command_file in pending_commands(run)] == ["3"]
+    reported = caplog.text
     caplog.clear()
-    assert os.geteuid() != 0 or f": it belongs to user {NOBODY}, and the run to user 0" in said
-    assert [letter.id for letter in pending_commands(run)] == ["3"]
+    assert os.geteuid() != 0 or f": it belongs to user {NOBODY}, and the run to user 0" in reported
+    assert [command_file.id for command_file in pending_commands(run)] == ["3"]
     assert not caplog.records, "it was read again"
 
 
 # ── a full disk ────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_submission_that_finds_no_room_leaves_nothing(tmp_path: Path) -> None:
+def test_submission_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     """The limit on file sizes stands for a full disk: the first file that does not fit ends it."""
     (tmp_path / "job.toml").write_text(light_job("local", 5))
     for source in (Path(__file__).parents[1] / "support" / "light_roles").glob("*_task.py"):

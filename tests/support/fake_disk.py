@@ -81,8 +81,8 @@ class FakeDisk:
         """by inode"""
         self._named: dict[str, int] = {}
         """inodes by name, as of the folder's last sync"""
-        for name, needs_room in _CALLS.items():
-            patch.setattr(os, name, self._replacement(name, getattr(os, name), needs_room))
+        for name, needs_space in _CALLS.items():
+            patch.setattr(os, name, self._replacement(name, getattr(os, name), needs_space))
 
     def _replacement(self, name: str, real: Callable[..., Any], needs_space: bool) -> Callable[..., Any]:
         def call(what: Any, *args: Any, **more: Any) -> Any:
@@ -91,23 +91,23 @@ class FakeDisk:
             if where is None or not creates:
                 return real(what, *args, **more)
             number = len(self.calls)
-            told = f"{name} {where.name if where != self.folder else 'the folder'}"
-            self.calls.append(told)
-            self._record_moment(told, number)
-            if told == self.die_before:
+            reported = f"{name} {where.name if where != self.folder else 'the folder'}"
+            self.calls.append(reported)
+            self._record_moment(reported, number)
+            if reported == self.die_before:
                 self.die_before = ""
                 raise Died
             if number == self.fail_at or (self.full and needs_space):
                 if name == "write":
                     real(what, args[0][: len(args[0]) // 2])
-                self._record_moment(told, number)
+                self._record_moment(reported, number)
                 raise OSError(self.error, os.strerror(self.error), str(where))
             done = real(what, *args, **more)
             if name in ("fsync", "fdatasync"):
                 self._sync(what, where)
             elif name == "open":
                 self._synced.pop(os.fstat(done).st_ino, None)  # a new file may have the number of one that is gone
-            self._record_moment(told, number)
+            self._record_moment(reported, number)
             return done
 
         return call

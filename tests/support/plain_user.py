@@ -116,8 +116,8 @@ def plain_user() -> str:
     if os.geteuid() != 0:
         return pwd.getpwuid(os.geteuid()).pw_name
     if not others_can_run_us():
-        told = f"{Path(__file__).parents[2]} cannot be entered by other users: root submits, not a plain user"
-        warnings.warn(told, stacklevel=2)
+        reported = f"{Path(__file__).parents[2]} cannot be entered by other users: root submits, not a plain user"
+        warnings.warn(reported, stacklevel=2)
         return "root"
     for attempt in ("look", "make"):
         if attempt == "make":

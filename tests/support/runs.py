@@ -293,5 +293,5 @@ def without_replicas(
     before: Incarnations, after: Incarnations, but: Sequence[ReplicaId]
 ) -> tuple[Incarnations, Incarnations]:
     """Both without ``but``: what must be equal when only those were hurt."""
-    unchanged, now = ({id: seen for id, seen in some.items() if id not in but} for some in (before, after))
+    unchanged, now = ({id: observed for id, observed in some.items() if id not in but} for some in (before, after))
     return unchanged, now

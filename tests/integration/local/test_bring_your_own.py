@@ -27,7 +27,7 @@ def test_a_shipped_job_is_right(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(EXAMPLES)))
-def test_a_shipped_job_asks_slurm_no_more_often_than_the_default(path: Path) -> None:
+def test_shipped_job_polls_slurm_no_more_often_than_the_default(path: Path) -> None:
     assert resolve(load_job(path), "python").limits.poll >= Limits().poll, "examples are copied to clusters"
 
 

@@ -78,9 +78,9 @@ def test_roles_get_what_is_set_up_and_passed_and_one_of_them_in_a_container(
     matches_request(observed(tmp_path, "look"))
     matches_request(observed(tmp_path, "boxed"))
     assert f"--bind={run.run.path}:{run.run.path}" in (tmp_path / "call").read_text().splitlines()
-    told = [path for path in run.run.path.rglob("*") if path.is_file() and b"s3" in path.read_bytes()]
-    assert {path.parent.name for path in told} <= {run.run.id, "steps"}, "the journal or a log tells a secret"
-    assert {path.stat().st_mode & 0o777 for path in told} == {0o600}
+    reported = [path for path in run.run.path.rglob("*") if path.is_file() and b"s3" in path.read_bytes()]
+    assert {path.parent.name for path in reported} <= {run.run.id, "steps"}, "the journal or a log tells a secret"
+    assert {path.stat().st_mode & 0o777 for path in reported} == {0o600}
 
 
 def test_an_interpreter_without_rrl_on_the_nodes_rejects_the_job_in_its_own_words(tmp_path: Path) -> None:

@@ -106,18 +106,18 @@ def test_a_run_goes_on_through_every_fault_and_tells_each_from_what_was_real(tmp
     run.wait_gone()
     check_sound(run.run)
 
-    performed = {told.fault: told for told in _recorded(run) if told.ok and not told.ended}
+    performed = {reported.fault: reported for reported in _recorded(run) if reported.ok and not reported.ended}
     for index, (kind, target, _, _) in enumerate(PLANNED):
-        told = performed[f"f{index}"]
-        assert (told.kind, told.target, told.detail != "") == (kind, target, True)
-        hit = str(told.incarnation) if told.incarnation is not None else told.node
+        reported = performed[f"f{index}"]
+        assert (reported.kind, reported.target, reported.detail != "") == (kind, target, True)
+        hit = str(reported.incarnation) if reported.incarnation is not None else reported.node
         assert hit.startswith("local" if kind == "crash" else f"{target}#")
-    over = [told.detail for told in _recorded(run) if told.ended]
+    over = [reported.detail for reported in _recorded(run) if reported.ended]
     assert over == ["SIGCONT: the target runs again"] * 2  # the freeze for 300 ms, the slow one
-    refused = [told.detail for told in _recorded(run) if not told.ok]
+    refused = [reported.detail for reported in _recorded(run) if not reported.ok]
     assert [detail.partition(":")[0] for detail in refused] == ["refused"] * 2, refused
     assert 'no role "judge"' in refused[1]
-    assert [told.detail for told in performed.values() if told.target == "manager"] == [
+    assert [reported.detail for reported in performed.values() if reported.target == "manager"] == [
         "the manager before epoch 2 was killed"
     ]
 
@@ -149,13 +149,13 @@ def survives_a_full_disk(disk: Path) -> None:
     run.wait_gone()
     check_sound(run.run)
     assert not run.run.disk_filler.exists()
-    assert [(told.ok, told.ended) for told in _recorded(run)] == [(True, False), (True, True)]
+    assert [(reported.ok, reported.ended) for reported in _recorded(run)] == [(True, False), (True, True)]
     assert run.summary()["unprovoked"] == 0
 
 
 if own_mounts():  # collected only where it can run: nothing is skipped
 
-    def test_a_full_disk_costs_some_lives_and_no_manager_and_the_run_goes_on(tmp_path: Path) -> None:
+    def test_full_disk_costs_some_incarnations_and_no_manager(tmp_path: Path) -> None:
         argv = [*own_mounts(), sys.executable, "-c", ON_A_SMALL_DISK, str(tmp_path)]
         done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr

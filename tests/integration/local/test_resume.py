@@ -29,8 +29,8 @@ def test_a_cancelled_run_goes_on_from_its_last_step_and_trains_nothing_twice(tmp
     assert (ended.outcome, ended.step < 40) == (Outcome.CANCELLED, True)
     before = {id: one.incarnation_number for id, one in ended.replicas.items()}
 
-    told = f"watch it with: rrl status {run.run.id} --live\n"
-    assert _recorded(run, "resume", run.run.id) == (0, f"{run.run.id}\n", told)
+    reported = f"watch it with: rrl status {run.run.id} --live\n"
+    assert _recorded(run, "resume", run.run.id) == (0, f"{run.run.id}\n", reported)
     run.wait_resumed()
     state = run.wait_end()
     assert (state.outcome, state.step, state.run) == (Outcome.COMPLETED, 40, ended.run), state.why

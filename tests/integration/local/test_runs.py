@@ -71,8 +71,8 @@ def _last_lines_stored(run: TestRun) -> list[str]:
     """What ``rrl logs --failed`` shows of the crashed node's rollout when the node took its log along."""
     for path in run.run.logs.glob("*.rollout-1.1.log"):
         path.unlink()
-    told = run.call("logs", str(run.run.path), str(VICTIM), "--failed", "--json", stdout=subprocess.PIPE)
-    [failure] = [json.loads(line) for line in told.communicate(timeout=60)[0].splitlines()]
+    reported = run.call("logs", str(run.run.path), str(VICTIM), "--failed", "--json", stdout=subprocess.PIPE)
+    [failure] = [json.loads(line) for line in reported.communicate(timeout=60)[0].splitlines()]
     return [line["text"] for line in failure["lines"]]
 
 
@@ -120,7 +120,7 @@ def test_a_killed_store_comes_back_from_its_log_and_nothing_is_lost_or_doubled(t
     [signal.SIGKILL, pytest.param(signal.SIGUSR2, marks=pytest.mark.long)],
     ids=["killed", "warned of its walltime"],
 )
-def test_the_manager_is_gone_and_the_next_one_adopts_what_lives(tmp_path: Path, end: signal.Signals) -> None:
+def test_next_manager_adopts_the_running_steps(tmp_path: Path, end: signal.Signals) -> None:
     run = submit_here(tmp_path, light_job("local", 60))
     before = current_incarnations(run.wait_steps(3))
     holder = json.loads((run.run.epochs / "000001").read_text())
@@ -168,7 +168,7 @@ def test_a_role_that_has_never_worked_rejects_the_job_with_its_reason_and_leaves
     run.wait_gone()
 
 
-def test_no_replica_is_believed_in_two_lives_at_once(tmp_path: Path) -> None:
+def test_no_replica_has_two_current_incarnations(tmp_path: Path) -> None:
     """A frozen rollout is replaced; thawed, it is told that it is fenced, and leaves."""
     run = submit_here(tmp_path, light_job("local", 40))
     before = current_incarnations(run.wait_steps(3))

@@ -20,12 +20,12 @@ def test_with_a_staleness_of_zero_each_step_is_on_policy_even_after_the_trainer_
     assert state.replica(TRAINER).incarnation_number == 2
     run.wait_gone()
     check_sound(run.run)
-    seen = set()
+    observed = set()
     for path in (run.run.path / "batches").glob("*.json"):
         number = int(path.name.partition(".")[0])
         assert {step for one in json.loads(path.read_text()) for step in one["weights"]} == {number - 1}
-        seen.add(number)
-    assert seen == set(range(1, 7))
+        observed.add(number)
+    assert observed == set(range(1, 7))
     audit = json.loads((run.run.store / "audit.json").read_text())
     assert set(audit["dropped"]) <= {"the run is complete"}, "a step waits for its groups, none is dropped for its age"
     assert (run.summary()["stale_groups"], run.summary()["max_age"], audit["max_age"]) == (0, 0, 0)

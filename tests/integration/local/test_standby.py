@@ -78,15 +78,15 @@ def is_promoted_to_trainer(run: TestRun, standby: Replica) -> None:
     assert adoption.standby == standby.incarnation
 
 
-def test_a_killed_trainer_goes_on_at_once_as_the_shadow_of_its_node(tmp_path: Path) -> None:
+def test_killed_trainer_continues_at_once_in_its_nodes_standby(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 50))
-    shadow = wait_for_standby(run)
-    is_promoted_to_trainer(run, shadow)
+    standby_process = wait_for_standby(run)
+    is_promoted_to_trainer(run, standby_process)
     end_well(run)
-    told = run.call("logs", str(run.run.path), f"{TRAINER}#2", "--json", stdout=subprocess.PIPE)
-    lines = [json.loads(line) for line in told.communicate(timeout=60)[0].splitlines()]
+    reported = run.call("logs", str(run.run.path), f"{TRAINER}#2", "--json", stdout=subprocess.PIPE)
+    lines = [json.loads(line) for line in reported.communicate(timeout=60)[0].splitlines()]
     own = [line["text"] for line in lines if line["incarnation"] == "trainer/0#2"]
-    assert f"INFO rrl.worker: {shadow.incarnation} is promoted to trainer/0#2" in own
+    assert f"INFO rrl.worker: {standby_process.incarnation} is promoted to trainer/0#2" in own
     [recovery] = run.summary()["recoveries"]
     assert (recovery["replica"], recovery["incarnation"]) == (TRAINER, 2)
 
@@ -136,39 +136,39 @@ def test_a_rollout_whose_node_crashes_goes_on_at_once_as_the_one_that_is_kept_re
 def test_a_manager_killed_over_the_adoption_is_followed_by_one_that_goes_through_with_it(tmp_path: Path) -> None:
     """The shadow hears nothing before the next manager is there: it is frozen when the first one tells it."""
     run = submit_here(tmp_path, light_job("local", 100))
-    shadow = wait_for_standby(run)
+    standby_process = wait_for_standby(run)
     before = current_incarnations(run.state())
-    os.kill(pid_of(shadow), signal.SIGSTOP)
+    os.kill(pid_of(standby_process), signal.SIGSTOP)
     os.kill(pid_of(run.state().replica(TRAINER)), signal.SIGKILL)
-    run.wait(lambda state: state.replica(TRAINER).promoted_from == shadow.incarnation)
+    run.wait(lambda state: state.replica(TRAINER).promoted_from == standby_process.incarnation)
     os.kill(json.loads((run.run.epochs / "000001").read_text())["pid"], signal.SIGKILL)
-    os.kill(pid_of(shadow), signal.SIGCONT)
+    os.kill(pid_of(standby_process), signal.SIGCONT)
     with run.call("manage", run.run.id):
         after = run.wait_back_alone(before, TRAINER)
-        assert after[TRAINER] == (Incarnation(TRAINER, 2), shadow.pid, shadow.node)
+        assert after[TRAINER] == (Incarnation(TRAINER, 2), standby_process.pid, standby_process.node)
         end_well(run)
     assert len(adoptions(run)) == 1
 
 
 @pytest.mark.long
-def test_a_shadow_that_does_not_answer_in_time_is_given_up_and_the_trainer_comes_back(tmp_path: Path) -> None:
+def test_standby_that_does_not_answer_is_given_up_and_the_trainer_returns(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 60, extra='[recovery]\npromote = "3s"\n'))
-    shadow = wait_for_standby(run)
-    os.kill(pid_of(shadow), signal.SIGSTOP)
+    standby_process = wait_for_standby(run)
+    os.kill(pid_of(standby_process), signal.SIGSTOP)
     os.kill(pid_of(run.state().replica(TRAINER)), signal.SIGKILL)
     run.wait(lambda state: state.replica(TRAINER).incarnation_number >= 3 and all_work(state))
     fenced = [s.event.action.why.evidence for s in run.events()
               if isinstance(s.event, ev.Decided) and s.event.action.tag == "trainer/0#2!fence"]  # fmt: skip
-    assert f"{shadow.incarnation} on {shadow.node} was promoted to it" in str(fenced)
+    assert f"{standby_process.incarnation} on {standby_process.node} was promoted to it" in str(fenced)
     end_well(run)
 
 
 @pytest.mark.long
-def test_a_shadow_that_dies_with_its_trainer_leaves_the_next_best_start(tmp_path: Path) -> None:
+def test_standby_that_dies_with_its_trainer_leaves_the_next_best_start(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 60))
-    shadow = wait_for_standby(run)
+    standby_process = wait_for_standby(run)
     before = current_incarnations(run.state())
-    for pid in (pid_of(shadow), pid_of(run.state().replica(TRAINER))):
+    for pid in (pid_of(standby_process), pid_of(run.state().replica(TRAINER))):
         os.kill(pid, signal.SIGKILL)
     run.wait(lambda state: state.replica(TRAINER).incarnation_number >= 2 and all_work(state))
     after = current_incarnations(run.state())
@@ -180,13 +180,13 @@ def test_a_shadow_that_dies_with_its_trainer_leaves_the_next_best_start(tmp_path
 
 @pytest.mark.long
 @pytest.mark.slurm
-def test_on_slurm_a_shadow_waits_beside_steps_that_have_its_whole_node_and_takes_over(slurm_lab: SlurmLab) -> None:
+def test_slurm_standby_waits_beside_steps_with_the_whole_node_and_is_promoted(slurm_lab: SlurmLab) -> None:
     job = light_job("slurm", 60, spares=0)
     whole = 'cpus = 2\nmem = "1GiB"\nexclusive = true'
     job = job.replace('light_trainer.py"]\nmem = "256MiB"', f'light_trainer.py"]\n{whole}')
     run = submit_on(slurm_lab, "standby", job)
-    shadow = wait_for_standby(run)
-    is_promoted_to_trainer(run, shadow)
+    standby_process = wait_for_standby(run)
+    is_promoted_to_trainer(run, standby_process)
     assert run.state().replica(TRAINER).step is not None
     end_well(run)
 
@@ -194,7 +194,7 @@ def test_on_slurm_a_shadow_waits_beside_steps_that_have_its_whole_node_and_takes
 @pytest.mark.long
 @pytest.mark.slurm
 @pytest.mark.parametrize("victim", [ROLLOUT, TRAINER])
-def test_on_slurm_a_rollout_that_is_kept_ready_holds_its_node_beside_the_trainers_shadow_until_one_is_needed(
+def test_slurm_warm_rollout_keeps_its_node_beside_the_trainers_standby_until_needed(
     slurm_lab: SlurmLab, victim: ReplicaId
 ) -> None:
     """Its step has all CPUs of the spare, as a rollout's has. Whose node is lost goes on there: as the rollout that is

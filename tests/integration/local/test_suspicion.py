@@ -58,8 +58,8 @@ def test_a_wedged_engine_is_suspected_probed_looked_into_and_restarted_and_nobod
         *stacks.groups, f"whole: {stacks.file}"
     ]  # fmt: skip
 
-    told = run.call("logs", run.run.id, "--failed", stdout=subprocess.PIPE)
-    out, _ = told.communicate(timeout=60)
+    reported = run.call("logs", run.run.id, "--failed", stdout=subprocess.PIPE)
+    out, _ = reported.communicate(timeout=60)
     assert stacks.file in out
 
     for replica in run.state().replicas.values():

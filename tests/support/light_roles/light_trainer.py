@@ -17,8 +17,8 @@ STEP_SECONDS = 0.1
 
 def main() -> None:
     with rrl.join() as me:
-        seen = me.run_dir.path / "batches"
-        seen.mkdir(exist_ok=True)
+        observed = me.run_dir.path / "batches"
+        observed.mkdir(exist_ok=True)
         step = me.committed or 0
         _meet(me, "start")
         if me.rank:
@@ -30,7 +30,7 @@ def main() -> None:
                 time.sleep(STEP_SECONDS)
                 taken = [{"id": t.id, "tokens": t.tokens, "marks": t.logprobs, "weights": [v.step for v in t.versions]}
                          for t in batch.trajectories]  # fmt: skip
-                path = seen / f"{batch.number}.{me.launch.incarnation.number}.json"
+                path = observed / f"{batch.number}.{me.launch.incarnation.number}.json"
                 path.write_text(json.dumps(taken))
                 _meet(me, str(batch.number))
             with me.phase("checkpoint"):

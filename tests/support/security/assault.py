@@ -86,7 +86,7 @@ def assault(
             for victim in victims:
                 for port in victim.ports:
                     open_now.enter_context(half_open(port, halves, victim.weights))
-            said = _storm(victims, keys, frames)
+            reported = _storm(victims, keys, frames)
         until = time.monotonic() + RECOVERY_TIMEOUT_S
         while time.monotonic() < until:
             after = [Footprint.of(victim.pid) for victim in victims]
@@ -96,21 +96,21 @@ def assault(
     finally:
         over.set()
         watching.join()
-    return [Cost(*each) for each in zip(victims, before, worst, after, said, strict=True)]
+    return [Cost(*each) for each in zip(victims, before, worst, after, reported, strict=True)]
 
 
 def _storm(victims: Sequence[Target], keys: RunKeys, frames: int) -> list[int]:
     """A thread a process that is attacked; returns :attr:`Cost.said` of each. Raises what went wrong in one of them."""
 
     def attack(victim: Target) -> int:
-        said = []
+        reported = []
         for port in victim.ports:
             if victim.weights:
-                said.append(barrage(port, frames, port[1]))
+                reported.append(barrage(port, frames, port[1]))
             else:
-                said.append(barrage(port, frames, port[1], asyncio.run(_recorded(port, keys))))
+                reported.append(barrage(port, frames, port[1], asyncio.run(_recorded(port, keys))))
                 member_gone_mad(f"tcp://{port[0]}:{port[1]}", keys, frames, port[1])
-        return min((count for count in said if count), default=0)
+        return min((count for count in reported if count), default=0)
 
     with ThreadPoolExecutor(len(victims)) as threads:
         return list(threads.map(attack, victims))
@@ -123,8 +123,8 @@ async def _recorded(port: tuple[str, int], keys: RunKeys) -> bytes:
         task = asyncio.create_task(dialer.run())
         await _until(lambda: dialer.connected)
         await dialer.send(Heartbeat(_NOBODY, "generate", 1))
-        said = len(proxy.from_client)
-        await _until(lambda: len(proxy.from_client) > said)
+        reported = len(proxy.from_client)
+        await _until(lambda: len(proxy.from_client) > reported)
         await dialer.close()
         await task
         return bytes(proxy.from_client)

@@ -89,7 +89,7 @@ def mad_frame(chance: random.Random) -> bytes:
 def barrage(at: tuple[str, int], frames: int, seed: int = 0, recorded: bytes = b"") -> int:
     """Say ``frames`` malformed things, each on a connection of its own; half hang up, half are cut. Returns how many
     could be said: none at a port that is deaf."""
-    chance, said = random.Random(seed), 0
+    chance, reported = random.Random(seed), 0
     open_now: list[socket.socket] = []
     if deaf(at):
         return 0
@@ -103,11 +103,11 @@ def barrage(at: tuple[str, int], frames: int, seed: int = 0, recorded: bytes = b
         open_now.append(connection)
         with contextlib.suppress(OSError):
             connection.sendall(malformed(chance, recorded))
-            said += 1
+            reported += 1
         if len(open_now) >= _AT_ONCE:
             _hang_up(open_now, chance)
     _hang_up(open_now, chance)
-    return said
+    return reported
 
 
 def deaf(at: tuple[str, int]) -> bool:

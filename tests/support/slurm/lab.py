@@ -99,17 +99,17 @@ class SlurmLab:
             cls.load(path).stop()
         path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp")) if path is None else path.absolute()
         path.mkdir(exist_ok=True)
-        keeper = None if stays else (os.getpid(), _start_time(os.getpid()))
+        holder = None if stays else (os.getpid(), _start_time(os.getpid()))
         port = _free_ports(nodes + 2)  # slurmctld, a slurmd each, slurmdbd
         network = netns.free_network(f"rl{port}") if isolated else None
         settings = Settings(
-            nodes=nodes, cpus=cpus, memory=memory, gpus=gpus, port=port, user=plain_user(), owner=keeper, root=version,
+            nodes=nodes, cpus=cpus, memory=memory, gpus=gpus, port=port, user=plain_user(), owner=holder, root=version,
             inactive_limit=inactive_limit, network=network, accounting=accounting, preempting=preempting,
         )  # fmt: skip
         lab = cls(path, settings)
         try:
             files.write(path, settings)
-            if keeper is not None:
+            if holder is not None:
                 end_lab_with_caller(path)
             lab._start_daemons()
         except BaseException:

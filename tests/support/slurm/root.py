@@ -132,8 +132,8 @@ def _use_own_libraries(root: Path) -> None:
         program = next(path for path in found if path.exists())
         _output_of([*patchelf, "--set-interpreter", str(loader), str(program)])
         (programs_of(root) / name).symlink_to(program)
-    told = _output_of([str(loader), "--list", str(programs_of(root) / "slurmctld")])
-    if strange := [line.strip() for line in told.splitlines() if "=>" in line and str(root) not in line]:
+    reported = _output_of([str(loader), "--list", str(programs_of(root) / "slurmctld")])
+    if strange := [line.strip() for line in reported.splitlines() if "=>" in line and str(root) not in line]:
         raise RuntimeError(f"slurmctld of {root} takes libraries from elsewhere: {'; '.join(strange)}")
 
 

@@ -93,11 +93,11 @@ def test_a_run_that_is_not_there_is_one_line_with_candidates(
     for run in ("small-1", "small-2", "other-1"):
         Story(run).written(root)
     assert main.run([command, "nope"]) == 2
-    assert 'no run "nope"' in (told := capsys.readouterr().err)
-    assert "other-1" in told
+    assert 'no run "nope"' in (reported := capsys.readouterr().err)
+    assert "other-1" in reported
     assert main.run([command, "small"]) == 2
-    assert 'rrl: "small" fits 2 runs: ' in (told := capsys.readouterr().err)
-    assert told.count("\n") == 1
+    assert 'rrl: "small" fits 2 runs: ' in (reported := capsys.readouterr().err)
+    assert reported.count("\n") == 1
     assert main.run([command, "/tmp/nope"]) == 2
     assert capsys.readouterr().err == "rrl: /tmp/nope: no run directory of rrl\n"
 
@@ -111,9 +111,9 @@ def test_an_unexpected_error_is_one_line_unless_debugging(
     monkeypatch.setattr("rrl.cli.run.status.list_runs", broken)
     monkeypatch.delenv(main.DEBUG_ENV, raising=False)
     assert main.run(["list"]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("rrl: internal error: KeyError: ")
-    assert told.count("\n") == 1
+    reported = capsys.readouterr().err
+    assert reported.startswith("rrl: internal error: KeyError: ")
+    assert reported.count("\n") == 1
     monkeypatch.setenv(main.DEBUG_ENV, "1")
     with pytest.raises(KeyError):
         main.run(["list"])
@@ -191,9 +191,9 @@ def test_a_journal_that_cannot_be_read_is_one_line_and_exit_code_2(
     completed("good-1").written(root)
     (run.journal / "000009-000001.seg").write_bytes(b"something that is no journal at all")
     assert main.run(["status", "bad-1"]) == 2
-    told = capsys.readouterr().err
-    assert "not a journal of rrl" in told
-    assert told.count("\n") == 1
+    reported = capsys.readouterr().err
+    assert "not a journal of rrl" in reported
+    assert reported.count("\n") == 1
     assert main.run(["list"]) == 0  # and it does not hide the others
     shown = capsys.readouterr().out
     assert "unreadable" in shown
@@ -231,9 +231,9 @@ def test_check_prints_the_resolved_spec_and_the_plan_and_touches_nothing(
 
 def test_check_as_json_has_the_resolved_job_and_the_plan(job_toml: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["check", job_toml, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["job"]["cluster"]["walltime"] == 86400
-    assert [set(part) for part in told["plan"]] == [{"title", "text"}] * len(told["plan"])
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["job"]["cluster"]["walltime"] == 86400
+    assert [set(part) for part in reported["plan"]] == [{"title", "text"}] * len(reported["plan"])
 
 
 @pytest.mark.parametrize("command", ["check", "submit"])
@@ -242,13 +242,13 @@ def test_an_option_that_rrl_sets_itself_is_refused_before_anything_starts(
 ) -> None:
     Path(job_toml).write_text(JOB.replace('"local"', '"slurm"') + "[slurm]\nnodes = 3\n")
     assert main.run([command, job_toml]) == 2
-    told = capsys.readouterr().err
-    assert "'nodes' is set by rrl itself" in told
-    assert told.count("\n") == 1
+    reported = capsys.readouterr().err
+    assert "'nodes' is set by rrl itself" in reported
+    assert reported.count("\n") == 1
     assert not root.exists()
 
 
-def test_a_wrong_spec_is_told_line_by_line(root: Path, job_toml: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_spec_is_reported_line_by_line(root: Path, job_toml: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path(job_toml).write_text(JOB.replace("replicas", "replica").replace("steps = 10", "steps = 0"))
     assert main.run(["submit", job_toml]) == 2
     assert output_of(capsys) == (
@@ -332,8 +332,8 @@ def test_a_folder_of_runs_that_cannot_be_written_is_one_line_and_exit_code_2(
 ) -> None:
     (tmp_path / "file").touch()  # root may write everywhere, but not below a file
     assert main.run(["--runs-dir", f"{tmp_path}/file/runs", "submit", job_toml]) == 2
-    told = capsys.readouterr().err
-    assert told == (f"rrl: no run can be made in {tmp_path}/file/runs: Not a directory; name"
+    reported = capsys.readouterr().err
+    assert reported == (f"rrl: no run can be made in {tmp_path}/file/runs: Not a directory; name"
                     " another folder with --runs-dir\n")  # fmt: skip
 
 
@@ -345,9 +345,9 @@ def test_a_disk_that_is_full_is_one_line_and_exit_code_2_and_leaves_nothing(
 
     monkeypatch.setattr(starting, "write_atomically", full)
     assert main.run(["submit", job_toml]) == 2
-    told = capsys.readouterr().err
-    assert "No space left on device" in told
-    assert told.count("\n") == 1
+    reported = capsys.readouterr().err
+    assert "No space left on device" in reported
+    assert reported.count("\n") == 1
     assert list(root.iterdir()) == []
 
 

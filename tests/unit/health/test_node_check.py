@@ -35,7 +35,7 @@ def test_the_newest_recovery_actions_are_known(action: str, remedy: Remedy) -> N
 
 
 @pytest.mark.parametrize("action", ["recover_imex_domain", "unknown (9)"])
-def test_an_action_of_many_nodes_and_one_that_a_newer_driver_has_are_told_and_condemn_nobody(action: str) -> None:
+def test_action_of_many_nodes_or_of_a_newer_driver_fails_no_node(action: str) -> None:
     found = ObservedNode().gpus(gpu(0, recovery_action=action), times=9).one("gpu_recovery_action")
     assert (found.verdict, found.remedy) == (Verdict.WARN, Remedy.SUPPORT)
 

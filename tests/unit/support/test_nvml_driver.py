@@ -57,7 +57,7 @@ def test_without_its_state_it_says_that_no_driver_is_loaded(
         pynvml.nvmlInit()
 
 
-def test_what_is_said_of_one_gpu_holds_against_what_is_said_of_all(driver: FakeDriver) -> None:
+def test_setting_of_one_gpu_overrides_that_of_all(driver: FakeDriver) -> None:
     driver.set(1, "temperature", 70).set(None, "temperature", 50)
     pynvml.nvmlInit()
     handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(2)]

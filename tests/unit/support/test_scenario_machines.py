@@ -48,15 +48,15 @@ class Listening(RrlDetectors):
 
 
 def readings(tmp_path: Path, text: str) -> Listening:
-    told = scenario(tmp_path, text)
-    judge = Listening(told)
-    play("one", told, 0, judge)
+    reported = scenario(tmp_path, text)
+    judge = Listening(reported)
+    play("one", reported, 0, judge)
     return judge
 
 
 def played(tmp_path: Path, text: str) -> Played:
-    told = scenario(tmp_path, text)
-    return play("one", told, 0, judge_of(OURS, told))
+    reported = scenario(tmp_path, text)
+    return play("one", reported, 0, judge_of(OURS, reported))
 
 
 def data(judge: Listening, kind: type, node: str = "n4") -> list[object]:
@@ -73,7 +73,7 @@ def test_the_node_has_disks_of_its_own_and_shared_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("by", "kernel", "nvml"), [("", 1, 1), ('by = ["kernel"]', 1, 0), ('by = ["nvml"]', 0, 1)])
-def test_an_xid_is_told_by_the_log_and_by_nvml(tmp_path: Path, by: str, kernel: int, nvml: int) -> None:
+def test_xid_is_reported_by_the_kernel_log_and_by_nvml(tmp_path: Path, by: str, kernel: int, nvml: int) -> None:
     judge = readings(tmp_path, event("xid", f"gpu = 2\nxid = 31\n{by}"))
     logged = [one for each in data(judge, KernelData) for one in each.events]  # type: ignore[attr-defined]
     events = [one for each in data(judge, NvmlData) for one in each.xids]  # type: ignore[attr-defined]
@@ -90,10 +90,10 @@ def test_an_xid_is_found_where_the_kernel_log_may_not_be_read(tmp_path: Path) ->
 def test_nodes_have_been_up_for_long_and_old_lines_are_of_their_boot(tmp_path: Path) -> None:
     line = 'text = "mlx5_core 0000:9a:00.0 ib4: Link down"'
     judge = readings(tmp_path, event("kernel", line, "0s") + event("kernel", line))
-    told = [(reading.at - one.age, one) for _, reading in judge.readings if isinstance(reading.data, KernelData)
+    reported = [(reading.at - one.age, one) for _, reading in judge.readings if isinstance(reading.data, KernelData)
             for one in reading.data.events]  # fmt: skip
-    assert [at for at, _ in told] == pytest.approx([60.0, UPTIME + 300.0], abs=2.0)
-    assert {(one.kind, one.device) for _, one in told} == {("nic", "ib4")}
+    assert [at for at, _ in reported] == pytest.approx([60.0, UPTIME + 300.0], abs=2.0)
+    assert {(one.kind, one.device) for _, one in reported} == {("nic", "ib4")}
 
 
 def test_a_line_may_be_of_any_age(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_two_on_one_node_have_gpus_of_their_own(tmp_path: Path) -> None:
     assert had["rollout/1"] == [f"GPU-n3-{n}" for n in range(4, 8)]
 
 
-def test_a_stranger_on_the_spares_gpus_is_told_before_a_role_starts_there(tmp_path: Path) -> None:
+def test_foreign_process_on_spare_gpus_is_reported_before_a_role_starts(tmp_path: Path) -> None:
     taken = event("gpu", "set = {memory_used = 64424509440}", "0s", "n6")
     truth = '[[truth]]\nwho = "n6"\ncause = "user"\nverdict = "WARN"\nwithin = "1min"\n'
     assert played(tmp_path, taken + truth).outcomes[0].in_time
@@ -149,16 +149,16 @@ def test_a_role_keeps_its_default_replicas_where_another_key_is_given(tmp_path: 
 
 
 # ── lives ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_failure_that_is_due_while_the_next_life_starts_waits_for_it(tmp_path: Path) -> None:
+def test_failure_due_while_the_next_incarnation_starts_waits_for_it(tmp_path: Path) -> None:
     second = event("crash", 'name = "second"\nafter = "first"', "2s", "rollout/1")
-    told = played(tmp_path, CRASH + second + TRUTH + TRUTH.replace("first", "second"))
-    assert [one.in_time for one in told.outcomes] == [True, True]
-    assert told.false == ()
+    reported = played(tmp_path, CRASH + second + TRUTH + TRUTH.replace("first", "second"))
+    assert [one.in_time for one in reported.outcomes] == [True, True]
+    assert reported.false == ()
 
 
-def test_what_follows_from_a_failure_is_over_with_the_life_that_was_repaired(tmp_path: Path) -> None:
-    told = played(tmp_path, CRASH + event("exit", 'after = "first"', "2s", "rollout/1") + TRUTH)
-    assert (len(told.outcomes), told.false, told.broken) == (1, (), "")
+def test_effects_of_a_failure_end_with_the_repaired_incarnation(tmp_path: Path) -> None:
+    reported = played(tmp_path, CRASH + event("exit", 'after = "first"', "2s", "rollout/1") + TRUTH)
+    assert (len(reported.outcomes), reported.false, reported.broken) == (1, (), "")
 
 
 def test_a_node_that_dies_while_no_manager_is_there_is_found_by_the_next_one(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_warning_that_stands_when_its_truth_begins_has_found_it(tmp_path: Path
     assert (one.in_time, one.found_at) == (True, one.since)
 
 
-def test_to_condemn_where_a_warning_is_enough_is_false_if_the_truth_says_so(tmp_path: Path) -> None:
+def test_failing_a_node_where_a_warning_suffices_is_a_false_alarm(tmp_path: Path) -> None:
     lost = event("gpu_lost", "gpu = 1")
     truth = '[[truth]]\nwho = "n4"\ncause = "gpu"\nverdict = "WARN"\nwithin = "3min"\n'
     assert played(tmp_path, lost + truth).false == ()
@@ -239,9 +239,9 @@ def test_one_file_can_be_played_too(tmp_path: Path) -> None:
 
 
 def test_both_spellings_of_a_gpus_use_are_taken(tmp_path: Path) -> None:
-    told = scenario(
+    reported = scenario(
         tmp_path,
         event("quiet", 'gpu = 0.9\nfor = "1min"', "5min", "rollout/1")
         + '[[roles.rollout.rhythm]]\nphase = "generate"\nlasts = "90s"\nrate = 9.0\ngpu_use = 0.8\n',
     )
-    assert (told.event[0].gpu_use, told.roles["rollout"].rhythm[0].gpu) == (0.9, 0.8)
+    assert (reported.event[0].gpu_use, reported.roles["rollout"].rhythm[0].gpu) == (0.9, 0.8)

@@ -326,7 +326,7 @@ def test_what_was_found_is_judged(name: str, verdict: Verdict, expected_text: st
         assert not check.fix
 
 
-def test_every_group_of_lines_can_be_bad_and_every_check_that_has_a_fix_was_seen_to_need_it() -> None:
+def test_every_check_with_a_fix_has_a_case_that_needs_it() -> None:
     needed = {name for name, verdict, _, _ in SPOILT if verdict in (WARN, FAIL)} | {"slurm.here"}
     assert {name for name, meaning in MEANINGS.items() if meaning.fix} - needed == {"node.visit"}
 
@@ -387,5 +387,5 @@ def test_what_slurm_says_is_never_taken_for_markup() -> None:
 
 
 def test_the_verdicts_are_counted() -> None:
-    told = tally([Check("a.b", WARN, ""), Check("a.c", WARN, ""), Check("a.d", OK, "")])
-    assert told == "1 OK, 2 WARN, 0 FAIL, 0 UNKNOWN"
+    reported = tally([Check("a.b", WARN, ""), Check("a.c", WARN, ""), Check("a.d", OK, "")])
+    assert reported == "1 OK, 2 WARN, 0 FAIL, 0 UNKNOWN"

@@ -41,9 +41,9 @@ def test_without_slurm_the_doctor_says_what_works_and_changes_nothing(
 
 
 def test_slurms_commands_without_a_cluster_are_no_slurm(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = "slurm_load_ctl_conf error: Could not establish a configuration source"
+    error = "slurm_load_ctl_conf error: Could not establish a configuration source"
     for name in ("sbatch", "scontrol", "sacctmgr"):
-        (alone / name).write_text(f"#!/bin/sh\necho '{said}' >&2; exit 1\n")
+        (alone / name).write_text(f"#!/bin/sh\necho '{error}' >&2; exit 1\n")
         (alone / name).chmod(0o755)
     assert main.run(["doctor", "--yes"]) == 0
     shown = capsys.readouterr().out
@@ -53,11 +53,13 @@ def test_slurms_commands_without_a_cluster_are_no_slurm(alone: Path, capsys: pyt
 
 def test_as_json_the_checks_and_their_facts_are_one_document(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["doctor", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert set(told) == {"checks", "facts"}
-    assert [set(check) for check in told["checks"]] == [{"name", "verdict", "found", "fix"}] * len(told["checks"])
-    assert told["facts"]["slurm"] is None
-    assert {check["name"]: check["verdict"] for check in told["checks"]}["runs.writable"] == "OK"
+    reported = json.loads(capsys.readouterr().out)
+    assert set(reported) == {"checks", "facts"}
+    assert [set(check) for check in reported["checks"]] == [{"name", "verdict", "found", "fix"}] * len(
+        reported["checks"]
+    )
+    assert reported["facts"]["slurm"] is None
+    assert {check["name"]: check["verdict"] for check in reported["checks"]}["runs.writable"] == "OK"
 
 
 def test_a_folder_of_runs_that_cannot_be_written_is_a_failure(
@@ -110,7 +112,7 @@ def test_somebody_at_a_terminal_is_asked(monkeypatch: pytest.MonkeyPatch, answer
 
         def flush(self) -> None: ...
 
-    def said(question: str) -> str:
+    def printed(question: str) -> str:
         assert "a job of 10 s" in question
         if not answer:
             raise EOFError
@@ -118,7 +120,7 @@ def test_somebody_at_a_terminal_is_asked(monkeypatch: pytest.MonkeyPatch, answer
 
     monkeypatch.setattr(doctor, "read_facts", lambda wanted: findings.facts(node=None))
     monkeypatch.setattr("rrl.cli.doctor.node_visit.visit_node", lambda facts: Unavailable("looked"))
-    monkeypatch.setattr("builtins.input", said)
+    monkeypatch.setattr("builtins.input", printed)
     monkeypatch.setattr(sys, "stdin", Terminal())
     monkeypatch.setattr(sys, "stdout", Terminal())
     assert (
@@ -140,8 +142,8 @@ def test_init_writes_a_job_that_check_takes(alone: Path, capsys: pytest.CaptureF
 def test_init_never_replaces_a_file_unasked(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (alone / "mine.toml").write_text("mine")
     assert main.run(["init", "--out", "mine.toml"]) == 2
-    told = capsys.readouterr().err
-    assert told == "rrl: mine.toml is there already; name another file with --out, or replace it with --force\n"
+    reported = capsys.readouterr().err
+    assert reported == "rrl: mine.toml is there already; name another file with --out, or replace it with --force\n"
     assert (alone / "mine.toml").read_text() == "mine"
     assert main.run(["init", "--out", "mine.toml", "--force"]) == 0
     assert load_job(alone / "mine.toml").run.name == "quickstart"
@@ -153,8 +155,8 @@ def test_init_never_replaces_a_file_unasked(alone: Path, capsys: pytest.CaptureF
 def test_init_where_nothing_can_be_written_is_one_line(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flags in ([], ["--force"]):
         assert main.run(["init", "--out", "absent/job.toml", *flags]) == 2
-        told = "rrl: absent/job.toml: there is no folder absent; make it first, or name another file with --out\n"
-        assert capsys.readouterr().err == told
+        reported = "rrl: absent/job.toml: there is no folder absent; make it first, or name another file with --out\n"
+        assert capsys.readouterr().err == reported
 
 
 def test_nothing_heavy_is_imported_to_answer() -> None:

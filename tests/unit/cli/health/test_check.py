@@ -71,14 +71,14 @@ def test_each_verdict_has_its_exit_code_and_a_prolog_fails_for_fail_only(
         ["--config", "/no/such.toml"], ["too", "many"],
     ],
 )  # fmt: skip
-def test_a_check_that_is_called_wrongly_says_so_in_a_line_and_condemns_nobody(
+def test_check_called_wrongly_prints_one_line_and_fails_no_node(
     wrong: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.run(["health", "check", *wrong]) == 3
-    told = capsys.readouterr().err
+    reported = capsys.readouterr().err
     assert main.run(["health", "check", "--prolog", *wrong]) == 0
-    assert told.startswith("rrl: ")
-    assert told.count("\n") == 1
+    assert reported.startswith("rrl: ")
+    assert reported.count("\n") == 1
 
 
 def test_a_mistake_in_the_rules_names_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,11 +129,11 @@ def test_json_has_the_verdict_and_every_finding_with_times_that_others_understan
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main.run([*MOUNTS, "--mount", "/no/such", "--json"]) == 2
-    told = json.loads(capsys.readouterr().out)
-    assert (told["verdict"], told["code"]) == ("FAIL", 2)
-    (failed,) = [one for one in told["findings"] if one["verdict"] == "FAIL"]
+    reported = json.loads(capsys.readouterr().out)
+    assert (reported["verdict"], reported["code"]) == ("FAIL", 2)
+    (failed,) = [one for one in reported["findings"] if one["verdict"] == "FAIL"]
     assert (failed["detector"], failed["component"], failed["cause"]) == ("mounts", "/no/such", "storage")
-    assert 0 <= told["checked_at"] - failed["since"] < 600
+    assert 0 <= reported["checked_at"] - failed["since"] < 600
 
 
 def ill() -> ObservedNode:
@@ -177,14 +177,14 @@ def dead() -> HostData:
 
 
 @pytest.mark.usefixtures("_no_pause")
-def test_what_is_no_proof_is_looked_at_again_before_it_condemns() -> None:
+def test_finding_without_proof_is_confirmed_before_it_fails_a_node() -> None:
     read = Scripted(dead())
     assert overall(check_node(Rules(), 5, only=["mounts"], read=read)) is Verdict.FAIL
     assert read.requests == 3
 
 
 @pytest.mark.usefixtures("_no_pause")
-def test_what_is_not_seen_again_condemns_nobody_and_a_healthy_node_is_looked_at_once() -> None:
+def test_finding_not_confirmed_fails_no_node_and_a_healthy_one_is_read_once() -> None:
     read = Scripted(dead(), host())
     assert overall(check_node(Rules(), 5, only=["mounts"], read=read)) is Verdict.WARN
     assert read.requests == 2
@@ -214,7 +214,7 @@ def test_slurmd_tells_a_prolog_which_gpus_the_job_has() -> None:
 
 
 # ── nvidia-ml-py against the stand-in driver ─────────────────────────────────────────────────────────────────────────
-def test_a_driver_that_asks_for_a_reset_fails_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_that_requests_a_reset_fails_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver(tmp_path).gpus(8)
     for name, value in driver.env().items():
         monkeypatch.setenv(name, value)

@@ -29,8 +29,8 @@ def hook(name: str, tmp_path: Path, rrl: str) -> tuple[int, str, str]:
     script = script.replace("PATH=/usr/local/sbin:", f"PATH={tmp_path}:/usr/local/sbin:", 1)
     (tmp_path / name).write_text(script)
     done = subprocess.run(["sh", str(tmp_path / name)], env={}, cwd="/", capture_output=True, text=True, timeout=60)
-    told = [(tmp_path / one).read_text() if (tmp_path / one).exists() else "" for one in ("asked", "logged")]
-    return done.returncode, told[0], told[1]
+    reported = [(tmp_path / one).read_text() if (tmp_path / one).exists() else "" for one in ("asked", "logged")]
+    return done.returncode, reported[0], reported[1]
 
 
 FAILS = "#!/bin/sh\necho 'FAIL gpu_lost: GPU 1 does not answer the driver'\nexit 2\n"

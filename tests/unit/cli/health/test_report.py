@@ -53,7 +53,7 @@ def test_the_table_is_as_it_was_looked_at() -> None:
     matches_stored("health_report", drawn(report_view(whole, SOURCES, ""), 100) + to_paste(whole))
 
 
-def test_a_site_without_any_failure_is_told_in_a_few_lines() -> None:
+def test_site_without_failures_is_reported_in_a_few_lines() -> None:
     quiet = report(sourced(ANNA, "r", began(0, "r", ANNA), held(0, *(f"n{i}" for i in range(1, 65))),
                         began(DAY_S, "r", ANNA, 2)), BEGAN, NOW)  # fmt: skip
     shown = drawn(report_view(quiet, Sources(1, 65, 0, ()), "scontrol cannot be started"), 100)
@@ -72,7 +72,7 @@ def test_drains_that_are_asked_for_are_shown_with_who_wants_them() -> None:
     ("failures", "expected_text"),
     [(4, "200 h (95 %: 78.1 to 734)"), (0, "more than 217 h (95 % sure; no failure was seen)")],
 )
-def test_a_mean_is_told_with_its_interval(failures: int, expected_text: str) -> None:
+def test_mean_is_reported_with_its_interval(failures: int, expected_text: str) -> None:
     assert interval(mtbf(failures, 800.0), " h") == expected_text
 
 
@@ -189,10 +189,10 @@ def test_the_table_is_printed_with_lines_to_paste(history: Path, capsys: pytest.
 
 def test_the_json_has_stable_names(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["health", "report", "--history", str(history), "--format", "json", *SINCE]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert set(told) == {"report", "sources", "drains_unknown"}
-    assert set(told["report"]) == {"version", "site", "nodes"}
-    matches_stored("health_report_names", "".join(f"{name}\n" for name in sorted(names(told))))
+    reported = json.loads(capsys.readouterr().out)
+    assert set(reported) == {"report", "sources", "drains_unknown"}
+    assert set(reported["report"]) == {"version", "site", "nodes"}
+    matches_stored("health_report_names", "".join(f"{name}\n" for name in sorted(names(reported))))
 
 
 def test_history_of_an_old_schema_is_reported_as_not_read(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,13 +213,13 @@ def names(value: Any, before: str = "") -> set[str]:
     return {before}
 
 
-def test_one_node_is_told_alone(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_one_node_shows_it_alone(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main.run(["health", "report", "--history", str(history), "--node", "n[3,5]", "--format", "json", *SINCE]) == 0
     )
-    told = json.loads(capsys.readouterr().out)["report"]
-    assert [one["node"] for one in told["nodes"]] == ["n3", "n5"]
-    assert told["site"]["failures"] == 3
+    reported = json.loads(capsys.readouterr().out)["report"]
+    assert [one["node"] for one in reported["nodes"]] == ["n3", "n5"]
+    assert reported["site"]["failures"] == 3
 
 
 def test_a_page_is_written_to_a_file_that_others_may_read(history: Path, tmp_path: Path) -> None:
@@ -275,9 +275,7 @@ def test_what_cannot_be_meant_is_one_line(
     assert err.count("\n") == 1
 
 
-def test_of_a_node_that_no_run_had_it_is_said_that_nothing_is_known(
-    history: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_node_that_no_run_had_is_reported_unknown(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["health", "report", "--history", str(history), "--node", "n3,n[98-99]", *SINCE]) == 0
     out, err = capsys.readouterr()
     assert err == "rrl: nothing is known of n[98-99]: no run had it in this time\n"
@@ -294,7 +292,7 @@ def test_why_slurm_was_not_asked_is_one_line() -> None:
     assert node_drains._error_line(CommandResult(1, "", tried)) == "Could not establish a source"
 
 
-def test_what_is_not_believed_is_said(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejected_records_are_reported(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(history, "nosuchuser", "r", [began(0, "r", "nosuchuser")])
     assert main.run(["health", "report", "--history", str(history), *SINCE]) == 0
     assert "not read:" in capsys.readouterr().err
@@ -385,8 +383,8 @@ def test_an_administrator_has_the_drains_made(slurm_lab: SlurmLab, tmp_path: Pat
         assert "n99: not drained: rrl health check could not be made there: not known to Slurm" in lines
         assert reason_of(lab, "n2").startswith(f"drained {broken_mount}")  # what the check found, not what was asked
         assert reason_of(lab, "n3") == "drained fan is loud"
-        told = json.loads(command(lab, tmp_path, "report", "--format", "json", *common).stdout)["report"]["nodes"]
-        assert {one["node"]: one["drain"]["owner"] for one in told} == {"n2": "rrl", "n3": "foreign", "n99": ""}
+        reported = json.loads(command(lab, tmp_path, "report", "--format", "json", *common).stdout)["report"]["nodes"]
+        assert {one["node"]: one["drain"]["owner"] for one in reported} == {"n2": "rrl", "n3": "foreign", "n99": ""}
         request_drains(folder, "n4")
         again = command(lab, tmp_path, "drain-requests", "--apply", *common)  # two of five are away already
         assert again.returncode == 1
@@ -414,7 +412,7 @@ def test_a_request_that_the_check_on_the_node_denies_drains_nothing(
 
 
 @pytest.mark.long
-def test_a_request_for_a_node_without_room_for_a_check_drains_nothing(
+def test_request_for_a_node_too_busy_for_a_check_drains_nothing(
     slurm_lab: SlurmLab, tmp_path: Path, broken_mount: str
 ) -> None:
     lab, folder = slurm_lab, tmp_path / "history"
@@ -457,7 +455,7 @@ def test_one_command_drains_few_nodes_and_a_pasted_line_does_as_it_says(
         lab.clear()
 
 
-def test_who_may_not_drain_is_told_so(slurm_lab: SlurmLab, tmp_path: Path, broken_mount: str) -> None:
+def test_user_without_the_right_to_drain_gets_a_message(slurm_lab: SlurmLab, tmp_path: Path, broken_mount: str) -> None:
     lab = slurm_lab
     folder = lab.user_home / "history"
     rules = lab.user_home / "health.toml"

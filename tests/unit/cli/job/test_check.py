@@ -56,12 +56,12 @@ def test_check_shows_every_script_the_managers_job_and_the_most_that_the_run_can
     site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert site.slurm().run("check", extra='[slurm]\npartition = "main"\n') == 0
-    shown, told = capsys.readouterr()
+    shown, reported = capsys.readouterr()
     for words in ("#SBATCH --partition=main\n", "dependency = singleton\n", "'no-requeue': True", "2 to start; "):
         assert words in shown
     assert "limits  none that hold for this user and these options" in shown
     assert shown.endswith("is right; nothing was submitted\n")
-    assert told == ""
+    assert reported == ""
     assert not site.runs.exists()
 
 
@@ -100,7 +100,7 @@ def test_check_says_which_pipe_weights_would_move_over(site: Site, capsys: pytes
     assert "over tcp: the job requests tcp\n" in capsys.readouterr().out
 
 
-def test_a_pipe_that_is_asked_for_and_not_installed_is_said_before_anything_starts(
+def test_missing_weight_transport_is_reported_before_the_start(
     site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(PACKAGES, "nixl", ("no_such_package",))
@@ -108,10 +108,10 @@ def test_a_pipe_that_is_asked_for_and_not_installed_is_said_before_anything_star
     site.job.write_text(JOB + asked)
     for command in ("check", "submit"):
         assert main.run([command, str(site.job)]) == 2
-        told = capsys.readouterr().err
-        assert f"{site.job}:" in told
+        reported = capsys.readouterr().err
+        assert f"{site.job}:" in reported
         fix = "pip install '.[nixl]' in rrl's clone, or write \"auto\""
-        assert f"transport.weights: no_such_package is not installed; {fix}" in told
+        assert f"transport.weights: no_such_package is not installed; {fix}" in reported
     assert not site.runs.exists()
     assert site.slurm().run("check", extra=asked) == 0
     warning = 'transport.weights = "nixl": no_such_package is not installed on this machine; it must be on the nodes'
@@ -143,7 +143,7 @@ def test_ucx_over_tcp_on_a_network_that_is_not_trusted_is_refused_in_one_line(
     assert "there is no active RDMA port on this machine; it must on the nodes" in capsys.readouterr().err
 
 
-def test_a_vllm_that_is_asked_for_and_not_installed_is_said_before_anything_starts(
+def test_missing_vllm_is_reported_before_the_start(
     site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check, "find_spec", lambda name: None)
@@ -160,31 +160,31 @@ def test_a_vllm_that_is_asked_for_and_not_installed_is_said_before_anything_star
     assert capsys.readouterr().err == f"rrl: warning: {warning}\n"
 
 
-def test_an_argument_that_the_vllm_of_this_machine_has_not_is_said_before_anything_starts(
+def test_argument_unknown_to_the_installed_vllm_is_reported_before_the_start(
     site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fake_vllm(tmp_path / "site-packages", monkeypatch)
     text = JOB.replace("replicas = 2", 'engine = "vllm"\nvllm = { max_num_seqs = 8, tensor_paralel_size = 2 }')
-    told = "the vLLM of this machine has no such argument (EngineArgs); did you mean tensor_parallel_size?"
+    reported = "the vLLM of this machine has no such argument (EngineArgs); did you mean tensor_parallel_size?"
     site.job.write_text(text)
     for command in ("check", "submit"):
         assert main.run([command, str(site.job)]) == 2
         where = f"{site.job}:18: roles.rollout.vllm.tensor_paralel_size"
-        assert capsys.readouterr().err.endswith(f"{where}: {told}\n")
+        assert capsys.readouterr().err.endswith(f"{where}: {reported}\n")
     site.slurm().job.write_text(text.replace('"local"', '"slurm"'))
     assert main.run(["check", str(site.job)]) == 0
     where = "roles.rollout.vllm.tensor_paralel_size"
-    assert capsys.readouterr().err == f"rrl: warning: {where}: {told}; that of the nodes must\n"
+    assert capsys.readouterr().err == f"rrl: warning: {where}: {reported}; that of the nodes must\n"
     site.job.write_text(text.replace("paralel", "parallel"))
     assert main.run(["check", str(site.job)]) == 0
 
 
 def test_check_as_json_has_the_warnings_too(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     assert site.slurm(scontrol="echo 'Unable to contact slurm controller' >&2; exit 1").run("check", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["warnings"] == []
-    assert told["plan"][-1]["title"] == "at most"
-    assert "limits  UNKNOWN: scontrol: Unable to contact slurm controller" in told["plan"][-1]["text"]
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["warnings"] == []
+    assert reported["plan"][-1]["title"] == "at most"
+    assert "limits  UNKNOWN: scontrol: Unable to contact slurm controller" in reported["plan"][-1]["text"]
 
 
 @pytest.mark.parametrize("command", ["check", "submit"])
@@ -205,9 +205,9 @@ def test_what_could_never_start_is_one_line_exit_code_2_and_nothing_started(
     site: Site, capsys: pytest.CaptureFixture[str], command: str, commands: dict[str, str], extra: str, line: str
 ) -> None:
     assert site.has(**commands).run(command, extra=extra) == 2
-    told = capsys.readouterr().err
-    assert line in told
-    assert told.count("\n") == 1
+    reported = capsys.readouterr().err
+    assert line in reported
+    assert reported.count("\n") == 1
     assert not site.runs.exists()
 
 
@@ -215,19 +215,19 @@ def test_a_limit_that_replacements_could_meet_is_a_warning(site: Site, capsys: p
     sacctmgr = 'case "$*" in *"show assoc"*) echo "astro||||4||normal";; *"show user"*) echo astro;;' \
                ' *"show qos"*) echo "normal|5|||";; esac'  # fmt: skip
     assert site.slurm(scontrol=CONFIG, sacctmgr=sacctmgr).run("check") == 0
-    shown, told = capsys.readouterr()
+    shown, reported = capsys.readouterr()
     assert "limit   MaxJobsPerUser of QOS normal = 5\n" in shown
     assert "limit   GrpJobs of account astro = 4, shared with others\n" in shown
-    assert told.count("rrl: warning: the run can have ") == 2
+    assert reported.count("rrl: warning: the run can have ") == 2
 
 
 def test_folders_of_the_environment_that_only_nodes_may_have_are_warned_of(
     site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert site.slurm().run("check", extra='[env]\nvenv = "/on/nodes/venv"\npython = "/on/nodes/python"\n') == 0
-    told = capsys.readouterr().err
-    assert "warning: env.venv = '/on/nodes/venv' does not exist on this machine; it must on the nodes\n" in told
-    assert "warning: env.python = '/on/nodes/python' does not exist" in told
+    reported = capsys.readouterr().err
+    assert "warning: env.venv = '/on/nodes/venv' does not exist on this machine; it must on the nodes\n" in reported
+    assert "warning: env.python = '/on/nodes/python' does not exist" in reported
 
 
 # ── [model] path ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -240,7 +240,7 @@ def test_a_models_folder_is_looked_at_where_the_job_is_checked(site: Site, capsy
     site.job.write_text(_with_model())
     assert main.run(["check", str(site.job)]) == 0
     assert f'path = "{folder}"' in capsys.readouterr().out
-    for name, content, told in [
+    for name, content, reported in [
         ("tokenizer_config.json", "{}", f"11: model.chat: {str(folder)!r} has no chat template; remove chat = true, or"
          " add chat_template.jinja"),
         ("config.json", "{}", f"10: model.path: {folder}/config.json does not exist, or is empty"),
@@ -258,7 +258,7 @@ def test_a_models_folder_is_looked_at_where_the_job_is_checked(site: Site, capsy
             assert main.run([command, str(site.job)]) == 2
             lines = capsys.readouterr().err.splitlines()
             assert len(lines) == 1
-            assert told in lines[0]
+            assert reported in lines[0]
         (folder / name).write_text(whole)
     assert not site.runs.exists()
 

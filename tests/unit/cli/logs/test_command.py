@@ -58,7 +58,9 @@ def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     time.tzset()
 
 
-def test_one_log_is_shown_bare_and_several_with_their_lives(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_log_is_shown_bare_and_several_with_their_incarnations(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(run, "rollout-0.1", "one", "two")
     assert main.run(["logs", RUN, "rollout/0"]) == 0
     assert capsys.readouterr().out == "one\ntwo\n"
@@ -72,7 +74,7 @@ def test_one_log_is_shown_bare_and_several_with_their_lives(run: RunDir, capsys:
     assert capsys.readouterr().out.endswith("trainer/0#1 | four\n")
 
 
-def test_every_kind_of_log_file_is_told_apart(run: RunDir) -> None:
+def test_every_kind_of_log_file_is_distinguished(run: RunDir) -> None:
     for tag in ("rollout-10.1", "rollout-9.1", "agent-gpu-node.site.org.2", "rollout-9.1.step"):
         write(run, tag, "x")
     for name in (
@@ -99,7 +101,7 @@ def test_every_kind_of_log_file_is_told_apart(run: RunDir) -> None:
     }  # fmt: skip
 
 
-def test_a_log_of_a_shadow_is_that_of_the_life_which_it_became_all_of_it_and_once(
+def test_standbys_log_is_shown_once_as_that_of_its_promoted_incarnation(
     run: RunDir, capsys: pytest.CaptureFixture[str], utc: None
 ) -> None:
     own = write(run, "standby-n2.3", at(2, "imports"), at(3, "becomes"))
@@ -112,9 +114,9 @@ def test_a_log_of_a_shadow_is_that_of_the_life_which_it_became_all_of_it_and_onc
     link_log(run, Incarnation(ReplicaId("trainer/0"), 2), Incarnation(ReplicaId("standby/n2"), 3))
     lines = ["older", "imports", "becomes", "last words"]
     for whose in ("trainer/0#2", "standby/n2#3"):
-        told = shown(capsys, whose)
-        assert [line.rpartition(" | ")[2] for line in told if " step " not in line] == lines, whose
-        assert all("trainer/0#2" in line for line in told)
+        reported = shown(capsys, whose)
+        assert [line.rpartition(" | ")[2] for line in reported if " step " not in line] == lines, whose
+        assert all("trainer/0#2" in line for line in reported)
     assert [line.rpartition("| ")[2] for line in shown(capsys, "trainer")] == [
         "first life", "older", "launcher", *lines[1:]
     ]  # fmt: skip
@@ -168,7 +170,7 @@ def test_a_line_that_a_manager_kept_too_is_shown_once(
         assert [line.split(" ", 1)[1] for line in shown(capsys, "rollout/0", "-n", str(count))] == words[8 - count :]
 
 
-def test_what_is_nowhere_is_said_to_be_missing(run: RunDir, capsys: pytest.CaptureFixture[str], utc: None) -> None:
+def test_lines_found_nowhere_are_reported_missing(run: RunDir, capsys: pytest.CaptureFixture[str], utc: None) -> None:
     write(run, "rollout-0.1.shipped-1", at(2, missing_notice(99).decode()), at(3, "c"))
     assert shown(capsys, "rollout/0") == ["12:00:02.000 [rrl: 99 bytes of this log are missing here]", "12:00:03.000 c"]
 
@@ -188,9 +190,9 @@ def test_since_takes_times_and_spans(run: RunDir, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("since", ["yesterday", "10", "10 parsecs", "2026-13-01", "", "0001-01-01"])
 def test_a_time_that_is_none_is_one_line(run: RunDir, capsys: pytest.CaptureFixture[str], since: str) -> None:
     assert main.run(["logs", RUN, "--since", since]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f'rrl: --since "{since}" is no time; write for example ')
-    assert told.count("\n") == 1
+    reported = capsys.readouterr().err
+    assert reported.startswith(f'rrl: --since "{since}" is no time; write for example ')
+    assert reported.count("\n") == 1
 
 
 def test_grep_shows_the_lines_in_which_it_is_found(run: RunDir, capsys: pytest.CaptureFixture[str], utc: None) -> None:
@@ -199,9 +201,9 @@ def test_grep_shows_the_lines_in_which_it_is_found(run: RunDir, capsys: pytest.C
         "12:00:01.000 step 1 loss 0.143", "12:01:00.000 CUDA out of memory",
     ]  # fmt: skip
     assert main.run(["logs", RUN, "--grep", "(unclosed"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith('rrl: --grep "(unclosed" is no regular expression: ')
-    assert told.count("\n") == 1
+    reported = capsys.readouterr().err
+    assert reported.startswith('rrl: --grep "(unclosed" is no regular expression: ')
+    assert reported.count("\n") == 1
 
 
 def test_programs_get_an_object_a_line(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,8 +211,8 @@ def test_programs_get_an_object_a_line(run: RunDir, capsys: pytest.CaptureFixtur
     write(run, "rollout-0.1.step", "no time")
     (run.submit / "1_0_log.out").write_text("managing\n")
     assert main.run(["logs", RUN, "--json"]) == 0
-    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert sorted(told, key=lambda one: str(one["log"])) == [
+    reported = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert sorted(reported, key=lambda one: str(one["log"])) == [
         {"time": None, "incarnation": "rollout/0#1", "log": "launcher", "text": "no time"},
         {"time": None, "incarnation": "manager", "log": "manager", "text": "managing"},
         {"time": "2020-11-20T12:00:01.000000Z", "incarnation": "rollout/0#1", "log": "role", "text": 'say "hi"'},
@@ -264,7 +266,7 @@ def test_a_role_that_is_not_there_is_one_line_with_those_that_are(
         )
 
 
-def test_following_goes_on_over_rotation_and_new_lives_until_the_run_ends(
+def test_following_continues_over_rotation_and_new_incarnations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(RUNS_ENV, str(tmp_path))
@@ -317,10 +319,10 @@ def test_following_shows_a_kept_line_once_and_in_time(
 
 def finish(story: Story, run: RunDir) -> None:
     """The run ends, and its manager says so."""
-    told = len(story.stamped)
+    reported = len(story.stamped)
     story.ends(Outcome.COMPLETED, "all steps are done")
     journal = Journal(run, 2)
-    for stamped in story.stamped[told:]:
+    for stamped in story.stamped[reported:]:
         journal.append(stamped)
     journal.close()
 

@@ -70,16 +70,16 @@ def test_each_failure_is_shown_with_what_was_found_and_the_last_lines_before_it(
     assert main.run(["logs", RUN, "rollout/1", "--failed"]) == 0
     assert capsys.readouterr().out == "nothing of rollout/1 has failed\n"
     assert main.run(["logs", RUN, "rollout/0", "--failed", "--json", "--grep", "memory"]) == 0
-    [told] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert (told["incarnation"], told["node"], told["rung"], told["successor"]) == (
+    [reported] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (reported["incarnation"], reported["node"], reported["rung"], reported["successor"]) == (
         "rollout/0#1", "n3", "restart in place", "rollout/0#2",
     )  # fmt: skip
-    assert [line["text"] for line in told["lines"]] == ["torch.OutOfMemoryError: CUDA out of memory"]
+    assert [line["text"] for line in reported["lines"]] == ["torch.OutOfMemoryError: CUDA out of memory"]
     assert main.run(["logs", RUN, "--failed", "--since", "2027-01-15T08:00:44"]) == 0
     assert capsys.readouterr().out == "nothing has failed since then\n"
 
 
-def test_of_a_life_that_never_spoke_its_launcher_is_heard(
+def test_launchers_lines_are_shown_for_an_incarnation_without_any(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     story = Story(RUN).requests_nodes().gets_nodes().launches("rollout/0")
@@ -99,7 +99,7 @@ def test_of_a_life_that_never_spoke_its_launcher_is_heard(
     )
 
 
-def test_of_a_life_that_went_on_the_lines_before_its_finding_are_shown(
+def test_lines_before_the_finding_of_a_continuing_incarnation_are_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     story = Story(RUN).works()
@@ -144,7 +144,7 @@ def test_what_was_asked_to_end_has_not_failed() -> None:
     assert found(story) == []
 
 
-def test_a_lost_node_and_the_lives_on_it_have_failed() -> None:
+def test_lost_node_and_its_incarnations_have_failed() -> None:
     story = Story(RUN).works().wait(7).loses_node("n3")
     why = Why(("n3 is excluded: node_lost: silent",), Rung.SPARE)
     story.wait(1).record(ev.Decided(Fence(story.incarnation("rollout/0"), Rung.SPARE, why)))
@@ -157,7 +157,7 @@ def test_a_lost_node_and_the_lives_on_it_have_failed() -> None:
     assert (incarnation.ended, incarnation.successor) == (True, None)
 
 
-def test_an_injected_failure_is_told_from_a_real_one() -> None:
+def test_injected_failure_is_marked() -> None:
     story = Story(RUN).works()
     story.record(ev.FaultInjected("f1", story.incarnation("rollout/0"), True))
     story.record(ev.FaultInjected("f2", story.incarnation("rollout/1"), False, "no such step"))
@@ -174,14 +174,14 @@ def test_what_fails_with_a_node_that_was_crashed_on_purpose_is_injected_too_and_
         story.loses_node(node)
     for replica in ("rollout/0", "rollout/1"):  # on n3 and n4
         story.fences(replica)
-    told = {
+    reported = {
         failure.incarnation.replica if failure.incarnation else failure.node: failure.injected
         for failure in found(story)
     }
-    assert told == {"n3": True, "rollout/0": True, "n4": False, "rollout/1": False}
+    assert reported == {"n3": True, "rollout/0": True, "n4": False, "rollout/1": False}
 
 
-def test_a_life_that_never_came_back_has_nobody_in_its_place() -> None:
+def test_incarnation_without_successor_has_none_shown() -> None:
     story = Story(RUN).works()
     story.loses("rollout/0")
     story.fences("rollout/0").wait(1).launches("rollout/0")
@@ -206,7 +206,7 @@ def test_what_helps_on_a_node_that_a_person_has_the_run_leave_has_not_failed() -
     assert [one.incarnation for one in failures(story.stamped)] == [story.incarnation("agent/n3")]
 
 
-def test_what_fails_after_a_run_was_resumed_is_told_too() -> None:
+def test_failure_after_a_resume_is_reported_too() -> None:
     story = Story(RUN).works().ends(Outcome.CANCELLED, "asked by ada")
     story.record(ev.Resumed("ada", "c1", story.job)).launches("rollout/0", "n3").joins("rollout/0", "generate")
     story.loses("rollout/0")
@@ -219,7 +219,7 @@ def _stacks(story: Story) -> ev.StacksCollected:
     )
 
 
-def test_stacks_that_were_taken_of_a_failed_life_are_told_with_their_file() -> None:
+def test_stacks_of_a_failed_incarnation_are_printed_with_their_file() -> None:
     story = Story(RUN).works()
     story.record(_stacks(story)).wait(2)
     (failure,) = failures(story.recovers("rollout/0").stamped)
@@ -233,10 +233,10 @@ def test_stacks_of_a_suspicion_that_passed_long_before_say_nothing_of_a_failure(
     assert not [line for line in failure.evidence if "stacks" in line]
 
 
-def test_stacks_that_the_finding_names_itself_are_not_told_twice() -> None:
+def test_stacks_named_by_the_finding_are_printed_once() -> None:
     story = Story(RUN).works()
-    said = ("rollout/0#1: step (engine.py:95)", "whole: stacks/x.txt")
-    evidence = tuple(Evidence("stacks", text, 1.0) for text in said)
+    printed = ("rollout/0#1: step (engine.py:95)", "whole: stacks/x.txt")
+    evidence = tuple(Evidence("stacks", text, 1.0) for text in printed)
     incarnation = story.incarnation("rollout/0")
     found = Finding("no_answer", Verdict.FAIL, Cause.HANG, Remedy.RESTART, 1.0, evidence, incarnation)
     (failure,) = failures(story.record(_stacks(story), ev.FindingChanged(found)).stamped)

@@ -28,14 +28,14 @@ def pending_commands(run: RunDir) -> list[Path]:
     return list(run.mailbox.glob("[!.]*.json"))  # as the manager looks
 
 
-def test_cancel_leaves_one_letter_for_the_manager(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cancel_leaves_one_command_for_the_manager(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Story(RUN).works().written(root)
     assert main.run(["cancel", RUN, "--no-wait"]) == 0
     assert capsys.readouterr().out == f"{RUN}: its manager is asked to end it\n"
-    (letter,) = pending_commands(run)
-    told = json.loads(letter.read_text())
-    assert told["command"] == "cancel"
-    assert told["by"]
+    (command_file,) = pending_commands(run)
+    reported = json.loads(command_file.read_text())
+    assert reported["command"] == "cancel"
+    assert reported["by"]
     assert main.run(["cancel", RUN, "--no-wait"]) == 0
     assert len(pending_commands(run)) == 2  # never in each other's place
 
@@ -48,10 +48,10 @@ def test_cancel_waits_until_the_manager_has_ended_the_run(root: Path, capsys: py
     waiting.start()
     eventually(lambda: bool(pending_commands(run)))
     pending_commands(run)[0].unlink()
-    told = len(story.stamped)
+    reported = len(story.stamped)
     story.ends(Outcome.CANCELLED, "cancel by somebody")
     journal = Journal(run, 2)
-    for stamped in story.stamped[told:]:
+    for stamped in story.stamped[reported:]:
         journal.append(stamped)
     journal.close()
     waiting.join(timeout=30)
@@ -77,7 +77,7 @@ def test_without_a_living_manager_cancel_says_how_to_start_one(
         msgspec.json.encode(LeaseHolder("elsewhere", 1, 17))
     )  # its counter stands still
     assert main.run(["cancel", RUN]) == 1
-    told = capsys.readouterr().err
-    assert f"no manager of {RUN} is alive to end it; start one, which will do so: rrl manage {RUN}" in told
-    assert hint in told
+    reported = capsys.readouterr().err
+    assert f"no manager of {RUN} is alive to end it; start one, which will do so: rrl manage {RUN}" in reported
+    assert hint in reported
     assert len(pending_commands(run)) == 1

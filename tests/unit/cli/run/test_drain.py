@@ -50,10 +50,10 @@ def answered(story: Story, root: Path, arguments: list[str], *events: ev.Event) 
     waiting = threading.Thread(target=lambda: codes.append(main.run(arguments)), daemon=True)
     waiting.start()
     eventually(lambda: bool(pending_commands(run)))
-    told = len(story.stamped)
+    reported = len(story.stamped)
     story.record(*events)
     journal = Journal(run, 2)
-    for stamped in story.stamped[told:]:
+    for stamped in story.stamped[reported:]:
         journal.append(stamped)
     journal.close()
     pending_commands(run)[0].unlink()
@@ -63,20 +63,20 @@ def answered(story: Story, root: Path, arguments: list[str], *events: ev.Event) 
 
 
 @pytest.mark.parametrize("command", ["drain", "undrain"])
-def test_one_letter_is_left_for_the_manager(root: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_one_command_is_left_for_the_manager(root: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
     run = works().written(root)
     flags = ["--reason", "fan is loud"] if command == "drain" else []
     assert main.run([command, RUN, "n3", *flags, "--no-wait"]) == 0
     assert capsys.readouterr().out == f"{RUN}: its manager is asked to {command} n3\n"
-    (letter,) = pending_commands(run)
-    told = json.loads(letter.read_text())
-    assert (told["command"], told["target"]) == (command, "n3")
-    assert told.get("reason", "") == ("fan is loud" if flags else "")
-    assert told["by"]
+    (command_file,) = pending_commands(run)
+    reported = json.loads(command_file.read_text())
+    assert (reported["command"], reported["target"]) == (command, "n3")
+    assert reported.get("reason", "") == ("fan is loud" if flags else "")
+    assert reported["by"]
 
 
 @pytest.mark.parametrize("command", ["drain", "undrain"])
-def test_what_is_no_node_of_the_run_is_said_in_one_line(
+def test_node_outside_of_the_run_is_reported_in_one_line(
     root: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     run = works().written(root)
@@ -128,30 +128,30 @@ def test_it_says_that_the_node_may_be_used_again(root: Path, capsys: pytest.Capt
     assert capsys.readouterr().out == "n5 may be used again; Slurm says IDLE\n"
 
 
-def test_who_moves_first_is_told_while_it_waits(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drain_names_the_replicas_that_move_first(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     story = works()
     run = story.written(root)
     codes: list[int] = []
     waiting = threading.Thread(target=lambda: codes.append(main.run(["drain", RUN, "n3"])), daemon=True)
     waiting.start()
     eventually(lambda: bool(pending_commands(run)))
-    told = len(story.stamped)
+    reported = len(story.stamped)
     story.record(ev.CommandReceived("drain", "anna", "c1", N3))
     journal = Journal(run, 2)
-    for stamped in story.stamped[told:]:
+    for stamped in story.stamped[reported:]:
         journal.append(stamped)
     journal.flush()
     pending_commands(run)[0].unlink()
-    said: list[str] = []
+    printed: list[str] = []
 
     def moving() -> bool:
-        said.append(capsys.readouterr().err)
-        return "n3: rollout/0 moves first ..." in "".join(said)
+        printed.append(capsys.readouterr().err)
+        return "n3: rollout/0 moves first ..." in "".join(printed)
 
     eventually(moving)
-    told = len(story.stamped)
+    reported = len(story.stamped)
     story.ends(Outcome.CANCELLED, "cancel by somebody")
-    for stamped in story.stamped[told:]:
+    for stamped in story.stamped[reported:]:
         journal.append(stamped)
     journal.close()
     waiting.join(timeout=30)

@@ -78,10 +78,10 @@ def test_a_live_picture_follows_the_journal_and_ends_with_the_run(tmp_path: Path
     run = story.written(tmp_path)
     with Terminal(tmp_path) as terminal:
         eventually(lambda: "step 12/40" in terminal.drawn)
-        told = len(story.stamped)
+        reported = len(story.stamped)
         story.commits(13)
         story.ends(Outcome.COMPLETED, "all steps are done")
-        print_progress(run, story, told)
+        print_progress(run, story, reported)
         write_summary(run)
         assert terminal.process.wait(30) == 0
     assert "step 13/40" in terminal.drawn
@@ -113,10 +113,10 @@ def test_without_a_terminal_each_change_of_a_replica_is_one_line(
     following = threading.Thread(target=follow, args=(run,), kwargs={"keys": False}, daemon=True)
     following.start()
     eventually(lambda: len(output.lines) == 1)
-    told = len(story.stamped)
+    reported = len(story.stamped)
     story.loses("rollout/0")
     story.fences("rollout/0")
-    print_progress(run, story, told)
+    print_progress(run, story, reported)
     eventually(lambda: len(output.lines) == 2)
     journal = Journal(run, 3)
     for stamped in completed(RUN).stamped[-1:]:

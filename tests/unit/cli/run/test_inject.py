@@ -36,33 +36,38 @@ def allowing(lease: float = 10.0) -> Story:
 
 def goes_on(story: Story, run: RunDir, *events: ev.Event, epoch: int = 2) -> None:
     """The next manager writes these, and takes the letter."""
-    told = len(story.stamped)
+    reported = len(story.stamped)
     story.record(*events)
     journal = Journal(run, epoch)
-    for stamped in story.stamped[told:]:
+    for stamped in story.stamped[reported:]:
         journal.append(stamped)
     journal.close()
 
 
-def test_an_order_is_a_letter_that_holds_the_whole_fault(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inject_writes_a_command_with_the_whole_fault(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = allowing().written(root)
     words = ["inject", RUN, "freeze", "--target", "rollout/1", "--for", "5s", "--at", "step=20"]
     assert main.run(words) == 0
-    (letter,) = pending_commands(run)
-    assert letter.fault is not None
-    assert letter == Command("inject", letter.by, letter.id, letter.fault)
-    assert letter.by
-    assert letter.fault == Fault(letter.fault.id, FaultKind.FREEZE, "rollout/1", FaultTrigger(step=20), 5.0)
-    assert capsys.readouterr().out == f"{RUN}: freeze rollout/1 at step=20 is ordered ({letter.fault.id})\n"
+    (command,) = pending_commands(run)
+    assert command.fault is not None
+    assert command == Command("inject", command.by, command.id, command.fault)
+    assert command.by
+    assert command.fault == Fault(command.fault.id, FaultKind.FREEZE, "rollout/1", FaultTrigger(step=20), 5.0)
+    assert capsys.readouterr().out == f"{RUN}: freeze rollout/1 at step=20 is ordered ({command.fault.id})\n"
 
 
-def test_orders_never_share_an_id_and_are_told_as_json_too(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_never_share_an_id_and_are_printed_as_json_too(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = allowing().written(root)
     for _ in range(2):
         assert main.run(["inject", RUN, "exit", "--target", "reward/0", "--amount", "3", "--json"]) == 0
-        told = json.loads(capsys.readouterr().out)
-        assert (told["run"], told["kind"], told["target"], told["amount"]) == (RUN, "exit", "reward/0", 3.0)
-    assert len({letter.fault.id for letter in pending_commands(run) if letter.fault is not None}) == 2
+        reported = json.loads(capsys.readouterr().out)
+        assert (reported["run"], reported["kind"], reported["target"], reported["amount"]) == (
+            RUN,
+            "exit",
+            "reward/0",
+            3.0,
+        )
+    assert len({command.fault.id for command in pending_commands(run) if command.fault is not None}) == 2
 
 
 @pytest.mark.parametrize("target", [["--target", "rollout"], []])
@@ -70,7 +75,7 @@ def test_a_role_or_nothing_is_one_replica_and_a_seed_draws_the_same_again(root: 
     run = allowing().written(root)
     for seed in "1111111123456789":
         assert main.run(["inject", RUN, "kill", *target, "--seed", seed]) == 0
-    drawn = [letter.fault.target for letter in pending_commands(run) if letter.fault is not None]
+    drawn = [command.fault.target for command in pending_commands(run) if command.fault is not None]
     assert len(set(drawn[:8])) == 1
     assert len(set(drawn)) > 1
     assert all("/" in one for one in drawn)
@@ -99,19 +104,19 @@ def test_a_fault_that_cannot_be_is_refused_in_one_line_and_nothing_is_ordered(
 ) -> None:
     run = allowing().written(root)
     assert main.run(["inject", RUN, *text]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith("rrl: ")
-    assert why in told.err
-    assert told.err.count("\n") == 1
+    reported = capsys.readouterr()
+    assert reported.out == ""
+    assert reported.err.startswith("rrl: ")
+    assert why in reported.err
+    assert reported.err.count("\n") == 1
     assert pending_commands(run) == []
 
 
 def test_a_run_whose_job_spec_does_not_allow_it_is_left_alone(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Story(RUN).works().written(root)
     assert main.run(["inject", RUN, "kill", "--target", "rollout/0"]) == 2
-    told = capsys.readouterr().err
-    assert told == f"rrl: {RUN}: its job spec allows no faults on demand ([faults] allow = true)\n"
+    reported = capsys.readouterr().err
+    assert reported == f"rrl: {RUN}: its job spec allows no faults on demand ([faults] allow = true)\n"
     assert pending_commands(run) == []
 
 
@@ -125,7 +130,7 @@ def test_a_run_that_has_ended_is_left_alone(root: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("json_wanted", [True, False])
 @pytest.mark.parametrize("ok", [True, False])
-def test_whoever_waits_is_told_what_was_done_or_why_not(
+def test_wait_prints_the_outcome_of_the_fault(
     root: Path, capsys: pytest.CaptureFixture[str], ok: bool, json_wanted: bool
 ) -> None:
     story = allowing()
@@ -135,15 +140,15 @@ def test_whoever_waits_is_told_what_was_done_or_why_not(
     waiting = threading.Thread(target=lambda: codes.append(main.run(words)), daemon=True)
     waiting.start()
     eventually(lambda: bool(pending_commands(run)))
-    (letter,) = pending_commands(run)
-    fault, incarnation = letter.fault, story.incarnation("rollout/0")
+    (command,) = pending_commands(run)
+    fault, incarnation = command.fault, story.incarnation("rollout/0")
     assert fault is not None
     action = InjectFault(fault, "step", NodeName("n3"), Why(("it is due",)), incarnation)
-    told = ev.FaultInjected(
+    reported = ev.FaultInjected(
         fault.id, incarnation, ok, "SIGKILL to process group 7" if ok else "it was gone", fault.kind
     )
-    goes_on(story, run, ev.FaultRequested(fault, letter.by, letter.id), ev.Intended(action), told)
-    (run.mailbox / f"{letter.id}.json").unlink()
+    goes_on(story, run, ev.FaultRequested(fault, command.by, command.id), ev.Intended(action), reported)
+    (run.mailbox / f"{command.id}.json").unlink()
     waiting.join(timeout=30)
     assert codes == [0 if ok else 1]
     out, err = capsys.readouterr()
@@ -164,22 +169,22 @@ def begun(root: Path, target: str, lease: float = 0.3) -> tuple[RunDir, list[int
     waiting = threading.Thread(target=lambda: codes.append(main.run(words)), daemon=True)
     waiting.start()
     eventually(lambda: bool(pending_commands(run)))
-    (letter,) = pending_commands(run)
-    assert letter.fault is not None
-    action = InjectFault(letter.fault, "", NodeName(""), Why(("it is due",)), None)
-    goes_on(story, run, ev.FaultRequested(letter.fault, letter.by, letter.id), ev.Intended(action))
-    (run.mailbox / f"{letter.id}.json").unlink()
-    return run, codes, waiting, story, letter.fault
+    (command,) = pending_commands(run)
+    assert command.fault is not None
+    action = InjectFault(command.fault, "", NodeName(""), Why(("it is due",)), None)
+    goes_on(story, run, ev.FaultRequested(command.fault, command.by, command.id), ev.Intended(action))
+    (run.mailbox / f"{command.id}.json").unlink()
+    return run, codes, waiting, story, command.fault
 
 
-def test_a_manager_that_is_killed_and_that_nobody_follows_is_told_and_not_waited_for(
+def test_killed_manager_without_successor_is_reported_and_not_awaited(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, codes, waiting, _, _ = begun(root, "manager")
     waiting.join(timeout=30)
     assert codes == [0]
-    told = f"no manager lives any more; the roles go on, and the next one takes over: rrl manage {RUN}"
-    assert capsys.readouterr().out == f"{RUN}: kill manager: {told}\n"
+    reported = f"no manager lives any more; the roles go on, and the next one takes over: rrl manage {RUN}"
+    assert capsys.readouterr().out == f"{RUN}: kill manager: {reported}\n"
 
 
 def test_a_manager_that_goes_before_it_tells_what_became_of_a_fault_is_not_waited_for(
@@ -196,8 +201,8 @@ def test_a_next_manager_tells_what_nobody_knows_and_a_manager_that_is_gone_was_k
     root: Path, capsys: pytest.CaptureFixture[str], target: str
 ) -> None:
     run, codes, waiting, story, fault = begun(root, target, lease=60.0)
-    told = ev.FaultInjected(fault.id, None, False, "its manager died over it", fault.kind, target, unknown=True)
-    goes_on(story, run, told, epoch=3)
+    reported = ev.FaultInjected(fault.id, None, False, "its manager died over it", fault.kind, target, unknown=True)
+    goes_on(story, run, reported, epoch=3)
     waiting.join(timeout=30)
     out, err = capsys.readouterr()
     if target == "manager":
@@ -208,7 +213,7 @@ def test_a_next_manager_tells_what_nobody_knows_and_a_manager_that_is_gone_was_k
         assert f"rrl: {RUN}: nobody knows whether kill rollout/0 was performed: its manager died over it\n" in err
 
 
-def test_whoever_waits_is_told_when_the_run_ends_before(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wait_ends_with_a_message_when_the_run_ends_first(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     story = allowing()
     run = story.written(root)
     codes: list[int] = []
@@ -216,27 +221,25 @@ def test_whoever_waits_is_told_when_the_run_ends_before(root: Path, capsys: pyte
     waiting = threading.Thread(target=lambda: codes.append(main.run(words)), daemon=True)
     waiting.start()
     eventually(lambda: bool(pending_commands(run)))
-    (letter,) = pending_commands(run)
-    assert letter.fault is not None
+    (command,) = pending_commands(run)
+    assert command.fault is not None
     goes_on(
         story,
         run,
-        ev.FaultRequested(letter.fault, "me", letter.id),
+        ev.FaultRequested(command.fault, "me", command.id),
         ev.RunEnded(Outcome.COMPLETED, "all steps are done"),
     )
-    (run.mailbox / f"{letter.id}.json").unlink()
+    (run.mailbox / f"{command.id}.json").unlink()
     waiting.join(timeout=30)
     assert codes == [1]
     assert f"rrl: {RUN} has ended (completed) before kill rollout/0 was due" in capsys.readouterr().err
 
 
-def test_without_a_living_manager_whoever_waits_is_told_how_to_start_one(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wait_without_a_manager_says_how_to_start_one(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = allowing(lease=0.3).written(root)
     (run.epochs / "000001").write_bytes(
         msgspec.json.encode(LeaseHolder("elsewhere", 1, 17))
     )  # its counter stands still
     assert main.run(["inject", RUN, "kill", "--target", "rollout/0", "--wait"]) == 1
-    told = capsys.readouterr().err
-    assert f"no manager of {RUN} is alive to take the order; start one, which will do so: rrl manage {RUN}" in told
+    reported = capsys.readouterr().err
+    assert f"no manager of {RUN} is alive to take the order; start one, which will do so: rrl manage {RUN}" in reported

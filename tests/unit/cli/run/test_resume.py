@@ -32,11 +32,11 @@ class Ended:
         monkeypatch.setenv(RUNS_ENV, str(root / "runs"))
         self.job = root / "job.toml"
         self.job.write_text(JOB.replace("steps = 10", "steps = 40"))
-        told = Story(RUN, job_view()).works().ends(Outcome.FAILED, "the walltime ends").written(root / "runs")
+        printed = Story(RUN, job_view()).works().ends(Outcome.FAILED, "the walltime ends").written(root / "runs")
         made = create(load_job(self.job), self.job)
         for path in (made.job_toml, made.resolved, made.run_spec, made.keys):
-            path.rename(told.path / path.name)
-        self.run, self.started = told, 0
+            path.rename(printed.path / path.name)
+        self.run, self.started = printed, 0
         self.starts: Callable[[], None] = self.begin
         monkeypatch.setattr(starting, "start_manager", self._start)
 
@@ -101,16 +101,16 @@ def test_a_manager_that_took_the_order_goes_on_though_its_start_was_reported_as_
 
 
 @pytest.mark.parametrize("when", ["while the first prepares", "before a manager takes it up", "and after"])
-def test_of_two_at_once_one_goes_on_and_the_other_is_told_so_in_one_line(
+def test_second_of_two_concurrent_resumes_is_refused_in_one_line(
     ended: Ended, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     other = ended.job.with_name("other.toml")
     other.write_text(ended.job.read_text().replace("steps = 40", "steps = 77"))
-    told: dict[str, tuple[int, str]] = {}
+    printed: dict[str, tuple[int, str]] = {}
 
     def second() -> None:
         ended.starts = lambda: None
-        told["second"] = main.run(["resume", RUN, "--job", str(other)]), capsys.readouterr().err
+        printed["second"] = main.run(["resume", RUN, "--job", str(other)]), capsys.readouterr().err
 
     def takes() -> None:
         assert resume_request.claim(ended.run) is not None
@@ -126,12 +126,12 @@ def test_of_two_at_once_one_goes_on_and_the_other_is_told_so_in_one_line(
     ended.starts = takes if when == "and after" else second
     if when == "while the first prepares":
         monkeypatch.setattr(starting, "_write_spec", prepares)
-    told["first"] = main.run(["resume", RUN, "--steps", "50"]), capsys.readouterr().err
+    printed["first"] = main.run(["resume", RUN, "--steps", "50"]), capsys.readouterr().err
     ended.begin()
     wins, loses = ("second", "first") if "prepares" in when else ("first", "second")
-    assert told[wins][0] == 0
+    assert printed[wins][0] == 0
     ordered = "has already requested to resume it; if no manager starts: rrl manage"
-    assert told[loses] == (1, f"rrl: {RUN} could not be resumed: {getpass.getuser()} {ordered} {RUN}\n")
+    assert printed[loses] == (1, f"rrl: {RUN} could not be resumed: {getpass.getuser()} {ordered} {RUN}\n")
     steps = load_job(ended.run.job_toml).run.steps
     assert steps == (77 if wins == "second" else 50)
     assert msgspec.json.decode(ended.run.resolved.read_bytes())["job"]["run"]["steps"] == steps
@@ -176,7 +176,7 @@ def test_a_walltime_that_a_role_does_not_fit_into_is_refused(ended: Ended, capsy
     ended.run.job_toml.write_text(spec.replace("replicas = 2", 'replicas = 2\nwalltime = "2h"'))
     assert ended.refuses(capsys, "--walltime", "1h") == (
         'rrl: --walltime 1h does not fit: roles.rollout.walltime: "2h" is more than the run has ([cluster] walltime ='
-        ' "1h"); lower it or raise the run\'s\n'
+        ' "1h"); lower it or raise that of the run\n'
     )
 
 
@@ -191,8 +191,8 @@ def test_a_walltime_that_a_role_does_not_fit_into_is_refused(ended: Ended, capsy
 def test_another_job_is_refused(ended: Ended, capsys: pytest.CaptureFixture[str], key: str, old: str, new: str) -> None:
     assert old in ended.job.read_text()
     ended.job.write_text(ended.job.read_text().replace(old, new))
-    told = ended.refuses(capsys, "--job", str(ended.job))
-    assert told == f"rrl: {ended.job}: {key} is not that of {RUN}; to change it start a new run\n"
+    printed = ended.refuses(capsys, "--job", str(ended.job))
+    assert printed == f"rrl: {ended.job}: {key} is not that of {RUN}; to change it start a new run\n"
 
 
 def test_how_long_a_text_may_be_can_change(ended: Ended) -> None:
@@ -210,8 +210,8 @@ def test_what_a_task_calls_by_that_name_is_the_tasks(ended: Ended, capsys: pytes
     resolved["job"]["task"]["args"]["max_length"] = 5
     ended.run.resolved.write_bytes(msgspec.json.encode(resolved))
     ended.job.write_text(ended.job.read_text().replace("min_terms = 2", "min_terms = 2, max_length = 9"))
-    told = ended.refuses(capsys, "--job", str(ended.job))
-    assert told == f"rrl: {ended.job}: task is not that of {RUN}; to change it start a new run\n"
+    printed = ended.refuses(capsys, "--job", str(ended.job))
+    assert printed == f"rrl: {ended.job}: task is not that of {RUN}; to change it start a new run\n"
 
 
 def test_a_run_that_lost_its_job_spec_goes_on_with_the_one_that_is_named(

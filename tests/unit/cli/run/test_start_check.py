@@ -68,9 +68,9 @@ def test_a_local_manager_that_dies_at_its_start_ends_the_wait_as_rejected(
     ended = json.loads(capsys.readouterr().out)
     assert (ended["run"], ended["outcome"]) == (run.id, "rejected")
     assert main.run(["status"]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith(f"{run.id}: rejected: its manager ended before the run began; the last line logged: ")
-    assert f"no interface with an address in {NOWHERE}" in told
+    reported = capsys.readouterr().out
+    assert reported.startswith(f"{run.id}: rejected: its manager ended before the run began; the last line logged: ")
+    assert f"no interface with an address in {NOWHERE}" in reported
 
 
 def test_a_run_whose_managers_have_left_the_queue_is_rejected_with_their_last_line(
@@ -81,8 +81,9 @@ def test_a_run_whose_managers_have_left_the_queue_is_rejected_with_their_last_li
     (run.submit / "71_0_log.err").write_text("an older one\n")
     (run.submit / "72_0_log.err").write_text("Traceback\nNoAddress: \x1b]0;none\nsrun: error: n1: task 0: Exited\n")
     assert main.run(["status"]) == 0
-    told = capsys.readouterr().out
-    assert told == (f"fresh-1: rejected: all 2 managers ended before the run began; the last line logged: NoAddress:"
+    reported = capsys.readouterr().out
+    assert reported == (
+        "fresh-1: rejected: all 2 managers ended before the run began; the last line logged: NoAddress:"
                     rf" \x1b]0;none (logs: {run.submit})" "\n")  # fmt: skip
     assert main.run(["status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["outcome"] == "rejected"

@@ -31,17 +31,17 @@ class _There:
     ],
     ids=["room", "full", "read-only"],
 )
-def test_storage_that_cannot_be_written_is_said_where_the_journal_cannot_say_it(
+def test_unwritable_storage_is_shown_although_the_journal_cannot_record_it(
     there: _There, expected_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: there)
-    said = storage_trouble(RunDir(tmp_path))
-    assert said.startswith(expected_text)
-    assert bool(said) == bool(expected_text)
-    assert not expected_text or said.endswith("the roles go on")
+    reported = storage_trouble(RunDir(tmp_path))
+    assert reported.startswith(expected_text)
+    assert bool(reported) == bool(expected_text)
+    assert not expected_text or reported.endswith("the roles go on")
 
 
-def test_a_run_directory_that_is_away_is_said_too(tmp_path: Path) -> None:
+def test_absent_run_directory_is_shown_too(tmp_path: Path) -> None:
     assert storage_trouble(RunDir(tmp_path / "nothing")).startswith("the run directory is away (No such file")
 
 

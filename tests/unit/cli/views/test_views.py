@@ -185,8 +185,8 @@ def test_status_says_which_pipe_weights_move_over_and_when_they_cannot() -> None
 
 
 def test_a_summary_tells_what_was_dropped_for_its_age_where_anything_was() -> None:
-    told = drawn(summary_view({"stale_groups": 7, "stale_share": 0.0123}), 100)
-    assert "7 groups, 1.2% of what was made, were dropped: older than [sampling] staleness allows" in told
+    reported = drawn(summary_view({"stale_groups": 7, "stale_share": 0.0123}), 100)
+    assert "7 groups, 1.2% of what was made, were dropped: older than [sampling] staleness allows" in reported
     assert "stale" not in drawn(summary_view({"stale_groups": 0, "stale_share": 0.0}), 100)
 
 

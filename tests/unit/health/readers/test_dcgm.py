@@ -317,7 +317,7 @@ def test_failed_test_of_dcgm_3_is_reported_for_each_gpu() -> None:
     assert [(found.gpu, found.code) for found in diag(text, {})] == [("0", "PCI_REPLAY_RATE"), ("1", "PCI_REPLAY_RATE")]
 
 
-def test_a_test_that_failed_without_a_word_is_a_failure_all_the_same() -> None:
+def test_dcgm_test_that_failed_without_a_message_is_a_failure() -> None:
     (found,) = diag(document("memory", {"entity_group": "GPU", "entity_id": 0, "status": "Fail"}), {})
     assert (found.severity, found.text) == ("fail", "failed")
 

@@ -195,7 +195,7 @@ def test_a_manager_that_takes_over_goes_on_holding_what_it_tells_anew() -> None:
     assert spans["n2"] == [(0.0, 2 * HOUR)]  # given back while nobody looked
 
 
-def test_a_run_that_is_cut_off_held_its_nodes_until_its_last_word() -> None:
+def test_run_without_an_end_held_its_nodes_until_its_last_record() -> None:
     (chapter,) = by_run(sourced(ANNA, "r", began(0, "r", ANNA), *[held(0, "n1")], failed(HOUR, "n1")))
     assert [(a - BEGAN, b - BEGAN) for a, b in held_by(chapter)["n1"][0]] == [(0.0, HOUR)]
 
@@ -289,7 +289,7 @@ def test_of_many_evidence_lines_five_are_reported() -> None:
     assert len(node(sourced(ANNA, "r", began(0, "r", ANNA), records), "n1").evidence) == 5
 
 
-def test_a_reason_that_breaks_out_of_the_shell_stays_one_word() -> None:
+def test_reason_with_shell_syntax_stays_one_argument() -> None:
     evil = "rrl:x'; rm -rf / #"
     records = [began(0, "r", ANNA), found(5, "n1"), acted(6, "n1", "drain_requested", reason=evil)]
     assert shlex.split(node(sourced(ANNA, "r", records, trusted=True), "n1").scontrol)[-1] == f"reason={evil}"

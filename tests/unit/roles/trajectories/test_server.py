@@ -226,7 +226,7 @@ def test_a_trainer_that_was_succeeded_cannot_commit(process: StoreProcess) -> No
     asyncio.run(run())
 
 
-def test_a_worker_whose_welcome_overtook_the_word_to_the_store_waits_and_is_served(process: StoreProcess) -> None:
+def test_worker_whose_welcome_came_before_the_stores_membership_is_served(process: StoreProcess) -> None:
     async def run() -> None:
         process.start([TRAINER])
         async with clients(process, ROLLOUT) as (rollout,):
@@ -238,7 +238,7 @@ def test_a_worker_whose_welcome_overtook_the_word_to_the_store_waits_and_is_serv
     asyncio.run(run())
 
 
-def test_the_store_is_found_in_the_managers_word_and_its_incarnation_is_the_epoch() -> None:
+def test_store_is_found_in_the_membership_and_its_incarnation_is_the_epoch() -> None:
     store = incarnation_of("trajectories/0", 3)
     joining = Peers(1, 1, {store.replica: Peer(store), ROLLOUT.replica: Peer(ROLLOUT, "tcp://elsewhere:1")})
     assert store_address(None) is None

@@ -483,7 +483,7 @@ def test_a_commit_with_other_words_than_the_bound_or_the_committed_is_denied(tmp
     assert isinstance(store.commit(TRAINER, 2, manifest(2), batch.digest), Denied)  # nothing is bound to 2
 
 
-def test_a_trainer_is_fenced_by_the_word_of_the_manager(tmp_path: Path) -> None:
+def test_trainer_is_fenced_by_the_managers_membership(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     generate(store)
     score(store)
@@ -496,7 +496,7 @@ def test_a_trainer_is_fenced_by_the_word_of_the_manager(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("word", ["committed", "batch"])
-def test_a_trainer_is_fenced_by_the_first_word_of_the_next_one_and_for_ever(tmp_path: Path, word: str) -> None:
+def test_trainer_is_fenced_by_the_first_message_of_the_next_one(tmp_path: Path, word: str) -> None:
     store = open_store(tmp_path)
     generate(store)
     score(store)
@@ -547,7 +547,7 @@ def test_each_member_of_a_gang_gets_the_same_batch_and_only_the_first_commits(tm
 
 
 @pytest.mark.parametrize("first", ["trainer/0", "trainer/0.1"])
-def test_the_first_word_of_any_member_of_the_next_gang_fences_all_of_the_last_one(tmp_path: Path, first: str) -> None:
+def test_first_message_of_the_next_gang_fences_the_previous_one(tmp_path: Path, first: str) -> None:
     store = open_store(tmp_path, members=(*ALL, SECOND))
     generate(store)
     score(store)
@@ -563,7 +563,7 @@ def test_the_first_word_of_any_member_of_the_next_gang_fences_all_of_the_last_on
     assert bind(store, 1, incarnation_of("trainer/0.1", 2)) == batch
 
 
-def test_the_word_of_the_manager_on_one_member_fences_the_last_gang(tmp_path: Path) -> None:
+def test_membership_of_one_member_fences_the_previous_gang(tmp_path: Path) -> None:
     store = open_store(tmp_path, members=(*ALL, SECOND))
     store.update_membership({ROLLOUT, REWARD, incarnation_of("trainer/0.1", 2)})
     assert _is_fenced(store.committed(TRAINER))

@@ -385,7 +385,7 @@ def test_an_address_of_an_older_epoch_is_not_dialled(monkeypatch: pytest.MonkeyP
     run(test())
 
 
-def test_a_listener_that_falls_silent_without_a_word_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_listener_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "_HEARTBEAT_MS", 100)
     monkeypatch.setattr(sockets, "_HEARTBEAT_TIMEOUT_MS", 1000)
     monkeypatch.setattr(endpoints, "CONNECTED_ADDRESS_POLL_S", 10 * SOON)  # so that only the silence can make it look
