@@ -88,7 +88,7 @@ def test_a_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(tmp_path:
     assert after[VICTIM][2] != node
     assert run.state().nodes[NodeName(node)].excluded
     _end_well(run)
-    assert _last_lines_stored(run) == [f"{before[VICTIM][0]} is here"]
+    assert f"{before[VICTIM][0]} is here" in _last_lines_stored(run)
 
 
 def test_a_killed_trainer_goes_on_from_its_commit_while_rollouts_stay(tmp_path: Path) -> None:
