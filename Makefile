@@ -82,7 +82,7 @@ test-slurm-versions: setup
 	-@$(BIN)/python -m rrl.tests.support.slurm.lab install --accounting
 	$(BIN)/python -m rrl.tests.support.slurm.versions
 
-# What takes long, half an hour and more.
+# Tests that take long: half an hour and more.
 test-long: setup
 	-@$(BIN)/python -m rrl.tests.support.slurm.lab install --accounting
 	$(BIN)/python -m pytest -m long
@@ -98,7 +98,7 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# What a benchmark needs and this machine lacks is told before the first one starts.
+# Missing requirements of any benchmark are reported before the first one starts.
 bench: setup
 	@$(BIN)/python benchmarks/_requirements.py
 	@for program in benchmarks/[a-z]*.py; do echo "== $$program"; $(BIN)/python $$program || exit 1; done

@@ -234,8 +234,7 @@ class Recovery(Struct, frozen=True):
     promote: float = 10.0
     """Seconds in which a standby process must join as the promoted incarnation; then the next candidate is promoted."""
     full_restarts: int = 2
-    """Restarts of the whole run within the window, after which the run ends; 0: no such limit, only the other budgets
-    apply."""
+    """Restarts of the whole run within the window, after which the run ends; 0: the whole run is never restarted."""
     drain: bool = True
     """Drain nodes with a hardware fault if Slurm permits it; otherwise only request their drain."""
     exclusion: float = 3600.0

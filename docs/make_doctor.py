@@ -12,18 +12,19 @@ _INTRODUCTION = """\
 
 Made from `cli/doctor/catalogue.py` by `.venv/bin/python -m rrl.docs.make_doctor`; do not edit.
 
-`rrl doctor` says what of rrl works at this place, what does not, and what to do about it. It changes nothing. Each line
-is OK, WARN (works, with something to know), FAIL (a run cannot work so) or UNKNOWN: what cannot be known is never
-called OK, and its reason stands beside it. The exit code is 1 if a line is FAIL, else 0; `--json` prints the lines and
-the facts that they were judged from.
+`rrl doctor` reports which parts of rrl work at this site, which do not, and how to fix them. It changes nothing. Each
+line is OK, WARN (works, with a restriction that you should know), FAIL (a run cannot work like this) or UNKNOWN: a fact
+that cannot be determined is never reported as OK, and the line gives the reason. The exit code is 1 if any line is
+FAIL, else 0; `--json` prints the lines and the facts from which they were judged.
 
-- Slurm is asked by reading commands and `sbatch --test-only`: nothing is submitted, no node is drained to see whether
-  it can be. `--partition`, `--account` and `--qos` say what your jobs need at a site where the defaults do not do.
-- `rrl doctor --yes` (or your yes to its question) runs one job of 10 s on one node: 1 CPU, 512 MiB, a GPU where one is
-  free. It waits for a node for a minute at most, is cancelled then, and leaves nothing.
-- Without Slurm the answer is about this machine, which is what the local cluster needs.
+- The Slurm checks use only read commands and `sbatch --test-only`: no job is submitted, and no node is drained to find
+  out whether rrl has the rights to drain. `--partition`, `--account` and `--qos` name what your jobs need if the site's
+  defaults are not suitable.
+- `rrl doctor --yes` (or your yes to its question) runs one job of 10 s on one node: 1 CPU, 512 MiB, and a GPU if one is
+  free. The job waits at most one minute for a node, is then cancelled, and leaves nothing behind.
+- Without Slurm the checks cover this machine, which is what the local cluster needs.
 
-`rrl init` writes a commented job.toml from what was found.
+`rrl init` writes a commented job.toml from the results.
 """
 
 

@@ -130,7 +130,7 @@ def _cut(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "harm", "says"),
+    ("name", "damage", "says"),
     [
         ("run_spec.json", _cut, "run_spec.json is damaged: Input data was truncated"),
         ("run_spec.json", Path.unlink,

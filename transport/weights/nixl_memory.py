@@ -3,12 +3,13 @@
 The functions block for a while and are called from threads. Data is read from slots into slots, and copied from there,
 because of what was measured of NIXL 1.5.1 (docs/rdma.md):
 
-- A read that was given up continues to write, even after its handle is released and its peer is removed. A slot that is
-being read into is therefore kept until NIXL reports that the read has ended, in whatever way. - Memory that is unmapped
-while a peer reads it over TCP crashes its process. Slots are never unmapped while NIXL runs. - Deregistered memory can
-still be read over TCP, and so can any other memory: a process that reaches the ports of NIXL's UCX can read all memory
-of this one. So the kernel drops all packets to them, except while an authenticated peer connects. - NIXL's own progress
-thread spins unless it has a delay, which its Python class cannot set: hence its bindings.
+- A read that was given up continues to write, even after its handle is released and its peer is removed. A slot that
+  is being read into is therefore kept until NIXL reports that the read has ended, in whatever way.
+- Memory that is unmapped while a peer reads it over TCP crashes its process. Slots are never unmapped while NIXL runs.
+- Deregistered memory can still be read over TCP, and so can any other memory: a process that reaches the ports of
+  NIXL's UCX can read all memory of this one. So the kernel drops all packets to them, except while an authenticated
+  peer connects.
+- NIXL's own progress thread spins unless it has a delay, which its Python class cannot set: hence its bindings.
 """
 
 from __future__ import annotations
@@ -73,12 +74,12 @@ class BufferClaim:
         self.revoked = False
 
     def revoke(self) -> None:
-        """Revoke the right, after a copy that is in progress, which is of one slot: less than 1 ms."""
+        """Revoke the claim. Waits for a copy in progress; a copy is one slot long, so this takes less than 1 ms."""
         with self._lock:
             self.revoked = True
 
     def copy(self, data: memoryview, into: memoryview) -> None:
-        """Copy ``data`` into a buffer, unless the right was revoked."""
+        """Copy ``data`` into a buffer, unless the claim was revoked."""
         with self._lock:
             if not self.revoked:
                 _copy(data, into)
@@ -154,8 +155,8 @@ class NixlRuntime:
         self.ports = frozenset(port for _, port in opened)
         try:
             if forbidden := [f"{host}:{port}" for host, port in opened if host != self._trusted_host]:
-                allowed = f"only {self._trusted_host} is allowed" if self._trusted_host else "it must not listen"
-                raise TransportError(f"NIXL's UCX listens at {', '.join(forbidden)}; {allowed}")
+                allowed = f"only {self._trusted_host} is allowed" if self._trusted_host else "it must not listen at all"
+                raise TransportError(f"NIXL's UCX listens at {', '.join(forbidden)}, but {allowed}")
             self.set_ports_open(False)
         except TransportError:
             self.close()
@@ -198,7 +199,9 @@ class NixlRuntime:
 
     # ── reading slots of peers ─────────────────────────────────────────────────────────────────────────────────────
     def add_remote(self, name: bytes, metadata: bytes) -> Remote:
-        """Return the peer with this name and :meth:`local_metadata`; it must be released once per call.
+        """Register a peer and return it. Every call must be matched by one release.
+
+        ``name`` is the peer's name, ``metadata`` the result of the peer's :meth:`local_metadata`.
 
         Raises:
             TransportError: NIXL refuses the metadata, or it belongs to another peer.

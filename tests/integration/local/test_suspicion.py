@@ -50,7 +50,7 @@ def test_a_wedged_engine_is_suspected_probed_looked_into_and_restarted_and_nobod
 
     stacks = taken[-1].event  # where the machine is slow, a step may have been suspected before
     assert isinstance(stacks, ev.StacksCollected)
-    assert "OwnFaults.strike (main_thread.py:" in stacks.groups[0], "the place where it hangs is not named"
+    assert "SelfFaults.trigger (main_thread.py:" in stacks.groups[0], "the place where it hangs is not named"
     whole = (run.run.path / stacks.file).read_text()
     assert "/rollout/main.py:" in whole
     assert '"rrl-link"' in whole, "the thread that beats is not in the file"

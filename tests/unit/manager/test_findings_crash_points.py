@@ -159,7 +159,7 @@ def test_rule_that_fails_every_node_does_not_end_the_run(proof: bool) -> None:
     assert (outcome, len(site.granted)) == (Outcome.COMPLETED, 1)
     assert not [name for name, node in state.nodes.items() if node.excluded is not None]
     shared = state.findings["correlated:run:gpu:gpu_count"]
-    assert "so that a driver or a site's rule is wrong" in shared.evidence[0].text
+    assert "suspected: a driver or a rule of the site" in shared.evidence[0].text
 
 
 def test_finding_common_to_many_nodes_excludes_none_across_managers() -> None:

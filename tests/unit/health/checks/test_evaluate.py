@@ -99,7 +99,7 @@ def test_a_site_says_what_it_expects_and_where_it_disagrees() -> None:
         ("\n[gpus]\n", 'site.toml:2: gpus: unknown key; did you mean "gpu"?'),
         ('[expect]\ngpus = "8"\n', "site.toml:2: expect.gpus: expected `int | null`, got `str`"),
         ('[checks]\ngpu_lost = "on"\n', "site.toml:1: checks: invalid enum value 'on'"),
-        ("[xid.classes]\nfoo = 'app'\n", "site.toml:2: xid.classes.foo: is no Xid; write its number in quotes"),
+        ("[xid.classes]\nfoo = 'app'\n", "site.toml:2: xid.classes.foo: is not an Xid; write its number in quotes"),
         ("[gpu]\nhot = -1\n", "site.toml:2: gpu.hot: must be at least 0, not -1"),
         ("x = \x1b[31m", "site.toml: "),
     ],
@@ -147,7 +147,7 @@ def test_rules_that_everybody_may_write_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "health.toml"
     path.write_text("[expect]\ngpus = 99\n")
     path.chmod(0o666)
-    with pytest.raises(RulesError, match="everybody may write it"):
+    with pytest.raises(RulesError, match="any user can write it"):
         load_rules(path)
     path.chmod(0o664)
     assert load_rules(path).expect.gpus == 99

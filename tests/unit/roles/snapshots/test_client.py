@@ -181,7 +181,7 @@ def test_without_an_agent_nothing_is_kept_and_with_the_next_one_it_is_again(
 ) -> None:
     monkeypatch.setattr(connection, "RETRY_DELAY_S", 0.0)
     with member(keys) as client:
-        with pytest.raises(SnapshotError, match=r"cannot connect .* it must share the node's network"):
+        with pytest.raises(SnapshotError, match=r"cannot connect .* a container must share the node's network"):
             client.buffer(1000, 1)
         with snapshot_server(keys):
             keep(client, 2)

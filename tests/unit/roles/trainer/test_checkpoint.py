@@ -197,7 +197,7 @@ def test_the_files_of_a_checkpoint_lie_in_one_folder_of_the_run(run_dir: RunDir,
         Checkpoints(run_dir, 1, retained=2), run_dir, 2
     )
     for wrong in ([], files):
-        with pytest.raises(ValueError, match="files of one folder"):
+        with pytest.raises(ValueError, match="must be in one folder"):
             describe(run_dir.path, wrong)
     outside = tmp_path / "elsewhere.pt"
     outside.write_bytes(b"")

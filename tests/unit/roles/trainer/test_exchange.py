@@ -195,11 +195,11 @@ def unpickles(source: str) -> list[str]:
     return [f"{line}: {what}" for line, what in sorted(found)]
 
 
-@pytest.mark.parametrize("room", ["roles", "transport", "manager", "core", "config", "health", "cli", "examples"])
-def test_no_module_unpickles_what_comes_from_outside(losses: str) -> None:
+@pytest.mark.parametrize("package", ["roles", "transport", "manager", "core", "config", "health", "cli", "examples"])
+def test_no_module_unpickles_data_from_outside(package: str) -> None:
     found = {
         str(path.relative_to(_PACKAGE)): places
-        for path in sorted((_PACKAGE / losses).rglob("*.py"))
+        for path in sorted((_PACKAGE / package).rglob("*.py"))
         if (places := unpickles(path.read_text()))
     }
     assert found == {}
