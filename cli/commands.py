@@ -1,4 +1,4 @@
-"""The commands, their arguments and their help. What each does lies in a module of its own, imported when it runs."""
+"""The commands with their arguments and help. Each command's module is imported only when the command runs."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def drain(
     reason: Annotated[
         str, typer.Option(metavar="TEXT", show_default=False, help="Why, for whoever sees the drain in Slurm.")
     ] = "",
-    wait: Annotated[bool, typer.Option(help="Wait until it is done, and say what was.")] = True,
+    wait: Annotated[bool, typer.Option(help="Wait until it is done, and print what was done.")] = True,
 ) -> None:
     """Have a run leave a node and drain it in Slurm.
 
@@ -239,11 +239,11 @@ def drain(
 def undrain(
     run: NamedRun,
     node: Node,
-    wait: Annotated[bool, typer.Option(help="Wait until it is done, and say what was.")] = True,
+    wait: Annotated[bool, typer.Option(help="Wait until it is done, and print what was done.")] = True,
 ) -> None:
     """Have a run use a node again that it has left.
 
-    The run's own drain is taken back, nobody else's. Replicas are placed there once the node's agent has joined.
+    Only a drain set by this run is removed. Replicas are placed there once the node's agent has joined.
     """
     from .run import control as command
 

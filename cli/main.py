@@ -1,7 +1,7 @@
-"""Entry point of ``rrl``: runs one command, and turns whatever goes wrong into one line on stderr.
+"""Entry point of ``rrl``: runs one command, and reports any failure as one line on stderr.
 
-Exit codes: 0 fine, 1 the run or the operation failed, 2 what was asked for cannot be meant. Those of ``rrl health
-check`` speak of the node (:mod:`rrl.cli.health.check`).
+Exit codes: 0 success, 1 the run or the operation failed, 2 the request is not valid. Those of ``rrl health check``
+describe the node (:mod:`rrl.cli.health.check`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from ..core.text import escaped_lines
 
 DEFAULT_LEVEL = "warning"
-"""of what a command logs; its own output is printed. A manager logs at the level of its run."""
+"""Log level of a command, whose own output is printed. A manager logs at the level of its run."""
 DEBUG_ENV = "RRL_DEBUG"
 """Set to see the traceback of an unexpected error."""
 
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """One command; returns the exit code."""
+    """Run one command and return the exit code."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal without the block characters shows others instead
             stream.reconfigure(errors="replace")
@@ -40,9 +40,9 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    """Run a command; the two most frequent ones without typer.
+    """Run a command and return its exit code; ``--version`` and a plain ``status`` run without typer.
 
-    Imports pydantic since 0.26 to parse any argument.
+    These two are the most frequent, and since 0.26 typer imports pydantic to parse any argument.
     """
     if arguments == ["--version"]:
         from .common.output import print_version

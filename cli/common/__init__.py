@@ -1,1 +1,1 @@
-"""What several commands share: finding runs, sending commands to a manager, output."""
+"""Code that several commands share: finding runs, sending commands to a manager, output."""

@@ -15,11 +15,14 @@ from ...manager.storage.lease import holder
 from .runs import OperationFailed, job_of
 
 POLL_INTERVAL_S = 0.2
-"""s between two looks"""
+"""Interval (s) of polling."""
 
 
 def send(run: RunDir, command: Command) -> str:
-    """Leave a letter; returns its file's name. Raises Failed when the run directory cannot be written."""
+    """Write a user command into the run's mailbox and return the name of its file.
+
+    Raises OperationFailed if the run directory cannot be written.
+    """
     name = f"{time.time_ns()}-{socket.gethostname()}-{os.getpid()}.json"
     try:
         write_atomically(run.mailbox / name, msgspec.json.encode(command))
@@ -29,7 +32,7 @@ def send(run: RunDir, command: Command) -> str:
 
 
 class ManagerPresence:
-    """Whether a run's manager is there, by what this process itself sees of its lease."""
+    """Watches a run's manager by its lease, timed by this process's own clock."""
 
     def __init__(self, run: RunDir) -> None:
         job = job_of(run)
@@ -38,7 +41,7 @@ class ManagerPresence:
         self._holder, self._renewed_at = holder(run), time.monotonic()
 
     def is_gone(self) -> bool:
-        """Return whether the lease has stood still for longer than any living manager leaves it."""
+        """Return whether the lease was not renewed for twice its length, longer than a running manager takes."""
         if (now := holder(self._run)) != self._holder:
             self._holder, self._renewed_at = now, time.monotonic()
         return time.monotonic() - self._renewed_at > self._timeout_s
@@ -60,7 +63,8 @@ class ManagerPresence:
 def wait_until_taken(run: RunDir, name: str, action: str) -> None:
     """Wait until the manager has taken the command file ``name``.
 
-    Raises Failed, naming ``action``, when the manager's lease stops moving: then no manager is there to carry it out.
+    Raises OperationFailed, naming ``action``, when the manager's lease is no longer renewed: then no manager is there
+    to carry it out.
     """
     manager = ManagerPresence(run)
     while (run.mailbox / name).exists():

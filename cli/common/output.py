@@ -17,18 +17,21 @@ from ...core.text import escaped, escaped_json, escaped_lines
 from .runs import UsageError
 
 PLAIN_WIDTH = 100
-"""columns where stdout is no terminal: the same text wherever it is piped"""
+"""Columns without a terminal, so that the text is the same wherever it is piped."""
 
 
 def console() -> Console:
-    """Nothing that a run says is taken for markup; no colours and a fixed width where there is no terminal."""
+    """Return a console for stdout that takes no text for markup.
+
+    Without a terminal it has no colours, and its width is ``COLUMNS`` or else ``PLAIN_WIDTH``.
+    """
     columns = os.environ.get("COLUMNS", "")
     width = None if sys.stdout.isatty() else int(columns) if columns.isdigit() and int(columns) else PLAIN_WIDTH
     return Console(file=sys.stdout, markup=False, highlight=False, emoji=False, width=width, soft_wrap=False)
 
 
 class Escaped:
-    """A view whose text is escaped as it is drawn: after the layout, which hostile text alone can shift."""
+    """A view whose text is escaped as it is drawn, after the layout: hostile text can shift only its own columns."""
 
     def __init__(self, view: RenderableType) -> None:
         self._view = view
@@ -50,12 +53,12 @@ def show(view: RenderableType) -> None:
 
 
 def print_line(text: str, *, to_stderr: bool = False) -> None:
-    """One line, at once."""
+    """Print one line and flush."""
     print(escaped(text), file=sys.stderr if to_stderr else sys.stdout, flush=True)
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout; keys and meanings are those of the struct or dict that it was."""
+    """Print one JSON document to stdout; its keys are the fields of the struct or the keys of the dict."""
     sys.stdout.write(escaped_json(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()) + "\n")
 
 
@@ -64,7 +67,10 @@ _UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_time(text: str, now: float | None = None) -> float:
-    """``--since``, in s since the epoch. Raises BadInput."""
+    """Return the time that the user wrote for ``--since``, in s since the epoch.
+
+    ``text`` is a span before ``now`` (``10m``) or a date and time. Raises UsageError for anything else.
+    """
     if match := _AGO.fullmatch(text.strip()):
         return (time.time() if now is None else now) - float(match[1]) * _UNITS[match[2]]
     try:
@@ -78,7 +84,7 @@ def parse_time(text: str, now: float | None = None) -> float:
 
 
 def print_version() -> int:
-    """Print the version of rrl; returns exit code 0."""
+    """Print the version of rrl and return exit code 0."""
     from importlib.metadata import version
 
     print(f"rrl {version('rrl-slurm')}")

@@ -1,4 +1,4 @@
-"""Which run is meant, and what is known of it: from the run directory alone, so that it works on a dead manager too."""
+"""Finds the run that is meant and reads what is known of it, from the run directory alone: no manager needs to run."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ...manager.storage.journal import Follower, JournalError
 
 
 class UsageError(Exception):
-    """What was asked for cannot be meant; one line, exit code 2."""
+    """The request is not valid: one line on stderr, exit code 2."""
 
 
 class OperationFailed(Exception):
-    """It was meant well and did not work; one line, exit code 1."""
+    """The request is valid, but carrying it out failed: one line on stderr, exit code 1."""
 
 
 def all_runs() -> list[RunDir]:
-    """Every run under the runs root, newest first."""
+    """Return every run under the runs root, newest first."""
     try:
         entries = [Path(entry.path) for entry in os.scandir(runs_root()) if _is_visible_folder(entry)]
     except FileNotFoundError:
@@ -37,7 +37,7 @@ def all_runs() -> list[RunDir]:
 
 
 def _is_visible_folder(entry: os.DirEntry[str]) -> bool:
-    """Return whether the entry is a folder.
+    """Return whether the entry is a folder whose name does not begin with a dot.
 
     A dot begins the name of a run that ``rrl submit`` has not finished creating.
     """
@@ -47,7 +47,7 @@ def _is_visible_folder(entry: os.DirEntry[str]) -> bool:
 def find_run(name: str | None) -> RunDir:
     """Return the run with this id, unambiguous prefix of an id, or folder; without a name the newest run.
 
-    Raises BadInput, which names the candidates, and Failed for a run that this user cannot read.
+    Raises UsageError, which names the candidates, and OperationFailed for a run that this user cannot read.
     """
     run = _resolve(name)
     if not os.access(run.journal, os.R_OK | os.X_OK):
@@ -79,13 +79,13 @@ def _resolve(name: str | None) -> RunDir:
 def read_state(run: RunDir) -> State | None:
     """Return the state that the journal of ``run`` gives; None before its manager has written anything.
 
-    Raises BadInput, Failed.
+    Raises UsageError if the journal is damaged, OperationFailed if its folder cannot be read.
     """
     return StateReader(run).state()
 
 
 class StateReader:
-    """The same again and again, at the price of what is new."""
+    """Reads a run's state repeatedly: each call decodes only the journal records added since the last call."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -93,13 +93,13 @@ class StateReader:
 
     @property
     def torn(self) -> int:
-        """Bytes behind the journal's last whole record."""
+        """Return the number of bytes after the journal's last complete record."""
         return self._follower.torn_bytes
 
     def state(self) -> State | None:
-        """Return the state by the journal's records so far.
+        """Return the state from the journal's records so far; None before the first record.
 
-        Raises BadInput when the journal is damaged, Failed when its folder cannot be read.
+        Raises UsageError if the journal is damaged, OperationFailed if its folder cannot be read.
         """
         try:
             return self._follower.state()
@@ -130,7 +130,7 @@ def summary_of(run: RunDir) -> dict[str, Any] | None:
 def check_manageable(run: RunDir) -> None:
     """Check that a manager of ``run`` could start.
 
-    Raises Failed if a file that it needs is missing, damaged or another user's.
+    Raises OperationFailed if a file that it needs is missing, damaged or another user's.
     """
     from ...transport.keys import RunKeys
 
@@ -152,7 +152,7 @@ def check_manageable(run: RunDir) -> None:
 
 
 def _is_run(run: RunDir) -> bool:
-    """Somebody else's, which cannot be looked into, is one too as far as anybody can tell."""
+    """Return whether the folder holds a run; True also if another user's permissions hide that."""
     try:
         return run.journal.is_dir()
     except PermissionError:
@@ -162,7 +162,7 @@ def _is_run(run: RunDir) -> bool:
 
 
 def _no_access_message(run: RunDir) -> str:
-    """Why this user can do nothing with the run, in one line."""
+    """Return one line that says why this user cannot work with the run."""
     try:
         uid = run.path.stat().st_uid
     except OSError as error:
@@ -177,7 +177,10 @@ def _no_access_message(run: RunDir) -> str:
 
 
 def _submit_time(run: RunDir) -> float:
-    """When it was submitted, by the file server's clock: its spec is written once."""
+    """Return when the run was submitted (s since the epoch, the file server's clock); 0 if unreadable.
+
+    This is the modification time of its run spec, which is written only once.
+    """
     for path in (run.resolved, run.path):
         try:
             return path.stat().st_mtime

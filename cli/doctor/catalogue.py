@@ -1,4 +1,4 @@
-"""The catalogue of ``rrl doctor``: what each check asks, and what to do where the answer is bad.
+"""The catalogue of ``rrl doctor``: the question of each check, and the fix if the answer is bad.
 
 docs/doctor.md is generated from it. A check may give a better fix than the catalogue's.
 """
@@ -13,7 +13,10 @@ from .facts import Check
 
 
 class Meaning(Struct, frozen=True):
-    """``fix``: a command, a key of job.toml, or a person to ask. A check may know a better one for what it found."""
+    """The question of a check, and its usual ``fix``: a command, a key of job.toml, or a person to ask.
+
+    A check may give a better fix for what it found.
+    """
 
     question: str
     fix: str
@@ -25,7 +28,7 @@ GROUPS = {
     "slurm": "Slurm",
     "node": "A compute node, by a job of 10 s with your consent",
 }
-"""first part of a check's name → title"""
+"""First part of a check's name → title."""
 
 _ADMIN = "ask the admin of the cluster"
 _RDMA = (
@@ -238,12 +241,12 @@ def fail(name: str, found: str, fix: str | None = None) -> Check:
 
 
 def unknown(name: str, why: Unavailable | str, fix: str = "") -> Check:
-    """Nobody knows: neither good nor bad."""
+    """Return a check with the verdict UNKNOWN: it is not known whether the answer is good or bad."""
     return Check(name, Verdict.UNKNOWN, why.why if isinstance(why, Unavailable) else why, fix)
 
 
 def size(nbytes: int) -> str:
-    """Bytes for a person: two digits, largest unit."""
+    """Format a number of bytes with two digits in the largest fitting unit."""
     for unit, length in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= length:
             return f"{nbytes / length:.3g} {unit}" if nbytes < 1000 * length else f"{nbytes / length:.0f} {unit}"

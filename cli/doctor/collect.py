@@ -50,30 +50,36 @@ from .facts import (  # fmt: skip
 )
 
 SLURM_TIMEOUT_S = 10.0
-"""s for a command of Slurm's: as long as its own MessageTimeout is by default"""
+"""Time limit (s) of a Slurm command, equal to the default of Slurm's MessageTimeout."""
 _SLURM_FACTS_TIMEOUT_S = 3 * SLURM_TIMEOUT_S + 2
-"""s for Slurm's readers together: two rounds of commands"""
+"""Time limit (s) of all readers of Slurm together: two rounds of commands."""
 _HOST_FACTS_TIMEOUT_S = 5.0
-"""s for this host's readers"""
+"""Time limit (s) of the readers of this host."""
 MAX_PARTITIONS = 8
-"""that are tried for the manager's job"""
+"""Number of partitions that are tried for the manager's job."""
 TRUE_SCRIPT = "#!/bin/sh\ntrue\n"
 _NO_ANSWER_PATTERN = re.compile(
     r"timed out|contact slurm|Zero Bytes|Connection (refused|reset)|connect failure|(send|receive) failure|munge|"
     r"Protocol authentication",
     re.IGNORECASE,
 )
-"""It was not slurmctld that said no. ("Unspecified error" is what a site's submit filter gives, and is a no.)"""
+"""Errors that mean that slurmctld did not answer; any other error is its refusal.
+
+"Unspecified error" is what a site's submit filter returns, and is a refusal.
+"""
 _SMALL_JOB_OPTIONS = ("--cpus-per-task=1", "--mem=256M", "--time=10", "--no-requeue")
 _MANAGER_JOB_OPTIONS = (
     "--no-requeue", "--nodes=1", "--ntasks=1", f"--cpus-per-task={manager_job.CPUS}", f"--mem={manager_job.MEM_GB}G",
     "--time=10",
 )  # fmt: skip
-"""as :mod:`rrl.manager.bootstrap.manager_job` asks for it"""
+"""The options with which :mod:`rrl.manager.bootstrap.manager_job` submits the manager's job."""
 
 
 def read_facts(wanted: DoctorOptions) -> Facts:
-    """Everything but for the visit of a node. Takes half a second where Slurm is quick or not there, 34 s at most."""
+    """Collect all facts except those that need a job on a node.
+
+    Takes about 0.5 s if Slurm answers quickly or is not installed, at most 34 s.
+    """
     results = run_readers(
         {
             "host": lambda: read_host(_HOST_FACTS_TIMEOUT_S),
@@ -147,7 +153,10 @@ def _accounts(user: str) -> Accounts:
 
 
 def _cgroups(config: Config | Unavailable) -> CgroupConf:
-    """Slurm itself shows it where its cgroup plugins are in use; else the file, where this host has one."""
+    """Return Slurm's cgroup settings, from ``scontrol show config`` or else from this host's cgroup.conf.
+
+    Slurm prints them only where its cgroup plugins are in use. Raises OSError if the file cannot be read.
+    """
     values = {} if isinstance(config, Unavailable) else config.values
     if "ConstrainDevices" in values:
         return CgroupConf(values, "scontrol show config")
@@ -156,7 +165,10 @@ def _cgroups(config: Config | Unavailable) -> CgroupConf:
 
 
 def would_take(options: Sequence[str], script: str) -> CommandResult | Unavailable:
-    """``sbatch --test-only``: would Slurm take this job? Nothing is submitted."""
+    """Return Slurm's answer to ``sbatch --test-only`` for this job; Unavailable if there is none.
+
+    Nothing is submitted.
+    """
     try:
         ended = run_slurm("sbatch", "--test-only", *options, stdin=script, timeout_s=SLURM_TIMEOUT_S / 2)
     except OSError as error:  # TimeoutError is one
@@ -210,7 +222,10 @@ def read_storage(root: Path) -> Storage:
 
 
 def _probe_write(path: Path) -> tuple[bool, float]:
-    """Make a file as the journal does, and remove it: is a second maker refused, and how long (s) does fsync take?"""
+    """Create a file as the journal does, and remove it.
+
+    Finds out whether a second creator is refused, and how long fsync takes (s).
+    """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         began = time.monotonic()

@@ -1,6 +1,6 @@
-"""``rrl doctor``: what of rrl works here, what does not, and what to do about it.
+"""``rrl doctor``: shows which parts of rrl work here, which do not, and how to fix them.
 
-Reads the facts, judges them by all checks in the order in which they are shown, and draws the answer.
+Reads the facts, judges them by all checks in the order in which they are shown, and draws the results.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from .slurm_checks import slurm_checks
 
 
 def judge(facts: Facts) -> list[Check]:
-    """Judge the facts, line by line; pure. What could not be known is UNKNOWN, never OK."""
+    """Return the checks of the facts, in the order in which they are shown. Pure.
+
+    What is not known is UNKNOWN, never OK.
+    """
     return [*host_checks(facts), *storage_checks(facts), *slurm_checks(facts), *node_checks(facts)]
 
 
@@ -36,7 +39,11 @@ _QUESTION = "Look at a compute node too, by a job of 10 s (1 CPU, 512 MiB, a GPU
 
 
 def doctor(wanted: DoctorOptions, *, consent: bool | None, json: bool) -> int:
-    """``consent``: to the job on a node; None: ask if somebody is there. Exit code 1 where a check fails, else 0."""
+    """Run the checks and print their results. Returns exit code 1 if a check fails, else 0.
+
+    ``consent`` says whether a job may be started on a node; None: ask, if stdin and stdout are a terminal (never with
+    ``json``).
+    """
     facts = gather_facts(wanted, consent=consent, interactive=not json)
     checks = judge(facts)
     if json:
@@ -47,7 +54,10 @@ def doctor(wanted: DoctorOptions, *, consent: bool | None, json: bool) -> int:
 
 
 def gather_facts(wanted: DoctorOptions, *, consent: bool | None, interactive: bool) -> Facts:
-    """All facts, those of a node too where that is allowed."""
+    """Collect all facts, including those of a compute node if the user allows a job on it.
+
+    ``consent`` None: ask if ``interactive`` and stdin and stdout are a terminal, else do not visit a node.
+    """
     facts = read_facts(wanted)
     if facts.slurm is None:
         return facts
@@ -69,7 +79,10 @@ def _ask_consent() -> bool:
 
 
 def doctor_view(checks: Sequence[Check]) -> RenderableType:
-    """One line for each check, and one below it for what to do. Those that are unknown for one reason are one line."""
+    """Return the view of the checks: one line for each, and below it the fix.
+
+    Unknown checks with the same reason share a line.
+    """
     parts: list[RenderableType] = []
     for group, members in groupby(checks, lambda check: check.name.partition(".")[0]):
         table = Table.grid(padding=(0, 1), expand=True)

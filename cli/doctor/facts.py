@@ -16,38 +16,45 @@ from ...roles.node_probe.main import NodeReport
 
 
 class Check(Struct, frozen=True):
-    """One line of the answer. ``found``: what is so; ``fix``: a command, a key of job.toml, or a person to ask."""
+    """One line of the result.
+
+    ``found`` says what was found, ``fix`` is a command, a key of job.toml, or a person to ask.
+    """
 
     name: str
-    """``<what is asked about>.<what about it>``, a key of :data:`rrl.cli.doctor.catalogue.MEANINGS`"""
+    """``<subject>.<property>``, a key of :data:`rrl.cli.doctor.catalogue.MEANINGS`."""
     verdict: Verdict
     found: str
     fix: str = ""
 
 
 class DoctorOptions(Struct, frozen=True):
-    """What the user says that his jobs must be submitted with; empty: Slurm's own default."""
+    """Slurm options that the user's jobs must be submitted with; empty: Slurm's own default."""
 
     partition: str = ""
     account: str = ""
     qos: str = ""
 
     def sbatch_options(self, **overrides: str) -> tuple[str, ...]:
-        """As options of sbatch. ``other`` stands in for one of them."""
+        """Return the options that are set, as arguments of sbatch; ``overrides`` replace some of them."""
         given = {"partition": self.partition, "account": self.account, "qos": self.qos} | overrides
         return tuple(f"--{key}={value}" for key, value in given.items() if value)
 
 
 # ── Slurm ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 class Config(Struct, frozen=True, tag=True):
-    """``scontrol show config``, name → value. ``seconds``: how long slurmctld took to answer."""
+    """The result of ``scontrol show config``: name → value. ``seconds``: how long slurmctld took to answer."""
 
     values: dict[str, str]
     seconds: float
 
 
 class Partition(Struct, frozen=True):
-    """``max_time``: s; None = no limit. ``preempted``: jobs in it may be (PreemptMode other than OFF)."""
+    """A partition of the cluster.
+
+    ``max_time`` is in s, None without a limit. ``preempted`` says whether its jobs may be preempted (PreemptMode other
+    than OFF).
+    """
 
     name: str
     default: bool
@@ -63,7 +70,7 @@ class Partitions(Struct, frozen=True, tag=True):
 
 
 class Node(Struct, frozen=True):
-    """``memory``: bytes; ``gpus``: type → count, where an untyped GPU has the type ''."""
+    """A node of the cluster; ``memory`` in bytes, ``gpus``: type → count, where an untyped GPU has the type ''."""
 
     name: str
     partitions: tuple[str, ...]
@@ -95,23 +102,23 @@ class Accounts(Struct, frozen=True, tag=True):
 
 
 class Trials(Struct, frozen=True, tag=True):
-    """``sbatch --test-only``, several times: what was asked for → how it ended."""
+    """Results of ``sbatch --test-only``: whether Slurm would accept jobs of a run."""
 
     forms: dict[str, CommandResult | Unavailable]
-    """``pool``, ``replica``, ``hetjob``"""
+    """Result of the smallest job of each form: ``pool``, ``replica``, ``hetjob``."""
     manager: dict[str, CommandResult | Unavailable]
-    """a small job, by partition; in order, up to the first that is taken"""
+    """Result of the manager's job by partition, in the order tried, up to the first that accepts it."""
 
 
 class CgroupConf(Struct, frozen=True, tag=True):
-    """``where``: the file, or the command, that says so."""
+    """Slurm's cgroup settings, name → value; ``where``: the file or command that they were read from."""
 
     values: dict[str, str]
     where: str
 
 
 class Slurm(Struct, frozen=True):
-    """All that was asked of Slurm."""
+    """All facts that were read from Slurm."""
 
     config: Config | Unavailable
     partitions: Partitions | Unavailable
@@ -136,7 +143,7 @@ class Storage(Struct, frozen=True, tag=True):
     free: int
     inodes: int
     exclusive: bool
-    """O_EXCL lets one of two creators win"""
+    """Whether O_EXCL lets only one of two creators succeed."""
     fsync: float
     trouble: str
 
@@ -156,7 +163,7 @@ class Visit(Struct, frozen=True, tag=True):
 
 
 class Facts(Struct, frozen=True):
-    """All of it. ``slurm`` is None, and then ``node`` is too, where there is no cluster: ``no_slurm`` says why."""
+    """All facts. Without a cluster ``slurm`` and ``node`` are None, and ``no_slurm`` says why there is none."""
 
     user: str
     uid: int

@@ -20,19 +20,19 @@ from .catalogue import fail, limit, ok, size, unknown, warn
 from .facts import Check, Facts, Storage, Visit
 
 MIN_LOCAL_MEMORY_BYTES = 4 * 2**30
-"""bytes of memory for a local run of the quickstart (four virtual nodes; each torch process takes about 0.4 GiB)"""
+"""Memory for a local run of the quickstart (four virtual nodes; each torch process takes about 0.4 GiB)."""
 MIN_OPEN_FILES = 4096
-"""open files: the manager and the store hold a few sockets for each replica, and UCX some for each connection"""
+"""Open files that suffice: the manager and the store hold some sockets for each replica, UCX for each connection."""
 MAX_TMPDIR_LENGTH = 60
-"""characters of TMPDIR; the name of a Unix socket has room for 107 in all (unix(7))"""
+"""Number of characters that TMPDIR may have; the name of a Unix socket may have 107 in all (unix(7))."""
 LOW_FREE_BYTES, MIN_FREE_BYTES = 10 * 2**30, 64 * 2**20
-"""bytes free in the folder of all runs: checkpoints of a small model take some MiB, of a large one many GiB"""
+"""Free bytes in the folder of all runs: checkpoints of a small model take some MiB, of a large one many GiB."""
 MIN_FREE_INODES = 10_000
-"""a run of a thousand lives leaves about as many small files"""
+"""Free inodes in the folder of all runs: a run of a thousand incarnations creates about as many small files."""
 SLOW_FSYNC_S = 0.5
-"""s of a small write: every costly action waits for one"""
+"""Time (s) of a small write with fsync, from which it is slow: every external action waits for one."""
 LOCAL_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs")
-"""types that lie on one machine, unless somebody exports them"""
+"""File systems that only one machine sees, unless it exports them."""
 NETWORK_FILE_SYSTEMS = (
     "nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "panfs", "wekafs", "cifs", "9p", "virtiofs",
 )  # fmt: skip
@@ -153,7 +153,12 @@ def tmp(name: str, scratch: Scratch | Unavailable) -> Check:
 
 
 def ucx(name: str, ucx_info: Ucx | Unavailable, network: Network | Unavailable, python: Python | Unavailable) -> Check:
-    """``auto`` takes tcp, or ucx on RDMA cards that it can use. NIXL has a UCX of its own, with modules for RDMA."""
+    """Check which transports UCX offers here: WARN if this host has RDMA cards that it cannot use.
+
+    UNKNOWN if UCX gives no answer. ``name`` is the name of the check. Without RDMA cards a missing ucxx is OK, since
+    UCX over TCP is not faster than plain TCP. ``[transport] weights = "auto"`` selects ucx only on RDMA cards that UCX
+    can use, else tcp. ``"nixl"`` is not affected: NIXL ships its own UCX, with modules for RDMA.
+    """
     packages = {} if isinstance(python, Unavailable) else python.packages
     nixl = next((f"{one} {version}" for one, version in packages.items() if one.startswith("nixl")), "")
     beside = f'; {nixl} is installed for [transport] weights = "nixl"' if nixl else ""
@@ -174,7 +179,10 @@ def ucx(name: str, ucx_info: Ucx | Unavailable, network: Network | Unavailable, 
 
 
 def packet_filter(name: str, network: Network | Unavailable, python: Python | Unavailable) -> Check:
-    """NIXL over TCP is refused where its ports cannot be closed. Over RDMA it has none."""
+    """Check that this user may attach a packet filter to sockets; FAIL if NIXL over TCP would need it.
+
+    NIXL over TCP does not start unless a filter can close its ports. Over RDMA it has no TCP ports.
+    """
     if isinstance(network, Unavailable):
         return unknown(name, network)
     if not network.filter_refused:

@@ -1,4 +1,4 @@
-"""Judges what a job on a compute node saw, beside what this machine is like. Pure: facts in, checks out."""
+"""Judges what a job on a compute node reported, compared with this machine. Pure: facts in, checks out."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from .facts import Check, Facts, Visit
 from .host_checks import candidate_networks, memlock, networks_text, nofile, packet_filter, tmp, ucx
 
 MAX_CLOCK_SKEW_S = 1.0
-"""s between two clocks, beyond which merged logs mislead"""
+"""Difference (s) between two clocks beyond which merged logs mislead."""
 MAX_FILE_DELAY_S = 5.0
-"""s until a file from a node is seen here; commands and status wait so long"""
+"""Time (s) until a file from a node is visible here; commands and status are delayed by it."""
 SLOW_IMPORT_S = 5.0
-"""s to import torch on a quiet node; a hundred nodes at once take longer"""
+"""Time (s) to import torch on a quiet node; a hundred nodes at once take longer."""
 _SLOW_IMPORT_FIX = "a longer [limits] join, or the environment on a disk of the node ([env] python)"
 NAMES = tuple(name for name in MEANINGS if name.startswith("node."))
 
 
 def node_checks(facts: Facts) -> list[Check]:
-    """Every one of them is UNKNOWN where no job could look, or none was allowed to."""
+    """Return the checks of a compute node; none without a cluster.
+
+    All of them are UNKNOWN if no job could report on a node, or none was allowed.
+    """
     visit = facts.node
     if visit is None:
         return []
@@ -47,7 +50,7 @@ def node_checks(facts: Facts) -> list[Check]:
 
 
 def common_networks(one: Host, other: Host) -> dict[str, str]:
-    """Networks that both machines have an address in: CIDR → interface of the first."""
+    """Return the networks in which both machines have an address: CIDR → interface of ``one``."""
     if isinstance(one.network, Unavailable) or isinstance(other.network, Unavailable):
         return {}
     return {

@@ -1,8 +1,8 @@
-"""One small job on one compute node, with the user's consent: what is that node like, and what does it see from there?
+"""Runs one small job on a compute node, with the user's consent, to learn what the node is like and what it can reach.
 
-The job is :mod:`rrl.roles.node_probe.main`, by the same interpreter path as this one. It lives 10 s, and is cancelled
-if it has not begun :data:`QUEUE` s after its submission. What it leaves lies in a folder of its own under the folder of
-all runs, and is removed with it.
+The job is :mod:`rrl.roles.node_probe.main`, run by the same interpreter path as this process. It takes 10 s, and is
+cancelled if it has not begun :data:`MAX_QUEUE_S` s after its submission. Its files are in a folder of its own under the
+folder of all runs, which is removed afterwards.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from .facts import Facts, Visit
 from .slurm_output import estimated_start
 
 MAX_QUEUE_S = 60.0
-"""s that the job may wait for a node; Slurm's estimate is asked first: no job is submitted that would wait longer"""
+"""Time (s) that the job may wait for a node. No job is submitted that would wait longer by Slurm's estimate."""
 FILE_TIMEOUT_S = 35.0
-"""s in which the node's file should be seen here: NFS keeps a folder's listing for 30 s (nfs(5), acdirmin)"""
+"""Time (s) for the node's file to become visible here: NFS caches a folder's listing for 30 s (nfs(5), acdirmin)."""
 _POLL_INTERVAL_S = 0.25
-"""s between two looks into the folder"""
+"""Interval (s) of reading the folder."""
 _SLURM_POLL_INTERVAL_S = 2.0
-"""s between two questions to Slurm"""
+"""Interval (s) of querying Slurm."""
 _JOB_SLACK_S = 10.0
-"""s beyond the probe's own end, for Slurm to start it and to tell that it has ended"""
+"""Time (s) beyond the probe's own limit for Slurm to start the job and to report its end."""
 _ACTIVE_STATES = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "?")
 _MAX_LINE_BYTES = 2**20
-"""bytes of one line on a connection: a report has a few thousand"""
+"""Limit on the bytes of one line on a connection: a report has a few thousand."""
 _CLOCK_SAMPLES = 5
-"""times that the node's clock is asked for; the quickest answer counts"""
+"""Number of times that the node's clock is read; the quickest answer counts."""
 _MAX_CONNECTIONS = 16
-"""connections at a time"""
+"""Number of connections at a time."""
 _JOB_OPTIONS = (
     "--nodes=1",
     "--ntasks=1",
@@ -68,7 +68,10 @@ exec {python} -P -m rrl.roles.node_probe.main {folder} {addresses}
 
 
 def visit_node(facts: Facts) -> Visit | Unavailable:
-    """Submit the job, wait for what it tells, leave nothing. Takes about 10 s once a node is free."""
+    """Submit the job, wait for its report and remove its files. Takes about 10 s once a node is free.
+
+    Returns Unavailable with the reason if there is no report.
+    """
     options = _options(facts)
     if isinstance(options, Unavailable):
         return options
@@ -93,7 +96,10 @@ def visit_node(facts: Facts) -> Visit | Unavailable:
 
 
 def _options(facts: Facts) -> tuple[str, ...] | Unavailable:
-    """With a GPU where the partition has some and one is free soon: without it the driver may hide them all."""
+    """Return the sbatch options of a job that could start soon; Unavailable if there is none.
+
+    A job with one GPU is preferred, since the driver may hide all GPUs from a job without any.
+    """
     base = (*_JOB_OPTIONS, *facts.wanted.sbatch_options())
     reason = ""
     for options in (("--gres=gpu:1", *base), base):
@@ -114,7 +120,7 @@ def _seconds_until(start: str) -> float:
 
 
 def _addresses(facts: Facts, port: int) -> tuple[str, ...]:
-    """Every address that this host could be reached at, the one that rrl would take first."""
+    """Return every address at which this host could be reached; the one that rrl would use comes first."""
     network = facts.host.network
     if not isinstance(network, Network):
         return ()
@@ -124,7 +130,7 @@ def _addresses(facts: Facts, port: int) -> tuple[str, ...]:
 
 
 class _VisitJob:
-    """The job, from its submission to its end."""
+    """The job on the node, from its submission to its end."""
 
     def __init__(self, folder: Path, listener: ReportListener, options: Sequence[str]) -> None:
         self._folder = folder
@@ -165,7 +171,10 @@ class _VisitJob:
             self._listener.wait(_POLL_INTERVAL_S)
 
     def _wait_for_report(self) -> str | Unavailable:
-        """Until a report is here, or the job is over: its state then, as :meth:`_state` has it."""
+        """Wait until there is a report or the job has ended, and return the job's last state (as :meth:`_state`).
+
+        Returns Unavailable if neither happens in time.
+        """
         began, polled_at, state = time.monotonic(), -_SLURM_POLL_INTERVAL_S, ""
         while True:
             waited = time.monotonic() - began
@@ -193,7 +202,7 @@ class _VisitJob:
             return None
 
     def _state(self) -> str:
-        """``STATE Reason exit:signal``."""
+        """Return the job's ``STATE Reason exit:signal``; a text that begins with ``?`` if Slurm does not say."""
         try:
             ended = run_slurm("scontrol", "show", "job", "-o", self._id)
         except OSError:
@@ -242,12 +251,16 @@ class ReportListener:
         self._socket.close()
 
     def wait(self, timeout_s: float) -> None:
-        """Until something was heard, or ``within`` s."""
+        """Wait until the report was received or a connection was opened or closed, for ``timeout_s`` at most."""
         with self._changed:
             self._changed.wait(timeout_s)
 
     def finish(self) -> None:
-        """Let a connection that is telling its report come to its end: the file may be here first."""
+        """Wait until a connection that is sending its report has delivered it or is closed.
+
+        The job also writes the report to a file, which can be visible here before the connection has delivered it.
+        Waits for ``_SLURM_POLL_INTERVAL_S`` at most.
+        """
         with self._changed:
             self._changed.wait_for(
                 lambda: self.report is not None or not self._open_connections, _SLURM_POLL_INTERVAL_S

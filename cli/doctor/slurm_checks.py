@@ -12,19 +12,19 @@ from .catalogue import MEANINGS, fail, ok, size, unknown, warn
 from .facts import Check, Config, DoctorOptions, Facts, Node, Nodes, Partition, Slurm, Visit
 
 OLDEST_VERSION, NEWEST_VERSION = (22, 5), (26, 5)
-"""versions between which rrl is tested"""
+"""Oldest and newest version of Slurm with which rrl is tested."""
 SLOW_ANSWER_S = 2.0
-"""s of one answer; by default the manager asks every few seconds, within 60 reads a minute"""
+"""Time (s) of one answer of slurmctld from which it is slow. A manager makes up to 60 reads a minute."""
 MAX_POOL_JOBS = 3
-"""of a run at a time: its pool, its manager, a replacement node"""
+"""Number of jobs of a run at a time: its pool, its manager, a replacement node."""
 DEFAULT_KILL_WAIT_S = 30
-"""s; Slurm's default"""
+"""Slurm's default of KillWait (s)."""
 MIN_STEP_LIMIT = 1000
-"""of one job: agents, and lives of replicas over days"""
+"""Number of steps that a job must allow: agents, and incarnations of replicas over days."""
 _NO_ACCOUNT = "ask the admin of the cluster for an account"
 _NO_HOLD = "nohold_on_prolog_fail"
 DEFAULT_WALLTIME_S = 86400.0
-"""s; the default walltime of a run"""
+"""Default walltime (s) of a run."""
 _HETJOB_WARNING = (
     "taken, but when a node of one component fails, Slurm kills every other component that has one node"
     " (measured on 22.05, 24.11 and 26.05)"
@@ -68,7 +68,7 @@ def chosen_partition(slurm: Slurm, wanted: DoctorOptions) -> Partition | Unavail
 
 
 def gpu_shapes(nodes: tuple[Node, ...]) -> str:
-    """``16 nodes with 8 h100``: GPUs of nodes, those that are alike together."""
+    """Describe the GPUs of the nodes, equal nodes together: ``16 nodes with 8 h100``."""
     kinds = Counter(" + ".join(f"{count} {kind or 'GPU'}" for kind, count in sorted(one.gpus.items())) for one in nodes)
     return ", ".join(f"{count} node{'s' * (count > 1)} with {kind}" for kind, count in sorted(kinds.items()) if kind)
 
@@ -387,7 +387,7 @@ _CONFIGURED: dict[str, Callable[[Config], Check]] = {
 
 
 def usable_nodes(slurm: Slurm, wanted: DoctorOptions) -> tuple[Node, ...]:
-    """Nodes of the partition that jobs would go to, which could take work now."""
+    """Return the nodes of the partition that jobs would go to which could run a job now."""
     partition = chosen_partition(slurm, wanted)
     if isinstance(partition, Unavailable) or not isinstance(slurm.nodes, Nodes):
         return ()

@@ -1,6 +1,6 @@
-"""Reads what Slurm says of itself: pure, over text forms that are alike in every version.
+"""Parses the output of Slurm's commands, in text forms that all versions share. Pure.
 
-Raises :class:`rrl.manager.cluster.slurm.parsing.Unreadable` where it does not understand.
+Raises :class:`rrl.manager.cluster.slurm.parsing.Unreadable` for other output.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ _NO_LIMIT_VALUES = ("UNLIMITED", "INFINITE", "NONE", "N/A", "")
 
 
 def read_config(text: str) -> dict[str, str]:
-    """From ``scontrol show config``; the ``Cgroup Support Configuration`` at its end too, where there is one."""
+    """Parse ``scontrol show config`` into name → value, with its ``Cgroup Support Configuration`` if present.
+
+    Raises Unreadable if the output is not a configuration.
+    """
     values = dict(re.findall(r"^(\w+(?:\[\d+\])?)\s*= ?(.*?)\s*$", text, re.MULTILINE))
     if "SlurmctldTimeout" not in values:
-        raise Unreadable(f"scontrol show config says: {text.strip()[:80]!r}")
+        raise Unreadable(f"cannot read Slurm's configuration; scontrol show config printed: {text.strip()[:80]!r}")
     return {name: "" if value == "(null)" else value for name, value in values.items()}
 
 
@@ -30,7 +33,7 @@ def read_pairs(text: str) -> dict[str, str]:
 
 
 def read_partitions(text: str) -> Partitions:
-    """From ``scontrol show partition -o``."""
+    """Parse ``scontrol show partition -o``."""
     found = []
     for line in _lines(text, "PartitionName"):
         found.append(Partition(
@@ -41,7 +44,7 @@ def read_partitions(text: str) -> Partitions:
 
 
 def read_nodes(text: str) -> Nodes:
-    """From ``scontrol show node -o``."""
+    """Parse ``scontrol show node -o``."""
     found = []
     for line in _lines(text, "NodeName"):
         partitions = tuple(filter(None, line.get("Partitions", "").split(",")))
@@ -53,23 +56,33 @@ def read_nodes(text: str) -> Nodes:
 
 
 def read_accounts(user: str, associations: str) -> Accounts:
-    """From ``sacctmgr -n -P``: ``show user format=AdminLevel,DefaultAccount`` and ``show assoc format=Account``."""
+    """Parse a user's admin level, default account and accounts.
+
+    ``user`` is the output of ``sacctmgr -n -P show user format=AdminLevel,DefaultAccount``, ``associations`` that of
+    ``sacctmgr -n -P show assoc format=Account``.
+    """
     rows = [line.split("|") for line in user.splitlines() if line.strip()]
     if any(len(fields) != 2 for fields in rows):
-        raise Unreadable(f"sacctmgr says: {user.strip()[:80]!r}")
+        raise Unreadable(f"cannot read the user's accounts; sacctmgr printed: {user.strip()[:80]!r}")
     admin, default = rows[0] if rows else ("", "")
     names = dict.fromkeys(line.strip().rstrip("|") for line in associations.splitlines() if line.strip())
     return Accounts(admin, default, tuple(names))
 
 
 def estimated_start(text: str) -> str | None:
-    """From ``sbatch --test-only``: when the job would start (``2026-11-20T09:19:27``), by the client's local time."""
+    """Return when ``sbatch --test-only`` expects the job to start; None if it does not say.
+
+    The format is ``2026-11-20T09:19:27``, in the client's local time.
+    """
     match = re.search(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", text)
     return match[1] if match else None
 
 
 def _lines(text: str, first: str) -> Iterator[dict[str, str]]:
-    """Lines of ``Name=value`` fields. Values with blanks in them (a node's OS, its Reason) lose what follows."""
+    """Yield the ``Name=value`` pairs of each line as a dict. Raises Unreadable for a line without the field ``first``.
+
+    A value is cut at its first blank (for example a node's OS or Reason). ``(null)`` becomes the empty string.
+    """
     for line in text.splitlines():
         if not line.strip() or line.startswith(("No ", "Node ")):
             continue
@@ -86,7 +99,7 @@ def _count(line: dict[str, str], name: str) -> int:
 
 
 def _time(text: str) -> float | None:
-    """Slurm's ``[days-]hours:minutes:seconds``; None for no limit."""
+    """Convert Slurm's ``[days-]hours:minutes:seconds`` to s; None for no limit."""
     if text.upper() in _NO_LIMIT_VALUES:
         return None
     try:

@@ -28,9 +28,9 @@ from ...health.node_check import EXIT_CODES, check_node, overall
 from ..common.runs import UsageError
 
 _MAX_TIMEOUT_S = 3600.0
-"""s; a prolog has minutes"""
+"""Greatest time limit (s) of a check; a prolog has minutes."""
 _MAX_REASON_LENGTH = 150
-"""characters of what a hook says in a drain's reason"""
+"""Number of characters of a hook's text that a drain's reason contains."""
 
 
 def check(
@@ -39,7 +39,7 @@ def check(
 ) -> int:  # fmt: skip
     """Check this node, print one line with the verdict and then the findings, the most severe first.
 
-    Returns the exit code. Raises BadInput.
+    Returns the exit code. Raises UsageError.
     """
     rules, names = _rules(config), _names(only)
     try:
@@ -60,7 +60,7 @@ def check(
 
 
 def drain_node(why: str, node: str | None, config: Path | None) -> int:
-    """Drain a node that failed its check, as the hooks in examples/health do. Raises BadInput.
+    """Drain a node that failed its check, as the hooks in examples/health do. Raises UsageError.
 
     Returns 0 if the node is drained, 1 if the site's limit for hooks held the drain back, 3 if Slurm did not answer or
     refused; the last two print why.

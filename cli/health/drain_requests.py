@@ -1,4 +1,4 @@
-"""``rrl health drain-requests``: nodes that runs want to be drained and may not drain, for whoever may."""
+"""``rrl health drain-requests``: nodes that runs want drained but lack the right to drain, for an administrator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ _now = time.time
 
 
 def drain_requests(since: str, history: Sequence[Path], *, apply: bool, json: bool) -> int:
-    """Exit code 1 where one of them was to be drained and is not."""
+    """Print the open drain requests in the run histories; with ``apply``, drain the nodes instead.
+
+    ``since`` (a time, or a span such as ``10m``) limits the records that are read from the ``history`` folders. A node
+    is drained only if a health check on it now confirms the records. Returns exit code 1 if ``apply`` left a requested
+    node undrained (except one that was booted since the request), else 0.
+    """
     records, sources = read_records(history, max(0.0, parse_time(since)))
     wanted = {one.node for one in open_requests(records)}
     try:

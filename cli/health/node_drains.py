@@ -1,4 +1,4 @@
-"""Drains of nodes as the cluster has them now, and those that an administrator has rrl make. Blocking."""
+"""Reads which nodes the cluster has drained, and drains nodes for an administrator or a hook. Blocking."""
 
 from __future__ import annotations
 
@@ -24,27 +24,31 @@ from ...manager.cluster.slurm.nodes import NOT_RESPONDING_SUFFIX, SlurmNodes
 from ...manager.cluster.slurm.requests import gpus_by_type
 
 MAX_NODES_PER_QUERY = 500
-"""nodes that a question names; of more, all are asked for"""
+"""Number of nodes that a query names; for more nodes, all of the cluster are queried."""
 MAX_DRAINED_FRACTION = 0.1
-"""at most max(1, this share) of the cluster's nodes are drained by one command: requests can be wrong, all alike"""
+"""One command drains at most max(1, this share) of the cluster's nodes: many requests can be wrong in the same way."""
 MAX_UNAVAILABLE_FRACTION = 0.25
-"""none while more than this share of them is down or drained (docs/sources.md, guard rails)"""
+"""No node is drained while more than this share of them is down or drained (docs/sources.md, guard rails)."""
 DRAIN_SETTLE_S = 2.0
-"""after a drain, for slurmctld's clock to pass the whole second in which it says that the drain was made"""
+"""Time (s) to wait after a drain, until slurmctld's clock has passed the whole second that it reports for the drain."""
 _LIMITS = SlurmLimits()
 
 
 class SlurmUnavailable(Exception):
-    """The cluster could not be asked; the text says why."""
+    """The cluster could not be queried; the text says why."""
 
 
 def drain_states(nodes: Iterable[str]) -> dict[str, DrainState]:
-    """Of those that Slurm knows. Raises NotAsked."""
+    """Return the drain state of those of the nodes that Slurm knows. Raises SlurmUnavailable."""
     return asyncio.run(_drain_states(sorted(nodes)))
 
 
 def drain(wanted: Iterable[tuple[str, str]]) -> list[tuple[str, bool, str]]:
-    """Drain each node with its reason: node, whether it is drained for it now, and what came of it. Raises NotAsked."""
+    """Drain nodes, given as (node, reason). Returns (node, whether this drained it, outcome text) for each.
+
+    At most ``MAX_DRAINED_FRACTION`` of the cluster (but one node) is drained by a call, and none while more than
+    ``MAX_UNAVAILABLE_FRACTION`` is down or drained. Raises SlurmUnavailable.
+    """
     return asyncio.run(_drain(list(wanted)))
 
 
@@ -52,8 +56,8 @@ def drain_by_hook(node: str, why: str, rules: HookRules) -> str:
     """Drain a node whose check failed, within the limit that all hooks of the cluster share (rrl.health.hook_limit).
 
     A drain that an earlier call made, and that exceeds the limit, is taken back. Returns why the node is not left
-    drained; an empty string if it is drained, by whomever. Raises NotAsked if Slurm does not answer or refuses: the
-    node may then be drained until the next call.
+    drained; an empty string if it is drained, by whomever. Raises SlurmUnavailable if Slurm does not answer or refuses:
+    the node may then be drained until the next call.
     """
     return asyncio.run(_drain_by_hook(node, why, rules))
 
@@ -86,15 +90,15 @@ class _HookDrains(Struct):
     """The drains of the cluster, by node."""
 
     drained: dict[str, bool] = {}
-    """whether each node of the cluster is drained, by whomever"""
+    """Whether each node of the cluster is drained, by whomever."""
     by_hooks: dict[str, HookDrain] = {}
-    """the drains that hooks made"""
+    """The drains that hooks made."""
     reasons: dict[str, str] = {}
-    """the reasons of the drains that hooks made"""
+    """The reasons of the drains that hooks made."""
 
 
 async def _hook_drains() -> _HookDrains:
-    """Ask Slurm once for the drains of all nodes. Raises NotAsked."""
+    """Query Slurm once for the drains of all nodes. Raises SlurmUnavailable."""
     ended = await _read(("sinfo", "-a", "-h", "-N", "-o", "%N|%T|%H|%E"))
     if ended.code:
         raise SlurmUnavailable(f"sinfo: {_error_line(ended)}")
@@ -138,13 +142,19 @@ def _drain_state(mark: text.NodeInfo, line: str) -> DrainState:
 
 
 def _gpus(line: str) -> int | None:
-    """``Gres=gpu:h100:8(S:0-1),nic:4``: 8. None where Slurm does not manage GPUs: there may be some all the same."""
+    """Return a node's number of GPUs from its ``scontrol`` line; None if Slurm does not manage GPUs there.
+
+    ``Gres=gpu:h100:8(S:0-1),nic:4`` gives 8. A node for which the result is None may still have GPUs.
+    """
     match = re.search(r" Gres=(\S+)", line)
     return sum(gpus_by_type(match[1]).values()) or None if match is not None else None
 
 
 def _boot_time(line: str) -> float:
-    """``BootTime=2026-11-22T01:00:00``, in the time zone of this machine; ``None`` of one that was never there."""
+    """Return when the node was booted (s since the epoch) from its ``scontrol`` line; 0 if it never was or is unknown.
+
+    ``BootTime=2026-11-22T01:00:00`` is in the time zone of this machine.
+    """
     match = re.search(r" BootTime=(\S+)", line)
     with contextlib.suppress(ValueError, OverflowError, OSError):
         return datetime.fromisoformat(match[1]).timestamp() if match is not None else 0.0
@@ -177,7 +187,7 @@ async def _drain(wanted: list[tuple[str, str]]) -> list[tuple[str, bool, str]]:
 
 
 def _is_unavailable(state: str) -> bool:
-    """Out of service; not one that sleeps to save power, or has yet to answer."""
+    """Return whether the node is down or drained; a node that is powered down to save power is not."""
     asleep = "~" in state or "power" in state.lower()
     return not asleep and text.node_state(state) in (NodeState.DOWN, NodeState.DRAINING)
 
@@ -198,7 +208,10 @@ async def _write(argv: tuple[str, ...]) -> CommandResult:
 
 
 async def _run(argv: tuple[str, ...], timeout_s: float) -> CommandResult:
-    """Run a Slurm command. Raises NotAsked if there is no Slurm, Unanswered if it does not answer."""
+    """Run a Slurm command. Raises SlurmUnavailable if there is no Slurm or it does not answer.
+
+    Raises Unanswered instead if an update was not answered, since it may have been done.
+    """
     try:
         return await execute(argv, timeout_s)
     except Refused as error:
@@ -217,6 +230,9 @@ def _folded(nodes: list[str]) -> str:
 
 
 def _error_line(ended: CommandResult) -> str:
-    """Why, in one line: of several the last, before which clients of Slurm tell what they tried."""
+    """Return why a command failed, in one line: the last line of its stderr, else its exit code.
+
+    Earlier lines are what Slurm's clients report about their attempts.
+    """
     lines = [line.strip() for line in ended.err.splitlines() if line.strip()]
     return re.sub(r"^\w+: (?:fatal|error): ", "", lines[-1]) if lines else f"exit code {ended.code}"

@@ -1,7 +1,7 @@
-"""``rrl health check`` on other nodes, now: a small job of whoever asks, on each of them. Blocking.
+"""Runs ``rrl health check`` on other nodes now, as a small job of this user on each. Blocking.
 
-The job asks for all GPUs of the node first, because Slurm may hide those that a job was not given; where they are in
-use, for one CPU, which still sees the kernel log, the fabric and the mounts.
+The job requests all GPUs of the node first, because Slurm may hide those that a job was not given. If they are in use,
+it requests one CPU, which still sees the kernel log, the fabric and the mounts.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from ...manager.cluster.base import Refused, Unanswered
 from ...manager.cluster.slurm.commands import execute
 
 MAX_NODES = 32
-"""nodes that one command checks; each check takes some seconds of a node"""
+"""Number of nodes that one command checks; each check takes some seconds of a node."""
 MAX_CONCURRENT_CHECKS = 8
-"""checks at a time: each is an srun, whose load on slurmctld is small"""
+"""Number of checks at a time: each is an srun, whose load on slurmctld is small."""
 START_S = 10
-"""s that a job may wait for its node: a node in use is not waited for"""
+"""Time (s) that a job may wait for its node: a node in use is not waited for."""
 CHECK_S = 20
-"""s for the check itself, as in the prolog of examples/health"""
+"""Time limit (s) of the check itself, as in the prolog of examples/health."""
 _SRUN_SLACK_S = 20.0
-"""s beyond these two, for srun to start and to end"""
+"""Time (s) beyond these two for srun to start and to end."""
 _MAX_OUTPUT_CHARACTERS = 4 * 2**20
-"""characters of a check's JSON; 64 parts of a node make some 100,000"""
+"""Limit on the characters of a check's JSON; 64 components of a node make some 100,000."""
 _CHECK = "from rrl.cli.main import main; main()"
 
 
 class NotChecked(Struct, frozen=True):
-    """No check could be made on this node."""
+    """The node could not be checked."""
 
     reason: str
 
 
 class _Checked(Struct, frozen=True):
-    """What is read of the check's JSON."""
+    """The part of the check's JSON that is read."""
 
     node: str
     findings: tuple[Finding, ...]

@@ -39,7 +39,7 @@ NO_HISTORY_MESSAGE = (
 
 
 def read_records(folders: Sequence[Path], since: float) -> tuple[list[SourcedRecord], Sources]:
-    """Return the records since ``since`` and what was read. Raises BadInput if there is no history."""
+    """Return the records since ``since`` and what was read. Raises UsageError if there is no history."""
     named = list(folders) or [Path(one) for one in os.environ.get(HISTORY_ENV, "").split(os.pathsep) if one]
     if not named:
         raise UsageError(NO_HISTORY_MESSAGE)
@@ -60,7 +60,11 @@ def read_records(folders: Sequence[Path], since: float) -> tuple[list[SourcedRec
 def without_implausible(
     records: Sequence[SourcedRecord], sources: Sources, now: float, drains: Mapping[str, DrainState]
 ) -> tuple[list[SourcedRecord], Sources]:
-    """Return the records that can be true at ``now`` (s since 1970) on nodes that Slurm knows, and the rest."""
+    """Return the records without those that cannot be true, and the sources with the latter noted as left out.
+
+    A record is left out if it cannot be true at ``now`` (s since 1970), or on the nodes as Slurm knows them
+    (``drains``).
+    """
     plausible_records, left_out = plausible(
         records, now, {node: one.gpus for node, one in drains.items() if one.gpus is not None}
     )
@@ -68,7 +72,7 @@ def without_implausible(
 
 
 def warn(sources: Sources) -> None:
-    """Say on stderr, a line for each kind, what was not read, not believed or left out."""
+    """Print to stderr, one line for each kind, what was not read, not believed or left out."""
     for what, lines in (("not read", sources.refused), ("left out", sources.left_out)):
         if lines:
             more = f" (and {len(lines) - 1} more; --format json names all)" if len(lines) > 1 else ""
@@ -79,23 +83,26 @@ def warn(sources: Sources) -> None:
 
 FORMATS = ("table", "json", "html")
 MAX_LISTED_NODES = 100_000
-"""that a list may name"""
+"""Number of nodes that a list given by the user may name."""
 _now = time.time
 REPORT_FILE_MODE = 0o644
-"""a report is made to be passed on"""
+"""Mode of the report file: readable by all, since a report is made to be passed on."""
 
 
 class Document(Struct, frozen=True):
-    """The JSON: the report, and what it is made from."""
+    """The JSON document: the report and its sources."""
 
     report: Report
     sources: Sources
     drains_unknown: str
-    """why the cluster was not asked for drains; empty: it was"""
+    """Why the cluster was not queried for drains; empty if it was."""
 
 
 def report(since: str, nodes: str | None, format: str, history: Sequence[Path], output: Path | None) -> int:
-    """Exit code 0 whatever is said in it; 2 where there is no history."""
+    """Print the health report, or write it to ``output``. Returns exit code 0, whatever the report says.
+
+    Raises UsageError if there is no history, or an argument is not valid.
+    """
     if format not in FORMATS:
         raise UsageError(f'--format "{format}" is none; there are {", ".join(FORMATS)}')
     only = _selected_nodes(nodes)

@@ -31,7 +31,7 @@ from ..common.runs import UsageError
 def preview_or_fail(job: Job, path: Path) -> list[tuple[str, str]]:
     """Return what would be submitted, as (title, text).
 
-    Raises BadInput for an option that cannot be passed on to Slurm.
+    Raises UsageError for an option that cannot be passed on to Slurm.
     """
     try:
         return preview(job)
@@ -42,7 +42,7 @@ def preview_or_fail(job: Job, path: Path) -> list[tuple[str, str]]:
 def preflight(job: Job, path: Path, foreground: bool = False) -> tuple[list[str], str]:
     """Have Slurm test the job. Returns warnings, one line each, and the peak size of the run.
 
-    Raises BadInput, with the key to change, for a job that could never start. With ``foreground`` no manager job is
+    Raises UsageError, with the key to change, for a job that could never start. With ``foreground`` no manager job is
     tested.
     """
     warnings = [
@@ -74,7 +74,7 @@ async def _ask_slurm(job: Job, view: RunSpec, foreground: bool) -> tuple[list[Pr
 
 
 def check(path: Path, *, json: bool) -> int:
-    """Check the job spec and print the result; nothing is changed. Raises SpecError, BadInput."""
+    """Check the job spec and print the result; nothing is changed. Raises SpecError, UsageError."""
     job = load_job(path)
     plan = [*preview_or_fail(job, path), ("weights", _transport_text(job))]
     if json:
@@ -106,7 +106,7 @@ def print_warnings(warnings: list[str]) -> None:
 
 
 def _with_location(path: Path, problem: Problem) -> str:
-    """As :class:`rrl.config.job.load.SpecError` says it: file, line, key."""
+    """Return the problem's text with file, line and key, as in :class:`rrl.config.job.load.SpecError`."""
     if not problem.key:
         return problem.text
     line = nearest_line(lines_of(path.read_text(encoding="utf-8-sig").replace("\r\n", "\n")), problem.key)
@@ -114,7 +114,7 @@ def _with_location(path: Path, problem: Problem) -> str:
 
 
 def _missing_paths(job: Job) -> list[str]:
-    """Folders of [env] that this machine does not have; the nodes may."""
+    """Return a warning for each folder of [env] that this machine does not have; the nodes may have it."""
     given = {"env.python": job.env.python, "env.venv": job.env.venv, "env.conda": job.env.conda}
     return [
         f"{key} = {where!r} does not exist on this machine; it must on the nodes"
@@ -134,7 +134,7 @@ def _python_mismatch(job: Job) -> list[str]:
 
 
 def _transport_text(job: Job) -> str:
-    """Which pipe the weights would move over, were all machines as this one."""
+    """Return which transport the weights would use if all machines were like this one."""
     try:
         choice = select_transport(job.transport.weights, detect_capabilities(), job.transport.trusted_network)
     except UntrustedNetwork as error:
@@ -145,7 +145,8 @@ def _transport_text(job: Job) -> str:
 def _check_trusted_network(job: Job, path: Path) -> list[str]:
     """Warn of UCX over TCP on a network that the job does not declare trusted.
 
-    Raises BadInput if the roles run on this machine. Other nodes may have RDMA ports, and each node decides for itself.
+    Raises UsageError if the roles run on this machine. Other nodes may have RDMA ports, and each node decides for
+    itself.
     """
     kind = job.transport.weights
     try:
@@ -161,7 +162,7 @@ def _check_trusted_network(job: Job, path: Path) -> list[str]:
 def _check_transport_installed(job: Job, path: Path) -> list[str]:
     """Warn of a weight transport that is named in the job and whose package is not installed here.
 
-    Raises BadInput if the roles run in this environment.
+    Raises UsageError if the roles run in this environment.
     """
     kind = job.transport.weights
     if kind not in PACKAGES or installed_package(kind) is not None:
@@ -177,7 +178,7 @@ def _check_transport_installed(job: Job, path: Path) -> list[str]:
 def _check_engine_installed(job: Job, path: Path) -> list[str]:
     """Warn of a missing vLLM that rollouts need, or of arguments that the installed one does not know.
 
-    Raises BadInput if the rollouts run in this environment.
+    Raises UsageError if the rollouts run in this environment.
     """
     rollout, elsewhere = job.roles.rollout, job.cluster.kind != "local" or bool(job.env.python)
     if job.task is None or rollout.command is not None or rollout.engine != "vllm":
@@ -200,7 +201,7 @@ def _check_engine_installed(job: Job, path: Path) -> list[str]:
 
 
 def _check_model(job: Job, path: Path) -> list[str]:
-    """Check the folder of [model] path. Raises BadInput for a model that cannot be used.
+    """Check the folder of [model] path. Raises UsageError for a model that cannot be used.
 
     A model that only the nodes have (on their own disks, or in a container) cannot be read here: a warning says that
     this machine does not have it.
@@ -226,7 +227,7 @@ def _check_model(job: Job, path: Path) -> list[str]:
 
 
 def _exceeded_limits(worst: WorstCase, observed: JobLimits) -> list[Problem]:
-    """Limits that the run could meet; certain where it could not even start."""
+    """Return the limits that the run could reach; a problem is ``certain`` if the run could not even start."""
     problems = []
     for limit in observed.limits:
         if worst.jobs_to_start > limit.max_jobs:

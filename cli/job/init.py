@@ -26,12 +26,12 @@ from ..doctor.node_checks import common_networks
 from ..doctor.slurm_checks import account_for, chosen_partition, gpu_shapes, usable_nodes
 
 DEFAULT_WALLTIME_S = 3600.0
-"""s: the walltime to ask for where the partition allows it; the job takes minutes, and short ones start sooner"""
+"""Walltime (s) to request if the partition allows it; the job takes minutes, and short jobs start sooner."""
 _GIB = 2**30
 
 
 class JobShape(Struct, frozen=True):
-    """How the roles of the job lie on nodes. ``exclusive``: trainer and rollouts have nodes of their own."""
+    """How the job's roles are distributed over nodes. ``exclusive``: trainer and rollouts have nodes of their own."""
 
     rollouts: int
     spares: int
@@ -48,9 +48,9 @@ _SHARED_SHAPES = (JobShape(2, 1, False, 6, "6GiB"), JobShape(2, 0, False, 6, "6G
 
 
 def init(out: Path, wanted: DoctorOptions, *, force: bool, consent: bool | None) -> int:
-    """Write ``out``.
+    """Write a job spec to ``out``.
 
-    Raises BadInput if the file exists or its folder does not, Failed if it cannot be written.
+    Raises UsageError if the file exists or its folder does not, OperationFailed if it cannot be written.
     """
     if not force and os.path.lexists(out):
         raise UsageError(f"{out} is there already; name another file with --out, or replace it with --force")
@@ -90,9 +90,9 @@ def job_toml(facts: Facts, out: Path) -> str:
 
 
 def choose_shape(slurm: Slurm, wanted: DoctorOptions) -> JobShape:
-    """Return the largest job that the nodes which are up can carry.
+    """Return the largest job that fits on the nodes that are up.
 
-    If even the smallest is too large, that one, marked.
+    If even the smallest job does not fit, return that one, marked as too large.
     """
     nodes = usable_nodes(slurm, wanted)
     for one in (*_SEPARATE_SHAPES, *_SHARED_SHAPES):
@@ -104,7 +104,7 @@ def choose_shape(slurm: Slurm, wanted: DoctorOptions) -> JobShape:
 
 
 def _why_local(slurm: Slurm, wanted: DoctorOptions) -> str:
-    """Why the job is not for Slurm; empty if it is."""
+    """Return why the job is not for Slurm; empty if it is."""
     answer = slurm.trials if isinstance(slurm.trials, Unavailable) else slurm.trials.forms["pool"]
     if isinstance(answer, Unavailable):
         return _comment(f"Slurm does not answer: {answer.why}")
@@ -169,7 +169,11 @@ def _manager(slurm: Slurm) -> str | None:
 
 
 def _networks(facts: Facts) -> dict[str, Any]:
-    """Something to say only where this machine is on several networks, and the environment does not choose."""
+    """Return the template's values for [transport] network; empty ones if there is nothing to choose.
+
+    There is a choice only if this machine is on several networks and the environment does not name one. The only
+    network shared with the visited node is proposed.
+    """
     network = facts.host.network
     if isinstance(network, Unavailable) or network.requested or len(candidate_networks(network)) < 2:
         return {"networks": [], "network": "", "visited": ""}
@@ -186,12 +190,12 @@ def _accounts(slurm: Slurm) -> list[str]:
 
 
 def _value(text: str) -> str:
-    """As a string of TOML."""
+    """Return the text as a TOML string."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def _comment(text: str) -> str:
-    """On one line, whatever Slurm said."""
+    """Return the text as one line of printable characters, cut to 110, for a comment."""
     return "".join(c for c in " ".join(text.split()) if c.isprintable())[:110]
 
 

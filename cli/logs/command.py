@@ -22,16 +22,20 @@ from .merge import Line, LineFilter, LogTail
 from .printer import Printer
 
 POLL_INTERVAL_S = 0.4
-"""s between two looks"""
+"""Interval (s) of polling."""
 DEFAULT_LINES = 20
-"""lines of each log, where nothing else says how many"""
+"""Number of lines of each log if the user gives none."""
 
 
 def logs(
     name: str, selector: str | None, *, follow: bool, lines: int | None, since: str | None, grep: str | None,
     failed: bool, json: bool, raw: bool,
 ) -> int:  # fmt: skip
-    """``raw``: what would command the terminal is printed as it is."""
+    """Print logs merged by time, with ``follow`` until the run ends, with ``failed`` the lines before each failure.
+
+    With ``raw``, control characters that the terminal would obey are printed as they are. Returns the exit code, 130
+    after Ctrl-C.
+    """
     wanted = _line_filter(lines, since, grep)
     if failed and follow:
         raise UsageError("--failed tells what has happened, --follow what comes: ask for one of them")
@@ -62,7 +66,10 @@ def logs(
 def _follow(
     run: RunDir, selector: str | None, tails: dict[Path, LogTail], wanted: LineFilter, printer: Printer
 ) -> None:
-    """Until the run has ended; whatever was written before its last record is printed."""
+    """Print new lines until the run has ended.
+
+    All lines that were written before the run's last journal record are printed.
+    """
     reader = StateReader(run)
     while True:
         state = reader.state()
@@ -99,7 +106,7 @@ def _selected_logs(run: RunDir, selector: str | None) -> list[Log]:
 
 
 def _may_log_later(run: RunDir, selector: str) -> bool:
-    """Return whether the job has this role or replica, which only has not written anything yet."""
+    """Return whether the job has this role or replica, so that it may still write a log."""
     state = StateReader(run).state()
     return state is not None and any(selector in (replica.id, replica.role) for replica in state.replicas.values())
 
@@ -115,7 +122,7 @@ def _no_logs_message(run: RunDir, selector: str | None) -> str:
 
 # ── what is shown ──────────────────────────────────────────────────────────────────────────────────────────────────
 def _merged(tails: dict[LogTail, Iterator[Line]]) -> Iterator[tuple[Log, Line]]:
-    """By time. Of many logs those that have come since are few: the rest cost one look each."""
+    """Yield the lines of all logs with the log of each, ordered by time."""
 
     def with_log(log: Log, lines: Iterator[Line]) -> Iterator[tuple[Log, Line]]:
         return ((log, line) for line in lines)

@@ -1,4 +1,4 @@
-"""``rrl logs --failed``: for each failure what was found, the last lines of that life, and how it was got over."""
+"""``rrl logs --failed``: for each failure the findings, the last lines of the incarnation, and the recovery."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from .merge import Line, LineFilter, LogTail
 from .printer import Printer
 
 CLOCK_SLACK_S = 1.0
-"""s that clocks of nodes may differ: lines so much later still count as before the finding about a life that went on"""
+"""Assumed difference (s) of nodes' clocks: lines up to this after a finding still count as before it."""
 
 
 def show_failures(run: RunDir, selector: str | None, wanted: LineFilter, newest: int, printer: Printer) -> int:
-    """``wanted.since`` chooses failures, ``wanted.match`` lines."""
+    """Print the run's failures, each with the last ``newest`` lines before it. Returns exit code 0.
+
+    ``wanted.since`` selects failures, ``wanted.match`` their lines.
+    """
     try:
         found = failures(replay(run))
     except JournalError as error:

@@ -18,32 +18,32 @@ from ...manager.model.actions import Decision, Fence, Finish, Launch, RestartAll
 from ...manager.model.reduce_nodes import DRAIN, UNDRAIN
 
 STACKS_WINDOW_S = 60.0
-"""s between a failure and stacks that tell something of it"""
+"""Greatest time (s) between a failure and stacks that are shown with it."""
 
 
 class Failure(Struct, frozen=True):
-    """One life that failed, or a node that failed with nobody on it. Times are the manager's, s since the epoch."""
+    """An incarnation that failed, or a node that failed without any. Times are the manager's, in s since the epoch."""
 
     at: float
-    """the first trace of it"""
+    """Time of the first trace of the failure."""
     incarnation: Incarnation | None
     node: NodeName | None
     evidence: tuple[str, ...]
-    """findings and ends, in the words of their evidence, each once"""
+    """Texts of the evidence of findings and of ends of steps, without duplicates."""
     injected: bool = False
     ended: bool = False
-    """the life has ended or is no longer believed; else it went on"""
+    """Whether the incarnation has ended or is no longer current; else it continued."""
     rung: str = ""
-    """what was done"""
+    """The repair that was chosen."""
     successor: Incarnation | None = None
-    """the life that took its place and worked (an agent or a role without a first unit of work: that joined)"""
+    """The incarnation that replaced it and works (for an agent, or a role without a first unit of work: has joined)."""
     recovered_at: float | None = None
     has_stacks: bool = False
-    """``told`` has what its stacks showed"""
+    """Whether ``evidence`` contains the stacks already."""
 
 
 def failures(events: Iterable[ev.Stamped]) -> list[Failure]:
-    """In the order of their first traces."""
+    """Return the failures in the order of their first traces."""
     collector = _FailureCollector()
     for stamped in events:
         collector.apply(stamped.event, stamped.at)
@@ -59,11 +59,11 @@ class _FailureCollector:
         self._injected: set[Incarnation] = set()
         self._faulted_nodes: set[NodeName] = set()
         self._drained_nodes: set[str] = set()
-        """nodes that a person has the run leave: their agents and shadows end with that"""
+        """Nodes that a user has the run leave: the end of their agents and standby processes is not a failure."""
         self._stacks: dict[Incarnation, tuple[float, ev.StacksCollected]] = {}
-        """the newest of each, and when they were taken"""
+        """The newest stacks of each incarnation, and when they were collected."""
         self._shutting_down = False
-        """everything that ends from here on was asked to"""
+        """Whether the run is ending, so that every end of a step from here on was requested."""
 
     def apply(self, event: ev.Event, at: float) -> None:
         if isinstance(event, ev.Intended):
@@ -96,7 +96,10 @@ class _FailureCollector:
             self._record_recovery(event.incarnation, at, worked=isinstance(event, ev.FirstWorkDone))
 
     def with_stacks(self, failure: Failure) -> Failure:
-        """With what its processes were seen to do shortly before or after, where no finding says it already."""
+        """Return the failure with the stacks of its processes as further evidence, unless it has stacks already.
+
+        Only stacks taken within ``STACKS_WINDOW_S`` of the failure are added.
+        """
         if failure.incarnation not in self._stacks:
             return failure
         at, stacks = self._stacks[failure.incarnation]
@@ -200,7 +203,7 @@ def _signal(number: int) -> str:
 
 
 def concerns(selector: str | None, failure: Failure) -> bool:
-    """Whether it is a failure of that role, replica or life; without one all are."""
+    """Return whether the failure is of the selected role, replica or incarnation; True without a selector."""
     incarnation = failure.incarnation
     if selector is None or incarnation is None:
         return selector is None

@@ -1,9 +1,10 @@
-"""Which logs a run has, told by the names of their files.
+"""Finds the logs of a run by the names of their files.
 
-``logs/<run>.<role>-<index>.<incarnation>.log`` is what that life wrote, rotated to ``.log.1`` and ``.log.2``;
-``...shipped-<epoch>.log`` are lines of it that a manager kept; ``...step.log``, ``...step.log.0`` and ``...srun`` are
-what the launcher of its step said. A life that began as a shadow has a link under its own name to the shadow's log:
-all that the step wrote is then that life's, what it wrote while it stood by included. The manager's are submitit's.
+``logs/<run>.<role>-<index>.<incarnation>.log`` is what that incarnation wrote, rotated to ``.log.1`` and ``.log.2``;
+``...shipped-<epoch>.log`` are lines of it that a manager copied; ``...step.log``, ``...step.log.0`` and ``...srun`` are
+what the launcher of its step wrote. An incarnation that began as a standby process has a link under its own name to the
+standby process's log: all that the step wrote counts as that incarnation's, even from before the promotion. The
+manager's logs are submitit's.
 """
 
 from __future__ import annotations
@@ -28,27 +29,31 @@ _LOG_NAME_PATTERN = re.compile(
 
 
 class Log(Struct, frozen=True, order=True):
-    """What one life (or its launcher, or a manager) wrote: ``path``, rotated, and the ``copies`` of lines of it."""
+    """The log of an incarnation, a launcher or a manager: ``path``, its rotated files, and ``copies`` of its lines."""
 
     role: str
     replica: str
     incarnation: int
     label: str
-    """what its lines are labelled with"""
+    """The label of its lines."""
     kind: str
-    """``role``, ``launcher`` or ``manager``"""
+    """``role``, ``launcher`` or ``manager``."""
     path: Path
     copies: tuple[Path, ...] = ()
     promoted_from: str = ""
-    """the shadow that it was before, ``standby/n1#3``"""
+    """The standby process that the incarnation was before, such as ``standby/n1#3``; else empty."""
 
     @property
     def owner(self) -> str:
-        """``rollout/0#1``; of a manager ``manager``."""
+        """Return whose log this is: an incarnation such as ``rollout/0#1``, or ``manager``."""
         return "manager" if self.kind == "manager" else f"{self.replica}#{self.incarnation}"
 
     def belongs_to(self, selector: str) -> bool:
-        """``whose``: a role, a replica (of a gang all members) or a life; also of the shadow that it was."""
+        """Return whether ``selector`` selects this log.
+
+        It may be a role, a replica (of a gang: all members) or an incarnation, also of the standby process that it was
+        before.
+        """
         standby_names = (
             (role_of(ReplicaId(self.promoted_from)), self.promoted_from.partition("#")[0], self.promoted_from)
             if self.promoted_from
@@ -58,7 +63,7 @@ class Log(Struct, frozen=True, order=True):
 
 
 def all_logs(run: RunDir) -> list[Log]:
-    """Every log of the run that has something in it, by role, replica and incarnation."""
+    """Return every log of the run that is not empty, by role, replica and incarnation."""
     promotions = _promotions(run)
     copies: dict[str, list[Path]] = {}
     found: dict[Path, Log] = {}
@@ -113,7 +118,7 @@ def _promotions(run: RunDir) -> dict[Incarnation, Incarnation]:
 
 
 def _incarnation_of_log(run: RunDir, name: str) -> Incarnation | None:
-    """Whose own log is called so."""
+    """Return the incarnation whose own log has this file name; None if it is another kind of file."""
     match = _LOG_NAME_PATTERN.fullmatch(name.removeprefix(f"{run.id}."))
     if match is None or not match["own"]:
         return None
@@ -126,7 +131,7 @@ def rotated_files(path: Path) -> list[Path]:
 
 
 def _entries(folder: Path) -> Iterator[Path]:
-    """Files that have something in them."""
+    """Yield the files of the folder that are not empty; none if the folder does not exist."""
     try:
         for entry in os.scandir(folder):
             try:

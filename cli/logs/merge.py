@@ -1,7 +1,7 @@
-"""The lines of logs: from their ends backwards to where to begin, then forwards, merged by time.
+"""Reads the lines of logs: from the end backwards to the first selected line, then forwards, merged by time.
 
-Nothing is held but a block of each file: logs may have GiB. A line is ordered by its time; one that has none by that of
-the line before it, at a file's beginning by when the file was last written.
+Only one block of each file is held in memory, since logs may have GiB. A line is ordered by its time; a line without
+one by the time of the line before it, or, at the beginning of a file, by the time when the file was last written.
 """
 
 from __future__ import annotations
@@ -20,26 +20,23 @@ from .files import Log, rotated_files
 
 _BLOCK_BYTES = 64 * 2**10
 _MAX_LINE_BYTES = 64 * 2**10
-"""bytes; what has no newline for so long is shown in pieces"""
+"""Limit on the bytes of a line; a longer one is shown in pieces."""
 
 
 class Line(NamedTuple):
     """A line of a log, with the key that orders it among the lines of other logs."""
 
     order: bytes
-    """a time of :mod:`rrl.core.log_lines`, of the line or near it"""
+    """The time in the format of :mod:`rrl.core.log_lines`; for a line without one, the time of a line near it."""
     stamp: bytes
-    """its time; b"" when it has none"""
+    """The line's own time; ``b""`` if it has none."""
     text: bytes
     copied: bool = False
-    """from a copy of the log"""
+    """Whether the line was read from a copy of the log."""
 
 
 class LineFilter(NamedTuple):
-    """Selects lines: the newest ``newest`` (None.
-
-    All) that ``match``, from ``since`` to ``until`` (``b""``: no limit).
-    """
+    """Selects the ``newest`` lines (None: all) that ``match``, from ``since`` to ``until`` (``b""``: no limit)."""
 
     newest: int | None = None
     since: bytes = b""
@@ -54,7 +51,10 @@ class LineFilter(NamedTuple):
 
 
 class Tail:
-    """One file and what it was rotated to, from ``wanted`` on. What is open is read to its end before its successor."""
+    """Reads one file and the files it was rotated to, from the first line selected by ``wanted`` on.
+
+    An open file is read to its end before its successor is opened.
+    """
 
     def __init__(self, path: Path, wanted: LineFilter, copied: bool = False) -> None:
         self._path, self._wanted, self._copied = path, wanted, copied
@@ -104,7 +104,7 @@ class Tail:
         return Line(at or self._order, at, data[STAMP_BYTES + 1 :] if at else data, self._copied)
 
     def _seek_to_start(self) -> None:
-        """Seek to the first line that is wanted; what lies before it is not read again."""
+        """Seek to the first selected line; lines before it are not read again."""
         left = self._wanted.newest
         files = list(self._files)
         for n, file in reversed(list(enumerate(files))):
@@ -123,7 +123,7 @@ class Tail:
 
 
 class LogTail:
-    """One log together with its copies: every line once, in order."""
+    """Reads one log together with its copies: every line once, in order."""
 
     def __init__(self, log: Log, wanted: LineFilter) -> None:
         self.log = log
@@ -131,12 +131,12 @@ class LogTail:
         self._own = Tail(log.path, wanted)
         self._copies = {path: Tail(path, wanted, True) for path in log.copies}
         self._newest = b""
-        """time of the newest line of its own that was shown"""
+        """Time of the newest line that was read from the log itself."""
         self._shown: set[bytes] = set()
-        """times of the lines that were shown from a copy only; as many as the copies' files hold"""
+        """Times of the lines that were read from a copy only; as many as the copies' files hold."""
 
     def first_lines(self) -> Iterator[Line]:
-        """Yield the selected lines that are there already."""
+        """Yield the selected lines that exist already."""
         if self._wanted.newest is None or not self._copies:
             yield from self.new_lines()
             return
@@ -145,7 +145,7 @@ class LogTail:
         yield from islice(self.new_lines(), max(0, count - self._wanted.newest), None)
 
     def new_lines(self, copies: tuple[Path, ...] = ()) -> Iterator[Line]:
-        """Yield the lines that were written since; ``copies`` are the copied files that exist by now."""
+        """Yield the lines written since the last call; ``copies`` are the copied files that exist by now."""
         for path in copies:
             if path not in self._copies:
                 self._copies[path] = Tail(path, LineFilter(None, b"", self._wanted.match), True)
@@ -163,7 +163,7 @@ class LogTail:
             yield line
 
     def close(self) -> Iterator[Line]:
-        """Unfinished last lines."""
+        """Yield unfinished last lines, and close the files."""
         yield from self._own.close()
         for tail in self._copies.values():
             yield from tail.close()
@@ -195,7 +195,7 @@ def _order(line: Line) -> bytes:
 
 
 def _backwards(file: BinaryIO, at: int) -> Iterator[tuple[int, bytes]]:
-    """Whole lines before ``at`` and where they begin, the last one first."""
+    """Yield the complete lines before offset ``at``, last line first, each with the offset where it begins."""
     data = b""
     while at:
         block = min(_BLOCK_BYTES, at)

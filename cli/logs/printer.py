@@ -52,7 +52,7 @@ class Printer:
         return f"{time_of_day}{self._paint(log.label)} | {text}" if self.labelled else f"{time_of_day}{text}"
 
     def local_time(self, stamped: bytes) -> str:
-        """``11-20 09:00:00.123`` where we are."""
+        """Return a line's time in the local time zone: ``11-20 09:00:00.123``."""
         second = stamped[: STAMP_BYTES - 8]
         if second != self._second:
             try:

@@ -25,7 +25,7 @@ from ..common.runs import OperationFailed, StateReader, UsageError, find_run, jo
 from ..views.status import retained_jobs
 
 DRAIN_TIMEOUT_S = 120.0
-"""s that it is waited for once the manager has taken the command, beyond the time that replacements may take"""
+"""Time (s) to wait for the drain after the manager took the command, beyond the time that replacements may take."""
 
 
 def drain(name: str, node: str, reason: str, *, wait: bool) -> int:
@@ -38,7 +38,11 @@ def drain(name: str, node: str, reason: str, *, wait: bool) -> int:
 
 
 def undrain(name: str, node: str, *, wait: bool) -> int:
-    """Exit code 0 when this run may use the node again; or, without ``wait``, as for :func:`drain`."""
+    """Have the run use a node again.
+
+    Returns exit code 0 once this run may use the node, or, without ``wait``, once the command is written for the
+    manager.
+    """
     return _send_node_command(name, UNDRAIN, node, "", _undrain_outcome, wait)
 
 
@@ -84,7 +88,10 @@ def _check_node_command(run: RunDir, state: State | None, node: str) -> None:
 
 
 def _print_moving(state: State, node: NodeName, printed: str) -> str:
-    """Who is still on it, told once."""
+    """Print which replicas must leave the node first, unless that is what was ``printed`` last.
+
+    Returns the replicas that were printed last.
+    """
     replicas = ", ".join(one.id for one in workers(state) if one.is_current and one.node == node)
     if replicas and replicas != printed and node in state.node_commands:
         moves = "move" if "," in replicas else "moves"
@@ -130,7 +137,7 @@ def _undrain_outcome(state: State, node: NodeName) -> str:
 
 
 CANCEL_TIMEOUT_S = 120.0
-"""s that a run is waited for once its manager has taken the command"""
+"""Time (s) to wait for the run's end after its manager took the command."""
 
 
 def cancel(name: str, *, wait: bool, keep: bool = False) -> int:
@@ -193,11 +200,14 @@ def _await_end(run: RunDir, reader: StateReader) -> int:
 
 
 RESTART_TIMEOUT_S = 300.0
-"""s that it is waited for once the manager has taken the command, beyond ``limits.join``"""
+"""Time (s) to wait for the replica after the manager took the command, beyond ``limits.join``."""
 
 
 def restart(name: str, replica: str, *, wait: bool) -> int:
-    """Exit code 0 when it has joined again, or, without ``wait``, when the command was left for its manager."""
+    """Restart a replica.
+
+    Returns exit code 0 once it has joined again, or, without ``wait``, once the command is written for the manager.
+    """
     run = find_run(name)
     reader = StateReader(run)
     state = reader.state()
@@ -241,5 +251,5 @@ def _replica(state: State, name: str) -> ReplicaId:
     if name not in gangs:
         raise UsageError(f'no replica "{name}" in this run; it has {", ".join(gangs)}')
     if state.replica(ReplicaId(name)).status is Status.COMPLETED:
-        raise UsageError(f"{name} has done its work already")
+        raise UsageError(f"{name} has completed; there is nothing to restart")
     return ReplicaId(name)

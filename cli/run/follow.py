@@ -1,4 +1,4 @@
-"""Keep looking at a run until it ends: a picture redrawn twice a second, or plain lines where there is no terminal."""
+"""Follows a run until it ends: as a view redrawn twice a second, or as plain lines without a terminal."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .start_check import NeverBegan, StartCheck
 from .status import picture, waiting_text
 
 POLL_INTERVAL_S = 0.5
-"""s between two looks"""
+"""Interval (s) of polling."""
 LINE_INTERVAL_S = 10.0
-"""s between two plain lines when nothing but time has passed"""
+"""Interval (s) of plain lines when nothing but the step or the time has changed."""
 SILENT_AFTER_LEASES = 3.0
-"""a manager whose lease has not moved for so many times its length is said to be silent"""
+"""A manager is reported as silent if its lease was not renewed for this many times its length."""
 SUMMARY_TIMEOUT_S = 10.0
-"""s that the summary may come after the last record"""
+"""Time (s) that the summary may be written after the last record."""
 
 
 def show_live(name: str | None) -> int:
@@ -44,7 +44,7 @@ def follow(
     """Follow a run until it has ended, ``q`` was pressed (``keys``), or ``stop`` was set. Ctrl-C passes through.
 
     Returns the last state read; its ``outcome`` is None when following stopped before the end. With ``require_manager``
-    it raises Failed when no manager on this machine is left to end the run.
+    it raises OperationFailed when no manager on this machine is left to end the run.
     """
     watcher = _Watcher(run, require_manager)
     stop = stop or threading.Event()
@@ -56,7 +56,7 @@ def follow(
 
 
 class _Watcher:
-    """The state as of the last look, and whether the manager's lease still moves (by our own clock)."""
+    """Holds the newest state that was read, and how long the manager's lease was not renewed (by our own clock)."""
 
     def __init__(self, run: RunDir, require_manager: bool) -> None:
         self.run = run
@@ -65,15 +65,19 @@ class _Watcher:
         self._reader = StateReader(run)
         self._start_check = StartCheck(run)
         self.start_failure = ""
-        """why no manager will ever begin the run"""
+        """Why no manager will ever begin the run; empty if one may."""
         self._holder: LeaseHolder | None = None
         self._renewed_at = time.monotonic()
         self._slurm: SlurmJobs | None = None
-        """the last answer of Slurm, since the lease stands still"""
+        """Slurm's last answer since the lease was last renewed."""
         self._slurm_polled_at = 0.0
 
     def poll(self) -> bool:
-        """Return True once the run has ended and its summary exists."""
+        """Read the state and the lease; return whether the run has ended and its summary exists.
+
+        A missing summary is waited for up to ``SUMMARY_TIMEOUT_S``. With ``require_manager``, raises NeverBegan or
+        OperationFailed if no manager is left to begin or end the run.
+        """
         self.state = self._reader.state()
         try:
             current = holder(self.run)
@@ -99,14 +103,17 @@ class _Watcher:
 
     @property
     def silence_s(self) -> float:
-        """Return the seconds since the manager's lease last moved; 0 while that is not unusual."""
+        """Return the seconds since the manager's lease was last renewed; 0 while that is not unusual."""
         silent = time.monotonic() - self._renewed_at
         patience = SILENT_AFTER_LEASES * self.state.job.limits.lease if self.state is not None else 60.0
         return silent if silent > patience else 0.0
 
     @property
     def liveness(self) -> Liveness:
-        """What is to be said of a manager whose lease stands still. Slurm is asked now and then only."""
+        """Return what is known of a manager whose lease is not renewed; empty for any other.
+
+        Slurm is queried once in ``SQUEUE_EVERY_S`` at most.
+        """
         if not self.silence_s or self.state is None or self.state.outcome is not None:
             return Liveness()
         if self.state.job.cluster == "slurm":
@@ -155,7 +162,7 @@ def _incarnations_text(state: State) -> str:
 
 
 def _runs_on_slurm(run: RunDir) -> bool:
-    """There Slurm starts a lost manager again by itself."""
+    """Return whether the run is on Slurm, which restarts a lost manager by itself."""
     job = job_of(run)
     return job is not None and job.cluster == "slurm"
 

@@ -1,4 +1,4 @@
-"""``rrl inject``: order a fault. What the run does not allow, or is not its own, is refused here as by its manager."""
+"""``rrl inject``: requests a fault. A fault that the run does not allow is refused here, as by its manager."""
 
 from __future__ import annotations
 
@@ -26,14 +26,17 @@ from ..common.runs import OperationFailed, StateReader, UsageError, find_run, jo
 _T = TypeVar("_T")
 
 _FLAGS = {FaultProblem.NO_SECONDS: "; add --for 10s", FaultProblem.NO_AMOUNT: "; add --amount"}
-"""which flag gives what is missing"""
+"""What to add to the command line if an argument is missing."""
 
 
 def inject(
     name: str, kind: str, target: str, at: str | None, seconds: str | None, amount: float, seed: int | None,
     *, wait: bool, json: bool,
 ) -> int:  # fmt: skip
-    """Exit code 0 when the order was left for the manager, or, with ``wait``, when the fault was performed."""
+    """Request a fault from the run's manager.
+
+    Returns exit code 0 once the request is written for the manager, or, with ``wait``, once the fault was performed.
+    """
     run = find_run(name)
     reader = StateReader(run)
     state = reader.state()
@@ -64,7 +67,7 @@ def inject(
 def _fault(
     job: RunSpec, kind: str, target: str, at: str | None, seconds: str | None, amount: float, seed: int | None
 ) -> Fault:
-    """Return the fault that the arguments describe. Raises BadInput."""
+    """Return the fault that the arguments describe. Raises UsageError."""
     if kind not in set(FaultKind):
         raise UsageError(f'no fault "{kind}"; there are {", ".join(FaultKind)}')
     moment = FaultTrigger() if at is None else _parse_flag(parse_trigger, at, "--at")
@@ -89,7 +92,10 @@ def _seconds(text: str) -> float:
 
 
 def _await_result(run: RunDir, reader: StateReader, fault: Fault, verbose: bool) -> ev.FaultInjected:
-    """Wait for the first report of the fault. Raises Failed if the run or its last manager ends before that."""
+    """Wait for the first report of the fault and return it.
+
+    Raises OperationFailed if the run or its last manager ends before that.
+    """
     announced = not verbose
     manager = ManagerPresence(run)
     while True:
@@ -111,12 +117,15 @@ def _await_result(run: RunDir, reader: StateReader, fault: Fault, verbose: bool)
 
 
 def _targets_manager(fault: Fault) -> bool:
-    """Who would journal it dies of it: that the manager is gone is all that there is to see."""
+    """Return whether the fault hits the manager.
+
+    The manager dies of it and journals no result: the command can only watch for the manager's end.
+    """
     return fault.target == "manager"
 
 
 def _unrecorded_result(run: RunDir, fault: Fault) -> ev.FaultInjected:
-    """As the next manager will have to journal it, where none has come by itself."""
+    """Return the result of a fault that no manager has journaled, as the next manager will journal it: unknown."""
     detail = f"no manager lives any more; the roles go on, and the next one takes over: rrl manage {run.id}"
     return ev.FaultInjected(fault.id, None, False, detail, fault.kind, fault.target, unknown=True)
 

@@ -1,7 +1,8 @@
-"""Whether a manager renews the lease of a run that has not ended and, if none does, what Slurm knows of the run's jobs.
+"""Judges whether a run that has not ended still has a manager and, if not, what Slurm knows of the run's jobs.
 
-Slurm is queried only for runs whose lease stands still: with one ``squeue`` at most for each ``rrl status`` or
-``rrl list``, and one in :data:`SQUEUE_EVERY_S` while a run is followed.
+A manager shows that it runs by renewing the run's lease. Slurm is queried only for runs whose lease is not renewed:
+with one ``squeue`` at most for each ``rrl status`` or ``rrl list``, and one in :data:`SQUEUE_EVERY_S` while a run is
+followed.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ class Liveness(Struct, frozen=True):
 
 
 class SlurmJobs(Struct, frozen=True):
-    """The jobs of a user that have not ended, or in ``unknown`` why Slurm could not be asked."""
+    """The jobs of a user that have not ended; ``unknown`` says why if Slurm could not be queried, else it is empty."""
 
     jobs: tuple[Job, ...] = ()
     unknown: str = ""
 
 
 def liveness(run: RunDir, state: State) -> Liveness:
-    """Judge one run, asking Slurm at most once. Raises Failed where the lease cannot be read."""
+    """Judge one run, querying Slurm at most once. Raises OperationFailed if the lease cannot be read."""
     stale = stale_lease(run, state)
     if not stale:
         return Liveness()
@@ -72,7 +73,10 @@ def liveness(run: RunDir, state: State) -> Liveness:
 
 
 def stale_lease(run: RunDir, state: State) -> str:
-    """Why no manager of this run seems to live; empty while one may. Raises Failed where the lease cannot be read."""
+    """Return why the run seems to have no manager; empty if it may have one, or has ended.
+
+    Raises OperationFailed if the lease cannot be read.
+    """
     from ...manager.storage.lease import holder, renewed_at
 
     if state.outcome is not None:
@@ -100,7 +104,7 @@ def surely_gone(lease_holder: LeaseHolder | None) -> bool:
 
 
 def owner_of(run: RunDir) -> int:
-    """Return the uid whose jobs belong to the run. Raises Failed."""
+    """Return the uid whose jobs belong to the run. Raises OperationFailed."""
     try:
         return run.path.stat().st_uid
     except OSError as error:
@@ -108,7 +112,7 @@ def owner_of(run: RunDir) -> int:
 
 
 def ask_slurm(uid: int) -> SlurmJobs:
-    """One squeue for all jobs of a user; blocks for :data:`SQUEUE_TIMEOUT_S` at most."""
+    """Query Slurm once for all jobs of a user. Blocks for :data:`SQUEUE_TIMEOUT_S` at most."""
     import asyncio
 
     from ...manager.cluster.base import AllocationState, Refused, Unanswered
@@ -146,7 +150,7 @@ def judge(state: State, stale: str, slurm: SlurmJobs | None) -> Liveness:
 
 
 def _belongs_to_run(job: Job, run_id: str) -> bool:
-    """By its comment, or by its name where a site has changed the comment."""
+    """Return whether the job is the run's, by its comment, or by its name in case a site has changed the comment."""
     return job.comment.split()[:2] == ["rrl", run_id] or job.name.startswith(f"{run_id}.")
 
 
@@ -173,7 +177,10 @@ def _managers_text(managers: Sequence[Job]) -> str:
 
 
 def manager_gone(run: RunDir) -> str:
-    """Return that no manager lives, and what to do, where this machine can tell for certain; else an empty text."""
+    """Return a message that no manager runs, and what to do; empty unless this machine can tell for certain.
+
+    Raises OperationFailed if the lease cannot be read.
+    """
     from ...manager.storage.lease import holder
 
     try:

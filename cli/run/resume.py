@@ -1,4 +1,4 @@
-"""``rrl resume``: a run that has ended goes on from its last commit, under the same id."""
+"""``rrl resume``: continues a run that has ended from its last commit, under the same id."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from .submit import print_started, watch_until_end
 FIXED_KEYS = ("run.name", "run.seed", "cluster.kind", "model", "task")
 """Keys of job.toml that cannot change: what was trained and stored would be of something else."""
 CHANGEABLE_KEYS = ("model.max_length",)
-"""keys in these that can"""
+"""Keys within ``FIXED_KEYS`` that can change."""
 
 
 def resume(name: str, *, changed: Path | None, steps: int | None, walltime: str | None, wait: bool, json: bool) -> int:
-    """Exit codes as of ``rrl submit``."""
+    """Continue a run that has ended. Exit codes are those of ``rrl submit``."""
     run = find_run(name)
     check_manageable(run)
     state = read_state(run)
@@ -79,7 +79,10 @@ def _job(run: RunDir, changed: Path | None, steps: int | None, walltime: str | N
 
 
 def _validated(job: Job, walltime: str | None) -> Job:
-    """``job`` again. Raises BadInput where what was changed does not fit the rest of it."""
+    """Return ``job``, validated again as a whole.
+
+    Raises UsageError if a changed value (``--walltime`` or ``--steps``) does not fit the rest of the job.
+    """
     try:
         return Job.model_validate(tomllib.loads(as_toml(job)))
     except ValidationError as error:
@@ -101,7 +104,7 @@ def _seconds(text: str) -> float:
 def _check_fits(run: RunDir, state: State, job: Job, changed: Path | None) -> None:
     """Check that the job continues this run.
 
-    Raises BadInput if nothing is left to do, or it would be a different run.
+    Raises UsageError if nothing is left to do, or it would be a different run.
     """
     steps = job.run.steps or 0
     if state.outcome is Outcome.COMPLETED and state.step >= steps:

@@ -1,4 +1,4 @@
-"""Whether a manager may still begin the run that is waited for, asked as often as Slurm can bear."""
+"""Checks whether a submitted run can still be begun by a manager, as often as Slurm can bear."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from ...manager.model.state import State
 from ..common.runs import UsageError, job_of, read_state
 
 SLURM_CHECK_EVERY_S = 10.0
-"""s between two questions to Slurm, whose queue may hold the manager for days: six commands a minute, as many as a
-manager makes itself (three in each look, one look each ``limits.poll``)"""
+"""Interval (s) of querying Slurm, whose queue may hold the manager for days.
+
+This makes six commands a minute, as many as a manager makes itself (three in each poll, one poll each ``limits.poll``).
+"""
 
 
 class NeverBegan(UsageError):
@@ -19,12 +21,12 @@ class NeverBegan(UsageError):
 
 
 class StartCheck:
-    """Looks after the managers that were submitted for one run, until one of them begins it."""
+    """Watches the managers that were submitted for one run, until one of them begins it."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._checked_at = 0.0
-        """time.monotonic() of the last check"""
+        """Time (time.monotonic()) of the last check."""
         self._failure = ""
 
     def failure(self, state: State | None) -> str:

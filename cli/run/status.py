@@ -30,7 +30,7 @@ from .manager_liveness import (
 from .start_check import StartCheck
 
 MIN_FREE_BYTES = 64 * 2**10
-"""bytes: with less free, what a manager writes for one decision may not fit"""
+"""Free bytes below which a manager may be unable to write one decision."""
 
 
 def status(name: str | None, *, json: bool) -> int:
@@ -112,7 +112,7 @@ def storage_trouble(run: RunDir) -> str:
 
 
 def list_runs(*, json: bool) -> int:
-    """Print all runs."""
+    """Print all runs of this user, newest first."""
     slurm: dict[int, SlurmJobs] = {}
     rows = [_row(run, slurm) for run in all_runs()]
     if json:
@@ -125,9 +125,10 @@ def list_runs(*, json: bool) -> int:
 
 
 def _row(run: RunDir, slurm: dict[int, SlurmJobs]) -> dict[str, Any]:
-    """Return one run as plain values; an unreadable run is a row that says so.
+    """Return one run as plain values; for an unreadable run, a row with the reason.
 
-    ``slurm`` holds each user's jobs. Slurm is queried once for all runs, and only if a lease stands still.
+    ``slurm`` maps a uid to that user's jobs. All rows share it: it is filled when a row first needs it, which is only
+    if a run's lease is no longer renewed.
     """
     job = job_of(run)
     row: dict[str, Any] = {
@@ -150,7 +151,7 @@ def _row(run: RunDir, slurm: dict[int, SlurmJobs]) -> dict[str, Any]:
 
 
 def _known_standing(run: RunDir, state: State, slurm: dict[int, SlurmJobs]) -> str:
-    """Where the run stands, where more is known of it than its journal says."""
+    """Return the run's standing if more is known of it than its journal says; else an empty text."""
     try:
         if state.job.cluster != "slurm" or not (stale := stale_lease(run, state)):
             return ""

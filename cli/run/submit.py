@@ -46,7 +46,10 @@ def submit(path: Path, *, foreground: bool, wait: bool, json: bool) -> int:
 
 
 def watch_until_end(run: RunDir, json: bool, after: int = 0) -> int:
-    """Watch it until it ends, with a record beyond ``after``; Ctrl-C only stops watching."""
+    """Watch the run until it ends, print its summary and return the exit code; Ctrl-C only stops watching (130).
+
+    After a resume, ``after`` is the number of the last journal record before it: the end must come after that.
+    """
     if not json:
         print(f"{run.id}  ({run.path})", flush=True)
     try:
@@ -85,7 +88,10 @@ def _start(run: RunDir, job: Job) -> None:
 
 
 def manage(name: str) -> int:
-    """Be the manager of an existing run. Exit code 0 when it completed, or when this manager left before its end."""
+    """Run the manager of an existing run in this process.
+
+    Returns exit code 0 if the run completed, or if this manager left before its end.
+    """
     run = find_run(name)
     state = read_state(run)
     if state is not None and state.outcome is not None and read_pending(run) is None:  # a resume is taken up
@@ -160,7 +166,10 @@ def _print_summary(run: RunDir, json: bool) -> int:
 
 @contextmanager
 def _progress_to_stderr(wanted: bool) -> Iterator[None]:
-    """With --json, stdout is for the one document at the end."""
+    """Within the context, redirect stdout to stderr if ``wanted``.
+
+    With ``--json``, stdout is for the one document at the end.
+    """
     before = sys.stdout
     if wanted:
         sys.stdout = sys.stderr

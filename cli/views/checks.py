@@ -26,7 +26,10 @@ _REMEDY_TEXT = {
 
 
 def headline(verdict: Verdict, findings: Sequence[Finding]) -> str:
-    """One line for a drain's reason: the verdict and its first reason."""
+    """Return one line for a drain's reason: the verdict and the first finding with it.
+
+    Without such a finding, or if the verdict is OK: the verdict and the number of checks.
+    """
     worst = next((finding for finding in findings if finding.verdict is verdict), None)
     if verdict is Verdict.OK or worst is None:
         return f"{verdict.value} {_tally(findings)}"
@@ -69,7 +72,7 @@ def _finding_lines(findings: Sequence[Finding], verdict: Verdict) -> Iterator[tu
 
 
 def _tally(findings: Sequence[Finding]) -> str:
-    """Return the number of checks, as ``18 checks; 21 unknown here``."""
+    """Return the number of passed checks and of those unknown, as ``18 checks; 21 not to be known here``."""
     well = sum(finding.verdict is Verdict.OK for finding in findings)
     unknown = sum(finding.verdict is Verdict.UNKNOWN for finding in findings)
     return f"{well} checks" + (f"; {unknown} not to be known here" if unknown else "")

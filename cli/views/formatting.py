@@ -43,7 +43,7 @@ def bar(done: int, of: int, width: int) -> tuple[str, str]:
 
 
 def folded(names: Iterable[str]) -> str:
-    """``n[1-3,7]``; names that ClusterShell cannot read are listed as they are."""
+    """Return the node names folded, as ``n[1-3,7]``; names that ClusterShell cannot parse are listed as they are."""
     from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 
     listed = sorted(names)

@@ -18,11 +18,11 @@ from .formatting import folded, span
 
 COLOUR = {"FAIL": "red", "WARN": "yellow", "OK": "green"}
 BAR_COLUMNS = 24
-"""columns"""
+"""Width of a bar in columns."""
 
 
 def report_view(report: Report, sources: Sources, drains_unknown: str) -> RenderableType:
-    """Site, causes, nodes that something is to be said of, all others folded."""
+    """Return the view: the site, its causes, the notable nodes with details, and all other nodes folded."""
     shown = [one for one in report.nodes if is_notable(one)]
     quiet = [one.node for one in report.nodes if not is_notable(one)]
     parts: list[RenderableType] = [_site(report.site, sources)]
@@ -39,7 +39,7 @@ def report_view(report: Report, sources: Sources, drains_unknown: str) -> Render
 
 
 def to_paste(report: Report) -> str:
-    """Lines for a shell, which no terminal's width may break."""
+    """Return the report's ``scontrol`` commands as lines that no terminal's width breaks; empty if there are none."""
     lines = [one.scontrol for one in report.nodes if one.scontrol]
     return "".join(f"{line}\n" for line in ["", *lines]) if lines else ""
 
@@ -55,12 +55,12 @@ def drain_text(drain: DrainState) -> str:
 
 
 def utc_time(at: float) -> str:
-    """UTC, to the second."""
+    """Format a time in UTC, to the second."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at))
 
 
 def figure(value: float) -> str:
-    """Three digits that count: ``0.0687``, ``3.21``, ``226``, ``217,000``."""
+    """Format a number with three significant digits: ``0.0687``, ``3.21``, ``226``, ``217,000``."""
     if value < 0.001:
         return f"{value:.0g}"
     digits = 2 - math.floor(math.log10(value))
@@ -68,7 +68,7 @@ def figure(value: float) -> str:
 
 
 def interval(rate: Rate, unit: str = "") -> str:
-    """``3.21 (95 %: 1.04 to 7.48)``; a bound that is not known is left open."""
+    """Format a rate with its interval, ``3.21 (95 %: 1.04 to 7.48)``; an unknown bound is left open."""
     if rate.low is None:
         return "not known: no node was held"
     sure = f"{100 * rate.confidence:g} %"
@@ -79,7 +79,7 @@ def interval(rate: Rate, unit: str = "") -> str:
 
 
 def is_notable(one: NodeReport) -> bool:
-    """There is anything to say of it."""
+    """Return whether there is anything to report of the node, such as incidents, a drain or actions."""
     return bool(
         one.verdict != "OK" or one.lemon.lemon or one.incidents or one.injected or one.drain.drained or one.actions
         or one.count
@@ -158,7 +158,7 @@ def _table(nodes: Sequence[NodeReport], now: float) -> RenderableType:
 
 
 def _details(nodes: Sequence[NodeReport]) -> RenderableType:
-    """Below the table, of each node, what to do, and what that rests on."""
+    """Return, for each node, the action and the evidence for it, to be shown below the table."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(style="bright_black", no_wrap=True)

@@ -18,7 +18,7 @@ from .health_report import drain_text, interval, is_notable, rows_of, utc_time
 from .health_report import figure as digits
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 900, 180, 34, 22
-"""of the plot, in its own units"""
+"""Measures of the plot, in its own units."""
 MAX_TICKS = 4
 MAX_LABELS = 10
 _COLOURS = {
@@ -78,7 +78,7 @@ def _causes(site: SiteReport) -> list[dict[str, Any]]:
 
 
 def chart(days: list[Day]) -> dict[str, Any]:
-    """Stacked bars, one a day. Without failures there are none."""
+    """Return the shapes of a chart with one stacked bar for each day; no bars without failures."""
     max_failures = max((sum(day.failures.values()) for day in days), default=0)
     causes = sorted({cause for day in days for cause in day.failures})
     if not max_failures:

@@ -1,4 +1,4 @@
-"""``State`` as something to look at. Pure: the same state and time give the same picture.
+"""Render ``State`` for a terminal. Pure: the same state and time give the same view.
 
 Every line is built to fit: nothing wraps at 80 columns, and more columns show more.
 """
@@ -24,11 +24,11 @@ from .formatting import bar, curve, folded, number, span
 from .summary import MAX_STALE_SHARE
 
 NARROW_COLUMNS = 95
-"""columns below which what is nice to know is left out"""
+"""Number of columns below which less important details are left out."""
 MAX_LISTED = 12
-"""replicas of one role that are listed one by one; of more, only those that are not at their ordinary work"""
+"""Number of replicas of a role that are listed one by one; of more, only those not at their ordinary work."""
 RECENT_FAILURE_S = 600.0
-"""s for which a failure stays in the picture"""
+"""Time (s) for which a failure stays in the view."""
 
 _OUTCOME = {
     Outcome.COMPLETED: "green", Outcome.CANCELLED: "yellow", Outcome.FAILED: "red", Outcome.REJECTED: "red",
@@ -38,9 +38,9 @@ _STATUS = {
     Status.COMPLETED: "green",
 }  # fmt: skip
 _SEPARATE_METRICS = ("reward", token_ages.P50_METRIC, token_ages.MAX_METRIC, token_ages.RUN_MAX_METRIC)
-"""metrics that have a row of their own"""
+"""Metrics that have a row of their own."""
 _NORMAL_STATUSES = (Status.JOINED, Status.COMPLETED)
-"""nothing is to be said of who stands so"""
+"""Statuses of replicas of which nothing needs to be reported."""
 _VERDICT = {Verdict.FAIL: "red", Verdict.WARN: "yellow"}
 
 
@@ -98,7 +98,7 @@ def _progress_text(state: State) -> str:
 
 
 def standing(state: State) -> tuple[str, str]:
-    """Where the run stands in one word, and its colour."""
+    """Return the run's standing in a few words, and its colour."""
     if state.outcome is not None:
         return state.outcome.value, _OUTCOME[state.outcome]
     if state.finish is not None:
@@ -115,7 +115,7 @@ def standing(state: State) -> tuple[str, str]:
 
 
 def _is_on_excluded_node(state: State, finding: Finding) -> bool:
-    """About a node that is no longer used: nothing is to be recovered there."""
+    """Return whether the finding is about a node that the run no longer uses: nothing is to be recovered there."""
     node = state.nodes.get(finding.node) if finding.node is not None else None
     return node is not None and node.excluded is not None
 
@@ -160,7 +160,7 @@ def _facts(state: State, now: float, width: int, notes: Sequence[str]) -> Render
 
 
 def _held_back_nodes(state: State, now: float) -> Iterator[str]:
-    """Nodes that failed and that the breaker does not let the run leave: for how long, why, and what was found."""
+    """Yield a line for each failed node that the circuit breaker keeps in use: for how long, why, and the evidence."""
     node_failed = any(one.verdict is Verdict.FAIL and one.node is not None for one in state.findings.values())
     if state.finish is not None or not node_failed:
         return
@@ -175,7 +175,7 @@ def _held_back_nodes(state: State, now: float) -> Iterator[str]:
 
 
 def _token_ages(state: State) -> Text:
-    """Ages of the tokens of the newest steps, in weight versions."""
+    """Return the ages of the tokens of the newest steps, in weight versions."""
     ages, limit = state.token_ages, state.job.staleness
     bound = "no limit" if limit is None else f"limit {limit}"
     colour = "yellow" if ages.warned is not None else "none"
@@ -183,7 +183,7 @@ def _token_ages(state: State) -> Text:
 
 
 def retained_jobs(state: State) -> str:
-    """Slurm's numbers of the jobs that a person wanted to keep beyond the run's end."""
+    """Return the ids of the Slurm jobs that a user asked to keep after the run's end, separated by blanks."""
     jobs = [one.status.job for one in state.allocations.values() if one.status is not None and state.keep_allocations]
     return " ".join(sorted(jobs))
 
@@ -200,7 +200,10 @@ def _metrics(state: State, width: int) -> str:
 
 
 def _nodes(state: State) -> Text:
-    """Which nodes are in use, and which are not and why; replicas' agents stand for their nodes."""
+    """Return which nodes are in use, spare or warm, and which are not usable and why.
+
+    Without any node: how many are wanted. A node without its agent is listed as such.
+    """
     if not state.nodes:
         pending = [a.status.detail for a in state.allocations.values() if a.status is not None and a.status.detail]
         return Text(f"none yet, {state.job.nodes} wanted" + (f" ({pending[0]})" if pending else ""), "yellow")
@@ -293,7 +296,7 @@ def _row(table: Table, state: State, replica: Replica, now: float) -> None:
 
 
 def _doing(replica: Replica) -> tuple[str, str, float]:
-    """Its phase once it has joined, until then its status; the colour; since when."""
+    """Return (phase, colour, since) of a joined replica; of any other its status instead of the phase."""
     if replica.status is Status.JOINED and replica.phase:
         return replica.phase, phase(replica.phase).colour, replica.phase_since or replica.since
     return replica.status.value, _STATUS.get(replica.status, "white"), replica.since
@@ -312,7 +315,7 @@ def _remark(state: State, replica: Replica, now: float) -> Text:
 
 # ── findings and failures ──────────────────────────────────────────────────────────────────────────────────────────
 def _findings(state: State, now: float) -> RenderableType | None:
-    """Everything that is found wrong at this moment, newest first."""
+    """Return a table of the open findings, newest first; None if there are none."""
     if not state.findings:
         return None
     grid = Table.grid(padding=(0, 2), expand=True)

@@ -14,7 +14,7 @@ from .formatting import number, span, stage
 
 _OUTCOME_COLOUR = {"completed": "green", "cancelled": "yellow", "failed": "red", "rejected": "red"}
 MAX_STALE_SHARE = 0.5
-"""share of what is made above which it is warned of that it is dropped for its age"""
+"""Share of the generated groups that may be dropped for their age; beyond it the view warns."""
 _STAGES = ("detect_s", "decide_s", "start_s", "weights_s", "first_work_s", "total_s")
 
 
@@ -100,7 +100,7 @@ _STANDING_COLOUR = {
 
 
 def runs_view(rows: Sequence[dict[str, Any]], now: float) -> RenderableType:
-    """``rows`` as :mod:`rrl.cli.run.status` makes them; ``now``: wall clock (s)."""
+    """Return a table of the runs. ``rows`` are from :mod:`rrl.cli.run.status`; ``now`` is the wall clock (s)."""
     table = Table(
         box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False,
         header_style="bright_black", border_style="bright_black",
@@ -124,5 +124,5 @@ def runs_view(rows: Sequence[dict[str, Any]], now: float) -> RenderableType:
 
 
 def _steps(step: int, steps: int | None) -> str:
-    """Return the number of steps; a run of user commands alone has none."""
+    """Return the steps done of all, as ``3/20``; a dash for a run of user commands alone, which has no steps."""
     return "–" if steps == 0 else f"{step}/{'?' if steps is None else steps}"

@@ -87,7 +87,11 @@ def sbatch(options: Mapping[str, str | int | bool]) -> dict[str, str]:
 
 
 def _node_groups(job: Job, roles: tuple[RoleSpec, ...]) -> tuple[NodeGroup, ...]:
-    """Return one group for all roles in form pool; else one per exclusive role, and one for the other roles."""
+    """Return the run's node groups, the largest first.
+
+    With ``form = "pool"``: a single group for all roles. Otherwise: one for each exclusive role, and one shared by the
+    other roles.
+    """
     cluster, common = job.cluster, sbatch(job.slurm)
     job_walltime = min(cluster.walltime, cluster.job_walltime or cluster.walltime)
     node = Resources(cpus=cluster.node.cpus, gpus=cluster.node.gpus, mem=cluster.node.mem)

@@ -201,7 +201,11 @@ def _donor_rollouts(job: Job) -> None:
 
 
 def _warm_rollouts(job: Job) -> None:
-    """Check that warm rollouts have an effect, since a user sets the key only to get them."""
+    """Reject ``warm`` rollouts where they would have no effect, since a user sets the key only to get them.
+
+    Standby rollouts need ``[recovery] policy = "role"``, ``form = "pool"``, at least one spare node, and rollouts of a
+    single rank.
+    """
     rollout, at = job.roles.rollout, ("roles", "rollout", "warm")
     if not rollout.warm:
         return

@@ -81,7 +81,7 @@ def _exporter(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResul
             text = f"{name} has uncorrectable ECC errors since its driver was loaded, according to DCGM"
             yield fail(Cause.GPU, Remedy.RESET_GPU, text, component=gpu.uuid, proof=True)
     if "exporter" in data.unread:
-        yield Unknown(data.unread["exporter"])
+        yield Unknown(f"cannot read the DCGM exporter: {data.unread['exporter']}")
 
 
 def _known(code: str) -> bool:

@@ -203,7 +203,10 @@ def evaluate(state: NodeState, node: NodeName, rules: Rules, now: float) -> list
 
 
 def pending(state: NodeState) -> set[str]:
-    """Return the readers whose next sample decides about a failure: one run found it, without proof."""
+    """Return the names of the readers whose next sample confirms or clears a failure that is not raised yet.
+
+    Such a failure was found without proof, and in fewer samples in a row than its check requires.
+    """
     if not isinstance(state.memo, _Memo):
         return set()
     return {
@@ -216,7 +219,10 @@ def pending(state: NodeState) -> set[str]:
 
 
 def is_uninformative(finding: Finding) -> bool:
-    """Return whether the finding is UNKNOWN without casting doubt on the node: nothing was expected to be known."""
+    """Return whether the finding is an UNKNOWN about something that this node is not expected to report.
+
+    Such an UNKNOWN is no sign of a problem.
+    """
     return finding.verdict is Verdict.UNKNOWN and Flag.UNAVAILABLE in finding.flags
 
 

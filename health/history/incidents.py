@@ -228,7 +228,11 @@ def costs(history: RunHistory) -> list[tuple[Failed, float]]:
 
 
 def _attributed(history: RunHistory, failed: Failed, cost: float, against: list[RaisedFinding]) -> Incident | None:
-    """Return the incident of a failure; None for a lost node without evidence against it."""
+    """Return the incident that a failure belongs to; None for a lost node without evidence against it.
+
+    ``cost`` is what the failure cost (GPU-hours). ``against`` are the findings against its node; those near the failure
+    in time decide who was at fault.
+    """
     near = [
         raised
         for raised in against

@@ -73,7 +73,7 @@ class Checkpoint(Struct, frozen=True, tag_field="kind", tag="checkpoint"):
 
 
 class FindingRecord(Struct, frozen=True, tag_field="kind", tag="finding"):
-    """A detector's finding changed, or was repeated (``count``). OK: it has cleared."""
+    """A change or repetition (``count``) of a detector's finding. Verdict OK means that it has cleared."""
 
     at: float
     node: str

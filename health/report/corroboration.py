@@ -41,9 +41,9 @@ class Signal(Struct, frozen=True):
 
 
 def witnesses_of(findings: Iterable[RaisedFinding]) -> dict[Cause, Witnesses]:
-    """Return by cause the users with hardware evidence against one node that their runs have not cleared.
+    """Return, for each cause, the users whose runs have uncleared hardware evidence against the node.
 
-    ``findings`` are all findings against the node.
+    ``findings`` are all findings against that node.
     """
     found: dict[Cause, Witnesses] = {}
     for raised in findings:

@@ -174,7 +174,7 @@ class LocalCluster:
         raise Refused("the local cluster cannot undrain nodes: its virtual nodes belong to this run only")
 
     async def shrink(self, tag: str, nodes: tuple[NodeName, ...]) -> None:
-        """Refuse: virtual nodes belong to this run only."""
+        """Raise Refused: virtual nodes belong to this run alone, so there is nobody to give them back to."""
         raise Refused("the local cluster cannot give single nodes back: its virtual nodes belong to this run only")
 
     async def inject_fault(self, fault: Fault) -> str:

@@ -99,7 +99,10 @@ def open_requests(state: State) -> dict[str, str]:
 
 
 def finding_about(state: State, incarnation: Incarnation) -> Finding | None:
-    """Return the FAIL finding about an incarnation, if there is one; proofs first."""
+    """Return the FAIL finding about the incarnation to act on; None if there is none.
+
+    Of several, one with proof comes first, then the oldest.
+    """
     return most_severe(finding for finding in state.findings.values() if finding.incarnation == incarnation)
 
 

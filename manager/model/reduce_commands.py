@@ -19,7 +19,7 @@ _ROLE = "role"
 
 
 def on_command(state: State, at: float, event: ev.CommandReceived) -> State:
-    """Record a user's command, so that it is handled once, and what it requests."""
+    """Record a user's command, so that it is handled only once, and record what it requests."""
     state = replace(state, handled_commands=(*state.handled_commands, event.id))
     if event.command == "cancel":
         return replace(state, cancelled_by=event.by, keep_allocations=event.keep_allocations)

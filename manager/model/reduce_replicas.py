@@ -127,8 +127,8 @@ def count_failure(
 def on_fence(state: State, at: float, fence: Fence) -> State:
     """Apply a fence: the incarnation is no longer current and its step becomes an orphan to be stopped.
 
-    The replica is launched again or retired. A replica that is not running is changed too, if it restarts with its gang
-    or on a user's request.
+    The replica is launched again or retired, also if it was not running but restarts with its gang or on a user's
+    request.
     """
     replica = state.replica(fence.incarnation.replica)
     retired = fence.rung in (Rung.DEGRADED, Rung.GIVE_UP)
@@ -214,7 +214,10 @@ def settle_launch(state: State, step: str) -> State:
 
 
 def on_admitted(state: State, at: float, event: ev.Admitted) -> State:
-    """Record the first process of a step: its launch is settled."""
+    """Record that a step's first process was admitted, which settles the launch intent.
+
+    A standby process that requests admission again does not settle the promotion that is still open.
+    """
     replica = state.replica(event.incarnation.replica)
     # A standby process that requests admission again has not been promoted yet: its promotion stays open.
     if replica.promoted_from is None or replica.step != event.step:

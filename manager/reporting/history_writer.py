@@ -44,9 +44,9 @@ _write = os.write
 
 
 class HistoryWriter:
-    """Writes the history of one manager; nothing if ``folder`` is empty.
+    """Writes the history of one manager. If ``folder`` is the empty string, nothing is written.
 
-    Create it before the manager's first record; ``state`` is the state that the journal left.
+    Create it before the manager's first record, with the ``state`` read from the journal (None for a new run).
     """
 
     def __init__(self, folder: str, run: str, epoch: int, spec: RunSpec, at: float, state: State | None) -> None:

@@ -77,7 +77,7 @@ class DrainRequests:
 
     @property
     def requests(self) -> list[DrainRequest]:
-        """Open requests."""
+        """Return the drain requests that no administrator has fulfilled yet."""
         return list(self._open.values())
 
 

@@ -64,7 +64,10 @@ class Head(Struct, frozen=True):
 
 
 class _Schema(Struct, frozen=True):
-    """The one field of a head that every version of rrl can read. The rest is decoded only if the schema matches."""
+    """The schema number at the head of a journal segment: the only part that every version of rrl can read.
+
+    The rest of the head is decoded only if the number matches.
+    """
 
     schema: int
 

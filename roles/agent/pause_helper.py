@@ -58,7 +58,12 @@ def main() -> int:
 
 
 def _pause_until(target: Process, group: bool, share: float, until: float, watched: list[int]) -> None:
-    """Stop and continue the target until the time ``until``, or until a process in ``watched`` (pidfds) ends."""
+    """Keep the target stopped, except for ``share`` of the time, until ``until`` (s, time.monotonic).
+
+    With ``share`` = 0 it is stopped throughout, else SIGSTOP and SIGCONT alternate with the period ``PERIOD_S``. With
+    ``group``, the signals go to the target's process group. Returns early when a process in ``watched`` (pidfds) ends
+    or the target cannot be signalled. The caller continues the target afterwards.
+    """
     poll = select.poll()
     for fd in watched:
         poll.register(fd, select.POLLIN)

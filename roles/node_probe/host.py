@@ -401,7 +401,8 @@ def _nvml(within: float) -> Nvml:
     if result.code == _NVML_ERROR_EXIT_CODE:
         raise ReadError(result.message.rpartition(" / ")[2], UnavailableCause.NVML)
     if result.code:
-        raise OSError(result.message.rpartition(" / ")[2] or f"the NVML reader ended with {result.code}")
+        message = result.message.rpartition(" / ")[2]
+        raise OSError(message or f"the NVML reader ended with exit code {result.code} and no message")
     return msgspec.json.decode(result.out, type=Nvml)
 
 

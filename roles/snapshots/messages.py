@@ -92,7 +92,7 @@ class ReadyForUpload(Struct, frozen=True, tag=True):
 
 
 class SnapshotFound(Struct, frozen=True, tag=True):
-    """Answer to :class:`Download`; ``meta`` is the size of the meta in bytes."""
+    """Answer to :class:`Download`. The metadata follows (``meta`` is its length in bytes), then the snapshot."""
 
     meta: int
 

@@ -103,9 +103,10 @@ class HostBuffers:
             self._sending.release()
 
     def _forget_others(self, client: SnapshotClient) -> None:
-        """Have other nodes drop snapshots of earlier incarnations, once both snapshots here are of this incarnation.
+        """Have other nodes drop this rank's snapshots of earlier incarnations, after two steps of this one are sealed.
 
-        ``client`` requests the same from this node's agent, and the buddy's memory is reused for new copies.
+        By then both snapshot buffers of this node's agent hold steps of this incarnation. The buddy is not asked: new
+        copies overwrite its buffers. ``client`` is the connection to this node's agent, which sends the requests.
         """
         if self._forgotten or self._times_sealed < 2:
             return

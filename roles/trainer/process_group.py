@@ -187,9 +187,10 @@ def is_lost_member(error: BaseException) -> bool:
 
 @contextmanager
 def wait_to_be_fenced(me: rrl.Worker) -> Iterator[None]:
-    """Wait up to ``FENCE_WAIT_S`` before an error about the loss of another member is raised.
+    """Delay an error caused by the loss of another member by up to ``FENCE_WAIT_S``, then raise it again.
 
-    The manager thereby finds the member that failed first, and ends the survivors by fencing them.
+    Context manager. The delay gives the manager time to see the member that failed first, and to end the survivors by
+    fencing them; it is over once this process is asked to stop. Other errors pass at once.
     """
     try:
         yield
@@ -302,7 +303,10 @@ def batches(me: rrl.Worker, gang: Gang, after: int) -> Iterator[Batch]:
 
 
 def _next_batch(me: rrl.Worker, gang: Gang, number: int) -> Batch | None:
-    """Return the next batch; the others wait for rank 0, however long the store is away."""
+    """Return this member's part of batch ``number``; None if a member is asked to stop.
+
+    Rank 0 fetches the batch from the store, for as long as the store is away; the other ranks wait for rank 0.
+    """
     first = gang.rank == _RANK0
     whole = me.packed_batch(number) if first else None
     with nullcontext() if first else me.phase("wait_data", waits_for=me.launch.incarnation.gang.replica):

@@ -184,7 +184,7 @@ class StalenessLimit:
 
     @property
     def oldest_allowed(self) -> int | None:
-        """Step of the oldest weights whose tokens the next step may train; None without a limit."""
+        """Return the oldest weight version (its step) whose tokens the next step may train on; None without a limit."""
         return None if self._limit is None else self._state.latest - self._limit
 
     @property
@@ -193,7 +193,10 @@ class StalenessLimit:
         return inf if self._limit is None else self._limit + 1
 
     def _places(self, weights: int) -> int:
-        """Return how many groups fit into the steps from the next one up to the last that may train these weights."""
+        """Return how many groups fit into the steps that may still train on tokens of weight version ``weights``.
+
+        Counted from the next step on; 0 or negative if no such step is left.
+        """
         assert self._limit is not None
         return self._per_batch * (weights + 1 + self._limit - self._state.latest)
 

@@ -419,12 +419,16 @@ class Store:
         return self.bind(incarnation, number) or Bound(self._state.batch(number))
 
     def bind(self, incarnation: Incarnation, number: int) -> NotReady | Denied | None:
-        """Bind the complete groups with the earliest last step to step ``number`` (rule 2), unless it is bound already.
+        """Bind to step ``number`` the complete groups that expire first, unless the step is bound already.
+
+        A group expires with the last step that its oldest token allows (:mod:`.staleness`; rule 2 of
+        docs/architecture.md, "Trajectories: exactly once"). With ``wait_for_late`` false, groups that are then too old
+        for the next step are dropped.
 
         Returns:
-            None if the step is bound. NotReady while too few groups are complete, or while a group is incomplete that
-                no later step can train in time. With ``wait_for_late`` false there is no such wait: groups that are too
-                old for the step after ``number`` are dropped.
+            None if the step is bound. Denied if the trainer is fenced, or ``number`` is not the step after the newest
+                bound one. NotReady while too many bound steps are uncommitted, while too few groups are complete, or
+                (with ``wait_for_late``) while more groups are incomplete than later steps could still train on in time.
         """
         if rejection := self._check_trainer(incarnation):
             return rejection

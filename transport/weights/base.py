@@ -30,10 +30,10 @@ class VersionUnavailable(TransportError):
 class WeightTransport(Protocol):
     """How weight versions are transferred. Every failure is a TransportError.
 
-    A source that is still receiving what a client requests replies NOT_READY every ``protocol.NOT_READY_INTERVAL_S``
-    until it has verified it. ``timeout`` is how long (s) the source may be silent: it starts when this reply is the
-    next one due on its connection, and again at each NOT_READY. ``starvation_timeout`` is how long (s) it may reply
-    only NOT_READY, from the first one of this request.
+    A source may itself still be receiving the requested chunk. Until it has verified the chunk, it replies NOT_READY
+    every ``protocol.NOT_READY_INTERVAL_S``. ``timeout`` (s) bounds silence: it starts once all earlier replies on the
+    connection have arrived, and restarts at each NOT_READY. ``starvation_timeout`` (s) bounds the time during which the
+    source replies only NOT_READY, from the first one of this request.
     """
 
     kind: str

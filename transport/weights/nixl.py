@@ -132,7 +132,10 @@ class _NixlConnection:
 
     # ── sending ────────────────────────────────────────────────────────────────────────────────────────────────────
     async def send(self, data: bytes | memoryview) -> None:
-        """Send all of ``data``, directly or through slots."""
+        """Send all of ``data``: up to ``INLINE_BYTES`` in one message, more in pieces through registered slots.
+
+        The peer reads each piece from its slot. Waits while too many slots are unread.
+        """
         view = memoryview(data)
         if 0 < view.nbytes <= INLINE_BYTES:
             await self._write(_KIND_BYTES, view.nbytes, bytes(view))

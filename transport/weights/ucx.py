@@ -294,8 +294,8 @@ class UcxTransport:
         if forbidden := sorted(pair for pair in worker.ports if pair[0] != self._trusted_host):
             self._close_worker(worker)
             listening = ", ".join(f"{address}:{port}" for address, port in forbidden)
-            allowed = f"only {self._trusted_host} is allowed" if self._trusted_host else "it must not listen"
-            raise TransportError(f"UCX listens at {listening}; {allowed}")
+            allowed = f"only {self._trusted_host} is allowed" if self._trusted_host else "it must not listen at all"
+            raise TransportError(f"UCX listens at {listening}, but {allowed}")
         return worker
 
     def _close_worker(self, worker: _Worker) -> None:

@@ -27,10 +27,12 @@ _ONE_PER_GANG_DETECTORS = ("phase_overdue",)
 
 
 def judge(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
-    """Return the findings, with those of ``computes_nothing`` and ``load_stalled`` resolved.
+    """Replace findings of ``computes_nothing`` and ``load_stalled`` by ``idle_hang`` findings, or drop them.
 
-    Each group of them becomes an ``idle_hang`` of the member to blame, or is dropped. Of findings that every member of
-    a gang has, one is kept.
+    ``computes_nothing``: the findings of a gang are judged together, and become one finding about the member that the
+    others wait for. They are dropped if the loads do not show it, or if the gang has another FAIL finding.
+    ``load_stalled``: each finding is judged by itself. Of several overdue members of a gang, only the finding about the
+    one with the least progress is kept.
     """
     findings = _resolve_loading(findings, monitor)
     raw = {

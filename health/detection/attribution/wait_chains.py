@@ -28,10 +28,10 @@ _MAX_WAITERS_NAMED = 4
 
 
 def attribute(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
-    """Return the findings, with those of ``_STALL_DETECTORS`` replaced by ``standstill`` findings or dropped.
+    """Replace findings of ``_STALL_DETECTORS`` by ``standstill`` findings about the replica to blame, or drop them.
 
-    A chain ends at a replica that does not wait. In a cycle the replica that has waited longest is blamed, then the
-    smallest id. A chain that leads to a replica without observations blames none.
+    Blame follows the chain of who waits for whom, to a replica that does not wait. In a cycle, the replica that has
+    waited longest is blamed, then the smallest id. A chain that leads to a replica without observations blames none.
     """
     stalled = {
         finding.incarnation.replica: finding

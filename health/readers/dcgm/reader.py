@@ -112,7 +112,8 @@ class DcgmReader:
         """Run a ``dcgmi`` command and return the incidents that ``parse`` finds in its output.
 
         Raises:
-            _Unreadable: Also if the program or the host engine belongs neither to root nor to the site's user.
+            _Unreadable: The command fails, times out or prints what ``parse`` does not understand; or the program or
+                the host engine belongs neither to root nor to the site's user.
         """
         try:
             trusted = trusted_uids(self._options.dcgm_user)

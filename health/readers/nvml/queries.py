@@ -95,10 +95,11 @@ def _threshold(which: int) -> QueryFunction:
 
 
 def _limit(field: int) -> QueryFunction:
-    """Return a query that computes a temperature limit from a margin.
+    """Return a query for a temperature limit in degrees C.
 
-    Ada and later report limits as distances from the temperature at which the margin is used up, negative beyond it
-    (nvmlDeviceGetTemperatureThreshold's note; NVML_FI_DEV_TEMPERATURE_*_TLIMIT).
+    Ada and later report a limit as an offset from the temperature at which the thermal margin is 0, negative for limits
+    above it (nvmlDeviceGetTemperatureThreshold's note; NVML_FI_DEV_TEMPERATURE_*_TLIMIT). The query adds the current
+    temperature and margin.
     """
 
     def query(nvml: Any, handle: Any) -> int:

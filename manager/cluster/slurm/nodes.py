@@ -68,7 +68,9 @@ class SlurmNodes:
         await self._update(node, "State=DRAIN", f"Reason={reason}")
         after = await self._read_node(node)
         if after.draining and _without_suffix(after.reason) != reason:
-            raise Refused(f"{node} is {after.description}: drained by somebody else at the same time")
+            raise Refused(
+                f"{node} was not drained by this run: somebody else drained it at the same time ({after.description})"
+            )
         if not after.draining:
             raise Unanswered(f"{node} is {after.description} after it was drained")
         self.drained.add(node)
