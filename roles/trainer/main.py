@@ -90,7 +90,8 @@ def main() -> None:
         checkpoints = Checkpoints(me.run_dir, me.launch.incarnation.number, me.settings["keep_checkpoints"], gang)
         restore_point = restore.agree_on_restore_point(me, gang, client)
         if gang.rank == 0:
-            _log.info("%s continues from %s", me.launch.incarnation, restore_point)
+            # as text: a log handler that keeps its records must not keep the snapshot's memory too
+            _log.info("%s continues from %s", me.launch.incarnation, str(restore_point))
         learner = _learner(
             me, _model(spec, empty, tokenizer.size, me.job["run"]["seed"], restore_point.fresh, gang), gang
         )

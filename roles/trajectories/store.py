@@ -421,14 +421,12 @@ class Store:
     def bind(self, incarnation: Incarnation, number: int) -> NotReady | Denied | None:
         """Bind to step ``number`` the complete groups that expire first, unless the step is bound already.
 
-        A group expires with the last step that its oldest token allows (:mod:`.staleness`; rule 2 of
-        docs/architecture.md, "Trajectories: exactly once"). With ``wait_for_late`` false, groups that are then too old
-        for the next step are dropped.
+        A group expires with the last step that its oldest token allows (:mod:`.staleness`); without
+        ``wait_for_late`` it is dropped if it is too old for the next step.
 
-        Returns:
-            None if the step is bound. Denied if the trainer is fenced, or ``number`` is not the step after the newest
-                bound one. NotReady while too many bound steps are uncommitted, while too few groups are complete, or
-                (with ``wait_for_late``) while more groups are incomplete than later steps could still train on in time.
+        Returns None if the step is bound, Denied if the trainer is fenced or ``number`` does not follow the newest bound
+        step, NotReady while too many bound steps are uncommitted, too few groups are complete, or (with
+        ``wait_for_late``) more groups are incomplete than later steps could still train on in time.
         """
         if rejection := self._check_trainer(incarnation):
             return rejection

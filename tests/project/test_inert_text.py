@@ -139,7 +139,10 @@ def _package(file: Path) -> str:
 
 def _parsed(source: str, package: str) -> ast.Module:
     """Parse a module and make its relative imports absolute."""
-    tree = ast.parse(source)
+    try:
+        tree = ast.parse(source)
+    except SystemError:  # CPython 3.11 counts the depth of its AST across threads, and may then miscount once
+        tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             node.module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)

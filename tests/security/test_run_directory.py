@@ -137,7 +137,7 @@ def _cut(path: Path) -> None:
         "run_spec.json: No such file or directory; without it the run cannot be managed"),
         ("resolved.json", _cut, "resolved.json is damaged: "),
         ("resolved.json", Path.unlink, "resolved.json: No such file or directory"),
-        ("keys.json", _cut, "keys.json is damaged: Input data was truncated; without the run's keys nobody"),
+        ("keys.json", _cut, "keys.json is damaged: Input data was truncated; no process can join the run"),
         ("keys.json", Path.unlink, "keys.json: No such file or directory"),
         ("keys.json", lambda path: path.chmod(0o640), "keys.json has mode 0640; the run's keys must be 0600: chmod"),
     ],

@@ -53,7 +53,7 @@ def test_a_wedged_engine_is_suspected_probed_looked_into_and_restarted_and_nobod
     assert "SelfFaults.trigger (main_thread.py:" in stacks.groups[0], "the place where it hangs is not named"
     whole = (run.run.path / stacks.file).read_text()
     assert "/rollout/main.py:" in whole
-    assert '"rrl-link"' in whole, "the thread that beats is not in the file"
+    assert '"rrl-connection"' in whole, "the thread that sends heartbeats is not in the file"
     assert [line.text for line in found.evidence if line.source == "stacks"] == [
         *stacks.groups, f"whole: {stacks.file}"
     ]  # fmt: skip
