@@ -421,12 +421,9 @@ class Store:
     def bind(self, incarnation: Incarnation, number: int) -> NotReady | Denied | None:
         """Bind to step ``number`` the complete groups that expire first, unless the step is bound already.
 
-        A group expires with the last step that its oldest token allows (:mod:`.staleness`); without
-        ``wait_for_late`` it is dropped if it is too old for the next step.
-
-        Returns None if the step is bound, Denied if the trainer is fenced or ``number`` does not follow the newest bound
-        step, NotReady while too many bound steps are uncommitted, too few groups are complete, or (with
-        ``wait_for_late``) more groups are incomplete than later steps could still train on in time.
+        A group expires with the last step that its oldest token allows (:mod:`.staleness`). Returns None if the step is
+        bound, Denied if the trainer is fenced or ``number`` is not the next step, NotReady while too many bound steps
+        are uncommitted, too few groups are complete, or too many could miss their last step (``wait_for_late``).
         """
         if rejection := self._check_trainer(incarnation):
             return rejection
