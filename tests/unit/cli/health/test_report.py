@@ -475,5 +475,5 @@ def test_user_without_the_right_to_drain_gets_a_message(slurm_lab: SlurmLab, tmp
     done = lab.run_as_user(apply, check=False, env={CONFIG_ENV: str(rules)})
     if lab.user:  # else it is this Slurm's own user
         assert done.returncode == 1
-        assert "n2: not drained: we may not drain nodes here" in done.stdout
+        assert "n2: not drained: this user may not drain nodes" in done.stdout
         assert reason_of(lab, "n2").startswith("idle")
