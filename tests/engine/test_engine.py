@@ -173,7 +173,10 @@ def test_weights_of_another_model_are_refused_and_the_old_ones_stay(engine: Engi
     good = weights(_B)
     wrong_shape = good | {"lm_head.weight": torch.zeros(2, 2)}
     missing = {name: tensor for name, tensor in good.items() if name != "model.norm.weight"}
-    for wrong, why in ((wrong_shape, r"v1\.1: lm_head.weight is \(2, 2\)"), (missing, "v1.1: .*model.norm.weight")):
+    for wrong, why in (
+        (wrong_shape, r"v1\.1: lm_head.weight has the shape \(2, 2\)"),
+        (missing, "v1.1: .*model.norm.weight"),
+    ):
         with pytest.raises(ValueError, match=why):
             engine.load(Version(1, 1), wrong.items())
     given, made = engines.items(4), Made()
@@ -197,13 +200,13 @@ def test_loaded_weights_do_not_hang_on_the_memory_they_came_in(engine: Engine) -
 def test_a_probe_notices_weights_that_cannot_be_right_also_while_trajectories_run(engine: Engine) -> None:
     broken = weights(_B) | {"lm_head.weight": torch.full_like(weights(_B)["lm_head.weight"], torch.nan)}
     engine.load(Version(1, 1), broken.items())
-    with pytest.raises(RuntimeError, match=r"weights v1\.1 gives log-probability nan"):
+    with pytest.raises(RuntimeError, match=r"weights v1\.1 returned the log-probability nan"):
         engine.probe()
     engines.load(engine, 2, _A)
     engine.add(engines.items(4))
     engine.probe()
     engine.load(Version(3, 1), broken.items())
-    with pytest.raises(RuntimeError, match=r"weights v3\.1 gives log-probability nan"):
+    with pytest.raises(RuntimeError, match=r"weights v3\.1 returned the log-probability nan"):
         engine.probe()
 
 
