@@ -103,4 +103,4 @@ def test_invalid_engine_ends_the_rollout_before_it_joins_with_code_2(
         rollout_main.main()
     assert ended.value.code == 2
     message_text = capsys.readouterr().err.splitlines()
-    assert message_text[-1].startswith("rrl: [model] head_dim is 16: on CPU vLLM has kernels for [32, 64,")
+    assert message_text[-1].startswith("rrl: [model] head_dim is 16, but on CPU vLLM only has kernels for [32, 64,")
