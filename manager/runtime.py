@@ -142,15 +142,11 @@ class Manager:
         context = RunContext(
             run, self._monitor, state=lambda: self.state, record=self.record, send=self._listener.send, now=self.now
         )
-        connections = context.connections
         self._announcer = DirectoryAnnouncer(context, self._listener.send_all, self._wake.set)
-        control = StepControl(run, self._cluster, self._source, context.state, context.send, connections.steps)
-        self._step_control = control
+        self._step_control = control = StepControl(context, self._cluster, self._source)
         self._message_handler = MessageHandler(context, self._announcer.welcome, control.on_step_admitted)
         stack.push_async_callback(self._message_handler.close)
-        self._fault_injector = FaultInjector(
-            run, self._cluster, context.state, self.record, context.send, connections.steps, connections.workers.get
-        )
+        self._fault_injector = FaultInjector(context, self._cluster)
         self._executor = Executor(
             self._cluster,
             self.record,

@@ -12,14 +12,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from ...core.run_dir import RunDir
 from ...transport import messages as msg
-from ...transport.control.endpoints import Send
 from ..cluster.base import Cluster, Refused, Step, Unanswered
+from ..context import RunContext
 from ..model import events as ev
 from ..model.actions import Drain, ExternalAction, InjectFault, Launch, Release, Request, Shrink, StopStep, Undrain
 from ..model.events import Event, IntentSettled
-from ..model.state import State
 from ..storage.lease import LeaseLost
 from .launch import job_dir_of, write_launch
 
@@ -157,25 +155,13 @@ class StepControl:
     """Communicates with the steps of this run: prepares their launch, and requests that they stop.
 
     Args:
-        run: the run's directory.
+        context: the run, its newest state and the connections of its steps.
         cluster: where the steps run.
         source: path of the job spec.
-        state: returns the newest state.
-        send: sends a message to a peer.
-        step_peers: peer of each step's first process, by the step's tag.
     """
 
-    def __init__(
-        self,
-        run: RunDir,
-        cluster: Cluster,
-        source: str,
-        state: Callable[[], State],
-        send: Send,
-        step_peers: dict[str, bytes],
-    ) -> None:
-        self._run, self._cluster, self._source, self._state, self._send = run, cluster, source, state, send
-        self._step_peers = step_peers
+    def __init__(self, context: RunContext, cluster: Cluster, source: str) -> None:
+        self._context, self._cluster, self._source = context, cluster, source
         self._ended: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -186,7 +172,7 @@ class StepControl:
 
     def prepare_launch(self, action: Launch) -> Step:
         """Write the launch file and return the step to launch. Blocks. Raises OSError or Refused."""
-        return write_launch(self._run, self._state(), action, job_dir_of(self._source))
+        return write_launch(self._context.run_dir, self._context.state(), action, job_dir_of(self._source))
 
     def on_step_admitted(self, tag: str) -> None:
         """Release the resources that were only needed to launch this step (on Slurm: kill its ``srun``)."""
@@ -196,12 +182,12 @@ class StepControl:
 
     async def request_stop(self, action: StopStep, timeout_s: float) -> bool:
         """Ask the step's first process to stop; return whether the step has ended within ``timeout_s`` seconds."""
-        peer = self._step_peers.get(action.step)
+        peer = self._context.connections.steps.get(action.step)
         if peer is None:
             return False
         ended = self._ended.setdefault(action.step, asyncio.Event())
         why = "; ".join(action.why.evidence)
-        await self._send(peer, msg.Stop(action.incarnation, action.grace, why, action.step), None)
+        await self._context.send(peer, msg.Stop(action.incarnation, action.grace, why, action.step), None)
         try:
             return await _wait_for(ended, timeout_s)
         finally:

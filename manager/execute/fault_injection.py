@@ -13,19 +13,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 
 import msgspec
 
 from ...core.faults import FAULT_TRAITS, MANAGER, Fault, FaultKind, TargetKind
 from ...core.run_dir import RunDir
-from ...core.types import AGENT, Incarnation, replica_id, role_of
+from ...core.types import AGENT, replica_id, role_of
 from ...transport import messages as msg
-from ...transport.control.endpoints import Send
 from ..cluster.base import Cluster, Refused, Unanswered
+from ..context import RunContext
 from ..model import events as ev
 from ..model.actions import InjectFault
-from ..model.state import State
 
 ANSWER_TIMEOUT_S = 20.0
 """Seconds for an agent, or a role that can do so at once, to confirm that it injected a fault."""
@@ -57,27 +55,12 @@ class FaultInjector:
     """Injects one run's faults.
 
     Args:
-        run: the run's directory.
+        context: the run, its newest state and the connections of its processes.
         cluster: injects faults of nodes and of the cluster itself.
-        state: returns the newest state.
-        record: records the resulting events.
-        send: sends a message to a peer.
-        step_peers: peer of each step's first process (agents included), by the step's tag.
-        worker_peer: returns the peer of a worker, or None if it is not connected.
     """
 
-    def __init__(
-        self,
-        run: RunDir,
-        cluster: Cluster,
-        state: Callable[[], State],
-        record: Callable[[ev.Event], None],
-        send: Send,
-        step_peers: dict[str, bytes],
-        worker_peer: Callable[[Incarnation], bytes | None],
-    ) -> None:
-        self._run, self._cluster, self._state, self._record, self._send = run, cluster, state, record, send
-        self._step_peers, self._worker_peer = step_peers, worker_peer
+    def __init__(self, context: RunContext, cluster: Cluster) -> None:
+        self._context, self._cluster = context, cluster
         self._pending: dict[str, tuple[InjectFault, asyncio.Event]] = {}
         """Action and event by fault id. The event is set once the fault is confirmed, or its target has ended."""
         self._exit_codes: dict[str, int] = {}
@@ -90,7 +73,7 @@ class FaultInjector:
                 self._exit_codes[action.step] = event.code
             if isinstance(event, ev.FaultInjected) and event.fault == fault:
                 settled.set()
-            elif action.incarnation is not None and not self._state().is_current(action.incarnation):
+            elif action.incarnation is not None and not self._context.state().is_current(action.incarnation):
                 asyncio.get_running_loop().call_later(ANSWER_DELAY_S, settled.set)
 
     async def inject(self, action: InjectFault) -> None:
@@ -111,9 +94,10 @@ class FaultInjector:
             else:
                 await self._by_role(action)
         except Refused as error:
-            self._record(injected_event(action, False, f"refused: {error}"))
+            self._context.record(injected_event(action, False, f"refused: {error}"))
         except Unanswered as error:
-            self._record(injected_event(action, False, str(error) or "the cluster did not answer", unknown=True))
+            detail = str(error) or "the cluster did not answer"
+            self._context.record(injected_event(action, False, detail, unknown=True))
 
     async def _on_cluster(self, action: InjectFault) -> None:
         fault: Fault = action.fault
@@ -121,37 +105,38 @@ class FaultInjector:
             fault = msgspec.structs.replace(fault, target=action.node)
         loop = asyncio.get_running_loop()
         began = loop.time()
-        self._record(injected_event(action, True, await self._cluster.inject_fault(fault)))
+        self._context.record(injected_event(action, True, await self._cluster.inject_fault(fault)))
         if fault.seconds:  # measured from the beginning: some clusters confirm an outage only when it is over
             await asyncio.sleep(began + fault.seconds - loop.time())
-            self._record(injected_event(action, True, f"ended after {fault.seconds:g} s", ended=True))
+            self._context.record(injected_event(action, True, f"ended after {fault.seconds:g} s", ended=True))
 
     async def _fill_disk(self, action: InjectFault) -> None:
         try:
-            self._record(injected_event(action, True, await asyncio.to_thread(fill_disk, self._run)))
+            detail = await asyncio.to_thread(fill_disk, self._context.run_dir)
+            self._context.record(injected_event(action, True, detail))
             await asyncio.sleep(action.fault.seconds)
         finally:
-            removed = remove_disk_filler(self._run)
+            removed = remove_disk_filler(self._context.run_dir)
         if removed:
-            self._record(injected_event(action, True, "the disk space is free again", ended=True))
+            self._context.record(injected_event(action, True, "the disk space is free again", ended=True))
 
     async def _by_agent(self, action: InjectFault) -> None:
-        agent = self._state().replica(replica_id(AGENT, action.node))
-        peer = self._step_peers.get(agent.step or "")
+        agent = self._context.state().replica(replica_id(AGENT, action.node))
+        peer = self._context.connections.steps.get(agent.step or "")
         if peer is None:
             raise Refused(f"the agent of {action.node} is not connected")
         await self._send_and_wait(action, peer, ANSWER_TIMEOUT_S)
         if action.fault.kind is FaultKind.OUT_OF_MEMORY and action.incarnation is not None:
             # the agent has limited the worker's memory; this message makes the worker allocate more than that
-            worker = self._worker_peer(action.incarnation)
+            worker = self._context.connections.workers.get(action.incarnation)
             if worker is not None:
-                await self._send(worker, msg.Inject(action.fault, action.step), None)
+                await self._context.send(worker, msg.Inject(action.fault, action.step), None)
 
     async def _by_role(self, action: InjectFault) -> None:
         """Have the role inject the fault: most take effect at its next call of the worker API, however late that is."""
         assert action.incarnation is not None
-        peer = self._worker_peer(action.incarnation)
-        if peer is None or self._state().job.role(role_of(action.incarnation.replica)).watch != "api":
+        peer = self._context.connections.workers.get(action.incarnation)
+        if peer is None or self._context.state().job.role(role_of(action.incarnation.replica)).watch != "api":
             raise Refused(
                 f"{action.incarnation} is not connected through the worker API, which {action.fault.kind} needs"
             )
@@ -161,18 +146,18 @@ class FaultInjector:
         settled = asyncio.Event()
         self._pending[action.fault.id] = action, settled
         try:
-            await self._send(peer, msg.Inject(action.fault, action.step), None)
+            await self._context.send(peer, msg.Inject(action.fault, action.step), None)
             async with asyncio.timeout(timeout_s):
                 await settled.wait()
         except TimeoutError:
             raise Unanswered(f"no confirmation within {timeout_s:g} s that the fault was injected") from None
         finally:
             del self._pending[action.fault.id]
-        if action.tag not in self._state().intents:
+        if action.tag not in self._context.state().intents:
             return
         code = self._exit_codes.pop(action.step, None)
         if action.fault.kind is FaultKind.EXIT and code == action.fault.amount:  # the confirmation was lost with it
-            self._record(injected_event(action, True, f"its step ended with exit code {code}"))
+            self._context.record(injected_event(action, True, f"its step ended with exit code {code}"))
         else:  # the target ended first, perhaps because of the fault
             raise Unanswered(f"{action.incarnation} ended before it confirmed that the fault was injected")
 

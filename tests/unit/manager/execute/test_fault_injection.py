@@ -16,7 +16,9 @@ from rrl.core.faults import Fault, FaultKind
 from rrl.core.launch import ExitReason
 from rrl.core.run_dir import RunDir
 from rrl.core.types import Incarnation, NodeName, ReplicaId
+from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.manager.cluster.base import Refused, Unanswered
+from rrl.manager.context import PeerConnections, RunContext
 from rrl.manager.execute import fault_injection
 from rrl.manager.execute.fault_injection import FaultInjector, interrupted_event
 from rrl.manager.model import events as ev
@@ -59,9 +61,14 @@ class Bench:
         self.workers = {self.incarnation: b"worker"}
         cluster: Any = self.nodes
         self.injector = FaultInjector(
-            self.run, cluster, lambda: self.world.state, self.record, self._send, {agent.step or "": b"agent"},
-            self.workers.get,
-        )  # fmt: skip
+            self.context(PeerConnections(self.workers, {agent.step or "": b"agent"})), cluster
+        )
+
+    def context(self, connections: PeerConnections) -> RunContext:
+        world = self.world
+        return RunContext(
+            self.run, HealthMonitor(), lambda: world.state, self.record, self._send, lambda: world.now, connections
+        )
 
     def record(self, event: ev.Event) -> None:
         self.world.record(event)
@@ -150,10 +157,7 @@ def test_exit_with_a_lost_answer_is_confirmed_by_its_code(tmp_path: Path, code: 
 @pytest.mark.parametrize("kind", [FaultKind.KILL, FaultKind.EXCEPTION])
 def test_unreachable_target_is_refused(tmp_path: Path, kind: FaultKind) -> None:
     bench = Bench(tmp_path)
-    bench.injector = FaultInjector(
-        bench.run, bench.injector._cluster, lambda: bench.world.state, bench.record, bench._send, {},
-        lambda incarnation: None,
-    )  # fmt: skip
+    bench.injector = FaultInjector(bench.context(PeerConnections()), bench.injector._cluster)
     (result,) = bench.inject(bench.intend(kind, incarnation=bench.incarnation))
     assert (result.ok, result.unknown, bench.sent) == (False, False, [])
 
