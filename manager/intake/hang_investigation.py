@@ -124,12 +124,12 @@ class HangInvestigator:
         """
         now, settings = self._context.now(), self._context.state().job.health
         next_check = now if self._send_probes(now) else inf
-        hang_keys = {
-            finding.key for finding in findings if _hang_of(finding) and apply_settings(finding, settings) is not None
+        hangs = {
+            finding.key: incarnation
+            for finding in findings
+            if (incarnation := _hang_of(finding)) is not None and apply_settings(finding, settings) is not None
         }
-        hanging = {
-            incarnation.gang for finding in findings if finding.key in hang_keys and (incarnation := _hang_of(finding))
-        }
+        hanging = {incarnation.gang for incarnation in hangs.values()}
         self._incidents = {
             gang: incident
             for gang, incident in self._incidents.items()
@@ -137,8 +137,8 @@ class HangInvestigator:
         }
         findings_out = []
         for finding in findings:
-            incarnation = _hang_of(finding)
-            if incarnation is None or finding.key not in hang_keys:
+            incarnation = hangs.get(finding.key)
+            if incarnation is None:
                 findings_out.append(finding)
                 continue
             incident = self._incidents.get(incarnation.gang)
