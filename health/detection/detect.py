@@ -19,7 +19,8 @@ from .attribution import gangs
 from .attribution.wait_chains import attribute
 from .detectors.probing import next_probe_on_node
 from .detectors.registry import NODE_DETECTORS, PRESENCE_DETECTORS, PROGRESS_DETECTORS
-from .health_monitor import HealthMonitor, NodeView
+from .health_monitor import HealthMonitor
+from .records import NodeView
 
 View = TypeVar("View")
 

@@ -15,25 +15,7 @@ from ...core.run_spec import Limits
 from ...core.types import AGENT, STANDBY_ROLE, Incarnation, NodeName, ProbeResult, ReplicaId, gang_of, role_of
 from .baselines import RoleBaseline
 from .progress_tracker import ProgressTracker, restart_clocks, set_blocked_by
-from .records import (  # fmt: skip
-    FLAP_COUNT,
-    FLAP_WINDOW_S,
-    SUSPEND_CHECK_HEARTBEATS,
-    NodeView,
-    ReplicaView,
-    StepEnd,
-    is_polling,
-)
-
-__all__ = [
-    "FLAP_COUNT",
-    "FLAP_WINDOW_S",
-    "SUSPEND_CHECK_HEARTBEATS",
-    "HealthMonitor",
-    "NodeView",
-    "ReplicaView",
-    "StepEnd",
-]
+from .records import NodeView, ReplicaView, StepEnd, is_polling
 
 _IGNORED_REASONS = frozenset({ExitReason.NOT_ADMITTED, ExitReason.FENCED})
 """Exit reasons of steps that never represented the incarnation, or no longer do."""

@@ -18,7 +18,8 @@ from math import inf
 
 from ....core.types import Cause, Evidence, Finding, Remedy, ReplicaId, Verdict, role_of
 from ..detectors.base import is_waiting
-from ..health_monitor import HealthMonitor, ReplicaView
+from ..health_monitor import HealthMonitor
+from ..records import ReplicaView
 
 _ENDLESS_WAIT = "wait_endless"
 _STALL_DETECTORS = (_ENDLESS_WAIT, "wait_overdue", "wait_long", "idle")

@@ -9,7 +9,8 @@ from rrl.core.run_spec import Limits
 from rrl.core.types import AGENT, Finding, Incarnation, NodeName, ProbeResult, ReplicaId, Verdict, role_of
 from rrl.health.detection.detect import detect
 from rrl.health.detection.detectors.probing import due_probes
-from rrl.health.detection.health_monitor import HealthMonitor, ReplicaView
+from rrl.health.detection.health_monitor import HealthMonitor
+from rrl.health.detection.records import ReplicaView
 
 LIMITS = Limits()
 STORE, TRAINER, REWARD = (Incarnation(ReplicaId(f"{role}/0"), 1) for role in ("trajectories", "trainer", "reward"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rrl.core.launch import ExitReason
 from rrl.core.types import Incarnation, NodeName, ReplicaId, Verdict
-from rrl.health.detection.health_monitor import FLAP_COUNT, FLAP_WINDOW_S
+from rrl.health.detection.records import FLAP_COUNT, FLAP_WINDOW_S
 from rrl.tests.support.health.traces import (
     LIMITS,
     ROLLOUT,
