@@ -34,7 +34,7 @@ _UID_DIGITS = 10
 
 
 class RejectedFile(Exception):
-    """The file is not read; the text says why."""
+    """Raised instead of reading a file of a user's history; the text gives the reason."""
 
 
 class UserFolder(Struct, frozen=True):

@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
 
     @property
     def pad(self) -> int:
-        """Id of padding."""
+        """Token id with which shorter sequences of a batch are filled up."""
         ...
 
     def prompt(self, text: str) -> tuple[int, ...]:

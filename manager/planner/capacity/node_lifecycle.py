@@ -90,7 +90,7 @@ def _is_occupied(state: State, name: NodeName) -> bool:
 
 
 def drain_actions(state: State) -> list[ExternalAction]:
-    """Return drains, undrains, and releases of single nodes that are not in progress yet."""
+    """Return the drains, undrains and releases of single nodes that are due and not yet intended."""
     actions: list[ExternalAction] = []
     for name, node in state.nodes.items():
         if node.drain_reason and node.excluded is None:
