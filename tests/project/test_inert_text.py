@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from rrl.tests.support.syntax_tree import parse
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("cli", "config", "core", "health", "manager", "roles")
 TEXTS = frozenset({
@@ -139,10 +141,7 @@ def _package(file: Path) -> str:
 
 def _parsed(source: str, package: str) -> ast.Module:
     """Parse a module and make its relative imports absolute."""
-    try:
-        tree = ast.parse(source)
-    except SystemError:  # CPython 3.11 counts the depth of its AST across threads, and may then miscount once
-        tree = ast.parse(source)
+    tree = parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             node.module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import pytest
 
+from rrl.tests.support.syntax_tree import parse
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("cli", "config", "core", "health", "manager", "roles", "slurm_templates", "transport")
 NOT_ENTRIES = ("__init__.py", "__pycache__")
@@ -85,7 +87,7 @@ class Product:
 
     def _imports_of(self, module: str, path: Path) -> Iterator[Import]:
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-        for node in _without_type_checking(ast.parse(path.read_text(), path)):
+        for node in _without_type_checking(parse(path.read_text(), path)):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -214,7 +216,7 @@ def _lengths(product: Product) -> dict[Path, int]:
 
 
 def _has_code(text: str) -> bool:
-    body = ast.parse(text).body
+    body = parse(text).body
     return bool(body[1:]) or bool(body and not isinstance(body[0], ast.Expr))
 
 

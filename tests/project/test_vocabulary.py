@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from rrl.tests.support.syntax_tree import parse
+
 ROOT = Path(__file__).parents[2]
 GLOSSARY = ROOT / "docs" / "glossary.md"
 ALLOWED = {
@@ -46,7 +48,7 @@ def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def violations(source: str, retired: dict[str, str]) -> list[str]:
     """Return one line for each identifier of a module that contains a retired word."""
     found = []
-    for line, name in sorted(set(identifiers(ast.parse(source)))):
+    for line, name in sorted(set(identifiers(parse(source)))):
         for word in _WORD.findall(name):
             if (instead := retired.get(word.lower())) and name.lstrip("_") not in ALLOWED:
                 found.append(f"line {line}: {name}: instead of {word.lower()!r} use {instead}")
