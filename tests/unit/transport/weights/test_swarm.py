@@ -195,18 +195,24 @@ def test_receiver_skips_a_dead_or_hung_neighbour(kind: str, run: Run, fault: sig
     run(test())
 
 
+async def _complete_past(
+    chain: Chain, stack: AsyncExitStack, kind: str, store: WeightStore, timeout: AdaptiveTimeout
+) -> Receiver:
+    """Let the chain complete past a receiver in its middle that serves from ``store``; return that receiver."""
+    middle = await stack.enter_async_context(receiver(kind, 1, store))
+    chain.middle = middle.source
+    passing = asyncio.create_task(middle.pull(chain.holders, adaptive_timeout=calm(), starvation_timeout=TIMEOUT_S))
+    first, last = await chain.half(stack, timeout)
+    await chain.rest(first, last)
+    await passing
+    return middle
+
+
 def test_corrupt_chunks_are_fetched_again_and_their_source_is_dropped(kind: str, run: Run) -> None:
     async def test() -> None:
         async with AsyncExitStack() as stack:
             chain = await chained(kind, stack)
-            liar = await stack.enter_async_context(receiver(kind, 1, Liar(HALF * CHUNK)))
-            chain.middle = liar.source
-            passing = asyncio.create_task(
-                liar.pull(chain.holders, adaptive_timeout=calm(), starvation_timeout=TIMEOUT_S)
-            )
-            first, last = await chain.half(stack, calm())
-            await chain.rest(first, last)
-            await passing
+            liar = await _complete_past(chain, stack, kind, Liar(HALF * CHUNK), calm())
             wrong = chain.last.chunks_from(liar.source) - HALF
             assert 1 <= wrong <= 8  # what was in flight, or being verified
             assert chain.last.chunks_from(chain.first.source) == CHUNKS - HALF
@@ -218,14 +224,7 @@ def test_when_the_middle_one_falls_silent_it_is_left(kind: str, run: Run) -> Non
     async def test() -> None:
         async with AsyncExitStack() as stack:
             chain = await chained(kind, stack)
-            silent = await stack.enter_async_context(receiver(kind, 1, Unresponsive(HALF * CHUNK)))
-            chain.middle = silent.source
-            passing = asyncio.create_task(
-                silent.pull(chain.holders, adaptive_timeout=calm(), starvation_timeout=TIMEOUT_S)
-            )
-            first, last = await chain.half(stack, quick())
-            await chain.rest(first, last)
-            await passing
+            silent = await _complete_past(chain, stack, kind, Unresponsive(HALF * CHUNK), quick())
             assert chain.last.chunks_from(silent.source) == HALF
             assert chain.last.chunks_from(chain.first.source) == CHUNKS - HALF
             assert chain.last.spy.failed[silent.source.address][0].startswith("no reply within")
