@@ -145,10 +145,9 @@ class Manager:
         stack.push_async_callback(self._message_handler.close)
         self._fault_injector = FaultInjector(context, self._cluster)
         self._executor = Executor(
+            context,
             self._cluster,
-            self.record,
-            control.prepare_launch,
-            control.request_stop,
+            control,
             self._fault_injector.inject,
             self._lease.check_in_thread,
             self._message_handler.standby_promoter.promote,
