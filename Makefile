@@ -58,7 +58,7 @@ FAST := $(addprefix tests/unit/,config core slurm_templates manager/model manage
   $(filter-out %/test_scenarios.py,$(shell find tests/unit/health -name 'test_*.py' -not -path '*/readers/*')) \
   $(patsubst %,tests/unit/manager/intake/test_%.py,admission hang_investigation kept_baselines mailbox message_handler \
     reconcile user_commands) \
-  $(patsubst %,tests/unit/manager/planner/test_%.py,planned_faults planner) \
+  $(patsubst %,tests/unit/manager/planner/test_%.py,completed_commands planned_faults planner) \
   $(patsubst %,tests/unit/manager/planner/capacity/test_%.py,allocations nodes standbys) \
   $(patsubst %,tests/unit/manager/%.py,bootstrap/test_preflight reporting/test_summary storage/test_lease) \
   $(patsubst %,tests/unit/transport/%.py,test_address test_keys control/test_endpoints) \

@@ -125,8 +125,7 @@ class Manager:
         run = self._run_dir
         self._journal = Journal(run, self._lease.epoch)
         stack.callback(self._close_journal)
-        self._state = self._journal.state
-        last = self._state.at if self._state is not None else 0.0
+        last = self._journal.state.at if self._journal.state is not None else 0.0
         self._wall, self._epoch_began = max(time.time(), last), time.monotonic()  # the manager's time never goes back
         self._last_turn_at = self.now()
         self._observers = EventObservers(run, self._spec, self._lease, self._journal, self.now, self._tokens.total)
@@ -135,34 +134,33 @@ class Manager:
             RunKeys.load(run.keys), msg.ToManager, epoch=self._lease.epoch, host=self._host, bounds=MANAGER_BOUNDS
         )
         stack.push_async_callback(self._listener.close)
-        self._log_collector = await LogCollector.open(
-            run, RunKeys.load(run.keys), self._lease.epoch, self._host, lambda: self._state
-        )
-        stack.push_async_callback(self._log_collector.close)
         context = RunContext(
             run, self._monitor, state=lambda: self.state, record=self.record, send=self._listener.send, now=self.now
         )
+        self._log_collector = LogCollector(context, self._lease.epoch)
+        stack.push_async_callback(self._log_collector.close)
         self._announcer = DirectoryAnnouncer(context, self._listener.send_all, self._wake.set)
         self._step_control = control = StepControl(context, self._cluster, self._source)
         self._message_handler = MessageHandler(context, self._announcer.welcome, control.on_step_admitted)
         stack.push_async_callback(self._message_handler.close)
         self._fault_injector = FaultInjector(context, self._cluster)
         self._executor = Executor(
+            context,
             self._cluster,
-            self.record,
-            control.prepare_launch,
-            control.request_stop,
+            control,
             self._fault_injector.inject,
             self._lease.check_in_thread,
             self._message_handler.standby_promoter.promote,
         )
         stack.push_async_callback(self._executor.close)
         self._poller = ClusterPoller(context, self._cluster, lambda: self._executor.busy)
+        self._state = self._journal.state  # from here on record() may be called: all that it notifies exists
         if self._state is None:
             self.record(ev.RunStarted(run.id, self._spec))
         self.record(ev.ManagerStarted(socket.gethostname(), os.getpid(), job))
         if self._cancelled_early:
             self.cancel(self._cancelled_early)
+        await self._log_collector.open(RunKeys.load(run.keys), self._host)
         await self._apply_resume_request()
         await self._restore()
         write_atomically(run.manager, msgspec.json.encode(self._listener.address))
@@ -182,7 +180,7 @@ class Manager:
         self._wake.set()
 
     def cancel(self, by: str) -> None:
-        """Record a cancel command by ``by``; before this manager has opened the journal, keep it until then."""
+        """Record a cancel command by ``by``; until this manager has opened the run, keep it for then."""
         if self._state is None:
             self._cancelled_early = by
         else:

@@ -1,8 +1,8 @@
 """The keys by which a run's processes authenticate each other.
 
-CURVE key pairs protect the control plane, an HMAC secret the weight plane. They are generated once per run and stored
-in one file of the run directory that only the run's user can read (0600). A process that can read it belongs to the
-run; messages of any other process are never accepted.
+CURVE key pairs protect the control plane, an HMAC secret the connections that carry weights and snapshots. They are
+generated once per run and stored in one file of the run directory that only the run's user can read (0600). A process
+that can read it belongs to the run; messages of any other process are never accepted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RunKeys(Struct, frozen=True):
     client_public: str
     client_secret: str
     secret: bytes
-    """HMAC key of the weight plane: handshakes and manifests."""
+    """HMAC key of weights and snapshots: handshakes, manifests and derived keys."""
 
     def __repr__(self) -> str:
         return f"RunKeys(server_public={self.server_public!r}, client_public={self.client_public!r}, ...)"

@@ -17,7 +17,7 @@ from ..cluster.base import Cluster, Refused, Step, Unanswered
 from ..context import RunContext
 from ..model import events as ev
 from ..model.actions import Drain, ExternalAction, InjectFault, Launch, Release, Request, Shrink, StopStep, Undrain
-from ..model.events import Event, IntentSettled
+from ..model.events import IntentSettled
 from ..storage.lease import LeaseLost
 from .launch import job_dir_of, write_launch
 
@@ -35,10 +35,9 @@ class Executor:
     """Runs each external action as a background task.
 
     Args:
+        context: the run; the resulting events are recorded there.
         cluster: where allocations are requested and steps launched.
-        record: records the resulting events.
-        prepare_launch: writes a launch file and returns the step to launch.
-        request_stop: asks a step to stop and returns whether it has ended within the given seconds.
+        steps: prepares launches, and requests that steps stop.
         inject_fault: injects a fault and records the result.
         check_lease: raises LeaseLost if another manager has taken over.
         promote: promotes a standby process; raises Refused if there is none.
@@ -46,18 +45,14 @@ class Executor:
 
     def __init__(
         self,
+        context: RunContext,
         cluster: Cluster,
-        record: Callable[[Event], None],
-        prepare_launch: Callable[[Launch], Step],
-        request_stop: Callable[[StopStep, float], Awaitable[bool]],
+        steps: StepControl,
         inject_fault: Callable[[InjectFault], Awaitable[None]],
         check_lease: Callable[[], Awaitable[None]],
         promote: Callable[[Launch], Awaitable[None]],
     ) -> None:
-        self._cluster = cluster
-        self._record = record
-        self._prepare_launch = prepare_launch
-        self._request_stop = request_stop
+        self._context, self._cluster, self._steps = context, cluster, steps
         self._inject_fault = inject_fault
         self._check_lease = check_lease
         self._promote = promote
@@ -94,7 +89,7 @@ class Executor:
             except LeaseLost:
                 return
             except Refused as error:
-                self._record(IntentSettled(action.tag, False, str(error), reason=error.reason))
+                self._context.record(IntentSettled(action.tag, False, str(error), reason=error.reason))
                 return
             except Unanswered:
                 pass
@@ -120,27 +115,27 @@ class Executor:
     async def _carry_out(self, action: ExternalAction) -> None:
         if isinstance(action, Request):
             await self._cluster.request(action.request)
-            self._record(IntentSettled(action.tag, True))
+            self._context.record(IntentSettled(action.tag, True))
         elif isinstance(action, Release):
             await self._cluster.release(action.allocation)
-            self._record(IntentSettled(action.tag, True))
+            self._context.record(IntentSettled(action.tag, True))
         elif isinstance(action, Launch) and action.standby is not None:
             await self._promote(action)  # settled when the promoted process reports as its new incarnation
         elif isinstance(action, Launch):
             try:
-                step = await asyncio.to_thread(self._prepare_launch, action)
+                step = await asyncio.to_thread(self._steps.prepare_launch, action)
             except OSError as error:  # nothing was handed to the cluster
                 raise Refused(f"the run directory cannot be written: {error}") from error
             await self._cluster.launch(step)  # settled by the step's AdmissionRequest, or by a poll that lists it
         elif isinstance(action, StopStep):
-            if not await self._request_stop(action, action.grace + STEP_MARGIN_S):
+            if not await self._steps.request_stop(action, action.grace + STEP_MARGIN_S):
                 await self._cluster.stop(action.step, action.grace)
-            self._record(IntentSettled(action.tag, True))
+            self._context.record(IntentSettled(action.tag, True))
         elif isinstance(action, InjectFault):
             await self._inject_fault(action)
         else:
             await self._change_node(action)
-            self._record(IntentSettled(action.tag, True))
+            self._context.record(IntentSettled(action.tag, True))
 
     async def _change_node(self, action: Drain | Undrain | Shrink) -> None:
         if isinstance(action, Drain):

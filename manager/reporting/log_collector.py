@@ -13,11 +13,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from ...core.run_dir import RunDir, write_atomically
+from ...core.run_dir import write_atomically
 from ...core.types import Incarnation
 from ...transport.control.endpoints import Address, Listener
 from ...transport.control.log_messages import LOG_BOUNDS, LogLines, LogLinesAck
 from ...transport.keys import RunKeys
+from ..context import RunContext
 from ..model import events as ev
 from ..model.actions import Fence, RestartAll
 from ..model.queries import promoted_to, step_alias
@@ -41,25 +42,25 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class LogCollector:
-    """Collects log lines. ``buffers`` and all I/O belong to the collector's thread."""
+    """Collects log lines. ``buffers`` and all I/O belong to the collector's thread.
 
-    def __init__(self, buffers: LogBuffers, state: Callable[[], State | None]) -> None:
-        self.buffers = buffers
-        self._state = state
+    Args:
+        context: the run and its newest state, which the collector's thread reads too.
+        epoch: epoch of the manager, part of the names of the files.
+    """
+
+    def __init__(self, context: RunContext, epoch: int) -> None:
+        self._context, self._epoch = context, epoch
+        self.buffers = LogBuffers(context.run_dir, epoch, lambda incarnation: _is_current(context.state(), incarnation))
         self._loop = asyncio.new_event_loop()
         self._leaving = asyncio.Event()
         self._thread: threading.Thread | None = None
 
-    @classmethod
-    async def open(
-        cls, run: RunDir, keys: RunKeys, epoch: int, host: str, state: Callable[[], State | None]
-    ) -> LogCollector:
+    async def open(self, keys: RunKeys, host: str) -> None:
         """Listen on a free port of ``host`` and publish the address in the run directory.
 
-        ``state`` is called from another thread. Raises what :meth:`rrl.transport.control.endpoints.Listener.open`
-        raises.
+        A state must have been recorded. Raises what :meth:`rrl.transport.control.endpoints.Listener.open` raises.
         """
-        collector = cls(LogBuffers(run, epoch, lambda incarnation: _is_current(state(), incarnation)), state)
         loop = asyncio.get_running_loop()
         opened: asyncio.Future[None] = loop.create_future()
 
@@ -67,12 +68,11 @@ class LogCollector:
             with contextlib.suppress(RuntimeError):  # the caller was cancelled
                 loop.call_soon_threadsafe(_complete, opened, error)
 
-        collector._thread = threading.Thread(
-            target=collector._run, args=(run, keys, epoch, host, report_opened), name="log collector", daemon=True
+        self._thread = threading.Thread(
+            target=self._run, args=(keys, host, report_opened), name="log collector", daemon=True
         )
-        collector._thread.start()
+        self._thread.start()
         await opened
-        return collector
 
     def on_event(self, event: ev.Event) -> None:
         """Schedule the buffers of incarnations that ended or were fenced to be written."""
@@ -83,39 +83,36 @@ class LogCollector:
                 self._call_in_thread(self._write_later, self._log_owner(fence.incarnation))
 
     def _log_owner(self, incarnation: Incarnation) -> Incarnation:
-        state = self._state()
-        return incarnation if state is None else step_alias(state, incarnation)
+        return step_alias(self._context.state(), incarnation)
 
     async def close(self) -> None:
         """Write what is due, and stop listening. May be called repeatedly."""
+        if self._thread is None:  # it was never opened
+            self._loop.close()
+            return
         self._call_in_thread(self._leaving.set)
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
+        await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
 
     def _call_in_thread(self, function: Callable[..., object], *arguments: object) -> None:
         with contextlib.suppress(RuntimeError):  # closed
             self._loop.call_soon_threadsafe(function, *arguments)
 
     # ── collector thread ───────────────────────────────────────────────────────────────────────────────────────────
-    def _run(
-        self, run: RunDir, keys: RunKeys, epoch: int, host: str, report_opened: Callable[[BaseException | None], None]
-    ) -> None:
+    def _run(self, keys: RunKeys, host: str, report_opened: Callable[[BaseException | None], None]) -> None:
         try:
-            self._loop.run_until_complete(self._listen(run, keys, epoch, host, report_opened))
+            self._loop.run_until_complete(self._listen(keys, host, report_opened))
         except Exception as error:
             report_opened(error)
             _log.error("logs of roles are no longer collected: %r", error)
         finally:
             self._loop.close()
 
-    async def _listen(
-        self, run: RunDir, keys: RunKeys, epoch: int, host: str, report_opened: Callable[[BaseException | None], None]
-    ) -> None:
-        listener = await Listener.open(keys, LogLines, epoch=epoch, host=host, bounds=LOG_BOUNDS)
+    async def _listen(self, keys: RunKeys, host: str, report_opened: Callable[[BaseException | None], None]) -> None:
+        listener = await Listener.open(keys, LogLines, epoch=self._epoch, host=host, bounds=LOG_BOUNDS)
         try:
             report_opened(None)
             taking = asyncio.create_task(self._receive_loop(listener))
-            writing = asyncio.create_task(self._write_loop(run, listener.address))
+            writing = asyncio.create_task(self._write_loop(listener.address))
             leaving = asyncio.create_task(self._wait_for_close())
             done, unfinished = await asyncio.wait((taking, writing, leaving), return_when=asyncio.FIRST_COMPLETED)
             for task in unfinished:
@@ -146,13 +143,13 @@ class LogCollector:
                 while self.buffers.due:
                     await asyncio.sleep(_CLOSE_POLL_S)
 
-    async def _write_loop(self, run: RunDir, address: Address) -> None:
+    async def _write_loop(self, address: Address) -> None:
         """Publish the collector's address as soon as it can be written, and write due buffers periodically."""
         published = False
         while True:
             if not published:
                 with contextlib.suppress(OSError):
-                    write_atomically(run.log_collector, msgspec.json.encode(address))
+                    write_atomically(self._context.run_dir.log_collector, msgspec.json.encode(address))
                     published = True
             await asyncio.sleep(WRITE_INTERVAL_S)
             self.buffers.write_due(self._loop.time())
@@ -161,13 +158,13 @@ class LogCollector:
         self.buffers.write_later(incarnation, self._loop.time())
 
 
-def _is_current(state: State | None, incarnation: Incarnation) -> bool | None:
+def _is_current(state: State, incarnation: Incarnation) -> bool | None:
     """Return whether an incarnation is current; None if the run never had it.
 
     For a standby process that was promoted: whether the member that it became is current.
     """
-    replica = None if state is None else state.replicas.get(incarnation.replica)
-    if state is None or replica is None or not 0 < incarnation.number <= replica.incarnation_number:
+    replica = state.replicas.get(incarnation.replica)
+    if replica is None or not 0 < incarnation.number <= replica.incarnation_number:
         return None
     return state.is_current(incarnation) or promoted_to(state, incarnation) is not None
 

@@ -23,7 +23,9 @@ MAX_DEADLINE_EXTENSIONS = 5
 """Times that a deadline is restarted because the event loop was late; then the machine is too slow for it."""
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
-_DIALLED, _LISTENED = b"rrl-weights-1 dialled", b"rrl-weights-1 listened"
+_DIALLED, _LISTENED = b"rrl-connection-1 dialled", b"rrl-connection-1 listened"
+"""Labels of the two directions in the MACs of the handshake, with its version. It is the same for weights and
+snapshots. ``PROTOCOL_VERSION`` (``transport/messages.py``) is that of control messages, which do not use it."""
 
 
 class TransportError(Exception):

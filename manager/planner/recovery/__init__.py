@@ -1,1 +1,1 @@
-"""What to do about a failure: the repair ladder, the classes of failures, and the exclusion of nodes."""
+"""What to do about a failure: the repair ladder, faults of software, rejection of a job, and the exclusion of nodes."""

@@ -20,7 +20,6 @@ from ...model.queries import finding_about
 from ...model.reduce_commands import REQUEUE
 from ...model.state import Replica, State, Status
 from ..capacity.nodes import NodeInventory
-from .failure_class import command_missing, never_joined, no_fit_node, rejected, role_exhausted, suggests_software_fault
 from .ladder import (
     POLICIES,
     SUPPORT_LADDER,
@@ -32,6 +31,8 @@ from .ladder import (
     severity,
 )
 from .node_exclusion import evidence_lines, exclusions
+from .rejection import command_missing, never_joined, no_fit_node, rejected, role_exhausted
+from .software_fault import suggests_software_fault
 
 _Members = Sequence[Replica]
 

@@ -640,9 +640,11 @@ def prepare(site: Site, patch: pytest.MonkeyPatch) -> None:
     class NoLogs:
         """A log collector that does nothing: a real socket does not run in virtual time."""
 
-        @staticmethod
-        async def open(*_: Any) -> NoLogs:
-            return NoLogs()
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        async def open(self, *_: Any) -> None:
+            pass
 
         def on_event(self, event: Any) -> None:
             pass

@@ -6,13 +6,17 @@ import asyncio
 import errno
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rrl.core.faults import Fault, FaultKind, FaultTrigger
+from rrl.core.run_dir import RunDir
 from rrl.core.types import Incarnation, NodeName
+from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.manager.cluster.base import AllocationRequest, ClusterSnapshot, Refused, RejectReason, Step, Unanswered
-from rrl.manager.execute.executor import RETRY_INTERVAL_S, STEP_MARGIN_S, Executor
+from rrl.manager.context import RunContext
+from rrl.manager.execute.executor import RETRY_INTERVAL_S, STEP_MARGIN_S, Executor, StepControl
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import ExternalAction, InjectFault, Launch, Release, Request, StopStep, Why
 from rrl.manager.storage.lease import LeaseLost
@@ -78,6 +82,27 @@ class Scripted:
         pass
 
 
+class ScriptedSteps(StepControl):
+    """Prepares launches and requests stops as the bench says."""
+
+    def __init__(self, context: RunContext, bench: Bench) -> None:
+        super().__init__(context, bench.cluster, "job.toml")
+        self._bench = bench
+
+    def prepare_launch(self, action: Launch) -> Step:
+        if self._bench.cannot_prepare is not None:
+            raise self._bench.cannot_prepare
+        return Step(action.step, action.allocation, action.node, NODE, Path("launch"), Path("log"))
+
+    async def request_stop(self, action: StopStep, timeout_s: float) -> bool:
+        self._bench.sent.append(timeout_s)
+        return self._bench.stops_itself
+
+
+def _unused(*_: Any) -> Any:
+    raise AssertionError("the executor neither reads the state nor sends messages itself")
+
+
 class Bench:
     """An executor with everything around it scripted."""
 
@@ -92,18 +117,10 @@ class Bench:
         """How often the run directory cannot be read."""
         self.cannot_prepare: OSError | None = None
         self.sent: list[float] = []
+        context = RunContext(RunDir(Path("run")), HealthMonitor(), _unused, self.recorded.append, _unused, _unused)
         self.executor = Executor(
-            self.cluster, self.recorded.append, self._prepare, self._send, self._inject, self._check, self._promote
+            context, self.cluster, ScriptedSteps(context, self), self._inject, self._check, self._promote
         )
-
-    def _prepare(self, action: Launch) -> Step:
-        if self.cannot_prepare is not None:
-            raise self.cannot_prepare
-        return Step(action.step, action.allocation, action.node, NODE, Path("launch"), Path("log"))
-
-    async def _send(self, action: StopStep, timeout_s: float) -> bool:
-        self.sent.append(timeout_s)
-        return self.stops_itself
 
     async def _promote(self, action: Launch) -> None:
         self.promoted.append(action)

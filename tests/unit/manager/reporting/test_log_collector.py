@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +17,8 @@ from zmq.utils import z85
 from rrl.core.launch import ExitReason, Launch
 from rrl.core.log_lines import STAMP_BYTES
 from rrl.core.types import Incarnation, ReplicaId
+from rrl.health.detection.health_monitor import HealthMonitor
+from rrl.manager.context import RunContext
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Rung, Why
 from rrl.manager.model.state import Replica, State, Status
@@ -32,10 +35,16 @@ STATE = Story("run-1").works().recorded()
 INCARNATION = Incarnation(ReplicaId("rollout/0"), 1)
 
 
+def _unused(*_: Any) -> Any:
+    raise AssertionError("the log collector neither records events nor sends messages to peers")
+
+
 @asynccontextmanager
 async def collecting(at: Lab, epoch: int = 1, state: State = STATE) -> AsyncIterator[LogCollector]:
-    collector = await LogCollector.open(at.run, at.keys, epoch, "127.0.0.1", lambda: state)
+    context = RunContext(at.run, HealthMonitor(), lambda: state, _unused, _unused, now=lambda: state.at)
+    collector = LogCollector(context, epoch)
     try:
+        await collector.open(at.keys, "127.0.0.1")
         yield collector
     finally:
         await collector.close()
@@ -200,7 +209,6 @@ def test_lines_of_incarnations_that_the_run_never_had_are_ignored() -> None:
         Incarnation(ReplicaId("judge/0"), 1),
     ):
         assert _is_current(STATE, incarnation) is None
-    assert _is_current(None, INCARNATION) is None
 
 
 def test_full_run_directory_does_not_prevent_the_start(tmp_path: Path) -> None:

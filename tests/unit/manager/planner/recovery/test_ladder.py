@@ -9,13 +9,11 @@ import msgspec
 import pytest
 
 from rrl.config.job.schema import RecoveryTable
-from rrl.core.faults import Fault, FaultKind
 from rrl.core.run_spec import Limits, Recovery
 from rrl.core.types import AGENT, STANDBY_ROLE, Incarnation, NodeName, Outcome, ReplicaId, member_id, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Release, RestartAll, Rung, StopStep, Why
 from rrl.manager.model.queries import workers
-from rrl.manager.model.reduce_replicas import MAX_RESTART_BACKOFF_S
 from rrl.manager.model.state import Status
 from rrl.manager.planner.deadlines import TRAINER_SHUTDOWN_GRACES
 from rrl.manager.planner.recovery.ladder import POLICIES, SUPPORT_LADDER, severity
@@ -59,10 +57,6 @@ def fail(world: World, replica: ReplicaId, detector: str = "exit_record") -> Non
 def at_step(world: World, step: int) -> World:
     world.commit(step)
     return world
-
-
-def evidence_of(world: World, evidence: str) -> bool:
-    return any(evidence in line for action in world.actions for line in action.why.evidence)
 
 
 # ── the ladder as data ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -328,132 +322,6 @@ def test_manager_failure_before_any_record_leads_to_the_same_gang_and_standby(st
 
 
 # ── down to the whole run ────────────────────────────────────────────────────────────────────────────────────────────
-def test_first_step_of_the_first_incarnation_has_a_second_try_before_a_full_restart() -> None:
-    world = World(job(recovery=Recovery(per_replica=99))).steady()
-    began = world.now
-    world.kill(TRAINER)
-    world.steady()
-    assert charged(world) == [("trainer/0#1", Rung.IN_PLACE)]
-    fail(world, TRAINER)
-    (restart,) = world.decided(RestartAll)
-    assert restart.failed == Incarnation(TRAINER, 2)
-    second = "a second failure in the same step, the one after the start"
-    assert restart.why.evidence == (_AWAY.format("trainer/0#2"), second)
-    assert (restart.why.rung, restart.why.expects) == (
-        Rung.FULL_RESTART,
-        "every role joins again, and a step is committed",
-    )
-    assert restart.why.deadline == world.now + MAX_RESTART_BACKOFF_S + world.state.job.limits.join
-    world.steady()
-    world.kill(TRAINER)
-    world.play()
-    assert world.now > began + MAX_RESTART_BACKOFF_S
-    (end,) = world.decided(Finish)
-    assert end.why.evidence[1:] == (
-        "its first step failed, the one after the start: an earlier incarnation worked up to there",
-        "it failed again after a restart of the whole run, and no step was committed since step 0",
-        f"rrl logs {RUN} --failed shows its last lines",
-    )
-    assert final_reason(world.state).endswith(f"rrl resume {RUN} goes on from step 0")
-    assert_nothing_is_left(world, Outcome.FAILED)
-
-
-def test_first_step_failing_after_a_node_caused_restart_restarts_the_run() -> None:
-    world = at_step(World(job(), nodes=9).steady(), 1)
-    world.lose_node(world.node_of(TRAINER))
-    world.steady()
-    fail(world, TRAINER)
-    (restart,) = world.decided(RestartAll)
-    assert restart.why.evidence[1:] == (
-        "its first step failed, the one after step 1: an earlier incarnation worked up to there",
-    )
-
-
-def test_step_committed_before_a_failure_is_not_held_against_the_restart() -> None:
-    world = World(job(steps=99, recovery=Recovery(per_replica=99, per_node=99))).steady()
-    for step in range(1, 6):
-        world.kill(TRAINER)
-        world.steady()
-        world.commit(step)
-    assert world.decided(RestartAll) == []
-
-
-def test_second_failure_of_any_member_in_a_step_restarts_the_run() -> None:
-    world = at_step(World(gang_job(warm=False)).steady(), 1)
-    world.kill(T1)
-    world.steady()
-    assert charged(world) == [("trainer/0.1#1", Rung.IN_PLACE)]
-    world.record(ev.StepCommitted(world.state.replica(T0).incarnation, 2))
-    world.kill(T3)
-    world.steady()
-    assert world.decided(RestartAll) == []  # a step later
-    fail(world, T2)
-    (restart,) = world.decided(RestartAll)
-    assert restart.failed == Incarnation(T2, 3)
-
-
-def test_second_failed_restart_in_a_row_restarts_the_run() -> None:
-    world = at_step(World(job(recovery=Recovery(per_node=9))).steady(), 1)
-    world.broken["trainer"] = "ImportError"
-    world.kill(TRAINER)
-    world.play(lambda: bool(world.decided(RestartAll)), timeout_s=100.0)
-    assert charged(world)[:2] == [("trainer/0#1", Rung.IN_PLACE), ("trainer/0#2", Rung.IN_PLACE)]
-    (restart,) = world.decided(RestartAll)
-    assert restart.failed == Incarnation(TRAINER, 3)
-    assert restart.why.evidence[-1] == "two restarts after step 1 have failed, one after the other"
-    world.broken.clear()
-    assert world.steady().state.finish is None
-
-
-def test_failed_restarts_with_work_in_between_are_not_in_a_row() -> None:
-    world = at_step(World(job(recovery=Recovery(per_node=9), steps=99)).steady(), 1)
-    for step in (2, 3):
-        world.broken["trainer"] = "ImportError"
-        world.kill(TRAINER)
-        world.play(lambda: not world.state.replica(TRAINER).failures[-1].joined)
-        world.broken.clear()
-        world.steady()
-        world.commit(step)
-    assert [start.joined for start in world.state.replica(TRAINER).failures] == [True, False, True, False]
-    assert world.decided(RestartAll) == []
-
-
-def test_failures_that_were_injected_say_nothing_about_the_step() -> None:
-    world = at_step(World(job(recovery=Recovery(per_node=9))).steady(), 1)
-    for n in range(4):
-        world.happen(ev.FaultRequested(Fault(f"i{n}", FaultKind.KILL, TRAINER, by="ada"), "ada", f"c{n}"))
-        world.wait(30.0)
-    assert len(world.state.replica(TRAINER).failures) == 4
-    assert all(start.injected for start in world.state.replica(TRAINER).failures)
-    assert world.decided(RestartAll) == []
-
-
-def test_failures_that_a_node_explains_say_nothing_about_the_step() -> None:
-    world = at_step(World(job(recovery=Recovery(breaker=1.0)), nodes=20).steady(), 1)
-    for _ in range(3):
-        node = world.node_of(TRAINER)
-        world.record(found(world.state.replica(TRAINER).incarnation, "exit_record", world.now))
-        world.lose_node(node)
-        world.record(lost(node, world.now))
-        world.steady()
-    assert len(world.state.replica(TRAINER).failures) == 3
-    assert world.decided(RestartAll) == []
-
-
-def test_launches_that_the_cluster_refuses_say_nothing_about_the_software() -> None:
-    world = at_step(World(job(recovery=Recovery(per_node=9))).steady(), 1)
-    world.refuse_launch = {N2, N5}
-    world.kill(TRAINER)
-    world.play(timeout_s=20.0)
-    assert len([start for start in world.state.replica(TRAINER).failures if start.refused]) > 2
-    world.refuse_launch = set()
-    world.broken["trainer"] = "ImportError"
-    world.play(lambda: not world.state.replica(TRAINER).failures[-1].refused)
-    world.broken.clear()
-    world.steady()
-    assert world.decided(RestartAll) == []
-
-
 def test_role_that_the_cluster_refuses_to_launch_ends_the_run_without_restart() -> None:
     world = World(job(recovery=Recovery(per_node=9, per_replica=2)))
     world.refuse_launch = {N1}
@@ -557,47 +425,6 @@ def test_full_restart_fences_all_in_place_and_charges_only_the_failed_member() -
 
 
 # ── one cause, many failures ─────────────────────────────────────────────────────────────────────────────────────────
-def test_trainer_failing_together_with_others_is_not_blamed() -> None:
-    world = at_step(World(job(recovery=Recovery(per_node=99))).steady(), 1)
-    for _ in range(4):
-        for replica in (R0, STORE, R1, TRAINER, REWARD):
-            world.kill(replica)
-        world.steady()
-        world.wait(20.0)
-    assert len(world.state.replica(TRAINER).failures) == 4
-    assert (world.decided(RestartAll), world.state.finish) == ([], None)
-
-
-def test_second_failure_together_with_others_is_not_blamed_either() -> None:
-    world = at_step(World(job(recovery=Recovery(per_node=99))).steady(), 1)
-    world.kill(TRAINER)
-    world.steady()
-    world.wait(20.0)
-    for replica in (R0, STORE, R1, REWARD, TRAINER):
-        world.kill(replica)
-    world.steady()
-    assert world.decided(RestartAll) == []
-
-
-def test_correlated_failures_just_after_the_trainers_count_next_time() -> None:
-    world = at_step(World(job(recovery=Recovery(per_node=99))).steady(), 1)
-    for _ in range(3):
-        for replica in (TRAINER, STORE, R0, REWARD, R1):
-            world.kill(replica)
-        world.steady()
-        world.wait(20.0)
-    assert world.decided(RestartAll) == []
-
-
-def test_single_rollout_failure_among_many_explains_nothing() -> None:
-    world = at_step(World(job(rollouts=30, recovery=Recovery(per_node=99))).steady(), 1)
-    for _ in range(2):
-        world.kill(R0)
-        world.kill(TRAINER)
-        world.play(lambda: world.works() or bool(world.decided(RestartAll)))
-    assert len(world.decided(RestartAll)) == 1
-
-
 @pytest.mark.parametrize("policy", ["job", "requeue"])
 def test_many_failures_at_once_restart_the_run_once(policy: str) -> None:
     world = World(job(recovery=Recovery(policy=policy)), nodes=20).steady()

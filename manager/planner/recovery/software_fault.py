@@ -1,0 +1,74 @@
+"""Tell a fault of the trainer's software from other failures: restarting the trainer alone cannot cure it.
+
+RobustRL's rules apply (its paper, 5.1): a failure in the first step after a restart, a second failure in the same step,
+a second restart that fails. They count only failures that nothing else explains. These do not count:
+
+* an injected failure: it shows how the trainer is recovered, and two of them in one step say nothing about the step;
+* a failure of an excluded or lost node, which explains what failed on it and is handled by other rungs;
+* a failure among many of other roles within the time in which silence is noticed (storage, fabric or site), and the
+  next one, whose company may still appear;
+* a launch that the cluster refused: the software never ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ....core.types import NodeName
+from ...model.queries import finding_about, node_finding, workers
+from ...model.state import FailedIncarnation, Replica, State, Status
+
+
+def suggests_software_fault(state: State, members: Sequence[Replica], failed: Replica, now: float) -> tuple[str, ...]:
+    """Return why the whole run should restart rather than the trainer alone; empty if nothing suggests that.
+
+    ``members`` are those of the gang, the first one first; ``failed`` is the one that failed now.
+    """
+    recovery = state.job.recovery
+    if failed.role not in {role.name for role in state.job.kind("trainer")} or not recovery.full_restarts:
+        return ()
+    joined, no_commit_yet = failed.status is Status.JOINED, members[0].commits == 0
+    newest = FailedIncarnation(
+        now, failed.node or NodeName(""), step=state.step, injected=bool(failed.fault), joined=joined
+    )
+    if finding_about(state, failed.incarnation) is None or not _is_unexplained(state, failed, newest):
+        return ()
+    full_restarts = [at for at in state.full_restarts if now < at + recovery.window]
+    since = max(full_restarts, default=0.0)
+    failures = [failure for member in members for failure in member.recent_failures(recovery.window, now)
+             if failure.at > since and failure.step == state.step]  # fmt: skip
+    failures.sort(key=lambda failure: failure.at)
+    if any(_correlated_failure(state, failed.role, failure.at) for failure in failures[-1:]):
+        return ()  # failures of other roles may follow this one, too
+    past = [failure for failure in failures if _is_unexplained(state, failed, failure)]
+    after = f"step {state.step}" if state.step else "the start"
+    if not joined:
+        twice = failed.ever_joined and bool(past) and not past[-1].joined
+        return (f"two restarts after {after} have failed, one after the other",) if twice else ()
+    if no_commit_yet and (state.step or full_restarts):  # the very first incarnation has a second try
+        return (f"its first step failed, the one after {after}: an earlier incarnation worked up to there",)
+    if any(failure.joined for failure in past):
+        return (f"a second failure in the same step, the one after {after}",)
+    return ()
+
+
+def _is_unexplained(state: State, member: Replica, failure: FailedIncarnation) -> bool:
+    """Return whether neither an injection, the cluster, the node nor a shared cause explains the failure."""
+    node = state.nodes.get(failure.node)
+    of_node = node is None or node.excluded is not None or node_finding(state, failure.node) is not None
+    return not (failure.injected or failure.refused or of_node or _correlated_failure(state, member.role, failure.at))
+
+
+def _correlated_failure(state: State, role: str, at: float) -> bool:
+    """Return whether other roles failed at about that time (s).
+
+    The bound is max(1, the breaker's share) of their members.
+    """
+    window = state.job.limits.silence
+    others = [other for other in workers(state) if other.role != role]
+    failing = sum(
+        any(abs(failure.at - at) <= window for failure in other.failures)
+        or (other.is_current and state.at - at <= window and finding_about(state, other.incarnation) is not None)
+        for other in others
+    )
+    return failing >= max(1, int(state.job.recovery.breaker * len(others)))
