@@ -10,17 +10,15 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.tests.support.plain_user import PlainUser, popen_as
-from rrl.tests.support.runs import RRL, TestRun, write_job
+from rrl.tests.support.runs import QUICKSTART, RRL, TestRun, write_job
 from rrl.tests.support.security.sockets import Bound, bound_by
 
-QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 _START_TIMEOUT_S = 300.0
 """for two ranks, two rollouts and their spares to load torch on a busy machine of two cores"""
 

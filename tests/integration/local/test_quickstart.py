@@ -9,9 +9,8 @@ import pytest
 from rrl.core.launch import ExitReason
 from rrl.core.types import STANDBY_ROLE, ReplicaId, role_of
 from rrl.manager.model import events as ev
-from rrl.tests.support.runs import check_sound, submit_here
+from rrl.tests.support.runs import QUICKSTART, check_sound, submit_here
 
-QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.toml"
 VICTIM = ReplicaId("rollout/1")
 
 

@@ -13,8 +13,7 @@ import pytest
 from rrl.core.types import AGENT, STANDBY_ROLE, Cause, Incarnation, ReplicaId, Verdict, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence
-from rrl.tests.integration.local.test_quickstart import QUICKSTART
-from rrl.tests.support.runs import check_sound, submit_here
+from rrl.tests.support.runs import QUICKSTART, check_sound, submit_here
 
 VICTIM = ReplicaId("rollout/1")
 WEDGED = Incarnation(VICTIM, 1)

@@ -4,7 +4,6 @@ there, and while roles do. It ends as if nobody had died: the same nodes are lef
 from __future__ import annotations
 
 import functools
-import os
 from collections import Counter
 from collections.abc import Iterable
 
@@ -17,20 +16,14 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Launch
 from rrl.manager.model.state import State
 from rrl.tests.support.manager.jobs import ROLLOUTS, TRAINER, command, commands, job
+from rrl.tests.support.manager.scripted_runs import Script, run_to_end
 from rrl.tests.support.manager.site import Site
-from rrl.tests.unit.manager.test_crash_points import Script, run_to_end
 
 LIMITS = Limits(heartbeat=2.0, silence=8.0, join=40.0, quiet=20.0, poll=10.0, lease=10.0)
 R0, R1 = ROLLOUTS
 N2 = NodeName("n2")
 SPARSE = 7
 """only each so-manieth record in `make test`"""
-
-
-@pytest.fixture(autouse=True)
-def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here loses power: what was written is there."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 def ill(node: NodeName, detector: str, component: str = "GPU-1", *, cause: Cause = Cause.GPU, proof: bool = False,

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from rrl.tests.support.roles import folders
+from rrl.tests.support.roles.trainer.gang_runs import End, dies, end_of, goes_on_from
 from rrl.tests.support.roles.trainer.mortal import SEALED
 from rrl.tests.support.roles.trainer.stage import Stage, nursery
-from rrl.tests.unit.roles.trainer.test_gang import End, dies, end_of, goes_on_from
 
 pytestmark = pytest.mark.torch
 
