@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -12,24 +12,32 @@ import pytest
 from rrl.core.types import Incarnation, NodeName
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import Denied, NotReady
-from rrl.tests.support.roles.trainer.gang_runs import dies, end_of, goes_on_from, undisturbed
+from rrl.tests.support.roles.trainer.gang_runs import End, dies, end_of, goes_on_from, undisturbed
 from rrl.tests.support.roles.trainer.mortal import MOMENTS, SEALED, SHARED
-from rrl.tests.support.roles.trainer.stage import GANG, Stage, nursery
+from rrl.tests.support.roles.trainer.stage import GANG, Stage
 
 pytestmark = pytest.mark.torch
 
 
+Undisturbed = Callable[[int, int], Awaitable[End]]
+
+
 @pytest.fixture(scope="module")
-def processes() -> Iterator[ForkServerContext]:
-    with nursery() as context:
-        yield context
+def undisturbed_end(tmp_path_factory: pytest.TempPathFactory, processes: ForkServerContext) -> Undisturbed:
+    """What a run of so many members and steps ends with if nobody kills it; each is played once."""
+    ends: dict[tuple[int, int], End] = {}
+
+    async def end(world: int, steps: int) -> End:
+        if (world, steps) not in ends:
+            ends[world, steps] = await undisturbed(tmp_path_factory.mktemp("undisturbed"), processes, world, steps)
+        return ends[world, steps]
+
+    return end
 
 
-def test_two_members_learn_what_one_process_learns(tmp_path: Path, processes: ForkServerContext) -> None:
+def test_two_members_learn_what_one_process_learns(undisturbed_end: Undisturbed) -> None:
     async def story() -> None:
-        one = await undisturbed(tmp_path / "1", processes, 1, 3)
-        two = await undisturbed(tmp_path / "2", processes, 2, 3)
-        assert one.distance(two) < 1e-5
+        assert (await undisturbed_end(1, 3)).distance(await undisturbed_end(2, 3)) < 1e-5
 
     asyncio.run(story())
 
@@ -58,19 +66,19 @@ def test_only_rank_0_requests_the_batch_and_each_member_gets_its_share(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_member_killed_during_batch_sharing_is_blamed_and_the_batch_repeats(
-    tmp_path: Path, processes: ForkServerContext, rank: int
+    tmp_path: Path, processes: ForkServerContext, undisturbed_end: Undisturbed, rank: int
 ) -> None:
     async def story() -> None:
         async with Stage(tmp_path / "killed", processes, world=2, steps=2).open() as stage:
             await dies(stage, SHARED, 2, rank)
             assert await stage.live() == [0, 0], stage.logs()
-            assert end_of(stage) == await undisturbed(tmp_path / "whole", processes, 2, 2)
+            assert end_of(stage) == await undisturbed_end(2, 2)
 
     asyncio.run(story())
 
 
 def test_a_trainer_killed_while_it_saves_ends_bit_equal_to_one_that_was_not(
-    tmp_path: Path, processes: ForkServerContext
+    tmp_path: Path, processes: ForkServerContext, undisturbed_end: Undisturbed
 ) -> None:
     async def story() -> None:
         async with Stage(tmp_path / "killed", processes, world=1, steps=3).open() as stage:
@@ -79,13 +87,13 @@ def test_a_trainer_killed_while_it_saves_ends_bit_equal_to_one_that_was_not(
             assert goes_on_from(stage) == "the commit of step 1"
             assert await stage.live() == [0], stage.logs()
             assert goes_on_from(stage) == "the commit of step 2"
-            assert end_of(stage) == await undisturbed(tmp_path / "whole", processes, 1, 3)
+            assert end_of(stage) == await undisturbed_end(1, 3)
 
     asyncio.run(story())
 
 
 def test_a_gang_goes_on_from_its_snapshots_and_finishes_their_commit(
-    tmp_path: Path, processes: ForkServerContext
+    tmp_path: Path, processes: ForkServerContext, undisturbed_end: Undisturbed
 ) -> None:
     async def story() -> None:
         async with Stage(tmp_path / "killed", processes, world=2, steps=3, snapshots=True).open() as stage:
@@ -94,7 +102,7 @@ def test_a_gang_goes_on_from_its_snapshots_and_finishes_their_commit(
             stage.agent_starts(NodeName("n1"))
             assert await stage.live() == [0, 0], stage.logs()
             assert goes_on_from(stage) == "the snapshot of step 2; committed is 1"
-            assert end_of(stage) == await undisturbed(tmp_path / "whole", processes, 2, 3)
+            assert end_of(stage) == await undisturbed_end(2, 3)
 
     asyncio.run(story())
 
@@ -126,12 +134,12 @@ def test_trainer_killed_repeatedly_ends_bit_equal(
 
 
 def test_another_number_of_members_goes_on_from_the_same_checkpoint(
-    tmp_path: Path, processes: ForkServerContext
+    tmp_path: Path, processes: ForkServerContext, undisturbed_end: Undisturbed
 ) -> None:
     async def story() -> None:
         async with Stage(tmp_path / "changed", processes, world=2, steps=3).open() as stage:
             await dies(stage, "in the step", 3)
             assert await stage.live(world=1) == [0], stage.logs()
-            assert end_of(stage).distance(await undisturbed(tmp_path / "whole", processes, 1, 3)) < 1e-5
+            assert end_of(stage).distance(await undisturbed_end(1, 3)) < 1e-5
 
     asyncio.run(story())
