@@ -24,8 +24,8 @@ JOB = msgspec.structs.replace(job(spares=1, steps=4, limits=LIMITS), cluster="sl
 """on Slurm no role is placed on a node before the node's agent has reported"""
 SCRIPT = Script(Outcome.COMPLETED, granted=2, job=JOB)
 POOL = JOB.nodes
-SPARSE = 9
-"""`make test` has the manager die over every ninth record only, the long test over each"""
+SPARSE = 18
+"""Distance of the records at which the manager dies in ``make test``; ``make test-long`` takes every record."""
 
 
 def _assert_one_pool_at_a_time(site: Site, outcome: Outcome, state: State) -> None:
